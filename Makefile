@@ -1,0 +1,112 @@
+# From a bare clone: `make demo`, `make test`. Both create .venv and build what this machine can use;
+# a second run rebuilds what changed. Everything else is in CONTRIBUTING.md.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(abspath $(VENV))/bin
+export PATH := $(BIN):$(PATH)
+
+NVCC := $(shell command -v nvcc 2>/dev/null || ls /usr/local/cuda/bin/nvcc 2>/dev/null)
+# Compute capabilities of the GPUs here, as in 80;90; empty without a GPU.
+GPU_ARCHS := $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null \
+	| grep -E '^[0-9]+\.[0-9]+$$' | tr -d . | sort -un | paste -sd';')
+
+# KERNELS=<dir>: prebuilt kernel libraries, as `make kernels` writes them, instead of nvcc.
+KERNELS ?=
+PRESET ?= ci
+ARCHS ?= $(or $(GPU_ARCHS),80;90)
+OUT ?= build/kernels-$(PRESET)/lib
+JOBS ?= $(shell nproc)
+# One CUDA source may take 8 GiB.
+CUDA_JOBS ?= $(shell awk -v n=$(JOBS) '/^MemTotal/ {m = int($$2 / 8388608); m = m < n ? m : n; \
+	print (m > 1 ? m : 1)}' /proc/meminfo 2>/dev/null || echo 1)
+
+# Without a GPU the demo needs no kernel, so it does not wait for nvcc; the tests compile them anyway,
+# to check the generated code and ptxas's report.
+SIDE ?= $(if $(KERNELS),prebuilt,$(if $(NVCC),cuda,cpu))
+demo: SIDE := $(if $(KERNELS),prebuilt,$(if $(and $(NVCC),$(GPU_ARCHS)),cuda,cpu))
+
+BUILD = build/$(if $(filter cuda,$(SIDE)),$(PRESET),$(SIDE))
+STAGE = $(BUILD)/stage
+OPTIONS_cuda = -DPREFLASH_CUDA=ON -DPREFLASH_PRESET=$(PRESET) "-DPREFLASH_ARCHS=$(ARCHS)" \
+	-DPREFLASH_CUDA_JOBS=$(CUDA_JOBS) -DPREFLASH_CPP_TESTS=ON
+OPTIONS_cpu = -DPREFLASH_CUDA=OFF
+OPTIONS_prebuilt = -DPREFLASH_CUDA=OFF "-DPREFLASH_KERNELS=$(abspath $(KERNELS))"
+
+BUILD_TOOLS := "cmake>=3.24" "ninja>=1.11" "pybind11>=2.12"
+TEST_TOOLS := "pytest>=8" pytest-timeout numpy "tomli; python_version < '3.11'"
+CUTLASS := nvidia-cutlass==4.2.0.0
+# Exactly this one where there is no GPU: it is the CPU build, a range would fetch gigabytes.
+TORCH := $(if $(GPU_ARCHS),torch,torch==2.13.0)
+PIP := $(BIN)/python -m pip install -q --disable-pip-version-check
+
+.PHONY: demo test build kernels wheel lint format clean
+.DEFAULT_GOAL := build
+
+demo: build
+	$(BIN)/python -m preflash demo
+
+test: build
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# Installs into $(STAGE) and points the virtual environment at it.
+build: $(VENV)/ready $(if $(NVCC),$(VENV)/cutlass)
+	@mkdir -p build
+	@echo "preflash: $(BUILD)$(if $(filter cuda,$(SIDE)), for $(ARCHS))$(if $(filter cpu,$(SIDE)), (no CUDA))"
+	@cmake -G Ninja -S . -B $(BUILD) -DPython_EXECUTABLE=$(BIN)/python $(OPTIONS_$(SIDE)) >$(BUILD).log \
+		|| { cat $(BUILD).log; exit 1; }
+	cmake --build $(BUILD) --parallel $(JOBS)
+	@rm -rf $(STAGE) && cmake --install $(BUILD) --prefix $(STAGE) >>$(BUILD).log
+	@$(BIN)/python -c "import pathlib, sysconfig; \
+		site = pathlib.Path(sysconfig.get_path('platlib')); \
+		(site / 'preflash-build.pth').write_text('$(abspath $(STAGE))\n')"
+
+# The kernel libraries alone: for wheels, or for a machine without nvcc (PREFLASH_KERNELS=<dir>).
+kernels: $(VENV)/ready $(VENV)/cutlass
+	@mkdir -p build
+	@cmake -G Ninja -S . -B build/kernels-$(PRESET) -DPython_EXECUTABLE=$(BIN)/python \
+		-DPREFLASH_BINDINGS=OFF $(OPTIONS_cuda) >build/kernels-$(PRESET).log \
+		|| { cat build/kernels-$(PRESET).log; exit 1; }
+	cmake --build build/kernels-$(PRESET) --parallel $(JOBS)
+	@mkdir -p "$(OUT)"
+	@[ "$(abspath $(OUT))" = "$(abspath build/kernels-$(PRESET)/lib)" ] \
+		|| cp build/kernels-$(PRESET)/lib/libpreflash_kernels_*.so \
+			build/kernels-$(PRESET)/lib/variants.json "$(OUT)"
+	@ls -l "$(OUT)"
+
+wheel: $(VENV)/ready $(VENV)/cutlass
+	@$(PIP) wheel
+	$(BIN)/python wheels/build.py $(WHEEL_ARGS)
+
+lint: $(VENV)/lint
+	ruff check .
+	ruff format --check .
+	git ls-files -co --exclude-standard 'cpp/*' 'tests/cpp/*' \
+		| grep -E '\.(h|cpp|cu|cuh|inl)$$' | xargs clang-format --dry-run -Werror
+
+format: $(VENV)/lint
+	ruff check -q --fix-only . && ruff format -q .
+	git ls-files -co --exclude-standard 'cpp/*' 'tests/cpp/*' \
+		| grep -E '\.(h|cpp|cu|cuh|inl)$$' | xargs clang-format -i
+
+clean:
+	rm -rf build dist
+
+# A machine with a GPU often has a torch for it: that one is used rather than a second one fetched.
+$(VENV)/ready: Makefile
+	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 10))" \
+		|| { echo "preflash needs Python 3.10 or newer; name one: make PYTHON=python3.12"; exit 1; }
+	@[ -x $(BIN)/python ] || $(PYTHON) -m venv $(VENV) \
+		$$($(PYTHON) -c "import torch; assert torch.version.cuda" 2>/dev/null \
+			&& echo --system-site-packages)
+	@echo "preflash: installing torch and the build tools into $(VENV)"
+	@$(BIN)/python -c "import torch" 2>/dev/null || $(PIP) "$(TORCH)"
+	@$(PIP) $(BUILD_TOOLS) $(TEST_TOOLS)
+	@mkdir -p build && touch $@
+
+# Headers alone: what the package depends on is for its Python tools.
+$(VENV)/cutlass: $(VENV)/ready
+	@$(PIP) --no-deps $(CUTLASS) && touch $@
+
+$(VENV)/lint: $(VENV)/ready
+	@$(PIP) ruff clang-format && touch $@

@@ -1,0 +1,162 @@
+#include "bindings/batch.h"
+
+#include <pybind11/pybind11.h>
+
+#include <algorithm>
+#include <memory>
+
+#include "bindings/bindings.h"
+#include "bindings/device.h"
+
+namespace preflash {
+
+Batch::Batch(const BatchArrays& arrays)
+    : qo_indptr_(arrays.qo_indptr, arrays.qo_indptr + arrays.num_requests + 1),
+      kv_indptr_(arrays.kv_indptr, arrays.kv_indptr + arrays.num_requests + 1),
+      page_size_(arrays.page_size) {
+  if (arrays.last_page_len != nullptr) {
+    last_page_len_.assign(arrays.last_page_len, arrays.last_page_len + arrays.num_requests);
+  }
+}
+
+std::int64_t Batch::qo_len(int request) const {
+  return static_cast<std::int64_t>(qo_indptr_[request + 1]) - qo_indptr_[request];
+}
+
+std::int64_t Batch::kv_len(int request) const {
+  std::int64_t units = static_cast<std::int64_t>(kv_indptr_[request + 1]) - kv_indptr_[request];
+  if (page_size_ == 0) return units;
+  return units > 0 ? (units - 1) * page_size_ + last_page_len_[request] : 0;
+}
+
+std::int64_t Batch::max_qo_len() const {
+  std::int64_t longest = 0;
+  for (int i = 0; i < num_requests(); ++i) longest = std::max(longest, qo_len(i));
+  return longest;
+}
+
+std::int64_t Batch::max_kv_len() const {
+  std::int64_t longest = 0;
+  for (int i = 0; i < num_requests(); ++i) longest = std::max(longest, kv_len(i));
+  return longest;
+}
+
+void Batch::use_mask() {
+  mask_indptr_.assign(1, 0);
+  mask_indptr_.reserve(num_requests() + 1);
+  mask_elements_ = 0;
+  for (int i = 0; i < num_requests(); ++i) {
+    // Lengths that validate() will refuse must not make sizes that wrap around before it is asked.
+    std::int64_t elements =
+        std::max<std::int64_t>(qo_len(i), 0) * std::max<std::int64_t>(kv_len(i), 0);
+    mask_elements_ += elements;
+    mask_indptr_.push_back(mask_indptr_.back() + ceil_div<std::int64_t>(elements, 8));
+  }
+}
+
+void Batch::write_mask_segments(std::int64_t* begin) const {
+  std::int64_t elements = 0;
+  for (int i = 0; i < num_requests(); ++i) {
+    begin[i] = elements;
+    elements += qo_len(i) * kv_len(i);
+  }
+  begin[num_requests()] = elements;
+  std::copy(mask_indptr_.begin(), mask_indptr_.end(), begin + num_requests() + 1);
+}
+
+void Batch::set_page_indices(const std::int32_t* indices, std::int64_t count) {
+  page_indices_.assign(indices, indices + count);
+  std::int64_t first = std::clamp<std::int64_t>(kv_indptr_.front(), 0, count);
+  min_page_ = first < count ? page_indices_[first] : 0;
+  max_page_ = first < count ? page_indices_[first] : -1;
+  for (std::int64_t i = first; i < count; ++i) {  // two plain reductions, which compilers vectorise
+    min_page_ = std::min(min_page_, page_indices_[i]);
+    max_page_ = std::max(max_page_, page_indices_[i]);
+  }
+}
+
+int Batch::first_qo_len_other_than(const std::int64_t* lengths) const {
+  for (int i = 0; i < num_requests(); ++i) {
+    if (lengths[i] != qo_len(i)) return i;
+  }
+  return -1;
+}
+
+int Batch::first_kv_len_other_than(const std::int64_t* lengths) const {
+  for (int i = 0; i < num_requests(); ++i) {
+    if (lengths[i] != kv_len(i)) return i;
+  }
+  return -1;
+}
+
+int Batch::first_pages_other_than(const std::int32_t* page_indices,
+                                  const BlockTables& block_tables) const {
+  for (int i = 0; i < num_requests(); ++i) {
+    const std::int32_t* row = block_tables.data + i * block_tables.row_stride;
+    if (!std::equal(page_indices + kv_indptr_[i], page_indices + kv_indptr_[i + 1], row)) return i;
+  }
+  return -1;
+}
+
+void Batch::describe(Problem* problem) const {
+  problem->qo_indptr = qo_indptr_;
+  problem->kv_indptr = kv_indptr_;
+  problem->last_page_len = last_page_len_;
+  problem->mask_indptr = mask_indptr_;
+  problem->page_size = page_size_;
+}
+
+namespace py = pybind11;
+
+void bind_batch(py::module_& m) {
+  using Address = std::uintptr_t;
+  py::class_<Batch, std::shared_ptr<Batch>>(m, "Batch")
+      .def(py::init([](Address qo_indptr, Address kv_indptr, Address last_page_len,
+                       int num_requests, int page_size) {
+             return std::make_shared<Batch>(
+                 BatchArrays{.qo_indptr = pointer<const std::int32_t>(qo_indptr),
+                             .kv_indptr = pointer<const std::int32_t>(kv_indptr),
+                             .last_page_len = pointer<const std::int32_t>(last_page_len),
+                             .num_requests = num_requests,
+                             .page_size = page_size});
+           }),
+           py::arg("qo_indptr"), py::arg("kv_indptr"), py::arg("last_page_len"),
+           py::arg("num_requests"), py::arg("page_size"))
+      .def_property_readonly("num_requests", &Batch::num_requests)
+      .def_property_readonly("page_size", &Batch::page_size)
+      .def_property_readonly("qo_end", &Batch::qo_end)
+      .def_property_readonly("kv_end", &Batch::kv_end)
+      .def_property_readonly("max_qo_len", &Batch::max_qo_len)
+      .def_property_readonly("max_kv_len", &Batch::max_kv_len)
+      .def("qo_len", &Batch::qo_len)
+      .def("kv_len", &Batch::kv_len)
+      .def("use_mask", &Batch::use_mask)
+      .def_property_readonly("mask_elements", &Batch::mask_elements)
+      .def_property_readonly("mask_bytes", &Batch::mask_bytes)
+      .def("write_mask_segments",
+           [](const Batch& batch, Address begin) {
+             batch.write_mask_segments(pointer<std::int64_t>(begin));
+           })
+      .def("set_page_indices",
+           [](Batch& batch, Address indices, std::int64_t count) {
+             batch.set_page_indices(pointer<const std::int32_t>(indices), count);
+           })
+      .def_property_readonly("min_page", &Batch::min_page)
+      .def_property_readonly("max_page", &Batch::max_page)
+      .def("first_qo_len_other_than",
+           [](const Batch& batch, Address lengths) {
+             return batch.first_qo_len_other_than(pointer<const std::int64_t>(lengths));
+           })
+      .def("first_kv_len_other_than",
+           [](const Batch& batch, Address lengths) {
+             return batch.first_kv_len_other_than(pointer<const std::int64_t>(lengths));
+           })
+      .def("first_pages_other_than", [](const Batch& batch, Address page_indices,
+                                        Address block_tables, std::int64_t row_stride) {
+        return batch.first_pages_other_than(
+            pointer<const std::int32_t>(page_indices),
+            {.data = pointer<const std::int32_t>(block_tables), .row_stride = row_stride});
+      });
+}
+
+}  // namespace preflash

@@ -1,0 +1,79 @@
+// The lengths of one batch as plan() received them, copied to the host. Kept for as long as the
+// plan lives, so that another variant can be planned for the same batch without asking the caller
+// again.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "preflash/problem.h"
+
+namespace preflash {
+
+// What plan() was given, on the host. num_requests + 1 entries each, last_page_len num_requests.
+struct BatchArrays {
+  const std::int32_t* qo_indptr = nullptr;
+  const std::int32_t* kv_indptr = nullptr;
+  const std::int32_t* last_page_len = nullptr;  // null: ragged
+  int num_requests = 0;
+  int page_size = 0;  // 0: ragged
+};
+
+// [num_requests, row_stride]: the same pages as the page indices, one row per request.
+struct BlockTables {
+  const std::int32_t* data = nullptr;
+  std::int64_t row_stride = 0;
+};
+
+class Batch {
+ public:
+  explicit Batch(const BatchArrays& arrays);
+
+  int num_requests() const { return static_cast<int>(qo_indptr_.size()) - 1; }
+  int page_size() const { return page_size_; }
+  std::int32_t qo_end() const { return qo_indptr_.back(); }
+  std::int32_t kv_end() const { return kv_indptr_.back(); }
+  std::int64_t qo_len(int request) const;
+  std::int64_t kv_len(int request) const;
+  std::int64_t max_qo_len() const;
+  std::int64_t max_kv_len() const;
+
+  // Lays out the packed custom mask: every request starts on a byte.
+  void use_mask();
+  std::int64_t mask_elements() const { return mask_elements_; }
+  std::int64_t mask_bytes() const { return mask_indptr_.empty() ? 0 : mask_indptr_.back(); }
+  // begin[num_requests + 1] elements of the dense mask, then [num_requests + 1] bytes of the packed
+  // one.
+  void write_mask_segments(std::int64_t* begin) const;
+
+  // Page indices that are on the host travel to the device inside the plan's own upload.
+  void set_page_indices(const std::int32_t* indices, std::int64_t count);
+  std::span<const std::int32_t> page_indices() const { return page_indices_; }
+  // The smallest and the largest page that a request owns; only of indices given to
+  // set_page_indices.
+  std::int32_t min_page() const { return min_page_; }
+  std::int32_t max_page() const { return max_page_; }
+
+  // The first request whose length (or page list) differs from the caller's hint; -1: none does.
+  int first_qo_len_other_than(const std::int64_t* lengths) const;
+  int first_kv_len_other_than(const std::int64_t* lengths) const;
+  int first_pages_other_than(const std::int32_t* page_indices,
+                             const BlockTables& block_tables) const;
+
+  // Fills the parts of a problem that come from the batch. The spans point into this object.
+  void describe(Problem* problem) const;
+
+ private:
+  std::vector<std::int32_t> qo_indptr_;
+  std::vector<std::int32_t> kv_indptr_;
+  std::vector<std::int32_t> last_page_len_;
+  std::vector<std::int64_t> mask_indptr_;
+  std::vector<std::int32_t> page_indices_;
+  std::int64_t mask_elements_ = 0;
+  int page_size_ = 0;
+  std::int32_t min_page_ = 0;
+  std::int32_t max_page_ = -1;
+};
+
+}  // namespace preflash

@@ -1,0 +1,125 @@
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <array>
+#include <memory>
+
+#include "bindings/bindings.h"
+#include "bindings/plan.h"
+
+namespace preflash {
+namespace {
+
+namespace py = pybind11;
+
+using Address = std::uintptr_t;
+using TokenHead = std::array<std::int64_t, 2>;      // strides of [token, head]
+using PageTokenHead = std::array<std::int64_t, 3>;  // strides of [page, token, head]
+
+RowTensor row_tensor(const TokenHead& strides) {
+  return {.stride_token = strides[0], .stride_head = strides[1]};
+}
+
+KvTensor kv_tensor(const PageTokenHead& strides) {
+  return {.stride_page = strides[0], .stride_token = strides[1], .stride_head = strides[2]};
+}
+
+void bind_options(py::module_& m) {
+  py::class_<Options>(m, "Options")
+      .def(py::init([](int num_qo_heads, int num_kv_heads, int head_dim_qk, int head_dim_vo,
+                       DType q_dtype, DType kv_dtype, bool causal, int window_left, float soft_cap,
+                       bool custom_mask, int fixed_split_size, bool disable_split) {
+             return Options{
+                 .num_qo_heads = num_qo_heads,
+                 .num_kv_heads = num_kv_heads,
+                 .head_dim_qk = head_dim_qk,
+                 .head_dim_vo = head_dim_vo,
+                 .q_dtype = q_dtype,
+                 .kv_dtype = kv_dtype,
+                 .causal = causal,
+                 .window_left = window_left,
+                 .soft_cap = soft_cap,
+                 .mask = custom_mask ? Mask::kCustom : Mask::kBounds,
+                 .split = {.fixed_split_size = fixed_split_size, .disable = disable_split}};
+           }),
+           py::arg("num_qo_heads"), py::arg("num_kv_heads"), py::arg("head_dim_qk"),
+           py::arg("head_dim_vo"), py::arg("q_dtype"), py::arg("kv_dtype"), py::arg("causal"),
+           py::arg("window_left"), py::arg("soft_cap"), py::arg("custom_mask"),
+           py::arg("fixed_split_size"), py::arg("disable_split"));
+}
+
+void upload(Plan& plan, const Uploader& uploader, Address int_workspace,
+            std::int64_t int_workspace_bytes, Address page_indices, Address stream, bool blocking) {
+  UploadTarget target{.int_workspace = pointer<void>(int_workspace),
+                      .int_workspace_bytes = int_workspace_bytes,
+                      .page_indices = pointer<const std::int32_t>(page_indices),
+                      .stream = pointer<void>(stream),
+                      .blocking = blocking};
+  // Staging may be busy with an earlier copy even when this one is not waited for.
+  py::gil_scoped_release release;
+  plan.upload(uploader, target);
+}
+
+// A positional signature: keyword matching would cost a third of the whole call.
+void run(const Launch& launch, Address q, Address k, Address v, Address o, Address lse,
+         Address mask_bits, Address float_workspace, Address stream, float sm_scale,
+         float out_scale, float lse_scale) {
+  launch.run({.q = pointer<const void>(q),
+              .k = pointer<const void>(k),
+              .v = pointer<const void>(v),
+              .o = pointer<void>(o),
+              .lse = pointer<float>(lse),
+              .mask_bits = pointer<const std::uint8_t>(mask_bits),
+              .float_workspace = pointer<void>(float_workspace),
+              .stream = pointer<void>(stream),
+              .sm_scale = sm_scale,
+              .out_scale = out_scale,
+              .lse_scale = lse_scale});
+}
+
+}  // namespace
+
+void bind_plan(py::module_& m) {
+  bind_options(m);
+  py::class_<Uploader>(m, "Uploader")
+      .def(py::init<int>(), py::arg("device"))
+      .def_property_readonly("device", &Uploader::device);
+  py::class_<Plan, std::shared_ptr<Plan>>(m, "Plan")
+      .def(py::init([](Family family, int device, const Options& options,
+                       std::shared_ptr<Batch> batch, std::int64_t float_workspace_bytes) {
+             return std::make_shared<Plan>(family, device, options, std::move(batch),
+                                           float_workspace_bytes);
+           }),
+           py::arg("family"), py::arg("device"), py::arg("options"), py::arg("batch"),
+           py::arg("float_workspace_bytes"))
+      .def("upload", &upload, py::arg("uploader"), py::arg("int_workspace"),
+           py::arg("int_workspace_bytes"), py::arg("page_indices"), py::arg("stream"),
+           py::arg("blocking"))
+      .def_property_readonly("id", [](const Plan& plan) { return plan.kernel().id; })
+      .def_property_readonly("int_bytes", &Plan::int_bytes)
+      .def_property_readonly("float_bytes", &Plan::float_bytes)
+      .def_property_readonly("num_items", [](const Plan& plan) { return plan.sizes().num_items; })
+      .def_property_readonly("num_ctas", [](const Plan& plan) { return plan.sizes().num_ctas; })
+      .def_property_readonly("num_merges", [](const Plan& plan) { return plan.sizes().num_merges; })
+      .def_property_readonly("num_kv_tiles",
+                             [](const Plan& plan) { return plan.sizes().num_kv_tiles; })
+      .def_property_readonly("makespan_kv_tiles",
+                             [](const Plan& plan) { return plan.sizes().makespan_kv_tiles; });
+  py::class_<Launch>(m, "Launch")
+      .def(py::init([](std::shared_ptr<Plan> plan, const TokenHead& q, const PageTokenHead& k,
+                       const PageTokenHead& v, const TokenHead& o, const TokenHead& lse) {
+             return std::make_unique<Launch>(
+                 std::move(plan),
+                 RunTensors{.q = row_tensor(q),
+                            .k = kv_tensor(k),
+                            .v = kv_tensor(v),
+                            .o = row_tensor(o),
+                            .lse = {.stride_token = lse[0], .stride_head = lse[1]}});
+           }),
+           py::arg("plan"), py::arg("q"), py::arg("k"), py::arg("v"), py::arg("o"), py::arg("lse"))
+      .def("run", &run)
+      // For the CPU backend, whose run() is the computation: other Python threads go on meanwhile.
+      .def("run_unlocked", &run, py::call_guard<py::gil_scoped_release>());
+}
+
+}  // namespace preflash

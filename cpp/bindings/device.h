@@ -1,0 +1,34 @@
+// Which service table a device ordinal means, and what is known of that device. Ordinal -1 is the
+// CPU.
+#pragma once
+
+#include <cstdint>
+#include <stdexcept>
+
+#include "preflash/device_services.h"
+
+namespace preflash {
+
+inline constexpr int kCpuDevice = -1;
+
+// Becomes NotImplementedError in Python: a variant or a library that was not compiled.
+struct NotCompiledError : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+// Throws NotCompiledError with the registry's sentence where there are no CUDA libraries.
+const DeviceServices& services_of(int device);
+
+// Asked for once per device and remembered.
+const DeviceFacts& facts_of(int device);
+
+// Throws std::runtime_error naming `what` when a launch was refused.
+void check_launch(LaunchError error, const char* what);
+
+// Addresses travel as Python integers.
+template <class T>
+T* pointer(std::uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+}  // namespace preflash

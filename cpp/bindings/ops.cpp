@@ -1,0 +1,64 @@
+// packbits and merge_state for Python.
+#include <pybind11/pybind11.h>
+
+#include "bindings/bindings.h"
+#include "bindings/device.h"
+
+namespace preflash {
+namespace {
+
+namespace py = pybind11;
+
+using Address = std::uintptr_t;
+
+void pack_bits(Address x, Address packed, Address segments, int num_segments, bool little,
+               int device, Address stream) {
+  PackBitsParams params{.x = pointer<const std::uint8_t>(x),
+                        .packed = pointer<std::uint8_t>(packed),
+                        .in_begin = pointer<const std::int64_t>(segments),
+                        .out_begin = pointer<const std::int64_t>(segments) + num_segments + 1,
+                        .num_segments = num_segments,
+                        .little = little};
+  py::gil_scoped_release release;
+  check_launch(services_of(device).pack_bits(params, device, pointer<void>(stream)), "packbits");
+}
+
+void merge(const MergeStatesParams& params, int device, Address stream) {
+  py::gil_scoped_release release;
+  check_launch(services_of(device).merge_states(params, device, pointer<void>(stream)),
+               "merge_states");
+}
+
+}  // namespace
+
+void bind_ops(py::module_& m) {
+  m.def("pack_bits", &pack_bits, py::arg("x"), py::arg("packed"), py::arg("segments"),
+        py::arg("num_segments"), py::arg("little"), py::arg("device"), py::arg("stream"));
+  py::class_<MergeStatesParams>(m, "MergeStatesParams")
+      .def(py::init([](DType dtype, std::int64_t num_tokens, int num_states, int num_heads,
+                       int head_dim) {
+             return MergeStatesParams{.dtype = dtype,
+                                      .num_tokens = num_tokens,
+                                      .num_states = num_states,
+                                      .num_heads = num_heads,
+                                      .head_dim = head_dim};
+           }),
+           py::arg("dtype"), py::arg("num_tokens"), py::arg("num_states"), py::arg("num_heads"),
+           py::arg("head_dim"))
+      .def("set_inputs",
+           [](MergeStatesParams& params, Address v_a, Address s_a, Address v_b, Address s_b) {
+             params.v[0] = pointer<const void>(v_a);
+             params.s[0] = pointer<const float>(s_a);
+             params.v[1] = pointer<const void>(v_b);
+             params.s[1] = pointer<const float>(s_b);
+           })
+      .def("set_outputs",
+           [](MergeStatesParams& params, Address v, Address s, Address token_mask) {
+             params.v_out = pointer<void>(v);
+             params.s_out = pointer<float>(s);
+             params.token_mask = pointer<const std::uint8_t>(token_mask);
+           })
+      .def("launch", &merge, py::arg("device"), py::arg("stream"));
+}
+
+}  // namespace preflash

@@ -1,0 +1,122 @@
+#include "bindings/plan.h"
+
+#include <algorithm>
+#include <cstring>
+#include <string>
+
+#include "registry/registry.h"
+
+namespace preflash {
+namespace {
+
+constexpr std::int64_t kAlignment = 16;
+
+constexpr std::int64_t round_up(std::int64_t bytes) {
+  return ceil_div(bytes, kAlignment) * kAlignment;
+}
+
+Variant variant_of(Family family, const Options& options, TileClass tile_class) {
+  return {.family = family,
+          .q_dtype = options.q_dtype,
+          .kv_dtype = options.kv_dtype,
+          .head_dim_qk = options.head_dim_qk,
+          .head_dim_vo = options.head_dim_vo,
+          .tile_class = tile_class,
+          .logits = options.soft_cap > 0.0f ? Logits::kSoftCap : Logits::kPlain,
+          .mask = options.mask};
+}
+
+const ForwardKernel* find_kernel(Family family, const Options& options, const Problem& problem) {
+  validate(problem);
+  FoundKernel found =
+      Registry::instance().find(variant_of(family, options, choose_tile_class(problem)));
+  if (found.kernel == nullptr) throw NotCompiledError(found.error);
+  return found.kernel;
+}
+
+}  // namespace
+
+Uploader::Uploader(int device)
+    : device_(device),
+      services_(&services_of(device)),
+      uploader_(services_->uploader_create(device)) {
+  if (uploader_ == nullptr) throw std::runtime_error("no pinned memory for plan uploads");
+}
+
+Uploader::~Uploader() { services_->uploader_destroy(uploader_); }
+
+Plan::Plan(Family family, int device, const Options& options, std::shared_ptr<const Batch> batch,
+           std::int64_t float_workspace_bytes)
+    : device_(device),
+      options_(options),
+      batch_(std::move(batch)),
+      kernel_(find_kernel(family, options_, describe(float_workspace_bytes))),
+      planner_(describe(float_workspace_bytes), facts_of(device), *kernel_) {
+  page_indices_offset_ = round_up(layout().int_bytes);
+  int_bytes_ =
+      page_indices_offset_ + static_cast<std::int64_t>(batch_->page_indices().size_bytes());
+}
+
+Problem Plan::describe(std::int64_t float_workspace_bytes) const {
+  Problem problem;
+  batch_->describe(&problem);
+  problem.num_qo_heads = options_.num_qo_heads;
+  problem.num_kv_heads = options_.num_kv_heads;
+  problem.head_dim_qk = options_.head_dim_qk;
+  problem.head_dim_vo = options_.head_dim_vo;
+  problem.q_dtype = options_.q_dtype;
+  problem.kv_dtype = options_.kv_dtype;
+  problem.causal = options_.causal;
+  problem.window_left = options_.window_left;
+  problem.logits = options_.soft_cap > 0.0f ? Logits::kSoftCap : Logits::kPlain;
+  problem.mask = options_.mask;
+  problem.split = options_.split;
+  problem.float_workspace_bytes = float_workspace_bytes;
+  return problem;
+}
+
+void Plan::upload(const Uploader& uploader, const UploadTarget& target) {
+  if (target.int_workspace_bytes < int_bytes_) {
+    throw std::invalid_argument("int_workspace_buffer holds " +
+                                std::to_string(target.int_workspace_bytes) +
+                                " bytes; this plan needs " + std::to_string(int_bytes_));
+  }
+  const DeviceServices& services = services_of(device_);
+  void* host = nullptr;
+  check_launch(services.uploader_acquire(uploader.get(), int_bytes_, &host), "plan staging");
+  planner_.write(host);
+  std::span<const std::int32_t> pages = batch_->page_indices();
+  if (!pages.empty()) {
+    std::memcpy(static_cast<std::byte*>(host) + page_indices_offset_, pages.data(),
+                pages.size_bytes());
+  }
+  check_launch(services.uploader_submit(uploader.get(), target.int_workspace, int_bytes_,
+                                        target.stream, target.blocking),
+               "plan upload");
+  int_workspace_ = target.int_workspace;
+  page_indices_ = target.page_indices;
+  if (batch_->page_size() > 0 && page_indices_ == nullptr) {
+    page_indices_ = reinterpret_cast<const std::int32_t*>(static_cast<std::byte*>(int_workspace_) +
+                                                          page_indices_offset_);
+  }
+}
+
+ForwardParams Plan::params() const {
+  ForwardParams params;
+  params.page_indices = page_indices_;
+  params.page_size = std::max(batch_->page_size(), 1);
+  params.requests = layout().requests.in(int_workspace_);
+  params.items = layout().items.in(int_workspace_);
+  params.cta_begin = layout().cta_begin.in(int_workspace_);
+  params.num_items = sizes().num_items;
+  params.num_kv_heads = options_.num_kv_heads;
+  params.group_size = options_.num_qo_heads / options_.num_kv_heads;
+  params.head_dim_qk = options_.head_dim_qk;
+  params.head_dim_vo = options_.head_dim_vo;
+  params.window_left = options_.window_left;
+  params.causal = options_.causal;
+  params.soft_cap = options_.soft_cap;
+  return params;
+}
+
+}  // namespace preflash

@@ -1,0 +1,228 @@
+// The planner as tests see it: `_core.planner`. Nothing in the package itself calls this.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <chrono>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "bindings/bindings.h"
+#include "planner/planner.h"
+
+namespace py = pybind11;
+
+namespace preflash {
+namespace {
+
+constexpr std::size_t kCanaryBytes = 64;
+constexpr char kCanary = '\xA5';
+
+// One case, owning what Problem only points to.
+struct Case {
+  std::vector<std::int32_t> qo_indptr;
+  std::vector<std::int32_t> kv_indptr;
+  std::vector<std::int32_t> last_page_len;
+  std::vector<std::int64_t> mask_indptr;
+  Problem problem;
+  DeviceFacts facts;
+  ForwardKernel kernel;
+  PlannerOptions options;
+};
+
+// Takes keyword arguments one by one, so that a misspelled one is an error and not ignored.
+class Keywords {
+ public:
+  explicit Keywords(const py::kwargs& kwargs) : left_(py::dict(kwargs)) {}
+
+  template <class T>
+  T take(const char* name, T otherwise) {
+    if (!left_.contains(name)) return otherwise;
+    T value = py::cast<T>(left_[name]);
+    PyDict_DelItemString(left_.ptr(), name);
+    return value;
+  }
+
+  void finish() const {
+    if (!left_.empty()) {
+      throw py::type_error("unknown arguments: " + py::cast<std::string>(py::str(left_)));
+    }
+  }
+
+ private:
+  py::dict left_;
+};
+
+Family family_of(const std::string& name) {
+  for (Family family : {Family::kCpu, Family::kSm80, Family::kSm90}) {
+    if (name == name_of(family)) return family;
+  }
+  throw std::invalid_argument("family = " + name);
+}
+
+Schedule schedule_of(const std::string& name) {
+  if (name == "auto") return Schedule::kAuto;
+  if (name == "persistent") return Schedule::kPersistent;
+  if (name == "one_per_item") return Schedule::kOnePerItem;
+  throw std::invalid_argument("schedule = " + name);
+}
+
+void fill_problem(Keywords& given, Case& out) {
+  out.qo_indptr = given.take("qo_indptr", std::vector<std::int32_t>{0});
+  out.kv_indptr = given.take("kv_indptr", std::vector<std::int32_t>{0});
+  out.last_page_len = given.take("last_page_len", std::vector<std::int32_t>{});
+  auto mask_indptr = given.take<std::optional<std::vector<std::int64_t>>>("mask_indptr", {});
+  Problem& problem = out.problem;
+  problem.qo_indptr = out.qo_indptr;
+  problem.kv_indptr = out.kv_indptr;
+  problem.last_page_len = out.last_page_len;
+  if (mask_indptr.has_value()) {
+    out.mask_indptr = *mask_indptr;
+    problem.mask_indptr = out.mask_indptr;
+  }
+  problem.mask = given.take("custom_mask", mask_indptr.has_value()) ? Mask::kCustom : Mask::kBounds;
+  problem.page_size = given.take("page_size", 0);
+  problem.num_qo_heads = given.take("num_qo_heads", 1);
+  problem.num_kv_heads = given.take("num_kv_heads", 1);
+  problem.head_dim_qk = given.take("head_dim_qk", 128);
+  problem.head_dim_vo = given.take("head_dim_vo", problem.head_dim_qk);
+  problem.causal = given.take("causal", false);
+  problem.window_left = given.take("window_left", -1);
+  problem.split.fixed_split_size = given.take("fixed_split_size", 0);
+  problem.split.disable = given.take("disable_split_kv", false);
+  problem.float_workspace_bytes =
+      given.take("float_workspace_bytes", std::int64_t{128} * 1024 * 1024);
+  problem.graph_max_rows = given.take("graph_max_rows", 0);
+}
+
+// Fills `out` in place: its problem points into it.
+void fill_case(const py::kwargs& kwargs, Case& out) {
+  Keywords given(kwargs);
+  fill_problem(given, out);
+  out.kernel.variant.family = family_of(given.take("family", std::string("sm80")));
+  out.kernel.tile.m = given.take("tile_m", 128);
+  out.kernel.tile.n = given.take("tile_n", 64);
+  out.kernel.tile.ctas_per_sm = given.take("ctas_per_sm", 2);
+  out.facts.num_sms = given.take("num_sms", 132);
+  out.facts.l2_bytes = given.take("l2_bytes", std::int64_t{0});
+  out.options.schedule = schedule_of(given.take("schedule", std::string("auto")));
+  given.finish();
+}
+
+py::dict layout_dict(const PlanLayout& layout) {
+  py::dict out;
+  out["requests"] = layout.requests.bytes;
+  out["items"] = layout.items.bytes;
+  out["cta_begin"] = layout.cta_begin.bytes;
+  out["merges"] = layout.merges.bytes;
+  out["int_bytes"] = layout.int_bytes;
+  out["partial_o"] = layout.partial_o.bytes;
+  out["partial_lse"] = layout.partial_lse.bytes;
+  out["float_bytes"] = layout.float_bytes;
+  return out;
+}
+
+py::dict sizes_dict(const PlanSizes& sizes) {
+  py::dict out;
+  out["num_requests"] = sizes.num_requests;
+  out["num_items"] = sizes.num_items;
+  out["num_ctas"] = sizes.num_ctas;
+  out["num_merges"] = sizes.num_merges;
+  out["num_slots"] = sizes.num_slots;
+  out["num_kv_tiles"] = sizes.num_kv_tiles;
+  out["makespan_kv_tiles"] = sizes.makespan_kv_tiles;
+  return out;
+}
+
+// The int workspace as a kernel would find it, followed by canary bytes that nobody may touch.
+py::dict plan(const py::kwargs& kwargs) {
+  Case given;
+  fill_case(kwargs, given);
+  const Planner planner(given.problem, given.facts, given.kernel, given.options);
+  std::string image(planner.layout().int_bytes + kCanaryBytes, kCanary);
+  planner.write(image.data());
+  py::dict out;
+  out["sizes"] = sizes_dict(planner.sizes());
+  out["layout"] = layout_dict(planner.layout());
+  out["image"] = py::bytes(image);
+  out["canary_bytes"] = kCanaryBytes;
+  return out;
+}
+
+// Microseconds of one plan (validate, decide and write), sorted.
+std::vector<double> time_plan(int repeats, const py::kwargs& kwargs) {
+  using Clock = std::chrono::steady_clock;
+  Case given;
+  fill_case(kwargs, given);
+  std::vector<std::byte> image(
+      Planner(given.problem, given.facts, given.kernel, given.options).layout().int_bytes);
+  std::vector<double> micros;
+  for (int i = 0; i < repeats; ++i) {
+    const Clock::time_point start = Clock::now();
+    const Planner planner(given.problem, given.facts, given.kernel, given.options);
+    planner.write(image.data());
+    micros.push_back(std::chrono::duration<double, std::micro>(Clock::now() - start).count());
+  }
+  std::sort(micros.begin(), micros.end());
+  return micros;
+}
+
+std::string tile_class(const py::kwargs& kwargs) {
+  Case given;
+  fill_case(kwargs, given);
+  return std::string(name_of(choose_tile_class(given.problem)));
+}
+
+void check(const py::kwargs& kwargs) {
+  Case given;
+  fill_case(kwargs, given);
+  validate(given.problem);
+}
+
+MaskBounds bounds_of(Keywords& given) {
+  return {.qo_len = given.take("qo_len", 0),
+          .kv_len = given.take("kv_len", 0),
+          .window_left = given.take("window_left", -1),
+          .causal = given.take("causal", false)};
+}
+
+// {begin, full_begin, full_end, end} for tokens [first, last] and keys [key_begin, key_end).
+std::vector<int> tiles_of(const py::kwargs& kwargs) {
+  Keywords given(kwargs);
+  const MaskBounds bounds = bounds_of(given);
+  const RowSpan rows{given.take("first", 0), given.take("last", 0)};
+  const KeySpan keys{given.take("key_begin", 0), given.take("key_end", bounds.kv_len)};
+  const int tile_n = given.take("tile_n", 64);
+  const Mask mask = given.take("custom_mask", false) ? Mask::kCustom : Mask::kBounds;
+  given.finish();
+  const TileRange range = touched_tiles(bounds, rows, keys, tile_n, mask);
+  return {range.begin, range.full_begin, range.full_end, range.end};
+}
+
+// keeps[row][key] of one request.
+std::vector<std::vector<bool>> keeps(const py::kwargs& kwargs) {
+  Keywords given(kwargs);
+  const MaskBounds bounds = bounds_of(given);
+  given.finish();
+  std::vector<std::vector<bool>> kept(bounds.qo_len, std::vector<bool>(bounds.kv_len));
+  for (int row = 0; row < bounds.qo_len; ++row) {
+    for (int key = 0; key < bounds.kv_len; ++key) kept[row][key] = bounds.keeps(row, key);
+  }
+  return kept;
+}
+
+}  // namespace
+
+void bind_planner_debug(py::module_& module) {
+  py::module_ m = module.def_submodule("planner", "The planner on its own, for tests.");
+  m.def("plan", &plan);
+  m.def("time_plan", &time_plan, py::arg("repeats"));
+  m.def("tile_class", &tile_class);
+  m.def("validate", &check);
+  m.def("touched_tiles", &tiles_of);
+  m.def("keeps", &keeps);
+}
+
+}  // namespace preflash

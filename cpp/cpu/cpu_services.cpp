@@ -1,0 +1,96 @@
+// The DeviceServices table of the CPU: the same calls as on a GPU, done at once in plain memory.
+#include <unistd.h>
+
+#include <cstring>
+#include <memory>
+#include <new>
+
+#include "cpu/cpu_backend.h"
+#include "cpu/isa.h"
+#include "cpu/merge.h"
+#include "cpu/pack_bits.h"
+
+namespace preflash {
+namespace {
+
+// What an opaque PlanUploader points to here. Submitting copies at once, so one buffer is enough.
+struct HostStaging {
+  std::unique_ptr<std::byte[]> memory;
+  std::size_t bytes = 0;
+};
+
+HostStaging* staging_of(PlanUploader* uploader) { return reinterpret_cast<HostStaging*>(uploader); }
+
+int device_count() { return 1; }
+
+LaunchError query(int /*device*/, DeviceFacts* facts) {
+  *facts = {};
+  facts->num_sms = cpu::num_threads();
+#if defined(_SC_LEVEL2_CACHE_SIZE)
+  const long l2_bytes = sysconf(_SC_LEVEL2_CACHE_SIZE);
+  facts->l2_bytes = l2_bytes > 0 ? l2_bytes : 0;
+#endif
+  return nullptr;
+}
+
+PlanUploader* uploader_create(int /*device*/) {
+  return reinterpret_cast<PlanUploader*>(new (std::nothrow) HostStaging);
+}
+
+void uploader_destroy(PlanUploader* uploader) { delete staging_of(uploader); }
+
+LaunchError uploader_acquire(PlanUploader* uploader, std::size_t bytes, void** host) {
+  HostStaging& staging = *staging_of(uploader);
+  if (bytes > staging.bytes) {
+    staging.memory.reset(new (std::nothrow) std::byte[bytes]);
+    staging.bytes = staging.memory ? bytes : 0;
+    if (!staging.memory) return "out of host memory for the plan";
+  }
+  *host = staging.memory.get();
+  return nullptr;
+}
+
+LaunchError uploader_submit(PlanUploader* uploader, void* device_memory, std::size_t bytes,
+                            void* /*stream*/, bool /*blocking*/) {
+  const HostStaging& staging = *staging_of(uploader);
+  if (bytes > staging.bytes) return "the plan is larger than the staging memory acquired for it";
+  if (bytes > 0) std::memcpy(device_memory, staging.memory.get(), bytes);
+  return nullptr;
+}
+
+LaunchError launch_forward(const ForwardKernel& kernel, const ForwardParams& params, int num_ctas,
+                           int /*device*/, void* stream) {
+  return kernel.launch(params, num_ctas, stream);
+}
+
+// Exceptions stop here: a LaunchError is all that callers of the table look at.
+template <class Params, void (*kFunction)(const Params&)>
+LaunchError call(const Params& params, int /*device*/, void* /*stream*/) {
+  try {
+    kFunction(params);
+    return nullptr;
+  } catch (const std::exception&) {
+    return "the CPU backend failed to run its threads";
+  }
+}
+
+constexpr DeviceServices kServices{
+    .device_count = device_count,
+    .query = query,
+    .uploader_create = uploader_create,
+    .uploader_destroy = uploader_destroy,
+    .uploader_acquire = uploader_acquire,
+    .uploader_submit = uploader_submit,
+    .launch_forward = launch_forward,
+    .combine = call<CombineParams, cpu::combine>,
+    .merge_states = call<MergeStatesParams, cpu::merge_states>,
+    .pack_bits = call<PackBitsParams, cpu::pack_bits>,
+};
+
+}  // namespace
+
+const DeviceServices* cpu_device_services() { return &kServices; }
+
+const char* cpu_isa_name() { return cpu::isa_kernels().name; }
+
+}  // namespace preflash

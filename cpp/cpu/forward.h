@@ -1,0 +1,13 @@
+// Runs the work list of one forward launch on the CPU's threads.
+#pragma once
+
+#include "preflash/params.h"
+#include "preflash/variant.h"
+
+namespace preflash::cpu {
+
+// Every item is computed by one thread in a fixed order: results depend neither on the number of
+// threads nor on the run. Returns nullptr, or what went wrong.
+LaunchError run_forward(const Variant& variant, const TileShape& tile, const ForwardParams& params);
+
+}  // namespace preflash::cpu

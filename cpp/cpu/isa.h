@@ -1,0 +1,81 @@
+// The arithmetic of the CPU backend, one table of functions per instruction set. The files behind
+// the tables are compiled with wider instructions than the rest of the program, so they include
+// nothing that other files instantiate (no mask_range.h, no standard library templates): the linker
+// may keep either copy of a shared inline function, and the wide one would trap on an older
+// machine.
+//
+// Everything a table works on is dense scratch memory: forward.cpp gathers rows, pages and masks.
+#pragma once
+
+#include <cstdint>
+
+#include "preflash/types.h"
+
+namespace preflash::cpu {
+
+inline constexpr int kCacheLine = 64;
+inline constexpr int kRowVecs = 2;        // vectors of query rows in one panel, at most
+inline constexpr int kMaskWordKeys = 32;  // keys per word of keep bits
+inline constexpr int kFewRows = 4;        // panels of so few rows keep q as it lies, not transposed
+
+// A panel is a block of query rows that fills kRowVecs vectors: one query row per lane. Scores are
+// kept transposed ([key][row]), so that the online softmax never reduces across lanes, keys and
+// values are read row by row as they lie in memory, and the scores are the packed operand of P * V.
+struct PanelStep {
+  // Query rows, transposed; [rows][ld_k] where rows <= kFewRows. A unit is 32 bits: one float, or a
+  // pair of adjacent bfloat16.
+  const float* q = nullptr;  // [units][ld]
+  int ld = 0;                // rows of the panel: vectors * lanes
+  int units = 0;
+  int rows = 0;  // live rows, <= ld
+
+  // The key tile. Only keys [key_begin, key_end) of it are read.
+  const float* k = nullptr;  // [tile keys][ld_k], zero from `units` up to a whole vector
+  std::int64_t ld_k = 0;
+  const float* v = nullptr;  // [tile keys][ld_v], zero from head_dim_vo up to a whole vector
+  std::int64_t ld_v = 0;
+  int vo_vecs = 0;  // ceil(head_dim_vo / lanes)
+  int key_begin = 0;
+  int key_end = 0;
+
+  // Bit j % 32 of keep[(j / 32) * ld + row]: whether the row keeps key j. Null: all are kept.
+  const std::uint32_t* keep = nullptr;
+
+  // logit * log2(e) = scale * dot, or cap * tanh(scale_in_cap * dot) where cap > 0.
+  float scale = 1.0f;
+  float cap = 0.0f;
+  float scale_in_cap = 0.0f;
+
+  float* scores = nullptr;   // [tile keys][ld] scratch
+  float* rescale = nullptr;  // [ld] scratch
+
+  // Running state of the online softmax, updated in place.
+  float* row_max = nullptr;  // [ld] base 2, -inf before the first kept key
+  float* row_sum = nullptr;  // [ld]
+  float* o = nullptr;        // [rows of the panel][ld_v], not normalised
+};
+
+struct IsaKernels {
+  const char* name = nullptr;
+  int lanes = 0;
+
+  // One row of n elements, from storage to float32 and back. `scale` is multiplied in.
+  void (*widen)(DType dtype, const void* source, float* target, int n) = nullptr;
+  void (*narrow)(DType dtype, const float* source, float scale, void* target, int n) = nullptr;
+  // target += weight * source
+  void (*accumulate)(float weight, const float* source, float* target, int n) = nullptr;
+
+  // Folds one key tile into a panel's softmax state and output.
+  void (*attend)(const PanelStep&) = nullptr;             // units are floats
+  void (*attend_bf16_pairs)(const PanelStep&) = nullptr;  // pairs of bfloat16; null: not here
+};
+
+const IsaKernels* generic_kernels();
+const IsaKernels* avx2_kernels();    // where the build says PREFLASH_HAVE_AVX2
+const IsaKernels* avx512_kernels();  // PREFLASH_HAVE_AVX512
+
+// The widest table that this machine runs. The environment variable PREFLASH_CPU_ISA (generic, avx2
+// or avx512), read once, asks for a narrower one; a table that cannot run here is not chosen.
+const IsaKernels& isa_kernels();
+
+}  // namespace preflash::cpu

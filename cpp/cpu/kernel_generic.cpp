@@ -1,0 +1,27 @@
+#include <cstdint>
+
+#include "cpu/isa.h"
+
+namespace preflash::cpu {
+namespace generic {
+
+// clang-format off: in this order, each uses what the one before it defines
+#include "cpu/simd_generic.h"
+#include "cpu/rows_portable.inl"
+#include "cpu/kernel_body.inl"
+// clang-format on
+
+constexpr IsaKernels kKernels = {
+    .name = "generic",
+    .lanes = kLanes,
+    .widen = widen,
+    .narrow = narrow,
+    .accumulate = accumulate,
+    .attend = attend,
+};
+
+}  // namespace generic
+
+const IsaKernels* generic_kernels() { return &generic::kKernels; }
+
+}  // namespace preflash::cpu

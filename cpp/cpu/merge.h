@@ -1,0 +1,11 @@
+// Weighted sums of attention states on the CPU: the split-KV combine and merge_states.
+#pragma once
+
+#include "preflash/params.h"
+
+namespace preflash::cpu {
+
+void combine(const CombineParams& params);
+void merge_states(const MergeStatesParams& params);
+
+}  // namespace preflash::cpu

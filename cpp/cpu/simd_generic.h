@@ -1,0 +1,46 @@
+// 4 float32 lanes in the vector extension that GCC and Clang share: any processor.
+
+constexpr int kLanes = 4;
+constexpr int kKeyBlock = 4;  // keys of a score block: 4 x 2 accumulators
+constexpr int kOutRows = 4;   // rows and vectors of an output block: 4 x 2 accumulators
+constexpr int kOutVecs = 2;
+
+typedef float Vec __attribute__((vector_size(16)));
+typedef int32_t IntVec __attribute__((vector_size(16)));
+
+inline Vec load(const float* p) {
+  Vec v;
+  __builtin_memcpy(&v, p, sizeof v);
+  return v;
+}
+inline void store(float* p, Vec v) { __builtin_memcpy(p, &v, sizeof v); }
+inline Vec broadcast(float x) { return Vec{x, x, x, x}; }
+inline Vec add(Vec a, Vec b) { return a + b; }
+inline Vec sub(Vec a, Vec b) { return a - b; }
+inline Vec mul(Vec a, Vec b) { return a * b; }
+inline Vec div(Vec a, Vec b) { return a / b; }
+inline Vec fma(Vec a, Vec b, Vec c) { return a * b + c; }
+inline Vec choose(IntVec all_ones, Vec then, Vec otherwise) {
+  return (Vec)((all_ones & (IntVec)then) | (~all_ones & (IntVec)otherwise));
+}
+// Where an operand is NaN, both of these return the second one.
+inline Vec max(Vec a, Vec b) { return choose((IntVec)(a > b), a, b); }
+inline Vec min(Vec a, Vec b) { return choose((IntVec)(a < b), a, b); }
+inline Vec abs(Vec a) { return (Vec)((IntVec)a & INT32_MAX); }
+inline Vec with_sign_of(Vec magnitude, Vec sign) {
+  return (Vec)(((IntVec)sign & INT32_MIN) | (IntVec)magnitude);
+}
+inline Vec where_less(Vec a, Vec b, Vec then, Vec otherwise) {
+  return choose((IntVec)(a < b), then, otherwise);
+}
+// 2^n where the low bits of t hold n + 127, 0 <= n + 127 < 255.
+inline Vec power_from_low_bits(Vec t) { return (Vec)((IntVec)t << 23); }
+inline IntVec load_bits(const uint32_t* p) {
+  IntVec v;
+  __builtin_memcpy(&v, p, sizeof v);
+  return v;
+}
+inline Vec where_bit(IntVec bits, uint32_t bit, Vec then, Vec otherwise) {
+  return choose((IntVec)((bits & static_cast<int32_t>(bit)) != 0), then, otherwise);
+}
+inline float sum_lanes(Vec v) { return (v[0] + v[2]) + (v[1] + v[3]); }

@@ -1,0 +1,56 @@
+// A variant is everything that is decided when a kernel is compiled; a kernel is a variant plus its
+// tile and its launch function. cpp/variants/forward.toml lists the variants, cmake/codegen/generate.py
+// turns each row into a named type, and the registry finds one at plan() time.
+#pragma once
+
+#include "preflash/types.h"
+
+namespace preflash {
+
+struct ForwardParams;
+
+struct Variant {
+  Family family = Family::kCpu;
+  DType q_dtype = DType::kFloat16;
+  DType kv_dtype = DType::kFloat16;
+  int head_dim_qk = 0;  // compiled size; smaller multiples of 8 run through it
+  int head_dim_vo = 0;
+  TileClass tile_class = TileClass::kPrefill;
+  Logits logits = Logits::kPlain;
+  Mask mask = Mask::kBounds;
+
+  friend constexpr bool operator==(const Variant&, const Variant&) = default;
+};
+
+struct TileShape {
+  int m = 0;             // packed query rows
+  int n = 0;             // keys
+  int stages = 1;        // K/V tiles in flight
+  int warps = 4;
+  int ctas_per_sm = 1;   // what the launch bounds promise; the planner fills num_sms * ctas_per_sm slots
+};
+
+// Device-side errors travel as text: nullptr means that the launch was accepted.
+using LaunchError = const char*;
+using ForwardLaunch = LaunchError (*)(const ForwardParams& params, int num_ctas, void* stream);
+
+struct ForwardKernel {
+  const char* id = nullptr;  // e.g. "sm80_bf16_d128_prefill_plain_bounds"; see cmake/codegen/spec.py
+  Variant variant;
+  TileShape tile;
+  int smem_bytes = 0;        // dynamic shared memory of one CTA
+  ForwardLaunch launch = nullptr;
+};
+
+// What a kernel library exports, through `extern "C" const KernelLibrary* preflash_kernel_library()`.
+struct KernelLibrary {
+  int abi_version = 0;
+  Family family = Family::kCpu;
+  const char* architectures = "";  // e.g. "80;90"
+  const ForwardKernel* kernels = nullptr;
+  int num_kernels = 0;
+};
+
+inline constexpr int kKernelAbiVersion = 1;
+
+}  // namespace preflash

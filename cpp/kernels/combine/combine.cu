@@ -1,0 +1,172 @@
+// Each warp makes 64 columns of one output row: every lane walks the row's slots with two columns,
+// 16 loads of 8 bytes in flight, the first ones before the weights are known. Rows past the
+// request's end cost nothing, so that a decode tile with 4 valid rows of 64 moves 4 rows.
+//
+// Deterministic: slots are added in order by one lane, whatever the grid and the rest of the batch.
+#include <algorithm>
+#include <cmath>
+
+#include "kernels/combine/combine.h"
+#include "kernels/common/element_io.cuh"
+
+namespace preflash {
+namespace {
+
+constexpr int kWarpSize = 32;
+constexpr int kWarps = 8;
+constexpr int kWidth = 2;  // columns of one lane
+constexpr int kWarpColumns = kWarpSize * kWidth;
+constexpr int kBatch = 16;  // slots whose loads are in flight together
+constexpr unsigned int kAllLanes = 0xffffffffu;
+
+// The partials of one packed row: slot i lies i strides further.
+struct PartialRow {
+  const float* o;  // this lane's columns in the first slot
+  std::int64_t stride_o;
+  const float* lse;
+  std::int64_t stride_lse;
+  int num_slots;
+  bool has_columns;  // false: the lane is past head_dim_vo
+};
+
+__device__ __forceinline__ float warp_max(float value) {
+#pragma unroll
+  for (int step = kWarpSize / 2; step > 0; step /= 2) {
+    value = fmaxf(value, __shfl_xor_sync(kAllLanes, value, step));
+  }
+  return value;
+}
+
+__device__ __forceinline__ float warp_sum(float value) {
+#pragma unroll
+  for (int step = kWarpSize / 2; step > 0; step /= 2) {
+    value += __shfl_xor_sync(kAllLanes, value, step);
+  }
+  return value;
+}
+
+// The row's log-sum-exp is base + log2(sum), and slot i's share is 2^(lse[i] - base) / sum.
+struct RowSum {
+  float base;  // the largest lse; 0 where all are -inf, so that no difference is NaN
+  float sum;   // 0: nothing was kept anywhere
+
+  __device__ float lse() const { return sum == 0.0f ? -INFINITY : base + log2f(sum); }
+  __device__ float inverse() const { return sum == 0.0f ? 0.0f : 1.0f / sum; }
+};
+
+__device__ __forceinline__ RowSum sum_slots(const PartialRow& row, int lane) {
+  float largest = -INFINITY;
+  for (int slot = lane; slot < row.num_slots; slot += kWarpSize) {
+    largest = fmaxf(largest, row.lse[slot * row.stride_lse]);
+  }
+  largest = warp_max(largest);
+  float base = largest == -INFINITY ? 0.0f : largest;
+  float sum = 0.0f;
+  for (int slot = lane; slot < row.num_slots; slot += kWarpSize) {
+    sum += exp2f(row.lse[slot * row.stride_lse] - base);
+  }
+  return {base, warp_sum(sum)};
+}
+
+__device__ __forceinline__ void load_batch(float2 (&batch)[kBatch], const PartialRow& row,
+                                           int first_slot) {
+  const float* source = row.o + first_slot * row.stride_o;
+#pragma unroll
+  for (int i = 0; i < kBatch; ++i) {
+    bool wanted = row.has_columns && first_slot + i < row.num_slots;
+    // Read once: evict first, the next layer's K and V want the cache.
+    batch[i] = wanted ? __ldcs(reinterpret_cast<const float2*>(source)) : make_float2(0.0f, 0.0f);
+    source += row.stride_o;
+  }
+}
+
+// The row's weighted mean in this lane's columns. `batch` holds the first slots already.
+__device__ __forceinline__ float2 weighted_mean(float2 (&batch)[kBatch], const PartialRow& row,
+                                                const RowSum& total, int lane) {
+  const float inverse = total.inverse();
+  float2 mean = make_float2(0.0f, 0.0f);
+  for (int first_slot = 0; first_slot < row.num_slots; first_slot += kBatch) {
+    if (first_slot > 0) load_batch(batch, row, first_slot);
+    // Lane i holds the weight of slot first_slot + i % kBatch.
+    int slot = first_slot + lane % kBatch;
+    float weight =
+        slot < row.num_slots ? exp2f(row.lse[slot * row.stride_lse] - total.base) * inverse : 0.0f;
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      float share = __shfl_sync(kAllLanes, weight, i);
+      mean.x = fmaf(share, batch[i].x, mean.x);
+      mean.y = fmaf(share, batch[i].y, mean.y);
+    }
+  }
+  return mean;
+}
+
+template <class T>
+__device__ __forceinline__ void combine_row(const CombineParams& params, const MergeItem& merge,
+                                            const RequestInfo& request, int tile_row, int column) {
+  const int lane = threadIdx.x % kWarpSize;
+  const std::int64_t first_row = std::int64_t{merge.first_slot} * params.tile_m + tile_row;
+  const PartialRow row{
+      .o = params.partial_o + first_row * params.head_dim_vo + column,
+      .stride_o = std::int64_t{params.tile_m} * params.head_dim_vo,
+      .lse = params.partial_lse + first_row,
+      .stride_lse = params.tile_m,
+      .num_slots = merge.num_slots,
+      .has_columns = column < params.head_dim_vo,
+  };
+  float2 batch[kBatch];
+  load_batch(batch, row, 0);
+  const RowSum total = sum_slots(row, lane);
+  const float2 mean = weighted_mean(batch, row, total, lane);
+
+  const int packed_row = merge.row_begin + tile_row;
+  const int head_in_group = packed_row % params.group_size;
+  const std::int64_t token = request.qo_begin + packed_row / params.group_size;
+  const std::int64_t head = std::int64_t{merge.kv_head} * params.group_size + head_in_group;
+  if (row.has_columns) {
+    T* o = static_cast<T*>(params.o.data) + token * params.o.stride_token +
+           head * params.o.stride_head + column;
+    *reinterpret_cast<Pack<T, kWidth>*>(o) = {from_float<T>(mean.x), from_float<T>(mean.y)};
+  }
+  if (column == 0 && params.lse.data != nullptr) {
+    params.lse.data[token * params.lse.stride_token + head * params.lse.stride_head] =
+        total.lse() * params.lse.scale;
+  }
+}
+
+// blockIdx.x: the merge item; the CTAs of blockIdx.y share its rows.
+template <class T>
+__global__ void __launch_bounds__(kWarps* kWarpSize) combine_kernel(const CombineParams params) {
+  const MergeItem merge = params.merges[blockIdx.x];
+  const RequestInfo request = params.requests[merge.request];
+  const std::int64_t rows_left = std::int64_t{request.qo_len} * params.group_size - merge.row_begin;
+  const int num_rows = static_cast<int>(min(std::int64_t{params.tile_m}, rows_left));
+  const int column_blocks = ceil_div(params.head_dim_vo, kWarpColumns);
+  const int warp = threadIdx.x / kWarpSize;
+  const int lane_column = threadIdx.x % kWarpSize * kWidth;
+  for (int unit = blockIdx.y * kWarps + warp; unit < num_rows * column_blocks;
+       unit += gridDim.y * kWarps) {
+    combine_row<T>(params, merge, request, unit / column_blocks,
+                   unit % column_blocks * kWarpColumns + lane_column);
+  }
+}
+
+}  // namespace
+
+cudaError_t launch_combine(const CombineParams& params, int num_sms, cudaStream_t stream) {
+  // One pass over a tile where there are few of them; with many, fewer CTAs each, since most of a
+  // decode tile's rows are empty and a CTA that finds nothing to do still costs its launch.
+  constexpr int kCtasPerSm = 4;
+  const int units = params.tile_m * ceil_div(params.head_dim_vo, kWarpColumns);
+  const int ctas_per_merge =
+      std::clamp(ceil_div(num_sms * kCtasPerSm, params.num_merges), 1, ceil_div(units, kWarps));
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(params.num_merges, ctas_per_merge);
+  config.blockDim = dim3(kWarps * kWarpSize);
+  config.stream = stream;
+  return dispatch_element(params.o_dtype, [&](auto tag) {
+    return cudaLaunchKernelEx(&config, combine_kernel<typename decltype(tag)::type>, params);
+  });
+}
+
+}  // namespace preflash

@@ -1,0 +1,90 @@
+// Online softmax (Milakov and Gimelshein, arXiv 1805.02867) over the score fragments of one thread, in
+// base 2, with a lazy reference: the exponent's reference point moves, and O is rescaled, only when a
+// row's maximum has grown by more than 2^kLazyBits. Any reference gives the same quotient; up to that
+// bound P stays <= 2^kLazyBits, exact enough in 16 bits since only its relative rounding matters.
+#pragma once
+
+#include <cute/tensor.hpp>
+
+#include "kernels/common/logits.cuh"
+
+namespace preflash {
+
+template <int kRowsPerThread>
+struct OnlineSoftmax {
+  // 8 bits: P <= 256, far below float16's 65504 even when a row sums thousands of such terms in float32.
+  static constexpr float kLazyBits = 8.0f;
+
+  float reference[kRowsPerThread];  // in units of x, before scale_log2; -inf: nothing kept yet
+  float sum[kRowsPerThread];        // this thread's share of the row
+
+  __device__ __forceinline__ OnlineSoftmax() {
+    CUTE_UNROLL
+    for (int r = 0; r < kRowsPerThread; ++r) {
+      reference[r] = -INFINITY;
+      sum[r] = 0.0f;
+    }
+  }
+
+  __device__ static __forceinline__ float quad_max(float x) {
+    x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
+    return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
+  }
+  __device__ static __forceinline__ float quad_sum(float x) {
+    x += __shfl_xor_sync(0xffffffffu, x, 2);
+    return x + __shfl_xor_sync(0xffffffffu, x, 1);
+  }
+
+  // scores, (row, column) view of this thread's fragment: x on entry, P = 2^((x - reference) * scale)
+  // on return. out, (row, column) view of the accumulator, is rescaled where the reference moved.
+  template <class Scores, class Out>
+  __device__ __forceinline__ void update(Scores& scores, Out& out, float scale_log2) {
+    using namespace cute;
+    static_assert(size<0>(Scores{}) == kRowsPerThread);
+    float scaled_reference[kRowsPerThread];
+    float correction[kRowsPerThread];
+    bool moved = false;
+    CUTE_UNROLL
+    for (int r = 0; r < kRowsPerThread; ++r) {
+      float tile_max = scores(r, 0);
+      CUTE_UNROLL
+      for (int c = 1; c < size<1>(scores); ++c) tile_max = fmaxf(tile_max, scores(r, c));
+      tile_max = quad_max(tile_max);
+      // True also for the first kept key of a row: x - (-inf) is +inf. -inf - (-inf) is NaN: false.
+      bool moves = (tile_max - reference[r]) * scale_log2 > kLazyBits;
+      float next = moves ? tile_max : reference[r];
+      scaled_reference[r] = next == -INFINITY ? 0.0f : next * scale_log2;
+      correction[r] = moves ? exp2_approx(reference[r] * scale_log2 - scaled_reference[r]) : 1.0f;
+      reference[r] = next;
+      moved |= moves;
+    }
+    // A row that did not move is multiplied by exactly 1: its result never depends on its neighbours.
+    if (__any_sync(0xffffffffu, moved)) {
+      CUTE_UNROLL
+      for (int r = 0; r < kRowsPerThread; ++r) {
+        sum[r] *= correction[r];
+        CUTE_UNROLL
+        for (int c = 0; c < size<1>(out); ++c) out(r, c) *= correction[r];
+      }
+    }
+    CUTE_UNROLL
+    for (int r = 0; r < kRowsPerThread; ++r) {
+      CUTE_UNROLL
+      for (int c = 0; c < size<1>(scores); ++c) {
+        scores(r, c) = exp2_approx(fmaf(scores(r, c), scale_log2, -scaled_reference[r]));
+        sum[r] += scores(r, c);
+      }
+    }
+  }
+
+  // The factor that normalises row r, and its base-2 LSE: 0 and -inf where nothing was kept.
+  __device__ __forceinline__ float finish(int r, float scale_log2, float* lse) {
+    float total = quad_sum(sum[r]);
+    // NOTE: total == 0 only for a row that kept nothing: P is 1 at the reference or larger.
+    *lse = total > 0.0f ? fmaf(reference[r], scale_log2, log2f(total))
+                        : (total == 0.0f ? -INFINITY : total);
+    return total == 0.0f ? 0.0f : 1.0f / total;
+  }
+};
+
+}  // namespace preflash

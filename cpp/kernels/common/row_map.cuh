@@ -1,0 +1,57 @@
+// Packed rows and page slots: where row r of a tile and key j of a request lie. Divisions by group_size
+// and page_size are on every row's path; cutlass::FastDivmod makes each two instructions.
+#pragma once
+
+#include <cutlass/fast_math.h>
+
+#include "kernels/common/logits.cuh"
+#include "preflash/params.h"
+
+namespace preflash {
+
+// ForwardParams as the kernels take them: derived constants made once, on the host.
+struct KernelParams : ForwardParams {
+  cutlass::FastDivmod group;  // by group_size
+  cutlass::FastDivmod page;   // by page_size
+  LogitsParams logits;
+
+  static KernelParams make(const ForwardParams& params, Logits logits) {
+    return {params, cutlass::FastDivmod(params.group_size), cutlass::FastDivmod(params.page_size),
+            LogitsParams::make(logits, params.sm_scale, params.soft_cap)};
+  }
+};
+
+// Row r of a request and KV head is token r / group_size of query head
+// kv_head * group_size + r % group_size, so that one K/V tile serves all query heads of its group.
+struct PackedRow {
+  int token;
+  int head_in_group;
+};
+
+__device__ __forceinline__ PackedRow unpack_row(const KernelParams& params, int row) {
+  PackedRow packed;
+  params.group(packed.token, packed.head_in_group, row);
+  return packed;
+}
+
+// Where a key's row lies: a page and a place in it. Ragged tensors are one page.
+struct KeySlot {
+  int page;
+  int token;
+};
+
+// kv_begin: the request's first row (ragged) or first entry of page_indices (paged).
+__device__ __forceinline__ KeySlot find_slot(const KernelParams& params, int kv_begin, int key) {
+  if (params.page_indices == nullptr) return {0, kv_begin + key};
+  KeySlot slot;
+  int page;
+  params.page(page, slot.token, key);
+  slot.page = __ldg(params.page_indices + kv_begin + page);
+  return slot;
+}
+
+__device__ __forceinline__ std::int64_t slot_offset(const KvTensor& tensor, KeySlot slot) {
+  return slot.page * tensor.stride_page + slot.token * tensor.stride_token;
+}
+
+}  // namespace preflash

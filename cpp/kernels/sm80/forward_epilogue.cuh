@@ -1,0 +1,113 @@
+// O and LSE of one work item: normalised, and written either to their rows or to a partial slot.
+#pragma once
+
+#include "kernels/sm80/forward_mainloop.cuh"
+
+namespace preflash::sm80 {
+
+template <class Traits>
+struct ForwardEpilogue {
+  using Element = typename Traits::Element;
+  using Mainloop = ForwardMainloop<Traits>;
+  using Softmax = typename Mainloop::Softmax;
+  using AccumulatorO = typename Mainloop::AccumulatorO;
+
+  const KernelParams& params;
+  const RequestInfo& request;
+  const WorkItem& item;
+  SharedStorage<Traits>& smem;
+  int thread;
+
+  __device__ __forceinline__ void run(Softmax& softmax, AccumulatorO& tOrO) const {
+    auto rows_of_o = make_tensor(tOrO.data(), as_rows_and_columns(tOrO.layout()));
+    // (rows, columns) of this thread -> (tile row, head_dim)
+    Tensor coordinates = make_identity_tensor(Shape<Int<Traits::kTileM>, Int<Traits::kHeadVo>>{});
+    Tensor tOcO = typename Traits::Mma{}.get_slice(thread).partition_C(coordinates);
+    auto places = make_tensor(tOcO.data(), as_rows_and_columns(tOcO.layout()));
+    bool final = item.partial_slot == WorkItem::kFinal;
+    CUTE_UNROLL
+    for (int r = 0; r < size<0>(rows_of_o); ++r) {
+      float lse;
+      float factor = softmax.finish(r, params.logits.scale_log2, &lse) * params.out_scale;
+      CUTE_UNROLL
+      for (int c = 0; c < size<1>(rows_of_o); ++c) {
+        // NOTE: a row that kept nothing is 0 even where 0 * V was not.
+        rows_of_o(r, c) = lse == -INFINITY ? 0.0f : rows_of_o(r, c) * factor;
+      }
+      if (thread % 4 == 0) store_lse(get<0>(places(r, 0)), lse, final);
+    }
+    if (final) {
+      store_final(tOrO);
+    } else {
+      store_partial(rows_of_o, places);
+    }
+  }
+
+ private:
+  __device__ __forceinline__ int num_rows() const { return request.qo_len * params.group_size; }
+
+  __device__ __forceinline__ void store_lse(int tile_row, float lse, bool final) const {
+    int row = item.row_begin + tile_row;
+    if (row >= num_rows()) return;
+    if (!final) {
+      params.partial_lse[static_cast<std::int64_t>(item.partial_slot) * Traits::kTileM + tile_row] = lse;
+    } else if (params.lse.data != nullptr) {
+      PackedRow packed = unpack_row(params, row);
+      params.lse.data[(request.qo_begin + packed.token) * params.lse.stride_token +
+                      (item.kv_head * params.group_size + packed.head_in_group) *
+                          params.lse.stride_head] = lse * params.lse.scale;
+    }
+  }
+
+  template <class Rows, class Places>
+  __device__ __forceinline__ void store_partial(const Rows& rows_of_o, const Places& places) const {
+    // [tile_m, head_dim_vo] of this slot
+    float* slot = params.partial_o + static_cast<std::int64_t>(item.partial_slot) * Traits::kTileM *
+                                         params.head_dim_vo;
+    CUTE_UNROLL
+    for (int r = 0; r < size<0>(rows_of_o); ++r) {
+      int tile_row = get<0>(places(r, 0));
+      if (item.row_begin + tile_row >= num_rows()) continue;
+      CUTE_UNROLL
+      for (int c = 0; c < size<1>(rows_of_o); c += 2) {
+        int column = get<1>(places(r, c));
+        if (column < params.head_dim_vo) {
+          *reinterpret_cast<float2*>(slot + tile_row * params.head_dim_vo + column) =
+              make_float2(rows_of_o(r, c), rows_of_o(r, c + 1));
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void store_final(const AccumulatorO& tOrO) const {
+    Tensor tOrO_out = convert_fragment<Element>(tOrO);
+    Tensor sO = make_tensor(make_smem_ptr(smem.o), typename Traits::LayoutO{});  // (tile_m, d_vo)
+    auto copy_o = typename Traits::CopyO{}.get_slice(thread);
+    copy(typename Traits::CopyO{}, copy_o.retile_S(tOrO_out), copy_o.partition_D(sO));
+    __syncthreads();
+
+    TileCopy<Traits> place(thread);
+    const Element* source = smem.o + typename Traits::LayoutO{}(place.first_row, place.column);
+    Element* o = static_cast<Element*>(params.o.data) + request.qo_begin * params.o.stride_token +
+                 item.kv_head * params.group_size * params.o.stride_head;
+    CUTE_UNROLL
+    for (int pass = 0; pass < Traits::kTileM / Traits::kRowsPerPass; ++pass) {
+      int row = item.row_begin + place.first_row + pass * Traits::kRowsPerPass;
+      if (row >= num_rows()) continue;
+      PackedRow packed = unpack_row(params, row);
+      Element* target = o + packed.token * params.o.stride_token +
+                        packed.head_in_group * params.o.stride_head + place.column;
+      CUTE_UNROLL
+      for (int block = 0; block < Traits::kHeadVo / kBlockColumns; ++block) {
+        int column = block * kBlockColumns;
+        if (column + place.column < params.head_dim_vo) {
+          *reinterpret_cast<uint128_t*>(target + column) = *reinterpret_cast<const uint128_t*>(
+              source + pass * Traits::kRowsPerPass * kBlockColumns +
+              block * Traits::kTileM * kBlockColumns);
+        }
+      }
+    }
+  }
+};
+
+}  // namespace preflash::sm80

@@ -1,0 +1,53 @@
+// One CTA of the fa2 kernel: its share of the planner's work list, item by item.
+#pragma once
+
+#include "kernels/sm80/forward_epilogue.cuh"
+
+namespace preflash::sm80 {
+
+template <class Traits>
+__device__ __forceinline__ void run_item(const KernelParams& params, const WorkItem& item,
+                                         SharedStorage<Traits>& smem, int thread) {
+  const RequestInfo request = params.requests[item.request];
+  MaskBounds bounds{request.qo_len, request.kv_len, params.window_left, params.causal};
+
+  int num_rows = request.qo_len * params.group_size;
+  int last_row = min(item.row_begin + Traits::kTileM, num_rows) - 1;
+  RowSpan rows{unpack_row(params, item.row_begin).token, unpack_row(params, last_row).token};
+  KeySpan chunk{item.chunk * request.chunk_keys, request.kv_len};
+  if (request.kv_len - chunk.begin > request.chunk_keys) chunk.end = chunk.begin + request.chunk_keys;
+  TileRange tiles =
+      touched_tiles(bounds, rows, chunk, Traits::kTileN, Traits::kVariant.mask);
+
+  using Mainloop = ForwardMainloop<Traits>;
+  typename Mainloop::Softmax softmax;
+  typename Mainloop::AccumulatorO tOrO;
+  KvLoader<Traits> loader(params, request, item.kv_head, smem, thread);
+  fetch_q(params, request, item, bounds, smem, thread);
+  Mainloop(params, request, item, smem, thread).run(tiles, loader, softmax, tOrO);
+  ForwardEpilogue<Traits>{params, request, item, smem, thread}.run(softmax, tOrO);
+}
+
+template <class V>
+__global__ void __launch_bounds__(ForwardTraits<V>::kThreads, V::kTile.ctas_per_sm)
+    forward_kernel(const __grid_constant__ KernelParams params) {
+  using Traits = ForwardTraits<V>;
+  extern __shared__ __align__(128) unsigned char smem_bytes[];
+  auto& smem = *reinterpret_cast<SharedStorage<Traits>*>(smem_bytes);
+
+  // Through asm, so that it stays in a register: a re-read of %tid costs 30 clocks a tile.
+  int thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  int begin = blockIdx.x;
+  int end = begin + 1;
+  if (params.cta_begin != nullptr) {
+    begin = params.cta_begin[blockIdx.x];
+    end = params.cta_begin[blockIdx.x + 1];
+  }
+  for (int index = begin; index < end; ++index) {
+    if (index > begin) __syncthreads();  // O of the last item has left Q's bytes
+    run_item(params, params.items[index], smem, thread);
+  }
+}
+
+}  // namespace preflash::sm80

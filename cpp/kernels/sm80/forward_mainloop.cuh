@@ -1,0 +1,262 @@
+// The hot loop: S = Q K^T, mask, online softmax, O += P V over the KV tiles of one work item.
+//
+// K and V have kStages buffers each; their copies are committed one group per half step, in the order
+// K0 V0 K1 V1 ..., so "at most 2 * kStages - 2 groups in flight" always means that the half tile needed
+// now has landed. With t' = t + kStages:
+//   step t:  wait K(t) | fetch V(t' - 1), find offsets(t')  | S = Q K(t)            | store offsets(t')
+//            wait V(t) | fetch K(t')                        | softmax, O += P V(t)
+// The barrier behind each wait also tells that nobody reads the buffer which the next fetch overwrites,
+// and that the offsets it uses have been stored.
+#pragma once
+
+#include "kernels/common/convert.cuh"
+#include "kernels/common/mask.cuh"
+#include "kernels/common/online_softmax.cuh"
+#include "kernels/sm80/forward_load.cuh"
+
+namespace preflash::sm80 {
+
+// (2, 2), MMA_M, MMA_N accumulator -> (rows of this thread, columns of this thread)
+template <class L>
+__device__ constexpr auto as_rows_and_columns(L layout) {
+  auto split = logical_divide(layout, Shape<_2>{});  // ((2, 2), MMA_M, MMA_N)
+  return make_layout(make_layout(get<0, 1>(split), get<1>(split)),
+                     make_layout(get<0, 0>(split), get<2>(split)));
+}
+
+template <class Traits>
+struct ForwardMainloop {
+  using Element = typename Traits::Element;
+  using Mma = typename Traits::Mma;
+  using MmaOp = typename Traits::MmaOp;
+  using Storage = SharedStorage<Traits>;
+  using Softmax = OnlineSoftmax<Traits::kRowsPerThread>;
+  using AccumulatorS = decltype(partition_fragment_C(
+      Mma{}, Shape<Int<Traits::kTileM>, Int<Traits::kTileN>>{}));  // ((2, 2), MMA_M, MMA_N)
+  using AccumulatorO = decltype(partition_fragment_C(
+      Mma{}, Shape<Int<Traits::kTileM>, Int<Traits::kHeadVo>>{}));  // ((2, 2), MMA_M, MMA_N)
+  using TileQ = OperandTile<Traits::kTileM, MatrixOrder::kRowsFirst>;
+  using TileK = OperandTile<Traits::kTileN, MatrixOrder::kChunksFirst>;
+  using TileV = OperandTile<Traits::kTileN, MatrixOrder::kRowsFirst>;
+
+  const KernelParams& params;
+  const RequestInfo& request;
+  const WorkItem& item;
+  Storage& smem;
+  int thread;
+  TileQ sQ;  // (tile_m, d_qk)
+  TileK sK;  // (tile_n, d_qk), stage 0
+  TileV sV;  // (tile_n, d_vo), stage 0
+
+  __device__ __forceinline__ ForwardMainloop(const KernelParams& params, const RequestInfo& request,
+                                             const WorkItem& item, Storage& smem, int thread)
+      : params(params), request(request), item(item), smem(smem), thread(thread),
+        sQ(smem.q, thread / 32 * 16, thread % 32), sK(smem.k[0], 0, thread % 32),
+        sV(smem.v[0], 0, thread % 32) {}
+
+  __device__ __forceinline__ void run(const TileRange& tiles, KvLoader<Traits>& loader,
+                                      Softmax& softmax, AccumulatorO& tOrO) const {
+    constexpr int kStages = Traits::kStages;
+    clear(tOrO);
+    prologue(tiles, loader);
+    auto rows_of_o = make_tensor(tOrO.data(), as_rows_and_columns(tOrO.layout()));
+
+    QFragments q;
+    if constexpr (Traits::kKeepQ) {
+      wait_half_tile();
+      CUTE_UNROLL
+      for (int depth = 0; depth < kBlocksQk; ++depth) load_q(q.at[depth], depth);
+    }
+
+    auto step = [&](int tile, int stage) {
+      wait_half_tile();  // K(tile) is here; V(tile - 1) has been read
+      if (tile + kStages - 1 < tiles.end) {
+        loader.fetch_v(tile + kStages - 1, stage == 0 ? kStages - 1 : stage - 1);
+      }
+      cp_async_fence();
+      bool fetch_next = tile + kStages < tiles.end;
+      if (fetch_next) loader.find_offsets(tile + kStages);
+      AccumulatorS tSrS;
+      clear(tSrS);
+      multiply_qk(tSrS, q, stage);
+      if (fetch_next) loader.store_offsets(tile + kStages);
+      wait_half_tile();  // V(tile) is here; K(tile) has been read
+      if (fetch_next) loader.fetch_k(tile + kStages, stage);
+      cp_async_fence();
+      transform_logits<Traits::kVariant.logits>(tSrS, params.logits);
+      auto rows_of_s = make_tensor(tSrS.data(), as_rows_and_columns(tSrS.layout()));
+      if (tiles.needs_mask(tile)) mask_tile(rows_of_s, tile);
+      softmax.update(rows_of_s, rows_of_o, params.logits.scale_log2);
+      multiply_pv(tOrO, tSrS, stage);
+    };
+
+    int stage = 0;
+    for (int tile = tiles.begin; tile < tiles.end; ++tile) {
+      step(tile, stage);
+      stage = stage + 1 == kStages ? 0 : stage + 1;
+    }
+    // Q's copy is still in flight where there was no tile, and O is to leave through its bytes.
+    cp_async_wait<0>();
+    if (tiles.count() == 0) __syncthreads();
+  }
+
+ private:
+  __device__ __forceinline__ static void wait_half_tile() {
+    cp_async_wait<2 * Traits::kStages - 2>();
+    __syncthreads();
+  }
+
+  // Commits K0 V0 ... K(kStages - 1), Q with K0.
+  __device__ __forceinline__ void prologue(const TileRange& tiles, KvLoader<Traits>& loader) const {
+    CUTE_UNROLL
+    for (int stage = 0; stage < Traits::kStages; ++stage) {
+      int tile = tiles.begin + stage;
+      if (tile < tiles.end) {
+        loader.find_offsets(tile);
+        loader.store_offsets(tile);
+        __syncthreads();
+        loader.fetch_k(tile, stage);
+      }
+      cp_async_fence();
+      if (stage == Traits::kStages - 1) break;
+      if (tile < tiles.end) loader.fetch_v(tile, stage);
+      cp_async_fence();
+    }
+  }
+
+  // K and V fragments are loaded kAhead 16x16 blocks before the products that use them: a block is 4
+  // products or 32 clocks, a shared-memory read 30 and more.
+  static constexpr int kAhead = PF_AHEAD;
+  static constexpr int kBuffers = kAhead + 1;
+
+  // A operands of 16 columns of Q each: all of them where they are kept, else two in turn.
+  static constexpr int kBlocksQk = Traits::kHeadQk / 16;
+  static constexpr int kBuffersQ = Traits::kKeepQ ? kBlocksQk : 2;
+  struct QFragments {
+    std::uint32_t at[kBuffersQ][Traits::kMmaM][4];
+  };
+
+  // tSrS += Q K^T
+  __device__ __forceinline__ void multiply_qk(AccumulatorS& tSrS, QFragments& q, int stage) const {
+    constexpr int kBlocksN = Traits::kTileN / 16;
+    constexpr int kBlocksK = kBlocksQk;
+    TileK tile_k = sK;
+    tile_k.base += stage * static_cast<int>(sizeof(smem.k[0]));
+    std::uint32_t k[kBuffers][4];
+#if PF_ROLL
+    if constexpr (!Traits::kKeepQ) {
+      std::uint32_t kk[kBlocksN][4];
+      load_q(q.at[0], 0);
+      CUTE_UNROLL
+      for (int n = 0; n < kBlocksN; ++n) tile_k.load(kk[n], n * 16, 0);
+#pragma unroll 1
+      for (int d2 = 0; d2 < kBlocksK; d2 += 2) {
+        CUTE_UNROLL
+        for (int half = 0; half < 2; ++half) {
+          int nd = d2 + half + 1;
+          nd = nd == kBlocksK ? 0 : nd;
+          CUTE_UNROLL
+          for (int m = 0; m < Traits::kMmaM; ++m) sQ.load(q.at[1 - half][m], m * Traits::kMmaRows, nd * 16);
+          CUTE_UNROLL
+          for (int n = 0; n < kBlocksN; ++n) {
+            CUTE_UNROLL
+            for (int m = 0; m < Traits::kMmaM; ++m) mma_16x16x16<MmaOp>(tSrS(_, m, 2 * n), tSrS(_, m, 2 * n + 1), q.at[half][m], kk[n]);
+            tile_k.load(kk[n], n * 16, nd * 16);
+          }
+        }
+      }
+      return;
+    }
+#endif
+    if constexpr (!Traits::kKeepQ) load_q(q.at[0], 0);
+    CUTE_UNROLL
+    for (int block = 0; block < kAhead; ++block) {
+      tile_k.load(k[block], block % kBlocksN * 16, block / kBlocksN * 16);
+    }
+    CUTE_UNROLL
+    for (int depth = 0; depth < kBlocksK; ++depth) {
+      CUTE_UNROLL
+      for (int n = 0; n < kBlocksN; ++n) {
+        int block = depth * kBlocksN + n;
+        int next = block + kAhead;
+        if (next < kBlocksK * kBlocksN) {
+          tile_k.load(k[next % kBuffers], next % kBlocksN * 16, next / kBlocksN * 16);
+        }
+        if (!Traits::kKeepQ && n == 0 && depth + 1 < kBlocksK) {
+          load_q(q.at[(depth + 1) % kBuffersQ], depth + 1);
+        }
+        CUTE_UNROLL
+        for (int m = 0; m < Traits::kMmaM; ++m) {
+          mma_16x16x16<MmaOp>(tSrS(_, m, 2 * n), tSrS(_, m, 2 * n + 1), q.at[depth % kBuffersQ][m],
+                              k[block % kBuffers]);
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void load_q(std::uint32_t (&q)[Traits::kMmaM][4], int depth) const {
+    CUTE_UNROLL
+    for (int m = 0; m < Traits::kMmaM; ++m) sQ.load(q[m], m * Traits::kMmaRows, depth * 16);
+  }
+
+  // tOrO += P V, P the 16-bit rounding of tSrS.
+  __device__ __forceinline__ void multiply_pv(AccumulatorO& tOrO, const AccumulatorS& tSrS,
+                                              int stage) const {
+    constexpr int kBlocksN = Traits::kHeadVo / 16;
+    constexpr int kBlocksK = Traits::kTileN / 16;
+    TileV tile_v = sV;
+    tile_v.base += stage * static_cast<int>(sizeof(smem.v[0]));
+    Tensor tSrP = convert_fragment<Element>(tSrS);
+    Tensor pairs = recast<std::uint32_t>(tSrP);  // ((1, 2), MMA_M, MMA_N)
+    std::uint32_t v[kBuffers][4];
+    CUTE_UNROLL
+    for (int block = 0; block < kAhead; ++block) {
+      tile_v.load_transposed(v[block], block / kBlocksN * 16, block % kBlocksN * 16);
+    }
+    CUTE_UNROLL
+    for (int depth = 0; depth < kBlocksK; ++depth) {
+      CUTE_UNROLL
+      for (int n = 0; n < kBlocksN; ++n) {
+        int block = depth * kBlocksN + n;
+        int next = block + kAhead;
+        if (next < kBlocksK * kBlocksN) {
+          tile_v.load_transposed(v[next % kBuffers], next / kBlocksN * 16, next % kBlocksN * 16);
+        }
+        CUTE_UNROLL
+        for (int m = 0; m < Traits::kMmaM; ++m) {
+          // The accumulators of two 8-key blocks are the A operand of one 16-key product.
+          std::uint32_t p[4] = {pairs(0, m, 2 * depth), pairs(1, m, 2 * depth),
+                                pairs(0, m, 2 * depth + 1), pairs(1, m, 2 * depth + 1)};
+          mma_16x16x16<MmaOp>(tOrO(_, m, 2 * n), tOrO(_, m, 2 * n + 1), p, v[block % kBuffers]);
+        }
+      }
+    }
+  }
+
+  template <class Scores>
+  __device__ __forceinline__ void mask_tile(Scores& scores, int tile) const {
+    // (rows, columns) of (tile row, tile column) coordinates, constants but for the thread's own part
+    Tensor coordinates = make_identity_tensor(Shape<Int<Traits::kTileM>, Int<Traits::kTileN>>{});
+    Tensor tScS = Mma{}.get_slice(thread).partition_C(coordinates);
+    auto places = make_tensor(tScS.data(), as_rows_and_columns(tScS.layout()));
+    int first_key = tile * Traits::kTileN;
+    CUTE_UNROLL
+    for (int r = 0; r < size<0>(scores); ++r) {
+      int row = get<0>(places(r, 0));
+      RowKeys keys = smem.row_keys[row];
+      if constexpr (Traits::kVariant.mask == Mask::kCustom) {
+        int token = unpack_row(params, item.row_begin + row).token;
+        mask_custom_row(scores(r, _), places(r, _), params.mask_bits + request.mask_begin,
+                        static_cast<std::int64_t>(token) * request.kv_len + first_key,
+                        keys.end - first_key);
+      }
+      CUTE_UNROLL
+      for (int c = 0; c < size<1>(scores); ++c) {
+        int key = first_key + get<1>(places(r, c));
+        if (key < keys.first || key >= keys.end) scores(r, c) = -INFINITY;
+      }
+    }
+  }
+};
+
+}  // namespace preflash::sm80

@@ -1,0 +1,121 @@
+// The table that libpreflash_kernels_common.so exports. Checks what a launch cannot survive, sets
+// the device, launches. No decisions.
+#include "preflash/device_services.h"
+
+#include <cuda_runtime_api.h>
+
+#include <cstdio>
+#include <new>
+
+#include "kernels/combine/combine.h"
+#include "kernels/common/merge_states.h"
+#include "kernels/common/pack_bits.h"
+#include "launch/device_facts.h"
+#include "launch/device_guard.h"
+#include "launch/launch_error.h"
+#include "launch/plan_uploader.h"
+
+namespace preflash {
+namespace {
+
+PlanUploader* create_uploader(int device) { return new (std::nothrow) PlanUploader(device); }
+
+void destroy_uploader(PlanUploader* uploader) { delete uploader; }
+
+LaunchError acquire(PlanUploader* uploader, std::size_t bytes, void** host) {
+  if (uploader == nullptr) return usage_error("plan upload: no uploader (out of host memory?)");
+  return uploader->acquire(bytes, host);
+}
+
+LaunchError submit(PlanUploader* uploader, void* device_memory, std::size_t bytes, void* stream,
+                   bool blocking) {
+  if (uploader == nullptr) return usage_error("plan upload: no uploader (out of host memory?)");
+  return uploader->submit(device_memory, bytes, static_cast<cudaStream_t>(stream), blocking);
+}
+
+LaunchError launch_forward(const ForwardKernel& kernel, const ForwardParams& params, int num_ctas,
+                           int device, void* stream) {
+  if (kernel.launch == nullptr) {
+    return usage_error("kernel %s has no launch function", kernel.id ? kernel.id : "(unnamed)");
+  }
+  if (num_ctas <= 0) return nullptr;
+  DeviceGuard guard(device);
+  if (guard.error() != nullptr) return guard.error();
+  return kernel.launch(params, num_ctas, stream);
+}
+
+LaunchError refuse_dtype(const char* what, DType dtype) {
+  if (dtype == DType::kFloat16 || dtype == DType::kBFloat16 || dtype == DType::kFloat32) {
+    return nullptr;
+  }
+  std::string_view name = name_of(dtype);
+  return usage_error("%s: dtype %.*s is not supported; use f16, bf16 or f32", what,
+                     static_cast<int>(name.size()), name.data());
+}
+
+LaunchError combine(const CombineParams& params, int device, void* stream) {
+  if (LaunchError error = refuse_dtype("combine", params.o_dtype)) return error;
+  if (params.head_dim_vo <= 0 || params.head_dim_vo % 8 != 0 || params.group_size <= 0 ||
+      params.tile_m <= 0) {
+    return usage_error(
+        "combine: head_dim_vo %d must be a positive multiple of 8, group_size %d and tile_m %d "
+        "positive",
+        params.head_dim_vo, params.group_size, params.tile_m);
+  }
+  if (params.num_merges <= 0) return nullptr;
+  DeviceFacts facts;
+  if (LaunchError error = query_device(device, &facts)) return error;
+  DeviceGuard guard(device);
+  if (guard.error() != nullptr) return guard.error();
+  return runtime_error(launch_combine(params, facts.num_sms, static_cast<cudaStream_t>(stream)),
+                       "launching combine");
+}
+
+LaunchError merge_states(const MergeStatesParams& params, int device, void* stream) {
+  if (LaunchError error = refuse_dtype("merge_states", params.dtype)) return error;
+  if (params.num_tokens <= 0 || params.num_heads <= 0) return nullptr;
+  DeviceGuard guard(device);
+  if (guard.error() != nullptr) return guard.error();
+  return runtime_error(launch_merge_states(params, static_cast<cudaStream_t>(stream)),
+                       "launching merge_states");
+}
+
+LaunchError pack_bits(const PackBitsParams& params, int device, void* stream) {
+  if (params.num_segments <= 0) return nullptr;
+  DeviceFacts facts;
+  if (LaunchError error = query_device(device, &facts)) return error;
+  DeviceGuard guard(device);
+  if (guard.error() != nullptr) return guard.error();
+  return runtime_error(launch_pack_bits(params, facts.num_sms, static_cast<cudaStream_t>(stream)),
+                       "launching pack_bits");
+}
+
+// "13.0" out of 13000.
+const char* cuda_version() {
+  static char text[16] = "";
+  std::snprintf(text, sizeof(text), "%d.%d", CUDART_VERSION / 1000, CUDART_VERSION % 1000 / 10);
+  return text;
+}
+
+}  // namespace
+}  // namespace preflash
+
+extern "C" [[gnu::visibility("default")]] const preflash::DeviceServices*
+preflash_device_services() {
+  using namespace preflash;
+  static const DeviceServices services = {
+      .abi_version = kKernelAbiVersion,
+      .cuda_version = cuda_version(),
+      .device_count = &device_count,
+      .query = &query_device,
+      .uploader_create = &create_uploader,
+      .uploader_destroy = &destroy_uploader,
+      .uploader_acquire = &acquire,
+      .uploader_submit = &submit,
+      .launch_forward = &launch_forward,
+      .combine = &combine,
+      .merge_states = &merge_states,
+      .pack_bits = &pack_bits,
+  };
+  return &services;
+}

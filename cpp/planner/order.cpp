@@ -1,0 +1,197 @@
+#include "planner/order.h"
+
+#include <algorithm>
+#include <numeric>
+#include <utility>
+
+namespace preflash {
+namespace {
+
+constexpr std::int32_t kMaxBuckets = 4096;
+
+// The heads [head_begin, head_end) of one request.
+struct HeadGroup {
+  std::int32_t request = 0;
+  std::int32_t head_begin = 0;
+  std::int32_t head_end = 0;
+};
+
+struct Section {
+  std::vector<HeadGroup> groups;
+  std::int64_t kv_bytes = 0;
+  std::int64_t cost = 0;
+  std::int32_t longest = 0;
+
+  bool fills(std::int64_t cta_slots) const {
+    return !groups.empty() && cost >= cta_slots * longest;
+  }
+
+  void add(HeadGroup group, const RequestWork& request) {
+    const std::int64_t heads = group.head_end - group.head_begin;
+    kv_bytes += heads * request.reused_kv_bytes;
+    cost += heads * request.cost;
+    longest = std::max(longest, request.longest);
+    if (!groups.empty() && groups.back().request == group.request &&
+        groups.back().head_end == group.head_begin) {
+      groups.back().head_end = group.head_end;
+    } else {
+      groups.push_back(group);
+    }
+  }
+};
+
+Section everything(const WorkList& work, std::int32_t num_kv_heads) {
+  Section section;
+  section.groups.reserve(work.requests.size());
+  for (std::size_t r = 0; r < work.requests.size(); ++r) {
+    if (work.requests[r].num_units == 0) continue;
+    section.add({static_cast<std::int32_t>(r), 0, num_kv_heads}, work.requests[r]);
+  }
+  return section;
+}
+
+std::vector<Section> sections(const WorkList& work, const OrderProblem& problem) {
+  // The L2 of large GPUs is two halves that keep copies of each other's lines, and Q and O pass
+  // through it as well.
+  const std::int64_t budget = problem.l2_bytes * 5 / 8;
+  Section whole = everything(work, problem.num_kv_heads);
+  if (problem.l2_bytes <= 0 || whole.kv_bytes <= budget) return {std::move(whole)};
+
+  std::vector<std::int32_t> longest_first;
+  longest_first.reserve(whole.groups.size());
+  for (const HeadGroup& group : whole.groups) longest_first.push_back(group.request);
+  std::stable_sort(longest_first.begin(), longest_first.end(), [&](auto a, auto b) {
+    return work.requests[a].longest > work.requests[b].longest;
+  });
+
+  std::vector<Section> result(1);
+  for (std::int32_t r : longest_first) {
+    const RequestWork& request = work.requests[r];
+    for (std::int32_t head = 0; head < problem.num_kv_heads;) {
+      const std::int64_t left = problem.num_kv_heads - head;
+      const std::int64_t room = budget - result.back().kv_bytes;
+      std::int64_t heads = request.reused_kv_bytes > 0 ? room / request.reused_kv_bytes : left;
+      if (heads <= 0 && result.back().fills(problem.cta_slots)) {
+        result.emplace_back();
+        continue;
+      }
+      heads = std::clamp<std::int64_t>(heads, 1, left);
+      result.back().add({r, head, static_cast<std::int32_t>(head + heads)}, request);
+      head += static_cast<std::int32_t>(heads);
+    }
+  }
+  // A last section too small to fill the machine would end in an uneven tail.
+  if (result.size() > 1 && !result.back().fills(problem.cta_slots)) {
+    Section& before = result[result.size() - 2];
+    for (const HeadGroup& group : result.back().groups) {
+      before.add(group, work.requests[group.request]);
+    }
+    result.pop_back();
+  }
+  return result;
+}
+
+// Counting sort, stable. Costs share a bucket only beyond kMaxBuckets, and then differ by less than
+// 1/2048 of the longest.
+void append_longest_first(const Section& section, const WorkList& work,
+                          std::vector<std::int32_t>& starts, std::vector<OrderedUnit>& order) {
+  std::int32_t shift = 0;
+  while ((section.longest >> shift) >= kMaxBuckets) ++shift;
+  const std::int32_t top = section.longest >> shift;
+  const auto bucket_of = [&](const WorkUnit& unit) { return top - (unit.cost() >> shift); };
+  const auto units_of = [&](const HeadGroup& group) {
+    const RequestWork& request = work.requests[group.request];
+    return std::span(work.units).subspan(request.first_unit, request.num_units);
+  };
+
+  starts.assign(top + 2, 0);
+  for (const HeadGroup& group : section.groups) {
+    for (const WorkUnit& unit : units_of(group)) ++starts[bucket_of(unit) + 1];
+  }
+  std::partial_sum(starts.begin(), starts.end(), starts.begin());
+  const std::size_t base = order.size();
+  order.resize(base + starts.back());
+  for (const HeadGroup& group : section.groups) {
+    for (const WorkUnit& unit : units_of(group)) {
+      order[base + starts[bucket_of(unit)]++] = {
+          static_cast<std::int32_t>(&unit - work.units.data()),
+          static_cast<std::int16_t>(group.head_begin), static_cast<std::int16_t>(group.head_end)};
+    }
+  }
+}
+
+// Hands out the CTA with the least load. Loads only grow and an item adds at most `longest`, so a
+// ring of buckets as long as the longest item holds every CTA: constant time each.
+class LeastLoaded {
+ public:
+  LeastLoaded(std::int32_t num_ctas, std::int32_t longest) : loads_(num_ctas), next_(num_ctas) {
+    while ((longest >> shift_) >= kRing - 1) ++shift_;
+    for (std::int32_t cta = num_ctas - 1; cta >= 0; --cta) push(cta);
+  }
+
+  // Adds `cost` to the least loaded CTA and returns it.
+  std::int32_t give(std::int32_t cost) {
+    if (current_ < 0) {
+      while (heads_[now_ & (kRing - 1)] < 0) ++now_;
+      current_ = std::exchange(heads_[now_ & (kRing - 1)], -1);
+    }
+    const std::int32_t cta = current_;
+    current_ = next_[cta];
+    loads_[cta] += cost;
+    push(cta);
+    return cta;
+  }
+
+  std::int64_t makespan() const { return *std::max_element(loads_.begin(), loads_.end()); }
+
+ private:
+  static constexpr std::int64_t kRing = 1024;
+
+  void push(std::int32_t cta) {
+    std::int32_t& head = heads_[(loads_[cta] >> shift_) & (kRing - 1)];
+    next_[cta] = head;
+    head = cta;
+  }
+
+  std::int32_t shift_ = 0;
+  std::int64_t now_ = 0;       // no CTA has less load, in steps of 2^shift_
+  std::int32_t current_ = -1;  // the list taken out of bucket now_
+  std::vector<std::int64_t> loads_;
+  std::vector<std::int32_t> next_;
+  std::vector<std::int32_t> heads_ = std::vector<std::int32_t>(kRing, -1);
+};
+
+}  // namespace
+
+std::vector<OrderedUnit> order_units(const WorkList& work, const OrderProblem& problem) {
+  std::vector<OrderedUnit> order;
+  order.reserve(work.units.size());
+  std::vector<std::int32_t> starts;
+  for (const Section& section : sections(work, problem)) {
+    append_longest_first(section, work, starts, order);
+  }
+  return order;
+}
+
+Assignment assign(const WorkList& work, std::span<const OrderedUnit> order, std::int32_t num_ctas) {
+  Assignment result;
+  result.cta_begin.assign(num_ctas + 1, 0);
+  result.position.resize(work.num_items);
+  if (work.num_items == 0) return result;
+
+  LeastLoaded ctas(num_ctas, work.longest);
+  std::int32_t* cta_of_item = result.position.data();
+  for_each_item(work, order, [&](const WorkUnit& unit, int) {
+    const std::int32_t cta = ctas.give(unit.cost());
+    ++result.cta_begin[cta + 1];
+    *cta_of_item++ = cta;
+  });
+  result.makespan = ctas.makespan();
+
+  std::partial_sum(result.cta_begin.begin(), result.cta_begin.end(), result.cta_begin.begin());
+  std::vector<std::int32_t> next(result.cta_begin.begin(), result.cta_begin.end() - 1);
+  for (std::int32_t& place : result.position) place = next[place]++;
+  return result;
+}
+
+}  // namespace preflash

@@ -1,0 +1,64 @@
+// In which order items run, and on which CTA.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "planner/work.h"
+
+namespace preflash {
+
+// Unit `unit` for the KV heads [head_begin, head_end).
+struct OrderedUnit {
+  std::int32_t unit = 0;
+  std::int16_t head_begin = 0;
+  std::int16_t head_end = 0;
+};
+
+struct OrderProblem {
+  std::int32_t num_kv_heads = 1;
+  std::int64_t cta_slots = 1;
+  std::int64_t l2_bytes = 0;  // 0: unknown, do not group by it
+};
+
+// Longest first. When the K/V that several query tiles share exceeds the L2, (request, head) pairs
+// are grouped into sections whose K/V fits, and sections run one after the other, each longest
+// first. A section is closed only once its work could keep every slot busy for as long as its
+// longest item, so that grouping never costs balance.
+std::vector<OrderedUnit> order_units(const WorkList& work, const OrderProblem& problem);
+
+// Calls emit(unit, head) for every item in running order. Neighbouring units of one request and one
+// cost are taken head by head, so that items which read the same K/V start together.
+template <class Emit>
+void for_each_item(const WorkList& work, std::span<const OrderedUnit> order, Emit&& emit) {
+  for (std::size_t begin = 0; begin < order.size();) {
+    const WorkUnit& first = work.units[order[begin].unit];
+    std::size_t end = begin + 1;
+    for (; end < order.size(); ++end) {
+      const WorkUnit& unit = work.units[order[end].unit];
+      if (unit.request != first.request || unit.cost() != first.cost() ||
+          order[end].head_begin != order[begin].head_begin) {
+        break;
+      }
+    }
+    for (int head = order[begin].head_begin; head < order[begin].head_end; ++head) {
+      for (std::size_t i = begin; i < end; ++i) emit(work.units[order[i].unit], head);
+    }
+    begin = end;
+  }
+}
+
+// Which CTA runs what. Item i of the running order goes to place position[i] of the work list.
+struct Assignment {
+  std::vector<std::int32_t> cta_begin;  // [num_ctas + 1]
+  std::vector<std::int32_t> position;   // [num_items]
+  std::int64_t makespan = 0;            // cost of the busiest CTA
+
+  bool present() const { return !cta_begin.empty(); }
+};
+
+// Takes items in running order and gives each to the CTA with the least work so far.
+Assignment assign(const WorkList& work, std::span<const OrderedUnit> order, std::int32_t num_ctas);
+
+}  // namespace preflash

@@ -1,0 +1,245 @@
+#include "planner/planner.h"
+
+#include <algorithm>
+#include <limits>
+#include <stdexcept>
+
+#include "planner/message.h"
+
+namespace preflash {
+namespace {
+
+constexpr std::int64_t kMaxInt32 = std::numeric_limits<std::int32_t>::max();
+
+std::int64_t float_bytes(std::int64_t slots, TileShape tile, std::int32_t head_dim_vo) {
+  Arena arena;
+  arena.take<float>(slots * tile.m * head_dim_vo);
+  arena.take<float>(slots * tile.m);
+  return arena.bytes();
+}
+
+// Partial tiles that the float workspace has room for.
+std::int64_t slots_in(std::int64_t bytes, TileShape tile, std::int32_t head_dim_vo) {
+  const std::int64_t slot_bytes = std::int64_t{tile.m} * (head_dim_vo + 1) * sizeof(float);
+  std::int64_t slots = std::min(bytes / slot_bytes, kMaxInt32);
+  if (slots > 0 && float_bytes(slots, tile, head_dim_vo) > bytes) --slots;  // alignment
+  return slots;
+}
+
+// The most query tiles, over all KV heads, of any batch of this size with at most graph_max_rows
+// tokens: with k non-empty requests, sum of ceil(rows_i / m) <= (sum of rows_i + k * (m - 1)) / m.
+std::int64_t most_graph_tiles(const Problem& problem, TileShape tile) {
+  const std::int64_t group = problem.num_qo_heads / problem.num_kv_heads;
+  const std::int64_t batch = static_cast<std::int64_t>(problem.qo_indptr.size()) - 1;
+  const std::int64_t rows = problem.graph_max_rows * group;
+  const std::int64_t requests = std::min<std::int64_t>(batch, problem.graph_max_rows);
+  return (rows + requests * (tile.m - 1)) / tile.m * problem.num_kv_heads;
+}
+
+SplitLimits split_limits(const Problem& problem, TileShape tile, std::int64_t cta_slots) {
+  SplitLimits limits{.slots = 0, .items = kMaxInt32, .merges = kMaxInt32};
+  if (!problem.split.disable) {
+    limits.slots = slots_in(problem.float_workspace_bytes, tile, problem.head_dim_vo);
+  }
+  if (problem.graph_max_rows == 0) return limits;
+  // How far a later plan splits depends on KV lengths that nobody knows yet. Two waves of partial
+  // tiles are as much as an automatic split gains from; a fixed split may need all that there is.
+  if (problem.split.fixed_split_size == 0) limits.slots = std::min(limits.slots, 2 * cta_slots);
+  const std::int64_t tiles = most_graph_tiles(problem, tile);
+  limits.items = tiles + limits.slots;
+  limits.merges = std::min(tiles, limits.slots / 2);
+  return limits;
+}
+
+// A fixed split is a promise about results, so it is kept or refused, never weakened.
+void check_fixed_split(const Problem& problem, TileShape tile, const SplitLimits& limits,
+                       const SplitEstimate& needed) {
+  const std::int32_t size = problem.split.fixed_split_size;
+  if (needed.num_chunks > kMaxChunks) {
+    refuse("fixed_split_size = ", size, " cuts a request into ", needed.num_chunks,
+           " KV chunks; at most ", kMaxChunks, ": use a larger one or disable_split_kv");
+  }
+  if (needed.num_slots > limits.slots) {
+    refuse("float_workspace_buffer has ", problem.float_workspace_bytes,
+           " bytes; fixed_split_size = ", size, " needs ",
+           float_bytes(needed.num_slots, tile, problem.head_dim_vo), " bytes for ",
+           needed.num_slots, " partial tiles of ", tile.m, " x ", problem.head_dim_vo,
+           ": enlarge it, use a larger fixed_split_size or disable_split_kv");
+  }
+}
+
+}  // namespace
+
+Schedule schedule_for(Family family, const Problem& problem, PlannerOptions options) {
+  if (options.schedule != Schedule::kAuto) return options.schedule;
+  if (problem.graph_max_rows > 0 || family == Family::kSm90) return Schedule::kPersistent;
+  return Schedule::kOnePerItem;
+}
+
+Planner::Planner(const Problem& problem, const DeviceFacts& facts, const ForwardKernel& kernel,
+                 PlannerOptions options)
+    : num_kv_heads_(problem.num_kv_heads), tile_(kernel.tile), head_dim_vo_(problem.head_dim_vo) {
+  validate(problem);
+  group_size_ = problem.num_qo_heads / problem.num_kv_heads;
+  const Schedule schedule_kind = schedule_for(kernel.variant.family, problem, options);
+  if (problem.graph_max_rows > 0 && schedule_kind == Schedule::kOnePerItem) {
+    refuse("schedule: a CUDA graph needs a fixed number of CTAs, so it cannot run one per item");
+  }
+  const std::int64_t cta_slots =
+      std::max<std::int64_t>(std::int64_t{facts.num_sms} * tile_.ctas_per_sm, 1);
+  read_requests(problem);
+  split(problem, cta_slots);
+  schedule(facts, cta_slots, schedule_kind);
+  count();
+}
+
+void Planner::read_requests(const Problem& problem) {
+  requests_.resize(problem.qo_indptr.size() - 1);
+  const bool paged = problem.page_size > 0;
+  for (std::size_t i = 0; i < requests_.size(); ++i) {
+    RequestInfo& info = requests_[i];
+    info.qo_begin = problem.qo_indptr[i];
+    info.qo_len = problem.qo_indptr[i + 1] - info.qo_begin;
+    info.kv_begin = problem.kv_indptr[i];
+    info.kv_len = problem.kv_indptr[i + 1] - info.kv_begin;
+    if (paged && info.kv_len > 0) {
+      info.kv_len = (info.kv_len - 1) * problem.page_size + problem.last_page_len[i];
+    }
+    if (problem.mask == Mask::kCustom) info.mask_begin = problem.mask_indptr[i];
+  }
+}
+
+void Planner::split(const Problem& problem, std::int64_t cta_slots) {
+  const std::vector<QueryTile> tiles = query_tiles(problem, requests_, tile_);
+  capacity_ = split_limits(problem, tile_, cta_slots);
+  std::int32_t longest = 0;
+  for (const QueryTile& tile : tiles) longest = std::max(longest, tile.kv_tiles());
+  const SplitProblem decision{.tiles = tiles,
+                              .longest = longest,
+                              .num_kv_heads = num_kv_heads_,
+                              .cta_slots = cta_slots,
+                              .tile_n = tile_.n,
+                              .limits = capacity_};
+  std::int32_t chunk_tiles = kUnsplit;
+  if (problem.split.disable) {
+    // Stays whole, whatever fixed_split_size says: both promise results that no batch changes, and
+    // serving engines ask for both at once.
+  } else if (problem.split.fixed_split_size > 0) {
+    const std::int32_t size = std::min(problem.split.fixed_split_size, kMaxRequestLength);
+    chunk_tiles = ceil_div(size, tile_.n);
+    check_fixed_split(problem, tile_, capacity_, estimate(decision, chunk_tiles));
+  } else {
+    chunk_tiles = choose_chunk_tiles(decision);
+  }
+
+  for (RequestInfo& info : requests_) {
+    const std::int32_t kv_tiles = ceil_div(std::max(info.kv_len, 1), tile_.n);
+    info.chunk_keys = (chunk_tiles == kUnsplit ? kv_tiles : chunk_tiles) * tile_.n;
+  }
+  work_ = cut(tiles, problem, requests_, chunk_tiles);
+  if (work_.num_items > kMaxInt32) {
+    refuse("qo_indptr[-1] = ", problem.qo_indptr.back(), ": the batch makes ", work_.num_items,
+           " work items; at most ", kMaxInt32, ": plan it in several parts");
+  }
+  if (problem.graph_max_rows == 0) {
+    capacity_ = {.slots = work_.num_slots, .items = work_.num_items, .merges = work_.num_merges};
+  } else if (work_.num_items > capacity_.items || work_.num_merges > capacity_.merges) {
+    throw std::logic_error("the planner reserved too little for a CUDA graph");
+  }
+}
+
+void Planner::schedule(const DeviceFacts& facts, std::int64_t cta_slots, Schedule schedule) {
+  order_ = order_units(
+      work_, {.num_kv_heads = num_kv_heads_, .cta_slots = cta_slots, .l2_bytes = facts.l2_bytes});
+  if (schedule == Schedule::kPersistent) {
+    const std::int64_t num_ctas = std::min(cta_slots, capacity_.items);
+    assignment_ = assign(work_, order_, static_cast<std::int32_t>(num_ctas));
+    sizes_.num_ctas = static_cast<int>(num_ctas);
+    sizes_.makespan_kv_tiles = assignment_.makespan;
+    return;
+  }
+  CostHistogram costs(work_.longest, num_kv_heads_);
+  for (const WorkUnit& unit : work_.units) costs.add(unit.cost());
+  sizes_.num_ctas = static_cast<int>(work_.num_items);
+  sizes_.makespan_kv_tiles = costs.makespan(cta_slots);
+}
+
+void Planner::count() {
+  sizes_.num_requests = static_cast<int>(requests_.size());
+  sizes_.num_items = static_cast<int>(work_.num_items);
+  sizes_.num_merges = static_cast<int>(capacity_.merges);
+  sizes_.num_slots = static_cast<int>(capacity_.slots);
+  sizes_.num_kv_tiles = work_.num_kv_tiles;
+  Arena ints;
+  Arena floats;
+  lay_out(ints, floats, layout_);
+}
+
+void Planner::write(void* image) const {
+  Arena ints(image);
+  Arena floats;
+  PlanLayout layout;
+  lay_out(ints, floats, layout);
+}
+
+void Planner::lay_out(Arena& ints, Arena& floats, PlanLayout& layout) const {
+  layout.requests = ints.take<RequestInfo>(std::ssize(requests_), [&](RequestInfo* requests) {
+    std::copy(requests_.begin(), requests_.end(), requests);
+  });
+  layout.items = ints.take<WorkItem>(capacity_.items, [&](WorkItem* items) { write_items(items); });
+  if (assignment_.present()) {
+    const std::vector<std::int32_t>& cta_begin = assignment_.cta_begin;
+    layout.cta_begin = ints.take<std::int32_t>(std::ssize(cta_begin), [&](std::int32_t* out) {
+      std::copy(cta_begin.begin(), cta_begin.end(), out);
+    });
+  }
+  if (capacity_.merges > 0) {
+    layout.merges =
+        ints.take<MergeItem>(capacity_.merges, [&](MergeItem* merges) { write_merges(merges); });
+  }
+  layout.int_bytes = ints.bytes();
+
+  if (capacity_.slots > 0) {
+    layout.partial_o = floats.take<float>(capacity_.slots * tile_.m * head_dim_vo_);
+    layout.partial_lse = floats.take<float>(capacity_.slots * tile_.m);
+  }
+  layout.float_bytes = floats.bytes();
+}
+
+void Planner::write_items(WorkItem* items) const {
+  const std::int32_t* position = assignment_.present() ? assignment_.position.data() : nullptr;
+  std::int32_t index = 0;
+  for_each_item(work_, order_, [&](const WorkUnit& unit, int head) {
+    const std::int32_t slot =
+        unit.partial() ? unit.slot + head * unit.num_chunks : WorkItem::kFinal;
+    items[position != nullptr ? position[index] : index] = {
+        .request = unit.request,
+        .row_begin = unit.row_begin,
+        .kv_head = static_cast<std::int16_t>(head),
+        .chunk = unit.chunk,
+        .partial_slot = slot};
+    ++index;
+  });
+  std::fill(items + index, items + capacity_.items, WorkItem{});
+}
+
+void Planner::write_merges(MergeItem* merges) const {
+  MergeItem* next = merges;
+  for (std::size_t i = 0; i < work_.units.size(); i += work_.units[i].num_chunks) {
+    const WorkUnit& first = work_.units[i];
+    if (!first.partial()) continue;
+    for (std::int32_t head = 0; head < num_kv_heads_; ++head) {
+      *next++ = {.request = first.request,
+                 .row_begin = first.row_begin,
+                 .kv_head = static_cast<std::int16_t>(head),
+                 .num_slots = first.num_chunks,
+                 .first_slot = first.slot + head * first.num_chunks};
+    }
+  }
+  if (next == merges + capacity_.merges) return;
+  // Surplus merges of a CUDA graph: no slots, and rows that begin where request 0 ends.
+  const std::int32_t end_row = requests_[0].qo_len * group_size_;
+  std::fill(next, merges + capacity_.merges, MergeItem{.request = 0, .row_begin = end_row});
+}
+
+}  // namespace preflash

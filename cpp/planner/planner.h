@@ -1,0 +1,92 @@
+// The planner: what a caller asks for plus what the machine is, turned into a work list. Host only;
+// everything that a launch does is decided here and nowhere else.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "planner/arena.h"
+#include "planner/order.h"
+#include "planner/split.h"
+#include "planner/work.h"
+#include "preflash/plan.h"
+#include "preflash/problem.h"
+#include "preflash/variant.h"
+
+namespace preflash {
+
+// Lengths up to 2^30 keep every index of one request, and sums of two of them, inside int32.
+inline constexpr std::int32_t kMaxRequestLength = 1 << 30;
+
+// Rows of the short tile: what fits below it counts as decode-like.
+inline constexpr std::int32_t kDecodeTileRows = 64;
+
+// Checks everything that the host can see. Throws std::invalid_argument with a message that names
+// the argument (as Python spells it), its value, the rule and the way out.
+void validate(const Problem& problem);
+
+// The tile class of the one kernel that will run the whole batch.
+//   * kDecode when every request's packed rows fit a short tile, or most of the work is in such
+//   requests.
+//   * With a fixed or disabled split the answer is always kPrefill: a request's result must not
+//   depend
+//     on its batch. (Both classes have the same tile n and treat rows independently, so either
+//     would give the same bits; a constant answer needs no such argument.)
+//   * With graph_max_rows it looks at that maximum alone, so that it is the same for every plan.
+TileClass choose_tile_class(const Problem& problem);
+
+// How items reach CTAs.
+enum class Schedule : std::uint8_t {
+  kAuto,        // the family's default
+  kPersistent,  // num_sms * ctas_per_sm CTAs, each with a list of items
+  kOnePerItem,  // one CTA per item; the hardware hands CTAs out in order as slots become free
+};
+
+struct PlannerOptions {
+  Schedule schedule = Schedule::kAuto;
+};
+
+// Never kAuto. sm90 kernels are persistent: their producer fetches the next item under the epilogue
+// of this one. sm80 kernels gain nothing from that and the hardware balances better than an
+// estimate, unless a CUDA graph needs a fixed grid. CPU threads take items in order.
+Schedule schedule_for(Family family, const Problem& problem, PlannerOptions options = {});
+
+class Planner {
+ public:
+  // Decides and counts. Throws std::invalid_argument for what validate() refuses and for a fixed
+  // split or a CUDA graph that its workspace cannot hold. Keeps no reference to its arguments.
+  Planner(const Problem& problem, const DeviceFacts& facts, const ForwardKernel& kernel,
+          PlannerOptions options = {});
+
+  const PlanLayout& layout() const { return layout_; }
+
+  // With graph_max_rows, num_ctas and num_merges are the same for every plan of one batch size
+  // (surplus CTAs have empty lists, surplus merges have num_slots == 0) and so is the layout.
+  const PlanSizes& sizes() const { return sizes_; }
+
+  // Fills layout().int_bytes bytes at `image`, which is 16-byte aligned.
+  void write(void* image) const;
+
+ private:
+  void read_requests(const Problem& problem);
+  void split(const Problem& problem, std::int64_t cta_slots);
+  void schedule(const DeviceFacts& facts, std::int64_t cta_slots, Schedule schedule);
+  void count();
+  void lay_out(Arena& ints, Arena& floats, PlanLayout& layout) const;
+  void write_items(WorkItem* items) const;
+  void write_merges(MergeItem* merges) const;
+
+  std::vector<RequestInfo> requests_;
+  WorkList work_;
+  SplitLimits capacity_;  // room in the image: what is used, or the most that a CUDA graph may use
+  std::vector<OrderedUnit> order_;
+  Assignment assignment_;  // empty without a persistent schedule
+  std::int32_t num_kv_heads_ = 0;
+  std::int32_t group_size_ = 1;
+  TileShape tile_;
+  std::int32_t head_dim_vo_ = 0;
+  PlanLayout layout_;
+  PlanSizes sizes_;
+};
+
+}  // namespace preflash

@@ -1,0 +1,71 @@
+// Where to cut KV: only where the machine would idle otherwise.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "planner/work.h"
+
+namespace preflash {
+
+inline constexpr std::int32_t kMaxChunks = 32767;  // chunk numbers and slot counts are int16
+inline constexpr std::int32_t kUnsplit = 1 << 30;  // a chunk length in tiles that none exceeds
+inline constexpr std::int32_t kMinAutoChunkKeys =
+    256;  // shorter chunks cost more than they balance
+
+// What a split may use at most.
+struct SplitLimits {
+  std::int64_t slots = 0;  // partial tiles
+  std::int64_t items = 0;
+  std::int64_t merges = 0;
+};
+
+struct SplitEstimate {
+  std::int64_t makespan = 0;
+  std::int64_t total_cost = 0;
+  std::int64_t num_items = 0;
+  std::int64_t num_merges = 0;
+  std::int64_t num_slots = 0;
+  std::int32_t num_chunks = 0;  // highest chunk number plus one
+};
+
+// Counts items per cost and bounds the time of the busiest of `cta_slots` slots from below.
+class CostHistogram {
+ public:
+  CostHistogram(std::int32_t longest, std::int64_t num_heads);
+
+  void add(std::int32_t cost, std::int64_t times = 1) {
+    counts_[cost >> shift_] += times;
+    total_ += cost * times;
+    if (cost > longest_) longest_ = cost;
+  }
+  // The largest of: the longest item; the sum over slots; and for every cost v, ceil(n / slots) * v
+  // where n items cost at least v (that many share a slot). List scheduling longest-first comes
+  // close to it.
+  std::int64_t makespan(std::int64_t cta_slots) const;
+  std::int64_t total() const { return total_ * num_heads_; }
+
+ private:
+  std::int32_t shift_ = 0;
+  std::int32_t longest_ = 0;
+  std::int64_t num_heads_;
+  std::int64_t total_ = 0;
+  std::vector<std::int64_t> counts_;
+};
+
+struct SplitProblem {
+  std::span<const QueryTile> tiles;
+  std::int32_t longest = 0;  // the most KV tiles that one of them touches
+  std::int64_t num_kv_heads = 1;
+  std::int64_t cta_slots = 1;
+  std::int32_t tile_n = 64;
+  SplitLimits limits;
+};
+
+SplitEstimate estimate(const SplitProblem& split, std::int32_t chunk_tiles);
+
+// KV tiles per chunk, or kUnsplit.
+std::int32_t choose_chunk_tiles(const SplitProblem& split);
+
+}  // namespace preflash

@@ -1,0 +1,216 @@
+// Every rule that host-visible arguments obey, and the tile class that follows from them.
+#include <algorithm>
+#include <cstdint>
+#include <span>
+#include <string_view>
+
+#include "planner/message.h"
+#include "planner/planner.h"
+
+namespace preflash {
+namespace {
+
+using Indptr32 = std::span<const std::int32_t>;
+
+bool is_paged(const Problem& problem) {
+  return problem.page_size != 0 || !problem.last_page_len.empty();
+}
+
+std::string_view kv_indptr_name(const Problem& problem) {
+  return is_paged(problem) ? "paged_kv_indptr" : "kv_indptr";
+}
+
+void check_heads(const Problem& problem) {
+  if (problem.num_qo_heads < 1) {
+    refuse("num_qo_heads = ", problem.num_qo_heads, ": must be at least 1");
+  }
+  if (problem.num_kv_heads < 1 || problem.num_kv_heads > 32767) {
+    refuse("num_kv_heads = ", problem.num_kv_heads, ": must be in [1, 32767]");
+  }
+  if (problem.num_qo_heads % problem.num_kv_heads != 0) {
+    refuse("num_qo_heads = ", problem.num_qo_heads,
+           " is not a multiple of num_kv_heads = ", problem.num_kv_heads,
+           ": each KV head serves the same number of query heads");
+  }
+}
+
+void check_head_dim(std::string_view name, std::int32_t value) {
+  if (value < 8 || value > 256 || value % 8 != 0) {
+    refuse(name, " = ", value, ": must be a multiple of 8 from 8 to 256; pad the last dimension");
+  }
+}
+
+void check_scalars(const Problem& problem) {
+  check_heads(problem);
+  check_head_dim("head_dim_qk", problem.head_dim_qk);
+  check_head_dim("head_dim_vo", problem.head_dim_vo);
+  if (problem.window_left < -1 || problem.window_left > kMaxRequestLength) {
+    refuse("window_left = ", problem.window_left, ": must be -1 (no window) or in [0, ",
+           kMaxRequestLength, "]");
+  }
+  if (problem.split.fixed_split_size < 0) {
+    refuse("fixed_split_size = ", problem.split.fixed_split_size,
+           ": must be a positive number of keys, or None to let the planner choose");
+  }
+  if (problem.float_workspace_bytes < 0) {
+    refuse("float_workspace_buffer: its size is ", problem.float_workspace_bytes,
+           " bytes; it must not be negative");
+  }
+  if (problem.graph_max_rows < 0) {
+    refuse("graph_max_rows = ", problem.graph_max_rows, ": must be 0 (no CUDA graph) or positive");
+  }
+  if (problem.mask == Mask::kBounds && !problem.mask_indptr.empty()) {
+    refuse("mask_indptr has ", problem.mask_indptr.size(),
+           " elements but no custom mask was given: pass custom_mask or packed_custom_mask too");
+  }
+}
+
+template <class T>
+void check_indptr(std::string_view name, std::span<const T> indptr) {
+  if (indptr[0] != 0) {
+    refuse(name, "[0] = ", indptr[0], ": must be 0; pass cumulative lengths");
+  }
+  for (std::size_t i = 1; i < indptr.size(); ++i) {
+    if (indptr[i] < indptr[i - 1]) {
+      refuse(name, "[", i, "] = ", indptr[i], " is less than ", name, "[", i - 1,
+             "] = ", indptr[i - 1], ": it must not decrease; pass cumulative lengths");
+    }
+  }
+}
+
+void check_sizes(const Problem& problem) {
+  if (problem.qo_indptr.empty()) {
+    refuse("qo_indptr is empty: it needs batch_size + 1 elements, [0] for an empty batch");
+  }
+  std::size_t elements = problem.qo_indptr.size();
+  if (elements > static_cast<std::size_t>(kMaxRequestLength)) {
+    refuse("qo_indptr has ", elements, " elements: at most ", kMaxRequestLength);
+  }
+  if (problem.kv_indptr.size() != elements) {
+    refuse(kv_indptr_name(problem), " has ", problem.kv_indptr.size(), " elements, qo_indptr has ",
+           elements, ": both need batch_size + 1");
+  }
+  if (is_paged(problem) && problem.last_page_len.size() + 1 != elements) {
+    refuse("paged_kv_last_page_len has ", problem.last_page_len.size(), " elements, qo_indptr has ",
+           elements, ": it needs one per request, ", elements - 1);
+  }
+  if (problem.mask == Mask::kCustom && problem.mask_indptr.size() != elements) {
+    refuse("mask_indptr has ", problem.mask_indptr.size(), " elements, qo_indptr has ", elements,
+           ": a custom mask needs batch_size + 1 byte offsets");
+  }
+}
+
+void check_query_lengths(const Problem& problem) {
+  check_indptr("qo_indptr", problem.qo_indptr);
+  std::int64_t group = problem.num_qo_heads / problem.num_kv_heads;
+  for (std::size_t i = 0; i + 1 < problem.qo_indptr.size(); ++i) {
+    std::int64_t length = problem.qo_indptr[i + 1] - problem.qo_indptr[i];
+    if (length * group > kMaxRequestLength) {
+      refuse("qo_indptr[", i + 1, "]: request ", i, " has ", length, " queries times ", group,
+             " query heads per KV head = ", length * group, " rows; at most ", kMaxRequestLength,
+             ": cut the request into several");
+    }
+  }
+  std::int32_t rows = problem.qo_indptr.back();
+  if (problem.graph_max_rows > 0 && rows > problem.graph_max_rows) {
+    refuse("qo_indptr[-1] = ", rows, ": a CUDA graph was planned for at most ",
+           problem.graph_max_rows,
+           " query rows; plan the largest batch first, or use another wrapper for this one");
+  }
+}
+
+void check_kv_length(const Problem& problem, std::size_t request, std::int64_t length) {
+  if (length > kMaxRequestLength) {
+    refuse(kv_indptr_name(problem), "[", request + 1, "]: request ", request, " has ", length,
+           " keys; at most ", kMaxRequestLength);
+  }
+}
+
+void check_ragged_kv(const Problem& problem) {
+  check_indptr("kv_indptr", problem.kv_indptr);
+  for (std::size_t i = 0; i + 1 < problem.kv_indptr.size(); ++i) {
+    check_kv_length(problem, i, problem.kv_indptr[i + 1] - problem.kv_indptr[i]);
+  }
+}
+
+void check_paged_kv(const Problem& problem) {
+  if (problem.page_size < 1) {
+    refuse("page_size = ", problem.page_size, ": must be at least 1");
+  }
+  check_indptr("paged_kv_indptr", problem.kv_indptr);
+  for (std::size_t i = 0; i < problem.last_page_len.size(); ++i) {
+    std::int64_t pages = problem.kv_indptr[i + 1] - problem.kv_indptr[i];
+    std::int32_t last = problem.last_page_len[i];
+    // A request without pages has no last page; any value that could be one is let through.
+    std::int32_t least = pages > 0 ? 1 : 0;
+    if (last < least || last > problem.page_size) {
+      refuse("paged_kv_last_page_len[", i, "] = ", last, ": request ", i, " has ", pages,
+             " pages of page_size = ", problem.page_size, ", so it must be in [", least, ", ",
+             problem.page_size, "]");
+    }
+    if (pages > 0) check_kv_length(problem, i, (pages - 1) * problem.page_size + last);
+  }
+}
+
+std::int64_t kv_length(const Problem& problem, std::size_t request) {
+  std::int64_t extent = problem.kv_indptr[request + 1] - problem.kv_indptr[request];
+  if (!is_paged(problem) || extent == 0) return extent;
+  return (extent - 1) * problem.page_size + problem.last_page_len[request];
+}
+
+void check_mask(const Problem& problem) {
+  if (problem.mask_indptr[0] < 0) {
+    refuse("mask_indptr[0] = ", problem.mask_indptr[0], ": must not be negative");
+  }
+  for (std::size_t i = 0; i + 1 < problem.mask_indptr.size(); ++i) {
+    std::int64_t queries = problem.qo_indptr[i + 1] - problem.qo_indptr[i];
+    std::int64_t keys = kv_length(problem, i);
+    std::int64_t needed = ceil_div<std::int64_t>(queries * keys, 8);
+    if (problem.mask_indptr[i] > problem.mask_indptr[i + 1] ||
+        problem.mask_indptr[i + 1] - problem.mask_indptr[i] < needed) {
+      refuse("mask_indptr[", i + 1, "] = ", problem.mask_indptr[i + 1], ": request ", i, " has ",
+             queries, " x ", keys, " mask bits, which take ", needed, " bytes from mask_indptr[", i,
+             "] = ", problem.mask_indptr[i], "; each request starts on a byte (segment_packbits)");
+    }
+  }
+}
+
+}  // namespace
+
+void validate(const Problem& problem) {
+  check_scalars(problem);
+  check_sizes(problem);
+  check_query_lengths(problem);
+  if (is_paged(problem)) {
+    check_paged_kv(problem);
+  } else {
+    check_ragged_kv(problem);
+  }
+  if (problem.mask == Mask::kCustom) check_mask(problem);
+}
+
+TileClass choose_tile_class(const Problem& problem) {
+  std::int64_t batch = static_cast<std::int64_t>(problem.qo_indptr.size()) - 1;
+  if (problem.split.disable || problem.split.fixed_split_size > 0 || batch < 1) {
+    return TileClass::kPrefill;
+  }
+  std::int64_t group = problem.num_qo_heads / problem.num_kv_heads;
+  if (problem.graph_max_rows > 0) {
+    std::int64_t rows = ceil_div<std::int64_t>(problem.graph_max_rows, batch) * group;
+    return rows <= kDecodeTileRows ? TileClass::kDecode : TileClass::kPrefill;
+  }
+  // Work in short tiles times keys. The half that causal masking saves tall requests is left out:
+  // when it is that close, either class serves.
+  std::int64_t work_short = 0;
+  std::int64_t work_tall = 0;
+  for (std::size_t i = 0; i + 1 < problem.qo_indptr.size(); ++i) {
+    std::int64_t length = problem.qo_indptr[i + 1] - problem.qo_indptr[i];
+    std::int64_t tiles = ceil_div<std::int64_t>(length * group, kDecodeTileRows);
+    std::int64_t keys = kv_length(problem, i);
+    if (problem.window_left >= 0) keys = std::min(keys, problem.window_left + length);
+    (tiles > 1 ? work_tall : work_short) += tiles * (keys + 1);
+  }
+  return work_short > work_tall ? TileClass::kDecode : TileClass::kPrefill;
+}
+
+}  // namespace preflash

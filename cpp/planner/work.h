@@ -1,0 +1,91 @@
+// The planner's own vocabulary: what is known of the work before it is ordered. Everything here is
+// the same for each KV head, so heads appear only when items are written out.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "preflash/plan.h"
+#include "preflash/problem.h"
+#include "preflash/variant.h"
+
+namespace preflash {
+
+// Costs are in KV tiles, whose time is about the same (3 us at two CTAs per SM of an H100) for a
+// compute-bound tall tile and a memory-bound short one. The constants are rough on purpose: they
+// only have to keep the planner from cutting work into crumbs.
+struct CostModel {
+  static constexpr std::int32_t kItem = 2;     // load Q, fill the pipeline, store O
+  static constexpr std::int32_t kPartial = 1;  // more, when O is stored as float32 partials
+  static constexpr std::int32_t kMerge = 4;    // the combine launch
+};
+
+// A tile of packed query rows and the KV tiles [kv_begin, kv_end) that its rows touch.
+struct QueryTile {
+  std::int32_t request = 0;
+  std::int32_t row_begin = 0;
+  std::int32_t kv_begin = 0;
+  std::int32_t kv_end = 0;
+
+  std::int32_t kv_tiles() const { return kv_end - kv_begin; }
+};
+
+// The KV chunks [first, last] that a query tile touches, in chunks of `chunk_tiles` KV tiles. A
+// tile that touches nothing still needs its rows written: it has chunk 0.
+struct ChunkSpan {
+  std::int32_t first = 0;
+  std::int32_t last = 0;
+
+  std::int32_t count() const { return last - first + 1; }
+};
+
+inline ChunkSpan chunks_of(const QueryTile& tile, std::int32_t chunk_tiles) {
+  if (tile.kv_tiles() == 0) return {};
+  return {tile.kv_begin / chunk_tiles, (tile.kv_end - 1) / chunk_tiles};
+}
+
+// One item for every KV head. Head h of a split tile has slot + h * num_chunks.
+struct WorkUnit {
+  std::int32_t request = 0;
+  std::int32_t row_begin = 0;
+  std::int32_t kv_tiles = 0;
+  std::int32_t slot = WorkItem::kFinal;
+  std::int16_t chunk = 0;
+  std::int16_t num_chunks = 1;  // of its query tile; more than one: it writes partials
+
+  bool partial() const { return num_chunks > 1; }
+  std::int32_t cost() const {
+    return kv_tiles + CostModel::kItem + (partial() ? CostModel::kPartial : 0);
+  }
+};
+
+// What the units of one request add up to, per KV head.
+struct RequestWork {
+  std::int32_t first_unit = 0;
+  std::int32_t num_units = 0;
+  std::int32_t longest = 0;  // cost of its longest unit
+  std::int64_t cost = 0;
+  std::int64_t reused_kv_bytes = 0;  // K/V that more than one query tile reads; 0 with one tile
+};
+
+// Units of a request are consecutive, by query tile and then by chunk.
+struct WorkList {
+  std::vector<WorkUnit> units;
+  std::vector<RequestWork> requests;
+  std::int64_t num_items = 0;
+  std::int64_t num_merges = 0;
+  std::int64_t num_slots = 0;
+  std::int64_t num_kv_tiles = 0;  // over all items
+  std::int64_t cost = 0;          // over all items
+  std::int32_t longest = 0;
+};
+
+std::vector<QueryTile> query_tiles(const Problem& problem, std::span<const RequestInfo> requests,
+                                   TileShape tile);
+
+// Cuts every query tile into chunks of chunk_tiles KV tiles.
+WorkList cut(std::span<const QueryTile> tiles, const Problem& problem,
+             std::span<const RequestInfo> requests, std::int32_t chunk_tiles);
+
+}  // namespace preflash

@@ -1,0 +1,24 @@
+// The sentence for a request that no compiled kernel serves.
+#pragma once
+
+#include <span>
+#include <string>
+#include <vector>
+
+#include "preflash/variant.h"
+
+namespace preflash {
+
+// True where `kernel` computes what `wanted` asks for; the tile class does not matter.
+bool serves(const Variant& compiled, const Variant& wanted);
+
+// Says what was asked, what is compiled for that family, and what would work. `compiled` holds the
+// variants of the wanted family; `elsewhere` the families, if any, whose kernels serve the request.
+std::string describe_miss(const Variant& wanted, std::span<const Variant> compiled,
+                          const std::vector<Family>& elsewhere);
+
+// The same for a family that has no library here; `why` says what is missing.
+std::string describe_absent(const Variant& wanted, const std::string& why,
+                            const std::vector<Family>& elsewhere);
+
+}  // namespace preflash

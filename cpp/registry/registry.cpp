@@ -1,0 +1,173 @@
+#include "registry/registry.h"
+
+#include <array>
+#include <mutex>
+#include <optional>
+#include <stdexcept>
+#include <utility>
+
+#include "cpu/cpu_backend.h"
+#include "registry/miss.h"
+#include "registry/shared_library.h"
+
+namespace preflash {
+namespace {
+
+constexpr std::array kFamilies = {Family::kCpu, Family::kSm80, Family::kSm90};
+
+std::string library_path(const std::string& dir, std::string_view suffix) {
+  return dir + "/libpreflash_kernels_" + std::string(suffix) + ".so";
+}
+
+// Libraries of another build are refused: their structs may be laid out differently.
+std::string abi_error(const std::string& path, int found) {
+  if (found == kKernelAbiVersion) return "";
+  return path + " has kernel ABI " + std::to_string(found) + ", this module needs " +
+         std::to_string(kKernelAbiVersion) + ": take both from one build of preflash";
+}
+
+template <class Table>
+struct Loaded {
+  const Table* table = nullptr;
+  std::string error = {};
+};
+
+// Calls the library's exported `const Table* symbol()`.
+template <class Table>
+Loaded<Table> load_table(const std::string& path, const char* symbol) {
+  LoadedSymbol found = load_symbol(path, symbol);
+  if (found.address == nullptr) return {.error = std::move(found.error)};
+  auto get_table = reinterpret_cast<const Table* (*)()>(found.address);
+  const Table* table = get_table();
+  std::string error = abi_error(path, table->abi_version);
+  if (!error.empty()) return {.error = std::move(error)};
+  return {.table = table};
+}
+
+// Of two kernels that serve `wanted`: less padding first, then the wanted tile class.
+bool is_better(const Variant& a, const Variant& b, const Variant& wanted) {
+  int size_a = a.head_dim_qk + a.head_dim_vo;
+  int size_b = b.head_dim_qk + b.head_dim_vo;
+  if (size_a != size_b) return size_a < size_b;
+  return a.tile_class == wanted.tile_class && b.tile_class != wanted.tile_class;
+}
+
+const ForwardKernel* best_kernel(const KernelLibrary& library, const Variant& wanted) {
+  const ForwardKernel* best = nullptr;
+  for (int i = 0; i < library.num_kernels; ++i) {
+    const ForwardKernel& kernel = library.kernels[i];
+    if (!serves(kernel.variant, wanted)) continue;
+    if (best == nullptr || is_better(kernel.variant, best->variant, wanted)) best = &kernel;
+  }
+  return best;
+}
+
+std::vector<Variant> variants_of(const KernelLibrary& library) {
+  std::vector<Variant> variants;
+  for (int i = 0; i < library.num_kernels; ++i) variants.push_back(library.kernels[i].variant);
+  return variants;
+}
+
+}  // namespace
+
+struct Registry::State {
+  std::mutex mutex;
+  std::string dir = own_directory() + "/lib";
+  bool dir_used = false;
+  std::optional<Loaded<DeviceServices>> cuda;
+  std::array<std::optional<Loaded<KernelLibrary>>, kFamilies.size()> libraries;
+
+  const Loaded<DeviceServices>& services() {
+    if (!cuda) {
+      dir_used = true;
+      cuda = load_table<DeviceServices>(library_path(dir, "common"), "preflash_device_services");
+    }
+    return *cuda;
+  }
+
+  const Loaded<KernelLibrary>& library(Family family) {
+    std::optional<Loaded<KernelLibrary>>& slot = libraries.at(static_cast<std::size_t>(family));
+    if (slot) return *slot;
+    if (family == Family::kCpu) {
+      slot = Loaded<KernelLibrary>{.table = cpu_kernel_library()};
+    } else {
+      dir_used = true;
+      slot =
+          load_table<KernelLibrary>(library_path(dir, name_of(family)), "preflash_kernel_library");
+    }
+    return *slot;
+  }
+
+  // Other families that would serve the same request.
+  std::vector<Family> elsewhere(const Variant& wanted) {
+    std::vector<Family> families;
+    for (Family family : kFamilies) {
+      if (family == wanted.family) continue;
+      const KernelLibrary* table = library(family).table;
+      Variant there = wanted;
+      there.family = family;
+      if (table != nullptr && best_kernel(*table, there) != nullptr) families.push_back(family);
+    }
+    return families;
+  }
+};
+
+Registry& Registry::instance() {
+  static Registry registry;
+  return registry;
+}
+
+Registry::Registry() : state_(new State) {}
+Registry::~Registry() { delete state_; }
+
+void Registry::set_library_dir(std::string dir) {
+  std::lock_guard lock(state_->mutex);
+  if (dir == state_->dir) return;
+  if (state_->dir_used) {
+    throw std::logic_error("set_library_dir(\"" + dir +
+                           "\"): kernel libraries were already looked " + "for in " + state_->dir +
+                           "; set the directory before the first plan()");
+  }
+  state_->dir = std::move(dir);
+}
+
+const DeviceServices* Registry::cuda() {
+  std::lock_guard lock(state_->mutex);
+  return state_->services().table;
+}
+
+std::string Registry::cuda_error() {
+  std::lock_guard lock(state_->mutex);
+  return state_->services().error;
+}
+
+FoundLibrary Registry::library(Family family) {
+  std::lock_guard lock(state_->mutex);
+  const Loaded<KernelLibrary>& found = state_->library(family);
+  return {.table = found.table, .error = found.error};
+}
+
+FoundKernel Registry::find(const Variant& wanted) {
+  std::lock_guard lock(state_->mutex);
+  const Loaded<KernelLibrary>& found = state_->library(wanted.family);
+  if (found.table == nullptr) {
+    return {.error = describe_absent(wanted, found.error, state_->elsewhere(wanted))};
+  }
+  if (const ForwardKernel* kernel = best_kernel(*found.table, wanted)) return {.kernel = kernel};
+  std::vector<Variant> compiled = variants_of(*found.table);
+  return {.error = describe_miss(wanted, compiled, state_->elsewhere(wanted))};
+}
+
+std::vector<const ForwardKernel*> Registry::kernels() {
+  std::lock_guard lock(state_->mutex);
+  std::vector<const ForwardKernel*> all;
+  for (Family family : kFamilies) {
+    const KernelLibrary* table = state_->library(family).table;
+    for (int i = 0; table != nullptr && i < table->num_kernels; ++i) {
+      all.push_back(&table->kernels[i]);
+    }
+  }
+  return all;
+}
+
+}  // namespace preflash

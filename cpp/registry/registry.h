@@ -1,0 +1,63 @@
+// Answers plan()'s one question about kernels: which compiled one serves this variant? The CPU
+// kernels are part of this module; the CUDA ones live in shared libraries that are loaded when
+// first asked for.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "preflash/device_services.h"
+#include "preflash/variant.h"
+
+namespace preflash {
+
+// Exactly one of the two is set.
+struct FoundKernel {
+  const ForwardKernel* kernel = nullptr;
+  std::string error = {};
+};
+
+// A family's kernels, or the sentence that says why they are not here. Exactly one is set.
+struct FoundLibrary {
+  const KernelLibrary* table = nullptr;
+  std::string error = {};
+};
+
+// Process-wide and thread-safe. Tables and kernels live as long as the process.
+class Registry {
+ public:
+  static Registry& instance();
+
+  Registry(const Registry&) = delete;
+  Registry& operator=(const Registry&) = delete;
+
+  // Where the kernel libraries are; the directory `lib` beside this module unless said otherwise.
+  // Throws std::logic_error for another directory once a library has been loaded.
+  void set_library_dir(std::string dir);
+
+  // What libpreflash_kernels_common.so offers, or nullptr where it cannot be loaded; cuda_error()
+  // then says why. A machine without a GPU still gets services: they report no devices.
+  const DeviceServices* cuda();
+  std::string cuda_error();
+
+  // The kernel for `wanted`, whose head dims are the caller's: the smallest compiled size that
+  // covers them is taken. Family, dtypes, logits and mask are met exactly. The tile class is a
+  // preference: another one computes the same result, so it is taken where the wanted one is not
+  // compiled.
+  FoundKernel find(const Variant& wanted);
+
+  FoundLibrary library(Family family);
+
+  // Every kernel of every library that is here, for `info` and `variants`.
+  std::vector<const ForwardKernel*> kernels();
+
+ private:
+  struct State;
+
+  Registry();
+  ~Registry();
+
+  State* state_;
+};
+
+}  // namespace preflash

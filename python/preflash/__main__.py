@@ -1,0 +1,8 @@
+"""`python -m preflash`: info, variants, check, bench, demo."""
+
+import sys
+
+from preflash.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

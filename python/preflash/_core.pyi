@@ -1,0 +1,218 @@
+"""The compiled module. Addresses, streams and strides are integers; device -1 is the CPU."""
+
+from typing import Any
+
+__version__: str
+abi_version: int
+
+class DType:
+    float16: DType
+    bfloat16: DType
+    float32: DType
+    float8_e4m3fn: DType
+    float8_e5m2: DType
+
+class Family:
+    cpu: Family
+    sm80: Family
+    sm90: Family
+
+class TileClass:
+    prefill: TileClass
+    decode: TileClass
+
+class Logits:
+    plain: Logits
+    softcap: Logits
+
+class Mask:
+    bounds: Mask
+    custom: Mask
+
+class Variant:
+    def __init__(
+        self,
+        family: Family,
+        q_dtype: DType,
+        kv_dtype: DType,
+        head_dim_qk: int,
+        head_dim_vo: int,
+        tile_class: TileClass = ...,
+        logits: Logits = ...,
+        mask: Mask = ...,
+    ) -> None: ...
+
+def set_library_dir(directory: str) -> None: ...
+def kernels() -> list[dict[str, Any]]:
+    """Every compiled kernel that was found: id, family, backend, q_dtype, kv_dtype, head_dim_qk,
+    head_dim_vo, tile_class, logits, mask, tile {m, n, stages, warps, ctas_per_sm}, smem_bytes."""
+
+def find_id(wanted: Variant) -> str | None: ...
+def find_error(wanted: Variant) -> str | None: ...
+def device_facts(device: int) -> dict[str, Any]:
+    """device, name, compute_capability, num_sms, smem_per_block, smem_per_sm, l2_bytes."""
+
+def cuda_device_count() -> int: ...
+def cuda_version() -> str: ...
+def cuda_error() -> str: ...
+def num_threads() -> int: ...
+def cpu_isa() -> str: ...
+def set_num_threads(count: int) -> None: ...
+
+class Batch:
+    def __init__(
+        self,
+        qo_indptr: int,
+        kv_indptr: int,
+        last_page_len: int,
+        num_requests: int,
+        page_size: int,
+    ) -> None: ...
+    @property
+    def num_requests(self) -> int: ...
+    @property
+    def page_size(self) -> int: ...
+    @property
+    def qo_end(self) -> int: ...
+    @property
+    def kv_end(self) -> int: ...
+    @property
+    def max_qo_len(self) -> int: ...
+    @property
+    def max_kv_len(self) -> int: ...
+    @property
+    def mask_elements(self) -> int: ...
+    @property
+    def mask_bytes(self) -> int: ...
+    @property
+    def min_page(self) -> int: ...
+    @property
+    def max_page(self) -> int: ...
+    def qo_len(self, request: int) -> int: ...
+    def kv_len(self, request: int) -> int: ...
+    def use_mask(self) -> None: ...
+    def write_mask_segments(self, begin: int) -> None: ...
+    def set_page_indices(self, indices: int, count: int) -> None: ...
+    def first_qo_len_other_than(self, lengths: int) -> int: ...
+    def first_kv_len_other_than(self, lengths: int) -> int: ...
+    def first_pages_other_than(
+        self, page_indices: int, block_tables: int, row_stride: int
+    ) -> int: ...
+
+class Options:
+    def __init__(
+        self,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim_qk: int,
+        head_dim_vo: int,
+        q_dtype: DType,
+        kv_dtype: DType,
+        causal: bool,
+        window_left: int,
+        soft_cap: float,
+        custom_mask: bool,
+        fixed_split_size: int,
+        disable_split: bool,
+    ) -> None: ...
+
+class Uploader:
+    def __init__(self, device: int) -> None: ...
+    @property
+    def device(self) -> int: ...
+
+class Plan:
+    def __init__(
+        self,
+        family: Family,
+        device: int,
+        options: Options,
+        batch: Batch,
+        float_workspace_bytes: int,
+    ) -> None: ...
+    def upload(
+        self,
+        uploader: Uploader,
+        int_workspace: int,
+        int_workspace_bytes: int,
+        page_indices: int,
+        stream: int,
+        blocking: bool,
+    ) -> None: ...
+    @property
+    def id(self) -> str: ...
+    @property
+    def int_bytes(self) -> int: ...
+    @property
+    def float_bytes(self) -> int: ...
+    @property
+    def num_items(self) -> int: ...
+    @property
+    def num_ctas(self) -> int: ...
+    @property
+    def num_merges(self) -> int: ...
+    @property
+    def num_kv_tiles(self) -> int: ...
+    @property
+    def makespan_kv_tiles(self) -> int: ...
+
+class Launch:
+    def __init__(
+        self,
+        plan: Plan,
+        q: tuple[int, int],
+        k: tuple[int, int, int],
+        v: tuple[int, int, int],
+        o: tuple[int, int],
+        lse: tuple[int, int],
+    ) -> None: ...
+    def run(
+        self,
+        q: int,
+        k: int,
+        v: int,
+        o: int,
+        lse: int,
+        mask_bits: int,
+        float_workspace: int,
+        stream: int,
+        sm_scale: float,
+        out_scale: float,
+        lse_scale: float,
+        /,
+    ) -> None: ...
+    def run_unlocked(
+        self,
+        q: int,
+        k: int,
+        v: int,
+        o: int,
+        lse: int,
+        mask_bits: int,
+        float_workspace: int,
+        stream: int,
+        sm_scale: float,
+        out_scale: float,
+        lse_scale: float,
+        /,
+    ) -> None: ...
+
+class MergeStatesParams:
+    def __init__(
+        self, dtype: DType, num_tokens: int, num_states: int, num_heads: int, head_dim: int
+    ) -> None: ...
+    def set_inputs(self, v_a: int, s_a: int, v_b: int, s_b: int) -> None: ...
+    def set_outputs(self, v: int, s: int, token_mask: int) -> None: ...
+    def launch(self, device: int, stream: int) -> None: ...
+
+def pack_bits(
+    x: int,
+    packed: int,
+    segments: int,
+    num_segments: int,
+    little: bool,
+    device: int,
+    stream: int,
+) -> None: ...
+
+planner: Any

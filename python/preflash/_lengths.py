@@ -1,0 +1,187 @@
+"""The index arrays of plan(): where they are, how they look, and the host copy that is planned."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, NamedTuple
+
+import torch
+
+from . import _core
+from . import _validate as check
+
+_INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
+if hasattr(torch, "uint32"):
+    _INTEGERS += (torch.uint32,)
+
+
+def debugging() -> bool:
+    """PREFLASH_DEBUG=1: also check what lies on the GPU, at the cost of waiting for it."""
+    return os.environ.get("PREFLASH_DEBUG", "0") not in ("", "0")
+
+
+def index_array(name: str, value: Any, device: torch.device) -> torch.Tensor:
+    """An indptr, a list of pages or of last page lengths: 1-D int32, on the CPU or on `device`."""
+    value = check.tensor(name, value)
+    if value.dtype != torch.int32:
+        raise TypeError(f"{name} is {value.dtype}; must be torch.int32")
+    if value.dim() != 1:
+        raise ValueError(f"{name} has shape {tuple(value.shape)}; must be one-dimensional")
+    if not value.is_cpu and value.device != device:
+        raise ValueError(f"{name} is on {value.device}; must be on the CPU or on {device}")
+    return value
+
+
+def on_host(*arrays: torch.Tensor) -> list[torch.Tensor]:
+    """Contiguous CPU copies. Those on the GPU come over together: one copy, one wait."""
+    remote = [array for array in arrays if not array.is_cpu]
+    if not remote:
+        return [array.contiguous() for array in arrays]
+    pieces = iter(torch.cat(remote).cpu().split([array.numel() for array in remote]))
+    return [array.contiguous() if array.is_cpu else next(pieces) for array in arrays]
+
+
+def make_batch(
+    qo_indptr: torch.Tensor,
+    kv_indptr: torch.Tensor,
+    last_page_len: torch.Tensor | None,
+    page_size: int,
+    *,
+    kv_name: str,
+) -> _core.Batch:
+    """The batch of checked index arrays; page_size 0 is ragged. The planner checks values."""
+    if qo_indptr.numel() == 0:
+        raise ValueError("qo_indptr is empty; must have batch_size + 1 elements")
+    if kv_indptr.numel() != qo_indptr.numel():
+        raise ValueError(
+            f"{kv_name} has {kv_indptr.numel()} elements and qo_indptr {qo_indptr.numel()}; "
+            "both must have batch_size + 1"
+        )
+    num_requests = qo_indptr.numel() - 1
+    if last_page_len is None:
+        host = (*on_host(qo_indptr, kv_indptr), None)
+    else:
+        if last_page_len.numel() != num_requests:
+            raise ValueError(
+                f"paged_kv_last_page_len has {last_page_len.numel()} elements; must have "
+                f"batch_size = {num_requests}"
+            )
+        host = on_host(qo_indptr, kv_indptr, last_page_len)
+    qo, kv, last = host
+    return _core.Batch(
+        qo.data_ptr(),
+        kv.data_ptr(),
+        0 if last is None else last.data_ptr(),
+        num_requests,
+        page_size,
+    )
+
+
+class PageList(NamedTuple):
+    """The page indices that the batch uses. Exactly one of the tensors is set."""
+
+    on_host: torch.Tensor | None
+    on_device: torch.Tensor | None
+    largest: int | None  # None: not known without waiting for the GPU
+
+
+def attach_page_indices(batch: _core.Batch, indices: torch.Tensor) -> PageList:
+    """Gives the batch its page indices.
+
+    Those on the host are copied, so that the caller may change his, and travel with the plan's
+    upload; those on the GPU stay where they are.
+    """
+    if batch.kv_end > indices.numel():
+        raise ValueError(
+            f"paged_kv_indices has {indices.numel()} elements; paged_kv_indptr[-1] = "
+            f"{batch.kv_end} pages are in use"
+        )
+    if indices.numel() != batch.kv_end:
+        indices = indices[: max(batch.kv_end, 0)]
+    indices = indices.contiguous()
+    if indices.is_cpu:
+        batch.set_page_indices(indices.data_ptr(), indices.numel())
+        _check_not_negative(batch.min_page)
+        return PageList(on_host=indices, on_device=None, largest=batch.max_page)
+    if not debugging() or indices.numel() == 0:
+        return PageList(on_host=None, on_device=indices, largest=None)
+    smallest, largest = torch.stack(torch.aminmax(indices)).tolist()
+    _check_not_negative(smallest)
+    return PageList(on_host=None, on_device=indices, largest=largest)
+
+
+def _check_not_negative(smallest: int) -> None:
+    if smallest < 0:
+        raise ValueError(f"paged_kv_indices holds {smallest}; page indices start at 0")
+
+
+def check_hints(a: Any, batch: _core.Batch) -> None:
+    """Arguments that repeat what the batch says: they must agree with it."""
+    _check_lengths("seq_lens_q", a.seq_lens_q, batch.first_qo_len_other_than, batch.qo_len, batch)
+    _check_lengths("seq_lens", a.seq_lens, batch.first_kv_len_other_than, batch.kv_len, batch)
+    if a.max_token_per_sequence is not None:
+        _check_longest("max_token_per_sequence", a.max_token_per_sequence, batch.max_qo_len)
+    if a.max_sequence_kv is not None:
+        _check_longest("max_sequence_kv", a.max_sequence_kv, batch.max_kv_len)
+    uniform = a.uniform_q_len
+    if uniform is not None and check.integer("uniform_q_len", uniform, at_least=-1) > 0:
+        for i in range(batch.num_requests):
+            if batch.qo_len(i) != uniform:
+                raise ValueError(
+                    f"uniform_q_len={uniform}: request {i} has {batch.qo_len(i)} query tokens"
+                )
+
+
+def _check_longest(name: str, value: Any, longest: int) -> None:
+    if check.integer(name, value, at_least=0) < longest:
+        raise ValueError(f"{name}={value}: the batch has a request of {longest} tokens")
+
+
+def _check_lengths(name: str, value: Any, first_other, length_of, batch: _core.Batch) -> None:
+    if value is None:
+        return
+    value = check.tensor(name, value)
+    if value.dtype not in _INTEGERS:
+        raise TypeError(f"{name} is {value.dtype}; must be an integer dtype")
+    if value.numel() != batch.num_requests:
+        raise ValueError(
+            f"{name} has {value.numel()} elements; must have batch_size = {batch.num_requests}"
+        )
+    if not value.is_cpu:
+        if not debugging():
+            return
+        value = value.cpu()
+    value = value.reshape(-1).to(torch.int64).contiguous()
+    other = first_other(value.data_ptr())
+    if other >= 0:
+        raise ValueError(
+            f"{name}[{other}] = {int(value[other])}: the planned length of request {other} is "
+            f"{length_of(other)}"
+        )
+
+
+def check_block_tables(
+    block_tables: Any, batch: _core.Batch, pages: PageList, device: torch.device
+) -> None:
+    """block_tables [batch_size, max pages] repeats paged_kv_indices, which are what is used."""
+    if block_tables is None:
+        return
+    table = check.tensor("block_tables", block_tables)
+    if table.dtype != torch.int32:
+        raise TypeError(f"block_tables is {table.dtype}; must be torch.int32")
+    longest = -(-batch.max_kv_len // batch.page_size)
+    if table.dim() != 2 or table.shape[0] != batch.num_requests or table.shape[1] < longest:
+        raise ValueError(
+            f"block_tables has shape {tuple(table.shape)}; must be [batch_size, max pages] = "
+            f"[{batch.num_requests}, at least {longest}]"
+        )
+    if not table.is_cpu and table.device != device:
+        raise ValueError(f"block_tables is on {table.device}; must be on the CPU or on {device}")
+    on_host = table.is_cpu and pages.on_host is not None
+    if not on_host and not debugging():
+        return
+    table = table.cpu().contiguous()
+    indices = pages.on_host if pages.on_host is not None else pages.on_device.cpu()
+    other = batch.first_pages_other_than(indices.data_ptr(), table.data_ptr(), table.shape[1])
+    if other >= 0:
+        raise ValueError(f"block_tables[{other}] differs from the pages of paged_kv_indices")

@@ -1,0 +1,165 @@
+"""A planned variant: a kernel, its work list on the device, and the launches prepared for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from . import _core, _tensors
+from . import _validate as check
+from ._backends import Backend
+from ._launch_site import LaunchSite
+
+_LAUNCHES_KEPT = 64
+
+
+class Outputs(NamedTuple):
+    """Where the results of run() go, and in which form the log-sum-exp is wanted."""
+
+    out: torch.Tensor | None = None
+    lse: torch.Tensor | None = None
+    return_lse: bool = False
+    lse_base: str = "log2"
+    lse_layout: str = "NH"
+
+    def checked(self) -> Outputs:
+        check.flag("return_lse", self.return_lse)
+        check.one_of("lse_base", self.lse_base, tuple(check.LSE_SCALES))
+        check.one_of("lse_layout", self.lse_layout, check.LSE_LAYOUTS)
+        return self
+
+
+DEFAULT_OUTPUTS = Outputs()
+
+
+class Scales(NamedTuple):
+    """Factors of a run: on the logits (sm_scale, q_scale, k_scale) and on the output (v_scale)."""
+
+    logits: float
+    output: float
+
+
+class _Prepared(NamedTuple):
+    """What is known of a run() once its shapes, strides, dtypes and devices have been checked."""
+
+    start: Callable[..., None]
+    v_offset: int  # bytes, where K and V are halves of one tensor
+    out_shape: tuple[int, int, int] | None  # None: like q
+    lse_shape: tuple[int, int]
+
+
+class PlannedVariant:
+    """Built by _workspace.upload; run() may be called any number of times, for any layer."""
+
+    def __init__(self, plan: _core.Plan, backend: Backend, want: _tensors.Expected) -> None:
+        self.plan = plan
+        self.backend = backend
+        self.want = want
+        self.site = LaunchSite(want.device)
+        self._prepared: dict[tuple, _Prepared] = {}
+        self._kept: tuple[torch.Tensor, ...] = ()
+        self._float_address = 0
+        self._mask_address = 0
+        self._stream = self.site.stream()
+
+    def bind(
+        self,
+        float_workspace: torch.Tensor | None,
+        mask: torch.Tensor | None,
+        *others: torch.Tensor | None,
+    ) -> None:
+        """Sets the addresses that later runs use, and keeps these tensors and `others` alive."""
+        self._float_address = 0 if float_workspace is None else float_workspace.data_ptr()
+        self._mask_address = 0 if mask is None else mask.data_ptr()
+        self._kept = tuple(t for t in (float_workspace, mask, *others) if t is not None)
+
+    def run(
+        self, q: torch.Tensor, kv: Any, scales: Scales, outputs: Outputs = DEFAULT_OUTPUTS
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """kv is (k, v), or one paged cache that holds both. Nothing is checked twice."""
+        out, lse, return_lse, lse_base, lse_layout = outputs
+        want_lse = return_lse or lse is not None
+        try:
+            if type(kv) is not tuple and isinstance(kv, torch.Tensor):
+                k = v = kv
+                key = (q.shape, q.stride(), q.dtype, q.device,
+                       k.shape, k.stride(), k.dtype, k.device)  # fmt: skip
+            else:
+                k, v = kv
+                key = (q.shape, q.stride(), q.dtype, q.device,
+                       k.shape, k.stride(), k.dtype, k.device,
+                       v.shape, v.stride(), v.dtype, v.device)  # fmt: skip
+            if out is not None or want_lse:
+                signature = _tensors.signature
+                key = (key, signature(out), want_lse and (lse_layout, signature(lse)))
+            prepared = self._prepared.get(key)
+        except (AttributeError, TypeError, ValueError):
+            prepared, key = None, None  # not tensors at all: the checks say which argument it is
+        if prepared is None:
+            prepared = self._prepare(key, q, kv, outputs)
+        start, v_offset, out_shape, lse_shape = prepared
+        if out is None:
+            out = torch.empty_like(q) if out_shape is None else q.new_empty(out_shape)
+        lse_address = 0
+        if want_lse:
+            if lse is None:
+                lse = q.new_empty(lse_shape, dtype=torch.float32)
+            lse_address = lse.data_ptr()
+        stream = self.site.stream()
+        if stream != self._stream:
+            self._announce_stream(stream)
+        start(
+            q.data_ptr(), k.data_ptr(), v.data_ptr() + v_offset, out.data_ptr(), lse_address,
+            self._mask_address, self._float_address, stream,
+            scales[0], scales[1], check.LSE_SCALES[lse_base],
+        )  # fmt: skip
+        return (out, lse) if return_lse else out
+
+    def check_tensors(self, q: torch.Tensor, kv: Any, outputs: Outputs) -> None:
+        """The checks of run() alone."""
+        self._prepare(None, q, kv, outputs)
+
+    def _announce_stream(self, stream: int) -> None:
+        """Tells torch's allocator that another stream uses our buffers too."""
+        owner = self.site.owner_stream()
+        for kept in self._kept:
+            if kept.is_cuda:
+                kept.record_stream(owner)
+        self._stream = stream
+
+    def _prepare(self, key: tuple | None, q: Any, kv: Any, outputs: Outputs) -> _Prepared:
+        want = self.want
+        q_strides = _tensors.check_q(q, want)
+        if want.page_size > 0:
+            k, v = _tensors.check_paged(kv, want)
+        else:
+            k = _tensors.check_ragged("k", kv[0], want.options.head_dim_qk, want)
+            v = _tensors.check_ragged("v", kv[1], want.options.head_dim_vo, want)
+        out_shape = (want.qo_tokens, want.options.num_qo_heads, want.options.head_dim_vo)
+        if outputs.out is None:
+            out_strides = _tensors.contiguous_strides(out_shape)
+        else:
+            out_strides = _tensors.check_out(outputs.out, want)
+        lse_strides = (0, 0)
+        if outputs.lse is not None:
+            lse_strides = _tensors.check_lse(outputs.lse, outputs.lse_layout, want)
+        elif outputs.return_lse:
+            tokens, heads = out_shape[:2]
+            lse_strides = (heads, 1) if outputs.lse_layout == "NH" else (1, tokens)
+        launch = _core.Launch(
+            self.plan, q=q_strides, k=k.strides, v=v.strides, o=out_strides, lse=lse_strides
+        )
+        like_q = q.is_contiguous() and tuple(q.shape) == out_shape
+        prepared = _Prepared(
+            start=self.backend.runner(launch),
+            v_offset=v.offset,
+            out_shape=None if like_q else out_shape,
+            lse_shape=_tensors.lse_shape(outputs.lse_layout, want),
+        )
+        if key is not None:
+            if len(self._prepared) >= _LAUNCHES_KEPT:
+                self._prepared.clear()
+            self._prepared[key] = prepared
+        return prepared

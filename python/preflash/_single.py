@@ -1,0 +1,195 @@
+"""Attention of one request: planned like a batch of one, and the plan remembered.
+
+Plans are kept per thread and per stream: their work lists are on the device, ordered by the stream
+they were copied on.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from typing import Any, NamedTuple
+
+import torch
+
+from . import _core, _masks, _tensors
+from . import _validate as check
+from ._backends import check_name
+from ._launch_site import LaunchSite
+from ._options import Options, data_types, softmax_scale
+from ._planned import Outputs, PlannedVariant
+from ._workspace import Workspace, draft, upload
+from ._wrapper import run_scales
+
+_PLANS_KEPT = 64
+# Enough to split the keys of one request over any machine; allocated only as far as a plan asks.
+_FLOAT_BYTES = 256 * 1024 * 1024
+
+
+class Problem(NamedTuple):
+    """The options of a call, as the caller gave them: with the shapes, the key of a plan."""
+
+    causal: Any
+    kv_layout: Any
+    pos_encoding_mode: Any
+    allow_fp16_qk_reduction: Any
+    use_fp16_qk_reduction: Any
+    window_left: Any
+    logits_soft_cap: Any
+    rope_scale: Any
+    rope_theta: Any
+    backend: Any
+    o_dtype: Any
+    masked: bool
+
+
+class Call(NamedTuple):
+    """What may differ between calls that share a plan."""
+
+    custom_mask: Any
+    packed_custom_mask: Any
+    sm_scale: Any
+    q_scale: Any
+    k_scale: Any
+    v_scale: Any
+
+
+class _Planned(NamedTuple):
+    variant: PlannedVariant
+    batch: _core.Batch
+    int_buffer: torch.Tensor
+
+
+class _Cache(threading.local):
+    """The most recently used plans of this thread, and its workspace of each device."""
+
+    def __init__(self) -> None:
+        self.plans: OrderedDict[tuple, _Planned] = OrderedDict()
+        self.workspaces: dict[torch.device, Workspace] = {}
+
+
+_cache = _Cache()
+
+
+def run(
+    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    problem: Problem,
+    call: Call,
+    outputs: Outputs,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attention of q, k, v."""
+    q, k, v = tensors
+    for name, value in (("q", q), ("k", k), ("v", v)):
+        check.tensor(name, value)
+    check.flag("causal", problem.causal)  # 1 would find the plan of True
+    site = LaunchSite(q.device)
+    key = (q.shape, k.shape, v.shape, q.dtype, problem, q.device, site.stream())
+    try:
+        planned = _cache.plans.get(key)
+    except TypeError:  # an option that has no hash; the checks say which one
+        planned = None
+    if planned is None:
+        options = _options(q, k, v, problem)
+        kv_len = k.shape[0 if problem.kv_layout == "NHD" else 1]
+        planned = _plan(site, (q.shape[0], kv_len), options, problem)
+        _cache.plans[key] = planned
+        if len(_cache.plans) > _PLANS_KEPT:
+            _cache.plans.popitem(last=False)
+    else:
+        _cache.plans.move_to_end(key)
+    return _run(planned, tensors, call, outputs)
+
+
+def _options(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem) -> Options:
+    """Checks what decides the variant. PlannedVariant checks the tensors themselves."""
+    for name, value in (("q", q), ("k", k), ("v", v)):
+        if value.dim() != 3:
+            raise ValueError(
+                f"{name} has shape {tuple(value.shape)}; must be three-dimensional: "
+                "tokens, heads and head_dim"
+            )
+    check.one_of("kv_layout", problem.kv_layout, check.KV_LAYOUTS)
+    check_name(problem.backend)
+    check.position_encoding(problem.pos_encoding_mode, problem.rope_scale, problem.rope_theta)
+    check.permission("allow_fp16_qk_reduction", problem.allow_fp16_qk_reduction)
+    check.permission("use_fp16_qk_reduction", problem.use_fp16_qk_reduction)
+    check.attention_dtype("q", q.dtype)
+    q_dtype, kv_dtype = data_types(q.dtype, None, problem.o_dtype, None)
+    tokens, heads = (0, 1) if problem.kv_layout == "NHD" else (1, 0)
+    if v.shape[tokens] != k.shape[tokens]:
+        raise ValueError(f"v has {v.shape[tokens]} tokens and k {k.shape[tokens]}; must be equal")
+    return Options(
+        num_qo_heads=q.shape[1],
+        num_kv_heads=k.shape[heads],
+        head_dim_qk=q.shape[2],
+        head_dim_vo=v.shape[2],
+        q_dtype=q_dtype,
+        kv_dtype=kv_dtype,
+        causal=problem.causal and not problem.masked,
+        window_left=check.integer("window_left", problem.window_left, at_least=-1),
+        logits_soft_cap=check.soft_cap(problem.logits_soft_cap),
+        custom_mask=problem.masked,
+        fixed_split_size=0,
+        disable_split_kv=False,
+    )
+
+
+def _plan(
+    site: LaunchSite, lengths: tuple[int, int], options: Options, problem: Problem
+) -> _Planned:
+    qo_len = check.integer("qo_len", lengths[0], at_least=0)
+    kv_len = check.integer("kv_len", lengths[1], at_least=0)
+    indptr = torch.tensor([0, qo_len, 0, kv_len], dtype=torch.int32)
+    begin = indptr.data_ptr()
+    batch = _core.Batch(begin, begin + 2 * indptr.element_size(), 0, 1, 0)
+    if options.custom_mask:
+        batch.use_mask()
+    # One pair of pinned buffers per thread and device; the int buffer is the plan's own.
+    shared = _cache.workspaces.setdefault(
+        site.device, Workspace(site.device, None, float_bytes=_FLOAT_BYTES)
+    )
+    drafted = draft(shared, 0, problem.backend, batch, options)
+    want = _tensors.Expected(
+        options=options,
+        device=site.device,
+        kv_layout=problem.kv_layout,
+        qo_tokens=qo_len,
+        kv_tokens=kv_len,
+        page_size=0,
+        largest_page=None,
+    )
+    int_buffer = torch.empty(drafted[1].int_bytes, dtype=torch.uint8, device=site.device)
+    own = shared.with_int_buffer(int_buffer)
+    variant, _ = upload(own, 0, drafted, want, None, blocking=False)
+    return _Planned(variant, batch, int_buffer)
+
+
+def _run(
+    planned: _Planned,
+    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    call: Call,
+    outputs: Outputs,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    q, k, v = tensors
+    variant, batch, int_buffer = planned
+    want = variant.want
+    sm_scale = softmax_scale(call.sm_scale, want.options.head_dim_qk)
+    scales = run_scales(sm_scale, call.q_scale, call.k_scale, call.v_scale)
+    mask = None
+    if want.options.custom_mask:
+        dense_shape = (want.qo_tokens, want.kv_tokens)
+        mask = _masks.check_mask(call.custom_mask, call.packed_custom_mask, batch, dense_shape)
+        _masks.check_mask_device(mask, want.device)
+        variant.check_tensors(q, (k, v), outputs)  # before packing, which is a launch, too
+        packed = call.packed_custom_mask is not None
+        mask = _masks.owned_mask(mask, packed, batch, variant.site)
+    num_bytes = variant.plan.float_bytes
+    if mask is None and num_bytes == 0:
+        return variant.run(q, (k, v), scales, outputs)
+    partials = torch.empty(num_bytes, dtype=torch.uint8, device=want.device)
+    variant.bind(partials, mask, int_buffer)
+    try:
+        return variant.run(q, (k, v), scales, outputs)
+    finally:
+        # Freed in stream order: what was launched may still use them.
+        variant.bind(None, None, int_buffer)

@@ -1,0 +1,299 @@
+"""What the paged and the ragged wrapper share: plan once, run for many layers, select again."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from . import _backends, _core, _lengths, _masks, _tensors
+from . import _validate as check
+from ._lengths import PageList
+from ._options import Options, batch_options, softmax_scale
+from ._planned import DEFAULT_OUTPUTS, Outputs, PlannedVariant, Scales
+from ._signatures import PlanArguments
+from ._workspace import Workspace, check_buffer, draft, upload
+
+_VARIANTS_KEPT = 8
+
+
+class _Request(NamedTuple):
+    """One call of plan(), checked as far as Python can see."""
+
+    batch: _core.Batch
+    options: Options
+    causal: bool
+    scales: Scales
+    pages: PageList | None  # None: ragged
+    mask: torch.Tensor | None  # owned and packed
+    blocking: bool
+
+
+class _State(NamedTuple):
+    """What plan() leaves behind. Replaced as a whole, so that a refused call changes nothing."""
+
+    request: _Request
+    want: _tensors.Expected
+    primary: PlannedVariant
+    others: dict[Options, PlannedVariant]  # what run(window_left=...) and forward() asked for
+
+
+class BatchPrefillWrapper:
+    """Base of the public wrappers. Subclasses turn arguments into a batch and a (k, v) pair."""
+
+    def __init__(
+        self,
+        float_workspace_buffer: torch.Tensor,
+        kv_layout: str,
+        use_cuda_graph: bool,
+        backend: str,
+        graph_buffers: dict[str, Any],
+    ) -> None:
+        buffer = check_buffer("float_workspace_buffer", float_workspace_buffer)
+        self._kv_layout = check.one_of("kv_layout", kv_layout, check.KV_LAYOUTS)
+        self._requested_backend = _backends.check_name(backend)
+        if check.flag("use_cuda_graph", use_cuda_graph):
+            raise NotImplementedError(
+                "use_cuda_graph=True is not served by this build; leave it False"
+            )
+        for name, value in graph_buffers.items():
+            # Documented as effective with use_cuda_graph only.
+            if value is not None:
+                check.tensor(name, value)
+        self._workspace = Workspace(buffer.device, buffer)
+        self._state: _State | None = None
+        self._backend = backend
+        self._causal = False
+        self._window_left = -1
+        self._logits_soft_cap = 0.0
+        self._sm_scale: float | None = None
+
+    # What a subclass adds.
+
+    def _batch(self, a: PlanArguments) -> tuple[_core.Batch, PageList | None]:
+        """The batch in the arguments of plan(), and its pages."""
+        raise NotImplementedError
+
+    def _check_hints(self, a: PlanArguments, request: _Request) -> None:
+        _lengths.check_hints(a, request.batch)
+
+    # Planning.
+
+    def _request(self, a: PlanArguments) -> _Request:
+        """Checks everything but the values of indptr, which the planner does."""
+        options = batch_options(a)
+        batch, pages = self._batch(a)
+        if options.custom_mask:
+            batch.use_mask()
+        return _Request(
+            batch=batch,
+            options=options,
+            causal=a.causal,
+            scales=Scales(softmax_scale(a.sm_scale, options.head_dim_qk), 1.0),
+            pages=pages,
+            mask=None,
+            blocking=not a.non_blocking,
+        )
+
+    def _plan(self, a: PlanArguments) -> None:
+        request = self._request(a)
+        drafted = draft(self._workspace, 0, self._requested_backend, request.batch, request.options)
+        self._check_hints(a, request)
+        mask = _masks.check_mask(
+            a.custom_mask, a.packed_custom_mask, request.batch, (request.batch.mask_elements,)
+        )
+        if mask is not None:
+            _masks.check_mask_device(mask, self.device)
+            packed = a.packed_custom_mask is not None
+            mask = _masks.owned_mask(mask, packed, request.batch, self._workspace.site)
+            request = request._replace(mask=mask)
+        self._install(self._workspace, drafted, request)
+
+    def _install(self, workspace: Workspace, drafted: tuple, request: _Request) -> None:
+        """Uploads a plan that has passed every check and makes it the wrapper's."""
+        batch, pages = request.batch, request.pages
+        want = _tensors.Expected(
+            options=request.options,
+            device=workspace.site.device,
+            kv_layout=self._kv_layout,
+            qo_tokens=batch.qo_end,
+            kv_tokens=batch.kv_end,
+            page_size=batch.page_size,
+            largest_page=None if pages is None else pages.largest,
+        )
+        primary = self._upload(workspace, 0, drafted, request, want)
+        self._workspace = workspace
+        self._state = _State(request, want, primary, {})
+        self._backend = primary.backend.name
+        self._causal = request.causal
+        self._window_left = request.options.window_left
+        self._logits_soft_cap = request.options.logits_soft_cap
+        self._sm_scale = request.scales.logits
+
+    @staticmethod
+    def _upload(
+        workspace: Workspace,
+        slot: int,
+        drafted: tuple,
+        request: _Request,
+        want: _tensors.Expected,
+    ) -> PlannedVariant:
+        indices = None if request.pages is None else request.pages.on_device
+        variant, int_buffer = upload(
+            workspace, slot, drafted, want, indices, blocking=request.blocking
+        )
+        variant.bind(workspace.float_buffer, request.mask, int_buffer, indices)
+        return variant
+
+    def _planned(self) -> _State:
+        if self._state is None:
+            raise ValueError("run() before plan(): call plan() with the lengths of the batch first")
+        return self._state
+
+    def _select(self, **changes: Any) -> PlannedVariant:
+        """The variant for the planned batch with other options; planned when first asked for."""
+        state = self._planned()
+        base = state.request.options
+        options = base._replace(**changes)
+        if options.custom_mask:
+            options = options._replace(causal=False)
+        if options == base:
+            return state.primary
+        found = state.others.get(options)
+        if found is None:
+            if len(state.others) >= _VARIANTS_KEPT:
+                state.others.clear()
+            slot = len(state.others) + 1
+            drafted = draft(
+                self._workspace, slot, self._requested_backend, state.request.batch, options
+            )
+            want = state.want._replace(options=options)
+            found = self._upload(self._workspace, slot, drafted, state.request, want)
+            state.others[options] = found
+        return found
+
+    def _workspace_size(self, a: PlanArguments) -> tuple[int, int]:
+        request = self._request(a)
+        unlimited = Workspace(self.device, None, float_bytes=1 << 40)
+        _, plan = draft(unlimited, 0, self._requested_backend, request.batch, request.options)
+        return plan.float_bytes, plan.int_bytes
+
+    # Running.
+
+    def _run(
+        self, q: torch.Tensor, kv: Any, a: tuple[Any, Any, Any], outputs: Outputs, window_left: Any
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """a: q_scale, k_scale, v_scale."""
+        state = self._planned()
+        variant = state.primary
+        if window_left is not None:
+            variant = self._select(
+                window_left=check.integer("window_left", window_left, at_least=-1)
+            )
+        scales = state.request.scales
+        q_scale, k_scale, v_scale = a
+        if q_scale is not None or k_scale is not None or v_scale is not None:
+            scales = run_scales(scales.logits, q_scale, k_scale, v_scale)
+        return variant.run(q, kv, scales, outputs)
+
+    def _forward(
+        self, q: torch.Tensor, kv: Any, a: PlanArguments, return_lse: bool
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """The deprecated call: its own options count, defaults included, not those of plan()."""
+        options = self._planned().request.options
+        check.position_encoding(a.pos_encoding_mode, a.rope_scale, a.rope_theta)
+        check.permission("use_fp16_qk_reduction", a.use_fp16_qk_reduction)
+        check.permission("allow_fp16_qk_reduction", a.allow_fp16_qk_reduction)
+        variant = self._select(
+            causal=check.flag("causal", a.causal),
+            window_left=check.integer("window_left", a.window_left, at_least=-1),
+            logits_soft_cap=check.soft_cap(a.logits_soft_cap),
+        )
+        scales = run_scales(
+            softmax_scale(a.sm_scale, options.head_dim_qk), None, a.k_scale, a.v_scale
+        )
+        return variant.run(q, kv, scales, Outputs(return_lse=return_lse))
+
+    def end_forward(self) -> None:
+        """Does nothing; kept for callers of older releases."""
+
+    def reset_workspace_buffer(
+        self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor
+    ) -> None:
+        """Replaces both workspaces. What is planned is planned again into the new ones.
+
+        Args:
+            float_workspace_buffer: scratch memory for split-KV partials, on the wrapper's device.
+            int_workspace_buffer: memory for the work list, on the wrapper's device. It is used as
+                it is and never grows; workspace_size() tells how many bytes a plan needs.
+
+        Raises:
+            ValueError: another device, not contiguous, not 16-byte aligned, or too small for what
+            is
+                planned; the wrapper then keeps its buffers.
+            TypeError: not tensors.
+        """
+        float_buffer = check_buffer("float_workspace_buffer", float_workspace_buffer, self.device)
+        int_buffer = check_buffer("int_workspace_buffer", int_workspace_buffer, self.device)
+        workspace = Workspace(self.device, float_buffer, int_buffer)
+        if self._state is None:
+            self._workspace = workspace
+            return
+        request = self._state.request
+        drafted = draft(workspace, 0, self._requested_backend, request.batch, request.options)
+        self._install(workspace, drafted, request)
+
+    # What callers read.
+
+    @property
+    def device(self) -> torch.device:
+        """Where the workspace and every tensor of run() are."""
+        return self._workspace.site.device
+
+    @property
+    def is_cuda_graph_enabled(self) -> bool:
+        return False
+
+    @property
+    def variant(self) -> str | None:
+        """The id of the kernel that plan() chose; None before."""
+        return None if self._state is None else self._state.primary.plan.id
+
+    def __repr__(self) -> str:
+        name = type(self).__name__
+        if self._state is None:
+            return (
+                f"{name}(backend={self._requested_backend!r}, kv_layout={self._kv_layout!r}, "
+                f"device='{self.device}', not planned)"
+            )
+        return (
+            f"{name}(backend={self._backend!r}, variant={self.variant!r}, "
+            f"kv_layout={self._kv_layout!r}, device='{self.device}', "
+            f"batch_size={self._state.request.batch.num_requests})"
+        )
+
+
+def run_scales(sm_scale: float, q_scale: Any, k_scale: Any, v_scale: Any) -> Scales:
+    """Folds the calibration scales into the two factors that kernels know."""
+    if q_scale is not None:
+        sm_scale *= check.scale("q_scale", q_scale)
+    if k_scale is not None:
+        sm_scale *= check.scale("k_scale", k_scale)
+    return Scales(sm_scale, 1.0 if v_scale is None else check.scale("v_scale", v_scale))
+
+
+def run_outputs(
+    out: torch.Tensor | None,
+    lse: torch.Tensor | None,
+    return_lse: bool,
+    lse_base: str,
+    lse_layout: str,
+) -> Outputs:
+    """The outputs of one run. Called for every layer: the usual forms are not looked at twice."""
+    usual = lse_base == "log2" and lse_layout == "NH"
+    if usual and out is None and lse is None and return_lse is False:
+        return DEFAULT_OUTPUTS
+    outputs = Outputs(out, lse, return_lse, lse_base, lse_layout)
+    if usual and (return_lse is False or return_lse is True):
+        return outputs
+    return outputs.checked()

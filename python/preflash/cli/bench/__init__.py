@@ -1,0 +1,187 @@
+"""`bench`: a speed table against torch's scaled_dot_product_attention, everything in one run."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import pathlib
+
+import torch
+
+import preflash
+
+from ...testing.cases import flops
+from .. import CommandError
+from ..console import Progress, Table
+from ..machine import Place, choose_places, torch_dtype
+from .measure import Result, measure_row
+from .rows import Row, rows_for
+
+_OURS = "preflash"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--rows", default="", help="only rows whose name contains this")
+    parser.add_argument("--backend", help="cpu or fa2; by default the fastest that is here")
+    parser.add_argument("--dtype", help="bf16, f16, f32, or several with commas")
+    parser.add_argument("--json", metavar="FILE", type=pathlib.Path, help="write results there")
+    parser.add_argument("--quick", action="store_true", help="few small rows, few repeats")
+    parser.add_argument("--repeats", type=_positive, help="samples; their median counts")
+
+
+def execute(args: argparse.Namespace) -> int:
+    place = choose_places(args.backend)[0]
+    rows = _chosen_rows(args, place)
+    repeats = args.repeats or (3 if args.quick else 11 if place.device.type == "cuda" else 5)
+    print(_headline(place, repeats))
+    results = []
+    with Progress(len(rows), "bench") as progress:
+        for row in rows:
+            results.append(measure_row(row, place, repeats))
+            progress.step(row.name)
+    print(_table(results))
+    _print_notes(results)
+    if args.json is not None:
+        args.json.write_text(json.dumps(_as_json(results, place, repeats), indent=2) + "\n")
+    failures = [result for result in results if result.failure]
+    for result in failures:
+        print(f"FAILED {result.row.name}: {result.failure}")
+    return 1 if failures else 0
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not a positive number")
+    return value
+
+
+def _chosen_rows(args: argparse.Namespace, place: Place) -> list[Row]:
+    default = "bf16" if place.device.type == "cuda" or args.quick else "f32,bf16,f16"
+    dtypes = [torch_dtype(name) for name in (args.dtype or default).split(",")]
+    if unfit := [dtype for dtype in dtypes if dtype not in place.dtypes]:
+        raise CommandError(f"--dtype {args.dtype}: {place.backend} does not take {unfit[0]}")
+    every = rows_for(place.device.type, args.quick)
+    named = [row for row in every if args.rows in row.name]
+    if not named:
+        names = ", ".join(row.name for row in every)
+        raise CommandError(f"--rows {args.rows!r} names no row; there are: {names}")
+    return [
+        dataclasses.replace(row, case=row.case.with_dtype(dtype))
+        for dtype in dtypes
+        for row in named
+    ]
+
+
+def _headline(place: Place, repeats: int) -> str:
+    parts = [f"preflash {preflash.__version__}", place.label, place.device_name]
+    parts += [f"torch {torch.__version__}"]
+    if place.device.type == "cuda":
+        parts += [f"CUDA {torch.version.cuda}", f"cuDNN {torch.backends.cudnn.version()}"]
+        clock = "kernel time by graph replay"
+    else:
+        parts += [f"{torch.get_num_threads()} threads"]
+        clock = "wall time"
+    return f"{', '.join(parts)}; {clock}, median of {repeats}"
+
+
+def _dtype_name(result: Result) -> str:
+    return str(result.row.case.dtype).removeprefix("torch.")
+
+
+def _rival_names(results: list[Result]) -> list[str]:
+    """In the order of their first appearance."""
+    names = [name for result in results for name in (*result.us, *result.absent)]
+    return [name for name in dict.fromkeys(names) if name != _OURS]
+
+
+def _table(results: list[Result]) -> Table:
+    rivals = _rival_names(results)
+    headers = ["row", "dtype", "unit", _OURS, *rivals, "of ragged", "us", "plan us", "run CPU us"]
+    headers += ["error / allowed"]
+    table = Table(headers, frozenset(headers[3:]))
+    speeds = {
+        (result.row.name, _dtype_name(result)): result.speed(_OURS)
+        for result in results
+        if _OURS in result.us
+    }
+    for result in results:
+        base = speeds.get((result.row.relative_to, _dtype_name(result)))
+        timed = _OURS in result.us
+        table.add(
+            result.row.name,
+            _dtype_name(result),
+            result.row.metric.value,
+            _our_cell(result),
+            *(_rival_cell(result, name) for name in rivals),
+            f"{result.speed(_OURS) / base:.2f}" if base and timed else None,
+            f"{result.us[_OURS]:.1f}" if timed else None,
+            _rounded(result.plan_us, 0),
+            _rounded(result.run_cpu_us, 1),
+            _rounded(result.error_ratio, 2),
+        )
+    return table.without_empty_columns()
+
+
+def _our_cell(result: Result) -> str:
+    if result.failure:
+        return "WRONG"
+    return f"{result.speed(_OURS):.4g}" if _OURS in result.us else "not compiled"
+
+
+def _rival_cell(result: Result, name: str) -> str | None:
+    """Its speed and, in brackets, how many times faster we are."""
+    if name not in result.us:
+        return None
+    speed = result.speed(name)
+    if _OURS not in result.us:
+        return f"{speed:.4g}"
+    return f"{speed:.4g} ({result.speed(_OURS) / speed:.2f}x)"
+
+
+def _rounded(value: float | None, digits: int) -> str | None:
+    return None if value is None else f"{value:.{digits}f}"
+
+
+def _print_notes(results: list[Result]) -> None:
+    print("\n(1.20x): preflash is 1.20 times as fast. TFLOP/s counts kept pairs: causal as half.")
+    reasons = {f"{name}: {reason}" for result in results for name, reason in result.absent.items()}
+    for reason in sorted(reasons):
+        print(f"not timed: {reason}")
+
+
+def _as_json(results: list[Result], place: Place, repeats: int) -> dict:
+    machine = {
+        "device": str(place.device),
+        "name": place.device_name,
+        "backend": place.backend,
+        "preflash": preflash.__version__,
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+        "threads": torch.get_num_threads(),
+        "repeats": repeats,
+    }
+    return {"machine": machine, "rows": [_row_as_json(result) for result in results]}
+
+
+def _row_as_json(result: Result) -> dict:
+    row = result.row
+    return {
+        "name": row.name,
+        "case": row.case.id,
+        "dtype": _dtype_name(result),
+        "variant": result.variant,
+        "unit": row.metric.value,
+        "flops": flops(row.case),
+        "bytes": row.bytes(),
+        "us": result.us,
+        "speed": {name: result.speed(name) for name in result.us},
+        "relative_to": row.relative_to,
+        "plan_us": result.plan_us,
+        "run_cpu_us": result.run_cpu_us,
+        "error_ratio": result.error_ratio,
+        "failure": result.failure,
+        "absent": result.absent,
+    }

@@ -1,0 +1,98 @@
+"""What torch offers for the same problem, as calls that return [tokens, num_qo_heads, head_dim]."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from ...testing import Inputs, MaskKind
+from ...testing.inputs import indptr
+from .rows import Rival, Row
+
+Call = Callable[[], torch.Tensor]
+
+_GPU_BACKENDS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
+# On the CPU there is one fused implementation.
+_CPU_BACKENDS = {"sdpa": SDPBackend.FLASH_ATTENTION}
+
+
+@dataclass(frozen=True)
+class RivalCall:
+    """A column of the table. `prepare` makes the call for one set of inputs; `checked` says whether
+    the call returns attention, to be compared with the oracle."""
+
+    name: str
+    prepare: Callable[[Inputs], Call]
+    checked: bool = True
+
+
+def rivals_of(row: Row, device: torch.device) -> list[RivalCall]:
+    """The rivals that exist on this kind of device; whether one takes the row is seen by trying."""
+    gpu = device.type == "cuda"
+    found = []
+    if Rival.SDPA in row.rivals:
+        backends = _GPU_BACKENDS if gpu else _CPU_BACKENDS
+        found += [
+            RivalCall(name, lambda inputs, backend=backend: _sdpa(inputs, backend))
+            for name, backend in backends.items()
+        ]
+    if Rival.VARLEN in row.rivals and gpu:
+        found.append(RivalCall("varlen", _varlen))
+    if Rival.READ in row.rivals and gpu:
+        found.append(RivalCall("read", lambda inputs: _plain_read(row, inputs), checked=False))
+    return found
+
+
+def _sdpa(inputs: Inputs, backend: SDPBackend) -> Call:
+    case = inputs.case
+
+    def batched(x: torch.Tensor) -> torch.Tensor:
+        return x.unflatten(0, (case.batch_size, -1)).transpose(1, 2)
+
+    q, k, v = batched(inputs.q), batched(inputs.k), batched(inputs.v)
+    causal = case.mask is MaskKind.CAUSAL
+
+    def call() -> torch.Tensor:
+        with sdpa_kernel(backend):
+            out = scaled_dot_product_attention(q, k, v, is_causal=causal, scale=case.scale)
+        return out.transpose(1, 2).flatten(0, 1)
+
+    return call
+
+
+def _varlen(inputs: Inputs) -> Call:
+    case = inputs.case
+    device = inputs.q.device
+    qo_indptr = indptr(case.qo_lens, device)
+    kv_indptr = indptr(case.kv_lens, device)
+    causal = case.mask is MaskKind.CAUSAL
+
+    def call() -> torch.Tensor:
+        return torch.ops.aten._flash_attention_forward(
+            inputs.q,
+            inputs.k,
+            inputs.v,
+            qo_indptr,
+            kv_indptr,
+            max(case.qo_lens),
+            max(case.kv_lens),
+            0.0,
+            causal,
+            False,
+            scale=case.scale,
+        )[0]
+
+    return call
+
+
+def _plain_read(row: Row, inputs: Inputs) -> Call:
+    data = torch.ones(row.bytes() // 4, dtype=torch.float32, device=inputs.q.device)
+    return lambda: data.sum()

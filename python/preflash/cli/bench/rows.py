@@ -1,0 +1,121 @@
+"""The benchmark's rows, as data: what is computed, and what it is compared with."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+
+from ...testing.cases import Case, KvForm, MaskKind
+
+
+class Metric(enum.Enum):
+    """What a row's speed is told in."""
+
+    TFLOPS = "TFLOP/s"  # 4 * head_dim * kept pairs * query heads: causal counts as half
+    GBPS = "GB/s"  # bytes of K, V, q and o
+
+
+class Rival(enum.Enum):
+    """What a row is measured against in the same run."""
+
+    SDPA = "sdpa"  # torch's scaled_dot_product_attention, once per backend
+    VARLEN = "varlen"  # torch's variable-length FA2 operator, GPU only
+    READ = "read"  # a plain read of as many bytes: the ceiling of decode, GPU only
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One line of the table; `relative_to` names the row whose speed is this one's 1.00."""
+
+    case: Case
+    metric: Metric = Metric.TFLOPS
+    rivals: tuple[Rival, ...] = ()
+    relative_to: str | None = None
+
+    @property
+    def name(self) -> str:
+        return self.case.name
+
+    def bytes(self) -> int:
+        """Bytes that have to move: K and V once, q and o once."""
+        case = self.case
+        per_key = case.num_kv_heads * (case.head_dim + case.dim_vo)
+        per_token = case.num_qo_heads * (case.head_dim + case.dim_vo)
+        return case.dtype.itemsize * (per_key * sum(case.kv_lens) + per_token * sum(case.qo_lens))
+
+
+# Sixteen mixed requests, 64 to 4096 tokens.
+_MIXED = (4096, 3072, 2048, 1536, 1024, 1024, 768, 512, 512, 384, 256, 256, 128, 128, 64, 64)
+
+
+def _dense(head_dim: int, length: int, tokens: int, num_heads: int, mask: MaskKind) -> Row:
+    lengths = (length,) * max(tokens // length, 1)
+    name = f"dense d{head_dim} s{length} {mask.value}"
+    case = Case(name, lengths, lengths, num_heads, num_heads, head_dim, mask=mask)
+    return Row(case, rivals=(Rival.SDPA,))
+
+
+def _grouped(name: str, qo_lens: tuple[int, ...], kv_lens: tuple[int, ...], kv_heads: int) -> Row:
+    case = Case(name, qo_lens, kv_lens, 4 * kv_heads, kv_heads, 128, mask=MaskKind.CAUSAL)
+    return Row(case, rivals=(Rival.VARLEN,))
+
+
+def _paged(row: Row, page_size: int) -> Row:
+    name = f"{row.name} page {page_size}"
+    case = dataclasses.replace(row.case, name=name, page_size=page_size, form=KvForm.COMBINED)
+    return Row(case, relative_to=row.name)
+
+
+def _with_pages(row: Row, *page_sizes: int) -> list[Row]:
+    return [row, *(_paged(row, page_size) for page_size in page_sizes)]
+
+
+def _decode(name: str, batch: int, kv_len: int, kv_heads: int) -> Row:
+    row = _paged(_grouped(name, (1,) * batch, (kv_len,) * batch, kv_heads), 16)
+    return Row(row.case, Metric.GBPS, (Rival.READ,))
+
+
+def gpu_rows() -> list[Row]:
+    """16k tokens in all, heads * head_dim = 2048 for the dense rows; GQA 32/8 for the others."""
+    rows = [
+        _dense(head_dim, length, 16384, 2048 // head_dim, mask)
+        for head_dim in (64, 128, 256)
+        for length in (1024, 4096, 16384)
+        for mask in (MaskKind.NONE, MaskKind.CAUSAL)
+    ]
+    rows += _with_pages(_grouped("mixed", _MIXED, _MIXED, 8), 1, 16, 64)
+    rows += _with_pages(_grouped("append 512 on 8k x8", (512,) * 8, (8192,) * 8, 8), 16)
+    rows += [_decode("decode 64x4k", 64, 4096, 8), _decode("decode 4x32k", 4, 32768, 8)]
+    return rows
+
+
+def cpu_rows() -> list[Row]:
+    """The same kinds, sized for a few CPU cores."""
+    rows = [
+        _dense(head_dim, 2048, 2048, 8, mask)
+        for head_dim in (64, 128, 256)
+        for mask in (MaskKind.NONE, MaskKind.CAUSAL)
+    ]
+    mixed = tuple(length // 8 for length in _MIXED)
+    rows += _with_pages(_grouped("mixed", mixed, mixed, 2), 1, 16, 64)
+    rows += _with_pages(_grouped("append 64 on 1k x4", (64,) * 4, (1024,) * 4, 2), 16)
+    rows += [_decode("decode 8x1k", 8, 1024, 2)]
+    return rows
+
+
+def quick_rows() -> list[Row]:
+    """A few small rows of each kind: seconds, even on one core."""
+    lengths = (256, 129, 64, 7)
+    return [
+        _dense(128, 512, 512, 4, MaskKind.CAUSAL),
+        _dense(64, 512, 512, 4, MaskKind.NONE),
+        *_with_pages(_grouped("mixed", lengths, lengths, 2), 16),
+        _decode("decode 4x512", 4, 512, 2),
+    ]
+
+
+def rows_for(device_type: str, quick: bool) -> list[Row]:
+    """The rows that suit a device: "cuda" or "cpu"."""
+    if quick:
+        return quick_rows()
+    return gpu_rows() if device_type == "cuda" else cpu_rows()

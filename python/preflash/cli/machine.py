@@ -1,0 +1,77 @@
+"""Which backends this machine can run, and where."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from .. import _core
+from . import CommandError
+
+_DTYPES = {
+    "cpu": (torch.bfloat16, torch.float16, torch.float32),
+    "fa2": (torch.bfloat16, torch.float16),
+}
+
+
+@dataclass(frozen=True)
+class Place:
+    """A backend on a device that can run it."""
+
+    backend: str
+    device: torch.device
+    device_name: str
+
+    @property
+    def label(self) -> str:
+        return f"{self.backend} on {self.device}"
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        return _DTYPES[self.backend]
+
+
+def gpu_absent() -> str:
+    """Why no GPU can be used; empty where one can."""
+    if error := _core.cuda_error():
+        return error
+    if not _core.cuda_device_count():
+        return "no NVIDIA GPU or driver on this machine"
+    if not torch.cuda.is_available():
+        return "this torch cannot use the GPU (a CPU build, or a driver that is too old for it)"
+    return ""
+
+
+def places() -> list[Place]:
+    """Every backend that can run here, the CPU last. Of several GPUs the current one."""
+    found = []
+    if not gpu_absent():
+        device = torch.device("cuda", torch.cuda.current_device())
+        capability = _core.device_facts(device.index)["compute_capability"]
+        backends = {kernel["backend"] for kernel in _core.kernels()}
+        if "fa2" in backends and capability >= 80:
+            found.append(Place("fa2", device, torch.cuda.get_device_name(device)))
+    found.append(Place("cpu", torch.device("cpu"), "CPU"))
+    return found
+
+
+def choose_places(backend: str | None) -> list[Place]:
+    """All places, or those of one backend. Raises CommandError where it cannot run."""
+    found = places()
+    if backend is None:
+        return found
+    chosen = [place for place in found if place.backend == backend]
+    if not chosen:
+        here = ", ".join(place.backend for place in found)
+        reason = f" ({gpu_absent()})" if gpu_absent() else ""
+        raise CommandError(f"--backend {backend} cannot run here{reason}; there is: {here}")
+    return chosen
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """bf16, f16 or f32 as a torch dtype. Raises CommandError for another name."""
+    names = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
+    if name not in names:
+        raise CommandError(f"--dtype {name}: there are {', '.join(names)}")
+    return names[name]

@@ -1,0 +1,659 @@
+"""Prefill and append attention: one request, or a batch over a paged or ragged KV cache.
+
+For one request with query length L and key length S, row i and key j, D = S - L, and query head h
+reading KV head h // (num_qo_heads / num_kv_heads):
+
+    logits[i, j] = sm_scale * <q[i], k[j]>, soft-capped if asked, -inf where masked
+    out[i]       = softmax(logits[i]) @ v        (exactly 0 where nothing is kept)
+    lse[i]       = log2(sum_j exp(logits[i, j])) (exactly -inf where nothing is kept)
+
+`causal` keeps j <= i + D, `window_left` = w >= 0 keeps j >= i + D - w, a custom mask keeps what is
+True. The result is computed tile by tile without ever storing the logits (FlashAttention-2,
+arXiv:2307.08691); a KV cache in pages follows PagedAttention (arXiv:2309.06180); long keys are
+split over the machine and merged.
+"""
+
+# NOTE: the API fixes long signatures, which are repeated where callers look for them, so functions
+# here are over 80 lines. Their bodies are short: check, convert and hand over.
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from . import _lengths, _single
+from . import _validate as check
+from ._signatures import head_dim_has_two_names, same_arguments_as, same_signature_as
+from ._wrapper import BatchPrefillWrapper, PlanArguments, run_outputs
+
+__all__ = [
+    "BatchPrefillWithPagedKVCacheWrapper",
+    "BatchPrefillWithRaggedKVCacheWrapper",
+    "single_prefill_with_kv_cache",
+    "single_prefill_with_kv_cache_return_lse",
+]
+
+KvCache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
+
+def single_prefill_with_kv_cache(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    custom_mask: torch.Tensor | None = None,
+    packed_custom_mask: torch.Tensor | None = None,
+    causal: bool = False,
+    kv_layout: str = "NHD",
+    pos_encoding_mode: str = "NONE",
+    allow_fp16_qk_reduction: bool = False,
+    sm_scale: float | None = None,
+    window_left: int = -1,
+    logits_soft_cap: float | None = None,
+    rope_scale: float | None = None,
+    rope_theta: float | None = None,
+    *,
+    return_lse: bool = False,
+    use_fp16_qk_reduction: bool | None = None,
+    backend: str = "auto",
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    lse_base: str = "log2",
+    lse_layout: str = "NH",
+    q_scale: float | torch.Tensor | None = None,
+    k_scale: float | torch.Tensor | None = None,
+    v_scale: float | torch.Tensor | None = None,
+    scale_q: torch.Tensor | None = None,
+    scale_k: torch.Tensor | None = None,
+    scale_v: torch.Tensor | None = None,
+    o_dtype: str | torch.dtype | None = None,
+    o_data_type: str | torch.dtype | None = None,
+    kv_cache_sf: None = None,
+    sinks: None = None,
+    enable_pdl: bool | None = None,
+) -> Result:
+    """Attention of one request; see this module for the definition.
+
+    Args:
+        q: [qo_len, num_qo_heads, head_dim], float16 or bfloat16, on the CPU also float32. head_dim
+            is a multiple of 8 up to 256.
+        k: [kv_len, num_kv_heads, head_dim] with kv_layout "NHD", [num_kv_heads, kv_len, head_dim]
+            with "HND"; q's dtype. Only the last dimension must be contiguous.
+        v: like k; its head_dim may differ where q has 192 and v 128.
+        custom_mask: [qo_len, kv_len] bool or uint8; True keeps.
+        packed_custom_mask: uint8, ceil(qo_len * kv_len / 8) bytes in little bit order
+            (`packbits(mask.flatten(), bitorder="little")`). Takes precedence over custom_mask.
+        causal: keep keys up to the diagonal that ends at the last key. Ignored with a custom mask.
+        pos_encoding_mode: "NONE".
+        allow_fp16_qk_reduction, use_fp16_qk_reduction: a permission; sums are float32 all the same.
+        sm_scale: factor of the logits, 1/sqrt(head_dim) by default.
+        window_left: how many keys left of the diagonal are kept; -1 is all.
+        logits_soft_cap: c > 0 turns logits x into c * tanh(x / c); None or 0 is off.
+        return_lse: also return the log-sum-exp.
+        backend: "auto", "fa2", "fa3" or "cpu".
+        out: [qo_len, num_qo_heads, head_dim of v] to write into, q's dtype.
+        lse: float32 to write into, in the shape that lse_layout says; written also without
+            return_lse.
+        lse_base: "log2" or "ln".
+        lse_layout: "NH" for [qo_len, num_qo_heads], "HN" for [num_qo_heads, qo_len].
+        q_scale, k_scale, v_scale: floats or one-element tensors (one on the GPU costs a wait for
+            it). q_scale and k_scale multiply the logits, v_scale the output.
+        enable_pdl: a permission; launches do not depend on one another's early end.
+        scale_q, scale_k, scale_v, kv_cache_sf, sinks: None only.
+        o_dtype, o_data_type: q's dtype only.
+
+    Returns:
+        out, or (out, lse) with return_lse.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong; nothing was launched.
+        NotImplementedError: no compiled kernel serves it, or an option of a later release.
+    """
+    check.absent(
+        scale_q=scale_q, scale_k=scale_k, scale_v=scale_v, kv_cache_sf=kv_cache_sf, sinks=sinks
+    )
+    check.permission("enable_pdl", enable_pdl)
+    problem = _single.Problem(
+        causal=causal,
+        kv_layout=kv_layout,
+        pos_encoding_mode=pos_encoding_mode,
+        allow_fp16_qk_reduction=allow_fp16_qk_reduction,
+        use_fp16_qk_reduction=use_fp16_qk_reduction,
+        window_left=window_left,
+        logits_soft_cap=logits_soft_cap,
+        rope_scale=rope_scale,
+        rope_theta=rope_theta,
+        backend=backend,
+        o_dtype=check.alias("o_dtype", o_dtype, "o_data_type", o_data_type),
+        masked=custom_mask is not None or packed_custom_mask is not None,
+    )
+    call = _single.Call(custom_mask, packed_custom_mask, sm_scale, q_scale, k_scale, v_scale)
+    outputs = run_outputs(out, lse, return_lse, lse_base, lse_layout)
+    return _single.run((q, k, v), problem, call, outputs)
+
+
+@same_signature_as(single_prefill_with_kv_cache, return_lse=True)
+def single_prefill_with_kv_cache_return_lse(*args: Any, **kwargs: Any) -> Result:
+    """single_prefill_with_kv_cache with return_lse=True: returns (out, lse).
+
+    Takes the same arguments and raises the same errors.
+    """
+    kwargs.setdefault("return_lse", True)
+    return single_prefill_with_kv_cache(*args, **kwargs)
+
+
+class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillWrapper):
+    """Attention of a batch of requests over a paged KV cache: plan() once, run() for every layer.
+
+    A request's keys are the pages paged_kv_indices[paged_kv_indptr[i] : paged_kv_indptr[i + 1]],
+    all full but the last, which holds paged_kv_last_page_len[i] tokens. plan() looks at lengths
+    only, chooses a kernel and makes its work list; `variant` and `repr()` say which one.
+
+    Args:
+        float_workspace_buffer: scratch memory for split-KV partials, any dtype; 128 MB is plenty,
+            and with less (even with none) keys are split less. Its device is the device of all
+            tensors.
+        kv_layout: "NHD" or "HND", the order inside a page.
+        use_cuda_graph: False. The buffers after it are effective with True only.
+        backend: "auto", "fa2", "fa3" or "cpu". An explicit one never becomes another.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong.
+        NotImplementedError: use_cuda_graph=True, or backend="cudnn".
+    """
+
+    def __init__(
+        self,
+        float_workspace_buffer: torch.Tensor,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        qo_indptr_buf: torch.Tensor | None = None,
+        paged_kv_indptr_buf: torch.Tensor | None = None,
+        paged_kv_indices_buf: torch.Tensor | None = None,
+        paged_kv_last_page_len_buf: torch.Tensor | None = None,
+        custom_mask_buf: torch.Tensor | None = None,
+        qk_indptr_buf: torch.Tensor | None = None,
+        backend: str = "auto",
+        *,
+        mask_indptr_buf: torch.Tensor | None = None,
+    ) -> None:
+        super().__init__(
+            float_workspace_buffer,
+            kv_layout,
+            use_cuda_graph,
+            backend,
+            {
+                "qo_indptr_buf": qo_indptr_buf,
+                "paged_kv_indptr_buf": paged_kv_indptr_buf,
+                "paged_kv_indices_buf": paged_kv_indices_buf,
+                "paged_kv_last_page_len_buf": paged_kv_last_page_len_buf,
+                "custom_mask_buf": custom_mask_buf,
+                "qk_indptr_buf": qk_indptr_buf,
+                "mask_indptr_buf": mask_indptr_buf,
+            },
+        )
+
+    @head_dim_has_two_names
+    def plan(
+        self,
+        qo_indptr: torch.Tensor,
+        paged_kv_indptr: torch.Tensor,
+        paged_kv_indices: torch.Tensor,
+        paged_kv_last_page_len: torch.Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        custom_mask: torch.Tensor | None = None,
+        packed_custom_mask: torch.Tensor | None = None,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        allow_fp16_qk_reduction: bool = False,
+        sm_scale: float | None = None,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        q_data_type: str | torch.dtype = "float16",
+        kv_data_type: str | torch.dtype | None = None,
+        non_blocking: bool = False,
+        *,
+        head_dim_qk: int | None = None,
+        head_dim_vo: int | None = None,
+        use_fp16_qk_reduction: bool | None = None,
+        o_data_type: str | torch.dtype | None = None,
+        o_dtype: str | torch.dtype | None = None,
+        prefix_len_ptr: None = None,
+        token_pos_in_items_ptr: None = None,
+        token_pos_in_items_len: int = 0,
+        max_item_len_ptr: None = None,
+        seq_lens: torch.Tensor | None = None,
+        seq_lens_q: torch.Tensor | None = None,
+        block_tables: torch.Tensor | None = None,
+        max_token_per_sequence: int | None = None,
+        max_sequence_kv: int | None = None,
+        fixed_split_size: int | None = None,
+        disable_split_kv: bool = False,
+        uniform_q_len: int | None = None,
+    ) -> None:
+        """Chooses a kernel and makes its work list for a batch of these lengths.
+
+        Index arrays are int32, on the CPU or on the wrapper's device; those on the CPU cost no
+        wait for the GPU, those on the GPU are copied back once. Page indices on the CPU are
+        uploaded.
+
+        Args:
+            qo_indptr: [batch_size + 1], first token of each request in q.
+            paged_kv_indptr: [batch_size + 1], first entry of each request in paged_kv_indices.
+            paged_kv_indices: at least [paged_kv_indptr[-1]], pages. On the GPU they are used in
+                place and must stay as they are until the next plan().
+            paged_kv_last_page_len: [batch_size], in [1, page_size], or 0 for a request without
+                pages.
+            num_qo_heads, num_kv_heads: the first is a multiple of the second.
+            head_dim, head_dim_qk: of q and k, a multiple of 8 up to 256.
+            head_dim_vo: of v and the output; head_dim by default.
+            page_size: tokens per page, at least 1.
+            custom_mask: every request's [qo_len, kv_len] flattened and concatenated, bool or uint8.
+            packed_custom_mask: the same in bits, every request starting on a byte
+                (`segment_packbits(..., bitorder="little")`). Takes precedence over custom_mask.
+            causal, sm_scale, window_left, logits_soft_cap, pos_encoding_mode,
+            allow_fp16_qk_reduction, use_fp16_qk_reduction: as in single_prefill_with_kv_cache.
+            q_data_type, kv_data_type: dtypes of q, and of k and v (q's by default).
+            o_data_type, o_dtype: q's dtype only.
+            non_blocking: False waits until the work list has reached the GPU; True leaves that to
+                the stream, which is enough unless run() uses another one.
+            fixed_split_size: keys per KV chunk; a request's result then does not depend on its
+                batch. None, 0 and -1 let the planner choose.
+            disable_split_kv: never split keys; a request's result then does not depend on its
+                batch.
+            seq_lens, seq_lens_q, block_tables, max_token_per_sequence, max_sequence_kv,
+            uniform_q_len:
+                repeat what the arrays say, and must agree with it. Tensors on the GPU are compared
+                only with PREFLASH_DEBUG=1 in the environment, because it takes a wait.
+            rope_scale, rope_theta, prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len,
+            max_item_len_ptr: None (0) only.
+
+        Raises:
+            TypeError, ValueError: an argument is wrong, or a workspace too small.
+            NotImplementedError: no compiled kernel serves it, or an option of a later release.
+            The wrapper keeps the plan it had.
+        """
+        arguments = dict(locals())
+        del arguments["self"]
+        self._plan(PlanArguments(**arguments))
+
+    begin_forward = plan
+
+    @same_arguments_as(plan)
+    def workspace_size(self, a: PlanArguments) -> tuple[int, int]:
+        """(float_bytes, int_bytes) that plan() with these arguments uses at most. Plans nothing."""
+        return self._workspace_size(a)
+
+    def _batch(self, a: PlanArguments) -> tuple[Any, Any]:
+        device = self.device
+        page_size = check.integer("page_size", a.page_size, at_least=1)
+        pages = _lengths.index_array("paged_kv_indices", a.paged_kv_indices, device)
+        batch = _lengths.make_batch(
+            _lengths.index_array("qo_indptr", a.qo_indptr, device),
+            _lengths.index_array("paged_kv_indptr", a.paged_kv_indptr, device),
+            _lengths.index_array("paged_kv_last_page_len", a.paged_kv_last_page_len, device),
+            page_size,
+            kv_name="paged_kv_indptr",
+        )
+        return batch, _lengths.attach_page_indices(batch, pages)
+
+    def _check_hints(self, a: PlanArguments, request: Any) -> None:
+        super()._check_hints(a, request)
+        _lengths.check_block_tables(a.block_tables, request.batch, request.pages, self.device)
+
+    def run(
+        self,
+        q: torch.Tensor,
+        paged_kv_cache: KvCache,
+        k_scale: float | torch.Tensor | None = None,
+        v_scale: float | torch.Tensor | None = None,
+        return_lse: bool = False,
+        *,
+        q_scale: float | torch.Tensor | None = None,
+        scale_q: torch.Tensor | None = None,
+        scale_k: torch.Tensor | None = None,
+        scale_v: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+        lse_base: str = "log2",
+        lse_layout: str = "NH",
+        enable_pdl: bool | None = None,
+        window_left: int | None = None,
+        sinks: None = None,
+        kv_cache_sf: None = None,
+    ) -> Result:
+        """Computes one layer of the planned batch on the current stream.
+
+        Args:
+            q: [qo_indptr[-1], num_qo_heads, head_dim].
+            paged_kv_cache: one tensor [max_num_pages, 2, page_size, num_kv_heads, head_dim] (NHD)
+                or [max_num_pages, 2, num_kv_heads, page_size, head_dim] (HND), or a tuple of two
+                without the dimension of 2, which may be strided views of their own. At page_size 1
+                the dimension of page_size may be left out.
+            window_left: another window than the planned one; planned when first asked for.
+            k_scale, v_scale, q_scale, return_lse, out, lse, lse_base, lse_layout, enable_pdl,
+            scale_q, scale_k, scale_v, sinks, kv_cache_sf: as in single_prefill_with_kv_cache.
+
+        Returns:
+            out [qo_indptr[-1], num_qo_heads, head_dim_vo], or (out, lse) with return_lse.
+
+        Raises:
+            TypeError, ValueError: not planned, or a tensor is not what was planned. Nothing is
+            launched. NotImplementedError: an option of a later release.
+        """
+        if (
+            enable_pdl is not None
+            or sinks is not None
+            or kv_cache_sf is not None
+            or scale_q is not None
+            or scale_k is not None
+            or scale_v is not None
+        ):
+            check.permission("enable_pdl", enable_pdl)
+            check.absent(
+                sinks=sinks,
+                kv_cache_sf=kv_cache_sf,
+                scale_q=scale_q,
+                scale_k=scale_k,
+                scale_v=scale_v,
+            )
+        outputs = run_outputs(out, lse, return_lse, lse_base, lse_layout)
+        return self._run(q, paged_kv_cache, (q_scale, k_scale, v_scale), outputs, window_left)
+
+    def run_return_lse(
+        self, q: torch.Tensor, paged_kv_cache: KvCache, *args: Any, **options: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """run() with return_lse=True."""
+        return self.run(q, paged_kv_cache, *args, return_lse=True, **options)
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        paged_kv_cache: KvCache,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        k_scale: float | torch.Tensor | None = None,
+        v_scale: float | torch.Tensor | None = None,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        *,
+        allow_fp16_qk_reduction: bool | None = None,
+    ) -> torch.Tensor:
+        """Deprecated: run() with its own options; they replace those of plan(), defaults included.
+
+        Where they differ from the plan, the variant is selected and planned again, once for all
+        layers. A custom mask of plan() stays.
+        """
+        a = dict(locals())
+        del a["self"], a["q"], a["paged_kv_cache"]
+        return self._forward(q, paged_kv_cache, PlanArguments(**a), False)
+
+    def forward_return_lse(
+        self,
+        q: torch.Tensor,
+        paged_kv_cache: KvCache,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        k_scale: float | torch.Tensor | None = None,
+        v_scale: float | torch.Tensor | None = None,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        *,
+        allow_fp16_qk_reduction: bool | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Deprecated: forward() that returns (out, lse), lse base 2 and [tokens, num_qo_heads]."""
+        a = dict(locals())
+        del a["self"], a["q"], a["paged_kv_cache"]
+        return self._forward(q, paged_kv_cache, PlanArguments(**a), True)
+
+
+class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillWrapper):
+    """Attention of a batch over a ragged KV cache: plan() once, run() for every layer.
+
+    The keys of request i are rows kv_indptr[i] to kv_indptr[i + 1] of one tensor.
+
+    Args:
+        float_workspace_buffer: scratch memory for split-KV partials, any dtype; 128 MB is plenty,
+            and with less (even with none) keys are split less. Its device is the device of all
+            tensors.
+        kv_layout: "NHD": k and v are [tokens, num_kv_heads, head_dim]; "HND": [num_kv_heads,
+            tokens, head_dim].
+        use_cuda_graph: False. The buffers after it are effective with True only.
+        backend: "auto", "fa2", "fa3" or "cpu". An explicit one never becomes another.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong.
+        NotImplementedError: use_cuda_graph=True, or backend="cudnn".
+    """
+
+    def __init__(
+        self,
+        float_workspace_buffer: torch.Tensor,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        qo_indptr_buf: torch.Tensor | None = None,
+        kv_indptr_buf: torch.Tensor | None = None,
+        custom_mask_buf: torch.Tensor | None = None,
+        qk_indptr_buf: torch.Tensor | None = None,
+        backend: str = "auto",
+        *,
+        mask_indptr_buf: torch.Tensor | None = None,
+    ) -> None:
+        super().__init__(
+            float_workspace_buffer,
+            kv_layout,
+            use_cuda_graph,
+            backend,
+            {
+                "qo_indptr_buf": qo_indptr_buf,
+                "kv_indptr_buf": kv_indptr_buf,
+                "custom_mask_buf": custom_mask_buf,
+                "qk_indptr_buf": qk_indptr_buf,
+                "mask_indptr_buf": mask_indptr_buf,
+            },
+        )
+
+    @head_dim_has_two_names
+    def plan(
+        self,
+        qo_indptr: torch.Tensor,
+        kv_indptr: torch.Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        custom_mask: torch.Tensor | None = None,
+        packed_custom_mask: torch.Tensor | None = None,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        allow_fp16_qk_reduction: bool = False,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        q_data_type: str | torch.dtype = "float16",
+        kv_data_type: str | torch.dtype | None = None,
+        *,
+        non_blocking: bool = False,
+        head_dim_qk: int | None = None,
+        head_dim_vo: int | None = None,
+        use_fp16_qk_reduction: bool | None = None,
+        o_data_type: str | torch.dtype | None = None,
+        o_dtype: str | torch.dtype | None = None,
+        prefix_len_ptr: None = None,
+        token_pos_in_items_ptr: None = None,
+        token_pos_in_items_len: int = 0,
+        max_item_len_ptr: None = None,
+        seq_lens: torch.Tensor | None = None,
+        seq_lens_q: torch.Tensor | None = None,
+        max_token_per_sequence: int | None = None,
+        max_sequence_kv: int | None = None,
+        fixed_split_size: int | None = None,
+        disable_split_kv: bool = False,
+        uniform_q_len: int | None = None,
+    ) -> None:
+        """Chooses a kernel and makes its work list for a batch of these lengths.
+
+        Note the order: window_left and logits_soft_cap come before sm_scale here, after it in the
+        paged wrapper.
+
+        Args:
+            qo_indptr: [batch_size + 1] int32, first token of each request in q, on the CPU (which
+                costs no wait for the GPU) or on the wrapper's device (copied back once).
+            kv_indptr: [batch_size + 1] int32, first token of each request in k and v.
+            The others are those of BatchPrefillWithPagedKVCacheWrapper.plan().
+
+        Raises:
+            TypeError, ValueError: an argument is wrong, or a workspace too small.
+            NotImplementedError: no compiled kernel serves it, or an option of a later release.
+            The wrapper keeps the plan it had.
+        """
+        arguments = dict(locals())
+        del arguments["self"]
+        self._plan(PlanArguments(**arguments))
+
+    begin_forward = plan
+
+    @same_arguments_as(plan)
+    def workspace_size(self, a: PlanArguments) -> tuple[int, int]:
+        """(float_bytes, int_bytes) that plan() with these arguments uses at most. Plans nothing."""
+        return self._workspace_size(a)
+
+    def _batch(self, a: PlanArguments) -> tuple[Any, Any]:
+        batch = _lengths.make_batch(
+            _lengths.index_array("qo_indptr", a.qo_indptr, self.device),
+            _lengths.index_array("kv_indptr", a.kv_indptr, self.device),
+            None,
+            0,
+            kv_name="kv_indptr",
+        )
+        return batch, None
+
+    def run(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        return_lse: bool = False,
+        *,
+        q_scale: float | torch.Tensor | None = None,
+        k_scale: float | torch.Tensor | None = None,
+        v_scale: float | torch.Tensor | None = None,
+        scale_q: torch.Tensor | None = None,
+        scale_k: torch.Tensor | None = None,
+        scale_v: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+        lse_base: str = "log2",
+        lse_layout: str = "NH",
+        enable_pdl: bool | None = None,
+        window_left: int | None = None,
+        sinks: None = None,
+        kv_cache_sf: None = None,
+    ) -> Result:
+        """Computes one layer of the planned batch on the current stream.
+
+        Args:
+            q: [qo_indptr[-1], num_qo_heads, head_dim].
+            k: [at least kv_indptr[-1], num_kv_heads, head_dim] (NHD) or [num_kv_heads, at least
+                kv_indptr[-1], head_dim] (HND); any strides but a contiguous last dimension.
+            v: like k with head_dim_vo.
+            window_left: another window than the planned one; planned when first asked for.
+            q_scale, k_scale, v_scale, return_lse, out, lse, lse_base, lse_layout, enable_pdl,
+            scale_q, scale_k, scale_v, sinks, kv_cache_sf: as in single_prefill_with_kv_cache.
+
+        Returns:
+            out [qo_indptr[-1], num_qo_heads, head_dim_vo], or (out, lse) with return_lse.
+
+        Raises:
+            TypeError, ValueError: not planned, or a tensor is not what was planned. Nothing is
+            launched. NotImplementedError: an option of a later release.
+        """
+        if (
+            enable_pdl is not None
+            or sinks is not None
+            or kv_cache_sf is not None
+            or scale_q is not None
+            or scale_k is not None
+            or scale_v is not None
+        ):
+            check.permission("enable_pdl", enable_pdl)
+            check.absent(
+                sinks=sinks,
+                kv_cache_sf=kv_cache_sf,
+                scale_q=scale_q,
+                scale_k=scale_k,
+                scale_v=scale_v,
+            )
+        outputs = run_outputs(out, lse, return_lse, lse_base, lse_layout)
+        return self._run(q, (k, v), (q_scale, k_scale, v_scale), outputs, window_left)
+
+    def run_return_lse(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """run() with return_lse=True."""
+        return self.run(q, k, v, return_lse=True, **options)
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        *,
+        k_scale: float | torch.Tensor | None = None,
+        v_scale: float | torch.Tensor | None = None,
+        allow_fp16_qk_reduction: bool | None = None,
+    ) -> torch.Tensor:
+        """Deprecated: run() with its own options; they replace those of plan(), defaults included.
+
+        Where they differ from the plan, the variant is selected and planned again, once for all
+        layers. A custom mask of plan() stays.
+        """
+        a = dict(locals())
+        del a["self"], a["q"], a["k"], a["v"]
+        return self._forward(q, (k, v), PlanArguments(**a), False)
+
+    def forward_return_lse(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        *,
+        k_scale: float | torch.Tensor | None = None,
+        v_scale: float | torch.Tensor | None = None,
+        allow_fp16_qk_reduction: bool | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Deprecated: forward() that returns (out, lse), lse base 2 and [tokens, num_qo_heads]."""
+        a = dict(locals())
+        del a["self"], a["q"], a["k"], a["v"]
+        return self._forward(q, (k, v), PlanArguments(**a), True)

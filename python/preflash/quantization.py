@@ -1,0 +1,92 @@
+"""Packing of masks into bits."""
+
+from __future__ import annotations
+
+import torch
+
+from . import _masks
+from . import _validate as check
+from ._launch_site import LaunchSite
+
+__all__ = ["packbits", "segment_packbits"]
+
+_BIT_ORDERS = ("big", "little")
+
+
+def packbits(x: torch.Tensor, bitorder: str = "big") -> torch.Tensor:
+    """Packs n elements into ceil(n / 8) bytes, like numpy.packbits; pad bits are 0.
+
+    Args:
+        x: [n] bool or uint8, on the CPU or a GPU; what is not zero is a 1.
+        bitorder: "big": element 0 is the highest bit of byte 0; "little": the lowest, which is what
+            packed_custom_mask wants.
+
+    Returns:
+        [ceil(n / 8)] uint8 on x's device.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong.
+    """
+    little = check.one_of("bitorder", bitorder, _BIT_ORDERS) == "little"
+    x = _elements(x)
+    segments = torch.tensor([0, x.numel(), 0, -(-x.numel() // 8)], dtype=torch.int64)
+    return _pack(x, segments, little)
+
+
+def segment_packbits(
+    x: torch.Tensor, indptr: torch.Tensor, bitorder: str = "big"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Packs every segment x[indptr[i] : indptr[i + 1]] into bytes of its own.
+
+    Args:
+        x: [n] bool or uint8, on the CPU or a GPU; what is not zero is a 1.
+        indptr: [num_segments + 1] int32 or int64, rising from 0 or more to at most n, on the CPU
+            or on x's device. One on the GPU costs a wait for it, because the result's size depends
+            on it.
+        bitorder: "big" or "little", as in packbits.
+
+    Returns:
+        packed: [sum of ceil(length / 8)] uint8 on x's device.
+        new_indptr: [num_segments + 1] int32 on indptr's device, first byte of each segment.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong.
+    """
+    little = check.one_of("bitorder", bitorder, _BIT_ORDERS) == "little"
+    x = _elements(x)
+    check.tensor("indptr", indptr)
+    if indptr.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"indptr is {indptr.dtype}; must be torch.int32 or torch.int64")
+    if indptr.dim() != 1 or indptr.numel() == 0:
+        raise ValueError(f"indptr has shape {tuple(indptr.shape)}; must be [num_segments + 1]")
+    if indptr.device.type != "cpu" and indptr.device != x.device:
+        raise ValueError(f"indptr is on {indptr.device}; must be on the CPU or on {x.device}")
+    begin = indptr.cpu().to(torch.int64)
+    lengths = begin.diff()
+    if bool((lengths < 0).any()) or int(begin[0]) < 0 or int(begin[-1]) > x.numel():
+        raise ValueError(
+            f"indptr goes from {int(begin[0])} to {int(begin[-1])} with a smallest step of "
+            f"{int(lengths.min()) if lengths.numel() else 0}; must rise from 0 or more to at most "
+            f"{x.numel()}, the elements of x"
+        )
+    packed_begin = torch.zeros_like(begin)
+    torch.cumsum((lengths + 7) // 8, 0, out=packed_begin[1:])
+    packed = _pack(x, torch.cat([begin, packed_begin]), little)
+    return packed, packed_begin.to(torch.int32).to(indptr.device)
+
+
+def _elements(x: torch.Tensor) -> torch.Tensor:
+    check.tensor("x", x)
+    if x.dtype not in (torch.bool, torch.uint8):
+        raise TypeError(f"x is {x.dtype}; must be torch.bool or torch.uint8")
+    if x.dim() != 1:
+        raise ValueError(f"x has shape {tuple(x.shape)}; must be one-dimensional")
+    return x.contiguous()
+
+
+def _pack(x: torch.Tensor, segments: torch.Tensor, little: bool) -> torch.Tensor:
+    site = LaunchSite(x.device)
+    packed = torch.empty(int(segments[-1]), dtype=torch.uint8, device=x.device)
+    if packed.numel() > 0:
+        _masks.pack_segments(x, packed, segments.to(x.device), site, little=little)
+    return packed

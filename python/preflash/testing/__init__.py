@@ -1,0 +1,33 @@
+"""What tests and benchmarks share: named cases, inputs built from them, and a float64 oracle.
+
+Everything here needs torch alone. `cases` says what to compute, `inputs` makes the tensors
+(poisoned wherever no request owns them), `oracle` computes the answer in float64, `comparison`
+judges a result against it, `runner` drives the public wrappers, `timing` measures.
+"""
+
+from . import cases, comparison, inputs, oracle, runner, timing
+from .cases import Case, KvForm, Magnitude, MaskKind
+from .comparison import Report, compare, poison
+from .inputs import Inputs, build
+from .oracle import Expected, attend, expected
+
+__all__ = [
+    "Case",
+    "Expected",
+    "Inputs",
+    "KvForm",
+    "Magnitude",
+    "MaskKind",
+    "Report",
+    "attend",
+    "build",
+    "cases",
+    "compare",
+    "comparison",
+    "expected",
+    "inputs",
+    "oracle",
+    "poison",
+    "runner",
+    "timing",
+]

@@ -1,0 +1,408 @@
+"""Named attention problems, shared by the tests and the benchmark.
+
+A `Case` says everything about a problem but the numbers: lengths, heads, dimensions, storage,
+mask, logits pipeline and KV split. `core()` is the hand-written list that covers every axis;
+`random_cases` draws more of them from a seed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import random
+from collections.abc import Iterator
+
+import torch
+
+
+class MaskKind(enum.Enum):
+    """Which keys a row keeps, before the window: all, causal, or a random custom mask."""
+
+    NONE = "full"
+    CAUSAL = "causal"
+    CUSTOM = "custom"  # dense, flattened, bool
+    CUSTOM_UINT8 = "custom8"  # dense, flattened, uint8
+    PACKED = "packed"  # bits in little order, every request on its own byte
+
+
+class KvForm(enum.Enum):
+    """How K and V lie in memory. The logical shape is that of the layout in every form."""
+
+    SEPARATE = "sep"  # two contiguous tensors
+    COMBINED = "comb"  # one tensor with K and V interleaved: the 5-D cache
+    HALVES = "halves"  # two halves of one last dimension of head_dim_qk + head_dim_vo
+    PADDED = "padded"  # 16 poisoned columns behind every row, of q as well
+    TRANSPOSED = "transp"  # memory order of the other layout
+    FLAT = "flat"  # page_size 1 without the page dimension: 3-D
+
+
+class Magnitude(enum.Enum):
+    """What the logits look like."""
+
+    NORMAL = "normal"  # independent normal numbers
+    IDENTICAL = "identical"  # all logits of a row are equal
+    VERY_NEGATIVE = "neg"  # around -2.5e5, exact in float32, with differences of a few units
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One batch attention problem. `page_size` 0 means ragged K and V."""
+
+    name: str
+    qo_lens: tuple[int, ...]
+    kv_lens: tuple[int, ...]
+    num_qo_heads: int = 4
+    num_kv_heads: int = 1
+    head_dim: int = 128
+    head_dim_vo: int | None = None
+    dtype: torch.dtype = torch.bfloat16
+    page_size: int = 0
+    layout: str = "NHD"
+    form: KvForm = KvForm.SEPARATE
+    mask: MaskKind = MaskKind.NONE
+    window_left: int = -1
+    soft_cap: float | None = None
+    sm_scale: float | None = None
+    fixed_split_size: int | None = None
+    disable_split_kv: bool = False
+    magnitude: Magnitude = Magnitude.NORMAL
+
+    def __post_init__(self) -> None:
+        if len(self.qo_lens) != len(self.kv_lens):
+            raise ValueError(
+                f"{self.name}: {len(self.qo_lens)} qo_lens, {len(self.kv_lens)} kv_lens"
+            )
+        if self.num_qo_heads % self.num_kv_heads:
+            raise ValueError(f"{self.name}: {self.num_qo_heads} heads over {self.num_kv_heads}")
+        if self.form is KvForm.FLAT and self.page_size != 1:
+            raise ValueError(f"{self.name}: the flat form is for page_size 1")
+
+    @property
+    def dim_vo(self) -> int:
+        return self.head_dim if self.head_dim_vo is None else self.head_dim_vo
+
+    @property
+    def batch_size(self) -> int:
+        return len(self.qo_lens)
+
+    @property
+    def group_size(self) -> int:
+        return self.num_qo_heads // self.num_kv_heads
+
+    @property
+    def paged(self) -> bool:
+        return self.page_size > 0
+
+    @property
+    def scale(self) -> float:
+        return self.head_dim**-0.5 if self.sm_scale is None else self.sm_scale
+
+    @property
+    def has_custom_mask(self) -> bool:
+        return self.mask in (MaskKind.CUSTOM, MaskKind.CUSTOM_UINT8, MaskKind.PACKED)
+
+    @property
+    def id(self) -> str:
+        """Readable and unique within a list: the name, then what decides the kernel."""
+        dims = f"d{self.head_dim}" + (f"x{self.dim_vo}" if self.dim_vo != self.head_dim else "")
+        storage = f"p{self.page_size}" if self.paged else "ragged"
+        dtype = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "f32"}[self.dtype]
+        parts = [self.name, dtype, dims, f"h{self.num_qo_heads}k{self.num_kv_heads}", storage]
+        parts += [self.layout.lower(), self.form.value, self.mask.value]
+        if self.window_left >= 0:
+            parts.append(f"w{self.window_left}")
+        if self.soft_cap:
+            parts.append(f"cap{self.soft_cap:g}")
+        if self.fixed_split_size is not None:
+            parts.append(f"split{self.fixed_split_size}")
+        if self.disable_split_kv:
+            parts.append("nosplit")
+        return "-".join(parts)
+
+    def with_dtype(self, dtype: torch.dtype) -> Case:
+        return dataclasses.replace(self, dtype=dtype)
+
+
+def flops(case: Case) -> float:
+    """Multiply-adds counted twice, causal and window regions by the keys that are kept."""
+    total = 0
+    for qo_len, kv_len in zip(case.qo_lens, case.kv_lens, strict=True):
+        kept = qo_len * kv_len
+        if case.mask is MaskKind.CAUSAL or case.window_left >= 0:
+            delta = kv_len - qo_len
+            kept = 0
+            for row in range(qo_len):
+                last = row + delta if case.mask is MaskKind.CAUSAL else kv_len - 1
+                first = row + delta - case.window_left if case.window_left >= 0 else 0
+                kept += max(0, min(last, kv_len - 1) - max(first, 0) + 1)
+        total += 2 * kept * case.num_qo_heads * (case.head_dim + case.dim_vo)
+    return float(total)
+
+
+_C = MaskKind.CAUSAL
+_CUSTOM = MaskKind.CUSTOM
+_CUSTOM8 = MaskKind.CUSTOM_UINT8
+_PACKED = MaskKind.PACKED
+
+
+def _ragged_cases() -> Iterator[Case]:
+    yield Case("mha", (64, 128, 129, 1), (64, 128, 129, 1), 4, 4, 64)
+    yield Case("gqa4", (33, 11, 1, 120), (33, 11, 1, 120), 8, 2, 128, mask=_C)
+    yield Case("append", (17, 65), (300, 65), 6, 2, 256, mask=_C)
+    yield Case("append_full", (5, 70), (257, 130), 3, 3, 256)
+    yield Case("mla", (37, 100), (37, 211), 4, 4, 192, 128, mask=_C)
+    yield Case("mla_full", (129, 3), (130, 300), 4, 1, 192, 128)
+    yield Case("mla_hnd", (40, 9), (90, 9), 2, 2, 192, 128, layout="HND", mask=_C)
+    yield Case("d96", (70, 20), (96, 200), 4, 4, 96, form=KvForm.PADDED, mask=_C)
+    yield Case("d80", (70, 20), (96, 200), 5, 1, 80, form=KvForm.PADDED)
+    yield Case("d40", (70, 20), (96, 200), 8, 1, 40, form=KvForm.PADDED, mask=_C)
+    yield Case("d8", (70, 20), (96, 200), 4, 2, 8, form=KvForm.PADDED)
+    yield Case("d72", (31,), (333,), 3, 1, 72, form=KvForm.HALVES, mask=_C)
+    yield Case("d136", (31, 64), (50, 64), 2, 2, 136, form=KvForm.PADDED, mask=_C)
+    yield Case("d192", (31, 64), (50, 64), 2, 1, 192, form=KvForm.PADDED)
+    yield Case("d248", (31, 64), (50, 64), 2, 1, 248, form=KvForm.PADDED, mask=_C)
+    yield Case("hnd", (33, 11, 1, 120), (70, 11, 64, 120), 8, 2, 128, layout="HND", mask=_C)
+    yield Case("hnd_full", (200, 3), (65, 128), 3, 1, 64, layout="HND")
+    yield Case("nhd_over_hnd", (33, 90), (70, 90), 4, 2, 128, form=KvForm.TRANSPOSED)
+    yield Case("hnd_over_nhd", (33, 90), (70, 90), 4, 2, 64, layout="HND", form=KvForm.TRANSPOSED)
+    yield Case("halves", (33, 90), (70, 90), 4, 2, 128, form=KvForm.HALVES, mask=_C)
+    yield Case("interleaved", (33, 90), (70, 90), 4, 2, 64, form=KvForm.COMBINED, mask=_C)
+    yield Case("longer_q", (150, 70, 9), (64, 3, 1), 4, 1, 128, mask=_C)
+    yield Case("longer_q_full", (150, 70, 9), (64, 3, 1), 4, 1, 64)
+    zero_q, zero_kv = (0, 20, 5, 0, 0, 3), (40, 0, 9, 0, 7, 130)
+    yield Case("zero_lengths", zero_q, zero_kv, 4, 2, 128, mask=_C)
+    yield Case("zero_lengths_full", zero_q, zero_kv, 3, 1, 64)
+    yield Case("all_empty", (0, 0), (0, 0), 4, 2, 64)
+    yield Case("no_keys", (5, 70), (0, 0), 4, 2, 128, mask=_C)
+    yield Case("window0", (40, 130), (100, 130), 4, 4, 128, mask=_C, window_left=0)
+    yield Case("window31", (40, 130), (100, 300), 8, 2, 64, mask=_C, window_left=31)
+    yield Case("window_wide", (40, 130), (100, 130), 4, 1, 128, mask=_C, window_left=1000)
+    yield Case("left_only", (40, 130), (300, 130), 4, 1, 128, window_left=17)
+    yield Case("left_only0", (40, 130), (300, 130), 2, 2, 64, window_left=0)
+    yield Case("left_only_longer_q", (140, 70), (64, 3), 3, 1, 128, window_left=20)
+    yield Case("softcap", (60, 31), (60, 200), 8, 2, 128, mask=_C, soft_cap=30.0)
+    yield Case("softcap_tight", (60, 31), (60, 200), 4, 4, 256, soft_cap=1.5, sm_scale=0.5)
+    yield Case("scale", (60, 31), (60, 200), 4, 2, 64, sm_scale=0.4, mask=_C)
+    yield Case("negative_scale", (20, 31), (60, 200), 4, 2, 64, sm_scale=-0.2)
+    yield Case("custom", (60, 31, 7), (60, 200, 13), 4, 2, 128, mask=_CUSTOM)
+    yield Case("custom_u8", (5, 1, 64), (67, 9, 129), 8, 1, 64, mask=_CUSTOM8, window_left=40)
+    yield Case("packed", (13, 31, 7, 1), (13, 201, 13, 3), 4, 4, 128, mask=_PACKED)
+    yield Case("custom_cap", (61, 31), (61, 200), 6, 2, 256, mask=_CUSTOM, soft_cap=20.0)
+    yield Case("custom_mla", (61, 31), (61, 200), 2, 2, 192, 128, mask=_PACKED)
+    yield Case("custom_longer_q", (90, 3), (17, 1), 3, 1, 64, mask=_CUSTOM)
+    same = Magnitude.IDENTICAL
+    yield Case("identical", (20, 130), (77, 300), 4, 2, 128, magnitude=same, mask=_C)
+    neg = Magnitude.VERY_NEGATIVE
+    yield Case(
+        "very_negative", (20, 130), (77, 300), 4, 2, 64, magnitude=neg, sm_scale=1.0, mask=_C
+    )
+    yield Case(
+        "very_negative_custom",
+        (20, 7),
+        (77, 300),
+        2,
+        1,
+        128,
+        magnitude=neg,
+        sm_scale=1.0,
+        mask=_CUSTOM,
+    )
+
+
+def _paged_cases() -> Iterator[Case]:
+    mixed_q, mixed_kv = (33, 11, 1, 55, 0, 8), (261, 180, 231, 60, 77, 0)
+    yield Case("seed_like", mixed_q, mixed_kv, 8, 2, 128, page_size=16, mask=_C)
+    yield Case("page1", mixed_q, mixed_kv, 4, 1, 128, page_size=1, mask=_C)
+    flat = KvForm.FLAT
+    yield Case("page1_flat", mixed_q, mixed_kv, 3, 1, 64, page_size=1, form=flat, mask=_C)
+    yield Case("page3", mixed_q, mixed_kv, 5, 1, 64, page_size=3, mask=_C)
+    yield Case("page8_hnd", mixed_q, mixed_kv, 8, 1, 128, page_size=8, layout="HND", mask=_C)
+    yield Case("page64", mixed_q, mixed_kv, 4, 4, 256, page_size=64)
+    yield Case("page64_hnd", mixed_q, mixed_kv, 4, 1, 128, page_size=64, layout="HND")
+    yield Case("page5_d96", mixed_q, mixed_kv, 4, 1, 96, page_size=5, form=KvForm.PADDED, mask=_C)
+    yield Case("page16_d40", mixed_q, mixed_kv, 4, 2, 40, page_size=16, form=KvForm.PADDED)
+    vllm = KvForm.HALVES
+    yield Case(
+        "vllm_like", (1, 1, 40, 9), (90, 17, 40, 129), 8, 2, 128, page_size=16, form=vllm, mask=_C
+    )
+    yield Case(
+        "vllm_like_hnd",
+        (1, 40, 9),
+        (17, 40, 129),
+        8,
+        2,
+        64,
+        page_size=32,
+        form=vllm,
+        layout="HND",
+        mask=_C,
+    )
+    yield Case("combined", (9, 70), (129, 70), 4, 2, 64, page_size=16, form=KvForm.COMBINED)
+    yield Case(
+        "combined_hnd",
+        (9, 70),
+        (129, 70),
+        4,
+        2,
+        128,
+        page_size=16,
+        form=KvForm.COMBINED,
+        layout="HND",
+        mask=_C,
+    )
+    yield Case("transposed", (9, 70), (129, 70), 4, 2, 128, page_size=4, form=KvForm.TRANSPOSED)
+    yield Case("mla_paged", (9, 70), (129, 70), 4, 4, 192, 128, page_size=16, mask=_C)
+    yield Case(
+        "decode", (1,) * 9, (1, 2, 15, 16, 17, 63, 65, 257, 400), 8, 1, 128, page_size=16, mask=_C
+    )
+    yield Case("decode_mha", (1,) * 4, (1, 33, 200, 400), 4, 4, 64, page_size=1)
+    yield Case("speculative", (4, 3, 2, 1), (64, 333, 18, 2), 5, 1, 256, page_size=8, mask=_C)
+    yield Case(
+        "split", (1, 2, 40), (700, 513, 600), 4, 2, 128, page_size=16, mask=_C, fixed_split_size=64
+    )
+    yield Case(
+        "split_hnd", (1, 70), (700, 130), 8, 1, 64, page_size=3, layout="HND", fixed_split_size=100
+    )
+    yield Case("split_ragged", (3, 150, 0), (512, 450, 9), 3, 3, 256, mask=_C, fixed_split_size=128)
+    yield Case(
+        "split_window", (3, 150), (512, 450), 4, 4, 64, mask=_C, window_left=70, fixed_split_size=64
+    )
+    yield Case(
+        "split_cap_custom",
+        (3, 50),
+        (512, 450),
+        4,
+        1,
+        128,
+        page_size=16,
+        mask=_CUSTOM,
+        soft_cap=10.0,
+        fixed_split_size=64,
+    )
+    yield Case("split_mla", (3, 50), (512, 450), 2, 2, 192, 128, mask=_C, fixed_split_size=64)
+    yield Case(
+        "no_split",
+        (1, 2, 40),
+        (700, 513, 600),
+        4,
+        2,
+        128,
+        page_size=16,
+        mask=_C,
+        disable_split_kv=True,
+    )
+    yield Case("window_paged", mixed_q, mixed_kv, 4, 2, 128, page_size=16, mask=_C, window_left=50)
+    yield Case("left_only_paged", mixed_q, mixed_kv, 4, 2, 64, page_size=1, window_left=9)
+    yield Case("softcap_paged", mixed_q, mixed_kv, 8, 2, 256, page_size=16, mask=_C, soft_cap=50.0)
+    yield Case(
+        "custom_paged", (13, 31, 0, 7, 1), (13, 201, 5, 13, 3), 4, 1, 128, page_size=8, mask=_CUSTOM
+    )
+    yield Case(
+        "packed_paged",
+        (13, 31, 7, 1),
+        (13, 201, 13, 3),
+        8,
+        2,
+        64,
+        page_size=16,
+        mask=_PACKED,
+        window_left=100,
+    )
+    yield Case(
+        "neg_paged",
+        (9, 70),
+        (129, 70),
+        4,
+        2,
+        128,
+        page_size=16,
+        mask=_C,
+        magnitude=Magnitude.VERY_NEGATIVE,
+        sm_scale=1.0,
+    )
+
+
+def core() -> list[Case]:
+    """Hand-written cases that together touch every axis of the specification."""
+    return [*_ragged_cases(), *_paged_cases()]
+
+
+def tiny() -> list[Case]:
+    """A few problems small enough for compute-sanitizer, one per kernel path."""
+    return [
+        Case("tall", (70,), (70,), 2, 1, 64, mask=_C),
+        Case("short", (1, 2), (40, 19), 4, 1, 64, page_size=8, mask=_C),
+        Case("tall_paged", (66,), (131,), 2, 2, 128, page_size=16, mask=_C),
+        Case("page1", (9,), (37,), 2, 1, 128, page_size=1, layout="HND"),
+        Case("custom", (17,), (33,), 2, 1, 64, mask=_PACKED),
+        Case("softcap", (9,), (70,), 2, 1, 128, soft_cap=5.0, window_left=11),
+        Case("split", (2,), (300,), 4, 1, 128, page_size=3, mask=_C, fixed_split_size=64),
+        Case("mla", (20,), (45,), 1, 1, 192, 128, mask=_C),
+        Case("d96", (20, 0, 3), (45, 7, 0), 2, 1, 96, form=KvForm.PADDED, mask=_C),
+        Case("d256", (20,), (90,), 2, 1, 256, form=KvForm.HALVES, mask=_C),
+    ]
+
+
+def _length(rng: random.Random, longest: int) -> int:
+    """Mostly around tile edges or short; sometimes zero."""
+    kind = rng.random()
+    if kind < 0.08:
+        return 0
+    if kind < 0.3:
+        return rng.randint(1, min(8, longest))
+    if kind < 0.6:
+        edge = rng.choice([16, 32, 64, 128, 192, 256]) + rng.randint(-1, 1)
+        return min(edge, longest)
+    return rng.randint(1, longest)
+
+
+def _random_storage(rng: random.Random) -> dict[str, object]:
+    page_size = rng.choice([0, 0, 1, 1, 2, 3, 7, 8, 16, 16, 32, 64, 100])
+    forms = [form for form in KvForm if form is not KvForm.FLAT]
+    form = KvForm.FLAT if page_size == 1 and rng.random() < 0.3 else rng.choice(forms)
+    return {"page_size": page_size, "form": form, "layout": rng.choice(["NHD", "HND"])}
+
+
+def _random_case(rng: random.Random, index: int, longest: int) -> Case:
+    batch = rng.choice([1, 1, 2, 3, 5, 8])
+    kv_lens = tuple(_length(rng, longest) for _ in range(batch))
+    style = rng.choice(["self", "append", "decode", "free"])
+    if style == "self":
+        qo_lens = kv_lens
+    elif style == "decode":
+        qo_lens = tuple(rng.choice([0, 1, 1, 1, 2, 4]) for _ in range(batch))
+    elif style == "append":
+        qo_lens = tuple(rng.randint(0, kv_len) for kv_len in kv_lens)
+    else:
+        qo_lens = tuple(_length(rng, longest // 2) for _ in range(batch))
+
+    dims: tuple[int, int | None] = (rng.choice([64, 128, 128, 256, 8 * rng.randint(1, 32)]), None)
+    if rng.random() < 0.1:
+        dims = (192, 128)
+    num_kv_heads = rng.choice([1, 1, 2, 3])
+    storage = _random_storage(rng)
+    if storage["form"] is KvForm.COMBINED and dims[1] is not None:
+        storage["form"] = KvForm.HALVES
+    split = rng.random()
+    return Case(
+        f"fuzz{index}",
+        qo_lens,
+        kv_lens,
+        num_kv_heads * rng.choice([1, 1, 2, 3, 4, 5, 8]),
+        num_kv_heads,
+        *dims,
+        dtype=rng.choice([torch.float16, torch.bfloat16]),
+        mask=rng.choice([MaskKind.NONE, _C, _C, _C, _CUSTOM, _PACKED]),
+        window_left=rng.choice([-1, -1, -1, 0, 1, 17, 64, 200]),
+        soft_cap=rng.choice([None, None, None, 2.0, 30.0]),
+        sm_scale=rng.choice([None, None, 0.05, 0.3]),
+        fixed_split_size=rng.choice([1, 64, 100, 128, 256]) if split < 0.35 else None,
+        disable_split_kv=split > 0.85,
+        **storage,
+    )
+
+
+def random_cases(count: int, *, seed: int, longest: int = 300) -> list[Case]:
+    """`count` cases drawn from `seed`; no length exceeds `longest`."""
+    rng = random.Random(seed)
+    return [_random_case(rng, index, longest) for index in range(count)]

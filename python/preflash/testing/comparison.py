@@ -1,0 +1,204 @@
+"""Judges a result against the float64 oracle, with bounds derived from the number formats.
+
+The model: float32 accumulation, probabilities p rounded once to the matrix format, the output
+rounded once. With unit roundoffs u_o (output format), u_p (format of p in P @ V) and e = 2^-24
+(float32):
+
+* A logit is a float32 sum of products and at most three float32 multiplications: its absolute
+  error is at most d = `logit_rounding` * e * X, X = |sm_scale| |q| |k| (tensor cores truncate, 16
+  terms a step: 32 covers head_dim 256). A soft cap c adds 8 e c for its tanh.
+* p_j carries a relative error of u_p and 2 d + 2^-19 (exponential, running rescale). A part of it
+  that all j share changes the output by at most its size times |o|; the rest is independent from j
+  to j and adds up to its size times N = sqrt(sum_j (p_j v_j)^2). Rounding errors have a standard
+  deviation of 0.42 units, so 3 u_p N is more than 7 deviations: no element of hundreds of millions
+  reaches it by chance.
+* Numbers under the float16 normal range have an absolute error of 2^-25 instead.
+
+Per element:  |error| <= (u_o + r) |o| + 3 r N + 2^-25 (1 + sqrt(S) max|v|),
+r = u_p + 2 d + 2^-19.
+
+Over a tensor: the same with 0.6 u for u and quadratic sums, which is what rounding to nearest
+leaves (0.42 each) with a margin for short tensors; it sees a wrong scale of one rounding unit.
+
+LSE (base 2):  |error| <= 1.5 (2 d) + 2^-13 + 4 e |lse|: the exponential's 2^-19, S additions in
+float32 and the logarithm stay far below 2^-13 = 1.2e-4 together.
+
+NaN, +Inf and -Inf must stand exactly where the oracle has them; a fully masked row is exactly zero.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import torch
+
+from .oracle import LOG2_E, Expected
+
+FLOAT32_ROUNDOFF = 2.0**-24
+LSE_SLACK = 2.0**-13
+EXP_ERROR = 2.0**-19
+
+
+def unit_roundoff(dtype: torch.dtype) -> float:
+    """The largest relative error of rounding to nearest: 2^-8 for bfloat16, 2^-11 for float16."""
+    return torch.finfo(dtype).eps / 2
+
+
+@dataclasses.dataclass
+class Report:
+    """What a comparison found. `failures` is empty when the result is right."""
+
+    max_abs_error: float = 0.0
+    rel_frobenius: float = 0.0
+    worst_ratio: float = 0.0  # largest |error| / bound over the elements
+    frobenius_ratio: float = 0.0
+    max_lse_error: float = 0.0
+    lse_ratio: float = 0.0
+    failures: list[str] = dataclasses.field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        return not self.failures
+
+    def __str__(self) -> str:
+        numbers = (
+            f"max abs error {self.max_abs_error:.3g} ({self.worst_ratio:.2f} of its bound), "
+            f"relative Frobenius {self.rel_frobenius:.3g} ({self.frobenius_ratio:.2f}), "
+            f"LSE error {self.max_lse_error:.3g} ({self.lse_ratio:.2f})"
+        )
+        return numbers if self.ok else "; ".join(self.failures) + f" [{numbers}]"
+
+    def check(self) -> None:
+        if not self.ok:
+            raise AssertionError(str(self))
+
+
+def poison(shape, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
+    """A tensor of NaN, to be handed out as an output buffer: what is not written stays visible."""
+    return torch.full(tuple(shape), math.nan, dtype=dtype, device=device)
+
+
+def _kind(t: torch.Tensor) -> torch.Tensor:
+    """0 finite, 1 NaN, 2 +Inf, 3 -Inf."""
+    kind = torch.zeros(t.shape, dtype=torch.int8, device=t.device)
+    kind[t.isnan()] = 1
+    kind[t == math.inf] = 2
+    kind[t == -math.inf] = 3
+    return kind
+
+
+def _same_kinds(
+    name: str, got: torch.Tensor, want: torch.Tensor, failures: list[str]
+) -> torch.Tensor:
+    """Where both are finite; a mismatch is described with its first place."""
+    got_kind, want_kind = _kind(got), _kind(want)
+    wrong = got_kind != want_kind
+    if bool(wrong.any()):
+        place = tuple(wrong.nonzero()[0].tolist())
+        names = ["finite", "NaN", "+Inf", "-Inf"]
+        failures.append(
+            f"{name}: {int(wrong.sum())} of {wrong.numel()} values are of the wrong kind, "
+            f"first at {place}: {names[got_kind[place]]} instead of {names[want_kind[place]]}"
+        )
+    return (got_kind == 0) & (want_kind == 0)
+
+
+def _roundoffs(
+    want: Expected, dtype: torch.dtype, p_dtype: torch.dtype, soft_cap: float, logit_rounding: float
+) -> tuple[float, torch.Tensor, torch.Tensor]:
+    """u_o, r and d of the module's formulas; r and d are per row and head."""
+    d = logit_rounding * FLOAT32_ROUNDOFF * want.logit_bound + 8 * FLOAT32_ROUNDOFF * soft_cap
+    r = unit_roundoff(p_dtype) + 2 * d + EXP_ERROR
+    return unit_roundoff(dtype), r, d
+
+
+def compare(
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    want: Expected,
+    *,
+    p_dtype: torch.dtype | None = None,
+    soft_cap: float = 0.0,
+    logit_rounding: float = 32.0,
+    lse_base: str = "log2",
+) -> Report:
+    """`out` [rows, heads, dim] and `lse` [rows, heads] against the oracle's answer for those rows.
+
+    `p_dtype` is the format of the probabilities in P @ V; the output's by default. `logit_rounding`
+    counts the float32 roundings of a logit; fewer for inputs whose products and sums are exact.
+    """
+    report = Report()
+    failures = report.failures
+    if tuple(out.shape) != tuple(want.out.shape):
+        failures.append(f"out: shape {tuple(out.shape)}, expected {tuple(want.out.shape)}")
+        return report
+    if lse is not None and lse.dtype != torch.float32:
+        failures.append(f"lse: dtype {lse.dtype}, expected torch.float32")
+    if out.numel() == 0:
+        if lse is not None and tuple(lse.shape) != tuple(want.lse.shape):
+            failures.append(f"lse: shape {tuple(lse.shape)}, expected {tuple(want.lse.shape)}")
+        return report
+
+    u_out, r, d = _roundoffs(want, out.dtype, p_dtype or out.dtype, soft_cap, logit_rounding)
+    _compare_out(report, out, want, u_out, r)
+    if lse is not None:
+        _compare_lse(report, lse, want, d, lse_base)
+    return report
+
+
+def _compare_out(
+    report: Report, out: torch.Tensor, want: Expected, u_out: float, r: torch.Tensor
+) -> None:
+    finite = _same_kinds("out", out, want.out, report.failures)
+    error = torch.where(finite, out.double() - want.out, 0.0)
+    size, n, r = want.out.abs(), want.spread, r[..., None]
+    tiny = 2.0**-25 * (1 + math.sqrt(max(want.longest_kv, 1)) * want.value_bound)
+    bound = (u_out + r) * size + 3 * r * n + tiny
+
+    masked = want.lse == -math.inf
+    if bool((out[masked] != 0).any()):
+        report.failures.append("out: a row that keeps no key is not exactly zero")
+    ratio = torch.where(finite, error.abs() / bound, 0.0)
+    report.max_abs_error = float(error.abs().max())
+    report.worst_ratio = float(ratio.max())
+    if report.worst_ratio > 1:
+        place = tuple(int(i) for i in (ratio == ratio.max()).nonzero()[0])
+        report.failures.append(
+            f"out: {int((ratio > 1).sum())} of {ratio.numel()} values are outside their bound, "
+            f"worst at {place}: {float(out[place]):.6g} instead of {float(want.out[place]):.6g} "
+            f"(bound {float(bound[place]):.3g})"
+        )
+    variance = (u_out * size).square() + (r * size).square() + (r * n).square()
+    allowed = 0.6 * float(variance.nan_to_num().sum().sqrt()) + tiny * math.sqrt(error.numel())
+    norm = float(want.out.nan_to_num(posinf=0.0, neginf=0.0).norm())
+    total = float(error.norm())
+    report.rel_frobenius = total / norm if norm > 0 else total
+    report.frobenius_ratio = total / allowed
+    if report.frobenius_ratio > 1:
+        report.failures.append(
+            f"out: Frobenius error {total:.3g} of {norm:.3g} exceeds {allowed:.3g}"
+        )
+
+
+def _compare_lse(
+    report: Report, lse: torch.Tensor, want: Expected, d: torch.Tensor, lse_base: str
+) -> None:
+    unit = 1.0 if lse_base == "log2" else 1.0 / LOG2_E
+    reference = want.lse * unit
+    if tuple(lse.shape) != tuple(reference.shape):
+        report.failures.append(f"lse: shape {tuple(lse.shape)}, expected {tuple(reference.shape)}")
+        return
+    finite = _same_kinds("lse", lse, reference, report.failures)
+    error = torch.where(finite, (lse.double() - reference).abs(), 0.0)
+    bound = (
+        LOG2_E * 2 * d + LSE_SLACK + 4 * FLOAT32_ROUNDOFF * want.lse.abs().nan_to_num(posinf=0.0)
+    )
+    ratio = torch.where(finite, error / (bound * unit), 0.0)
+    report.max_lse_error, report.lse_ratio = float(error.max()), float(ratio.max())
+    if report.lse_ratio > 1:
+        place = tuple(int(i) for i in (ratio == ratio.max()).nonzero()[0])
+        report.failures.append(
+            f"lse: {int((ratio > 1).sum())} of {ratio.numel()} values are outside their bound, "
+            f"worst at {place}: {float(lse[place]):.8g} instead of {float(reference[place]):.8g}"
+        )

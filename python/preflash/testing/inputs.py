@@ -1,0 +1,282 @@
+"""Tensors for a `Case`, poisoned wherever no request owns them.
+
+Every page slot and tensor row that belongs to no request, and every padding column, holds NaN or
+an infinity: a kernel that lets one of them touch a result (0 * NaN is NaN) is found out. The page
+table is a random permutation of a pool that is larger than needed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import torch
+
+from .cases import Case, KvForm, Magnitude, MaskKind
+from .oracle import Pipeline
+
+PAD_COLUMNS = 16  # a multiple of 16 bytes in every dtype
+SPARE_ROWS = 5  # ragged rows behind the last request
+SPARE_PAGES = 3
+
+
+@dataclasses.dataclass
+class Request:
+    """One request, dense: q [L, Hq, Dqk], k [S, Hkv, Dqk], v [S, Hkv, Dvo], mask [L, S] or None."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    mask: torch.Tensor | None
+
+
+@dataclasses.dataclass
+class Inputs:
+    """What the wrappers take. Ragged: k, v, kv_indptr in tokens. Paged: cache and a page table."""
+
+    case: Case
+    q: torch.Tensor
+    qo_indptr: torch.Tensor
+    kv_indptr: torch.Tensor
+    k: torch.Tensor  # ragged: in the case's layout; paged: the pool, 4-D (3-D when flat)
+    v: torch.Tensor
+    cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None
+    indices: torch.Tensor | None = None
+    last_page_len: torch.Tensor | None = None
+    custom_mask: torch.Tensor | None = None
+    packed_custom_mask: torch.Tensor | None = None
+    masks: list[torch.Tensor] | None = None
+    page_table: list[list[int]] | None = None
+
+    @property
+    def pipeline(self) -> Pipeline:
+        case = self.case
+        return Pipeline(
+            sm_scale=case.scale,
+            causal=case.mask is MaskKind.CAUSAL,
+            window_left=case.window_left,
+            soft_cap=case.soft_cap or 0.0,
+        )
+
+    def request(self, i: int) -> Request:
+        """Gathers request i out of the storage, following the page table."""
+        case = self.case
+        qo_begin = sum(case.qo_lens[:i])
+        q = self.q[qo_begin : qo_begin + case.qo_lens[i]]
+        mask = None if self.masks is None else self.masks[i]
+        kv_len = case.kv_lens[i]
+        if self.page_table is None:
+            kv_begin = sum(case.kv_lens[:i])
+            k, v = (_as_nhd(t, case.layout)[kv_begin : kv_begin + kv_len] for t in (self.k, self.v))
+            return Request(q, k, v, mask)
+        pages = torch.tensor(self.page_table[i], dtype=torch.long, device=q.device)
+        k, v = (_pages(t, case)[pages].flatten(0, 1)[:kv_len] for t in (self.k, self.v))
+        return Request(q, k, v, mask)
+
+
+def _as_nhd(t: torch.Tensor, layout: str) -> torch.Tensor:
+    return t if layout == "NHD" else t.transpose(-3, -2)
+
+
+def _pages(pool: torch.Tensor, case: Case) -> torch.Tensor:
+    """[pages, page_size, heads, dim] whatever the layout and form."""
+    return pool[:, None] if case.form is KvForm.FLAT else _as_nhd(pool, case.layout)
+
+
+def fill_poison(t: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
+    """Fills `t` with NaN, +Inf and -Inf in random places."""
+    choice = torch.randint(0, 4, t.shape, generator=generator, dtype=torch.int8).to(t.device)
+    t.fill_(math.nan)
+    t.masked_fill_(choice == 1, math.inf).masked_fill_(choice == 2, -math.inf)
+    return t
+
+
+def _storage(
+    case: Case, leading: Sequence[int], generator: torch.Generator, device: torch.device | str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Poisoned K and V of shape [*leading, head, dim] in the layout, and the 5-D tensor if any.
+
+    `leading` is (pages, page_size) or (tokens,).
+    """
+    *outer, tokens = leading
+    heads, form = case.num_kv_heads, case.form
+    hnd = (case.layout == "HND") != (form is KvForm.TRANSPOSED)
+    rows = [heads, tokens] if hnd else [tokens, heads]
+
+    def make(*shape: int) -> torch.Tensor:
+        return fill_poison(torch.empty(shape, dtype=case.dtype), generator).to(device)
+
+    if form is KvForm.COMBINED:
+        if case.paged:
+            both = make(*outer, 2, *rows, case.head_dim)
+            return both[:, 0], both[:, 1], both
+        both = (
+            make(tokens, 2, heads, case.head_dim)
+            if not hnd
+            else make(heads, 2, tokens, case.head_dim)
+        )
+        return both[:, 0], both[:, 1], None
+    if form is KvForm.HALVES:
+        both = make(*outer, *rows, case.head_dim + case.dim_vo)
+        return both[..., : case.head_dim], both[..., case.head_dim :], None
+    if form is KvForm.PADDED:
+        k = make(*outer, *rows, case.head_dim + PAD_COLUMNS)[..., : case.head_dim]
+        v = make(*outer, *rows, case.dim_vo + PAD_COLUMNS)[..., : case.dim_vo]
+        return k, v, None
+    if form is KvForm.FLAT:
+        return make(tokens, heads, case.head_dim), make(tokens, heads, case.dim_vo), None
+    k, v = make(*outer, *rows, case.head_dim), make(*outer, *rows, case.dim_vo)
+    if form is KvForm.TRANSPOSED:
+        k, v = k.transpose(-3, -2), v.transpose(-3, -2)
+    return k, v, None
+
+
+def _values(
+    case: Case, kind: str, rows: int, heads: int, dim: int, generator: torch.Generator
+) -> torch.Tensor:
+    """Random contents of one request's q, k or v: [rows, heads, dim]."""
+    values = torch.randn(rows, heads, dim, generator=generator)
+    if kind == "v" or case.magnitude is Magnitude.NORMAL:
+        return values
+    if case.magnitude is Magnitude.IDENTICAL:
+        return values[:1].expand(rows, heads, dim) if kind == "k" else values
+    # -500 * 500 plus a small integer: exact in every format and in float32 sums.
+    values = torch.zeros(rows, heads, dim)
+    values[..., 0] = -500.0 if kind == "q" else 500.0
+    values[..., 1] = 1.0 if kind == "q" else 0.0
+    if kind == "k":
+        values[..., 1] = torch.randint(-3, 4, (rows, heads), generator=generator).float()
+    return values
+
+
+def _page_table(case: Case, generator: torch.Generator) -> tuple[list[list[int]], int]:
+    counts = [-(-kv_len // case.page_size) for kv_len in case.kv_lens]
+    num_pages = sum(counts) + SPARE_PAGES
+    shuffled = torch.randperm(num_pages, generator=generator).tolist()
+    table, begin = [], 0
+    for count in counts:
+        table.append(shuffled[begin : begin + count])
+        begin += count
+    return table, num_pages
+
+
+def _masks(case: Case, generator: torch.Generator) -> list[torch.Tensor]:
+    """Random masks; some rows keep nothing, some everything, and whole blocks are uniform."""
+    masks = []
+    for qo_len, kv_len in zip(case.qo_lens, case.kv_lens, strict=True):
+        mask = torch.rand(qo_len, kv_len, generator=generator) < 0.6
+        draw = torch.rand(qo_len, 1, generator=generator)
+        mask = (mask & (draw > 0.05)) | (draw > 0.9)
+        if kv_len > 96:
+            mask[:, 32:64] = False
+            mask[:, 64:96] = True
+        masks.append(mask)
+    return masks
+
+
+def pack_little(mask: torch.Tensor) -> torch.Tensor:
+    """Bits of one flattened request: bit b of byte t is element 8 t + b, padded with zeros."""
+    flat = mask.flatten().to(torch.uint8)
+    padded = torch.nn.functional.pad(flat, (0, -flat.numel() % 8)).view(-1, 8)
+    weights = torch.tensor([1 << b for b in range(8)], dtype=torch.int32, device=mask.device)
+    return (padded.int() * weights).sum(1).to(torch.uint8)
+
+
+def indptr(lengths: Sequence[int], device: torch.device | str = "cpu") -> torch.Tensor:
+    """int32 [len + 1]: 0 and the running sums."""
+    sums = [0]
+    for length in lengths:
+        sums.append(sums[-1] + length)
+    return torch.tensor(sums, dtype=torch.int32, device=device)
+
+
+def _query(case: Case, generator: torch.Generator, device: torch.device | str) -> torch.Tensor:
+    shape = (sum(case.qo_lens), case.num_qo_heads, case.head_dim)
+    q = torch.cat(
+        [_values(case, "q", n, *shape[1:], generator) for n in case.qo_lens]
+        or [torch.zeros(0, *shape[1:])]
+    ).to(case.dtype)
+    if case.form is not KvForm.PADDED:
+        return q.to(device)
+    wide = fill_poison(torch.empty(*shape[:2], shape[2] + PAD_COLUMNS, dtype=case.dtype), generator)
+    wide[..., : shape[2]] = q
+    return wide.to(device)[..., : shape[2]]
+
+
+def build(
+    case: Case,
+    *,
+    device: torch.device | str = "cpu",
+    index_device: torch.device | str | None = None,
+    seed: int = 0,
+) -> Inputs:
+    """Makes the tensors of a case on `device`; indptr, indices and lengths on `index_device`."""
+    generator = torch.Generator().manual_seed(seed)
+    index_device = device if index_device is None else index_device
+    q = _query(case, generator, device)
+    contents = []
+    for kv_len in case.kv_lens:
+        k = _values(case, "k", kv_len, case.num_kv_heads, case.head_dim, generator)
+        v = _values(case, "v", kv_len, case.num_kv_heads, case.dim_vo, generator)
+        contents.append((k.to(case.dtype).to(device), v.to(case.dtype).to(device)))
+    masks = [m.to(device) for m in _masks(case, generator)] if case.has_custom_mask else None
+
+    inputs = Inputs(
+        case=case,
+        q=q,
+        qo_indptr=indptr(case.qo_lens, index_device),
+        kv_indptr=indptr(case.kv_lens, index_device),
+        k=q,
+        v=q,
+        masks=masks,
+    )
+    if case.paged:
+        _fill_paged(inputs, contents, generator, device, index_device)
+    else:
+        _fill_ragged(inputs, contents, generator, device)
+    if masks is not None:
+        _attach_masks(inputs, masks, device)
+    return inputs
+
+
+def _fill_ragged(inputs: Inputs, contents, generator, device) -> None:
+    case = inputs.case
+    total = sum(case.kv_lens)
+    inputs.k, inputs.v, _ = _storage(case, (total + SPARE_ROWS,), generator, device)
+    begin = 0
+    for k, v in contents:
+        _as_nhd(inputs.k, case.layout)[begin : begin + k.shape[0]] = k
+        _as_nhd(inputs.v, case.layout)[begin : begin + v.shape[0]] = v
+        begin += k.shape[0]
+
+
+def _fill_paged(inputs: Inputs, contents, generator, device, index_device) -> None:
+    case = inputs.case
+    table, num_pages = _page_table(case, generator)
+    leading = (num_pages,) if case.form is KvForm.FLAT else (num_pages, case.page_size)
+    inputs.k, inputs.v, both = _storage(case, leading, generator, device)
+    inputs.cache = (inputs.k, inputs.v) if both is None else both
+    inputs.page_table = table
+    for pages, (k, v) in zip(table, contents, strict=True):
+        for pool, rows in ((inputs.k, k), (inputs.v, v)):
+            slots = torch.arange(rows.shape[0], device=device)
+            page = torch.tensor(pages, dtype=torch.long, device=device)
+            view = _pages(pool, case)
+            view[page[slots // case.page_size], slots % case.page_size] = rows
+    flat = [page for pages in table for page in pages]
+    inputs.indices = torch.tensor(flat, dtype=torch.int32, device=index_device)
+    inputs.kv_indptr = indptr([len(pages) for pages in table], index_device)
+    last = [(n - 1) % case.page_size + 1 if n else 0 for n in case.kv_lens]
+    inputs.last_page_len = torch.tensor(last, dtype=torch.int32, device=index_device)
+
+
+def _attach_masks(inputs: Inputs, masks: list[torch.Tensor], device) -> None:
+    flat = torch.cat([mask.flatten() for mask in masks])
+    if inputs.case.mask is MaskKind.PACKED:
+        inputs.packed_custom_mask = torch.cat([pack_little(mask) for mask in masks]).to(device)
+    elif inputs.case.mask is MaskKind.CUSTOM_UINT8:
+        # Any non-zero value keeps.
+        inputs.custom_mask = flat.to(torch.uint8) * 3
+    else:
+        inputs.custom_mask = flat

@@ -1,0 +1,195 @@
+"""Attention in float64: the one definition of right that every backend is compared with.
+
+For row i and key j of a request with L queries and S keys, delta = S - L:
+logit = sm_scale * dot(q_i, k_j), soft-capped to c * tanh(logit / c), and -inf where the mask drops
+the key. Causal keeps j <= i + delta; window_left w >= 0 keeps j >= i + delta - w; a custom mask
+replaces causal and is ANDed with the window. A row that keeps nothing has output 0 and LSE -inf.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import torch
+
+LOG2_E = math.log2(math.e)
+
+
+@dataclasses.dataclass
+class Expected:
+    """The answer in float64, and what a bound on rounding errors needs to know."""
+
+    out: torch.Tensor  # [rows, num_qo_heads, head_dim_vo]
+    lse: torch.Tensor  # [rows, num_qo_heads], base 2, -inf where nothing is kept
+    spread: torch.Tensor  # like out: sqrt(sum_j (p_j v_j)^2), how independent errors of p_j add up
+    logit_bound: torch.Tensor  # like lse: |sm_scale| * |q_i| * max_j |k_j|, no logit exceeds it
+    value_bound: float  # max |v|
+    longest_kv: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Pipeline:
+    """What happens between q.k and the softmax, and to the output."""
+
+    sm_scale: float
+    causal: bool = False
+    window_left: int = -1
+    soft_cap: float = 0.0
+    out_scale: float = 1.0
+
+
+def kept(
+    pipeline: Pipeline,
+    qo_len: int,
+    kv_len: int,
+    custom: torch.Tensor | None = None,
+    rows: torch.Tensor | None = None,
+    device: torch.device | str = "cpu",
+) -> torch.Tensor:
+    """The mask [rows, kv_len] as bool; `custom` is [qo_len, kv_len], True or non-zero keeps."""
+    if rows is None:
+        rows = torch.arange(qo_len, device=device)
+    diagonal = rows.to(device)[:, None] + (kv_len - qo_len)
+    keys = torch.arange(kv_len, device=device)[None, :]
+    keep = torch.ones(diagonal.shape[0], kv_len, dtype=torch.bool, device=device)
+    if custom is not None:
+        keep &= custom.to(device)[rows.to(device)].bool()
+    elif pipeline.causal:
+        keep &= keys <= diagonal
+    if pipeline.window_left >= 0:
+        keep &= keys >= diagonal - pipeline.window_left
+    return keep
+
+
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    pipeline: Pipeline,
+    *,
+    custom: torch.Tensor | None = None,
+    rows: torch.Tensor | None = None,
+) -> Expected:
+    """One request: q [L, Hq, Dqk], k [S, Hkv, Dqk], v [S, Hkv, Dvo], any float dtype and device.
+
+    `rows` selects query rows (indices into [0, L)); the answer then has only those. Inputs are
+    upcast exactly; NaN and Inf in them propagate.
+    """
+    qo_len, kv_len, device = q.shape[0], k.shape[0], q.device
+    num_kv_heads = k.shape[1]
+    group = q.shape[1] // num_kv_heads
+    keep = kept(pipeline, qo_len, kv_len, custom, rows, device)
+    if rows is not None:
+        q = q[rows.to(device)]
+    # [Hkv, G, rows, D] against [Hkv, 1, S, D]: query head h reads KV head h // G.
+    q64 = q.double().unflatten(1, (num_kv_heads, group)).permute(1, 2, 0, 3)
+    k64 = k.double().permute(1, 0, 2)[:, None]
+    v64 = v.double().permute(1, 0, 2)[:, None]
+
+    x = q64 @ k64.transpose(-1, -2) * pipeline.sm_scale
+    if pipeline.soft_cap > 0:
+        x = pipeline.soft_cap * torch.tanh(x / pipeline.soft_cap)
+    x = x.masked_fill(~keep, -math.inf)
+
+    top = x.amax(-1, keepdim=True) if kv_len else x.new_full((*x.shape[:-1], 1), -math.inf)
+    anchor = top.masked_fill(top == -math.inf, 0.0)
+    p = torch.exp(x - anchor)
+    total = p.sum(-1, keepdim=True)
+    empty = ~keep.any(-1)[None, None, :, None]
+    p = torch.where(empty, torch.zeros_like(p), p / total.masked_fill(empty, 1.0))
+    out = p @ v64
+    spread = torch.sqrt(p.square() @ v64.square())
+    lse = (torch.log2(total) + anchor * LOG2_E).masked_fill(empty, -math.inf)
+
+    q_norm = q64.norm(dim=-1)
+    k_norm = (
+        k64.norm(dim=-1).amax(-1, keepdim=True) if kv_len else k64.new_zeros(num_kv_heads, 1, 1)
+    )
+    bound = abs(pipeline.sm_scale) * q_norm * k_norm
+
+    def rows_first(t: torch.Tensor) -> torch.Tensor:
+        return t.permute(2, 0, 1, 3).flatten(1, 2)
+
+    return Expected(
+        out=rows_first(out * pipeline.out_scale),
+        lse=rows_first(lse).squeeze(-1),
+        spread=rows_first(spread * abs(pipeline.out_scale)),
+        logit_bound=rows_first(bound[..., None]).squeeze(-1),
+        value_bound=float(v64.abs().max()) * abs(pipeline.out_scale) if v64.numel() else 0.0,
+        longest_kv=kv_len,
+    )
+
+
+def concatenate(parts: Sequence[Expected]) -> Expected:
+    """The rows of several requests one after the other, as the batch wrappers return them."""
+    return Expected(
+        out=torch.cat([part.out for part in parts]),
+        lse=torch.cat([part.lse for part in parts]),
+        spread=torch.cat([part.spread for part in parts]),
+        logit_bound=torch.cat([part.logit_bound for part in parts]),
+        value_bound=max(part.value_bound for part in parts),
+        longest_kv=max(part.longest_kv for part in parts),
+    )
+
+
+def expected(
+    inputs,
+    *,
+    pipeline: Pipeline | None = None,
+    rows: Sequence[torch.Tensor | None] | None = None,
+    head_block: int = 0,
+) -> Expected:
+    """The answer for a whole `Inputs`; `rows[i]` picks local rows of request i (None: all of them).
+
+    `head_block` > 0 computes that many KV heads at a time, which bounds memory on large problems.
+    """
+    case = inputs.case
+    pipeline = inputs.pipeline if pipeline is None else pipeline
+    parts = []
+    for i in range(case.batch_size):
+        request = inputs.request(i)
+        picked = None if rows is None else rows[i]
+        step = head_block or case.num_kv_heads
+        blocks = []
+        for head in range(0, case.num_kv_heads, step):
+            end = min(head + step, case.num_kv_heads)
+            blocks.append(
+                attend(
+                    request.q[:, head * case.group_size : end * case.group_size],
+                    request.k[:, head:end],
+                    request.v[:, head:end],
+                    pipeline,
+                    custom=request.mask,
+                    rows=picked,
+                )
+            )
+        parts.append(blocks[0] if len(blocks) == 1 else _join_heads(blocks))
+    return concatenate(parts)
+
+
+def _join_heads(blocks: Sequence[Expected]) -> Expected:
+    return Expected(
+        out=torch.cat([block.out for block in blocks], 1),
+        lse=torch.cat([block.lse for block in blocks], 1),
+        spread=torch.cat([block.spread for block in blocks], 1),
+        logit_bound=torch.cat([block.logit_bound for block in blocks], 1),
+        value_bound=max(block.value_bound for block in blocks),
+        longest_kv=blocks[0].longest_kv,
+    )
+
+
+def merge(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Merges v [tokens, states, heads, dim] with base-2 s [tokens, states, heads], in float64."""
+    v64, s64 = v.double(), s.double()
+    top = s64.amax(1, keepdim=True)
+    anchor = top.masked_fill(top == -math.inf, 0.0)
+    weight = torch.exp2(s64 - anchor)
+    total = weight.sum(1)
+    empty = total == 0
+    # A state with weight zero contributes nothing, whatever it holds.
+    terms = torch.where(weight[..., None] > 0, weight[..., None] * v64, torch.zeros_like(v64))
+    out = terms.sum(1) / total.masked_fill(empty, 1.0)[..., None]
+    lse = (torch.log2(total) + anchor.squeeze(1)).masked_fill(empty, -math.inf)
+    return out.masked_fill(empty[..., None], 0.0), lse

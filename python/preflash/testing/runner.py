@@ -1,0 +1,119 @@
+"""Drives the public wrappers over `Inputs`, the way a caller would."""
+
+from __future__ import annotations
+
+import torch
+
+from .cases import Case, Magnitude
+from .comparison import Report, compare, poison
+from .inputs import Inputs
+from .oracle import Expected, expected
+
+WORKSPACE_BYTES = 32 * 1024 * 1024
+
+
+def workspace(device: torch.device | str = "cpu", size: int = WORKSPACE_BYTES) -> torch.Tensor:
+    return torch.empty(size, dtype=torch.uint8, device=device)
+
+
+def make_wrapper(case: Case, *, backend: str, device: torch.device | str = "cpu", buffer=None):
+    """A paged or ragged wrapper for the case, not planned."""
+    import preflash
+
+    buffer = workspace(device) if buffer is None else buffer
+    if case.paged:
+        return preflash.BatchPrefillWithPagedKVCacheWrapper(buffer, case.layout, backend=backend)
+    return preflash.BatchPrefillWithRaggedKVCacheWrapper(buffer, case.layout, backend=backend)
+
+
+def plan_arguments(inputs: Inputs) -> tuple[tuple, dict]:
+    """Positional and keyword arguments of plan()."""
+    case = inputs.case
+    heads = (case.num_qo_heads, case.num_kv_heads, case.head_dim)
+    if case.paged:
+        table = (inputs.qo_indptr, inputs.kv_indptr, inputs.indices, inputs.last_page_len)
+        positional = (*table, *heads, case.page_size)
+    else:
+        positional = (inputs.qo_indptr, inputs.kv_indptr, *heads)
+    options = {
+        "custom_mask": inputs.custom_mask,
+        "packed_custom_mask": inputs.packed_custom_mask,
+        "causal": inputs.pipeline.causal,
+        "sm_scale": case.sm_scale,
+        "window_left": case.window_left,
+        "logits_soft_cap": case.soft_cap,
+        "q_data_type": case.dtype,
+        "kv_data_type": case.dtype,
+        "fixed_split_size": case.fixed_split_size,
+        "disable_split_kv": case.disable_split_kv,
+    }
+    if case.head_dim_vo is not None:
+        options["head_dim_vo"] = case.head_dim_vo
+    return positional, options
+
+
+def plan(wrapper, inputs: Inputs, **overrides) -> None:
+    positional, options = plan_arguments(inputs)
+    wrapper.plan(*positional, **{**options, **overrides})
+
+
+def run(wrapper, inputs: Inputs, **options):
+    """wrapper.run on the inputs; poisoned output buffers unless the caller brings his own."""
+    case = inputs.case
+    shape = (inputs.q.shape[0], case.num_qo_heads)
+    options.setdefault("out", poison((*shape, case.dim_vo), case.dtype, inputs.q.device))
+    options.setdefault("lse", poison(shape, torch.float32, inputs.q.device))
+    options.setdefault("return_lse", True)
+    if case.paged:
+        return wrapper.run(inputs.q, inputs.cache, **options)
+    return wrapper.run(inputs.q, inputs.k, inputs.v, **options)
+
+
+def single(inputs: Inputs, *, backend: str, **options):
+    """single_prefill_with_kv_cache on a ragged case of one request; returns (out, lse)."""
+    import preflash
+
+    case = inputs.case
+    if case.batch_size != 1 or case.paged:
+        raise ValueError(f"{case.id} is not a single ragged request")
+    kv_len = case.kv_lens[0]
+    tokens = 0 if case.layout == "NHD" else 1
+    arguments = {
+        "custom_mask": None if inputs.custom_mask is None else inputs.masks[0],
+        "packed_custom_mask": inputs.packed_custom_mask,
+        "causal": inputs.pipeline.causal,
+        "kv_layout": case.layout,
+        "sm_scale": case.sm_scale,
+        "window_left": case.window_left,
+        "logits_soft_cap": case.soft_cap,
+        "return_lse": True,
+        "backend": backend,
+    }
+    return preflash.single_prefill_with_kv_cache(
+        inputs.q,
+        inputs.k.narrow(tokens, 0, kv_len),
+        inputs.v.narrow(tokens, 0, kv_len),
+        **{**arguments, **options},
+    )
+
+
+def judge(inputs: Inputs, out, lse, want: Expected | None = None, **options) -> Report:
+    """Compares with the oracle, with the bounds that the case deserves."""
+    case = inputs.case
+    want = expected(inputs) if want is None else want
+    if case.magnitude is Magnitude.VERY_NEGATIVE:
+        # Products and sums are exact there: only the multiplications by scale and log2 e round.
+        options.setdefault("logit_rounding", 4.0)
+    return compare(out, lse, want, soft_cap=case.soft_cap or 0.0, **options)
+
+
+def check(
+    inputs: Inputs, *, backend: str, want: Expected | None = None, **plan_overrides
+) -> Report:
+    """Plans and runs a fresh wrapper and raises unless output and LSE are right."""
+    wrapper = make_wrapper(inputs.case, backend=backend, device=inputs.q.device)
+    plan(wrapper, inputs, **plan_overrides)
+    out, lse = run(wrapper, inputs)
+    report = judge(inputs, out, lse, want)
+    report.check()
+    return report

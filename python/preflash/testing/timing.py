@@ -1,0 +1,129 @@
+"""Timers: kernel time by CUDA-graph replay, CPU time of a call, and wall time on the CPU.
+
+All report the median, in microseconds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """Microseconds of one call over several samples."""
+
+    median_us: float
+    fastest_us: float
+    slowest_us: float
+    samples: int
+
+    @classmethod
+    def of(cls, samples_us: list[float]) -> Timing:
+        return cls(statistics.median(samples_us), min(samples_us), max(samples_us), len(samples_us))
+
+
+def gpu_kernel_time(
+    call: Callable[[], object], *, calls: int = 10, samples: int = 11, flush_l2: bool = False
+) -> Timing:
+    """Time on the GPU of one `call`, launched `calls` times in one CUDA graph and replayed.
+
+    `call` must be capturable. With `flush_l2` every call follows a 256 MiB write, whose own time is
+    measured the same way and taken off.
+    """
+    scratch = torch.empty(64 * 1024 * 1024, dtype=torch.int32, device="cuda") if flush_l2 else None
+
+    def step() -> None:
+        if scratch is not None:
+            scratch.zero_()
+        call()
+
+    timing = _graph_time(step, calls, samples)
+    if scratch is None:
+        return timing
+    flush = _graph_time(scratch.zero_, calls, samples).median_us
+    return Timing(
+        timing.median_us - flush,
+        timing.fastest_us - flush,
+        timing.slowest_us - flush,
+        timing.samples,
+    )
+
+
+def _graph_time(call: Callable[[], object], calls: int, samples: int) -> Timing:
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(calls):
+            call()
+    graph.replay()
+    torch.cuda.synchronize()
+    taken = []
+    for _ in range(samples):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        taken.append(begin.elapsed_time(end) * 1000 / calls)
+    return Timing.of(taken)
+
+
+def gpu_stream_time(call: Callable[[], object], *, calls: int = 10, samples: int = 11) -> Timing:
+    """Like gpu_kernel_time for calls that cannot be captured: launch gaps count."""
+    for _ in range(3):
+        call()
+    torch.cuda.synchronize()
+    taken = []
+    for _ in range(samples):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(calls):
+            call()
+        end.record()
+        end.synchronize()
+        taken.append(begin.elapsed_time(end) * 1000 / calls)
+    return Timing.of(taken)
+
+
+def cpu_call_time(
+    call: Callable[[], object], *, calls: int = 50, samples: int = 11, device: str = "cuda"
+) -> Timing:
+    """Time the CPU spends in one `call`; the GPU is drained between samples: queues never fill."""
+    cuda = device.startswith("cuda")
+    for _ in range(5):
+        call()
+    taken = []
+    for _ in range(samples):
+        if cuda:
+            torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for _ in range(calls):
+            call()
+        taken.append((time.perf_counter() - begin) * 1e6 / calls)
+    if cuda:
+        torch.cuda.synchronize()
+    return Timing.of(taken)
+
+
+def cpu_wall_time(
+    call: Callable[[], object], *, min_seconds: float = 0.3, min_samples: int = 3
+) -> Timing:
+    """Wall time of one `call` that computes on the CPU; samples until `min_seconds` have passed."""
+    call()
+    taken: list[float] = []
+    deadline = time.perf_counter() + min_seconds
+    while len(taken) < min_samples or time.perf_counter() < deadline:
+        begin = time.perf_counter()
+        call()
+        taken.append((time.perf_counter() - begin) * 1e6)
+    return Timing.of(taken)

@@ -1,0 +1,166 @@
+"""merge_state, merge_state_in_place and merge_states against the float64 oracle."""
+
+import math
+
+import preflash
+import pytest
+import torch
+from preflash.testing import Case, MaskKind, build, compare, expected, oracle, runner
+from preflash.testing.comparison import unit_roundoff
+
+DTYPES = [torch.float16, torch.bfloat16, torch.float32]
+SHAPES = [(5, 3, 64), (1, 1, 8), (33, 8, 128), (7, 2, 256), (4, 3, 96), (0, 4, 64)]
+
+
+def states(target, tokens, count, heads, dim, dtype, seed=0):
+    """v [tokens, count, heads, dim], s [tokens, count, heads] with -inf in places."""
+    generator = torch.Generator().manual_seed(seed)
+    v = torch.randn(tokens, count, heads, dim, generator=generator).to(dtype)
+    s = torch.randn(tokens, count, heads, generator=generator) * 6
+    s[torch.rand(s.shape, generator=generator) < 0.2] = -math.inf
+    v[s == -math.inf] = 0
+    return target.to(v), target.to(s)
+
+
+def check(v, s, want_v, want_s):
+    """One rounding of the output, float32 inside."""
+    assert s.dtype == torch.float32
+    bound = unit_roundoff(v.dtype) * want_v.abs() + 2.0**-20 * (1 + want_v.abs().max().item())
+    assert v.shape == want_v.shape
+    assert bool(((v.double() - want_v).abs() <= bound).all())
+    assert torch.equal(s == -math.inf, want_s == -math.inf)
+    finite = want_s.isfinite()
+    assert bool(((s.double() - want_s).abs()[finite] <= 2e-6 * (1 + want_s.abs()[finite])).all())
+    assert bool((v[want_s == -math.inf] == 0).all())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_merge_state(target, shape, dtype):
+    if 0 in shape:
+        v, s = target.to(torch.empty(shape, dtype=dtype)), target.to(torch.empty(shape[:2]))
+        out, lse = preflash.merge_state(v, s, v, s)
+        assert (out.shape, lse.shape) == (v.shape, s.shape)
+        return
+    v, s = states(target, shape[0], 2, *shape[1:], dtype)
+    before = v.clone(), s.clone()
+    args = (v[:, 0].contiguous(), s[:, 0].contiguous(), v[:, 1].contiguous(), s[:, 1].contiguous())
+    out, lse = preflash.merge_state(*args)
+    assert out.dtype == dtype
+    check(out, lse, *oracle.merge(v, s))
+    assert torch.equal(v, before[0])
+    assert torch.equal(s, before[1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("count", [1, 2, 3, 7, 40])
+def test_merge_states(target, count, dtype):
+    v, s = states(target, 11, count, 3, 64, dtype)
+    out, lse = preflash.merge_states(v, s)
+    check(out, lse, *oracle.merge(v, s))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("masked", [False, True])
+def test_merge_state_in_place(target, dtype, masked):
+    v, s = states(target, 21, 2, 4, 64, dtype, seed=3)
+    a, sa = v[:, 0].contiguous(), s[:, 0].contiguous()
+    keep = target.to(torch.arange(21) % 3 != 0)
+    old_v, old_s = a.clone(), sa.clone()
+    mask = keep if masked else None
+    result = preflash.merge_state_in_place(
+        a, sa, v[:, 1].contiguous(), s[:, 1].contiguous(), mask=mask
+    )
+    assert result is None
+    want_v, want_s = oracle.merge(v, s)
+    chosen = keep if masked else torch.ones_like(keep)
+    check(a[chosen], sa[chosen], want_v[chosen], want_s[chosen])
+    assert torch.equal(a[~chosen], old_v[~chosen])
+    assert torch.equal(sa[~chosen], old_s[~chosen])
+
+
+def test_minus_infinity_returns_the_other_side(target):
+    v = target.to(torch.randn(4, 2, 64).half())
+    s = target.to(torch.randn(4, 2))
+    none = torch.full_like(s, -math.inf)
+    # What lies in a state of weight zero has no influence, not even NaN.
+    rubbish = torch.full_like(v, math.nan)
+    for out, lse in (
+        preflash.merge_state(v, s, rubbish, none),
+        preflash.merge_state(rubbish, none, v, s),
+        preflash.merge_states(torch.stack([rubbish, v], 1), torch.stack([none, s], 1)),
+    ):
+        assert torch.equal(out, v)
+        torch.testing.assert_close(lse, s, rtol=1e-6, atol=1e-6)
+    out, lse = preflash.merge_state(rubbish, none, rubbish, none)
+    assert bool((out == 0).all())
+    assert bool((lse == -math.inf).all())
+
+
+def test_large_statistics(target):
+    """2^s overflows float32; only differences count."""
+    v = target.to(torch.randn(3, 2, 2, 64))
+    s = target.to(torch.tensor([[[3.6e5], [3.6e5 - 1]], [[-3.6e5], [-3.6e5 - 2]], [[1e4], [-1e4]]]))
+    s = s.expand(3, 2, 2).contiguous()
+    check(*preflash.merge_states(v, s), *oracle.merge(v, s))
+
+
+def test_merging_two_halves_of_the_keys_is_attention(target):
+    whole = Case("whole", (20,), (100,), 4, 2, 64, dtype=torch.float16)
+    inputs = build(whole, device=target.device)
+    parts = []
+    for begin, end in ((0, 37), (37, 100)):
+        out, lse = preflash.single_prefill_with_kv_cache(
+            inputs.q, inputs.k[begin:end], inputs.v[begin:end], return_lse=True
+        )
+        parts += [out.float(), lse]
+    out, lse = preflash.merge_state(*parts)
+    compare(out.half(), lse, expected(inputs)).check()
+
+
+def test_shared_prefix(target):
+    """Cascade: a shared prefix without mask, merged with every request's own causal suffix."""
+    prefix, suffixes = 65, (30, 7)
+    total = Case(
+        "all", suffixes, tuple(prefix + n for n in suffixes), 4, 2, 64, mask=MaskKind.CAUSAL
+    )
+    inputs = build(total, device=target.device)
+    inputs.k[95 : 95 + prefix] = inputs.k[:prefix]
+    inputs.v[95 : 95 + prefix] = inputs.v[:prefix]
+    shared = preflash.single_prefill_with_kv_cache_return_lse(
+        inputs.q, inputs.k[:prefix], inputs.v[:prefix]
+    )
+    own_case = Case("own", suffixes, suffixes, 4, 2, 64, mask=MaskKind.CAUSAL)
+    own = build(own_case, device=target.device)
+    own.q = inputs.q
+    own.k = torch.cat([inputs.k[prefix:95], inputs.k[95 + prefix : 95 + prefix + 7]])
+    own.v = torch.cat([inputs.v[prefix:95], inputs.v[95 + prefix : 95 + prefix + 7]])
+    wrapper = runner.make_wrapper(own_case, backend=target.backend, device=target.device)
+    runner.plan(wrapper, own)
+    out, lse = preflash.merge_state(*shared, *runner.run(wrapper, own))
+    want = expected(inputs)
+    # Two roundings of partial outputs instead of one of the probabilities alone.
+    want.spread = want.spread + want.out.abs()
+    compare(out, lse, want).check()
+
+
+@pytest.mark.parametrize(
+    ("call", "match"),
+    [
+        (lambda v, s: preflash.merge_state(v, s, v[:2], s), "v_b|v_a"),
+        (lambda v, s: preflash.merge_state(v, s[:2], v, s), "s_a"),
+        (lambda v, s: preflash.merge_state(v, s.half(), v, s), "s_a"),
+        (lambda v, s: preflash.merge_state(v, s, v.half(), s), "v_b|v_a"),
+        (lambda v, s: preflash.merge_state(v[0], s, v, s), "v_a"),
+        (lambda v, s: preflash.merge_states(v, s), r"\bv\b"),
+        (lambda v, s: preflash.merge_states(v[:, None], s), r"\bs\b"),
+        (lambda v, s: preflash.merge_state_in_place(v, s, v[:2], s), "v_other|v"),
+        (
+            lambda v, s: preflash.merge_state_in_place(v, s, v, s, mask=torch.ones(2).bool()),
+            "mask",
+        ),
+    ],
+)
+def test_refusals(call, match):
+    with pytest.raises((ValueError, TypeError), match=match):
+        call(torch.randn(3, 2, 64), torch.randn(3, 2))

@@ -1,0 +1,135 @@
+"""Importing needs no GPU, no compiler, no network, and writes nothing."""
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import preflash
+import pytest
+
+
+def python(code: str, **environment: str) -> str:
+    """Runs code in a fresh interpreter with an empty PATH and no visible GPU."""
+    env = {
+        name: value
+        for name, value in os.environ.items()
+        if name in ("PYTHONPATH", "LD_LIBRARY_PATH")
+    }
+    env.update({"PATH": "", "CUDA_VISIBLE_DEVICES": "", "HOME": "/nonexistent", **environment})
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_import_and_compute_without_gpu_or_compiler():
+    out = python(
+        """
+        import torch, preflash
+        q = torch.ones(3, 2, 64); kv = torch.ones(5, 1, 64)
+        print(preflash.single_prefill_with_kv_cache(q, kv, kv, causal=True).sum().item())
+        """
+    )
+    assert float(out) == pytest.approx(3 * 2 * 64)
+
+
+def test_import_as_flashinfer():
+    out = python(
+        """
+        import preflash as flashinfer
+        print(flashinfer.prefill.BatchPrefillWithPagedKVCacheWrapper.__name__)
+        print(flashinfer.BatchPrefillWithRaggedKVCacheWrapper.__name__)
+        print(flashinfer.quantization.packbits is flashinfer.packbits)
+        print(flashinfer.cascade.merge_state is flashinfer.merge_state)
+        """
+    )
+    assert out.split() == [
+        "BatchPrefillWithPagedKVCacheWrapper",
+        "BatchPrefillWithRaggedKVCacheWrapper",
+        "True",
+        "True",
+    ]
+
+
+def test_plan_for_a_gpu_without_one_says_so():
+    out = python(
+        """
+        import torch, preflash
+        try:
+            work = torch.empty(1024, dtype=torch.uint8)
+            w = preflash.BatchPrefillWithRaggedKVCacheWrapper(work, backend="fa2")
+            i = torch.tensor([0, 4], dtype=torch.int32)
+            w.plan(i, i, 2, 1, 64)
+        except (ValueError, RuntimeError, NotImplementedError) as error:
+            print("refused:", error)
+        """
+    )
+    assert out.startswith("refused:")
+    assert "fa2" in out
+
+
+def test_import_starts_no_process_and_writes_no_file(tmp_path):
+    python(
+        """
+        import sys
+        seen = []
+        def hook(event, args):
+            if event in ("subprocess.Popen", "os.system", "os.posix_spawn", "os.fork"):
+                seen.append((event, args))
+            if event == "open" and isinstance(args[1], str) and set(args[1]) & set("wax+"):
+                seen.append((event, args))
+            if event in ("os.mkdir", "socket.connect"):
+                seen.append((event, args))
+        import torch
+        sys.dont_write_bytecode = True
+        sys.addaudithook(hook)
+        import preflash
+        assert not seen, seen
+        """,
+        HOME=str(tmp_path),
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_import_creates_no_cuda_context():
+    out = python("import preflash, torch; print(torch.cuda.is_initialized())")
+    assert out.strip() == "False"
+
+
+def test_testing_needs_torch_alone():
+    out = python(
+        """
+        import sys
+        import preflash.testing
+        print([name for name in ("pytest", "scipy") if name in sys.modules])
+        """
+    )
+    assert out.strip() == "[]"
+
+
+def test_native_modules_need_neither_torch_nor_a_driver():
+    readelf = next(
+        (p for p in (Path("/usr/bin/readelf"), Path("/usr/local/bin/readelf")) if p.exists()), None
+    )
+    if readelf is None:
+        pytest.skip("readelf is not installed")
+    root = Path(preflash.__file__).parent
+    libraries = [Path(preflash._core.__file__), *root.glob("lib/*.so*")]
+    for library in libraries:
+        text = subprocess.run(
+            [readelf, "-d", library], capture_output=True, text=True, check=True
+        ).stdout
+        needed = [line for line in text.splitlines() if "NEEDED" in line]
+        for name in ("libcuda.", "libcudart", "libtorch", "libc10", "libpython"):
+            assert not any(name in line for line in needed), (library, needed)
+
+
+def test_package_is_typed():
+    assert (Path(preflash.__file__).parent / "py.typed").exists()

@@ -1,0 +1,506 @@
+"""What callers rely on beside the numbers: aliases, LSE forms, buffers, re-selection, state."""
+
+import math
+
+import preflash
+import pytest
+import torch
+from preflash.testing import Case, KvForm, MaskKind, build, compare, expected, poison, runner
+from preflash.testing.oracle import Pipeline
+
+RAGGED = Case("ragged", (33, 5, 0, 70), (40, 90, 7, 70), 4, 2, 64, mask=MaskKind.CAUSAL)
+PAGED = Case("paged", (33, 5, 0, 70), (40, 90, 7, 70), 4, 2, 64, page_size=16, mask=MaskKind.CAUSAL)
+LN2 = math.log(2.0)
+
+
+@pytest.fixture(params=[RAGGED, PAGED], ids=["ragged", "paged"])
+def planned(request, target):
+    """(inputs, wrapper) with plan done."""
+    inputs = build(request.param, device=target.device)
+    wrapper = runner.make_wrapper(request.param, backend=target.backend, device=target.device)
+    runner.plan(wrapper, inputs)
+    return inputs, wrapper
+
+
+def tensors(inputs):
+    return (inputs.q, inputs.cache) if inputs.case.paged else (inputs.q, inputs.k, inputs.v)
+
+
+# --- forms of the result -----------------------------------------------------
+
+
+def test_run_returns_out_alone_by_default(planned):
+    inputs, wrapper = planned
+    out = wrapper.run(*tensors(inputs))
+    assert isinstance(out, torch.Tensor)
+    assert out.dtype == inputs.q.dtype
+    assert out.device == inputs.q.device
+    runner.judge(inputs, out, None).check()
+
+
+def test_run_return_lse_equals_run_with_return_lse(planned):
+    inputs, wrapper = planned
+    out, lse = wrapper.run(*tensors(inputs), return_lse=True)
+    out2, lse2 = wrapper.run_return_lse(*tensors(inputs))
+    assert lse.dtype == torch.float32
+    assert lse.shape == (inputs.q.shape[0], inputs.case.num_qo_heads)
+    assert torch.equal(out, out2)
+    assert torch.equal(lse, lse2)
+    runner.judge(inputs, out, lse).check()
+
+
+def test_lse_is_base_2_unless_ln_is_asked_for(planned):
+    inputs, wrapper = planned
+    _, log2 = wrapper.run(*tensors(inputs), return_lse=True)
+    _, same = wrapper.run(*tensors(inputs), return_lse=True, lse_base="log2")
+    out, ln = wrapper.run(*tensors(inputs), return_lse=True, lse_base="ln")
+    assert torch.equal(log2, same)
+    finite = log2.isfinite()
+    torch.testing.assert_close(ln[finite], log2[finite] * LN2, rtol=1e-6, atol=1e-6)
+    runner.judge(inputs, out, ln, lse_base="ln").check()
+
+
+def test_lse_layout_hn_is_the_transpose(planned):
+    inputs, wrapper = planned
+    _, nh = wrapper.run(*tensors(inputs), return_lse=True, lse_layout="NH")
+    _, hn = wrapper.run(*tensors(inputs), return_lse=True, lse_layout="HN")
+    assert hn.shape == (inputs.case.num_qo_heads, inputs.q.shape[0])
+    assert torch.equal(hn.t(), nh)
+
+
+def test_lse_layout_and_base_together_into_a_buffer(planned):
+    inputs, wrapper = planned
+    buffer = poison((inputs.case.num_qo_heads, inputs.q.shape[0]), torch.float32, inputs.q.device)
+    out, lse = wrapper.run(
+        *tensors(inputs), return_lse=True, lse_layout="HN", lse_base="ln", lse=buffer
+    )
+    assert lse.data_ptr() == buffer.data_ptr()
+    runner.judge(inputs, out, buffer.t(), lse_base="ln").check()
+
+
+def test_out_and_lse_buffers_are_used(planned):
+    inputs, wrapper = planned
+    out = poison(inputs.q.shape, inputs.q.dtype, inputs.q.device)
+    lse = poison(inputs.q.shape[:2], torch.float32, inputs.q.device)
+    got_out, got_lse = wrapper.run(*tensors(inputs), out=out, lse=lse, return_lse=True)
+    assert got_out.data_ptr() == out.data_ptr()
+    assert got_lse.data_ptr() == lse.data_ptr()
+    runner.judge(inputs, out, lse).check()
+
+
+def test_out_without_lse(planned):
+    inputs, wrapper = planned
+    out = poison(inputs.q.shape, inputs.q.dtype, inputs.q.device)
+    got = wrapper.run(*tensors(inputs), out=out)
+    assert got.data_ptr() == out.data_ptr()
+    runner.judge(inputs, out, None).check()
+
+
+def test_out_may_be_a_strided_view(planned):
+    """vLLM slices its output out of a larger buffer; rows and heads may be strided."""
+    inputs, wrapper = planned
+    tokens, heads, dim = inputs.q.shape
+    wide = poison((tokens + 2, heads, dim + 8), inputs.q.dtype, inputs.q.device)
+    view = wide[1:-1, :, :dim]
+    wrapper.run(*tensors(inputs), out=view)
+    runner.judge(inputs, view, None).check()
+    assert bool(wide[0].isnan().all() and wide[-1].isnan().all() and wide[..., dim:].isnan().all())
+
+
+# --- scales ------------------------------------------------------------------
+
+
+def test_k_and_q_scale_multiply_the_logits_and_v_scale_the_output(planned):
+    inputs, wrapper = planned
+    out, lse = wrapper.run(
+        *tensors(inputs), q_scale=0.5, k_scale=3.0, v_scale=0.25, return_lse=True
+    )
+    pipeline = Pipeline(inputs.case.scale * 1.5, causal=True, out_scale=0.25)
+    compare(out, lse, expected(inputs, pipeline=pipeline)).check()
+
+
+def test_scales_may_be_one_element_tensors(planned):
+    inputs, wrapper = planned
+    device = inputs.q.device
+    out, lse = wrapper.run(
+        *tensors(inputs),
+        k_scale=torch.tensor(2.0, device=device),
+        v_scale=torch.tensor([0.5], device=device),
+        return_lse=True,
+    )
+    pipeline = Pipeline(inputs.case.scale * 2.0, causal=True, out_scale=0.5)
+    compare(out, lse, expected(inputs, pipeline=pipeline)).check()
+
+
+def test_paged_scales_are_positional(target):
+    inputs = build(PAGED, device=target.device)
+    wrapper = runner.make_wrapper(PAGED, backend=target.backend, device=target.device)
+    runner.plan(wrapper, inputs)
+    out, lse = wrapper.run(inputs.q, inputs.cache, 2.0, 0.5, True)
+    pipeline = Pipeline(PAGED.scale * 2.0, causal=True, out_scale=0.5)
+    compare(out, lse, expected(inputs, pipeline=pipeline)).check()
+
+
+def test_ragged_return_lse_is_positional(target):
+    inputs = build(RAGGED, device=target.device)
+    wrapper = runner.make_wrapper(RAGGED, backend=target.backend, device=target.device)
+    runner.plan(wrapper, inputs)
+    out, lse = wrapper.run(inputs.q, inputs.k, inputs.v, True)
+    runner.judge(inputs, out, lse).check()
+
+
+def test_scale_of_one_run_does_not_stay(planned):
+    inputs, wrapper = planned
+    wrapper.run(*tensors(inputs), k_scale=5.0, v_scale=5.0)
+    runner.judge(inputs, *wrapper.run(*tensors(inputs), return_lse=True)).check()
+
+
+# --- run-time options re-select, they are never dropped ----------------------
+
+FORWARD_OPTIONS = {
+    "causal": {"causal": True},
+    "full": {"causal": False},
+    "window": {"causal": True, "window_left": 9},
+    "window_full": {"causal": False, "window_left": 9},
+    "cap": {"causal": True, "logits_soft_cap": 1.0},
+    "scale": {"causal": True, "sm_scale": 0.5},
+    "all": {"causal": False, "window_left": 20, "logits_soft_cap": 2.0, "sm_scale": 0.3},
+}
+
+
+def forward_pipeline(case: Case, options: dict) -> Pipeline:
+    return Pipeline(
+        options.get("sm_scale", case.scale),
+        options["causal"],
+        options.get("window_left", -1),
+        options.get("logits_soft_cap", 0.0),
+    )
+
+
+@pytest.mark.parametrize("options", FORWARD_OPTIONS.values(), ids=FORWARD_OPTIONS)
+@pytest.mark.parametrize("case", [RAGGED, PAGED], ids=["ragged", "paged"])
+def test_forward_selects_again(target, case, options):
+    """begin_forward knows neither mask nor cap; forward brings them (SGLang's calling order)."""
+    inputs = build(case, device=target.device)
+    wrapper = runner.make_wrapper(case, backend=target.backend, device=target.device)
+    positional, _ = runner.plan_arguments(inputs)
+    wrapper.begin_forward(*positional, q_data_type=case.dtype)
+    want = expected(inputs, pipeline=forward_pipeline(case, options))
+    cap = options.get("logits_soft_cap", 0.0)
+
+    out = wrapper.forward(*tensors(inputs), **options)
+    compare(out, None, want, soft_cap=cap).check()
+    out, lse = wrapper.forward_return_lse(*tensors(inputs), **options)
+    compare(out, lse, want, soft_cap=cap).check()
+    assert wrapper.end_forward() is None
+
+
+def test_forward_with_scales(target):
+    inputs = build(PAGED, device=target.device)
+    wrapper = runner.make_wrapper(PAGED, backend=target.backend, device=target.device)
+    positional, _ = runner.plan_arguments(inputs)
+    wrapper.begin_forward(*positional, q_data_type=PAGED.dtype)
+    out = wrapper.forward(inputs.q, inputs.cache, causal=True, k_scale=2.0, v_scale=0.5)
+    pipeline = Pipeline(PAGED.scale * 2.0, causal=True, out_scale=0.5)
+    compare(out, None, expected(inputs, pipeline=pipeline)).check()
+
+
+def test_forward_in_turns(planned):
+    """Every call means what it says, whatever the one before asked for."""
+    inputs, wrapper = planned
+    for options in (*FORWARD_OPTIONS.values(), *reversed(FORWARD_OPTIONS.values())):
+        out = wrapper.forward(*tensors(inputs), **options)
+        want = expected(inputs, pipeline=forward_pipeline(inputs.case, options))
+        compare(out, None, want, soft_cap=options.get("logits_soft_cap", 0.0)).check()
+
+
+def test_window_left_on_run_is_honoured(planned):
+    inputs, wrapper = planned
+    out, lse = wrapper.run(*tensors(inputs), window_left=6, return_lse=True)
+    want = expected(inputs, pipeline=Pipeline(inputs.case.scale, causal=True, window_left=6))
+    compare(out, lse, want).check()
+    runner.judge(inputs, *wrapper.run(*tensors(inputs), return_lse=True)).check()
+
+
+def test_forward_keeps_a_custom_mask(target):
+    """causal is only effective without a custom mask; forward's default must not undo the mask."""
+    case = Case("mask", (20, 9), (50, 9), 4, 2, 64, mask=MaskKind.CUSTOM)
+    inputs = build(case, device=target.device)
+    wrapper = runner.make_wrapper(case, backend=target.backend, device=target.device)
+    runner.plan(wrapper, inputs)
+    for causal in (False, True):
+        runner.judge(
+            inputs, wrapper.forward(inputs.q, inputs.k, inputs.v, causal=causal), None
+        ).check()
+
+
+# --- aliases -----------------------------------------------------------------
+
+
+def test_head_dim_qk_means_head_dim(target):
+    inputs = build(PAGED, device=target.device)
+    wrapper = runner.make_wrapper(PAGED, backend=target.backend, device=target.device)
+    wrapper.plan(
+        qo_indptr=inputs.qo_indptr,
+        paged_kv_indptr=inputs.kv_indptr,
+        paged_kv_indices=inputs.indices,
+        paged_kv_last_page_len=inputs.last_page_len,
+        num_qo_heads=4,
+        num_kv_heads=2,
+        head_dim_qk=64,
+        head_dim_vo=64,
+        page_size=16,
+        causal=True,
+        use_fp16_qk_reduction=True,
+        q_data_type="bfloat16",
+        o_data_type=torch.bfloat16,
+    )
+    runner.judge(inputs, *wrapper.run(inputs.q, inputs.cache, return_lse=True)).check()
+
+
+def test_ragged_keywords(target):
+    inputs = build(RAGGED, device=target.device)
+    wrapper = preflash.BatchPrefillWithRaggedKVCacheWrapper(
+        float_workspace_buffer=runner.workspace(target.device), kv_layout="NHD", backend="auto"
+    )
+    wrapper.plan(
+        qo_indptr=inputs.qo_indptr,
+        kv_indptr=inputs.kv_indptr,
+        num_qo_heads=4,
+        num_kv_heads=2,
+        head_dim_qk=64,
+        causal=True,
+        q_data_type=torch.bfloat16,
+    )
+    runner.judge(inputs, *wrapper.run(q=inputs.q, k=inputs.k, v=inputs.v, return_lse=True)).check()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_dtypes_by_name(target, dtype):
+    case = RAGGED.with_dtype(dtype)
+    inputs = build(case, device=target.device)
+    wrapper = runner.make_wrapper(case, backend=target.backend, device=target.device)
+    name = str(dtype).removeprefix("torch.")
+    for kv_data_type in (None, name, dtype):
+        runner.plan(wrapper, inputs, q_data_type=name, kv_data_type=kv_data_type)
+        runner.judge(inputs, *runner.run(wrapper, inputs)).check()
+
+
+def test_both_head_dim_spellings_at_once(target):
+    inputs = build(RAGGED, device=target.device)
+    wrapper = runner.make_wrapper(RAGGED, backend=target.backend, device=target.device)
+    with pytest.raises((TypeError, ValueError), match="head_dim"):
+        runner.plan(wrapper, inputs, head_dim_qk=128)
+
+
+# --- state that serving engines read -----------------------------------------
+
+
+def test_attributes(target):
+    case = Case("attributes", (9,), (30,), 4, 2, 64, window_left=12, soft_cap=7.0, sm_scale=0.25)
+    inputs = build(case, device=target.device)
+    wrapper = runner.make_wrapper(case, backend=target.backend, device=target.device)
+    runner.plan(wrapper, inputs, causal=True)
+    assert wrapper._window_left == 12
+    assert wrapper._logits_soft_cap == 7.0
+    assert wrapper._sm_scale == 0.25
+    assert wrapper._causal is True
+    assert wrapper._backend == target.backend
+    assert wrapper.is_cuda_graph_enabled is False
+
+    runner.plan(wrapper, inputs, causal=False, window_left=-1, logits_soft_cap=None, sm_scale=None)
+    assert wrapper._window_left == -1
+    assert wrapper._logits_soft_cap == 0.0
+    assert isinstance(wrapper._logits_soft_cap, float)
+    assert wrapper._causal is False
+
+
+def test_auto_tells_what_it_chose(target):
+    inputs = build(PAGED, device=target.device)
+    wrapper = runner.make_wrapper(PAGED, backend="auto", device=target.device)
+    runner.plan(wrapper, inputs)
+    families = {"cpu": "cpu_", "fa2": "sm80_", "fa3": "sm90_"}
+    assert wrapper.variant.startswith(families[wrapper._backend])
+    assert wrapper._backend == target.backend
+
+
+def test_variant_names_what_runs(target):
+    case = Case("variant", (70,), (70,), 2, 1, 96, dtype=torch.float16, soft_cap=3.0)
+    inputs = build(case, device=target.device)
+    wrapper = runner.make_wrapper(case, backend=target.backend, device=target.device)
+    runner.plan(wrapper, inputs)
+    # One CPU kernel serves every head size and has no short tile; a GPU variant is exact.
+    prefix = "cpu_f16_d256" if target.device == "cpu" else "sm80_f16_d128"
+    assert wrapper.variant == f"{prefix}_prefill_softcap_bounds"
+    assert wrapper.variant in repr(wrapper)
+
+    one = Case("variant", (1,), (70,), 2, 1, 192, 128, mask=MaskKind.PACKED)
+    inputs = build(one, device=target.device)
+    runner.plan(wrapper, inputs)
+    prefix = "cpu_bf16_d256_prefill" if target.device == "cpu" else "sm80_bf16_d192x128_decode"
+    assert wrapper.variant == f"{prefix}_plain_custom"
+    assert wrapper.variant in repr(wrapper)
+
+
+def test_repr_before_plan(target):
+    wrapper = runner.make_wrapper(PAGED, backend=target.backend, device=target.device)
+    assert "BatchPrefillWithPagedKVCacheWrapper" in repr(wrapper)
+
+
+# --- workspaces --------------------------------------------------------------
+
+SPLIT = Case("split", (2, 70), (700, 300), 4, 2, 64, page_size=16, fixed_split_size=64)
+
+
+def test_workspace_size_is_enough_and_needed(target):
+    inputs = build(SPLIT, device=target.device)
+    wrapper = runner.make_wrapper(SPLIT, backend=target.backend, device=target.device)
+    positional, options = runner.plan_arguments(inputs)
+    float_bytes, int_bytes = wrapper.workspace_size(*positional, **options)
+    assert isinstance(float_bytes, int)
+    assert isinstance(int_bytes, int)
+    assert float_bytes > 2 * 4 * 64 * 4  # at least two partial rows per query head
+    assert int_bytes > 0
+
+    exact = runner.workspace(target.device, float_bytes)
+    wrapper = runner.make_wrapper(SPLIT, backend=target.backend, device=target.device, buffer=exact)
+    runner.plan(wrapper, inputs)
+    runner.judge(inputs, *runner.run(wrapper, inputs)).check()
+
+    # float_workspace_buffer too small: refused with the number of bytes that would do.
+    small = runner.workspace(target.device, float_bytes // 2)
+    wrapper = runner.make_wrapper(SPLIT, backend=target.backend, device=target.device, buffer=small)
+    with pytest.raises(ValueError, match=str(float_bytes)):
+        runner.plan(wrapper, inputs)
+
+
+def test_small_workspace_plans_without_split(target):
+    inputs = build(SPLIT, device=target.device)
+    small = runner.workspace(target.device, 256)
+    wrapper = runner.make_wrapper(SPLIT, backend=target.backend, device=target.device, buffer=small)
+    runner.plan(wrapper, inputs, fixed_split_size=None)
+    runner.judge(inputs, *runner.run(wrapper, inputs)).check()
+
+
+def test_split_writes_only_its_workspace(target):
+    inputs = build(SPLIT, device=target.device)
+    positional, options = runner.plan_arguments(inputs)
+    wrapper = runner.make_wrapper(SPLIT, backend=target.backend, device=target.device)
+    float_bytes, _ = wrapper.workspace_size(*positional, **options)
+    whole = torch.full((float_bytes + 8192,), 0x5A, dtype=torch.uint8, device=target.device)
+    inner = whole[4096 : 4096 + float_bytes]
+    wrapper = runner.make_wrapper(SPLIT, backend=target.backend, device=target.device, buffer=inner)
+    runner.plan(wrapper, inputs)
+    runner.judge(inputs, *runner.run(wrapper, inputs)).check()
+    assert bool((whole[:4096] == 0x5A).all())
+    assert bool((whole[4096 + float_bytes :] == 0x5A).all())
+
+
+def test_reset_workspace_buffer(target):
+    inputs = build(SPLIT, device=target.device)
+    wrapper = runner.make_wrapper(SPLIT, backend=target.backend, device=target.device)
+    runner.plan(wrapper, inputs)
+    runner.judge(inputs, *runner.run(wrapper, inputs)).check()
+    old = runner.workspace(target.device)
+    wrapper.reset_workspace_buffer(old, runner.workspace(target.device, 8 * 1024 * 1024))
+    runner.plan(wrapper, inputs)
+    runner.judge(inputs, *runner.run(wrapper, inputs)).check()
+
+
+def test_reset_to_a_small_workspace_is_noticed(target):
+    inputs = build(SPLIT, device=target.device)
+    wrapper = runner.make_wrapper(SPLIT, backend=target.backend, device=target.device)
+    tiny = runner.workspace(target.device, 256)
+    wrapper.reset_workspace_buffer(tiny, runner.workspace(target.device, 8 * 1024 * 1024))
+    with pytest.raises(ValueError, match="float_workspace_buffer"):
+        runner.plan(wrapper, inputs)
+
+
+# --- life of a plan ----------------------------------------------------------
+
+
+def test_plan_keeps_no_reference_to_its_arrays(planned):
+    """The caller may overwrite indptr and indices after plan(); run must not read them again."""
+    inputs, wrapper = planned
+    want = expected(inputs)
+    for name in ("qo_indptr", "kv_indptr", "last_page_len"):
+        if (array := getattr(inputs, name)) is not None:
+            array.fill_(-1)
+    runner.judge(inputs, *runner.run(wrapper, inputs), want=want).check()
+
+
+def test_replan_with_other_lengths(target):
+    wrapper = None
+    for seed, (qo_lens, kv_lens) in enumerate(
+        [((5, 80), (5, 300)), ((1,), (33,)), ((64, 64, 64, 1), (64, 70, 300, 2)), ((9,), (0,))]
+    ):
+        case = Case("replan", qo_lens, kv_lens, 4, 2, 64, page_size=8, mask=MaskKind.CAUSAL)
+        wrapper = wrapper or runner.make_wrapper(case, backend=target.backend, device=target.device)
+        inputs = build(case, device=target.device, seed=seed)
+        runner.plan(wrapper, inputs)
+        runner.judge(inputs, *runner.run(wrapper, inputs)).check()
+
+
+def test_replan_with_other_heads_dims_and_dtypes(target):
+    case = Case("first", (20, 3), (50, 60), 4, 2, 64, dtype=torch.float16)
+    wrapper = runner.make_wrapper(case, backend=target.backend, device=target.device)
+    for other in (
+        case,
+        Case("heads", (20, 3), (50, 60), 5, 1, 64, mask=MaskKind.CAUSAL),
+        Case("dims", (20, 3), (50, 60), 4, 4, 192, 128, mask=MaskKind.CUSTOM),
+        Case("again", (20, 3), (50, 60), 4, 2, 128, dtype=torch.float16, soft_cap=3.0),
+    ):
+        inputs = build(other, device=target.device)
+        runner.plan(wrapper, inputs)
+        runner.judge(inputs, *runner.run(wrapper, inputs)).check()
+
+
+def test_many_layers_with_one_plan(planned):
+    inputs, wrapper = planned
+    for layer in range(3):
+        # Other numbers at the same places; what is poisoned stays poisoned.
+        inputs.q = torch.randn_like(inputs.q)
+        inputs.k.mul_(-0.75)
+        inputs.v.mul_(1.5 - layer)
+        runner.judge(inputs, *runner.run(wrapper, inputs)).check()
+
+
+def test_empty_batch(target):
+    for case in (
+        Case("empty", (), (), 4, 2, 64),
+        Case("empty_paged", (), (), 4, 2, 64, page_size=16),
+    ):
+        device = target.device
+        wrapper = runner.make_wrapper(case, backend=target.backend, device=device)
+        zero = torch.zeros(1, dtype=torch.int32, device=device)
+        none = torch.empty(0, dtype=torch.int32, device=device)
+        q = torch.empty(0, 4, 64, dtype=torch.bfloat16, device=device)
+        if case.paged:
+            wrapper.plan(zero, zero, none, none, 4, 2, 64, 16, q_data_type=torch.bfloat16)
+            pool = poison((3, 16, 2, 64), torch.bfloat16, device)
+            out, lse = wrapper.run(q, (pool, pool), return_lse=True)
+        else:
+            wrapper.plan(zero, zero, 4, 2, 64, q_data_type=torch.bfloat16)
+            kv = torch.empty(0, 2, 64, dtype=torch.bfloat16, device=device)
+            out, lse = wrapper.run(q, kv, kv, return_lse=True)
+        assert out.shape == (0, 4, 64)
+        assert lse.shape == (0, 4)
+
+
+def test_kv_forms_are_equal_bit_by_bit(target):
+    """The same numbers through another storage give the same bits."""
+    results = []
+    for form in (KvForm.SEPARATE, KvForm.COMBINED, KvForm.HALVES, KvForm.PADDED, KvForm.TRANSPOSED):
+        case = Case("forms", (9, 40), (70, 40), 4, 2, 64, page_size=4, form=form)
+        base = Case("forms", (9, 40), (70, 40), 4, 2, 64, page_size=4)
+        inputs, reference = build(case, device=target.device), build(base, device=target.device)
+        inputs.q = reference.q
+        inputs.indices, inputs.page_table = reference.indices, reference.page_table
+        inputs.k.copy_(reference.k)
+        inputs.v.copy_(reference.v)
+        wrapper = runner.make_wrapper(case, backend=target.backend, device=target.device)
+        runner.plan(wrapper, inputs)
+        results.append(runner.run(wrapper, inputs))
+    for out, lse in results[1:]:
+        assert torch.equal(out, results[0][0])
+        assert torch.equal(lse, results[0][1])

@@ -1,0 +1,53 @@
+"""The benchmark's arithmetic: operations and bytes of a row, and that its rows hang together."""
+
+import pytest
+from preflash.cli.bench import rows as bench_rows
+from preflash.cli.bench.rows import Metric, Rival
+from preflash.testing import cases
+
+
+def by_name(rows):
+    return {row.name: row for row in rows}
+
+
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+@pytest.mark.parametrize("quick", [False, True])
+def test_rows_are_named_once_and_refer_to_earlier_rows(device_type, quick):
+    seen = set()
+    for row in bench_rows.rows_for(device_type, quick):
+        assert row.name not in seen
+        assert row.relative_to is None or row.relative_to in seen
+        seen.add(row.name)
+
+
+def test_gpu_rows_are_those_of_the_published_tables():
+    rows = by_name(bench_rows.gpu_rows())
+    for head_dim, heads in ((64, 32), (128, 16), (256, 8)):
+        for length in (1024, 4096, 16384):
+            for mask in ("full", "causal"):
+                case = rows[f"dense d{head_dim} s{length} {mask}"].case
+                assert sum(case.qo_lens) == sum(case.kv_lens) == 16384
+                assert (case.num_qo_heads, case.num_kv_heads) == (heads, heads)
+    mixed = rows["mixed"].case
+    assert len(mixed.qo_lens) == 16
+    assert min(mixed.qo_lens) == 64
+    assert max(mixed.qo_lens) == 4096
+    assert {rows[f"mixed page {size}"].case.page_size for size in (1, 16, 64)} == {1, 16, 64}
+    assert rows["append 512 on 8k x8"].case.kv_lens == (8192,) * 8
+    assert rows["decode 4x32k page 16"].metric is Metric.GBPS
+
+
+def test_flops_count_causal_as_half():
+    rows = by_name(bench_rows.gpu_rows())
+    full = cases.flops(rows["dense d128 s4096 full"].case)
+    assert full == 4 * 128 * 16 * 4 * 4096**2
+    causal = cases.flops(rows["dense d128 s4096 causal"].case)
+    assert causal == 4 * 128 * 16 * 4 * (4096 * 4097 // 2)
+
+
+def test_bytes_count_every_tensor_once():
+    row = by_name(bench_rows.gpu_rows())["decode 64x4k page 16"]
+    keys_and_values = 64 * 4096 * 8 * 128 * 2 * 2
+    queries_and_outputs = 64 * 32 * 128 * 2 * 2
+    assert row.bytes() == keys_and_values + queries_and_outputs
+    assert row.rivals == (Rival.READ,)

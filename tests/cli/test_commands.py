@@ -1,0 +1,77 @@
+"""Every command in a process of its own: exit codes, and output that a program can read."""
+
+import json
+
+import pytest
+
+
+def test_help_lists_the_commands(preflash_command):
+    done = preflash_command("--help")
+    assert done.code == 0
+    for name in ("info", "variants", "check", "bench", "demo"):
+        assert name in done.out
+
+
+@pytest.mark.parametrize("name", ["info", "variants", "check", "bench", "demo"])
+def test_every_command_explains_itself(preflash_command, name):
+    done = preflash_command(name, "--help")
+    assert done.code == 0
+    assert f"preflash {name}" in done.out
+
+
+def test_an_unknown_command_is_refused(preflash_command):
+    done = preflash_command("benchmark")
+    assert done.code == 2
+    assert "benchmark" in done.err
+    assert "variants" in done.err
+
+
+def test_info(preflash_command):
+    done = preflash_command("info")
+    assert done.code == 0
+    assert "backend='auto'" in done.out
+    assert "  cpu: cpu" in done.out
+
+
+def test_info_json(preflash_command):
+    facts = json.loads(preflash_command("info", "--json").out)
+    assert facts["kernels"]["cpu"] > 0
+    assert facts["cpu"]["threads"] >= 1
+    assert facts["cpu"]["isa"]
+    # Either there is a GPU or a sentence that says why not.
+    assert bool(facts["gpus"]) != bool(facts["gpu_absent"])
+    picked = {choice["device"]: choice for choice in facts["auto"]}
+    assert picked["cpu"]["backend"] == "cpu"
+    assert all(choice["why"] for choice in picked.values())
+
+
+def test_demo(preflash_command):
+    done = preflash_command("demo", "--quick", "--backend", "cpu")
+    assert done.code == 0, done.out + done.err
+    assert "all verified" in done.out
+    assert "documented example" in done.out
+    assert "serving batch" in done.out
+    # Piped: no cursor movement, and the bar prints a line per quarter.
+    assert "\r" not in done.err
+    assert len([line for line in done.err.splitlines() if line.startswith("demo: ")]) == 4
+
+
+def test_bench_of_one_row(preflash_command, tmp_path):
+    report = tmp_path / "bench.json"
+    done = preflash_command(
+        *("bench", "--quick", "--backend", "cpu", "--dtype", "f32", "--rows", "d64"),
+        *("--repeats", "1", "--json", str(report)),
+    )
+    assert done.code == 0, done.out + done.err
+    assert "dense d64 s512 full" in done.out
+    written = json.loads(report.read_text())
+    assert written["machine"]["backend"] == "cpu"
+    (row,) = written["rows"]
+    assert row["name"] == "dense d64 s512 full"
+    assert row["variant"].startswith("cpu_f32_")
+    assert row["us"]["preflash"] > 0
+    assert row["us"]["sdpa"] > 0
+    assert row["plan_us"] > 0
+    assert row["error_ratio"] <= 1
+    seconds = row["us"]["preflash"] * 1e-6
+    assert row["speed"]["preflash"] == pytest.approx(row["flops"] / seconds / 1e12)

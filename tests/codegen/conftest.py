@@ -1,0 +1,51 @@
+"""The generator under test, and the build that the installed package came from."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "cmake" / "codegen"))
+
+import spec  # noqa: E402
+
+
+@pytest.fixture(scope="session")
+def matrix() -> spec.Matrix:
+    return spec.load_matrix()
+
+
+@pytest.fixture(scope="session")
+def package_dir() -> Path:
+    """The directory that holds _core, lib/ and variants.json."""
+    from preflash import _core
+
+    return Path(_core.__file__).parent
+
+
+@pytest.fixture(scope="session")
+def kernel_libraries(package_dir: Path) -> list[Path]:
+    libraries = sorted((package_dir / "lib").glob("libpreflash_kernels_*.so"))
+    if not libraries:
+        pytest.skip("built without kernel libraries (PREFLASH_CUDA=OFF)")
+    return libraries
+
+
+@pytest.fixture(scope="session")
+def build_dir(package_dir: Path) -> Path:
+    """The CMake build tree: `make build` installs into its directory `stage`."""
+    directory = package_dir.parents[1]
+    if not (directory / "CMakeCache.txt").is_file():
+        pytest.skip(f"{package_dir} is not inside a build tree, so its reports are not here")
+    return directory
+
+
+@pytest.fixture(scope="session")
+def cmake_options(build_dir: Path) -> dict[str, str]:
+    """PREFLASH_* entries of the build's cache."""
+    text = (build_dir / "CMakeCache.txt").read_text()
+    return dict(re.findall(r"^(PREFLASH_\w+):\w+=(.*)$", text, flags=re.MULTILINE))

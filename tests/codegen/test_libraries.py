@@ -1,0 +1,200 @@
+"""The built libraries: what they hold, what they need, and what ptxas said about them."""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from preflash import _core
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "wheels"))
+
+import elf  # noqa: E402
+
+FORBIDDEN = ("libcuda.", "libcudart.", "libtorch", "libc10", "libpython")
+MAX_WHEEL_BYTES = 100_000_000
+
+# Kernels that may spill: pattern over ids -> (bytes of spill stores, why they do no harm).
+ALLOWED_SPILLS: dict[str, tuple[int, str]] = {}
+
+
+@dataclass(frozen=True)
+class PtxasEntry:
+    """One kernel for one architecture in ptxas's report."""
+
+    kernel: str
+    arch: str
+    spill_stores: int
+    spill_loads: int
+
+
+ENTRY = re.compile(
+    r"Compiling entry function '(?P<name>\w+)' for '(?P<arch>\w+)'\n"
+    r"(?:.*\n)?.*?(?P<stores>\d+) bytes spill stores, (?P<loads>\d+) bytes spill loads"
+)
+
+
+def read_ptxas(text: str) -> list[PtxasEntry]:
+    return [
+        PtxasEntry(match["name"], match["arch"], int(match["stores"]), int(match["loads"]))
+        for match in ENTRY.finditer(text)
+    ]
+
+
+def excess_spills(variant_id: str, entry: PtxasEntry) -> bool:
+    allowed = [
+        limit
+        for pattern, (limit, _) in ALLOWED_SPILLS.items()
+        if fnmatch.fnmatchcase(variant_id, pattern)
+    ]
+    return max(entry.spill_stores, entry.spill_loads) > max(allowed, default=0)
+
+
+@pytest.fixture(scope="module")
+def ptxas_reports(build_dir, kernel_libraries) -> dict[str, str]:
+    reports = {path.stem: path.read_text() for path in (build_dir / "report").glob("*.ptxas")}
+    if not reports:
+        pytest.skip("prebuilt kernel libraries: their compile reports are elsewhere")
+    return reports
+
+
+@pytest.fixture(scope="module")
+def compiled(package_dir) -> dict:
+    return json.loads((package_dir / "variants.json").read_text())
+
+
+def test_registry_and_variants_json_agree(compiled):
+    """Ids, fields and tiles of the loaded kernels are those of the data file."""
+    rows = {row["id"]: row for row in compiled["variants"]}
+    kernels = {kernel["id"]: kernel for kernel in _core.kernels()}
+    assert set(rows) == set(kernels)
+    for name, row in rows.items():
+        assert {key: kernels[name][key] for key in row} == row
+
+
+def test_the_whole_preset_is_compiled(compiled, matrix, kernel_libraries):
+    expected = {variant.id for variant in matrix.select(compiled["preset"])}
+    assert {kernel["id"] for kernel in _core.kernels()} == expected
+
+
+def test_kernels_fit_into_shared_memory(kernel_libraries):
+    for kernel in _core.kernels():
+        if kernel["family"] != "cpu":
+            assert 0 < kernel["smem_bytes"] <= 227 * 1024, kernel["id"]
+            resident = kernel["smem_bytes"] + 1024
+            # The launch bounds promise this many CTAs on SM80 (164 KiB) and on SM90 (228 KiB).
+            assert resident * kernel["tile"]["ctas_per_sm"] <= 228 * 1024, kernel["id"]
+
+
+def test_kernel_libraries_need_neither_cuda_nor_torch_nor_python(kernel_libraries):
+    for path in kernel_libraries:
+        libraries = elf.needed(path)
+        assert "libc.so.6" in libraries, path.name
+        assert not [name for name in libraries if name.startswith(FORBIDDEN)], path.name
+
+
+def test_the_module_needs_neither_cuda_nor_torch():
+    libraries = elf.needed(Path(_core.__file__))
+    assert "libc.so.6" in libraries
+    assert not [name for name in libraries if name.startswith(FORBIDDEN)]
+
+
+def test_import_loads_no_kernel_library(package_dir):
+    code = (
+        "from preflash import _core\n"
+        "maps = open('/proc/self/maps').read()\n"
+        "assert '_core' in maps\n"
+        "assert 'libpreflash_kernels' not in maps, 'loaded at import'\n"
+        "_core.kernels()\n"
+        "print('libpreflash_kernels_sm80' in open('/proc/self/maps').read())\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    there = (package_dir / "lib" / "libpreflash_kernels_sm80.so").is_file()
+    assert run.stdout.strip() == str(there)
+
+
+def test_libraries_fit_into_a_wheel(package_dir, kernel_libraries):
+    files = [*kernel_libraries, Path(_core.__file__)]
+    assert sum(path.stat().st_size for path in files) < MAX_WHEEL_BYTES
+
+
+def test_every_kernel_has_a_ptxas_report(ptxas_reports, compiled, cmake_options):
+    archs = [arch.removesuffix("+PTX") for arch in compiled["architectures"]]
+    assert archs == cmake_options["PREFLASH_ARCHS"].replace("+PTX", "").split(";")
+    reported = {
+        (variant, entry.arch)
+        for text in ptxas_reports.values()
+        for entry in read_ptxas(text)
+        for variant in re.findall(r"\d(sm\d+_\w+?_(?:bounds|custom))E", entry.kernel)
+    }
+    expected = {
+        (row["id"], f"sm_{arch}")
+        for row in compiled["variants"]
+        if row["family"] != "cpu"
+        for arch in archs
+    }
+    assert reported == expected
+
+
+def test_no_kernel_spills(ptxas_reports):
+    entries = [entry for text in ptxas_reports.values() for entry in read_ptxas(text)]
+    assert entries
+    spilling = []
+    for entry in entries:
+        found = re.search(r"\d(sm\d+_\w+?_(?:bounds|custom))E", entry.kernel)
+        name = found[1] if found else entry.kernel
+        if excess_spills(name, entry):
+            spilling.append(
+                f"{name} ({entry.arch}): {entry.spill_stores} bytes of stores, "
+                f"{entry.spill_loads} of loads"
+            )
+    assert not spilling, "\n".join(spilling)
+
+
+def test_allowed_spills_are_explained_and_used(matrix):
+    ids = [variant.id for variant in matrix.variants]
+    for pattern, (limit, reason) in ALLOWED_SPILLS.items():
+        assert fnmatch.filter(ids, pattern), pattern
+        assert limit > 0, pattern
+        assert len(reason.split()) >= 5, pattern
+
+
+def test_ptxas_warned_of_nothing(ptxas_reports):
+    """C7510 and its like: wgmma was serialised, which costs half the speed."""
+    for name, text in ptxas_reports.items():
+        warnings = [line for line in text.splitlines() if re.search(r"warning|\(C7\d+\)", line)]
+        assert not warnings, f"{name}: {warnings}"
+
+
+def test_the_report_reader_sees_spills_and_architectures():
+    text = (
+        "ptxas info    : Compiling entry function '_Z1fILi4sm80_x_boundsEE' for 'sm_80'\n"
+        "ptxas info    : Function properties for _Z1fILi4sm80_x_boundsEE\n"
+        "    56 bytes stack frame, 72 bytes spill stores, 64 bytes spill loads\n"
+        "ptxas info    : Used 255 registers, used 1 barriers\n"
+        "ptxas info    : Compiling entry function '_Z1g' for 'sm_90'\n"
+        "ptxas info    : Function properties for _Z1g\n"
+        "    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\n"
+    )
+    first, second = read_ptxas(text)
+    assert first == PtxasEntry("_Z1fILi4sm80_x_boundsEE", "sm_80", 72, 64)
+    assert second == PtxasEntry("_Z1g", "sm_90", 0, 0)
+    assert excess_spills("sm80_x_bounds", first)
+    assert not excess_spills("g", second)
+
+
+def test_the_build_report_tells_what_each_source_cost(build_dir, ptxas_reports):
+    for name in ptxas_reports:
+        cost = json.loads((build_dir / "report" / f"{name}.json").read_text())
+        assert cost["source"] == f"{name}.cu"
+        assert cost["seconds"] > 0
+        assert 50 < cost["peak_mib"] < 12 * 1024
+        assert cost["object_kib"] > 0

@@ -1,0 +1,227 @@
+"""cpp/variants: the matrix, its presets, and every view of it saying the same."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import generate
+import pytest
+import spec
+
+ROOT = Path(__file__).resolve().parents[2]
+GENERATE = ROOT / "cmake" / "codegen" / "generate.py"
+ID = re.compile(r"\b(?:cpu|sm\d+)_\w+_(?:prefill|decode)_(?:plain|softcap)_(?:bounds|custom)\b")
+
+
+def run_generate(*arguments: str) -> str:
+    command = [sys.executable, "-B", str(GENERATE), *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def test_ids_are_unique_and_spell_their_variant(matrix):
+    ids = [variant.id for variant in matrix.variants]
+    assert len(ids) == len(set(ids))
+    for variant in matrix.variants:
+        assert ID.fullmatch(variant.id), variant.id
+        parts = variant.id.split("_")
+        assert parts[0] == variant.family
+        assert parts[1] == variant.q_dtype
+        assert parts[-3:] == [variant.tile_class, variant.logits, variant.mask]
+
+
+def test_ids_of_the_contract_exist(matrix):
+    ids = {variant.id for variant in matrix.variants}
+    assert {
+        "sm80_bf16_d128_prefill_plain_bounds",
+        "sm80_f16_d192x128_decode_softcap_custom",
+        "cpu_f32_d256_prefill_plain_bounds",
+    } <= ids
+
+
+def test_head_dims_of_an_id_are_qk_and_vo(matrix):
+    by_id = {variant.id: variant for variant in matrix.variants}
+    wide = by_id["sm80_f16_d192x128_prefill_plain_bounds"]
+    assert (wide.head_dim_qk, wide.head_dim_vo) == (192, 128)
+    square = by_id["sm80_bf16_d256_prefill_plain_bounds"]
+    assert (square.head_dim_qk, square.head_dim_vo) == (256, 256)
+
+
+@pytest.mark.parametrize("preset", ["ci", "dev", "full"])
+def test_every_view_lists_the_same_variants(preset, tmp_path):
+    listed = set()
+    for line in run_generate("--list", "--preset", preset).splitlines():
+        family, name, ids = line.split("\t")
+        assert name.startswith(f"{family}/")
+        listed |= set(ids.split(","))
+    run_generate("--write", str(tmp_path), "--preset", preset, "--archs", "80;90")
+    defined, called = set(), set()
+    for path in tmp_path.glob("*/*.c*"):
+        text = path.read_text()
+        defined |= set(re.findall(r"^struct (\w+) \{", text, flags=re.MULTILINE))
+        if path.name == "library.cpp":
+            called |= set(re.findall(r"^ +preflash_entry_(\w+)\(\),", text, flags=re.MULTILINE))
+    table = set(ID.findall(run_generate("--table", "--preset", preset)))
+    document = json.loads((tmp_path / "variants.json").read_text())
+    assert document["preset"] == preset
+    assert document["architectures"] == ["80", "90"]
+    in_json = {row["id"] for row in document["variants"]}
+    assert listed == defined == called == table == in_json
+    assert len(listed) >= 8
+
+
+def test_written_sources_are_the_listed_ones(tmp_path):
+    run_generate("--write", str(tmp_path), "--preset", "full")
+    run_generate("--write", str(tmp_path), "--preset", "ci")  # what the full preset left is removed
+    listed = {line.split("\t")[1] for line in run_generate("--list", "--preset", "ci").splitlines()}
+    written = {path.relative_to(tmp_path).as_posix() for path in tmp_path.glob("*/*.c*")}
+    assert written - {"cpu/library.cpp", "sm80/library.cpp"} == listed
+
+
+def test_writing_again_touches_nothing(tmp_path):
+    run_generate("--write", str(tmp_path), "--preset", "ci")
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.*")}
+    run_generate("--write", str(tmp_path), "--preset", "ci")
+    assert before == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.*")}
+
+
+def test_files_hold_at_most_four_kernels(matrix):
+    for source in generate.sources(matrix.select("full")):
+        assert 2 <= len(source.variants) <= 4, source.name
+
+
+def test_every_exclusion_has_a_reason(matrix):
+    assert matrix.exclusions
+    for exclusion in matrix.exclusions:
+        assert len(exclusion.reason.split()) >= 5, exclusion
+
+
+def test_excluded_variants_do_not_exist(matrix):
+    for variant in matrix.variants:
+        assert not (variant.family == "sm80" and variant.q_dtype == "f32")
+        assert not (variant.family == "cpu" and variant.tile_class == "decode")
+
+
+def test_presets_grow_into_full(matrix):
+    ci, dev, full = (
+        {variant.id for variant in matrix.select(name)} for name in ("ci", "dev", "full")
+    )
+    assert full == {variant.id for variant in matrix.variants}
+    assert ci < full
+    assert dev < full
+    assert len(ci) < len(dev)
+
+
+@pytest.mark.parametrize("preset", ["ci", "dev"])
+def test_small_presets_cover_every_head_dim_and_dtype(matrix, preset):
+    for family in matrix.axes["family"]:
+        everything = matrix.select("full", [family])
+        chosen = matrix.select(preset, [family])
+        for axis in ("q_dtype", "kv_dtype", "head_dim", "tile_class"):
+            missing = {getattr(v, axis) for v in everything} - {getattr(v, axis) for v in chosen}
+            assert not missing, f"{preset}: {family} lacks {axis} {missing}"
+
+
+def test_ci_covers_every_axis_value_of_every_family(matrix):
+    for family in matrix.axes["family"]:
+        everything, chosen = matrix.select("full", [family]), matrix.select("ci", [family])
+        for axis in ("logits", "mask"):
+            assert {getattr(v, axis) for v in chosen} == {getattr(v, axis) for v in everything}
+
+
+def test_the_docs_show_the_matrix():
+    path = ROOT / "docs" / "variants.md"
+    rows = [line for line in path.read_text().splitlines() if line.startswith("| `")]
+    expected = [line for line in run_generate("--table").splitlines() if line.startswith("| `")]
+    assert rows == expected, "regenerate: python cmake/codegen/generate.py --table"
+
+
+def test_generated_struct_says_what_the_toml_says(matrix, tmp_path):
+    """Compiles the generated types on the host and reads every field back."""
+    compiler = shutil.which("c++") or shutil.which("g++")
+    assert compiler, "a C++ compiler built this package"
+    types = "\n".join(generate.variant_type(variant) for variant in matrix.variants)
+    prints = "\n".join(f"  show<variants::{variant.id}>();" for variant in matrix.variants)
+    source = tmp_path / "show.cpp"
+    source.write_text(
+        f"""#include <iostream>
+#include "preflash/variant.h"
+namespace preflash::variants {{
+{types}
+}}
+using namespace preflash;
+template <class V> void show() {{
+  constexpr Variant v = V::kVariant;
+  constexpr TileShape t = V::kTile;
+  std::cout << V::kId << ' ' << name_of(v.family) << ' ' << backend_of(v.family) << ' '
+            << name_of(v.q_dtype) << ' ' << name_of(v.kv_dtype) << ' ' << v.head_dim_qk << ' '
+            << v.head_dim_vo << ' ' << name_of(v.tile_class) << ' ' << name_of(v.logits) << ' '
+            << name_of(v.mask) << ' ' << t.m << ' ' << t.n << ' ' << t.stages << ' ' << t.warps
+            << ' ' << t.ctas_per_sm << '\\n';
+}}
+int main() {{
+{prints}
+}}
+"""
+    )
+    program = tmp_path / "show"
+    include = ROOT / "cpp" / "include"
+    command = [compiler, "-std=c++20", f"-I{include}", str(source), "-o", str(program)]
+    subprocess.run(command, check=True)
+    shown = subprocess.run([program], check=True, capture_output=True, text=True).stdout
+    expected = [
+        f"{v.id} {v.family} {v.backend} {v.q_dtype} {v.kv_dtype} {v.head_dim_qk} {v.head_dim_vo} "
+        f"{v.tile_class} {v.logits} {v.mask} {v.tile.m} {v.tile.n} {v.tile.stages} "
+        f"{v.tile.warps} {v.tile.ctas_per_sm}"
+        for v in matrix.variants
+    ]
+    assert shown.splitlines() == expected
+
+
+def edited_matrix(tmp_path: Path, name: str, old: str, new: str) -> spec.Matrix:
+    """The matrix after one edit of one data file."""
+    for path in spec.VARIANTS_DIR.glob("*.toml"):
+        shutil.copy(path, tmp_path / path.name)
+    text = (tmp_path / name).read_text()
+    assert old in text
+    (tmp_path / name).write_text(text.replace(old, new, 1))
+    return spec.load_matrix(tmp_path)
+
+
+BAD_EDITS = [
+    ("forward.toml", 'reason = "', 'reason = "" # "', "no reason"),
+    ("forward.toml", 'q_dtype = "f32"', 'q_dtype = "f64"', "f64"),
+    ("forward.toml", 'tile_class = "decode"', 'tile_shape = "decode"', "tile_shape"),
+    ("forward.toml", 'mask = ["bounds"', 'masks = ["bounds"', "axes"),
+    ("forward.toml", '["f16", "bf16"', '["f16", "f16", "bf16"', "twice"),
+    ("tiles.toml", 'head_dim = "64"', 'head_dim = "128"', "rows match"),
+    ("tiles.toml", 'why = "', 'because = "', "because"),
+    ("presets.toml", '"sm80_f16_d64_decode', '"sm80_f16_d65_decode', "matches no variant"),
+]
+
+
+@pytest.mark.parametrize(("name", "old", "new", "message"), BAD_EDITS)
+def test_contradictions_are_refused(tmp_path, name, old, new, message):
+    with pytest.raises(spec.SpecError, match=message) as refused:
+        edited_matrix(tmp_path, name, old, new)
+    assert name in str(refused.value)
+
+
+def test_an_exclusion_takes_out_exactly_what_it_matches(tmp_path, matrix):
+    row = (
+        '[[exclude]]\nfamily = "sm80"\nhead_dim = ["256", "128"]\nq_dtype = "f16"\n'
+        'mask = "custom"\nlogits = "softcap"\nreason = "a test leaves this out"\n\n'
+    )
+    shrunk = edited_matrix(
+        tmp_path, "forward.toml", "[[exclude]]\nfamily", f"{row}[[exclude]]\nfamily"
+    )
+    gone = {v.id for v in matrix.variants} - {v.id for v in shrunk.variants}
+    assert gone == {
+        f"sm80_f16_d{head_dim}_{tile}_softcap_custom"
+        for head_dim in (128, 256)
+        for tile in ("prefill", "decode")
+    }

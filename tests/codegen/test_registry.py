@@ -1,0 +1,162 @@
+"""find(): which kernel serves a request, and the sentence when none does."""
+
+from __future__ import annotations
+
+import pytest
+from preflash import _core
+
+BASE = {
+    "family": "cpu",
+    "q_dtype": "float16",
+    "kv_dtype": "float16",
+    "head_dim_qk": 128,
+    "head_dim_vo": 128,
+    "tile_class": "prefill",
+    "logits": "plain",
+    "mask": "bounds",
+}
+ENUMS = {
+    "family": _core.Family,
+    "q_dtype": _core.DType,
+    "kv_dtype": _core.DType,
+    "tile_class": _core.TileClass,
+    "logits": _core.Logits,
+    "mask": _core.Mask,
+}
+
+
+def variant(**changes) -> _core.Variant:
+    fields = {**BASE, **changes}
+    values = {
+        name: getattr(ENUMS[name], value) if name in ENUMS else value
+        for name, value in fields.items()
+    }
+    return _core.Variant(**values)
+
+
+def compiled_ids(family: str) -> set[str]:
+    return {kernel["id"] for kernel in _core.kernels() if kernel["family"] == family}
+
+
+@pytest.fixture
+def sm80_ids() -> set[str]:
+    ids = compiled_ids("sm80")
+    if not ids:
+        pytest.skip("built without kernel libraries (PREFLASH_CUDA=OFF)")
+    return ids
+
+
+@pytest.mark.parametrize("head_dims", [(8, 8), (96, 96), (128, 128), (192, 128), (256, 256)])
+@pytest.mark.parametrize("tile_class", ["prefill", "decode"])
+def test_one_cpu_kernel_serves_every_head_dim_and_tile_class(head_dims, tile_class):
+    wanted = variant(
+        head_dim_qk=head_dims[0], head_dim_vo=head_dims[1], tile_class=tile_class, mask="custom"
+    )
+    assert _core.find_id(wanted) == "cpu_f16_d256_prefill_plain_custom"
+    assert _core.find_error(wanted) is None
+
+
+def covering(ids: set[str], head_dim_qk: int, head_dim_vo: int) -> int:
+    """qk + vo of the smallest compiled bfloat16 kernel that covers the sizes; 0 without one."""
+    sizes = [
+        kernel["head_dim_qk"] + kernel["head_dim_vo"]
+        for kernel in _core.kernels()
+        if kernel["id"] in ids
+        and (kernel["q_dtype"], kernel["logits"], kernel["mask"]) == ("bf16", "plain", "bounds")
+        and kernel["head_dim_qk"] >= head_dim_qk
+        and kernel["head_dim_vo"] >= head_dim_vo
+    ]
+    return min(sizes, default=0)
+
+
+@pytest.mark.parametrize("head_dims", [(d, d) for d in range(8, 257, 8)] + [(192, 128)])
+def test_sm80_takes_the_smallest_size_that_covers(sm80_ids, head_dims):
+    wanted = variant(
+        family="sm80",
+        q_dtype="bfloat16",
+        kv_dtype="bfloat16",
+        head_dim_qk=head_dims[0],
+        head_dim_vo=head_dims[1],
+    )
+    found = {kernel["id"]: kernel for kernel in _core.kernels()}[_core.find_id(wanted)]
+    assert found["head_dim_qk"] >= head_dims[0]
+    assert found["head_dim_vo"] >= head_dims[1]
+    assert found["head_dim_qk"] + found["head_dim_vo"] == covering(sm80_ids, *head_dims)
+    assert (found["q_dtype"], found["logits"], found["mask"]) == ("bf16", "plain", "bounds")
+
+
+@pytest.mark.parametrize("tile_class", ["prefill", "decode"])
+def test_the_wanted_tile_class_is_taken_where_compiled(sm80_ids, tile_class):
+    wanted = variant(family="sm80", q_dtype="bfloat16", kv_dtype="bfloat16", tile_class=tile_class)
+    assert _core.find_id(wanted) == f"sm80_bf16_d128_{tile_class}_plain_bounds"
+
+
+def test_a_missing_tile_class_is_served_by_the_other():
+    """The cpu family has no decode tiles: a preference, not a condition."""
+    assert _core.find_id(variant(tile_class="decode")) == "cpu_f16_d256_prefill_plain_bounds"
+
+
+MISSES = [
+    # What is changed in the request, what the sentence must name.
+    (
+        {"head_dim_qk": 264, "head_dim_vo": 264},
+        ['backend "cpu"', "head_dim 264", "the same with head_dim 256"],
+    ),
+    ({"kv_dtype": "float8_e4m3fn"}, ["kv dtype float8_e4m3fn", "the same with kv dtype float16"]),
+    (
+        {"q_dtype": "float8_e5m2", "kv_dtype": "float8_e5m2"},
+        ["q dtype float8_e5m2", "float16/bfloat16/float32"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "names"), MISSES)
+def test_a_miss_names_what_was_asked_what_is_compiled_and_a_way_out(changes, names):
+    wanted = variant(**changes)
+    assert _core.find_id(wanted) is None
+    sentence = _core.find_error(wanted)
+    assert "Compiled for it" in sentence
+    for name in names:
+        assert name in sentence
+
+
+def test_an_absent_family_says_which_library_is_missing():
+    sentence = _core.find_error(variant(family="sm90"))
+    assert 'backend "fa3"' in sentence
+    assert "libpreflash_kernels_sm90.so does not exist" in sentence
+    assert 'backend "cpu" (tensors on the CPU)' in sentence
+
+
+def test_float32_on_a_gpu_points_to_the_cpu(sm80_ids):
+    sentence = _core.find_error(variant(family="sm80", q_dtype="float32", kv_dtype="float32"))
+    assert "q dtype float32" in sentence
+    assert 'What would work: backend "cpu" (tensors on the CPU).' in sentence
+
+
+def test_a_variant_outside_the_preset_points_to_the_full_one(sm80_ids, matrix):
+    absent = [v for v in matrix.select("full", ["sm80"]) if v.id not in sm80_ids]
+    if not absent:
+        pytest.skip("the full preset is built: nothing of the matrix is missing")
+    dtypes = {"f16": "float16", "bf16": "bfloat16"}
+    misses = 0
+    for row in absent:
+        wanted = variant(
+            family="sm80",
+            q_dtype=dtypes[row.q_dtype],
+            kv_dtype=dtypes[row.kv_dtype],
+            head_dim_qk=row.head_dim_qk,
+            head_dim_vo=row.head_dim_vo,
+            tile_class=row.tile_class,
+            logits=row.logits,
+            mask=row.mask,
+        )
+        if _core.find_id(wanted) is None:
+            misses += 1
+            assert "PREFLASH_PRESET=full" in _core.find_error(wanted)
+    assert misses > 0
+
+
+def test_the_library_directory_is_fixed_once_used():
+    _core.kernels()
+    with pytest.raises(Exception, match="before the first plan"):
+        _core.set_library_dir("/nonexistent")

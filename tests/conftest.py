@@ -1,0 +1,27 @@
+"""Marks alone: tests marked `gpu` are skipped where there is no GPU or no kernel library."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+
+@functools.cache
+def _why_no_gpu() -> str:
+    import torch
+    from preflash import _core
+
+    if not torch.cuda.is_available():
+        return "torch sees no CUDA device"
+    if _core.cuda_device_count() == 0:
+        return f"the kernel libraries see no GPU: {_core.cuda_error() or 'no device'}"
+    return ""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.parent.name == "gpu":
+            item.add_marker(pytest.mark.gpu)
+        if item.get_closest_marker("gpu") and _why_no_gpu():
+            item.add_marker(pytest.mark.skip(reason=_why_no_gpu()))

@@ -1,0 +1,306 @@
+// Checks libpreflash_kernels_common against double-precision host references on one or more GPUs.
+// Every output is poisoned first and every allocation exact, so that compute-sanitizer sees a stray
+// access. Exits with 0, with 1 on a mismatch, with 77 where there is no GPU.
+//
+//   nvcc -std=c++20 -O3 -arch=sm_90 -Icpp/include -Icpp -o services_check
+//        tests/cpp/services_check.cu cpp/launch/*.cpp cpp/kernels/{combine,common}/*.cu
+#include <cuda.h>
+
+#include <thread>
+
+#include "check_support.h"
+#include "combine_run.h"
+
+namespace {
+
+using namespace check;
+
+template <class T>
+void check_combine(const CombineCase& c) {
+  const CombineInputs in = make_inputs(c);
+  const int num_merges = static_cast<int>(in.merges.size());
+  const CombineRun<T> got(c, in, num_merges), again(c, in, num_merges), alone(c, in, 1);
+  expect(same_bits(got.o, again.o) && same_bits(got.lse, again.lse), "combine: two runs differ");
+
+  std::vector<char> o_written(got.o.size()), lse_written(got.lse.size());
+  for (int m = 0; m < num_merges; ++m) {
+    const MergeItem& merge = in.merges[m];
+    const RequestInfo& request = in.requests[merge.request];
+    const int rows = std::min(c.tile_m, request.qo_len * c.group_size - merge.row_begin);
+    for (int row = 0; row < rows; ++row) {
+      std::vector<const float*> values;
+      std::vector<float> slot_lse;
+      for (int slot = merge.first_slot; slot < merge.first_slot + merge.num_slots; ++slot) {
+        std::size_t at = std::size_t(slot) * c.tile_m + row;
+        values.push_back(&in.partial_o[at * c.head_dim]);
+        slot_lse.push_back(in.partial_lse[at]);
+      }
+      const Merged want = merge_reference(values, slot_lse, c.head_dim);
+      const int packed = merge.row_begin + row;
+      const int64_t token = request.qo_begin + packed / c.group_size;
+      const int64_t head = merge.kv_head * c.group_size + packed % c.group_size;
+      for (int d = 0; d < c.head_dim; ++d) {
+        const int64_t at = got.o_at(token, head) + d;
+        const T o = got.o[at];
+        o_written[at] = 1;
+        expect(std::isinf(want.lse) ? float(o) == 0.0f : close(o, want.value[d]),
+               "combine: o " + std::to_string(float(o)));
+        expect(m > 0 || std::memcmp(&o, &alone.o[at], sizeof(T)) == 0, "combine: batch matters");
+      }
+      if (!c.with_lse) continue;
+      const int64_t at = got.lse_at(token, head);
+      lse_written[at] = 1;
+      expect(close_lse(got.lse[at], want.lse * c.lse_scale),
+             "combine: lse " + std::to_string(got.lse[at]));
+    }
+  }
+  for (std::size_t i = 0; i < o_written.size(); ++i) {
+    expect(o_written[i] || is_poison(got.o[i]), "combine: wrote o of nobody");
+  }
+  for (std::size_t i = 0; i < lse_written.size(); ++i) {
+    expect(lse_written[i] || is_poison(got.lse[i]), "combine: wrote lse of nobody");
+  }
+}
+
+enum class MergeForm { kPair, kInPlace, kMany };
+
+template <class T>
+void check_merge_states(MergeForm form, int num_states, int num_tokens, int num_heads, int dim) {
+  const bool pair = form != MergeForm::kMany;
+  const std::size_t rows = std::size_t(num_tokens) * num_heads;
+  // Values of T as float, [tokens, states, heads, dim]; empty states hold NaN.
+  std::vector<float> s(rows * num_states), v(rows * num_states * dim);
+  auto row_of = [&](int token, int state, int head) {
+    return (std::size_t(token) * num_states + state) * num_heads + head;
+  };
+  for (std::size_t i = 0; i < s.size(); ++i) {
+    s[i] = uniform(0, 2) == 0 ? -kInf : 3.0f * normal();
+    for (int d = 0; d < dim; ++d) v[i * dim + d] = s[i] == -kInf ? kNan : float(T(normal()));
+  }
+  std::vector<T> v_in[2];
+  std::vector<float> s_in[2];
+  for (std::size_t i = 0; i < s.size(); ++i) {
+    int side = pair ? i / num_heads % num_states : 0;
+    s_in[side].push_back(s[i]);
+    for (int d = 0; d < dim; ++d) v_in[side].push_back(T(v[i * dim + d]));
+  }
+  std::vector<uint8_t> keep(num_tokens, 1);
+  if (form == MergeForm::kInPlace) {
+    for (uint8_t& x : keep) x = uniform(0, 1) * 2;
+  }
+  DeviceArray<T> v0(v_in[0]), v1(v_in[1]), v_new(rows * dim);
+  DeviceArray<float> s0(s_in[0]), s1(s_in[1]), s_new(rows);
+  DeviceArray<uint8_t> mask(keep);
+  const bool in_place = form == MergeForm::kInPlace;
+  MergeStatesParams params;
+  params.dtype = kDTypeOf<T>;
+  params.v[0] = v0.data();
+  params.s[0] = s0.data();
+  if (pair) params.v[1] = v1.data(), params.s[1] = s1.data();
+  params.v_out = in_place ? v0.data() : v_new.data();
+  params.s_out = in_place ? s0.data() : s_new.data();
+  params.token_mask = in_place ? mask.data() : nullptr;
+  params.num_tokens = num_tokens;
+  params.num_states = num_states;
+  params.num_heads = num_heads;
+  params.head_dim = dim;
+  accept(services.merge_states(params, 0, nullptr));
+  require(cudaDeviceSynchronize());
+  std::vector<T> v_out = in_place ? v0.host() : v_new.host();
+  std::vector<float> s_out = in_place ? s0.host() : s_new.host();
+
+  for (std::size_t row = 0; row < rows; ++row) {
+    int token = row / num_heads, head = row % num_heads;
+    std::vector<const float*> values;
+    std::vector<float> weights;
+    int num_present = 0, present = 0;
+    for (int i = 0; i < num_states; ++i) {
+      values.push_back(&v[row_of(token, i, head) * dim]);
+      weights.push_back(s[row_of(token, i, head)]);
+      if (weights[i] != -kInf) ++num_present, present = i;
+    }
+    if (!keep[token]) num_present = 1, present = 0;  // the row as it was
+    Merged want = merge_reference(values, weights, dim);
+    const bool exact = num_present == 1;
+    expect(exact ? s_out[row] == weights[present] : close_lse(s_out[row], want.lse),
+           "merge_states: s " + std::to_string(s_out[row]));
+    for (int d = 0; d < dim; ++d) {
+      T got = v_out[row * dim + d], same = T(values[present][d]);
+      bool ok = exact              ? std::memcmp(&got, &same, sizeof(T)) == 0
+                : num_present == 0 ? float(got) == 0.0f
+                                   : close(got, want.value[d]);
+      expect(ok, "merge_states: v " + std::to_string(float(got)));
+    }
+  }
+}
+
+void check_pack_bits(const std::vector<int>& lengths, int first_element, bool little) {
+  std::vector<int64_t> in_begin{first_element}, out_begin{3};
+  for (int length : lengths) {
+    in_begin.push_back(in_begin.back() + length);
+    out_begin.push_back(out_begin.back() + (length + 7) / 8);
+  }
+  std::vector<uint8_t> x(in_begin.back()), want(out_begin.back() + 5, kPoison);
+  for (uint8_t& element : x) element = uniform(0, 1) * uniform(1, 255);
+  std::fill(want.begin() + out_begin.front(), want.begin() + out_begin.back(), uint8_t{0});
+  for (std::size_t segment = 0; segment < lengths.size(); ++segment) {
+    for (int i = 0; i < lengths[segment]; ++i) {
+      if (x[in_begin[segment] + i] == 0) continue;
+      want[out_begin[segment] + i / 8] |= little ? 1 << i % 8 : 128 >> i % 8;
+    }
+  }
+  DeviceArray<uint8_t> device_x(x), packed(want.size());
+  DeviceArray<int64_t> device_in(in_begin), device_out(out_begin);
+  PackBitsParams params;
+  params.x = device_x.data();
+  params.packed = packed.data();
+  params.in_begin = device_in.data();
+  params.out_begin = device_out.data();
+  params.num_segments = static_cast<int32_t>(lengths.size());
+  params.little = little;
+  accept(services.pack_bits(params, 0, nullptr));
+  require(cudaDeviceSynchronize());
+  expect(packed.host() == want, "pack_bits: " + std::to_string(lengths.size()) + " segments");
+}
+
+__global__ void spin(long long cycles) {
+  for (long long begin = clock64(); clock64() - begin < cycles;) {
+  }
+}
+
+// Eight plans in a row while the stream is busy: each must arrive as it was when it was submitted.
+void check_uploader() {
+  PlanUploader* uploader = services.uploader_create(0);
+  cudaStream_t stream;
+  require(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+  constexpr std::size_t kSizes[] = {1, 16, 70000, 64, 300001, 300001, 5, 1 << 20};
+  DeviceArray<uint8_t> target(8 << 20);
+  void* host = nullptr;
+  expect(says(services.uploader_submit(uploader, target.data(), 16, stream, false), "acquire"),
+         "uploader: submit without acquire");
+  spin<<<1, 1, 0, stream>>>(20'000'000);
+  for (int plan = 0; plan < 8; ++plan) {
+    accept(services.uploader_acquire(uploader, kSizes[plan], &host));
+    std::memset(host, plan + 1, kSizes[plan]);
+    accept(services.uploader_submit(uploader, target.data() + (plan << 20), kSizes[plan], stream,
+                                    plan == 7));
+  }
+  expect(cudaStreamQuery(stream) == cudaSuccess, "uploader: blocking submit returned early");
+  std::vector<uint8_t> got = target.host();
+  for (int plan = 0; plan < 8; ++plan) {
+    for (std::size_t i = 0; i < 1 << 20; ++i) {
+      int want = i < kSizes[plan] ? plan + 1 : kPoison;
+      expect(got[(plan << 20) + i] == want, "uploader: plan " + std::to_string(plan));
+    }
+  }
+  // Under capture: a clear refusal, and the capture survives even though the staging has to grow.
+  cudaGraph_t graph = nullptr;
+  require(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
+  accept(services.uploader_acquire(uploader, 4 << 20, &host));
+  expect(
+      says(services.uploader_submit(uploader, target.data(), 4 << 20, stream, false), "captured"),
+      "uploader: submit under capture");
+  services.uploader_destroy(uploader);
+  expect(cudaStreamEndCapture(stream, &graph) == cudaSuccess, "uploader: broke the capture");
+  if (graph != nullptr) cudaGraphDestroy(graph);
+  cudaStreamDestroy(stream);
+}
+
+int launched_ctas = 0, launched_device = -1;
+LaunchError record_launch(const ForwardParams&, int num_ctas, void*) {
+  launched_ctas = num_ctas;
+  require(cudaGetDevice(&launched_device));
+  return nullptr;
+}
+
+using GetCurrentContext = CUresult (*)(CUcontext*);
+
+GetCurrentContext find_get_current_context() {
+  void* address = nullptr;
+  cudaDriverEntryPointQueryResult found;
+  require(cudaGetDriverEntryPointByVersion("cuCtxGetCurrent", &address, 12000, cudaEnableDefault,
+                                           &found));
+  return reinterpret_cast<GetCurrentContext>(address);
+}
+
+void check_devices(int count) {
+  // Looked up here: no runtime function may touch the new thread besides the one under test.
+  const GetCurrentContext get_current_context = find_get_current_context();
+  ForwardKernel kernel;
+  kernel.id = "recorder";
+  kernel.launch = &record_launch;
+  for (int device = 0; device < count; ++device) {
+    DeviceFacts facts;
+    accept(services.query(device, &facts));
+    int num_sms = 0, major = 0, current = -1;
+    require(cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device));
+    require(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
+    expect(facts.num_sms == num_sms && facts.compute_capability / 10 == major, "query");
+    expect(facts.device == device && facts.smem_per_block > 48 << 10 && facts.name[0], "query");
+    require(cudaSetDevice(0));
+    accept(services.launch_forward(kernel, {}, 7 + device, device, nullptr));
+    expect(launched_ctas == 7 + device && launched_device == device, "launch_forward: device");
+    require(cudaGetDevice(&current));
+    expect(current == 0, "launch_forward: the caller's device changed");
+    std::thread([&] {
+      accept(services.launch_forward(kernel, {}, 1, device, nullptr));
+      expect(launched_device == device, "launch_forward: device in a new thread");
+      CUcontext context = nullptr;
+      expect(get_current_context(&context) == CUDA_SUCCESS && context == nullptr,
+             "launch_forward: left a device open in a new thread");
+    }).join();
+  }
+  DeviceFacts facts;
+  expect(says(services.query(count, &facts), "does not exist"), "query: missing device");
+  accept(services.launch_forward(kernel, {}, 0, 0, nullptr));
+  kernel.launch = nullptr;
+  expect(says(services.launch_forward(kernel, {}, 1, 0, nullptr), "recorder"), "no launch");
+  CombineParams bad;
+  bad.o_dtype = DType::kFloat8E4M3;
+  expect(says(services.combine(bad, 0, nullptr), "e4m3"), "combine: dtype");
+}
+
+template <class T>
+void check_dtype() {
+  check_combine<T>({64, 4, 2, 128, 40, {1, 0, 3, 17}});  // decode: few rows of a tile
+  check_combine<T>({16, 1, 1, 64, 2, {1}, false});       // the smallest, without lse
+  check_combine<T>({16, 3, 2, 8, 70, {5, 11}});          // one warp's columns mostly empty
+  check_combine<T>({128, 8, 1, 72, 17, {100}, true, float(M_LN2)});  // several tiles, odd head_dim
+  check_combine<T>({64, 5, 3, 256, 9, {13, 2}});                     // four warps per row
+  check_combine<T>({64, 4, 8, 192, 3, std::vector<int>(100, 2)});    // more tiles than CTA slots
+  for (int dim : {5, 64, 96, 128, 264}) {
+    check_merge_states<T>(MergeForm::kPair, 2, 37, 3, dim);
+    check_merge_states<T>(MergeForm::kInPlace, 2, 129, 7, dim);
+    for (int states : {1, 2, 11}) check_merge_states<T>(MergeForm::kMany, states, 19, 5, dim);
+  }
+  std::printf("combine, merge_states %s: done\n", std::string(name_of(kDTypeOf<T>)).c_str());
+}
+
+}  // namespace
+
+int main() {
+  const int count = services.device_count();
+  std::printf("preflash services, CUDA %s, %d devices\n", services.cuda_version, count);
+  if (count == 0) {
+    DeviceFacts facts;
+    PackBitsParams bits;
+    bits.num_segments = 1;
+    bool refused = services.query(0, &facts) && services.pack_bits(bits, 0, nullptr);
+    services.uploader_destroy(services.uploader_create(0));
+    return refused ? 77 : 1;
+  }
+  check_devices(count);
+  check_uploader();
+  std::printf("devices, uploader: done\n");
+  for (bool little : {true, false}) {
+    for (int length : {0, 1, 7, 8, 9, 64, 4099, 20'000'003}) check_pack_bits({length}, 0, little);
+    check_pack_bits({5, 0, 0, 16, 1, 333, 8, 0, 40000, 24, 0}, 3, little);
+    check_pack_bits(std::vector<int>(3000, 11), 0, little);
+  }
+  std::printf("pack_bits: done\n");
+  check_dtype<__half>();
+  check_dtype<__nv_bfloat16>();
+  check_dtype<float>();
+  std::printf("%d failures\n", num_failures);
+  return num_failures == 0 ? 0 : 1;
+}

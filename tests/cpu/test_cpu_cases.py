@@ -1,0 +1,113 @@
+"""The CPU backend against the oracle: every core case in every dtype, and random ones."""
+
+import pytest
+import torch
+from preflash.testing import Case, KvForm, MaskKind, build, cases, runner
+
+DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}
+CORE = [case.with_dtype(dtype) for case in cases.core() for dtype in DTYPES.values()]
+
+
+@pytest.mark.parametrize("case", CORE, ids=lambda case: case.id)
+def test_core(case):
+    runner.check(build(case), backend="cpu")
+
+
+@pytest.mark.parametrize("case", cases.random_cases(60, seed=20260101), ids=lambda case: case.id)
+def test_fuzz(case):
+    runner.check(build(case, seed=1), backend="cpu")
+
+
+SINGLE = [
+    Case("full", (70,), (133,), 4, 2, 64),
+    Case("causal", (70,), (133,), 6, 2, 128, mask=MaskKind.CAUSAL, window_left=40),
+    Case("hnd", (70,), (133,), 8, 1, 96, layout="HND", mask=MaskKind.CAUSAL, form=KvForm.PADDED),
+    Case("custom", (33,), (65,), 4, 4, 256, mask=MaskKind.CUSTOM, soft_cap=20.0),
+    Case("packed", (13,), (65,), 4, 1, 192, 128, mask=MaskKind.PACKED),
+    Case("decode", (1,), (999,), 5, 1, 128),
+    Case("longer_q", (90,), (33,), 2, 2, 64, mask=MaskKind.CAUSAL),
+    Case("no_query", (0,), (33,), 2, 2, 64),
+    Case("no_key", (5,), (0,), 2, 2, 64),
+    Case("halves", (64,), (128,), 4, 1, 128, form=KvForm.HALVES, mask=MaskKind.CAUSAL),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("backend", ["cpu", "auto"])
+@pytest.mark.parametrize("case", SINGLE, ids=lambda case: case.name)
+def test_single(case, dtype, backend):
+    inputs = build(case.with_dtype(dtype))
+    runner.judge(inputs, *runner.single(inputs, backend=backend)).check()
+
+
+@pytest.mark.parametrize("group", range(1, 18))
+def test_every_group_size(group):
+    case = Case("group", (9, 1, 20), (33, 65, 20), group, 1, 64, mask=MaskKind.CAUSAL, page_size=16)
+    runner.check(build(case), backend="cpu")
+
+
+@pytest.mark.parametrize("page_size", [1, 2, 3, 4, 5, 7, 8, 15, 16, 17, 32, 33, 64, 100, 128, 256])
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_every_page_size(page_size, layout):
+    case = Case(
+        "page",
+        (9, 1, 70),
+        (33, 257, 70),
+        4,
+        2,
+        64,
+        page_size=page_size,
+        layout=layout,
+        mask=MaskKind.CAUSAL,
+    )
+    runner.check(build(case), backend="cpu")
+
+
+@pytest.mark.parametrize("dim", range(8, 257, 8))
+def test_every_head_dim(dim):
+    case = Case("dim", (9, 33), (65, 33), 2, 1, dim, form=KvForm.PADDED, mask=MaskKind.CAUSAL)
+    runner.check(build(case), backend="cpu")
+
+
+@pytest.mark.parametrize("qo_len", [1, 15, 16, 17, 63, 64, 65, 127, 128, 129])
+@pytest.mark.parametrize("kv_len", [1, 31, 63, 64, 65, 127, 128, 129, 192])
+def test_tile_edges(qo_len, kv_len):
+    case = Case("edge", (qo_len,), (kv_len,), 3, 1, 64, mask=MaskKind.CAUSAL, dtype=torch.float32)
+    runner.check(build(case), backend="cpu")
+
+
+def test_offsets_over_2_31():
+    """A pool of more than 2^31 elements, of which only a few pages are ever touched.
+
+    Untouched pages of a fresh anonymous mapping cost no memory.
+    """
+    case = Case("huge", (9, 1), (130, 33), 4, 2, 128, page_size=16, mask=MaskKind.CAUSAL)
+    inputs = build(case)
+    page = 16 * 2 * 128
+    pages = 2**31 // page + 1000
+    try:
+        pools = [torch.empty(pages, 16, 2, 128, dtype=torch.bfloat16) for _ in range(2)]
+    except RuntimeError:
+        pytest.skip("not enough address space")
+    where = pages - 1 - 37 * torch.arange(inputs.k.shape[0])
+    for pool, small in zip(pools, (inputs.k, inputs.v), strict=True):
+        pool[where] = small
+    inputs.indices = where[inputs.indices.long()].int()
+    inputs.page_table = [[int(where[p]) for p in request] for request in inputs.page_table]
+    inputs.k, inputs.v = pools
+    inputs.cache = tuple(pools)
+    assert int(inputs.indices.max()) * page > 2**31
+    runner.check(inputs, backend="cpu")
+
+
+def test_ragged_offsets_over_2_31():
+    """Token strides so large that the offset of the last row passes 2^31 elements."""
+    tokens, stride = 40, 2**31 // 39 // 64 * 64 + 64
+    case = Case("far", (9,), (tokens,), 2, 1, 64, mask=MaskKind.CAUSAL)
+    inputs = build(case)
+    for name in ("k", "v"):
+        storage = torch.empty(tokens * stride, dtype=torch.bfloat16)
+        view = storage.as_strided((tokens, 1, 64), (stride, 64, 1))
+        view.copy_(getattr(inputs, name)[:tokens])
+        setattr(inputs, name, view)
+    runner.check(inputs, backend="cpu")

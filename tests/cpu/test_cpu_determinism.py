@@ -1,0 +1,157 @@
+"""Bits: two runs, any number of threads, any company in the batch, split or not."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from preflash.testing import Case, MaskKind, build, cases, expected, runner
+
+SOME = [case for i, case in enumerate(cases.core()) if i % 4 == 1]
+
+
+def result(case: Case, inputs=None, **overrides):
+    inputs = build(case) if inputs is None else inputs
+    wrapper = runner.make_wrapper(case, backend="cpu")
+    runner.plan(wrapper, inputs, **overrides)
+    return runner.run(wrapper, inputs)
+
+
+def same(a, b) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("case", SOME, ids=lambda case: case.id)
+def test_two_runs_of_one_plan(case):
+    inputs = build(case)
+    wrapper = runner.make_wrapper(case, backend="cpu")
+    runner.plan(wrapper, inputs)
+    assert same(runner.run(wrapper, inputs), runner.run(wrapper, inputs))
+
+
+@pytest.mark.parametrize("case", SOME, ids=lambda case: case.id)
+def test_threads_under_a_fixed_split(case):
+    """Under a fixed split the work does not depend on the machine, so neither do the bits."""
+    threads = torch.get_num_threads()
+    inputs = build(case)
+    results = []
+    try:
+        for count in (1, 2, 5):
+            torch.set_num_threads(count)
+            results.append(result(case, inputs, fixed_split_size=64))
+    finally:
+        torch.set_num_threads(threads)
+    assert same(results[0], results[1])
+    assert same(results[0], results[2])
+
+
+def test_thread_count_of_the_process():
+    """OMP_NUM_THREADS=1 and 2 in fresh processes."""
+    code = """
+import hashlib, torch
+from preflash.testing import Case, MaskKind, build, runner
+case = Case("threads", (1, 70, 130), (600, 300, 130), 8, 2, 128, page_size=16, mask=MaskKind.CAUSAL,
+            fixed_split_size=128)
+inputs = build(case)
+wrapper = runner.make_wrapper(case, backend="cpu")
+runner.plan(wrapper, inputs)
+out, lse = runner.run(wrapper, inputs)
+print(hashlib.sha256(out.view(torch.int16).numpy().tobytes() + lse.numpy().tobytes()).hexdigest())
+"""
+    digests = set()
+    for count in ("1", "2"):
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "OMP_NUM_THREADS": count},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode == 0, done.stderr
+        digests.add(done.stdout.strip())
+    assert len(digests) == 1
+
+
+COMPANY = Case("alone", (1, 40, 5), (333, 200, 64), 4, 2, 64, page_size=16, mask=MaskKind.CAUSAL)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        {"fixed_split_size": 64},
+        {"fixed_split_size": 100},
+        {"disable_split_kv": True},
+        {"fixed_split_size": 4096, "disable_split_kv": True},
+    ],
+    ids=str,
+)
+def test_a_request_does_not_see_its_company(policy):
+    inputs = build(COMPANY)
+    together = result(COMPANY, inputs, **policy)
+    begin = 0
+    for i, (qo_len, kv_len) in enumerate(zip(COMPANY.qo_lens, COMPANY.kv_lens, strict=True)):
+        case = Case("one", (qo_len,), (kv_len,), 4, 2, 64, page_size=16, mask=MaskKind.CAUSAL)
+        one = build(case)
+        one.q = inputs.q[begin : begin + qo_len]
+        one.cache, one.k, one.v = inputs.cache, inputs.k, inputs.v
+        one.page_table = [inputs.page_table[i]]
+        one.indices = torch.tensor(inputs.page_table[i], dtype=torch.int32)
+        alone = result(case, one, **policy)
+        assert torch.equal(alone[0], together[0][begin : begin + qo_len])
+        assert torch.equal(alone[1], together[1][begin : begin + qo_len])
+        begin += qo_len
+
+
+def test_company_of_many_short_requests_changes_nothing():
+    """Neighbours that make the batch decode-like must not switch a request to another tile."""
+    lone = Case("lone", (64,), (300,), 4, 1, 64, mask=MaskKind.CAUSAL)
+    crowd = Case("crowd", (64,) + (1,) * 50, (300,) + (20,) * 50, 4, 1, 64, mask=MaskKind.CAUSAL)
+    many = build(crowd)
+    one = build(lone)
+    one.q, one.k, one.v = many.q[:64], many.k[:300], many.v[:300]
+    for policy in ({"disable_split_kv": True}, {"fixed_split_size": 128}):
+        alone, together = result(lone, one, **policy), result(crowd, many, **policy)
+        assert torch.equal(alone[0], together[0][:64])
+        assert torch.equal(alone[1], together[1][:64])
+
+
+SPLITS = [
+    Case("decode", (1, 3), (700, 129), 4, 2, 64, page_size=16, mask=MaskKind.CAUSAL),
+    Case("prefill", (70, 200), (300, 200), 4, 1, 128, mask=MaskKind.CAUSAL),
+    Case("window", (70, 5), (300, 512), 3, 3, 64, mask=MaskKind.CAUSAL, window_left=90),
+    Case("custom", (20, 5), (300, 512), 2, 1, 64, mask=MaskKind.CUSTOM, soft_cap=5.0),
+    Case("longer_q", (150, 90), (130, 20), 2, 1, 64, mask=MaskKind.CAUSAL),
+]
+
+
+@pytest.mark.parametrize("size", [1, 64, 65, 128, 256, 10_000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", SPLITS, ids=lambda case: case.name)
+def test_split_and_unsplit_agree(case, dtype, size):
+    """Both are right, which is a stronger statement than being close to each other."""
+    case = case.with_dtype(dtype)
+    inputs = build(case)
+    want = expected(inputs)
+    whole = result(case, inputs, disable_split_kv=True)
+    split = result(case, inputs, fixed_split_size=size)
+    runner.judge(inputs, *whole, want=want).check()
+    runner.judge(inputs, *split, want=want).check()
+    if dtype is torch.float32:
+        torch.testing.assert_close(whole[0], split[0], rtol=1e-5, atol=1e-5)
+    assert torch.equal(whole[1] == -torch.inf, split[1] == -torch.inf)
+
+
+def test_a_split_really_happens():
+    """Otherwise the tests above compare a thing with itself."""
+    case = Case("decode", (1,), (700,), 4, 1, 64, fixed_split_size=64)
+    inputs = build(case)
+    wrapper = runner.make_wrapper(case, backend="cpu")
+    positional, options = runner.plan_arguments(inputs)
+    float_bytes, _ = wrapper.workspace_size(*positional, **options)
+    # Eleven chunks of at least four rows of 64 floats.
+    assert float_bytes >= 11 * 4 * 64 * 4
+    none, _ = wrapper.workspace_size(
+        *positional, **{**options, "fixed_split_size": None, "disable_split_kv": True}
+    )
+    assert none == 0

@@ -1,0 +1,259 @@
+"""The judge is judged: oracle against SDPA in float64, comparison against known mistakes."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from preflash.testing import Case, MaskKind, build, cases, compare, expected, inputs, oracle, runner
+from preflash.testing.comparison import unit_roundoff
+from preflash.testing.oracle import Pipeline
+
+
+def keeps(case: Case, request, row: int, key: int) -> bool:
+    """The specification, literally."""
+    qo_len, kv_len = request.q.shape[0], request.k.shape[0]
+    delta = kv_len - qo_len
+    if request.mask is not None:
+        keep = bool(request.mask[row, key])
+    elif case.mask is MaskKind.CAUSAL:
+        keep = key <= row + delta
+    else:
+        keep = True
+    return keep and (case.window_left < 0 or key >= row + delta - case.window_left)
+
+
+def sdpa(case: Case, made) -> torch.Tensor:
+    parts = []
+    for i in range(case.batch_size):
+        request = made.request(i)
+        qo_len, kv_len = request.q.shape[0], request.k.shape[0]
+        if qo_len == 0 or kv_len == 0:
+            parts.append(torch.zeros(qo_len, case.num_qo_heads, case.dim_vo, dtype=torch.float64))
+            continue
+        keep = torch.tensor(
+            [[keeps(case, request, row, key) for key in range(kv_len)] for row in range(qo_len)]
+        )
+        k, v = (
+            t.double().repeat_interleave(case.group_size, 1).transpose(0, 1)[None]
+            for t in (request.k, request.v)
+        )
+        out = torch.nn.functional.scaled_dot_product_attention(
+            request.q.double().transpose(0, 1)[None], k, v, attn_mask=keep, scale=case.scale
+        )[0].transpose(0, 1)
+        out[~keep.any(1)] = 0
+        parts.append(out)
+    return torch.cat(parts)
+
+
+SMALL = [
+    dataclasses.replace(
+        case,
+        qo_lens=tuple(min(n, 40) for n in case.qo_lens),
+        kv_lens=tuple(min(n, 70) for n in case.kv_lens),
+        soft_cap=None,
+    )
+    for case in [*cases.core(), *cases.random_cases(30, seed=11)]
+]
+
+
+@pytest.mark.parametrize("case", SMALL, ids=lambda case: case.id)
+def test_oracle_is_sdpa_in_float64(case):
+    made = build(case)
+    want = expected(made)
+    assert bool(want.out.isfinite().all())
+    torch.testing.assert_close(want.out, sdpa(case, made), rtol=1e-10, atol=1e-10)
+
+
+def test_oracle_lse_and_soft_cap_by_hand():
+    q, k = torch.tensor([[[1.0, 2.0]]]), torch.tensor([[[3.0, 1.0]], [[-1.0, 0.5]]])
+    v = torch.tensor([[[10.0]], [[20.0]]])
+    x = [2.0 * math.tanh(0.5 * dot / 2.0) for dot in (5.0, 0.0)]
+    total = math.exp(x[0]) + math.exp(x[1])
+    got = oracle.attend(q, k, v, Pipeline(0.5, soft_cap=2.0, out_scale=3.0))
+    assert got.lse.item() == pytest.approx(math.log2(total), abs=1e-12)
+    weights = [math.exp(value) / total for value in x]
+    assert got.out.item() == pytest.approx(3.0 * (10 * weights[0] + 20 * weights[1]), abs=1e-12)
+
+
+def test_oracle_rows_are_the_rows():
+    made = build(Case("rows", (30, 9), (77, 9), 4, 2, 64, mask=MaskKind.CAUSAL, page_size=8))
+    whole = expected(made)
+    picked = expected(made, rows=[torch.tensor([0, 13, 29]), torch.tensor([8])], head_block=1)
+    rows = torch.tensor([0, 13, 29, 38])
+    torch.testing.assert_close(picked.out, whole.out[rows], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(picked.lse, whole.lse[rows], rtol=1e-12, atol=1e-12)
+
+
+def test_oracle_merge_is_attention_over_the_union():
+    made = build(Case("union", (7,), (50,), 2, 1, 64, dtype=torch.float32))
+    request, pipeline = made.request(0), made.pipeline
+    parts = [
+        oracle.attend(request.q, request.k[a:b], request.v[a:b], pipeline)
+        for a, b in ((0, 9), (9, 10), (10, 50))
+    ]
+    out, lse = oracle.merge(
+        torch.stack([p.out for p in parts], 1), torch.stack([p.lse for p in parts], 1)
+    )
+    want = expected(made)
+    torch.testing.assert_close(out, want.out, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(lse, want.lse, rtol=1e-10, atol=1e-10)
+
+
+def test_everything_unowned_is_poisoned():
+    case = Case("poison", (3, 9), (5, 20), 2, 1, 16, page_size=4)
+    made = build(case)
+    for pool in (made.k, made.v):
+        owned = 25 * 16
+        assert int(pool.isfinite().sum()) == owned
+        assert bool(pool.isnan().any())
+        assert bool(pool.isinf().any())
+    assert made.kv_indptr.tolist() == [0, 2, 7]
+    assert made.last_page_len.tolist() == [1, 4]
+
+
+def test_packing_is_little_order_with_a_byte_per_request():
+    mask = torch.tensor([[1, 0, 0, 1, 0], [0, 0, 0, 0, 1]]).bool()
+    assert inputs.pack_little(mask).tolist() == [0b00001001, 0b00000010]
+
+
+# --- a rounding machine passes, mistakes do not ------------------------------
+
+BASE = Case("judge", (40, 3), (130, 70), 4, 2, 64, mask=MaskKind.CAUSAL)
+
+
+def rounded(made, pipeline: Pipeline, *, wrong_row: int | None = None):
+    """A float32 attention that rounds P and the output to the case's dtype, as kernels do."""
+    outs, lses = [], []
+    for i in range(made.case.batch_size):
+        request = made.request(i)
+        keep = oracle.kept(pipeline, request.q.shape[0], request.k.shape[0], request.mask)
+        if wrong_row is not None and i == 0:
+            keep[wrong_row, int(keep[wrong_row].nonzero()[-1])] = False
+        group = made.case.group_size
+        q = request.q.float().transpose(0, 1)
+        k, v = (
+            t.float().repeat_interleave(group, 1).transpose(0, 1) for t in (request.k, request.v)
+        )
+        x = (q @ k.transpose(1, 2) * pipeline.sm_scale * oracle.LOG2_E).masked_fill(
+            ~keep, -math.inf
+        )
+        top = x.amax(-1, keepdim=True)
+        p = torch.exp2(x - top)
+        total = p.sum(-1, keepdim=True)
+        out = p.to(made.case.dtype).float() @ v / total
+        outs.append(out.transpose(0, 1).to(made.case.dtype))
+        lses.append((torch.log2(total) + top).squeeze(-1).transpose(0, 1))
+    return torch.cat(outs), torch.cat(lses)
+
+
+DTYPES = [torch.float16, torch.bfloat16, torch.float32]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_honest_rounding_passes(dtype):
+    made = build(BASE.with_dtype(dtype))
+    report = compare(*rounded(made, made.pipeline), expected(made))
+    assert report.ok, report
+    assert report.worst_ratio > 0.001
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "mistake",
+    ["window", "not_causal", "scale", "one_key", "natural_log", "row_swap", "stale_row"],
+)
+def test_mistakes_fail(dtype, mistake):
+    made = build(BASE.with_dtype(dtype))
+    right = made.pipeline
+    if mistake == "window":
+        out, lse = rounded(made, dataclasses.replace(right, window_left=100))
+    elif mistake == "not_causal":
+        out, lse = rounded(made, dataclasses.replace(right, causal=False))
+    elif mistake == "scale":
+        out, lse = rounded(made, dataclasses.replace(right, sm_scale=right.sm_scale * 1.002))
+    elif mistake == "one_key":
+        out, lse = rounded(made, right, wrong_row=17)
+    else:
+        out, lse = rounded(made, right)
+    if mistake == "natural_log":
+        lse = lse * math.log(2.0)
+    elif mistake == "row_swap":
+        out[[3, 4]] = out[[4, 3]]
+    elif mistake == "stale_row":
+        out[11, 2] = math.nan
+    assert not compare(out, lse, expected(made)).ok
+
+
+def test_a_relative_error_of_one_rounding_unit_fails():
+    made = build(BASE)
+    out, lse = rounded(made, made.pipeline)
+    off = (out.float() * (1 + 2 * unit_roundoff(torch.bfloat16))).bfloat16()
+    assert not compare(off, lse, expected(made)).ok
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, 1e-30])
+def test_a_masked_row_must_be_exactly_zero(value):
+    case = Case("masked", (9,), (4,), 2, 1, 64, mask=MaskKind.CAUSAL, dtype=torch.float32)
+    made = build(case)
+    want = expected(made)
+    out, lse = want.out.float(), want.lse.float()
+    assert compare(out, lse, want).ok
+    out[2, 1, 3] = value
+    assert not compare(out, lse, want).ok
+
+
+def test_a_finite_sentinel_is_not_minus_infinity():
+    case = Case("masked", (9,), (4,), 2, 1, 64, mask=MaskKind.CAUSAL, dtype=torch.float32)
+    made = build(case)
+    want = expected(made)
+    lse = want.lse.float().nan_to_num(neginf=-5e4)
+    assert not compare(want.out.float(), lse, want).ok
+
+
+def test_case_ids_are_unique():
+    for many in (cases.core(), cases.tiny(), cases.random_cases(200, seed=0)):
+        names = [case.id for case in many]
+        assert len(set(names)) == len(names)
+
+
+def test_core_covers_the_axes():
+    many = cases.core()
+    dims = {(case.head_dim, case.dim_vo) for case in many}
+    assert {
+        (64, 64),
+        (128, 128),
+        (256, 256),
+        (192, 128),
+        (96, 96),
+        (80, 80),
+        (40, 40),
+        (8, 8),
+    } <= dims
+    assert {case.group_size for case in many} >= {1, 2, 3, 4, 5, 8}
+    assert {case.page_size for case in many} >= {0, 1, 3, 8, 16, 64}
+    assert {case.layout for case in many} == {"NHD", "HND"}
+    assert {case.mask for case in many} == set(MaskKind)
+    assert {case.form for case in many} == set(inputs.KvForm)
+    assert any(case.window_left == 0 and case.mask is MaskKind.NONE for case in many)
+    assert any(a > b > 0 for case in many for a, b in zip(case.qo_lens, case.kv_lens, strict=True))
+
+
+def test_random_cases_repeat():
+    assert cases.random_cases(20, seed=4) == cases.random_cases(20, seed=4)
+    assert cases.random_cases(20, seed=4) != cases.random_cases(20, seed=5)
+
+
+def test_a_report_tells_where():
+    made = build(BASE)
+    out, lse = rounded(made, made.pipeline)
+    out[5, 1, 7] += 3
+    report = compare(out, lse, expected(made))
+    assert "(5, 1, 7)" in str(report)
+    with pytest.raises(AssertionError, match="outside their bound"):
+        report.check()
+
+
+def test_runner_refuses_what_is_not_single():
+    with pytest.raises(ValueError, match="single"):
+        runner.single(build(BASE), backend="cpu")

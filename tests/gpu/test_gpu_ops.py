@@ -1,0 +1,59 @@
+"""packbits and merge_state on the GPU at sizes that fill it, against the CPU."""
+
+import math
+
+import preflash
+import pytest
+import torch
+from preflash.testing import oracle
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("bitorder", ["big", "little"])
+@pytest.mark.parametrize("n", [1, 8, 1000, 1 << 20, (1 << 25) + 3])
+def test_packbits_equals_the_cpu(n, bitorder):
+    x = torch.rand(n) < 0.5
+    assert torch.equal(preflash.packbits(x.cuda(), bitorder).cpu(), preflash.packbits(x, bitorder))
+
+
+@pytest.mark.parametrize("bitorder", ["big", "little"])
+def test_segment_packbits_equals_the_cpu(bitorder):
+    lengths = torch.randint(0, 3000, (500,))
+    lengths[::7] = 0
+    indptr = torch.cat([torch.zeros(1), lengths.cumsum(0)]).int()
+    x = torch.rand(int(indptr[-1])) < 0.5
+    got = preflash.segment_packbits(x.cuda(), indptr.cuda(), bitorder)
+    want = preflash.segment_packbits(x, indptr, bitorder)
+    assert torch.equal(got[0].cpu(), want[0])
+    assert torch.equal(got[1].cpu(), want[1])
+
+
+@pytest.mark.sanitizer
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", [(300, 5, 16, 128), (3, 2, 1, 8), (17, 33, 3, 256)], ids=str)
+def test_merge_states_against_the_oracle(shape, dtype):
+    v = torch.randn(shape, device="cuda").to(dtype)
+    s = torch.randn(shape[:3], device="cuda") * 8
+    s[torch.rand_like(s) < 0.2] = -math.inf
+    out, lse = preflash.merge_states(v, s)
+    want_out, want_lse = oracle.merge(v, s)
+    bound = torch.finfo(dtype).eps / 2 * want_out.abs() + 2.0**-19
+    assert bool(((out.double() - want_out).abs() <= bound).all())
+    assert torch.equal(lse == -math.inf, want_lse == -math.inf)
+    torch.testing.assert_close(lse.double(), want_lse, rtol=2e-6, atol=2e-6)
+
+
+def test_merge_runs_on_the_current_stream():
+    v = torch.full((2000, 8, 128), math.nan, device="cuda")
+    s = torch.zeros(2000, 8, device="cuda")
+    good = torch.randn_like(v)
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(20_000_000)
+        v.copy_(good)
+        out, lse = preflash.merge_state(v, s, v, s)
+    side.synchronize()
+    torch.testing.assert_close(out, good, rtol=1e-6, atol=1e-6)
+    assert bool((lse == 1.0).all())

@@ -1,0 +1,402 @@
+"""Streams, uploads, syncs, devices: what a CUDA library gets wrong beside the numbers."""
+
+import dataclasses
+
+import preflash
+import pytest
+import torch
+from preflash.testing import Case, KvForm, MaskKind, build, compare, expected, poison, runner
+
+pytestmark = pytest.mark.gpu
+
+CASE = Case(
+    "stream", (33, 5, 0, 170), (400, 90, 7, 170), 8, 2, 128, page_size=16, mask=MaskKind.CAUSAL
+)
+SPLIT = dataclasses.replace(CASE, name="split", fixed_split_size=64)
+RAGGED = dataclasses.replace(CASE, name="ragged", page_size=0)
+
+
+def sleep() -> None:
+    """Occupies the current stream for some milliseconds."""
+    torch.cuda._sleep(20_000_000)
+
+
+@pytest.mark.sanitizer
+@pytest.mark.parametrize("case", [CASE, SPLIT, RAGGED], ids=lambda case: case.name)
+def test_twenty_runs_are_bitwise_equal(case):
+    inputs = build(case, device="cuda")
+    wrapper = runner.make_wrapper(case, backend="fa2", device="cuda")
+    runner.plan(wrapper, inputs)
+    first = runner.run(wrapper, inputs)
+    runner.judge(inputs, *first).check()
+    for _ in range(19):
+        again = runner.run(wrapper, inputs)
+        assert torch.equal(first[0], again[0])
+        assert torch.equal(first[1], again[1])
+
+
+def test_automatic_split_is_bitwise_repeatable():
+    case = Case("auto", (1, 2, 1), (9000, 70, 4000), 8, 1, 128, page_size=16, mask=MaskKind.CAUSAL)
+    inputs = build(case, device="cuda")
+    results = []
+    for _ in range(5):
+        wrapper = runner.make_wrapper(case, backend="fa2", device="cuda")
+        runner.plan(wrapper, inputs)
+        results.append(runner.run(wrapper, inputs))
+    runner.judge(inputs, *results[0]).check()
+    for out, lse in results[1:]:
+        assert torch.equal(out, results[0][0])
+        assert torch.equal(lse, results[0][1])
+
+
+@pytest.mark.parametrize("policy", [{"fixed_split_size": 256}, {"disable_split_kv": True}], ids=str)
+def test_a_request_does_not_see_its_company(policy):
+    inputs = build(CASE, device="cuda")
+    wrapper = runner.make_wrapper(CASE, backend="fa2", device="cuda")
+    runner.plan(wrapper, inputs, **policy)
+    together = runner.run(wrapper, inputs)
+    begin = 0
+    for i, (qo_len, kv_len) in enumerate(zip(CASE.qo_lens, CASE.kv_lens, strict=True)):
+        one_case = dataclasses.replace(CASE, qo_lens=(qo_len,), kv_lens=(kv_len,))
+        one = build(one_case, device="cuda")
+        one.q = inputs.q[begin : begin + qo_len]
+        one.cache = inputs.cache
+        one.indices = torch.tensor(inputs.page_table[i], dtype=torch.int32, device="cuda")
+        runner.plan(wrapper, one, **policy)
+        alone = runner.run(wrapper, one)
+        assert torch.equal(alone[0], together[0][begin : begin + qo_len])
+        assert torch.equal(alone[1], together[1][begin : begin + qo_len])
+        begin += qo_len
+
+
+def test_work_is_ordered_on_the_current_stream():
+    """Inputs become valid late on a side stream; nothing may run ahead on the default stream."""
+    inputs = build(SPLIT, device="cuda", index_device="cpu")
+    want = expected(inputs)
+    late = inputs.q.clone()
+    inputs.q = torch.full_like(late, float("nan"))
+    wrapper = runner.make_wrapper(SPLIT, backend="fa2", device="cuda")
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        sleep()
+        inputs.q.copy_(late)
+        runner.plan(wrapper, inputs)
+        out, lse = runner.run(wrapper, inputs)
+        copy = out.clone(), lse.clone()
+    side.synchronize()
+    runner.judge(inputs, *copy, want=want).check()
+
+
+def test_two_streams_with_a_wrapper_each():
+    jobs = []
+    for seed, case in enumerate((CASE, SPLIT, RAGGED) * 2):
+        inputs = build(case, device="cuda", seed=seed)
+        wrapper = runner.make_wrapper(case, backend="fa2", device="cuda")
+        jobs.append((torch.cuda.Stream(), wrapper, inputs, expected(inputs)))
+    torch.cuda.synchronize()
+    results = []
+    for stream, wrapper, inputs, _ in jobs:
+        with torch.cuda.stream(stream):
+            runner.plan(wrapper, inputs)
+            results.append(runner.run(wrapper, inputs))
+    torch.cuda.synchronize()
+    for (_, _, inputs, want), (out, lse) in zip(jobs, results, strict=True):
+        runner.judge(inputs, out, lse, want=want).check()
+
+
+def test_plans_back_to_back_do_not_overwrite_each_other():
+    """Many plans are staged while the stream is still busy; each run gets its own plan."""
+    cases = [
+        dataclasses.replace(CASE, qo_lens=(10 + 7 * i, 3), kv_lens=(300 + 50 * i, 40 + i))
+        for i in range(12)
+    ]
+    made = [build(case, device="cuda", index_device="cpu", seed=i) for i, case in enumerate(cases)]
+    wants = [expected(inputs) for inputs in made]
+    wrapper = runner.make_wrapper(CASE, backend="fa2", device="cuda")
+    torch.cuda.synchronize()
+    sleep()
+    results = []
+    for inputs in made:
+        runner.plan(wrapper, inputs, non_blocking=True)
+        results.append(runner.run(wrapper, inputs))
+    torch.cuda.synchronize()
+    for inputs, want, (out, lse) in zip(made, wants, results, strict=True):
+        runner.judge(inputs, out, lse, want=want).check()
+
+
+def test_masks_back_to_back():
+    cases = [
+        Case(
+            f"mask{i}",
+            (20 + i, 9),
+            (90, 64 + i),
+            4,
+            2,
+            128,
+            mask=MaskKind.CUSTOM,
+            dtype=torch.float16,
+        )
+        for i in range(6)
+    ]
+    made = [build(case, device="cuda", seed=i) for i, case in enumerate(cases)]
+    wants = [expected(inputs) for inputs in made]
+    wrapper = runner.make_wrapper(cases[0], backend="fa2", device="cuda")
+    torch.cuda.synchronize()
+    sleep()
+    results = []
+    for inputs in made:
+        runner.plan(wrapper, inputs)
+        results.append(runner.run(wrapper, inputs))
+        inputs.custom_mask.zero_()
+    torch.cuda.synchronize()
+    for inputs, want, (out, lse) in zip(made, wants, results, strict=True):
+        runner.judge(inputs, out, lse, want=want).check()
+
+
+@pytest.fixture
+def no_sync():
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("case", [CASE, SPLIT, RAGGED], ids=lambda case: case.name)
+def test_host_indptr_costs_no_sync(case, request):
+    """Lengths on the host, indices on the GPU: neither plan nor run waits for the device."""
+    inputs = build(case, device="cuda", index_device="cpu")
+    want = expected(inputs)
+    for name in ("qo_indptr", "kv_indptr", "last_page_len"):
+        if (array := getattr(inputs, name)) is not None:
+            setattr(inputs, name, array.pin_memory())
+    if inputs.indices is not None:
+        inputs.indices = inputs.indices.cuda()
+    wrapper = runner.make_wrapper(case, backend="fa2", device="cuda")
+    runner.plan(wrapper, inputs)
+    out = poison((inputs.q.shape[0], 8, 128), case.dtype, "cuda")
+    lse = poison(out.shape[:2], torch.float32, "cuda")
+    # The first launch of a kernel loads it, which may wait.
+    runner.run(wrapper, inputs, out=out, lse=lse)
+    request.getfixturevalue("no_sync")
+
+    stream = torch.cuda.current_stream()
+    sleep()
+    runner.plan(wrapper, inputs, non_blocking=True)
+    result = runner.run(wrapper, inputs, out=out, lse=lse)
+    # The device is still asleep: nobody has waited for it, in torch's ways or any other.
+    assert not stream.query()
+    torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    runner.judge(inputs, *result, want=want).check()
+
+
+def test_run_costs_no_sync_with_device_indptr(request):
+    inputs = build(CASE, device="cuda")
+    wrapper = runner.make_wrapper(CASE, backend="fa2", device="cuda")
+    runner.plan(wrapper, inputs)
+    runner.run(wrapper, inputs)
+    request.getfixturevalue("no_sync")
+    sleep()
+    result = runner.run(wrapper, inputs)
+    assert not torch.cuda.current_stream().query()
+    torch.cuda.set_sync_debug_mode("default")
+    runner.judge(inputs, *result).check()
+
+
+def test_blocking_plan_has_finished_its_copies():
+    """non_blocking=False: the caller may overwrite host memory, and the stream is idle."""
+    inputs = build(CASE, device="cuda", index_device="cpu")
+    wrapper = runner.make_wrapper(CASE, backend="fa2", device="cuda")
+    torch.cuda.synchronize()
+    runner.plan(wrapper, inputs, non_blocking=False)
+    want = expected(inputs)
+    for array in (inputs.qo_indptr, inputs.kv_indptr, inputs.indices, inputs.last_page_len):
+        array.fill_(-7)
+    runner.judge(inputs, *runner.run(wrapper, inputs), want=want).check()
+
+
+def test_run_is_capturable_with_a_fixed_plan():
+    """One plan, captured once and replayed on new numbers; graph mode proper is not built yet."""
+    inputs = build(SPLIT, device="cuda")
+    wrapper = runner.make_wrapper(SPLIT, backend="fa2", device="cuda")
+    runner.plan(wrapper, inputs)
+    out = poison((inputs.q.shape[0], 8, 128), SPLIT.dtype, "cuda")
+    lse = poison(out.shape[:2], torch.float32, "cuda")
+    runner.run(wrapper, inputs, out=out, lse=lse)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        runner.run(wrapper, inputs, out=out, lse=lse)
+    for factor in (0.5, -2.0):
+        inputs.q.mul_(factor)
+        out.fill_(float("nan"))
+        lse.fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize()
+        runner.judge(inputs, out, lse).check()
+
+
+def test_graph_mode_is_refused_by_name():
+    buffers = {
+        "qo_indptr_buf": torch.zeros(5, dtype=torch.int32, device="cuda"),
+        "paged_kv_indptr_buf": torch.zeros(5, dtype=torch.int32, device="cuda"),
+        "paged_kv_indices_buf": torch.zeros(64, dtype=torch.int32, device="cuda"),
+        "paged_kv_last_page_len_buf": torch.zeros(4, dtype=torch.int32, device="cuda"),
+    }
+    with pytest.raises(NotImplementedError, match="use_cuda_graph"):
+        preflash.BatchPrefillWithPagedKVCacheWrapper(
+            runner.workspace("cuda"), use_cuda_graph=True, **buffers
+        )
+
+
+def test_auto_takes_fa2_while_fa3_is_not_compiled():
+    inputs = build(CASE, device="cuda")
+    wrapper = runner.make_wrapper(CASE, backend="auto", device="cuda")
+    runner.plan(wrapper, inputs)
+    assert wrapper._backend == "fa2"
+    assert wrapper.variant.startswith("sm80_bf16_d128_")
+    runner.judge(inputs, *runner.run(wrapper, inputs)).check()
+
+
+def test_explicit_fa3_never_becomes_fa2():
+    inputs = build(CASE, device="cuda")
+
+    def attempt():
+        wrapper = runner.make_wrapper(CASE, backend="fa3", device="cuda")
+        runner.plan(wrapper, inputs)
+        return wrapper
+
+    try:
+        wrapper = attempt()
+    except (NotImplementedError, ValueError) as error:
+        assert "fa3" in str(error)  # noqa: PT017 - both outcomes are allowed, a third is not
+    else:
+        assert wrapper.variant.startswith("sm90_")
+
+
+def test_float32_is_refused_on_the_gpu():
+    inputs = build(CASE.with_dtype(torch.float32), device="cuda")
+    wrapper = runner.make_wrapper(inputs.case, backend="fa2", device="cuda")
+    with pytest.raises((NotImplementedError, ValueError), match=r"float32|f32"):
+        runner.plan(wrapper, inputs)
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_offsets_over_2_31(page_size):
+    """A pool of more than 2^31 elements; the pages in use lie at its end."""
+    case = Case("huge", (9, 200), (130, 333), 4, 2, 128, page_size=page_size, mask=MaskKind.CAUSAL)
+    inputs = build(case, device="cuda")
+    page = page_size * 2 * 128
+    pages = 2**31 // page + 1000
+    if torch.cuda.mem_get_info()[0] < 5 * pages * page:
+        pytest.skip("needs 11 GB of free GPU memory")
+    pools = [
+        torch.empty(pages, page_size, 2, 128, dtype=torch.bfloat16, device="cuda") for _ in "kv"
+    ]
+    for pool in pools:
+        pool.fill_(float("nan"))
+    where = pages - 1 - torch.arange(inputs.k.shape[0], device="cuda")
+    for pool, small in zip(pools, (inputs.k, inputs.v), strict=True):
+        pool[where] = small
+    inputs.indices = where[inputs.indices.long()].int()
+    inputs.page_table = [[int(where[p]) for p in request] for request in inputs.page_table]
+    inputs.k, inputs.v = pools
+    inputs.cache = tuple(pools)
+    runner.check(inputs, backend="fa2")
+
+
+def test_ragged_offsets_over_2_31():
+    """The last request of a ragged tensor of more than 2^31 elements."""
+    tokens = 2**31 // (8 * 128) + 4000
+    if torch.cuda.mem_get_info()[0] < 10 * tokens * 8 * 128:
+        pytest.skip("needs 22 GB of free GPU memory")
+    case = Case("far", (1, 70), (1, 300), 8, 8, 128, mask=MaskKind.CAUSAL)
+    inputs = build(case, device="cuda")
+    k, v = (torch.zeros(tokens, 8, 128, dtype=torch.bfloat16, device="cuda") for _ in "kv")
+    k[-300:], v[-300:] = inputs.k[1:301], inputs.v[1:301]
+    wrapper = runner.make_wrapper(case, backend="fa2", device="cuda")
+    wrapper.plan(
+        torch.tensor([0, 0, 70], dtype=torch.int32),
+        torch.tensor([0, tokens - 300, tokens], dtype=torch.int32),
+        8,
+        8,
+        128,
+        causal=True,
+        q_data_type=torch.bfloat16,
+        disable_split_kv=True,
+    )
+    out, lse = wrapper.run(inputs.q[1:], k, v, return_lse=True)
+    want = expected(inputs)
+    want = dataclasses.replace(
+        want,
+        out=want.out[1:],
+        lse=want.lse[1:],
+        spread=want.spread[1:],
+        logit_bound=want.logit_bound[1:],
+    )
+    compare(out, lse, want).check()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("case", [CASE, SPLIT], ids=lambda case: case.name)
+def test_the_current_device_may_be_another(case):
+    """Tensors on cuda:1 while cuda:0 is current; the current device stays what it was."""
+    inputs = build(case, device="cuda:1")
+    with torch.cuda.device(0):
+        runner.check(inputs, backend="fa2")
+        assert torch.cuda.current_device() == 0
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_tensors_on_two_gpus_are_refused():
+    inputs = build(RAGGED, device="cuda:0")
+    wrapper = runner.make_wrapper(RAGGED, backend="fa2", device="cuda:0")
+    runner.plan(wrapper, inputs)
+    with pytest.raises(ValueError, match=r"\bk\b"):
+        wrapper.run(inputs.q, inputs.k.to("cuda:1"), inputs.v)
+    runner.judge(inputs, *runner.run(wrapper, inputs)).check()
+
+
+def test_the_end_of_the_allocation_is_not_passed():
+    """K, V and q end exactly where their memory ends; compute-sanitizer watches the rest."""
+    for dim in (64, 96, 128):
+        case = Case("end", (65,), (77,), 2, 1, dim, mask=MaskKind.CAUSAL, form=KvForm.SEPARATE)
+        inputs = build(case, device="cuda")
+        inputs.k, inputs.v = inputs.k[:77].clone(), inputs.v[:77].clone()
+        runner.check(inputs, backend="fa2")
+
+
+@pytest.mark.sanitizer
+def test_outputs_are_written_and_nothing_else():
+    """Guard rows and columns around out and lse stay as they were."""
+    inputs = build(SPLIT, device="cuda")
+    tokens = inputs.q.shape[0]
+    out = torch.full((tokens + 4, 10, 160), 7.0, dtype=torch.bfloat16, device="cuda")
+    lse = torch.full((tokens + 4, 10), 7.0, device="cuda")
+    wrapper = runner.make_wrapper(SPLIT, backend="fa2", device="cuda")
+    runner.plan(wrapper, inputs)
+    view, lse_view = out[2:-2, 1:9, 16:144], lse[2:-2, 1:9]
+    runner.run(wrapper, inputs, out=view, lse=lse_view)
+    runner.judge(inputs, view, lse_view).check()
+    view.fill_(7.0)
+    lse_view.fill_(7.0)
+    assert bool((out == 7.0).all())
+    assert bool((lse == 7.0).all())
+
+
+def test_memory_does_not_grow():
+    """Plans and runs over and over allocate nothing that stays."""
+    inputs = build(SPLIT, device="cuda", index_device="cpu")
+    wrapper = runner.make_wrapper(SPLIT, backend="fa2", device="cuda")
+    for _ in range(3):
+        runner.plan(wrapper, inputs)
+        runner.run(wrapper, inputs)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[0]
+    for _ in range(200):
+        runner.plan(wrapper, inputs)
+        runner.run(wrapper, inputs)
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() == before[0]
+    assert before[1] - torch.cuda.mem_get_info()[0] < 32 * 1024 * 1024

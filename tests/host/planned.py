@@ -1,0 +1,281 @@
+"""Plans as a kernel finds them: the int workspace decoded with the layout that came with it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import numpy as np
+from preflash import _core
+
+planner = _core.planner
+
+FINAL = -1
+ITEM_COST, PARTIAL_COST = 2, 1  # work.h, CostModel: what an item costs besides its KV tiles
+
+REQUEST = np.dtype(
+    [
+        ("qo_begin", "<i4"),
+        ("qo_len", "<i4"),
+        ("kv_begin", "<i4"),
+        ("kv_len", "<i4"),
+        ("mask_begin", "<i8"),
+        ("chunk_keys", "<i4"),
+        ("reserved", "<i4"),
+    ]
+)
+ITEM = np.dtype(
+    [
+        ("request", "<i4"),
+        ("row_begin", "<i4"),
+        ("kv_head", "<i2"),
+        ("chunk", "<i2"),
+        ("partial_slot", "<i4"),
+    ]
+)
+MERGE = np.dtype(
+    [
+        ("request", "<i4"),
+        ("row_begin", "<i4"),
+        ("kv_head", "<i2"),
+        ("num_slots", "<i2"),
+        ("first_slot", "<i4"),
+    ]
+)
+
+DEFAULTS = {
+    "num_qo_heads": 4,
+    "num_kv_heads": 2,
+    "tile_m": 64,
+    "tile_n": 64,
+    "num_sms": 132,
+    "ctas_per_sm": 2,
+    "causal": False,
+    "window_left": -1,
+    "float_workspace_bytes": 128 << 20,
+}
+
+
+def indptr(lengths) -> list[int]:
+    return [0, *accumulate(int(n) for n in lengths)]
+
+
+def ragged(qo_lens, kv_lens, **options) -> dict:
+    """Arguments of a ragged case with these lengths."""
+    return DEFAULTS | {"qo_indptr": indptr(qo_lens), "kv_indptr": indptr(kv_lens)} | options
+
+
+def keep_mask(qo_len: int, kv_len: int, *, causal: bool, window_left: int) -> np.ndarray:
+    """keep[row, key] of one request, written from the definition."""
+    row = np.arange(qo_len)[:, None]
+    key = np.arange(kv_len)[None, :]
+    diagonal = row + kv_len - qo_len
+    keep = np.ones((qo_len, kv_len), bool)
+    if causal:
+        keep &= key <= diagonal
+    if window_left >= 0:
+        keep &= key >= diagonal - window_left
+    return keep
+
+
+@dataclass
+class Planned:
+    """A plan and the arguments that it was made from."""
+
+    case: dict
+    sizes: dict
+    layout: dict
+    image: bytes
+    canary: bytes
+    requests: np.ndarray
+    items: np.ndarray
+    merges: np.ndarray
+    cta_begin: np.ndarray | None
+
+    @property
+    def group_size(self) -> int:
+        return self.case["num_qo_heads"] // self.case["num_kv_heads"]
+
+    def keys_of(self, item) -> tuple[int, int]:
+        """The keys of the item's chunk, cut at the end of its request."""
+        request = self.requests[item["request"]]
+        begin = int(item["chunk"]) * int(request["chunk_keys"])
+        return begin, min(begin + int(request["chunk_keys"]), int(request["kv_len"]))
+
+    def kv_tiles_of(self, item) -> int:
+        """KV tiles that the item's rows touch in its chunk, from touched_tiles()."""
+        request = self.requests[item["request"]]
+        rows = int(request["qo_len"]) * self.group_size
+        last = min(int(item["row_begin"]) + self.case["tile_m"], rows) - 1
+        key_begin, key_end = self.keys_of(item)
+        begin, _, _, end = planner.touched_tiles(
+            qo_len=int(request["qo_len"]),
+            kv_len=int(request["kv_len"]),
+            window_left=self.case["window_left"],
+            causal=self.case["causal"],
+            first=int(item["row_begin"]) // self.group_size,
+            last=last // self.group_size,
+            key_begin=key_begin,
+            key_end=key_end,
+            tile_n=self.case["tile_n"],
+        )
+        return end - begin
+
+    def cost_of(self, item) -> int:
+        partial = PARTIAL_COST if item["partial_slot"] != FINAL else 0
+        return self.kv_tiles_of(item) + ITEM_COST + partial
+
+    def costs(self) -> np.ndarray:
+        """Costs of all items in order; equal (request, row, chunk) are looked up once."""
+        known: dict = {}
+        out = []
+        for item in self.items:
+            key = (int(item["request"]), int(item["row_begin"]), int(item["chunk"]))
+            if key not in known:
+                known[key] = self.cost_of(item)
+            out.append(known[key])
+        return np.array(out, dtype=np.int64)
+
+    def cta_slots(self) -> int:
+        return self.case["num_sms"] * self.case["ctas_per_sm"]
+
+
+def _table(image: bytes, offset: int, count: int, dtype) -> np.ndarray:
+    return np.frombuffer(image, dtype=dtype, offset=max(offset, 0), count=count)
+
+
+def plan(**case) -> Planned:
+    """Plans a case and decodes the image that a kernel would read."""
+    case = DEFAULTS | case
+    made = planner.plan(**case)
+    sizes, layout = made["sizes"], made["layout"]
+    image = made["image"][: layout["int_bytes"]]
+    merges = sizes["num_merges"] if layout["merges"] >= 0 else 0
+    has_ctas = layout["cta_begin"] >= 0
+    return Planned(
+        case=case,
+        sizes=sizes,
+        layout=layout,
+        image=image,
+        canary=made["image"][layout["int_bytes"] :],
+        requests=_table(image, layout["requests"], sizes["num_requests"], REQUEST),
+        items=_table(image, layout["items"], sizes["num_items"], ITEM),
+        merges=_table(image, layout["merges"], merges, MERGE),
+        cta_begin=_table(image, layout["cta_begin"], sizes["num_ctas"] + 1, "<i4")
+        if has_ctas
+        else None,
+    )
+
+
+def check_covered(plan: Planned) -> None:
+    """Every kept (row, key) of every KV head is in exactly one item, every row is written once."""
+    heads, tile_m = plan.case["num_kv_heads"], plan.case["tile_m"]
+    keys_seen, rows_written = [], []
+    for request in plan.requests:
+        rows = int(request["qo_len"]) * plan.group_size
+        keys_seen.append(np.zeros((heads, rows, int(request["kv_len"])), np.int16))
+        rows_written.append(np.zeros((heads, rows), np.int16))
+
+    for item in plan.items:
+        r, head, row = int(item["request"]), int(item["kv_head"]), int(item["row_begin"])
+        begin, end = plan.keys_of(item)
+        assert row % tile_m == 0
+        assert row < rows_written[r].shape[1]
+        keys_seen[r][head, row : row + tile_m, begin:end] += 1
+        if item["partial_slot"] == FINAL:
+            rows_written[r][head, row : row + tile_m] += 1
+    for merge in plan.merges:
+        rows = rows_written[int(merge["request"])][int(merge["kv_head"])]
+        rows[int(merge["row_begin"]) : int(merge["row_begin"]) + tile_m] += 1
+
+    for request, seen, written in zip(plan.requests, keys_seen, rows_written, strict=True):
+        keep = keep_mask(
+            int(request["qo_len"]),
+            int(request["kv_len"]),
+            causal=plan.case["causal"],
+            window_left=plan.case["window_left"],
+        )
+        kept_rows = np.repeat(keep, plan.group_size, axis=0)
+        assert (seen[:, kept_rows] == 1).all()
+        assert (seen <= 1).all()
+        assert (written == 1).all()
+
+
+def check_chunks(plan: Planned) -> None:
+    """Chunk lengths are whole tiles, and partial items never run over nothing."""
+    for request in plan.requests:
+        assert request["chunk_keys"] > 0
+        assert request["chunk_keys"] % plan.case["tile_n"] == 0
+    for item in plan.items:
+        if item["partial_slot"] != FINAL:
+            assert plan.kv_tiles_of(item) > 0
+
+
+def check_merges(plan: Planned) -> None:
+    """Slots are disjoint, used once, in chunk order, and inside the float workspace."""
+    tile_m, head_dim = plan.case["tile_m"], plan.case.get("head_dim_vo", 128)
+    by_slot = {}
+    for item in plan.items:
+        slot = int(item["partial_slot"])
+        if slot == FINAL:
+            continue
+        assert 0 <= slot < plan.sizes["num_slots"]
+        assert slot not in by_slot
+        by_slot[slot] = item
+    merged = []
+    for merge in plan.merges:
+        if merge["num_slots"] == 0:
+            rows = int(plan.requests[merge["request"]]["qo_len"]) * plan.group_size
+            assert merge["row_begin"] >= rows, "a surplus merge must have no rows"
+            continue
+        assert merge["num_slots"] > 1
+        slots = range(int(merge["first_slot"]), int(merge["first_slot"] + merge["num_slots"]))
+        merged.extend(slots)
+        parts = [by_slot[slot] for slot in slots]
+        for part in parts:
+            for name in ("request", "row_begin", "kv_head"):
+                assert part[name] == merge[name]
+        chunks = [int(part["chunk"]) for part in parts]
+        assert chunks == list(range(chunks[0], chunks[0] + len(chunks)))
+    assert sorted(merged) == sorted(by_slot)
+    assert len(set(merged)) == len(merged)
+
+    slots = plan.sizes["num_slots"]
+    if slots:
+        partial_o, partial_lse = plan.layout["partial_o"], plan.layout["partial_lse"]
+        assert partial_lse - partial_o >= slots * tile_m * head_dim * 4
+        assert plan.layout["float_bytes"] - partial_lse >= slots * tile_m * 4
+    assert plan.layout["float_bytes"] <= plan.case["float_workspace_bytes"]
+
+
+def check_image(plan: Planned) -> None:
+    """Tables are aligned, in order, apart, and nothing is written behind the last one."""
+    assert plan.canary == b"\xa5" * len(plan.canary)
+    assert len(plan.canary) >= 64
+    ends = [
+        (plan.layout["requests"], plan.requests.nbytes),
+        (plan.layout["items"], plan.items.nbytes),
+        (plan.layout["cta_begin"], 0 if plan.cta_begin is None else plan.cta_begin.nbytes),
+        (plan.layout["merges"], plan.merges.nbytes),
+    ]
+    places = [(begin, size) for begin, size in ends if begin >= 0]
+    assert all(begin % 16 == 0 for begin, _ in places)
+    for (begin, size), (following, _) in pairwise(places):
+        assert begin + size <= following
+    assert places[-1][0] + places[-1][1] <= plan.layout["int_bytes"]
+
+
+def check(plan: Planned) -> None:
+    """All that holds for any plan."""
+    check_image(plan)
+    check_chunks(plan)
+    check_covered(plan)
+    check_merges(plan)
+    tiles = sum(plan.kv_tiles_of(item) for item in plan.items)
+    assert plan.sizes["num_kv_tiles"] == tiles
+    if plan.cta_begin is not None:
+        assert plan.cta_begin[0] == 0
+        assert plan.cta_begin[-1] == plan.sizes["num_items"]
+        assert (np.diff(plan.cta_begin) >= 0).all()
+    else:
+        assert plan.sizes["num_ctas"] == plan.sizes["num_items"]

@@ -1,0 +1,101 @@
+"""touched_tiles() and keeps() against the definition of the masks, for every small shape."""
+
+from itertools import product
+
+import numpy as np
+import pytest
+from planned import keep_mask, planner
+
+LENGTHS = (0, 1, 2, 5, 8, 9, 17)
+WINDOWS = (-1, 0, 1, 4, 30)
+TILE_N = 4
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("window_left", WINDOWS)
+def test_keeps_is_the_definition(causal, window_left):
+    for qo_len, kv_len in product(LENGTHS, LENGTHS):
+        got = planner.keeps(qo_len=qo_len, kv_len=kv_len, causal=causal, window_left=window_left)
+        want = keep_mask(qo_len, kv_len, causal=causal, window_left=window_left)
+        assert np.array_equal(np.array(got, bool).reshape(qo_len, kv_len), want)
+
+
+def row_spans(qo_len):
+    """Every span of one, three or all rows."""
+    for first in range(qo_len):
+        for last in {first, min(first + 2, qo_len - 1), qo_len - 1}:
+            yield first, last
+
+
+def check_range(keep, tiles, keys, custom_mask):
+    begin, full_begin, full_end, end = tiles
+    key_begin, key_end = keys
+    assert begin <= full_begin <= full_end <= end
+    columns = keep.copy()
+    columns[:, :key_begin] = False
+    columns[:, key_end:] = False
+    kept_keys = np.flatnonzero(columns.any(axis=0))
+    if kept_keys.size == 0:
+        # A window without causal may leave a hole between rows' intervals but never in one row's.
+        assert begin == end
+        return
+    # Nothing kept lies outside, and neither end of the range is idle.
+    assert begin == kept_keys[0] // TILE_N
+    assert end == kept_keys[-1] // TILE_N + 1
+    for tile in range(full_begin, full_end):
+        keys_of_tile = keep[:, tile * TILE_N : (tile + 1) * TILE_N]
+        assert keys_of_tile.shape[1] == TILE_N, "a tile cut by the end of the keys needs a mask"
+        assert keys_of_tile.all()
+    if custom_mask:
+        assert full_begin == full_end
+        return
+    # Every tile that all rows keep whole is found: none pays for a mask that it does not need.
+    whole = [
+        tile
+        for tile in range(begin, end)
+        if (tile + 1) * TILE_N <= keep.shape[1]
+        and keep[:, tile * TILE_N : (tile + 1) * TILE_N].all()
+    ]
+    assert list(range(full_begin, full_end)) == whole
+
+
+@pytest.mark.parametrize("custom_mask", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("window_left", WINDOWS)
+def test_touched_tiles_by_brute_force(causal, window_left, custom_mask):
+    for qo_len, kv_len in product(LENGTHS, LENGTHS):
+        keep = keep_mask(qo_len, kv_len, causal=causal, window_left=window_left)
+        for (first, last), chunk_tiles in product(row_spans(qo_len), (1, 2, 100)):
+            chunk = chunk_tiles * TILE_N
+            for key_begin in range(0, max(kv_len, 1), chunk):
+                keys = key_begin, min(key_begin + chunk, kv_len)
+                tiles = planner.touched_tiles(
+                    qo_len=qo_len,
+                    kv_len=kv_len,
+                    window_left=window_left,
+                    causal=causal,
+                    first=first,
+                    last=last,
+                    key_begin=keys[0],
+                    key_end=keys[1],
+                    tile_n=TILE_N,
+                    custom_mask=custom_mask,
+                )
+                check_range(keep[first : last + 1], tiles, keys, custom_mask)
+
+
+@pytest.mark.parametrize("qo_len", [1, 3, 300])
+@pytest.mark.parametrize("window_left", [-1, 0, 1 << 30])
+def test_extreme_lengths_do_not_overflow(qo_len, window_left):
+    kv_len = 1 << 30
+    begin, _, _, end = planner.touched_tiles(
+        qo_len=qo_len,
+        kv_len=kv_len,
+        window_left=window_left,
+        causal=True,
+        first=0,
+        last=qo_len - 1,
+        tile_n=64,
+    )
+    assert end == kv_len // 64
+    assert begin == ((kv_len - qo_len) // 64 if window_left == 0 else 0)

@@ -1,0 +1,124 @@
+"""Random plans: every kept (request, row, KV head, key) exactly once, whatever the split."""
+
+import numpy as np
+import pytest
+from planned import check, indptr, plan, ragged
+
+
+def random_lengths(rng):
+    """Few requests with zero, odd, equal and very unequal lengths."""
+    batch = int(rng.integers(1, 7))
+    longest_q = int(rng.choice([1, 4, 40, 150]))
+    longest_kv = int(rng.choice([3, 200, 900, 2500]))
+    qo_lens = rng.integers(0, longest_q + 1, batch)
+    kv_lens = rng.integers(0, longest_kv + 1, batch)
+    return qo_lens, kv_lens
+
+
+def random_options(rng):
+    kv_heads = int(rng.integers(1, 4))
+    split = {}
+    match rng.integers(0, 4):
+        case 0:
+            split = {"fixed_split_size": int(rng.choice([1, 64, 100, 333]))}
+        case 1:
+            split = {"disable_split_kv": True}
+    return split | {
+        "num_kv_heads": kv_heads,
+        "num_qo_heads": kv_heads * int(rng.integers(1, 6)),
+        "causal": bool(rng.integers(0, 2)),
+        "window_left": int(rng.choice([-1, -1, 0, 7, 130, 1000])),
+        "tile_m": int(rng.choice([16, 64, 128])),
+        "tile_n": int(rng.choice([16, 48, 64])),
+        "num_sms": int(rng.choice([1, 4, 132])),
+        "ctas_per_sm": int(rng.choice([1, 2])),
+        "l2_bytes": int(rng.choice([0, 1 << 16, 50 << 20])),
+        "family": str(rng.choice(["cpu", "sm80", "sm90"])),
+        "schedule": str(rng.choice(["auto", "persistent", "one_per_item"])),
+        "head_dim_vo": int(rng.choice([64, 128])),
+    }
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_random_ragged(seed):
+    rng = np.random.default_rng(seed)
+    qo_lens, kv_lens = random_lengths(rng)
+    check(plan(**ragged(qo_lens, kv_lens, **random_options(rng))))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_workspace(seed):
+    """Whatever the float workspace holds, an automatic split stays inside it."""
+    rng = np.random.default_rng(1000 + seed)
+    qo_lens, kv_lens = random_lengths(rng)
+    options = random_options(rng) | {
+        "fixed_split_size": 0,
+        "float_workspace_bytes": int(rng.integers(0, 1 << 22)),
+    }
+    check(plan(**ragged(qo_lens, kv_lens, **options)))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_paged(seed):
+    """kv length = (pages - 1) * page_size + last_page_len; no page, no keys."""
+    rng = np.random.default_rng(2000 + seed)
+    qo_lens, kv_lens = random_lengths(rng)
+    page_size = int(rng.choice([1, 3, 16, 64]))
+    pages = -(-kv_lens // page_size)
+    last = np.where(pages > 0, kv_lens - (pages - 1) * page_size, rng.integers(0, page_size + 1))
+    made = plan(
+        qo_indptr=indptr(qo_lens),
+        kv_indptr=indptr(pages),
+        last_page_len=last.tolist(),
+        page_size=page_size,
+        **random_options(rng),
+    )
+    check(made)
+    assert made.requests["kv_len"].tolist() == kv_lens.tolist()
+    assert made.requests["qo_len"].tolist() == qo_lens.tolist()
+    assert made.requests["qo_begin"].tolist() == indptr(qo_lens)[:-1]
+    assert made.requests["kv_begin"].tolist() == indptr(pages)[:-1]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_custom_mask(seed):
+    """A custom mask changes where bits lie, not which keys are looked at."""
+    rng = np.random.default_rng(3000 + seed)
+    qo_lens, kv_lens = random_lengths(rng)
+    mask_indptr = indptr(-(-qo_lens * kv_lens // 8) + rng.integers(0, 3))
+    options = random_options(rng) | {"causal": False}
+    made = plan(**ragged(qo_lens, kv_lens, mask_indptr=mask_indptr, **options))
+    check(made)
+    assert made.requests["mask_begin"].tolist() == mask_indptr[:-1]
+
+
+def test_empty_batch():
+    made = plan(qo_indptr=[0], kv_indptr=[0])
+    check(made)
+    assert made.sizes["num_items"] == made.sizes["num_ctas"] == made.sizes["num_merges"] == 0
+
+
+def test_no_queries_no_items():
+    made = plan(**ragged([0, 0], [100, 0]))
+    check(made)
+    assert made.sizes["num_items"] == 0
+
+
+def test_requests_without_keys_still_write_their_rows():
+    made = plan(**ragged([5, 3], [0, 0], tile_m=16))
+    check(made)
+    assert made.sizes["num_items"] == 4
+    assert made.sizes["num_kv_tiles"] == 0
+    assert (made.items["partial_slot"] == -1).all()
+
+
+def test_rows_before_the_first_key_are_written():
+    """More queries than keys under causal: the first rows keep nothing."""
+    made = plan(**ragged([300], [10], causal=True, tile_m=16))
+    check(made)
+    assert made.sizes["num_kv_tiles"] < made.sizes["num_items"]
+
+
+def test_one_plan_is_one_image():
+    case = ragged([3, 500, 1], [4000, 700, 9000], causal=True)
+    assert plan(**case).image == plan(**case).image

@@ -1,0 +1,88 @@
+"""CUDA graphs: what a captured launch holds on to is the same for every later plan."""
+
+import numpy as np
+import pytest
+from planned import check, plan, planner, ragged
+
+FIXED = ("num_requests", "num_ctas", "num_merges", "num_slots")
+GQA = {"num_qo_heads": 8, "num_kv_heads": 2}
+
+
+def random_batch(rng, batch, max_rows, longest_kv):
+    cuts = np.sort(rng.integers(0, max_rows + 1, batch))
+    qo_lens = np.diff(np.concatenate([[0], cuts]))
+    return rng.permutation(qo_lens), rng.integers(0, longest_kv, batch)
+
+
+@pytest.mark.parametrize("split", [{}, {"disable_split_kv": True}, {"fixed_split_size": 512}])
+@pytest.mark.parametrize("seed", range(12))
+def test_sizes_and_places_never_move(seed, split):
+    rng = np.random.default_rng(seed)
+    batch, max_rows = int(rng.integers(1, 7)), int(rng.integers(1, 200))
+    options = {
+        **GQA,
+        **split,
+        "graph_max_rows": max_rows,
+        "causal": True,
+        "tile_m": int(rng.choice([16, 64])),
+        "num_sms": int(rng.choice([2, 20])),
+        "float_workspace_bytes": int(rng.choice([8 << 20, 64 << 20])),
+    }
+    first = plan(**ragged([max_rows] + [0] * (batch - 1), [100] * batch, **options))
+    for longest_kv in (1, 50, 500, 2000, 2000):
+        qo_lens, kv_lens = random_batch(rng, batch, max_rows, longest_kv)
+        later = plan(**ragged(qo_lens, kv_lens, **options))
+        check(later)
+        assert later.layout == first.layout
+        assert {name: later.sizes[name] for name in FIXED} == {
+            name: first.sizes[name] for name in FIXED
+        }
+
+
+def test_the_worst_batch_fits():
+    """Requests one row over a tile each make the most query tiles."""
+    options = {"num_qo_heads": 2, "num_kv_heads": 2, "graph_max_rows": 4 * 65}
+    made = plan(**ragged([65] * 4, [64] * 4, **options, disable_split_kv=True))
+    check(made)
+    assert made.sizes["num_items"] == len(made.items) == 4 * 2 * 2
+
+
+def test_the_fullest_workspace_fits():
+    """Every tile in two chunks makes the most merges that its slots allow."""
+    options = {**GQA, "graph_max_rows": 8, "fixed_split_size": 64}
+    made = plan(**ragged([1] * 8, [128] * 8, **options, float_workspace_bytes=32 * 64 * 129 * 4))
+    check(made)
+    assert made.sizes["num_slots"] == 32
+    assert (made.merges["num_slots"] == 2).all()
+    assert len(made.merges) == 16
+
+
+def test_long_keys_split_into_the_reserved_slots():
+    options = {**GQA, "graph_max_rows": 4, "num_sms": 20}
+    short = plan(**ragged([1] * 4, [10] * 4, **options))
+    long = plan(**ragged([1] * 4, [20000] * 4, **options))
+    check(long)
+    assert short.layout == long.layout
+    assert (short.merges["num_slots"] == 0).all()
+    assert (long.merges["num_slots"] > 0).any()
+
+
+def test_alignment_counts_against_the_workspace():
+    """Seventeen LSE rows of one float end at no multiple of 16 bytes."""
+    options = {"graph_max_rows": 8, "tile_m": 1}
+    made = plan(**ragged([1] * 8, [64] * 8, **options, float_workspace_bytes=17 * 129 * 4))
+    check(made)
+    assert made.sizes["num_slots"] == 16
+
+
+def test_more_rows_than_planned_for():
+    with pytest.raises(ValueError, match=r"qo_indptr\[-1\] = 9.* 8"):
+        planner.plan(**ragged([4, 5], [10, 10], graph_max_rows=8))
+
+
+def test_a_fixed_split_beyond_the_workspace():
+    options = {**GQA, "graph_max_rows": 1, "fixed_split_size": 64}
+    small = ragged([1], [640], **options, float_workspace_bytes=20 * 64 * 129 * 4)
+    check(plan(**small))
+    with pytest.raises(ValueError, match="float_workspace_buffer"):
+        planner.plan(**small | {"kv_indptr": [0, 641]})

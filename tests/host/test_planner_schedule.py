@@ -1,0 +1,153 @@
+"""Order and assignment of items: longest first, even load, K/V of one head close in time."""
+
+import heapq
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from planned import check, plan, ragged
+
+GQA = {"num_qo_heads": 32, "num_kv_heads": 8}
+
+
+def random_case(seed, **options):
+    rng = np.random.default_rng(seed)
+    batch = int(rng.integers(2, 12))
+    qo_lens = rng.integers(1, 600, batch)
+    kv_lens = qo_lens + rng.integers(0, 6000, batch)
+    return ragged(qo_lens, kv_lens, causal=True, num_sms=int(rng.integers(1, 40)), **options)
+
+
+def loads_of(made):
+    """Cost of each CTA's list."""
+    costs = np.concatenate([[0], np.cumsum(made.costs())])
+    return np.diff(costs[made.cta_begin])
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_one_per_item_runs_longest_first(seed):
+    made = plan(**random_case(seed, schedule="one_per_item"))
+    assert made.layout["cta_begin"] == -1
+    assert (np.diff(made.costs()) <= 0).all()
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_persistent_lists_are_longest_first_and_even(seed):
+    made = plan(**random_case(seed, schedule="persistent"))
+    costs = made.costs()
+    for begin, end in pairwise(made.cta_begin):
+        assert (np.diff(costs[begin:end]) <= 0).all()
+    loads = loads_of(made)
+    assert made.sizes["num_ctas"] == min(made.cta_slots(), made.sizes["num_items"])
+    assert loads.min() > 0
+    assert loads.max() == made.sizes["makespan_kv_tiles"]
+    # The CTA that got the last item of the busiest list was the least loaded one then.
+    lasts = costs[made.cta_begin[1:] - 1]
+    busiest = int(loads.argmax())
+    assert loads[busiest] - lasts[busiest] <= loads.min()
+    # Longest-first list scheduling: 4/3 of the best at most, which no bound below can exceed.
+    bound = max(costs.max(), -(-costs.sum() // made.sizes["num_ctas"]))
+    assert loads.max() <= bound + costs.min() or loads.max() <= 4 / 3 * bound + 1
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_both_schedules_hold_the_same_items(seed):
+    persistent = plan(**random_case(seed, schedule="persistent"))
+    one_per_item = plan(**random_case(seed, schedule="one_per_item"))
+    assert sorted(persistent.items.tolist()) == sorted(one_per_item.items.tolist())
+    assert persistent.merges.tolist() == one_per_item.merges.tolist()
+
+
+@pytest.mark.parametrize(
+    ("family", "graph_max_rows", "persistent"),
+    [
+        ("sm80", 0, False),
+        ("sm80", 64, True),
+        ("sm90", 0, True),
+        ("sm90", 64, True),
+        ("cpu", 0, False),
+    ],
+)
+def test_default_schedule(family, graph_max_rows, persistent):
+    made = plan(**ragged([5], [80], family=family, graph_max_rows=graph_max_rows))
+    assert (made.cta_begin is not None) == persistent
+
+
+def test_a_graph_refuses_one_cta_per_item():
+    with pytest.raises(ValueError, match="schedule"):
+        plan(**ragged([5], [80], schedule="one_per_item", graph_max_rows=8))
+
+
+def test_equal_items_keep_request_and_head_together():
+    made = plan(**ragged([512] * 3, [512] * 3, **GQA, disable_split_kv=True))
+    pairs = [(int(i["request"]), int(i["kv_head"])) for i in made.items]
+    changes = sum(a != b for a, b in pairwise(pairs))
+    assert changes == len(set(pairs)) - 1
+
+
+def in_flight(made, slots):
+    """Most (request, head) pairs among `slots` consecutive items."""
+    pairs = [(int(i["request"]), int(i["kv_head"])) for i in made.items]
+    return max(len(set(pairs[i : i + slots])) for i in range(0, len(pairs) - slots, slots // 4))
+
+
+def test_sections_keep_kv_inside_the_l2():
+    """Equal causal requests: longest-first alone goes round all their heads at each length."""
+    case = ragged([4096] * 8, [4096] * 8, causal=True, **GQA, tile_m=128)
+    kv_bytes = 4096 * 256 * 2
+    plain = plan(**case, l2_bytes=0)
+    budget_pairs = 20
+    grouped = plan(**case, l2_bytes=budget_pairs * kv_bytes * 8 // 5)
+    roomy = plan(**case, l2_bytes=1 << 40)
+    assert np.array_equal(plain.items, roomy.items)
+    assert sorted(plain.items.tolist()) == sorted(grouped.items.tolist())
+    assert in_flight(plain, 264) > 30
+    # Where one section ends and the next begins, both are in flight.
+    assert in_flight(grouped, 264) <= 2 * budget_pairs
+    typical = [(int(i["request"]), int(i["kv_head"])) for i in grouped.items[264 : 2 * 264]]
+    assert len(set(typical)) <= budget_pairs
+
+
+def list_schedule(costs, slots):
+    """When the last item ends if each goes to the slot that is free first."""
+    free = [0] * slots
+    for cost in costs.tolist():
+        heapq.heapreplace(free, free[0] + cost)
+    return max(free)
+
+
+def test_a_small_last_section_joins_the_one_before():
+    """One (request, head) pair left over must not run its longest items last of all."""
+    pairs = 8 * GQA["num_kv_heads"]
+    case = ragged([4096] * 8, [4096] * 8, causal=True, **GQA, tile_m=128)
+    l2_bytes = (pairs - 1) // 3 * 4096 * 256 * 2 * 8 // 5 + 1
+    costs = plan(**case, l2_bytes=l2_bytes).costs()
+    assert (np.diff(costs) > 0).any()
+    assert list_schedule(costs, 264) <= -(-costs.sum() // 264) + 8
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_sections_do_not_cost_balance(seed):
+    case = random_case(seed, schedule="persistent", **GQA)
+    plain = plan(**case, l2_bytes=0)
+    grouped = plan(**case, l2_bytes=4 << 20)
+    check(grouped)
+    assert grouped.sizes["makespan_kv_tiles"] <= 1.1 * plain.sizes["makespan_kv_tiles"]
+
+
+def test_decode_is_not_grouped():
+    """With one query tile per request nothing is read twice, so the L2 does not matter."""
+    kv_lens = [9000 + 64 * i for i in range(16)]
+    case = ragged([1] * 16, kv_lens, **GQA, fixed_split_size=1024, num_sms=1)
+    assert np.array_equal(plan(**case, l2_bytes=1 << 20).items, plan(**case, l2_bytes=0).items)
+
+
+def test_very_unequal_costs_stay_in_order():
+    """Beyond the sort's resolution items may swap, by less than 1/2048 of the longest."""
+    made = plan(
+        **ragged([1] * 200, [70_001 * i for i in range(200)], disable_split_kv=True),
+        schedule="persistent",
+    )
+    costs = made.costs()
+    for begin, end in pairwise(made.cta_begin):
+        assert (np.diff(costs[begin:end]) <= costs.max() / 2048).all()
