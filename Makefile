@@ -47,6 +47,7 @@ demo: build
 	$(BIN)/python -m preflash demo
 
 test: build
+	$(if $(filter cuda,$(SIDE)),ctest --test-dir $(BUILD) --output-on-failure)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 # Installs into $(STAGE) and points the virtual environment at it.
@@ -65,7 +66,7 @@ build: $(VENV)/ready $(if $(NVCC),$(VENV)/cutlass)
 kernels: $(VENV)/ready $(VENV)/cutlass
 	@mkdir -p build
 	@cmake -G Ninja -S . -B build/kernels-$(PRESET) -DPython_EXECUTABLE=$(BIN)/python \
-		-DPREFLASH_BINDINGS=OFF $(OPTIONS_cuda) >build/kernels-$(PRESET).log \
+		$(OPTIONS_cuda) -DPREFLASH_BINDINGS=OFF -DPREFLASH_CPP_TESTS=OFF >build/kernels-$(PRESET).log \
 		|| { cat build/kernels-$(PRESET).log; exit 1; }
 	cmake --build build/kernels-$(PRESET) --parallel $(JOBS)
 	@mkdir -p "$(OUT)"

@@ -1,8 +1,8 @@
 """A build may hold part of the matrix; its GPU tests run what it holds.
 
-A test that needs a variant which is not compiled is skipped, and fails where PREFLASH_REQUIRE_ALL is
-set: a build of the whole matrix is tested with it, so that nothing is left out unseen. Any other
-NotImplementedError is a failure in every build.
+A test that needs a variant which is not compiled is skipped, and fails where PREFLASH_REQUIRE_ALL
+is set: a build of the whole matrix is tested with it, so that nothing is left out unseen. Any
+other NotImplementedError is a failure in every build.
 """
 
 import os

@@ -67,7 +67,7 @@ def build_wheel(python: str, kernels: Path, source: Path, out: Path) -> Path:
     with tempfile.TemporaryDirectory() as scratch:
         command = [
             *(python, "-m", "pip", "wheel", "-q", "--no-deps", str(source), "-w", scratch),
-            *("-C", f"cmake.define.PREFLASH_KERNELS={kernels.resolve()}"),
+            f"--config-settings=cmake.define.PREFLASH_KERNELS={kernels.resolve()}",
         ]
         subprocess.run(command, check=True)
         (wheel,) = Path(scratch).glob("*.whl")
@@ -98,8 +98,15 @@ def retag(wheel: Path, platform: str) -> Path:
 
 
 def interpreter(version: str) -> str | None:
-    current = f"{sys.version_info.major}.{sys.version_info.minor}"
-    return sys.executable if version == current else shutil.which(f"python{version}")
+    """A working interpreter of that version, or None: a launcher on PATH may lead nowhere."""
+    code = "import sys; print('%d.%d' % sys.version_info[:2])"
+    for python in (sys.executable, f"python{version}"):
+        if shutil.which(python) is None:
+            continue
+        answer = subprocess.run([python, "-c", code], capture_output=True, text=True)
+        if answer.stdout.strip() == version:
+            return python
+    return None
 
 
 def main() -> int:

@@ -1,16 +1,30 @@
 // Refusing an argument: the message is built only when it is needed.
 #pragma once
 
-#include <sstream>
+#include <concepts>
 #include <stdexcept>
+#include <string>
+#include <string_view>
 
 namespace preflash {
+namespace message {
+
+// NOTE: not a stream. The module is loaded beside whatever C++ runtimes a process already holds, and
+// a stream's locale comes from one of them: seen to crash in a Python that brings its own.
+inline void append(std::string& text, std::string_view part) { text += part; }
+
+template <std::integral Number>
+void append(std::string& text, Number part) {
+  text += std::to_string(part);
+}
+
+}  // namespace message
 
 template <class... Parts>
 [[noreturn]] void refuse(const Parts&... parts) {
-  std::ostringstream text;
-  (text << ... << parts);
-  throw std::invalid_argument(text.str());
+  std::string text;
+  (message::append(text, parts), ...);
+  throw std::invalid_argument(text);
 }
 
 }  // namespace preflash

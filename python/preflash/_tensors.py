@@ -101,10 +101,17 @@ def check_paged(cache: Any, want: Expected) -> tuple[KvView, KvView]:
             "paged_kv_cache must be a tensor or a tuple (k_cache, v_cache); got "
             f"{type(cache).__name__}"
         )
-    return (
+    views = (
         _check_pages(names[0], k, options.head_dim_qk, want, 0),
         _check_pages(names[1], v, options.head_dim_vo, want, apart),
     )
+    # An index that is in range for the one must be for the other, also where it lies on the GPU.
+    if k.shape[0] != v.shape[0]:
+        raise ValueError(
+            f"{names[0]} has {k.shape[0]} pages and {names[1]} {v.shape[0]}; the page table "
+            "indexes both, so they must have as many"
+        )
+    return views
 
 
 def _check_pages(name: str, value: Any, head_dim: int, want: Expected, offset: int) -> KvView:

@@ -92,6 +92,23 @@ def test_fully_masked_rows_are_zero_and_minus_infinity(target, paged):
     runner.judge(inputs, out, lse).check()
 
 
+@pytest.mark.parametrize("split", [None, 64])
+def test_a_masked_row_is_zero_beside_a_nan(target, split):
+    """Rows 3 and 4 keep nothing; the others keep a key whose value is NaN. 0 * NaN is NaN."""
+    case = Case("beside", (20,), (100,), 2, 1, 64, mask=MaskKind.CUSTOM, fixed_split_size=split)
+    inputs = build(case, device=target.device)
+    inputs.masks[0][:] = True
+    inputs.masks[0][3:5] = False
+    inputs.custom_mask = inputs.masks[0].flatten()
+    inputs.v[7] = math.nan
+    wrapper = runner.make_wrapper(case, backend=target.backend, device=target.device)
+    runner.plan(wrapper, inputs)
+    out, lse = runner.run(wrapper, inputs)
+    assert bool((out[3:5] == 0).all())
+    assert bool((lse[3:5] == -math.inf).all())
+    assert bool(out[:3].isnan().all() and out[5:].isnan().all())
+
+
 def test_custom_mask_that_keeps_nothing(target):
     case = Case("nothing", (20, 33), (70, 40), 4, 2, 64, mask=MaskKind.CUSTOM)
     inputs = build(case, device=target.device)

@@ -1,5 +1,6 @@
 """What callers rely on beside the numbers: aliases, LSE forms, buffers, re-selection, state."""
 
+import dataclasses
 import math
 
 import preflash
@@ -10,10 +11,11 @@ from preflash.testing.oracle import Pipeline
 
 RAGGED = Case("ragged", (33, 5, 0, 70), (40, 90, 7, 70), 4, 2, 64, mask=MaskKind.CAUSAL)
 PAGED = Case("paged", (33, 5, 0, 70), (40, 90, 7, 70), 4, 2, 64, page_size=16, mask=MaskKind.CAUSAL)
+SPLIT_KV = dataclasses.replace(PAGED, name="split_kv", fixed_split_size=64)
 LN2 = math.log(2.0)
 
 
-@pytest.fixture(params=[RAGGED, PAGED], ids=["ragged", "paged"])
+@pytest.fixture(params=[RAGGED, PAGED, SPLIT_KV], ids=lambda case: case.name)
 def planned(request, target):
     """(inputs, wrapper) with plan done."""
     inputs = build(request.param, device=target.device)

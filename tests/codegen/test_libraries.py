@@ -16,10 +16,8 @@ from preflash import _core
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "wheels"))
 
+import check  # noqa: E402
 import elf  # noqa: E402
-
-FORBIDDEN = ("libcuda.", "libcudart.", "libtorch", "libc10", "libpython")
-MAX_WHEEL_BYTES = 100_000_000
 
 # Kernels that may spill: pattern over ids -> (bytes of spill stores, why they do no harm).
 ALLOWED_SPILLS: dict[str, tuple[int, str]] = {}
@@ -97,13 +95,13 @@ def test_kernel_libraries_need_neither_cuda_nor_torch_nor_python(kernel_librarie
     for path in kernel_libraries:
         libraries = elf.needed(path)
         assert "libc.so.6" in libraries, path.name
-        assert not [name for name in libraries if name.startswith(FORBIDDEN)], path.name
+        assert not [name for name in libraries if name.startswith(check.FORBIDDEN)], path.name
 
 
 def test_the_module_needs_neither_cuda_nor_torch():
     libraries = elf.needed(Path(_core.__file__))
     assert "libc.so.6" in libraries
-    assert not [name for name in libraries if name.startswith(FORBIDDEN)]
+    assert not [name for name in libraries if name.startswith(check.FORBIDDEN)]
 
 
 def test_import_loads_no_kernel_library(package_dir):
@@ -123,7 +121,7 @@ def test_import_loads_no_kernel_library(package_dir):
 
 def test_libraries_fit_into_a_wheel(package_dir, kernel_libraries):
     files = [*kernel_libraries, Path(_core.__file__)]
-    assert sum(path.stat().st_size for path in files) < MAX_WHEEL_BYTES
+    assert sum(path.stat().st_size for path in files) < check.MAX_BYTES
 
 
 def test_every_kernel_has_a_ptxas_report(ptxas_reports, compiled, cmake_options):

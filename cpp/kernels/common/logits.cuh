@@ -17,15 +17,16 @@ inline constexpr float kLn2 = 0.6931471805599453f;
 // Host-side constants of one launch, derived from sm_scale and soft_cap.
 struct LogitsParams {
   float scale_log2 = 1.0f;  // > 0, so that the row maximum may be taken before scaling
-  float pre_scale = 1.0f;   // multiplies the raw dot product first, where `pre_scaled` says so
-  bool pre_scaled = false;
+  float cap_scale = 1.0f;   // soft cap only: sm_scale / c
+  // NOTE: a maximum over unscaled logits is the scaled one's only for sm_scale > 0, and -inf * 0 is
+  // NaN. Q itself is multiplied by this sign, exact in every dtype: -1 or 0 for such scales.
+  float q_factor = 1.0f;
 
   static LogitsParams make(Logits logits, float sm_scale, float soft_cap) {
-    if (logits == Logits::kSoftCap) return {soft_cap * kLog2E, sm_scale / soft_cap, true};
-    // NOTE: a maximum over unscaled logits is the scaled one's only for sm_scale > 0, and
-    // -inf * 0 is NaN; other scales are applied before masking.
-    if (sm_scale > 0.0f) return {sm_scale * kLog2E, 1.0f, false};
-    return {kLog2E, sm_scale, true};
+    if (logits == Logits::kSoftCap) return {soft_cap * kLog2E, sm_scale / soft_cap, 1.0f};
+    if (sm_scale > 0.0f) return {sm_scale * kLog2E, 1.0f, 1.0f};
+    if (sm_scale < 0.0f) return {-sm_scale * kLog2E, 1.0f, -1.0f};
+    return {kLog2E, 1.0f, 0.0f};
   }
 };
 
@@ -47,10 +48,7 @@ template <Logits kLogits, class Fragment>
 __device__ __forceinline__ void transform_logits(Fragment& scores, const LogitsParams& params) {
   if constexpr (kLogits == Logits::kSoftCap) {
     CUTE_UNROLL
-    for (int i = 0; i < size(scores); ++i) scores(i) = fast_tanh(scores(i) * params.pre_scale);
-  } else if (params.pre_scaled) {
-    CUTE_UNROLL
-    for (int i = 0; i < size(scores); ++i) scores(i) *= params.pre_scale;
+    for (int i = 0; i < size(scores); ++i) scores(i) = fast_tanh(scores(i) * params.cap_scale);
   }
 }
 

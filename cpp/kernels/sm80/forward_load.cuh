@@ -51,6 +51,9 @@ struct KvLoader {
   using Element = typename Traits::Element;
   static constexpr int kTileN = Traits::kTileN;
   static constexpr int kPasses = kTileN / Traits::kRowsPerPass;
+  // The first 64-column block's swizzled place is the same in K and in V.
+  static constexpr int kKtoV =
+      offsetof(SharedStorage<Traits>, v) - offsetof(SharedStorage<Traits>, k);
 
   const KernelParams& params;
   KeyOffsets<Traits>* offsets;
@@ -60,8 +63,7 @@ struct KvLoader {
   TileCopy<Traits> copy;
   const char* k;  // element `column` of row 0 of this KV head
   const char* v;
-  std::uint32_t smem_k;  // this thread's first 16 bytes of stage 0
-  std::uint32_t smem_v;
+  std::uint32_t smem_k;  // this thread's first 16 bytes of stage 0; V's lie kKtoV bytes on
   KeySlot slot;  // of key `thread` of the tile after the last stored one
 
   __device__ __forceinline__ KvLoader(const KernelParams& params, const RequestInfo& request,
@@ -74,8 +76,6 @@ struct KvLoader {
         (kv_head * params.v.stride_head + copy.column) * sizeof(Element);
     smem_k = cast_smem_ptr_to_uint(smem.k[0] +
                                    typename Traits::LayoutK{}(copy.first_row, copy.column));
-    smem_v = cast_smem_ptr_to_uint(smem.v[0] +
-                                   typename Traits::LayoutV{}(copy.first_row, copy.column));
   }
 
   // A page-table read takes a trip to L2: find early, store late, fetch behind the next barrier.
@@ -96,7 +96,7 @@ struct KvLoader {
     fetch<Traits::kHeadQk>(k, offsets[tile % 2].k[copy.first_row], params.head_dim_qk, smem_k, tile, stage);
   }
   __device__ __forceinline__ void fetch_v(int tile, int stage) const {
-    fetch<Traits::kHeadVo>(v, offsets[tile % 2].v[copy.first_row], params.head_dim_vo, smem_v, tile, stage);
+    fetch<Traits::kHeadVo>(v, offsets[tile % 2].v[copy.first_row], params.head_dim_vo, smem_k + kKtoV, tile, stage);
   }
 
  private:
@@ -170,6 +170,26 @@ __device__ __forceinline__ void fetch_q(const KernelParams& params, const Reques
     int token = unpack_row(params, row).token;
     smem.row_keys[r] = row < num_rows ? RowKeys{bounds.first_key(token), bounds.end_key(token)}
                                       : RowKeys{0, 0};
+  }
+}
+
+// Multiplies Q by LogitsParams::q_factor where it lies: each thread the bytes that it has copied itself,
+// so its own wait is enough before and the next barrier after. Rare: sm_scale <= 0.
+template <class Traits>
+__device__ __forceinline__ void scale_q(SharedStorage<Traits>& smem, float factor, int thread) {
+  using Element = typename Traits::Element;
+  TileCopy<Traits> copy(thread);
+  Element* own = smem.q + typename Traits::LayoutQ{}(copy.first_row, copy.column);
+#pragma unroll 1
+  for (int pass = 0; pass < Traits::kTileM / Traits::kRowsPerPass; ++pass) {
+#pragma unroll 1
+    for (int block = 0; block < Traits::kHeadQk / kBlockColumns; ++block) {
+      Element* chunk = own + (pass * Traits::kRowsPerPass + block * Traits::kTileM) * kBlockColumns;
+#pragma unroll 1
+      for (int i = 0; i < Traits::kElementsPerCopy; ++i) {
+        chunk[i] = static_cast<Element>(static_cast<float>(chunk[i]) * factor);
+      }
+    }
   }
 }
 

@@ -61,11 +61,15 @@ struct ForwardMainloop {
     prologue(tiles, loader);
     auto rows_of_o = make_tensor(tOrO.data(), as_rows_and_columns(tOrO.layout()));
 
+    if (params.logits.q_factor != 1.0f) {
+      cp_async_wait<0>();
+      scale_q<Traits>(smem, params.logits.q_factor, thread);
+    }
     QFragments q;
-    if constexpr (Traits::kKeepQ) {
+    if constexpr (Traits::kKeptQ > 0) {
       wait_half_tile();
       CUTE_UNROLL
-      for (int depth = 0; depth < kBlocksQk; ++depth) load_q(q.at[depth], depth);
+      for (int depth = 0; depth < Traits::kKeptQ; ++depth) load_q(q.at[q_buffer(depth)], depth);
     }
 
     auto step = [&](int tile, int stage) {
@@ -124,70 +128,47 @@ struct ForwardMainloop {
     }
   }
 
-  // K and V fragments are loaded kAhead 16x16 blocks before the products that use them: a block is 4
-  // products or 32 clocks, a shared-memory read 30 and more.
-  static constexpr int kAhead = PF_AHEAD;
-  static constexpr int kBuffers = kAhead + 1;
-
-  // A operands of 16 columns of Q each: all of them where they are kept, else two in turn.
+  // A operands of 16 columns of Q each: the first kKeptQ blocks stay, the rest take turns in two more.
   static constexpr int kBlocksQk = Traits::kHeadQk / 16;
-  static constexpr int kBuffersQ = Traits::kKeepQ ? kBlocksQk : 2;
+  static constexpr int kBuffersQ = Traits::kKeptQ + (Traits::kKeptQ < kBlocksQk ? 2 : 0);
   struct QFragments {
     std::uint32_t at[kBuffersQ][Traits::kMmaM][4];
   };
+  __device__ static constexpr int q_buffer(int depth) {
+    return depth < Traits::kKeptQ ? depth : Traits::kKeptQ + depth % 2;
+  }
+
+  // K and V fragments are loaded kAhead 16x16 blocks before the products that use them.
+  static constexpr int kAhead = Traits::kFragmentsAhead;
+  static constexpr int kBuffers = kAhead + 1;
 
   // tSrS += Q K^T
   __device__ __forceinline__ void multiply_qk(AccumulatorS& tSrS, QFragments& q, int stage) const {
     constexpr int kBlocksN = Traits::kTileN / 16;
-    constexpr int kBlocksK = kBlocksQk;
+    constexpr int kBlocks = kBlocksQk * kBlocksN;
     TileK tile_k = sK;
     tile_k.base += stage * static_cast<int>(sizeof(smem.k[0]));
     std::uint32_t k[kBuffers][4];
-#if PF_ROLL
-    if constexpr (!Traits::kKeepQ) {
-      std::uint32_t kk[kBlocksN][4];
-      load_q(q.at[0], 0);
-      CUTE_UNROLL
-      for (int n = 0; n < kBlocksN; ++n) tile_k.load(kk[n], n * 16, 0);
-#pragma unroll 1
-      for (int d2 = 0; d2 < kBlocksK; d2 += 2) {
-        CUTE_UNROLL
-        for (int half = 0; half < 2; ++half) {
-          int nd = d2 + half + 1;
-          nd = nd == kBlocksK ? 0 : nd;
-          CUTE_UNROLL
-          for (int m = 0; m < Traits::kMmaM; ++m) sQ.load(q.at[1 - half][m], m * Traits::kMmaRows, nd * 16);
-          CUTE_UNROLL
-          for (int n = 0; n < kBlocksN; ++n) {
-            CUTE_UNROLL
-            for (int m = 0; m < Traits::kMmaM; ++m) mma_16x16x16<MmaOp>(tSrS(_, m, 2 * n), tSrS(_, m, 2 * n + 1), q.at[half][m], kk[n]);
-            tile_k.load(kk[n], n * 16, nd * 16);
-          }
-        }
-      }
-      return;
-    }
-#endif
-    if constexpr (!Traits::kKeepQ) load_q(q.at[0], 0);
+    if constexpr (Traits::kKeptQ == 0) load_q(q.at[q_buffer(0)], 0);
     CUTE_UNROLL
     for (int block = 0; block < kAhead; ++block) {
       tile_k.load(k[block], block % kBlocksN * 16, block / kBlocksN * 16);
     }
     CUTE_UNROLL
-    for (int depth = 0; depth < kBlocksK; ++depth) {
+    for (int depth = 0; depth < kBlocksQk; ++depth) {
       CUTE_UNROLL
       for (int n = 0; n < kBlocksN; ++n) {
         int block = depth * kBlocksN + n;
         int next = block + kAhead;
-        if (next < kBlocksK * kBlocksN) {
+        if (next < kBlocks) {
           tile_k.load(k[next % kBuffers], next % kBlocksN * 16, next / kBlocksN * 16);
         }
-        if (!Traits::kKeepQ && n == 0 && depth + 1 < kBlocksK) {
-          load_q(q.at[(depth + 1) % kBuffersQ], depth + 1);
+        if (n == 0 && depth + 1 < kBlocksQk && depth + 1 >= Traits::kKeptQ) {
+          load_q(q.at[q_buffer(depth + 1)], depth + 1);
         }
         CUTE_UNROLL
         for (int m = 0; m < Traits::kMmaM; ++m) {
-          mma_16x16x16<MmaOp>(tSrS(_, m, 2 * n), tSrS(_, m, 2 * n + 1), q.at[depth % kBuffersQ][m],
+          mma_16x16x16<MmaOp>(tSrS(_, m, 2 * n), tSrS(_, m, 2 * n + 1), q.at[q_buffer(depth)][m],
                               k[block % kBuffers]);
         }
       }

@@ -2,6 +2,8 @@
 // generated type, which carries kVariant and kTile.
 #pragma once
 
+#include <algorithm>
+
 #include <cute/tensor.hpp>
 
 #include "kernels/common/element.cuh"
@@ -38,11 +40,18 @@ struct ForwardTraits {
   static constexpr int kMmaRows = 16 * kTile.warps;
   static constexpr int kMmaM = kTileM / kMmaRows;
   static constexpr int kRowsPerThread = 2 * kMmaM;
-  // Q's fragments stay in registers where O (kMmaM * kHeadVo / 2), S (kMmaM * kTileN / 2) and they
-  // (kMmaM * kHeadQk / 4) leave room; elsewhere they are read again for every tile, a fifth of the
-  // shared-memory traffic.
-  static constexpr int kFragmentRegisters = kMmaM * (kHeadVo / 2 + kTileN / 2 + kHeadQk / 4);
-  static constexpr bool kKeepQ = kFragmentRegisters <= 224 && kTile.ctas_per_sm * kThreads <= 256;
+  // Fragments of Q (4 * kMmaM registers for each 16 columns) stay in registers as far as O, S and the
+  // loop's own 79 leave room; the rest is read again for every tile. Shared memory is what binds at
+  // head_dim 256, and Q is a ninth of its traffic there, a fifth at 64 (docs/FACTS.md).
+  static constexpr int kRegisters =
+      std::min(255, 65536 / (kThreads * kTile.ctas_per_sm) / 8 * 8);
+  static constexpr int kSpareRegisters =
+      kRegisters - 79 - kMmaM * (kHeadVo / 2 + kTileN / 2);
+  static constexpr int kKeptQ =
+      std::clamp(kSpareRegisters / (4 * kMmaM), 0, kHeadQk / 16);
+  // Prefetching fragments pays only where registers are left; elsewhere ptxas takes them back with
+  // spills and later loads.
+  static constexpr int kFragmentsAhead = kKeptQ == kHeadQk / 16 ? 2 : 0;
 
   // 64 elements are 128 bytes: all banks once. The swizzle spreads the 8 rows of an ldmatrix over them.
   using SwizzleAtom =

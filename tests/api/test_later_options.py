@@ -1,0 +1,167 @@
+"""Options that are part of the interface but not of this build raise and name themselves."""
+
+import preflash
+import pytest
+import torch
+from preflash.testing import Case, build, expected, runner
+
+RAGGED = Case("ragged", (9, 3), (30, 5), 4, 2, 64)
+PAGED = Case("paged", (9, 3), (30, 5), 4, 2, 64, page_size=16)
+SINGLE = Case("single", (9,), (30,), 4, 2, 64)
+
+PLAN = {
+    "rope": ({"pos_encoding_mode": "ROPE_LLAMA"}, "pos_encoding_mode"),
+    "alibi": ({"pos_encoding_mode": "ALIBI"}, "pos_encoding_mode"),
+    "fp8_q": ({"q_data_type": torch.float8_e4m3fn, "kv_data_type": None}, "q_data_type"),
+    "fp8_kv": ({"kv_data_type": torch.float8_e5m2}, "kv_data_type"),
+    "fp8_kv_by_name": ({"kv_data_type": "float8_e4m3fn"}, "kv_data_type"),
+    "fp8_out": ({"o_data_type": torch.float8_e4m3fn}, "o_data_type"),
+    "multi_item_prefix": ({"prefix_len_ptr": torch.zeros(2).int()}, "prefix_len_ptr"),
+    "multi_item_positions": (
+        {"token_pos_in_items_ptr": torch.zeros(2).to(torch.uint16)},
+        "token_pos_in_items_ptr",
+    ),
+    "multi_item_length": ({"token_pos_in_items_len": 3}, "token_pos_in_items_len"),
+    "multi_item_longest": (
+        {"max_item_len_ptr": torch.zeros(2).to(torch.uint16)},
+        "max_item_len_ptr",
+    ),
+}
+RUN = {
+    "sinks": ({"sinks": torch.zeros(4)}, "sinks"),
+    "kv_cache_sf": ({"kv_cache_sf": torch.zeros(4)}, "kv_cache_sf"),
+}
+ONCE = {
+    "rope": ({"pos_encoding_mode": "ROPE_LLAMA"}, "pos_encoding_mode"),
+    "alibi": ({"pos_encoding_mode": "ALIBI"}, "pos_encoding_mode"),
+    "scale_q": ({"scale_q": torch.ones(4)}, "scale_q"),
+    "scale_k": ({"scale_k": torch.ones(2)}, "scale_k"),
+    "scale_v": ({"scale_v": torch.ones(2)}, "scale_v"),
+    "fp8_out": ({"o_dtype": torch.float8_e4m3fn}, "o_dtype|o_data_type"),
+    "sinks": ({"sinks": torch.zeros(4)}, "sinks"),
+}
+
+
+def planned(case, target):
+    inputs = build(case, device=target.device)
+    wrapper = runner.make_wrapper(case, backend=target.backend, device=target.device)
+    runner.plan(wrapper, inputs)
+    return inputs, wrapper
+
+
+@pytest.mark.parametrize(("options", "name"), PLAN.values(), ids=PLAN)
+@pytest.mark.parametrize("case", [RAGGED, PAGED], ids=lambda case: case.name)
+def test_plan(target, case, options, name):
+    inputs, wrapper = planned(case, target)
+    with pytest.raises(NotImplementedError, match=name):
+        runner.plan(wrapper, inputs, **options)
+    runner.judge(inputs, *runner.run(wrapper, inputs)).check()
+
+
+@pytest.mark.parametrize(("options", "name"), RUN.values(), ids=RUN)
+@pytest.mark.parametrize("case", [RAGGED, PAGED], ids=lambda case: case.name)
+def test_run(target, case, options, name):
+    inputs, wrapper = planned(case, target)
+    options = {key: value.to(target.device) for key, value in options.items()}
+    with pytest.raises(NotImplementedError, match=name):
+        runner.run(wrapper, inputs, **options)
+    runner.judge(inputs, *runner.run(wrapper, inputs)).check()
+
+
+@pytest.mark.parametrize(("options", "name"), ONCE.values(), ids=ONCE)
+def test_single(target, options, name):
+    inputs = build(SINGLE, device=target.device)
+    with pytest.raises(NotImplementedError, match=name):
+        runner.single(inputs, backend=target.backend, **options)
+    runner.judge(inputs, *runner.single(inputs, backend=target.backend), expected(inputs)).check()
+
+
+@pytest.mark.parametrize("case", [RAGGED, PAGED], ids=lambda case: case.name)
+def test_what_changes_nothing_is_taken(target, case):
+    """None, zero and explicit defaults of the same options, as engines pass them."""
+    inputs, wrapper = planned(case, target)
+    runner.plan(
+        wrapper,
+        inputs,
+        pos_encoding_mode="NONE",
+        rope_scale=None,
+        rope_theta=None,
+        prefix_len_ptr=None,
+        token_pos_in_items_ptr=None,
+        token_pos_in_items_len=0,
+        max_item_len_ptr=None,
+        o_data_type=case.dtype,
+        use_fp16_qk_reduction=True,
+        fixed_split_size=-1,
+    )
+    result = runner.run(wrapper, inputs, sinks=None, kv_cache_sf=None, enable_pdl=None)
+    runner.judge(inputs, *result).check()
+
+
+def test_lengths_that_agree_are_taken(target):
+    inputs, wrapper = planned(PAGED, target)
+    table = torch.zeros(2, 4, dtype=torch.int32, device=target.device)
+    for i, pages in enumerate(inputs.page_table):
+        table[i, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
+    runner.plan(
+        wrapper,
+        inputs,
+        seq_lens=torch.tensor([30, 5], dtype=torch.int32),
+        seq_lens_q=torch.tensor([9, 3], dtype=torch.int32),
+        max_token_per_sequence=9,
+        max_sequence_kv=64,
+        block_tables=table,
+    )
+    runner.judge(inputs, *runner.run(wrapper, inputs)).check()
+
+
+@pytest.mark.parametrize("backend", ["fa3", "cudnn"])
+@pytest.mark.parametrize("case", [RAGGED, PAGED], ids=lambda case: case.name)
+def test_backends(case, backend):
+    """On the CPU no GPU backend can serve; the refusal names it, at the latest in plan()."""
+    inputs = build(case)
+
+    def attempt():
+        wrapper = runner.make_wrapper(case, backend=backend)
+        runner.plan(wrapper, inputs)
+
+    with pytest.raises((NotImplementedError, ValueError), match=backend):
+        attempt()
+
+
+def test_single_scales(target):
+    """q_scale, k_scale and v_scale mean in the single function what they mean in run()."""
+    from preflash.testing import compare
+    from preflash.testing.oracle import Pipeline
+
+    inputs = build(SINGLE, device=target.device)
+    out, lse = runner.single(inputs, backend=target.backend, q_scale=0.5, k_scale=3.0, v_scale=0.25)
+    pipeline = Pipeline(SINGLE.scale * 1.5, out_scale=0.25)
+    compare(out, lse, expected(inputs, pipeline=pipeline)).check()
+
+
+@pytest.mark.parametrize("name", ["o_dtype", "o_data_type"])
+def test_single_output_type_by_both_names(target, name):
+    inputs = build(SINGLE, device=target.device)
+    result = runner.single(inputs, backend=target.backend, **{name: SINGLE.dtype})
+    runner.judge(inputs, *result).check()
+
+
+def test_single_out_and_lse_buffers(target):
+    from preflash.testing import poison
+
+    inputs = build(SINGLE, device=target.device)
+    out = poison(inputs.q.shape, SINGLE.dtype, target.device)
+    lse = poison((4, 9), torch.float32, target.device)
+    got = preflash.single_prefill_with_kv_cache_return_lse(
+        inputs.q,
+        inputs.k[:30],
+        inputs.v[:30],
+        out=out,
+        lse=lse,
+        lse_layout="HN",
+        lse_base="ln",
+    )
+    assert got[0].data_ptr() == out.data_ptr()
+    assert got[1].data_ptr() == lse.data_ptr()
+    runner.judge(inputs, out, lse.t(), lse_base="ln").check()
