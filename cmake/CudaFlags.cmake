@@ -60,8 +60,9 @@ if(PREFLASH_LINEINFO)
   list(APPEND PREFLASH_CUDA_FLAGS -lineinfo)
 endif()
 
-# libpreflash_kernels_<name>.so for `archs` out of the sources that follow. The CUDA runtime is linked
-# statically and the driver is looked up at run time, so that it loads on a machine without a GPU.
+# libpreflash_kernels_<name>.so for `archs` out of the sources that follow. The CUDA runtime is
+# linked statically and the driver is looked up at run time, so that it loads on a machine without a
+# GPU.
 function(preflash_add_kernel_library name archs)
   set(target preflash_kernels_${name})
   preflash_cmake_archs(cuda_archs "${archs}")
@@ -74,9 +75,9 @@ function(preflash_add_kernel_library name archs)
   target_link_libraries(${target} PRIVATE preflash_headers CUDA::cudart_static)
   if(PREFLASH_BUILD_REPORT)
     target_compile_options(${target} PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:-Xptxas=-v>)
+    set(report ${PROJECT_SOURCE_DIR}/cmake/compile_report.py ${PROJECT_BINARY_DIR}/report)
     set_target_properties(
-      ${target} PROPERTIES CUDA_COMPILER_LAUNCHER
-      "${Python_EXECUTABLE};${PROJECT_SOURCE_DIR}/cmake/compile_report.py;${PROJECT_BINARY_DIR}/report")
+      ${target} PROPERTIES CUDA_COMPILER_LAUNCHER "${Python_EXECUTABLE};${report}")
   endif()
   install(TARGETS ${target} LIBRARY DESTINATION preflash/lib)
 endfunction()
@@ -87,7 +88,8 @@ function(preflash_add_check source)
   add_executable(${name} ${source})
   set_target_properties(${name} PROPERTIES JOB_POOL_COMPILE preflash_cuda)
   target_compile_options(${name} PRIVATE --expt-relaxed-constexpr)
-  target_link_libraries(${name} PRIVATE preflash_headers preflash_kernels_common CUDA::cudart_static)
+  target_link_libraries(${name} PRIVATE preflash_headers preflash_kernels_common
+                                        CUDA::cudart_static)
   add_test(NAME ${name} COMMAND ${name})
   set_tests_properties(${name} PROPERTIES SKIP_RETURN_CODE 77)
 endfunction()

@@ -21,8 +21,9 @@ if(PREFLASH_BINDINGS)
   if(NOT pybind11_DIR)
     preflash_ask_python(cmake_dir "import pybind11; print(pybind11.get_cmake_dir())")
     if(NOT cmake_dir)
-      message(FATAL_ERROR "${Python_EXECUTABLE} has no pybind11. Install it (pip install pybind11), "
-              "choose another Python with -DPython_EXECUTABLE=<python>, or give -Dpybind11_DIR=<dir>.")
+      message(FATAL_ERROR "${Python_EXECUTABLE} has no pybind11. Install it (pip install "
+              "pybind11), choose another Python with -DPython_EXECUTABLE=<python>, or give "
+              "-Dpybind11_DIR=<dir>.")
     endif()
     set(pybind11_DIR "${cmake_dir}" CACHE PATH "Directory of pybind11Config.cmake" FORCE)
   endif()

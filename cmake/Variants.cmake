@@ -1,5 +1,5 @@
-# The variant matrix (cpp/variants/*.toml) as sources: cmake/codegen/generate.py lists them and writes
-# them into the build tree at configure time. Sets PREFLASH_GENERATED (their directory),
+# The variant matrix (cpp/variants/*.toml) as sources: cmake/codegen/generate.py lists them and
+# writes them into the build tree at configure time. Sets PREFLASH_GENERATED (their directory),
 # PREFLASH_SOURCES_<family>, PREFLASH_CUDA_FAMILIES and PREFLASH_VARIANTS_JSON.
 
 set(PREFLASH_GENERATED ${PROJECT_BINARY_DIR}/generated)

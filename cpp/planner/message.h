@@ -9,8 +9,8 @@
 namespace preflash {
 namespace message {
 
-// NOTE: not a stream. The module is loaded beside whatever C++ runtimes a process already holds, and
-// a stream's locale comes from one of them: seen to crash in a Python that brings its own.
+// NOTE: not a stream. The module is loaded beside whatever C++ runtimes a process already holds,
+// and a stream's locale comes from one of them: seen to crash in a Python that brings its own.
 inline void append(std::string& text, std::string_view part) { text += part; }
 
 template <std::integral Number>

@@ -1,6 +1,6 @@
-// What libpreflash_kernels_common.so offers: everything the project asks of a CUDA runtime besides the
-// forward kernels. A table of functions, so that nothing above it links against CUDA. Exported as
-// `extern "C" const DeviceServices* preflash_device_services()`.
+// What libpreflash_kernels_common.so offers: everything the project asks of a CUDA runtime besides
+// the forward kernels. A table of functions, so that nothing above it links against CUDA. Exported
+// as `extern "C" const DeviceServices* preflash_device_services()`.
 #pragma once
 
 #include <cstddef>
@@ -13,17 +13,17 @@ namespace preflash {
 
 // What the planner needs to know of a machine. The CPU backend fills it with threads as SMs.
 struct DeviceFacts {
-  int device = -1;              // CUDA ordinal; -1: the CPU
-  int compute_capability = 0;   // 90 for sm_90; 0: the CPU
+  int device = -1;             // CUDA ordinal; -1: the CPU
+  int compute_capability = 0;  // 90 for sm_90; 0: the CPU
   int num_sms = 1;
-  int smem_per_block = 0;       // opt-in limit
+  int smem_per_block = 0;  // opt-in limit
   int smem_per_sm = 0;
   std::int64_t l2_bytes = 0;
   char name[64] = "cpu";
 };
 
-// Pinned staging for plan uploads: two buffers, each fenced by an event, so that a second plan() may be
-// written while the first one's copy is in flight. Not thread-safe; one per wrapper.
+// Pinned staging for plan uploads: two buffers, each fenced by an event, so that a second plan()
+// may be written while the first one's copy is in flight. Not thread-safe; one per wrapper.
 struct PlanUploader;
 
 struct DeviceServices {
@@ -38,12 +38,12 @@ struct DeviceServices {
   // Host memory of at least `bytes`, free to write: waits until the copy that last read it is done.
   LaunchError (*uploader_acquire)(PlanUploader*, std::size_t bytes, void** host) = nullptr;
   // Copies the acquired buffer to device memory on `stream`; `blocking` waits until it has arrived.
-  LaunchError (*uploader_submit)(PlanUploader*, void* device_memory, std::size_t bytes, void* stream,
-                                 bool blocking) = nullptr;
+  LaunchError (*uploader_submit)(PlanUploader*, void* device_memory, std::size_t bytes,
+                                 void* stream, bool blocking) = nullptr;
 
   // `device` is made current for the launch and the caller's device restored afterwards.
-  LaunchError (*launch_forward)(const ForwardKernel&, const ForwardParams&, int num_ctas, int device,
-                                void* stream) = nullptr;
+  LaunchError (*launch_forward)(const ForwardKernel&, const ForwardParams&, int num_ctas,
+                                int device, void* stream) = nullptr;
   LaunchError (*combine)(const CombineParams&, int device, void* stream) = nullptr;
   LaunchError (*merge_states)(const MergeStatesParams&, int device, void* stream) = nullptr;
   LaunchError (*pack_bits)(const PackBitsParams&, int device, void* stream) = nullptr;

@@ -1,14 +1,14 @@
-// The only tile arithmetic in the project: which KV tiles a block of query rows touches, which of them
-// need element masking, and whether one element is kept. The planner counts with it, the kernels loop
-// with it, the CPU backend runs it. Indices are local to one request.
+// The only tile arithmetic in the project: which KV tiles a block of query rows touches, which of
+// them need element masking, and whether one element is kept. The planner counts with it, the
+// kernels loop with it, the CPU backend runs it. Indices are local to one request.
 #pragma once
 
 #include "preflash/types.h"
 
 namespace preflash {
 
-// Row i keeps key j iff 0 <= j < kv_len, j <= i + delta when causal, and j >= i + delta - window_left
-// when window_left >= 0; delta = kv_len - qo_len aligns the last row with the last key.
+// Row i keeps key j iff 0 <= j < kv_len, j <= i + delta when causal, and j >= i + delta -
+// window_left when window_left >= 0; delta = kv_len - qo_len aligns the last row with the last key.
 struct MaskBounds {
   int qo_len = 0;
   int kv_len = 0;
@@ -80,7 +80,7 @@ PREFLASH_HD constexpr TileRange touched_tiles(const MaskBounds& bounds, RowSpan 
   range.full_begin = full_begin < range.begin ? range.begin
                      : full_begin > range.end ? range.end
                                               : full_begin;
-  range.full_end = full_end > range.end ? range.end
+  range.full_end = full_end > range.end          ? range.end
                    : full_end < range.full_begin ? range.full_begin
                                                  : full_end;
   if (mask == Mask::kCustom) range.full_end = range.full_begin;

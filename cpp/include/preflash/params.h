@@ -1,5 +1,5 @@
-// What a launch hands to a kernel, on the GPU and on the CPU alike. Strides are in elements; the last
-// dimension is always contiguous. Every offset is formed in 64 bits.
+// What a launch hands to a kernel, on the GPU and on the CPU alike. Strides are in elements; the
+// last dimension is always contiguous. Every offset is formed in 64 bits.
 #pragma once
 
 #include <cstdint>
@@ -15,8 +15,8 @@ struct RowTensor {
   std::int64_t stride_head = 0;
 };
 
-// Paged: [page, token in page, head, head_dim] in whatever order the strides say. Ragged: one page that
-// holds every token, stride_page unused.
+// Paged: [page, token in page, head, head_dim] in whatever order the strides say. Ragged: one page
+// that holds every token, stride_page unused.
 struct KvTensor {
   const void* data = nullptr;
   std::int64_t stride_page = 0;
@@ -33,35 +33,36 @@ struct LseTensor {
 };
 
 struct ForwardParams {
-  RowTensor q;   // [qo tokens, num_qo_heads, head_dim_qk]
+  RowTensor q;  // [qo tokens, num_qo_heads, head_dim_qk]
   KvTensor k;
   KvTensor v;
-  RowTensor o;   // [qo tokens, num_qo_heads, head_dim_vo]
-  LseTensor lse; // [qo tokens, num_qo_heads]
+  RowTensor o;    // [qo tokens, num_qo_heads, head_dim_vo]
+  LseTensor lse;  // [qo tokens, num_qo_heads]
 
   const std::int32_t* page_indices = nullptr;  // null: ragged
   std::int32_t page_size = 1;
 
-  const std::uint8_t* mask_bits = nullptr;     // packed, little bit order; null without custom mask.
-                                               // At least 8 readable bytes follow the last request's bits
+  const std::uint8_t* mask_bits =
+      nullptr;  // packed, little bit order; null without custom mask.
+                // At least 8 readable bytes follow the last request's bits
   // The plan, resolved to addresses.
   const RequestInfo* requests = nullptr;
   const WorkItem* items = nullptr;
-  const std::int32_t* cta_begin = nullptr;     // null: CTA i runs item i
+  const std::int32_t* cta_begin = nullptr;  // null: CTA i runs item i
   std::int32_t num_items = 0;
   float* partial_o = nullptr;
   float* partial_lse = nullptr;
 
   std::int32_t num_kv_heads = 0;
-  std::int32_t group_size = 1;                 // num_qo_heads / num_kv_heads
-  std::int32_t head_dim_qk = 0;                // actual sizes, multiples of 8, <= the compiled ones
+  std::int32_t group_size = 1;   // num_qo_heads / num_kv_heads
+  std::int32_t head_dim_qk = 0;  // actual sizes, multiples of 8, <= the compiled ones
   std::int32_t head_dim_vo = 0;
 
   std::int32_t window_left = -1;
   bool causal = false;
-  float sm_scale = 1.0f;                       // q_scale and k_scale folded in
-  float soft_cap = 0.0f;                       // c: logit = c * tanh(sm_scale * qk / c)
-  float out_scale = 1.0f;                      // v_scale
+  float sm_scale = 1.0f;   // q_scale and k_scale folded in
+  float soft_cap = 0.0f;   // c: logit = c * tanh(sm_scale * qk / c)
+  float out_scale = 1.0f;  // v_scale
 };
 
 struct CombineParams {
@@ -71,22 +72,23 @@ struct CombineParams {
   const RequestInfo* requests = nullptr;
   const MergeItem* merges = nullptr;
   std::int32_t num_merges = 0;
-  const float* partial_o = nullptr;            // [num_slots, tile_m, head_dim_vo]
-  const float* partial_lse = nullptr;          // [num_slots, tile_m]
+  const float* partial_o = nullptr;    // [num_slots, tile_m, head_dim_vo]
+  const float* partial_lse = nullptr;  // [num_slots, tile_m]
   std::int32_t tile_m = 0;
   std::int32_t group_size = 1;
   std::int32_t head_dim_vo = 0;
 };
 
 // merge_states: v [tokens, num_states, heads, head_dim], s [tokens, num_states, heads], contiguous
-// except for the two leading strides. Weights are 2^s. merge_state is the case of two separate inputs.
+// except for the two leading strides. Weights are 2^s. merge_state is the case of two separate
+// inputs.
 struct MergeStatesParams {
   DType dtype = DType::kFloat16;
-  const void* v[2] = {nullptr, nullptr};       // v[1] == null: num_states states inside v[0]
+  const void* v[2] = {nullptr, nullptr};  // v[1] == null: num_states states inside v[0]
   const float* s[2] = {nullptr, nullptr};
-  void* v_out = nullptr;                       // [tokens, heads, head_dim]
-  float* s_out = nullptr;                      // [tokens, heads]
-  const std::uint8_t* token_mask = nullptr;    // [tokens]; zero leaves v_out and s_out as they are
+  void* v_out = nullptr;                     // [tokens, heads, head_dim]
+  float* s_out = nullptr;                    // [tokens, heads]
+  const std::uint8_t* token_mask = nullptr;  // [tokens]; zero leaves v_out and s_out as they are
   std::int64_t num_tokens = 0;
   std::int32_t num_states = 0;
   std::int32_t num_heads = 0;
@@ -95,10 +97,10 @@ struct MergeStatesParams {
 
 // Bits of segment i, x[in_begin[i], in_begin[i + 1]), start at byte out_begin[i].
 struct PackBitsParams {
-  const std::uint8_t* x = nullptr;             // bool or uint8; non-zero is one
+  const std::uint8_t* x = nullptr;  // bool or uint8; non-zero is one
   std::uint8_t* packed = nullptr;
-  const std::int64_t* in_begin = nullptr;      // [num_segments + 1]
-  const std::int64_t* out_begin = nullptr;     // [num_segments + 1]
+  const std::int64_t* in_begin = nullptr;   // [num_segments + 1]
+  const std::int64_t* out_begin = nullptr;  // [num_segments + 1]
   std::int32_t num_segments = 0;
   bool little = true;
 };

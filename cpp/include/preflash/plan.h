@@ -1,5 +1,5 @@
-// What the planner writes and everybody downstream reads: the work list and its index, laid out in one
-// int workspace (uploaded to the GPU as one copy) and one float workspace (split-KV partials).
+// What the planner writes and everybody downstream reads: the work list and its index, laid out in
+// one int workspace (uploaded to the GPU as one copy) and one float workspace (split-KV partials).
 #pragma once
 
 #include <cstddef>
@@ -11,12 +11,13 @@ namespace preflash {
 
 // One request of the batch, in tokens. 32 bytes: two 128-bit loads.
 struct alignas(16) RequestInfo {
-  std::int32_t qo_begin = 0;      // first row of q and o
+  std::int32_t qo_begin = 0;  // first row of q and o
   std::int32_t qo_len = 0;
-  std::int32_t kv_begin = 0;      // ragged: first row of k and v; paged: first entry in page_indices
+  std::int32_t kv_begin = 0;  // ragged: first row of k and v; paged: first entry in page_indices
   std::int32_t kv_len = 0;
-  std::int64_t mask_begin = 0;    // first byte of its bits in the packed custom mask
-  std::int32_t chunk_keys = 0;    // KV chunk c holds keys [c, c + 1) * chunk_keys; a multiple of tile n
+  std::int64_t mask_begin = 0;  // first byte of its bits in the packed custom mask
+  std::int32_t chunk_keys =
+      0;  // KV chunk c holds keys [c, c + 1) * chunk_keys; a multiple of tile n
   std::int32_t reserved = 0;
 };
 static_assert(sizeof(RequestInfo) == 32);
@@ -25,7 +26,7 @@ static_assert(sizeof(RequestInfo) == 32);
 // r / group_size, query head kv_head * group_size + r % group_size. 16 bytes: one 128-bit load.
 struct alignas(16) WorkItem {
   std::int32_t request = 0;
-  std::int32_t row_begin = 0;     // first packed row; a multiple of tile m
+  std::int32_t row_begin = 0;  // first packed row; a multiple of tile m
   std::int16_t kv_head = 0;
   std::int16_t chunk = 0;
   std::int32_t partial_slot = kFinal;  // kFinal, or the slot of tile_m partial rows that it fills
@@ -34,8 +35,8 @@ struct alignas(16) WorkItem {
 };
 static_assert(sizeof(WorkItem) == 16);
 
-// One tile whose KV was split: slots [first_slot, first_slot + num_slots) hold its partials, in chunk
-// order. The combine kernel turns them into the tile's rows of o and lse.
+// One tile whose KV was split: slots [first_slot, first_slot + num_slots) hold its partials, in
+// chunk order. The combine kernel turns them into the tile's rows of o and lse.
 struct alignas(16) MergeItem {
   std::int32_t request = 0;
   std::int32_t row_begin = 0;
@@ -57,15 +58,15 @@ struct Offset {
 };
 
 struct PlanLayout {
-  Offset<RequestInfo> requests;       // [num_requests]
-  Offset<WorkItem> items;             // [num_items]
-  Offset<std::int32_t> cta_begin;     // [num_ctas + 1]: CTA c runs items [cta_begin[c], cta_begin[c + 1])
-                                      // absent: one CTA per item
-  Offset<MergeItem> merges;           // [num_merges]
+  Offset<RequestInfo> requests;    // [num_requests]
+  Offset<WorkItem> items;          // [num_items]
+  Offset<std::int32_t> cta_begin;  // [num_ctas + 1]: CTA c runs items [cta_begin[c], cta_begin[c +
+                                   // 1]) absent: one CTA per item
+  Offset<MergeItem> merges;  // [num_merges]
   std::int64_t int_bytes = 0;
 
-  Offset<float> partial_o;            // [num_slots, tile_m, head_dim_vo], each normalised by its own sum
-  Offset<float> partial_lse;          // [num_slots, tile_m], base 2
+  Offset<float> partial_o;    // [num_slots, tile_m, head_dim_vo], each normalised by its own sum
+  Offset<float> partial_lse;  // [num_slots, tile_m], base 2
   std::int64_t float_bytes = 0;
 };
 
@@ -75,8 +76,8 @@ struct PlanSizes {
   int num_ctas = 0;
   int num_merges = 0;
   int num_slots = 0;
-  std::int64_t num_kv_tiles = 0;      // sum over items: what the machine will do
-  std::int64_t makespan_kv_tiles = 0; // the planner's estimate for the busiest slot
+  std::int64_t num_kv_tiles = 0;       // sum over items: what the machine will do
+  std::int64_t makespan_kv_tiles = 0;  // the planner's estimate for the busiest slot
 };
 
 }  // namespace preflash

@@ -1,4 +1,5 @@
-// What a caller asks for, as the planner sees it: host-visible lengths and the properties of one launch.
+// What a caller asks for, as the planner sees it: host-visible lengths and the properties of one
+// launch.
 #pragma once
 
 #include <cstdint>
@@ -10,8 +11,8 @@
 namespace preflash {
 
 struct SplitPolicy {
-  // Keys per KV chunk, rounded up to whole tiles; 0 lets the planner choose. With a fixed size or with
-  // `disable` a request's result does not depend on what else is in the batch.
+  // Keys per KV chunk, rounded up to whole tiles; 0 lets the planner choose. With a fixed size or
+  // with `disable` a request's result does not depend on what else is in the batch.
   std::int32_t fixed_split_size = 0;
   bool disable = false;
 };
@@ -29,13 +30,13 @@ struct Problem {
   std::int32_t head_dim_vo = 0;
   DType q_dtype = DType::kFloat16;
   DType kv_dtype = DType::kFloat16;
-  bool causal = false;                          // ignored by callers when a custom mask is given
+  bool causal = false;  // ignored by callers when a custom mask is given
   std::int32_t window_left = -1;
   Logits logits = Logits::kPlain;
   Mask mask = Mask::kBounds;
 
   SplitPolicy split;
-  std::int64_t float_workspace_bytes = 0;       // the planner splits only as far as this reaches
+  std::int64_t float_workspace_bytes = 0;  // the planner splits only as far as this reaches
 
   // CUDA graphs: sizes that later plans may not exceed. 0: not graph-safe, sizes are exact.
   std::int32_t graph_max_rows = 0;

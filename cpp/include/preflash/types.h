@@ -38,7 +38,8 @@ constexpr std::string_view name_of(DType dtype) {
   return "?";
 }
 
-// A kernel family is a set of sources; a backend is what a caller names: cpu, fa2 (sm80), fa3 (sm90).
+// A kernel family is a set of sources; a backend is what a caller names: cpu, fa2 (sm80), fa3
+// (sm90).
 enum class Family : std::uint8_t { kCpu, kSm80, kSm90 };
 
 constexpr std::string_view name_of(Family family) {
@@ -66,10 +67,13 @@ constexpr std::string_view name_of(Logits logits) {
   return logits == Logits::kPlain ? "plain" : "softcap";
 }
 
-// kBounds: length, causal and window, all run-time loop bounds. kCustom: a bit mask, ANDed with them.
+// kBounds: length, causal and window, all run-time loop bounds. kCustom: a bit mask, ANDed with
+// them.
 enum class Mask : std::uint8_t { kBounds, kCustom };
 
-constexpr std::string_view name_of(Mask mask) { return mask == Mask::kBounds ? "bounds" : "custom"; }
+constexpr std::string_view name_of(Mask mask) {
+  return mask == Mask::kBounds ? "bounds" : "custom";
+}
 
 // kPrefill: tall tiles for many rows. kDecode: short tiles for requests with few packed rows.
 enum class TileClass : std::uint8_t { kPrefill, kDecode };

@@ -1,6 +1,7 @@
 // A variant is everything that is decided when a kernel is compiled; a kernel is a variant plus its
-// tile and its launch function. cpp/variants/forward.toml lists the variants, cmake/codegen/generate.py
-// turns each row into a named type, and the registry finds one at plan() time.
+// tile and its launch function. cpp/variants/forward.toml lists the variants,
+// cmake/codegen/generate.py turns each row into a named type, and the registry finds one at plan()
+// time.
 #pragma once
 
 #include "preflash/types.h"
@@ -23,11 +24,12 @@ struct Variant {
 };
 
 struct TileShape {
-  int m = 0;             // packed query rows
-  int n = 0;             // keys
-  int stages = 1;        // K/V tiles in flight
+  int m = 0;       // packed query rows
+  int n = 0;       // keys
+  int stages = 1;  // K/V tiles in flight
   int warps = 4;
-  int ctas_per_sm = 1;   // what the launch bounds promise; the planner fills num_sms * ctas_per_sm slots
+  int ctas_per_sm =
+      1;  // what the launch bounds promise; the planner fills num_sms * ctas_per_sm slots
 };
 
 // Device-side errors travel as text: nullptr means that the launch was accepted.
@@ -35,14 +37,16 @@ using LaunchError = const char*;
 using ForwardLaunch = LaunchError (*)(const ForwardParams& params, int num_ctas, void* stream);
 
 struct ForwardKernel {
-  const char* id = nullptr;  // e.g. "sm80_bf16_d128_prefill_plain_bounds"; see cmake/codegen/spec.py
+  const char* id =
+      nullptr;  // e.g. "sm80_bf16_d128_prefill_plain_bounds"; see cmake/codegen/spec.py
   Variant variant;
   TileShape tile;
-  int smem_bytes = 0;        // dynamic shared memory of one CTA
+  int smem_bytes = 0;  // dynamic shared memory of one CTA
   ForwardLaunch launch = nullptr;
 };
 
-// What a kernel library exports, through `extern "C" const KernelLibrary* preflash_kernel_library()`.
+// What a kernel library exports, through `extern "C" const KernelLibrary*
+// preflash_kernel_library()`.
 struct KernelLibrary {
   int abi_version = 0;
   Family family = Family::kCpu;

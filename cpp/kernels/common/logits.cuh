@@ -1,8 +1,8 @@
 // From a raw dot product to the number that the softmax sees: scale and soft cap.
 //
-// The softmax works in base 2 on `x * scale_log2`, so that one FFMA feeds each EX2. Without a soft cap
-// x is the raw dot product and scale_log2 = sm_scale * log2(e); with one, x = tanh(sm_scale * qk / c)
-// and scale_log2 = c * log2(e).
+// The softmax works in base 2 on `x * scale_log2`, so that one FFMA feeds each EX2. Without a soft
+// cap x is the raw dot product and scale_log2 = sm_scale * log2(e); with one, x = tanh(sm_scale *
+// qk / c) and scale_log2 = c * log2(e).
 #pragma once
 
 #include <cute/tensor.hpp>

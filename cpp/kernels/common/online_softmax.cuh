@@ -1,7 +1,8 @@
-// Online softmax (Milakov and Gimelshein, arXiv 1805.02867) over the score fragments of one thread, in
-// base 2, with a lazy reference: the exponent's reference point moves, and O is rescaled, only when a
-// row's maximum has grown by more than 2^kLazyBits. Any reference gives the same quotient; up to that
-// bound P stays <= 2^kLazyBits, exact enough in 16 bits since only its relative rounding matters.
+// Online softmax (Milakov and Gimelshein, arXiv 1805.02867) over the score fragments of one thread,
+// in base 2, with a lazy reference: the exponent's reference point moves, and O is rescaled, only
+// when a row's maximum has grown by more than 2^kLazyBits. Any reference gives the same quotient;
+// up to that bound P stays <= 2^kLazyBits, exact enough in 16 bits since only its relative rounding
+// matters.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -12,7 +13,8 @@ namespace preflash {
 
 template <int kRowsPerThread>
 struct OnlineSoftmax {
-  // 8 bits: P <= 256, far below float16's 65504 even when a row sums thousands of such terms in float32.
+  // 8 bits: P <= 256, far below float16's 65504 even when a row sums thousands of such terms in
+  // float32.
   static constexpr float kLazyBits = 8.0f;
 
   float reference[kRowsPerThread];  // in units of x, before scale_log2; -inf: nothing kept yet
@@ -35,8 +37,9 @@ struct OnlineSoftmax {
     return x + __shfl_xor_sync(0xffffffffu, x, 1);
   }
 
-  // scores, (row, column) view of this thread's fragment: x on entry, P = 2^((x - reference) * scale)
-  // on return. out, (row, column) view of the accumulator, is rescaled where the reference moved.
+  // scores, (row, column) view of this thread's fragment: x on entry, P = 2^((x - reference) *
+  // scale) on return. out, (row, column) view of the accumulator, is rescaled where the reference
+  // moved.
   template <class Scores, class Out>
   __device__ __forceinline__ void update(Scores& scores, Out& out, float scale_log2) {
     using namespace cute;
@@ -58,7 +61,8 @@ struct OnlineSoftmax {
       reference[r] = next;
       moved |= moves;
     }
-    // A row that did not move is multiplied by exactly 1: its result never depends on its neighbours.
+    // A row that did not move is multiplied by exactly 1: its result never depends on its
+    // neighbours.
     if (__any_sync(0xffffffffu, moved)) {
       CUTE_UNROLL
       for (int r = 0; r < kRowsPerThread; ++r) {

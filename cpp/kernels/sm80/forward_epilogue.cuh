@@ -50,7 +50,8 @@ struct ForwardEpilogue {
     int row = item.row_begin + tile_row;
     if (row >= num_rows()) return;
     if (!final) {
-      params.partial_lse[static_cast<std::int64_t>(item.partial_slot) * Traits::kTileM + tile_row] = lse;
+      params.partial_lse[static_cast<std::int64_t>(item.partial_slot) * Traits::kTileM + tile_row] =
+          lse;
     } else if (params.lse.data != nullptr) {
       PackedRow packed = unpack_row(params, row);
       params.lse.data[(request.qo_begin + packed.token) * params.lse.stride_token +

@@ -3,22 +3,36 @@
 
 #include <cuda_runtime.h>
 
+#include <atomic>
+
 #include "kernels/sm80/forward_kernel.cuh"
 
 namespace preflash::sm80 {
+
+// Raises the kernel's shared-memory limit, once per device.
+template <class V>
+cudaError_t allow_shared_memory(int bytes) {
+  static std::atomic<std::uint64_t> done{0};  // a bit per device
+  int device;
+  if (cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return error;
+  std::uint64_t bit = device < 64 ? std::uint64_t{1} << device : 0;
+  if (done.load(std::memory_order_relaxed) & bit) return cudaSuccess;
+  cudaError_t error =
+      cudaFuncSetAttribute(&forward_kernel<V>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  if (error == cudaSuccess) done.fetch_or(bit, std::memory_order_relaxed);
+  return error;
+}
 
 template <class V>
 LaunchError launch_forward(const ForwardParams& params, int num_ctas, void* stream) {
   using Traits = ForwardTraits<V>;
   constexpr int kSmemBytes = sizeof(SharedStorage<Traits>);
-  auto* kernel = &forward_kernel<V>;
-  // Per device, and cheap enough (0.1 us) not to be remembered.
-  cudaError_t error =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSmemBytes);
+  cudaError_t error = allow_shared_memory<V>(kSmemBytes);
   if (error == cudaSuccess) {
     KernelParams kernel_params = KernelParams::make(params, V::kVariant.logits);
-    kernel<<<num_ctas, Traits::kThreads, kSmemBytes, static_cast<cudaStream_t>(stream)>>>(
-        kernel_params);
+    forward_kernel<V>
+        <<<num_ctas, Traits::kThreads, kSmemBytes, static_cast<cudaStream_t>(stream)>>>(
+            kernel_params);
     error = cudaGetLastError();
   }
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);

@@ -1,6 +1,6 @@
-// Global -> shared by cp.async. Rows have arbitrary addresses (packed query heads, pages), so a thread
-// owns whole 16-byte columns of a few rows; what lies outside a request or past head_dim is zero-filled
-// and never read: a stranger's NaN must not meet a zero probability.
+// Global -> shared by cp.async. Rows have arbitrary addresses (packed query heads, pages), so a
+// thread owns whole 16-byte columns of a few rows; what lies outside a request or past head_dim is
+// zero-filled and never read: a stranger's NaN must not meet a zero probability.
 #pragma once
 
 #include <cute/arch/copy_sm80.hpp>
@@ -31,11 +31,12 @@ struct TileCopy {
                                            std::uint32_t smem) const {
     CUTE_UNROLL
     for (int block = 0; block < kHeadDim / kBlockColumns; ++block) {
-      std::uint32_t target = smem + pass * Traits::kRowsPerPass * kBlockRowBytes +
-                             block * kTileRows * kBlockRowBytes;
+      std::uint32_t target =
+          smem + pass * Traits::kRowsPerPass * kBlockRowBytes + block * kTileRows * kBlockRowBytes;
       const char* source = row + block * kBlockRowBytes;
       if constexpr (kFill == TileFill::kWhole) {
-        asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(target), "l"(source));
+        asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(target),
+                     "l"(source));
       } else {
         // NOTE: with 0 source bytes nothing is read; the address need not be mapped.
         int bytes = row_valid && block * kBlockColumns + column < head_dim ? 16 : 0;
@@ -64,18 +65,22 @@ struct KvLoader {
   const char* k;  // element `column` of row 0 of this KV head
   const char* v;
   std::uint32_t smem_k;  // this thread's first 16 bytes of stage 0; V's lie kKtoV bytes on
-  KeySlot slot;  // of key `thread` of the tile after the last stored one
+  KeySlot slot;          // of key `thread` of the tile after the last stored one
 
   __device__ __forceinline__ KvLoader(const KernelParams& params, const RequestInfo& request,
                                       int kv_head, SharedStorage<Traits>& smem, int thread)
-      : params(params), offsets(smem.key_offsets), kv_begin(request.kv_begin),
-        kv_len(request.kv_len), thread(thread), copy(thread) {
+      : params(params),
+        offsets(smem.key_offsets),
+        kv_begin(request.kv_begin),
+        kv_len(request.kv_len),
+        thread(thread),
+        copy(thread) {
     k = static_cast<const char*>(params.k.data) +
         (kv_head * params.k.stride_head + copy.column) * sizeof(Element);
     v = static_cast<const char*>(params.v.data) +
         (kv_head * params.v.stride_head + copy.column) * sizeof(Element);
-    smem_k = cast_smem_ptr_to_uint(smem.k[0] +
-                                   typename Traits::LayoutK{}(copy.first_row, copy.column));
+    smem_k =
+        cast_smem_ptr_to_uint(smem.k[0] + typename Traits::LayoutK{}(copy.first_row, copy.column));
   }
 
   // A page-table read takes a trip to L2: find early, store late, fetch behind the next barrier.
@@ -93,10 +98,12 @@ struct KvLoader {
   }
 
   __device__ __forceinline__ void fetch_k(int tile, int stage) const {
-    fetch<Traits::kHeadQk>(k, offsets[tile % 2].k[copy.first_row], params.head_dim_qk, smem_k, tile, stage);
+    fetch<Traits::kHeadQk>(k, offsets[tile % 2].k[copy.first_row], params.head_dim_qk, smem_k, tile,
+                           stage);
   }
   __device__ __forceinline__ void fetch_v(int tile, int stage) const {
-    fetch<Traits::kHeadVo>(v, offsets[tile % 2].v[copy.first_row], params.head_dim_vo, smem_k + kKtoV, tile, stage);
+    fetch<Traits::kHeadVo>(v, offsets[tile % 2].v[copy.first_row], params.head_dim_vo,
+                           smem_k + kKtoV, tile, stage);
   }
 
  private:
@@ -136,9 +143,8 @@ struct KvLoader {
     CUTE_UNROLL
     for (int pass = 0; pass < kPasses; ++pass) {
       int row = copy.first_row + pass * Traits::kRowsPerPass;
-      copy.template copy_row<kTileN, kHeadDim, kFill>(head + rows[pass],
-                                                      tile * kTileN + row < kv_len, head_dim, pass,
-                                                      smem);
+      copy.template copy_row<kTileN, kHeadDim, kFill>(
+          head + rows[pass], tile * kTileN + row < kv_len, head_dim, pass, smem);
     }
   }
 };
@@ -160,21 +166,21 @@ __device__ __forceinline__ void fetch_q(const KernelParams& params, const Reques
   for (int pass = 0; pass < Traits::kTileM / Traits::kRowsPerPass; ++pass) {
     int row = item.row_begin + copy.first_row + pass * Traits::kRowsPerPass;
     PackedRow packed = unpack_row(params, row);
-    const Element* source = q + packed.token * params.q.stride_token +
-                            packed.head_in_group * params.q.stride_head;
+    const Element* source =
+        q + packed.token * params.q.stride_token + packed.head_in_group * params.q.stride_head;
     copy.template copy_row<Traits::kTileM, Traits::kHeadQk, TileFill::kPartial>(
         reinterpret_cast<const char*>(source), row < num_rows, params.head_dim_qk, pass, target);
   }
   for (int r = thread; r < Traits::kTileM; r += Traits::kThreads) {
     int row = item.row_begin + r;
     int token = unpack_row(params, row).token;
-    smem.row_keys[r] = row < num_rows ? RowKeys{bounds.first_key(token), bounds.end_key(token)}
-                                      : RowKeys{0, 0};
+    smem.row_keys[r] =
+        row < num_rows ? RowKeys{bounds.first_key(token), bounds.end_key(token)} : RowKeys{0, 0};
   }
 }
 
-// Multiplies Q by LogitsParams::q_factor where it lies: each thread the bytes that it has copied itself,
-// so its own wait is enough before and the next barrier after. Rare: sm_scale <= 0.
+// Multiplies Q by LogitsParams::q_factor where it lies: each thread the bytes that it has copied
+// itself, so its own wait is enough before and the next barrier after. Rare: sm_scale <= 0.
 template <class Traits>
 __device__ __forceinline__ void scale_q(SharedStorage<Traits>& smem, float factor, int thread) {
   using Element = typename Traits::Element;

@@ -1,12 +1,13 @@
 // The hot loop: S = Q K^T, mask, online softmax, O += P V over the KV tiles of one work item.
 //
-// K and V have kStages buffers each; their copies are committed one group per half step, in the order
-// K0 V0 K1 V1 ..., so "at most 2 * kStages - 2 groups in flight" always means that the half tile needed
-// now has landed. With t' = t + kStages:
-//   step t:  wait K(t) | fetch V(t' - 1), find offsets(t')  | S = Q K(t)            | store offsets(t')
+// K and V have kStages buffers each; their copies are committed one group per half step, in the
+// order K0 V0 K1 V1 ..., so "at most 2 * kStages - 2 groups in flight" always means that the half
+// tile needed now has landed. With t' = t + kStages:
+//   step t:  wait K(t) | fetch V(t' - 1), find offsets(t')  | S = Q K(t)            | store
+//   offsets(t')
 //            wait V(t) | fetch K(t')                        | softmax, O += P V(t)
-// The barrier behind each wait also tells that nobody reads the buffer which the next fetch overwrites,
-// and that the offsets it uses have been stored.
+// The barrier behind each wait also tells that nobody reads the buffer which the next fetch
+// overwrites, and that the offsets it uses have been stored.
 #pragma once
 
 #include "kernels/common/convert.cuh"
@@ -50,8 +51,13 @@ struct ForwardMainloop {
 
   __device__ __forceinline__ ForwardMainloop(const KernelParams& params, const RequestInfo& request,
                                              const WorkItem& item, Storage& smem, int thread)
-      : params(params), request(request), item(item), smem(smem), thread(thread),
-        sQ(smem.q, thread / 32 * 16, thread % 32), sK(smem.k[0], 0, thread % 32),
+      : params(params),
+        request(request),
+        item(item),
+        smem(smem),
+        thread(thread),
+        sQ(smem.q, thread / 32 * 16, thread % 32),
+        sK(smem.k[0], 0, thread % 32),
         sV(smem.v[0], 0, thread % 32) {}
 
   __device__ __forceinline__ void run(const TileRange& tiles, KvLoader<Traits>& loader,
@@ -128,7 +134,8 @@ struct ForwardMainloop {
     }
   }
 
-  // A operands of 16 columns of Q each: the first kKeptQ blocks stay, the rest take turns in two more.
+  // A operands of 16 columns of Q each: the first kKeptQ blocks stay, the rest take turns in two
+  // more.
   static constexpr int kBlocksQk = Traits::kHeadQk / 16;
   static constexpr int kBuffersQ = Traits::kKeptQ + (Traits::kKeptQ < kBlocksQk ? 2 : 0);
   struct QFragments {
@@ -216,7 +223,8 @@ struct ForwardMainloop {
 
   template <class Scores>
   __device__ __forceinline__ void mask_tile(Scores& scores, int tile) const {
-    // (rows, columns) of (tile row, tile column) coordinates, constants but for the thread's own part
+    // (rows, columns) of (tile row, tile column) coordinates, constants but for the thread's own
+    // part
     Tensor coordinates = make_identity_tensor(Shape<Int<Traits::kTileM>, Int<Traits::kTileN>>{});
     Tensor tScS = Mma{}.get_slice(thread).partition_C(coordinates);
     auto places = make_tensor(tScS.data(), as_rows_and_columns(tScS.layout()));

@@ -3,7 +3,6 @@
 #pragma once
 
 #include <algorithm>
-
 #include <cute/tensor.hpp>
 
 #include "kernels/common/element.cuh"
@@ -32,28 +31,25 @@ struct ForwardTraits {
   static_assert(kTileM % (16 * kTile.warps) == 0 && kTileN % 16 == 0 && kTileN <= kThreads);
 
   // mma.sync.m16n8k16, warps stacked along M: warp w holds rows w * 16 + i * 16 * warps + [0, 16).
-  using MmaOp =
-      std::conditional_t<kVariant.q_dtype == DType::kFloat16, SM80_16x8x16_F32F16F16F32_TN,
-                         SM80_16x8x16_F32BF16BF16F32_TN>;
+  using MmaOp = std::conditional_t<kVariant.q_dtype == DType::kFloat16,
+                                   SM80_16x8x16_F32F16F16F32_TN, SM80_16x8x16_F32BF16BF16F32_TN>;
   using Mma = TiledMMA<MMA_Atom<MmaOp>, Layout<Shape<Int<kTile.warps>, _1, _1>>,
                        Tile<Int<16 * kTile.warps>, _16, _16>>;
   static constexpr int kMmaRows = 16 * kTile.warps;
   static constexpr int kMmaM = kTileM / kMmaRows;
   static constexpr int kRowsPerThread = 2 * kMmaM;
-  // Fragments of Q (4 * kMmaM registers for each 16 columns) stay in registers as far as O, S and the
-  // loop's own 79 leave room; the rest is read again for every tile. Shared memory is what binds at
-  // head_dim 256, and Q is a ninth of its traffic there, a fifth at 64 (docs/FACTS.md).
-  static constexpr int kRegisters =
-      std::min(255, 65536 / (kThreads * kTile.ctas_per_sm) / 8 * 8);
-  static constexpr int kSpareRegisters =
-      kRegisters - 79 - kMmaM * (kHeadVo / 2 + kTileN / 2);
-  static constexpr int kKeptQ =
-      std::clamp(kSpareRegisters / (4 * kMmaM), 0, kHeadQk / 16);
+  // Fragments of Q (4 * kMmaM registers for each 16 columns) stay in registers as far as O, S and
+  // the loop's own 79 leave room; the rest is read again for every tile. Shared memory is what
+  // binds at head_dim 256, and Q is a ninth of its traffic there, a fifth at 64 (docs/FACTS.md).
+  static constexpr int kRegisters = std::min(255, 65536 / (kThreads * kTile.ctas_per_sm) / 8 * 8);
+  static constexpr int kSpareRegisters = kRegisters - 79 - kMmaM * (kHeadVo / 2 + kTileN / 2);
+  static constexpr int kKeptQ = std::clamp(kSpareRegisters / (4 * kMmaM), 0, kHeadQk / 16);
   // Prefetching fragments pays only where registers are left; elsewhere ptxas takes them back with
   // spills and later loads.
   static constexpr int kFragmentsAhead = kKeptQ == kHeadQk / 16 ? 2 : 0;
 
-  // 64 elements are 128 bytes: all banks once. The swizzle spreads the 8 rows of an ldmatrix over them.
+  // 64 elements are 128 bytes: all banks once. The swizzle spreads the 8 rows of an ldmatrix over
+  // them.
   using SwizzleAtom =
       decltype(composition(Swizzle<3, 3, 3>{}, Layout<Shape<_8, _64>, Stride<_64, _1>>{}));
   using LayoutQ = decltype(tile_to_shape(SwizzleAtom{}, Shape<Int<kTileM>, Int<kHeadQk>>{}));
@@ -76,8 +72,8 @@ struct RowKeys {
   int end;
 };
 
-// Byte offsets of a KV tile's rows from k and v of the KV head: found once per row by one thread. The
-// rows that one thread copies, first_row + pass * kRowsPerPass, lie side by side.
+// Byte offsets of a KV tile's rows from k and v of the KV head: found once per row by one thread.
+// The rows that one thread copies, first_row + pass * kRowsPerPass, lie side by side.
 template <class Traits>
 struct KeyOffsets {
   static constexpr int kPasses = Traits::kTileN / Traits::kRowsPerPass;

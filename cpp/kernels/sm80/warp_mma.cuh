@@ -1,8 +1,9 @@
 // Warp-level pieces of the two products: ldmatrix addresses and mma.sync on raw registers.
 //
-// CuTe's tiled copies recompute the swizzle for every tile when registers are scarce (25 instructions a
-// product); here an operand costs one base address per thread, and the swizzle is one XOR, because a
-// 64-column block's rows are 128 bytes: address(row, chunk) = base + row * 128 + ((chunk ^ row % 8) * 16).
+// CuTe's tiled copies recompute the swizzle for every tile when registers are scarce (25
+// instructions a product); here an operand costs one base address per thread, and the swizzle is
+// one XOR, because a 64-column block's rows are 128 bytes: address(row, chunk) = base + row * 128 +
+// ((chunk ^ row % 8) * 16).
 #pragma once
 
 #include <cute/arch/copy_sm75.hpp>
@@ -12,7 +13,7 @@
 
 namespace preflash::sm80 {
 
-inline constexpr int kBlockColumns = 64;     // elements of one swizzled block
+inline constexpr int kBlockColumns = 64;  // elements of one swizzled block
 inline constexpr int kBlockRowBytes = 128;
 
 // Which rows and 16-byte chunks the four 8x8 matrices of an ldmatrix.x4 cover.
@@ -44,7 +45,8 @@ struct OperandTile {
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                  : "r"(address(row, column)));
   }
-  __device__ __forceinline__ void load_transposed(std::uint32_t (&r)[4], int row, int column) const {
+  __device__ __forceinline__ void load_transposed(std::uint32_t (&r)[4], int row,
+                                                  int column) const {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                  : "r"(address(row, column)));
@@ -53,10 +55,11 @@ struct OperandTile {
 
 // c (16x16, two 16x8 accumulators) += a (16x16) * b (two 16x8 operands)
 template <class MmaOp, class Left, class Right>
-__device__ __forceinline__ void mma_16x16x16(Left&& left, Right&& right, const std::uint32_t (&a)[4],
+__device__ __forceinline__ void mma_16x16x16(Left&& left, Right&& right,
+                                             const std::uint32_t (&a)[4],
                                              const std::uint32_t (&b)[4]) {
-  MmaOp::fma(left(0), left(1), left(2), left(3), a[0], a[1], a[2], a[3], b[0], b[1], left(0), left(1),
-             left(2), left(3));
+  MmaOp::fma(left(0), left(1), left(2), left(3), a[0], a[1], a[2], a[3], b[0], b[1], left(0),
+             left(1), left(2), left(3));
   MmaOp::fma(right(0), right(1), right(2), right(3), a[0], a[1], a[2], a[3], b[2], b[3], right(0),
              right(1), right(2), right(3));
 }

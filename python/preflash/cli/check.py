@@ -134,13 +134,15 @@ def _merge(place: Place, dtype: torch.dtype, outcome: Outcome) -> None:
     s = torch.randn(19, 3, 4, generator=random).mul(8).to(place.device)
     s[0] = -math.inf
     s[1, 1] = -math.inf
+    # The output's rounding, and a few float32 ones in the weights and in their sum.
+    tolerance = torch.finfo(dtype).eps + 8 * torch.finfo(torch.float32).eps
     want_v, want_s = oracle.merge(v, s)
     got_v, got_s = preflash.merge_states(v, s)
-    _close(outcome, "merge_states v", got_v, want_v, torch.finfo(dtype).eps)
+    _close(outcome, "merge_states v", got_v, want_v, tolerance)
     _close(outcome, "merge_states s", got_s, want_s, 1e-5)
     pair_v, pair_s = preflash.merge_state(v[:, 0], s[:, 0], v[:, 1], s[:, 1])
     want_v, want_s = oracle.merge(v[:, :2], s[:, :2])
-    _close(outcome, "merge_state v", pair_v, want_v, torch.finfo(dtype).eps)
+    _close(outcome, "merge_state v", pair_v, want_v, tolerance)
     _close(outcome, "merge_state s", pair_s, want_s, 1e-5)
 
 
