@@ -1,6 +1,7 @@
 #include "bindings/plan.h"
 
 #include <algorithm>
+#include <cstdlib>
 #include <cstring>
 #include <string>
 
@@ -26,12 +27,50 @@ Variant variant_of(Family family, const Options& options, TileClass tile_class) 
           .mask = options.mask};
 }
 
-const ForwardKernel* find_kernel(Family family, const Options& options, const Problem& problem) {
+bool fits(const ForwardKernel& kernel, const DeviceFacts& facts) {
+  return facts.smem_per_block == 0 || kernel.smem_bytes <= facts.smem_per_block;
+}
+
+// A library of machine code runs on its own generation only, from the minor version that it was
+// built for; PTX ("90+PTX") on everything later.
+void check_architecture(Family family, const DeviceFacts& facts) {
+  if (facts.compute_capability == 0) return;
+  FoundLibrary found = Registry::instance().library(family);
+  if (found.table == nullptr) throw NotCompiledError(found.error);
+  std::string list = found.table->architectures;
+  for (std::size_t begin = 0; begin < list.size();) {
+    std::size_t end = std::min(list.find(';', begin), list.size());
+    std::string name = list.substr(begin, end - begin);
+    int built_for = std::atoi(name.c_str());
+    bool ptx = name.find("PTX") != std::string::npos;
+    bool same_generation = built_for / 10 == facts.compute_capability / 10;
+    if (built_for <= facts.compute_capability && (same_generation || ptx)) return;
+    begin = end + 1;
+  }
+  throw NotCompiledError(
+      "backend \"" + std::string(backend_of(family)) + "\": its kernels were compiled for sm " +
+      list + "; device " + std::to_string(facts.device) + " (" + facts.name + ") is sm " +
+      std::to_string(facts.compute_capability) + ". What would work: a build with PREFLASH_ARCHS=" +
+      std::to_string(facts.compute_capability) + ", or backend \"cpu\"");
+}
+
+// The wanted tile class, or the smaller one where the device's shared memory ends before.
+const ForwardKernel* find_kernel(Family family, const Options& options, const Problem& problem,
+                                 const DeviceFacts& facts) {
   validate(problem);
-  FoundKernel found =
-      Registry::instance().find(variant_of(family, options, choose_tile_class(problem)));
-  if (found.kernel == nullptr) throw NotCompiledError(found.error);
-  return found.kernel;
+  check_architecture(family, facts);
+  TileClass wanted = choose_tile_class(problem);
+  const ForwardKernel* kernel = nullptr;
+  for (TileClass tile_class : {wanted, TileClass::kDecode}) {
+    FoundKernel found = Registry::instance().find(variant_of(family, options, tile_class));
+    if (found.kernel == nullptr) throw NotCompiledError(found.error);
+    kernel = found.kernel;
+    if (fits(*kernel, facts)) return kernel;
+  }
+  throw NotCompiledError(std::string(kernel->id) + " needs " + std::to_string(kernel->smem_bytes) +
+                         " bytes of shared memory; device " + std::to_string(facts.device) + " (" +
+                         facts.name + ") gives a block " + std::to_string(facts.smem_per_block) +
+                         ". What would work: a smaller head_dim");
 }
 
 }  // namespace
@@ -50,7 +89,7 @@ Plan::Plan(Family family, int device, const Options& options, std::shared_ptr<co
     : device_(device),
       options_(options),
       batch_(std::move(batch)),
-      kernel_(find_kernel(family, options_, describe(float_workspace_bytes))),
+      kernel_(find_kernel(family, options_, describe(float_workspace_bytes), facts_of(device))),
       planner_(describe(float_workspace_bytes), facts_of(device), *kernel_) {
   page_indices_offset_ = round_up(layout().int_bytes);
   int_bytes_ =

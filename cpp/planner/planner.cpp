@@ -18,6 +18,16 @@ std::int64_t float_bytes(std::int64_t slots, TileShape tile, std::int32_t head_d
   return arena.bytes();
 }
 
+// CTAs that the machine holds at once: what the launch bounds promise, as far as shared memory
+// reaches (1 KiB of it a CTA is the system's).
+std::int64_t slots_of(const DeviceFacts& facts, const ForwardKernel& kernel) {
+  std::int64_t per_sm = kernel.tile.ctas_per_sm;
+  if (facts.smem_per_sm > 0 && kernel.smem_bytes > 0) {
+    per_sm = std::min<std::int64_t>(per_sm, facts.smem_per_sm / (kernel.smem_bytes + 1024));
+  }
+  return std::max<std::int64_t>(facts.num_sms * per_sm, 1);
+}
+
 // Partial tiles that the float workspace has room for.
 std::int64_t slots_in(std::int64_t bytes, TileShape tile, std::int32_t head_dim_vo) {
   const std::int64_t slot_bytes = std::int64_t{tile.m} * (head_dim_vo + 1) * sizeof(float);
@@ -33,6 +43,7 @@ std::int64_t most_graph_tiles(const Problem& problem, TileShape tile) {
   const std::int64_t batch = static_cast<std::int64_t>(problem.qo_indptr.size()) - 1;
   const std::int64_t rows = problem.graph_max_rows * group;
   const std::int64_t requests = std::min<std::int64_t>(batch, problem.graph_max_rows);
+  if (requests == 0) return 0;
   return (rows + requests * (tile.m - 1)) / tile.m * problem.num_kv_heads;
 }
 
@@ -85,8 +96,7 @@ Planner::Planner(const Problem& problem, const DeviceFacts& facts, const Forward
   if (problem.graph_max_rows > 0 && schedule_kind == Schedule::kOnePerItem) {
     refuse("schedule: a CUDA graph needs a fixed number of CTAs, so it cannot run one per item");
   }
-  const std::int64_t cta_slots =
-      std::max<std::int64_t>(std::int64_t{facts.num_sms} * tile_.ctas_per_sm, 1);
+  const std::int64_t cta_slots = slots_of(facts, kernel);
   read_requests(problem);
   split(problem, cta_slots);
   schedule(facts, cta_slots, schedule_kind);

@@ -26,6 +26,8 @@ FP8_DTYPES = tuple(
     if hasattr(torch, name)
 )
 KV_LAYOUTS = ("NHD", "HND")
+FLOAT32_MAX = torch.finfo(torch.float32).max
+SMALLEST_SOFT_CAP = 1e-6
 LSE_SCALES = {"log2": 1.0, "ln": math.log(2.0)}
 LSE_LAYOUTS = ("NH", "HN")
 ALIGNMENT = 16
@@ -72,14 +74,15 @@ def real(name: str, value: Any) -> float:
             value = float(value)
         except TypeError:
             raise TypeError(f"{name} must be a float; got {_kind(value)}") from None
-    if not math.isfinite(value):
-        raise ValueError(f"{name}={value}: must be finite")
+    # The kernels compute in float32: what is finite here must be finite there.
+    if not abs(value) <= FLOAT32_MAX:
+        raise ValueError(f"{name}={value}: must be finite in float32")
     return value
 
 
 def scale(name: str, value: Any) -> float:
     """A calibration scale. A one-element tensor is read, which waits for a GPU that holds it."""
-    if type(value) is float and -math.inf < value < math.inf:
+    if type(value) is float and -FLOAT32_MAX <= value <= FLOAT32_MAX:
         return value
     if isinstance(value, torch.Tensor):
         if value.numel() != 1:
@@ -98,6 +101,11 @@ def soft_cap(value: Any) -> float:
     value = real("logits_soft_cap", value)
     if value < 0.0:
         raise ValueError(f"logits_soft_cap={value}: must be positive, or 0 or None for none")
+    if 0.0 < value < SMALLEST_SOFT_CAP:
+        raise ValueError(
+            f"logits_soft_cap={value}: must be at least {SMALLEST_SOFT_CAP}, or 0 or None for none; "
+            "smaller ones vanish in float32"
+        )
     return value
 
 

@@ -279,6 +279,8 @@ def run_scales(sm_scale: float, q_scale: Any, k_scale: Any, v_scale: Any) -> Sca
         sm_scale *= check.scale("q_scale", q_scale)
     if k_scale is not None:
         sm_scale *= check.scale("k_scale", k_scale)
+    if not abs(sm_scale) <= check.FLOAT32_MAX:
+        raise ValueError(f"sm_scale * q_scale * k_scale = {sm_scale}: must be finite in float32")
     return Scales(sm_scale, 1.0 if v_scale is None else check.scale("v_scale", v_scale))
 
 

@@ -248,8 +248,8 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillWrapper):
             paged_kv_indptr: [batch_size + 1], first entry of each request in paged_kv_indices.
             paged_kv_indices: at least [paged_kv_indptr[-1]], pages. On the GPU they are used in
                 place and must stay as they are until the next plan().
-            paged_kv_last_page_len: [batch_size], in [1, page_size], or 0 for a request without
-                pages.
+            paged_kv_last_page_len: [batch_size], in [1, page_size]; that of a request without pages
+                does not count: the request has no keys.
             num_qo_heads, num_kv_heads: the first is a multiple of the second.
             head_dim, head_dim_qk: of q and k, a multiple of 8 up to 256.
             head_dim_vo: of v and the output; head_dim by default.
@@ -263,10 +263,10 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillWrapper):
             o_data_type, o_dtype: q's dtype only.
             non_blocking: False waits until the work list has reached the GPU; True leaves that to
                 the stream, which is enough unless run() uses another one.
-            fixed_split_size: keys per KV chunk; a request's result then does not depend on its
-                batch. None, 0 and -1 let the planner choose.
-            disable_split_kv: never split keys; a request's result then does not depend on its
-                batch.
+            fixed_split_size: keys per KV chunk, rounded up to whole key tiles; a request's result
+                then does not depend on its batch. None, 0 and -1 let the planner choose.
+            disable_split_kv: never split keys, whatever fixed_split_size says; a request's result
+                then does not depend on its batch.
             seq_lens, seq_lens_q, block_tables, max_token_per_sequence, max_sequence_kv,
             uniform_q_len:
                 repeat what the arrays say, and must agree with it. Tensors on the GPU are compared

@@ -109,6 +109,29 @@ def test_a_masked_row_is_zero_beside_a_nan(target, split):
     assert bool(out[:3].isnan().all() and out[5:].isnan().all())
 
 
+@pytest.mark.parametrize("page_size", [0, 1, 16])
+def test_nan_below_the_window_stays_out(target, page_size):
+    """Keys that no row's window reaches: an engine has recycled their pages. Same tile, 0 * NaN."""
+    case = Case(
+        "recycled", (4,), (200,), 2, 1, 64, page_size=page_size, mask=MaskKind.CAUSAL, window_left=15
+    )
+    inputs = build(case, device=target.device)
+    want = expected(inputs)
+    lowest = 200 - 4 - 15
+    k, v = inputs.cache if page_size else (inputs.k, inputs.v)
+    for key in range(lowest):
+        if page_size:
+            place = (int(inputs.indices[key // page_size]), key % page_size)
+        else:
+            place = (key,)
+        k[place] = math.nan
+        v[place] = math.nan
+    wrapper = runner.make_wrapper(case, backend=target.backend, device=target.device)
+    runner.plan(wrapper, inputs)
+    out, lse = runner.run(wrapper, inputs)
+    compare(out, lse, want).check()
+
+
 def test_custom_mask_that_keeps_nothing(target):
     case = Case("nothing", (20, 33), (70, 40), 4, 2, 64, mask=MaskKind.CUSTOM)
     inputs = build(case, device=target.device)
@@ -393,3 +416,30 @@ def test_inf_in_a_kept_key_shows(target):
     out, lse = runner.single(inputs, backend=target.backend)
     assert bool(out.isnan().all())
     assert bool(lse.isfinite().all())
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "out"])
+def test_alignment_is_checked_in_every_run(target, name):
+    """Same shape, strides and dtype as in the run before, another address."""
+    case = Case("address", (9, 3), (30, 5), 4, 2, 64)
+    inputs = build(case, device=target.device)
+    wrapper = runner.make_wrapper(case, backend=target.backend, device=target.device)
+    runner.plan(wrapper, inputs)
+    tensors = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "out": torch.empty_like(inputs.q)}
+    good = wrapper.run(**tensors).clone()
+    aligned = tensors[name]
+    room = torch.empty(aligned.numel() + 8, dtype=aligned.dtype, device=target.device)
+    shifted = room[1 : 1 + aligned.numel()].view(aligned.shape)
+    assert shifted.stride() == aligned.stride()
+    with pytest.raises(ValueError, match=rf"\b{name}\b.*16"):
+        wrapper.run(**{**tensors, name: shifted})
+    assert torch.equal(wrapper.run(**tensors), good)
+
+
+@pytest.mark.parametrize("last_page_len", [0, 1, 16])
+def test_no_pages_are_no_keys(target, last_page_len):
+    """Engines fill last_page_len with ones also where a request has no page."""
+    case = Case("nopages", (9, 3), (33, 0), 4, 2, 64, page_size=16, mask=MaskKind.CAUSAL)
+    inputs = build(case, device=target.device)
+    inputs.last_page_len[1] = last_page_len
+    runner.check(inputs, backend=target.backend)

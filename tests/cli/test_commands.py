@@ -45,6 +45,17 @@ def test_info_json(preflash_command):
     assert all(choice["why"] for choice in picked.values())
 
 
+def test_variants_json(preflash_command):
+    rows = json.loads(preflash_command("variants", "--family", "cpu", "--json").out)
+    assert "cpu_bf16_d256_prefill_plain_bounds" in json.dumps(rows)
+
+
+def test_check(preflash_command):
+    done = preflash_command("check", "--backend", "cpu")
+    assert done.code == 0, done.out + done.err
+    assert "all good" in done.out
+
+
 def test_demo(preflash_command):
     done = preflash_command("demo", "--quick", "--backend", "cpu")
     assert done.code == 0, done.out + done.err

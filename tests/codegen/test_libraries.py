@@ -21,9 +21,9 @@ import elf  # noqa: E402
 
 # Kernels that may spill: pattern over ids -> (bytes of spill stores, why they do no harm).
 _INVARIANTS = (
-    "O and S alone take three quarters of 255 registers: what only the prologue and the epilogue use "
-    "is spilled around the main loop, which reloads at most two loop-invariant words a tile and "
-    "stores none (seen in the disassembly; docs/FACTS.md has the speed)"
+    "O and S alone take three quarters of 255 registers: what only the prologue and the epilogue "
+    "use is spilled around the main loop, which reloads at most two loop-invariant words a tile "
+    "and stores none (seen in the disassembly; docs/FACTS.md has the speed)"
 )
 ALLOWED_SPILLS: dict[str, tuple[int, str]] = {
     "sm80_*_prefill_*": (140, _INVARIANTS),

@@ -86,3 +86,9 @@ def test_a_fixed_split_beyond_the_workspace():
     check(plan(**small))
     with pytest.raises(ValueError, match="float_workspace_buffer"):
         planner.plan(**small | {"kv_indptr": [0, 641]})
+
+
+def test_an_empty_batch_reserves_nothing():
+    made = planner.plan(**ragged([], [], **GQA, graph_max_rows=4096))
+    assert made["sizes"]["num_items"] == 0
+    assert made["sizes"]["num_merges"] == 0

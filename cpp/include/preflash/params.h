@@ -79,9 +79,8 @@ struct CombineParams {
   std::int32_t head_dim_vo = 0;
 };
 
-// merge_states: v [tokens, num_states, heads, head_dim], s [tokens, num_states, heads], contiguous
-// except for the two leading strides. Weights are 2^s. merge_state is the case of two separate
-// inputs.
+// merge_states: v [tokens, num_states, heads, head_dim], s [tokens, num_states, heads],
+// all contiguous. Weights are 2^s. merge_state is the case of two separate inputs.
 struct MergeStatesParams {
   DType dtype = DType::kFloat16;
   const void* v[2] = {nullptr, nullptr};  // v[1] == null: num_states states inside v[0]

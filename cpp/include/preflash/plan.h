@@ -62,7 +62,7 @@ struct PlanLayout {
   Offset<WorkItem> items;          // [num_items]
   Offset<std::int32_t> cta_begin;  // [num_ctas + 1]: CTA c runs items [cta_begin[c], cta_begin[c +
                                    // 1]) absent: one CTA per item
-  Offset<MergeItem> merges;  // [num_merges]
+  Offset<MergeItem> merges;        // [num_merges]
   std::int64_t int_bytes = 0;
 
   Offset<float> partial_o;    // [num_slots, tile_m, head_dim_vo], each normalised by its own sum

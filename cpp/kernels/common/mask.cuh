@@ -29,6 +29,7 @@ __device__ __forceinline__ void mask_custom_row(Scores&& scores, const Places& p
   // A thread's columns lie in groups of 8: four groups share one word.
   constexpr int kColumnsPerThread = decltype(size(scores))::value;
   constexpr int kPerWord = kColumnsPerWord / 8 * 2;
+  static_assert(kColumnsPerThread <= kPerWord || kColumnsPerThread % kPerWord == 0);
   CUTE_UNROLL
   for (int first = 0; first < kColumnsPerThread; first += kPerWord) {
     constexpr int kShare = kPerWord < kColumnsPerThread ? kPerWord : kColumnsPerThread;

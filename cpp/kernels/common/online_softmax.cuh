@@ -1,8 +1,8 @@
 // Online softmax (Milakov and Gimelshein, arXiv 1805.02867) over the score fragments of one thread,
 // in base 2, with a lazy reference: the exponent's reference point moves, and O is rescaled, only
-// when a row's maximum has grown by more than 2^kLazyBits. Any reference gives the same quotient;
-// up to that bound P stays <= 2^kLazyBits, exact enough in 16 bits since only its relative rounding
-// matters.
+// when a row's maximum has grown by more than kLazyBits, a factor of 2^kLazyBits. Any reference
+// gives the same quotient; up to that bound P stays <= 2^kLazyBits, exact enough in 16 bits since
+// only its relative rounding matters.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -56,8 +56,10 @@ struct OnlineSoftmax {
       // True also for the first kept key of a row: x - (-inf) is +inf. -inf - (-inf) is NaN: false.
       bool moves = (tile_max - reference[r]) * scale_log2 > kLazyBits;
       float next = moves ? tile_max : reference[r];
-      scaled_reference[r] = next == -INFINITY ? 0.0f : next * scale_log2;
-      correction[r] = moves ? exp2_approx(reference[r] * scale_log2 - scaled_reference[r]) : 1.0f;
+      scaled_reference[r] = next == -INFINITY ? 0.0f : __fmul_rn(next, scale_log2);
+      // NOTE: rounded as the last tile's was: an FMA here would tear the two apart.
+      float scaled = __fmul_rn(reference[r], scale_log2);
+      correction[r] = moves ? exp2_approx(scaled - scaled_reference[r]) : 1.0f;
       reference[r] = next;
       moved |= moves;
     }

@@ -15,14 +15,15 @@ __device__ __forceinline__ void run_item(const KernelParams& params, const WorkI
   int last_row = min(item.row_begin + Traits::kTileM, num_rows) - 1;
   RowSpan rows{unpack_row(params, item.row_begin).token, unpack_row(params, last_row).token};
   KeySpan chunk{item.chunk * request.chunk_keys, request.kv_len};
-  if (request.kv_len - chunk.begin > request.chunk_keys)
+  if (request.kv_len - chunk.begin > request.chunk_keys) {
     chunk.end = chunk.begin + request.chunk_keys;
+  }
   TileRange tiles = touched_tiles(bounds, rows, chunk, Traits::kTileN, Traits::kVariant.mask);
 
   using Mainloop = ForwardMainloop<Traits>;
   typename Mainloop::Softmax softmax;
   typename Mainloop::AccumulatorO tOrO;
-  KvLoader<Traits> loader(params, request, item.kv_head, smem, thread);
+  KvLoader<Traits> loader(params, request, item.kv_head, tiles.begin, smem, thread);
   fetch_q(params, request, item, bounds, smem, thread);
   Mainloop(params, request, item, smem, thread).run(tiles, loader, softmax, tOrO);
   ForwardEpilogue<Traits>{params, request, item, smem, thread}.run(softmax, tOrO);
@@ -45,7 +46,8 @@ __global__ void __launch_bounds__(ForwardTraits<V>::kThreads, V::kTile.ctas_per_
     end = params.cta_begin[blockIdx.x + 1];
   }
   for (int index = begin; index < end; ++index) {
-    if (index > begin) __syncthreads();  // O of the last item has left Q's bytes
+    // Everybody is done with the last item: its K, V and row tables, and its O in Q's bytes.
+    if (index > begin) __syncthreads();
     run_item(params, params.items[index], smem, thread);
   }
 }

@@ -29,13 +29,17 @@ LaunchError launch_forward(const ForwardParams& params, int num_ctas, void* stre
   constexpr int kSmemBytes = sizeof(SharedStorage<Traits>);
   cudaError_t error = allow_shared_memory<V>(kSmemBytes);
   if (error == cudaSuccess) {
-    KernelParams kernel_params = KernelParams::make(params, V::kVariant.logits);
-    forward_kernel<V>
-        <<<num_ctas, Traits::kThreads, kSmemBytes, static_cast<cudaStream_t>(stream)>>>(
-            kernel_params);
-    error = cudaGetLastError();
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(num_ctas);
+    config.blockDim = dim3(Traits::kThreads);
+    config.dynamicSmemBytes = kSmemBytes;
+    config.stream = static_cast<cudaStream_t>(stream);
+    error = cudaLaunchKernelEx(&config, forward_kernel<V>,
+                               KernelParams::make(params, V::kVariant.logits));
   }
-  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+  if (error == cudaSuccess) return nullptr;
+  (void)cudaGetLastError();  // or the next launch of this thread would be blamed
+  return cudaGetErrorString(error);
 }
 
 template <class V>

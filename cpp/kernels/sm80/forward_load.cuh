@@ -59,7 +59,9 @@ struct KvLoader {
   const KernelParams& params;
   KeyOffsets<Traits>* offsets;
   int kv_begin;
+  const RowKeys* row_keys;
   int kv_len;
+  int first_tile;  // may begin below the window, with keys that the caller has long recycled
   int thread;
   TileCopy<Traits> copy;
   const char* k;  // element `column` of row 0 of this KV head
@@ -68,11 +70,14 @@ struct KvLoader {
   KeySlot slot;          // of key `thread` of the tile after the last stored one
 
   __device__ __forceinline__ KvLoader(const KernelParams& params, const RequestInfo& request,
-                                      int kv_head, SharedStorage<Traits>& smem, int thread)
+                                      int kv_head, int first_tile, SharedStorage<Traits>& smem,
+                                      int thread)
       : params(params),
         offsets(smem.key_offsets),
         kv_begin(request.kv_begin),
+        row_keys(smem.row_keys),
         kv_len(request.kv_len),
+        first_tile(first_tile),
         thread(thread),
         copy(thread) {
     k = static_cast<const char*>(params.k.data) +
@@ -115,7 +120,7 @@ struct KvLoader {
     std::int64_t rows[kPasses];
     load_row_offsets(row_offsets, rows);
     smem += stage * (kTileN * kHeadDim * static_cast<int>(sizeof(Element)));
-    if ((tile + 1) * kTileN <= kv_len && head_dim == kHeadDim) {
+    if (tile != first_tile && (tile + 1) * kTileN <= kv_len && head_dim == kHeadDim) {
       fetch_rows<kHeadDim, TileFill::kWhole>(head, rows, head_dim, smem, tile);
     } else {
       fetch_rows<kHeadDim, TileFill::kPartial>(head, rows, head_dim, smem, tile);
@@ -140,11 +145,13 @@ struct KvLoader {
   template <int kHeadDim, TileFill kFill>
   __device__ __forceinline__ void fetch_rows(const char* head, const std::int64_t (&rows)[kPasses],
                                              int head_dim, std::uint32_t smem, int tile) const {
+    // The first row of the query tile has the lowest window.
+    int first_key = kFill == TileFill::kPartial ? row_keys[0].first : 0;
     CUTE_UNROLL
     for (int pass = 0; pass < kPasses; ++pass) {
-      int row = copy.first_row + pass * Traits::kRowsPerPass;
+      int key = tile * kTileN + copy.first_row + pass * Traits::kRowsPerPass;
       copy.template copy_row<kTileN, kHeadDim, kFill>(
-          head + rows[pass], tile * kTileN + row < kv_len, head_dim, pass, smem);
+          head + rows[pass], key >= first_key && key < kv_len, head_dim, pass, smem);
     }
   }
 };

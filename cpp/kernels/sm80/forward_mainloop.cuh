@@ -69,6 +69,7 @@ struct ForwardMainloop {
 
     if (params.logits.q_factor != 1.0f) {
       cp_async_wait<0>();
+      __syncthreads();
       scale_q<Traits>(smem, params.logits.q_factor, thread);
     }
     QFragments q;

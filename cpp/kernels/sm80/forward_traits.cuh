@@ -39,10 +39,13 @@ struct ForwardTraits {
   static constexpr int kMmaM = kTileM / kMmaRows;
   static constexpr int kRowsPerThread = 2 * kMmaM;
   // Fragments of Q (4 * kMmaM registers for each 16 columns) stay in registers as far as O, S and
-  // the loop's own 79 leave room; the rest is read again for every tile. Shared memory is what
-  // binds at head_dim 256, and Q is a ninth of its traffic there, a fifth at 64 (docs/FACTS.md).
+  // the loop's own kLoopRegisters leave room; the rest is read again for every tile. Shared memory
+  // is what binds at head_dim 256, and Q is a ninth of its traffic there, a fifth at 64
+  // (docs/FACTS.md).
   static constexpr int kRegisters = std::min(255, 65536 / (kThreads * kTile.ctas_per_sm) / 8 * 8);
-  static constexpr int kSpareRegisters = kRegisters - 79 - kMmaM * (kHeadVo / 2 + kTileN / 2);
+  static constexpr int kLoopRegisters = 79;
+  static constexpr int kSpareRegisters =
+      kRegisters - kLoopRegisters - kMmaM * (kHeadVo / 2 + kTileN / 2);
   static constexpr int kKeptQ = std::clamp(kSpareRegisters / (4 * kMmaM), 0, kHeadQk / 16);
   // Prefetching fragments pays only where registers are left; elsewhere ptxas takes them back with
   // spills and later loads.

@@ -181,6 +181,7 @@ def _ragged_cases() -> Iterator[Case]:
     yield Case("left_only0", (40, 130), (300, 130), 2, 2, 64, window_left=0)
     yield Case("left_only_longer_q", (140, 70), (64, 3), 3, 1, 128, window_left=20)
     yield Case("softcap", (60, 31), (60, 200), 8, 2, 128, mask=_C, soft_cap=30.0)
+    yield Case("softcap_wide", (60, 31), (60, 200), 8, 2, 128, mask=_C, soft_cap=1e4)
     yield Case("softcap_tight", (60, 31), (60, 200), 4, 4, 256, soft_cap=1.5, sm_scale=0.5)
     yield Case("scale", (60, 31), (60, 200), 4, 2, 64, sm_scale=0.4, mask=_C)
     yield Case("negative_scale", (20, 31), (60, 200), 4, 2, 64, sm_scale=-0.2)
