@@ -26,7 +26,7 @@ _INVARIANTS = (
     "and stores none (seen in the disassembly; docs/FACTS.md has the speed)"
 )
 ALLOWED_SPILLS: dict[str, tuple[int, str]] = {
-    "sm80_*_prefill_*": (140, _INVARIANTS),
+    "sm80_*_prefill_*": (160, _INVARIANTS),
     "sm80_*_d64_decode_*": (48, _INVARIANTS + "; 4 CTAs an SM leave 128 registers"),
     "sm80_*_d256_decode_*": (48, _INVARIANTS),
 }

@@ -23,7 +23,7 @@ struct DeviceFacts {
 };
 
 // Pinned staging for plan uploads: two buffers, each fenced by an event, so that a second plan()
-// may be written while the first one's copy is in flight. Not thread-safe; one per wrapper.
+// may be written while the first one's copy is in flight. Not thread-safe; one per wrapper, or per thread.
 struct PlanUploader;
 
 struct DeviceServices {

@@ -42,9 +42,9 @@ struct ForwardParams {
   const std::int32_t* page_indices = nullptr;  // null: ragged
   std::int32_t page_size = 1;
 
-  const std::uint8_t* mask_bits =
-      nullptr;  // packed, little bit order; null without custom mask.
-                // At least 8 readable bytes follow the last request's bits
+  // Packed, little bit order; null without custom mask. 4-byte aligned, since kernels read words,
+  // and at least 8 readable bytes follow the last request's bits.
+  const std::uint8_t* mask_bits = nullptr;
   // The plan, resolved to addresses.
   const RequestInfo* requests = nullptr;
   const WorkItem* items = nullptr;

@@ -1,6 +1,6 @@
 // Packed rows and page slots: where row r of a tile and key j of a request lie. Divisions by
-// group_size and page_size are on every row's path; cutlass::FastDivmod makes each two
-// instructions.
+// group_size and page_size are on every row's path; cutlass::FastDivmod makes each
+// a multiplication, a shift and a multiply-add.
 #pragma once
 
 #include <cutlass/fast_math.h>

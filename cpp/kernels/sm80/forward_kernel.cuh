@@ -23,7 +23,7 @@ __device__ __forceinline__ void run_item(const KernelParams& params, const WorkI
   using Mainloop = ForwardMainloop<Traits>;
   typename Mainloop::Softmax softmax;
   typename Mainloop::AccumulatorO tOrO;
-  KvLoader<Traits> loader(params, request, item.kv_head, tiles.begin, smem, thread);
+  KvLoader<Traits> loader(params, request, item.kv_head, smem, thread);
   fetch_q(params, request, item, bounds, smem, thread);
   Mainloop(params, request, item, smem, thread).run(tiles, loader, softmax, tOrO);
   ForwardEpilogue<Traits>{params, request, item, smem, thread}.run(softmax, tOrO);

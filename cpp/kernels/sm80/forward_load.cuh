@@ -61,7 +61,6 @@ struct KvLoader {
   int kv_begin;
   const RowKeys* row_keys;
   int kv_len;
-  int first_tile;  // may begin below the window, with keys that the caller has long recycled
   int thread;
   TileCopy<Traits> copy;
   const char* k;  // element `column` of row 0 of this KV head
@@ -70,14 +69,12 @@ struct KvLoader {
   KeySlot slot;          // of key `thread` of the tile after the last stored one
 
   __device__ __forceinline__ KvLoader(const KernelParams& params, const RequestInfo& request,
-                                      int kv_head, int first_tile, SharedStorage<Traits>& smem,
-                                      int thread)
+                                      int kv_head, SharedStorage<Traits>& smem, int thread)
       : params(params),
         offsets(smem.key_offsets),
         kv_begin(request.kv_begin),
         row_keys(smem.row_keys),
         kv_len(request.kv_len),
-        first_tile(first_tile),
         thread(thread),
         copy(thread) {
     k = static_cast<const char*>(params.k.data) +
@@ -102,25 +99,33 @@ struct KvLoader {
     offsets[tile % 2].v[row][pass] = slot_offset(params.v, slot) * sizeof(Element);
   }
 
-  __device__ __forceinline__ void fetch_k(int tile, int stage) const {
-    fetch<Traits::kHeadQk>(k, offsets[tile % 2].k[copy.first_row], params.head_dim_qk, smem_k, tile,
-                           stage);
+  // kPartial: the tile may begin below the window, with keys that the caller has long recycled.
+  __device__ __forceinline__ void fetch_k(int tile, int stage, TileFill fill) const {
+    fetch<Traits::kHeadQk>(k, offsets[tile % 2].k[copy.first_row], params.head_dim_qk, smem_k,
+                           {tile, stage, fill});
   }
-  __device__ __forceinline__ void fetch_v(int tile, int stage) const {
+  __device__ __forceinline__ void fetch_v(int tile, int stage, TileFill fill) const {
     fetch<Traits::kHeadVo>(v, offsets[tile % 2].v[copy.first_row], params.head_dim_vo,
-                           smem_k + kKtoV, tile, stage);
+                           smem_k + kKtoV, {tile, stage, fill});
   }
 
  private:
+  struct Fetch {
+    int tile;
+    int stage;
+    TileFill fill;
+  };
+
   template <int kHeadDim>
   __device__ __forceinline__ void fetch(const char* head, const std::int64_t* row_offsets,
-                                        int head_dim, std::uint32_t smem, int tile,
-                                        int stage) const {
+                                        int head_dim, std::uint32_t smem, Fetch what) const {
+    int tile = what.tile;
     // All of them first: one latency, not one per row.
     std::int64_t rows[kPasses];
     load_row_offsets(row_offsets, rows);
-    smem += stage * (kTileN * kHeadDim * static_cast<int>(sizeof(Element)));
-    if (tile != first_tile && (tile + 1) * kTileN <= kv_len && head_dim == kHeadDim) {
+    smem += what.stage * (kTileN * kHeadDim * static_cast<int>(sizeof(Element)));
+    bool whole = what.fill == TileFill::kWhole && (tile + 1) * kTileN <= kv_len;
+    if (whole && head_dim == kHeadDim) {
       fetch_rows<kHeadDim, TileFill::kWhole>(head, rows, head_dim, smem, tile);
     } else {
       fetch_rows<kHeadDim, TileFill::kPartial>(head, rows, head_dim, smem, tile);

@@ -82,7 +82,8 @@ struct ForwardMainloop {
     auto step = [&](int tile, int stage) {
       wait_half_tile();  // K(tile) is here; V(tile - 1) has been read
       if (tile + kStages - 1 < tiles.end) {
-        loader.fetch_v(tile + kStages - 1, stage == 0 ? kStages - 1 : stage - 1);
+        int next = tile + kStages - 1;
+        loader.fetch_v(next, stage == 0 ? kStages - 1 : stage - 1, fill_of(tiles, next));
       }
       cp_async_fence();
       bool fetch_next = tile + kStages < tiles.end;
@@ -92,7 +93,7 @@ struct ForwardMainloop {
       multiply_qk(tSrS, q, stage);
       if (fetch_next) loader.store_offsets(tile + kStages);
       wait_half_tile();  // V(tile) is here; K(tile) has been read
-      if (fetch_next) loader.fetch_k(tile + kStages, stage);
+      if (fetch_next) loader.fetch_k(tile + kStages, stage, fill_of(tiles, tile + kStages));
       cp_async_fence();
       transform_logits<Traits::kVariant.logits>(tSrS, params.logits);
       auto rows_of_s = make_tensor(tSrS.data(), as_rows_and_columns(tSrS.layout()));
@@ -117,6 +118,11 @@ struct ForwardMainloop {
     __syncthreads();
   }
 
+  // Only tiles before full_begin may reach below a window.
+  __device__ __forceinline__ static TileFill fill_of(const TileRange& tiles, int tile) {
+    return tile < tiles.full_begin ? TileFill::kPartial : TileFill::kWhole;
+  }
+
   // Commits K0 V0 ... K(kStages - 1), Q with K0.
   __device__ __forceinline__ void prologue(const TileRange& tiles, KvLoader<Traits>& loader) const {
     CUTE_UNROLL
@@ -126,11 +132,11 @@ struct ForwardMainloop {
         loader.find_offsets(tile);
         loader.store_offsets(tile);
         __syncthreads();
-        loader.fetch_k(tile, stage);
+        loader.fetch_k(tile, stage, fill_of(tiles, tile));
       }
       cp_async_fence();
       if (stage == Traits::kStages - 1) break;
-      if (tile < tiles.end) loader.fetch_v(tile, stage);
+      if (tile < tiles.end) loader.fetch_v(tile, stage, fill_of(tiles, tile));
       cp_async_fence();
     }
   }
@@ -146,38 +152,26 @@ struct ForwardMainloop {
     return depth < Traits::kKeptQ ? depth : Traits::kKeptQ + depth % 2;
   }
 
-  // K and V fragments are loaded kAhead 16x16 blocks before the products that use them.
-  static constexpr int kAhead = Traits::kFragmentsAhead;
-  static constexpr int kBuffers = kAhead + 1;
-
-  // tSrS += Q K^T
+  // tSrS += Q K^T. K and V fragments are loaded where they are used: prefetching them by one, two
+  // or three blocks costs registers, which ptxas takes back with spills and later loads
+  // (docs/FACTS.md).
   __device__ __forceinline__ void multiply_qk(AccumulatorS& tSrS, QFragments& q, int stage) const {
-    constexpr int kBlocksN = Traits::kTileN / 16;
-    constexpr int kBlocks = kBlocksQk * kBlocksN;
     TileK tile_k = sK;
     tile_k.base += stage * static_cast<int>(sizeof(smem.k[0]));
-    std::uint32_t k[kBuffers][4];
     if constexpr (Traits::kKeptQ == 0) load_q(q.at[q_buffer(0)], 0);
-    CUTE_UNROLL
-    for (int block = 0; block < kAhead; ++block) {
-      tile_k.load(k[block], block % kBlocksN * 16, block / kBlocksN * 16);
-    }
     CUTE_UNROLL
     for (int depth = 0; depth < kBlocksQk; ++depth) {
       CUTE_UNROLL
-      for (int n = 0; n < kBlocksN; ++n) {
-        int block = depth * kBlocksN + n;
-        int next = block + kAhead;
-        if (next < kBlocks) {
-          tile_k.load(k[next % kBuffers], next % kBlocksN * 16, next / kBlocksN * 16);
-        }
+      for (int n = 0; n < Traits::kTileN / 16; ++n) {
+        std::uint32_t k[4];
+        tile_k.load(k, n * 16, depth * 16);
         if (n == 0 && depth + 1 < kBlocksQk && depth + 1 >= Traits::kKeptQ) {
           load_q(q.at[q_buffer(depth + 1)], depth + 1);
         }
         CUTE_UNROLL
         for (int m = 0; m < Traits::kMmaM; ++m) {
           mma_16x16x16<MmaOp>(tSrS(_, m, 2 * n), tSrS(_, m, 2 * n + 1), q.at[q_buffer(depth)][m],
-                              k[block % kBuffers]);
+                              k);
         }
       }
     }
@@ -191,32 +185,22 @@ struct ForwardMainloop {
   // tOrO += P V, P the 16-bit rounding of tSrS.
   __device__ __forceinline__ void multiply_pv(AccumulatorO& tOrO, const AccumulatorS& tSrS,
                                               int stage) const {
-    constexpr int kBlocksN = Traits::kHeadVo / 16;
-    constexpr int kBlocksK = Traits::kTileN / 16;
     TileV tile_v = sV;
     tile_v.base += stage * static_cast<int>(sizeof(smem.v[0]));
     Tensor tSrP = convert_fragment<Element>(tSrS);
     Tensor pairs = recast<std::uint32_t>(tSrP);  // ((1, 2), MMA_M, MMA_N)
-    std::uint32_t v[kBuffers][4];
     CUTE_UNROLL
-    for (int block = 0; block < kAhead; ++block) {
-      tile_v.load_transposed(v[block], block / kBlocksN * 16, block % kBlocksN * 16);
-    }
-    CUTE_UNROLL
-    for (int depth = 0; depth < kBlocksK; ++depth) {
+    for (int depth = 0; depth < Traits::kTileN / 16; ++depth) {
       CUTE_UNROLL
-      for (int n = 0; n < kBlocksN; ++n) {
-        int block = depth * kBlocksN + n;
-        int next = block + kAhead;
-        if (next < kBlocksK * kBlocksN) {
-          tile_v.load_transposed(v[next % kBuffers], next / kBlocksN * 16, next % kBlocksN * 16);
-        }
+      for (int n = 0; n < Traits::kHeadVo / 16; ++n) {
+        std::uint32_t v[4];
+        tile_v.load_transposed(v, depth * 16, n * 16);
         CUTE_UNROLL
         for (int m = 0; m < Traits::kMmaM; ++m) {
           // The accumulators of two 8-key blocks are the A operand of one 16-key product.
           std::uint32_t p[4] = {pairs(0, m, 2 * depth), pairs(1, m, 2 * depth),
                                 pairs(0, m, 2 * depth + 1), pairs(1, m, 2 * depth + 1)};
-          mma_16x16x16<MmaOp>(tOrO(_, m, 2 * n), tOrO(_, m, 2 * n + 1), p, v[block % kBuffers]);
+          mma_16x16x16<MmaOp>(tOrO(_, m, 2 * n), tOrO(_, m, 2 * n + 1), p, v);
         }
       }
     }

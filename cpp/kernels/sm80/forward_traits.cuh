@@ -47,9 +47,6 @@ struct ForwardTraits {
   static constexpr int kSpareRegisters =
       kRegisters - kLoopRegisters - kMmaM * (kHeadVo / 2 + kTileN / 2);
   static constexpr int kKeptQ = std::clamp(kSpareRegisters / (4 * kMmaM), 0, kHeadQk / 16);
-  // Prefetching fragments pays only where registers are left; elsewhere ptxas takes them back with
-  // spills and later loads.
-  static constexpr int kFragmentsAhead = kKeptQ == kHeadQk / 16 ? 2 : 0;
 
   // 64 elements are 128 bytes: all banks once. The swizzle spreads the 8 rows of an ldmatrix over
   // them.
@@ -95,7 +92,7 @@ struct SharedStorage {
   alignas(128) Element k[Traits::kStages][cosize_v<typename Traits::LayoutK>];
   alignas(128) Element v[Traits::kStages][cosize_v<typename Traits::LayoutV>];
   RowKeys row_keys[Traits::kTileM];
-  // Two: the next tile's are written while the last one's V is still to be fetched.
+  // Two: one tile's are written while a warp may still read the last one's.
   KeyOffsets<Traits> key_offsets[2];
 };
 
