@@ -103,8 +103,8 @@ def soft_cap(value: Any) -> float:
         raise ValueError(f"logits_soft_cap={value}: must be positive, or 0 or None for none")
     if 0.0 < value < SMALLEST_SOFT_CAP:
         raise ValueError(
-            f"logits_soft_cap={value}: must be at least {SMALLEST_SOFT_CAP}, or 0 or None for none; "
-            "smaller ones vanish in float32"
+            f"logits_soft_cap={value}: must be at least {SMALLEST_SOFT_CAP}, or 0 or None for "
+            "none; smaller ones vanish in float32"
         )
     return value
 

@@ -112,18 +112,15 @@ def test_a_masked_row_is_zero_beside_a_nan(target, split):
 @pytest.mark.parametrize("page_size", [0, 1, 16])
 def test_nan_below_the_window_stays_out(target, page_size):
     """Keys that no row's window reaches: an engine has recycled their pages. Same tile, 0 * NaN."""
-    case = Case(
-        "recycled", (4,), (200,), 2, 1, 64, page_size=page_size, mask=MaskKind.CAUSAL, window_left=15
-    )
+    window = {"mask": MaskKind.CAUSAL, "window_left": 15}
+    case = Case("recycled", (4,), (200,), 2, 1, 64, page_size=page_size, **window)
     inputs = build(case, device=target.device)
     want = expected(inputs)
     lowest = 200 - 4 - 15
     k, v = inputs.cache if page_size else (inputs.k, inputs.v)
     for key in range(lowest):
-        if page_size:
-            place = (int(inputs.indices[key // page_size]), key % page_size)
-        else:
-            place = (key,)
+        page = (int(inputs.indices[key // page_size]), key % page_size) if page_size else None
+        place = page or (key,)
         k[place] = math.nan
         v[place] = math.nan
     wrapper = runner.make_wrapper(case, backend=target.backend, device=target.device)

@@ -23,7 +23,8 @@ struct DeviceFacts {
 };
 
 // Pinned staging for plan uploads: two buffers, each fenced by an event, so that a second plan()
-// may be written while the first one's copy is in flight. Not thread-safe; one per wrapper, or per thread.
+// may be written while the first one's copy is in flight. Not thread-safe; one per wrapper, or per
+// thread.
 struct PlanUploader;
 
 struct DeviceServices {
