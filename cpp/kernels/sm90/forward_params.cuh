@@ -1,0 +1,14 @@
+// ForwardParams as the fa3 kernels take them, tensor maps included.
+#pragma once
+
+#include "kernels/common/row_map.cuh"
+#include "kernels/sm90/tensor_map.h"
+
+namespace preflash::sm90 {
+
+struct HopperParams : KernelParams {
+  BoxShape box;
+  TensorMaps maps;
+};
+
+}  // namespace preflash::sm90

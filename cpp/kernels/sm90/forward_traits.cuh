@@ -1,0 +1,146 @@
+// Compile-time shape of one fa3 kernel: roles, tiles, shared memory, barriers. One type parameter:
+// the variant's generated type, which carries kVariant and kTile. README.md beside this file tells
+// how the pieces play together.
+#pragma once
+
+// NOTE: before any CuTe header: tiles of 80, 112 or 176 keys are wgmma shapes that CuTe offers only
+// when asked.
+#ifndef CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED
+#define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED
+#endif
+
+#include <cutlass/arch/barrier.h>
+
+#include <cute/tensor.hpp>
+
+#include "kernels/common/element.cuh"
+#include "preflash/mask_range.h"
+#include "preflash/variant.h"
+
+namespace preflash::sm90 {
+
+using namespace cute;
+
+inline constexpr int kWarpgroupThreads = 128;
+inline constexpr int kWarpgroupWarps = 4;
+inline constexpr int kWarpgroupRows = 64;  // of one wgmma
+inline constexpr int kWarpRows = 16;       // of one warp's part of it
+inline constexpr int kBlockColumns = 64;   // 128 bytes: one swizzle atom, one TMA box
+inline constexpr int kBlockRowBytes = 128;
+
+template <class V>
+struct ForwardTraits {
+  static constexpr Variant kVariant = V::kVariant;
+  static constexpr TileShape kTile = V::kTile;
+  static_assert(kVariant.q_dtype == kVariant.kv_dtype, "fa3 computes in one 16-bit dtype");
+  static_assert(kVariant.mask == Mask::kBounds, "custom masks run on fa2");
+
+  using Element = preflash::Element<kVariant.q_dtype>;
+  static constexpr int kTileM = kTile.m;
+  static constexpr int kTileN = kTile.n;
+  static constexpr int kStages = kTile.stages;
+  static constexpr int kHeadQk = kVariant.head_dim_qk;
+  static constexpr int kHeadVo = kVariant.head_dim_vo;
+
+  // Warpgroup 0 produces, the others consume 64 rows of the tile each.
+  static constexpr int kConsumers = kTileM / kWarpgroupRows;
+  static constexpr int kConsumerWarps = kConsumers * kWarpgroupWarps;
+  static constexpr int kConsumerThreads = kConsumers * kWarpgroupThreads;
+  static constexpr int kThreads = kConsumerThreads + kWarpgroupThreads;
+  static_assert(kTileM % kWarpgroupRows == 0 && kTile.warps * 32 == kThreads);
+  static_assert(kConsumers == 2 || kConsumers == 3);
+  static_assert(kHeadQk % kBlockColumns == 0 && kHeadVo % kBlockColumns == 0);
+  static_assert(kTileN % 16 == 0 && kTileN <= 256);
+
+  // setmaxnreg: the file holds 65536 registers, which the launch bounds hand out evenly.
+  static constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32;
+  static constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : 160;
+  static_assert((kProducerRegisters + kConsumers * kConsumerRegisters) * kWarpgroupThreads <= 65536);
+
+  // S = Q K^T from shared memory; O += P V with P in registers and V as it lies, rows of keys.
+  using MmaQk = decltype(make_tiled_mma(
+      GMMA::ss_op_selector<Element, Element, float, Shape<_64, Int<kTileN>, Int<kHeadQk>>>()));
+  using MmaPv = decltype(make_tiled_mma(
+      GMMA::rs_op_selector<Element, Element, float, Shape<_64, Int<kHeadVo>, Int<kTileN>>,
+                           GMMA::Major::K, GMMA::Major::MN>()));
+
+  // Columns in blocks of 64, each block all rows of the tile: what TMA boxes of 64 columns write.
+  using AtomK = GMMA::Layout_K_SW128_Atom<Element>;
+  using AtomMn = GMMA::Layout_MN_SW128_Atom<Element>;
+  using LayoutQ = decltype(tile_to_shape(AtomK{}, Shape<Int<kTileM>, Int<kHeadQk>>{}));
+  using LayoutK =
+      decltype(tile_to_shape(AtomK{}, Shape<Int<kTileN>, Int<kHeadQk>, Int<kStages>>{}));
+  using LayoutV = decltype(tile_to_shape(AtomMn{}, Shape<Int<kHeadVo>, Int<kTileN>, Int<kStages>>{},
+                                         Step<_2, _1, _3>{}));  // V^T: (d_vo, tile_n, stages)
+
+  static constexpr int kBlocksQk = kHeadQk / kBlockColumns;
+  static constexpr int kBlocksVo = kHeadVo / kBlockColumns;
+  static constexpr int kBytesK = kTileN * kHeadQk * sizeof(Element);
+  static constexpr int kBytesV = kTileN * kHeadVo * sizeof(Element);
+};
+
+// A work item as its consumers need it; written by the producer, read from shared memory when it is
+// needed, so that it costs no registers in the loop.
+struct ItemState {
+  WorkItem item;
+  RequestInfo request;
+  TileRange tiles;
+  KeySpan keys;  // that any row of the tile keeps
+  int num_rows;  // of the tile; the rest of it is stale
+};
+
+using Barrier = cutlass::arch::ClusterBarrier;
+using BytesBarrier = cutlass::arch::ClusterTransactionBarrier;
+
+inline constexpr int kItemSlots = 2;
+
+// Named by the event they announce. Arrivals: "full" barriers one producer thread (and the bytes of
+// its TMA), or every producer thread where the producers gather rows; "empty" barriers one lane of
+// each consumer warp.
+template <int kStages>
+struct Barriers {
+  BytesBarrier q_full;
+  Barrier q_empty;
+  BytesBarrier k_full[kStages];
+  Barrier k_empty[kStages];
+  BytesBarrier v_full[kStages];
+  Barrier v_empty[kStages];
+  Barrier item_full[kItemSlots];
+  Barrier item_empty[kItemSlots];
+};
+
+// Hardware barriers among consumers. kTurn + w: warpgroup w may issue its products.
+struct NamedBarriers {
+  static constexpr int kTurn = 0;
+  static constexpr int kAllConsumers = 3;
+  static constexpr int kWarpgroup = 4;  // + w
+};
+
+template <class Traits>
+struct SharedStorage {
+  using Element = typename Traits::Element;
+  alignas(1024) Element q[cosize_v<typename Traits::LayoutQ>];
+  alignas(1024) Element k[cosize_v<typename Traits::LayoutK>];
+  alignas(1024) Element v[cosize_v<typename Traits::LayoutV>];
+  // Each warp's 16 rows of O leave through its own bytes, 64 columns at a time.
+  alignas(1024) Element o[Traits::kConsumerWarps][kWarpRows * kBlockColumns];
+  ItemState items[kItemSlots];
+  Barriers<Traits::kStages> barriers;
+};
+
+// Position in a ring of buffers. A consumer waits for `phase`; a producer, whose first lap finds
+// the buffers empty, for `phase ^ 1`.
+template <int kSize>
+struct RingPosition {
+  int index = 0;
+  std::uint32_t phase = 0;
+
+  __device__ __forceinline__ void advance() {
+    if (++index == kSize) {
+      index = 0;
+      phase ^= 1;
+    }
+  }
+};
+
+}  // namespace preflash::sm90

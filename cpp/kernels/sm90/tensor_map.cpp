@@ -1,0 +1,117 @@
+#include "kernels/sm90/tensor_map.h"
+
+#include <cuda_runtime.h>
+
+#include <numeric>
+
+namespace preflash::sm90 {
+namespace {
+
+constexpr int kBoxColumns = 64;  // 128 bytes of a 16-bit dtype
+constexpr int kElementBytes = 2;
+
+using Encode = decltype(&cuTensorMapEncodeTiled);
+
+// The driver is looked up at run time, so that the library loads on a machine without one.
+Encode find_encode() {
+  void* function = nullptr;
+  cudaDriverEntryPointQueryResult result;
+  cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000,
+                                                       cudaEnableDefault, &result);
+  if (error != cudaSuccess || result != cudaDriverEntryPointSuccess) return nullptr;
+  return reinterpret_cast<Encode>(function);
+}
+
+template <int kRank>
+struct TensorShape {
+  cuuint64_t dims[kRank];
+  cuuint64_t stride_bytes[kRank - 1];
+  cuuint32_t box[kRank];
+};
+
+// A dimension of size 1 may come with any stride; TMA asks for a multiple of 16 bytes.
+cuuint64_t stride_bytes(std::int64_t elements, std::int64_t size) {
+  return size > 1 ? static_cast<cuuint64_t>(elements) * kElementBytes : 16;
+}
+
+template <int kRank>
+const char* encode(Encode function, DType dtype, const void* base, const TensorShape<kRank>& shape,
+                   CUtensorMap& map) {
+  cuuint32_t ones[kRank];
+  for (cuuint32_t& one : ones) one = 1;
+  CUresult result = function(
+      &map,
+      dtype == DType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+      kRank, const_cast<void*>(base), shape.dims, shape.stride_bytes, shape.box, ones,
+      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return result == CUDA_SUCCESS ? nullptr
+                                : "TMA refuses the strides of q, k or v: all but the last must be "
+                                  "multiples of 16 bytes below 2^40, and the data 16-byte aligned";
+}
+
+const char* encode_kv(Encode function, DType dtype, const ForwardParams& params,
+                      const KvTensor& tensor, int head_dim, int box_rows, CUtensorMap& map) {
+  const auto rows = static_cast<cuuint64_t>(box_rows);
+  const cuuint64_t stride_token = stride_bytes(tensor.stride_token, tensor.num_tokens);
+  const TensorShape<5> shape{
+      .dims = {static_cast<cuuint64_t>(head_dim), rows,
+               static_cast<cuuint64_t>(tensor.num_tokens) + 1,
+               static_cast<cuuint64_t>(params.num_kv_heads),
+               static_cast<cuuint64_t>(tensor.num_pages)},
+      .stride_bytes = {stride_token, stride_token,
+                       stride_bytes(tensor.stride_head, params.num_kv_heads),
+                       stride_bytes(tensor.stride_page, tensor.num_pages)},
+      .box = {kBoxColumns, static_cast<cuuint32_t>(box_rows), 1, 1, 1}};
+  return encode(function, dtype, static_cast<const char*>(tensor.data) - rows * stride_token, shape,
+                map);
+}
+
+const char* encode_q(Encode function, DType dtype, const ForwardParams& params, const BoxShape& box,
+                     CUtensorMap& map) {
+  const std::int64_t group = params.group_size;
+  const TensorShape<4> shape{
+      .dims = {static_cast<cuuint64_t>(params.head_dim_qk), static_cast<cuuint64_t>(group),
+               static_cast<cuuint64_t>(params.q.num_tokens),
+               static_cast<cuuint64_t>(params.num_kv_heads)},
+      .stride_bytes = {stride_bytes(params.q.stride_head, group),
+                       stride_bytes(params.q.stride_token, params.q.num_tokens),
+                       stride_bytes(params.q.stride_head * group, params.num_kv_heads)},
+      .box = {kBoxColumns, static_cast<cuuint32_t>(box.q_heads),
+              static_cast<cuuint32_t>(box.q_tokens), 1}};
+  return encode(function, dtype, params.q.data, shape, map);
+}
+
+}  // namespace
+
+BoxShape box_shape(const ForwardParams& params, int tile_m, int tile_n) {
+  constexpr int kSwizzleRows = 8;  // a box begins where the swizzle pattern does
+  BoxShape box;
+  if (params.group_size <= tile_m) {
+    box.q_heads = params.group_size;
+    box.q_tokens = tile_m / params.group_size;
+  }
+  if (params.page_indices == nullptr) {
+    box.kv_rows = tile_n;
+  } else if (params.page_size % kSwizzleRows == 0) {
+    box.kv_rows = std::gcd(params.page_size, tile_n);
+  }
+  return box;
+}
+
+const char* encode_tensor_maps(const ForwardParams& params, DType dtype, const BoxShape& box,
+                               TensorMaps& maps) {
+  static const Encode function = find_encode();
+  if (function == nullptr) return "the CUDA driver has no cuTensorMapEncodeTiled: it is too old";
+  if (params.q.num_tokens > 0) {
+    if (const char* error = encode_q(function, dtype, params, box, maps.q)) return error;
+  }
+  // Without a key there is nothing to fetch, and no tensor that TMA would describe.
+  if (box.kv_rows == 0 || params.k.num_tokens == 0 || params.k.num_pages == 0) return nullptr;
+  const char* error =
+      encode_kv(function, dtype, params, params.k, params.head_dim_qk, box.kv_rows, maps.k);
+  if (error != nullptr) return error;
+  return encode_kv(function, dtype, params, params.v, params.head_dim_vo, box.kv_rows, maps.v);
+}
+
+}  // namespace preflash::sm90

@@ -1,0 +1,53 @@
+// Asynchronous products of one warpgroup, and its accumulators as rows and columns.
+#pragma once
+
+#include <cute/tensor.hpp>
+
+namespace preflash::sm90 {
+
+using namespace cute;
+
+// c (+)= a b, committed as one group and not waited for. a: (MMA, MMA_M, MMA_K) in registers or as
+// descriptors, b: (MMA, MMA_N, MMA_K) descriptors, c: (MMA, MMA_M, MMA_N). `first` says what
+// happens to c's old value.
+template <class Mma, class A, class B, class C>
+__device__ __forceinline__ void multiply_async(Mma& mma, const A& a, const B& b, C& c,
+                                               GMMA::ScaleOut first) {
+  constexpr bool kFromRegisters =
+      !cute::is_base_of<GMMA::DescriptorIterator, typename Mma::FrgTypeA>::value;
+  if constexpr (kFromRegisters) warpgroup_fence_operand(const_cast<A&>(a));
+  warpgroup_fence_operand(c);
+  warpgroup_arrive();
+  mma.accumulate_ = first;
+  CUTE_UNROLL
+  for (int k = 0; k < size<2>(a); ++k) {
+    gemm(mma, a(_, _, k), b(_, _, k), c);
+    mma.accumulate_ = GMMA::ScaleOut::One;
+  }
+  warpgroup_commit_batch();
+}
+
+// Waits until at most kPending later groups are in flight: c is whole then.
+template <int kPending, class C>
+__device__ __forceinline__ void wait_for_product(C& c) {
+  warpgroup_wait<kPending>();
+  warpgroup_fence_operand(c);
+}
+
+// ((2, 2, N / 8), MMA_M, MMA_N) accumulator -> (rows of this thread, columns of this thread)
+template <class L>
+__device__ constexpr auto as_rows_and_columns(L layout) {
+  return make_layout(make_layout(get<0, 1>(layout), get<1>(layout)),
+                     make_layout(get<0, 0>(layout), get<0, 2>(layout), get<2>(layout)));
+}
+
+// ((2, 2, N / 8), MMA_M, MMA_N) accumulator of one product -> ((2, 2, 2), MMA_M, (N / 16, MMA_N)),
+// the A operand of the next.
+template <class L>
+__device__ constexpr auto as_operand_a(L layout) {
+  auto pairs = logical_divide(get<0, 2>(layout), Tile<Layout<_2>>{});  // ((2, N / 16))
+  return make_layout(make_layout(get<0, 0>(layout), get<0, 1>(layout), get<0>(get<0>(pairs))),
+                     get<1>(layout), make_layout(get<1>(get<0>(pairs)), get<2>(layout)));
+}
+
+}  // namespace preflash::sm90
