@@ -1,6 +1,7 @@
 # The variant matrix (cpp/variants/*.toml) as sources: cmake/codegen/generate.py lists them and
 # writes them into the build tree at configure time. Sets PREFLASH_GENERATED (their directory),
-# PREFLASH_SOURCES_<family>, PREFLASH_CUDA_FAMILIES and PREFLASH_VARIANTS_JSON.
+# PREFLASH_SOURCES_<family>, PREFLASH_ARCHS_<family>, PREFLASH_CUDA_FAMILIES and
+# PREFLASH_VARIANTS_JSON.
 
 set(PREFLASH_GENERATED ${PROJECT_BINARY_DIR}/generated)
 set(codegen ${PROJECT_SOURCE_DIR}/cmake/codegen)
@@ -20,16 +21,25 @@ execute_process(COMMAND ${generate} --write ${PREFLASH_GENERATED} COMMAND_ERROR_
 
 string(REGEX MATCHALL "[^\n]+" lines "${listing}")
 foreach(line IN LISTS lines)
-  string(REGEX MATCH "^([^\t]+)\t([^\t]+)\t" prefix "${line}")
+  string(REGEX MATCH "^([^\t]+)\t([^\t]*)\t([^\t]+)\t" prefix "${line}")
   set(family ${CMAKE_MATCH_1})
   if(NOT family IN_LIST families)
     list(APPEND families ${family})
     set(PREFLASH_SOURCES_${family} ${PREFLASH_GENERATED}/${family}/library.cpp)
+    string(REPLACE "," ";" PREFLASH_ARCHS_${family} "${CMAKE_MATCH_2}")
   endif()
-  list(APPEND PREFLASH_SOURCES_${family} ${PREFLASH_GENERATED}/${CMAKE_MATCH_2})
+  list(APPEND PREFLASH_SOURCES_${family} ${PREFLASH_GENERATED}/${CMAKE_MATCH_3})
 endforeach()
 set(PREFLASH_CUDA_FAMILIES ${families})
 list(REMOVE_ITEM PREFLASH_CUDA_FAMILIES cpu)
+# What an earlier configuration built here of other families must not pass for this build's.
+file(GLOB stale ${PROJECT_BINARY_DIR}/lib/libpreflash_kernels_*.so ${PROJECT_BINARY_DIR}/report/sm*)
+foreach(family common ${PREFLASH_CUDA_FAMILIES})
+  list(FILTER stale EXCLUDE REGEX "/(libpreflash_kernels_${family}\\.so|${family}_[^/]*)$")
+endforeach()
+if(stale)
+  file(REMOVE ${stale})
+endif()
 message(STATUS "preflash: preset ${PREFLASH_PRESET}, families ${families}")
 
 # Beside the kernel libraries too, so that a directory of them says what it holds.

@@ -1,6 +1,6 @@
 """Turns the variant matrix into sources, a kernel table per family, variants.json and a docs table.
 
-generate.py --list       one line per kernel source: family, file, ids
+generate.py --list       one line per kernel source: family, its architectures, file, ids
 generate.py --write DIR  writes them; files that are already right are not touched
 generate.py --table      the matrix as a Markdown table
 """
@@ -30,6 +30,9 @@ DTYPES = {
     "e5m2": "kFloat8E5M2",
 }
 FAMILIES = {"cpu": "kCpu", "sm80": "kSm80", "sm90": "kSm90"}
+# Families whose code uses the features of one architecture and runs nowhere else: what asks for
+# them in PREFLASH_ARCHS, and what they are then compiled for.
+ONE_ARCHITECTURE = {"sm90": ("90", "90a")}
 TILE_CLASSES = {"prefill": "kPrefill", "decode": "kDecode"}
 LOGITS = {"plain": "kPlain", "softcap": "kSoftCap"}
 MASKS = {"bounds": "kBounds", "custom": "kCustom"}
@@ -47,6 +50,9 @@ class Build:
     def families(self) -> list[str]:
         return list(dict.fromkeys(variant.family for variant in self.variants))
 
+    def architectures_of(self, family: str) -> list[str]:
+        return architectures_of(family, self.architectures)
+
 
 @dataclass(frozen=True)
 class Source:
@@ -55,6 +61,17 @@ class Source:
     family: str
     name: str
     variants: Sequence[Variant]
+
+
+def architectures_of(family: str, architectures: Sequence[str]) -> list[str]:
+    """What a family is compiled for, of the entries of PREFLASH_ARCHS; nothing: it is left out."""
+    if family == "cpu":
+        return []
+    if family not in ONE_ARCHITECTURE:
+        return list(architectures)
+    wanted, compiled = ONE_ARCHITECTURE[family]
+    named = {architecture.removesuffix("+PTX").removesuffix("a") for architecture in architectures}
+    return [compiled] if wanted in named else []
 
 
 def sources(variants: Sequence[Variant]) -> list[Source]:
@@ -108,7 +125,7 @@ def library_text(family: str, build: Build) -> str:
     template = "library_cpu.in" if family == "cpu" else "library_cuda.in"
     return _template(template).substitute(
         family=FAMILIES[family],
-        architectures="" if family == "cpu" else ";".join(build.architectures),
+        architectures=";".join(build.architectures_of(family)),
         declarations="\n".join(f"ForwardKernel {entry(v)}();" for v in members),
         entries="\n".join(f"      {entry(v)}()," for v in members),
     )
@@ -215,7 +232,11 @@ def _template(name: str) -> Template:
 def _build(matrix: Matrix, arguments: argparse.Namespace) -> Build:
     families = arguments.families.split(",") if arguments.families else None
     architectures = [a for a in arguments.archs.replace(",", ";").split(";") if a]
-    return Build(arguments.preset, architectures, matrix.select(arguments.preset, families))
+    variants = matrix.select(arguments.preset, families)
+    if architectures:
+        needless = {f for f in ONE_ARCHITECTURE if not architectures_of(f, architectures)}
+        variants = [variant for variant in variants if variant.family not in needless]
+    return Build(arguments.preset, architectures, variants)
 
 
 def main() -> int:
@@ -226,7 +247,11 @@ def main() -> int:
     action.add_argument("--table", action="store_true", help="the matrix in Markdown")
     parser.add_argument("--preset", default="full", help="a table of presets.toml")
     parser.add_argument("--families", default="", help="comma-separated; default: all")
-    parser.add_argument("--archs", default="", help='recorded in the tables, e.g. "80;90"')
+    parser.add_argument(
+        "--archs",
+        default="",
+        help='as in PREFLASH_ARCHS, e.g. "80;90"; default: every family, for none',
+    )
     arguments = parser.parse_args()
 
     try:
@@ -237,7 +262,9 @@ def main() -> int:
         return 1
     if arguments.list:
         for source in sources(build.variants):
-            print(source.family, source.name, ",".join(v.id for v in source.variants), sep="\t")
+            architectures = ",".join(build.architectures_of(source.family))
+            ids = ",".join(variant.id for variant in source.variants)
+            print(source.family, architectures, source.name, ids, sep="\t")
     elif arguments.table:
         print(table(build.variants), end="")
     else:

@@ -13,15 +13,20 @@ namespace {
 namespace py = pybind11;
 
 using Address = std::uintptr_t;
-using TokenHead = std::array<std::int64_t, 2>;      // strides of [token, head]
-using PageTokenHead = std::array<std::int64_t, 3>;  // strides of [page, token, head]
+using TokenHead = std::array<std::int64_t, 2>;  // strides of [token, head]
+// Strides of [page, token, head], then the numbers of pages and of tokens in one.
+using PageTokenHead = std::array<std::int64_t, 5>;
 
 RowTensor row_tensor(const TokenHead& strides) {
   return {.stride_token = strides[0], .stride_head = strides[1]};
 }
 
-KvTensor kv_tensor(const PageTokenHead& strides) {
-  return {.stride_page = strides[0], .stride_token = strides[1], .stride_head = strides[2]};
+KvTensor kv_tensor(const PageTokenHead& numbers) {
+  return {.stride_page = numbers[0],
+          .stride_token = numbers[1],
+          .stride_head = numbers[2],
+          .num_pages = numbers[3],
+          .num_tokens = numbers[4]};
 }
 
 void bind_options(py::module_& m) {

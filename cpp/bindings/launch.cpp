@@ -22,18 +22,22 @@ void check_address(const char* name, const void* address) {
 Launch::Launch(std::shared_ptr<const Plan> plan, const RunTensors& tensors)
     : plan_(std::move(plan)), services_(&services_of(plan_->device())), forward_(plan_->params()) {
   forward_.q = tensors.q;
+  forward_.q.num_tokens = plan_->batch().qo_end();
   forward_.k = tensors.k;
   forward_.v = tensors.v;
   forward_.o = tensors.o;
+  forward_.o.num_tokens = forward_.q.num_tokens;
   forward_.lse = tensors.lse;
 
-  combine_.o = tensors.o;
+  const ForwardKernel& kernel = plan_->kernel();
+  combine_.o = forward_.o;
   combine_.lse = tensors.lse;
   combine_.o_dtype = plan_->options().q_dtype;
   combine_.requests = forward_.requests;
   combine_.merges = plan_->merges();
   combine_.num_merges = plan_->sizes().num_merges;
-  combine_.tile_m = plan_->kernel().tile.m;
+  combine_.tile_m = kernel.tile.m;
+  combine_.tile_rows = rows_per_tile(kernel.variant.family, kernel.tile.m, forward_.group_size);
   combine_.group_size = forward_.group_size;
   combine_.head_dim_vo = forward_.head_dim_vo;
 }

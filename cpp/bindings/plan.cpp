@@ -32,19 +32,21 @@ bool fits(const ForwardKernel& kernel, const DeviceFacts& facts) {
 }
 
 // A library of machine code runs on its own generation only, from the minor version that it was
-// built for; PTX ("90+PTX") on everything later.
+// built for; PTX ("90+PTX") on everything later; code of a feature set ("90a") nowhere else.
 void check_architecture(Family family, const DeviceFacts& facts) {
   if (facts.compute_capability == 0) return;
   FoundLibrary found = Registry::instance().library(family);
-  if (found.table == nullptr) throw NotCompiledError(found.error);
+  if (found.table == nullptr) return;  // find() says what is missing and what would work
   std::string list = found.table->architectures;
   for (std::size_t begin = 0; begin < list.size();) {
     std::size_t end = std::min(list.find(';', begin), list.size());
     std::string name = list.substr(begin, end - begin);
     int built_for = std::atoi(name.c_str());
     bool ptx = name.find("PTX") != std::string::npos;
+    bool nowhere_else = name.back() == 'a';
     bool same_generation = built_for / 10 == facts.compute_capability / 10;
-    if (built_for <= facts.compute_capability && (same_generation || ptx)) return;
+    if (built_for == facts.compute_capability) return;
+    if (built_for < facts.compute_capability && !nowhere_else && (same_generation || ptx)) return;
     begin = end + 1;
   }
   throw NotCompiledError(

@@ -93,7 +93,7 @@ class Plan {
   const std::int32_t* page_indices_ = nullptr;
 };
 
-// Strides of the tensors of one run(), in elements.
+// Strides of the tensors of one run(), in elements, and the extents of k and v.
 struct RunTensors {
   RowTensor q;
   KvTensor k;

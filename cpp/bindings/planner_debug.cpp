@@ -4,13 +4,19 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cmath>
+#include <limits>
 #include <optional>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "bindings/bindings.h"
+#include "bindings/device.h"
+#include "cpu/forward.h"
+#include "cpu/merge.h"
 #include "planner/planner.h"
+#include "preflash/params.h"
 
 namespace py = pybind11;
 
@@ -181,6 +187,82 @@ void check(const py::kwargs& kwargs) {
   validate(given.problem);
 }
 
+// What any launch of a ragged case says; the tensors are contiguous [token, head, head_dim].
+ForwardParams params_of(const Case& given) {
+  const Problem& problem = given.problem;
+  const std::int64_t qo_tokens = problem.qo_indptr.back(), kv_tokens = problem.kv_indptr.back();
+  auto rows = [&](int dim) {
+    return RowTensor{.stride_token = std::int64_t{problem.num_qo_heads} * dim,
+                     .stride_head = dim,
+                     .num_tokens = qo_tokens};
+  };
+  auto keys = [&](int dim) {
+    return KvTensor{.stride_token = std::int64_t{problem.num_kv_heads} * dim,
+                    .stride_head = dim,
+                    .num_tokens = kv_tokens};
+  };
+  ForwardParams params;
+  params.q = rows(problem.head_dim_qk);
+  params.k = keys(problem.head_dim_qk);
+  params.v = keys(problem.head_dim_vo);
+  params.o = rows(problem.head_dim_vo);
+  params.lse = {.stride_token = problem.num_qo_heads, .stride_head = 1};
+  params.num_kv_heads = problem.num_kv_heads;
+  params.group_size = problem.num_qo_heads / problem.num_kv_heads;
+  params.head_dim_qk = problem.head_dim_qk;
+  params.head_dim_vo = problem.head_dim_vo;
+  params.window_left = problem.window_left;
+  params.causal = problem.causal;
+  params.sm_scale = 1.0f / std::sqrt(static_cast<float>(problem.head_dim_qk));
+  return params;
+}
+
+// Runs a plan on the CPU, whatever family and tile it was made for: float32, ragged.
+void attend(std::uintptr_t q, std::uintptr_t k, std::uintptr_t v, std::uintptr_t o,
+            std::uintptr_t lse, const py::kwargs& kwargs) {
+  Case given;
+  fill_case(kwargs, given);
+  const Planner planner(given.problem, given.facts, given.kernel, given.options);
+  const PlanLayout& layout = planner.layout();
+  std::vector<std::byte> image(layout.int_bytes);
+  planner.write(image.data());
+  std::vector<float> partials(layout.float_bytes / sizeof(float),
+                              std::numeric_limits<float>::quiet_NaN());
+
+  ForwardParams params = params_of(given);
+  params.q.data = pointer<void>(q);
+  params.k.data = pointer<const void>(k);
+  params.v.data = pointer<const void>(v);
+  params.o.data = pointer<void>(o);
+  params.lse.data = pointer<float>(lse);
+  params.requests = layout.requests.in(image.data());
+  params.items = layout.items.in(image.data());
+  params.num_items = planner.sizes().num_items;
+  params.partial_o = layout.partial_o.in(partials.data());
+  params.partial_lse = layout.partial_lse.in(partials.data());
+  Variant variant = given.kernel.variant;
+  variant.q_dtype = variant.kv_dtype = DType::kFloat32;
+  check_launch(cpu::run_forward(variant, given.kernel.tile, params), "attend");
+
+  // Last first: a tile that wrote more than its own rows would spoil those of the next one.
+  MergeItem* merges = layout.merges.in(image.data());
+  const int num_merges = layout.merges.present() ? planner.sizes().num_merges : 0;
+  std::reverse(merges, merges + num_merges);
+  const std::int32_t tile_m = given.kernel.tile.m;
+  cpu::combine({.o = params.o,
+                .lse = params.lse,
+                .o_dtype = DType::kFloat32,
+                .requests = params.requests,
+                .merges = merges,
+                .num_merges = num_merges,
+                .partial_o = params.partial_o,
+                .partial_lse = params.partial_lse,
+                .tile_m = tile_m,
+                .tile_rows = rows_per_tile(variant.family, tile_m, params.group_size),
+                .group_size = params.group_size,
+                .head_dim_vo = params.head_dim_vo});
+}
+
 MaskBounds bounds_of(Keywords& given) {
   return {.qo_len = given.take("qo_len", 0),
           .kv_len = given.take("kv_len", 0),
@@ -221,6 +303,7 @@ void bind_planner_debug(py::module_& module) {
   m.def("time_plan", &time_plan, py::arg("repeats"));
   m.def("tile_class", &tile_class);
   m.def("validate", &check);
+  m.def("attend", &attend, py::arg("q"), py::arg("k"), py::arg("v"), py::arg("o"), py::arg("lse"));
   m.def("touched_tiles", &tiles_of);
   m.def("keeps", &keeps);
 }

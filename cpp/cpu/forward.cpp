@@ -149,7 +149,8 @@ class Item {
                 .window_left = params_.window_left,
                 .causal = params_.causal},
         rows_(static_cast<int>(std::min<std::int64_t>(
-            launch.tile.m, std::int64_t{request_.qo_len} * params_.group_size - item.row_begin))) {}
+            rows_per_tile(launch.variant.family, launch.tile.m, params_.group_size),
+            std::int64_t{request_.qo_len} * params_.group_size - item.row_begin))) {}
 
   void run() {
     const std::int64_t chunk_begin = std::int64_t{item_.chunk} * request_.chunk_keys;

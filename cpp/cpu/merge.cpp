@@ -50,7 +50,7 @@ void merge_row(const MergedLse& merged, int num_states, const LseOf& lse_of, con
 void combine_tile(const CombineParams& params, const MergeItem& item) {
   const RequestInfo& request = params.requests[item.request];
   const std::int64_t live = std::int64_t{request.qo_len} * params.group_size - item.row_begin;
-  const int rows = static_cast<int>(std::min<std::int64_t>(params.tile_m, live));
+  const int rows = static_cast<int>(std::min<std::int64_t>(params.tile_rows, live));
   for (int row = 0; row < rows; ++row) {
     const int packed = item.row_begin + row;
     const std::int64_t qo_row = std::int64_t{request.qo_begin} + packed / params.group_size;

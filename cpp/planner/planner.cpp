@@ -37,17 +37,20 @@ std::int64_t slots_in(std::int64_t bytes, TileShape tile, std::int32_t head_dim_
 }
 
 // The most query tiles, over all KV heads, of any batch of this size with at most graph_max_rows
-// tokens: with k non-empty requests, sum of ceil(rows_i / m) <= (sum of rows_i + k * (m - 1)) / m.
-std::int64_t most_graph_tiles(const Problem& problem, TileShape tile) {
+// tokens: with k non-empty requests, sum of ceil(rows_i / m) <= (sum of rows_i + k * (m - 1)) / m,
+// where m is the rows of one tile.
+std::int64_t most_graph_tiles(const Problem& problem, std::int32_t tile_rows) {
   const std::int64_t group = problem.num_qo_heads / problem.num_kv_heads;
   const std::int64_t batch = static_cast<std::int64_t>(problem.qo_indptr.size()) - 1;
   const std::int64_t rows = problem.graph_max_rows * group;
   const std::int64_t requests = std::min<std::int64_t>(batch, problem.graph_max_rows);
   if (requests == 0) return 0;
-  return (rows + requests * (tile.m - 1)) / tile.m * problem.num_kv_heads;
+  return (rows + requests * (tile_rows - 1)) / tile_rows * problem.num_kv_heads;
 }
 
-SplitLimits split_limits(const Problem& problem, TileShape tile, std::int64_t cta_slots) {
+// What a batch may use at most; `most_tiles` query tiles are all that a CUDA graph allows.
+SplitLimits split_limits(const Problem& problem, TileShape tile, std::int64_t cta_slots,
+                         std::int64_t most_tiles) {
   SplitLimits limits{.slots = 0, .items = kMaxInt32, .merges = kMaxInt32};
   if (!problem.split.disable) {
     limits.slots = slots_in(problem.float_workspace_bytes, tile, problem.head_dim_vo);
@@ -56,9 +59,8 @@ SplitLimits split_limits(const Problem& problem, TileShape tile, std::int64_t ct
   // How far a later plan splits depends on KV lengths that nobody knows yet. Two waves of partial
   // tiles are as much as an automatic split gains from; a fixed split may need all that there is.
   if (problem.split.fixed_split_size == 0) limits.slots = std::min(limits.slots, 2 * cta_slots);
-  const std::int64_t tiles = most_graph_tiles(problem, tile);
-  limits.items = tiles + limits.slots;
-  limits.merges = std::min(tiles, limits.slots / 2);
+  limits.items = most_tiles + limits.slots;
+  limits.merges = std::min(most_tiles, limits.slots / 2);
   return limits;
 }
 
@@ -92,6 +94,7 @@ Planner::Planner(const Problem& problem, const DeviceFacts& facts, const Forward
     : num_kv_heads_(problem.num_kv_heads), tile_(kernel.tile), head_dim_vo_(problem.head_dim_vo) {
   validate(problem);
   group_size_ = problem.num_qo_heads / problem.num_kv_heads;
+  tile_rows_ = rows_per_tile(kernel.variant.family, tile_.m, group_size_);
   const Schedule schedule_kind = schedule_for(kernel.variant.family, problem, options);
   if (problem.graph_max_rows > 0 && schedule_kind == Schedule::kOnePerItem) {
     refuse("schedule: a CUDA graph needs a fixed number of CTAs, so it cannot run one per item");
@@ -120,8 +123,9 @@ void Planner::read_requests(const Problem& problem) {
 }
 
 void Planner::split(const Problem& problem, std::int64_t cta_slots) {
-  const std::vector<QueryTile> tiles = query_tiles(problem, requests_, tile_);
-  capacity_ = split_limits(problem, tile_, cta_slots);
+  const std::vector<QueryTile> tiles =
+      query_tiles(problem, requests_, {.rows = tile_rows_, .keys = tile_.n});
+  capacity_ = split_limits(problem, tile_, cta_slots, most_graph_tiles(problem, tile_rows_));
   std::int32_t longest = 0;
   for (const QueryTile& tile : tiles) longest = std::max(longest, tile.kv_tiles());
   const SplitProblem decision{.tiles = tiles,

@@ -84,6 +84,7 @@ class Planner {
   std::int32_t num_kv_heads_ = 0;
   std::int32_t group_size_ = 1;
   TileShape tile_;
+  std::int32_t tile_rows_ = 0;  // rows_per_tile()
   std::int32_t head_dim_vo_ = 0;
   PlanLayout layout_;
   PlanSizes sizes_;

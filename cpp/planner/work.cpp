@@ -5,10 +5,10 @@
 namespace preflash {
 
 std::vector<QueryTile> query_tiles(const Problem& problem, std::span<const RequestInfo> requests,
-                                   TileShape tile) {
+                                   TileExtent tile) {
   const std::int32_t group = problem.num_qo_heads / problem.num_kv_heads;
   std::int64_t total = 0;
-  for (const RequestInfo& info : requests) total += ceil_div(info.qo_len * group, tile.m);
+  for (const RequestInfo& info : requests) total += ceil_div(info.qo_len * group, tile.rows);
 
   std::vector<QueryTile> tiles(total);
   QueryTile* next = tiles.data();
@@ -19,10 +19,11 @@ std::vector<QueryTile> query_tiles(const Problem& problem, std::span<const Reque
                             .window_left = problem.window_left,
                             .causal = problem.causal};
     const std::int32_t rows = info.qo_len * group;
-    for (std::int32_t row = 0; row < rows; row += tile.m) {
-      const std::int32_t last_row = std::min(row + tile.m, rows) - 1;
+    for (std::int32_t row = 0; row < rows; row += tile.rows) {
+      const std::int32_t last_row = std::min(row + tile.rows, rows) - 1;
       const RowSpan span{row / group, last_row / group};
-      const TileRange range = touched_tiles(bounds, span, {0, info.kv_len}, tile.n, problem.mask);
+      const TileRange range =
+          touched_tiles(bounds, span, {0, info.kv_len}, tile.keys, problem.mask);
       *next++ = {static_cast<std::int32_t>(r), row, range.begin, range.end};
     }
   }

@@ -81,8 +81,14 @@ struct WorkList {
   std::int32_t longest = 0;
 };
 
+// Rows and keys of one tile. `rows` is rows_per_tile(), which may be less than the kernel's tile m.
+struct TileExtent {
+  std::int32_t rows = 0;
+  std::int32_t keys = 0;
+};
+
 std::vector<QueryTile> query_tiles(const Problem& problem, std::span<const RequestInfo> requests,
-                                   TileShape tile);
+                                   TileExtent tile);
 
 // Cuts every query tile into chunks of chunk_tiles KV tiles.
 WorkList cut(std::span<const QueryTile> tiles, const Problem& problem,

@@ -103,10 +103,13 @@ bool in_matrix(const Variant& wanted) {
                      [&](const Variant& variant) { return serves(variant, wanted); });
 }
 
-std::string elsewhere_text(const std::vector<Family>& elsewhere) {
+std::string elsewhere_text(const Variant& wanted, const std::vector<Family>& elsewhere) {
   std::vector<std::string> names;
   for (Family family : elsewhere) {
     std::string name = quoted_backend(family);
+    if (wanted.family == Family::kSm90 && family == Family::kSm80) {
+      name += ", which \"auto\" takes then";
+    }
     if (family == Family::kCpu) name += " (tensors on the CPU)";
     names.push_back(std::move(name));
   }
@@ -131,7 +134,7 @@ std::string describe_miss(const Variant& wanted, std::span<const Variant> compil
   std::vector<std::string> ways;
   std::string changes = nearest(wanted, compiled);
   if (!changes.empty()) ways.push_back("the same with " + changes);
-  if (!elsewhere.empty()) ways.push_back(elsewhere_text(elsewhere));
+  if (!elsewhere.empty()) ways.push_back(elsewhere_text(wanted, elsewhere));
   if (in_matrix(wanted)) ways.push_back("a build with PREFLASH_PRESET=full, which compiles it");
   return quoted_backend(wanted.family) + " has no compiled kernel for " + asked(wanted) +
          ". Compiled for it (not in every combination): " + compiled_values(compiled) + "." +
@@ -141,8 +144,12 @@ std::string describe_miss(const Variant& wanted, std::span<const Variant> compil
 std::string describe_absent(const Variant& wanted, const std::string& why,
                             const std::vector<Family>& elsewhere) {
   std::vector<std::string> ways;
-  if (!elsewhere.empty()) ways.push_back(elsewhere_text(elsewhere));
-  if (in_matrix(wanted)) ways.push_back("a preflash built with PREFLASH_CUDA=ON");
+  if (!elsewhere.empty()) ways.push_back(elsewhere_text(wanted, elsewhere));
+  if (in_matrix(wanted)) {
+    bool hopper = wanted.family == Family::kSm90;
+    ways.push_back(std::string("a preflash built with PREFLASH_CUDA=ON") +
+                   (hopper ? " and 90 among PREFLASH_ARCHS" : ""));
+  }
   return quoted_backend(wanted.family) + " has no kernels in this installation: " + why +
          ". Asked for: " + asked(wanted) + "." + ways_out(ways);
 }

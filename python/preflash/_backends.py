@@ -123,9 +123,10 @@ class _Fa3Backend(_CudaBackend):
         self, device: torch.device, options: Options, batch: _core.Batch, float_bytes: int
     ) -> _core.Plan:
         # A build without sm90 kernels says so wherever it is asked, also on other devices.
-        missing = self.missing_kernel(options)
-        if missing is not None:
-            raise NotImplementedError(f"backend='fa3': {missing}")
+        if self.refusal(device) is not None:
+            missing = self.missing_kernel(options)
+            if missing is not None:
+                raise NotImplementedError(f"backend='fa3': {missing}")
         return super().plan(device, options, batch, float_bytes)
 
 

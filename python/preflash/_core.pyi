@@ -157,12 +157,15 @@ class Plan:
     def makespan_kv_tiles(self) -> int: ...
 
 class Launch:
+    """q, o, lse: strides of [token, head]. k, v: strides of [page, token, head], then the numbers
+    of pages and of tokens in one."""
+
     def __init__(
         self,
         plan: Plan,
         q: tuple[int, int],
-        k: tuple[int, int, int],
-        v: tuple[int, int, int],
+        k: tuple[int, int, int, int, int],
+        v: tuple[int, int, int, int, int],
         o: tuple[int, int],
         lse: tuple[int, int],
     ) -> None: ...

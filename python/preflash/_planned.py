@@ -149,7 +149,12 @@ class PlannedVariant:
             tokens, heads = out_shape[:2]
             lse_strides = (heads, 1) if outputs.lse_layout == "NH" else (1, tokens)
         launch = _core.Launch(
-            self.plan, q=q_strides, k=k.strides, v=v.strides, o=out_strides, lse=lse_strides
+            self.plan,
+            q=q_strides,
+            k=(*k.strides, *k.extents),
+            v=(*v.strides, *v.extents),
+            o=out_strides,
+            lse=lse_strides,
         )
         like_q = q.is_contiguous() and tuple(q.shape) == out_shape
         prepared = _Prepared(

@@ -14,6 +14,7 @@ class KvView(NamedTuple):
     """K or V as the kernels see it: strides of [page, token, head] in elements."""
 
     strides: tuple[int, int, int]
+    extents: tuple[int, int]  # pages, tokens in one of them; ragged: one page that holds all
     offset: int  # bytes from the data pointer of the tensor that the caller passed
 
 
@@ -75,7 +76,7 @@ def check_ragged(name: str, value: Any, head_dim: int, want: Expected) -> KvView
         )
     check.rows(name, value)
     token, head = effective_strides(value) if nhd else reversed(effective_strides(value))
-    return KvView(strides=(0, token, head), offset=0)
+    return KvView(strides=(0, token, head), extents=(1, tokens), offset=0)
 
 
 def check_paged(cache: Any, want: Expected) -> tuple[KvView, KvView]:
@@ -134,7 +135,7 @@ def _check_pages(name: str, value: Any, head_dim: int, want: Expected, offset: i
     check.rows(name, value)
     page, first, second = effective_strides(value)
     token, head = (first, second) if nhd else (second, first)
-    return KvView(strides=(page, token, head), offset=offset)
+    return KvView(strides=(page, token, head), extents=(pages, page_size), offset=offset)
 
 
 def _cache_shape(want: Expected, planes: int) -> str:

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from require_variant import skip_unless_compiled
+from require_variant import skip_unless_compiled, why_no_fa3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,13 +18,23 @@ class Target:
         return value.to(self.device)
 
 
-def _target(device: str) -> Target:
-    if device == "cuda" and not torch.cuda.is_available():
+def _target(backend: str) -> Target:
+    if backend == "cpu":
+        return Target("cpu", backend)
+    if not torch.cuda.is_available():
         pytest.skip("no GPU")
-    return Target(device, "cpu" if device == "cpu" else "fa2")
+    if backend == "fa3" and why_no_fa3():
+        pytest.skip(why_no_fa3())
+    return Target("cuda", backend)
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.fixture(
+    params=[
+        "cpu",
+        pytest.param("fa2", id="cuda", marks=pytest.mark.gpu),
+        pytest.param("fa3", id="fa3", marks=pytest.mark.gpu),
+    ]
+)
 def target(request) -> Target:
     return _target(request.param)
 

@@ -323,7 +323,8 @@ def test_auto_tells_what_it_chose(target):
     runner.plan(wrapper, inputs)
     families = {"cpu": "cpu_", "fa2": "sm80_", "fa3": "sm90_"}
     assert wrapper.variant.startswith(families[wrapper._backend])
-    assert wrapper._backend == target.backend
+    # Which of the two it is on a Hopper GPU depends on what is compiled (tests/gpu).
+    assert wrapper._backend in (("cpu",) if target.device == "cpu" else ("fa2", "fa3"))
 
 
 def test_variant_names_what_runs(target):
@@ -332,7 +333,8 @@ def test_variant_names_what_runs(target):
     wrapper = runner.make_wrapper(case, backend=target.backend, device=target.device)
     runner.plan(wrapper, inputs)
     # One CPU kernel serves every head size and has no short tile; a GPU variant is exact.
-    prefix = "cpu_f16_d256" if target.device == "cpu" else "sm80_f16_d128"
+    prefixes = {"cpu": "cpu_f16_d256", "fa2": "sm80_f16_d128", "fa3": "sm90_f16_d128"}
+    prefix = prefixes[target.backend]
     assert wrapper.variant == f"{prefix}_prefill_softcap_bounds"
     assert wrapper.variant in repr(wrapper)
 

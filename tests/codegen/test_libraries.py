@@ -10,6 +10,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import generate
 import pytest
 from preflash import _core
 
@@ -44,17 +45,26 @@ class PtxasEntry:
     arch: str
     spill_stores: int
     spill_loads: int
+    registers: int  # of one thread
 
 
 ENTRY = re.compile(
     r"Compiling entry function '(?P<name>\w+)' for '(?P<arch>\w+)'\n"
     r"(?:.*\n)?.*?(?P<stores>\d+) bytes spill stores, (?P<loads>\d+) bytes spill loads"
+    r"(?:\n.*?Used (?P<registers>\d+) registers)?"
 )
+KERNEL_ID = re.compile(r"\d(sm\d+_\w+?_(?:bounds|custom))E")
 
 
 def read_ptxas(text: str) -> list[PtxasEntry]:
     return [
-        PtxasEntry(match["name"], match["arch"], int(match["stores"]), int(match["loads"]))
+        PtxasEntry(
+            match["name"],
+            match["arch"],
+            int(match["stores"]),
+            int(match["loads"]),
+            int(match["registers"] or 0),
+        )
         for match in ENTRY.finditer(text)
     ]
 
@@ -91,7 +101,12 @@ def test_registry_and_variants_json_agree(compiled):
 
 
 def test_the_whole_preset_is_compiled(compiled, matrix, kernel_libraries):
-    expected = {variant.id for variant in matrix.select(compiled["preset"])}
+    expected = {
+        variant.id
+        for variant in matrix.select(compiled["preset"])
+        if variant.family == "cpu"
+        or generate.architectures_of(variant.family, compiled["architectures"])
+    }
     assert {kernel["id"] for kernel in _core.kernels()} == expected
 
 
@@ -144,15 +159,27 @@ def test_every_kernel_has_a_ptxas_report(ptxas_reports, compiled, cmake_options)
         (variant, entry.arch)
         for text in ptxas_reports.values()
         for entry in read_ptxas(text)
-        for variant in re.findall(r"\d(sm\d+_\w+?_(?:bounds|custom))E", entry.kernel)
+        for variant in KERNEL_ID.findall(entry.kernel)
     }
     expected = {
         (row["id"], f"sm_{arch}")
         for row in compiled["variants"]
-        if row["family"] != "cpu"
-        for arch in archs
+        for arch in generate.architectures_of(row["family"], archs)
     }
     assert reported == expected
+
+
+def test_registers_are_what_the_launch_bounds_leave(ptxas_reports):
+    """A kernel that takes more than its tile's CTAs have would not launch."""
+    kernels = {kernel["id"]: kernel for kernel in _core.kernels()}
+    for text in ptxas_reports.values():
+        for entry in read_ptxas(text):
+            found = KERNEL_ID.search(entry.kernel)
+            if found is None:
+                continue
+            tile = kernels[found[1]]["tile"]
+            threads = 32 * tile["warps"] * tile["ctas_per_sm"]
+            assert 0 < -(-entry.registers // 8) * 8 * threads <= 65536, (found[1], entry.arch)
 
 
 def test_no_kernel_spills(ptxas_reports):
@@ -160,7 +187,7 @@ def test_no_kernel_spills(ptxas_reports):
     assert entries
     spilling = []
     for entry in entries:
-        found = re.search(r"\d(sm\d+_\w+?_(?:bounds|custom))E", entry.kernel)
+        found = KERNEL_ID.search(entry.kernel)
         name = found[1] if found else entry.kernel
         if excess_spills(name, entry):
             spilling.append(
@@ -194,10 +221,11 @@ def test_the_report_reader_sees_spills_and_architectures():
         "ptxas info    : Compiling entry function '_Z1g' for 'sm_90'\n"
         "ptxas info    : Function properties for _Z1g\n"
         "    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\n"
+        "ptxas info    : Used 168 registers, used 8 barriers\n"
     )
     first, second = read_ptxas(text)
-    assert first == PtxasEntry("_Z1fILi4sm80_x_boundsEE", "sm_80", 72, 64)
-    assert second == PtxasEntry("_Z1g", "sm_90", 0, 0)
+    assert first == PtxasEntry("_Z1fILi4sm80_x_boundsEE", "sm_80", 72, 64, 255)
+    assert second == PtxasEntry("_Z1g", "sm_90", 0, 0, 168)
     assert excess_spills("sm80_x_bounds", first)
     assert not excess_spills("g", second)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shutil
@@ -40,6 +41,8 @@ def test_ids_of_the_contract_exist(matrix):
         "sm80_bf16_d128_prefill_plain_bounds",
         "sm80_f16_d192x128_decode_softcap_custom",
         "cpu_f32_d256_prefill_plain_bounds",
+        "sm90_bf16_d128_prefill_plain_bounds",
+        "sm90_f16_d192x128_prefill_softcap_bounds",
     } <= ids
 
 
@@ -55,8 +58,9 @@ def test_head_dims_of_an_id_are_qk_and_vo(matrix):
 def test_every_view_lists_the_same_variants(preset, tmp_path):
     listed = set()
     for line in run_generate("--list", "--preset", preset).splitlines():
-        family, name, ids = line.split("\t")
+        family, archs, name, ids = line.split("\t")
         assert name.startswith(f"{family}/")
+        assert archs == ""
         listed |= set(ids.split(","))
     run_generate("--write", str(tmp_path), "--preset", preset, "--archs", "80;90")
     defined, called = set(), set()
@@ -74,12 +78,39 @@ def test_every_view_lists_the_same_variants(preset, tmp_path):
     assert len(listed) >= 8
 
 
+@pytest.mark.parametrize(
+    ("archs", "expected"),
+    [
+        ("80", {"cpu": "", "sm80": "80"}),
+        ("80;90", {"cpu": "", "sm80": "80,90", "sm90": "90a"}),
+        ("90", {"cpu": "", "sm80": "90", "sm90": "90a"}),
+        ("90a", {"cpu": "", "sm80": "90a", "sm90": "90a"}),
+        ("80;90+PTX", {"cpu": "", "sm80": "80,90+PTX", "sm90": "90a"}),
+        ("80;100+PTX", {"cpu": "", "sm80": "80,100+PTX"}),
+    ],
+)
+def test_hopper_kernels_are_for_one_architecture(archs, expected, tmp_path):
+    """sm_90a code runs on no other GPU, so it is compiled where 90 is asked for, and for that."""
+    listed = [line.split("\t") for line in run_generate("--list", "--archs", archs).splitlines()]
+    assert {family: its_archs for family, its_archs, _, _ in listed} == expected
+    run_generate("--write", str(tmp_path), "--archs", archs)
+    document = json.loads((tmp_path / "variants.json").read_text())
+    assert document["architectures"] == archs.split(";")
+    assert {row["family"] for row in document["variants"]} == set(expected)
+    assert (tmp_path / "sm90").is_dir() == ("sm90" in expected)
+    if "sm90" in expected:
+        assert '.architectures = "90a"' in (tmp_path / "sm90" / "library.cpp").read_text()
+    # Messages know the whole matrix, whatever is compiled.
+    assert "Family::kSm90" in (tmp_path / "matrix.cpp").read_text()
+
+
 def test_written_sources_are_the_listed_ones(tmp_path):
     run_generate("--write", str(tmp_path), "--preset", "full")
     run_generate("--write", str(tmp_path), "--preset", "ci")  # what the full preset left is removed
-    listed = {line.split("\t")[1] for line in run_generate("--list", "--preset", "ci").splitlines()}
+    listed = {line.split("\t")[2] for line in run_generate("--list", "--preset", "ci").splitlines()}
     written = {path.relative_to(tmp_path).as_posix() for path in tmp_path.glob("*/*.c*")}
-    assert written - {"cpu/library.cpp", "sm80/library.cpp"} == listed
+    tables = {f"{family}/library.cpp" for family in ("cpu", "sm80", "sm90")}
+    assert written - tables == listed
 
 
 def test_writing_again_touches_nothing(tmp_path):
@@ -102,8 +133,20 @@ def test_every_exclusion_has_a_reason(matrix):
 
 def test_excluded_variants_do_not_exist(matrix):
     for variant in matrix.variants:
-        assert not (variant.family == "sm80" and variant.q_dtype == "f32")
-        assert not (variant.family == "cpu" and variant.tile_class == "decode")
+        assert not (variant.family != "cpu" and variant.q_dtype == "f32")
+        assert not (variant.family != "sm80" and variant.tile_class == "decode")
+        assert not (variant.family == "sm90" and variant.mask == "custom")
+
+
+def test_hopper_kernels_cover_every_head_dim_dtype_and_logits(matrix):
+    found = {(v.q_dtype, v.head_dim, v.logits) for v in matrix.select("full", ["sm90"])}
+    heads = ("64", "128", "192x128", "256")
+    assert found == set(itertools.product(("f16", "bf16"), heads, ("plain", "softcap")))
+    for variant in matrix.select("full", ["sm90"]):
+        # A producer warpgroup, and a consumer warpgroup for each 64 rows.
+        assert variant.tile.warps == 4 * (1 + variant.tile.m // 64), variant.id
+        assert variant.tile.m % 64 == 0
+        assert variant.tile.n % 16 == 0
 
 
 def test_presets_grow_into_full(matrix):

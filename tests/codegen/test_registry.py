@@ -120,11 +120,34 @@ def test_a_miss_names_what_was_asked_what_is_compiled_and_a_way_out(changes, nam
         assert name in sentence
 
 
+@pytest.mark.parametrize("tile_class", ["prefill", "decode"])
+def test_sm90_has_tall_tiles_alone(tile_class):
+    if not compiled_ids("sm90"):
+        pytest.skip("built without sm90 kernels")
+    wanted = variant(family="sm90", q_dtype="bfloat16", kv_dtype="bfloat16", tile_class=tile_class)
+    assert _core.find_id(wanted) == "sm90_bf16_d128_prefill_plain_bounds"
+
+
+def test_custom_masks_on_sm90_point_to_fa2():
+    if not compiled_ids("sm90"):
+        pytest.skip("built without sm90 kernels")
+    sentence = _core.find_error(variant(family="sm90", mask="custom"))
+    assert 'backend "fa3" has no compiled kernel' in sentence
+    assert "mask custom" in sentence
+    assert 'backend "fa2", which "auto" takes then' in sentence
+    assert "PREFLASH_PRESET=full" not in sentence
+
+
 def test_an_absent_family_says_which_library_is_missing():
+    if compiled_ids("sm90"):
+        pytest.skip("sm90 kernels are here")
     sentence = _core.find_error(variant(family="sm90"))
     assert 'backend "fa3"' in sentence
     assert "libpreflash_kernels_sm90.so does not exist" in sentence
     assert 'backend "cpu" (tensors on the CPU)' in sentence
+    assert "PREFLASH_CUDA=ON and 90 among PREFLASH_ARCHS" in sentence
+    # No build would serve this one.
+    assert "PREFLASH_ARCHS" not in _core.find_error(variant(family="sm90", mask="custom"))
 
 
 def test_float32_on_a_gpu_points_to_the_cpu(sm80_ids):

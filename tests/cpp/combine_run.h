@@ -13,6 +13,9 @@ struct CombineCase {
   std::vector<int> qo_lens;
   bool with_lse = true;
   float lse_scale = 1.0f;
+  Family family = Family::kSm80;
+
+  int tile_rows() const { return rows_per_tile(family, tile_m, group_size); }
 };
 
 // The work of one case: everything that the kernel reads, on the host.
@@ -32,7 +35,7 @@ inline CombineInputs make_inputs(const CombineCase& c) {
     int request = static_cast<int>(in.requests.size());
     in.requests.push_back({.qo_begin = in.num_tokens, .qo_len = length});
     in.num_tokens += length + 1;  // a token between requests that nobody owns
-    for (int row = 0; row < rows; row += c.tile_m) {
+    for (int row = 0; row < rows; row += c.tile_rows()) {
       for (int head = 0; head < c.num_kv_heads; ++head) {
         int slots = uniform(2, c.max_slots);
         in.merges.push_back({request, row, int16_t(head), int16_t(slots), num_slots});
@@ -45,7 +48,7 @@ inline CombineInputs make_inputs(const CombineCase& c) {
   in.partial_lse.assign(std::size_t(num_slots) * c.tile_m, kNan);
   for (const MergeItem& merge : in.merges) {
     int rows = in.requests[merge.request].qo_len * c.group_size - merge.row_begin;
-    for (int row = 0; row < std::min(rows, c.tile_m); ++row) {
+    for (int row = 0; row < std::min(rows, c.tile_rows()); ++row) {
       bool all_empty = uniform(0, 9) == 0;
       float shift = uniform(0, 5) == 0 ? -2.5e5f : 0.0f;
       for (int slot = merge.first_slot; slot < merge.first_slot + merge.num_slots; ++slot) {
@@ -85,6 +88,7 @@ class CombineRun {
     params.partial_o = partial_o.data();
     params.partial_lse = partial_lse.data();
     params.tile_m = c.tile_m;
+    params.tile_rows = c.tile_rows();
     params.group_size = c.group_size;
     params.head_dim_vo = c.head_dim;
     accept(services.combine(params, 0, nullptr));

@@ -26,7 +26,7 @@ void check_combine(const CombineCase& c) {
   for (int m = 0; m < num_merges; ++m) {
     const MergeItem& merge = in.merges[m];
     const RequestInfo& request = in.requests[merge.request];
-    const int rows = std::min(c.tile_m, request.qo_len * c.group_size - merge.row_begin);
+    const int rows = std::min(c.tile_rows(), request.qo_len * c.group_size - merge.row_begin);
     for (int row = 0; row < rows; ++row) {
       std::vector<const float*> values;
       std::vector<float> slot_lse;
@@ -258,6 +258,12 @@ void check_devices(int count) {
   CombineParams bad;
   bad.o_dtype = DType::kFloat8E4M3;
   expect(says(services.combine(bad, 0, nullptr), "e4m3"), "combine: dtype");
+  bad.o_dtype = DType::kFloat16;
+  bad.head_dim_vo = 64;
+  bad.tile_m = bad.tile_rows = 64;
+  accept(services.combine(bad, 0, nullptr));  // no merges
+  bad.tile_m = 63;
+  expect(says(services.combine(bad, 0, nullptr), "tile_rows 64"), "combine: slots too short");
 }
 
 template <class T>
@@ -268,6 +274,9 @@ void check_dtype() {
   check_combine<T>({128, 8, 1, 72, 17, {100}, true, float(M_LN2)});  // several tiles, odd head_dim
   check_combine<T>({64, 5, 3, 256, 9, {13, 2}});                     // four warps per row
   check_combine<T>({64, 4, 8, 192, 3, std::vector<int>(100, 2)});    // more tiles than CTA slots
+  check_combine<T>({128, 7, 2, 128, 6, {1, 40, 18}, true, 1.0f, Family::kSm90});  // 126 rows a tile
+  check_combine<T>({192, 5, 1, 64, 4, {77, 0, 38}, true, 1.0f, Family::kSm90});
+  check_combine<T>({128, 131, 1, 64, 3, {2, 1}, true, 1.0f, Family::kSm90});  // a group over a tile
   for (int dim : {5, 64, 96, 128, 264}) {
     check_merge_states<T>(MergeForm::kPair, 2, 37, 3, dim);
     check_merge_states<T>(MergeForm::kInPlace, 2, 129, 7, dim);

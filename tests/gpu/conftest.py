@@ -1,11 +1,18 @@
 """Everything here needs an NVIDIA GPU; a build that holds part of the matrix runs what it holds."""
 
 import pytest
-from require_variant import skip_unless_compiled
+from require_variant import skip_unless_compiled, why_no_fa3
 
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "sanitizer: small enough to run under compute-sanitizer")
+
+
+def pytest_runtest_setup(item):
+    """What is parametrised on a backend runs where the backend does."""
+    callspec = getattr(item, "callspec", None)
+    if callspec is not None and callspec.params.get("backend") == "fa3" and why_no_fa3():
+        pytest.skip(why_no_fa3())
 
 
 @pytest.hookimpl(wrapper=True)

@@ -1,9 +1,10 @@
-"""The fa2 backend against the oracle: core cases, random ones, and the CPU backend beside it."""
+"""The GPU backends against the oracle and each other: core cases, random ones, every axis."""
 
 import dataclasses
 
 import pytest
 import torch
+from backends import backends_and_cases, on_every_backend
 from preflash.testing import Case, KvForm, MaskKind, build, cases, expected, runner
 
 pytestmark = pytest.mark.gpu
@@ -12,31 +13,34 @@ DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16}
 CORE = [case.with_dtype(dtype) for case in cases.core() for dtype in DTYPES.values()]
 
 
-@pytest.mark.parametrize("case", CORE, ids=lambda case: case.id)
-def test_core(case):
-    runner.check(build(case, device="cuda"), backend="fa2")
-
-
-@pytest.mark.parametrize("case", cases.random_cases(200, seed=20260102), ids=lambda case: case.id)
-def test_fuzz(case):
-    runner.check(build(case, device="cuda", seed=2), backend="fa2")
+@pytest.mark.parametrize(("backend", "case"), backends_and_cases(CORE))
+def test_core(backend, case):
+    runner.check(build(case, device="cuda"), backend=backend)
 
 
 @pytest.mark.parametrize(
-    "case", cases.random_cases(40, seed=20260103, longest=2500), ids=lambda case: case.id
+    ("backend", "case"), backends_and_cases(cases.random_cases(200, seed=20260102))
 )
-def test_fuzz_long(case):
-    runner.check(build(case, device="cuda", seed=3), backend="fa2")
+def test_fuzz(backend, case):
+    runner.check(build(case, device="cuda", seed=2), backend=backend)
+
+
+@pytest.mark.parametrize(
+    ("backend", "case"),
+    backends_and_cases(cases.random_cases(40, seed=20260103, longest=2500)),
+)
+def test_fuzz_long(backend, case):
+    runner.check(build(case, device="cuda", seed=3), backend=backend)
 
 
 @pytest.mark.sanitizer
-@pytest.mark.parametrize("case", cases.tiny(), ids=lambda case: case.id)
-def test_tiny(case):
-    runner.check(build(case, device="cuda"), backend="fa2")
+@pytest.mark.parametrize(("backend", "case"), backends_and_cases(cases.tiny()))
+def test_tiny(backend, case):
+    runner.check(build(case, device="cuda"), backend=backend)
 
 
-@pytest.mark.parametrize("case", cases.core()[::3], ids=lambda case: case.id)
-def test_cpu_and_fa2_agree(case):
+@pytest.mark.parametrize(("backend", "case"), backends_and_cases(cases.core()[::3]))
+def test_the_cpu_agrees(backend, case):
     """Both within their bounds of one oracle, on the same numbers."""
     on_gpu = build(case, device="cuda")
     on_cpu = build(case)
@@ -46,12 +50,13 @@ def test_cpu_and_fa2_agree(case):
         want,
         **{name: getattr(want, name).cuda() for name in ("out", "lse", "spread", "logit_bound")},
     )
-    runner.check(on_gpu, backend="fa2", want=there)
+    runner.check(on_gpu, backend=backend, want=there)
 
 
+@on_every_backend
 @pytest.mark.parametrize("index_device", ["cpu", "cuda"])
 @pytest.mark.parametrize("page_size", [0, 1, 16])
-def test_index_device(page_size, index_device):
+def test_index_device(backend, page_size, index_device):
     case = Case(
         "index",
         (33, 5, 0, 70),
@@ -62,7 +67,7 @@ def test_index_device(page_size, index_device):
         page_size=page_size,
         mask=MaskKind.CAUSAL,
     )
-    runner.check(build(case, device="cuda", index_device=index_device), backend="fa2")
+    runner.check(build(case, device="cuda", index_device=index_device), backend=backend)
 
 
 SINGLE = [
@@ -79,28 +84,35 @@ SINGLE = [
 ]
 
 
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-@pytest.mark.parametrize("backend", ["fa2", "auto"])
-@pytest.mark.parametrize("case", SINGLE, ids=lambda case: case.name)
-def test_single(case, dtype, backend):
-    inputs = build(case.with_dtype(dtype), device="cuda")
+SINGLES = [case.with_dtype(dtype) for case in SINGLE for dtype in DTYPES.values()]
+AUTO = [pytest.param("auto", case, id=f"auto-{case.id}") for case in SINGLES]
+
+
+@pytest.mark.parametrize(("backend", "case"), [*backends_and_cases(SINGLES), *AUTO])
+def test_single(backend, case):
+    inputs = build(case, device="cuda")
     out, lse = runner.single(inputs, backend=backend)
     runner.judge(inputs, out, lse).check()
 
 
-@pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 6, 7, 8, 11, 16, 17, 64, 71])
+@on_every_backend
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 6, 7, 8, 11, 12, 16, 17, 32, 64, 71, 200])
 @pytest.mark.parametrize("qo_len", [1, 9])
-def test_every_group_size(group, qo_len):
-    """Also groups that fill more than one tile of packed rows."""
+def test_every_group_size(backend, group, qo_len):
+    """Also groups that fill no tile evenly, and groups larger than a tile of packed rows."""
     case = Case(
         "group", (qo_len, 1, 20), (333, 65, 20), group, 1, 128, mask=MaskKind.CAUSAL, page_size=16
     )
-    runner.check(build(case, device="cuda"), backend="fa2")
+    runner.check(build(case, device="cuda"), backend=backend)
 
 
-@pytest.mark.parametrize("page_size", [1, 2, 3, 5, 7, 8, 15, 16, 17, 32, 64, 100, 128, 256, 1000])
+PAGE_SIZES = [1, 2, 3, 4, 5, 7, 8, 15, 16, 17, 24, 32, 40, 64, 100, 112, 128, 256, 1000]
+
+
+@on_every_backend
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
-def test_every_page_size(page_size, layout):
+def test_every_page_size(backend, page_size, layout):
     case = Case(
         "page",
         (9, 1, 170),
@@ -112,60 +124,67 @@ def test_every_page_size(page_size, layout):
         layout=layout,
         mask=MaskKind.CAUSAL,
     )
-    runner.check(build(case, device="cuda"), backend="fa2")
+    runner.check(build(case, device="cuda"), backend=backend)
 
 
+@on_every_backend
 @pytest.mark.parametrize("dim", range(8, 257, 8))
 @pytest.mark.parametrize("qo_len", [1, 140])
-def test_every_head_dim(dim, qo_len):
+def test_every_head_dim(backend, dim, qo_len):
     case = Case("dim", (qo_len, 33), (165, 33), 2, 1, dim, form=KvForm.PADDED, mask=MaskKind.CAUSAL)
-    runner.check(build(case, device="cuda"), backend="fa2")
+    runner.check(build(case, device="cuda"), backend=backend)
 
 
+@on_every_backend
 @pytest.mark.parametrize("qo_len", [1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 257])
 @pytest.mark.parametrize("causal", [False, True])
-def test_tile_edges(qo_len, causal):
+def test_tile_edges(backend, qo_len, causal):
     """Every key length around the tile sizes at once, as requests of one batch."""
     kv_lens = (1, 31, 63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 256, 257)
     mask = MaskKind.CAUSAL if causal else MaskKind.NONE
     case = Case("edge", (qo_len,) * len(kv_lens), kv_lens, 3, 1, 128, mask=mask)
-    runner.check(build(case, device="cuda"), backend="fa2")
+    runner.check(build(case, device="cuda"), backend=backend)
 
 
+@on_every_backend
 @pytest.mark.parametrize("page_size", [0, 16])
-def test_a_long_batch(page_size):
+def test_a_long_batch(backend, page_size):
     """More work items than CTAs, mixed lengths, several waves."""
     lens = tuple(1 + (i * 911) % 2300 for i in range(40))
     case = Case("long", lens, lens, 8, 2, 128, page_size=page_size, mask=MaskKind.CAUSAL)
-    runner.check(build(case, device="cuda"), backend="fa2")
+    runner.check(build(case, device="cuda"), backend=backend)
 
 
+@on_every_backend
 @pytest.mark.parametrize(("batch", "longest"), [(1, 9001), (3, 9001), (300, 1500)])
-def test_decode_batches(batch, longest):
+def test_decode_batches(backend, batch, longest):
     """Few requests need KV splits to fill the machine, many do not."""
     kv_lens = tuple(1 + (i * 733 + 5000) % longest for i in range(batch))
     case = Case("decode", (1,) * batch, kv_lens, 8, 1, 128, page_size=16, mask=MaskKind.CAUSAL)
-    runner.check(build(case, device="cuda"), backend="fa2")
+    runner.check(build(case, device="cuda"), backend=backend)
 
 
+@on_every_backend
 @pytest.mark.parametrize("qo_len", [1, 100])
-def test_a_single_long_context(qo_len):
+def test_a_single_long_context(backend, qo_len):
     case = Case("context", (qo_len,), (50_000,), 4, 1, 128, page_size=1, mask=MaskKind.CAUSAL)
-    runner.check(build(case, device="cuda"), backend="fa2")
+    runner.check(build(case, device="cuda"), backend=backend)
 
 
-def test_many_heads():
+@on_every_backend
+def test_many_heads(backend):
     case = Case("heads", (70, 3), (90, 400), 128, 128, 128, mask=MaskKind.CAUSAL)
-    runner.check(build(case, device="cuda"), backend="fa2")
+    runner.check(build(case, device="cuda"), backend=backend)
 
 
-def test_more_requests_than_a_grid_dimension():
+@on_every_backend
+def test_more_requests_than_a_grid_dimension(backend):
     """65 537 requests, most of them empty."""
     qo_lens = tuple(1 if i % 64 == 0 else 0 for i in range(65_537))
     kv_lens = tuple(3 if i % 32 == 0 else 0 for i in range(65_537))
     case = Case("requests", qo_lens, kv_lens, 2, 1, 128)
     inputs = build(case, device="cuda")
-    wrapper = runner.make_wrapper(case, backend="fa2", device="cuda")
+    wrapper = runner.make_wrapper(case, backend=backend, device="cuda")
     runner.plan(wrapper, inputs)
     out, lse = runner.run(wrapper, inputs)
     for i in (0, 64, 640, 65_536):

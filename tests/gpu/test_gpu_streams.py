@@ -5,6 +5,7 @@ import dataclasses
 import preflash
 import pytest
 import torch
+from backends import on_every_backend
 from preflash.testing import Case, KvForm, MaskKind, build, compare, expected, poison, runner
 
 pytestmark = pytest.mark.gpu
@@ -21,10 +22,11 @@ def sleep() -> None:
     torch.cuda._sleep(20_000_000)
 
 
+@on_every_backend
 @pytest.mark.parametrize("case", [CASE, SPLIT, RAGGED], ids=lambda case: case.name)
-def test_twenty_runs_are_bitwise_equal(case):
+def test_twenty_runs_are_bitwise_equal(backend, case):
     inputs = build(case, device="cuda")
-    wrapper = runner.make_wrapper(case, backend="fa2", device="cuda")
+    wrapper = runner.make_wrapper(case, backend=backend, device="cuda")
     runner.plan(wrapper, inputs)
     first = runner.run(wrapper, inputs)
     runner.judge(inputs, *first).check()
@@ -34,12 +36,13 @@ def test_twenty_runs_are_bitwise_equal(case):
         assert torch.equal(first[1], again[1])
 
 
-def test_automatic_split_is_bitwise_repeatable():
+@on_every_backend
+def test_automatic_split_is_bitwise_repeatable(backend):
     case = Case("auto", (1, 2, 1), (9000, 70, 4000), 8, 1, 128, page_size=16, mask=MaskKind.CAUSAL)
     inputs = build(case, device="cuda")
     results = []
     for _ in range(5):
-        wrapper = runner.make_wrapper(case, backend="fa2", device="cuda")
+        wrapper = runner.make_wrapper(case, backend=backend, device="cuda")
         runner.plan(wrapper, inputs)
         results.append(runner.run(wrapper, inputs))
     runner.judge(inputs, *results[0]).check()
@@ -48,10 +51,11 @@ def test_automatic_split_is_bitwise_repeatable():
         assert torch.equal(lse, results[0][1])
 
 
+@on_every_backend
 @pytest.mark.parametrize("policy", [{"fixed_split_size": 256}, {"disable_split_kv": True}], ids=str)
-def test_a_request_does_not_see_its_company(policy):
+def test_a_request_does_not_see_its_company(backend, policy):
     inputs = build(CASE, device="cuda")
-    wrapper = runner.make_wrapper(CASE, backend="fa2", device="cuda")
+    wrapper = runner.make_wrapper(CASE, backend=backend, device="cuda")
     runner.plan(wrapper, inputs, **policy)
     together = runner.run(wrapper, inputs)
     begin = 0
@@ -68,13 +72,14 @@ def test_a_request_does_not_see_its_company(policy):
         begin += qo_len
 
 
-def test_work_is_ordered_on_the_current_stream():
+@on_every_backend
+def test_work_is_ordered_on_the_current_stream(backend):
     """Inputs become valid late on a side stream; nothing may run ahead on the default stream."""
     inputs = build(SPLIT, device="cuda", index_device="cpu")
     want = expected(inputs)
     late = inputs.q.clone()
     inputs.q = torch.full_like(late, float("nan"))
-    wrapper = runner.make_wrapper(SPLIT, backend="fa2", device="cuda")
+    wrapper = runner.make_wrapper(SPLIT, backend=backend, device="cuda")
     torch.cuda.synchronize()
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
@@ -87,11 +92,12 @@ def test_work_is_ordered_on_the_current_stream():
     runner.judge(inputs, *copy, want=want).check()
 
 
-def test_two_streams_with_a_wrapper_each():
+@on_every_backend
+def test_two_streams_with_a_wrapper_each(backend):
     jobs = []
     for seed, case in enumerate((CASE, SPLIT, RAGGED) * 2):
         inputs = build(case, device="cuda", seed=seed)
-        wrapper = runner.make_wrapper(case, backend="fa2", device="cuda")
+        wrapper = runner.make_wrapper(case, backend=backend, device="cuda")
         jobs.append((torch.cuda.Stream(), wrapper, inputs, expected(inputs)))
     torch.cuda.synchronize()
     results = []
@@ -104,7 +110,8 @@ def test_two_streams_with_a_wrapper_each():
         runner.judge(inputs, out, lse, want=want).check()
 
 
-def test_plans_back_to_back_do_not_overwrite_each_other():
+@on_every_backend
+def test_plans_back_to_back_do_not_overwrite_each_other(backend):
     """Many plans are staged while the stream is still busy; each run gets its own plan."""
     cases = [
         dataclasses.replace(CASE, qo_lens=(10 + 7 * i, 3), kv_lens=(300 + 50 * i, 40 + i))
@@ -112,7 +119,7 @@ def test_plans_back_to_back_do_not_overwrite_each_other():
     ]
     made = [build(case, device="cuda", index_device="cpu", seed=i) for i, case in enumerate(cases)]
     wants = [expected(inputs) for inputs in made]
-    wrapper = runner.make_wrapper(CASE, backend="fa2", device="cuda")
+    wrapper = runner.make_wrapper(CASE, backend=backend, device="cuda")
     torch.cuda.synchronize()
     sleep()
     results = []
@@ -161,8 +168,9 @@ def no_sync():
     torch.cuda.set_sync_debug_mode("default")
 
 
+@on_every_backend
 @pytest.mark.parametrize("case", [CASE, SPLIT, RAGGED], ids=lambda case: case.name)
-def test_host_indptr_costs_no_sync(case, request):
+def test_host_indptr_costs_no_sync(backend, case, request):
     """Lengths on the host, indices on the GPU: neither plan nor run waits for the device."""
     inputs = build(case, device="cuda", index_device="cpu")
     want = expected(inputs)
@@ -171,7 +179,7 @@ def test_host_indptr_costs_no_sync(case, request):
             setattr(inputs, name, array.pin_memory())
     if inputs.indices is not None:
         inputs.indices = inputs.indices.cuda()
-    wrapper = runner.make_wrapper(case, backend="fa2", device="cuda")
+    wrapper = runner.make_wrapper(case, backend=backend, device="cuda")
     runner.plan(wrapper, inputs)
     out = poison((inputs.q.shape[0], 8, 128), case.dtype, "cuda")
     lse = poison(out.shape[:2], torch.float32, "cuda")
@@ -190,9 +198,10 @@ def test_host_indptr_costs_no_sync(case, request):
     runner.judge(inputs, *result, want=want).check()
 
 
-def test_run_costs_no_sync_with_device_indptr(request):
+@on_every_backend
+def test_run_costs_no_sync_with_device_indptr(backend, request):
     inputs = build(CASE, device="cuda")
-    wrapper = runner.make_wrapper(CASE, backend="fa2", device="cuda")
+    wrapper = runner.make_wrapper(CASE, backend=backend, device="cuda")
     runner.plan(wrapper, inputs)
     runner.run(wrapper, inputs)
     request.getfixturevalue("no_sync")
@@ -203,10 +212,11 @@ def test_run_costs_no_sync_with_device_indptr(request):
     runner.judge(inputs, *result).check()
 
 
-def test_blocking_plan_has_finished_its_copies():
+@on_every_backend
+def test_blocking_plan_has_finished_its_copies(backend):
     """non_blocking=False: the caller may overwrite host memory, and the stream is idle."""
     inputs = build(CASE, device="cuda", index_device="cpu")
-    wrapper = runner.make_wrapper(CASE, backend="fa2", device="cuda")
+    wrapper = runner.make_wrapper(CASE, backend=backend, device="cuda")
     torch.cuda.synchronize()
     runner.plan(wrapper, inputs, non_blocking=False)
     want = expected(inputs)
@@ -215,10 +225,11 @@ def test_blocking_plan_has_finished_its_copies():
     runner.judge(inputs, *runner.run(wrapper, inputs), want=want).check()
 
 
-def test_run_is_capturable_with_a_fixed_plan():
+@on_every_backend
+def test_run_is_capturable_with_a_fixed_plan(backend):
     """One plan, captured once and replayed on new numbers; graph mode proper is not built yet."""
     inputs = build(SPLIT, device="cuda")
-    wrapper = runner.make_wrapper(SPLIT, backend="fa2", device="cuda")
+    wrapper = runner.make_wrapper(SPLIT, backend=backend, device="cuda")
     runner.plan(wrapper, inputs)
     out = poison((inputs.q.shape[0], 8, 128), SPLIT.dtype, "cuda")
     lse = poison(out.shape[:2], torch.float32, "cuda")
@@ -249,40 +260,17 @@ def test_graph_mode_is_refused_by_name():
         )
 
 
-def test_auto_takes_fa2_while_fa3_is_not_compiled():
-    inputs = build(CASE, device="cuda")
-    wrapper = runner.make_wrapper(CASE, backend="auto", device="cuda")
-    runner.plan(wrapper, inputs)
-    assert wrapper._backend == "fa2"
-    assert wrapper.variant.startswith("sm80_bf16_d128_")
-    runner.judge(inputs, *runner.run(wrapper, inputs)).check()
-
-
-def test_explicit_fa3_never_becomes_fa2():
-    inputs = build(CASE, device="cuda")
-
-    def attempt():
-        wrapper = runner.make_wrapper(CASE, backend="fa3", device="cuda")
-        runner.plan(wrapper, inputs)
-        return wrapper
-
-    try:
-        wrapper = attempt()
-    except (NotImplementedError, ValueError) as error:
-        assert "fa3" in str(error)  # noqa: PT017 - both outcomes are allowed, a third is not
-    else:
-        assert wrapper.variant.startswith("sm90_")
-
-
-def test_float32_is_refused_on_the_gpu():
+@on_every_backend
+def test_float32_is_refused_on_the_gpu(backend):
     inputs = build(CASE.with_dtype(torch.float32), device="cuda")
-    wrapper = runner.make_wrapper(inputs.case, backend="fa2", device="cuda")
+    wrapper = runner.make_wrapper(inputs.case, backend=backend, device="cuda")
     with pytest.raises((NotImplementedError, ValueError), match=r"float32|f32"):
         runner.plan(wrapper, inputs)
 
 
+@on_every_backend
 @pytest.mark.parametrize("page_size", [1, 16])
-def test_offsets_over_2_31(page_size):
+def test_offsets_over_2_31(backend, page_size):
     """A pool of more than 2^31 elements; the pages in use lie at its end."""
     case = Case("huge", (9, 200), (130, 333), 4, 2, 128, page_size=page_size, mask=MaskKind.CAUSAL)
     inputs = build(case, device="cuda")
@@ -302,10 +290,11 @@ def test_offsets_over_2_31(page_size):
     inputs.page_table = [[int(where[p]) for p in request] for request in inputs.page_table]
     inputs.k, inputs.v = pools
     inputs.cache = tuple(pools)
-    runner.check(inputs, backend="fa2")
+    runner.check(inputs, backend=backend)
 
 
-def test_ragged_offsets_over_2_31():
+@on_every_backend
+def test_ragged_offsets_over_2_31(backend):
     """The last request of a ragged tensor of more than 2^31 elements."""
     tokens = 2**31 // (8 * 128) + 4000
     if torch.cuda.mem_get_info()[0] < 10 * tokens * 8 * 128:
@@ -314,7 +303,7 @@ def test_ragged_offsets_over_2_31():
     inputs = build(case, device="cuda")
     k, v = (torch.zeros(tokens, 8, 128, dtype=torch.bfloat16, device="cuda") for _ in "kv")
     k[-300:], v[-300:] = inputs.k[1:301], inputs.v[1:301]
-    wrapper = runner.make_wrapper(case, backend="fa2", device="cuda")
+    wrapper = runner.make_wrapper(case, backend=backend, device="cuda")
     wrapper.plan(
         torch.tensor([0, 0, 70], dtype=torch.int32),
         torch.tensor([0, tokens - 300, tokens], dtype=torch.int32),
@@ -337,43 +326,47 @@ def test_ragged_offsets_over_2_31():
     compare(out, lse, want).check()
 
 
+@on_every_backend
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("case", [CASE, SPLIT], ids=lambda case: case.name)
-def test_the_current_device_may_be_another(case):
+def test_the_current_device_may_be_another(backend, case):
     """Tensors on cuda:1 while cuda:0 is current; the current device stays what it was."""
     inputs = build(case, device="cuda:1")
     with torch.cuda.device(0):
-        runner.check(inputs, backend="fa2")
+        runner.check(inputs, backend=backend)
         assert torch.cuda.current_device() == 0
 
 
+@on_every_backend
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_tensors_on_two_gpus_are_refused():
+def test_tensors_on_two_gpus_are_refused(backend):
     inputs = build(RAGGED, device="cuda:0")
-    wrapper = runner.make_wrapper(RAGGED, backend="fa2", device="cuda:0")
+    wrapper = runner.make_wrapper(RAGGED, backend=backend, device="cuda:0")
     runner.plan(wrapper, inputs)
     with pytest.raises(ValueError, match=r"\bk\b"):
         wrapper.run(inputs.q, inputs.k.to("cuda:1"), inputs.v)
     runner.judge(inputs, *runner.run(wrapper, inputs)).check()
 
 
-def test_the_end_of_the_allocation_is_not_passed():
+@on_every_backend
+def test_the_end_of_the_allocation_is_not_passed(backend):
     """K, V and q end exactly where their memory ends; compute-sanitizer watches the rest."""
     for dim in (64, 96, 128):
         case = Case("end", (65,), (77,), 2, 1, dim, mask=MaskKind.CAUSAL, form=KvForm.SEPARATE)
         inputs = build(case, device="cuda")
         inputs.k, inputs.v = inputs.k[:77].clone(), inputs.v[:77].clone()
-        runner.check(inputs, backend="fa2")
+        runner.check(inputs, backend=backend)
 
 
+@on_every_backend
 @pytest.mark.sanitizer
-def test_outputs_are_written_and_nothing_else():
+def test_outputs_are_written_and_nothing_else(backend):
     """Guard rows and columns around out and lse stay as they were."""
     inputs = build(SPLIT, device="cuda")
     tokens = inputs.q.shape[0]
     out = torch.full((tokens + 4, 10, 160), 7.0, dtype=torch.bfloat16, device="cuda")
     lse = torch.full((tokens + 4, 10), 7.0, device="cuda")
-    wrapper = runner.make_wrapper(SPLIT, backend="fa2", device="cuda")
+    wrapper = runner.make_wrapper(SPLIT, backend=backend, device="cuda")
     runner.plan(wrapper, inputs)
     view, lse_view = out[2:-2, 1:9, 16:144], lse[2:-2, 1:9]
     runner.run(wrapper, inputs, out=view, lse=lse_view)
@@ -384,10 +377,11 @@ def test_outputs_are_written_and_nothing_else():
     assert bool((lse == 7.0).all())
 
 
-def test_memory_does_not_grow():
+@on_every_backend
+def test_memory_does_not_grow(backend):
     """Plans and runs over and over allocate nothing that stays."""
     inputs = build(SPLIT, device="cuda", index_device="cpu")
-    wrapper = runner.make_wrapper(SPLIT, backend="fa2", device="cuda")
+    wrapper = runner.make_wrapper(SPLIT, backend=backend, device="cuda")
     for _ in range(3):
         runner.plan(wrapper, inputs)
         runner.run(wrapper, inputs)

@@ -56,6 +56,14 @@ DEFAULTS = {
 }
 
 
+def rows_per_tile(case: dict) -> int:
+    """The packed rows of one query tile: whole tokens on sm90 where one fits."""
+    tile_m, group = case["tile_m"], case["num_qo_heads"] // case["num_kv_heads"]
+    if case.get("family") == "sm90" and group <= tile_m:
+        return tile_m // group * group
+    return tile_m
+
+
 def indptr(lengths) -> list[int]:
     return [0, *accumulate(int(n) for n in lengths)]
 
@@ -96,6 +104,10 @@ class Planned:
     def group_size(self) -> int:
         return self.case["num_qo_heads"] // self.case["num_kv_heads"]
 
+    @property
+    def tile_rows(self) -> int:
+        return rows_per_tile(self.case)
+
     def keys_of(self, item) -> tuple[int, int]:
         """The keys of the item's chunk, cut at the end of its request."""
         request = self.requests[item["request"]]
@@ -106,7 +118,7 @@ class Planned:
         """KV tiles that the item's rows touch in its chunk, from touched_tiles()."""
         request = self.requests[item["request"]]
         rows = int(request["qo_len"]) * self.group_size
-        last = min(int(item["row_begin"]) + self.case["tile_m"], rows) - 1
+        last = min(int(item["row_begin"]) + self.tile_rows, rows) - 1
         key_begin, key_end = self.keys_of(item)
         begin, _, _, end = planner.touched_tiles(
             qo_len=int(request["qo_len"]),
@@ -169,7 +181,7 @@ def plan(**case) -> Planned:
 
 def check_covered(plan: Planned) -> None:
     """Every kept (row, key) of every KV head is in exactly one item, every row is written once."""
-    heads, tile_m = plan.case["num_kv_heads"], plan.case["tile_m"]
+    heads, tile_rows = plan.case["num_kv_heads"], plan.tile_rows
     keys_seen, rows_written = [], []
     for request in plan.requests:
         rows = int(request["qo_len"]) * plan.group_size
@@ -179,14 +191,14 @@ def check_covered(plan: Planned) -> None:
     for item in plan.items:
         r, head, row = int(item["request"]), int(item["kv_head"]), int(item["row_begin"])
         begin, end = plan.keys_of(item)
-        assert row % tile_m == 0
+        assert row % tile_rows == 0
         assert row < rows_written[r].shape[1]
-        keys_seen[r][head, row : row + tile_m, begin:end] += 1
+        keys_seen[r][head, row : row + tile_rows, begin:end] += 1
         if item["partial_slot"] == FINAL:
-            rows_written[r][head, row : row + tile_m] += 1
+            rows_written[r][head, row : row + tile_rows] += 1
     for merge in plan.merges:
         rows = rows_written[int(merge["request"])][int(merge["kv_head"])]
-        rows[int(merge["row_begin"]) : int(merge["row_begin"]) + tile_m] += 1
+        rows[int(merge["row_begin"]) : int(merge["row_begin"]) + tile_rows] += 1
 
     for request, seen, written in zip(plan.requests, keys_seen, rows_written, strict=True):
         keep = keep_mask(

@@ -25,11 +25,11 @@ def random_options(rng):
             split = {"disable_split_kv": True}
     return split | {
         "num_kv_heads": kv_heads,
-        "num_qo_heads": kv_heads * int(rng.integers(1, 6)),
+        "num_qo_heads": kv_heads * int(rng.integers(1, 8)),
         "causal": bool(rng.integers(0, 2)),
         "window_left": int(rng.choice([-1, -1, 0, 7, 130, 1000])),
-        "tile_m": int(rng.choice([16, 64, 128])),
-        "tile_n": int(rng.choice([16, 48, 64])),
+        "tile_m": int(rng.choice([16, 64, 128, 192])),
+        "tile_n": int(rng.choice([16, 48, 64, 80, 112, 176])),
         "num_sms": int(rng.choice([1, 4, 132])),
         "ctas_per_sm": int(rng.choice([1, 2])),
         "l2_bytes": int(rng.choice([0, 1 << 16, 50 << 20])),

@@ -13,15 +13,18 @@ struct RowTensor {
   void* data = nullptr;
   std::int64_t stride_token = 0;
   std::int64_t stride_head = 0;
+  std::int64_t num_tokens = 0;  // of the whole tensor
 };
 
 // Paged: [page, token in page, head, head_dim] in whatever order the strides say. Ragged: one page
-// that holds every token, stride_page unused.
+// that holds every token. The stride of a dimension of one element means nothing; it is 0.
 struct KvTensor {
   const void* data = nullptr;
   std::int64_t stride_page = 0;
   std::int64_t stride_token = 0;
   std::int64_t stride_head = 0;
+  std::int64_t num_pages = 1;
+  std::int64_t num_tokens = 0;  // of one page: ragged, of the whole tensor
 };
 
 // [token, head]; base-2 logarithms times `scale` (ln 2 gives natural ones). data may be null.
@@ -75,6 +78,7 @@ struct CombineParams {
   const float* partial_o = nullptr;    // [num_slots, tile_m, head_dim_vo]
   const float* partial_lse = nullptr;  // [num_slots, tile_m]
   std::int32_t tile_m = 0;
+  std::int32_t tile_rows = 0;  // rows_per_tile(): those of a slot that are used
   std::int32_t group_size = 1;
   std::int32_t head_dim_vo = 0;
 };

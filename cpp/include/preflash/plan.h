@@ -22,11 +22,19 @@ struct alignas(16) RequestInfo {
 };
 static_assert(sizeof(RequestInfo) == 32);
 
+// Packed rows of one query tile, of the tile_m that the kernel computes: tile t of a request begins
+// at row t * rows_per_tile. sm90 fetches Q as whole tokens, boxes of [token, head of the group], so
+// its tiles begin at a token's first head; a group that is larger than the tile is cut anywhere.
+PREFLASH_HD constexpr int rows_per_tile(Family family, int tile_m, int group_size) {
+  bool whole_tokens = family == Family::kSm90 && group_size <= tile_m;
+  return whole_tokens ? tile_m - tile_m % group_size : tile_m;
+}
+
 // One tile of packed rows of one KV head against one KV chunk. Packed row r of a request is token
 // r / group_size, query head kv_head * group_size + r % group_size. 16 bytes: one 128-bit load.
 struct alignas(16) WorkItem {
   std::int32_t request = 0;
-  std::int32_t row_begin = 0;  // first packed row; a multiple of tile m
+  std::int32_t row_begin = 0;  // first packed row; a multiple of rows_per_tile()
   std::int16_t kv_head = 0;
   std::int16_t chunk = 0;
   std::int32_t partial_slot = kFinal;  // kFinal, or the slot of tile_m partial rows that it fills
@@ -36,7 +44,8 @@ struct alignas(16) WorkItem {
 static_assert(sizeof(WorkItem) == 16);
 
 // One tile whose KV was split: slots [first_slot, first_slot + num_slots) hold its partials, in
-// chunk order. The combine kernel turns them into the tile's rows of o and lse.
+// chunk order, in their first rows_per_tile() of tile_m rows. The combine kernel turns them into
+// the tile's rows of o and lse.
 struct alignas(16) MergeItem {
   std::int32_t request = 0;
   std::int32_t row_begin = 0;

@@ -55,6 +55,6 @@ struct KernelLibrary {
   int num_kernels = 0;
 };
 
-inline constexpr int kKernelAbiVersion = 1;
+inline constexpr int kKernelAbiVersion = 2;
 
 }  // namespace preflash

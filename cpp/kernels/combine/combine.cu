@@ -140,7 +140,7 @@ __global__ void __launch_bounds__(kWarps* kWarpSize) combine_kernel(const Combin
   const MergeItem merge = params.merges[blockIdx.x];
   const RequestInfo request = params.requests[merge.request];
   const std::int64_t rows_left = std::int64_t{request.qo_len} * params.group_size - merge.row_begin;
-  const int num_rows = static_cast<int>(min(std::int64_t{params.tile_m}, rows_left));
+  const int num_rows = static_cast<int>(min(std::int64_t{params.tile_rows}, rows_left));
   const int column_blocks = ceil_div(params.head_dim_vo, kWarpColumns);
   const int warp = threadIdx.x / kWarpSize;
   const int lane_column = threadIdx.x % kWarpSize * kWidth;
@@ -157,7 +157,7 @@ cudaError_t launch_combine(const CombineParams& params, int num_sms, cudaStream_
   // One pass over a tile where there are few of them; with many, fewer CTAs each, since most of a
   // decode tile's rows are empty and a CTA that finds nothing to do still costs its launch.
   constexpr int kCtasPerSm = 4;
-  const int units = params.tile_m * ceil_div(params.head_dim_vo, kWarpColumns);
+  const int units = params.tile_rows * ceil_div(params.head_dim_vo, kWarpColumns);
   const int ctas_per_merge =
       std::clamp(ceil_div(num_sms * kCtasPerSm, params.num_merges), 1, ceil_div(units, kWarps));
   cudaLaunchConfig_t config = {};

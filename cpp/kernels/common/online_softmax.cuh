@@ -37,47 +37,77 @@ struct OnlineSoftmax {
     return x + __shfl_xor_sync(0xffffffffu, x, 1);
   }
 
+  // What a tile's maxima do to the references: where any row of the warp moved, this thread's rows
+  // of O are to be multiplied by `factor`.
+  struct Move {
+    float factor[kRowsPerThread];  // set only where `any`
+    bool any;
+  };
+
   // scores, (row, column) view of this thread's fragment: x on entry, P = 2^((x - reference) *
   // scale) on return. out, (row, column) view of the accumulator, is rescaled where the reference
   // moved.
   template <class Scores, class Out>
   __device__ __forceinline__ void update(Scores& scores, Out& out, float scale_log2) {
-    using namespace cute;
-    static_assert(size<0>(Scores{}) == kRowsPerThread);
-    float scaled_reference[kRowsPerThread];
-    float correction[kRowsPerThread];
+    Move move = move_references(scores, scale_log2);
+    rescale(out, move);
+    exponentiate(scores, scale_log2);
+  }
+
+  // The first of update()'s three steps; the other two may come in either order.
+  template <class Scores>
+  __device__ __forceinline__ Move move_references(const Scores& scores, float scale_log2) {
+    static_assert(decltype(cute::size<0>(scores))::value == kRowsPerThread);
+    float tile_max[kRowsPerThread];
+    maxima(scores, tile_max);
+    bool moves[kRowsPerThread];
     bool moved = false;
     CUTE_UNROLL
     for (int r = 0; r < kRowsPerThread; ++r) {
-      float tile_max = scores(r, 0);
-      CUTE_UNROLL
-      for (int c = 1; c < size<1>(scores); ++c) tile_max = fmaxf(tile_max, scores(r, c));
-      tile_max = quad_max(tile_max);
       // True also for the first kept key of a row: x - (-inf) is +inf. -inf - (-inf) is NaN: false.
-      bool moves = (tile_max - reference[r]) * scale_log2 > kLazyBits;
-      float next = moves ? tile_max : reference[r];
-      scaled_reference[r] = next == -INFINITY ? 0.0f : __fmul_rn(next, scale_log2);
+      moves[r] = (tile_max[r] - reference[r]) * scale_log2 > kLazyBits;
+      moved |= moves[r];
+    }
+    Move move;
+    move.any = __any_sync(0xffffffffu, moved);
+    if (!move.any) return move;
+    CUTE_UNROLL
+    for (int r = 0; r < kRowsPerThread; ++r) {
+      // A row that did not move is multiplied by exactly 1: its result never depends on its
+      // neighbours.
+      float next = moves[r] ? tile_max[r] : reference[r];
       // NOTE: rounded as the last tile's was: an FMA here would tear the two apart.
       float scaled = __fmul_rn(reference[r], scale_log2);
-      correction[r] = moves ? exp2_approx(scaled - scaled_reference[r]) : 1.0f;
+      move.factor[r] = moves[r] ? exp2_approx(scaled - scaled_reference(next, scale_log2)) : 1.0f;
       reference[r] = next;
-      moved |= moves;
+      sum[r] *= move.factor[r];
     }
-    // A row that did not move is multiplied by exactly 1: its result never depends on its
-    // neighbours.
-    if (__any_sync(0xffffffffu, moved)) {
-      CUTE_UNROLL
-      for (int r = 0; r < kRowsPerThread; ++r) {
-        sum[r] *= correction[r];
-        CUTE_UNROLL
-        for (int c = 0; c < size<1>(out); ++c) out(r, c) *= correction[r];
-      }
-    }
+    return move;
+  }
+
+  template <class Out>
+  __device__ __forceinline__ static void rescale(Out& out, const Move& move) {
+    using namespace cute;
+    if (!move.any) return;
     CUTE_UNROLL
     for (int r = 0; r < kRowsPerThread; ++r) {
       CUTE_UNROLL
+      for (int c = 0; c < size<1>(out); ++c) out(r, c) *= move.factor[r];
+    }
+  }
+
+  // Every kPolynomialPeriod-th exponential, if any, runs on the FMA pipes.
+  template <int kPolynomialPeriod = 0, class Scores>
+  __device__ __forceinline__ void exponentiate(Scores& scores, float scale_log2) {
+    using namespace cute;
+    CUTE_UNROLL
+    for (int r = 0; r < kRowsPerThread; ++r) {
+      float offset = scaled_reference(reference[r], scale_log2);
+      CUTE_UNROLL
       for (int c = 0; c < size<1>(scores); ++c) {
-        scores(r, c) = exp2_approx(fmaf(scores(r, c), scale_log2, -scaled_reference[r]));
+        float x = fmaf(scores(r, c), scale_log2, -offset);
+        bool polynomial = kPolynomialPeriod > 0 && c % max(kPolynomialPeriod, 1) == 0;
+        scores(r, c) = polynomial ? exp2_polynomial(x) : exp2_approx(x);
         sum[r] += scores(r, c);
       }
     }
@@ -90,6 +120,32 @@ struct OnlineSoftmax {
     *lse = total > 0.0f ? fmaf(reference[r], scale_log2, log2f(total))
                         : (total == 0.0f ? -INFINITY : total);
     return total == 0.0f ? 0.0f : 1.0f / total;
+  }
+
+ private:
+  // Four chains a row, all rows side by side: one chain would wait for itself at every step.
+  template <class Scores>
+  __device__ static __forceinline__ void maxima(const Scores& scores,
+                                                float (&result)[kRowsPerThread]) {
+    using namespace cute;
+    constexpr int kChains = 4;
+    float part[kRowsPerThread][kChains];
+    CUTE_UNROLL
+    for (int c = 0; c < size<1>(scores); ++c) {
+      CUTE_UNROLL
+      for (int r = 0; r < kRowsPerThread; ++r) {
+        float& chain = part[r][c % kChains];
+        chain = c < kChains ? scores(r, c) : fmaxf(chain, scores(r, c));
+      }
+    }
+    CUTE_UNROLL
+    for (int r = 0; r < kRowsPerThread; ++r) {
+      result[r] = quad_max(fmaxf(fmaxf(part[r][0], part[r][1]), fmaxf(part[r][2], part[r][3])));
+    }
+  }
+
+  __device__ static __forceinline__ float scaled_reference(float reference, float scale_log2) {
+    return reference == -INFINITY ? 0.0f : __fmul_rn(reference, scale_log2);
   }
 };
 

@@ -9,7 +9,7 @@ namespace preflash::sm90 {
 
 template <class Traits>
 __device__ __forceinline__ void init_barriers(Barriers<Traits::kStages>& barriers, bool gather) {
-  int producers = gather ? RowLoader<Traits>::kThreads : 1;
+  int producers = gather ? kWarpgroupThreads : 1;
   barriers.q_full.init(1);
   barriers.q_empty.init(Traits::kConsumerWarps);
   for (int stage = 0; stage < Traits::kStages; ++stage) {
@@ -73,9 +73,9 @@ __global__ void __launch_bounds__(ForwardTraits<V>::kThreads, 1)
   if (warpgroup == 0) {
     cutlass::arch::warpgroup_reg_dealloc<Traits::kProducerRegisters>();
     if (gather) {
-      produce<Traits, RowLoader<Traits>>(params, smem, begin, end);
-    } else if (threadIdx.x < BoxLoader<Traits>::kThreads) {
-      produce<Traits, BoxLoader<Traits>>(params, smem, begin, end);
+      produce_rows(params, smem, begin, end);
+    } else {
+      produce_boxes(params, smem, begin, end);
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<Traits::kConsumerRegisters>();

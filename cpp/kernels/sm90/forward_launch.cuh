@@ -29,6 +29,7 @@ LaunchError launch_forward(const ForwardParams& params, int num_ctas, void* stre
   constexpr int kSmemBytes = sizeof(SharedStorage<Traits>);
   HopperParams hopper{KernelParams::make(params, V::kVariant.logits),
                       box_shape(params, Traits::kTileM, Traits::kTileN),
+                      rows_per_tile(Family::kSm90, Traits::kTileM, params.group_size),
                       {}};
   const char* refusal = encode_tensor_maps(params, V::kVariant.q_dtype, hopper.box, hopper.maps);
   if (refusal != nullptr) return refusal;

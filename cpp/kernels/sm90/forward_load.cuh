@@ -1,14 +1,13 @@
 // The producer warpgroup: work items, Q, and the K/V tiles of each, last tile first.
 //
-// Order of the fetches: Q, K(last), then K(t - 1), V(t) for each tile: the order in which the
-// consumers' S(t - 1) = Q K^T runs ahead of O += P V(t).
-//
-//   TileLoader = BoxLoader: ragged tensors and pages of 8 n rows. One warp, one of its lanes issues
-//     TMA boxes; the other lanes look up the page of one box each, a tile ahead.
-//   TileLoader = RowLoader: any other page size, page 1 above all. All four warps copy rows by
-//     cp.async; each lane looks up the page of one or two rows, a tile ahead.
+//   produce_boxes: ragged tensors and pages of 8 n rows, by TMA. One warp announces the items and
+//     fetches Q and K, another one V; in each, one lane issues boxes while the other lanes look up
+//     the page of one box each, a tile ahead.
+//   produce_rows: any other page size, page 1 above all, by cp.async. All four warps copy rows of K
+//     and V in turn; each lane looks up the page of one or two rows, a tile ahead.
 #pragma once
 
+#include <cute/arch/cluster_sm90.hpp>
 #include <cute/arch/copy_sm90_tma.hpp>
 
 #include "kernels/sm90/forward_params.cuh"
@@ -17,15 +16,6 @@
 namespace preflash::sm90 {
 
 __device__ __forceinline__ int lane_id() { return threadIdx.x % 32; }
-
-// Barrier phases and ring positions of the producers.
-template <class Traits>
-struct ProducerState {
-  RingPosition<kItemSlots> item;
-  RingPosition<1> q;
-  RingPosition<Traits::kStages> k;
-  RingPosition<Traits::kStages> v;
-};
 
 // Work item `index` and what its consumers need to know.
 template <class Traits>
@@ -36,9 +26,8 @@ __device__ __forceinline__ ItemState describe_item(const HopperParams& params, i
   const RequestInfo& request = state.request;
   MaskBounds bounds{request.qo_len, request.kv_len, params.window_left, params.causal};
 
-  int tile_rows = params.box.q_heads * params.box.q_tokens;
-  if (tile_rows == 1) tile_rows = Traits::kTileM;  // one box a row
-  state.num_rows = min(request.qo_len * params.group_size - state.item.row_begin, tile_rows);
+  state.num_rows =
+      min(request.qo_len * params.group_size - state.item.row_begin, params.rows_per_tile);
   RowSpan rows{unpack_row(params, state.item.row_begin).token,
                unpack_row(params, state.item.row_begin + state.num_rows - 1).token};
   KeySpan chunk{state.item.chunk * request.chunk_keys, request.kv_len};
@@ -46,7 +35,7 @@ __device__ __forceinline__ ItemState describe_item(const HopperParams& params, i
     chunk.end = chunk.begin + request.chunk_keys;
   }
   state.tiles = touched_tiles(bounds, rows, chunk, Traits::kTileN, Mask::kBounds);
-  state.keys = touched_keys(bounds, rows);
+  state.keys = {touched_keys(bounds, rows).begin, request.kv_len};
   return state;
 }
 
@@ -72,15 +61,43 @@ __device__ __forceinline__ void fetch_q(const HopperParams& params, const ItemSt
   }
 }
 
+// Tells the consumers about an item and fetches its Q, by one thread.
 template <class Traits>
-struct BoxLoader {
-  static constexpr int kThreads = 32;
+struct ItemAnnouncer {
+  const HopperParams& params;
+  SharedStorage<Traits>& smem;
+  RingPosition<kItemSlots> item;
+  RingPosition<1> q;
 
-  // Where box `lane_id()` of a tile lies.
-  struct Places {
+  __device__ __forceinline__ void announce(const ItemState& state) {
+    auto& barriers = smem.barriers;
+    barriers.item_empty[item.index].wait(item.phase ^ 1);
+    smem.items[item.index] = state;
+    barriers.item_full[item.index].arrive();
+    item.advance();
+    if (state.tiles.count() == 0) return;
+    barriers.q_empty.wait(q.phase ^ 1);
+    q.advance();
+    fetch_q(params, state, smem);
+  }
+};
+
+enum class Operand { kK, kV };
+
+// One operand's tiles as TMA boxes, by one warp.
+template <class Traits, Operand kOperand>
+struct BoxLoader {
+  static constexpr int kHeadDim = kOperand == Operand::kK ? Traits::kHeadQk : Traits::kHeadVo;
+  static constexpr int kBlocks = kHeadDim / kBlockColumns;
+  static constexpr int kTileElements = Traits::kTileN * kHeadDim;
+  static constexpr int kMostBoxes = Traits::kTileN / 8;
+  static_assert(kMostBoxes <= 32, "a lane looks up each");
+
+  // Where box lane_id() of a tile lies (tensor_map.h).
+  struct Place {
     int page;
-    int x;     // row in the page plus the number of its rows that are fetched
-    int rows;  // which may be 0: all zero-filled
+    int x;
+    int r;
   };
 
   const HopperParams& params;
@@ -88,71 +105,94 @@ struct BoxLoader {
   RequestInfo request;
   KeySpan keys;
   int kv_head;
+  RingPosition<Traits::kStages> at;
 
   __device__ __forceinline__ BoxLoader(const HopperParams& params, SharedStorage<Traits>& smem)
       : params(params), smem(smem) {}
 
-  __device__ __forceinline__ void begin_item(const ItemState& state) {
+  __device__ __forceinline__ void load_item(const ItemState& state) {
     request = state.request;
     keys = state.keys;
     kv_head = state.item.kv_head;
-  }
-
-  // NOTE: keys below a window are fetched with the box that holds their neighbours, and zeroed by
-  // the consumers; a page that holds no kept key may be somebody else's by now and is not touched.
-  __device__ __forceinline__ Places find(int tile) const {
-    int key = tile * Traits::kTileN + lane_id() * params.box.kv_rows;
-    Places places;
-    places.rows = min(max(keys.end - key, 0), params.box.kv_rows);
-    if (key + places.rows <= keys.begin) places.rows = 0;
-    places.page = 0;
-    places.x = request.kv_begin + key;
-    if (params.page_indices != nullptr) {
-      int page;
-      params.page(page, places.x, key);
-      bool inside = places.rows > 0 && lane_id() * params.box.kv_rows < Traits::kTileN;
-      if (inside) places.page = __ldg(params.page_indices + request.kv_begin + page);
+    if (state.tiles.count() == 0) return;
+    Place place = find(state.tiles.end - 1);
+    for (int tile = state.tiles.end - 1; tile >= state.tiles.begin; --tile) {
+      Place next = tile > state.tiles.begin ? find(tile - 1) : Place{};
+      empty(at.index).wait(at.phase ^ 1);
+      fetch(place);
+      at.advance();
+      place = next;
     }
-    places.x = places.rows > 0 ? places.x + places.rows : 0;
-    return places;
   }
-
-  __device__ __forceinline__ void fetch_k(const Places& places, int stage) const {
-    fetch<Traits::kBlocksQk>(places, &params.maps.k, smem.barriers.k_full[stage],
-                             smem.k + stage * (Traits::kTileN * Traits::kHeadQk));
-  }
-  __device__ __forceinline__ void fetch_v(const Places& places, int stage) const {
-    fetch<Traits::kBlocksVo>(places, &params.maps.v, smem.barriers.v_full[stage],
-                             smem.v + stage * (Traits::kTileN * Traits::kHeadVo));
-  }
-  __device__ __forceinline__ void drain() {}
 
  private:
-  template <int kBlocks>
-  __device__ __forceinline__ void fetch(const Places& places, const CUtensorMap* map,
-                                        BytesBarrier& full, typename Traits::Element* target) const {
-    constexpr int kBlockElements = Traits::kTileN * kBlockColumns;
-    if (lane_id() == 0) full.arrive_and_expect_tx(kBlocks * kBlockElements * 2);
+  __device__ __forceinline__ Barrier& empty(int stage) const {
+    return kOperand == Operand::kK ? smem.barriers.k_empty[stage] : smem.barriers.v_empty[stage];
+  }
+
+  // The rows that are fetched are those of kept keys: what lies below a window may have been
+  // recycled, page and all, and what lies past the request's end is not its own.
+  __device__ __forceinline__ Place find(int tile) const {
     int box_rows = params.box.kv_rows;
-    for (int row = 0, box = 0; row < Traits::kTileN; row += box_rows, ++box) {
-      int page = __shfl_sync(0xffffffffu, places.page, box);
-      int x = __shfl_sync(0xffffffffu, places.x, box);
-      int first = box_rows - __shfl_sync(0xffffffffu, places.rows, box);
-      if (lane_id() != 0) continue;
+    int box_key = tile * Traits::kTileN + lane_id() * box_rows;
+    int first = max(keys.begin, box_key);
+    int num_rows = max(min(keys.end, box_key + box_rows) - first, 0);
+    Place place{0, 0, num_rows - box_rows};
+    if (num_rows == 0 || lane_id() * box_rows >= Traits::kTileN) return place;
+    if (params.page_indices == nullptr) {
+      place.x = request.kv_begin + first;
+    } else {
+      int page;
+      params.page(page, place.x, first);
+      place.page = __ldg(params.page_indices + request.kv_begin + page);
+    }
+    return place;
+  }
+
+  __device__ __forceinline__ void fetch(const Place& place) const {
+    BytesBarrier& full = kOperand == Operand::kK ? smem.barriers.k_full[at.index]
+                                                 : smem.barriers.v_full[at.index];
+    // NOTE: elect_one_sync() tells the compiler that one lane issues; `lane == 0` would not.
+    if (elect_one_sync()) full.arrive_and_expect_tx(kTileElements * sizeof(typename Traits::Element));
+    auto* tile = (kOperand == Operand::kK ? smem.k : smem.v) + at.index * kTileElements;
+    int box_rows = params.box.kv_rows;
+    if (box_rows == Traits::kTileN) {
+      issue(place, 0, tile, full);
+      return;
+    }
+    // In groups, so that one box's way to the uniform registers hides another's.
+    constexpr int kGroup = kMostBoxes % 4 == 0 ? 4 : 2;
+    for (int box = 0; box * box_rows < Traits::kTileN; box += kGroup) {
+      CUTE_UNROLL
+      for (int i = 0; i < kGroup; ++i) {
+        int row = (box + i) * box_rows;
+        if (row < Traits::kTileN) issue(place, box + i, tile + row * kBlockColumns, full);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void issue(const Place& place, int box,
+                                        typename Traits::Element* target,
+                                        BytesBarrier& full) const {
+    const CUtensorMap* map = kOperand == Operand::kK ? &params.maps.k : &params.maps.v;
+    int page = __shfl_sync(0xffffffffu, place.page, box);
+    int x = __shfl_sync(0xffffffffu, place.x, box);
+    int r = __shfl_sync(0xffffffffu, place.r, box);
+    if (elect_one_sync()) {
       CUTE_UNROLL
       for (int block = 0; block < kBlocks; ++block) {
         SM90_TMA_LOAD_5D::copy(map, reinterpret_cast<std::uint64_t*>(&full),
                                static_cast<std::uint64_t>(TMA::CacheHintSm90::EVICT_LAST),
-                               target + block * kBlockElements + row * kBlockColumns,
-                               block * kBlockColumns, first, x, kv_head, page);
+                               target + block * (Traits::kTileN * kBlockColumns),
+                               block * kBlockColumns, r, x, kv_head, page);
       }
     }
   }
 };
 
+// Both operands' tiles row by row, by all threads of the warpgroup.
 template <class Traits>
 struct RowLoader {
-  static constexpr int kThreads = kWarpgroupThreads;
   static constexpr int kWarpKeys = Traits::kTileN / kWarpgroupWarps;  // rows that a warp copies
   static constexpr int kOwned = ceil_div(kWarpKeys, 32);              // rows that a lane looks up
   static constexpr int kRowsPerPass = 4;                              // 8 lanes, 16 bytes each
@@ -168,16 +208,43 @@ struct RowLoader {
   RequestInfo request;
   KeySpan keys;
   int kv_head;
+  RingPosition<Traits::kStages> k;
+  RingPosition<Traits::kStages> v;
   BytesBarrier* unpublished = nullptr;  // its rows are in flight
 
   __device__ __forceinline__ RowLoader(const HopperParams& params, SharedStorage<Traits>& smem)
       : params(params), smem(smem) {}
 
-  __device__ __forceinline__ void begin_item(const ItemState& state) {
+  // K(last), then K(t - 1), V(t) for each tile: the order in which S(t - 1) = Q K^T runs ahead of
+  // O += P V(t).
+  __device__ __forceinline__ void load_item(const ItemState& state) {
     request = state.request;
     keys = state.keys;
     kv_head = state.item.kv_head;
+    const TileRange tiles = state.tiles;
+    if (tiles.count() == 0) {
+      // The next wait may be for consumers who wait for what is still in flight.
+      drain();
+      return;
+    }
+    Places places = find(tiles.end - 1);
+    fetch_k(places);
+    for (int tile = tiles.end - 2; tile >= tiles.begin; --tile) {
+      Places next = find(tile);
+      fetch_k(next);
+      fetch_v(places);
+      places = next;
+    }
+    fetch_v(places);
   }
+
+  __device__ __forceinline__ void drain() {
+    cp_async_wait<0>();
+    publish();
+  }
+
+ private:
+  __device__ __forceinline__ static int warp_row() { return threadIdx.x / 32 * kWarpKeys; }
 
   __device__ __forceinline__ Places find(int tile) const {
     Places places;
@@ -190,24 +257,20 @@ struct RowLoader {
     return places;
   }
 
-  __device__ __forceinline__ void fetch_k(const Places& places, int stage) {
+  __device__ __forceinline__ void fetch_k(const Places& places) {
+    smem.barriers.k_empty[k.index].wait(k.phase ^ 1);
     fetch<Traits::kBlocksQk>(places, params.k, params.head_dim_qk,
-                             smem.k + stage * (Traits::kTileN * Traits::kHeadQk));
-    publish_before(smem.barriers.k_full[stage]);
+                             smem.k + k.index * (Traits::kTileN * Traits::kHeadQk));
+    publish_before(smem.barriers.k_full[k.index]);
+    k.advance();
   }
-  __device__ __forceinline__ void fetch_v(const Places& places, int stage) {
+  __device__ __forceinline__ void fetch_v(const Places& places) {
+    smem.barriers.v_empty[v.index].wait(v.phase ^ 1);
     fetch<Traits::kBlocksVo>(places, params.v, params.head_dim_vo,
-                             smem.v + stage * (Traits::kTileN * Traits::kHeadVo));
-    publish_before(smem.barriers.v_full[stage]);
+                             smem.v + v.index * (Traits::kTileN * Traits::kHeadVo));
+    publish_before(smem.barriers.v_full[v.index]);
+    v.advance();
   }
-
-  __device__ __forceinline__ void drain() {
-    cp_async_wait<0>();
-    publish();
-  }
-
- private:
-  __device__ __forceinline__ static int warp_row() { return threadIdx.x / 32 * kWarpKeys; }
 
   // One tile stays in flight while the one before it is announced.
   __device__ __forceinline__ void publish_before(BytesBarrier& full) {
@@ -258,53 +321,39 @@ struct RowLoader {
   }
 };
 
-// One CTA's share of the work list, by the threads of TileLoader.
-template <class Traits, class TileLoader>
-__device__ __forceinline__ void produce(const HopperParams& params, SharedStorage<Traits>& smem,
-                                        int begin, int end) {
-  auto& barriers = smem.barriers;
-  ProducerState<Traits> at;
-  TileLoader loader(params, smem);
-  auto fetch_k = [&](const typename TileLoader::Places& places) {
-    barriers.k_empty[at.k.index].wait(at.k.phase ^ 1);
-    loader.fetch_k(places, at.k.index);
-    at.k.advance();
-  };
-  auto fetch_v = [&](const typename TileLoader::Places& places) {
-    barriers.v_empty[at.v.index].wait(at.v.phase ^ 1);
-    loader.fetch_v(places, at.v.index);
-    at.v.advance();
-  };
+// One CTA's share of the work list, by warps 0 and 1 of the warpgroup.
+template <class Traits>
+__device__ __forceinline__ void produce_boxes(const HopperParams& params,
+                                              SharedStorage<Traits>& smem, int begin, int end) {
+  int warp = cutlass::canonical_warp_idx_sync();
+  if (warp == 0) {
+    ItemAnnouncer<Traits> announcer{params, smem};
+    BoxLoader<Traits, Operand::kK> loader(params, smem);
+    for (int index = begin; index < end; ++index) {
+      ItemState state = describe_item<Traits>(params, index);
+      if (elect_one_sync()) announcer.announce(state);
+      __syncwarp();
+      loader.load_item(state);
+    }
+  } else if (warp == 1) {
+    BoxLoader<Traits, Operand::kV> loader(params, smem);
+    for (int index = begin; index < end; ++index) {
+      loader.load_item(describe_item<Traits>(params, index));
+    }
+  }
+}
 
+// The same by the whole warpgroup.
+template <class Traits>
+__device__ __forceinline__ void produce_rows(const HopperParams& params,
+                                             SharedStorage<Traits>& smem, int begin, int end) {
+  ItemAnnouncer<Traits> announcer{params, smem};
+  RowLoader<Traits> loader(params, smem);
   for (int index = begin; index < end; ++index) {
     ItemState state = describe_item<Traits>(params, index);
-    loader.begin_item(state);
-    const TileRange tiles = state.tiles;
-    typename TileLoader::Places places{};
-    if (tiles.count() > 0) places = loader.find(tiles.end - 1);
-
-    if (threadIdx.x == 0) {
-      barriers.item_empty[at.item.index].wait(at.item.phase ^ 1);
-      smem.items[at.item.index] = state;
-      barriers.item_full[at.item.index].arrive();
-      if (tiles.count() > 0) {
-        barriers.q_empty.wait(at.q.phase ^ 1);
-        fetch_q(params, state, smem);
-      }
-    }
+    if (threadIdx.x == 0) announcer.announce(state);
     __syncwarp();
-    at.item.advance();
-    if (tiles.count() == 0) continue;
-    at.q.advance();
-
-    fetch_k(places);
-    for (int tile = tiles.end - 2; tile >= tiles.begin; --tile) {
-      typename TileLoader::Places next = loader.find(tile);
-      fetch_k(next);
-      fetch_v(places);
-      places = next;
-    }
-    fetch_v(places);
+    loader.load_item(state);
   }
   loader.drain();
 }

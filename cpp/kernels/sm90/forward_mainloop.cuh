@@ -78,7 +78,7 @@ struct ForwardMainloop {
     softmax.move_references(rows_of_s, params.logits.scale_log2);
     softmax.exponentiate(rows_of_s, params.logits.scale_log2);
     auto tOrP = make_tensor<Element>(as_operand_a(tSrS.layout()));  // ((2, 2, 2), 1, N / 16)
-    round_to(tOrP, tSrS);
+    round_to(tSrS, tOrP);
 
     GMMA::ScaleOut first = GMMA::ScaleOut::Zero;
     for (--tile; tile >= tiles.begin; --tile) {
@@ -95,19 +95,16 @@ struct ForwardMainloop {
       transform_logits<Traits::kVariant.logits>(tSrS, params.logits);
       if (tiles.needs_mask(tile)) mask_tile(rows_of_s, state, tile);
       auto move = softmax.move_references(rows_of_s, params.logits.scale_log2);
-      softmax.rescale_sums(move);
-      softmax.exponentiate(rows_of_s, params.logits.scale_log2);
       wait_for_product<0>(tOrO);
       release(barriers.v_empty[at.v.index]);
       at.v.advance();
-      softmax.rescale_rows(rows_of_o, move);
-      round_to(tOrP, tSrS);
+      softmax.rescale(rows_of_o, move);
+      softmax.exponentiate(rows_of_s, params.logits.scale_log2);
+      round_to(tSrS, tOrP);
     }
     release(barriers.q_empty);
 
     barriers.v_full[at.v.index].wait(at.v.phase);
-    int below = state.keys.begin - tiles.begin * Traits::kTileN;
-    if (below > 0) clear_rows_of_v(at.v.index, below);
     multiply_async(mma_pv, tOrP, tOrV(_, _, _, at.v.index), tOrO, first);
     wait_for_product<0>(tOrO);
     release(barriers.v_empty[at.v.index]);
@@ -128,12 +125,6 @@ struct ForwardMainloop {
     cutlass::arch::NamedBarrier::arrive(2 * kWarpgroupThreads, NamedBarriers::kTurn + next);
   }
 
-  template <class P, class S>
-  __device__ __forceinline__ static void round_to(P& tOrP, const S& tSrS) {
-    Tensor rounded = convert_fragment<Element>(tSrS);
-    copy(make_tensor(rounded.data(), tOrP.layout()), tOrP);
-  }
-
   // NOTE: sm_scale <= 0 is served by Q's sign (LogitsParams). Each warpgroup scales its own rows.
   __device__ __forceinline__ void scale_q() const {
     Tensor sQ = make_tensor(make_smem_ptr(smem.q), typename Traits::LayoutQ{});  // (tile_m, d_qk)
@@ -145,15 +136,28 @@ struct ForwardMainloop {
     cutlass::arch::NamedBarrier::sync(kWarpgroupThreads, NamedBarriers::kWarpgroup + warpgroup);
   }
 
-  // Rows of V below the window: nobody's by now, and NaN times a zero probability is NaN.
-  __device__ __forceinline__ void clear_rows_of_v(int stage, int num_rows) const {
-    Tensor sV = make_tensor(make_smem_ptr(smem.v), typename Traits::LayoutV{});  // (d, n, stages)
-    for (int i = warpgroup * kWarpgroupThreads + thread; i < num_rows * Traits::kHeadVo;
-         i += Traits::kConsumerThreads) {
-      sV(i % Traits::kHeadVo, i / Traits::kHeadVo, stage) = Element(0.0f);
-    }
-    cutlass::arch::fence_view_async_shared();
-    cutlass::arch::NamedBarrier::sync(Traits::kConsumerThreads, NamedBarriers::kAllConsumers);
+  // Bit i of a row's mask is this thread's column i of 32: 8 (i / 2) + i % 2, from the tile's first
+  // such group on. The bits of columns before `column`:
+  __device__ __forceinline__ static std::uint32_t columns_before(int column) {
+    int count = min(max(column / 8 * 2 + min(column % 8, 2), 0), 32);
+    return count == 0 ? 0u : 0xffffffffu >> (32 - count);
+  }
+  __device__ __forceinline__ static std::uint32_t columns_in(int begin, int end) {
+    return columns_before(max(end, 0)) & ~columns_before(max(begin, 0));
+  }
+
+  // Where the columns of the tile with the request's last key lie: those from `edge` on are
+  // `shift` further right (tensor_map.h).
+  struct ItemTail {
+    int edge;
+    int shift;
+  };
+  __device__ __forceinline__ ItemTail tail_of(const ItemState& state, int tile) const {
+    int box_rows = params.box.kv_rows;
+    int last = state.request.kv_len - tile * Traits::kTileN;
+    if (box_rows == 0 || last >= Traits::kTileN) return {Traits::kTileN, 0};
+    int in_box = last % box_rows;
+    return {last - in_box, in_box == 0 ? 0 : box_rows - in_box};
   }
 
   template <class Scores>
@@ -161,17 +165,24 @@ struct ForwardMainloop {
                                             int tile) const {
     MaskBounds bounds{state.request.qo_len, state.request.kv_len, params.window_left,
                       params.causal};
-    int first_key = tile * Traits::kTileN + lane_id() % 4 * 2;
+    ItemTail tail = tail_of(state, tile);
+    int first_key = tile * Traits::kTileN;
+    int lane_column = lane_id() % 4 * 2;
     CUTE_UNROLL
     for (int r = 0; r < size<0>(scores); ++r) {
       int tile_row = warpgroup * kWarpgroupRows + thread / 32 * kWarpRows + lane_id() / 4 + r * 8;
       int token = unpack_row(params, state.item.row_begin + tile_row).token;
-      int first = bounds.first_key(token) - first_key;
-      int end = bounds.end_key(token) - first_key;
+      KeySpan kept{bounds.first_key(token) - first_key, bounds.end_key(token) - first_key};
       CUTE_UNROLL
-      for (int c = 0; c < size<1>(scores); ++c) {
-        int column = c / 2 * 8 + c % 2;
-        if (column < first || column >= end) scores(r, c) = -INFINITY;
+      for (int word = 0; word < ceil_div(Traits::kTileN, 128); ++word) {
+        int column = word * 128 + lane_column;
+        std::uint32_t bits = columns_in(kept.begin - column, min(kept.end, tail.edge) - column) |
+                             columns_in(max(kept.begin, tail.edge) + tail.shift - column,
+                                        kept.end + tail.shift - column);
+        CUTE_UNROLL
+        for (int i = 0; i < 32 && word * 32 + i < size<1>(scores); ++i) {
+          if (!(bits >> i & 1u)) scores(r, word * 32 + i) = -INFINITY;
+        }
       }
     }
   }

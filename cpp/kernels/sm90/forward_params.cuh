@@ -8,6 +8,7 @@ namespace preflash::sm90 {
 
 struct HopperParams : KernelParams {
   BoxShape box;
+  std::int32_t rows_per_tile;  // whole tokens, but for groups larger than a tile
   TensorMaps maps;
 };
 

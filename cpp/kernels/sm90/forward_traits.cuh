@@ -85,7 +85,7 @@ struct ItemState {
   WorkItem item;
   RequestInfo request;
   TileRange tiles;
-  KeySpan keys;  // that any row of the tile keeps
+  KeySpan keys;  // from the first one that any row keeps to the request's end
   int num_rows;  // of the tile; the rest of it is stale
 };
 
@@ -112,8 +112,7 @@ struct Barriers {
 // Hardware barriers among consumers. kTurn + w: warpgroup w may issue its products.
 struct NamedBarriers {
   static constexpr int kTurn = 0;
-  static constexpr int kAllConsumers = 3;
-  static constexpr int kWarpgroup = 4;  // + w
+  static constexpr int kWarpgroup = 3;  // + w
 };
 
 template <class Traits>

@@ -52,19 +52,17 @@ const char* encode(Encode function, DType dtype, const void* base, const TensorS
 
 const char* encode_kv(Encode function, DType dtype, const ForwardParams& params,
                       const KvTensor& tensor, int head_dim, int box_rows, CUtensorMap& map) {
-  const auto rows = static_cast<cuuint64_t>(box_rows);
   const cuuint64_t stride_token = stride_bytes(tensor.stride_token, tensor.num_tokens);
   const TensorShape<5> shape{
-      .dims = {static_cast<cuuint64_t>(head_dim), rows,
-               static_cast<cuuint64_t>(tensor.num_tokens) + 1,
+      .dims = {static_cast<cuuint64_t>(head_dim), static_cast<cuuint64_t>(box_rows),
+               static_cast<cuuint64_t>(tensor.num_tokens),
                static_cast<cuuint64_t>(params.num_kv_heads),
                static_cast<cuuint64_t>(tensor.num_pages)},
       .stride_bytes = {stride_token, stride_token,
                        stride_bytes(tensor.stride_head, params.num_kv_heads),
                        stride_bytes(tensor.stride_page, tensor.num_pages)},
       .box = {kBoxColumns, static_cast<cuuint32_t>(box_rows), 1, 1, 1}};
-  return encode(function, dtype, static_cast<const char*>(tensor.data) - rows * stride_token, shape,
-                map);
+  return encode(function, dtype, tensor.data, shape, map);
 }
 
 const char* encode_q(Encode function, DType dtype, const ForwardParams& params, const BoxShape& box,

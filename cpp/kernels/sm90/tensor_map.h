@@ -1,16 +1,20 @@
 // TMA tensor maps of one launch, made on the host.
 //
-// K and V, ragged and paged alike: a tile is fetched as boxes of `box_rows` keys. Where a box holds
-// only v < box_rows keys of its request, the rest must arrive as zeros, not as a stranger's rows,
-// whose NaN would meet a zero probability. TMA zero-fills what lies outside a tensor's dimensions,
-// but a request's end is no dimension's end; so the row appears twice, in two dimensions of the
-// same stride:
+// K and V, ragged and paged alike: a tile is fetched as boxes of `box_rows` keys. Where only some
+// keys of a box are wanted (it reaches past the request's end, or below a window), the other rows
+// must arrive as zeros, not as a stranger's, whose NaN would meet a zero probability. TMA
+// zero-fills what lies outside a tensor's dimensions, but a request's end is no dimension's end; so
+// the row appears twice, in two dimensions of the same stride:
 //   column  head_dim            64 of them a box
-//   r       box_rows            the box's rows, from box_rows - v: the last ones fall off its edge
-//   x       rows + 1            row of the page (or of the ragged tensor) plus v
+//   r       box_rows            from -(box_rows - wanted): rows below 0 are outside
+//   x       rows                first wanted row, of the page or of the ragged tensor
 //   head    num_kv_heads
 //   page    num_pages
-// from a base box_rows rows early: row = (r + x) - box_rows.
+// and row = x + r. The wanted rows come to lie at the end of the box. For a box that begins below a
+// window that is where they belong; for the one that holds a request's last key the consumers' mask
+// knows (ItemTail).
+// NOTE: zeros at the end instead would take a tensor that begins before its first byte. TMA faults
+// on that where nothing is mapped there.
 #pragma once
 
 #include <cuda.h>

@@ -65,7 +65,7 @@ class Outcome:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--backend", help="check this backend alone: cpu, fa2")
+    parser.add_argument("--backend", help="check this backend alone: cpu, fa2, fa3")
     parser.add_argument("--quick", action="store_true", help="one dtype per backend")
 
 

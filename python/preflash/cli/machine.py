@@ -12,6 +12,7 @@ from . import CommandError
 _DTYPES = {
     "cpu": (torch.bfloat16, torch.float16, torch.float32),
     "fa2": (torch.bfloat16, torch.float16),
+    "fa3": (torch.bfloat16, torch.float16),
 }
 
 
@@ -44,14 +45,17 @@ def gpu_absent() -> str:
 
 
 def places() -> list[Place]:
-    """Every backend that can run here, the CPU last. Of several GPUs the current one."""
+    """Every backend that can run here, the fastest first. Of several GPUs the current one."""
     found = []
     if not gpu_absent():
         device = torch.device("cuda", torch.cuda.current_device())
         capability = _core.device_facts(device.index)["compute_capability"]
         backends = {kernel["backend"] for kernel in _core.kernels()}
+        name = torch.cuda.get_device_name(device)
+        if "fa3" in backends and capability == 90:
+            found.append(Place("fa3", device, name))
         if "fa2" in backends and capability >= 80:
-            found.append(Place("fa2", device, torch.cuda.get_device_name(device)))
+            found.append(Place("fa2", device, name))
     found.append(Place("cpu", torch.device("cpu"), "CPU"))
     return found
 

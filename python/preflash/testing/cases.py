@@ -335,6 +335,7 @@ def tiny() -> list[Case]:
         Case("short", (1, 2), (40, 19), 4, 1, 64, page_size=8, mask=_C),
         Case("tall_paged", (66,), (131,), 2, 2, 128, page_size=16, mask=_C),
         Case("page1", (9,), (37,), 2, 1, 128, page_size=1, layout="HND"),
+        Case("group3", (45, 2), (131, 9), 3, 1, 128, page_size=24, mask=_C),
         Case("custom", (17,), (33,), 2, 1, 64, mask=_PACKED),
         Case("softcap", (9,), (70,), 2, 1, 128, soft_cap=5.0, window_left=11),
         Case("split", (2,), (300,), 4, 1, 128, page_size=3, mask=_C, fixed_split_size=64),

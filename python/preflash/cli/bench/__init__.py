@@ -23,7 +23,7 @@ _OURS = "preflash"
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", default="", help="only rows whose name contains this")
-    parser.add_argument("--backend", help="cpu or fa2; by default the fastest that is here")
+    parser.add_argument("--backend", help="cpu, fa2 or fa3; by default the fastest that is here")
     parser.add_argument("--dtype", help="bf16, f16, f32, or several with commas")
     parser.add_argument("--json", metavar="FILE", type=pathlib.Path, help="write results there")
     parser.add_argument("--quick", action="store_true", help="few small rows, few repeats")

@@ -1,0 +1,233 @@
+"""fa3 beside fa2: the choice between them, the same answers, and what TMA could get wrong."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from backends import backends_and_cases, on_every_backend
+from preflash import _core
+from preflash.testing import Case, KvForm, MaskKind, build, cases, compare, expected, runner
+from require_variant import why_no_fa3
+
+pytestmark = pytest.mark.gpu
+
+CASE = Case("choice", (33, 170), (400, 170), 8, 2, 128, page_size=16, mask=MaskKind.CAUSAL)
+
+
+@pytest.fixture
+def fa3() -> str:
+    if why_no_fa3():
+        pytest.skip(why_no_fa3())
+    return "fa3"
+
+
+def planned(case, backend, **overrides):
+    inputs = build(case, device="cuda")
+    wrapper = runner.make_wrapper(case, backend=backend, device="cuda")
+    runner.plan(wrapper, inputs, **overrides)
+    return wrapper, inputs
+
+
+# --- the choice ----------------------------------------------------------------
+
+
+def test_auto_takes_fa3_where_it_runs():
+    wrapper, inputs = planned(CASE, "auto")
+    best, family = ("fa2", "sm80") if why_no_fa3() else ("fa3", "sm90")
+    assert wrapper._backend == best
+    assert wrapper.variant.startswith(f"{family}_bf16_d128_")
+    runner.judge(inputs, *runner.run(wrapper, inputs)).check()
+
+
+def test_auto_falls_to_fa2_for_custom_masks():
+    plain = Case("plain", (33, 5), (70, 200), 4, 2, 128, dtype=torch.float16)
+    wrapper, inputs = planned(dataclasses.replace(plain, mask=MaskKind.CUSTOM), "auto")
+    assert wrapper._backend == "fa2"
+    assert wrapper.variant.startswith("sm80_")
+    runner.judge(inputs, *runner.run(wrapper, inputs)).check()
+
+
+def test_custom_masks_on_fa3_are_refused_by_name(fa3):
+    with pytest.raises(NotImplementedError, match="mask custom") as refused:
+        planned(Case("custom", (9,), (70,), 2, 1, 128, mask=MaskKind.CUSTOM), fa3)
+    if any(kernel["backend"] == "fa2" for kernel in _core.kernels()):
+        assert 'backend "fa2", which "auto" takes then' in str(refused.value)
+
+
+def test_explicit_fa3_never_becomes_fa2():
+    if why_no_fa3():
+        with pytest.raises((NotImplementedError, ValueError), match="fa3"):
+            planned(CASE, "fa3")
+        return
+    wrapper, _ = planned(CASE, "fa3")
+    assert wrapper._backend == "fa3"
+    assert wrapper.variant.startswith("sm90_")
+
+
+def test_decode_batches_take_the_tall_tile(fa3):
+    wrapper, inputs = planned(Case("decode", (1,) * 40, (300,) * 40, 8, 1, 128), fa3)
+    assert wrapper.variant == "sm90_bf16_d128_prefill_plain_bounds"
+    runner.judge(inputs, *runner.run(wrapper, inputs)).check()
+
+
+# --- the same answers ----------------------------------------------------------
+
+AGREE = [
+    *(case for case in cases.core()[1::2] if not case.has_custom_mask),
+    Case("long", (700, 1), (3000, 5000), 8, 1, 128, page_size=16, mask=MaskKind.CAUSAL),
+    Case("group7", (130, 40), (700, 40), 7, 1, 64, mask=MaskKind.CAUSAL),
+]
+
+
+@pytest.mark.parametrize("case", AGREE, ids=lambda case: case.id)
+def test_fa2_and_fa3_agree(case, fa3):
+    inputs = build(case, device="cuda")
+    want = expected(inputs)
+    results = []
+    for backend in ("fa2", fa3):
+        wrapper = runner.make_wrapper(case, backend=backend, device="cuda")
+        runner.plan(wrapper, inputs)
+        results.append(runner.run(wrapper, inputs))
+        runner.judge(inputs, *results[-1], want=want).check()
+    (out2, lse2), (out3, lse3) = results
+    eps = torch.finfo(case.dtype).eps
+    torch.testing.assert_close(out3, out2, rtol=4 * eps, atol=8 * eps, equal_nan=True)
+    torch.testing.assert_close(lse3, lse2, rtol=1e-5, atol=1e-2, equal_nan=True)
+
+
+SPLITS = {
+    "fixed": {"fixed_split_size": 128},
+    "automatic": {},
+    "none": {"disable_split_kv": True},
+}
+
+
+@pytest.mark.parametrize("policy", SPLITS.values(), ids=SPLITS)
+def test_twenty_runs_of_a_long_batch_are_bitwise_equal(fa3, policy):
+    lens = (1, 7, 130, 1), (9000, 4000, 2500, 0)
+    case = Case("repeat", *lens, 7, 1, 128, page_size=16, mask=MaskKind.CAUSAL)
+    wrapper, inputs = planned(case, fa3, **policy)
+    first = runner.run(wrapper, inputs)
+    runner.judge(inputs, *first).check()
+    for _ in range(19):
+        again = runner.run(wrapper, inputs)
+        assert torch.equal(first[0], again[0])
+        assert torch.equal(first[1], again[1])
+
+
+# --- what a tile reaches over ----------------------------------------------------
+
+
+def judge_some(out, lse, want, rows):
+    """Compares the given rows of q with the oracle."""
+    rows = torch.tensor(rows, device=out.device)
+    names = ("out", "lse", "spread", "logit_bound")
+    picked = dataclasses.replace(want, **{name: getattr(want, name)[rows] for name in names})
+    compare(out[rows], lse[rows], picked).check()
+
+
+@on_every_backend
+@pytest.mark.parametrize("value", [math.nan, math.inf], ids=str)
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("page_size", [0, 1, 3, 8, 16, 24, 64, 256])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_neighbours_stay_out(backend, head_dim, page_size, layout, value):
+    """The requests before and after hold NaN or Inf; so do the rest of every last page."""
+    mask = {"mask": MaskKind.CAUSAL, "layout": layout}
+    case = Case("near", (5, 40, 3), (37, 131, 250), 4, 2, head_dim, page_size=page_size, **mask)
+    inputs = build(case, device="cuda")
+    want = expected(inputs)
+    for request, (begin, end) in ((0, (0, 37)), (2, (168, 418))):
+        for tensor in (inputs.k, inputs.v):
+            if page_size:
+                tensor[torch.tensor(inputs.page_table[request], device="cuda")] = value
+            else:
+                tensor.narrow(0 if layout == "NHD" else 1, begin, end - begin).fill_(value)
+    inputs.q[:5], inputs.q[45:] = value, value
+    wrapper = runner.make_wrapper(case, backend=backend, device="cuda")
+    runner.plan(wrapper, inputs)
+    out, lse = runner.run(wrapper, inputs)
+    judge_some(out, lse, want, range(5, 45))
+
+
+@on_every_backend
+@pytest.mark.parametrize("fixed_split_size", [None, 128])
+@pytest.mark.parametrize("page_size", [0, 1, 8, 16, 40, 128])
+def test_recycled_pages_stay_out(backend, page_size, fixed_split_size):
+    """Keys below every row's window, whose pages the engine has given away."""
+    window = {"mask": MaskKind.CAUSAL, "window_left": 70}
+    split = {"fixed_split_size": fixed_split_size}
+    case = Case("recycled", (9,), (600,), 6, 2, 128, page_size=page_size, **window, **split)
+    inputs = build(case, device="cuda")
+    want = expected(inputs)
+    for key in range(600 - 9 - 70):
+        place = (key,)
+        if page_size:
+            place = (int(inputs.indices[key // page_size]), key % page_size)
+        inputs.k[place], inputs.v[place] = math.nan, math.inf
+    runner.check(inputs, backend=backend, want=want)
+
+
+@on_every_backend
+@pytest.mark.parametrize("kv_len", [1, 7, 111, 112, 113, 127, 128, 129, 255, 256, 257])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
+def test_the_last_tile_ends_where_the_request_ends(backend, dims, kv_len):
+    """Infinities behind the last key, in tensor rows that nobody owns."""
+    case = Case("end", (70,), (kv_len,), 2, 1, *dims, mask=MaskKind.CAUSAL)
+    runner.check(build(case, device="cuda"), backend=backend)
+
+
+# --- strides ---------------------------------------------------------------------
+
+
+@on_every_backend
+def test_one_head_expanded_to_many(backend):
+    """A stride of 0 is a stride."""
+    case = Case("expanded", (40, 9), (130, 70), 8, 4, 128, mask=MaskKind.CAUSAL)
+    inputs = build(case, device="cuda")
+    for name in ("k", "v"):
+        one = getattr(inputs, name)[:, :1].clone()
+        setattr(inputs, name, one.expand(-1, 4, -1))
+    runner.check(inputs, backend=backend)
+
+
+@on_every_backend
+def test_strides_of_single_elements_mean_nothing(backend):
+    """torch leaves any stride in a dimension of one element."""
+    case = Case("single", (1,), (1,), 1, 1, 128)
+    inputs = build(case, device="cuda")
+    want = expected(inputs)
+    inputs.q = inputs.q.as_strided((1, 1, 128), (3, 5, 1))
+    inputs.k = inputs.k[:1].as_strided((1, 1, 128), (1, 0, 1))
+    inputs.v = inputs.v[:1].as_strided((1, 1, 128), (7, 1 << 40, 1))
+    runner.check(inputs, backend=backend, want=want)
+
+
+@pytest.mark.parametrize(
+    ("backend", "case"),
+    backends_and_cases(
+        [
+            Case("no_keys", (5, 9), (0, 0), 4, 2, 128, mask=MaskKind.CAUSAL),
+            Case("no_pages", (5, 9), (0, 0), 4, 2, 128, page_size=16),
+            Case("no_rows", (0, 0), (70, 3), 4, 2, 128),
+        ]
+    ),
+)
+def test_empty_tensors(backend, case):
+    """Tensor maps have no dimension of length 0."""
+    inputs = build(case, device="cuda")
+    inputs.k, inputs.v = inputs.k[: sum(case.kv_lens)], inputs.v[: sum(case.kv_lens)]
+    if case.paged:
+        inputs.cache = (inputs.k, inputs.v)
+    runner.check(inputs, backend=backend)
+
+
+@on_every_backend
+@pytest.mark.parametrize("form", list(KvForm)[:5], ids=lambda form: form.value)
+@pytest.mark.parametrize("page_size", [0, 4, 16])
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_every_storage_form(backend, layout, page_size, form):
+    shape = ((40, 9, 1), (130, 70, 300), 6, 2, 64)
+    how = {"page_size": page_size, "layout": layout, "form": form, "mask": MaskKind.CAUSAL}
+    runner.check(build(Case("form", *shape, **how), device="cuda"), backend=backend)
