@@ -5,22 +5,27 @@
 
 #include <cute/arch/copy_sm90.hpp>
 
-#include "kernels/sm90/forward_mainloop.cuh"
+#include "kernels/common/convert.cuh"
+#include "kernels/common/online_softmax.cuh"
+#include "kernels/sm90/forward_params.cuh"
+#include "kernels/sm90/forward_traits.cuh"
+#include "kernels/sm90/warpgroup_mma.cuh"
 
 namespace preflash::sm90 {
 
 template <class Traits>
 struct ForwardEpilogue {
   using Element = typename Traits::Element;
-  using Mainloop = ForwardMainloop<Traits>;
+  using Softmax = OnlineSoftmax<2>;
 
   const HopperParams& params;
   const ItemState& state;
   Element* staging;  // this warp's [16, 64]
   int tile_row;      // first of this warp's 16
 
-  __device__ __forceinline__ void run(typename Mainloop::Softmax& softmax,
-                                      typename Mainloop::AccumulatorO& tOrO) const {
+  // tOrO: ((2, 2, D / 8), 1, 1), the sum over this item's keys
+  template <class AccumulatorO>
+  __device__ __forceinline__ void run(Softmax& softmax, AccumulatorO& tOrO) const {
     auto rows_of_o = make_tensor(tOrO.data(), as_rows_and_columns(tOrO.layout()));
     bool final = state.item.partial_slot == WorkItem::kFinal;
     CUTE_UNROLL
@@ -41,7 +46,35 @@ struct ForwardEpilogue {
     }
   }
 
+  // An item whose rows keep nothing, by any one warp.
+  __device__ __forceinline__ void run_empty() const {
+    bool final = state.item.partial_slot == WorkItem::kFinal;
+    for (int row = 0; row < state.num_rows; ++row) {
+      if (lane_id() == 0) store_lse(row, -INFINITY, final);
+      for (int column = lane_id(); column < params.head_dim_vo; column += 32) {
+        if (final) {
+          o_row(row)[column] = Element(0.0f);
+        } else {
+          partial_row(row)[column] = 0.0f;
+        }
+      }
+    }
+  }
+
  private:
+  __device__ __forceinline__ Element* o_row(int row) const {
+    PackedRow packed = unpack_row(params, state.item.row_begin + row);
+    return static_cast<Element*>(params.o.data) +
+           (state.request.qo_begin + packed.token) * params.o.stride_token +
+           (state.item.kv_head * params.group_size + packed.head_in_group) * params.o.stride_head;
+  }
+  // [head_dim_vo], of this item's slot
+  __device__ __forceinline__ float* partial_row(int row) const {
+    return params.partial_o +
+           (static_cast<std::int64_t>(state.item.partial_slot) * Traits::kTileM + row) *
+               params.head_dim_vo;
+  }
+
   __device__ __forceinline__ void store_lse(int row, float lse, bool final) const {
     if (row >= state.num_rows) return;
     const WorkItem& item = state.item;
@@ -57,9 +90,6 @@ struct ForwardEpilogue {
 
   template <class Rows>
   __device__ __forceinline__ void store_partial(const Rows& rows_of_o) const {
-    // [tile_m, head_dim_vo] of this slot
-    float* slot = params.partial_o + static_cast<std::int64_t>(state.item.partial_slot) *
-                                         Traits::kTileM * params.head_dim_vo;
     CUTE_UNROLL
     for (int r = 0; r < size<0>(rows_of_o); ++r) {
       int row = tile_row + lane_id() / 4 + r * 8;
@@ -68,7 +98,7 @@ struct ForwardEpilogue {
       for (int c = 0; c < size<1>(rows_of_o); c += 2) {
         int column = c / 2 * 8 + lane_id() % 4 * 2;
         if (column < params.head_dim_vo) {
-          *reinterpret_cast<float2*>(slot + row * params.head_dim_vo + column) =
+          *reinterpret_cast<float2*>(partial_row(row) + column) =
               make_float2(rows_of_o(r, c), rows_of_o(r, c + 1));
         }
       }
@@ -76,7 +106,8 @@ struct ForwardEpilogue {
   }
 
   // 64 columns at a time: 16 rows of 128 bytes, whose 16-byte pieces are swizzled by the row.
-  __device__ __forceinline__ void store_final(const typename Mainloop::AccumulatorO& tOrO) const {
+  template <class AccumulatorO>
+  __device__ __forceinline__ void store_final(const AccumulatorO& tOrO) const {
     constexpr int kRowsPerPass = 4;  // 8 lanes a row
     constexpr int kPasses = kWarpRows / kRowsPerPass;
     Element* targets[kPasses];  // null: no such row
@@ -84,13 +115,7 @@ struct ForwardEpilogue {
     CUTE_UNROLL
     for (int pass = 0; pass < kPasses; ++pass) {
       int row = tile_row + pass * kRowsPerPass + lane_id() / 8;
-      PackedRow packed = unpack_row(params, state.item.row_begin + row);
-      Element* target = static_cast<Element*>(params.o.data) +
-                        (state.request.qo_begin + packed.token) * params.o.stride_token +
-                        (state.item.kv_head * params.group_size + packed.head_in_group) *
-                            params.o.stride_head +
-                        column;
-      targets[pass] = row < state.num_rows ? target : nullptr;
+      targets[pass] = row < state.num_rows ? o_row(row) + column : nullptr;
     }
 
     Tensor tOrO_out = convert_fragment<Element>(tOrO);

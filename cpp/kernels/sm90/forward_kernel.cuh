@@ -3,15 +3,19 @@
 
 #include <cutlass/arch/reg_reconfig.h>
 
-#include "kernels/sm90/forward_epilogue.cuh"
+#include "kernels/sm90/forward_mainloop.cuh"
 
 namespace preflash::sm90 {
 
 template <class Traits>
-__device__ __forceinline__ void init_barriers(Barriers<Traits::kStages>& barriers, bool gather) {
+__device__ __forceinline__ void init_barriers(SharedStorage<Traits>& smem, bool gather) {
+  auto& barriers = smem.barriers;
   int producers = gather ? kWarpgroupThreads : 1;
-  barriers.q_full.init(1);
-  barriers.q_empty.init(Traits::kConsumerWarps);
+  int loading_warps = gather ? kWarpgroupWarps : 2;
+  for (int stage = 0; stage < Traits::kQStages; ++stage) {
+    barriers.q_full[stage].init(1);
+    barriers.q_empty[stage].init(Traits::kConsumerWarps);
+  }
   for (int stage = 0; stage < Traits::kStages; ++stage) {
     barriers.k_full[stage].init(producers);
     barriers.k_empty[stage].init(Traits::kConsumerWarps);
@@ -20,36 +24,9 @@ __device__ __forceinline__ void init_barriers(Barriers<Traits::kStages>& barrier
   }
   for (int slot = 0; slot < kItemSlots; ++slot) {
     barriers.item_full[slot].init(1);
-    barriers.item_empty[slot].init(Traits::kConsumerWarps);
+    barriers.item_empty[slot].init(Traits::kConsumerWarps + loading_warps);
   }
   cutlass::arch::fence_barrier_init();
-}
-
-template <class Traits>
-__device__ __forceinline__ void consume(const HopperParams& params, SharedStorage<Traits>& smem,
-                                        int warpgroup, int num_items) {
-  using Mainloop = ForwardMainloop<Traits>;
-  int thread = threadIdx.x % kWarpgroupThreads;
-  Mainloop mainloop{params, smem, warpgroup, thread};
-  ConsumerState<Traits> at;
-  mainloop.begin_turns();
-  for (int i = 0; i < num_items; ++i) {
-    smem.barriers.item_full[at.item.index].wait(at.item.phase);
-    const ItemState& state = smem.items[at.item.index];
-    typename Mainloop::Softmax softmax;
-    typename Mainloop::AccumulatorO tOrO;
-    if (state.tiles.count() > 0) {
-      mainloop.run(state, at, softmax, tOrO);
-      at.q.advance();
-    } else {
-      clear(tOrO);
-    }
-    int warp = warpgroup * kWarpgroupWarps + thread / 32;
-    ForwardEpilogue<Traits>{params, state, smem.o[warp], warp * kWarpRows}.run(softmax, tOrO);
-    __syncwarp();
-    release(smem.barriers.item_empty[at.item.index]);
-    at.item.advance();
-  }
 }
 
 template <class V>
@@ -60,14 +37,14 @@ __global__ void __launch_bounds__(ForwardTraits<V>::kThreads, 1)
   auto& smem = *reinterpret_cast<SharedStorage<Traits>*>(smem_bytes);
 
   bool gather = params.box.kv_rows == 0;
-  if (threadIdx.x == 0) init_barriers<Traits>(smem.barriers, gather);
+  if (threadIdx.x == 0) init_barriers(smem, gather);
   __syncthreads();
 
   int begin = blockIdx.x;
   int end = begin + 1;
   if (params.cta_begin != nullptr) {
-    begin = params.cta_begin[blockIdx.x];
-    end = params.cta_begin[blockIdx.x + 1];
+    begin = warp_uniform(params.cta_begin[blockIdx.x]);
+    end = warp_uniform(params.cta_begin[blockIdx.x + 1]);
   }
   int warpgroup = cutlass::canonical_warp_group_idx();
   if (warpgroup == 0) {
@@ -79,7 +56,8 @@ __global__ void __launch_bounds__(ForwardTraits<V>::kThreads, 1)
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<Traits::kConsumerRegisters>();
-    consume<Traits>(params, smem, warpgroup - 1, end - begin);
+    int thread = threadIdx.x % kWarpgroupThreads;
+    ForwardMainloop<Traits>{params, smem, warpgroup - 1, thread}.run();
   }
 }
 

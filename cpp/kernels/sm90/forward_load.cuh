@@ -1,21 +1,19 @@
 // The producer warpgroup: work items, Q, and the K/V tiles of each, last tile first.
 //
-//   produce_boxes: ragged tensors and pages of 8 n rows, by TMA. One warp announces the items and
-//     fetches Q and K, another one V; in each, one lane issues boxes while the other lanes look up
+//   produce_boxes: ragged tensors and pages of 8 n rows, by TMA. One warp works the items out, one
+//     fetches Q and K, one V; in the last two one lane issues boxes while the other lanes look up
 //     the page of one box each, a tile ahead.
 //   produce_rows: any other page size, page 1 above all, by cp.async. All four warps copy rows of K
-//     and V in turn; each lane looks up the page of one or two rows, a tile ahead.
+//     and V in turn; each lane looks up the page of one or two rows, two tiles ahead.
 #pragma once
 
 #include <cute/arch/cluster_sm90.hpp>
 #include <cute/arch/copy_sm90_tma.hpp>
 
-#include "kernels/sm90/forward_params.cuh"
+#include "kernels/sm90/forward_epilogue.cuh"
 #include "kernels/sm90/forward_traits.cuh"
 
 namespace preflash::sm90 {
-
-__device__ __forceinline__ int lane_id() { return threadIdx.x % 32; }
 
 // Work item `index` and what its consumers need to know.
 template <class Traits>
@@ -42,43 +40,88 @@ __device__ __forceinline__ ItemState describe_item(const HopperParams& params, i
 // Q of an item: whole tokens as one box per 64 columns; where a group exceeds the tile, row by row.
 template <class Traits>
 __device__ __forceinline__ void fetch_q(const HopperParams& params, const ItemState& state,
-                                        SharedStorage<Traits>& smem) {
+                                        SharedStorage<Traits>& smem, int stage) {
   constexpr int kBlockElements = Traits::kTileM * kBlockColumns;
+  BytesBarrier& full = smem.barriers.q_full[stage];
+  auto* q = smem.q + stage * (Traits::kTileM * Traits::kHeadQk);
   const BoxShape& box = params.box;
   int box_rows = box.q_heads * box.q_tokens;
   int num_boxes = params.group_size <= Traits::kTileM ? 1 : state.num_rows;
-  smem.barriers.q_full.arrive_and_expect_tx(num_boxes * box_rows * kBlockRowBytes *
-                                            Traits::kBlocksQk);
+  full.arrive_and_expect_tx(num_boxes * box_rows * kBlockRowBytes * Traits::kBlocksQk);
   for (int i = 0; i < num_boxes; ++i) {
     PackedRow row = unpack_row(params, state.item.row_begin + i);
     for (int block = 0; block < Traits::kBlocksQk; ++block) {
-      SM90_TMA_LOAD_4D::copy(&params.maps.q, reinterpret_cast<std::uint64_t*>(&smem.barriers.q_full),
+      SM90_TMA_LOAD_4D::copy(&params.maps.q, reinterpret_cast<std::uint64_t*>(&full),
                              static_cast<std::uint64_t>(TMA::CacheHintSm90::EVICT_FIRST),
-                             smem.q + block * kBlockElements + i * kBlockColumns,
+                             q + block * kBlockElements + i * kBlockColumns,
                              block * kBlockColumns, row.head_in_group,
                              state.request.qo_begin + row.token, state.item.kv_head);
     }
   }
 }
 
-// Tells the consumers about an item and fetches its Q, by one thread.
+// Works items out and announces them, by one warp. What keeps no key is written here and now: nobody
+// else meets an item without tiles.
 template <class Traits>
-struct ItemAnnouncer {
+struct ItemProducer {
   const HopperParams& params;
   SharedStorage<Traits>& smem;
-  RingPosition<kItemSlots> item;
-  RingPosition<1> q;
+  int index;
+  int end;
+  RingPosition<kItemSlots> at = {};
 
-  __device__ __forceinline__ void announce(const ItemState& state) {
-    auto& barriers = smem.barriers;
-    barriers.item_empty[item.index].wait(item.phase ^ 1);
-    smem.items[item.index] = state;
-    barriers.item_full[item.index].arrive();
-    item.advance();
-    if (state.tiles.count() == 0) return;
-    barriers.q_empty.wait(q.phase ^ 1);
-    q.advance();
-    fetch_q(params, state, smem);
+  // The next item, or the word that there is none.
+  __device__ __forceinline__ void announce() {
+    ItemState state;
+    state.tiles = {};
+    for (; index < end; ++index) {
+      state = describe_item<Traits>(params, index);
+      if (state.tiles.count() > 0) break;
+      ForwardEpilogue<Traits>{params, state, nullptr, 0}.run_empty();
+    }
+    ++index;
+    smem.barriers.item_empty[at.index].wait(at.phase ^ 1);
+    if (elect_one_sync()) {
+      smem.items[at.index] = state;
+      smem.barriers.item_full[at.index].arrive();
+    }
+    __syncwarp();
+    at.advance();
+  }
+  __device__ __forceinline__ bool done() const { return index > end; }
+};
+
+// The items of one CTA as a loading warp meets them.
+template <class Traits>
+struct ItemReader {
+  SharedStorage<Traits>& smem;
+  RingPosition<kItemSlots> at = {};
+
+  // Null: there is no more.
+  __device__ __forceinline__ const ItemState* wait() const {
+    smem.barriers.item_full[at.index].wait(at.phase);
+    const ItemState& state = smem.items[at.index];
+    return warp_uniform(state.tiles.count()) > 0 ? &state : nullptr;
+  }
+  __device__ __forceinline__ void release() {
+    __syncwarp();
+    if (elect_one_sync()) smem.barriers.item_empty[at.index].arrive();
+    at.advance();
+  }
+};
+
+// Fetches Q, by one warp.
+template <class Traits>
+struct QLoader {
+  const HopperParams& params;
+  SharedStorage<Traits>& smem;
+  RingPosition<Traits::kQStages> at = {};
+
+  __device__ __forceinline__ void load(const ItemState& state) {
+    smem.barriers.q_empty[at.index].wait(at.phase ^ 1);
+    if (elect_one_sync()) fetch_q(params, state, smem, at.index);
+    __syncwarp();
+    at.advance();
   }
 };
 
@@ -102,7 +145,7 @@ struct BoxLoader {
 
   const HopperParams& params;
   SharedStorage<Traits>& smem;
-  RequestInfo request;
+  int kv_begin;
   KeySpan keys;
   int kv_head;
   RingPosition<Traits::kStages> at;
@@ -110,18 +153,22 @@ struct BoxLoader {
   __device__ __forceinline__ BoxLoader(const HopperParams& params, SharedStorage<Traits>& smem)
       : params(params), smem(smem) {}
 
-  __device__ __forceinline__ void load_item(const ItemState& state) {
-    request = state.request;
+  // Calls after_first() when the first tile is on its way.
+  template <class AfterFirst>
+  __device__ __forceinline__ void load_item(const ItemState& state, AfterFirst&& after_first) {
+    kv_begin = state.request.kv_begin;
     keys = state.keys;
     kv_head = state.item.kv_head;
-    if (state.tiles.count() == 0) return;
-    Place place = find(state.tiles.end - 1);
-    for (int tile = state.tiles.end - 1; tile >= state.tiles.begin; --tile) {
-      Place next = tile > state.tiles.begin ? find(tile - 1) : Place{};
+    const int begin = warp_uniform(state.tiles.begin);
+    const int first = warp_uniform(state.tiles.end) - 1;
+    Place place = find(first);
+    for (int tile = first; tile >= begin; --tile) {
+      Place next = tile > begin ? find(tile - 1) : Place{};
       empty(at.index).wait(at.phase ^ 1);
       fetch(place);
       at.advance();
       place = next;
+      if (tile == first) after_first();
     }
   }
 
@@ -140,11 +187,11 @@ struct BoxLoader {
     Place place{0, 0, num_rows - box_rows};
     if (num_rows == 0 || lane_id() * box_rows >= Traits::kTileN) return place;
     if (params.page_indices == nullptr) {
-      place.x = request.kv_begin + first;
+      place.x = kv_begin + first;
     } else {
       int page;
       params.page(page, place.x, first);
-      place.page = __ldg(params.page_indices + request.kv_begin + page);
+      place.page = __ldg(params.page_indices + kv_begin + page);
     }
     return place;
   }
@@ -190,22 +237,30 @@ struct BoxLoader {
   }
 };
 
-// Both operands' tiles row by row, by all threads of the warpgroup.
+// Both operands' tiles row by row, by all threads of the warpgroup: each warp a quarter of the rows,
+// eight lanes the 128 bytes of one row's 64-column block.
 template <class Traits>
 struct RowLoader {
-  static constexpr int kWarpKeys = Traits::kTileN / kWarpgroupWarps;  // rows that a warp copies
-  static constexpr int kOwned = ceil_div(kWarpKeys, 32);              // rows that a lane looks up
-  static constexpr int kRowsPerPass = 4;                              // 8 lanes, 16 bytes each
+  using Element = typename Traits::Element;
+  static constexpr int kWarpKeys = Traits::kTileN / kWarpgroupWarps;
+  static constexpr int kOwned = ceil_div(kWarpKeys, 32);  // rows that a lane looks up
+  static constexpr int kRowsPerPass = 4;
+  static constexpr int kPasses = kWarpKeys / kRowsPerPass;
   static_assert(kWarpKeys % kRowsPerPass == 0);
+  // Offsets travel between lanes in units of 16 bytes: 32 bits of them reach 64 GiB.
+  static constexpr int kUnitElements = 8;
 
+  enum class Fill { kWhole, kPartial };  // whether every row and column of a tile is there
+
+  // Rows i * 32 + lane_id() of the warp's share.
   struct Places {
-    KeySlot slot[kOwned];
-    int tile;
+    std::uint32_t k[kOwned];
+    std::uint32_t v[kOwned];
   };
 
   const HopperParams& params;
   SharedStorage<Traits>& smem;
-  RequestInfo request;
+  int kv_begin;
   KeySpan keys;
   int kv_head;
   RingPosition<Traits::kStages> k;
@@ -216,26 +271,26 @@ struct RowLoader {
       : params(params), smem(smem) {}
 
   // K(last), then K(t - 1), V(t) for each tile: the order in which S(t - 1) = Q K^T runs ahead of
-  // O += P V(t).
-  __device__ __forceinline__ void load_item(const ItemState& state) {
-    request = state.request;
+  // O += P V(t). Pages are looked up a tile ahead. Calls after_first() when K(last) is on its way.
+  template <class AfterFirst>
+  __device__ __forceinline__ void load_item(const ItemState& state, AfterFirst&& after_first) {
+    kv_begin = state.request.kv_begin;
     keys = state.keys;
     kv_head = state.item.kv_head;
-    const TileRange tiles = state.tiles;
-    if (tiles.count() == 0) {
-      // The next wait may be for consumers who wait for what is still in flight.
-      drain();
-      return;
-    }
-    Places places = find(tiles.end - 1);
-    fetch_k(places);
-    for (int tile = tiles.end - 2; tile >= tiles.begin; --tile) {
-      Places next = find(tile);
-      fetch_k(next);
-      fetch_v(places);
+    const int begin = warp_uniform(state.tiles.begin);
+    const int first = warp_uniform(state.tiles.end) - 1;
+    Places places = find(first);
+    Places next = find(first - 1);
+    fetch_k(places, first);
+    after_first();
+    for (int tile = first; tile > begin; --tile) {
+      Places ahead = find(tile - 2);
+      fetch_k(next, tile - 1);
+      fetch_v(places, tile);
       places = next;
+      next = ahead;
     }
-    fetch_v(places);
+    fetch_v(places, begin);
   }
 
   __device__ __forceinline__ void drain() {
@@ -246,27 +301,30 @@ struct RowLoader {
  private:
   __device__ __forceinline__ static int warp_row() { return threadIdx.x / 32 * kWarpKeys; }
 
+  // Of rows that are there; others get the place of one that is.
   __device__ __forceinline__ Places find(int tile) const {
     Places places;
-    places.tile = tile;
     CUTE_UNROLL
     for (int i = 0; i < kOwned; ++i) {
       int key = tile * Traits::kTileN + warp_row() + i * 32 + lane_id();
-      places.slot[i] = find_slot(params, request.kv_begin, max(min(key, keys.end - 1), keys.begin));
+      KeySlot slot =
+          find_slot(params, kv_begin, max(min(key, keys.end - 1), keys.begin));
+      places.k[i] = static_cast<std::uint32_t>(slot_offset(params.k, slot) / kUnitElements);
+      places.v[i] = static_cast<std::uint32_t>(slot_offset(params.v, slot) / kUnitElements);
     }
     return places;
   }
 
-  __device__ __forceinline__ void fetch_k(const Places& places) {
+  __device__ __forceinline__ void fetch_k(const Places& places, int tile) {
     smem.barriers.k_empty[k.index].wait(k.phase ^ 1);
-    fetch<Traits::kBlocksQk>(places, params.k, params.head_dim_qk,
+    fetch<Traits::kBlocksQk>(places.k, tile, params.k, params.head_dim_qk,
                              smem.k + k.index * (Traits::kTileN * Traits::kHeadQk));
     publish_before(smem.barriers.k_full[k.index]);
     k.advance();
   }
-  __device__ __forceinline__ void fetch_v(const Places& places) {
+  __device__ __forceinline__ void fetch_v(const Places& places, int tile) {
     smem.barriers.v_empty[v.index].wait(v.phase ^ 1);
-    fetch<Traits::kBlocksVo>(places, params.v, params.head_dim_vo,
+    fetch<Traits::kBlocksVo>(places.v, tile, params.v, params.head_dim_vo,
                              smem.v + v.index * (Traits::kTileN * Traits::kHeadVo));
     publish_before(smem.barriers.v_full[v.index]);
     v.advance();
@@ -288,74 +346,104 @@ struct RowLoader {
   }
 
   template <int kBlocks>
-  __device__ __forceinline__ void fetch(const Places& places, const KvTensor& tensor, int head_dim,
-                                        typename Traits::Element* tile) const {
-    using Element = typename Traits::Element;
-    std::int64_t offsets[kOwned];
-    CUTE_UNROLL
-    for (int i = 0; i < kOwned; ++i) offsets[i] = slot_offset(tensor, places.slot[i]);
-    int column = lane_id() % 8 * 8;
+  __device__ __forceinline__ void fetch(const std::uint32_t (&places)[kOwned], int tile,
+                                        const KvTensor& tensor, int head_dim,
+                                        Element* target) const {
+    int key = tile * Traits::kTileN;
+    bool whole = key >= keys.begin && key + Traits::kTileN <= keys.end &&
+                 head_dim == kBlocks * kBlockColumns;
+    if (whole) {
+      copy_rows<kBlocks, Fill::kWhole>(places, key, tensor, head_dim, target);
+    } else {
+      copy_rows<kBlocks, Fill::kPartial>(places, key, tensor, head_dim, target);
+    }
+  }
+
+  template <int kBlocks, Fill kFill>
+  __device__ __forceinline__ void copy_rows(const std::uint32_t (&places)[kOwned], int tile_key,
+                                            const KvTensor& tensor, int head_dim,
+                                            Element* tile) const {
+    constexpr int kPassesPerOwned = 32 / kRowsPerPass;
+    int column = lane_id() % 8 * kUnitElements;
+    int lane_row = lane_id() / 8;
     auto* head = static_cast<const Element*>(tensor.data) + kv_head * tensor.stride_head + column;
-    int row = warp_row() + lane_id() / 8;
-    int key = places.tile * Traits::kTileN + row;
+    // The swizzle moves a 16-byte piece by its row modulo 8: two kinds of pass, 4 rows apart.
+    int row = warp_row() + lane_row;
+    std::uint32_t rows = cast_smem_ptr_to_uint(tile) + row * kBlockRowBytes;
+    std::uint32_t targets[2] = {rows + (lane_id() % 8 ^ row % 8) * 16,
+                                rows + (lane_id() % 8 ^ (row + kRowsPerPass) % 8) * 16};
     CUTE_UNROLL
-    for (int pass = 0; pass < kWarpKeys / kRowsPerPass; ++pass) {
-      constexpr int kPassesPerOwned = 32 / kRowsPerPass;
-      std::int64_t offset =
-          __shfl_sync(0xffffffffu, offsets[pass / kPassesPerOwned],
-                      pass % kPassesPerOwned * kRowsPerPass + lane_id() / 8);
-      int pass_row = row + pass * kRowsPerPass;
-      int pass_key = key + pass * kRowsPerPass;
-      bool kept = pass_key >= keys.begin && pass_key < keys.end;
-      std::uint32_t target = cast_smem_ptr_to_uint(tile) + pass_row * kBlockRowBytes +
-                             (lane_id() % 8 ^ pass_row % 8) * 16;
+    for (int pass = 0; pass < kPasses; ++pass) {
+      std::uint32_t place =
+          __shfl_sync(0xffffffffu, places[pass / kPassesPerOwned],
+                      pass % kPassesPerOwned * kRowsPerPass + lane_row);
+      const Element* source = head + static_cast<std::int64_t>(place) * kUnitElements;
+      std::uint32_t target = targets[pass % 2] + pass * kRowsPerPass * kBlockRowBytes;
+      int key = tile_key + row + pass * kRowsPerPass;
       CUTE_UNROLL
       for (int block = 0; block < kBlocks; ++block) {
-        // NOTE: with 0 source bytes nothing is read; the address need not be mapped.
-        int bytes = kept && block * kBlockColumns + column < head_dim ? 16 : 0;
-        asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(
-                         target + block * Traits::kTileN * kBlockRowBytes),
-                     "l"(head + offset + block * kBlockColumns), "r"(bytes));
+        std::uint32_t block_target = target + block * Traits::kTileN * kBlockRowBytes;
+        const Element* block_source = source + block * kBlockColumns;
+        if constexpr (kFill == Fill::kWhole) {
+          asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(block_target),
+                       "l"(block_source));
+        } else {
+          // NOTE: with 0 source bytes nothing is read; the address need not be mapped.
+          bool kept = key >= keys.begin && key < keys.end;
+          int bytes = kept && block * kBlockColumns + column < head_dim ? 16 : 0;
+          asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(block_target),
+                       "l"(block_source), "r"(bytes));
+        }
       }
     }
   }
 };
 
-// One CTA's share of the work list, by warps 0 and 1 of the warpgroup.
+// One CTA's share of the work list, by three warps.
 template <class Traits>
 __device__ __forceinline__ void produce_boxes(const HopperParams& params,
                                               SharedStorage<Traits>& smem, int begin, int end) {
   int warp = cutlass::canonical_warp_idx_sync();
   if (warp == 0) {
-    ItemAnnouncer<Traits> announcer{params, smem};
-    BoxLoader<Traits, Operand::kK> loader(params, smem);
-    for (int index = begin; index < end; ++index) {
-      ItemState state = describe_item<Traits>(params, index);
-      if (elect_one_sync()) announcer.announce(state);
-      __syncwarp();
-      loader.load_item(state);
+    ItemReader<Traits> items{smem};
+    QLoader<Traits> q{params, smem};
+    BoxLoader<Traits, Operand::kK> k(params, smem);
+    while (const ItemState* state = items.wait()) {
+      k.load_item(*state, [&] { q.load(*state); });
+      items.release();
     }
   } else if (warp == 1) {
-    BoxLoader<Traits, Operand::kV> loader(params, smem);
-    for (int index = begin; index < end; ++index) {
-      loader.load_item(describe_item<Traits>(params, index));
+    ItemReader<Traits> items{smem};
+    BoxLoader<Traits, Operand::kV> v(params, smem);
+    while (const ItemState* state = items.wait()) {
+      v.load_item(*state, [] {});
+      items.release();
     }
+  } else if (warp == 2) {
+    ItemProducer<Traits> items{params, smem, begin, end};
+    while (!items.done()) items.announce();
   }
 }
 
-// The same by the whole warpgroup.
+// The same by the whole warpgroup: everybody loads rows, warp 0 does the rest too.
 template <class Traits>
 __device__ __forceinline__ void produce_rows(const HopperParams& params,
                                              SharedStorage<Traits>& smem, int begin, int end) {
-  ItemAnnouncer<Traits> announcer{params, smem};
-  RowLoader<Traits> loader(params, smem);
-  for (int index = begin; index < end; ++index) {
-    ItemState state = describe_item<Traits>(params, index);
-    if (threadIdx.x == 0) announcer.announce(state);
-    __syncwarp();
-    loader.load_item(state);
+  bool leads = cutlass::canonical_warp_idx_sync() == 0;
+  ItemProducer<Traits> producer{params, smem, begin, end};
+  ItemReader<Traits> items{smem};
+  QLoader<Traits> q{params, smem};
+  RowLoader<Traits> rows(params, smem);
+  if (leads) producer.announce();
+  while (const ItemState* state = items.wait()) {
+    rows.load_item(*state, [&] {
+      if (!leads) return;
+      q.load(*state);
+      producer.announce();
+    });
+    items.release();
   }
-  loader.drain();
+  rows.drain();
 }
 
 }  // namespace preflash::sm90

@@ -1,27 +1,28 @@
-// The hot loop of a consumer warpgroup: S = Q K^T, mask, online softmax, O += P V over the KV tiles
-// of one work item, last tile first.
+// A consumer warpgroup: S = Q K^T, mask, online softmax, O += P V over the KV tiles of its items,
+// last tile first. The tiles of all items form one sequence, so that an item's first S runs beside
+// the last product of the item before it:
 //
-// step t (t = end - 2 ... begin; S(end - 1) comes before the loop, O's last product after it):
+// step t (S(t) is the next tile's, P V(t - 1) the one before it, of this item or of the last):
 //   1. wait K(t), wait for this warpgroup's turn
 //   2. issue S = Q K(t)
-//   3. wait V(t + 1), issue O += P V(t + 1)
+//   3. wait V(t - 1), issue O += P V(t - 1)
 //   4. pass the turn: the other warpgroup's products queue up behind these two
-//   5. wait S, release K(t); mask; softmax of S, under the other warpgroup's products
-//   6. wait O, release V(t + 1); rescale O where a reference moved; P = S in 16 bits
+//   5. wait S, release K(t); mask; maxima
+//   6. wait O, release V(t - 1); store O where V(t - 1) was its item's last, else rescale it where
+//      a reference moved
+//   7. P = 2^S in 16 bits
+// Steps 5 to 7 run under the other warpgroup's products.
 #pragma once
 
-#include "kernels/common/convert.cuh"
-#include "kernels/common/online_softmax.cuh"
+#include "kernels/sm90/forward_epilogue.cuh"
 #include "kernels/sm90/forward_load.cuh"
-#include "kernels/sm90/warpgroup_mma.cuh"
 
 namespace preflash::sm90 {
 
-// One consumer warpgroup's ring positions, from item to item.
+// Positions in the rings.
 template <class Traits>
 struct ConsumerState {
-  RingPosition<kItemSlots> item;
-  RingPosition<1> q;
+  RingPosition<Traits::kQStages> q;
   RingPosition<Traits::kStages> k;
   RingPosition<Traits::kStages> v;
 };
@@ -44,79 +45,143 @@ struct ForwardMainloop {
   SharedStorage<Traits>& smem;
   int warpgroup;  // among consumers
   int thread;     // of the warpgroup
+  ConsumerState<Traits> at = {};
+  std::uint32_t item_phase = 0;
 
-  __device__ __forceinline__ void run(const ItemState& state, ConsumerState<Traits>& at,
-                                      Softmax& softmax, AccumulatorO& tOrO) const {
+  __device__ __forceinline__ void run() {
     auto& barriers = smem.barriers;
-    const TileRange tiles = state.tiles;
+    const float scale_log2 = params.logits.scale_log2;
     typename Traits::MmaQk mma_qk;
     typename Traits::MmaPv mma_pv;
-    Tensor sQ = local_tile(make_tensor(make_smem_ptr(smem.q), typename Traits::LayoutQ{}),
-                           Shape<_64, Int<Traits::kHeadQk>>{}, make_coord(warpgroup, 0));
+    Tensor sQ =
+        local_tile(make_tensor(make_smem_ptr(smem.q), typename Traits::LayoutQ{}),
+                   Shape<_64, Int<Traits::kHeadQk>, Int<Traits::kQStages>>{},
+                   make_coord(warpgroup, 0, 0));  // (64, d, q stages)
     Tensor sK = make_tensor(make_smem_ptr(smem.k), typename Traits::LayoutK{});  // (n, d, stages)
     Tensor sV = make_tensor(make_smem_ptr(smem.v), typename Traits::LayoutV{});  // (d, n, stages)
     auto thread_qk = mma_qk.get_slice(thread);
     auto thread_pv = mma_pv.get_slice(thread);
-    Tensor tSrQ = thread_qk.partition_fragment_A(sQ);  // (MMA, MMA_M, MMA_K)
+    Tensor tSrQ = thread_qk.partition_fragment_A(sQ);  // (MMA, MMA_M, MMA_K, q stages)
     Tensor tSrK = thread_qk.partition_fragment_B(sK);  // (MMA, MMA_N, MMA_K, stages)
     Tensor tOrV = thread_pv.partition_fragment_B(sV);  // (MMA, MMA_N, MMA_K, stages)
-    auto rows_of_o = make_tensor(tOrO.data(), as_rows_and_columns(tOrO.layout()));
-
-    barriers.q_full.wait(at.q.phase);
-    if (params.logits.q_factor != 1.0f) scale_q();
-
     AccumulatorS tSrS;
+    AccumulatorO tOrO;
     Tensor rows_of_s = make_tensor(tSrS.data(), as_rows_and_columns(tSrS.layout()));
-    barriers.k_full[at.k.index].wait(at.k.phase);
-    multiply_async(mma_qk, tSrQ, tSrK(_, _, _, at.k.index), tSrS, GMMA::ScaleOut::Zero);
-    wait_for_product<0>(tSrS);
-    release(barriers.k_empty[at.k.index]);
-    at.k.advance();
-    int tile = tiles.end - 1;
-    transform_logits<Traits::kVariant.logits>(tSrS, params.logits);
-    if (tiles.needs_mask(tile)) mask_tile(rows_of_s, state, tile);
-    softmax.move_references(rows_of_s, params.logits.scale_log2);
-    softmax.exponentiate(rows_of_s, params.logits.scale_log2);
+    Tensor rows_of_o = make_tensor(tOrO.data(), as_rows_and_columns(tOrO.layout()));
     auto tOrP = make_tensor<Element>(as_operand_a(tSrS.layout()));  // ((2, 2, 2), 1, N / 16)
+
+    begin_turns();
+    int slot = 0;
+    TileRange tiles = begin_item(slot);
+    if (tiles.count() == 0) return;
+    int tile = tiles.end - 1;
+    Softmax softmax;
+    barriers.k_full[at.k.index].wait(at.k.phase);
+    multiply_async(mma_qk, tSrQ(_, _, _, at.q.index), tSrK(_, _, _, at.k.index), tSrS,
+                   GMMA::ScaleOut::Zero);
+    wait_for_product<0>(tSrS);
+    finish_scores(rows_of_s, smem.items[slot], tiles, tile);
+    softmax.move_references(rows_of_s, scale_log2);
+    softmax.exponentiate(rows_of_s, scale_log2);
     round_to(tSrS, tOrP);
 
-    GMMA::ScaleOut first = GMMA::ScaleOut::Zero;
-    for (--tile; tile >= tiles.begin; --tile) {
+    // Steps 1 to 4, and S waited for.
+    auto first = GMMA::ScaleOut::Zero;
+    auto multiply = [&](const auto& tSrQ) {
       barriers.k_full[at.k.index].wait(at.k.phase);
       wait_turn();
       multiply_async(mma_qk, tSrQ, tSrK(_, _, _, at.k.index), tSrS, GMMA::ScaleOut::Zero);
       barriers.v_full[at.v.index].wait(at.v.phase);
       multiply_async(mma_pv, tOrP, tOrV(_, _, _, at.v.index), tOrO, first);
-      first = GMMA::ScaleOut::One;
       pass_turn();
       wait_for_product<1>(tSrS);
-      release(barriers.k_empty[at.k.index]);
-      at.k.advance();
-      transform_logits<Traits::kVariant.logits>(tSrS, params.logits);
-      if (tiles.needs_mask(tile)) mask_tile(rows_of_s, state, tile);
-      auto move = softmax.move_references(rows_of_s, params.logits.scale_log2);
+    };
+    auto finish_product = [&] {
       wait_for_product<0>(tOrO);
       release(barriers.v_empty[at.v.index]);
       at.v.advance();
-      softmax.rescale(rows_of_o, move);
-      softmax.exponentiate(rows_of_s, params.logits.scale_log2);
+    };
+    for (;;) {
+      Tensor item_q = tSrQ(_, _, _, at.q.index);
+      for (--tile; tile >= tiles.begin; --tile) {
+        multiply(item_q);
+        finish_scores(rows_of_s, smem.items[slot], tiles, tile);
+        auto move = softmax.move_references(rows_of_s, scale_log2);
+        finish_product();
+        softmax.rescale(rows_of_o, move);
+        first = GMMA::ScaleOut::One;
+        softmax.exponentiate(rows_of_s, scale_log2);
+        round_to(tSrS, tOrP);
+      }
+      at.q.advance();
+      // The same step across a border: S is the next item's, O this one's.
+      const int last_slot = slot;
+      slot = slot + 1 == kItemSlots ? 0 : slot + 1;
+      tiles = begin_item(slot);
+      if (tiles.count() == 0) {
+        slot = last_slot;
+        break;
+      }
+      tile = tiles.end - 1;
+      multiply(tSrQ(_, _, _, at.q.index));
+      finish_scores(rows_of_s, smem.items[slot], tiles, tile);
+      Softmax finished = softmax;
+      softmax = Softmax();
+      softmax.move_references(rows_of_s, scale_log2);
+      finish_product();
+      end_item(last_slot, finished, tOrO);
+      first = GMMA::ScaleOut::Zero;
+      softmax.exponentiate(rows_of_s, scale_log2);
       round_to(tSrS, tOrP);
     }
-    release(barriers.q_empty);
 
     barriers.v_full[at.v.index].wait(at.v.phase);
     multiply_async(mma_pv, tOrP, tOrV(_, _, _, at.v.index), tOrO, first);
     wait_for_product<0>(tOrO);
-    release(barriers.v_empty[at.v.index]);
-    at.v.advance();
+    end_item(slot, softmax, tOrO);
+  }
+
+ private:
+  // The tiles of the next item, its Q in place; none: there is no item.
+  __device__ __forceinline__ TileRange begin_item(int slot) {
+    smem.barriers.item_full[slot].wait(item_phase);
+    if (slot == kItemSlots - 1) item_phase ^= 1;
+    const TileRange& state = smem.items[slot].tiles;
+    TileRange tiles{warp_uniform(state.begin), warp_uniform(state.full_begin),
+                    warp_uniform(state.full_end), warp_uniform(state.end)};
+    if (tiles.count() > 0) {
+      smem.barriers.q_full[at.q.index].wait(at.q.phase);
+      if (params.logits.q_factor != 1.0f) scale_q(at.q.index);
+    }
+    return tiles;
+  }
+
+  __device__ __forceinline__ void end_item(int slot, Softmax& softmax, AccumulatorO& tOrO) {
+    epilogue(slot).run(softmax, tOrO);
+    __syncwarp();
+    release(smem.barriers.item_empty[slot]);
+  }
+
+  __device__ __forceinline__ ForwardEpilogue<Traits> epilogue(int slot) const {
+    int warp = warpgroup * kWarpgroupWarps + thread / 32;
+    return {params, smem.items[slot], smem.o[warp], warp * kWarpRows};
+  }
+
+  // S has been computed: K's buffer is free, and Q's after an item's last tile.
+  template <class Scores>
+  __device__ __forceinline__ void finish_scores(Scores& scores, const ItemState& state,
+                                                const TileRange& tiles, int tile) {
+    release(smem.barriers.k_empty[at.k.index]);
+    at.k.advance();
+    if (tile == tiles.begin) release(smem.barriers.q_empty[at.q.index]);
+    transform_logits<Traits::kVariant.logits>(scores, params.logits);
+    if (tiles.needs_mask(tile)) mask_tile(scores, state, tile);
   }
 
   // Turns begin with warpgroup 0; the last one hands it the first.
   __device__ __forceinline__ void begin_turns() const {
     if (warpgroup == Traits::kConsumers - 1) pass_turn();
   }
-
- private:
   __device__ __forceinline__ void wait_turn() const {
     cutlass::arch::NamedBarrier::sync(2 * kWarpgroupThreads, NamedBarriers::kTurn + warpgroup);
   }
@@ -126,10 +191,11 @@ struct ForwardMainloop {
   }
 
   // NOTE: sm_scale <= 0 is served by Q's sign (LogitsParams). Each warpgroup scales its own rows.
-  __device__ __forceinline__ void scale_q() const {
-    Tensor sQ = make_tensor(make_smem_ptr(smem.q), typename Traits::LayoutQ{});  // (tile_m, d_qk)
+  __device__ __forceinline__ void scale_q(int stage) const {
+    Tensor sQ = make_tensor(make_smem_ptr(smem.q), typename Traits::LayoutQ{});
     for (int i = thread; i < kWarpgroupRows * Traits::kHeadQk; i += kWarpgroupThreads) {
-      Element& q = sQ(warpgroup * kWarpgroupRows + i / Traits::kHeadQk, i % Traits::kHeadQk);
+      Element& q =
+          sQ(warpgroup * kWarpgroupRows + i / Traits::kHeadQk, i % Traits::kHeadQk, stage);
       q = static_cast<Element>(static_cast<float>(q) * params.logits.q_factor);
     }
     cutlass::arch::fence_view_async_shared();

@@ -27,6 +27,8 @@ inline constexpr int kWarpgroupRows = 64;  // of one wgmma
 inline constexpr int kWarpRows = 16;       // of one warp's part of it
 inline constexpr int kBlockColumns = 64;   // 128 bytes: one swizzle atom, one TMA box
 inline constexpr int kBlockRowBytes = 128;
+inline constexpr int kMostSharedBytes = 227 * 1024;  // of one CTA
+inline constexpr int kOtherBytes = 1024;             // barriers, items
 
 template <class V>
 struct ForwardTraits {
@@ -52,6 +54,12 @@ struct ForwardTraits {
   static_assert(kHeadQk % kBlockColumns == 0 && kHeadVo % kBlockColumns == 0);
   static_assert(kTileN % 16 == 0 && kTileN <= 256);
 
+  // Q of the next item arrives under this one's last tiles; with one buffer, only under the last.
+  static constexpr int kBytesWithoutQ = kStages * kTileN * (kHeadQk + kHeadVo) * 2 +
+                                        kConsumerWarps * kWarpRows * kBlockColumns * 2;
+  static constexpr int kQStages =
+      2 * kTileM * kHeadQk * 2 + kBytesWithoutQ + kOtherBytes <= kMostSharedBytes ? 2 : 1;
+
   // setmaxnreg: the file holds 65536 registers, which the launch bounds hand out evenly.
   static constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32;
   static constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : 160;
@@ -67,7 +75,8 @@ struct ForwardTraits {
   // Columns in blocks of 64, each block all rows of the tile: what TMA boxes of 64 columns write.
   using AtomK = GMMA::Layout_K_SW128_Atom<Element>;
   using AtomMn = GMMA::Layout_MN_SW128_Atom<Element>;
-  using LayoutQ = decltype(tile_to_shape(AtomK{}, Shape<Int<kTileM>, Int<kHeadQk>>{}));
+  using LayoutQ =
+      decltype(tile_to_shape(AtomK{}, Shape<Int<kTileM>, Int<kHeadQk>, Int<kQStages>>{}));
   using LayoutK =
       decltype(tile_to_shape(AtomK{}, Shape<Int<kTileN>, Int<kHeadQk>, Int<kStages>>{}));
   using LayoutV = decltype(tile_to_shape(AtomMn{}, Shape<Int<kHeadVo>, Int<kTileN>, Int<kStages>>{},
@@ -79,8 +88,9 @@ struct ForwardTraits {
   static constexpr int kBytesV = kTileN * kHeadVo * sizeof(Element);
 };
 
-// A work item as its consumers need it; written by the producer, read from shared memory when it is
-// needed, so that it costs no registers in the loop.
+// A work item as everybody needs it; worked out by one producer warp, items ahead, and read from
+// shared memory when it is needed, so that it costs no registers in the loops. One without tiles
+// says that the CTA has no more.
 struct ItemState {
   WorkItem item;
   RequestInfo request;
@@ -92,15 +102,15 @@ struct ItemState {
 using Barrier = cutlass::arch::ClusterBarrier;
 using BytesBarrier = cutlass::arch::ClusterTransactionBarrier;
 
-inline constexpr int kItemSlots = 2;
+inline constexpr int kItemSlots = 4;
 
 // Named by the event they announce. Arrivals: "full" barriers one producer thread (and the bytes of
-// its TMA), or every producer thread where the producers gather rows; "empty" barriers one lane of
-// each consumer warp.
-template <int kStages>
+// its TMA), but k_full and v_full every producer thread where the producers gather rows; "empty"
+// barriers one lane of each consumer warp, item_empty also one of each producer warp that loads.
+template <int kQStages, int kStages>
 struct Barriers {
-  BytesBarrier q_full;
-  Barrier q_empty;
+  BytesBarrier q_full[kQStages];
+  Barrier q_empty[kQStages];
   BytesBarrier k_full[kStages];
   Barrier k_empty[kStages];
   BytesBarrier v_full[kStages];
@@ -124,8 +134,16 @@ struct SharedStorage {
   // Each warp's 16 rows of O leave through its own bytes, 64 columns at a time.
   alignas(1024) Element o[Traits::kConsumerWarps][kWarpRows * kBlockColumns];
   ItemState items[kItemSlots];
-  Barriers<Traits::kStages> barriers;
+  Barriers<Traits::kQStages, Traits::kStages> barriers;
 };
+
+__device__ __forceinline__ int lane_id() { return threadIdx.x % 32; }
+
+// A value that all lanes hold alike, told to the compiler: loops and addresses that depend on it stay
+// in uniform registers.
+__device__ __forceinline__ int warp_uniform(int value) {
+  return __shfl_sync(0xffffffffu, value, 0);
+}
 
 // Position in a ring of buffers. A consumer waits for `phase`; a producer, whose first lap finds
 // the buffers empty, for `phase ^ 1`.
