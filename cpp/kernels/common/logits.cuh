@@ -36,19 +36,16 @@ __device__ __forceinline__ float exp2_approx(float x) {
   return y;
 }
 
-// 2^x on the FMA pipes, which the sixteen-lane special function unit leaves idle: Cody and Waite's
-// reduction x = n + f, |f| <= 1/2, and a cubic for 2^f, to 1e-4 relative: a quarter of float16's
-// rounding. Exactly 0 at and below -127, so also where a mask put -inf; NaN stays NaN.
-__device__ __forceinline__ float exp2_polynomial(float x) {
-  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: leaves n in the low bits
-  float clamped;
-  asm("max.NaN.f32 %0, %1, %2;" : "=f"(clamped) : "f"(x), "f"(-127.0f));
-  float shifted = clamped + kRound;
-  float f = clamped - (shifted - kRound);
-  float p = fmaf(f, 0.055503324f, 0.24022650f);
-  p = fmaf(f, p, 0.69314718f);
-  p = fmaf(f, p, 1.0f);
-  return p * __int_as_float((__float_as_int(shifted) << 23) + 0x3f800000);
+__device__ __forceinline__ float log2_approx(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+__device__ __forceinline__ float reciprocal_approx(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
 }
 
 // tanh to a few float32 roundings, relative: two MUFU operations, and for small x, where 1 - e

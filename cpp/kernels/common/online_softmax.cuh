@@ -96,8 +96,7 @@ struct OnlineSoftmax {
     }
   }
 
-  // Every kPolynomialPeriod-th exponential, if any, runs on the FMA pipes.
-  template <int kPolynomialPeriod = 0, class Scores>
+  template <class Scores>
   __device__ __forceinline__ void exponentiate(Scores& scores, float scale_log2) {
     using namespace cute;
     CUTE_UNROLL
@@ -105,9 +104,7 @@ struct OnlineSoftmax {
       float offset = scaled_reference(reference[r], scale_log2);
       CUTE_UNROLL
       for (int c = 0; c < size<1>(scores); ++c) {
-        float x = fmaf(scores(r, c), scale_log2, -offset);
-        bool polynomial = kPolynomialPeriod > 0 && c % max(kPolynomialPeriod, 1) == 0;
-        scores(r, c) = polynomial ? exp2_polynomial(x) : exp2_approx(x);
+        scores(r, c) = exp2_approx(fmaf(scores(r, c), scale_log2, -offset));
         sum[r] += scores(r, c);
       }
     }
@@ -116,14 +113,20 @@ struct OnlineSoftmax {
   // The factor that normalises row r, and its base-2 LSE: 0 and -inf where nothing was kept.
   __device__ __forceinline__ float finish(int r, float scale_log2, float* lse) {
     float total = quad_sum(sum[r]);
-    // NOTE: total == 0 only for a row that kept nothing: P is 1 at the reference or larger.
-    *lse = total > 0.0f ? fmaf(reference[r], scale_log2, log2f(total))
+    // NOTE: total == 0 only for a row that kept nothing: P is 1 at the reference or larger. So the
+    // approximate logarithm and reciprocal never meet a number below 1, and have its last bit.
+    *lse = total > 0.0f ? fmaf(reference[r], scale_log2, log2_approx(total))
                         : (total == 0.0f ? -INFINITY : total);
-    return total == 0.0f ? 0.0f : 1.0f / total;
+    return total == 0.0f ? 0.0f : reciprocal_approx(total);
   }
 
- private:
-  // Four chains a row, all rows side by side: one chain would wait for itself at every step.
+  // What a row's exponents are taken from: 0 while the row has kept nothing.
+  __device__ static __forceinline__ float scaled_reference(float reference, float scale_log2) {
+    return reference == -INFINITY ? 0.0f : __fmul_rn(reference, scale_log2);
+  }
+
+  // The maximum of each row, over the quad that shares it. Four chains a row, all rows side by side:
+  // one chain would wait for itself at every step.
   template <class Scores>
   __device__ static __forceinline__ void maxima(const Scores& scores,
                                                 float (&result)[kRowsPerThread]) {
@@ -142,10 +145,6 @@ struct OnlineSoftmax {
     for (int r = 0; r < kRowsPerThread; ++r) {
       result[r] = quad_max(fmaxf(fmaxf(part[r][0], part[r][1]), fmaxf(part[r][2], part[r][3])));
     }
-  }
-
-  __device__ static __forceinline__ float scaled_reference(float reference, float scale_log2) {
-    return reference == -INFINITY ? 0.0f : __fmul_rn(reference, scale_log2);
   }
 };
 

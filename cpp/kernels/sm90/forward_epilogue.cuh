@@ -19,25 +19,36 @@ struct ForwardEpilogue {
   using Softmax = OnlineSoftmax<2>;
 
   const HopperParams& params;
-  const ItemState& state;
-  Element* staging;  // this warp's [16, 64]
-  int tile_row;      // first of this warp's 16
+  const WorkItem& item;
+  const RequestInfo& request;
+  int num_rows;
+  int tile_row = 0;            // first of this warp's 16
+  Element* staging = nullptr;  // this warp's [16, 64]
 
   // tOrO: ((2, 2, D / 8), 1, 1), the sum over this item's keys
   template <class AccumulatorO>
   __device__ __forceinline__ void run(Softmax& softmax, AccumulatorO& tOrO) const {
     auto rows_of_o = make_tensor(tOrO.data(), as_rows_and_columns(tOrO.layout()));
-    bool final = state.item.partial_slot == WorkItem::kFinal;
+    bool final = item.partial_slot == WorkItem::kFinal;
+    bool empty[2];
     CUTE_UNROLL
     for (int r = 0; r < size<0>(rows_of_o); ++r) {
       float lse;
       float factor = softmax.finish(r, params.logits.scale_log2, &lse) * params.out_scale;
       CUTE_UNROLL
-      for (int c = 0; c < size<1>(rows_of_o); ++c) {
-        // NOTE: a row that kept nothing is 0 even where 0 * V was not.
-        rows_of_o(r, c) = lse == -INFINITY ? 0.0f : rows_of_o(r, c) * factor;
-      }
+      for (int c = 0; c < size<1>(rows_of_o); ++c) rows_of_o(r, c) *= factor;
+      empty[r] = lse == -INFINITY;
       if (lane_id() % 4 == 0) store_lse(tile_row + lane_id() / 4 + r * 8, lse, final);
+    }
+    if (__any_sync(0xffffffffu, empty[0] || empty[1])) {
+      // NOTE: a row that kept nothing is 0 even where 0 * V was not.
+      CUTE_UNROLL
+      for (int r = 0; r < size<0>(rows_of_o); ++r) {
+        CUTE_UNROLL
+        for (int c = 0; c < size<1>(rows_of_o); ++c) {
+          if (empty[r]) rows_of_o(r, c) = 0.0f;
+        }
+      }
     }
     if (final) {
       store_final(tOrO);
@@ -48,12 +59,12 @@ struct ForwardEpilogue {
 
   // An item whose rows keep nothing, by any one warp.
   __device__ __forceinline__ void run_empty() const {
-    bool final = state.item.partial_slot == WorkItem::kFinal;
-    for (int row = 0; row < state.num_rows; ++row) {
+    bool final = item.partial_slot == WorkItem::kFinal;
+    for (int row = 0; row < num_rows; ++row) {
       if (lane_id() == 0) store_lse(row, -INFINITY, final);
       for (int column = lane_id(); column < params.head_dim_vo; column += 32) {
         if (final) {
-          o_row(row)[column] = Element(0.0f);
+          o_begin()[o_offset(row) + column] = Element(0.0f);
         } else {
           partial_row(row)[column] = 0.0f;
         }
@@ -62,27 +73,29 @@ struct ForwardEpilogue {
   }
 
  private:
-  __device__ __forceinline__ Element* o_row(int row) const {
-    PackedRow packed = unpack_row(params, state.item.row_begin + row);
-    return static_cast<Element*>(params.o.data) +
-           (state.request.qo_begin + packed.token) * params.o.stride_token +
-           (state.item.kv_head * params.group_size + packed.head_in_group) * params.o.stride_head;
+  // Row `row` of the tile in o, from o's first row of this request and KV head on.
+  __device__ __forceinline__ Element* o_begin() const {
+    return static_cast<Element*>(params.o.data) + request.qo_begin * params.o.stride_token +
+           item.kv_head * params.group_size * params.o.stride_head;
+  }
+  __device__ __forceinline__ std::int64_t o_offset(int row) const {
+    PackedRow packed = unpack_row(params, item.row_begin + row);
+    return packed.token * params.o.stride_token + packed.head_in_group * params.o.stride_head;
   }
   // [head_dim_vo], of this item's slot
   __device__ __forceinline__ float* partial_row(int row) const {
     return params.partial_o +
-           (static_cast<std::int64_t>(state.item.partial_slot) * Traits::kTileM + row) *
+           (static_cast<std::int64_t>(item.partial_slot) * Traits::kTileM + row) *
                params.head_dim_vo;
   }
 
   __device__ __forceinline__ void store_lse(int row, float lse, bool final) const {
-    if (row >= state.num_rows) return;
-    const WorkItem& item = state.item;
+    if (row >= num_rows) return;
     if (!final) {
       params.partial_lse[static_cast<std::int64_t>(item.partial_slot) * Traits::kTileM + row] = lse;
     } else if (params.lse.data != nullptr) {
       PackedRow packed = unpack_row(params, item.row_begin + row);
-      params.lse.data[(state.request.qo_begin + packed.token) * params.lse.stride_token +
+      params.lse.data[(request.qo_begin + packed.token) * params.lse.stride_token +
                       (item.kv_head * params.group_size + packed.head_in_group) *
                           params.lse.stride_head] = lse * params.lse.scale;
     }
@@ -93,7 +106,7 @@ struct ForwardEpilogue {
     CUTE_UNROLL
     for (int r = 0; r < size<0>(rows_of_o); ++r) {
       int row = tile_row + lane_id() / 4 + r * 8;
-      if (row >= state.num_rows) continue;
+      if (row >= num_rows) continue;
       CUTE_UNROLL
       for (int c = 0; c < size<1>(rows_of_o); c += 2) {
         int column = c / 2 * 8 + lane_id() % 4 * 2;
@@ -112,10 +125,11 @@ struct ForwardEpilogue {
     constexpr int kPasses = kWarpRows / kRowsPerPass;
     Element* targets[kPasses];  // null: no such row
     int column = lane_id() % 8 * 8;
+    Element* o = o_begin() + column;
     CUTE_UNROLL
     for (int pass = 0; pass < kPasses; ++pass) {
       int row = tile_row + pass * kRowsPerPass + lane_id() / 8;
-      targets[pass] = row < state.num_rows ? o_row(row) + column : nullptr;
+      targets[pass] = row < num_rows ? o + o_offset(row) : nullptr;
     }
 
     Tensor tOrO_out = convert_fragment<Element>(tOrO);

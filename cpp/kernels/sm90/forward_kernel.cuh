@@ -30,7 +30,7 @@ __device__ __forceinline__ void init_barriers(SharedStorage<Traits>& smem, bool 
 }
 
 template <class V>
-__global__ void __launch_bounds__(ForwardTraits<V>::kThreads, 1)
+__global__ void __launch_bounds__(ForwardTraits<V>::kThreads, V::kTile.ctas_per_sm)
     forward_kernel(const __grid_constant__ HopperParams params) {
   using Traits = ForwardTraits<V>;
   extern __shared__ __align__(1024) unsigned char smem_bytes[];

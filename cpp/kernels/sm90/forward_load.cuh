@@ -15,26 +15,34 @@
 
 namespace preflash::sm90 {
 
-// Work item `index` and what its consumers need to know.
+// Tiles that the rows [first, end) of an item's tile touch.
 template <class Traits>
-__device__ __forceinline__ ItemState describe_item(const HopperParams& params, int index) {
-  ItemState state;
-  state.item = params.items[index];
-  state.request = params.requests[state.item.request];
-  const RequestInfo& request = state.request;
+__device__ __forceinline__ TileRange tiles_of_rows(const HopperParams& params, const WorkItem& item,
+                                                   const RequestInfo& request, int first, int end) {
   MaskBounds bounds{request.qo_len, request.kv_len, params.window_left, params.causal};
-
-  state.num_rows =
-      min(request.qo_len * params.group_size - state.item.row_begin, params.rows_per_tile);
-  RowSpan rows{unpack_row(params, state.item.row_begin).token,
-               unpack_row(params, state.item.row_begin + state.num_rows - 1).token};
-  KeySpan chunk{state.item.chunk * request.chunk_keys, request.kv_len};
+  RowSpan rows{unpack_row(params, item.row_begin + first).token,
+               unpack_row(params, item.row_begin + end - 1).token};
+  KeySpan chunk{item.chunk * request.chunk_keys, request.kv_len};
   if (request.kv_len - chunk.begin > request.chunk_keys) {
     chunk.end = chunk.begin + request.chunk_keys;
   }
-  state.tiles = touched_tiles(bounds, rows, chunk, Traits::kTileN, Mask::kBounds);
-  state.keys = {touched_keys(bounds, rows).begin, request.kv_len};
-  return state;
+  return touched_tiles(bounds, rows, chunk, Traits::kTileN, Mask::kBounds);
+}
+
+// What the rows of one consumer warpgroup touch of tiles [.., last]. Where that is nothing the last
+// tile, wholly masked, makes zeros like everybody else's.
+template <class Traits>
+__device__ __forceinline__ TileRange tiles_of_warpgroup(const HopperParams& params,
+                                                        const ItemState& state, int warpgroup) {
+  if constexpr (!Traits::kSkipsTiles) return state.tiles;
+  int first = warpgroup * kWarpgroupRows;
+  int end = min(first + kWarpgroupRows, state.num_rows);
+  if (first < end) {
+    TileRange tiles = tiles_of_rows<Traits>(params, state.item, state.request, first, end);
+    if (tiles.count() > 0) return tiles;
+  }
+  int last = state.tiles.end - 1;
+  return {last, last, last, last + 1};
 }
 
 // Q of an item: whole tokens as one box per 64 columns; where a group exceeds the tile, row by row.
@@ -72,19 +80,36 @@ struct ItemProducer {
 
   // The next item, or the word that there is none.
   __device__ __forceinline__ void announce() {
-    ItemState state;
-    state.tiles = {};
+    WorkItem item;
+    RequestInfo request;
+    TileRange tiles = {};
+    int num_rows = 0;
     for (; index < end; ++index) {
-      state = describe_item<Traits>(params, index);
-      if (state.tiles.count() > 0) break;
-      ForwardEpilogue<Traits>{params, state, nullptr, 0}.run_empty();
+      item = params.items[index];
+      request = params.requests[item.request];
+      num_rows = min(request.qo_len * params.group_size - item.row_begin, params.rows_per_tile);
+      tiles = tiles_of_rows<Traits>(params, item, request, 0, num_rows);
+      if (tiles.count() > 0) break;
+      ForwardEpilogue<Traits>{params, item, request, num_rows}.run_empty();
     }
     ++index;
     smem.barriers.item_empty[at.index].wait(at.phase ^ 1);
+    ItemState& state = smem.items[at.index];
     if (elect_one_sync()) {
-      smem.items[at.index] = state;
-      smem.barriers.item_full[at.index].arrive();
+      MaskBounds bounds{request.qo_len, request.kv_len, params.window_left, params.causal};
+      int first_token = unpack_row(params, item.row_begin).token;
+      state.item = item;
+      state.request = request;
+      state.tiles = tiles;
+      state.keys = {bounds.first_key(first_token), request.kv_len};
+      state.num_rows = num_rows;
     }
+    __syncwarp();
+    if (lane_id() < Traits::kConsumers) {
+      state.warpgroup_tiles[lane_id()] = tiles_of_warpgroup<Traits>(params, state, lane_id());
+    }
+    __syncwarp();
+    if (elect_one_sync()) smem.barriers.item_full[at.index].arrive();
     __syncwarp();
     at.advance();
   }

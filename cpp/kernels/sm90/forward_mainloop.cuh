@@ -11,11 +11,13 @@
 //   6. wait O, release V(t - 1); store O where V(t - 1) was its item's last, else rescale it where
 //      a reference moved
 //   7. P = 2^S in 16 bits
-// Steps 5 to 7 run under the other warpgroup's products.
+// Steps 5 to 7 run under the other warpgroup's products. Where some warpgroup's rows do not touch a
+// tile of the item it passes the tile by, and its S and O meet no product of a neighbouring item.
 #pragma once
 
 #include "kernels/sm90/forward_epilogue.cuh"
 #include "kernels/sm90/forward_load.cuh"
+#include "kernels/sm90/speculative_softmax.cuh"
 
 namespace preflash::sm90 {
 
@@ -35,7 +37,6 @@ __device__ __forceinline__ void release(Barrier& empty) {
 template <class Traits>
 struct ForwardMainloop {
   using Element = typename Traits::Element;
-  using Softmax = OnlineSoftmax<2>;
   using AccumulatorS = decltype(partition_fragment_C(
       typename Traits::MmaQk{}, Shape<_64, Int<Traits::kTileN>>{}));  // ((2, 2, N / 8), 1, 1)
   using AccumulatorO = decltype(partition_fragment_C(
@@ -70,101 +71,145 @@ struct ForwardMainloop {
     Tensor rows_of_o = make_tensor(tOrO.data(), as_rows_and_columns(tOrO.layout()));
     auto tOrP = make_tensor<Element>(as_operand_a(tSrS.layout()));  // ((2, 2, 2), 1, N / 16)
 
-    begin_turns();
-    int slot = 0;
-    TileRange tiles = begin_item(slot);
-    if (tiles.count() == 0) return;
-    int tile = tiles.end - 1;
-    Softmax softmax;
-    barriers.k_full[at.k.index].wait(at.k.phase);
-    multiply_async(mma_qk, tSrQ(_, _, _, at.q.index), tSrK(_, _, _, at.k.index), tSrS,
-                   GMMA::ScaleOut::Zero);
-    wait_for_product<0>(tSrS);
-    finish_scores(rows_of_s, smem.items[slot], tiles, tile);
-    softmax.move_references(rows_of_s, scale_log2);
-    softmax.exponentiate(rows_of_s, scale_log2);
-    round_to(tSrS, tOrP);
-
-    // Steps 1 to 4, and S waited for.
+    SpeculativeSoftmax softmax;
     auto first = GMMA::ScaleOut::Zero;
-    auto multiply = [&](const auto& tSrQ) {
+
+    // Steps 1 and 2.
+    auto multiply_qk = [&](const auto& item_q) {
       barriers.k_full[at.k.index].wait(at.k.phase);
       wait_turn();
-      multiply_async(mma_qk, tSrQ, tSrK(_, _, _, at.k.index), tSrS, GMMA::ScaleOut::Zero);
+      multiply_async(mma_qk, item_q, tSrK(_, _, _, at.k.index), tSrS, GMMA::ScaleOut::Zero);
+    };
+    // Step 3.
+    auto multiply_pv = [&] {
       barriers.v_full[at.v.index].wait(at.v.phase);
       multiply_async(mma_pv, tOrP, tOrV(_, _, _, at.v.index), tOrO, first);
-      pass_turn();
-      wait_for_product<1>(tSrS);
     };
-    auto finish_product = [&] {
+    auto finish_pv = [&] {
       wait_for_product<0>(tOrO);
       release(barriers.v_empty[at.v.index]);
       at.v.advance();
     };
-    for (;;) {
-      Tensor item_q = tSrQ(_, _, _, at.q.index);
-      for (--tile; tile >= tiles.begin; --tile) {
-        multiply(item_q);
-        finish_scores(rows_of_s, smem.items[slot], tiles, tile);
-        auto move = softmax.move_references(rows_of_s, scale_log2);
-        finish_product();
-        softmax.rescale(rows_of_o, move);
-        first = GMMA::ScaleOut::One;
-        softmax.exponentiate(rows_of_s, scale_log2);
-        round_to(tSrS, tOrP);
-      }
-      at.q.advance();
-      // The same step across a border: S is the next item's, O this one's.
-      const int last_slot = slot;
-      slot = slot + 1 == kItemSlots ? 0 : slot + 1;
-      tiles = begin_item(slot);
-      if (tiles.count() == 0) {
-        slot = last_slot;
-        break;
-      }
-      tile = tiles.end - 1;
-      multiply(tSrQ(_, _, _, at.q.index));
-      finish_scores(rows_of_s, smem.items[slot], tiles, tile);
-      Softmax finished = softmax;
-      softmax = Softmax();
-      softmax.move_references(rows_of_s, scale_log2);
-      finish_product();
-      end_item(last_slot, finished, tOrO);
-      first = GMMA::ScaleOut::Zero;
-      softmax.exponentiate(rows_of_s, scale_log2);
-      round_to(tSrS, tOrP);
-    }
+    auto make_p = [&] { softmax.update(rows_of_s, tOrP, rows_of_o, scale_log2); };
 
-    barriers.v_full[at.v.index].wait(at.v.phase);
-    multiply_async(mma_pv, tOrP, tOrV(_, _, _, at.v.index), tOrO, first);
-    wait_for_product<0>(tOrO);
-    end_item(slot, softmax, tOrO);
+    begin_turns();
+    int slot = 0;
+    ItemTiles tiles = begin_item(slot);
+    while (tiles.any()) {
+      // Nothing to run beside this item's first S.
+      for (int i = 0; i < tiles.skipped_first; ++i) skip_tile();
+      int tile = tiles.own.end - 1;
+      multiply_qk(tSrQ(_, _, _, at.q.index));
+      pass_turn();
+      wait_for_product<0>(tSrS);
+      finish_scores(rows_of_s, smem.items[slot], tiles.own, tile);
+      softmax = {};
+      make_p();
+      first = GMMA::ScaleOut::Zero;
+
+      ItemTiles last_tiles;
+      int last_slot;
+      bool begun;
+      for (;;) {
+        Tensor item_q = tSrQ(_, _, _, at.q.index);
+        for (--tile; tile >= tiles.own.begin; --tile) {
+          multiply_qk(item_q);
+          multiply_pv();
+          pass_turn();
+          wait_for_product<1>(tSrS);
+          finish_scores(rows_of_s, smem.items[slot], tiles.own, tile);
+          finish_pv();
+          first = GMMA::ScaleOut::One;
+          make_p();
+        }
+        at.q.advance();
+        last_tiles = tiles;
+        last_slot = slot;
+        begun = tiles.skipped_last == 0;
+        if (!begun) break;
+        slot = next_slot(slot);
+        tiles = begin_item(slot);
+        if (!tiles.any() || tiles.skipped_first > 0) break;
+        // The same step across a border: S is the next item's, O this one's.
+        tile = tiles.own.end - 1;
+        multiply_qk(tSrQ(_, _, _, at.q.index));
+        multiply_pv();
+        pass_turn();
+        wait_for_product<1>(tSrS);
+        finish_scores(rows_of_s, smem.items[slot], tiles.own, tile);
+        finish_pv();
+        end_item(last_slot, softmax, tOrO);
+        softmax = {};
+        first = GMMA::ScaleOut::Zero;
+        make_p();
+      }
+      // Nothing to run beside the item's last product.
+      multiply_pv();
+      finish_pv();
+      end_item(last_slot, softmax, tOrO);
+      for (int i = 0; i < last_tiles.skipped_last; ++i) skip_tile();
+      if (!begun) {
+        slot = next_slot(slot);
+        tiles = begin_item(slot);
+      }
+    }
   }
 
  private:
-  // The tiles of the next item, its Q in place; none: there is no item.
-  __device__ __forceinline__ TileRange begin_item(int slot) {
+  // Of one item, for this warpgroup.
+  struct ItemTiles {
+    TileRange own;
+    int skipped_first = 0;  // tiles of the item that none of its rows touches, before its own
+    int skipped_last = 0;   // and after; the last tile comes first
+
+    __device__ __forceinline__ bool any() const { return own.count() > 0; }
+  };
+
+  __device__ __forceinline__ static int next_slot(int slot) {
+    return slot + 1 == kItemSlots ? 0 : slot + 1;
+  }
+
+  // The next item's tiles, its Q in place; none: there is no item.
+  __device__ __forceinline__ ItemTiles begin_item(int slot) {
     smem.barriers.item_full[slot].wait(item_phase);
     if (slot == kItemSlots - 1) item_phase ^= 1;
-    const TileRange& state = smem.items[slot].tiles;
-    TileRange tiles{warp_uniform(state.begin), warp_uniform(state.full_begin),
-                    warp_uniform(state.full_end), warp_uniform(state.end)};
-    if (tiles.count() > 0) {
-      smem.barriers.q_full[at.q.index].wait(at.q.phase);
-      if (params.logits.q_factor != 1.0f) scale_q(at.q.index);
+    const ItemState& state = smem.items[slot];
+    const TileRange& own = state.warpgroup_tiles[warpgroup];
+    int begin = warp_uniform(state.tiles.begin);
+    int end = warp_uniform(state.tiles.end);
+    if (begin == end) return {};
+    smem.barriers.q_full[at.q.index].wait(at.q.phase);
+    if (params.logits.q_factor != 1.0f) scale_q(at.q.index);
+    ItemTiles tiles;
+    tiles.own = {warp_uniform(own.begin), warp_uniform(own.full_begin),
+                 warp_uniform(own.full_end), warp_uniform(own.end)};
+    if constexpr (Traits::kSkipsTiles) {
+      tiles.skipped_first = end - tiles.own.end;
+      tiles.skipped_last = tiles.own.begin - begin;
     }
     return tiles;
   }
 
-  __device__ __forceinline__ void end_item(int slot, Softmax& softmax, AccumulatorO& tOrO) {
-    epilogue(slot).run(softmax, tOrO);
-    __syncwarp();
-    release(smem.barriers.item_empty[slot]);
+  // A tile that other warpgroups work on: its turn and its buffers pass by.
+  __device__ __forceinline__ void skip_tile() {
+    smem.barriers.k_full[at.k.index].wait(at.k.phase);
+    wait_turn();
+    pass_turn();
+    release(smem.barriers.k_empty[at.k.index]);
+    at.k.advance();
+    smem.barriers.v_full[at.v.index].wait(at.v.phase);
+    release(smem.barriers.v_empty[at.v.index]);
+    at.v.advance();
   }
 
-  __device__ __forceinline__ ForwardEpilogue<Traits> epilogue(int slot) const {
+  __device__ __forceinline__ void end_item(int slot, SpeculativeSoftmax& softmax, AccumulatorO& tOrO) {
+    const ItemState& state = smem.items[slot];
     int warp = warpgroup * kWarpgroupWarps + thread / 32;
-    return {params, smem.items[slot], smem.o[warp], warp * kWarpRows};
+    ForwardEpilogue<Traits>{params,         state.item,       state.request,
+                            state.num_rows, warp * kWarpRows, smem.o[warp]}
+        .run(softmax, tOrO);
+    __syncwarp();
+    release(smem.barriers.item_empty[slot]);
   }
 
   // S has been computed: K's buffer is free, and Q's after an item's last tile.

@@ -27,8 +27,9 @@ inline constexpr int kWarpgroupRows = 64;  // of one wgmma
 inline constexpr int kWarpRows = 16;       // of one warp's part of it
 inline constexpr int kBlockColumns = 64;   // 128 bytes: one swizzle atom, one TMA box
 inline constexpr int kBlockRowBytes = 128;
+inline constexpr int kMostConsumers = 4;
 inline constexpr int kMostSharedBytes = 227 * 1024;  // of one CTA
-inline constexpr int kOtherBytes = 1024;             // barriers, items
+inline constexpr int kOtherBytes = 1280;             // barriers, items
 
 template <class V>
 struct ForwardTraits {
@@ -50,9 +51,14 @@ struct ForwardTraits {
   static constexpr int kConsumerThreads = kConsumers * kWarpgroupThreads;
   static constexpr int kThreads = kConsumerThreads + kWarpgroupThreads;
   static_assert(kTileM % kWarpgroupRows == 0 && kTile.warps * 32 == kThreads);
-  static_assert(kConsumers == 2 || kConsumers == 3);
+  static_assert(kConsumers >= 2 && kConsumers <= kMostConsumers);
   static_assert(kHeadQk % kBlockColumns == 0 && kHeadVo % kBlockColumns == 0);
   static_assert(kTileN % 16 == 0 && kTileN <= 256);
+
+  // Whether warpgroups pass tiles by that none of their rows touches: a tall tile's upper rows would
+  // spend much of a causal item on them. A tile of 128 rows would lose more, an item's first S
+  // beside the last product of the item before it.
+  static constexpr bool kSkipsTiles = kConsumers > 2;
 
   // Q of the next item arrives under this one's last tiles; with one buffer, only under the last.
   static constexpr int kBytesWithoutQ = kStages * kTileN * (kHeadQk + kHeadVo) * 2 +
@@ -60,10 +66,14 @@ struct ForwardTraits {
   static constexpr int kQStages =
       2 * kTileM * kHeadQk * 2 + kBytesWithoutQ + kOtherBytes <= kMostSharedBytes ? 2 : 1;
 
-  // setmaxnreg: the file holds 65536 registers, which the launch bounds hand out evenly.
-  static constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32;
-  static constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : 160;
-  static_assert((kProducerRegisters + kConsumers * kConsumerRegisters) * kWarpgroupThreads <= 65536);
+  // setmaxnreg: the launch bounds hand the 65536 registers out evenly, in eights; what the producers
+  // give back is the consumers'.
+  static constexpr int kLaunchRegisters = 65536 / (kThreads * kTile.ctas_per_sm) / 8 * 8;
+  static constexpr int kProducerRegisters =
+      kTile.ctas_per_sm == 1 && kConsumers == 2 ? 40 : 32;
+  static constexpr int kConsumerRegisters =
+      (kLaunchRegisters * (kConsumers + 1) - kProducerRegisters) / kConsumers / 8 * 8;
+  static_assert(kConsumerRegisters <= 240);
 
   // S = Q K^T from shared memory; O += P V with P in registers and V as it lies, rows of keys.
   using MmaQk = decltype(make_tiled_mma(
@@ -97,6 +107,8 @@ struct ItemState {
   TileRange tiles;
   KeySpan keys;  // from the first one that any row keeps to the request's end
   int num_rows;  // of the tile; the rest of it is stale
+  // What the rows of each consumer warpgroup touch of `tiles`: at least one tile.
+  TileRange warpgroup_tiles[kMostConsumers];
 };
 
 using Barrier = cutlass::arch::ClusterBarrier;
@@ -122,7 +134,7 @@ struct Barriers {
 // Hardware barriers among consumers. kTurn + w: warpgroup w may issue its products.
 struct NamedBarriers {
   static constexpr int kTurn = 0;
-  static constexpr int kWarpgroup = 3;  // + w
+  static constexpr int kWarpgroup = 4;  // + w
 };
 
 template <class Traits>
