@@ -76,7 +76,7 @@ struct ItemProducer {
   SharedStorage<Traits>& smem;
   int index;
   int end;
-  RingPosition<kItemSlots> at = {};
+  ProducerRing<kItemSlots> at = {};
 
   // The next item, or the word that there is none.
   __device__ __forceinline__ void announce() {
@@ -93,8 +93,8 @@ struct ItemProducer {
       ForwardEpilogue<Traits>{params, item, request, num_rows}.run_empty();
     }
     ++index;
-    smem.barriers.item_empty[at.index].wait(at.phase ^ 1);
-    ItemState& state = smem.items[at.index];
+    smem.barriers.item_empty[at.index()].wait(at.phase() ^ 1);
+    ItemState& state = smem.items[at.index()];
     if (elect_one_sync()) {
       MaskBounds bounds{request.qo_len, request.kv_len, params.window_left, params.causal};
       int first_token = unpack_row(params, item.row_begin).token;
@@ -109,7 +109,7 @@ struct ItemProducer {
       state.warpgroup_tiles[lane_id()] = tiles_of_warpgroup<Traits>(params, state, lane_id());
     }
     __syncwarp();
-    if (elect_one_sync()) smem.barriers.item_full[at.index].arrive();
+    if (elect_one_sync()) smem.barriers.item_full[at.index()].arrive();
     __syncwarp();
     at.advance();
   }
@@ -120,17 +120,17 @@ struct ItemProducer {
 template <class Traits>
 struct ItemReader {
   SharedStorage<Traits>& smem;
-  RingPosition<kItemSlots> at = {};
+  ProducerRing<kItemSlots> at = {};
 
   // Null: there is no more.
   __device__ __forceinline__ const ItemState* wait() const {
-    smem.barriers.item_full[at.index].wait(at.phase);
-    const ItemState& state = smem.items[at.index];
+    smem.barriers.item_full[at.index()].wait(at.phase());
+    const ItemState& state = smem.items[at.index()];
     return warp_uniform(state.tiles.count()) > 0 ? &state : nullptr;
   }
   __device__ __forceinline__ void release() {
     __syncwarp();
-    if (elect_one_sync()) smem.barriers.item_empty[at.index].arrive();
+    if (elect_one_sync()) smem.barriers.item_empty[at.index()].arrive();
     at.advance();
   }
 };
@@ -140,11 +140,11 @@ template <class Traits>
 struct QLoader {
   const HopperParams& params;
   SharedStorage<Traits>& smem;
-  RingPosition<Traits::kQStages> at = {};
+  ProducerRing<Traits::kQStages> at = {};
 
   __device__ __forceinline__ void load(const ItemState& state) {
-    smem.barriers.q_empty[at.index].wait(at.phase ^ 1);
-    if (elect_one_sync()) fetch_q(params, state, smem, at.index);
+    smem.barriers.q_empty[at.index()].wait(at.phase() ^ 1);
+    if (elect_one_sync()) fetch_q(params, state, smem, at.index());
     __syncwarp();
     at.advance();
   }
@@ -158,22 +158,14 @@ struct BoxLoader {
   static constexpr int kHeadDim = kOperand == Operand::kK ? Traits::kHeadQk : Traits::kHeadVo;
   static constexpr int kBlocks = kHeadDim / kBlockColumns;
   static constexpr int kTileElements = Traits::kTileN * kHeadDim;
-  static constexpr int kMostBoxes = Traits::kTileN / 8;
-  static_assert(kMostBoxes <= 32, "a lane looks up each");
-
-  // Where box lane_id() of a tile lies (tensor_map.h).
-  struct Place {
-    int page;
-    int x;
-    int r;
-  };
+  static_assert(Traits::kMostBoxes <= 32, "a lane looks up each");
 
   const HopperParams& params;
   SharedStorage<Traits>& smem;
   int kv_begin;
   KeySpan keys;
   int kv_head;
-  RingPosition<Traits::kStages> at;
+  ProducerRing<Traits::kStages> at;
 
   __device__ __forceinline__ BoxLoader(const HopperParams& params, SharedStorage<Traits>& smem)
       : params(params), smem(smem) {}
@@ -186,10 +178,10 @@ struct BoxLoader {
     kv_head = state.item.kv_head;
     const int begin = warp_uniform(state.tiles.begin);
     const int first = warp_uniform(state.tiles.end) - 1;
-    Place place = find(first);
+    BoxPlace place = find(first);
     for (int tile = first; tile >= begin; --tile) {
-      Place next = tile > begin ? find(tile - 1) : Place{};
-      empty(at.index).wait(at.phase ^ 1);
+      BoxPlace next = tile > begin ? find(tile - 1) : BoxPlace{};
+      empty(at.index()).wait(at.phase() ^ 1);
       fetch(place);
       at.advance();
       place = next;
@@ -202,14 +194,14 @@ struct BoxLoader {
     return kOperand == Operand::kK ? smem.barriers.k_empty[stage] : smem.barriers.v_empty[stage];
   }
 
-  // The rows that are fetched are those of kept keys: what lies below a window may have been
+  // Of box lane_id(). The rows that are fetched are those of kept keys: what lies below a window may have been
   // recycled, page and all, and what lies past the request's end is not its own.
-  __device__ __forceinline__ Place find(int tile) const {
+  __device__ __forceinline__ BoxPlace find(int tile) const {
     int box_rows = params.box.kv_rows;
     int box_key = tile * Traits::kTileN + lane_id() * box_rows;
     int first = max(keys.begin, box_key);
     int num_rows = max(min(keys.end, box_key + box_rows) - first, 0);
-    Place place{0, 0, num_rows - box_rows};
+    BoxPlace place{0, 0, num_rows - box_rows};
     if (num_rows == 0 || lane_id() * box_rows >= Traits::kTileN) return place;
     if (params.page_indices == nullptr) {
       place.x = kv_begin + first;
@@ -221,43 +213,52 @@ struct BoxLoader {
     return place;
   }
 
-  __device__ __forceinline__ void fetch(const Place& place) const {
-    BytesBarrier& full = kOperand == Operand::kK ? smem.barriers.k_full[at.index]
-                                                 : smem.barriers.v_full[at.index];
-    // NOTE: elect_one_sync() tells the compiler that one lane issues; `lane == 0` would not.
-    if (elect_one_sync()) full.arrive_and_expect_tx(kTileElements * sizeof(typename Traits::Element));
-    auto* tile = (kOperand == Operand::kK ? smem.k : smem.v) + at.index * kTileElements;
-    int box_rows = params.box.kv_rows;
+  // NOTE: elect_one_sync() tells the compiler that one lane issues; `lane == 0` would not.
+  __device__ __forceinline__ void fetch(const BoxPlace& place) const {
+    BytesBarrier& full = kOperand == Operand::kK ? smem.barriers.k_full[at.index()]
+                                                 : smem.barriers.v_full[at.index()];
+    auto* tile = (kOperand == Operand::kK ? smem.k : smem.v) + at.index() * kTileElements;
+    const int box_rows = params.box.kv_rows;
     if (box_rows == Traits::kTileN) {
-      issue(place, 0, tile, full);
+      BoxPlace only{warp_uniform(place.page), warp_uniform(place.x), warp_uniform(place.r)};
+      if (elect_one_sync()) {
+        full.arrive_and_expect_tx(kTileElements * sizeof(typename Traits::Element));
+        issue(only, tile, full);
+      }
+      __syncwarp();
       return;
     }
-    // In groups, so that one box's way to the uniform registers hides another's.
-    constexpr int kGroup = kMostBoxes % 4 == 0 ? 4 : 2;
-    for (int box = 0; box * box_rows < Traits::kTileN; box += kGroup) {
-      CUTE_UNROLL
-      for (int i = 0; i < kGroup; ++i) {
-        int row = (box + i) * box_rows;
-        if (row < Traits::kTileN) issue(place, box + i, tile + row * kBlockColumns, full);
+    BoxPlace* places = kOperand == Operand::kK ? smem.k_places : smem.v_places;
+    if (lane_id() < Traits::kMostBoxes) places[lane_id()] = place;
+    __syncwarp();
+    if (elect_one_sync()) {
+      full.arrive_and_expect_tx(kTileElements * sizeof(typename Traits::Element));
+      // In groups, so that one box's way to the uniform registers hides another's.
+      constexpr int kGroup = 4;
+      static_assert(Traits::kMostBoxes % kGroup == 0);
+      for (int box = 0; box * box_rows < Traits::kTileN; box += kGroup) {
+        BoxPlace group[kGroup];
+        CUTE_UNROLL
+        for (int i = 0; i < kGroup; ++i) group[i] = places[box + i];
+        CUTE_UNROLL
+        for (int i = 0; i < kGroup; ++i) {
+          int row = (box + i) * box_rows;
+          if (row < Traits::kTileN) issue(group[i], tile + row * kBlockColumns, full);
+        }
       }
     }
+    __syncwarp();
   }
 
-  __device__ __forceinline__ void issue(const Place& place, int box,
-                                        typename Traits::Element* target,
+  __device__ __forceinline__ void issue(const BoxPlace& place, typename Traits::Element* target,
                                         BytesBarrier& full) const {
     const CUtensorMap* map = kOperand == Operand::kK ? &params.maps.k : &params.maps.v;
-    int page = __shfl_sync(0xffffffffu, place.page, box);
-    int x = __shfl_sync(0xffffffffu, place.x, box);
-    int r = __shfl_sync(0xffffffffu, place.r, box);
-    if (elect_one_sync()) {
-      CUTE_UNROLL
-      for (int block = 0; block < kBlocks; ++block) {
-        SM90_TMA_LOAD_5D::copy(map, reinterpret_cast<std::uint64_t*>(&full),
-                               static_cast<std::uint64_t>(TMA::CacheHintSm90::EVICT_LAST),
-                               target + block * (Traits::kTileN * kBlockColumns),
-                               block * kBlockColumns, r, x, kv_head, page);
-      }
+    CUTE_UNROLL
+    for (int block = 0; block < kBlocks; ++block) {
+      SM90_TMA_LOAD_5D::copy(map, reinterpret_cast<std::uint64_t*>(&full),
+                             static_cast<std::uint64_t>(TMA::CacheHintSm90::EVICT_LAST),
+                             target + block * (Traits::kTileN * kBlockColumns),
+                             block * kBlockColumns, place.r, place.x, kv_head, place.page);
     }
   }
 };
@@ -277,10 +278,10 @@ struct RowLoader {
 
   enum class Fill { kWhole, kPartial };  // whether every row and column of a tile is there
 
-  // Rows i * 32 + lane_id() of the warp's share.
+  // Rows i * 32 + lane_id() of the warp's share. Looked up early and put to use late: the page index
+  // takes a trip to L2.
   struct Places {
-    std::uint32_t k[kOwned];
-    std::uint32_t v[kOwned];
+    KeySlot slot[kOwned];
   };
 
   const HopperParams& params;
@@ -288,8 +289,8 @@ struct RowLoader {
   int kv_begin;
   KeySpan keys;
   int kv_head;
-  RingPosition<Traits::kStages> k;
-  RingPosition<Traits::kStages> v;
+  ProducerRing<Traits::kStages> k;
+  ProducerRing<Traits::kStages> v;
   BytesBarrier* unpublished = nullptr;  // its rows are in flight
 
   __device__ __forceinline__ RowLoader(const HopperParams& params, SharedStorage<Traits>& smem)
@@ -332,26 +333,24 @@ struct RowLoader {
     CUTE_UNROLL
     for (int i = 0; i < kOwned; ++i) {
       int key = tile * Traits::kTileN + warp_row() + i * 32 + lane_id();
-      KeySlot slot =
+      places.slot[i] =
           find_slot(params, kv_begin, max(min(key, keys.end - 1), keys.begin));
-      places.k[i] = static_cast<std::uint32_t>(slot_offset(params.k, slot) / kUnitElements);
-      places.v[i] = static_cast<std::uint32_t>(slot_offset(params.v, slot) / kUnitElements);
     }
     return places;
   }
 
   __device__ __forceinline__ void fetch_k(const Places& places, int tile) {
-    smem.barriers.k_empty[k.index].wait(k.phase ^ 1);
-    fetch<Traits::kBlocksQk>(places.k, tile, params.k, params.head_dim_qk,
-                             smem.k + k.index * (Traits::kTileN * Traits::kHeadQk));
-    publish_before(smem.barriers.k_full[k.index]);
+    smem.barriers.k_empty[k.index()].wait(k.phase() ^ 1);
+    fetch<Traits::kBlocksQk>(places, tile, params.k, params.head_dim_qk,
+                             smem.k + k.index() * (Traits::kTileN * Traits::kHeadQk));
+    publish_before(smem.barriers.k_full[k.index()]);
     k.advance();
   }
   __device__ __forceinline__ void fetch_v(const Places& places, int tile) {
-    smem.barriers.v_empty[v.index].wait(v.phase ^ 1);
-    fetch<Traits::kBlocksVo>(places.v, tile, params.v, params.head_dim_vo,
-                             smem.v + v.index * (Traits::kTileN * Traits::kHeadVo));
-    publish_before(smem.barriers.v_full[v.index]);
+    smem.barriers.v_empty[v.index()].wait(v.phase() ^ 1);
+    fetch<Traits::kBlocksVo>(places, tile, params.v, params.head_dim_vo,
+                             smem.v + v.index() * (Traits::kTileN * Traits::kHeadVo));
+    publish_before(smem.barriers.v_full[v.index()]);
     v.advance();
   }
 
@@ -371,21 +370,26 @@ struct RowLoader {
   }
 
   template <int kBlocks>
-  __device__ __forceinline__ void fetch(const std::uint32_t (&places)[kOwned], int tile,
-                                        const KvTensor& tensor, int head_dim,
-                                        Element* target) const {
+  __device__ __forceinline__ void fetch(const Places& places, int tile, const KvTensor& tensor,
+                                        int head_dim, Element* target) const {
+    std::uint32_t offsets[kOwned];
+    CUTE_UNROLL
+    for (int i = 0; i < kOwned; ++i) {
+      offsets[i] =
+          static_cast<std::uint32_t>(slot_offset(tensor, places.slot[i]) / kUnitElements);
+    }
     int key = tile * Traits::kTileN;
     bool whole = key >= keys.begin && key + Traits::kTileN <= keys.end &&
                  head_dim == kBlocks * kBlockColumns;
     if (whole) {
-      copy_rows<kBlocks, Fill::kWhole>(places, key, tensor, head_dim, target);
+      copy_rows<kBlocks, Fill::kWhole>(offsets, key, tensor, head_dim, target);
     } else {
-      copy_rows<kBlocks, Fill::kPartial>(places, key, tensor, head_dim, target);
+      copy_rows<kBlocks, Fill::kPartial>(offsets, key, tensor, head_dim, target);
     }
   }
 
   template <int kBlocks, Fill kFill>
-  __device__ __forceinline__ void copy_rows(const std::uint32_t (&places)[kOwned], int tile_key,
+  __device__ __forceinline__ void copy_rows(const std::uint32_t (&offsets)[kOwned], int tile_key,
                                             const KvTensor& tensor, int head_dim,
                                             Element* tile) const {
     constexpr int kPassesPerOwned = 32 / kRowsPerPass;
@@ -399,10 +403,10 @@ struct RowLoader {
                                 rows + (lane_id() % 8 ^ (row + kRowsPerPass) % 8) * 16};
     CUTE_UNROLL
     for (int pass = 0; pass < kPasses; ++pass) {
-      std::uint32_t place =
-          __shfl_sync(0xffffffffu, places[pass / kPassesPerOwned],
+      std::uint32_t offset =
+          __shfl_sync(0xffffffffu, offsets[pass / kPassesPerOwned],
                       pass % kPassesPerOwned * kRowsPerPass + lane_row);
-      const Element* source = head + static_cast<std::int64_t>(place) * kUnitElements;
+      const Element* source = head + static_cast<std::int64_t>(offset) * kUnitElements;
       std::uint32_t target = targets[pass % 2] + pass * kRowsPerPass * kBlockRowBytes;
       int key = tile_key + row + pass * kRowsPerPass;
       CUTE_UNROLL
@@ -459,12 +463,14 @@ __device__ __forceinline__ void produce_rows(const HopperParams& params,
   ItemReader<Traits> items{smem};
   QLoader<Traits> q{params, smem};
   RowLoader<Traits> rows(params, smem);
-  if (leads) producer.announce();
-  while (const ItemState* state = items.wait()) {
+  // Each round announces an item and loads the one before it.
+  for (bool first = true;; first = false) {
+    if (leads && !producer.done()) producer.announce();
+    if (first) continue;
+    const ItemState* state = items.wait();
+    if (state == nullptr) break;
     rows.load_item(*state, [&] {
-      if (!leads) return;
-      q.load(*state);
-      producer.announce();
+      if (leads) q.load(*state);
     });
     items.release();
   }

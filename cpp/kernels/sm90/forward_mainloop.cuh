@@ -24,9 +24,9 @@ namespace preflash::sm90 {
 // Positions in the rings.
 template <class Traits>
 struct ConsumerState {
-  RingPosition<Traits::kQStages> q;
-  RingPosition<Traits::kStages> k;
-  RingPosition<Traits::kStages> v;
+  ConsumerRing<Traits::kQStages> q;
+  ConsumerRing<Traits::kStages> k;
+  ConsumerRing<Traits::kStages> v;
 };
 
 template <class Barrier>
@@ -76,18 +76,18 @@ struct ForwardMainloop {
 
     // Steps 1 and 2.
     auto multiply_qk = [&](const auto& item_q) {
-      barriers.k_full[at.k.index].wait(at.k.phase);
+      barriers.k_full[at.k.index()].wait(at.k.phase());
       wait_turn();
-      multiply_async(mma_qk, item_q, tSrK(_, _, _, at.k.index), tSrS, GMMA::ScaleOut::Zero);
+      multiply_async(mma_qk, item_q, tSrK(_, _, _, at.k.index()), tSrS, GMMA::ScaleOut::Zero);
     };
     // Step 3.
     auto multiply_pv = [&] {
-      barriers.v_full[at.v.index].wait(at.v.phase);
-      multiply_async(mma_pv, tOrP, tOrV(_, _, _, at.v.index), tOrO, first);
+      barriers.v_full[at.v.index()].wait(at.v.phase());
+      multiply_async(mma_pv, tOrP, tOrV(_, _, _, at.v.index()), tOrO, first);
     };
     auto finish_pv = [&] {
       wait_for_product<0>(tOrO);
-      release(barriers.v_empty[at.v.index]);
+      release(barriers.v_empty[at.v.index()]);
       at.v.advance();
     };
     auto make_p = [&] { softmax.update(rows_of_s, tOrP, rows_of_o, scale_log2); };
@@ -99,7 +99,7 @@ struct ForwardMainloop {
       // Nothing to run beside this item's first S.
       for (int i = 0; i < tiles.skipped_first; ++i) skip_tile();
       int tile = tiles.own.end - 1;
-      multiply_qk(tSrQ(_, _, _, at.q.index));
+      multiply_qk(tSrQ(_, _, _, at.q.index()));
       pass_turn();
       wait_for_product<0>(tSrS);
       finish_scores(rows_of_s, smem.items[slot], tiles.own, tile);
@@ -111,7 +111,7 @@ struct ForwardMainloop {
       int last_slot;
       bool begun;
       for (;;) {
-        Tensor item_q = tSrQ(_, _, _, at.q.index);
+        Tensor item_q = tSrQ(_, _, _, at.q.index());
         for (--tile; tile >= tiles.own.begin; --tile) {
           multiply_qk(item_q);
           multiply_pv();
@@ -132,7 +132,7 @@ struct ForwardMainloop {
         if (!tiles.any() || tiles.skipped_first > 0) break;
         // The same step across a border: S is the next item's, O this one's.
         tile = tiles.own.end - 1;
-        multiply_qk(tSrQ(_, _, _, at.q.index));
+        multiply_qk(tSrQ(_, _, _, at.q.index()));
         multiply_pv();
         pass_turn();
         wait_for_product<1>(tSrS);
@@ -178,8 +178,8 @@ struct ForwardMainloop {
     int begin = warp_uniform(state.tiles.begin);
     int end = warp_uniform(state.tiles.end);
     if (begin == end) return {};
-    smem.barriers.q_full[at.q.index].wait(at.q.phase);
-    if (params.logits.q_factor != 1.0f) scale_q(at.q.index);
+    smem.barriers.q_full[at.q.index()].wait(at.q.phase());
+    if (params.logits.q_factor != 1.0f) scale_q(at.q.index());
     ItemTiles tiles;
     tiles.own = {warp_uniform(own.begin), warp_uniform(own.full_begin),
                  warp_uniform(own.full_end), warp_uniform(own.end)};
@@ -192,13 +192,13 @@ struct ForwardMainloop {
 
   // A tile that other warpgroups work on: its turn and its buffers pass by.
   __device__ __forceinline__ void skip_tile() {
-    smem.barriers.k_full[at.k.index].wait(at.k.phase);
+    smem.barriers.k_full[at.k.index()].wait(at.k.phase());
     wait_turn();
     pass_turn();
-    release(smem.barriers.k_empty[at.k.index]);
+    release(smem.barriers.k_empty[at.k.index()]);
     at.k.advance();
-    smem.barriers.v_full[at.v.index].wait(at.v.phase);
-    release(smem.barriers.v_empty[at.v.index]);
+    smem.barriers.v_full[at.v.index()].wait(at.v.phase());
+    release(smem.barriers.v_empty[at.v.index()]);
     at.v.advance();
   }
 
@@ -216,9 +216,9 @@ struct ForwardMainloop {
   template <class Scores>
   __device__ __forceinline__ void finish_scores(Scores& scores, const ItemState& state,
                                                 const TileRange& tiles, int tile) {
-    release(smem.barriers.k_empty[at.k.index]);
+    release(smem.barriers.k_empty[at.k.index()]);
     at.k.advance();
-    if (tile == tiles.begin) release(smem.barriers.q_empty[at.q.index]);
+    if (tile == tiles.begin) release(smem.barriers.q_empty[at.q.index()]);
     transform_logits<Traits::kVariant.logits>(scores, params.logits);
     if (tiles.needs_mask(tile)) mask_tile(scores, state, tile);
   }

@@ -29,7 +29,7 @@ inline constexpr int kBlockColumns = 64;   // 128 bytes: one swizzle atom, one T
 inline constexpr int kBlockRowBytes = 128;
 inline constexpr int kMostConsumers = 4;
 inline constexpr int kMostSharedBytes = 227 * 1024;  // of one CTA
-inline constexpr int kOtherBytes = 1280;             // barriers, items
+inline constexpr int kOtherBytes = 2048;             // barriers, items
 
 template <class V>
 struct ForwardTraits {
@@ -54,6 +54,7 @@ struct ForwardTraits {
   static_assert(kConsumers >= 2 && kConsumers <= kMostConsumers);
   static_assert(kHeadQk % kBlockColumns == 0 && kHeadVo % kBlockColumns == 0);
   static_assert(kTileN % 16 == 0 && kTileN <= 256);
+  static constexpr int kMostBoxes = kTileN / 8;  // of a K or V tile: 8 rows are the least
 
   // Whether warpgroups pass tiles by that none of their rows touches: a tall tile's upper rows would
   // spend much of a causal item on them. A tile of 128 rows would lose more, an item's first S
@@ -69,11 +70,13 @@ struct ForwardTraits {
   // setmaxnreg: the launch bounds hand the 65536 registers out evenly, in eights; what the producers
   // give back is the consumers'.
   static constexpr int kLaunchRegisters = 65536 / (kThreads * kTile.ctas_per_sm) / 8 * 8;
+  static constexpr int kConsumerRegisters = kConsumers == 4   ? 112
+                                            : kConsumers == 3 ? 160
+                                            : kHeadVo <= 128  ? 224
+                                                              : 232;
   static constexpr int kProducerRegisters =
-      kTile.ctas_per_sm == 1 && kConsumers == 2 ? 40 : 32;
-  static constexpr int kConsumerRegisters =
-      (kLaunchRegisters * (kConsumers + 1) - kProducerRegisters) / kConsumers / 8 * 8;
-  static_assert(kConsumerRegisters <= 240);
+      (kLaunchRegisters * (kConsumers + 1) - kConsumers * kConsumerRegisters) / 8 * 8;
+  static_assert(kProducerRegisters >= 32);
 
   // S = Q K^T from shared memory; O += P V with P in registers and V as it lies, rows of keys.
   using MmaQk = decltype(make_tiled_mma(
@@ -137,6 +140,13 @@ struct NamedBarriers {
   static constexpr int kWarpgroup = 4;  // + w
 };
 
+// Where a TMA box of K or V begins (tensor_map.h).
+struct alignas(16) BoxPlace {
+  int page;
+  int x;
+  int r;
+};
+
 template <class Traits>
 struct SharedStorage {
   using Element = typename Traits::Element;
@@ -146,6 +156,8 @@ struct SharedStorage {
   // Each warp's 16 rows of O leave through its own bytes, 64 columns at a time.
   alignas(1024) Element o[Traits::kConsumerWarps][kWarpRows * kBlockColumns];
   ItemState items[kItemSlots];
+  BoxPlace k_places[Traits::kMostBoxes];  // of the tile whose boxes are being issued
+  BoxPlace v_places[Traits::kMostBoxes];
   Barriers<Traits::kQStages, Traits::kStages> barriers;
 };
 
@@ -158,18 +170,31 @@ __device__ __forceinline__ int warp_uniform(int value) {
 }
 
 // Position in a ring of buffers. A consumer waits for `phase`; a producer, whose first lap finds
-// the buffers empty, for `phase ^ 1`.
+// the buffers empty, for `phase ^ 1`. In two forms: the consumers' loop is shorter with both parts
+// at hand, the producers have few registers.
 template <int kSize>
-struct RingPosition {
-  int index = 0;
-  std::uint32_t phase = 0;
+struct ConsumerRing {
+  int buffer = 0;
+  std::uint32_t parity = 0;
 
+  __device__ __forceinline__ int index() const { return buffer; }
+  __device__ __forceinline__ std::uint32_t phase() const { return parity; }
   __device__ __forceinline__ void advance() {
-    if (++index == kSize) {
-      index = 0;
-      phase ^= 1;
+    if (++buffer == kSize) {
+      buffer = 0;
+      parity ^= 1;
     }
   }
+};
+
+template <int kSize>
+struct ProducerRing {
+  static_assert((kSize & (kSize - 1)) == 0);
+  std::uint32_t count = 0;
+
+  __device__ __forceinline__ int index() const { return count % kSize; }
+  __device__ __forceinline__ std::uint32_t phase() const { return count / kSize % 2; }
+  __device__ __forceinline__ void advance() { ++count; }
 };
 
 }  // namespace preflash::sm90
