@@ -418,11 +418,10 @@ WRAPPERS = {
         ({"kv_layout": None}, "kv_layout", REFUSED),
         ({"backend": "fa7"}, "backend", REFUSED),
         ({"backend": 2}, "backend", REFUSED),
-        ({"backend": "fa3"}, "backend|fa3", EITHER),
         ({"backend": "cudnn"}, "backend|cudnn", EITHER),
         ({"use_cuda_graph": True}, "use_cuda_graph", EITHER),
     ],
-    ids=["layout", "layout_none", "backend", "backend_type", "fa3", "cudnn", "graph"],
+    ids=["layout", "layout_none", "backend", "backend_type", "cudnn", "graph"],
 )
 def test_constructor(target, wrapper, options, match, error):
     """A backend that is known but not there may be refused as late as plan()."""

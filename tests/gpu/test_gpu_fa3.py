@@ -116,6 +116,20 @@ def test_twenty_runs_of_a_long_batch_are_bitwise_equal(fa3, policy):
         assert torch.equal(first[1], again[1])
 
 
+# --- more items than CTAs --------------------------------------------------------
+
+
+@on_every_backend
+@pytest.mark.sanitizer
+@pytest.mark.parametrize("page_size", [0, 1, 16])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
+def test_buffers_and_barriers_go_round(backend, dims, page_size):
+    """768 items of one to five tiles: each CTA computes more of them than it holds at once."""
+    lens = (3, 1, 2, 1, 5, 4), (300, 1, 150, 37, 260, 97)
+    case = Case("items", *lens, 128, 128, *dims, page_size=page_size, mask=MaskKind.CAUSAL)
+    runner.check(build(case, device="cuda"), backend=backend)
+
+
 # --- what a tile reaches over ----------------------------------------------------
 
 

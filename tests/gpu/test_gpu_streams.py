@@ -349,6 +349,7 @@ def test_tensors_on_two_gpus_are_refused(backend):
 
 
 @on_every_backend
+@pytest.mark.sanitizer
 def test_the_end_of_the_allocation_is_not_passed(backend):
     """K, V and q end exactly where their memory ends; compute-sanitizer watches the rest."""
     for dim in (64, 96, 128):
@@ -382,14 +383,19 @@ def test_memory_does_not_grow(backend):
     """Plans and runs over and over allocate nothing that stays."""
     inputs = build(SPLIT, device="cuda", index_device="cpu")
     wrapper = runner.make_wrapper(SPLIT, backend=backend, device="cuda")
-    for _ in range(3):
-        runner.plan(wrapper, inputs)
-        runner.run(wrapper, inputs)
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[0]
-    for _ in range(200):
-        runner.plan(wrapper, inputs)
-        runner.run(wrapper, inputs)
-    torch.cuda.synchronize()
-    assert torch.cuda.memory_allocated() == before[0]
-    assert before[1] - torch.cuda.mem_get_info()[0] < 32 * 1024 * 1024
+
+    def taken() -> int:
+        torch.cuda.synchronize()
+        free = torch.cuda.mem_get_info()[0]
+        for _ in range(20):
+            runner.plan(wrapper, inputs)
+            runner.run(wrapper, inputs)
+        torch.cuda.synchronize()
+        return free - torch.cuda.mem_get_info()[0]
+
+    taken()
+    allocated = torch.cuda.memory_allocated()
+    # NOTE: free memory also moves with the GPU's other users, such as the tests of a neighbouring
+    # worker. Theirs is missing after some rounds, what ours keep after every one.
+    assert min(taken() for _ in range(50)) <= 0
+    assert torch.cuda.memory_allocated() == allocated
