@@ -36,16 +36,24 @@ __global__ void __launch_bounds__(ForwardTraits<V>::kThreads, V::kTile.ctas_per_
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
   auto& smem = *reinterpret_cast<SharedStorage<Traits>*>(smem_bytes);
 
+  // What the first item waits for is on its way before the barriers are there.
   bool gather = params.box.kv_rows == 0;
-  if (threadIdx.x == 0) init_barriers(smem, gather);
-  __syncthreads();
-
+  if (threadIdx.x == 0) {
+    prefetch_tma_descriptor(reinterpret_cast<const TmaDescriptor*>(&params.maps.q));
+    if (!gather) {
+      prefetch_tma_descriptor(reinterpret_cast<const TmaDescriptor*>(&params.maps.k));
+      prefetch_tma_descriptor(reinterpret_cast<const TmaDescriptor*>(&params.maps.v));
+    }
+  }
   int begin = blockIdx.x;
   int end = begin + 1;
   if (params.cta_begin != nullptr) {
-    begin = warp_uniform(params.cta_begin[blockIdx.x]);
-    end = warp_uniform(params.cta_begin[blockIdx.x + 1]);
+    begin = __ldg(params.cta_begin + blockIdx.x);
+    end = __ldg(params.cta_begin + blockIdx.x + 1);
   }
+  if (threadIdx.x == kWarpgroupThreads) init_barriers(smem, gather);
+  __syncthreads();
+
   int warpgroup = cutlass::canonical_warp_group_idx();
   if (warpgroup == 0) {
     cutlass::arch::warpgroup_reg_dealloc<Traits::kProducerRegisters>();

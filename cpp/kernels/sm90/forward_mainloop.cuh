@@ -97,7 +97,10 @@ struct ForwardMainloop {
     ItemTiles tiles = begin_item(slot);
     while (tiles.any()) {
       // Nothing to run beside this item's first S.
-      for (int i = 0; i < tiles.skipped_first; ++i) skip_tile();
+      for (int i = 0; i < tiles.skipped_first; ++i) {
+        skip_k();
+        skip_v();
+      }
       int tile = tiles.own.end - 1;
       multiply_qk(tSrQ(_, _, _, at.q.index()));
       pass_turn();
@@ -129,15 +132,17 @@ struct ForwardMainloop {
         if (!begun) break;
         slot = next_slot(slot);
         tiles = begin_item(slot);
-        if (!tiles.any() || tiles.skipped_first > 0) break;
+        if (!tiles.any() || tiles.skipped_first > Traits::kMostSkippedBeside) break;
         // The same step across a border: S is the next item's, O this one's.
         tile = tiles.own.end - 1;
+        for (int i = 0; i < tiles.skipped_first; ++i) skip_k();
         multiply_qk(tSrQ(_, _, _, at.q.index()));
         multiply_pv();
         pass_turn();
         wait_for_product<1>(tSrS);
         finish_scores(rows_of_s, smem.items[slot], tiles.own, tile);
         finish_pv();
+        for (int i = 0; i < tiles.skipped_first; ++i) skip_v();
         end_item(last_slot, softmax, tOrO);
         softmax = {};
         first = GMMA::ScaleOut::Zero;
@@ -147,7 +152,10 @@ struct ForwardMainloop {
       multiply_pv();
       finish_pv();
       end_item(last_slot, softmax, tOrO);
-      for (int i = 0; i < last_tiles.skipped_last; ++i) skip_tile();
+      for (int i = 0; i < last_tiles.skipped_last; ++i) {
+        skip_k();
+        skip_v();
+      }
       if (!begun) {
         slot = next_slot(slot);
         tiles = begin_item(slot);
@@ -191,12 +199,14 @@ struct ForwardMainloop {
   }
 
   // A tile that other warpgroups work on: its turn and its buffers pass by.
-  __device__ __forceinline__ void skip_tile() {
+  __device__ __forceinline__ void skip_k() {
     smem.barriers.k_full[at.k.index()].wait(at.k.phase());
     wait_turn();
     pass_turn();
     release(smem.barriers.k_empty[at.k.index()]);
     at.k.advance();
+  }
+  __device__ __forceinline__ void skip_v() {
     smem.barriers.v_full[at.v.index()].wait(at.v.phase());
     release(smem.barriers.v_empty[at.v.index()]);
     at.v.advance();

@@ -56,10 +56,12 @@ struct ForwardTraits {
   static_assert(kTileN % 16 == 0 && kTileN <= 256);
   static constexpr int kMostBoxes = kTileN / 8;  // of a K or V tile: 8 rows are the least
 
-  // Whether warpgroups pass tiles by that none of their rows touches: a tall tile's upper rows would
-  // spend much of a causal item on them. A tile of 128 rows would lose more, an item's first S
-  // beside the last product of the item before it.
-  static constexpr bool kSkipsTiles = kConsumers > 2;
+  // Whether a warpgroup passes tiles by that none of its rows touches, as a causal item's upper rows
+  // do not touch its last tiles: only a tile of few keys may be one warpgroup's alone.
+  static constexpr bool kSkipsTiles = kTileN <= kWarpgroupRows;
+  // How many tiles it may pass by and still run its first S beside the last product of the item
+  // before: the others run ahead with V meanwhile, as far as there are buffers.
+  static constexpr int kMostSkippedBeside = kStages - 1;
 
   // Q of the next item arrives under this one's last tiles; with one buffer, only under the last.
   static constexpr int kBytesWithoutQ = kStages * kTileN * (kHeadQk + kHeadVo) * 2 +

@@ -84,7 +84,9 @@ def gpu_rows() -> list[Row]:
         for mask in (MaskKind.NONE, MaskKind.CAUSAL)
     ]
     rows += _with_pages(_grouped("mixed", _MIXED, _MIXED, 8), 1, 16, 64)
-    rows += _with_pages(_grouped("append 512 on 8k x8", (512,) * 8, (8192,) * 8, 8), 16)
+    append = _grouped("append 512 on 8k x8", (512,) * 8, (8192,) * 8, 8)
+    rows += _with_pages(append, 1, 16, 64, 128, 256)
+    rows += _with_pages(_grouped("chunk 2k on 64k", (2048,), (65536,), 8), 16)
     rows += [_decode("decode 64x4k", 64, 4096, 8), _decode("decode 4x32k", 4, 32768, 8)]
     return rows
 
