@@ -1,51 +1,24 @@
 // Host side of one fa2 kernel: its registry entry and its launch.
 #pragma once
 
-#include <cuda_runtime.h>
-
-#include <atomic>
-
+#include "kernels/common/launch.cuh"
 #include "kernels/sm80/forward_kernel.cuh"
 
 namespace preflash::sm80 {
 
-// Raises the kernel's shared-memory limit, once per device.
 template <class V>
-cudaError_t allow_shared_memory(int bytes) {
-  static std::atomic<std::uint64_t> done{0};  // a bit per device
-  int device;
-  if (cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return error;
-  std::uint64_t bit = device < 64 ? std::uint64_t{1} << device : 0;
-  if (done.load(std::memory_order_relaxed) & bit) return cudaSuccess;
-  cudaError_t error =
-      cudaFuncSetAttribute(&forward_kernel<V>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-  if (error == cudaSuccess) done.fetch_or(bit, std::memory_order_relaxed);
-  return error;
-}
+inline constexpr int kSmemBytes = sizeof(SharedStorage<ForwardTraits<V>>);
 
 template <class V>
 LaunchError launch_forward(const ForwardParams& params, int num_ctas, void* stream) {
-  using Traits = ForwardTraits<V>;
-  constexpr int kSmemBytes = sizeof(SharedStorage<Traits>);
-  cudaError_t error = allow_shared_memory<V>(kSmemBytes);
-  if (error == cudaSuccess) {
-    cudaLaunchConfig_t config{};
-    config.gridDim = dim3(num_ctas);
-    config.blockDim = dim3(Traits::kThreads);
-    config.dynamicSmemBytes = kSmemBytes;
-    config.stream = static_cast<cudaStream_t>(stream);
-    error = cudaLaunchKernelEx(&config, forward_kernel<V>,
-                               KernelParams::make(params, V::kVariant.logits));
-  }
-  if (error == cudaSuccess) return nullptr;
-  (void)cudaGetLastError();  // or the next launch of this thread would be blamed
-  return cudaGetErrorString(error);
+  LaunchShape shape{num_ctas, ForwardTraits<V>::kThreads, kSmemBytes<V>};
+  return launch_kernel<&forward_kernel<V>>(KernelParams::make(params, V::kVariant.logits), shape,
+                                           stream);
 }
 
 template <class V>
 ForwardKernel forward_kernel_entry() {
-  return {V::kId, V::kVariant, V::kTile, static_cast<int>(sizeof(SharedStorage<ForwardTraits<V>>)),
-          &launch_forward<V>};
+  return {V::kId, V::kVariant, V::kTile, kSmemBytes<V>, &launch_forward<V>};
 }
 
 }  // namespace preflash::sm80

@@ -3,6 +3,7 @@
 
 #include <cutlass/arch/reg_reconfig.h>
 
+#include "kernels/sm90/forward_load.cuh"
 #include "kernels/sm90/forward_mainloop.cuh"
 
 namespace preflash::sm90 {
@@ -65,7 +66,7 @@ __global__ void __launch_bounds__(ForwardTraits<V>::kThreads, V::kTile.ctas_per_
   } else {
     cutlass::arch::warpgroup_reg_alloc<Traits::kConsumerRegisters>();
     int thread = threadIdx.x % kWarpgroupThreads;
-    ForwardMainloop<Traits>{params, smem, warpgroup - 1, thread}.run();
+    ForwardMainloop<Traits>(params, smem, warpgroup - 1, thread).run();
   }
 }
 

@@ -6,28 +6,20 @@
 //   1. wait K(t), wait for this warpgroup's turn
 //   2. issue S = Q K(t)
 //   3. wait V(t - 1), issue O += P V(t - 1)
-//   4. pass the turn: the other warpgroup's products queue up behind these two
-//   5. wait S, release K(t); mask; maxima
-//   6. wait O, release V(t - 1); store O where V(t - 1) was its item's last, else rescale it where
-//      a reference moved
-//   7. P = 2^S in 16 bits
-// Steps 5 to 7 run under the other warpgroup's products. Where some warpgroup's rows do not touch a
-// tile of the item it passes the tile by, and its S and O meet no product of a neighbouring item.
+//   4. pass the turn: the other warpgroups' products queue up behind these two
+//   5. wait S, release K(t); mask
+//   6. wait O, release V(t - 1); store O where V(t - 1) was its item's last
+//   7. softmax: P out of S
+// Steps 5 to 7 run under the other warpgroups' products. A warpgroup whose rows do not touch a tile
+// of the item passes it by; where that would keep it from a step across two items for long, its
+// last O and its next first S stand alone.
 #pragma once
 
 #include "kernels/sm90/forward_epilogue.cuh"
-#include "kernels/sm90/forward_load.cuh"
+#include "kernels/sm90/forward_products.cuh"
 #include "kernels/sm90/speculative_softmax.cuh"
 
 namespace preflash::sm90 {
-
-// Positions in the rings.
-template <class Traits>
-struct ConsumerState {
-  ConsumerRing<Traits::kQStages> q;
-  ConsumerRing<Traits::kStages> k;
-  ConsumerRing<Traits::kStages> v;
-};
 
 template <class Barrier>
 __device__ __forceinline__ void release(Barrier& empty) {
@@ -37,137 +29,57 @@ __device__ __forceinline__ void release(Barrier& empty) {
 template <class Traits>
 struct ForwardMainloop {
   using Element = typename Traits::Element;
-  using AccumulatorS = decltype(partition_fragment_C(
-      typename Traits::MmaQk{}, Shape<_64, Int<Traits::kTileN>>{}));  // ((2, 2, N / 8), 1, 1)
-  using AccumulatorO = decltype(partition_fragment_C(
-      typename Traits::MmaPv{}, Shape<_64, Int<Traits::kHeadVo>>{}));  // ((2, 2, D / 8), 1, 1)
 
   const HopperParams& params;
   SharedStorage<Traits>& smem;
   int warpgroup;  // among consumers
   int thread;     // of the warpgroup
-  ConsumerState<Traits> at = {};
+  ForwardProducts<Traits> products;
+  SpeculativeSoftmax softmax = {};
+  ConsumerRing<Traits::kQStages> q = {};
+  ConsumerRing<Traits::kStages> k = {};
+  ConsumerRing<Traits::kStages> v = {};
   std::uint32_t item_phase = 0;
 
+  __device__ __forceinline__ ForwardMainloop(const HopperParams& params,
+                                             SharedStorage<Traits>& smem, int warpgroup, int thread)
+      : params(params),
+        smem(smem),
+        warpgroup(warpgroup),
+        thread(thread),
+        products(smem, warpgroup, thread) {}
+
   __device__ __forceinline__ void run() {
-    auto& barriers = smem.barriers;
-    const float scale_log2 = params.logits.scale_log2;
-    typename Traits::MmaQk mma_qk;
-    typename Traits::MmaPv mma_pv;
-    Tensor sQ =
-        local_tile(make_tensor(make_smem_ptr(smem.q), typename Traits::LayoutQ{}),
-                   Shape<_64, Int<Traits::kHeadQk>, Int<Traits::kQStages>>{},
-                   make_coord(warpgroup, 0, 0));  // (64, d, q stages)
-    Tensor sK = make_tensor(make_smem_ptr(smem.k), typename Traits::LayoutK{});  // (n, d, stages)
-    Tensor sV = make_tensor(make_smem_ptr(smem.v), typename Traits::LayoutV{});  // (d, n, stages)
-    auto thread_qk = mma_qk.get_slice(thread);
-    auto thread_pv = mma_pv.get_slice(thread);
-    Tensor tSrQ = thread_qk.partition_fragment_A(sQ);  // (MMA, MMA_M, MMA_K, q stages)
-    Tensor tSrK = thread_qk.partition_fragment_B(sK);  // (MMA, MMA_N, MMA_K, stages)
-    Tensor tOrV = thread_pv.partition_fragment_B(sV);  // (MMA, MMA_N, MMA_K, stages)
-    AccumulatorS tSrS;
-    AccumulatorO tOrO;
-    Tensor rows_of_s = make_tensor(tSrS.data(), as_rows_and_columns(tSrS.layout()));
-    Tensor rows_of_o = make_tensor(tOrO.data(), as_rows_and_columns(tOrO.layout()));
-    auto tOrP = make_tensor<Element>(as_operand_a(tSrS.layout()));  // ((2, 2, 2), 1, N / 16)
-
-    SpeculativeSoftmax softmax;
-    auto first = GMMA::ScaleOut::Zero;
-
-    // Steps 1 and 2.
-    auto multiply_qk = [&](const auto& item_q) {
-      barriers.k_full[at.k.index()].wait(at.k.phase());
-      wait_turn();
-      multiply_async(mma_qk, item_q, tSrK(_, _, _, at.k.index()), tSrS, GMMA::ScaleOut::Zero);
-    };
-    // Step 3.
-    auto multiply_pv = [&] {
-      barriers.v_full[at.v.index()].wait(at.v.phase());
-      multiply_async(mma_pv, tOrP, tOrV(_, _, _, at.v.index()), tOrO, first);
-    };
-    auto finish_pv = [&] {
-      wait_for_product<0>(tOrO);
-      release(barriers.v_empty[at.v.index()]);
-      at.v.advance();
-    };
-    auto make_p = [&] { softmax.update(rows_of_s, tOrP, rows_of_o, scale_log2); };
-
     begin_turns();
-    int slot = 0;
-    ItemTiles tiles = begin_item(slot);
-    while (tiles.any()) {
-      // Nothing to run beside this item's first S.
-      for (int i = 0; i < tiles.skipped_first; ++i) {
-        skip_k();
-        skip_v();
-      }
-      int tile = tiles.own.end - 1;
-      multiply_qk(tSrQ(_, _, _, at.q.index()));
-      pass_turn();
-      wait_for_product<0>(tSrS);
-      finish_scores(rows_of_s, smem.items[slot], tiles.own, tile);
-      softmax = {};
-      make_p();
-      first = GMMA::ScaleOut::Zero;
-
-      ItemTiles last_tiles;
-      int last_slot;
-      bool begun;
+    Item item = begin_item(0);
+    while (item.any()) {
+      begin_alone(item);
       for (;;) {
-        Tensor item_q = tSrQ(_, _, _, at.q.index());
-        for (--tile; tile >= tiles.own.begin; --tile) {
-          multiply_qk(item_q);
-          multiply_pv();
-          pass_turn();
-          wait_for_product<1>(tSrS);
-          finish_scores(rows_of_s, smem.items[slot], tiles.own, tile);
-          finish_pv();
-          first = GMMA::ScaleOut::One;
-          make_p();
+        run_rest(item);
+        q.advance();
+        Item next;
+        bool begun = item.skipped_last == 0;
+        if (begun) {
+          next = begin_item(next_slot(item.slot));
+          if (next.any() && next.skipped_first <= Traits::kMostSkippedBeside) {
+            run_across(item, next);
+            item = next;
+            continue;
+          }
         }
-        at.q.advance();
-        last_tiles = tiles;
-        last_slot = slot;
-        begun = tiles.skipped_last == 0;
-        if (!begun) break;
-        slot = next_slot(slot);
-        tiles = begin_item(slot);
-        if (!tiles.any() || tiles.skipped_first > Traits::kMostSkippedBeside) break;
-        // The same step across a border: S is the next item's, O this one's.
-        tile = tiles.own.end - 1;
-        for (int i = 0; i < tiles.skipped_first; ++i) skip_k();
-        multiply_qk(tSrQ(_, _, _, at.q.index()));
-        multiply_pv();
-        pass_turn();
-        wait_for_product<1>(tSrS);
-        finish_scores(rows_of_s, smem.items[slot], tiles.own, tile);
-        finish_pv();
-        for (int i = 0; i < tiles.skipped_first; ++i) skip_v();
-        end_item(last_slot, softmax, tOrO);
-        softmax = {};
-        first = GMMA::ScaleOut::Zero;
-        make_p();
-      }
-      // Nothing to run beside the item's last product.
-      multiply_pv();
-      finish_pv();
-      end_item(last_slot, softmax, tOrO);
-      for (int i = 0; i < last_tiles.skipped_last; ++i) {
-        skip_k();
-        skip_v();
-      }
-      if (!begun) {
-        slot = next_slot(slot);
-        tiles = begin_item(slot);
+        end_alone(item);
+        item = begun ? next : begin_item(next_slot(item.slot));
+        break;
       }
     }
   }
 
  private:
-  // Of one item, for this warpgroup.
-  struct ItemTiles {
+  // A work item as this warpgroup meets it.
+  struct Item {
+    int slot = 0;  // of smem.items
     TileRange own;
-    int skipped_first = 0;  // tiles of the item that none of its rows touches, before its own
+    int skipped_first = 0;  // tiles that none of its rows touches, before its own
     int skipped_last = 0;   // and after; the last tile comes first
 
     __device__ __forceinline__ bool any() const { return own.count() > 0; }
@@ -177,60 +89,142 @@ struct ForwardMainloop {
     return slot + 1 == kItemSlots ? 0 : slot + 1;
   }
 
-  // The next item's tiles, its Q in place; none: there is no item.
-  __device__ __forceinline__ ItemTiles begin_item(int slot) {
+  // The next item, its Q in place; without tiles: there is none.
+  __device__ __forceinline__ Item begin_item(int slot) {
     smem.barriers.item_full[slot].wait(item_phase);
     if (slot == kItemSlots - 1) item_phase ^= 1;
     const ItemState& state = smem.items[slot];
     const TileRange& own = state.warpgroup_tiles[warpgroup];
     int begin = warp_uniform(state.tiles.begin);
     int end = warp_uniform(state.tiles.end);
-    if (begin == end) return {};
-    smem.barriers.q_full[at.q.index()].wait(at.q.phase());
-    if (params.logits.q_factor != 1.0f) scale_q(at.q.index());
-    ItemTiles tiles;
-    tiles.own = {warp_uniform(own.begin), warp_uniform(own.full_begin),
-                 warp_uniform(own.full_end), warp_uniform(own.end)};
+    Item item;
+    item.slot = slot;
+    if (begin == end) return item;
+    smem.barriers.q_full[q.index()].wait(q.phase());
+    if (params.logits.q_factor != 1.0f) scale_q(q.index());
+    item.own = {warp_uniform(own.begin), warp_uniform(own.full_begin),
+                warp_uniform(own.full_end), warp_uniform(own.end)};
     if constexpr (Traits::kSkipsTiles) {
-      tiles.skipped_first = end - tiles.own.end;
-      tiles.skipped_last = tiles.own.begin - begin;
+      item.skipped_first = end - item.own.end;
+      item.skipped_last = item.own.begin - begin;
     }
-    return tiles;
+    return item;
   }
 
-  // A tile that other warpgroups work on: its turn and its buffers pass by.
-  __device__ __forceinline__ void skip_k() {
-    smem.barriers.k_full[at.k.index()].wait(at.k.phase());
-    wait_turn();
+  // The item's first P, with nothing to run beside it.
+  __device__ __forceinline__ void begin_alone(const Item& item) {
+    for (int i = 0; i < item.skipped_first; ++i) {
+      skip_k();
+      skip_v();
+    }
+    wait_for_qk();
+    products.issue_qk(products.q(q.index()), k.index());
     pass_turn();
-    release(smem.barriers.k_empty[at.k.index()]);
-    at.k.advance();
-  }
-  __device__ __forceinline__ void skip_v() {
-    smem.barriers.v_full[at.v.index()].wait(at.v.phase());
-    release(smem.barriers.v_empty[at.v.index()]);
-    at.v.advance();
+    products.template wait_qk<0>();
+    finish_scores(item, item.own.end - 1);
+    begin_softmax();
   }
 
-  __device__ __forceinline__ void end_item(int slot, SpeculativeSoftmax& softmax, AccumulatorO& tOrO) {
+  // Steps of all its other tiles.
+  __device__ __forceinline__ void run_rest(const Item& item) {
+    Tensor tSrQ = products.q(q.index());
+    for (int tile = item.own.end - 2; tile >= item.own.begin; --tile) {
+      multiply(tSrQ);
+      finish_scores(item, tile);
+      finish_pv();
+      products.first_pv = GMMA::ScaleOut::One;
+      make_p();
+    }
+  }
+
+  // The step across a border: S is the next item's, O the last one's.
+  __device__ __forceinline__ void run_across(const Item& last, const Item& next) {
+    for (int i = 0; i < next.skipped_first; ++i) skip_k();
+    multiply(products.q(q.index()));
+    finish_scores(next, next.own.end - 1);
+    finish_pv();
+    for (int i = 0; i < next.skipped_first; ++i) skip_v();
+    end_item(last.slot);
+    begin_softmax();
+  }
+
+  // The item's last product and its O.
+  __device__ __forceinline__ void end_alone(const Item& item) {
+    smem.barriers.v_full[v.index()].wait(v.phase());
+    products.issue_pv(v.index());
+    finish_pv();
+    end_item(item.slot);
+    for (int i = 0; i < item.skipped_last; ++i) {
+      skip_k();
+      skip_v();
+    }
+  }
+
+  // Steps 1 to 4, and S.
+  template <class Q>
+  __device__ __forceinline__ void multiply(const Q& tSrQ) {
+    wait_for_qk();
+    products.issue_qk(tSrQ, k.index());
+    smem.barriers.v_full[v.index()].wait(v.phase());
+    products.issue_pv(v.index());
+    pass_turn();
+    products.template wait_qk<1>();
+  }
+  __device__ __forceinline__ void wait_for_qk() const {
+    smem.barriers.k_full[k.index()].wait(k.phase());
+    wait_turn();
+  }
+
+  // S has been computed: K's buffer is free, and Q's after an item's last tile.
+  __device__ __forceinline__ void finish_scores(const Item& item, int tile) {
+    release(smem.barriers.k_empty[k.index()]);
+    k.advance();
+    if (tile == item.own.begin) release(smem.barriers.q_empty[q.index()]);
+    transform_logits<Traits::kVariant.logits>(products.tSrS, params.logits);
+    if (item.own.needs_mask(tile)) {
+      auto rows_of_s = products.rows_of_s();
+      mask_tile(rows_of_s, smem.items[item.slot], tile);
+    }
+  }
+
+  __device__ __forceinline__ void finish_pv() {
+    products.wait_pv();
+    release(smem.barriers.v_empty[v.index()]);
+    v.advance();
+  }
+
+  __device__ __forceinline__ void begin_softmax() {
+    softmax = {};
+    products.first_pv = GMMA::ScaleOut::Zero;
+    make_p();
+  }
+  __device__ __forceinline__ void make_p() {
+    auto rows_of_s = products.rows_of_s();
+    auto rows_of_o = products.rows_of_o();
+    softmax.update(rows_of_s, products.tOrP, rows_of_o, params.logits.scale_log2);
+  }
+
+  __device__ __forceinline__ void end_item(int slot) {
     const ItemState& state = smem.items[slot];
     int warp = warpgroup * kWarpgroupWarps + thread / 32;
     ForwardEpilogue<Traits>{params,         state.item,       state.request,
                             state.num_rows, warp * kWarpRows, smem.o[warp]}
-        .run(softmax, tOrO);
+        .run(softmax, products.tOrO);
     __syncwarp();
     release(smem.barriers.item_empty[slot]);
   }
 
-  // S has been computed: K's buffer is free, and Q's after an item's last tile.
-  template <class Scores>
-  __device__ __forceinline__ void finish_scores(Scores& scores, const ItemState& state,
-                                                const TileRange& tiles, int tile) {
-    release(smem.barriers.k_empty[at.k.index()]);
-    at.k.advance();
-    if (tile == tiles.begin) release(smem.barriers.q_empty[at.q.index()]);
-    transform_logits<Traits::kVariant.logits>(scores, params.logits);
-    if (tiles.needs_mask(tile)) mask_tile(scores, state, tile);
+  // A tile that other warpgroups work on: its turn and its buffers pass by.
+  __device__ __forceinline__ void skip_k() {
+    wait_for_qk();
+    pass_turn();
+    release(smem.barriers.k_empty[k.index()]);
+    k.advance();
+  }
+  __device__ __forceinline__ void skip_v() {
+    smem.barriers.v_full[v.index()].wait(v.phase());
+    release(smem.barriers.v_empty[v.index()]);
+    v.advance();
   }
 
   // Turns begin with warpgroup 0; the last one hands it the first.

@@ -1,0 +1,68 @@
+// Operands and accumulators of one consumer warpgroup, and its two products.
+#pragma once
+
+#include "kernels/sm90/forward_traits.cuh"
+#include "kernels/sm90/warpgroup_mma.cuh"
+
+namespace preflash::sm90 {
+
+template <class Traits>
+struct ForwardProducts {
+  using MmaQk = typename Traits::MmaQk;
+  using MmaPv = typename Traits::MmaPv;
+  using AccumulatorS = decltype(partition_fragment_C(MmaQk{}, Shape<_64, Int<Traits::kTileN>>{}));
+  using AccumulatorO = decltype(partition_fragment_C(MmaPv{}, Shape<_64, Int<Traits::kHeadVo>>{}));
+  using OperandP = decltype(make_tensor<typename Traits::Element>(
+      as_operand_a(typename AccumulatorS::layout_type{})));
+
+  SharedStorage<Traits>& smem;
+  int warpgroup;  // among consumers
+  int thread;     // of the warpgroup
+  AccumulatorS tSrS;  // ((2, 2, N / 8), 1, 1)
+  OperandP tOrP;      // ((2, 2, 2), 1, N / 16)
+  AccumulatorO tOrO;  // ((2, 2, D / 8), 1, 1)
+  GMMA::ScaleOut first_pv = GMMA::ScaleOut::Zero;  // what the next P V does with the old O
+
+  __device__ __forceinline__ ForwardProducts(SharedStorage<Traits>& smem, int warpgroup, int thread)
+      : smem(smem), warpgroup(warpgroup), thread(thread) {}
+
+  // (rows, columns) of this thread
+  __device__ __forceinline__ auto rows_of_s() {
+    return make_tensor(tSrS.data(), as_rows_and_columns(tSrS.layout()));
+  }
+  __device__ __forceinline__ auto rows_of_o() {
+    return make_tensor(tOrO.data(), as_rows_and_columns(tOrO.layout()));
+  }
+
+  // This warpgroup's rows of one Q buffer: (MMA, MMA_M, MMA_K)
+  __device__ __forceinline__ auto q(int stage) const {
+    Tensor sQ = local_tile(make_tensor(make_smem_ptr(smem.q), typename Traits::LayoutQ{}),
+                           Shape<_64, Int<Traits::kHeadQk>, Int<Traits::kQStages>>{},
+                           make_coord(warpgroup, 0, 0));  // (64, d, q stages)
+    return MmaQk{}.get_slice(thread).partition_fragment_A(sQ)(_, _, _, stage);
+  }
+
+  // S = Q K^T
+  template <class Q>
+  __device__ __forceinline__ void issue_qk(const Q& tSrQ, int k_stage) {
+    MmaQk mma;
+    Tensor sK = make_tensor(make_smem_ptr(smem.k), typename Traits::LayoutK{});  // (n, d, stages)
+    Tensor tSrK = mma.get_slice(thread).partition_fragment_B(sK);  // (MMA, MMA_N, MMA_K, stages)
+    multiply_async(mma, tSrQ, tSrK(_, _, _, k_stage), tSrS, GMMA::ScaleOut::Zero);
+  }
+  template <int kPending>
+  __device__ __forceinline__ void wait_qk() {
+    wait_for_product<kPending>(tSrS);
+  }
+
+  // O += P V
+  __device__ __forceinline__ void issue_pv(int v_stage) {
+    MmaPv mma;
+    Tensor sV = make_tensor(make_smem_ptr(smem.v), typename Traits::LayoutV{});  // (d, n, stages)
+    Tensor tOrV = mma.get_slice(thread).partition_fragment_B(sV);  // (MMA, MMA_N, MMA_K, stages)
+    multiply_async(mma, tOrP, tOrV(_, _, _, v_stage), tOrO, first_pv);
+  }
+  __device__ __forceinline__ void wait_pv() { wait_for_product<0>(tOrO); }
+};
+
+}  // namespace preflash::sm90

@@ -1,0 +1,107 @@
+// A CTA's work items: worked out and announced by one warp, items ahead, read by the loading warps.
+#pragma once
+
+#include <cute/arch/cluster_sm90.hpp>
+
+#include "kernels/sm90/forward_epilogue.cuh"
+
+namespace preflash::sm90 {
+
+// Tiles that the rows [first, end) of an item's tile touch.
+template <class Traits>
+__device__ __forceinline__ TileRange tiles_of_rows(const HopperParams& params, const WorkItem& item,
+                                                   const RequestInfo& request, int first, int end) {
+  MaskBounds bounds{request.qo_len, request.kv_len, params.window_left, params.causal};
+  RowSpan rows{unpack_row(params, item.row_begin + first).token,
+               unpack_row(params, item.row_begin + end - 1).token};
+  KeySpan chunk{item.chunk * request.chunk_keys, request.kv_len};
+  if (request.kv_len - chunk.begin > request.chunk_keys) {
+    chunk.end = chunk.begin + request.chunk_keys;
+  }
+  return touched_tiles(bounds, rows, chunk, Traits::kTileN, Mask::kBounds);
+}
+
+// What the rows of one consumer warpgroup touch of tiles [.., last]. Where that is nothing the last
+// tile, wholly masked, makes zeros like everybody else's.
+template <class Traits>
+__device__ __forceinline__ TileRange tiles_of_warpgroup(const HopperParams& params,
+                                                        const ItemState& state, int warpgroup) {
+  if constexpr (!Traits::kSkipsTiles) return state.tiles;
+  int first = warpgroup * kWarpgroupRows;
+  int end = min(first + kWarpgroupRows, state.num_rows);
+  if (first < end) {
+    TileRange tiles = tiles_of_rows<Traits>(params, state.item, state.request, first, end);
+    if (tiles.count() > 0) return tiles;
+  }
+  int last = state.tiles.end - 1;
+  return {last, last, last, last + 1};
+}
+
+// Works items out and announces them, by one warp. What keeps no key is written here and now: nobody
+// else meets an item without tiles.
+template <class Traits>
+struct ItemProducer {
+  const HopperParams& params;
+  SharedStorage<Traits>& smem;
+  int index;
+  int end;
+  ProducerRing<kItemSlots> at = {};
+
+  // The next item, or the word that there is none.
+  __device__ __forceinline__ void announce() {
+    WorkItem item;
+    RequestInfo request;
+    TileRange tiles = {};
+    int num_rows = 0;
+    for (; index < end; ++index) {
+      item = params.items[index];
+      request = params.requests[item.request];
+      num_rows = min(request.qo_len * params.group_size - item.row_begin, params.rows_per_tile);
+      tiles = tiles_of_rows<Traits>(params, item, request, 0, num_rows);
+      if (tiles.count() > 0) break;
+      ForwardEpilogue<Traits>{params, item, request, num_rows}.run_empty();
+    }
+    ++index;
+    smem.barriers.item_empty[at.index()].wait(at.phase() ^ 1);
+    ItemState& state = smem.items[at.index()];
+    if (elect_one_sync()) {
+      MaskBounds bounds{request.qo_len, request.kv_len, params.window_left, params.causal};
+      int first_token = unpack_row(params, item.row_begin).token;
+      state.item = item;
+      state.request = request;
+      state.tiles = tiles;
+      state.keys = {bounds.first_key(first_token), request.kv_len};
+      state.num_rows = num_rows;
+    }
+    __syncwarp();
+    if (lane_id() < Traits::kConsumers) {
+      state.warpgroup_tiles[lane_id()] = tiles_of_warpgroup<Traits>(params, state, lane_id());
+    }
+    __syncwarp();
+    if (elect_one_sync()) smem.barriers.item_full[at.index()].arrive();
+    __syncwarp();
+    at.advance();
+  }
+  __device__ __forceinline__ bool done() const { return index > end; }
+};
+
+// The items of one CTA as a loading warp meets them.
+template <class Traits>
+struct ItemReader {
+  SharedStorage<Traits>& smem;
+  ProducerRing<kItemSlots> at = {};
+
+  // Null: there is no more.
+  __device__ __forceinline__ const ItemState* wait() const {
+    smem.barriers.item_full[at.index()].wait(at.phase());
+    const ItemState& state = smem.items[at.index()];
+    return warp_uniform(state.tiles.count()) > 0 ? &state : nullptr;
+  }
+  __device__ __forceinline__ void release() {
+    __syncwarp();
+    if (elect_one_sync()) smem.barriers.item_empty[at.index()].arrive();
+    at.advance();
+  }
+};
+
+}  // namespace preflash::sm90
