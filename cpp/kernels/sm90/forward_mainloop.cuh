@@ -57,19 +57,19 @@ struct ForwardMainloop {
       for (;;) {
         run_rest(item);
         q.advance();
-        Item next;
-        bool begun = item.skipped_last == 0;
-        if (begun) {
-          next = begin_item(next_slot(item.slot));
-          if (next.any() && next.skipped_first <= Traits::kMostSkippedBeside) {
-            run_across(item, next);
-            item = next;
-            continue;
-          }
+        if (item.skipped_last > 0) {
+          end_alone(item);
+          item = begin_item(next_slot(item.slot));
+          break;
         }
-        end_alone(item);
-        item = begun ? next : begin_item(next_slot(item.slot));
-        break;
+        Item next = begin_item(next_slot(item.slot));
+        if (!next.any() || next.skipped_first > Traits::kMostSkippedBeside) {
+          end_alone(item);
+          item = next;
+          break;
+        }
+        run_across(item, next);
+        item = next;
       }
     }
   }
