@@ -1,13 +1,24 @@
 """fa3 beside fa2: the choice between them, the same answers, and what TMA could get wrong."""
 
 import dataclasses
+import gc
 import math
 
 import pytest
 import torch
 from backends import backends_and_cases, on_every_backend
 from preflash import _core
-from preflash.testing import Case, KvForm, MaskKind, build, cases, compare, expected, runner
+from preflash.testing import (
+    Case,
+    KvForm,
+    Magnitude,
+    MaskKind,
+    build,
+    cases,
+    compare,
+    expected,
+    runner,
+)
 from require_variant import why_no_fa3
 
 pytestmark = pytest.mark.gpu
@@ -130,6 +141,106 @@ def test_buffers_and_barriers_go_round(backend, dims, page_size):
     runner.check(build(case, device="cuda"), backend=backend)
 
 
+@on_every_backend
+@pytest.mark.parametrize("window_left", [-1, 40])
+@pytest.mark.parametrize("page_size", [0, 1, 3, 16])
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_long_items_follow_each_other(backend, head_dim, page_size, window_left):
+    """Heads of their own: several row tiles of each, over all keys or a short window of them."""
+    lens = (600, 650, 700), (613, 700, 741)
+    how = {"page_size": page_size, "mask": MaskKind.CAUSAL, "window_left": window_left}
+    runner.check(
+        build(Case("long", *lens, 24, 24, head_dim, **how), device="cuda"), backend=backend
+    )
+
+
+@on_every_backend
+@pytest.mark.parametrize(("group", "head_dim"), [(300, 64), (200, 256)])
+def test_groups_larger_than_the_tile(backend, group, head_dim):
+    """The rows of one token lie in several tiles."""
+    lens = (3, 1, 5, 2), (70, 300, 5, 129)
+    case = Case("group", *lens, group, 1, head_dim, mask=MaskKind.CAUSAL)
+    runner.check(build(case, device="cuda"), backend=backend)
+
+
+@on_every_backend
+@pytest.mark.parametrize("page_size", [0, 16])
+@pytest.mark.parametrize("dims", [(256, 256), (192, 128)], ids=str)
+def test_negative_scales_in_many_items(backend, dims, page_size):
+    """The largest product is the smallest logit."""
+    lens = (3, 1, 140, 1, 5, 4), (300, 1, 150, 37, 260, 97)
+    how = {"page_size": page_size, "mask": MaskKind.CAUSAL, "sm_scale": -0.2}
+    runner.check(build(Case("minus", *lens, 64, 64, *dims, **how), device="cuda"), backend=backend)
+
+
+# --- logits that jump ------------------------------------------------------------
+
+
+def key_rows(inputs, request):
+    """Where K holds the keys of a request: an index of the pool or of the ragged tensor, NHD."""
+    kv_lens, page_size = inputs.case.kv_lens, inputs.case.page_size
+    keys = torch.arange(kv_lens[request], device=inputs.k.device)
+    if not page_size:
+        return (keys + sum(kv_lens[:request]),)
+    pages = torch.tensor(inputs.page_table[request], device=keys.device)
+    return pages[keys // page_size], keys % page_size
+
+
+JUMPS = {
+    "early": lambda place: torch.where(place < 0.25, 60.0, 1.0),
+    "late": lambda place: torch.where(place > 0.75, 60.0, 1.0),
+    "rising": lambda place: 1 + 59 * place,
+    "falling": lambda place: 60 - 59 * place,
+}
+
+jumping = pytest.mark.parametrize(
+    ("dims", "page_size"), [((64, 64), 0), ((128, 128), 16), ((256, 256), 1)], ids=str
+)
+in_both_formats = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+with_and_without_splits = pytest.mark.parametrize("fixed_split_size", [None, 128])
+JUMP_LENS = (1, 130, 300), (900, 700, 310)
+
+
+@on_every_backend
+@in_both_formats
+@with_and_without_splits
+@jumping
+@pytest.mark.parametrize("factors", JUMPS.values(), ids=JUMPS)
+def test_keys_that_dominate_by_hundreds_of_bits(
+    backend, factors, dims, page_size, fixed_split_size, dtype
+):
+    """Whole tiles weigh nothing beside one before or behind them."""
+    how = {"dtype": dtype, "page_size": page_size, "mask": MaskKind.CAUSAL}
+    case = Case("jump", *JUMP_LENS, 4, 2, *dims, **how, fixed_split_size=fixed_split_size)
+    inputs = build(case, device="cuda")
+    inputs.q *= 8
+    for request, kv_len in enumerate(case.kv_lens):
+        rows = key_rows(inputs, request)
+        place = torch.arange(kv_len, device=inputs.k.device) / kv_len
+        inputs.k[rows] *= factors(place).to(dtype)[:, None, None]
+    runner.check(inputs, backend=backend)
+
+
+@on_every_backend
+@in_both_formats
+@with_and_without_splits
+@jumping
+@pytest.mark.parametrize("ordinary", [(0, 1), (200, 201, 290), (-1,)], ids=str)
+def test_few_keys_above_very_negative_ones(
+    backend, ordinary, dims, page_size, fixed_split_size, dtype
+):
+    """Logits near -2.5e5, but for the given keys, which not every row sees."""
+    how = {"dtype": dtype, "page_size": page_size, "mask": MaskKind.CAUSAL}
+    how |= {"sm_scale": 1.0, "magnitude": Magnitude.VERY_NEGATIVE}
+    case = Case("few", *JUMP_LENS, 4, 2, *dims, **how, fixed_split_size=fixed_split_size)
+    inputs = build(case, device="cuda")
+    for request in range(case.batch_size):
+        rows = key_rows(inputs, request)
+        for key in ordinary:
+            inputs.k[(*(index[key] for index in rows), slice(None), 0)] = 0
+    runner.check(inputs, backend=backend)
+
+
 # --- what a tile reaches over ----------------------------------------------------
 
 
@@ -235,6 +346,48 @@ def test_empty_tensors(backend, case):
     if case.paged:
         inputs.cache = (inputs.k, inputs.v)
     runner.check(inputs, backend=backend)
+
+
+FAR = 1 << 36  # bytes
+
+
+@pytest.fixture
+def sixty_six_gib():
+    """Uninitialised memory, given back whoever still refers to it."""
+    size = FAR + (2 << 30)
+    gc.collect()
+    torch.cuda.empty_cache()
+    if torch.cuda.mem_get_info()[0] < size + (2 << 30):
+        pytest.skip("needs 68 GiB of free GPU memory")
+    try:
+        buffer = torch.empty(size, dtype=torch.uint8, device="cuda")
+    except torch.cuda.OutOfMemoryError:
+        pytest.skip("66 GiB of GPU memory cannot be had in one piece")
+    yield buffer
+    buffer.untyped_storage().resize_(0)
+    torch.cuda.empty_cache()
+
+
+@on_every_backend
+@pytest.mark.parametrize("stride", [2 * 256, 1 << 20], ids=["dense", "sparse"])
+def test_offsets_over_64_gib(backend, stride, sixty_six_gib):
+    """Every other page lies 2^36 bytes further, and NaN where a shorter offset would lead."""
+    case = Case("far", (9, 200), (130, 333), 4, 2, 128, page_size=1, mask=MaskKind.CAUSAL)
+    inputs = build(case, device="cuda")
+    want = expected(inputs)
+    memory = sixty_six_gib.view(case.dtype)
+    shape = (memory.numel() // stride, 1, 2, 128)
+    pools = [memory.as_strided(shape, (stride, 256, 256, 1), offset) for offset in (0, 128)]
+    count = inputs.k.shape[0]
+    where = torch.arange(count, device=inputs.k.device)
+    where[1::2] += FAR // (2 * stride)
+    for pool, small in zip(pools, (inputs.k, inputs.v), strict=True):
+        pool[:count] = math.nan
+        pool[where] = small
+    inputs.indices = where[inputs.indices.long()].int()
+    inputs.page_table = [[int(where[p]) for p in request] for request in inputs.page_table]
+    inputs.k, inputs.v = inputs.cache = tuple(pools)
+    runner.check(inputs, backend=backend, want=want)
 
 
 @on_every_backend

@@ -12,8 +12,8 @@
 
 #include "kernels/common/convert.cuh"
 #include "kernels/common/mask.cuh"
-#include "kernels/common/online_softmax.cuh"
 #include "kernels/sm80/forward_load.cuh"
+#include "kernels/sm80/lazy_softmax.cuh"
 
 namespace preflash::sm80 {
 
@@ -31,7 +31,7 @@ struct ForwardMainloop {
   using Mma = typename Traits::Mma;
   using MmaOp = typename Traits::MmaOp;
   using Storage = SharedStorage<Traits>;
-  using Softmax = OnlineSoftmax<Traits::kRowsPerThread>;
+  using Softmax = LazySoftmax<Traits::kRowsPerThread>;
   using AccumulatorS = decltype(partition_fragment_C(
       Mma{}, Shape<Int<Traits::kTileM>, Int<Traits::kTileN>>{}));  // ((2, 2), MMA_M, MMA_N)
   using AccumulatorO = decltype(partition_fragment_C(

@@ -25,9 +25,9 @@ __device__ __forceinline__ void fetch_q(const HopperParams& params, const ItemSt
     for (int block = 0; block < Traits::kBlocksQk; ++block) {
       SM90_TMA_LOAD_4D::copy(&params.maps.q, reinterpret_cast<std::uint64_t*>(&full),
                              static_cast<std::uint64_t>(TMA::CacheHintSm90::EVICT_FIRST),
-                             q + block * kBlockElements + i * kBlockColumns,
-                             block * kBlockColumns, row.head_in_group,
-                             state.request.qo_begin + row.token, state.item.kv_head);
+                             q + block * kBlockElements + i * kBlockColumns, block * kBlockColumns,
+                             row.head_in_group, state.request.qo_begin + row.token,
+                             state.item.kv_head);
     }
   }
 }
@@ -91,8 +91,8 @@ struct BoxLoader {
     return kOperand == Operand::kK ? smem.barriers.k_empty[stage] : smem.barriers.v_empty[stage];
   }
 
-  // Of box lane_id(). The rows that are fetched are those of kept keys: what lies below a window may have been
-  // recycled, page and all, and what lies past the request's end is not its own.
+  // Of box lane_id(). The rows that are fetched are those of kept keys: what lies below a window
+  // may have been recycled, page and all, and what lies past the request's end is not its own.
   __device__ __forceinline__ BoxPlace find(int tile) const {
     int box_rows = params.box.kv_rows;
     int box_key = tile * Traits::kTileN + lane_id() * box_rows;

@@ -146,10 +146,10 @@ struct ForwardEpilogue {
         int piece = 2 * i + lane_id() / 16;
         std::uint32_t address = base + store_row * kBlockRowBytes + (piece ^ store_row % 8) * 16;
         const auto* r = &quads(0) + (block * (kBlockColumns / 16) + i) * 4;
-        asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
-                         address),
-                     "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
-                     : "memory");
+        asm volatile(
+            "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+            "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
+            : "memory");
       }
       __syncwarp();
       CUTE_UNROLL

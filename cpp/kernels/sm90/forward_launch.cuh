@@ -12,6 +12,7 @@ inline constexpr int kSmemBytes = sizeof(SharedStorage<ForwardTraits<V>>);
 template <class V>
 LaunchError launch_forward(const ForwardParams& params, int num_ctas, void* stream) {
   using Traits = ForwardTraits<V>;
+  static_assert(kSmemBytes<V> <= kMostSharedBytes);
   HopperParams hopper{KernelParams::make(params, V::kVariant.logits),
                       box_shape(params, Traits::kTileM, Traits::kTileN),
                       rows_per_tile(Family::kSm90, Traits::kTileM, params.group_size),

@@ -11,7 +11,7 @@
 //   6. wait O, release V(t - 1); store O where V(t - 1) was its item's last
 //   7. softmax: P out of S
 // Steps 5 to 7 run under the other warpgroups' products. A warpgroup whose rows do not touch a tile
-// of the item passes it by; where that would keep it from a step across two items for long, its
+// of the item passes it by; after an item whose last tiles it passes by, as under a window, its
 // last O and its next first S stand alone.
 #pragma once
 
@@ -21,7 +21,6 @@
 
 namespace preflash::sm90 {
 
-template <class Barrier>
 __device__ __forceinline__ void release(Barrier& empty) {
   if (lane_id() == 0) empty.arrive();
 }
@@ -57,20 +56,18 @@ struct ForwardMainloop {
       for (;;) {
         run_rest(item);
         q.advance();
-        if (item.skipped_last > 0) {
-          end_alone(item);
-          item = begin_item(next_slot(item.slot));
-          break;
-        }
+        // The others may wait for this warpgroup's turns before they let go of Q.
+        if (item.skipped_last > 0) break;
         Item next = begin_item(next_slot(item.slot));
-        if (!next.any() || next.skipped_first > Traits::kMostSkippedBeside) {
+        if (!next.any()) {
           end_alone(item);
-          item = next;
-          break;
+          return;
         }
         run_across(item, next);
         item = next;
       }
+      end_alone(item);
+      item = begin_item(next_slot(item.slot));
     }
   }
 
@@ -92,6 +89,7 @@ struct ForwardMainloop {
   // The next item, its Q in place; without tiles: there is none.
   __device__ __forceinline__ Item begin_item(int slot) {
     smem.barriers.item_full[slot].wait(item_phase);
+    order_memory_accesses();
     if (slot == kItemSlots - 1) item_phase ^= 1;
     const ItemState& state = smem.items[slot];
     const TileRange& own = state.warpgroup_tiles[warpgroup];
@@ -101,9 +99,10 @@ struct ForwardMainloop {
     item.slot = slot;
     if (begin == end) return item;
     smem.barriers.q_full[q.index()].wait(q.phase());
+    order_memory_accesses();
     if (params.logits.q_factor != 1.0f) scale_q(q.index());
-    item.own = {warp_uniform(own.begin), warp_uniform(own.full_begin),
-                warp_uniform(own.full_end), warp_uniform(own.end)};
+    item.own = {warp_uniform(own.begin), warp_uniform(own.full_begin), warp_uniform(own.full_end),
+                warp_uniform(own.end)};
     if constexpr (Traits::kSkipsTiles) {
       item.skipped_first = end - item.own.end;
       item.skipped_last = item.own.begin - begin;
@@ -223,6 +222,7 @@ struct ForwardMainloop {
   }
   __device__ __forceinline__ void skip_v() {
     smem.barriers.v_full[v.index()].wait(v.phase());
+    __syncwarp();  // no lane may still wait for this phase when the buffer is filled again
     release(smem.barriers.v_empty[v.index()]);
     v.advance();
   }
@@ -243,10 +243,10 @@ struct ForwardMainloop {
   __device__ __forceinline__ void scale_q(int stage) const {
     Tensor sQ = make_tensor(make_smem_ptr(smem.q), typename Traits::LayoutQ{});
     for (int i = thread; i < kWarpgroupRows * Traits::kHeadQk; i += kWarpgroupThreads) {
-      Element& q =
-          sQ(warpgroup * kWarpgroupRows + i / Traits::kHeadQk, i % Traits::kHeadQk, stage);
+      Element& q = sQ(warpgroup * kWarpgroupRows + i / Traits::kHeadQk, i % Traits::kHeadQk, stage);
       q = static_cast<Element>(static_cast<float>(q) * params.logits.q_factor);
     }
+    order_memory_accesses();
     cutlass::arch::fence_view_async_shared();
     cutlass::arch::NamedBarrier::sync(kWarpgroupThreads, NamedBarriers::kWarpgroup + warpgroup);
   }

@@ -16,11 +16,11 @@ struct ForwardProducts {
       as_operand_a(typename AccumulatorS::layout_type{})));
 
   SharedStorage<Traits>& smem;
-  int warpgroup;  // among consumers
-  int thread;     // of the warpgroup
-  AccumulatorS tSrS;  // ((2, 2, N / 8), 1, 1)
-  OperandP tOrP;      // ((2, 2, 2), 1, N / 16)
-  AccumulatorO tOrO;  // ((2, 2, D / 8), 1, 1)
+  int warpgroup;                                   // among consumers
+  int thread;                                      // of the warpgroup
+  AccumulatorS tSrS;                               // ((2, 2, N / 8), 1, 1)
+  OperandP tOrP;                                   // ((2, 2, 2), 1, N / 16)
+  AccumulatorO tOrO;                               // ((2, 2, D / 8), 1, 1)
   GMMA::ScaleOut first_pv = GMMA::ScaleOut::Zero;  // what the next P V does with the old O
 
   __device__ __forceinline__ ForwardProducts(SharedStorage<Traits>& smem, int warpgroup, int thread)

@@ -3,8 +3,8 @@
 // how the pieces play together.
 #pragma once
 
-// NOTE: before any CuTe header: tiles of 80, 112 or 176 keys are wgmma shapes that CuTe offers only
-// when asked.
+// NOTE: before any CuTe header: tiles of 96 or 160 keys are wgmma shapes that CuTe offers only when
+// asked.
 #ifndef CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED
 #define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED
 #endif
@@ -56,21 +56,21 @@ struct ForwardTraits {
   static_assert(kTileN % 16 == 0 && kTileN <= 256);
   static constexpr int kMostBoxes = kTileN / 8;  // of a K or V tile: 8 rows are the least
 
-  // Whether a warpgroup passes tiles by that none of its rows touches, as a causal item's upper rows
-  // do not touch its last tiles: only a tile of few keys may be one warpgroup's alone.
+  // Whether a warpgroup passes tiles by that none of its rows touches, as a causal item's upper
+  // rows do not touch its last tiles: only a tile of few keys may be one warpgroup's alone.
   static constexpr bool kSkipsTiles = kTileN <= kWarpgroupRows;
-  // How many tiles it may pass by and still run its first S beside the last product of the item
-  // before: the others run ahead with V meanwhile, as far as there are buffers.
-  static constexpr int kMostSkippedBeside = kStages - 1;
+  // It may pass as many tiles by as V has other buffers, and still run its first S beside the last
+  // product of the item before: the others run ahead with V meanwhile.
+  static_assert(!kSkipsTiles || (kConsumers - 1) * kWarpgroupRows <= (kStages - 1) * kTileN);
 
   // Q of the next item arrives under this one's last tiles; with one buffer, only under the last.
-  static constexpr int kBytesWithoutQ = kStages * kTileN * (kHeadQk + kHeadVo) * 2 +
-                                        kConsumerWarps * kWarpRows * kBlockColumns * 2;
+  static constexpr int kBytesWithoutQ =
+      kStages * kTileN * (kHeadQk + kHeadVo) * 2 + kConsumerWarps * kWarpRows * kBlockColumns * 2;
   static constexpr int kQStages =
       2 * kTileM * kHeadQk * 2 + kBytesWithoutQ + kOtherBytes <= kMostSharedBytes ? 2 : 1;
 
-  // setmaxnreg: the launch bounds hand the 65536 registers out evenly, in eights; what the producers
-  // give back is the consumers'.
+  // setmaxnreg: the launch bounds hand the 65536 registers out evenly, in eights; what the
+  // producers give back is the consumers'.
   static constexpr int kLaunchRegisters = 65536 / (kThreads * kTile.ctas_per_sm) / 8 * 8;
   static constexpr int kConsumerRegisters = kConsumers == 4   ? 112
                                             : kConsumers == 3 ? 160
@@ -99,8 +99,6 @@ struct ForwardTraits {
 
   static constexpr int kBlocksQk = kHeadQk / kBlockColumns;
   static constexpr int kBlocksVo = kHeadVo / kBlockColumns;
-  static constexpr int kBytesK = kTileN * kHeadQk * sizeof(Element);
-  static constexpr int kBytesV = kTileN * kHeadVo * sizeof(Element);
 };
 
 // A work item as everybody needs it; worked out by one producer warp, items ahead, and read from
@@ -139,7 +137,9 @@ struct Barriers {
 // Hardware barriers among consumers. kTurn + w: warpgroup w may issue its products.
 struct NamedBarriers {
   static constexpr int kTurn = 0;
-  static constexpr int kWarpgroup = 4;  // + w
+  static constexpr int kWarpgroup = kMostConsumers;  // + w
+  static constexpr int kReserved = 8;                // CUTLASS's own come first
+  static_assert(kReserved + kWarpgroup + kMostConsumers <= 16);
 };
 
 // Where a TMA box of K or V begins (tensor_map.h).
@@ -165,8 +165,12 @@ struct SharedStorage {
 
 __device__ __forceinline__ int lane_id() { return threadIdx.x % 32; }
 
-// A value that all lanes hold alike, told to the compiler: loops and addresses that depend on it stay
-// in uniform registers.
+// NOTE: to the compiler CUTLASS's barriers and fences touch no memory; ordinary accesses must not
+// cross them.
+__device__ __forceinline__ void order_memory_accesses() { asm volatile("" ::: "memory"); }
+
+// A value that all lanes hold alike, told to the compiler: loops and addresses that depend on it
+// stay in uniform registers.
 __device__ __forceinline__ int warp_uniform(int value) {
   return __shfl_sync(0xffffffffu, value, 0);
 }

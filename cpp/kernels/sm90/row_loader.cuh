@@ -1,4 +1,5 @@
-// K and V row by row, by cp.async: for page sizes that TMA's swizzle cannot serve, page 1 above all.
+// K and V row by row, by cp.async: for page sizes that TMA's swizzle cannot serve, page 1 above
+// all.
 #pragma once
 
 #include <cutlass/arch/barrier.h>
@@ -10,8 +11,8 @@
 
 namespace preflash::sm90 {
 
-// Both operands' tiles row by row, by all threads of the warpgroup: each warp a quarter of the rows,
-// eight lanes the 128 bytes of one row's 64-column block.
+// Both operands' tiles row by row, by all threads of the warpgroup: each warp a quarter of the
+// rows, eight lanes the 128 bytes of one row's 64-column block.
 template <class Traits>
 struct RowLoader {
   using Element = typename Traits::Element;
@@ -20,13 +21,12 @@ struct RowLoader {
   static constexpr int kRowsPerPass = 4;
   static constexpr int kPasses = kWarpKeys / kRowsPerPass;
   static_assert(kWarpKeys % kRowsPerPass == 0);
-  // Offsets travel between lanes in units of 16 bytes: 32 bits of them reach 64 GiB.
-  static constexpr int kUnitElements = 8;
+  static constexpr int kElementsPerCopy = 16 / sizeof(Element);
 
   enum class Fill { kWhole, kPartial };  // whether every row and column of a tile is there
 
-  // Rows i * 32 + lane_id() of the warp's share. Looked up early and put to use late: the page index
-  // takes a trip to L2.
+  // Rows i * 32 + lane_id() of the warp's share. Looked up early and put to use late: the page
+  // index takes a trip to L2.
   struct Places {
     KeySlot slot[kOwned];
   };
@@ -44,7 +44,8 @@ struct RowLoader {
       : params(params), smem(smem) {}
 
   // K(last), then K(t - 1), V(t) for each tile: the order in which S(t - 1) = Q K^T runs ahead of
-  // O += P V(t). Pages are looked up a tile ahead. Calls after_first() when K(last) is on its way.
+  // O += P V(t). Pages are looked up two tiles ahead. Calls after_first() when K(last) is on its
+  // way.
   template <class AfterFirst>
   __device__ __forceinline__ void load_item(const ItemState& state, AfterFirst&& after_first) {
     kv_begin = state.request.kv_begin;
@@ -80,8 +81,7 @@ struct RowLoader {
     CUTE_UNROLL
     for (int i = 0; i < kOwned; ++i) {
       int key = tile * Traits::kTileN + warp_row() + i * 32 + lane_id();
-      places.slot[i] =
-          find_slot(params, kv_begin, max(min(key, keys.end - 1), keys.begin));
+      places.slot[i] = find_slot(params, kv_begin, max(min(key, keys.end - 1), keys.begin));
     }
     return places;
   }
@@ -119,12 +119,9 @@ struct RowLoader {
   template <int kBlocks>
   __device__ __forceinline__ void fetch(const Places& places, int tile, const KvTensor& tensor,
                                         int head_dim, Element* target) const {
-    std::uint32_t offsets[kOwned];
+    std::int64_t offsets[kOwned];
     CUTE_UNROLL
-    for (int i = 0; i < kOwned; ++i) {
-      offsets[i] =
-          static_cast<std::uint32_t>(slot_offset(tensor, places.slot[i]) / kUnitElements);
-    }
+    for (int i = 0; i < kOwned; ++i) offsets[i] = slot_offset(tensor, places.slot[i]);
     int key = tile * Traits::kTileN;
     bool whole = key >= keys.begin && key + Traits::kTileN <= keys.end &&
                  head_dim == kBlocks * kBlockColumns;
@@ -136,11 +133,11 @@ struct RowLoader {
   }
 
   template <int kBlocks, Fill kFill>
-  __device__ __forceinline__ void copy_rows(const std::uint32_t (&offsets)[kOwned], int tile_key,
+  __device__ __forceinline__ void copy_rows(const std::int64_t (&offsets)[kOwned], int tile_key,
                                             const KvTensor& tensor, int head_dim,
                                             Element* tile) const {
     constexpr int kPassesPerOwned = 32 / kRowsPerPass;
-    int column = lane_id() % 8 * kUnitElements;
+    int column = lane_id() % 8 * kElementsPerCopy;
     int lane_row = lane_id() / 8;
     auto* head = static_cast<const Element*>(tensor.data) + kv_head * tensor.stride_head + column;
     // The swizzle moves a 16-byte piece by its row modulo 8: two kinds of pass, 4 rows apart.
@@ -150,10 +147,9 @@ struct RowLoader {
                                 rows + (lane_id() % 8 ^ (row + kRowsPerPass) % 8) * 16};
     CUTE_UNROLL
     for (int pass = 0; pass < kPasses; ++pass) {
-      std::uint32_t offset =
-          __shfl_sync(0xffffffffu, offsets[pass / kPassesPerOwned],
-                      pass % kPassesPerOwned * kRowsPerPass + lane_row);
-      const Element* source = head + static_cast<std::int64_t>(offset) * kUnitElements;
+      std::int64_t offset = __shfl_sync(0xffffffffu, offsets[pass / kPassesPerOwned],
+                                        pass % kPassesPerOwned * kRowsPerPass + lane_row);
+      const Element* source = head + offset;
       std::uint32_t target = targets[pass % 2] + pass * kRowsPerPass * kBlockRowBytes;
       int key = tile_key + row + pass * kRowsPerPass;
       CUTE_UNROLL
@@ -162,13 +158,15 @@ struct RowLoader {
         const Element* block_source = source + block * kBlockColumns;
         if constexpr (kFill == Fill::kWhole) {
           asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(block_target),
-                       "l"(block_source));
+                       "l"(block_source)
+                       : "memory");
         } else {
           // NOTE: with 0 source bytes nothing is read; the address need not be mapped.
           bool kept = key >= keys.begin && key < keys.end;
           int bytes = kept && block * kBlockColumns + column < head_dim ? 16 : 0;
           asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(block_target),
-                       "l"(block_source), "r"(bytes));
+                       "l"(block_source), "r"(bytes)
+                       : "memory");
         }
       }
     }

@@ -1,9 +1,9 @@
-// Online softmax that guesses: a tile's exponentials are taken from the row's old reference, without
-// looking for the tile's maxima first. Any reference gives the same quotient as long as nothing
-// overflows, and a row's reference, the maximum of its first tile, is seldom exceeded by much. What
-// the guess made of a tile is judged by the sums that the softmax needs anyway: where a thread's
-// share of a row exceeds kMostSum the references of such rows move to their true maxima and the
-// tile is done again; its scores are still there, since P goes to registers of its own.
+// Online softmax that guesses: a tile's exponentials are taken from the row's old reference,
+// without looking for the tile's maxima first. Any reference gives the same quotient as long as
+// nothing overflows, and a row's reference, the maximum of its first tile, is seldom exceeded by
+// much. What the guess made of a tile is judged by the sums that the softmax needs anyway: where a
+// thread's share of a row exceeds kMostSum the references of such rows move to their true maxima
+// and the tile is done again; its scores are still there, since P goes to registers of its own.
 //
 // A row's result does not depend on the rows beside it: whether it moves is its own sum's business,
 // and doing a tile again with an unmoved reference gives the same bits.

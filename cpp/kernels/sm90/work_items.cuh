@@ -37,8 +37,8 @@ __device__ __forceinline__ TileRange tiles_of_warpgroup(const HopperParams& para
   return {last, last, last, last + 1};
 }
 
-// Works items out and announces them, by one warp. What keeps no key is written here and now: nobody
-// else meets an item without tiles.
+// Works items out and announces them, by one warp. What keeps no key is written here and now:
+// nobody else meets an item without tiles.
 template <class Traits>
 struct ItemProducer {
   const HopperParams& params;
@@ -77,6 +77,7 @@ struct ItemProducer {
     if (lane_id() < Traits::kConsumers) {
       state.warpgroup_tiles[lane_id()] = tiles_of_warpgroup<Traits>(params, state, lane_id());
     }
+    order_memory_accesses();
     __syncwarp();
     if (elect_one_sync()) smem.barriers.item_full[at.index()].arrive();
     __syncwarp();
@@ -94,6 +95,7 @@ struct ItemReader {
   // Null: there is no more.
   __device__ __forceinline__ const ItemState* wait() const {
     smem.barriers.item_full[at.index()].wait(at.phase());
+    order_memory_accesses();
     const ItemState& state = smem.items[at.index()];
     return warp_uniform(state.tiles.count()) > 0 ? &state : nullptr;
   }
