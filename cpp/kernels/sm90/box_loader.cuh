@@ -59,9 +59,7 @@ struct BoxLoader {
 
   const HopperParams& params;
   SharedStorage<Traits>& smem;
-  int kv_begin;
-  KeySpan keys;
-  int kv_head;
+  ItemKeys item;
   ProducerRing<Traits::kStages> at;
 
   __device__ __forceinline__ BoxLoader(const HopperParams& params, SharedStorage<Traits>& smem)
@@ -70,9 +68,7 @@ struct BoxLoader {
   // Calls after_first() when the first tile is on its way.
   template <class AfterFirst>
   __device__ __forceinline__ void load_item(const ItemState& state, AfterFirst&& after_first) {
-    kv_begin = state.request.kv_begin;
-    keys = state.keys;
-    kv_head = state.item.kv_head;
+    item = ItemKeys::of(state);
     const int begin = warp_uniform(state.tiles.begin);
     const int first = warp_uniform(state.tiles.end) - 1;
     BoxPlace place = find(first);
@@ -96,16 +92,16 @@ struct BoxLoader {
   __device__ __forceinline__ BoxPlace find(int tile) const {
     int box_rows = params.box.kv_rows;
     int box_key = tile * Traits::kTileN + lane_id() * box_rows;
-    int first = max(keys.begin, box_key);
-    int num_rows = max(min(keys.end, box_key + box_rows) - first, 0);
+    int first = max(item.keys.begin, box_key);
+    int num_rows = max(min(item.keys.end, box_key + box_rows) - first, 0);
     BoxPlace place{0, 0, num_rows - box_rows};
     if (num_rows == 0 || lane_id() * box_rows >= Traits::kTileN) return place;
     if (params.page_indices == nullptr) {
-      place.x = kv_begin + first;
+      place.x = item.kv_begin + first;
     } else {
       int page;
       params.page(page, place.x, first);
-      place.page = __ldg(params.page_indices + kv_begin + page);
+      place.page = __ldg(params.page_indices + item.kv_begin + page);
     }
     return place;
   }
@@ -155,7 +151,7 @@ struct BoxLoader {
       SM90_TMA_LOAD_5D::copy(map, reinterpret_cast<std::uint64_t*>(&full),
                              static_cast<std::uint64_t>(TMA::CacheHintSm90::EVICT_LAST),
                              target + block * (Traits::kTileN * kBlockColumns),
-                             block * kBlockColumns, place.r, place.x, kv_head, place.page);
+                             block * kBlockColumns, place.r, place.x, item.kv_head, place.page);
     }
   }
 };

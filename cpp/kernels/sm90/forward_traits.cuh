@@ -3,12 +3,6 @@
 // how the pieces play together.
 #pragma once
 
-// NOTE: before any CuTe header: tiles of 96 or 160 keys are wgmma shapes that CuTe offers only when
-// asked.
-#ifndef CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED
-#define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED
-#endif
-
 #include <cutlass/arch/barrier.h>
 
 #include <cute/tensor.hpp>
@@ -51,7 +45,7 @@ struct ForwardTraits {
   static constexpr int kConsumerThreads = kConsumers * kWarpgroupThreads;
   static constexpr int kThreads = kConsumerThreads + kWarpgroupThreads;
   static_assert(kTileM % kWarpgroupRows == 0 && kTile.warps * 32 == kThreads);
-  static_assert(kConsumers >= 2 && kConsumers <= kMostConsumers);
+  static_assert(kConsumers == 2 || kConsumers == kMostConsumers);
   static_assert(kHeadQk % kBlockColumns == 0 && kHeadVo % kBlockColumns == 0);
   static_assert(kTileN % 16 == 0 && kTileN <= 256);
   static constexpr int kMostBoxes = kTileN / 8;  // of a K or V tile: 8 rows are the least
@@ -72,10 +66,7 @@ struct ForwardTraits {
   // setmaxnreg: the launch bounds hand the 65536 registers out evenly, in eights; what the
   // producers give back is the consumers'.
   static constexpr int kLaunchRegisters = 65536 / (kThreads * kTile.ctas_per_sm) / 8 * 8;
-  static constexpr int kConsumerRegisters = kConsumers == 4   ? 112
-                                            : kConsumers == 3 ? 160
-                                            : kHeadVo <= 128  ? 224
-                                                              : 232;
+  static constexpr int kConsumerRegisters = kConsumers == 4 ? 112 : kHeadVo <= 128 ? 224 : 232;
   static constexpr int kProducerRegisters =
       (kLaunchRegisters * (kConsumers + 1) - kConsumers * kConsumerRegisters) / 8 * 8;
   static_assert(kProducerRegisters >= 32);
@@ -112,6 +103,17 @@ struct ItemState {
   int num_rows;  // of the tile; the rest of it is stale
   // What the rows of each consumer warpgroup touch of `tiles`: at least one tile.
   TileRange warpgroup_tiles[kMostConsumers];
+};
+
+// Where a loader finds an item's keys, kept in registers: it asks for every tile.
+struct ItemKeys {
+  int kv_begin;
+  KeySpan keys;
+  int kv_head;
+
+  __device__ __forceinline__ static ItemKeys of(const ItemState& state) {
+    return {state.request.kv_begin, state.keys, state.item.kv_head};
+  }
 };
 
 using Barrier = cutlass::arch::ClusterBarrier;

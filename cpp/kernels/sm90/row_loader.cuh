@@ -33,9 +33,7 @@ struct RowLoader {
 
   const HopperParams& params;
   SharedStorage<Traits>& smem;
-  int kv_begin;
-  KeySpan keys;
-  int kv_head;
+  ItemKeys item;
   ProducerRing<Traits::kStages> k;
   ProducerRing<Traits::kStages> v;
   BytesBarrier* unpublished = nullptr;  // its rows are in flight
@@ -48,9 +46,7 @@ struct RowLoader {
   // way.
   template <class AfterFirst>
   __device__ __forceinline__ void load_item(const ItemState& state, AfterFirst&& after_first) {
-    kv_begin = state.request.kv_begin;
-    keys = state.keys;
-    kv_head = state.item.kv_head;
+    item = ItemKeys::of(state);
     const int begin = warp_uniform(state.tiles.begin);
     const int first = warp_uniform(state.tiles.end) - 1;
     Places places = find(first);
@@ -81,7 +77,8 @@ struct RowLoader {
     CUTE_UNROLL
     for (int i = 0; i < kOwned; ++i) {
       int key = tile * Traits::kTileN + warp_row() + i * 32 + lane_id();
-      places.slot[i] = find_slot(params, kv_begin, max(min(key, keys.end - 1), keys.begin));
+      places.slot[i] =
+          find_slot(params, item.kv_begin, max(min(key, item.keys.end - 1), item.keys.begin));
     }
     return places;
   }
@@ -123,7 +120,7 @@ struct RowLoader {
     CUTE_UNROLL
     for (int i = 0; i < kOwned; ++i) offsets[i] = slot_offset(tensor, places.slot[i]);
     int key = tile * Traits::kTileN;
-    bool whole = key >= keys.begin && key + Traits::kTileN <= keys.end &&
+    bool whole = key >= item.keys.begin && key + Traits::kTileN <= item.keys.end &&
                  head_dim == kBlocks * kBlockColumns;
     if (whole) {
       copy_rows<kBlocks, Fill::kWhole>(offsets, key, tensor, head_dim, target);
@@ -139,7 +136,8 @@ struct RowLoader {
     constexpr int kPassesPerOwned = 32 / kRowsPerPass;
     int column = lane_id() % 8 * kElementsPerCopy;
     int lane_row = lane_id() / 8;
-    auto* head = static_cast<const Element*>(tensor.data) + kv_head * tensor.stride_head + column;
+    auto* head =
+        static_cast<const Element*>(tensor.data) + item.kv_head * tensor.stride_head + column;
     // The swizzle moves a 16-byte piece by its row modulo 8: two kinds of pass, 4 rows apart.
     int row = warp_row() + lane_row;
     std::uint32_t rows = cast_smem_ptr_to_uint(tile) + row * kBlockRowBytes;
@@ -162,7 +160,7 @@ struct RowLoader {
                        : "memory");
         } else {
           // NOTE: with 0 source bytes nothing is read; the address need not be mapped.
-          bool kept = key >= keys.begin && key < keys.end;
+          bool kept = key >= item.keys.begin && key < item.keys.end;
           int bytes = kept && block * kBlockColumns + column < head_dim ? 16 : 0;
           asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(block_target),
                        "l"(block_source), "r"(bytes)
