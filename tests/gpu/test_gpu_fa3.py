@@ -19,6 +19,7 @@ from preflash.testing import (
     expected,
     runner,
 )
+from repetition import assert_twenty_runs_are_equal
 from require_variant import why_no_fa3
 
 pytestmark = pytest.mark.gpu
@@ -119,12 +120,7 @@ def test_twenty_runs_of_a_long_batch_are_bitwise_equal(fa3, policy):
     lens = (1, 7, 130, 1), (9000, 4000, 2500, 0)
     case = Case("repeat", *lens, 7, 1, 128, page_size=16, mask=MaskKind.CAUSAL)
     wrapper, inputs = planned(case, fa3, **policy)
-    first = runner.run(wrapper, inputs)
-    runner.judge(inputs, *first).check()
-    for _ in range(19):
-        again = runner.run(wrapper, inputs)
-        assert torch.equal(first[0], again[0])
-        assert torch.equal(first[1], again[1])
+    assert_twenty_runs_are_equal(wrapper, inputs)
 
 
 # --- more items than CTAs --------------------------------------------------------

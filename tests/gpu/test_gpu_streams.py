@@ -7,6 +7,7 @@ import pytest
 import torch
 from backends import on_every_backend
 from preflash.testing import Case, KvForm, MaskKind, build, compare, expected, poison, runner
+from repetition import assert_twenty_runs_are_equal
 
 pytestmark = pytest.mark.gpu
 
@@ -28,12 +29,7 @@ def test_twenty_runs_are_bitwise_equal(backend, case):
     inputs = build(case, device="cuda")
     wrapper = runner.make_wrapper(case, backend=backend, device="cuda")
     runner.plan(wrapper, inputs)
-    first = runner.run(wrapper, inputs)
-    runner.judge(inputs, *first).check()
-    for _ in range(19):
-        again = runner.run(wrapper, inputs)
-        assert torch.equal(first[0], again[0])
-        assert torch.equal(first[1], again[1])
+    assert_twenty_runs_are_equal(wrapper, inputs)
 
 
 @on_every_backend
