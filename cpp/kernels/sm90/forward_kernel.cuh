@@ -25,7 +25,7 @@ __device__ __forceinline__ void init_barriers(SharedStorage<Traits>& smem, bool 
   }
   for (int slot = 0; slot < kItemSlots; ++slot) {
     barriers.item_full[slot].init(1);
-    barriers.item_empty[slot].init(Traits::kConsumerWarps + loading_warps);
+    barriers.item_empty[slot].init(Traits::kConsumerThreads + loading_warps * 32);
   }
   cutlass::arch::fence_barrier_init();
 }

@@ -209,8 +209,8 @@ struct ForwardMainloop {
     ForwardEpilogue<Traits>{params,         state.item,       state.request,
                             state.num_rows, warp * kWarpRows, smem.o[warp]}
         .run(softmax, products.tOrO);
-    __syncwarp();
-    release(smem.barriers.item_empty[slot]);
+    order_memory_accesses();
+    smem.barriers.item_empty[slot].arrive();
   }
 
   // A tile that other warpgroups work on: its turn and its buffers pass by.

@@ -123,7 +123,8 @@ inline constexpr int kItemSlots = 4;
 
 // Named by the event they announce. Arrivals: "full" barriers one producer thread (and the bytes of
 // its TMA), but k_full and v_full every producer thread where the producers gather rows; "empty"
-// barriers one lane of each consumer warp, item_empty also one of each producer warp that loads.
+// barriers of what only the tensor core has read one lane of each consumer warp; item_empty every
+// thread that has read the item, in the consumers and in the loading warps.
 template <int kQStages, int kStages>
 struct Barriers {
   BytesBarrier q_full[kQStages];

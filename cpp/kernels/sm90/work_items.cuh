@@ -64,6 +64,7 @@ struct ItemProducer {
     ++index;
     smem.barriers.item_empty[at.index()].wait(at.phase() ^ 1);
     ItemState& state = smem.items[at.index()];
+    // One thread writes it all and announces it.
     if (elect_one_sync()) {
       MaskBounds bounds{request.qo_len, request.kv_len, params.window_left, params.causal};
       int first_token = unpack_row(params, item.row_begin).token;
@@ -72,14 +73,13 @@ struct ItemProducer {
       state.tiles = tiles;
       state.keys = {bounds.first_key(first_token), request.kv_len};
       state.num_rows = num_rows;
+#pragma unroll 1
+      for (int w = 0; w < Traits::kConsumers; ++w) {
+        state.warpgroup_tiles[w] = tiles_of_warpgroup<Traits>(params, state, w);
+      }
+      order_memory_accesses();
+      smem.barriers.item_full[at.index()].arrive();
     }
-    __syncwarp();
-    if (lane_id() < Traits::kConsumers) {
-      state.warpgroup_tiles[lane_id()] = tiles_of_warpgroup<Traits>(params, state, lane_id());
-    }
-    order_memory_accesses();
-    __syncwarp();
-    if (elect_one_sync()) smem.barriers.item_full[at.index()].arrive();
     __syncwarp();
     at.advance();
   }
@@ -100,8 +100,8 @@ struct ItemReader {
     return warp_uniform(state.tiles.count()) > 0 ? &state : nullptr;
   }
   __device__ __forceinline__ void release() {
-    __syncwarp();
-    if (elect_one_sync()) smem.barriers.item_empty[at.index()].arrive();
+    order_memory_accesses();
+    smem.barriers.item_empty[at.index()].arrive();
     at.advance();
   }
 };
