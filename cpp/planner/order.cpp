@@ -22,6 +22,7 @@ struct Section {
   std::int64_t cost = 0;
   std::int32_t longest = 0;
 
+  // Whether it could keep every slot busy for as long as its longest item.
   bool fills(std::int64_t cta_slots) const {
     return !groups.empty() && cost >= cta_slots * longest;
   }
@@ -50,12 +51,38 @@ Section everything(const WorkList& work, std::int32_t num_kv_heads) {
   return section;
 }
 
+// A section's K/V is read from memory while its longest items run. Half a MiB in the time of a KV
+// tile, a sixth of an H100's bandwidth, leaves room for Q, O and the section that comes next.
+constexpr std::int64_t kBytesPerKvTile = std::int64_t{1} << 19;
+
+// How much K/V a section with such a longest item may hold, and in how many parts of its longest
+// item's time it has to keep the machine busy before it closes.
+struct SectionLimit {
+  std::int64_t kv_bytes = 0;
+  std::int64_t parts = 1;
+
+  SectionLimit(std::int64_t l2_bytes, std::int32_t longest) {
+    // The L2 of large GPUs is two halves that keep copies of each other's lines, and Q and O pass
+    // through it as well.
+    kv_bytes = l2_bytes * 5 / 8;
+    // Short items: sections then run into each other, several at a time.
+    const std::int64_t in_time = longest * kBytesPerKvTile / ItemCost::kTile;
+    if (in_time < kv_bytes) {
+      kv_bytes = in_time;
+      parts = 4;
+    }
+  }
+  bool closes(const Section& section, std::int64_t cta_slots) const {
+    return section.fills(ceil_div(cta_slots, parts));
+  }
+};
+
 std::vector<Section> sections(const WorkList& work, const OrderProblem& problem) {
-  // The L2 of large GPUs is two halves that keep copies of each other's lines, and Q and O pass
-  // through it as well.
-  const std::int64_t budget = problem.l2_bytes * 5 / 8;
   Section whole = everything(work, problem.num_kv_heads);
-  if (problem.l2_bytes <= 0 || whole.kv_bytes <= budget) return {std::move(whole)};
+  if (problem.l2_bytes <= 0 ||
+      whole.kv_bytes <= SectionLimit(problem.l2_bytes, whole.longest).kv_bytes) {
+    return {std::move(whole)};
+  }
 
   std::vector<std::int32_t> longest_first;
   longest_first.reserve(whole.groups.size());
@@ -67,11 +94,12 @@ std::vector<Section> sections(const WorkList& work, const OrderProblem& problem)
   std::vector<Section> result(1);
   for (std::int32_t r : longest_first) {
     const RequestWork& request = work.requests[r];
+    const SectionLimit limit(problem.l2_bytes, request.longest);
     for (std::int32_t head = 0; head < problem.num_kv_heads;) {
       const std::int64_t left = problem.num_kv_heads - head;
-      const std::int64_t room = budget - result.back().kv_bytes;
+      const std::int64_t room = limit.kv_bytes - result.back().kv_bytes;
       std::int64_t heads = request.reused_kv_bytes > 0 ? room / request.reused_kv_bytes : left;
-      if (heads <= 0 && result.back().fills(problem.cta_slots)) {
+      if (heads <= 0 && limit.closes(result.back(), problem.cta_slots)) {
         result.emplace_back();
         continue;
       }
@@ -81,7 +109,7 @@ std::vector<Section> sections(const WorkList& work, const OrderProblem& problem)
     }
   }
   // A last section too small to fill the machine would end in an uneven tail.
-  if (result.size() > 1 && !result.back().fills(problem.cta_slots)) {
+  while (result.size() > 1 && !result.back().fills(problem.cta_slots)) {
     Section& before = result[result.size() - 2];
     for (const HeadGroup& group : result.back().groups) {
       before.add(group, work.requests[group.request]);
@@ -98,7 +126,7 @@ void append_longest_first(const Section& section, const WorkList& work,
   std::int32_t shift = 0;
   while ((section.longest >> shift) >= kMaxBuckets) ++shift;
   const std::int32_t top = section.longest >> shift;
-  const auto bucket_of = [&](const WorkUnit& unit) { return top - (unit.cost() >> shift); };
+  const auto bucket_of = [&](const WorkUnit& unit) { return top - (unit.cost >> shift); };
   const auto units_of = [&](const HeadGroup& group) {
     const RequestWork& request = work.requests[group.request];
     return std::span(work.units).subspan(request.first_unit, request.num_units);
@@ -182,7 +210,7 @@ Assignment assign(const WorkList& work, std::span<const OrderedUnit> order, std:
   LeastLoaded ctas(num_ctas, work.longest);
   std::int32_t* cta_of_item = result.position.data();
   for_each_item(work, order, [&](const WorkUnit& unit, int) {
-    const std::int32_t cta = ctas.give(unit.cost());
+    const std::int32_t cta = ctas.give(unit.cost);
     ++result.cta_begin[cta + 1];
     *cta_of_item++ = cta;
   });

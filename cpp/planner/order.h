@@ -22,10 +22,11 @@ struct OrderProblem {
   std::int64_t l2_bytes = 0;  // 0: unknown, do not group by it
 };
 
-// Longest first. When the K/V that several query tiles share exceeds the L2, (request, head) pairs
-// are grouped into sections whose K/V fits, and sections run one after the other, each longest
-// first. A section is closed only once its work could keep every slot busy for as long as its
-// longest item, so that grouping never costs balance.
+// Longest first. When the K/V that several query tiles share exceeds the L2, or would have to come
+// from memory faster than it can, (request, head) pairs are grouped into sections of less K/V, and
+// sections run one after the other, each longest first. A section is closed only once its work
+// could keep every slot busy for as long as its longest item, or a quarter of that where items are
+// short, and the last one holds that much: so grouping costs little balance.
 std::vector<OrderedUnit> order_units(const WorkList& work, const OrderProblem& problem);
 
 // Calls emit(unit, head) for every item in running order. Neighbouring units of one request and one
@@ -37,7 +38,7 @@ void for_each_item(const WorkList& work, std::span<const OrderedUnit> order, Emi
     std::size_t end = begin + 1;
     for (; end < order.size(); ++end) {
       const WorkUnit& unit = work.units[order[end].unit];
-      if (unit.request != first.request || unit.cost() != first.cost() ||
+      if (unit.request != first.request || unit.cost != first.cost ||
           order[end].head_begin != order[begin].head_begin) {
         break;
       }

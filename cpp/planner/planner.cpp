@@ -101,7 +101,7 @@ Planner::Planner(const Problem& problem, const DeviceFacts& facts, const Forward
   }
   const std::int64_t cta_slots = slots_of(facts, kernel);
   read_requests(problem);
-  split(problem, cta_slots);
+  split(problem, cta_slots, item_cost(kernel.variant.family, tile_.n));
   schedule(facts, cta_slots, schedule_kind);
   count();
 }
@@ -122,7 +122,7 @@ void Planner::read_requests(const Problem& problem) {
   }
 }
 
-void Planner::split(const Problem& problem, std::int64_t cta_slots) {
+void Planner::split(const Problem& problem, std::int64_t cta_slots, const ItemCost& cost) {
   const std::vector<QueryTile> tiles =
       query_tiles(problem, requests_, {.rows = tile_rows_, .keys = tile_.n});
   capacity_ = split_limits(problem, tile_, cta_slots, most_graph_tiles(problem, tile_rows_));
@@ -150,7 +150,7 @@ void Planner::split(const Problem& problem, std::int64_t cta_slots) {
     const std::int32_t kv_tiles = ceil_div(std::max(info.kv_len, 1), tile_.n);
     info.chunk_keys = (chunk_tiles == kUnsplit ? kv_tiles : chunk_tiles) * tile_.n;
   }
-  work_ = cut(tiles, problem, requests_, chunk_tiles);
+  work_ = cut(tiles, problem, requests_, chunk_tiles, cost);
   if (work_.num_items > kMaxInt32) {
     refuse("qo_indptr[-1] = ", problem.qo_indptr.back(), ": the batch makes ", work_.num_items,
            " work items; at most ", kMaxInt32, ": plan it in several parts");
@@ -169,13 +169,13 @@ void Planner::schedule(const DeviceFacts& facts, std::int64_t cta_slots, Schedul
     const std::int64_t num_ctas = std::min(cta_slots, capacity_.items);
     assignment_ = assign(work_, order_, static_cast<std::int32_t>(num_ctas));
     sizes_.num_ctas = static_cast<int>(num_ctas);
-    sizes_.makespan_kv_tiles = assignment_.makespan;
+    sizes_.makespan_kv_tiles = ceil_div(assignment_.makespan, std::int64_t{ItemCost::kTile});
     return;
   }
   CostHistogram costs(work_.longest, num_kv_heads_);
-  for (const WorkUnit& unit : work_.units) costs.add(unit.cost());
+  for (const WorkUnit& unit : work_.units) costs.add(unit.cost);
   sizes_.num_ctas = static_cast<int>(work_.num_items);
-  sizes_.makespan_kv_tiles = costs.makespan(cta_slots);
+  sizes_.makespan_kv_tiles = ceil_div(costs.makespan(cta_slots), std::int64_t{ItemCost::kTile});
 }
 
 void Planner::count() {

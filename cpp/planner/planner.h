@@ -69,7 +69,7 @@ class Planner {
 
  private:
   void read_requests(const Problem& problem);
-  void split(const Problem& problem, std::int64_t cta_slots);
+  void split(const Problem& problem, std::int64_t cta_slots, const ItemCost& cost);
   void schedule(const DeviceFacts& facts, std::int64_t cta_slots, Schedule schedule);
   void count();
   void lay_out(Arena& ints, Arena& floats, PlanLayout& layout) const;

@@ -4,6 +4,15 @@
 
 namespace preflash {
 
+ItemCost item_cost(Family family, std::int32_t tile_n) {
+  ItemCost cost;
+  // Fitted to the clocks of every CTA of an H100 at head_dim 64, 128 and 256 (docs/FACTS.md): an
+  // item takes as long as this many keys do.
+  constexpr std::int32_t kItemKeys = 170;
+  if (family == Family::kSm90) cost.item = (kItemKeys * ItemCost::kTile + tile_n / 2) / tile_n;
+  return cost;
+}
+
 std::vector<QueryTile> query_tiles(const Problem& problem, std::span<const RequestInfo> requests,
                                    TileExtent tile) {
   const std::int32_t group = problem.num_qo_heads / problem.num_kv_heads;
@@ -44,7 +53,7 @@ std::int64_t reused_kv_bytes(const Problem& problem, const RequestInfo& info,
 }
 
 void append_chunks(const QueryTile& tile, std::int32_t chunk_tiles, std::int64_t num_heads,
-                   WorkList& work) {
+                   const ItemCost& cost, WorkList& work) {
   const ChunkSpan chunks = chunks_of(tile, chunk_tiles);
   WorkUnit unit{.request = tile.request,
                 .row_begin = tile.row_begin,
@@ -54,6 +63,7 @@ void append_chunks(const QueryTile& tile, std::int32_t chunk_tiles, std::int64_t
     const std::int32_t end = c == chunks.last ? tile.kv_end : (c + 1) * chunk_tiles;
     unit.kv_tiles = end - begin;
     unit.chunk = static_cast<std::int16_t>(c);
+    unit.cost = cost.of(unit.kv_tiles, unit.partial());
     if (unit.partial()) {
       unit.slot = static_cast<std::int32_t>(work.num_slots + (c - chunks.first));
     }
@@ -72,8 +82,8 @@ void sum_up(WorkList& work, RequestWork& request, std::int64_t num_heads) {
   std::int64_t kv_tiles = 0;
   for (const WorkUnit& unit : std::span(work.units).subspan(request.first_unit)) {
     kv_tiles += unit.kv_tiles;
-    request.cost += unit.cost();
-    request.longest = std::max(request.longest, unit.cost());
+    request.cost += unit.cost;
+    request.longest = std::max(request.longest, unit.cost);
   }
   work.num_kv_tiles += kv_tiles * num_heads;
   work.cost += request.cost * num_heads;
@@ -83,7 +93,8 @@ void sum_up(WorkList& work, RequestWork& request, std::int64_t num_heads) {
 }  // namespace
 
 WorkList cut(std::span<const QueryTile> tiles, const Problem& problem,
-             std::span<const RequestInfo> requests, std::int32_t chunk_tiles) {
+             std::span<const RequestInfo> requests, std::int32_t chunk_tiles,
+             const ItemCost& cost) {
   WorkList work;
   work.units.reserve(tiles.size());
   work.requests.resize(requests.size());
@@ -93,7 +104,7 @@ WorkList cut(std::span<const QueryTile> tiles, const Problem& problem,
     request.first_unit = static_cast<std::int32_t>(work.units.size());
     const std::size_t first_tile = next;
     for (; next < tiles.size() && tiles[next].request == static_cast<std::int32_t>(r); ++next) {
-      append_chunks(tiles[next], chunk_tiles, problem.num_kv_heads, work);
+      append_chunks(tiles[next], chunk_tiles, problem.num_kv_heads, cost, work);
     }
     const auto num_tiles = static_cast<std::int32_t>(next - first_tile);
     request.reused_kv_bytes = reused_kv_bytes(problem, requests[r], num_tiles);

@@ -12,14 +12,27 @@
 
 namespace preflash {
 
-// Costs are in KV tiles, whose time is about the same (3 us at two CTAs per SM of an H100) for a
-// compute-bound tall tile and a memory-bound short one. The constants are rough on purpose: they
-// only have to keep the planner from cutting work into crumbs.
+// What a split decision goes by, in KV tiles, whose time is about the same (3 us at two CTAs per SM
+// of an H100) for a compute-bound tall tile and a memory-bound short one. The constants are rough
+// on purpose: they only have to keep the planner from cutting work into crumbs.
 struct CostModel {
   static constexpr std::int32_t kItem = 2;     // load Q, fill the pipeline, store O
   static constexpr std::int32_t kPartial = 1;  // more, when O is stored as float32 partials
   static constexpr std::int32_t kMerge = 4;    // the combine launch
 };
+
+// What items are dealt out to CTAs by, in quarters of a KV tile: nobody evens out at run time what
+// this gets wrong.
+struct ItemCost {
+  static constexpr std::int32_t kTile = 4;
+  std::int32_t item = CostModel::kItem * kTile;
+  std::int32_t partial = CostModel::kPartial * kTile;  // more, as in CostModel
+
+  std::int32_t of(std::int32_t kv_tiles, bool is_partial) const {
+    return kv_tiles * kTile + item + (is_partial ? partial : 0);
+  }
+};
+ItemCost item_cost(Family family, std::int32_t tile_n);
 
 // A tile of packed query rows and the KV tiles [kv_begin, kv_end) that its rows touch.
 struct QueryTile {
@@ -53,11 +66,9 @@ struct WorkUnit {
   std::int32_t slot = WorkItem::kFinal;
   std::int16_t chunk = 0;
   std::int16_t num_chunks = 1;  // of its query tile; more than one: it writes partials
+  std::int32_t cost = 0;        // ItemCost
 
   bool partial() const { return num_chunks > 1; }
-  std::int32_t cost() const {
-    return kv_tiles + CostModel::kItem + (partial() ? CostModel::kPartial : 0);
-  }
 };
 
 // What the units of one request add up to, per KV head.
@@ -92,6 +103,6 @@ std::vector<QueryTile> query_tiles(const Problem& problem, std::span<const Reque
 
 // Cuts every query tile into chunks of chunk_tiles KV tiles.
 WorkList cut(std::span<const QueryTile> tiles, const Problem& problem,
-             std::span<const RequestInfo> requests, std::int32_t chunk_tiles);
+             std::span<const RequestInfo> requests, std::int32_t chunk_tiles, const ItemCost& cost);
 
 }  // namespace preflash

@@ -29,15 +29,15 @@ _IN_MASK = (
     "O and S alone take three quarters of 255 registers, and a custom mask's words come on top: "
     "7 to 9 reloads and 9 to 10 stores a tile in the main loop of d128 and (192, 128)"
 )
-_IN_GATHER = "one flag of the gathering producers' item loop; their row loops hold no LDL or STL"
+_IN_GATHER = "words of the gathering producers' item loop; their row loops hold no LDL or STL"
 _BETWEEN_ITEMS = "where items begin and end; the main loop holds no LDL or STL in SASS"
 ALLOWED_SPILLS: dict[str, tuple[int, str]] = {
     "sm80_*_prefill_*_bounds": (96, _OUTSIDE),
     "sm80_*_prefill_*_custom": (160, _IN_MASK),
     "sm80_*_d64_decode_*": (48, _OUTSIDE + "; plain custom reloads two words a tile"),
     "sm80_*_d256_decode_*": (8, _OUTSIDE),
-    "sm90_*_d64_*": (8, _IN_GATHER),
-    "sm90_*_d256_*": (128, _BETWEEN_ITEMS),
+    "sm90_*_d64_*": (24, _IN_GATHER),
+    "sm90_*_d256_*": (288, _BETWEEN_ITEMS),
 }
 
 

@@ -12,6 +12,7 @@ planner = _core.planner
 
 FINAL = -1
 ITEM_COST, PARTIAL_COST = 2, 1  # work.h, CostModel: what an item costs besides its KV tiles
+SM90_ITEM_KEYS = 170  # work.cpp: on sm90 it costs as much as so many keys
 
 REQUEST = np.dtype(
     [
@@ -133,9 +134,15 @@ class Planned:
         )
         return end - begin
 
-    def cost_of(self, item) -> int:
+    def item_cost(self) -> float:
+        """In KV tiles."""
+        if self.case.get("family") == "sm90":
+            return round(4 * SM90_ITEM_KEYS / self.case["tile_n"]) / 4
+        return ITEM_COST
+
+    def cost_of(self, item) -> float:
         partial = PARTIAL_COST if item["partial_slot"] != FINAL else 0
-        return self.kv_tiles_of(item) + ITEM_COST + partial
+        return self.kv_tiles_of(item) + self.item_cost() + partial
 
     def costs(self) -> np.ndarray:
         """Costs of all items in order; equal (request, row, chunk) are looked up once."""
@@ -146,7 +153,7 @@ class Planned:
             if key not in known:
                 known[key] = self.cost_of(item)
             out.append(known[key])
-        return np.array(out, dtype=np.int64)
+        return np.array(out)
 
     def cta_slots(self) -> int:
         return self.case["num_sms"] * self.case["ctas_per_sm"]

@@ -3,6 +3,8 @@
 // and Q for the next item meanwhile.
 #pragma once
 
+#include <cutlass/arch/memory.h>
+
 #include <cute/arch/copy_sm90.hpp>
 
 #include "kernels/common/convert.cuh"
@@ -13,6 +15,12 @@
 
 namespace preflash::sm90 {
 
+// Where a row of an item goes: a row of o, or of the item's partials. Null where there is none.
+struct RowTarget {
+  void* o = nullptr;
+  float* lse = nullptr;
+};
+
 template <class Traits>
 struct ForwardEpilogue {
   using Element = typename Traits::Element;
@@ -22,96 +30,121 @@ struct ForwardEpilogue {
   const WorkItem& item;
   const RequestInfo& request;
   int num_rows;
-  int tile_row = 0;            // first of this warp's 16
-  Element* staging = nullptr;  // this warp's [16, 64]
 
-  // tOrO: ((2, 2, D / 8), 1, 1), the sum over this item's keys
+  __device__ __forceinline__ RowTarget target_of(int row) const {
+    if (row >= num_rows) return {};
+    if (!is_final()) {
+      std::int64_t slot_row = static_cast<std::int64_t>(item.partial_slot) * Traits::kTileM + row;
+      return {params.partial_o + slot_row * params.head_dim_vo, params.partial_lse + slot_row};
+    }
+    PackedRow packed = unpack_row(params, item.row_begin + row);
+    std::int64_t token = request.qo_begin + packed.token;
+    int head = item.kv_head * params.group_size + packed.head_in_group;
+    RowTarget target;
+    target.o = static_cast<Element*>(params.o.data) + token * params.o.stride_token +
+               head * params.o.stride_head;
+    if (params.lse.data != nullptr) {
+      target.lse =
+          params.lse.data + token * params.lse.stride_token + head * params.lse.stride_head;
+    }
+    return target;
+  }
+
+  // What is ready before O is.
+  struct Prepared {
+    float factor[2];  // of this thread's rows of O
+    bool empty[2];    // they kept no key
+    void* o;          // target of the warp's row lane_id() % 16
+  };
+
+  // Everything but O, beside the item's last product. target: of the warp's row lane_id() % 16.
+  __device__ __forceinline__ Prepared prepare(const Softmax& softmax,
+                                              const RowTarget& target) const {
+    Prepared ready;
+    float lse[2];
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      ready.factor[r] = softmax.finish(r, params.logits.scale_log2, &lse[r]) * params.out_scale;
+      ready.empty[r] = lse[r] == -INFINITY;
+    }
+    ready.o = target.o;
+    // Row l % 16 is lane l's now; a quad has its rows l % 8 and l % 8 + 8.
+    int quad = lane_id() % 8 * 4;
+    float upper = __shfl_sync(0xffffffffu, lse[0], quad);
+    float lower = __shfl_sync(0xffffffffu, lse[1], quad);
+    if (lane_id() < kWarpRows && target.lse != nullptr) {
+      *target.lse = (lane_id() < 8 ? upper : lower) * lse_scale();
+    }
+    return ready;
+  }
+
+  // tOrO: ((2, 2, D / 8), 1, 1), the sum over the item's keys. staging: this warp's [16, 64]
   template <class AccumulatorO>
-  __device__ __forceinline__ void run(Softmax& softmax, AccumulatorO& tOrO) const {
+  __device__ __forceinline__ void store(const Prepared& ready, AccumulatorO& tOrO,
+                                        Element* staging) const {
     auto rows_of_o = make_tensor(tOrO.data(), as_rows_and_columns(tOrO.layout()));
-    bool final = item.partial_slot == WorkItem::kFinal;
-    bool empty[2];
     CUTE_UNROLL
     for (int r = 0; r < size<0>(rows_of_o); ++r) {
-      float lse;
-      float factor = softmax.finish(r, params.logits.scale_log2, &lse) * params.out_scale;
       CUTE_UNROLL
-      for (int c = 0; c < size<1>(rows_of_o); ++c) rows_of_o(r, c) *= factor;
-      empty[r] = lse == -INFINITY;
-      if (lane_id() % 4 == 0) store_lse(tile_row + lane_id() / 4 + r * 8, lse, final);
+      for (int c = 0; c < size<1>(rows_of_o); ++c) rows_of_o(r, c) *= ready.factor[r];
     }
-    if (__any_sync(0xffffffffu, empty[0] || empty[1])) {
+    if (__any_sync(0xffffffffu, ready.empty[0] || ready.empty[1])) {
       // NOTE: a row that kept nothing is 0 even where 0 * V was not.
       CUTE_UNROLL
       for (int r = 0; r < size<0>(rows_of_o); ++r) {
         CUTE_UNROLL
         for (int c = 0; c < size<1>(rows_of_o); ++c) {
-          if (empty[r]) rows_of_o(r, c) = 0.0f;
+          if (ready.empty[r]) rows_of_o(r, c) = 0.0f;
         }
       }
     }
-    if (final) {
-      store_final(tOrO);
+    if (is_final()) {
+      store_final(ready, tOrO, staging);
     } else {
-      store_partial(rows_of_o);
+      store_partial(ready, rows_of_o);
     }
   }
 
   // An item whose rows keep nothing, by any one warp.
   __device__ __forceinline__ void run_empty() const {
-    bool final = item.partial_slot == WorkItem::kFinal;
     for (int row = 0; row < num_rows; ++row) {
-      if (lane_id() == 0) store_lse(row, -INFINITY, final);
+      RowTarget target = target_of(row);
+      if (lane_id() == 0 && target.lse != nullptr) *target.lse = -INFINITY * lse_scale();
       for (int column = lane_id(); column < params.head_dim_vo; column += 32) {
-        if (final) {
-          o_begin()[o_offset(row) + column] = Element(0.0f);
+        if (is_final()) {
+          static_cast<Element*>(target.o)[column] = Element(0.0f);
         } else {
-          partial_row(row)[column] = 0.0f;
+          static_cast<float*>(target.o)[column] = 0.0f;
         }
       }
     }
   }
 
  private:
-  // Row `row` of the tile in o, from o's first row of this request and KV head on.
-  __device__ __forceinline__ Element* o_begin() const {
-    return static_cast<Element*>(params.o.data) + request.qo_begin * params.o.stride_token +
-           item.kv_head * params.group_size * params.o.stride_head;
-  }
-  __device__ __forceinline__ std::int64_t o_offset(int row) const {
-    PackedRow packed = unpack_row(params, item.row_begin + row);
-    return packed.token * params.o.stride_token + packed.head_in_group * params.o.stride_head;
-  }
-  // [head_dim_vo], of this item's slot
-  __device__ __forceinline__ float* partial_row(int row) const {
-    return params.partial_o +
-           (static_cast<std::int64_t>(item.partial_slot) * Traits::kTileM + row) *
-               params.head_dim_vo;
+  __device__ __forceinline__ bool is_final() const { return item.partial_slot == WorkItem::kFinal; }
+  __device__ __forceinline__ float lse_scale() const {
+    return is_final() ? params.lse.scale : 1.0f;
   }
 
-  __device__ __forceinline__ void store_lse(int row, float lse, bool final) const {
-    if (row >= num_rows) return;
-    if (!final) {
-      params.partial_lse[static_cast<std::int64_t>(item.partial_slot) * Traits::kTileM + row] = lse;
-    } else if (params.lse.data != nullptr) {
-      PackedRow packed = unpack_row(params, item.row_begin + row);
-      params.lse.data[(request.qo_begin + packed.token) * params.lse.stride_token +
-                      (item.kv_head * params.group_size + packed.head_in_group) *
-                          params.lse.stride_head] = lse * params.lse.scale;
-    }
+  // The target of any of the warp's 16 rows, for all lanes to ask.
+  template <class T>
+  __device__ __forceinline__ static T* target_row(const Prepared& ready, int row) {
+    auto address = reinterpret_cast<unsigned long long>(ready.o);
+    return reinterpret_cast<T*>(__shfl_sync(0xffffffffu, address, row));
   }
 
   template <class Rows>
-  __device__ __forceinline__ void store_partial(const Rows& rows_of_o) const {
+  __device__ __forceinline__ void store_partial(const Prepared& ready,
+                                                const Rows& rows_of_o) const {
     CUTE_UNROLL
     for (int r = 0; r < size<0>(rows_of_o); ++r) {
-      int row = tile_row + lane_id() / 4 + r * 8;
-      if (row >= num_rows) continue;
+      float* target = target_row<float>(ready, lane_id() / 4 + r * 8);
+      if (target == nullptr) continue;
       CUTE_UNROLL
       for (int c = 0; c < size<1>(rows_of_o); c += 2) {
         int column = c / 2 * 8 + lane_id() % 4 * 2;
         if (column < params.head_dim_vo) {
-          *reinterpret_cast<float2*>(partial_row(row) + column) =
+          *reinterpret_cast<float2*>(target + column) =
               make_float2(rows_of_o(r, c), rows_of_o(r, c + 1));
         }
       }
@@ -120,16 +153,15 @@ struct ForwardEpilogue {
 
   // 64 columns at a time: 16 rows of 128 bytes, whose 16-byte pieces are swizzled by the row.
   template <class AccumulatorO>
-  __device__ __forceinline__ void store_final(const AccumulatorO& tOrO) const {
+  __device__ __forceinline__ void store_final(const Prepared& ready, const AccumulatorO& tOrO,
+                                              Element* staging) const {
     constexpr int kRowsPerPass = 4;  // 8 lanes a row
     constexpr int kPasses = kWarpRows / kRowsPerPass;
     Element* targets[kPasses];  // null: no such row
     int column = lane_id() % 8 * 8;
-    Element* o = o_begin() + column;
     CUTE_UNROLL
     for (int pass = 0; pass < kPasses; ++pass) {
-      int row = tile_row + pass * kRowsPerPass + lane_id() / 8;
-      targets[pass] = row < num_rows ? o + o_offset(row) : nullptr;
+      targets[pass] = target_row<Element>(ready, pass * kRowsPerPass + lane_id() / 8);
     }
 
     Tensor tOrO_out = convert_fragment<Element>(tOrO);
@@ -152,15 +184,20 @@ struct ForwardEpilogue {
             : "memory");
       }
       __syncwarp();
+      uint128_t values[kPasses];
       CUTE_UNROLL
       for (int pass = 0; pass < kPasses; ++pass) {
         int row = pass * kRowsPerPass + load_row;
         int piece = lane_id() % 8 ^ row % 8;
-        uint128_t value = *reinterpret_cast<const uint128_t*>(
-            reinterpret_cast<const char*>(staging) + row * kBlockRowBytes + piece * 16);
-        if (targets[pass] != nullptr && block * kBlockColumns + column < params.head_dim_vo) {
-          *reinterpret_cast<uint128_t*>(targets[pass] + block * kBlockColumns) = value;
-        }
+        values[pass] = *reinterpret_cast<const uint128_t*>(reinterpret_cast<const char*>(staging) +
+                                                           row * kBlockRowBytes + piece * 16);
+      }
+      bool in_head = block * kBlockColumns + column < params.head_dim_vo;
+      CUTE_UNROLL
+      for (int pass = 0; pass < kPasses; ++pass) {
+        cutlass::arch::global_store<uint128_t, 16>(values[pass],
+                                                   targets[pass] + block * kBlockColumns + column,
+                                                   in_head && targets[pass] != nullptr);
       }
     }
     // The next item's first store meets no lane that still reads.

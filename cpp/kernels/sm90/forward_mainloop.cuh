@@ -50,28 +50,28 @@ struct ForwardMainloop {
 
   __device__ __forceinline__ void run() {
     begin_turns();
-    Item item = begin_item(0);
+    Item item = read_item(0);
+    TileMask mask = first_mask(item);
     while (item.any()) {
-      begin_alone(item);
+      Border border = begin_alone(item, mask);
       for (;;) {
-        run_rest(item);
+        run_rest(item, border);
         q.advance();
         // The others may wait for this warpgroup's turns before they let go of Q.
-        if (item.skipped_last > 0) break;
-        Item next = begin_item(next_slot(item.slot));
-        if (!next.any()) {
-          end_alone(item);
-          return;
-        }
-        run_across(item, next);
-        item = next;
+        if (item.skipped_last > 0 || !border.next.any()) break;
+        Border next_border = run_across(item, border);
+        item = border.next;
+        border = next_border;
       }
-      end_alone(item);
-      item = begin_item(next_slot(item.slot));
+      end_alone(item, border);
+      item = border.next;
+      mask = border.mask;
     }
   }
 
  private:
+  using Epilogue = ForwardEpilogue<Traits>;
+
   // A work item as this warpgroup meets it.
   struct Item {
     int slot = 0;  // of smem.items
@@ -80,14 +80,27 @@ struct ForwardMainloop {
     int skipped_last = 0;   // and after; the last tile comes first
 
     __device__ __forceinline__ bool any() const { return own.count() > 0; }
+    __device__ __forceinline__ int next_slot() const {
+      return slot + 1 == kItemSlots ? 0 : slot + 1;
+    }
   };
 
-  __device__ __forceinline__ static int next_slot(int slot) {
-    return slot + 1 == kItemSlots ? 0 : slot + 1;
-  }
+  // Which columns of a tile this thread's two rows keep: bit i of a word is its column i of 32 of
+  // 128, which is 8 (i / 2) + i % 2 from the tile's first such group on.
+  struct TileMask {
+    std::uint32_t bits[2][ceil_div(Traits::kTileN, 128)];
+  };
 
-  // The next item, its Q in place; without tiles: there is none.
-  __device__ __forceinline__ Item begin_item(int slot) {
+  // What the step across an item's end asks for, worked out beside the products of an earlier step:
+  // of the item's last one, a copy of the loop's body, or of its first where that copy costs more.
+  struct Border {
+    Item next;
+    TileMask mask;     // of the next item's first tile
+    RowTarget target;  // of this item
+  };
+
+  // Without tiles: there is no more.
+  __device__ __forceinline__ Item read_item(int slot) {
     smem.barriers.item_full[slot].wait(item_phase);
     order_memory_accesses();
     if (slot == kItemSlots - 1) item_phase ^= 1;
@@ -98,9 +111,6 @@ struct ForwardMainloop {
     Item item;
     item.slot = slot;
     if (begin == end) return item;
-    smem.barriers.q_full[q.index()].wait(q.phase());
-    order_memory_accesses();
-    if (params.logits.q_factor != 1.0f) scale_q(q.index());
     item.own = {warp_uniform(own.begin), warp_uniform(own.full_begin), warp_uniform(own.full_end),
                 warp_uniform(own.end)};
     if constexpr (Traits::kSkipsTiles) {
@@ -110,63 +120,103 @@ struct ForwardMainloop {
     return item;
   }
 
-  // The item's first P, with nothing to run beside it.
-  __device__ __forceinline__ void begin_alone(const Item& item) {
+  __device__ __forceinline__ void wait_for_q() {
+    smem.barriers.q_full[q.index()].wait(q.phase());
+    order_memory_accesses();
+    if (params.logits.q_factor != 1.0f) scale_q(q.index());
+  }
+
+  __device__ __forceinline__ static bool looks_in_first_step(const Item& item) {
+    return !Traits::kLooksInLastStep || item.own.count() == 1;
+  }
+  __device__ __forceinline__ Border look_across(const Item& item) {
+    Border border;
+    border.target = epilogue(item).target_of(warp_row() + lane_id() % kWarpRows);
+    border.next = read_item(item.next_slot());
+    border.mask = first_mask(border.next);
+    return border;
+  }
+
+  // The item's first P, with no product to run beside it.
+  __device__ __forceinline__ Border begin_alone(const Item& item, const TileMask& mask) {
     for (int i = 0; i < item.skipped_first; ++i) {
       skip_k();
       skip_v();
     }
+    wait_for_q();
     wait_for_qk();
     products.issue_qk(products.q(q.index()), k.index());
     pass_turn();
+    Border border;
+    if (looks_in_first_step(item)) border = look_across(item);
     products.template wait_qk<0>();
-    finish_scores(item, item.own.end - 1);
-    begin_softmax();
+    finish_first_scores(item, mask);
+    make_first_p();
+    return border;
   }
 
   // Steps of all its other tiles.
-  __device__ __forceinline__ void run_rest(const Item& item) {
+  __device__ __forceinline__ void run_rest(const Item& item, Border& border) {
     Tensor tSrQ = products.q(q.index());
-    for (int tile = item.own.end - 2; tile >= item.own.begin; --tile) {
-      multiply(tSrQ);
-      finish_scores(item, tile);
-      finish_pv();
-      products.first_pv = GMMA::ScaleOut::One;
-      make_p();
+    int tile = item.own.end - 2;
+    for (; tile >= item.own.begin + Traits::kLooksInLastStep; --tile) {
+      step(tSrQ, item, tile, [] {});
+    }
+    if (Traits::kLooksInLastStep && tile >= item.own.begin) {
+      step(tSrQ, item, tile, [&] { border = look_across(item); });
     }
   }
+  template <class Q, class Meanwhile>
+  __device__ __forceinline__ void step(const Q& tSrQ, const Item& item, int tile,
+                                       const Meanwhile& meanwhile) {
+    multiply(tSrQ, meanwhile);
+    finish_scores(item, tile);
+    finish_pv();
+    products.first_pv = GMMA::ScaleOut::One;
+    make_p();
+  }
 
-  // The step across a border: S is the next item's, O the last one's.
-  __device__ __forceinline__ void run_across(const Item& last, const Item& next) {
+  // The step across a border: S is the next item's, O the last one's. Returns the next border.
+  __device__ __forceinline__ Border run_across(const Item& last, const Border& border) {
+    const Item& next = border.next;
     for (int i = 0; i < next.skipped_first; ++i) skip_k();
-    multiply(products.q(q.index()));
-    finish_scores(next, next.own.end - 1);
+    wait_for_q();
+    typename Epilogue::Prepared ready;
+    Border next_border;
+    multiply(products.q(q.index()), [&] {
+      ready = epilogue(last).prepare(softmax, border.target);
+      if (looks_in_first_step(next)) next_border = look_across(next);
+    });
+    finish_first_scores(next, border.mask);
     finish_pv();
     for (int i = 0; i < next.skipped_first; ++i) skip_v();
-    end_item(last.slot);
-    begin_softmax();
+    store_o(last, ready);
+    make_first_p();
+    return next_border;
   }
 
   // The item's last product and its O.
-  __device__ __forceinline__ void end_alone(const Item& item) {
+  __device__ __forceinline__ void end_alone(const Item& item, const Border& border) {
     smem.barriers.v_full[v.index()].wait(v.phase());
     products.issue_pv(v.index());
+    auto ready = epilogue(item).prepare(softmax, border.target);
     finish_pv();
-    end_item(item.slot);
+    store_o(item, ready);
     for (int i = 0; i < item.skipped_last; ++i) {
       skip_k();
       skip_v();
     }
   }
 
-  // Steps 1 to 4, and S.
-  template <class Q>
-  __device__ __forceinline__ void multiply(const Q& tSrQ) {
+  // Steps 1 to 4, what else can be done beside the products, and S.
+  template <class Q, class Meanwhile>
+  __device__ __forceinline__ void multiply(const Q& tSrQ, const Meanwhile& meanwhile) {
     wait_for_qk();
     products.issue_qk(tSrQ, k.index());
     smem.barriers.v_full[v.index()].wait(v.phase());
     products.issue_pv(v.index());
     pass_turn();
+    meanwhile();
     products.template wait_qk<1>();
   }
   __device__ __forceinline__ void wait_for_qk() const {
@@ -176,14 +226,22 @@ struct ForwardMainloop {
 
   // S has been computed: K's buffer is free, and Q's after an item's last tile.
   __device__ __forceinline__ void finish_scores(const Item& item, int tile) {
+    accept_scores(item, tile);
+    if (item.own.needs_mask(tile)) mask_tile(tile_mask(smem.items[item.slot], tile));
+  }
+  // And the row's first references, for which O need not be there.
+  __device__ __forceinline__ void finish_first_scores(const Item& item, const TileMask& mask) {
+    int tile = item.own.end - 1;
+    accept_scores(item, tile);
+    if (item.own.needs_mask(tile)) mask_tile(mask);
+    softmax.begin(products.rows_of_s());
+    products.first_pv = GMMA::ScaleOut::Zero;
+  }
+  __device__ __forceinline__ void accept_scores(const Item& item, int tile) {
     release(smem.barriers.k_empty[k.index()]);
     k.advance();
     if (tile == item.own.begin) release(smem.barriers.q_empty[q.index()]);
     transform_logits<Traits::kVariant.logits>(products.tSrS, params.logits);
-    if (item.own.needs_mask(tile)) {
-      auto rows_of_s = products.rows_of_s();
-      mask_tile(rows_of_s, smem.items[item.slot], tile);
-    }
   }
 
   __device__ __forceinline__ void finish_pv() {
@@ -192,25 +250,28 @@ struct ForwardMainloop {
     v.advance();
   }
 
-  __device__ __forceinline__ void begin_softmax() {
-    softmax = {};
-    products.first_pv = GMMA::ScaleOut::Zero;
-    make_p();
-  }
   __device__ __forceinline__ void make_p() {
     auto rows_of_s = products.rows_of_s();
     auto rows_of_o = products.rows_of_o();
     softmax.update(rows_of_s, products.tOrP, rows_of_o, params.logits.scale_log2);
   }
 
-  __device__ __forceinline__ void end_item(int slot) {
-    const ItemState& state = smem.items[slot];
-    int warp = warpgroup * kWarpgroupWarps + thread / 32;
-    ForwardEpilogue<Traits>{params,         state.item,       state.request,
-                            state.num_rows, warp * kWarpRows, smem.o[warp]}
-        .run(softmax, products.tOrO);
+  __device__ __forceinline__ void make_first_p() {
+    softmax.make_first(products.rows_of_s(), products.tOrP, params.logits.scale_log2);
+  }
+
+  __device__ __forceinline__ int warp() const { return warpgroup * kWarpgroupWarps + thread / 32; }
+  __device__ __forceinline__ int warp_row() const { return warp() * kWarpRows; }
+
+  __device__ __forceinline__ Epilogue epilogue(const Item& item) const {
+    const ItemState& state = smem.items[item.slot];
+    return {params, state.item, state.request, state.num_rows};
+  }
+  __device__ __forceinline__ void store_o(const Item& item,
+                                          const typename Epilogue::Prepared& ready) {
+    epilogue(item).store(ready, products.tOrO, smem.o[warp()]);
     order_memory_accesses();
-    smem.barriers.item_empty[slot].arrive();
+    smem.barriers.item_empty[item.slot].arrive();
   }
 
   // A tile that other warpgroups work on: its turn and its buffers pass by.
@@ -251,8 +312,7 @@ struct ForwardMainloop {
     cutlass::arch::NamedBarrier::sync(kWarpgroupThreads, NamedBarriers::kWarpgroup + warpgroup);
   }
 
-  // Bit i of a row's mask is this thread's column i of 32: 8 (i / 2) + i % 2, from the tile's first
-  // such group on. The bits of columns before `column`:
+  // The mask's bits of columns before `column`.
   __device__ __forceinline__ static std::uint32_t columns_before(int column) {
     int count = min(max(column / 8 * 2 + min(column % 8, 2), 0), 32);
     return count == 0 ? 0u : 0xffffffffu >> (32 - count);
@@ -275,29 +335,43 @@ struct ForwardMainloop {
     return {last - in_box, in_box == 0 ? 0 : box_rows - in_box};
   }
 
-  template <class Scores>
-  __device__ __forceinline__ void mask_tile(Scores& scores, const ItemState& state,
-                                            int tile) const {
+  __device__ __forceinline__ TileMask tile_mask(const ItemState& state, int tile) const {
     MaskBounds bounds{state.request.qo_len, state.request.kv_len, params.window_left,
                       params.causal};
     ItemTail tail = tail_of(state, tile);
     int first_key = tile * Traits::kTileN;
-    int lane_column = lane_id() % 4 * 2;
+    TileMask mask;
     CUTE_UNROLL
-    for (int r = 0; r < size<0>(scores); ++r) {
-      int tile_row = warpgroup * kWarpgroupRows + thread / 32 * kWarpRows + lane_id() / 4 + r * 8;
-      int token = unpack_row(params, state.item.row_begin + tile_row).token;
+    for (int r = 0; r < 2; ++r) {
+      int row = state.item.row_begin + warp_row() + lane_id() / 4 + r * 8;
+      int token = unpack_row(params, row).token;
       KeySpan kept{bounds.first_key(token) - first_key, bounds.end_key(token) - first_key};
       CUTE_UNROLL
       for (int word = 0; word < ceil_div(Traits::kTileN, 128); ++word) {
-        int column = word * 128 + lane_column;
-        std::uint32_t bits = columns_in(kept.begin - column, min(kept.end, tail.edge) - column) |
-                             columns_in(max(kept.begin, tail.edge) + tail.shift - column,
-                                        kept.end + tail.shift - column);
-        CUTE_UNROLL
-        for (int i = 0; i < 32 && word * 32 + i < size<1>(scores); ++i) {
-          if (!(bits >> i & 1u)) scores(r, word * 32 + i) = -INFINITY;
+        int column = word * 128 + lane_id() % 4 * 2;
+        std::uint32_t& bits = mask.bits[r][word];
+        bits = columns_in(kept.begin - column, min(kept.end, tail.edge) - column);
+        if (tail.shift > 0) {
+          bits |= columns_in(max(kept.begin, tail.edge) + tail.shift - column,
+                             kept.end + tail.shift - column);
         }
+      }
+    }
+    return mask;
+  }
+  __device__ __forceinline__ TileMask first_mask(const Item& item) const {
+    TileMask mask = {};
+    int tile = item.own.end - 1;
+    if (item.any() && item.own.needs_mask(tile)) mask = tile_mask(smem.items[item.slot], tile);
+    return mask;
+  }
+  __device__ __forceinline__ void mask_tile(const TileMask& mask) {
+    auto scores = products.rows_of_s();
+    CUTE_UNROLL
+    for (int r = 0; r < size<0>(scores); ++r) {
+      CUTE_UNROLL
+      for (int c = 0; c < size<1>(scores); ++c) {
+        if (!(mask.bits[r][c / 32] >> c % 32 & 1u)) scores(r, c) = -INFINITY;
       }
     }
   }

@@ -63,6 +63,9 @@ struct ForwardTraits {
   static constexpr int kQStages =
       2 * kTileM * kHeadQk * 2 + kBytesWithoutQ + kOtherBytes <= kMostSharedBytes ? 2 : 1;
 
+  // In which step of an item a warpgroup reads what comes after it (measured: README).
+  static constexpr bool kLooksInLastStep = !kSkipsTiles;
+
   // setmaxnreg: the launch bounds hand the 65536 registers out evenly, in eights; what the
   // producers give back is the consumers'.
   static constexpr int kLaunchRegisters = 65536 / (kThreads * kTile.ctas_per_sm) / 8 * 8;

@@ -20,6 +20,17 @@ struct SpeculativeSoftmax : OnlineSoftmax<2> {
 
   bool settled = false;  // whether every row of the warp has a reference
 
+  // A row's first tile: the references are its maxima, and nothing can exceed them.
+  template <class Scores>
+  __device__ __forceinline__ void begin(const Scores& scores) {
+    *this = {};
+    settle(scores);
+  }
+  template <class Scores, class P>
+  __device__ __forceinline__ void make_first(const Scores& scores, P& p, float scale_log2) {
+    exponentiate(scores, p, sum, scale_log2);
+  }
+
   // scores: (row, column) view of a whole accumulator, x on entry and on return. p: 16-bit, in the
   // scores' storage order. out: (row, column) view of O, without this tile.
   template <class Scores, class P, class Out>
