@@ -16,8 +16,11 @@ def test_rows_are_named_once_and_refer_to_earlier_rows(device_type, quick):
     seen = set()
     for row in bench_rows.rows_for(device_type, quick):
         assert row.name not in seen
-        assert row.relative_to is None or row.relative_to in seen
         seen.add(row.name)
+        if row.relative_to is not None:
+            assert row.relative_to.name in seen
+            assert (row.relative_to.page_size, row.case.page_size > 0) == (0, True)
+            assert row.relative_to.kv_lens == row.case.kv_lens
 
 
 def test_gpu_rows_are_those_of_the_published_tables():

@@ -90,12 +90,14 @@ def test_demo_fails_on_a_wrong_row(monkeypatch, capsys):
 
 @pytest.mark.usefixtures("corrupted_runs")
 def test_bench_does_not_time_a_wrong_result(monkeypatch, capsys):
-    monkeypatch.setattr(measure._Trial, "device_us", lambda trial, calls: 1.0)
+    timed = []
+    monkeypatch.setattr(measure, "_time", lambda result, trial, calls: timed.extend(calls))
     arguments = ["bench", "--quick", "--backend", "cpu", "--rows", "d64", "--repeats", "1"]
     assert cli.main(arguments) == 1
     out = capsys.readouterr().out
     assert "WRONG" in out
     assert "FAILED dense d64 s512 full" in out
+    assert timed == ["sdpa"]
 
 
 @pytest.mark.parametrize("command", ["check", "bench", "demo"])

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -42,10 +42,10 @@ def gpu_kernel_time(
             scratch.zero_()
         call()
 
-    timing = _graph_time(step, calls, samples)
+    timing = GraphReplay(step, calls).time(samples)
     if scratch is None:
         return timing
-    flush = _graph_time(scratch.zero_, calls, samples).median_us
+    flush = GraphReplay(scratch.zero_, calls).time(samples).median_us
     return Timing(
         timing.median_us - flush,
         timing.fastest_us - flush,
@@ -54,28 +54,47 @@ def gpu_kernel_time(
     )
 
 
-def _graph_time(call: Callable[[], object], calls: int, samples: int) -> Timing:
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            call()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(calls):
-            call()
-    graph.replay()
-    torch.cuda.synchronize()
-    taken = []
-    for _ in range(samples):
+class GraphReplay:
+    """One `call`, which must be capturable, launched `calls` times in one CUDA graph."""
+
+    def __init__(self, call: Callable[[], object], calls: int) -> None:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                call()
+        torch.cuda.current_stream().wait_stream(side)
+        self._calls = calls
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            for _ in range(calls):
+                call()
+        self.sample()
+
+    def sample(self) -> float:
+        """Microseconds of one call in one replay."""
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
-        graph.replay()
+        self._graph.replay()
         end.record()
         end.synchronize()
-        taken.append(begin.elapsed_time(end) * 1000 / calls)
-    return Timing.of(taken)
+        return begin.elapsed_time(end) * 1000 / self._calls
+
+    def time(self, samples: int) -> Timing:
+        return Timing.of([self.sample() for _ in range(samples)])
+
+
+def in_turns(replays: Mapping[str, GraphReplay], samples: int) -> dict[str, Timing]:
+    """Times of several contenders, a sample of each in every round, each of them first in its turn:
+    a GPU at its power limit slows down and recovers, and that must not depend on who comes when.
+    """
+    names = list(replays)
+    taken: dict[str, list[float]] = {name: [] for name in names}
+    for round_ in range(samples):
+        first = round_ % max(len(names), 1)
+        for name in names[first:] + names[:first]:
+            taken[name].append(replays[name].sample())
+    return {name: Timing.of(values) for name, values in taken.items()}
 
 
 def gpu_stream_time(call: Callable[[], object], *, calls: int = 10, samples: int = 11) -> Timing:

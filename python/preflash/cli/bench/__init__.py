@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import pathlib
 
@@ -15,10 +14,8 @@ from ...testing.cases import flops
 from .. import CommandError
 from ..console import Progress, Table
 from ..machine import Place, choose_places, torch_dtype
-from .measure import Result, measure_row
+from .measure import OURS, RAGGED, Result, measure_row
 from .rows import Row, rows_for
-
-_OURS = "preflash"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -67,11 +64,7 @@ def _chosen_rows(args: argparse.Namespace, place: Place) -> list[Row]:
     if not named:
         names = ", ".join(row.name for row in every)
         raise CommandError(f"--rows {args.rows!r} names no row; there are: {names}")
-    return [
-        dataclasses.replace(row, case=row.case.with_dtype(dtype))
-        for dtype in dtypes
-        for row in named
-    ]
+    return [row.with_dtype(dtype) for dtype in dtypes for row in named]
 
 
 def _headline(place: Place, repeats: int) -> str:
@@ -79,7 +72,7 @@ def _headline(place: Place, repeats: int) -> str:
     parts += [f"torch {torch.__version__}"]
     if place.device.type == "cuda":
         parts += [f"CUDA {torch.version.cuda}", f"cuDNN {torch.backends.cudnn.version()}"]
-        clock = "kernel time by graph replay"
+        clock = "kernel time by graph replay in turns"
     else:
         parts += [f"{torch.get_num_threads()} threads"]
         clock = "wall time"
@@ -93,30 +86,25 @@ def _dtype_name(result: Result) -> str:
 def _rival_names(results: list[Result]) -> list[str]:
     """In the order of their first appearance."""
     names = [name for result in results for name in (*result.us, *result.absent)]
-    return [name for name in dict.fromkeys(names) if name != _OURS]
+    return [name for name in dict.fromkeys(names) if name not in (OURS, RAGGED)]
 
 
 def _table(results: list[Result]) -> Table:
     rivals = _rival_names(results)
-    headers = ["row", "dtype", "unit", _OURS, *rivals, "of ragged", "us", "plan us", "run CPU us"]
+    headers = ["row", "dtype", "unit", OURS, *rivals, "of ragged", "us", "plan us", "run CPU us"]
     headers += ["error / allowed"]
     table = Table(headers, frozenset(headers[3:]))
-    speeds = {
-        (result.row.name, _dtype_name(result)): result.speed(_OURS)
-        for result in results
-        if _OURS in result.us
-    }
     for result in results:
-        base = speeds.get((result.row.relative_to, _dtype_name(result)))
-        timed = _OURS in result.us
+        base = result.us.get(RAGGED)
+        timed = OURS in result.us
         table.add(
             result.row.name,
             _dtype_name(result),
             result.row.metric.value,
             _our_cell(result),
             *(_rival_cell(result, name) for name in rivals),
-            f"{result.speed(_OURS) / base:.2f}" if base and timed else None,
-            f"{result.us[_OURS]:.1f}" if timed else None,
+            f"{base / result.us[OURS]:.2f}" if base and timed else None,
+            f"{result.us[OURS]:.1f}" if timed else None,
             _rounded(result.plan_us, 0),
             _rounded(result.run_cpu_us, 1),
             _rounded(result.error_ratio, 2),
@@ -127,7 +115,7 @@ def _table(results: list[Result]) -> Table:
 def _our_cell(result: Result) -> str:
     if result.failure:
         return "WRONG"
-    return f"{result.speed(_OURS):.4g}" if _OURS in result.us else "not compiled"
+    return f"{result.speed(OURS):.4g}" if OURS in result.us else "not compiled"
 
 
 def _rival_cell(result: Result, name: str) -> str | None:
@@ -135,9 +123,9 @@ def _rival_cell(result: Result, name: str) -> str | None:
     if name not in result.us:
         return None
     speed = result.speed(name)
-    if _OURS not in result.us:
+    if OURS not in result.us:
         return f"{speed:.4g}"
-    return f"{speed:.4g} ({result.speed(_OURS) / speed:.2f}x)"
+    return f"{speed:.4g} ({result.speed(OURS) / speed:.2f}x)"
 
 
 def _rounded(value: float | None, digits: int) -> str | None:
@@ -178,7 +166,7 @@ def _row_as_json(result: Result) -> dict:
         "bytes": row.bytes(),
         "us": result.us,
         "speed": {name: result.speed(name) for name in result.us},
-        "relative_to": row.relative_to,
+        "relative_to": row.relative_to and row.relative_to.name,
         "plan_us": result.plan_us,
         "run_cpu_us": result.run_cpu_us,
         "error_ratio": result.error_ratio,

@@ -17,6 +17,9 @@ from .rows import Metric, Row
 
 Call = Callable[[], torch.Tensor]
 
+OURS = "preflash"
+RAGGED = "ragged"  # ours, on the same K/V without pages
+
 _WORKSPACE_BYTES = 256 * 1024 * 1024
 # Inputs are rotated over until they are larger than any last-level cache.
 _ROTATION_BYTES = 192 * 1024 * 1024
@@ -32,7 +35,7 @@ class Result:
 
     row: Row
     variant: str = ""
-    us: dict[str, float] = field(default_factory=dict)  # by contender, "preflash" among them
+    us: dict[str, float] = field(default_factory=dict)  # by contender, OURS among them
     absent: dict[str, str] = field(default_factory=dict)
     plan_us: float | None = None
     run_cpu_us: float | None = None  # on a GPU: what the calling thread spends
@@ -66,39 +69,61 @@ class _Trial:
         sample = Sample(row.case.qo_lens, _ROWS_PER_REQUEST)
         return cls(row, place, repeats, sets, sample, sample.expected(sets[0]))
 
-    def device_us(self, calls: Sequence[Call]) -> float:
-        """Microseconds of one call, rotating over the calls."""
+    def rotation(self, calls: Sequence[Call]) -> Callable[[], None]:
+        """Each call in its turn."""
         turns = itertools.cycle(calls)
 
         def call() -> None:
             next(turns)()
 
-        if self.place.device.type == "cuda":
-            rounds = max(10, len(calls))
-            return timing.gpu_kernel_time(call, calls=rounds, samples=self.repeats).median_us
-        return timing.cpu_wall_time(call, min_samples=self.repeats).median_us
+        return call
 
 
 def measure_row(row: Row, place: Place, repeats: int) -> Result:
-    """Checks and times ours and every rival on the same inputs: medians, of kernel times on a GPU
-    and of wall times on the CPU."""
+    """Checks ours and every rival on the same inputs, then times them: medians, of kernel times
+    taken in turns on a GPU and of wall times on the CPU."""
     result = Result(row)
     trial = _Trial.prepare(row, place, repeats)
+    contenders: dict[str, list[Call]] = {}
     try:
-        _measure_ours(result, trial)
+        contenders[OURS] = _our_calls(result, trial)
+        if row.relative_to is not None:
+            base = Row(row.relative_to)
+            contenders[RAGGED] = _our_calls(Result(base), _Trial.prepare(base, place, repeats))
     except NotImplementedError as error:
-        result.absent["preflash"] = str(error)
-    except RuntimeError as error:  # a refused launch must not hide the rows that follow
+        result.absent[OURS] = str(error)
+    except (RuntimeError, _WrongResultError) as error:  # must not hide the rows that follow
         result.failure = str(error)
     for rival in rivals_of(row, place.device):
         try:
-            _measure_rival(result, rival, trial)
-        except RuntimeError as error:
+            contenders[rival.name] = _rival_calls(rival, trial)
+        except (RuntimeError, _WrongResultError) as error:
             result.absent[rival.name] = str(error).splitlines()[0]
+    _time(result, trial, contenders)
     return result
 
 
-def _measure_ours(result: Result, trial: _Trial) -> None:
+class _WrongResultError(Exception):
+    """What a contender computed is not attention."""
+
+
+def _time(result: Result, trial: _Trial, contenders: dict[str, list[Call]]) -> None:
+    if trial.place.device.type == "cpu":
+        for name, calls in contenders.items():
+            call = trial.rotation(calls)
+            result.us[name] = timing.cpu_wall_time(call, min_samples=trial.repeats).median_us
+        return
+    replays = {}
+    for name, calls in contenders.items():
+        try:
+            replays[name] = timing.GraphReplay(trial.rotation(calls), max(10, len(calls)))
+        except RuntimeError as error:
+            result.absent[name] = str(error).splitlines()[0]
+    for name, taken in timing.in_turns(replays, trial.repeats).items():
+        result.us[name] = taken.median_us
+
+
+def _our_calls(result: Result, trial: _Trial) -> list[Call]:
     first, place = trial.sets[0], trial.place
     buffer = runner.workspace(place.device, _WORKSPACE_BYTES)
     wrapper = runner.make_wrapper(
@@ -110,10 +135,8 @@ def _measure_ours(result: Result, trial: _Trial) -> None:
     report = runner.judge(first, trial.sample.of(out), trial.sample.of(lse), trial.want)
     result.error_ratio = max(report.worst_ratio, report.frobenius_ratio, report.lse_ratio)
     if not report.ok:
-        result.failure = str(report)
-        return
+        raise _WrongResultError(str(report))
     calls = [_our_call(wrapper, inputs) for inputs in trial.sets]
-    result.us["preflash"] = trial.device_us(calls)
     plan = timing.cpu_call_time(
         lambda: runner.plan(wrapper, first, non_blocking=True),
         calls=5,
@@ -124,6 +147,7 @@ def _measure_ours(result: Result, trial: _Trial) -> None:
     if place.device.type == "cuda":
         run = timing.cpu_call_time(calls[0], calls=20, samples=trial.repeats)
         result.run_cpu_us = run.median_us
+    return calls
 
 
 def _our_call(wrapper, inputs: Inputs) -> Call:
@@ -134,13 +158,12 @@ def _our_call(wrapper, inputs: Inputs) -> Call:
     return lambda: wrapper.run(inputs.q, inputs.k, inputs.v, out=out)
 
 
-def _measure_rival(result: Result, rival: RivalCall, trial: _Trial) -> None:
+def _rival_calls(rival: RivalCall, trial: _Trial) -> list[Call]:
     calls = [rival.prepare(inputs) for inputs in trial.sets]
     out = calls[0]()
     if rival.checked:
         out = trial.sample.of(out)
         report = runner.judge(trial.sets[0], out, None, trial.want)
         if not bool(out.isfinite().all()) or report.worst_ratio > _RIVAL_SLACK:
-            result.absent[rival.name] = f"another result than the oracle's: {report}"
-            return
-    result.us[rival.name] = trial.device_us(calls)
+            raise _WrongResultError(f"another result than the oracle's: {report}")
+    return calls

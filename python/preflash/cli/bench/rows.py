@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import enum
 
+import torch
+
 from ...testing.cases import Case, KvForm, MaskKind
 
 
@@ -25,16 +27,20 @@ class Rival(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One line of the table; `relative_to` names the row whose speed is this one's 1.00."""
+    """One line of the table; `relative_to` is what the same K/V make without pages."""
 
     case: Case
     metric: Metric = Metric.TFLOPS
     rivals: tuple[Rival, ...] = ()
-    relative_to: str | None = None
+    relative_to: Case | None = None
 
     @property
     def name(self) -> str:
         return self.case.name
+
+    def with_dtype(self, dtype: torch.dtype) -> Row:
+        base = self.relative_to and self.relative_to.with_dtype(dtype)
+        return dataclasses.replace(self, case=self.case.with_dtype(dtype), relative_to=base)
 
     def bytes(self) -> int:
         """Bytes that have to move: K and V once, q and o once."""
@@ -63,7 +69,7 @@ def _grouped(name: str, qo_lens: tuple[int, ...], kv_lens: tuple[int, ...], kv_h
 def _paged(row: Row, page_size: int) -> Row:
     name = f"{row.name} page {page_size}"
     case = dataclasses.replace(row.case, name=name, page_size=page_size, form=KvForm.COMBINED)
-    return Row(case, relative_to=row.name)
+    return Row(case, relative_to=row.case)
 
 
 def _with_pages(row: Row, *page_sizes: int) -> list[Row]:
