@@ -108,13 +108,19 @@ std::vector<Section> sections(const WorkList& work, const OrderProblem& problem)
       head += static_cast<std::int32_t>(heads);
     }
   }
-  // A last section too small to fill the machine would end in an uneven tail.
-  while (result.size() > 1 && !result.back().fills(problem.cta_slots)) {
-    Section& before = result[result.size() - 2];
-    for (const HeadGroup& group : result.back().groups) {
-      before.add(group, work.requests[group.request]);
+  // Nothing may be left that starts late and outlasts the rest: from each section on there has to
+  // be work to fill the machine for as long as that section's longest item.
+  std::int64_t left = 0;
+  for (std::size_t i = result.size(); i-- > 1;) {
+    Section& section = result[i];
+    if (left + section.cost >= problem.cta_slots * section.longest) {
+      left += section.cost;
+      continue;
     }
-    result.pop_back();
+    for (const HeadGroup& group : section.groups) {
+      result[i - 1].add(group, work.requests[group.request]);
+    }
+    result.erase(result.begin() + static_cast<std::ptrdiff_t>(i));
   }
   return result;
 }

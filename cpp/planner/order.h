@@ -26,7 +26,8 @@ struct OrderProblem {
 // from memory faster than it can, (request, head) pairs are grouped into sections of less K/V, and
 // sections run one after the other, each longest first. A section is closed only once its work
 // could keep every slot busy for as long as its longest item, or a quarter of that where items are
-// short, and the last one holds that much: so grouping costs little balance.
+// short; and whatever begins there is work behind it to fill the machine while it runs: so grouping
+// costs little balance.
 std::vector<OrderedUnit> order_units(const WorkList& work, const OrderProblem& problem);
 
 // Calls emit(unit, head) for every item in running order. Neighbouring units of one request and one

@@ -158,6 +158,20 @@ def test_sections_do_not_cost_balance(seed):
     assert grouped.sizes["makespan_kv_tiles"] <= 1.1 * plain.sizes["makespan_kv_tiles"]
 
 
+@pytest.mark.parametrize(
+    ("heads", "lengths"),
+    [(2, [4096] * 5 + [256] * 40), (8, [8192] + [256] * 12), (16, [8192] + [512] * 16)],
+    ids=["two long heads left over", "one long request", "sixteen heads"],
+)
+def test_no_long_item_starts_late(heads, lengths):
+    """Short requests behind a few long ones fill the machine, but not for as long as those run."""
+    case = ragged(lengths, lengths, causal=True, num_qo_heads=heads, num_kv_heads=heads)
+    case |= {"family": "sm90", "tile_m": 128, "tile_n": 128, "ctas_per_sm": 1}
+    grouped = plan(**case, l2_bytes=50 << 20)
+    plain = plan(**case, l2_bytes=0)
+    assert grouped.sizes["makespan_kv_tiles"] <= 1.05 * plain.sizes["makespan_kv_tiles"]
+
+
 def test_decode_is_not_grouped():
     """With one query tile per request nothing is read twice, so the L2 does not matter."""
     kv_lens = [9000 + 64 * i for i in range(16)]

@@ -39,8 +39,9 @@ struct OnlineSoftmax {
   // The factor that normalises row r, and its base-2 LSE: 0 and -inf where nothing was kept.
   __device__ __forceinline__ float finish(int r, float scale_log2, float* lse) const {
     float total = quad_sum(sum[r]);
-    // NOTE: total == 0 only for a row that kept nothing: P is about 1 at the reference or larger.
-    // So the approximate logarithm and reciprocal meet no small number, and have its last bit.
+    // NOTE: total == 0 only for a row that kept nothing, since P is about 1 at the reference or
+    // larger, or whose scaled maximum overflows: -inf and NaN. So the approximate logarithm and
+    // reciprocal meet no small number, and have its last bit.
     // NOTE: P was taken from the rounded product, so the sum goes on top of that one, not of an
     // FMA.
     *lse = scaled_reference(reference[r], scale_log2) + log2_approx(total);
