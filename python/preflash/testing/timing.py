@@ -6,6 +6,7 @@ All report the median, in microseconds.
 from __future__ import annotations
 
 import dataclasses
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -85,14 +86,17 @@ class GraphReplay:
 
 
 def in_turns(replays: Mapping[str, GraphReplay], samples: int) -> dict[str, Timing]:
-    """Times of several contenders, a sample of each in every round, each of them first in its turn:
-    a GPU at its power limit slows down and recovers, and that must not depend on who comes when.
+    """Times of several contenders: `samples` rounds with a sample of each, in an order of its own.
+
+    A GPU at its power limit slows down and recovers, so what ran before counts; here everybody runs
+    after everybody else.
     """
-    names = list(replays)
-    taken: dict[str, list[float]] = {name: [] for name in names}
-    for round_ in range(samples):
-        first = round_ % max(len(names), 1)
-        for name in names[first:] + names[:first]:
+    order = list(replays)
+    shuffle = random.Random(0).shuffle
+    taken: dict[str, list[float]] = {name: [] for name in order}
+    for _ in range(samples):
+        shuffle(order)
+        for name in order:
             taken[name].append(replays[name].sample())
     return {name: Timing.of(values) for name, values in taken.items()}
 
