@@ -10,7 +10,10 @@
 //   5. wait S, release K(t); mask
 //   6. wait O, release V(t - 1); store O where V(t - 1) was its item's last
 //   7. softmax: P out of S
-// Steps 5 to 7 run under the other warpgroups' products. A warpgroup whose rows do not touch a tile
+// Steps 5 to 7 run under the other warpgroups' products. What a step across a border needs besides
+// is worked out between 4 and 5 of that step (LSE, factors) and of an earlier one (Border).
+//
+// A warpgroup whose rows do not touch a tile
 // of the item passes it by; after an item whose last tiles it passes by, as under a window, its
 // last O and its next first S stand alone.
 #pragma once
