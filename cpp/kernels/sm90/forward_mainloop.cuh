@@ -13,9 +13,8 @@
 // Steps 5 to 7 run under the other warpgroups' products. What a step across a border needs besides
 // is worked out between 4 and 5 of that step (LSE, factors) and of an earlier one (Border).
 //
-// A warpgroup whose rows do not touch a tile
-// of the item passes it by; after an item whose last tiles it passes by, as under a window, its
-// last O and its next first S stand alone.
+// A warpgroup whose rows do not touch a tile of the item passes it by; after an item whose last
+// tiles it passes by, as under a window, its last O and its next first S stand alone.
 #pragma once
 
 #include "kernels/sm90/forward_epilogue.cuh"
