@@ -1,6 +1,8 @@
 """The commands that judge results must fail when a result is wrong: one value is corrupted on its
 way from the wrapper to the comparison."""
 
+import types
+
 import pytest
 import torch
 from preflash import cli
@@ -98,6 +100,23 @@ def test_bench_does_not_time_a_wrong_result(monkeypatch, capsys):
     assert "WRONG" in out
     assert "FAILED dense d64 s512 full" in out
     assert timed == ["sdpa"]
+
+
+def test_bench_fails_where_a_launch_fails_while_it_is_timed(monkeypatch):
+    """Our own launch, and the one that a paged row is compared with; a rival's is only absent."""
+
+    def refuse(call, calls):
+        raise RuntimeError("launch refused")
+
+    monkeypatch.setattr(measure.timing, "GraphReplay", refuse)
+    cuda = types.SimpleNamespace(device=torch.device("cuda"))
+    trial = types.SimpleNamespace(place=cuda, repeats=1, rotation=lambda calls: calls)
+    for name, failure in (("preflash", True), ("ragged", True), ("cudnn", False)):
+        result = measure.Result(row=None)
+        measure._time(result, trial, {name: []})
+        assert (result.failure == "launch refused") == failure
+        assert result.absent == ({} if failure else {"cudnn": "launch refused"})
+        assert result.us == {}
 
 
 @pytest.mark.parametrize("command", ["check", "bench", "demo"])

@@ -28,33 +28,6 @@ class Timing:
         return cls(statistics.median(samples_us), min(samples_us), max(samples_us), len(samples_us))
 
 
-def gpu_kernel_time(
-    call: Callable[[], object], *, calls: int = 10, samples: int = 11, flush_l2: bool = False
-) -> Timing:
-    """Time on the GPU of one `call`, launched `calls` times in one CUDA graph and replayed.
-
-    `call` must be capturable. With `flush_l2` every call follows a 256 MiB write, whose own time is
-    measured the same way and taken off.
-    """
-    scratch = torch.empty(64 * 1024 * 1024, dtype=torch.int32, device="cuda") if flush_l2 else None
-
-    def step() -> None:
-        if scratch is not None:
-            scratch.zero_()
-        call()
-
-    timing = GraphReplay(step, calls).time(samples)
-    if scratch is None:
-        return timing
-    flush = GraphReplay(scratch.zero_, calls).time(samples).median_us
-    return Timing(
-        timing.median_us - flush,
-        timing.fastest_us - flush,
-        timing.slowest_us - flush,
-        timing.samples,
-    )
-
-
 class GraphReplay:
     """One `call`, which must be capturable, launched `calls` times in one CUDA graph."""
 
@@ -81,9 +54,6 @@ class GraphReplay:
         end.synchronize()
         return begin.elapsed_time(end) * 1000 / self._calls
 
-    def time(self, samples: int) -> Timing:
-        return Timing.of([self.sample() for _ in range(samples)])
-
 
 def in_turns(replays: Mapping[str, GraphReplay], samples: int) -> dict[str, Timing]:
     """Times of several contenders: `samples` rounds with a sample of each, in an order of its own.
@@ -99,23 +69,6 @@ def in_turns(replays: Mapping[str, GraphReplay], samples: int) -> dict[str, Timi
         for name in order:
             taken[name].append(replays[name].sample())
     return {name: Timing.of(values) for name, values in taken.items()}
-
-
-def gpu_stream_time(call: Callable[[], object], *, calls: int = 10, samples: int = 11) -> Timing:
-    """Like gpu_kernel_time for calls that cannot be captured: launch gaps count."""
-    for _ in range(3):
-        call()
-    torch.cuda.synchronize()
-    taken = []
-    for _ in range(samples):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        for _ in range(calls):
-            call()
-        end.record()
-        end.synchronize()
-        taken.append(begin.elapsed_time(end) * 1000 / calls)
-    return Timing.of(taken)
 
 
 def cpu_call_time(

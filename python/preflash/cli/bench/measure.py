@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ...testing import Expected, Inputs, runner, timing
-from ...testing.cases import flops
+from ...testing.cases import Case, flops
 from ..batches import BatchMaker, Sample
 from ..machine import Place
 from .rivals import RivalCall, rivals_of
@@ -88,8 +88,7 @@ def measure_row(row: Row, place: Place, repeats: int) -> Result:
     try:
         contenders[OURS] = _our_calls(result, trial)
         if row.relative_to is not None:
-            base = Row(row.relative_to)
-            contenders[RAGGED] = _our_calls(Result(base), _Trial.prepare(base, place, repeats))
+            contenders[RAGGED] = _ragged_calls(row.relative_to, place, repeats)
     except NotImplementedError as error:
         result.absent[OURS] = str(error)
     except (RuntimeError, _WrongResultError) as error:  # must not hide the rows that follow
@@ -118,12 +117,39 @@ def _time(result: Result, trial: _Trial, contenders: dict[str, list[Call]]) -> N
         try:
             replays[name] = timing.GraphReplay(trial.rotation(calls), max(10, len(calls)))
         except RuntimeError as error:
-            result.absent[name] = str(error).splitlines()[0]
+            if name in (OURS, RAGGED):
+                result.failure = str(error)
+            else:
+                result.absent[name] = str(error).splitlines()[0]
     for name, taken in timing.in_turns(replays, trial.repeats).items():
         result.us[name] = taken.median_us
 
 
 def _our_calls(result: Result, trial: _Trial) -> list[Call]:
+    wrapper = _planned(result, trial)
+    calls = [_our_call(wrapper, inputs) for inputs in trial.sets]
+    plan = timing.cpu_call_time(
+        lambda: runner.plan(wrapper, trial.sets[0], non_blocking=True),
+        calls=5,
+        samples=trial.repeats,
+        device=trial.place.device.type,
+    )
+    result.plan_us = plan.median_us
+    if trial.place.device.type == "cuda":
+        run = timing.cpu_call_time(calls[0], calls=20, samples=trial.repeats)
+        result.run_cpu_us = run.median_us
+    return calls
+
+
+def _ragged_calls(case: Case, place: Place, repeats: int) -> list[Call]:
+    row = Row(case)
+    trial = _Trial.prepare(row, place, repeats)
+    wrapper = _planned(Result(row), trial)
+    return [_our_call(wrapper, inputs) for inputs in trial.sets]
+
+
+def _planned(result: Result, trial: _Trial):
+    """Our wrapper, planned, its first result compared with the oracle's."""
     first, place = trial.sets[0], trial.place
     buffer = runner.workspace(place.device, _WORKSPACE_BYTES)
     wrapper = runner.make_wrapper(
@@ -135,19 +161,8 @@ def _our_calls(result: Result, trial: _Trial) -> list[Call]:
     report = runner.judge(first, trial.sample.of(out), trial.sample.of(lse), trial.want)
     result.error_ratio = max(report.worst_ratio, report.frobenius_ratio, report.lse_ratio)
     if not report.ok:
-        raise _WrongResultError(str(report))
-    calls = [_our_call(wrapper, inputs) for inputs in trial.sets]
-    plan = timing.cpu_call_time(
-        lambda: runner.plan(wrapper, first, non_blocking=True),
-        calls=5,
-        samples=trial.repeats,
-        device=place.device.type,
-    )
-    result.plan_us = plan.median_us
-    if place.device.type == "cuda":
-        run = timing.cpu_call_time(calls[0], calls=20, samples=trial.repeats)
-        result.run_cpu_us = run.median_us
-    return calls
+        raise _WrongResultError(f"{first.case.name}: {report}")
+    return wrapper
 
 
 def _our_call(wrapper, inputs: Inputs) -> Call:
