@@ -53,8 +53,8 @@ struct ForwardParams {
   const WorkItem* items = nullptr;
   const std::int32_t* cta_begin = nullptr;  // null: CTA i runs item i
   std::int32_t num_items = 0;
-  float* partial_o = nullptr;
-  float* partial_lse = nullptr;
+  float* partial_o = nullptr;         // [num_partial_rows, head_dim_vo]
+  PartialLse* partial_lse = nullptr;  // [num_partial_rows]
 
   std::int32_t num_kv_heads = 0;
   std::int32_t group_size = 1;   // num_qo_heads / num_kv_heads
@@ -75,10 +75,9 @@ struct CombineParams {
   const RequestInfo* requests = nullptr;
   const MergeItem* merges = nullptr;
   std::int32_t num_merges = 0;
-  const float* partial_o = nullptr;    // [num_slots, tile_m, head_dim_vo]
-  const float* partial_lse = nullptr;  // [num_slots, tile_m]
-  std::int32_t tile_m = 0;
-  std::int32_t tile_rows = 0;  // rows_per_tile(): those of a slot that are used
+  const float* partial_o = nullptr;         // [num_partial_rows, head_dim_vo]
+  const PartialLse* partial_lse = nullptr;  // [num_partial_rows]
+  std::int32_t tile_rows = 0;               // rows_per_tile()
   std::int32_t group_size = 1;
   std::int32_t head_dim_vo = 0;
 };

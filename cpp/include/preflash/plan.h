@@ -37,23 +37,30 @@ struct alignas(16) WorkItem {
   std::int32_t row_begin = 0;  // first packed row; a multiple of rows_per_tile()
   std::int16_t kv_head = 0;
   std::int16_t chunk = 0;
-  std::int32_t partial_slot = kFinal;  // kFinal, or the slot of tile_m partial rows that it fills
+  std::int32_t partial_row = kFinal;  // kFinal, or the first of the partial rows that it fills
 
   static constexpr std::int32_t kFinal = -1;
 };
 static_assert(sizeof(WorkItem) == 16);
 
-// One tile whose KV was split: slots [first_slot, first_slot + num_slots) hold its partials, in
-// chunk order, in their first rows_per_tile() of tile_m rows. The combine kernel turns them into
-// the tile's rows of o and lse.
+// One tile whose KV was split. Its `rows`, rows_per_tile() of them or what the request has left, have
+// partials for every chunk, in chunk order: those of chunk i begin at first_row + i * rows. The
+// combine kernel turns them into the tile's rows of o and lse.
 struct alignas(16) MergeItem {
   std::int32_t request = 0;
   std::int32_t row_begin = 0;
   std::int16_t kv_head = 0;
-  std::int16_t num_slots = 0;
-  std::int32_t first_slot = 0;
+  std::int16_t num_chunks = 0;
+  std::int32_t first_row = 0;
 };
 static_assert(sizeof(MergeItem) == 16);
+
+// The base-2 log-sum-exp of a row's share of the keys, high + low. Two floats: weights are taken from
+// differences, and one float of an LSE near 2^24 has no bits left for them. No key kept: -inf and 0.
+struct alignas(8) PartialLse {
+  float high = 0.0f;
+  float low = 0.0f;
+};
 
 // A typed place in a workspace. Offsets are bytes from its base and multiples of 16.
 template <class T>
@@ -74,8 +81,8 @@ struct PlanLayout {
   Offset<MergeItem> merges;        // [num_merges]
   std::int64_t int_bytes = 0;
 
-  Offset<float> partial_o;    // [num_slots, tile_m, head_dim_vo], each normalised by its own sum
-  Offset<float> partial_lse;  // [num_slots, tile_m], base 2
+  Offset<float> partial_o;  // [num_partial_rows, head_dim_vo], each normalised by its own sum
+  Offset<PartialLse> partial_lse;  // [num_partial_rows]
   std::int64_t float_bytes = 0;
 };
 
@@ -84,7 +91,7 @@ struct PlanSizes {
   int num_items = 0;
   int num_ctas = 0;
   int num_merges = 0;
-  int num_slots = 0;
+  int num_partial_rows = 0;
   std::int64_t num_kv_tiles = 0;       // sum over items: what the machine will do
   std::int64_t makespan_kv_tiles = 0;  // the planner's estimate for the busiest slot
 };
