@@ -56,11 +56,11 @@ LaunchError refuse_dtype(const char* what, DType dtype) {
 LaunchError combine(const CombineParams& params, int device, void* stream) {
   if (LaunchError error = refuse_dtype("combine", params.o_dtype)) return error;
   if (params.head_dim_vo <= 0 || params.head_dim_vo % 8 != 0 || params.group_size <= 0 ||
-      params.tile_rows <= 0 || params.tile_m < params.tile_rows) {
+      params.tile_rows <= 0) {
     return usage_error(
         "combine: head_dim_vo %d must be a positive multiple of 8, group_size %d and tile_rows %d "
-        "positive, tile_m %d at least tile_rows",
-        params.head_dim_vo, params.group_size, params.tile_rows, params.tile_m);
+        "positive",
+        params.head_dim_vo, params.group_size, params.tile_rows);
   }
   if (params.num_merges <= 0) return nullptr;
   DeviceFacts facts;

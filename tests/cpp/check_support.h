@@ -114,14 +114,14 @@ struct Merged {
   double lse = -INFINITY;
 };
 inline Merged merge_reference(const std::vector<const float*>& values,
-                              const std::vector<float>& lse, int dim) {
+                              const std::vector<double>& lse, int dim) {
   Merged merged{std::vector<double>(dim, 0.0)};
   double largest = -INFINITY;
-  for (float x : lse) largest = std::max(largest, double(x));
+  for (double x : lse) largest = std::max(largest, x);
   if (std::isinf(largest)) return merged;
   double sum = 0.0;
   for (std::size_t i = 0; i < lse.size(); ++i) {
-    double weight = std::exp2(double(lse[i]) - largest);
+    double weight = std::exp2(lse[i] - largest);
     if (weight == 0.0) continue;
     sum += weight;
     for (int d = 0; d < dim; ++d) merged.value[d] += weight * values[i][d];

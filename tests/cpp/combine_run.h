@@ -9,7 +9,7 @@
 namespace check {
 
 struct CombineCase {
-  int tile_m, group_size, num_kv_heads, head_dim, max_slots;
+  int tile_m, group_size, num_kv_heads, head_dim, max_chunks;
   std::vector<int> qo_lens;
   bool with_lse = true;
   float lse_scale = 1.0f;
@@ -22,14 +22,21 @@ struct CombineCase {
 struct CombineInputs {
   std::vector<RequestInfo> requests;
   std::vector<MergeItem> merges;
-  std::vector<float> partial_o, partial_lse;
+  std::vector<float> partial_o;
+  std::vector<PartialLse> partial_lse;
   int num_tokens = 1;  // token 0 belongs to nobody
 };
 
-// Slots that nobody owns and rows past a request's end hold NaN.
+// Of the tile that `merge` merges.
+inline int rows_of(const CombineCase& c, const CombineInputs& in, const MergeItem& merge) {
+  int left = in.requests[merge.request].qo_len * c.group_size - merge.row_begin;
+  return std::min(left, c.tile_rows());
+}
+
+// Partial rows that nobody owns hold NaN.
 inline CombineInputs make_inputs(const CombineCase& c) {
   CombineInputs in;
-  int num_slots = 1;  // slot 0 belongs to nobody
+  int num_rows = 1;  // row 0 belongs to nobody
   for (int length : c.qo_lens) {
     int rows = length * c.group_size;
     int request = static_cast<int>(in.requests.size());
@@ -37,24 +44,25 @@ inline CombineInputs make_inputs(const CombineCase& c) {
     in.num_tokens += length + 1;  // a token between requests that nobody owns
     for (int row = 0; row < rows; row += c.tile_rows()) {
       for (int head = 0; head < c.num_kv_heads; ++head) {
-        int slots = uniform(2, c.max_slots);
-        in.merges.push_back({request, row, int16_t(head), int16_t(slots), num_slots});
-        num_slots += slots + 1;
+        int chunks = uniform(2, c.max_chunks);
+        in.merges.push_back({request, row, int16_t(head), int16_t(chunks), num_rows});
+        num_rows += chunks * std::min(c.tile_rows(), rows - row) + 1;
       }
     }
   }
   std::shuffle(in.merges.begin(), in.merges.end(), rng);
-  in.partial_o.assign(std::size_t(num_slots) * c.tile_m * c.head_dim, kNan);
-  in.partial_lse.assign(std::size_t(num_slots) * c.tile_m, kNan);
+  in.partial_o.assign(std::size_t(num_rows) * c.head_dim, kNan);
+  in.partial_lse.assign(num_rows, {kNan, kNan});
   for (const MergeItem& merge : in.merges) {
-    int rows = in.requests[merge.request].qo_len * c.group_size - merge.row_begin;
-    for (int row = 0; row < std::min(rows, c.tile_rows()); ++row) {
+    int rows = rows_of(c, in, merge);
+    for (int row = 0; row < rows; ++row) {
       bool all_empty = uniform(0, 9) == 0;
-      float shift = uniform(0, 5) == 0 ? -2.5e5f : 0.0f;
-      for (int slot = merge.first_slot; slot < merge.first_slot + merge.num_slots; ++slot) {
-        std::size_t at = std::size_t(slot) * c.tile_m + row;
+      const float shifts[] = {0.0f, 0.0f, 0.0f, -2.5e5f, 3e9f, -1e30f};
+      float shift = shifts[uniform(0, 5)];
+      for (int chunk = 0; chunk < merge.num_chunks; ++chunk) {
+        std::size_t at = std::size_t(merge.first_row) + chunk * rows + row;
         bool empty = all_empty || uniform(0, 4) == 0;
-        in.partial_lse[at] = empty ? -kInf : 4.0f * normal() + shift;
+        in.partial_lse[at] = empty ? PartialLse{-kInf, 0.0f} : PartialLse{shift, 4.0f * normal()};
         for (int d = 0; d < c.head_dim; ++d) {
           in.partial_o[at * c.head_dim + d] = empty ? 0.0f : normal();
         }
@@ -75,7 +83,8 @@ class CombineRun {
         stride_token_(num_heads_ * stride_head_ + 16) {
     DeviceArray<RequestInfo> requests(in.requests);
     DeviceArray<MergeItem> merges(in.merges);
-    DeviceArray<float> partial_o(in.partial_o), partial_lse(in.partial_lse);
+    DeviceArray<float> partial_o(in.partial_o);
+    DeviceArray<PartialLse> partial_lse(in.partial_lse);
     DeviceArray<T> device_o(num_tokens_ * stride_token_);
     DeviceArray<float> device_lse(num_heads_ * num_tokens_);
     CombineParams params;
@@ -87,7 +96,6 @@ class CombineRun {
     params.num_merges = num_merges;
     params.partial_o = partial_o.data();
     params.partial_lse = partial_lse.data();
-    params.tile_m = c.tile_m;
     params.tile_rows = c.tile_rows();
     params.group_size = c.group_size;
     params.head_dim_vo = c.head_dim;

@@ -26,16 +26,20 @@ void check_combine(const CombineCase& c) {
   for (int m = 0; m < num_merges; ++m) {
     const MergeItem& merge = in.merges[m];
     const RequestInfo& request = in.requests[merge.request];
-    const int rows = std::min(c.tile_rows(), request.qo_len * c.group_size - merge.row_begin);
+    const int rows = rows_of(c, in, merge);
     for (int row = 0; row < rows; ++row) {
       std::vector<const float*> values;
-      std::vector<float> slot_lse;
-      for (int slot = merge.first_slot; slot < merge.first_slot + merge.num_slots; ++slot) {
-        std::size_t at = std::size_t(slot) * c.tile_m + row;
+      std::vector<double> chunk_lse;  // above `shift`, which a double's sum with them may hide
+      double shift = 0.0;
+      for (int chunk = 0; chunk < merge.num_chunks; ++chunk) {
+        std::size_t at = std::size_t(merge.first_row) + chunk * rows + row;
+        const PartialLse& lse = in.partial_lse[at];
         values.push_back(&in.partial_o[at * c.head_dim]);
-        slot_lse.push_back(in.partial_lse[at]);
+        chunk_lse.push_back(std::isinf(lse.high) ? -INFINITY : double(lse.low));
+        if (!std::isinf(lse.high)) shift = lse.high;
       }
-      const Merged want = merge_reference(values, slot_lse, c.head_dim);
+      Merged want = merge_reference(values, chunk_lse, c.head_dim);
+      want.lse += shift;
       const int packed = merge.row_begin + row;
       const int64_t token = request.qo_begin + packed / c.group_size;
       const int64_t head = merge.kv_head * c.group_size + packed % c.group_size;
@@ -112,7 +116,7 @@ void check_merge_states(MergeForm form, int num_states, int num_tokens, int num_
   for (std::size_t row = 0; row < rows; ++row) {
     int token = row / num_heads, head = row % num_heads;
     std::vector<const float*> values;
-    std::vector<float> weights;
+    std::vector<double> weights;
     int num_present = 0, present = 0;
     for (int i = 0; i < num_states; ++i) {
       values.push_back(&v[row_of(token, i, head) * dim]);
@@ -260,10 +264,10 @@ void check_devices(int count) {
   expect(says(services.combine(bad, 0, nullptr), "e4m3"), "combine: dtype");
   bad.o_dtype = DType::kFloat16;
   bad.head_dim_vo = 64;
-  bad.tile_m = bad.tile_rows = 64;
+  bad.tile_rows = 64;
   accept(services.combine(bad, 0, nullptr));  // no merges
-  bad.tile_m = 63;
-  expect(says(services.combine(bad, 0, nullptr), "tile_rows 64"), "combine: slots too short");
+  bad.tile_rows = 0;
+  expect(says(services.combine(bad, 0, nullptr), "tile_rows 0"), "combine: no rows");
 }
 
 template <class T>

@@ -1,8 +1,8 @@
-// Each warp makes 64 columns of one output row: every lane walks the row's slots with two columns,
+// Each warp makes 64 columns of one output row: every lane walks the row's chunks with two columns,
 // 16 loads of 8 bytes in flight, the first ones before the weights are known. Rows past the
 // request's end cost nothing, so that a decode tile with 4 valid rows of 64 moves 4 rows.
 //
-// Deterministic: slots are added in order by one lane, whatever the grid and the rest of the batch.
+// Deterministic: chunks are added in order by one lane, whatever the grid and the rest of the batch.
 #include <algorithm>
 #include <cmath>
 
@@ -16,23 +16,35 @@ constexpr int kWarpSize = 32;
 constexpr int kWarps = 8;
 constexpr int kWidth = 2;  // columns of one lane
 constexpr int kWarpColumns = kWarpSize * kWidth;
-constexpr int kBatch = 16;  // slots whose loads are in flight together
+constexpr int kBatch = 16;  // chunks whose loads are in flight together
 constexpr unsigned int kAllLanes = 0xffffffffu;
 
-// The partials of one packed row: slot i lies i strides further.
+// The partials of one packed row: chunk i lies i strides further.
 struct PartialRow {
-  const float* o;  // this lane's columns in the first slot
+  const float* o;  // this lane's columns in the first chunk
   std::int64_t stride_o;
-  const float* lse;
+  const PartialLse* lse;
   std::int64_t stride_lse;
-  int num_slots;
+  int num_chunks;
   bool has_columns;  // false: the lane is past head_dim_vo
 };
 
-__device__ __forceinline__ float warp_max(float value) {
+// a - b, where their high parts may leave no bits for the low ones.
+__device__ __forceinline__ float difference(const PartialLse& a, const PartialLse& b) {
+  return (a.high - b.high) + (a.low - b.low);
+}
+
+// -inf - -inf is NaN, and not larger.
+__device__ __forceinline__ PartialLse larger(const PartialLse& a, const PartialLse& b) {
+  return difference(b, a) > 0.0f ? b : a;
+}
+
+__device__ __forceinline__ PartialLse warp_max(PartialLse value) {
 #pragma unroll
   for (int step = kWarpSize / 2; step > 0; step /= 2) {
-    value = fmaxf(value, __shfl_xor_sync(kAllLanes, value, step));
+    PartialLse other{.high = __shfl_xor_sync(kAllLanes, value.high, step),
+                     .low = __shfl_xor_sync(kAllLanes, value.low, step)};
+    value = larger(value, other);
   }
   return value;
 }
@@ -45,52 +57,57 @@ __device__ __forceinline__ float warp_sum(float value) {
   return value;
 }
 
-// The row's log-sum-exp is base + log2(sum), and slot i's share is 2^(lse[i] - base) / sum.
+// The row's log-sum-exp is base + log2(sum), and chunk i's share is 2^(lse[i] - base) / sum.
 struct RowSum {
-  float base;  // the largest lse; 0 where all are -inf, so that no difference is NaN
-  float sum;   // 0: nothing was kept anywhere
+  PartialLse base;  // the largest lse; 0 where all are -inf, so that no difference is NaN
+  float sum;        // 0: nothing was kept anywhere
 
-  __device__ float lse() const { return sum == 0.0f ? -INFINITY : base + log2f(sum); }
+  __device__ float weight(const PartialLse& lse) const { return exp2f(difference(lse, base)); }
+  __device__ float lse() const {
+    return sum == 0.0f ? -INFINITY : base.high + (base.low + log2f(sum));
+  }
   __device__ float inverse() const { return sum == 0.0f ? 0.0f : 1.0f / sum; }
 };
 
-__device__ __forceinline__ RowSum sum_slots(const PartialRow& row, int lane) {
-  float largest = -INFINITY;
-  for (int slot = lane; slot < row.num_slots; slot += kWarpSize) {
-    largest = fmaxf(largest, row.lse[slot * row.stride_lse]);
+__device__ __forceinline__ RowSum sum_chunks(const PartialRow& row, int lane) {
+  PartialLse largest{.high = -INFINITY, .low = 0.0f};
+  for (int chunk = lane; chunk < row.num_chunks; chunk += kWarpSize) {
+    largest = larger(largest, row.lse[chunk * row.stride_lse]);
   }
   largest = warp_max(largest);
-  float base = largest == -INFINITY ? 0.0f : largest;
+  RowSum total{.base = largest.high == -INFINITY ? PartialLse{} : largest, .sum = 0.0f};
   float sum = 0.0f;
-  for (int slot = lane; slot < row.num_slots; slot += kWarpSize) {
-    sum += exp2f(row.lse[slot * row.stride_lse] - base);
+  for (int chunk = lane; chunk < row.num_chunks; chunk += kWarpSize) {
+    sum += total.weight(row.lse[chunk * row.stride_lse]);
   }
-  return {base, warp_sum(sum)};
+  total.sum = warp_sum(sum);
+  return total;
 }
 
 __device__ __forceinline__ void load_batch(float2 (&batch)[kBatch], const PartialRow& row,
-                                           int first_slot) {
-  const float* source = row.o + first_slot * row.stride_o;
+                                           int first_chunk) {
+  const float* source = row.o + first_chunk * row.stride_o;
 #pragma unroll
   for (int i = 0; i < kBatch; ++i) {
-    bool wanted = row.has_columns && first_slot + i < row.num_slots;
+    bool wanted = row.has_columns && first_chunk + i < row.num_chunks;
     // Read once: evict first, the next layer's K and V want the cache.
     batch[i] = wanted ? __ldcs(reinterpret_cast<const float2*>(source)) : make_float2(0.0f, 0.0f);
     source += row.stride_o;
   }
 }
 
-// The row's weighted mean in this lane's columns. `batch` holds the first slots already.
+// The row's weighted mean in this lane's columns. `batch` holds the first chunks already.
 __device__ __forceinline__ float2 weighted_mean(float2 (&batch)[kBatch], const PartialRow& row,
                                                 const RowSum& total, int lane) {
   const float inverse = total.inverse();
   float2 mean = make_float2(0.0f, 0.0f);
-  for (int first_slot = 0; first_slot < row.num_slots; first_slot += kBatch) {
-    if (first_slot > 0) load_batch(batch, row, first_slot);
-    // Lane i holds the weight of slot first_slot + i % kBatch.
-    int slot = first_slot + lane % kBatch;
-    float weight =
-        slot < row.num_slots ? exp2f(row.lse[slot * row.stride_lse] - total.base) * inverse : 0.0f;
+  for (int first_chunk = 0; first_chunk < row.num_chunks; first_chunk += kBatch) {
+    if (first_chunk > 0) load_batch(batch, row, first_chunk);
+    // Lane i holds the weight of chunk first_chunk + i % kBatch.
+    int chunk = first_chunk + lane % kBatch;
+    float weight = chunk < row.num_chunks
+                       ? total.weight(row.lse[chunk * row.stride_lse]) * inverse
+                       : 0.0f;
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
       float share = __shfl_sync(kAllLanes, weight, i);
@@ -101,25 +118,30 @@ __device__ __forceinline__ float2 weighted_mean(float2 (&batch)[kBatch], const P
   return mean;
 }
 
+struct TileRow {
+  int row;
+  int num_rows;  // of the tile
+};
+
 template <class T>
 __device__ __forceinline__ void combine_row(const CombineParams& params, const MergeItem& merge,
-                                            const RequestInfo& request, int tile_row, int column) {
+                                            const RequestInfo& request, TileRow place, int column) {
   const int lane = threadIdx.x % kWarpSize;
-  const std::int64_t first_row = std::int64_t{merge.first_slot} * params.tile_m + tile_row;
+  const std::int64_t first_row = std::int64_t{merge.first_row} + place.row;
   const PartialRow row{
       .o = params.partial_o + first_row * params.head_dim_vo + column,
-      .stride_o = std::int64_t{params.tile_m} * params.head_dim_vo,
+      .stride_o = std::int64_t{place.num_rows} * params.head_dim_vo,
       .lse = params.partial_lse + first_row,
-      .stride_lse = params.tile_m,
-      .num_slots = merge.num_slots,
+      .stride_lse = place.num_rows,
+      .num_chunks = merge.num_chunks,
       .has_columns = column < params.head_dim_vo,
   };
   float2 batch[kBatch];
   load_batch(batch, row, 0);
-  const RowSum total = sum_slots(row, lane);
+  const RowSum total = sum_chunks(row, lane);
   const float2 mean = weighted_mean(batch, row, total, lane);
 
-  const int packed_row = merge.row_begin + tile_row;
+  const int packed_row = merge.row_begin + place.row;
   const int head_in_group = packed_row % params.group_size;
   const std::int64_t token = request.qo_begin + packed_row / params.group_size;
   const std::int64_t head = std::int64_t{merge.kv_head} * params.group_size + head_in_group;
@@ -146,7 +168,7 @@ __global__ void __launch_bounds__(kWarps* kWarpSize) combine_kernel(const Combin
   const int lane_column = threadIdx.x % kWarpSize * kWidth;
   for (int unit = blockIdx.y * kWarps + warp; unit < num_rows * column_blocks;
        unit += gridDim.y * kWarps) {
-    combine_row<T>(params, merge, request, unit / column_blocks,
+    combine_row<T>(params, merge, request, {.row = unit / column_blocks, .num_rows = num_rows},
                    unit % column_blocks * kWarpColumns + lane_column);
   }
 }

@@ -3,16 +3,26 @@
 // reference gives the same quotient; the forms differ in when they move it
 // (sm80/lazy_softmax.cuh, sm90/speculative_softmax.cuh).
 //
-// Exponents are (x - reference) * scale_log2, computed as an FMA against the rounded product of the
-// reference: exact to float32 as long as |reference * scale_log2| stays below 2^24 or so, far
-// beyond the -2.5e5 of additive masks.
+// Exponents are counted from a row's origin: its reference times scale_log2, rounded, so that one FMA
+// makes each. The rounding takes nothing from the quotient, every tile shares it, but it leaves half
+// an ulp of the product in the exponent, and beyond 2^24 that is more than a factor of two: P would
+// overflow or vanish. The origin of such a row, a huge one, is the exact product: its exponents are
+// (x - reference) * scale_log2, which costs an operation more.
 #pragma once
 
 #include <cute/tensor.hpp>
 
 #include "kernels/common/logits.cuh"
+#include "preflash/plan.h"
 
 namespace preflash {
+
+// What a row comes to.
+struct RowResult {
+  float factor;    // normalises O; 0 where nothing was kept
+  PartialLse lse;  // base 2
+  bool empty;      // no key was kept
+};
 
 template <int kRowsPerThread>
 struct OnlineSoftmax {
@@ -36,21 +46,52 @@ struct OnlineSoftmax {
     return x + __shfl_xor_sync(0xffffffffu, x, 1);
   }
 
-  // The factor that normalises row r, and its base-2 LSE: 0 and -inf where nothing was kept.
-  __device__ __forceinline__ float finish(int r, float scale_log2, float* lse) const {
+  __device__ __forceinline__ RowResult finish(int r, float scale_log2) const {
+    // NOTE: 0 only for a row that kept nothing, since P is about 1 at the reference or larger. So
+    // the approximate logarithm and reciprocal meet no small number, and have its last bit.
     float total = quad_sum(sum[r]);
-    // NOTE: total == 0 only for a row that kept nothing, since P is about 1 at the reference or
-    // larger, or whose scaled maximum overflows: -inf and NaN. So the approximate logarithm and
-    // reciprocal meet no small number, and have its last bit.
-    // NOTE: P was taken from the rounded product, so the sum goes on top of that one, not of an
-    // FMA.
-    *lse = scaled_reference(reference[r], scale_log2) + log2_approx(total);
-    return total == 0.0f ? 0.0f : reciprocal_approx(total);
+    RowResult result;
+    result.empty = total == 0.0f;
+    result.factor = result.empty ? 0.0f : reciprocal_approx(total);
+    float scaled = scaled_reference(reference[r], scale_log2);
+    float rest = is_huge(scaled) ? fmaf(reference[r], scale_log2, -scaled) : 0.0f;
+    result.lse.high = result.empty ? -INFINITY : scaled;
+    result.lse.low = result.empty ? 0.0f : rest + log2_approx(total);
+    return result;
   }
 
-  // What a row's exponents are taken from: 0 while the row has kept nothing.
+  // The origin of a row that is not huge: 0 while the row has kept nothing.
   __device__ static __forceinline__ float scaled_reference(float reference, float scale_log2) {
     return reference == -INFINITY ? 0.0f : __fmul_rn(reference, scale_log2);
+  }
+  __device__ static __forceinline__ bool is_huge(float scaled_reference) {
+    return fabsf(scaled_reference) >= 16777216.0f;
+  }
+
+  // What a sum counted from one reference is to be multiplied by to count from another.
+  __device__ static __forceinline__ float change_of_origin(float from, float to, float scale_log2) {
+    if (from == -INFINITY) return 0.0f;
+    float scaled_from = scaled_reference(from, scale_log2);
+    float scaled_to = scaled_reference(to, scale_log2);
+    float exponent;
+    if (is_huge(scaled_from)) {
+      exponent = is_huge(scaled_to) ? (from - to) * scale_log2 : fmaf(from, scale_log2, -scaled_to);
+    } else {
+      exponent =
+          is_huge(scaled_to) ? -fmaf(to, scale_log2, -scaled_from) : scaled_from - scaled_to;
+    }
+    return exp2_approx(exponent);
+  }
+
+  // Moves the zero of a huge row's scores to its reference, so that its offset is 0; a row that is
+  // not huge stays as it is. offset: what the exponents' FMA subtracts, in place.
+  template <class Scores>
+  __device__ __forceinline__ void center_if_huge(int r, Scores& scores, float& offset) const {
+    using namespace cute;
+    float zero = is_huge(offset) ? reference[r] : 0.0f;
+    offset = is_huge(offset) ? 0.0f : offset;
+    CUTE_UNROLL
+    for (int c = 0; c < size<1>(scores); ++c) scores(r, c) -= zero;
   }
 
   // The maximum of each row, over the quad that shares it. Four chains a row, all rows side by

@@ -1,4 +1,4 @@
-// O and LSE of one work item: normalised, and written either to their rows or to a partial slot.
+// O and LSE of one work item: normalised, and written either to their rows or to partial ones.
 #pragma once
 
 #include "kernels/sm80/forward_mainloop.cuh"
@@ -24,17 +24,17 @@ struct ForwardEpilogue {
     Tensor coordinates = make_identity_tensor(Shape<Int<Traits::kTileM>, Int<Traits::kHeadVo>>{});
     Tensor tOcO = typename Traits::Mma{}.get_slice(thread).partition_C(coordinates);
     auto places = make_tensor(tOcO.data(), as_rows_and_columns(tOcO.layout()));
-    bool final = item.partial_slot == WorkItem::kFinal;
+    bool final = item.partial_row == WorkItem::kFinal;
     CUTE_UNROLL
     for (int r = 0; r < size<0>(rows_of_o); ++r) {
-      float lse;
-      float factor = softmax.finish(r, params.logits.scale_log2, &lse) * params.out_scale;
+      RowResult result = softmax.finish(r, params.logits.scale_log2);
+      float factor = result.factor * params.out_scale;
       CUTE_UNROLL
       for (int c = 0; c < size<1>(rows_of_o); ++c) {
         // NOTE: a row that kept nothing is 0 even where 0 * V was not.
-        rows_of_o(r, c) = lse == -INFINITY ? 0.0f : rows_of_o(r, c) * factor;
+        rows_of_o(r, c) = result.empty ? 0.0f : rows_of_o(r, c) * factor;
       }
-      if (thread % 4 == 0) store_lse(get<0>(places(r, 0)), lse, final);
+      if (thread % 4 == 0) store_lse(get<0>(places(r, 0)), result.lse, final);
     }
     if (final) {
       store_final(tOrO);
@@ -46,25 +46,23 @@ struct ForwardEpilogue {
  private:
   __device__ __forceinline__ int num_rows() const { return request.qo_len * params.group_size; }
 
-  __device__ __forceinline__ void store_lse(int tile_row, float lse, bool final) const {
+  __device__ __forceinline__ void store_lse(int tile_row, PartialLse lse, bool final) const {
     int row = item.row_begin + tile_row;
     if (row >= num_rows()) return;
     if (!final) {
-      params.partial_lse[static_cast<std::int64_t>(item.partial_slot) * Traits::kTileM + tile_row] =
-          lse;
+      params.partial_lse[std::int64_t{item.partial_row} + tile_row] = lse;
     } else if (params.lse.data != nullptr) {
       PackedRow packed = unpack_row(params, row);
       params.lse.data[(request.qo_begin + packed.token) * params.lse.stride_token +
                       (item.kv_head * params.group_size + packed.head_in_group) *
-                          params.lse.stride_head] = lse * params.lse.scale;
+                          params.lse.stride_head] = (lse.high + lse.low) * params.lse.scale;
     }
   }
 
   template <class Rows, class Places>
   __device__ __forceinline__ void store_partial(const Rows& rows_of_o, const Places& places) const {
-    // [tile_m, head_dim_vo] of this slot
-    float* slot = params.partial_o + static_cast<std::int64_t>(item.partial_slot) * Traits::kTileM *
-                                         params.head_dim_vo;
+    // [rows of the item, head_dim_vo]
+    float* partial = params.partial_o + std::int64_t{item.partial_row} * params.head_dim_vo;
     CUTE_UNROLL
     for (int r = 0; r < size<0>(rows_of_o); ++r) {
       int tile_row = get<0>(places(r, 0));
@@ -73,7 +71,7 @@ struct ForwardEpilogue {
       for (int c = 0; c < size<1>(rows_of_o); c += 2) {
         int column = get<1>(places(r, c));
         if (column < params.head_dim_vo) {
-          *reinterpret_cast<float2*>(slot + tile_row * params.head_dim_vo + column) =
+          *reinterpret_cast<float2*>(partial + tile_row * params.head_dim_vo + column) =
               make_float2(rows_of_o(r, c), rows_of_o(r, c + 1));
         }
       }

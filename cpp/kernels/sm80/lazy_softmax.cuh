@@ -13,9 +13,14 @@ struct LazySoftmax : OnlineSoftmax<kRowsPerThread> {
   // float32.
   static constexpr float kLazyBits = 8.0f;
 
-  using OnlineSoftmax<kRowsPerThread>::quad_max;
-  using OnlineSoftmax<kRowsPerThread>::reference;
-  using OnlineSoftmax<kRowsPerThread>::sum;
+  using Base = OnlineSoftmax<kRowsPerThread>;
+  using Base::center_if_huge;
+  using Base::change_of_origin;
+  using Base::is_huge;
+  using Base::quad_max;
+  using Base::reference;
+  using Base::scaled_reference;
+  using Base::sum;
 
   // scores, (row, column) view of this thread's fragment: x on entry, P = 2^((x - reference) *
   // scale) on return. out, (row, column) view of the accumulator, is rescaled where the reference
@@ -24,9 +29,10 @@ struct LazySoftmax : OnlineSoftmax<kRowsPerThread> {
   __device__ __forceinline__ void update(Scores& scores, Out& out, float scale_log2) {
     using namespace cute;
     static_assert(size<0>(Scores{}) == kRowsPerThread);
-    float scaled_reference[kRowsPerThread];
-    float correction[kRowsPerThread];
-    bool moved = false;
+    float offset[kRowsPerThread];
+    float last[kRowsPerThread];
+    bool moves[kRowsPerThread];
+    bool any = false;
     CUTE_UNROLL
     for (int r = 0; r < kRowsPerThread; ++r) {
       float tile_max = scores(r, 0);
@@ -34,30 +40,29 @@ struct LazySoftmax : OnlineSoftmax<kRowsPerThread> {
       for (int c = 1; c < size<1>(scores); ++c) tile_max = fmaxf(tile_max, scores(r, c));
       tile_max = quad_max(tile_max);
       // True also for the first kept key of a row: x - (-inf) is +inf. -inf - (-inf) is NaN: false.
-      bool moves = (tile_max - reference[r]) * scale_log2 > kLazyBits;
-      float next = moves ? tile_max : reference[r];
-      scaled_reference[r] = next == -INFINITY ? 0.0f : __fmul_rn(next, scale_log2);
-      // NOTE: rounded as the last tile's was: an FMA here would tear the two apart.
-      float scaled = __fmul_rn(reference[r], scale_log2);
-      correction[r] = moves ? exp2_approx(scaled - scaled_reference[r]) : 1.0f;
-      reference[r] = next;
-      moved |= moves;
+      moves[r] = (tile_max - reference[r]) * scale_log2 > kLazyBits;
+      last[r] = reference[r];
+      reference[r] = moves[r] ? tile_max : last[r];
+      offset[r] = scaled_reference(reference[r], scale_log2);
+      any |= moves[r] || is_huge(offset[r]);
     }
     // A row that did not move is multiplied by exactly 1: its result never depends on its
     // neighbours.
-    if (__any_sync(0xffffffffu, moved)) {
+    if (__any_sync(0xffffffffu, any)) {
       CUTE_UNROLL
       for (int r = 0; r < kRowsPerThread; ++r) {
-        sum[r] *= correction[r];
+        float factor = moves[r] ? change_of_origin(last[r], reference[r], scale_log2) : 1.0f;
+        sum[r] *= factor;
         CUTE_UNROLL
-        for (int c = 0; c < size<1>(out); ++c) out(r, c) *= correction[r];
+        for (int c = 0; c < size<1>(out); ++c) out(r, c) *= factor;
+        center_if_huge(r, scores, offset[r]);
       }
     }
     CUTE_UNROLL
     for (int r = 0; r < kRowsPerThread; ++r) {
       CUTE_UNROLL
       for (int c = 0; c < size<1>(scores); ++c) {
-        scores(r, c) = exp2_approx(fmaf(scores(r, c), scale_log2, -scaled_reference[r]));
+        scores(r, c) = exp2_approx(fmaf(scores(r, c), scale_log2, -offset[r]));
         sum[r] += scores(r, c);
       }
     }

@@ -17,8 +17,8 @@ namespace preflash::sm90 {
 
 // Where a row of an item goes: a row of o, or of the item's partials. Null where there is none.
 struct RowTarget {
-  void* o = nullptr;
-  float* lse = nullptr;
+  void* o = nullptr;    // Element, or float of a partial
+  void* lse = nullptr;  // float, or PartialLse
 };
 
 template <class Traits>
@@ -34,8 +34,8 @@ struct ForwardEpilogue {
   __device__ __forceinline__ RowTarget target_of(int row) const {
     if (row >= num_rows) return {};
     if (!is_final()) {
-      std::int64_t slot_row = static_cast<std::int64_t>(item.partial_slot) * Traits::kTileM + row;
-      return {params.partial_o + slot_row * params.head_dim_vo, params.partial_lse + slot_row};
+      std::int64_t partial = std::int64_t{item.partial_row} + row;
+      return {params.partial_o + partial * params.head_dim_vo, params.partial_lse + partial};
     }
     PackedRow packed = unpack_row(params, item.row_begin + row);
     std::int64_t token = request.qo_begin + packed.token;
@@ -61,20 +61,19 @@ struct ForwardEpilogue {
   __device__ __forceinline__ Prepared prepare(const Softmax& softmax,
                                               const RowTarget& target) const {
     Prepared ready;
-    float lse[2];
+    PartialLse lse[2];
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
-      ready.factor[r] = softmax.finish(r, params.logits.scale_log2, &lse[r]) * params.out_scale;
-      ready.empty[r] = lse[r] == -INFINITY;
+      RowResult result = softmax.finish(r, params.logits.scale_log2);
+      ready.factor[r] = result.factor * params.out_scale;
+      ready.empty[r] = result.empty;
+      lse[r] = result.lse;
     }
     ready.o = target.o;
     // Row l % 16 is lane l's now; a quad has its rows l % 8 and l % 8 + 8.
-    int quad = lane_id() % 8 * 4;
-    float upper = __shfl_sync(0xffffffffu, lse[0], quad);
-    float lower = __shfl_sync(0xffffffffu, lse[1], quad);
-    if (lane_id() < kWarpRows && target.lse != nullptr) {
-      *target.lse = (lane_id() < 8 ? upper : lower) * lse_scale();
-    }
+    float high = of_row(lse[0].high, lse[1].high);
+    float low = of_row(lse[0].low, lse[1].low);
+    if (lane_id() < kWarpRows) store_lse(target, {.high = high, .low = low});
     return ready;
   }
 
@@ -109,7 +108,7 @@ struct ForwardEpilogue {
   __device__ __forceinline__ void run_empty() const {
     for (int row = 0; row < num_rows; ++row) {
       RowTarget target = target_of(row);
-      if (lane_id() == 0 && target.lse != nullptr) *target.lse = -INFINITY * lse_scale();
+      if (lane_id() == 0) store_lse(target, {.high = -INFINITY, .low = 0.0f});
       for (int column = lane_id(); column < params.head_dim_vo; column += 32) {
         if (is_final()) {
           static_cast<Element*>(target.o)[column] = Element(0.0f);
@@ -121,9 +120,22 @@ struct ForwardEpilogue {
   }
 
  private:
-  __device__ __forceinline__ bool is_final() const { return item.partial_slot == WorkItem::kFinal; }
-  __device__ __forceinline__ float lse_scale() const {
-    return is_final() ? params.lse.scale : 1.0f;
+  __device__ __forceinline__ bool is_final() const { return item.partial_row == WorkItem::kFinal; }
+
+  // The value of row lane_id() % 16; a quad holds those of its two rows.
+  __device__ __forceinline__ static float of_row(float upper, float lower) {
+    int quad = lane_id() % 8 * 4;
+    upper = __shfl_sync(0xffffffffu, upper, quad);
+    lower = __shfl_sync(0xffffffffu, lower, quad);
+    return lane_id() < 8 ? upper : lower;
+  }
+  __device__ __forceinline__ void store_lse(const RowTarget& target, const PartialLse& lse) const {
+    if (target.lse == nullptr) return;
+    if (is_final()) {
+      *static_cast<float*>(target.lse) = (lse.high + lse.low) * params.lse.scale;
+    } else {
+      *static_cast<PartialLse*>(target.lse) = lse;
+    }
   }
 
   // The target of any of the warp's 16 rows, for all lanes to ask.

@@ -4,9 +4,10 @@
 // much. What the guess made of a tile is judged by the sums that the softmax needs anyway: where a
 // thread's share of a row exceeds kMostSum the references of such rows move to their true maxima
 // and the tile is done again; its scores are still there, since P goes to registers of its own.
+// Tiles of huge rows are always done again.
 //
-// A row's result does not depend on the rows beside it: whether it moves is its own sum's business,
-// and doing a tile again with an unmoved reference gives the same bits.
+// A row's result does not depend on the rows beside it: whether it moves is its own business, and
+// doing a tile again with an unmoved reference gives the same bits.
 #pragma once
 
 #include "kernels/common/online_softmax.cuh"
@@ -18,32 +19,41 @@ struct SpeculativeSoftmax : OnlineSoftmax<2> {
   // P <= 2^15 stays below float16's 65504; in float32 rows may sum millions of such terms.
   static constexpr float kMostSum = 32768.0f;
 
-  bool settled = false;  // whether every row of the warp has a reference
+  bool settled = false;  // whether every row of the warp has a reference, and none is huge
 
   // A row's first tile: the references are its maxima, and nothing can exceed them.
   template <class Scores>
-  __device__ __forceinline__ void begin(const Scores& scores) {
+  __device__ __forceinline__ void begin(const Scores& scores, float scale_log2) {
     *this = {};
-    settle(scores);
+    settle(scores, scale_log2);
   }
   template <class Scores, class P>
-  __device__ __forceinline__ void make_first(const Scores& scores, P& p, float scale_log2) {
-    exponentiate(scores, p, sum, scale_log2);
+  __device__ __forceinline__ void make_first(Scores& scores, P& p, float scale_log2) {
+    float offset[kRows];
+    set_offsets(offset, scale_log2);
+    if (!settled) center(scores, offset);
+    exponentiate(scores, p, sum, scale_log2, offset);
   }
 
-  // scores: (row, column) view of a whole accumulator, x on entry and on return. p: 16-bit, in the
-  // scores' storage order. out: (row, column) view of O, without this tile.
+  // scores: (row, column) view of a whole accumulator, x on entry. p: 16-bit, in the scores' storage
+  // order. out: (row, column) view of O, without this tile.
   template <class Scores, class P, class Out>
   __device__ __forceinline__ void update(Scores& scores, P& p, Out& out, float scale_log2) {
-    if (!settled) settle(scores);
+    if (!settled) settle(scores, scale_log2);
     float tile_sum[kRows];
-    exponentiate(scores, p, tile_sum, scale_log2);
+    float offset[kRows];
+    set_offsets(offset, scale_log2);
+    exponentiate(scores, p, tile_sum, scale_log2, offset);
     bool moves[kRows];
     CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r) moves[r] = tile_sum[r] > kMostSum;
+    for (int r = 0; r < kRows; ++r) {
+      moves[r] = tile_sum[r] > kMostSum || (!settled && is_huge(offset[r]));
+    }
     if (__any_sync(0xffffffffu, moves[0] || moves[1])) {
       move(scores, out, moves, scale_log2);
-      exponentiate(scores, p, tile_sum, scale_log2);
+      set_offsets(offset, scale_log2);
+      center(scores, offset);
+      exponentiate(scores, p, tile_sum, scale_log2, offset);
     }
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) sum[r] += tile_sum[r];
@@ -52,16 +62,23 @@ struct SpeculativeSoftmax : OnlineSoftmax<2> {
  private:
   // First references. Rows without one have kept nothing: their sums and O are 0.
   template <class Scores>
-  __device__ __forceinline__ void settle(const Scores& scores) {
+  __device__ __forceinline__ void settle(const Scores& scores, float scale_log2) {
     float tile_max[kRows];
     maxima(scores, tile_max);
-    bool missing = false;
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
       if (reference[r] == -INFINITY) reference[r] = tile_max[r];
-      missing |= reference[r] == -INFINITY;
     }
-    settled = !__any_sync(0xffffffffu, missing);
+    look_at_references(scale_log2);
+  }
+  __device__ __forceinline__ void look_at_references(float scale_log2) {
+    bool special = false;
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      // True for -inf, too.
+      special |= is_huge(__fmul_rn(reference[r], scale_log2));
+    }
+    settled = !__any_sync(0xffffffffu, special);
   }
 
   template <class Scores, class Out>
@@ -74,28 +91,38 @@ struct SpeculativeSoftmax : OnlineSoftmax<2> {
     for (int r = 0; r < kRows; ++r) {
       unsigned quad = __ballot_sync(0xffffffffu, moves[r]) >> (threadIdx.x % 32 & ~3u) & 0xfu;
       if (quad == 0) continue;
-      float factor = exp2_approx(scaled_reference(reference[r], scale_log2) -
-                                 scaled_reference(tile_max[r], scale_log2));
-      reference[r] = tile_max[r];
+      float next = fmaxf(reference[r], tile_max[r]);
+      float factor = change_of_origin(reference[r], next, scale_log2);
+      reference[r] = next;
       sum[r] *= factor;
       CUTE_UNROLL
       for (int c = 0; c < size<1>(out); ++c) out(r, c) *= factor;
     }
+    look_at_references(scale_log2);
+  }
+
+  __device__ __forceinline__ void set_offsets(float (&offset)[kRows], float scale_log2) const {
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) offset[r] = scaled_reference(reference[r], scale_log2);
+  }
+
+  // Moves the zero of huge rows' scores to their references, so that their offsets are 0.
+  template <class Scores>
+  __device__ __forceinline__ void center(Scores& scores, float (&offset)[kRows]) const {
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) center_if_huge(r, scores, offset[r]);
   }
 
   template <class Scores, class P>
   __device__ __forceinline__ void exponentiate(const Scores& scores, P& p, float (&tile_sum)[kRows],
-                                               float scale_log2) const {
+                                               float scale_log2,
+                                               const float (&offset)[kRows]) const {
     using namespace cute;
     using Element = typename P::value_type;
     Tensor pairs = recast<cutlass::Array<Element, 2>>(p);
     cutlass::NumericArrayConverter<Element, float, 2> convert;
-    float offset[kRows];
     CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r) {
-      offset[r] = scaled_reference(reference[r], scale_log2);
-      tile_sum[r] = 0.0f;
-    }
+    for (int r = 0; r < kRows; ++r) tile_sum[r] = 0.0f;
     CUTE_UNROLL
     for (int c = 0; c < size<1>(scores); c += 2) {
       CUTE_UNROLL
