@@ -53,33 +53,39 @@ void bind_options(py::module_& m) {
            py::arg("fixed_split_size"), py::arg("disable_split"));
 }
 
+// NOTE: the state changes hands here, where no signal handler can run and raise between the work
+// list's arrival in memory that the old state may still own and the new state that describes it.
 void upload(Plan& plan, const Uploader& uploader, Address int_workspace,
-            std::int64_t int_workspace_bytes, Address page_indices, Address stream, bool blocking) {
+            std::int64_t int_workspace_bytes, Address page_indices, Address stream, bool blocking,
+            const py::object& owner, const py::object& state) {
   UploadTarget target{.int_workspace = pointer<void>(int_workspace),
                       .int_workspace_bytes = int_workspace_bytes,
                       .page_indices = pointer<const std::int32_t>(page_indices),
                       .stream = pointer<void>(stream),
                       .blocking = blocking};
-  // Staging may be busy with an earlier copy even when this one is not waited for.
-  py::gil_scoped_release release;
-  plan.upload(uploader, target);
+  {
+    // Staging may be busy with an earlier copy even when this one is not waited for.
+    py::gil_scoped_release release;
+    plan.upload(uploader, target);
+  }
+  if (!owner.is_none()) py::setattr(owner, "_state", state);
 }
 
 // A positional signature: keyword matching would cost a third of the whole call.
-void run(const Launch& launch, Address q, Address k, Address v, Address o, Address lse,
+bool run(const Launch& launch, Address q, Address k, Address v, Address o, Address lse,
          Address mask_bits, Address float_workspace, Address stream, float sm_scale,
          float out_scale, float lse_scale) {
-  launch.run({.q = pointer<const void>(q),
-              .k = pointer<const void>(k),
-              .v = pointer<const void>(v),
-              .o = pointer<void>(o),
-              .lse = pointer<float>(lse),
-              .mask_bits = pointer<const std::uint8_t>(mask_bits),
-              .float_workspace = pointer<void>(float_workspace),
-              .stream = pointer<void>(stream),
-              .sm_scale = sm_scale,
-              .out_scale = out_scale,
-              .lse_scale = lse_scale});
+  return launch.run({.q = pointer<const void>(q),
+                     .k = pointer<const void>(k),
+                     .v = pointer<const void>(v),
+                     .o = pointer<void>(o),
+                     .lse = pointer<float>(lse),
+                     .mask_bits = pointer<const std::uint8_t>(mask_bits),
+                     .float_workspace = pointer<void>(float_workspace),
+                     .stream = pointer<void>(stream),
+                     .sm_scale = sm_scale,
+                     .out_scale = out_scale,
+                     .lse_scale = lse_scale});
 }
 
 }  // namespace
@@ -92,6 +98,7 @@ void bind_plan(py::module_& m) {
   py::class_<Plan, std::shared_ptr<Plan>>(m, "Plan")
       .def(py::init([](Family family, int device, const Options& options,
                        std::shared_ptr<Batch> batch, std::int64_t float_workspace_bytes) {
+             py::gil_scoped_release release;  // of millions of items it takes seconds
              return std::make_shared<Plan>(family, device, options, std::move(batch),
                                            float_workspace_bytes);
            }),
@@ -99,7 +106,7 @@ void bind_plan(py::module_& m) {
            py::arg("float_workspace_bytes"))
       .def("upload", &upload, py::arg("uploader"), py::arg("int_workspace"),
            py::arg("int_workspace_bytes"), py::arg("page_indices"), py::arg("stream"),
-           py::arg("blocking"))
+           py::arg("blocking"), py::arg("owner"), py::arg("state"))
       .def_property_readonly("id", [](const Plan& plan) { return plan.kernel().id; })
       .def_property_readonly("int_bytes", &Plan::int_bytes)
       .def_property_readonly("float_bytes", &Plan::float_bytes)
@@ -122,9 +129,9 @@ void bind_plan(py::module_& m) {
                             .lse = {.stride_token = lse[0], .stride_head = lse[1]}});
            }),
            py::arg("plan"), py::arg("q"), py::arg("k"), py::arg("v"), py::arg("o"), py::arg("lse"))
-      .def("run", &run)
-      // For the CPU backend, whose run() is the computation: other Python threads go on meanwhile.
-      .def("run_unlocked", &run, py::call_guard<py::gil_scoped_release>());
+      // Other Python threads go on meanwhile: on the CPU this is the computation, and on a GPU a
+      // launch waits where the queue is full, maybe for a host callback that needs the interpreter.
+      .def("run", &run, py::call_guard<py::gil_scoped_release>());
 }
 
 }  // namespace preflash

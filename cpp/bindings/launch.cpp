@@ -7,15 +7,64 @@ namespace preflash {
 namespace {
 
 [[noreturn]] void refuse_address(const char* name, const void* address) {
+  if (address == nullptr) {
+    throw std::invalid_argument(
+        std::string(name) +
+        " has no memory behind it (a FakeTensor, or storage that was freed): pass a tensor with "
+        "data");
+  }
   throw std::invalid_argument(
       std::string(name) + " starts at an address that is " +
       std::to_string(reinterpret_cast<std::uintptr_t>(address) % 16) +
       " past a multiple of 16 bytes; kernels load 16 bytes at a time: make a contiguous copy");
 }
 
-void check_address(const char* name, const void* address) {
-  if (reinterpret_cast<std::uintptr_t>(address) % 16 != 0) refuse_address(name, address);
+// An address that a kernel will read or write `bytes` from.
+void check_address(const char* name, const void* address, std::int64_t bytes) {
+  if (reinterpret_cast<std::uintptr_t>(address) % 16 != 0 || (address == nullptr && bytes > 0)) {
+    refuse_address(name, address);
+  }
 }
+
+// A tensor with its name, and where it lies in this run.
+struct Placed {
+  const char* name;
+  const void* address;
+  const MemorySpan& span;
+};
+
+void check_apart(const Placed& written, const Placed& other) {
+  if (!may_overlap(written.address, written.span, other.address, other.span)) return;
+  throw std::invalid_argument(std::string(written.name) + " shares memory with " + other.name +
+                              ", which would be overwritten while it is in use: give " +
+                              written.name + " memory of its own");
+}
+
+MemorySpan span_of(const RowTensor& tensor, std::int64_t num_heads, std::int64_t head_dim,
+                   DType dtype) {
+  const std::int64_t size = size_of(dtype);
+  return {.dimensions = {{{tensor.stride_token * size, tensor.num_tokens},
+                          {tensor.stride_head * size, num_heads}}},
+          .row_bytes = head_dim * size};
+}
+
+MemorySpan span_of(const KvTensor& tensor, std::int64_t num_heads, std::int64_t head_dim,
+                   DType dtype) {
+  const std::int64_t size = size_of(dtype);
+  return {.dimensions = {{{tensor.stride_page * size, tensor.num_pages},
+                          {tensor.stride_token * size, tensor.num_tokens},
+                          {tensor.stride_head * size, num_heads}}},
+          .row_bytes = head_dim * size};
+}
+
+MemorySpan span_of(const LseTensor& tensor, std::int64_t num_tokens, std::int64_t num_heads) {
+  constexpr std::int64_t kSize = sizeof(float);
+  return {.dimensions = {{{tensor.stride_token * kSize, num_tokens},
+                          {tensor.stride_head * kSize, num_heads}}},
+          .row_bytes = kSize};
+}
+
+MemorySpan span_of_bytes(std::int64_t bytes) { return {.row_bytes = bytes}; }
 
 }  // namespace
 
@@ -36,20 +85,53 @@ Launch::Launch(std::shared_ptr<const Plan> plan, const RunTensors& tensors)
   combine_.requests = forward_.requests;
   combine_.merges = plan_->merges();
   combine_.num_merges = plan_->sizes().num_merges;
-  combine_.tile_m = kernel.tile.m;
   combine_.tile_rows = rows_per_tile(kernel.variant.family, kernel.tile.m, forward_.group_size);
   combine_.group_size = forward_.group_size;
   combine_.head_dim_vo = forward_.head_dim_vo;
+
+  const Options& options = plan_->options();
+  spans_ = {
+      .q = span_of(forward_.q, options.num_qo_heads, options.head_dim_qk, options.q_dtype),
+      .k = span_of(forward_.k, options.num_kv_heads, options.head_dim_qk, options.kv_dtype),
+      .v = span_of(forward_.v, options.num_kv_heads, options.head_dim_vo, options.kv_dtype),
+      .o = span_of(forward_.o, options.num_qo_heads, options.head_dim_vo, options.q_dtype),
+      .lse = span_of(forward_.lse, forward_.q.num_tokens, options.num_qo_heads),
+  };
 }
 
-void Launch::run(const RunArguments& arguments) const {
-  check_address("q", arguments.q);
-  check_address("k", arguments.k);
-  check_address("v", arguments.v);
-  check_address("out", arguments.o);
+void Launch::check(const RunArguments& arguments) const {
+  check_address("q", arguments.q, spans_.q.extent());
+  check_address("k", arguments.k, spans_.k.extent());
+  check_address("v", arguments.v, spans_.v.extent());
+  check_address("out", arguments.o, spans_.o.extent());
+  check_address("float_workspace_buffer", arguments.float_workspace, plan_->float_bytes());
+
+  const MemorySpan partials = span_of_bytes(plan_->float_bytes());
+  const MemorySpan work_list = span_of_bytes(plan_->int_bytes());
+  const Placed q{"q", arguments.q, spans_.q};
+  const Placed out{"out", arguments.o, spans_.o};
+  const Placed others[] = {
+      {"k", arguments.k, spans_.k},
+      {"v", arguments.v, spans_.v},
+      {"float_workspace_buffer", arguments.float_workspace, partials},
+      {"int_workspace_buffer", plan_->int_workspace(), work_list},
+  };
+  // q itself may be written to: an item has read its rows of q, which nobody else reads, before it
+  // writes the same rows of out.
+  if (arguments.o != arguments.q || spans_.o != spans_.q) check_apart(out, q);
+  for (const Placed& other : others) check_apart(out, other);
+  if (arguments.lse == nullptr) return;
+  const Placed lse{"lse", arguments.lse, spans_.lse};
+  check_apart(lse, out);
+  check_apart(lse, q);
+  for (const Placed& other : others) check_apart(lse, other);
+}
+
+bool Launch::run(const RunArguments& arguments) const {
   const PlanSizes& sizes = plan_->sizes();
   const PlanLayout& layout = plan_->layout();
-  if (sizes.num_items == 0) return;
+  check(arguments);
+  if (sizes.num_items == 0) return false;
 
   ForwardParams forward = forward_;
   forward.q.data = const_cast<void*>(arguments.q);
@@ -66,7 +148,8 @@ void Launch::run(const RunArguments& arguments) const {
   check_launch(services_->launch_forward(plan_->kernel(), forward, sizes.num_ctas, plan_->device(),
                                          arguments.stream),
                plan_->kernel().id);
-  if (sizes.num_merges == 0) return;
+  const bool captured = services_->is_capturing(plan_->device(), arguments.stream);
+  if (sizes.num_merges == 0) return captured;
 
   CombineParams combine = combine_;
   combine.o.data = forward.o.data;
@@ -74,6 +157,7 @@ void Launch::run(const RunArguments& arguments) const {
   combine.partial_o = forward.partial_o;
   combine.partial_lse = forward.partial_lse;
   check_launch(services_->combine(combine, plan_->device(), arguments.stream), "combine");
+  return captured;
 }
 
 }  // namespace preflash

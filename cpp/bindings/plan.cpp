@@ -122,6 +122,10 @@ void Plan::upload(const Uploader& uploader, const UploadTarget& target) {
                                 std::to_string(target.int_workspace_bytes) +
                                 " bytes; this plan needs " + std::to_string(int_bytes_));
   }
+  if (target.int_workspace == nullptr && int_bytes_ > 0) {
+    throw std::invalid_argument(
+        "int_workspace_buffer has no memory behind it (a FakeTensor, or storage that was freed)");
+  }
   const DeviceServices& services = services_of(device_);
   void* host = nullptr;
   check_launch(services.uploader_acquire(uploader.get(), int_bytes_, &host), "plan staging");

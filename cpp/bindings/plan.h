@@ -7,6 +7,7 @@
 
 #include "bindings/batch.h"
 #include "bindings/device.h"
+#include "bindings/memory_span.h"
 #include "planner/planner.h"
 #include "preflash/params.h"
 
@@ -71,6 +72,7 @@ class Plan {
   // The work list and, behind it, the page indices that are on the host.
   std::int64_t int_bytes() const { return int_bytes_; }
   std::int64_t float_bytes() const { return layout().float_bytes; }
+  const void* int_workspace() const { return int_workspace_; }
 
   // Writes the work list into pinned memory and copies it to the workspace. Once only.
   void upload(const Uploader& uploader, const UploadTarget& target);
@@ -117,17 +119,31 @@ struct RunArguments {
   float lse_scale = 1.0f;
 };
 
+// What the tensors of one run() reach, from addresses that each run() brings.
+struct TensorSpans {
+  MemorySpan q;
+  MemorySpan k;
+  MemorySpan v;
+  MemorySpan o;
+  MemorySpan lse;
+};
+
 // A plan bound to the strides of its tensors: run() only fills in addresses. The Python wrappers
 // keep one per combination of shapes and strides, because checking those costs more than launching.
 class Launch {
  public:
   Launch(std::shared_ptr<const Plan> plan, const RunTensors& tensors);
 
-  // Throws std::invalid_argument for an address that is not a multiple of 16.
-  void run(const RunArguments& arguments) const;
+  // Throws std::invalid_argument for a tensor that has no memory behind it or starts at an address
+  // that is not a multiple of 16, and for an output that shares memory with anything else. Says
+  // whether the launch was captured into a CUDA graph rather than started.
+  bool run(const RunArguments& arguments) const;
 
  private:
+  void check(const RunArguments& arguments) const;
+
   std::shared_ptr<const Plan> plan_;
+  TensorSpans spans_;
   const DeviceServices* services_;
   ForwardParams forward_;
   CombineParams combine_;

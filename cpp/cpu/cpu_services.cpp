@@ -63,6 +63,8 @@ LaunchError launch_forward(const ForwardKernel& kernel, const ForwardParams& par
   return kernel.launch(params, num_ctas, stream);
 }
 
+bool is_capturing(int /*device*/, void* /*stream*/) { return false; }
+
 // Exceptions stop here: a LaunchError is all that callers of the table look at.
 template <class Params, void (*kFunction)(const Params&)>
 LaunchError call(const Params& params, int /*device*/, void* /*stream*/) {
@@ -82,6 +84,7 @@ constexpr DeviceServices kServices{
     .uploader_acquire = uploader_acquire,
     .uploader_submit = uploader_submit,
     .launch_forward = launch_forward,
+    .is_capturing = is_capturing,
     .combine = call<CombineParams, cpu::combine>,
     .merge_states = call<MergeStatesParams, cpu::merge_states>,
     .pack_bits = call<PackBitsParams, cpu::pack_bits>,

@@ -44,6 +44,15 @@ LaunchError launch_forward(const ForwardKernel& kernel, const ForwardParams& par
   return kernel.launch(params, num_ctas, stream);
 }
 
+bool is_capturing(int /*device*/, void* stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  if (cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &status) != cudaSuccess) {
+    cudaGetLastError();  // the default stream beside another stream's capture
+    return false;
+  }
+  return status != cudaStreamCaptureStatusNone;
+}
+
 LaunchError refuse_dtype(const char* what, DType dtype) {
   if (dtype == DType::kFloat16 || dtype == DType::kBFloat16 || dtype == DType::kFloat32) {
     return nullptr;
@@ -113,6 +122,7 @@ preflash_device_services() {
       .uploader_acquire = &acquire,
       .uploader_submit = &submit,
       .launch_forward = &launch_forward,
+      .is_capturing = &is_capturing,
       .combine = &combine,
       .merge_states = &merge_states,
       .pack_bits = &pack_bits,

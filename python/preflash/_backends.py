@@ -30,7 +30,7 @@ class Backend(Protocol):
         formed, NotImplementedError for options that no compiled kernel serves.
         """
 
-    def runner(self, launch: _core.Launch) -> Callable[..., None]:
+    def runner(self, launch: _core.Launch) -> Callable[..., bool]:
         """The function that starts a prepared launch."""
 
 
@@ -76,7 +76,7 @@ class _KernelBackend:
             float_bytes,
         )
 
-    def runner(self, launch: _core.Launch) -> Callable[..., None]:
+    def runner(self, launch: _core.Launch) -> Callable[..., bool]:
         return launch.run
 
     def __repr__(self) -> str:
@@ -89,12 +89,12 @@ class _CpuBackend(_KernelBackend):
             return None
         return f"backend='cpu' computes on CPU tensors; the workspace is on {device}"
 
-    def runner(self, launch: _core.Launch) -> Callable[..., None]:
-        run = launch.run_unlocked
+    def runner(self, launch: _core.Launch) -> Callable[..., bool]:
+        run = launch.run
 
-        def run_with_torch_threads(*arguments: float) -> None:
+        def run_with_torch_threads(*arguments: float) -> bool:
             _core.set_num_threads(torch.get_num_threads())
-            run(*arguments)
+            return run(*arguments)
 
         return run_with_torch_threads
 

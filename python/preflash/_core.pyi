@@ -138,7 +138,11 @@ class Plan:
         page_indices: int,
         stream: int,
         blocking: bool,
-    ) -> None: ...
+        owner: object,
+        state: object,
+    ) -> None:
+        """With an owner, its attribute `_state` becomes `state` once the copy has been started."""
+
     @property
     def id(self) -> str: ...
     @property
@@ -183,22 +187,8 @@ class Launch:
         out_scale: float,
         lse_scale: float,
         /,
-    ) -> None: ...
-    def run_unlocked(
-        self,
-        q: int,
-        k: int,
-        v: int,
-        o: int,
-        lse: int,
-        mask_bits: int,
-        float_workspace: int,
-        stream: int,
-        sm_scale: float,
-        out_scale: float,
-        lse_scale: float,
-        /,
-    ) -> None: ...
+    ) -> bool:
+        """True where the launch was captured into a CUDA graph."""
 
 class MergeStatesParams:
     def __init__(

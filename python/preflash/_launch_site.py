@@ -20,6 +20,10 @@ class LaunchSite:
         """The address of the stream that is current now."""
         return torch._C._cuda_getCurrentRawStream(self.ordinal) if self.ordinal >= 0 else 0
 
+    def is_capturing(self) -> bool:
+        """Whether the current stream is being captured into a CUDA graph."""
+        return self.ordinal >= 0 and torch.cuda.is_current_stream_capturing()
+
     def owner_stream(self) -> torch.cuda.Stream | None:
         """The current stream as an object, to tell torch's allocator who uses a tensor."""
         return torch.cuda.current_stream(self.device) if self.ordinal >= 0 else None

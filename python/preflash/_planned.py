@@ -10,9 +10,14 @@ import torch
 from . import _core, _tensors
 from . import _validate as check
 from ._backends import Backend
+from ._buffers import Buffer
 from ._launch_site import LaunchSite
 
 _LAUNCHES_KEPT = 64
+
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_tracing_state = torch._C._get_tracing_state
+_grad_enabled = torch.is_grad_enabled
 
 
 class Outputs(NamedTuple):
@@ -44,41 +49,54 @@ class Scales(NamedTuple):
 class _Prepared(NamedTuple):
     """What is known of a run() once its shapes, strides, dtypes and devices have been checked."""
 
-    start: Callable[..., None]
+    start: Callable[..., bool]
     v_offset: int  # bytes, where K and V are halves of one tensor
     out_shape: tuple[int, int, int] | None  # None: like q
     lse_shape: tuple[int, int]
 
 
+class Memory(NamedTuple):
+    """What launches use beside the work list and the caller's tensors."""
+
+    partials: torch.Tensor | None = None  # of split KV; None: the plan has none
+    mask: torch.Tensor | None = None
+
+
 class PlannedVariant:
     """Built by _workspace.upload; run() may be called any number of times, for any layer."""
 
-    def __init__(self, plan: _core.Plan, backend: Backend, want: _tensors.Expected) -> None:
+    def __init__(
+        self,
+        plan: _core.Plan,
+        backend: Backend,
+        want: _tensors.Expected,
+        kept: list[Buffer],
+        memory: Memory,
+    ) -> None:
+        """kept: all that launches use, known to the allocator as used on the current stream."""
         self.plan = plan
         self.backend = backend
         self.want = want
         self.site = LaunchSite(want.device)
+        # A CUDA graph replays what a captured run() used, for as long as anybody may know.
+        self.captured = False
         self._prepared: dict[tuple, _Prepared] = {}
-        self._kept: tuple[torch.Tensor, ...] = ()
-        self._float_address = 0
-        self._mask_address = 0
+        self._kept = kept
+        self._memory = memory
         self._stream = self.site.stream()
 
-    def bind(
-        self,
-        float_workspace: torch.Tensor | None,
-        mask: torch.Tensor | None,
-        *others: torch.Tensor | None,
-    ) -> None:
-        """Sets the addresses that later runs use, and keeps these tensors and `others` alive."""
-        self._float_address = 0 if float_workspace is None else float_workspace.data_ptr()
-        self._mask_address = 0 if mask is None else mask.data_ptr()
-        self._kept = tuple(t for t in (float_workspace, mask, *others) if t is not None)
-
     def run(
-        self, q: torch.Tensor, kv: Any, scales: Scales, outputs: Outputs = DEFAULT_OUTPUTS
+        self,
+        q: torch.Tensor,
+        kv: Any,
+        scales: Scales,
+        outputs: Outputs = DEFAULT_OUTPUTS,
+        memory: Memory | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """kv is (k, v), or one paged cache that holds both. Nothing is checked twice."""
+        """kv is (k, v), or one paged cache that holds both. Nothing is checked twice.
+
+        memory: of this call alone, instead of the plan's.
+        """
         out, lse, return_lse, lse_base, lse_layout = outputs
         want_lse = return_lse or lse is not None
         try:
@@ -95,10 +113,17 @@ class PlannedVariant:
                 signature = _tensors.signature
                 key = (key, signature(out), want_lse and (lse_layout, signature(lse)))
             prepared = self._prepared.get(key)
-        except (AttributeError, TypeError, ValueError):
-            prepared, key = None, None  # not tensors at all: the checks say which argument it is
+        except (AttributeError, TypeError, ValueError, RuntimeError):
+            prepared, key = None, None  # no ordinary tensors: the checks say which argument it is
         if prepared is None:
             prepared = self._prepare(key, q, kv, outputs)
+        # What a recorder would record, and what a gradient would go through, is not this call.
+        if (
+            _dispatch_modes()
+            or _tracing_state() is not None
+            or (_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))
+        ):
+            check.forward_only(q, k, v)
         start, v_offset, out_shape, lse_shape = prepared
         if out is None:
             out = torch.empty_like(q) if out_shape is None else q.new_empty(out_shape)
@@ -107,14 +132,20 @@ class PlannedVariant:
             if lse is None:
                 lse = q.new_empty(lse_shape, dtype=torch.float32)
             lse_address = lse.data_ptr()
+            if lse_address == 0:
+                check.memory("lse", lse)
         stream = self.site.stream()
         if stream != self._stream:
             self._announce_stream(stream)
-        start(
+        partials, mask = self._memory if memory is None else memory
+        captured = start(
             q.data_ptr(), k.data_ptr(), v.data_ptr() + v_offset, out.data_ptr(), lse_address,
-            self._mask_address, self._float_address, stream,
-            scales[0], scales[1], check.LSE_SCALES[lse_base],
+            0 if mask is None else mask.data_ptr(),
+            0 if partials is None else partials.data_ptr(),
+            stream, scales[0], scales[1], check.LSE_SCALES[lse_base],
         )  # fmt: skip
+        if captured:
+            self.captured = True
         return (out, lse) if return_lse else out
 
     def check_tensors(self, q: torch.Tensor, kv: Any, outputs: Outputs) -> None:
@@ -122,11 +153,8 @@ class PlannedVariant:
         self._prepare(None, q, kv, outputs)
 
     def _announce_stream(self, stream: int) -> None:
-        """Tells torch's allocator that another stream uses our buffers too."""
-        owner = self.site.owner_stream()
-        for kept in self._kept:
-            if kept.is_cuda:
-                kept.record_stream(owner)
+        for buffer in self._kept:
+            buffer.used_on_current_stream(self.site)
         self._stream = stream
 
     def _prepare(self, key: tuple | None, q: Any, kv: Any, outputs: Outputs) -> _Prepared:

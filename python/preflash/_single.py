@@ -1,7 +1,7 @@
 """Attention of one request: planned like a batch of one, and the plan remembered.
 
 Plans are kept per thread and per stream: their work lists are on the device, ordered by the stream
-they were copied on.
+they were copied on. One that was used while a CUDA graph was captured is kept for good.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from . import _validate as check
 from ._backends import check_name
 from ._launch_site import LaunchSite
 from ._options import Options, data_types, softmax_scale
-from ._planned import Outputs, PlannedVariant
-from ._workspace import Workspace, draft, upload
+from ._planned import Memory, Outputs, PlannedVariant
+from ._workspace import Upload, Workspace, draft, upload
 from ._wrapper import run_scales
 
 _PLANS_KEPT = 64
@@ -57,7 +57,6 @@ class Call(NamedTuple):
 class _Planned(NamedTuple):
     variant: PlannedVariant
     batch: _core.Batch
-    int_buffer: torch.Tensor
 
 
 class _Cache(threading.local):
@@ -69,6 +68,7 @@ class _Cache(threading.local):
 
 
 _cache = _Cache()
+_captured: list[_Planned] = []  # what CUDA graphs replay; nobody tells when they are gone
 
 
 def run(
@@ -80,10 +80,11 @@ def run(
     """Attention of q, k, v."""
     q, k, v = tensors
     for name, value in (("q", q), ("k", k), ("v", v)):
-        check.tensor(name, value)
-    check.flag("causal", problem.causal)  # 1 would find the plan of True
+        if not isinstance(value, torch.Tensor):
+            check.tensor(name, value)
     site = LaunchSite(q.device)
-    key = (q.shape, k.shape, v.shape, q.dtype, problem, q.device, site.stream())
+    # With the options' types: 1, 1.0 and True are equal, and not all of them are accepted.
+    key = (q.shape, k.shape, v.shape, q.dtype, problem, *map(type, problem), q.device, site.stream())
     try:
         planned = _cache.plans.get(key)
     except TypeError:  # an option that has no hash; the checks say which one
@@ -125,7 +126,7 @@ def _options(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem
         head_dim_vo=v.shape[2],
         q_dtype=q_dtype,
         kv_dtype=kv_dtype,
-        causal=problem.causal and not problem.masked,
+        causal=check.flag("causal", problem.causal) and not problem.masked,
         window_left=check.integer("window_left", problem.window_left, at_least=-1),
         logits_soft_cap=check.soft_cap(problem.logits_soft_cap),
         custom_mask=problem.masked,
@@ -137,18 +138,24 @@ def _options(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem
 def _plan(
     site: LaunchSite, lengths: tuple[int, int], options: Options, problem: Problem
 ) -> _Planned:
+    if site.is_capturing():
+        raise RuntimeError(
+            "this call needs a plan, which cannot be made while its stream is being captured into a "
+            "CUDA graph: call it once before, with the same shapes and options on the stream of "
+            "the capture (torch.cuda.graph(graph, stream=...))"
+        )
     qo_len = check.integer("qo_len", lengths[0], at_least=0)
     kv_len = check.integer("kv_len", lengths[1], at_least=0)
-    indptr = torch.tensor([0, qo_len, 0, kv_len], dtype=torch.int32)
+    indptr = torch.tensor([0, qo_len, 0, kv_len], dtype=torch.int32, device="cpu")
     begin = indptr.data_ptr()
     batch = _core.Batch(begin, begin + 2 * indptr.element_size(), 0, 1, 0)
     if options.custom_mask:
         batch.use_mask()
-    # One pair of pinned buffers per thread and device; the int buffer is the plan's own.
-    shared = _cache.workspaces.setdefault(
+    # One pair of pinned buffers per thread and device.
+    workspace = _cache.workspaces.setdefault(
         site.device, Workspace(site.device, None, float_bytes=_FLOAT_BYTES)
     )
-    drafted = draft(shared, 0, problem.backend, batch, options)
+    drafted = draft(workspace, problem.backend, batch, options)
     want = _tensors.Expected(
         options=options,
         device=site.device,
@@ -158,10 +165,7 @@ def _plan(
         page_size=0,
         largest_page=None,
     )
-    int_buffer = torch.empty(drafted[1].int_bytes, dtype=torch.uint8, device=site.device)
-    own = shared.with_int_buffer(int_buffer)
-    variant, _ = upload(own, 0, drafted, want, None, blocking=False)
-    return _Planned(variant, batch, int_buffer)
+    return _Planned(upload(workspace, drafted, Upload(want)), batch)
 
 
 def _run(
@@ -171,25 +175,41 @@ def _run(
     outputs: Outputs,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     q, k, v = tensors
-    variant, batch, int_buffer = planned
+    variant, batch = planned
     want = variant.want
     sm_scale = softmax_scale(call.sm_scale, want.options.head_dim_qk)
     scales = run_scales(sm_scale, call.q_scale, call.k_scale, call.v_scale)
-    mask = None
-    if want.options.custom_mask:
-        dense_shape = (want.qo_tokens, want.kv_tokens)
-        mask = _masks.check_mask(call.custom_mask, call.packed_custom_mask, batch, dense_shape)
-        _masks.check_mask_device(mask, want.device)
-        variant.check_tensors(q, (k, v), outputs)  # before packing, which is a launch, too
-        packed = call.packed_custom_mask is not None
-        mask = _masks.owned_mask(mask, packed, batch, variant.site)
+    mask = _mask(planned, tensors, call, outputs) if want.options.custom_mask else None
     num_bytes = variant.plan.float_bytes
-    if mask is None and num_bytes == 0:
-        return variant.run(q, (k, v), scales, outputs)
-    partials = torch.empty(num_bytes, dtype=torch.uint8, device=want.device)
-    variant.bind(partials, mask, int_buffer)
-    try:
-        return variant.run(q, (k, v), scales, outputs)
-    finally:
-        # Freed in stream order: what was launched may still use them.
-        variant.bind(None, None, int_buffer)
+    partials = None
+    if num_bytes > 0:
+        # Freed in stream order: what was launched may still use them, and the mask.
+        partials = torch.empty(num_bytes, dtype=torch.uint8, device=want.device)
+    was_captured = variant.captured
+    result = variant.run(q, (k, v), scales, outputs, Memory(partials, mask))
+    if variant.captured and not was_captured:
+        _captured.append(planned)
+    return result
+
+
+def _mask(
+    planned: _Planned,
+    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    call: Call,
+    outputs: Outputs,
+) -> torch.Tensor:
+    """The call's mask, checked and packed; after the other checks, because packing is a launch."""
+    q, k, v = tensors
+    variant, batch = planned
+    want = variant.want
+    packed = call.packed_custom_mask is not None
+    dense_shape = (want.qo_tokens, want.kv_tokens)
+    mask = _masks.check_mask(call.custom_mask, call.packed_custom_mask, batch, dense_shape)
+    _masks.check_mask_device(mask, want.device)
+    variant.check_tensors(q, (k, v), outputs)
+    if variant.site.is_capturing() and not (packed and mask.is_cuda):
+        raise RuntimeError(
+            "a dense mask, or one on the CPU, cannot be packed while the stream is being captured "
+            "into a CUDA graph: pass packed_custom_mask (packbits) on the GPU"
+        )
+    return _masks.owned_mask(mask, packed, batch, variant.site)

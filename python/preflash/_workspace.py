@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 
 from . import _backends, _core, _tensors
 from . import _validate as check
+from ._buffers import Buffer
 from ._launch_site import LaunchSite
 from ._options import Options
-from ._planned import PlannedVariant
-
-_SMALLEST_INT_BUFFER = 64 * 1024
+from ._planned import Memory, PlannedVariant
 
 
 def check_buffer(name: str, value: Any, device: torch.device | None = None) -> torch.Tensor:
@@ -30,15 +30,12 @@ def check_buffer(name: str, value: Any, device: torch.device | None = None) -> t
     return buffer
 
 
-def size_in_bytes(buffer: torch.Tensor | None) -> int:
-    return 0 if buffer is None else buffer.numel() * buffer.element_size()
-
-
 class Workspace:
-    """The caller's float buffer for split-KV partials, and int buffers for the work lists.
+    """Where plans of one wrapper go.
 
-    Int buffer 0 is the plan's; others belong to variants that run() or forward() asked for later.
-    They are ours and grow, except that the caller may bring the first one.
+    A work list gets memory of its own with every plan, so that the plan before it stays whole until
+    the new one has succeeded, and as long as anything runs it; unless the caller brought an int
+    buffer, which is used in place.
     """
 
     def __init__(
@@ -49,34 +46,30 @@ class Workspace:
         float_bytes: int | None = None,
     ) -> None:
         self.site = LaunchSite(device)
-        self.float_buffer = float_buffer
+        self.float_buffer = None if float_buffer is None else Buffer(float_buffer)
         # Given apart from a buffer where the buffer is allocated after planning, or not at all.
-        self.float_bytes = size_in_bytes(float_buffer) if float_bytes is None else float_bytes
-        self._given = int_buffer
-        self._buffers: list[torch.Tensor] = [] if int_buffer is None else [int_buffer]
+        if float_bytes is None:
+            float_bytes = 0 if self.float_buffer is None else self.float_buffer.num_bytes
+        self.float_bytes = float_bytes
+        self._given = None if int_buffer is None else Buffer(int_buffer)
         self._uploader: _core.Uploader | None = None
 
-    def with_int_buffer(self, buffer: torch.Tensor) -> Workspace:
-        """The same float bytes and pinned memory, and `buffer` for the work list."""
-        other = Workspace(self.site.device, self.float_buffer, buffer, self.float_bytes)
+    @property
+    def int_room(self) -> int | None:
+        """The bytes of the caller's int buffer, which cannot grow; None without one."""
+        return None if self._given is None else self._given.num_bytes
+
+    def beside(self) -> Workspace:
+        """For other variants of a plan: the same float buffer, and no int buffer of the caller's."""
+        if self._given is None:
+            return self
+        other = Workspace(self.site.device, None, float_bytes=self.float_bytes)
+        other.float_buffer = self.float_buffer
         other._uploader = self.uploader()
         return other
 
-    def room(self, slot: int) -> int | None:
-        """The bytes of a buffer that cannot grow; None for one that can."""
-        return size_in_bytes(self._given) if slot == 0 and self._given is not None else None
-
-    def int_buffer(self, slot: int, num_bytes: int) -> torch.Tensor:
-        """The buffer of one variant, grown to at least num_bytes where it is ours."""
-        if slot < len(self._buffers) and size_in_bytes(self._buffers[slot]) >= num_bytes:
-            return self._buffers[slot]
-        grown = torch.empty(
-            max(num_bytes + num_bytes // 4, _SMALLEST_INT_BUFFER),
-            dtype=torch.uint8,
-            device=self.site.device,
-        )
-        self._buffers[slot : slot + 1] = [grown]
-        return grown
+    def int_buffer(self, num_bytes: int) -> Buffer:
+        return self._given or Buffer.allocate(num_bytes, self.site)
 
     def uploader(self) -> _core.Uploader:
         if self._uploader is None:
@@ -85,13 +78,13 @@ class Workspace:
 
 
 def draft(
-    workspace: Workspace, slot: int, backend_name: str, batch: _core.Batch, options: Options
+    workspace: Workspace, backend_name: str, batch: _core.Batch, options: Options
 ) -> tuple[_backends.Backend, _core.Plan]:
     """A plan that fits the workspace, not uploaded. Raises everything that plan() raises."""
     device = workspace.site.device
     backend = _backends.choose(backend_name, device, options)
     plan = backend.plan(device, options, batch, workspace.float_bytes)
-    room = workspace.room(slot)
+    room = workspace.int_room
     if room is None or plan.int_bytes <= room:
         return backend, plan
     needed = plan.int_bytes
@@ -108,24 +101,50 @@ def draft(
     )
 
 
+class Upload(NamedTuple):
+    """What a plan's launches use beside the work list, and whether plan() waits for the copy."""
+
+    want: _tensors.Expected
+    page_indices: torch.Tensor | None = None  # on the device
+    mask: torch.Tensor | None = None  # owned and packed
+    blocking: bool = False
+
+
 def upload(
     workspace: Workspace,
-    slot: int,
     drafted: tuple[_backends.Backend, _core.Plan],
-    want: _tensors.Expected,
-    page_indices: torch.Tensor | None,
-    *,
-    blocking: bool,
-) -> tuple[PlannedVariant, torch.Tensor]:
-    """Copies a drafted plan to the device; returns it with the int buffer that holds it."""
+    what: Upload,
+    commit: Callable[[PlannedVariant], tuple[object, object]] | None = None,
+) -> PlannedVariant:
+    """Copies a drafted plan to the device.
+
+    commit: an object and its next `_state`, which is set in the same breath as the copy is
+    started, before any signal handler can raise: what an interrupted plan() leaves is either the
+    old state with its work list or the new one with its own.
+    """
     backend, plan = drafted
-    buffer = workspace.int_buffer(slot, plan.int_bytes)
+    site = workspace.site
+    int_buffer = workspace.int_buffer(plan.int_bytes)
+    kept = [int_buffer]
+    if workspace.float_buffer is not None:
+        kept.append(workspace.float_buffer)
+    if what.page_indices is not None:
+        kept.append(Buffer(what.page_indices))
+    if what.mask is not None:
+        kept.append(Buffer(what.mask, site.stream()))
+    for buffer in kept:
+        buffer.used_on_current_stream(site)
+    partials = workspace.float_buffer.tensor if plan.float_bytes and workspace.float_buffer else None
+    variant = PlannedVariant(plan, backend, what.want, kept, Memory(partials, what.mask))
+    owner, state = (None, None) if commit is None else commit(variant)
     plan.upload(
         workspace.uploader(),
-        buffer.data_ptr(),
-        size_in_bytes(buffer),
-        0 if page_indices is None else page_indices.data_ptr(),
-        workspace.site.stream(),
-        blocking,
+        int_buffer.tensor.data_ptr(),
+        int_buffer.num_bytes,
+        0 if what.page_indices is None else what.page_indices.data_ptr(),
+        site.stream(),
+        what.blocking,
+        owner,
+        state,
     )
-    return PlannedVariant(plan, backend, want), buffer
+    return variant

@@ -12,7 +12,7 @@ from ._lengths import PageList
 from ._options import Options, batch_options, softmax_scale
 from ._planned import DEFAULT_OUTPUTS, Outputs, PlannedVariant, Scales
 from ._signatures import PlanArguments
-from ._workspace import Workspace, check_buffer, draft, upload
+from ._workspace import Upload, Workspace, check_buffer, draft, upload
 
 _VARIANTS_KEPT = 8
 
@@ -29,13 +29,28 @@ class _Request(NamedTuple):
     blocking: bool
 
 
-class _State(NamedTuple):
-    """What plan() leaves behind. Replaced as a whole, so that a refused call changes nothing."""
+class _Planned(NamedTuple):
+    """What plan() leaves behind."""
 
     request: _Request
     want: _tensors.Expected
     primary: PlannedVariant
     others: dict[Options, PlannedVariant]  # what run(window_left=...) and forward() asked for
+
+
+class _State(NamedTuple):
+    """All of a wrapper that changes. Replaced as a whole, so that a refused or interrupted call
+    changes nothing."""
+
+    workspace: Workspace
+    planned: _Planned | None = None
+    captured: tuple[PlannedVariant, ...] = ()  # of earlier plans, whose work lists graphs replay
+
+    def captured_so_far(self) -> tuple[PlannedVariant, ...]:
+        if self.planned is None:
+            return self.captured
+        variants = (self.planned.primary, *self.planned.others.values())
+        return (*self.captured, *(variant for variant in variants if variant.captured))
 
 
 class BatchPrefillWrapper:
@@ -60,13 +75,30 @@ class BatchPrefillWrapper:
             # Documented as effective with use_cuda_graph only.
             if value is not None:
                 check.tensor(name, value)
-        self._workspace = Workspace(buffer.device, buffer)
-        self._state: _State | None = None
-        self._backend = backend
-        self._causal = False
-        self._window_left = -1
-        self._logits_soft_cap = 0.0
-        self._sm_scale: float | None = None
+        self._state = _State(Workspace(buffer.device, buffer))
+
+    def __copy__(self) -> BatchPrefillWrapper:
+        """Another wrapper with the same plan and float workspace; each plans for itself."""
+        workspace = self._state.workspace
+        if workspace.int_room is not None:
+            raise TypeError(
+                f"{type(self).__name__} plans into the int_workspace_buffer of "
+                "reset_workspace_buffer(), which a copy would overwrite; construct another wrapper"
+            )
+        other = object.__new__(type(self))
+        other.__dict__.update(self.__dict__)
+        own = Workspace(workspace.site.device, workspace.float_buffer.tensor)
+        planned = self._state.planned
+        if planned is not None:
+            planned = planned._replace(others=dict(planned.others))
+        other._state = _State(own, planned)
+        return other
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            f"{type(self).__name__} holds device memory and cannot be pickled or deep-copied; "
+            "construct another wrapper and plan it"
+        )
 
     # What a subclass adds.
 
@@ -96,8 +128,9 @@ class BatchPrefillWrapper:
         )
 
     def _plan(self, a: PlanArguments) -> None:
+        workspace = self._state.workspace
         request = self._request(a)
-        drafted = draft(self._workspace, 0, self._requested_backend, request.batch, request.options)
+        drafted = draft(workspace, self._requested_backend, request.batch, request.options)
         self._check_hints(a, request)
         mask = _masks.check_mask(
             a.custom_mask, a.packed_custom_mask, request.batch, (request.batch.mask_elements,)
@@ -105,9 +138,9 @@ class BatchPrefillWrapper:
         if mask is not None:
             _masks.check_mask_device(mask, self.device)
             packed = a.packed_custom_mask is not None
-            mask = _masks.owned_mask(mask, packed, request.batch, self._workspace.site)
+            mask = _masks.owned_mask(mask, packed, request.batch, workspace.site)
             request = request._replace(mask=mask)
-        self._install(self._workspace, drafted, request)
+        self._install(workspace, drafted, request)
 
     def _install(self, workspace: Workspace, drafted: tuple, request: _Request) -> None:
         """Uploads a plan that has passed every check and makes it the wrapper's."""
@@ -121,61 +154,42 @@ class BatchPrefillWrapper:
             page_size=batch.page_size,
             largest_page=None if pages is None else pages.largest,
         )
-        primary = self._upload(workspace, 0, drafted, request, want)
-        self._workspace = workspace
-        self._state = _State(request, want, primary, {})
-        self._backend = primary.backend.name
-        self._causal = request.causal
-        self._window_left = request.options.window_left
-        self._logits_soft_cap = request.options.logits_soft_cap
-        self._sm_scale = request.scales.logits
+        captured = self._state.captured_so_far()
 
-    @staticmethod
-    def _upload(
-        workspace: Workspace,
-        slot: int,
-        drafted: tuple,
-        request: _Request,
-        want: _tensors.Expected,
-    ) -> PlannedVariant:
-        indices = None if request.pages is None else request.pages.on_device
-        variant, int_buffer = upload(
-            workspace, slot, drafted, want, indices, blocking=request.blocking
-        )
-        variant.bind(workspace.float_buffer, request.mask, int_buffer, indices)
-        return variant
+        def commit(primary: PlannedVariant) -> tuple[object, object]:
+            return self, _State(workspace, _Planned(request, want, primary, {}), captured)
 
-    def _planned(self) -> _State:
-        if self._state is None:
+        upload(workspace, drafted, _upload_of(request, want), commit)
+
+    def _planned(self) -> _Planned:
+        planned = self._state.planned
+        if planned is None:
             raise ValueError("run() before plan(): call plan() with the lengths of the batch first")
-        return self._state
+        return planned
 
     def _select(self, **changes: Any) -> PlannedVariant:
         """The variant for the planned batch with other options; planned when first asked for."""
-        state = self._planned()
-        base = state.request.options
-        options = base._replace(**changes)
+        planned = self._planned()
+        request = planned.request
+        options = request.options._replace(**changes)
         if options.custom_mask:
             options = options._replace(causal=False)
-        if options == base:
-            return state.primary
-        found = state.others.get(options)
+        if options == request.options:
+            return planned.primary
+        found = planned.others.get(options)
         if found is None:
-            if len(state.others) >= _VARIANTS_KEPT:
-                state.others.clear()
-            slot = len(state.others) + 1
-            drafted = draft(
-                self._workspace, slot, self._requested_backend, state.request.batch, options
-            )
-            want = state.want._replace(options=options)
-            found = self._upload(self._workspace, slot, drafted, state.request, want)
-            state.others[options] = found
+            workspace = self._state.workspace.beside()
+            drafted = draft(workspace, self._requested_backend, request.batch, options)
+            want = planned.want._replace(options=options)
+            found = upload(workspace, drafted, _upload_of(request, want))
+            _forget_surplus(planned.others)
+            planned.others[options] = found
         return found
 
     def _workspace_size(self, a: PlanArguments) -> tuple[int, int]:
         request = self._request(a)
         unlimited = Workspace(self.device, None, float_bytes=1 << 40)
-        _, plan = draft(unlimited, 0, self._requested_backend, request.batch, request.options)
+        _, plan = draft(unlimited, self._requested_backend, request.batch, request.options)
         return plan.float_bytes, plan.int_bytes
 
     # Running.
@@ -184,13 +198,13 @@ class BatchPrefillWrapper:
         self, q: torch.Tensor, kv: Any, a: tuple[Any, Any, Any], outputs: Outputs, window_left: Any
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """a: q_scale, k_scale, v_scale."""
-        state = self._planned()
-        variant = state.primary
+        planned = self._planned()
+        variant = planned.primary
         if window_left is not None:
             variant = self._select(
                 window_left=check.integer("window_left", window_left, at_least=-1)
             )
-        scales = state.request.scales
+        scales = planned.request.scales
         q_scale, k_scale, v_scale = a
         if q_scale is not None or k_scale is not None or v_scale is not None:
             scales = run_scales(scales.logits, q_scale, k_scale, v_scale)
@@ -236,11 +250,12 @@ class BatchPrefillWrapper:
         float_buffer = check_buffer("float_workspace_buffer", float_workspace_buffer, self.device)
         int_buffer = check_buffer("int_workspace_buffer", int_workspace_buffer, self.device)
         workspace = Workspace(self.device, float_buffer, int_buffer)
-        if self._state is None:
-            self._workspace = workspace
+        planned = self._state.planned
+        if planned is None:
+            self._state = _State(workspace)
             return
-        request = self._state.request
-        drafted = draft(workspace, 0, self._requested_backend, request.batch, request.options)
+        request = planned.request
+        drafted = draft(workspace, self._requested_backend, request.batch, request.options)
         self._install(workspace, drafted, request)
 
     # What callers read.
@@ -248,7 +263,7 @@ class BatchPrefillWrapper:
     @property
     def device(self) -> torch.device:
         """Where the workspace and every tensor of run() are."""
-        return self._workspace.site.device
+        return self._state.workspace.site.device
 
     @property
     def is_cuda_graph_enabled(self) -> bool:
@@ -257,11 +272,40 @@ class BatchPrefillWrapper:
     @property
     def variant(self) -> str | None:
         """The id of the kernel that plan() chose; None before."""
-        return None if self._state is None else self._state.primary.plan.id
+        planned = self._state.planned
+        return None if planned is None else planned.primary.plan.id
+
+    # Serving engines read these.
+
+    @property
+    def _backend(self) -> str:
+        planned = self._state.planned
+        return self._requested_backend if planned is None else planned.primary.backend.name
+
+    @property
+    def _causal(self) -> bool:
+        planned = self._state.planned
+        return False if planned is None else planned.request.causal
+
+    @property
+    def _window_left(self) -> int:
+        planned = self._state.planned
+        return -1 if planned is None else planned.request.options.window_left
+
+    @property
+    def _logits_soft_cap(self) -> float:
+        planned = self._state.planned
+        return 0.0 if planned is None else planned.request.options.logits_soft_cap
+
+    @property
+    def _sm_scale(self) -> float | None:
+        planned = self._state.planned
+        return None if planned is None else planned.request.scales.logits
 
     def __repr__(self) -> str:
         name = type(self).__name__
-        if self._state is None:
+        planned = self._state.planned
+        if planned is None:
             return (
                 f"{name}(backend={self._requested_backend!r}, kv_layout={self._kv_layout!r}, "
                 f"device='{self.device}', not planned)"
@@ -269,8 +313,20 @@ class BatchPrefillWrapper:
         return (
             f"{name}(backend={self._backend!r}, variant={self.variant!r}, "
             f"kv_layout={self._kv_layout!r}, device='{self.device}', "
-            f"batch_size={self._state.request.batch.num_requests})"
+            f"batch_size={planned.request.batch.num_requests})"
         )
+
+
+def _upload_of(request: _Request, want: _tensors.Expected) -> Upload:
+    indices = None if request.pages is None else request.pages.on_device
+    return Upload(want, indices, request.mask, request.blocking)
+
+
+def _forget_surplus(others: dict[Options, PlannedVariant]) -> None:
+    """Makes room for one more variant; those that a CUDA graph replays stay."""
+    if len(others) >= _VARIANTS_KEPT:
+        for options in [o for o, variant in others.items() if not variant.captured]:
+            del others[options]
 
 
 def run_scales(sm_scale: float, q_scale: Any, k_scale: Any, v_scale: Any) -> Scales:

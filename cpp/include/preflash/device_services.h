@@ -45,6 +45,8 @@ struct DeviceServices {
   // `device` is made current for the launch and the caller's device restored afterwards.
   LaunchError (*launch_forward)(const ForwardKernel&, const ForwardParams&, int num_ctas,
                                 int device, void* stream) = nullptr;
+  // Whether the stream is being captured into a CUDA graph.
+  bool (*is_capturing)(int device, void* stream) = nullptr;
   LaunchError (*combine)(const CombineParams&, int device, void* stream) = nullptr;
   LaunchError (*merge_states)(const MergeStatesParams&, int device, void* stream) = nullptr;
   LaunchError (*pack_bits)(const PackBitsParams&, int device, void* stream) = nullptr;

@@ -55,6 +55,6 @@ struct KernelLibrary {
   int num_kernels = 0;
 };
 
-inline constexpr int kKernelAbiVersion = 2;
+inline constexpr int kKernelAbiVersion = 3;
 
 }  // namespace preflash

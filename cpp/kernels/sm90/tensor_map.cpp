@@ -16,8 +16,14 @@ using Encode = decltype(&cuTensorMapEncodeTiled);
 Encode find_encode() {
   void* function = nullptr;
   cudaDriverEntryPointQueryResult result;
+#if CUDART_VERSION >= 12050
   cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000,
                                                        cudaEnableDefault, &result);
+#else
+  cudaError_t error =
+      cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &function, cudaEnableDefault, &result);
+#endif
+  if (error != cudaSuccess) cudaGetLastError();  // the next launch is not to trip over it
   if (error != cudaSuccess || result != cudaDriverEntryPointSuccess) return nullptr;
   return reinterpret_cast<Encode>(function);
 }

@@ -1,0 +1,36 @@
+"""Device memory that launches use beside the caller's tensors, and the streams that use it."""
+
+from __future__ import annotations
+
+import torch
+
+from ._launch_site import LaunchSite
+
+
+class Buffer:
+    """A tensor that torch's allocator must not hand out again while one of its streams uses it."""
+
+    __slots__ = ("_streams", "tensor")
+
+    def __init__(self, tensor: torch.Tensor, *streams: int) -> None:
+        """streams: those that the allocator knows of already."""
+        self.tensor = tensor
+        self._streams = set(streams)
+
+    @classmethod
+    def allocate(cls, num_bytes: int, site: LaunchSite) -> Buffer:
+        """Fresh memory, which belongs to the current stream."""
+        tensor = torch.empty(num_bytes, dtype=torch.uint8, device=site.device)
+        return cls(tensor, site.stream())
+
+    @property
+    def num_bytes(self) -> int:
+        return self.tensor.numel() * self.tensor.element_size()
+
+    def used_on_current_stream(self, site: LaunchSite) -> None:
+        """Tells the allocator, the first time that a stream comes by."""
+        stream = site.stream()
+        if stream not in self._streams:
+            if self.tensor.is_cuda:
+                self.tensor.record_stream(site.owner_stream())
+            self._streams.add(stream)
