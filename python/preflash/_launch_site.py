@@ -20,6 +20,10 @@ class LaunchSite:
         """The address of the stream that is current now."""
         return torch._C._cuda_getCurrentRawStream(self.ordinal) if self.ordinal >= 0 else 0
 
+    def num_threads(self) -> int:
+        """Threads of a launch on the CPU, the caller's included: those that torch would use now."""
+        return torch.get_num_threads() if self.ordinal < 0 else 1
+
     def owner_stream(self) -> torch.cuda.Stream | None:
         """The current stream as an object, to tell torch's allocator who uses a tensor."""
         return torch.cuda.current_stream(self.device) if self.ordinal >= 0 else None
