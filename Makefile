@@ -40,7 +40,7 @@ CUTLASS := nvidia-cutlass==4.2.0.0
 TORCH := $(if $(GPU_ARCHS),torch,torch==2.13.0)
 PIP := $(BIN)/python -m pip install -q --disable-pip-version-check
 
-.PHONY: demo test build kernels wheel lint format clean
+.PHONY: demo test build sanitize kernels wheel lint format clean
 .DEFAULT_GOAL := build
 
 demo: build
@@ -61,6 +61,24 @@ build: $(VENV)/ready $(if $(NVCC),$(VENV)/cutlass)
 	@$(BIN)/python -c "import pathlib, sysconfig; \
 		site = pathlib.Path(sysconfig.get_path('platlib')); \
 		(site / 'preflash-build.pth').write_text('$(abspath $(STAGE))\n')"
+
+# The CPU side under AddressSanitizer and UBSan, in a stage of its own that only this run sees. The
+# python that loads it is not built with them, so their libraries come first (and libstdc++, whose
+# throw AddressSanitizer wraps as it starts); it never frees everything, so leaks are not looked for.
+SANITIZE := build/sanitize
+SANITIZE_TESTS ?= tests/api tests/cpu tests/host
+sanitizer_libraries = $(foreach name,libasan.so libubsan.so libstdc++.so.6,$(shell \
+	$(CXX) -print-file-name=$(name)))
+sanitize: $(VENV)/ready
+	@mkdir -p build
+	@cmake -G Ninja -S . -B $(SANITIZE) -DPython_EXECUTABLE=$(BIN)/python -DPREFLASH_CUDA=OFF \
+		-DCMAKE_CXX_COMPILER=$(CXX) -DPREFLASH_SANITIZE=ON >$(SANITIZE).log \
+		|| { cat $(SANITIZE).log; exit 1; }
+	cmake --build $(SANITIZE) --parallel $(JOBS)
+	@rm -rf $(SANITIZE)/stage && cmake --install $(SANITIZE) --prefix $(SANITIZE)/stage >>$(SANITIZE).log
+	PYTHONPATH=$(abspath $(SANITIZE)/stage) LD_PRELOAD="$(strip $(sanitizer_libraries))" \
+		ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
+		$(BIN)/python -m pytest $(or $(PYTEST_ARGS),$(SANITIZE_TESTS))
 
 # The kernel libraries alone: for wheels, or for a machine without nvcc (PREFLASH_KERNELS=<dir>).
 kernels: $(VENV)/ready $(VENV)/cutlass

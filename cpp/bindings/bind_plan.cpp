@@ -71,21 +71,39 @@ void upload(Plan& plan, const Uploader& uploader, Address int_workspace,
   if (!owner.is_none()) py::setattr(owner, "_state", state);
 }
 
-// A positional signature: keyword matching would cost a third of the whole call.
+RunArguments run_arguments(Address q, Address k, Address v, Address o, Address lse,
+                           Address mask_bits, Address float_workspace, Address stream,
+                           float sm_scale, float out_scale, float lse_scale) {
+  return {.q = pointer<const void>(q),
+          .k = pointer<const void>(k),
+          .v = pointer<const void>(v),
+          .o = pointer<void>(o),
+          .lse = pointer<float>(lse),
+          .mask_bits = pointer<const std::uint8_t>(mask_bits),
+          .float_workspace = pointer<void>(float_workspace),
+          .stream = pointer<void>(stream),
+          .sm_scale = sm_scale,
+          .out_scale = out_scale,
+          .lse_scale = lse_scale};
+}
+
+// Positional signatures: keyword matching would cost a third of the whole call.
 bool run(const Launch& launch, Address q, Address k, Address v, Address o, Address lse,
          Address mask_bits, Address float_workspace, Address stream, float sm_scale,
          float out_scale, float lse_scale) {
-  return launch.run({.q = pointer<const void>(q),
-                     .k = pointer<const void>(k),
-                     .v = pointer<const void>(v),
-                     .o = pointer<void>(o),
-                     .lse = pointer<float>(lse),
-                     .mask_bits = pointer<const std::uint8_t>(mask_bits),
-                     .float_workspace = pointer<void>(float_workspace),
-                     .stream = pointer<void>(stream),
-                     .sm_scale = sm_scale,
-                     .out_scale = out_scale,
-                     .lse_scale = lse_scale});
+  return launch.run(run_arguments(q, k, v, o, lse, mask_bits, float_workspace, stream, sm_scale,
+                                  out_scale, lse_scale));
+}
+
+// The same on so many threads of the CPU.
+bool run_on_threads(const Launch& launch, int num_threads, Address q, Address k, Address v,
+                    Address o, Address lse, Address mask_bits, Address float_workspace,
+                    Address stream, float sm_scale, float out_scale, float lse_scale) {
+  check_num_threads(num_threads);
+  RunArguments arguments = run_arguments(q, k, v, o, lse, mask_bits, float_workspace, stream,
+                                         sm_scale, out_scale, lse_scale);
+  arguments.num_threads = num_threads;
+  return launch.run(arguments);
 }
 
 }  // namespace
@@ -131,7 +149,8 @@ void bind_plan(py::module_& m) {
            py::arg("plan"), py::arg("q"), py::arg("k"), py::arg("v"), py::arg("o"), py::arg("lse"))
       // Other Python threads go on meanwhile: on the CPU this is the computation, and on a GPU a
       // launch waits where the queue is full, maybe for a host callback that needs the interpreter.
-      .def("run", &run, py::call_guard<py::gil_scoped_release>());
+      .def("run", &run, py::call_guard<py::gil_scoped_release>())
+      .def("run_on_threads", &run_on_threads, py::call_guard<py::gil_scoped_release>());
 }
 
 }  // namespace preflash

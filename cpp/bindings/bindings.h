@@ -11,5 +11,6 @@ void bind_plan(pybind11::module_& m);
 void bind_ops(pybind11::module_& m);
 void bind_introspection(pybind11::module_& m);
 void bind_planner_debug(pybind11::module_& m);
+void bind_threads_debug(pybind11::module_& m);
 
 }  // namespace preflash

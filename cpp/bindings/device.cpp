@@ -37,4 +37,15 @@ void check_launch(LaunchError error, const char* what) {
   if (error != nullptr) throw std::runtime_error(std::string(what) + " failed: " + error);
 }
 
+void check_num_threads(int num_threads) {
+  if (num_threads >= 1) return;
+  throw std::invalid_argument("num_threads is " + std::to_string(num_threads) +
+                              "; must be at least 1, the calling thread");
+}
+
+LaunchTarget launch_target(int device, std::uintptr_t stream, int num_threads) {
+  check_num_threads(num_threads);
+  return {.device = device, .stream = pointer<void>(stream), .num_threads = num_threads};
+}
+
 }  // namespace preflash

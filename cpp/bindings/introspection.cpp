@@ -122,11 +122,7 @@ void bind_introspection(py::module_& m) {
     FoundKernel found = Registry::instance().find(wanted);
     return found.kernel != nullptr ? py::object(py::none()) : py::object(py::str(found.error));
   });
-  m.def("set_num_threads", &cpu::set_num_threads, py::arg("count"),
-        "Threads that one call of the CPU backend uses.");
-  m.def("num_threads", &cpu::num_threads);
   m.def("cpu_isa", &cpu_isa_name, "The instruction set that the CPU backend uses on this machine.");
-  m.def("cpu_isa", &cpu_isa_name, "The instruction set of the CPU backend here.");
   m.def("device_facts", &device_facts, py::arg("device"));
   m.def("cuda_device_count", &cuda_device_count);
   m.def("cuda_version", &cuda_version);

@@ -145,10 +145,11 @@ bool Launch::run(const RunArguments& arguments) const {
   forward.partial_lse = layout.partial_lse.in(arguments.float_workspace);
   forward.sm_scale = arguments.sm_scale;
   forward.out_scale = arguments.out_scale;
-  check_launch(services_->launch_forward(plan_->kernel(), forward, sizes.num_ctas, plan_->device(),
-                                         arguments.stream),
+  const LaunchTarget target{
+      .device = plan_->device(), .stream = arguments.stream, .num_threads = arguments.num_threads};
+  check_launch(services_->launch_forward(plan_->kernel(), forward, sizes.num_ctas, target),
                plan_->kernel().id);
-  const bool captured = services_->is_capturing(plan_->device(), arguments.stream);
+  const bool captured = services_->is_capturing(target);
   if (sizes.num_merges == 0) return captured;
 
   CombineParams combine = combine_;
@@ -156,7 +157,7 @@ bool Launch::run(const RunArguments& arguments) const {
   combine.lse = forward.lse;
   combine.partial_o = forward.partial_o;
   combine.partial_lse = forward.partial_lse;
-  check_launch(services_->combine(combine, plan_->device(), arguments.stream), "combine");
+  check_launch(services_->combine(combine, target), "combine");
   return captured;
 }
 

@@ -19,4 +19,5 @@ PYBIND11_MODULE(_core, m) {
   preflash::bind_plan(m);
   preflash::bind_ops(m);
   preflash::bind_planner_debug(m);
+  preflash::bind_threads_debug(m);
 }

@@ -12,28 +12,30 @@ namespace py = pybind11;
 using Address = std::uintptr_t;
 
 void pack_bits(Address x, Address packed, Address segments, int num_segments, bool little,
-               int device, Address stream) {
+               int device, Address stream, int num_threads) {
   PackBitsParams params{.x = pointer<const std::uint8_t>(x),
                         .packed = pointer<std::uint8_t>(packed),
                         .in_begin = pointer<const std::int64_t>(segments),
                         .out_begin = pointer<const std::int64_t>(segments) + num_segments + 1,
                         .num_segments = num_segments,
                         .little = little};
+  const LaunchTarget target = launch_target(device, stream, num_threads);
   py::gil_scoped_release release;
-  check_launch(services_of(device).pack_bits(params, device, pointer<void>(stream)), "packbits");
+  check_launch(services_of(device).pack_bits(params, target), "packbits");
 }
 
-void merge(const MergeStatesParams& params, int device, Address stream) {
+void merge(const MergeStatesParams& params, int device, Address stream, int num_threads) {
+  const LaunchTarget target = launch_target(device, stream, num_threads);
   py::gil_scoped_release release;
-  check_launch(services_of(device).merge_states(params, device, pointer<void>(stream)),
-               "merge_states");
+  check_launch(services_of(device).merge_states(params, target), "merge_states");
 }
 
 }  // namespace
 
 void bind_ops(py::module_& m) {
   m.def("pack_bits", &pack_bits, py::arg("x"), py::arg("packed"), py::arg("segments"),
-        py::arg("num_segments"), py::arg("little"), py::arg("device"), py::arg("stream"));
+        py::arg("num_segments"), py::arg("little"), py::arg("device"), py::arg("stream"),
+        py::arg("num_threads"));
   py::class_<MergeStatesParams>(m, "MergeStatesParams")
       .def(py::init([](DType dtype, std::int64_t num_tokens, int num_states, int num_heads,
                        int head_dim) {
@@ -58,7 +60,7 @@ void bind_ops(py::module_& m) {
              params.s_out = pointer<float>(s);
              params.token_mask = pointer<const std::uint8_t>(token_mask);
            })
-      .def("launch", &merge, py::arg("device"), py::arg("stream"));
+      .def("launch", &merge, py::arg("device"), py::arg("stream"), py::arg("num_threads"));
 }
 
 }  // namespace preflash

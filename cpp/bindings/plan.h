@@ -114,6 +114,7 @@ struct RunArguments {
   const std::uint8_t* mask_bits = nullptr;
   void* float_workspace = nullptr;
   void* stream = nullptr;
+  int num_threads = 1;  // on the CPU
   float sm_scale = 1.0f;
   float out_scale = 1.0f;
   float lse_scale = 1.0f;

@@ -25,6 +25,7 @@ namespace {
 
 constexpr std::size_t kCanaryBytes = 64;
 constexpr char kCanary = '\xA5';
+constexpr int kThreads = 2;  // of a plan that is run
 
 // One case, owning what Problem only points to.
 struct Case {
@@ -242,7 +243,7 @@ void attend(std::uintptr_t q, std::uintptr_t k, std::uintptr_t v, std::uintptr_t
   params.partial_lse = layout.partial_lse.in(partials.data());
   Variant variant = given.kernel.variant;
   variant.q_dtype = variant.kv_dtype = DType::kFloat32;
-  check_launch(cpu::run_forward(variant, given.kernel.tile, params), "attend");
+  check_launch(cpu::run_forward(variant, given.kernel.tile, params, kThreads), "attend");
 
   // Last first: a tile that wrote more than its own rows would spoil those of the next one.
   MergeItem* merges = layout.merges.in(image.data());
@@ -260,7 +261,8 @@ void attend(std::uintptr_t q, std::uintptr_t k, std::uintptr_t v, std::uintptr_t
                 .tile_m = tile_m,
                 .tile_rows = rows_per_tile(variant.family, tile_m, params.group_size),
                 .group_size = params.group_size,
-                .head_dim_vo = params.head_dim_vo});
+                .head_dim_vo = params.head_dim_vo},
+               kThreads);
 }
 
 MaskBounds bounds_of(Keywords& given) {

@@ -1,11 +1,18 @@
 // The DeviceServices table of the CPU: the same calls as on a GPU, done at once in plain memory.
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstring>
 #include <memory>
 #include <new>
+#include <thread>
+
+#if defined(__linux__)
+#include <sched.h>
+#endif
 
 #include "cpu/cpu_backend.h"
+#include "cpu/guarded.h"
 #include "cpu/isa.h"
 #include "cpu/merge.h"
 #include "cpu/pack_bits.h"
@@ -23,9 +30,22 @@ HostStaging* staging_of(PlanUploader* uploader) { return reinterpret_cast<HostSt
 
 int device_count() { return 1; }
 
+// Those that this process may run on when it first asks: plans do not change with what it does to
+// itself later, nor with the threads of a call.
+int num_processors() {
+  static const int count = [] {
+#if defined(__linux__)
+    cpu_set_t set;
+    if (sched_getaffinity(0, sizeof set, &set) == 0) return std::max(CPU_COUNT(&set), 1);
+#endif
+    return std::max(static_cast<int>(std::thread::hardware_concurrency()), 1);
+  }();
+  return count;
+}
+
 LaunchError query(int /*device*/, DeviceFacts* facts) {
   *facts = {};
-  facts->num_sms = cpu::num_threads();
+  facts->num_sms = num_processors();
 #if defined(_SC_LEVEL2_CACHE_SIZE)
   const long l2_bytes = sysconf(_SC_LEVEL2_CACHE_SIZE);
   facts->l2_bytes = l2_bytes > 0 ? l2_bytes : 0;
@@ -59,21 +79,15 @@ LaunchError uploader_submit(PlanUploader* uploader, void* device_memory, std::si
 }
 
 LaunchError launch_forward(const ForwardKernel& kernel, const ForwardParams& params, int num_ctas,
-                           int /*device*/, void* stream) {
-  return kernel.launch(params, num_ctas, stream);
+                           const LaunchTarget& target) {
+  return kernel.launch(params, num_ctas, target);
 }
 
-bool is_capturing(int /*device*/, void* /*stream*/) { return false; }
+bool is_capturing(const LaunchTarget& /*target*/) { return false; }
 
-// Exceptions stop here: a LaunchError is all that callers of the table look at.
-template <class Params, void (*kFunction)(const Params&)>
-LaunchError call(const Params& params, int /*device*/, void* /*stream*/) {
-  try {
-    kFunction(params);
-    return nullptr;
-  } catch (const std::exception&) {
-    return "the CPU backend failed to run its threads";
-  }
+template <class Params, void (*kFunction)(const Params&, int num_threads)>
+LaunchError call(const Params& params, const LaunchTarget& target) {
+  return cpu::guarded([&] { kFunction(params, target.num_threads); });
 }
 
 constexpr DeviceServices kServices{
@@ -92,7 +106,10 @@ constexpr DeviceServices kServices{
 
 }  // namespace
 
-const DeviceServices* cpu_device_services() { return &kServices; }
+const DeviceServices* cpu_device_services() {
+  cpu::isa_kernels();  // a refusal is the caller's to see as such, before anything is launched
+  return &kServices;
+}
 
 const char* cpu_isa_name() { return cpu::isa_kernels().name; }
 

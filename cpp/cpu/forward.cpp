@@ -7,6 +7,7 @@
 #include <limits>
 #include <new>
 
+#include "cpu/guarded.h"
 #include "cpu/isa.h"
 #include "cpu/thread_pool.h"
 #include "preflash/mask_range.h"
@@ -365,19 +366,14 @@ class Item {
 
 }  // namespace
 
-LaunchError run_forward(const Variant& variant, const TileShape& tile,
-                        const ForwardParams& params) {
-  try {
+LaunchError run_forward(const Variant& variant, const TileShape& tile, const ForwardParams& params,
+                        int num_threads) {
+  return guarded([&] {
     const Launch launch = make_launch(variant, tile, params);
-    parallel_for(params.num_items, [&](int index) {
+    parallel_for(params.num_items, num_threads, [&](int index) {
       Item(launch, params.items[index], Scratch::of_this_thread(launch)).run();
     });
-    return nullptr;
-  } catch (const std::bad_alloc&) {
-    return "the CPU backend could not allocate its scratch memory";
-  } catch (const std::exception&) {
-    return "the CPU backend failed to run its threads";
-  }
+  });
 }
 
 }  // namespace preflash::cpu

@@ -11,8 +11,9 @@ namespace preflash::cpu {
 // assigned them to do not matter here; there is no stream either: the call returns when the work is
 // done.
 template <class V>
-LaunchError launch_forward(const ForwardParams& params, int /*num_ctas*/, void* /*stream*/) {
-  return run_forward(V::kVariant, V::kTile, params);
+LaunchError launch_forward(const ForwardParams& params, int /*num_ctas*/,
+                           const LaunchTarget& target) {
+  return run_forward(V::kVariant, V::kTile, params, target.num_threads);
 }
 
 template <class V>

@@ -1,6 +1,8 @@
 #include "cpu/isa.h"
 
 #include <cstdlib>
+#include <stdexcept>
+#include <string>
 #include <string_view>
 
 // Every C++20 compiler for x86-64 knows AVX2: a build without it forgot to say so, and would be
@@ -26,9 +28,18 @@ bool has_avx512() {
 }
 #endif
 
+// The widest instruction set that the user allows; empty: any.
+std::string_view allowed_isa() {
+  const char* value = std::getenv("PREFLASH_CPU_ISA");
+  const std::string_view isa = value != nullptr ? value : "";
+  if (isa.empty() || isa == "generic" || isa == "avx2" || isa == "avx512") return isa;
+  throw std::invalid_argument("PREFLASH_CPU_ISA is '" + std::string(isa) +
+                              "' in the environment; must be generic, avx2 or avx512, the widest "
+                              "instructions that the CPU backend may use, or unset");
+}
+
 IsaKernels choose() {
-  const char* wish = std::getenv("PREFLASH_CPU_ISA");
-  [[maybe_unused]] const std::string_view widest = wish != nullptr ? wish : "";
+  [[maybe_unused]] const std::string_view widest = allowed_isa();
 #if defined(PREFLASH_HAVE_AVX512)
   if (widest != "generic" && widest != "avx2" && has_avx512()) {
     IsaKernels kernels = *avx512_kernels();

@@ -75,7 +75,8 @@ const IsaKernels* avx2_kernels();    // where the build says PREFLASH_HAVE_AVX2
 const IsaKernels* avx512_kernels();  // PREFLASH_HAVE_AVX512
 
 // The widest table that this machine runs. The environment variable PREFLASH_CPU_ISA (generic, avx2
-// or avx512), read once, asks for a narrower one; a table that cannot run here is not chosen.
+// or avx512), read once, asks for none wider than that; a table that cannot run here is not chosen.
+// Throws std::invalid_argument, at every call, where the variable holds another word.
 const IsaKernels& isa_kernels();
 
 }  // namespace preflash::cpu

@@ -113,16 +113,17 @@ void merge_states_row(const MergeStatesParams& params, std::int64_t row) {
 
 }  // namespace
 
-void combine(const CombineParams& params) {
-  parallel_for(params.num_merges, [&](int index) { combine_tile(params, params.merges[index]); });
+void combine(const CombineParams& params, int num_threads) {
+  parallel_for(params.num_merges, num_threads,
+               [&](int index) { combine_tile(params, params.merges[index]); });
 }
 
-void merge_states(const MergeStatesParams& params) {
+void merge_states(const MergeStatesParams& params, int num_threads) {
   const std::int64_t rows = params.num_tokens * params.num_heads;
   const std::int64_t row_elements =
       std::max<std::int64_t>(std::int64_t{params.num_states} * params.head_dim, 1);
   const std::int64_t task_rows = std::max<std::int64_t>(kTaskElements / row_elements, 1);
-  parallel_for(static_cast<int>(ceil_div(rows, task_rows)), [&](int task) {
+  parallel_for(static_cast<int>(ceil_div(rows, task_rows)), num_threads, [&](int task) {
     const std::int64_t end = std::min(rows, (task + std::int64_t{1}) * task_rows);
     for (std::int64_t row = task * task_rows; row < end; ++row) {
       const bool wanted =

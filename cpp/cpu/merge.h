@@ -5,7 +5,7 @@
 
 namespace preflash::cpu {
 
-void combine(const CombineParams& params);
-void merge_states(const MergeStatesParams& params);
+void combine(const CombineParams& params, int num_threads);
+void merge_states(const MergeStatesParams& params, int num_threads);
 
 }  // namespace preflash::cpu

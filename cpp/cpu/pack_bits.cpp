@@ -45,12 +45,12 @@ void pack_segment(const std::uint8_t* x, std::int64_t num_bits, std::uint8_t* pa
 
 }  // namespace
 
-void pack_bits(const PackBitsParams& params) {
+void pack_bits(const PackBitsParams& params, int num_threads) {
   if (params.num_segments == 0) return;
   const std::int64_t* segments_end = params.out_begin + params.num_segments;
   const std::int64_t first = params.out_begin[0], total = *segments_end - first;
   const int tasks = static_cast<int>((total + kTaskBytes - 1) / kTaskBytes);
-  parallel_for(tasks, [&](int task) {
+  parallel_for(tasks, num_threads, [&](int task) {
     const std::int64_t begin = first + task * kTaskBytes;
     const std::int64_t end = std::min(begin + kTaskBytes, *segments_end);
     // The last segment that starts at or before `begin`, and those after it up to `end`.

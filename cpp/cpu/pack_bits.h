@@ -5,6 +5,6 @@
 
 namespace preflash::cpu {
 
-void pack_bits(const PackBitsParams& params);
+void pack_bits(const PackBitsParams& params, int num_threads);
 
 }  // namespace preflash::cpu

@@ -6,14 +6,9 @@
 #include <cstdint>
 #include <exception>
 #include <mutex>
-#include <stdexcept>
-#include <string>
-#include <system_error>
 #include <thread>
+#include <vector>
 
-#if defined(__linux__)
-#include <sched.h>
-#endif
 #if defined(__unix__) || defined(__APPLE__)
 #include <pthread.h>
 #endif
@@ -21,93 +16,117 @@
 namespace preflash::cpu {
 namespace {
 
-int available_processors() {
-#if defined(__linux__)
-  cpu_set_t set;
-  if (sched_getaffinity(0, sizeof set, &set) == 0) return std::max(CPU_COUNT(&set), 1);
-#endif
-  return std::max(static_cast<int>(std::thread::hardware_concurrency()), 1);
-}
-
-std::atomic<int>& thread_count() {
-  static std::atomic<int> count{available_processors()};
-  return count;
-}
+// A helper looks for a needier job after so many indices: where jobs outnumber helpers, each has
+// its turn.
+constexpr int kShiftIndices = 64;
 
 // Lives on the caller's stack; helpers touch it only between joining and leaving.
 struct Job {
   IndexedFunction function;
   const void* context;
   int count;
-  std::atomic<int> next{0};
+  int seats;  // helpers that may work on it at once
+  std::atomic<std::int64_t> next{0};
   std::atomic<bool> failed{false};
   std::exception_ptr error = nullptr;  // written by whoever sets `failed` first
 
-  void work() {
-    for (int i = next.fetch_add(1); i < count; i = next.fetch_add(1)) {
-      try {
-        function(context, i);
-      } catch (...) {
-        if (!failed.exchange(true)) error = std::current_exception();
-      }
+  // Guarded by the pool's lock.
+  int helpers = 0;
+  std::uint64_t last_joined = 0;
+  std::condition_variable deserted{};
+
+  // Works on the next index; false where none is left.
+  bool step() {
+    const std::int64_t index = next.fetch_add(1, std::memory_order_relaxed);
+    if (index >= count) return false;
+    try {
+      function(context, static_cast<int>(index));
+    } catch (...) {
+      if (!failed.exchange(true)) error = std::current_exception();
     }
+    return true;
+  }
+  bool wants_help() const {
+    return helpers < seats && next.load(std::memory_order_relaxed) < count;
   }
 };
 
 class ThreadPool {
  public:
-  void run(Job& job, int num_helpers) {
-    std::lock_guard one_call_at_a_time(calls_);
-    {
-      std::lock_guard lock(state_);
-      start_helpers(num_helpers);
-      job_ = &job;
-      seats_ = num_helpers;
-      ++generation_;
+  void run(Job& job) {
+    publish(job);
+    while (job.step()) {
     }
-    job_published_.notify_all();
-    job.work();
-    // Helpers that have not woken up yet find no job and go back to sleep.
     std::unique_lock lock(state_);
-    job_ = nullptr;
-    helpers_left_.wait(lock, [this] { return joined_ == 0; });
+    std::erase(jobs_, &job);
+    job.deserted.wait(lock, [&] { return job.helpers == 0; });
   }
 
  private:
-  // Where the system refuses a thread, the call goes on with those that there are.
+  void publish(Job& job) {
+    {
+      std::lock_guard lock(state_);
+      jobs_.push_back(&job);
+      start_helpers(job.seats);
+      publications_.fetch_add(1, std::memory_order_relaxed);
+    }
+    for (int i = 0; i < job.seats; ++i) job_published_.notify_one();
+  }
+
+  // As many as the widest job asked for; jobs that run at once share them. Where the system refuses
+  // a thread, the call goes on with those that there are.
   void start_helpers(int wanted) {
     try {
       for (; started_ < wanted; ++started_) std::thread([this] { help(); }).detach();
-    } catch (const std::system_error&) {
+    } catch (const std::exception&) {
     }
+  }
+
+  // The job with the fewest helpers; among equals, the one that a helper last came to longest ago,
+  // so a new one first. Null where none wants help.
+  Job* neediest() const {
+    Job* found = nullptr;
+    for (Job* job : jobs_) {
+      if (!job->wants_help()) continue;
+      const bool needier =
+          found == nullptr || job->helpers < found->helpers ||
+          (job->helpers == found->helpers && job->last_joined < found->last_joined);
+      if (needier) found = job;
+    }
+    return found;
   }
 
   void help() {
     std::unique_lock lock(state_);
-    std::uint64_t seen = 0;
     for (;;) {
-      job_published_.wait(lock, [&] { return generation_ != seen; });
-      seen = generation_;
-      if (job_ == nullptr || seats_ == 0) continue;
-      --seats_;
-      ++joined_;
-      Job& job = *job_;
+      Job* job = neediest();
+      if (job == nullptr) {
+        job_published_.wait(lock);
+        continue;
+      }
+      ++job->helpers;
+      job->last_joined = ++joins_;
+      const std::uint64_t seen = publications_.load(std::memory_order_relaxed);
       lock.unlock();
-      job.work();
+      work_a_shift(*job, seen);
       lock.lock();
-      if (--joined_ == 0) helpers_left_.notify_all();
+      if (--job->helpers == 0) job->deserted.notify_one();
     }
   }
 
-  std::mutex calls_;
-  std::mutex state_;  // guards all below
+  // Until the job has no index left, another job arrives or the shift is over.
+  void work_a_shift(Job& job, std::uint64_t seen) const {
+    for (int i = 0; i < kShiftIndices; ++i) {
+      if (!job.step() || publications_.load(std::memory_order_relaxed) != seen) return;
+    }
+  }
+
+  std::atomic<std::uint64_t> publications_{0};  // changed under the lock, read anywhere
+  std::mutex state_;                            // guards all below
   std::condition_variable job_published_;
-  std::condition_variable helpers_left_;
-  Job* job_ = nullptr;
-  std::uint64_t generation_ = 0;
+  std::vector<Job*> jobs_;
   int started_ = 0;
-  int seats_ = 0;
-  int joined_ = 0;
+  std::uint64_t joins_ = 0;
 };
 
 std::atomic<ThreadPool*> current_pool{nullptr};
@@ -130,23 +149,16 @@ ThreadPool& pool() {
 
 }  // namespace
 
-int num_threads() { return thread_count().load(); }
-
-void set_num_threads(int count) {
-  if (count < 1) {
-    throw std::invalid_argument("the number of CPU threads must be at least 1, got " +
-                                std::to_string(count));
-  }
-  thread_count().store(count);
-}
-
-void parallel_for(int count, IndexedFunction function, const void* context) {
-  const int num_helpers = std::min(num_threads(), count) - 1;
-  Job job{.function = function, .context = context, .count = count};
-  if (num_helpers <= 0) {
-    job.work();
+void parallel_for(int count, int num_threads, IndexedFunction function, const void* context) {
+  Job job{.function = function,
+          .context = context,
+          .count = count,
+          .seats = std::min(num_threads, count) - 1};
+  if (job.seats > 0) {
+    pool().run(job);
   } else {
-    pool().run(job, num_helpers);
+    while (job.step()) {
+    }
   }
   if (job.failed) std::rethrow_exception(job.error);
 }

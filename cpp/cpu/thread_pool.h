@@ -1,25 +1,21 @@
-// The threads of the CPU backend: started when first needed, kept until the process ends, shared by
-// all callers one call at a time.
+// The threads of the CPU backend. Every caller works on its own job from the first moment; helper
+// threads, started when first needed and kept until the process ends, spread over all the jobs that
+// are running.
 #pragma once
 
 namespace preflash::cpu {
 
-// How many threads one call uses, the caller's included. Starts as the number of processors that
-// this process may run on.
-int num_threads();
-// Throws std::invalid_argument below 1. Results do not depend on it.
-void set_num_threads(int count);
-
-// Calls function(context, i) for every i in [0, count), each once, handed out in rising order.
-// Returns when all are done; rethrows one exception if any call threw.
+// Calls function(context, i) for every i in [0, count), each once, handed out in rising order, on
+// at most `num_threads` threads, the caller's included. Returns when all are done; rethrows one
+// exception if any call threw.
 using IndexedFunction = void (*)(const void* context, int index);
-void parallel_for(int count, IndexedFunction function, const void* context);
+void parallel_for(int count, int num_threads, IndexedFunction function, const void* context);
 
 template <class Body>
-void parallel_for(int count, const Body& body) {
+void parallel_for(int count, int num_threads, const Body& body) {
   parallel_for(
-      count, [](const void* context, int index) { (*static_cast<const Body*>(context))(index); },
-      &body);
+      count, num_threads,
+      [](const void* context, int index) { (*static_cast<const Body*>(context))(index); }, &body);
 }
 
 }  // namespace preflash::cpu

@@ -33,20 +33,24 @@ LaunchError submit(PlanUploader* uploader, void* device_memory, std::size_t byte
   return uploader->submit(device_memory, bytes, static_cast<cudaStream_t>(stream), blocking);
 }
 
+cudaStream_t stream_of(const LaunchTarget& target) {
+  return static_cast<cudaStream_t>(target.stream);
+}
+
 LaunchError launch_forward(const ForwardKernel& kernel, const ForwardParams& params, int num_ctas,
-                           int device, void* stream) {
+                           const LaunchTarget& target) {
   if (kernel.launch == nullptr) {
     return usage_error("kernel %s has no launch function", kernel.id ? kernel.id : "(unnamed)");
   }
   if (num_ctas <= 0) return nullptr;
-  DeviceGuard guard(device);
+  DeviceGuard guard(target.device);
   if (guard.error() != nullptr) return guard.error();
-  return kernel.launch(params, num_ctas, stream);
+  return kernel.launch(params, num_ctas, target);
 }
 
-bool is_capturing(int /*device*/, void* stream) {
+bool is_capturing(const LaunchTarget& target) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  if (cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &status) != cudaSuccess) {
+  if (cudaStreamIsCapturing(stream_of(target), &status) != cudaSuccess) {
     cudaGetLastError();  // the default stream beside another stream's capture
     return false;
   }
@@ -62,7 +66,7 @@ LaunchError refuse_dtype(const char* what, DType dtype) {
                      static_cast<int>(name.size()), name.data());
 }
 
-LaunchError combine(const CombineParams& params, int device, void* stream) {
+LaunchError combine(const CombineParams& params, const LaunchTarget& target) {
   if (LaunchError error = refuse_dtype("combine", params.o_dtype)) return error;
   if (params.head_dim_vo <= 0 || params.head_dim_vo % 8 != 0 || params.group_size <= 0 ||
       params.tile_rows <= 0) {
@@ -73,29 +77,28 @@ LaunchError combine(const CombineParams& params, int device, void* stream) {
   }
   if (params.num_merges <= 0) return nullptr;
   DeviceFacts facts;
-  if (LaunchError error = query_device(device, &facts)) return error;
-  DeviceGuard guard(device);
+  if (LaunchError error = query_device(target.device, &facts)) return error;
+  DeviceGuard guard(target.device);
   if (guard.error() != nullptr) return guard.error();
-  return runtime_error(launch_combine(params, facts.num_sms, static_cast<cudaStream_t>(stream)),
+  return runtime_error(launch_combine(params, facts.num_sms, stream_of(target)),
                        "launching combine");
 }
 
-LaunchError merge_states(const MergeStatesParams& params, int device, void* stream) {
+LaunchError merge_states(const MergeStatesParams& params, const LaunchTarget& target) {
   if (LaunchError error = refuse_dtype("merge_states", params.dtype)) return error;
   if (params.num_tokens <= 0 || params.num_heads <= 0) return nullptr;
-  DeviceGuard guard(device);
+  DeviceGuard guard(target.device);
   if (guard.error() != nullptr) return guard.error();
-  return runtime_error(launch_merge_states(params, static_cast<cudaStream_t>(stream)),
-                       "launching merge_states");
+  return runtime_error(launch_merge_states(params, stream_of(target)), "launching merge_states");
 }
 
-LaunchError pack_bits(const PackBitsParams& params, int device, void* stream) {
+LaunchError pack_bits(const PackBitsParams& params, const LaunchTarget& target) {
   if (params.num_segments <= 0) return nullptr;
   DeviceFacts facts;
-  if (LaunchError error = query_device(device, &facts)) return error;
-  DeviceGuard guard(device);
+  if (LaunchError error = query_device(target.device, &facts)) return error;
+  DeviceGuard guard(target.device);
   if (guard.error() != nullptr) return guard.error();
-  return runtime_error(launch_pack_bits(params, facts.num_sms, static_cast<cudaStream_t>(stream)),
+  return runtime_error(launch_pack_bits(params, facts.num_sms, stream_of(target)),
                        "launching pack_bits");
 }
 

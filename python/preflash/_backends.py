@@ -85,18 +85,21 @@ class _KernelBackend:
 
 class _CpuBackend(_KernelBackend):
     def refusal(self, device: torch.device) -> str | None:
-        if device.type == "cpu":
-            return None
-        return f"backend='cpu' computes on CPU tensors; the workspace is on {device}"
+        if device.type != "cpu":
+            return f"backend='cpu' computes on CPU tensors; the workspace is on {device}"
+        try:
+            _core.cpu_isa()
+        except ValueError as error:
+            return str(error)
+        return None
 
     def runner(self, launch: _core.Launch) -> Callable[..., bool]:
-        run = launch.run
+        run, threads = launch.run_on_threads, torch.get_num_threads
 
-        def run_with_torch_threads(*arguments: float) -> bool:
-            _core.set_num_threads(torch.get_num_threads())
-            return run(*arguments)
+        def run_on_torch_threads(*arguments: float) -> bool:
+            return run(threads(), *arguments)
 
-        return run_with_torch_threads
+        return run_on_torch_threads
 
 
 class _CudaBackend(_KernelBackend):
@@ -135,7 +138,7 @@ def compute_capability(device: torch.device) -> int:
     return _core.device_facts(device.index)["compute_capability"]
 
 
-CPU: Backend = _CpuBackend("cpu", _core.Family.cpu)
+CPU = _CpuBackend("cpu", _core.Family.cpu)
 FA2: Backend = _CudaBackend("fa2", _core.Family.sm80, range(80, 1000))
 FA3: Backend = _Fa3Backend("fa3", _core.Family.sm90, range(90, 91))
 

@@ -55,9 +55,8 @@ def device_facts(device: int) -> dict[str, Any]:
 def cuda_device_count() -> int: ...
 def cuda_version() -> str: ...
 def cuda_error() -> str: ...
-def num_threads() -> int: ...
-def cpu_isa() -> str: ...
-def set_num_threads(count: int) -> None: ...
+def cpu_isa() -> str:
+    """Raises ValueError where PREFLASH_CPU_ISA names no instruction set."""
 
 class Batch:
     def __init__(
@@ -190,13 +189,30 @@ class Launch:
     ) -> bool:
         """True where the launch was captured into a CUDA graph."""
 
+    def run_on_threads(
+        self,
+        num_threads: int,
+        q: int,
+        k: int,
+        v: int,
+        o: int,
+        lse: int,
+        mask_bits: int,
+        float_workspace: int,
+        stream: int,
+        sm_scale: float,
+        out_scale: float,
+        lse_scale: float,
+        /,
+    ) -> bool: ...
+
 class MergeStatesParams:
     def __init__(
         self, dtype: DType, num_tokens: int, num_states: int, num_heads: int, head_dim: int
     ) -> None: ...
     def set_inputs(self, v_a: int, s_a: int, v_b: int, s_b: int) -> None: ...
     def set_outputs(self, v: int, s: int, token_mask: int) -> None: ...
-    def launch(self, device: int, stream: int) -> None: ...
+    def launch(self, device: int, stream: int, num_threads: int) -> None: ...
 
 def pack_bits(
     x: int,
@@ -206,6 +222,8 @@ def pack_bits(
     little: bool,
     device: int,
     stream: int,
+    num_threads: int,
 ) -> None: ...
 
 planner: Any
+threads: Any

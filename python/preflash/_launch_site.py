@@ -23,6 +23,9 @@ class LaunchSite:
     def is_capturing(self) -> bool:
         """Whether the current stream is being captured into a CUDA graph."""
         return self.ordinal >= 0 and torch.cuda.is_current_stream_capturing()
+    def num_threads(self) -> int:
+        """Threads of a launch on the CPU, the caller's included: those that torch would use now."""
+        return torch.get_num_threads() if self.ordinal < 0 else 1
 
     def owner_stream(self) -> torch.cuda.Stream | None:
         """The current stream as an object, to tell torch's allocator who uses a tensor."""

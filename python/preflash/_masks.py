@@ -71,4 +71,5 @@ def pack_segments(
         little=little,
         device=site.ordinal,
         stream=site.stream(),
+        num_threads=site.num_threads(),
     )

@@ -152,4 +152,4 @@ def _merge(a: _State, b: _State | None, into: _State, mask: torch.Tensor | None)
         0 if b is None else b.s.data_ptr(),
     )
     params.set_outputs(into.v.data_ptr(), into.s.data_ptr(), 0 if mask is None else mask.data_ptr())
-    params.launch(device=site.ordinal, stream=site.stream())
+    params.launch(device=site.ordinal, stream=site.stream(), num_threads=site.num_threads())

@@ -99,7 +99,7 @@ class CombineRun {
     params.tile_rows = c.tile_rows();
     params.group_size = c.group_size;
     params.head_dim_vo = c.head_dim;
-    accept(services.combine(params, 0, nullptr));
+    accept(services.combine(params, {.device = 0}));
     require(cudaDeviceSynchronize());
     o = device_o.host();
     lse = device_lse.host();

@@ -108,7 +108,7 @@ void check_merge_states(MergeForm form, int num_states, int num_tokens, int num_
   params.num_states = num_states;
   params.num_heads = num_heads;
   params.head_dim = dim;
-  accept(services.merge_states(params, 0, nullptr));
+  accept(services.merge_states(params, {.device = 0}));
   require(cudaDeviceSynchronize());
   std::vector<T> v_out = in_place ? v0.host() : v_new.host();
   std::vector<float> s_out = in_place ? s0.host() : s_new.host();
@@ -162,7 +162,7 @@ void check_pack_bits(const std::vector<int>& lengths, int first_element, bool li
   params.out_begin = device_out.data();
   params.num_segments = static_cast<int32_t>(lengths.size());
   params.little = little;
-  accept(services.pack_bits(params, 0, nullptr));
+  accept(services.pack_bits(params, {.device = 0}));
   require(cudaDeviceSynchronize());
   expect(packed.host() == want, "pack_bits: " + std::to_string(lengths.size()) + " segments");
 }
@@ -211,7 +211,7 @@ void check_uploader() {
 }
 
 int launched_ctas = 0, launched_device = -1;
-LaunchError record_launch(const ForwardParams&, int num_ctas, void*) {
+LaunchError record_launch(const ForwardParams&, int num_ctas, const LaunchTarget&) {
   launched_ctas = num_ctas;
   require(cudaGetDevice(&launched_device));
   return nullptr;
@@ -242,12 +242,12 @@ void check_devices(int count) {
     expect(facts.num_sms == num_sms && facts.compute_capability / 10 == major, "query");
     expect(facts.device == device && facts.smem_per_block > 48 << 10 && facts.name[0], "query");
     require(cudaSetDevice(0));
-    accept(services.launch_forward(kernel, {}, 7 + device, device, nullptr));
+    accept(services.launch_forward(kernel, {}, 7 + device, {.device = device}));
     expect(launched_ctas == 7 + device && launched_device == device, "launch_forward: device");
     require(cudaGetDevice(&current));
     expect(current == 0, "launch_forward: the caller's device changed");
     std::thread([&] {
-      accept(services.launch_forward(kernel, {}, 1, device, nullptr));
+      accept(services.launch_forward(kernel, {}, 1, {.device = device}));
       expect(launched_device == device, "launch_forward: device in a new thread");
       CUcontext context = nullptr;
       expect(get_current_context(&context) == CUDA_SUCCESS && context == nullptr,
@@ -256,18 +256,18 @@ void check_devices(int count) {
   }
   DeviceFacts facts;
   expect(says(services.query(count, &facts), "does not exist"), "query: missing device");
-  accept(services.launch_forward(kernel, {}, 0, 0, nullptr));
+  accept(services.launch_forward(kernel, {}, 0, {.device = 0}));
   kernel.launch = nullptr;
-  expect(says(services.launch_forward(kernel, {}, 1, 0, nullptr), "recorder"), "no launch");
+  expect(says(services.launch_forward(kernel, {}, 1, {.device = 0}), "recorder"), "no launch");
   CombineParams bad;
   bad.o_dtype = DType::kFloat8E4M3;
-  expect(says(services.combine(bad, 0, nullptr), "e4m3"), "combine: dtype");
+  expect(says(services.combine(bad, {.device = 0}), "e4m3"), "combine: dtype");
   bad.o_dtype = DType::kFloat16;
   bad.head_dim_vo = 64;
   bad.tile_rows = 64;
-  accept(services.combine(bad, 0, nullptr));  // no merges
+  accept(services.combine(bad, {.device = 0}));  // no merges
   bad.tile_rows = 0;
-  expect(says(services.combine(bad, 0, nullptr), "tile_rows 0"), "combine: no rows");
+  expect(says(services.combine(bad, {.device = 0}), "tile_rows 0"), "combine: no rows");
 }
 
 template <class T>
@@ -298,7 +298,7 @@ int main() {
     DeviceFacts facts;
     PackBitsParams bits;
     bits.num_segments = 1;
-    bool refused = services.query(0, &facts) && services.pack_bits(bits, 0, nullptr);
+    bool refused = services.query(0, &facts) && services.pack_bits(bits, {.device = 0});
     services.uploader_destroy(services.uploader_create(0));
     return refused ? 77 : 1;
   }

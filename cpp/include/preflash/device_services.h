@@ -11,7 +11,7 @@
 
 namespace preflash {
 
-// What the planner needs to know of a machine. The CPU backend fills it with threads as SMs.
+// What the planner needs to know of a machine. The CPU's processors stand for SMs.
 struct DeviceFacts {
   int device = -1;             // CUDA ordinal; -1: the CPU
   int compute_capability = 0;  // 90 for sm_90; 0: the CPU
@@ -42,14 +42,14 @@ struct DeviceServices {
   LaunchError (*uploader_submit)(PlanUploader*, void* device_memory, std::size_t bytes,
                                  void* stream, bool blocking) = nullptr;
 
-  // `device` is made current for the launch and the caller's device restored afterwards.
+  // The target's device is made current for the launch and the caller's restored afterwards.
   LaunchError (*launch_forward)(const ForwardKernel&, const ForwardParams&, int num_ctas,
-                                int device, void* stream) = nullptr;
-  // Whether the stream is being captured into a CUDA graph.
-  bool (*is_capturing)(int device, void* stream) = nullptr;
-  LaunchError (*combine)(const CombineParams&, int device, void* stream) = nullptr;
-  LaunchError (*merge_states)(const MergeStatesParams&, int device, void* stream) = nullptr;
-  LaunchError (*pack_bits)(const PackBitsParams&, int device, void* stream) = nullptr;
+                                const LaunchTarget&) = nullptr;
+  // Whether the target's stream is being captured into a CUDA graph.
+  bool (*is_capturing)(const LaunchTarget&) = nullptr;
+  LaunchError (*combine)(const CombineParams&, const LaunchTarget&) = nullptr;
+  LaunchError (*merge_states)(const MergeStatesParams&, const LaunchTarget&) = nullptr;
+  LaunchError (*pack_bits)(const PackBitsParams&, const LaunchTarget&) = nullptr;
 };
 
 }  // namespace preflash

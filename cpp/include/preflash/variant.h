@@ -34,7 +34,17 @@ struct TileShape {
 
 // Device-side errors travel as text: nullptr means that the launch was accepted.
 using LaunchError = const char*;
-using ForwardLaunch = LaunchError (*)(const ForwardParams& params, int num_ctas, void* stream);
+
+// Where a launch runs: on a GPU and its stream, or on so many threads of the CPU, the caller's
+// included.
+struct LaunchTarget {
+  int device = -1;  // CUDA ordinal; -1: the CPU
+  void* stream = nullptr;
+  int num_threads = 1;
+};
+
+using ForwardLaunch = LaunchError (*)(const ForwardParams& params, int num_ctas,
+                                      const LaunchTarget& target);
 
 struct ForwardKernel {
   const char* id =

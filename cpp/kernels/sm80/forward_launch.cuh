@@ -10,10 +10,10 @@ template <class V>
 inline constexpr int kSmemBytes = sizeof(SharedStorage<ForwardTraits<V>>);
 
 template <class V>
-LaunchError launch_forward(const ForwardParams& params, int num_ctas, void* stream) {
+LaunchError launch_forward(const ForwardParams& params, int num_ctas, const LaunchTarget& target) {
   LaunchShape shape{num_ctas, ForwardTraits<V>::kThreads, kSmemBytes<V>};
   return launch_kernel<&forward_kernel<V>>(KernelParams::make(params, V::kVariant.logits), shape,
-                                           stream);
+                                           target.stream);
 }
 
 template <class V>

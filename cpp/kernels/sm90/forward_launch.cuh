@@ -10,7 +10,7 @@ template <class V>
 inline constexpr int kSmemBytes = sizeof(SharedStorage<ForwardTraits<V>>);
 
 template <class V>
-LaunchError launch_forward(const ForwardParams& params, int num_ctas, void* stream) {
+LaunchError launch_forward(const ForwardParams& params, int num_ctas, const LaunchTarget& target) {
   using Traits = ForwardTraits<V>;
   static_assert(kSmemBytes<V> <= kMostSharedBytes);
   HopperParams hopper{KernelParams::make(params, V::kVariant.logits),
@@ -20,7 +20,7 @@ LaunchError launch_forward(const ForwardParams& params, int num_ctas, void* stre
   const char* refusal = encode_tensor_maps(params, V::kVariant.q_dtype, hopper.box, hopper.maps);
   if (refusal != nullptr) return refusal;
   LaunchShape shape{num_ctas, Traits::kThreads, kSmemBytes<V>};
-  return launch_kernel<&forward_kernel<V>>(hopper, shape, stream);
+  return launch_kernel<&forward_kernel<V>>(hopper, shape, target.stream);
 }
 
 template <class V>

@@ -14,7 +14,7 @@ import preflash
 from .. import _backends, _core
 from .._options import Options
 from .console import Table
-from .machine import gpu_absent
+from .machine import cpu_refusal, gpu_absent
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -42,7 +42,7 @@ def collect() -> dict:
         "gpu_absent": gpu_absent() or None,
         "kernels": dict(collections.Counter(kernel["family"] for kernel in _core.kernels())),
         "gpus": gpus,
-        "cpu": {"isa": _core.cpu_isa(), "threads": torch.get_num_threads()},
+        "cpu": _cpu(),
         "auto": [_auto(device) for device in [*devices, torch.device("cpu")]],
     }
 
@@ -51,6 +51,15 @@ def _gpus() -> list[dict]:
     if gpu_absent():
         return []
     return [_core.device_facts(index) for index in range(_core.cuda_device_count())]
+
+
+def _cpu() -> dict:
+    refusal = cpu_refusal()
+    return {
+        "isa": None if refusal else _core.cpu_isa(),
+        "threads": torch.get_num_threads(),
+        "refusal": refusal or None,
+    }
 
 
 def _auto(device: torch.device) -> dict:
@@ -87,7 +96,7 @@ def _text(facts: dict) -> str:
         f"CUDA      {_cuda_line(facts)}",
         f"torch     {facts['torch']}, CUDA {facts['torch_cuda'] or 'none: a CPU build'}",
         f"Python    {facts['python']}, {facts['platform']}",
-        f"CPU       {facts['cpu']['isa']}, {facts['cpu']['threads']} threads",
+        f"CPU       {_cpu_line(facts['cpu'])}",
     ]
     if facts["gpus"]:
         lines += ["", str(_gpu_table(facts["gpus"]))]
@@ -96,6 +105,12 @@ def _text(facts: dict) -> str:
         lines.append(f"  {choice['device']}: {choice['backend'] or 'nothing'}")
         lines += [f"    {reason}" for reason in choice["why"]]
     return "\n".join(lines)
+
+
+def _cpu_line(cpu: dict) -> str:
+    if cpu["refusal"]:
+        return f"not used: {cpu['refusal']}"
+    return f"{cpu['isa']}, {cpu['threads']} threads"
 
 
 def _cuda_line(facts: dict) -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .. import _core
+from .. import _backends, _core
 from . import CommandError
 
 _DTYPES = {
@@ -44,6 +44,11 @@ def gpu_absent() -> str:
     return ""
 
 
+def cpu_refusal() -> str:
+    """Why the CPU backend cannot be used; empty where it can."""
+    return _backends.CPU.refusal(torch.device("cpu")) or ""
+
+
 def places() -> list[Place]:
     """Every backend that can run here, the fastest first. Of several GPUs the current one."""
     found = []
@@ -56,7 +61,8 @@ def places() -> list[Place]:
             found.append(Place("fa3", device, name))
         if "fa2" in backends and capability >= 80:
             found.append(Place("fa2", device, name))
-    found.append(Place("cpu", torch.device("cpu"), "CPU"))
+    if not cpu_refusal():
+        found.append(Place("cpu", torch.device("cpu"), "CPU"))
     return found
 
 
@@ -64,11 +70,14 @@ def choose_places(backend: str | None) -> list[Place]:
     """All places, or those of one backend. Raises CommandError where it cannot run."""
     found = places()
     if backend is None:
+        if cpu_refusal():
+            raise CommandError(cpu_refusal())
         return found
     chosen = [place for place in found if place.backend == backend]
     if not chosen:
-        here = ", ".join(place.backend for place in found)
-        reason = f" ({gpu_absent()})" if gpu_absent() else ""
+        here = ", ".join(place.backend for place in found) or "none"
+        absent = cpu_refusal() if backend == "cpu" else gpu_absent()
+        reason = f" ({absent})" if absent else ""
         raise CommandError(f"--backend {backend} cannot run here{reason}; there is: {here}")
     return chosen
 
