@@ -1,0 +1,181 @@
+"""A plan() that does not come to its end leaves the wrapper as it was, whole."""
+
+import copy
+import dataclasses
+import pickle
+import sys
+
+import pytest
+import torch
+from preflash.testing import Case, MaskKind, build, runner
+
+OLD = Case("old", (33, 5, 0, 70), (40, 90, 7, 70), 4, 2, 64, page_size=16, mask=MaskKind.CAUSAL)
+# More requests and more tiles, so that its work list over the old one's state leaves the buffer.
+NEW = Case("new", (64,) * 40 + (300,), (200,) * 40 + (900,), 4, 2, 64, page_size=16,
+           mask=MaskKind.CUSTOM)  # fmt: skip
+
+
+class _InterruptError(BaseException):
+    """As KeyboardInterrupt, but nobody else's."""
+
+
+def interrupt_at(step: int):
+    """A trace function that raises before the step-th bytecode of our package."""
+    left = step
+
+    def trace(frame, event, argument):
+        nonlocal left
+        if "preflash" not in frame.f_code.co_filename:
+            return None
+        frame.f_trace_opcodes = True
+        frame.f_trace_lines = False
+        if event == "opcode":
+            if left == 0:
+                raise _InterruptError
+            left -= 1
+        return trace
+
+    return trace
+
+
+def interrupted(call, step: int) -> bool:
+    """Whether the call had so many steps."""
+    sys.settrace(interrupt_at(step))
+    try:
+        call()
+    except _InterruptError:
+        return True
+    finally:
+        sys.settrace(None)
+    return False
+
+
+def results(wrapper, inputs):
+    out, lse = runner.run(wrapper, inputs)
+    return out.clone(), lse.clone()
+
+
+@pytest.mark.parametrize("given_int_buffer", [False, True], ids=["own", "given"])
+@pytest.mark.parametrize("page_size", [0, 16])
+def test_plan_interrupted_anywhere(target, page_size, given_int_buffer):
+    old_case, new_case = (
+        dataclasses.replace(case, page_size=page_size, mask=MaskKind.CAUSAL) for case in (OLD, NEW)
+    )
+    old, new = (build(case, device=target.device) for case in (old_case, new_case))
+    buffer = runner.workspace(target.device)
+
+    def planned():
+        wrapper = runner.make_wrapper(
+            old_case, backend=target.backend, device=target.device, buffer=buffer
+        )
+        if given_int_buffer:
+            ints = torch.zeros(1 << 20, dtype=torch.uint8, device=target.device)
+            wrapper.reset_workspace_buffer(buffer, ints)
+        runner.plan(wrapper, old)
+        return wrapper
+
+    want_old = results(planned(), old)
+    wrapper = planned()
+    runner.plan(wrapper, new)
+    want_new = results(wrapper, new)
+    ends = {"old": 0, "new": 0}
+    step = 0
+    while True:
+        wrapper = planned()
+        before = wrapper._state
+        if not interrupted(lambda: runner.plan(wrapper, new), step):
+            break
+        which, inputs, want = ("old", old, want_old) if wrapper._state is before else (
+            "new", new, want_new)  # fmt: skip
+        ends[which] += 1
+        got = results(wrapper, inputs)
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True)), (step, which)
+        assert wrapper._window_left == -1
+        step += 7 if step > 40 else 1  # every bytecode takes minutes
+    assert ends["old"] > 20
+
+
+def test_reset_and_forward_interrupted_anywhere(target):
+    case = dataclasses.replace(OLD, page_size=0)
+    inputs = build(case, device=target.device)
+
+    def planned():
+        wrapper = runner.make_wrapper(case, backend=target.backend, device=target.device)
+        runner.plan(wrapper, inputs)
+        return wrapper
+
+    want = results(planned(), inputs)
+    ints = torch.zeros(1 << 20, dtype=torch.uint8, device=target.device)
+
+    def reset(wrapper):
+        wrapper.reset_workspace_buffer(runner.workspace(target.device), ints)
+
+    def forward(wrapper):
+        wrapper.forward(inputs.q, inputs.k, inputs.v, causal=True, window_left=3)
+
+    for call in (reset, forward):
+        step = 0
+        while True:
+            wrapper = planned()
+            if not interrupted(lambda: call(wrapper), step):  # noqa: B023
+                break
+            got = results(wrapper, inputs)
+            assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True)), (call, step)
+            step += 9
+        assert step > 100
+
+
+def test_an_upload_that_fails_changes_nothing(target, monkeypatch):
+    inputs = build(OLD, device=target.device)
+    other = build(NEW, device=target.device)
+    wrapper = runner.make_wrapper(OLD, backend=target.backend, device=target.device)
+    runner.plan(wrapper, inputs)
+    want = results(wrapper, inputs)
+    shown = repr(wrapper)
+
+    def fail(self):
+        raise RuntimeError("no pinned memory")
+
+    monkeypatch.setattr("preflash._workspace.Workspace.uploader", fail)
+    new_float = runner.workspace(target.device, 1 << 20)
+    ints = torch.zeros(1 << 20, dtype=torch.uint8, device=target.device)
+    for call in (
+        lambda: runner.plan(wrapper, other),
+        lambda: wrapper.reset_workspace_buffer(new_float, ints),
+        lambda: wrapper.run(inputs.q, inputs.cache, window_left=3),
+    ):
+        with pytest.raises(RuntimeError, match="no pinned memory"):
+            call()
+        got = results(wrapper, inputs)
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+        assert repr(wrapper) == shown
+    monkeypatch.undo()
+    runner.plan(wrapper, other)
+    runner.judge(other, *runner.run(wrapper, other)).check()
+
+
+def test_a_copy_plans_for_itself(target):
+    inputs, other = build(OLD, device=target.device), build(NEW, device=target.device)
+    wrapper = runner.make_wrapper(OLD, backend=target.backend, device=target.device)
+    runner.plan(wrapper, inputs)
+    want = results(wrapper, inputs)
+    twin = copy.copy(wrapper)
+    assert all(torch.equal(a, b) for a, b in zip(results(twin, inputs), want, strict=True))
+    for _ in range(3):
+        runner.plan(twin, other)
+        runner.judge(other, *runner.run(twin, other)).check()
+        assert all(torch.equal(a, b) for a, b in zip(results(wrapper, inputs), want, strict=True))
+    runner.plan(wrapper, other)
+    runner.plan(wrapper, inputs)
+    runner.judge(other, *runner.run(twin, other)).check()
+
+
+def test_copies_that_cannot_be_are_refused(target):
+    wrapper = runner.make_wrapper(OLD, backend=target.backend, device=target.device)
+    for call in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="construct another wrapper"):
+            call(wrapper)
+    ints = torch.zeros(1 << 16, dtype=torch.uint8, device=target.device)
+    wrapper.reset_workspace_buffer(runner.workspace(target.device), ints)
+    with pytest.raises(TypeError, match="int_workspace_buffer"):
+        copy.copy(wrapper)

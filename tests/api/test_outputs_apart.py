@@ -1,0 +1,113 @@
+"""out and lse need memory of their own; q itself may be written to, and packed tensors shared."""
+
+import preflash
+import pytest
+import torch
+from preflash.testing import Case, MaskKind, build, runner
+
+HEADS, HEAD_DIM = 4, 64
+CASE = Case("apart", (200, 3, 0, 70), (300, 90, 7, 70), HEADS, HEADS, HEAD_DIM,
+            mask=MaskKind.CAUSAL)  # fmt: skip
+TOKENS = sum(CASE.qo_lens)
+
+
+@pytest.fixture
+def planned(target):
+    inputs = build(CASE, device=target.device)
+    wrapper = runner.make_wrapper(CASE, backend=target.backend, device=target.device)
+    runner.plan(wrapper, inputs)
+    return inputs, wrapper
+
+
+def test_out_on_k_or_v(planned):
+    inputs, wrapper = planned
+    for name in ("k", "v"):
+        before = getattr(inputs, name).clone()
+        on_it = getattr(inputs, name)[:TOKENS]
+        with pytest.raises(ValueError, match=f"out shares memory with {name}"):
+            wrapper.run(inputs.q, inputs.k, inputs.v, out=on_it)
+        assert torch.equal(getattr(inputs, name), before)
+
+
+def test_out_beside_q(planned):
+    inputs, wrapper = planned
+    memory = torch.empty(TOKENS + 1, HEADS, HEAD_DIM, dtype=CASE.dtype, device=inputs.q.device)
+    q, out = memory[:-1], memory[1:]
+    q.copy_(inputs.q)
+    with pytest.raises(ValueError, match="out shares memory with q"):
+        wrapper.run(q, inputs.k, inputs.v, out=out)
+
+
+def test_lse_inside_out_or_q(planned):
+    inputs, wrapper = planned
+    out = torch.empty_like(inputs.q)
+    lse = out.view(-1).view(torch.float32)[: TOKENS * HEADS].view(TOKENS, HEADS)
+    with pytest.raises(ValueError, match="lse shares memory with out"):
+        wrapper.run(inputs.q, inputs.k, inputs.v, out=out, lse=lse)
+    lse = inputs.q.view(-1).view(torch.float32)[: TOKENS * HEADS].view(TOKENS, HEADS)
+    with pytest.raises(ValueError, match="lse shares memory with q"):
+        wrapper.run(inputs.q, inputs.k, inputs.v, lse=lse)
+
+
+def test_out_in_the_workspace_of_a_split(target):
+    case = Case("split", (40,), (600,), HEADS, HEADS, HEAD_DIM, fixed_split_size=64)
+    inputs = build(case, device=target.device)
+    buffer = runner.workspace(target.device)
+    wrapper = runner.make_wrapper(case, backend=target.backend, device=target.device, buffer=buffer)
+    runner.plan(wrapper, inputs)
+    out = buffer[: inputs.q.numel() * 2].view(case.dtype).view(inputs.q.shape)
+    with pytest.raises(ValueError, match="out shares memory with float_workspace_buffer"):
+        wrapper.run(inputs.q, inputs.k, inputs.v, out=out)
+
+
+@pytest.mark.parametrize("split", [0, 64])
+def test_q_itself_may_be_written(target, split):
+    """Many tiles, heads and chunks: an item reads its rows of q before it writes them."""
+    case = Case("in_place", (700, 3, 129, 1), (900, 90, 260, 2000), 8, 2, 128,
+                mask=MaskKind.CAUSAL, fixed_split_size=split)  # fmt: skip
+    inputs = build(case, device=target.device)
+    wrapper = runner.make_wrapper(case, backend=target.backend, device=target.device)
+    runner.plan(wrapper, inputs)
+    want, want_lse = wrapper.run(inputs.q, inputs.k, inputs.v, return_lse=True)
+    for _ in range(5):
+        q = inputs.q.clone()
+        out, lse = wrapper.run(q, inputs.k, inputs.v, out=q, return_lse=True)
+        assert out is q
+        assert torch.equal(out, want)
+        assert torch.equal(lse, want_lse)
+
+
+def test_parts_of_one_packed_tensor(planned):
+    """out may lie between k and v where q, k and v are rows of one projection."""
+    inputs, wrapper = planned
+    tokens = max(TOKENS, sum(CASE.kv_lens))
+    packed = torch.zeros(tokens, 4, HEADS, HEAD_DIM, dtype=CASE.dtype, device=inputs.q.device)
+    q, k, out, v = (packed[:, i] for i in range(4))
+    q[:TOKENS] = inputs.q
+    k[: inputs.k.shape[0]], v[: inputs.v.shape[0]] = inputs.k[:tokens], inputs.v[:tokens]
+    wrapper.run(q[:TOKENS], k, v, out=out[:TOKENS])
+    runner.judge(inputs, out[:TOKENS], None).check()
+    by_head = torch.zeros(tokens, HEADS, 4, HEAD_DIM, dtype=CASE.dtype, device=inputs.q.device)
+    by_head.copy_(packed.transpose(1, 2))
+    q, k, out, v = (by_head[:, :, i] for i in range(4))
+    out.zero_()
+    wrapper.run(q[:TOKENS], k, v, out=out[:TOKENS])
+    runner.judge(inputs, out[:TOKENS], None).check()
+    with pytest.raises(ValueError, match="out shares memory with k"):
+        wrapper.run(q[:TOKENS], k, v, out=by_head[1 : TOKENS + 1, :, 1])
+    with pytest.raises(ValueError, match="out shares memory with v"):
+        wrapper.run(q[:TOKENS], k, v, out=packed_shift(by_head, TOKENS))
+
+
+def packed_shift(by_head: torch.Tensor, tokens: int) -> torch.Tensor:
+    """[tokens, heads, head_dim] that begins in out's part and ends in v's."""
+    shifted = by_head.view(-1)[2 * HEAD_DIM + 8 :]
+    return shifted.as_strided((tokens, HEADS, HEAD_DIM), by_head.select(2, 2).stride())
+
+
+def test_single_refuses_too(target):
+    q = torch.randn(64, 2, 64, device=target.device).half()
+    k, v = torch.randn(2, 64, 2, 64, device=target.device).half()
+    for name, value in (("k", k), ("v", v)):
+        with pytest.raises(ValueError, match=f"out shares memory with {name}"):
+            preflash.single_prefill_with_kv_cache(q, k, v, out=value, backend=target.backend)

@@ -1,0 +1,231 @@
+"""Who owns what, for how long: memory across streams, plans under graphs, the interpreter's lock."""
+
+import dataclasses
+import gc
+import subprocess
+import sys
+import textwrap
+import threading
+
+import preflash
+import pytest
+import torch
+from backends import GPU_BACKENDS, on_every_backend
+from preflash.testing import Case, MaskKind, build, runner
+
+pytestmark = pytest.mark.gpu
+
+CASE = Case(
+    "life", (33, 5, 0, 170), (400, 90, 7, 170), 8, 2, 128, page_size=16, mask=MaskKind.CAUSAL
+)
+SPLIT = dataclasses.replace(CASE, name="split", fixed_split_size=128)
+
+
+def overwrite_freed_memory(*sizes: int) -> list[torch.Tensor]:
+    """Takes whatever the allocator has freed for the current stream, and fills it."""
+    taken = [
+        torch.full((size,), 255, dtype=torch.uint8, device="cuda")
+        for size in sizes
+        for _ in range(32)
+    ]
+    for tensor in taken:
+        tensor.fill_(255)
+    return taken
+
+
+@on_every_backend
+@pytest.mark.parametrize("case", [CASE, SPLIT], ids=lambda case: case.name)
+def test_memory_in_use_on_another_stream_is_not_handed_out(backend, case):
+    """Planned on one stream, planned again and run on another, and dropped while it runs."""
+    inputs = build(case, device="cuda")
+    first, second = torch.cuda.Stream(), torch.cuda.Stream()
+    buffer_bytes = 8 << 20
+    with torch.cuda.stream(first):
+        buffer = runner.workspace("cuda", buffer_bytes)
+        wrapper = runner.make_wrapper(case, backend=backend, device="cuda", buffer=buffer)
+        runner.plan(wrapper, inputs)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(second):
+        runner.plan(wrapper, inputs)
+        out = torch.empty(inputs.q.shape, dtype=case.dtype, device="cuda")
+        torch.cuda._sleep(200_000_000)
+        wrapper.run(inputs.q, inputs.cache, out=out)
+    int_bytes = wrapper._state.planned.primary.plan.int_bytes
+    del wrapper, buffer
+    gc.collect()
+    for stream in (first, second):
+        with torch.cuda.stream(stream):
+            taken = overwrite_freed_memory(buffer_bytes, int_bytes, 64 * 1024)
+    torch.cuda.synchronize()
+    del taken
+    runner.judge(inputs, out, None).check()
+
+
+@on_every_backend
+def test_a_plan_does_not_touch_the_work_list_of_the_one_before(backend):
+    """run() waits on one stream; plan() of another batch is done on a second one meanwhile."""
+    inputs = build(CASE, device="cuda")
+    other = build(dataclasses.replace(CASE, qo_lens=(1, 1, 1, 1)), device="cuda")
+    wrapper = runner.make_wrapper(CASE, backend=backend, device="cuda")
+    runner.plan(wrapper, inputs)
+    out = torch.empty_like(inputs.q)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda._sleep(200_000_000)
+        wrapper.run(inputs.q, inputs.cache, out=out)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        for _ in range(3):
+            runner.plan(wrapper, other)
+            taken = overwrite_freed_memory(4096, 64 * 1024)
+    torch.cuda.synchronize()
+    del taken
+    runner.judge(inputs, out, None).check()
+
+
+# --- CUDA graphs -------------------------------------------------------------
+
+
+def single(q, k, v, backend, **options):
+    return preflash.single_prefill_with_kv_cache(q, k, v, backend=backend, **options)
+
+
+def evict_single_plans(backend) -> None:
+    for tokens in range(1, 90):
+        q = torch.randn(tokens, 8, 128, device="cuda").bfloat16()
+        single(q, q, q, backend)
+
+
+@on_every_backend
+@pytest.mark.parametrize("in_thread", [False, True], ids=["here", "in a thread"])
+@pytest.mark.parametrize("kv_len", [200, 30_000], ids=["whole", "split"])
+def test_single_in_a_graph_outlives_the_cache_of_plans(backend, kv_len, in_thread):
+    q = torch.randn(17, 8, 128, device="cuda").bfloat16()
+    k, v = torch.randn(2, kv_len, 2, 128, device="cuda").bfloat16()
+    want = single(q, k, v, backend).clone()
+    graph, captured = torch.cuda.CUDAGraph(), []
+
+    def capture():
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            single(q, k, v, backend)
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, stream=stream):
+            captured.append(single(q, k, v, backend))
+        with torch.cuda.stream(stream):
+            evict_single_plans(backend)
+
+    if in_thread:
+        thread = threading.Thread(target=capture)
+        thread.start()
+        thread.join()
+    else:
+        capture()
+    gc.collect()
+    taken = overwrite_freed_memory(512, 4096, 64 * 1024)
+    for _ in range(3):
+        captured[0].fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(captured[0], want)
+    del taken
+
+
+@on_every_backend
+def test_single_without_a_plan_refuses_the_capture(backend):
+    q = torch.randn(23, 8, 128, device="cuda").bfloat16()
+    with (
+        pytest.raises(RuntimeError, match="call it once before"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        single(q, q, q, backend)
+    assert bool(single(q, q, q, backend).isfinite().all())
+
+
+def test_a_dense_mask_in_a_graph_is_refused():
+    q = torch.randn(23, 8, 128, device="cuda").bfloat16()
+    mask = torch.ones(23, 23, dtype=torch.bool, device="cuda").tril()
+    want = single(q, q, q, "fa2", causal=True)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        single(q, q, q, "fa2", custom_mask=mask)
+    packed = preflash.packbits(mask.flatten(), bitorder="little")
+    torch.cuda.synchronize()
+    with (
+        pytest.raises(RuntimeError, match="packed_custom_mask"),
+        torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream),
+    ):
+        single(q, q, q, "fa2", custom_mask=mask)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        out = single(q, q, q, "fa2", packed_custom_mask=packed)
+    out.fill_(float("nan"))
+    graph.replay()
+    torch.cuda.synchronize()
+    torch.testing.assert_close(out, want, rtol=1e-2, atol=1e-2)
+
+
+@on_every_backend
+def test_a_captured_run_replays_its_own_plan(backend):
+    inputs = build(SPLIT, device="cuda")
+    other = build(dataclasses.replace(CASE, qo_lens=(1, 1, 1, 1)), device="cuda")
+    wrapper = runner.make_wrapper(SPLIT, backend=backend, device="cuda")
+    runner.plan(wrapper, inputs)
+    out, _ = runner.run(wrapper, inputs)
+    lse = torch.empty(out.shape[:2], device="cuda")
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        runner.run(wrapper, inputs, out=out, lse=lse)
+    for _ in range(3):
+        runner.plan(wrapper, other)
+        taken = overwrite_freed_memory(512, 4096, 64 * 1024)
+    out.fill_(float("nan"))
+    graph.replay()
+    torch.cuda.synchronize()
+    del taken
+    runner.judge(inputs, out, lse).check()
+
+
+# --- the interpreter's lock --------------------------------------------------
+
+HOST_CALLBACK = """
+    import ctypes, faulthandler, sys
+    import torch
+    from preflash.testing import Case, build, runner
+
+    faulthandler.dump_traceback_later(90, exit=True)
+    case = Case("lock", (64,), (64,), 2, 2, 64)
+    inputs = build(case, device="cuda")
+    wrapper = runner.make_wrapper(case, backend=sys.argv[1], device="cuda")
+    runner.plan(wrapper, inputs)
+    out = torch.empty_like(inputs.q)
+    wrapper.run(inputs.q, inputs.k, inputs.v, out=out)
+    torch.cuda.synchronize()
+    calls = []
+    callback = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: calls.append(1))
+    torch.cuda._sleep(4_000_000_000)  # the queue fills up meanwhile
+    stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+    assert ctypes.CDLL("libcuda.so.1").cuLaunchHostFunc(stream, callback, None) == 0
+    for _ in range(5000):
+        wrapper.run(inputs.q, inputs.k, inputs.v, out=out)
+    assert not calls or len(calls) == 1
+    torch.cuda.synchronize()
+    assert calls == [1]
+    runner.judge(inputs, out, None).check()
+    print("passed")
+"""
+
+
+@pytest.mark.parametrize("backend", GPU_BACKENDS)
+def test_a_full_queue_waits_without_the_interpreters_lock(backend):
+    """A host callback in Python, in front of more launches than the queue holds."""
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(HOST_CALLBACK), backend],
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    assert done.stdout.strip() == "passed", done.stdout + done.stderr
