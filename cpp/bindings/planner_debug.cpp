@@ -137,7 +137,7 @@ py::dict sizes_dict(const PlanSizes& sizes) {
   out["num_items"] = sizes.num_items;
   out["num_ctas"] = sizes.num_ctas;
   out["num_merges"] = sizes.num_merges;
-  out["num_slots"] = sizes.num_slots;
+  out["num_partial_rows"] = sizes.num_partial_rows;
   out["num_kv_tiles"] = sizes.num_kv_tiles;
   out["makespan_kv_tiles"] = sizes.makespan_kv_tiles;
   return out;
@@ -249,7 +249,6 @@ void attend(std::uintptr_t q, std::uintptr_t k, std::uintptr_t v, std::uintptr_t
   MergeItem* merges = layout.merges.in(image.data());
   const int num_merges = layout.merges.present() ? planner.sizes().num_merges : 0;
   std::reverse(merges, merges + num_merges);
-  const std::int32_t tile_m = given.kernel.tile.m;
   cpu::combine({.o = params.o,
                 .lse = params.lse,
                 .o_dtype = DType::kFloat32,
@@ -258,8 +257,8 @@ void attend(std::uintptr_t q, std::uintptr_t k, std::uintptr_t v, std::uintptr_t
                 .num_merges = num_merges,
                 .partial_o = params.partial_o,
                 .partial_lse = params.partial_lse,
-                .tile_m = tile_m,
-                .tile_rows = rows_per_tile(variant.family, tile_m, params.group_size),
+                .tile_rows =
+                    rows_per_tile(variant.family, given.kernel.tile.m, params.group_size),
                 .group_size = params.group_size,
                 .head_dim_vo = params.head_dim_vo},
                kThreads);

@@ -25,6 +25,7 @@ struct Launch {
   const Variant& variant;
   const TileShape& tile;
   const IsaKernels& isa;
+  LogitRule logits;
   bool bf16_pairs = false;  // q and k stay bfloat16, two to a unit
 
   int panel_rows = 0;
@@ -37,8 +38,25 @@ struct Launch {
   std::int64_t element_size() const { return size_of(variant.q_dtype); }
 };
 
+LogitRule logit_rule(const Variant& variant, const ForwardParams& params) {
+  if (variant.logits == Logits::kSoftCap && params.soft_cap > 0.0f) {
+    return {.cap = static_cast<float>(params.soft_cap * kLog2E),
+            .scale_in_cap = params.sm_scale / params.soft_cap};
+  }
+  // NOTE: a factor <= 0 would turn the -inf of a masked key into +inf or NaN, so the sign of such a
+  // scale, 0 for 0, is multiplied into the scores: that is exact.
+  const auto scale = static_cast<float>(params.sm_scale * kLog2E);
+  if (scale > 0.0f) return {.factor = scale};
+  if (scale < 0.0f) return {.factor = -scale, .sign = -1.0f};
+  return {.sign = scale};
+}
+
 Launch make_launch(const Variant& variant, const TileShape& tile, const ForwardParams& params) {
-  Launch launch{.params = params, .variant = variant, .tile = tile, .isa = isa_kernels()};
+  Launch launch{.params = params,
+                .variant = variant,
+                .tile = tile,
+                .isa = isa_kernels(),
+                .logits = logit_rule(variant, params)};
   const int lanes = launch.isa.lanes;
   launch.bf16_pairs =
       variant.q_dtype == DType::kBFloat16 && launch.isa.attend_bf16_pairs != nullptr;
@@ -132,6 +150,25 @@ std::uint32_t bit_range(int begin, int end) {
   end = std::clamp(end, 0, 32);
   if (begin >= end) return 0;
   return static_cast<std::uint32_t>((std::uint64_t{1} << end) - (std::uint64_t{1} << begin));
+}
+
+// The LSE of a row of maximum `raw`, taken before the factor, and weights that add up to `sum`,
+// relative to what isa.h says.
+PartialLse row_lse(float raw, float factor, float sum) {
+  if (sum == 0.0f) return {.high = -kInfinity, .low = 0.0f};
+  const float product = raw * factor;
+  const bool huge = std::abs(product) >= kHugeLogit;
+  if (!huge) return {.high = product, .low = std::log2(sum)};
+
+  constexpr float kLargest = std::numeric_limits<float>::max();
+  const float high = std::clamp(product, -kLargest, kLargest);
+  const float rest = std::fma(raw, factor, -high);
+  // NOTE: the rest, up to half an ulp of the product, may not push the bits of log2(sum) out of
+  // `low`: equal keys in several chunks need those. From 2^30 on keys that differ do so by 64 at
+  // least, so that only who is larger counts: the rest keeps its order when it is made to stay below
+  // 64.
+  const int shift = std::min(0, 30 - std::ilogb(high));
+  return {.high = high, .low = std::log2(sum) + std::ldexp(rest, shift)};
 }
 
 enum class Kept { kNone, kSome, kAll };
@@ -300,7 +337,6 @@ class Item {
     const Kept kept = masked ? fill_keep(row, keys, tile_begin) : Kept::kAll;
     if (kept == Kept::kNone) return;
 
-    const bool capped = launch_.variant.logits == Logits::kSoftCap && params_.soft_cap > 0.0f;
     const PanelStep step{
         .q = scratch_.q + std::int64_t{row} * launch_.ld_k,
         .ld = panel_ld(row),
@@ -314,9 +350,7 @@ class Item {
         .key_begin = keys.begin - tile_begin,
         .key_end = keys.end - tile_begin,
         .keep = kept == Kept::kAll ? nullptr : scratch_.keep,
-        .scale = static_cast<float>(params_.sm_scale * kLog2E),
-        .cap = capped ? static_cast<float>(params_.soft_cap * kLog2E) : 0.0f,
-        .scale_in_cap = capped ? params_.sm_scale / params_.soft_cap : 0.0f,
+        .logits = launch_.logits,
         .scores = scratch_.scores,
         .rescale = scratch_.rescale,
         .row_max = scratch_.row_max + row,
@@ -326,8 +360,7 @@ class Item {
     (launch_.bf16_pairs ? launch_.isa.attend_bf16_pairs : launch_.isa.attend)(step);
   }
 
-  // Normalises a row and writes it where the plan says: to o and lse, or to the item's partial
-  // slot.
+  // Normalises a row and writes it where the plan says: to o and lse, or to the item's partials.
   void write_row(int row) const {
     const float sum = scratch_.row_sum[row];
     const bool empty = sum == 0.0f;
@@ -335,13 +368,13 @@ class Item {
     // NOTE: a row that kept nothing may hold 0 * NaN from its neighbours' keys.
     if (empty) std::fill_n(o, params_.head_dim_vo, 0.0f);
     const float scale = empty ? 1.0f : params_.out_scale / sum;
-    const float lse = empty ? -kInfinity : scratch_.row_max[row] + std::log2(sum);
+    const PartialLse lse = row_lse(scratch_.row_max[row], launch_.logits.factor, sum);
 
-    if (item_.partial_slot != WorkItem::kFinal) {
-      const std::int64_t slot_row = std::int64_t{item_.partial_slot} * launch_.tile.m + row;
-      launch_.isa.narrow(DType::kFloat32, o, scale,
-                         params_.partial_o + slot_row * params_.head_dim_vo, params_.head_dim_vo);
-      params_.partial_lse[slot_row] = lse;
+    if (item_.partial_row != WorkItem::kFinal) {
+      const std::int64_t place = std::int64_t{item_.partial_row} + row;
+      launch_.isa.narrow(DType::kFloat32, o, scale, params_.partial_o + place * params_.head_dim_vo,
+                         params_.head_dim_vo);
+      params_.partial_lse[place] = lse;
       return;
     }
     const std::int64_t qo_row = std::int64_t{request_.qo_begin} + token(row);
@@ -351,7 +384,7 @@ class Item {
                        params_.head_dim_vo);
     if (params_.lse.data != nullptr) {
       params_.lse.data[qo_row * params_.lse.stride_token + head(row) * params_.lse.stride_head] =
-          lse * params_.lse.scale;
+          (lse.high + lse.low) * params_.lse.scale;
     }
   }
 

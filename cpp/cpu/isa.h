@@ -18,6 +18,21 @@ inline constexpr int kRowVecs = 2;        // vectors of query rows in one panel,
 inline constexpr int kMaskWordKeys = 32;  // keys per word of keep bits
 inline constexpr int kFewRows = 4;        // panels of so few rows keep q as it lies, not transposed
 
+// logit * log2(e) = factor * score, where score = sign * dot, or cap * tanh(scale_in_cap * dot) where
+// cap > 0. The factor is folded into the exponent, where the product is not rounded.
+struct LogitRule {
+  float factor = 1.0f;  // > 0, so that the largest score has the largest logit; 1 with a cap
+  float sign = 1.0f;    // what is left of a scale that is not > 0
+  float cap = 0.0f;
+  float scale_in_cap = 0.0f;
+};
+
+// A row's weights are 2^(score * factor - reference), and its reference is the rounded product
+// c = row_max * factor: any number near the maximum will do. Half an ulp of c is near enough up to
+// 2^24. From there on a row is huge: its reference is the exact product, and its weights are
+// 2^((score - row_max) * factor).
+inline constexpr float kHugeLogit = 16777216.0f;
+
 // A panel is a block of query rows that fills kRowVecs vectors: one query row per lane. Scores are
 // kept transposed ([key][row]), so that the online softmax never reduces across lanes, keys and
 // values are read row by row as they lie in memory, and the scores are the packed operand of P * V.
@@ -41,17 +56,14 @@ struct PanelStep {
   // Bit j % 32 of keep[(j / 32) * ld + row]: whether the row keeps key j. Null: all are kept.
   const std::uint32_t* keep = nullptr;
 
-  // logit * log2(e) = scale * dot, or cap * tanh(scale_in_cap * dot) where cap > 0.
-  float scale = 1.0f;
-  float cap = 0.0f;
-  float scale_in_cap = 0.0f;
+  LogitRule logits;
 
   float* scores = nullptr;   // [tile keys][ld] scratch
   float* rescale = nullptr;  // [ld] scratch
 
   // Running state of the online softmax, updated in place.
-  float* row_max = nullptr;  // [ld] base 2, -inf before the first kept key
-  float* row_sum = nullptr;  // [ld]
+  float* row_max = nullptr;  // [ld] of scores, before `factor`; -inf before the first kept key
+  float* row_sum = nullptr;  // [ld] of weights, relative to what is_huge() says
   float* o = nullptr;        // [rows of the panel][ld_v], not normalised
 };
 

@@ -2,7 +2,7 @@
 // that header and this file inside its own namespace; see isa.h for why nothing here is shared.
 //
 //   scores   s[key][row] = dot(q[row], k[key])       kKeyBlock x vectors register block
-//   softmax  s = 2^(logit - row max), online          one query row per lane
+//   softmax  s = 2^(logit - reference), online         one query row per lane
 //   values   o[row][:] = o * rescale + s^T * v        kOutRows x kOutVecs register block
 
 // 2^x for x <= 0 and the roundings above it; below -127 it is exactly 0, NaN stays NaN.
@@ -122,19 +122,16 @@ inline void for_each_score(const PanelStep& step, Function function) {
   }
 }
 
-// Turns dots into base-2 logits where that is more than a positive factor. Returns the factor that
-// is left to apply: it is folded into the exponent, where the product is not rounded.
-inline float transform_logits(const PanelStep& step) {
-  if (step.cap > 0.0f) {
-    Vec inner = broadcast(step.scale_in_cap), cap = broadcast(step.cap);
+// Turns dots into scores: what is left then is a positive factor.
+inline void transform_logits(const PanelStep& step) {
+  const LogitRule& rule = step.logits;
+  if (rule.cap > 0.0f) {
+    Vec inner = broadcast(rule.scale_in_cap), cap = broadcast(rule.cap);
     for_each_score(step, [=](Vec s) { return mul(cap, tanh(mul(s, inner))); });
-    return 1.0f;
+  } else if (rule.sign != 1.0f) {
+    Vec sign = broadcast(rule.sign);
+    for_each_score(step, [=](Vec s) { return mul(s, sign); });
   }
-  if (step.scale > 0.0f) return step.scale;
-  // NOTE: a factor <= 0 would turn the -inf of a masked key into +inf or NaN.
-  Vec scale = broadcast(step.scale);
-  for_each_score(step, [=](Vec s) { return mul(s, scale); });
-  return 1.0f;
 }
 
 inline void mask_scores(const PanelStep& step) {
@@ -150,26 +147,76 @@ inline void mask_scores(const PanelStep& step) {
   }
 }
 
-// One vector of rows: new maximum, then weights 2^(logit - maximum) in place of the scores.
-inline void softmax_rows(const PanelStep& step, int row, float scale) {
-  const Vec factor = broadcast(scale), lowest = broadcast(-__builtin_inff());
-  float* scores = step.scores + row;
-  Vec old_max = load(step.row_max + row);
-  Vec top = old_max;
-  for (int key = step.key_begin; key < step.key_end; ++key) {
-    top = max(top, mul(load(scores + key * step.ld), factor));
-  }
+// The maxima of one vector of rows, and their products with the factor.
+struct RowMaxima {
+  Vec raw;      // -inf: nothing kept yet
+  Vec product;  // rounded
+
+  RowMaxima(Vec raw, Vec factor) : raw(raw), product(mul(raw, factor)) {}
   // A row that has kept nothing yet has maximum -inf; subtracting 0 instead leaves its weights 0.
-  Vec reference = where_less(lowest, top, top, broadcast(0.0f));
-  Vec rescale = exp2(sub(old_max, reference));
-  Vec minus = sub(broadcast(0.0f), reference);
+  Vec reference() const {
+    return where_less(broadcast(-__builtin_inff()), raw, product, broadcast(0.0f));
+  }
+  // More than the float below kHugeLogit, which NaN is not.
+  static Vec below_huge() { return broadcast(kHugeLogit - 1.0f); }
+  bool any_huge() const { return any_less(below_huge(), abs(reference())); }
+  Vec where_huge(Vec then, Vec otherwise) const {
+    return where_less(below_huge(), abs(reference()), then, otherwise);
+  }
+};
+
+// Replaces the scores of one vector of rows by weights and returns their sums.
+template <class Exponent>
+inline Vec weigh(const PanelStep& step, float* scores, Exponent exponent) {
   Vec sum = broadcast(0.0f);
   for (int key = step.key_begin; key < step.key_end; ++key) {
-    Vec weight = exp2(fma(load(scores + key * step.ld), factor, minus));
+    Vec weight = exp2(exponent(load(scores + key * step.ld)));
     store(scores + key * step.ld, weight);
     sum = add(sum, weight);
   }
-  store(step.row_max + row, top);
+  return sum;
+}
+
+// What takes weights that are relative to the old references to the new ones, where a row may be
+// huge before or after.
+inline Vec rescale_huge(const RowMaxima& old, const RowMaxima& now, Vec factor) {
+  const Vec zero = broadcast(0.0f);
+  Vec neither = sub(old.product, now.reference());
+  Vec both = mul(sub(old.raw, now.raw), factor);
+  Vec only_old = exact_fma(old.raw, factor, sub(zero, now.reference()));
+  Vec only_now = sub(zero, exact_fma(now.raw, factor, sub(zero, old.product)));
+  return exp2(now.where_huge(old.where_huge(both, only_now), old.where_huge(only_old, neither)));
+}
+
+// Rows that are not huge get the bits that they get in other company.
+[[gnu::noinline]] Vec weigh_huge(const PanelStep& step, float* scores, const RowMaxima& now) {
+  const Vec factor = broadcast(step.logits.factor);
+  const Vec minus = sub(broadcast(0.0f), now.reference());
+  return weigh(step, scores, [=](Vec s) {
+    return now.where_huge(mul(sub(s, now.raw), factor), fma(s, factor, minus));
+  });
+}
+
+// One vector of rows: new maximum, then weights 2^(logit - reference) in place of the scores.
+inline void softmax_rows(const PanelStep& step, int row) {
+  const Vec factor = broadcast(step.logits.factor);
+  float* scores = step.scores + row;
+  const RowMaxima old(load(step.row_max + row), factor);
+  Vec top = old.raw;
+  for (int key = step.key_begin; key < step.key_end; ++key) {
+    top = max(top, load(scores + key * step.ld));
+  }
+  const RowMaxima now(top, factor);
+  Vec rescale, sum;
+  if (old.any_huge() || now.any_huge()) {
+    rescale = rescale_huge(old, now, factor);
+    sum = weigh_huge(step, scores, now);
+  } else {
+    const Vec minus = sub(broadcast(0.0f), now.reference());
+    rescale = exp2(sub(old.product, now.reference()));
+    sum = weigh(step, scores, [=](Vec s) { return fma(s, factor, minus); });
+  }
+  store(step.row_max + row, now.raw);
   store(step.row_sum + row, fma(load(step.row_sum + row), rescale, sum));
   store(step.rescale + row, rescale);
 }
@@ -233,9 +280,9 @@ inline void attend_panel(const PanelStep& step) {
   } else {
     score_panel<Units, kRowVecs>(step);
   }
-  float scale = transform_logits(step);
+  transform_logits(step);
   if (step.keep != nullptr) mask_scores(step);
-  for (int row = 0; row < step.ld; row += kLanes) softmax_rows(step, row, scale);
+  for (int row = 0; row < step.ld; row += kLanes) softmax_rows(step, row);
   value_panel(step);
 }
 

@@ -17,20 +17,32 @@ constexpr int kColumns = 256;  // of a row at a time: what a merge holds on the 
 constexpr std::int64_t kTaskElements = std::int64_t{1}
                                        << 15;  // below, a thread is not worth waking
 
-// Weights 2^(lse - max) of a row's states, normalised by one sum.
+// a - b. The highs first: where they are large they cancel without a rounding.
+float difference(const PartialLse& a, const PartialLse& b) {
+  return (a.high - b.high) + (a.low - b.low);
+}
+
+// Weights 2^(lse - largest) of a row's states, normalised by one sum. States come as PartialLse.
 struct MergedLse {
-  float max = -kInfinity;
+  PartialLse largest{.high = -kInfinity, .low = 0.0f};
   float sum = 0.0f;
 
   template <class LseOf>
   MergedLse(int num_states, const LseOf& lse_of) {
     // NaN is kept: the row's result is then NaN, as it is when one pass computes it.
-    for (int i = 0; i < num_states; ++i) max = max >= lse_of(i) ? max : lse_of(i);
+    for (int i = 0; i < num_states; ++i) {
+      const bool stays = difference(largest, lse_of(i)) >= 0.0f;
+      if (!stays) largest = lse_of(i);
+    }
     for (int i = 0; i < num_states; ++i) sum += weight(lse_of(i));
   }
   bool empty() const { return sum == 0.0f; }
-  float weight(float lse) const { return lse == -kInfinity ? 0.0f : std::exp2(lse - max); }
-  float lse() const { return empty() ? -kInfinity : max + std::log2(sum); }
+  float weight(const PartialLse& lse) const {
+    return lse.high == -kInfinity ? 0.0f : std::exp2(difference(lse, largest));
+  }
+  float lse() const {
+    return empty() ? -kInfinity : largest.high + (largest.low + std::log2(sum));
+  }
 };
 
 // One row of `width` columns from num_states rows. A state of weight 0 is not read.
@@ -56,11 +68,11 @@ void combine_tile(const CombineParams& params, const MergeItem& item) {
     const std::int64_t qo_row = std::int64_t{request.qo_begin} + packed / params.group_size;
     const std::int64_t head =
         std::int64_t{item.kv_head} * params.group_size + packed % params.group_size;
-    auto slot_row = [&](int slot) {
-      return (std::int64_t{item.first_slot} + slot) * params.tile_m + row;
+    auto partial_row = [&](int chunk) {
+      return std::int64_t{item.first_row} + std::int64_t{chunk} * rows + row;
     };
-    auto lse_of = [&](int slot) { return params.partial_lse[slot_row(slot)]; };
-    const MergedLse merged(item.num_slots, lse_of);
+    auto lse_of = [&](int chunk) { return params.partial_lse[partial_row(chunk)]; };
+    const MergedLse merged(item.num_chunks, lse_of);
 
     auto* o =
         static_cast<std::byte*>(params.o.data) +
@@ -68,10 +80,10 @@ void combine_tile(const CombineParams& params, const MergeItem& item) {
     for (int column = 0; column < params.head_dim_vo; column += kColumns) {
       alignas(kCacheLine) float sum[kColumns];
       const int width = std::min(kColumns, params.head_dim_vo - column);
-      auto row_of = [&](int slot) {
-        return params.partial_o + slot_row(slot) * params.head_dim_vo + column;
+      auto row_of = [&](int chunk) {
+        return params.partial_o + partial_row(chunk) * params.head_dim_vo + column;
       };
-      merge_row(merged, item.num_slots, lse_of, row_of, DType::kFloat32, sum, width);
+      merge_row(merged, item.num_chunks, lse_of, row_of, DType::kFloat32, sum, width);
       isa_kernels().narrow(params.o_dtype, sum, merged.empty() ? 0.0f : 1.0f / merged.sum,
                            o + column * size_of(params.o_dtype), width);
     }
@@ -93,7 +105,9 @@ void merge_states_row(const MergeStatesParams& params, std::int64_t row) {
                ? row
                : (token * params.num_states + state) * params.num_heads + row % params.num_heads;
   };
-  auto lse_of = [&](int state) { return params.s[separate ? state : 0][state_row(state)]; };
+  auto lse_of = [&](int state) {
+    return PartialLse{.high = params.s[separate ? state : 0][state_row(state)], .low = 0.0f};
+  };
   const int num_states = separate ? 2 : params.num_states;
   const MergedLse merged(num_states, lse_of);
   for (int column = 0; column < params.head_dim; column += kColumns) {

@@ -16,6 +16,7 @@ inline Vec sub(Vec a, Vec b) { return _mm256_sub_ps(a, b); }
 inline Vec mul(Vec a, Vec b) { return _mm256_mul_ps(a, b); }
 inline Vec div(Vec a, Vec b) { return _mm256_div_ps(a, b); }
 inline Vec fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
+inline Vec exact_fma(Vec a, Vec b, Vec c) { return fma(a, b, c); }
 // Where an operand is NaN, both of these return the second one.
 inline Vec max(Vec a, Vec b) { return _mm256_max_ps(a, b); }
 inline Vec min(Vec a, Vec b) { return _mm256_min_ps(a, b); }
@@ -25,6 +26,9 @@ inline Vec with_sign_of(Vec magnitude, Vec sign) {
 }
 inline Vec where_less(Vec a, Vec b, Vec then, Vec otherwise) {
   return _mm256_blendv_ps(otherwise, then, _mm256_cmp_ps(a, b, _CMP_LT_OQ));
+}
+inline bool any_less(Vec a, Vec b) {
+  return _mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_LT_OQ)) != 0;
 }
 // 2^n where the low bits of t hold n + 127, 0 <= n + 127 < 255.
 inline Vec power_from_low_bits(Vec t) {

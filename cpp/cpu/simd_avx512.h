@@ -16,6 +16,7 @@ inline Vec sub(Vec a, Vec b) { return _mm512_sub_ps(a, b); }
 inline Vec mul(Vec a, Vec b) { return _mm512_mul_ps(a, b); }
 inline Vec div(Vec a, Vec b) { return _mm512_div_ps(a, b); }
 inline Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
+inline Vec exact_fma(Vec a, Vec b, Vec c) { return fma(a, b, c); }
 // Where an operand is NaN, both of these return the second one.
 inline Vec max(Vec a, Vec b) { return _mm512_max_ps(a, b); }
 inline Vec min(Vec a, Vec b) { return _mm512_min_ps(a, b); }
@@ -28,6 +29,7 @@ inline Vec with_sign_of(Vec magnitude, Vec sign) {
 inline Vec where_less(Vec a, Vec b, Vec then, Vec otherwise) {
   return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), otherwise, then);
 }
+inline bool any_less(Vec a, Vec b) { return _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ) != 0; }
 // 2^n where the low bits of t hold n + 127, 0 <= n + 127 < 255.
 inline Vec power_from_low_bits(Vec t) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(t), 23));

@@ -20,6 +20,11 @@ inline Vec sub(Vec a, Vec b) { return a - b; }
 inline Vec mul(Vec a, Vec b) { return a * b; }
 inline Vec div(Vec a, Vec b) { return a / b; }
 inline Vec fma(Vec a, Vec b, Vec c) { return a * b + c; }
+// Rounded once, which fma() is not on every machine.
+inline Vec exact_fma(Vec a, Vec b, Vec c) {
+  for (int i = 0; i < kLanes; ++i) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
+  return c;
+}
 inline Vec choose(IntVec all_ones, Vec then, Vec otherwise) {
   return (Vec)((all_ones & (IntVec)then) | (~all_ones & (IntVec)otherwise));
 }
@@ -32,6 +37,10 @@ inline Vec with_sign_of(Vec magnitude, Vec sign) {
 }
 inline Vec where_less(Vec a, Vec b, Vec then, Vec otherwise) {
   return choose((IntVec)(a < b), then, otherwise);
+}
+inline bool any_less(Vec a, Vec b) {
+  const IntVec less = a < b;
+  return (less[0] | less[1] | less[2] | less[3]) != 0;
 }
 // 2^n where the low bits of t hold n + 127, 0 <= n + 127 < 255.
 inline Vec power_from_low_bits(Vec t) { return (Vec)((IntVec)t << 23); }

@@ -29,7 +29,9 @@ struct Section {
 
   void add(HeadGroup group, const RequestWork& request) {
     const std::int64_t heads = group.head_end - group.head_begin;
-    kv_bytes += heads * request.reused_kv_bytes;
+    // 2^60 bytes exceed any L2: that pages may be shared, more often than int64 can count, is no
+    // matter.
+    kv_bytes = std::min(kv_bytes + heads * request.reused_kv_bytes, std::int64_t{1} << 60);
     cost += heads * request.cost;
     longest = std::max(longest, request.longest);
     if (!groups.empty() && groups.back().request == group.request &&

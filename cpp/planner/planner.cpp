@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <numeric>
 #include <stdexcept>
 
 #include "planner/message.h"
@@ -11,10 +12,10 @@ namespace {
 
 constexpr std::int64_t kMaxInt32 = std::numeric_limits<std::int32_t>::max();
 
-std::int64_t float_bytes(std::int64_t slots, TileShape tile, std::int32_t head_dim_vo) {
+std::int64_t float_bytes(std::int64_t partial_rows, std::int32_t head_dim_vo) {
   Arena arena;
-  arena.take<float>(slots * tile.m * head_dim_vo);
-  arena.take<float>(slots * tile.m);
+  arena.take<float>(partial_rows * head_dim_vo);
+  arena.take<PartialLse>(partial_rows);
   return arena.bytes();
 }
 
@@ -28,12 +29,12 @@ std::int64_t slots_of(const DeviceFacts& facts, const ForwardKernel& kernel) {
   return std::max<std::int64_t>(facts.num_sms * per_sm, 1);
 }
 
-// Partial tiles that the float workspace has room for.
-std::int64_t slots_in(std::int64_t bytes, TileShape tile, std::int32_t head_dim_vo) {
-  const std::int64_t slot_bytes = std::int64_t{tile.m} * (head_dim_vo + 1) * sizeof(float);
-  std::int64_t slots = std::min(bytes / slot_bytes, kMaxInt32);
-  if (slots > 0 && float_bytes(slots, tile, head_dim_vo) > bytes) --slots;  // alignment
-  return slots;
+// Partial rows that the float workspace has room for.
+std::int64_t rows_in(std::int64_t bytes, std::int32_t head_dim_vo) {
+  const std::int64_t row_bytes = head_dim_vo * sizeof(float) + sizeof(PartialLse);
+  std::int64_t rows = std::min(bytes / row_bytes, kMaxInt32);
+  if (rows > 0 && float_bytes(rows, head_dim_vo) > bytes) --rows;  // alignment
+  return rows;
 }
 
 // The most query tiles, over all KV heads, of any batch of this size with at most graph_max_rows
@@ -48,35 +49,59 @@ std::int64_t most_graph_tiles(const Problem& problem, std::int32_t tile_rows) {
   return (rows + requests * (tile_rows - 1)) / tile_rows * problem.num_kv_heads;
 }
 
-// What a batch may use at most; `most_tiles` query tiles are all that a CUDA graph allows.
-SplitLimits split_limits(const Problem& problem, TileShape tile, std::int64_t cta_slots,
-                         std::int64_t most_tiles) {
-  SplitLimits limits{.slots = 0, .items = kMaxInt32, .merges = kMaxInt32};
+// What a batch may use at most.
+SplitLimits split_limits(const Problem& problem, std::int32_t tile_rows, std::int64_t cta_slots) {
+  SplitLimits limits{.rows = 0, .items = kMaxInt32, .merges = kMaxInt32};
   if (!problem.split.disable) {
-    limits.slots = slots_in(problem.float_workspace_bytes, tile, problem.head_dim_vo);
+    limits.rows = rows_in(problem.float_workspace_bytes, problem.head_dim_vo);
   }
   if (problem.graph_max_rows == 0) return limits;
+  // The rows of every tile are a multiple of this, so that rows bound the number of chunks.
+  const std::int32_t group = problem.num_qo_heads / problem.num_kv_heads;
+  std::int64_t chunks = limits.rows / std::gcd(group, tile_rows);
   // How far a later plan splits depends on KV lengths that nobody knows yet. Two waves of partial
   // tiles are as much as an automatic split gains from; a fixed split may need all that there is.
-  if (problem.split.fixed_split_size == 0) limits.slots = std::min(limits.slots, 2 * cta_slots);
-  limits.items = most_tiles + limits.slots;
-  limits.merges = std::min(most_tiles, limits.slots / 2);
+  if (problem.split.fixed_split_size == 0) {
+    chunks = std::min(chunks, 2 * cta_slots);
+    limits.rows = std::min(limits.rows, 2 * cta_slots * tile_rows);
+  }
+  const std::int64_t most_tiles = most_graph_tiles(problem, tile_rows);
+  limits.items = most_tiles + chunks;
+  limits.merges = std::min(most_tiles, chunks / 2);
+  if (limits.items > kMaxInt32) {
+    refuse("graph_max_rows = ", problem.graph_max_rows, ": a CUDA graph would reserve ",
+           limits.items, " work items; at most ", kMaxInt32, ": plan for smaller batches");
+  }
   return limits;
 }
 
+void check_item_count(const Problem& problem, std::int64_t items_per_head) {
+  if (items_per_head > kMaxInt32 / problem.num_kv_heads) {
+    refuse("qo_indptr[-1] = ", problem.qo_indptr.back(), ": the batch makes ", items_per_head,
+           " work items for each of ", problem.num_kv_heads, " KV heads; at most ", kMaxInt32,
+           " in all: plan it in several parts");
+  }
+}
+
 // A fixed split is a promise about results, so it is kept or refused, never weakened.
-void check_fixed_split(const Problem& problem, TileShape tile, const SplitLimits& limits,
+void check_fixed_split(const Problem& problem, const SplitLimits& limits,
                        const SplitEstimate& needed) {
   const std::int32_t size = problem.split.fixed_split_size;
   if (needed.num_chunks > kMaxChunks) {
     refuse("fixed_split_size = ", size, " cuts a request into ", needed.num_chunks,
            " KV chunks; at most ", kMaxChunks, ": use a larger one or disable_split_kv");
   }
-  if (needed.num_slots > limits.slots) {
+  check_item_count(problem, needed.num_items / problem.num_kv_heads);
+  if (needed.num_partial_rows > kMaxInt32) {
+    refuse("fixed_split_size = ", size, " makes ", needed.num_partial_rows,
+           " partial rows of the batch; at most ", kMaxInt32,
+           ": use a larger one or disable_split_kv, or plan the batch in several parts");
+  }
+  if (needed.num_partial_rows > limits.rows) {
     refuse("float_workspace_buffer has ", problem.float_workspace_bytes,
            " bytes; fixed_split_size = ", size, " needs ",
-           float_bytes(needed.num_slots, tile, problem.head_dim_vo), " bytes for ",
-           needed.num_slots, " partial tiles of ", tile.m, " x ", problem.head_dim_vo,
+           float_bytes(needed.num_partial_rows, problem.head_dim_vo), " bytes for ",
+           needed.num_partial_rows, " partial rows of head_dim_vo = ", problem.head_dim_vo,
            ": enlarge it, use a larger fixed_split_size or disable_split_kv");
   }
 }
@@ -123,9 +148,11 @@ void Planner::read_requests(const Problem& problem) {
 }
 
 void Planner::split(const Problem& problem, std::int64_t cta_slots, const ItemCost& cost) {
-  const std::vector<QueryTile> tiles =
-      query_tiles(problem, requests_, {.rows = tile_rows_, .keys = tile_.n});
-  capacity_ = split_limits(problem, tile_, cta_slots, most_graph_tiles(problem, tile_rows_));
+  const TileExtent extent{.rows = tile_rows_, .keys = tile_.n};
+  // Before anything is added up: with 2^31 items at most, no cost below comes near 2^63.
+  check_item_count(problem, count_query_tiles(problem, requests_, extent));
+  const std::vector<QueryTile> tiles = query_tiles(problem, requests_, extent);
+  capacity_ = split_limits(problem, tile_rows_, cta_slots);
   std::int32_t longest = 0;
   for (const QueryTile& tile : tiles) longest = std::max(longest, tile.kv_tiles());
   const SplitProblem decision{.tiles = tiles,
@@ -141,7 +168,7 @@ void Planner::split(const Problem& problem, std::int64_t cta_slots, const ItemCo
   } else if (problem.split.fixed_split_size > 0) {
     const std::int32_t size = std::min(problem.split.fixed_split_size, kMaxRequestLength);
     chunk_tiles = ceil_div(size, tile_.n);
-    check_fixed_split(problem, tile_, capacity_, estimate(decision, chunk_tiles));
+    check_fixed_split(problem, capacity_, estimate(decision, chunk_tiles));
   } else {
     chunk_tiles = choose_chunk_tiles(decision);
   }
@@ -151,13 +178,12 @@ void Planner::split(const Problem& problem, std::int64_t cta_slots, const ItemCo
     info.chunk_keys = (chunk_tiles == kUnsplit ? kv_tiles : chunk_tiles) * tile_.n;
   }
   work_ = cut(tiles, problem, requests_, chunk_tiles, cost);
-  if (work_.num_items > kMaxInt32) {
-    refuse("qo_indptr[-1] = ", problem.qo_indptr.back(), ": the batch makes ", work_.num_items,
-           " work items; at most ", kMaxInt32, ": plan it in several parts");
-  }
   if (problem.graph_max_rows == 0) {
-    capacity_ = {.slots = work_.num_slots, .items = work_.num_items, .merges = work_.num_merges};
-  } else if (work_.num_items > capacity_.items || work_.num_merges > capacity_.merges) {
+    capacity_ = {.rows = work_.num_partial_rows,
+                 .items = work_.num_items,
+                 .merges = work_.num_merges};
+  } else if (work_.num_partial_rows > capacity_.rows || work_.num_items > capacity_.items ||
+             work_.num_merges > capacity_.merges) {
     throw std::logic_error("the planner reserved too little for a CUDA graph");
   }
 }
@@ -182,7 +208,7 @@ void Planner::count() {
   sizes_.num_requests = static_cast<int>(requests_.size());
   sizes_.num_items = static_cast<int>(work_.num_items);
   sizes_.num_merges = static_cast<int>(capacity_.merges);
-  sizes_.num_slots = static_cast<int>(capacity_.slots);
+  sizes_.num_partial_rows = static_cast<int>(capacity_.rows);
   sizes_.num_kv_tiles = work_.num_kv_tiles;
   Arena ints;
   Arena floats;
@@ -213,9 +239,9 @@ void Planner::lay_out(Arena& ints, Arena& floats, PlanLayout& layout) const {
   }
   layout.int_bytes = ints.bytes();
 
-  if (capacity_.slots > 0) {
-    layout.partial_o = floats.take<float>(capacity_.slots * tile_.m * head_dim_vo_);
-    layout.partial_lse = floats.take<float>(capacity_.slots * tile_.m);
+  if (capacity_.rows > 0) {
+    layout.partial_o = floats.take<float>(capacity_.rows * head_dim_vo_);
+    layout.partial_lse = floats.take<PartialLse>(capacity_.rows);
   }
   layout.float_bytes = floats.bytes();
 }
@@ -224,14 +250,12 @@ void Planner::write_items(WorkItem* items) const {
   const std::int32_t* position = assignment_.present() ? assignment_.position.data() : nullptr;
   std::int32_t index = 0;
   for_each_item(work_, order_, [&](const WorkUnit& unit, int head) {
-    const std::int32_t slot =
-        unit.partial() ? unit.slot + head * unit.num_chunks : WorkItem::kFinal;
     items[position != nullptr ? position[index] : index] = {
         .request = unit.request,
         .row_begin = unit.row_begin,
         .kv_head = static_cast<std::int16_t>(head),
         .chunk = unit.chunk,
-        .partial_slot = slot};
+        .partial_row = unit.partial_row_of(head)};
     ++index;
   });
   std::fill(items + index, items + capacity_.items, WorkItem{});
@@ -246,12 +270,12 @@ void Planner::write_merges(MergeItem* merges) const {
       *next++ = {.request = first.request,
                  .row_begin = first.row_begin,
                  .kv_head = static_cast<std::int16_t>(head),
-                 .num_slots = first.num_chunks,
-                 .first_slot = first.slot + head * first.num_chunks};
+                 .num_chunks = first.num_chunks,
+                 .first_row = first.partial_row_of(head)};
     }
   }
   if (next == merges + capacity_.merges) return;
-  // Surplus merges of a CUDA graph: no slots, and rows that begin where request 0 ends.
+  // Surplus merges of a CUDA graph: no chunks, and rows that begin where request 0 ends.
   const std::int32_t end_row = requests_[0].qo_len * group_size_;
   std::fill(next, merges + capacity_.merges, MergeItem{.request = 0, .row_begin = end_row});
 }

@@ -28,10 +28,12 @@ void validate(const Problem& problem);
 // The tile class of the one kernel that will run the whole batch.
 //   * kDecode when every request's packed rows fit a short tile, or most of the work is in such
 //   requests.
-//   * With a fixed or disabled split the answer is always kPrefill: a request's result must not
-//   depend
-//     on its batch. (Both classes have the same tile n and treat rows independently, so either
-//     would give the same bits; a constant answer needs no such argument.)
+//   * With a fixed or disabled split a request's bits must not depend on its batch, so kDecode only
+//     when every request is short. A short request is one query tile in either class, and tile n is
+//     the same in both: the same KV tiles cut into the same chunks, and rows do not see each other
+//     in a kernel. A taller one is two tiles or more in short tiles: its rows then meet other KV
+//     tiles and other chunks, which only add zeros, but not always in the same places (combine adds
+//     from the first chunk that a tile touches, and a window moves that one).
 //   * With graph_max_rows it looks at that maximum alone, so that it is the same for every plan.
 TileClass choose_tile_class(const Problem& problem);
 
@@ -61,7 +63,7 @@ class Planner {
   const PlanLayout& layout() const { return layout_; }
 
   // With graph_max_rows, num_ctas and num_merges are the same for every plan of one batch size
-  // (surplus CTAs have empty lists, surplus merges have num_slots == 0) and so is the layout.
+  // (surplus CTAs have empty lists, surplus merges have num_chunks == 0) and so is the layout.
   const PlanSizes& sizes() const { return sizes_; }
 
   // Fills layout().int_bytes bytes at `image`, which is 16-byte aligned.

@@ -8,9 +8,10 @@ namespace {
 
 constexpr std::int32_t kMaxBuckets = 2048;
 
-// A machine this evenly filled is left alone, and a split has to gain this much (in percent).
-constexpr std::int64_t kEvenPercent = 110;
-constexpr std::int64_t kGainPercent = 90;
+// A machine this evenly filled is left alone, and a split has to gain this much (in tenths: small
+// factors, which int64 has room for on top of the largest batch's cost).
+constexpr std::int64_t kEvenTenths = 11;
+constexpr std::int64_t kGainTenths = 9;
 
 // Chunk lengths worth a look, longest first: equal parts of the longest tile, in steps of a
 // quarter; and the parts that fill the slots in one to four waves.
@@ -34,7 +35,7 @@ std::vector<std::int32_t> ladder(std::int32_t longest, std::int32_t shortest_chu
 }
 
 bool fits(const SplitEstimate& estimate, const SplitLimits& limits) {
-  return estimate.num_slots <= limits.slots && estimate.num_items <= limits.items &&
+  return estimate.num_partial_rows <= limits.rows && estimate.num_items <= limits.items &&
          estimate.num_merges <= limits.merges && estimate.num_chunks <= kMaxChunks;
 }
 
@@ -72,11 +73,12 @@ SplitEstimate estimate(const SplitProblem& split, std::int32_t chunk_tiles) {
     costs.add((chunks.first + 1) * chunk_tiles - tile.kv_begin + kOverhead);
     costs.add(tile.kv_end - chunks.last * chunk_tiles + kOverhead);
     if (count > 2) costs.add(chunk_tiles + kOverhead, count - 2);
-    result.num_slots += count;
+    // NOTE: more chunks than can be numbered are refused; counting their rows might overflow.
+    result.num_partial_rows += std::int64_t{std::min(count, kMaxChunks)} * tile.rows;
     ++result.num_merges;
   }
   result.num_items *= split.num_kv_heads;
-  result.num_slots *= split.num_kv_heads;
+  result.num_partial_rows *= split.num_kv_heads;
   result.num_merges *= split.num_kv_heads;
   result.total_cost = costs.total();
   result.makespan = costs.makespan(split.cta_slots);
@@ -85,16 +87,16 @@ SplitEstimate estimate(const SplitProblem& split, std::int32_t chunk_tiles) {
 }
 
 std::int32_t choose_chunk_tiles(const SplitProblem& split) {
-  if (split.limits.slots < 2 || split.tiles.empty()) return kUnsplit;
+  if (split.limits.rows < 2 || split.tiles.empty()) return kUnsplit;
   const std::int32_t shortest_chunk = ceil_div(kMinAutoChunkKeys, split.tile_n);
   if (split.longest < 2 * shortest_chunk) return kUnsplit;
 
   const SplitEstimate unsplit = estimate(split, kUnsplit);
   const std::int64_t ideal = ceil_div(unsplit.total_cost, split.cta_slots);
-  if (unsplit.makespan * 100 <= ideal * kEvenPercent) return kUnsplit;
+  if (unsplit.makespan * 10 <= ideal * kEvenTenths) return kUnsplit;
 
   std::int32_t best = kUnsplit;
-  std::int64_t best_makespan = unsplit.makespan * kGainPercent / 100;
+  std::int64_t best_makespan = unsplit.makespan * kGainTenths / 10;
   const std::int64_t per_wave = split.cta_slots / unsplit.num_items;
   for (std::int32_t chunk : ladder(split.longest, shortest_chunk, per_wave)) {
     const SplitEstimate candidate = estimate(split, chunk);

@@ -9,14 +9,14 @@
 
 namespace preflash {
 
-inline constexpr std::int32_t kMaxChunks = 32767;  // chunk numbers and slot counts are int16
+inline constexpr std::int32_t kMaxChunks = 32767;  // chunk numbers and their counts are int16
 inline constexpr std::int32_t kUnsplit = 1 << 30;  // a chunk length in tiles that none exceeds
 inline constexpr std::int32_t kMinAutoChunkKeys =
     256;  // shorter chunks cost more than they balance
 
 // What a split may use at most.
 struct SplitLimits {
-  std::int64_t slots = 0;  // partial tiles
+  std::int64_t rows = 0;  // partial ones; int32 counts them
   std::int64_t items = 0;
   std::int64_t merges = 0;
 };
@@ -26,7 +26,7 @@ struct SplitEstimate {
   std::int64_t total_cost = 0;
   std::int64_t num_items = 0;
   std::int64_t num_merges = 0;
-  std::int64_t num_slots = 0;
+  std::int64_t num_partial_rows = 0;
   std::int32_t num_chunks = 0;  // highest chunk number plus one
 };
 

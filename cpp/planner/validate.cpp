@@ -141,14 +141,14 @@ void check_paged_kv(const Problem& problem) {
   for (std::size_t i = 0; i < problem.last_page_len.size(); ++i) {
     std::int64_t pages = problem.kv_indptr[i + 1] - problem.kv_indptr[i];
     std::int32_t last = problem.last_page_len[i];
-    // A request without pages has no last page; any value that could be one is let through.
-    std::int32_t least = pages > 0 ? 1 : 0;
-    if (last < least || last > problem.page_size) {
+    // A request without pages has no last page: whatever is said of it does not count.
+    if (pages == 0) continue;
+    if (last < 1 || last > problem.page_size) {
       refuse("paged_kv_last_page_len[", i, "] = ", last, ": request ", i, " has ", pages,
-             " pages of page_size = ", problem.page_size, ", so it must be in [", least, ", ",
+             " pages of page_size = ", problem.page_size, ", so it must be in [1, ",
              problem.page_size, "]");
     }
-    if (pages > 0) check_kv_length(problem, i, (pages - 1) * problem.page_size + last);
+    check_kv_length(problem, i, (pages - 1) * problem.page_size + last);
   }
 }
 
@@ -191,24 +191,27 @@ void validate(const Problem& problem) {
 
 TileClass choose_tile_class(const Problem& problem) {
   std::int64_t batch = static_cast<std::int64_t>(problem.qo_indptr.size()) - 1;
-  if (problem.split.disable || problem.split.fixed_split_size > 0 || batch < 1) {
-    return TileClass::kPrefill;
-  }
+  if (batch < 1) return TileClass::kPrefill;
   std::int64_t group = problem.num_qo_heads / problem.num_kv_heads;
+  bool same_bits = problem.split.disable || problem.split.fixed_split_size > 0;
   if (problem.graph_max_rows > 0) {
-    std::int64_t rows = ceil_div<std::int64_t>(problem.graph_max_rows, batch) * group;
+    // One request may take all the rows of a later plan.
+    std::int64_t requests = same_bits ? 1 : batch;
+    std::int64_t rows = ceil_div<std::int64_t>(problem.graph_max_rows, requests) * group;
     return rows <= kDecodeTileRows ? TileClass::kDecode : TileClass::kPrefill;
   }
   // Work in short tiles times keys. The half that causal masking saves tall requests is left out:
-  // when it is that close, either class serves.
-  std::int64_t work_short = 0;
-  std::int64_t work_tall = 0;
+  // when it is that close, either class serves. NOTE: doubles, since pages that many requests share
+  // make more of it than int64 can count.
+  double work_short = 0.0;
+  double work_tall = 0.0;
   for (std::size_t i = 0; i + 1 < problem.qo_indptr.size(); ++i) {
     std::int64_t length = problem.qo_indptr[i + 1] - problem.qo_indptr[i];
     std::int64_t tiles = ceil_div<std::int64_t>(length * group, kDecodeTileRows);
+    if (tiles > 1 && same_bits) return TileClass::kPrefill;
     std::int64_t keys = kv_length(problem, i);
     if (problem.window_left >= 0) keys = std::min(keys, problem.window_left + length);
-    (tiles > 1 ? work_tall : work_short) += tiles * (keys + 1);
+    (tiles > 1 ? work_tall : work_short) += static_cast<double>(tiles * (keys + 1));
   }
   return work_short > work_tall ? TileClass::kDecode : TileClass::kPrefill;
 }

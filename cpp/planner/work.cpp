@@ -13,13 +13,19 @@ ItemCost item_cost(Family family, std::int32_t tile_n) {
   return cost;
 }
 
-std::vector<QueryTile> query_tiles(const Problem& problem, std::span<const RequestInfo> requests,
-                                   TileExtent tile) {
+// NOTE: validate() bounds qo_len * group by kMaxRequestLength, so that int32 holds it.
+std::int64_t count_query_tiles(const Problem& problem, std::span<const RequestInfo> requests,
+                               TileExtent tile) {
   const std::int32_t group = problem.num_qo_heads / problem.num_kv_heads;
   std::int64_t total = 0;
   for (const RequestInfo& info : requests) total += ceil_div(info.qo_len * group, tile.rows);
+  return total;
+}
 
-  std::vector<QueryTile> tiles(total);
+std::vector<QueryTile> query_tiles(const Problem& problem, std::span<const RequestInfo> requests,
+                                   TileExtent tile) {
+  const std::int32_t group = problem.num_qo_heads / problem.num_kv_heads;
+  std::vector<QueryTile> tiles(count_query_tiles(problem, requests, tile));
   QueryTile* next = tiles.data();
   for (std::size_t r = 0; r < requests.size(); ++r) {
     const RequestInfo& info = requests[r];
@@ -29,11 +35,11 @@ std::vector<QueryTile> query_tiles(const Problem& problem, std::span<const Reque
                             .causal = problem.causal};
     const std::int32_t rows = info.qo_len * group;
     for (std::int32_t row = 0; row < rows; row += tile.rows) {
-      const std::int32_t last_row = std::min(row + tile.rows, rows) - 1;
-      const RowSpan span{row / group, last_row / group};
+      const std::int32_t count = std::min(tile.rows, rows - row);
+      const RowSpan span{row / group, (row + count - 1) / group};
       const TileRange range =
           touched_tiles(bounds, span, {0, info.kv_len}, tile.keys, problem.mask);
-      *next++ = {static_cast<std::int32_t>(r), row, range.begin, range.end};
+      *next++ = {static_cast<std::int32_t>(r), row, count, range.begin, range.end};
     }
   }
   return tiles;
@@ -57,6 +63,7 @@ void append_chunks(const QueryTile& tile, std::int32_t chunk_tiles, std::int64_t
   const ChunkSpan chunks = chunks_of(tile, chunk_tiles);
   WorkUnit unit{.request = tile.request,
                 .row_begin = tile.row_begin,
+                .rows = tile.rows,
                 .num_chunks = static_cast<std::int16_t>(chunks.count())};
   std::int32_t begin = tile.kv_begin;
   for (std::int32_t c = chunks.first; c <= chunks.last; ++c) {
@@ -65,13 +72,14 @@ void append_chunks(const QueryTile& tile, std::int32_t chunk_tiles, std::int64_t
     unit.chunk = static_cast<std::int16_t>(c);
     unit.cost = cost.of(unit.kv_tiles, unit.partial());
     if (unit.partial()) {
-      unit.slot = static_cast<std::int32_t>(work.num_slots + (c - chunks.first));
+      const std::int64_t rows_before = std::int64_t{c - chunks.first} * tile.rows;
+      unit.partial_row = static_cast<std::int32_t>(work.num_partial_rows + rows_before);
     }
     work.units.push_back(unit);
     begin = end;
   }
   if (unit.partial()) {
-    work.num_slots += chunks.count() * num_heads;
+    work.num_partial_rows += num_heads * chunks.count() * tile.rows;
     work.num_merges += num_heads;
   }
 }

@@ -38,6 +38,7 @@ ItemCost item_cost(Family family, std::int32_t tile_n);
 struct QueryTile {
   std::int32_t request = 0;
   std::int32_t row_begin = 0;
+  std::int32_t rows = 0;
   std::int32_t kv_begin = 0;
   std::int32_t kv_end = 0;
 
@@ -58,17 +59,22 @@ inline ChunkSpan chunks_of(const QueryTile& tile, std::int32_t chunk_tiles) {
   return {tile.kv_begin / chunk_tiles, (tile.kv_end - 1) / chunk_tiles};
 }
 
-// One item for every KV head. Head h of a split tile has slot + h * num_chunks.
+// One item for every KV head.
 struct WorkUnit {
   std::int32_t request = 0;
   std::int32_t row_begin = 0;
+  std::int32_t rows = 0;
   std::int32_t kv_tiles = 0;
-  std::int32_t slot = WorkItem::kFinal;
+  std::int32_t partial_row = WorkItem::kFinal;  // of head 0
   std::int16_t chunk = 0;
   std::int16_t num_chunks = 1;  // of its query tile; more than one: it writes partials
   std::int32_t cost = 0;        // ItemCost
 
   bool partial() const { return num_chunks > 1; }
+  // A head's chunks lie behind those of the head before it.
+  std::int32_t partial_row_of(std::int32_t head) const {
+    return partial() ? partial_row + head * num_chunks * rows : WorkItem::kFinal;
+  }
 };
 
 // What the units of one request add up to, per KV head.
@@ -86,7 +92,7 @@ struct WorkList {
   std::vector<RequestWork> requests;
   std::int64_t num_items = 0;
   std::int64_t num_merges = 0;
-  std::int64_t num_slots = 0;
+  std::int64_t num_partial_rows = 0;
   std::int64_t num_kv_tiles = 0;  // over all items
   std::int64_t cost = 0;          // over all items
   std::int32_t longest = 0;
@@ -98,10 +104,14 @@ struct TileExtent {
   std::int32_t keys = 0;
 };
 
+// Of one KV head. The first says how many the second returns.
+std::int64_t count_query_tiles(const Problem& problem, std::span<const RequestInfo> requests,
+                               TileExtent tile);
 std::vector<QueryTile> query_tiles(const Problem& problem, std::span<const RequestInfo> requests,
                                    TileExtent tile);
 
-// Cuts every query tile into chunks of chunk_tiles KV tiles.
+// Cuts every query tile into chunks of chunk_tiles KV tiles. The caller has seen to it that items,
+// chunks and partial rows can be numbered (estimate()).
 WorkList cut(std::span<const QueryTile> tiles, const Problem& problem,
              std::span<const RequestInfo> requests, std::int32_t chunk_tiles, const ItemCost& cost);
 

@@ -433,10 +433,19 @@ def test_alignment_is_checked_in_every_run(target, name):
     assert torch.equal(wrapper.run(**tensors), good)
 
 
-@pytest.mark.parametrize("last_page_len", [0, 1, 16])
+@pytest.mark.parametrize("last_page_len", [0, 1, 16, 17, -1, -(2**31), 2**31 - 1])
 def test_no_pages_are_no_keys(target, last_page_len):
-    """Engines fill last_page_len with ones also where a request has no page."""
+    """Engines fill last_page_len with ones, or with nothing, where a request has no page."""
     case = Case("nopages", (9, 3), (33, 0), 4, 2, 64, page_size=16, mask=MaskKind.CAUSAL)
     inputs = build(case, device=target.device)
     inputs.last_page_len[1] = last_page_len
+    runner.check(inputs, backend=target.backend)
+
+
+def test_no_pages_among_masks(target):
+    """Mask sizes come from KV lengths too."""
+    lens = ((9, 3, 5), (33, 0, 20))
+    case = Case("nopages", *lens, 4, 2, 64, page_size=16, mask=MaskKind.CUSTOM)
+    inputs = build(case, device=target.device)
+    inputs.last_page_len[1] = -(2**31)
     runner.check(inputs, backend=target.backend)

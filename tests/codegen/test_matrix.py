@@ -149,6 +149,20 @@ def test_hopper_kernels_cover_every_head_dim_dtype_and_logits(matrix):
         assert variant.tile.n % 16 == 0
 
 
+def test_tile_classes_differ_in_rows_alone(matrix):
+    """A short request has the same bits in both: the planner's choice under a fixed split, in
+    validate.cpp, rests on equal tiles of keys, and on 64 rows (kDecodeTileRows) fitting either."""
+    keys, shared = {}, set()
+    for v in matrix.variants:
+        kernel = (v.family, v.q_dtype, v.kv_dtype, v.head_dim, v.logits, v.mask)
+        assert v.tile.m >= 64, v.id
+        if keys.setdefault(kernel, v.tile.n) != v.tile.n:
+            pytest.fail(f"{v.id}: {v.tile.n} keys, its other tile class {keys[kernel]}")
+        if v.tile_class == "decode":
+            shared.add(v.family)
+    assert shared == {"sm80"}
+
+
 def test_presets_grow_into_full(matrix):
     ci, dev, full = (
         {variant.id for variant in matrix.select(name)} for name in ("ci", "dev", "full")

@@ -31,7 +31,7 @@ ITEM = np.dtype(
         ("row_begin", "<i4"),
         ("kv_head", "<i2"),
         ("chunk", "<i2"),
-        ("partial_slot", "<i4"),
+        ("partial_row", "<i4"),
     ]
 )
 MERGE = np.dtype(
@@ -39,8 +39,8 @@ MERGE = np.dtype(
         ("request", "<i4"),
         ("row_begin", "<i4"),
         ("kv_head", "<i2"),
-        ("num_slots", "<i2"),
-        ("first_slot", "<i4"),
+        ("num_chunks", "<i2"),
+        ("first_row", "<i4"),
     ]
 )
 
@@ -63,6 +63,11 @@ def rows_per_tile(case: dict) -> int:
     if case.get("family") == "sm90" and group <= tile_m:
         return tile_m // group * group
     return tile_m
+
+
+def partial_bytes(rows: int, head_dim: int = 128) -> int:
+    """Float workspace of so many partial rows: head_dim floats and an LSE of two each."""
+    return -(-rows * head_dim * 4 // 16) * 16 + -(-rows * 8 // 16) * 16
 
 
 def indptr(lengths) -> list[int]:
@@ -109,6 +114,11 @@ class Planned:
     def tile_rows(self) -> int:
         return rows_per_tile(self.case)
 
+    def live_rows(self, item) -> int:
+        """Rows of the item's or merge's tile: less than a tile has where the request ends."""
+        rows = int(self.requests[item["request"]]["qo_len"]) * self.group_size
+        return min(self.tile_rows, rows - int(item["row_begin"]))
+
     def keys_of(self, item) -> tuple[int, int]:
         """The keys of the item's chunk, cut at the end of its request."""
         request = self.requests[item["request"]]
@@ -118,8 +128,7 @@ class Planned:
     def kv_tiles_of(self, item) -> int:
         """KV tiles that the item's rows touch in its chunk, from touched_tiles()."""
         request = self.requests[item["request"]]
-        rows = int(request["qo_len"]) * self.group_size
-        last = min(int(item["row_begin"]) + self.tile_rows, rows) - 1
+        last = int(item["row_begin"]) + self.live_rows(item) - 1
         key_begin, key_end = self.keys_of(item)
         begin, _, _, end = planner.touched_tiles(
             qo_len=int(request["qo_len"]),
@@ -141,7 +150,7 @@ class Planned:
         return ITEM_COST
 
     def cost_of(self, item) -> float:
-        partial = PARTIAL_COST if item["partial_slot"] != FINAL else 0
+        partial = PARTIAL_COST if item["partial_row"] != FINAL else 0
         return self.kv_tiles_of(item) + self.item_cost() + partial
 
     def costs(self) -> np.ndarray:
@@ -201,7 +210,7 @@ def check_covered(plan: Planned) -> None:
         assert row % tile_rows == 0
         assert row < rows_written[r].shape[1]
         keys_seen[r][head, row : row + tile_rows, begin:end] += 1
-        if item["partial_slot"] == FINAL:
+        if item["partial_row"] == FINAL:
             rows_written[r][head, row : row + tile_rows] += 1
     for merge in plan.merges:
         rows = rows_written[int(merge["request"])][int(merge["kv_head"])]
@@ -226,44 +235,51 @@ def check_chunks(plan: Planned) -> None:
         assert request["chunk_keys"] > 0
         assert request["chunk_keys"] % plan.case["tile_n"] == 0
     for item in plan.items:
-        if item["partial_slot"] != FINAL:
+        if item["partial_row"] != FINAL:
             assert plan.kv_tiles_of(item) > 0
 
 
 def check_merges(plan: Planned) -> None:
-    """Slots are disjoint, used once, in chunk order, and inside the float workspace."""
-    tile_m, head_dim = plan.case["tile_m"], plan.case.get("head_dim_vo", 128)
-    by_slot = {}
+    """Partial rows are disjoint, used once, in chunk order, and inside the float workspace."""
+    by_row, taken = {}, []
     for item in plan.items:
-        slot = int(item["partial_slot"])
-        if slot == FINAL:
+        row = int(item["partial_row"])
+        if row == FINAL:
             continue
-        assert 0 <= slot < plan.sizes["num_slots"]
-        assert slot not in by_slot
-        by_slot[slot] = item
+        by_row[row] = item
+        taken.append((row, row + plan.live_rows(item)))
+    taken.sort()
+    assert all(end <= begin for (_, end), (begin, _) in pairwise(taken))
+    assert not taken or taken[0][0] == 0
+    used = taken[-1][1] if taken else 0
+    assert used == sum(end - begin for begin, end in taken) <= plan.sizes["num_partial_rows"]
+    if not plan.case.get("graph_max_rows"):
+        assert used == plan.sizes["num_partial_rows"]
     merged = []
     for merge in plan.merges:
-        if merge["num_slots"] == 0:
+        if merge["num_chunks"] == 0:
             rows = int(plan.requests[merge["request"]]["qo_len"]) * plan.group_size
             assert merge["row_begin"] >= rows, "a surplus merge must have no rows"
             continue
-        assert merge["num_slots"] > 1
-        slots = range(int(merge["first_slot"]), int(merge["first_slot"] + merge["num_slots"]))
-        merged.extend(slots)
-        parts = [by_slot[slot] for slot in slots]
+        assert merge["num_chunks"] > 1
+        first, rows = int(merge["first_row"]), plan.live_rows(merge)
+        begins = [first + chunk * rows for chunk in range(merge["num_chunks"])]
+        merged.extend(begins)
+        parts = [by_row[begin] for begin in begins]
         for part in parts:
             for name in ("request", "row_begin", "kv_head"):
                 assert part[name] == merge[name]
         chunks = [int(part["chunk"]) for part in parts]
         assert chunks == list(range(chunks[0], chunks[0] + len(chunks)))
-    assert sorted(merged) == sorted(by_slot)
+    assert sorted(merged) == sorted(by_row)
     assert len(set(merged)) == len(merged)
 
-    slots = plan.sizes["num_slots"]
-    if slots:
+    rows, head_dim = plan.sizes["num_partial_rows"], plan.case.get("head_dim_vo", 128)
+    assert plan.layout["float_bytes"] == partial_bytes(rows, head_dim)
+    if rows:
         partial_o, partial_lse = plan.layout["partial_o"], plan.layout["partial_lse"]
-        assert partial_lse - partial_o >= slots * tile_m * head_dim * 4
-        assert plan.layout["float_bytes"] - partial_lse >= slots * tile_m * 4
+        assert partial_o == 0
+        assert partial_lse >= rows * head_dim * 4
     assert plan.layout["float_bytes"] <= plan.case["float_workspace_bytes"]
 
 

@@ -109,7 +109,7 @@ def test_requests_without_keys_still_write_their_rows():
     check(made)
     assert made.sizes["num_items"] == 4
     assert made.sizes["num_kv_tiles"] == 0
-    assert (made.items["partial_slot"] == -1).all()
+    assert (made.items["partial_row"] == -1).all()
 
 
 def test_rows_before_the_first_key_are_written():

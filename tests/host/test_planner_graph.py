@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
-from planned import check, plan, planner, ragged
+from planned import check, partial_bytes, plan, planner, ragged
 
-FIXED = ("num_requests", "num_ctas", "num_merges", "num_slots")
+FIXED = ("num_requests", "num_ctas", "num_merges", "num_partial_rows")
 GQA = {"num_qo_heads": 8, "num_kv_heads": 2}
 
 
@@ -48,31 +48,47 @@ def test_the_worst_batch_fits():
 
 
 def test_the_fullest_workspace_fits():
-    """Every tile in two chunks makes the most merges that its slots allow."""
+    """Every tile in two chunks makes the most merges that its rows allow."""
     options = {**GQA, "graph_max_rows": 8, "fixed_split_size": 64}
-    made = plan(**ragged([1] * 8, [128] * 8, **options, float_workspace_bytes=32 * 64 * 129 * 4))
+    rows = 8 * 2 * 2 * 4
+    made = plan(**ragged([1] * 8, [128] * 8, **options, float_workspace_bytes=partial_bytes(rows)))
     check(made)
-    assert made.sizes["num_slots"] == 32
-    assert (made.merges["num_slots"] == 2).all()
+    assert made.sizes["num_partial_rows"] == rows
+    assert (made.merges["num_chunks"] == 2).all()
     assert len(made.merges) == 16
 
 
-def test_long_keys_split_into_the_reserved_slots():
+def test_an_automatic_split_reserves_two_waves_of_full_tiles():
+    options = {**GQA, "graph_max_rows": 64, "num_sms": 20}
+    made = plan(**ragged([1] * 64, [1000] * 64, **options))
+    check(made)
+    assert made.sizes["num_partial_rows"] == 2 * 40 * 64
+
+
+def test_tiles_of_one_row_may_be_cut_as_well():
+    """Group 3: the 65th row of a request has a tile of its own, split like the first."""
+    options = {"num_qo_heads": 3, "num_kv_heads": 1, "graph_max_rows": 65 * 4}
+    made = plan(**ragged([65] * 4, [500] * 4, **options, fixed_split_size=64))
+    check(made)
+    assert made.live_rows(made.merges[3]) == 3 * 65 - 3 * 64 == 3
+
+
+def test_long_keys_split_into_the_reserved_rows():
     options = {**GQA, "graph_max_rows": 4, "num_sms": 20}
     short = plan(**ragged([1] * 4, [10] * 4, **options))
     long = plan(**ragged([1] * 4, [20000] * 4, **options))
     check(long)
     assert short.layout == long.layout
-    assert (short.merges["num_slots"] == 0).all()
-    assert (long.merges["num_slots"] > 0).any()
+    assert (short.merges["num_chunks"] == 0).all()
+    assert (long.merges["num_chunks"] > 0).any()
 
 
 def test_alignment_counts_against_the_workspace():
-    """Seventeen LSE rows of one float end at no multiple of 16 bytes."""
+    """Seventeen LSE rows of two floats end at no multiple of 16 bytes."""
     options = {"graph_max_rows": 8, "tile_m": 1}
-    made = plan(**ragged([1] * 8, [64] * 8, **options, float_workspace_bytes=17 * 129 * 4))
+    made = plan(**ragged([1] * 8, [64] * 8, **options, float_workspace_bytes=17 * 130 * 4))
     check(made)
-    assert made.sizes["num_slots"] == 16
+    assert made.sizes["num_partial_rows"] == 16
 
 
 def test_more_rows_than_planned_for():
@@ -82,7 +98,7 @@ def test_more_rows_than_planned_for():
 
 def test_a_fixed_split_beyond_the_workspace():
     options = {**GQA, "graph_max_rows": 1, "fixed_split_size": 64}
-    small = ragged([1], [640], **options, float_workspace_bytes=20 * 64 * 129 * 4)
+    small = ragged([1], [640], **options, float_workspace_bytes=partial_bytes(10 * 2 * 4))
     check(plan(**small))
     with pytest.raises(ValueError, match="float_workspace_buffer"):
         planner.plan(**small | {"kv_indptr": [0, 641]})

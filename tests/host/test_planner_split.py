@@ -1,9 +1,7 @@
 """Where KV is cut: only where the machine would idle, and only as far as the workspace reaches."""
 
 import pytest
-from planned import FINAL, check, plan, planner, ragged
-
-SLOT_BYTES = 64 * (128 + 1) * 4  # tile_m rows of head_dim_vo floats and one LSE each
+from planned import FINAL, check, partial_bytes, plan, planner, ragged
 
 
 def decode(batch, kv_len, **options):
@@ -12,13 +10,13 @@ def decode(batch, kv_len, **options):
 
 
 def split_tiles(made):
-    return int((made.merges["num_slots"] > 0).sum())
+    return int((made.merges["num_chunks"] > 0).sum())
 
 
 def test_long_decode_fills_one_wave():
     made = decode(4, 32768)
     check(made)
-    assert set(made.merges["num_slots"].tolist()) == {8}
+    assert set(made.merges["num_chunks"].tolist()) == {8}
     assert made.sizes["num_items"] == 4 * 8 * 8 <= made.cta_slots()
 
 
@@ -32,7 +30,7 @@ def test_split_counts_follow_the_machine(batch):
     """As many chunks as fill one wave, also where that is no round number."""
     made = decode(batch, 65536)
     per_wave = made.cta_slots() // (batch * 8)
-    assert set(made.merges["num_slots"].tolist()) == {per_wave}
+    assert set(made.merges["num_chunks"].tolist()) == {per_wave}
 
 
 def test_even_waves_are_left_alone():
@@ -69,19 +67,19 @@ def test_small_append_to_long_context_is_split():
     assert made.cta_slots() * 0.8 <= made.sizes["num_items"] <= made.cta_slots()
 
 
-@pytest.mark.parametrize("slots", [0, 1, 2, 15, 16, 31, 32, 100, 255, 256, 1000])
-def test_workspace_bounds_the_split(slots):
-    made = decode(1, 65536, float_workspace_bytes=slots * SLOT_BYTES)
+@pytest.mark.parametrize("rows", [0, 1, 2, 63, 64, 127, 128, 400, 1023, 1024, 4000])
+def test_workspace_bounds_the_split(rows):
+    made = decode(1, 65536, float_workspace_bytes=partial_bytes(rows))
     check(made)
-    assert made.sizes["num_slots"] <= slots
-    # Two chunks for each of the eight heads are the least that a split can be.
-    assert (split_tiles(made) > 0) == (slots >= 16)
+    assert made.sizes["num_partial_rows"] <= rows
+    # Two chunks of four rows for each of the eight heads are the least that a split can be.
+    assert (split_tiles(made) > 0) == (rows >= 64)
 
 
 def test_more_workspace_never_makes_it_slower():
     estimates = [
-        decode(3, 20000, float_workspace_bytes=slots * SLOT_BYTES).sizes["makespan_kv_tiles"]
-        for slots in (0, 48, 96, 200, 400)
+        decode(3, 20000, float_workspace_bytes=partial_bytes(rows)).sizes["makespan_kv_tiles"]
+        for rows in (0, 192, 384, 800, 1600)
     ]
     assert estimates == sorted(estimates, reverse=True)
     assert estimates[-1] < estimates[0] / 5
@@ -93,7 +91,7 @@ def test_fixed_split_is_kept_for_every_request(size, chunk):
     check(made)
     assert set(made.requests["chunk_keys"].tolist()) == {chunk}
     for merge in made.merges:
-        assert merge["num_slots"] <= -(-5000 // chunk)
+        assert merge["num_chunks"] <= -(-5000 // chunk)
 
 
 def test_largest_fixed_split():
@@ -104,8 +102,9 @@ def test_largest_fixed_split():
 
 def test_fixed_split_that_does_not_fit_says_what_it_needs():
     case = ragged([1], [6400], fixed_split_size=64, float_workspace_bytes=1000)
-    needed = 100 * 2 * SLOT_BYTES
-    with pytest.raises(ValueError, match=f"float_workspace_buffer has 1000 bytes.* {needed} bytes"):
+    needed = partial_bytes(100 * 4)
+    said = f"float_workspace_buffer has 1000 bytes.* {needed} bytes for 400 partial rows"
+    with pytest.raises(ValueError, match=said):
         planner.plan(**case)
     check(plan(**case | {"float_workspace_bytes": needed}))
     with pytest.raises(ValueError, match="float_workspace_buffer"):
@@ -120,8 +119,8 @@ def test_fixed_split_with_too_many_chunks():
 
 def test_disabled_split_is_never_split():
     made = decode(1, 131072, disable_split_kv=True)
-    assert made.sizes["num_merges"] == made.sizes["num_slots"] == 0
-    assert (made.items["partial_slot"] == FINAL).all()
+    assert made.sizes["num_merges"] == made.sizes["num_partial_rows"] == 0
+    assert (made.items["partial_row"] == FINAL).all()
 
 
 def test_disable_outweighs_a_fixed_size():
@@ -131,17 +130,17 @@ def test_disable_outweighs_a_fixed_size():
 
 
 def pieces_of(made, request):
-    """How one request is cut, in a form that does not depend on where its slots lie."""
-    first_slot = {
-        (int(m["row_begin"]), int(m["kv_head"])): int(m["first_slot"])
+    """How one request is cut, in a form that does not depend on where its partials lie."""
+    first_row = {
+        (int(m["row_begin"]), int(m["kv_head"])): int(m["first_row"])
         for m in made.merges
         if m["request"] == request
     }
     pieces = set()
     for item in made.items[made.items["request"] == request]:
         row, head = int(item["row_begin"]), int(item["kv_head"])
-        slot = int(item["partial_slot"])
-        place = "final" if slot == FINAL else slot - first_slot[row, head]
+        partial = int(item["partial_row"])
+        place = "final" if partial == FINAL else partial - first_row[row, head]
         pieces.add((row, head, int(item["chunk"]), place, made.keys_of(item)))
     return pieces
 
@@ -165,12 +164,58 @@ def test_fixed_and_disabled_splits_do_not_depend_on_the_batch(split):
         ([1] * 60 + [100], [4000] * 61, {}, "decode"),
         ([1] * 2 + [4000], [4000] * 3, {}, "prefill"),
         ([], [], {}, "prefill"),
-        ([1] * 8, [4000] * 8, {"fixed_split_size": 256}, "prefill"),
-        ([1] * 8, [4000] * 8, {"disable_split_kv": True}, "prefill"),
+        ([1] * 8, [4000] * 8, {"fixed_split_size": 256}, "decode"),
+        ([1, 16, 0] * 8, [4000] * 24, {"disable_split_kv": True}, "decode"),
+        ([1] * 60 + [17], [4000] * 61, {"fixed_split_size": 256}, "prefill"),
+        ([1] * 60 + [17], [4000] * 61, {"disable_split_kv": True}, "prefill"),
+        ([17] + [1] * 60, [0] + [4000] * 60, {"disable_split_kv": True}, "prefill"),
         ([0] * 8, [4000] * 8, {"graph_max_rows": 8}, "decode"),
         ([1] * 8, [4000] * 8, {"graph_max_rows": 8 * 17}, "prefill"),
+        ([1] * 8, [4000] * 8, {"graph_max_rows": 16, "fixed_split_size": 256}, "decode"),
+        ([1] * 8, [4000] * 8, {"graph_max_rows": 17, "fixed_split_size": 256}, "prefill"),
     ],
 )
 def test_tile_class(qo_lens, kv_lens, options, expected):
     case = ragged(qo_lens, kv_lens, num_qo_heads=32, num_kv_heads=8, **options)
     assert planner.tile_class(**case) == expected
+
+
+# --- partial rows ------------------------------------------------------------
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize("tile_m", [64, 128])
+def test_decode_partials_take_their_rows_alone(tile_m):
+    """256 requests of four live rows a tile: 65536 partial rows, however tall the tile."""
+    made = decode(256, 16384, fixed_split_size=2048, tile_m=tile_m)
+    assert made.sizes["num_partial_rows"] == 256 * 8 * 8 * 4
+    assert made.layout["float_bytes"] == partial_bytes(65536) < 34.2e6
+
+
+def test_short_decode_under_a_short_fixed_split_fits():
+    made = decode(256, 256, fixed_split_size=64, float_workspace_bytes=128 * MIB, tile_m=128)
+    assert made.sizes["num_partial_rows"] == 256 * 8 * 4 * 4
+    check(decode(6, 256, fixed_split_size=64))
+
+
+@pytest.mark.parametrize("family", ["cpu", "sm80", "sm90"])
+@pytest.mark.parametrize("group", [1, 3, 4, 128, 131])
+def test_mixed_requests_take_the_rows_that_they_have(group, family):
+    """Decode, append and prefill together: the last tile of each has what its request has left."""
+    qo_lens, kv_lens = [1, 70, 0, 129, 1, 3], [700, 300, 50, 129, 64, 0]
+    heads = {"num_qo_heads": 2 * group, "num_kv_heads": 2, "family": family, "tile_m": 128}
+    made = plan(**ragged(qo_lens, kv_lens, **heads, causal=True, fixed_split_size=64))
+    check(made)
+    rows = [made.live_rows(item) for item in made.items if item["partial_row"] != FINAL]
+    assert made.sizes["num_partial_rows"] == sum(rows)
+    assert min(group, made.tile_rows) in rows
+    if group != 128:  # there every token fills a tile
+        assert sum(rows) < len(rows) * made.tile_rows
+
+
+def test_a_head_follows_the_head_before_it():
+    made = plan(**ragged([3], [640], num_qo_heads=6, num_kv_heads=2, fixed_split_size=64))
+    check(made)
+    places = {(int(i["kv_head"]), int(i["chunk"])): int(i["partial_row"]) for i in made.items}
+    assert places == {(h, c): (h * 10 + c) * 9 for h in range(2) for c in range(10)}

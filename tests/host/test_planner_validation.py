@@ -65,10 +65,10 @@ BAD_PAGED = {
         r"paged_kv_last_page_len\[0\] = 0: .*page_size = 16.*\[1, 16\]",
     ),
     "last_page_len 17": ({"last_page_len": [1, 0, 17]}, r"paged_kv_last_page_len\[2\] = 17"),
-    "last_page_len negative": ({"last_page_len": [1, -1, 16]}, r"paged_kv_last_page_len\[1\] = -1"),
-    "last_page_len of no page": (
-        {"last_page_len": [1, 17, 1]},
-        r"paged_kv_last_page_len\[1\] = 17",
+    "last_page_len negative": ({"last_page_len": [1, 0, -1]}, r"paged_kv_last_page_len\[2\] = -1"),
+    "last_page_len least": (
+        {"last_page_len": [-(2**31), 0, 1]},
+        r"paged_kv_last_page_len\[0\] = -2147483648: .*\[1, 16\]",
     ),
     "keys overflow": (
         {"page_size": LIMIT, "last_page_len": [1, 0, 1]},
@@ -118,8 +118,12 @@ def check_refused(case, message):
 
 
 def test_any_last_page_len_where_there_is_no_page():
-    for last in (0, 1, 16):
-        planner.validate(**GOOD_PAGED | {"last_page_len": [1, last, 16]})
+    want = planner.plan(**GOOD_PAGED)
+    for last in (0, 1, 16, 17, -1, -16, -(2**31), 2**31 - 1):
+        case = GOOD_PAGED | {"last_page_len": [1, last, 16]}
+        planner.validate(**case)
+        assert planner.tile_class(**case) == planner.tile_class(**GOOD_PAGED)
+        assert planner.plan(**case) == want
 
 
 def test_limits_themselves_pass():

@@ -1,11 +1,11 @@
 """sm90 fetches Q as whole tokens: its tiles begin at a token's first head, whatever the group size.
 
-The plans run on the CPU, which executes any family's: forward, partial slots and combine.
+The plans run on the CPU, which executes any family's: forward, partials and combine.
 """
 
 import numpy as np
 import pytest
-from planned import check, plan, planner, ragged, rows_per_tile
+from planned import check, partial_bytes, plan, planner, ragged, rows_per_tile
 
 GROUPS = [1, 3, 5, 6, 7, 12, 128, 131]  # the last one is larger than a tile
 # (tile_m, tile_n) as sm90 kernels have them, and keys that are no power of two.
@@ -44,14 +44,11 @@ def test_other_families_fill_their_tiles(family):
 
 
 @pytest.mark.parametrize("group", GROUPS)
-def test_a_slot_keeps_its_size(group):
-    """Partial rows are tile_m apart, so that a workspace does not depend on the group size."""
-    slot_bytes = 128 * (128 + 1) * 4
+def test_partials_are_the_rows_of_the_request(group):
     options = {"fixed_split_size": 128, "num_qo_heads": group, "num_kv_heads": 1}
     made = plan(**ragged([1], [300], family="sm90", tile_m=128, tile_n=128, **options))
-    tiles = -(-group // made.tile_rows)
-    assert made.sizes["num_slots"] == 3 * tiles
-    assert made.layout["float_bytes"] == 3 * tiles * slot_bytes
+    assert made.sizes["num_partial_rows"] == 3 * group
+    assert made.layout["float_bytes"] == partial_bytes(3 * group)
 
 
 @pytest.mark.parametrize("group", [3, 5, 7, 12])
