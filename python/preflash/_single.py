@@ -139,7 +139,7 @@ def _plan(
 ) -> _Planned:
     qo_len = check.integer("qo_len", lengths[0], at_least=0)
     kv_len = check.integer("kv_len", lengths[1], at_least=0)
-    indptr = torch.tensor([0, qo_len, 0, kv_len], dtype=torch.int32)
+    indptr = torch.tensor([0, qo_len, 0, kv_len], dtype=torch.int32, device="cpu")
     begin = indptr.data_ptr()
     batch = _core.Batch(begin, begin + 2 * indptr.element_size(), 0, 1, 0)
     if options.custom_mask:
