@@ -69,9 +69,9 @@ def make_batch(
         host = on_host(qo_indptr, kv_indptr, last_page_len)
     qo, kv, last = host
     return _core.Batch(
-        qo.data_ptr(),
-        kv.data_ptr(),
-        0 if last is None else last.data_ptr(),
+        check.address(qo),
+        check.address(kv),
+        0 if last is None else check.address(last),
         num_requests,
         page_size,
     )
@@ -100,7 +100,7 @@ def attach_page_indices(batch: _core.Batch, indices: torch.Tensor) -> PageList:
         indices = indices[: max(batch.kv_end, 0)]
     indices = indices.contiguous()
     if indices.is_cpu:
-        batch.set_page_indices(indices.data_ptr(), indices.numel())
+        batch.set_page_indices(check.address(indices), indices.numel())
         _check_not_negative(batch.min_page)
         return PageList(on_host=indices, on_device=None, largest=batch.max_page)
     if not debugging() or indices.numel() == 0:
@@ -115,6 +115,14 @@ def _check_not_negative(smallest: int) -> None:
         raise ValueError(f"paged_kv_indices holds {smallest}; page indices start at 0")
 
 
+def check_hint_devices(a: Any, device: torch.device) -> None:
+    """Lengths that repeat the batch's: those on the wrapper's own GPU are not read to compare."""
+    for name in ("seq_lens_q", "seq_lens"):
+        value = getattr(a, name)
+        if isinstance(value, torch.Tensor) and not value.is_cpu and value.device != device:
+            raise ValueError(f"{name} is on {value.device}; must be on the CPU or on {device}")
+
+
 def check_hints(a: Any, batch: _core.Batch) -> None:
     """Arguments that repeat what the batch says: they must agree with it."""
     _check_lengths("seq_lens_q", a.seq_lens_q, batch.first_qo_len_other_than, batch.qo_len, batch)
@@ -125,11 +133,12 @@ def check_hints(a: Any, batch: _core.Batch) -> None:
         _check_longest("max_sequence_kv", a.max_sequence_kv, batch.max_kv_len)
     uniform = a.uniform_q_len
     if uniform is not None and check.integer("uniform_q_len", uniform, at_least=-1) > 0:
-        for i in range(batch.num_requests):
-            if batch.qo_len(i) != uniform:
-                raise ValueError(
-                    f"uniform_q_len={uniform}: request {i} has {batch.qo_len(i)} query tokens"
-                )
+        lengths = torch.full((batch.num_requests,), uniform, dtype=torch.int64, device="cpu")
+        other = batch.first_qo_len_other_than(check.address(lengths))
+        if other >= 0:
+            raise ValueError(
+                f"uniform_q_len={uniform}: request {other} has {batch.qo_len(other)} query tokens"
+            )
 
 
 def _check_longest(name: str, value: Any, longest: int) -> None:
@@ -152,7 +161,7 @@ def _check_lengths(name: str, value: Any, first_other, length_of, batch: _core.B
             return
         value = value.cpu()
     value = value.reshape(-1).to(torch.int64).contiguous()
-    other = first_other(value.data_ptr())
+    other = first_other(check.address(value))
     if other >= 0:
         raise ValueError(
             f"{name}[{other}] = {int(value[other])}: the planned length of request {other} is "
@@ -182,6 +191,8 @@ def check_block_tables(
         return
     table = table.cpu().contiguous()
     indices = pages.on_host if pages.on_host is not None else pages.on_device.cpu()
-    other = batch.first_pages_other_than(indices.data_ptr(), table.data_ptr(), table.shape[1])
+    other = batch.first_pages_other_than(
+        check.address(indices), check.address(table), table.shape[1]
+    )
     if other >= 0:
         raise ValueError(f"block_tables[{other}] differs from the pages of paged_kv_indices")

@@ -53,8 +53,8 @@ def owned_mask(
         buffer[: batch.mask_bytes].copy_(mask)
         return buffer
     mask = mask.contiguous()
-    segments = torch.empty(2 * (batch.num_requests + 1), dtype=torch.int64)
-    batch.write_mask_segments(segments.data_ptr())
+    segments = torch.empty(2 * (batch.num_requests + 1), dtype=torch.int64, device="cpu")
+    batch.write_mask_segments(check.address(segments))
     pack_segments(mask, buffer, segments.to(site.device), site, little=True)
     return buffer
 
@@ -64,9 +64,9 @@ def pack_segments(
 ) -> None:
     """Packs x [n]. segments [2, num_segments + 1] int64: first elements, then first bytes."""
     _core.pack_bits(
-        x=x.data_ptr(),
-        packed=packed.data_ptr(),
-        segments=segments.data_ptr(),
+        x=check.address(x),
+        packed=check.address(packed),
+        segments=check.address(segments),
         num_segments=segments.numel() // 2 - 1,
         little=little,
         device=site.ordinal,

@@ -48,7 +48,9 @@ def core_options(options: Options) -> _core.Options:
 
 
 def softmax_scale(sm_scale: Any, head_dim_qk: int) -> float:
-    return 1.0 / math.sqrt(head_dim_qk) if sm_scale is None else check.real("sm_scale", sm_scale)
+    if sm_scale is None:
+        return 1.0 / math.sqrt(head_dim_qk)
+    return check.logits_scale("sm_scale", check.real("sm_scale", sm_scale))
 
 
 def data_types(q: Any, kv: Any, o: Any, o_alias: Any) -> tuple[torch.dtype, torch.dtype]:
@@ -67,6 +69,7 @@ def data_types(q: Any, kv: Any, o: Any, o_alias: Any) -> tuple[torch.dtype, torc
 
 def batch_options(a: Any) -> Options:
     """The options in the arguments `a` of a wrapper's plan()."""
+    check.not_traced()
     check.position_encoding(a.pos_encoding_mode, a.rope_scale, a.rope_theta)
     check.permission("allow_fp16_qk_reduction", a.allow_fp16_qk_reduction)
     check.permission("use_fp16_qk_reduction", a.use_fp16_qk_reduction)

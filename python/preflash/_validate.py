@@ -12,6 +12,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor, is_grad_enabled
+from torch._C import _is_torch_function_mode_enabled as function_mode_is_active
+from torch._C import _is_tracing as jit_is_tracing
+from torch._C import _len_torch_dispatch_stack as num_dispatch_modes
+from torch.autograd import forward_ad
 
 from . import _core
 
@@ -27,6 +32,14 @@ FP8_DTYPES = tuple(
 )
 KV_LAYOUTS = ("NHD", "HND")
 FLOAT32_MAX = torch.finfo(torch.float32).max
+# The kernels multiply by log2(e), in float32, what they exponentiate: FLOAT32_MAX / log2(e) is
+# 2.3586e38, and beyond it infinity times a zero is NaN.
+LARGEST_LOGITS_SCALE = 2.358e38
+# The kernels compute c * tanh(x * (sm_scale / c)). Up to here sm_scale / c keeps all its bits for
+# every |sm_scale| from 1.2e-8 on. Measured with sm_scale=1e-8 on logits of ordinary size, the LSE
+# is off by 1e-6 with c=1e30, as without a cap, by 8e-4 with 1e34 and by 0.8 with 1e37. A larger
+# cap would change no logit below 1e25 anyway.
+LARGEST_SOFT_CAP = 1e30
 SMALLEST_SOFT_CAP = 1e-6
 LSE_SCALES = {"log2": 1.0, "ln": math.log(2.0)}
 LSE_LAYOUTS = ("NH", "HN")
@@ -41,10 +54,180 @@ def one_of(name: str, value: Any, allowed: Sequence[str]) -> str:
     return value
 
 
-def tensor(name: str, value: Any) -> torch.Tensor:
-    if not isinstance(value, torch.Tensor):
+def is_tensor(name: str, value: Any) -> torch.Tensor:
+    if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor; got {_kind(value)}")
     return value
+
+
+def tensor(name: str, value: Any) -> torch.Tensor:
+    """A tensor with memory behind all of its elements: an address that may be read."""
+    if not isinstance(value, Tensor):
+        is_tensor(name, value)
+    try:
+        # NOTE: a nested tensor has an address and a storage, but neither shape nor strides.
+        if not value.is_nested:
+            if value.data_ptr():
+                if bytes_reached(value) <= len(value.untyped_storage()):
+                    return value
+            if value.numel() == 0:
+                return value
+    except (RuntimeError, ValueError):
+        pass  # what has no address or no strides says so with one of these
+    raise _no_memory(name, value)
+
+
+def bytes_reached(value: torch.Tensor) -> int:
+    """How much of its storage a tensor needs: up to the end of its last element."""
+    last = value.storage_offset()
+    if value.is_contiguous():  # the usual case, and the fastest
+        return last * value.itemsize + value.nbytes if last else value.nbytes
+    for size, stride in zip(value.shape, value.stride()):  # noqa: B905, which takes time
+        last += (size - 1) * stride
+    return (last + 1) * value.itemsize
+
+
+def _no_memory(name: str, value: torch.Tensor) -> Exception:
+    """Why `tensor` refuses, in words."""
+    if value.is_nested:
+        return TypeError(
+            f"{name} is a nested tensor ({value.layout}); must be a dense one, with strides: pass "
+            "its values, and the lengths as indptr"
+        )
+    if value.layout != torch.strided:
+        return TypeError(
+            f"{name} has the layout {value.layout}; must be dense, with strides (to_dense())"
+        )
+    return ValueError(f"{name} has no memory behind it that could be read: {_unbacked(value)}")
+
+
+def _unbacked(value: torch.Tensor) -> str:
+    if value.is_meta:
+        return "it is on the device meta"
+    if torch._C._functorch.is_functorch_wrapped_tensor(value):
+        return "it stands for another tensor inside a transform of torch.func; call outside of it"
+    kind = type(value)
+    if kind not in (torch.Tensor, torch.nn.Parameter):
+        return f"it is a {kind.__name__}; pass the plain tensor that it stands for"
+    if torch._is_zerotensor(value):
+        return "it is a ZeroTensor, as autograd makes them; pass torch.zeros_like(...)"
+    room = len(value.untyped_storage())
+    return f"its storage has {room} bytes and it needs {bytes_reached(value)}; was it freed?"
+
+
+def address(value: torch.Tensor) -> int:
+    """Where a tensor lies that this package made: modes of torch may have had a say in it."""
+    try:
+        found = value.data_ptr()
+        if found or value.numel() == 0:
+            return found
+    except RuntimeError:
+        pass
+    raise NotImplementedError(
+        "torch makes tensors without memory here, as transforms of torch.func do (grad, jvp, "
+        "functionalize); call preflash outside of them"
+    )
+
+
+def forward_only(*tensors: torch.Tensor) -> None:
+    """Refuses a call whose gradient or trace would miss it. Ordinary calls pay 0.1 us for it.
+
+    What is not a tensor is left to the checks that name it.
+    """
+    if jit_is_tracing() or function_mode_is_active() or num_dispatch_modes():
+        not_traced()
+    try:
+        if is_grad_enabled():
+            for value in tensors:
+                if value.requires_grad:
+                    raise _no_gradient("an input requires grad")
+        # NOTE: torch.no_grad() does not switch forward-mode differentiation off.
+        if forward_ad._current_level >= 0:
+            for value in tensors:
+                if forward_ad.unpack_dual(value).tangent is not None:
+                    raise _no_gradient("an input has a tangent")
+    except (AttributeError, TypeError):
+        pass
+
+
+def _no_gradient(why: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"{why}, and preflash computes no gradients: it is forward only. Call it under "
+        "torch.inference_mode() or torch.no_grad(), or detach() its inputs"
+    )
+
+
+def not_traced() -> None:
+    """Refuses to run where torch records operations: it would record nothing of ours.
+
+    Modes that only watch (counting, logging, checkpointing) are welcome.
+    """
+    if jit_is_tracing():
+        raise _not_traceable("torch.jit.trace")
+    if not function_mode_is_active() and not num_dispatch_modes():
+        return
+    # Before dispatch, as torch.export traces, no dispatch mode shows; a function mode always does.
+    if _proxy_mode() is not None:
+        raise _not_traceable("make_fx or torch.export")
+    if _dispatch_mode("FAKE") is not None:
+        raise ValueError(
+            "a FakeTensorMode is active: a tensor that is made has no memory behind it; call "
+            "preflash outside of it"
+        )
+
+
+def _not_traceable(tracer: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"{tracer} is tracing, and the trace would hold none of the kernels of preflash; call it "
+        "outside of what is traced (torch.compile without fullgraph does so by itself)"
+    )
+
+
+def _proxy_mode() -> Any:
+    from torch.fx.experimental import proxy_tensor
+
+    find = getattr(proxy_tensor, "get_proxy_mode", None)
+    return _dispatch_mode("PROXY") if find is None else find()
+
+
+def _dispatch_mode(key: str) -> Any:
+    """The active mode of one of torch's own kinds."""
+    keys = getattr(torch._C, "_TorchDispatchModeKey", None)
+    return None if keys is None else torch._C._get_dispatch_mode(getattr(keys, key))
+
+
+def apart(
+    written: Sequence[tuple[str, torch.Tensor]], others: Sequence[tuple[str, torch.Tensor]]
+) -> None:
+    """Contiguous tensors that are written must share no memory, with each other or with others.
+
+    The same elements at the same addresses are one tensor with two names; whether that is right
+    is for the caller to know.
+    """
+    spans = [(name, value, *_span(value)) for name, value in (*written, *others)]
+    for i, (name, value, begin, end) in enumerate(spans[: len(written)]):
+        for other_name, other, other_begin, other_end in spans[i + 1 :]:
+            # Empty ones lie nowhere.
+            shared = begin < end > other_begin < other_end > begin
+            if shared and not _same_place(value, other):
+                raise ValueError(
+                    f"{name} shares memory with {other_name}, and {name} is written; must be "
+                    "apart: pass a copy"
+                )
+
+
+def _span(value: torch.Tensor) -> tuple[int, int]:
+    begin = value.data_ptr()
+    return begin, begin + value.nbytes
+
+
+def _same_place(value: torch.Tensor, other: torch.Tensor) -> bool:
+    return (
+        value.data_ptr() == other.data_ptr()
+        and value.dtype == other.dtype
+        and value.shape == other.shape
+        and value.stride() == other.stride()
+    )
 
 
 def flag(name: str, value: Any) -> bool:
@@ -62,7 +245,7 @@ def integer(name: str, value: Any, *, at_least: int, at_most: int = 2**31 - 1) -
         except TypeError:
             raise TypeError(f"{name} must be an integer; got {_kind(value)}") from None
     if not at_least <= value <= at_most:
-        raise ValueError(f"{name}={value}: must be in [{at_least}, {at_most}]")
+        raise ValueError(f"{name}={_digits(value)}: must be in [{at_least}, {at_most}]")
     return value
 
 
@@ -74,6 +257,10 @@ def real(name: str, value: Any) -> float:
             value = float(value)
         except TypeError:
             raise TypeError(f"{name} must be a float; got {_kind(value)}") from None
+        except OverflowError:
+            raise ValueError(f"{name}={_digits(value)}: must be finite in float32") from None
+        except ValueError as error:
+            raise TypeError(f"{name} must be a float; got {type(value).__name__}") from error
     # The kernels compute in float32: what is finite here must be finite there.
     if not abs(value) <= FLOAT32_MAX:
         raise ValueError(f"{name}={value}: must be finite in float32")
@@ -85,13 +272,30 @@ def scale(name: str, value: Any) -> float:
     if type(value) is float and -FLOAT32_MAX <= value <= FLOAT32_MAX:
         return value
     if isinstance(value, torch.Tensor):
+        value = tensor(name, value)
         if value.numel() != 1:
             raise NotImplementedError(
                 f"{name} has {value.numel()} elements: per-head scales come with fp8 inputs, which "
                 "this build does not serve; pass a float or a one-element tensor"
             )
+        if value.requires_grad:
+            forward_only(value)
         value = value.item()
     return real(name, value)
+
+
+def logits_scale(name: str, value: float, cap: float = 0.0) -> float:
+    """A factor of the logits as the kernels get it, with everything folded in; cap 0.0 is off."""
+    if not abs(value) <= LARGEST_LOGITS_SCALE:
+        raise ValueError(
+            f"{name}={value}: must be in [{-LARGEST_LOGITS_SCALE}, {LARGEST_LOGITS_SCALE}], so "
+            "that it stays finite in float32 when it is multiplied by log2(e)"
+        )
+    if cap > 0.0 and abs(value) > FLOAT32_MAX * cap:
+        raise ValueError(
+            f"{name}={value} with logits_soft_cap={cap}: their quotient must be finite in float32"
+        )
+    return value
 
 
 def soft_cap(value: Any) -> float:
@@ -105,6 +309,11 @@ def soft_cap(value: Any) -> float:
         raise ValueError(
             f"logits_soft_cap={value}: must be at least {SMALLEST_SOFT_CAP}, or 0 or None for "
             "none; smaller ones vanish in float32"
+        )
+    if value > LARGEST_SOFT_CAP:
+        raise ValueError(
+            f"logits_soft_cap={value}: must be at most {LARGEST_SOFT_CAP}, or 0 or None for none; "
+            "with larger ones sm_scale / logits_soft_cap loses its bits in float32"
         )
     return value
 
@@ -231,3 +440,12 @@ def has_shape(name: str, value: torch.Tensor, wanted: tuple[int, ...], meaning: 
 
 def _kind(value: Any) -> str:
     return f"{type(value).__name__} {value!r:.60}"
+
+
+def _digits(value: Any) -> str:
+    """repr, but not the hundreds of digits that a number may have."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python's own limit
+        return f"(a very long {type(value).__name__})"
+    return text if len(text) <= 40 else f"{text[:20]}... ({len(text)} characters)"

@@ -37,7 +37,9 @@ def merge_state(
 
     Raises:
         TypeError, ValueError: an argument is wrong.
+        NotImplementedError: a gradient is wanted, or a tracer is recording.
     """
+    check.forward_only(v_a, s_a, v_b, s_b)
     a = _checked(("v_a", v_a), ("s_a", s_a), dims=3)
     b = _checked(("v_b", v_b), ("s_b", s_b), dims=3)
     _check_same("v_b", v_b, "v_a", v_a)
@@ -60,12 +62,15 @@ def merge_state_in_place(
     Args:
         v, s: [seq_len, num_heads, head_dim] and [seq_len, num_heads] float32, contiguous;
             overwritten.
-        v_other, s_other: of the same shapes.
+        v_other, s_other: of the same shapes. They and the mask must not share memory with v or s,
+            except that v_other may be v and s_other may be s.
         mask: [seq_len] bool or uint8; tokens where it is 0 stay as they are.
 
     Raises:
         TypeError, ValueError: an argument is wrong; nothing was written.
+        NotImplementedError: a gradient is wanted, or a tracer is recording.
     """
+    check.forward_only(v, s, v_other, s_other)
     own = _checked(("v", v), ("s", s), dims=3)
     other = _checked(("v_other", v_other), ("s_other", s_other), dims=3)
     _check_same("v_other", v_other, "v", v)
@@ -79,6 +84,10 @@ def merge_state_in_place(
         check.has_shape("mask", mask, (v.shape[0],), "[seq_len]")
         check.on_device("mask", mask, v.device)
         mask = mask.contiguous()
+    # As the kernel sees them: what was not contiguous is a copy by now. A state may be merged with
+    # itself: rows are read before they are written.
+    read = [("v_other", other.v), ("s_other", other.s)]
+    check.apart([("v", own.v), ("s", own.s)], read if mask is None else [*read, ("mask", mask)])
     _merge(own, other, own, mask)
 
 
@@ -94,7 +103,9 @@ def merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.
 
     Raises:
         TypeError, ValueError: an argument is wrong.
+        NotImplementedError: a gradient is wanted, or a tracer is recording.
     """
+    check.forward_only(v, s)
     states = _checked(("v", v), ("s", s), dims=4)
     tokens, count, heads, head_dim = v.shape
     if count == 0:
@@ -146,10 +157,12 @@ def _merge(a: _State, b: _State | None, into: _State, mask: torch.Tensor | None)
         head_dim=a.v.shape[-1],
     )
     params.set_inputs(
-        a.v.data_ptr(),
-        a.s.data_ptr(),
-        0 if b is None else b.v.data_ptr(),
-        0 if b is None else b.s.data_ptr(),
+        check.address(a.v),
+        check.address(a.s),
+        0 if b is None else check.address(b.v),
+        0 if b is None else check.address(b.s),
     )
-    params.set_outputs(into.v.data_ptr(), into.s.data_ptr(), 0 if mask is None else mask.data_ptr())
+    params.set_outputs(
+        check.address(into.v), check.address(into.s), 0 if mask is None else check.address(mask)
+    )
     params.launch(device=site.ordinal, stream=site.stream(), num_threads=site.num_threads())

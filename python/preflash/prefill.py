@@ -87,9 +87,10 @@ def single_prefill_with_kv_cache(
         causal: keep keys up to the diagonal that ends at the last key. Ignored with a custom mask.
         pos_encoding_mode: "NONE".
         allow_fp16_qk_reduction, use_fp16_qk_reduction: a permission; sums are float32 all the same.
-        sm_scale: factor of the logits, 1/sqrt(head_dim) by default.
+        sm_scale: factor of the logits, 1/sqrt(head_dim) by default. With q_scale and k_scale
+            folded in, at most 2.358e38 in size.
         window_left: how many keys left of the diagonal are kept; -1 is all.
-        logits_soft_cap: c > 0 turns logits x into c * tanh(x / c); None or 0 is off.
+        logits_soft_cap: c > 0 turns logits x into c * tanh(x / c), 1e-6 to 1e30; None or 0 is off.
         return_lse: also return the log-sum-exp.
         backend: "auto", "fa2", "fa3" or "cpu".
         out: [qo_len, num_qo_heads, head_dim of v] to write into, q's dtype.
@@ -304,6 +305,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillWrapper):
         return batch, _lengths.attach_page_indices(batch, pages)
 
     def _check_hints(self, a: PlanArguments, request: Any) -> None:
+        _lengths.check_hint_devices(a, self.device)
         super()._check_hints(a, request)
         _lengths.check_block_tables(a.block_tables, request.batch, request.pages, self.device)
 
@@ -542,6 +544,10 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillWrapper):
             kv_name="kv_indptr",
         )
         return batch, None
+
+    def _check_hints(self, a: PlanArguments, request: Any) -> None:
+        _lengths.check_hint_devices(a, self.device)
+        super()._check_hints(a, request)
 
     def run(
         self,

@@ -26,10 +26,13 @@ def packbits(x: torch.Tensor, bitorder: str = "big") -> torch.Tensor:
 
     Raises:
         TypeError, ValueError: an argument is wrong.
+        NotImplementedError: a tracer is recording.
     """
     little = check.one_of("bitorder", bitorder, _BIT_ORDERS) == "little"
     x = _elements(x)
-    segments = torch.tensor([0, x.numel(), 0, -(-x.numel() // 8)], dtype=torch.int64)
+    segments = torch.tensor(
+        [0, x.numel(), 0, -(-x.numel() // 8)], dtype=torch.int64, device="cpu"
+    )
     return _pack(x, segments, little)
 
 
@@ -51,6 +54,7 @@ def segment_packbits(
 
     Raises:
         TypeError, ValueError: an argument is wrong.
+        NotImplementedError: a tracer is recording.
     """
     little = check.one_of("bitorder", bitorder, _BIT_ORDERS) == "little"
     x = _elements(x)
@@ -76,6 +80,7 @@ def segment_packbits(
 
 
 def _elements(x: torch.Tensor) -> torch.Tensor:
+    check.not_traced()
     check.tensor("x", x)
     if x.dtype not in (torch.bool, torch.uint8):
         raise TypeError(f"x is {x.dtype}; must be torch.bool or torch.uint8")

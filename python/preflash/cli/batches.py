@@ -72,21 +72,24 @@ class BatchMaker:
         inputs.kv_indptr = indptr([len(pages) for pages in table])
         inputs.indices = torch.tensor(flat, dtype=torch.int32, device=self._device)
         inputs.last_page_len = torch.tensor(
-            [(n - 1) % case.page_size + 1 if n else 0 for n in case.kv_lens], dtype=torch.int32
+            [(n - 1) % case.page_size + 1 if n else 0 for n in case.kv_lens],
+            dtype=torch.int32,
+            device="cpu",
         )
 
 
 def _page_table(case: Case, seed: int) -> list[list[int]]:
     counts = [-(-n // case.page_size) for n in case.kv_lens]
     order = torch.randperm(
-        sum(counts) + _SPARE_PAGES, generator=torch.Generator().manual_seed(seed)
+        sum(counts) + _SPARE_PAGES, generator=torch.Generator().manual_seed(seed), device="cpu"
     ).tolist()
     ends = indptr(counts).tolist()
     return [order[begin:end] for begin, end in itertools.pairwise(ends)]
 
 
 def _slots(pages: list[int], kv_len: int, page_size: int) -> torch.Tensor:
-    every = torch.tensor(pages, dtype=torch.long)[:, None] * page_size + torch.arange(page_size)
+    first = torch.tensor(pages, dtype=torch.long, device="cpu") * page_size
+    every = first[:, None] + torch.arange(page_size, device="cpu")
     return every.flatten()[:kv_len]
 
 
@@ -115,6 +118,6 @@ class Sample:
 
 
 def _pick(qo_len: int, count: int, random: torch.Generator) -> torch.Tensor:
-    ends = torch.tensor([0, qo_len - 1][: min(qo_len, 2)], dtype=torch.long)
-    between = torch.randint(0, max(qo_len, 1), (count,), generator=random)
+    ends = torch.tensor([0, qo_len - 1][: min(qo_len, 2)], dtype=torch.long, device="cpu")
+    between = torch.randint(0, max(qo_len, 1), (count,), generator=random, device="cpu")
     return torch.cat([ends, between[: max(qo_len - 2, 0)]])[:count].unique()

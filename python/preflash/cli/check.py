@@ -15,6 +15,7 @@ import torch
 import preflash
 
 from ..testing import Case, KvForm, MaskKind, build, oracle, runner
+from ..testing.inputs import indptr
 from .console import Progress, Table
 from .machine import Place, choose_places
 
@@ -130,8 +131,9 @@ def _settle(report, name: str, outcome: Outcome) -> None:
 
 def _merge(place: Place, dtype: torch.dtype, outcome: Outcome) -> None:
     random = torch.Generator().manual_seed(0)
-    v = torch.randn(19, 3, 4, 128, generator=random).to(dtype).to(place.device)
-    s = torch.randn(19, 3, 4, generator=random).mul(8).to(place.device)
+    host = {"generator": random, "dtype": torch.float32, "device": "cpu"}
+    v = torch.randn(19, 3, 4, 128, **host).to(dtype).to(place.device)
+    s = torch.randn(19, 3, 4, **host).mul(8).to(place.device)
     s[0] = -math.inf
     s[1, 1] = -math.inf
     # The output's rounding, and a few float32 ones in the weights and in their sum.
@@ -163,15 +165,15 @@ def _close(
 def _packbits(place: Place, outcome: Outcome) -> None:
     lengths = [0, 1, 7, 8, 9, 0, 131]
     random = torch.Generator().manual_seed(0)
-    bits = torch.rand(sum(lengths), generator=random) < 0.5
-    indptr = torch.tensor([0, *lengths]).cumsum(0).int()
+    bits = torch.rand(sum(lengths), generator=random, device="cpu") < 0.5
+    begins = indptr(lengths)
     for bitorder in ("little", "big"):
         segments = [_bytes_of(part.tolist(), bitorder) for part in bits.split(lengths)]
         packed, new_indptr = preflash.segment_packbits(
-            bits.to(place.device), indptr.to(place.device), bitorder
+            bits.to(place.device), begins.to(place.device), bitorder
         )
         _same(f"segment_packbits {bitorder}", packed, list(itertools.chain(*segments)))
-        ends = torch.tensor([0, *map(len, segments)]).cumsum(0).tolist()
+        ends = indptr([len(segment) for segment in segments]).tolist()
         _same(f"segment_packbits {bitorder} indptr", new_indptr, ends)
         whole = preflash.packbits(bits.to(place.device), bitorder)
         _same(f"packbits {bitorder}", whole, _bytes_of(bits.tolist(), bitorder))

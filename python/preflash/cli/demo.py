@@ -166,10 +166,11 @@ def _example(demo: Demo) -> None:
     num_layers = demo.scale.example_layers
     num_qo_heads, num_kv_heads, head_dim, max_num_pages, page_size = 64, 16, 128, 128, 16
     device = demo.place.device
-    qo_indptr = torch.tensor([0, 33, 44, 55, 66, 77, 88, 100], dtype=torch.int32)
-    paged_kv_indices = torch.arange(max_num_pages).int().to(device)
-    paged_kv_indptr = torch.tensor([0, 17, 29, 44, 48, 66, 100, 128], dtype=torch.int32)
-    paged_kv_last_page_len = torch.tensor([1, 7, 14, 4, 3, 1, 16], dtype=torch.int32)
+    host = {"dtype": torch.int32, "device": "cpu"}
+    qo_indptr = torch.tensor([0, 33, 44, 55, 66, 77, 88, 100], **host)
+    paged_kv_indices = torch.arange(max_num_pages, dtype=torch.int32, device=device)
+    paged_kv_indptr = torch.tensor([0, 17, 29, 44, 48, 66, 100, 128], **host)
+    paged_kv_last_page_len = torch.tensor([1, 7, 14, 4, 3, 1, 16], **host)
     table = (qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len)
     heads = (num_qo_heads, num_kv_heads, head_dim, page_size)
 

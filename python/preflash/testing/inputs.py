@@ -86,7 +86,9 @@ def _pages(pool: torch.Tensor, case: Case) -> torch.Tensor:
 
 def fill_poison(t: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
     """Fills `t` with NaN, +Inf and -Inf in random places."""
-    choice = torch.randint(0, 4, t.shape, generator=generator, dtype=torch.int8).to(t.device)
+    # On the CPU, where the generator is: the device that the caller made the default counts nowhere.
+    choice = torch.randint(0, 4, t.shape, generator=generator, dtype=torch.int8, device="cpu")
+    choice = choice.to(t.device)
     t.fill_(math.nan)
     t.masked_fill_(choice == 1, math.inf).masked_fill_(choice == 2, -math.inf)
     return t
@@ -105,7 +107,8 @@ def _storage(
     rows = [heads, tokens] if hnd else [tokens, heads]
 
     def make(*shape: int) -> torch.Tensor:
-        return fill_poison(torch.empty(shape, dtype=case.dtype), generator).to(device)
+        blank = torch.empty(shape, dtype=case.dtype, device="cpu")
+        return fill_poison(blank, generator).to(device)
 
     if form is KvForm.COMBINED:
         if case.paged:
@@ -136,24 +139,26 @@ def _values(
     case: Case, kind: str, rows: int, heads: int, dim: int, generator: torch.Generator
 ) -> torch.Tensor:
     """Random contents of one request's q, k or v: [rows, heads, dim]."""
-    values = torch.randn(rows, heads, dim, generator=generator)
+    host = {"dtype": torch.float32, "device": "cpu"}
+    values = torch.randn(rows, heads, dim, generator=generator, **host)
     if kind == "v" or case.magnitude is Magnitude.NORMAL:
         return values
     if case.magnitude is Magnitude.IDENTICAL:
         return values[:1].expand(rows, heads, dim) if kind == "k" else values
     # -500 * 500 plus a small integer: exact in every format and in float32 sums.
-    values = torch.zeros(rows, heads, dim)
+    values = torch.zeros(rows, heads, dim, **host)
     values[..., 0] = -500.0 if kind == "q" else 500.0
     values[..., 1] = 1.0 if kind == "q" else 0.0
     if kind == "k":
-        values[..., 1] = torch.randint(-3, 4, (rows, heads), generator=generator).float()
+        draws = torch.randint(-3, 4, (rows, heads), generator=generator, device="cpu")
+        values[..., 1] = draws.float()
     return values
 
 
 def _page_table(case: Case, generator: torch.Generator) -> tuple[list[list[int]], int]:
     counts = [-(-kv_len // case.page_size) for kv_len in case.kv_lens]
     num_pages = sum(counts) + SPARE_PAGES
-    shuffled = torch.randperm(num_pages, generator=generator).tolist()
+    shuffled = torch.randperm(num_pages, generator=generator, device="cpu").tolist()
     table, begin = [], 0
     for count in counts:
         table.append(shuffled[begin : begin + count])
@@ -164,9 +169,10 @@ def _page_table(case: Case, generator: torch.Generator) -> tuple[list[list[int]]
 def _masks(case: Case, generator: torch.Generator) -> list[torch.Tensor]:
     """Random masks; some rows keep nothing, some everything, and whole blocks are uniform."""
     masks = []
+    host = {"dtype": torch.float32, "device": "cpu"}
     for qo_len, kv_len in zip(case.qo_lens, case.kv_lens, strict=True):
-        mask = torch.rand(qo_len, kv_len, generator=generator) < 0.6
-        draw = torch.rand(qo_len, 1, generator=generator)
+        mask = torch.rand(qo_len, kv_len, generator=generator, **host) < 0.6
+        draw = torch.rand(qo_len, 1, generator=generator, **host)
         mask = (mask & (draw > 0.05)) | (draw > 0.9)
         if kv_len > 96:
             mask[:, 32:64] = False
@@ -195,11 +201,12 @@ def _query(case: Case, generator: torch.Generator, device: torch.device | str) -
     shape = (sum(case.qo_lens), case.num_qo_heads, case.head_dim)
     q = torch.cat(
         [_values(case, "q", n, *shape[1:], generator) for n in case.qo_lens]
-        or [torch.zeros(0, *shape[1:])]
+        or [torch.zeros(0, *shape[1:], device="cpu")]
     ).to(case.dtype)
     if case.form is not KvForm.PADDED:
         return q.to(device)
-    wide = fill_poison(torch.empty(*shape[:2], shape[2] + PAD_COLUMNS, dtype=case.dtype), generator)
+    wide = torch.empty(*shape[:2], shape[2] + PAD_COLUMNS, dtype=case.dtype, device="cpu")
+    fill_poison(wide, generator)
     wide[..., : shape[2]] = q
     return wide.to(device)[..., : shape[2]]
 

@@ -1,0 +1,163 @@
+"""torch's defaults of the caller (device, dtype, inference mode) reach nothing of ours: inputs,
+oracle and results are made under them and must still be right."""
+
+import contextlib
+import math
+
+import numpy
+import preflash
+import pytest
+import torch
+from preflash.cli import check as self_test
+from preflash.cli.batches import BatchMaker, Sample
+from preflash.cli.machine import Place
+from preflash.testing import Case, KvForm, MaskKind, build, cases, oracle, runner
+
+HOST = {"dtype": torch.float32, "device": "cpu"}
+
+
+@contextlib.contextmanager
+def default_device(name):
+    before = torch.get_default_device()
+    torch.set_default_device(name)
+    try:
+        yield
+    finally:
+        torch.set_default_device(None if before.type == "cpu" else before)
+
+
+@contextlib.contextmanager
+def default_dtype(dtype):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+SURROUNDINGS = [
+    pytest.param(lambda: default_device("meta"), id="set_default_device_meta"),
+    pytest.param(lambda: torch.device("meta"), id="with_device_meta"),
+    pytest.param(
+        lambda: default_device("cuda"), id="set_default_device_cuda", marks=pytest.mark.gpu
+    ),
+    pytest.param(lambda: default_dtype(torch.float64), id="float64"),
+    pytest.param(lambda: default_dtype(torch.bfloat16), id="bfloat16"),
+    pytest.param(lambda: default_dtype(torch.float16), id="float16"),
+    pytest.param(torch.inference_mode, id="inference_mode"),
+]
+
+
+@pytest.fixture(params=SURROUNDINGS)
+def surroundings(request):
+    with request.param():
+        yield
+
+
+NAMES = [
+    "gqa4",
+    "zero_lengths",
+    "softcap",
+    "custom_u8",
+    "packed",
+    "very_negative",
+    "identical",
+    "seed_like",
+    "page1_flat",
+    "vllm_like_hnd",
+    "custom_paged",
+    "split",
+]
+CASES = [case for case in cases.core() if case.name in NAMES]
+
+
+def test_the_cases_are_there():
+    assert sorted(case.name for case in CASES) == sorted(NAMES)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_batch(surroundings, target, case):
+    runner.check(build(case, device=target.device), backend=target.backend)
+
+
+@pytest.mark.parametrize("mask", [MaskKind.CAUSAL, MaskKind.CUSTOM, MaskKind.PACKED])
+def test_single(surroundings, target, mask):
+    case = Case("single", (33,), (70,), 4, 2, 64, mask=mask)
+    inputs = build(case, device=target.device)
+    for _ in range(2):  # planned, then remembered
+        out, lse = runner.single(inputs, backend=target.backend)
+        runner.judge(inputs, out, lse).check()
+
+
+def test_outputs_of_our_own(surroundings, target):
+    case = Case("own", (33, 5), (40, 90), 4, 2, 64, dtype=torch.float16)
+    inputs = build(case, device=target.device)
+    wrapper = runner.make_wrapper(case, backend=target.backend, device=target.device)
+    runner.plan(wrapper, inputs)
+    out, lse = wrapper.run(inputs.q, inputs.k, inputs.v, return_lse=True)
+    assert out.dtype == torch.float16
+    assert lse.dtype == torch.float32
+    runner.judge(inputs, out, lse).check()
+
+
+@pytest.mark.parametrize("bitorder", ["big", "little"])
+def test_packbits(surroundings, target, bitorder):
+    lengths = [3, 0, 8, 131, 1]
+    draw = torch.rand(sum(lengths), generator=torch.Generator().manual_seed(0), **HOST)
+    bits = draw < 0.5
+    packed = preflash.packbits(target.to(bits), bitorder)
+    assert numpy.array_equal(packed.cpu().numpy(), numpy.packbits(bits.numpy(), bitorder=bitorder))
+    begins = torch.from_numpy(numpy.cumsum([0, *lengths]).astype(numpy.int32))
+    packed, new_indptr = preflash.segment_packbits(target.to(bits), begins, bitorder)
+    want = [numpy.packbits(part.numpy(), bitorder=bitorder) for part in bits.split(lengths)]
+    assert packed.tolist() == numpy.concatenate(want).tolist()
+    assert new_indptr.tolist() == [0, 1, 1, 2, 19, 20]
+
+
+def test_merges(surroundings, target):
+    generator = torch.Generator().manual_seed(0)
+    v = target.to(torch.randn(9, 3, 2, 64, generator=generator, **HOST))
+    s = target.to(torch.randn(9, 3, 2, generator=generator, **HOST))
+    s[0] = -math.inf
+    want_v, want_s = oracle.merge(v, s)
+    got_v, got_s = preflash.merge_states(v, s)
+    close(got_v, want_v)
+    close(got_s, want_s)
+    want_v, want_s = oracle.merge(v[:, :2], s[:, :2])
+    got_v, got_s = preflash.merge_state(v[:, 0], s[:, 0], v[:, 1], s[:, 1])
+    close(got_v, want_v)
+    close(got_s, want_s)
+    own_v, own_s = v[:, 0].contiguous(), s[:, 0].contiguous()
+    preflash.merge_state_in_place(own_v, own_s, v[:, 1], s[:, 1])
+    assert torch.equal(own_v, got_v)
+    assert torch.equal(own_s, got_s)
+
+
+def close(got, want):
+    assert got.dtype == torch.float32
+    assert torch.equal(got.isinf(), want.isinf())
+    error = (got.double() - want).abs()[want.isfinite()]
+    assert float(error.max()) <= 1e-5
+
+
+def test_self_test(surroundings):
+    """What `python -m preflash check` does."""
+    place = Place("cpu", torch.device("cpu"), "CPU")
+    for area, test in self_test._tests(place, quick=True):
+        outcome = self_test.Outcome()
+        self_test._perform(test, outcome, area)
+        assert not outcome.failures
+
+
+@pytest.mark.parametrize("page_size", [0, 16])
+def test_benchmark_inputs(surroundings, page_size):
+    form = KvForm.COMBINED if page_size else KvForm.SEPARATE
+    case = Case("bench", (33, 5), (40, 90), 4, 2, 64, page_size=page_size, form=form)
+    inputs = BatchMaker(case, torch.device("cpu")).make()
+    wrapper = runner.make_wrapper(case, backend="cpu")
+    runner.plan(wrapper, inputs)
+    out, lse = runner.run(wrapper, inputs)
+    sample = Sample(case.qo_lens, 4)
+    want = sample.expected(inputs)
+    runner.judge(inputs, sample.of(out), sample.of(lse), want).check()
