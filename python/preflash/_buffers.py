@@ -12,10 +12,10 @@ class Buffer:
 
     __slots__ = ("_streams", "tensor")
 
-    def __init__(self, tensor: torch.Tensor, *streams: int) -> None:
-        """streams: those that the allocator knows of already."""
+    def __init__(self, tensor: torch.Tensor, owner: int | None = None) -> None:
+        """owner: the stream that the tensor was allocated on; None: nobody knows."""
         self.tensor = tensor
-        self._streams = set(streams)
+        self._streams = {owner} if tensor.is_cuda else None
 
     @classmethod
     def allocate(cls, num_bytes: int, site: LaunchSite) -> Buffer:
@@ -29,8 +29,9 @@ class Buffer:
 
     def used_on_current_stream(self, site: LaunchSite) -> None:
         """Tells the allocator, the first time that a stream comes by."""
+        if self._streams is None:  # on the CPU
+            return
         stream = site.stream()
         if stream not in self._streams:
-            if self.tensor.is_cuda:
-                self.tensor.record_stream(site.owner_stream())
+            self.tensor.record_stream(site.owner_stream())
             self._streams.add(stream)

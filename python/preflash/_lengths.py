@@ -22,10 +22,16 @@ def debugging() -> bool:
 
 def index_array(name: str, value: Any, device: torch.device) -> torch.Tensor:
     """An indptr, a list of pages or of last page lengths: 1-D int32, on the CPU or on `device`."""
-    value = check.tensor(name, value)
+    try:
+        has_memory = value.data_ptr() != 0
+    except (AttributeError, RuntimeError):
+        has_memory = False
+    if not has_memory:
+        check.tensor(name, value)  # refuses all but an empty one
     if value.dtype != torch.int32:
         raise TypeError(f"{name} is {value.dtype}; must be torch.int32")
     if value.dim() != 1:
+        check.tensor(name, value)  # nested ones have no shape
         raise ValueError(f"{name} has shape {tuple(value.shape)}; must be one-dimensional")
     if not value.is_cpu and value.device != device:
         raise ValueError(f"{name} is on {value.device}; must be on the CPU or on {device}")
@@ -115,18 +121,11 @@ def _check_not_negative(smallest: int) -> None:
         raise ValueError(f"paged_kv_indices holds {smallest}; page indices start at 0")
 
 
-def check_hint_devices(a: Any, device: torch.device) -> None:
-    """Lengths that repeat the batch's: those on the wrapper's own GPU are not read to compare."""
-    for name in ("seq_lens_q", "seq_lens"):
-        value = getattr(a, name)
-        if isinstance(value, torch.Tensor) and not value.is_cpu and value.device != device:
-            raise ValueError(f"{name} is on {value.device}; must be on the CPU or on {device}")
-
-
-def check_hints(a: Any, batch: _core.Batch) -> None:
+def check_hints(a: Any, batch: _core.Batch, device: torch.device) -> None:
     """Arguments that repeat what the batch says: they must agree with it."""
-    _check_lengths("seq_lens_q", a.seq_lens_q, batch.first_qo_len_other_than, batch.qo_len, batch)
-    _check_lengths("seq_lens", a.seq_lens, batch.first_kv_len_other_than, batch.kv_len, batch)
+    for name, value in (("seq_lens_q", a.seq_lens_q), ("seq_lens", a.seq_lens)):
+        if value is not None:
+            _check_lengths(name, value, batch, device)
     if a.max_token_per_sequence is not None:
         _check_longest("max_token_per_sequence", a.max_token_per_sequence, batch.max_qo_len)
     if a.max_sequence_kv is not None:
@@ -146,10 +145,11 @@ def _check_longest(name: str, value: Any, longest: int) -> None:
         raise ValueError(f"{name}={value}: the batch has a request of {longest} tokens")
 
 
-def _check_lengths(name: str, value: Any, first_other, length_of, batch: _core.Batch) -> None:
-    if value is None:
-        return
+def _check_lengths(name: str, value: Any, batch: _core.Batch, device: torch.device) -> None:
+    """seq_lens or seq_lens_q; those on the wrapper's own GPU are not read to compare."""
     value = check.tensor(name, value)
+    if not value.is_cpu and value.device != device:
+        raise ValueError(f"{name} is on {value.device}; must be on the CPU or on {device}")
     if value.dtype not in _INTEGERS:
         raise TypeError(f"{name} is {value.dtype}; must be an integer dtype")
     if value.numel() != batch.num_requests:
@@ -161,11 +161,14 @@ def _check_lengths(name: str, value: Any, first_other, length_of, batch: _core.B
             return
         value = value.cpu()
     value = value.reshape(-1).to(torch.int64).contiguous()
+    queries = name == "seq_lens_q"
+    first_other = batch.first_qo_len_other_than if queries else batch.first_kv_len_other_than
     other = first_other(check.address(value))
     if other >= 0:
+        planned = batch.qo_len(other) if queries else batch.kv_len(other)
         raise ValueError(
             f"{name}[{other}] = {int(value[other])}: the planned length of request {other} is "
-            f"{length_of(other)}"
+            f"{planned}"
         )
 
 

@@ -47,10 +47,11 @@ def core_options(options: Options) -> _core.Options:
     )
 
 
-def softmax_scale(sm_scale: Any, head_dim_qk: int) -> float:
+def softmax_scale(sm_scale: Any, options: Options) -> float:
     if sm_scale is None:
-        return 1.0 / math.sqrt(head_dim_qk)
-    return check.logits_scale("sm_scale", check.real("sm_scale", sm_scale))
+        return 1.0 / math.sqrt(options.head_dim_qk)
+    cap = options.logits_soft_cap
+    return check.logits_scale("sm_scale", check.real("sm_scale", sm_scale), cap)
 
 
 def data_types(q: Any, kv: Any, o: Any, o_alias: Any) -> tuple[torch.dtype, torch.dtype]:

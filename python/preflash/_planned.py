@@ -14,10 +14,12 @@ from ._buffers import Buffer
 from ._launch_site import LaunchSite
 
 _LAUNCHES_KEPT = 64
+_LSE_SCALES = check.LSE_SCALES
 
-_dispatch_modes = torch._C._len_torch_dispatch_stack
-_tracing_state = torch._C._get_tracing_state
-_grad_enabled = torch.is_grad_enabled
+_function_modes = check.function_mode_is_active
+_dispatch_modes = check.num_dispatch_modes
+_grad_enabled = check.is_grad_enabled
+_forward_ad = check.forward_ad
 
 
 class Outputs(NamedTuple):
@@ -70,20 +72,22 @@ class PlannedVariant:
         plan: _core.Plan,
         backend: Backend,
         want: _tensors.Expected,
+        site: LaunchSite,
         kept: list[Buffer],
-        memory: Memory,
+        memory: Memory | None = None,
     ) -> None:
         """kept: all that launches use, known to the allocator as used on the current stream."""
         self.plan = plan
         self.backend = backend
         self.want = want
-        self.site = LaunchSite(want.device)
+        self.site = site
         # A CUDA graph replays what a captured run() used, for as long as anybody may know.
         self.captured = False
         self._prepared: dict[tuple, _Prepared] = {}
         self._kept = kept
         self._memory = memory
-        self._stream = self.site.stream()
+        self._current_stream = site.stream
+        self._stream = site.stream()
 
     def run(
         self,
@@ -117,11 +121,13 @@ class PlannedVariant:
             prepared, key = None, None  # no ordinary tensors: the checks say which argument it is
         if prepared is None:
             prepared = self._prepare(key, q, kv, outputs)
-        # What a recorder would record, and what a gradient would go through, is not this call.
+        # check.forward_only, spelled out: half a microsecond of a call that takes a few.
+        # (torch.jit.trace makes shapes of tensors, which are in nobody's `_prepared`.)
         if (
-            _dispatch_modes()
-            or _tracing_state() is not None
+            _function_modes()
+            or _dispatch_modes()
             or (_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))
+            or _forward_ad._current_level >= 0
         ):
             check.forward_only(q, k, v)
         start, v_offset, out_shape, lse_shape = prepared
@@ -134,15 +140,19 @@ class PlannedVariant:
             lse_address = lse.data_ptr()
             if lse_address == 0:
                 check.tensor("lse", lse)  # refuses all but an empty one
-        stream = self.site.stream()
+        partials_address = mask_address = 0
+        if memory is None:
+            memory = self._memory
+        if memory is not None:
+            partials, mask = memory
+            partials_address = 0 if partials is None else partials.data_ptr()
+            mask_address = 0 if mask is None else mask.data_ptr()
+        stream = self._current_stream()
         if stream != self._stream:
             self._announce_stream(stream)
-        partials, mask = self._memory if memory is None else memory
         captured = start(
             q.data_ptr(), k.data_ptr(), v.data_ptr() + v_offset, out.data_ptr(), lse_address,
-            0 if mask is None else mask.data_ptr(),
-            0 if partials is None else partials.data_ptr(),
-            stream, scales[0], scales[1], check.LSE_SCALES[lse_base],
+            mask_address, partials_address, stream, scales[0], scales[1], _LSE_SCALES[lse_base],
         )  # fmt: skip
         if captured:
             self.captured = True
@@ -158,6 +168,7 @@ class PlannedVariant:
         self._stream = stream
 
     def _prepare(self, key: tuple | None, q: Any, kv: Any, outputs: Outputs) -> _Prepared:
+        check.forward_only(q)  # before anything is remembered of a traced tensor
         want = self.want
         q_strides = _tensors.check_q(q, want)
         if want.page_size > 0:

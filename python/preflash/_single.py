@@ -84,7 +84,16 @@ def run(
             check.tensor(name, value)
     site = LaunchSite(q.device)
     # With the options' types: 1, 1.0 and True are equal, and not all of them are accepted.
-    key = (q.shape, k.shape, v.shape, q.dtype, problem, *map(type, problem), q.device, site.stream())
+    key = (
+        q.shape,
+        k.shape,
+        v.shape,
+        q.dtype,
+        problem,
+        *map(type, problem),
+        q.device,
+        site.stream(),
+    )
     try:
         planned = _cache.plans.get(key)
     except TypeError:  # an option that has no hash; the checks say which one
@@ -140,9 +149,9 @@ def _plan(
 ) -> _Planned:
     if site.is_capturing():
         raise RuntimeError(
-            "this call needs a plan, which cannot be made while its stream is being captured into a "
-            "CUDA graph: call it once before, with the same shapes and options on the stream of "
-            "the capture (torch.cuda.graph(graph, stream=...))"
+            "this call needs a plan, which cannot be made while its stream is being captured into "
+            "a CUDA graph: call it once before, with the same shapes and options on the stream "
+            "of the capture (torch.cuda.graph(graph, stream=...))"
         )
     qo_len = check.integer("qo_len", lengths[0], at_least=0)
     kv_len = check.integer("kv_len", lengths[1], at_least=0)
@@ -175,10 +184,10 @@ def _run(
     outputs: Outputs,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     q, k, v = tensors
-    variant, batch = planned
+    variant = planned.variant
     want = variant.want
-    sm_scale = softmax_scale(call.sm_scale, want.options.head_dim_qk)
-    scales = run_scales(sm_scale, call.q_scale, call.k_scale, call.v_scale)
+    sm_scale = softmax_scale(call.sm_scale, want.options)
+    scales = run_scales(want.options, sm_scale, call.q_scale, call.k_scale, call.v_scale)
     mask = _mask(planned, tensors, call, outputs) if want.options.custom_mask else None
     num_bytes = variant.plan.float_bytes
     partials = None

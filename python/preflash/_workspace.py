@@ -60,7 +60,7 @@ class Workspace:
         return None if self._given is None else self._given.num_bytes
 
     def beside(self) -> Workspace:
-        """For other variants of a plan: the same float buffer, and no int buffer of the caller's."""
+        """For other variants of a plan: the float buffer, but no int buffer of the caller's."""
         if self._given is None:
             return self
         other = Workspace(self.site.device, None, float_bytes=self.float_bytes)
@@ -131,11 +131,14 @@ def upload(
     if what.page_indices is not None:
         kept.append(Buffer(what.page_indices))
     if what.mask is not None:
-        kept.append(Buffer(what.mask, site.stream()))
+        kept.append(Buffer(what.mask))
     for buffer in kept:
         buffer.used_on_current_stream(site)
-    partials = workspace.float_buffer.tensor if plan.float_bytes and workspace.float_buffer else None
-    variant = PlannedVariant(plan, backend, what.want, kept, Memory(partials, what.mask))
+    partials = workspace.float_buffer if plan.float_bytes > 0 else None
+    memory = None
+    if partials is not None or what.mask is not None:
+        memory = Memory(None if partials is None else partials.tensor, what.mask)
+    variant = PlannedVariant(plan, backend, what.want, site, kept, memory)
     owner, state = (None, None) if commit is None else commit(variant)
     plan.upload(
         workspace.uploader(),

@@ -107,7 +107,7 @@ class BatchPrefillWrapper:
         raise NotImplementedError
 
     def _check_hints(self, a: PlanArguments, request: _Request) -> None:
-        _lengths.check_hints(a, request.batch)
+        _lengths.check_hints(a, request.batch, self.device)
 
     # Planning.
 
@@ -121,7 +121,7 @@ class BatchPrefillWrapper:
             batch=batch,
             options=options,
             causal=a.causal,
-            scales=Scales(softmax_scale(a.sm_scale, options.head_dim_qk), 1.0),
+            scales=Scales(softmax_scale(a.sm_scale, options), 1.0),
             pages=pages,
             mask=None,
             blocking=not a.non_blocking,
@@ -198,7 +198,7 @@ class BatchPrefillWrapper:
         self, q: torch.Tensor, kv: Any, a: tuple[Any, Any, Any], outputs: Outputs, window_left: Any
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """a: q_scale, k_scale, v_scale."""
-        planned = self._planned()
+        planned = self._state.planned or self._planned()
         variant = planned.primary
         if window_left is not None:
             variant = self._select(
@@ -207,14 +207,13 @@ class BatchPrefillWrapper:
         scales = planned.request.scales
         q_scale, k_scale, v_scale = a
         if q_scale is not None or k_scale is not None or v_scale is not None:
-            scales = run_scales(scales.logits, q_scale, k_scale, v_scale)
+            scales = run_scales(variant.want.options, scales.logits, q_scale, k_scale, v_scale)
         return variant.run(q, kv, scales, outputs)
 
     def _forward(
         self, q: torch.Tensor, kv: Any, a: PlanArguments, return_lse: bool
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """The deprecated call: its own options count, defaults included, not those of plan()."""
-        options = self._planned().request.options
         check.position_encoding(a.pos_encoding_mode, a.rope_scale, a.rope_theta)
         check.permission("use_fp16_qk_reduction", a.use_fp16_qk_reduction)
         check.permission("allow_fp16_qk_reduction", a.allow_fp16_qk_reduction)
@@ -223,9 +222,9 @@ class BatchPrefillWrapper:
             window_left=check.integer("window_left", a.window_left, at_least=-1),
             logits_soft_cap=check.soft_cap(a.logits_soft_cap),
         )
-        scales = run_scales(
-            softmax_scale(a.sm_scale, options.head_dim_qk), None, a.k_scale, a.v_scale
-        )
+        options = variant.want.options
+        sm_scale = softmax_scale(a.sm_scale, options)
+        scales = run_scales(options, sm_scale, None, a.k_scale, a.v_scale)
         return variant.run(q, kv, scales, Outputs(return_lse=return_lse))
 
     def end_forward(self) -> None:
@@ -329,14 +328,15 @@ def _forget_surplus(others: dict[Options, PlannedVariant]) -> None:
             del others[options]
 
 
-def run_scales(sm_scale: float, q_scale: Any, k_scale: Any, v_scale: Any) -> Scales:
+def run_scales(
+    options: Options, sm_scale: float, q_scale: Any, k_scale: Any, v_scale: Any
+) -> Scales:
     """Folds the calibration scales into the two factors that kernels know."""
     if q_scale is not None:
         sm_scale *= check.scale("q_scale", q_scale)
     if k_scale is not None:
         sm_scale *= check.scale("k_scale", k_scale)
-    if not abs(sm_scale) <= check.FLOAT32_MAX:
-        raise ValueError(f"sm_scale * q_scale * k_scale = {sm_scale}: must be finite in float32")
+    check.logits_scale("sm_scale * q_scale * k_scale", sm_scale, options.logits_soft_cap)
     return Scales(sm_scale, 1.0 if v_scale is None else check.scale("v_scale", v_scale))
 
 

@@ -305,7 +305,6 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillWrapper):
         return batch, _lengths.attach_page_indices(batch, pages)
 
     def _check_hints(self, a: PlanArguments, request: Any) -> None:
-        _lengths.check_hint_devices(a, self.device)
         super()._check_hints(a, request)
         _lengths.check_block_tables(a.block_tables, request.batch, request.pages, self.device)
 
@@ -544,10 +543,6 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillWrapper):
             kv_name="kv_indptr",
         )
         return batch, None
-
-    def _check_hints(self, a: PlanArguments, request: Any) -> None:
-        _lengths.check_hint_devices(a, self.device)
-        super()._check_hints(a, request)
 
     def run(
         self,

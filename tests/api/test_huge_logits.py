@@ -125,7 +125,9 @@ def test_chunks_of_keys_are_merged(target, pattern, magnitude, page_size, qo_len
         padded = [torch.full((pages * page_size, 2, HEAD_DIM), math.nan).bfloat16() for _ in "kv"]
         for cache, rows in zip(padded, (k, v), strict=True):
             cache[:KEYS] = rows
-        arguments = (tuple(x.view(pages, page_size, 2, HEAD_DIM).to(target.device) for x in padded),)
+        arguments = (
+            tuple(x.view(pages, page_size, 2, HEAD_DIM).to(target.device) for x in padded),
+        )
     got = wrapper.run(target.to(q), *(target.to(x) if isinstance(x, torch.Tensor) else x
                                       for x in arguments), return_lse=True)  # fmt: skip
     assert_right(got, attention(q, k, v, sm_scale))

@@ -1,4 +1,4 @@
-"""Who owns what, for how long: memory across streams, plans under graphs, the interpreter's lock."""
+"""Who owns what, for how long: memory across streams, plans under graphs, Python's lock."""
 
 import dataclasses
 import gc
