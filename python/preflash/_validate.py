@@ -89,9 +89,8 @@ def tensor(name: str, value: Any) -> torch.Tensor:
     try:
         # NOTE: a nested tensor has an address and a storage, but neither shape nor strides.
         if not value.is_nested:
-            if value.data_ptr():
-                if bytes_reached(value) <= len(value.untyped_storage()):
-                    return value
+            if value.data_ptr() and bytes_reached(value) <= len(value.untyped_storage()):
+                return value
             if value.numel() == 0:
                 return value
     except (RuntimeError, ValueError):

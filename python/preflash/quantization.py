@@ -31,9 +31,7 @@ def packbits(x: torch.Tensor, bitorder: str = "big") -> torch.Tensor:
     """
     little = check.one_of("bitorder", bitorder, _BIT_ORDERS) == "little"
     x = _elements(x)
-    segments = torch.tensor(
-        [0, x.numel(), 0, -(-x.numel() // 8)], dtype=torch.int64, device="cpu"
-    )
+    segments = torch.tensor([0, x.numel(), 0, -(-x.numel() // 8)], dtype=torch.int64, device="cpu")
     return _pack(x, segments, little)
 
 
