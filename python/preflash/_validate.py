@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, is_grad_enabled
@@ -46,6 +46,27 @@ LSE_LAYOUTS = ("NH", "HN")
 ALIGNMENT = 16
 
 
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def eager(function: Function) -> Function:
+    """Keeps torch.compile out of a function and of what it calls: a graph break, and they run as
+    they are written.
+
+    What is asked here (addresses, modes, storage) dynamo would answer for its own fake tensors.
+    Unlike torch.compiler.disable this costs an ordinary call nothing.
+    """
+    function._torchdynamo_disable = True  # not inlined
+    dynamo = torch._C._dynamo.eval_frame
+    if hasattr(dynamo, "set_code_exec_strategy"):
+        skip = dynamo._FrameAction.SKIP
+        strategy = dynamo._FrameExecStrategy(skip, skip)
+        dynamo.set_code_exec_strategy(function.__code__, strategy)
+    elif hasattr(dynamo, "skip_code"):  # torch 2.5 and before
+        dynamo.skip_code(function.__code__)
+    return function
+
+
 def one_of(name: str, value: Any, allowed: Sequence[str]) -> str:
     if not isinstance(value, str):
         raise TypeError(f"{name} must be a str, one of {', '.join(allowed)}; got {_kind(value)}")
@@ -60,6 +81,7 @@ def is_tensor(name: str, value: Any) -> torch.Tensor:
     return value
 
 
+@eager
 def tensor(name: str, value: Any) -> torch.Tensor:
     """A tensor with memory behind all of its elements: an address that may be read."""
     if not isinstance(value, Tensor):
@@ -67,9 +89,8 @@ def tensor(name: str, value: Any) -> torch.Tensor:
     try:
         # NOTE: a nested tensor has an address and a storage, but neither shape nor strides.
         if not value.is_nested:
-            if value.data_ptr():
-                if bytes_reached(value) <= len(value.untyped_storage()):
-                    return value
+            if value.data_ptr() and bytes_reached(value) <= len(value.untyped_storage()):
+                return value
             if value.numel() == 0:
                 return value
     except (RuntimeError, ValueError):
@@ -77,6 +98,7 @@ def tensor(name: str, value: Any) -> torch.Tensor:
     raise _no_memory(name, value)
 
 
+@eager
 def bytes_reached(value: torch.Tensor) -> int:
     """How much of its storage a tensor needs: up to the end of its last element."""
     last = value.storage_offset()
@@ -87,6 +109,7 @@ def bytes_reached(value: torch.Tensor) -> int:
     return (last + 1) * value.itemsize
 
 
+@eager
 def _no_memory(name: str, value: torch.Tensor) -> Exception:
     """Why `tensor` refuses, in words."""
     if value.is_nested:
@@ -101,6 +124,7 @@ def _no_memory(name: str, value: torch.Tensor) -> Exception:
     return ValueError(f"{name} has no memory behind it that could be read: {_unbacked(value)}")
 
 
+@eager
 def _unbacked(value: torch.Tensor) -> str:
     if value.is_meta:
         return "it is on the device meta"
@@ -115,6 +139,7 @@ def _unbacked(value: torch.Tensor) -> str:
     return f"its storage has {room} bytes and it needs {bytes_reached(value)}; was it freed?"
 
 
+@eager
 def address(value: torch.Tensor) -> int:
     """Where a tensor lies that this package made: modes of torch may have had a say in it."""
     try:
@@ -129,6 +154,7 @@ def address(value: torch.Tensor) -> int:
     )
 
 
+@eager
 def forward_only(*tensors: torch.Tensor) -> None:
     """Refuses a call whose gradient or trace would miss it. Ordinary calls pay 0.1 us for it.
 
@@ -157,6 +183,7 @@ def _no_gradient(why: str) -> NotImplementedError:
     )
 
 
+@eager
 def not_traced() -> None:
     """Refuses to run where torch records operations: it would record nothing of ours.
 
@@ -183,6 +210,7 @@ def _not_traceable(tracer: str) -> NotImplementedError:
     )
 
 
+@eager
 def _proxy_mode() -> Any:
     from torch.fx.experimental import proxy_tensor
 
@@ -190,12 +218,14 @@ def _proxy_mode() -> Any:
     return _dispatch_mode("PROXY") if find is None else find()
 
 
+@eager
 def _dispatch_mode(key: str) -> Any:
     """The active mode of one of torch's own kinds."""
     keys = getattr(torch._C, "_TorchDispatchModeKey", None)
     return None if keys is None else torch._C._get_dispatch_mode(getattr(keys, key))
 
 
+@eager
 def apart(
     written: Sequence[tuple[str, torch.Tensor]], others: Sequence[tuple[str, torch.Tensor]]
 ) -> None:
@@ -216,11 +246,13 @@ def apart(
                 )
 
 
+@eager
 def _span(value: torch.Tensor) -> tuple[int, int]:
     begin = value.data_ptr()
     return begin, begin + value.nbytes
 
 
+@eager
 def _same_place(value: torch.Tensor, other: torch.Tensor) -> bool:
     return (
         value.data_ptr() == other.data_ptr()

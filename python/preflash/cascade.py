@@ -23,6 +23,7 @@ class _State(NamedTuple):
     s: torch.Tensor
 
 
+@check.eager
 def merge_state(
     v_a: torch.Tensor, s_a: torch.Tensor, v_b: torch.Tensor, s_b: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -50,6 +51,7 @@ def merge_state(
     return merged.v, merged.s
 
 
+@check.eager
 def merge_state_in_place(
     v: torch.Tensor,
     s: torch.Tensor,
@@ -91,6 +93,7 @@ def merge_state_in_place(
     _merge(own, other, own, mask)
 
 
+@check.eager
 def merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Merges any number of states of every token and head.
 

@@ -13,6 +13,7 @@ __all__ = ["packbits", "segment_packbits"]
 _BIT_ORDERS = ("big", "little")
 
 
+@check.eager
 def packbits(x: torch.Tensor, bitorder: str = "big") -> torch.Tensor:
     """Packs n elements into ceil(n / 8) bytes, like numpy.packbits; pad bits are 0.
 
@@ -34,6 +35,7 @@ def packbits(x: torch.Tensor, bitorder: str = "big") -> torch.Tensor:
     return _pack(x, segments, little)
 
 
+@check.eager
 def segment_packbits(
     x: torch.Tensor, indptr: torch.Tensor, bitorder: str = "big"
 ) -> tuple[torch.Tensor, torch.Tensor]:

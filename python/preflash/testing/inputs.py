@@ -86,7 +86,7 @@ def _pages(pool: torch.Tensor, case: Case) -> torch.Tensor:
 
 def fill_poison(t: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
     """Fills `t` with NaN, +Inf and -Inf in random places."""
-    # On the CPU, where the generator is: the device that the caller made the default counts nowhere.
+    # On the CPU, where the generator is, whatever device the caller made the default.
     choice = torch.randint(0, 4, t.shape, generator=generator, dtype=torch.int8, device="cpu")
     choice = choice.to(t.device)
     t.fill_(math.nan)

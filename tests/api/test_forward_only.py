@@ -1,0 +1,199 @@
+"""Calls whose gradient or trace would silently miss our kernels are refused; modes that only watch
+keep working."""
+
+import preflash
+import pytest
+import torch
+from preflash.testing import Case, build, runner
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+CASE = Case("forward", (33, 5), (40, 90), 4, 2, 64)
+ONE = Case("one", (33,), (40,), 4, 2, 64)
+
+
+class Entry:
+    """A call of ours on tensors that are differentiable or traceable, and its right result."""
+
+    def __init__(self, name, target):
+        self.tensors, self.call = getattr(self, name)(target)
+        self.want = self.call(*self.tensors)
+
+    def run(self, target):
+        inputs = build(CASE, device=target.device)
+        wrapper = runner.make_wrapper(CASE, backend=target.backend, device=target.device)
+        runner.plan(wrapper, inputs)
+        self.wrapper = wrapper
+        return [inputs.q, inputs.k, inputs.v], lambda q, k, v: wrapper.run(q, k, v)
+
+    def single(self, target):
+        inputs = build(ONE, device=target.device)
+
+        def call(q, k, v):
+            return preflash.single_prefill_with_kv_cache(q, k, v, backend=target.backend)
+
+        return [inputs.q, inputs.k[:40], inputs.v[:40]], call
+
+    def _states(self, target):
+        generator = torch.Generator().manual_seed(0)
+        v = target.to(torch.randn(9, 2, 3, 16, generator=generator))
+        return v, target.to(torch.randn(9, 2, 3, generator=generator))
+
+    def merge_state(self, target):
+        v, s = self._states(target)
+
+        def call(v_a, s_a, v_b, s_b):
+            return preflash.merge_state(v_a, s_a, v_b, s_b)[0]
+
+        return [v[:, 0], s[:, 0], v[:, 1], s[:, 1]], call
+
+    def merge_state_in_place(self, target):
+        v, s = self._states(target)
+        own_v, own_s = v[:, 0].contiguous(), s[:, 0].contiguous()
+
+        def call(own_v, own_s, v_other, s_other):
+            out, lse = own_v.clone(), own_s.clone()
+            preflash.merge_state_in_place(out, lse, v_other, s_other)
+            return out
+
+        return [own_v, own_s, v[:, 1].contiguous(), s[:, 1].contiguous()], call
+
+    def merge_states(self, target):
+        v, s = self._states(target)
+        return [v, s], lambda v, s: preflash.merge_states(v, s)[0]
+
+    def packbits(self, target):
+        bits = target.to(torch.rand(37, generator=torch.Generator().manual_seed(0)) < 0.5)
+        return [bits], lambda x: preflash.packbits(x)
+
+    def segment_packbits(self, target):
+        bits = target.to(torch.rand(37, generator=torch.Generator().manual_seed(0)) < 0.5)
+        indptr = torch.tensor([0, 9, 37])
+        return [bits], lambda x: preflash.segment_packbits(x, indptr)[0]
+
+    def right(self, got):
+        assert torch.equal(got, self.want)
+
+
+ATTENTION = ["run", "single"]
+DIFFERENTIABLE = [*ATTENTION, "merge_state", "merge_state_in_place", "merge_states"]
+EVERY = [*DIFFERENTIABLE, "packbits", "segment_packbits"]
+
+
+@pytest.fixture(params=DIFFERENTIABLE)
+def differentiable(request, target):
+    return Entry(request.param, target)
+
+
+@pytest.fixture(params=EVERY)
+def entry(request, target):
+    return Entry(request.param, target)
+
+
+def test_requires_grad(differentiable):
+    for i in range(len(differentiable.tensors)):
+        tensors = [t.detach() for t in differentiable.tensors]
+        tensors[i] = tensors[i].clone().requires_grad_()
+        with pytest.raises(NotImplementedError, match=r"forward only.*no_grad.*detach"):
+            differentiable.call(*tensors)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_gradients(differentiable, mode):
+    tensors = [t.clone().requires_grad_() for t in differentiable.tensors]
+    with mode():
+        differentiable.right(differentiable.call(*tensors))
+    differentiable.right(differentiable.call(*(t.detach() for t in tensors)))
+
+
+def test_forward_mode(differentiable):
+    with forward_ad.dual_level():
+        differentiable.right(differentiable.call(*differentiable.tensors))
+        for i, t in enumerate(differentiable.tensors):
+            tensors = list(differentiable.tensors)
+            tensors[i] = forward_ad.make_dual(t, torch.ones_like(t))
+            for mode in (torch.enable_grad, torch.no_grad):
+                with mode(), pytest.raises(NotImplementedError, match=r"tangent.*forward only"):
+                    differentiable.call(*tensors)
+
+
+def test_a_scale_that_requires_grad(target):
+    entry = Entry("run", target)
+    for name in ("q_scale", "k_scale", "v_scale"):
+        scale = torch.tensor(1.0, requires_grad=True)
+        with pytest.raises(NotImplementedError, match="forward only"):
+            entry.wrapper.run(*entry.tensors, **{name: scale})
+        with torch.no_grad():
+            entry.right(entry.wrapper.run(*entry.tensors, **{name: scale}))
+
+
+def test_jit_trace(entry):
+    with pytest.raises(NotImplementedError, match=r"torch\.jit\.trace.*trace would hold none"):
+        torch.jit.trace(entry.call, tuple(entry.tensors), check_trace=False)
+    entry.right(entry.call(*entry.tensors))
+
+
+@pytest.mark.parametrize("tracing_mode", ["real", "fake", "symbolic"])
+@pytest.mark.parametrize("pre_dispatch", [False, True], ids=["post_dispatch", "pre_dispatch"])
+def test_make_fx(entry, tracing_mode, pre_dispatch):
+    trace = make_fx(entry.call, tracing_mode=tracing_mode, pre_dispatch=pre_dispatch)
+    with pytest.raises(NotImplementedError, match="trace would hold none"):
+        trace(*entry.tensors)
+    entry.right(entry.call(*entry.tensors))
+
+
+class Module(torch.nn.Module):
+    def __init__(self, call):
+        super().__init__()
+        self.call = call
+
+    def forward(self, *tensors):
+        return self.call(*tensors)
+
+
+def test_export(entry):
+    with pytest.raises(NotImplementedError, match="trace would hold none"):
+        torch.export.export(Module(entry.call), tuple(entry.tensors), strict=False)
+
+
+class LoggedOperations(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+class LoggedFunctions(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [lambda: FlopCounterMode(display=False), LoggedOperations, LoggedFunctions],
+    ids=["flops", "dispatch", "function"],
+)
+def test_modes_that_watch(entry, mode):
+    with mode():
+        entry.right(entry.call(*entry.tensors))
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True], ids=["modes", "reentrant"])
+def test_checkpoint(entry, use_reentrant):
+    entry.right(checkpoint(entry.call, *entry.tensors, use_reentrant=use_reentrant))
+
+
+def test_compile_breaks_the_graph(entry):
+    torch._dynamo.reset()
+
+    def model(*tensors):
+        first, *others = tensors
+        doubled = first | False if first.dtype is torch.bool else first * 2 * 0.5
+        return entry.call(doubled, *others).clone()
+
+    compiled = torch.compile(model, backend="eager")
+    with torch.no_grad():
+        for _ in range(3):
+            entry.right(compiled(*entry.tensors))
