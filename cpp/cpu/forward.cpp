@@ -152,12 +152,11 @@ std::uint32_t bit_range(int begin, int end) {
   return static_cast<std::uint32_t>((std::uint64_t{1} << end) - (std::uint64_t{1} << begin));
 }
 
-// The LSE of a row of maximum `raw`, taken before the factor, and weights that add up to `sum`,
-// relative to what isa.h says.
-PartialLse row_lse(float raw, float factor, float sum) {
+// The LSE of a row of maximum `raw`, taken before the factor, and weights that add up to `sum`.
+PartialLse row_lse(const Launch& launch, float raw, float sum) {
   if (sum == 0.0f) return {.high = -kInfinity, .low = 0.0f};
-  const float product = raw * factor;
-  const bool huge = std::abs(product) >= kHugeLogit;
+  const float factor = launch.logits.factor, product = raw * factor;
+  const bool huge = std::abs(product) >= launch.isa.huge_logit;
   if (!huge) return {.high = product, .low = std::log2(sum)};
 
   constexpr float kLargest = std::numeric_limits<float>::max();
@@ -368,7 +367,7 @@ class Item {
     // NOTE: a row that kept nothing may hold 0 * NaN from its neighbours' keys.
     if (empty) std::fill_n(o, params_.head_dim_vo, 0.0f);
     const float scale = empty ? 1.0f : params_.out_scale / sum;
-    const PartialLse lse = row_lse(scratch_.row_max[row], launch_.logits.factor, sum);
+    const PartialLse lse = row_lse(launch_, scratch_.row_max[row], sum);
 
     if (item_.partial_row != WorkItem::kFinal) {
       const std::int64_t place = std::int64_t{item_.partial_row} + row;

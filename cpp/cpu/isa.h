@@ -27,11 +27,10 @@ struct LogitRule {
   float scale_in_cap = 0.0f;
 };
 
-// A row's weights are 2^(score * factor - reference), and its reference is the rounded product
-// c = row_max * factor: any number near the maximum will do. Half an ulp of c is near enough up to
-// 2^24. From there on a row is huge: its reference is the exact product, and its weights are
-// 2^((score - row_max) * factor).
-inline constexpr float kHugeLogit = 16777216.0f;
+// A row's weights are 2^(score * factor - c), relative to the rounded product c = row_max * factor:
+// in one fused multiply-add that is exact enough while half an ulp of c is at most a factor of 2.
+// From |c| >= huge_logit on a row is huge: its weights are 2^((score - row_max) * factor), relative
+// to the exact product.
 
 // A panel is a block of query rows that fills kRowVecs vectors: one query row per lane. Scores are
 // kept transposed ([key][row]), so that the online softmax never reduces across lanes, keys and
@@ -63,13 +62,14 @@ struct PanelStep {
 
   // Running state of the online softmax, updated in place.
   float* row_max = nullptr;  // [ld] of scores, before `factor`; -inf before the first kept key
-  float* row_sum = nullptr;  // [ld] of weights, relative to what is_huge() says
+  float* row_sum = nullptr;  // [ld] of weights
   float* o = nullptr;        // [rows of the panel][ld_v], not normalised
 };
 
 struct IsaKernels {
   const char* name = nullptr;
   int lanes = 0;
+  float huge_logit = 0.0f;  // a power of two
 
   // One row of n elements, from storage to float32 and back. `scale` is multiplied in.
   void (*widen)(DType dtype, const void* source, float* target, int n) = nullptr;

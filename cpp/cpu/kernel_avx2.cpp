@@ -17,6 +17,7 @@ namespace avx2 {
 constexpr IsaKernels kKernels = {
     .name = "avx2",
     .lanes = kLanes,
+    .huge_logit = kHugeLogit,
     .widen = widen,
     .narrow = narrow,
     .accumulate = accumulate,

@@ -25,6 +25,7 @@ namespace avx512 {
 constexpr IsaKernels kKernels = {
     .name = "avx512",
     .lanes = kLanes,
+    .huge_logit = kHugeLogit,
     .widen = widen,
     .narrow = narrow,
     .accumulate = accumulate,

@@ -157,8 +157,8 @@ struct RowMaxima {
   Vec reference() const {
     return where_less(broadcast(-__builtin_inff()), raw, product, broadcast(0.0f));
   }
-  // More than the float below kHugeLogit, which NaN is not.
-  static Vec below_huge() { return broadcast(kHugeLogit - 1.0f); }
+  // The float below kHugeLogit: the power of two less half an ulp of it.
+  static Vec below_huge() { return broadcast(kHugeLogit * 0x1.fffffep-1f); }
   bool any_huge() const { return any_less(below_huge(), abs(reference())); }
   Vec where_huge(Vec then, Vec otherwise) const {
     return where_less(below_huge(), abs(reference()), then, otherwise);

@@ -14,6 +14,7 @@ namespace generic {
 constexpr IsaKernels kKernels = {
     .name = "generic",
     .lanes = kLanes,
+    .huge_logit = kHugeLogit,
     .widen = widen,
     .narrow = narrow,
     .accumulate = accumulate,

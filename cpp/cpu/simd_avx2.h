@@ -4,6 +4,7 @@ constexpr int kLanes = 8;
 constexpr int kKeyBlock = 6;  // keys of a score block: 6 x 2 accumulators of 16 registers
 constexpr int kOutRows = 4;   // rows and vectors of an output block: 4 x 3 accumulators
 constexpr int kOutVecs = 3;
+constexpr float kHugeLogit = 16777216.0f;
 
 using Vec = __m256;
 using IntVec = __m256i;

@@ -4,6 +4,7 @@ constexpr int kLanes = 16;
 constexpr int kKeyBlock = 8;  // keys of a score block: 8 x 2 accumulators of 32 registers
 constexpr int kOutRows = 4;   // rows and vectors of an output block: 4 x 4 accumulators
 constexpr int kOutVecs = 4;
+constexpr float kHugeLogit = 16777216.0f;
 
 using Vec = __m512;
 using IntVec = __m512i;

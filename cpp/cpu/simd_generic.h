@@ -4,6 +4,8 @@ constexpr int kLanes = 4;
 constexpr int kKeyBlock = 4;  // keys of a score block: 4 x 2 accumulators
 constexpr int kOutRows = 4;   // rows and vectors of an output block: 4 x 2 accumulators
 constexpr int kOutVecs = 2;
+// Where multiply and add round twice, c's ulp is an error of the weights: 256 keeps it below 1e-5.
+constexpr float kHugeLogit = 256.0f;
 
 typedef float Vec __attribute__((vector_size(16)));
 typedef int32_t IntVec __attribute__((vector_size(16)));

@@ -378,6 +378,28 @@ def test_workspace_size_is_enough_and_needed(target):
         runner.plan(wrapper, inputs)
 
 
+@pytest.mark.parametrize("paged", [True, False], ids=["paged", "ragged"])
+@pytest.mark.parametrize(("keys", "split", "megabytes"), [(16384, 2048, 34.1), (256, 64, 17.1)])
+def test_workspace_of_decode_batches_under_a_fixed_split(target, paged, keys, split, megabytes):
+    """Four live rows of a tile are four partial rows, so that both fit a usual 128 MB."""
+    batch, heads = 256, (32, 8, 128)
+    queries = torch.arange(batch + 1, dtype=torch.int32)
+    buffer = torch.empty(128 << 20, dtype=torch.uint8, device=target.device)
+    if paged:
+        wrapper = preflash.BatchPrefillWithPagedKVCacheWrapper(buffer, backend=target.backend)
+        pages = keys // 16
+        table = torch.arange(batch * pages, dtype=torch.int32)
+        full = torch.full((batch,), 16, dtype=torch.int32)
+        arguments = (queries, queries * pages, table, full, *heads, 16)
+    else:
+        wrapper = preflash.BatchPrefillWithRaggedKVCacheWrapper(buffer, backend=target.backend)
+        arguments = (queries, queries * keys, *heads)
+    float_bytes, _ = wrapper.workspace_size(*arguments, fixed_split_size=split)
+    assert float_bytes == batch * 32 * (keys // split) * (128 + 2) * 4
+    assert float_bytes == pytest.approx(megabytes * 1e6, rel=5e-3)
+    wrapper.plan(*arguments, fixed_split_size=split)
+
+
 def test_small_workspace_plans_without_split(target):
     inputs = build(SPLIT, device=target.device)
     small = runner.workspace(target.device, 256)

@@ -103,6 +103,29 @@ def test_a_request_does_not_see_its_company(policy):
         begin += qo_len
 
 
+@pytest.mark.parametrize("split", [{"fixed_split_size": 64}, {"disable_split_kv": True}], ids=str)
+@pytest.mark.parametrize("group", [1, 3, 4, 128])
+def test_decode_and_prefill_together(group, split):
+    """Every request's partials begin where those of the one before it end, whatever it has of them:
+    right, and to the bit what it is alone."""
+    qo_lens, kv_lens = (1, 40, 3, 0, 70, 1), (700, 200, 0, 90, 333, 64)
+    heads = (group, 1) if group > 4 else (2 * group, 2)
+    crowd = Case("mixed", qo_lens, kv_lens, *heads, 64, mask=MaskKind.CAUSAL)
+    inputs = build(crowd)
+    together = result(crowd, inputs, **split)
+    runner.judge(inputs, *together).check()
+    row = key = 0
+    for qo_len, kv_len in zip(qo_lens, kv_lens, strict=True):
+        case = Case("one", (qo_len,), (kv_len,), *heads, 64, mask=MaskKind.CAUSAL)
+        one = build(case)
+        rows, keys = slice(row, row + qo_len), slice(key, key + kv_len)
+        one.q, one.k, one.v = inputs.q[rows], inputs.k[keys], inputs.v[keys]
+        alone = result(case, one, **split)
+        assert torch.equal(alone[0], together[0][rows])
+        assert torch.equal(alone[1], together[1][rows])
+        row, key = row + qo_len, key + kv_len
+
+
 def test_company_of_many_short_requests_changes_nothing():
     """Neighbours that make the batch decode-like must not switch a request to another tile."""
     lone = Case("lone", (64,), (300,), 4, 1, 64, mask=MaskKind.CAUSAL)
