@@ -286,7 +286,8 @@ def test_a_launch_passes_on_what_was_thrown():
     code = """
 import numpy as np
 from preflash import _core
-x = np.zeros(4096, np.float32).ctypes.data
+zeros = np.zeros(4096, np.float32)
+x = zeros.ctypes.data
 case = dict(qo_indptr=[0, 2], kv_indptr=[0, 2], num_qo_heads=1, num_kv_heads=1, tile_m=64,
             tile_n=64, num_sms=1, ctas_per_sm=1, causal=False, window_left=-1,
             float_workspace_bytes=0)
