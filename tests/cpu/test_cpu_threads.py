@@ -1,0 +1,308 @@
+"""Threads of the CPU backend: callers that run at once, each with its own number of threads."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import preflash
+import pytest
+import torch
+from preflash import _core
+from preflash.testing import Case, MaskKind, build, cases, runner
+
+CASE = Case("mixed", (1, 70, 130), (600, 300, 130), 8, 2, 64, page_size=16, mask=MaskKind.CAUSAL)
+SOME = [CASE, *(case for i, case in enumerate(cases.core()) if i % 16 == 3)]
+
+
+@pytest.fixture(autouse=True)
+def _own_thread_count():
+    count = torch.get_num_threads()
+    yield
+    torch.set_num_threads(count)
+
+
+def result(case, inputs, num_threads):
+    """On so many threads; torch's count belongs to the calling Python thread."""
+    torch.set_num_threads(num_threads)
+    wrapper = runner.make_wrapper(case, backend="cpu")
+    runner.plan(wrapper, inputs)
+    return runner.run(wrapper, inputs)
+
+
+def same(a, b) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def in_threads(*functions):
+    """Their results; each in a Python thread of its own, all at once."""
+    with ThreadPoolExecutor(len(functions)) as pool:
+        return [future.result() for future in [pool.submit(f) for f in functions]]
+
+
+def python(code: str, **environment: str) -> str:
+    """What a new process prints."""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+# Whole calls
+
+
+def test_a_short_call_does_not_wait_for_a_long_one():
+    q = torch.randn(6144, 8, 128, dtype=torch.bfloat16)
+    short = torch.randn(4, 8, 128, dtype=torch.bfloat16)
+    started, finished = threading.Event(), threading.Event()
+
+    def long_call():
+        torch.set_num_threads(2)
+        started.set()
+        preflash.single_prefill_with_kv_cache(q, q, q, causal=True)
+        finished.set()
+
+    def short_calls():
+        torch.set_num_threads(2)
+        preflash.single_prefill_with_kv_cache(short, short, short)  # plans
+        started.wait()
+        finished.wait(0.05)
+        for _ in range(3):
+            preflash.single_prefill_with_kv_cache(short, short, short)
+        return finished.is_set()
+
+    _, waited = in_threads(long_call, short_calls)
+    assert not waited, "three calls of 4 tokens took as long as a prefill of 6144 tokens"
+
+
+def test_every_call_has_its_own_number_of_threads(monkeypatch):
+    """Two calls that are under way at once; neither changes the other's number."""
+    both_inside = threading.Barrier(2, timeout=60)
+    original = _core.Launch.run_on_threads
+    seen = {}
+
+    def spy(launch, num_threads, *arguments):
+        both_inside.wait()
+        seen[threading.get_ident()] = num_threads
+        original(launch, num_threads, *arguments)
+
+    monkeypatch.setattr(_core.Launch, "run_on_threads", spy)
+    inputs = build(CASE)
+
+    def call(num_threads):
+        result(CASE, inputs, num_threads)
+        return seen[threading.get_ident()]
+
+    assert in_threads(lambda: call(1), lambda: call(3)) == [1, 3]
+
+
+@pytest.mark.parametrize("case", SOME, ids=lambda case: case.id)
+def test_bits_do_not_depend_on_the_number_of_threads(case):
+    inputs = build(case)
+    alone = result(case, inputs, 1)
+    for count in (2, 4, 7):
+        assert same(result(case, inputs, count), alone), count
+
+
+def test_bits_do_not_depend_on_other_callers():
+    inputs = build(CASE)
+    alone = result(CASE, inputs, 1)
+
+    def many(num_threads):
+        return all(same(result(CASE, inputs, num_threads), alone) for _ in range(15))
+
+    assert all(in_threads(*(lambda n=n: many(n) for n in (1, 2, 4, 7))))
+
+
+def test_packing_and_merging_beside_other_callers():
+    x = torch.rand(1_000_003) < 0.5
+    v, s = torch.randn(3000, 2, 4, 64), torch.randn(3000, 2, 4)
+
+    def both(num_threads):
+        torch.set_num_threads(num_threads)
+        return preflash.packbits(x), *preflash.merge_states(v, s)
+
+    alone = both(1)
+    for got in in_threads(*(lambda n=n: both(n) for n in (1, 2, 4, 7))):
+        assert same(got, alone)
+
+
+def test_a_forked_child_starts_its_own_threads():
+    python("""
+import os, torch
+from preflash.testing import Case, build, runner
+torch.set_num_threads(3)
+case = Case("fork", (70, 3), (300, 200), 4, 2, 64)
+inputs = build(case)
+wrapper = runner.make_wrapper(case, backend="cpu")
+runner.plan(wrapper, inputs)
+before = runner.run(wrapper, inputs)
+for _ in range(3):
+    child = os.fork()
+    if child == 0:
+        got = runner.run(wrapper, inputs)
+        os._exit(0 if all(torch.equal(a, b) for a, b in zip(got, before)) else 1)
+    assert os.waitpid(child, 0)[1] == 0
+assert all(torch.equal(a, b) for a, b in zip(runner.run(wrapper, inputs), before))
+""")
+
+
+# The pool on its own: indices that sleep, so that a loaded machine changes nothing
+
+
+def jobs_in_a_new_process(*jobs: dict) -> list[dict]:
+    """What _core.threads.run tells of jobs that start 0.1 s apart, and when each ended.
+
+    In a process that has started no helpers yet: as many as these jobs ask for.
+    """
+    code = f"""
+import json, time
+from concurrent.futures import ThreadPoolExecutor
+from preflash import _core
+def run(place, job):
+    time.sleep(0.1 * place)
+    return _core.threads.run(**job) | {{"end": time.monotonic()}}
+with ThreadPoolExecutor({len(jobs)}) as pool:
+    print(json.dumps(list(pool.map(run, range({len(jobs)}), {jobs!r}))))
+"""
+    return json.loads(python(code))
+
+
+def test_a_new_job_gets_the_helper_of_a_running_one():
+    """One helper, busy with a job of two seconds, comes to a job of a fraction of one."""
+    long, short = jobs_in_a_new_process(
+        {"count": 400, "num_threads": 2, "microseconds": 10_000},
+        {"count": 20, "num_threads": 2, "microseconds": 10_000},
+    )
+    assert short["end"] < long["end"]
+    assert short["most_at_once"] == long["most_at_once"] == 2
+    assert len(set(short["threads"]) & set(long["threads"])) == 1
+
+
+@pytest.mark.parametrize("num_jobs", [2, 3, 5])
+def test_helpers_spread_over_jobs(num_jobs):
+    """Three helpers; where jobs outnumber them, each has its turn."""
+    job = {"count": 800, "num_threads": 4, "microseconds": 2_000}
+    for done in jobs_in_a_new_process(*[job] * num_jobs):
+        assert done["most_at_once"] > 1
+        helped = sorted(map(done["threads"].count, set(done["threads"])))[:-1]
+        assert sum(helped) > 80
+
+
+def test_a_job_has_no_more_threads_than_it_asked_for():
+    ready = threading.Barrier(3, timeout=60)
+
+    def job(num_threads):
+        ready.wait()
+        return _core.threads.run(count=300, num_threads=num_threads, microseconds=1_000)
+
+    wide, two, one = in_threads(lambda: job(8), lambda: job(2), lambda: job(1))
+    assert 2 < wide["most_at_once"] <= 8
+    assert two["most_at_once"] <= 2
+    assert len(set(one["threads"])) == 1
+
+
+def test_a_failure_reaches_its_own_caller():
+    def fails():
+        with pytest.raises(RuntimeError, match="index 50 failed"):
+            _core.threads.run(count=100, num_threads=3, microseconds=500, fails_at=50)
+
+    def works():
+        return _core.threads.run(count=100, num_threads=3, microseconds=500)["most_at_once"]
+
+    assert in_threads(fails, works, fails)[1] >= 1
+
+
+def test_no_threads_are_refused():
+    with pytest.raises(ValueError, match="num_threads is 0"):
+        _core.threads.run(count=1, num_threads=0)
+
+
+# PREFLASH_CPU_ISA
+
+
+ENTRY_POINTS = {
+    "plan": "plan()",
+    "single": "preflash.single_prefill_with_kv_cache(q, q, q)",
+    "packbits": "preflash.packbits(torch.ones(9, dtype=torch.bool))",
+    "segment_packbits": "preflash.segment_packbits(torch.ones(9, dtype=torch.bool), ends)",
+    "merge_state": "preflash.merge_state(q, s, q, s)",
+    "merge_state_in_place": "preflash.merge_state_in_place(q, s, q, s)",
+    "merge_states": "preflash.merge_states(q[:, None], s[:, None])",
+    "cpu_isa": "preflash._core.cpu_isa()",
+}
+
+
+@pytest.fixture(scope="module")
+def refusals() -> dict[str, str]:
+    """What each entry point says, twice, with an unknown instruction set."""
+    code = f"""
+import preflash, torch
+q, s, ends = torch.randn(5, 2, 64), torch.randn(5, 2), torch.tensor([0, 4, 9])
+def plan():
+    wrapper = preflash.BatchPrefillWithRaggedKVCacheWrapper(torch.empty(1 << 20, dtype=torch.uint8))
+    indptr = torch.tensor([0, 5], dtype=torch.int32)
+    wrapper.plan(indptr, indptr, 2, 2, 64, q_data_type=torch.float32)
+for name, call in {ENTRY_POINTS!r}.items():
+    for _ in range(2):
+        try:
+            eval(call)
+            print(name, "accepted")
+        except Exception as error:
+            print(name, type(error).__name__, error)
+"""
+    said: dict[str, str] = {}
+    for line in python(code, PREFLASH_CPU_ISA="avx1024").splitlines():
+        name, message = line.split(" ", 1)
+        assert said.setdefault(name, message) == message, "the second call says something else"
+    return said
+
+
+@pytest.mark.parametrize("name", ENTRY_POINTS)
+def test_an_unknown_instruction_set_is_refused(refusals, name):
+    message = refusals[name]
+    assert message.startswith("ValueError")
+    for part in ("PREFLASH_CPU_ISA", "avx1024", "generic", "avx2", "avx512"):
+        assert part in message
+
+
+def test_info_tells_of_an_unknown_instruction_set():
+    code = "from preflash.cli import main; raise SystemExit(main(['info']))"
+    lines = python(code, PREFLASH_CPU_ISA="avx1024").splitlines()
+    line = next(line for line in lines if line.startswith("CPU "))
+    assert "avx1024" in line
+    assert "generic, avx2 or avx512" in line
+
+
+def test_a_launch_passes_on_what_was_thrown():
+    """The planner's own door to the CPU kernels does not ask for the instruction set first."""
+    code = """
+import numpy as np
+from preflash import _core
+zeros = np.zeros(4096, np.float32)
+x = zeros.ctypes.data
+case = dict(qo_indptr=[0, 2], kv_indptr=[0, 2], num_qo_heads=1, num_kv_heads=1, tile_m=64,
+            tile_n=64, num_sms=1, ctas_per_sm=1, causal=False, window_left=-1,
+            float_workspace_bytes=0)
+try:
+    _core.planner.attend(x, x, x, x, x, **case)
+except RuntimeError as error:
+    print(error)
+"""
+    assert "attend failed: PREFLASH_CPU_ISA is 'avx1024'" in python(
+        code, PREFLASH_CPU_ISA="avx1024"
+    )
+
+
+@pytest.mark.parametrize("isa", ["", "generic", "avx512"])
+def test_known_instruction_sets(isa):
+    got = python("from preflash import _core; print(_core.cpu_isa())", PREFLASH_CPU_ISA=isa).strip()
+    order = ["generic", "avx2", "avx512"]
+    assert order.index(got) <= order.index(isa or "avx512")
