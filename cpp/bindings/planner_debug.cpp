@@ -257,8 +257,7 @@ void attend(std::uintptr_t q, std::uintptr_t k, std::uintptr_t v, std::uintptr_t
                 .num_merges = num_merges,
                 .partial_o = params.partial_o,
                 .partial_lse = params.partial_lse,
-                .tile_rows =
-                    rows_per_tile(variant.family, given.kernel.tile.m, params.group_size),
+                .tile_rows = rows_per_tile(variant.family, given.kernel.tile.m, params.group_size),
                 .group_size = params.group_size,
                 .head_dim_vo = params.head_dim_vo},
                kThreads);

@@ -164,8 +164,8 @@ PartialLse row_lse(const Launch& launch, float raw, float sum) {
   const float rest = std::fma(raw, factor, -high);
   // NOTE: the rest, up to half an ulp of the product, may not push the bits of log2(sum) out of
   // `low`: equal keys in several chunks need those. From 2^30 on keys that differ do so by 64 at
-  // least, so that only who is larger counts: the rest keeps its order when it is made to stay below
-  // 64.
+  // least, so that only who is larger counts: the rest keeps its order when it is made to stay
+  // below 64.
   const int shift = std::min(0, 30 - std::ilogb(high));
   return {.high = high, .low = std::log2(sum) + std::ldexp(rest, shift)};
 }

@@ -18,19 +18,14 @@ inline constexpr int kRowVecs = 2;        // vectors of query rows in one panel,
 inline constexpr int kMaskWordKeys = 32;  // keys per word of keep bits
 inline constexpr int kFewRows = 4;        // panels of so few rows keep q as it lies, not transposed
 
-// logit * log2(e) = factor * score, where score = sign * dot, or cap * tanh(scale_in_cap * dot) where
-// cap > 0. The factor is folded into the exponent, where the product is not rounded.
+// logit * log2(e) = factor * score, where score = sign * dot, or cap * tanh(scale_in_cap * dot)
+// where cap > 0. The factor is folded into the exponent, where the product is not rounded.
 struct LogitRule {
   float factor = 1.0f;  // > 0, so that the largest score has the largest logit; 1 with a cap
   float sign = 1.0f;    // what is left of a scale that is not > 0
   float cap = 0.0f;
   float scale_in_cap = 0.0f;
 };
-
-// A row's weights are 2^(score * factor - c), relative to the rounded product c = row_max * factor:
-// in one fused multiply-add that is exact enough while half an ulp of c is at most a factor of 2.
-// From |c| >= huge_logit on a row is huge: its weights are 2^((score - row_max) * factor), relative
-// to the exact product.
 
 // A panel is a block of query rows that fills kRowVecs vectors: one query row per lane. Scores are
 // kept transposed ([key][row]), so that the online softmax never reduces across lanes, keys and
@@ -69,6 +64,11 @@ struct PanelStep {
 struct IsaKernels {
   const char* name = nullptr;
   int lanes = 0;
+  // A row's weights are 2^(score * factor - c), one fused multiply-add, relative to the rounded
+  // product c = row_max * factor. That any number near the maximum will do holds up to |c| = 2^24,
+  // where half an ulp is half a bit; at 2^31 it is 128 bits, and every weight would be 0. From |c|
+  // = huge_logit on a row is huge: its weights are 2^((score - row_max) * factor), relative to the
+  // exact product.
   float huge_logit = 0.0f;  // a power of two
 
   // One row of n elements, from storage to float32 and back. `scale` is multiplied in.

@@ -40,9 +40,7 @@ struct MergedLse {
   float weight(const PartialLse& lse) const {
     return lse.high == -kInfinity ? 0.0f : std::exp2(difference(lse, largest));
   }
-  float lse() const {
-    return empty() ? -kInfinity : largest.high + (largest.low + std::log2(sum));
-  }
+  float lse() const { return empty() ? -kInfinity : largest.high + (largest.low + std::log2(sum)); }
 };
 
 // One row of `width` columns from num_states rows. A state of weight 0 is not read.

@@ -179,9 +179,8 @@ void Planner::split(const Problem& problem, std::int64_t cta_slots, const ItemCo
   }
   work_ = cut(tiles, problem, requests_, chunk_tiles, cost);
   if (problem.graph_max_rows == 0) {
-    capacity_ = {.rows = work_.num_partial_rows,
-                 .items = work_.num_items,
-                 .merges = work_.num_merges};
+    capacity_ = {
+        .rows = work_.num_partial_rows, .items = work_.num_items, .merges = work_.num_merges};
   } else if (work_.num_partial_rows > capacity_.rows || work_.num_items > capacity_.items ||
              work_.num_merges > capacity_.merges) {
     throw std::logic_error("the planner reserved too little for a CUDA graph");

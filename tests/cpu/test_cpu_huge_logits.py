@@ -14,7 +14,6 @@ import numpy as np
 import preflash
 import pytest
 import torch
-import torch.nn.functional as F
 from preflash import _core
 
 DIM, KEYS, ROWS = 16, 333, 7
@@ -102,7 +101,8 @@ def check(given: Given, split: dict) -> None:
 def torch_float32(given: Given) -> np.ndarray:
     q, k, v = (x.float().transpose(0, 1)[None] for x in given.tensors())
     mask = torch.from_numpy(given.keep())
-    return F.scaled_dot_product_attention(q, k, v, mask, scale=given.scale)[0, 0].numpy()
+    attention = torch.nn.functional.scaled_dot_product_attention
+    return attention(q, k, v, mask, scale=given.scale)[0, 0].numpy()
 
 
 # ---- what the keys look like, as multiples of the largest
