@@ -66,19 +66,19 @@ build: $(VENV)/ready $(if $(NVCC),$(VENV)/cutlass)
 # python that loads it is not built with them, so their libraries come first (and libstdc++, whose
 # throw AddressSanitizer wraps as it starts); it never frees everything, so leaks are not looked for.
 SANITIZE := build/sanitize
-SANITIZE_TESTS ?= tests/api tests/cpu tests/host
-sanitizer_libraries = $(foreach name,libasan.so libubsan.so libstdc++.so.6,$(shell \
-	$(CXX) -print-file-name=$(name)))
+SANITIZE_TESTS := tests/api tests/cpu tests/host
 sanitize: $(VENV)/ready
 	@mkdir -p build
 	@cmake -G Ninja -S . -B $(SANITIZE) -DPython_EXECUTABLE=$(BIN)/python -DPREFLASH_CUDA=OFF \
-		-DCMAKE_CXX_COMPILER=$(CXX) -DPREFLASH_SANITIZE=ON >$(SANITIZE).log \
-		|| { cat $(SANITIZE).log; exit 1; }
+		-DPREFLASH_SANITIZE=ON >$(SANITIZE).log || { cat $(SANITIZE).log; exit 1; }
 	cmake --build $(SANITIZE) --parallel $(JOBS)
 	@rm -rf $(SANITIZE)/stage && cmake --install $(SANITIZE) --prefix $(SANITIZE)/stage >>$(SANITIZE).log
-	PYTHONPATH=$(abspath $(SANITIZE)/stage) LD_PRELOAD="$(strip $(sanitizer_libraries))" \
-		ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
-		$(BIN)/python -m pytest $(or $(PYTEST_ARGS),$(SANITIZE_TESTS))
+	gcc=$$(sed -n 's/^CMAKE_CXX_COMPILER:[A-Z]*=//p' $(SANITIZE)/CMakeCache.txt); \
+	LD_PRELOAD=$$(for library in libasan.so libubsan.so libstdc++.so.6; do \
+		$$gcc -print-file-name=$$library; done | paste -sd:) \
+	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
+	PYTHONPATH=$(abspath $(SANITIZE)/stage) \
+	$(BIN)/python -m pytest $(or $(PYTEST_ARGS),$(SANITIZE_TESTS))
 
 # The kernel libraries alone: for wheels, or for a machine without nvcc (PREFLASH_KERNELS=<dir>).
 kernels: $(VENV)/ready $(VENV)/cutlass

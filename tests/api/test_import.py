@@ -9,13 +9,16 @@ from pathlib import Path
 import preflash
 import pytest
 
+# What a module built by `make sanitize` needs to load.
+_SANITIZER = ("LD_PRELOAD", "ASAN_OPTIONS")
+
 
 def python(code: str, **environment: str) -> str:
     """Runs code in a fresh interpreter with an empty PATH and no visible GPU."""
     env = {
         name: value
         for name, value in os.environ.items()
-        if name in ("PYTHONPATH", "LD_LIBRARY_PATH")
+        if name in ("PYTHONPATH", "LD_LIBRARY_PATH", *_SANITIZER)
     }
     env.update({"PATH": "", "CUDA_VISIBLE_DEVICES": "", "HOME": "/nonexistent", **environment})
     done = subprocess.run(
