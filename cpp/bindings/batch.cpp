@@ -7,6 +7,7 @@
 
 #include "bindings/bindings.h"
 #include "bindings/device.h"
+#include "planner/message.h"
 
 namespace preflash {
 
@@ -47,9 +48,13 @@ void Batch::use_mask() {
   mask_elements_ = 0;
   for (int i = 0; i < num_requests(); ++i) {
     // Lengths that validate() will refuse must not make sizes that wrap around before it is asked.
-    std::int64_t elements =
-        std::max<std::int64_t>(qo_len(i), 0) * std::max<std::int64_t>(kv_len(i), 0);
-    mask_elements_ += elements;
+    std::int64_t elements = 0;
+    if (__builtin_mul_overflow(std::max<std::int64_t>(qo_len(i), 0),
+                               std::max<std::int64_t>(kv_len(i), 0), &elements) ||
+        __builtin_add_overflow(mask_elements_, elements, &mask_elements_)) {
+      refuse("custom_mask: requests 0 to ", i, " have more queries times keys than 2^63; plan them ",
+             "without a mask, or in several parts");
+    }
     mask_indptr_.push_back(mask_indptr_.back() + ceil_div<std::int64_t>(elements, 8));
   }
 }

@@ -6,8 +6,15 @@
 namespace preflash {
 namespace {
 
-[[noreturn]] void refuse_address(const char* name, const void* address) {
-  if (address == nullptr) {
+// A view of storage that was freed lies at its offset from null. Nothing is ever mapped so low: on
+// a GPU below 4 GiB, in a process below the smallest address of a program.
+bool is_freed(const void* address, int device) {
+  const std::uintptr_t lowest = std::uintptr_t{1} << (device == kCpuDevice ? 22 : 32);
+  return reinterpret_cast<std::uintptr_t>(address) < lowest;
+}
+
+[[noreturn]] void refuse_address(const char* name, const void* address, int device) {
+  if (is_freed(address, device)) {
     throw std::invalid_argument(
         std::string(name) +
         " has no memory behind it (a FakeTensor, or storage that was freed): pass a tensor with "
@@ -20,9 +27,10 @@ namespace {
 }
 
 // An address that a kernel will read or write `bytes` from.
-void check_address(const char* name, const void* address, std::int64_t bytes) {
-  if (reinterpret_cast<std::uintptr_t>(address) % 16 != 0 || (address == nullptr && bytes > 0)) {
-    refuse_address(name, address);
+void check_address(const char* name, const void* address, std::int64_t bytes, int device) {
+  if (bytes == 0) return;
+  if (reinterpret_cast<std::uintptr_t>(address) % 16 != 0 || is_freed(address, device)) {
+    refuse_address(name, address, device);
   }
 }
 
@@ -100,11 +108,12 @@ Launch::Launch(std::shared_ptr<const Plan> plan, const RunTensors& tensors)
 }
 
 void Launch::check(const RunArguments& arguments) const {
-  check_address("q", arguments.q, spans_.q.extent());
-  check_address("k", arguments.k, spans_.k.extent());
-  check_address("v", arguments.v, spans_.v.extent());
-  check_address("out", arguments.o, spans_.o.extent());
-  check_address("float_workspace_buffer", arguments.float_workspace, plan_->float_bytes());
+  const int device = plan_->device();
+  check_address("q", arguments.q, spans_.q.extent(), device);
+  check_address("k", arguments.k, spans_.k.extent(), device);
+  check_address("v", arguments.v, spans_.v.extent(), device);
+  check_address("out", arguments.o, spans_.o.extent(), device);
+  check_address("float_workspace_buffer", arguments.float_workspace, plan_->float_bytes(), device);
 
   const MemorySpan partials = span_of_bytes(plan_->float_bytes());
   const MemorySpan work_list = span_of_bytes(plan_->int_bytes());
@@ -121,6 +130,7 @@ void Launch::check(const RunArguments& arguments) const {
   if (arguments.o != arguments.q || spans_.o != spans_.q) check_apart(out, q);
   for (const Placed& other : others) check_apart(out, other);
   if (arguments.lse == nullptr) return;
+  if (is_freed(arguments.lse, device)) refuse_address("lse", arguments.lse, device);
   const Placed lse{"lse", arguments.lse, spans_.lse};
   check_apart(lse, out);
   check_apart(lse, q);

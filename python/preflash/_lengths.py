@@ -22,16 +22,10 @@ def debugging() -> bool:
 
 def index_array(name: str, value: Any, device: torch.device) -> torch.Tensor:
     """An indptr, a list of pages or of last page lengths: 1-D int32, on the CPU or on `device`."""
-    try:
-        has_memory = value.data_ptr() != 0
-    except (AttributeError, RuntimeError):
-        has_memory = False
-    if not has_memory:
-        check.tensor(name, value)  # refuses all but an empty one
+    value = check.tensor(name, value)
     if value.dtype != torch.int32:
         raise TypeError(f"{name} is {value.dtype}; must be torch.int32")
     if value.dim() != 1:
-        check.tensor(name, value)  # nested ones have no shape
         raise ValueError(f"{name} has shape {tuple(value.shape)}; must be one-dimensional")
     if not value.is_cpu and value.device != device:
         raise ValueError(f"{name} is on {value.device}; must be on the CPU or on {device}")
@@ -147,9 +141,10 @@ def _check_longest(name: str, value: Any, longest: int) -> None:
 
 def _check_lengths(name: str, value: Any, batch: _core.Batch, device: torch.device) -> None:
     """seq_lens or seq_lens_q; those on the wrapper's own GPU are not read to compare."""
-    value = check.tensor(name, value)
+    check.is_tensor(name, value)
     if not value.is_cpu and value.device != device:
         raise ValueError(f"{name} is on {value.device}; must be on the CPU or on {device}")
+    value = check.tensor(name, value)
     if value.dtype not in _INTEGERS:
         raise TypeError(f"{name} is {value.dtype}; must be an integer dtype")
     if value.numel() != batch.num_requests:

@@ -89,6 +89,7 @@ class PlannedVariant:
         self._current_stream = site.stream
         self._stream = site.stream()
 
+    @check.eager
     def run(
         self,
         q: torch.Tensor,

@@ -71,6 +71,7 @@ _cache = _Cache()
 _captured: list[_Planned] = []  # what CUDA graphs replay; nobody tells when they are gone
 
 
+@check.eager
 def run(
     tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     problem: Problem,
@@ -79,35 +80,34 @@ def run(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention of q, k, v."""
     q, k, v = tensors
-    for name, value in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(value, torch.Tensor):
-            check.tensor(name, value)
-    site = LaunchSite(q.device)
-    # With the options' types: 1, 1.0 and True are equal, and not all of them are accepted.
-    key = (
-        q.shape,
-        k.shape,
-        v.shape,
-        q.dtype,
-        problem,
-        *map(type, problem),
-        q.device,
-        site.stream(),
-    )
     try:
+        site = LaunchSite(q.device)
+        key = _key(q, k, v, problem, site)
         planned = _cache.plans.get(key)
-    except TypeError:  # an option that has no hash; the checks say which one
+    except (AttributeError, RuntimeError, TypeError, ValueError):
+        # No ordinary tensors, or an option that has no hash: the checks say which one it is.
         planned = None
     if planned is None:
+        for name, value in (("q", q), ("k", k), ("v", v)):
+            check.tensor(name, value)
+        site = LaunchSite(q.device)
         options = _options(q, k, v, problem)
         kv_len = k.shape[0 if problem.kv_layout == "NHD" else 1]
         planned = _plan(site, (q.shape[0], kv_len), options, problem)
-        _cache.plans[key] = planned
+        _cache.plans[_key(q, k, v, problem, site)] = planned
         if len(_cache.plans) > _PLANS_KEPT:
             _cache.plans.popitem(last=False)
     else:
         _cache.plans.move_to_end(key)
     return _run(planned, tensors, call, outputs)
+
+
+def _key(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem, site: LaunchSite
+) -> tuple:
+    """With the options' types: 1, 1.0 and True are equal, and not all of them are accepted."""
+    return (q.shape, k.shape, v.shape, q.dtype, problem, *map(type, problem),
+            q.device, site.stream())  # fmt: skip
 
 
 def _options(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem) -> Options:
@@ -147,6 +147,7 @@ def _options(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem
 def _plan(
     site: LaunchSite, lengths: tuple[int, int], options: Options, problem: Problem
 ) -> _Planned:
+    check.not_traced()
     if site.is_capturing():
         raise RuntimeError(
             "this call needs a plan, which cannot be made while its stream is being captured into "
@@ -156,7 +157,7 @@ def _plan(
     qo_len = check.integer("qo_len", lengths[0], at_least=0)
     kv_len = check.integer("kv_len", lengths[1], at_least=0)
     indptr = torch.tensor([0, qo_len, 0, kv_len], dtype=torch.int32, device="cpu")
-    begin = indptr.data_ptr()
+    begin = check.address(indptr)
     batch = _core.Batch(begin, begin + 2 * indptr.element_size(), 0, 1, 0)
     if options.custom_mask:
         batch.use_mask()

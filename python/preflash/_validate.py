@@ -58,10 +58,10 @@ def eager(function: Function) -> Function:
     """
     function._torchdynamo_disable = True  # not inlined
     dynamo = torch._C._dynamo.eval_frame
-    if hasattr(dynamo, "set_code_exec_strategy"):
-        skip = dynamo._FrameAction.SKIP
-        strategy = dynamo._FrameExecStrategy(skip, skip)
-        dynamo.set_code_exec_strategy(function.__code__, strategy)
+    actions = getattr(dynamo, "_FrameAction", None)
+    strategy = getattr(dynamo, "_FrameExecStrategy", None)
+    if actions is not None and strategy is not None:
+        dynamo.set_code_exec_strategy(function.__code__, strategy(actions.SKIP, actions.SKIP))
     elif hasattr(dynamo, "skip_code"):  # torch 2.5 and before
         dynamo.skip_code(function.__code__)
     return function

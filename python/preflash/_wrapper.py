@@ -127,6 +127,7 @@ class BatchPrefillWrapper:
             blocking=not a.non_blocking,
         )
 
+    @check.eager
     def _plan(self, a: PlanArguments) -> None:
         workspace = self._state.workspace
         request = self._request(a)

@@ -7,7 +7,7 @@ import math
 import preflash
 import pytest
 import torch
-from preflash import _lengths
+from preflash import _single
 from preflash import _validate as check
 from preflash.testing import Case, MaskKind, build, oracle, runner
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -210,9 +210,18 @@ def test_a_workspace(target):
             preflash.BatchPrefillWithPagedKVCacheWrapper(spoil(buffer))
 
 
-@pytest.mark.parametrize("kind", BAD)
+# A call of shapes that were seen before looks at addresses alone: how large a storage still is, only
+# the first one asks.
+SEEN_AND_KIND = [
+    (seen, kind)
+    for seen in ("first", "cached")
+    for kind in BAD
+    if seen == "first" or not kind.startswith("too_small")
+]
+
+
+@pytest.mark.parametrize(("seen", "kind"), SEEN_AND_KIND)
 @pytest.mark.parametrize("name", ["q", "k", "v", "out", "lse"])
-@pytest.mark.parametrize("seen", ["first", "cached"])
 def test_run(target, kind, name, seen):
     spoil = BAD[kind][0]
     case = Case("run", (33, 5), (40, 90), 4, 2, 64)
@@ -232,9 +241,8 @@ def test_run(target, kind, name, seen):
         wrapper.run(**{**arguments, name: spoil(arguments[name])}, return_lse=True)
 
 
-@pytest.mark.parametrize("kind", BAD)
+@pytest.mark.parametrize(("seen", "kind"), SEEN_AND_KIND)
 @pytest.mark.parametrize("name", ["q", "k", "v"])
-@pytest.mark.parametrize("seen", ["first", "cached"])
 def test_single(target, kind, name, seen):
     spoil = BAD[kind][0]
     arguments = {
@@ -242,6 +250,7 @@ def test_single(target, kind, name, seen):
         "k": target.to(torch.ones(9, 2, 64).half()),
         "v": target.to(torch.ones(9, 2, 64).half()),
     }
+    _single._cache.plans.clear()
     if seen == "cached":
         preflash.single_prefill_with_kv_cache(**arguments, backend=target.backend)
     with pytest.raises((TypeError, ValueError), match=rf"\b{name}\b"):
@@ -316,11 +325,6 @@ def test_lengths_on_a_foreign_device(name):
     for case in (PAGED, RAGGED):
         with pytest.raises(ValueError, match=f"{name} is on cuda:1"):
             planned_with(case, Host(), name, lambda _: elsewhere)
-    arguments = type("Arguments", (), {"seq_lens": None, "seq_lens_q": None})
-    setattr(arguments, name, elsewhere)
-    _lengths.check_hint_devices(arguments, torch.device("cuda:1"))
-    with pytest.raises(ValueError, match=f"{name} is on cuda:1"):
-        _lengths.check_hint_devices(arguments, torch.device("cuda:0"))
 
 
 class Host:

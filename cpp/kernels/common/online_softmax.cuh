@@ -10,6 +10,8 @@
 // (x - reference) * scale_log2, which costs an operation more.
 #pragma once
 
+#include <cfloat>
+
 #include <cute/tensor.hpp>
 
 #include "kernels/common/logits.cuh"
@@ -54,7 +56,8 @@ struct OnlineSoftmax {
     result.empty = total == 0.0f;
     result.factor = result.empty ? 0.0f : reciprocal_approx(total);
     float scaled = scaled_reference(reference[r], scale_log2);
-    float rest = is_huge(scaled) ? fmaf(reference[r], scale_log2, -scaled) : 0.0f;
+    scaled = fminf(fmaxf(scaled, -FLT_MAX), FLT_MAX);  // what base 2 overflows still has its order
+    float rest = is_huge(scaled) ? rest_of_product(reference[r], scale_log2, scaled) : 0.0f;
     result.lse.high = result.empty ? -INFINITY : scaled;
     result.lse.low = result.empty ? 0.0f : rest + log2_approx(total);
     return result;
@@ -66,6 +69,15 @@ struct OnlineSoftmax {
   }
   __device__ static __forceinline__ bool is_huge(float scaled_reference) {
     return fabsf(scaled_reference) >= 16777216.0f;
+  }
+
+  // What rounding took from a huge reference's product: it tells chunks apart whose products round
+  // to one number. Beyond 2^30 it is scaled down to what 2^30 leaves, 32 at most, so that the
+  // logarithm of the sum keeps its bits beside it; two references differ by 64 and more even then.
+  __device__ static __forceinline__ float rest_of_product(float reference, float scale_log2,
+                                                          float scaled) {
+    float shrink = 0x1p-30f * reciprocal_approx(fabsf(scaled) * 0x1p-60f);  // 2^30 / |scaled|
+    return fmaf(reference, scale_log2, -scaled) * fminf(shrink, 1.0f);
   }
 
   // What a sum counted from one reference is to be multiplied by to count from another.
