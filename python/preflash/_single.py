@@ -88,6 +88,7 @@ def run(
         # No ordinary tensors, or an option that has no hash: the checks say which one it is.
         planned = None
     if planned is None:
+        check.forward_only(q, k, v)
         for name, value in (("q", q), ("k", k), ("v", v)):
             check.tensor(name, value)
         site = LaunchSite(q.device)

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 import pickle
 import sys
 
@@ -83,7 +84,7 @@ def test_plan_interrupted_anywhere(target, page_size, given_int_buffer):
     while True:
         wrapper = planned()
         before = wrapper._state
-        if not interrupted(lambda: runner.plan(wrapper, new), step):
+        if not interrupted(functools.partial(runner.plan, wrapper, new), step):
             break
         which, inputs, want = ("old", old, want_old) if wrapper._state is before else (
             "new", new, want_new)  # fmt: skip
@@ -117,7 +118,7 @@ def test_reset_and_forward_interrupted_anywhere(target):
         step = 0
         while True:
             wrapper = planned()
-            if not interrupted(lambda: call(wrapper), step):  # noqa: B023
+            if not interrupted(functools.partial(call, wrapper), step):
                 break
             got = results(wrapper, inputs)
             assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True)), (call, step)

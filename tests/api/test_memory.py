@@ -210,8 +210,8 @@ def test_a_workspace(target):
             preflash.BatchPrefillWithPagedKVCacheWrapper(spoil(buffer))
 
 
-# A call of shapes that were seen before looks at addresses alone: how large a storage still is, only
-# the first one asks.
+# A call of shapes that were seen before looks at addresses alone; only the first one asks how large
+# a storage still is.
 SEEN_AND_KIND = [
     (seen, kind)
     for seen in ("first", "cached")

@@ -69,6 +69,43 @@ def test_a_request_does_not_see_its_company(backend, policy):
 
 
 @on_every_backend
+@pytest.mark.parametrize("policy", [{"fixed_split_size": 128}, {"disable_split_kv": True}], ids=str)
+@pytest.mark.parametrize("soft_cap", [None, 20.0], ids=["plain", "capped"])
+@pytest.mark.parametrize("window_left", [-1, 150])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_short_requests_have_the_same_bits_in_every_tile_class(
+    backend, head_dim, window_left, soft_cap, policy
+):
+    """Alone they fit a short tile, beside a long request they get a tall one."""
+    short = ((1, 7, 16, 0), (2000, 333, 16, 50))
+    options = {"page_size": 16, "mask": MaskKind.CAUSAL, "soft_cap": soft_cap,
+               "window_left": window_left, "dtype": torch.bfloat16}  # fmt: skip
+    alone = Case("alone", *short, 8, 2, head_dim, **options)
+    beside = Case("beside", (*short[0], 300), (*short[1], 700), 8, 2, head_dim, **options)
+    inputs = build(beside, device="cuda")
+    wrapper = runner.make_wrapper(beside, backend=backend, device="cuda")
+    runner.plan(wrapper, inputs, **policy)
+    tall, tall_lse = runner.run(wrapper, inputs)
+    runner.judge(inputs, tall, tall_lse).check()
+    tall_variant = wrapper.variant
+    tokens = sum(short[0])
+    few = dataclasses.replace(
+        inputs,
+        case=alone,
+        q=inputs.q[:tokens],
+        qo_indptr=inputs.qo_indptr[:-1],
+        kv_indptr=inputs.kv_indptr[:-1],
+        last_page_len=inputs.last_page_len[:-1],
+    )
+    runner.plan(wrapper, few, **policy)
+    out, lse = runner.run(wrapper, few)
+    if backend == "fa2":
+        assert ("prefill" in tall_variant, "decode" in wrapper.variant) == (True, True)
+    assert torch.equal(out, tall[:tokens])
+    assert torch.equal(lse, tall_lse[:tokens])
+
+
+@on_every_backend
 def test_work_is_ordered_on_the_current_stream(backend):
     """Inputs become valid late on a side stream; nothing may run ahead on the default stream."""
     inputs = build(SPLIT, device="cuda", index_device="cpu")
