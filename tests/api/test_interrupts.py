@@ -13,7 +13,7 @@ from preflash.testing import Case, MaskKind, build, runner
 OLD = Case("old", (33, 5, 0, 70), (40, 90, 7, 70), 4, 2, 64, page_size=16, mask=MaskKind.CAUSAL)
 # More requests and more tiles, so that its work list over the old one's state leaves the buffer.
 NEW = Case("new", (64,) * 40 + (300,), (200,) * 40 + (900,), 4, 2, 64, page_size=16,
-           mask=MaskKind.CUSTOM)  # fmt: skip
+           mask=MaskKind.CAUSAL)  # fmt: skip
 
 
 class _InterruptError(BaseException):
@@ -31,7 +31,7 @@ def interrupt_at(step: int):
         frame.f_trace_opcodes = True
         frame.f_trace_lines = False
         if event == "opcode":
-            if left == 0:
+            if left <= 0:
                 raise _InterruptError
             left -= 1
         return trace
@@ -41,6 +41,7 @@ def interrupt_at(step: int):
 
 def interrupted(call, step: int) -> bool:
     """Whether the call had so many steps."""
+    sys._getframe().f_trace_opcodes = True  # the interpreter listens before it enters the call
     sys.settrace(interrupt_at(step))
     try:
         call()
