@@ -24,9 +24,18 @@ def _own_thread_count():
     torch.set_num_threads(count)
 
 
-def result(case, inputs, num_threads):
-    """On so many threads; torch's count belongs to the calling Python thread."""
+def use_threads(num_threads):
+    """torch's count of the calling Python thread.
+
+    A thread's first call takes over what any thread set last: asked for here, so that it is not
+    the run that takes another thread's number over.
+    """
+    torch.get_num_threads()
     torch.set_num_threads(num_threads)
+
+
+def result(case, inputs, num_threads):
+    use_threads(num_threads)
     wrapper = runner.make_wrapper(case, backend="cpu")
     runner.plan(wrapper, inputs)
     return runner.run(wrapper, inputs)
@@ -64,13 +73,13 @@ def test_a_short_call_does_not_wait_for_a_long_one():
     started, finished = threading.Event(), threading.Event()
 
     def long_call():
-        torch.set_num_threads(2)
+        use_threads(2)
         started.set()
         preflash.single_prefill_with_kv_cache(q, q, q, causal=True)
         finished.set()
 
     def short_calls():
-        torch.set_num_threads(2)
+        use_threads(2)
         preflash.single_prefill_with_kv_cache(short, short, short)  # plans
         started.wait()
         finished.wait(0.05)
@@ -126,7 +135,7 @@ def test_packing_and_merging_beside_other_callers():
     v, s = torch.randn(3000, 2, 4, 64), torch.randn(3000, 2, 4)
 
     def both(num_threads):
-        torch.set_num_threads(num_threads)
+        use_threads(num_threads)
         return preflash.packbits(x), *preflash.merge_states(v, s)
 
     alone = both(1)
