@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Protocol
 
@@ -9,7 +10,7 @@ import torch
 
 from . import _core
 from . import _validate as check
-from ._launch_site import LaunchSite
+from ._launch_site import ordinal_of
 from ._options import Options, core_options
 
 
@@ -70,7 +71,7 @@ class _KernelBackend:
             raise ValueError(refusal)
         return _core.Plan(
             self._family,
-            LaunchSite(device).ordinal,
+            ordinal_of(device),
             core_options(options),
             batch,
             float_bytes,
@@ -83,15 +84,21 @@ class _KernelBackend:
         return f"<preflash backend {self.name!r}>"
 
 
+@functools.cache
+def _why_no_isa() -> str | None:
+    """What is wrong with PREFLASH_CPU_ISA, which is read once."""
+    try:
+        _core.cpu_isa()
+    except ValueError as error:
+        return str(error)
+    return None
+
+
 class _CpuBackend(_KernelBackend):
     def refusal(self, device: torch.device) -> str | None:
         if device.type != "cpu":
             return f"backend='cpu' computes on CPU tensors; the workspace is on {device}"
-        try:
-            _core.cpu_isa()
-        except ValueError as error:
-            return str(error)
-        return None
+        return _why_no_isa()
 
     def runner(self, launch: _core.Launch) -> Callable[..., bool]:
         run, threads = launch.run_on_threads, torch.get_num_threads

@@ -10,11 +10,12 @@ from ._launch_site import LaunchSite
 class Buffer:
     """A tensor that torch's allocator must not hand out again while one of its streams uses it."""
 
-    __slots__ = ("_streams", "tensor")
+    __slots__ = ("_streams", "num_bytes", "tensor")
 
     def __init__(self, tensor: torch.Tensor, owner: int | None = None) -> None:
         """owner: the stream that the tensor was allocated on; None: nobody knows."""
         self.tensor = tensor
+        self.num_bytes = tensor.numel() * tensor.element_size()
         self._streams = {owner} if tensor.is_cuda else None
 
     @classmethod
@@ -23,9 +24,9 @@ class Buffer:
         tensor = torch.empty(num_bytes, dtype=torch.uint8, device=site.device)
         return cls(tensor, site.stream())
 
-    @property
-    def num_bytes(self) -> int:
-        return self.tensor.numel() * self.tensor.element_size()
+    def is_free_on(self, stream: int) -> bool:
+        """Whether whatever used it is over before what this stream does next."""
+        return self._streams is None or self._streams == {stream}
 
     def used_on_current_stream(self, site: LaunchSite) -> None:
         """Tells the allocator, the first time that a stream comes by."""

@@ -8,8 +8,13 @@ from collections.abc import Callable
 import torch
 
 
+def ordinal_of(device: torch.device) -> int:
+    """The device as kernel libraries number it: -1 is the CPU."""
+    return device.index if device.type == "cuda" else -1
+
+
 class LaunchSite:
-    """Ordinal -1 is the CPU, whose stream is 0."""
+    """A device, whose current stream is 0 on the CPU."""
 
     # stream() tells the address of the stream that is current when it is called.
     __slots__ = ("device", "ordinal", "stream")
@@ -19,10 +24,10 @@ class LaunchSite:
             raise ValueError(f"tensors are on {device}; must be on the CPU or on a CUDA device")
         self.device = device
         self.stream: Callable[[], int]
-        if device.type == "cpu":
-            self.ordinal, self.stream = -1, int  # which is 0
+        self.ordinal = ordinal_of(device)
+        if self.ordinal < 0:
+            self.stream = int  # 0
         else:
-            self.ordinal = device.index
             self.stream = functools.partial(torch._C._cuda_getCurrentRawStream, self.ordinal)
 
     def is_capturing(self) -> bool:

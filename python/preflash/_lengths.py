@@ -22,7 +22,10 @@ def debugging() -> bool:
 
 def index_array(name: str, value: Any, device: torch.device) -> torch.Tensor:
     """An indptr, a list of pages or of last page lengths: 1-D int32, on the CPU or on `device`."""
-    value = check.tensor(name, value)
+    # Nearly always what it should be: an ordinary tensor, whose storage does not begin at null.
+    ordinary = type(value) is torch.Tensor and value.layout is torch.strided
+    if not ordinary or value.data_ptr() <= value.storage_offset() * value.element_size():
+        check.tensor(name, value)
     if value.dtype != torch.int32:
         raise TypeError(f"{name} is {value.dtype}; must be torch.int32")
     if value.dim() != 1:
@@ -69,9 +72,9 @@ def make_batch(
         host = on_host(qo_indptr, kv_indptr, last_page_len)
     qo, kv, last = host
     return _core.Batch(
-        check.address(qo),
-        check.address(kv),
-        0 if last is None else check.address(last),
+        qo.data_ptr(),
+        kv.data_ptr(),
+        0 if last is None else last.data_ptr(),
         num_requests,
         page_size,
     )
@@ -100,7 +103,7 @@ def attach_page_indices(batch: _core.Batch, indices: torch.Tensor) -> PageList:
         indices = indices[: max(batch.kv_end, 0)]
     indices = indices.contiguous()
     if indices.is_cpu:
-        batch.set_page_indices(check.address(indices), indices.numel())
+        batch.set_page_indices(indices.data_ptr(), indices.numel())
         _check_not_negative(batch.min_page)
         return PageList(on_host=indices, on_device=None, largest=batch.max_page)
     if not debugging() or indices.numel() == 0:

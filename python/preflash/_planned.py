@@ -16,6 +16,9 @@ from ._launch_site import LaunchSite
 _LAUNCHES_KEPT = 64
 _LSE_SCALES = check.LSE_SCALES
 
+# Names of their own for what every run() asks: looking them up would take a tenth of it.
+_Tensor = torch.Tensor
+_empty_like = torch.empty_like
 _function_modes = check.function_mode_is_active
 _dispatch_modes = check.num_dispatch_modes
 _grad_enabled = check.is_grad_enabled
@@ -76,13 +79,14 @@ class PlannedVariant:
         kept: list[Buffer],
         memory: Memory | None = None,
     ) -> None:
-        """kept: all that launches use, known to the allocator as used on the current stream."""
+        """kept: the work list and all else that launches use; the allocator knows that the current
+        stream uses it."""
         self.plan = plan
         self.backend = backend
         self.want = want
         self.site = site
-        # A CUDA graph replays what a captured run() used, for as long as anybody may know.
-        self.captured = False
+        # Whether anybody else may still run it: a CUDA graph that captured it, a copied wrapper.
+        self.shared = False
         self._prepared: dict[tuple, _Prepared] = {}
         self._kept = kept
         self._memory = memory
@@ -105,7 +109,7 @@ class PlannedVariant:
         out, lse, return_lse, lse_base, lse_layout = outputs
         want_lse = return_lse or lse is not None
         try:
-            if type(kv) is not tuple and isinstance(kv, torch.Tensor):
+            if type(kv) is not tuple and isinstance(kv, _Tensor):
                 k = v = kv
                 key = (q.shape, q.stride(), q.dtype, q.device,
                        k.shape, k.stride(), k.dtype, k.device)  # fmt: skip
@@ -115,8 +119,8 @@ class PlannedVariant:
                        k.shape, k.stride(), k.dtype, k.device,
                        v.shape, v.stride(), v.dtype, v.device)  # fmt: skip
             if out is not None or want_lse:
-                signature = _tensors.signature
-                key = (key, signature(out), want_lse and (lse_layout, signature(lse)))
+                key = (key, out is not None and (out.shape, out.stride(), out.dtype, out.device),
+                       want_lse and (lse_layout, _tensors.signature(lse)))  # fmt: skip
             prepared = self._prepared.get(key)
         except (AttributeError, TypeError, ValueError, RuntimeError):
             prepared, key = None, None  # no ordinary tensors: the checks say which argument it is
@@ -133,7 +137,7 @@ class PlannedVariant:
             check.forward_only(q, k, v)
         start, v_offset, out_shape, lse_shape = prepared
         if out is None:
-            out = torch.empty_like(q) if out_shape is None else q.new_empty(out_shape)
+            out = _empty_like(q) if out_shape is None else q.new_empty(out_shape)
         lse_address = 0
         if want_lse:
             if lse is None:
@@ -156,8 +160,13 @@ class PlannedVariant:
             mask_address, partials_address, stream, scales[0], scales[1], _LSE_SCALES[lse_base],
         )  # fmt: skip
         if captured:
-            self.captured = True
+            self.shared = True
         return (out, lse) if return_lse else out
+
+    @property
+    def int_buffer(self) -> Buffer:
+        """Where the work list is."""
+        return self._kept[0]
 
     def check_tensors(self, q: torch.Tensor, kv: Any, outputs: Outputs) -> None:
         """The checks of run() alone."""

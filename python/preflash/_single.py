@@ -196,9 +196,9 @@ def _run(
     if num_bytes > 0:
         # Freed in stream order: what was launched may still use them, and the mask.
         partials = torch.empty(num_bytes, dtype=torch.uint8, device=want.device)
-    was_captured = variant.captured
+    was_shared = variant.shared
     result = variant.run(q, (k, v), scales, outputs, Memory(partials, mask))
-    if variant.captured and not was_captured:
+    if variant.shared and not was_shared:  # with a CUDA graph
         _captured.append(planned)
     return result
 

@@ -30,12 +30,15 @@ def check_buffer(name: str, value: Any, device: torch.device | None = None) -> t
     return buffer
 
 
+_SMALLEST_INT_BUFFER = 64 * 1024
+
+
 class Workspace:
     """Where plans of one wrapper go.
 
-    A work list gets memory of its own with every plan, so that the plan before it stays whole until
-    the new one has succeeded, and as long as anything runs it; unless the caller brought an int
-    buffer, which is used in place.
+    A work list never overwrites the one before it, which stays whole until the new plan has
+    succeeded, and as long as anything runs it: two buffers take turns. Unless the caller brought an
+    int buffer, which is used in place.
     """
 
     def __init__(
@@ -52,6 +55,7 @@ class Workspace:
             float_bytes = 0 if self.float_buffer is None else self.float_buffer.num_bytes
         self.float_bytes = float_bytes
         self._given = None if int_buffer is None else Buffer(int_buffer)
+        self._spare: Buffer | None = None
         self._uploader: _core.Uploader | None = None
 
     @property
@@ -69,7 +73,22 @@ class Workspace:
         return other
 
     def int_buffer(self, num_bytes: int) -> Buffer:
-        return self._given or Buffer.allocate(num_bytes, self.site)
+        """Memory for a work list that nothing else uses."""
+        if self._given is not None:
+            return self._given
+        spare, self._spare = self._spare, None
+        if (
+            spare is not None
+            and spare.num_bytes >= num_bytes
+            and spare.is_free_on(self.site.stream())
+        ):
+            return spare
+        return Buffer.allocate(max(num_bytes + num_bytes // 4, _SMALLEST_INT_BUFFER), self.site)
+
+    def give_back(self, variant: PlannedVariant) -> None:
+        """Takes back the work list of a variant that will not be run again."""
+        if self._given is None and not variant.shared:
+            self._spare = variant.int_buffer
 
     def uploader(self) -> _core.Uploader:
         if self._uploader is None:

@@ -33,6 +33,7 @@ class _Planned(NamedTuple):
     """What plan() leaves behind."""
 
     request: _Request
+    scales: Scales  # the request's
     want: _tensors.Expected
     primary: PlannedVariant
     others: dict[Options, PlannedVariant]  # what run(window_left=...) and forward() asked for
@@ -44,13 +45,14 @@ class _State(NamedTuple):
 
     workspace: Workspace
     planned: _Planned | None = None
-    captured: tuple[PlannedVariant, ...] = ()  # of earlier plans, whose work lists graphs replay
+    shared: tuple[PlannedVariant, ...] = ()  # of earlier plans: CUDA graphs replay their work lists
 
-    def captured_so_far(self) -> tuple[PlannedVariant, ...]:
-        if self.planned is None:
-            return self.captured
-        variants = (self.planned.primary, *self.planned.others.values())
-        return (*self.captured, *(variant for variant in variants if variant.captured))
+    def shared_so_far(self) -> tuple[PlannedVariant, ...]:
+        planned = self.planned
+        if planned is None or not (planned.primary.shared or planned.others):
+            return self.shared
+        variants = (planned.primary, *planned.others.values())
+        return (*self.shared, *(variant for variant in variants if variant.shared))
 
 
 class BatchPrefillWrapper:
@@ -90,6 +92,8 @@ class BatchPrefillWrapper:
         own = Workspace(workspace.site.device, workspace.float_buffer.tensor)
         planned = self._state.planned
         if planned is not None:
+            for variant in (planned.primary, *planned.others.values()):
+                variant.shared = True
             planned = planned._replace(others=dict(planned.others))
         other._state = _State(own, planned)
         return other
@@ -155,12 +159,17 @@ class BatchPrefillWrapper:
             page_size=batch.page_size,
             largest_page=None if pages is None else pages.largest,
         )
-        captured = self._state.captured_so_far()
+        before = self._state
+        shared = before.shared_so_far()
 
         def commit(primary: PlannedVariant) -> tuple[object, object]:
-            return self, _State(workspace, _Planned(request, want, primary, {}), captured)
+            return self, _State(
+                workspace, _Planned(request, request.scales, want, primary, {}), shared
+            )
 
         upload(workspace, drafted, _upload_of(request, want), commit)
+        if before.planned is not None:
+            before.workspace.give_back(before.planned.primary)
 
     def _planned(self) -> _Planned:
         planned = self._state.planned
@@ -199,13 +208,13 @@ class BatchPrefillWrapper:
         self, q: torch.Tensor, kv: Any, a: tuple[Any, Any, Any], outputs: Outputs, window_left: Any
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """a: q_scale, k_scale, v_scale."""
-        planned = self._state.planned or self._planned()
+        planned = self._planned()
         variant = planned.primary
         if window_left is not None:
             variant = self._select(
                 window_left=check.integer("window_left", window_left, at_least=-1)
             )
-        scales = planned.request.scales
+        scales = planned.scales
         q_scale, k_scale, v_scale = a
         if q_scale is not None or k_scale is not None or v_scale is not None:
             scales = run_scales(variant.want.options, scales.logits, q_scale, k_scale, v_scale)
@@ -325,7 +334,7 @@ def _upload_of(request: _Request, want: _tensors.Expected) -> Upload:
 def _forget_surplus(others: dict[Options, PlannedVariant]) -> None:
     """Makes room for one more variant; those that a CUDA graph replays stay."""
     if len(others) >= _VARIANTS_KEPT:
-        for options in [o for o, variant in others.items() if not variant.captured]:
+        for options in [o for o, variant in others.items() if not variant.shared]:
             del others[options]
 
 

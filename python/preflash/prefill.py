@@ -24,6 +24,7 @@ import torch
 
 from . import _lengths, _single
 from . import _validate as check
+from ._planned import DEFAULT_OUTPUTS
 from ._signatures import head_dim_has_two_names, same_arguments_as, same_signature_as
 from ._wrapper import BatchPrefillWrapper, PlanArguments, run_outputs
 
@@ -364,8 +365,25 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillWrapper):
                 scale_k=scale_k,
                 scale_v=scale_v,
             )
-        outputs = run_outputs(out, lse, return_lse, lse_base, lse_layout)
-        return self._run(q, paged_kv_cache, (q_scale, k_scale, v_scale), outputs, window_left)
+        outputs = DEFAULT_OUTPUTS
+        if (
+            out is not None
+            or return_lse is not False
+            or lse is not None
+            or lse_base != "log2"
+            or lse_layout != "NH"
+        ):
+            outputs = run_outputs(out, lse, return_lse, lse_base, lse_layout)
+        planned = self._state.planned
+        if (
+            planned is None
+            or window_left is not None
+            or q_scale is not None
+            or k_scale is not None
+            or v_scale is not None
+        ):
+            return self._run(q, paged_kv_cache, (q_scale, k_scale, v_scale), outputs, window_left)
+        return planned.primary.run(q, paged_kv_cache, planned.scales, outputs)
 
     def run_return_lse(
         self, q: torch.Tensor, paged_kv_cache: KvCache, *args: Any, **options: Any
@@ -600,8 +618,25 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillWrapper):
                 scale_k=scale_k,
                 scale_v=scale_v,
             )
-        outputs = run_outputs(out, lse, return_lse, lse_base, lse_layout)
-        return self._run(q, (k, v), (q_scale, k_scale, v_scale), outputs, window_left)
+        outputs = DEFAULT_OUTPUTS
+        if (
+            out is not None
+            or return_lse is not False
+            or lse is not None
+            or lse_base != "log2"
+            or lse_layout != "NH"
+        ):
+            outputs = run_outputs(out, lse, return_lse, lse_base, lse_layout)
+        planned = self._state.planned
+        if (
+            planned is None
+            or window_left is not None
+            or q_scale is not None
+            or k_scale is not None
+            or v_scale is not None
+        ):
+            return self._run(q, (k, v), (q_scale, k_scale, v_scale), outputs, window_left)
+        return planned.primary.run(q, (k, v), planned.scales, outputs)
 
     def run_return_lse(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any
