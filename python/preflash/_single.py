@@ -106,9 +106,16 @@ def run(
 def _key(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem, site: LaunchSite
 ) -> tuple:
-    """With the options' types: 1, 1.0 and True are equal, and not all of them are accepted."""
-    return (q.shape, k.shape, v.shape, q.dtype, problem, *map(type, problem),
-            q.device, site.stream())  # fmt: skip
+    key = (q.shape, k.shape, v.shape, q.dtype, problem, q.device, site.stream())
+    usual = (
+        type(problem.causal) is bool
+        and type(problem.allow_fp16_qk_reduction) is bool
+        and type(problem.window_left) is int
+        and problem.use_fp16_qk_reduction is None
+        and (problem.logits_soft_cap is None or type(problem.logits_soft_cap) is float)
+    )
+    # 1, 1.0 and True are equal, but not all of them are accepted.
+    return key if usual else (key, *map(type, problem))
 
 
 def _options(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem) -> Options:
