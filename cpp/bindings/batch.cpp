@@ -52,7 +52,8 @@ void Batch::use_mask() {
     if (__builtin_mul_overflow(std::max<std::int64_t>(qo_len(i), 0),
                                std::max<std::int64_t>(kv_len(i), 0), &elements) ||
         __builtin_add_overflow(mask_elements_, elements, &mask_elements_)) {
-      refuse("custom_mask: requests 0 to ", i, " have more queries times keys than 2^63; plan them ",
+      refuse("custom_mask: requests 0 to ", i,
+             " have more queries times keys than 2^63; plan them ",
              "without a mask, or in several parts");
     }
     mask_indptr_.push_back(mask_indptr_.back() + ceil_div<std::int64_t>(elements, 8));

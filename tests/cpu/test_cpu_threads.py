@@ -1,10 +1,12 @@
 """Threads of the CPU backend: callers that run at once, each with its own number of threads."""
 
+import itertools
 import json
 import os
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import preflash
@@ -315,3 +317,27 @@ def test_known_instruction_sets(isa):
     got = python("from preflash import _core; print(_core.cpu_isa())", PREFLASH_CPU_ISA=isa).strip()
     order = ["generic", "avx2", "avx512"]
     assert order.index(got) <= order.index(isa or "avx512")
+
+
+def test_planning_lets_other_threads_run():
+    """Four million items take the planner most of a second."""
+    wrapper = preflash.BatchPrefillWithRaggedKVCacheWrapper(runner.workspace())
+    tokens = torch.tensor([0, 8_000_000], dtype=torch.int32)
+    ticks = [time.perf_counter()]
+    done = threading.Event()
+
+    def tick():
+        while not done.is_set():
+            ticks.append(time.perf_counter())
+            time.sleep(0.001)
+
+    ticker = threading.Thread(target=tick)
+    ticker.start()
+    begin = time.perf_counter()
+    wrapper.plan(tokens, torch.tensor([0, 64], dtype=torch.int32), 32, 32, 64)
+    end = time.perf_counter()
+    done.set()
+    ticker.join()
+    ticks.append(end)
+    gaps = [b - a for a, b in itertools.pairwise(ticks) if b > begin]
+    assert max(gaps) < (end - begin) / 2

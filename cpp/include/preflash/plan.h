@@ -43,9 +43,9 @@ struct alignas(16) WorkItem {
 };
 static_assert(sizeof(WorkItem) == 16);
 
-// One tile whose KV was split. Its `rows`, rows_per_tile() of them or what the request has left, have
-// partials for every chunk, in chunk order: those of chunk i begin at first_row + i * rows. The
-// combine kernel turns them into the tile's rows of o and lse.
+// One tile whose KV was split. Its `rows`, rows_per_tile() of them or what the request has left,
+// have partials for every chunk, in chunk order: those of chunk i begin at first_row + i * rows.
+// The combine kernel turns them into the tile's rows of o and lse.
 struct alignas(16) MergeItem {
   std::int32_t request = 0;
   std::int32_t row_begin = 0;
@@ -55,8 +55,9 @@ struct alignas(16) MergeItem {
 };
 static_assert(sizeof(MergeItem) == 16);
 
-// The base-2 log-sum-exp of a row's share of the keys, high + low. Two floats: weights are taken from
-// differences, and one float of an LSE near 2^24 has no bits left for them. No key kept: -inf and 0.
+// The base-2 log-sum-exp of a row's share of the keys, high + low. Two floats: weights are taken
+// from differences, and one float of an LSE near 2^24 has no bits left for them. No key kept: -inf
+// and 0.
 struct alignas(8) PartialLse {
   float high = 0.0f;
   float low = 0.0f;

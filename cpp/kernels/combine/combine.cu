@@ -2,7 +2,8 @@
 // 16 loads of 8 bytes in flight, the first ones before the weights are known. Rows past the
 // request's end cost nothing, so that a decode tile with 4 valid rows of 64 moves 4 rows.
 //
-// Deterministic: chunks are added in order by one lane, whatever the grid and the rest of the batch.
+// Deterministic: chunks are added in order by one lane, whatever the grid and the rest of the
+// batch.
 #include <algorithm>
 #include <cmath>
 
@@ -105,9 +106,8 @@ __device__ __forceinline__ float2 weighted_mean(float2 (&batch)[kBatch], const P
     if (first_chunk > 0) load_batch(batch, row, first_chunk);
     // Lane i holds the weight of chunk first_chunk + i % kBatch.
     int chunk = first_chunk + lane % kBatch;
-    float weight = chunk < row.num_chunks
-                       ? total.weight(row.lse[chunk * row.stride_lse]) * inverse
-                       : 0.0f;
+    float weight =
+        chunk < row.num_chunks ? total.weight(row.lse[chunk * row.stride_lse]) * inverse : 0.0f;
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
       float share = __shfl_sync(kAllLanes, weight, i);

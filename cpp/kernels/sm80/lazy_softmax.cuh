@@ -14,12 +14,11 @@ struct LazySoftmax : OnlineSoftmax<kRowsPerThread> {
   static constexpr float kLazyBits = 8.0f;
 
   using Base = OnlineSoftmax<kRowsPerThread>;
-  using Base::center;
   using Base::quad_max;
   using Base::reference;
   using Base::sum;
 
-  bool centered = false;  // whether any row of the warp is
+  bool huge = false;  // whether any row of the warp is
 
   // scores, (row, column) view of this thread's fragment: x on entry, P = 2^((x - reference) *
   // scale) on return. out, (row, column) view of the accumulator, is rescaled where the reference
@@ -28,9 +27,8 @@ struct LazySoftmax : OnlineSoftmax<kRowsPerThread> {
   __device__ __forceinline__ void update(Scores& scores, Out& out, float scale_log2) {
     using namespace cute;
     static_assert(size<0>(Scores{}) == kRowsPerThread);
-    if (centered) move_centers(scores, out, scale_log2);
-    float scaled_reference[kRowsPerThread];
-    float correction[kRowsPerThread];
+    float offset[kRowsPerThread];
+    float next[kRowsPerThread];
     bool moved = false;
     CUTE_UNROLL
     for (int r = 0; r < kRowsPerThread; ++r) {
@@ -40,73 +38,54 @@ struct LazySoftmax : OnlineSoftmax<kRowsPerThread> {
       tile_max = quad_max(tile_max);
       // True also for the first kept key of a row: x - (-inf) is +inf. -inf - (-inf) is NaN: false.
       bool moves = (tile_max - reference[r]) * scale_log2 > kLazyBits;
-      float next = moves ? tile_max : reference[r];
-      scaled_reference[r] = next == -INFINITY ? 0.0f : __fmul_rn(next, scale_log2);
-      // NOTE: rounded as the last tile's was: an FMA here would tear the two apart.
-      float scaled = __fmul_rn(reference[r], scale_log2);
-      correction[r] = moves ? exp2_approx(scaled - scaled_reference[r]) : 1.0f;
-      reference[r] = next;
+      next[r] = moves ? tile_max : reference[r];
+      offset[r] = Base::scaled_reference(next[r], scale_log2);
       moved |= moves;
     }
-    // A row that did not move is multiplied by exactly 1: its result never depends on its
-    // neighbours.
-    if (__any_sync(0xffffffffu, moved)) {
-      center_huge_rows(scores, scaled_reference, correction, scale_log2);
-      CUTE_UNROLL
-      for (int r = 0; r < kRowsPerThread; ++r) {
-        sum[r] *= correction[r];
-        CUTE_UNROLL
-        for (int c = 0; c < size<1>(out); ++c) out(r, c) *= correction[r];
-      }
-    }
+    if (__any_sync(0xffffffffu, moved) || huge) move(next, offset, scores, out, scale_log2);
     CUTE_UNROLL
     for (int r = 0; r < kRowsPerThread; ++r) {
       CUTE_UNROLL
       for (int c = 0; c < size<1>(scores); ++c) {
-        scores(r, c) = exp2_approx(fmaf(scores(r, c), scale_log2, -scaled_reference[r]));
+        scores(r, c) = exp2_approx(fmaf(scores(r, c), scale_log2, -offset[r]));
         sum[r] += scores(r, c);
       }
     }
   }
 
-  __device__ __forceinline__ RowResult finish(int r, float scale_log2) const {
-    return this->finish_row(r, scale_log2, centered ? center[r] : 0.0f);
-  }
-
  private:
   template <class Scores, class Out>
-  __device__ __forceinline__ void move_centers(Scores& scores, Out& out, float scale_log2) {
+  __device__ __forceinline__ void move(const float (&next)[kRowsPerThread],
+                                       float (&offset)[kRowsPerThread], Scores& scores, Out& out,
+                                       float scale_log2) {
     using namespace cute;
+    bool any_huge = huge;
+    CUTE_UNROLL
+    for (int r = 0; r < kRowsPerThread; ++r) any_huge |= Base::is_huge(offset[r]);
+    any_huge = __any_sync(0xffffffffu, any_huge);
     CUTE_UNROLL
     for (int r = 0; r < kRowsPerThread; ++r) {
-      float tile_max = scores(r, 0);
+      // NOTE: rounded as the last tile's was: an FMA here would tear the two apart.
+      float scaled = __fmul_rn(reference[r], scale_log2);
+      float factor = exp2_approx(scaled - offset[r]);
+      if (any_huge) factor = Base::change_of_origin(reference[r], next[r], scale_log2);
+      // A row that did not move is multiplied by exactly 1: its result never depends on its
+      // neighbours.
+      if (next[r] == reference[r]) factor = 1.0f;
+      reference[r] = next[r];
+      sum[r] *= factor;
       CUTE_UNROLL
-      for (int c = 1; c < size<1>(scores); ++c) tile_max = fmaxf(tile_max, scores(r, c));
-      tile_max = quad_max(tile_max);
-      if (center[r] != 0.0f) this->move_center(r, scores, out, tile_max, scale_log2);
+      for (int c = 0; c < size<1>(out); ++c) out(r, c) *= factor;
     }
-  }
-
-  // Rows whose reference has just become huge.
-  template <class Scores>
-  __device__ __forceinline__ void center_huge_rows(Scores& scores,
-                                                   float (&scaled_reference)[kRowsPerThread],
-                                                   float (&correction)[kRowsPerThread],
-                                                   float scale_log2) {
-    bool huge = false;
-    CUTE_UNROLL
-    for (int r = 0; r < kRowsPerThread; ++r) huge |= Base::is_huge(scaled_reference[r]);
-    if (!__any_sync(0xffffffffu, huge)) return;
-    CUTE_UNROLL
-    for (int r = 0; r < kRowsPerThread; ++r) {
-      if (!centered) center[r] = 0.0f;
-      if (!Base::is_huge(scaled_reference[r])) continue;
-      correction[r] = Base::factor_to_center(correction[r], reference[r], scale_log2);
-      center[r] = reference[r];
-      Base::subtract(r, scores, reference[r]);
-      reference[r] = scaled_reference[r] = 0.0f;
+    if (any_huge) {
+      huge = false;
+      CUTE_UNROLL
+      for (int r = 0; r < kRowsPerThread; ++r) {
+        huge |= Base::is_huge(offset[r]);
+        Base::center_if_huge(r, scores, offset[r]);
+      }
+      huge = __any_sync(0xffffffffu, huge);
     }
-    centered = true;
   }
 };
 

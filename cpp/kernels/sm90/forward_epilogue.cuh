@@ -8,9 +8,9 @@
 #include <cute/arch/copy_sm90.hpp>
 
 #include "kernels/common/convert.cuh"
+#include "kernels/common/online_softmax.cuh"
 #include "kernels/sm90/forward_params.cuh"
 #include "kernels/sm90/forward_traits.cuh"
-#include "kernels/sm90/speculative_softmax.cuh"
 #include "kernels/sm90/warpgroup_mma.cuh"
 
 namespace preflash::sm90 {
@@ -24,7 +24,7 @@ struct RowTarget {
 template <class Traits>
 struct ForwardEpilogue {
   using Element = typename Traits::Element;
-  using Softmax = SpeculativeSoftmax;
+  using Softmax = OnlineSoftmax<2>;
 
   const HopperParams& params;
   const WorkItem& item;

@@ -4,10 +4,10 @@
 // much. What the guess made of a tile is judged by the sums that the softmax needs anyway: where a
 // thread's share of a row exceeds kMostSum the references of such rows move to their true maxima
 // and the tile is done again; its scores are still there, since P goes to registers of its own.
-// Centered rows know their maxima and never exceed it.
+// Tiles of huge rows are always done again.
 //
-// A row's result does not depend on the rows beside it: whether it moves is its own sum's business,
-// and doing a tile again with an unmoved reference gives the same bits.
+// A row's result does not depend on the rows beside it: whether it moves is its own business, and
+// doing a tile again with an unmoved reference gives the same bits.
 #pragma once
 
 #include "kernels/common/online_softmax.cuh"
@@ -19,122 +19,112 @@ struct SpeculativeSoftmax : OnlineSoftmax<2> {
   // P <= 2^15 stays below float16's 65504; in float32 rows may sum millions of such terms.
   static constexpr float kMostSum = 32768.0f;
 
-  bool settled = false;  // whether every row of the warp has a reference, and none is centered
+  bool settled = false;  // whether every row of the warp has a reference, and none is huge
 
   // A row's first tile: the references are its maxima, and nothing can exceed them.
   template <class Scores>
-  __device__ __forceinline__ void begin(Scores& scores, float scale_log2) {
-    reset();
-    maxima(scores, reference);
-    bool special[kRows];
-    CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r) special[r] = is_huge(__fmul_rn(reference[r], scale_log2));
-    settled = !__any_sync(0xffffffffu, special[0] || special[1]);
-    if (settled) return;
-    CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r) {
-      center[r] = 0.0f;
-      if (special[r] && reference[r] != -INFINITY) set_center(r, scores, reference[r]);
-    }
+  __device__ __forceinline__ void begin(const Scores& scores, float scale_log2) {
+    *this = {};
+    settle(scores, scale_log2);
   }
   template <class Scores, class P>
-  __device__ __forceinline__ void make_first(const Scores& scores, P& p, float scale_log2) {
-    exponentiate(scores, p, sum, scale_log2);
+  __device__ __forceinline__ void make_first(Scores& scores, P& p, float scale_log2) {
+    float offset[kRows];
+    set_offsets(offset, scale_log2);
+    if (!settled) center(scores, offset);
+    exponentiate(scores, p, sum, scale_log2, offset);
   }
 
-  // scores: (row, column) view of a whole accumulator, x on entry and on return. p: 16-bit, in the
-  // scores' storage order. out: (row, column) view of O, without this tile.
+  // scores: (row, column) view of a whole accumulator, x on entry. p: 16-bit, in the scores'
+  // storage order. out: (row, column) view of O, without this tile.
   template <class Scores, class P, class Out>
   __device__ __forceinline__ void update(Scores& scores, P& p, Out& out, float scale_log2) {
-    if (!settled) settle(scores, out, scale_log2);
+    if (!settled) settle(scores, scale_log2);
     float tile_sum[kRows];
-    exponentiate(scores, p, tile_sum, scale_log2);
+    float offset[kRows];
+    set_offsets(offset, scale_log2);
+    exponentiate(scores, p, tile_sum, scale_log2, offset);
     bool moves[kRows];
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) moves[r] = tile_sum[r] > kMostSum;
-    if (__any_sync(0xffffffffu, moves[0] || moves[1])) {
+    bool again = __any_sync(0xffffffffu, moves[0] || moves[1]);
+    if (!settled) {
+      CUTE_UNROLL
+      for (int r = 0; r < kRows; ++r)
+        moves[r] |= is_huge(scaled_reference(reference[r], scale_log2));
+      again = __any_sync(0xffffffffu, moves[0] || moves[1]);
+    }
+    if (again) {
       move(scores, out, moves, scale_log2);
-      exponentiate(scores, p, tile_sum, scale_log2);
+      set_offsets(offset, scale_log2);
+      center(scores, offset);
+      exponentiate(scores, p, tile_sum, scale_log2, offset);
     }
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) sum[r] += tile_sum[r];
   }
 
-  __device__ __forceinline__ RowResult finish(int r, float scale_log2) const {
-    return finish_row(r, scale_log2, settled ? 0.0f : center[r]);
-  }
-
  private:
-  // First references, and centered rows. Rows without a reference have kept nothing: their sums and
-  // O are 0.
-  template <class Scores, class Out>
-  __device__ __forceinline__ void settle(Scores& scores, Out& out, float scale_log2) {
+  // First references. Rows without one have kept nothing: their sums and O are 0.
+  template <class Scores>
+  __device__ __forceinline__ void settle(const Scores& scores, float scale_log2) {
     float tile_max[kRows];
     maxima(scores, tile_max);
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      if (reference[r] == -INFINITY) reference[r] = tile_max[r];
+    }
+    look_at_references(scale_log2);
+  }
+  __device__ __forceinline__ void look_at_references(float scale_log2) {
     bool special = false;
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
-      if (center[r] != 0.0f) {
-        move_center(r, scores, out, tile_max[r], scale_log2);
-        special = true;
-        continue;
-      }
-      if (reference[r] != -INFINITY) continue;
-      reference[r] = tile_max[r];
-      if (!is_huge(__fmul_rn(tile_max[r], scale_log2))) continue;
-      if (tile_max[r] != -INFINITY) set_center(r, scores, tile_max[r]);
-      special = true;
+      special |= is_huge(__fmul_rn(reference[r], scale_log2));  // -inf is, too
     }
     settled = !__any_sync(0xffffffffu, special);
   }
-  template <class Scores>
-  __device__ __forceinline__ void set_center(int r, Scores& scores, float value) {
-    center[r] = value;
-    reference[r] = 0.0f;
-    subtract(r, scores, value);
-  }
 
   template <class Scores, class Out>
-  __device__ __forceinline__ void move(Scores& scores, Out& out, const bool (&moves)[kRows],
+  __device__ __forceinline__ void move(const Scores& scores, Out& out, const bool (&moves)[kRows],
                                        float scale_log2) {
     using namespace cute;
     float tile_max[kRows];
     maxima(scores, tile_max);
-    bool huge = false;
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
-      if (settled) center[r] = 0.0f;
       unsigned quad = __ballot_sync(0xffffffffu, moves[r]) >> (threadIdx.x % 32 & ~3u) & 0xfu;
       if (quad == 0) continue;
-      float next = scaled_reference(tile_max[r], scale_log2);
-      float factor = exp2_approx(scaled_reference(reference[r], scale_log2) - next);
-      if (is_huge(next)) {
-        factor = factor_to_center(factor, tile_max[r], scale_log2);
-        set_center(r, scores, tile_max[r]);
-        huge = true;
-      } else {
-        reference[r] = tile_max[r];
-      }
+      float next = fmaxf(reference[r], tile_max[r]);
+      float factor = change_of_origin(reference[r], next, scale_log2);
+      reference[r] = next;
       sum[r] *= factor;
       CUTE_UNROLL
       for (int c = 0; c < size<1>(out); ++c) out(r, c) *= factor;
     }
-    if (__any_sync(0xffffffffu, huge)) settled = false;
+    look_at_references(scale_log2);
+  }
+
+  __device__ __forceinline__ void set_offsets(float (&offset)[kRows], float scale_log2) const {
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) offset[r] = scaled_reference(reference[r], scale_log2);
+  }
+  template <class Scores>
+  __device__ __forceinline__ void center(Scores& scores, float (&offset)[kRows]) const {
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) center_if_huge(r, scores, offset[r]);
   }
 
   template <class Scores, class P>
   __device__ __forceinline__ void exponentiate(const Scores& scores, P& p, float (&tile_sum)[kRows],
-                                               float scale_log2) const {
+                                               float scale_log2,
+                                               const float (&offset)[kRows]) const {
     using namespace cute;
     using Element = typename P::value_type;
     Tensor pairs = recast<cutlass::Array<Element, 2>>(p);
     cutlass::NumericArrayConverter<Element, float, 2> convert;
-    float offset[kRows];
     CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r) {
-      offset[r] = scaled_reference(reference[r], scale_log2);
-      tile_sum[r] = 0.0f;
-    }
+    for (int r = 0; r < kRows; ++r) tile_sum[r] = 0.0f;
     CUTE_UNROLL
     for (int c = 0; c < size<1>(scores); c += 2) {
       CUTE_UNROLL
