@@ -1,5 +1,6 @@
-# The variant matrix (cpp/variants/*.toml) as sources: cmake/codegen/generate.py lists them and
-# writes them into the build tree at configure time. Sets PREFLASH_GENERATED (their directory),
+# The vocabulary and the variant matrix (cpp/variants/*.toml) as headers and sources:
+# cmake/codegen/generate.py lists them and writes them into the build tree at configure time. Sets
+# PREFLASH_GENERATED (their directory, which is an include directory),
 # PREFLASH_SOURCES_<family>, PREFLASH_ARCHS_<family>, PREFLASH_CUDA_FAMILIES and
 # PREFLASH_VARIANTS_JSON.
 

@@ -1,8 +1,9 @@
-"""Turns the variant matrix into sources, a kernel table per family, variants.json and a docs table.
+"""Turns cpp/variants into the vocabulary, kernel sources and tables, variants.json and docs.
 
 generate.py --list       one line per kernel source: family, its architectures, file, ids
 generate.py --write DIR  writes them; files that are already right are not touched
-generate.py --table      the matrix as a Markdown table
+generate.py --refresh    rewrites what the repository holds of it: docs/variants.md and the
+                         vocabulary in python/preflash/_core.pyi
 """
 
 from __future__ import annotations
@@ -15,27 +16,19 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from string import Template
 
+import render
 from spec import Matrix, SpecError, Variant, load_matrix
+from vocabulary import SIZES, Family, Vocabulary
 
+ROOT = Path(__file__).resolve().parents[2]
 TEMPLATES = Path(__file__).resolve().parent / "templates"
+DOCS = ROOT / "docs" / "variants.md"
+STUB = ROOT / "python" / "preflash" / "_core.pyi"
+STUB_BEGIN = "# From cpp/variants/forward.toml, by cmake/codegen/generate.py --refresh:\n"
+STUB_END = "# End of what forward.toml says.\n"
 
 # Fewer kernels per file waste the seconds that the headers cost, more make rebuilds slow.
 MAX_KERNELS_PER_FILE = 4
-
-DTYPES = {
-    "f16": "kFloat16",
-    "bf16": "kBFloat16",
-    "f32": "kFloat32",
-    "e4m3": "kFloat8E4M3",
-    "e5m2": "kFloat8E5M2",
-}
-FAMILIES = {"cpu": "kCpu", "sm80": "kSm80", "sm90": "kSm90"}
-# Families whose code uses the features of one architecture and runs nowhere else: what asks for
-# them in PREFLASH_ARCHS, and what they are then compiled for.
-ONE_ARCHITECTURE = {"sm90": ("90", "90a")}
-TILE_CLASSES = {"prefill": "kPrefill", "decode": "kDecode"}
-LOGITS = {"plain": "kPlain", "softcap": "kSoftCap"}
-MASKS = {"bounds": "kBounds", "custom": "kCustom"}
 
 
 @dataclass(frozen=True)
@@ -47,10 +40,11 @@ class Build:
     variants: Sequence[Variant]
 
     @property
-    def families(self) -> list[str]:
-        return list(dict.fromkeys(variant.family for variant in self.variants))
+    def families(self) -> list[Family]:
+        """Those that have a variant here."""
+        return list({v.family: v.family_facts for v in self.variants}.values())
 
-    def architectures_of(self, family: str) -> list[str]:
+    def architectures_of(self, family: Family) -> list[str]:
         return architectures_of(family, self.architectures)
 
 
@@ -58,20 +52,19 @@ class Build:
 class Source:
     """One generated file of kernels. `name` is relative to the output directory."""
 
-    family: str
+    family: Family
     name: str
     variants: Sequence[Variant]
 
 
-def architectures_of(family: str, architectures: Sequence[str]) -> list[str]:
+def architectures_of(family: Family, architectures: Sequence[str]) -> list[str]:
     """What a family is compiled for, of the entries of PREFLASH_ARCHS; nothing: it is left out."""
-    if family == "cpu":
+    if family.on_cpu:
         return []
-    if family not in ONE_ARCHITECTURE:
+    if not family.architecture:
         return list(architectures)
-    wanted, compiled = ONE_ARCHITECTURE[family]
     named = {architecture.removesuffix("+PTX").removesuffix("a") for architecture in architectures}
-    return [compiled] if wanted in named else []
+    return [family.compiled_for] if family.architecture in named else []
 
 
 def sources(variants: Sequence[Variant]) -> list[Source]:
@@ -88,9 +81,9 @@ def sources(variants: Sequence[Variant]) -> list[Source]:
             for variant in members:
                 parts.setdefault(f"{name}_{variant.tile_class}", []).append(variant)
         for part, of_part in parts.items():
-            family = of_part[0].family
-            suffix = "cpp" if family == "cpu" else "cu"
-            result.append(Source(family, f"{family}/{part}.{suffix}", of_part))
+            family = of_part[0].family_facts
+            suffix = "cpp" if family.on_cpu else "cu"
+            result.append(Source(family, f"{family.name}/{part}.{suffix}", of_part))
     return result
 
 
@@ -100,7 +93,7 @@ def source_text(source: Source) -> str:
         types="\n\n".join(variant_type(variant) for variant in source.variants),
         entries="\n".join(
             f"ForwardKernel {entry(v)}() {{\n"
-            f"  return {source.family}::forward_kernel_entry<variants::{v.id}>();\n}}"
+            f"  return {source.family.name}::forward_kernel_entry<variants::{v.id}>();\n}}"
             for v in source.variants
         ),
     )
@@ -119,41 +112,52 @@ def entry(variant: Variant) -> str:
     return f"preflash_entry_{variant.id}"
 
 
-def library_text(family: str, build: Build) -> str:
+def library_text(family: Family, build: Build) -> str:
     """The table that a family's library exports."""
-    members = [variant for variant in build.variants if variant.family == family]
-    template = "library_cpu.in" if family == "cpu" else "library_cuda.in"
+    members = [variant for variant in build.variants if variant.family == family.name]
+    template = "library_cpu.in" if family.on_cpu else "library_cuda.in"
     return _template(template).substitute(
-        family=FAMILIES[family],
+        family=family.cpp,
         architectures=";".join(build.architectures_of(family)),
         declarations="\n".join(f"ForwardKernel {entry(v)}();" for v in members),
         entries="\n".join(f"      {entry(v)}()," for v in members),
     )
 
 
+def vocabulary_text(vocabulary: Vocabulary) -> str:
+    """preflash/vocabulary.h: enums, the facts of the families, struct Variant."""
+    return _template("vocabulary.in").substitute(
+        enums=render.enum_definitions(vocabulary),
+        families=render.family_list(vocabulary, list(vocabulary.families)),
+        preference=render.family_list(vocabulary, vocabulary.preference),
+        traits=render.family_cases(vocabulary),
+        fields=render.variant_fields(vocabulary),
+        hash_steps=render.hash_steps(vocabulary),
+    )
+
+
 def matrix_text(matrix: Matrix) -> str:
-    """every_variant(): the whole matrix, so that a miss can say what a fuller build would serve."""
+    """registry/matrix.h: the whole matrix, so that a miss can say what a fuller build would serve;
+    its axes, which serve a request or do not; and ids."""
     return _template("matrix.in").substitute(
-        rows="\n".join(f"    {_initialiser(variant)}," for variant in matrix.variants)
+        rows="\n".join(f"    {_initialiser(variant)}," for variant in matrix.variants),
+        axes=render.axis_rows(matrix.vocabulary),
+        id_steps=render.id_steps(matrix.vocabulary),
+    )
+
+
+def bind_vocabulary_text(vocabulary: Vocabulary) -> str:
+    return _template("bind_vocabulary.in").substitute(
+        enums=render.enum_bindings(vocabulary),
+        variant=render.variant_binding(vocabulary),
+        row_steps=render.row_steps(vocabulary),
     )
 
 
 def variants_json(build: Build) -> str:
     """What `python -m preflash variants` shows."""
     rows = [
-        {
-            "id": v.id,
-            "family": v.family,
-            "backend": v.backend,
-            "q_dtype": v.q_dtype,
-            "kv_dtype": v.kv_dtype,
-            "head_dim_qk": v.head_dim_qk,
-            "head_dim_vo": v.head_dim_vo,
-            "tile_class": v.tile_class,
-            "logits": v.logits,
-            "mask": v.mask,
-            "tile": asdict(v.tile),
-        }
+        {"id": v.id, "backend": v.backend, **v.fields, "tile": asdict(v.tile)}
         for v in build.variants
     ]
     document = {
@@ -164,25 +168,42 @@ def variants_json(build: Build) -> str:
     return json.dumps(document, indent=1) + "\n"
 
 
-def table(variants: Sequence[Variant]) -> str:
-    """The matrix as Markdown, one row per variant."""
+def docs_text(matrix: Matrix) -> str:
+    """docs/variants.md: what the parts of an id mean, and one row per variant."""
     lines = [
         "| id | backend | q | kv | head_dim | tile m x n | stages | warps | CTAs/SM |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     lines += [
-        f"| `{v.id}` | {v.backend} | {v.q_dtype} | {v.kv_dtype} | {v.head_dim} "
+        f"| `{v.id}` | {v.backend} | {v.q_dtype} | {v.fields['kv_dtype']} | {v.head_dim} "
         f"| {v.tile.m} x {v.tile.n} | {v.tile.stages} | {v.tile.warps} | {v.tile.ctas_per_sm} |"
-        for v in variants
+        for v in matrix.variants
     ]
-    return "\n".join(lines) + "\n"
+    return _template("variants.md.in").substitute(
+        axes=render.docs(matrix.vocabulary), matrix="\n".join(lines)
+    )
+
+
+def stub_text(vocabulary: Vocabulary) -> str:
+    """_core.pyi with the vocabulary that forward.toml has now."""
+    text = STUB.read_text()
+    before, _, rest = text.partition(STUB_BEGIN)
+    _, _, after = rest.partition(STUB_END)
+    return f"{before}{STUB_BEGIN}{render.stub(vocabulary)}{STUB_END}{after}"
+
+
+def refresh(matrix: Matrix) -> None:
+    DOCS.write_text(docs_text(matrix))
+    STUB.write_text(stub_text(matrix.vocabulary))
 
 
 def outputs(build: Build, matrix: Matrix) -> dict[str, str]:
     """Every generated file: name relative to the output directory -> text."""
     files = {source.name: source_text(source) for source in sources(build.variants)}
     for family in build.families:
-        files[f"{family}/library.cpp"] = library_text(family, build)
+        files[f"{family.name}/library.cpp"] = library_text(family, build)
+    files["preflash/vocabulary.h"] = vocabulary_text(matrix.vocabulary)
+    files["bindings/bind_vocabulary.inl"] = bind_vocabulary_text(matrix.vocabulary)
     files["matrix.cpp"] = matrix_text(matrix)
     files["variants.json"] = variants_json(build)
     return files
@@ -197,32 +218,38 @@ def write(build: Build, matrix: Matrix, directory: Path) -> None:
             continue
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    for family in FAMILIES:
+    for family in matrix.families:
         for path in (directory / family).glob("*.c*"):
             if path.relative_to(directory).as_posix() not in files:
                 path.unlink()
 
 
 def _initialiser(variant: Variant) -> str:
+    enums = {
+        field: variant.vocabulary.enums[axis.type]
+        for axis in variant.vocabulary.axes.values()
+        if axis.type != SIZES
+        for field in axis.fields
+    }
     values = {
-        "family": f"Family::{FAMILIES[variant.family]}",
-        "q_dtype": f"DType::{DTYPES[variant.q_dtype]}",
-        "kv_dtype": f"DType::{DTYPES[variant.kv_dtype]}",
-        "head_dim_qk": variant.head_dim_qk,
-        "head_dim_vo": variant.head_dim_vo,
-        "tile_class": f"TileClass::{TILE_CLASSES[variant.tile_class]}",
-        "logits": f"Logits::{LOGITS[variant.logits]}",
-        "mask": f"Mask::{MASKS[variant.mask]}",
+        name: enums[name].cpp(value) if name in enums else value
+        for name, value in variant.fields.items()
     }
     return "{" + ", ".join(f".{name} = {value}" for name, value in values.items()) + "}"
 
 
 def _group_name(variant: Variant) -> str:
-    return variant.id[: variant.id.index(f"_{variant.tile_class}_")]
+    """The id up to the head_dim."""
+    axes = variant.vocabulary.axes
+    names = list(axes)[: list(axes).index("head_dim") + 1]
+    parts = [axes[name].part_of_id(variant.values[name]) for name in names]
+    return "_".join(part for part in parts if part)
 
 
-def _launch_header(family: str) -> str:
-    return "cpu/forward_launch.h" if family == "cpu" else f"kernels/{family}/forward_launch.cuh"
+def _launch_header(family: Family) -> str:
+    if family.on_cpu:
+        return f"{family.name}/forward_launch.h"
+    return f"kernels/{family.name}/forward_launch.cuh"
 
 
 def _template(name: str) -> Template:
@@ -234,8 +261,11 @@ def _build(matrix: Matrix, arguments: argparse.Namespace) -> Build:
     architectures = [a for a in arguments.archs.replace(",", ";").split(";") if a]
     variants = matrix.select(arguments.preset, families)
     if architectures:
-        needless = {f for f in ONE_ARCHITECTURE if not architectures_of(f, architectures)}
-        variants = [variant for variant in variants if variant.family not in needless]
+        variants = [
+            variant
+            for variant in variants
+            if variant.family_facts.on_cpu or architectures_of(variant.family_facts, architectures)
+        ]
     return Build(arguments.preset, architectures, variants)
 
 
@@ -244,7 +274,7 @@ def main() -> int:
     action = parser.add_mutually_exclusive_group(required=True)
     action.add_argument("--list", action="store_true", help="one line per kernel source")
     action.add_argument("--write", metavar="DIR", type=Path, help="write the generated files")
-    action.add_argument("--table", action="store_true", help="the matrix in Markdown")
+    action.add_argument("--refresh", action="store_true", help="rewrite docs and _core.pyi")
     parser.add_argument("--preset", default="full", help="a table of presets.toml")
     parser.add_argument("--families", default="", help="comma-separated; default: all")
     parser.add_argument(
@@ -264,9 +294,9 @@ def main() -> int:
         for source in sources(build.variants):
             architectures = ",".join(build.architectures_of(source.family))
             ids = ",".join(variant.id for variant in source.variants)
-            print(source.family, architectures, source.name, ids, sep="\t")
-    elif arguments.table:
-        print(table(build.variants), end="")
+            print(source.family.name, architectures, source.name, ids, sep="\t")
+    elif arguments.refresh:
+        refresh(matrix)
     else:
         write(build, matrix, arguments.write)
     return 0

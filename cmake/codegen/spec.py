@@ -6,12 +6,13 @@ through `load_matrix()`. Bad data raises SpecError naming the file, the row and 
 
 from __future__ import annotations
 
-import fnmatch
 import itertools
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+
+from vocabulary import SIZES, Axis, Family, SpecError, Vocabulary, read_vocabulary
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -20,12 +21,7 @@ else:
 
 VARIANTS_DIR = Path(__file__).resolve().parents[2] / "cpp" / "variants"
 
-AXES = ("family", "q_dtype", "kv_dtype", "head_dim", "tile_class", "logits", "mask")
-BACKENDS = {"cpu": "cpu", "sm80": "fa2", "sm90": "fa3"}
-
-
-class SpecError(ValueError):
-    """A contradiction in cpp/variants/*.toml."""
+ANY = "any"
 
 
 @dataclass(frozen=True)
@@ -43,45 +39,60 @@ class Tile:
 class Variant:
     """One kernel: a value of each axis, and the tile it is compiled with."""
 
-    family: str
-    q_dtype: str
-    kv_dtype: str
-    head_dim_qk: int
-    head_dim_vo: int
-    tile_class: str
-    logits: str
-    mask: str
+    values: Mapping[str, str]  # axis -> value, as forward.toml spells it
     tile: Tile
+    vocabulary: Vocabulary
+
+    def __getattr__(self, name: str) -> str | int:
+        """The value of an axis, or of a field of struct Variant."""
+        found = self.fields.get(name, self.values.get(name)) if "values" in self.__dict__ else None
+        if found is None:
+            raise AttributeError(name)
+        return found
 
     @property
-    def head_dim(self) -> str:
-        """The axis value: "128", or "192x128" where keys and values differ."""
-        if self.head_dim_qk == self.head_dim_vo:
-            return str(self.head_dim_qk)
-        return f"{self.head_dim_qk}x{self.head_dim_vo}"
+    def fields(self) -> dict[str, str | int]:
+        """The fields of struct Variant, in its order: names of enum values, and sizes."""
+        result: dict[str, str | int] = {}
+        for axis in self.vocabulary.axes.values():
+            value = self.values[axis.name]
+            if axis.type == SIZES:
+                sizes = [int(size) for size in value.split("x")]
+                result |= dict(zip(axis.fields, sizes * len(axis.fields), strict=False))
+            else:
+                same = axis.same_as is not None and value == "same"
+                result[axis.fields[0]] = result[axis.same_as] if same else value
+        return result
 
     @property
     def id(self) -> str:
-        kv = "" if self.kv_dtype == self.q_dtype else f"_kv{self.kv_dtype}"
-        dtypes = f"{self.q_dtype}{kv}"
-        return (
-            f"{self.family}_{dtypes}_d{self.head_dim}_{self.tile_class}_{self.logits}_{self.mask}"
-        )
+        return self.vocabulary.id_of(self.values)
+
+    @property
+    def family_facts(self) -> Family:
+        return self.vocabulary.families[self.values["family"]]
 
     @property
     def backend(self) -> str:
-        return BACKENDS[self.family]
+        return self.family_facts.backend
+
+
+@dataclass(frozen=True)
+class Match:
+    """Maps axes to the values concerned; an axis that is not named may have any."""
+
+    axes: Mapping[str, Sequence[str]]
+
+    def covers(self, row: Mapping[str, str]) -> bool:
+        return all(row[axis] in values for axis, values in self.axes.items())
 
 
 @dataclass(frozen=True)
 class Exclusion:
-    """Combinations that are not compiled: `match` maps axes to the values concerned."""
+    """Combinations that are not compiled."""
 
-    match: Mapping[str, Sequence[str]]
+    match: Match
     reason: str
-
-    def covers(self, row: Mapping[str, str]) -> bool:
-        return all(row[axis] in values for axis, values in self.match.items())
 
 
 @dataclass(frozen=True)
@@ -90,54 +101,74 @@ class Preset:
 
     name: str
     about: str
-    take: Sequence[str]
+    take: Sequence[Match]
+
+    def takes(self, row: Mapping[str, str]) -> bool:
+        return any(match.covers(row) for match in self.take)
 
 
 @dataclass(frozen=True)
 class Matrix:
     """All variants in a stable order, and what the data files say about them."""
 
-    axes: Mapping[str, Sequence[str]]
+    vocabulary: Vocabulary
     exclusions: Sequence[Exclusion]
     presets: Mapping[str, Preset]
     variants: Sequence[Variant]
+
+    @property
+    def families(self) -> Mapping[str, Family]:
+        return self.vocabulary.families
 
     def select(self, preset: str, families: Iterable[str] | None = None) -> list[Variant]:
         """The variants of a preset, of the given families only if any are given."""
         if preset not in self.presets:
             raise SpecError(f"preset {preset!r} is unknown; there are {', '.join(self.presets)}")
-        wanted = set(self.axes["family"] if families is None else families)
-        unknown = wanted - set(self.axes["family"])
+        wanted = set(self.families if families is None else families)
+        unknown = wanted - set(self.families)
         if unknown:
-            known = ", ".join(self.axes["family"])
+            known = ", ".join(self.families)
             raise SpecError(f"family {sorted(unknown)[0]!r} is unknown; there are {known}")
-        take = self.presets[preset].take
-        return [
-            variant
-            for variant in self.variants
-            if variant.family in wanted and any(fnmatch.fnmatchcase(variant.id, p) for p in take)
-        ]
+        takes = self.presets[preset].takes
+        return [v for v in self.variants if v.values["family"] in wanted and takes(v.values)]
 
 
 def load_matrix(directory: Path = VARIANTS_DIR) -> Matrix:
     """Reads forward.toml, tiles.toml and presets.toml.
 
     Raises:
-        SpecError: an unknown axis or value, an exclusion without a reason or without effect, a
-            variant with no tile or more than one, a tile without use, a preset without match.
+        SpecError: a contradiction in the vocabulary, an unknown axis or value, an exclusion without
+            a reason or without effect, a variant with no tile or more than one, a tile without use,
+            a row of a preset without match.
     """
     forward = _read(directory / "forward.toml")
-    axes = _checked_axes(forward.get("axes", {}))
-    exclusions = [_exclusion(row, axes) for row in forward.get("exclude", [])]
-    rows = _expand(axes, exclusions)
-    variants = _with_tiles(rows, _read(directory / "tiles.toml").get("tile", []), axes)
+    vocabulary = read_vocabulary(forward)
+    exclusions = [_exclusion(row, vocabulary.axes) for row in forward.get("exclude", [])]
+    rows = _expand(vocabulary.axes, exclusions)
+    variants = _with_tiles(rows, _read(directory / "tiles.toml").get("tile", []), vocabulary)
     ids = [variant.id for variant in variants]
     if len(set(ids)) != len(ids):
-        raise SpecError("forward.toml: two variants share an id; an axis value is written twice")
+        raise SpecError("forward.toml: two variants share an id; two axes have a value in common")
     presets = {
-        name: _preset(name, row, ids) for name, row in _read(directory / "presets.toml").items()
+        name: _preset(name, row, vocabulary.axes, rows)
+        for name, row in _read(directory / "presets.toml").items()
     }
-    return Matrix(axes, exclusions, presets, variants)
+    return Matrix(vocabulary, exclusions, presets, variants)
+
+
+def match_of(row: Mapping[str, object], axes: Mapping[str, Axis], where: str) -> Match:
+    """A row of axis = value or axis = [values], as a data file or a test writes it."""
+    match = {}
+    for name, value in row.items():
+        if name not in axes:
+            raise SpecError(f"{where}: {name!r} is no axis; there are {', '.join(axes)}")
+        values = value if isinstance(value, list) else [value]
+        for one in values:
+            if one not in axes[name].values:
+                known = ", ".join(axes[name].values)
+                raise SpecError(f"{where}: {name} = {one!r} is not one of {known}")
+        match[name] = values
+    return Match(match)
 
 
 def _read(path: Path) -> dict:
@@ -145,49 +176,29 @@ def _read(path: Path) -> dict:
         return tomllib.load(file)
 
 
-def _checked_axes(axes: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
-    if tuple(axes) != AXES:
-        raise SpecError(f"forward.toml: [axes] must be {', '.join(AXES)}, not {', '.join(axes)}")
-    return {axis: list(values) for axis, values in axes.items()}
-
-
-def _checked_match(
-    row: Mapping[str, object], axes: Mapping[str, Sequence[str]], where: str
-) -> dict[str, list[str]]:
-    match = {}
-    for axis, value in row.items():
-        if axis not in axes:
-            raise SpecError(f"{where}: {axis!r} is no axis; there are {', '.join(axes)}")
-        values = value if isinstance(value, list) else [value]
-        for one in values:
-            if one not in axes[axis]:
-                raise SpecError(f"{where}: {axis} = {one!r} is not one of {', '.join(axes[axis])}")
-        match[axis] = values
-    return match
-
-
-def _exclusion(row: Mapping[str, object], axes: Mapping[str, Sequence[str]]) -> Exclusion:
+def _exclusion(row: Mapping[str, object], axes: Mapping[str, Axis]) -> Exclusion:
     match = {key: value for key, value in row.items() if key != "reason"}
     reason = str(row.get("reason", "")).strip()
     if not reason:
         raise SpecError(f"forward.toml: the exclusion of {match} gives no reason")
-    return Exclusion(_checked_match(match, axes, "forward.toml: [[exclude]]"), reason)
+    return Exclusion(match_of(match, axes, "forward.toml: [[exclude]]"), reason)
 
 
-def _expand(
-    axes: Mapping[str, Sequence[str]], exclusions: Sequence[Exclusion]
-) -> list[dict[str, str]]:
-    rows = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
+def _expand(axes: Mapping[str, Axis], exclusions: Sequence[Exclusion]) -> list[dict[str, str]]:
+    values = [axis.values for axis in axes.values()]
+    rows = [dict(zip(axes, row, strict=True)) for row in itertools.product(*values)]
     for exclusion in exclusions:
-        if not any(exclusion.covers(row) for row in rows):
-            raise SpecError(f"forward.toml: the exclusion of {exclusion.match} excludes nothing")
-    return [row for row in rows if not any(exclusion.covers(row) for exclusion in exclusions)]
+        if not any(exclusion.match.covers(row) for row in rows):
+            raise SpecError(
+                f"forward.toml: the exclusion of {exclusion.match.axes} excludes nothing"
+            )
+    return [row for row in rows if not any(e.match.covers(row) for e in exclusions)]
 
 
 def _with_tiles(
     rows: Sequence[Mapping[str, str]],
     tile_rows: Sequence[Mapping[str, object]],
-    axes: Mapping[str, Sequence[str]],
+    vocabulary: Vocabulary,
 ) -> list[Variant]:
     shape = [field.name for field in fields(Tile)]
     tiles = []
@@ -198,7 +209,7 @@ def _with_tiles(
         if missing:
             raise SpecError(f"{where} lacks {', '.join(missing)}")
         tile = Tile(**{name: int(tile_row[name]) for name in shape})
-        tiles.append((Exclusion(_checked_match(match, axes, where), ""), tile))
+        tiles.append((match_of(match, vocabulary.axes, where), tile))
 
     used = set()
     variants = []
@@ -207,31 +218,33 @@ def _with_tiles(
         if len(matching) != 1:
             raise SpecError(f"tiles.toml: {len(matching)} rows match {dict(row)}; one must")
         used.add(matching[0])
-        variants.append(_variant(row, tiles[matching[0]][1]))
+        variants.append(Variant(row, tiles[matching[0]][1], vocabulary))
     for i, (match, _) in enumerate(tiles):
         if i not in used:
-            raise SpecError(f"tiles.toml: the row of {match.match} matches no variant")
+            raise SpecError(f"tiles.toml: the row of {match.axes} matches no variant")
     return variants
 
 
-def _variant(row: Mapping[str, str], tile: Tile) -> Variant:
-    qk, _, vo = row["head_dim"].partition("x")
-    return Variant(
-        family=row["family"],
-        q_dtype=row["q_dtype"],
-        kv_dtype=row["q_dtype"] if row["kv_dtype"] == "same" else row["kv_dtype"],
-        head_dim_qk=int(qk),
-        head_dim_vo=int(vo or qk),
-        tile_class=row["tile_class"],
-        logits=row["logits"],
-        mask=row["mask"],
-        tile=tile,
-    )
+def _preset(
+    name: str,
+    row: Mapping[str, object],
+    axes: Mapping[str, Axis],
+    rows: Sequence[Mapping[str, str]],
+) -> Preset:
+    take = [_taken(name, wanted, axes) for wanted in row.get("take", [])]
+    for match, wanted in zip(take, row.get("take", []), strict=True):
+        if not any(match.covers(one) for one in rows):
+            raise SpecError(f"presets.toml: [{name}] takes {wanted}, which matches no variant")
+    return Preset(name, str(row.get("about", "")), take)
 
 
-def _preset(name: str, row: Mapping[str, object], ids: Sequence[str]) -> Preset:
-    preset = Preset(name, str(row.get("about", "")), list(row.get("take", [])))
-    for pattern in preset.take:
-        if not fnmatch.filter(ids, pattern):
-            raise SpecError(f"presets.toml: [{name}] takes {pattern!r}, which matches no variant")
-    return preset
+def _taken(name: str, row: Mapping[str, object], axes: Mapping[str, Axis]) -> Match:
+    """A row of a preset. Axes that it does not name are at their defaults, or any if it says so."""
+    wanted = {key: value for key, value in row.items() if key != "others"}
+    where = f"presets.toml: [{name}]"
+    if "others" not in row:
+        defaults = {a.name: a.default for a in axes.values() if a.default is not None}
+        wanted = defaults | wanted
+    elif row["others"] != ANY:
+        raise SpecError(f'{where}: others = {row["others"]!r} must be "any", or left out')
+    return match_of({k: v for k, v in wanted.items() if v != ANY}, axes, where)

@@ -1,11 +1,15 @@
 // What is compiled and what this machine has, for the command line, the tests and error messages.
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include <string>
+#include <vector>
 
 #include "bindings/bindings.h"
 #include "bindings/device.h"
+#include "bindings/plan.h"
 #include "cpu/cpu_backend.h"
+#include "registry/matrix.h"
 #include "registry/registry.h"
 
 namespace preflash {
@@ -13,8 +17,10 @@ namespace {
 
 namespace py = pybind11;
 
+// Generated: bind_vocabulary() and describe_variant().
+#include "bindings/bind_vocabulary.inl"
+
 py::dict describe(const ForwardKernel& kernel) {
-  const Variant& variant = kernel.variant;
   py::dict tile;
   tile["m"] = kernel.tile.m;
   tile["n"] = kernel.tile.n;
@@ -23,15 +29,8 @@ py::dict describe(const ForwardKernel& kernel) {
   tile["ctas_per_sm"] = kernel.tile.ctas_per_sm;
   py::dict row;
   row["id"] = kernel.id;
-  row["family"] = std::string(name_of(variant.family));
-  row["backend"] = std::string(backend_of(variant.family));
-  row["q_dtype"] = std::string(name_of(variant.q_dtype));
-  row["kv_dtype"] = std::string(name_of(variant.kv_dtype));
-  row["head_dim_qk"] = variant.head_dim_qk;
-  row["head_dim_vo"] = variant.head_dim_vo;
-  row["tile_class"] = std::string(name_of(variant.tile_class));
-  row["logits"] = std::string(name_of(variant.logits));
-  row["mask"] = std::string(name_of(variant.mask));
+  row["backend"] = std::string(backend_of(kernel.variant.family));
+  describe_variant(kernel.variant, row);
   row["tile"] = tile;
   row["smem_bytes"] = kernel.smem_bytes;
   return row;
@@ -70,45 +69,31 @@ std::string cuda_error() {
   return Registry::instance().cuda() == nullptr ? Registry::instance().cuda_error() : "";
 }
 
-Variant variant(Family family, DType q_dtype, DType kv_dtype, int head_dim_qk, int head_dim_vo,
-                TileClass tile_class, Logits logits, Mask mask) {
-  return {.family = family,
-          .q_dtype = q_dtype,
-          .kv_dtype = kv_dtype,
-          .head_dim_qk = head_dim_qk,
-          .head_dim_vo = head_dim_vo,
-          .tile_class = tile_class,
-          .logits = logits,
-          .mask = mask};
+// None where a kernel serves the request, or the sentence that says why none does.
+py::object error_of(const Variant& wanted) {
+  FoundKernel found = Registry::instance().find(wanted);
+  return found.kernel != nullptr ? py::object(py::none()) : py::object(py::str(found.error));
 }
 
-void bind_enums(py::module_& m) {
-  py::enum_<DType>(m, "DType")
-      .value("float16", DType::kFloat16)
-      .value("bfloat16", DType::kBFloat16)
-      .value("float32", DType::kFloat32)
-      .value("float8_e4m3fn", DType::kFloat8E4M3)
-      .value("float8_e5m2", DType::kFloat8E5M2);
-  py::enum_<Family>(m, "Family")
-      .value("cpu", Family::kCpu)
-      .value("sm80", Family::kSm80)
-      .value("sm90", Family::kSm90);
-  py::enum_<TileClass>(m, "TileClass")
-      .value("prefill", TileClass::kPrefill)
-      .value("decode", TileClass::kDecode);
-  py::enum_<Logits>(m, "Logits").value("plain", Logits::kPlain).value("softcap", Logits::kSoftCap);
-  py::enum_<Mask>(m, "Mask").value("bounds", Mask::kBounds).value("custom", Mask::kCustom);
+void bind_families(py::module_& m) {
+  py::class_<FamilyTraits>(m, "FamilyTraits")
+      .def_readonly("backend", &FamilyTraits::backend)
+      .def_property_readonly("on_cpu", &FamilyTraits::on_cpu)
+      .def_property_readonly("one_architecture", &FamilyTraits::one_architecture)
+      .def("runs_on", &FamilyTraits::runs_on, py::arg("compute_capability"));
+  m.def("traits_of", &traits_of, py::arg("family"));
+  m.def(
+      "families", [] { return std::vector(std::begin(kPreference), std::end(kPreference)); },
+      "Every family, in the order of preference.");
+  m.def("families_for", &families_for, py::arg("compute_capability"),
+        "What backend='auto' tries on a device, best first; 0 is the CPU.");
 }
 
 }  // namespace
 
 void bind_introspection(py::module_& m) {
-  bind_enums(m);
-  py::class_<Variant>(m, "Variant")
-      .def(py::init(&variant), py::arg("family"), py::arg("q_dtype"), py::arg("kv_dtype"),
-           py::arg("head_dim_qk"), py::arg("head_dim_vo"),
-           py::arg("tile_class") = TileClass::kPrefill, py::arg("logits") = Logits::kPlain,
-           py::arg("mask") = Mask::kBounds);
+  bind_vocabulary(m);
+  bind_families(m);
   m.attr("__version__") = PREFLASH_VERSION;
   m.attr("abi_version") = kKernelAbiVersion;
   m.def("set_library_dir",
@@ -118,10 +103,13 @@ void bind_introspection(py::module_& m) {
     FoundKernel found = Registry::instance().find(wanted);
     return found.kernel != nullptr ? py::object(py::str(found.kernel->id)) : py::object(py::none());
   });
-  m.def("find_error", [](const Variant& wanted) -> py::object {
-    FoundKernel found = Registry::instance().find(wanted);
-    return found.kernel != nullptr ? py::object(py::none()) : py::object(py::str(found.error));
-  });
+  m.def("find_error", &error_of, py::arg("wanted"));
+  m.def(
+      "find_error",
+      [](Family family, const Options& options) {
+        return error_of(variant_of(problem_of(options), family));
+      },
+      py::arg("family"), py::arg("options"));
   m.def("cpu_isa", &cpu_isa_name, "The instruction set that the CPU backend uses on this machine.");
   m.def("device_facts", &device_facts, py::arg("device"));
   m.def("cuda_device_count", &cuda_device_count);

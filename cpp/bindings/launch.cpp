@@ -93,7 +93,7 @@ Launch::Launch(std::shared_ptr<const Plan> plan, const RunTensors& tensors)
   combine_.requests = forward_.requests;
   combine_.merges = plan_->merges();
   combine_.num_merges = plan_->sizes().num_merges;
-  combine_.tile_rows = rows_per_tile(kernel.variant.family, kernel.tile.m, forward_.group_size);
+  combine_.tile_rows = rows_per_tile(kernel.traits.tile_rows, kernel.tile.m, forward_.group_size);
   combine_.group_size = forward_.group_size;
   combine_.head_dim_vo = forward_.head_dim_vo;
 

@@ -16,17 +16,6 @@ constexpr std::int64_t round_up(std::int64_t bytes) {
   return ceil_div(bytes, kAlignment) * kAlignment;
 }
 
-Variant variant_of(Family family, const Options& options, TileClass tile_class) {
-  return {.family = family,
-          .q_dtype = options.q_dtype,
-          .kv_dtype = options.kv_dtype,
-          .head_dim_qk = options.head_dim_qk,
-          .head_dim_vo = options.head_dim_vo,
-          .tile_class = tile_class,
-          .logits = options.soft_cap > 0.0f ? Logits::kSoftCap : Logits::kPlain,
-          .mask = options.mask};
-}
-
 bool fits(const ForwardKernel& kernel, const DeviceFacts& facts) {
   return facts.smem_per_block == 0 || kernel.smem_bytes <= facts.smem_per_block;
 }
@@ -57,14 +46,13 @@ void check_architecture(Family family, const DeviceFacts& facts) {
 }
 
 // The wanted tile class, or the smaller one where the device's shared memory ends before.
-const ForwardKernel* find_kernel(Family family, const Options& options, const Problem& problem,
-                                 const DeviceFacts& facts) {
+const ForwardKernel* find_kernel(Family family, const Problem& problem, const DeviceFacts& facts) {
   validate(problem);
   check_architecture(family, facts);
   TileClass wanted = choose_tile_class(problem);
   const ForwardKernel* kernel = nullptr;
   for (TileClass tile_class : {wanted, TileClass::kDecode}) {
-    FoundKernel found = Registry::instance().find(variant_of(family, options, tile_class));
+    FoundKernel found = Registry::instance().find(variant_of(problem, family, tile_class));
     if (found.kernel == nullptr) throw NotCompiledError(found.error);
     kernel = found.kernel;
     if (fits(*kernel, facts)) return kernel;
@@ -91,27 +79,32 @@ Plan::Plan(Family family, int device, const Options& options, std::shared_ptr<co
     : device_(device),
       options_(options),
       batch_(std::move(batch)),
-      kernel_(find_kernel(family, options_, describe(float_workspace_bytes), facts_of(device))),
+      kernel_(find_kernel(family, describe(float_workspace_bytes), facts_of(device))),
       planner_(describe(float_workspace_bytes), facts_of(device), *kernel_) {
   page_indices_offset_ = round_up(layout().int_bytes);
   int_bytes_ =
       page_indices_offset_ + static_cast<std::int64_t>(batch_->page_indices().size_bytes());
 }
 
-Problem Plan::describe(std::int64_t float_workspace_bytes) const {
+Problem problem_of(const Options& options) {
   Problem problem;
+  problem.num_qo_heads = options.num_qo_heads;
+  problem.num_kv_heads = options.num_kv_heads;
+  problem.head_dim_qk = options.head_dim_qk;
+  problem.head_dim_vo = options.head_dim_vo;
+  problem.q_dtype = options.q_dtype;
+  problem.kv_dtype = options.kv_dtype;
+  problem.causal = options.causal;
+  problem.window_left = options.window_left;
+  problem.soft_cap = options.soft_cap;
+  problem.mask = options.mask;
+  problem.split = options.split;
+  return problem;
+}
+
+Problem Plan::describe(std::int64_t float_workspace_bytes) const {
+  Problem problem = problem_of(options_);
   batch_->describe(&problem);
-  problem.num_qo_heads = options_.num_qo_heads;
-  problem.num_kv_heads = options_.num_kv_heads;
-  problem.head_dim_qk = options_.head_dim_qk;
-  problem.head_dim_vo = options_.head_dim_vo;
-  problem.q_dtype = options_.q_dtype;
-  problem.kv_dtype = options_.kv_dtype;
-  problem.causal = options_.causal;
-  problem.window_left = options_.window_left;
-  problem.logits = options_.soft_cap > 0.0f ? Logits::kSoftCap : Logits::kPlain;
-  problem.mask = options_.mask;
-  problem.split = options_.split;
   problem.float_workspace_bytes = float_workspace_bytes;
   return problem;
 }

@@ -28,6 +28,9 @@ struct Options {
   SplitPolicy split;
 };
 
+// A problem without its batch and its workspace.
+Problem problem_of(const Options& options);
+
 // Pinned staging memory, one per wrapper. Not thread-safe.
 class Uploader {
  public:

@@ -63,7 +63,7 @@ class Keywords {
 };
 
 Family family_of(const std::string& name) {
-  for (Family family : {Family::kCpu, Family::kSm80, Family::kSm90}) {
+  for (Family family : kFamilies) {
     if (name == name_of(family)) return family;
   }
   throw std::invalid_argument("family = " + name);
@@ -109,6 +109,7 @@ void fill_case(const py::kwargs& kwargs, Case& out) {
   Keywords given(kwargs);
   fill_problem(given, out);
   out.kernel.variant.family = family_of(given.take("family", std::string("sm80")));
+  out.kernel.traits = traits_of(out.kernel.variant.family);
   out.kernel.tile.m = given.take("tile_m", 128);
   out.kernel.tile.n = given.take("tile_n", 64);
   out.kernel.tile.ctas_per_sm = given.take("ctas_per_sm", 2);
@@ -257,7 +258,8 @@ void attend(std::uintptr_t q, std::uintptr_t k, std::uintptr_t v, std::uintptr_t
                 .num_merges = num_merges,
                 .partial_o = params.partial_o,
                 .partial_lse = params.partial_lse,
-                .tile_rows = rows_per_tile(variant.family, given.kernel.tile.m, params.group_size),
+                .tile_rows = rows_per_tile(given.kernel.traits.tile_rows, given.kernel.tile.m,
+                                           params.group_size),
                 .group_size = params.group_size,
                 .head_dim_vo = params.head_dim_vo},
                kThreads);

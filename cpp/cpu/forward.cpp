@@ -186,7 +186,8 @@ class Item {
                 .window_left = params_.window_left,
                 .causal = params_.causal},
         rows_(static_cast<int>(std::min<std::int64_t>(
-            rows_per_tile(launch.variant.family, launch.tile.m, params_.group_size),
+            rows_per_tile(traits_of(launch.variant.family).tile_rows, launch.tile.m,
+                          params_.group_size),
             std::int64_t{request_.qo_len} * params_.group_size - item.row_begin))) {}
 
   void run() {

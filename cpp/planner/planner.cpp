@@ -108,10 +108,9 @@ void check_fixed_split(const Problem& problem, const SplitLimits& limits,
 
 }  // namespace
 
-Schedule schedule_for(Family family, const Problem& problem, PlannerOptions options) {
+Schedule schedule_for(const FamilyTraits& family, const Problem& problem, PlannerOptions options) {
   if (options.schedule != Schedule::kAuto) return options.schedule;
-  if (problem.graph_max_rows > 0 || family == Family::kSm90) return Schedule::kPersistent;
-  return Schedule::kOnePerItem;
+  return problem.graph_max_rows > 0 ? Schedule::kPersistent : family.schedule;
 }
 
 Planner::Planner(const Problem& problem, const DeviceFacts& facts, const ForwardKernel& kernel,
@@ -119,14 +118,14 @@ Planner::Planner(const Problem& problem, const DeviceFacts& facts, const Forward
     : num_kv_heads_(problem.num_kv_heads), tile_(kernel.tile), head_dim_vo_(problem.head_dim_vo) {
   validate(problem);
   group_size_ = problem.num_qo_heads / problem.num_kv_heads;
-  tile_rows_ = rows_per_tile(kernel.variant.family, tile_.m, group_size_);
-  const Schedule schedule_kind = schedule_for(kernel.variant.family, problem, options);
+  tile_rows_ = rows_per_tile(kernel.traits.tile_rows, tile_.m, group_size_);
+  const Schedule schedule_kind = schedule_for(kernel.traits, problem, options);
   if (problem.graph_max_rows > 0 && schedule_kind == Schedule::kOnePerItem) {
     refuse("schedule: a CUDA graph needs a fixed number of CTAs, so it cannot run one per item");
   }
   const std::int64_t cta_slots = slots_of(facts, kernel);
   read_requests(problem);
-  split(problem, cta_slots, item_cost(kernel.variant.family, tile_.n));
+  split(problem, cta_slots, item_cost(kernel.traits, tile_.n));
   schedule(facts, cta_slots, schedule_kind);
   count();
 }

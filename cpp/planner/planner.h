@@ -37,21 +37,13 @@ void validate(const Problem& problem);
 //   * With graph_max_rows it looks at that maximum alone, so that it is the same for every plan.
 TileClass choose_tile_class(const Problem& problem);
 
-// How items reach CTAs.
-enum class Schedule : std::uint8_t {
-  kAuto,        // the family's default
-  kPersistent,  // num_sms * ctas_per_sm CTAs, each with a list of items
-  kOnePerItem,  // one CTA per item; the hardware hands CTAs out in order as slots become free
-};
-
 struct PlannerOptions {
   Schedule schedule = Schedule::kAuto;
 };
 
-// Never kAuto. sm90 kernels are persistent: their producer fetches the next item under the epilogue
-// of this one. sm80 kernels gain nothing from that and the hardware balances better than an
-// estimate, unless a CUDA graph needs a fixed grid. CPU threads take items in order.
-Schedule schedule_for(Family family, const Problem& problem, PlannerOptions options = {});
+// Never kAuto: the family's own schedule, unless a CUDA graph needs a fixed grid.
+Schedule schedule_for(const FamilyTraits& family, const Problem& problem,
+                      PlannerOptions options = {});
 
 class Planner {
  public:

@@ -32,7 +32,7 @@ struct ItemCost {
     return kv_tiles * kTile + item + (is_partial ? partial : 0);
   }
 };
-ItemCost item_cost(Family family, std::int32_t tile_n);
+ItemCost item_cost(const FamilyTraits& family, std::int32_t tile_n);
 
 // A tile of packed query rows and the KV tiles [kv_begin, kv_end) that its rows touch.
 struct QueryTile {

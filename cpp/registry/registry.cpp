@@ -1,6 +1,8 @@
 #include "registry/registry.h"
 
+#include <algorithm>
 #include <array>
+#include <iterator>
 #include <mutex>
 #include <optional>
 #include <stdexcept>
@@ -12,8 +14,6 @@
 
 namespace preflash {
 namespace {
-
-constexpr std::array kFamilies = {Family::kCpu, Family::kSm80, Family::kSm90};
 
 std::string library_path(const std::string& dir, std::string_view suffix) {
   return dir + "/libpreflash_kernels_" + std::string(suffix) + ".so";
@@ -70,12 +70,23 @@ std::vector<Variant> variants_of(const KernelLibrary& library) {
 
 }  // namespace
 
+std::vector<Family> families_for(int compute_capability) {
+  std::vector<Family> families;
+  for (Family family : kPreference) {
+    if (traits_of(family).runs_on(compute_capability)) families.push_back(family);
+  }
+  if (!families.empty()) return families;
+  std::ranges::copy_if(kPreference, std::back_inserter(families),
+                       [](Family family) { return !traits_of(family).on_cpu(); });
+  return families;
+}
+
 struct Registry::State {
   std::mutex mutex;
   std::string dir = own_directory() + "/lib";
   bool dir_used = false;
   std::optional<Loaded<DeviceServices>> cuda;
-  std::array<std::optional<Loaded<KernelLibrary>>, kFamilies.size()> libraries;
+  std::array<std::optional<Loaded<KernelLibrary>>, std::size(kFamilies)> libraries;
 
   const Loaded<DeviceServices>& services() {
     if (!cuda) {
@@ -88,7 +99,7 @@ struct Registry::State {
   const Loaded<KernelLibrary>& library(Family family) {
     std::optional<Loaded<KernelLibrary>>& slot = libraries.at(static_cast<std::size_t>(family));
     if (slot) return *slot;
-    if (family == Family::kCpu) {
+    if (traits_of(family).on_cpu()) {
       slot = Loaded<KernelLibrary>{.table = cpu_kernel_library()};
     } else {
       dir_used = true;

@@ -23,6 +23,10 @@ struct FoundLibrary {
   std::string error = {};
 };
 
+// What backend="auto" tries on a device, best first; 0 is the CPU. A GPU that none runs on gets all
+// the GPU families, whose refusals say why.
+std::vector<Family> families_for(int compute_capability);
+
 // Process-wide and thread-safe. Tables and kernels live as long as the process.
 class Registry {
  public:

@@ -19,6 +19,9 @@ class Backend(Protocol):
 
     name: str
 
+    def refusal(self, device: torch.device) -> str | None:
+        """Why the backend cannot compute on this device at all, or None."""
+
     def supports(self, device: torch.device, options: Options) -> str | None:
         """None, or the sentence that says why it cannot serve the options on this device."""
 
@@ -38,27 +41,17 @@ class Backend(Protocol):
 class _KernelBackend:
     """The kernels of one family."""
 
-    def __init__(self, name: str, family: _core.Family) -> None:
-        self.name = name
+    def __init__(self, family: _core.Family) -> None:
         self._family = family
+        self._traits = _core.traits_of(family)
+        self.name: str = self._traits.backend
 
     def refusal(self, device: torch.device) -> str | None:
-        """Why the backend cannot compute on this device at all, or None."""
         raise NotImplementedError
 
     def missing_kernel(self, options: Options) -> str | None:
         """Why no compiled kernel of the family serves the options, or None."""
-        return _core.find_error(
-            _core.Variant(
-                family=self._family,
-                q_dtype=check.CORE_DTYPES[options.q_dtype],
-                kv_dtype=check.CORE_DTYPES[options.kv_dtype],
-                head_dim_qk=options.head_dim_qk,
-                head_dim_vo=options.head_dim_vo,
-                logits=_core.Logits.softcap if options.logits_soft_cap else _core.Logits.plain,
-                mask=_core.Mask.custom if options.custom_mask else _core.Mask.bounds,
-            )
-        )
+        return _core.find_error(self._family, core_options(options))
 
     def supports(self, device: torch.device, options: Options) -> str | None:
         return self.refusal(device) or self.missing_kernel(options)
@@ -110,46 +103,45 @@ class _CpuBackend(_KernelBackend):
 
 
 class _CudaBackend(_KernelBackend):
-    def __init__(self, name: str, family: _core.Family, capabilities: range) -> None:
-        super().__init__(name, family)
-        self._capabilities = capabilities
-
     def refusal(self, device: torch.device) -> str | None:
         if device.type != "cuda":
             return (
                 f"backend={self.name!r} computes on CUDA tensors; the workspace is on {device}: "
                 "use backend='auto' or 'cpu' there"
             )
-        if compute_capability(device) not in self._capabilities:
+        if not self._traits.runs_on(compute_capability(device)):
             return (
                 f"backend={self.name!r} does not run on {device}, which has compute capability "
                 f"{compute_capability(device)}: use backend='auto'"
             )
         return None
 
-
-class _Fa3Backend(_CudaBackend):
     def plan(
         self, device: torch.device, options: Options, batch: _core.Batch, float_bytes: int
     ) -> _core.Plan:
-        # A build without sm90 kernels says so wherever it is asked, also on other devices.
-        if self.refusal(device) is not None:
+        # A build without the kernels of one architecture says so wherever it is asked for them,
+        # also on other devices.
+        if self._traits.one_architecture and self.refusal(device) is not None:
             missing = self.missing_kernel(options)
             if missing is not None:
-                raise NotImplementedError(f"backend='fa3': {missing}")
+                raise NotImplementedError(f"backend={self.name!r}: {missing}")
         return super().plan(device, options, batch, float_bytes)
 
 
 def compute_capability(device: torch.device) -> int:
-    """Of a CUDA device: 90 for sm_90."""
+    """90 for sm_90; 0 is the CPU."""
+    if device.type == "cpu":
+        return 0
     return _core.device_facts(device.index)["compute_capability"]
 
 
-CPU = _CpuBackend("cpu", _core.Family.cpu)
-FA2: Backend = _CudaBackend("fa2", _core.Family.sm80, range(80, 1000))
-FA3: Backend = _Fa3Backend("fa3", _core.Family.sm90, range(90, 91))
+def _backend(family: _core.Family) -> Backend:
+    on_cpu = _core.traits_of(family).on_cpu
+    return _CpuBackend(family) if on_cpu else _CudaBackend(family)
 
-_EXPLICIT = {backend.name: backend for backend in (FA2, FA3, CPU)}
+
+_OF_FAMILY = {family: _backend(family) for family in _core.families()}
+_EXPLICIT = {backend.name: backend for backend in _OF_FAMILY.values()}
 NAMES = ("auto", *_EXPLICIT)
 
 
@@ -166,11 +158,10 @@ def candidates(name: str, device: torch.device) -> tuple[Backend, ...]:
     """The backends to try, best first. An explicit name is never replaced by another backend."""
     if name != "auto":
         return (_EXPLICIT[name],)
-    if device.type == "cpu":
-        return (CPU,)
-    if device.type != "cuda":
+    if device.type not in ("cpu", "cuda"):
         raise ValueError(f"no backend computes on {device}; use CPU or CUDA tensors")
-    return (FA3, FA2) if compute_capability(device) == 90 else (FA2,)
+    families = _core.families_for(compute_capability(device))
+    return tuple(_OF_FAMILY[family] for family in families)
 
 
 def choose(name: str, device: torch.device, options: Options) -> Backend:

@@ -1,21 +1,17 @@
 """The compiled module. Addresses, streams and strides are integers; device -1 is the CPU."""
 
-from typing import Any
+from typing import Any, overload
 
 __version__: str
 abi_version: int
 
+# From cpp/variants/forward.toml, by cmake/codegen/generate.py --refresh:
 class DType:
     float16: DType
     bfloat16: DType
     float32: DType
     float8_e4m3fn: DType
     float8_e5m2: DType
-
-class Family:
-    cpu: Family
-    sm80: Family
-    sm90: Family
 
 class TileClass:
     prefill: TileClass
@@ -29,6 +25,11 @@ class Mask:
     bounds: Mask
     custom: Mask
 
+class Family:
+    cpu: Family
+    sm80: Family
+    sm90: Family
+
 class Variant:
     def __init__(
         self,
@@ -41,6 +42,27 @@ class Variant:
         logits: Logits = ...,
         mask: Mask = ...,
     ) -> None: ...
+    @property
+    def id(self) -> str: ...
+    def __hash__(self) -> int: ...
+
+# End of what forward.toml says.
+
+class FamilyTraits:
+    @property
+    def backend(self) -> str: ...
+    @property
+    def on_cpu(self) -> bool: ...
+    @property
+    def one_architecture(self) -> bool: ...
+    def runs_on(self, compute_capability: int) -> bool: ...
+
+def traits_of(family: Family) -> FamilyTraits: ...
+def families() -> list[Family]:
+    """Every family, in the order of preference."""
+
+def families_for(compute_capability: int) -> list[Family]:
+    """What backend="auto" tries on a device, best first; 0 is the CPU."""
 
 def set_library_dir(directory: str) -> None: ...
 def kernels() -> list[dict[str, Any]]:
@@ -48,7 +70,10 @@ def kernels() -> list[dict[str, Any]]:
     head_dim_vo, tile_class, logits, mask, tile {m, n, stages, warps, ctas_per_sm}, smem_bytes."""
 
 def find_id(wanted: Variant) -> str | None: ...
+@overload
 def find_error(wanted: Variant) -> str | None: ...
+@overload
+def find_error(family: Family, options: Options) -> str | None: ...
 def device_facts(device: int) -> dict[str, Any]:
     """device, name, compute_capability, num_sms, smem_per_block, smem_per_sm, l2_bytes."""
 

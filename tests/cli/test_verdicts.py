@@ -1,6 +1,7 @@
 """The commands that judge results must fail when a result is wrong: one value is corrupted on its
 way from the wrapper to the comparison."""
 
+import re
 import types
 
 import pytest
@@ -33,9 +34,8 @@ def test_check_passes(capsys):
     for area in ("prefill", "paged", "decode", "mask", "softcap", "split", "merge", "packbits"):
         assert area in out
     # It tells which kernels ran.
-    assert "cpu_bf16_d256_prefill_plain_bounds" in out
-    assert "cpu_bf16_d256_prefill_softcap_bounds" in out
-    assert "cpu_bf16_d256_prefill_plain_custom" in out
+    ran = set(re.findall(r"\bcpu_\w+", out))
+    assert {"cpu_bf16_d256", "cpu_bf16_d256_softcap", "cpu_bf16_d256_custom"} <= ran
 
 
 @pytest.mark.usefixtures("corrupted_runs")

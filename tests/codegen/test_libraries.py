@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import json
 import re
 import subprocess
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import generate
 import pytest
+import spec
 from preflash import _core
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -20,7 +20,7 @@ sys.path.insert(0, str(ROOT / "wheels"))
 import check  # noqa: E402
 import elf  # noqa: E402
 
-# Kernels that may spill: pattern over ids -> (bytes of spill stores, why they do no harm).
+# Why a kernel may spill.
 _OUTSIDE = (
     "values of the prologue and the epilogue: the main loop holds no LDL or STL (disassembled for "
     "every bf16 variant on sm_90 and the ci preset on sm_80; docs/FACTS.md)"
@@ -31,14 +31,32 @@ _IN_MASK = (
 )
 _IN_GATHER = "words of the gathering producers' item loop; their row loops hold no LDL or STL"
 _BETWEEN_ITEMS = "where items begin and end; the main loop holds no LDL or STL in SASS"
-ALLOWED_SPILLS: dict[str, tuple[int, str]] = {
-    "sm80_*_prefill_*_bounds": (96, _OUTSIDE),
-    "sm80_*_prefill_*_custom": (160, _IN_MASK),
-    "sm80_*_d64_decode_*": (48, _OUTSIDE + "; plain custom reloads two words a tile"),
-    "sm80_*_d256_decode_*": (8, _OUTSIDE),
-    "sm90_*_d64_*": (24, _IN_GATHER),
-    "sm90_*_d256_*": (288, _BETWEEN_ITEMS),
-}
+
+
+@dataclass(frozen=True)
+class AllowedSpill:
+    """Kernels that may spill, and what makes that harmless."""
+
+    axes: dict[str, str]  # as in tiles.toml: an axis that is not named has any value
+    spill_bytes: int
+    why: str
+
+    def covers(self, variant: spec.Variant) -> bool:
+        return spec.match_of(self.axes, variant.vocabulary.axes, "spills").covers(variant.values)
+
+
+ALLOWED_SPILLS = [
+    AllowedSpill({"family": "sm80", "tile_class": "prefill", "mask": "bounds"}, 96, _OUTSIDE),
+    AllowedSpill({"family": "sm80", "tile_class": "prefill", "mask": "custom"}, 160, _IN_MASK),
+    AllowedSpill(
+        {"family": "sm80", "head_dim": "64", "tile_class": "decode"},
+        48,
+        _OUTSIDE + "; plain custom reloads two words a tile",
+    ),
+    AllowedSpill({"family": "sm80", "head_dim": "256", "tile_class": "decode"}, 8, _OUTSIDE),
+    AllowedSpill({"family": "sm90", "head_dim": "64"}, 24, _IN_GATHER),
+    AllowedSpill({"family": "sm90", "head_dim": "256"}, 288, _BETWEEN_ITEMS),
+]
 
 
 @dataclass(frozen=True)
@@ -57,7 +75,13 @@ ENTRY = re.compile(
     r"(?:.*\n)?.*?(?P<stores>\d+) bytes spill stores, (?P<loads>\d+) bytes spill loads"
     r"(?:\n.*?Used (?P<registers>\d+) registers)?"
 )
-KERNEL_ID = re.compile(r"\d(sm\d+_\w+?_(?:bounds|custom))E")
+LENGTH_AND_ID = re.compile(r"(\d+)(sm\d+_\w+)")
+
+
+def kernel_id(symbol: str) -> str | None:
+    """The variant in a mangled name, where its length precedes it."""
+    found = LENGTH_AND_ID.search(symbol)
+    return found[2][: int(found[1])] if found else None
 
 
 def read_ptxas(text: str) -> list[PtxasEntry]:
@@ -73,12 +97,10 @@ def read_ptxas(text: str) -> list[PtxasEntry]:
     ]
 
 
-def excess_spills(variant_id: str, entry: PtxasEntry) -> bool:
-    allowed = [
-        limit
-        for pattern, (limit, _) in ALLOWED_SPILLS.items()
-        if fnmatch.fnmatchcase(variant_id, pattern)
-    ]
+def excess_spills(variant: spec.Variant | None, entry: PtxasEntry) -> bool:
+    """None is a kernel of the common library, none of which spills."""
+    covering = [spill for spill in ALLOWED_SPILLS if variant and spill.covers(variant)]
+    allowed = [spill.spill_bytes for spill in covering]
     return max(entry.spill_stores, entry.spill_loads) > max(allowed, default=0)
 
 
@@ -108,8 +130,8 @@ def test_the_whole_preset_is_compiled(compiled, matrix, kernel_libraries):
     expected = {
         variant.id
         for variant in matrix.select(compiled["preset"])
-        if variant.family == "cpu"
-        or generate.architectures_of(variant.family, compiled["architectures"])
+        if variant.family_facts.on_cpu
+        or generate.architectures_of(variant.family_facts, compiled["architectures"])
     }
     assert {kernel["id"] for kernel in _core.kernels()} == expected
 
@@ -156,19 +178,19 @@ def test_libraries_fit_into_a_wheel(package_dir, kernel_libraries):
     assert sum(path.stat().st_size for path in files) < check.MAX_BYTES
 
 
-def test_every_kernel_has_a_ptxas_report(ptxas_reports, compiled, cmake_options):
+def test_every_kernel_has_a_ptxas_report(ptxas_reports, compiled, cmake_options, matrix):
     archs = [arch.removesuffix("+PTX") for arch in compiled["architectures"]]
     assert archs == cmake_options["PREFLASH_ARCHS"].replace("+PTX", "").split(";")
     reported = {
         (variant, entry.arch)
         for text in ptxas_reports.values()
         for entry in read_ptxas(text)
-        for variant in KERNEL_ID.findall(entry.kernel)
+        if (variant := kernel_id(entry.kernel))
     }
     expected = {
         (row["id"], f"sm_{arch}")
         for row in compiled["variants"]
-        for arch in generate.architectures_of(row["family"], archs)
+        for arch in generate.architectures_of(matrix.families[row["family"]], archs)
     }
     assert reported == expected
 
@@ -178,35 +200,34 @@ def test_registers_are_what_the_launch_bounds_leave(ptxas_reports):
     kernels = {kernel["id"]: kernel for kernel in _core.kernels()}
     for text in ptxas_reports.values():
         for entry in read_ptxas(text):
-            found = KERNEL_ID.search(entry.kernel)
+            found = kernel_id(entry.kernel)
             if found is None:
                 continue
-            tile = kernels[found[1]]["tile"]
+            tile = kernels[found]["tile"]
             threads = 32 * tile["warps"] * tile["ctas_per_sm"]
-            assert 0 < -(-entry.registers // 8) * 8 * threads <= 65536, (found[1], entry.arch)
+            assert 0 < -(-entry.registers // 8) * 8 * threads <= 65536, (found, entry.arch)
 
 
-def test_no_kernel_spills(ptxas_reports):
+def test_no_kernel_spills(ptxas_reports, matrix):
+    variants = {variant.id: variant for variant in matrix.variants}
     entries = [entry for text in ptxas_reports.values() for entry in read_ptxas(text)]
     assert entries
     spilling = []
     for entry in entries:
-        found = KERNEL_ID.search(entry.kernel)
-        name = found[1] if found else entry.kernel
-        if excess_spills(name, entry):
+        found = kernel_id(entry.kernel)
+        if excess_spills(variants[found] if found else None, entry):
             spilling.append(
-                f"{name} ({entry.arch}): {entry.spill_stores} bytes of stores, "
+                f"{found or entry.kernel} ({entry.arch}): {entry.spill_stores} bytes of stores, "
                 f"{entry.spill_loads} of loads"
             )
     assert not spilling, "\n".join(spilling)
 
 
 def test_allowed_spills_are_explained_and_used(matrix):
-    ids = [variant.id for variant in matrix.variants]
-    for pattern, (limit, reason) in ALLOWED_SPILLS.items():
-        assert fnmatch.filter(ids, pattern), pattern
-        assert limit > 0, pattern
-        assert len(reason.split()) >= 5, pattern
+    for spill in ALLOWED_SPILLS:
+        assert any(spill.covers(variant) for variant in matrix.variants), spill
+        assert spill.spill_bytes > 0, spill
+        assert len(spill.why.split()) >= 5, spill
 
 
 def test_ptxas_warned_of_nothing(ptxas_reports):
@@ -216,10 +237,10 @@ def test_ptxas_warned_of_nothing(ptxas_reports):
         assert not warnings, f"{name}: {warnings}"
 
 
-def test_the_report_reader_sees_spills_and_architectures():
+def test_the_report_reader_sees_spills_and_architectures(matrix):
     text = (
-        "ptxas info    : Compiling entry function '_Z1fILi4sm80_x_boundsEE' for 'sm_80'\n"
-        "ptxas info    : Function properties for _Z1fILi4sm80_x_boundsEE\n"
+        "ptxas info    : Compiling entry function '_Z1fIN1v14sm80_bf16_d128EEv' for 'sm_80'\n"
+        "ptxas info    : Function properties for _Z1fIN1v14sm80_bf16_d128EEv\n"
         "    56 bytes stack frame, 72 bytes spill stores, 64 bytes spill loads\n"
         "ptxas info    : Used 255 registers, used 1 barriers\n"
         "ptxas info    : Compiling entry function '_Z1g' for 'sm_90'\n"
@@ -228,10 +249,14 @@ def test_the_report_reader_sees_spills_and_architectures():
         "ptxas info    : Used 168 registers, used 8 barriers\n"
     )
     first, second = read_ptxas(text)
-    assert first == PtxasEntry("_Z1fILi4sm80_x_boundsEE", "sm_80", 72, 64, 255)
+    assert first == PtxasEntry("_Z1fIN1v14sm80_bf16_d128EEv", "sm_80", 72, 64, 255)
     assert second == PtxasEntry("_Z1g", "sm_90", 0, 0, 168)
-    assert excess_spills("sm80_x_bounds", first)
-    assert not excess_spills("g", second)
+    assert kernel_id(first.kernel) == "sm80_bf16_d128"
+    assert kernel_id(second.kernel) is None
+    by_id = {variant.id: variant for variant in matrix.variants}
+    assert excess_spills(by_id["sm80_bf16_d128_decode"], first)
+    assert not excess_spills(by_id["sm80_bf16_d128"], first)
+    assert not excess_spills(None, second)
 
 
 def test_the_build_report_tells_what_each_source_cost(build_dir, ptxas_reports):

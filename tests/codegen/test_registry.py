@@ -52,7 +52,7 @@ def test_one_cpu_kernel_serves_every_head_dim_and_tile_class(head_dims, tile_cla
     wanted = variant(
         head_dim_qk=head_dims[0], head_dim_vo=head_dims[1], tile_class=tile_class, mask="custom"
     )
-    assert _core.find_id(wanted) == "cpu_f16_d256_prefill_plain_custom"
+    assert _core.find_id(wanted) == "cpu_f16_d256_custom"
     assert _core.find_error(wanted) is None
 
 
@@ -88,12 +88,76 @@ def test_sm80_takes_the_smallest_size_that_covers(sm80_ids, head_dims):
 @pytest.mark.parametrize("tile_class", ["prefill", "decode"])
 def test_the_wanted_tile_class_is_taken_where_compiled(sm80_ids, tile_class):
     wanted = variant(family="sm80", q_dtype="bfloat16", kv_dtype="bfloat16", tile_class=tile_class)
-    assert _core.find_id(wanted) == f"sm80_bf16_d128_{tile_class}_plain_bounds"
+    assert _core.find_id(wanted) == wanted.id
+
+
+@pytest.mark.parametrize("kernel", _core.kernels(), ids=lambda kernel: kernel["id"])
+def test_ids_in_cpp_are_those_of_the_generator(kernel):
+    names = {"f16": "float16", "bf16": "bfloat16", "f32": "float32"}
+    dtypes = {name: names[kernel[name]] for name in ("q_dtype", "kv_dtype")}
+    compiled = variant(**{name: kernel[name] for name in BASE} | dtypes)
+    assert compiled.id == repr(compiled) == kernel["id"]
+    assert _core.find_id(compiled) == kernel["id"]
+
+
+def test_variants_are_values():
+    one, same, other = variant(), variant(), variant(mask="custom")
+    assert one == same
+    assert one != other
+    assert len({one, same, other}) == 2
+    assert variant(kv_dtype="float8_e4m3fn", tile_class="decode").id == "cpu_f16_kve4m3_d128_decode"
+
+
+@pytest.mark.parametrize(
+    ("options", "changes"),
+    [
+        ({}, {}),
+        ({"soft_cap": 30.0}, {"logits": "softcap"}),
+        ({"custom_mask": True}, {"mask": "custom"}),
+    ],
+)
+def test_options_decide_the_variant(options, changes):
+    """head_dim 264 is served by none, so that the sentence tells what was looked for."""
+    base = {
+        "num_qo_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim_qk": 264,
+        "head_dim_vo": 264,
+        "q_dtype": _core.DType.float16,
+        "kv_dtype": _core.DType.float16,
+        "causal": True,
+        "window_left": -1,
+        "soft_cap": 0.0,
+        "custom_mask": False,
+        "fixed_split_size": 0,
+        "disable_split": False,
+    }
+    wanted = variant(head_dim_qk=264, head_dim_vo=264, **changes)
+    sentence = _core.find_error(_core.Family.cpu, _core.Options(**base | options))
+    assert sentence == _core.find_error(wanted)
+    served = base | options | {"head_dim_qk": 256, "head_dim_vo": 256}
+    assert _core.find_error(_core.Family.cpu, _core.Options(**served)) is None
+
+
+@pytest.mark.parametrize(
+    ("capability", "backends"),
+    [
+        (0, ["cpu"]),
+        (80, ["fa2"]),
+        (89, ["fa2"]),
+        (90, ["fa3", "fa2"]),
+        (100, ["fa2"]),
+        (75, ["fa3", "fa2"]),  # none runs there: their refusals say so
+    ],
+)
+def test_what_auto_tries(capability, backends):
+    families = _core.families_for(capability)
+    assert [_core.traits_of(family).backend for family in families] == backends
 
 
 def test_a_missing_tile_class_is_served_by_the_other():
     """The cpu family has no decode tiles: a preference, not a condition."""
-    assert _core.find_id(variant(tile_class="decode")) == "cpu_f16_d256_prefill_plain_bounds"
+    assert _core.find_id(variant(tile_class="decode")) == "cpu_f16_d256"
 
 
 MISSES = [
@@ -125,7 +189,7 @@ def test_sm90_has_tall_tiles_alone(tile_class):
     if not compiled_ids("sm90"):
         pytest.skip("built without sm90 kernels")
     wanted = variant(family="sm90", q_dtype="bfloat16", kv_dtype="bfloat16", tile_class=tile_class)
-    assert _core.find_id(wanted) == "sm90_bf16_d128_prefill_plain_bounds"
+    assert _core.find_id(wanted) == "sm90_bf16_d128"
 
 
 def test_custom_masks_on_sm90_point_to_fa2():

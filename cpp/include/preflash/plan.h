@@ -23,10 +23,10 @@ struct alignas(16) RequestInfo {
 static_assert(sizeof(RequestInfo) == 32);
 
 // Packed rows of one query tile, of the tile_m that the kernel computes: tile t of a request begins
-// at row t * rows_per_tile. sm90 fetches Q as whole tokens, boxes of [token, head of the group], so
-// its tiles begin at a token's first head; a group that is larger than the tile is cut anywhere.
-PREFLASH_HD constexpr int rows_per_tile(Family family, int tile_m, int group_size) {
-  bool whole_tokens = family == Family::kSm90 && group_size <= tile_m;
+// at row t * rows_per_tile. Where the family's tiles are whole tokens they begin at a token's first
+// head; a group that is larger than the tile is cut anywhere.
+PREFLASH_HD constexpr int rows_per_tile(TileRows tile_rows, int tile_m, int group_size) {
+  bool whole_tokens = tile_rows == TileRows::kWholeTokens && group_size <= tile_m;
   return whole_tokens ? tile_m - tile_m % group_size : tile_m;
 }
 

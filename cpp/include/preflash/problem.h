@@ -32,7 +32,7 @@ struct Problem {
   DType kv_dtype = DType::kFloat16;
   bool causal = false;  // ignored by callers when a custom mask is given
   std::int32_t window_left = -1;
-  Logits logits = Logits::kPlain;
+  float soft_cap = 0.0f;  // 0: off
   Mask mask = Mask::kBounds;
 
   SplitPolicy split;
@@ -41,5 +41,18 @@ struct Problem {
   // CUDA graphs: sizes that later plans may not exceed. 0: not graph-safe, sizes are exact.
   std::int32_t graph_max_rows = 0;
 };
+
+// What a kernel of the family must be compiled for, to serve the problem.
+inline Variant variant_of(const Problem& problem, Family family,
+                          TileClass tile_class = TileClass::kPrefill) {
+  return {.family = family,
+          .q_dtype = problem.q_dtype,
+          .kv_dtype = problem.kv_dtype,
+          .head_dim_qk = problem.head_dim_qk,
+          .head_dim_vo = problem.head_dim_vo,
+          .tile_class = tile_class,
+          .logits = problem.soft_cap > 0.0f ? Logits::kSoftCap : Logits::kPlain,
+          .mask = problem.mask};
+}
 
 }  // namespace preflash

@@ -1,7 +1,6 @@
-// A variant is everything that is decided when a kernel is compiled; a kernel is a variant plus its
-// tile and its launch function. cpp/variants/forward.toml lists the variants,
-// cmake/codegen/generate.py turns each row into a named type, and the registry finds one at plan()
-// time.
+// A kernel is a variant plus its tile and its launch function. cpp/variants/forward.toml says what
+// a variant is and which there are, cmake/codegen/generate.py turns each into a named type, and the
+// registry finds one at plan() time.
 #pragma once
 
 #include "preflash/types.h"
@@ -9,19 +8,6 @@
 namespace preflash {
 
 struct ForwardParams;
-
-struct Variant {
-  Family family = Family::kCpu;
-  DType q_dtype = DType::kFloat16;
-  DType kv_dtype = DType::kFloat16;
-  int head_dim_qk = 0;  // compiled size; smaller multiples of 8 run through it
-  int head_dim_vo = 0;
-  TileClass tile_class = TileClass::kPrefill;
-  Logits logits = Logits::kPlain;
-  Mask mask = Mask::kBounds;
-
-  friend constexpr bool operator==(const Variant&, const Variant&) = default;
-};
 
 struct TileShape {
   int m = 0;       // packed query rows
@@ -47,12 +33,12 @@ using ForwardLaunch = LaunchError (*)(const ForwardParams& params, int num_ctas,
                                       const LaunchTarget& target);
 
 struct ForwardKernel {
-  const char* id =
-      nullptr;  // e.g. "sm80_bf16_d128_prefill_plain_bounds"; see cmake/codegen/spec.py
+  const char* id = nullptr;  // id_of(variant), e.g. "sm80_bf16_d128_decode"
   Variant variant;
   TileShape tile;
   int smem_bytes = 0;  // dynamic shared memory of one CTA
   ForwardLaunch launch = nullptr;
+  FamilyTraits traits = traits_of(variant.family);  // what the planner goes by
 };
 
 // What a kernel library exports, through `extern "C" const KernelLibrary*
@@ -65,6 +51,6 @@ struct KernelLibrary {
   int num_kernels = 0;
 };
 
-inline constexpr int kKernelAbiVersion = 3;
+inline constexpr int kKernelAbiVersion = 4;
 
 }  // namespace preflash

@@ -10,12 +10,15 @@ template <class V>
 inline constexpr int kSmemBytes = sizeof(SharedStorage<ForwardTraits<V>>);
 
 template <class V>
+inline constexpr TileRows kTileRows = traits_of(V::kVariant.family).tile_rows;
+
+template <class V>
 LaunchError launch_forward(const ForwardParams& params, int num_ctas, const LaunchTarget& target) {
   using Traits = ForwardTraits<V>;
   static_assert(kSmemBytes<V> <= kMostSharedBytes);
   HopperParams hopper{KernelParams::make(params, V::kVariant.logits),
                       box_shape(params, Traits::kTileM, Traits::kTileN),
-                      rows_per_tile(Family::kSm90, Traits::kTileM, params.group_size),
+                      rows_per_tile(kTileRows<V>, Traits::kTileM, params.group_size),
                       {}};
   const char* refusal = encode_tensor_maps(params, V::kVariant.q_dtype, hopper.box, hopper.maps);
   if (refusal != nullptr) return refusal;

@@ -46,7 +46,9 @@ def gpu_absent() -> str:
 
 def cpu_refusal() -> str:
     """Why the CPU backend cannot be used; empty where it can."""
-    return _backends.CPU.refusal(torch.device("cpu")) or ""
+    device = torch.device("cpu")
+    refusals = [backend.refusal(device) for backend in _backends.candidates("auto", device)]
+    return refusals[0] or ""
 
 
 def places() -> list[Place]:
@@ -54,13 +56,11 @@ def places() -> list[Place]:
     found = []
     if not gpu_absent():
         device = torch.device("cuda", torch.cuda.current_device())
-        capability = _core.device_facts(device.index)["compute_capability"]
-        backends = {kernel["backend"] for kernel in _core.kernels()}
+        compiled = {kernel["backend"] for kernel in _core.kernels()}
         name = torch.cuda.get_device_name(device)
-        if "fa3" in backends and capability == 90:
-            found.append(Place("fa3", device, name))
-        if "fa2" in backends and capability >= 80:
-            found.append(Place("fa2", device, name))
+        for backend in _backends.candidates("auto", device):
+            if backend.name in compiled and backend.refusal(device) is None:
+                found.append(Place(backend.name, device, name))
     if not cpu_refusal():
         found.append(Place("cpu", torch.device("cpu"), "CPU"))
     return found

@@ -1,0 +1,44 @@
+// The facts of a kernel family, as data: [family.*] of cpp/variants/forward.toml holds them, and
+// the generated traits_of() tells them. Nothing but the kernels themselves asks which family it is.
+#pragma once
+
+#include <cstdint>
+#include <limits>
+
+namespace preflash {
+
+// Packed rows of one query tile: all that the kernel computes, or as many as make whole tokens.
+enum class TileRows : std::uint8_t { kFull, kWholeTokens };
+
+// How items reach CTAs.
+enum class Schedule : std::uint8_t {
+  kAuto,        // the family's default
+  kPersistent,  // num_sms * ctas_per_sm CTAs, each with a list of items
+  kOnePerItem,  // one CTA per item; the hardware hands CTAs out in order as slots become free
+};
+
+struct FamilyTraits {
+  static constexpr int kAnyLater = std::numeric_limits<int>::max();
+
+  const char* backend = "";  // what a caller names
+  // Devices that it runs on: their compute capability, 90 for sm_90; 0 is the CPU.
+  int lowest_capability = 0;
+  int highest_capability = 0;
+  // The entry of PREFLASH_ARCHS that asks for it, where it is code of one architecture alone.
+  const char* architecture = "";
+  TileRows tile_rows = TileRows::kFull;
+  Schedule schedule = Schedule::kOnePerItem;  // never kAuto
+  int item_keys = 0;  // an item costs as much as so many keys; 0: CostModel::kItem tiles
+
+  constexpr bool runs_on(int compute_capability) const {
+    return lowest_capability <= compute_capability && compute_capability <= highest_capability;
+  }
+  constexpr bool on_cpu() const { return runs_on(0); }
+  constexpr bool one_architecture() const { return architecture[0] != '\0'; }
+  // True where it runs on every device that `other` runs on.
+  constexpr bool covers(const FamilyTraits& other) const {
+    return runs_on(other.lowest_capability) && runs_on(other.highest_capability);
+  }
+};
+
+}  // namespace preflash
