@@ -78,6 +78,10 @@ py::object error_of(const Variant& wanted) {
 void bind_families(py::module_& m) {
   py::class_<FamilyTraits>(m, "FamilyTraits")
       .def_readonly("backend", &FamilyTraits::backend)
+      .def_readonly("item_keys", &FamilyTraits::item_keys)
+      .def_property_readonly(
+          "whole_tokens",
+          [](const FamilyTraits& traits) { return traits.tile_rows == TileRows::kWholeTokens; })
       .def_property_readonly("on_cpu", &FamilyTraits::on_cpu)
       .def_property_readonly("one_architecture", &FamilyTraits::one_architecture)
       .def("runs_on", &FamilyTraits::runs_on, py::arg("compute_capability"));

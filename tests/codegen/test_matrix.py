@@ -211,13 +211,23 @@ def test_checked_in_texts_are_those_of_the_toml(matrix, path, text):
     assert {v.id for v in matrix.variants} == set(ID.findall(generate.docs_text(matrix)))
 
 
-def test_generated_struct_says_what_the_toml_says(matrix, tmp_path):
-    """Compiles the generated types on the host and reads every field back."""
+def write_vocabulary(directory: Path, matrix: spec.Matrix) -> None:
+    header = directory / "preflash" / "vocabulary.h"
+    header.parent.mkdir(exist_ok=True)
+    header.write_text(generate.vocabulary_text(matrix.vocabulary))
+
+
+def compile_cpp(directory: Path, *arguments: str) -> None:
     compiler = shutil.which("c++") or shutil.which("g++")
     assert compiler, "a C++ compiler built this package"
-    vocabulary = tmp_path / "preflash" / "vocabulary.h"
-    vocabulary.parent.mkdir()
-    vocabulary.write_text(generate.vocabulary_text(matrix.vocabulary))
+    includes = [f"-I{path}" for path in (directory, ROOT / "cpp" / "include", ROOT / "cpp")]
+    command = [compiler, "-std=c++20", "-Wall", "-Wextra", "-Werror", *includes, *arguments]
+    subprocess.run(command, check=True, cwd=directory)
+
+
+def test_generated_struct_says_what_the_toml_says(matrix, tmp_path):
+    """Compiles the generated types on the host and reads every field back."""
+    write_vocabulary(tmp_path, matrix)
     types = "\n".join(generate.variant_type(variant) for variant in matrix.variants)
     prints = "\n".join(f"  show<variants::{variant.id}>();" for variant in matrix.variants)
     source = tmp_path / "show.cpp"
@@ -242,19 +252,8 @@ int main() {{
 }}
 """
     )
-    program = tmp_path / "show"
-    include = ROOT / "cpp" / "include"
-    command = [
-        compiler,
-        "-std=c++20",
-        f"-I{include}",
-        f"-I{tmp_path}",
-        str(source),
-        "-o",
-        str(program),
-    ]
-    subprocess.run(command, check=True)
-    shown = subprocess.run([program], check=True, capture_output=True, text=True).stdout
+    compile_cpp(tmp_path, "show.cpp", "-o", "show")
+    shown = subprocess.run([tmp_path / "show"], check=True, capture_output=True, text=True).stdout
     expected = [
         f"{v.id} {v.family} {v.backend} {v.q_dtype} {v.q_dtype} {v.head_dim_qk} {v.head_dim_vo} "
         f"{v.tile_class} {v.logits} {v.mask} {v.tile.m} {v.tile.n} {v.tile.stages} "
@@ -356,3 +355,6 @@ def test_an_added_axis_renames_no_kernel(tmp_path, matrix):
     assert '"bias"' in generate.matrix_text(grown)
     assert "alibi: Bias" in generate.stub_text(grown.vocabulary)
     assert "`alibi`" in generate.docs_text(grown)
+    write_vocabulary(tmp_path, grown)
+    (tmp_path / "matrix.cpp").write_text(generate.matrix_text(grown))
+    compile_cpp(tmp_path, "-fsyntax-only", "matrix.cpp")

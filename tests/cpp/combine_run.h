@@ -13,9 +13,9 @@ struct CombineCase {
   std::vector<int> qo_lens;
   bool with_lse = true;
   float lse_scale = 1.0f;
-  Family family = Family::kSm80;
+  TileRows rows = TileRows::kFull;
 
-  int tile_rows() const { return rows_per_tile(family, tile_m, group_size); }
+  int tile_rows() const { return rows_per_tile(rows, tile_m, group_size); }
 };
 
 // The work of one case: everything that the kernel reads, on the host.

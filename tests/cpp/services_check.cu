@@ -278,9 +278,11 @@ void check_dtype() {
   check_combine<T>({128, 8, 1, 72, 17, {100}, true, float(M_LN2)});  // several tiles, odd head_dim
   check_combine<T>({64, 5, 3, 256, 9, {13, 2}});                     // four warps per row
   check_combine<T>({64, 4, 8, 192, 3, std::vector<int>(100, 2)});    // more tiles than CTA slots
-  check_combine<T>({128, 7, 2, 128, 6, {1, 40, 18}, true, 1.0f, Family::kSm90});  // 126 rows a tile
-  check_combine<T>({192, 5, 1, 64, 4, {77, 0, 38}, true, 1.0f, Family::kSm90});
-  check_combine<T>({128, 131, 1, 64, 3, {2, 1}, true, 1.0f, Family::kSm90});  // a group over a tile
+  check_combine<T>(
+      {128, 7, 2, 128, 6, {1, 40, 18}, true, 1.0f, TileRows::kWholeTokens});  // 126 rows a tile
+  check_combine<T>({192, 5, 1, 64, 4, {77, 0, 38}, true, 1.0f, TileRows::kWholeTokens});
+  check_combine<T>(
+      {128, 131, 1, 64, 3, {2, 1}, true, 1.0f, TileRows::kWholeTokens});  // a group over a tile
   for (int dim : {5, 64, 96, 128, 264}) {
     check_merge_states<T>(MergeForm::kPair, 2, 37, 3, dim);
     check_merge_states<T>(MergeForm::kInPlace, 2, 129, 7, dim);

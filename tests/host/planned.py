@@ -12,7 +12,6 @@ planner = _core.planner
 
 FINAL = -1
 ITEM_COST, PARTIAL_COST = 2, 1  # work.h, CostModel: what an item costs besides its KV tiles
-SM90_ITEM_KEYS = 170  # work.cpp: on sm90 it costs as much as so many keys
 
 REQUEST = np.dtype(
     [
@@ -57,10 +56,14 @@ DEFAULTS = {
 }
 
 
+def traits_of(case: dict) -> _core.FamilyTraits:
+    return _core.traits_of(getattr(_core.Family, case.get("family", "sm80")))
+
+
 def rows_per_tile(case: dict) -> int:
-    """The packed rows of one query tile: whole tokens on sm90 where one fits."""
+    """The packed rows of one query tile: whole tokens where the family says so and one fits."""
     tile_m, group = case["tile_m"], case["num_qo_heads"] // case["num_kv_heads"]
-    if case.get("family") == "sm90" and group <= tile_m:
+    if traits_of(case).whole_tokens and group <= tile_m:
         return tile_m // group * group
     return tile_m
 
@@ -145,9 +148,8 @@ class Planned:
 
     def item_cost(self) -> float:
         """In KV tiles."""
-        if self.case.get("family") == "sm90":
-            return round(4 * SM90_ITEM_KEYS / self.case["tile_n"]) / 4
-        return ITEM_COST
+        keys = traits_of(self.case).item_keys
+        return round(4 * keys / self.case["tile_n"]) / 4 if keys else ITEM_COST
 
     def cost_of(self, item) -> float:
         partial = PARTIAL_COST if item["partial_row"] != FINAL else 0
