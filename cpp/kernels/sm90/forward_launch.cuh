@@ -12,7 +12,7 @@ inline constexpr int kSmemBytes = sizeof(SharedStorage<ForwardTraits<V>>);
 template <class V>
 LaunchError launch_forward(const ForwardParams& params, int num_ctas, const LaunchTarget& target) {
   using Traits = ForwardTraits<V>;
-  static_assert(kSmemBytes<V> <= kMostSharedBytes);
+  static_assert(kSmemBytes<V> <= kMaxSharedBytes);
   HopperParams hopper{KernelParams::make(params, V::kVariant.logits),
                       box_shape(params, Traits::kTileM, Traits::kTileN),
                       rows_per_tile(Family::kSm90, Traits::kTileM, params.group_size),
