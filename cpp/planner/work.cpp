@@ -6,8 +6,8 @@ namespace preflash {
 
 ItemCost item_cost(Family family, std::int32_t tile_n) {
   ItemCost cost;
-  // Fitted to the clocks of every CTA of an H100 at head_dim 64, 128 and 256 (docs/FACTS.md): an
-  // item takes as long as this many keys do.
+  // Fitted to the clocks of every CTA of an H100 at head_dim 64, 128 and 256
+  // (docs/dev/experiments.md): an item takes as long as this many keys do.
   constexpr std::int32_t kItemKeys = 170;
   if (family == Family::kSm90) cost.item = (kItemKeys * ItemCost::kTile + tile_n / 2) / tile_n;
   return cost;

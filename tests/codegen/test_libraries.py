@@ -23,7 +23,7 @@ import elf  # noqa: E402
 # Kernels that may spill: pattern over ids -> (bytes of spill stores, why they do no harm).
 _OUTSIDE = (
     "values of the prologue and the epilogue: the main loop holds no LDL or STL (disassembled for "
-    "every bf16 variant on sm_90 and the ci preset on sm_80; docs/FACTS.md)"
+    "every bf16 variant on sm_90 and the ci preset on sm_80; docs/dev/experiments.md)"
 )
 _IN_MASK = (
     "O and S alone take three quarters of 255 registers, and a custom mask's words come on top: "

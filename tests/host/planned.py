@@ -58,7 +58,7 @@ DEFAULTS = {
 
 
 def rows_per_tile(case: dict) -> int:
-    """The packed rows of one query tile: whole tokens on sm90 where one fits."""
+    """The packed rows of one query tile: token-aligned on sm90 where a token fits."""
     tile_m, group = case["tile_m"], case["num_qo_heads"] // case["num_kv_heads"]
     if case.get("family") == "sm90" and group <= tile_m:
         return tile_m // group * group
