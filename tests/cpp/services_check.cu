@@ -35,8 +35,8 @@ void check_combine(const CombineCase& c) {
         std::size_t at = std::size_t(merge.first_row) + chunk * rows + row;
         const PartialLse& lse = in.partial_lse[at];
         values.push_back(&in.partial_o[at * c.head_dim]);
-        chunk_lse.push_back(std::isinf(lse.high) ? -INFINITY : double(lse.low));
-        if (!std::isinf(lse.high)) shift = lse.high;
+        chunk_lse.push_back(lse.low);
+        if (!std::isinf(lse.low)) shift = lse.high;
       }
       Merged expected = merge_reference(values, chunk_lse, c.head_dim);
       expected.lse += shift;

@@ -56,8 +56,8 @@ struct alignas(16) MergeItem {
 static_assert(sizeof(MergeItem) == 16);
 
 // The base-2 log-sum-exp of a row's share of the keys, high + low. Two floats: weights are taken
-// from differences, and one float of an LSE near 2^24 has no bits left for them. No key kept: -inf
-// and 0.
+// from differences, and one float of an LSE near 2^24 has no bits left for them. No key kept: 0 and
+// -inf.
 struct alignas(8) PartialLse {
   float high = 0.0f;
   float low = 0.0f;

@@ -46,24 +46,29 @@ struct SpeculativeSoftmax : OnlineSoftmax<2> {
     float offset[kRows];
     set_offsets(offset, scale_log2);
     exponentiate(scores, p, tile_sum, scale_log2, offset);
-    bool moves[kRows];
-    CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r) moves[r] = tile_sum[r] > kMaxSum;
-    bool again = __any_sync(0xffffffffu, moves[0] || moves[1]);
-    if (!settled) {
+    // One vote and one branch: a second one would measurably slow down short tiles.
+    bool look = tile_sum[0] > kMaxSum || tile_sum[1] > kMaxSum || !settled;
+    if (__any_sync(0xffffffffu, look)) {
+      bool moves[kRows];
       CUTE_UNROLL
-      for (int r = 0; r < kRows; ++r)
-        moves[r] |= is_huge(scaled_reference(reference[r], scale_log2));
-      again = __any_sync(0xffffffffu, moves[0] || moves[1]);
-    }
-    if (again) {
-      move(scores, out, moves, scale_log2);
-      set_offsets(offset, scale_log2);
-      center(scores, offset);
-      exponentiate(scores, p, tile_sum, scale_log2, offset);
+      for (int r = 0; r < kRows; ++r) {
+        moves[r] = tile_sum[r] > kMaxSum || is_huge(offset[r]);
+      }
+      if (__any_sync(0xffffffffu, moves[0] || moves[1])) {
+        move(scores, out, moves, scale_log2);
+        set_offsets(offset, scale_log2);
+        center(scores, offset);
+        exponentiate(scores, p, tile_sum, scale_log2, offset);
+      }
     }
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) sum[r] += tile_sum[r];
+  }
+
+  __device__ __forceinline__ RowResult finish(int r, float scale_log2) const {
+    RowResult result = OnlineSoftmax::finish(r, scale_log2);
+    if (!settled) finish_huge(r, scale_log2, result.lse);
+    return result;
   }
 
  private:
