@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 
 SIZES = "sizes"  # the type of an axis of integers: "128", or "192x128" for two of them
 MATCHES = ("equal", "covers", "preferred", "library")
-TILE_ROWS = {"full": "kFull", "whole_tokens": "kWholeTokens"}
+TILE_ROWS = {"full": "kFull", "token_aligned": "kTokenAligned"}
 SCHEDULES = {"one_per_item": "kOnePerItem", "persistent": "kPersistent"}
 
 

@@ -80,8 +80,8 @@ void bind_families(py::module_& m) {
       .def_readonly("backend", &FamilyTraits::backend)
       .def_readonly("item_keys", &FamilyTraits::item_keys)
       .def_property_readonly(
-          "whole_tokens",
-          [](const FamilyTraits& traits) { return traits.tile_rows == TileRows::kWholeTokens; })
+          "token_aligned",
+          [](const FamilyTraits& traits) { return traits.tile_rows == TileRows::kTokenAligned; })
       .def_property_readonly("on_cpu", &FamilyTraits::on_cpu)
       .def_property_readonly("one_architecture", &FamilyTraits::one_architecture)
       .def("runs_on", &FamilyTraits::runs_on, py::arg("compute_capability"));

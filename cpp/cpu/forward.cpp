@@ -154,7 +154,7 @@ std::uint32_t bit_range(int begin, int end) {
 
 // The LSE of a row of maximum `raw`, taken before the factor, and weights that add up to `sum`.
 PartialLse row_lse(const Launch& launch, float raw, float sum) {
-  if (sum == 0.0f) return {.high = -kInfinity, .low = 0.0f};
+  if (sum == 0.0f) return {.high = 0.0f, .low = -kInfinity};
   const float factor = launch.logits.factor, product = raw * factor;
   const bool huge = std::abs(product) >= launch.isa.huge_logit;
   if (!huge) return {.high = product, .low = std::log2(sum)};

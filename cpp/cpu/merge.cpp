@@ -24,7 +24,7 @@ float difference(const PartialLse& a, const PartialLse& b) {
 
 // Weights 2^(lse - largest) of a row's states, normalised by one sum. States come as PartialLse.
 struct MergedLse {
-  PartialLse largest{.high = -kInfinity, .low = 0.0f};
+  PartialLse largest{.high = 0.0f, .low = -kInfinity};
   float sum = 0.0f;
 
   template <class LseOf>
@@ -38,7 +38,7 @@ struct MergedLse {
   }
   bool empty() const { return sum == 0.0f; }
   float weight(const PartialLse& lse) const {
-    return lse.high == -kInfinity ? 0.0f : std::exp2(difference(lse, largest));
+    return lse.high + lse.low == -kInfinity ? 0.0f : std::exp2(difference(lse, largest));
   }
   float lse() const { return empty() ? -kInfinity : largest.high + (largest.low + std::log2(sum)); }
 };

@@ -21,8 +21,8 @@ struct CostModel {
   static constexpr std::int32_t kMerge = 4;    // the combine launch
 };
 
-// What items are dealt out to CTAs by, in quarters of a KV tile: nobody evens out at run time what
-// this gets wrong.
+// The costs by which items are assigned to CTAs, in quarters of a KV tile. No item moves at run
+// time, so errors of this model remain.
 struct ItemCost {
   static constexpr std::int32_t kTile = 4;
   std::int32_t item = CostModel::kItem * kTile;

@@ -10,7 +10,7 @@ import torch
 
 from . import _core
 from . import _validate as check
-from ._launch_site import ordinal_of
+from ._device_stream import ordinal_of
 from ._options import Options, core_options
 
 

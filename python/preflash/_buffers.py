@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ._launch_site import LaunchSite
+from ._device_stream import DeviceStream
 
 
 class Buffer:
@@ -19,20 +19,20 @@ class Buffer:
         self._streams = {owner} if tensor.is_cuda else None
 
     @classmethod
-    def allocate(cls, num_bytes: int, site: LaunchSite) -> Buffer:
+    def allocate(cls, num_bytes: int, device_stream: DeviceStream) -> Buffer:
         """Fresh memory, which belongs to the current stream."""
-        tensor = torch.empty(num_bytes, dtype=torch.uint8, device=site.device)
-        return cls(tensor, site.stream())
+        tensor = torch.empty(num_bytes, dtype=torch.uint8, device=device_stream.device)
+        return cls(tensor, device_stream.stream())
 
     def is_free_on(self, stream: int) -> bool:
         """Whether whatever used it is over before what this stream does next."""
         return self._streams is None or self._streams == {stream}
 
-    def used_on_current_stream(self, site: LaunchSite) -> None:
+    def used_on_current_stream(self, device_stream: DeviceStream) -> None:
         """Tells the allocator, the first time that a stream comes by."""
         if self._streams is None:  # on the CPU
             return
-        stream = site.stream()
+        stream = device_stream.stream()
         if stream not in self._streams:
-            self.tensor.record_stream(site.owner_stream())
+            self.tensor.record_stream(device_stream.owner_stream())
             self._streams.add(stream)

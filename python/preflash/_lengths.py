@@ -22,10 +22,7 @@ def debugging() -> bool:
 
 def index_array(name: str, value: Any, device: torch.device) -> torch.Tensor:
     """An indptr, a list of pages or of last page lengths: 1-D int32, on the CPU or on `device`."""
-    # Nearly always what it should be: an ordinary tensor, whose storage does not begin at null.
-    ordinary = type(value) is torch.Tensor and value.layout is torch.strided
-    if not ordinary or value.data_ptr() <= value.storage_offset() * value.element_size():
-        check.tensor(name, value)
+    value = check.tensor(name, value)
     if value.dtype != torch.int32:
         raise TypeError(f"{name} is {value.dtype}; must be torch.int32")
     if value.dim() != 1:

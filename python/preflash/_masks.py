@@ -8,7 +8,7 @@ import torch
 
 from . import _core
 from . import _validate as check
-from ._launch_site import LaunchSite
+from ._device_stream import DeviceStream
 
 # Kernels read the bits of a row in words of 8 bytes; what lies behind the last request is zero.
 PADDING = 16
@@ -44,23 +44,28 @@ def check_mask_device(mask: torch.Tensor, device: torch.device) -> None:
 
 
 def owned_mask(
-    mask: torch.Tensor, packed: bool, batch: _core.Batch, site: LaunchSite
+    mask: torch.Tensor, packed: bool, batch: _core.Batch, device_stream: DeviceStream
 ) -> torch.Tensor:
-    """A packed copy on the site's device: later changes by the caller do not reach the plan."""
-    buffer = torch.zeros(batch.mask_bytes + PADDING, dtype=torch.uint8, device=site.device)
-    mask = mask.to(site.device)
+    """A packed copy on the stream's device: later changes by the caller do not reach the plan."""
+    buffer = torch.zeros(batch.mask_bytes + PADDING, dtype=torch.uint8, device=device_stream.device)
+    mask = mask.to(device_stream.device)
     if packed:
         buffer[: batch.mask_bytes].copy_(mask)
         return buffer
     mask = mask.contiguous()
     segments = torch.empty(2 * (batch.num_requests + 1), dtype=torch.int64, device="cpu")
     batch.write_mask_segments(check.address(segments))
-    pack_segments(mask, buffer, segments.to(site.device), site, little=True)
+    pack_segments(mask, buffer, segments.to(device_stream.device), device_stream, little=True)
     return buffer
 
 
 def pack_segments(
-    x: torch.Tensor, packed: torch.Tensor, segments: torch.Tensor, site: LaunchSite, *, little: bool
+    x: torch.Tensor,
+    packed: torch.Tensor,
+    segments: torch.Tensor,
+    device_stream: DeviceStream,
+    *,
+    little: bool,
 ) -> None:
     """Packs x [n]. segments [2, num_segments + 1] int64: first elements, then first bytes."""
     _core.pack_bits(
@@ -69,7 +74,7 @@ def pack_segments(
         segments=check.address(segments),
         num_segments=segments.numel() // 2 - 1,
         little=little,
-        device=site.ordinal,
-        stream=site.stream(),
-        num_threads=site.num_threads(),
+        device=device_stream.ordinal,
+        stream=device_stream.stream(),
+        num_threads=device_stream.num_threads(),
     )

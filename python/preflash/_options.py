@@ -74,12 +74,18 @@ def batch_options(a: Any) -> Options:
     check.position_encoding(a.pos_encoding_mode, a.rope_scale, a.rope_theta)
     check.permission("allow_fp16_qk_reduction", a.allow_fp16_qk_reduction)
     check.permission("use_fp16_qk_reduction", a.use_fp16_qk_reduction)
-    check.absent(
-        prefix_len_ptr=a.prefix_len_ptr,
-        token_pos_in_items_ptr=a.token_pos_in_items_ptr,
-        token_pos_in_items_len=a.token_pos_in_items_len or None,
-        max_item_len_ptr=a.max_item_len_ptr,
-    )
+    if (
+        a.prefix_len_ptr is not None
+        or a.token_pos_in_items_ptr is not None
+        or a.token_pos_in_items_len
+        or a.max_item_len_ptr is not None
+    ):
+        check.absent(
+            prefix_len_ptr=a.prefix_len_ptr,
+            token_pos_in_items_ptr=a.token_pos_in_items_ptr,
+            token_pos_in_items_len=a.token_pos_in_items_len or None,
+            max_item_len_ptr=a.max_item_len_ptr,
+        )
     check.flag("non_blocking", a.non_blocking)
     head_dim = check.alias("head_dim", a.head_dim, "head_dim_qk", a.head_dim_qk)
     head_dim = check.integer("head_dim", check.required("head_dim", head_dim), at_least=1)

@@ -11,7 +11,7 @@ from . import _core, _tensors
 from . import _validate as check
 from ._backends import Backend
 from ._buffers import Buffer
-from ._launch_site import LaunchSite
+from ._device_stream import DeviceStream
 
 _LAUNCHES_KEPT = 64
 _LSE_SCALES = check.LSE_SCALES
@@ -74,8 +74,8 @@ class PlannedVariant:
         self,
         plan: _core.Plan,
         backend: Backend,
-        want: _tensors.Expected,
-        site: LaunchSite,
+        expected: _tensors.Expected,
+        device_stream: DeviceStream,
         kept: list[Buffer],
         memory: Memory | None = None,
     ) -> None:
@@ -83,15 +83,15 @@ class PlannedVariant:
         stream uses it."""
         self.plan = plan
         self.backend = backend
-        self.want = want
-        self.site = site
+        self.expected = expected
+        self.device_stream = device_stream
         # Whether anybody else may still run it: a CUDA graph that captured it, a copied wrapper.
         self.shared = False
         self._prepared: dict[tuple, _Prepared] = {}
         self._kept = kept
         self._memory = memory
-        self._current_stream = site.stream
-        self._stream = site.stream()
+        self._current_stream = device_stream.stream
+        self._stream = device_stream.stream()
 
     @check.eager
     def run(
@@ -107,7 +107,7 @@ class PlannedVariant:
         memory: of this call alone, instead of the plan's.
         """
         out, lse, return_lse, lse_base, lse_layout = outputs
-        want_lse = return_lse or lse is not None
+        with_lse = return_lse or lse is not None
         try:
             if type(kv) is not tuple and isinstance(kv, _Tensor):
                 k = v = kv
@@ -118,9 +118,9 @@ class PlannedVariant:
                 key = (q.shape, q.stride(), q.dtype, q.device,
                        k.shape, k.stride(), k.dtype, k.device,
                        v.shape, v.stride(), v.dtype, v.device)  # fmt: skip
-            if out is not None or want_lse:
+            if out is not None or with_lse:
                 key = (key, out is not None and (out.shape, out.stride(), out.dtype, out.device),
-                       want_lse and (lse_layout, _tensors.signature(lse)))  # fmt: skip
+                       with_lse and (lse_layout, _tensors.signature(lse)))  # fmt: skip
             prepared = self._prepared.get(key)
         except (AttributeError, TypeError, ValueError, RuntimeError):
             prepared, key = None, None  # no ordinary tensors: the checks say which argument it is
@@ -139,7 +139,7 @@ class PlannedVariant:
         if out is None:
             out = _empty_like(q) if out_shape is None else q.new_empty(out_shape)
         lse_address = 0
-        if want_lse:
+        if with_lse:
             if lse is None:
                 lse = q.new_empty(lse_shape, dtype=torch.float32)
             lse_address = lse.data_ptr()
@@ -174,26 +174,30 @@ class PlannedVariant:
 
     def _announce_stream(self, stream: int) -> None:
         for buffer in self._kept:
-            buffer.used_on_current_stream(self.site)
+            buffer.used_on_current_stream(self.device_stream)
         self._stream = stream
 
     def _prepare(self, key: tuple | None, q: Any, kv: Any, outputs: Outputs) -> _Prepared:
         check.forward_only(q)  # before anything is remembered of a traced tensor
-        want = self.want
-        q_strides = _tensors.check_q(q, want)
-        if want.page_size > 0:
-            k, v = _tensors.check_paged(kv, want)
+        expected = self.expected
+        q_strides = _tensors.check_q(q, expected)
+        if expected.page_size > 0:
+            k, v = _tensors.check_paged(kv, expected)
         else:
-            k = _tensors.check_ragged("k", kv[0], want.options.head_dim_qk, want)
-            v = _tensors.check_ragged("v", kv[1], want.options.head_dim_vo, want)
-        out_shape = (want.qo_tokens, want.options.num_qo_heads, want.options.head_dim_vo)
+            k = _tensors.check_ragged("k", kv[0], expected.options.head_dim_qk, expected)
+            v = _tensors.check_ragged("v", kv[1], expected.options.head_dim_vo, expected)
+        out_shape = (
+            expected.qo_tokens,
+            expected.options.num_qo_heads,
+            expected.options.head_dim_vo,
+        )
         if outputs.out is None:
             out_strides = _tensors.contiguous_strides(out_shape)
         else:
-            out_strides = _tensors.check_out(outputs.out, want)
+            out_strides = _tensors.check_out(outputs.out, expected)
         lse_strides = (0, 0)
         if outputs.lse is not None:
-            lse_strides = _tensors.check_lse(outputs.lse, outputs.lse_layout, want)
+            lse_strides = _tensors.check_lse(outputs.lse, outputs.lse_layout, expected)
         elif outputs.return_lse:
             tokens, heads = out_shape[:2]
             lse_strides = (heads, 1) if outputs.lse_layout == "NH" else (1, tokens)
@@ -210,7 +214,7 @@ class PlannedVariant:
             start=self.backend.runner(launch),
             v_offset=v.offset,
             out_shape=None if like_q else out_shape,
-            lse_shape=_tensors.lse_shape(outputs.lse_layout, want),
+            lse_shape=_tensors.lse_shape(outputs.lse_layout, expected),
         )
         if key is not None:
             if len(self._prepared) >= _LAUNCHES_KEPT:

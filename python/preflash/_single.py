@@ -15,7 +15,7 @@ import torch
 from . import _core, _masks, _tensors
 from . import _validate as check
 from ._backends import check_name
-from ._launch_site import LaunchSite
+from ._device_stream import DeviceStream
 from ._options import Options, data_types, softmax_scale
 from ._planned import Memory, Outputs, PlannedVariant
 from ._workspace import Upload, Workspace, draft, upload
@@ -81,8 +81,8 @@ def run(
     """Attention of q, k, v."""
     q, k, v = tensors
     try:
-        site = LaunchSite(q.device)
-        key = _key(q, k, v, problem, site)
+        device_stream = DeviceStream(q.device)
+        key = _key(q, k, v, problem, device_stream)
         planned = _cache.plans.get(key)
     except (AttributeError, RuntimeError, TypeError, ValueError):
         # No ordinary tensors, or an option that has no hash: the checks say which one it is.
@@ -91,11 +91,11 @@ def run(
         check.forward_only(q, k, v)
         for name, value in (("q", q), ("k", k), ("v", v)):
             check.tensor(name, value)
-        site = LaunchSite(q.device)
+        device_stream = DeviceStream(q.device)
         options = _options(q, k, v, problem)
         kv_len = k.shape[0 if problem.kv_layout == "NHD" else 1]
-        planned = _plan(site, (q.shape[0], kv_len), options, problem)
-        _cache.plans[_key(q, k, v, problem, site)] = planned
+        planned = _plan(device_stream, (q.shape[0], kv_len), options, problem)
+        _cache.plans[_key(q, k, v, problem, device_stream)] = planned
         if len(_cache.plans) > _PLANS_KEPT:
             _cache.plans.popitem(last=False)
     else:
@@ -104,9 +104,9 @@ def run(
 
 
 def _key(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem, site: LaunchSite
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem, device_stream: DeviceStream
 ) -> tuple:
-    key = (q.shape, k.shape, v.shape, q.dtype, problem, q.device, site.stream())
+    key = (q.shape, k.shape, v.shape, q.dtype, problem, q.device, device_stream.stream())
     usual = (
         type(problem.causal) is bool
         and type(problem.allow_fp16_qk_reduction) is bool
@@ -153,10 +153,10 @@ def _options(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem
 
 
 def _plan(
-    site: LaunchSite, lengths: tuple[int, int], options: Options, problem: Problem
+    device_stream: DeviceStream, lengths: tuple[int, int], options: Options, problem: Problem
 ) -> _Planned:
     check.not_traced()
-    if site.is_capturing():
+    if device_stream.is_capturing():
         raise RuntimeError(
             "this call needs a plan, which cannot be made while its stream is being captured into "
             "a CUDA graph: call it once before, with the same shapes and options on the stream "
@@ -171,19 +171,19 @@ def _plan(
         batch.use_mask()
     # One pair of pinned buffers per thread and device.
     workspace = _cache.workspaces.setdefault(
-        site.device, Workspace(site.device, None, float_bytes=_FLOAT_BYTES)
+        device_stream.device, Workspace(device_stream.device, None, float_bytes=_FLOAT_BYTES)
     )
     drafted = draft(workspace, problem.backend, batch, options)
-    want = _tensors.Expected(
+    expected = _tensors.Expected(
         options=options,
-        device=site.device,
+        device=device_stream.device,
         kv_layout=problem.kv_layout,
         qo_tokens=qo_len,
         kv_tokens=kv_len,
         page_size=0,
         largest_page=None,
     )
-    return _Planned(upload(workspace, drafted, Upload(want)), batch)
+    return _Planned(upload(workspace, drafted, Upload(expected)), batch)
 
 
 def _run(
@@ -194,15 +194,15 @@ def _run(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     q, k, v = tensors
     variant = planned.variant
-    want = variant.want
-    sm_scale = softmax_scale(call.sm_scale, want.options)
-    scales = run_scales(want.options, sm_scale, call.q_scale, call.k_scale, call.v_scale)
-    mask = _mask(planned, tensors, call, outputs) if want.options.custom_mask else None
+    expected = variant.expected
+    sm_scale = softmax_scale(call.sm_scale, expected.options)
+    scales = run_scales(expected.options, sm_scale, call.q_scale, call.k_scale, call.v_scale)
+    mask = _mask(planned, tensors, call, outputs) if expected.options.custom_mask else None
     num_bytes = variant.plan.float_bytes
     partials = None
     if num_bytes > 0:
         # Freed in stream order: what was launched may still use them, and the mask.
-        partials = torch.empty(num_bytes, dtype=torch.uint8, device=want.device)
+        partials = torch.empty(num_bytes, dtype=torch.uint8, device=expected.device)
     was_shared = variant.shared
     result = variant.run(q, (k, v), scales, outputs, Memory(partials, mask))
     if variant.shared and not was_shared:  # with a CUDA graph
@@ -219,15 +219,15 @@ def _mask(
     """The call's mask, checked and packed; after the other checks, because packing is a launch."""
     q, k, v = tensors
     variant, batch = planned
-    want = variant.want
+    expected = variant.expected
     packed = call.packed_custom_mask is not None
-    dense_shape = (want.qo_tokens, want.kv_tokens)
+    dense_shape = (expected.qo_tokens, expected.kv_tokens)
     mask = _masks.check_mask(call.custom_mask, call.packed_custom_mask, batch, dense_shape)
-    _masks.check_mask_device(mask, want.device)
+    _masks.check_mask_device(mask, expected.device)
     variant.check_tensors(q, (k, v), outputs)
-    if variant.site.is_capturing() and not (packed and mask.is_cuda):
+    if variant.device_stream.is_capturing() and not (packed and mask.is_cuda):
         raise RuntimeError(
             "a dense mask, or one on the CPU, cannot be packed while the stream is being captured "
             "into a CUDA graph: pass packed_custom_mask (packbits) on the GPU"
         )
-    return _masks.owned_mask(mask, packed, batch, variant.site)
+    return _masks.owned_mask(mask, packed, batch, variant.device_stream)

@@ -42,53 +42,54 @@ def effective_strides(value: torch.Tensor) -> tuple[int, ...]:
     return tuple(value.stride(dim) if value.shape[dim] > 1 else 0 for dim in range(value.dim() - 1))
 
 
-def check_q(q: Any, want: Expected) -> tuple[int, int]:
+def check_q(q: Any, expected: Expected) -> tuple[int, int]:
     """The strides of q [tokens, num_qo_heads, head_dim_qk]."""
-    options = want.options
+    options = expected.options
     check.tensor("q", q)
     check.has_shape(
         "q",
         q,
-        (want.qo_tokens, options.num_qo_heads, options.head_dim_qk),
+        (expected.qo_tokens, options.num_qo_heads, options.head_dim_qk),
         "[qo_indptr[-1], num_qo_heads, head_dim] as planned",
     )
     check.has_dtype("q", q, options.q_dtype, "q_data_type of plan, float16 unless given")
-    check.on_device("q", q, want.device)
+    check.on_device("q", q, expected.device)
     check.rows("q", q)
     return effective_strides(q)
 
 
-def check_ragged(name: str, value: Any, head_dim: int, want: Expected) -> KvView:
+def check_ragged(name: str, value: Any, head_dim: int, expected: Expected) -> KvView:
     """k or v: [tokens, num_kv_heads, head_dim], or [num_kv_heads, tokens, head_dim] with HND."""
     check.tensor(name, value)
-    _check_dtype_and_device(name, value, want)
-    heads = want.options.num_kv_heads
-    nhd = want.kv_layout == "NHD"
+    _check_dtype_and_device(name, value, expected)
+    heads = expected.options.num_kv_heads
+    nhd = expected.kv_layout == "NHD"
     order = "[tokens, num_kv_heads, head_dim]" if nhd else "[num_kv_heads, tokens, head_dim]"
     if value.dim() != 3:
         raise ValueError(f"{name} has shape {tuple(value.shape)}; must be {order}")
     tokens = value.shape[0 if nhd else 1]
     wanted = (tokens, heads, head_dim) if nhd else (heads, tokens, head_dim)
-    check.has_shape(name, value, wanted, f"{order} as planned, kv_layout={want.kv_layout}")
-    if tokens < want.kv_tokens:
+    check.has_shape(name, value, wanted, f"{order} as planned, kv_layout={expected.kv_layout}")
+    if tokens < expected.kv_tokens:
         raise ValueError(
-            f"{name} has {tokens} tokens; the plan uses kv_indptr[-1] = {want.kv_tokens}"
+            f"{name} has {tokens} tokens; the plan uses kv_indptr[-1] = {expected.kv_tokens}"
         )
     check.rows(name, value)
     token, head = effective_strides(value) if nhd else reversed(effective_strides(value))
     return KvView(strides=(0, token, head), extents=(1, tokens), offset=0)
 
 
-def check_paged(cache: Any, want: Expected) -> tuple[KvView, KvView]:
+def check_paged(cache: Any, expected: Expected) -> tuple[KvView, KvView]:
     """A 5-D cache that holds both, or a pair of 4-D caches; one dimension fewer at page_size 1."""
-    options = want.options
+    options = expected.options
     if isinstance(cache, torch.Tensor):
-        _check_dtype_and_device("paged_kv_cache", cache, want)
-        short = want.page_size == 1 and cache.dim() == 4
+        _check_dtype_and_device("paged_kv_cache", cache, expected)
+        short = expected.page_size == 1 and cache.dim() == 4
         if (not short and cache.dim() != 5) or cache.shape[1] != 2:
             raise ValueError(
-                f"paged_kv_cache has shape {tuple(cache.shape)}; must be {_cache_shape(want, 2)}, "
-                f"or a tuple (k_cache, v_cache) of {_cache_shape(want, 1)}"
+                f"paged_kv_cache has shape {tuple(cache.shape)}; must be "
+                f"{_cache_shape(expected, 2)}, "
+                f"or a tuple (k_cache, v_cache) of {_cache_shape(expected, 1)}"
             )
         k, v = cache[:, 0], cache[:, 1]
         names = ("paged_kv_cache[:, 0]", "paged_kv_cache[:, 1]")
@@ -103,8 +104,8 @@ def check_paged(cache: Any, want: Expected) -> tuple[KvView, KvView]:
             f"{type(cache).__name__}"
         )
     views = (
-        _check_pages(names[0], k, options.head_dim_qk, want, 0),
-        _check_pages(names[1], v, options.head_dim_vo, want, apart),
+        _check_pages(names[0], k, options.head_dim_qk, expected, 0),
+        _check_pages(names[1], v, options.head_dim_vo, expected, apart),
     )
     # An index that is in range for the one must be for the other, also where it lies on the GPU.
     if k.shape[0] != v.shape[0]:
@@ -115,22 +116,25 @@ def check_paged(cache: Any, want: Expected) -> tuple[KvView, KvView]:
     return views
 
 
-def _check_pages(name: str, value: Any, head_dim: int, want: Expected, offset: int) -> KvView:
+def _check_pages(name: str, value: Any, head_dim: int, expected: Expected, offset: int) -> KvView:
     check.tensor(name, value)
-    _check_dtype_and_device(name, value, want)
-    nhd = want.kv_layout == "NHD"
-    if want.page_size == 1 and value.dim() == 3:
+    _check_dtype_and_device(name, value, expected)
+    nhd = expected.kv_layout == "NHD"
+    if expected.page_size == 1 and value.dim() == 3:
         value = value.unsqueeze(1 if nhd else 2)
-    heads, page_size = want.options.num_kv_heads, want.page_size
+    heads, page_size = expected.options.num_kv_heads, expected.page_size
     pages = value.shape[0] if value.dim() > 0 else 0
     wanted = (page_size, heads, head_dim) if nhd else (heads, page_size, head_dim)
     check.has_shape(
-        name, value, (pages, *wanted), f"{_cache_shape(want, 1)} as planned, {want.kv_layout}"
+        name,
+        value,
+        (pages, *wanted),
+        f"{_cache_shape(expected, 1)} as planned, {expected.kv_layout}",
     )
-    if want.largest_page is not None and want.largest_page >= pages:
+    if expected.largest_page is not None and expected.largest_page >= pages:
         raise ValueError(
-            f"paged_kv_indices holds {want.largest_page}; {name} has {pages} pages, so an index "
-            f"must be less than {pages}"
+            f"paged_kv_indices holds {expected.largest_page}; {name} has {pages} pages, so an "
+            f"index must be less than {pages}"
         )
     check.rows(name, value)
     page, first, second = effective_strides(value)
@@ -138,49 +142,49 @@ def _check_pages(name: str, value: Any, head_dim: int, want: Expected, offset: i
     return KvView(strides=(page, token, head), extents=(pages, page_size), offset=offset)
 
 
-def _cache_shape(want: Expected, planes: int) -> str:
-    inner = "page_size, num_kv_heads" if want.kv_layout == "NHD" else "num_kv_heads, page_size"
+def _cache_shape(expected: Expected, planes: int) -> str:
+    inner = "page_size, num_kv_heads" if expected.kv_layout == "NHD" else "num_kv_heads, page_size"
     return f"[max_num_pages, {'2, ' if planes == 2 else ''}{inner}, head_dim]"
 
 
-def _check_dtype_and_device(name: str, value: torch.Tensor, want: Expected) -> None:
+def _check_dtype_and_device(name: str, value: torch.Tensor, expected: Expected) -> None:
     check.has_dtype(
-        name, value, want.options.kv_dtype, "kv_data_type, which is q's dtype unless given"
+        name, value, expected.options.kv_dtype, "kv_data_type, which is q's dtype unless given"
     )
-    check.on_device(name, value, want.device)
+    check.on_device(name, value, expected.device)
 
 
-def check_out(out: torch.Tensor, want: Expected) -> tuple[int, int]:
+def check_out(out: torch.Tensor, expected: Expected) -> tuple[int, int]:
     """The strides of out [tokens, num_qo_heads, head_dim_vo]."""
-    options = want.options
+    options = expected.options
     check.tensor("out", out)
     check.has_shape(
         "out",
         out,
-        (want.qo_tokens, options.num_qo_heads, options.head_dim_vo),
+        (expected.qo_tokens, options.num_qo_heads, options.head_dim_vo),
         "[qo_indptr[-1], num_qo_heads, head_dim_vo] as planned",
     )
     check.has_dtype("out", out, options.q_dtype, "the output has q's dtype")
-    check.on_device("out", out, want.device)
+    check.on_device("out", out, expected.device)
     check.rows("out", out)
     check.not_overlapping("out", out)
     return effective_strides(out)
 
 
-def check_lse(lse: torch.Tensor, layout: str, want: Expected) -> tuple[int, int]:
+def check_lse(lse: torch.Tensor, layout: str, expected: Expected) -> tuple[int, int]:
     """The strides of [token, head] in lse, which is float32 in either order."""
-    shape = lse_shape(layout, want)
+    shape = lse_shape(layout, expected)
     check.tensor("lse", lse)
     order = "[tokens, num_qo_heads]" if layout == "NH" else "[num_qo_heads, tokens]"
     check.has_shape("lse", lse, shape, f"{order} for lse_layout={layout!r}")
     check.has_dtype("lse", lse, torch.float32, "the log-sum-exp is always float32")
-    check.on_device("lse", lse, want.device)
+    check.on_device("lse", lse, expected.device)
     check.not_overlapping("lse", lse)
     return lse_strides(lse, layout)
 
 
-def lse_shape(layout: str, want: Expected) -> tuple[int, int]:
-    shape = (want.qo_tokens, want.options.num_qo_heads)
+def lse_shape(layout: str, expected: Expected) -> tuple[int, int]:
+    shape = (expected.qo_tokens, expected.options.num_qo_heads)
     return shape if layout == "NH" else shape[::-1]
 
 

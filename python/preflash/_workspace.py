@@ -10,7 +10,7 @@ import torch
 from . import _backends, _core, _tensors
 from . import _validate as check
 from ._buffers import Buffer
-from ._launch_site import LaunchSite
+from ._device_stream import DeviceStream
 from ._options import Options
 from ._planned import Memory, PlannedVariant
 
@@ -48,7 +48,7 @@ class Workspace:
         int_buffer: torch.Tensor | None = None,
         float_bytes: int | None = None,
     ) -> None:
-        self.site = LaunchSite(device)
+        self.device_stream = DeviceStream(device)
         self.float_buffer = None if float_buffer is None else Buffer(float_buffer)
         # Given apart from a buffer where the buffer is allocated after planning, or not at all.
         if float_bytes is None:
@@ -67,7 +67,7 @@ class Workspace:
         """For other variants of a plan: the float buffer, but no int buffer of the caller's."""
         if self._given is None:
             return self
-        other = Workspace(self.site.device, None, float_bytes=self.float_bytes)
+        other = Workspace(self.device_stream.device, None, float_bytes=self.float_bytes)
         other.float_buffer = self.float_buffer
         other._uploader = self.uploader()
         return other
@@ -80,10 +80,12 @@ class Workspace:
         if (
             spare is not None
             and spare.num_bytes >= num_bytes
-            and spare.is_free_on(self.site.stream())
+            and spare.is_free_on(self.device_stream.stream())
         ):
             return spare
-        return Buffer.allocate(max(num_bytes + num_bytes // 4, _SMALLEST_INT_BUFFER), self.site)
+        return Buffer.allocate(
+            max(num_bytes + num_bytes // 4, _SMALLEST_INT_BUFFER), self.device_stream
+        )
 
     def give_back(self, variant: PlannedVariant) -> None:
         """Takes back the work list of a variant that will not be run again."""
@@ -92,7 +94,7 @@ class Workspace:
 
     def uploader(self) -> _core.Uploader:
         if self._uploader is None:
-            self._uploader = _core.Uploader(self.site.ordinal)
+            self._uploader = _core.Uploader(self.device_stream.ordinal)
         return self._uploader
 
 
@@ -100,7 +102,7 @@ def draft(
     workspace: Workspace, backend_name: str, batch: _core.Batch, options: Options
 ) -> tuple[_backends.Backend, _core.Plan]:
     """A plan that fits the workspace, not uploaded. Raises everything that plan() raises."""
-    device = workspace.site.device
+    device = workspace.device_stream.device
     backend = _backends.choose(backend_name, device, options)
     plan = backend.plan(device, options, batch, workspace.float_bytes)
     room = workspace.int_room
@@ -123,7 +125,7 @@ def draft(
 class Upload(NamedTuple):
     """What a plan's launches use beside the work list, and whether plan() waits for the copy."""
 
-    want: _tensors.Expected
+    expected: _tensors.Expected
     page_indices: torch.Tensor | None = None  # on the device
     mask: torch.Tensor | None = None  # owned and packed
     blocking: bool = False
@@ -142,7 +144,7 @@ def upload(
     old state with its work list or the new one with its own.
     """
     backend, plan = drafted
-    site = workspace.site
+    device_stream = workspace.device_stream
     int_buffer = workspace.int_buffer(plan.int_bytes)
     kept = [int_buffer]
     if workspace.float_buffer is not None:
@@ -152,19 +154,19 @@ def upload(
     if what.mask is not None:
         kept.append(Buffer(what.mask))
     for buffer in kept:
-        buffer.used_on_current_stream(site)
+        buffer.used_on_current_stream(device_stream)
     partials = workspace.float_buffer if plan.float_bytes > 0 else None
     memory = None
     if partials is not None or what.mask is not None:
         memory = Memory(None if partials is None else partials.tensor, what.mask)
-    variant = PlannedVariant(plan, backend, what.want, site, kept, memory)
+    variant = PlannedVariant(plan, backend, what.expected, device_stream, kept, memory)
     owner, state = (None, None) if commit is None else commit(variant)
     plan.upload(
         workspace.uploader(),
         int_buffer.tensor.data_ptr(),
         int_buffer.num_bytes,
         0 if what.page_indices is None else what.page_indices.data_ptr(),
-        site.stream(),
+        device_stream.stream(),
         what.blocking,
         owner,
         state,

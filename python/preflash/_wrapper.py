@@ -34,7 +34,7 @@ class _Planned(NamedTuple):
 
     request: _Request
     scales: Scales  # the request's
-    want: _tensors.Expected
+    expected: _tensors.Expected
     primary: PlannedVariant
     others: dict[Options, PlannedVariant]  # what run(window_left=...) and forward() asked for
 
@@ -89,7 +89,7 @@ class BatchPrefillWrapper:
             )
         other = object.__new__(type(self))
         other.__dict__.update(self.__dict__)
-        own = Workspace(workspace.site.device, workspace.float_buffer.tensor)
+        own = Workspace(workspace.device_stream.device, workspace.float_buffer.tensor)
         planned = self._state.planned
         if planned is not None:
             for variant in (planned.primary, *planned.others.values()):
@@ -143,16 +143,16 @@ class BatchPrefillWrapper:
         if mask is not None:
             _masks.check_mask_device(mask, self.device)
             packed = a.packed_custom_mask is not None
-            mask = _masks.owned_mask(mask, packed, request.batch, workspace.site)
+            mask = _masks.owned_mask(mask, packed, request.batch, workspace.device_stream)
             request = request._replace(mask=mask)
         self._install(workspace, drafted, request)
 
     def _install(self, workspace: Workspace, drafted: tuple, request: _Request) -> None:
         """Uploads a plan that has passed every check and makes it the wrapper's."""
         batch, pages = request.batch, request.pages
-        want = _tensors.Expected(
+        expected = _tensors.Expected(
             options=request.options,
-            device=workspace.site.device,
+            device=workspace.device_stream.device,
             kv_layout=self._kv_layout,
             qo_tokens=batch.qo_end,
             kv_tokens=batch.kv_end,
@@ -164,10 +164,10 @@ class BatchPrefillWrapper:
 
         def commit(primary: PlannedVariant) -> tuple[object, object]:
             return self, _State(
-                workspace, _Planned(request, request.scales, want, primary, {}), shared
+                workspace, _Planned(request, request.scales, expected, primary, {}), shared
             )
 
-        upload(workspace, drafted, _upload_of(request, want), commit)
+        upload(workspace, drafted, _upload_of(request, expected), commit)
         if before.planned is not None:
             before.workspace.give_back(before.planned.primary)
 
@@ -190,8 +190,8 @@ class BatchPrefillWrapper:
         if found is None:
             workspace = self._state.workspace.beside()
             drafted = draft(workspace, self._requested_backend, request.batch, options)
-            want = planned.want._replace(options=options)
-            found = upload(workspace, drafted, _upload_of(request, want))
+            expected = planned.expected._replace(options=options)
+            found = upload(workspace, drafted, _upload_of(request, expected))
             _forget_surplus(planned.others)
             planned.others[options] = found
         return found
@@ -217,7 +217,7 @@ class BatchPrefillWrapper:
         scales = planned.scales
         q_scale, k_scale, v_scale = a
         if q_scale is not None or k_scale is not None or v_scale is not None:
-            scales = run_scales(variant.want.options, scales.logits, q_scale, k_scale, v_scale)
+            scales = run_scales(variant.expected.options, scales.logits, q_scale, k_scale, v_scale)
         return variant.run(q, kv, scales, outputs)
 
     def _forward(
@@ -232,7 +232,7 @@ class BatchPrefillWrapper:
             window_left=check.integer("window_left", a.window_left, at_least=-1),
             logits_soft_cap=check.soft_cap(a.logits_soft_cap),
         )
-        options = variant.want.options
+        options = variant.expected.options
         sm_scale = softmax_scale(a.sm_scale, options)
         scales = run_scales(options, sm_scale, None, a.k_scale, a.v_scale)
         return variant.run(q, kv, scales, Outputs(return_lse=return_lse))
@@ -272,7 +272,7 @@ class BatchPrefillWrapper:
     @property
     def device(self) -> torch.device:
         """Where the workspace and every tensor of run() are."""
-        return self._state.workspace.site.device
+        return self._state.workspace.device_stream.device
 
     @property
     def is_cuda_graph_enabled(self) -> bool:
@@ -326,9 +326,9 @@ class BatchPrefillWrapper:
         )
 
 
-def _upload_of(request: _Request, want: _tensors.Expected) -> Upload:
+def _upload_of(request: _Request, expected: _tensors.Expected) -> Upload:
     indices = None if request.pages is None else request.pages.on_device
-    return Upload(want, indices, request.mask, request.blocking)
+    return Upload(expected, indices, request.mask, request.blocking)
 
 
 def _forget_surplus(others: dict[Options, PlannedVariant]) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from . import _core
 from . import _validate as check
-from ._launch_site import LaunchSite
+from ._device_stream import DeviceStream
 
 __all__ = ["merge_state", "merge_state_in_place", "merge_states"]
 
@@ -151,7 +151,7 @@ def _check_same(name: str, value: torch.Tensor, other_name: str, other: torch.Te
 def _merge(a: _State, b: _State | None, into: _State, mask: torch.Tensor | None) -> None:
     if into.v.numel() == 0:
         return
-    site = LaunchSite(a.v.device)
+    device_stream = DeviceStream(a.v.device)
     params = _core.MergeStatesParams(
         dtype=check.CORE_DTYPES[a.v.dtype],
         num_tokens=a.v.shape[0],
@@ -168,4 +168,8 @@ def _merge(a: _State, b: _State | None, into: _State, mask: torch.Tensor | None)
     params.set_outputs(
         check.address(into.v), check.address(into.s), 0 if mask is None else check.address(mask)
     )
-    params.launch(device=site.ordinal, stream=site.stream(), num_threads=site.num_threads())
+    params.launch(
+        device=device_stream.ordinal,
+        stream=device_stream.stream(),
+        num_threads=device_stream.num_threads(),
+    )

@@ -281,9 +281,9 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillWrapper):
             NotImplementedError: no compiled kernel serves it, or an option of a later release.
             The wrapper keeps the plan it had.
         """
-        arguments = dict(locals())
-        del arguments["self"]
-        self._plan(PlanArguments(**arguments))
+        arguments = PlanArguments(**locals())
+        del arguments.self
+        self._plan(arguments)
 
     begin_forward = plan
 
@@ -541,9 +541,9 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillWrapper):
             NotImplementedError: no compiled kernel serves it, or an option of a later release.
             The wrapper keeps the plan it had.
         """
-        arguments = dict(locals())
-        del arguments["self"]
-        self._plan(PlanArguments(**arguments))
+        arguments = PlanArguments(**locals())
+        del arguments.self
+        self._plan(arguments)
 
     begin_forward = plan
 

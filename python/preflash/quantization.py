@@ -6,7 +6,7 @@ import torch
 
 from . import _masks
 from . import _validate as check
-from ._launch_site import LaunchSite
+from ._device_stream import DeviceStream
 
 __all__ = ["packbits", "segment_packbits"]
 
@@ -20,7 +20,7 @@ def packbits(x: torch.Tensor, bitorder: str = "big") -> torch.Tensor:
     Args:
         x: [n] bool or uint8, on the CPU or a GPU; what is not zero is a 1.
         bitorder: "big": element 0 is the highest bit of byte 0; "little": the lowest, which is what
-            packed_custom_mask wants.
+            packed_custom_mask takes.
 
     Returns:
         [ceil(n / 8)] uint8 on x's device.
@@ -90,8 +90,8 @@ def _elements(x: torch.Tensor) -> torch.Tensor:
 
 
 def _pack(x: torch.Tensor, segments: torch.Tensor, little: bool) -> torch.Tensor:
-    site = LaunchSite(x.device)
+    device_stream = DeviceStream(x.device)
     packed = torch.empty(int(segments[-1]), dtype=torch.uint8, device=x.device)
     if packed.numel() > 0:
-        _masks.pack_segments(x, packed, segments.to(x.device), site, little=little)
+        _masks.pack_segments(x, packed, segments.to(x.device), device_stream, little=little)
     return packed

@@ -5,7 +5,7 @@ import math
 import preflash
 import pytest
 import torch
-from preflash.testing import Case, MaskKind, build, compare, expected, oracle, runner
+from preflash.testing import Case, MaskKind, build, compare, oracle, reference, runner
 from preflash.testing.comparison import unit_roundoff
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
@@ -22,16 +22,18 @@ def states(target, tokens, count, heads, dim, dtype, seed=0):
     return target.to(v), target.to(s)
 
 
-def check(v, s, want_v, want_s):
+def check(v, s, expected_v, expected_s):
     """One rounding of the output, float32 inside."""
     assert s.dtype == torch.float32
-    bound = unit_roundoff(v.dtype) * want_v.abs() + 2.0**-20 * (1 + want_v.abs().max().item())
-    assert v.shape == want_v.shape
-    assert bool(((v.double() - want_v).abs() <= bound).all())
-    assert torch.equal(s == -math.inf, want_s == -math.inf)
-    finite = want_s.isfinite()
-    assert bool(((s.double() - want_s).abs()[finite] <= 2e-6 * (1 + want_s.abs()[finite])).all())
-    assert bool((v[want_s == -math.inf] == 0).all())
+    size = expected_v.abs()
+    bound = unit_roundoff(v.dtype) * size + 2.0**-20 * (1 + size.max().item())
+    assert v.shape == expected_v.shape
+    assert bool(((v.double() - expected_v).abs() <= bound).all())
+    assert torch.equal(s == -math.inf, expected_s == -math.inf)
+    finite = expected_s.isfinite()
+    s_error = (s.double() - expected_s).abs()[finite]
+    assert bool((s_error <= 2e-6 * (1 + expected_s.abs()[finite])).all())
+    assert bool((v[expected_s == -math.inf] == 0).all())
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -72,9 +74,9 @@ def test_merge_state_in_place(target, dtype, masked):
         a, sa, v[:, 1].contiguous(), s[:, 1].contiguous(), mask=mask
     )
     assert result is None
-    want_v, want_s = oracle.merge(v, s)
+    expected_v, expected_s = oracle.merge(v, s)
     chosen = keep if masked else torch.ones_like(keep)
-    check(a[chosen], sa[chosen], want_v[chosen], want_s[chosen])
+    check(a[chosen], sa[chosen], expected_v[chosen], expected_s[chosen])
     assert torch.equal(a[~chosen], old_v[~chosen])
     assert torch.equal(sa[~chosen], old_s[~chosen])
 
@@ -115,7 +117,7 @@ def test_merging_two_halves_of_the_keys_is_attention(target):
         )
         parts += [out.float(), lse]
     out, lse = preflash.merge_state(*parts)
-    compare(out.half(), lse, expected(inputs)).check()
+    compare(out.half(), lse, reference(inputs)).check()
 
 
 def test_shared_prefix(target):
@@ -138,10 +140,10 @@ def test_shared_prefix(target):
     wrapper = runner.make_wrapper(own_case, backend=target.backend, device=target.device)
     runner.plan(wrapper, own)
     out, lse = preflash.merge_state(*shared, *runner.run(wrapper, own))
-    want = expected(inputs)
+    expected = reference(inputs)
     # Two roundings of partial outputs instead of one of the probabilities alone.
-    want.spread = want.spread + want.out.abs()
-    compare(out, lse, want).check()
+    expected.spread = expected.spread + expected.out.abs()
+    compare(out, lse, expected).check()
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ class Entry:
 
     def __init__(self, name, target):
         self.tensors, self.call = getattr(self, name)(target)
-        self.want = self.call(*self.tensors)
+        self.expected = self.call(*self.tensors)
 
     def run(self, target):
         inputs = build(CASE, device=target.device)
@@ -76,7 +76,7 @@ class Entry:
         return [bits], lambda x: preflash.segment_packbits(x, indptr)[0]
 
     def right(self, got):
-        assert torch.equal(got, self.want)
+        assert torch.equal(got, self.expected)
 
 
 ATTENTION = ["run", "single"]

@@ -54,11 +54,11 @@ def attention(q, k, v, sm_scale: float, keep: torch.Tensor | None = None):
     return out, logits.logsumexp(-1).T / math.log(2.0)
 
 
-def assert_right(got, want, *, lse_bits: float = 0.0):
+def assert_right(got, expected, *, lse_bits: float = 0.0):
     out, lse = (x.cpu() for x in got)
-    want_out, want_lse = want
-    torch.testing.assert_close(out.double(), want_out, rtol=1e-2, atol=8e-3)
-    torch.testing.assert_close(lse.double(), want_lse, rtol=1e-6, atol=1e-4 + lse_bits)
+    expected_out, expected_lse = expected
+    torch.testing.assert_close(out.double(), expected_out, rtol=1e-2, atol=8e-3)
+    torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-6, atol=1e-4 + lse_bits)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)

@@ -76,10 +76,10 @@ def test_plan_interrupted_anywhere(target, page_size, given_int_buffer):
         runner.plan(wrapper, old)
         return wrapper
 
-    want_old = results(planned(), old)
+    expected_old = results(planned(), old)
     wrapper = planned()
     runner.plan(wrapper, new)
-    want_new = results(wrapper, new)
+    expected_new = results(wrapper, new)
     ends = {"old": 0, "new": 0}
     step = 0
     while True:
@@ -87,11 +87,11 @@ def test_plan_interrupted_anywhere(target, page_size, given_int_buffer):
         before = wrapper._state
         if not interrupted(functools.partial(runner.plan, wrapper, new), step):
             break
-        which, inputs, want = ("old", old, want_old) if wrapper._state is before else (
-            "new", new, want_new)  # fmt: skip
+        which, inputs, expected = ("old", old, expected_old) if wrapper._state is before else (
+            "new", new, expected_new)  # fmt: skip
         ends[which] += 1
         got = results(wrapper, inputs)
-        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True)), (step, which)
+        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True)), (step, which)
         assert wrapper._window_left == -1
         step += 7 if step > 40 else 1  # every bytecode takes minutes
     assert ends["old"] > 20
@@ -106,7 +106,7 @@ def test_reset_and_forward_interrupted_anywhere(target):
         runner.plan(wrapper, inputs)
         return wrapper
 
-    want = results(planned(), inputs)
+    expected = results(planned(), inputs)
     ints = torch.zeros(1 << 20, dtype=torch.uint8, device=target.device)
 
     def reset(wrapper):
@@ -122,7 +122,7 @@ def test_reset_and_forward_interrupted_anywhere(target):
             if not interrupted(functools.partial(call, wrapper), step):
                 break
             got = results(wrapper, inputs)
-            assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True)), (call, step)
+            assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True)), (call, step)
             step += 9
         assert step > 100
 
@@ -132,7 +132,7 @@ def test_an_upload_that_fails_changes_nothing(target, monkeypatch):
     other = build(NEW, device=target.device)
     wrapper = runner.make_wrapper(OLD, backend=target.backend, device=target.device)
     runner.plan(wrapper, inputs)
-    want = results(wrapper, inputs)
+    expected = results(wrapper, inputs)
     shown = repr(wrapper)
 
     def fail(self):
@@ -149,27 +149,29 @@ def test_an_upload_that_fails_changes_nothing(target, monkeypatch):
         with pytest.raises(RuntimeError, match="no pinned memory"):
             call()
         got = results(wrapper, inputs)
-        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
         assert repr(wrapper) == shown
     monkeypatch.undo()
     runner.plan(wrapper, other)
-    runner.judge(other, *runner.run(wrapper, other)).check()
+    runner.compare(other, *runner.run(wrapper, other)).check()
 
 
 def test_a_copy_plans_for_itself(target):
     inputs, other = build(OLD, device=target.device), build(NEW, device=target.device)
     wrapper = runner.make_wrapper(OLD, backend=target.backend, device=target.device)
     runner.plan(wrapper, inputs)
-    want = results(wrapper, inputs)
+    expected = results(wrapper, inputs)
     twin = copy.copy(wrapper)
-    assert all(torch.equal(a, b) for a, b in zip(results(twin, inputs), want, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(results(twin, inputs), expected, strict=True))
     for _ in range(3):
         runner.plan(twin, other)
-        runner.judge(other, *runner.run(twin, other)).check()
-        assert all(torch.equal(a, b) for a, b in zip(results(wrapper, inputs), want, strict=True))
+        runner.compare(other, *runner.run(twin, other)).check()
+        assert all(
+            torch.equal(a, b) for a, b in zip(results(wrapper, inputs), expected, strict=True)
+        )
     runner.plan(wrapper, other)
     runner.plan(wrapper, inputs)
-    runner.judge(other, *runner.run(twin, other)).check()
+    runner.compare(other, *runner.run(twin, other)).check()
 
 
 def test_copies_that_cannot_be_are_refused(target):

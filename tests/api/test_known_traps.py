@@ -6,7 +6,7 @@ import math
 import preflash
 import pytest
 import torch
-from preflash.testing import Case, KvForm, Magnitude, MaskKind, build, compare, expected, runner
+from preflash.testing import Case, KvForm, Magnitude, MaskKind, build, compare, reference, runner
 from preflash.testing.oracle import Pipeline
 
 
@@ -38,11 +38,13 @@ def test_very_negative_logits_are_ordinary(target, logit, mask):
     inputs = build(case, device=target.device)
     inputs.q, inputs.k, inputs.v = (t.to(target.device) for t in (q, k, v))
     out, lse = runner.single(inputs, backend=target.backend)
-    want = expected(inputs)
+    expected = reference(inputs)
     # All logits of a row are equal, so rounding them cannot change the weights.
-    want_exact = dataclasses.replace(want, logit_bound=torch.zeros_like(want.logit_bound))
-    compare(out, None, want_exact).check()
-    compare(out, lse, want, logit_rounding=4.0).check()
+    expected_exact = dataclasses.replace(
+        expected, logit_bound=torch.zeros_like(expected.logit_bound)
+    )
+    compare(out, None, expected_exact).check()
+    compare(out, lse, expected, logit_rounding=4.0).check()
 
 
 def test_very_negative_row_beside_ordinary_ones(target):
@@ -53,12 +55,12 @@ def test_very_negative_row_beside_ordinary_ones(target):
     inputs.k[:, :, 0] = 500
     inputs.q[:4, :, 0] = inputs.q[5:, :, 0] = 0
     out, lse = runner.single(inputs, backend=target.backend)
-    want = expected(inputs)
+    expected = reference(inputs)
     # Only row 4 is large; its logits are all equal.
-    want.logit_bound[4] = 0
-    report = compare(out, None, want)
+    expected.logit_bound[4] = 0
+    report = compare(out, None, expected)
     report.check()
-    assert bool(((lse[4].double() - want.lse[4]).abs() < 0.2).all())
+    assert bool(((lse[4].double() - expected.lse[4]).abs() < 0.2).all())
 
 
 def test_first_keys_very_negative_then_ordinary(target):
@@ -71,9 +73,9 @@ def test_first_keys_very_negative_then_ordinary(target):
     inputs.k[:200, :, 0] = 500
     inputs.k[200:300, :, 0] = 0.0
     out, lse = runner.single(inputs, backend=target.backend)
-    want = expected(inputs)
-    want.logit_bound.zero_()
-    compare(out, lse, want).check()
+    expected = reference(inputs)
+    expected.logit_bound.zero_()
+    compare(out, lse, expected).check()
 
 
 @pytest.mark.parametrize("paged", [False, True])
@@ -89,7 +91,7 @@ def test_fully_masked_rows_are_zero_and_minus_infinity(target, paged):
         assert bool((out[rows] == 0).all())
         assert bool((lse[rows] == -math.inf).all())
     assert bool(lse[60:100].isfinite().all())
-    runner.judge(inputs, out, lse).check()
+    runner.compare(inputs, out, lse).check()
 
 
 @pytest.mark.parametrize("split", [None, 64])
@@ -115,7 +117,7 @@ def test_nan_below_the_window_stays_out(target, page_size):
     window = {"mask": MaskKind.CAUSAL, "window_left": 15}
     case = Case("recycled", (4,), (200,), 2, 1, 64, page_size=page_size, **window)
     inputs = build(case, device=target.device)
-    want = expected(inputs)
+    expected = reference(inputs)
     lowest = 200 - 4 - 15
     k, v = inputs.cache if page_size else (inputs.k, inputs.v)
     for key in range(lowest):
@@ -126,7 +128,7 @@ def test_nan_below_the_window_stays_out(target, page_size):
     wrapper = runner.make_wrapper(case, backend=target.backend, device=target.device)
     runner.plan(wrapper, inputs)
     out, lse = runner.run(wrapper, inputs)
-    compare(out, lse, want).check()
+    compare(out, lse, expected).check()
 
 
 def test_custom_mask_that_keeps_nothing(target):
@@ -156,7 +158,7 @@ def test_nan_of_one_request_stays_there(target, paged):
         mask=MaskKind.CAUSAL,
     )
     inputs = build(case, device=target.device)
-    want = expected(inputs)
+    expected = reference(inputs)
     if paged:
         pages = torch.tensor(inputs.page_table[1], device=target.device)
         for pool in (inputs.k, inputs.v):
@@ -170,11 +172,11 @@ def test_nan_of_one_request_stays_there(target, paged):
     out, lse = runner.run(wrapper, inputs)
     others = torch.cat([torch.arange(5), torch.arange(45, 48)]).to(target.device)
     picked = dataclasses.replace(
-        want,
-        out=want.out[others],
-        lse=want.lse[others],
-        spread=want.spread[others],
-        logit_bound=want.logit_bound[others],
+        expected,
+        out=expected.out[others],
+        lse=expected.lse[others],
+        spread=expected.spread[others],
+        logit_bound=expected.logit_bound[others],
     )
     compare(out[others], lse[others], picked).check()
     assert bool(out[5:45].isnan().all())
@@ -232,7 +234,7 @@ def test_packed_mask_precedes_in_single(target):
     inputs = build(case, device=target.device)
     wrong = torch.ones(9, 33, dtype=torch.bool, device=target.device)
     out, lse = runner.single(inputs, backend=target.backend, custom_mask=wrong)
-    runner.judge(inputs, out, lse).check()
+    runner.compare(inputs, out, lse).check()
 
 
 def test_causal_is_ignored_under_a_custom_mask(target):
@@ -245,25 +247,25 @@ def test_mask_is_gone_after_a_plan_without_one(target):
     inputs = build(masked, device=target.device)
     wrapper = runner.make_wrapper(masked, backend=target.backend, device=target.device)
     runner.plan(wrapper, inputs)
-    runner.judge(inputs, *runner.run(wrapper, inputs)).check()
+    runner.compare(inputs, *runner.run(wrapper, inputs)).check()
     plain = dataclasses.replace(
         inputs, case=dataclasses.replace(masked, mask=MaskKind.CAUSAL), masks=None, custom_mask=None
     )
     runner.plan(wrapper, plain)
-    runner.judge(plain, *runner.run(wrapper, plain)).check()
+    runner.compare(plain, *runner.run(wrapper, plain)).check()
     runner.plan(wrapper, inputs)
-    runner.judge(inputs, *runner.run(wrapper, inputs)).check()
+    runner.compare(inputs, *runner.run(wrapper, inputs)).check()
 
 
 def test_caller_may_reuse_his_mask(target):
     """plan() packs the mask; later changes of the caller's tensor have no effect."""
     case = Case("mask", (30, 5), (30, 77), 4, 2, 64, mask=MaskKind.CUSTOM)
     inputs = build(case, device=target.device)
-    want = expected(inputs)
+    expected = reference(inputs)
     wrapper = runner.make_wrapper(case, backend=target.backend, device=target.device)
     runner.plan(wrapper, inputs)
     inputs.custom_mask.zero_()
-    runner.judge(inputs, *runner.run(wrapper, inputs), want=want).check()
+    runner.compare(inputs, *runner.run(wrapper, inputs), expected=expected).check()
 
 
 def test_last_page_longer_than_a_page_is_refused(target):
@@ -351,10 +353,10 @@ def test_cap_and_window_of_a_former_plan_are_gone(target):
     inputs = build(case, device=target.device)
     wrapper = runner.make_wrapper(case, backend=target.backend, device=target.device)
     runner.plan(wrapper, inputs)
-    runner.judge(inputs, *runner.run(wrapper, inputs)).check()
+    runner.compare(inputs, *runner.run(wrapper, inputs)).check()
     runner.plan(wrapper, inputs, logits_soft_cap=None, window_left=-1, sm_scale=None)
-    want = expected(inputs, pipeline=Pipeline(64**-0.5, True))
-    compare(*runner.run(wrapper, inputs), want).check()
+    expected = reference(inputs, pipeline=Pipeline(64**-0.5, True))
+    compare(*runner.run(wrapper, inputs), expected).check()
 
 
 def test_two_wrappers_share_nothing(target):
@@ -369,7 +371,7 @@ def test_two_wrappers_share_nothing(target):
         runner.plan(wrapper, inputs)
         planned.append((wrapper, inputs))
     for wrapper, inputs in planned * 2:
-        runner.judge(inputs, *runner.run(wrapper, inputs)).check()
+        runner.compare(inputs, *runner.run(wrapper, inputs)).check()
 
 
 def test_threads_with_a_wrapper_each(target):
@@ -388,11 +390,11 @@ def test_threads_with_a_wrapper_each(target):
             fixed_split_size=64 if seed % 2 else None,
         )
         inputs = build(case, device=target.device, seed=seed)
-        want = expected(inputs)
+        expected = reference(inputs)
         wrapper = runner.make_wrapper(case, backend=target.backend, device=target.device)
         for _ in range(5):
             runner.plan(wrapper, inputs)
-            report = runner.judge(inputs, *runner.run(wrapper, inputs), want=want)
+            report = runner.compare(inputs, *runner.run(wrapper, inputs), expected=expected)
             if not report.ok:
                 return str(report)
         return ""

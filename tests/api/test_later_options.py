@@ -3,7 +3,7 @@
 import preflash
 import pytest
 import torch
-from preflash.testing import Case, build, expected, runner
+from preflash.testing import Case, build, reference, runner
 
 RAGGED = Case("ragged", (9, 3), (30, 5), 4, 2, 64)
 PAGED = Case("paged", (9, 3), (30, 5), 4, 2, 64, page_size=16)
@@ -55,7 +55,7 @@ def test_plan(target, case, options, name):
     inputs, wrapper = planned(case, target)
     with pytest.raises(NotImplementedError, match=name):
         runner.plan(wrapper, inputs, **options)
-    runner.judge(inputs, *runner.run(wrapper, inputs)).check()
+    runner.compare(inputs, *runner.run(wrapper, inputs)).check()
 
 
 @pytest.mark.parametrize(("options", "name"), RUN.values(), ids=RUN)
@@ -65,7 +65,7 @@ def test_run(target, case, options, name):
     options = {key: value.to(target.device) for key, value in options.items()}
     with pytest.raises(NotImplementedError, match=name):
         runner.run(wrapper, inputs, **options)
-    runner.judge(inputs, *runner.run(wrapper, inputs)).check()
+    runner.compare(inputs, *runner.run(wrapper, inputs)).check()
 
 
 @pytest.mark.parametrize(("options", "name"), ONCE.values(), ids=ONCE)
@@ -73,7 +73,9 @@ def test_single(target, options, name):
     inputs = build(SINGLE, device=target.device)
     with pytest.raises(NotImplementedError, match=name):
         runner.single(inputs, backend=target.backend, **options)
-    runner.judge(inputs, *runner.single(inputs, backend=target.backend), expected(inputs)).check()
+    runner.compare(
+        inputs, *runner.single(inputs, backend=target.backend), reference(inputs)
+    ).check()
 
 
 @pytest.mark.parametrize("case", [RAGGED, PAGED], ids=lambda case: case.name)
@@ -95,7 +97,7 @@ def test_what_changes_nothing_is_taken(target, case):
         fixed_split_size=-1,
     )
     result = runner.run(wrapper, inputs, sinks=None, kv_cache_sf=None, enable_pdl=None)
-    runner.judge(inputs, *result).check()
+    runner.compare(inputs, *result).check()
 
 
 def test_lengths_that_agree_are_taken(target):
@@ -112,7 +114,7 @@ def test_lengths_that_agree_are_taken(target):
         max_sequence_kv=64,
         block_tables=table,
     )
-    runner.judge(inputs, *runner.run(wrapper, inputs)).check()
+    runner.compare(inputs, *runner.run(wrapper, inputs)).check()
 
 
 @pytest.mark.parametrize("backend", ["fa3", "cudnn"])
@@ -137,14 +139,14 @@ def test_single_scales(target):
     inputs = build(SINGLE, device=target.device)
     out, lse = runner.single(inputs, backend=target.backend, q_scale=0.5, k_scale=3.0, v_scale=0.25)
     pipeline = Pipeline(SINGLE.scale * 1.5, out_scale=0.25)
-    compare(out, lse, expected(inputs, pipeline=pipeline)).check()
+    compare(out, lse, reference(inputs, pipeline=pipeline)).check()
 
 
 @pytest.mark.parametrize("name", ["o_dtype", "o_data_type"])
 def test_single_output_type_by_both_names(target, name):
     inputs = build(SINGLE, device=target.device)
     result = runner.single(inputs, backend=target.backend, **{name: SINGLE.dtype})
-    runner.judge(inputs, *result).check()
+    runner.compare(inputs, *result).check()
 
 
 def test_single_out_and_lse_buffers(target):
@@ -164,4 +166,4 @@ def test_single_out_and_lse_buffers(target):
     )
     assert got[0].data_ptr() == out.data_ptr()
     assert got[1].data_ptr() == lse.data_ptr()
-    runner.judge(inputs, out, lse.t(), lse_base="ln").check()
+    runner.compare(inputs, out, lse.t(), lse_base="ln").check()

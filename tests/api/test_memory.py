@@ -314,7 +314,7 @@ def test_fake_mode_around_plain_tensors(target):
     for call in calls:
         with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(ValueError, match="memory"):
             call()
-    runner.judge(inputs, *runner.run(wrapper, inputs)).check()
+    runner.compare(inputs, *runner.run(wrapper, inputs)).check()
 
 
 @pytest.mark.parametrize("name", ["seq_lens", "seq_lens_q"])
@@ -350,22 +350,24 @@ def test_merge_in_place_with_itself(target):
         v_other = v if v_same else other_v
         s_other = s if s_same else other_s
         states = torch.stack([v, v_other], 1), torch.stack([s, s_other], 1)
-        want_v, want_s = oracle.merge(*states)
+        expected_v, expected_s = oracle.merge(*states)
         preflash.merge_state_in_place(v, s, v_other, s_other)
-        assert float((v.double() - want_v).abs().max()) < 1e-5
-        finite = want_s.isfinite()
+        assert float((v.double() - expected_v).abs().max()) < 1e-5
+        finite = expected_s.isfinite()
         assert torch.equal(s.isfinite(), finite)
-        assert float((s.double() - want_s)[finite].abs().max()) < 1e-5
+        assert float((s.double() - expected_s)[finite].abs().max()) < 1e-5
 
 
 def test_merge_in_place_with_a_strided_view_of_itself(target):
     """A view that is not contiguous is copied before anything is written."""
     v, s = pair(target, heads=7)
     v_other, s_other = v.transpose(0, 1), s.transpose(0, 1)
-    want_v, want_s = oracle.merge(torch.stack([v, v_other], 1), torch.stack([s, s_other], 1))
+    expected_v, expected_s = oracle.merge(
+        torch.stack([v, v_other], 1), torch.stack([s, s_other], 1)
+    )
     preflash.merge_state_in_place(v, s, v_other, s_other)
-    assert float((v.double() - want_v).abs().max()) < 1e-5
-    assert float((s.double() - want_s).abs().max()) < 1e-5
+    assert float((v.double() - expected_v).abs().max()) < 1e-5
+    assert float((s.double() - expected_s).abs().max()) < 1e-5
 
 
 def overlapping(t):
@@ -404,10 +406,10 @@ def test_merge_in_place_of_neighbours(target):
     v, s = pair(target)
     v_other, s_other = pair(target, 1)
     both_v, both_s = torch.cat([v, v_other]), torch.cat([s, s_other])
-    want_v, want_s = preflash.merge_state(v, s, v_other, s_other)
+    expected_v, expected_s = preflash.merge_state(v, s, v_other, s_other)
     preflash.merge_state_in_place(both_v[:7], both_s[:7], both_v[7:], both_s[7:])
-    assert torch.equal(both_v[:7], want_v)
-    assert torch.equal(both_s[:7], want_s)
+    assert torch.equal(both_v[:7], expected_v)
+    assert torch.equal(both_s[:7], expected_s)
     assert torch.equal(both_v[7:], v_other)
     empty = both_v[3:3], both_s[3:3]
     preflash.merge_state_in_place(*empty, *empty)

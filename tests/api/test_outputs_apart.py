@@ -69,13 +69,13 @@ def test_q_itself_may_be_written(target, split):
     inputs = build(case, device=target.device)
     wrapper = runner.make_wrapper(case, backend=target.backend, device=target.device)
     runner.plan(wrapper, inputs)
-    want, want_lse = wrapper.run(inputs.q, inputs.k, inputs.v, return_lse=True)
+    expected, expected_lse = wrapper.run(inputs.q, inputs.k, inputs.v, return_lse=True)
     for _ in range(5):
         q = inputs.q.clone()
         out, lse = wrapper.run(q, inputs.k, inputs.v, out=q, return_lse=True)
         assert out is q
-        assert torch.equal(out, want)
-        assert torch.equal(lse, want_lse)
+        assert torch.equal(out, expected)
+        assert torch.equal(lse, expected_lse)
 
 
 def test_parts_of_one_packed_tensor(planned):
@@ -87,13 +87,13 @@ def test_parts_of_one_packed_tensor(planned):
     q[:TOKENS] = inputs.q
     k[: inputs.k.shape[0]], v[: inputs.v.shape[0]] = inputs.k[:tokens], inputs.v[:tokens]
     wrapper.run(q[:TOKENS], k, v, out=out[:TOKENS])
-    runner.judge(inputs, out[:TOKENS], None).check()
+    runner.compare(inputs, out[:TOKENS], None).check()
     by_head = torch.zeros(tokens, HEADS, 4, HEAD_DIM, dtype=CASE.dtype, device=inputs.q.device)
     by_head.copy_(packed.transpose(1, 2))
     q, k, out, v = (by_head[:, :, i] for i in range(4))
     out.zero_()
     wrapper.run(q[:TOKENS], k, v, out=out[:TOKENS])
-    runner.judge(inputs, out[:TOKENS], None).check()
+    runner.compare(inputs, out[:TOKENS], None).check()
     with pytest.raises(ValueError, match="out shares memory with k"):
         wrapper.run(q[:TOKENS], k, v, out=by_head[1 : TOKENS + 1, :, 1])
     with pytest.raises(ValueError, match="out shares memory with v"):

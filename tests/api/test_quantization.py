@@ -57,12 +57,12 @@ def test_segment_packbits(target, lengths, bitorder, dtype):
     pieces = [
         numpy.packbits(bits[a:b].numpy(), bitorder=bitorder) for a, b in itertools.pairwise(indptr)
     ]
-    want = numpy.concatenate([numpy.zeros(0, numpy.uint8), *pieces])
+    expected = numpy.concatenate([numpy.zeros(0, numpy.uint8), *pieces])
     assert packed.dtype == torch.uint8
     assert new_indptr.dtype == torch.int32
     assert packed.device.type == new_indptr.device.type == target.device
     assert new_indptr.tolist() == numpy.cumsum([0, *[(n + 7) // 8 for n in lengths]]).tolist()
-    assert numpy.array_equal(packed.cpu().numpy(), want)
+    assert numpy.array_equal(packed.cpu().numpy(), expected)
 
 
 def test_segment_packbits_is_big_by_default(target):
@@ -82,7 +82,7 @@ def test_segment_packbits_feeds_plan(target):
     packed, _ = preflash.segment_packbits(inputs.custom_mask, indptr, bitorder="little")
     wrapper = runner.make_wrapper(case, backend=target.backend, device=target.device)
     runner.plan(wrapper, inputs, custom_mask=None, packed_custom_mask=packed)
-    runner.judge(inputs, *runner.run(wrapper, inputs)).check()
+    runner.compare(inputs, *runner.run(wrapper, inputs)).check()
 
 
 @pytest.mark.parametrize(

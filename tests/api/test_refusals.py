@@ -12,7 +12,7 @@ from collections.abc import Callable
 import preflash
 import pytest
 import torch
-from preflash.testing import Case, MaskKind, build, expected, poison, runner
+from preflash.testing import Case, MaskKind, build, poison, reference, runner
 
 REFUSED = (ValueError, TypeError)
 UNSUPPORTED = NotImplementedError
@@ -286,7 +286,7 @@ def refuse_plan(case: Case, mistake: Mistake, target) -> None:
     with pytest.raises(mistake.error, match=mistake.match):
         wrapper.plan(**arguments)
     assert (repr(wrapper), wrapper.variant) == before
-    runner.judge(inputs, *runner.run(wrapper, inputs)).check()
+    runner.compare(inputs, *runner.run(wrapper, inputs)).check()
 
 
 def refuse_run(case: Case, mistake: Mistake, target) -> None:
@@ -298,7 +298,7 @@ def refuse_run(case: Case, mistake: Mistake, target) -> None:
         wrapper.run(**arguments)
     assert bool(out.isnan().all())
     assert bool(lse.isnan().all())
-    runner.judge(inputs, *runner.run(wrapper, inputs)).check()
+    runner.compare(inputs, *runner.run(wrapper, inputs)).check()
 
 
 @pytest.mark.parametrize("mistake", COMMON_PLAN + PAGED_PLAN, ids=ids(COMMON_PLAN + PAGED_PLAN))
@@ -330,7 +330,7 @@ def test_run_before_plan(target, case):
         wrapper.run(**arguments)
     assert bool(arguments["out"].isnan().all())
     runner.plan(wrapper, inputs)
-    runner.judge(inputs, *runner.run(wrapper, inputs)).check()
+    runner.compare(inputs, *runner.run(wrapper, inputs)).check()
 
 
 def test_a_first_plan_refused_is_no_plan(target):
@@ -370,7 +370,7 @@ def test_page_index_on_the_gpu_is_checked_on_demand(monkeypatch):
         assert bool(run["out"].isnan().all())
     arguments["paged_kv_indices"] = good
     wrapper.plan(**arguments)
-    runner.judge(inputs, *runner.run(wrapper, inputs)).check()
+    runner.compare(inputs, *runner.run(wrapper, inputs)).check()
 
 
 def test_page_index_outside_the_pool():
@@ -388,7 +388,7 @@ def test_page_index_outside_the_pool():
         assert bool(run["out"].isnan().all())
     arguments["paged_kv_indices"] = good
     wrapper.plan(**arguments)
-    runner.judge(inputs, *runner.run(wrapper, inputs)).check()
+    runner.compare(inputs, *runner.run(wrapper, inputs)).check()
 
 
 def test_indices_behind_the_last_page_are_not_looked_at(target):
@@ -399,7 +399,7 @@ def test_indices_behind_the_last_page_are_not_looked_at(target):
     spare = torch.full((256,), 2**31 - 1, dtype=torch.int32, device=target.device)
     arguments["paged_kv_indices"] = torch.cat([arguments["paged_kv_indices"], spare])
     wrapper.plan(**arguments)
-    runner.judge(inputs, *runner.run(wrapper, inputs)).check()
+    runner.compare(inputs, *runner.run(wrapper, inputs)).check()
 
 
 # --- constructors ------------------------------------------------------------
@@ -479,7 +479,7 @@ def test_tensor_on_another_device(name):
     arguments[name] = arguments[name].cpu()
     with pytest.raises(REFUSED, match=rf"\b{name}\b"):
         wrapper.run(**arguments)
-    runner.judge(inputs, *runner.run(wrapper, inputs)).check()
+    runner.compare(inputs, *runner.run(wrapper, inputs)).check()
 
 
 # --- single ------------------------------------------------------------------
@@ -524,7 +524,7 @@ def test_single(target, mistake):
     with pytest.raises(mistake.error, match=mistake.match):
         preflash.single_prefill_with_kv_cache(**options, **arguments)
     out, lse = preflash.single_prefill_with_kv_cache(**right, **options)
-    runner.judge(inputs, out, lse, expected(inputs)).check()
+    runner.compare(inputs, out, lse, reference(inputs)).check()
 
 
 def test_messages_tell_value_and_way_out():

@@ -5,7 +5,7 @@ import math
 import preflash as flashinfer
 import pytest
 import torch
-from preflash.testing import Case, KvForm, MaskKind, build, compare, expected, poison, runner
+from preflash.testing import Case, KvForm, MaskKind, build, compare, poison, reference, runner
 from preflash.testing.oracle import Pipeline
 
 # Prefill chunks with history beside decodes, K and V as two halves of one last dimension.
@@ -83,7 +83,7 @@ def test_vllm_paged(target, layout):
         out=out,
         kv_cache_sf=None,
     )
-    runner.judge(inputs, out, None).check()
+    runner.compare(inputs, out, None).check()
 
 
 def test_vllm_batch_invariant_plan(target):
@@ -94,7 +94,7 @@ def test_vllm_batch_invariant_plan(target):
     )
     vllm_plan(wrapper, inputs, fixed_split_size=4096, disable_split_kv=True)
     out, lse = wrapper.run(inputs.q, (inputs.k, inputs.v), return_lse=True)
-    runner.judge(inputs, out, lse).check()
+    runner.compare(inputs, out, lse).check()
 
 
 def test_vllm_gemma_layer_settings(target):
@@ -106,8 +106,8 @@ def test_vllm_gemma_layer_settings(target):
     assert (wrapper._window_left, wrapper._logits_soft_cap) == (31, 20.0)
     out = poison(inputs.q.shape, VLLM.dtype, target.device)
     wrapper.run(inputs.q, (inputs.k, inputs.v), k_scale=1.0, v_scale=1.0, out=out)
-    want = expected(inputs, pipeline=Pipeline(0.11, True, 31, 20.0))
-    compare(out, None, want, soft_cap=20.0).check()
+    expected = reference(inputs, pipeline=Pipeline(0.11, True, 31, 20.0))
+    compare(out, None, expected, soft_cap=20.0).check()
 
 
 def test_vllm_context_parallel(target):
@@ -118,7 +118,7 @@ def test_vllm_context_parallel(target):
     out_c, lse_c = context.run(
         inputs.q, (inputs.k, inputs.v), k_scale=1.0, v_scale=1.0, return_lse=True
     )
-    full = expected(inputs, pipeline=Pipeline(VLLM.scale))
+    full = reference(inputs, pipeline=Pipeline(VLLM.scale))
     compare(out_c, lse_c, full).check()
 
     fresh_case = Case("new", VLLM.qo_lens, VLLM.qo_lens, 8, 2, 128, mask=MaskKind.CAUSAL)
@@ -139,7 +139,7 @@ def test_vllm_context_parallel(target):
         q_data_type=VLLM.dtype,
     )
     out_n, lse_n = wrapper.run(fresh.q, fresh.k, fresh.v, return_lse=True)
-    recent = expected(fresh)
+    recent = reference(fresh)
     compare(out_n, lse_n, recent).check()
 
     # What the engine does next: log2 to ln, [tokens, heads] to [heads, tokens].
@@ -177,7 +177,7 @@ def test_vllm_mla_prefill(target, index_device):
     )
     out = poison((138, 4, 128), case.dtype, target.device)
     result = wrapper.run(q=inputs.q, k=inputs.k, v=inputs.v, out=out, return_lse=True)
-    runner.judge(inputs, out, result[1]).check()
+    runner.compare(inputs, out, result[1]).check()
 
 
 def test_vllm_sparse_pages(target):
@@ -204,7 +204,7 @@ def test_vllm_sparse_pages(target):
         disable_split_kv=True,
         max_token_per_sequence=1,
     )
-    runner.judge(inputs, *wrapper.run(inputs.q, inputs.cache, return_lse=True)).check()
+    runner.compare(inputs, *wrapper.run(inputs.q, inputs.cache, return_lse=True)).check()
 
 
 SGLANG = Case(
@@ -259,7 +259,7 @@ def test_sglang_paged_forward(target, cap, window):
         v_scale=0.5,
     )
     pipeline = Pipeline(0.15, True, window, cap, out_scale=0.5)
-    compare(out, None, expected(inputs, pipeline=pipeline), soft_cap=cap).check()
+    compare(out, None, reference(inputs, pipeline=pipeline), soft_cap=cap).check()
 
 
 def test_sglang_slot_pool_of_tokens(target):
@@ -273,7 +273,7 @@ def test_sglang_slot_pool_of_tokens(target):
     )
     sglang_begin(wrapper, inputs)
     out, lse = wrapper.forward_return_lse(inputs.q, (inputs.k, inputs.v), causal=True)
-    runner.judge(inputs, out, lse).check()
+    runner.compare(inputs, out, lse).check()
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8])
@@ -293,11 +293,11 @@ def test_sglang_tree_mask(target, dtype):
         window_left=-1,
         logits_soft_cap=0.0,
     )
-    runner.judge(inputs, out, None).check()
+    runner.compare(inputs, out, None).check()
     # The same wrapper verifies nothing in the next step: the mask must be gone.
     sglang_begin(wrapper, inputs)
     out = wrapper.forward(inputs.q, (inputs.k, inputs.v), causal=True, sm_scale=case.scale)
-    compare(out, None, expected(inputs_without_mask(inputs))).check()
+    compare(out, None, reference(inputs_without_mask(inputs))).check()
 
 
 def inputs_without_mask(inputs):
@@ -365,10 +365,10 @@ def test_sglang_ragged_then_paged_prefix(target):
             rows = torch.cat([getattr(old, name), getattr(new, name)])
             getattr(whole, name)[begin : begin + rows.shape[0]] = rows
         begin += whole_case.kv_lens[i]
-    want = expected(whole, pipeline=Pipeline(0.1, True))
+    expected = reference(whole, pipeline=Pipeline(0.1, True))
     # The partial outputs were rounded once each before the merge.
-    want.spread = want.spread + want.out.abs()
-    compare(out, lse, want).check()
+    expected.spread = expected.spread + expected.out.abs()
+    compare(out, lse, expected).check()
 
 
 def test_sglang_mla_ragged(target):
@@ -390,7 +390,7 @@ def test_sglang_mla_ragged(target):
     out = wrapper.forward(
         inputs.q, inputs.k, inputs.v, causal=True, sm_scale=case.scale, logits_soft_cap=0.0
     )
-    runner.judge(inputs, out, None).check()
+    runner.compare(inputs, out, None).check()
 
 
 def test_multi_item_scoring_is_refused(target):
@@ -409,4 +409,4 @@ def test_huggingface_paged_varlen(target):
     inputs = build(case, device=target.device)
     wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(runner.workspace(target.device))
     runner.plan(wrapper, inputs)
-    runner.judge(inputs, *runner.run(wrapper, inputs)).check()
+    runner.compare(inputs, *runner.run(wrapper, inputs)).check()

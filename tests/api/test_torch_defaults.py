@@ -87,7 +87,7 @@ def test_single(surroundings, target, mask):
     inputs = build(case, device=target.device)
     for _ in range(2):  # planned, then remembered
         out, lse = runner.single(inputs, backend=target.backend)
-        runner.judge(inputs, out, lse).check()
+        runner.compare(inputs, out, lse).check()
 
 
 def test_outputs_of_our_own(surroundings, target):
@@ -98,7 +98,7 @@ def test_outputs_of_our_own(surroundings, target):
     out, lse = wrapper.run(inputs.q, inputs.k, inputs.v, return_lse=True)
     assert out.dtype == torch.float16
     assert lse.dtype == torch.float32
-    runner.judge(inputs, out, lse).check()
+    runner.compare(inputs, out, lse).check()
 
 
 @pytest.mark.parametrize("bitorder", ["big", "little"])
@@ -110,8 +110,8 @@ def test_packbits(surroundings, target, bitorder):
     assert numpy.array_equal(packed.cpu().numpy(), numpy.packbits(bits.numpy(), bitorder=bitorder))
     begins = torch.from_numpy(numpy.cumsum([0, *lengths]).astype(numpy.int32))
     packed, new_indptr = preflash.segment_packbits(target.to(bits), begins, bitorder)
-    want = [numpy.packbits(part.numpy(), bitorder=bitorder) for part in bits.split(lengths)]
-    assert packed.tolist() == numpy.concatenate(want).tolist()
+    expected = [numpy.packbits(part.numpy(), bitorder=bitorder) for part in bits.split(lengths)]
+    assert packed.tolist() == numpy.concatenate(expected).tolist()
     assert new_indptr.tolist() == [0, 1, 1, 2, 19, 20]
 
 
@@ -120,24 +120,24 @@ def test_merges(surroundings, target):
     v = target.to(torch.randn(9, 3, 2, 64, generator=generator, **HOST))
     s = target.to(torch.randn(9, 3, 2, generator=generator, **HOST))
     s[0] = -math.inf
-    want_v, want_s = oracle.merge(v, s)
+    expected_v, expected_s = oracle.merge(v, s)
     got_v, got_s = preflash.merge_states(v, s)
-    close(got_v, want_v)
-    close(got_s, want_s)
-    want_v, want_s = oracle.merge(v[:, :2], s[:, :2])
+    close(got_v, expected_v)
+    close(got_s, expected_s)
+    expected_v, expected_s = oracle.merge(v[:, :2], s[:, :2])
     got_v, got_s = preflash.merge_state(v[:, 0], s[:, 0], v[:, 1], s[:, 1])
-    close(got_v, want_v)
-    close(got_s, want_s)
+    close(got_v, expected_v)
+    close(got_s, expected_s)
     own_v, own_s = v[:, 0].contiguous(), s[:, 0].contiguous()
     preflash.merge_state_in_place(own_v, own_s, v[:, 1], s[:, 1])
     assert torch.equal(own_v, got_v)
     assert torch.equal(own_s, got_s)
 
 
-def close(got, want):
+def close(got, expected):
     assert got.dtype == torch.float32
-    assert torch.equal(got.isinf(), want.isinf())
-    error = (got.double() - want).abs()[want.isfinite()]
+    assert torch.equal(got.isinf(), expected.isinf())
+    error = (got.double() - expected).abs()[expected.isfinite()]
     assert float(error.max()) <= 1e-5
 
 
@@ -159,5 +159,5 @@ def test_benchmark_inputs(surroundings, page_size):
     runner.plan(wrapper, inputs)
     out, lse = runner.run(wrapper, inputs)
     sample = Sample(case.qo_lens, 4)
-    want = sample.expected(inputs)
-    runner.judge(inputs, sample.of(out), sample.of(lse), want).check()
+    expected = sample.expected(inputs)
+    runner.compare(inputs, sample.of(out), sample.of(lse), expected).check()

@@ -7,7 +7,7 @@ import preflash
 import pytest
 import torch
 from preflash import _validate as check
-from preflash.testing import Case, MaskKind, build, expected, runner
+from preflash.testing import Case, MaskKind, build, reference, runner
 
 HUGE = 10**400
 CASE = Case("values", (40,), (200,), 2, 1, 64, mask=MaskKind.CAUSAL)
@@ -111,7 +111,7 @@ def test_large_soft_caps(target, sm_scale, soft_cap):
     inputs = build(case, device=target.device)
     if sm_scale < 1e-6:
         inputs.q.mul_(0.1 / sm_scale)
-    plain = expected(inputs, pipeline=dataclasses.replace(inputs.pipeline, soft_cap=0.0))
+    plain = reference(inputs, pipeline=dataclasses.replace(inputs.pipeline, soft_cap=0.0))
     wrapper = runner.make_wrapper(case, backend=target.backend, device=target.device)
     runner.plan(wrapper, inputs)
     out, lse = runner.run(wrapper, inputs)

@@ -7,7 +7,7 @@ import preflash
 import pytest
 import torch
 from preflash import _core
-from preflash.testing import Case, KvForm, MaskKind, build, compare, expected, poison, runner
+from preflash.testing import Case, KvForm, MaskKind, build, compare, poison, reference, runner
 from preflash.testing.oracle import Pipeline
 
 RAGGED = Case("ragged", (33, 5, 0, 70), (40, 90, 7, 70), 4, 2, 64, mask=MaskKind.CAUSAL)
@@ -38,7 +38,7 @@ def test_run_returns_out_alone_by_default(planned):
     assert isinstance(out, torch.Tensor)
     assert out.dtype == inputs.q.dtype
     assert out.device == inputs.q.device
-    runner.judge(inputs, out, None).check()
+    runner.compare(inputs, out, None).check()
 
 
 def test_run_return_lse_equals_run_with_return_lse(planned):
@@ -49,7 +49,7 @@ def test_run_return_lse_equals_run_with_return_lse(planned):
     assert lse.shape == (inputs.q.shape[0], inputs.case.num_qo_heads)
     assert torch.equal(out, out2)
     assert torch.equal(lse, lse2)
-    runner.judge(inputs, out, lse).check()
+    runner.compare(inputs, out, lse).check()
 
 
 def test_lse_is_base_2_unless_ln_is_asked_for(planned):
@@ -60,7 +60,7 @@ def test_lse_is_base_2_unless_ln_is_asked_for(planned):
     assert torch.equal(log2, same)
     finite = log2.isfinite()
     torch.testing.assert_close(ln[finite], log2[finite] * LN2, rtol=1e-6, atol=1e-6)
-    runner.judge(inputs, out, ln, lse_base="ln").check()
+    runner.compare(inputs, out, ln, lse_base="ln").check()
 
 
 def test_lse_layout_hn_is_the_transpose(planned):
@@ -78,7 +78,7 @@ def test_lse_layout_and_base_together_into_a_buffer(planned):
         *tensors(inputs), return_lse=True, lse_layout="HN", lse_base="ln", lse=buffer
     )
     assert lse.data_ptr() == buffer.data_ptr()
-    runner.judge(inputs, out, buffer.t(), lse_base="ln").check()
+    runner.compare(inputs, out, buffer.t(), lse_base="ln").check()
 
 
 def test_out_and_lse_buffers_are_used(planned):
@@ -88,7 +88,7 @@ def test_out_and_lse_buffers_are_used(planned):
     got_out, got_lse = wrapper.run(*tensors(inputs), out=out, lse=lse, return_lse=True)
     assert got_out.data_ptr() == out.data_ptr()
     assert got_lse.data_ptr() == lse.data_ptr()
-    runner.judge(inputs, out, lse).check()
+    runner.compare(inputs, out, lse).check()
 
 
 def test_out_without_lse(planned):
@@ -96,7 +96,7 @@ def test_out_without_lse(planned):
     out = poison(inputs.q.shape, inputs.q.dtype, inputs.q.device)
     got = wrapper.run(*tensors(inputs), out=out)
     assert got.data_ptr() == out.data_ptr()
-    runner.judge(inputs, out, None).check()
+    runner.compare(inputs, out, None).check()
 
 
 def test_out_may_be_a_strided_view(planned):
@@ -106,7 +106,7 @@ def test_out_may_be_a_strided_view(planned):
     wide = poison((tokens + 2, heads, dim + 8), inputs.q.dtype, inputs.q.device)
     view = wide[1:-1, :, :dim]
     wrapper.run(*tensors(inputs), out=view)
-    runner.judge(inputs, view, None).check()
+    runner.compare(inputs, view, None).check()
     assert bool(wide[0].isnan().all() and wide[-1].isnan().all() and wide[..., dim:].isnan().all())
 
 
@@ -119,7 +119,7 @@ def test_k_and_q_scale_multiply_the_logits_and_v_scale_the_output(planned):
         *tensors(inputs), q_scale=0.5, k_scale=3.0, v_scale=0.25, return_lse=True
     )
     pipeline = Pipeline(inputs.case.scale * 1.5, causal=True, out_scale=0.25)
-    compare(out, lse, expected(inputs, pipeline=pipeline)).check()
+    compare(out, lse, reference(inputs, pipeline=pipeline)).check()
 
 
 def test_scales_may_be_one_element_tensors(planned):
@@ -132,7 +132,7 @@ def test_scales_may_be_one_element_tensors(planned):
         return_lse=True,
     )
     pipeline = Pipeline(inputs.case.scale * 2.0, causal=True, out_scale=0.5)
-    compare(out, lse, expected(inputs, pipeline=pipeline)).check()
+    compare(out, lse, reference(inputs, pipeline=pipeline)).check()
 
 
 def test_paged_scales_are_positional(target):
@@ -141,7 +141,7 @@ def test_paged_scales_are_positional(target):
     runner.plan(wrapper, inputs)
     out, lse = wrapper.run(inputs.q, inputs.cache, 2.0, 0.5, True)
     pipeline = Pipeline(PAGED.scale * 2.0, causal=True, out_scale=0.5)
-    compare(out, lse, expected(inputs, pipeline=pipeline)).check()
+    compare(out, lse, reference(inputs, pipeline=pipeline)).check()
 
 
 def test_ragged_return_lse_is_positional(target):
@@ -149,13 +149,13 @@ def test_ragged_return_lse_is_positional(target):
     wrapper = runner.make_wrapper(RAGGED, backend=target.backend, device=target.device)
     runner.plan(wrapper, inputs)
     out, lse = wrapper.run(inputs.q, inputs.k, inputs.v, True)
-    runner.judge(inputs, out, lse).check()
+    runner.compare(inputs, out, lse).check()
 
 
 def test_scale_of_one_run_does_not_stay(planned):
     inputs, wrapper = planned
     wrapper.run(*tensors(inputs), k_scale=5.0, v_scale=5.0)
-    runner.judge(inputs, *wrapper.run(*tensors(inputs), return_lse=True)).check()
+    runner.compare(inputs, *wrapper.run(*tensors(inputs), return_lse=True)).check()
 
 
 # --- run-time options re-select, they are never dropped ----------------------
@@ -188,13 +188,13 @@ def test_forward_selects_again(target, case, options):
     wrapper = runner.make_wrapper(case, backend=target.backend, device=target.device)
     positional, _ = runner.plan_arguments(inputs)
     wrapper.begin_forward(*positional, q_data_type=case.dtype)
-    want = expected(inputs, pipeline=forward_pipeline(case, options))
+    expected = reference(inputs, pipeline=forward_pipeline(case, options))
     cap = options.get("logits_soft_cap", 0.0)
 
     out = wrapper.forward(*tensors(inputs), **options)
-    compare(out, None, want, soft_cap=cap).check()
+    compare(out, None, expected, soft_cap=cap).check()
     out, lse = wrapper.forward_return_lse(*tensors(inputs), **options)
-    compare(out, lse, want, soft_cap=cap).check()
+    compare(out, lse, expected, soft_cap=cap).check()
     assert wrapper.end_forward() is None
 
 
@@ -205,24 +205,24 @@ def test_forward_with_scales(target):
     wrapper.begin_forward(*positional, q_data_type=PAGED.dtype)
     out = wrapper.forward(inputs.q, inputs.cache, causal=True, k_scale=2.0, v_scale=0.5)
     pipeline = Pipeline(PAGED.scale * 2.0, causal=True, out_scale=0.5)
-    compare(out, None, expected(inputs, pipeline=pipeline)).check()
+    compare(out, None, reference(inputs, pipeline=pipeline)).check()
 
 
-def test_forward_in_turns(planned):
+def test_forward_alternates(planned):
     """Every call means what it says, whatever the one before asked for."""
     inputs, wrapper = planned
     for options in (*FORWARD_OPTIONS.values(), *reversed(FORWARD_OPTIONS.values())):
         out = wrapper.forward(*tensors(inputs), **options)
-        want = expected(inputs, pipeline=forward_pipeline(inputs.case, options))
-        compare(out, None, want, soft_cap=options.get("logits_soft_cap", 0.0)).check()
+        expected = reference(inputs, pipeline=forward_pipeline(inputs.case, options))
+        compare(out, None, expected, soft_cap=options.get("logits_soft_cap", 0.0)).check()
 
 
 def test_window_left_on_run_is_honoured(planned):
     inputs, wrapper = planned
     out, lse = wrapper.run(*tensors(inputs), window_left=6, return_lse=True)
-    want = expected(inputs, pipeline=Pipeline(inputs.case.scale, causal=True, window_left=6))
-    compare(out, lse, want).check()
-    runner.judge(inputs, *wrapper.run(*tensors(inputs), return_lse=True)).check()
+    expected = reference(inputs, pipeline=Pipeline(inputs.case.scale, causal=True, window_left=6))
+    compare(out, lse, expected).check()
+    runner.compare(inputs, *wrapper.run(*tensors(inputs), return_lse=True)).check()
 
 
 def test_forward_keeps_a_custom_mask(target):
@@ -232,7 +232,7 @@ def test_forward_keeps_a_custom_mask(target):
     wrapper = runner.make_wrapper(case, backend=target.backend, device=target.device)
     runner.plan(wrapper, inputs)
     for causal in (False, True):
-        runner.judge(
+        runner.compare(
             inputs, wrapper.forward(inputs.q, inputs.k, inputs.v, causal=causal), None
         ).check()
 
@@ -258,7 +258,7 @@ def test_head_dim_qk_means_head_dim(target):
         q_data_type="bfloat16",
         o_data_type=torch.bfloat16,
     )
-    runner.judge(inputs, *wrapper.run(inputs.q, inputs.cache, return_lse=True)).check()
+    runner.compare(inputs, *wrapper.run(inputs.q, inputs.cache, return_lse=True)).check()
 
 
 def test_ragged_keywords(target):
@@ -275,7 +275,9 @@ def test_ragged_keywords(target):
         causal=True,
         q_data_type=torch.bfloat16,
     )
-    runner.judge(inputs, *wrapper.run(q=inputs.q, k=inputs.k, v=inputs.v, return_lse=True)).check()
+    runner.compare(
+        inputs, *wrapper.run(q=inputs.q, k=inputs.k, v=inputs.v, return_lse=True)
+    ).check()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -286,7 +288,7 @@ def test_dtypes_by_name(target, dtype):
     name = str(dtype).removeprefix("torch.")
     for kv_data_type in (None, name, dtype):
         runner.plan(wrapper, inputs, q_data_type=name, kv_data_type=kv_data_type)
-        runner.judge(inputs, *runner.run(wrapper, inputs)).check()
+        runner.compare(inputs, *runner.run(wrapper, inputs)).check()
 
 
 def test_both_head_dim_spellings_at_once(target):
@@ -370,7 +372,7 @@ def test_workspace_size_is_enough_and_needed(target):
     exact = runner.workspace(target.device, float_bytes)
     wrapper = runner.make_wrapper(SPLIT, backend=target.backend, device=target.device, buffer=exact)
     runner.plan(wrapper, inputs)
-    runner.judge(inputs, *runner.run(wrapper, inputs)).check()
+    runner.compare(inputs, *runner.run(wrapper, inputs)).check()
 
     # float_workspace_buffer too small: refused with the number of bytes that would do.
     small = runner.workspace(target.device, float_bytes // 2)
@@ -408,7 +410,7 @@ def test_small_workspace_plans_without_split(target):
     small = runner.workspace(target.device, 256)
     wrapper = runner.make_wrapper(SPLIT, backend=target.backend, device=target.device, buffer=small)
     runner.plan(wrapper, inputs, fixed_split_size=None)
-    runner.judge(inputs, *runner.run(wrapper, inputs)).check()
+    runner.compare(inputs, *runner.run(wrapper, inputs)).check()
 
 
 def test_split_writes_only_its_workspace(target):
@@ -420,7 +422,7 @@ def test_split_writes_only_its_workspace(target):
     inner = whole[4096 : 4096 + float_bytes]
     wrapper = runner.make_wrapper(SPLIT, backend=target.backend, device=target.device, buffer=inner)
     runner.plan(wrapper, inputs)
-    runner.judge(inputs, *runner.run(wrapper, inputs)).check()
+    runner.compare(inputs, *runner.run(wrapper, inputs)).check()
     assert bool((whole[:4096] == 0x5A).all())
     assert bool((whole[4096 + float_bytes :] == 0x5A).all())
 
@@ -429,11 +431,11 @@ def test_reset_workspace_buffer(target):
     inputs = build(SPLIT, device=target.device)
     wrapper = runner.make_wrapper(SPLIT, backend=target.backend, device=target.device)
     runner.plan(wrapper, inputs)
-    runner.judge(inputs, *runner.run(wrapper, inputs)).check()
+    runner.compare(inputs, *runner.run(wrapper, inputs)).check()
     old = runner.workspace(target.device)
     wrapper.reset_workspace_buffer(old, runner.workspace(target.device, 8 * 1024 * 1024))
     runner.plan(wrapper, inputs)
-    runner.judge(inputs, *runner.run(wrapper, inputs)).check()
+    runner.compare(inputs, *runner.run(wrapper, inputs)).check()
 
 
 def test_reset_to_a_small_workspace_is_noticed(target):
@@ -451,11 +453,11 @@ def test_reset_to_a_small_workspace_is_noticed(target):
 def test_plan_keeps_no_reference_to_its_arrays(planned):
     """The caller may overwrite indptr and indices after plan(); run must not read them again."""
     inputs, wrapper = planned
-    want = expected(inputs)
+    expected = reference(inputs)
     for name in ("qo_indptr", "kv_indptr", "last_page_len"):
         if (array := getattr(inputs, name)) is not None:
             array.fill_(-1)
-    runner.judge(inputs, *runner.run(wrapper, inputs), want=want).check()
+    runner.compare(inputs, *runner.run(wrapper, inputs), expected=expected).check()
 
 
 def test_replan_with_other_lengths(target):
@@ -467,7 +469,7 @@ def test_replan_with_other_lengths(target):
         wrapper = wrapper or runner.make_wrapper(case, backend=target.backend, device=target.device)
         inputs = build(case, device=target.device, seed=seed)
         runner.plan(wrapper, inputs)
-        runner.judge(inputs, *runner.run(wrapper, inputs)).check()
+        runner.compare(inputs, *runner.run(wrapper, inputs)).check()
 
 
 def test_replan_with_other_heads_dims_and_dtypes(target):
@@ -481,7 +483,7 @@ def test_replan_with_other_heads_dims_and_dtypes(target):
     ):
         inputs = build(other, device=target.device)
         runner.plan(wrapper, inputs)
-        runner.judge(inputs, *runner.run(wrapper, inputs)).check()
+        runner.compare(inputs, *runner.run(wrapper, inputs)).check()
 
 
 def test_many_layers_with_one_plan(planned):
@@ -491,7 +493,7 @@ def test_many_layers_with_one_plan(planned):
         inputs.q = torch.randn_like(inputs.q)
         inputs.k.mul_(-0.75)
         inputs.v.mul_(1.5 - layer)
-        runner.judge(inputs, *runner.run(wrapper, inputs)).check()
+        runner.compare(inputs, *runner.run(wrapper, inputs)).check()
 
 
 def test_empty_batch(target):
@@ -522,11 +524,11 @@ def test_kv_forms_are_equal_bit_by_bit(target):
     for form in (KvForm.SEPARATE, KvForm.COMBINED, KvForm.HALVES, KvForm.PADDED, KvForm.TRANSPOSED):
         case = Case("forms", (9, 40), (70, 40), 4, 2, 64, page_size=4, form=form)
         base = Case("forms", (9, 40), (70, 40), 4, 2, 64, page_size=4)
-        inputs, reference = build(case, device=target.device), build(base, device=target.device)
-        inputs.q = reference.q
-        inputs.indices, inputs.page_table = reference.indices, reference.page_table
-        inputs.k.copy_(reference.k)
-        inputs.v.copy_(reference.v)
+        inputs, twin = build(case, device=target.device), build(base, device=target.device)
+        inputs.q = twin.q
+        inputs.indices, inputs.page_table = twin.indices, twin.page_table
+        inputs.k.copy_(twin.k)
+        inputs.v.copy_(twin.v)
         wrapper = runner.make_wrapper(case, backend=target.backend, device=target.device)
         runner.plan(wrapper, inputs)
         results.append(runner.run(wrapper, inputs))

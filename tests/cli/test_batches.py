@@ -6,8 +6,8 @@ import pytest
 import torch
 from preflash.cli.batches import BatchMaker, Sample
 from preflash.cli.bench import rows as bench_rows
-from preflash.cli.bench.rivals import rivals_of
-from preflash.testing import Case, KvForm, MaskKind, build, expected, runner
+from preflash.cli.bench.baselines import baselines_of
+from preflash.testing import Case, KvForm, MaskKind, build, reference, runner
 
 CPU = torch.device("cpu")
 PAGED = Case(
@@ -60,7 +60,7 @@ def test_other_cases_are_refused(changes):
 def test_a_sample_is_those_rows_of_the_whole_answer():
     inputs = build(PAGED)
     sample = Sample(PAGED.qo_lens, 3, seed=1)
-    whole, some = expected(inputs), sample.expected(inputs)
+    whole, some = reference(inputs), sample.expected(inputs)
     assert len(sample) == some.out.shape[0]
     assert torch.equal(sample.of(whole.lse), some.lse)
     torch.testing.assert_close(sample.of(whole.out), some.out, rtol=0, atol=1e-13)
@@ -76,7 +76,7 @@ def test_torch_agrees_with_the_oracle(dtype):
         case = row.case.with_dtype(dtype)
         row = dataclasses.replace(row, case=case)
         inputs = BatchMaker(case, CPU).make()
-        for rival in rivals_of(row, CPU):
-            out = rival.prepare(inputs)()
-            report = runner.judge(inputs, out, None)
+        for baseline in baselines_of(row, CPU):
+            out = baseline.prepare(inputs)()
+            report = runner.compare(inputs, out, None)
             assert report.worst_ratio < 4, f"{row.name}: {report}"

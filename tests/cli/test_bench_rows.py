@@ -2,7 +2,7 @@
 
 import pytest
 from preflash.cli.bench import rows as bench_rows
-from preflash.cli.bench.rows import Metric, Rival
+from preflash.cli.bench.rows import Baseline, Metric
 from preflash.testing import cases
 
 
@@ -53,4 +53,4 @@ def test_bytes_count_every_tensor_once():
     keys_and_values = 64 * 4096 * 8 * 128 * 2 * 2
     queries_and_outputs = 64 * 32 * 128 * 2 * 2
     assert row.bytes() == keys_and_values + queries_and_outputs
-    assert row.rivals == (Rival.READ,)
+    assert row.baselines == (Baseline.READ,)

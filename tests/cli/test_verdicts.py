@@ -1,4 +1,4 @@
-"""The commands that judge results must fail when a result is wrong: one value is corrupted on its
+"""The commands that compare results must fail when a result is wrong: one value is corrupted on its
 way from the wrapper to the comparison."""
 
 import re
@@ -103,7 +103,7 @@ def test_bench_does_not_time_a_wrong_result(monkeypatch, capsys):
 
 
 def test_bench_fails_where_a_launch_fails_while_it_is_timed(monkeypatch):
-    """Our own launch, and the one that a paged row is compared with; a rival's is only absent."""
+    """Our own launch and the one that a paged row is compared with; a baseline's is only absent."""
 
     def refuse(call, calls):
         raise RuntimeError("launch refused")

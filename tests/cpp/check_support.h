@@ -100,12 +100,12 @@ constexpr double kHalfUlp = std::is_same_v<T, __half>          ? 0x1p-11
 
 // One rounding to T, and float32 arithmetic on values of order 1.
 template <class T>
-bool close(T got, double want) {
-  return std::abs(double(float(got)) - want) <= 1.01 * kHalfUlp<T> * std::abs(want) + 3e-6;
+bool close(T got, double expected) {
+  return std::abs(double(float(got)) - expected) <= 1.01 * kHalfUlp<T> * std::abs(expected) + 3e-6;
 }
-inline bool close_lse(float got, double want) {
-  if (std::isinf(want)) return got == float(want);
-  return std::abs(got - want) <= 3e-6 + 3e-7 * std::abs(want);
+inline bool close_lse(float got, double expected) {
+  if (std::isinf(expected)) return got == float(expected);
+  return std::abs(got - expected) <= 3e-6 + 3e-7 * std::abs(expected);
 }
 
 // The state of the union of disjoint key sets: values[i] has lse[i]; base 2.

@@ -62,7 +62,7 @@ inline CombineInputs make_inputs(const CombineCase& c) {
       for (int chunk = 0; chunk < merge.num_chunks; ++chunk) {
         std::size_t at = std::size_t(merge.first_row) + chunk * rows + row;
         bool empty = all_empty || uniform(0, 4) == 0;
-        in.partial_lse[at] = empty ? PartialLse{-kInf, 0.0f} : PartialLse{shift, 4.0f * normal()};
+        in.partial_lse[at] = empty ? PartialLse{0.0f, -kInf} : PartialLse{shift, 4.0f * normal()};
         for (int d = 0; d < c.head_dim; ++d) {
           in.partial_o[at * c.head_dim + d] = empty ? 0.0f : normal();
         }

@@ -35,11 +35,11 @@ void check_combine(const CombineCase& c) {
         std::size_t at = std::size_t(merge.first_row) + chunk * rows + row;
         const PartialLse& lse = in.partial_lse[at];
         values.push_back(&in.partial_o[at * c.head_dim]);
-        chunk_lse.push_back(std::isinf(lse.high) ? -INFINITY : double(lse.low));
-        if (!std::isinf(lse.high)) shift = lse.high;
+        chunk_lse.push_back(lse.low);
+        if (!std::isinf(lse.low)) shift = lse.high;
       }
-      Merged want = merge_reference(values, chunk_lse, c.head_dim);
-      want.lse += shift;
+      Merged expected = merge_reference(values, chunk_lse, c.head_dim);
+      expected.lse += shift;
       const int packed = merge.row_begin + row;
       const int64_t token = request.qo_begin + packed / c.group_size;
       const int64_t head = merge.kv_head * c.group_size + packed % c.group_size;
@@ -47,14 +47,14 @@ void check_combine(const CombineCase& c) {
         const int64_t at = got.o_at(token, head) + d;
         const T o = got.o[at];
         o_written[at] = 1;
-        expect(std::isinf(want.lse) ? float(o) == 0.0f : close(o, want.value[d]),
+        expect(std::isinf(expected.lse) ? float(o) == 0.0f : close(o, expected.value[d]),
                "combine: o " + std::to_string(float(o)));
         expect(m > 0 || std::memcmp(&o, &alone.o[at], sizeof(T)) == 0, "combine: batch matters");
       }
       if (!c.with_lse) continue;
       const int64_t at = got.lse_at(token, head);
       lse_written[at] = 1;
-      expect(close_lse(got.lse[at], want.lse * c.lse_scale),
+      expect(close_lse(got.lse[at], expected.lse * c.lse_scale),
              "combine: lse " + std::to_string(got.lse[at]));
     }
   }
@@ -124,15 +124,15 @@ void check_merge_states(MergeForm form, int num_states, int num_tokens, int num_
       if (weights[i] != -kInf) ++num_present, present = i;
     }
     if (!keep[token]) num_present = 1, present = 0;  // the row as it was
-    Merged want = merge_reference(values, weights, dim);
+    Merged expected = merge_reference(values, weights, dim);
     const bool exact = num_present == 1;
-    expect(exact ? s_out[row] == weights[present] : close_lse(s_out[row], want.lse),
+    expect(exact ? s_out[row] == weights[present] : close_lse(s_out[row], expected.lse),
            "merge_states: s " + std::to_string(s_out[row]));
     for (int d = 0; d < dim; ++d) {
       T got = v_out[row * dim + d], same = T(values[present][d]);
       bool ok = exact              ? std::memcmp(&got, &same, sizeof(T)) == 0
                 : num_present == 0 ? float(got) == 0.0f
-                                   : close(got, want.value[d]);
+                                   : close(got, expected.value[d]);
       expect(ok, "merge_states: v " + std::to_string(float(got)));
     }
   }
@@ -144,16 +144,16 @@ void check_pack_bits(const std::vector<int>& lengths, int first_element, bool li
     in_begin.push_back(in_begin.back() + length);
     out_begin.push_back(out_begin.back() + (length + 7) / 8);
   }
-  std::vector<uint8_t> x(in_begin.back()), want(out_begin.back() + 5, kPoison);
+  std::vector<uint8_t> x(in_begin.back()), expected(out_begin.back() + 5, kPoison);
   for (uint8_t& element : x) element = uniform(0, 1) * uniform(1, 255);
-  std::fill(want.begin() + out_begin.front(), want.begin() + out_begin.back(), uint8_t{0});
+  std::fill(expected.begin() + out_begin.front(), expected.begin() + out_begin.back(), uint8_t{0});
   for (std::size_t segment = 0; segment < lengths.size(); ++segment) {
     for (int i = 0; i < lengths[segment]; ++i) {
       if (x[in_begin[segment] + i] == 0) continue;
-      want[out_begin[segment] + i / 8] |= little ? 1 << i % 8 : 128 >> i % 8;
+      expected[out_begin[segment] + i / 8] |= little ? 1 << i % 8 : 128 >> i % 8;
     }
   }
-  DeviceArray<uint8_t> device_x(x), packed(want.size());
+  DeviceArray<uint8_t> device_x(x), packed(expected.size());
   DeviceArray<int64_t> device_in(in_begin), device_out(out_begin);
   PackBitsParams params;
   params.x = device_x.data();
@@ -164,7 +164,7 @@ void check_pack_bits(const std::vector<int>& lengths, int first_element, bool li
   params.little = little;
   accept(services.pack_bits(params, {.device = 0}));
   require(cudaDeviceSynchronize());
-  expect(packed.host() == want, "pack_bits: " + std::to_string(lengths.size()) + " segments");
+  expect(packed.host() == expected, "pack_bits: " + std::to_string(lengths.size()) + " segments");
 }
 
 __global__ void spin(long long cycles) {
@@ -193,8 +193,8 @@ void check_uploader() {
   std::vector<uint8_t> got = target.host();
   for (int plan = 0; plan < 8; ++plan) {
     for (std::size_t i = 0; i < 1 << 20; ++i) {
-      int want = i < kSizes[plan] ? plan + 1 : kPoison;
-      expect(got[(plan << 20) + i] == want, "uploader: plan " + std::to_string(plan));
+      int expected = i < kSizes[plan] ? plan + 1 : kPoison;
+      expect(got[(plan << 20) + i] == expected, "uploader: plan " + std::to_string(plan));
     }
   }
   // Under capture: a clear refusal, and the capture survives even though the staging has to grow.
@@ -279,10 +279,10 @@ void check_dtype() {
   check_combine<T>({64, 5, 3, 256, 9, {13, 2}});                     // four warps per row
   check_combine<T>({64, 4, 8, 192, 3, std::vector<int>(100, 2)});    // more tiles than CTA slots
   check_combine<T>(
-      {128, 7, 2, 128, 6, {1, 40, 18}, true, 1.0f, TileRows::kWholeTokens});  // 126 rows a tile
-  check_combine<T>({192, 5, 1, 64, 4, {77, 0, 38}, true, 1.0f, TileRows::kWholeTokens});
+      {128, 7, 2, 128, 6, {1, 40, 18}, true, 1.0f, TileRows::kTokenAligned});  // 126 rows a tile
+  check_combine<T>({192, 5, 1, 64, 4, {77, 0, 38}, true, 1.0f, TileRows::kTokenAligned});
   check_combine<T>(
-      {128, 131, 1, 64, 3, {2, 1}, true, 1.0f, TileRows::kWholeTokens});  // a group over a tile
+      {128, 131, 1, 64, 3, {2, 1}, true, 1.0f, TileRows::kTokenAligned});  // a group over a tile
   for (int dim : {5, 64, 96, 128, 264}) {
     check_merge_states<T>(MergeForm::kPair, 2, 37, 3, dim);
     check_merge_states<T>(MergeForm::kInPlace, 2, 129, 7, dim);

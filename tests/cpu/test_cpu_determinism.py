@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from preflash.testing import Case, MaskKind, build, cases, expected, runner
+from preflash.testing import Case, MaskKind, build, cases, reference, runner
 
 SOME = [case for i, case in enumerate(cases.core()) if i % 4 == 1]
 
@@ -113,7 +113,7 @@ def test_decode_and_prefill_together(group, split):
     crowd = Case("mixed", qo_lens, kv_lens, *heads, 64, mask=MaskKind.CAUSAL)
     inputs = build(crowd)
     together = result(crowd, inputs, **split)
-    runner.judge(inputs, *together).check()
+    runner.compare(inputs, *together).check()
     row = key = 0
     for qo_len, kv_len in zip(qo_lens, kv_lens, strict=True):
         case = Case("one", (qo_len,), (kv_len,), *heads, 64, mask=MaskKind.CAUSAL)
@@ -155,11 +155,11 @@ def test_split_and_unsplit_agree(case, dtype, size):
     """Both are right, which is a stronger statement than being close to each other."""
     case = case.with_dtype(dtype)
     inputs = build(case)
-    want = expected(inputs)
+    expected = reference(inputs)
     whole = result(case, inputs, disable_split_kv=True)
     split = result(case, inputs, fixed_split_size=size)
-    runner.judge(inputs, *whole, want=want).check()
-    runner.judge(inputs, *split, want=want).check()
+    runner.compare(inputs, *whole, expected=expected).check()
+    runner.compare(inputs, *split, expected=expected).check()
     if dtype is torch.float32:
         torch.testing.assert_close(whole[0], split[0], rtol=1e-5, atol=1e-5)
     assert torch.equal(whole[1] == -torch.inf, split[1] == -torch.inf)

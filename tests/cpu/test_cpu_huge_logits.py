@@ -92,10 +92,10 @@ def attend(given: Given, split: dict):
 
 def check(given: Given, split: dict) -> None:
     o, lse = attend(given, split)
-    want_o, want_lse = given.expected()
+    expected_o, expected_lse = given.expected()
     tolerance = TOLERANCE[given.dtype]
-    np.testing.assert_allclose(o.double().numpy(), want_o, rtol=tolerance, atol=tolerance)
-    np.testing.assert_allclose(lse.double().numpy(), want_lse, rtol=3e-7, atol=1e-5)
+    np.testing.assert_allclose(o.double().numpy(), expected_o, rtol=tolerance, atol=tolerance)
+    np.testing.assert_allclose(lse.double().numpy(), expected_lse, rtol=3e-7, atol=1e-5)
 
 
 def torch_float32(given: Given) -> np.ndarray:

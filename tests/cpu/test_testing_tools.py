@@ -1,11 +1,22 @@
-"""The judge is judged: oracle against SDPA in float64, comparison against known mistakes."""
+"""The testing tools are tested: the oracle against SDPA in float64, the comparison against known
+mistakes."""
 
 import dataclasses
 import math
 
 import pytest
 import torch
-from preflash.testing import Case, MaskKind, build, cases, compare, expected, inputs, oracle, runner
+from preflash.testing import (
+    Case,
+    MaskKind,
+    build,
+    cases,
+    compare,
+    inputs,
+    oracle,
+    reference,
+    runner,
+)
 from preflash.testing.comparison import unit_roundoff
 from preflash.testing.oracle import Pipeline
 
@@ -60,9 +71,9 @@ SMALL = [
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: case.id)
 def test_oracle_is_sdpa_in_float64(case):
     made = build(case)
-    want = expected(made)
-    assert bool(want.out.isfinite().all())
-    torch.testing.assert_close(want.out, sdpa(case, made), rtol=1e-10, atol=1e-10)
+    expected = reference(made)
+    assert bool(expected.out.isfinite().all())
+    torch.testing.assert_close(expected.out, sdpa(case, made), rtol=1e-10, atol=1e-10)
 
 
 def test_oracle_lse_and_soft_cap_by_hand():
@@ -78,8 +89,8 @@ def test_oracle_lse_and_soft_cap_by_hand():
 
 def test_oracle_rows_are_the_rows():
     made = build(Case("rows", (30, 9), (77, 9), 4, 2, 64, mask=MaskKind.CAUSAL, page_size=8))
-    whole = expected(made)
-    picked = expected(made, rows=[torch.tensor([0, 13, 29]), torch.tensor([8])], head_block=1)
+    whole = reference(made)
+    picked = reference(made, rows=[torch.tensor([0, 13, 29]), torch.tensor([8])], head_block=1)
     rows = torch.tensor([0, 13, 29, 38])
     torch.testing.assert_close(picked.out, whole.out[rows], rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(picked.lse, whole.lse[rows], rtol=1e-12, atol=1e-12)
@@ -95,9 +106,9 @@ def test_oracle_merge_is_attention_over_the_union():
     out, lse = oracle.merge(
         torch.stack([p.out for p in parts], 1), torch.stack([p.lse for p in parts], 1)
     )
-    want = expected(made)
-    torch.testing.assert_close(out, want.out, rtol=1e-10, atol=1e-10)
-    torch.testing.assert_close(lse, want.lse, rtol=1e-10, atol=1e-10)
+    expected = reference(made)
+    torch.testing.assert_close(out, expected.out, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(lse, expected.lse, rtol=1e-10, atol=1e-10)
 
 
 def test_everything_unowned_is_poisoned():
@@ -119,7 +130,7 @@ def test_packing_is_little_order_with_a_byte_per_request():
 
 # --- a rounding machine passes, mistakes do not ------------------------------
 
-BASE = Case("judge", (40, 3), (130, 70), 4, 2, 64, mask=MaskKind.CAUSAL)
+BASE = Case("comparison", (40, 3), (130, 70), 4, 2, 64, mask=MaskKind.CAUSAL)
 
 
 def rounded(made, pipeline: Pipeline, *, wrong_row: int | None = None):
@@ -153,7 +164,7 @@ DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_honest_rounding_passes(dtype):
     made = build(BASE.with_dtype(dtype))
-    report = compare(*rounded(made, made.pipeline), expected(made))
+    report = compare(*rounded(made, made.pipeline), reference(made))
     assert report.ok, report
     assert report.worst_ratio > 0.001
 
@@ -182,33 +193,33 @@ def test_mistakes_fail(dtype, mistake):
         out[[3, 4]] = out[[4, 3]]
     elif mistake == "stale_row":
         out[11, 2] = math.nan
-    assert not compare(out, lse, expected(made)).ok
+    assert not compare(out, lse, reference(made)).ok
 
 
 def test_a_relative_error_of_one_rounding_unit_fails():
     made = build(BASE)
     out, lse = rounded(made, made.pipeline)
     off = (out.float() * (1 + 2 * unit_roundoff(torch.bfloat16))).bfloat16()
-    assert not compare(off, lse, expected(made)).ok
+    assert not compare(off, lse, reference(made)).ok
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, 1e-30])
 def test_a_masked_row_must_be_exactly_zero(value):
     case = Case("masked", (9,), (4,), 2, 1, 64, mask=MaskKind.CAUSAL, dtype=torch.float32)
     made = build(case)
-    want = expected(made)
-    out, lse = want.out.float(), want.lse.float()
-    assert compare(out, lse, want).ok
+    expected = reference(made)
+    out, lse = expected.out.float(), expected.lse.float()
+    assert compare(out, lse, expected).ok
     out[2, 1, 3] = value
-    assert not compare(out, lse, want).ok
+    assert not compare(out, lse, expected).ok
 
 
 def test_a_finite_sentinel_is_not_minus_infinity():
     case = Case("masked", (9,), (4,), 2, 1, 64, mask=MaskKind.CAUSAL, dtype=torch.float32)
     made = build(case)
-    want = expected(made)
-    lse = want.lse.float().nan_to_num(neginf=-5e4)
-    assert not compare(want.out.float(), lse, want).ok
+    expected = reference(made)
+    lse = expected.lse.float().nan_to_num(neginf=-5e4)
+    assert not compare(expected.out.float(), lse, expected).ok
 
 
 def test_case_ids_are_unique():
@@ -248,7 +259,7 @@ def test_a_report_tells_where():
     made = build(BASE)
     out, lse = rounded(made, made.pipeline)
     out[5, 1, 7] += 3
-    report = compare(out, lse, expected(made))
+    report = compare(out, lse, reference(made))
     assert "(5, 1, 7)" in str(report)
     with pytest.raises(AssertionError, match="outside their bound"):
         report.check()

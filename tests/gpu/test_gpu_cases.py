@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 from backends import backends_and_cases, on_every_backend
-from preflash.testing import Case, KvForm, MaskKind, build, cases, expected, runner
+from preflash.testing import Case, KvForm, MaskKind, build, cases, reference, runner
 
 pytestmark = pytest.mark.gpu
 
@@ -44,13 +44,15 @@ def test_the_cpu_agrees(backend, case):
     """Both within their bounds of one oracle, on the same numbers."""
     on_gpu = build(case, device="cuda")
     on_cpu = build(case)
-    want = expected(on_cpu)
-    runner.check(on_cpu, backend="cpu", want=want)
+    expected = reference(on_cpu)
+    runner.check(on_cpu, backend="cpu", expected=expected)
     there = dataclasses.replace(
-        want,
-        **{name: getattr(want, name).cuda() for name in ("out", "lse", "spread", "logit_bound")},
+        expected,
+        **{
+            name: getattr(expected, name).cuda() for name in ("out", "lse", "spread", "logit_bound")
+        },
     )
-    runner.check(on_gpu, backend=backend, want=there)
+    runner.check(on_gpu, backend=backend, expected=there)
 
 
 @on_every_backend
@@ -92,7 +94,7 @@ AUTO = [pytest.param("auto", case, id=f"auto-{case.id}") for case in SINGLES]
 def test_single(backend, case):
     inputs = build(case, device="cuda")
     out, lse = runner.single(inputs, backend=backend)
-    runner.judge(inputs, out, lse).check()
+    runner.compare(inputs, out, lse).check()
 
 
 @on_every_backend

@@ -16,7 +16,7 @@ from preflash.testing import (
     build,
     cases,
     compare,
-    expected,
+    reference,
     runner,
 )
 from repetition import assert_twenty_runs_are_equal
@@ -49,7 +49,7 @@ def test_auto_takes_fa3_where_it_runs():
     best, family = ("fa2", "sm80") if why_no_fa3() else ("fa3", "sm90")
     assert wrapper._backend == best
     assert wrapper.variant.startswith(f"{family}_bf16_d128")
-    runner.judge(inputs, *runner.run(wrapper, inputs)).check()
+    runner.compare(inputs, *runner.run(wrapper, inputs)).check()
 
 
 def test_auto_falls_to_fa2_for_custom_masks():
@@ -57,7 +57,7 @@ def test_auto_falls_to_fa2_for_custom_masks():
     wrapper, inputs = planned(dataclasses.replace(plain, mask=MaskKind.CUSTOM), "auto")
     assert wrapper._backend == "fa2"
     assert wrapper.variant.startswith("sm80_")
-    runner.judge(inputs, *runner.run(wrapper, inputs)).check()
+    runner.compare(inputs, *runner.run(wrapper, inputs)).check()
 
 
 def test_custom_masks_on_fa3_are_refused_by_name(fa3):
@@ -80,7 +80,7 @@ def test_explicit_fa3_never_becomes_fa2():
 def test_decode_batches_take_the_tall_tile(fa3):
     wrapper, inputs = planned(Case("decode", (1,) * 40, (300,) * 40, 8, 1, 128), fa3)
     assert wrapper.variant == "sm90_bf16_d128"
-    runner.judge(inputs, *runner.run(wrapper, inputs)).check()
+    runner.compare(inputs, *runner.run(wrapper, inputs)).check()
 
 
 # --- the same answers ----------------------------------------------------------
@@ -95,13 +95,13 @@ AGREE = [
 @pytest.mark.parametrize("case", AGREE, ids=lambda case: case.id)
 def test_fa2_and_fa3_agree(case, fa3):
     inputs = build(case, device="cuda")
-    want = expected(inputs)
+    expected = reference(inputs)
     results = []
     for backend in ("fa2", fa3):
         wrapper = runner.make_wrapper(case, backend=backend, device="cuda")
         runner.plan(wrapper, inputs)
         results.append(runner.run(wrapper, inputs))
-        runner.judge(inputs, *results[-1], want=want).check()
+        runner.compare(inputs, *results[-1], expected=expected).check()
     (out2, lse2), (out3, lse3) = results
     eps = torch.finfo(case.dtype).eps
     torch.testing.assert_close(out3, out2, rtol=4 * eps, atol=8 * eps, equal_nan=True)
@@ -240,11 +240,13 @@ def test_few_keys_above_very_negative_ones(
 # --- what a tile reaches over ----------------------------------------------------
 
 
-def judge_some(out, lse, want, rows):
+def compare_some(out, lse, expected, rows):
     """Compares the given rows of q with the oracle."""
     rows = torch.tensor(rows, device=out.device)
     names = ("out", "lse", "spread", "logit_bound")
-    picked = dataclasses.replace(want, **{name: getattr(want, name)[rows] for name in names})
+    picked = dataclasses.replace(
+        expected, **{name: getattr(expected, name)[rows] for name in names}
+    )
     compare(out[rows], lse[rows], picked).check()
 
 
@@ -258,7 +260,7 @@ def test_neighbours_stay_out(backend, head_dim, page_size, layout, value):
     mask = {"mask": MaskKind.CAUSAL, "layout": layout}
     case = Case("near", (5, 40, 3), (37, 131, 250), 4, 2, head_dim, page_size=page_size, **mask)
     inputs = build(case, device="cuda")
-    want = expected(inputs)
+    expected = reference(inputs)
     for request, (begin, end) in ((0, (0, 37)), (2, (168, 418))):
         for tensor in (inputs.k, inputs.v):
             if page_size:
@@ -269,7 +271,7 @@ def test_neighbours_stay_out(backend, head_dim, page_size, layout, value):
     wrapper = runner.make_wrapper(case, backend=backend, device="cuda")
     runner.plan(wrapper, inputs)
     out, lse = runner.run(wrapper, inputs)
-    judge_some(out, lse, want, range(5, 45))
+    compare_some(out, lse, expected, range(5, 45))
 
 
 @on_every_backend
@@ -281,13 +283,13 @@ def test_recycled_pages_stay_out(backend, page_size, fixed_split_size):
     split = {"fixed_split_size": fixed_split_size}
     case = Case("recycled", (9,), (600,), 6, 2, 128, page_size=page_size, **window, **split)
     inputs = build(case, device="cuda")
-    want = expected(inputs)
+    expected = reference(inputs)
     for key in range(600 - 9 - 70):
         place = (key,)
         if page_size:
             place = (int(inputs.indices[key // page_size]), key % page_size)
         inputs.k[place], inputs.v[place] = math.nan, math.inf
-    runner.check(inputs, backend=backend, want=want)
+    runner.check(inputs, backend=backend, expected=expected)
 
 
 @on_every_backend
@@ -318,11 +320,11 @@ def test_strides_of_single_elements_mean_nothing(backend):
     """torch leaves any stride in a dimension of one element."""
     case = Case("single", (1,), (1,), 1, 1, 128)
     inputs = build(case, device="cuda")
-    want = expected(inputs)
+    expected = reference(inputs)
     inputs.q = inputs.q.as_strided((1, 1, 128), (3, 5, 1))
     inputs.k = inputs.k[:1].as_strided((1, 1, 128), (1, 0, 1))
     inputs.v = inputs.v[:1].as_strided((1, 1, 128), (7, 1 << 40, 1))
-    runner.check(inputs, backend=backend, want=want)
+    runner.check(inputs, backend=backend, expected=expected)
 
 
 @pytest.mark.parametrize(
@@ -370,7 +372,7 @@ def test_offsets_over_64_gib(backend, stride, sixty_six_gib):
     """Every other page lies 2^36 bytes further, and NaN where a shorter offset would lead."""
     case = Case("far", (9, 200), (130, 333), 4, 2, 128, page_size=1, mask=MaskKind.CAUSAL)
     inputs = build(case, device="cuda")
-    want = expected(inputs)
+    expected = reference(inputs)
     memory = sixty_six_gib.view(case.dtype)
     shape = (memory.numel() // stride, 1, 2, 128)
     pools = [memory.as_strided(shape, (stride, 256, 256, 1), offset) for offset in (0, 128)]
@@ -383,7 +385,7 @@ def test_offsets_over_64_gib(backend, stride, sixty_six_gib):
     inputs.indices = where[inputs.indices.long()].int()
     inputs.page_table = [[int(where[p]) for p in request] for request in inputs.page_table]
     inputs.k, inputs.v = inputs.cache = tuple(pools)
-    runner.check(inputs, backend=backend, want=want)
+    runner.check(inputs, backend=backend, expected=expected)
 
 
 @on_every_backend

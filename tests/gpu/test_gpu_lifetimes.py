@@ -58,7 +58,7 @@ def test_memory_in_use_on_another_stream_is_not_handed_out(backend, case):
             taken = overwrite_freed_memory(buffer_bytes, int_bytes, 64 * 1024)
     torch.cuda.synchronize()
     del taken
-    runner.judge(inputs, out, None).check()
+    runner.compare(inputs, out, None).check()
 
 
 @on_every_backend
@@ -79,7 +79,7 @@ def test_a_plan_does_not_touch_the_work_list_of_the_one_before(backend):
             taken = overwrite_freed_memory(4096, 64 * 1024)
     torch.cuda.synchronize()
     del taken
-    runner.judge(inputs, out, None).check()
+    runner.compare(inputs, out, None).check()
 
 
 # --- CUDA graphs -------------------------------------------------------------
@@ -101,7 +101,7 @@ def evict_single_plans(backend) -> None:
 def test_single_in_a_graph_outlives_the_cache_of_plans(backend, kv_len, in_thread):
     q = torch.randn(17, 8, 128, device="cuda").bfloat16()
     k, v = torch.randn(2, kv_len, 2, 128, device="cuda").bfloat16()
-    want = single(q, k, v, backend).clone()
+    expected = single(q, k, v, backend).clone()
     graph, captured = torch.cuda.CUDAGraph(), []
 
     def capture():
@@ -127,7 +127,7 @@ def test_single_in_a_graph_outlives_the_cache_of_plans(backend, kv_len, in_threa
         captured[0].fill_(float("nan"))
         graph.replay()
         torch.cuda.synchronize()
-        assert torch.equal(captured[0], want)
+        assert torch.equal(captured[0], expected)
     del taken
 
 
@@ -145,7 +145,7 @@ def test_single_without_a_plan_refuses_the_capture(backend):
 def test_a_dense_mask_in_a_graph_is_refused():
     q = torch.randn(23, 8, 128, device="cuda").bfloat16()
     mask = torch.ones(23, 23, dtype=torch.bool, device="cuda").tril()
-    want = single(q, q, q, "fa2", causal=True)
+    expected = single(q, q, q, "fa2", causal=True)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -163,7 +163,7 @@ def test_a_dense_mask_in_a_graph_is_refused():
     out.fill_(float("nan"))
     graph.replay()
     torch.cuda.synchronize()
-    torch.testing.assert_close(out, want, rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(out, expected, rtol=1e-2, atol=1e-2)
 
 
 @on_every_backend
@@ -185,7 +185,7 @@ def test_a_captured_run_replays_its_own_plan(backend):
     graph.replay()
     torch.cuda.synchronize()
     del taken
-    runner.judge(inputs, out, lse).check()
+    runner.compare(inputs, out, lse).check()
 
 
 # --- the interpreter's lock --------------------------------------------------
@@ -213,7 +213,7 @@ HOST_CALLBACK = """
     assert not calls or len(calls) == 1
     torch.cuda.synchronize()
     assert calls == [1]
-    runner.judge(inputs, out, None).check()
+    runner.compare(inputs, out, None).check()
     print("passed")
 """
 

@@ -24,9 +24,9 @@ def test_segment_packbits_equals_the_cpu(bitorder):
     indptr = torch.cat([torch.zeros(1), lengths.cumsum(0)]).int()
     x = torch.rand(int(indptr[-1])) < 0.5
     got = preflash.segment_packbits(x.cuda(), indptr.cuda(), bitorder)
-    want = preflash.segment_packbits(x, indptr, bitorder)
-    assert torch.equal(got[0].cpu(), want[0])
-    assert torch.equal(got[1].cpu(), want[1])
+    expected = preflash.segment_packbits(x, indptr, bitorder)
+    assert torch.equal(got[0].cpu(), expected[0])
+    assert torch.equal(got[1].cpu(), expected[1])
 
 
 @pytest.mark.sanitizer
@@ -37,11 +37,11 @@ def test_merge_states_against_the_oracle(shape, dtype):
     s = torch.randn(shape[:3], device="cuda") * 8
     s[torch.rand_like(s) < 0.2] = -math.inf
     out, lse = preflash.merge_states(v, s)
-    want_out, want_lse = oracle.merge(v, s)
-    bound = torch.finfo(dtype).eps / 2 * want_out.abs() + 2.0**-19
-    assert bool(((out.double() - want_out).abs() <= bound).all())
-    assert torch.equal(lse == -math.inf, want_lse == -math.inf)
-    torch.testing.assert_close(lse.double(), want_lse, rtol=2e-6, atol=2e-6)
+    expected_out, expected_lse = oracle.merge(v, s)
+    bound = torch.finfo(dtype).eps / 2 * expected_out.abs() + 2.0**-19
+    assert bool(((out.double() - expected_out).abs() <= bound).all())
+    assert torch.equal(lse == -math.inf, expected_lse == -math.inf)
+    torch.testing.assert_close(lse.double(), expected_lse, rtol=2e-6, atol=2e-6)
 
 
 def test_merge_runs_on_the_current_stream():

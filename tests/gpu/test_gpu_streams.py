@@ -6,7 +6,7 @@ import preflash
 import pytest
 import torch
 from backends import on_every_backend
-from preflash.testing import Case, KvForm, MaskKind, build, compare, expected, poison, runner
+from preflash.testing import Case, KvForm, MaskKind, build, compare, poison, reference, runner
 from repetition import assert_twenty_runs_are_equal
 
 pytestmark = pytest.mark.gpu
@@ -41,7 +41,7 @@ def test_automatic_split_is_bitwise_repeatable(backend):
         wrapper = runner.make_wrapper(case, backend=backend, device="cuda")
         runner.plan(wrapper, inputs)
         results.append(runner.run(wrapper, inputs))
-    runner.judge(inputs, *results[0]).check()
+    runner.compare(inputs, *results[0]).check()
     for out, lse in results[1:]:
         assert torch.equal(out, results[0][0])
         assert torch.equal(lse, results[0][1])
@@ -86,7 +86,7 @@ def test_short_requests_have_the_same_bits_in_every_tile_class(
     wrapper = runner.make_wrapper(beside, backend=backend, device="cuda")
     runner.plan(wrapper, inputs, **policy)
     tall, tall_lse = runner.run(wrapper, inputs)
-    runner.judge(inputs, tall, tall_lse).check()
+    runner.compare(inputs, tall, tall_lse).check()
     tall_variant = wrapper.variant
     tokens = sum(short[0])
     few = dataclasses.replace(
@@ -109,7 +109,7 @@ def test_short_requests_have_the_same_bits_in_every_tile_class(
 def test_work_is_ordered_on_the_current_stream(backend):
     """Inputs become valid late on a side stream; nothing may run ahead on the default stream."""
     inputs = build(SPLIT, device="cuda", index_device="cpu")
-    want = expected(inputs)
+    expected = reference(inputs)
     late = inputs.q.clone()
     inputs.q = torch.full_like(late, float("nan"))
     wrapper = runner.make_wrapper(SPLIT, backend=backend, device="cuda")
@@ -122,7 +122,7 @@ def test_work_is_ordered_on_the_current_stream(backend):
         out, lse = runner.run(wrapper, inputs)
         copy = out.clone(), lse.clone()
     side.synchronize()
-    runner.judge(inputs, *copy, want=want).check()
+    runner.compare(inputs, *copy, expected=expected).check()
 
 
 @on_every_backend
@@ -131,7 +131,7 @@ def test_two_streams_with_a_wrapper_each(backend):
     for seed, case in enumerate((CASE, SPLIT, RAGGED) * 2):
         inputs = build(case, device="cuda", seed=seed)
         wrapper = runner.make_wrapper(case, backend=backend, device="cuda")
-        jobs.append((torch.cuda.Stream(), wrapper, inputs, expected(inputs)))
+        jobs.append((torch.cuda.Stream(), wrapper, inputs, reference(inputs)))
     torch.cuda.synchronize()
     results = []
     for stream, wrapper, inputs, _ in jobs:
@@ -139,8 +139,8 @@ def test_two_streams_with_a_wrapper_each(backend):
             runner.plan(wrapper, inputs)
             results.append(runner.run(wrapper, inputs))
     torch.cuda.synchronize()
-    for (_, _, inputs, want), (out, lse) in zip(jobs, results, strict=True):
-        runner.judge(inputs, out, lse, want=want).check()
+    for (_, _, inputs, expected), (out, lse) in zip(jobs, results, strict=True):
+        runner.compare(inputs, out, lse, expected=expected).check()
 
 
 @on_every_backend
@@ -151,7 +151,7 @@ def test_plans_back_to_back_do_not_overwrite_each_other(backend):
         for i in range(12)
     ]
     made = [build(case, device="cuda", index_device="cpu", seed=i) for i, case in enumerate(cases)]
-    wants = [expected(inputs) for inputs in made]
+    all_expected = [reference(inputs) for inputs in made]
     wrapper = runner.make_wrapper(CASE, backend=backend, device="cuda")
     torch.cuda.synchronize()
     sleep()
@@ -160,8 +160,8 @@ def test_plans_back_to_back_do_not_overwrite_each_other(backend):
         runner.plan(wrapper, inputs, non_blocking=True)
         results.append(runner.run(wrapper, inputs))
     torch.cuda.synchronize()
-    for inputs, want, (out, lse) in zip(made, wants, results, strict=True):
-        runner.judge(inputs, out, lse, want=want).check()
+    for inputs, expected, (out, lse) in zip(made, all_expected, results, strict=True):
+        runner.compare(inputs, out, lse, expected=expected).check()
 
 
 def test_masks_back_to_back():
@@ -179,7 +179,7 @@ def test_masks_back_to_back():
         for i in range(6)
     ]
     made = [build(case, device="cuda", seed=i) for i, case in enumerate(cases)]
-    wants = [expected(inputs) for inputs in made]
+    all_expected = [reference(inputs) for inputs in made]
     wrapper = runner.make_wrapper(cases[0], backend="fa2", device="cuda")
     torch.cuda.synchronize()
     sleep()
@@ -189,8 +189,8 @@ def test_masks_back_to_back():
         results.append(runner.run(wrapper, inputs))
         inputs.custom_mask.zero_()
     torch.cuda.synchronize()
-    for inputs, want, (out, lse) in zip(made, wants, results, strict=True):
-        runner.judge(inputs, out, lse, want=want).check()
+    for inputs, expected, (out, lse) in zip(made, all_expected, results, strict=True):
+        runner.compare(inputs, out, lse, expected=expected).check()
 
 
 @pytest.fixture
@@ -206,7 +206,7 @@ def no_sync():
 def test_host_indptr_costs_no_sync(backend, case, request):
     """Lengths on the host, indices on the GPU: neither plan nor run waits for the device."""
     inputs = build(case, device="cuda", index_device="cpu")
-    want = expected(inputs)
+    expected = reference(inputs)
     for name in ("qo_indptr", "kv_indptr", "last_page_len"):
         if (array := getattr(inputs, name)) is not None:
             setattr(inputs, name, array.pin_memory())
@@ -228,7 +228,7 @@ def test_host_indptr_costs_no_sync(backend, case, request):
     assert not stream.query()
     torch.cuda.set_sync_debug_mode("default")
     torch.cuda.synchronize()
-    runner.judge(inputs, *result, want=want).check()
+    runner.compare(inputs, *result, expected=expected).check()
 
 
 @on_every_backend
@@ -242,7 +242,7 @@ def test_run_costs_no_sync_with_device_indptr(backend, request):
     result = runner.run(wrapper, inputs)
     assert not torch.cuda.current_stream().query()
     torch.cuda.set_sync_debug_mode("default")
-    runner.judge(inputs, *result).check()
+    runner.compare(inputs, *result).check()
 
 
 @on_every_backend
@@ -252,10 +252,10 @@ def test_blocking_plan_has_finished_its_copies(backend):
     wrapper = runner.make_wrapper(CASE, backend=backend, device="cuda")
     torch.cuda.synchronize()
     runner.plan(wrapper, inputs, non_blocking=False)
-    want = expected(inputs)
+    expected = reference(inputs)
     for array in (inputs.qo_indptr, inputs.kv_indptr, inputs.indices, inputs.last_page_len):
         array.fill_(-7)
-    runner.judge(inputs, *runner.run(wrapper, inputs), want=want).check()
+    runner.compare(inputs, *runner.run(wrapper, inputs), expected=expected).check()
 
 
 @on_every_backend
@@ -277,7 +277,7 @@ def test_run_is_capturable_with_a_fixed_plan(backend):
         lse.fill_(float("nan"))
         graph.replay()
         torch.cuda.synchronize()
-        runner.judge(inputs, out, lse).check()
+        runner.compare(inputs, out, lse).check()
 
 
 def test_graph_mode_is_refused_by_name():
@@ -348,15 +348,15 @@ def test_ragged_offsets_over_2_31(backend):
         disable_split_kv=True,
     )
     out, lse = wrapper.run(inputs.q[1:], k, v, return_lse=True)
-    want = expected(inputs)
-    want = dataclasses.replace(
-        want,
-        out=want.out[1:],
-        lse=want.lse[1:],
-        spread=want.spread[1:],
-        logit_bound=want.logit_bound[1:],
+    expected = reference(inputs)
+    expected = dataclasses.replace(
+        expected,
+        out=expected.out[1:],
+        lse=expected.lse[1:],
+        spread=expected.spread[1:],
+        logit_bound=expected.logit_bound[1:],
     )
-    compare(out, lse, want).check()
+    compare(out, lse, expected).check()
 
 
 @on_every_backend
@@ -378,7 +378,7 @@ def test_tensors_on_two_gpus_are_refused(backend):
     runner.plan(wrapper, inputs)
     with pytest.raises(ValueError, match=r"\bk\b"):
         wrapper.run(inputs.q, inputs.k.to("cuda:1"), inputs.v)
-    runner.judge(inputs, *runner.run(wrapper, inputs)).check()
+    runner.compare(inputs, *runner.run(wrapper, inputs)).check()
 
 
 @on_every_backend
@@ -404,7 +404,7 @@ def test_outputs_are_written_and_nothing_else(backend):
     runner.plan(wrapper, inputs)
     view, lse_view = out[2:-2, 1:9, 16:144], lse[2:-2, 1:9]
     runner.run(wrapper, inputs, out=view, lse=lse_view)
-    runner.judge(inputs, view, lse_view).check()
+    runner.compare(inputs, view, lse_view).check()
     view.fill_(7.0)
     lse_view.fill_(7.0)
     assert bool((out == 7.0).all())

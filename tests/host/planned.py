@@ -61,9 +61,9 @@ def traits_of(case: dict) -> _core.FamilyTraits:
 
 
 def rows_per_tile(case: dict) -> int:
-    """The packed rows of one query tile: whole tokens where the family says so and one fits."""
+    """The packed rows of one query tile: token-aligned where the family says so and one fits."""
     tile_m, group = case["tile_m"], case["num_qo_heads"] // case["num_kv_heads"]
-    if traits_of(case).whole_tokens and group <= tile_m:
+    if traits_of(case).token_aligned and group <= tile_m:
         return tile_m // group * group
     return tile_m
 

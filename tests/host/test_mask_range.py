@@ -16,8 +16,8 @@ TILE_N = 4
 def test_keeps_is_the_definition(causal, window_left):
     for qo_len, kv_len in product(LENGTHS, LENGTHS):
         got = planner.keeps(qo_len=qo_len, kv_len=kv_len, causal=causal, window_left=window_left)
-        want = keep_mask(qo_len, kv_len, causal=causal, window_left=window_left)
-        assert np.array_equal(np.array(got, bool).reshape(qo_len, kv_len), want)
+        expected = keep_mask(qo_len, kv_len, causal=causal, window_left=window_left)
+        assert np.array_equal(np.array(got, bool).reshape(qo_len, kv_len), expected)
 
 
 def row_spans(qo_len):

@@ -118,12 +118,12 @@ def check_refused(case, message):
 
 
 def test_any_last_page_len_where_there_is_no_page():
-    want = planner.plan(**GOOD_PAGED)
+    expected = planner.plan(**GOOD_PAGED)
     for last in (0, 1, 16, 17, -1, -16, -(2**31), 2**31 - 1):
         case = GOOD_PAGED | {"last_page_len": [1, last, 16]}
         planner.validate(**case)
         assert planner.tile_class(**case) == planner.tile_class(**GOOD_PAGED)
-        assert planner.plan(**case) == want
+        assert planner.plan(**case) == expected
 
 
 def test_limits_themselves_pass():

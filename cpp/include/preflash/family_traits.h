@@ -8,7 +8,7 @@
 namespace preflash {
 
 // Packed rows of one query tile: all that the kernel computes, or as many as make whole tokens.
-enum class TileRows : std::uint8_t { kFull, kWholeTokens };
+enum class TileRows : std::uint8_t { kFull, kTokenAligned };
 
 // How items reach CTAs.
 enum class Schedule : std::uint8_t {

@@ -23,11 +23,11 @@ struct alignas(16) RequestInfo {
 static_assert(sizeof(RequestInfo) == 32);
 
 // Packed rows of one query tile, of the tile_m that the kernel computes: tile t of a request begins
-// at row t * rows_per_tile. Where the family's tiles are whole tokens they begin at a token's first
+// at row t * rows_per_tile. Tiles of a token-aligned family begin at a token's first
 // head; a group that is larger than the tile is cut anywhere.
 PREFLASH_HD constexpr int rows_per_tile(TileRows tile_rows, int tile_m, int group_size) {
-  bool whole_tokens = tile_rows == TileRows::kWholeTokens && group_size <= tile_m;
-  return whole_tokens ? tile_m - tile_m % group_size : tile_m;
+  bool token_aligned = tile_rows == TileRows::kTokenAligned && group_size <= tile_m;
+  return token_aligned ? tile_m - tile_m % group_size : tile_m;
 }
 
 // One tile of packed rows of one KV head against one KV chunk. Packed row r of a request is token
@@ -56,8 +56,8 @@ struct alignas(16) MergeItem {
 static_assert(sizeof(MergeItem) == 16);
 
 // The base-2 log-sum-exp of a row's share of the keys, high + low. Two floats: weights are taken
-// from differences, and one float of an LSE near 2^24 has no bits left for them. No key kept: -inf
-// and 0.
+// from differences, and one float of an LSE near 2^24 has no bits left for them. No key kept: 0 and
+// -inf.
 struct alignas(8) PartialLse {
   float high = 0.0f;
   float low = 0.0f;

@@ -35,7 +35,7 @@ __device__ __forceinline__ float difference(const PartialLse& a, const PartialLs
   return (a.high - b.high) + (a.low - b.low);
 }
 
-// -inf - -inf is NaN, and not larger.
+// -inf - -inf, of two states without a key, is NaN, and not larger.
 __device__ __forceinline__ PartialLse larger(const PartialLse& a, const PartialLse& b) {
   return difference(b, a) > 0.0f ? b : a;
 }
@@ -71,12 +71,12 @@ struct RowSum {
 };
 
 __device__ __forceinline__ RowSum sum_chunks(const PartialRow& row, int lane) {
-  PartialLse largest{.high = -INFINITY, .low = 0.0f};
+  PartialLse largest{.high = 0.0f, .low = -INFINITY};
   for (int chunk = lane; chunk < row.num_chunks; chunk += kWarpSize) {
     largest = larger(largest, row.lse[chunk * row.stride_lse]);
   }
   largest = warp_max(largest);
-  RowSum total{.base = largest.high == -INFINITY ? PartialLse{} : largest, .sum = 0.0f};
+  RowSum total{.base = largest.low == -INFINITY ? PartialLse{} : largest, .sum = 0.0f};
   float sum = 0.0f;
   for (int chunk = lane; chunk < row.num_chunks; chunk += kWarpSize) {
     sum += total.weight(row.lse[chunk * row.stride_lse]);

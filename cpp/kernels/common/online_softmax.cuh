@@ -55,12 +55,15 @@ struct OnlineSoftmax {
     RowResult result;
     result.empty = total == 0.0f;
     result.factor = result.empty ? 0.0f : reciprocal_approx(total);
-    float high = scaled_reference(reference[r], scale_log2);
-    high = fminf(fmaxf(high, -FLT_MAX), FLT_MAX);  // what base 2 overflows still has its order
-    float rest = is_huge(high) ? shrunk_rest(reference[r], scale_log2, high) : 0.0f;
-    result.lse.high = result.empty ? -INFINITY : high;
-    result.lse.low = result.empty ? 0.0f : rest + log2_approx(total);
+    result.lse.high = scaled_reference(reference[r], scale_log2);
+    result.lse.low = log2_approx(total);
     return result;
+  }
+  // What finish() leaves out, for a row that may be huge.
+  __device__ __forceinline__ void finish_huge(int r, float scale_log2, PartialLse& lse) const {
+    if (!is_huge(lse.high)) return;
+    lse.high = fminf(fmaxf(lse.high, -FLT_MAX), FLT_MAX);  // what base 2 overflows has its order
+    lse.low += shrunk_rest(reference[r], scale_log2, lse.high);
   }
 
   // The origin of a row that is not huge: 0 while the row has kept nothing.

@@ -154,7 +154,7 @@ struct ForwardMainloop {
 
   // tSrS += Q K^T. K and V fragments are loaded where they are used: prefetching them by one, two
   // or three blocks costs registers, which ptxas takes back with spills and later loads
-  // (docs/FACTS.md).
+  // (docs/dev/experiments.md).
   __device__ __forceinline__ void multiply_qk(AccumulatorS& tSrS, QFragments& q, int stage) const {
     TileK tile_k = sK;
     tile_k.base += stage * static_cast<int>(sizeof(smem.k[0]));

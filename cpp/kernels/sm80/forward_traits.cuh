@@ -41,7 +41,7 @@ struct ForwardTraits {
   // Fragments of Q (4 * kMmaM registers for each 16 columns) stay in registers as far as O, S and
   // the loop's own kLoopRegisters leave room; the rest is read again for every tile. Shared memory
   // is what binds at head_dim 256, and Q is a ninth of its traffic there, a fifth at 64
-  // (docs/FACTS.md).
+  // (docs/dev/experiments.md).
   static constexpr int kRegisters = std::min(255, 65536 / (kThreads * kTile.ctas_per_sm) / 8 * 8);
   static constexpr int kLoopRegisters = 79;
   static constexpr int kSpareRegisters =

@@ -42,7 +42,7 @@ struct LazySoftmax : OnlineSoftmax<kRowsPerThread> {
       offset[r] = Base::scaled_reference(next[r], scale_log2);
       moved |= moves;
     }
-    if (__any_sync(0xffffffffu, moved) || huge) move(next, offset, scores, out, scale_log2);
+    if (__any_sync(0xffffffffu, moved || huge)) move(next, offset, scores, out, scale_log2);
     CUTE_UNROLL
     for (int r = 0; r < kRowsPerThread; ++r) {
       CUTE_UNROLL
@@ -51,6 +51,12 @@ struct LazySoftmax : OnlineSoftmax<kRowsPerThread> {
         sum[r] += scores(r, c);
       }
     }
+  }
+
+  __device__ __forceinline__ RowResult finish(int r, float scale_log2) const {
+    RowResult result = Base::finish(r, scale_log2);
+    if (huge) Base::finish_huge(r, scale_log2, result.lse);
+    return result;
   }
 
  private:

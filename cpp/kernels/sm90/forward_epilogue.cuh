@@ -1,6 +1,6 @@
-// From the accumulators to o and lse, or to split-KV partials. Each warp works on its own 16 rows
-// through its own bytes of shared memory: no barrier beyond the warp, and the producers fill K, V
-// and Q for the next item meanwhile.
+// The epilogue writes the accumulators to o and lse, or to split-KV partials. Each warp stores its
+// own 16 rows through its own shared memory. It needs no barrier beyond the warp, and the producers
+// load the next item's Q, K and V at the same time.
 #pragma once
 
 #include <cutlass/arch/memory.h>
@@ -8,14 +8,15 @@
 #include <cute/arch/copy_sm90.hpp>
 
 #include "kernels/common/convert.cuh"
-#include "kernels/common/online_softmax.cuh"
 #include "kernels/sm90/forward_params.cuh"
 #include "kernels/sm90/forward_traits.cuh"
+#include "kernels/sm90/speculative_softmax.cuh"
 #include "kernels/sm90/warpgroup_mma.cuh"
 
 namespace preflash::sm90 {
 
-// Where a row of an item goes: a row of o, or of the item's partials. Null where there is none.
+// Where a row of an item is written: to o, or to the item's partials. Null if the row does not
+// exist.
 struct RowTarget {
   void* o = nullptr;    // Element, or float of a partial
   void* lse = nullptr;  // float, or PartialLse
@@ -24,7 +25,7 @@ struct RowTarget {
 template <class Traits>
 struct ForwardEpilogue {
   using Element = typename Traits::Element;
-  using Softmax = OnlineSoftmax<2>;
+  using Softmax = SpeculativeSoftmax;
 
   const HopperParams& params;
   const WorkItem& item;
@@ -50,14 +51,15 @@ struct ForwardEpilogue {
     return target;
   }
 
-  // What is ready before O is.
+  // What the epilogue computes before O is complete.
   struct Prepared {
-    float factor[2];  // of this thread's rows of O
-    bool empty[2];    // they kept no key
+    float factor[2];  // for this thread's two rows of O
+    bool empty[2];    // the row kept no key
     void* o;          // target of the warp's row lane_id() % 16
   };
 
-  // Everything but O, beside the item's last product. target: of the warp's row lane_id() % 16.
+  // Computes and stores everything but O, while the item's last product runs. `target` belongs to
+  // the warp's row lane_id() % 16.
   __device__ __forceinline__ Prepared prepare(const Softmax& softmax,
                                               const RowTarget& target) const {
     Prepared ready;
@@ -70,10 +72,15 @@ struct ForwardEpilogue {
       lse[r] = result.lse;
     }
     ready.o = target.o;
-    // Row l % 16 is lane l's now; a quad has its rows l % 8 and l % 8 + 8.
-    float high = of_row(lse[0].high, lse[1].high);
-    float low = of_row(lse[0].low, lse[1].low);
-    if (lane_id() < kWarpRows) store_lse(target, {.high = high, .low = low});
+    // A quad of lanes q holds rows q and q + 8; lane l < 16 stores row l.
+    if (is_final()) {
+      float value = of_row(lse[0].high + lse[0].low, lse[1].high + lse[1].low);
+      if (lane_id() < kWarpRows) store_final_lse(target, value);
+    } else {
+      PartialLse value{.high = of_row(lse[0].high, lse[1].high),
+                       .low = of_row(lse[0].low, lse[1].low)};
+      if (lane_id() < kWarpRows) store_partial_lse(target, value);
+    }
     return ready;
   }
 
@@ -88,7 +95,7 @@ struct ForwardEpilogue {
       for (int c = 0; c < size<1>(rows_of_o); ++c) rows_of_o(r, c) *= ready.factor[r];
     }
     if (__any_sync(0xffffffffu, ready.empty[0] || ready.empty[1])) {
-      // NOTE: a row that kept nothing is 0 even where 0 * V was not.
+      // NOTE: a row that kept no key is 0 even where 0 * V is not (inf, NaN).
       CUTE_UNROLL
       for (int r = 0; r < size<0>(rows_of_o); ++r) {
         CUTE_UNROLL
@@ -104,11 +111,17 @@ struct ForwardEpilogue {
     }
   }
 
-  // An item whose rows keep nothing, by any one warp.
+  // Writes an item whose rows keep no key; any single warp may run it.
   __device__ __forceinline__ void run_empty() const {
     for (int row = 0; row < num_rows; ++row) {
       RowTarget target = target_of(row);
-      if (lane_id() == 0) store_lse(target, {.high = -INFINITY, .low = 0.0f});
+      if (lane_id() == 0) {
+        if (is_final()) {
+          store_final_lse(target, -INFINITY);
+        } else {
+          store_partial_lse(target, {.high = 0.0f, .low = -INFINITY});
+        }
+      }
       for (int column = lane_id(); column < params.head_dim_vo; column += 32) {
         if (is_final()) {
           static_cast<Element*>(target.o)[column] = Element(0.0f);
@@ -129,16 +142,15 @@ struct ForwardEpilogue {
     lower = __shfl_sync(0xffffffffu, lower, quad);
     return lane_id() < 8 ? upper : lower;
   }
-  __device__ __forceinline__ void store_lse(const RowTarget& target, const PartialLse& lse) const {
-    if (target.lse == nullptr) return;
-    if (is_final()) {
-      *static_cast<float*>(target.lse) = (lse.high + lse.low) * params.lse.scale;
-    } else {
-      *static_cast<PartialLse*>(target.lse) = lse;
-    }
+  __device__ __forceinline__ void store_final_lse(const RowTarget& target, float lse) const {
+    if (target.lse != nullptr) *static_cast<float*>(target.lse) = lse * params.lse.scale;
+  }
+  __device__ __forceinline__ static void store_partial_lse(const RowTarget& target,
+                                                           const PartialLse& lse) {
+    if (target.lse != nullptr) *static_cast<PartialLse*>(target.lse) = lse;
   }
 
-  // The target of any of the warp's 16 rows, for all lanes to ask.
+  // The target of one of the warp's 16 rows; all lanes call this together.
   template <class T>
   __device__ __forceinline__ static T* target_row(const Prepared& ready, int row) {
     auto address = reinterpret_cast<unsigned long long>(ready.o);
@@ -163,13 +175,14 @@ struct ForwardEpilogue {
     }
   }
 
-  // 64 columns at a time: 16 rows of 128 bytes, whose 16-byte pieces are swizzled by the row.
+  // Stores 64 columns at a time: 16 rows of 128 bytes, whose 16-byte pieces are swizzled by the
+  // row.
   template <class AccumulatorO>
   __device__ __forceinline__ void store_final(const Prepared& ready, const AccumulatorO& tOrO,
                                               Element* staging) const {
     constexpr int kRowsPerPass = 4;  // 8 lanes a row
     constexpr int kPasses = kWarpRows / kRowsPerPass;
-    Element* targets[kPasses];  // null: no such row
+    Element* targets[kPasses];  // null if the row does not exist
     int column = lane_id() % 8 * 8;
     CUTE_UNROLL
     for (int pass = 0; pass < kPasses; ++pass) {
@@ -212,7 +225,7 @@ struct ForwardEpilogue {
                                                    in_head && targets[pass] != nullptr);
       }
     }
-    // The next item's first store meets no lane that still reads.
+    // All lanes have read the staging buffer before the next item's store overwrites it.
     __syncwarp();
   }
 };

@@ -1,4 +1,5 @@
-// One CTA of the fa3 kernel: its roles, and its share of the planner's work list.
+// The fa3 kernel: a CTA initializes its barriers, then its warpgroups take their roles and work
+// through the CTA's share of the planner's work list.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -37,7 +38,8 @@ __global__ void __launch_bounds__(ForwardTraits<V>::kThreads, V::kTile.ctas_per_
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
   auto& smem = *reinterpret_cast<SharedStorage<Traits>*>(smem_bytes);
 
-  // What the first item waits for is on its way before the barriers are there.
+  // The first item needs the tensor maps and its range of the work list: both are requested before
+  // the barriers are initialized.
   bool gather = params.box.kv_rows == 0;
   if (threadIdx.x == 0) {
     prefetch_tma_descriptor(reinterpret_cast<const TmaDescriptor*>(&params.maps.q));
@@ -59,9 +61,9 @@ __global__ void __launch_bounds__(ForwardTraits<V>::kThreads, V::kTile.ctas_per_
   if (warpgroup == 0) {
     cutlass::arch::warpgroup_reg_dealloc<Traits::kProducerRegisters>();
     if (gather) {
-      produce_rows(params, smem, begin, end);
+      produce_gather(params, smem, begin, end);
     } else {
-      produce_boxes(params, smem, begin, end);
+      produce_tma(params, smem, begin, end);
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<Traits::kConsumerRegisters>();

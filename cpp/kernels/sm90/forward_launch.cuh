@@ -15,7 +15,7 @@ inline constexpr TileRows kTileRows = traits_of(V::kVariant.family).tile_rows;
 template <class V>
 LaunchError launch_forward(const ForwardParams& params, int num_ctas, const LaunchTarget& target) {
   using Traits = ForwardTraits<V>;
-  static_assert(kSmemBytes<V> <= kMostSharedBytes);
+  static_assert(kSmemBytes<V> <= kMaxSharedBytes);
   HopperParams hopper{KernelParams::make(params, V::kVariant.logits),
                       box_shape(params, Traits::kTileM, Traits::kTileN),
                       rows_per_tile(kTileRows<V>, Traits::kTileM, params.group_size),

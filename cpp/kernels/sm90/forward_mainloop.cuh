@@ -1,20 +1,23 @@
-// A consumer warpgroup: S = Q K^T, mask, online softmax, O += P V over the KV tiles of its items,
-// last tile first. The tiles of all items form one sequence, so that an item's first S runs beside
-// the last product of the item before it:
+// The consumer main loop. A warpgroup computes S = Q K^T, masks it, applies the online softmax and
+// accumulates O += P V over the KV tiles of its work items, the last tile of an item first. The
+// tiles of all items form one sequence, so an item's first QK product overlaps with the last PV
+// product of the item before it.
 //
-// step t (S(t) is the next tile's, P V(t - 1) the one before it, of this item or of the last):
-//   1. wait K(t), wait for this warpgroup's turn
+// Step t computes S(t) and O += P V(t - 1); tile t - 1 belongs to the same item or to the one
+// before:
+//   1. wait for K(t) and for this warpgroup's place in the order barrier
 //   2. issue S = Q K(t)
-//   3. wait V(t - 1), issue O += P V(t - 1)
-//   4. pass the turn: the other warpgroups' products queue up behind these two
-//   5. wait S, release K(t); mask
-//   6. wait O, release V(t - 1); store O where V(t - 1) was its item's last
-//   7. softmax: P out of S
-// Steps 5 to 7 run under the other warpgroups' products. What a step across a border needs besides
-// is worked out between 4 and 5 of that step (LSE, factors) and of an earlier one (Border).
+//   3. wait for V(t - 1), issue O += P V(t - 1)
+//   4. arrive at the next warpgroup's order barrier: its products queue up behind these two
+//   5. wait for S, release K(t); mask
+//   6. wait for O, release V(t - 1); store O if V(t - 1) was its item's last tile
+//   7. softmax: compute P from S
+// Steps 5 to 7 overlap with the products of the other warpgroups. The transition from one item to
+// the next needs more: its LSE and normalizing factors are computed between 4 and 5 of the
+// transition's own step, everything else (struct Transition) in an earlier step.
 //
-// A warpgroup whose rows do not touch a tile of the item passes it by; after an item whose last
-// tiles it passes by, as under a window, its last O and its next first S stand alone.
+// A warpgroup skips the tiles that none of its rows touches. After an item whose last tiles it
+// skips (as under a window), the item's last O and the next item's first S run by themselves.
 #pragma once
 
 #include "kernels/sm90/forward_epilogue.cuh"
@@ -37,9 +40,9 @@ struct ForwardMainloop {
   int thread;     // of the warpgroup
   ForwardProducts<Traits> products;
   SpeculativeSoftmax softmax = {};
-  ConsumerRing<Traits::kQStages> q = {};
-  ConsumerRing<Traits::kStages> k = {};
-  ConsumerRing<Traits::kStages> v = {};
+  ConsumerPipelineState<Traits::kQStages> q_read = {};
+  ConsumerPipelineState<Traits::kStages> k_read = {};
+  ConsumerPipelineState<Traits::kStages> v_read = {};
   std::uint32_t item_phase = 0;
 
   __device__ __forceinline__ ForwardMainloop(const HopperParams& params,
@@ -51,35 +54,36 @@ struct ForwardMainloop {
         products(smem, warpgroup, thread) {}
 
   __device__ __forceinline__ void run() {
-    begin_turns();
+    order_barrier_init();
     Item item = read_item(0);
     TileMask mask = first_mask(item);
     while (item.any()) {
-      Border border = begin_alone(item, mask);
+      Transition transition = prologue(item, mask);
       for (;;) {
-        run_rest(item, border);
-        q.advance();
-        // The others may wait for this warpgroup's turns before they let go of Q.
-        if (item.skipped_last > 0 || !border.next.any()) break;
-        Border next_border = run_across(item, border);
-        item = border.next;
-        border = next_border;
+        run_steps(item, transition);
+        q_read.advance();
+        // NOTE: warpgroups that wait in the order barrier for this one may still hold Q, so it goes
+        // through the tiles that it skips before it waits for the next Q.
+        if (item.skipped_last > 0 || !transition.next.any()) break;
+        Transition next_transition = run_transition(item, transition);
+        item = transition.next;
+        transition = next_transition;
       }
-      end_alone(item, border);
-      item = border.next;
-      mask = border.mask;
+      drain(item, transition);
+      item = transition.next;
+      mask = transition.next_mask;
     }
   }
 
  private:
   using Epilogue = ForwardEpilogue<Traits>;
 
-  // A work item as this warpgroup meets it.
+  // A work item as one warpgroup sees it.
   struct Item {
-    int slot = 0;  // of smem.items
-    TileRange own;
-    int skipped_first = 0;  // tiles that none of its rows touches, before its own
-    int skipped_last = 0;   // and after; the last tile comes first
+    int slot = 0;           // of smem.items
+    TileRange own;          // the tiles that this warpgroup's rows touch
+    int skipped_first = 0;  // tiles before them, in the order of the loop: last tile first
+    int skipped_last = 0;   // tiles after them
 
     __device__ __forceinline__ bool any() const { return own.count() > 0; }
     __device__ __forceinline__ int next_slot() const {
@@ -87,21 +91,22 @@ struct ForwardMainloop {
     }
   };
 
-  // Which columns of a tile this thread's two rows keep: bit i of a word is its column i of 32 of
-  // 128, which is 8 (i / 2) + i % 2 from the tile's first such group on.
+  // The columns of a tile that this thread's two rows keep. One word covers the 32 columns that the
+  // thread holds of 128: bit i is column 8 (i / 2) + i % 2 after the thread's first one.
   struct TileMask {
     std::uint32_t bits[2][ceil_div(Traits::kTileN, 128)];
   };
 
-  // What the step across an item's end asks for, worked out beside the products of an earlier step:
-  // of the item's last one, a copy of the loop's body, or of its first where that copy costs more.
-  struct Border {
+  // What the step from an item to the next one needs. It is computed while the products of an
+  // earlier step run: the item's last step, which is a copy of the loop's body, or its first step
+  // in kernels where that copy costs more than it gains.
+  struct Transition {
     Item next;
-    TileMask mask;     // of the next item's first tile
-    RowTarget target;  // of this item
+    TileMask next_mask;  // of the next item's first tile
+    RowTarget target;    // of this item's row
   };
 
-  // Without tiles: there is no more.
+  // Waits for the item in `slot`. An item without tiles ends the work list.
   __device__ __forceinline__ Item read_item(int slot) {
     smem.barriers.item_full[slot].wait(item_phase);
     order_memory_accesses();
@@ -123,49 +128,49 @@ struct ForwardMainloop {
   }
 
   __device__ __forceinline__ void wait_for_q() {
-    smem.barriers.q_full[q.index()].wait(q.phase());
+    smem.barriers.q_full[q_read.index()].wait(q_read.phase());
     order_memory_accesses();
-    if (params.logits.q_factor != 1.0f) scale_q(q.index());
+    if (params.logits.q_factor != 1.0f) scale_q(q_read.index());
   }
 
-  __device__ __forceinline__ static bool looks_in_first_step(const Item& item) {
-    return !Traits::kLooksInLastStep || item.own.count() == 1;
+  __device__ __forceinline__ static bool prepares_in_first_step(const Item& item) {
+    return !Traits::kPreparesInLastStep || item.own.count() == 1;
   }
-  __device__ __forceinline__ Border look_across(const Item& item) {
-    Border border;
-    border.target = epilogue(item).target_of(warp_row() + lane_id() % kWarpRows);
-    border.next = read_item(item.next_slot());
-    border.mask = first_mask(border.next);
-    return border;
+  __device__ __forceinline__ Transition prepare_transition(const Item& item) {
+    Transition transition;
+    transition.target = epilogue(item).target_of(warp_row() + lane_id() % kWarpRows);
+    transition.next = read_item(item.next_slot());
+    transition.next_mask = first_mask(transition.next);
+    return transition;
   }
 
-  // The item's first P, with no product to run beside it.
-  __device__ __forceinline__ Border begin_alone(const Item& item, const TileMask& mask) {
+  // Computes the item's first S and P, with no PV product to overlap with.
+  __device__ __forceinline__ Transition prologue(const Item& item, const TileMask& mask) {
     for (int i = 0; i < item.skipped_first; ++i) {
       skip_k();
       skip_v();
     }
     wait_for_q();
     wait_for_qk();
-    products.issue_qk(products.q(q.index()), k.index());
-    pass_turn();
-    Border border;
-    if (looks_in_first_step(item)) border = look_across(item);
+    products.issue_qk(products.q(q_read.index()), k_read.index());
+    order_barrier_arrive();
+    Transition transition;
+    if (prepares_in_first_step(item)) transition = prepare_transition(item);
     products.template wait_qk<0>();
     finish_first_scores(item, mask);
     make_first_p();
-    return border;
+    return transition;
   }
 
-  // Steps of all its other tiles.
-  __device__ __forceinline__ void run_rest(const Item& item, Border& border) {
-    Tensor tSrQ = products.q(q.index());
+  // Runs the steps of the item's other tiles.
+  __device__ __forceinline__ void run_steps(const Item& item, Transition& transition) {
+    Tensor tSrQ = products.q(q_read.index());
     int tile = item.own.end - 2;
-    for (; tile >= item.own.begin + Traits::kLooksInLastStep; --tile) {
+    for (; tile >= item.own.begin + Traits::kPreparesInLastStep; --tile) {
       step(tSrQ, item, tile, [] {});
     }
-    if (Traits::kLooksInLastStep && tile >= item.own.begin) {
-      step(tSrQ, item, tile, [&] { border = look_across(item); });
+    if (Traits::kPreparesInLastStep && tile >= item.own.begin) {
+      step(tSrQ, item, tile, [&] { transition = prepare_transition(item); });
     }
   }
   template <class Q, class Meanwhile>
@@ -178,30 +183,32 @@ struct ForwardMainloop {
     make_p();
   }
 
-  // The step across a border: S is the next item's, O the last one's. Returns the next border.
-  __device__ __forceinline__ Border run_across(const Item& last, const Border& border) {
-    const Item& next = border.next;
+  // The step from one item to the next: S belongs to the next item, O to the last one. Returns the
+  // transition after this one.
+  __device__ __forceinline__ Transition run_transition(const Item& last,
+                                                       const Transition& transition) {
+    const Item& next = transition.next;
     for (int i = 0; i < next.skipped_first; ++i) skip_k();
     wait_for_q();
     typename Epilogue::Prepared ready;
-    Border next_border;
-    multiply(products.q(q.index()), [&] {
-      ready = epilogue(last).prepare(softmax, border.target);
-      if (looks_in_first_step(next)) next_border = look_across(next);
+    Transition next_transition;
+    multiply(products.q(q_read.index()), [&] {
+      ready = epilogue(last).prepare(softmax, transition.target);
+      if (prepares_in_first_step(next)) next_transition = prepare_transition(next);
     });
-    finish_first_scores(next, border.mask);
+    finish_first_scores(next, transition.next_mask);
     finish_pv();
     for (int i = 0; i < next.skipped_first; ++i) skip_v();
     store_o(last, ready);
     make_first_p();
-    return next_border;
+    return next_transition;
   }
 
-  // The item's last product and its O.
-  __device__ __forceinline__ void end_alone(const Item& item, const Border& border) {
-    smem.barriers.v_full[v.index()].wait(v.phase());
-    products.issue_pv(v.index());
-    auto ready = epilogue(item).prepare(softmax, border.target);
+  // Computes the item's last PV product and stores O.
+  __device__ __forceinline__ void drain(const Item& item, const Transition& transition) {
+    smem.barriers.v_full[v_read.index()].wait(v_read.phase());
+    products.issue_pv(v_read.index());
+    auto ready = epilogue(item).prepare(softmax, transition.target);
     finish_pv();
     store_o(item, ready);
     for (int i = 0; i < item.skipped_last; ++i) {
@@ -210,28 +217,28 @@ struct ForwardMainloop {
     }
   }
 
-  // Steps 1 to 4, what else can be done beside the products, and S.
+  // Steps 1 to 4; then calls meanwhile() while the products run, and waits for S.
   template <class Q, class Meanwhile>
   __device__ __forceinline__ void multiply(const Q& tSrQ, const Meanwhile& meanwhile) {
     wait_for_qk();
-    products.issue_qk(tSrQ, k.index());
-    smem.barriers.v_full[v.index()].wait(v.phase());
-    products.issue_pv(v.index());
-    pass_turn();
+    products.issue_qk(tSrQ, k_read.index());
+    smem.barriers.v_full[v_read.index()].wait(v_read.phase());
+    products.issue_pv(v_read.index());
+    order_barrier_arrive();
     meanwhile();
     products.template wait_qk<1>();
   }
   __device__ __forceinline__ void wait_for_qk() const {
-    smem.barriers.k_full[k.index()].wait(k.phase());
-    wait_turn();
+    smem.barriers.k_full[k_read.index()].wait(k_read.phase());
+    order_barrier_wait();
   }
 
-  // S has been computed: K's buffer is free, and Q's after an item's last tile.
+  // S is complete: releases K(t), and Q after the item's last tile.
   __device__ __forceinline__ void finish_scores(const Item& item, int tile) {
     accept_scores(item, tile);
     if (item.own.needs_mask(tile)) mask_tile(tile_mask(smem.items[item.slot], tile));
   }
-  // And the row's first references, for which O need not be there.
+  // Also sets the rows' first references, which does not need O.
   __device__ __forceinline__ void finish_first_scores(const Item& item, const TileMask& mask) {
     int tile = item.own.end - 1;
     accept_scores(item, tile);
@@ -240,16 +247,16 @@ struct ForwardMainloop {
     products.first_pv = GMMA::ScaleOut::Zero;
   }
   __device__ __forceinline__ void accept_scores(const Item& item, int tile) {
-    release(smem.barriers.k_empty[k.index()]);
-    k.advance();
-    if (tile == item.own.begin) release(smem.barriers.q_empty[q.index()]);
+    release(smem.barriers.k_empty[k_read.index()]);
+    k_read.advance();
+    if (tile == item.own.begin) release(smem.barriers.q_empty[q_read.index()]);
     transform_logits<Traits::kVariant.logits>(products.tSrS, params.logits);
   }
 
   __device__ __forceinline__ void finish_pv() {
     products.wait_pv();
-    release(smem.barriers.v_empty[v.index()]);
-    v.advance();
+    release(smem.barriers.v_empty[v_read.index()]);
+    v_read.advance();
   }
 
   __device__ __forceinline__ void make_p() {
@@ -277,33 +284,35 @@ struct ForwardMainloop {
     smem.barriers.item_empty[item.slot].arrive();
   }
 
-  // A tile that other warpgroups work on: its turn and its buffers pass by.
+  // A skipped tile belongs to other warpgroups: this one only passes the order barrier and releases
+  // the buffers.
   __device__ __forceinline__ void skip_k() {
     wait_for_qk();
-    pass_turn();
-    release(smem.barriers.k_empty[k.index()]);
-    k.advance();
+    order_barrier_arrive();
+    release(smem.barriers.k_empty[k_read.index()]);
+    k_read.advance();
   }
   __device__ __forceinline__ void skip_v() {
-    smem.barriers.v_full[v.index()].wait(v.phase());
+    smem.barriers.v_full[v_read.index()].wait(v_read.phase());
     __syncwarp();  // no lane may still wait for this phase when the buffer is filled again
-    release(smem.barriers.v_empty[v.index()]);
-    v.advance();
+    release(smem.barriers.v_empty[v_read.index()]);
+    v_read.advance();
   }
 
-  // Turns begin with warpgroup 0; the last one hands it the first.
-  __device__ __forceinline__ void begin_turns() const {
-    if (warpgroup == Traits::kConsumers - 1) pass_turn();
+  // The order barrier lets one warpgroup at a time issue its products: 0, 1, ... and 0 again. At
+  // the start the last warpgroup arrives for warpgroup 0.
+  __device__ __forceinline__ void order_barrier_init() const {
+    if (warpgroup == Traits::kConsumers - 1) order_barrier_arrive();
   }
-  __device__ __forceinline__ void wait_turn() const {
-    cutlass::arch::NamedBarrier::sync(2 * kWarpgroupThreads, NamedBarriers::kTurn + warpgroup);
+  __device__ __forceinline__ void order_barrier_wait() const {
+    cutlass::arch::NamedBarrier::sync(2 * kWarpgroupThreads, NamedBarriers::kOrder + warpgroup);
   }
-  __device__ __forceinline__ void pass_turn() const {
+  __device__ __forceinline__ void order_barrier_arrive() const {
     int next = warpgroup + 1 == Traits::kConsumers ? 0 : warpgroup + 1;
-    cutlass::arch::NamedBarrier::arrive(2 * kWarpgroupThreads, NamedBarriers::kTurn + next);
+    cutlass::arch::NamedBarrier::arrive(2 * kWarpgroupThreads, NamedBarriers::kOrder + next);
   }
 
-  // NOTE: sm_scale <= 0 is served by Q's sign (LogitsParams). Each warpgroup scales its own rows.
+  // NOTE: sm_scale <= 0 is applied through Q's sign (LogitsParams). Each warpgroup scales its rows.
   __device__ __forceinline__ void scale_q(int stage) const {
     Tensor sQ = make_tensor(make_smem_ptr(smem.q), typename Traits::LayoutQ{});
     for (int i = thread; i < kWarpgroupRows * Traits::kHeadQk; i += kWarpgroupThreads) {
@@ -315,7 +324,7 @@ struct ForwardMainloop {
     cutlass::arch::NamedBarrier::sync(kWarpgroupThreads, NamedBarriers::kWarpgroup + warpgroup);
   }
 
-  // The mask's bits of columns before `column`.
+  // The mask bits of the columns before `column`.
   __device__ __forceinline__ static std::uint32_t columns_before(int column) {
     int count = min(max(column / 8 * 2 + min(column % 8, 2), 0), 32);
     return count == 0 ? 0u : 0xffffffffu >> (32 - count);
@@ -324,8 +333,8 @@ struct ForwardMainloop {
     return columns_before(max(end, 0)) & ~columns_before(max(begin, 0));
   }
 
-  // Where the columns of the tile with the request's last key lie: those from `edge` on are
-  // `shift` further right (tensor_map.h).
+  // In the tile with the request's last key the columns from `edge` on lie `shift` further right,
+  // because TMA puts the rows of a partial box at its end (tensor_map.h).
   struct ItemTail {
     int edge;
     int shift;

@@ -1,4 +1,4 @@
-// ForwardParams as the fa3 kernels take them, tensor maps included.
+// The parameters of an fa3 kernel: the shared ones and the tensor maps.
 #pragma once
 
 #include "kernels/common/row_map.cuh"
@@ -8,7 +8,7 @@ namespace preflash::sm90 {
 
 struct HopperParams : KernelParams {
   BoxShape box;
-  std::int32_t rows_per_tile;  // whole tokens, but for groups larger than a tile
+  std::int32_t rows_per_tile;  // token-aligned, except where a group exceeds the tile
   TensorMaps maps;
 };
 

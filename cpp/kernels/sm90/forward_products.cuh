@@ -1,4 +1,4 @@
-// Operands and accumulators of one consumer warpgroup, and its two products.
+// The operands and accumulators of one consumer warpgroup, and its two matrix products.
 #pragma once
 
 #include "kernels/sm90/forward_traits.cuh"

@@ -1,6 +1,6 @@
-// Compile-time shape of one fa3 kernel: roles, tiles, shared memory, barriers. One type parameter:
-// the variant's generated type, which carries kVariant and kTile. README.md beside this file tells
-// how the pieces play together.
+// The compile-time shape of one fa3 kernel: roles, tiles, shared memory, barriers. The one type
+// parameter is the variant's generated type, which carries kVariant and kTile. README.md beside
+// this file explains the whole kernel.
 #pragma once
 
 #include <cutlass/arch/barrier.h>
@@ -21,9 +21,9 @@ inline constexpr int kWarpgroupRows = 64;  // of one wgmma
 inline constexpr int kWarpRows = 16;       // of one warp's part of it
 inline constexpr int kBlockColumns = 64;   // 128 bytes: one swizzle atom, one TMA box
 inline constexpr int kBlockRowBytes = 128;
-inline constexpr int kMostConsumers = 4;
-inline constexpr int kMostSharedBytes = 227 * 1024;  // of one CTA
-inline constexpr int kOtherBytes = 2048;             // barriers, items
+inline constexpr int kMaxConsumers = 4;
+inline constexpr int kMaxSharedBytes = 227 * 1024;  // of one CTA
+inline constexpr int kOtherBytes = 2048;            // barriers, items
 
 template <class V>
 struct ForwardTraits {
@@ -39,49 +39,52 @@ struct ForwardTraits {
   static constexpr int kHeadQk = kVariant.head_dim_qk;
   static constexpr int kHeadVo = kVariant.head_dim_vo;
 
-  // Warpgroup 0 produces, the others consume 64 rows of the tile each.
+  // Warpgroup 0 is the producer; each consumer warpgroup computes 64 rows of the tile.
   static constexpr int kConsumers = kTileM / kWarpgroupRows;
   static constexpr int kConsumerWarps = kConsumers * kWarpgroupWarps;
   static constexpr int kConsumerThreads = kConsumers * kWarpgroupThreads;
   static constexpr int kThreads = kConsumerThreads + kWarpgroupThreads;
   static_assert(kTileM % kWarpgroupRows == 0 && kTile.warps * 32 == kThreads);
-  static_assert(kConsumers == 2 || kConsumers == kMostConsumers);
+  static_assert(kConsumers == 2 || kConsumers == kMaxConsumers);
   static_assert(kHeadQk % kBlockColumns == 0 && kHeadVo % kBlockColumns == 0);
   static_assert(kTileN % 16 == 0 && kTileN <= 256);
-  static constexpr int kMostBoxes = kTileN / 8;  // of a K or V tile: 8 rows are the least
+  static constexpr int kMaxBoxes = kTileN / 8;  // of a K or V tile: a box has at least 8 rows
 
-  // Whether a warpgroup passes tiles by that none of its rows touches, as a causal item's upper
-  // rows do not touch its last tiles: only a tile of few keys may be one warpgroup's alone.
+  // Whether a warpgroup skips the tiles that none of its rows touches (the upper rows of a causal
+  // item do not touch its last tiles). Only tiles of few keys leave a warpgroup such tiles.
   static constexpr bool kSkipsTiles = kTileN <= kWarpgroupRows;
-  // It may pass as many tiles by as V has other buffers, and still run its first S beside the last
-  // product of the item before: the others run ahead with V meanwhile.
+  // NOTE: a warpgroup that skips an item's first tiles still holds V of the item before, while the
+  // others need a buffer for each of those tiles: V must have as many other buffers.
   static_assert(!kSkipsTiles || (kConsumers - 1) * kWarpgroupRows <= (kStages - 1) * kTileN);
 
-  // Q of the next item arrives under this one's last tiles; with one buffer, only under the last.
+  // With two buffers the next item's Q is loaded during this item's last tiles, with one buffer
+  // only during its very last.
   static constexpr int kBytesWithoutQ =
       kStages * kTileN * (kHeadQk + kHeadVo) * 2 + kConsumerWarps * kWarpRows * kBlockColumns * 2;
   static constexpr int kQStages =
-      2 * kTileM * kHeadQk * 2 + kBytesWithoutQ + kOtherBytes <= kMostSharedBytes ? 2 : 1;
+      2 * kTileM * kHeadQk * 2 + kBytesWithoutQ + kOtherBytes <= kMaxSharedBytes ? 2 : 1;
 
-  // In which step of an item a warpgroup reads what comes after it (measured: README).
-  static constexpr bool kLooksInLastStep = !kSkipsTiles;
+  // The step of an item in which a warpgroup prepares the transition to the next: its last, or its
+  // first (measured: docs/dev/experiments.md).
+  static constexpr bool kPreparesInLastStep = !kSkipsTiles;
 
-  // setmaxnreg: the launch bounds hand the 65536 registers out evenly, in eights; what the
-  // producers give back is the consumers'.
+  // The launch bounds divide the 65536 registers evenly, in multiples of 8; setmaxnreg then moves
+  // the producers' share to the consumers.
   static constexpr int kLaunchRegisters = 65536 / (kThreads * kTile.ctas_per_sm) / 8 * 8;
   static constexpr int kConsumerRegisters = kConsumers == 4 ? 112 : kHeadVo <= 128 ? 224 : 232;
   static constexpr int kProducerRegisters =
       (kLaunchRegisters * (kConsumers + 1) - kConsumers * kConsumerRegisters) / 8 * 8;
   static_assert(kProducerRegisters >= 32);
 
-  // S = Q K^T from shared memory; O += P V with P in registers and V as it lies, rows of keys.
+  // S = Q K^T reads both operands from shared memory; O += P V reads P from registers and V as it
+  // is stored, one row per key.
   using MmaQk = decltype(make_tiled_mma(
       GMMA::ss_op_selector<Element, Element, float, Shape<_64, Int<kTileN>, Int<kHeadQk>>>()));
   using MmaPv = decltype(make_tiled_mma(
       GMMA::rs_op_selector<Element, Element, float, Shape<_64, Int<kHeadVo>, Int<kTileN>>,
                            GMMA::Major::K, GMMA::Major::MN>()));
 
-  // Columns in blocks of 64, each block all rows of the tile: what TMA boxes of 64 columns write.
+  // Blocks of 64 columns, each with all rows of the tile: the layout that TMA boxes write.
   using AtomK = GMMA::Layout_K_SW128_Atom<Element>;
   using AtomMn = GMMA::Layout_MN_SW128_Atom<Element>;
   using LayoutQ =
@@ -95,20 +98,20 @@ struct ForwardTraits {
   static constexpr int kBlocksVo = kHeadVo / kBlockColumns;
 };
 
-// A work item as everybody needs it; worked out by one producer warp, items ahead, and read from
-// shared memory when it is needed, so that it costs no registers in the loops. One without tiles
-// says that the CTA has no more.
+// A work item in shared memory. One producer warp prepares it, items ahead; the other warps read it
+// when they need it, so that it costs no registers in their loops. An item without tiles ends the
+// CTA's work list.
 struct ItemState {
   WorkItem item;
   RequestInfo request;
   TileRange tiles;
-  KeySpan keys;  // from the first one that any row keeps to the request's end
-  int num_rows;  // of the tile; the rest of it is stale
-  // What the rows of each consumer warpgroup touch of `tiles`: at least one tile.
-  TileRange warpgroup_tiles[kMostConsumers];
+  KeySpan keys;  // from the first key that any row keeps to the request's end
+  int num_rows;  // rows of the tile in use; the others hold stale data
+  // The part of `tiles` that the rows of each consumer warpgroup touch: at least one tile.
+  TileRange warpgroup_tiles[kMaxConsumers];
 };
 
-// Where a loader finds an item's keys, kept in registers: it asks for every tile.
+// Where a loader finds an item's keys. It needs them for every tile, so they stay in registers.
 struct ItemKeys {
   int kv_begin;
   KeySpan keys;
@@ -120,36 +123,38 @@ struct ItemKeys {
 };
 
 using Barrier = cutlass::arch::ClusterBarrier;
-using BytesBarrier = cutlass::arch::ClusterTransactionBarrier;
+using TransactionBarrier = cutlass::arch::ClusterTransactionBarrier;
 
 inline constexpr int kItemSlots = 4;
 
-// Named by the event they announce. Arrivals: "full" barriers one producer thread (and the bytes of
-// its TMA), but k_full and v_full every producer thread where the producers gather rows; "empty"
-// barriers of what only the tensor core has read one lane of each consumer warp; item_empty every
-// thread that has read the item, in the consumers and in the loading warps.
+// Barriers are named by the event that they announce. Who arrives:
+//   *_full      one producer thread (and the bytes of its TMA); with gathered loads every producer
+//               thread arrives at k_full and v_full
+//   *_empty     one lane of each consumer warp: only the tensor core has read the buffer
+//   item_full   one thread
+//   item_empty  every thread that has read the item: the consumers and the loading warps
 template <int kQStages, int kStages>
 struct Barriers {
-  BytesBarrier q_full[kQStages];
+  TransactionBarrier q_full[kQStages];
   Barrier q_empty[kQStages];
-  BytesBarrier k_full[kStages];
+  TransactionBarrier k_full[kStages];
   Barrier k_empty[kStages];
-  BytesBarrier v_full[kStages];
+  TransactionBarrier v_full[kStages];
   Barrier v_empty[kStages];
   Barrier item_full[kItemSlots];
   Barrier item_empty[kItemSlots];
 };
 
-// Hardware barriers among consumers. kTurn + w: warpgroup w may issue its products.
+// Hardware barriers among the consumer warpgroups w.
 struct NamedBarriers {
-  static constexpr int kTurn = 0;
-  static constexpr int kWarpgroup = kMostConsumers;  // + w
-  static constexpr int kReserved = 8;                // CUTLASS's own come first
-  static_assert(kReserved + kWarpgroup + kMostConsumers <= 16);
+  static constexpr int kOrder = 0;                  // + w: warpgroup w may issue its products
+  static constexpr int kWarpgroup = kMaxConsumers;  // + w: the threads of warpgroup w
+  static constexpr int kReserved = 8;               // CUTLASS's own come first
+  static_assert(kReserved + kWarpgroup + kMaxConsumers <= 16);
 };
 
-// Where a TMA box of K or V begins (tensor_map.h).
-struct alignas(16) BoxPlace {
+// The coordinates at which a TMA box of K or V begins (tensor_map.h).
+struct alignas(16) TmaCoordinates {
   int page;
   int x;
   int r;
@@ -161,46 +166,46 @@ struct SharedStorage {
   alignas(1024) Element q[cosize_v<typename Traits::LayoutQ>];
   alignas(1024) Element k[cosize_v<typename Traits::LayoutK>];
   alignas(1024) Element v[cosize_v<typename Traits::LayoutV>];
-  // Each warp's 16 rows of O leave through its own bytes, 64 columns at a time.
+  // Each warp stages its 16 rows of O here, 64 columns at a time.
   alignas(1024) Element o[Traits::kConsumerWarps][kWarpRows * kBlockColumns];
   ItemState items[kItemSlots];
-  BoxPlace k_places[Traits::kMostBoxes];  // of the tile whose boxes are being issued
-  BoxPlace v_places[Traits::kMostBoxes];
+  TmaCoordinates k_coordinates[Traits::kMaxBoxes];  // of the tile whose boxes are being issued
+  TmaCoordinates v_coordinates[Traits::kMaxBoxes];
   Barriers<Traits::kQStages, Traits::kStages> barriers;
 };
 
 __device__ __forceinline__ int lane_id() { return threadIdx.x % 32; }
 
-// NOTE: to the compiler CUTLASS's barriers and fences touch no memory; ordinary accesses must not
-// cross them.
+// NOTE: CUTLASS does not tell the compiler that its barriers and fences order memory. This does.
 __device__ __forceinline__ void order_memory_accesses() { asm volatile("" ::: "memory"); }
 
-// A value that all lanes hold alike, told to the compiler: loops and addresses that depend on it
-// stay in uniform registers.
+// Tells the compiler that all lanes hold the same value: loops and addresses that depend on it stay
+// in uniform registers.
 __device__ __forceinline__ int warp_uniform(int value) {
   return __shfl_sync(0xffffffffu, value, 0);
 }
 
-// Position in a ring of buffers. A consumer waits for `phase`; a producer, whose first lap finds
-// the buffers empty, for `phase ^ 1`. In two forms: the consumers' loop is shorter with both parts
-// at hand, the producers have few registers.
+// The state of a pipeline of buffers: the stage to use next and its barrier's phase. A reader waits
+// for `phase`; a writer, which finds all buffers empty at first, waits for `phase ^ 1`. There are
+// two forms: consumer warps keep stage and phase apart, which makes their loop shorter; producer
+// warps have few registers and derive both from one counter.
 template <int kSize>
-struct ConsumerRing {
-  int buffer = 0;
+struct ConsumerPipelineState {
+  int stage = 0;
   std::uint32_t parity = 0;
 
-  __device__ __forceinline__ int index() const { return buffer; }
+  __device__ __forceinline__ int index() const { return stage; }
   __device__ __forceinline__ std::uint32_t phase() const { return parity; }
   __device__ __forceinline__ void advance() {
-    if (++buffer == kSize) {
-      buffer = 0;
+    if (++stage == kSize) {
+      stage = 0;
       parity ^= 1;
     }
   }
 };
 
 template <int kSize>
-struct ProducerRing {
+struct ProducerPipelineState {
   static_assert((kSize & (kSize - 1)) == 0);
   std::uint32_t count = 0;
 

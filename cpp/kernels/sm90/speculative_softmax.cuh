@@ -1,13 +1,15 @@
-// Online softmax that guesses: a tile's exponentials are taken from the row's old reference,
-// without looking for the tile's maxima first. Any reference gives the same quotient as long as
-// nothing overflows, and a row's reference, the maximum of its first tile, is seldom exceeded by
-// much. What the guess made of a tile is judged by the sums that the softmax needs anyway: where a
-// thread's share of a row exceeds kMostSum the references of such rows move to their true maxima
-// and the tile is done again; its scores are still there, since P goes to registers of its own.
-// Tiles of huge rows are always done again.
+// A speculative online softmax. It computes a tile's exponentials relative to the row's old
+// reference, without finding the tile's row max first. Every reference gives the same quotient as
+// long as nothing overflows, and later tiles seldom exceed the reference, the row max of the first
+// tile, by much.
 //
-// A row's result does not depend on the rows beside it: whether it moves is its own business, and
-// doing a tile again with an unmoved reference gives the same bits.
+// The row sums, which the softmax needs anyway, show whether the speculation failed: if a thread's
+// part of a row sum exceeds kMaxSum, the reference of that row moves to its true row max, O is
+// rescaled, and the tile's exponentials are computed again. The scores are still there, because P
+// has registers of its own. Tiles with huge rows are always computed again.
+//
+// A row's result does not depend on the rows beside it: only its own sum decides whether its
+// reference moves, and computing a tile again with the same reference gives the same bits.
 #pragma once
 
 #include "kernels/common/online_softmax.cuh"
@@ -16,12 +18,12 @@ namespace preflash::sm90 {
 
 struct SpeculativeSoftmax : OnlineSoftmax<2> {
   static constexpr int kRows = 2;
-  // P <= 2^15 stays below float16's 65504; in float32 rows may sum millions of such terms.
-  static constexpr float kMostSum = 32768.0f;
+  // P <= 2^15 stays below float16's largest number, 65504; float32 sums millions of such terms.
+  static constexpr float kMaxSum = 32768.0f;
 
   bool settled = false;  // whether every row of the warp has a reference, and none is huge
 
-  // A row's first tile: the references are its maxima, and nothing can exceed them.
+  // A row's first tile: its row max becomes the reference, so the speculation cannot fail.
   template <class Scores>
   __device__ __forceinline__ void begin(const Scores& scores, float scale_log2) {
     *this = {};
@@ -44,28 +46,33 @@ struct SpeculativeSoftmax : OnlineSoftmax<2> {
     float offset[kRows];
     set_offsets(offset, scale_log2);
     exponentiate(scores, p, tile_sum, scale_log2, offset);
-    bool moves[kRows];
-    CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r) moves[r] = tile_sum[r] > kMostSum;
-    bool again = __any_sync(0xffffffffu, moves[0] || moves[1]);
-    if (!settled) {
+    // One vote and one branch: a second one would measurably slow down short tiles.
+    bool look = tile_sum[0] > kMaxSum || tile_sum[1] > kMaxSum || !settled;
+    if (__any_sync(0xffffffffu, look)) {
+      bool moves[kRows];
       CUTE_UNROLL
-      for (int r = 0; r < kRows; ++r)
-        moves[r] |= is_huge(scaled_reference(reference[r], scale_log2));
-      again = __any_sync(0xffffffffu, moves[0] || moves[1]);
-    }
-    if (again) {
-      move(scores, out, moves, scale_log2);
-      set_offsets(offset, scale_log2);
-      center(scores, offset);
-      exponentiate(scores, p, tile_sum, scale_log2, offset);
+      for (int r = 0; r < kRows; ++r) {
+        moves[r] = tile_sum[r] > kMaxSum || is_huge(offset[r]);
+      }
+      if (__any_sync(0xffffffffu, moves[0] || moves[1])) {
+        move(scores, out, moves, scale_log2);
+        set_offsets(offset, scale_log2);
+        center(scores, offset);
+        exponentiate(scores, p, tile_sum, scale_log2, offset);
+      }
     }
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) sum[r] += tile_sum[r];
   }
 
+  __device__ __forceinline__ RowResult finish(int r, float scale_log2) const {
+    RowResult result = OnlineSoftmax::finish(r, scale_log2);
+    if (!settled) finish_huge(r, scale_log2, result.lse);
+    return result;
+  }
+
  private:
-  // First references. Rows without one have kept nothing: their sums and O are 0.
+  // Sets the reference of rows that have none: they have kept no key, and their sums and O are 0.
   template <class Scores>
   __device__ __forceinline__ void settle(const Scores& scores, float scale_log2) {
     float tile_max[kRows];

@@ -12,7 +12,8 @@ constexpr int kElementBytes = 2;
 
 using Encode = decltype(&cuTensorMapEncodeTiled);
 
-// The driver is looked up at run time, so that the library loads on a machine without one.
+// The driver function is looked up at run time: the library must load on a machine without a
+// driver.
 Encode find_encode() {
   void* function = nullptr;
   cudaDriverEntryPointQueryResult result;
@@ -23,7 +24,7 @@ Encode find_encode() {
   cudaError_t error =
       cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &function, cudaEnableDefault, &result);
 #endif
-  if (error != cudaSuccess) cudaGetLastError();  // the next launch is not to trip over it
+  if (error != cudaSuccess) cudaGetLastError();  // clears it: the next launch must not report it
   if (error != cudaSuccess || result != cudaDriverEntryPointSuccess) return nullptr;
   return reinterpret_cast<Encode>(function);
 }
@@ -35,7 +36,7 @@ struct TensorShape {
   cuuint32_t box[kRank];
 };
 
-// A dimension of size 1 may come with any stride; TMA asks for a multiple of 16 bytes.
+// A dimension of size 1 may have any stride; TMA requires a multiple of 16 bytes.
 cuuint64_t stride_bytes(std::int64_t elements, std::int64_t size) {
   return size > 1 ? static_cast<cuuint64_t>(elements) * kElementBytes : 16;
 }
@@ -89,7 +90,7 @@ const char* encode_q(Encode function, DType dtype, const ForwardParams& params, 
 }  // namespace
 
 BoxShape box_shape(const ForwardParams& params, int tile_m, int tile_n) {
-  constexpr int kSwizzleRows = 8;  // a box begins where the swizzle pattern does
+  constexpr int kSwizzleRows = 8;  // a box must begin where the swizzle pattern begins
   BoxShape box;
   if (params.group_size <= tile_m) {
     box.q_heads = params.group_size;
@@ -110,7 +111,7 @@ const char* encode_tensor_maps(const ForwardParams& params, DType dtype, const B
   if (params.q.num_tokens > 0) {
     if (const char* error = encode_q(function, dtype, params, box, maps.q)) return error;
   }
-  // Without a key there is nothing to fetch, and no tensor that TMA would describe.
+  // Without keys there is nothing to load, and TMA refuses an empty tensor.
   if (box.kv_rows == 0 || params.k.num_tokens == 0 || params.k.num_pages == 0) return nullptr;
   const char* error =
       encode_kv(function, dtype, params, params.k, params.head_dim_qk, box.kv_rows, maps.k);

@@ -1,20 +1,20 @@
-// TMA tensor maps of one launch, made on the host.
+// The TMA tensor maps of one launch, which the host encodes.
 //
-// K and V, ragged and paged alike: a tile is fetched as boxes of `box_rows` keys. Where only some
-// keys of a box are wanted (it reaches past the request's end, or below a window), the other rows
-// must arrive as zeros, not as a stranger's, whose NaN would meet a zero probability. TMA
-// zero-fills what lies outside a tensor's dimensions, but a request's end is no dimension's end; so
-// the row appears twice, in two dimensions of the same stride:
+// K and V, ragged or paged: a tile is loaded as boxes of `box_rows` keys. A box may reach past the
+// request's end or below a window. Those rows must arrive as zeros: another request's NaN times a
+// zero probability would be NaN. TMA fills with zeros what lies outside the tensor's dimensions,
+// but a request does not end where a dimension does. So the row appears twice, in two dimensions of
+// the same stride:
 //   column  head_dim            64 of them a box
-//   r       box_rows            from -(box_rows - wanted): rows below 0 are outside
-//   x       rows                first wanted row, of the page or of the ragged tensor
+//   r       box_rows            from -(box_rows - kept): rows below 0 are outside
+//   x       rows                first kept row, of the page or of the ragged tensor
 //   head    num_kv_heads
 //   page    num_pages
-// and row = x + r. The wanted rows come to lie at the end of the box. For a box that begins below a
-// window that is where they belong; for the one that holds a request's last key the consumers' mask
-// knows (ItemTail).
-// NOTE: zeros at the end instead would take a tensor that begins before its first byte. TMA faults
-// on that where nothing is mapped there.
+// and row = x + r. The kept rows end up at the end of the box. In a box that begins below a window
+// they belong there; in the box with a request's last key the consumers' mask takes it into account
+// (ItemTail).
+// NOTE: to put the zeros at the end, the tensor would have to begin before its first byte; TMA
+// faults if nothing is mapped there.
 #pragma once
 
 #include <cuda.h>
@@ -30,16 +30,16 @@ struct TensorMaps {
   CUtensorMap v;
 };
 
-// Boxes of this launch.
+// The box sizes of one launch.
 struct BoxShape {
   int q_heads = 1;   // group_size, or 1 where a group exceeds a tile
-  int q_tokens = 1;  // whole tokens that fit a tile, or 1
+  int q_tokens = 1;  // tokens that fit a tile, or 1 where a group exceeds it
   int kv_rows = 0;   // divides the tile and the page; 0: rows are gathered without TMA
 };
 
 BoxShape box_shape(const ForwardParams& params, int tile_m, int tile_n);
 
-// nullptr, or what the driver refused.
+// Returns nullptr, or a message if the driver refuses.
 const char* encode_tensor_maps(const ForwardParams& params, DType dtype, const BoxShape& box,
                                TensorMaps& maps);
 

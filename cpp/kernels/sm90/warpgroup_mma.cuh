@@ -1,4 +1,4 @@
-// Asynchronous products of one warpgroup, and its accumulators as rows and columns.
+// Asynchronous matrix products of one warpgroup, and views of its accumulators.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -7,9 +7,9 @@ namespace preflash::sm90 {
 
 using namespace cute;
 
-// c (+)= a b, committed as one group and not waited for. a: (MMA, MMA_M, MMA_K) in registers or as
-// descriptors, b: (MMA, MMA_N, MMA_K) descriptors, c: (MMA, MMA_M, MMA_N). `first` says what
-// happens to c's old value.
+// Issues c (+)= a b as one committed group, without waiting for it. a: (MMA, MMA_M, MMA_K) in
+// registers or as descriptors, b: (MMA, MMA_N, MMA_K) descriptors, c: (MMA, MMA_M, MMA_N). `first`
+// says whether c's old value counts.
 template <class Mma, class A, class B, class C>
 __device__ __forceinline__ void multiply_async(Mma& mma, const A& a, const B& b, C& c,
                                                GMMA::ScaleOut first) {
@@ -27,7 +27,7 @@ __device__ __forceinline__ void multiply_async(Mma& mma, const A& a, const B& b,
   warpgroup_commit_batch();
 }
 
-// Waits until at most kPending later groups are in flight: c is whole then.
+// Waits until at most kPending later groups are in flight: c is complete then.
 template <int kPending, class C>
 __device__ __forceinline__ void wait_for_product(C& c) {
   warpgroup_wait<kPending>();

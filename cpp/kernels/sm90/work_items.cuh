@@ -1,4 +1,4 @@
-// A CTA's work items: worked out and announced by one warp, items ahead, read by the loading warps.
+// A CTA's work items: one producer warp prepares and announces them ahead of time, all others read.
 #pragma once
 
 #include <cute/arch/cluster_sm90.hpp>
@@ -7,7 +7,7 @@
 
 namespace preflash::sm90 {
 
-// Tiles that the rows [first, end) of an item's tile touch.
+// The KV tiles that rows [first, end) of an item touch.
 template <class Traits>
 __device__ __forceinline__ TileRange tiles_of_rows(const HopperParams& params, const WorkItem& item,
                                                    const RequestInfo& request, int first, int end) {
@@ -21,8 +21,8 @@ __device__ __forceinline__ TileRange tiles_of_rows(const HopperParams& params, c
   return touched_tiles(bounds, rows, chunk, Traits::kTileN, Mask::kBounds);
 }
 
-// What the rows of one consumer warpgroup touch of tiles [.., last]. Where that is nothing the last
-// tile, wholly masked, makes zeros like everybody else's.
+// The KV tiles that the rows of one consumer warpgroup touch. If they touch none, the warpgroup
+// computes the last tile, which is masked as a whole and gives zeros.
 template <class Traits>
 __device__ __forceinline__ TileRange tiles_of_warpgroup(const HopperParams& params,
                                                         const ItemState& state, int warpgroup) {
@@ -37,17 +37,17 @@ __device__ __forceinline__ TileRange tiles_of_warpgroup(const HopperParams& para
   return {last, last, last, last + 1};
 }
 
-// Works items out and announces them, by one warp. What keeps no key is written here and now:
-// nobody else meets an item without tiles.
+// One warp prepares the items and announces them. It writes the output of items that keep no key
+// itself, so no other warp sees an item without tiles.
 template <class Traits>
 struct ItemProducer {
   const HopperParams& params;
   SharedStorage<Traits>& smem;
   int index;
   int end;
-  ProducerRing<kItemSlots> at = {};
+  ProducerPipelineState<kItemSlots> write = {};
 
-  // The next item, or the word that there is none.
+  // Announces the next item, or an item without tiles at the end of the work list.
   __device__ __forceinline__ void announce() {
     WorkItem item;
     RequestInfo request;
@@ -62,9 +62,9 @@ struct ItemProducer {
       ForwardEpilogue<Traits>{params, item, request, num_rows}.run_empty();
     }
     ++index;
-    smem.barriers.item_empty[at.index()].wait(at.phase() ^ 1);
-    ItemState& state = smem.items[at.index()];
-    // One thread writes it all and announces it.
+    smem.barriers.item_empty[write.index()].wait(write.phase() ^ 1);
+    ItemState& state = smem.items[write.index()];
+    // One thread writes the item and announces it.
     if (elect_one_sync()) {
       MaskBounds bounds{request.qo_len, request.kv_len, params.window_left, params.causal};
       int first_token = unpack_row(params, item.row_begin).token;
@@ -78,31 +78,31 @@ struct ItemProducer {
         state.warpgroup_tiles[w] = tiles_of_warpgroup<Traits>(params, state, w);
       }
       order_memory_accesses();
-      smem.barriers.item_full[at.index()].arrive();
+      smem.barriers.item_full[write.index()].arrive();
     }
     __syncwarp();
-    at.advance();
+    write.advance();
   }
   __device__ __forceinline__ bool done() const { return index > end; }
 };
 
-// The items of one CTA as a loading warp meets them.
+// A loading warp reads the CTA's items through this.
 template <class Traits>
 struct ItemReader {
   SharedStorage<Traits>& smem;
-  ProducerRing<kItemSlots> at = {};
+  ProducerPipelineState<kItemSlots> read = {};
 
-  // Null: there is no more.
+  // Waits for the next item; null at the end of the work list.
   __device__ __forceinline__ const ItemState* wait() const {
-    smem.barriers.item_full[at.index()].wait(at.phase());
+    smem.barriers.item_full[read.index()].wait(read.phase());
     order_memory_accesses();
-    const ItemState& state = smem.items[at.index()];
+    const ItemState& state = smem.items[read.index()];
     return warp_uniform(state.tiles.count()) > 0 ? &state : nullptr;
   }
   __device__ __forceinline__ void release() {
     order_memory_accesses();
-    smem.barriers.item_empty[at.index()].arrive();
-    at.advance();
+    smem.barriers.item_empty[read.index()].arrive();
+    read.advance();
   }
 };
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..testing import Case, Expected, Inputs, KvForm, expected
+from ..testing import Case, Expected, Inputs, KvForm, reference
 from ..testing.inputs import indptr
 
 _SPARE_PAGES = 2
@@ -114,7 +114,7 @@ class Sample:
 
     def expected(self, inputs: Inputs) -> Expected:
         """The oracle's answer for the sampled rows."""
-        return expected(inputs, rows=self.rows)
+        return reference(inputs, rows=self.rows)
 
 
 def _pick(qo_len: int, count: int, random: torch.Generator) -> torch.Tensor:

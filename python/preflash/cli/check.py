@@ -113,14 +113,14 @@ def _attention(place: Place, case: Case, outcome: Outcome) -> None:
     runner.plan(wrapper, inputs)
     outcome.variants.add(wrapper.variant)
     out, lse = runner.run(wrapper, inputs)
-    _settle(runner.judge(inputs, out, lse), case.id, outcome)
+    _settle(runner.compare(inputs, out, lse), case.id, outcome)
 
 
 def _single(place: Place, dtype: torch.dtype, outcome: Outcome) -> None:
     case = Case("single", (65,), (200,), 8, 2, 128, dtype=dtype, mask=_CAUSAL)
     inputs = build(case, device=place.device)
     out, lse = runner.single(inputs, backend=place.backend)
-    _settle(runner.judge(inputs, out, lse), case.id, outcome)
+    _settle(runner.compare(inputs, out, lse), case.id, outcome)
 
 
 def _settle(report, name: str, outcome: Outcome) -> None:
@@ -138,25 +138,25 @@ def _merge(place: Place, dtype: torch.dtype, outcome: Outcome) -> None:
     s[1, 1] = -math.inf
     # The output's rounding, and a few float32 ones in the weights and in their sum.
     tolerance = torch.finfo(dtype).eps + 8 * torch.finfo(torch.float32).eps
-    want_v, want_s = oracle.merge(v, s)
+    expected_v, expected_s = oracle.merge(v, s)
     got_v, got_s = preflash.merge_states(v, s)
-    _close(outcome, "merge_states v", got_v, want_v, tolerance)
-    _close(outcome, "merge_states s", got_s, want_s, 1e-5)
+    _close(outcome, "merge_states v", got_v, expected_v, tolerance)
+    _close(outcome, "merge_states s", got_s, expected_s, 1e-5)
     pair_v, pair_s = preflash.merge_state(v[:, 0], s[:, 0], v[:, 1], s[:, 1])
-    want_v, want_s = oracle.merge(v[:, :2], s[:, :2])
-    _close(outcome, "merge_state v", pair_v, want_v, tolerance)
-    _close(outcome, "merge_state s", pair_s, want_s, 1e-5)
+    expected_v, expected_s = oracle.merge(v[:, :2], s[:, :2])
+    _close(outcome, "merge_state v", pair_v, expected_v, tolerance)
+    _close(outcome, "merge_state s", pair_s, expected_s, 1e-5)
 
 
 def _close(
-    outcome: Outcome, name: str, got: torch.Tensor, want: torch.Tensor, tolerance: float
+    outcome: Outcome, name: str, got: torch.Tensor, expected: torch.Tensor, tolerance: float
 ) -> None:
-    """|error| <= tolerance * (1 + |want|), infinities in the same places."""
+    """|error| <= tolerance * (1 + |expected|), infinities in the same places."""
     got = got.double()
-    if not torch.equal(got.isfinite(), want.isfinite()):
+    if not torch.equal(got.isfinite(), expected.isfinite()):
         raise AssertionError(f"{name}: infinities or NaN in other places than the oracle's")
-    finite = want.isfinite()
-    ratio = ((got - want).abs() / (tolerance * (1 + want.abs())))[finite].max()
+    finite = expected.isfinite()
+    ratio = ((got - expected).abs() / (tolerance * (1 + expected.abs())))[finite].max()
     outcome.worst = max(outcome.worst, float(ratio))
     if not ratio <= 1:
         raise AssertionError(f"{name}: error {float(ratio):.3g} times the allowed one")
@@ -186,9 +186,9 @@ def _bytes_of(bits: list[bool], bitorder: str) -> list[int]:
     return [sum(int(bit) << places[i] for i, bit in enumerate(chunk)) for chunk in chunks]
 
 
-def _same(name: str, got: torch.Tensor, want: list[int]) -> None:
-    if got.tolist() != want:
-        raise AssertionError(f"{name}: {got.tolist()} instead of {want}")
+def _same(name: str, got: torch.Tensor, expected: list[int]) -> None:
+    if got.tolist() != expected:
+        raise AssertionError(f"{name}: {got.tolist()} instead of {expected}")
 
 
 def _report(outcomes: dict[tuple[str, str], Outcome]) -> int:

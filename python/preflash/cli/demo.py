@@ -294,8 +294,8 @@ def _compare_rows(demo: Demo, name: str, layers: list[Inputs], outputs: list[Res
     rows, worst, failures = 0, 0.0, []
     for index, (layer, (out, lse)) in enumerate(zip(layers, outputs, strict=True)):
         sample = Sample(layer.case.qo_lens, _ROWS_PER_REQUEST, seed=index)
-        want = sample.expected(layer)
-        report = runner.judge(layer, sample.of(out), sample.of(lse), want)
+        expected = sample.expected(layer)
+        report = runner.compare(layer, sample.of(out), sample.of(lse), expected)
         rows += len(sample) * layer.case.num_qo_heads
         worst = max(worst, report.worst_ratio, report.frobenius_ratio, report.lse_ratio)
         if not report.ok:
@@ -306,13 +306,13 @@ def _compare_rows(demo: Demo, name: str, layers: list[Inputs], outputs: list[Res
     demo.verdicts.append(Verdict(what, amount, f"{worst:.2f} of the bound", failures))
 
 
-def _compare_outputs(demo: Demo, name: str, got: list[Result], want: list[Result]) -> None:
+def _compare_outputs(demo: Demo, name: str, got: list[Result], expected: list[Result]) -> None:
     """Every value, with the tolerance of the documented example."""
     worst, failures, count = 0.0, [], 0
-    for index, ((out, _), (reference, _)) in enumerate(zip(got, want, strict=True)):
-        worst = max(worst, float((out.float() - reference.float()).abs().max()))
+    for index, ((out, _), (other, _)) in enumerate(zip(got, expected, strict=True)):
+        worst = max(worst, float((out.float() - other.float()).abs().max()))
         count += out.numel()
-        if not torch.allclose(out, reference, rtol=1e-3, atol=1e-3):
+        if not torch.allclose(out, other, rtol=1e-3, atol=1e-3):
             failures.append(f"layer {index}: outputs differ by {worst:.3g}")
     demo.verdicts.append(
         Verdict(name, f"{count / 1e6:.1f}M values", f"{worst:.1e} apart", failures)

@@ -2,14 +2,14 @@
 
 Everything here needs torch alone. `cases` says what to compute, `inputs` makes the tensors
 (poisoned wherever no request owns them), `oracle` computes the answer in float64, `comparison`
-judges a result against it, `runner` drives the public wrappers, `timing` measures.
+compares a result with it, `runner` drives the public wrappers, `timing` measures.
 """
 
 from . import cases, comparison, inputs, oracle, runner, timing
 from .cases import Case, KvForm, Magnitude, MaskKind
 from .comparison import Report, compare, poison
 from .inputs import Inputs, build
-from .oracle import Expected, attend, expected
+from .oracle import Expected, attend, reference
 
 __all__ = [
     "Case",
@@ -24,10 +24,10 @@ __all__ = [
     "cases",
     "compare",
     "comparison",
-    "expected",
     "inputs",
     "oracle",
     "poison",
+    "reference",
     "runner",
     "timing",
 ]

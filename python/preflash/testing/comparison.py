@@ -1,4 +1,4 @@
-"""Judges a result against the float64 oracle, with bounds derived from the number formats.
+"""Compares a result with the float64 oracle, with bounds derived from the number formats.
 
 The model: float32 accumulation, probabilities p rounded once to the matrix format, the output
 rounded once. With unit roundoffs u_o (output format), u_p (format of p in P @ V) and e = 2^-24
@@ -89,26 +89,30 @@ def _kind(t: torch.Tensor) -> torch.Tensor:
 
 
 def _same_kinds(
-    name: str, got: torch.Tensor, want: torch.Tensor, failures: list[str]
+    name: str, got: torch.Tensor, expected: torch.Tensor, failures: list[str]
 ) -> torch.Tensor:
     """Where both are finite; a mismatch is described with its first place."""
-    got_kind, want_kind = _kind(got), _kind(want)
-    wrong = got_kind != want_kind
+    got_kind, expected_kind = _kind(got), _kind(expected)
+    wrong = got_kind != expected_kind
     if bool(wrong.any()):
         place = tuple(wrong.nonzero()[0].tolist())
         names = ["finite", "NaN", "+Inf", "-Inf"]
         failures.append(
             f"{name}: {int(wrong.sum())} of {wrong.numel()} values are of the wrong kind, "
-            f"first at {place}: {names[got_kind[place]]} instead of {names[want_kind[place]]}"
+            f"first at {place}: {names[got_kind[place]]} instead of {names[expected_kind[place]]}"
         )
-    return (got_kind == 0) & (want_kind == 0)
+    return (got_kind == 0) & (expected_kind == 0)
 
 
 def _roundoffs(
-    want: Expected, dtype: torch.dtype, p_dtype: torch.dtype, soft_cap: float, logit_rounding: float
+    expected: Expected,
+    dtype: torch.dtype,
+    p_dtype: torch.dtype,
+    soft_cap: float,
+    logit_rounding: float,
 ) -> tuple[float, torch.Tensor, torch.Tensor]:
     """u_o, r and d of the module's formulas; r and d are per row and head."""
-    d = logit_rounding * FLOAT32_ROUNDOFF * want.logit_bound + 8 * FLOAT32_ROUNDOFF * soft_cap
+    d = logit_rounding * FLOAT32_ROUNDOFF * expected.logit_bound + 8 * FLOAT32_ROUNDOFF * soft_cap
     r = unit_roundoff(p_dtype) + 2 * d + EXP_ERROR
     return unit_roundoff(dtype), r, d
 
@@ -116,7 +120,7 @@ def _roundoffs(
 def compare(
     out: torch.Tensor,
     lse: torch.Tensor | None,
-    want: Expected,
+    expected: Expected,
     *,
     p_dtype: torch.dtype | None = None,
     soft_cap: float = 0.0,
@@ -130,33 +134,33 @@ def compare(
     """
     report = Report()
     failures = report.failures
-    if tuple(out.shape) != tuple(want.out.shape):
-        failures.append(f"out: shape {tuple(out.shape)}, expected {tuple(want.out.shape)}")
+    if tuple(out.shape) != tuple(expected.out.shape):
+        failures.append(f"out: shape {tuple(out.shape)}, expected {tuple(expected.out.shape)}")
         return report
     if lse is not None and lse.dtype != torch.float32:
         failures.append(f"lse: dtype {lse.dtype}, expected torch.float32")
     if out.numel() == 0:
-        if lse is not None and tuple(lse.shape) != tuple(want.lse.shape):
-            failures.append(f"lse: shape {tuple(lse.shape)}, expected {tuple(want.lse.shape)}")
+        if lse is not None and tuple(lse.shape) != tuple(expected.lse.shape):
+            failures.append(f"lse: shape {tuple(lse.shape)}, expected {tuple(expected.lse.shape)}")
         return report
 
-    u_out, r, d = _roundoffs(want, out.dtype, p_dtype or out.dtype, soft_cap, logit_rounding)
-    _compare_out(report, out, want, u_out, r)
+    u_out, r, d = _roundoffs(expected, out.dtype, p_dtype or out.dtype, soft_cap, logit_rounding)
+    _compare_out(report, out, expected, u_out, r)
     if lse is not None:
-        _compare_lse(report, lse, want, d, lse_base)
+        _compare_lse(report, lse, expected, d, lse_base)
     return report
 
 
 def _compare_out(
-    report: Report, out: torch.Tensor, want: Expected, u_out: float, r: torch.Tensor
+    report: Report, out: torch.Tensor, expected: Expected, u_out: float, r: torch.Tensor
 ) -> None:
-    finite = _same_kinds("out", out, want.out, report.failures)
-    error = torch.where(finite, out.double() - want.out, 0.0)
-    size, n, r = want.out.abs(), want.spread, r[..., None]
-    tiny = 2.0**-25 * (1 + math.sqrt(max(want.longest_kv, 1)) * want.value_bound)
+    finite = _same_kinds("out", out, expected.out, report.failures)
+    error = torch.where(finite, out.double() - expected.out, 0.0)
+    size, n, r = expected.out.abs(), expected.spread, r[..., None]
+    tiny = 2.0**-25 * (1 + math.sqrt(max(expected.longest_kv, 1)) * expected.value_bound)
     bound = (u_out + r) * size + 3 * r * n + tiny
 
-    masked = want.lse == -math.inf
+    masked = expected.lse == -math.inf
     if bool((out[masked] != 0).any()):
         report.failures.append("out: a row that keeps no key is not exactly zero")
     ratio = torch.where(finite, error.abs() / bound, 0.0)
@@ -166,12 +170,12 @@ def _compare_out(
         place = tuple(int(i) for i in (ratio == ratio.max()).nonzero()[0])
         report.failures.append(
             f"out: {int((ratio > 1).sum())} of {ratio.numel()} values are outside their bound, "
-            f"worst at {place}: {float(out[place]):.6g} instead of {float(want.out[place]):.6g} "
-            f"(bound {float(bound[place]):.3g})"
+            f"worst at {place}: {float(out[place]):.6g} instead of "
+            f"{float(expected.out[place]):.6g} (bound {float(bound[place]):.3g})"
         )
     variance = (u_out * size).square() + (r * size).square() + (r * n).square()
     allowed = 0.6 * float(variance.nan_to_num().sum().sqrt()) + tiny * math.sqrt(error.numel())
-    norm = float(want.out.nan_to_num(posinf=0.0, neginf=0.0).norm())
+    norm = float(expected.out.nan_to_num(posinf=0.0, neginf=0.0).norm())
     total = float(error.norm())
     report.rel_frobenius = total / norm if norm > 0 else total
     report.frobenius_ratio = total / allowed
@@ -182,23 +186,23 @@ def _compare_out(
 
 
 def _compare_lse(
-    report: Report, lse: torch.Tensor, want: Expected, d: torch.Tensor, lse_base: str
+    report: Report, lse: torch.Tensor, expected: Expected, d: torch.Tensor, lse_base: str
 ) -> None:
     unit = 1.0 if lse_base == "log2" else 1.0 / LOG2_E
-    reference = want.lse * unit
-    if tuple(lse.shape) != tuple(reference.shape):
-        report.failures.append(f"lse: shape {tuple(lse.shape)}, expected {tuple(reference.shape)}")
+    expected_lse = expected.lse * unit
+    if tuple(lse.shape) != tuple(expected_lse.shape):
+        shapes = f"shape {tuple(lse.shape)}, expected {tuple(expected_lse.shape)}"
+        report.failures.append(f"lse: {shapes}")
         return
-    finite = _same_kinds("lse", lse, reference, report.failures)
-    error = torch.where(finite, (lse.double() - reference).abs(), 0.0)
-    bound = (
-        LOG2_E * 2 * d + LSE_SLACK + 4 * FLOAT32_ROUNDOFF * want.lse.abs().nan_to_num(posinf=0.0)
-    )
+    finite = _same_kinds("lse", lse, expected_lse, report.failures)
+    error = torch.where(finite, (lse.double() - expected_lse).abs(), 0.0)
+    size = expected.lse.abs().nan_to_num(posinf=0.0)
+    bound = LOG2_E * 2 * d + LSE_SLACK + 4 * FLOAT32_ROUNDOFF * size
     ratio = torch.where(finite, error / (bound * unit), 0.0)
     report.max_lse_error, report.lse_ratio = float(error.max()), float(ratio.max())
     if report.lse_ratio > 1:
         place = tuple(int(i) for i in (ratio == ratio.max()).nonzero()[0])
         report.failures.append(
             f"lse: {int((ratio > 1).sum())} of {ratio.numel()} values are outside their bound, "
-            f"worst at {place}: {float(lse[place]):.8g} instead of {float(reference[place]):.8g}"
+            f"worst at {place}: {float(lse[place]):.8g} instead of {float(expected_lse[place]):.8g}"
         )

@@ -134,14 +134,14 @@ def concatenate(parts: Sequence[Expected]) -> Expected:
     )
 
 
-def expected(
+def reference(
     inputs,
     *,
     pipeline: Pipeline | None = None,
     rows: Sequence[torch.Tensor | None] | None = None,
     head_block: int = 0,
 ) -> Expected:
-    """The answer for a whole `Inputs`; `rows[i]` picks local rows of request i (None: all of them).
+    """The expected result of `Inputs`; `rows[i]` picks local rows of request i (None: all of them).
 
     `head_block` > 0 computes that many KV heads at a time, which bounds memory on large problems.
     """

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from . import comparison
 from .cases import Case, Magnitude
-from .comparison import Report, compare, poison
+from .comparison import Report, poison
 from .inputs import Inputs
-from .oracle import Expected, expected
+from .oracle import Expected, reference
 
 WORKSPACE_BYTES = 32 * 1024 * 1024
 
@@ -97,18 +98,18 @@ def single(inputs: Inputs, *, backend: str, **options):
     )
 
 
-def judge(inputs: Inputs, out, lse, want: Expected | None = None, **options) -> Report:
-    """Compares with the oracle, with the bounds that the case deserves."""
+def compare(inputs: Inputs, out, lse, expected: Expected | None = None, **options) -> Report:
+    """Compares a result with the oracle's, within the bounds of the case."""
     case = inputs.case
-    want = expected(inputs) if want is None else want
+    expected = reference(inputs) if expected is None else expected
     if case.magnitude is Magnitude.VERY_NEGATIVE:
         # Products and sums are exact there: only the multiplications by scale and log2 e round.
         options.setdefault("logit_rounding", 4.0)
-    return compare(out, lse, want, soft_cap=case.soft_cap or 0.0, **options)
+    return comparison.compare(out, lse, expected, soft_cap=case.soft_cap or 0.0, **options)
 
 
 def check(
-    inputs: Inputs, *, backend: str, want: Expected | None = None, **plan_overrides
+    inputs: Inputs, *, backend: str, expected: Expected | None = None, **plan_overrides
 ) -> Report:
     """Plans and runs a fresh wrapper and raises unless output and LSE are right."""
     wrapper = make_wrapper(inputs.case, backend=backend, device=inputs.q.device)
@@ -120,6 +121,6 @@ def check(
         wrapper = make_wrapper(inputs.case, backend=backend, device=inputs.q.device, buffer=buffer)
     plan(wrapper, inputs, **plan_overrides)
     out, lse = run(wrapper, inputs)
-    report = judge(inputs, out, lse, want)
+    report = compare(inputs, out, lse, expected)
     report.check()
     return report

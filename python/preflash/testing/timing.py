@@ -16,7 +16,7 @@ import torch
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """Microseconds of one call over several samples."""
+    """Microseconds of one call, over several samples."""
 
     median_us: float
     fastest_us: float
@@ -55,11 +55,11 @@ class GraphReplay:
         return begin.elapsed_time(end) * 1000 / self._calls
 
 
-def in_turns(replays: Mapping[str, GraphReplay], samples: int) -> dict[str, Timing]:
-    """Times of several contenders: `samples` rounds with a sample of each, in an order of its own.
+def interleaved(replays: Mapping[str, GraphReplay], samples: int) -> dict[str, Timing]:
+    """Interleaved times: `samples` rounds, each of which takes one sample of every replay.
 
-    A GPU at its power limit slows down and recovers, so what ran before counts; here everybody runs
-    after everybody else.
+    A GPU at its power limit slows down and recovers, so a sample depends on what ran before it.
+    Every round has a random order of its own, so that each replay runs after every other one.
     """
     order = list(replays)
     shuffle = random.Random(0).shuffle
@@ -74,7 +74,8 @@ def in_turns(replays: Mapping[str, GraphReplay], samples: int) -> dict[str, Timi
 def cpu_call_time(
     call: Callable[[], object], *, calls: int = 50, samples: int = 11, device: str = "cuda"
 ) -> Timing:
-    """Time the CPU spends in one `call`; the GPU is drained between samples: queues never fill."""
+    """Time the CPU spends in one `call`; the GPU is drained between samples, so that its
+    queue never fills."""
     cuda = device.startswith("cuda")
     for _ in range(5):
         call()

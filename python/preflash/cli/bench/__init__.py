@@ -20,11 +20,11 @@ from .rows import Row, rows_for
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", default="", help="only rows whose name contains this")
-    parser.add_argument("--backend", help="cpu, fa2 or fa3; by default the fastest that is here")
+    parser.add_argument("--backend", help="cpu, fa2 or fa3; by default the fastest on this machine")
     parser.add_argument("--dtype", help="bf16, f16, f32, or several with commas")
-    parser.add_argument("--json", metavar="FILE", type=pathlib.Path, help="write results there")
+    parser.add_argument("--json", metavar="FILE", type=pathlib.Path, help="write results to FILE")
     parser.add_argument("--quick", action="store_true", help="few small rows, few repeats")
-    parser.add_argument("--repeats", type=_positive, help="samples; their median counts")
+    parser.add_argument("--repeats", type=_positive, help="samples per call; the median counts")
 
 
 def execute(args: argparse.Namespace) -> int:
@@ -72,7 +72,7 @@ def _headline(place: Place, repeats: int) -> str:
     parts += [f"torch {torch.__version__}"]
     if place.device.type == "cuda":
         parts += [f"CUDA {torch.version.cuda}", f"cuDNN {torch.backends.cudnn.version()}"]
-        clock = "kernel time by graph replay in turns"
+        clock = "interleaved kernel times by graph replay"
     else:
         parts += [f"{torch.get_num_threads()} threads"]
         clock = "wall time"
@@ -83,15 +83,15 @@ def _dtype_name(result: Result) -> str:
     return str(result.row.case.dtype).removeprefix("torch.")
 
 
-def _rival_names(results: list[Result]) -> list[str]:
-    """In the order of their first appearance."""
+def _baseline_names(results: list[Result]) -> list[str]:
+    """The names of all baselines, in the order in which they first appear."""
     names = [name for result in results for name in (*result.us, *result.absent)]
     return [name for name in dict.fromkeys(names) if name not in (OURS, RAGGED)]
 
 
 def _table(results: list[Result]) -> Table:
-    rivals = _rival_names(results)
-    headers = ["row", "dtype", "unit", OURS, *rivals, "of ragged", "us", "plan us", "run CPU us"]
+    baselines = _baseline_names(results)
+    headers = ["row", "dtype", "unit", OURS, *baselines, "of ragged", "us", "plan us", "run CPU us"]
     headers += ["error / allowed"]
     table = Table(headers, frozenset(headers[3:]))
     for result in results:
@@ -102,7 +102,7 @@ def _table(results: list[Result]) -> Table:
             _dtype_name(result),
             result.row.metric.value,
             _our_cell(result),
-            *(_rival_cell(result, name) for name in rivals),
+            *(_baseline_cell(result, name) for name in baselines),
             f"{base / result.us[OURS]:.2f}" if base and timed else None,
             f"{result.us[OURS]:.1f}" if timed else None,
             _rounded(result.plan_us, 0),
@@ -118,8 +118,8 @@ def _our_cell(result: Result) -> str:
     return f"{result.speed(OURS):.4g}" if OURS in result.us else "not compiled"
 
 
-def _rival_cell(result: Result, name: str) -> str | None:
-    """Its speed and, in brackets, how many times faster we are."""
+def _baseline_cell(result: Result, name: str) -> str | None:
+    """A baseline's speed and, in brackets, how many times as fast preflash is."""
     if name not in result.us:
         return None
     speed = result.speed(name)
@@ -133,7 +133,7 @@ def _rounded(value: float | None, digits: int) -> str | None:
 
 
 def _print_notes(results: list[Result]) -> None:
-    print("\n(1.20x): preflash is 1.20 times as fast. TFLOP/s counts kept pairs: causal as half.")
+    print("\n(1.20x): preflash is 1.20 times as fast. TFLOP/s counts kept pairs: half for causal.")
     reasons = {f"{name}: {reason}" for result in results for name, reason in result.absent.items()}
     for reason in sorted(reasons):
         print(f"not timed: {reason}")

@@ -1,4 +1,4 @@
-"""One row: make inputs, check every contender's result, then time it."""
+"""One row: make inputs, check the results of preflash and of every baseline, then time them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ...testing import Expected, Inputs, runner, timing
 from ...testing.cases import Case, flops
 from ..batches import BatchMaker, Sample
 from ..machine import Place
-from .rivals import RivalCall, rivals_of
+from .baselines import BaselineCall, baselines_of
 from .rows import Metric, Row
 
 Call = Callable[[], torch.Tensor]
@@ -21,30 +21,30 @@ OURS = "preflash"
 RAGGED = "ragged"  # ours, on the same K/V without pages
 
 _WORKSPACE_BYTES = 256 * 1024 * 1024
-# Inputs are rotated over until they are larger than any last-level cache.
+# The calls rotate over sets of inputs that together exceed every last-level cache.
 _ROTATION_BYTES = 192 * 1024 * 1024
-_MOST_SETS = 16
+_MAX_SETS = 16
 _ROWS_PER_REQUEST = 3
-# A rival may round where we do not; what is outside four times our bound is another computation.
-_RIVAL_SLACK = 4.0
+# A baseline may round where preflash does not; beyond four times the bound it is another function.
+_BASELINE_SLACK = 4.0
 
 
 @dataclass
 class Result:
-    """What was measured of one row; `absent` tells why a contender was not timed."""
+    """The measurements of one row; `absent` says why a call was not timed."""
 
     row: Row
     variant: str = ""
-    us: dict[str, float] = field(default_factory=dict)  # by contender, OURS among them
+    us: dict[str, float] = field(default_factory=dict)  # by name: OURS, RAGGED and the baselines
     absent: dict[str, str] = field(default_factory=dict)
     plan_us: float | None = None
-    run_cpu_us: float | None = None  # on a GPU: what the calling thread spends
-    error_ratio: float | None = None  # of ours: largest error as a part of what is allowed
+    run_cpu_us: float | None = None  # on a GPU: time of the calling thread
+    error_ratio: float | None = None  # of ours: largest error divided by its bound
     failure: str = ""
 
-    def speed(self, contender: str) -> float:
-        """In the row's metric."""
-        seconds = self.us[contender] * 1e-6
+    def speed(self, name: str) -> float:
+        """The speed of a call in the row's metric."""
+        seconds = self.us[name] * 1e-6
         if self.row.metric is Metric.GBPS:
             return self.row.bytes() / seconds / 1e9
         return flops(self.row.case) / seconds / 1e12
@@ -52,76 +52,76 @@ class Result:
 
 @dataclass(frozen=True)
 class _Trial:
-    """What every contender of a row gets: the same inputs, the same judge, the same clock."""
+    """What all calls of a row share: inputs, expected results and the way they are timed."""
 
     row: Row
     place: Place
     repeats: int
     sets: list[Inputs]
     sample: Sample
-    want: Expected  # of the sampled rows of the first set
+    expected: Expected  # of the sampled rows of the first set
 
     @classmethod
     def prepare(cls, row: Row, place: Place, repeats: int) -> _Trial:
         maker = BatchMaker(row.case, place.device)
-        num_sets = min(_MOST_SETS, max(1, -(-_ROTATION_BYTES // row.bytes())))
+        num_sets = min(_MAX_SETS, max(1, -(-_ROTATION_BYTES // row.bytes())))
         sets = [maker.make() for _ in range(num_sets)]
         sample = Sample(row.case.qo_lens, _ROWS_PER_REQUEST)
         return cls(row, place, repeats, sets, sample, sample.expected(sets[0]))
 
     def rotation(self, calls: Sequence[Call]) -> Callable[[], None]:
-        """Each call in its turn."""
-        turns = itertools.cycle(calls)
+        """A call that runs the given ones one after another, again and again."""
+        rotated = itertools.cycle(calls)
 
         def call() -> None:
-            next(turns)()
+            next(rotated)()
 
         return call
 
 
 def measure_row(row: Row, place: Place, repeats: int) -> Result:
-    """Checks ours and every rival on the same inputs, then times them: medians, of kernel times
-    taken in turns on a GPU and of wall times on the CPU."""
+    """Checks preflash and every baseline on the same inputs, then times them: the median of
+    interleaved kernel times on a GPU, of wall times on the CPU."""
     result = Result(row)
     trial = _Trial.prepare(row, place, repeats)
-    contenders: dict[str, list[Call]] = {}
+    calls: dict[str, list[Call]] = {}
     try:
-        contenders[OURS] = _our_calls(result, trial)
+        calls[OURS] = _our_calls(result, trial)
         if row.relative_to is not None:
-            contenders[RAGGED] = _ragged_calls(row.relative_to, place, repeats)
+            calls[RAGGED] = _ragged_calls(row.relative_to, place, repeats)
     except NotImplementedError as error:
         result.absent[OURS] = str(error)
-    except (RuntimeError, _WrongResultError) as error:  # must not hide the rows that follow
+    except (RuntimeError, _WrongResultError) as error:  # the rows that follow still count
         result.failure = str(error)
-    for rival in rivals_of(row, place.device):
+    for baseline in baselines_of(row, place.device):
         try:
-            contenders[rival.name] = _rival_calls(rival, trial)
+            calls[baseline.name] = _baseline_calls(baseline, trial)
         except (RuntimeError, _WrongResultError) as error:
-            result.absent[rival.name] = str(error).splitlines()[0]
-    _time(result, trial, contenders)
+            result.absent[baseline.name] = str(error).splitlines()[0]
+    _time(result, trial, calls)
     return result
 
 
 class _WrongResultError(Exception):
-    """What a contender computed is not attention."""
+    """A call computed something else than attention."""
 
 
-def _time(result: Result, trial: _Trial, contenders: dict[str, list[Call]]) -> None:
+def _time(result: Result, trial: _Trial, calls: dict[str, list[Call]]) -> None:
     if trial.place.device.type == "cpu":
-        for name, calls in contenders.items():
-            call = trial.rotation(calls)
+        for name, rotated in calls.items():
+            call = trial.rotation(rotated)
             result.us[name] = timing.cpu_wall_time(call, min_samples=trial.repeats).median_us
         return
     replays = {}
-    for name, calls in contenders.items():
+    for name, rotated in calls.items():
         try:
-            replays[name] = timing.GraphReplay(trial.rotation(calls), max(10, len(calls)))
+            replays[name] = timing.GraphReplay(trial.rotation(rotated), max(10, len(rotated)))
         except RuntimeError as error:
             if name in (OURS, RAGGED):
                 result.failure = str(error)
             else:
                 result.absent[name] = str(error).splitlines()[0]
-    for name, taken in timing.in_turns(replays, trial.repeats).items():
+    for name, taken in timing.interleaved(replays, trial.repeats).items():
         result.us[name] = taken.median_us
 
 
@@ -149,7 +149,7 @@ def _ragged_calls(case: Case, place: Place, repeats: int) -> list[Call]:
 
 
 def _planned(result: Result, trial: _Trial):
-    """Our wrapper, planned, its first result compared with the oracle's."""
+    """Our wrapper, planned; its first result has been compared with the oracle's."""
     first, place = trial.sets[0], trial.place
     buffer = runner.workspace(place.device, _WORKSPACE_BYTES)
     wrapper = runner.make_wrapper(
@@ -158,7 +158,7 @@ def _planned(result: Result, trial: _Trial):
     runner.plan(wrapper, first)
     result.variant = wrapper.variant
     out, lse = runner.run(wrapper, first)
-    report = runner.judge(first, trial.sample.of(out), trial.sample.of(lse), trial.want)
+    report = runner.compare(first, trial.sample.of(out), trial.sample.of(lse), trial.expected)
     result.error_ratio = max(report.worst_ratio, report.frobenius_ratio, report.lse_ratio)
     if not report.ok:
         raise _WrongResultError(f"{first.case.name}: {report}")
@@ -173,12 +173,12 @@ def _our_call(wrapper, inputs: Inputs) -> Call:
     return lambda: wrapper.run(inputs.q, inputs.k, inputs.v, out=out)
 
 
-def _rival_calls(rival: RivalCall, trial: _Trial) -> list[Call]:
-    calls = [rival.prepare(inputs) for inputs in trial.sets]
+def _baseline_calls(baseline: BaselineCall, trial: _Trial) -> list[Call]:
+    calls = [baseline.prepare(inputs) for inputs in trial.sets]
     out = calls[0]()
-    if rival.checked:
+    if baseline.checked:
         out = trial.sample.of(out)
-        report = runner.judge(trial.sets[0], out, None, trial.want)
-        if not bool(out.isfinite().all()) or report.worst_ratio > _RIVAL_SLACK:
-            raise _WrongResultError(f"another result than the oracle's: {report}")
+        report = runner.compare(trial.sets[0], out, None, trial.expected)
+        if not bool(out.isfinite().all()) or report.worst_ratio > _BASELINE_SLACK:
+            raise _WrongResultError(f"differs from the oracle: {report}")
     return calls

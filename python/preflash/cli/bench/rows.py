@@ -1,4 +1,4 @@
-"""The benchmark's rows, as data: what is computed, and what it is compared with."""
+"""The benchmark's rows, as data: what is computed, and the baselines of each."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from ...testing.cases import Case, KvForm, MaskKind
 
 
 class Metric(enum.Enum):
-    """What a row's speed is told in."""
+    """The unit of a row's speed."""
 
     TFLOPS = "TFLOP/s"  # 4 * head_dim * kept pairs * query heads: causal counts as half
     GBPS = "GB/s"  # bytes of K, V, q and o
 
 
-class Rival(enum.Enum):
-    """What a row is measured against in the same run."""
+class Baseline(enum.Enum):
+    """What a row is measured against, in the same run."""
 
     SDPA = "sdpa"  # torch's scaled_dot_product_attention, once per backend
     VARLEN = "varlen"  # torch's variable-length FA2 operator, GPU only
-    READ = "read"  # a plain read of as many bytes: the ceiling of decode, GPU only
+    READ = "read"  # a plain read of as many bytes, the limit of decode, GPU only
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One line of the table; `relative_to` is what the same K/V make without pages."""
+    """One line of the table; `relative_to` is the same case without pages."""
 
     case: Case
     metric: Metric = Metric.TFLOPS
-    rivals: tuple[Rival, ...] = ()
+    baselines: tuple[Baseline, ...] = ()
     relative_to: Case | None = None
 
     @property
@@ -58,12 +58,12 @@ def _dense(head_dim: int, length: int, tokens: int, num_heads: int, mask: MaskKi
     lengths = (length,) * max(tokens // length, 1)
     name = f"dense d{head_dim} s{length} {mask.value}"
     case = Case(name, lengths, lengths, num_heads, num_heads, head_dim, mask=mask)
-    return Row(case, rivals=(Rival.SDPA,))
+    return Row(case, baselines=(Baseline.SDPA,))
 
 
 def _grouped(name: str, qo_lens: tuple[int, ...], kv_lens: tuple[int, ...], kv_heads: int) -> Row:
     case = Case(name, qo_lens, kv_lens, 4 * kv_heads, kv_heads, 128, mask=MaskKind.CAUSAL)
-    return Row(case, rivals=(Rival.VARLEN,))
+    return Row(case, baselines=(Baseline.VARLEN,))
 
 
 def _paged(row: Row, page_size: int) -> Row:
@@ -78,7 +78,7 @@ def _with_pages(row: Row, *page_sizes: int) -> list[Row]:
 
 def _decode(name: str, batch: int, kv_len: int, kv_heads: int) -> Row:
     row = _paged(_grouped(name, (1,) * batch, (kv_len,) * batch, kv_heads), 16)
-    return Row(row.case, Metric.GBPS, (Rival.READ,))
+    return Row(row.case, Metric.GBPS, (Baseline.READ,))
 
 
 def gpu_rows() -> list[Row]:

@@ -1,4 +1,4 @@
-"""Timing in turns: every contender as often as any other, and after each of them."""
+"""Interleaved timing: every call runs as often as every other, and after each of them."""
 
 from itertools import pairwise
 
@@ -8,7 +8,7 @@ NAMES = ("ours", "theirs", "another")
 
 
 class Replay:
-    """Takes as long as its turn is late, so that no two samples are alike."""
+    """Each sample takes one microsecond more than the one before, whoever takes it."""
 
     def __init__(self, name, order):
         self.name, self.order = name, order
@@ -18,13 +18,13 @@ class Replay:
         return float(len(self.order))
 
 
-def test_in_turns_samples_everybody_after_everybody():
+def test_interleaved_samples_each_after_each():
     order = []
-    times = timing.in_turns({name: Replay(name, order) for name in NAMES}, samples=21)
+    times = timing.interleaved({name: Replay(name, order) for name in NAMES}, samples=21)
     assert list(times) == list(NAMES)
     for name in NAMES:
-        taken = [turn for turn, who in enumerate(order, start=1) if who == name]
-        assert times[name] == timing.Timing.of([float(turn) for turn in taken])
+        taken = [index for index, who in enumerate(order, start=1) if who == name]
+        assert times[name] == timing.Timing.of([float(index) for index in taken])
         assert times[name].samples == 21
     rounds = [order[i : i + 3] for i in range(0, len(order), 3)]
     assert all(sorted(one) == sorted(NAMES) for one in rounds)
@@ -32,5 +32,5 @@ def test_in_turns_samples_everybody_after_everybody():
     assert {(a, b) for a in NAMES for b in NAMES if a != b} <= neighbours
 
 
-def test_in_turns_of_nobody():
-    assert timing.in_turns({}, samples=3) == {}
+def test_interleaved_of_nothing():
+    assert timing.interleaved({}, samples=3) == {}

@@ -1,4 +1,4 @@
-"""sm90 fetches Q as whole tokens: its tiles begin at a token's first head, whatever the group size.
+"""sm90 loads token-aligned tiles of Q: they begin at a token's first head, whatever the group size.
 
 The plans run on the CPU, which executes any family's: forward, partials and combine.
 """
@@ -13,7 +13,7 @@ TILES = [(128, 128), (192, 128), (128, 176), (128, 112), (128, 80)]
 LENGTHS = ([1, 37, 0, 70, 3], [300, 400, 9, 70, 0])
 
 
-def whole_tokens(group, tile, **options):
+def token_aligned(group, tile, **options):
     tile_m, tile_n = tile
     heads = {"num_qo_heads": group, "num_kv_heads": 1}
     return ragged(*LENGTHS, family="sm90", tile_m=tile_m, tile_n=tile_n, **heads, **options)
@@ -22,7 +22,7 @@ def whole_tokens(group, tile, **options):
 @pytest.mark.parametrize("tile", TILES, ids=str)
 @pytest.mark.parametrize("group", GROUPS)
 def test_tiles_begin_at_tokens(group, tile):
-    made = plan(**whole_tokens(group, tile, causal=True, fixed_split_size=tile[1]))
+    made = plan(**token_aligned(group, tile, causal=True, fixed_split_size=tile[1]))
     check(made)
     rows = rows_per_tile(made.case)
     assert rows == made.tile_rows <= tile[0]
@@ -37,7 +37,7 @@ def test_tiles_begin_at_tokens(group, tile):
 
 @pytest.mark.parametrize("family", ["cpu", "sm80"])
 def test_other_families_fill_their_tiles(family):
-    case = whole_tokens(7, (128, 64)) | {"family": family}
+    case = token_aligned(7, (128, 64)) | {"family": family}
     made = plan(**case)
     assert 128 in made.items["row_begin"]
     assert 126 in plan(**case | {"family": "sm90"}).items["row_begin"]
@@ -53,7 +53,7 @@ def test_partials_are_the_rows_of_the_request(group):
 
 @pytest.mark.parametrize("group", [3, 5, 7, 12])
 def test_a_graph_reserves_for_the_worst_batch(group):
-    """Requests of one row over a tile each make the most tiles, counted in rows of whole tokens."""
+    """Requests of one row over a tile each make the most tiles, counted in token-aligned rows."""
     tile_rows = 128 // group * group
     length = tile_rows // group + 1
     options = {"num_qo_heads": group, "num_kv_heads": 1, "family": "sm90", "tile_m": 128}
@@ -89,7 +89,7 @@ SPLITS = [{"disable_split_kv": True}, {"fixed_split_size": 100}, {"num_sms": 400
 @pytest.mark.parametrize("group", GROUPS)
 def test_the_plan_computes_attention(group, tile, split):
     dims = {"head_dim_qk": 16, "head_dim_vo": 8}
-    case = whole_tokens(group, tile, causal=True, **dims, **split)
+    case = token_aligned(group, tile, causal=True, **dims, **split)
     rng = np.random.default_rng(group)
     q, k, v = (
         rng.standard_normal(shape, np.float32)
@@ -104,6 +104,8 @@ def test_the_plan_computes_attention(group, tile, split):
     for i in range(len(LENGTHS[0])):
         rows = slice(case["qo_indptr"][i], case["qo_indptr"][i + 1])
         keys = slice(case["kv_indptr"][i], case["kv_indptr"][i + 1])
-        want, want_lse = attention(*(x.astype(float) for x in (q[rows], k[keys], v[keys])), True)
-        np.testing.assert_allclose(o[rows], want, rtol=1e-5, atol=1e-5)
-        np.testing.assert_allclose(lse[rows], want_lse, rtol=1e-5, atol=1e-5)
+        expected, expected_lse = attention(
+            *(x.astype(float) for x in (q[rows], k[keys], v[keys])), True
+        )
+        np.testing.assert_allclose(o[rows], expected, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(lse[rows], expected_lse, rtol=1e-5, atol=1e-5)

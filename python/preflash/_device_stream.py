@@ -1,4 +1,4 @@
-"""Where a launch happens: the device as kernel libraries number it, and torch's current stream."""
+"""A device, as the kernel libraries number it, and torch's current stream on it."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ def ordinal_of(device: torch.device) -> int:
     return device.index if device.type == "cuda" else -1
 
 
-class LaunchSite:
-    """A device, whose current stream is 0 on the CPU."""
+class DeviceStream:
+    """Where a launch runs: a device and its current stream, which is 0 on the CPU."""
 
-    # stream() tells the address of the stream that is current when it is called.
+    # stream() returns the address of the stream that is current when it is called.
     __slots__ = ("device", "ordinal", "stream")
 
     def __init__(self, device: torch.device) -> None:

@@ -1,4 +1,4 @@
-// Q, and K and V where pages allow, by TMA.
+// TMA loads: Q always, K and V where the page size is a multiple of 8 rows.
 #pragma once
 
 #include <cute/arch/cluster_sm90.hpp>
@@ -9,12 +9,13 @@
 
 namespace preflash::sm90 {
 
-// Q of an item: whole tokens as one box per 64 columns; where a group exceeds the tile, row by row.
+// Loads an item's Q. A tile of Q is token-aligned and takes one box per 64 columns; where a group
+// has more heads than the tile has rows, every row is a box.
 template <class Traits>
 __device__ __forceinline__ void fetch_q(const HopperParams& params, const ItemState& state,
                                         SharedStorage<Traits>& smem, int stage) {
   constexpr int kBlockElements = Traits::kTileM * kBlockColumns;
-  BytesBarrier& full = smem.barriers.q_full[stage];
+  TransactionBarrier& full = smem.barriers.q_full[stage];
   auto* q = smem.q + stage * (Traits::kTileM * Traits::kHeadQk);
   const BoxShape& box = params.box;
   int box_rows = box.q_heads * box.q_tokens;
@@ -32,52 +33,52 @@ __device__ __forceinline__ void fetch_q(const HopperParams& params, const ItemSt
   }
 }
 
-// Fetches Q, by one warp.
+// One warp loads Q.
 template <class Traits>
 struct QLoader {
   const HopperParams& params;
   SharedStorage<Traits>& smem;
-  ProducerRing<Traits::kQStages> at = {};
+  ProducerPipelineState<Traits::kQStages> write = {};
 
   __device__ __forceinline__ void load(const ItemState& state) {
-    smem.barriers.q_empty[at.index()].wait(at.phase() ^ 1);
-    if (elect_one_sync()) fetch_q(params, state, smem, at.index());
+    smem.barriers.q_empty[write.index()].wait(write.phase() ^ 1);
+    if (elect_one_sync()) fetch_q(params, state, smem, write.index());
     __syncwarp();
-    at.advance();
+    write.advance();
   }
 };
 
 enum class Operand { kK, kV };
 
-// One operand's tiles as TMA boxes, by one warp.
+// One warp loads the tiles of one operand as TMA boxes.
 template <class Traits, Operand kOperand>
-struct BoxLoader {
+struct TmaLoader {
   static constexpr int kHeadDim = kOperand == Operand::kK ? Traits::kHeadQk : Traits::kHeadVo;
   static constexpr int kBlocks = kHeadDim / kBlockColumns;
   static constexpr int kTileElements = Traits::kTileN * kHeadDim;
-  static_assert(Traits::kMostBoxes <= 32, "a lane looks up each");
+  static_assert(Traits::kMaxBoxes <= 32, "each lane finds the coordinates of one box");
 
   const HopperParams& params;
   SharedStorage<Traits>& smem;
   ItemKeys item;
-  ProducerRing<Traits::kStages> at;
+  ProducerPipelineState<Traits::kStages> write;
 
-  __device__ __forceinline__ BoxLoader(const HopperParams& params, SharedStorage<Traits>& smem)
+  __device__ __forceinline__ TmaLoader(const HopperParams& params, SharedStorage<Traits>& smem)
       : params(params), smem(smem) {}
 
-  // Calls after_first() when the first tile is on its way.
+  // Calls after_first() once the first tile has been issued.
   template <class AfterFirst>
   __device__ __forceinline__ void load_item(const ItemState& state, AfterFirst&& after_first) {
     item = ItemKeys::of(state);
     const int begin = warp_uniform(state.tiles.begin);
     const int first = warp_uniform(state.tiles.end) - 1;
-    BoxPlace place = find(first);
+    TmaCoordinates coordinates = find_coordinates(first);
     for (int tile = first; tile >= begin; --tile) {
-      BoxPlace next = tile > begin ? find(tile - 1) : BoxPlace{};
-      empty(at.index()).wait(at.phase() ^ 1);
-      fetch(place);
-      at.advance();
-      place = next;
+      TmaCoordinates next = tile > begin ? find_coordinates(tile - 1) : TmaCoordinates{};
+      empty(write.index()).wait(write.phase() ^ 1);
+      fetch(coordinates);
+      write.advance();
+      coordinates = next;
       if (tile == first) after_first();
     }
   }
@@ -87,33 +88,34 @@ struct BoxLoader {
     return kOperand == Operand::kK ? smem.barriers.k_empty[stage] : smem.barriers.v_empty[stage];
   }
 
-  // Of box lane_id(). The rows that are fetched are those of kept keys: what lies below a window
-  // may have been recycled, page and all, and what lies past the request's end is not its own.
-  __device__ __forceinline__ BoxPlace find(int tile) const {
+  // The coordinates of box lane_id(). Only rows of kept keys are fetched: the pages below a window
+  // may have been recycled, and the rows past the request's end belong to nobody or to another.
+  __device__ __forceinline__ TmaCoordinates find_coordinates(int tile) const {
     int box_rows = params.box.kv_rows;
     int box_key = tile * Traits::kTileN + lane_id() * box_rows;
     int first = max(item.keys.begin, box_key);
     int num_rows = max(min(item.keys.end, box_key + box_rows) - first, 0);
-    BoxPlace place{0, 0, num_rows - box_rows};
-    if (num_rows == 0 || lane_id() * box_rows >= Traits::kTileN) return place;
+    TmaCoordinates coordinates{0, 0, num_rows - box_rows};
+    if (num_rows == 0 || lane_id() * box_rows >= Traits::kTileN) return coordinates;
     if (params.page_indices == nullptr) {
-      place.x = item.kv_begin + first;
+      coordinates.x = item.kv_begin + first;
     } else {
       int page;
-      params.page(page, place.x, first);
-      place.page = __ldg(params.page_indices + item.kv_begin + page);
+      params.page(page, coordinates.x, first);
+      coordinates.page = __ldg(params.page_indices + item.kv_begin + page);
     }
-    return place;
+    return coordinates;
   }
 
-  // NOTE: elect_one_sync() tells the compiler that one lane issues; `lane == 0` would not.
-  __device__ __forceinline__ void fetch(const BoxPlace& place) const {
-    BytesBarrier& full = kOperand == Operand::kK ? smem.barriers.k_full[at.index()]
-                                                 : smem.barriers.v_full[at.index()];
-    auto* tile = (kOperand == Operand::kK ? smem.k : smem.v) + at.index() * kTileElements;
+  // NOTE: elect_one_sync() tells the compiler that a single lane issues; `lane == 0` would not.
+  __device__ __forceinline__ void fetch(const TmaCoordinates& coordinates) const {
+    TransactionBarrier& full = kOperand == Operand::kK ? smem.barriers.k_full[write.index()]
+                                                       : smem.barriers.v_full[write.index()];
+    auto* tile = (kOperand == Operand::kK ? smem.k : smem.v) + write.index() * kTileElements;
     const int box_rows = params.box.kv_rows;
     if (box_rows == Traits::kTileN) {
-      BoxPlace only{warp_uniform(place.page), warp_uniform(place.x), warp_uniform(place.r)};
+      TmaCoordinates only{warp_uniform(coordinates.page), warp_uniform(coordinates.x),
+                          warp_uniform(coordinates.r)};
       if (elect_one_sync()) {
         full.arrive_and_expect_tx(kTileElements * sizeof(typename Traits::Element));
         issue(only, tile, full);
@@ -121,18 +123,18 @@ struct BoxLoader {
       __syncwarp();
       return;
     }
-    BoxPlace* places = kOperand == Operand::kK ? smem.k_places : smem.v_places;
-    if (lane_id() < Traits::kMostBoxes) places[lane_id()] = place;
+    TmaCoordinates* shared = kOperand == Operand::kK ? smem.k_coordinates : smem.v_coordinates;
+    if (lane_id() < Traits::kMaxBoxes) shared[lane_id()] = coordinates;
     __syncwarp();
     if (elect_one_sync()) {
       full.arrive_and_expect_tx(kTileElements * sizeof(typename Traits::Element));
-      // In groups, so that one box's way to the uniform registers hides another's.
+      // In groups: moving one box's coordinates to uniform registers overlaps with the next box's.
       constexpr int kGroup = 4;
-      static_assert(Traits::kMostBoxes % kGroup == 0);
+      static_assert(Traits::kMaxBoxes % kGroup == 0);
       for (int box = 0; box * box_rows < Traits::kTileN; box += kGroup) {
-        BoxPlace group[kGroup];
+        TmaCoordinates group[kGroup];
         CUTE_UNROLL
-        for (int i = 0; i < kGroup; ++i) group[i] = places[box + i];
+        for (int i = 0; i < kGroup; ++i) group[i] = shared[box + i];
         CUTE_UNROLL
         for (int i = 0; i < kGroup; ++i) {
           int row = (box + i) * box_rows;
@@ -143,15 +145,17 @@ struct BoxLoader {
     __syncwarp();
   }
 
-  __device__ __forceinline__ void issue(const BoxPlace& place, typename Traits::Element* target,
-                                        BytesBarrier& full) const {
+  __device__ __forceinline__ void issue(const TmaCoordinates& coordinates,
+                                        typename Traits::Element* target,
+                                        TransactionBarrier& full) const {
     const CUtensorMap* map = kOperand == Operand::kK ? &params.maps.k : &params.maps.v;
     CUTE_UNROLL
     for (int block = 0; block < kBlocks; ++block) {
       SM90_TMA_LOAD_5D::copy(map, reinterpret_cast<std::uint64_t*>(&full),
                              static_cast<std::uint64_t>(TMA::CacheHintSm90::EVICT_LAST),
                              target + block * (Traits::kTileN * kBlockColumns),
-                             block * kBlockColumns, place.r, place.x, item.kv_head, place.page);
+                             block * kBlockColumns, coordinates.r, coordinates.x, item.kv_head,
+                             coordinates.page);
     }
   }
 };

@@ -1,4 +1,4 @@
-"""What torch offers for the same problem, as calls that return [tokens, num_qo_heads, head_dim]."""
+"""The baselines: torch's own calls for the same problem, [tokens, num_qo_heads, head_dim] each."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from ...testing import Inputs, MaskKind
 from ...testing.inputs import indptr
-from .rows import Rival, Row
+from .rows import Baseline, Row
 
 Call = Callable[[], torch.Tensor]
 
@@ -25,29 +25,29 @@ _CPU_BACKENDS = {"sdpa": SDPBackend.FLASH_ATTENTION}
 
 
 @dataclass(frozen=True)
-class RivalCall:
+class BaselineCall:
     """A column of the table. `prepare` makes the call for one set of inputs; `checked` says whether
-    the call returns attention, to be compared with the oracle."""
+    the call returns attention, which is compared with the oracle."""
 
     name: str
     prepare: Callable[[Inputs], Call]
     checked: bool = True
 
 
-def rivals_of(row: Row, device: torch.device) -> list[RivalCall]:
-    """The rivals that exist on this kind of device; whether one takes the row is seen by trying."""
+def baselines_of(row: Row, device: torch.device) -> list[BaselineCall]:
+    """The baselines of a row on this kind of device; trying one shows whether it takes the row."""
     gpu = device.type == "cuda"
     found = []
-    if Rival.SDPA in row.rivals:
+    if Baseline.SDPA in row.baselines:
         backends = _GPU_BACKENDS if gpu else _CPU_BACKENDS
         found += [
-            RivalCall(name, lambda inputs, backend=backend: _sdpa(inputs, backend))
+            BaselineCall(name, lambda inputs, backend=backend: _sdpa(inputs, backend))
             for name, backend in backends.items()
         ]
-    if Rival.VARLEN in row.rivals and gpu:
-        found.append(RivalCall("varlen", _varlen))
-    if Rival.READ in row.rivals and gpu:
-        found.append(RivalCall("read", lambda inputs: _plain_read(row, inputs), checked=False))
+    if Baseline.VARLEN in row.baselines and gpu:
+        found.append(BaselineCall("varlen", _varlen))
+    if Baseline.READ in row.baselines and gpu:
+        found.append(BaselineCall("read", lambda inputs: _plain_read(row, inputs), checked=False))
     return found
 
 

@@ -1,5 +1,5 @@
-// K and V row by row, by cp.async: for page sizes that TMA's swizzle cannot serve, page 1 above
-// all.
+// Gathered loads: cp.async copies K and V row by row, for page sizes that TMA's swizzle cannot
+// serve (above all page size 1).
 #pragma once
 
 #include <cutlass/arch/barrier.h>
@@ -11,56 +11,56 @@
 
 namespace preflash::sm90 {
 
-// Both operands' tiles row by row, by all threads of the warpgroup: each warp a quarter of the
-// rows, eight lanes the 128 bytes of one row's 64-column block.
+// The whole producer warpgroup copies the tiles of both operands. Each warp copies a quarter of the
+// rows; eight lanes copy the 128 bytes that one row has in a block of 64 columns.
 template <class Traits>
-struct RowLoader {
+struct GatherLoader {
   using Element = typename Traits::Element;
   static constexpr int kWarpKeys = Traits::kTileN / kWarpgroupWarps;
-  static constexpr int kOwned = ceil_div(kWarpKeys, 32);  // rows that a lane looks up
+  static constexpr int kOwned = ceil_div(kWarpKeys, 32);  // rows whose page a lane looks up
   static constexpr int kRowsPerPass = 4;
   static constexpr int kPasses = kWarpKeys / kRowsPerPass;
   static_assert(kWarpKeys % kRowsPerPass == 0);
   static constexpr int kElementsPerCopy = 16 / sizeof(Element);
 
-  enum class Fill { kWhole, kPartial };  // whether every row and column of a tile is there
+  enum class Fill { kWhole, kPartial };  // whether the tile has all of its rows and columns
 
-  // Rows i * 32 + lane_id() of the warp's share. Looked up early and put to use late: the page
-  // index takes a trip to L2.
-  struct Places {
+  // Rows i * 32 + lane_id() of the warp's quarter. The lookup runs ahead of the copies, because the
+  // page index comes from L2.
+  struct RowSlots {
     KeySlot slot[kOwned];
   };
 
   const HopperParams& params;
   SharedStorage<Traits>& smem;
   ItemKeys item;
-  ProducerRing<Traits::kStages> k;
-  ProducerRing<Traits::kStages> v;
-  BytesBarrier* unpublished = nullptr;  // its rows are in flight
+  ProducerPipelineState<Traits::kStages> k_write;
+  ProducerPipelineState<Traits::kStages> v_write;
+  TransactionBarrier* unpublished = nullptr;  // the rows that it announces are in flight
 
-  __device__ __forceinline__ RowLoader(const HopperParams& params, SharedStorage<Traits>& smem)
+  __device__ __forceinline__ GatherLoader(const HopperParams& params, SharedStorage<Traits>& smem)
       : params(params), smem(smem) {}
 
-  // K(last), then K(t - 1), V(t) for each tile: the order in which S(t - 1) = Q K^T runs ahead of
-  // O += P V(t). Pages are looked up two tiles ahead. Calls after_first() when K(last) is on its
-  // way.
+  // Loads K(last), then K(t - 1) and V(t) for each tile: the consumers compute S(t - 1) = Q K^T
+  // before O += P V(t). The page lookup runs two tiles ahead. Calls after_first() once K(last) has
+  // been issued.
   template <class AfterFirst>
   __device__ __forceinline__ void load_item(const ItemState& state, AfterFirst&& after_first) {
     item = ItemKeys::of(state);
     const int begin = warp_uniform(state.tiles.begin);
     const int first = warp_uniform(state.tiles.end) - 1;
-    Places places = find(first);
-    Places next = find(first - 1);
-    fetch_k(places, first);
+    RowSlots rows = find_rows(first);
+    RowSlots next = find_rows(first - 1);
+    fetch_k(rows, first);
     after_first();
     for (int tile = first; tile > begin; --tile) {
-      Places ahead = find(tile - 2);
+      RowSlots ahead = find_rows(tile - 2);
       fetch_k(next, tile - 1);
-      fetch_v(places, tile);
-      places = next;
+      fetch_v(rows, tile);
+      rows = next;
       next = ahead;
     }
-    fetch_v(places, begin);
+    fetch_v(rows, begin);
   }
 
   __device__ __forceinline__ void drain() {
@@ -71,35 +71,36 @@ struct RowLoader {
  private:
   __device__ __forceinline__ static int warp_row() { return threadIdx.x / 32 * kWarpKeys; }
 
-  // Of rows that are there; others get the place of one that is.
-  __device__ __forceinline__ Places find(int tile) const {
-    Places places;
+  // A row outside the item's keys gets the slot of a row inside: its address is valid, and nothing
+  // is read from it.
+  __device__ __forceinline__ RowSlots find_rows(int tile) const {
+    RowSlots rows;
     CUTE_UNROLL
     for (int i = 0; i < kOwned; ++i) {
       int key = tile * Traits::kTileN + warp_row() + i * 32 + lane_id();
-      places.slot[i] =
+      rows.slot[i] =
           find_slot(params, item.kv_begin, max(min(key, item.keys.end - 1), item.keys.begin));
     }
-    return places;
+    return rows;
   }
 
-  __device__ __forceinline__ void fetch_k(const Places& places, int tile) {
-    smem.barriers.k_empty[k.index()].wait(k.phase() ^ 1);
-    fetch<Traits::kBlocksQk>(places, tile, params.k, params.head_dim_qk,
-                             smem.k + k.index() * (Traits::kTileN * Traits::kHeadQk));
-    publish_before(smem.barriers.k_full[k.index()]);
-    k.advance();
+  __device__ __forceinline__ void fetch_k(const RowSlots& rows, int tile) {
+    smem.barriers.k_empty[k_write.index()].wait(k_write.phase() ^ 1);
+    fetch<Traits::kBlocksQk>(rows, tile, params.k, params.head_dim_qk,
+                             smem.k + k_write.index() * (Traits::kTileN * Traits::kHeadQk));
+    publish_before(smem.barriers.k_full[k_write.index()]);
+    k_write.advance();
   }
-  __device__ __forceinline__ void fetch_v(const Places& places, int tile) {
-    smem.barriers.v_empty[v.index()].wait(v.phase() ^ 1);
-    fetch<Traits::kBlocksVo>(places, tile, params.v, params.head_dim_vo,
-                             smem.v + v.index() * (Traits::kTileN * Traits::kHeadVo));
-    publish_before(smem.barriers.v_full[v.index()]);
-    v.advance();
+  __device__ __forceinline__ void fetch_v(const RowSlots& rows, int tile) {
+    smem.barriers.v_empty[v_write.index()].wait(v_write.phase() ^ 1);
+    fetch<Traits::kBlocksVo>(rows, tile, params.v, params.head_dim_vo,
+                             smem.v + v_write.index() * (Traits::kTileN * Traits::kHeadVo));
+    publish_before(smem.barriers.v_full[v_write.index()]);
+    v_write.advance();
   }
 
-  // One tile stays in flight while the one before it is announced.
-  __device__ __forceinline__ void publish_before(BytesBarrier& full) {
+  // Announces the tile before this one; this one stays in flight.
+  __device__ __forceinline__ void publish_before(TransactionBarrier& full) {
     cp_async_fence();
     cp_async_wait<1>();
     publish();
@@ -114,11 +115,11 @@ struct RowLoader {
   }
 
   template <int kBlocks>
-  __device__ __forceinline__ void fetch(const Places& places, int tile, const KvTensor& tensor,
+  __device__ __forceinline__ void fetch(const RowSlots& rows, int tile, const KvTensor& tensor,
                                         int head_dim, Element* target) const {
     std::int64_t offsets[kOwned];
     CUTE_UNROLL
-    for (int i = 0; i < kOwned; ++i) offsets[i] = slot_offset(tensor, places.slot[i]);
+    for (int i = 0; i < kOwned; ++i) offsets[i] = slot_offset(tensor, rows.slot[i]);
     int key = tile * Traits::kTileN;
     bool whole = key >= item.keys.begin && key + Traits::kTileN <= item.keys.end &&
                  head_dim == kBlocks * kBlockColumns;
@@ -138,7 +139,8 @@ struct RowLoader {
     int lane_row = lane_id() / 8;
     auto* head =
         static_cast<const Element*>(tensor.data) + item.kv_head * tensor.stride_head + column;
-    // The swizzle moves a 16-byte piece by its row modulo 8: two kinds of pass, 4 rows apart.
+    // The swizzle depends on the row modulo 8, and a pass covers 4 rows: even and odd passes
+    // differ.
     int row = warp_row() + lane_row;
     std::uint32_t rows = cast_smem_ptr_to_uint(tile) + row * kBlockRowBytes;
     std::uint32_t targets[2] = {rows + (lane_id() % 8 ^ row % 8) * 16,
