@@ -23,8 +23,8 @@ struct alignas(16) RequestInfo {
 static_assert(sizeof(RequestInfo) == 32);
 
 // Packed rows of one query tile, of the tile_m that the kernel computes: tile t of a request begins
-// at row t * rows_per_tile. Tiles of a token-aligned family begin at a token's first
-// head; a group that is larger than the tile is cut anywhere.
+// at row t * rows_per_tile. Tiles of a token-aligned family begin at a token's first head; a
+// group that is larger than the tile is cut anywhere.
 PREFLASH_HD constexpr int rows_per_tile(TileRows tile_rows, int tile_m, int group_size) {
   bool token_aligned = tile_rows == TileRows::kTokenAligned && group_size <= tile_m;
   return token_aligned ? tile_m - tile_m % group_size : tile_m;
