@@ -56,7 +56,7 @@ ALLOWED_SPILLS = [
     ),
     AllowedSpill({"family": "sm80", "head_dim": "256", "tile_class": "decode"}, 32, _OUTSIDE),
     AllowedSpill({"family": "sm90", "head_dim": "64"}, 24, _IN_GATHER),
-    AllowedSpill({"family": "sm90", "head_dim": "256"}, 288, _BETWEEN_ITEMS),
+    AllowedSpill({"family": "sm90", "head_dim": "256"}, 320, _BETWEEN_ITEMS),
 ]
 
 
