@@ -8,7 +8,8 @@ reading KV head h // (num_qo_heads / num_kv_heads):
     lse[i]       = log2(sum_j exp(logits[i, j])) (exactly -inf where nothing is kept)
 
 `causal` keeps j <= i + D, `window_left` = w >= 0 keeps j >= i + D - w, a custom mask keeps what is
-True. The result is computed tile by tile without ever storing the logits (FlashAttention-2,
+True. A logit of 9.3e7 or more in size may make its row NaN on fa3, output and LSE; other backends
+compute it. The result is computed tile by tile without ever storing the logits (FlashAttention-2,
 arXiv:2307.08691); a KV cache in pages follows PagedAttention (arXiv:2309.06180); long keys are
 split over the machine and merged.
 """

@@ -4,11 +4,10 @@
 // (sm80/lazy_softmax.cuh, sm90/speculative_softmax.cuh).
 //
 // Exponents are counted from a row's origin: its reference times scale_log2, rounded, so that one
-// FMA makes each. Every tile of a row shares what the rounding took, so it cancels; but beyond 2^24
-// that is more than a factor of two, and P would overflow or vanish. The origin of such a row, a
-// huge one, is the exact product: its exponents are (x - reference) * scale_log2, an operation
-// more. The forms keep a flag that says whether a warp has such a row, and look at nothing else
-// while it has none.
+// FMA makes each. Every tile of a row shares what the rounding took, so it cancels; but from 2^24
+// on that is more than a factor of two, and further on P overflows or vanishes. sm80 counts the
+// exponents of such a row, a huge one, from the exact product, (x - reference) * scale_log2, which
+// is an operation more; sm90 makes rows NaN before they can be wrong.
 #pragma once
 
 #include <cfloat>
@@ -49,13 +48,16 @@ struct OnlineSoftmax {
   }
 
   __device__ __forceinline__ RowResult finish(int r, float scale_log2) const {
+    return result_of(quad_sum(sum[r]), scaled_reference(reference[r], scale_log2));
+  }
+  // total: the row's sum, counted from 2^origin.
+  __device__ static __forceinline__ RowResult result_of(float total, float origin) {
     // NOTE: 0 only for a row that kept nothing, since P is about 1 at the reference or larger. So
     // the approximate logarithm and reciprocal meet no small number, and have its last bit.
-    float total = quad_sum(sum[r]);
     RowResult result;
     result.empty = total == 0.0f;
     result.factor = result.empty ? 0.0f : reciprocal_approx(total);
-    result.lse.high = scaled_reference(reference[r], scale_log2);
+    result.lse.high = origin;
     result.lse.low = log2_approx(total);
     return result;
   }

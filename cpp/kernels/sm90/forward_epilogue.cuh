@@ -73,14 +73,10 @@ struct ForwardEpilogue {
     }
     ready.o = target.o;
     // A quad of lanes q holds rows q and q + 8; lane l < 16 stores row l.
-    if (is_final()) {
-      float value = of_row(lse[0].high + lse[0].low, lse[1].high + lse[1].low);
-      if (lane_id() < kWarpRows) store_final_lse(target, value);
-    } else {
-      PartialLse value{.high = of_row(lse[0].high, lse[1].high),
-                       .low = of_row(lse[0].low, lse[1].low)};
-      if (lane_id() < kWarpRows) store_partial_lse(target, value);
-    }
+    // NOTE: no branch around the shuffles: it would cost registers on the way to the next item.
+    PartialLse value{.high = of_row(lse[0].high, lse[1].high),
+                     .low = of_row(lse[0].low, lse[1].low)};
+    if (lane_id() < kWarpRows) store_lse(target, value);
     return ready;
   }
 
@@ -115,13 +111,7 @@ struct ForwardEpilogue {
   __device__ __forceinline__ void run_empty() const {
     for (int row = 0; row < num_rows; ++row) {
       RowTarget target = target_of(row);
-      if (lane_id() == 0) {
-        if (is_final()) {
-          store_final_lse(target, -INFINITY);
-        } else {
-          store_partial_lse(target, {.high = 0.0f, .low = -INFINITY});
-        }
-      }
+      if (lane_id() == 0) store_lse(target, {.high = 0.0f, .low = -INFINITY});
       for (int column = lane_id(); column < params.head_dim_vo; column += 32) {
         if (is_final()) {
           static_cast<Element*>(target.o)[column] = Element(0.0f);
@@ -142,12 +132,13 @@ struct ForwardEpilogue {
     lower = __shfl_sync(0xffffffffu, lower, quad);
     return lane_id() < 8 ? upper : lower;
   }
-  __device__ __forceinline__ void store_final_lse(const RowTarget& target, float lse) const {
-    if (target.lse != nullptr) *static_cast<float*>(target.lse) = lse * params.lse.scale;
-  }
-  __device__ __forceinline__ static void store_partial_lse(const RowTarget& target,
-                                                           const PartialLse& lse) {
-    if (target.lse != nullptr) *static_cast<PartialLse*>(target.lse) = lse;
+  __device__ __forceinline__ void store_lse(const RowTarget& target, const PartialLse& lse) const {
+    if (target.lse == nullptr) return;
+    if (is_final()) {
+      *static_cast<float*>(target.lse) = (lse.high + lse.low) * params.lse.scale;
+    } else {
+      *static_cast<PartialLse*>(target.lse) = lse;
+    }
   }
 
   // The target of one of the warp's 16 rows; all lanes call this together.

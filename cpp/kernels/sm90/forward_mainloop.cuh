@@ -243,7 +243,7 @@ struct ForwardMainloop {
     int tile = item.own.end - 1;
     accept_scores(item, tile);
     if (item.own.needs_mask(tile)) mask_tile(mask);
-    softmax.begin(products.rows_of_s(), params.logits.scale_log2);
+    softmax.begin(products.rows_of_s());
     products.first_pv = GMMA::ScaleOut::Zero;
   }
   __device__ __forceinline__ void accept_scores(const Item& item, int tile) {
@@ -266,8 +266,7 @@ struct ForwardMainloop {
   }
 
   __device__ __forceinline__ void make_first_p() {
-    auto rows_of_s = products.rows_of_s();
-    softmax.make_first(rows_of_s, products.tOrP, params.logits.scale_log2);
+    softmax.make_first(products.rows_of_s(), products.tOrP, params.logits.scale_log2);
   }
 
   __device__ __forceinline__ int warp() const { return warpgroup * kWarpgroupWarps + thread / 32; }

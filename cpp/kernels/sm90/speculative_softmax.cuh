@@ -6,7 +6,7 @@
 // The row sums, which the softmax needs anyway, show whether the speculation failed: if a thread's
 // part of a row sum exceeds kMaxSum, the reference of that row moves to its true row max, O is
 // rescaled, and the tile's exponentials are computed again. The scores are still there, because P
-// has registers of its own. Tiles with huge rows are always computed again.
+// has registers of its own.
 //
 // A row's result does not depend on the rows beside it: only its own sum decides whether its
 // reference moves, and computing a tile again with the same reference gives the same bits.
@@ -21,75 +21,63 @@ struct SpeculativeSoftmax : OnlineSoftmax<2> {
   // P <= 2^15 stays below float16's largest number, 65504; float32 sums millions of such terms.
   static constexpr float kMaxSum = 32768.0f;
 
-  bool settled = false;  // whether every row of the warp has a reference, and none is huge
+  // |reference| * scale_log2 where rounding it may shift the exponents of a row by 2^3: P <= 2^8
+  // from there still, and beyond that soon an overflow. An exact origin, as on sm80, would keep
+  // such rows right and cost 1 % of short rows (docs/dev/experiments.md).
+  static constexpr float kMaxOrigin = 0x1p27f;
+
+  bool settled = false;  // whether every row of the warp has a reference
 
   // A row's first tile: its row max becomes the reference, so the speculation cannot fail.
   template <class Scores>
-  __device__ __forceinline__ void begin(const Scores& scores, float scale_log2) {
+  __device__ __forceinline__ void begin(const Scores& scores) {
     *this = {};
-    settle(scores, scale_log2);
+    settle(scores);
   }
   template <class Scores, class P>
-  __device__ __forceinline__ void make_first(Scores& scores, P& p, float scale_log2) {
-    float offset[kRows];
-    set_offsets(offset, scale_log2);
-    if (!settled) center(scores, offset);
-    exponentiate(scores, p, sum, scale_log2, offset);
+  __device__ __forceinline__ void make_first(const Scores& scores, P& p, float scale_log2) {
+    exponentiate(scores, p, sum, scale_log2);
   }
 
-  // scores: (row, column) view of a whole accumulator, x on entry. p: 16-bit, in the scores'
-  // storage order. out: (row, column) view of O, without this tile.
+  // scores: (row, column) view of a whole accumulator of x. p: 16-bit, in the scores' storage
+  // order. out: (row, column) view of O, without this tile.
   template <class Scores, class P, class Out>
   __device__ __forceinline__ void update(Scores& scores, P& p, Out& out, float scale_log2) {
-    if (!settled) settle(scores, scale_log2);
+    if (!settled) settle(scores);
     float tile_sum[kRows];
-    float offset[kRows];
-    set_offsets(offset, scale_log2);
-    exponentiate(scores, p, tile_sum, scale_log2, offset);
-    // One vote and one branch: a second one would measurably slow down short tiles.
-    bool look = tile_sum[0] > kMaxSum || tile_sum[1] > kMaxSum || !settled;
-    if (__any_sync(0xffffffffu, look)) {
-      bool moves[kRows];
-      CUTE_UNROLL
-      for (int r = 0; r < kRows; ++r) {
-        moves[r] = tile_sum[r] > kMaxSum || is_huge(offset[r]);
-      }
-      if (__any_sync(0xffffffffu, moves[0] || moves[1])) {
-        move(scores, out, moves, scale_log2);
-        set_offsets(offset, scale_log2);
-        center(scores, offset);
-        exponentiate(scores, p, tile_sum, scale_log2, offset);
-      }
+    exponentiate(scores, p, tile_sum, scale_log2);
+    bool moves[kRows];
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) moves[r] = tile_sum[r] > kMaxSum;
+    if (__any_sync(0xffffffffu, moves[0] || moves[1])) {
+      move(scores, out, moves, scale_log2);
+      exponentiate(scores, p, tile_sum, scale_log2);
     }
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) sum[r] += tile_sum[r];
   }
 
+  // NaN where the origin is out of range: the sum, 0 and infinity included, may mean anything
+  // there.
   __device__ __forceinline__ RowResult finish(int r, float scale_log2) const {
-    RowResult result = OnlineSoftmax::finish(r, scale_log2);
-    if (!settled) finish_huge(r, scale_log2, result.lse);
-    return result;
+    float origin = scaled_reference(reference[r], scale_log2);
+    float total = quad_sum(sum[r]);
+    return result_of(fabsf(origin) >= kMaxOrigin ? NAN : total, origin);
   }
 
  private:
   // Sets the reference of rows that have none: they have kept no key, and their sums and O are 0.
   template <class Scores>
-  __device__ __forceinline__ void settle(const Scores& scores, float scale_log2) {
+  __device__ __forceinline__ void settle(const Scores& scores) {
     float tile_max[kRows];
     maxima(scores, tile_max);
+    bool missing = false;
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
       if (reference[r] == -INFINITY) reference[r] = tile_max[r];
+      missing |= reference[r] == -INFINITY;
     }
-    look_at_references(scale_log2);
-  }
-  __device__ __forceinline__ void look_at_references(float scale_log2) {
-    bool special = false;
-    CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r) {
-      special |= is_huge(__fmul_rn(reference[r], scale_log2));  // -inf is, too
-    }
-    settled = !__any_sync(0xffffffffu, special);
+    settled = !__any_sync(0xffffffffu, missing);
   }
 
   template <class Scores, class Out>
@@ -102,36 +90,28 @@ struct SpeculativeSoftmax : OnlineSoftmax<2> {
     for (int r = 0; r < kRows; ++r) {
       unsigned quad = __ballot_sync(0xffffffffu, moves[r]) >> (threadIdx.x % 32 & ~3u) & 0xfu;
       if (quad == 0) continue;
-      float next = fmaxf(reference[r], tile_max[r]);
-      float factor = change_of_origin(reference[r], next, scale_log2);
-      reference[r] = next;
+      float factor = exp2_approx(scaled_reference(reference[r], scale_log2) -
+                                 scaled_reference(tile_max[r], scale_log2));
+      reference[r] = tile_max[r];
       sum[r] *= factor;
       CUTE_UNROLL
       for (int c = 0; c < size<1>(out); ++c) out(r, c) *= factor;
     }
-    look_at_references(scale_log2);
-  }
-
-  __device__ __forceinline__ void set_offsets(float (&offset)[kRows], float scale_log2) const {
-    CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r) offset[r] = scaled_reference(reference[r], scale_log2);
-  }
-  template <class Scores>
-  __device__ __forceinline__ void center(Scores& scores, float (&offset)[kRows]) const {
-    CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r) center_if_huge(r, scores, offset[r]);
   }
 
   template <class Scores, class P>
   __device__ __forceinline__ void exponentiate(const Scores& scores, P& p, float (&tile_sum)[kRows],
-                                               float scale_log2,
-                                               const float (&offset)[kRows]) const {
+                                               float scale_log2) const {
     using namespace cute;
     using Element = typename P::value_type;
     Tensor pairs = recast<cutlass::Array<Element, 2>>(p);
     cutlass::NumericArrayConverter<Element, float, 2> convert;
+    float offset[kRows];
     CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r) tile_sum[r] = 0.0f;
+    for (int r = 0; r < kRows; ++r) {
+      offset[r] = scaled_reference(reference[r], scale_log2);
+      tile_sum[r] = 0.0f;
+    }
     CUTE_UNROLL
     for (int c = 0; c < size<1>(scores); c += 2) {
       CUTE_UNROLL
