@@ -30,27 +30,34 @@ KvTensor kv_tensor(const PageTokenHead& numbers) {
 }
 
 void bind_options(py::module_& m) {
-  py::class_<Options>(m, "Options")
+  py::class_<AttentionOptions>(m, "AttentionOptions")
       .def(py::init([](int num_qo_heads, int num_kv_heads, int head_dim_qk, int head_dim_vo,
-                       DType q_dtype, DType kv_dtype, bool causal, int window_left, float soft_cap,
-                       bool custom_mask, int fixed_split_size, bool disable_split) {
-             return Options{
+                       DType q_dtype, DType kv_dtype, DType o_dtype, bool causal, int window_left,
+                       Mask mask, float soft_cap, int fixed_split_size, bool disable_split) {
+             return AttentionOptions{
                  .num_qo_heads = num_qo_heads,
                  .num_kv_heads = num_kv_heads,
                  .head_dim_qk = head_dim_qk,
                  .head_dim_vo = head_dim_vo,
                  .q_dtype = q_dtype,
                  .kv_dtype = kv_dtype,
+                 .o_dtype = o_dtype,
                  .causal = causal,
                  .window_left = window_left,
+                 .mask = mask,
                  .soft_cap = soft_cap,
-                 .mask = custom_mask ? Mask::kCustom : Mask::kBounds,
                  .split = {.fixed_split_size = fixed_split_size, .disable = disable_split}};
            }),
            py::arg("num_qo_heads"), py::arg("num_kv_heads"), py::arg("head_dim_qk"),
-           py::arg("head_dim_vo"), py::arg("q_dtype"), py::arg("kv_dtype"), py::arg("causal"),
-           py::arg("window_left"), py::arg("soft_cap"), py::arg("custom_mask"),
+           py::arg("head_dim_vo"), py::arg("q_dtype"), py::arg("kv_dtype"), py::arg("o_dtype"),
+           py::arg("causal"), py::arg("window_left"), py::arg("mask"), py::arg("soft_cap"),
            py::arg("fixed_split_size"), py::arg("disable_split"));
+  py::class_<RunExtras>(m, "RunExtras")
+      .def(py::init([](Address mask_bits, Address sinks) {
+             return RunExtras{.mask_bits = pointer<const std::uint8_t>(mask_bits),
+                              .sinks = pointer<const float>(sinks)};
+           }),
+           py::arg("mask_bits") = 0, py::arg("sinks") = 0);
 }
 
 // NOTE: the state changes hands here, where no signal handler can run and raise between the work
@@ -71,15 +78,16 @@ void upload(Plan& plan, const Uploader& uploader, Address int_workspace,
   if (!owner.is_none()) py::setattr(owner, "_state", state);
 }
 
+// extras: null, or those that this run has.
 RunArguments run_arguments(Address q, Address k, Address v, Address o, Address lse,
-                           Address mask_bits, Address float_workspace, Address stream,
-                           float sm_scale, float out_scale, float lse_scale) {
+                           Address float_workspace, Address stream, float sm_scale, float out_scale,
+                           float lse_scale, const RunExtras* extras) {
   return {.q = pointer<const void>(q),
           .k = pointer<const void>(k),
           .v = pointer<const void>(v),
           .o = pointer<void>(o),
           .lse = pointer<float>(lse),
-          .mask_bits = pointer<const std::uint8_t>(mask_bits),
+          .extras = extras == nullptr ? RunExtras{} : *extras,
           .float_workspace = pointer<void>(float_workspace),
           .stream = pointer<void>(stream),
           .sm_scale = sm_scale,
@@ -89,19 +97,19 @@ RunArguments run_arguments(Address q, Address k, Address v, Address o, Address l
 
 // Positional signatures: keyword matching would cost a third of the whole call.
 bool run(const Launch& launch, Address q, Address k, Address v, Address o, Address lse,
-         Address mask_bits, Address float_workspace, Address stream, float sm_scale,
-         float out_scale, float lse_scale) {
-  return launch.run(run_arguments(q, k, v, o, lse, mask_bits, float_workspace, stream, sm_scale,
-                                  out_scale, lse_scale));
+         Address float_workspace, Address stream, float sm_scale, float out_scale, float lse_scale,
+         const RunExtras* extras) {
+  return launch.run(run_arguments(q, k, v, o, lse, float_workspace, stream, sm_scale, out_scale,
+                                  lse_scale, extras));
 }
 
 // The same on so many threads of the CPU.
 bool run_on_threads(const Launch& launch, int num_threads, Address q, Address k, Address v,
-                    Address o, Address lse, Address mask_bits, Address float_workspace,
-                    Address stream, float sm_scale, float out_scale, float lse_scale) {
+                    Address o, Address lse, Address float_workspace, Address stream, float sm_scale,
+                    float out_scale, float lse_scale, const RunExtras* extras) {
   check_num_threads(num_threads);
-  RunArguments arguments = run_arguments(q, k, v, o, lse, mask_bits, float_workspace, stream,
-                                         sm_scale, out_scale, lse_scale);
+  RunArguments arguments = run_arguments(q, k, v, o, lse, float_workspace, stream, sm_scale,
+                                         out_scale, lse_scale, extras);
   arguments.num_threads = num_threads;
   return launch.run(arguments);
 }
@@ -114,7 +122,7 @@ void bind_plan(py::module_& m) {
       .def(py::init<int>(), py::arg("device"))
       .def_property_readonly("device", &Uploader::device);
   py::class_<Plan, std::shared_ptr<Plan>>(m, "Plan")
-      .def(py::init([](Family family, int device, const Options& options,
+      .def(py::init([](Family family, int device, const AttentionOptions& options,
                        std::shared_ptr<Batch> batch, std::int64_t float_workspace_bytes) {
              py::gil_scoped_release release;  // of millions of items it takes seconds
              return std::make_shared<Plan>(family, device, options, std::move(batch),

@@ -110,8 +110,8 @@ void bind_introspection(py::module_& m) {
   m.def("find_error", &error_of, py::arg("wanted"));
   m.def(
       "find_error",
-      [](Family family, const Options& options) {
-        return error_of(variant_of(problem_of(options), family));
+      [](Family family, const AttentionOptions& options) {
+        return error_of(variant_of(options, family));
       },
       py::arg("family"), py::arg("options"));
   m.def("cpu_isa", &cpu_isa_name, "The instruction set that the CPU backend uses on this machine.");

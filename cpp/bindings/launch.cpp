@@ -89,7 +89,7 @@ Launch::Launch(std::shared_ptr<const Plan> plan, const RunTensors& tensors)
   const ForwardKernel& kernel = plan_->kernel();
   combine_.o = forward_.o;
   combine_.lse = tensors.lse;
-  combine_.o_dtype = plan_->options().q_dtype;
+  combine_.o_dtype = plan_->options().o_dtype;
   combine_.requests = forward_.requests;
   combine_.merges = plan_->merges();
   combine_.num_merges = plan_->sizes().num_merges;
@@ -97,12 +97,12 @@ Launch::Launch(std::shared_ptr<const Plan> plan, const RunTensors& tensors)
   combine_.group_size = forward_.group_size;
   combine_.head_dim_vo = forward_.head_dim_vo;
 
-  const Options& options = plan_->options();
+  const AttentionOptions& options = plan_->options();
   spans_ = {
       .q = span_of(forward_.q, options.num_qo_heads, options.head_dim_qk, options.q_dtype),
       .k = span_of(forward_.k, options.num_kv_heads, options.head_dim_qk, options.kv_dtype),
       .v = span_of(forward_.v, options.num_kv_heads, options.head_dim_vo, options.kv_dtype),
-      .o = span_of(forward_.o, options.num_qo_heads, options.head_dim_vo, options.q_dtype),
+      .o = span_of(forward_.o, options.num_qo_heads, options.head_dim_vo, options.o_dtype),
       .lse = span_of(forward_.lse, forward_.q.num_tokens, options.num_qo_heads),
   };
 }
@@ -150,7 +150,7 @@ bool Launch::run(const RunArguments& arguments) const {
   forward.o.data = arguments.o;
   forward.lse.data = arguments.lse;
   forward.lse.scale = arguments.lse_scale;
-  forward.mask_bits = arguments.mask_bits;
+  forward.extras = arguments.extras;
   forward.partial_o = layout.partial_o.in(arguments.float_workspace);
   forward.partial_lse = layout.partial_lse.in(arguments.float_workspace);
   forward.sm_scale = arguments.sm_scale;

@@ -74,8 +74,8 @@ Uploader::Uploader(int device)
 
 Uploader::~Uploader() { services_->uploader_destroy(uploader_); }
 
-Plan::Plan(Family family, int device, const Options& options, std::shared_ptr<const Batch> batch,
-           std::int64_t float_workspace_bytes)
+Plan::Plan(Family family, int device, const AttentionOptions& options,
+           std::shared_ptr<const Batch> batch, std::int64_t float_workspace_bytes)
     : device_(device),
       options_(options),
       batch_(std::move(batch)),
@@ -86,24 +86,8 @@ Plan::Plan(Family family, int device, const Options& options, std::shared_ptr<co
       page_indices_offset_ + static_cast<std::int64_t>(batch_->page_indices().size_bytes());
 }
 
-Problem problem_of(const Options& options) {
-  Problem problem;
-  problem.num_qo_heads = options.num_qo_heads;
-  problem.num_kv_heads = options.num_kv_heads;
-  problem.head_dim_qk = options.head_dim_qk;
-  problem.head_dim_vo = options.head_dim_vo;
-  problem.q_dtype = options.q_dtype;
-  problem.kv_dtype = options.kv_dtype;
-  problem.causal = options.causal;
-  problem.window_left = options.window_left;
-  problem.soft_cap = options.soft_cap;
-  problem.mask = options.mask;
-  problem.split = options.split;
-  return problem;
-}
-
 Problem Plan::describe(std::int64_t float_workspace_bytes) const {
-  Problem problem = problem_of(options_);
+  Problem problem{options_};
   batch_->describe(&problem);
   problem.float_workspace_bytes = float_workspace_bytes;
   return problem;
@@ -140,20 +124,14 @@ void Plan::upload(const Uploader& uploader, const UploadTarget& target) {
 }
 
 ForwardParams Plan::params() const {
-  ForwardParams params;
+  ForwardParams params{options_};
+  params.group_size = options_.gqa_ratio();
   params.page_indices = page_indices_;
   params.page_size = std::max(batch_->page_size(), 1);
   params.requests = layout().requests.in(int_workspace_);
   params.items = layout().items.in(int_workspace_);
   params.cta_begin = layout().cta_begin.in(int_workspace_);
   params.num_items = sizes().num_items;
-  params.num_kv_heads = options_.num_kv_heads;
-  params.group_size = options_.num_qo_heads / options_.num_kv_heads;
-  params.head_dim_qk = options_.head_dim_qk;
-  params.head_dim_vo = options_.head_dim_vo;
-  params.window_left = options_.window_left;
-  params.causal = options_.causal;
-  params.soft_cap = options_.soft_cap;
   return params;
 }
 

@@ -13,24 +13,6 @@
 
 namespace preflash {
 
-// Everything of plan() that is not in the batch and that decides a variant or a work list.
-struct Options {
-  int num_qo_heads = 0;
-  int num_kv_heads = 0;
-  int head_dim_qk = 0;
-  int head_dim_vo = 0;
-  DType q_dtype = DType::kFloat16;
-  DType kv_dtype = DType::kFloat16;
-  bool causal = false;
-  int window_left = -1;
-  float soft_cap = 0.0f;  // 0: off
-  Mask mask = Mask::kBounds;
-  SplitPolicy split;
-};
-
-// A problem without its batch and its workspace.
-Problem problem_of(const Options& options);
-
 // Pinned staging memory, one per wrapper. Not thread-safe.
 class Uploader {
  public:
@@ -62,13 +44,13 @@ class Plan {
  public:
   // Validates, finds the kernel and counts. Throws std::invalid_argument for bad input and
   // NotCompiledError when `family` has no kernel for it. Launches nothing.
-  Plan(Family family, int device, const Options& options, std::shared_ptr<const Batch> batch,
-       std::int64_t float_workspace_bytes);
+  Plan(Family family, int device, const AttentionOptions& options,
+       std::shared_ptr<const Batch> batch, std::int64_t float_workspace_bytes);
 
   const ForwardKernel& kernel() const { return *kernel_; }
   const PlanSizes& sizes() const { return planner_.sizes(); }
   const PlanLayout& layout() const { return planner_.layout(); }
-  const Options& options() const { return options_; }
+  const AttentionOptions& options() const { return options_; }
   const Batch& batch() const { return *batch_; }
   int device() const { return device_; }
 
@@ -88,7 +70,7 @@ class Plan {
   Problem describe(std::int64_t float_workspace_bytes) const;
 
   int device_;
-  Options options_;
+  AttentionOptions options_;
   std::shared_ptr<const Batch> batch_;
   const ForwardKernel* kernel_;
   Planner planner_;
@@ -114,7 +96,7 @@ struct RunArguments {
   const void* v = nullptr;
   void* o = nullptr;
   float* lse = nullptr;
-  const std::uint8_t* mask_bits = nullptr;
+  RunExtras extras;
   void* float_workspace = nullptr;
   void* stream = nullptr;
   int num_threads = 1;  // on the CPU

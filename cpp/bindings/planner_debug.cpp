@@ -203,18 +203,13 @@ ForwardParams params_of(const Case& given) {
                     .stride_head = dim,
                     .num_tokens = kv_tokens};
   };
-  ForwardParams params;
+  ForwardParams params{problem};
   params.q = rows(problem.head_dim_qk);
   params.k = keys(problem.head_dim_qk);
   params.v = keys(problem.head_dim_vo);
   params.o = rows(problem.head_dim_vo);
   params.lse = {.stride_token = problem.num_qo_heads, .stride_head = 1};
-  params.num_kv_heads = problem.num_kv_heads;
-  params.group_size = problem.num_qo_heads / problem.num_kv_heads;
-  params.head_dim_qk = problem.head_dim_qk;
-  params.head_dim_vo = problem.head_dim_vo;
-  params.window_left = problem.window_left;
-  params.causal = problem.causal;
+  params.group_size = problem.gqa_ratio();
   params.sm_scale = 1.0f / std::sqrt(static_cast<float>(problem.head_dim_qk));
   return params;
 }

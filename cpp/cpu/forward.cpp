@@ -298,7 +298,7 @@ class Item {
         bit_range(bounds_.first_key(token) - begin, bounds_.end_key(token) - begin);
     if (launch_.variant.mask == Mask::kCustom && word != 0) {
       const int count = std::min(kMaskWordKeys, request_.kv_len - begin);
-      word &= mask_bits_from(params_.mask_bits + request_.mask_begin,
+      word &= mask_bits_from(params_.extras.mask_bits + request_.mask_begin,
                              std::int64_t{token} * request_.kv_len + begin, count);
     }
     return word;

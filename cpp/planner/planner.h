@@ -9,6 +9,7 @@
 #include "planner/order.h"
 #include "planner/split.h"
 #include "planner/work.h"
+#include "preflash/device_services.h"
 #include "preflash/plan.h"
 #include "preflash/problem.h"
 #include "preflash/variant.h"

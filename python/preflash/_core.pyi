@@ -77,7 +77,7 @@ def find_id(wanted: Variant) -> str | None: ...
 @overload
 def find_error(wanted: Variant) -> str | None: ...
 @overload
-def find_error(family: Family, options: Options) -> str | None: ...
+def find_error(family: Family, options: AttentionOptions) -> str | None: ...
 def device_facts(device: int) -> dict[str, Any]:
     """device, name, compute_capability, num_sms, smem_per_block, smem_per_sm, l2_bytes."""
 
@@ -127,7 +127,7 @@ class Batch:
         self, page_indices: int, block_tables: int, row_stride: int
     ) -> int: ...
 
-class Options:
+class AttentionOptions:
     def __init__(
         self,
         num_qo_heads: int,
@@ -136,13 +136,19 @@ class Options:
         head_dim_vo: int,
         q_dtype: DType,
         kv_dtype: DType,
+        o_dtype: DType,
         causal: bool,
         window_left: int,
+        mask: Mask,
         soft_cap: float,
-        custom_mask: bool,
         fixed_split_size: int,
         disable_split: bool,
     ) -> None: ...
+
+class RunExtras:
+    """Device addresses of what few runs bring beside q, k and v; 0 is absent."""
+
+    def __init__(self, mask_bits: int = 0, sinks: int = 0) -> None: ...
 
 class Uploader:
     def __init__(self, device: int) -> None: ...
@@ -154,7 +160,7 @@ class Plan:
         self,
         family: Family,
         device: int,
-        options: Options,
+        options: AttentionOptions,
         batch: Batch,
         float_workspace_bytes: int,
     ) -> None: ...
@@ -208,12 +214,12 @@ class Launch:
         v: int,
         o: int,
         lse: int,
-        mask_bits: int,
         float_workspace: int,
         stream: int,
         sm_scale: float,
         out_scale: float,
         lse_scale: float,
+        extras: RunExtras | None,
         /,
     ) -> bool:
         """True where the launch was captured into a CUDA graph."""
@@ -226,12 +232,12 @@ class Launch:
         v: int,
         o: int,
         lse: int,
-        mask_bits: int,
         float_workspace: int,
         stream: int,
         sm_scale: float,
         out_scale: float,
         lse_scale: float,
+        extras: RunExtras | None,
         /,
     ) -> bool: ...
 

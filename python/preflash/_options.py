@@ -30,18 +30,19 @@ class Options(NamedTuple):
 
 
 @functools.lru_cache(maxsize=256)
-def core_options(options: Options) -> _core.Options:
-    return _core.Options(
+def core_options(options: Options) -> _core.AttentionOptions:
+    return _core.AttentionOptions(
         num_qo_heads=options.num_qo_heads,
         num_kv_heads=options.num_kv_heads,
         head_dim_qk=options.head_dim_qk,
         head_dim_vo=options.head_dim_vo,
         q_dtype=check.CORE_DTYPES[options.q_dtype],
         kv_dtype=check.CORE_DTYPES[options.kv_dtype],
+        o_dtype=check.CORE_DTYPES[options.q_dtype],
         causal=options.causal,
         window_left=options.window_left,
         soft_cap=options.logits_soft_cap,
-        custom_mask=options.custom_mask,
+        mask=_core.Mask.custom if options.custom_mask else _core.Mask.bounds,
         fixed_split_size=options.fixed_split_size,
         disable_split=options.disable_split_kv,
     )

@@ -66,6 +66,9 @@ class Memory(NamedTuple):
     partials: torch.Tensor | None = None  # of split KV; None: the plan has none
     mask: torch.Tensor | None = None
 
+    def extras(self) -> _core.RunExtras | None:
+        return None if self.mask is None else _core.RunExtras(mask_bits=self.mask.data_ptr())
+
 
 class PlannedVariant:
     """Built by _workspace.upload; run() may be called any number of times, for any layer."""
@@ -90,6 +93,7 @@ class PlannedVariant:
         self._prepared: dict[tuple, _Prepared] = {}
         self._kept = kept
         self._memory = memory
+        self._extras = None if memory is None else memory.extras()
         self._current_stream = device_stream.stream
         self._stream = device_stream.stream()
 
@@ -145,19 +149,20 @@ class PlannedVariant:
             lse_address = lse.data_ptr()
             if lse_address == 0:
                 check.tensor("lse", lse)  # refuses all but an empty one
-        partials_address = mask_address = 0
+        partials_address = 0
         if memory is None:
-            memory = self._memory
+            memory, extras = self._memory, self._extras
+        else:
+            extras = memory.extras()
         if memory is not None:
-            partials, mask = memory
+            partials = memory.partials
             partials_address = 0 if partials is None else partials.data_ptr()
-            mask_address = 0 if mask is None else mask.data_ptr()
         stream = self._current_stream()
         if stream != self._stream:
             self._announce_stream(stream)
         captured = start(
             q.data_ptr(), k.data_ptr(), v.data_ptr() + v_offset, out.data_ptr(), lse_address,
-            mask_address, partials_address, stream, scales[0], scales[1], _LSE_SCALES[lse_base],
+            partials_address, stream, scales[0], scales[1], _LSE_SCALES[lse_base], extras,
         )  # fmt: skip
         if captured:
             self.shared = True

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "preflash/options.h"
 #include "preflash/plan.h"
 
 namespace preflash {
@@ -35,7 +36,17 @@ struct LseTensor {
   float scale = 1.0f;
 };
 
-struct ForwardParams {
+// What few runs bring beside q, k and v. All addresses are of the launch's device; null: absent.
+struct RunExtras {
+  // Packed custom mask, little bit order. 4-byte aligned, since kernels read words, and at least 8
+  // readable bytes follow the last request's bits.
+  const std::uint8_t* mask_bits = nullptr;
+  // [num_qo_heads], natural logarithms: one more logit of every row of a head, not scaled, whose
+  // key has no value. It counts once, however the keys are split, and in the LSE.
+  const float* sinks = nullptr;
+};
+
+struct ForwardParams : AttentionOptions {
   RowTensor q;  // [qo tokens, num_qo_heads, head_dim_qk]
   KvTensor k;
   KvTensor v;
@@ -45,9 +56,7 @@ struct ForwardParams {
   const std::int32_t* page_indices = nullptr;  // null: ragged
   std::int32_t page_size = 1;
 
-  // Packed, little bit order; null without custom mask. 4-byte aligned, since kernels read words,
-  // and at least 8 readable bytes follow the last request's bits.
-  const std::uint8_t* mask_bits = nullptr;
+  RunExtras extras;
   // The plan, resolved to addresses.
   const RequestInfo* requests = nullptr;
   const WorkItem* items = nullptr;
@@ -56,16 +65,9 @@ struct ForwardParams {
   float* partial_o = nullptr;         // [num_partial_rows, head_dim_vo]
   PartialLse* partial_lse = nullptr;  // [num_partial_rows]
 
-  std::int32_t num_kv_heads = 0;
-  std::int32_t group_size = 1;   // num_qo_heads / num_kv_heads
-  std::int32_t head_dim_qk = 0;  // actual sizes, multiples of 8, <= the compiled ones
-  std::int32_t head_dim_vo = 0;
-
-  std::int32_t window_left = -1;
-  bool causal = false;
-  float sm_scale = 1.0f;   // q_scale and k_scale folded in
-  float soft_cap = 0.0f;   // c: logit = c * tanh(sm_scale * qk / c)
-  float out_scale = 1.0f;  // v_scale
+  std::int32_t group_size = 1;  // gqa_ratio()
+  float sm_scale = 1.0f;        // q_scale and k_scale folded in
+  float out_scale = 1.0f;       // v_scale
 };
 
 struct CombineParams {

@@ -220,7 +220,7 @@ struct ForwardMainloop {
       RowKeys keys = smem.row_keys[row];
       if constexpr (Traits::kVariant.mask == Mask::kCustom) {
         int token = unpack_row(params, item.row_begin + row).token;
-        mask_custom_row(scores(r, _), places(r, _), params.mask_bits + request.mask_begin,
+        mask_custom_row(scores(r, _), places(r, _), params.extras.mask_bits + request.mask_begin,
                         static_cast<std::int64_t>(token) * request.kv_len + first_key,
                         keys.end - first_key);
       }

@@ -1,0 +1,50 @@
+// The options of one attention, the same for every request of a batch: what plan() is told beside
+// lengths. Everything that needs options embeds this struct, so that an option is declared once.
+#pragma once
+
+#include <cstdint>
+
+#include "preflash/types.h"
+
+namespace preflash {
+
+struct SplitPolicy {
+  // Keys per KV chunk, rounded up to whole tiles; 0 lets the planner choose. With a fixed size or
+  // with `disable` a request's result does not depend on what else is in the batch.
+  std::int32_t fixed_split_size = 0;
+  bool disable = false;
+};
+
+struct AttentionOptions {
+  std::int32_t num_qo_heads = 0;
+  std::int32_t num_kv_heads = 0;
+  std::int32_t head_dim_qk = 0;  // multiples of 8, <= the compiled sizes
+  std::int32_t head_dim_vo = 0;
+  DType q_dtype = DType::kFloat16;
+  DType kv_dtype = DType::kFloat16;
+  DType o_dtype = DType::kFloat16;
+
+  bool causal = false;  // ignored by callers when a custom mask is given
+  std::int32_t window_left = -1;
+  Mask mask = Mask::kBounds;
+  float soft_cap = 0.0f;  // c: logit = c * tanh(sm_scale * qk / c); 0: off
+
+  SplitPolicy split;
+
+  constexpr std::int32_t gqa_ratio() const { return num_qo_heads / num_kv_heads; }
+};
+
+// What a kernel of the family must be compiled for, to serve the options.
+inline Variant variant_of(const AttentionOptions& options, Family family,
+                          TileClass tile_class = TileClass::kPrefill) {
+  return {.family = family,
+          .q_dtype = options.q_dtype,
+          .kv_dtype = options.kv_dtype,
+          .head_dim_qk = options.head_dim_qk,
+          .head_dim_vo = options.head_dim_vo,
+          .tile_class = tile_class,
+          .logits = options.soft_cap > 0.0f ? Logits::kSoftCap : Logits::kPlain,
+          .mask = options.mask};
+}
+
+}  // namespace preflash
