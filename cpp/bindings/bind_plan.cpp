@@ -5,14 +5,13 @@
 #include <memory>
 
 #include "bindings/bindings.h"
-#include "bindings/plan.h"
+#include "core/launch.h"
 
 namespace preflash {
 namespace {
 
 namespace py = pybind11;
 
-using Address = std::uintptr_t;
 using TokenHead = std::array<std::int64_t, 2>;  // strides of [token, head]
 // Strides of [page, token, head], then the numbers of pages and of tokens in one.
 using PageTokenHead = std::array<std::int64_t, 5>;
@@ -62,18 +61,15 @@ void bind_options(py::module_& m) {
 
 // NOTE: the state changes hands here, where no signal handler can run and raise between the work
 // list's arrival in memory that the old state may still own and the new state that describes it.
-void upload(Plan& plan, const Uploader& uploader, Address int_workspace,
-            std::int64_t int_workspace_bytes, Address page_indices, Address stream, bool blocking,
-            const py::object& owner, const py::object& state) {
-  UploadTarget target{.int_workspace = pointer<void>(int_workspace),
-                      .int_workspace_bytes = int_workspace_bytes,
-                      .page_indices = pointer<const std::int32_t>(page_indices),
-                      .stream = pointer<void>(stream),
-                      .blocking = blocking};
+void write(DevicePlan& place, std::shared_ptr<Plan> plan, Address page_indices, Address stream,
+           bool blocking, const py::object& owner, const py::object& state) {
+  Upload upload{.page_indices = pointer<const std::int32_t>(page_indices),
+                .stream = pointer<void>(stream),
+                .blocking = blocking};
   {
     // Staging may be busy with an earlier copy even when this one is not waited for.
     py::gil_scoped_release release;
-    plan.upload(uploader, target);
+    place.write(std::move(plan), upload);
   }
   if (!owner.is_none()) py::setattr(owner, "_state", state);
 }
@@ -96,7 +92,7 @@ RunArguments run_arguments(Address q, Address k, Address v, Address o, Address l
 }
 
 // Positional signatures: keyword matching would cost a third of the whole call.
-bool run(const Launch& launch, Address q, Address k, Address v, Address o, Address lse,
+bool run(Launch& launch, Address q, Address k, Address v, Address o, Address lse,
          Address float_workspace, Address stream, float sm_scale, float out_scale, float lse_scale,
          const RunExtras* extras) {
   return launch.run(run_arguments(q, k, v, o, lse, float_workspace, stream, sm_scale, out_scale,
@@ -104,8 +100,8 @@ bool run(const Launch& launch, Address q, Address k, Address v, Address o, Addre
 }
 
 // The same on so many threads of the CPU.
-bool run_on_threads(const Launch& launch, int num_threads, Address q, Address k, Address v,
-                    Address o, Address lse, Address float_workspace, Address stream, float sm_scale,
+bool run_on_threads(Launch& launch, int num_threads, Address q, Address k, Address v, Address o,
+                    Address lse, Address float_workspace, Address stream, float sm_scale,
                     float out_scale, float lse_scale, const RunExtras* extras) {
   check_num_threads(num_threads);
   RunArguments arguments = run_arguments(q, k, v, o, lse, float_workspace, stream, sm_scale,
@@ -118,7 +114,7 @@ bool run_on_threads(const Launch& launch, int num_threads, Address q, Address k,
 
 void bind_plan(py::module_& m) {
   bind_options(m);
-  py::class_<Uploader>(m, "Uploader")
+  py::class_<Uploader, std::shared_ptr<Uploader>>(m, "Uploader")
       .def(py::init<int>(), py::arg("device"))
       .def_property_readonly("device", &Uploader::device);
   py::class_<Plan, std::shared_ptr<Plan>>(m, "Plan")
@@ -130,9 +126,6 @@ void bind_plan(py::module_& m) {
            }),
            py::arg("family"), py::arg("device"), py::arg("options"), py::arg("batch"),
            py::arg("float_workspace_bytes"))
-      .def("upload", &upload, py::arg("uploader"), py::arg("int_workspace"),
-           py::arg("int_workspace_bytes"), py::arg("page_indices"), py::arg("stream"),
-           py::arg("blocking"), py::arg("owner"), py::arg("state"))
       .def_property_readonly("id", [](const Plan& plan) { return plan.kernel().id; })
       .def_property_readonly("int_bytes", &Plan::int_bytes)
       .def_property_readonly("float_bytes", &Plan::float_bytes)
@@ -143,18 +136,27 @@ void bind_plan(py::module_& m) {
                              [](const Plan& plan) { return plan.sizes().num_kv_tiles; })
       .def_property_readonly("makespan_kv_tiles",
                              [](const Plan& plan) { return plan.sizes().makespan_kv_tiles; });
-  py::class_<Launch>(m, "Launch")
-      .def(py::init([](std::shared_ptr<Plan> plan, const TokenHead& q, const PageTokenHead& k,
-                       const PageTokenHead& v, const TokenHead& o, const TokenHead& lse) {
-             return std::make_unique<Launch>(
-                 std::move(plan),
-                 RunTensors{.q = row_tensor(q),
-                            .k = kv_tensor(k),
-                            .v = kv_tensor(v),
-                            .o = row_tensor(o),
-                            .lse = {.stride_token = lse[0], .stride_head = lse[1]}});
+  py::class_<DevicePlan, std::shared_ptr<DevicePlan>>(m, "DevicePlan")
+      .def(py::init([](std::shared_ptr<Uploader> uploader, Address memory, std::int64_t capacity) {
+             return std::make_shared<DevicePlan>(std::move(uploader), pointer<void>(memory),
+                                                 capacity);
            }),
-           py::arg("plan"), py::arg("q"), py::arg("k"), py::arg("v"), py::arg("o"), py::arg("lse"))
+           py::arg("uploader"), py::arg("memory"), py::arg("capacity"))
+      .def("write", &write, py::arg("plan"), py::arg("page_indices"), py::arg("stream"),
+           py::arg("blocking"), py::arg("owner"), py::arg("state"));
+  py::class_<Launch>(m, "Launch")
+      .def(
+          py::init([](std::shared_ptr<DevicePlan> place, const TokenHead& q, const PageTokenHead& k,
+                      const PageTokenHead& v, const TokenHead& o, const TokenHead& lse) {
+            return std::make_unique<Launch>(
+                std::move(place),
+                RunTensors{.q = row_tensor(q),
+                           .k = kv_tensor(k),
+                           .v = kv_tensor(v),
+                           .o = row_tensor(o),
+                           .lse = {.stride_token = lse[0], .stride_head = lse[1]}});
+          }),
+          py::arg("place"), py::arg("q"), py::arg("k"), py::arg("v"), py::arg("o"), py::arg("lse"))
       // Other Python threads go on meanwhile: on the CPU this is the computation, and on a GPU a
       // launch waits where the queue is full, maybe for a host callback that needs the interpreter.
       .def("run", &run, py::call_guard<py::gil_scoped_release>())

@@ -6,8 +6,8 @@
 #include <vector>
 
 #include "bindings/bindings.h"
-#include "bindings/device.h"
-#include "bindings/plan.h"
+#include "core/device.h"
+#include "core/plan.h"
 #include "cpu/cpu_backend.h"
 #include "registry/matrix.h"
 #include "registry/registry.h"

@@ -2,7 +2,7 @@
 #include <pybind11/pybind11.h>
 
 #include "bindings/bindings.h"
-#include "bindings/device.h"
+#include "core/device.h"
 
 PYBIND11_MODULE(_core, m) {
   m.doc() =
@@ -18,6 +18,4 @@ PYBIND11_MODULE(_core, m) {
   preflash::bind_batch(m);
   preflash::bind_plan(m);
   preflash::bind_ops(m);
-  preflash::bind_planner_debug(m);
-  preflash::bind_threads_debug(m);
 }

@@ -2,14 +2,18 @@
 #include <pybind11/pybind11.h>
 
 #include "bindings/bindings.h"
-#include "bindings/device.h"
+#include "core/device.h"
+#include "preflash/params.h"
 
 namespace preflash {
 namespace {
 
 namespace py = pybind11;
 
-using Address = std::uintptr_t;
+LaunchTarget launch_target(int device, Address stream, int num_threads) {
+  check_num_threads(num_threads);
+  return {.device = device, .stream = pointer<void>(stream), .num_threads = num_threads};
+}
 
 void pack_bits(Address x, Address packed, Address segments, int num_segments, bool little,
                int device, Address stream, int num_threads) {

@@ -164,19 +164,6 @@ class Plan:
         batch: Batch,
         float_workspace_bytes: int,
     ) -> None: ...
-    def upload(
-        self,
-        uploader: Uploader,
-        int_workspace: int,
-        int_workspace_bytes: int,
-        page_indices: int,
-        stream: int,
-        blocking: bool,
-        owner: object,
-        state: object,
-    ) -> None:
-        """With an owner, its attribute `_state` becomes `state` once the copy has been started."""
-
     @property
     def id(self) -> str: ...
     @property
@@ -194,13 +181,28 @@ class Plan:
     @property
     def makespan_kv_tiles(self) -> int: ...
 
+class DevicePlan:
+    """The place of a plan: `capacity` bytes of device memory at the address `memory`."""
+
+    def __init__(self, uploader: Uploader, memory: int, capacity: int) -> None: ...
+    def write(
+        self,
+        plan: Plan,
+        page_indices: int,
+        stream: int,
+        blocking: bool,
+        owner: object,
+        state: object,
+    ) -> None:
+        """With an owner, its attribute `_state` becomes `state` once the copy has been started."""
+
 class Launch:
     """q, o, lse: strides of [token, head]. k, v: strides of [page, token, head], then the numbers
     of pages and of tokens in one."""
 
     def __init__(
         self,
-        plan: Plan,
+        place: DevicePlan,
         q: tuple[int, int],
         k: tuple[int, int, int, int, int],
         v: tuple[int, int, int, int, int],
@@ -259,6 +261,3 @@ def pack_bits(
     stream: int,
     num_threads: int,
 ) -> None: ...
-
-planner: Any
-threads: Any

@@ -76,6 +76,7 @@ class PlannedVariant:
     def __init__(
         self,
         plan: _core.Plan,
+        place: _core.DevicePlan,
         backend: Backend,
         expected: _tensors.Expected,
         device_stream: DeviceStream,
@@ -85,6 +86,7 @@ class PlannedVariant:
         """kept: the work list and all else that launches use; the allocator knows that the current
         stream uses it."""
         self.plan = plan
+        self._place = place
         self.backend = backend
         self.expected = expected
         self.device_stream = device_stream
@@ -207,7 +209,7 @@ class PlannedVariant:
             tokens, heads = out_shape[:2]
             lse_strides = (heads, 1) if outputs.lse_layout == "NH" else (1, tokens)
         launch = _core.Launch(
-            self.plan,
+            self._place,
             q=q_strides,
             k=(*k.strides, *k.extents),
             v=(*v.strides, *v.extents),

@@ -159,12 +159,13 @@ def upload(
     memory = None
     if partials is not None or what.mask is not None:
         memory = Memory(None if partials is None else partials.tensor, what.mask)
-    variant = PlannedVariant(plan, backend, what.expected, device_stream, kept, memory)
+    place = _core.DevicePlan(
+        workspace.uploader(), int_buffer.tensor.data_ptr(), int_buffer.num_bytes
+    )
+    variant = PlannedVariant(plan, place, backend, what.expected, device_stream, kept, memory)
     owner, state = (None, None) if commit is None else commit(variant)
-    plan.upload(
-        workspace.uploader(),
-        int_buffer.tensor.data_ptr(),
-        int_buffer.num_bytes,
+    place.write(
+        plan,
         0 if what.page_indices is None else what.page_indices.data_ptr(),
         device_stream.stream(),
         what.blocking,

@@ -14,6 +14,7 @@ import pytest
 import torch
 from preflash import _core
 from preflash.testing import Case, MaskKind, build, cases, runner
+from preflash_harness import threads
 
 CASE = Case("mixed", (1, 70, 130), (600, 300, 130), 8, 2, 64, page_size=16, mask=MaskKind.CAUSAL)
 SOME = [CASE, *(case for i, case in enumerate(cases.core()) if i % 16 == 3)]
@@ -169,17 +170,17 @@ assert all(torch.equal(a, b) for a, b in zip(runner.run(wrapper, inputs), before
 
 
 def jobs_in_a_new_process(*jobs: dict) -> list[dict]:
-    """What _core.threads.run tells of jobs that start 0.1 s apart, and when each ended.
+    """What threads.run tells of jobs that start 0.1 s apart, and when each ended.
 
     In a process that has started no helpers yet: as many as these jobs ask for.
     """
     code = f"""
 import json, time
 from concurrent.futures import ThreadPoolExecutor
-from preflash import _core
+from preflash_harness import threads
 def run(place, job):
     time.sleep(0.1 * place)
-    return _core.threads.run(**job) | {{"end": time.monotonic()}}
+    return threads.run(**job) | {{"end": time.monotonic()}}
 with ThreadPoolExecutor({len(jobs)}) as pool:
     print(json.dumps(list(pool.map(run, range({len(jobs)}), {jobs!r}))))
 """
@@ -212,7 +213,7 @@ def test_a_job_has_no_more_threads_than_it_asked_for():
 
     def job(num_threads):
         ready.wait()
-        return _core.threads.run(count=300, num_threads=num_threads, microseconds=1_000)
+        return threads.run(count=300, num_threads=num_threads, microseconds=1_000)
 
     wide, two, one = in_threads(lambda: job(8), lambda: job(2), lambda: job(1))
     assert 2 < wide["most_at_once"] <= 8
@@ -223,17 +224,17 @@ def test_a_job_has_no_more_threads_than_it_asked_for():
 def test_a_failure_reaches_its_own_caller():
     def fails():
         with pytest.raises(RuntimeError, match="index 50 failed"):
-            _core.threads.run(count=100, num_threads=3, microseconds=500, fails_at=50)
+            threads.run(count=100, num_threads=3, microseconds=500, fails_at=50)
 
     def works():
-        return _core.threads.run(count=100, num_threads=3, microseconds=500)["most_at_once"]
+        return threads.run(count=100, num_threads=3, microseconds=500)["most_at_once"]
 
     assert in_threads(fails, works, fails)[1] >= 1
 
 
 def test_no_threads_are_refused():
     with pytest.raises(ValueError, match="num_threads is 0"):
-        _core.threads.run(count=1, num_threads=0)
+        threads.run(count=1, num_threads=0)
 
 
 # PREFLASH_CPU_ISA
@@ -296,14 +297,14 @@ def test_a_launch_passes_on_what_was_thrown():
     """The planner's own door to the CPU kernels does not ask for the instruction set first."""
     code = """
 import numpy as np
-from preflash import _core
+from preflash_harness import planner
 zeros = np.zeros(4096, np.float32)
 x = zeros.ctypes.data
 case = dict(qo_indptr=[0, 2], kv_indptr=[0, 2], num_qo_heads=1, num_kv_heads=1, tile_m=64,
             tile_n=64, num_sms=1, ctas_per_sm=1, causal=False, window_left=-1,
             float_workspace_bytes=0)
 try:
-    _core.planner.attend(x, x, x, x, x, **case)
+    planner.attend(x, x, x, x, x, **case)
 except RuntimeError as error:
     print(error)
 """

@@ -7,8 +7,7 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 from preflash import _core
-
-planner = _core.planner
+from preflash_harness import planner
 
 FINAL = -1
 ITEM_COST, PARTIAL_COST = 2, 1  # work.h, CostModel: what an item costs besides its KV tiles

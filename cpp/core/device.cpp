@@ -1,4 +1,4 @@
-#include "bindings/device.h"
+#include "core/device.h"
 
 #include <map>
 #include <mutex>
@@ -41,11 +41,6 @@ void check_num_threads(int num_threads) {
   if (num_threads >= 1) return;
   throw std::invalid_argument("num_threads is " + std::to_string(num_threads) +
                               "; must be at least 1, the calling thread");
-}
-
-LaunchTarget launch_target(int device, std::uintptr_t stream, int num_threads) {
-  check_num_threads(num_threads);
-  return {.device = device, .stream = pointer<void>(stream), .num_threads = num_threads};
 }
 
 }  // namespace preflash

@@ -28,13 +28,4 @@ void check_launch(LaunchError error, const char* what);
 // Throws std::invalid_argument for less than one.
 void check_num_threads(int num_threads);
 
-// Where a launch runs, as Python says it. Throws like check_num_threads.
-LaunchTarget launch_target(int device, std::uintptr_t stream, int num_threads);
-
-// Addresses travel as Python integers.
-template <class T>
-T* pointer(std::uintptr_t address) {
-  return reinterpret_cast<T*>(address);
-}
-
 }  // namespace preflash

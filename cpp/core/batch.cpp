@@ -1,12 +1,7 @@
-#include "bindings/batch.h"
-
-#include <pybind11/pybind11.h>
+#include "core/batch.h"
 
 #include <algorithm>
-#include <memory>
 
-#include "bindings/bindings.h"
-#include "bindings/device.h"
 #include "planner/message.h"
 
 namespace preflash {
@@ -110,59 +105,6 @@ void Batch::describe(Problem* problem) const {
   problem->last_page_len = last_page_len_;
   problem->mask_indptr = mask_indptr_;
   problem->page_size = page_size_;
-}
-
-namespace py = pybind11;
-
-void bind_batch(py::module_& m) {
-  using Address = std::uintptr_t;
-  py::class_<Batch, std::shared_ptr<Batch>>(m, "Batch")
-      .def(py::init([](Address qo_indptr, Address kv_indptr, Address last_page_len,
-                       int num_requests, int page_size) {
-             return std::make_shared<Batch>(
-                 BatchArrays{.qo_indptr = pointer<const std::int32_t>(qo_indptr),
-                             .kv_indptr = pointer<const std::int32_t>(kv_indptr),
-                             .last_page_len = pointer<const std::int32_t>(last_page_len),
-                             .num_requests = num_requests,
-                             .page_size = page_size});
-           }),
-           py::arg("qo_indptr"), py::arg("kv_indptr"), py::arg("last_page_len"),
-           py::arg("num_requests"), py::arg("page_size"))
-      .def_property_readonly("num_requests", &Batch::num_requests)
-      .def_property_readonly("page_size", &Batch::page_size)
-      .def_property_readonly("qo_end", &Batch::qo_end)
-      .def_property_readonly("kv_end", &Batch::kv_end)
-      .def_property_readonly("max_qo_len", &Batch::max_qo_len)
-      .def_property_readonly("max_kv_len", &Batch::max_kv_len)
-      .def("qo_len", &Batch::qo_len)
-      .def("kv_len", &Batch::kv_len)
-      .def("use_mask", &Batch::use_mask)
-      .def_property_readonly("mask_elements", &Batch::mask_elements)
-      .def_property_readonly("mask_bytes", &Batch::mask_bytes)
-      .def("write_mask_segments",
-           [](const Batch& batch, Address begin) {
-             batch.write_mask_segments(pointer<std::int64_t>(begin));
-           })
-      .def("set_page_indices",
-           [](Batch& batch, Address indices, std::int64_t count) {
-             batch.set_page_indices(pointer<const std::int32_t>(indices), count);
-           })
-      .def_property_readonly("min_page", &Batch::min_page)
-      .def_property_readonly("max_page", &Batch::max_page)
-      .def("first_qo_len_other_than",
-           [](const Batch& batch, Address lengths) {
-             return batch.first_qo_len_other_than(pointer<const std::int64_t>(lengths));
-           })
-      .def("first_kv_len_other_than",
-           [](const Batch& batch, Address lengths) {
-             return batch.first_kv_len_other_than(pointer<const std::int64_t>(lengths));
-           })
-      .def("first_pages_other_than", [](const Batch& batch, Address page_indices,
-                                        Address block_tables, std::int64_t row_stride) {
-        return batch.first_pages_other_than(
-            pointer<const std::int32_t>(page_indices),
-            {.data = pointer<const std::int32_t>(block_tables), .row_stride = row_stride});
-      });
 }
 
 }  // namespace preflash

@@ -1,4 +1,4 @@
-#include "bindings/memory_span.h"
+#include "core/memory_span.h"
 
 #include <algorithm>
 

@@ -1,4 +1,4 @@
-#include "bindings/plan.h"
+#include "core/plan.h"
 
 #include <algorithm>
 #include <cstdlib>
@@ -65,15 +65,6 @@ const ForwardKernel* find_kernel(Family family, const Problem& problem, const De
 
 }  // namespace
 
-Uploader::Uploader(int device)
-    : device_(device),
-      services_(&services_of(device)),
-      uploader_(services_->uploader_create(device)) {
-  if (uploader_ == nullptr) throw std::runtime_error("no pinned memory for plan uploads");
-}
-
-Uploader::~Uploader() { services_->uploader_destroy(uploader_); }
-
 Plan::Plan(Family family, int device, const AttentionOptions& options,
            std::shared_ptr<const Batch> batch, std::int64_t float_workspace_bytes)
     : device_(device),
@@ -93,46 +84,13 @@ Problem Plan::describe(std::int64_t float_workspace_bytes) const {
   return problem;
 }
 
-void Plan::upload(const Uploader& uploader, const UploadTarget& target) {
-  if (target.int_workspace_bytes < int_bytes_) {
-    throw std::invalid_argument("int_workspace_buffer holds " +
-                                std::to_string(target.int_workspace_bytes) +
-                                " bytes; this plan needs " + std::to_string(int_bytes_));
-  }
-  if (target.int_workspace == nullptr && int_bytes_ > 0) {
-    throw std::invalid_argument(
-        "int_workspace_buffer has no memory behind it (a FakeTensor, or storage that was freed)");
-  }
-  const DeviceServices& services = services_of(device_);
-  void* host = nullptr;
-  check_launch(services.uploader_acquire(uploader.get(), int_bytes_, &host), "plan staging");
-  planner_.write(host);
+void Plan::write(void* image) const {
+  planner_.write(image);
   std::span<const std::int32_t> pages = batch_->page_indices();
   if (!pages.empty()) {
-    std::memcpy(static_cast<std::byte*>(host) + page_indices_offset_, pages.data(),
+    std::memcpy(static_cast<std::byte*>(image) + page_indices_offset_, pages.data(),
                 pages.size_bytes());
   }
-  check_launch(services.uploader_submit(uploader.get(), target.int_workspace, int_bytes_,
-                                        target.stream, target.blocking),
-               "plan upload");
-  int_workspace_ = target.int_workspace;
-  page_indices_ = target.page_indices;
-  if (batch_->page_size() > 0 && page_indices_ == nullptr) {
-    page_indices_ = reinterpret_cast<const std::int32_t*>(static_cast<std::byte*>(int_workspace_) +
-                                                          page_indices_offset_);
-  }
-}
-
-ForwardParams Plan::params() const {
-  ForwardParams params{options_};
-  params.group_size = options_.gqa_ratio();
-  params.page_indices = page_indices_;
-  params.page_size = std::max(batch_->page_size(), 1);
-  params.requests = layout().requests.in(int_workspace_);
-  params.items = layout().items.in(int_workspace_);
-  params.cta_begin = layout().cta_begin.in(int_workspace_);
-  params.num_items = sizes().num_items;
-  return params;
 }
 
 }  // namespace preflash

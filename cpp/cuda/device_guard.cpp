@@ -1,7 +1,7 @@
-#include "launch/device_guard.h"
+#include "cuda/device_guard.h"
 
-#include "launch/driver_api.h"
-#include "launch/launch_error.h"
+#include "cuda/driver_api.h"
+#include "cuda/launch_error.h"
 
 namespace preflash {
 

@@ -1,7 +1,7 @@
 // The hot path: what happens between Python's run() and the kernel.
-#include <string>
+#include "core/launch.h"
 
-#include "bindings/plan.h"
+#include <string>
 
 namespace preflash {
 namespace {
@@ -76,22 +76,28 @@ MemorySpan span_of_bytes(std::int64_t bytes) { return {.row_bytes = bytes}; }
 
 }  // namespace
 
-Launch::Launch(std::shared_ptr<const Plan> plan, const RunTensors& tensors)
-    : plan_(std::move(plan)), services_(&services_of(plan_->device())), forward_(plan_->params()) {
-  forward_.q = tensors.q;
+Launch::Launch(std::shared_ptr<const DevicePlan> place, const RunTensors& tensors)
+    : place_(std::move(place)), tensors_(tensors), services_(&services_of(place_->device())) {
+  bind();
+}
+
+void Launch::bind() {
+  plan_ = place_->plan();
+  forward_ = place_->params();
+  forward_.q = tensors_.q;
   forward_.q.num_tokens = plan_->batch().qo_end();
-  forward_.k = tensors.k;
-  forward_.v = tensors.v;
-  forward_.o = tensors.o;
+  forward_.k = tensors_.k;
+  forward_.v = tensors_.v;
+  forward_.o = tensors_.o;
   forward_.o.num_tokens = forward_.q.num_tokens;
-  forward_.lse = tensors.lse;
+  forward_.lse = tensors_.lse;
 
   const ForwardKernel& kernel = plan_->kernel();
   combine_.o = forward_.o;
-  combine_.lse = tensors.lse;
+  combine_.lse = tensors_.lse;
   combine_.o_dtype = plan_->options().o_dtype;
   combine_.requests = forward_.requests;
-  combine_.merges = plan_->merges();
+  combine_.merges = place_->merges();
   combine_.num_merges = plan_->sizes().num_merges;
   combine_.tile_rows = rows_per_tile(kernel.traits.tile_rows, kernel.tile.m, forward_.group_size);
   combine_.group_size = forward_.group_size;
@@ -123,7 +129,7 @@ void Launch::check(const RunArguments& arguments) const {
       {"k", arguments.k, spans_.k},
       {"v", arguments.v, spans_.v},
       {"float_workspace_buffer", arguments.float_workspace, partials},
-      {"int_workspace_buffer", plan_->int_workspace(), work_list},
+      {"int_workspace_buffer", place_->memory(), work_list},
   };
   // q itself may be written to: an item has read its rows of q, which nobody else reads, before it
   // writes the same rows of out.
@@ -137,7 +143,8 @@ void Launch::check(const RunArguments& arguments) const {
   for (const Placed& other : others) check_apart(lse, other);
 }
 
-bool Launch::run(const RunArguments& arguments) const {
+bool Launch::run(const RunArguments& arguments) {
+  if (plan_ != place_->plan()) bind();
   const PlanSizes& sizes = plan_->sizes();
   const PlanLayout& layout = plan_->layout();
   check(arguments);

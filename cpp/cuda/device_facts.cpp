@@ -1,4 +1,4 @@
-#include "launch/device_facts.h"
+#include "cuda/device_facts.h"
 
 #include <cuda_runtime_api.h>
 
@@ -6,7 +6,7 @@
 #include <mutex>
 #include <vector>
 
-#include "launch/launch_error.h"
+#include "cuda/launch_error.h"
 
 namespace preflash {
 namespace {

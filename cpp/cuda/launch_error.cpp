@@ -1,4 +1,4 @@
-#include "launch/launch_error.h"
+#include "cuda/launch_error.h"
 
 #include <cstdarg>
 #include <cstdio>

@@ -1,9 +1,9 @@
-#include "launch/plan_uploader.h"
+#include "cuda/plan_uploader.h"
 
 #include <algorithm>
 
-#include "launch/device_guard.h"
-#include "launch/launch_error.h"
+#include "cuda/device_guard.h"
+#include "cuda/launch_error.h"
 
 namespace preflash {
 namespace {

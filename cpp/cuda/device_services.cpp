@@ -10,10 +10,10 @@
 #include "kernels/combine/combine.h"
 #include "kernels/common/merge_states.h"
 #include "kernels/common/pack_bits.h"
-#include "launch/device_facts.h"
-#include "launch/device_guard.h"
-#include "launch/launch_error.h"
-#include "launch/plan_uploader.h"
+#include "cuda/device_facts.h"
+#include "cuda/device_guard.h"
+#include "cuda/launch_error.h"
+#include "cuda/plan_uploader.h"
 
 namespace preflash {
 namespace {

@@ -1,9 +1,9 @@
-#include "launch/driver_api.h"
+#include "cuda/driver_api.h"
 
 #include <array>
 #include <atomic>
 
-#include "launch/launch_error.h"
+#include "cuda/launch_error.h"
 
 namespace preflash {
 namespace {

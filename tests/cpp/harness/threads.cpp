@@ -1,5 +1,4 @@
-// The CPU backend's threads as tests see them: `_core.threads`. Nothing in the package itself calls
-// this.
+// The CPU backend's threads as tests see them: `preflash_harness.threads`.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -11,9 +10,9 @@
 #include <thread>
 #include <vector>
 
-#include "bindings/bindings.h"
-#include "bindings/device.h"
+#include "core/device.h"
 #include "cpu/thread_pool.h"
+#include "harness/harness.h"
 
 namespace preflash {
 namespace {
@@ -46,7 +45,7 @@ py::dict run(int count, int num_threads, int microseconds, int fails_at) {
 
 }  // namespace
 
-void bind_threads_debug(py::module_& module) {
+void bind_threads(py::module_& module) {
   py::module_ m = module.def_submodule("threads", "The CPU backend's threads, for tests.");
   m.def("run", &run, py::arg("count"), py::arg("num_threads"), py::arg("microseconds") = 0,
         py::arg("fails_at") = -1);

@@ -1,4 +1,6 @@
-// The planner as tests see it: `_core.planner`. Nothing in the package itself calls this.
+// The planner as tests see it: `preflash_harness.planner`.
+#include "planner/planner.h"
+
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -12,10 +14,10 @@
 #include <vector>
 
 #include "bindings/bindings.h"
-#include "bindings/device.h"
+#include "core/device.h"
 #include "cpu/forward.h"
 #include "cpu/merge.h"
-#include "planner/planner.h"
+#include "harness/harness.h"
 #include "preflash/params.h"
 
 namespace py = pybind11;
@@ -294,7 +296,7 @@ std::vector<std::vector<bool>> keeps(const py::kwargs& kwargs) {
 
 }  // namespace
 
-void bind_planner_debug(py::module_& module) {
+void bind_planner(py::module_& module) {
   py::module_ m = module.def_submodule("planner", "The planner on its own, for tests.");
   m.def("plan", &plan);
   m.def("time_plan", &time_plan, py::arg("repeats"));

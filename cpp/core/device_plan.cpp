@@ -1,0 +1,59 @@
+#include "core/device_plan.h"
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+
+namespace preflash {
+
+Uploader::Uploader(int device)
+    : device_(device),
+      services_(&services_of(device)),
+      uploader_(services_->uploader_create(device)) {
+  if (uploader_ == nullptr) throw std::runtime_error("no pinned memory for plan uploads");
+}
+
+Uploader::~Uploader() { services_->uploader_destroy(uploader_); }
+
+DevicePlan::DevicePlan(std::shared_ptr<const Uploader> uploader, void* memory,
+                       std::int64_t capacity)
+    : uploader_(std::move(uploader)), memory_(memory), capacity_(capacity) {}
+
+void DevicePlan::write(std::shared_ptr<const Plan> plan, const Upload& upload) {
+  const std::int64_t bytes = plan->int_bytes();
+  if (capacity_ < bytes) {
+    throw std::invalid_argument("int_workspace_buffer holds " + std::to_string(capacity_) +
+                                " bytes; this plan needs " + std::to_string(bytes));
+  }
+  if (memory_ == nullptr && bytes > 0) {
+    throw std::invalid_argument(
+        "int_workspace_buffer has no memory behind it (a FakeTensor, or storage that was freed)");
+  }
+  const DeviceServices& services = services_of(device());
+  void* staging = nullptr;
+  check_launch(services.uploader_acquire(uploader_->get(), bytes, &staging), "plan staging");
+  plan->write(staging);
+  check_launch(
+      services.uploader_submit(uploader_->get(), memory_, bytes, upload.stream, upload.blocking),
+      "plan upload");
+  page_indices_ = upload.page_indices;
+  if (plan->batch().page_size() > 0 && page_indices_ == nullptr) {
+    page_indices_ = reinterpret_cast<const std::int32_t*>(static_cast<std::byte*>(memory_) +
+                                                          plan->page_indices_offset());
+  }
+  plan_ = std::move(plan);
+}
+
+ForwardParams DevicePlan::params() const {
+  ForwardParams params{plan_->options()};
+  params.group_size = params.gqa_ratio();
+  params.page_indices = page_indices_;
+  params.page_size = std::max(plan_->batch().page_size(), 1);
+  params.requests = plan_->layout().requests.in(memory_);
+  params.items = plan_->layout().items.in(memory_);
+  params.cta_begin = plan_->layout().cta_begin.in(memory_);
+  params.num_items = plan_->sizes().num_items;
+  return params;
+}
+
+}  // namespace preflash

@@ -1,0 +1,64 @@
+// Where a plan is on a device. Launches bind to the place, not to the plan: planning again writes
+// another Plan into the same DevicePlan, whose addresses stay as they are.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+
+#include "core/plan.h"
+#include "preflash/params.h"
+
+namespace preflash {
+
+// Pinned staging memory, one per wrapper. Not thread-safe.
+class Uploader {
+ public:
+  explicit Uploader(int device);
+  ~Uploader();
+  Uploader(const Uploader&) = delete;
+  Uploader& operator=(const Uploader&) = delete;
+
+  int device() const { return device_; }
+  PlanUploader* get() const { return uploader_; }
+
+ private:
+  int device_;
+  const DeviceServices* services_;
+  PlanUploader* uploader_;
+};
+
+// How a plan reaches its place.
+struct Upload {
+  const std::int32_t* page_indices =
+      nullptr;  // on the device; null: those of the batch are uploaded
+  void* stream = nullptr;
+  bool blocking = false;
+};
+
+class DevicePlan {
+ public:
+  // memory: `capacity` bytes on the device, 16-byte aligned; whoever owns it outlives the launches.
+  DevicePlan(std::shared_ptr<const Uploader> uploader, void* memory, std::int64_t capacity);
+
+  int device() const { return uploader_->device(); }
+  // Null before the first write().
+  const std::shared_ptr<const Plan>& plan() const { return plan_; }
+
+  // Writes the plan into pinned memory and starts its copy to the device. Throws
+  // std::invalid_argument, and changes nothing, where the plan exceeds the capacity.
+  void write(std::shared_ptr<const Plan> plan, const Upload& upload);
+
+  // Everything of ForwardParams that no tensor decides.
+  ForwardParams params() const;
+  const MergeItem* merges() const { return plan_->layout().merges.in(memory_); }
+  const void* memory() const { return memory_; }
+
+ private:
+  std::shared_ptr<const Uploader> uploader_;
+  void* memory_;
+  std::int64_t capacity_;
+  std::shared_ptr<const Plan> plan_;
+  const std::int32_t* page_indices_ = nullptr;
+};
+
+}  // namespace preflash

@@ -1,0 +1,8 @@
+// preflash_harness: built for the tests and in no wheel.
+#include "harness/harness.h"
+
+PYBIND11_MODULE(preflash_harness, m) {
+  m.doc() = "The planner and the threads of preflash's CPU backend, on their own.";
+  preflash::bind_planner(m);
+  preflash::bind_threads(m);
+}
