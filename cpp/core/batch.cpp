@@ -21,8 +21,7 @@ std::int64_t Batch::qo_len(int request) const {
 
 std::int64_t Batch::kv_len(int request) const {
   std::int64_t units = static_cast<std::int64_t>(kv_indptr_[request + 1]) - kv_indptr_[request];
-  if (page_size_ == 0) return units;
-  return units > 0 ? (units - 1) * page_size_ + last_page_len_[request] : 0;
+  return page_size_ == 0 ? units : kv_length(units, page_size_, last_page_len_[request]);
 }
 
 std::int64_t Batch::max_qo_len() const {

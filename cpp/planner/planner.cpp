@@ -132,16 +132,12 @@ Planner::Planner(const Problem& problem, const DeviceFacts& facts, const Forward
 
 void Planner::read_requests(const Problem& problem) {
   requests_.resize(problem.qo_indptr.size() - 1);
-  const bool paged = problem.page_size > 0;
   for (std::size_t i = 0; i < requests_.size(); ++i) {
     RequestInfo& info = requests_[i];
     info.qo_begin = problem.qo_indptr[i];
     info.qo_len = problem.qo_indptr[i + 1] - info.qo_begin;
     info.kv_begin = problem.kv_indptr[i];
-    info.kv_len = problem.kv_indptr[i + 1] - info.kv_begin;
-    if (paged && info.kv_len > 0) {
-      info.kv_len = (info.kv_len - 1) * problem.page_size + problem.last_page_len[i];
-    }
+    info.kv_len = static_cast<std::int32_t>(problem.kv_len(i));
     if (problem.mask == Mask::kCustom) info.mask_begin = problem.mask_indptr[i];
   }
 }

@@ -12,12 +12,8 @@ namespace {
 
 using Indptr32 = std::span<const std::int32_t>;
 
-bool is_paged(const Problem& problem) {
-  return problem.page_size != 0 || !problem.last_page_len.empty();
-}
-
 std::string_view kv_indptr_name(const Problem& problem) {
-  return is_paged(problem) ? "paged_kv_indptr" : "kv_indptr";
+  return problem.paged() ? "paged_kv_indptr" : "kv_indptr";
 }
 
 void check_heads(const Problem& problem) {
@@ -90,7 +86,7 @@ void check_sizes(const Problem& problem) {
     refuse(kv_indptr_name(problem), " has ", problem.kv_indptr.size(), " elements, qo_indptr has ",
            elements, ": both need batch_size + 1");
   }
-  if (is_paged(problem) && problem.last_page_len.size() + 1 != elements) {
+  if (problem.paged() && problem.last_page_len.size() + 1 != elements) {
     refuse("paged_kv_last_page_len has ", problem.last_page_len.size(), " elements, qo_indptr has ",
            elements, ": it needs one per request, ", elements - 1);
   }
@@ -104,7 +100,7 @@ void check_query_lengths(const Problem& problem) {
   check_indptr("qo_indptr", problem.qo_indptr);
   std::int64_t group = problem.num_qo_heads / problem.num_kv_heads;
   for (std::size_t i = 0; i + 1 < problem.qo_indptr.size(); ++i) {
-    std::int64_t length = problem.qo_indptr[i + 1] - problem.qo_indptr[i];
+    std::int64_t length = problem.qo_len(i);
     if (length * group > kMaxRequestLength) {
       refuse("qo_indptr[", i + 1, "]: request ", i, " has ", length, " queries times ", group,
              " query heads per KV head = ", length * group, " rows; at most ", kMaxRequestLength,
@@ -148,14 +144,8 @@ void check_paged_kv(const Problem& problem) {
              " pages of page_size = ", problem.page_size, ", so it must be in [1, ",
              problem.page_size, "]");
     }
-    check_kv_length(problem, i, (pages - 1) * problem.page_size + last);
+    check_kv_length(problem, i, problem.kv_len(i));
   }
-}
-
-std::int64_t kv_length(const Problem& problem, std::size_t request) {
-  std::int64_t extent = problem.kv_indptr[request + 1] - problem.kv_indptr[request];
-  if (!is_paged(problem) || extent == 0) return extent;
-  return (extent - 1) * problem.page_size + problem.last_page_len[request];
 }
 
 void check_mask(const Problem& problem) {
@@ -163,8 +153,8 @@ void check_mask(const Problem& problem) {
     refuse("mask_indptr[0] = ", problem.mask_indptr[0], ": must not be negative");
   }
   for (std::size_t i = 0; i + 1 < problem.mask_indptr.size(); ++i) {
-    std::int64_t queries = problem.qo_indptr[i + 1] - problem.qo_indptr[i];
-    std::int64_t keys = kv_length(problem, i);
+    std::int64_t queries = problem.qo_len(i);
+    std::int64_t keys = problem.kv_len(i);
     std::int64_t needed = ceil_div<std::int64_t>(queries * keys, 8);
     if (problem.mask_indptr[i] > problem.mask_indptr[i + 1] ||
         problem.mask_indptr[i + 1] - problem.mask_indptr[i] < needed) {
@@ -181,7 +171,7 @@ void validate(const Problem& problem) {
   check_scalars(problem);
   check_sizes(problem);
   check_query_lengths(problem);
-  if (is_paged(problem)) {
+  if (problem.paged()) {
     check_paged_kv(problem);
   } else {
     check_ragged_kv(problem);
@@ -206,10 +196,10 @@ TileClass choose_tile_class(const Problem& problem) {
   double work_short = 0.0;
   double work_tall = 0.0;
   for (std::size_t i = 0; i + 1 < problem.qo_indptr.size(); ++i) {
-    std::int64_t length = problem.qo_indptr[i + 1] - problem.qo_indptr[i];
+    std::int64_t length = problem.qo_len(i);
     std::int64_t tiles = ceil_div<std::int64_t>(length * group, kDecodeTileRows);
     if (tiles > 1 && same_bits) return TileClass::kPrefill;
-    std::int64_t keys = kv_length(problem, i);
+    std::int64_t keys = problem.kv_len(i);
     if (problem.window_left >= 0) keys = std::min(keys, problem.window_left + length);
     (tiles > 1 ? work_tall : work_short) += static_cast<double>(tiles * (keys + 1));
   }

@@ -43,6 +43,16 @@ struct alignas(16) WorkItem {
 };
 static_assert(sizeof(WorkItem) == 16);
 
+// The keys of an item's chunk. NOTE: no product of chunk and chunk_keys past the request's end,
+// which int32 might not hold.
+PREFLASH_HD constexpr KeySpan chunk_of(const WorkItem& item, const RequestInfo& request) {
+  KeySpan chunk{item.chunk * request.chunk_keys, request.kv_len};
+  if (request.kv_len - chunk.begin > request.chunk_keys) {
+    chunk.end = chunk.begin + request.chunk_keys;
+  }
+  return chunk;
+}
+
 // One tile whose KV was split. Its `rows`, rows_per_tile() of them or what the request has left,
 // have partials for every chunk, in chunk order: those of chunk i begin at first_row + i * rows.
 // The combine kernel turns them into the tile's rows of o and lse.

@@ -9,12 +9,29 @@
 
 namespace preflash {
 
+// Keys of a request: `units` of them (ragged), or in so many pages whose last one holds
+// last_page_len. 64 bits: lengths that validate() is about to refuse must not wrap around.
+constexpr std::int64_t kv_length(std::int64_t units, std::int32_t page_size,
+                                 std::int32_t last_page_len) {
+  if (page_size == 0) return units;
+  return units > 0 ? (units - 1) * page_size + last_page_len : 0;
+}
+
 struct Problem : AttentionOptions {
   std::span<const std::int32_t> qo_indptr;      // [batch + 1], tokens
   std::span<const std::int32_t> kv_indptr;      // [batch + 1], tokens (ragged) or pages (paged)
   std::span<const std::int32_t> last_page_len;  // [batch]; empty: ragged
   std::span<const std::int64_t> mask_indptr;    // [batch + 1], bytes; empty: no custom mask
   std::int32_t page_size = 0;                   // 0: ragged
+
+  bool paged() const { return page_size != 0 || !last_page_len.empty(); }
+  std::int64_t qo_len(std::size_t request) const {
+    return std::int64_t{qo_indptr[request + 1]} - qo_indptr[request];
+  }
+  std::int64_t kv_len(std::size_t request) const {
+    std::int64_t units = std::int64_t{kv_indptr[request + 1]} - kv_indptr[request];
+    return paged() ? kv_length(units, page_size, last_page_len[request]) : units;
+  }
 
   std::int64_t float_workspace_bytes = 0;  // the planner splits only as far as this reaches
 
