@@ -20,10 +20,7 @@ struct ForwardEpilogue {
 
   __device__ __forceinline__ void run(Softmax& softmax, AccumulatorO& tOrO) const {
     auto rows_of_o = make_tensor(tOrO.data(), as_rows_and_columns(tOrO.layout()));
-    // (rows, columns) of this thread -> (tile row, head_dim)
-    Tensor coordinates = make_identity_tensor(Shape<Int<Traits::kTileM>, Int<Traits::kHeadVo>>{});
-    Tensor tOcO = typename Traits::Mma{}.get_slice(thread).partition_C(coordinates);
-    auto places = make_tensor(tOcO.data(), as_rows_and_columns(tOcO.layout()));
+    auto places = accumulator_places<Traits, Traits::kHeadVo>(thread);
     bool final = item.partial_row == WorkItem::kFinal;
     CUTE_UNROLL
     for (int r = 0; r < size<0>(rows_of_o); ++r) {

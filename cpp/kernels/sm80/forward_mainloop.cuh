@@ -11,19 +11,11 @@
 #pragma once
 
 #include "kernels/common/convert.cuh"
-#include "kernels/common/mask.cuh"
 #include "kernels/sm80/forward_load.cuh"
+#include "kernels/sm80/forward_mask.cuh"
 #include "kernels/sm80/lazy_softmax.cuh"
 
 namespace preflash::sm80 {
-
-// (2, 2), MMA_M, MMA_N accumulator -> (rows of this thread, columns of this thread)
-template <class L>
-__device__ constexpr auto as_rows_and_columns(L layout) {
-  auto split = logical_divide(layout, Shape<_2>{});  // ((2, 2), MMA_M, MMA_N)
-  return make_layout(make_layout(get<0, 1>(split), get<1>(split)),
-                     make_layout(get<0, 0>(split), get<2>(split)));
-}
 
 template <class Traits>
 struct ForwardMainloop {
@@ -97,7 +89,8 @@ struct ForwardMainloop {
       cp_async_fence();
       transform_logits<Traits::kVariant.logits>(tSrS, params.logits);
       auto rows_of_s = make_tensor(tSrS.data(), as_rows_and_columns(tSrS.layout()));
-      if (tiles.needs_mask(tile)) mask_tile(rows_of_s, tile);
+      ScoreCoordinates<Traits> at(params, request, item, tile, thread);
+      if (tiles.needs_mask(tile)) mask_tile(rows_of_s, at, smem);
       softmax.update(rows_of_s, rows_of_o, params.logits.scale_log2);
       multiply_pv(tOrO, tSrS, stage);
     };
@@ -202,32 +195,6 @@ struct ForwardMainloop {
                                 pairs(0, m, 2 * depth + 1), pairs(1, m, 2 * depth + 1)};
           mma_16x16x16<MmaOp>(tOrO(_, m, 2 * n), tOrO(_, m, 2 * n + 1), p, v);
         }
-      }
-    }
-  }
-
-  template <class Scores>
-  __device__ __forceinline__ void mask_tile(Scores& scores, int tile) const {
-    // (rows, columns) of (tile row, tile column) coordinates, constants but for the thread's own
-    // part
-    Tensor coordinates = make_identity_tensor(Shape<Int<Traits::kTileM>, Int<Traits::kTileN>>{});
-    Tensor tScS = Mma{}.get_slice(thread).partition_C(coordinates);
-    auto places = make_tensor(tScS.data(), as_rows_and_columns(tScS.layout()));
-    int first_key = tile * Traits::kTileN;
-    CUTE_UNROLL
-    for (int r = 0; r < size<0>(scores); ++r) {
-      int row = get<0>(places(r, 0));
-      RowKeys keys = smem.row_keys[row];
-      if constexpr (Traits::kVariant.mask == Mask::kCustom) {
-        int token = unpack_row(params, item.row_begin + row).token;
-        mask_custom_row(scores(r, _), places(r, _), params.extras.mask_bits + request.mask_begin,
-                        static_cast<std::int64_t>(token) * request.kv_len + first_key,
-                        keys.end - first_key);
-      }
-      CUTE_UNROLL
-      for (int c = 0; c < size<1>(scores); ++c) {
-        int key = first_key + get<1>(places(r, c));
-        if (key < keys.first || key >= keys.end) scores(r, c) = -INFINITY;
       }
     }
   }

@@ -1,0 +1,120 @@
+// Scores know where they are: what each element of a thread's score fragment is the score of, and
+// the policies that go by it.
+#pragma once
+
+#include "kernels/common/mask.cuh"
+#include "kernels/common/row_map.cuh"
+#include "kernels/sm80/forward_traits.cuh"
+
+namespace preflash::sm80 {
+
+// ((2, 2), MMA_M, MMA_N) accumulator -> (rows of this thread, columns of this thread)
+template <class L>
+__device__ constexpr auto as_rows_and_columns(L layout) {
+  auto split = logical_divide(layout, Shape<_2>{});  // ((2, 2), MMA_M, MMA_N)
+  return make_layout(make_layout(get<0, 1>(split), get<1>(split)),
+                     make_layout(get<0, 0>(split), get<2>(split)));
+}
+
+// (rows, columns) of this thread -> (tile row, tile column) of an accumulator kColumns wide:
+// constants but for the thread's own part.
+template <class Traits, int kColumns>
+__device__ __forceinline__ auto accumulator_places(int thread) {
+  Tensor tile = make_identity_tensor(Shape<Int<Traits::kTileM>, Int<kColumns>>{});
+  Tensor mine = typename Traits::Mma{}.get_slice(thread).partition_C(tile);  // ((2, 2), M, N)
+  return make_tensor(mine.data(), as_rows_and_columns(mine.layout()));
+}
+
+// Of element (r, c) of this thread's scores of one tile, as rows and columns.
+template <class Traits>
+struct ScoreCoordinates {
+  using Places = decltype(accumulator_places<Traits, Traits::kTileN>(0));
+
+  const KernelParams& params;
+  const RequestInfo& request;
+  const WorkItem& item;
+  Places places;
+  int first_key;  // of the tile
+
+  __device__ __forceinline__ ScoreCoordinates(const KernelParams& params,
+                                              const RequestInfo& request, const WorkItem& item,
+                                              int tile, int thread)
+      : params(params),
+        request(request),
+        item(item),
+        places(accumulator_places<Traits, Traits::kTileN>(thread)),
+        first_key(tile * Traits::kTileN) {}
+
+  __device__ __forceinline__ int tile_row(int r) const { return get<0>(places(r, 0)); }
+  __device__ __forceinline__ int tile_column(int c) const { return get<1>(places(0, c)); }
+  __device__ __forceinline__ int key(int c) const { return first_key + tile_column(c); }
+  __device__ __forceinline__ int token(int r) const { return packed_row(r).token; }
+  __device__ __forceinline__ int head(int r) const {
+    return item.kv_head * params.group_size + packed_row(r).head_in_group;
+  }
+
+ private:
+  __device__ __forceinline__ PackedRow packed_row(int r) const {
+    return unpack_row(params, item.row_begin + tile_row(r));
+  }
+};
+
+// A mask is a policy: apply() makes -inf of what row r does not keep. `scores` are the row's
+// columns, `keys` the interval that the bounds leave of it.
+
+// Length, causal and window: an interval of keys.
+template <class Traits>
+struct BoundsMask {
+  template <class Scores>
+  __device__ static __forceinline__ void apply(Scores&& scores, const ScoreCoordinates<Traits>& at,
+                                               RowKeys keys) {
+    CUTE_UNROLL
+    for (int c = 0; c < size(scores); ++c) {
+      int key = at.key(c);
+      if (key < keys.first || key >= keys.end) scores(c) = -INFINITY;
+    }
+  }
+};
+
+// A bit for each key. What lies past the interval's end is left to the bounds.
+template <class Traits>
+struct CustomMask {
+  static constexpr int kColumnsPerWord = 32;
+  // A thread's columns lie in groups of 8, two in each: four groups share one word.
+  static constexpr int kElementsPerWord = kColumnsPerWord / 8 * 2;
+
+  template <class Scores>
+  __device__ static __forceinline__ void apply(Scores&& scores, const ScoreCoordinates<Traits>& at,
+                                               int r, RowKeys keys) {
+    const std::uint8_t* bits = at.params.extras.mask_bits + at.request.mask_begin;
+    std::int64_t row_bit =
+        static_cast<std::int64_t>(at.token(r)) * at.request.kv_len + at.first_key;
+    int num_bits = keys.end - at.first_key;  // from the tile's first column on: 0 or less, none
+    std::uint32_t word = 0;
+    CUTE_UNROLL
+    for (int c = 0; c < size(scores); ++c) {
+      int word_column = c / kElementsPerWord * kColumnsPerWord;
+      if (c % kElementsPerWord == 0) {
+        // NOTE: a word that begins past the row's end may begin past the buffer's.
+        word = word_column < num_bits ? load_mask_word(bits, row_bit + word_column) : 0u;
+      }
+      if (!((word >> (at.tile_column(c) - word_column)) & 1u)) scores(c) = -INFINITY;
+    }
+  }
+};
+
+// Makes -inf of what the variant's masks take out. `scores`: (rows, columns) of this thread.
+template <class Traits, class Scores>
+__device__ __forceinline__ void mask_tile(Scores& scores, const ScoreCoordinates<Traits>& at,
+                                          const SharedStorage<Traits>& smem) {
+  CUTE_UNROLL
+  for (int r = 0; r < size<0>(scores); ++r) {
+    RowKeys keys = smem.row_keys[at.tile_row(r)];
+    if constexpr (Traits::kVariant.mask == Mask::kCustom) {
+      CustomMask<Traits>::apply(scores(r, _), at, r, keys);
+    }
+    BoundsMask<Traits>::apply(scores(r, _), at, keys);
+  }
+}
+
+}  // namespace preflash::sm80
