@@ -7,7 +7,7 @@ namespace preflash::sm80 {
 
 template <class Traits>
 struct ForwardEpilogue {
-  using Element = typename Traits::Element;
+  using ElementO = typename Traits::ElementO;
   using Mainloop = ForwardMainloop<Traits>;
   using Softmax = typename Mainloop::Softmax;
   using AccumulatorO = typename Mainloop::AccumulatorO;
@@ -76,30 +76,30 @@ struct ForwardEpilogue {
   }
 
   __device__ __forceinline__ void store_final(const AccumulatorO& tOrO) const {
-    Tensor tOrO_out = convert_fragment<Element>(tOrO);
+    Tensor tOrO_out = convert_fragment<ElementO>(tOrO);
     Tensor sO = make_tensor(make_smem_ptr(smem.o), typename Traits::LayoutO{});  // (tile_m, d_vo)
     auto copy_o = typename Traits::CopyO{}.get_slice(thread);
     copy(typename Traits::CopyO{}, copy_o.retile_S(tOrO_out), copy_o.partition_D(sO));
     __syncthreads();
 
-    TileCopy<Traits> place(thread);
-    const Element* source = smem.o + typename Traits::LayoutO{}(place.first_row, place.column);
-    Element* o = static_cast<Element*>(params.o.data) + request.qo_begin * params.o.stride_token +
-                 item.kv_head * params.group_size * params.o.stride_head;
+    TileCopy<Traits, ElementO> place(thread);
+    const ElementO* source = smem.o + typename Traits::LayoutO{}(place.first_row, place.column);
+    ElementO* o = static_cast<ElementO*>(params.o.data) + request.qo_begin * params.o.stride_token +
+                  item.kv_head * params.group_size * params.o.stride_head;
     CUTE_UNROLL
     for (int pass = 0; pass < Traits::kTileM / Traits::kRowsPerPass; ++pass) {
       int row = item.row_begin + place.first_row + pass * Traits::kRowsPerPass;
       if (row >= num_rows()) continue;
       PackedRow packed = unpack_row(params, row);
-      Element* target = o + packed.token * params.o.stride_token +
-                        packed.head_in_group * params.o.stride_head + place.column;
+      ElementO* target = o + packed.token * params.o.stride_token +
+                         packed.head_in_group * params.o.stride_head + place.column;
       CUTE_UNROLL
-      for (int block = 0; block < Traits::kHeadVo / kBlockColumns; ++block) {
-        int column = block * kBlockColumns;
+      for (int block = 0; block < Traits::kHeadVo / place.kBlockColumns; ++block) {
+        int column = block * place.kBlockColumns;
         if (column + place.column < params.head_dim_vo) {
           *reinterpret_cast<uint128_t*>(target + column) = *reinterpret_cast<const uint128_t*>(
-              source + pass * Traits::kRowsPerPass * kBlockColumns +
-              block * Traits::kTileM * kBlockColumns);
+              source + pass * Traits::kRowsPerPass * place.kBlockColumns +
+              block * Traits::kTileM * place.kBlockColumns);
         }
       }
     }

@@ -13,16 +13,19 @@ namespace preflash::sm80 {
 // kWhole: every row and column of the tile exists. kPartial: some do not.
 enum class TileFill { kWhole, kPartial };
 
-// This thread's part of a [rows, head_dim] tile: rows first_row + i * kRowsPerPass, and 16 bytes at
-// `column` of every 64-column block.
-template <class Traits>
+// This thread's part of a [rows, head_dim] tile: rows first_row + i * kRowsPerPass, and the chunk
+// at `column` of every block.
+template <class Traits, class Element>
 struct TileCopy {
+  static constexpr int kBlockColumns = sm80::kBlockColumns<Element>;
+  static constexpr int kChunkElements = kChunkBytes / sizeof(Element);
+
   int first_row;
   int column;
 
   __device__ __forceinline__ explicit TileCopy(int thread)
       : first_row(thread / Traits::kThreadsPerRow),
-        column(thread % Traits::kThreadsPerRow * Traits::kElementsPerCopy) {}
+        column(thread % Traits::kThreadsPerRow * kChunkElements) {}
 
   // One row: `row` points at its element `column`, `smem` is the swizzled address of
   // (first_row, column): passes and blocks are whole swizzle atoms apart, plain offsets from it.
@@ -35,13 +38,13 @@ struct TileCopy {
           smem + pass * Traits::kRowsPerPass * kBlockRowBytes + block * kTileRows * kBlockRowBytes;
       const char* source = row + block * kBlockRowBytes;
       if constexpr (kFill == TileFill::kWhole) {
-        asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(target),
-                     "l"(source));
+        asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], %2;" ::"r"(target),
+                     "l"(source), "n"(kChunkBytes));
       } else {
         // NOTE: with 0 source bytes nothing is read; the address need not be mapped.
-        int bytes = row_valid && block * kBlockColumns + column < head_dim ? 16 : 0;
-        asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(target),
-                     "l"(source), "r"(bytes));
+        int bytes = row_valid && block * kBlockColumns + column < head_dim ? kChunkBytes : 0;
+        asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], %2, %3;" ::"r"(target),
+                     "l"(source), "n"(kChunkBytes), "r"(bytes));
       }
     }
   }
@@ -49,10 +52,10 @@ struct TileCopy {
 
 template <class Traits>
 struct KvLoader {
-  using Element = typename Traits::Element;
+  using ElementKv = typename Traits::ElementKv;
   static constexpr int kTileN = Traits::kTileN;
   static constexpr int kPasses = kTileN / Traits::kRowsPerPass;
-  // The first 64-column block's swizzled place is the same in K and in V.
+  // The first block's swizzled place is the same in K and in V.
   static constexpr int kKtoV =
       offsetof(SharedStorage<Traits>, v) - offsetof(SharedStorage<Traits>, k);
 
@@ -62,10 +65,10 @@ struct KvLoader {
   const RowKeys* row_keys;
   int kv_len;
   int thread;
-  TileCopy<Traits> copy;
+  TileCopy<Traits, ElementKv> copy;
   const char* k;  // element `column` of row 0 of this KV head
   const char* v;
-  std::uint32_t smem_k;  // this thread's first 16 bytes of stage 0; V's lie kKtoV bytes on
+  std::uint32_t smem_k;  // this thread's first chunk of stage 0; V's lie kKtoV bytes on
   KeySlot slot;          // of key `thread` of the tile after the last stored one
 
   __device__ __forceinline__ KvLoader(const KernelParams& params, const RequestInfo& request,
@@ -78,9 +81,9 @@ struct KvLoader {
         thread(thread),
         copy(thread) {
     k = static_cast<const char*>(params.k.data) +
-        (kv_head * params.k.stride_head + copy.column) * sizeof(Element);
+        (kv_head * params.k.stride_head + copy.column) * sizeof(ElementKv);
     v = static_cast<const char*>(params.v.data) +
-        (kv_head * params.v.stride_head + copy.column) * sizeof(Element);
+        (kv_head * params.v.stride_head + copy.column) * sizeof(ElementKv);
     smem_k =
         cast_smem_ptr_to_uint(smem.k[0] + typename Traits::LayoutK{}(copy.first_row, copy.column));
   }
@@ -95,8 +98,8 @@ struct KvLoader {
     if (thread >= kTileN) return;
     int row = thread % Traits::kRowsPerPass;
     int pass = thread / Traits::kRowsPerPass;
-    offsets[tile % 2].k[row][pass] = slot_offset(params.k, slot) * sizeof(Element);
-    offsets[tile % 2].v[row][pass] = slot_offset(params.v, slot) * sizeof(Element);
+    offsets[tile % 2].k[row][pass] = slot_offset(params.k, slot) * sizeof(ElementKv);
+    offsets[tile % 2].v[row][pass] = slot_offset(params.v, slot) * sizeof(ElementKv);
   }
 
   // kPartial: the tile may begin below the window, with keys that the caller has long recycled.
@@ -123,7 +126,7 @@ struct KvLoader {
     // All of them first: one latency, not one per row.
     std::int64_t rows[kPasses];
     load_row_offsets(row_offsets, rows);
-    smem += what.stage * (kTileN * kHeadDim * static_cast<int>(sizeof(Element)));
+    smem += what.stage * (kTileN * kHeadDim * static_cast<int>(sizeof(ElementKv)));
     bool whole = what.fill == TileFill::kWhole && (tile + 1) * kTileN <= kv_len;
     if (whole && head_dim == kHeadDim) {
       fetch_rows<kHeadDim, TileFill::kWhole>(head, rows, head_dim, smem, tile);
@@ -166,19 +169,19 @@ template <class Traits>
 __device__ __forceinline__ void fetch_q(const KernelParams& params, const RequestInfo& request,
                                         const WorkItem& item, const MaskBounds& bounds,
                                         SharedStorage<Traits>& smem, int thread) {
-  using Element = typename Traits::Element;
-  TileCopy<Traits> copy(thread);
+  using ElementQ = typename Traits::ElementQ;
+  TileCopy<Traits, ElementQ> copy(thread);
   std::uint32_t target =
       cast_smem_ptr_to_uint(smem.q + typename Traits::LayoutQ{}(copy.first_row, copy.column));
-  const Element* q = static_cast<const Element*>(params.q.data) +
-                     request.qo_begin * params.q.stride_token +
-                     item.kv_head * params.group_size * params.q.stride_head + copy.column;
+  const ElementQ* q = static_cast<const ElementQ*>(params.q.data) +
+                      request.qo_begin * params.q.stride_token +
+                      item.kv_head * params.group_size * params.q.stride_head + copy.column;
   int num_rows = request.qo_len * params.group_size;
   CUTE_UNROLL
   for (int pass = 0; pass < Traits::kTileM / Traits::kRowsPerPass; ++pass) {
     int row = item.row_begin + copy.first_row + pass * Traits::kRowsPerPass;
     PackedRow packed = unpack_row(params, row);
-    const Element* source =
+    const ElementQ* source =
         q + packed.token * params.q.stride_token + packed.head_in_group * params.q.stride_head;
     copy.template copy_row<Traits::kTileM, Traits::kHeadQk, TileFill::kPartial>(
         reinterpret_cast<const char*>(source), row < num_rows, params.head_dim_qk, pass, target);
@@ -191,24 +194,39 @@ __device__ __forceinline__ void fetch_q(const KernelParams& params, const Reques
   }
 }
 
-// Multiplies Q by LogitsParams::q_factor where it lies: each thread the bytes that it has copied
-// itself, so its own wait is enough before and the next barrier after. Rare: sm_scale <= 0.
+// What happens to Q where it lies, between its arrival and the first product. Each thread changes
+// the chunks that it has copied itself, so its own wait is enough before and the next barrier
+// after.
 template <class Traits>
-__device__ __forceinline__ void scale_q(SharedStorage<Traits>& smem, float factor, int thread) {
-  using Element = typename Traits::Element;
-  TileCopy<Traits> copy(thread);
-  Element* own = smem.q + typename Traits::LayoutQ{}(copy.first_row, copy.column);
+struct QPrologue {
+  using ElementQ = typename Traits::ElementQ;
+
+  const KernelParams& params;
+  SharedStorage<Traits>& smem;
+  int thread;
+
+  // Rare: sm_scale <= 0.
+  __device__ __forceinline__ bool wanted() const { return params.logits.q_factor != 1.0f; }
+
+  __device__ __forceinline__ void run() const { scale(params.logits.q_factor); }
+
+ private:
+  __device__ __forceinline__ void scale(float factor) const {
+    TileCopy<Traits, ElementQ> copy(thread);
+    ElementQ* own = smem.q + typename Traits::LayoutQ{}(copy.first_row, copy.column);
 #pragma unroll 1
-  for (int pass = 0; pass < Traits::kTileM / Traits::kRowsPerPass; ++pass) {
+    for (int pass = 0; pass < Traits::kTileM / Traits::kRowsPerPass; ++pass) {
 #pragma unroll 1
-    for (int block = 0; block < Traits::kHeadQk / kBlockColumns; ++block) {
-      Element* chunk = own + (pass * Traits::kRowsPerPass + block * Traits::kTileM) * kBlockColumns;
+      for (int block = 0; block < Traits::kHeadQk / copy.kBlockColumns; ++block) {
+        ElementQ* chunk =
+            own + (pass * Traits::kRowsPerPass + block * Traits::kTileM) * copy.kBlockColumns;
 #pragma unroll 1
-      for (int i = 0; i < Traits::kElementsPerCopy; ++i) {
-        chunk[i] = static_cast<Element>(static_cast<float>(chunk[i]) * factor);
+        for (int i = 0; i < copy.kChunkElements; ++i) {
+          chunk[i] = static_cast<ElementQ>(static_cast<float>(chunk[i]) * factor);
+        }
       }
     }
   }
-}
+};
 
 }  // namespace preflash::sm80

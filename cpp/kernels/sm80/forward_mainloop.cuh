@@ -19,7 +19,6 @@ namespace preflash::sm80 {
 
 template <class Traits>
 struct ForwardMainloop {
-  using Element = typename Traits::Element;
   using Mma = typename Traits::Mma;
   using MmaOp = typename Traits::MmaOp;
   using Storage = SharedStorage<Traits>;
@@ -28,9 +27,9 @@ struct ForwardMainloop {
       Mma{}, Shape<Int<Traits::kTileM>, Int<Traits::kTileN>>{}));  // ((2, 2), MMA_M, MMA_N)
   using AccumulatorO = decltype(partition_fragment_C(
       Mma{}, Shape<Int<Traits::kTileM>, Int<Traits::kHeadVo>>{}));  // ((2, 2), MMA_M, MMA_N)
-  using TileQ = OperandTile<Traits::kTileM, MatrixOrder::kRowsFirst>;
-  using TileK = OperandTile<Traits::kTileN, MatrixOrder::kChunksFirst>;
-  using TileV = OperandTile<Traits::kTileN, MatrixOrder::kRowsFirst>;
+  using TileQ = OperandTile<typename Traits::ElementQ, Traits::kTileM, MatrixOrder::kRowsFirst>;
+  using TileK = OperandTile<typename Traits::ElementKv, Traits::kTileN, MatrixOrder::kChunksFirst>;
+  using TileV = OperandTile<typename Traits::ElementKv, Traits::kTileN, MatrixOrder::kRowsFirst>;
 
   const KernelParams& params;
   const RequestInfo& request;
@@ -59,10 +58,11 @@ struct ForwardMainloop {
     prologue(tiles, loader);
     auto rows_of_o = make_tensor(tOrO.data(), as_rows_and_columns(tOrO.layout()));
 
-    if (params.logits.q_factor != 1.0f) {
+    QPrologue<Traits> q_prologue{params, smem, thread};
+    if (q_prologue.wanted()) {
       cp_async_wait<0>();
       __syncthreads();
-      scale_q<Traits>(smem, params.logits.q_factor, thread);
+      q_prologue.run();
     }
     QFragments q;
     if constexpr (Traits::kKeptQ > 0) {
@@ -180,7 +180,7 @@ struct ForwardMainloop {
                                               int stage) const {
     TileV tile_v = sV;
     tile_v.base += stage * static_cast<int>(sizeof(smem.v[0]));
-    Tensor tSrP = convert_fragment<Element>(tSrS);
+    Tensor tSrP = convert_fragment<typename Traits::ElementP>(tSrS);
     Tensor pairs = recast<std::uint32_t>(tSrP);  // ((1, 2), MMA_M, MMA_N)
     CUTE_UNROLL
     for (int depth = 0; depth < Traits::kTileN / 16; ++depth) {

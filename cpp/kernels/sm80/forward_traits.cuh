@@ -18,20 +18,26 @@ template <class V>
 struct ForwardTraits {
   static constexpr Variant kVariant = V::kVariant;
   static constexpr TileShape kTile = V::kTile;
-  static_assert(kVariant.q_dtype == kVariant.kv_dtype, "fa2 computes in one 16-bit dtype");
 
-  using Element = preflash::Element<kVariant.q_dtype>;
+  // Operands as they lie in global and shared memory; P lives in registers.
+  using ElementQ = Element<kVariant.q_dtype>;
+  using ElementKv = Element<kVariant.kv_dtype>;
+  using ElementP = ElementQ;
+  using ElementO = ElementQ;
+  static_assert(std::is_same_v<ElementKv, ElementQ>, "fa2 computes in one 16-bit dtype");
+
   static constexpr int kTileM = kTile.m;
   static constexpr int kTileN = kTile.n;
   static constexpr int kStages = kTile.stages;
   static constexpr int kHeadQk = kVariant.head_dim_qk;
   static constexpr int kHeadVo = kVariant.head_dim_vo;
   static constexpr int kThreads = kTile.warps * 32;
-  static_assert(kHeadQk % kBlockColumns == 0 && kHeadVo % kBlockColumns == 0 && kHeadVo <= kHeadQk);
+  static_assert(kHeadQk % kBlockColumns<ElementQ> == 0 && kHeadQk % kBlockColumns<ElementKv> == 0);
+  static_assert(kHeadVo % kBlockColumns<ElementO> == 0 && kHeadVo % kBlockColumns<ElementKv> == 0);
   static_assert(kTileM % (16 * kTile.warps) == 0 && kTileN % 16 == 0 && kTileN <= kThreads);
 
   // mma.sync.m16n8k16, warps stacked along M: warp w holds rows w * 16 + i * 16 * warps + [0, 16).
-  using MmaOp = std::conditional_t<kVariant.q_dtype == DType::kFloat16,
+  using MmaOp = std::conditional_t<std::is_same_v<ElementP, cutlass::half_t>,
                                    SM80_16x8x16_F32F16F16F32_TN, SM80_16x8x16_F32BF16BF16F32_TN>;
   using Mma = TiledMMA<MMA_Atom<MmaOp>, Layout<Shape<Int<kTile.warps>, _1, _1>>,
                        Tile<Int<16 * kTile.warps>, _16, _16>>;
@@ -48,20 +54,25 @@ struct ForwardTraits {
       kRegisters - kLoopRegisters - kMmaM * (kHeadVo / 2 + kTileN / 2);
   static constexpr int kKeptQ = std::clamp(kSpareRegisters / (4 * kMmaM), 0, kHeadQk / 16);
 
-  // 64 elements are 128 bytes: all banks once. The swizzle spreads the 8 rows of an ldmatrix over
-  // them.
-  using SwizzleAtom =
-      decltype(composition(Swizzle<3, 3, 3>{}, Layout<Shape<_8, _64>, Stride<_64, _1>>{}));
-  using LayoutQ = decltype(tile_to_shape(SwizzleAtom{}, Shape<Int<kTileM>, Int<kHeadQk>>{}));
-  using LayoutK = decltype(tile_to_shape(SwizzleAtom{}, Shape<Int<kTileN>, Int<kHeadQk>>{}));
-  using LayoutV = decltype(tile_to_shape(SwizzleAtom{}, Shape<Int<kTileN>, Int<kHeadVo>>{}));
-  using LayoutO = decltype(tile_to_shape(SwizzleAtom{}, Shape<Int<kTileM>, Int<kHeadVo>>{}));
+  // The swizzle spreads the 8 rows of an ldmatrix, a chunk each, over the block's 128 bytes.
+  template <class Element>
+  using SwizzleAtom = decltype(composition(
+      Swizzle<3, log_2(static_cast<unsigned>(kChunkBytes / sizeof(Element))), 3>{},
+      Layout<Shape<_8, Int<kBlockColumns<Element>>>, Stride<Int<kBlockColumns<Element>>, _1>>{}));
+  template <class Element, int kRows, int kColumns>
+  using SmemLayout =
+      decltype(tile_to_shape(SwizzleAtom<Element>{}, Shape<Int<kRows>, Int<kColumns>>{}));
+  using LayoutQ = SmemLayout<ElementQ, kTileM, kHeadQk>;
+  using LayoutK = SmemLayout<ElementKv, kTileN, kHeadQk>;
+  using LayoutV = SmemLayout<ElementKv, kTileN, kHeadVo>;
+  using LayoutO = SmemLayout<ElementO, kTileM, kHeadVo>;
+  // The two neighbours that a thread has of each row of an 8-column accumulator leave together.
   using CopyO = decltype(make_tiled_copy_C(
-      Copy_Atom<AutoVectorizingCopyWithAssumedAlignment<32>, Element>{}, Mma{}));
+      Copy_Atom<AutoVectorizingCopyWithAssumedAlignment<2 * sizeof_bits_v<ElementO>>, ElementO>{},
+      Mma{}));
 
-  // 8 threads fetch the 128 bytes of one row of a 64-column block, 16 bytes each.
-  static constexpr int kElementsPerCopy = 16 / sizeof(Element);
-  static constexpr int kThreadsPerRow = kBlockColumns / kElementsPerCopy;
+  // The threads that fetch one row of a block, a chunk each.
+  static constexpr int kThreadsPerRow = kBlockRowBytes / kChunkBytes;
   static constexpr int kRowsPerPass = kThreads / kThreadsPerRow;
   static_assert(kTileN % kRowsPerPass == 0 && kTileM % kRowsPerPass == 0);
 };
@@ -83,14 +94,18 @@ struct KeyOffsets {
 
 template <class Traits>
 struct SharedStorage {
-  using Element = typename Traits::Element;
-  // O leaves through Q's bytes: each warp overwrites only rows that it alone has read.
+  using ElementQ = typename Traits::ElementQ;
+  using ElementKv = typename Traits::ElementKv;
+  using ElementO = typename Traits::ElementO;
+  // O leaves through Q's bytes: each warp overwrites only rows that it alone has read. Row r of
+  // block b begins at the same byte in both, whatever their elements.
+  static_assert(Traits::kHeadVo * sizeof(ElementO) <= Traits::kHeadQk * sizeof(ElementQ));
   union {
-    alignas(128) Element q[cosize_v<typename Traits::LayoutQ>];
-    alignas(128) Element o[cosize_v<typename Traits::LayoutO>];
+    alignas(128) ElementQ q[cosize_v<typename Traits::LayoutQ>];
+    alignas(128) ElementO o[cosize_v<typename Traits::LayoutO>];
   };
-  alignas(128) Element k[Traits::kStages][cosize_v<typename Traits::LayoutK>];
-  alignas(128) Element v[Traits::kStages][cosize_v<typename Traits::LayoutV>];
+  alignas(128) ElementKv k[Traits::kStages][cosize_v<typename Traits::LayoutK>];
+  alignas(128) ElementKv v[Traits::kStages][cosize_v<typename Traits::LayoutV>];
   RowKeys row_keys[Traits::kTileM];
   // Two: one tile's are written while a warp may still read the last one's.
   KeyOffsets<Traits> key_offsets[2];

@@ -2,7 +2,7 @@
 //
 // CuTe's tiled copies recompute the swizzle for every tile when registers are scarce (25
 // instructions a product); here an operand costs one base address per thread, and the swizzle is
-// one XOR, because a 64-column block's rows are 128 bytes: address(row, chunk) = base + row * 128 +
+// one XOR, because a block's rows are 128 bytes: address(row, chunk) = base + row * 128 +
 // ((chunk ^ row % 8) * 16).
 #pragma once
 
@@ -13,8 +13,10 @@
 
 namespace preflash::sm80 {
 
-inline constexpr int kBlockColumns = 64;  // elements of one swizzled block
-inline constexpr int kBlockRowBytes = 128;
+inline constexpr int kChunkBytes = 16;      // what a swizzle moves and a cp.async copies
+inline constexpr int kBlockRowBytes = 128;  // of one swizzled block: all banks once
+template <class Element>
+inline constexpr int kBlockColumns = kBlockRowBytes / static_cast<int>(sizeof(Element));
 
 // Which rows and 16-byte chunks the four 8x8 matrices of an ldmatrix.x4 cover.
 enum class MatrixOrder {
@@ -23,21 +25,24 @@ enum class MatrixOrder {
 };
 
 // One operand's [rows, columns] tile in shared memory, as seen by one lane.
-template <int kTileRows, MatrixOrder kOrder>
+template <class Element, int kTileRows, MatrixOrder kOrder>
 struct OperandTile {
+  static_assert(sizeof(Element) == 2, "ldmatrix and mma.sync take 16-bit elements");
+
   std::uint32_t base;  // this lane's row and chunk of the first 16x16 block
 
   __device__ __forceinline__ OperandTile(const void* smem, int first_row, int lane) {
     int row = kOrder == MatrixOrder::kRowsFirst ? lane % 16 : lane % 8 + lane / 16 * 8;
     int chunk = kOrder == MatrixOrder::kRowsFirst ? lane / 16 : lane / 8 % 2;
     base = cute::cast_smem_ptr_to_uint(smem) + (first_row + row) * kBlockRowBytes +
-           ((chunk ^ (row % 8)) * 16);
+           ((chunk ^ (row % 8)) * kChunkBytes);
   }
 
   // Lane address of the 16x16 block at (row, column), both multiples of 16, row a constant.
   __device__ __forceinline__ std::uint32_t address(int row, int column) const {
-    return (base ^ (column % kBlockColumns / 8 * 16)) + row * kBlockRowBytes +
-           column / kBlockColumns * (kTileRows * kBlockRowBytes);
+    int bytes = column * static_cast<int>(sizeof(Element));
+    return (base ^ (bytes % kBlockRowBytes)) + row * kBlockRowBytes +
+           bytes / kBlockRowBytes * (kTileRows * kBlockRowBytes);
   }
 
   __device__ __forceinline__ void load(std::uint32_t (&r)[4], int row, int column) const {
