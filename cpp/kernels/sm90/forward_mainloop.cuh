@@ -21,6 +21,7 @@
 #pragma once
 
 #include "kernels/sm90/forward_epilogue.cuh"
+#include "kernels/sm90/forward_mask.cuh"
 #include "kernels/sm90/forward_products.cuh"
 #include "kernels/sm90/speculative_softmax.cuh"
 
@@ -77,6 +78,8 @@ struct ForwardMainloop {
 
  private:
   using Epilogue = ForwardEpilogue<Traits>;
+  using Coordinates = ScoreCoordinates<Traits>;
+  using TileMask = sm90::TileMask<Traits>;
 
   // A work item as one warpgroup sees it.
   struct Item {
@@ -89,12 +92,6 @@ struct ForwardMainloop {
     __device__ __forceinline__ int next_slot() const {
       return slot + 1 == kItemSlots ? 0 : slot + 1;
     }
-  };
-
-  // The columns of a tile that this thread's two rows keep. One word covers the 32 columns that the
-  // thread holds of 128: bit i is column 8 (i / 2) + i % 2 after the thread's first one.
-  struct TileMask {
-    std::uint32_t bits[2][ceil_div(Traits::kTileN, 128)];
   };
 
   // What the step from an item to the next one needs. It is computed while the products of an
@@ -236,13 +233,15 @@ struct ForwardMainloop {
   // S is complete: releases K(t), and Q after the item's last tile.
   __device__ __forceinline__ void finish_scores(const Item& item, int tile) {
     accept_scores(item, tile);
-    if (item.own.needs_mask(tile)) mask_tile(tile_mask(smem.items[item.slot], tile));
+    if (item.own.needs_mask(tile)) {
+      TileMask::of_bounds(coordinates(item, tile)).apply(products.rows_of_s());
+    }
   }
   // Also sets the rows' first references, which does not need O.
   __device__ __forceinline__ void finish_first_scores(const Item& item, const TileMask& mask) {
     int tile = item.own.end - 1;
     accept_scores(item, tile);
-    if (item.own.needs_mask(tile)) mask_tile(mask);
+    if (item.own.needs_mask(tile)) mask.apply(products.rows_of_s());
     softmax.begin(products.rows_of_s());
     products.first_pv = GMMA::ScaleOut::Zero;
   }
@@ -272,6 +271,14 @@ struct ForwardMainloop {
   __device__ __forceinline__ int warp() const { return warpgroup * kWarpgroupWarps + thread / 32; }
   __device__ __forceinline__ int warp_row() const { return warp() * kWarpRows; }
 
+  __device__ __forceinline__ Coordinates coordinates(const Item& item, int tile) const {
+    return {params, smem.items[item.slot], warp_row(), tile};
+  }
+  __device__ __forceinline__ TileMask first_mask(const Item& item) const {
+    int tile = item.own.end - 1;
+    if (!item.any() || !item.own.needs_mask(tile)) return {};
+    return TileMask::of_bounds(coordinates(item, tile));
+  }
   __device__ __forceinline__ Epilogue epilogue(const Item& item) const {
     const ItemState& state = smem.items[item.slot];
     return {params, state.item, state.request, state.num_rows};
@@ -321,70 +328,6 @@ struct ForwardMainloop {
     order_memory_accesses();
     cutlass::arch::fence_view_async_shared();
     cutlass::arch::NamedBarrier::sync(kWarpgroupThreads, NamedBarriers::kWarpgroup + warpgroup);
-  }
-
-  // The mask bits of the columns before `column`.
-  __device__ __forceinline__ static std::uint32_t columns_before(int column) {
-    int count = min(max(column / 8 * 2 + min(column % 8, 2), 0), 32);
-    return count == 0 ? 0u : 0xffffffffu >> (32 - count);
-  }
-  __device__ __forceinline__ static std::uint32_t columns_in(int begin, int end) {
-    return columns_before(max(end, 0)) & ~columns_before(max(begin, 0));
-  }
-
-  // In the tile with the request's last key the columns from `edge` on lie `shift` further right,
-  // because TMA puts the rows of a partial box at its end (tensor_map.h).
-  struct ItemTail {
-    int edge;
-    int shift;
-  };
-  __device__ __forceinline__ ItemTail tail_of(const ItemState& state, int tile) const {
-    int box_rows = params.box.kv_rows;
-    int last = state.request.kv_len - tile * Traits::kTileN;
-    if (box_rows == 0 || last >= Traits::kTileN) return {Traits::kTileN, 0};
-    int in_box = last % box_rows;
-    return {last - in_box, in_box == 0 ? 0 : box_rows - in_box};
-  }
-
-  __device__ __forceinline__ TileMask tile_mask(const ItemState& state, int tile) const {
-    MaskBounds bounds{state.request.qo_len, state.request.kv_len, params.window_left,
-                      params.causal};
-    ItemTail tail = tail_of(state, tile);
-    int first_key = tile * Traits::kTileN;
-    TileMask mask;
-    CUTE_UNROLL
-    for (int r = 0; r < 2; ++r) {
-      int row = state.item.row_begin + warp_row() + lane_id() / 4 + r * 8;
-      int token = unpack_row(params, row).token;
-      KeySpan kept{bounds.first_key(token) - first_key, bounds.end_key(token) - first_key};
-      CUTE_UNROLL
-      for (int word = 0; word < ceil_div(Traits::kTileN, 128); ++word) {
-        int column = word * 128 + lane_id() % 4 * 2;
-        std::uint32_t& bits = mask.bits[r][word];
-        bits = columns_in(kept.begin - column, min(kept.end, tail.edge) - column);
-        if (tail.shift > 0) {
-          bits |= columns_in(max(kept.begin, tail.edge) + tail.shift - column,
-                             kept.end + tail.shift - column);
-        }
-      }
-    }
-    return mask;
-  }
-  __device__ __forceinline__ TileMask first_mask(const Item& item) const {
-    TileMask mask = {};
-    int tile = item.own.end - 1;
-    if (item.any() && item.own.needs_mask(tile)) mask = tile_mask(smem.items[item.slot], tile);
-    return mask;
-  }
-  __device__ __forceinline__ void mask_tile(const TileMask& mask) {
-    auto scores = products.rows_of_s();
-    CUTE_UNROLL
-    for (int r = 0; r < size<0>(scores); ++r) {
-      CUTE_UNROLL
-      for (int c = 0; c < size<1>(scores); ++c) {
-        if (!(mask.bits[r][c / 32] >> c % 32 & 1u)) scores(r, c) = -INFINITY;
-      }
-    }
   }
 };
 
