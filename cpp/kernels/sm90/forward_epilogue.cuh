@@ -24,7 +24,8 @@ struct RowTarget {
 
 template <class Traits>
 struct ForwardEpilogue {
-  using Element = typename Traits::Element;
+  using Element = typename Traits::ElementO;
+  static constexpr int kColumns = kBlockColumns<Element>;  // stored at a time
   using Softmax = SpeculativeSoftmax;
 
   const HopperParams& params;
@@ -80,7 +81,7 @@ struct ForwardEpilogue {
     return ready;
   }
 
-  // tOrO: ((2, 2, D / 8), 1, 1), the sum over the item's keys. staging: this warp's [16, 64]
+  // tOrO: ((2, 2, D / 8), 1, 1), the sum over the item's keys. staging: this warp's [16, kColumns]
   template <class AccumulatorO>
   __device__ __forceinline__ void store(const Prepared& ready, AccumulatorO& tOrO,
                                         Element* staging) const {
@@ -166,15 +167,15 @@ struct ForwardEpilogue {
     }
   }
 
-  // Stores 64 columns at a time: 16 rows of 128 bytes, whose 16-byte pieces are swizzled by the
-  // row.
+  // Stores a block of columns at a time: 16 rows of 128 bytes, whose 16-byte pieces are swizzled by
+  // the row.
   template <class AccumulatorO>
   __device__ __forceinline__ void store_final(const Prepared& ready, const AccumulatorO& tOrO,
                                               Element* staging) const {
     constexpr int kRowsPerPass = 4;  // 8 lanes a row
     constexpr int kPasses = kWarpRows / kRowsPerPass;
     Element* targets[kPasses];  // null if the row does not exist
-    int column = lane_id() % 8 * 8;
+    int column = lane_id() % 8 * (kColumns / 8);
     CUTE_UNROLL
     for (int pass = 0; pass < kPasses; ++pass) {
       targets[pass] = target_row<Element>(ready, pass * kRowsPerPass + lane_id() / 8);
@@ -187,13 +188,13 @@ struct ForwardEpilogue {
     int store_row = lane_id() % 16;
     int load_row = lane_id() / 8;
     CUTE_UNROLL
-    for (int block = 0; block < Traits::kBlocksVo; ++block) {
+    for (int block = 0; block < Traits::kBlocksO; ++block) {
       if (block > 0) __syncwarp();
       CUTE_UNROLL
-      for (int i = 0; i < kBlockColumns / 16; ++i) {
+      for (int i = 0; i < kColumns / 16; ++i) {
         int piece = 2 * i + lane_id() / 16;
         std::uint32_t address = base + store_row * kBlockRowBytes + (piece ^ store_row % 8) * 16;
-        const auto* r = &quads(0) + (block * (kBlockColumns / 16) + i) * 4;
+        const auto* r = &quads(0) + (block * (kColumns / 16) + i) * 4;
         asm volatile(
             "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
             "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
@@ -208,11 +209,11 @@ struct ForwardEpilogue {
         values[pass] = *reinterpret_cast<const uint128_t*>(reinterpret_cast<const char*>(staging) +
                                                            row * kBlockRowBytes + piece * 16);
       }
-      bool in_head = block * kBlockColumns + column < params.head_dim_vo;
+      bool in_head = block * kColumns + column < params.head_dim_vo;
       CUTE_UNROLL
       for (int pass = 0; pass < kPasses; ++pass) {
         cutlass::arch::global_store<uint128_t, 16>(values[pass],
-                                                   targets[pass] + block * kBlockColumns + column,
+                                                   targets[pass] + block * kColumns + column,
                                                    in_head && targets[pass] != nullptr);
       }
     }

@@ -20,7 +20,7 @@ LaunchError launch_forward(const ForwardParams& params, int num_ctas, const Laun
                       box_shape(params, Traits::kTileM, Traits::kTileN),
                       rows_per_tile(kTileRows<V>, Traits::kTileM, params.group_size),
                       {}};
-  const char* refusal = encode_tensor_maps(params, V::kVariant.q_dtype, hopper.box, hopper.maps);
+  const char* refusal = encode_tensor_maps(params, hopper.box, hopper.maps);
   if (refusal != nullptr) return refusal;
   LaunchShape shape{num_ctas, Traits::kThreads, kSmemBytes<V>};
   return launch_kernel<&forward_kernel<V>>(hopper, shape, target.stream);

@@ -33,8 +33,6 @@ __device__ __forceinline__ void release(Barrier& empty) {
 
 template <class Traits>
 struct ForwardMainloop {
-  using Element = typename Traits::Element;
-
   const HopperParams& params;
   SharedStorage<Traits>& smem;
   int warpgroup;  // among consumers
@@ -127,7 +125,7 @@ struct ForwardMainloop {
   __device__ __forceinline__ void wait_for_q() {
     smem.barriers.q_full[q_read.index()].wait(q_read.phase());
     order_memory_accesses();
-    if (params.logits.q_factor != 1.0f) scale_q(q_read.index());
+    prologue_q(q_read.index());
   }
 
   __device__ __forceinline__ static bool prepares_in_first_step(const Item& item) {
@@ -318,8 +316,11 @@ struct ForwardMainloop {
     cutlass::arch::NamedBarrier::arrive(2 * kWarpgroupThreads, NamedBarriers::kOrder + next);
   }
 
-  // NOTE: sm_scale <= 0 is applied through Q's sign (LogitsParams). Each warpgroup scales its rows.
-  __device__ __forceinline__ void scale_q(int stage) const {
+  // What Q needs between its arrival and its products. Each warpgroup treats its rows, in place.
+  __device__ __forceinline__ void prologue_q(int stage) const {
+    // NOTE: sm_scale <= 0 is applied through Q's sign (LogitsParams).
+    if (params.logits.q_factor == 1.0f) return;
+    using Element = typename Traits::ElementQ;
     Tensor sQ = make_tensor(make_smem_ptr(smem.q), typename Traits::LayoutQ{});
     for (int i = thread; i < kWarpgroupRows * Traits::kHeadQk; i += kWarpgroupThreads) {
       Element& q = sQ(warpgroup * kWarpgroupRows + i / Traits::kHeadQk, i % Traits::kHeadQk, stage);

@@ -12,7 +12,7 @@ struct ForwardProducts {
   using MmaPv = typename Traits::MmaPv;
   using AccumulatorS = decltype(partition_fragment_C(MmaQk{}, Shape<_64, Int<Traits::kTileN>>{}));
   using AccumulatorO = decltype(partition_fragment_C(MmaPv{}, Shape<_64, Int<Traits::kHeadVo>>{}));
-  using OperandP = decltype(make_tensor<typename Traits::Element>(
+  using OperandP = decltype(make_tensor<typename Traits::ElementP>(
       as_operand_a(typename AccumulatorS::layout_type{})));
 
   SharedStorage<Traits>& smem;

@@ -17,22 +17,32 @@ using namespace cute;
 
 inline constexpr int kWarpgroupThreads = 128;
 inline constexpr int kWarpgroupWarps = 4;
-inline constexpr int kWarpgroupRows = 64;  // of one wgmma
-inline constexpr int kWarpRows = 16;       // of one warp's part of it
-inline constexpr int kBlockColumns = 64;   // 128 bytes: one swizzle atom, one TMA box
-inline constexpr int kBlockRowBytes = 128;
+inline constexpr int kWarpgroupRows = 64;   // of one wgmma
+inline constexpr int kWarpRows = 16;        // of one warp's part of it
+inline constexpr int kBlockRowBytes = 128;  // one row of a swizzle atom and of a TMA box
 inline constexpr int kMaxConsumers = 4;
 inline constexpr int kMaxSharedBytes = 227 * 1024;  // of one CTA
 inline constexpr int kOtherBytes = 2048;            // barriers, items
+
+// Operands lie in shared memory as blocks of so many columns.
+template <class Element>
+inline constexpr int kBlockColumns = kBlockRowBytes / sizeof(Element);
 
 template <class V>
 struct ForwardTraits {
   static constexpr Variant kVariant = V::kVariant;
   static constexpr TileShape kTile = V::kTile;
-  static_assert(kVariant.q_dtype == kVariant.kv_dtype, "fa3 computes in one 16-bit dtype");
   static_assert(kVariant.mask == Mask::kBounds, "custom masks run on fa2");
 
-  using Element = preflash::Element<kVariant.q_dtype>;
+  using ElementQ = Element<kVariant.q_dtype>;
+  using ElementKv = Element<kVariant.kv_dtype>;  // as K and V are stored
+  using ElementP = ElementQ;                     // what the softmax rounds P to
+  using ElementO = ElementQ;
+  // NOTE: wgmma multiplies operands of one type, and takes V one row per key in 16 bits alone.
+  static_assert(is_same_v<ElementQ, ElementKv> && is_same_v<ElementP, ElementKv>,
+                "fa3 multiplies K and V as they are stored");
+  static_assert(sizeof(ElementKv) == 2 && sizeof(ElementO) == 2);
+
   static constexpr int kTileM = kTile.m;
   static constexpr int kTileN = kTile.n;
   static constexpr int kStages = kTile.stages;
@@ -46,7 +56,14 @@ struct ForwardTraits {
   static constexpr int kThreads = kConsumerThreads + kWarpgroupThreads;
   static_assert(kTileM % kWarpgroupRows == 0 && kTile.warps * 32 == kThreads);
   static_assert(kConsumers == 2 || kConsumers == kMaxConsumers);
-  static_assert(kHeadQk % kBlockColumns == 0 && kHeadVo % kBlockColumns == 0);
+  static constexpr int kBlocksQ = kHeadQk / kBlockColumns<ElementQ>;
+  static constexpr int kBlocksK = kHeadQk / kBlockColumns<ElementKv>;
+  static constexpr int kBlocksV = kHeadVo / kBlockColumns<ElementKv>;
+  static constexpr int kBlocksO = kHeadVo / kBlockColumns<ElementO>;
+  static_assert(kBlocksQ * kBlockColumns<ElementQ> == kHeadQk);
+  static_assert(kBlocksK * kBlockColumns<ElementKv> == kHeadQk);
+  static_assert(kBlocksV * kBlockColumns<ElementKv> == kHeadVo);
+  static_assert(kBlocksO * kBlockColumns<ElementO> == kHeadVo);
   static_assert(kTileN % 16 == 0 && kTileN <= 256);
   static constexpr int kMaxBoxes = kTileN / 8;  // of a K or V tile: a box has at least 8 rows
 
@@ -59,10 +76,11 @@ struct ForwardTraits {
 
   // With two buffers the next item's Q is loaded during this item's last tiles, with one buffer
   // only during its very last.
-  static constexpr int kBytesWithoutQ =
-      kStages * kTileN * (kHeadQk + kHeadVo) * 2 + kConsumerWarps * kWarpRows * kBlockColumns * 2;
+  static constexpr int kBytesQ = kTileM * kHeadQk * sizeof(ElementQ);
+  static constexpr int kBytesKv = kTileN * (kHeadQk + kHeadVo) * sizeof(ElementKv);
+  static constexpr int kBytesO = kConsumerWarps * kWarpRows * kBlockRowBytes;
   static constexpr int kQStages =
-      2 * kTileM * kHeadQk * 2 + kBytesWithoutQ + kOtherBytes <= kMaxSharedBytes ? 2 : 1;
+      2 * kBytesQ + kStages * kBytesKv + kBytesO + kOtherBytes <= kMaxSharedBytes ? 2 : 1;
 
   // The step of an item in which a warpgroup prepares the transition to the next: its last, or its
   // first (measured: docs/dev/experiments.md).
@@ -79,23 +97,21 @@ struct ForwardTraits {
   // S = Q K^T reads both operands from shared memory; O += P V reads P from registers and V as it
   // is stored, one row per key.
   using MmaQk = decltype(make_tiled_mma(
-      GMMA::ss_op_selector<Element, Element, float, Shape<_64, Int<kTileN>, Int<kHeadQk>>>()));
+      GMMA::ss_op_selector<ElementQ, ElementKv, float, Shape<_64, Int<kTileN>, Int<kHeadQk>>>()));
   using MmaPv = decltype(make_tiled_mma(
-      GMMA::rs_op_selector<Element, Element, float, Shape<_64, Int<kHeadVo>, Int<kTileN>>,
+      GMMA::rs_op_selector<ElementP, ElementKv, float, Shape<_64, Int<kHeadVo>, Int<kTileN>>,
                            GMMA::Major::K, GMMA::Major::MN>()));
 
-  // Blocks of 64 columns, each with all rows of the tile: the layout that TMA boxes write.
-  using AtomK = GMMA::Layout_K_SW128_Atom<Element>;
-  using AtomMn = GMMA::Layout_MN_SW128_Atom<Element>;
+  // Blocks of kBlockColumns, each with all rows of the tile: the layout that TMA boxes write.
+  using AtomQ = GMMA::Layout_K_SW128_Atom<ElementQ>;
+  using AtomK = GMMA::Layout_K_SW128_Atom<ElementKv>;
+  using AtomV = GMMA::Layout_MN_SW128_Atom<ElementKv>;
   using LayoutQ =
-      decltype(tile_to_shape(AtomK{}, Shape<Int<kTileM>, Int<kHeadQk>, Int<kQStages>>{}));
+      decltype(tile_to_shape(AtomQ{}, Shape<Int<kTileM>, Int<kHeadQk>, Int<kQStages>>{}));
   using LayoutK =
       decltype(tile_to_shape(AtomK{}, Shape<Int<kTileN>, Int<kHeadQk>, Int<kStages>>{}));
-  using LayoutV = decltype(tile_to_shape(AtomMn{}, Shape<Int<kHeadVo>, Int<kTileN>, Int<kStages>>{},
+  using LayoutV = decltype(tile_to_shape(AtomV{}, Shape<Int<kHeadVo>, Int<kTileN>, Int<kStages>>{},
                                          Step<_2, _1, _3>{}));  // V^T: (d_vo, tile_n, stages)
-
-  static constexpr int kBlocksQk = kHeadQk / kBlockColumns;
-  static constexpr int kBlocksVo = kHeadVo / kBlockColumns;
 };
 
 // A work item in shared memory. One producer warp prepares it, items ahead; the other warps read it
@@ -162,12 +178,12 @@ struct alignas(16) TmaCoordinates {
 
 template <class Traits>
 struct SharedStorage {
-  using Element = typename Traits::Element;
-  alignas(1024) Element q[cosize_v<typename Traits::LayoutQ>];
-  alignas(1024) Element k[cosize_v<typename Traits::LayoutK>];
-  alignas(1024) Element v[cosize_v<typename Traits::LayoutV>];
-  // Each warp stages its 16 rows of O here, 64 columns at a time.
-  alignas(1024) Element o[Traits::kConsumerWarps][kWarpRows * kBlockColumns];
+  using ElementO = typename Traits::ElementO;
+  alignas(1024) typename Traits::ElementQ q[cosize_v<typename Traits::LayoutQ>];
+  alignas(1024) typename Traits::ElementKv k[cosize_v<typename Traits::LayoutK>];
+  alignas(1024) typename Traits::ElementKv v[cosize_v<typename Traits::LayoutV>];
+  // Each warp stages its 16 rows of O here, one block of columns at a time.
+  alignas(1024) ElementO o[Traits::kConsumerWarps][kWarpRows * kBlockColumns<ElementO>];
   ItemState items[kItemSlots];
   TmaCoordinates k_coordinates[Traits::kMaxBoxes];  // of the tile whose boxes are being issued
   TmaCoordinates v_coordinates[Traits::kMaxBoxes];

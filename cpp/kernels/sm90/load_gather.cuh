@@ -12,10 +12,11 @@
 namespace preflash::sm90 {
 
 // The whole producer warpgroup copies the tiles of both operands. Each warp copies a quarter of the
-// rows; eight lanes copy the 128 bytes that one row has in a block of 64 columns.
+// rows; eight lanes copy the 128 bytes that one row has in a block of columns.
 template <class Traits>
 struct GatherLoader {
-  using Element = typename Traits::Element;
+  using Element = typename Traits::ElementKv;
+  static constexpr int kColumns = kBlockColumns<Element>;
   static constexpr int kWarpKeys = Traits::kTileN / kWarpgroupWarps;
   static constexpr int kOwned = ceil_div(kWarpKeys, 32);  // rows whose page a lane looks up
   static constexpr int kRowsPerPass = 4;
@@ -86,15 +87,15 @@ struct GatherLoader {
 
   __device__ __forceinline__ void fetch_k(const RowSlots& rows, int tile) {
     smem.barriers.k_empty[k_write.index()].wait(k_write.phase() ^ 1);
-    fetch<Traits::kBlocksQk>(rows, tile, params.k, params.head_dim_qk,
-                             smem.k + k_write.index() * (Traits::kTileN * Traits::kHeadQk));
+    fetch<Traits::kBlocksK>(rows, tile, params.k, params.head_dim_qk,
+                            smem.k + k_write.index() * (Traits::kTileN * Traits::kHeadQk));
     publish_before(smem.barriers.k_full[k_write.index()]);
     k_write.advance();
   }
   __device__ __forceinline__ void fetch_v(const RowSlots& rows, int tile) {
     smem.barriers.v_empty[v_write.index()].wait(v_write.phase() ^ 1);
-    fetch<Traits::kBlocksVo>(rows, tile, params.v, params.head_dim_vo,
-                             smem.v + v_write.index() * (Traits::kTileN * Traits::kHeadVo));
+    fetch<Traits::kBlocksV>(rows, tile, params.v, params.head_dim_vo,
+                            smem.v + v_write.index() * (Traits::kTileN * Traits::kHeadVo));
     publish_before(smem.barriers.v_full[v_write.index()]);
     v_write.advance();
   }
@@ -122,7 +123,7 @@ struct GatherLoader {
     for (int i = 0; i < kOwned; ++i) offsets[i] = slot_offset(tensor, rows.slot[i]);
     int key = tile * Traits::kTileN;
     bool whole = key >= item.keys.begin && key + Traits::kTileN <= item.keys.end &&
-                 head_dim == kBlocks * kBlockColumns;
+                 head_dim == kBlocks * kColumns;
     if (whole) {
       copy_rows<kBlocks, Fill::kWhole>(offsets, key, tensor, head_dim, target);
     } else {
@@ -155,7 +156,7 @@ struct GatherLoader {
       CUTE_UNROLL
       for (int block = 0; block < kBlocks; ++block) {
         std::uint32_t block_target = target + block * Traits::kTileN * kBlockRowBytes;
-        const Element* block_source = source + block * kBlockColumns;
+        const Element* block_source = source + block * kColumns;
         if constexpr (kFill == Fill::kWhole) {
           asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(block_target),
                        "l"(block_source)
@@ -163,7 +164,7 @@ struct GatherLoader {
         } else {
           // NOTE: with 0 source bytes nothing is read; the address need not be mapped.
           bool kept = key >= item.keys.begin && key < item.keys.end;
-          int bytes = kept && block * kBlockColumns + column < head_dim ? 16 : 0;
+          int bytes = kept && block * kColumns + column < head_dim ? 16 : 0;
           asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(block_target),
                        "l"(block_source), "r"(bytes)
                        : "memory");

@@ -9,24 +9,24 @@
 
 namespace preflash::sm90 {
 
-// Loads an item's Q. A tile of Q is token-aligned and takes one box per 64 columns; where a group
-// has more heads than the tile has rows, every row is a box.
+// Loads an item's Q. A tile of Q is token-aligned and takes one box per block of columns; where a
+// group has more heads than the tile has rows, every row is a box.
 template <class Traits>
 __device__ __forceinline__ void fetch_q(const HopperParams& params, const ItemState& state,
                                         SharedStorage<Traits>& smem, int stage) {
-  constexpr int kBlockElements = Traits::kTileM * kBlockColumns;
+  constexpr int kColumns = kBlockColumns<typename Traits::ElementQ>;
   TransactionBarrier& full = smem.barriers.q_full[stage];
   auto* q = smem.q + stage * (Traits::kTileM * Traits::kHeadQk);
   const BoxShape& box = params.box;
   int box_rows = box.q_heads * box.q_tokens;
   int num_boxes = params.group_size <= Traits::kTileM ? 1 : state.num_rows;
-  full.arrive_and_expect_tx(num_boxes * box_rows * kBlockRowBytes * Traits::kBlocksQk);
+  full.arrive_and_expect_tx(num_boxes * box_rows * kBlockRowBytes * Traits::kBlocksQ);
   for (int i = 0; i < num_boxes; ++i) {
     PackedRow row = unpack_row(params, state.item.row_begin + i);
-    for (int block = 0; block < Traits::kBlocksQk; ++block) {
+    for (int block = 0; block < Traits::kBlocksQ; ++block) {
       SM90_TMA_LOAD_4D::copy(&params.maps.q, reinterpret_cast<std::uint64_t*>(&full),
                              static_cast<std::uint64_t>(TMA::CacheHintSm90::EVICT_FIRST),
-                             q + block * kBlockElements + i * kBlockColumns, block * kBlockColumns,
+                             q + (block * Traits::kTileM + i) * kColumns, block * kColumns,
                              row.head_in_group, state.request.qo_begin + row.token,
                              state.item.kv_head);
     }
@@ -53,9 +53,10 @@ enum class Operand { kK, kV };
 // One warp loads the tiles of one operand as TMA boxes.
 template <class Traits, Operand kOperand>
 struct TmaLoader {
-  static constexpr int kHeadDim = kOperand == Operand::kK ? Traits::kHeadQk : Traits::kHeadVo;
-  static constexpr int kBlocks = kHeadDim / kBlockColumns;
-  static constexpr int kTileElements = Traits::kTileN * kHeadDim;
+  using Element = typename Traits::ElementKv;
+  static constexpr int kColumns = kBlockColumns<Element>;
+  static constexpr int kBlocks = kOperand == Operand::kK ? Traits::kBlocksK : Traits::kBlocksV;
+  static constexpr int kTileElements = Traits::kTileN * kBlocks * kColumns;
   static_assert(Traits::kMaxBoxes <= 32, "each lane finds the coordinates of one box");
 
   const HopperParams& params;
@@ -117,7 +118,7 @@ struct TmaLoader {
       TmaCoordinates only{warp_uniform(coordinates.page), warp_uniform(coordinates.x),
                           warp_uniform(coordinates.r)};
       if (elect_one_sync()) {
-        full.arrive_and_expect_tx(kTileElements * sizeof(typename Traits::Element));
+        full.arrive_and_expect_tx(kTileElements * sizeof(Element));
         issue(only, tile, full);
       }
       __syncwarp();
@@ -127,7 +128,7 @@ struct TmaLoader {
     if (lane_id() < Traits::kMaxBoxes) shared[lane_id()] = coordinates;
     __syncwarp();
     if (elect_one_sync()) {
-      full.arrive_and_expect_tx(kTileElements * sizeof(typename Traits::Element));
+      full.arrive_and_expect_tx(kTileElements * sizeof(Element));
       // In groups: moving one box's coordinates to uniform registers overlaps with the next box's.
       constexpr int kGroup = 4;
       static_assert(Traits::kMaxBoxes % kGroup == 0);
@@ -138,24 +139,22 @@ struct TmaLoader {
         CUTE_UNROLL
         for (int i = 0; i < kGroup; ++i) {
           int row = (box + i) * box_rows;
-          if (row < Traits::kTileN) issue(group[i], tile + row * kBlockColumns, full);
+          if (row < Traits::kTileN) issue(group[i], tile + row * kColumns, full);
         }
       }
     }
     __syncwarp();
   }
 
-  __device__ __forceinline__ void issue(const TmaCoordinates& coordinates,
-                                        typename Traits::Element* target,
+  __device__ __forceinline__ void issue(const TmaCoordinates& coordinates, Element* target,
                                         TransactionBarrier& full) const {
     const CUtensorMap* map = kOperand == Operand::kK ? &params.maps.k : &params.maps.v;
     CUTE_UNROLL
     for (int block = 0; block < kBlocks; ++block) {
       SM90_TMA_LOAD_5D::copy(map, reinterpret_cast<std::uint64_t*>(&full),
                              static_cast<std::uint64_t>(TMA::CacheHintSm90::EVICT_LAST),
-                             target + block * (Traits::kTileN * kBlockColumns),
-                             block * kBlockColumns, coordinates.r, coordinates.x, item.kv_head,
-                             coordinates.page);
+                             target + block * (Traits::kTileN * kColumns), block * kColumns,
+                             coordinates.r, coordinates.x, item.kv_head, coordinates.page);
     }
   }
 };

@@ -7,8 +7,7 @@
 namespace preflash::sm90 {
 namespace {
 
-constexpr int kBoxColumns = 64;  // 128 bytes of a 16-bit dtype
-constexpr int kElementBytes = 2;
+constexpr int kBoxRowBytes = 128;  // of the swizzle
 
 using Encode = decltype(&cuTensorMapEncodeTiled);
 
@@ -37,8 +36,21 @@ struct TensorShape {
 };
 
 // A dimension of size 1 may have any stride; TMA requires a multiple of 16 bytes.
-cuuint64_t stride_bytes(std::int64_t elements, std::int64_t size) {
-  return size > 1 ? static_cast<cuuint64_t>(elements) * kElementBytes : 16;
+cuuint64_t stride_bytes(DType dtype, std::int64_t elements, std::int64_t size) {
+  return size > 1 ? static_cast<cuuint64_t>(elements * size_of(dtype)) : 16;
+}
+
+cuuint32_t box_columns(DType dtype) { return kBoxRowBytes / size_of(dtype); }
+
+CUtensorMapDataType data_type(DType dtype) {
+  switch (dtype) {
+    case DType::kFloat16: return CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+    case DType::kBFloat16: return CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+    case DType::kFloat32: return CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
+    case DType::kFloat8E4M3:
+    case DType::kFloat8E5M2: break;
+  }
+  return CU_TENSOR_MAP_DATA_TYPE_UINT8;
 }
 
 template <int kRank>
@@ -46,43 +58,43 @@ const char* encode(Encode function, DType dtype, const void* base, const TensorS
                    CUtensorMap& map) {
   cuuint32_t ones[kRank];
   for (cuuint32_t& one : ones) one = 1;
-  CUresult result = function(
-      &map,
-      dtype == DType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-      kRank, const_cast<void*>(base), shape.dims, shape.stride_bytes, shape.box, ones,
-      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  CUresult result = function(&map, data_type(dtype), kRank, const_cast<void*>(base), shape.dims,
+                             shape.stride_bytes, shape.box, ones, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                             CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? nullptr
                                 : "TMA refuses the strides of q, k or v: all but the last must be "
                                   "multiples of 16 bytes below 2^40, and the data 16-byte aligned";
 }
 
-const char* encode_kv(Encode function, DType dtype, const ForwardParams& params,
-                      const KvTensor& tensor, int head_dim, int box_rows, CUtensorMap& map) {
-  const cuuint64_t stride_token = stride_bytes(tensor.stride_token, tensor.num_tokens);
+const char* encode_kv(Encode function, const ForwardParams& params, const KvTensor& tensor,
+                      int head_dim, int box_rows, CUtensorMap& map) {
+  const DType dtype = params.kv_dtype;
+  const cuuint64_t stride_token = stride_bytes(dtype, tensor.stride_token, tensor.num_tokens);
   const TensorShape<5> shape{
       .dims = {static_cast<cuuint64_t>(head_dim), static_cast<cuuint64_t>(box_rows),
                static_cast<cuuint64_t>(tensor.num_tokens),
                static_cast<cuuint64_t>(params.num_kv_heads),
                static_cast<cuuint64_t>(tensor.num_pages)},
       .stride_bytes = {stride_token, stride_token,
-                       stride_bytes(tensor.stride_head, params.num_kv_heads),
-                       stride_bytes(tensor.stride_page, tensor.num_pages)},
-      .box = {kBoxColumns, static_cast<cuuint32_t>(box_rows), 1, 1, 1}};
+                       stride_bytes(dtype, tensor.stride_head, params.num_kv_heads),
+                       stride_bytes(dtype, tensor.stride_page, tensor.num_pages)},
+      .box = {box_columns(dtype), static_cast<cuuint32_t>(box_rows), 1, 1, 1}};
   return encode(function, dtype, tensor.data, shape, map);
 }
 
-const char* encode_q(Encode function, DType dtype, const ForwardParams& params, const BoxShape& box,
+const char* encode_q(Encode function, const ForwardParams& params, const BoxShape& box,
                      CUtensorMap& map) {
+  const DType dtype = params.q_dtype;
   const std::int64_t group = params.group_size;
   const TensorShape<4> shape{
       .dims = {static_cast<cuuint64_t>(params.head_dim_qk), static_cast<cuuint64_t>(group),
                static_cast<cuuint64_t>(params.q.num_tokens),
                static_cast<cuuint64_t>(params.num_kv_heads)},
-      .stride_bytes = {stride_bytes(params.q.stride_head, group),
-                       stride_bytes(params.q.stride_token, params.q.num_tokens),
-                       stride_bytes(params.q.stride_head * group, params.num_kv_heads)},
-      .box = {kBoxColumns, static_cast<cuuint32_t>(box.q_heads),
+      .stride_bytes = {stride_bytes(dtype, params.q.stride_head, group),
+                       stride_bytes(dtype, params.q.stride_token, params.q.num_tokens),
+                       stride_bytes(dtype, params.q.stride_head * group, params.num_kv_heads)},
+      .box = {box_columns(dtype), static_cast<cuuint32_t>(box.q_heads),
               static_cast<cuuint32_t>(box.q_tokens), 1}};
   return encode(function, dtype, params.q.data, shape, map);
 }
@@ -104,19 +116,18 @@ BoxShape box_shape(const ForwardParams& params, int tile_m, int tile_n) {
   return box;
 }
 
-const char* encode_tensor_maps(const ForwardParams& params, DType dtype, const BoxShape& box,
-                               TensorMaps& maps) {
+const char* encode_tensor_maps(const ForwardParams& params, const BoxShape& box, TensorMaps& maps) {
   static const Encode function = find_encode();
   if (function == nullptr) return "the CUDA driver has no cuTensorMapEncodeTiled: it is too old";
   if (params.q.num_tokens > 0) {
-    if (const char* error = encode_q(function, dtype, params, box, maps.q)) return error;
+    if (const char* error = encode_q(function, params, box, maps.q)) return error;
   }
   // Without keys there is nothing to load, and TMA refuses an empty tensor.
   if (box.kv_rows == 0 || params.k.num_tokens == 0 || params.k.num_pages == 0) return nullptr;
   const char* error =
-      encode_kv(function, dtype, params, params.k, params.head_dim_qk, box.kv_rows, maps.k);
+      encode_kv(function, params, params.k, params.head_dim_qk, box.kv_rows, maps.k);
   if (error != nullptr) return error;
-  return encode_kv(function, dtype, params, params.v, params.head_dim_vo, box.kv_rows, maps.v);
+  return encode_kv(function, params, params.v, params.head_dim_vo, box.kv_rows, maps.v);
 }
 
 }  // namespace preflash::sm90

@@ -4,8 +4,7 @@
 // request's end or below a window. Those rows must arrive as zeros: another request's NaN times a
 // zero probability would be NaN. TMA fills with zeros what lies outside the tensor's dimensions,
 // but a request does not end where a dimension does. So the row appears twice, in two dimensions of
-// the same stride:
-//   column  head_dim            64 of them a box
+//   column  head_dim            128 bytes of them a box
 //   r       box_rows            from -(box_rows - kept): rows below 0 are outside
 //   x       rows                first kept row, of the page or of the ragged tensor
 //   head    num_kv_heads
@@ -40,7 +39,6 @@ struct BoxShape {
 BoxShape box_shape(const ForwardParams& params, int tile_m, int tile_n);
 
 // Returns nullptr, or a message if the driver refuses.
-const char* encode_tensor_maps(const ForwardParams& params, DType dtype, const BoxShape& box,
-                               TensorMaps& maps);
+const char* encode_tensor_maps(const ForwardParams& params, const BoxShape& box, TensorMaps& maps);
 
 }  // namespace preflash::sm90
