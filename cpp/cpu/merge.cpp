@@ -1,56 +1,28 @@
 #include "cpu/merge.h"
 
 #include <algorithm>
-#include <cmath>
 #include <cstddef>
 #include <cstdint>
-#include <limits>
 
 #include "cpu/isa.h"
+#include "cpu/partial_lse.h"
 #include "cpu/thread_pool.h"
 
 namespace preflash::cpu {
 namespace {
 
-constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr int kColumns = 256;  // of a row at a time: what a merge holds on the stack
 constexpr std::int64_t kTaskElements = std::int64_t{1}
                                        << 15;  // below, a thread is not worth waking
 
-// a - b. The highs first: where they are large they cancel without a rounding.
-float difference(const PartialLse& a, const PartialLse& b) {
-  return (a.high - b.high) + (a.low - b.low);
-}
-
-// Weights 2^(lse - largest) of a row's states, normalised by one sum. States come as PartialLse.
-struct MergedLse {
-  PartialLse largest{.high = 0.0f, .low = -kInfinity};
-  float sum = 0.0f;
-
-  template <class LseOf>
-  MergedLse(int num_states, const LseOf& lse_of) {
-    // NaN is kept: the row's result is then NaN, as it is when one pass computes it.
-    for (int i = 0; i < num_states; ++i) {
-      const bool stays = difference(largest, lse_of(i)) >= 0.0f;
-      if (!stays) largest = lse_of(i);
-    }
-    for (int i = 0; i < num_states; ++i) sum += weight(lse_of(i));
-  }
-  bool empty() const { return sum == 0.0f; }
-  float weight(const PartialLse& lse) const {
-    return lse.high + lse.low == -kInfinity ? 0.0f : std::exp2(difference(lse, largest));
-  }
-  float lse() const { return empty() ? -kInfinity : largest.high + (largest.low + std::log2(sum)); }
-};
-
 // One row of `width` columns from num_states rows. A state of weight 0 is not read.
-template <class LseOf, class RowOf>
-void merge_row(const MergedLse& merged, int num_states, const LseOf& lse_of, const RowOf& row_of,
-               DType dtype, float* sum, int width) {
+template <class LseOfState, class RowOf>
+void merge_row(const MergedLse& merged, int num_states, const LseOfState& lse_of_state,
+               const RowOf& row_of, DType dtype, float* sum, int width) {
   alignas(kCacheLine) float row[kColumns];
   std::fill_n(sum, width, 0.0f);
   for (int i = 0; i < num_states; ++i) {
-    const float weight = merged.weight(lse_of(i));
+    const float weight = merged.weight(lse_of_state(i));
     if (weight == 0.0f) continue;
     isa_kernels().widen(dtype, row_of(i), row, width);
     isa_kernels().accumulate(weight, row, sum, width);
@@ -69,8 +41,8 @@ void combine_tile(const CombineParams& params, const MergeItem& item) {
     auto partial_row = [&](int chunk) {
       return std::int64_t{item.first_row} + std::int64_t{chunk} * rows + row;
     };
-    auto lse_of = [&](int chunk) { return params.partial_lse[partial_row(chunk)]; };
-    const MergedLse merged(item.num_chunks, lse_of);
+    auto lse_of_state = [&](int chunk) { return params.partial_lse[partial_row(chunk)]; };
+    const MergedLse merged(item.num_chunks, lse_of_state);
 
     auto* o =
         static_cast<std::byte*>(params.o.data) +
@@ -81,7 +53,7 @@ void combine_tile(const CombineParams& params, const MergeItem& item) {
       auto row_of = [&](int chunk) {
         return params.partial_o + partial_row(chunk) * params.head_dim_vo + column;
       };
-      merge_row(merged, item.num_chunks, lse_of, row_of, DType::kFloat32, sum, width);
+      merge_row(merged, item.num_chunks, lse_of_state, row_of, DType::kFloat32, sum, width);
       isa_kernels().narrow(params.o_dtype, sum, merged.empty() ? 0.0f : 1.0f / merged.sum,
                            o + column * size_of(params.o_dtype), width);
     }
@@ -103,11 +75,11 @@ void merge_states_row(const MergeStatesParams& params, std::int64_t row) {
                ? row
                : (token * params.num_states + state) * params.num_heads + row % params.num_heads;
   };
-  auto lse_of = [&](int state) {
+  auto lse_of_state = [&](int state) {
     return PartialLse{.high = params.s[separate ? state : 0][state_row(state)], .low = 0.0f};
   };
   const int num_states = separate ? 2 : params.num_states;
-  const MergedLse merged(num_states, lse_of);
+  const MergedLse merged(num_states, lse_of_state);
   for (int column = 0; column < params.head_dim; column += kColumns) {
     alignas(kCacheLine) float sum[kColumns];
     const int width = std::min(kColumns, params.head_dim - column);
@@ -115,7 +87,7 @@ void merge_states_row(const MergeStatesParams& params, std::int64_t row) {
       return static_cast<const std::byte*>(params.v[separate ? state : 0]) +
              (state_row(state) * params.head_dim + column) * size;
     };
-    merge_row(merged, num_states, lse_of, row_of, params.dtype, sum, width);
+    merge_row(merged, num_states, lse_of_state, row_of, params.dtype, sum, width);
     isa_kernels().narrow(
         params.dtype, sum, merged.empty() ? 0.0f : 1.0f / merged.sum,
         static_cast<std::byte*>(params.v_out) + (row * params.head_dim + column) * size, width);
