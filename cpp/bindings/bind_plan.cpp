@@ -1,8 +1,12 @@
+#include <pybind11/operators.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
 #include <array>
+#include <functional>
 #include <memory>
+#include <string>
+#include <type_traits>
 
 #include "bindings/bindings.h"
 #include "core/launch.h"
@@ -28,8 +32,63 @@ KvTensor kv_tensor(const PageTokenHead& numbers) {
           .num_tokens = numbers[4]};
 }
 
+// Visits every option with its name in Python and an accessor.
+template <class Visit>
+void for_each_option(Visit&& visit) {
+  visit("num_qo_heads", [](auto& options) -> auto& { return options.num_qo_heads; });
+  visit("num_kv_heads", [](auto& options) -> auto& { return options.num_kv_heads; });
+  visit("head_dim_qk", [](auto& options) -> auto& { return options.head_dim_qk; });
+  visit("head_dim_vo", [](auto& options) -> auto& { return options.head_dim_vo; });
+  visit("q_dtype", [](auto& options) -> auto& { return options.q_dtype; });
+  visit("kv_dtype", [](auto& options) -> auto& { return options.kv_dtype; });
+  visit("o_dtype", [](auto& options) -> auto& { return options.o_dtype; });
+  visit("causal", [](auto& options) -> auto& { return options.causal; });
+  visit("window_left", [](auto& options) -> auto& { return options.window_left; });
+  visit("mask", [](auto& options) -> auto& { return options.mask; });
+  visit("position", [](auto& options) -> auto& { return options.position; });
+  visit("soft_cap", [](auto& options) -> auto& { return options.soft_cap; });
+  visit("fixed_split_size", [](auto& options) -> auto& { return options.split.fixed_split_size; });
+  visit("disable_split", [](auto& options) -> auto& { return options.split.disable; });
+}
+
+std::size_t hash_of(const AttentionOptions& options) {
+  std::size_t hash = 0;
+  for_each_option([&](const char*, auto option) {
+    const auto& value = option(options);
+    hash = 31 * hash + std::hash<std::remove_cvref_t<decltype(value)>>{}(value);
+  });
+  return hash;
+}
+
+// A copy in which the named options have other values.
+AttentionOptions replace(AttentionOptions options, const py::kwargs& changes) {
+  for (const auto& [key, change] : changes) {
+    const auto wanted = key.cast<std::string>();
+    bool found = false;
+    for_each_option([&, value = change](const char* name, auto option) {
+      if (wanted != name) return;
+      found = true;
+      auto& field = option(options);
+      try {
+        field = value.template cast<std::remove_cvref_t<decltype(field)>>();
+      } catch (const py::cast_error&) {
+        throw py::type_error(wanted + " cannot be " + py::repr(value).template cast<std::string>());
+      }
+    });
+    if (!found) throw py::type_error("AttentionOptions has no option named " + wanted);
+  }
+  return options;
+}
+
 void bind_options(py::module_& m) {
-  py::class_<AttentionOptions>(m, "AttentionOptions")
+  py::class_<AttentionOptions> options(m, "AttentionOptions");
+  for_each_option([&](const char* name, auto option) {
+    options.def_property_readonly(name,
+                                  [option](const AttentionOptions& self) { return option(self); });
+  });
+  options.def(py::self == py::self)
+      .def("__hash__", &hash_of)
+      .def("replace", &replace)
       .def(py::init([](int num_qo_heads, int num_kv_heads, int head_dim_qk, int head_dim_vo,
                        DType q_dtype, DType kv_dtype, DType o_dtype, bool causal, int window_left,
                        Mask mask, float soft_cap, int fixed_split_size, bool disable_split) {

@@ -13,6 +13,7 @@ BASE = {
     "head_dim_vo": 128,
     "tile_class": "prefill",
     "logits": "plain",
+    "position": "none",
     "mask": "bounds",
 }
 ENUMS = {
@@ -21,6 +22,7 @@ ENUMS = {
     "kv_dtype": _core.DType,
     "tile_class": _core.TileClass,
     "logits": _core.Logits,
+    "position": _core.Position,
     "mask": _core.Mask,
 }
 
@@ -113,30 +115,84 @@ def test_variants_are_values():
     [
         ({}, {}),
         ({"soft_cap": 30.0}, {"logits": "softcap"}),
-        ({"custom_mask": True}, {"mask": "custom"}),
+        ({"position": _core.Position.alibi}, {"position": "alibi"}),
+        ({"mask": _core.Mask.custom}, {"mask": "custom"}),
     ],
 )
 def test_options_decide_the_variant(options, changes):
     """head_dim 264 is served by none, so that the sentence tells what was looked for."""
-    base = {
-        "num_qo_heads": 4,
-        "num_kv_heads": 2,
-        "head_dim_qk": 264,
-        "head_dim_vo": 264,
-        "q_dtype": _core.DType.float16,
-        "kv_dtype": _core.DType.float16,
-        "causal": True,
-        "window_left": -1,
-        "soft_cap": 0.0,
-        "custom_mask": False,
-        "fixed_split_size": 0,
-        "disable_split": False,
-    }
+    unserved = attention_options(head_dim_qk=264, head_dim_vo=264, **options)
     wanted = variant(head_dim_qk=264, head_dim_vo=264, **changes)
-    sentence = _core.find_error(_core.Family.cpu, _core.Options(**base | options))
-    assert sentence == _core.find_error(wanted)
-    served = base | options | {"head_dim_qk": 256, "head_dim_vo": 256}
-    assert _core.find_error(_core.Family.cpu, _core.Options(**served)) is None
+    assert _core.find_error(_core.Family.cpu, unserved) == _core.find_error(wanted)
+    served = unserved.replace(head_dim_qk=256, head_dim_vo=256)
+    assert _core.find_error(_core.Family.cpu, served) is None
+
+
+OPTIONS = {
+    "num_qo_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim_qk": 128,
+    "head_dim_vo": 64,
+    "q_dtype": _core.DType.float16,
+    "kv_dtype": _core.DType.bfloat16,
+    "o_dtype": _core.DType.float32,
+    "causal": True,
+    "window_left": 7,
+    "mask": _core.Mask.bounds,
+    "position": _core.Position.none,
+    "soft_cap": 0.5,
+    "fixed_split_size": 128,
+    "disable_split": False,
+}
+OTHER_OPTIONS = {
+    "num_qo_heads": 8,
+    "num_kv_heads": 4,
+    "head_dim_qk": 64,
+    "head_dim_vo": 128,
+    "q_dtype": _core.DType.float32,
+    "kv_dtype": _core.DType.float16,
+    "o_dtype": _core.DType.bfloat16,
+    "causal": False,
+    "window_left": -1,
+    "mask": _core.Mask.custom,
+    "position": _core.Position.alibi,
+    "soft_cap": 0.0,
+    "fixed_split_size": 0,
+    "disable_split": True,
+}
+
+
+def attention_options(**changes) -> _core.AttentionOptions:
+    dtypes = dict.fromkeys(("q_dtype", "kv_dtype", "o_dtype"), _core.DType.float16)
+    return _core.AttentionOptions(**{**OPTIONS, "soft_cap": 0.0, **dtypes, **changes})
+
+
+def test_options_are_values():
+    one = _core.AttentionOptions(**OPTIONS)
+    assert one == _core.AttentionOptions(**OPTIONS)
+    assert hash(one) == hash(_core.AttentionOptions(**OPTIONS))
+    assert one != OPTIONS
+    for name, value in OTHER_OPTIONS.items():
+        assert getattr(one, name) == OPTIONS[name]
+        other = one.replace(**{name: value})
+        assert getattr(other, name) == value
+        assert other != one
+        assert hash(other) != hash(one)
+        assert other.replace(**{name: OPTIONS[name]}) == one
+        with pytest.raises(AttributeError):
+            setattr(one, name, value)
+    assert one == _core.AttentionOptions(**OPTIONS)
+    assert one.replace(**OTHER_OPTIONS) == _core.AttentionOptions(**OTHER_OPTIONS)
+
+
+def test_options_that_are_none_of_them():
+    one = _core.AttentionOptions(**OPTIONS)
+    with pytest.raises(TypeError, match="custom_mask"):
+        one.replace(causal=False, custom_mask=True)
+    with pytest.raises(TypeError, match="window_left cannot be 'wide'"):
+        one.replace(window_left="wide")
+    with pytest.raises(TypeError, match="mask cannot be"):
+        one.replace(mask=_core.DType.float16)
 
 
 @pytest.mark.parametrize(

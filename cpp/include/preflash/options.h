@@ -13,6 +13,8 @@ struct SplitPolicy {
   // with `disable` a request's result does not depend on what else is in the batch.
   std::int32_t fixed_split_size = 0;
   bool disable = false;
+
+  friend bool operator==(const SplitPolicy&, const SplitPolicy&) = default;
 };
 
 struct AttentionOptions {
@@ -32,6 +34,8 @@ struct AttentionOptions {
   SplitPolicy split;
 
   constexpr std::int32_t gqa_ratio() const { return num_qo_heads / num_kv_heads; }
+
+  friend bool operator==(const AttentionOptions&, const AttentionOptions&) = default;
 };
 
 // What a kernel of the family must be compiled for, to serve the options.
