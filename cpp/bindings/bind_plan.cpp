@@ -45,7 +45,6 @@ void for_each_option(Visit&& visit) {
   visit("causal", [](auto& options) -> auto& { return options.causal; });
   visit("window_left", [](auto& options) -> auto& { return options.window_left; });
   visit("mask", [](auto& options) -> auto& { return options.mask; });
-  visit("position", [](auto& options) -> auto& { return options.position; });
   visit("soft_cap", [](auto& options) -> auto& { return options.soft_cap; });
   visit("fixed_split_size", [](auto& options) -> auto& { return options.split.fixed_split_size; });
   visit("disable_split", [](auto& options) -> auto& { return options.split.disable; });

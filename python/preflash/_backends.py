@@ -11,7 +11,6 @@ import torch
 from . import _core
 from . import _validate as check
 from ._device_stream import ordinal_of
-from ._options import Options, core_options
 
 
 class Backend(Protocol):
@@ -22,11 +21,15 @@ class Backend(Protocol):
     def refusal(self, device: torch.device) -> str | None:
         """Why the backend cannot compute on this device at all, or None."""
 
-    def supports(self, device: torch.device, options: Options) -> str | None:
+    def supports(self, device: torch.device, options: _core.AttentionOptions) -> str | None:
         """None, or the sentence that says why it cannot serve the options on this device."""
 
     def plan(
-        self, device: torch.device, options: Options, batch: _core.Batch, float_bytes: int
+        self,
+        device: torch.device,
+        options: _core.AttentionOptions,
+        batch: _core.Batch,
+        float_bytes: int,
     ) -> _core.Plan:
         """A plan that is counted and not uploaded.
 
@@ -49,26 +52,24 @@ class _KernelBackend:
     def refusal(self, device: torch.device) -> str | None:
         raise NotImplementedError
 
-    def missing_kernel(self, options: Options) -> str | None:
+    def missing_kernel(self, options: _core.AttentionOptions) -> str | None:
         """Why no compiled kernel of the family serves the options, or None."""
-        return _core.find_error(self._family, core_options(options))
+        return _core.find_error(self._family, options)
 
-    def supports(self, device: torch.device, options: Options) -> str | None:
+    def supports(self, device: torch.device, options: _core.AttentionOptions) -> str | None:
         return self.refusal(device) or self.missing_kernel(options)
 
     def plan(
-        self, device: torch.device, options: Options, batch: _core.Batch, float_bytes: int
+        self,
+        device: torch.device,
+        options: _core.AttentionOptions,
+        batch: _core.Batch,
+        float_bytes: int,
     ) -> _core.Plan:
         refusal = self.refusal(device)
         if refusal is not None:
             raise ValueError(refusal)
-        return _core.Plan(
-            self._family,
-            ordinal_of(device),
-            core_options(options),
-            batch,
-            float_bytes,
-        )
+        return _core.Plan(self._family, ordinal_of(device), options, batch, float_bytes)
 
     def runner(self, launch: _core.Launch) -> Callable[..., bool]:
         return launch.run
@@ -117,7 +118,11 @@ class _CudaBackend(_KernelBackend):
         return None
 
     def plan(
-        self, device: torch.device, options: Options, batch: _core.Batch, float_bytes: int
+        self,
+        device: torch.device,
+        options: _core.AttentionOptions,
+        batch: _core.Batch,
+        float_bytes: int,
     ) -> _core.Plan:
         # A build without the kernels of one architecture says so wherever it is asked for them,
         # also on other devices.
@@ -164,7 +169,7 @@ def candidates(name: str, device: torch.device) -> tuple[Backend, ...]:
     return tuple(_OF_FAMILY[family] for family in families)
 
 
-def choose(name: str, device: torch.device, options: Options) -> Backend:
+def choose(name: str, device: torch.device, options: _core.AttentionOptions) -> Backend:
     """The first candidate that serves the options, or the last; its plan() then says why not."""
     *preferred, last = candidates(name, device)
     for backend in preferred:

@@ -40,7 +40,6 @@ class Variant:
         head_dim_vo: int,
         tile_class: TileClass = ...,
         logits: Logits = ...,
-        position: Position = ...,
         mask: Mask = ...,
     ) -> None: ...
     @property
@@ -167,8 +166,6 @@ class AttentionOptions:
     def window_left(self) -> int: ...
     @property
     def mask(self) -> Mask: ...
-    @property
-    def position(self) -> Position: ...
     @property
     def soft_cap(self) -> float: ...
     @property

@@ -1,4 +1,5 @@
-"""The index arrays of plan(): where they are, how they look, and the host copy that is planned."""
+"""The second half of the check: from the index arrays of plan() to its batch. Where they are, how
+they look, and the host copy that is planned."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import torch
 
 from . import _core
 from . import _validate as check
+from ._arguments import PagedPlanArguments, PlanArguments, RaggedPlanArguments
 
 _INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
 if hasattr(torch, "uint32"):
@@ -20,7 +22,60 @@ def debugging() -> bool:
     return os.environ.get("PREFLASH_DEBUG", "0") not in ("", "0")
 
 
-def index_array(name: str, value: Any, device: torch.device) -> torch.Tensor:
+class PageList(NamedTuple):
+    """The page indices that the batch uses. Exactly one of the tensors is set."""
+
+    on_host: torch.Tensor | None
+    on_device: torch.Tensor | None
+    largest: int | None  # None: not known without waiting for the GPU
+
+
+class Lengths(NamedTuple):
+    """What plan() says about lengths, and where the keys are."""
+
+    batch: _core.Batch
+    pages: PageList | None  # None: ragged
+
+
+def batch_lengths(a: PlanArguments, device: torch.device) -> Lengths:
+    """The lengths in the arguments of plan(). The planner checks the values of indptr."""
+    return _paged(a, device) if isinstance(a, PagedPlanArguments) else _ragged(a, device)
+
+
+def _ragged(a: RaggedPlanArguments, device: torch.device) -> Lengths:
+    batch = _make_batch(
+        _index_array("qo_indptr", a.qo_indptr, device),
+        _index_array("kv_indptr", a.kv_indptr, device),
+        None,
+        0,
+        kv_name="kv_indptr",
+    )
+    return Lengths(batch, None)
+
+
+def _paged(a: PagedPlanArguments, device: torch.device) -> Lengths:
+    page_size = check.integer("page_size", a.page_size, at_least=1)
+    indices = _index_array("paged_kv_indices", a.paged_kv_indices, device)
+    batch = _make_batch(
+        _index_array("qo_indptr", a.qo_indptr, device),
+        _index_array("paged_kv_indptr", a.paged_kv_indptr, device),
+        _index_array("paged_kv_last_page_len", a.paged_kv_last_page_len, device),
+        page_size,
+        kv_name="paged_kv_indptr",
+    )
+    return Lengths(batch, _attach_page_indices(batch, indices))
+
+
+def single_lengths(qo_len: int, kv_len: int) -> Lengths:
+    """A batch of one."""
+    qo_len = check.integer("qo_len", qo_len, at_least=0)
+    kv_len = check.integer("kv_len", kv_len, at_least=0)
+    indptr = torch.tensor([0, qo_len, 0, kv_len], dtype=torch.int32, device="cpu")
+    begin = check.address(indptr)
+    return Lengths(_core.Batch(begin, begin + 2 * indptr.element_size(), 0, 1, 0), None)
+
+
+def _index_array(name: str, value: Any, device: torch.device) -> torch.Tensor:
     """An indptr, a list of pages or of last page lengths: 1-D int32, on the CPU or on `device`."""
     value = check.tensor(name, value)
     if value.dtype != torch.int32:
@@ -32,7 +87,7 @@ def index_array(name: str, value: Any, device: torch.device) -> torch.Tensor:
     return value
 
 
-def on_host(*arrays: torch.Tensor) -> list[torch.Tensor]:
+def _on_host(*arrays: torch.Tensor) -> list[torch.Tensor]:
     """Contiguous CPU copies. Those on the GPU come over together: one copy, one wait."""
     remote = [array for array in arrays if not array.is_cpu]
     if not remote:
@@ -41,7 +96,7 @@ def on_host(*arrays: torch.Tensor) -> list[torch.Tensor]:
     return [array.contiguous() if array.is_cpu else next(pieces) for array in arrays]
 
 
-def make_batch(
+def _make_batch(
     qo_indptr: torch.Tensor,
     kv_indptr: torch.Tensor,
     last_page_len: torch.Tensor | None,
@@ -59,14 +114,14 @@ def make_batch(
         )
     num_requests = qo_indptr.numel() - 1
     if last_page_len is None:
-        host = (*on_host(qo_indptr, kv_indptr), None)
+        host = (*_on_host(qo_indptr, kv_indptr), None)
     else:
         if last_page_len.numel() != num_requests:
             raise ValueError(
                 f"paged_kv_last_page_len has {last_page_len.numel()} elements; must have "
                 f"batch_size = {num_requests}"
             )
-        host = on_host(qo_indptr, kv_indptr, last_page_len)
+        host = _on_host(qo_indptr, kv_indptr, last_page_len)
     qo, kv, last = host
     return _core.Batch(
         qo.data_ptr(),
@@ -77,15 +132,7 @@ def make_batch(
     )
 
 
-class PageList(NamedTuple):
-    """The page indices that the batch uses. Exactly one of the tensors is set."""
-
-    on_host: torch.Tensor | None
-    on_device: torch.Tensor | None
-    largest: int | None  # None: not known without waiting for the GPU
-
-
-def attach_page_indices(batch: _core.Batch, indices: torch.Tensor) -> PageList:
+def _attach_page_indices(batch: _core.Batch, indices: torch.Tensor) -> PageList:
     """Gives the batch its page indices.
 
     Those on the host are copied, so that the caller may change his, and travel with the plan's
@@ -115,8 +162,9 @@ def _check_not_negative(smallest: int) -> None:
         raise ValueError(f"paged_kv_indices holds {smallest}; page indices start at 0")
 
 
-def check_hints(a: Any, batch: _core.Batch, device: torch.device) -> None:
-    """Arguments that repeat what the batch says: they must agree with it."""
+def check_hints(a: PlanArguments, lengths: Lengths, device: torch.device) -> None:
+    """Arguments that repeat what the lengths say: they must agree with them."""
+    batch = lengths.batch
     for name, value in (("seq_lens_q", a.seq_lens_q), ("seq_lens", a.seq_lens)):
         if value is not None:
             _check_lengths(name, value, batch, device)
@@ -132,6 +180,8 @@ def check_hints(a: Any, batch: _core.Batch, device: torch.device) -> None:
             raise ValueError(
                 f"uniform_q_len={uniform}: request {other} has {batch.qo_len(other)} query tokens"
             )
+    if isinstance(a, PagedPlanArguments) and a.block_tables is not None:
+        _check_block_tables(a.block_tables, lengths, device)
 
 
 def _check_longest(name: str, value: Any, longest: int) -> None:
@@ -167,12 +217,9 @@ def _check_lengths(name: str, value: Any, batch: _core.Batch, device: torch.devi
         )
 
 
-def check_block_tables(
-    block_tables: Any, batch: _core.Batch, pages: PageList, device: torch.device
-) -> None:
+def _check_block_tables(block_tables: Any, lengths: Lengths, device: torch.device) -> None:
     """block_tables [batch_size, max pages] repeats paged_kv_indices, which are what is used."""
-    if block_tables is None:
-        return
+    batch, pages = lengths
     table = check.tensor("block_tables", block_tables)
     if table.dtype != torch.int32:
         raise TypeError(f"block_tables is {table.dtype}; must be torch.int32")

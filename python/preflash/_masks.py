@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from . import _core
@@ -15,7 +13,10 @@ PADDING = 16
 
 
 def check_mask(
-    custom_mask: Any, packed_custom_mask: Any, batch: _core.Batch, dense_shape: tuple[int, ...]
+    custom_mask: torch.Tensor | None,
+    packed_custom_mask: torch.Tensor | None,
+    batch: _core.Batch,
+    dense_shape: tuple[int, ...],
 ) -> torch.Tensor | None:
     """The mask that counts, of the size that the batch needs. The packed form takes precedence."""
     if packed_custom_mask is not None:

@@ -1,17 +1,20 @@
-"""A planned variant: a kernel, its work list on the device, and the launches prepared for it."""
+"""Bind and run: a planned variant is a kernel, its work list, and the launches bound to tensors."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from . import _core, _tensors
 from . import _validate as check
+from ._arguments import KvCache, Qkv, Result
 from ._backends import Backend
 from ._buffers import Buffer
 from ._device_stream import DeviceStream
+from ._outputs import DEFAULT_OUTPUTS, Outputs
+from ._scales import Scales
 
 _LAUNCHES_KEPT = 64
 _LSE_SCALES = check.LSE_SCALES
@@ -25,33 +28,7 @@ _grad_enabled = check.is_grad_enabled
 _forward_ad = check.forward_ad
 
 
-class Outputs(NamedTuple):
-    """Where the results of run() go, and in which form the log-sum-exp is wanted."""
-
-    out: torch.Tensor | None = None
-    lse: torch.Tensor | None = None
-    return_lse: bool = False
-    lse_base: str = "log2"
-    lse_layout: str = "NH"
-
-    def checked(self) -> Outputs:
-        check.flag("return_lse", self.return_lse)
-        check.one_of("lse_base", self.lse_base, tuple(check.LSE_SCALES))
-        check.one_of("lse_layout", self.lse_layout, check.LSE_LAYOUTS)
-        return self
-
-
-DEFAULT_OUTPUTS = Outputs()
-
-
-class Scales(NamedTuple):
-    """Factors of a run: on the logits (sm_scale, q_scale, k_scale) and on the output (v_scale)."""
-
-    logits: float
-    output: float
-
-
-class _Prepared(NamedTuple):
+class _Bound(NamedTuple):
     """What is known of a run() once its shapes, strides, dtypes and devices have been checked."""
 
     start: Callable[..., bool]
@@ -71,12 +48,12 @@ class Memory(NamedTuple):
 
 
 class PlannedVariant:
-    """Built by _workspace.upload; run() may be called any number of times, for any layer."""
+    """Placed and uploaded by _pipeline; run any number of times, for any layer."""
 
     def __init__(
         self,
         plan: _core.Plan,
-        place: _core.DevicePlan,
+        device_plan: _core.DevicePlan,
         backend: Backend,
         expected: _tensors.Expected,
         device_stream: DeviceStream,
@@ -86,13 +63,13 @@ class PlannedVariant:
         """kept: the work list and all else that launches use; the allocator knows that the current
         stream uses it."""
         self.plan = plan
-        self._place = place
+        self.device_plan = device_plan
         self.backend = backend
         self.expected = expected
         self.device_stream = device_stream
         # Whether anybody else may still run it: a CUDA graph that captured it, a copied wrapper.
         self.shared = False
-        self._prepared: dict[tuple, _Prepared] = {}
+        self._bound: dict[tuple, _Bound] = {}
         self._kept = kept
         self._memory = memory
         self._extras = None if memory is None else memory.extras()
@@ -100,15 +77,15 @@ class PlannedVariant:
         self._stream = device_stream.stream()
 
     @check.eager
-    def run(
+    def attend_to(
         self,
         q: torch.Tensor,
-        kv: Any,
+        kv: KvCache,
         scales: Scales,
         outputs: Outputs = DEFAULT_OUTPUTS,
         memory: Memory | None = None,
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """kv is (k, v), or one paged cache that holds both. Nothing is checked twice.
+    ) -> Result:
+        """One run. kv is (k, v), or one paged cache that holds both. Nothing is checked twice.
 
         memory: of this call alone, instead of the plan's.
         """
@@ -127,13 +104,13 @@ class PlannedVariant:
             if out is not None or with_lse:
                 key = (key, out is not None and (out.shape, out.stride(), out.dtype, out.device),
                        with_lse and (lse_layout, _tensors.signature(lse)))  # fmt: skip
-            prepared = self._prepared.get(key)
+            bound = self._bound.get(key)
         except (AttributeError, TypeError, ValueError, RuntimeError):
-            prepared, key = None, None  # no ordinary tensors: the checks say which argument it is
-        if prepared is None:
-            prepared = self._prepare(key, q, kv, outputs)
+            bound, key = None, None  # no ordinary tensors: the checks say which argument it is
+        if bound is None:
+            bound = self._bind(key, q, kv, outputs)
         # check.forward_only, spelled out: half a microsecond of a call that takes a few.
-        # (torch.jit.trace makes shapes of tensors, which are in nobody's `_prepared`.)
+        # (torch.jit.trace makes shapes of tensors, which are in nobody's `_bound`.)
         if (
             _function_modes()
             or _dispatch_modes()
@@ -141,7 +118,7 @@ class PlannedVariant:
             or _forward_ad._current_level >= 0
         ):
             check.forward_only(q, k, v)
-        start, v_offset, out_shape, lse_shape = prepared
+        start, v_offset, out_shape, lse_shape = bound
         if out is None:
             out = _empty_like(q) if out_shape is None else q.new_empty(out_shape)
         lse_address = 0
@@ -175,16 +152,16 @@ class PlannedVariant:
         """Where the work list is."""
         return self._kept[0]
 
-    def check_tensors(self, q: torch.Tensor, kv: Any, outputs: Outputs) -> None:
+    def check_tensors(self, tensors: Qkv, outputs: Outputs) -> None:
         """The checks of run() alone."""
-        self._prepare(None, q, kv, outputs)
+        self._bind(None, tensors.q, (tensors.k, tensors.v), outputs)
 
     def _announce_stream(self, stream: int) -> None:
         for buffer in self._kept:
             buffer.used_on_current_stream(self.device_stream)
         self._stream = stream
 
-    def _prepare(self, key: tuple | None, q: Any, kv: Any, outputs: Outputs) -> _Prepared:
+    def _bind(self, key: tuple | None, q: torch.Tensor, kv: KvCache, outputs: Outputs) -> _Bound:
         check.forward_only(q)  # before anything is remembered of a traced tensor
         expected = self.expected
         q_strides = _tensors.check_q(q, expected)
@@ -209,7 +186,7 @@ class PlannedVariant:
             tokens, heads = out_shape[:2]
             lse_strides = (heads, 1) if outputs.lse_layout == "NH" else (1, tokens)
         launch = _core.Launch(
-            self._place,
+            self.device_plan,
             q=q_strides,
             k=(*k.strides, *k.extents),
             v=(*v.strides, *v.extents),
@@ -217,14 +194,14 @@ class PlannedVariant:
             lse=lse_strides,
         )
         like_q = q.is_contiguous() and tuple(q.shape) == out_shape
-        prepared = _Prepared(
+        bound = _Bound(
             start=self.backend.runner(launch),
             v_offset=v.offset,
             out_shape=None if like_q else out_shape,
             lse_shape=_tensors.lse_shape(outputs.lse_layout, expected),
         )
         if key is not None:
-            if len(self._prepared) >= _LAUNCHES_KEPT:
-                self._prepared.clear()
-            self._prepared[key] = prepared
-        return prepared
+            if len(self._bound) >= _LAUNCHES_KEPT:
+                self._bound.clear()
+            self._bound[key] = bound
+        return bound

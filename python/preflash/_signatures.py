@@ -5,10 +5,9 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
-PlanArguments = SimpleNamespace  # the arguments of plan() or forward(), by name
+Arguments = TypeVar("Arguments")
 
 
 def head_dim_has_two_names(plan: Callable) -> Callable:
@@ -24,8 +23,10 @@ def head_dim_has_two_names(plan: Callable) -> Callable:
     return with_alias
 
 
-def same_arguments_as(plan: Callable) -> Callable[[Callable], Callable]:
-    """Gives a method plan()'s parameters; it receives them as one PlanArguments."""
+def same_arguments_as(
+    plan: Callable, kind: type[Arguments]
+) -> Callable[[Callable[[Any, Arguments], Any]], Callable]:
+    """Gives a method plan()'s parameters; it receives them as one object, with a field for each."""
     signature = inspect.signature(plan)
 
     def decorate(method: Callable) -> Callable:
@@ -35,7 +36,7 @@ def same_arguments_as(plan: Callable) -> Callable[[Callable], Callable]:
             arguments = signature.bind(*args, **kwargs)
             arguments.apply_defaults()
             self = arguments.arguments.pop("self")
-            return method(self, PlanArguments(**arguments.arguments))
+            return method(self, kind(**arguments.arguments))
 
         functools.update_wrapper(bound, method)
         bound.__signature__ = signature.replace(

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from . import _core
 from . import _validate as check
-from ._options import Options
 
 
 class KvView(NamedTuple):
@@ -21,7 +21,7 @@ class KvView(NamedTuple):
 class Expected(NamedTuple):
     """What plan() said about the tensors of run()."""
 
-    options: Options
+    options: _core.AttentionOptions
     device: torch.device
     kv_layout: str
     qo_tokens: int
@@ -52,7 +52,8 @@ def check_q(q: Any, expected: Expected) -> tuple[int, int]:
         (expected.qo_tokens, options.num_qo_heads, options.head_dim_qk),
         "[qo_indptr[-1], num_qo_heads, head_dim] as planned",
     )
-    check.has_dtype("q", q, options.q_dtype, "q_data_type of plan, float16 unless given")
+    q_dtype = check.TORCH_DTYPES[options.q_dtype]
+    check.has_dtype("q", q, q_dtype, "q_data_type of plan, float16 unless given")
     check.on_device("q", q, expected.device)
     check.rows("q", q)
     return effective_strides(q)
@@ -148,9 +149,8 @@ def _cache_shape(expected: Expected, planes: int) -> str:
 
 
 def _check_dtype_and_device(name: str, value: torch.Tensor, expected: Expected) -> None:
-    check.has_dtype(
-        name, value, expected.options.kv_dtype, "kv_data_type, which is q's dtype unless given"
-    )
+    kv_dtype = check.TORCH_DTYPES[expected.options.kv_dtype]
+    check.has_dtype(name, value, kv_dtype, "kv_data_type, which is q's dtype unless given")
     check.on_device(name, value, expected.device)
 
 
@@ -164,7 +164,8 @@ def check_out(out: torch.Tensor, expected: Expected) -> tuple[int, int]:
         (expected.qo_tokens, options.num_qo_heads, options.head_dim_vo),
         "[qo_indptr[-1], num_qo_heads, head_dim_vo] as planned",
     )
-    check.has_dtype("out", out, options.q_dtype, "the output has q's dtype")
+    o_dtype = check.TORCH_DTYPES[options.o_dtype]
+    check.has_dtype("out", out, o_dtype, "the output has q's dtype")
     check.on_device("out", out, expected.device)
     check.rows("out", out)
     check.not_overlapping("out", out)

@@ -25,6 +25,7 @@ CORE_DTYPES = {
     torch.bfloat16: _core.DType.bfloat16,
     torch.float32: _core.DType.float32,
 }
+TORCH_DTYPES = {core: dtype for dtype, core in CORE_DTYPES.items()}
 FP8_DTYPES = tuple(
     getattr(torch, name)
     for name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
@@ -325,7 +326,8 @@ def logits_scale(name: str, value: float, cap: float = 0.0) -> float:
         )
     if cap > 0.0 and abs(value) > FLOAT32_MAX * cap:
         raise ValueError(
-            f"{name}={value} with logits_soft_cap={cap}: their quotient must be finite in float32"
+            f"{name}={value} with logits_soft_cap={cap:.7g}: "
+            "their quotient must be finite in float32"
         )
     return value
 

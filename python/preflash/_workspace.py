@@ -1,18 +1,15 @@
-"""The workspaces of a wrapper, and how a plan gets into them."""
+"""The memory that the plans of a wrapper go into."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from . import _backends, _core, _tensors
+from . import _core
 from . import _validate as check
 from ._buffers import Buffer
 from ._device_stream import DeviceStream
-from ._options import Options
-from ._planned import Memory, PlannedVariant
 
 
 def check_buffer(name: str, value: Any, device: torch.device | None = None) -> torch.Tensor:
@@ -87,89 +84,12 @@ class Workspace:
             max(num_bytes + num_bytes // 4, _SMALLEST_INT_BUFFER), self.device_stream
         )
 
-    def give_back(self, variant: PlannedVariant) -> None:
-        """Takes back the work list of a variant that will not be run again."""
-        if self._given is None and not variant.shared:
-            self._spare = variant.int_buffer
+    def give_back(self, int_buffer: Buffer) -> None:
+        """Takes back the memory of a work list that will not be run again."""
+        if self._given is None:
+            self._spare = int_buffer
 
     def uploader(self) -> _core.Uploader:
         if self._uploader is None:
             self._uploader = _core.Uploader(self.device_stream.ordinal)
         return self._uploader
-
-
-def draft(
-    workspace: Workspace, backend_name: str, batch: _core.Batch, options: Options
-) -> tuple[_backends.Backend, _core.Plan]:
-    """A plan that fits the workspace, not uploaded. Raises everything that plan() raises."""
-    device = workspace.device_stream.device
-    backend = _backends.choose(backend_name, device, options)
-    plan = backend.plan(device, options, batch, workspace.float_bytes)
-    room = workspace.int_room
-    if room is None or plan.int_bytes <= room:
-        return backend, plan
-    needed = plan.int_bytes
-    if not options.fixed_split_size:
-        # Without a split the work list is shorter.
-        unsplit = options._replace(disable_split_kv=True)
-        plan = backend.plan(device, unsplit, batch, workspace.float_bytes)
-        if plan.int_bytes <= room:
-            return backend, plan
-        needed = plan.int_bytes
-    raise ValueError(
-        f"int_workspace_buffer has {room} bytes; this plan needs {needed} (workspace_size "
-        "tells the sizes beforehand)"
-    )
-
-
-class Upload(NamedTuple):
-    """What a plan's launches use beside the work list, and whether plan() waits for the copy."""
-
-    expected: _tensors.Expected
-    page_indices: torch.Tensor | None = None  # on the device
-    mask: torch.Tensor | None = None  # owned and packed
-    blocking: bool = False
-
-
-def upload(
-    workspace: Workspace,
-    drafted: tuple[_backends.Backend, _core.Plan],
-    what: Upload,
-    commit: Callable[[PlannedVariant], tuple[object, object]] | None = None,
-) -> PlannedVariant:
-    """Copies a drafted plan to the device.
-
-    commit: an object and its next `_state`, which is set in the same breath as the copy is
-    started, before any signal handler can raise: what an interrupted plan() leaves is either the
-    old state with its work list or the new one with its own.
-    """
-    backend, plan = drafted
-    device_stream = workspace.device_stream
-    int_buffer = workspace.int_buffer(plan.int_bytes)
-    kept = [int_buffer]
-    if workspace.float_buffer is not None:
-        kept.append(workspace.float_buffer)
-    if what.page_indices is not None:
-        kept.append(Buffer(what.page_indices))
-    if what.mask is not None:
-        kept.append(Buffer(what.mask))
-    for buffer in kept:
-        buffer.used_on_current_stream(device_stream)
-    partials = workspace.float_buffer if plan.float_bytes > 0 else None
-    memory = None
-    if partials is not None or what.mask is not None:
-        memory = Memory(None if partials is None else partials.tensor, what.mask)
-    place = _core.DevicePlan(
-        workspace.uploader(), int_buffer.tensor.data_ptr(), int_buffer.num_bytes
-    )
-    variant = PlannedVariant(plan, place, backend, what.expected, device_stream, kept, memory)
-    owner, state = (None, None) if commit is None else commit(variant)
-    place.write(
-        plan,
-        0 if what.page_indices is None else what.page_indices.data_ptr(),
-        device_stream.stream(),
-        what.blocking,
-        owner,
-        state,
-    )
-    return variant

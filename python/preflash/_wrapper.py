@@ -6,37 +6,36 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import _backends, _core, _lengths, _masks, _tensors
+from . import _backends, _core, _lengths, _masks, _pipeline
 from . import _validate as check
-from ._lengths import PageList
-from ._options import Options, batch_options, softmax_scale
-from ._planned import DEFAULT_OUTPUTS, Outputs, PlannedVariant, Scales
-from ._signatures import PlanArguments
-from ._workspace import Upload, Workspace, check_buffer, draft, upload
+from ._arguments import ForwardArguments, GivenScales, KvCache, PlanArguments, Result, RunArguments
+from ._options import batch_options
+from ._outputs import Outputs
+from ._pipeline import Draft, Handover, Request
+from ._planned import PlannedVariant
+from ._scales import Scales, folded_scales, softmax_scale
+from ._workspace import Workspace, check_buffer
 
 _VARIANTS_KEPT = 8
 
 
-class _Request(NamedTuple):
-    """One call of plan(), checked as far as Python can see."""
+class _Asked(NamedTuple):
+    """One call of plan(), checked."""
 
-    batch: _core.Batch
-    options: Options
-    causal: bool
+    request: Request
     scales: Scales
-    pages: PageList | None  # None: ragged
-    mask: torch.Tensor | None  # owned and packed
-    blocking: bool
+    causal: bool  # as given: the options have none beside a custom mask
+    logits_soft_cap: float  # as given: the options have it in float32
 
 
 class _Planned(NamedTuple):
     """What plan() leaves behind."""
 
-    request: _Request
-    scales: Scales  # the request's
-    expected: _tensors.Expected
+    asked: _Asked
+    scales: Scales  # those asked for
     primary: PlannedVariant
-    others: dict[Options, PlannedVariant]  # what run(window_left=...) and forward() asked for
+    # What run(window_left=...) and forward() asked for.
+    others: dict[_core.AttentionOptions, PlannedVariant]
 
 
 class _State(NamedTuple):
@@ -104,72 +103,44 @@ class BatchPrefillWrapper:
             "construct another wrapper and plan it"
         )
 
-    # What a subclass adds.
-
-    def _batch(self, a: PlanArguments) -> tuple[_core.Batch, PageList | None]:
-        """The batch in the arguments of plan(), and its pages."""
-        raise NotImplementedError
-
-    def _check_hints(self, a: PlanArguments, request: _Request) -> None:
-        _lengths.check_hints(a, request.batch, self.device)
-
     # Planning.
 
-    def _request(self, a: PlanArguments) -> _Request:
-        """Checks everything but the values of indptr, which the planner does."""
+    def _asked(self, a: PlanArguments) -> _Asked:
+        """Checks everything but hints, the mask, and the values of indptr (the planner does)."""
         options = batch_options(a)
-        batch, pages = self._batch(a)
-        if options.custom_mask:
-            batch.use_mask()
-        return _Request(
-            batch=batch,
-            options=options,
-            causal=a.causal,
-            scales=Scales(softmax_scale(a.sm_scale, options), 1.0),
-            pages=pages,
-            mask=None,
-            blocking=not a.non_blocking,
+        lengths = _lengths.batch_lengths(a, self.device)
+        return _Asked(
+            _pipeline.make_request(options, lengths, self._kv_layout, blocking=not a.non_blocking),
+            Scales(softmax_scale(a.sm_scale, options), 1.0),
+            a.causal,
+            check.soft_cap(a.logits_soft_cap),
         )
 
     @check.eager
     def _plan(self, a: PlanArguments) -> None:
         workspace = self._state.workspace
-        request = self._request(a)
-        drafted = draft(workspace, self._requested_backend, request.batch, request.options)
-        self._check_hints(a, request)
-        mask = _masks.check_mask(
-            a.custom_mask, a.packed_custom_mask, request.batch, (request.batch.mask_elements,)
-        )
+        asked = self._asked(a)
+        request = asked.request
+        draft = _pipeline.plan(workspace, self._requested_backend, request)
+        _lengths.check_hints(a, request.lengths, self.device)
+        batch = request.lengths.batch
+        mask = _masks.check_mask(a.custom_mask, a.packed_custom_mask, batch, (batch.mask_elements,))
         if mask is not None:
             _masks.check_mask_device(mask, self.device)
             packed = a.packed_custom_mask is not None
-            mask = _masks.owned_mask(mask, packed, request.batch, workspace.device_stream)
-            request = request._replace(mask=mask)
-        self._install(workspace, drafted, request)
+            mask = _masks.owned_mask(mask, packed, batch, workspace.device_stream)
+            asked = asked._replace(request=request._replace(mask=mask))
+        self._install(workspace, draft, asked)
 
-    def _install(self, workspace: Workspace, drafted: tuple, request: _Request) -> None:
+    def _install(self, workspace: Workspace, draft: Draft, asked: _Asked) -> None:
         """Uploads a plan that has passed every check and makes it the wrapper's."""
-        batch, pages = request.batch, request.pages
-        expected = _tensors.Expected(
-            options=request.options,
-            device=workspace.device_stream.device,
-            kv_layout=self._kv_layout,
-            qo_tokens=batch.qo_end,
-            kv_tokens=batch.kv_end,
-            page_size=batch.page_size,
-            largest_page=None if pages is None else pages.largest,
-        )
         before = self._state
-        shared = before.shared_so_far()
-
-        def commit(primary: PlannedVariant) -> tuple[object, object]:
-            return self, _State(
-                workspace, _Planned(request, request.scales, expected, primary, {}), shared
-            )
-
-        upload(workspace, drafted, _upload_of(request, expected), commit)
-        if before.planned is not None:
-            before.workspace.give_back(before.planned.primary)
+        primary = _pipeline.place(workspace, draft, asked.request)
+        planned = _Planned(asked, asked.scales, primary, {})
+        after = _State(workspace, planned, before.shared_so_far())
+        _pipeline.upload(workspace, primary, asked.request, Handover(self, after))
+        if before.planned is not None and not before.planned.primary.shared:
+            before.workspace.give_back(before.planned.primary.int_buffer)
 
     def _planned(self) -> _Planned:
         planned = self._state.planned
@@ -177,65 +148,59 @@ class BatchPrefillWrapper:
             raise ValueError("run() before plan(): call plan() with the lengths of the batch first")
         return planned
 
-    def _select(self, **changes: Any) -> PlannedVariant:
+    def _select(self, planned: _Planned, options: _core.AttentionOptions) -> PlannedVariant:
         """The variant for the planned batch with other options; planned when first asked for."""
-        planned = self._planned()
-        request = planned.request
-        options = request.options._replace(**changes)
-        if options.custom_mask:
-            options = options._replace(causal=False)
+        request = planned.asked.request
         if options == request.options:
             return planned.primary
         found = planned.others.get(options)
         if found is None:
             workspace = self._state.workspace.beside()
-            drafted = draft(workspace, self._requested_backend, request.batch, options)
-            expected = planned.expected._replace(options=options)
-            found = upload(workspace, drafted, _upload_of(request, expected))
+            request = request._replace(options=options)
+            draft = _pipeline.plan(workspace, self._requested_backend, request)
+            found = _pipeline.place(workspace, draft, request)
+            _pipeline.upload(workspace, found, request)
             _forget_surplus(planned.others)
             planned.others[options] = found
         return found
 
     def _workspace_size(self, a: PlanArguments) -> tuple[int, int]:
-        request = self._request(a)
         unlimited = Workspace(self.device, None, float_bytes=1 << 40)
-        _, plan = draft(unlimited, self._requested_backend, request.batch, request.options)
+        plan = _pipeline.plan(unlimited, self._requested_backend, self._asked(a).request).plan
         return plan.float_bytes, plan.int_bytes
 
     # Running.
 
-    def _run(
-        self, q: torch.Tensor, kv: Any, a: tuple[Any, Any, Any], outputs: Outputs, window_left: Any
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """a: q_scale, k_scale, v_scale."""
+    def _run_with(self, q: torch.Tensor, kv: KvCache, a: RunArguments, outputs: Outputs) -> Result:
+        """A run that is not the usual one, or not planned."""
         planned = self._planned()
+        options = planned.asked.request.options
         variant = planned.primary
-        if window_left is not None:
-            variant = self._select(
-                window_left=check.integer("window_left", window_left, at_least=-1)
-            )
-        scales = planned.scales
-        q_scale, k_scale, v_scale = a
-        if q_scale is not None or k_scale is not None or v_scale is not None:
-            scales = run_scales(variant.expected.options, scales.logits, q_scale, k_scale, v_scale)
-        return variant.run(q, kv, scales, outputs)
+        if a.window_left is not None:
+            window_left = check.integer("window_left", a.window_left, at_least=-1)
+            variant = self._select(planned, options.replace(window_left=window_left))
+        scales = folded_scales(planned.scales.logits, a.scales, options)
+        return variant.attend_to(q, kv, scales, outputs)
 
     def _forward(
-        self, q: torch.Tensor, kv: Any, a: PlanArguments, return_lse: bool
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        self, q: torch.Tensor, kv: KvCache, a: ForwardArguments, outputs: Outputs
+    ) -> Result:
         """The deprecated call: its own options count, defaults included, not those of plan()."""
         check.position_encoding(a.pos_encoding_mode, a.rope_scale, a.rope_theta)
         check.permission("use_fp16_qk_reduction", a.use_fp16_qk_reduction)
         check.permission("allow_fp16_qk_reduction", a.allow_fp16_qk_reduction)
-        variant = self._select(
-            causal=check.flag("causal", a.causal),
-            window_left=check.integer("window_left", a.window_left, at_least=-1),
-            logits_soft_cap=check.soft_cap(a.logits_soft_cap),
+        causal = check.flag("causal", a.causal)
+        window_left = check.integer("window_left", a.window_left, at_least=-1)
+        soft_cap = check.soft_cap(a.logits_soft_cap)
+        planned = self._planned()
+        request = planned.asked.request
+        options = request.options.replace(
+            causal=causal and request.mask is None, window_left=window_left, soft_cap=soft_cap
         )
-        options = variant.expected.options
-        sm_scale = softmax_scale(a.sm_scale, options)
-        scales = run_scales(options, sm_scale, None, a.k_scale, a.v_scale)
-        return variant.run(q, kv, scales, Outputs(return_lse=return_lse))
+        variant = self._select(planned, options)
+        given = GivenScales(k_scale=a.k_scale, v_scale=a.v_scale)
+        scales = folded_scales(softmax_scale(a.sm_scale, options), given, options)
+        return variant.attend_to(q, kv, scales, outputs)
 
     def end_forward(self) -> None:
         """Does nothing; kept for callers of older releases."""
@@ -263,9 +228,8 @@ class BatchPrefillWrapper:
         if planned is None:
             self._state = _State(workspace)
             return
-        request = planned.request
-        drafted = draft(workspace, self._requested_backend, request.batch, request.options)
-        self._install(workspace, drafted, request)
+        draft = _pipeline.plan(workspace, self._requested_backend, planned.asked.request)
+        self._install(workspace, draft, planned.asked)
 
     # What callers read.
 
@@ -294,22 +258,22 @@ class BatchPrefillWrapper:
     @property
     def _causal(self) -> bool:
         planned = self._state.planned
-        return False if planned is None else planned.request.causal
+        return False if planned is None else planned.asked.causal
 
     @property
     def _window_left(self) -> int:
         planned = self._state.planned
-        return -1 if planned is None else planned.request.options.window_left
+        return -1 if planned is None else planned.asked.request.options.window_left
 
     @property
     def _logits_soft_cap(self) -> float:
         planned = self._state.planned
-        return 0.0 if planned is None else planned.request.options.logits_soft_cap
+        return 0.0 if planned is None else planned.asked.logits_soft_cap
 
     @property
     def _sm_scale(self) -> float | None:
         planned = self._state.planned
-        return None if planned is None else planned.request.scales.logits
+        return None if planned is None else planned.scales.logits
 
     def __repr__(self) -> str:
         name = type(self).__name__
@@ -322,46 +286,12 @@ class BatchPrefillWrapper:
         return (
             f"{name}(backend={self._backend!r}, variant={self.variant!r}, "
             f"kv_layout={self._kv_layout!r}, device='{self.device}', "
-            f"batch_size={planned.request.batch.num_requests})"
+            f"batch_size={planned.asked.request.lengths.batch.num_requests})"
         )
 
 
-def _upload_of(request: _Request, expected: _tensors.Expected) -> Upload:
-    indices = None if request.pages is None else request.pages.on_device
-    return Upload(expected, indices, request.mask, request.blocking)
-
-
-def _forget_surplus(others: dict[Options, PlannedVariant]) -> None:
+def _forget_surplus(others: dict[_core.AttentionOptions, PlannedVariant]) -> None:
     """Makes room for one more variant; those that a CUDA graph replays stay."""
     if len(others) >= _VARIANTS_KEPT:
         for options in [o for o, variant in others.items() if not variant.shared]:
             del others[options]
-
-
-def run_scales(
-    options: Options, sm_scale: float, q_scale: Any, k_scale: Any, v_scale: Any
-) -> Scales:
-    """Folds the calibration scales into the two factors that kernels know."""
-    if q_scale is not None:
-        sm_scale *= check.scale("q_scale", q_scale)
-    if k_scale is not None:
-        sm_scale *= check.scale("k_scale", k_scale)
-    check.logits_scale("sm_scale * q_scale * k_scale", sm_scale, options.logits_soft_cap)
-    return Scales(sm_scale, 1.0 if v_scale is None else check.scale("v_scale", v_scale))
-
-
-def run_outputs(
-    out: torch.Tensor | None,
-    lse: torch.Tensor | None,
-    return_lse: bool,
-    lse_base: str,
-    lse_layout: str,
-) -> Outputs:
-    """The outputs of one run. Called for every layer: the usual forms are not looked at twice."""
-    usual = lse_base == "log2" and lse_layout == "NH"
-    if usual and out is None and lse is None and return_lse is False:
-        return DEFAULT_OUTPUTS
-    outputs = Outputs(out, lse, return_lse, lse_base, lse_layout)
-    if usual and (return_lse is False or return_lse is True):
-        return outputs
-    return outputs.checked()

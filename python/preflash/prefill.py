@@ -23,11 +23,23 @@ from typing import Any
 
 import torch
 
-from . import _lengths, _single
+from . import _single
 from . import _validate as check
-from ._planned import DEFAULT_OUTPUTS
+from ._arguments import (
+    ForwardArguments,
+    GivenScales,
+    KvCache,
+    PagedPlanArguments,
+    Qkv,
+    RaggedPlanArguments,
+    Result,
+    RunArguments,
+    SingleArguments,
+    SingleCall,
+)
+from ._outputs import DEFAULT_OUTPUTS, Outputs, run_outputs
 from ._signatures import head_dim_has_two_names, same_arguments_as, same_signature_as
-from ._wrapper import BatchPrefillWrapper, PlanArguments, run_outputs
+from ._wrapper import BatchPrefillWrapper
 
 __all__ = [
     "BatchPrefillWithPagedKVCacheWrapper",
@@ -35,9 +47,6 @@ __all__ = [
     "single_prefill_with_kv_cache",
     "single_prefill_with_kv_cache_return_lse",
 ]
-
-KvCache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
-Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
 def single_prefill_with_kv_cache(
@@ -117,7 +126,7 @@ def single_prefill_with_kv_cache(
         scale_q=scale_q, scale_k=scale_k, scale_v=scale_v, kv_cache_sf=kv_cache_sf, sinks=sinks
     )
     check.permission("enable_pdl", enable_pdl)
-    problem = _single.Problem(
+    arguments = SingleArguments(
         causal=causal,
         kv_layout=kv_layout,
         pos_encoding_mode=pos_encoding_mode,
@@ -131,9 +140,10 @@ def single_prefill_with_kv_cache(
         o_dtype=check.alias("o_dtype", o_dtype, "o_data_type", o_data_type),
         masked=custom_mask is not None or packed_custom_mask is not None,
     )
-    call = _single.Call(custom_mask, packed_custom_mask, sm_scale, q_scale, k_scale, v_scale)
+    scales = GivenScales(q_scale, k_scale, v_scale)
+    call = SingleCall(custom_mask, packed_custom_mask, sm_scale, scales)
     outputs = run_outputs(out, lse, return_lse, lse_base, lse_layout)
-    return _single.run((q, k, v), problem, call, outputs)
+    return _single.prefill(Qkv(q, k, v), arguments, call, outputs)
 
 
 @same_signature_as(single_prefill_with_kv_cache, return_lse=True)
@@ -282,33 +292,55 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillWrapper):
             NotImplementedError: no compiled kernel serves it, or an option of a later release.
             The wrapper keeps the plan it had.
         """
-        arguments = PlanArguments(**locals())
-        del arguments.self
-        self._plan(arguments)
+        super()._plan(
+            PagedPlanArguments(
+                qo_indptr=qo_indptr,
+                paged_kv_indptr=paged_kv_indptr,
+                paged_kv_indices=paged_kv_indices,
+                paged_kv_last_page_len=paged_kv_last_page_len,
+                num_qo_heads=num_qo_heads,
+                num_kv_heads=num_kv_heads,
+                head_dim=head_dim,
+                page_size=page_size,
+                custom_mask=custom_mask,
+                packed_custom_mask=packed_custom_mask,
+                causal=causal,
+                pos_encoding_mode=pos_encoding_mode,
+                allow_fp16_qk_reduction=allow_fp16_qk_reduction,
+                sm_scale=sm_scale,
+                window_left=window_left,
+                logits_soft_cap=logits_soft_cap,
+                rope_scale=rope_scale,
+                rope_theta=rope_theta,
+                q_data_type=q_data_type,
+                kv_data_type=kv_data_type,
+                non_blocking=non_blocking,
+                head_dim_qk=head_dim_qk,
+                head_dim_vo=head_dim_vo,
+                use_fp16_qk_reduction=use_fp16_qk_reduction,
+                o_data_type=o_data_type,
+                o_dtype=o_dtype,
+                prefix_len_ptr=prefix_len_ptr,
+                token_pos_in_items_ptr=token_pos_in_items_ptr,
+                token_pos_in_items_len=token_pos_in_items_len,
+                max_item_len_ptr=max_item_len_ptr,
+                seq_lens=seq_lens,
+                seq_lens_q=seq_lens_q,
+                block_tables=block_tables,
+                max_token_per_sequence=max_token_per_sequence,
+                max_sequence_kv=max_sequence_kv,
+                fixed_split_size=fixed_split_size,
+                disable_split_kv=disable_split_kv,
+                uniform_q_len=uniform_q_len,
+            )
+        )
 
     begin_forward = plan
 
-    @same_arguments_as(plan)
-    def workspace_size(self, a: PlanArguments) -> tuple[int, int]:
+    @same_arguments_as(plan, PagedPlanArguments)
+    def workspace_size(self, a: PagedPlanArguments) -> tuple[int, int]:
         """(float_bytes, int_bytes) that plan() with these arguments uses at most. Plans nothing."""
-        return self._workspace_size(a)
-
-    def _batch(self, a: PlanArguments) -> tuple[Any, Any]:
-        device = self.device
-        page_size = check.integer("page_size", a.page_size, at_least=1)
-        pages = _lengths.index_array("paged_kv_indices", a.paged_kv_indices, device)
-        batch = _lengths.make_batch(
-            _lengths.index_array("qo_indptr", a.qo_indptr, device),
-            _lengths.index_array("paged_kv_indptr", a.paged_kv_indptr, device),
-            _lengths.index_array("paged_kv_last_page_len", a.paged_kv_last_page_len, device),
-            page_size,
-            kv_name="paged_kv_indptr",
-        )
-        return batch, _lengths.attach_page_indices(batch, pages)
-
-    def _check_hints(self, a: PlanArguments, request: Any) -> None:
-        super()._check_hints(a, request)
-        _lengths.check_block_tables(a.block_tables, request.batch, request.pages, self.device)
+        return super()._workspace_size(a)
 
     def run(
         self,
@@ -383,8 +415,9 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillWrapper):
             or k_scale is not None
             or v_scale is not None
         ):
-            return self._run(q, paged_kv_cache, (q_scale, k_scale, v_scale), outputs, window_left)
-        return planned.primary.run(q, paged_kv_cache, planned.scales, outputs)
+            given = GivenScales(q_scale, k_scale, v_scale)
+            return super()._run_with(q, paged_kv_cache, RunArguments(given, window_left), outputs)
+        return planned.primary.attend_to(q, paged_kv_cache, planned.scales, outputs)
 
     def run_return_lse(
         self, q: torch.Tensor, paged_kv_cache: KvCache, *args: Any, **options: Any
@@ -414,9 +447,24 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillWrapper):
         Where they differ from the plan, the variant is selected and planned again, once for all
         layers. A custom mask of plan() stays.
         """
-        a = dict(locals())
-        del a["self"], a["q"], a["paged_kv_cache"]
-        return self._forward(q, paged_kv_cache, PlanArguments(**a), False)
+        return super()._forward(
+            q,
+            paged_kv_cache,
+            ForwardArguments(
+                causal=causal,
+                pos_encoding_mode=pos_encoding_mode,
+                allow_fp16_qk_reduction=allow_fp16_qk_reduction,
+                use_fp16_qk_reduction=use_fp16_qk_reduction,
+                window_left=window_left,
+                logits_soft_cap=logits_soft_cap,
+                sm_scale=sm_scale,
+                rope_scale=rope_scale,
+                rope_theta=rope_theta,
+                k_scale=k_scale,
+                v_scale=v_scale,
+            ),
+            DEFAULT_OUTPUTS,
+        )
 
     def forward_return_lse(
         self,
@@ -436,9 +484,24 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillWrapper):
         allow_fp16_qk_reduction: bool | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Deprecated: forward() that returns (out, lse), lse base 2 and [tokens, num_qo_heads]."""
-        a = dict(locals())
-        del a["self"], a["q"], a["paged_kv_cache"]
-        return self._forward(q, paged_kv_cache, PlanArguments(**a), True)
+        return super()._forward(
+            q,
+            paged_kv_cache,
+            ForwardArguments(
+                causal=causal,
+                pos_encoding_mode=pos_encoding_mode,
+                allow_fp16_qk_reduction=allow_fp16_qk_reduction,
+                use_fp16_qk_reduction=use_fp16_qk_reduction,
+                window_left=window_left,
+                logits_soft_cap=logits_soft_cap,
+                sm_scale=sm_scale,
+                rope_scale=rope_scale,
+                rope_theta=rope_theta,
+                k_scale=k_scale,
+                v_scale=v_scale,
+            ),
+            Outputs(return_lse=True),
+        )
 
 
 class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillWrapper):
@@ -542,26 +605,51 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillWrapper):
             NotImplementedError: no compiled kernel serves it, or an option of a later release.
             The wrapper keeps the plan it had.
         """
-        arguments = PlanArguments(**locals())
-        del arguments.self
-        self._plan(arguments)
+        super()._plan(
+            RaggedPlanArguments(
+                qo_indptr=qo_indptr,
+                kv_indptr=kv_indptr,
+                num_qo_heads=num_qo_heads,
+                num_kv_heads=num_kv_heads,
+                head_dim=head_dim,
+                custom_mask=custom_mask,
+                packed_custom_mask=packed_custom_mask,
+                causal=causal,
+                pos_encoding_mode=pos_encoding_mode,
+                allow_fp16_qk_reduction=allow_fp16_qk_reduction,
+                window_left=window_left,
+                logits_soft_cap=logits_soft_cap,
+                sm_scale=sm_scale,
+                rope_scale=rope_scale,
+                rope_theta=rope_theta,
+                q_data_type=q_data_type,
+                kv_data_type=kv_data_type,
+                non_blocking=non_blocking,
+                head_dim_qk=head_dim_qk,
+                head_dim_vo=head_dim_vo,
+                use_fp16_qk_reduction=use_fp16_qk_reduction,
+                o_data_type=o_data_type,
+                o_dtype=o_dtype,
+                prefix_len_ptr=prefix_len_ptr,
+                token_pos_in_items_ptr=token_pos_in_items_ptr,
+                token_pos_in_items_len=token_pos_in_items_len,
+                max_item_len_ptr=max_item_len_ptr,
+                seq_lens=seq_lens,
+                seq_lens_q=seq_lens_q,
+                max_token_per_sequence=max_token_per_sequence,
+                max_sequence_kv=max_sequence_kv,
+                fixed_split_size=fixed_split_size,
+                disable_split_kv=disable_split_kv,
+                uniform_q_len=uniform_q_len,
+            )
+        )
 
     begin_forward = plan
 
-    @same_arguments_as(plan)
-    def workspace_size(self, a: PlanArguments) -> tuple[int, int]:
+    @same_arguments_as(plan, RaggedPlanArguments)
+    def workspace_size(self, a: RaggedPlanArguments) -> tuple[int, int]:
         """(float_bytes, int_bytes) that plan() with these arguments uses at most. Plans nothing."""
-        return self._workspace_size(a)
-
-    def _batch(self, a: PlanArguments) -> tuple[Any, Any]:
-        batch = _lengths.make_batch(
-            _lengths.index_array("qo_indptr", a.qo_indptr, self.device),
-            _lengths.index_array("kv_indptr", a.kv_indptr, self.device),
-            None,
-            0,
-            kv_name="kv_indptr",
-        )
-        return batch, None
+        return super()._workspace_size(a)
 
     def run(
         self,
@@ -636,8 +724,9 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillWrapper):
             or k_scale is not None
             or v_scale is not None
         ):
-            return self._run(q, (k, v), (q_scale, k_scale, v_scale), outputs, window_left)
-        return planned.primary.run(q, (k, v), planned.scales, outputs)
+            given = GivenScales(q_scale, k_scale, v_scale)
+            return super()._run_with(q, (k, v), RunArguments(given, window_left), outputs)
+        return planned.primary.attend_to(q, (k, v), planned.scales, outputs)
 
     def run_return_lse(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any
@@ -668,9 +757,24 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillWrapper):
         Where they differ from the plan, the variant is selected and planned again, once for all
         layers. A custom mask of plan() stays.
         """
-        a = dict(locals())
-        del a["self"], a["q"], a["k"], a["v"]
-        return self._forward(q, (k, v), PlanArguments(**a), False)
+        return super()._forward(
+            q,
+            (k, v),
+            ForwardArguments(
+                causal=causal,
+                pos_encoding_mode=pos_encoding_mode,
+                allow_fp16_qk_reduction=allow_fp16_qk_reduction,
+                use_fp16_qk_reduction=use_fp16_qk_reduction,
+                window_left=window_left,
+                logits_soft_cap=logits_soft_cap,
+                sm_scale=sm_scale,
+                rope_scale=rope_scale,
+                rope_theta=rope_theta,
+                k_scale=k_scale,
+                v_scale=v_scale,
+            ),
+            DEFAULT_OUTPUTS,
+        )
 
     def forward_return_lse(
         self,
@@ -691,6 +795,21 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillWrapper):
         allow_fp16_qk_reduction: bool | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Deprecated: forward() that returns (out, lse), lse base 2 and [tokens, num_qo_heads]."""
-        a = dict(locals())
-        del a["self"], a["q"], a["k"], a["v"]
-        return self._forward(q, (k, v), PlanArguments(**a), True)
+        return super()._forward(
+            q,
+            (k, v),
+            ForwardArguments(
+                causal=causal,
+                pos_encoding_mode=pos_encoding_mode,
+                allow_fp16_qk_reduction=allow_fp16_qk_reduction,
+                use_fp16_qk_reduction=use_fp16_qk_reduction,
+                window_left=window_left,
+                logits_soft_cap=logits_soft_cap,
+                sm_scale=sm_scale,
+                rope_scale=rope_scale,
+                rope_theta=rope_theta,
+                k_scale=k_scale,
+                v_scale=v_scale,
+            ),
+            Outputs(return_lse=True),
+        )

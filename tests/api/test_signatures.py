@@ -1,9 +1,11 @@
 """The public functions have the documented parameters: names, order, defaults."""
 
+import dataclasses
 import inspect
 
 import preflash
 import pytest
+from preflash import _arguments
 
 REQUIRED = inspect.Parameter.empty
 NONE = None
@@ -248,3 +250,16 @@ def test_every_public_function_is_documented(name):
         function = PAGED if name.startswith("paged") else RAGGED
     assert function.__doc__
     assert len(function.__doc__) > 60
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "arguments"),
+    [
+        (preflash.BatchPrefillWithPagedKVCacheWrapper, _arguments.PagedPlanArguments),
+        (preflash.BatchPrefillWithRaggedKVCacheWrapper, _arguments.RaggedPlanArguments),
+    ],
+)
+def test_every_argument_of_plan_is_handed_on(wrapper, arguments):
+    parameters = list(inspect.signature(wrapper.plan).parameters)
+    assert parameters[0] == "self"
+    assert {field.name for field in dataclasses.fields(arguments)} == set(parameters[1:])

@@ -12,7 +12,6 @@ import torch
 import preflash
 
 from .. import _backends, _core
-from .._options import Options
 from .console import Table
 from .machine import cpu_refusal, gpu_absent
 
@@ -64,19 +63,20 @@ def _cpu() -> dict:
 
 def _auto(device: torch.device) -> dict:
     """What auto picks for a plain bfloat16 problem of head_dim 128, and what it passed over."""
-    options = Options(
+    options = _core.AttentionOptions(
         num_qo_heads=32,
         num_kv_heads=8,
         head_dim_qk=128,
         head_dim_vo=128,
-        q_dtype=torch.bfloat16,
-        kv_dtype=torch.bfloat16,
+        q_dtype=_core.DType.bfloat16,
+        kv_dtype=_core.DType.bfloat16,
+        o_dtype=_core.DType.bfloat16,
         causal=True,
         window_left=-1,
-        logits_soft_cap=0.0,
-        custom_mask=False,
+        mask=_core.Mask.bounds,
+        soft_cap=0.0,
         fixed_split_size=0,
-        disable_split_kv=False,
+        disable_split=False,
     )
     reasons = []
     for backend in _backends.candidates("auto", device):

@@ -1,0 +1,136 @@
+"""What callers gave, before any check: one field per parameter of the public functions.
+
+Defaults are those of the public signatures, so that each is written once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+Scale = float | torch.Tensor | None
+KvCache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(slots=True, kw_only=True)
+class PlanArguments:
+    """Those of plan() that both wrappers have.
+
+    NOTE: nobody writes to it, but of so many fields a frozen one costs plan() 3 us more.
+    """
+
+    qo_indptr: torch.Tensor
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim: int | None
+    custom_mask: torch.Tensor | None
+    packed_custom_mask: torch.Tensor | None
+    causal: bool
+    pos_encoding_mode: str
+    allow_fp16_qk_reduction: bool
+    sm_scale: float | None
+    window_left: int
+    logits_soft_cap: float | None
+    rope_scale: float | None
+    rope_theta: float | None
+    q_data_type: str | torch.dtype
+    kv_data_type: str | torch.dtype | None
+    non_blocking: bool
+    head_dim_qk: int | None
+    head_dim_vo: int | None
+    use_fp16_qk_reduction: bool | None
+    o_data_type: str | torch.dtype | None
+    o_dtype: str | torch.dtype | None
+    prefix_len_ptr: torch.Tensor | None
+    token_pos_in_items_ptr: torch.Tensor | None
+    token_pos_in_items_len: int
+    max_item_len_ptr: torch.Tensor | None
+    seq_lens: torch.Tensor | None
+    seq_lens_q: torch.Tensor | None
+    max_token_per_sequence: int | None
+    max_sequence_kv: int | None
+    fixed_split_size: int | None
+    disable_split_kv: bool
+    uniform_q_len: int | None
+
+
+@dataclass(slots=True, kw_only=True)
+class RaggedPlanArguments(PlanArguments):
+    kv_indptr: torch.Tensor
+
+
+@dataclass(slots=True, kw_only=True)
+class PagedPlanArguments(PlanArguments):
+    paged_kv_indptr: torch.Tensor
+    paged_kv_indices: torch.Tensor
+    paged_kv_last_page_len: torch.Tensor
+    page_size: int
+    block_tables: torch.Tensor | None
+
+
+class ForwardArguments(NamedTuple):
+    """The options that the deprecated forward() has of its own."""
+
+    causal: bool
+    pos_encoding_mode: str
+    allow_fp16_qk_reduction: bool | None
+    use_fp16_qk_reduction: bool
+    window_left: int
+    logits_soft_cap: float | None
+    sm_scale: float | None
+    rope_scale: float | None
+    rope_theta: float | None
+    k_scale: Scale
+    v_scale: Scale
+
+
+class GivenScales(NamedTuple):
+    """The calibration scales of a run."""
+
+    q_scale: Scale = None
+    k_scale: Scale = None
+    v_scale: Scale = None
+
+
+class RunArguments(NamedTuple):
+    """What a run() has beside tensors where it is not the usual one."""
+
+    scales: GivenScales
+    window_left: int | None
+
+
+class Qkv(NamedTuple):
+    """The tensors of one request."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+
+
+class SingleArguments(NamedTuple):
+    """What decides the plan of a single request; hence, with the shapes, its key."""
+
+    causal: bool
+    kv_layout: str
+    pos_encoding_mode: str
+    allow_fp16_qk_reduction: bool
+    use_fp16_qk_reduction: bool | None
+    window_left: int
+    logits_soft_cap: float | None
+    rope_scale: float | None
+    rope_theta: float | None
+    backend: str
+    o_dtype: str | torch.dtype | None
+    masked: bool
+
+
+class SingleCall(NamedTuple):
+    """What may differ between single requests that share a plan."""
+
+    custom_mask: torch.Tensor | None
+    packed_custom_mask: torch.Tensor | None
+    sm_scale: float | None
+    scales: GivenScales

@@ -1,0 +1,136 @@
+"""The one way from arguments to a launch, for every public function:
+
+check   arguments -> Request             _options, _lengths, _masks, _scales, _outputs
+plan    Request -> Draft                 here, with _backends
+place   Draft -> PlannedVariant          here, with _workspace and _buffers
+bind    shapes and strides -> Launch     _planned, with _tensors
+run     addresses -> result              _planned
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from . import _backends, _core
+from ._buffers import Buffer
+from ._lengths import Lengths
+from ._planned import Memory, PlannedVariant
+from ._tensors import Expected
+from ._workspace import Workspace
+
+
+class Request(NamedTuple):
+    """What a plan is made for, checked as far as Python can see."""
+
+    options: _core.AttentionOptions
+    lengths: Lengths
+    kv_layout: str
+    mask: torch.Tensor | None  # owned and packed; None: absent, or brought by every run
+    blocking: bool  # whether plan() waits for its copy to the device
+
+    @property
+    def page_indices(self) -> torch.Tensor | None:
+        """Those on the device; others travel with the work list."""
+        pages = self.lengths.pages
+        return None if pages is None else pages.on_device
+
+
+def make_request(
+    options: _core.AttentionOptions, lengths: Lengths, kv_layout: str, *, blocking: bool
+) -> Request:
+    if options.mask == _core.Mask.custom:
+        lengths.batch.use_mask()
+    return Request(options, lengths, kv_layout, None, blocking)
+
+
+class Draft(NamedTuple):
+    """A plan that is counted and fits its workspace, where it has no place yet."""
+
+    backend: _backends.Backend
+    plan: _core.Plan
+
+
+def plan(workspace: Workspace, backend_name: str, request: Request) -> Draft:
+    """Raises everything that a public plan() raises once its arguments are checked."""
+    device, options = workspace.device_stream.device, request.options
+    batch, room = request.lengths.batch, workspace.int_room
+    backend = _backends.choose(backend_name, device, options)
+    counted = backend.plan(device, options, batch, workspace.float_bytes)
+    if room is None or counted.int_bytes <= room:
+        return Draft(backend, counted)
+    if not options.fixed_split_size:
+        # Without a split the work list is shorter.
+        unsplit = options.replace(disable_split=True)
+        counted = backend.plan(device, unsplit, batch, workspace.float_bytes)
+        if counted.int_bytes <= room:
+            return Draft(backend, counted)
+    raise ValueError(
+        f"int_workspace_buffer has {room} bytes; this plan needs {counted.int_bytes} "
+        "(workspace_size tells the sizes beforehand)"
+    )
+
+
+def place(workspace: Workspace, draft: Draft, request: Request) -> PlannedVariant:
+    """Gives a plan its memory. Nothing is written there before upload()."""
+    plan, device_stream = draft.plan, workspace.device_stream
+    kept = [workspace.int_buffer(plan.int_bytes)]
+    if workspace.float_buffer is not None:
+        kept.append(workspace.float_buffer)
+    if request.page_indices is not None:
+        kept.append(Buffer(request.page_indices))
+    if request.mask is not None:
+        kept.append(Buffer(request.mask))
+    for buffer in kept:
+        buffer.used_on_current_stream(device_stream)
+    partials = workspace.float_buffer if plan.float_bytes > 0 else None
+    memory = None
+    if partials is not None or request.mask is not None:
+        memory = Memory(None if partials is None else partials.tensor, request.mask)
+    expected = _expected(request, device_stream.device)
+    int_buffer = kept[0]
+    device_plan = _core.DevicePlan(
+        workspace.uploader(), int_buffer.tensor.data_ptr(), int_buffer.num_bytes
+    )
+    return PlannedVariant(plan, device_plan, draft.backend, expected, device_stream, kept, memory)
+
+
+def _expected(request: Request, device: torch.device) -> Expected:
+    batch, pages = request.lengths
+    return Expected(
+        options=request.options,
+        device=device,
+        kv_layout=request.kv_layout,
+        qo_tokens=batch.qo_end,
+        kv_tokens=batch.kv_end,
+        page_size=batch.page_size,
+        largest_page=None if pages is None else pages.largest,
+    )
+
+
+class Handover(NamedTuple):
+    """An object and its next `_state`, which is set in the same breath as a copy is started, before
+    any signal handler can raise: what an interrupted plan() leaves is either the old state with its
+    work list or the new one with its own."""
+
+    owner: object
+    state: object
+
+
+_NOBODY = Handover(None, None)
+
+
+def upload(
+    workspace: Workspace, variant: PlannedVariant, request: Request, handover: Handover = _NOBODY
+) -> None:
+    """Copies the work list of a placed plan to the device."""
+    page_indices = request.page_indices
+    variant.device_plan.write(
+        variant.plan,
+        0 if page_indices is None else page_indices.data_ptr(),
+        workspace.device_stream.stream(),
+        request.blocking,
+        handover.owner,
+        handover.state,
+    )
