@@ -99,11 +99,7 @@ class Item {
             std::int64_t{request_.qo_len} * params_.group_size - item.row_begin))) {}
 
   void run() {
-    const std::int64_t chunk_begin = std::int64_t{item_.chunk} * request_.chunk_keys;
-    const KeySpan chunk{
-        .begin = static_cast<int>(std::min<std::int64_t>(chunk_begin, request_.kv_len)),
-        .end = static_cast<int>(
-            std::min<std::int64_t>(chunk_begin + request_.chunk_keys, request_.kv_len))};
+    const KeySpan chunk = chunk_of(item_, request_);
     const RowSpan span = rows_.tokens(0, num_rows_);
     const TileRange tiles =
         touched_tiles(keep_.bounds(), span, chunk, shape_.tile_keys, launch_.variant.mask);

@@ -14,10 +14,7 @@ __device__ __forceinline__ void run_item(const KernelParams& params, const WorkI
   int num_rows = request.qo_len * params.group_size;
   int last_row = min(item.row_begin + Traits::kTileM, num_rows) - 1;
   RowSpan rows{unpack_row(params, item.row_begin).token, unpack_row(params, last_row).token};
-  KeySpan chunk{item.chunk * request.chunk_keys, request.kv_len};
-  if (request.kv_len - chunk.begin > request.chunk_keys) {
-    chunk.end = chunk.begin + request.chunk_keys;
-  }
+  KeySpan chunk = chunk_of(item, request);
   TileRange tiles = touched_tiles(bounds, rows, chunk, Traits::kTileN, Traits::kVariant.mask);
 
   using Mainloop = ForwardMainloop<Traits>;

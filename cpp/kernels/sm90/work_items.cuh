@@ -14,10 +14,7 @@ __device__ __forceinline__ TileRange tiles_of_rows(const HopperParams& params, c
   MaskBounds bounds{request.qo_len, request.kv_len, params.window_left, params.causal};
   RowSpan rows{unpack_row(params, item.row_begin + first).token,
                unpack_row(params, item.row_begin + end - 1).token};
-  KeySpan chunk{item.chunk * request.chunk_keys, request.kv_len};
-  if (request.kv_len - chunk.begin > request.chunk_keys) {
-    chunk.end = chunk.begin + request.chunk_keys;
-  }
+  KeySpan chunk = chunk_of(item, request);
   return touched_tiles(bounds, rows, chunk, Traits::kTileN, Mask::kBounds);
 }
 
