@@ -16,8 +16,8 @@
 namespace preflash::cpu {
 namespace {
 
-constexpr double kLog2E = 1.4426950408889634;
 constexpr int kPrefetchKeys = 8;  // how far ahead of the copy into scratch a key's rows are fetched
+constexpr float kSmallestBiasedFactor = 0x1p-60f;
 
 // What all items of a launch have in common.
 struct Launch {
@@ -38,9 +38,12 @@ LogitRule logit_rule(const Variant& variant, const ForwardParams& params) {
   // NOTE: a factor <= 0 would turn the -inf of a masked key into +inf or NaN, so the sign of such a
   // scale, 0 for 0, is multiplied into the scores: that is exact.
   const auto scale = static_cast<float>(params.sm_scale * kLog2E);
+  // A bias is divided by the factor, which may not make it overflow.
+  const bool biased = variant.position == Position::kAlibi;
+  if (biased && std::abs(scale) < kSmallestBiasedFactor) return {.scale = scale};
   if (scale > 0.0f) return {.factor = scale};
-  if (scale < 0.0f) return {.factor = -scale, .sign = -1.0f};
-  return {.sign = scale};
+  if (scale < 0.0f) return {.factor = -scale, .scale = -1.0f};
+  return {.scale = scale};
 }
 
 Launch make_launch(const Variant& variant, const TileShape& tile, const ForwardParams& params) {
@@ -71,12 +74,13 @@ const std::byte* element(const void* data, std::int64_t offset, DType dtype) {
 }
 
 // The LSE of a row of maximum `raw`, taken before the factor, and weights that add up to `sum`.
-PartialLse row_lse(const Launch& launch, float raw, float sum) {
+PartialLse row_lse(const Launch& launch, float raw, float sum, double left_for_lse) {
   if (sum == 0.0f) return kEmptyLse;
   // Weights are relative to the rounded product, those of a huge row to the exact one.
   const float factor = launch.logits.factor, product = raw * factor;
   const bool huge = std::abs(product) >= launch.isa.huge_logit;
-  return lse_of(huge ? static_cast<double>(raw) * factor : product, std::log2(sum));
+  const double reference = huge ? static_cast<double>(raw) * factor : product;
+  return lse_of(reference + left_for_lse, std::log2(sum));
 }
 
 // One work item: a tile of packed rows of one KV head against one KV chunk.
@@ -90,6 +94,7 @@ class Item {
         request_(launch.params.requests[item.request]),
         scratch_(scratch),
         keep_(params_, request_),
+        alibi_(params_, keep_.bounds()),
         rows_{.row_begin = item.row_begin,
               .first_head = item.kv_head * params_.group_size,
               .group_size = params_.group_size},
@@ -109,6 +114,7 @@ class Item {
     std::fill_n(scratch_.row_sum, shape_.tile_rows, 0.0f);
     std::fill_n(scratch_.o, std::int64_t{num_rows_} * shape_.ld_v, 0.0f);
     if (tiles.count() > 0) load_queries();
+    if (alibi_.present()) fill_slopes();
     for (int tile = tiles.begin; tile < tiles.end; ++tile) {
       const int tile_begin = tile * shape_.tile_keys;
       const TileKeys all{.span = {tile_begin, tile_begin + shape_.tile_keys},
@@ -126,6 +132,15 @@ class Item {
     const int live = std::min(shape_.panel_rows, num_rows_ - row);
     const int lanes = launch_.isa.lanes;
     return {.row = row, .live = live, .ld = live <= lanes ? lanes : shape_.panel_rows};
+  }
+
+  // In units of scores; 0 in the lanes that have no row.
+  void fill_slopes() const {
+    for (int row = 0; row < num_rows_; ++row) {
+      scratch_.slope[row] =
+          static_cast<float>(alibi_.slope(rows_.head(row)) / launch_.logits.factor);
+    }
+    std::fill(scratch_.slope + num_rows_, scratch_.slope + shape_.tile_rows, 0.0f);
   }
 
   // A row of q or k into 32-bit units, zero up to ld_k.
@@ -198,6 +213,9 @@ class Item {
     if (keys.empty()) return;
     const Kept kept = fill_keep(keep_, rows_, panel, keys, scratch_.keep);
     if (kept == Kept::kNone) return;
+    if (alibi_.present()) {
+      fill_distance(alibi_, rows_, panel, keys.tile_begin, scratch_.distance);
+    }
 
     const PanelStep step{
         .q = scratch_.q + std::int64_t{panel.row} * shape_.ld_k,
@@ -213,6 +231,8 @@ class Item {
         .key_end = keys.end(),
         .keep = kept == Kept::kAll ? nullptr : scratch_.keep,
         .logits = launch_.logits,
+        .slope = alibi_.present() ? scratch_.slope + panel.row : nullptr,
+        .distance = scratch_.distance,
         .scores = scratch_.scores,
         .rescale = scratch_.rescale,
         .row_max = scratch_.row_max + panel.row,
@@ -230,7 +250,9 @@ class Item {
     // NOTE: a row that kept nothing may hold 0 * NaN from its neighbours' keys.
     if (empty) std::fill_n(o, params_.head_dim_vo, 0.0f);
     const float scale = empty ? 1.0f : params_.out_scale / sum;
-    const PartialLse lse = row_lse(launch_, scratch_.row_max[row], sum);
+    const int token = rows_.token(row), head = rows_.head(row);
+    const PartialLse lse =
+        row_lse(launch_, scratch_.row_max[row], sum, alibi_.left_for_lse(token, head));
 
     if (item_.partial_row != WorkItem::kFinal) {
       const std::int64_t place = std::int64_t{item_.partial_row} + row;
@@ -239,8 +261,7 @@ class Item {
       params_.partial_lse[place] = lse;
       return;
     }
-    const std::int64_t qo_row = std::int64_t{request_.qo_begin} + rows_.token(row);
-    const int head = rows_.head(row);
+    const std::int64_t qo_row = std::int64_t{request_.qo_begin} + token;
     const std::int64_t offset = qo_row * params_.o.stride_token + head * params_.o.stride_head;
     launch_.isa.narrow(params_.o_dtype, o, scale, element(params_.o.data, offset, params_.o_dtype),
                        params_.head_dim_vo);
@@ -257,6 +278,7 @@ class Item {
   const RequestInfo& request_;
   Scratch& scratch_;
   const KeepPolicy keep_;
+  const AlibiPolicy alibi_;
   const RowCoordinates rows_;
   const int num_rows_;
 };

@@ -18,11 +18,12 @@ inline constexpr int kRowVecs = 2;        // vectors of query rows in one panel,
 inline constexpr int kMaskWordKeys = 32;  // keys per word of keep bits
 inline constexpr int kFewRows = 4;        // panels of so few rows keep q as it lies, not transposed
 
-// logit * log2(e) = factor * score, where score = sign * dot, or cap * tanh(scale_in_cap * dot)
-// where cap > 0. The factor is folded into the exponent, where the product is not rounded.
+// logit * log2(e) = factor * score, where score = scale * dot, or cap * tanh(scale_in_cap * dot)
+// where cap > 0, plus the bias. The factor is folded into the exponent, where the product is not
+// rounded.
 struct LogitRule {
   float factor = 1.0f;  // > 0, so that the largest score has the largest logit; 1 with a cap
-  float sign = 1.0f;    // what is left of a scale that is not > 0
+  float scale = 1.0f;   // what is not in the factor: the sign of a scale that is not > 0
   float cap = 0.0f;
   float scale_in_cap = 0.0f;
 };
@@ -51,6 +52,10 @@ struct PanelStep {
   const std::uint32_t* keep = nullptr;
 
   LogitRule logits;
+
+  // ALiBi: slope[row] * (distance[row] + key) on top of each score. Null: no bias.
+  const float* slope = nullptr;     // [ld], in units of scores
+  const float* distance = nullptr;  // [ld], from the row's reference key to key 0 of the tile
 
   float* scores = nullptr;   // [tile keys][ld] scratch
   float* rescale = nullptr;  // [ld] scratch

@@ -128,9 +128,21 @@ inline void transform_logits(const PanelStep& step) {
   if (rule.cap > 0.0f) {
     Vec inner = broadcast(rule.scale_in_cap), cap = broadcast(rule.cap);
     for_each_score(step, [=](Vec s) { return mul(cap, tanh(mul(s, inner))); });
-  } else if (rule.sign != 1.0f) {
-    Vec sign = broadcast(rule.sign);
-    for_each_score(step, [=](Vec s) { return mul(s, sign); });
+  } else if (rule.scale != 1.0f) {
+    Vec scale = broadcast(rule.scale);
+    for_each_score(step, [=](Vec s) { return mul(s, scale); });
+  }
+}
+
+// Distances are exact up to 2^24: the bias is rounded once, with the score.
+inline void add_alibi(const PanelStep& step) {
+  for (int row = 0; row < step.ld; row += kLanes) {
+    const Vec slope = load(step.slope + row), distance = load(step.distance + row);
+    for (int key = step.key_begin; key < step.key_end; ++key) {
+      float* scores = step.scores + key * step.ld + row;
+      Vec from_reference = add(distance, broadcast(static_cast<float>(key)));
+      store(scores, fma(slope, from_reference, load(scores)));
+    }
   }
 }
 
@@ -281,6 +293,7 @@ inline void attend_panel(const PanelStep& step) {
     score_panel<Units, kRowVecs>(step);
   }
   transform_logits(step);
+  if (step.slope != nullptr) add_alibi(step);
   if (step.keep != nullptr) mask_scores(step);
   for (int row = 0; row < step.ld; row += kLanes) softmax_rows(step, row);
   value_panel(step);

@@ -41,6 +41,8 @@ class Scratch {
   float* row_max;       // [tile rows]
   float* row_sum;       // [tile rows]
   float* rescale;       // [panel_rows]
+  float* slope;         // [tile rows], ALiBi
+  float* distance;      // [panel_rows], ALiBi
   std::uint32_t* keep;  // [mask_words][panel_rows]
 
   static Scratch& of_this_thread(const ScratchShape& shape) {
@@ -73,6 +75,8 @@ class Scratch {
       take(row_max, rows);
       take(row_sum, rows);
       take(rescale, panel);
+      take(slope, rows);
+      take(distance, panel);
       take(keep, shape.mask_words() * panel);
       return used;
     };

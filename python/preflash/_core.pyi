@@ -21,6 +21,10 @@ class Logits:
     plain: Logits
     softcap: Logits
 
+class Position:
+    none: Position
+    alibi: Position
+
 class Mask:
     bounds: Mask
     custom: Mask
@@ -40,6 +44,7 @@ class Variant:
         head_dim_vo: int,
         tile_class: TileClass = ...,
         logits: Logits = ...,
+        position: Position = ...,
         mask: Mask = ...,
     ) -> None: ...
     @property
@@ -142,6 +147,7 @@ class AttentionOptions:
         causal: bool,
         window_left: int,
         mask: Mask,
+        position: Position,
         soft_cap: float,
         fixed_split_size: int,
         disable_split: bool,
@@ -166,6 +172,8 @@ class AttentionOptions:
     def window_left(self) -> int: ...
     @property
     def mask(self) -> Mask: ...
+    @property
+    def position(self) -> Position: ...
     @property
     def soft_cap(self) -> float: ...
     @property

@@ -31,6 +31,7 @@ FP8_DTYPES = tuple(
     for name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
     if hasattr(torch, name)
 )
+POSITIONS = {"NONE": _core.Position.none, "ALIBI": _core.Position.alibi}
 KV_LAYOUTS = ("NHD", "HND")
 FLOAT32_MAX = torch.finfo(torch.float32).max
 # The kernels multiply by log2(e), in float32, what they exponentiate: FLOAT32_MAX / log2(e) is
@@ -376,18 +377,19 @@ def attention_dtype(name: str, value: Any) -> torch.dtype:
     raise TypeError(f"{name}={found}: must be float16 or bfloat16, or float32 with the cpu backend")
 
 
-def position_encoding(mode: Any, rope_scale: Any, rope_theta: Any) -> None:
+def position_encoding(mode: Any, rope_scale: Any, rope_theta: Any) -> _core.Position:
     one_of("pos_encoding_mode", mode, ("NONE", "ROPE_LLAMA", "ALIBI"))
-    if mode != "NONE":
+    if mode not in POSITIONS:
         raise NotImplementedError(
             f"pos_encoding_mode={mode!r} is not served by this build; use 'NONE' and encode "
-            "positions before the call"
+            "positions before the call, or 'ALIBI'"
         )
     for name, value in (("rope_scale", rope_scale), ("rope_theta", rope_theta)):
         if value is not None:
             raise NotImplementedError(
                 f"{name}={value!r}: in-kernel RoPE is not served by this build; leave it None"
             )
+    return POSITIONS[mode]
 
 
 def permission(name: str, value: Any) -> None:

@@ -186,7 +186,7 @@ class BatchPrefillWrapper:
         self, q: torch.Tensor, kv: KvCache, a: ForwardArguments, outputs: Outputs
     ) -> Result:
         """The deprecated call: its own options count, defaults included, not those of plan()."""
-        check.position_encoding(a.pos_encoding_mode, a.rope_scale, a.rope_theta)
+        position = check.position_encoding(a.pos_encoding_mode, a.rope_scale, a.rope_theta)
         check.permission("use_fp16_qk_reduction", a.use_fp16_qk_reduction)
         check.permission("allow_fp16_qk_reduction", a.allow_fp16_qk_reduction)
         causal = check.flag("causal", a.causal)
@@ -195,7 +195,10 @@ class BatchPrefillWrapper:
         planned = self._planned()
         request = planned.asked.request
         options = request.options.replace(
-            causal=causal and request.mask is None, window_left=window_left, soft_cap=soft_cap
+            causal=causal and request.mask is None,
+            window_left=window_left,
+            position=position,
+            soft_cap=soft_cap,
         )
         variant = self._select(planned, options)
         given = GivenScales(k_scale=a.k_scale, v_scale=a.v_scale)

@@ -3,7 +3,7 @@
 For one request with query length L and key length S, row i and key j, D = S - L, and query head h
 reading KV head h // (num_qo_heads / num_kv_heads):
 
-    logits[i, j] = sm_scale * <q[i], k[j]>, soft-capped if asked, -inf where masked
+    logits[i, j] = sm_scale * <q[i], k[j]>, soft-capped and biased if asked, -inf where masked
     out[i]       = softmax(logits[i]) @ v        (exactly 0 where nothing is kept)
     lse[i]       = log2(sum_j exp(logits[i, j])) (exactly -inf where nothing is kept)
 
@@ -96,7 +96,9 @@ def single_prefill_with_kv_cache(
         packed_custom_mask: uint8, ceil(qo_len * kv_len / 8) bytes in little bit order
             (`packbits(mask.flatten(), bitorder="little")`). Takes precedence over custom_mask.
         causal: keep keys up to the diagonal that ends at the last key. Ignored with a custom mask.
-        pos_encoding_mode: "NONE".
+        pos_encoding_mode: "NONE", or "ALIBI": slope(h) * (j - i) is added to logits[i, j] of query
+            head h, after the soft cap, with the slopes of ALiBi (arXiv:2108.12409) for any number
+            of heads.
         allow_fp16_qk_reduction, use_fp16_qk_reduction: a permission; sums are float32 all the same.
         sm_scale: factor of the logits, 1/sqrt(head_dim) by default. With q_scale and k_scale
             folded in, at most 2.358e38 in size.

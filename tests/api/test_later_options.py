@@ -11,7 +11,6 @@ SINGLE = Case("single", (9,), (30,), 4, 2, 64)
 
 PLAN = {
     "rope": ({"pos_encoding_mode": "ROPE_LLAMA"}, "pos_encoding_mode"),
-    "alibi": ({"pos_encoding_mode": "ALIBI"}, "pos_encoding_mode"),
     "fp8_q": ({"q_data_type": torch.float8_e4m3fn, "kv_data_type": None}, "q_data_type"),
     "fp8_kv": ({"kv_data_type": torch.float8_e5m2}, "kv_data_type"),
     "fp8_kv_by_name": ({"kv_data_type": "float8_e4m3fn"}, "kv_data_type"),
@@ -33,7 +32,6 @@ RUN = {
 }
 ONCE = {
     "rope": ({"pos_encoding_mode": "ROPE_LLAMA"}, "pos_encoding_mode"),
-    "alibi": ({"pos_encoding_mode": "ALIBI"}, "pos_encoding_mode"),
     "scale_q": ({"scale_q": torch.ones(4)}, "scale_q"),
     "scale_k": ({"scale_k": torch.ones(2)}, "scale_k"),
     "scale_v": ({"scale_v": torch.ones(2)}, "scale_v"),

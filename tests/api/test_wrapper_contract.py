@@ -320,6 +320,28 @@ def test_attributes(target):
     assert wrapper._causal is False
 
 
+def test_the_soft_cap_is_told_as_it_was_given(target):
+    """Engines compare it with theirs, a double; the kernels have it in float32."""
+    inputs = build(RAGGED, device=target.device)
+    wrapper = runner.make_wrapper(RAGGED, backend=target.backend, device=target.device)
+    runner.plan(wrapper, inputs, logits_soft_cap=0.3)
+    assert wrapper._logits_soft_cap == 0.3
+
+
+@pytest.mark.parametrize("case", [RAGGED, PAGED], ids=lambda case: case.name)
+def test_alibi_is_a_variant_of_its_own(case):
+    inputs = build(case)
+    wrapper = runner.make_wrapper(case, backend="cpu")
+    runner.plan(wrapper, inputs)
+    plain = wrapper.variant
+    runner.plan(wrapper, inputs, pos_encoding_mode="ALIBI", logits_soft_cap=20.0)
+    assert wrapper.variant == f"{plain}_softcap_alibi"
+    wrapper.forward(*tensors(inputs), causal=True)
+    wrapper.forward(*tensors(inputs), causal=True, pos_encoding_mode="ALIBI")
+    others = wrapper._state.planned.others.values()
+    assert [variant.plan.id for variant in others] == [plain, f"{plain}_alibi"]
+
+
 def test_auto_tells_what_it_chose(target):
     inputs = build(PAGED, device=target.device)
     wrapper = runner.make_wrapper(PAGED, backend="auto", device=target.device)

@@ -13,6 +13,7 @@ BASE = {
     "head_dim_vo": 128,
     "tile_class": "prefill",
     "logits": "plain",
+    "position": "none",
     "mask": "bounds",
 }
 ENUMS = {
@@ -21,6 +22,7 @@ ENUMS = {
     "kv_dtype": _core.DType,
     "tile_class": _core.TileClass,
     "logits": _core.Logits,
+    "position": _core.Position,
     "mask": _core.Mask,
 }
 
@@ -113,6 +115,7 @@ def test_variants_are_values():
     [
         ({}, {}),
         ({"soft_cap": 30.0}, {"logits": "softcap"}),
+        ({"position": _core.Position.alibi}, {"position": "alibi"}),
         ({"mask": _core.Mask.custom}, {"mask": "custom"}),
     ],
 )
@@ -136,6 +139,7 @@ OPTIONS = {
     "causal": True,
     "window_left": 7,
     "mask": _core.Mask.bounds,
+    "position": _core.Position.none,
     "soft_cap": 0.5,
     "fixed_split_size": 128,
     "disable_split": False,
@@ -151,6 +155,7 @@ OTHER_OPTIONS = {
     "causal": False,
     "window_left": -1,
     "mask": _core.Mask.custom,
+    "position": _core.Position.alibi,
     "soft_cap": 0.0,
     "fixed_split_size": 0,
     "disable_split": True,

@@ -9,6 +9,7 @@ import torch
 from preflash.testing import (
     Case,
     MaskKind,
+    Position,
     build,
     cases,
     compare,
@@ -49,8 +50,13 @@ def sdpa(case: Case, made) -> torch.Tensor:
             t.double().repeat_interleave(case.group_size, 1).transpose(0, 1)[None]
             for t in (request.k, request.v)
         )
+        bias = torch.zeros(case.num_qo_heads, qo_len, kv_len, dtype=torch.float64)
+        if case.position is Position.ALIBI:
+            distance = torch.arange(kv_len)[None, :] - torch.arange(qo_len)[:, None]
+            bias += made.pipeline.slopes[:, None, None] * distance
+        bias.masked_fill_(~keep, -math.inf)
         out = torch.nn.functional.scaled_dot_product_attention(
-            request.q.double().transpose(0, 1)[None], k, v, attn_mask=keep, scale=case.scale
+            request.q.double().transpose(0, 1)[None], k, v, attn_mask=bias, scale=case.scale
         )[0].transpose(0, 1)
         out[~keep.any(1)] = 0
         parts.append(out)

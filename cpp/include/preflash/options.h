@@ -29,6 +29,7 @@ struct AttentionOptions {
   bool causal = false;  // ignored by callers when a custom mask is given
   std::int32_t window_left = -1;
   Mask mask = Mask::kBounds;
+  Position position = Position::kNone;
   float soft_cap = 0.0f;  // c: logit = c * tanh(sm_scale * qk / c); 0: off
 
   SplitPolicy split;
@@ -48,6 +49,7 @@ inline Variant variant_of(const AttentionOptions& options, Family family,
           .head_dim_vo = options.head_dim_vo,
           .tile_class = tile_class,
           .logits = options.soft_cap > 0.0f ? Logits::kSoftCap : Logits::kPlain,
+          .position = options.position,
           .mask = options.mask};
 }
 

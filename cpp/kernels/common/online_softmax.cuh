@@ -94,11 +94,19 @@ struct OnlineSoftmax {
     for (int c = 0; c < size<1>(scores); ++c) scores(r, c) -= zero;
   }
 
-  // The maximum of each row, over the quad that shares it. Four chains a row, all rows side by
-  // side: one chain would wait for itself at every step.
+  // The maximum of each row, over the quad that shares it.
   template <class Scores>
   __device__ static __forceinline__ void maxima(const Scores& scores,
                                                 float (&result)[kRowsPerThread]) {
+    thread_maxima(scores, result);
+    CUTE_UNROLL
+    for (int r = 0; r < kRowsPerThread; ++r) result[r] = quad_max(result[r]);
+  }
+  // The maximum of this thread's share of each row. Four chains a row, all rows side by side: one
+  // chain would wait for itself at every step.
+  template <class Scores>
+  __device__ static __forceinline__ void thread_maxima(const Scores& scores,
+                                                       float (&result)[kRowsPerThread]) {
     using namespace cute;
     constexpr int kChains = 4;
     float part[kRowsPerThread][kChains];
@@ -112,7 +120,7 @@ struct OnlineSoftmax {
     }
     CUTE_UNROLL
     for (int r = 0; r < kRowsPerThread; ++r) {
-      result[r] = quad_max(fmaxf(fmaxf(part[r][0], part[r][1]), fmaxf(part[r][2], part[r][3])));
+      result[r] = fmaxf(fmaxf(part[r][0], part[r][1]), fmaxf(part[r][2], part[r][3]));
     }
   }
 

@@ -20,55 +20,66 @@ struct ForwardEpilogue {
 
   __device__ __forceinline__ void run(Softmax& softmax, AccumulatorO& tOrO) const {
     auto rows_of_o = make_tensor(tOrO.data(), as_rows_and_columns(tOrO.layout()));
-    auto places = accumulator_places<Traits, Traits::kHeadVo>(thread);
-    bool final = item.partial_row == WorkItem::kFinal;
+    RowCoordinates<Traits> at(params, request, item, thread);
     CUTE_UNROLL
     for (int r = 0; r < size<0>(rows_of_o); ++r) {
-      RowResult result = softmax.finish(r, params.logits.scale_log2);
+      RowResult result = finish_row(softmax, at, r);
       float factor = result.factor * params.out_scale;
       CUTE_UNROLL
       for (int c = 0; c < size<1>(rows_of_o); ++c) {
         // NOTE: a row that kept nothing is 0 even where 0 * V was not.
         rows_of_o(r, c) = result.empty ? 0.0f : rows_of_o(r, c) * factor;
       }
-      if (thread % 4 == 0) store_lse(get<0>(places(r, 0)), result.lse, final);
+      if (thread % 4 == 0) store_lse(at, r, result.lse);
     }
-    if (final) {
+    if (final()) {
       store_final(tOrO);
     } else {
-      store_partial(rows_of_o, places);
+      store_partial(rows_of_o, at);
     }
   }
 
  private:
-  __device__ __forceinline__ int num_rows() const { return request.qo_len * params.group_size; }
+  __device__ __forceinline__ bool final() const { return item.partial_row == WorkItem::kFinal; }
 
-  __device__ __forceinline__ void store_lse(int tile_row, PartialLse lse, bool final) const {
-    int row = item.row_begin + tile_row;
-    if (row >= num_rows()) return;
-    if (!final) {
-      params.partial_lse[std::int64_t{item.partial_row} + tile_row] = lse;
+  __device__ __forceinline__ RowResult finish_row(const Softmax& softmax,
+                                                  const RowCoordinates<Traits>& at, int r) const {
+    RowResult result = softmax.finish(r, params.logits.scale_log2);
+    if constexpr (Traits::kVariant.position == Position::kAlibi) {
+      if (!result.empty) {
+        AlibiBias<Traits>::count_from_token(result.lse, r, at, smem.row_slopes);
+      }
+    }
+    return result;
+  }
+
+  __device__ __forceinline__ void store_lse(const RowCoordinates<Traits>& at, int r,
+                                            PartialLse lse) const {
+    if (!at.exists(r)) return;
+    if (!final()) {
+      params.partial_lse[std::int64_t{item.partial_row} + at.tile_row(r)] = lse;
     } else if (params.lse.data != nullptr) {
-      PackedRow packed = unpack_row(params, row);
-      params.lse.data[(request.qo_begin + packed.token) * params.lse.stride_token +
-                      (item.kv_head * params.group_size + packed.head_in_group) *
-                          params.lse.stride_head] = (lse.high + lse.low) * params.lse.scale;
+      Query query = at.query(r);
+      params.lse.data[(request.qo_begin + query.token) * params.lse.stride_token +
+                      query.head * params.lse.stride_head] =
+          (lse.high + lse.low) * params.lse.scale;
     }
   }
 
-  template <class Rows, class Places>
-  __device__ __forceinline__ void store_partial(const Rows& rows_of_o, const Places& places) const {
+  template <class Rows>
+  __device__ __forceinline__ void store_partial(const Rows& rows_of_o,
+                                                const RowCoordinates<Traits>& at) const {
+    auto places = accumulator_places<Traits, Traits::kHeadVo>(thread);
     // [rows of the item, head_dim_vo]
     float* partial = params.partial_o + std::int64_t{item.partial_row} * params.head_dim_vo;
     CUTE_UNROLL
     for (int r = 0; r < size<0>(rows_of_o); ++r) {
-      int tile_row = get<0>(places(r, 0));
-      if (item.row_begin + tile_row >= num_rows()) continue;
+      if (!at.exists(r)) continue;
       CUTE_UNROLL
       for (int c = 0; c < size<1>(rows_of_o); c += 2) {
         int column = get<1>(places(r, c));
         if (column < params.head_dim_vo) {
-          *reinterpret_cast<float2*>(partial + tile_row * params.head_dim_vo + column) =
+          *reinterpret_cast<float2*>(partial + at.tile_row(r) * params.head_dim_vo + column) =
               make_float2(rows_of_o(r, c), rows_of_o(r, c + 1));
         }
       }
@@ -82,6 +93,7 @@ struct ForwardEpilogue {
     copy(typename Traits::CopyO{}, copy_o.retile_S(tOrO_out), copy_o.partition_D(sO));
     __syncthreads();
 
+    int num_rows = request.qo_len * params.group_size;
     TileCopy<Traits, ElementO> place(thread);
     const ElementO* source = smem.o + typename Traits::LayoutO{}(place.first_row, place.column);
     ElementO* o = static_cast<ElementO*>(params.o.data) + request.qo_begin * params.o.stride_token +
@@ -89,7 +101,7 @@ struct ForwardEpilogue {
     CUTE_UNROLL
     for (int pass = 0; pass < Traits::kTileM / Traits::kRowsPerPass; ++pass) {
       int row = item.row_begin + place.first_row + pass * Traits::kRowsPerPass;
-      if (row >= num_rows()) continue;
+      if (row >= num_rows) continue;
       PackedRow packed = unpack_row(params, row);
       ElementO* target = o + packed.token * params.o.stride_token +
                          packed.head_in_group * params.o.stride_head + place.column;

@@ -7,6 +7,7 @@
 
 #include "kernels/common/row_map.cuh"
 #include "kernels/sm80/forward_traits.cuh"
+#include "preflash/alibi.h"
 
 namespace preflash::sm80 {
 
@@ -164,7 +165,7 @@ struct KvLoader {
   }
 };
 
-// Q of one tile; also notes which keys each row keeps, for the masked tiles.
+// Q of one tile; also notes which keys each row keeps, for the masked tiles, and its slope.
 template <class Traits>
 __device__ __forceinline__ void fetch_q(const KernelParams& params, const RequestInfo& request,
                                         const WorkItem& item, const MaskBounds& bounds,
@@ -188,9 +189,18 @@ __device__ __forceinline__ void fetch_q(const KernelParams& params, const Reques
   }
   for (int r = thread; r < Traits::kTileM; r += Traits::kThreads) {
     int row = item.row_begin + r;
-    int token = unpack_row(params, row).token;
+    PackedRow packed = unpack_row(params, row);
+    int token = packed.token;
     smem.row_keys[r] =
         row < num_rows ? RowKeys{bounds.first_key(token), bounds.end_key(token)} : RowKeys{0, 0};
+    if constexpr (Traits::kVariant.position == Position::kAlibi) {
+      int head = item.kv_head * params.group_size + packed.head_in_group;
+      smem.row_slopes.slope[r] =
+          alibi_slope(head, params.num_qo_heads) * (kLog2E / params.logits.scale_log2);
+      // The last row keeps the last key, whichever chunk of the keys this item has.
+      bool last = row == min(item.row_begin + Traits::kTileM, num_rows) - 1;
+      if (last) smem.row_slopes.key_origin = bounds.end_key(token) - 1;
+    }
   }
 }
 

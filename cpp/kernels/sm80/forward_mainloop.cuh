@@ -1,4 +1,4 @@
-// The hot loop: S = Q K^T, mask, online softmax, O += P V over the KV tiles of one work item.
+// The hot loop: S = Q K^T, bias, mask, online softmax, O += P V over the KV tiles of one work item.
 //
 // K and V have kStages buffers each; their copies are committed one group per half step, in the
 // order K0 V0 K1 V1 ..., so "at most 2 * kStages - 2 groups in flight" always means that the half
@@ -89,7 +89,10 @@ struct ForwardMainloop {
       cp_async_fence();
       transform_logits<Traits::kVariant.logits>(tSrS, params.logits);
       auto rows_of_s = make_tensor(tSrS.data(), as_rows_and_columns(tSrS.layout()));
-      ScoreCoordinates<Traits> at(params, request, item, tile, thread);
+      ScoreCoordinates<Traits> at({params, request, item, thread}, tile);
+      if constexpr (Traits::kVariant.position == Position::kAlibi) {
+        AlibiBias<Traits>::apply(rows_of_s, at, smem.row_slopes);
+      }
       if (tiles.needs_mask(tile)) mask_tile(rows_of_s, at, smem);
       softmax.update(rows_of_s, rows_of_o, params.logits.scale_log2);
       multiply_pv(tOrO, tSrS, stage);

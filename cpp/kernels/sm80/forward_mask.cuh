@@ -1,5 +1,5 @@
 // Scores know where they are: what each element of a thread's score fragment is the score of, and
-// the policies that go by it.
+// the policies that go by it, biases and masks.
 #pragma once
 
 #include "kernels/common/mask.cuh"
@@ -25,37 +25,94 @@ __device__ __forceinline__ auto accumulator_places(int thread) {
   return make_tensor(mine.data(), as_rows_and_columns(mine.layout()));
 }
 
-// Of element (r, c) of this thread's scores of one tile, as rows and columns.
+// What a row is the row of.
+struct Query {
+  int token;
+  int head;
+};
+
+// Of row r of this thread's accumulators.
 template <class Traits>
-struct ScoreCoordinates {
+struct RowCoordinates {
   using Places = decltype(accumulator_places<Traits, Traits::kTileN>(0));
 
   const KernelParams& params;
   const RequestInfo& request;
   const WorkItem& item;
   Places places;
-  int first_key;  // of the tile
 
-  __device__ __forceinline__ ScoreCoordinates(const KernelParams& params,
-                                              const RequestInfo& request, const WorkItem& item,
-                                              int tile, int thread)
+  __device__ __forceinline__ RowCoordinates(const KernelParams& params, const RequestInfo& request,
+                                            const WorkItem& item, int thread)
       : params(params),
         request(request),
         item(item),
-        places(accumulator_places<Traits, Traits::kTileN>(thread)),
-        first_key(tile * Traits::kTileN) {}
+        places(accumulator_places<Traits, Traits::kTileN>(thread)) {}
 
   __device__ __forceinline__ int tile_row(int r) const { return get<0>(places(r, 0)); }
-  __device__ __forceinline__ int tile_column(int c) const { return get<1>(places(0, c)); }
+  __device__ __forceinline__ int row(int r) const { return item.row_begin + tile_row(r); }
+  __device__ __forceinline__ bool exists(int r) const {
+    return row(r) < request.qo_len * params.group_size;
+  }
+  // NOTE: past the request's end there is no such token, but the head is one.
+  __device__ __forceinline__ Query query(int r) const {
+    PackedRow packed = unpack_row(params, row(r));
+    return {packed.token, item.kv_head * params.group_size + packed.head_in_group};
+  }
+};
+
+// Of element (r, c) of this thread's scores of one tile, as rows and columns.
+template <class Traits>
+struct ScoreCoordinates : RowCoordinates<Traits> {
+  int first_key;  // of the tile
+
+  __device__ __forceinline__ ScoreCoordinates(const RowCoordinates<Traits>& rows, int tile)
+      : RowCoordinates<Traits>(rows), first_key(tile * Traits::kTileN) {}
+
+  __device__ __forceinline__ int tile_column(int c) const { return get<1>(this->places(0, c)); }
   __device__ __forceinline__ int key(int c) const { return first_key + tile_column(c); }
-  __device__ __forceinline__ int token(int r) const { return packed_row(r).token; }
-  __device__ __forceinline__ int head(int r) const {
-    return item.kv_head * params.group_size + packed_row(r).head_in_group;
+};
+
+// ALiBi: slope * (key - token) on top of each logit.
+//
+// A row's output does not depend on where distances are counted from. So the loop counts them from
+// one key, the last that any row of the tile keeps: rows share the distances, and they are small,
+// and the biases exact, for the keys that weigh most. The LSE gets the rest at the end, the same
+// rest whichever chunk of the keys it is of.
+template <class Traits>
+struct AlibiBias {
+  using Slopes = RowSlopes<Traits>;
+
+  // scores: x, (rows, columns) of this thread.
+  template <class Scores>
+  __device__ static __forceinline__ void apply(Scores& scores, const ScoreCoordinates<Traits>& at,
+                                               const Slopes& rows) {
+    float slope[Traits::kRowsPerThread];
+    CUTE_UNROLL
+    for (int r = 0; r < size<0>(scores); ++r) slope[r] = rows.slope[at.tile_row(r)];
+    // Integers up to 2^24, and every column's distance with them, are exact.
+    float first_distance = static_cast<float>(at.key(0) - rows.key_origin);
+    CUTE_UNROLL
+    for (int c = 0; c < size<1>(scores); ++c) {
+      float distance = first_distance + static_cast<float>(at.tile_column(c) - at.tile_column(0));
+      CUTE_UNROLL
+      for (int r = 0; r < size<0>(scores); ++r) {
+        scores(r, c) = fmaf(slope[r], distance, scores(r, c));
+      }
+    }
   }
 
- private:
-  __device__ __forceinline__ PackedRow packed_row(int r) const {
-    return unpack_row(params, item.row_begin + tile_row(r));
+  // Counts an LSE from row r's token, as callers do.
+  __device__ static __forceinline__ void count_from_token(PartialLse& lse, int r,
+                                                          const RowCoordinates<Traits>& at,
+                                                          const Slopes& rows) {
+    float slope_log2 = rows.slope[at.tile_row(r)] * at.params.logits.scale_log2;
+    float rest = __fmul_rn(slope_log2, static_cast<float>(rows.key_origin - at.query(r).token));
+    // NOTE: what high rounds off goes to low (Knuth's sum): chunks are told apart by the difference
+    // of two large numbers.
+    float sum = lse.high + rest;
+    float high = sum - rest;
+    lse.low += (lse.high - high) + (rest - (sum - high));
+    lse.high = sum;
   }
 };
 
@@ -88,7 +145,7 @@ struct CustomMask {
                                                int r, RowKeys keys) {
     const std::uint8_t* bits = at.params.extras.mask_bits + at.request.mask_begin;
     std::int64_t row_bit =
-        static_cast<std::int64_t>(at.token(r)) * at.request.kv_len + at.first_key;
+        static_cast<std::int64_t>(at.query(r).token) * at.request.kv_len + at.first_key;
     int num_bits = keys.end - at.first_key;  // from the tile's first column on: 0 or less, none
     std::uint32_t word = 0;
     CUTE_UNROLL

@@ -83,6 +83,16 @@ struct RowKeys {
   int end;
 };
 
+// ALiBi's slopes of the tile's rows, in units of x, and the key that distances are counted from.
+// Each tile needs them for a moment only: registers, short everywhere else, would hold them idle.
+template <class Traits, Position kPosition = Traits::kVariant.position>
+struct RowSlopes {};
+template <class Traits>
+struct RowSlopes<Traits, Position::kAlibi> {
+  float slope[Traits::kTileM];
+  int key_origin;
+};
+
 // Byte offsets of a KV tile's rows from k and v of the KV head: found once per row by one thread.
 // The rows that one thread copies, first_row + pass * kRowsPerPass, lie side by side.
 template <class Traits>
@@ -107,6 +117,7 @@ struct SharedStorage {
   alignas(128) ElementKv k[Traits::kStages][cosize_v<typename Traits::LayoutK>];
   alignas(128) ElementKv v[Traits::kStages][cosize_v<typename Traits::LayoutV>];
   RowKeys row_keys[Traits::kTileM];
+  [[no_unique_address]] RowSlopes<Traits> row_slopes;
   // Two: one tile's are written while a warp may still read the last one's.
   KeyOffsets<Traits> key_offsets[2];
 };

@@ -60,14 +60,15 @@ struct ForwardEpilogue {
   };
 
   // Computes and stores everything but O, while the item's last product runs. `target` belongs to
-  // the warp's row lane_id() % 16.
-  __device__ __forceinline__ Prepared prepare(const Softmax& softmax,
+  // the warp's row lane_id() % 16. shift: what every score of a row has lacked.
+  template <class Shift>
+  __device__ __forceinline__ Prepared prepare(const Softmax& softmax, const Shift& shift,
                                               const RowTarget& target) const {
     Prepared ready;
     PartialLse lse[2];
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
-      RowResult result = softmax.finish(r, params.logits.scale_log2);
+      RowResult result = softmax.finish(r, shift, params.logits.scale_log2);
       ready.factor[r] = result.factor * params.out_scale;
       ready.empty[r] = result.empty;
       lse[r] = result.lse;

@@ -16,9 +16,11 @@ template <class V>
 LaunchError launch_forward(const ForwardParams& params, int num_ctas, const LaunchTarget& target) {
   using Traits = ForwardTraits<V>;
   static_assert(kSmemBytes<V> <= kMaxSharedBytes);
-  HopperParams hopper{KernelParams::make(params, V::kVariant.logits),
+  KernelParams kernel = KernelParams::make(params, V::kVariant.logits);
+  HopperParams hopper{kernel,
                       box_shape(params, Traits::kTileM, Traits::kTileN),
                       rows_per_tile(kTileRows<V>, Traits::kTileM, params.group_size),
+                      kLog2E / kernel.logits.scale_log2,
                       {}};
   const char* refusal = encode_tensor_maps(params, hopper.box, hopper.maps);
   if (refusal != nullptr) return refusal;

@@ -39,6 +39,7 @@ struct ForwardMainloop {
   int thread;     // of the warpgroup
   ForwardProducts<Traits> products;
   SpeculativeSoftmax softmax = {};
+  ScoreBias<Traits> bias;  // of the item whose scores come next
   ConsumerPipelineState<Traits::kQStages> q_read = {};
   ConsumerPipelineState<Traits::kStages> k_read = {};
   ConsumerPipelineState<Traits::kStages> v_read = {};
@@ -149,11 +150,12 @@ struct ForwardMainloop {
     wait_for_qk();
     products.issue_qk(products.q(q_read.index()), k_read.index());
     order_barrier_arrive();
+    bias = bias_of(item);
     Transition transition;
     if (prepares_in_first_step(item)) transition = prepare_transition(item);
     products.template wait_qk<0>();
     finish_first_scores(item, mask);
-    make_first_p();
+    make_first_p(item);
     return transition;
   }
 
@@ -175,7 +177,7 @@ struct ForwardMainloop {
     finish_scores(item, tile);
     finish_pv();
     products.first_pv = GMMA::ScaleOut::One;
-    make_p();
+    make_p(tile);
   }
 
   // The step from one item to the next: S belongs to the next item, O to the last one. Returns the
@@ -188,14 +190,15 @@ struct ForwardMainloop {
     typename Epilogue::Prepared ready;
     Transition next_transition;
     multiply(products.q(q_read.index()), [&] {
-      ready = epilogue(last).prepare(softmax, transition.target);
+      ready = prepare_o(last, transition);
+      bias = bias_of(next);
       if (prepares_in_first_step(next)) next_transition = prepare_transition(next);
     });
     finish_first_scores(next, transition.next_mask);
     finish_pv();
     for (int i = 0; i < next.skipped_first; ++i) skip_v();
     store_o(last, ready);
-    make_first_p();
+    make_first_p(next);
     return next_transition;
   }
 
@@ -203,7 +206,7 @@ struct ForwardMainloop {
   __device__ __forceinline__ void drain(const Item& item, const Transition& transition) {
     smem.barriers.v_full[v_read.index()].wait(v_read.phase());
     products.issue_pv(v_read.index());
-    auto ready = epilogue(item).prepare(softmax, transition.target);
+    auto ready = prepare_o(item, transition);
     finish_pv();
     store_o(item, ready);
     for (int i = 0; i < item.skipped_last; ++i) {
@@ -231,6 +234,7 @@ struct ForwardMainloop {
   // S is complete: releases K(t), and Q after the item's last tile.
   __device__ __forceinline__ void finish_scores(const Item& item, int tile) {
     accept_scores(item, tile);
+    bias.add_to(products.rows_of_s());
     if (item.own.needs_mask(tile)) {
       TileMask::of_bounds(coordinates(item, tile)).apply(products.rows_of_s());
     }
@@ -239,8 +243,9 @@ struct ForwardMainloop {
   __device__ __forceinline__ void finish_first_scores(const Item& item, const TileMask& mask) {
     int tile = item.own.end - 1;
     accept_scores(item, tile);
+    bias.add_to_first(coordinates(item, tile), products.rows_of_s());
     if (item.own.needs_mask(tile)) mask.apply(products.rows_of_s());
-    softmax.begin(products.rows_of_s());
+    softmax.begin(products.rows_of_s(), bias.shift(tile));
     products.first_pv = GMMA::ScaleOut::Zero;
   }
   __device__ __forceinline__ void accept_scores(const Item& item, int tile) {
@@ -256,14 +261,14 @@ struct ForwardMainloop {
     v_read.advance();
   }
 
-  __device__ __forceinline__ void make_p() {
-    auto rows_of_s = products.rows_of_s();
+  __device__ __forceinline__ void make_p(int tile) {
     auto rows_of_o = products.rows_of_o();
-    softmax.update(rows_of_s, products.tOrP, rows_of_o, params.logits.scale_log2);
+    softmax.update(products.rows_of_s(), bias.shift(tile), products.tOrP, rows_of_o,
+                   params.logits.scale_log2);
   }
-
-  __device__ __forceinline__ void make_first_p() {
-    softmax.make_first(products.rows_of_s(), products.tOrP, params.logits.scale_log2);
+  __device__ __forceinline__ void make_first_p(const Item& item) {
+    softmax.make_first(products.rows_of_s(), bias.shift(item.own.end - 1), products.tOrP,
+                       params.logits.scale_log2);
   }
 
   __device__ __forceinline__ int warp() const { return warpgroup * kWarpgroupWarps + thread / 32; }
@@ -271,6 +276,9 @@ struct ForwardMainloop {
 
   __device__ __forceinline__ Coordinates coordinates(const Item& item, int tile) const {
     return {params, smem.items[item.slot], warp_row(), tile};
+  }
+  __device__ __forceinline__ ScoreBias<Traits> bias_of(const Item& item) const {
+    return ScoreBias<Traits>::of(coordinates(item, item.own.begin));
   }
   __device__ __forceinline__ TileMask first_mask(const Item& item) const {
     int tile = item.own.end - 1;
@@ -280,6 +288,11 @@ struct ForwardMainloop {
   __device__ __forceinline__ Epilogue epilogue(const Item& item) const {
     const ItemState& state = smem.items[item.slot];
     return {params, state.item, state.request, state.num_rows};
+  }
+  __device__ __forceinline__ typename Epilogue::Prepared prepare_o(
+      const Item& item, const Transition& transition) const {
+    return epilogue(item).prepare(softmax, bias.missing(coordinates(item, item.own.begin)),
+                                  transition.target);
   }
   __device__ __forceinline__ void store_o(const Item& item,
                                           const typename Epilogue::Prepared& ready) {

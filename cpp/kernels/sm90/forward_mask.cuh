@@ -1,9 +1,11 @@
-// Where the scores of a consumer warpgroup's tile stand, and which of them its rows keep. What
-// treats scores by their place, such as a mask, is a policy on ScoreCoordinates.
+// Where the scores of a consumer warpgroup's tile stand, which of them its rows keep, and what
+// their place adds to them. What treats scores by their place is a policy on ScoreCoordinates.
 #pragma once
 
 #include "kernels/sm90/forward_params.cuh"
 #include "kernels/sm90/forward_traits.cuh"
+#include "kernels/sm90/speculative_softmax.cuh"
+#include "preflash/alibi.h"
 
 namespace preflash::sm90 {
 
@@ -22,6 +24,8 @@ struct ScoreCoordinates {
   struct Tail {
     int edge;
     int shift;
+
+    __device__ __forceinline__ bool holds(int column) const { return column >= edge; }
   };
   __device__ __forceinline__ Tail tail() const {
     int box_rows = params.box.kv_rows;
@@ -33,28 +37,26 @@ struct ScoreCoordinates {
 
   // Rows: of the item's tile, and what they are in the request.
   __device__ __forceinline__ int row(int r) const { return warp_row + lane_id() / 4 + r * 8; }
-  __device__ __forceinline__ int token(int r) const { return packed(r).token; }
-  __device__ __forceinline__ int head(int r) const {
-    return state.item.kv_head * params.group_size + packed(r).head_in_group;
+  __device__ __forceinline__ PackedRow packed(int row) const {
+    return unpack_row(params, state.item.row_begin + row);
+  }
+  __device__ __forceinline__ int token(int r) const { return packed(row(r)).token; }
+  __device__ __forceinline__ int head(const PackedRow& packed) const {
+    return state.item.kv_head * params.group_size + packed.head_in_group;
   }
 
   // Columns: a thread's first one, and how far from there the others lie.
   __device__ __forceinline__ static int first_column() { return lane_id() % 4 * 2; }
   __device__ __forceinline__ static constexpr int column_step(int c) { return c / 2 * 8 + c % 2; }
+  __device__ __forceinline__ static int column(int c) { return first_column() + column_step(c); }
 
   // Keys of the request. NOTE: columns [edge, edge + shift) hold zeros, which are no key's.
   __device__ __forceinline__ int first_key() const { return tile * Traits::kTileN; }
   __device__ __forceinline__ int key(int c, const Tail& tail) const {
-    int column = first_column() + column_step(c);
-    return first_key() + (column < tail.edge ? column : column - tail.shift);
+    return first_key() + column(c) - (tail.holds(column(c)) ? tail.shift : 0);
   }
   __device__ __forceinline__ MaskBounds bounds() const {
     return {state.request.qo_len, state.request.kv_len, params.window_left, params.causal};
-  }
-
- private:
-  __device__ __forceinline__ PackedRow packed(int r) const {
-    return unpack_row(params, state.item.row_begin + row(r));
   }
 };
 
@@ -113,5 +115,109 @@ struct TileMask {
     return columns_before(max(end, 0)) & ~columns_before(max(begin, 0));
   }
 };
+
+// ALiBi: slope * (key - token) on top of each logit, for the rows of one item. In units of x that
+// is coefficient * (key - token), since x * scale_log2 is the logit in base 2.
+//
+// The distance counts from the row's last key in place of its token. That takes a constant from
+// all of a row's logits, which only the LSE shows (missing()), and lets the keys that matter have
+// small biases even in the last row of a long context.
+//
+// The distance of a key is the constant column_step(), one FMA for each score, and the rest, which
+// is the same for all of a thread's scores of a row: the softmax adds it to their origin.
+//
+// Rounding: distances are exact, as integers, and as floats up to 2^24. The product of slope and
+// distance and the difference to the origin are rounded once each, in the exponents of a whole tile
+// alike: 2^-23 of slope * distance, below 1e-3 up to 2^13. A key further away in that sense has no
+// weight beside the last ones. Rounding the slope itself tilts a row by less than that.
+template <class Traits>
+struct AlibiBias {
+  using Coordinates = ScoreCoordinates<Traits>;
+
+  float coefficient[Coordinates::kRows];
+  int distance[Coordinates::kRows];  // of tile 0 at the thread's first column, from the last key
+
+  // Each lane computes one of the warp's rows; a quad reads its two from there.
+  __device__ __forceinline__ static AlibiBias of(const Coordinates& coordinates) {
+    const HopperParams& params = coordinates.params;
+    PackedRow packed = coordinates.packed(coordinates.warp_row + lane_id() % kWarpRows);
+    float slope = alibi_slope(coordinates.head(packed), params.num_qo_heads) * params.x_per_logit;
+    int last_key = coordinates.bounds().end_key(packed.token) - 1;
+    AlibiBias bias;
+    CUTE_UNROLL
+    for (int r = 0; r < Coordinates::kRows; ++r) {
+      int lane = lane_id() / 4 + r * 8;
+      bias.coefficient[r] = __shfl_sync(0xffffffffu, slope, lane);
+      bias.distance[r] = Coordinates::first_column() - __shfl_sync(0xffffffffu, last_key, lane);
+    }
+    return bias;
+  }
+
+  // Adds what differs among a thread's scores of a row: nothing to the first one.
+  template <class Scores>
+  __device__ __forceinline__ void add_to(Scores&& scores) const {
+    CUTE_UNROLL
+    for (int c = 1; c < size<1>(scores); ++c) {
+      CUTE_UNROLL
+      for (int r = 0; r < size<0>(scores); ++r) {
+        float step = Coordinates::column_step(c);
+        scores(r, c) = fmaf(coefficient[r], step, scores(r, c));
+      }
+    }
+  }
+  // An item's first tile may hold the request's tail, whose keys stand further right.
+  template <class Scores>
+  __device__ __forceinline__ void add_to_first(const Coordinates& coordinates,
+                                               Scores&& scores) const {
+    add_to(scores);
+    auto tail = coordinates.tail();
+    if (tail.shift == 0) return;
+    CUTE_UNROLL
+    for (int r = 0; r < size<0>(scores); ++r) {
+      float excess = coefficient[r] * static_cast<float>(tail.shift);
+      CUTE_UNROLL
+      for (int c = 0; c < size<1>(scores); ++c) {
+        if (tail.holds(Coordinates::column(c))) scores(r, c) -= excess;
+      }
+    }
+  }
+
+  // What add_to() leaves out of a tile's scores.
+  __device__ __forceinline__ RowShift shift(int tile) const {
+    RowShift shift;
+    CUTE_UNROLL
+    for (int r = 0; r < Coordinates::kRows; ++r) {
+      shift.row[r] = coefficient[r] * static_cast<float>(tile * Traits::kTileN + distance[r]);
+    }
+    return shift;
+  }
+  // What all of a row's logits lack: the bias of its last key.
+  __device__ __forceinline__ RowShift missing(const Coordinates& coordinates) const {
+    RowShift shift;
+    CUTE_UNROLL
+    for (int r = 0; r < Coordinates::kRows; ++r) {
+      int last_key = Coordinates::first_column() - distance[r];
+      shift.row[r] = coefficient[r] * static_cast<float>(last_key - coordinates.token(r));
+    }
+    return shift;
+  }
+};
+
+template <class Traits>
+struct NoBias {
+  using Coordinates = ScoreCoordinates<Traits>;
+
+  __device__ __forceinline__ static NoBias of(const Coordinates&) { return {}; }
+  template <class Scores>
+  __device__ __forceinline__ static void add_to(Scores&&) {}
+  template <class Scores>
+  __device__ __forceinline__ static void add_to_first(const Coordinates&, Scores&&) {}
+  __device__ __forceinline__ static NoShift shift(int) { return {}; }
+  __device__ __forceinline__ static NoShift missing(const Coordinates&) { return {}; }
+};
+
+template <class Traits>
+using ScoreBias =
+    conditional_t<Traits::kVariant.position == Position::kAlibi, AlibiBias<Traits>, NoBias<Traits>>;
 
 }  // namespace preflash::sm90

@@ -9,6 +9,7 @@ namespace preflash::sm90 {
 struct HopperParams : KernelParams {
   BoxShape box;
   std::int32_t rows_per_tile;  // token-aligned, except where a group exceeds the tile
+  float x_per_logit;           // 1 in units of x, which times scale_log2 is a base-2 exponent
   TensorMaps maps;
 };
 

@@ -16,6 +16,30 @@
 
 namespace preflash::sm90 {
 
+// What all of a thread's scores of a row lack of their logits, in units of x. It costs nothing in
+// the loop over the scores: the origin takes it up. NoShift: they lack nothing.
+struct RowShift {
+  float row[2];
+
+  __device__ __forceinline__ float add_to(int r, float x) const { return x + row[r]; }
+  __device__ __forceinline__ float origin(int r, float origin, float scale_log2) const {
+    return fmaf(-row[r], scale_log2, origin);
+  }
+  // Adds it to the row's lse, and what rounding takes from the sum to its low part.
+  __device__ __forceinline__ void add_to(int r, PartialLse& lse, float scale_log2) const {
+    float shift = __fmul_rn(row[r], scale_log2);
+    float high = lse.high + shift;
+    float added = high - lse.high;
+    lse.low += (lse.high - (high - added)) + (shift - added);
+    lse.high = high;
+  }
+};
+struct NoShift {
+  __device__ __forceinline__ static float add_to(int, float x) { return x; }
+  __device__ __forceinline__ static float origin(int, float origin, float) { return origin; }
+  __device__ __forceinline__ static void add_to(int, PartialLse&, float) {}
+};
+
 struct SpeculativeSoftmax : OnlineSoftmax<2> {
   static constexpr int kRows = 2;
   // P <= 2^15 stays below float16's largest number, 65504; float32 sums millions of such terms.
@@ -29,48 +53,53 @@ struct SpeculativeSoftmax : OnlineSoftmax<2> {
   bool settled = false;  // whether every row of the warp has a reference
 
   // A row's first tile: its row max becomes the reference, so the speculation cannot fail.
-  template <class Scores>
-  __device__ __forceinline__ void begin(const Scores& scores) {
+  template <class Scores, class Shift>
+  __device__ __forceinline__ void begin(const Scores& scores, const Shift& shift) {
     *this = {};
-    settle(scores);
+    settle(scores, shift);
   }
-  template <class Scores, class P>
-  __device__ __forceinline__ void make_first(const Scores& scores, P& p, float scale_log2) {
-    exponentiate(scores, p, sum, scale_log2);
+  template <class Scores, class Shift, class P>
+  __device__ __forceinline__ void make_first(const Scores& scores, const Shift& shift, P& p,
+                                             float scale_log2) {
+    exponentiate(scores, shift, p, sum, scale_log2);
   }
 
-  // scores: (row, column) view of a whole accumulator of x. p: 16-bit, in the scores' storage
-  // order. out: (row, column) view of O, without this tile.
-  template <class Scores, class P, class Out>
-  __device__ __forceinline__ void update(Scores& scores, P& p, Out& out, float scale_log2) {
-    if (!settled) settle(scores);
+  // scores: (row, column) view of a whole accumulator of x, without `shift`. p: 16-bit, in the
+  // scores' storage order. out: (row, column) view of O, without this tile.
+  template <class Scores, class Shift, class P, class Out>
+  __device__ __forceinline__ void update(const Scores& scores, const Shift& shift, P& p, Out& out,
+                                         float scale_log2) {
+    if (!settled) settle(scores, shift);
     float tile_sum[kRows];
-    exponentiate(scores, p, tile_sum, scale_log2);
+    exponentiate(scores, shift, p, tile_sum, scale_log2);
     bool moves[kRows];
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) moves[r] = tile_sum[r] > kMaxSum;
     if (__any_sync(0xffffffffu, moves[0] || moves[1])) {
-      move(scores, out, moves, scale_log2);
-      exponentiate(scores, p, tile_sum, scale_log2);
+      move(scores, shift, out, moves, scale_log2);
+      exponentiate(scores, shift, p, tile_sum, scale_log2);
     }
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) sum[r] += tile_sum[r];
   }
 
   // NaN where the origin is out of range: the sum, 0 and infinity included, may mean anything
-  // there.
-  __device__ __forceinline__ RowResult finish(int r, float scale_log2) const {
+  // there. shift: what every score of a row has lacked.
+  template <class Shift>
+  __device__ __forceinline__ RowResult finish(int r, const Shift& shift, float scale_log2) const {
     float origin = scaled_reference(reference[r], scale_log2);
     float total = quad_sum(sum[r]);
-    return result_of(fabsf(origin) >= kMaxOrigin ? NAN : total, origin);
+    RowResult result = result_of(fabsf(origin) >= kMaxOrigin ? NAN : total, origin);
+    if (!result.empty) shift.add_to(r, result.lse, scale_log2);
+    return result;
   }
 
  private:
   // Sets the reference of rows that have none: they have kept no key, and their sums and O are 0.
-  template <class Scores>
-  __device__ __forceinline__ void settle(const Scores& scores) {
+  template <class Scores, class Shift>
+  __device__ __forceinline__ void settle(const Scores& scores, const Shift& shift) {
     float tile_max[kRows];
-    maxima(scores, tile_max);
+    maxima(scores, shift, tile_max);
     bool missing = false;
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
@@ -80,12 +109,12 @@ struct SpeculativeSoftmax : OnlineSoftmax<2> {
     settled = !__any_sync(0xffffffffu, missing);
   }
 
-  template <class Scores, class Out>
-  __device__ __forceinline__ void move(const Scores& scores, Out& out, const bool (&moves)[kRows],
-                                       float scale_log2) {
+  template <class Scores, class Shift, class Out>
+  __device__ __forceinline__ void move(const Scores& scores, const Shift& shift, Out& out,
+                                       const bool (&moves)[kRows], float scale_log2) {
     using namespace cute;
     float tile_max[kRows];
-    maxima(scores, tile_max);
+    maxima(scores, shift, tile_max);
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
       unsigned quad = __ballot_sync(0xffffffffu, moves[r]) >> (threadIdx.x % 32 & ~3u) & 0xfu;
@@ -99,9 +128,18 @@ struct SpeculativeSoftmax : OnlineSoftmax<2> {
     }
   }
 
-  template <class Scores, class P>
-  __device__ __forceinline__ void exponentiate(const Scores& scores, P& p, float (&tile_sum)[kRows],
-                                               float scale_log2) const {
+  // NOTE: the lanes of a row may have different shifts, so they come before the quad's maximum.
+  template <class Scores, class Shift>
+  __device__ __forceinline__ static void maxima(const Scores& scores, const Shift& shift,
+                                                float (&result)[kRows]) {
+    thread_maxima(scores, result);
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) result[r] = quad_max(shift.add_to(r, result[r]));
+  }
+
+  template <class Scores, class Shift, class P>
+  __device__ __forceinline__ void exponentiate(const Scores& scores, const Shift& shift, P& p,
+                                               float (&tile_sum)[kRows], float scale_log2) const {
     using namespace cute;
     using Element = typename P::value_type;
     Tensor pairs = recast<cutlass::Array<Element, 2>>(p);
@@ -109,7 +147,7 @@ struct SpeculativeSoftmax : OnlineSoftmax<2> {
     float offset[kRows];
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
-      offset[r] = scaled_reference(reference[r], scale_log2);
+      offset[r] = shift.origin(r, scaled_reference(reference[r], scale_log2), scale_log2);
       tile_sum[r] = 0.0f;
     }
     CUTE_UNROLL

@@ -74,6 +74,7 @@ def _auto(device: torch.device) -> dict:
         causal=True,
         window_left=-1,
         mask=_core.Mask.bounds,
+        position=_core.Position.none,
         soft_cap=0.0,
         fixed_split_size=0,
         disable_split=False,

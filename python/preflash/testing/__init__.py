@@ -6,7 +6,7 @@ compares a result with it, `runner` drives the public wrappers, `timing` measure
 """
 
 from . import cases, comparison, inputs, oracle, runner, timing
-from .cases import Case, KvForm, Magnitude, MaskKind
+from .cases import Case, KvForm, Magnitude, MaskKind, Position
 from .comparison import Report, compare, poison
 from .inputs import Inputs, build
 from .oracle import Expected, attend, reference
@@ -18,6 +18,7 @@ __all__ = [
     "KvForm",
     "Magnitude",
     "MaskKind",
+    "Position",
     "Report",
     "attend",
     "build",

@@ -1,8 +1,8 @@
 """Named attention problems, shared by the tests and the benchmark.
 
 A `Case` says everything about a problem but the numbers: lengths, heads, dimensions, storage,
-mask, logits pipeline and KV split. `core()` is the hand-written list that covers every axis;
-`random_cases` draws more of them from a seed.
+mask, logits pipeline, position encoding and KV split. `core()` is the hand-written list that covers
+every axis; `random_cases` draws more of them from a seed.
 """
 
 from __future__ import annotations
@@ -44,6 +44,13 @@ class Magnitude(enum.Enum):
     VERY_NEGATIVE = "neg"  # around -2.5e5, exact in float32, with differences of a few units
 
 
+class Position(enum.Enum):
+    """How logits depend on the distance of query and key: pos_encoding_mode of the wrappers."""
+
+    NONE = "NONE"
+    ALIBI = "ALIBI"
+
+
 @dataclasses.dataclass(frozen=True)
 class Case:
     """One batch attention problem. `page_size` 0 means ragged K and V."""
@@ -66,6 +73,7 @@ class Case:
     fixed_split_size: int | None = None
     disable_split_kv: bool = False
     magnitude: Magnitude = Magnitude.NORMAL
+    position: Position = Position.NONE
 
     def __post_init__(self) -> None:
         if len(self.qo_lens) != len(self.kv_lens):
@@ -113,6 +121,8 @@ class Case:
             parts.append(f"w{self.window_left}")
         if self.soft_cap:
             parts.append(f"cap{self.soft_cap:g}")
+        if self.position is not Position.NONE:
+            parts.append(self.position.value.lower())
         if self.fixed_split_size is not None:
             parts.append(f"split{self.fixed_split_size}")
         if self.disable_split_kv:
@@ -143,6 +153,7 @@ _C = MaskKind.CAUSAL
 _CUSTOM = MaskKind.CUSTOM
 _CUSTOM8 = MaskKind.CUSTOM_UINT8
 _PACKED = MaskKind.PACKED
+_ALIBI = Position.ALIBI
 
 
 def _ragged_cases() -> Iterator[Case]:
@@ -323,9 +334,47 @@ def _paged_cases() -> Iterator[Case]:
     )
 
 
+def _alibi_cases() -> Iterator[Case]:
+    yield Case("alibi", (33, 0, 1, 120), (33, 11, 64, 300), 8, 2, 128, mask=_C, position=_ALIBI)
+    yield Case("alibi_full", (70, 5), (40, 131), 12, 4, 64, position=_ALIBI)
+    yield Case(
+        "alibi_d96", (70, 3), (96, 200), 5, 1, 96, form=KvForm.PADDED, mask=_C, position=_ALIBI
+    )
+    yield Case("alibi_mla", (37, 100), (37, 211), 3, 3, 192, 128, mask=_C, position=_ALIBI)
+    yield Case("alibi_cap", (61, 4), (61, 200), 6, 2, 256, mask=_C, soft_cap=20.0, position=_ALIBI)
+    yield Case("alibi_window", (40, 130), (300, 130), 4, 1, 128, window_left=37, position=_ALIBI)
+    yield Case("alibi_custom", (61, 31), (61, 200), 10, 5, 64, mask=_CUSTOM, position=_ALIBI)
+    yield Case(
+        "alibi_custom_cap",
+        (13, 31, 7, 1),
+        (13, 201, 13, 3),
+        4,
+        4,
+        128,
+        mask=_PACKED,
+        soft_cap=5.0,
+        position=_ALIBI,
+    )
+    yield Case(
+        "alibi_decode", (1, 2, 1, 1), (1, 33, 257, 400), 7, 1, 128, page_size=16, position=_ALIBI
+    )
+    yield Case(
+        "alibi_split",
+        (1, 2, 40),
+        (700, 513, 600),
+        6,
+        2,
+        64,
+        page_size=3,
+        mask=_C,
+        position=_ALIBI,
+        fixed_split_size=64,
+    )
+
+
 def core() -> list[Case]:
     """Hand-written cases that together touch every axis of the specification."""
-    return [*_ragged_cases(), *_paged_cases()]
+    return [*_ragged_cases(), *_paged_cases(), *_alibi_cases()]
 
 
 def tiny() -> list[Case]:
@@ -342,6 +391,7 @@ def tiny() -> list[Case]:
         Case("mla", (20,), (45,), 1, 1, 192, 128, mask=_C),
         Case("d96", (20, 0, 3), (45, 7, 0), 2, 1, 96, form=KvForm.PADDED, mask=_C),
         Case("d256", (20,), (90,), 2, 1, 256, form=KvForm.HALVES, mask=_C),
+        Case("alibi", (20, 1), (90, 40), 3, 1, 128, mask=_C, position=_ALIBI),
     ]
 
 
@@ -400,6 +450,7 @@ def _random_case(rng: random.Random, index: int, longest: int) -> Case:
         sm_scale=rng.choice([None, None, 0.05, 0.3]),
         fixed_split_size=rng.choice([1, 64, 100, 128, 256]) if split < 0.35 else None,
         disable_split_kv=split > 0.85,
+        position=rng.choice([Position.NONE] * 5 + [_ALIBI]),
         **storage,
     )
 

@@ -6,7 +6,8 @@ rounded once. With unit roundoffs u_o (output format), u_p (format of p in P @ V
 
 * A logit is a float32 sum of products and at most three float32 multiplications: its absolute
   error is at most d = `logit_rounding` * e * X, X = |sm_scale| |q| |k| (tensor cores truncate, 16
-  terms a step: 32 covers head_dim 256). A soft cap c adds 8 e c for its tanh.
+  terms a step: 32 covers head_dim 256). A soft cap c adds 8 e c for its tanh, a bias of at most b
+  3 e b: its slope, its product and the sum are rounded.
 * p_j carries a relative error of u_p and 2 d + 2^-19 (exponential, running rescale). A part of it
   that all j share changes the output by at most its size times |o|; the rest is independent from j
   to j and adds up to its size times N = sqrt(sum_j (p_j v_j)^2). Rounding errors have a standard
@@ -112,7 +113,9 @@ def _roundoffs(
     logit_rounding: float,
 ) -> tuple[float, torch.Tensor, torch.Tensor]:
     """u_o, r and d of the module's formulas; r and d are per row and head."""
-    d = logit_rounding * FLOAT32_ROUNDOFF * expected.logit_bound + 8 * FLOAT32_ROUNDOFF * soft_cap
+    d = FLOAT32_ROUNDOFF * (
+        logit_rounding * expected.logit_bound + 8 * soft_cap + 3 * expected.bias_bound
+    )
     r = unit_roundoff(p_dtype) + 2 * d + EXP_ERROR
     return unit_roundoff(dtype), r, d
 

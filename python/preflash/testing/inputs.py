@@ -13,8 +13,8 @@ from collections.abc import Sequence
 
 import torch
 
-from .cases import Case, KvForm, Magnitude, MaskKind
-from .oracle import Pipeline
+from .cases import Case, KvForm, Magnitude, MaskKind, Position
+from .oracle import Pipeline, alibi_slopes
 
 PAD_COLUMNS = 16  # a multiple of 16 bytes in every dtype
 SPARE_ROWS = 5  # ragged rows behind the last request
@@ -57,6 +57,7 @@ class Inputs:
             causal=case.mask is MaskKind.CAUSAL,
             window_left=case.window_left,
             soft_cap=case.soft_cap or 0.0,
+            slopes=alibi_slopes(case.num_qo_heads) if case.position is Position.ALIBI else None,
         )
 
     def request(self, i: int) -> Request:

@@ -1,9 +1,10 @@
 """Attention in float64: the one definition of right that every backend is compared with.
 
 For row i and key j of a request with L queries and S keys, delta = S - L:
-logit = sm_scale * dot(q_i, k_j), soft-capped to c * tanh(logit / c), and -inf where the mask drops
-the key. Causal keeps j <= i + delta; window_left w >= 0 keeps j >= i + delta - w; a custom mask
-replaces causal and is ANDed with the window. A row that keeps nothing has output 0 and LSE -inf.
+logit = sm_scale * dot(q_i, k_j), soft-capped to c * tanh(logit / c), plus slope * (j - i) with
+ALiBi, and -inf where the mask drops the key. Causal keeps j <= i + delta; window_left w >= 0 keeps
+j >= i + delta - w; a custom mask replaces causal and is ANDed with the window. A row that keeps
+nothing has output 0 and LSE -inf.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ class Expected:
     lse: torch.Tensor  # [rows, num_qo_heads], base 2, -inf where nothing is kept
     spread: torch.Tensor  # like out: sqrt(sum_j (p_j v_j)^2), how independent errors of p_j add up
     logit_bound: torch.Tensor  # like lse: |sm_scale| * |q_i| * max_j |k_j|, no logit exceeds it
+    bias_bound: torch.Tensor  # like lse: the largest |bias| of a kept key
     value_bound: float  # max |v|
     longest_kv: int
 
@@ -38,6 +40,20 @@ class Pipeline:
     window_left: int = -1
     soft_cap: float = 0.0
     out_scale: float = 1.0
+    slopes: torch.Tensor | None = None  # [num_qo_heads], ALiBi
+
+    def of_heads(self, begin: int, end: int) -> Pipeline:
+        """What the query heads [begin, end) see of it."""
+        slopes = None if self.slopes is None else self.slopes[begin:end]
+        return dataclasses.replace(self, slopes=slopes)
+
+
+def alibi_slopes(num_heads: int) -> torch.Tensor:
+    """Float64 [num_heads], as Press, Smith and Lewis have them (arXiv 2108.12409)."""
+    n = 1 << (num_heads.bit_length() - 1)
+    powers = [-8 * (i + 1) / n for i in range(n)]
+    powers += [-4 * (2 * i + 1) / n for i in range(num_heads - n)]
+    return torch.tensor([2.0**power for power in powers], dtype=torch.float64, device="cpu")
 
 
 def kept(
@@ -81,8 +97,8 @@ def attend(
     num_kv_heads = k.shape[1]
     group = q.shape[1] // num_kv_heads
     keep = kept(pipeline, qo_len, kv_len, custom, rows, device)
-    if rows is not None:
-        q = q[rows.to(device)]
+    rows = torch.arange(qo_len, device=device) if rows is None else rows.to(device)
+    q = q[rows]
     # [Hkv, G, rows, D] against [Hkv, 1, S, D]: query head h reads KV head h // G.
     q64 = q.double().unflatten(1, (num_kv_heads, group)).permute(1, 2, 0, 3)
     k64 = k.double().permute(1, 0, 2)[:, None]
@@ -91,6 +107,13 @@ def attend(
     x = q64 @ k64.transpose(-1, -2) * pipeline.sm_scale
     if pipeline.soft_cap > 0:
         x = pipeline.soft_cap * torch.tanh(x / pipeline.soft_cap)
+    bias_bound = x.new_zeros(x.shape[:-1])
+    if pipeline.slopes is not None:
+        slopes = pipeline.slopes.to(device).view(num_kv_heads, group, 1, 1)
+        bias = slopes * (torch.arange(kv_len, device=device) - rows[:, None])
+        x += bias
+        if kv_len:
+            bias_bound = bias.abs().masked_fill(~keep, 0.0).amax(-1)
     x = x.masked_fill(~keep, -math.inf)
 
     top = x.amax(-1, keepdim=True) if kv_len else x.new_full((*x.shape[:-1], 1), -math.inf)
@@ -117,6 +140,7 @@ def attend(
         lse=rows_first(lse).squeeze(-1),
         spread=rows_first(spread * abs(pipeline.out_scale)),
         logit_bound=rows_first(bound[..., None]).squeeze(-1),
+        bias_bound=rows_first(bias_bound[..., None]).squeeze(-1),
         value_bound=float(v64.abs().max()) * abs(pipeline.out_scale) if v64.numel() else 0.0,
         longest_kv=kv_len,
     )
@@ -129,6 +153,7 @@ def concatenate(parts: Sequence[Expected]) -> Expected:
         lse=torch.cat([part.lse for part in parts]),
         spread=torch.cat([part.spread for part in parts]),
         logit_bound=torch.cat([part.logit_bound for part in parts]),
+        bias_bound=torch.cat([part.bias_bound for part in parts]),
         value_bound=max(part.value_bound for part in parts),
         longest_kv=max(part.longest_kv for part in parts),
     )
@@ -155,12 +180,13 @@ def reference(
         blocks = []
         for head in range(0, case.num_kv_heads, step):
             end = min(head + step, case.num_kv_heads)
+            qo_begin, qo_end = head * case.group_size, end * case.group_size
             blocks.append(
                 attend(
-                    request.q[:, head * case.group_size : end * case.group_size],
+                    request.q[:, qo_begin:qo_end],
                     request.k[:, head:end],
                     request.v[:, head:end],
-                    pipeline,
+                    pipeline.of_heads(qo_begin, qo_end),
                     custom=request.mask,
                     rows=picked,
                 )
@@ -175,6 +201,7 @@ def _join_heads(blocks: Sequence[Expected]) -> Expected:
         lse=torch.cat([block.lse for block in blocks], 1),
         spread=torch.cat([block.spread for block in blocks], 1),
         logit_bound=torch.cat([block.logit_bound for block in blocks], 1),
+        bias_bound=torch.cat([block.bias_bound for block in blocks], 1),
         value_bound=max(block.value_bound for block in blocks),
         longest_kv=blocks[0].longest_kv,
     )
