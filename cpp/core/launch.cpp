@@ -123,6 +123,9 @@ void Launch::check(const RunArguments& arguments) const {
 
   const MemorySpan partials = span_of_bytes(plan_->float_bytes());
   const MemorySpan work_list = span_of_bytes(plan_->int_bytes());
+  const float* const sinks = arguments.extras.sinks;
+  const std::int64_t num_sinks = sinks == nullptr ? 0 : plan_->options().num_qo_heads;
+  const MemorySpan sinks_span = span_of_bytes(num_sinks * std::int64_t{sizeof(float)});
   const Placed q{"q", arguments.q, spans_.q};
   const Placed out{"out", arguments.o, spans_.o};
   const Placed others[] = {
@@ -130,6 +133,7 @@ void Launch::check(const RunArguments& arguments) const {
       {"v", arguments.v, spans_.v},
       {"float_workspace_buffer", arguments.float_workspace, partials},
       {"int_workspace_buffer", place_->memory(), work_list},
+      {"sinks", sinks, sinks_span},
   };
   // q itself may be written to: an item has read its rows of q, which nobody else reads, before it
   // writes the same rows of out.
@@ -174,6 +178,7 @@ bool Launch::run(const RunArguments& arguments) {
   combine.lse = forward.lse;
   combine.partial_o = forward.partial_o;
   combine.partial_lse = forward.partial_lse;
+  combine.sinks = arguments.extras.sinks;
   check_launch(services_->combine(combine, target), "combine");
   return captured;
 }

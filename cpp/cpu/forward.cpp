@@ -250,24 +250,35 @@ class Item {
     // NOTE: a row that kept nothing may hold 0 * NaN from its neighbours' keys.
     if (empty) std::fill_n(o, params_.head_dim_vo, 0.0f);
     const float scale = empty ? 1.0f : params_.out_scale / sum;
-    const int token = rows_.token(row), head = rows_.head(row);
-    const PartialLse lse =
-        row_lse(launch_, scratch_.row_max[row], sum, alibi_.left_for_lse(token, head));
-
-    if (item_.partial_row != WorkItem::kFinal) {
-      const std::int64_t place = std::int64_t{item_.partial_row} + row;
-      launch_.isa.narrow(DType::kFloat32, o, scale, params_.partial_o + place * params_.head_dim_vo,
-                         params_.head_dim_vo);
-      params_.partial_lse[place] = lse;
+    const PartialLse lse = row_lse(launch_, scratch_.row_max[row], sum,
+                                   alibi_.left_for_lse(rows_.token(row), rows_.head(row)));
+    if (item_.partial_row == WorkItem::kFinal) {
+      write_final(row, o, scale, lse);
       return;
     }
-    const std::int64_t qo_row = std::int64_t{request_.qo_begin} + token;
+    const std::int64_t place = std::int64_t{item_.partial_row} + row;
+    launch_.isa.narrow(DType::kFloat32, o, scale, params_.partial_o + place * params_.head_dim_vo,
+                       params_.head_dim_vo);
+    params_.partial_lse[place] = lse;
+  }
+
+  // The keys of the row are complete, so that its sink counts now.
+  void write_final(int row, const float* o, float scale, const PartialLse& keys_lse) const {
+    const int head = rows_.head(row);
+    float lse = keys_lse.high + keys_lse.low;
+    if (params_.extras.sinks != nullptr) {
+      const PartialLse states[] = {keys_lse, sink_lse(params_.extras.sinks[head])};
+      const MergedLse merged(2, [&](int state) { return states[state]; });
+      if (!merged.empty()) scale *= merged.weight(keys_lse) / merged.sum;
+      lse = merged.lse();
+    }
+    const std::int64_t qo_row = std::int64_t{request_.qo_begin} + rows_.token(row);
     const std::int64_t offset = qo_row * params_.o.stride_token + head * params_.o.stride_head;
     launch_.isa.narrow(params_.o_dtype, o, scale, element(params_.o.data, offset, params_.o_dtype),
                        params_.head_dim_vo);
     if (params_.lse.data != nullptr) {
       params_.lse.data[qo_row * params_.lse.stride_token + head * params_.lse.stride_head] =
-          (lse.high + lse.low) * params_.lse.scale;
+          lse * params_.lse.scale;
     }
   }
 

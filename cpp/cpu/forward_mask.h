@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "cpu/isa.h"
+#include "cpu/partial_lse.h"
 #include "cpu/scratch.h"
 #include "preflash/alibi.h"
 #include "preflash/mask_range.h"
@@ -14,8 +15,6 @@
 #include "preflash/plan.h"
 
 namespace preflash::cpu {
-
-inline constexpr double kLog2E = 1.4426950408889634;
 
 // The packed rows of one work item.
 struct RowCoordinates {

@@ -41,8 +41,13 @@ void combine_tile(const CombineParams& params, const MergeItem& item) {
     auto partial_row = [&](int chunk) {
       return std::int64_t{item.first_row} + std::int64_t{chunk} * rows + row;
     };
-    auto lse_of_state = [&](int chunk) { return params.partial_lse[partial_row(chunk)]; };
-    const MergedLse merged(item.num_chunks, lse_of_state);
+    // Behind the chunks' states comes the sink's, which weighs but has no row.
+    auto lse_of_state = [&](int state) {
+      return state < item.num_chunks ? params.partial_lse[partial_row(state)]
+                                     : sink_lse(params.sinks[head]);
+    };
+    const int num_states = item.num_chunks + (params.sinks != nullptr ? 1 : 0);
+    const MergedLse merged(num_states, lse_of_state);
 
     auto* o =
         static_cast<std::byte*>(params.o.data) +

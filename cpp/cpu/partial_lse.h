@@ -9,6 +9,7 @@
 
 namespace preflash::cpu {
 
+inline constexpr double kLog2E = 1.4426950408889634;
 inline constexpr float kInfinity = std::numeric_limits<float>::infinity();
 inline constexpr PartialLse kEmptyLse{.high = 0.0f, .low = -kInfinity};
 
@@ -23,6 +24,12 @@ inline PartialLse lse_of(double reference, float log2_sum) {
   // below 64.
   if (std::abs(high) >= 0x1p30f) rest = std::ldexp(rest, 30 - std::ilogb(high));
   return {.high = high, .low = log2_sum + static_cast<float>(rest)};
+}
+
+// A sink is one more state of the rows of its head, one that has no value. It is given in natural
+// logarithms; -inf is no sink.
+inline PartialLse sink_lse(float sink) {
+  return sink == -kInfinity ? kEmptyLse : lse_of(sink * kLog2E, 0.0f);
 }
 
 // a - b. The highs first: where they are large they cancel without a rounding.

@@ -100,6 +100,7 @@ class RunArguments(NamedTuple):
 
     scales: GivenScales
     window_left: int | None
+    sinks: torch.Tensor | None
 
 
 class Qkv(NamedTuple):
@@ -134,3 +135,4 @@ class SingleCall(NamedTuple):
     packed_custom_mask: torch.Tensor | None
     sm_scale: float | None
     scales: GivenScales
+    sinks: torch.Tensor | None

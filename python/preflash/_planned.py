@@ -42,9 +42,16 @@ class Memory(NamedTuple):
 
     partials: torch.Tensor | None = None  # of split KV; None: the plan has none
     mask: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None  # the caller's: of one run, like q
 
     def extras(self) -> _core.RunExtras | None:
-        return None if self.mask is None else _core.RunExtras(mask_bits=self.mask.data_ptr())
+        mask, sinks = self.mask, self.sinks
+        if mask is None and sinks is None:
+            return None
+        return _core.RunExtras(
+            mask_bits=0 if mask is None else mask.data_ptr(),
+            sinks=0 if sinks is None else sinks.data_ptr(),
+        )
 
 
 class PlannedVariant:
@@ -151,6 +158,12 @@ class PlannedVariant:
     def int_buffer(self) -> Buffer:
         """Where the work list is."""
         return self._kept[0]
+
+    def memory_with(self, sinks: torch.Tensor) -> Memory:
+        """The plan's own, and the sinks of one run."""
+        _tensors.check_sinks(sinks, self.expected)
+        own = Memory() if self._memory is None else self._memory
+        return own._replace(sinks=sinks)
 
     def check_tensors(self, tensors: Qkv, outputs: Outputs) -> None:
         """The checks of run() alone."""

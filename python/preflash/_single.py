@@ -22,6 +22,7 @@ from ._outputs import Outputs
 from ._pipeline import Request
 from ._planned import Memory, PlannedVariant
 from ._scales import folded_scales, softmax_scale
+from ._tensors import check_sinks
 from ._workspace import Workspace
 
 _PLANS_KEPT = 64
@@ -112,16 +113,18 @@ def _run_planned(planned: _Planned, tensors: Qkv, call: SingleCall, outputs: Out
     q, k, v = tensors
     options = request.options
     scales = folded_scales(softmax_scale(call.sm_scale, options), call.scales, options)
+    if call.sinks is not None:
+        check_sinks(call.sinks, variant.expected)
     mask = None
     if call.custom_mask is not None or call.packed_custom_mask is not None:
         mask = _mask(planned, tensors, call, outputs)
     num_bytes = variant.plan.float_bytes
     memory = None
-    if mask is not None or num_bytes > 0:
+    if mask is not None or num_bytes > 0 or call.sinks is not None:
         # Freed in stream order: what was launched may still use them.
         device = variant.expected.device
         partials = torch.empty(num_bytes, dtype=torch.uint8, device=device) if num_bytes else None
-        memory = Memory(partials, mask)
+        memory = Memory(partials, mask, call.sinks)
     was_shared = variant.shared
     result = variant.attend_to(q, (k, v), scales, outputs, memory)
     if variant.shared and not was_shared:  # with a CUDA graph

@@ -184,6 +184,21 @@ def check_lse(lse: torch.Tensor, layout: str, expected: Expected) -> tuple[int, 
     return lse_strides(lse, layout)
 
 
+def check_sinks(sinks: torch.Tensor, expected: Expected) -> None:
+    """One more logit for every row of a query head: [num_qo_heads] float32.
+
+    Asked for every run: their address is all that a launch gets.
+    """
+    check.forward_only(sinks)
+    check.tensor("sinks", sinks)
+    heads = expected.options.num_qo_heads
+    check.has_dtype("sinks", sinks, torch.float32, "natural logarithms, like logits")
+    check.has_shape("sinks", sinks, (heads,), "[num_qo_heads], one logit per query head")
+    check.on_device("sinks", sinks, expected.device)
+    if not sinks.is_contiguous():
+        raise ValueError(f"sinks has strides {tuple(sinks.stride())}; must be contiguous")
+
+
 def lse_shape(layout: str, expected: Expected) -> tuple[int, int]:
     shape = (expected.qo_tokens, expected.options.num_qo_heads)
     return shape if layout == "NH" else shape[::-1]

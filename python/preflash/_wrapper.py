@@ -180,7 +180,8 @@ class BatchPrefillWrapper:
             window_left = check.integer("window_left", a.window_left, at_least=-1)
             variant = self._select(planned, options.replace(window_left=window_left))
         scales = folded_scales(planned.scales.logits, a.scales, options)
-        return variant.attend_to(q, kv, scales, outputs)
+        memory = None if a.sinks is None else variant.memory_with(a.sinks)
+        return variant.attend_to(q, kv, scales, outputs, memory)
 
     def _forward(
         self, q: torch.Tensor, kv: KvCache, a: ForwardArguments, outputs: Outputs

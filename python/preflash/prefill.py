@@ -81,7 +81,7 @@ def single_prefill_with_kv_cache(
     o_dtype: str | torch.dtype | None = None,
     o_data_type: str | torch.dtype | None = None,
     kv_cache_sf: None = None,
-    sinks: None = None,
+    sinks: torch.Tensor | None = None,
     enable_pdl: bool | None = None,
 ) -> Result:
     """Attention of one request; see this module for the definition.
@@ -114,7 +114,10 @@ def single_prefill_with_kv_cache(
         q_scale, k_scale, v_scale: floats or one-element tensors (one on the GPU costs a wait for
             it). q_scale and k_scale multiply the logits, v_scale the output.
         enable_pdl: a permission; launches do not depend on one another's early end.
-        scale_q, scale_k, scale_v, kv_cache_sf, sinks: None only.
+        scale_q, scale_k, scale_v, kv_cache_sf: None only.
+        sinks: float32 [num_qo_heads]: to every row of query head h one more logit, sinks[h], which
+            has no value and which sm_scale does not multiply. It takes its part of the softmax
+            and of lse, also in a row that keeps no key; -inf is as if it were not there.
         o_dtype, o_data_type: q's dtype only.
 
     Returns:
@@ -124,9 +127,7 @@ def single_prefill_with_kv_cache(
         TypeError, ValueError: an argument is wrong; nothing was launched.
         NotImplementedError: no compiled kernel serves it, or an option of a later release.
     """
-    check.absent(
-        scale_q=scale_q, scale_k=scale_k, scale_v=scale_v, kv_cache_sf=kv_cache_sf, sinks=sinks
-    )
+    check.absent(scale_q=scale_q, scale_k=scale_k, scale_v=scale_v, kv_cache_sf=kv_cache_sf)
     check.permission("enable_pdl", enable_pdl)
     arguments = SingleArguments(
         causal=causal,
@@ -143,7 +144,7 @@ def single_prefill_with_kv_cache(
         masked=custom_mask is not None or packed_custom_mask is not None,
     )
     scales = GivenScales(q_scale, k_scale, v_scale)
-    call = SingleCall(custom_mask, packed_custom_mask, sm_scale, scales)
+    call = SingleCall(custom_mask, packed_custom_mask, sm_scale, scales, sinks)
     outputs = run_outputs(out, lse, return_lse, lse_base, lse_layout)
     return _single.prefill(Qkv(q, k, v), arguments, call, outputs)
 
@@ -362,7 +363,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillWrapper):
         lse_layout: str = "NH",
         enable_pdl: bool | None = None,
         window_left: int | None = None,
-        sinks: None = None,
+        sinks: torch.Tensor | None = None,
         kv_cache_sf: None = None,
     ) -> Result:
         """Computes one layer of the planned batch on the current stream.
@@ -386,7 +387,6 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillWrapper):
         """
         if (
             enable_pdl is not None
-            or sinks is not None
             or kv_cache_sf is not None
             or scale_q is not None
             or scale_k is not None
@@ -394,7 +394,6 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillWrapper):
         ):
             check.permission("enable_pdl", enable_pdl)
             check.absent(
-                sinks=sinks,
                 kv_cache_sf=kv_cache_sf,
                 scale_q=scale_q,
                 scale_k=scale_k,
@@ -413,12 +412,15 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillWrapper):
         if (
             planned is None
             or window_left is not None
+            or sinks is not None
             or q_scale is not None
             or k_scale is not None
             or v_scale is not None
         ):
             given = GivenScales(q_scale, k_scale, v_scale)
-            return super()._run_with(q, paged_kv_cache, RunArguments(given, window_left), outputs)
+            return super()._run_with(
+                q, paged_kv_cache, RunArguments(given, window_left, sinks), outputs
+            )
         return planned.primary.attend_to(q, paged_kv_cache, planned.scales, outputs)
 
     def run_return_lse(
@@ -672,7 +674,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillWrapper):
         lse_layout: str = "NH",
         enable_pdl: bool | None = None,
         window_left: int | None = None,
-        sinks: None = None,
+        sinks: torch.Tensor | None = None,
         kv_cache_sf: None = None,
     ) -> Result:
         """Computes one layer of the planned batch on the current stream.
@@ -695,7 +697,6 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillWrapper):
         """
         if (
             enable_pdl is not None
-            or sinks is not None
             or kv_cache_sf is not None
             or scale_q is not None
             or scale_k is not None
@@ -703,7 +704,6 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillWrapper):
         ):
             check.permission("enable_pdl", enable_pdl)
             check.absent(
-                sinks=sinks,
                 kv_cache_sf=kv_cache_sf,
                 scale_q=scale_q,
                 scale_k=scale_k,
@@ -722,12 +722,13 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillWrapper):
         if (
             planned is None
             or window_left is not None
+            or sinks is not None
             or q_scale is not None
             or k_scale is not None
             or v_scale is not None
         ):
             given = GivenScales(q_scale, k_scale, v_scale)
-            return super()._run_with(q, (k, v), RunArguments(given, window_left), outputs)
+            return super()._run_with(q, (k, v), RunArguments(given, window_left, sinks), outputs)
         return planned.primary.attend_to(q, (k, v), planned.scales, outputs)
 
     def run_return_lse(

@@ -27,7 +27,6 @@ PLAN = {
     ),
 }
 RUN = {
-    "sinks": ({"sinks": torch.zeros(4)}, "sinks"),
     "kv_cache_sf": ({"kv_cache_sf": torch.zeros(4)}, "kv_cache_sf"),
 }
 ONCE = {
@@ -36,7 +35,6 @@ ONCE = {
     "scale_k": ({"scale_k": torch.ones(2)}, "scale_k"),
     "scale_v": ({"scale_v": torch.ones(2)}, "scale_v"),
     "fp8_out": ({"o_dtype": torch.float8_e4m3fn}, "o_dtype|o_data_type"),
-    "sinks": ({"sinks": torch.zeros(4)}, "sinks"),
 }
 
 

@@ -181,7 +181,7 @@ COMMON_RUN = [
     Mistake("lse_layout", put("lse_layout", "NHL"), "lse_layout"),
     Mistake("v_scale_text", put("v_scale", "loud"), "v_scale"),
     Mistake("k_scale_vector", put("k_scale", torch.ones(3)), "k_scale", EITHER),
-    Mistake("sinks", put("sinks", torch.zeros(4)), "sinks", UNSUPPORTED),
+    Mistake("sinks_too_many", put("sinks", torch.zeros(5)), "sinks"),
     Mistake("window_minus_3", put("window_left", -3), "window_left"),
     Mistake("unknown_option", put("flavour", "vanilla"), "flavour", TypeError),
 ]

@@ -55,6 +55,10 @@ def sdpa(case: Case, made) -> torch.Tensor:
             distance = torch.arange(kv_len)[None, :] - torch.arange(qo_len)[:, None]
             bias += made.pipeline.slopes[:, None, None] * distance
         bias.masked_fill_(~keep, -math.inf)
+        if made.sinks is not None:  # a key of zeros whose logit is the sink and whose value is 0
+            sinks = made.sinks.double()[:, None, None].expand(-1, qo_len, 1)
+            bias = torch.cat([bias, sinks], -1)
+            k, v = (torch.nn.functional.pad(t, (0, 0, 0, 1)) for t in (k, v))
         out = torch.nn.functional.scaled_dot_product_attention(
             request.q.double().transpose(0, 1)[None], k, v, attn_mask=bias, scale=case.scale
         )[0].transpose(0, 1)
@@ -80,6 +84,21 @@ def test_oracle_is_sdpa_in_float64(case):
     expected = reference(made)
     assert bool(expected.out.isfinite().all())
     torch.testing.assert_close(expected.out, sdpa(case, made), rtol=1e-10, atol=1e-10)
+
+
+def test_oracle_sinks_by_hand():
+    q, k = torch.tensor([[[1.0]], [[2.0]]]), torch.tensor([[[3.0]]])
+    v = torch.tensor([[[10.0]]])
+    got = oracle.attend(q, k, v, Pipeline(0.5, causal=True, sinks=torch.tensor([0.25])))
+    # The first row is before the only key.
+    assert got.empty.flatten().tolist() == [True, False]
+    total = math.exp(3.0) + math.exp(0.25)
+    assert got.out.flatten().tolist() == pytest.approx([0.0, 10 * math.exp(3.0) / total])
+    assert got.lse.flatten().tolist() == pytest.approx([0.25 * oracle.LOG2_E, math.log2(total)])
+    without = oracle.attend(q, k, v, Pipeline(0.5, causal=True, sinks=torch.tensor([-math.inf])))
+    plain = oracle.attend(q, k, v, Pipeline(0.5, causal=True))
+    assert torch.equal(without.out, plain.out)
+    assert torch.equal(without.lse, plain.lse)
 
 
 def test_oracle_lse_and_soft_cap_by_hand():

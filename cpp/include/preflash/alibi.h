@@ -11,9 +11,10 @@ namespace preflash {
 // num_heads, 2^(-8 / n) to the power 1, 2, ..., n; for the rest the odd powers of 2^(-4 / n).
 PREFLASH_HD inline float alibi_slope(int head, int num_heads) {
   int n = 1;
-  while (2 * n <= num_heads) n *= 2;
+  float inverse = 1.0f;  // 1 / n, exactly
+  for (; 2 * n <= num_heads; n *= 2) inverse *= 0.5f;
   float power = head < n ? -8.0f * (head + 1) : -4.0f * (2 * (head - n) + 1);
-  return exp2f(power / n);
+  return exp2f(power * inverse);
 }
 
 }  // namespace preflash

@@ -79,6 +79,7 @@ struct CombineParams {
   std::int32_t num_merges = 0;
   const float* partial_o = nullptr;         // [num_partial_rows, head_dim_vo]
   const PartialLse* partial_lse = nullptr;  // [num_partial_rows]
+  const float* sinks = nullptr;             // RunExtras::sinks
   std::int32_t tile_rows = 0;               // rows_per_tile()
   std::int32_t group_size = 1;
   std::int32_t head_dim_vo = 0;

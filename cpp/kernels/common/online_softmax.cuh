@@ -25,6 +25,23 @@ struct RowResult {
   bool empty;      // no key was kept
 };
 
+// The row with one more logit, whose key has no value: the sink, in base 2; -inf has no effect. A
+// row that kept no key keeps its factor and stays empty.
+__device__ __forceinline__ RowResult add_sink(RowResult result, float sink_log2) {
+  if (result.empty) {
+    result.lse = {.high = 0.0f, .low = sink_log2};
+    return result;
+  }
+  // The larger of the two takes the other one in: 2^larger * (1 + ratio), ratio <= 1.
+  float difference = (result.lse.high - sink_log2) + result.lse.low;
+  float ratio = exp2_approx(-fabsf(difference));
+  bool sink_is_larger = difference < 0.0f;
+  result.factor *= (sink_is_larger ? ratio : 1.0f) * reciprocal_approx(1.0f + ratio);
+  if (sink_is_larger) result.lse = {.high = sink_log2, .low = 0.0f};
+  result.lse.low += log2_approx(1.0f + ratio);
+  return result;
+}
+
 template <int kRowsPerThread>
 struct OnlineSoftmax {
   float reference[kRowsPerThread];  // in units of x, before scale_log2; -inf: nothing kept yet

@@ -50,6 +50,10 @@ struct ForwardEpilogue {
         AlibiBias<Traits>::count_from_token(result.lse, r, at, smem.row_slopes);
       }
     }
+    // A partial row gets no sink: whoever merges the chunks adds it, once.
+    if (params.extras.sinks != nullptr && final()) {
+      result = add_sink(result, params.extras.sinks[at.query(r).head] * kLog2E);
+    }
     return result;
   }
 

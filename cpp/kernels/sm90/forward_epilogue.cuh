@@ -8,8 +8,7 @@
 #include <cute/arch/copy_sm90.hpp>
 
 #include "kernels/common/convert.cuh"
-#include "kernels/sm90/forward_params.cuh"
-#include "kernels/sm90/forward_traits.cuh"
+#include "kernels/sm90/forward_mask.cuh"
 #include "kernels/sm90/speculative_softmax.cuh"
 #include "kernels/sm90/warpgroup_mma.cuh"
 
@@ -41,7 +40,7 @@ struct ForwardEpilogue {
     }
     PackedRow packed = unpack_row(params, item.row_begin + row);
     std::int64_t token = request.qo_begin + packed.token;
-    int head = item.kv_head * params.group_size + packed.head_in_group;
+    int head = query_head(params, item, packed);
     RowTarget target;
     target.o = static_cast<Element*>(params.o.data) + token * params.o.stride_token +
                head * params.o.stride_head;
@@ -60,24 +59,32 @@ struct ForwardEpilogue {
   };
 
   // Computes and stores everything but O, while the item's last product runs. `target` belongs to
-  // the warp's row lane_id() % 16. shift: what every score of a row has lacked.
-  template <class Shift>
-  __device__ __forceinline__ Prepared prepare(const Softmax& softmax, const Shift& shift,
+  // the warp's row lane_id() % 16.
+  template <class Bias>
+  __device__ __forceinline__ Prepared prepare(const Softmax& softmax, const Bias& bias,
+                                              const ScoreCoordinates<Traits>& coordinates,
                                               const RowTarget& target) const {
+    RowResult result[2];
+    auto missing = bias.missing(coordinates);
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) result[r] = softmax.finish(r, missing, params.logits.scale_log2);
+    if (adds_sinks()) {
+      CUTE_UNROLL
+      for (int r = 0; r < 2; ++r) {
+        result[r] = add_sink(result[r], sink_log2(coordinates.head(r)));
+      }
+    }
     Prepared ready;
-    PartialLse lse[2];
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
-      RowResult result = softmax.finish(r, shift, params.logits.scale_log2);
-      ready.factor[r] = result.factor * params.out_scale;
-      ready.empty[r] = result.empty;
-      lse[r] = result.lse;
+      ready.factor[r] = result[r].factor * params.out_scale;
+      ready.empty[r] = result[r].empty;
     }
     ready.o = target.o;
     // A quad of lanes q holds rows q and q + 8; lane l < 16 stores row l.
     // NOTE: no branch around the shuffles: it would cost registers on the way to the next item.
-    PartialLse value{.high = of_row(lse[0].high, lse[1].high),
-                     .low = of_row(lse[0].low, lse[1].low)};
+    PartialLse value{.high = of_row(result[0].lse.high, result[1].lse.high),
+                     .low = of_row(result[0].lse.low, result[1].lse.low)};
     if (lane_id() < kWarpRows) store_lse(target, value);
     return ready;
   }
@@ -113,7 +120,11 @@ struct ForwardEpilogue {
   __device__ __forceinline__ void run_empty() const {
     for (int row = 0; row < num_rows; ++row) {
       RowTarget target = target_of(row);
-      if (lane_id() == 0) store_lse(target, {.high = 0.0f, .low = -INFINITY});
+      float lse = -INFINITY;
+      if (adds_sinks()) {
+        lse = sink_log2(query_head(params, item, unpack_row(params, item.row_begin + row)));
+      }
+      if (lane_id() == 0) store_lse(target, {.high = 0.0f, .low = lse});
       for (int column = lane_id(); column < params.head_dim_vo; column += 32) {
         if (is_final()) {
           static_cast<Element*>(target.o)[column] = Element(0.0f);
@@ -126,6 +137,14 @@ struct ForwardEpilogue {
 
  private:
   __device__ __forceinline__ bool is_final() const { return item.partial_row == WorkItem::kFinal; }
+
+  // NOTE: the sink of a split row is added where its partials are merged.
+  __device__ __forceinline__ bool adds_sinks() const {
+    return params.extras.sinks != nullptr && is_final();
+  }
+  __device__ __forceinline__ float sink_log2(int head) const {
+    return __ldg(params.extras.sinks + head) * kLog2E;
+  }
 
   // The value of row lane_id() % 16; a quad holds those of its two rows.
   __device__ __forceinline__ static float of_row(float upper, float lower) {

@@ -291,7 +291,7 @@ struct ForwardMainloop {
   }
   __device__ __forceinline__ typename Epilogue::Prepared prepare_o(
       const Item& item, const Transition& transition) const {
-    return epilogue(item).prepare(softmax, bias.missing(coordinates(item, item.own.begin)),
+    return epilogue(item).prepare(softmax, bias, coordinates(item, item.own.begin),
                                   transition.target);
   }
   __device__ __forceinline__ void store_o(const Item& item,

@@ -41,8 +41,8 @@ struct ScoreCoordinates {
     return unpack_row(params, state.item.row_begin + row);
   }
   __device__ __forceinline__ int token(int r) const { return packed(row(r)).token; }
-  __device__ __forceinline__ int head(const PackedRow& packed) const {
-    return state.item.kv_head * params.group_size + packed.head_in_group;
+  __device__ __forceinline__ int head(int r) const {
+    return query_head(params, state.item, packed(row(r)));
   }
 
   // Columns: a thread's first one, and how far from there the others lie.
@@ -141,7 +141,8 @@ struct AlibiBias {
   __device__ __forceinline__ static AlibiBias of(const Coordinates& coordinates) {
     const HopperParams& params = coordinates.params;
     PackedRow packed = coordinates.packed(coordinates.warp_row + lane_id() % kWarpRows);
-    float slope = alibi_slope(coordinates.head(packed), params.num_qo_heads) * params.x_per_logit;
+    int head = query_head(params, coordinates.state.item, packed);
+    float slope = alibi_slope(head, params.num_qo_heads) * params.x_per_logit;
     int last_key = coordinates.bounds().end_key(packed.token) - 1;
     AlibiBias bias;
     CUTE_UNROLL

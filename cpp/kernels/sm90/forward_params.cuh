@@ -13,4 +13,9 @@ struct HopperParams : KernelParams {
   TensorMaps maps;
 };
 
+__device__ __forceinline__ int query_head(const HopperParams& params, const WorkItem& item,
+                                          const PackedRow& packed) {
+  return item.kv_head * params.group_size + packed.head_in_group;
+}
+
 }  // namespace preflash::sm90

@@ -6,7 +6,7 @@ compares a result with it, `runner` drives the public wrappers, `timing` measure
 """
 
 from . import cases, comparison, inputs, oracle, runner, timing
-from .cases import Case, KvForm, Magnitude, MaskKind, Position
+from .cases import Case, KvForm, Magnitude, MaskKind, Position, Sinks
 from .comparison import Report, compare, poison
 from .inputs import Inputs, build
 from .oracle import Expected, attend, reference
@@ -20,6 +20,7 @@ __all__ = [
     "MaskKind",
     "Position",
     "Report",
+    "Sinks",
     "attend",
     "build",
     "cases",

@@ -1,8 +1,8 @@
 """Named attention problems, shared by the tests and the benchmark.
 
 A `Case` says everything about a problem but the numbers: lengths, heads, dimensions, storage,
-mask, logits pipeline, position encoding and KV split. `core()` is the hand-written list that covers
-every axis; `random_cases` draws more of them from a seed.
+mask, logits pipeline, position encoding, sinks and KV split. `core()` is the hand-written list that
+covers every axis; `random_cases` draws more of them from a seed.
 """
 
 from __future__ import annotations
@@ -51,6 +51,17 @@ class Position(enum.Enum):
     ALIBI = "ALIBI"
 
 
+class Sinks(enum.Enum):
+    """Whether run() is given sinks, and how large they are beside the logits."""
+
+    NONE = "none"
+    ORDINARY = "ordinary"  # normal numbers, on which weights of every size fall
+    ABOVE = "above"  # far above every logit: hardly anything is left of the output
+    BELOW = "below"  # far below every logit, so that only rows without keys see them
+    OFF = "off"  # -inf: as if there were none
+    MIXED = "mixed"  # these four, head by head
+
+
 @dataclasses.dataclass(frozen=True)
 class Case:
     """One batch attention problem. `page_size` 0 means ragged K and V."""
@@ -74,6 +85,7 @@ class Case:
     disable_split_kv: bool = False
     magnitude: Magnitude = Magnitude.NORMAL
     position: Position = Position.NONE
+    sinks: Sinks = Sinks.NONE
 
     def __post_init__(self) -> None:
         if len(self.qo_lens) != len(self.kv_lens):
@@ -123,6 +135,8 @@ class Case:
             parts.append(f"cap{self.soft_cap:g}")
         if self.position is not Position.NONE:
             parts.append(self.position.value.lower())
+        if self.sinks is not Sinks.NONE:
+            parts.append(f"sinks_{self.sinks.value}")
         if self.fixed_split_size is not None:
             parts.append(f"split{self.fixed_split_size}")
         if self.disable_split_kv:
@@ -154,6 +168,7 @@ _CUSTOM = MaskKind.CUSTOM
 _CUSTOM8 = MaskKind.CUSTOM_UINT8
 _PACKED = MaskKind.PACKED
 _ALIBI = Position.ALIBI
+_MIXED = Sinks.MIXED
 
 
 def _ragged_cases() -> Iterator[Case]:
@@ -372,9 +387,49 @@ def _alibi_cases() -> Iterator[Case]:
     )
 
 
+def _sink_cases() -> Iterator[Case]:
+    usual = Sinks.ORDINARY
+    yield Case("sinks", (33, 0, 1, 120), (33, 11, 64, 300), 8, 2, 128, mask=_C, sinks=usual)
+    yield Case("sinks_full", (70, 5, 3), (40, 131, 0), 12, 4, 64, page_size=16, sinks=_MIXED)
+    yield Case("sinks_longer_q", (150, 70), (64, 3), 5, 1, 128, mask=_C, sinks=_MIXED)
+    yield Case("sinks_above", (40, 3), (77, 9), 4, 2, 64, sinks=Sinks.ABOVE)
+    yield Case("sinks_below", (40, 3), (77, 9), 4, 2, 64, mask=_CUSTOM, sinks=Sinks.BELOW)
+    yield Case("sinks_off", (40, 3), (9, 77), 4, 2, 128, mask=_C, sinks=Sinks.OFF)
+    yield Case("sinks_window", (40, 130), (300, 9), 8, 1, 256, window_left=37, sinks=_MIXED)
+    yield Case(
+        "sinks_split", (1, 2, 40), (700, 513, 600), 6, 2, 64, sinks=usual, fixed_split_size=64
+    )
+    yield Case(
+        "sinks_split_mixed",
+        (1, 2, 90),
+        (700, 0, 200),
+        8,
+        2,
+        192,
+        128,
+        page_size=16,
+        mask=_C,
+        sinks=_MIXED,
+        fixed_split_size=128,
+    )
+    yield Case(
+        "sinks_alibi_cap",
+        (61, 3),
+        (61, 500),
+        6,
+        2,
+        128,
+        mask=_CUSTOM,
+        soft_cap=20.0,
+        position=_ALIBI,
+        sinks=_MIXED,
+        fixed_split_size=64,
+    )
+
+
 def core() -> list[Case]:
     """Hand-written cases that together touch every axis of the specification."""
-    return [*_ragged_cases(), *_paged_cases(), *_alibi_cases()]
+    return [*_ragged_cases(), *_paged_cases(), *_alibi_cases(), *_sink_cases()]
 
 
 def tiny() -> list[Case]:
@@ -392,6 +447,7 @@ def tiny() -> list[Case]:
         Case("d96", (20, 0, 3), (45, 7, 0), 2, 1, 96, form=KvForm.PADDED, mask=_C),
         Case("d256", (20,), (90,), 2, 1, 256, form=KvForm.HALVES, mask=_C),
         Case("alibi", (20, 1), (90, 40), 3, 1, 128, mask=_C, position=_ALIBI),
+        Case("sinks", (20, 1), (9, 200), 4, 1, 64, mask=_C, sinks=_MIXED, fixed_split_size=64),
     ]
 
 
@@ -451,6 +507,7 @@ def _random_case(rng: random.Random, index: int, longest: int) -> Case:
         fixed_split_size=rng.choice([1, 64, 100, 128, 256]) if split < 0.35 else None,
         disable_split_kv=split > 0.85,
         position=rng.choice([Position.NONE] * 5 + [_ALIBI]),
+        sinks=rng.choice([Sinks.NONE] * 8 + [Sinks.ORDINARY, _MIXED]),
         **storage,
     )
 

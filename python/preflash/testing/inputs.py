@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .cases import Case, KvForm, Magnitude, MaskKind, Position
+from .cases import Case, KvForm, Magnitude, MaskKind, Position, Sinks
 from .oracle import Pipeline, alibi_slopes
 
 PAD_COLUMNS = 16  # a multiple of 16 bytes in every dtype
@@ -48,6 +48,7 @@ class Inputs:
     packed_custom_mask: torch.Tensor | None = None
     masks: list[torch.Tensor] | None = None
     page_table: list[list[int]] | None = None
+    sinks: torch.Tensor | None = None
 
     @property
     def pipeline(self) -> Pipeline:
@@ -58,6 +59,7 @@ class Inputs:
             window_left=case.window_left,
             soft_cap=case.soft_cap or 0.0,
             slopes=alibi_slopes(case.num_qo_heads) if case.position is Position.ALIBI else None,
+            sinks=self.sinks,
         )
 
     def request(self, i: int) -> Request:
@@ -212,6 +214,24 @@ def _query(case: Case, generator: torch.Generator, device: torch.device | str) -
     return wide.to(device)[..., : shape[2]]
 
 
+def _sinks(case: Case, generator: torch.Generator) -> torch.Tensor | None:
+    """float32 [num_qo_heads]. No logit of a case is larger than 3e5."""
+    if case.sinks is Sinks.NONE:
+        return None
+    host = {"dtype": torch.float32, "device": "cpu"}
+    ordinary = 3 * torch.randn(case.num_qo_heads, generator=generator, **host)
+    choices = {
+        Sinks.ORDINARY: ordinary,
+        Sinks.ABOVE: ordinary + 1e6,
+        Sinks.BELOW: ordinary - 1e6,
+        Sinks.OFF: torch.full_like(ordinary, -math.inf),
+    }
+    if case.sinks is not Sinks.MIXED:
+        return choices[case.sinks]
+    heads = torch.arange(case.num_qo_heads, device="cpu")
+    return torch.stack(list(choices.values()))[heads % len(choices), heads]
+
+
 def build(
     case: Case,
     *,
@@ -245,6 +265,8 @@ def build(
         _fill_ragged(inputs, contents, generator, device)
     if masks is not None:
         _attach_masks(inputs, masks, device)
+    sinks = _sinks(case, generator)
+    inputs.sinks = None if sinks is None else sinks.to(device)
     return inputs
 
 

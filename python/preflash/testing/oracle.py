@@ -3,8 +3,9 @@
 For row i and key j of a request with L queries and S keys, delta = S - L:
 logit = sm_scale * dot(q_i, k_j), soft-capped to c * tanh(logit / c), plus slope * (j - i) with
 ALiBi, and -inf where the mask drops the key. Causal keeps j <= i + delta; window_left w >= 0 keeps
-j >= i + delta - w; a custom mask replaces causal and is ANDed with the window. A row that keeps
-nothing has output 0 and LSE -inf.
+j >= i + delta - w; a custom mask replaces causal and is ANDed with the window. A sink is one more
+logit of every row of its head, in the denominator and the LSE alone. A row that keeps no key has
+output 0 and LSE -inf, or its sink.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ class Expected:
 
     out: torch.Tensor  # [rows, num_qo_heads, head_dim_vo]
     lse: torch.Tensor  # [rows, num_qo_heads], base 2, -inf where nothing is kept
+    empty: torch.Tensor  # like lse, bool: whether the row keeps no key
     spread: torch.Tensor  # like out: sqrt(sum_j (p_j v_j)^2), how independent errors of p_j add up
     logit_bound: torch.Tensor  # like lse: |sm_scale| * |q_i| * max_j |k_j|, no logit exceeds it
     bias_bound: torch.Tensor  # like lse: the largest |bias| of a kept key
@@ -41,11 +43,15 @@ class Pipeline:
     soft_cap: float = 0.0
     out_scale: float = 1.0
     slopes: torch.Tensor | None = None  # [num_qo_heads], ALiBi
+    sinks: torch.Tensor | None = None  # [num_qo_heads], natural logarithms
 
     def of_heads(self, begin: int, end: int) -> Pipeline:
         """What the query heads [begin, end) see of it."""
-        slopes = None if self.slopes is None else self.slopes[begin:end]
-        return dataclasses.replace(self, slopes=slopes)
+        slopes, sinks = (
+            None if per_head is None else per_head[begin:end]
+            for per_head in (self.slopes, self.sinks)
+        )
+        return dataclasses.replace(self, slopes=slopes, sinks=sinks)
 
 
 def alibi_slopes(num_heads: int) -> torch.Tensor:
@@ -117,14 +123,19 @@ def attend(
     x = x.masked_fill(~keep, -math.inf)
 
     top = x.amax(-1, keepdim=True) if kv_len else x.new_full((*x.shape[:-1], 1), -math.inf)
+    sink = torch.full_like(top, -math.inf)
+    if pipeline.sinks is not None:
+        sink.copy_(pipeline.sinks.view(num_kv_heads, group, 1, 1))
+    top = torch.maximum(top, sink)
     anchor = top.masked_fill(top == -math.inf, 0.0)
     p = torch.exp(x - anchor)
-    total = p.sum(-1, keepdim=True)
-    empty = ~keep.any(-1)[None, None, :, None]
+    total = p.sum(-1, keepdim=True) + torch.exp(sink - anchor)
+    empty = ~keep.any(-1)[None, None, :, None].expand(top.shape)
     p = torch.where(empty, torch.zeros_like(p), p / total.masked_fill(empty, 1.0))
     out = p @ v64
     spread = torch.sqrt(p.square() @ v64.square())
-    lse = (torch.log2(total) + anchor * LOG2_E).masked_fill(empty, -math.inf)
+    lse = torch.log2(total) + anchor * LOG2_E
+    lse = torch.where(empty, sink * LOG2_E, lse)
 
     q_norm = q64.norm(dim=-1)
     k_norm = (
@@ -138,6 +149,7 @@ def attend(
     return Expected(
         out=rows_first(out * pipeline.out_scale),
         lse=rows_first(lse).squeeze(-1),
+        empty=rows_first(empty).squeeze(-1),
         spread=rows_first(spread * abs(pipeline.out_scale)),
         logit_bound=rows_first(bound[..., None]).squeeze(-1),
         bias_bound=rows_first(bias_bound[..., None]).squeeze(-1),
@@ -151,6 +163,7 @@ def concatenate(parts: Sequence[Expected]) -> Expected:
     return Expected(
         out=torch.cat([part.out for part in parts]),
         lse=torch.cat([part.lse for part in parts]),
+        empty=torch.cat([part.empty for part in parts]),
         spread=torch.cat([part.spread for part in parts]),
         logit_bound=torch.cat([part.logit_bound for part in parts]),
         bias_bound=torch.cat([part.bias_bound for part in parts]),
@@ -199,6 +212,7 @@ def _join_heads(blocks: Sequence[Expected]) -> Expected:
     return Expected(
         out=torch.cat([block.out for block in blocks], 1),
         lse=torch.cat([block.lse for block in blocks], 1),
+        empty=torch.cat([block.empty for block in blocks], 1),
         spread=torch.cat([block.spread for block in blocks], 1),
         logit_bound=torch.cat([block.logit_bound for block in blocks], 1),
         bias_bound=torch.cat([block.bias_bound for block in blocks], 1),

@@ -66,6 +66,8 @@ def run(wrapper, inputs: Inputs, **options):
     options.setdefault("out", poison((*shape, case.dim_vo), case.dtype, inputs.q.device))
     options.setdefault("lse", poison(shape, torch.float32, inputs.q.device))
     options.setdefault("return_lse", True)
+    if inputs.sinks is not None:
+        options.setdefault("sinks", inputs.sinks)
     if case.paged:
         return wrapper.run(inputs.q, inputs.cache, **options)
     return wrapper.run(inputs.q, inputs.k, inputs.v, **options)
@@ -91,6 +93,7 @@ def single(inputs: Inputs, *, backend: str, **options):
         "logits_soft_cap": case.soft_cap,
         "return_lse": True,
         "backend": backend,
+        "sinks": inputs.sinks,
     }
     return preflash.single_prefill_with_kv_cache(
         inputs.q,

@@ -1,0 +1,154 @@
+"""Sinks come with a run: what is accepted, and what of it reaches the kernel."""
+
+import dataclasses
+
+import pytest
+import torch
+from preflash import _core
+from preflash.testing import Case, MaskKind, build, runner
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+HEADS = 4
+RAGGED = Case("ragged", (33, 5), (40, 90), HEADS, 2, 64)
+PAGED = dataclasses.replace(RAGGED, name="paged", page_size=16)
+SINGLE = Case("single", (9,), (30,), HEADS, 2, 64)
+SPLIT = dataclasses.replace(RAGGED, name="split", fixed_split_size=64)
+
+
+def freed(t):
+    t.untyped_storage().resize_(0)
+    return t
+
+
+REFUSED = {
+    "a_list": (lambda t: [t], TypeError, "must be a torch.Tensor; got list"),
+    "a_number": (lambda t: 0.5, TypeError, "must be a torch.Tensor; got float"),
+    "half": (torch.Tensor.half, TypeError, "torch.float16; must be torch.float32"),
+    "double": (torch.Tensor.double, TypeError, "torch.float64; must be torch.float32"),
+    "too_few": (lambda t: t[:-1], ValueError, r"shape \(3,\); must be \(4,\): \[num_qo_heads\]"),
+    "two_dimensional": (lambda t: t[None], ValueError, r"shape \(1, 4\); must be \(4,\)"),
+    "strided": (lambda t: t.repeat(2)[::2], ValueError, r"strides \(2,\); must be contiguous"),
+    "meta": (lambda t: t.to("meta"), ValueError, "no memory behind it"),
+    "fake": (lambda t: FakeTensorMode().from_tensor(t), ValueError, "no memory behind it"),
+    "freed": (freed, ValueError, "no memory behind it"),
+    "requires_grad": (torch.Tensor.requires_grad_, NotImplementedError, "requires grad"),
+}
+refused = pytest.mark.parametrize(("spoil", "error", "why"), REFUSED.values(), ids=REFUSED)
+
+
+def sinks_on(device) -> torch.Tensor:
+    return torch.tensor([0.5, -1.0, -float("inf"), 30.0], device=device)
+
+
+def planned(case, target, **options):
+    inputs = build(case, device=target.device)
+    wrapper = runner.make_wrapper(case, backend=target.backend, device=target.device)
+    runner.plan(wrapper, inputs, **options)
+    return inputs, wrapper
+
+
+def named(error, why):
+    return why if error is NotImplementedError else f"^sinks .*{why}"
+
+
+@refused
+@pytest.mark.parametrize("case", [RAGGED, PAGED], ids=lambda case: case.name)
+def test_run_refuses(target, case, spoil, error, why):
+    inputs, wrapper = planned(case, target)
+    for seen in range(2):
+        if seen:
+            runner.run(wrapper, inputs, sinks=sinks_on(target.device))
+        with pytest.raises(error, match=named(error, why)):
+            runner.run(wrapper, inputs, sinks=spoil(sinks_on(target.device)))
+    runner.compare(inputs, *runner.run(wrapper, inputs)).check()
+
+
+@refused
+def test_single_refuses(target, spoil, error, why):
+    inputs = build(SINGLE, device=target.device)
+    for masked in (False, True):
+        mask = torch.ones(9, 30, dtype=torch.bool, device=target.device) if masked else None
+        with pytest.raises(error, match=named(error, why)):
+            runner.single(
+                inputs,
+                backend=target.backend,
+                custom_mask=mask,
+                sinks=spoil(sinks_on(target.device)),
+            )
+    runner.compare(inputs, *runner.single(inputs, backend=target.backend)).check()
+
+
+@pytest.mark.gpu
+def test_sinks_on_another_device():
+    inputs = build(RAGGED, device="cuda")
+    wrapper = runner.make_wrapper(RAGGED, backend="auto", device="cuda")
+    runner.plan(wrapper, inputs)
+    with pytest.raises(ValueError, match="sinks is on cpu"):
+        runner.run(wrapper, inputs, sinks=sinks_on("cpu"))
+
+
+@pytest.mark.parametrize("case", [RAGGED, SPLIT], ids=lambda case: case.name)
+def test_outputs_lie_apart_from_sinks(target, case):
+    inputs, wrapper = planned(case, target)
+    out = torch.empty_like(inputs.q)
+    within = out.view(-1)[64 : 64 + 2 * HEADS].view(torch.float32)
+    with pytest.raises(ValueError, match="out shares memory with sinks"):
+        wrapper.run(inputs.q, inputs.k, inputs.v, out=out, sinks=within)
+    lse = torch.empty(inputs.q.shape[:2], device=target.device)
+    with pytest.raises(ValueError, match="lse shares memory with sinks"):
+        wrapper.run(inputs.q, inputs.k, inputs.v, lse=lse, sinks=lse[-1])
+    beside = torch.empty(lse.numel() + HEADS, device=target.device)
+    lse, sinks = beside[:-HEADS].view(lse.shape), beside[-HEADS:]
+    wrapper.run(inputs.q, inputs.k, inputs.v, lse=lse, sinks=sinks.zero_())
+
+
+@pytest.fixture
+def extras(monkeypatch):
+    """What every launch brought beside q, k and v."""
+    seen = []
+    original = _core.RunExtras
+
+    def spy(mask_bits=0, sinks=0):
+        seen.append({"masked": mask_bits != 0, "sinks": sinks})
+        return original(mask_bits=mask_bits, sinks=sinks)
+
+    monkeypatch.setattr(_core, "RunExtras", spy)
+    return seen
+
+
+@pytest.mark.parametrize("mask", [MaskKind.CAUSAL, MaskKind.CUSTOM], ids=lambda mask: mask.name)
+@pytest.mark.parametrize("case", [RAGGED, PAGED, SPLIT], ids=lambda case: case.name)
+def test_a_run_hands_them_on(target, case, mask, extras):
+    inputs, wrapper = planned(dataclasses.replace(case, mask=mask), target)
+    sinks = sinks_on(target.device)
+    masked = mask is MaskKind.CUSTOM
+    tensors = (inputs.q, inputs.cache) if case.paged else (inputs.q, inputs.k, inputs.v)
+    extras.clear()
+    wrapper.run(*tensors, sinks=sinks)
+    wrapper.run(*tensors, sinks=sinks, window_left=3)
+    wrapper.run_return_lse(*tensors, sinks=sinks, k_scale=0.5)
+    with_sinks = {"masked": masked, "sinks": sinks.data_ptr()}
+    # The mask of a variant that a window selects is known before its first run.
+    planned_again = [{"masked": True, "sinks": 0}] if masked else []
+    assert extras == [with_sinks, *planned_again, with_sinks, with_sinks]
+    extras.clear()
+    runner.compare(inputs, *runner.run(wrapper, inputs)).check()  # of that run alone
+    assert extras == []
+
+
+@pytest.mark.parametrize("mask", [MaskKind.CAUSAL, MaskKind.CUSTOM], ids=lambda mask: mask.name)
+def test_a_single_request_hands_them_on(target, mask, extras):
+    inputs = build(dataclasses.replace(SINGLE, mask=mask), device=target.device)
+    sinks = sinks_on(target.device)
+    for _ in range(2):
+        extras.clear()
+        runner.single(inputs, backend=target.backend, sinks=sinks)
+        assert extras == [{"masked": mask is MaskKind.CUSTOM, "sinks": sinks.data_ptr()}]
+    runner.compare(inputs, *runner.single(inputs, backend=target.backend)).check()
+
+
+def test_not_planned(target):
+    wrapper = runner.make_wrapper(RAGGED, backend=target.backend, device=target.device)
+    x = torch.zeros(1, HEADS, 64, device=target.device)
+    with pytest.raises(ValueError, match="plan"):
+        wrapper.run(x, x, x, sinks=sinks_on(target.device))
