@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -31,6 +31,16 @@ class Expected:
     bias_bound: torch.Tensor  # like lse: the largest |bias| of a kept key
     value_bound: float  # max |v|
     longest_kv: int
+
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Expected:
+        """The same with `function` of every tensor: a selection of rows, a move to a device."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return Expected(
+            **{
+                name: function(value) if isinstance(value, torch.Tensor) else value
+                for name, value in fields.items()
+            }
+        )
 
 
 @dataclasses.dataclass(frozen=True)
