@@ -71,6 +71,9 @@ class PagedPlanArguments(PlanArguments):
     block_tables: torch.Tensor | None
 
 
+BatchArguments = RaggedPlanArguments | PagedPlanArguments
+
+
 class ForwardArguments(NamedTuple):
     """The options that the deprecated forward() has of its own."""
 

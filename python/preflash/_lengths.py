@@ -10,7 +10,7 @@ import torch
 
 from . import _core
 from . import _validate as check
-from ._arguments import PagedPlanArguments, PlanArguments, RaggedPlanArguments
+from ._arguments import BatchArguments, PagedPlanArguments, RaggedPlanArguments
 
 _INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
 if hasattr(torch, "uint32"):
@@ -37,7 +37,7 @@ class Lengths(NamedTuple):
     pages: PageList | None  # None: ragged
 
 
-def batch_lengths(a: PlanArguments, device: torch.device) -> Lengths:
+def batch_lengths(a: BatchArguments, device: torch.device) -> Lengths:
     """The lengths in the arguments of plan(). The planner checks the values of indptr."""
     return _paged(a, device) if isinstance(a, PagedPlanArguments) else _ragged(a, device)
 
@@ -162,7 +162,7 @@ def _check_not_negative(smallest: int) -> None:
         raise ValueError(f"paged_kv_indices holds {smallest}; page indices start at 0")
 
 
-def check_hints(a: PlanArguments, lengths: Lengths, device: torch.device) -> None:
+def check_hints(a: BatchArguments, lengths: Lengths, device: torch.device) -> None:
     """Arguments that repeat what the lengths say: they must agree with them."""
     batch = lengths.batch
     for name, value in (("seq_lens_q", a.seq_lens_q), ("seq_lens", a.seq_lens)):

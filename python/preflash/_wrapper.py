@@ -8,7 +8,7 @@ import torch
 
 from . import _backends, _core, _lengths, _masks, _pipeline
 from . import _validate as check
-from ._arguments import ForwardArguments, GivenScales, KvCache, PlanArguments, Result, RunArguments
+from ._arguments import BatchArguments, ForwardArguments, GivenScales, KvCache, Result, RunArguments
 from ._options import batch_options
 from ._outputs import Outputs
 from ._pipeline import Draft, Handover, Request
@@ -105,7 +105,7 @@ class BatchPrefillWrapper:
 
     # Planning.
 
-    def _asked(self, a: PlanArguments) -> _Asked:
+    def _asked(self, a: BatchArguments) -> _Asked:
         """Checks everything but hints, the mask, and the values of indptr (the planner does)."""
         options = batch_options(a)
         lengths = _lengths.batch_lengths(a, self.device)
@@ -117,7 +117,7 @@ class BatchPrefillWrapper:
         )
 
     @check.eager
-    def _plan(self, a: PlanArguments) -> None:
+    def _plan(self, a: BatchArguments) -> None:
         workspace = self._state.workspace
         asked = self._asked(a)
         request = asked.request
@@ -164,7 +164,7 @@ class BatchPrefillWrapper:
             planned.others[options] = found
         return found
 
-    def _workspace_size(self, a: PlanArguments) -> tuple[int, int]:
+    def _workspace_size(self, a: BatchArguments) -> tuple[int, int]:
         unlimited = Workspace(self.device, None, float_bytes=1 << 40)
         plan = _pipeline.plan(unlimited, self._requested_backend, self._asked(a).request).plan
         return plan.float_bytes, plan.int_bytes
