@@ -29,6 +29,7 @@ STUB_END = "# End of what forward.toml says.\n"
 
 # Fewer kernels per file waste the seconds that the headers cost, more make rebuilds slow.
 MAX_KERNELS_PER_FILE = 4
+_SPLITTING_AXES = ("tile_class", "position", "logits", "mask")
 
 
 @dataclass(frozen=True)
@@ -68,23 +69,33 @@ def architectures_of(family: Family, architectures: Sequence[str]) -> list[str]:
 
 
 def sources(variants: Sequence[Variant]) -> list[Source]:
-    """One file per family, dtypes and head_dim, split by tile class where it would be long."""
+    """One file per family, dtypes and head_dim, split by further axes where it would be long."""
     groups: dict[str, list[Variant]] = {}
     for variant in variants:
         groups.setdefault(_group_name(variant), []).append(variant)
 
     result = []
     for name, members in groups.items():
-        parts = {name: members}
-        if len(members) > MAX_KERNELS_PER_FILE:
-            parts = {}
-            for variant in members:
-                parts.setdefault(f"{name}_{variant.tile_class}", []).append(variant)
-        for part, of_part in parts.items():
+        for part, of_part in _short_parts(name, members).items():
             family = of_part[0].family_facts
             suffix = "cpp" if family.on_cpu else "cu"
             result.append(Source(family, f"{family.name}/{part}.{suffix}", of_part))
     return result
+
+
+def _short_parts(name: str, members: Sequence[Variant]) -> dict[str, list[Variant]]:
+    """In parts of MAX_KERNELS_PER_FILE at most, named by the axes that tell them apart."""
+    parts = {name: list(members)}
+    for axis in _SPLITTING_AXES:
+        if max(map(len, parts.values())) <= MAX_KERNELS_PER_FILE:
+            break
+        finer: dict[str, list[Variant]] = {}
+        for part, of_part in parts.items():
+            for variant in of_part:
+                finer.setdefault(f"{part}_{variant.values[axis]}", []).append(variant)
+        if len(finer) > len(parts):
+            parts = finer
+    return parts
 
 
 def source_text(source: Source) -> str:

@@ -48,14 +48,27 @@ class AllowedSpill:
 
 ALLOWED_SPILLS = [
     AllowedSpill({"family": "sm80", "tile_class": "prefill", "mask": "bounds"}, 96, _OUTSIDE),
-    AllowedSpill({"family": "sm80", "tile_class": "prefill", "mask": "custom"}, 160, _IN_MASK),
+    AllowedSpill({"family": "sm80", "tile_class": "prefill", "mask": "custom"}, 168, _IN_MASK),
+    AllowedSpill(
+        {"family": "sm80", "tile_class": "prefill", "position": "alibi", "mask": "custom"},
+        208,
+        _IN_MASK + "; the slopes and distances of ALiBi on top of both",
+    ),
     AllowedSpill(
         {"family": "sm80", "head_dim": "64", "tile_class": "decode"},
         48,
         _OUTSIDE + "; plain custom reloads two words a tile",
     ),
-    AllowedSpill({"family": "sm80", "head_dim": "256", "tile_class": "decode"}, 32, _OUTSIDE),
-    AllowedSpill({"family": "sm90", "head_dim": "64"}, 24, _IN_GATHER),
+    AllowedSpill({"family": "sm80", "head_dim": "256", "tile_class": "decode"}, 48, _OUTSIDE),
+    AllowedSpill({"family": "sm90", "head_dim": "64"}, 28, _IN_GATHER),
+    AllowedSpill(
+        {"family": "sm90", "head_dim": "64", "position": "alibi"},
+        60,
+        _IN_GATHER + "; and two words of a consumer between items",
+    ),
+    AllowedSpill(
+        {"family": "sm90", "head_dim": "192x128", "position": "alibi"}, 44, _BETWEEN_ITEMS
+    ),
     AllowedSpill({"family": "sm90", "head_dim": "256"}, 320, _BETWEEN_ITEMS),
 ]
 

@@ -29,7 +29,12 @@ def test_ids_are_unique_and_spell_their_variant(matrix):
     assert len(ids) == len(set(ids))
     for variant in matrix.variants:
         assert ID.fullmatch(variant.id), variant.id
-        unusual = {"tile_class": "prefill", "logits": "plain", "mask": "bounds"}
+        unusual = {
+            "tile_class": "prefill",
+            "logits": "plain",
+            "position": "none",
+            "mask": "bounds",
+        }
         assert variant.id.split("_") == [
             variant.family,
             variant.q_dtype,
@@ -316,45 +321,46 @@ def test_an_exclusion_takes_out_exactly_what_it_matches(tmp_path, matrix):
     )
     gone = {v.id for v in matrix.variants} - {v.id for v in shrunk.variants}
     assert gone == {
-        f"sm80_f16_d{head_dim}{tile}_softcap_custom"
+        f"sm80_f16_d{head_dim}{tile}_softcap{position}_custom"
         for head_dim in (128, 256)
         for tile in ("", "_decode")
+        for position in ("", "_alibi")
     }
 
 
 # What adding an axis takes, before any kernel implements its value: one edit of forward.toml.
 NEW_AXIS = """
-[types.Bias]
-about = "What is added to a logit."
-[types.Bias.values]
-none = { cpp = "kNone", about = "nothing" }
-alibi = { cpp = "kAlibi", about = "slope * (key - row)" }
+[types.Skip]
+about = "Which tiles are left out."
+[types.Skip.values]
+none = { cpp = "kNone", about = "none" }
+sparse = { cpp = "kSparse", about = "those of little weight" }
 
-[axes.bias]
-type = "Bias"
+[axes.skip]
+type = "Skip"
 default = "none"
-about = "the bias"
+about = "the tiles left out"
 
 """
 
 
 def test_an_added_axis_renames_no_kernel(tmp_path, matrix):
     first = "[[exclude]]\nfamily"
-    row = f'{first} = ["cpu", "sm90"]\nbias = "alibi"\nreason = "a test has it on sm80 alone"\n\n'
+    row = f'{first} = ["cpu", "sm90"]\nskip = "sparse"\nreason = "a test has it on sm80 alone"\n\n'
     grown = edited_matrix(tmp_path, "forward.toml", first, f"{NEW_AXIS}{row}{first}")
     before = [v.id for v in matrix.variants]
-    assert [v.id for v in grown.variants if v.bias == "none"] == before
+    assert [v.id for v in grown.variants if v.skip == "none"] == before
     added = {v.id for v in grown.variants} - set(before)
-    assert added == {f"{name}_alibi" for name in before if name.startswith("sm80")}
+    assert added == {f"{name}_sparse" for name in before if name.startswith("sm80")}
     # Presets take the default of an axis that they do not name; those that take all take it.
-    assert "sm80_bf16_d256_alibi" not in {v.id for v in grown.select("ci")}
+    assert "sm80_bf16_d256_sparse" not in {v.id for v in grown.select("ci")}
     assert added <= {v.id for v in grown.select("full")}
     header = generate.vocabulary_text(grown.vocabulary)
-    assert "  kAlibi,  // slope * (key - row)" in header
-    assert "Bias bias = Bias::kNone;" in header
-    assert '"bias"' in generate.matrix_text(grown)
-    assert "alibi: Bias" in generate.stub_text(grown.vocabulary)
-    assert "`alibi`" in generate.docs_text(grown)
+    assert "  kSparse,  // those of little weight" in header
+    assert "Skip skip = Skip::kNone;" in header
+    assert '"skip"' in generate.matrix_text(grown)
+    assert "sparse: Skip" in generate.stub_text(grown.vocabulary)
+    assert "`sparse`" in generate.docs_text(grown)
     write_vocabulary(tmp_path, grown)
     (tmp_path / "matrix.cpp").write_text(generate.matrix_text(grown))
     compile_cpp(tmp_path, "-fsyntax-only", "matrix.cpp")
