@@ -44,6 +44,15 @@ class Magnitude(enum.Enum):
     VERY_NEGATIVE = "neg"  # around -2.5e5, exact in float32, with differences of a few units
 
 
+class Garbage(enum.Enum):
+    """What lies in memory that belongs to no request."""
+
+    NON_FINITE = "nonfinite"  # NaN, +Inf and -Inf
+    NAN = "nan"
+    HUGE = "huge"  # 1e30 of either sign, or the largest number of the dtype
+    ANY = "any"  # all of these
+
+
 class Position(enum.Enum):
     """How logits depend on the distance of query and key: pos_encoding_mode of the wrappers."""
 
@@ -86,6 +95,7 @@ class Case:
     magnitude: Magnitude = Magnitude.NORMAL
     position: Position = Position.NONE
     sinks: Sinks = Sinks.NONE
+    garbage: Garbage = Garbage.NON_FINITE
 
     def __post_init__(self) -> None:
         if len(self.qo_lens) != len(self.kv_lens):
@@ -96,6 +106,8 @@ class Case:
             raise ValueError(f"{self.name}: {self.num_qo_heads} heads over {self.num_kv_heads}")
         if self.form is KvForm.FLAT and self.page_size != 1:
             raise ValueError(f"{self.name}: the flat form is for page_size 1")
+        if self.form is KvForm.COMBINED and self.dim_vo != self.head_dim:
+            raise ValueError(f"{self.name}: one tensor holds K and V of one head_dim")
 
     @property
     def dim_vo(self) -> int:
@@ -451,6 +463,15 @@ def tiny() -> list[Case]:
     ]
 
 
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """How large random cases get, and their dtypes."""
+
+    longest: int = 300  # tokens of a request
+    work: float = 2e9  # multiply-adds of q k^T and p v before any mask, a token counting as 32
+    dtypes: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16)
+
+
 def _length(rng: random.Random, longest: int) -> int:
     """Mostly around tile edges or short; sometimes zero."""
     kind = rng.random()
@@ -464,55 +485,89 @@ def _length(rng: random.Random, longest: int) -> int:
     return rng.randint(1, longest)
 
 
-def _random_storage(rng: random.Random) -> dict[str, object]:
-    page_size = rng.choice([0, 0, 1, 1, 2, 3, 7, 8, 16, 16, 32, 64, 100])
-    forms = [form for form in KvForm if form is not KvForm.FLAT]
-    form = KvForm.FLAT if page_size == 1 and rng.random() < 0.3 else rng.choice(forms)
-    return {"page_size": page_size, "form": form, "layout": rng.choice(["NHD", "HND"])}
-
-
-def _random_case(rng: random.Random, index: int, longest: int) -> Case:
+def _lengths(
+    rng: random.Random, longest: int, most_pairs: float
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Query and key lengths of a batch with about `most_pairs` pairs of a query and a key. Tokens
+    count too: tests make, poison and compare them, which takes the time of 32 pairs or so."""
     batch = rng.choice([1, 1, 2, 3, 5, 8])
-    kv_lens = tuple(_length(rng, longest) for _ in range(batch))
+    kv_lens = [_length(rng, longest) for _ in range(batch)]
     style = rng.choice(["self", "append", "decode", "free"])
     if style == "self":
-        qo_lens = kv_lens
+        qo_lens = list(kv_lens)
     elif style == "decode":
-        qo_lens = tuple(rng.choice([0, 1, 1, 1, 2, 4]) for _ in range(batch))
+        qo_lens = [rng.choice([0, 1, 1, 1, 2, 4]) for _ in range(batch)]
     elif style == "append":
-        qo_lens = tuple(rng.randint(0, kv_len) for kv_len in kv_lens)
+        qo_lens = [rng.randint(0, kv_len) for kv_len in kv_lens]
     else:
-        qo_lens = tuple(_length(rng, longest // 2) for _ in range(batch))
+        qo_lens = [_length(rng, longest // 2) for _ in range(batch)]
+    while True:
+        costs = [qo * kv + 32 * (qo + kv) for qo, kv in zip(qo_lens, kv_lens, strict=True)]
+        largest = costs.index(max(costs))
+        if sum(costs) <= most_pairs or max(qo_lens[largest], kv_lens[largest]) <= 1:
+            return tuple(qo_lens), tuple(kv_lens)
+        longer = qo_lens if qo_lens[largest] >= kv_lens[largest] else kv_lens
+        longer[largest] //= 2
 
-    dims: tuple[int, int | None] = (rng.choice([64, 128, 128, 256, 8 * rng.randint(1, 32)]), None)
-    if rng.random() < 0.1:
-        dims = (192, 128)
+
+def _random_storage(rng: random.Random, dims: tuple[int, int]) -> dict[str, object]:
+    sizes = [0, 0, 0, 0, 1, 1, 2, 3, 7, 8, 16, 16, 32, 64, 100, rng.randint(1, 64)]
+    page_size = rng.choice(sizes)
+    forms = [form for form in KvForm if form is not KvForm.FLAT]
+    if dims[0] != dims[1]:
+        forms.remove(KvForm.COMBINED)
+    form = KvForm.FLAT if page_size == 1 and rng.random() < 0.3 else rng.choice(forms)
+    return {
+        "page_size": page_size,
+        "form": form,
+        "layout": rng.choice(["NHD", "HND"]),
+        "garbage": rng.choice(list(Garbage)),
+    }
+
+
+def _random_logits(rng: random.Random) -> dict[str, object]:
+    """Masks and everything else between q k^T and the softmax."""
+    return {
+        "mask": rng.choice([MaskKind.NONE, MaskKind.NONE, _C, _C, _C, _CUSTOM, _CUSTOM8, _PACKED]),
+        "window_left": rng.choice([-1] * 6 + [0, 1, 17, 64, 200, 2**30]),
+        "soft_cap": rng.choice([None] * 6 + [0.0, 0.5, 2.0, 30.0, 1000.0]),
+        "sm_scale": rng.choice([None] * 5 + [0.05, 0.3, 1.0, -0.2, -1.0, 0.0, 1e-4]),
+        "position": rng.choice([Position.NONE] * 4 + [_ALIBI]),
+        "sinks": rng.choice([Sinks.NONE] * 12 + [s for s in Sinks if s is not Sinks.NONE]),
+        "magnitude": rng.choice([Magnitude.NORMAL] * 12 + list(Magnitude)),
+    }
+
+
+def random_case(rng: random.Random, name: str, limits: Limits) -> Case:
+    """A case from anywhere in the space of options that every wrapper takes."""
+    dim = rng.choice([64, 128, 128, 256, 8 * rng.randint(1, 32)])
+    dims = (192, 128) if rng.random() < 0.1 else (dim, dim)
     num_kv_heads = rng.choice([1, 1, 2, 3])
-    storage = _random_storage(rng)
-    if storage["form"] is KvForm.COMBINED and dims[1] is not None:
-        storage["form"] = KvForm.HALVES
+    groups = [1, 1, 1, 2, 2, 3, 3, 4, 4, 5, 7, 7, 8, 8, 16, 16, 128]
+    num_qo_heads = num_kv_heads * rng.choice(groups)
+    qo_lens, kv_lens = _lengths(rng, limits.longest, limits.work / (num_qo_heads * sum(dims)))
+    storage = _random_storage(rng, dims)
+    logits = _random_logits(rng)
     split = rng.random()
     return Case(
-        f"fuzz{index}",
+        name,
         qo_lens,
         kv_lens,
-        num_kv_heads * rng.choice([1, 1, 2, 3, 4, 5, 8]),
+        num_qo_heads,
         num_kv_heads,
-        *dims,
-        dtype=rng.choice([torch.float16, torch.bfloat16]),
-        mask=rng.choice([MaskKind.NONE, _C, _C, _C, _CUSTOM, _PACKED]),
-        window_left=rng.choice([-1, -1, -1, 0, 1, 17, 64, 200]),
-        soft_cap=rng.choice([None, None, None, 2.0, 30.0]),
-        sm_scale=rng.choice([None, None, 0.05, 0.3]),
+        dims[0],
+        None if dims[0] == dims[1] else dims[1],
         fixed_split_size=rng.choice([1, 64, 100, 128, 256]) if split < 0.35 else None,
         disable_split_kv=split > 0.85,
-        position=rng.choice([Position.NONE] * 5 + [_ALIBI]),
-        sinks=rng.choice([Sinks.NONE] * 8 + [Sinks.ORDINARY, _MIXED]),
         **storage,
+        **logits,
+        # The last draw, so that the rest does not depend on how many there are.
+        dtype=rng.choice(limits.dtypes),
     )
 
 
-def random_cases(count: int, *, seed: int, longest: int = 300) -> list[Case]:
-    """`count` cases drawn from `seed`; no length exceeds `longest`."""
+def random_cases(count: int, *, seed: int, longest: int = 300, work: float = 2e9) -> list[Case]:
+    """`count` cases drawn from `seed`, within `Limits` of `longest` and `work`."""
     rng = random.Random(seed)
-    return [_random_case(rng, index, longest) for index in range(count)]
+    limits = Limits(longest, work)
+    return [random_case(rng, f"fuzz{index}", limits) for index in range(count)]

@@ -1,8 +1,9 @@
 """Tensors for a `Case`, poisoned wherever no request owns them.
 
-Every page slot and tensor row that belongs to no request, and every padding column, holds NaN or
-an infinity: a kernel that lets one of them touch a result (0 * NaN is NaN) is found out. The page
-table is a random permutation of a pool that is larger than needed.
+Every page slot and tensor row that belongs to no request, and every padding column, holds garbage,
+NaN and infinities unless the case says otherwise: a kernel that lets one of them touch a result
+(0 * NaN is NaN) is found out. The page table is a random permutation of a pool that is larger than
+needed.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .cases import Case, KvForm, Magnitude, MaskKind, Position, Sinks
+from .cases import Case, Garbage, KvForm, Magnitude, MaskKind, Position, Sinks
 from .oracle import Pipeline, alibi_slopes
 
 PAD_COLUMNS = 16  # a multiple of 16 bytes in every dtype
@@ -87,13 +88,25 @@ def _pages(pool: torch.Tensor, case: Case) -> torch.Tensor:
     return pool[:, None] if case.form is KvForm.FLAT else _as_nhd(pool, case.layout)
 
 
-def fill_poison(t: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
-    """Fills `t` with NaN, +Inf and -Inf in random places."""
+def fill_poison(
+    t: torch.Tensor,
+    generator: torch.Generator | None = None,
+    garbage: Garbage = Garbage.NON_FINITE,
+) -> torch.Tensor:
+    """Fills `t` with garbage, by default NaN, +Inf and -Inf in random places."""
+    huge = min(1e30, torch.finfo(t.dtype).max)
+    others = {
+        Garbage.NON_FINITE: (math.inf, -math.inf),
+        Garbage.NAN: (),
+        Garbage.HUGE: (huge, -huge, huge, -huge),
+        Garbage.ANY: (math.inf, -math.inf, huge),
+    }[garbage]
     # On the CPU, where the generator is, whatever device the caller made the default.
     choice = torch.randint(0, 4, t.shape, generator=generator, dtype=torch.int8, device="cpu")
     choice = choice.to(t.device)
     t.fill_(math.nan)
-    t.masked_fill_(choice == 1, math.inf).masked_fill_(choice == 2, -math.inf)
+    for i, value in enumerate(others):
+        t.masked_fill_(choice == i, value)
     return t
 
 
@@ -111,7 +124,7 @@ def _storage(
 
     def make(*shape: int) -> torch.Tensor:
         blank = torch.empty(shape, dtype=case.dtype, device="cpu")
-        return fill_poison(blank, generator).to(device)
+        return fill_poison(blank, generator, case.garbage).to(device)
 
     if form is KvForm.COMBINED:
         if case.paged:
@@ -209,7 +222,7 @@ def _query(case: Case, generator: torch.Generator, device: torch.device | str) -
     if case.form is not KvForm.PADDED:
         return q.to(device)
     wide = torch.empty(*shape[:2], shape[2] + PAD_COLUMNS, dtype=case.dtype, device="cpu")
-    fill_poison(wide, generator)
+    fill_poison(wide, generator, case.garbage)
     wide[..., : shape[2]] = q
     return wide.to(device)[..., : shape[2]]
 
@@ -310,3 +323,31 @@ def _attach_masks(inputs: Inputs, masks: list[torch.Tensor], device) -> None:
         inputs.custom_mask = flat.to(torch.uint8) * 3
     else:
         inputs.custom_mask = flat
+
+
+def lone(inputs: Inputs, i: int) -> Inputs:
+    """Request i as a batch of its own, in the memory that it shares with the others."""
+    case = inputs.case
+    index_device = inputs.qo_indptr.device
+    qo_len, kv_len = case.qo_lens[i], case.kv_lens[i]
+    alone = dataclasses.replace(
+        inputs,
+        case=dataclasses.replace(case, qo_lens=(qo_len,), kv_lens=(kv_len,)),
+        q=inputs.q.narrow(0, sum(case.qo_lens[:i]), qo_len),
+        qo_indptr=indptr([qo_len], index_device),
+    )
+    if case.paged:
+        pages = inputs.page_table[i]
+        alone.page_table = [pages]
+        alone.kv_indptr = indptr([len(pages)], index_device)
+        alone.indices = torch.tensor(pages, dtype=torch.int32, device=index_device)
+        alone.last_page_len = inputs.last_page_len[i : i + 1]
+    else:
+        tokens = 0 if case.layout == "NHD" else 1
+        begin = sum(case.kv_lens[:i])
+        alone.k, alone.v = (t.narrow(tokens, begin, kv_len) for t in (inputs.k, inputs.v))
+        alone.kv_indptr = indptr([kv_len], index_device)
+    if inputs.masks is not None:
+        alone.masks = [inputs.masks[i]]
+        _attach_masks(alone, alone.masks, inputs.q.device)
+    return alone
