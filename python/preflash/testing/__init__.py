@@ -2,11 +2,12 @@
 
 Everything here needs torch alone. `cases` says what to compute, `inputs` makes the tensors
 (poisoned wherever no request owns them), `oracle` computes the answer in float64, `comparison`
-compares a result with it, `runner` drives the public wrappers, `timing` measures.
+compares a result with it, `runner` drives the public wrappers, `timing` measures. `problems` draws
+random cases with everything that decides how they are called, `fuzz` examines and shrinks them.
 """
 
-from . import cases, comparison, inputs, oracle, runner, timing
-from .cases import Case, KvForm, Magnitude, MaskKind, Position, Sinks
+from . import cases, comparison, fuzz, inputs, oracle, problems, runner, timing
+from .cases import Case, Garbage, KvForm, Magnitude, MaskKind, Position, Sinks
 from .comparison import Report, compare, poison
 from .inputs import Inputs, build
 from .oracle import Expected, attend, reference
@@ -14,6 +15,7 @@ from .oracle import Expected, attend, reference
 __all__ = [
     "Case",
     "Expected",
+    "Garbage",
     "Inputs",
     "KvForm",
     "Magnitude",
@@ -26,9 +28,11 @@ __all__ = [
     "cases",
     "compare",
     "comparison",
+    "fuzz",
     "inputs",
     "oracle",
     "poison",
+    "problems",
     "reference",
     "runner",
     "timing",

@@ -1,0 +1,149 @@
+"""`check --fuzz N` and `check --problem TEXT`: random problems against the oracle."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..testing import fuzz, problems
+from ..testing.cases import Limits
+from ..testing.problems import Problem
+from . import CommandError
+from .console import Progress
+from .machine import Place
+
+_LONGEST = 700
+# Milliseconds in the oracle, and several tiles, splits and requests all the same.
+_WORK = 2e7
+_MOST_FAILURES = 10
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A problem, and the arguments of `check` that ask for it."""
+
+    problem: Problem
+    arguments: str
+
+
+@dataclass
+class Tally:
+    """What the problems of one place showed."""
+
+    passed: int = 0
+    failed: int = 0
+    not_compiled: int = 0
+    worst: float = 0.0
+
+    def count(self, verdict: fuzz.Verdict) -> None:
+        self.failed += bool(verdict.failures)
+        self.not_compiled += bool(verdict.not_compiled)
+        self.passed += not verdict.failures and not verdict.not_compiled
+        self.worst = max(self.worst, verdict.worst)
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--fuzz",
+        type=int,
+        metavar="N",
+        help="instead: N random problems, the same for the same seed and backend",
+    )
+    parser.add_argument(
+        "--seed", default="0", metavar="S", help="with --fuzz: S, or S:I to begin with problem I"
+    )
+    parser.add_argument("--problem", metavar="TEXT", help="instead: a problem that --fuzz printed")
+
+
+def asked_for(args: argparse.Namespace) -> bool:
+    """Whether the arguments ask for problems of this module."""
+    return args.fuzz is not None or args.problem is not None
+
+
+def execute(args: argparse.Namespace, places: Sequence[Place]) -> int:
+    if args.quick:
+        raise CommandError("--quick is for the self-test; give --fuzz a smaller number")
+    if args.fuzz is not None and args.problem is not None:
+        raise CommandError("--fuzz and --problem: give one of them")
+    failed = 0
+    for place in places:
+        start = time.perf_counter()
+        tally = _examine_all(place, _asked(args, place))
+        seconds = time.perf_counter() - start
+        failed += tally.failed
+        print(
+            f"{place.label}: {tally.passed} passed, {tally.failed} failed, "
+            f"{tally.not_compiled} not compiled, largest error / allowed {tally.worst:.2f}, "
+            f"{seconds:.1f} s"
+        )
+    print("FAILED" if failed else "all good")
+    return 1 if failed else 0
+
+
+def _asked(args: argparse.Namespace, place: Place) -> list[Asked]:
+    if args.problem is not None:
+        try:
+            problem = problems.parse(args.problem)
+        except ValueError as error:
+            raise CommandError(f"--problem: {error}") from error
+        return [_spelled_out(problem)]
+    if args.fuzz < 1:
+        raise CommandError(f"--fuzz {args.fuzz}: must be at least 1")
+    seed, first = _seed(args.seed)
+    limits = Limits(_LONGEST, _WORK, place.dtypes)
+    return [
+        Asked(problems.draw(seed, index, limits), f"--fuzz 1 --seed {seed}:{index}")
+        for index in range(first, first + args.fuzz)
+    ]
+
+
+def _spelled_out(problem: Problem) -> Asked:
+    return Asked(problem, f"--problem {shlex.quote(problem.text)}")
+
+
+def _seed(text: str) -> tuple[int, int]:
+    """The seed and the index of the first problem in S or S:I."""
+    seed, _, first = text.partition(":")
+    try:
+        found = int(seed), int(first or 0)
+    except ValueError:
+        raise CommandError(f"--seed {text}: must be S or S:I, two integers") from None
+    if found[1] < 0:
+        raise CommandError(f"--seed {text}: problems are counted from 0")
+    return found
+
+
+def _examine_all(place: Place, asked: Sequence[Asked]) -> Tally:
+    tally = Tally()
+    with Progress(len(asked), "fuzz") as progress:
+        for one in asked:
+            verdict = _examine(one.problem, place)
+            tally.count(verdict)
+            if verdict.failures:
+                _report(one, verdict, place)
+            if tally.failed == _MOST_FAILURES:
+                print(f"stopped after {_MOST_FAILURES} failures")
+                break
+            progress.step(place.label)
+    return tally
+
+
+def _examine(problem: Problem, place: Place) -> fuzz.Verdict:
+    return fuzz.examine(problem, backend=place.backend, device=place.device)
+
+
+def _report(asked: Asked, verdict: fuzz.Verdict, place: Place) -> None:
+    """The command that computes the problem again, what is wrong, and the same of a small one."""
+    _print_failure("FAILED", asked, verdict, place)
+    smaller = fuzz.shrink(asked.problem, lambda other: bool(_examine(other, place).failures))
+    if smaller != asked.problem:
+        _print_failure("smaller:", _spelled_out(smaller), _examine(smaller, place), place)
+
+
+def _print_failure(title: str, asked: Asked, verdict: fuzz.Verdict, place: Place) -> None:
+    print(f"{title} python -m preflash check --backend {place.backend} {asked.arguments}")
+    for failure in verdict.failures:
+        print(f"    {failure}", flush=True)

@@ -1,0 +1,421 @@
+"""Computes one random problem through the public functions and says everything that is wrong.
+
+Numbers are compared with the float64 oracle. Memory that is not an output's stays as it is: inputs,
+what lies around outputs, what lies around the workspace, which has exactly the bytes that
+workspace_size() asks for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from . import guarded, refusals, runner
+from .cases import Case, MaskKind
+from .guarded import Guarded, Untouched, bits
+from .inputs import Inputs, build, lone
+from .oracle import Expected, reference
+from .problems import Also, Brought, Entry, Problem, Scratch
+
+_SHRINKING_TRIES = 250
+_MOST_ALONE = 4  # requests of a batch that are computed again
+
+
+@dataclass
+class Verdict:
+    """What is wrong with the result of a problem; nothing if `failures` is empty."""
+
+    failures: list[str] = field(default_factory=list)
+    not_compiled: str = ""  # the refusal, where this build holds no kernel for the problem
+    worst: float = 0.0  # the largest error as a part of what is allowed
+
+
+@dataclass
+class Result:
+    out: torch.Tensor
+    lse: torch.Tensor | None  # [tokens, heads] whatever the layout of the call
+    failures: list[str]
+
+    def same_bits(self, other: Result) -> bool:
+        pairs = [(self.out, other.out)]
+        if self.lse is not None and other.lse is not None:
+            pairs.append((self.lse, other.lse))
+        return all(torch.equal(bits(a.contiguous()), bits(b.contiguous())) for a, b in pairs)
+
+
+def examine(problem: Problem, *, backend: str, device: torch.device | str = "cpu") -> Verdict:
+    """Computes the problem. What a broken backend raises is a failure like any other."""
+    try:
+        # The problems are small: torch's own threads would cost more than they bring.
+        with _threads(1):
+            return _examine(problem, backend, device)
+    except NotImplementedError as error:
+        # The CPU backend is always built whole.
+        if backend != "cpu" and "compiled" in str(error):
+            return Verdict(not_compiled=str(error))
+        return Verdict([f"{type(error).__name__}: {error}"])
+    except Exception as error:
+        return Verdict([f"{type(error).__name__}: {error}"])
+
+
+@contextlib.contextmanager
+def _threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _examine(problem: Problem, backend: str, device: torch.device | str) -> Verdict:
+    call = problem.call
+    index_device = device if call.index_on_device else "cpu"
+    inputs = build(problem.case, device=device, index_device=index_device, seed=problem.seed)
+    _add_garbage(inputs)
+    untouched = Untouched({"q": inputs.q, "k": inputs.k, "v": inputs.v, "sinks": inputs.sinks})
+    trial = Trial(problem, inputs, backend)
+    result = trial.run()
+    report = runner.compare(
+        inputs, result.out, result.lse, expected(problem, inputs), lse_base=call.lse_base
+    )
+    failures = [*report.failures, *result.failures]
+    failures += _LOOK[problem.also](trial, result)
+    if trial.workspace is not None and (spilled := trial.workspace.spilled()):
+        failures.append(f"{spilled} bytes around the workspace were written")
+    failures += [f"{name}, an input, was written" for name in untouched.changed()]
+    worst = max(report.worst_ratio, report.frobenius_ratio, report.lse_ratio)
+    return Verdict(failures, worst=worst)
+
+
+def expected(problem: Problem, inputs: Inputs) -> Expected:
+    """The oracle's answer, with the scales of the call folded in."""
+    call = problem.call
+    pipeline = dataclasses.replace(
+        inputs.pipeline,
+        sm_scale=inputs.pipeline.sm_scale * call.logits_factor,
+        out_scale=1.0 if call.v_scale is None else call.v_scale,
+    )
+    return reference(inputs, pipeline=pipeline)
+
+
+def _add_garbage(inputs: Inputs) -> None:
+    """Garbage where index arrays and masks are longer than what counts."""
+    if inputs.indices is not None:
+        beyond = inputs.indices.new_full((3,), 2**31 - 1)
+        inputs.indices = torch.cat([inputs.indices, beyond])
+        inputs.last_page_len = inputs.last_page_len.clone()
+        pages = inputs.kv_indptr.diff().to(inputs.last_page_len.device)
+        inputs.last_page_len[pages == 0] = -(2**31)
+    if inputs.packed_custom_mask is not None:
+        inputs.packed_custom_mask = _with_padding_bits(inputs)
+
+
+def _with_padding_bits(inputs: Inputs) -> torch.Tensor:
+    """The packed mask with ones behind the last element of every request."""
+    packed, end = inputs.packed_custom_mask.clone(), 0
+    for mask in inputs.masks:
+        end += -(-mask.numel() // 8)
+        if used := mask.numel() % 8:
+            packed[end - 1] |= 255 & ~((1 << used) - 1)
+    return packed
+
+
+# --- one problem in one wrapper -------------------------------------------------
+
+
+class Trial:
+    """A problem ready to run: its wrapper planned, with a workspace that holds NaN."""
+
+    def __init__(self, problem: Problem, inputs: Inputs, backend: str) -> None:
+        self.problem = problem
+        self.inputs = inputs
+        self.backend = backend
+        self.workspace: Guarded | None = None
+        self.wrapper = None
+        if problem.call.entry is not Entry.SINGLE:
+            with _threads(problem.call.threads):
+                self._plan()
+
+    def _plan(self) -> None:
+        case, device = self.inputs.case, self.inputs.q.device
+        part = {Scratch.WHOLE: 1.0, Scratch.HALF: 0.5, Scratch.NONE: 0.0}[self.problem.call.scratch]
+        self.workspace = guarded.workspace(int(self._workspace_bytes() * part), device)
+        self.wrapper = runner.make_wrapper(
+            case, backend=self.backend, device=device, buffer=self.workspace.view
+        )
+        if self.problem.also is Also.REPLAN:
+            self._plan_something_else()
+        runner.plan(self.wrapper, self.inputs, **self._plan_overrides())
+
+    def _plan_overrides(self) -> dict[str, object]:
+        """Options that plan() gets otherwise than they are, because a later call is given them."""
+        if self.problem.call.entry is Entry.FORWARD:
+            return {
+                "causal": False,
+                "window_left": -1,
+                "logits_soft_cap": None,
+                "sm_scale": None,
+                "pos_encoding_mode": "NONE",
+            }
+        return {"window_left": -1} if self.problem.call.window_at_run else {}
+
+    def _workspace_bytes(self) -> int:
+        """Enough for the options of plan() and for those of the later call."""
+        probe = runner.make_wrapper(
+            self.inputs.case,
+            backend=self.backend,
+            device=self.inputs.q.device,
+            buffer=runner.workspace(self.inputs.q.device, 0),
+        )
+        positional, options = runner.plan_arguments(self.inputs)
+        overrides = self._plan_overrides()
+        needs = [probe.workspace_size(*positional, **options)[0]]
+        if overrides:
+            needs.append(probe.workspace_size(*positional, **{**options, **overrides})[0])
+        return max(needs)
+
+    def _plan_something_else(self) -> None:
+        """Plans and runs with other options, none of which may stay."""
+        case = self.inputs.case
+        shape = self.inputs.q.shape[0] > 0 and sum(case.kv_lens) > 0
+        pairs = sum(a * b for a, b in zip(case.qo_lens, case.kv_lens, strict=True))
+        mask = None
+        if not case.has_custom_mask and self.backend != "fa3" and shape:
+            mask = torch.zeros(pairs, dtype=torch.bool, device=self.inputs.q.device)
+        runner.plan(
+            self.wrapper,
+            self.inputs,
+            custom_mask=mask,
+            packed_custom_mask=None,
+            causal=case.mask is not MaskKind.CAUSAL,
+            window_left=3 if case.window_left < 0 else -1,
+            logits_soft_cap=None if case.soft_cap else 0.7,
+            sm_scale=0.1,
+            disable_split_kv=True,
+        )
+        runner.run(self.wrapper, self.inputs, sinks=None, v_scale=3.0)
+
+    def run(self) -> Result:
+        """One run into fresh outputs."""
+        case, call = self.inputs.case, self.problem.call
+        rows, device = self.inputs.q.shape[0], self.inputs.q.device
+        lse_shape = (rows, case.num_qo_heads)
+        out = self._brought(call.out, (*lse_shape, case.dim_vo), case.dtype)
+        lse_shape = lse_shape if call.lse_layout == "NH" else lse_shape[::-1]
+        lse = self._brought(call.lse, lse_shape, torch.float32)
+        with _threads(call.threads):
+            returned = self.call(
+                out=None if out is None else out.view, lse=None if lse is None else lse.view
+            )
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return self._settle(returned, out, lse)
+
+    def _brought(self, brought: Brought, shape: tuple, dtype: torch.dtype) -> Guarded | None:
+        if brought is Brought.ABSENT:
+            return None
+        return guarded.output(
+            shape,
+            dtype,
+            self.inputs.q.device,
+            self.inputs.case.garbage,
+            strided=brought is Brought.STRIDED,
+        )
+
+    def call(self, **overrides):
+        """The public function, with the options of the problem and then those given here."""
+        call, inputs = self.problem.call, self.inputs
+        if call.entry is Entry.FORWARD:
+            return self._forward()
+        options = {
+            "return_lse": call.return_lse,
+            "lse_base": call.lse_base,
+            "lse_layout": call.lse_layout,
+            "q_scale": self._scale(call.q_scale),
+            "k_scale": self._scale(call.k_scale),
+            "v_scale": self._scale(call.v_scale),
+        }
+        if call.window_at_run:
+            options["window_left"] = inputs.case.window_left
+        options.update(overrides)
+        if call.entry is Entry.SINGLE:
+            return runner.single(inputs, backend=self.backend, **options)
+        return runner.run(self.wrapper, inputs, **options)
+
+    def _forward(self):
+        call, case, inputs = self.problem.call, self.inputs.case, self.inputs
+        forward = self.wrapper.forward_return_lse if call.return_lse else self.wrapper.forward
+        kv = (inputs.cache,) if case.paged else (inputs.k, inputs.v)
+        return forward(
+            inputs.q,
+            *kv,
+            causal=case.mask is MaskKind.CAUSAL,
+            pos_encoding_mode=case.position.value,
+            window_left=case.window_left,
+            logits_soft_cap=case.soft_cap,
+            sm_scale=case.sm_scale,
+            k_scale=self._scale(call.k_scale),
+            v_scale=self._scale(call.v_scale),
+        )
+
+    def _scale(self, value: float | None) -> float | torch.Tensor | None:
+        if value is None or not self.problem.call.scales_in_tensors:
+            return value
+        return torch.tensor([value], dtype=torch.float32, device=self.inputs.q.device)
+
+    def _settle(self, returned, out: Guarded | None, lse: Guarded | None) -> Result:
+        call, failures = self.problem.call, []
+        got_out, got_lse = returned if call.return_lse else (returned, None)
+        for name, got, mine in (("out", got_out, out), ("lse", got_lse, lse)):
+            if mine is None:
+                continue
+            if got is not None and got.data_ptr() != mine.view.data_ptr():
+                failures.append(f"{name} is not the tensor that was given")
+            if spilled := mine.spilled():
+                failures.append(f"{name}: {spilled} elements around it were written")
+        if got_lse is None and lse is not None:
+            got_lse = lse.view
+        if got_lse is not None and call.lse_layout == "HN":
+            got_lse = got_lse.t()
+        return Result(got_out, got_lse, failures)
+
+
+# --- what is looked at beside the numbers ----------------------------------------
+
+
+def _nothing(trial: Trial, result: Result) -> list[str]:
+    return []
+
+
+def _repeat(trial: Trial, result: Result) -> list[str]:
+    failures = []
+    if not trial.run().same_bits(result):
+        failures.append("a second run has other bits")
+    if not Trial(trial.problem, trial.inputs, trial.backend).run().same_bits(result):
+        failures.append("a second wrapper has other bits")
+    return failures
+
+
+def _alone(trial: Trial, result: Result) -> list[str]:
+    failures, row = [], 0
+    for i, qo_len in enumerate(trial.inputs.case.qo_lens[:_MOST_ALONE]):
+        rows = slice(row, row + qo_len)
+        row += qo_len
+        part = Result(result.out[rows], None if result.lse is None else result.lse[rows], [])
+        alone = Trial(trial.problem, lone(trial.inputs, i), trial.backend).run()
+        if not alone.same_bits(part):
+            failures.append(f"request {i} has other bits without the rest of its batch")
+    return failures
+
+
+def _refusals(trial: Trial, result: Result) -> list[str]:
+    failures = []
+    for mistake in refusals.of_run(trial.inputs):
+        failures += refusals.missing(mistake, trial.call)
+    if trial.wrapper is not None:
+        for mistake in refusals.of_plan(trial.inputs):
+            failures += refusals.missing(
+                mistake, lambda **spoilt: runner.plan(trial.wrapper, trial.inputs, **spoilt)
+            )
+    if not trial.run().same_bits(result):
+        failures.append("a run after refused calls has other bits")
+    return failures
+
+
+_LOOK: dict[Also, Callable[[Trial, Result], list[str]]] = {
+    Also.NOTHING: _nothing,
+    Also.REPEAT: _repeat,
+    Also.ALONE: _alone,
+    Also.REPLAN: _nothing,  # the other plan was made before
+    Also.REFUSALS: _refusals,
+}
+
+
+# --- shrinking -------------------------------------------------------------------
+
+
+def shrink(problem: Problem, fails: Callable[[Problem], bool]) -> Problem:
+    """A smaller problem that fails too: fewer and shorter requests, options at their defaults.
+
+    The same for the same problem: candidates have an order, and the first that fails is taken.
+    """
+    tries = 0
+    while True:
+        for candidate in _simpler(problem):
+            if tries == _SHRINKING_TRIES:
+                return problem
+            tries += 1
+            if fails(candidate):
+                problem = candidate
+                break
+        else:
+            return problem
+
+
+def _simpler(problem: Problem) -> Iterator[Problem]:
+    for change in _changes(problem):
+        try:
+            candidate = _changed(problem, change)
+        except ValueError:  # the rest of the problem needs what was taken away
+            continue
+        if candidate != problem:
+            yield candidate
+
+
+def _changed(problem: Problem, change: dict[str, object]) -> Problem:
+    """The problem with other values of fields of itself, its case or its call."""
+
+    def of(part) -> dict[str, object]:
+        names = {field.name for field in dataclasses.fields(part)}
+        return {name: value for name, value in change.items() if name in names}
+
+    case = dataclasses.replace(problem.case, **of(problem.case))
+    call = dataclasses.replace(problem.call, **of(problem.call))
+    return dataclasses.replace(problem, case=case, call=call, **of(problem))
+
+
+def _changes(problem: Problem) -> Iterator[dict[str, object]]:
+    case = problem.case
+    yield from _fewer_requests(case)
+    yield from _shorter(case)
+    if case.group_size > 1:
+        yield {"num_qo_heads": case.num_kv_heads}
+        yield {"num_qo_heads": case.num_kv_heads * (case.group_size // 2)}
+    if case.num_kv_heads > 1:
+        yield {"num_qo_heads": case.group_size, "num_kv_heads": 1}
+    for dim in (8, 64, 128):
+        if dim < case.head_dim:
+            yield {"head_dim": dim, "head_dim_vo": None}
+    required = ("name", "qo_lens", "kv_lens", "num_qo_heads", "num_kv_heads", "head_dim", "dtype")
+    for part in (problem.case, problem.call):
+        for option in dataclasses.fields(part):
+            if option.name not in required:
+                yield {option.name: option.default}
+    yield {"also": Also.NOTHING}
+
+
+def _fewer_requests(case: Case) -> Iterator[dict[str, object]]:
+    count = case.batch_size
+    if count > 2:
+        for part in (slice(0, count // 2), slice(count // 2, None)):
+            yield {"qo_lens": case.qo_lens[part], "kv_lens": case.kv_lens[part]}
+    if count > 1:
+        for i in range(count):
+            qo_lens, kv_lens = (lens[:i] + lens[i + 1 :] for lens in (case.qo_lens, case.kv_lens))
+            yield {"qo_lens": qo_lens, "kv_lens": kv_lens}
+
+
+def _shorter(case: Case) -> Iterator[dict[str, object]]:
+    for name in ("qo_lens", "kv_lens"):
+        yield {name: tuple(n // 2 for n in getattr(case, name))}
+    for name in ("qo_lens", "kv_lens"):
+        lens = getattr(case, name)
+        for i, n in enumerate(lens):
+            for less in sorted({n // 2, n - n // 4, n - 1} - {n}):
+                if less >= 0:
+                    yield {name: (*lens[:i], less, *lens[i + 1 :])}

@@ -1,0 +1,78 @@
+"""Memory around a tensor that nobody may write, and memory that nobody may write at all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from .cases import Garbage
+from .inputs import PAD_COLUMNS, fill_poison
+
+_BESIDE = 256  # bytes on each side of a workspace
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def bits(t: torch.Tensor) -> torch.Tensor:
+    """The same memory as integers, in which NaN equals itself and -0 is not 0."""
+    return t.view(_INTEGERS[t.element_size()])
+
+
+class Guarded:
+    """A tensor cut out of a larger one; what is left of that must stay as it is."""
+
+    def __init__(self, whole: torch.Tensor, cut: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._whole = whole
+        self._cut = cut
+        self._before = whole.clone()
+        self.view = cut(whole)
+
+    def spilled(self) -> int:
+        """How many elements around the tensor have changed."""
+        changed = bits(self._whole) != bits(self._before)
+        self._cut(changed).fill_(False)
+        return int(changed.sum())
+
+    def touched(self) -> bool:
+        """Whether any element has changed, those of the tensor too."""
+        return not torch.equal(bits(self._whole), bits(self._before))
+
+
+def output(
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device | str,
+    garbage: Garbage,
+    *,
+    strided: bool,
+) -> Guarded:
+    """Garbage of a shape with memory of somebody else before and behind it, and with `strided` also
+    behind every row."""
+    rows, *middle, columns = shape
+    behind = PAD_COLUMNS if strided else 0
+    whole = torch.empty(rows + 2, *middle, columns + behind, dtype=dtype, device=device)
+    fill_poison(whole, torch.Generator().manual_seed(0), garbage)
+    return Guarded(whole, lambda t: t[1 : 1 + rows, ..., :columns])
+
+
+def workspace(num_bytes: int, device: torch.device | str) -> Guarded:
+    """Exactly that much scratch memory. All bits are set, so that whatever reads it gets NaN."""
+    whole = torch.full((num_bytes + 2 * _BESIDE,), 255, dtype=torch.uint8, device=device)
+    return Guarded(whole, lambda t: t[_BESIDE : _BESIDE + num_bytes])
+
+
+class Untouched:
+    """The whole memory of some tensors, which must stay as it is."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor | None]) -> None:
+        given = {name: t for name, t in tensors.items() if t is not None}
+        self._memory = {name: _storage_of(t) for name, t in given.items()}
+        self._before = {name: t.clone() for name, t in self._memory.items()}
+
+    def changed(self) -> list[str]:
+        """The names of those that something was written into."""
+        return [name for name, t in self._memory.items() if not torch.equal(t, self._before[name])]
+
+
+def _storage_of(t: torch.Tensor) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage())

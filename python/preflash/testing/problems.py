@@ -1,0 +1,262 @@
+"""Random problems: a case, how it is called, and what is looked at beside the numbers.
+
+`draw(seed, index, limits)` is the same problem wherever it is called. `Problem.text` writes one on
+a line as words `field=value`, defaults left out, and `parse` reads it back.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import random
+import types
+import typing
+
+import torch
+
+from .cases import Case, KvForm, Limits, Sinks, random_case
+
+
+class Entry(enum.Enum):
+    """The public function that computes the problem."""
+
+    SINGLE = "single"  # single_prefill_with_kv_cache
+    BATCH = "batch"  # plan() and run() of the paged or the ragged wrapper
+    FORWARD = "forward"  # the deprecated forward(), which is given the options of the logits
+
+
+class Brought(enum.Enum):
+    """The memory of an output."""
+
+    ABSENT = "absent"  # the library's own
+    CONTIGUOUS = "contiguous"
+    STRIDED = "strided"  # memory of somebody else between the rows
+
+
+class Scratch(enum.Enum):
+    """How large the float workspace is, as a part of what workspace_size() says."""
+
+    WHOLE = "whole"
+    HALF = "half"
+    NONE = "none"
+
+
+class Also(enum.Enum):
+    """What is looked at beside the numbers."""
+
+    NOTHING = "nothing"
+    REPEAT = "repeat"  # two runs, and a second wrapper, give the same bits
+    ALONE = "alone"  # every request has the bits that it has without the others
+    REPLAN = "replan"  # the wrapper had another plan before, with other options
+    REFUSALS = "refusals"  # wrong options raise, write nothing, and leave the wrapper as it was
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """How a case is called."""
+
+    entry: Entry = Entry.BATCH
+    return_lse: bool = True
+    out: Brought = Brought.ABSENT
+    lse: Brought = Brought.ABSENT
+    lse_base: str = "log2"
+    lse_layout: str = "NH"
+    q_scale: float | None = None
+    k_scale: float | None = None
+    v_scale: float | None = None
+    scales_in_tensors: bool = False
+    window_at_run: bool = False  # window_left is given to run(), and plan() gets none
+    scratch: Scratch = Scratch.WHOLE
+    index_on_device: bool = False
+    threads: int = 1  # of the cpu backend
+
+    @property
+    def logits_factor(self) -> float:
+        """What sm_scale is multiplied by."""
+        return (1.0 if self.q_scale is None else self.q_scale) * (
+            1.0 if self.k_scale is None else self.k_scale
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """Everything that decides a result. Raises ValueError where it makes no sense together."""
+
+    case: Case
+    call: Call = Call()
+    also: Also = Also.NOTHING
+    seed: int = 0  # of the numbers in the tensors
+
+    def __post_init__(self) -> None:
+        case, call, entry = self.case, self.call, self.call.entry
+        splits = case.fixed_split_size is not None or case.disable_split_kv
+        if entry is Entry.SINGLE:
+            _must(case.batch_size == 1 and not case.paged, "one ragged request")
+            _must(not splits, "a single request has no split policy")
+            _must(self.also not in (Also.ALONE, Also.REPLAN), "a single request is not planned")
+        if entry is Entry.FORWARD:
+            _must(case.sinks is Sinks.NONE and call.q_scale is None, "options of run()")
+            _must(call.out is Brought.ABSENT and call.lse is Brought.ABSENT, "options of run()")
+            _must(call.lse_base == "log2" and call.lse_layout == "NH", "options of run()")
+            _must(self.also in (Also.NOTHING, Also.REPEAT, Also.REPLAN), "looked at with run()")
+        _must(not call.window_at_run or entry is Entry.BATCH, "an option of run()")
+        _must(
+            call.scratch is Scratch.WHOLE or (entry is not Entry.SINGLE and not splits),
+            "a part of the workspace is for a split that the planner chooses",
+        )
+        _must(self.also is not Also.ALONE or splits, "a split policy makes requests independent")
+
+    @property
+    def text(self) -> str:
+        """The problem as words, for `parse`."""
+        words = []
+        for name, value, default in _fields(self):
+            if value != default and name != "name":
+                words.append(f"{name}={_word(value)}")
+        return " ".join(words)
+
+
+def _must(condition: bool, rule: str) -> None:
+    if not condition:
+        raise ValueError(rule)
+
+
+# --- text ----------------------------------------------------------------------
+
+_DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}
+_PARTS = {"case": Case, "call": Call}
+
+
+def _fields(problem: Problem) -> typing.Iterator[tuple[str, object, object]]:
+    """(name, value, default) of every field; no two parts have a field of the same name."""
+    for part in (problem.case, problem.call, problem):
+        for field in dataclasses.fields(part):
+            if field.name not in _PARTS:
+                yield field.name, getattr(part, field.name), field.default
+
+
+def _word(value: object) -> str:
+    if isinstance(value, enum.Enum):
+        return value.value
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
+    if isinstance(value, torch.dtype):
+        return next(name for name, dtype in _DTYPES.items() if dtype is value)
+    return repr(value) if isinstance(value, float) else str(value)
+
+
+def parse(text: str) -> Problem:
+    """The problem that `Problem.text` wrote. Raises ValueError for anything else."""
+    words = dict(word.split("=", 1) for word in text.split() if "=" in word)
+    if len(words) != len(text.split()):
+        raise ValueError(f"{text!r}: must be words field=value, each field once")
+    parts = {}
+    for name, kind in _PARTS.items():
+        parts[name] = _take(kind, words)
+    rest = _take(Problem, words)
+    if words:
+        raise ValueError(f"there is no field {', '.join(words)}")
+    try:
+        case = Case("problem", **parts["case"])
+    except TypeError as error:
+        raise ValueError(f"{text!r}: {error}") from error
+    return Problem(case, Call(**parts["call"]), **rest)
+
+
+def _take(kind: type, words: dict[str, str]) -> dict[str, object]:
+    """The fields of `kind` among the words, which are taken out of them."""
+    hints = typing.get_type_hints(kind)
+    names = [name for name in hints if name in words and name not in ("name", *_PARTS)]
+    return {name: _value(name, words.pop(name), hints[name]) for name in names}
+
+
+def _value(name: str, word: str, hint: object) -> object:
+    if isinstance(hint, types.UnionType):
+        if word == "None":
+            return None
+        hint = typing.get_args(hint)[0]
+    try:
+        if typing.get_origin(hint) is tuple:
+            return tuple(int(part) for part in word.split(","))
+        if hint is bool:
+            return {"True": True, "False": False}[word]
+        return _DTYPES[word] if hint is torch.dtype else hint(word)
+    except (KeyError, ValueError):
+        raise ValueError(f"{name}={word}: not a value of {name}") from None
+
+
+# --- drawing -------------------------------------------------------------------
+
+
+def draw(seed: int, index: int, limits: Limits) -> Problem:
+    """Problem `index` of `seed`."""
+    rng = random.Random(f"preflash {seed} {index}")
+    entry = rng.choice([Entry.SINGLE, *[Entry.BATCH] * 5, Entry.FORWARD])
+    # A few are larger, for more work items and longer splits.
+    work = limits.work * (10 if rng.random() < 0.03 else 1)
+    case = random_case(rng, "problem", dataclasses.replace(limits, work=work))
+    case = _adapted(case, entry)
+    call = _random_call(rng, case, entry)
+    also = rng.choice(_looked_at(case, entry))
+    return Problem(case, call, also, rng.randrange(2**31))
+
+
+def _adapted(case: Case, entry: Entry) -> Case:
+    """The case without what the entry point does not take."""
+    if entry is Entry.SINGLE:
+        form = KvForm.SEPARATE if case.form is KvForm.FLAT else case.form
+        case = dataclasses.replace(
+            case,
+            qo_lens=case.qo_lens[:1],
+            kv_lens=case.kv_lens[:1],
+            page_size=0,
+            form=form,
+            fixed_split_size=None,
+            disable_split_kv=False,
+        )
+    if entry is Entry.FORWARD:
+        case = dataclasses.replace(case, sinks=Sinks.NONE)
+    return case
+
+
+def _looked_at(case: Case, entry: Entry) -> list[Also]:
+    choices = [Also.NOTHING, Also.REPEAT]
+    if entry is not Entry.SINGLE:
+        choices.append(Also.REPLAN)
+    if entry is not Entry.FORWARD:
+        choices.append(Also.REFUSALS)
+    if entry is Entry.BATCH and (case.fixed_split_size is not None or case.disable_split_kv):
+        choices += [Also.ALONE] * 4
+    return choices
+
+
+def _random_call(rng: random.Random, case: Case, entry: Entry) -> Call:
+    # All exact in float32, so that a scale in a tensor is the same scale.
+    scales = [None] * 6 + [0.5, 2.0, 1.25, -0.75]
+    q_scale, k_scale = rng.choice(scales), rng.choice(scales)
+    v_scale = rng.choice([*scales, 0.0])
+    out, lse = (rng.choice([Brought.ABSENT, *Brought]) for _ in range(2))
+    splits = case.fixed_split_size is not None or case.disable_split_kv
+    scratch = rng.choice([Scratch.WHOLE, *Scratch])
+    call = Call(
+        entry=entry,
+        return_lse=rng.random() < 0.8,
+        out=out,
+        lse=lse,
+        lse_base=rng.choice(["log2", "ln"]),
+        lse_layout=rng.choice(["NH", "HN"]),
+        q_scale=q_scale,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        scales_in_tensors=rng.random() < 0.2,
+        window_at_run=entry is Entry.BATCH and case.window_left >= 0 and rng.random() < 0.4,
+        scratch=Scratch.WHOLE if splits or entry is Entry.SINGLE else scratch,
+        index_on_device=rng.random() < 0.3,
+        threads=rng.choice([1, 1, 2, 3]),
+    )
+    if entry is Entry.FORWARD:
+        absent = Brought.ABSENT
+        call = dataclasses.replace(
+            call, out=absent, lse=absent, lse_base="log2", lse_layout="NH", q_scale=None
+        )
+    return call
