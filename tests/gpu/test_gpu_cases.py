@@ -25,7 +25,7 @@ def test_fuzz(backend, case):
 
 @pytest.mark.parametrize(
     ("backend", "case"),
-    backends_and_cases(cases.random_cases(40, seed=20260103, longest=2500)),
+    backends_and_cases(cases.random_cases(40, seed=20260103, longest=2500, work=2e10)),
 )
 def test_fuzz_long(backend, case):
     runner.check(build(case, device="cuda", seed=3), backend=backend)

@@ -8,6 +8,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 from ..testing import fuzz, problems
 from ..testing.cases import Limits
 from ..testing.problems import Problem
@@ -18,7 +20,7 @@ from .machine import Place
 _LONGEST = 700
 # Milliseconds in the oracle, and several tiles, splits and requests all the same.
 _WORK = 2e7
-_MOST_FAILURES = 10
+_MOST_FAILURES = 5
 
 
 @dataclass(frozen=True)
@@ -53,13 +55,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="instead: N random problems, the same for the same seed and backend",
     )
     parser.add_argument(
-        "--seed", default="0", metavar="S", help="with --fuzz: S, or S:I to begin with problem I"
+        "--seed", metavar="S", help="with --fuzz: S, or S:I to begin with problem I"
     )
     parser.add_argument("--problem", metavar="TEXT", help="instead: a problem that --fuzz printed")
 
 
 def asked_for(args: argparse.Namespace) -> bool:
     """Whether the arguments ask for problems of this module."""
+    if args.fuzz is None and args.seed is not None:
+        raise CommandError(f"--seed {args.seed}: it is for --fuzz; the self-test has no seed")
     return args.fuzz is not None or args.problem is not None
 
 
@@ -92,7 +96,7 @@ def _asked(args: argparse.Namespace, place: Place) -> list[Asked]:
         return [_spelled_out(problem)]
     if args.fuzz < 1:
         raise CommandError(f"--fuzz {args.fuzz}: must be at least 1")
-    seed, first = _seed(args.seed)
+    seed, first = _seed(args.seed or "0")
     limits = Limits(_LONGEST, _WORK, place.dtypes)
     return [
         Asked(problems.draw(seed, index, limits), f"--fuzz 1 --seed {seed}:{index}")
@@ -124,6 +128,9 @@ def _examine_all(place: Place, asked: Sequence[Asked]) -> Tally:
             tally.count(verdict)
             if verdict.failures:
                 _report(one, verdict, place)
+            if _lost(place):
+                print(f"stopped: {place.label} answers nothing after this")
+                break
             if tally.failed == _MOST_FAILURES:
                 print(f"stopped after {_MOST_FAILURES} failures")
                 break
@@ -135,9 +142,22 @@ def _examine(problem: Problem, place: Place) -> fuzz.Verdict:
     return fuzz.examine(problem, backend=place.backend, device=place.device)
 
 
+def _lost(place: Place) -> bool:
+    """Whether the GPU has had a fault that leaves this process without it."""
+    if place.device.type != "cuda":
+        return False
+    try:
+        torch.cuda.synchronize(place.device)
+    except RuntimeError:
+        return True
+    return False
+
+
 def _report(asked: Asked, verdict: fuzz.Verdict, place: Place) -> None:
     """The command that computes the problem again, what is wrong, and the same of a small one."""
     _print_failure("FAILED", asked, verdict, place)
+    if _lost(place):  # every other problem would fail too
+        return
     smaller = fuzz.shrink(asked.problem, lambda other: bool(_examine(other, place).failures))
     if smaller != asked.problem:
         _print_failure("smaller:", _spelled_out(smaller), _examine(smaller, place), place)

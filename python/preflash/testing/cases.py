@@ -561,8 +561,8 @@ def random_case(rng: random.Random, name: str, limits: Limits) -> Case:
         disable_split_kv=split > 0.85,
         **storage,
         **logits,
-        # The last draw, so that the rest does not depend on how many there are.
-        dtype=rng.choice(limits.dtypes),
+        # NOTE: not choice(), which takes a number of draws that depends on how many there are.
+        dtype=limits.dtypes[int(rng.random() * len(limits.dtypes))],
     )
 
 

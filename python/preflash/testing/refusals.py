@@ -66,12 +66,13 @@ def of_plan(inputs: Inputs) -> list[Mistake]:
     if longest := max(case.kv_lens):
         found.append(Mistake("max_sequence_kv", longest - 1))
     pairs = sum(a * b for a, b in zip(case.qo_lens, case.kv_lens, strict=True))
-    if pairs:
+    # Other problems would be refused for the mask itself, where a backend serves none, or for the
+    # larger workspace of a split that is not causal any more.
+    if pairs and case.has_custom_mask:
         few = torch.ones(pairs - 1, dtype=torch.bool, device=device)
-        # A packed mask would take precedence over it.
-        if inputs.packed_custom_mask is None:
-            found.append(Mistake("custom_mask", few))
         found.append(Mistake("packed_custom_mask", few[: (pairs - 1) // 8].to(torch.uint8)))
+        if inputs.packed_custom_mask is None:  # which would take precedence
+            found.append(Mistake("custom_mask", few))
     return found
 
 

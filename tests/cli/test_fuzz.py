@@ -1,0 +1,226 @@
+"""`check --fuzz` notices faults: each is put between the library and the fuzzer, and the printed
+commands find it again, and find nothing once it is gone."""
+
+import re
+import shlex
+
+import pytest
+import torch
+from preflash import cli
+from preflash.cli import fuzz
+from preflash.testing import problems, runner
+
+HONEST_PLAN, HONEST_RUN = runner.plan, runner.run
+
+
+def flip_last_bit(t: torch.Tensor) -> None:
+    if t.numel():
+        first = t[:1]
+        first.view(torch.int16 if t.element_size() == 2 else torch.int32)[..., :1].bitwise_xor_(1)
+
+
+def out_of(returned) -> torch.Tensor:
+    return returned[0] if isinstance(returned, tuple) else returned
+
+
+def wrong_number(wrapper, inputs, **options):
+    returned = HONEST_RUN(wrapper, inputs, **options)
+    out_of(returned)[-1:, -1:, -1:] += 0.25
+    return returned
+
+
+def leaked_nan(wrapper, inputs, **options):
+    """As if the slots behind a request's last page were multiplied by a weight of zero."""
+    returned = HONEST_RUN(wrapper, inputs, **options)
+    if inputs.case.page_size > 1 and any(n % inputs.case.page_size for n in inputs.case.kv_lens):
+        out_of(returned)[-1:] += 0.0 * inputs.k.min().to(inputs.case.dtype)
+    return returned
+
+
+# Options are dropped where they are right: what must be refused still is, so that it is the numbers
+# that show the fault.
+
+
+def without_sinks(wrapper, inputs, **options):
+    return HONEST_RUN(wrapper, inputs, **{"sinks": None, **options})
+
+
+def without_v_scale(wrapper, inputs, **options):
+    scale = options.get("v_scale")
+    return HONEST_RUN(wrapper, inputs, **{**options, "v_scale": scale if scale == "loud" else None})
+
+
+def without_lse_base(wrapper, inputs, **options):
+    base = options.get("lse_base", "log2")
+    return HONEST_RUN(wrapper, inputs, **{**options, "lse_base": "log2" if base == "ln" else base})
+
+
+def without_window_of_run(wrapper, inputs, **options):
+    window = options.get("window_left", -1)
+    return HONEST_RUN(wrapper, inputs, **{**options, "window_left": min(window, -1)})
+
+
+def another_bit_every_time(wrapper, inputs, **options):
+    returned = HONEST_RUN(wrapper, inputs, **options)
+    another_bit_every_time.calls += 1
+    if another_bit_every_time.calls % 2:
+        flip_last_bit(out_of(returned))
+    return returned
+
+
+another_bit_every_time.calls = 0
+
+
+def bits_by_company(wrapper, inputs, **options):
+    returned = HONEST_RUN(wrapper, inputs, **options)
+    if inputs.case.batch_size > 1:
+        flip_last_bit(out_of(returned))
+    return returned
+
+
+def spill(wrapper, inputs, **options):
+    returned = HONEST_RUN(wrapper, inputs, **options)
+    if options.get("out") is not None and options["out"]._base is not None:
+        options["out"]._base[-1] = 0
+    return returned
+
+
+def workspace_spill(wrapper, inputs, **options):
+    wrapper._state.workspace.float_buffer.tensor._base[-1] = 0
+    return HONEST_RUN(wrapper, inputs, **options)
+
+
+def written_input(wrapper, inputs, **options):
+    returned = HONEST_RUN(wrapper, inputs, **options)
+    inputs.k.untyped_storage()[0] ^= 1
+    return returned
+
+
+def refused_nothing(wrapper, inputs, **options):
+    if options.get("lse_layout") == "NHD":
+        options["lse_layout"] = "NH"
+        options["lse"] = None
+    return HONEST_RUN(wrapper, inputs, **options)
+
+
+def raising(wrapper, inputs, **options):
+    raise RuntimeError("launch refused")
+
+
+RUN_FAULTS = {
+    wrong_number: "outside their bound",
+    leaked_nan: "wrong kind",
+    without_sinks: "lse:|out:",
+    without_v_scale: "out:",
+    without_lse_base: "lse:",
+    without_window_of_run: "out:|lse:",
+    another_bit_every_time: "other bits",
+    bits_by_company: "without the rest of its batch",
+    spill: "out: .* elements around it were written",
+    workspace_spill: "around the workspace",
+    written_input: "k, an input, was written",
+    refused_nothing: "'NHD' was accepted",
+    raising: "RuntimeError: launch refused",
+}
+
+
+def without_option(name, neutral):
+    def plan(wrapper, inputs, **overrides):
+        HONEST_PLAN(wrapper, inputs, **{name: neutral, **overrides})
+
+    return plan
+
+
+def planned_once(wrapper, inputs, **overrides):
+    if wrapper.variant is None:
+        HONEST_PLAN(wrapper, inputs, **overrides)
+
+
+PLAN_FAULTS = {
+    "causal": without_option("causal", False),
+    "window_left": without_option("window_left", -1),
+    "logits_soft_cap": without_option("logits_soft_cap", None),
+    "pos_encoding_mode": without_option("pos_encoding_mode", "NONE"),
+    "sm_scale": without_option("sm_scale", None),
+    "custom_mask": without_option("custom_mask", None),
+    "packed_custom_mask": without_option("packed_custom_mask", None),
+    "stale": planned_once,
+}
+
+
+def commands(printed: str) -> list[list[str]]:
+    """The arguments of every command that the fuzzer printed."""
+    lines = re.findall(r"^(?:FAILED|smaller:) python -m preflash (.*)$", printed, re.MULTILINE)
+    return [shlex.split(line) for line in lines]
+
+
+@pytest.fixture
+def finds_again(monkeypatch, capsys):
+    """The fault is found, the printed commands find it again, and do not without it."""
+
+    def find(function: str, fault, message: str) -> list[list[str]]:
+        monkeypatch.setattr(fuzz, "_MOST_FAILURES", 1)
+        monkeypatch.setattr(fuzz, "_WORK", 3e6)
+        monkeypatch.setattr(runner, function, fault)
+        assert cli.main(["check", "--backend", "cpu", "--fuzz", "250", "--seed", "3"]) == 1
+        printed = capsys.readouterr().out
+        found = commands(printed)
+        assert len(found) in (1, 2), printed
+        assert re.search(message, printed), printed
+        for arguments in found:
+            assert cli.main(arguments) == 1, arguments
+            again = capsys.readouterr().out
+            assert "FAILED" in again
+            assert commands(again)[0] == arguments
+        monkeypatch.setattr(runner, "plan", HONEST_PLAN)
+        monkeypatch.setattr(runner, "run", HONEST_RUN)
+        for arguments in found:
+            assert cli.main(arguments) == 0, arguments
+        capsys.readouterr()
+        return found
+
+    return find
+
+
+@pytest.mark.parametrize("fault", RUN_FAULTS, ids=lambda fault: fault.__name__)
+def test_a_fault_of_run_is_found(finds_again, fault):
+    finds_again("run", fault, RUN_FAULTS[fault])
+
+
+@pytest.mark.parametrize("option", PLAN_FAULTS)
+def test_a_fault_of_plan_is_found(finds_again, option):
+    finds_again("plan", PLAN_FAULTS[option], "out:|lse:")
+
+
+def test_a_wrong_number_is_shrunk(finds_again):
+    found = finds_again("run", wrong_number, "outside their bound")
+    _, smaller = found
+    problem = problems.parse(smaller[-1])
+    assert problem.case.qo_lens == (1,)
+    assert problem.case.num_qo_heads == 1
+    assert problem.case.head_dim == 8
+    assert len(problem.text) < 100
+
+
+def test_a_command_line_that_passes(capsys):
+    assert cli.main(["check", "--backend", "cpu", "--fuzz", "5", "--seed", "8:40"]) == 0
+    out = capsys.readouterr().out
+    assert "cpu on cpu: 5 passed, 0 failed" in out
+    assert "all good" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--fuzz", "0"], "--fuzz 0"),
+        (["--fuzz", "1", "--seed", "one"], "--seed one"),
+        (["--fuzz", "1", "--seed", "1:-2"], "--seed 1:-2"),
+        (["--fuzz", "1", "--quick"], "--quick"),
+        (["--problem", "qo_lens=1"], "--problem"),
+        (["--problem", "qo_lens=1 kv_lens=2", "--fuzz", "1"], "one of them"),
+        (["--seed", "4"], "--seed"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(capsys, arguments, message):
+    assert cli.main(["check", "--backend", "cpu", *arguments]) == 2
+    assert message in capsys.readouterr().err

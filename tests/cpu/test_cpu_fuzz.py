@@ -1,0 +1,161 @@
+"""Random problems with a fixed seed, and the tools that draw, write down and shrink them."""
+
+import dataclasses
+import enum
+
+import pytest
+import torch
+from preflash.testing import Case, KvForm, MaskKind, Sinks, fuzz, problems
+from preflash.testing.cases import Limits
+from preflash.testing.problems import Also, Brought, Call, Entry, Problem, Scratch, draw, parse
+
+SEED = 20261121
+LIMITS = Limits(700, 1e7, (torch.float16, torch.bfloat16, torch.float32))
+DRAWN = [draw(SEED, index, LIMITS) for index in range(300)]
+
+
+@pytest.mark.parametrize("first", range(0, 300, 50))
+def test_random_problems(first):
+    wrong = []
+    for problem in DRAWN[first : first + 50]:
+        verdict = fuzz.examine(problem, backend="cpu")
+        wrong += [f"{problem.text}: {failure}" for failure in verdict.failures]
+        assert not verdict.not_compiled
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_same_seed_is_the_same_problems():
+    assert [draw(SEED, index, LIMITS) for index in range(20)] == DRAWN[:20]
+    assert [draw(SEED + 1, index, LIMITS) for index in range(20)] != DRAWN[:20]
+
+
+def test_backends_differ_in_the_dtype_alone():
+    few = dataclasses.replace(LIMITS, dtypes=(torch.bfloat16,))
+    for index, problem in enumerate(DRAWN):
+        other = draw(SEED, index, few)
+        case = dataclasses.replace(other.case, dtype=problem.case.dtype)
+        assert (case, other.call) == (problem.case, problem.call)
+
+
+def test_problems_stay_within_their_limits():
+    for problem in DRAWN:
+        case = problem.case
+        pairs = sum(a * b for a, b in zip(case.qo_lens, case.kv_lens, strict=True))
+        assert max(case.qo_lens + case.kv_lens) <= LIMITS.longest
+        work = pairs * case.num_qo_heads * (case.head_dim + case.dim_vo)
+        assert work <= 10 * LIMITS.work
+
+
+def test_every_axis_is_drawn():
+    many = [draw(SEED, index, LIMITS) for index in range(4000)]
+    parts = [(p, p.case, p.call) for p in many]
+    for which, part in enumerate((Problem, Case, Call)):
+        for field in dataclasses.fields(part):
+            values = [getattr(group[which], field.name) for group in parts]
+            if isinstance(values[0], enum.Enum):
+                assert set(values) == set(type(values[0])), field.name
+            elif isinstance(values[0], (bool, str)) and field.name != "name":
+                assert len(set(values)) == 2, field.name
+    made = [p.case for p in many]
+    assert {case.dtype for case in made} == set(LIMITS.dtypes)
+    assert {case.group_size for case in made} >= {1, 3, 7, 16, 128}
+    assert {case.head_dim for case in made} >= set(range(8, 257, 8))
+    assert (192, 128) in {(case.head_dim, case.dim_vo) for case in made}
+    assert {case.page_size for case in made} >= {0, 1, 3, 7, 16, 64}
+    assert {None, 0.0} <= {case.sm_scale for case in made}
+    assert min(case.sm_scale or 0.0 for case in made) < 0
+    assert {None, 0.0} <= {case.soft_cap for case in made}
+    assert {None, 1, 64} <= {case.fixed_split_size for case in made}
+    requests = [pair for case in made for pair in zip(case.qo_lens, case.kv_lens, strict=True)]
+    assert any(qo == 0 < kv for qo, kv in requests)
+    assert any(kv == 0 < qo for qo, kv in requests)
+    assert any(qo > kv > 0 for qo, kv in requests)
+
+
+def test_text_is_the_problem():
+    for problem in DRAWN:
+        assert parse(problem.text) == problem
+        # A line of a shell, less its quotes.
+        assert not set(problem.text) & set("\n'\"\\$")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("qo_lens=1 kv_lens=2,3", "qo_lens"),
+        ("qo_lens=1", "kv_lens"),
+        ("qo_lens=1 kv_lens=2 colour=red", "colour"),
+        ("qo_lens=1 kv_lens=2 mask=round", "mask=round"),
+        ("qo_lens=1 kv_lens=2 head_dim=wide", "head_dim=wide"),
+        ("qo_lens=1 kv_lens=2 return_lse=1", "return_lse=1"),
+        ("qo_lens=1 kv_lens=2 causal", "field=value"),
+        ("qo_lens=1 kv_lens=2 qo_lens=1", "once"),
+        ("qo_lens=1,1 kv_lens=2,2 entry=single", "one ragged request"),
+        ("qo_lens=1 kv_lens=2 also=alone", "split policy"),
+    ],
+)
+def test_text_of_no_problem_is_refused(text, message):
+    with pytest.raises(ValueError, match=message):
+        parse(text)
+
+
+def test_a_problem_may_have_no_keys_and_no_rows():
+    for text in ("qo_lens=0 kv_lens=0", "qo_lens=3 kv_lens=0 page_size=3", "qo_lens=0 kv_lens=9"):
+        assert fuzz.examine(parse(text), backend="cpu").failures == []
+
+
+BUSY = Problem(
+    Case(
+        "problem",
+        (30, 4, 0, 200),
+        (90, 4, 7, 200),
+        32,
+        2,
+        128,
+        page_size=16,
+        layout="HND",
+        form=KvForm.PADDED,
+        mask=MaskKind.CAUSAL,
+        window_left=17,
+        soft_cap=30.0,
+        sinks=Sinks.MIXED,
+    ),
+    Call(out=Brought.STRIDED, lse_base="ln", v_scale=2.0, scratch=Scratch.HALF),
+    Also.REPEAT,
+    seed=5,
+)
+
+
+def test_shrinking_ends_at_what_matters():
+    def fails(problem):
+        case = problem.case
+        return case.window_left >= 0 and max(case.kv_lens) > 40 and problem.call.lse_base == "ln"
+
+    small = fuzz.shrink(BUSY, fails)
+    assert fails(small)
+    assert small == fuzz.shrink(BUSY, fails)
+    case = dataclasses.replace(
+        Case("problem", (0,), (41,), 1, 1, 8, dtype=BUSY.case.dtype), window_left=17
+    )
+    assert small == Problem(case, Call(lse_base="ln"), seed=5)
+
+
+def test_shrinking_keeps_what_belongs_together():
+    """A candidate that is no problem is passed over: requests alone need a split policy."""
+    problem = dataclasses.replace(
+        BUSY,
+        case=dataclasses.replace(BUSY.case, disable_split_kv=True),
+        call=Call(entry=Entry.BATCH),
+        also=Also.ALONE,
+    )
+    small = fuzz.shrink(problem, lambda other: other.also is Also.ALONE)
+    assert small.case.disable_split_kv
+    assert small.case.qo_lens == (0,)
+
+
+def test_no_more_tries_than_allowed(monkeypatch):
+    monkeypatch.setattr(fuzz, "_SHRINKING_TRIES", 7)
+    seen = []
+    assert fuzz.shrink(BUSY, lambda other: seen.append(other)) == BUSY
+    assert len(seen) == 7
+    assert problems.parse(BUSY.text) == BUSY
