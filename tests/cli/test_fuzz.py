@@ -78,6 +78,13 @@ def bits_by_company(wrapper, inputs, **options):
     return returned
 
 
+def contagion(wrapper, inputs, **options):
+    returned = HONEST_RUN(wrapper, inputs, **options)
+    if bool(inputs.q.isnan().any()):
+        out_of(returned).fill_(torch.nan)
+    return returned
+
+
 def spill(wrapper, inputs, **options):
     returned = HONEST_RUN(wrapper, inputs, **options)
     if options.get("out") is not None and options["out"]._base is not None:
@@ -116,6 +123,7 @@ RUN_FAULTS = {
     without_window_of_run: "out:|lse:",
     another_bit_every_time: "other bits",
     bits_by_company: "without the rest of its batch",
+    contagion: "has other bits with garbage in request",
     spill: "out: .* elements around it were written",
     workspace_spill: "around the workspace",
     written_input: "k, an input, was written",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -17,7 +18,7 @@ import torch
 from . import guarded, refusals, runner
 from .cases import Case, MaskKind
 from .guarded import Guarded, Untouched, bits
-from .inputs import Inputs, build, lone
+from .inputs import Inputs, build, lone, spoil
 from .oracle import Expected, reference
 from .problems import Also, Brought, Entry, Problem, Scratch
 
@@ -39,6 +40,9 @@ class Result:
     out: torch.Tensor
     lse: torch.Tensor | None  # [tokens, heads] whatever the layout of the call
     failures: list[str]
+
+    def rows(self, begin: int, end: int) -> Result:
+        return Result(self.out[begin:end], None if self.lse is None else self.lse[begin:end], [])
 
     def same_bits(self, other: Result) -> bool:
         pairs = [(self.out, other.out)]
@@ -74,9 +78,7 @@ def _threads(count: int) -> Iterator[None]:
 
 def _examine(problem: Problem, backend: str, device: torch.device | str) -> Verdict:
     call = problem.call
-    index_device = device if call.index_on_device else "cpu"
-    inputs = build(problem.case, device=device, index_device=index_device, seed=problem.seed)
-    _add_garbage(inputs)
+    inputs = _build(problem, device)
     untouched = Untouched({"q": inputs.q, "k": inputs.k, "v": inputs.v, "sinks": inputs.sinks})
     trial = Trial(problem, inputs, backend)
     result = trial.run()
@@ -90,6 +92,13 @@ def _examine(problem: Problem, backend: str, device: torch.device | str) -> Verd
     failures += [f"{name}, an input, was written" for name in untouched.changed()]
     worst = max(report.worst_ratio, report.frobenius_ratio, report.lse_ratio)
     return Verdict(failures, worst=worst)
+
+
+def _build(problem: Problem, device: torch.device | str) -> Inputs:
+    index_device = device if problem.call.index_on_device else "cpu"
+    inputs = build(problem.case, device=device, index_device=index_device, seed=problem.seed)
+    _add_garbage(inputs)
+    return inputs
 
 
 def expected(problem: Problem, inputs: Inputs) -> Expected:
@@ -302,15 +311,33 @@ def _repeat(trial: Trial, result: Result) -> list[str]:
 
 
 def _alone(trial: Trial, result: Result) -> list[str]:
-    failures, row = [], 0
-    for i, qo_len in enumerate(trial.inputs.case.qo_lens[:_MOST_ALONE]):
-        rows = slice(row, row + qo_len)
-        row += qo_len
-        part = Result(result.out[rows], None if result.lse is None else result.lse[rows], [])
+    failures = []
+    begins = _first_rows(trial)
+    for i in range(min(trial.inputs.case.batch_size, _MOST_ALONE)):
         alone = Trial(trial.problem, lone(trial.inputs, i), trial.backend).run()
-        if not alone.same_bits(part):
+        if not alone.same_bits(result.rows(begins[i], begins[i + 1])):
             failures.append(f"request {i} has other bits without the rest of its batch")
     return failures
+
+
+def _spoilt(trial: Trial, result: Result) -> list[str]:
+    problem, failures = trial.problem, []
+    count = problem.case.batch_size
+    spoilt = problem.seed % count
+    inputs = _build(problem, trial.inputs.q.device)
+    spoil(inputs, spoilt)
+    others = Trial(problem, inputs, trial.backend).run()
+    begins = _first_rows(trial)
+    for i in set(range(count)) - {spoilt}:
+        rows = (begins[i], begins[i + 1])
+        if not others.rows(*rows).same_bits(result.rows(*rows)):
+            failures.append(f"request {i} has other bits with garbage in request {spoilt}")
+    return failures
+
+
+def _first_rows(trial: Trial) -> list[int]:
+    """The first row of every request, then the end of the last."""
+    return [0, *itertools.accumulate(trial.inputs.case.qo_lens)]
 
 
 def _refusals(trial: Trial, result: Result) -> list[str]:
@@ -331,6 +358,7 @@ _LOOK: dict[Also, Callable[[Trial, Result], list[str]]] = {
     Also.NOTHING: _nothing,
     Also.REPEAT: _repeat,
     Also.ALONE: _alone,
+    Also.SPOILT: _spoilt,
     Also.REPLAN: _nothing,  # the other plan was made before
     Also.REFUSALS: _refusals,
 }

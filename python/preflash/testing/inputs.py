@@ -351,3 +351,21 @@ def lone(inputs: Inputs, i: int) -> Inputs:
         alone.masks = [inputs.masks[i]]
         _attach_masks(alone, alone.masks, inputs.q.device)
     return alone
+
+
+def spoil(inputs: Inputs, i: int) -> None:
+    """Writes garbage over all of request i: its rows of q, and its keys and values."""
+    case = inputs.case
+    generator = torch.Generator().manual_seed(i)
+    fill_poison(inputs.q.narrow(0, sum(case.qo_lens[:i]), case.qo_lens[i]), generator)
+    kv_len = case.kv_lens[i]
+    for t in (inputs.k, inputs.v):
+        if case.paged:
+            slots = torch.arange(kv_len, device=t.device)
+            page = torch.tensor(inputs.page_table[i], dtype=torch.long, device=t.device)
+            place = (page[slots // case.page_size], slots % case.page_size)
+            view = _pages(t, case)
+            view[place] = fill_poison(view[place], generator)
+        else:
+            rows = _as_nhd(t, case.layout).narrow(0, sum(case.kv_lens[:i]), kv_len)
+            fill_poison(rows, generator)

@@ -47,6 +47,7 @@ class Also(enum.Enum):
     NOTHING = "nothing"
     REPEAT = "repeat"  # two runs, and a second wrapper, give the same bits
     ALONE = "alone"  # every request has the bits that it has without the others
+    SPOILT = "spoilt"  # NaN and infinities in one request reach no other one
     REPLAN = "replan"  # the wrapper had another plan before, with other options
     REFUSALS = "refusals"  # wrong options raise, write nothing, and leave the wrapper as it was
 
@@ -98,12 +99,13 @@ class Problem:
             _must(case.sinks is Sinks.NONE and call.q_scale is None, "options of run()")
             _must(call.out is Brought.ABSENT and call.lse is Brought.ABSENT, "options of run()")
             _must(call.lse_base == "log2" and call.lse_layout == "NH", "options of run()")
-            _must(self.also in (Also.NOTHING, Also.REPEAT, Also.REPLAN), "looked at with run()")
+            _must(self.also not in (Also.ALONE, Also.REFUSALS), "looked at with run()")
         _must(not call.window_at_run or entry is Entry.BATCH, "an option of run()")
         _must(
             call.scratch is Scratch.WHOLE or (entry is not Entry.SINGLE and not splits),
             "a part of the workspace is for a split that the planner chooses",
         )
+        _must(self.also is not Also.SPOILT or case.batch_size > 1, "there is no other request")
         _must(self.also is not Also.ALONE or splits, "a split policy makes requests independent")
 
     @property
@@ -225,6 +227,8 @@ def _looked_at(case: Case, entry: Entry) -> list[Also]:
         choices.append(Also.REPLAN)
     if entry is not Entry.FORWARD:
         choices.append(Also.REFUSALS)
+    if case.batch_size > 1:
+        choices.append(Also.SPOILT)
     if entry is Entry.BATCH and (case.fixed_split_size is not None or case.disable_split_kv):
         choices += [Also.ALONE] * 4
     return choices
