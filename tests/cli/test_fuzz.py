@@ -219,6 +219,13 @@ def test_a_command_line_that_passes(capsys):
     assert "all good" in out
 
 
+def test_problems_that_no_kernel_serves_are_no_success(monkeypatch, capsys):
+    verdict = fuzz.fuzz.Verdict(not_compiled="head_dim 512 is not compiled")
+    monkeypatch.setattr(fuzz.fuzz, "examine", lambda problem, **place: verdict)
+    assert cli.main(["check", "--backend", "cpu", "--fuzz", "3"]) == 2
+    assert "head_dim 512 is not compiled" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -38,11 +38,13 @@ class Tally:
     passed: int = 0
     failed: int = 0
     not_compiled: int = 0
+    refusal: str = ""  # the last one for what is not compiled
     worst: float = 0.0
 
     def count(self, verdict: fuzz.Verdict) -> None:
         self.failed += bool(verdict.failures)
         self.not_compiled += bool(verdict.not_compiled)
+        self.refusal = verdict.not_compiled or self.refusal
         self.passed += not verdict.failures and not verdict.not_compiled
         self.worst = max(self.worst, verdict.worst)
 
@@ -72,17 +74,21 @@ def execute(args: argparse.Namespace, places: Sequence[Place]) -> int:
         raise CommandError("--quick is for the self-test; give --fuzz a smaller number")
     if args.fuzz is not None and args.problem is not None:
         raise CommandError("--fuzz and --problem: give one of them")
-    failed = 0
+    failed, refusals = 0, []
     for place in places:
         start = time.perf_counter()
         tally = _examine_all(place, _asked(args, place))
         seconds = time.perf_counter() - start
         failed += tally.failed
+        if not tally.passed and not tally.failed:
+            refusals.append(tally.refusal)
         print(
             f"{place.label}: {tally.passed} passed, {tally.failed} failed, "
             f"{tally.not_compiled} not compiled, largest error / allowed {tally.worst:.2f}, "
             f"{seconds:.1f} s"
         )
+    if len(refusals) == len(places):
+        raise CommandError(f"this build serves none of the problems: {refusals[-1]}")
     print("FAILED" if failed else "all good")
     return 1 if failed else 0
 

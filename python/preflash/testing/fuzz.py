@@ -191,10 +191,9 @@ class Trial:
     def _plan_something_else(self) -> None:
         """Plans and runs with other options, none of which may stay."""
         case = self.inputs.case
-        shape = self.inputs.q.shape[0] > 0 and sum(case.kv_lens) > 0
         pairs = sum(a * b for a, b in zip(case.qo_lens, case.kv_lens, strict=True))
         mask = None
-        if not case.has_custom_mask and self.backend != "fa3" and shape:
+        if not case.has_custom_mask and self.backend != "fa3":  # which serves no custom masks
             mask = torch.zeros(pairs, dtype=torch.bool, device=self.inputs.q.device)
         runner.plan(
             self.wrapper,
@@ -287,6 +286,8 @@ class Trial:
                 failures.append(f"{name} is not the tensor that was given")
             if spilled := mine.spilled():
                 failures.append(f"{name}: {spilled} elements around it were written")
+        if got_out.dtype != self.inputs.case.dtype:
+            failures.append(f"out is {got_out.dtype}")
         if got_lse is None and lse is not None:
             got_lse = lse.view
         if got_lse is not None and call.lse_layout == "HN":
