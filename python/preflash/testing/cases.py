@@ -486,13 +486,14 @@ def _length(rng: random.Random, longest: int) -> int:
 
 
 def _lengths(
-    rng: random.Random, longest: int, most_pairs: float
+    rng: random.Random, longest: int, most_pairs: float, group_size: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Query and key lengths of a batch with about `most_pairs` pairs of a query and a key. Tokens
-    count too: tests make, poison and compare them, which takes the time of 32 pairs or so."""
+    count too: tests make, poison and compare them, which takes the time of some 32 pairs; a key
+    has one row where a query has `group_size`."""
     batch = rng.choice([1, 1, 2, 3, 5, 8])
     kv_lens = [_length(rng, longest) for _ in range(batch)]
-    style = rng.choice(["self", "append", "decode", "free"])
+    style = rng.choice(["self", "append", "decode", "decode", "free"])
     if style == "self":
         qo_lens = list(kv_lens)
     elif style == "decode":
@@ -502,11 +503,14 @@ def _lengths(
     else:
         qo_lens = [_length(rng, longest // 2) for _ in range(batch)]
     while True:
-        costs = [qo * kv + 32 * (qo + kv) for qo, kv in zip(qo_lens, kv_lens, strict=True)]
+        costs = [
+            qo_len * kv_len + 32 * (qo_len + kv_len / group_size)
+            for qo_len, kv_len in zip(qo_lens, kv_lens, strict=True)
+        ]
         largest = costs.index(max(costs))
         if sum(costs) <= most_pairs or max(qo_lens[largest], kv_lens[largest]) <= 1:
             return tuple(qo_lens), tuple(kv_lens)
-        longer = qo_lens if qo_lens[largest] >= kv_lens[largest] else kv_lens
+        longer = qo_lens if qo_lens[largest] >= kv_lens[largest] / group_size else kv_lens
         longer[largest] //= 2
 
 
@@ -544,8 +548,10 @@ def random_case(rng: random.Random, name: str, limits: Limits) -> Case:
     dims = (192, 128) if rng.random() < 0.1 else (dim, dim)
     num_kv_heads = rng.choice([1, 1, 2, 3])
     groups = [1, 1, 1, 2, 2, 3, 3, 4, 4, 5, 7, 7, 8, 8, 16, 16, 128]
-    num_qo_heads = num_kv_heads * rng.choice(groups)
-    qo_lens, kv_lens = _lengths(rng, limits.longest, limits.work / (num_qo_heads * sum(dims)))
+    group_size = rng.choice(groups)
+    num_qo_heads = num_kv_heads * group_size
+    most_pairs = limits.work / (num_qo_heads * sum(dims))
+    qo_lens, kv_lens = _lengths(rng, limits.longest, most_pairs, group_size)
     storage = _random_storage(rng, dims)
     logits = _random_logits(rng)
     split = rng.random()
@@ -557,7 +563,7 @@ def random_case(rng: random.Random, name: str, limits: Limits) -> Case:
         num_kv_heads,
         dims[0],
         None if dims[0] == dims[1] else dims[1],
-        fixed_split_size=rng.choice([1, 64, 100, 128, 256]) if split < 0.35 else None,
+        fixed_split_size=rng.choice([1, 64, 64, 100, 128, 256]) if split < 0.5 else None,
         disable_split_kv=split > 0.85,
         **storage,
         **logits,
