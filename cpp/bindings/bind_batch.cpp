@@ -2,6 +2,7 @@
 #include <pybind11/pybind11.h>
 
 #include <memory>
+#include <span>
 
 #include "bindings/bindings.h"
 #include "core/batch.h"
@@ -9,6 +10,17 @@
 namespace preflash {
 
 namespace py = pybind11;
+
+namespace {
+
+template <class T>
+py::list list_of(std::span<const T> values) {
+  py::list list;
+  for (T value : values) list.append(value);
+  return list;
+}
+
+}  // namespace
 
 void bind_batch(py::module_& m) {
   py::class_<Batch, std::shared_ptr<Batch>>(m, "Batch")
@@ -25,10 +37,20 @@ void bind_batch(py::module_& m) {
            py::arg("num_requests"), py::arg("page_size"))
       .def_property_readonly("num_requests", &Batch::num_requests)
       .def_property_readonly("page_size", &Batch::page_size)
+      .def_property_readonly("qo_begin", &Batch::qo_begin)
+      .def_property_readonly("kv_begin", &Batch::kv_begin)
       .def_property_readonly("qo_end", &Batch::qo_end)
       .def_property_readonly("kv_end", &Batch::kv_end)
       .def_property_readonly("max_qo_len", &Batch::max_qo_len)
       .def_property_readonly("max_kv_len", &Batch::max_kv_len)
+      .def_property_readonly("qo_indptr",
+                             [](const Batch& batch) { return list_of(batch.qo_indptr()); })
+      .def_property_readonly("kv_indptr",
+                             [](const Batch& batch) { return list_of(batch.kv_indptr()); })
+      .def_property_readonly("last_page_len",
+                             [](const Batch& batch) { return list_of(batch.last_page_len()); })
+      .def_property_readonly("mask_indptr",
+                             [](const Batch& batch) { return list_of(batch.mask_indptr()); })
       .def("qo_len", &Batch::qo_len)
       .def("kv_len", &Batch::kv_len)
       .def("use_mask", &Batch::use_mask)

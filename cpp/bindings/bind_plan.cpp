@@ -123,12 +123,11 @@ void bind_options(py::module_& m) {
 // NOTE: the state changes hands here, where no signal handler can run and raise between the work
 // list's arrival in memory that the old state may still own and the new state that describes it.
 void write(DevicePlan& place, std::shared_ptr<Plan> plan, Address page_indices, Address stream,
-           bool blocking, const py::object& owner, const py::object& state) {
+           const py::object& owner, const py::object& state) {
   Upload upload{.page_indices = pointer<const std::int32_t>(page_indices),
-                .stream = pointer<void>(stream),
-                .blocking = blocking};
+                .stream = pointer<void>(stream)};
   {
-    // Staging may be busy with an earlier copy even when this one is not waited for.
+    // Staging may be busy with an earlier copy.
     py::gil_scoped_release release;
     place.write(std::move(plan), upload);
   }
@@ -204,7 +203,13 @@ void bind_plan(py::module_& m) {
            }),
            py::arg("uploader"), py::arg("memory"), py::arg("capacity"))
       .def("write", &write, py::arg("plan"), py::arg("page_indices"), py::arg("stream"),
-           py::arg("blocking"), py::arg("owner"), py::arg("state"));
+           py::arg("owner"), py::arg("state"))
+      .def(
+          "arrive_before",
+          [](const DevicePlan& place, Address stream) {
+            place.arrive_before(pointer<void>(stream));
+          },
+          py::arg("stream"), py::call_guard<py::gil_scoped_release>());
   py::class_<Launch>(m, "Launch")
       .def(
           py::init([](std::shared_ptr<DevicePlan> place, const TokenHead& q, const PageTokenHead& k,

@@ -32,12 +32,19 @@ class Batch {
 
   int num_requests() const { return static_cast<int>(qo_indptr_.size()) - 1; }
   int page_size() const { return page_size_; }
+  std::int32_t qo_begin() const { return qo_indptr_.front(); }
+  std::int32_t kv_begin() const { return kv_indptr_.front(); }
   std::int32_t qo_end() const { return qo_indptr_.back(); }
   std::int32_t kv_end() const { return kv_indptr_.back(); }
   std::int64_t qo_len(int request) const;
   std::int64_t kv_len(int request) const;
   std::int64_t max_qo_len() const;
   std::int64_t max_kv_len() const;
+
+  std::span<const std::int32_t> qo_indptr() const { return qo_indptr_; }
+  std::span<const std::int32_t> kv_indptr() const { return kv_indptr_; }
+  std::span<const std::int32_t> last_page_len() const { return last_page_len_; }
+  std::span<const std::int64_t> mask_indptr() const { return mask_indptr_; }
 
   // Lays out the packed custom mask: every request starts on a byte.
   void use_mask();

@@ -33,15 +33,18 @@ void DevicePlan::write(std::shared_ptr<const Plan> plan, const Upload& upload) {
   void* staging = nullptr;
   check_launch(services.uploader_acquire(uploader_->get(), bytes, &staging), "plan staging");
   plan->write(staging);
-  check_launch(
-      services.uploader_submit(uploader_->get(), memory_, bytes, upload.stream, upload.blocking),
-      "plan upload");
+  check_launch(services.uploader_submit(uploader_->get(), memory_, bytes, upload.stream),
+               "plan upload");
   page_indices_ = upload.page_indices;
   if (plan->batch().page_size() > 0 && page_indices_ == nullptr) {
     page_indices_ = reinterpret_cast<const std::int32_t*>(static_cast<std::byte*>(memory_) +
                                                           plan->page_indices_offset());
   }
   plan_ = std::move(plan);
+}
+
+void DevicePlan::arrive_before(void* stream) const {
+  check_launch(services_of(device()).uploader_join(uploader_->get(), stream), "plan upload");
 }
 
 ForwardParams DevicePlan::params() const {

@@ -32,7 +32,6 @@ struct Upload {
   const std::int32_t* page_indices =
       nullptr;  // on the device; null: those of the batch are uploaded
   void* stream = nullptr;
-  bool blocking = false;
 };
 
 class DevicePlan {
@@ -47,6 +46,8 @@ class DevicePlan {
   // Writes the plan into pinned memory and starts its copy to the device. Throws
   // std::invalid_argument, and changes nothing, where the plan exceeds the capacity.
   void write(std::shared_ptr<const Plan> plan, const Upload& upload);
+  // Orders what is launched on another stream than the upload's from now on behind the upload.
+  void arrive_before(void* stream) const;
 
   // Everything of ForwardParams that no tensor decides.
   ForwardParams params() const;

@@ -71,12 +71,14 @@ LaunchError uploader_acquire(PlanUploader* uploader, std::size_t bytes, void** h
 }
 
 LaunchError uploader_submit(PlanUploader* uploader, void* device_memory, std::size_t bytes,
-                            void* /*stream*/, bool /*blocking*/) {
+                            void* /*stream*/) {
   const HostStaging& staging = *staging_of(uploader);
   if (bytes > staging.bytes) return "the plan is larger than the staging memory acquired for it";
   if (bytes > 0) std::memcpy(device_memory, staging.memory.get(), bytes);
   return nullptr;
 }
+
+LaunchError uploader_join(PlanUploader* /*uploader*/, void* /*stream*/) { return nullptr; }
 
 LaunchError launch_forward(const ForwardKernel& kernel, const ForwardParams& params, int num_ctas,
                            const LaunchTarget& target) {
@@ -97,6 +99,7 @@ constexpr DeviceServices kServices{
     .uploader_destroy = uploader_destroy,
     .uploader_acquire = uploader_acquire,
     .uploader_submit = uploader_submit,
+    .uploader_join = uploader_join,
     .launch_forward = launch_forward,
     .is_capturing = is_capturing,
     .combine = call<CombineParams, cpu::combine>,

@@ -7,13 +7,13 @@
 #include <cstdio>
 #include <new>
 
-#include "kernels/combine/combine.h"
-#include "kernels/common/merge_states.h"
-#include "kernels/common/pack_bits.h"
 #include "cuda/device_facts.h"
 #include "cuda/device_guard.h"
 #include "cuda/launch_error.h"
 #include "cuda/plan_uploader.h"
+#include "kernels/combine/combine.h"
+#include "kernels/common/merge_states.h"
+#include "kernels/common/pack_bits.h"
 
 namespace preflash {
 namespace {
@@ -27,10 +27,14 @@ LaunchError acquire(PlanUploader* uploader, std::size_t bytes, void** host) {
   return uploader->acquire(bytes, host);
 }
 
-LaunchError submit(PlanUploader* uploader, void* device_memory, std::size_t bytes, void* stream,
-                   bool blocking) {
+LaunchError submit(PlanUploader* uploader, void* device_memory, std::size_t bytes, void* stream) {
   if (uploader == nullptr) return usage_error("plan upload: no uploader (out of host memory?)");
-  return uploader->submit(device_memory, bytes, static_cast<cudaStream_t>(stream), blocking);
+  return uploader->submit(device_memory, bytes, static_cast<cudaStream_t>(stream));
+}
+
+LaunchError join(PlanUploader* uploader, void* stream) {
+  if (uploader == nullptr) return usage_error("plan upload: no uploader (out of host memory?)");
+  return uploader->join(static_cast<cudaStream_t>(stream));
 }
 
 cudaStream_t stream_of(const LaunchTarget& target) {
@@ -124,6 +128,7 @@ preflash_device_services() {
       .uploader_destroy = &destroy_uploader,
       .uploader_acquire = &acquire,
       .uploader_submit = &submit,
+      .uploader_join = &join,
       .launch_forward = &launch_forward,
       .is_capturing = &is_capturing,
       .combine = &combine,

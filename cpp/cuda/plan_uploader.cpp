@@ -75,8 +75,7 @@ LaunchError PlanUploader::acquire(std::size_t bytes, void** host) {
   return nullptr;
 }
 
-LaunchError PlanUploader::submit(void* device_memory, std::size_t bytes, cudaStream_t stream,
-                                 bool blocking) {
+LaunchError PlanUploader::submit(void* device_memory, std::size_t bytes, cudaStream_t stream) {
   if (acquired_bytes_ < std::max<std::size_t>(bytes, 1)) {
     return usage_error("plan upload: submit of %zu bytes after an acquire of %zu", bytes,
                        acquired_bytes_);
@@ -100,7 +99,32 @@ LaunchError PlanUploader::submit(void* device_memory, std::size_t bytes, cudaStr
     return runtime_error(status, "plan upload: recording an event");
   }
   staging.in_flight = true;
-  return blocking ? wait_for_copy(staging) : nullptr;
+  return nullptr;
+}
+
+LaunchError PlanUploader::join(cudaStream_t stream) {
+  DeviceGuard guard(device_);
+  if (guard.error() != nullptr) return guard.error();
+  cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+  const bool may_wait = cudaStreamIsCapturing(stream, &capture) == cudaSuccess &&
+                        capture == cudaStreamCaptureStatusNone;
+  cudaGetLastError();
+  RelaxedCaptureScope relaxed;
+  for (Staging& staging : stagings_) {
+    if (!staging.in_flight) continue;
+    if (!may_wait) {
+      // A capture cannot depend on an event from outside of it; its replays come after this wait.
+      if (LaunchError error = wait_for_copy(staging)) return error;
+      continue;
+    }
+    // NOTE: the event may stand for a later copy than the plan's. The plan's is complete then,
+    // because acquire() waited for it before it handed the staging out again.
+    cudaError_t status = cudaStreamWaitEvent(stream, staging.copied, 0);
+    if (status != cudaSuccess) {
+      return runtime_error(status, "plan upload: ordering a stream behind a copy");
+    }
+  }
+  return nullptr;
 }
 
 LaunchError PlanUploader::wait_for_copy(Staging& staging) {

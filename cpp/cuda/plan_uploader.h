@@ -25,7 +25,9 @@ struct PlanUploader {
   PlanUploader& operator=(const PlanUploader&) = delete;
 
   LaunchError acquire(std::size_t bytes, void** host);
-  LaunchError submit(void* device_memory, std::size_t bytes, cudaStream_t stream, bool blocking);
+  LaunchError submit(void* device_memory, std::size_t bytes, cudaStream_t stream);
+  // `stream` waits, on the device, for every copy in flight.
+  LaunchError join(cudaStream_t stream);
 
  private:
   struct Staging {

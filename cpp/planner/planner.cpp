@@ -77,9 +77,9 @@ SplitLimits split_limits(const Problem& problem, std::int32_t tile_rows, std::in
 
 void check_item_count(const Problem& problem, std::int64_t items_per_head) {
   if (items_per_head > kMaxInt32 / problem.num_kv_heads) {
-    refuse("qo_indptr[-1] = ", problem.qo_indptr.back(), ": the batch makes ", items_per_head,
-           " work items for each of ", problem.num_kv_heads, " KV heads; at most ", kMaxInt32,
-           " in all: plan it in several parts");
+    refuse("qo_indptr[-1] - qo_indptr[0] = ", problem.qo_indptr.back() - problem.qo_indptr.front(),
+           ": the batch makes ", items_per_head, " work items for each of ", problem.num_kv_heads,
+           " KV heads; at most ", kMaxInt32, " in all: plan it in several parts");
   }
 }
 

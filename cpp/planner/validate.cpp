@@ -63,8 +63,9 @@ void check_scalars(const Problem& problem) {
 
 template <class T>
 void check_indptr(std::string_view name, std::span<const T> indptr) {
-  if (indptr[0] != 0) {
-    refuse(name, "[0] = ", indptr[0], ": must be 0; pass cumulative lengths");
+  // It may start anywhere: rows before the first request are nobody's, like those behind the last.
+  if (indptr[0] < 0) {
+    refuse(name, "[0] = ", indptr[0], ": must not be negative; pass cumulative lengths");
   }
   for (std::size_t i = 1; i < indptr.size(); ++i) {
     if (indptr[i] < indptr[i - 1]) {
@@ -107,9 +108,9 @@ void check_query_lengths(const Problem& problem) {
              ": cut the request into several");
     }
   }
-  std::int32_t rows = problem.qo_indptr.back();
+  std::int32_t rows = problem.qo_indptr.back() - problem.qo_indptr.front();
   if (problem.graph_max_rows > 0 && rows > problem.graph_max_rows) {
-    refuse("qo_indptr[-1] = ", rows, ": a CUDA graph was planned for at most ",
+    refuse("qo_indptr[-1] - qo_indptr[0] = ", rows, ": a CUDA graph was planned for at most ",
            problem.graph_max_rows,
            " query rows; plan the largest batch first, or use another wrapper for this one");
   }

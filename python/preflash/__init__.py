@@ -1,7 +1,8 @@
 """Prebuilt flash attention for prefill and append, on NVIDIA GPUs and on the CPU.
 
-`import preflash as flashinfer` runs code written for flashinfer.prefill and
-flashinfer.quantization: the kernels are compiled ahead of time and are part of this package.
+`import preflash as flashinfer` runs code written for flashinfer's prefill, decode, attention,
+cascade, page and quantization modules: the kernels are compiled ahead of time and are part of this
+package.
 """
 
 from __future__ import annotations
@@ -12,8 +13,25 @@ from . import _core
 
 _core.set_library_dir(str(Path(__file__).parent / "lib"))
 
-from . import cascade, prefill, quantization  # noqa: E402
-from .cascade import merge_state, merge_state_in_place, merge_states  # noqa: E402
+from . import attention, cascade, decode, page, prefill, quantization  # noqa: E402
+from .attention import BatchAttentionWithAttentionSinkWrapper  # noqa: E402
+from .cascade import (  # noqa: E402
+    MultiLevelCascadeAttentionWrapper,
+    merge_state,
+    merge_state_in_place,
+    merge_states,
+)
+from .decode import (  # noqa: E402
+    BatchDecodeWithPagedKVCacheWrapper,
+    CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
+    fast_decode_plan,
+    single_decode_with_kv_cache,
+)
+from .page import (  # noqa: E402
+    append_paged_kv_cache,
+    get_batch_indices_positions,
+    get_seq_lens,
+)
 from .prefill import (  # noqa: E402
     BatchPrefillWithPagedKVCacheWrapper,
     BatchPrefillWithRaggedKVCacheWrapper,
@@ -25,17 +43,29 @@ from .quantization import packbits, segment_packbits  # noqa: E402
 __version__: str = _core.__version__
 
 __all__ = [
+    "BatchAttentionWithAttentionSinkWrapper",
+    "BatchDecodeWithPagedKVCacheWrapper",
     "BatchPrefillWithPagedKVCacheWrapper",
     "BatchPrefillWithRaggedKVCacheWrapper",
+    "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
+    "MultiLevelCascadeAttentionWrapper",
     "__version__",
+    "append_paged_kv_cache",
+    "attention",
     "cascade",
+    "decode",
+    "fast_decode_plan",
+    "get_batch_indices_positions",
+    "get_seq_lens",
     "merge_state",
     "merge_state_in_place",
     "merge_states",
     "packbits",
+    "page",
     "prefill",
     "quantization",
     "segment_packbits",
+    "single_decode_with_kv_cache",
     "single_prefill_with_kv_cache",
     "single_prefill_with_kv_cache_return_lse",
 ]

@@ -31,7 +31,7 @@ class PlanArguments:
     causal: bool
     pos_encoding_mode: str
     allow_fp16_qk_reduction: bool
-    sm_scale: float | None
+    sm_scale: Scale
     window_left: int
     logits_soft_cap: float | None
     rope_scale: float | None
@@ -60,6 +60,8 @@ class PlanArguments:
 @dataclass(slots=True, kw_only=True)
 class RaggedPlanArguments(PlanArguments):
     kv_indptr: torch.Tensor
+    v_indptr: torch.Tensor | None
+    o_indptr: torch.Tensor | None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -71,7 +73,42 @@ class PagedPlanArguments(PlanArguments):
     block_tables: torch.Tensor | None
 
 
+@dataclass(slots=True, kw_only=True)
+class DecodePlanArguments:
+    """Those of the decode wrapper's plan()."""
+
+    indptr: torch.Tensor
+    indices: torch.Tensor
+    last_page_len: torch.Tensor
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+    pos_encoding_mode: str
+    window_left: int
+    logits_soft_cap: float | None
+    q_data_type: str | torch.dtype | None
+    kv_data_type: str | torch.dtype | None
+    data_type: str | torch.dtype | None
+    sm_scale: Scale
+    rope_scale: float | None
+    rope_theta: float | None
+    non_blocking: bool
+    block_tables: torch.Tensor | None
+    seq_lens: torch.Tensor | None
+    fixed_split_size: int | None
+    disable_split_kv: bool
+
+
 BatchArguments = RaggedPlanArguments | PagedPlanArguments
+
+
+class GivenScales(NamedTuple):
+    """The calibration scales of a run."""
+
+    q_scale: Scale = None
+    k_scale: Scale = None
+    v_scale: Scale = None
 
 
 class ForwardArguments(NamedTuple):
@@ -83,27 +120,19 @@ class ForwardArguments(NamedTuple):
     use_fp16_qk_reduction: bool
     window_left: int
     logits_soft_cap: float | None
-    sm_scale: float | None
+    sm_scale: Scale
     rope_scale: float | None
     rope_theta: float | None
-    k_scale: Scale
-    v_scale: Scale
-
-
-class GivenScales(NamedTuple):
-    """The calibration scales of a run."""
-
-    q_scale: Scale = None
-    k_scale: Scale = None
-    v_scale: Scale = None
+    scales: GivenScales
 
 
 class RunArguments(NamedTuple):
     """What a run() has beside tensors where it is not the usual one."""
 
     scales: GivenScales
-    window_left: int | None
-    sinks: torch.Tensor | None
+    window_left: int | None = None
+    sinks: torch.Tensor | None = None
+    sm_scale: Scale = None  # None: that of the plan
 
 
 class Qkv(NamedTuple):
@@ -136,6 +165,6 @@ class SingleCall(NamedTuple):
 
     custom_mask: torch.Tensor | None
     packed_custom_mask: torch.Tensor | None
-    sm_scale: float | None
+    sm_scale: Scale
     scales: GivenScales
     sinks: torch.Tensor | None

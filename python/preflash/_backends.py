@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -148,6 +149,40 @@ def _backend(family: _core.Family) -> Backend:
 _OF_FAMILY = {family: _backend(family) for family in _core.families()}
 _EXPLICIT = {backend.name: backend for backend in _OF_FAMILY.values()}
 NAMES = ("auto", *_EXPLICIT)
+OVERRIDE = "PREFLASH_BACKEND"
+
+
+class Requested(NamedTuple):
+    """The backend to use, and what the caller asked for where the environment overrides it."""
+
+    name: str
+    overridden: str | None = None
+
+    @property
+    def override(self) -> str:
+        """Said in a repr behind the backend."""
+        if self.overridden is None:
+            return ""
+        return f" ({OVERRIDE}={self.name} instead of {self.overridden!r})"
+
+    def __repr__(self) -> str:
+        return f"{self.name!r}{self.override}"
+
+
+def requested(name: object) -> Requested:
+    """The `backend` argument, unless the environment overrides it: serving engines write backend
+    names into their code, where their users cannot reach them."""
+    override = os.environ.get(OVERRIDE)
+    if not override:
+        return Requested(check_name(name))
+    if not isinstance(name, str):
+        raise TypeError(f"backend must be a str, one of {', '.join(NAMES)}; got {name!r}")
+    if override not in NAMES:
+        raise ValueError(
+            f"{OVERRIDE}={override!r} in the environment: must be unset, or one of "
+            f"{', '.join(NAMES)}"
+        )
+    return Requested(override, None if override == name else name)
 
 
 def check_name(name: object) -> str:

@@ -106,9 +106,21 @@ class Batch:
     @property
     def page_size(self) -> int: ...
     @property
+    def qo_begin(self) -> int: ...
+    @property
+    def kv_begin(self) -> int: ...
+    @property
     def qo_end(self) -> int: ...
     @property
     def kv_end(self) -> int: ...
+    @property
+    def qo_indptr(self) -> list[int]: ...
+    @property
+    def kv_indptr(self) -> list[int]: ...
+    @property
+    def last_page_len(self) -> list[int]: ...
+    @property
+    def mask_indptr(self) -> list[int]: ...
     @property
     def max_qo_len(self) -> int: ...
     @property
@@ -229,11 +241,15 @@ class DevicePlan:
         plan: Plan,
         page_indices: int,
         stream: int,
-        blocking: bool,
         owner: object,
         state: object,
     ) -> None:
         """With an owner, its attribute `_state` becomes `state` once the copy has been started."""
+
+    def arrive_before(self, stream: int) -> None:
+        """What is launched on `stream` from now on finds the copy complete. The host does not wait,
+        unless the stream is being captured into a CUDA graph, which cannot wait for what is not
+        in it."""
 
 class Launch:
     """q, o, lse: strides of [token, head]. k, v: strides of [page, token, head], then the numbers

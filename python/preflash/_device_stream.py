@@ -13,6 +13,16 @@ def ordinal_of(device: torch.device) -> int:
     return device.index if device.type == "cuda" else -1
 
 
+def sent(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A CPU tensor on `device`, copied on its current stream. The host does not wait, and may
+    change the tensor as soon as this returns."""
+    if device.type == "cpu":
+        return host
+    # torch keeps the pinned copy until the stream has read it.
+    pinned = torch.empty(host.shape, dtype=host.dtype, device="cpu", pin_memory=True)
+    return pinned.copy_(host).to(device, non_blocking=True)
+
+
 class DeviceStream:
     """Where a launch runs: a device and its current stream, which is 0 on the CPU."""
 

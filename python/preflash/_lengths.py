@@ -150,9 +150,12 @@ def _attach_page_indices(batch: _core.Batch, indices: torch.Tensor) -> PageList:
         batch.set_page_indices(indices.data_ptr(), indices.numel())
         _check_not_negative(batch.min_page)
         return PageList(on_host=indices, on_device=None, largest=batch.max_page)
-    if not debugging() or indices.numel() == 0:
+    if not debugging():
         return PageList(on_host=None, on_device=indices, largest=None)
-    smallest, largest = torch.stack(torch.aminmax(indices)).tolist()
+    used = indices[batch.kv_begin :]  # what lies before belongs to nobody, like what lies behind
+    if used.numel() == 0:
+        return PageList(on_host=None, on_device=indices, largest=None)
+    smallest, largest = torch.stack(torch.aminmax(used)).tolist()
     _check_not_negative(smallest)
     return PageList(on_host=None, on_device=indices, largest=largest)
 

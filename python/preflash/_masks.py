@@ -6,7 +6,7 @@ import torch
 
 from . import _core
 from . import _validate as check
-from ._device_stream import DeviceStream
+from ._device_stream import DeviceStream, sent
 
 # Kernels read the bits of a row in words of 8 bytes; what lies behind the last request is zero.
 PADDING = 16
@@ -16,27 +16,53 @@ def check_mask(
     custom_mask: torch.Tensor | None,
     packed_custom_mask: torch.Tensor | None,
     batch: _core.Batch,
-    dense_shape: tuple[int, ...],
 ) -> torch.Tensor | None:
-    """The mask that counts, of the size that the batch needs. The packed form takes precedence."""
+    """As much of the mask that counts as the batch needs, flat; the packed form takes precedence.
+
+    Callers hand over buffers of any shape that are longer than one batch needs.
+    """
     if packed_custom_mask is not None:
         mask = check.tensor("packed_custom_mask", packed_custom_mask)
         if mask.dtype != torch.uint8:
             raise TypeError(f"packed_custom_mask is {mask.dtype}; must be torch.uint8")
-        check.has_shape(
+        return _leading(
             "packed_custom_mask",
             mask,
-            (batch.mask_bytes,),
+            batch.mask_bytes,
             "sum of ceil(qo_len * kv_len / 8), every request starts on a byte (segment_packbits)",
         )
-        return mask
     if custom_mask is None:
         return None
     mask = check.tensor("custom_mask", custom_mask)
     if mask.dtype not in (torch.bool, torch.uint8):
         raise TypeError(f"custom_mask is {mask.dtype}; must be torch.bool or torch.uint8")
-    check.has_shape("custom_mask", mask, dense_shape, "one element per query and key, True keeps")
-    return mask
+    return _leading(
+        "custom_mask",
+        mask,
+        batch.mask_elements,
+        "one element per query and key of every request, True keeps",
+    )
+
+
+def _leading(name: str, mask: torch.Tensor, count: int, meaning: str) -> torch.Tensor:
+    if mask.numel() < count:
+        raise ValueError(
+            f"{name} has shape {tuple(mask.shape)}, {mask.numel()} elements; must have at least "
+            f"{count}: {meaning}"
+        )
+    return mask.reshape(-1)[:count].contiguous()
+
+
+def check_rows(mask: torch.Tensor | None, rows: tuple[int, int]) -> None:
+    """The mask of a single request may come in any shape but that of another matrix: read flat, its
+    rows would be wrong."""
+    if isinstance(mask, torch.Tensor) and mask.dim() == 2:
+        check.has_shape(
+            "custom_mask",
+            mask,
+            rows,
+            "[qo_len, kv_len], True keeps (a longer buffer is taken flat: flatten())",
+        )
 
 
 def check_mask_device(mask: torch.Tensor, device: torch.device) -> None:
@@ -49,14 +75,14 @@ def owned_mask(
 ) -> torch.Tensor:
     """A packed copy on the stream's device: later changes by the caller do not reach the plan."""
     buffer = torch.zeros(batch.mask_bytes + PADDING, dtype=torch.uint8, device=device_stream.device)
-    mask = mask.to(device_stream.device)
+    mask = sent(mask, device_stream.device) if mask.is_cpu else mask
     if packed:
         buffer[: batch.mask_bytes].copy_(mask)
         return buffer
-    mask = mask.contiguous()
     segments = torch.empty(2 * (batch.num_requests + 1), dtype=torch.int64, device="cpu")
     batch.write_mask_segments(check.address(segments))
-    pack_segments(mask, buffer, segments.to(device_stream.device), device_stream, little=True)
+    segments = sent(segments, device_stream.device)
+    pack_segments(mask, buffer, segments, device_stream, little=True)
     return buffer
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from . import _backends, _core
+from . import _core
 from . import _validate as check
-from ._arguments import PlanArguments, Qkv, SingleArguments
+from ._arguments import PlanArguments, Qkv, RaggedPlanArguments, SingleArguments
 
 
 def batch_options(a: PlanArguments) -> _core.AttentionOptions:
@@ -28,7 +28,10 @@ def batch_options(a: PlanArguments) -> _core.AttentionOptions:
             token_pos_in_items_len=a.token_pos_in_items_len or None,
             max_item_len_ptr=a.max_item_len_ptr,
         )
+    # Both values get what False promises: the caller's arrays may change, and nobody waits.
     check.flag("non_blocking", a.non_blocking)
+    if isinstance(a, RaggedPlanArguments):
+        check.absent(v_indptr=a.v_indptr, o_indptr=a.o_indptr)
     head_dim = check.alias("head_dim", a.head_dim, "head_dim_qk", a.head_dim_qk)
     head_dim = check.integer("head_dim", check.required("head_dim", head_dim), at_least=1)
     head_dim_vo = head_dim if a.head_dim_vo is None else a.head_dim_vo
@@ -68,7 +71,6 @@ def single_options(tensors: Qkv, a: SingleArguments) -> _core.AttentionOptions:
                 "tokens, heads and head_dim"
             )
     check.one_of("kv_layout", a.kv_layout, check.KV_LAYOUTS)
-    _backends.check_name(a.backend)
     position = check.position_encoding(a.pos_encoding_mode, a.rope_scale, a.rope_theta)
     check.permission("allow_fp16_qk_reduction", a.allow_fp16_qk_reduction)
     check.permission("use_fp16_qk_reduction", a.use_fp16_qk_reduction)

@@ -28,7 +28,6 @@ class Request(NamedTuple):
     lengths: Lengths
     kv_layout: str
     mask: torch.Tensor | None  # owned and packed; None: absent, or brought by every run
-    blocking: bool  # whether plan() waits for its copy to the device
 
     @property
     def page_indices(self) -> torch.Tensor | None:
@@ -37,12 +36,10 @@ class Request(NamedTuple):
         return None if pages is None else pages.on_device
 
 
-def make_request(
-    options: _core.AttentionOptions, lengths: Lengths, kv_layout: str, *, blocking: bool
-) -> Request:
+def make_request(options: _core.AttentionOptions, lengths: Lengths, kv_layout: str) -> Request:
     if options.mask == _core.Mask.custom:
         lengths.batch.use_mask()
-    return Request(options, lengths, kv_layout, None, blocking)
+    return Request(options, lengths, kv_layout, None)
 
 
 class Draft(NamedTuple):
@@ -124,13 +121,13 @@ _NOBODY = Handover(None, None)
 def upload(
     workspace: Workspace, variant: PlannedVariant, request: Request, handover: Handover = _NOBODY
 ) -> None:
-    """Copies the work list of a placed plan to the device."""
+    """Starts the copy of a placed plan's work list to the device. Nobody waits for it: the staging
+    memory is the uploader's own, and a run on another stream is ordered behind it."""
     page_indices = request.page_indices
     variant.device_plan.write(
         variant.plan,
         0 if page_indices is None else page_indices.data_ptr(),
         workspace.device_stream.stream(),
-        request.blocking,
         handover.owner,
         handover.state,
     )

@@ -170,6 +170,9 @@ class PlannedVariant:
         self._bind(None, tensors.q, (tensors.k, tensors.v), outputs)
 
     def _announce_stream(self, stream: int) -> None:
+        """The first run on another stream than the last one's."""
+        # Everything that plan() put on the device is complete when its upload is.
+        self.device_plan.arrive_before(stream)
         for buffer in self._kept:
             buffer.used_on_current_stream(self.device_stream)
         self._stream = stream
@@ -183,20 +186,17 @@ class PlannedVariant:
         else:
             k = _tensors.check_ragged("k", kv[0], expected.options.head_dim_qk, expected)
             v = _tensors.check_ragged("v", kv[1], expected.options.head_dim_vo, expected)
-        out_shape = (
-            expected.qo_tokens,
-            expected.options.num_qo_heads,
-            expected.options.head_dim_vo,
-        )
+        tokens = q.shape[0]
+        heads = expected.options.num_qo_heads
+        out_shape = (tokens, heads, expected.options.head_dim_vo)
         if outputs.out is None:
             out_strides = _tensors.contiguous_strides(out_shape)
         else:
-            out_strides = _tensors.check_out(outputs.out, expected)
+            out_strides = _tensors.check_out(outputs.out, tokens, expected)
         lse_strides = (0, 0)
         if outputs.lse is not None:
-            lse_strides = _tensors.check_lse(outputs.lse, outputs.lse_layout, expected)
+            lse_strides = _tensors.check_lse(outputs.lse, outputs.lse_layout, tokens, expected)
         elif outputs.return_lse:
-            tokens, heads = out_shape[:2]
             lse_strides = (heads, 1) if outputs.lse_layout == "NH" else (1, tokens)
         launch = _core.Launch(
             self.device_plan,
@@ -211,7 +211,7 @@ class PlannedVariant:
             start=self.backend.runner(launch),
             v_offset=v.offset,
             out_shape=None if like_q else out_shape,
-            lse_shape=_tensors.lse_shape(outputs.lse_layout, expected),
+            lse_shape=_tensors.lse_shape(outputs.lse_layout, tokens, expected),
         )
         if key is not None:
             if len(self._bound) >= _LAUNCHES_KEPT:

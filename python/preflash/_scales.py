@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from . import _core
 from . import _validate as check
-from ._arguments import GivenScales
+from ._arguments import GivenScales, Scale
 
 
 class Scales(NamedTuple):
@@ -17,10 +17,10 @@ class Scales(NamedTuple):
     output: float
 
 
-def softmax_scale(sm_scale: float | None, options: _core.AttentionOptions) -> float:
+def softmax_scale(sm_scale: Scale, options: _core.AttentionOptions) -> float:
     if sm_scale is None:
         return 1.0 / math.sqrt(options.head_dim_qk)
-    return check.logits_scale("sm_scale", check.real("sm_scale", sm_scale), options.soft_cap)
+    return check.logits_scale("sm_scale", check.scale("sm_scale", sm_scale), options.soft_cap)
 
 
 def folded_scales(sm_scale: float, given: GivenScales, options: _core.AttentionOptions) -> Scales:

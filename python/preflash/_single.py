@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from . import _masks, _pipeline
+from . import _backends, _masks, _pipeline
 from . import _validate as check
 from ._arguments import Qkv, Result, SingleArguments, SingleCall
 from ._device_stream import DeviceStream
@@ -96,13 +96,13 @@ def _plan(tensors: Qkv, a: SingleArguments, device_stream: DeviceStream) -> _Pla
             "of the capture (torch.cuda.graph(graph, stream=...))"
         )
     lengths = single_lengths(tensors.q.shape[0], tensors.k.shape[0 if a.kv_layout == "NHD" else 1])
-    request = _pipeline.make_request(options, lengths, a.kv_layout, blocking=False)
+    request = _pipeline.make_request(options, lengths, a.kv_layout)
     # One pair of pinned buffers per thread and device.
     device = device_stream.device
     workspace = _cache.workspaces.setdefault(
         device, Workspace(device, None, float_bytes=_FLOAT_BYTES)
     )
-    draft = _pipeline.plan(workspace, a.backend, request)
+    draft = _pipeline.plan(workspace, _backends.requested(a.backend).name, request)
     variant = _pipeline.place(workspace, draft, request)
     _pipeline.upload(workspace, variant, request)
     return _Planned(request, variant)
@@ -137,8 +137,9 @@ def _mask(planned: _Planned, tensors: Qkv, call: SingleCall, outputs: Outputs) -
     batch, variant = planned.request.lengths.batch, planned.variant
     expected = variant.expected
     packed = call.packed_custom_mask is not None
-    dense_shape = (expected.qo_tokens, expected.kv_tokens)
-    mask = _masks.check_mask(call.custom_mask, call.packed_custom_mask, batch, dense_shape)
+    if not packed:
+        _masks.check_rows(call.custom_mask, (expected.qo_tokens, expected.kv_tokens))
+    mask = _masks.check_mask(call.custom_mask, call.packed_custom_mask, batch)
     _masks.check_mask_device(mask, expected.device)
     variant.check_tensors(tensors, outputs)
     if variant.device_stream.is_capturing() and not (packed and mask.is_cuda):

@@ -24,7 +24,7 @@ class Expected(NamedTuple):
     options: _core.AttentionOptions
     device: torch.device
     kv_layout: str
-    qo_tokens: int
+    qo_tokens: int  # at least; q may have more
     kv_tokens: int  # ragged: the tokens in use
     page_size: int  # 0: ragged
     largest_page: int | None
@@ -46,11 +46,13 @@ def check_q(q: Any, expected: Expected) -> tuple[int, int]:
     """The strides of q [tokens, num_qo_heads, head_dim_qk]."""
     options = expected.options
     check.tensor("q", q)
+    # Rows behind the last request are padding, which is neither read nor written.
+    rows = max(q.shape[0], expected.qo_tokens) if q.dim() > 0 else expected.qo_tokens
     check.has_shape(
         "q",
         q,
-        (expected.qo_tokens, options.num_qo_heads, options.head_dim_qk),
-        "[qo_indptr[-1], num_qo_heads, head_dim] as planned",
+        (rows, options.num_qo_heads, options.head_dim_qk),
+        "[at least qo_indptr[-1], num_qo_heads, head_dim] as planned",
     )
     q_dtype = check.TORCH_DTYPES[options.q_dtype]
     check.has_dtype("q", q, q_dtype, "q_data_type of plan, float16 unless given")
@@ -154,15 +156,15 @@ def _check_dtype_and_device(name: str, value: torch.Tensor, expected: Expected) 
     check.on_device(name, value, expected.device)
 
 
-def check_out(out: torch.Tensor, expected: Expected) -> tuple[int, int]:
-    """The strides of out [tokens, num_qo_heads, head_dim_vo]."""
+def check_out(out: torch.Tensor, tokens: int, expected: Expected) -> tuple[int, int]:
+    """The strides of out [tokens, num_qo_heads, head_dim_vo], where q has so many tokens."""
     options = expected.options
     check.tensor("out", out)
     check.has_shape(
         "out",
         out,
-        (expected.qo_tokens, options.num_qo_heads, options.head_dim_vo),
-        "[qo_indptr[-1], num_qo_heads, head_dim_vo] as planned",
+        (tokens, options.num_qo_heads, options.head_dim_vo),
+        "[rows of q, num_qo_heads, head_dim_vo] as planned",
     )
     o_dtype = check.TORCH_DTYPES[options.o_dtype]
     check.has_dtype("out", out, o_dtype, "the output has q's dtype")
@@ -172,9 +174,9 @@ def check_out(out: torch.Tensor, expected: Expected) -> tuple[int, int]:
     return effective_strides(out)
 
 
-def check_lse(lse: torch.Tensor, layout: str, expected: Expected) -> tuple[int, int]:
+def check_lse(lse: torch.Tensor, layout: str, tokens: int, expected: Expected) -> tuple[int, int]:
     """The strides of [token, head] in lse, which is float32 in either order."""
-    shape = lse_shape(layout, expected)
+    shape = lse_shape(layout, tokens, expected)
     check.tensor("lse", lse)
     order = "[tokens, num_qo_heads]" if layout == "NH" else "[num_qo_heads, tokens]"
     check.has_shape("lse", lse, shape, f"{order} for lse_layout={layout!r}")
@@ -199,8 +201,8 @@ def check_sinks(sinks: torch.Tensor, expected: Expected) -> None:
         raise ValueError(f"sinks has strides {tuple(sinks.stride())}; must be contiguous")
 
 
-def lse_shape(layout: str, expected: Expected) -> tuple[int, int]:
-    shape = (expected.qo_tokens, expected.options.num_qo_heads)
+def lse_shape(layout: str, tokens: int, expected: Expected) -> tuple[int, int]:
+    shape = (tokens, expected.options.num_qo_heads)
     return shape if layout == "NH" else shape[::-1]
 
 

@@ -31,8 +31,12 @@ FP8_DTYPES = tuple(
     for name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
     if hasattr(torch, name)
 )
+ENCODING_MODES = ("NONE", "ROPE_LLAMA", "ALIBI")
 POSITIONS = {"NONE": _core.Position.none, "ALIBI": _core.Position.alibi}
 KV_LAYOUTS = ("NHD", "HND")
+# What rope_scale=None and rope_theta=None stand for; callers pass them without RoPE, too.
+ROPE_SCALE = 1.0
+ROPE_THETA = 1e4
 FLOAT32_MAX = torch.finfo(torch.float32).max
 # The kernels multiply by log2(e), in float32, what they exponentiate: FLOAT32_MAX / log2(e) is
 # 2.3586e38, and beyond it infinity times a zero is NaN.
@@ -265,14 +269,22 @@ def _same_place(value: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def flag(name: str, value: Any) -> bool:
-    if not isinstance(value, bool):
+    """A bool, or what stands for one: 0, 1, and numpy's."""
+    if isinstance(value, bool):
+        return value
+    plain = value.item() if _is_numpy_scalar(value) else value
+    if not isinstance(plain, int) or plain not in (0, 1):
         raise TypeError(f"{name} must be True or False; got {_kind(value)}")
-    return value
+    return bool(plain)
+
+
+def _is_numpy_scalar(value: Any) -> bool:
+    return type(value).__module__ == "numpy" and getattr(value, "shape", None) == ()
 
 
 def integer(name: str, value: Any, *, at_least: int, at_most: int = 2**31 - 1) -> int:
     if type(value) is not int:
-        if isinstance(value, bool):
+        if isinstance(value, bool) or (isinstance(value, Tensor) and value.dtype == torch.bool):
             raise TypeError(f"{name} must be an integer; got bool")
         try:
             value = operator.index(value)
@@ -302,7 +314,7 @@ def real(name: str, value: Any) -> float:
 
 
 def scale(name: str, value: Any) -> float:
-    """A calibration scale. A one-element tensor is read, which waits for a GPU that holds it."""
+    """A scale of a run. A one-element tensor is read, which waits for a GPU that holds it."""
     if type(value) is float and -FLOAT32_MAX <= value <= FLOAT32_MAX:
         return value
     if isinstance(value, torch.Tensor):
@@ -378,16 +390,20 @@ def attention_dtype(name: str, value: Any) -> torch.dtype:
 
 
 def position_encoding(mode: Any, rope_scale: Any, rope_theta: Any) -> _core.Position:
-    one_of("pos_encoding_mode", mode, ("NONE", "ROPE_LLAMA", "ALIBI"))
+    one_of("pos_encoding_mode", mode, ENCODING_MODES)
     if mode not in POSITIONS:
         raise NotImplementedError(
             f"pos_encoding_mode={mode!r} is not served by this build; use 'NONE' and encode "
             "positions before the call, or 'ALIBI'"
         )
-    for name, value in (("rope_scale", rope_scale), ("rope_theta", rope_theta)):
-        if value is not None:
+    for name, value, default in (
+        ("rope_scale", rope_scale, ROPE_SCALE),
+        ("rope_theta", rope_theta, ROPE_THETA),
+    ):
+        if value is not None and real(name, value) != default:
             raise NotImplementedError(
-                f"{name}={value!r}: in-kernel RoPE is not served by this build; leave it None"
+                f"{name}={value!r}: in-kernel RoPE is not served by this build; leave it None or "
+                f"{default}"
             )
     return POSITIONS[mode]
 
@@ -403,6 +419,26 @@ def absent(**options: Any) -> None:
     for name, value in options.items():
         if value is not None:
             raise NotImplementedError(f"{name} is not served by this build; leave it None")
+
+
+def neutral(name: str, value: Any, *values: Any) -> None:
+    """An option of other kernels that changes nothing if it is None or one of `values`."""
+    if value is None:
+        return
+    if isinstance(value, Tensor) or value not in values:
+        allowed = " or ".join(repr(v) for v in (None, *values))
+        raise NotImplementedError(
+            f"{name}={value!r:.60} is not served by this build; leave it {allowed}"
+        )
+
+
+def nothing_more(function: str, extra: tuple[Any, ...]) -> None:
+    """Positional arguments that kernels compiled at run time would take; None says nothing."""
+    if any(value is not None for value in extra):
+        raise TypeError(
+            f"{function}() got {len(extra)} positional arguments too many: they belong to kernels "
+            "that are compiled at run time (jit_args); pass what is meant by its name"
+        )
 
 
 def alias(name: str, value: Any, other_name: str, other_value: Any) -> Any:

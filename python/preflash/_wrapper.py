@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any, NamedTuple
 
 import torch
 
 from . import _backends, _core, _lengths, _masks, _pipeline
 from . import _validate as check
-from ._arguments import BatchArguments, ForwardArguments, GivenScales, KvCache, Result, RunArguments
+from ._arguments import BatchArguments, ForwardArguments, KvCache, Result, RunArguments
+from ._engine_attributes import EngineAttributes
 from ._options import batch_options
 from ._outputs import Outputs
 from ._pipeline import Draft, Handover, Request
@@ -33,9 +35,31 @@ class _Planned(NamedTuple):
 
     asked: _Asked
     scales: Scales  # those asked for
+    # The variant that run() means where it names no options; None where begin_forward() planned
+    # another and no run() has wanted this one yet.
+    usual: PlannedVariant | None
+    # The variant that plan() or begin_forward() made, for these options.
     primary: PlannedVariant
+    options: _core.AttentionOptions
     # What run(window_left=...) and forward() asked for.
     others: dict[_core.AttentionOptions, PlannedVariant]
+
+
+class _ForwardOptions(NamedTuple):
+    """The options of forward() that choose a variant."""
+
+    causal: bool
+    window_left: int
+    position: _core.Position
+    soft_cap: float
+
+    def applied_to(self, options: _core.AttentionOptions) -> _core.AttentionOptions:
+        return options.replace(
+            causal=self.causal and options.mask != _core.Mask.custom,
+            window_left=self.window_left,
+            position=self.position,
+            soft_cap=self.soft_cap,
+        )
 
 
 class _State(NamedTuple):
@@ -45,6 +69,8 @@ class _State(NamedTuple):
     workspace: Workspace
     planned: _Planned | None = None
     shared: tuple[PlannedVariant, ...] = ()  # of earlier plans: CUDA graphs replay their work lists
+    # What the last forward() asked for, if no run() without options came after it.
+    last_forward: _ForwardOptions | None = None
 
     def shared_so_far(self) -> tuple[PlannedVariant, ...]:
         planned = self.planned
@@ -54,7 +80,16 @@ class _State(NamedTuple):
         return (*self.shared, *(variant for variant in variants if variant.shared))
 
 
-class BatchPrefillWrapper:
+class _Drafted(NamedTuple):
+    """A plan that only has to be placed and uploaded."""
+
+    workspace: Workspace
+    draft: Draft
+    asked: _Asked
+    options: _core.AttentionOptions  # those drafted for; begin_forward() may differ from asked
+
+
+class BatchPrefillWrapper(EngineAttributes):
     """Base of the public wrappers. Subclasses turn arguments into a batch and a (k, v) pair."""
 
     def __init__(
@@ -67,7 +102,7 @@ class BatchPrefillWrapper:
     ) -> None:
         buffer = check_buffer("float_workspace_buffer", float_workspace_buffer)
         self._kv_layout = check.one_of("kv_layout", kv_layout, check.KV_LAYOUTS)
-        self._requested_backend = _backends.check_name(backend)
+        self._requested_backend = _backends.requested(backend)
         if check.flag("use_cuda_graph", use_cuda_graph):
             raise NotImplementedError(
                 "use_cuda_graph=True is not served by this build; leave it False"
@@ -94,7 +129,7 @@ class BatchPrefillWrapper:
             for variant in (planned.primary, *planned.others.values()):
                 variant.shared = True
             planned = planned._replace(others=dict(planned.others))
-        other._state = _State(own, planned)
+        other._state = _State(own, planned, last_forward=self._state.last_forward)
         return other
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -110,35 +145,61 @@ class BatchPrefillWrapper:
         options = batch_options(a)
         lengths = _lengths.batch_lengths(a, self.device)
         return _Asked(
-            _pipeline.make_request(options, lengths, self._kv_layout, blocking=not a.non_blocking),
+            _pipeline.make_request(options, lengths, self._kv_layout),
             Scales(softmax_scale(a.sm_scale, options), 1.0),
-            a.causal,
+            check.flag("causal", a.causal),
             check.soft_cap(a.logits_soft_cap),
         )
 
     @check.eager
     def _plan(self, a: BatchArguments) -> None:
+        self._install(self._drafted(a))
+
+    @check.eager
+    def _begin_forward(self, a: BatchArguments) -> None:
+        self._install(self._drafted(a, self._state.last_forward))
+
+    def _drafted(self, a: BatchArguments, forward: _ForwardOptions | None = None) -> _Drafted:
+        """A plan that has passed every check; the wrapper is as it was.
+
+        forward: plan for these options of a forward() that will follow, where they can be served;
+        it is for forward() to refuse them, not for this call.
+        """
         workspace = self._state.workspace
         asked = self._asked(a)
         request = asked.request
-        draft = _pipeline.plan(workspace, self._requested_backend, request)
+        options = request.options
+        draft = None
+        if forward is not None:
+            options = forward.applied_to(options)
+            with contextlib.suppress(ValueError, NotImplementedError):
+                draft = self._draft(request._replace(options=options))
+        if draft is None:
+            options = request.options
+            draft = self._draft(request)
         _lengths.check_hints(a, request.lengths, self.device)
         batch = request.lengths.batch
-        mask = _masks.check_mask(a.custom_mask, a.packed_custom_mask, batch, (batch.mask_elements,))
+        mask = _masks.check_mask(a.custom_mask, a.packed_custom_mask, batch)
         if mask is not None:
             _masks.check_mask_device(mask, self.device)
             packed = a.packed_custom_mask is not None
             mask = _masks.owned_mask(mask, packed, batch, workspace.device_stream)
             asked = asked._replace(request=request._replace(mask=mask))
-        self._install(workspace, draft, asked)
+        return _Drafted(workspace, draft, asked, options)
 
-    def _install(self, workspace: Workspace, draft: Draft, asked: _Asked) -> None:
+    def _draft(self, request: Request) -> Draft:
+        return _pipeline.plan(self._state.workspace, self._requested_backend.name, request)
+
+    def _install(self, drafted: _Drafted) -> None:
         """Uploads a plan that has passed every check and makes it the wrapper's."""
         before = self._state
-        primary = _pipeline.place(workspace, draft, asked.request)
-        planned = _Planned(asked, asked.scales, primary, {})
-        after = _State(workspace, planned, before.shared_so_far())
-        _pipeline.upload(workspace, primary, asked.request, Handover(self, after))
+        workspace, draft, asked, options = drafted
+        request = asked.request._replace(options=options)
+        primary = _pipeline.place(workspace, draft, request)
+        usual = primary if options == asked.request.options else None
+        planned = _Planned(asked, asked.scales, usual, primary, options, {})
+        after = _State(workspace, planned, before.shared_so_far(), before.last_forward)
+        _pipeline.upload(workspace, primary, request, Handover(self, after))
         if before.planned is not None and not before.planned.primary.shared:
             before.workspace.give_back(before.planned.primary.int_buffer)
 
@@ -151,13 +212,13 @@ class BatchPrefillWrapper:
     def _select(self, planned: _Planned, options: _core.AttentionOptions) -> PlannedVariant:
         """The variant for the planned batch with other options; planned when first asked for."""
         request = planned.asked.request
-        if options == request.options:
+        if options == planned.options:
             return planned.primary
         found = planned.others.get(options)
         if found is None:
             workspace = self._state.workspace.beside()
             request = request._replace(options=options)
-            draft = _pipeline.plan(workspace, self._requested_backend, request)
+            draft = _pipeline.plan(workspace, self._requested_backend.name, request)
             found = _pipeline.place(workspace, draft, request)
             _pipeline.upload(workspace, found, request)
             _forget_surplus(planned.others)
@@ -166,7 +227,8 @@ class BatchPrefillWrapper:
 
     def _workspace_size(self, a: BatchArguments) -> tuple[int, int]:
         unlimited = Workspace(self.device, None, float_bytes=1 << 40)
-        plan = _pipeline.plan(unlimited, self._requested_backend, self._asked(a).request).plan
+        name = self._requested_backend.name
+        plan = _pipeline.plan(unlimited, name, self._asked(a).request).plan
         return plan.float_bytes, plan.int_bytes
 
     # Running.
@@ -175,13 +237,23 @@ class BatchPrefillWrapper:
         """A run that is not the usual one, or not planned."""
         planned = self._planned()
         options = planned.asked.request.options
-        variant = planned.primary
         if a.window_left is not None:
             window_left = check.integer("window_left", a.window_left, at_least=-1)
-            variant = self._select(planned, options.replace(window_left=window_left))
-        scales = folded_scales(planned.scales.logits, a.scales, options)
+            options = options.replace(window_left=window_left)
+        variant = planned.usual
+        if variant is None or a.window_left is not None:
+            variant = self._select(planned, options)
+        sm_scale = planned.scales.logits
+        if a.sm_scale is not None:
+            sm_scale = softmax_scale(a.sm_scale, options)
+        scales = folded_scales(sm_scale, a.scales, options)
         memory = None if a.sinks is None else variant.memory_with(a.sinks)
-        return variant.attend_to(q, kv, scales, outputs, memory)
+        result = variant.attend_to(q, kv, scales, outputs, memory)
+        if planned.usual is None and a.window_left is None and self._state.planned is planned:
+            # The caller runs after all: from now on begin_forward() is plan() again.
+            planned = planned._replace(usual=variant)
+            self._state = self._state._replace(planned=planned, last_forward=None)
+        return result
 
     def _forward(
         self, q: torch.Tensor, kv: KvCache, a: ForwardArguments, outputs: Outputs
@@ -190,21 +262,20 @@ class BatchPrefillWrapper:
         position = check.position_encoding(a.pos_encoding_mode, a.rope_scale, a.rope_theta)
         check.permission("use_fp16_qk_reduction", a.use_fp16_qk_reduction)
         check.permission("allow_fp16_qk_reduction", a.allow_fp16_qk_reduction)
-        causal = check.flag("causal", a.causal)
-        window_left = check.integer("window_left", a.window_left, at_least=-1)
-        soft_cap = check.soft_cap(a.logits_soft_cap)
-        planned = self._planned()
-        request = planned.asked.request
-        options = request.options.replace(
-            causal=causal and request.mask is None,
-            window_left=window_left,
-            position=position,
-            soft_cap=soft_cap,
+        forward = _ForwardOptions(
+            check.flag("causal", a.causal),
+            check.integer("window_left", a.window_left, at_least=-1),
+            position,
+            check.soft_cap(a.logits_soft_cap),
         )
+        planned = self._planned()
+        options = forward.applied_to(planned.asked.request.options)
         variant = self._select(planned, options)
-        given = GivenScales(k_scale=a.k_scale, v_scale=a.v_scale)
-        scales = folded_scales(softmax_scale(a.sm_scale, options), given, options)
-        return variant.attend_to(q, kv, scales, outputs)
+        scales = folded_scales(softmax_scale(a.sm_scale, options), a.scales, options)
+        result = variant.attend_to(q, kv, scales, outputs)
+        if self._state.last_forward != forward:
+            self._state = self._state._replace(last_forward=forward)
+        return result
 
     def end_forward(self) -> None:
         """Does nothing; kept for callers of older releases."""
@@ -230,10 +301,11 @@ class BatchPrefillWrapper:
         workspace = Workspace(self.device, float_buffer, int_buffer)
         planned = self._state.planned
         if planned is None:
-            self._state = _State(workspace)
+            self._state = self._state._replace(workspace=workspace)
             return
-        draft = _pipeline.plan(workspace, self._requested_backend, planned.asked.request)
-        self._install(workspace, draft, planned.asked)
+        request = planned.asked.request
+        draft = _pipeline.plan(workspace, self._requested_backend.name, request)
+        self._install(_Drafted(workspace, draft, planned.asked, request.options))
 
     # What callers read.
 
@@ -252,33 +324,6 @@ class BatchPrefillWrapper:
         planned = self._state.planned
         return None if planned is None else planned.primary.plan.id
 
-    # Serving engines read these.
-
-    @property
-    def _backend(self) -> str:
-        planned = self._state.planned
-        return self._requested_backend if planned is None else planned.primary.backend.name
-
-    @property
-    def _causal(self) -> bool:
-        planned = self._state.planned
-        return False if planned is None else planned.asked.causal
-
-    @property
-    def _window_left(self) -> int:
-        planned = self._state.planned
-        return -1 if planned is None else planned.asked.request.options.window_left
-
-    @property
-    def _logits_soft_cap(self) -> float:
-        planned = self._state.planned
-        return 0.0 if planned is None else planned.asked.logits_soft_cap
-
-    @property
-    def _sm_scale(self) -> float | None:
-        planned = self._state.planned
-        return None if planned is None else planned.scales.logits
-
     def __repr__(self) -> str:
         name = type(self).__name__
         planned = self._state.planned
@@ -288,7 +333,8 @@ class BatchPrefillWrapper:
                 f"device='{self.device}', not planned)"
             )
         return (
-            f"{name}(backend={self._backend!r}, variant={self.variant!r}, "
+            f"{name}(backend={self._backend!r}{self._requested_backend.override}, "
+            f"variant={self.variant!r}, "
             f"kv_layout={self._kv_layout!r}, device='{self.device}', "
             f"batch_size={planned.asked.request.lengths.batch.num_requests})"
         )

@@ -7,15 +7,23 @@ recursive form of attention: FlashInfer, arXiv:2501.01005.)
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 from . import _core
 from . import _validate as check
+from ._arguments import KvCache
 from ._device_stream import DeviceStream
+from .prefill import BatchPrefillWithPagedKVCacheWrapper
 
-__all__ = ["merge_state", "merge_state_in_place", "merge_states"]
+__all__ = [
+    "MultiLevelCascadeAttentionWrapper",
+    "merge_state",
+    "merge_state_in_place",
+    "merge_states",
+]
 
 
 class _State(NamedTuple):
@@ -31,7 +39,7 @@ def merge_state(
 
     Args:
         v_a, v_b: [seq_len, num_heads, head_dim] float16, bfloat16 or float32.
-        s_a, s_b: [seq_len, num_heads] float32, base 2.
+        s_a, s_b: [seq_len, num_heads], base 2, float32 or another float dtype, converted to it.
 
     Returns:
         v [seq_len, num_heads, head_dim] and s [seq_len, num_heads].
@@ -65,7 +73,7 @@ def merge_state_in_place(
         v, s: [seq_len, num_heads, head_dim] and [seq_len, num_heads] float32, contiguous;
             overwritten.
         v_other, s_other: of the same shapes. They and the mask must not share memory with v or s,
-            except that v_other may be v and s_other may be s.
+            except that v_other may be v and s_other may be s. s_other may be of any float dtype.
         mask: [seq_len] bool or uint8; tokens where it is 0 stay as they are.
 
     Raises:
@@ -74,6 +82,7 @@ def merge_state_in_place(
     """
     check.forward_only(v, s, v_other, s_other)
     own = _checked(("v", v), ("s", s), dims=3)
+    check.has_dtype("s", s, torch.float32, "it is written in place")
     other = _checked(("v_other", v_other), ("s_other", s_other), dims=3)
     _check_same("v_other", v_other, "v", v)
     for name, value in (("v", v), ("s", s)):
@@ -99,7 +108,7 @@ def merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.
 
     Args:
         v: [seq_len, num_states, num_heads, head_dim] float16, bfloat16 or float32.
-        s: [seq_len, num_states, num_heads] float32, base 2.
+        s: [seq_len, num_states, num_heads], base 2, float32 or another float dtype.
 
     Returns:
         v [seq_len, num_heads, head_dim] and s [seq_len, num_heads].
@@ -137,9 +146,10 @@ def _checked(v: tuple[str, torch.Tensor], s: tuple[str, torch.Tensor], *, dims: 
     check.has_shape(
         s_name, logsumexp, tuple(value.shape[:-1]), f"that of {v_name} without head_dim"
     )
-    check.has_dtype(s_name, logsumexp, torch.float32, "the log-sum-exp is always float32")
+    if not logsumexp.dtype.is_floating_point:
+        raise TypeError(f"{s_name} is {logsumexp.dtype}; must be float32 or another float dtype")
     check.on_device(s_name, logsumexp, value.device)
-    return _State(value.contiguous(), logsumexp.contiguous())
+    return _State(value.contiguous(), logsumexp.to(torch.float32).contiguous())
 
 
 def _check_same(name: str, value: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
@@ -173,3 +183,197 @@ def _merge(a: _State, b: _State | None, into: _State, mask: torch.Tensor | None)
         stream=device_stream.stream(),
         num_threads=device_stream.num_threads(),
     )
+
+
+class MultiLevelCascadeAttentionWrapper:
+    """Attention over keys that groups of requests share, level by level, and a merge.
+
+    Every level is a page table of its own over one pool: on the first, few requests with many
+    queries each (those that share a prefix), on the last, one request per sequence. Every query is
+    part of every level.
+
+    Args:
+        num_levels: at least 1.
+        float_workspace_buffer, kv_layout: as in BatchPrefillWithPagedKVCacheWrapper; the levels
+            run one after another and share the buffer.
+        use_cuda_graph: False. The lists of buffers after it are effective with True only.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong.
+        NotImplementedError: use_cuda_graph=True.
+    """
+
+    def __init__(
+        self,
+        num_levels: int,
+        float_workspace_buffer: torch.Tensor,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        qo_indptr_buf_arr: Sequence[torch.Tensor] | None = None,
+        paged_kv_indptr_buf_arr: Sequence[torch.Tensor] | None = None,
+        paged_kv_indices_buf_arr: Sequence[torch.Tensor] | None = None,
+        paged_kv_last_page_len_buf_arr: Sequence[torch.Tensor] | None = None,
+    ) -> None:
+        num_levels = check.integer("num_levels", num_levels, at_least=1)
+        for name, buffers in (
+            ("qo_indptr_buf_arr", qo_indptr_buf_arr),
+            ("paged_kv_indptr_buf_arr", paged_kv_indptr_buf_arr),
+            ("paged_kv_indices_buf_arr", paged_kv_indices_buf_arr),
+            ("paged_kv_last_page_len_buf_arr", paged_kv_last_page_len_buf_arr),
+        ):
+            if buffers is not None:
+                _per_level(name, buffers, num_levels)
+        self._levels = [
+            BatchPrefillWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout, use_cuda_graph)
+            for _ in range(num_levels)
+        ]
+
+    @property
+    def is_cuda_graph_enabled(self) -> bool:
+        return False
+
+    def reset_workspace_buffer(
+        self, float_workspace_buffer: torch.Tensor, int_workspace_buffers: Sequence[torch.Tensor]
+    ) -> None:
+        """Replaces the float workspace, and every level's int workspace, as in
+        BatchPrefillWithPagedKVCacheWrapper.reset_workspace_buffer()."""
+        _per_level("int_workspace_buffers", int_workspace_buffers, len(self._levels))
+        for level, int_buffer in zip(self._levels, int_workspace_buffers, strict=True):
+            level.reset_workspace_buffer(float_workspace_buffer, int_buffer)
+
+    @check.eager
+    def plan(
+        self,
+        qo_indptr_arr: Sequence[torch.Tensor],
+        paged_kv_indptr_arr: Sequence[torch.Tensor],
+        paged_kv_indices_arr: Sequence[torch.Tensor],
+        paged_kv_last_page_len: Sequence[torch.Tensor],
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        sm_scale: float | torch.Tensor | None = None,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        q_data_type: str | torch.dtype = "float16",
+        kv_data_type: str | torch.dtype | None = None,
+        **options: Any,
+    ) -> None:
+        """Plans every level.
+
+        Args:
+            qo_indptr_arr, paged_kv_indptr_arr, paged_kv_indices_arr, paged_kv_last_page_len: one
+                array per level, each as in BatchPrefillWithPagedKVCacheWrapper.plan(). All
+                qo_indptr begin with one value and end with one, the queries of the batch.
+            causal: of the last level; the others' keys all come before.
+            window_left, pos_encoding_mode: -1 and "NONE" only with more than one level: a level
+                does not know how many keys come after its own.
+            The others are those of BatchPrefillWithPagedKVCacheWrapper.plan(), of which `options`
+            may hold any.
+
+        Raises:
+            TypeError, ValueError: an argument is wrong, or a workspace too small.
+            NotImplementedError: no compiled kernel serves it, or an option of a later release.
+            The wrapper keeps the plans it had.
+        """
+        count = len(self._levels)
+        tables = {
+            "qo_indptr": _per_level("qo_indptr_arr", qo_indptr_arr, count),
+            "paged_kv_indptr": _per_level("paged_kv_indptr_arr", paged_kv_indptr_arr, count),
+            "paged_kv_indices": _per_level("paged_kv_indices_arr", paged_kv_indices_arr, count),
+            "paged_kv_last_page_len": _per_level(
+                "paged_kv_last_page_len", paged_kv_last_page_len, count
+            ),
+        }
+        check.flag("causal", causal)
+        if count > 1:
+            _check_free_of_distances(window_left, pos_encoding_mode)
+        drafted = []
+        for i, level in enumerate(self._levels):
+            arguments = level._paged_arguments(
+                **{name: arrays[i] for name, arrays in tables.items()},
+                num_qo_heads=num_qo_heads,
+                num_kv_heads=num_kv_heads,
+                head_dim=head_dim,
+                page_size=page_size,
+                causal=causal if i == count - 1 else False,
+                pos_encoding_mode=pos_encoding_mode,
+                use_fp16_qk_reduction=use_fp16_qk_reduction,
+                sm_scale=sm_scale,
+                window_left=window_left,
+                logits_soft_cap=logits_soft_cap,
+                rope_scale=rope_scale,
+                rope_theta=rope_theta,
+                q_data_type=q_data_type,
+                kv_data_type=kv_data_type,
+                **options,
+            )
+            drafted.append(level._drafted(arguments))
+        _check_same_queries([d.asked.request.lengths.batch for d in drafted])
+        # Nothing is refused from here on.
+        for level, draft in zip(self._levels, drafted, strict=True):
+            level._install(draft)
+
+    begin_forward = plan
+
+    def run(self, q: torch.Tensor, paged_kv_cache: KvCache) -> torch.Tensor:
+        """Attention over the keys of all levels.
+
+        Args:
+            q, paged_kv_cache: as in BatchPrefillWithPagedKVCacheWrapper.run().
+
+        Returns:
+            out [rows of q, num_qo_heads, head_dim].
+
+        Raises:
+            TypeError, ValueError: not planned, or a tensor is not what was planned.
+        """
+        out, lse = self._levels[-1].run(q, paged_kv_cache, return_lse=True)
+        for level in self._levels[:-1]:
+            merge_state_in_place(out, lse, *level.run(q, paged_kv_cache, return_lse=True))
+        return out
+
+    forward = run
+
+    def end_forward(self) -> None:
+        """Does nothing; kept for callers of older releases."""
+
+
+def _per_level(name: str, arrays: Any, num_levels: int) -> Sequence[torch.Tensor]:
+    if not isinstance(arrays, (list, tuple)):
+        raise TypeError(f"{name} must be a list of tensors; got {type(arrays).__name__}")
+    if len(arrays) != num_levels:
+        raise ValueError(f"{name} has {len(arrays)} tensors; must have num_levels = {num_levels}")
+    for i, array in enumerate(arrays):
+        check.is_tensor(f"{name}[{i}]", array)
+    return arrays
+
+
+def _check_free_of_distances(window_left: int, pos_encoding_mode: str) -> None:
+    if check.integer("window_left", window_left, at_least=-1) >= 0:
+        raise NotImplementedError(
+            f"window_left={window_left}: a level does not know how many keys come after its own, "
+            "so it cannot tell where a window begins; use -1, or one level"
+        )
+    check.one_of("pos_encoding_mode", pos_encoding_mode, check.ENCODING_MODES)
+    if pos_encoding_mode != "NONE":
+        raise NotImplementedError(
+            f"pos_encoding_mode={pos_encoding_mode!r}: a level does not know how many keys come "
+            "after its own, so it cannot tell positions; use 'NONE', or one level"
+        )
+
+
+def _check_same_queries(batches: list[_core.Batch]) -> None:
+    first = batches[0]
+    for i, batch in enumerate(batches):
+        if (batch.qo_begin, batch.qo_end) != (first.qo_begin, first.qo_end):
+            raise ValueError(
+                f"qo_indptr_arr[{i}] goes from {batch.qo_begin} to {batch.qo_end} and "
+                f"qo_indptr_arr[0] from {first.qo_begin} to {first.qo_end}; every level must have "
+                "the same queries"
+            )

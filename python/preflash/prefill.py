@@ -37,8 +37,16 @@ from ._arguments import (
     SingleArguments,
     SingleCall,
 )
+from ._engine_attributes import PagedEngineAttributes, RaggedEngineAttributes
 from ._outputs import DEFAULT_OUTPUTS, Outputs, run_outputs
-from ._signatures import head_dim_has_two_names, same_arguments_as, same_signature_as
+from ._signatures import (
+    NEWER_PAGED_ORDER,
+    NEWER_RAGGED_ORDER,
+    NEWER_SINGLE_ORDER,
+    newer_spellings,
+    same_arguments_as,
+    same_signature_as,
+)
 from ._wrapper import BatchPrefillWrapper
 
 __all__ = [
@@ -49,6 +57,7 @@ __all__ = [
 ]
 
 
+@newer_spellings(NEWER_SINGLE_ORDER)
 def single_prefill_with_kv_cache(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -59,7 +68,7 @@ def single_prefill_with_kv_cache(
     kv_layout: str = "NHD",
     pos_encoding_mode: str = "NONE",
     allow_fp16_qk_reduction: bool = False,
-    sm_scale: float | None = None,
+    sm_scale: float | torch.Tensor | None = None,
     window_left: int = -1,
     logits_soft_cap: float | None = None,
     rope_scale: float | None = None,
@@ -92,7 +101,7 @@ def single_prefill_with_kv_cache(
         k: [kv_len, num_kv_heads, head_dim] with kv_layout "NHD", [num_kv_heads, kv_len, head_dim]
             with "HND"; q's dtype. Only the last dimension must be contiguous.
         v: like k; its head_dim may differ where q has 192 and v 128.
-        custom_mask: [qo_len, kv_len] bool or uint8; True keeps.
+        custom_mask: [qo_len, kv_len] bool or uint8, or flat and maybe longer; True keeps.
         packed_custom_mask: uint8, ceil(qo_len * kv_len / 8) bytes in little bit order
             (`packbits(mask.flatten(), bitorder="little")`). Takes precedence over custom_mask.
         causal: keep keys up to the diagonal that ends at the last key. Ignored with a custom mask.
@@ -159,7 +168,7 @@ def single_prefill_with_kv_cache_return_lse(*args: Any, **kwargs: Any) -> Result
     return single_prefill_with_kv_cache(*args, **kwargs)
 
 
-class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillWrapper):
+class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillWrapper, PagedEngineAttributes):
     """Attention of a batch of requests over a paged KV cache: plan() once, run() for every layer.
 
     A request's keys are the pages paged_kv_indices[paged_kv_indptr[i] : paged_kv_indptr[i + 1]],
@@ -172,7 +181,10 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillWrapper):
             tensors.
         kv_layout: "NHD" or "HND", the order inside a page.
         use_cuda_graph: False. The buffers after it are effective with True only.
-        backend: "auto", "fa2", "fa3" or "cpu". An explicit one never becomes another.
+        backend: "auto", "fa2", "fa3" or "cpu". An explicit one never becomes another, unless
+            PREFLASH_BACKEND in the environment names the one to use instead of all.
+        jit_args, jit_kwargs, variant_owns_mask: None, None and False only: nothing is compiled at
+            run time.
 
     Raises:
         TypeError, ValueError: an argument is wrong.
@@ -193,7 +205,13 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillWrapper):
         backend: str = "auto",
         *,
         mask_indptr_buf: torch.Tensor | None = None,
+        jit_args: None = None,
+        jit_kwargs: None = None,
+        variant_owns_mask: bool = False,
     ) -> None:
+        check.neutral("jit_args", jit_args)
+        check.neutral("jit_kwargs", jit_kwargs)
+        check.neutral("variant_owns_mask", variant_owns_mask, False)
         super().__init__(
             float_workspace_buffer,
             kv_layout,
@@ -210,7 +228,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillWrapper):
             },
         )
 
-    @head_dim_has_two_names
+    @newer_spellings(NEWER_PAGED_ORDER)
     def plan(
         self,
         qo_indptr: torch.Tensor,
@@ -226,7 +244,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillWrapper):
         causal: bool = False,
         pos_encoding_mode: str = "NONE",
         allow_fp16_qk_reduction: bool = False,
-        sm_scale: float | None = None,
+        sm_scale: float | torch.Tensor | None = None,
         window_left: int = -1,
         logits_soft_cap: float | None = None,
         rope_scale: float | None = None,
@@ -260,7 +278,8 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillWrapper):
         uploaded.
 
         Args:
-            qo_indptr: [batch_size + 1], first token of each request in q.
+            qo_indptr: [batch_size + 1], first token of each request in q. This and
+                paged_kv_indptr may start anywhere.
             paged_kv_indptr: [batch_size + 1], first entry of each request in paged_kv_indices.
             paged_kv_indices: at least [paged_kv_indptr[-1]], pages. On the GPU they are used in
                 place and must stay as they are until the next plan().
@@ -270,15 +289,16 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillWrapper):
             head_dim, head_dim_qk: of q and k, a multiple of 8 up to 256.
             head_dim_vo: of v and the output; head_dim by default.
             page_size: tokens per page, at least 1.
-            custom_mask: every request's [qo_len, kv_len] flattened and concatenated, bool or uint8.
+            custom_mask: every request's [qo_len, kv_len] flattened and concatenated, bool or uint8;
+                of any shape, and longer than needed if you like.
             packed_custom_mask: the same in bits, every request starting on a byte
                 (`segment_packbits(..., bitorder="little")`). Takes precedence over custom_mask.
             causal, sm_scale, window_left, logits_soft_cap, pos_encoding_mode,
             allow_fp16_qk_reduction, use_fp16_qk_reduction: as in single_prefill_with_kv_cache.
             q_data_type, kv_data_type: dtypes of q, and of k and v (q's by default).
             o_data_type, o_dtype: q's dtype only.
-            non_blocking: False waits until the work list has reached the GPU; True leaves that to
-                the stream, which is enough unless run() uses another one.
+            non_blocking: either value promises the same: the arrays may change when plan()
+                returns, run() may be called on any stream, and the host does not wait.
             fixed_split_size: keys per KV chunk, rounded up to whole key tiles; a request's result
                 then does not depend on its batch. None, 0 and -1 let the planner choose.
             disable_split_kv: never split keys, whatever fixed_split_size says; a request's result
@@ -287,8 +307,9 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillWrapper):
             uniform_q_len:
                 repeat what the arrays say, and must agree with it. Tensors on the GPU are compared
                 only with PREFLASH_DEBUG=1 in the environment, because it takes a wait.
-            rope_scale, rope_theta, prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len,
-            max_item_len_ptr: None (0) only.
+            rope_scale, rope_theta: None, or 1.0 and 1e4.
+            prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr: None
+            (0) only.
 
         Raises:
             TypeError, ValueError: an argument is wrong, or a workspace too small.
@@ -338,7 +359,17 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillWrapper):
             )
         )
 
-    begin_forward = plan
+    @same_arguments_as(plan, PagedPlanArguments)
+    def _paged_arguments(self, a: PagedPlanArguments) -> PagedPlanArguments:
+        """plan()'s arguments, with its defaults."""
+        return a
+
+    @same_arguments_as(plan, PagedPlanArguments)
+    def begin_forward(self, a: PagedPlanArguments) -> None:
+        """plan(), but made for what forward() last asked for: its causal, window_left, soft cap and
+        position encoding replace these arguments where they differ, so that one plan serves both
+        calls. run() still means these arguments, and plans for them if it has to."""
+        super()._begin_forward(a)
 
     @same_arguments_as(plan, PagedPlanArguments)
     def workspace_size(self, a: PagedPlanArguments) -> tuple[int, int]:
@@ -352,7 +383,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillWrapper):
         k_scale: float | torch.Tensor | None = None,
         v_scale: float | torch.Tensor | None = None,
         return_lse: bool = False,
-        *,
+        *args: None,
         q_scale: float | torch.Tensor | None = None,
         scale_q: torch.Tensor | None = None,
         scale_k: torch.Tensor | None = None,
@@ -365,11 +396,16 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillWrapper):
         window_left: int | None = None,
         sinks: torch.Tensor | None = None,
         kv_cache_sf: None = None,
+        o_scale: float | None = None,
+        skip_softmax_threshold_scale_factor: float | None = None,
+        use_fp16_softmax: bool | None = None,
+        uses_spcompress: bool | None = None,
     ) -> Result:
         """Computes one layer of the planned batch on the current stream.
 
         Args:
-            q: [qo_indptr[-1], num_qo_heads, head_dim].
+            q: [at least qo_indptr[-1], num_qo_heads, head_dim]. Rows before the first request and
+                behind the last are neither read nor written.
             paged_kv_cache: one tensor [max_num_pages, 2, page_size, num_kv_heads, head_dim] (NHD)
                 or [max_num_pages, 2, num_kv_heads, page_size, head_dim] (HND), or a tuple of two
                 without the dimension of 2, which may be strided views of their own. At page_size 1
@@ -377,21 +413,28 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillWrapper):
             window_left: another window than the planned one; planned when first asked for.
             k_scale, v_scale, q_scale, return_lse, out, lse, lse_base, lse_layout, enable_pdl,
             scale_q, scale_k, scale_v, sinks, kv_cache_sf: as in single_prefill_with_kv_cache.
+            o_scale, skip_softmax_threshold_scale_factor, use_fp16_softmax, uses_spcompress: None,
+            or 1.0, 0.0, False and False, only.
 
         Returns:
-            out [qo_indptr[-1], num_qo_heads, head_dim_vo], or (out, lse) with return_lse.
+            out [rows of q, num_qo_heads, head_dim_vo], or (out, lse) with return_lse. Rows that
+            no request has are not written: in a fresh out they hold anything.
 
         Raises:
             TypeError, ValueError: not planned, or a tensor is not what was planned. Nothing is
             launched. NotImplementedError: an option of a later release.
         """
         if (
-            enable_pdl is not None
+            args
+            or return_lse is None
+            or enable_pdl is not None
             or kv_cache_sf is not None
             or scale_q is not None
             or scale_k is not None
             or scale_v is not None
         ):
+            check.nothing_more("run", args)
+            return_lse = False if return_lse is None else return_lse
             check.permission("enable_pdl", enable_pdl)
             check.absent(
                 kv_cache_sf=kv_cache_sf,
@@ -399,6 +442,18 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillWrapper):
                 scale_k=scale_k,
                 scale_v=scale_v,
             )
+        if (
+            o_scale is not None
+            or skip_softmax_threshold_scale_factor is not None
+            or use_fp16_softmax is not None
+            or uses_spcompress is not None
+        ):
+            check.neutral("o_scale", o_scale, 1.0)
+            check.neutral(
+                "skip_softmax_threshold_scale_factor", skip_softmax_threshold_scale_factor, 0.0
+            )
+            check.neutral("use_fp16_softmax", use_fp16_softmax, False)
+            check.neutral("uses_spcompress", uses_spcompress, False)
         outputs = DEFAULT_OUTPUTS
         if (
             out is not None
@@ -411,6 +466,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillWrapper):
         planned = self._state.planned
         if (
             planned is None
+            or planned.usual is None
             or window_left is not None
             or sinks is not None
             or q_scale is not None
@@ -421,7 +477,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillWrapper):
             return super()._run_with(
                 q, paged_kv_cache, RunArguments(given, window_left, sinks), outputs
             )
-        return planned.primary.attend_to(q, paged_kv_cache, planned.scales, outputs)
+        return planned.usual.attend_to(q, paged_kv_cache, planned.scales, outputs)
 
     def run_return_lse(
         self, q: torch.Tensor, paged_kv_cache: KvCache, *args: Any, **options: Any
@@ -440,7 +496,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillWrapper):
         v_scale: float | torch.Tensor | None = None,
         window_left: int = -1,
         logits_soft_cap: float | None = None,
-        sm_scale: float | None = None,
+        sm_scale: float | torch.Tensor | None = None,
         rope_scale: float | None = None,
         rope_theta: float | None = None,
         *,
@@ -464,8 +520,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillWrapper):
                 sm_scale=sm_scale,
                 rope_scale=rope_scale,
                 rope_theta=rope_theta,
-                k_scale=k_scale,
-                v_scale=v_scale,
+                scales=GivenScales(k_scale=k_scale, v_scale=v_scale),
             ),
             DEFAULT_OUTPUTS,
         )
@@ -481,7 +536,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillWrapper):
         v_scale: float | torch.Tensor | None = None,
         window_left: int = -1,
         logits_soft_cap: float | None = None,
-        sm_scale: float | None = None,
+        sm_scale: float | torch.Tensor | None = None,
         rope_scale: float | None = None,
         rope_theta: float | None = None,
         *,
@@ -501,14 +556,13 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillWrapper):
                 sm_scale=sm_scale,
                 rope_scale=rope_scale,
                 rope_theta=rope_theta,
-                k_scale=k_scale,
-                v_scale=v_scale,
+                scales=GivenScales(k_scale=k_scale, v_scale=v_scale),
             ),
             Outputs(return_lse=True),
         )
 
 
-class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillWrapper):
+class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillWrapper, RaggedEngineAttributes):
     """Attention of a batch over a ragged KV cache: plan() once, run() for every layer.
 
     The keys of request i are rows kv_indptr[i] to kv_indptr[i + 1] of one tensor.
@@ -520,7 +574,10 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillWrapper):
         kv_layout: "NHD": k and v are [tokens, num_kv_heads, head_dim]; "HND": [num_kv_heads,
             tokens, head_dim].
         use_cuda_graph: False. The buffers after it are effective with True only.
-        backend: "auto", "fa2", "fa3" or "cpu". An explicit one never becomes another.
+        backend: "auto", "fa2", "fa3" or "cpu". An explicit one never becomes another, unless
+            PREFLASH_BACKEND in the environment names the one to use instead of all.
+        jit_args, jit_kwargs, variant_owns_mask: None, None and False only: nothing is compiled at
+            run time.
 
     Raises:
         TypeError, ValueError: an argument is wrong.
@@ -539,7 +596,13 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillWrapper):
         backend: str = "auto",
         *,
         mask_indptr_buf: torch.Tensor | None = None,
+        jit_args: None = None,
+        jit_kwargs: None = None,
+        variant_owns_mask: bool = False,
     ) -> None:
+        check.neutral("jit_args", jit_args)
+        check.neutral("jit_kwargs", jit_kwargs)
+        check.neutral("variant_owns_mask", variant_owns_mask, False)
         super().__init__(
             float_workspace_buffer,
             kv_layout,
@@ -554,7 +617,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillWrapper):
             },
         )
 
-    @head_dim_has_two_names
+    @newer_spellings(NEWER_RAGGED_ORDER)
     def plan(
         self,
         qo_indptr: torch.Tensor,
@@ -569,7 +632,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillWrapper):
         allow_fp16_qk_reduction: bool = False,
         window_left: int = -1,
         logits_soft_cap: float | None = None,
-        sm_scale: float | None = None,
+        sm_scale: float | torch.Tensor | None = None,
         rope_scale: float | None = None,
         rope_theta: float | None = None,
         q_data_type: str | torch.dtype = "float16",
@@ -592,6 +655,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillWrapper):
         fixed_split_size: int | None = None,
         disable_split_kv: bool = False,
         uniform_q_len: int | None = None,
+        v_indptr: None = None,
+        o_indptr: None = None,
     ) -> None:
         """Chooses a kernel and makes its work list for a batch of these lengths.
 
@@ -602,6 +667,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillWrapper):
             qo_indptr: [batch_size + 1] int32, first token of each request in q, on the CPU (which
                 costs no wait for the GPU) or on the wrapper's device (copied back once).
             kv_indptr: [batch_size + 1] int32, first token of each request in k and v.
+            v_indptr, o_indptr: None only; those of k and q serve.
             The others are those of BatchPrefillWithPagedKVCacheWrapper.plan().
 
         Raises:
@@ -645,10 +711,17 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillWrapper):
                 fixed_split_size=fixed_split_size,
                 disable_split_kv=disable_split_kv,
                 uniform_q_len=uniform_q_len,
+                v_indptr=v_indptr,
+                o_indptr=o_indptr,
             )
         )
 
-    begin_forward = plan
+    @same_arguments_as(plan, RaggedPlanArguments)
+    def begin_forward(self, a: RaggedPlanArguments) -> None:
+        """plan(), but made for what forward() last asked for: its causal, window_left, soft cap and
+        position encoding replace these arguments where they differ, so that one plan serves both
+        calls. run() still means these arguments, and plans for them if it has to."""
+        super()._begin_forward(a)
 
     @same_arguments_as(plan, RaggedPlanArguments)
     def workspace_size(self, a: RaggedPlanArguments) -> tuple[int, int]:
@@ -661,7 +734,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillWrapper):
         k: torch.Tensor,
         v: torch.Tensor,
         return_lse: bool = False,
-        *,
+        *args: None,
         q_scale: float | torch.Tensor | None = None,
         k_scale: float | torch.Tensor | None = None,
         v_scale: float | torch.Tensor | None = None,
@@ -676,32 +749,44 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillWrapper):
         window_left: int | None = None,
         sinks: torch.Tensor | None = None,
         kv_cache_sf: None = None,
+        o_scale: float | None = None,
+        skip_softmax_threshold_scale_factor: float | None = None,
+        use_fp16_softmax: bool | None = None,
+        uses_spcompress: bool | None = None,
     ) -> Result:
         """Computes one layer of the planned batch on the current stream.
 
         Args:
-            q: [qo_indptr[-1], num_qo_heads, head_dim].
+            q: [at least qo_indptr[-1], num_qo_heads, head_dim]. Rows before the first request and
+                behind the last are neither read nor written.
             k: [at least kv_indptr[-1], num_kv_heads, head_dim] (NHD) or [num_kv_heads, at least
                 kv_indptr[-1], head_dim] (HND); any strides but a contiguous last dimension.
             v: like k with head_dim_vo.
             window_left: another window than the planned one; planned when first asked for.
             q_scale, k_scale, v_scale, return_lse, out, lse, lse_base, lse_layout, enable_pdl,
             scale_q, scale_k, scale_v, sinks, kv_cache_sf: as in single_prefill_with_kv_cache.
+            o_scale, skip_softmax_threshold_scale_factor, use_fp16_softmax, uses_spcompress: None,
+            or 1.0, 0.0, False and False, only.
 
         Returns:
-            out [qo_indptr[-1], num_qo_heads, head_dim_vo], or (out, lse) with return_lse.
+            out [rows of q, num_qo_heads, head_dim_vo], or (out, lse) with return_lse. Rows that
+            no request has are not written: in a fresh out they hold anything.
 
         Raises:
             TypeError, ValueError: not planned, or a tensor is not what was planned. Nothing is
             launched. NotImplementedError: an option of a later release.
         """
         if (
-            enable_pdl is not None
+            args
+            or return_lse is None
+            or enable_pdl is not None
             or kv_cache_sf is not None
             or scale_q is not None
             or scale_k is not None
             or scale_v is not None
         ):
+            check.nothing_more("run", args)
+            return_lse = False if return_lse is None else return_lse
             check.permission("enable_pdl", enable_pdl)
             check.absent(
                 kv_cache_sf=kv_cache_sf,
@@ -709,6 +794,18 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillWrapper):
                 scale_k=scale_k,
                 scale_v=scale_v,
             )
+        if (
+            o_scale is not None
+            or skip_softmax_threshold_scale_factor is not None
+            or use_fp16_softmax is not None
+            or uses_spcompress is not None
+        ):
+            check.neutral("o_scale", o_scale, 1.0)
+            check.neutral(
+                "skip_softmax_threshold_scale_factor", skip_softmax_threshold_scale_factor, 0.0
+            )
+            check.neutral("use_fp16_softmax", use_fp16_softmax, False)
+            check.neutral("uses_spcompress", uses_spcompress, False)
         outputs = DEFAULT_OUTPUTS
         if (
             out is not None
@@ -721,6 +818,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillWrapper):
         planned = self._state.planned
         if (
             planned is None
+            or planned.usual is None
             or window_left is not None
             or sinks is not None
             or q_scale is not None
@@ -729,7 +827,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillWrapper):
         ):
             given = GivenScales(q_scale, k_scale, v_scale)
             return super()._run_with(q, (k, v), RunArguments(given, window_left, sinks), outputs)
-        return planned.primary.attend_to(q, (k, v), planned.scales, outputs)
+        return planned.usual.attend_to(q, (k, v), planned.scales, outputs)
 
     def run_return_lse(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any
@@ -747,7 +845,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillWrapper):
         use_fp16_qk_reduction: bool = False,
         window_left: int = -1,
         logits_soft_cap: float | None = None,
-        sm_scale: float | None = None,
+        sm_scale: float | torch.Tensor | None = None,
         rope_scale: float | None = None,
         rope_theta: float | None = None,
         *,
@@ -773,8 +871,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillWrapper):
                 sm_scale=sm_scale,
                 rope_scale=rope_scale,
                 rope_theta=rope_theta,
-                k_scale=k_scale,
-                v_scale=v_scale,
+                scales=GivenScales(k_scale=k_scale, v_scale=v_scale),
             ),
             DEFAULT_OUTPUTS,
         )
@@ -789,7 +886,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillWrapper):
         use_fp16_qk_reduction: bool = False,
         window_left: int = -1,
         logits_soft_cap: float | None = None,
-        sm_scale: float | None = None,
+        sm_scale: float | torch.Tensor | None = None,
         rope_scale: float | None = None,
         rope_theta: float | None = None,
         *,
@@ -811,8 +908,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillWrapper):
                 sm_scale=sm_scale,
                 rope_scale=rope_scale,
                 rope_theta=rope_theta,
-                k_scale=k_scale,
-                v_scale=v_scale,
+                scales=GivenScales(k_scale=k_scale, v_scale=v_scale),
             ),
             Outputs(return_lse=True),
         )

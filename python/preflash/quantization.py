@@ -6,7 +6,7 @@ import torch
 
 from . import _masks
 from . import _validate as check
-from ._device_stream import DeviceStream
+from ._device_stream import DeviceStream, sent
 
 __all__ = ["packbits", "segment_packbits"]
 
@@ -18,7 +18,7 @@ def packbits(x: torch.Tensor, bitorder: str = "big") -> torch.Tensor:
     """Packs n elements into ceil(n / 8) bytes, like numpy.packbits; pad bits are 0.
 
     Args:
-        x: [n] bool or uint8, on the CPU or a GPU; what is not zero is a 1.
+        x: [n] of any dtype, on the CPU or a GPU; what is not zero is a 1.
         bitorder: "big": element 0 is the highest bit of byte 0; "little": the lowest, which is what
             packed_custom_mask takes.
 
@@ -42,7 +42,7 @@ def segment_packbits(
     """Packs every segment x[indptr[i] : indptr[i + 1]] into bytes of its own.
 
     Args:
-        x: [n] bool or uint8, on the CPU or a GPU; what is not zero is a 1.
+        x: [n] of any dtype, on the CPU or a GPU; what is not zero is a 1.
         indptr: [num_segments + 1] int32 or int64, rising from 0 or more to at most n, on the CPU
             or on x's device. One on the GPU costs a wait for it, because the result's size depends
             on it.
@@ -82,10 +82,12 @@ def segment_packbits(
 def _elements(x: torch.Tensor) -> torch.Tensor:
     check.not_traced()
     check.tensor("x", x)
-    if x.dtype not in (torch.bool, torch.uint8):
-        raise TypeError(f"x is {x.dtype}; must be torch.bool or torch.uint8")
     if x.dim() != 1:
         raise ValueError(f"x has shape {tuple(x.shape)}; must be one-dimensional")
+    if x.is_quantized:
+        raise TypeError(f"x is {x.dtype}; must not be quantized: pass dequantize() or int_repr()")
+    if x.dtype not in (torch.bool, torch.uint8):
+        x = x != 0
     return x.contiguous()
 
 
@@ -93,5 +95,6 @@ def _pack(x: torch.Tensor, segments: torch.Tensor, little: bool) -> torch.Tensor
     device_stream = DeviceStream(x.device)
     packed = torch.empty(int(segments[-1]), dtype=torch.uint8, device=x.device)
     if packed.numel() > 0:
-        _masks.pack_segments(x, packed, segments.to(x.device), device_stream, little=little)
+        segments = sent(segments, x.device)
+        _masks.pack_segments(x, packed, segments, device_stream, little=little)
     return packed

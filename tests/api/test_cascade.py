@@ -146,12 +146,27 @@ def test_shared_prefix(target):
     compare(out, lse, expected).check()
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_log_sums_of_other_float_types(target, dtype):
+    """They are converted; the merged one is float32 as ever."""
+    v, s = states(target, 7, 2, 3, 64, torch.float16)
+    s = s.to(dtype)
+    expected = oracle.merge(v, s.float())
+    parts = (v[:, 0].contiguous(), s[:, 0].contiguous(), v[:, 1].contiguous(), s[:, 1].contiguous())
+    check(*preflash.merge_state(*parts), *expected)
+    check(*preflash.merge_states(v, s), *expected)
+    out, lse = parts[0].clone(), parts[1].float()
+    preflash.merge_state_in_place(out, lse, *parts[2:])
+    check(out, lse, *expected)
+
+
 @pytest.mark.parametrize(
     ("call", "match"),
     [
         (lambda v, s: preflash.merge_state(v, s, v[:2], s), "v_b|v_a"),
         (lambda v, s: preflash.merge_state(v, s[:2], v, s), "s_a"),
-        (lambda v, s: preflash.merge_state(v, s.half(), v, s), "s_a"),
+        (lambda v, s: preflash.merge_state(v, s.int(), v, s), "s_a"),
+        (lambda v, s: preflash.merge_state_in_place(v, s.half(), v, s), r"\bs\b"),
         (lambda v, s: preflash.merge_state(v, s, v.half(), s), "v_b|v_a"),
         (lambda v, s: preflash.merge_state(v[0], s, v, s), "v_a"),
         (lambda v, s: preflash.merge_states(v, s), r"\bv\b"),

@@ -85,13 +85,26 @@ def test_segment_packbits_feeds_plan(target):
     runner.compare(inputs, *runner.run(wrapper, inputs)).check()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.int64])
+def test_any_dtype(target, dtype):
+    """What is not zero is a 1, also what a cast to bytes would lose."""
+    x = torch.tensor([0, 1, 2, 0, -1, 0, 3, 0, 1, 0]).to(dtype)
+    if dtype.is_floating_point:
+        x = x / 256
+        x[3], x[5] = float("nan"), -0.0
+    else:
+        x[2] = 64 if dtype == torch.int8 else 1 << 40
+    expected = preflash.packbits((x != 0).to(target.device), "little")
+    assert torch.equal(preflash.packbits(target.to(x), "little"), expected)
+    assert expected.tolist()[0] == (0b01011110 if dtype.is_floating_point else 0b01010110)
+
+
 @pytest.mark.parametrize(
     ("call", "match"),
     [
         (lambda: preflash.packbits(torch.ones(8).bool(), "middle"), "bitorder"),
         (lambda: preflash.packbits(torch.ones(8).bool(), None), "bitorder"),
         (lambda: preflash.packbits(torch.ones(2, 4).bool()), r"\bx\b"),
-        (lambda: preflash.packbits(torch.ones(8)), r"\bx\b"),
         (lambda: preflash.packbits([1, 0, 1]), r"\bx\b"),
         (lambda: preflash.segment_packbits(torch.ones(8).bool(), ints(0, 8), "big "), "bitorder"),
         (lambda: preflash.segment_packbits(torch.ones(8).bool(), ints(0, 9)), "indptr"),

@@ -97,7 +97,6 @@ COMMON_PLAN = [
     Mistake("kv_fp8", put("kv_data_type", torch.float8_e4m3fn), "kv_data_type", UNSUPPORTED),
     Mistake("o_int8", put("o_data_type", torch.int8), "o_data_type", EITHER),
     Mistake("mask_short", mask_of(MASK_SIZE - 1), "custom_mask"),
-    Mistake("mask_long", mask_of(MASK_SIZE + 1), "custom_mask"),
     Mistake("mask_float", mask_of(MASK_SIZE, torch.float32), "custom_mask"),
     Mistake(
         "packed_short",

@@ -180,20 +180,30 @@ void check_uploader() {
   constexpr std::size_t kSizes[] = {1, 16, 70000, 64, 300001, 300001, 5, 1 << 20};
   DeviceArray<uint8_t> target(8 << 20);
   void* host = nullptr;
-  expect(says(services.uploader_submit(uploader, target.data(), 16, stream, false), "acquire"),
+  expect(says(services.uploader_submit(uploader, target.data(), 16, stream), "acquire"),
          "uploader: submit without acquire");
   spin<<<1, 1, 0, stream>>>(20'000'000);
   for (int plan = 0; plan < 8; ++plan) {
     accept(services.uploader_acquire(uploader, kSizes[plan], &host));
     std::memset(host, plan + 1, kSizes[plan]);
-    accept(services.uploader_submit(uploader, target.data() + (plan << 20), kSizes[plan], stream,
-                                    plan == 7));
+    accept(services.uploader_submit(uploader, target.data() + (plan << 20), kSizes[plan], stream));
   }
-  expect(cudaStreamQuery(stream) == cudaSuccess, "uploader: blocking submit returned early");
+  // Another stream waits for the copies on the device, the host for none of them.
+  cudaStream_t other;
+  require(cudaStreamCreateWithFlags(&other, cudaStreamNonBlocking));
+  spin<<<1, 1, 0, stream>>>(20'000'000);
+  accept(services.uploader_acquire(uploader, 16, &host));
+  std::memset(host, 9, 16);
+  accept(services.uploader_submit(uploader, target.data(), 16, stream));
+  accept(services.uploader_join(uploader, other));
+  expect(cudaStreamQuery(other) == cudaErrorNotReady, "uploader: join does not order the stream");
+  require(cudaStreamSynchronize(other));
+  cudaStreamDestroy(other);
   std::vector<uint8_t> got = target.host();
   for (int plan = 0; plan < 8; ++plan) {
     for (std::size_t i = 0; i < 1 << 20; ++i) {
       int expected = i < kSizes[plan] ? plan + 1 : kPoison;
+      if (plan == 0 && i < 16) expected = 9;  // the copy that `other` waited for
       expect(got[(plan << 20) + i] == expected, "uploader: plan " + std::to_string(plan));
     }
   }
@@ -201,9 +211,8 @@ void check_uploader() {
   cudaGraph_t graph = nullptr;
   require(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
   accept(services.uploader_acquire(uploader, 4 << 20, &host));
-  expect(
-      says(services.uploader_submit(uploader, target.data(), 4 << 20, stream, false), "captured"),
-      "uploader: submit under capture");
+  expect(says(services.uploader_submit(uploader, target.data(), 4 << 20, stream), "captured"),
+         "uploader: submit under capture");
   services.uploader_destroy(uploader);
   expect(cudaStreamEndCapture(stream, &graph) == cudaSuccess, "uploader: broke the capture");
   if (graph != nullptr) cudaGraphDestroy(graph);

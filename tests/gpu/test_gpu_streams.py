@@ -16,6 +16,7 @@ CASE = Case(
 )
 SPLIT = dataclasses.replace(CASE, name="split", fixed_split_size=64)
 RAGGED = dataclasses.replace(CASE, name="ragged", page_size=0)
+MASKED = dataclasses.replace(CASE, name="masked", mask=MaskKind.CUSTOM)
 
 
 def sleep() -> None:
@@ -246,16 +247,61 @@ def test_run_costs_no_sync_with_device_indptr(backend, request):
 
 
 @on_every_backend
-def test_blocking_plan_has_finished_its_copies(backend):
-    """non_blocking=False: the caller may overwrite host memory, and the stream is idle."""
-    inputs = build(CASE, device="cuda", index_device="cpu")
-    wrapper = runner.make_wrapper(CASE, backend=backend, device="cuda")
-    torch.cuda.synchronize()
-    runner.plan(wrapper, inputs, non_blocking=False)
+@pytest.mark.parametrize("non_blocking", [False, True])
+@pytest.mark.parametrize("case", [CASE, SPLIT, MASKED], ids=lambda case: case.name)
+def test_run_on_another_stream_waits_for_the_upload(backend, case, non_blocking):
+    """On the device: the host waits for neither stream, and the caller's arrays may change."""
+    if case is MASKED and backend != "fa2":
+        pytest.skip("custom masks are fa2's")
+    inputs = build(case, device="cuda", index_device="cpu")
+    if inputs.custom_mask is not None:
+        inputs.custom_mask = inputs.custom_mask.cpu()
     expected = reference(inputs)
+    wrapper = runner.make_wrapper(case, backend=backend, device="cuda")
+    planning, running = torch.cuda.Stream(), torch.cuda.Stream()
+    # The first launch of a kernel loads it, and the first plans allocate: both may wait.
+    with torch.cuda.stream(planning):
+        for _ in range(3):
+            runner.plan(wrapper, inputs)
+            runner.run(wrapper, inputs)
+    out = poison((inputs.q.shape[0], case.num_qo_heads, case.dim_vo), case.dtype, "cuda")
+    lse = poison(out.shape[:2], torch.float32, "cuda")
+    torch.cuda.synchronize()
+    with torch.cuda.stream(planning):
+        sleep()
+        runner.plan(wrapper, inputs, non_blocking=non_blocking)
+        assert not planning.query()
     for array in (inputs.qo_indptr, inputs.kv_indptr, inputs.indices, inputs.last_page_len):
         array.fill_(-7)
-    runner.compare(inputs, *runner.run(wrapper, inputs), expected=expected).check()
+    if inputs.custom_mask is not None:
+        inputs.custom_mask.zero_()
+    with torch.cuda.stream(running):
+        result = runner.run(wrapper, inputs, out=out, lse=lse)
+    assert not planning.query()
+    running.synchronize()
+    assert planning.query()  # what ran came after the plan
+    runner.compare(inputs, *result, expected=expected).check()
+
+
+@on_every_backend
+def test_capture_on_another_stream_finds_the_upload(backend):
+    """A capture cannot wait for an event from outside: the upload is waited for beforehand."""
+    inputs = build(CASE, device="cuda", index_device="cpu")
+    wrapper = runner.make_wrapper(CASE, backend=backend, device="cuda")
+    runner.plan(wrapper, inputs)
+    out = poison((inputs.q.shape[0], CASE.num_qo_heads, CASE.dim_vo), CASE.dtype, "cuda")
+    lse = poison(out.shape[:2], torch.float32, "cuda")
+    runner.run(wrapper, inputs, out=out, lse=lse)
+    torch.cuda.synchronize()
+    runner.plan(wrapper, inputs)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        runner.run(wrapper, inputs, out=out, lse=lse)
+    out.fill_(float("nan"))
+    lse.fill_(float("nan"))
+    graph.replay()
+    torch.cuda.synchronize()
+    runner.compare(inputs, out, lse).check()
 
 
 @on_every_backend

@@ -11,13 +11,13 @@ GOOD_MASK = ragged([3, 0, 5], [10, 4, 0], mask_indptr=[0, 4, 4, 4])
 
 BAD_RAGGED = {
     "qo_indptr empty": ({"qo_indptr": []}, r"qo_indptr is empty"),
-    "qo_indptr start": ({"qo_indptr": [1, 3, 3, 8]}, r"qo_indptr\[0\] = 1"),
+    "qo_indptr start": ({"qo_indptr": [-1, 3, 3, 8]}, r"qo_indptr\[0\] = -1"),
     "qo_indptr decreases": (
         {"qo_indptr": [0, 3, 2, 8]},
         r"qo_indptr\[2\] = 2 .*qo_indptr\[1\] = 3",
     ),
     "qo_indptr negative": ({"qo_indptr": [0, -3, 2, 8]}, r"qo_indptr\[1\] = -3"),
-    "kv_indptr start": ({"kv_indptr": [2, 10, 14, 14]}, r"^kv_indptr\[0\] = 2"),
+    "kv_indptr start": ({"kv_indptr": [-2, 10, 14, 14]}, r"^kv_indptr\[0\] = -2"),
     "kv_indptr decreases": ({"kv_indptr": [0, 10, 14, 13]}, r"^kv_indptr\[3\] = 13 .*\[2\] = 14"),
     "kv_indptr size": ({"kv_indptr": [0, 10]}, r"^kv_indptr has 2 elements, qo_indptr has 4"),
     "kv_indptr empty": ({"kv_indptr": []}, r"^kv_indptr has 0 elements"),
@@ -36,7 +36,7 @@ BAD_RAGGED = {
     "fixed_split_size": ({"fixed_split_size": -7}, r"fixed_split_size = -7"),
     "workspace": ({"float_workspace_bytes": -1}, r"float_workspace_buffer: .*-1"),
     "graph rows": ({"graph_max_rows": -1}, r"graph_max_rows = -1"),
-    "graph rows exceeded": ({"graph_max_rows": 7}, r"qo_indptr\[-1\] = 8.* 7 "),
+    "graph rows exceeded": ({"graph_max_rows": 7}, r"qo_indptr\[-1\] - qo_indptr\[0\] = 8.* 7 "),
     "rows overflow": (
         {"qo_indptr": [0, LIMIT // 2 + 1], "kv_indptr": [0, 1], "num_qo_heads": 4},
         rf"qo_indptr\[1\]: request 0 .*{LIMIT + 2} rows",
@@ -55,7 +55,7 @@ BAD_RAGGED = {
 BAD_PAGED = {
     "page_size": ({"page_size": -1}, r"page_size = -1"),
     "page_size 0": ({"page_size": 0}, r"page_size = 0"),
-    "start": ({"kv_indptr": [1, 2, 2, 3]}, r"^paged_kv_indptr\[0\] = 1"),
+    "start": ({"kv_indptr": [-1, 2, 2, 3]}, r"^paged_kv_indptr\[0\] = -1"),
     "decreases": ({"kv_indptr": [0, 2, 1, 3]}, r"^paged_kv_indptr\[2\] = 1 .*\[1\] = 2"),
     "size": ({"kv_indptr": [0, 2, 2]}, r"^paged_kv_indptr has 3 elements"),
     "last_page_len size": ({"last_page_len": [1, 1]}, r"paged_kv_last_page_len has 2 elements"),

@@ -38,9 +38,12 @@ struct DeviceServices {
   void (*uploader_destroy)(PlanUploader*) = nullptr;
   // Host memory of at least `bytes`, free to write: waits until the copy that last read it is done.
   LaunchError (*uploader_acquire)(PlanUploader*, std::size_t bytes, void** host) = nullptr;
-  // Copies the acquired buffer to device memory on `stream`; `blocking` waits until it has arrived.
+  // Starts copying the acquired buffer to device memory on `stream`.
   LaunchError (*uploader_submit)(PlanUploader*, void* device_memory, std::size_t bytes,
-                                 void* stream, bool blocking) = nullptr;
+                                 void* stream) = nullptr;
+  // What `stream` does from now on comes after every copy that was submitted. The host waits only
+  // where the stream is being captured into a CUDA graph.
+  LaunchError (*uploader_join)(PlanUploader*, void* stream) = nullptr;
 
   // The target's device is made current for the launch and the caller's restored afterwards.
   LaunchError (*launch_forward)(const ForwardKernel&, const ForwardParams&, int num_ctas,

@@ -1,0 +1,208 @@
+"""Attributes of wrappers that begin with an underscore and that serving engines read all the same.
+
+They tell what is planned. What the kernels do not read back cannot be written: it raises.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+
+from . import _core
+
+_REPLAN = "call plan() with what should change, or construct another wrapper"
+
+
+class told(property):  # noqa: N801, used like property
+    """A property whose assignment says why there is none."""
+
+    def __set__(self, instance: object, value: Any) -> NoReturn:
+        raise AttributeError(
+            f"{type(instance).__name__}.{self.fget.__name__} tells what is planned and cannot be "
+            f"set: {_REPLAN}"
+        )
+
+
+class PlannedValues(torch.Tensor):
+    """A copy of an array that was given to plan(). NOTE: the kernels have another one, so a write
+    here would be lost; it raises, through views too."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if (_writes(func.__name__) and isinstance(args[0], cls)) or isinstance(
+            kwargs.get("out"), cls
+        ):
+            raise NotImplementedError(
+                f"{func.__name__}: these are values of a plan, which a write does not reach: "
+                f"{_REPLAN}"
+            )
+        result = super().__torch_function__(func, types, args, kwargs)
+        source = next((a for a in args if isinstance(a, cls)), None)
+        if isinstance(result, cls) and source is not None and not _same_memory(result, source):
+            return result.as_subclass(torch.Tensor)
+        return result
+
+
+def _writes(name: str) -> bool:
+    if name.startswith("__"):
+        augmented = name.startswith("__i") and name not in ("__index__", "__int__", "__invert__")
+        return augmented or name in ("__setitem__", "__set__")
+    return name.endswith("_")
+
+
+def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    with torch._C.DisableTorchFunctionSubclass():
+        return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+
+
+class _NoModule:
+    """Stands where a module compiled at run time would be."""
+
+    def plan(self, *args: Any) -> NoReturn:
+        raise NotImplementedError(
+            "_cached_module.plan() is not served: there is no module that was compiled for one "
+            "wrapper; call the wrapper's plan()"
+        )
+
+
+class EngineAttributes:
+    """Of both wrappers; `_state`, `_requested_backend` and `device` are theirs."""
+
+    def _array(self, values: list[int], dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        """What plan() was given, on the device where engines expect it."""
+        host = torch.tensor(values, dtype=dtype, device="cpu")
+        return host.to(self.device).as_subclass(PlannedValues)
+
+    @property
+    def _batch(self) -> _core.Batch | None:
+        planned = self._state.planned
+        return None if planned is None else planned.asked.request.lengths.batch
+
+    @told
+    def _backend(self) -> str:
+        planned = self._state.planned
+        return self._requested_backend.name if planned is None else planned.primary.backend.name
+
+    @told
+    def _causal(self) -> bool:
+        planned = self._state.planned
+        return False if planned is None else planned.asked.causal
+
+    @told
+    def _window_left(self) -> int:
+        planned = self._state.planned
+        return -1 if planned is None else planned.asked.request.options.window_left
+
+    @told
+    def _logits_soft_cap(self) -> float:
+        planned = self._state.planned
+        return 0.0 if planned is None else planned.asked.logits_soft_cap
+
+    @told
+    def _sm_scale(self) -> float | None:
+        planned = self._state.planned
+        return None if planned is None else planned.scales.logits
+
+    @told
+    def _num_qo_heads(self) -> int | None:
+        planned = self._state.planned
+        return None if planned is None else planned.asked.request.options.num_qo_heads
+
+    @told
+    def _num_kv_heads(self) -> int | None:
+        planned = self._state.planned
+        return None if planned is None else planned.asked.request.options.num_kv_heads
+
+    @told
+    def _batch_size(self) -> int | None:
+        batch = self._batch
+        return None if batch is None else batch.num_requests
+
+    @told
+    def _use_cuda_graph(self) -> bool:
+        return False
+
+    @told
+    def _fixed_batch_size(self) -> int:
+        """0: batches of any size, as always without CUDA graphs."""
+        return 0
+
+    @told
+    def _max_total_num_rows(self) -> int | None:
+        """None: as many rows as a batch has, as always without CUDA graphs."""
+        return None
+
+    @told
+    def _plan_info(self) -> _core.Plan | None:
+        planned = self._state.planned
+        return None if planned is None else planned.primary.plan
+
+    @told
+    def _cached_module(self) -> _NoModule:
+        return _NoModule()
+
+    @told
+    def _float_workspace_buffer(self) -> torch.Tensor:
+        return self._state.workspace.float_buffer.tensor
+
+    @told
+    def _int_workspace_buffer(self) -> torch.Tensor | None:
+        """The work list; None before plan(), which allocates it."""
+        planned = self._state.planned
+        return None if planned is None else planned.primary.int_buffer.tensor
+
+    @told
+    def _pin_memory_int_workspace_buffer(self) -> None:
+        """None: the staging memory is not a tensor."""
+        return None
+
+    @told
+    def _qo_indptr_buf(self) -> torch.Tensor | None:
+        batch = self._batch
+        return None if batch is None else self._array(batch.qo_indptr)
+
+    @told
+    def _custom_mask_buf(self) -> torch.Tensor | None:
+        """The packed mask, which is the kernels' own."""
+        planned = self._state.planned
+        mask = None if planned is None else planned.asked.request.mask
+        return None if mask is None else mask[: self._batch.mask_bytes]
+
+    @told
+    def _mask_indptr_buf(self) -> torch.Tensor | None:
+        """First byte of every request in the packed mask."""
+        if self._custom_mask_buf is None:
+            return None
+        return self._array(self._batch.mask_indptr)
+
+
+class PagedEngineAttributes(EngineAttributes):
+    @told
+    def _paged_kv_indptr_buf(self) -> torch.Tensor | None:
+        batch = self._batch
+        return None if batch is None else self._array(batch.kv_indptr)
+
+    @told
+    def _paged_kv_indices_buf(self) -> torch.Tensor | None:
+        """Indices that plan() got on the GPU are the kernels' own."""
+        planned = self._state.planned
+        if planned is None:
+            return None
+        pages = planned.asked.request.lengths.pages
+        if pages.on_device is not None:
+            return pages.on_device
+        return self._array(pages.on_host.tolist())
+
+    @told
+    def _paged_kv_last_page_len_buf(self) -> torch.Tensor | None:
+        batch = self._batch
+        return None if batch is None else self._array(batch.last_page_len)
+
+
+class RaggedEngineAttributes(EngineAttributes):
+    @told
+    def _kv_indptr_buf(self) -> torch.Tensor | None:
+        batch = self._batch
+        return None if batch is None else self._array(batch.kv_indptr)

@@ -1,0 +1,273 @@
+"""Page tables: lengths, positions, and appending to a paged KV cache.
+
+Everything here is a handful of torch operations on the tensors' own device, without a wait for it.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from . import _validate as check
+from ._arguments import KvCache
+from ._lengths import debugging
+
+__all__ = ["append_paged_kv_cache", "get_batch_indices_positions", "get_seq_lens"]
+
+# Rows are moved as the integers that their bits spell: any dtype, every NaN as it is.
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@check.eager
+def get_seq_lens(
+    kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor, page_size: int
+) -> torch.Tensor:
+    """KV lengths of the requests of a page table; 0 for a request without pages.
+
+    Args:
+        kv_indptr: [batch_size + 1] int32, first page of each request.
+        kv_last_page_len: [batch_size] int32, tokens in the last page of each.
+        page_size: tokens per page.
+
+    Returns:
+        [batch_size] int32 on kv_indptr's device.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong.
+    """
+    _index_array("kv_indptr", kv_indptr)
+    _index_array("kv_last_page_len", kv_last_page_len)
+    page_size = check.integer("page_size", page_size, at_least=1)
+    _one_per_request("kv_last_page_len", kv_last_page_len, "kv_indptr", kv_indptr)
+    pages = kv_indptr.diff()
+    lengths = (pages - 1) * page_size + kv_last_page_len
+    return torch.where(pages > 0, lengths, 0).to(torch.int32)
+
+
+@check.eager
+def get_batch_indices_positions(
+    append_indptr: torch.Tensor,
+    seq_lens: torch.Tensor,
+    nnz: int,
+    batch_indices: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Whose each appended token is, and where in its request it goes: to the end.
+
+    Args:
+        append_indptr: [batch_size + 1] int32 or int64, first appended token of each request.
+        seq_lens: [batch_size], integers: KV lengths after the append.
+        nnz: how many tokens to tell about; more than append_indptr[-1] where they are padded.
+        batch_indices, positions: [nnz] int32 to write into.
+
+    Returns:
+        batch_indices [nnz] int32, -1 for tokens that no request has, and positions [nnz] int32, 0
+        for those.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong.
+    """
+    _index_array("append_indptr", append_indptr)
+    _index_array("seq_lens", seq_lens)
+    nnz = check.integer("nnz", nnz, at_least=0)
+    _one_per_request("seq_lens", seq_lens, "append_indptr", append_indptr)
+    device = append_indptr.device
+    outputs = []
+    for name, given in (("batch_indices", batch_indices), ("positions", positions)):
+        if given is not None:
+            check.tensor(name, given)
+            check.has_shape(name, given, (nnz,), "[nnz]")
+            check.has_dtype(name, given, torch.int32, "as it is without a given tensor")
+            check.on_device(name, given, device)
+        outputs.append(
+            torch.empty(nnz, dtype=torch.int32, device=device) if given is None else given
+        )
+    batch_size = seq_lens.numel()
+    if batch_size == 0:
+        return outputs[0].fill_(-1), outputs[1].zero_()
+    tokens = torch.arange(nnz, dtype=append_indptr.dtype, device=device)
+    # The first request that ends behind the token: requests without tokens end where they begin.
+    ends = append_indptr[1:].contiguous()
+    request = torch.searchsorted(ends, tokens, right=True)
+    owned = (request < batch_size) & (tokens >= append_indptr[0])
+    request = request.clamp(max=batch_size - 1)
+    position = seq_lens[request] - (ends[request] - tokens)
+    outputs[0].copy_(torch.where(owned, request, -1))
+    outputs[1].copy_(torch.where(owned, position, 0))
+    return outputs[0], outputs[1]
+
+
+@check.eager
+def append_paged_kv_cache(
+    append_key: torch.Tensor,
+    append_value: torch.Tensor,
+    batch_indices: torch.Tensor,
+    positions: torch.Tensor,
+    paged_kv_cache: KvCache,
+    kv_indices: torch.Tensor,
+    kv_indptr: torch.Tensor,
+    kv_last_page_len: torch.Tensor,
+    kv_layout: str = "NHD",
+) -> None:
+    """Writes new keys and values into the pages that a page table already has for them.
+
+    Args:
+        append_key, append_value: [nnz, num_kv_heads, head_dim], the cache's dtype.
+        batch_indices, positions: [nnz] integers: whose each token is and where in its request
+            (get_batch_indices_positions). Tokens with batch_indices below 0 are padding.
+        paged_kv_cache: as in BatchPrefillWithPagedKVCacheWrapper.run().
+        kv_indices, kv_indptr, kv_last_page_len: int32, the page table after the append.
+        kv_layout: "NHD" or "HND".
+
+    Raises:
+        TypeError, ValueError: an argument is wrong; nothing was written. Positions and pages on the
+            GPU are checked only with PREFLASH_DEBUG=1 in the environment, because it takes a wait.
+        NotImplementedError: a gradient is wanted, or a tracer is recording.
+    """
+    check.forward_only(append_key, append_value)
+    k_cache, v_cache = _pools(
+        paged_kv_cache, check.one_of("kv_layout", kv_layout, check.KV_LAYOUTS)
+    )
+    device = k_cache.device
+    tokens = _check_rows("append_key", append_key, k_cache)
+    if _check_rows("append_value", append_value, v_cache) != tokens:
+        raise ValueError(
+            f"append_value has {append_value.shape[0]} tokens and append_key {tokens}; "
+            "must be equal"
+        )
+    for name, value in (("batch_indices", batch_indices), ("positions", positions)):
+        _index_array(name, value)
+        check.has_shape(name, value, (tokens,), "[nnz], one per token of append_key")
+        check.on_device(name, value, device)
+    for name, value in (
+        ("kv_indices", kv_indices),
+        ("kv_indptr", kv_indptr),
+        ("kv_last_page_len", kv_last_page_len),
+    ):
+        _index_array(name, value)
+        check.on_device(name, value, device)
+    _one_per_request("kv_last_page_len", kv_last_page_len, "kv_indptr", kv_indptr)
+    if device.type == "cpu" or debugging():
+        lengths = get_seq_lens(kv_indptr, kv_last_page_len, k_cache.shape[1])
+        _check_places(batch_indices, positions, lengths)
+    if tokens == 0 or kv_indices.numel() == 0 or kv_last_page_len.numel() == 0:
+        return
+    owned = batch_indices >= 0
+    # Padding repeats the first token that somebody owns: to leave it out would take a wait for how
+    # many there are. Without any such token, a slot is written with what it holds.
+    order = torch.arange(tokens, device=device)
+    source = torch.where(owned, order, owned.to(torch.uint8).argmax())
+    request = batch_indices[source].clamp(min=0).long()
+    position = positions[source].clamp(min=0).long()
+    page_size = k_cache.shape[1]
+    entry = kv_indptr[request].long() + position // page_size
+    page = kv_indices[entry.clamp(max=kv_indices.numel() - 1)].long()
+    if debugging() or device.type == "cpu":
+        _check_pages(page[owned], k_cache.shape[0])
+    slot = position % page_size
+    keep = ~owned[source]
+    for cache, rows in ((k_cache, append_key), (v_cache, append_value)):
+        bits = _BITS[cache.element_size()]
+        pool, new = cache.view(bits), rows.view(bits)[source]
+        pool[page, slot] = torch.where(keep[:, None, None], pool[page, slot], new)
+
+
+def _pools(cache: KvCache, layout: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V as [pages, page_size, num_kv_heads, head_dim], whatever the layout."""
+    if isinstance(cache, torch.Tensor):
+        check.tensor("paged_kv_cache", cache)
+        if cache.dim() not in (4, 5) or cache.shape[1] != 2:
+            raise ValueError(
+                f"paged_kv_cache has shape {tuple(cache.shape)}; must be [max_num_pages, 2, ...] "
+                "of 5 dimensions (4 at page_size 1), or a tuple (k_cache, v_cache)"
+            )
+        pair = (cache[:, 0], cache[:, 1])
+    elif isinstance(cache, (tuple, list)) and len(cache) == 2:
+        pair = tuple(cache)
+    else:
+        raise TypeError(
+            "paged_kv_cache must be a tensor or a tuple (k_cache, v_cache); got "
+            f"{type(cache).__name__}"
+        )
+    pools = []
+    for name, pool in zip(("k_cache", "v_cache"), pair, strict=True):
+        check.tensor(name, pool)
+        if pool.dim() == 3:  # page_size 1
+            pool = pool.unsqueeze(1)
+        elif pool.dim() == 4:
+            pool = pool if layout == "NHD" else pool.transpose(1, 2)
+        else:
+            raise ValueError(
+                f"{name} has shape {tuple(pool.shape)}; must be four-dimensional, {layout} (three "
+                "at page_size 1)"
+            )
+        pools.append(pool)
+    k, v = pools
+    if k.shape[:3] != v.shape[:3] or k.dtype != v.dtype or k.device != v.device:
+        raise ValueError(
+            f"k_cache is {tuple(k.shape)} {k.dtype} on {k.device} and v_cache {tuple(v.shape)} "
+            f"{v.dtype} on {v.device}; must agree but for head_dim"
+        )
+    if k.element_size() not in _BITS:
+        raise TypeError(f"the cache is {k.dtype}; must have elements of 1, 2, 4 or 8 bytes")
+    return k, v
+
+
+def _check_rows(name: str, rows: torch.Tensor, pool: torch.Tensor) -> int:
+    """How many tokens are appended."""
+    check.tensor(name, rows)
+    tokens = rows.shape[0] if rows.dim() > 0 else 0
+    wanted = (tokens, *pool.shape[2:])
+    check.has_shape(name, rows, wanted, "[nnz, num_kv_heads, head_dim] of the cache")
+    check.has_dtype(name, rows, pool.dtype, "the cache's")
+    check.on_device(name, rows, pool.device)
+    return tokens
+
+
+def _index_array(name: str, value: torch.Tensor) -> None:
+    check.tensor(name, value)
+    if value.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{name} is {value.dtype}; must be torch.int32 (or int64)")
+    if value.dim() != 1:
+        raise ValueError(f"{name} has shape {tuple(value.shape)}; must be one-dimensional")
+
+
+def _one_per_request(
+    name: str, value: torch.Tensor, indptr_name: str, indptr: torch.Tensor
+) -> None:
+    if value.numel() + 1 != indptr.numel():
+        raise ValueError(
+            f"{name} has {value.numel()} elements and {indptr_name} {indptr.numel()}; must be "
+            "batch_size and batch_size + 1"
+        )
+    check.on_device(name, value, indptr.device)
+
+
+def _check_places(
+    batch_indices: torch.Tensor, positions: torch.Tensor, lengths: torch.Tensor
+) -> None:
+    """Every token of a request lies within its length."""
+    owned = batch_indices >= 0
+    request, position = batch_indices[owned].long(), positions[owned]
+    if request.numel() == 0:
+        return
+    if int(request.max()) >= lengths.numel():
+        raise ValueError(
+            f"batch_indices holds {int(request.max())}; the page table has {lengths.numel()} "
+            "requests"
+        )
+    wrong = (position < 0) | (position >= lengths[request])
+    if bool(wrong.any()):
+        at = int(wrong.to(torch.uint8).argmax())
+        raise ValueError(
+            f"positions: {int(position[at])} for request {int(request[at])}, whose pages hold "
+            f"{int(lengths[request[at]])} tokens; the page table must have room for what is "
+            "appended"
+        )
+
+
+def _check_pages(pages: torch.Tensor, count: int) -> None:
+    if pages.numel() > 0 and (int(pages.min()) < 0 or int(pages.max()) >= count):
+        raise ValueError(
+            f"kv_indices holds pages from {int(pages.min())} to {int(pages.max())}; must be in "
+            f"[0, {count}), the pages of the cache"
+        )
