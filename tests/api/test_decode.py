@@ -1,0 +1,227 @@
+"""Decode is prefill with one query per request: the same numbers by other signatures."""
+
+import dataclasses
+import functools
+import inspect
+
+import preflash
+import pytest
+import torch
+from preflash.testing import Case, KvForm, Sinks, build, compare, poison, reference, runner
+from preflash.testing.oracle import Pipeline
+
+KV_LENS = (90, 0, 17, 1, 333)
+CASE = Case("decode", (1,) * 5, KV_LENS, 8, 2, 128, page_size=16)
+TOKENS = dataclasses.replace(CASE, name="page1", page_size=1, form=KvForm.FLAT)
+HND = dataclasses.replace(CASE, name="hnd", layout="HND", dtype=torch.float16, head_dim=96)
+CASES = pytest.mark.parametrize("case", [CASE, TOKENS, HND], ids=lambda case: case.name)
+Wrapper = preflash.BatchDecodeWithPagedKVCacheWrapper
+
+
+def arrays(inputs) -> tuple:
+    case = inputs.case
+    heads = (case.num_qo_heads, case.num_kv_heads, case.head_dim, case.page_size)
+    return (inputs.kv_indptr, inputs.indices, inputs.last_page_len, *heads)
+
+
+def made(case, target, **options):
+    inputs = build(case, device=target.device)
+    wrapper = Wrapper(runner.workspace(target.device), case.layout, **options)
+    return inputs, wrapper
+
+
+@pytest.mark.parametrize("tensor_cores", [False, True])
+@CASES
+def test_batch(target, case, tensor_cores):
+    inputs, wrapper = made(
+        case, target, use_tensor_cores=tensor_cores, backend=target.backend, jit_args=None
+    )
+    assert wrapper.use_tensor_cores is tensor_cores
+    wrapper.plan(*arrays(inputs), q_data_type=case.dtype)
+    assert wrapper._causal is False
+    result = runner.run(wrapper, inputs)
+    runner.compare(inputs, *result).check()
+    out, lse = wrapper.run_return_lse(inputs.q, inputs.cache)
+    assert torch.equal(out, result[0])
+    assert torch.equal(lse, result[1])
+
+
+def test_every_option(target):
+    case = dataclasses.replace(CASE, sinks=Sinks.ORDINARY)
+    inputs, wrapper = made(case, target)
+    wrapper.plan(
+        *arrays(inputs),
+        "NONE",
+        40,
+        25.0,
+        case.dtype,
+        case.dtype,
+        None,
+        0.2,
+        None,
+        None,
+        True,
+        None,
+        torch.tensor(KV_LENS, dtype=torch.int32),
+        64,
+        False,
+    )
+    out, lse = runner.run(wrapper, inputs, q_scale=0.5, k_scale=2.0, v_scale=3.0, enable_pdl=True)
+    pipeline = Pipeline(0.2, False, 40, 25.0, out_scale=3.0, sinks=inputs.sinks)
+    compare(out, lse, reference(inputs, pipeline=pipeline), soft_cap=25.0).check()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"data_type": torch.bfloat16},
+        {"data_type": torch.bfloat16, "q_data_type": None},
+        {"data_type": "bfloat16", "q_data_type": torch.bfloat16},
+        {"q_data_type": torch.bfloat16, "kv_data_type": torch.bfloat16},
+    ],
+    ids=str,
+)
+def test_data_types(target, options):
+    inputs, wrapper = made(CASE, target)
+    wrapper.plan(*arrays(inputs), **options)
+    runner.compare(inputs, *runner.run(wrapper, inputs)).check()
+
+
+def test_float16_by_default(target):
+    case = dataclasses.replace(CASE, dtype=torch.float16)
+    inputs, wrapper = made(case, target)
+    wrapper.plan(*arrays(inputs), q_data_type=None)
+    runner.compare(inputs, *runner.run(wrapper, inputs)).check()
+
+
+def test_padded_q(target):
+    """A CUDA-graph bucket that is larger than the batch."""
+    inputs, wrapper = made(CASE, target)
+    wrapper.plan(*arrays(inputs), q_data_type=CASE.dtype)
+    q = torch.cat([inputs.q, poison((3, 8, 128), CASE.dtype, target.device)])
+    out = poison(q.shape, CASE.dtype, target.device)
+    wrapper.run(q, inputs.cache, out=out)
+    runner.compare(inputs, out[:5], None).check()
+    untouched = poison((3, 8, 128), CASE.dtype, target.device)
+    assert torch.equal(out[5:].view(torch.int16), untouched.view(torch.int16))
+
+
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_forward_has_options_of_its_own(target, return_lse):
+    inputs, wrapper = made(CASE, target)
+    wrapper.begin_forward(*arrays(inputs), q_data_type=CASE.dtype)
+    call = wrapper.forward_return_lse if return_lse else wrapper.forward
+    result = call(inputs.q, inputs.cache, "NONE", 0.5, 3.0, 0.25, 30, 10.0, 0.1)
+    out, lse = result if return_lse else (result, None)
+    pipeline = Pipeline(0.15, False, 30, 10.0, out_scale=0.25)
+    compare(out, lse, reference(inputs, pipeline=pipeline), soft_cap=10.0).check()
+
+
+@pytest.mark.parametrize("override", [False, True])
+def test_fast_decode_plan_in_the_place_of_begin_forward(target, override):
+    inputs, wrapper = made(CASE, target, use_tensor_cores=True)
+    wrapper.begin_forward = functools.partial(preflash.fast_decode_plan, wrapper)
+    options = {"q_data_type": CASE.dtype, "data_type": CASE.dtype, "non_blocking": True}
+    positional = arrays(inputs)
+    if override:
+        options["global_override_indptr_cpu"] = inputs.kv_indptr.cpu()
+        positional = (torch.full_like(inputs.kv_indptr, -3), *positional[1:])
+    wrapper.begin_forward(*positional, **options)
+    out = wrapper.forward(inputs.q, inputs.cache, sm_scale=0.2, logits_soft_cap=0.0)
+    compare(out, None, reference(inputs, pipeline=Pipeline(0.2))).check()
+
+
+def test_workspace_size(target):
+    inputs, wrapper = made(CASE, target)
+    float_bytes, int_bytes = wrapper.workspace_size(*arrays(inputs), q_data_type=CASE.dtype)
+    wrapper.reset_workspace_buffer(
+        runner.workspace(target.device, float_bytes), runner.workspace(target.device, int_bytes)
+    )
+    wrapper.plan(*arrays(inputs), q_data_type=CASE.dtype)
+    runner.compare(inputs, *runner.run(wrapper, inputs)).check()
+
+
+def test_refusals(target):
+    inputs, wrapper = made(CASE, target)
+    work = runner.workspace(target.device)
+    with pytest.raises(TypeError, match="use_tensor_cores"):
+        Wrapper(work, use_tensor_cores="yes")
+    with pytest.raises(NotImplementedError, match="use_cuda_graph"):
+        Wrapper(work, use_cuda_graph=True)
+    with pytest.raises(NotImplementedError, match="jit_args"):
+        Wrapper(work, jit_args=["uri"])
+    with pytest.raises(NotImplementedError, match="use_cuda_graph"):
+        preflash.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(
+            work, inputs.kv_indptr, inputs.indices, inputs.last_page_len
+        )
+    with pytest.raises(ValueError, match="before plan"):
+        wrapper.run(inputs.q, inputs.cache)
+    with pytest.raises(ValueError, match="paged_kv_indptr"):
+        wrapper.plan(inputs.kv_indptr[:-1], *arrays(inputs)[1:], q_data_type=CASE.dtype)
+    wrapper.plan(*arrays(inputs), q_data_type=CASE.dtype)
+    with pytest.raises(NotImplementedError, match="q_len_per_req"):
+        wrapper.run(inputs.q, inputs.cache, q_len_per_req=2)
+    with pytest.raises(TypeError, match=r"run\(\) got"):
+        wrapper.run(inputs.q, inputs.cache, 0.5)
+    runner.compare(inputs, *runner.run(wrapper, inputs)).check()
+
+
+SINGLE = Case("single", (1,), (300,), 8, 2, 128)
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_single(target, layout, return_lse):
+    case = dataclasses.replace(SINGLE, layout=layout)
+    inputs = build(case, device=target.device)
+    tokens = 0 if layout == "NHD" else 1
+    k, v = (t.narrow(tokens, 0, 300) for t in (inputs.k, inputs.v))
+    result = preflash.single_decode_with_kv_cache(
+        inputs.q[0], k, v, layout, "NONE", True, 0.5, 2.0, 3.0, 99, 15.0, 0.2, return_lse=return_lse
+    )
+    out, lse = result if return_lse else (result, None)
+    assert out.shape == (8, 128)
+    assert lse is None or lse.shape == (8,)
+    pipeline = Pipeline(0.2, False, 99, 15.0, out_scale=3.0)
+    expected = reference(inputs, pipeline=pipeline)
+    compare(out[None], lse if lse is None else lse[None], expected, soft_cap=15.0).check()
+
+
+def test_single_refuses_more_than_one_query(target):
+    inputs = build(SINGLE, device=target.device)
+    with pytest.raises(ValueError, match=r"q has shape \(1, 8, 128\)"):
+        preflash.single_decode_with_kv_cache(inputs.q, inputs.k, inputs.v)
+
+
+NONE = None
+PLAN = {
+    "indptr": inspect.Parameter.empty,
+    "indices": inspect.Parameter.empty,
+    "last_page_len": inspect.Parameter.empty,
+    "num_qo_heads": inspect.Parameter.empty,
+    "num_kv_heads": inspect.Parameter.empty,
+    "head_dim": inspect.Parameter.empty,
+    "page_size": inspect.Parameter.empty,
+    "pos_encoding_mode": "NONE",
+    "window_left": -1,
+    "logits_soft_cap": NONE,
+    "q_data_type": "float16",
+    "kv_data_type": NONE,
+    "data_type": NONE,
+    "sm_scale": NONE,
+    "rope_scale": NONE,
+    "rope_theta": NONE,
+    "non_blocking": True,
+    "block_tables": NONE,
+    "seq_lens": NONE,
+    "fixed_split_size": NONE,
+    "disable_split_kv": False,
+}
+
+
+@pytest.mark.parametrize("name", ["plan", "begin_forward", "workspace_size"])
+def test_signature(name):
+    parameters = list(inspect.signature(getattr(Wrapper, name)).parameters.values())[1:]
+    assert {p.name: p.default for p in parameters} == PLAN
+    assert [p.name for p in parameters] == list(PLAN)
+    assert all(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters)

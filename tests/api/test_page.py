@@ -1,0 +1,187 @@
+"""Page tables: lengths, positions, appending; every result against a loop over tokens."""
+
+import dataclasses
+
+import preflash
+import pytest
+import torch
+from preflash.testing import Case, KvForm, build, runner
+
+DTYPES = [torch.float16, torch.bfloat16, torch.float32]
+if hasattr(torch, "float8_e4m3fn"):
+    DTYPES.append(torch.float8_e4m3fn)
+
+
+def ints(target, *values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=target.device)
+
+
+def test_lengths(target):
+    """A request without pages has no tokens, whatever is said of its last page."""
+    lengths = preflash.get_seq_lens(ints(target, 2, 5, 5, 6), ints(target, 3, 16, 7), 16)
+    assert lengths.tolist() == [35, 0, 7]
+    assert lengths.dtype == torch.int32
+    assert preflash.get_seq_lens(ints(target, 4), ints(target), 16).tolist() == []
+
+
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
+def test_positions(target, index_dtype):
+    indptr = ints(target, 0, 1, 3, 3, 6, 10).to(index_dtype)
+    lengths = ints(target, 5, 5, 9, 3, 70)
+    indices, positions = preflash.get_batch_indices_positions(indptr, lengths, 10)
+    assert indices.tolist() == [0, 1, 1, 3, 3, 3, 4, 4, 4, 4]
+    assert positions.tolist() == [4, 3, 4, 0, 1, 2, 66, 67, 68, 69]
+    assert (indices.dtype, positions.dtype) == (torch.int32, torch.int32)
+
+
+def test_positions_of_padding(target):
+    """Tokens before the first request and behind the last belong to nobody."""
+    outputs = [ints(target, *(7,) * 8) for _ in range(2)]
+    result = preflash.get_batch_indices_positions(
+        ints(target, 2, 3, 5), ints(target, 5, 2), 8, *outputs
+    )
+    assert all(a is b for a, b in zip(result, outputs, strict=True))
+    assert outputs[0].tolist() == [-1, -1, 0, 1, 1, -1, -1, -1]
+    assert outputs[1].tolist() == [0, 0, 4, 0, 1, 0, 0, 0]
+    indices, positions = preflash.get_batch_indices_positions(ints(target, 0), ints(target), 3)
+    assert (indices.tolist(), positions.tolist()) == ([-1] * 3, [0] * 3)
+
+
+def random_bits(shape, dtype, generator) -> torch.Tensor:
+    """Every pattern of bits, NaN with a payload included."""
+    bytes_ = torch.randint(
+        0, 256, (*shape[:-1], shape[-1] * dtype.itemsize), generator=generator, dtype=torch.uint8
+    )
+    return bytes_.view(dtype)
+
+
+FORMS = {
+    "one tensor": lambda k, v: torch.stack([k, v], 1),
+    "a pair": lambda k, v: (k, v),
+    "halves": lambda k, v: torch.cat([k, v], -1).split(k.shape[-1], -1),
+}
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("page_size", [1, 5, 16])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_append(target, form, layout, page_size, dtype):
+    generator = torch.Generator().manual_seed(page_size)
+    before, appended = (0, 21, 4, 7), (19, 1, 0, 16)
+    pages = [-(-(a + b) // page_size) for a, b in zip(before, appended, strict=True)]
+    order = torch.randperm(sum(pages) + 3, generator=generator).int()
+    indptr = [2, *(2 + sum(pages[: i + 1]) for i in range(4))]  # two foreign entries first
+    order[:2] = torch.tensor([-5, 10**6])
+    foreign = torch.randperm(sum(pages) + 3, generator=generator)[: sum(pages)].int()
+    order[2 : 2 + sum(pages)] = foreign
+    last = [(a + b - 1) % page_size + 1 for a, b in zip(before, appended, strict=True)]
+    tokens = sum(appended)
+    rows = [random_bits((tokens + 4, 2, 24), dtype, generator) for _ in range(2)]
+    shape = (sum(pages) + 3, page_size, 2, 24)
+    pools = [random_bits(shape, dtype, generator) for _ in range(2)]
+
+    expected = [pool.clone().view(torch.uint8) for pool in pools]
+    token = 0
+    for i in range(4):
+        for position in range(before[i], before[i] + appended[i]):
+            page = int(order[indptr[i] + position // page_size])
+            for pool, new in zip(expected, rows, strict=True):
+                pool[page, position % page_size] = new[token].view(torch.uint8)
+            token += 1
+
+    laid_out = [target.to(p if layout == "NHD" else p.transpose(1, 2).contiguous()) for p in pools]
+    cache = form(*laid_out)
+    starts = ints(target, 0, *torch.tensor(appended).cumsum(0).tolist())
+    table = (target.to(order), ints(target, *indptr), ints(target, *last))
+    lengths = preflash.get_seq_lens(table[1], table[2], page_size)
+    assert lengths.tolist() == [a + b for a, b in zip(before, appended, strict=True)]
+    places = preflash.get_batch_indices_positions(starts, lengths, tokens + 4)  # 4 of padding
+    preflash.append_paged_kv_cache(*map(target.to, rows), *places, cache, *table, layout)
+    for i, wanted in enumerate(expected):
+        got = cache[:, i] if isinstance(cache, torch.Tensor) else cache[i]
+        got = got if layout == "NHD" else got.transpose(1, 2)
+        assert torch.equal(got.contiguous().cpu().view(torch.uint8), wanted)
+
+
+def test_append_to_slots(target):
+    """page_size 1 without its dimension, and tokens that are all padding."""
+    cache = tuple(torch.zeros(6, 2, 8, device=target.device) for _ in range(2))
+    rows = torch.ones(2, 2, 8, device=target.device)
+    table = (ints(target, 4, 1), ints(target, 0, 2), ints(target, 1))
+    nobody = (ints(target, -1, -1), ints(target, 0, 0))
+    preflash.append_paged_kv_cache(rows, rows, *nobody, cache, *table)
+    assert not cache[0].any()
+    preflash.append_paged_kv_cache(rows, 2 * rows, ints(target, 0, -1), ints(target, 1, 0), cache,
+                                   *table)  # fmt: skip
+    assert cache[0].sum((1, 2)).tolist() == [0, 16, 0, 0, 0, 0]
+    assert cache[1].sum((1, 2)).tolist() == [0, 32, 0, 0, 0, 0]
+
+
+def test_nothing_to_append(target):
+    cache = torch.ones(3, 2, 4, 2, 8, device=target.device)
+    rows = torch.zeros(0, 2, 8, device=target.device)
+    nobody = (ints(target), ints(target))
+    preflash.append_paged_kv_cache(
+        rows, rows, *nobody, cache, ints(target), ints(target, 0, 0), ints(target, 0)
+    )
+    assert bool((cache == 1).all())
+
+
+def arguments(target) -> dict:
+    rows = torch.ones(3, 2, 8, device=target.device)
+    return {
+        "append_key": rows,
+        "append_value": rows,
+        "batch_indices": ints(target, 0, 1, 1),
+        "positions": ints(target, 5, 0, 1),
+        "paged_kv_cache": torch.zeros(4, 2, 4, 2, 8, device=target.device),
+        "kv_indices": ints(target, 3, 1, 0),
+        "kv_indptr": ints(target, 0, 2, 3),
+        "kv_last_page_len": ints(target, 2, 2),
+    }
+
+
+MISTAKES = {
+    "dtype": ("append_key", lambda t: t.half(), TypeError, "append_key is torch.float16"),
+    "heads": ("append_value", lambda t: t[:, :1], ValueError, "append_value has shape"),
+    "tokens": ("append_value", lambda t: t[:2], ValueError, "append_value has 2 tokens"),
+    "indices": ("batch_indices", lambda t: t[:2], ValueError, "batch_indices has shape"),
+    "float": ("positions", lambda t: t.float(), TypeError, "positions is torch.float32"),
+    "beyond": ("positions", lambda t: t + 1, ValueError, "positions: 6 for request 0, .* 6 tokens"),
+    "below": ("positions", lambda t: t - 1, ValueError, "positions: -1 for request 1"),
+    "request": ("batch_indices", lambda t: t + 1, ValueError, "batch_indices holds 2"),
+    "page": ("kv_indices", lambda t: t + 3, ValueError, "kv_indices holds pages .* 4"),
+    "table": ("kv_indptr", lambda t: t[:-1], ValueError, "kv_last_page_len has 2 elements"),
+    "cache": ("paged_kv_cache", lambda t: t[:, :1], ValueError, "paged_kv_cache has shape"),
+    "layout": ("kv_layout", lambda _: "DHN", ValueError, "kv_layout"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES.values(), ids=MISTAKES)
+def test_refusals(target, mistake, monkeypatch):
+    monkeypatch.setenv("PREFLASH_DEBUG", "1")
+    name, spoil, error, match = mistake
+    good = arguments(target)
+    cache = good["paged_kv_cache"]
+    with pytest.raises(error, match=match):
+        preflash.append_paged_kv_cache(**{**good, name: spoil(good.get(name))})
+    assert not cache.any()
+    preflash.append_paged_kv_cache(**good)
+    assert int(cache.sum()) == 2 * 3 * 16
+
+
+def test_appended_keys_are_attended_to(target):
+    """From the append to the numbers: the cache of the oracle, token by token."""
+    case = Case("append", (3, 1, 5), (40, 7, 5), 4, 2, 64, page_size=16, form=KvForm.SEPARATE)
+    inputs = build(case, device=target.device)
+    k, v = (torch.cat([getattr(inputs.request(i), name) for i in range(3)]) for name in "kv")
+    empty = tuple(torch.full_like(t, float("nan")) for t in (inputs.k, inputs.v))
+    starts = ints(target, 0, 40, 47, 52)
+    places = preflash.get_batch_indices_positions(starts, ints(target, 40, 7, 5), 52)
+    table = (inputs.indices, inputs.kv_indptr, inputs.last_page_len)
+    preflash.append_paged_kv_cache(k, v, *places, empty, *table)
+    filled = dataclasses.replace(inputs, cache=empty)
+    wrapper = runner.make_wrapper(case, backend=target.backend, device=target.device)
+    runner.plan(wrapper, filled)
+    runner.compare(inputs, *runner.run(wrapper, filled)).check()
