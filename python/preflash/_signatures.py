@@ -242,20 +242,23 @@ def same_arguments_as(
     """Gives a method plan()'s parameters; it receives them as one object, with a field for each."""
     signature = inspect.signature(plan)
     spellings: _Spellings | None = getattr(plan, "_spellings", None)
-    defaults = {
-        name: parameter.default
-        for name, parameter in signature.parameters.items()
-        if parameter.default is not parameter.empty
-    }
+    parameters = list(signature.parameters.values())[1:]
+    defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
+    required = {p.name for p in parameters if p.default is p.empty}
+    known = required | defaults.keys()
+    by_position = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
 
     def decorate(method: Callable) -> Callable:
         @functools.wraps(plan)
         def bound(*args: Any, **kwargs: Any) -> Any:
             if spellings is not None:
                 args, kwargs = spellings.translated(args, kwargs)
-            given = signature.bind(*args, **kwargs).arguments
-            self = given.pop("self")
-            return method(self, kind(**{**defaults, **given}))
+            # signature.bind() by hand, which takes a fourth of its time.
+            given = {**dict(zip(by_position, args[1:], strict=False)), **kwargs}
+            complete = len(given) == len(args) - 1 + len(kwargs) and required <= given.keys()
+            if not complete or not given.keys() <= known:
+                signature.bind(*args, **kwargs)  # says what is wrong
+            return method(args[0], kind(**{**defaults, **given}))
 
         functools.update_wrapper(bound, method)
         bound.__signature__ = signature.replace(

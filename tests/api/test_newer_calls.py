@@ -496,3 +496,22 @@ def test_plan_takes_its_own_buffers(target):
         q_data_type=PAGED.dtype,
     )
     runner.compare(inputs, *runner.run(wrapper, inputs)).check()
+
+
+WRONG_CALLS = {
+    "missing": (lambda given: (given[:-1], {}), r"missing .*: '(head_dim|page_size)'"),
+    "unknown": (lambda given: (given, {"casual": True}), "casual"),
+    "too many": (lambda given: (given + (None,) * 60, {}), "too many positional"),
+    "twice": (lambda given: (given, {"num_qo_heads": 4}), "multiple values .*num_qo_heads"),
+}
+
+
+@pytest.mark.parametrize("method", ["begin_forward", "workspace_size"])
+@pytest.mark.parametrize("wrong", WRONG_CALLS.values(), ids=WRONG_CALLS)
+@WRAPPERS
+def test_calls_that_do_not_bind(target, case, wrong, method):
+    inputs, wrapper = made(case, target)
+    spoil, match = wrong
+    args, kwargs = spoil(leading(inputs))
+    with pytest.raises(TypeError, match=match):
+        getattr(wrapper, method)(*args, **kwargs)

@@ -227,7 +227,26 @@ def test_wrapper_has_every_method(wrapper):
             ],
         ),
         ("quantization", ["packbits", "segment_packbits"]),
-        ("cascade", ["merge_state", "merge_state_in_place", "merge_states"]),
+        (
+            "cascade",
+            [
+                "merge_state",
+                "merge_state_in_place",
+                "merge_states",
+                "MultiLevelCascadeAttentionWrapper",
+            ],
+        ),
+        (
+            "decode",
+            [
+                "BatchDecodeWithPagedKVCacheWrapper",
+                "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
+                "single_decode_with_kv_cache",
+                "fast_decode_plan",
+            ],
+        ),
+        ("attention", ["BatchAttentionWithAttentionSinkWrapper"]),
+        ("page", ["append_paged_kv_cache", "get_batch_indices_positions", "get_seq_lens"]),
     ],
 )
 def test_names_live_in_their_module_and_on_top(module, names):
