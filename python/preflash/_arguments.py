@@ -135,6 +135,20 @@ class RunArguments(NamedTuple):
     sm_scale: Scale = None  # None: that of the plan
 
 
+class UnservedRunOptions(NamedTuple):
+    """Options of run() of which this build serves the neutral values alone."""
+
+    enable_pdl: bool | None
+    kv_cache_sf: torch.Tensor | None
+    scale_q: torch.Tensor | None
+    scale_k: torch.Tensor | None
+    scale_v: torch.Tensor | None
+    o_scale: float | None
+    skip_softmax_threshold_scale_factor: float | None
+    use_fp16_softmax: bool | None
+    uses_spcompress: bool | None
+
+
 class Qkv(NamedTuple):
     """The tensors of one request."""
 

@@ -7,7 +7,13 @@ from typing import Any, NamedTuple
 
 from . import _core
 from . import _validate as check
-from ._arguments import PlanArguments, Qkv, RaggedPlanArguments, SingleArguments
+from ._arguments import (
+    PlanArguments,
+    Qkv,
+    RaggedPlanArguments,
+    SingleArguments,
+    UnservedRunOptions,
+)
 
 
 def batch_options(a: PlanArguments) -> _core.AttentionOptions:
@@ -95,6 +101,16 @@ def single_options(tensors: Qkv, a: SingleArguments) -> _core.AttentionOptions:
         fixed_split_size=0,
         disable_split=False,
     )
+
+
+def check_unserved(a: UnservedRunOptions) -> None:
+    """Refuses, by name, what would change a result and is not served."""
+    check.permission("enable_pdl", a.enable_pdl)
+    check.absent(kv_cache_sf=a.kv_cache_sf, scale_q=a.scale_q, scale_k=a.scale_k, scale_v=a.scale_v)
+    check.neutral("o_scale", a.o_scale, 1.0)
+    check.neutral("skip_softmax_threshold_scale_factor", a.skip_softmax_threshold_scale_factor, 0.0)
+    check.neutral("use_fp16_softmax", a.use_fp16_softmax, False)
+    check.neutral("uses_spcompress", a.uses_spcompress, False)
 
 
 class _DataTypes(NamedTuple):

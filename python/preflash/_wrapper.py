@@ -44,6 +44,10 @@ class _Planned(NamedTuple):
     # What run(window_left=...) and forward() asked for.
     others: dict[_core.AttentionOptions, PlannedVariant]
 
+    def variants(self) -> set[PlannedVariant]:
+        """Each once: `usual` is `primary`, or one of the others unless it was pushed out."""
+        return {self.primary, self.usual or self.primary, *self.others.values()}
+
 
 class _ForwardOptions(NamedTuple):
     """The options of forward() that choose a variant."""
@@ -76,8 +80,7 @@ class _State(NamedTuple):
         planned = self.planned
         if planned is None or not (planned.primary.shared or planned.others):
             return self.shared
-        variants = (planned.primary, *planned.others.values())
-        return (*self.shared, *(variant for variant in variants if variant.shared))
+        return (*self.shared, *(variant for variant in planned.variants() if variant.shared))
 
 
 class _Drafted(NamedTuple):
@@ -126,7 +129,7 @@ class BatchPrefillWrapper(EngineAttributes):
         own = Workspace(workspace.device_stream.device, workspace.float_buffer.tensor)
         planned = self._state.planned
         if planned is not None:
-            for variant in (planned.primary, *planned.others.values()):
+            for variant in planned.variants():
                 variant.shared = True
             planned = planned._replace(others=dict(planned.others))
         other._state = _State(own, planned, last_forward=self._state.last_forward)

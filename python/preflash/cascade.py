@@ -262,7 +262,6 @@ class MultiLevelCascadeAttentionWrapper:
         rope_theta: float | None = None,
         q_data_type: str | torch.dtype = "float16",
         kv_data_type: str | torch.dtype | None = None,
-        **options: Any,
     ) -> None:
         """Plans every level.
 
@@ -273,8 +272,7 @@ class MultiLevelCascadeAttentionWrapper:
             causal: of the last level; the others' keys all come before.
             window_left, pos_encoding_mode: -1 and "NONE" only with more than one level: a level
                 does not know how many keys come after its own.
-            The others are those of BatchPrefillWithPagedKVCacheWrapper.plan(), of which `options`
-            may hold any.
+            The others are those of BatchPrefillWithPagedKVCacheWrapper.plan().
 
         Raises:
             TypeError, ValueError: an argument is wrong, or a workspace too small.
@@ -311,7 +309,6 @@ class MultiLevelCascadeAttentionWrapper:
                 rope_theta=rope_theta,
                 q_data_type=q_data_type,
                 kv_data_type=kv_data_type,
-                **options,
             )
             drafted.append(level._drafted(arguments))
         _check_same_queries([d.asked.request.lengths.batch for d in drafted])

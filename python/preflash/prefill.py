@@ -36,8 +36,10 @@ from ._arguments import (
     RunArguments,
     SingleArguments,
     SingleCall,
+    UnservedRunOptions,
 )
 from ._engine_attributes import PagedEngineAttributes, RaggedEngineAttributes
+from ._options import check_unserved
 from ._outputs import DEFAULT_OUTPUTS, Outputs, run_outputs
 from ._signatures import (
     NEWER_PAGED_ORDER,
@@ -432,28 +434,26 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillWrapper, PagedEngineAttrib
             or scale_q is not None
             or scale_k is not None
             or scale_v is not None
-        ):
-            check.nothing_more("run", args)
-            return_lse = False if return_lse is None else return_lse
-            check.permission("enable_pdl", enable_pdl)
-            check.absent(
-                kv_cache_sf=kv_cache_sf,
-                scale_q=scale_q,
-                scale_k=scale_k,
-                scale_v=scale_v,
-            )
-        if (
-            o_scale is not None
+            or o_scale is not None
             or skip_softmax_threshold_scale_factor is not None
             or use_fp16_softmax is not None
             or uses_spcompress is not None
         ):
-            check.neutral("o_scale", o_scale, 1.0)
-            check.neutral(
-                "skip_softmax_threshold_scale_factor", skip_softmax_threshold_scale_factor, 0.0
+            check.nothing_more("run", args)
+            return_lse = False if return_lse is None else return_lse
+            check_unserved(
+                UnservedRunOptions(
+                    enable_pdl=enable_pdl,
+                    kv_cache_sf=kv_cache_sf,
+                    scale_q=scale_q,
+                    scale_k=scale_k,
+                    scale_v=scale_v,
+                    o_scale=o_scale,
+                    skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
+                    use_fp16_softmax=use_fp16_softmax,
+                    uses_spcompress=uses_spcompress,
+                )
             )
-            check.neutral("use_fp16_softmax", use_fp16_softmax, False)
-            check.neutral("uses_spcompress", uses_spcompress, False)
         outputs = DEFAULT_OUTPUTS
         if (
             out is not None
@@ -784,28 +784,26 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillWrapper, RaggedEngineAttr
             or scale_q is not None
             or scale_k is not None
             or scale_v is not None
-        ):
-            check.nothing_more("run", args)
-            return_lse = False if return_lse is None else return_lse
-            check.permission("enable_pdl", enable_pdl)
-            check.absent(
-                kv_cache_sf=kv_cache_sf,
-                scale_q=scale_q,
-                scale_k=scale_k,
-                scale_v=scale_v,
-            )
-        if (
-            o_scale is not None
+            or o_scale is not None
             or skip_softmax_threshold_scale_factor is not None
             or use_fp16_softmax is not None
             or uses_spcompress is not None
         ):
-            check.neutral("o_scale", o_scale, 1.0)
-            check.neutral(
-                "skip_softmax_threshold_scale_factor", skip_softmax_threshold_scale_factor, 0.0
+            check.nothing_more("run", args)
+            return_lse = False if return_lse is None else return_lse
+            check_unserved(
+                UnservedRunOptions(
+                    enable_pdl=enable_pdl,
+                    kv_cache_sf=kv_cache_sf,
+                    scale_q=scale_q,
+                    scale_k=scale_k,
+                    scale_v=scale_v,
+                    o_scale=o_scale,
+                    skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
+                    use_fp16_softmax=use_fp16_softmax,
+                    uses_spcompress=uses_spcompress,
+                )
             )
-            check.neutral("use_fp16_softmax", use_fp16_softmax, False)
-            check.neutral("uses_spcompress", uses_spcompress, False)
         outputs = DEFAULT_OUTPUTS
         if (
             out is not None
