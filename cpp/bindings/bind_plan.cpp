@@ -46,6 +46,8 @@ void for_each_option(Visit&& visit) {
   visit("window_left", [](auto& options) -> auto& { return options.window_left; });
   visit("mask", [](auto& options) -> auto& { return options.mask; });
   visit("position", [](auto& options) -> auto& { return options.position; });
+  visit("rope_scale", [](auto& options) -> auto& { return options.rope.scale; });
+  visit("rope_theta", [](auto& options) -> auto& { return options.rope.theta; });
   visit("soft_cap", [](auto& options) -> auto& { return options.soft_cap; });
   visit("fixed_split_size", [](auto& options) -> auto& { return options.split.fixed_split_size; });
   visit("disable_split", [](auto& options) -> auto& { return options.split.disable; });
@@ -91,8 +93,8 @@ void bind_options(py::module_& m) {
       .def("replace", &replace)
       .def(py::init([](int num_qo_heads, int num_kv_heads, int head_dim_qk, int head_dim_vo,
                        DType q_dtype, DType kv_dtype, DType o_dtype, bool causal, int window_left,
-                       Mask mask, Position position, float soft_cap, int fixed_split_size,
-                       bool disable_split) {
+                       Mask mask, Position position, double rope_scale, double rope_theta,
+                       float soft_cap, int fixed_split_size, bool disable_split) {
              return AttentionOptions{
                  .num_qo_heads = num_qo_heads,
                  .num_kv_heads = num_kv_heads,
@@ -105,13 +107,15 @@ void bind_options(py::module_& m) {
                  .window_left = window_left,
                  .mask = mask,
                  .position = position,
+                 .rope = {.scale = rope_scale, .theta = rope_theta},
                  .soft_cap = soft_cap,
                  .split = {.fixed_split_size = fixed_split_size, .disable = disable_split}};
            }),
            py::arg("num_qo_heads"), py::arg("num_kv_heads"), py::arg("head_dim_qk"),
            py::arg("head_dim_vo"), py::arg("q_dtype"), py::arg("kv_dtype"), py::arg("o_dtype"),
            py::arg("causal"), py::arg("window_left"), py::arg("mask"), py::arg("position"),
-           py::arg("soft_cap"), py::arg("fixed_split_size"), py::arg("disable_split"));
+           py::arg("rope_scale"), py::arg("rope_theta"), py::arg("soft_cap"),
+           py::arg("fixed_split_size"), py::arg("disable_split"));
   py::class_<RunExtras>(m, "RunExtras")
       .def(py::init([](Address mask_bits, Address sinks) {
              return RunExtras{.mask_bits = pointer<const std::uint8_t>(mask_bits),

@@ -4,11 +4,13 @@
 #include <cmath>
 #include <cstddef>
 #include <cstring>
+#include <optional>
 
 #include "cpu/forward_mask.h"
 #include "cpu/guarded.h"
 #include "cpu/isa.h"
 #include "cpu/partial_lse.h"
+#include "cpu/rotary.h"
 #include "cpu/scratch.h"
 #include "cpu/thread_pool.h"
 #include "preflash/mask_range.h"
@@ -27,6 +29,7 @@ struct Launch {
   const IsaKernels& isa;
   LogitRule logits;
   bool bf16_pairs = false;  // q and k stay bfloat16, two to a unit
+  std::optional<RotaryTable> rotary = {};
   ScratchShape shape = {};
 };
 
@@ -53,7 +56,13 @@ Launch make_launch(const Variant& variant, const TileShape& tile, const ForwardP
                 .isa = isa_kernels(),
                 .logits = logit_rule(variant, params)};
   const int lanes = launch.isa.lanes, panel_rows = kRowVecs * lanes;
-  launch.bf16_pairs = params.q_dtype == DType::kBFloat16 && params.kv_dtype == DType::kBFloat16 &&
+  const bool rotated = variant.position == Position::kRope;
+  if (rotated) {
+    launch.rotary.emplace(params.rope, params.head_dim_qk, std::max(tile.m, tile.n));
+  }
+  // Rotated, a bfloat16 is a float32.
+  launch.bf16_pairs = !rotated && params.q_dtype == DType::kBFloat16 &&
+                      params.kv_dtype == DType::kBFloat16 &&
                       launch.isa.attend_bf16_pairs != nullptr;
   const int units = launch.bf16_pairs ? params.head_dim_qk / 2 : params.head_dim_qk;
   launch.shape = {.tile_rows = ceil_div(tile.m, panel_rows) * panel_rows,
@@ -153,7 +162,19 @@ class Item {
     std::fill(target + shape_.units, target + shape_.ld_k, 0.0f);
   }
 
+  // Of the first position of a tile; none without RoPE.
+  Angles angles_from(std::int64_t position) const {
+    return launch_.rotary ? launch_.rotary->origin(position, scratch_.angles) : Angles{};
+  }
+  void rotate(float* row, const Angles& origin, int offset) const {
+    if (!launch_.rotary) return;
+    const RotaryTable& rotary = *launch_.rotary;
+    launch_.isa.rotate(row, rotary.half(), origin, rotary.offset(offset));
+  }
+
   void load_queries() const {
+    const int first_token = rows_.token(0);
+    const Angles origin = angles_from(std::int64_t{keep_.bounds().delta()} + first_token);
     for (int row = 0; row < num_rows_; row += shape_.panel_rows) {
       const auto [first, live, ld] = panel_at(row);
       float* panel = scratch_.q + std::int64_t{first} * shape_.ld_k;
@@ -164,6 +185,7 @@ class Item {
             rows_.head(row + i) * params_.q.stride_head;
         load_units(element(params_.q.data, offset, params_.q_dtype), params_.q_dtype,
                    rows + i * shape_.ld_k);
+        rotate(rows + i * shape_.ld_k, origin, rows_.token(row + i) - first_token);
       }
       if (live <= kFewRows) continue;
       std::fill(rows + live * shape_.ld_k, rows + ld * shape_.ld_k, 0.0f);
@@ -194,6 +216,7 @@ class Item {
 
   // The rows of one tile's keys into scratch; the item will go on as far as key `end`.
   void load_keys_and_values(const TileKeys& keys, int end) const {
+    const Angles origin = angles_from(keys.tile_begin);
     for (int key = keys.span.begin; key < keys.span.end; ++key) {
       if (key + kPrefetchKeys < end) {
         prefetch_row(kv_row(params_.k, key + kPrefetchKeys), params_.head_dim_qk);
@@ -202,6 +225,7 @@ class Item {
       float* k = scratch_.k + std::int64_t{key - keys.tile_begin} * shape_.ld_k;
       float* v = scratch_.v + std::int64_t{key - keys.tile_begin} * shape_.ld_v;
       load_units(kv_row(params_.k, key), params_.kv_dtype, k);
+      rotate(k, origin, key - keys.tile_begin);
       launch_.isa.widen(params_.kv_dtype, kv_row(params_.v, key), v, params_.head_dim_vo);
       std::fill(v + params_.head_dim_vo, v + shape_.ld_v, 0.0f);
     }

@@ -66,6 +66,12 @@ struct PanelStep {
   float* o = nullptr;        // [rows of the panel][ld_v], not normalised
 };
 
+// Cosines and sines of one angle for each pair of dimensions.
+struct Angles {
+  const float* cosines = nullptr;
+  const float* sines = nullptr;
+};
+
 struct IsaKernels {
   const char* name = nullptr;
   int lanes = 0;
@@ -81,6 +87,9 @@ struct IsaKernels {
   void (*narrow)(DType dtype, const float* source, float scale, void* target, int n) = nullptr;
   // target += weight * source
   void (*accumulate)(float weight, const float* source, float* target, int n) = nullptr;
+
+  // RoPE: turns each pair (row[i], row[half + i]) by the sum of two angles, in place.
+  void (*rotate)(float* row, int half, const Angles& a, const Angles& b) = nullptr;
 
   // Folds one key tile into a panel's softmax state and output.
   void (*attend)(const PanelStep&) = nullptr;             // units are floats

@@ -29,6 +29,7 @@ constexpr IsaKernels kKernels = {
     .widen = widen,
     .narrow = narrow,
     .accumulate = accumulate,
+    .rotate = rotate,
     .attend = attend,
 #if defined(PREFLASH_BF16_PAIRS)
     .attend_bf16_pairs = attend_bf16_pairs,

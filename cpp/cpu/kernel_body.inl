@@ -307,3 +307,13 @@ void attend_bf16_pairs(const PanelStep& step) { attend_panel<BFloat16Pairs>(step
 void accumulate(float weight, const float* source, float* target, int n) {
   for (int i = 0; i < n; ++i) target[i] += weight * source[i];
 }
+
+void rotate(float* __restrict row, int half, const Angles& a, const Angles& b) {
+  for (int i = 0; i < half; ++i) {
+    const float cosine = a.cosines[i] * b.cosines[i] - a.sines[i] * b.sines[i];
+    const float sine = a.sines[i] * b.cosines[i] + a.cosines[i] * b.sines[i];
+    const float x = row[i], y = row[half + i];
+    row[i] = x * cosine - y * sine;
+    row[half + i] = y * cosine + x * sine;
+  }
+}

@@ -18,6 +18,7 @@ constexpr IsaKernels kKernels = {
     .widen = widen,
     .narrow = narrow,
     .accumulate = accumulate,
+    .rotate = rotate,
     .attend = attend,
 };
 

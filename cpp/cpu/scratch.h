@@ -43,6 +43,7 @@ class Scratch {
   float* rescale;       // [panel_rows]
   float* slope;         // [tile rows], ALiBi
   float* distance;      // [panel_rows], ALiBi
+  float* angles;        // [ld_k], RoPE: cosines and sines of a tile's origin
   std::uint32_t* keep;  // [mask_words][panel_rows]
 
   static Scratch& of_this_thread(const ScratchShape& shape) {
@@ -77,6 +78,7 @@ class Scratch {
       take(rescale, panel);
       take(slope, rows);
       take(distance, panel);
+      take(angles, ld_k);
       take(keep, shape.mask_words() * panel);
       return used;
     };

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <concepts>
+#include <cstdio>
 #include <stdexcept>
 #include <string>
 #include <string_view>
@@ -16,6 +17,12 @@ inline void append(std::string& text, std::string_view part) { text += part; }
 template <std::integral Number>
 void append(std::string& text, Number part) {
   text += std::to_string(part);
+}
+
+inline void append(std::string& text, double part) {
+  char digits[32];
+  std::snprintf(digits, sizeof digits, "%.9g", part);
+  text += digits;
 }
 
 }  // namespace message

@@ -1,5 +1,6 @@
 // Every rule that host-visible arguments obey, and the tile class that follows from them.
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <span>
 #include <string_view>
@@ -36,10 +37,26 @@ void check_head_dim(std::string_view name, std::int32_t value) {
   }
 }
 
+void check_rope(const Problem& problem) {
+  const RopeOptions& rope = problem.rope;
+  if (problem.position != Position::kRope) {
+    if (rope == RopeOptions{}) return;
+    refuse("rope_scale = ", rope.scale, ", rope_theta = ", rope.theta,
+           ": only position encoding rope has them; leave them at their defaults");
+  }
+  if (!(rope.scale > 0.0) || !std::isfinite(rope.scale)) {
+    refuse("rope_scale = ", rope.scale, ": must be positive and finite");
+  }
+  if (!(rope.theta > 0.0) || !std::isfinite(rope.theta)) {
+    refuse("rope_theta = ", rope.theta, ": must be positive and finite");
+  }
+}
+
 void check_scalars(const Problem& problem) {
   check_heads(problem);
   check_head_dim("head_dim_qk", problem.head_dim_qk);
   check_head_dim("head_dim_vo", problem.head_dim_vo);
+  check_rope(problem);
   if (problem.window_left < -1 || problem.window_left > kMaxRequestLength) {
     refuse("window_left = ", problem.window_left, ": must be -1 (no window) or in [0, ",
            kMaxRequestLength, "]");

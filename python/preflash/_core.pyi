@@ -24,6 +24,7 @@ class Logits:
 class Position:
     none: Position
     alibi: Position
+    rope: Position
 
 class Mask:
     bounds: Mask
@@ -160,6 +161,8 @@ class AttentionOptions:
         window_left: int,
         mask: Mask,
         position: Position,
+        rope_scale: float,
+        rope_theta: float,
         soft_cap: float,
         fixed_split_size: int,
         disable_split: bool,
@@ -186,6 +189,10 @@ class AttentionOptions:
     def mask(self) -> Mask: ...
     @property
     def position(self) -> Position: ...
+    @property
+    def rope_scale(self) -> float: ...
+    @property
+    def rope_theta(self) -> float: ...
     @property
     def soft_cap(self) -> float: ...
     @property

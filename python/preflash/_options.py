@@ -19,7 +19,7 @@ from ._arguments import (
 def batch_options(a: PlanArguments) -> _core.AttentionOptions:
     """The options in the arguments of a wrapper's plan()."""
     check.not_traced()
-    position = check.position_encoding(a.pos_encoding_mode, a.rope_scale, a.rope_theta)
+    encoding = check.position_encoding(a.pos_encoding_mode, a.rope_scale, a.rope_theta)
     check.permission("allow_fp16_qk_reduction", a.allow_fp16_qk_reduction)
     check.permission("use_fp16_qk_reduction", a.use_fp16_qk_reduction)
     if (
@@ -56,7 +56,9 @@ def batch_options(a: PlanArguments) -> _core.AttentionOptions:
         causal=check.flag("causal", a.causal) and not masked,
         window_left=check.integer("window_left", a.window_left, at_least=-1),
         mask=_mask_kind(masked),
-        position=position,
+        position=encoding.position,
+        rope_scale=encoding.rope_scale,
+        rope_theta=encoding.rope_theta,
         soft_cap=check.soft_cap(a.logits_soft_cap),
         # -1, 0 and None all mean that the planner chooses.
         fixed_split_size=0
@@ -77,7 +79,7 @@ def single_options(tensors: Qkv, a: SingleArguments) -> _core.AttentionOptions:
                 "tokens, heads and head_dim"
             )
     check.one_of("kv_layout", a.kv_layout, check.KV_LAYOUTS)
-    position = check.position_encoding(a.pos_encoding_mode, a.rope_scale, a.rope_theta)
+    encoding = check.position_encoding(a.pos_encoding_mode, a.rope_scale, a.rope_theta)
     check.permission("allow_fp16_qk_reduction", a.allow_fp16_qk_reduction)
     check.permission("use_fp16_qk_reduction", a.use_fp16_qk_reduction)
     check.attention_dtype("q", q.dtype)
@@ -96,7 +98,9 @@ def single_options(tensors: Qkv, a: SingleArguments) -> _core.AttentionOptions:
         causal=check.flag("causal", a.causal) and not a.masked,
         window_left=check.integer("window_left", a.window_left, at_least=-1),
         mask=_mask_kind(a.masked),
-        position=position,
+        position=encoding.position,
+        rope_scale=encoding.rope_scale,
+        rope_theta=encoding.rope_theta,
         soft_cap=check.soft_cap(a.logits_soft_cap),
         fixed_split_size=0,
         disable_split=False,

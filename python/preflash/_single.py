@@ -81,6 +81,8 @@ def _key(tensors: Qkv, a: SingleArguments, device_stream: DeviceStream) -> tuple
         and type(a.window_left) is int
         and a.use_fp16_qk_reduction is None
         and (a.logits_soft_cap is None or type(a.logits_soft_cap) is float)
+        and (a.rope_scale is None or type(a.rope_scale) is float)
+        and (a.rope_theta is None or type(a.rope_theta) is float)
     )
     # 1, 1.0 and True are equal, but not all of them are accepted.
     return key if usual else (key, *map(type, a))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, is_grad_enabled
@@ -31,8 +31,15 @@ FP8_DTYPES = tuple(
     for name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
     if hasattr(torch, name)
 )
-ENCODING_MODES = ("NONE", "ROPE_LLAMA", "ALIBI")
-POSITIONS = {"NONE": _core.Position.none, "ALIBI": _core.Position.alibi}
+POSITIONS = {
+    "NONE": _core.Position.none,
+    "ROPE_LLAMA": _core.Position.rope,
+    "ALIBI": _core.Position.alibi,
+}
+# An angle is computed in float64. With so many radians to a position it is off by 2^-25 at position
+# 2^17, as much as the rounding of its sine to float32.
+MOST_RADIANS = 1024.0
+ENCODING_MODES = tuple(POSITIONS)
 KV_LAYOUTS = ("NHD", "HND")
 # What rope_scale=None and rope_theta=None stand for; callers pass them without RoPE, too.
 ROPE_SCALE = 1.0
@@ -389,23 +396,42 @@ def attention_dtype(name: str, value: Any) -> torch.dtype:
     raise TypeError(f"{name}={found}: must be float16 or bfloat16, or float32 with the cpu backend")
 
 
-def position_encoding(mode: Any, rope_scale: Any, rope_theta: Any) -> _core.Position:
-    one_of("pos_encoding_mode", mode, ENCODING_MODES)
-    if mode not in POSITIONS:
-        raise NotImplementedError(
-            f"pos_encoding_mode={mode!r} is not served by this build; use 'NONE' and encode "
-            "positions before the call, or 'ALIBI'"
-        )
-    for name, value, default in (
-        ("rope_scale", rope_scale, ROPE_SCALE),
-        ("rope_theta", rope_theta, ROPE_THETA),
-    ):
-        if value is not None and real(name, value) != default:
-            raise NotImplementedError(
-                f"{name}={value!r}: in-kernel RoPE is not served by this build; leave it None or "
-                f"{default}"
+class PositionEncoding(NamedTuple):
+    position: _core.Position
+    rope_scale: float = ROPE_SCALE
+    rope_theta: float = ROPE_THETA
+
+
+def position_encoding(mode: Any, rope_scale: Any, rope_theta: Any) -> PositionEncoding:
+    """pos_encoding_mode, rope_scale and rope_theta; None is the default of the last two."""
+    encoding = PositionEncoding(POSITIONS[one_of("pos_encoding_mode", mode, tuple(POSITIONS))])
+    if rope_scale is not None:
+        encoding = encoding._replace(rope_scale=_rope_option("rope_scale", rope_scale))
+    if rope_theta is not None:
+        encoding = encoding._replace(rope_theta=_rope_option("rope_theta", rope_theta))
+    if encoding.position != _core.Position.rope:
+        neutral = PositionEncoding(encoding.position)
+        if encoding != neutral:
+            raise ValueError(
+                f"rope_scale={rope_scale!r}, rope_theta={rope_theta!r}: only "
+                f"pos_encoding_mode='ROPE_LLAMA' has them, and it is {mode!r}; leave them None"
             )
-    return POSITIONS[mode]
+        return neutral
+    radians = max(1.0, 1.0 / encoding.rope_theta) / encoding.rope_scale
+    if radians > MOST_RADIANS:
+        raise ValueError(
+            f"rope_scale={encoding.rope_scale} with rope_theta={encoding.rope_theta}: a position "
+            f"would turn a row by up to {radians:.7g} radians; must be at most {MOST_RADIANS:g}, "
+            "or the angles of far positions lose their bits"
+        )
+    return encoding
+
+
+def _rope_option(name: str, value: Any) -> float:
+    value = real(name, value)
+    if value <= 0.0:
+        raise ValueError(f"{name}={value}: must be positive, or None for the default")
+    return value
 
 
 def permission(name: str, value: Any) -> None:

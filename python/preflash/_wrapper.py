@@ -54,14 +54,16 @@ class _ForwardOptions(NamedTuple):
 
     causal: bool
     window_left: int
-    position: _core.Position
+    encoding: check.PositionEncoding
     soft_cap: float
 
     def applied_to(self, options: _core.AttentionOptions) -> _core.AttentionOptions:
         return options.replace(
             causal=self.causal and options.mask != _core.Mask.custom,
             window_left=self.window_left,
-            position=self.position,
+            position=self.encoding.position,
+            rope_scale=self.encoding.rope_scale,
+            rope_theta=self.encoding.rope_theta,
             soft_cap=self.soft_cap,
         )
 
@@ -262,13 +264,13 @@ class BatchPrefillWrapper(EngineAttributes):
         self, q: torch.Tensor, kv: KvCache, a: ForwardArguments, outputs: Outputs
     ) -> Result:
         """The deprecated call: its own options count, defaults included, not those of plan()."""
-        position = check.position_encoding(a.pos_encoding_mode, a.rope_scale, a.rope_theta)
+        encoding = check.position_encoding(a.pos_encoding_mode, a.rope_scale, a.rope_theta)
         check.permission("use_fp16_qk_reduction", a.use_fp16_qk_reduction)
         check.permission("allow_fp16_qk_reduction", a.allow_fp16_qk_reduction)
         forward = _ForwardOptions(
             check.flag("causal", a.causal),
             check.integer("window_left", a.window_left, at_least=-1),
-            position,
+            encoding,
             check.soft_cap(a.logits_soft_cap),
         )
         planned = self._planned()

@@ -4,6 +4,7 @@ For one request with query length L and key length S, row i and key j, D = S - L
 reading KV head h // (num_qo_heads / num_kv_heads):
 
     logits[i, j] = sm_scale * <q[i], k[j]>, soft-capped and biased if asked, -inf where masked
+                   (with RoPE, of q[i] rotated by position D + i and k[j] rotated by position j)
     out[i]       = softmax(logits[i]) @ v        (exactly 0 where nothing is kept)
     lse[i]       = log2(sum_j exp(logits[i, j])) (exactly -inf where nothing is kept)
 
@@ -109,12 +110,17 @@ def single_prefill_with_kv_cache(
         causal: keep keys up to the diagonal that ends at the last key. Ignored with a custom mask.
         pos_encoding_mode: "NONE", or "ALIBI": slope(h) * (j - i) is added to logits[i, j] of query
             head h, after the soft cap, with the slopes of ALiBi (arXiv:2108.12409) for any number
-            of heads.
+            of heads. "ROPE_LLAMA": dimensions d and d + head_dim/2 of every row of q and k are
+            rotated by position / rope_scale * rope_theta^(-2d/head_dim) radians (RoPE,
+            arXiv:2104.09864); query i has position kv_len - qo_len + i, key j position j. The
+            cache holds keys that are not rotated. On the CPU today.
         allow_fp16_qk_reduction, use_fp16_qk_reduction: a permission; sums are float32 all the same.
         sm_scale: factor of the logits, 1/sqrt(head_dim) by default. With q_scale and k_scale
             folded in, at most 2.358e38 in size.
         window_left: how many keys left of the diagonal are kept; -1 is all.
         logits_soft_cap: c > 0 turns logits x into c * tanh(x / c), 1e-6 to 1e30; None or 0 is off.
+        rope_scale, rope_theta: positive floats, 1 and 10000 by default; others with "ROPE_LLAMA"
+            only. No position may turn a row by more than 1024 radians.
         return_lse: also return the log-sum-exp.
         backend: "auto", "fa2", "fa3" or "cpu".
         out: [qo_len, num_qo_heads, head_dim of v] to write into, q's dtype.
@@ -295,8 +301,9 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillWrapper, PagedEngineAttrib
                 of any shape, and longer than needed if you like.
             packed_custom_mask: the same in bits, every request starting on a byte
                 (`segment_packbits(..., bitorder="little")`). Takes precedence over custom_mask.
-            causal, sm_scale, window_left, logits_soft_cap, pos_encoding_mode,
-            allow_fp16_qk_reduction, use_fp16_qk_reduction: as in single_prefill_with_kv_cache.
+            causal, sm_scale, window_left, logits_soft_cap, pos_encoding_mode, rope_scale,
+            rope_theta, allow_fp16_qk_reduction, use_fp16_qk_reduction: as in
+            single_prefill_with_kv_cache.
             q_data_type, kv_data_type: dtypes of q, and of k and v (q's by default).
             o_data_type, o_dtype: q's dtype only.
             non_blocking: either value promises the same: the arrays may change when plan()
@@ -309,9 +316,8 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillWrapper, PagedEngineAttrib
             uniform_q_len:
                 repeat what the arrays say, and must agree with it. Tensors on the GPU are compared
                 only with PREFLASH_DEBUG=1 in the environment, because it takes a wait.
-            rope_scale, rope_theta: None, or 1.0 and 1e4.
-            prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr: None
-            (0) only.
+            prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len,
+            max_item_len_ptr: None (0) only.
 
         Raises:
             TypeError, ValueError: an argument is wrong, or a workspace too small.

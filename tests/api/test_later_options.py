@@ -10,7 +10,6 @@ PAGED = Case("paged", (9, 3), (30, 5), 4, 2, 64, page_size=16)
 SINGLE = Case("single", (9,), (30,), 4, 2, 64)
 
 PLAN = {
-    "rope": ({"pos_encoding_mode": "ROPE_LLAMA"}, "pos_encoding_mode"),
     "fp8_q": ({"q_data_type": torch.float8_e4m3fn, "kv_data_type": None}, "q_data_type"),
     "fp8_kv": ({"kv_data_type": torch.float8_e5m2}, "kv_data_type"),
     "fp8_kv_by_name": ({"kv_data_type": "float8_e4m3fn"}, "kv_data_type"),
@@ -30,7 +29,6 @@ RUN = {
     "kv_cache_sf": ({"kv_cache_sf": torch.zeros(4)}, "kv_cache_sf"),
 }
 ONCE = {
-    "rope": ({"pos_encoding_mode": "ROPE_LLAMA"}, "pos_encoding_mode"),
     "scale_q": ({"scale_q": torch.ones(4)}, "scale_q"),
     "scale_k": ({"scale_k": torch.ones(2)}, "scale_k"),
     "scale_v": ({"scale_v": torch.ones(2)}, "scale_v"),
@@ -82,8 +80,8 @@ def test_what_changes_nothing_is_taken(target, case):
         wrapper,
         inputs,
         pos_encoding_mode="NONE",
-        rope_scale=None,
-        rope_theta=None,
+        rope_scale=1,
+        rope_theta=1e4,
         prefix_len_ptr=None,
         token_pos_in_items_ptr=None,
         token_pos_in_items_len=0,

@@ -35,6 +35,17 @@ def keeps(case: Case, request, row: int, key: int) -> bool:
     return keep and (case.window_left < 0 or key >= row + delta - case.window_left)
 
 
+def turned(x: torch.Tensor, first: int, rope) -> torch.Tensor:
+    """RoPE in complex numbers: x [n, heads, D] at positions first, first + 1, ..."""
+    half = x.shape[-1] // 2
+    pairs = torch.complex(x[..., :half], x[..., half:])
+    steps = [rope.theta ** (-2 * d / (2 * half)) / rope.scale for d in range(half)]
+    positions = torch.arange(first, first + x.shape[0], dtype=torch.float64)
+    angles = positions[:, None] * torch.tensor(steps, dtype=torch.float64)
+    pairs = pairs * torch.polar(torch.ones_like(angles), angles)[:, None]
+    return torch.cat([pairs.real, pairs.imag], -1)
+
+
 def sdpa(case: Case, made) -> torch.Tensor:
     parts = []
     for i in range(case.batch_size):
@@ -46,9 +57,13 @@ def sdpa(case: Case, made) -> torch.Tensor:
         keep = torch.tensor(
             [[keeps(case, request, row, key) for key in range(kv_len)] for row in range(qo_len)]
         )
+        q, key = request.q.double(), request.k.double()
+        if made.pipeline.rope is not None:
+            q = turned(q, kv_len - qo_len, made.pipeline.rope)
+            key = turned(key, 0, made.pipeline.rope)
         k, v = (
             t.double().repeat_interleave(case.group_size, 1).transpose(0, 1)[None]
-            for t in (request.k, request.v)
+            for t in (key, request.v)
         )
         bias = torch.zeros(case.num_qo_heads, qo_len, kv_len, dtype=torch.float64)
         if case.position is Position.ALIBI:
@@ -60,7 +75,7 @@ def sdpa(case: Case, made) -> torch.Tensor:
             bias = torch.cat([bias, sinks], -1)
             k, v = (torch.nn.functional.pad(t, (0, 0, 0, 1)) for t in (k, v))
         out = torch.nn.functional.scaled_dot_product_attention(
-            request.q.double().transpose(0, 1)[None], k, v, attn_mask=bias, scale=case.scale
+            q.transpose(0, 1)[None], k, v, attn_mask=bias, scale=case.scale
         )[0].transpose(0, 1)
         out[~keep.any(1)] = 0
         parts.append(out)

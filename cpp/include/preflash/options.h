@@ -17,6 +17,16 @@ struct SplitPolicy {
   friend bool operator==(const SplitPolicy&, const SplitPolicy&) = default;
 };
 
+// RoPE (Su et al., arXiv 2104.09864) in the form of Llama: dimension d of a row of D turns with
+// dimension d + D / 2, by position / scale * theta^(-2 d / D) radians.
+struct RopeOptions {
+  // NOTE: doubles. Half an ulp of a float32 scale is 2^-8 radians at position 2^17.
+  double scale = 1.0;
+  double theta = 1e4;
+
+  friend bool operator==(const RopeOptions&, const RopeOptions&) = default;
+};
+
 struct AttentionOptions {
   std::int32_t num_qo_heads = 0;
   std::int32_t num_kv_heads = 0;
@@ -30,6 +40,7 @@ struct AttentionOptions {
   std::int32_t window_left = -1;
   Mask mask = Mask::kBounds;
   Position position = Position::kNone;
+  RopeOptions rope;       // with Position::kRope
   float soft_cap = 0.0f;  // c: logit = c * tanh(sm_scale * qk / c); 0: off
 
   SplitPolicy split;

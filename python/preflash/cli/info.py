@@ -75,6 +75,8 @@ def _auto(device: torch.device) -> dict:
         window_left=-1,
         mask=_core.Mask.bounds,
         position=_core.Position.none,
+        rope_scale=1.0,
+        rope_theta=1e4,
         soft_cap=0.0,
         fixed_split_size=0,
         disable_split=False,

@@ -58,6 +58,7 @@ class Position(enum.Enum):
 
     NONE = "NONE"
     ALIBI = "ALIBI"
+    ROPE = "ROPE_LLAMA"
 
 
 class Sinks(enum.Enum):
@@ -94,6 +95,8 @@ class Case:
     disable_split_kv: bool = False
     magnitude: Magnitude = Magnitude.NORMAL
     position: Position = Position.NONE
+    rope_scale: float | None = None
+    rope_theta: float | None = None
     sinks: Sinks = Sinks.NONE
     garbage: Garbage = Garbage.NON_FINITE
 
@@ -146,7 +149,9 @@ class Case:
         if self.soft_cap:
             parts.append(f"cap{self.soft_cap:g}")
         if self.position is not Position.NONE:
-            parts.append(self.position.value.lower())
+            parts.append(self.position.name.lower())
+        if self.rope_scale is not None or self.rope_theta is not None:
+            parts.append(f"s{self.rope_scale or 1:g}t{self.rope_theta or 1e4:g}")
         if self.sinks is not Sinks.NONE:
             parts.append(f"sinks_{self.sinks.value}")
         if self.fixed_split_size is not None:
@@ -180,6 +185,7 @@ _CUSTOM = MaskKind.CUSTOM
 _CUSTOM8 = MaskKind.CUSTOM_UINT8
 _PACKED = MaskKind.PACKED
 _ALIBI = Position.ALIBI
+_ROPE = Position.ROPE
 _MIXED = Sinks.MIXED
 
 
@@ -399,6 +405,58 @@ def _alibi_cases() -> Iterator[Case]:
     )
 
 
+def _rope_cases() -> Iterator[Case]:
+    yield Case("rope", (33, 0, 1, 120), (33, 11, 64, 300), 8, 2, 128, mask=_C, position=_ROPE)
+    yield Case("rope_full", (150, 5, 9), (40, 131, 0), 12, 4, 64, position=_ROPE, rope_scale=3.0)
+    yield Case(
+        "rope_d40", (70, 3), (96, 200), 5, 1, 40, form=KvForm.PADDED, mask=_C, position=_ROPE
+    )
+    yield Case(
+        "rope_d8", (70, 3), (96, 200), 2, 2, 8, layout="HND", position=_ROPE, rope_theta=50.0
+    )
+    yield Case("rope_mla", (37, 100), (37, 211), 3, 3, 192, 128, mask=_C, position=_ROPE)
+    yield Case(
+        "rope_cap_window",
+        (61, 4),
+        (61, 200),
+        6,
+        2,
+        256,
+        window_left=37,
+        soft_cap=20.0,
+        position=_ROPE,
+        rope_theta=5e5,
+    )
+    yield Case(
+        "rope_custom_sinks",
+        (61, 31, 90),
+        (61, 200, 17),
+        10,
+        5,
+        64,
+        page_size=3,
+        mask=_PACKED,
+        position=_ROPE,
+        sinks=_MIXED,
+    )
+    yield Case(
+        "rope_decode", (1, 2, 1, 1), (1, 33, 257, 400), 7, 1, 128, page_size=16, position=_ROPE
+    )
+    yield Case(
+        "rope_split",
+        (1, 2, 40),
+        (700, 513, 600),
+        6,
+        2,
+        64,
+        page_size=3,
+        layout="HND",
+        mask=_C,
+        position=_ROPE,
+        fixed_split_size=64,
+    )
+
+
 def _sink_cases() -> Iterator[Case]:
     usual = Sinks.ORDINARY
     yield Case("sinks", (33, 0, 1, 120), (33, 11, 64, 300), 8, 2, 128, mask=_C, sinks=usual)
@@ -441,7 +499,7 @@ def _sink_cases() -> Iterator[Case]:
 
 def core() -> list[Case]:
     """Hand-written cases that together touch every axis of the specification."""
-    return [*_ragged_cases(), *_paged_cases(), *_alibi_cases(), *_sink_cases()]
+    return [*_ragged_cases(), *_paged_cases(), *_alibi_cases(), *_rope_cases(), *_sink_cases()]
 
 
 def tiny() -> list[Case]:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 
 from .cases import Case, Garbage, KvForm, Magnitude, MaskKind, Position, Sinks
-from .oracle import Pipeline, alibi_slopes
+from .oracle import Pipeline, Rope, alibi_slopes
 
 PAD_COLUMNS = 16  # a multiple of 16 bytes in every dtype
 SPARE_ROWS = 5  # ragged rows behind the last request
@@ -54,12 +54,17 @@ class Inputs:
     @property
     def pipeline(self) -> Pipeline:
         case = self.case
+        rope = None
+        if case.position is Position.ROPE:
+            # None stands for the defaults of the interface, not for those of the oracle.
+            rope = Rope(case.rope_scale or 1.0, case.rope_theta or 1e4)
         return Pipeline(
             sm_scale=case.scale,
             causal=case.mask is MaskKind.CAUSAL,
             window_left=case.window_left,
             soft_cap=case.soft_cap or 0.0,
             slopes=alibi_slopes(case.num_qo_heads) if case.position is Position.ALIBI else None,
+            rope=rope,
             sinks=self.sinks,
         )
 

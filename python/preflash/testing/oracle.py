@@ -1,7 +1,8 @@
 """Attention in float64: the one definition of right that every backend is compared with.
 
 For row i and key j of a request with L queries and S keys, delta = S - L:
-logit = sm_scale * dot(q_i, k_j), soft-capped to c * tanh(logit / c), plus slope * (j - i) with
+logit = sm_scale * dot(q_i, k_j), with RoPE after both are rotated by their positions delta + i and
+j, soft-capped to c * tanh(logit / c), plus slope * (j - i) with
 ALiBi, and -inf where the mask drops the key. Causal keeps j <= i + delta; window_left w >= 0 keeps
 j >= i + delta - w; a custom mask replaces causal and is ANDed with the window. A sink is one more
 logit of every row of its head, in the denominator and the LSE alone. A row that keeps no key has
@@ -44,6 +45,23 @@ class Expected:
 
 
 @dataclasses.dataclass(frozen=True)
+class Rope:
+    """Rotary embedding as Llama has it: dimension d turns with dimension d + D / 2."""
+
+    scale: float = 1.0
+    theta: float = 1e4
+
+    def rotate(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """float64 x [..., n, D] of n positions, every row turned by the angles of its own."""
+        half = x.shape[-1] // 2
+        powers = torch.arange(half, dtype=torch.float64, device=x.device) / half
+        angles = positions.double()[:, None] / self.scale * self.theta**-powers
+        first, second = x[..., :half], x[..., half:]
+        cosine, sine = angles.cos(), angles.sin()
+        return torch.cat([first * cosine - second * sine, second * cosine + first * sine], -1)
+
+
+@dataclasses.dataclass(frozen=True)
 class Pipeline:
     """What happens between q.k and the softmax, and to the output."""
 
@@ -53,6 +71,7 @@ class Pipeline:
     soft_cap: float = 0.0
     out_scale: float = 1.0
     slopes: torch.Tensor | None = None  # [num_qo_heads], ALiBi
+    rope: Rope | None = None
     sinks: torch.Tensor | None = None  # [num_qo_heads], natural logarithms
 
     def of_heads(self, begin: int, end: int) -> Pipeline:
@@ -119,6 +138,10 @@ def attend(
     q64 = q.double().unflatten(1, (num_kv_heads, group)).permute(1, 2, 0, 3)
     k64 = k.double().permute(1, 0, 2)[:, None]
     v64 = v.double().permute(1, 0, 2)[:, None]
+
+    if pipeline.rope is not None:
+        q64 = pipeline.rope.rotate(q64, rows + (kv_len - qo_len))
+        k64 = pipeline.rope.rotate(k64, torch.arange(kv_len, device=device))
 
     x = q64 @ k64.transpose(-1, -2) * pipeline.sm_scale
     if pipeline.soft_cap > 0:
