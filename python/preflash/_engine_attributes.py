@@ -70,9 +70,9 @@ class _NoModule:
 class EngineAttributes:
     """Of both wrappers; `_state`, `_requested_backend` and `device` are theirs."""
 
-    def _array(self, values: list[int], dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    def _array(self, values: list[int]) -> torch.Tensor:
         """What plan() was given, on the device where engines expect it."""
-        host = torch.tensor(values, dtype=dtype, device="cpu")
+        host = torch.tensor(values, dtype=torch.int32, device="cpu")
         return host.to(self.device).as_subclass(PlannedValues)
 
     @property
