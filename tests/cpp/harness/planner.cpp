@@ -239,6 +239,7 @@ void attend(std::uintptr_t q, std::uintptr_t k, std::uintptr_t v, std::uintptr_t
   params.num_items = planner.sizes().num_items;
   params.partial_o = layout.partial_o.in(partials.data());
   params.partial_lse = layout.partial_lse.in(partials.data());
+  params.q_dtype = params.kv_dtype = params.o_dtype = DType::kFloat32;
   Variant variant = given.kernel.variant;
   variant.q_dtype = variant.kv_dtype = DType::kFloat32;
   check_launch(cpu::run_forward(variant, given.kernel.tile, params, kThreads), "attend");
