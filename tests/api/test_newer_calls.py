@@ -264,7 +264,7 @@ def test_what_is_no_flag(target, value):
 @pytest.mark.parametrize("name", ["rope_scale", "rope_theta"])
 def test_rope_parameters_that_would_count(target, name):
     inputs, wrapper = made(RAGGED, target)
-    with pytest.raises(NotImplementedError, match=name):
+    with pytest.raises(ValueError, match=name):
         runner.plan(wrapper, inputs, **{name: 5e5})
 
 

@@ -35,7 +35,7 @@ def of_run(inputs: Inputs) -> list[Mistake]:
     return [
         Mistake("lse_base", "log10"),
         Mistake("lse_layout", "NHD"),
-        Mistake("return_lse", 1),
+        Mistake("return_lse", 2),
         Mistake("q_scale", math.nan),
         Mistake("k_scale", torch.ones(2, **float32)),
         Mistake("v_scale", "loud"),
@@ -61,7 +61,7 @@ def of_plan(inputs: Inputs) -> list[Mistake]:
         Mistake("fixed_split_size", -2),
         Mistake("kv_data_type", other),
         Mistake("q_data_type", torch.int8),
-        Mistake("causal", 1),
+        Mistake("causal", 2),
     ]
     if longest := max(case.kv_lens):
         found.append(Mistake("max_sequence_kv", longest - 1))
