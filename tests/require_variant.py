@@ -15,6 +15,8 @@ NOT_IN_THE_MATRIX = (
     ("fa3", "mask custom"),
     ("fa2", "position rope"),
     ("fa3", "position rope"),
+    ("fa2", "kv dtype float8"),
+    ("fa3", "kv dtype float8"),
 )
 
 

@@ -117,11 +117,16 @@ void bind_options(py::module_& m) {
            py::arg("rope_scale"), py::arg("rope_theta"), py::arg("soft_cap"),
            py::arg("fixed_split_size"), py::arg("disable_split"));
   py::class_<RunExtras>(m, "RunExtras")
-      .def(py::init([](Address mask_bits, Address sinks) {
+      .def(py::init([](Address mask_bits, Address sinks, Address scale_q, Address scale_k,
+                       Address scale_v) {
              return RunExtras{.mask_bits = pointer<const std::uint8_t>(mask_bits),
-                              .sinks = pointer<const float>(sinks)};
+                              .sinks = pointer<const float>(sinks),
+                              .scale_q = pointer<const float>(scale_q),
+                              .scale_k = pointer<const float>(scale_k),
+                              .scale_v = pointer<const float>(scale_v)};
            }),
-           py::arg("mask_bits") = 0, py::arg("sinks") = 0);
+           py::arg("mask_bits") = 0, py::arg("sinks") = 0, py::arg("scale_q") = 0,
+           py::arg("scale_k") = 0, py::arg("scale_v") = 0);
 }
 
 // NOTE: the state changes hands here, where no signal handler can run and raise between the work

@@ -123,9 +123,16 @@ void Launch::check(const RunArguments& arguments) const {
 
   const MemorySpan partials = span_of_bytes(plan_->float_bytes());
   const MemorySpan work_list = span_of_bytes(plan_->int_bytes());
-  const float* const sinks = arguments.extras.sinks;
-  const std::int64_t num_sinks = sinks == nullptr ? 0 : plan_->options().num_qo_heads;
-  const MemorySpan sinks_span = span_of_bytes(num_sinks * std::int64_t{sizeof(float)});
+  const RunExtras& extras = arguments.extras;
+  const AttentionOptions& options = plan_->options();
+  const MemorySpan of_qo_heads = span_of_bytes(options.num_qo_heads * std::int64_t{sizeof(float)});
+  const MemorySpan of_kv_heads = span_of_bytes(options.num_kv_heads * std::int64_t{sizeof(float)});
+  const Placed per_head[] = {
+      {"sinks", extras.sinks, of_qo_heads},
+      {"scale_q", extras.scale_q, of_qo_heads},
+      {"scale_k", extras.scale_k, of_kv_heads},
+      {"scale_v", extras.scale_v, of_kv_heads},
+  };
   const Placed q{"q", arguments.q, spans_.q};
   const Placed out{"out", arguments.o, spans_.o};
   const Placed others[] = {
@@ -133,18 +140,23 @@ void Launch::check(const RunArguments& arguments) const {
       {"v", arguments.v, spans_.v},
       {"float_workspace_buffer", arguments.float_workspace, partials},
       {"int_workspace_buffer", place_->memory(), work_list},
-      {"sinks", sinks, sinks_span},
   };
   // q itself may be written to: an item has read its rows of q, which nobody else reads, before it
   // writes the same rows of out.
   if (arguments.o != arguments.q || spans_.o != spans_.q) check_apart(out, q);
-  for (const Placed& other : others) check_apart(out, other);
+  auto check_apart_from_others = [&](const Placed& written) {
+    for (const Placed& other : others) check_apart(written, other);
+    for (const Placed& other : per_head) {
+      if (other.address != nullptr) check_apart(written, other);
+    }
+  };
+  check_apart_from_others(out);
   if (arguments.lse == nullptr) return;
   if (is_freed(arguments.lse, device)) refuse_address("lse", arguments.lse, device);
   const Placed lse{"lse", arguments.lse, spans_.lse};
   check_apart(lse, out);
   check_apart(lse, q);
-  for (const Placed& other : others) check_apart(lse, other);
+  check_apart_from_others(lse);
 }
 
 bool Launch::run(const RunArguments& arguments) {

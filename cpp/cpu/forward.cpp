@@ -172,6 +172,19 @@ class Item {
     launch_.isa.rotate(row, rotary.half(), origin, rotary.offset(offset));
   }
 
+  // Of the fp8 operands of a score; all of them are multiplied into the query.
+  void apply_scales(float* row, int head) const {
+    const RunExtras& extras = params_.extras;
+    if (extras.scale_q == nullptr && extras.scale_k == nullptr) return;
+    const float of_q = extras.scale_q == nullptr ? 1.0f : extras.scale_q[head];
+    const float of_k = extras.scale_k == nullptr ? 1.0f : extras.scale_k[item_.kv_head];
+    for (int unit = 0; unit < shape_.units; ++unit) row[unit] *= of_q * of_k;
+  }
+  float out_scale() const {
+    const float* of_v = params_.extras.scale_v;
+    return of_v == nullptr ? params_.out_scale : params_.out_scale * of_v[item_.kv_head];
+  }
+
   void load_queries() const {
     const int first_token = rows_.token(0);
     const Angles origin = angles_from(std::int64_t{keep_.bounds().delta()} + first_token);
@@ -185,6 +198,7 @@ class Item {
             rows_.head(row + i) * params_.q.stride_head;
         load_units(element(params_.q.data, offset, params_.q_dtype), params_.q_dtype,
                    rows + i * shape_.ld_k);
+        apply_scales(rows + i * shape_.ld_k, rows_.head(row + i));
         rotate(rows + i * shape_.ld_k, origin, rows_.token(row + i) - first_token);
       }
       if (live <= kFewRows) continue;
@@ -273,7 +287,7 @@ class Item {
     float* o = scratch_.o + std::int64_t{row} * shape_.ld_v;
     // NOTE: a row that kept nothing may hold 0 * NaN from its neighbours' keys.
     if (empty) std::fill_n(o, params_.head_dim_vo, 0.0f);
-    const float scale = empty ? 1.0f : params_.out_scale / sum;
+    const float scale = empty ? 1.0f : out_scale() / sum;
     const PartialLse lse = row_lse(launch_, scratch_.row_max[row], sum,
                                    alibi_.left_for_lse(rows_.token(row), rows_.head(row)));
     if (item_.partial_row == WorkItem::kFinal) {

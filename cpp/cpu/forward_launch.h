@@ -19,7 +19,6 @@ LaunchError launch_forward(const ForwardParams& params, int /*num_ctas*/,
 template <class V>
 ForwardKernel forward_kernel_entry() {
   static_assert(V::kVariant.family == Family::kCpu);
-  static_assert(V::kVariant.q_dtype == V::kVariant.kv_dtype);
   return {.id = V::kId, .variant = V::kVariant, .tile = V::kTile, .launch = &launch_forward<V>};
 }
 

@@ -18,6 +18,7 @@ namespace avx512 {
 
 // clang-format off: in this order, each uses what the one before it defines
 #include "cpu/simd_avx512.h"
+#include "cpu/rows_fp8.inl"
 #include "cpu/rows_f16c.inl"
 #include "cpu/kernel_body.inl"
 // clang-format on

@@ -7,6 +7,7 @@ namespace generic {
 
 // clang-format off: in this order, each uses what the one before it defines
 #include "cpu/simd_generic.h"
+#include "cpu/rows_fp8.inl"
 #include "cpu/rows_portable.inl"
 #include "cpu/kernel_body.inl"
 // clang-format on

@@ -24,44 +24,81 @@ inline void narrow_bfloat(__m256 x, uint16_t* p) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_castsi256_si128(packed));
 }
 
-inline __m256 widen_eight(DType dtype, const void* source, int i) {
-  const auto* half = static_cast<const uint16_t*>(source) + i;
-  return dtype == DType::kFloat32   ? _mm256_loadu_ps(static_cast<const float*>(source) + i)
-         : dtype == DType::kFloat16 ? widen_half(half)
-                                    : widen_bfloat(half);
+// Bytes into the upper halves of 16-bit lanes: e5m2 is the upper half of a float16. VCVTPH2PS keeps
+// subnormals in every mode.
+inline __m128i load_upper_halves(const uint8_t* p) {
+  __m128i codes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
+  return _mm_unpacklo_epi8(_mm_setzero_si128(), codes);
 }
-inline void narrow_eight(DType dtype, __m256 x, void* target, int i) {
-  auto* half = static_cast<uint16_t*>(target) + i;
-  if (dtype == DType::kFloat32) {
-    _mm256_storeu_ps(static_cast<float*>(target) + i, x);
-  } else if (dtype == DType::kFloat16) {
-    narrow_half(x, half);
-  } else {
-    narrow_bfloat(x, half);
-  }
+inline __m256 widen_e5m2(const uint8_t* p) { return _mm256_cvtph_ps(load_upper_halves(p)); }
+inline __m256 widen_e4m3(const uint8_t* p) {
+  // One more bit of exponent and one fewer of fraction: shifted below the sign, e4m3 is a float16
+  // that is 2^8 times too small.
+  __m128i upper = load_upper_halves(p);
+  __m128i sign = _mm_and_si128(upper, _mm_set1_epi16(INT16_MIN));
+  __m128i rest = _mm_and_si128(upper, _mm_set1_epi16(0x7f00));
+  __m128i half = _mm_or_si128(sign, _mm_srli_epi16(rest, 1));
+  // All ones are NaN, which the shift would make 480: a float16's own NaN, in their place.
+  __m128i is_nan = _mm_cmpeq_epi16(rest, _mm_set1_epi16(0x7f00));
+  half = _mm_or_si128(half, _mm_and_si128(is_nan, _mm_set1_epi16(0x7e00)));
+  return _mm256_mul_ps(_mm256_cvtph_ps(half), _mm256_set1_ps(256.0f));
 }
+inline __m256 widen_float(const float* p) { return _mm256_loadu_ps(p); }
 
-void widen(DType dtype, const void* source, float* target, int n) {
+inline void narrow_e4m3(__m256 x, uint8_t* p) {
+  float lanes[8];
+  _mm256_storeu_ps(lanes, x);
+  for (int i = 0; i < 8; ++i) p[i] = narrow_e4m3(lanes[i]);
+}
+inline void narrow_float(__m256 x, float* p) { _mm256_storeu_ps(p, x); }
+
+template <class Stored, class Widen>
+inline void widen_row(const void* source, float* target, int n, Widen widen_eight) {
+  const auto* stored = static_cast<const Stored*>(source);
   const int whole = n & ~7;
-  for (int i = 0; i < whole; i += 8) _mm256_storeu_ps(target + i, widen_eight(dtype, source, i));
+  for (int i = 0; i < whole; i += 8) _mm256_storeu_ps(target + i, widen_eight(stored + i));
   if (whole == n) return;
-  float stored[8] = {}, wide[8];  // the last n % 8 elements, as they lie in memory
-  const int size = dtype == DType::kFloat32 ? 4 : 2;
-  __builtin_memcpy(stored, static_cast<const char*>(source) + whole * size, (n - whole) * size);
-  _mm256_storeu_ps(wide, widen_eight(dtype, stored, 0));
+  Stored last[8] = {};  // the last n % 8 elements
+  float wide[8];
+  __builtin_memcpy(last, stored + whole, (n - whole) * sizeof(Stored));
+  _mm256_storeu_ps(wide, widen_eight(last));
   __builtin_memcpy(target + whole, wide, (n - whole) * sizeof(float));
 }
 
-void narrow(DType dtype, const float* source, float scale, void* target, int n) {
+void widen(DType dtype, const void* source, float* target, int n) {
+  switch (dtype) {
+    case DType::kFloat32: return widen_row<float>(source, target, n, widen_float);
+    case DType::kFloat16: return widen_row<uint16_t>(source, target, n, widen_half);
+    case DType::kBFloat16: return widen_row<uint16_t>(source, target, n, widen_bfloat);
+    case DType::kFloat8E4M3: return widen_row<uint8_t>(source, target, n, widen_e4m3);
+    case DType::kFloat8E5M2: return widen_row<uint8_t>(source, target, n, widen_e5m2);
+  }
+}
+
+template <class Stored, class Narrow>
+inline void narrow_row(const float* source, float scale, void* target, int n, Narrow narrow_eight) {
+  auto* stored = static_cast<Stored*>(target);
   const __m256 factor = _mm256_set1_ps(scale);
   const int whole = n & ~7;
   for (int i = 0; i < whole; i += 8) {
-    narrow_eight(dtype, _mm256_mul_ps(_mm256_loadu_ps(source + i), factor), target, i);
+    narrow_eight(_mm256_mul_ps(_mm256_loadu_ps(source + i), factor), stored + i);
   }
   if (whole == n) return;
-  float wide[8] = {}, stored[8];
-  const int size = dtype == DType::kFloat32 ? 4 : 2;
+  float wide[8] = {};
+  Stored last[8];
   __builtin_memcpy(wide, source + whole, (n - whole) * sizeof(float));
-  narrow_eight(dtype, _mm256_mul_ps(_mm256_loadu_ps(wide), factor), stored, 0);
-  __builtin_memcpy(static_cast<char*>(target) + whole * size, stored, (n - whole) * size);
+  narrow_eight(_mm256_mul_ps(_mm256_loadu_ps(wide), factor), last);
+  __builtin_memcpy(stored + whole, last, (n - whole) * sizeof(Stored));
+}
+
+void narrow(DType dtype, const float* source, float scale, void* target, int n) {
+  switch (dtype) {
+    case DType::kFloat32: return narrow_row<float>(source, scale, target, n, narrow_float);
+    case DType::kFloat16: return narrow_row<uint16_t>(source, scale, target, n, narrow_half);
+    case DType::kBFloat16: return narrow_row<uint16_t>(source, scale, target, n, narrow_bfloat);
+    case DType::kFloat8E4M3:
+      return narrow_row<uint8_t>(source, scale, target, n,
+                                 [](__m256 x, uint8_t* p) { narrow_e4m3(x, p); });
+    case DType::kFloat8E5M2: return;  // no output has it
+  }
 }

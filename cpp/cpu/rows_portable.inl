@@ -1,17 +1,6 @@
 // Rows between storage and float32 in portable integer arithmetic. Included inside the namespace of
 // the generic file.
 
-inline float float_from_bits(uint32_t bits) {
-  float x;
-  __builtin_memcpy(&x, &bits, sizeof x);
-  return x;
-}
-inline uint32_t bits_of(float x) {
-  uint32_t bits;
-  __builtin_memcpy(&bits, &x, sizeof bits);
-  return bits;
-}
-
 inline float widen_half(uint16_t half) {
   const uint32_t sign = static_cast<uint32_t>(half & 0x8000) << 16;
   const uint32_t rest = half & 0x7fff;
@@ -39,25 +28,52 @@ inline uint16_t narrow_bfloat(float x) {
   return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
+inline float widen_bfloat(uint16_t bfloat) {
+  return float_from_bits(static_cast<uint32_t>(bfloat) << 16);
+}
+
+inline float widen_e4m3(uint8_t code) {
+  const uint32_t sign = static_cast<uint32_t>(code & 0x80) << 24;
+  const uint32_t rest = code & 0x7f;
+  if (rest == kNanE4M3) return float_from_bits(sign | 0x7fc00000);
+  // NOTE: subnormals become floats as the integers that they are: where a thread takes subnormal
+  // floats for zero (torch.set_flush_denormal), shifted bits would be lost.
+  if (rest < 8) return float_from_bits(sign | bits_of(static_cast<float>(rest) * 0x1p-9f));
+  return float_from_bits(sign | ((rest << 20) + (uint32_t{120} << 23)));
+}
+
+// The upper half of a float16.
+inline float widen_e5m2(uint8_t code) { return widen_half(static_cast<uint16_t>(code << 8)); }
+
+template <class Stored, class Widen>
+inline void widen_row(const void* source, float* target, int n, Widen widen_one) {
+  const auto* stored = static_cast<const Stored*>(source);
+  for (int i = 0; i < n; ++i) target[i] = widen_one(stored[i]);
+}
+
 void widen(DType dtype, const void* source, float* target, int n) {
-  const auto* half = static_cast<const uint16_t*>(source);
-  if (dtype == DType::kFloat32) {
-    __builtin_memcpy(target, source, static_cast<size_t>(n) * sizeof(float));
-  } else if (dtype == DType::kFloat16) {
-    for (int i = 0; i < n; ++i) target[i] = widen_half(half[i]);
-  } else {
-    for (int i = 0; i < n; ++i) target[i] = float_from_bits(static_cast<uint32_t>(half[i]) << 16);
+  switch (dtype) {
+    case DType::kFloat32: return widen_row<float>(source, target, n, [](float x) { return x; });
+    case DType::kFloat16: return widen_row<uint16_t>(source, target, n, widen_half);
+    case DType::kBFloat16: return widen_row<uint16_t>(source, target, n, widen_bfloat);
+    case DType::kFloat8E4M3: return widen_row<uint8_t>(source, target, n, widen_e4m3);
+    case DType::kFloat8E5M2: return widen_row<uint8_t>(source, target, n, widen_e5m2);
   }
 }
 
+template <class Stored, class Narrow>
+inline void narrow_row(const float* source, float scale, void* target, int n, Narrow narrow_one) {
+  auto* stored = static_cast<Stored*>(target);
+  for (int i = 0; i < n; ++i) stored[i] = narrow_one(source[i] * scale);
+}
+
 void narrow(DType dtype, const float* source, float scale, void* target, int n) {
-  auto* half = static_cast<uint16_t*>(target);
-  for (int i = 0; i < n; ++i) {
-    const float x = source[i] * scale;
-    if (dtype == DType::kFloat32) {
-      static_cast<float*>(target)[i] = x;
-    } else {
-      half[i] = dtype == DType::kFloat16 ? narrow_half(x) : narrow_bfloat(x);
-    }
+  switch (dtype) {
+    case DType::kFloat32:
+      return narrow_row<float>(source, scale, target, n, [](float x) { return x; });
+    case DType::kFloat16: return narrow_row<uint16_t>(source, scale, target, n, narrow_half);
+    case DType::kBFloat16: return narrow_row<uint16_t>(source, scale, target, n, narrow_bfloat);
+    case DType::kFloat8E4M3: return narrow_row<uint8_t>(source, scale, target, n, narrow_e4m3);
+    case DType::kFloat8E5M2: return;  // no output has it
   }
 }

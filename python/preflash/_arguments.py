@@ -126,12 +126,25 @@ class ForwardArguments(NamedTuple):
     scales: GivenScales
 
 
+class PerHead(NamedTuple):
+    """The tensors of a run that hold one float32 for each head; None: absent."""
+
+    sinks: torch.Tensor | None = None
+    scale_q: torch.Tensor | None = None
+    scale_k: torch.Tensor | None = None
+    scale_v: torch.Tensor | None = None
+
+    @property
+    def given(self) -> bool:
+        return any(value is not None for value in self)
+
+
 class RunArguments(NamedTuple):
     """What a run() has beside tensors where it is not the usual one."""
 
     scales: GivenScales
     window_left: int | None = None
-    sinks: torch.Tensor | None = None
+    per_head: PerHead = PerHead()
     sm_scale: Scale = None  # None: that of the plan
 
 
@@ -140,9 +153,6 @@ class UnservedRunOptions(NamedTuple):
 
     enable_pdl: bool | None
     kv_cache_sf: torch.Tensor | None
-    scale_q: torch.Tensor | None
-    scale_k: torch.Tensor | None
-    scale_v: torch.Tensor | None
     o_scale: float | None
     skip_softmax_threshold_scale_factor: float | None
     use_fp16_softmax: bool | None
@@ -181,4 +191,4 @@ class SingleCall(NamedTuple):
     packed_custom_mask: torch.Tensor | None
     sm_scale: Scale
     scales: GivenScales
-    sinks: torch.Tensor | None
+    per_head: PerHead

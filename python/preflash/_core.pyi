@@ -206,7 +206,14 @@ class AttentionOptions:
 class RunExtras:
     """Device addresses of what few runs bring beside q, k and v; 0 is absent."""
 
-    def __init__(self, mask_bits: int = 0, sinks: int = 0) -> None: ...
+    def __init__(
+        self,
+        mask_bits: int = 0,
+        sinks: int = 0,
+        scale_q: int = 0,
+        scale_k: int = 0,
+        scale_v: int = 0,
+    ) -> None: ...
 
 class Uploader:
     def __init__(self, device: int) -> None: ...

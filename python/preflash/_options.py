@@ -41,7 +41,12 @@ def batch_options(a: PlanArguments) -> _core.AttentionOptions:
     head_dim = check.alias("head_dim", a.head_dim, "head_dim_qk", a.head_dim_qk)
     head_dim = check.integer("head_dim", check.required("head_dim", head_dim), at_least=1)
     head_dim_vo = head_dim if a.head_dim_vo is None else a.head_dim_vo
-    dtypes = _data_types(a.q_data_type, a.kv_data_type, a.o_data_type, a.o_dtype)
+    dtypes = _data_types(
+        _Asked("q_data_type", a.q_data_type),
+        _Asked("kv_data_type", a.kv_data_type),
+        a.o_data_type,
+        a.o_dtype,
+    )
     split = a.fixed_split_size
     masked = a.custom_mask is not None or a.packed_custom_mask is not None
     return _core.AttentionOptions(
@@ -82,8 +87,7 @@ def single_options(tensors: Qkv, a: SingleArguments) -> _core.AttentionOptions:
     encoding = check.position_encoding(a.pos_encoding_mode, a.rope_scale, a.rope_theta)
     check.permission("allow_fp16_qk_reduction", a.allow_fp16_qk_reduction)
     check.permission("use_fp16_qk_reduction", a.use_fp16_qk_reduction)
-    check.attention_dtype("q", q.dtype)
-    dtypes = _data_types(q.dtype, None, a.o_dtype, None)
+    dtypes = _data_types(_Asked("q", q.dtype), _Asked("k", k.dtype), a.o_dtype, None)
     tokens, heads = (0, 1) if a.kv_layout == "NHD" else (1, 0)
     if v.shape[tokens] != k.shape[tokens]:
         raise ValueError(f"v has {v.shape[tokens]} tokens and k {k.shape[tokens]}; must be equal")
@@ -110,7 +114,7 @@ def single_options(tensors: Qkv, a: SingleArguments) -> _core.AttentionOptions:
 def check_unserved(a: UnservedRunOptions) -> None:
     """Refuses, by name, what would change a result and is not served."""
     check.permission("enable_pdl", a.enable_pdl)
-    check.absent(kv_cache_sf=a.kv_cache_sf, scale_q=a.scale_q, scale_k=a.scale_k, scale_v=a.scale_v)
+    check.absent(kv_cache_sf=a.kv_cache_sf)
     check.neutral("o_scale", a.o_scale, 1.0)
     check.neutral("skip_softmax_threshold_scale_factor", a.skip_softmax_threshold_scale_factor, 0.0)
     check.neutral("use_fp16_softmax", a.use_fp16_softmax, False)
@@ -123,18 +127,19 @@ class _DataTypes(NamedTuple):
     o: _core.DType
 
 
-def _data_types(q: Any, kv: Any, o: Any, o_alias: Any) -> _DataTypes:
-    """Today k, v and the output have q's dtype."""
-    q = check.attention_dtype("q_data_type", q)
-    kv = q if kv is None else check.attention_dtype("kv_data_type", kv)
-    if kv != q:
-        raise TypeError(f"kv_data_type={kv}: must be q_data_type, which is {q}")
+class _Asked(NamedTuple):
+    """A dtype as it was given, and by which argument."""
+
+    name: str
+    value: Any
+
+
+def _data_types(q: _Asked, kv: _Asked, o: Any, o_alias: Any) -> _DataTypes:
+    q_dtype = check.query_dtype(q.name, q.value)
+    kv_dtype = q_dtype if kv.value is None else check.kv_dtype(kv.name, kv.value, q_dtype)
     o = check.alias("o_data_type", o, "o_dtype", o_alias)
-    if o is not None and check.dtype("o_data_type", o) != q:
-        raise NotImplementedError(
-            f"o_data_type={o}: this build writes q's dtype, {q}; leave it None and convert"
-        )
-    return _DataTypes(check.CORE_DTYPES[q], check.CORE_DTYPES[kv], check.CORE_DTYPES[q])
+    o_dtype = check.output_dtype("o_data_type", o, q_dtype)
+    return _DataTypes(*(check.CORE_DTYPES[one] for one in (q_dtype, kv_dtype, o_dtype)))
 
 
 def _mask_kind(masked: bool) -> _core.Mask:

@@ -9,7 +9,7 @@ import torch
 
 from . import _core, _tensors
 from . import _validate as check
-from ._arguments import KvCache, Qkv, Result
+from ._arguments import KvCache, PerHead, Qkv, Result
 from ._backends import Backend
 from ._buffers import Buffer
 from ._device_stream import DeviceStream
@@ -34,6 +34,7 @@ class _Bound(NamedTuple):
     start: Callable[..., bool]
     v_offset: int  # bytes, where K and V are halves of one tensor
     out_shape: tuple[int, int, int] | None  # None: like q
+    out_dtype: torch.dtype
     lse_shape: tuple[int, int]
 
 
@@ -42,16 +43,12 @@ class Memory(NamedTuple):
 
     partials: torch.Tensor | None = None  # of split KV; None: the plan has none
     mask: torch.Tensor | None = None
-    sinks: torch.Tensor | None = None  # the caller's: of one run, like q
+    per_head: PerHead = PerHead()  # the caller's: of one run, like q
 
     def extras(self) -> _core.RunExtras | None:
-        mask, sinks = self.mask, self.sinks
-        if mask is None and sinks is None:
-            return None
-        return _core.RunExtras(
-            mask_bits=0 if mask is None else mask.data_ptr(),
-            sinks=0 if sinks is None else sinks.data_ptr(),
-        )
+        tensors = {"mask_bits": self.mask, **self.per_head._asdict()}
+        addresses = {name: t.data_ptr() for name, t in tensors.items() if t is not None}
+        return _core.RunExtras(**addresses) if addresses else None
 
 
 class PlannedVariant:
@@ -125,9 +122,9 @@ class PlannedVariant:
             or _forward_ad._current_level >= 0
         ):
             check.forward_only(q, k, v)
-        start, v_offset, out_shape, lse_shape = bound
+        start, v_offset, out_shape, out_dtype, lse_shape = bound
         if out is None:
-            out = _empty_like(q) if out_shape is None else q.new_empty(out_shape)
+            out = _empty_like(q) if out_shape is None else q.new_empty(out_shape, dtype=out_dtype)
         lse_address = 0
         if with_lse:
             if lse is None:
@@ -159,11 +156,11 @@ class PlannedVariant:
         """Where the work list is."""
         return self._kept[0]
 
-    def memory_with(self, sinks: torch.Tensor) -> Memory:
-        """The plan's own, and the sinks of one run."""
-        _tensors.check_sinks(sinks, self.expected)
+    def memory_with(self, per_head: PerHead) -> Memory:
+        """The plan's own, and what one run brings."""
+        _tensors.check_per_head(per_head, self.expected)
         own = Memory() if self._memory is None else self._memory
-        return own._replace(sinks=sinks)
+        return own._replace(per_head=per_head)
 
     def check_tensors(self, tensors: Qkv, outputs: Outputs) -> None:
         """The checks of run() alone."""
@@ -206,11 +203,13 @@ class PlannedVariant:
             o=out_strides,
             lse=lse_strides,
         )
-        like_q = q.is_contiguous() and tuple(q.shape) == out_shape
+        out_dtype = check.TORCH_DTYPES[expected.options.o_dtype]
+        like_q = q.is_contiguous() and tuple(q.shape) == out_shape and q.dtype == out_dtype
         bound = _Bound(
             start=self.backend.runner(launch),
             v_offset=v.offset,
             out_shape=None if like_q else out_shape,
+            out_dtype=out_dtype,
             lse_shape=_tensors.lse_shape(outputs.lse_layout, tokens, expected),
         )
         if key is not None:

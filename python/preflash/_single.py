@@ -22,7 +22,7 @@ from ._outputs import Outputs
 from ._pipeline import Request
 from ._planned import Memory, PlannedVariant
 from ._scales import folded_scales, softmax_scale
-from ._tensors import check_sinks
+from ._tensors import check_per_head
 from ._workspace import Workspace
 
 _PLANS_KEPT = 64
@@ -74,7 +74,7 @@ def prefill(tensors: Qkv, a: SingleArguments, call: SingleCall, outputs: Outputs
 
 def _key(tensors: Qkv, a: SingleArguments, device_stream: DeviceStream) -> tuple:
     q, k, v = tensors
-    key = (q.shape, k.shape, v.shape, q.dtype, a, q.device, device_stream.stream())
+    key = (q.shape, k.shape, v.shape, q.dtype, k.dtype, a, q.device, device_stream.stream())
     usual = (
         type(a.causal) is bool
         and type(a.allow_fp16_qk_reduction) is bool
@@ -115,18 +115,18 @@ def _run_planned(planned: _Planned, tensors: Qkv, call: SingleCall, outputs: Out
     q, k, v = tensors
     options = request.options
     scales = folded_scales(softmax_scale(call.sm_scale, options), call.scales, options)
-    if call.sinks is not None:
-        check_sinks(call.sinks, variant.expected)
+    if call.per_head.given:
+        check_per_head(call.per_head, variant.expected)
     mask = None
     if call.custom_mask is not None or call.packed_custom_mask is not None:
         mask = _mask(planned, tensors, call, outputs)
     num_bytes = variant.plan.float_bytes
     memory = None
-    if mask is not None or num_bytes > 0 or call.sinks is not None:
+    if mask is not None or num_bytes > 0 or call.per_head.given:
         # Freed in stream order: what was launched may still use them.
         device = variant.expected.device
         partials = torch.empty(num_bytes, dtype=torch.uint8, device=device) if num_bytes else None
-        memory = Memory(partials, mask, call.sinks)
+        memory = Memory(partials, mask, call.per_head)
     was_shared = variant.shared
     result = variant.attend_to(q, (k, v), scales, outputs, memory)
     if variant.shared and not was_shared:  # with a CUDA graph

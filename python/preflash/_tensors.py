@@ -8,6 +8,7 @@ import torch
 
 from . import _core
 from . import _validate as check
+from ._arguments import PerHead
 
 
 class KvView(NamedTuple):
@@ -167,7 +168,7 @@ def check_out(out: torch.Tensor, tokens: int, expected: Expected) -> tuple[int, 
         "[rows of q, num_qo_heads, head_dim_vo] as planned",
     )
     o_dtype = check.TORCH_DTYPES[options.o_dtype]
-    check.has_dtype("out", out, o_dtype, "the output has q's dtype")
+    check.has_dtype("out", out, o_dtype, "o_data_type, which is q's dtype but for fp8")
     check.on_device("out", out, expected.device)
     check.rows("out", out)
     check.not_overlapping("out", out)
@@ -186,19 +187,37 @@ def check_lse(lse: torch.Tensor, layout: str, tokens: int, expected: Expected) -
     return lse_strides(lse, layout)
 
 
-def check_sinks(sinks: torch.Tensor, expected: Expected) -> None:
-    """One more logit for every row of a query head: [num_qo_heads] float32.
+def check_per_head(given: PerHead, expected: Expected) -> None:
+    """Asked for every run: the addresses of these tensors are all that a launch gets."""
+    options = expected.options
+    if given.sinks is not None:
+        why = "natural logarithms, like logits"
+        _check_heads("sinks", given.sinks, "num_qo_heads", why, expected)
+    for name, value, of, dtype, heads in (
+        ("scale_q", given.scale_q, "q", options.q_dtype, "num_qo_heads"),
+        ("scale_k", given.scale_k, "k", options.kv_dtype, "num_kv_heads"),
+        ("scale_v", given.scale_v, "v", options.kv_dtype, "num_kv_heads"),
+    ):
+        if value is None:
+            continue
+        if check.TORCH_DTYPES[dtype] not in check.FP8_DTYPES:
+            raise ValueError(
+                f"{name}: only an fp8 tensor has a factor for each head, and {of} is "
+                f"{check.TORCH_DTYPES[dtype]}; leave it None, and pass one factor as {of}_scale"
+            )
+        _check_heads(name, value, heads, "factors of the heads", expected)
 
-    Asked for every run: their address is all that a launch gets.
-    """
-    check.forward_only(sinks)
-    check.tensor("sinks", sinks)
-    heads = expected.options.num_qo_heads
-    check.has_dtype("sinks", sinks, torch.float32, "natural logarithms, like logits")
-    check.has_shape("sinks", sinks, (heads,), "[num_qo_heads], one logit per query head")
-    check.on_device("sinks", sinks, expected.device)
-    if not sinks.is_contiguous():
-        raise ValueError(f"sinks has strides {tuple(sinks.stride())}; must be contiguous")
+
+def _check_heads(name: str, value: Any, count: str, why: str, expected: Expected) -> None:
+    """A float32 vector with one element for each of `count` heads."""
+    check.forward_only(value)
+    check.tensor(name, value)
+    what = "one logit per query head" if name == "sinks" else "one factor per head"
+    check.has_dtype(name, value, torch.float32, why)
+    check.has_shape(name, value, (getattr(expected.options, count),), f"[{count}], {what}")
+    check.on_device(name, value, expected.device)
+    if not value.is_contiguous():
+        raise ValueError(f"{name} has strides {tuple(value.stride())}; must be contiguous")
 
 
 def lse_shape(layout: str, tokens: int, expected: Expected) -> tuple[int, int]:

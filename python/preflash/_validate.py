@@ -24,13 +24,15 @@ CORE_DTYPES = {
     torch.float16: _core.DType.float16,
     torch.bfloat16: _core.DType.bfloat16,
     torch.float32: _core.DType.float32,
+    torch.float8_e4m3fn: _core.DType.float8_e4m3fn,
+    torch.float8_e5m2: _core.DType.float8_e5m2,
 }
 TORCH_DTYPES = {core: dtype for dtype, core in CORE_DTYPES.items()}
-FP8_DTYPES = tuple(
-    getattr(torch, name)
-    for name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
-    if hasattr(torch, name)
-)
+WIDE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+FP8_QUERY = torch.float8_e4m3fn
+# What is written for such queries, the default first.
+FP8_OUTPUTS = (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 POSITIONS = {
     "NONE": _core.Position.none,
     "ROPE_LLAMA": _core.Position.rope,
@@ -327,9 +329,9 @@ def scale(name: str, value: Any) -> float:
     if isinstance(value, torch.Tensor):
         value = tensor(name, value)
         if value.numel() != 1:
-            raise NotImplementedError(
-                f"{name} has {value.numel()} elements: per-head scales come with fp8 inputs, which "
-                "this build does not serve; pass a float or a one-element tensor"
+            raise ValueError(
+                f"{name} has {value.numel()} elements; must be a float or a one-element tensor: "
+                f"one factor for each head of an fp8 tensor is scale_{name[0]}"
             )
         if value.requires_grad:
             forward_only(value)
@@ -384,16 +386,40 @@ def dtype(name: str, value: Any) -> torch.dtype:
     raise TypeError(f"{name} must be a torch.dtype or its name; got {_kind(value)}")
 
 
-def attention_dtype(name: str, value: Any) -> torch.dtype:
-    """A dtype that q, k and v may have."""
+def query_dtype(name: str, value: Any) -> torch.dtype:
     found = dtype(name, value)
-    if found in CORE_DTYPES:
+    if found in WIDE_DTYPES or found == FP8_QUERY:
         return found
-    if found in FP8_DTYPES:
+    raise TypeError(
+        f"{name}={found}: must be float16, bfloat16 or float8_e4m3fn, or float32 with the cpu "
+        "backend"
+    )
+
+
+def kv_dtype(name: str, value: Any, q: torch.dtype) -> torch.dtype:
+    """Of k and v: q's, or 8 bits under wider queries."""
+    found = dtype(name, value)
+    if found == q or (found in FP8_DTYPES and q in WIDE_DTYPES):
+        return found
+    others = ", float8_e4m3fn or float8_e5m2" if q in WIDE_DTYPES else ""
+    raise TypeError(f"{name}={found}: must be q's dtype, {q}{others}")
+
+
+def output_dtype(name: str, value: Any, q: torch.dtype) -> torch.dtype:
+    """q's, or one of FP8_OUTPUTS for queries of 8 bits; None asks for the default."""
+    if value is None:
+        return q if q in WIDE_DTYPES else FP8_OUTPUTS[0]
+    found = dtype(name, value)
+    if q == FP8_QUERY and found not in FP8_OUTPUTS:
         raise NotImplementedError(
-            f"{name}={found}: fp8 is not served by this build; use float16 or bfloat16"
+            f"{name}={value}: for float8_e4m3fn queries this build writes bfloat16, float16 or "
+            "float8_e4m3fn; leave it None and convert"
         )
-    raise TypeError(f"{name}={found}: must be float16 or bfloat16, or float32 with the cpu backend")
+    if q in WIDE_DTYPES and found != q:
+        raise NotImplementedError(
+            f"{name}={value}: this build writes q's dtype, {q}; leave it None and convert"
+        )
+    return found
 
 
 class PositionEncoding(NamedTuple):

@@ -252,7 +252,7 @@ class BatchPrefillWrapper(EngineAttributes):
         if a.sm_scale is not None:
             sm_scale = softmax_scale(a.sm_scale, options)
         scales = folded_scales(sm_scale, a.scales, options)
-        memory = None if a.sinks is None else variant.memory_with(a.sinks)
+        memory = variant.memory_with(a.per_head) if a.per_head.given else None
         result = variant.attend_to(q, kv, scales, outputs, memory)
         if planned.usual is None and a.window_left is None and self._state.planned is planned:
             # The caller runs after all: from now on begin_forward() is plan() again.

@@ -9,7 +9,15 @@ from typing import Any
 import torch
 
 from . import _validate as check
-from ._arguments import GivenScales, KvCache, PagedPlanArguments, Result, RunArguments, Scale
+from ._arguments import (
+    GivenScales,
+    KvCache,
+    PagedPlanArguments,
+    PerHead,
+    Result,
+    RunArguments,
+    Scale,
+)
 from ._outputs import run_outputs
 from .prefill import BatchPrefillWithPagedKVCacheWrapper
 
@@ -53,12 +61,13 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
         window_left: int = -1,
     ) -> None:
         check.permission("use_fp16_qk_reduction", use_fp16_qk_reduction)
+        q_dtype = check.query_dtype("q_data_type", q_data_type)
         self._announced = {
             "pos_encoding_mode": check.one_of(
                 "pos_encoding_mode", pos_encoding_mode, check.ENCODING_MODES
             ),
-            "q_data_type": check.attention_dtype("q_data_type", q_data_type),
-            "kv_data_type": check.attention_dtype("kv_data_type", kv_data_type),
+            "q_data_type": q_dtype,
+            "kv_data_type": check.kv_dtype("kv_data_type", kv_data_type, q_dtype),
             "head_dim_qk": check.integer("head_dim_qk", head_dim_qk, at_least=1),
             "head_dim_vo": check.integer("head_dim_vo", head_dim_vo, at_least=1),
         }
@@ -107,6 +116,9 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
         q_scale: Scale = None,
         k_scale: Scale = None,
         v_scale: Scale = None,
+        scale_q: torch.Tensor | None = None,
+        scale_k: torch.Tensor | None = None,
+        scale_v: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
         return_lse: bool = False,
@@ -134,10 +146,11 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
         check.permission("enable_pdl", enable_pdl)
         check.absent(kv_cache_sf=kv_cache_sf)
         given = GivenScales(q_scale, k_scale, v_scale)
+        per_head = PerHead(sinks, scale_q, scale_k, scale_v)
         return super()._run_with(
             q,
             paged_kv_cache,
-            RunArguments(given, window_left, sinks, sm_scale),
+            RunArguments(given, window_left, per_head, sm_scale),
             run_outputs(out, lse, return_lse, lse_base, lse_layout),
         )
 

@@ -136,7 +136,7 @@ def _checked(v: tuple[str, torch.Tensor], s: tuple[str, torch.Tensor], *, dims: 
     s_name, logsumexp = s
     check.tensor(v_name, value)
     check.tensor(s_name, logsumexp)
-    if value.dtype not in check.CORE_DTYPES:
+    if value.dtype not in check.WIDE_DTYPES:
         raise TypeError(f"{v_name} is {value.dtype}; must be float16, bfloat16 or float32")
     if value.dim() != dims:
         shape = "[seq_len, num_heads, head_dim]"

@@ -31,6 +31,7 @@ from ._arguments import (
     GivenScales,
     KvCache,
     PagedPlanArguments,
+    PerHead,
     Qkv,
     RaggedPlanArguments,
     Result,
@@ -99,11 +100,13 @@ def single_prefill_with_kv_cache(
     """Attention of one request; see this module for the definition.
 
     Args:
-        q: [qo_len, num_qo_heads, head_dim], float16 or bfloat16, on the CPU also float32. head_dim
-            is a multiple of 8 up to 256.
+        q: [qo_len, num_qo_heads, head_dim], float16 or bfloat16, on the CPU also float32 and
+            float8_e4m3fn. head_dim is a multiple of 8 up to 256; rows lie multiples of 16 bytes
+            apart.
         k: [kv_len, num_kv_heads, head_dim] with kv_layout "NHD", [num_kv_heads, kv_len, head_dim]
-            with "HND"; q's dtype. Only the last dimension must be contiguous.
-        v: like k; its head_dim may differ where q has 192 and v 128.
+            with "HND"; q's dtype, or on the CPU float8_e4m3fn or float8_e5m2. Only the last
+            dimension must be contiguous.
+        v: like k, of its dtype; its head_dim may differ where q has 192 and v 128.
         custom_mask: [qo_len, kv_len] bool or uint8, or flat and maybe longer; True keeps.
         packed_custom_mask: uint8, ceil(qo_len * kv_len / 8) bytes in little bit order
             (`packbits(mask.flatten(), bitorder="little")`). Takes precedence over custom_mask.
@@ -123,7 +126,7 @@ def single_prefill_with_kv_cache(
             only. No position may turn a row by more than 1024 radians.
         return_lse: also return the log-sum-exp.
         backend: "auto", "fa2", "fa3" or "cpu".
-        out: [qo_len, num_qo_heads, head_dim of v] to write into, q's dtype.
+        out: [qo_len, num_qo_heads, head_dim of v] to write into, of o_dtype.
         lse: float32 to write into, in the shape that lse_layout says; written also without
             return_lse.
         lse_base: "log2" or "ln".
@@ -131,11 +134,14 @@ def single_prefill_with_kv_cache(
         q_scale, k_scale, v_scale: floats or one-element tensors (one on the GPU costs a wait for
             it). q_scale and k_scale multiply the logits, v_scale the output.
         enable_pdl: a permission; launches do not depend on one another's early end.
-        scale_q, scale_k, scale_v, kv_cache_sf: None only.
+        scale_q, scale_k, scale_v: float32 [num_qo_heads], [num_kv_heads], [num_kv_heads]: factors
+            of the heads of an fp8 q, k and v, beside q_scale, k_scale and v_scale.
+        kv_cache_sf: None only.
         sinks: float32 [num_qo_heads]: to every row of query head h one more logit, sinks[h], which
             has no value and which sm_scale does not multiply. It takes its part of the softmax
             and of lse, also in a row that keeps no key; -inf is as if it were not there.
-        o_dtype, o_data_type: q's dtype only.
+        o_dtype, o_data_type: of the output, q's dtype. With float8_e4m3fn queries bfloat16 by
+            default, or float16 or float8_e4m3fn, in which 448 stands for all that is larger.
 
     Returns:
         out, or (out, lse) with return_lse.
@@ -144,7 +150,7 @@ def single_prefill_with_kv_cache(
         TypeError, ValueError: an argument is wrong; nothing was launched.
         NotImplementedError: no compiled kernel serves it, or an option of a later release.
     """
-    check.absent(scale_q=scale_q, scale_k=scale_k, scale_v=scale_v, kv_cache_sf=kv_cache_sf)
+    check.absent(kv_cache_sf=kv_cache_sf)
     check.permission("enable_pdl", enable_pdl)
     arguments = SingleArguments(
         causal=causal,
@@ -161,7 +167,8 @@ def single_prefill_with_kv_cache(
         masked=custom_mask is not None or packed_custom_mask is not None,
     )
     scales = GivenScales(q_scale, k_scale, v_scale)
-    call = SingleCall(custom_mask, packed_custom_mask, sm_scale, scales, sinks)
+    per_head = PerHead(sinks, scale_q, scale_k, scale_v)
+    call = SingleCall(custom_mask, packed_custom_mask, sm_scale, scales, per_head)
     outputs = run_outputs(out, lse, return_lse, lse_base, lse_layout)
     return _single.prefill(Qkv(q, k, v), arguments, call, outputs)
 
@@ -304,8 +311,8 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillWrapper, PagedEngineAttrib
             causal, sm_scale, window_left, logits_soft_cap, pos_encoding_mode, rope_scale,
             rope_theta, allow_fp16_qk_reduction, use_fp16_qk_reduction: as in
             single_prefill_with_kv_cache.
-            q_data_type, kv_data_type: dtypes of q, and of k and v (q's by default).
-            o_data_type, o_dtype: q's dtype only.
+            q_data_type, kv_data_type, o_data_type, o_dtype: dtypes of q, of k and v (q's by
+                default), and of the output, as in single_prefill_with_kv_cache.
             non_blocking: either value promises the same: the arrays may change when plan()
                 returns, run() may be called on any stream, and the host does not wait.
             fixed_split_size: keys per KV chunk, rounded up to whole key tiles; a request's result
@@ -437,9 +444,6 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillWrapper, PagedEngineAttrib
             or return_lse is None
             or enable_pdl is not None
             or kv_cache_sf is not None
-            or scale_q is not None
-            or scale_k is not None
-            or scale_v is not None
             or o_scale is not None
             or skip_softmax_threshold_scale_factor is not None
             or use_fp16_softmax is not None
@@ -451,9 +455,6 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillWrapper, PagedEngineAttrib
                 UnservedRunOptions(
                     enable_pdl=enable_pdl,
                     kv_cache_sf=kv_cache_sf,
-                    scale_q=scale_q,
-                    scale_k=scale_k,
-                    scale_v=scale_v,
                     o_scale=o_scale,
                     skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
                     use_fp16_softmax=use_fp16_softmax,
@@ -478,10 +479,14 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillWrapper, PagedEngineAttrib
             or q_scale is not None
             or k_scale is not None
             or v_scale is not None
+            or scale_q is not None
+            or scale_k is not None
+            or scale_v is not None
         ):
+            per_head = PerHead(sinks, scale_q, scale_k, scale_v)
             given = GivenScales(q_scale, k_scale, v_scale)
             return super()._run_with(
-                q, paged_kv_cache, RunArguments(given, window_left, sinks), outputs
+                q, paged_kv_cache, RunArguments(given, window_left, per_head), outputs
             )
         return planned.usual.attend_to(q, paged_kv_cache, planned.scales, outputs)
 
@@ -787,9 +792,6 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillWrapper, RaggedEngineAttr
             or return_lse is None
             or enable_pdl is not None
             or kv_cache_sf is not None
-            or scale_q is not None
-            or scale_k is not None
-            or scale_v is not None
             or o_scale is not None
             or skip_softmax_threshold_scale_factor is not None
             or use_fp16_softmax is not None
@@ -801,9 +803,6 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillWrapper, RaggedEngineAttr
                 UnservedRunOptions(
                     enable_pdl=enable_pdl,
                     kv_cache_sf=kv_cache_sf,
-                    scale_q=scale_q,
-                    scale_k=scale_k,
-                    scale_v=scale_v,
                     o_scale=o_scale,
                     skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
                     use_fp16_softmax=use_fp16_softmax,
@@ -828,9 +827,13 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillWrapper, RaggedEngineAttr
             or q_scale is not None
             or k_scale is not None
             or v_scale is not None
+            or scale_q is not None
+            or scale_k is not None
+            or scale_v is not None
         ):
+            per_head = PerHead(sinks, scale_q, scale_k, scale_v)
             given = GivenScales(q_scale, k_scale, v_scale)
-            return super()._run_with(q, (k, v), RunArguments(given, window_left, sinks), outputs)
+            return super()._run_with(q, (k, v), RunArguments(given, window_left, per_head), outputs)
         return planned.usual.attend_to(q, (k, v), planned.scales, outputs)
 
     def run_return_lse(

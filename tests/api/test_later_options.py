@@ -10,9 +10,6 @@ PAGED = Case("paged", (9, 3), (30, 5), 4, 2, 64, page_size=16)
 SINGLE = Case("single", (9,), (30,), 4, 2, 64)
 
 PLAN = {
-    "fp8_q": ({"q_data_type": torch.float8_e4m3fn, "kv_data_type": None}, "q_data_type"),
-    "fp8_kv": ({"kv_data_type": torch.float8_e5m2}, "kv_data_type"),
-    "fp8_kv_by_name": ({"kv_data_type": "float8_e4m3fn"}, "kv_data_type"),
     "fp8_out": ({"o_data_type": torch.float8_e4m3fn}, "o_data_type"),
     "multi_item_prefix": ({"prefix_len_ptr": torch.zeros(2).int()}, "prefix_len_ptr"),
     "multi_item_positions": (
@@ -29,9 +26,6 @@ RUN = {
     "kv_cache_sf": ({"kv_cache_sf": torch.zeros(4)}, "kv_cache_sf"),
 }
 ONCE = {
-    "scale_q": ({"scale_q": torch.ones(4)}, "scale_q"),
-    "scale_k": ({"scale_k": torch.ones(2)}, "scale_k"),
-    "scale_v": ({"scale_v": torch.ones(2)}, "scale_v"),
     "fp8_out": ({"o_dtype": torch.float8_e4m3fn}, "o_dtype|o_data_type"),
 }
 

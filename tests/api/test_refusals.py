@@ -15,7 +15,6 @@ import torch
 from preflash.testing import Case, MaskKind, build, poison, reference, runner
 
 REFUSED = (ValueError, TypeError)
-UNSUPPORTED = NotImplementedError
 EITHER = (ValueError, TypeError, NotImplementedError)
 
 PAGED = Case("paged", (33, 5, 0, 70), (40, 90, 7, 70), 4, 2, 64, page_size=16, mask=MaskKind.CAUSAL)
@@ -101,7 +100,8 @@ COMMON_PLAN = [
     Mistake("q_float64", put("q_data_type", torch.float64), "q_data_type", EITHER),
     Mistake("q_unknown_name", put("q_data_type", "float17"), "q_data_type"),
     Mistake("kv_other_dtype", put("kv_data_type", torch.float16), "kv_data_type", EITHER),
-    Mistake("kv_fp8", put("kv_data_type", torch.float8_e4m3fn), "kv_data_type", UNSUPPORTED),
+    Mistake("q_e5m2", put("q_data_type", torch.float8_e5m2), "q_data_type"),
+    Mistake("kv_fnuz", put("kv_data_type", torch.float8_e4m3fnuz), "kv_data_type"),
     Mistake("o_int8", put("o_data_type", torch.int8), "o_data_type", EITHER),
     Mistake("mask_short", mask_of(MASK_SIZE - 1), "custom_mask"),
     Mistake("mask_float", mask_of(MASK_SIZE, torch.float32), "custom_mask"),

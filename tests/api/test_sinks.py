@@ -109,9 +109,9 @@ def extras(monkeypatch):
     seen = []
     original = _core.RunExtras
 
-    def spy(mask_bits=0, sinks=0):
+    def spy(mask_bits=0, sinks=0, **others):
         seen.append({"masked": mask_bits != 0, "sinks": sinks})
-        return original(mask_bits=mask_bits, sinks=sinks)
+        return original(mask_bits=mask_bits, sinks=sinks, **others)
 
     monkeypatch.setattr(_core, "RunExtras", spy)
     return seen

@@ -44,6 +44,10 @@ struct RunExtras {
   // [num_qo_heads], natural logarithms: one more logit of every row of a head, not scaled, whose
   // key has no value. It counts once, however the keys are split, and in the LSE.
   const float* sinks = nullptr;
+  // fp8 operands: what their elements stand for is multiplied by the factor of their head.
+  const float* scale_q = nullptr;  // [num_qo_heads]
+  const float* scale_k = nullptr;  // [num_kv_heads]
+  const float* scale_v = nullptr;  // [num_kv_heads]
 };
 
 struct ForwardParams : AttentionOptions {

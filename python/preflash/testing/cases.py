@@ -14,6 +14,14 @@ from collections.abc import Iterator
 
 import torch
 
+DTYPE_NAMES = {
+    torch.float16: "f16",
+    torch.bfloat16: "bf16",
+    torch.float32: "f32",
+    torch.float8_e4m3fn: "e4m3",
+    torch.float8_e5m2: "e5m2",
+}
+
 
 class MaskKind(enum.Enum):
     """Which keys a row keeps, before the window: all, causal, or a random custom mask."""
@@ -99,6 +107,9 @@ class Case:
     rope_theta: float | None = None
     sinks: Sinks = Sinks.NONE
     garbage: Garbage = Garbage.NON_FINITE
+    kv_dtype: torch.dtype | None = None  # of k and v; None: q's
+    o_dtype: torch.dtype | None = None  # None: q's, bfloat16 for q of 8 bits
+    head_scales: bool = False  # whether run() is given a factor of each head of the fp8 tensors
 
     def __post_init__(self) -> None:
         if len(self.qo_lens) != len(self.kv_lens):
@@ -115,6 +126,15 @@ class Case:
     @property
     def dim_vo(self) -> int:
         return self.head_dim if self.head_dim_vo is None else self.head_dim_vo
+
+    @property
+    def dtype_kv(self) -> torch.dtype:
+        return self.dtype if self.kv_dtype is None else self.kv_dtype
+
+    @property
+    def dtype_o(self) -> torch.dtype:
+        usual = torch.bfloat16 if self.dtype.itemsize == 1 else self.dtype
+        return usual if self.o_dtype is None else self.o_dtype
 
     @property
     def batch_size(self) -> int:
@@ -141,7 +161,11 @@ class Case:
         """Readable and unique within a list: the name, then what decides the kernel."""
         dims = f"d{self.head_dim}" + (f"x{self.dim_vo}" if self.dim_vo != self.head_dim else "")
         storage = f"p{self.page_size}" if self.paged else "ragged"
-        dtype = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "f32"}[self.dtype]
+        dtype = DTYPE_NAMES[self.dtype]
+        if self.kv_dtype is not None:
+            dtype += f"_kv{DTYPE_NAMES[self.kv_dtype]}"
+        if self.o_dtype is not None:
+            dtype += f"_o{DTYPE_NAMES[self.o_dtype]}"
         parts = [self.name, dtype, dims, f"h{self.num_qo_heads}k{self.num_kv_heads}", storage]
         parts += [self.layout.lower(), self.form.value, self.mask.value]
         if self.window_left >= 0:
@@ -154,6 +178,8 @@ class Case:
             parts.append(f"s{self.rope_scale or 1:g}t{self.rope_theta or 1e4:g}")
         if self.sinks is not Sinks.NONE:
             parts.append(f"sinks_{self.sinks.value}")
+        if self.head_scales:
+            parts.append("scales")
         if self.fixed_split_size is not None:
             parts.append(f"split{self.fixed_split_size}")
         if self.disable_split_kv:

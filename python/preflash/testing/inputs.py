@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 
 from .cases import Case, Garbage, KvForm, Magnitude, MaskKind, Position, Sinks
-from .oracle import Pipeline, Rope, alibi_slopes
+from .oracle import HeadScales, Pipeline, Rope, alibi_slopes
 
 PAD_COLUMNS = 16  # a multiple of 16 bytes in every dtype
 SPARE_ROWS = 5  # ragged rows behind the last request
@@ -50,6 +50,7 @@ class Inputs:
     masks: list[torch.Tensor] | None = None
     page_table: list[list[int]] | None = None
     sinks: torch.Tensor | None = None
+    scales: HeadScales = dataclasses.field(default_factory=HeadScales)
 
     @property
     def pipeline(self) -> Pipeline:
@@ -66,6 +67,7 @@ class Inputs:
             slopes=alibi_slopes(case.num_qo_heads) if case.position is Position.ALIBI else None,
             rope=rope,
             sinks=self.sinks,
+            scales=self.scales,
         )
 
     def request(self, i: int) -> Request:
@@ -108,11 +110,11 @@ def fill_poison(
     }[garbage]
     # On the CPU, where the generator is, whatever device the caller made the default.
     choice = torch.randint(0, 4, t.shape, generator=generator, dtype=torch.int8, device="cpu")
+    poison = torch.full(t.shape, math.nan, device=t.device)
     choice = choice.to(t.device)
-    t.fill_(math.nan)
     for i, value in enumerate(others):
-        t.masked_fill_(choice == i, value)
-    return t
+        poison.masked_fill_(choice == i, value)
+    return t.copy_(poison.to(t.dtype))  # e4m3 has NaN for every infinity
 
 
 def _storage(
@@ -128,7 +130,7 @@ def _storage(
     rows = [heads, tokens] if hnd else [tokens, heads]
 
     def make(*shape: int) -> torch.Tensor:
-        blank = torch.empty(shape, dtype=case.dtype, device="cpu")
+        blank = torch.empty(shape, dtype=case.dtype_kv, device="cpu")
         return fill_poison(blank, generator, case.garbage).to(device)
 
     if form is KvForm.COMBINED:
@@ -250,6 +252,20 @@ def _sinks(case: Case, generator: torch.Generator) -> torch.Tensor | None:
     return torch.stack(list(choices.values()))[heads % len(choices), heads]
 
 
+def _head_scales(case: Case, generator: torch.Generator, device) -> HeadScales:
+    """Positive and negative factors of the fp8 tensors, none near zero."""
+
+    def draw(heads: int) -> torch.Tensor:
+        sizes = torch.rand(heads, generator=generator, dtype=torch.float32, device="cpu") + 0.5
+        signs = torch.randint(0, 2, (heads,), generator=generator, device="cpu") * 2 - 1
+        return (sizes * signs).to(device)
+
+    if not case.head_scales:
+        return HeadScales()
+    q = draw(case.num_qo_heads) if case.dtype.itemsize == 1 else None
+    return HeadScales(q, draw(case.num_kv_heads), draw(case.num_kv_heads))
+
+
 def build(
     case: Case,
     *,
@@ -265,7 +281,7 @@ def build(
     for kv_len in case.kv_lens:
         k = _values(case, "k", kv_len, case.num_kv_heads, case.head_dim, generator)
         v = _values(case, "v", kv_len, case.num_kv_heads, case.dim_vo, generator)
-        contents.append((k.to(case.dtype).to(device), v.to(case.dtype).to(device)))
+        contents.append((k.to(case.dtype_kv).to(device), v.to(case.dtype_kv).to(device)))
     masks = [m.to(device) for m in _masks(case, generator)] if case.has_custom_mask else None
 
     inputs = Inputs(
@@ -285,6 +301,7 @@ def build(
         _attach_masks(inputs, masks, device)
     sinks = _sinks(case, generator)
     inputs.sinks = None if sinks is None else sinks.to(device)
+    inputs.scales = _head_scales(case, generator, device)
     return inputs
 
 

@@ -62,6 +62,28 @@ class Rope:
 
 
 @dataclasses.dataclass(frozen=True)
+class HeadScales:
+    """A factor of each head of q, k and v; None: 1."""
+
+    q: torch.Tensor | None = None  # [num_qo_heads]
+    k: torch.Tensor | None = None  # [num_kv_heads]
+    v: torch.Tensor | None = None  # [num_kv_heads]
+
+    def of_heads(self, qo: slice, kv: slice) -> HeadScales:
+        return HeadScales(
+            *(
+                None if scale is None else scale[heads]
+                for scale, heads in ((self.q, qo), (self.k, kv), (self.v, kv))
+            )
+        )
+
+
+def _scaled(x: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+    """float64 [tokens, heads, dim]."""
+    return x.double() if scale is None else x.double() * scale.to(x.device).double()[:, None]
+
+
+@dataclasses.dataclass(frozen=True)
 class Pipeline:
     """What happens between q.k and the softmax, and to the output."""
 
@@ -74,13 +96,16 @@ class Pipeline:
     rope: Rope | None = None
     sinks: torch.Tensor | None = None  # [num_qo_heads], natural logarithms
 
-    def of_heads(self, begin: int, end: int) -> Pipeline:
-        """What the query heads [begin, end) see of it."""
+    scales: HeadScales = HeadScales()
+
+    def of_heads(self, begin: int, end: int, group: int) -> Pipeline:
+        """What the query heads [begin, end) see of it, whole groups of them."""
         slopes, sinks = (
             None if per_head is None else per_head[begin:end]
             for per_head in (self.slopes, self.sinks)
         )
-        return dataclasses.replace(self, slopes=slopes, sinks=sinks)
+        scales = self.scales.of_heads(slice(begin, end), slice(begin // group, end // group))
+        return dataclasses.replace(self, slopes=slopes, sinks=sinks, scales=scales)
 
 
 def alibi_slopes(num_heads: int) -> torch.Tensor:
@@ -135,9 +160,10 @@ def attend(
     rows = torch.arange(qo_len, device=device) if rows is None else rows.to(device)
     q = q[rows]
     # [Hkv, G, rows, D] against [Hkv, 1, S, D]: query head h reads KV head h // G.
-    q64 = q.double().unflatten(1, (num_kv_heads, group)).permute(1, 2, 0, 3)
-    k64 = k.double().permute(1, 0, 2)[:, None]
-    v64 = v.double().permute(1, 0, 2)[:, None]
+    scales = pipeline.scales
+    q64 = _scaled(q, scales.q).unflatten(1, (num_kv_heads, group)).permute(1, 2, 0, 3)
+    k64 = _scaled(k, scales.k).permute(1, 0, 2)[:, None]
+    v64 = _scaled(v, scales.v).permute(1, 0, 2)[:, None]
 
     if pipeline.rope is not None:
         q64 = pipeline.rope.rotate(q64, rows + (kv_len - qo_len))
@@ -232,7 +258,7 @@ def reference(
                     request.q[:, qo_begin:qo_end],
                     request.k[:, head:end],
                     request.v[:, head:end],
-                    pipeline.of_heads(qo_begin, qo_end),
+                    pipeline.of_heads(qo_begin, qo_end, case.group_size),
                     custom=request.mask,
                     rows=picked,
                 )

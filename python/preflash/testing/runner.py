@@ -47,7 +47,8 @@ def plan_arguments(inputs: Inputs) -> tuple[tuple, dict]:
         "window_left": case.window_left,
         "logits_soft_cap": case.soft_cap,
         "q_data_type": case.dtype,
-        "kv_data_type": case.dtype,
+        "kv_data_type": case.dtype_kv,
+        "o_data_type": case.o_dtype,
         "fixed_split_size": case.fixed_split_size,
         "disable_split_kv": case.disable_split_kv,
     }
@@ -65,14 +66,21 @@ def run(wrapper, inputs: Inputs, **options):
     """wrapper.run on the inputs; poisoned output buffers unless the caller brings his own."""
     case = inputs.case
     shape = (inputs.q.shape[0], case.num_qo_heads)
-    options.setdefault("out", poison((*shape, case.dim_vo), case.dtype, inputs.q.device))
+    options.setdefault("out", poison((*shape, case.dim_vo), case.dtype_o, inputs.q.device))
     options.setdefault("lse", poison(shape, torch.float32, inputs.q.device))
     options.setdefault("return_lse", True)
     if inputs.sinks is not None:
         options.setdefault("sinks", inputs.sinks)
+    if case.head_scales:
+        options = {**_scale_arguments(inputs), **options}
     if case.paged:
         return wrapper.run(inputs.q, inputs.cache, **options)
     return wrapper.run(inputs.q, inputs.k, inputs.v, **options)
+
+
+def _scale_arguments(inputs: Inputs) -> dict:
+    scales = inputs.scales
+    return {"scale_q": scales.q, "scale_k": scales.k, "scale_v": scales.v}
 
 
 def single(inputs: Inputs, *, backend: str, **options):
@@ -98,6 +106,8 @@ def single(inputs: Inputs, *, backend: str, **options):
         "return_lse": True,
         "backend": backend,
         "sinks": inputs.sinks,
+        "o_dtype": case.o_dtype,
+        **_scale_arguments(inputs),
     }
     return preflash.single_prefill_with_kv_cache(
         inputs.q,
@@ -114,6 +124,9 @@ def compare(inputs: Inputs, out, lse, expected: Expected | None = None, **option
     if case.magnitude is Magnitude.VERY_NEGATIVE:
         # Products and sums are exact there: only the multiplications by scale and log2 e round.
         options.setdefault("logit_rounding", 4.0)
+    if out.dtype.itemsize == 1:
+        # Probabilities of 8 bits would be seen at the output's roundoff.
+        options.setdefault("p_dtype", torch.bfloat16)
     return comparison.compare(out, lse, expected, soft_cap=case.soft_cap or 0.0, **options)
 
 

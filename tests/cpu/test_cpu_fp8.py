@@ -1,0 +1,138 @@
+"""fp8 on the CPU: every code of both formats, every rounding to e4m3, and the core cases."""
+
+import dataclasses
+import math
+import os
+import subprocess
+import sys
+
+import preflash
+import pytest
+import torch
+from preflash import _core
+from preflash.testing import Magnitude, build, cases, runner
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+FLOAT = torch.float32
+CODES = torch.arange(256, dtype=torch.uint8)
+
+
+def of_one_key(q, k, v, **options):
+    """Attention over one key, whose weight is 1: v itself, times what it is multiplied by."""
+    return preflash.single_prefill_with_kv_cache(q, k, v, backend="cpu", **options)
+
+
+def assert_same(got: torch.Tensor, wanted: torch.Tensor) -> None:
+    """Bit for bit, but for the bits of NaN."""
+    assert torch.equal(got.isnan(), wanted.isnan())
+    finite = ~wanted.isnan()
+    assert torch.equal(got[finite].view(torch.int32), wanted[finite].view(torch.int32))
+
+
+@pytest.mark.parametrize("subnormals_are_zero", [False, True])
+@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
+def test_every_code_of_v(dtype, subnormals_are_zero):
+    v = CODES.view(dtype).reshape(1, 1, 256)
+    wanted = v.float()
+    k = torch.zeros(1, 1, 256).to(dtype)
+    q = torch.zeros(1, 1, 256)
+    try:
+        if subnormals_are_zero and not torch.set_flush_denormal(True):
+            pytest.skip("this processor has no such mode")
+        got = of_one_key(q, k, v)
+    finally:
+        torch.set_flush_denormal(False)
+    # 0 * weight is 0 of either sign.
+    assert_same(got + 0.0, wanted + 0.0)
+
+
+@pytest.mark.parametrize("q_dtype", [FLOAT, E4M3], ids=str)
+@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
+def test_every_code_of_k(dtype, q_dtype):
+    """A request for each code: its logit is the code's value."""
+    if q_dtype == E4M3 and dtype == E5M2:
+        pytest.skip("8-bit queries take keys of their own dtype")
+    q, k = torch.zeros(256, 1, 16), torch.zeros(256, 1, 16)
+    q[..., 3] = 1.0
+    k[:, 0, 3] = CODES.view(dtype).float()
+    wrapper = preflash.BatchPrefillWithRaggedKVCacheWrapper(
+        torch.empty(1 << 20, dtype=torch.uint8), backend="cpu"
+    )
+    steps = torch.arange(257, dtype=torch.int32)
+    wrapper.plan(steps, steps, 1, 1, 16, sm_scale=1.0, q_data_type=q_dtype, kv_data_type=dtype)
+    k = k.to(dtype)
+    k.view(torch.uint8)[:, 0, 3] = CODES
+    v = torch.ones(256, 1, 16).to(dtype)
+    _, lse = wrapper.run(q.to(q_dtype), k, v, return_lse=True, lse_base="ln")
+    values = CODES.view(dtype).double()
+    finite = values.isfinite()
+    torch.testing.assert_close(lse[finite, 0].double(), values[finite], rtol=3e-7, atol=0)
+    assert lse[values.isnan(), 0].isnan().all()
+
+
+def edges() -> torch.Tensor:
+    """Every number that e4m3 has, those half-way between two, and their neighbours in float32."""
+    numbers = CODES.view(E4M3).float()
+    numbers = numbers[numbers.isfinite()].unique()
+    halves = (numbers[1:] + numbers[:-1]) / 2
+    points = torch.cat([numbers, halves])
+    points = [torch.nextafter(points, torch.full_like(points, to)) for to in (-1e9, 1e9)] + [points]
+    beyond = [448.5, 463.0, 464.0, 464.1, 480.0, 1e5, 3e38, math.inf]
+    tiny = [1e-45, 1e-40, 2.0**-10, math.nextafter(2.0**-10, 1), 2.0**-11, 0.0]
+    others = torch.tensor([sign * x for x in beyond + tiny for sign in (1, -1)] + [math.nan])
+    return torch.cat([*points, others])
+
+
+def test_every_rounding_to_e4m3():
+    """The factor of a head, for each of as many heads, on a v of ones."""
+    factors = edges()
+    heads = len(factors)
+    ones = torch.ones(1, heads, 16).to(E4M3)
+    got = of_one_key(ones, ones, ones, scale_v=factors, o_dtype=E4M3)
+    wanted = factors.clamp(-448.0, 448.0).to(E4M3).float()
+    wanted[factors.isnan()] = math.nan
+    assert got.dtype == E4M3
+    for column in range(16):
+        assert_same(got[0, :, column].float(), wanted)
+
+
+# Where rows are multiples of 16 bytes, and numbers those that 8 bits hold.
+CORE = [
+    case
+    for case in cases.core()
+    if case.head_dim % 16 == 0
+    and case.dim_vo % 16 == 0
+    and case.magnitude is not Magnitude.VERY_NEGATIVE
+]
+DTYPES = {
+    "f32_e4m3": (FLOAT, E4M3),
+    "bf16_e5m2": (torch.bfloat16, E5M2),
+    "e4m3": (E4M3, None),
+}
+
+
+@pytest.mark.parametrize("dtypes", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("case", CORE, ids=lambda case: case.id)
+def test_core(case, dtypes):
+    q, kv = dtypes
+    case = dataclasses.replace(case, dtype=q, kv_dtype=kv, head_scales=True)
+    runner.check(build(case), backend="cpu")
+
+
+ISAS = ["generic", "avx2", "avx512"]
+
+
+@pytest.mark.skipif("PREFLASH_CPU_ISA" in os.environ, reason="this is the inner run")
+@pytest.mark.parametrize("isa", ISAS)
+def test_every_instruction_set(isa):
+    """All of the above with narrower vectors than this machine's."""
+    if ISAS.index(isa) >= ISAS.index(_core.cpu_isa()):
+        pytest.skip(f"the tests ran on {_core.cpu_isa()}")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__],
+        env={**os.environ, "PREFLASH_CPU_ISA": isa},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
