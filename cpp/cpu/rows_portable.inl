@@ -5,8 +5,10 @@ inline float widen_half(uint16_t half) {
   const uint32_t sign = static_cast<uint32_t>(half & 0x8000) << 16;
   const uint32_t rest = half & 0x7fff;
   if (rest >= 0x7c00) return float_from_bits(sign | 0x7f800000 | (rest & 0x3ff) << 13);
-  // Read as a float the bits are 2^112 times too small; the product is exact, subnormals included.
-  return float_from_bits(sign | bits_of(float_from_bits(rest << 13) * 0x1p112f));
+  // NOTE: subnormals become floats as the integers that they are: where a thread takes subnormal
+  // floats for zero (torch.set_flush_denormal), shifted bits would be lost.
+  if (rest < 0x400) return float_from_bits(sign | bits_of(static_cast<float>(rest) * 0x1p-24f));
+  return float_from_bits(sign | ((rest << 13) + (uint32_t{112} << 23)));
 }
 
 inline uint16_t narrow_half(float x) {
@@ -36,8 +38,6 @@ inline float widen_e4m3(uint8_t code) {
   const uint32_t sign = static_cast<uint32_t>(code & 0x80) << 24;
   const uint32_t rest = code & 0x7f;
   if (rest == kNanE4M3) return float_from_bits(sign | 0x7fc00000);
-  // NOTE: subnormals become floats as the integers that they are: where a thread takes subnormal
-  // floats for zero (torch.set_flush_denormal), shifted bits would be lost.
   if (rest < 8) return float_from_bits(sign | bits_of(static_cast<float>(rest) * 0x1p-9f));
   return float_from_bits(sign | ((rest << 20) + (uint32_t{120} << 23)));
 }

@@ -46,6 +46,19 @@ def test_every_code_of_v(dtype, subnormals_are_zero):
     assert_same(got + 0.0, wanted + 0.0)
 
 
+def test_subnormal_halves_where_subnormals_are_zero():
+    """Those of float16 itself, which e5m2 is a part of."""
+    v = torch.arange(256, dtype=torch.int16).view(torch.float16).reshape(1, 1, 256)
+    q = k = torch.zeros(1, 1, 256, dtype=torch.float16)
+    try:
+        if not torch.set_flush_denormal(True):
+            pytest.skip("this processor has no such mode")
+        got = of_one_key(q, k, v)
+    finally:
+        torch.set_flush_denormal(False)
+    assert torch.equal(got.view(torch.int16), v.view(torch.int16))
+
+
 @pytest.mark.parametrize("q_dtype", [FLOAT, E4M3], ids=str)
 @pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
 def test_every_code_of_k(dtype, q_dtype):
