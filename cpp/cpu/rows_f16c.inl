@@ -45,15 +45,16 @@ inline __m256 widen_e4m3(const uint8_t* p) {
 }
 inline __m256 widen_float(const float* p) { return _mm256_loadu_ps(p); }
 
-inline void narrow_e4m3(__m256 x, uint8_t* p) {
+inline void narrow_eight_e4m3(__m256 x, uint8_t* p) {
   float lanes[8];
   _mm256_storeu_ps(lanes, x);
   for (int i = 0; i < 8; ++i) p[i] = narrow_e4m3(lanes[i]);
 }
 inline void narrow_float(__m256 x, float* p) { _mm256_storeu_ps(p, x); }
 
-template <class Stored, class Widen>
-inline void widen_row(const void* source, float* target, int n, Widen widen_eight) {
+// NOTE: functions as template arguments: one that is passed may be called instead of inlined.
+template <class Stored, __m256 (*widen_eight)(const Stored*)>
+inline void widen_row(const void* source, float* target, int n) {
   const auto* stored = static_cast<const Stored*>(source);
   const int whole = n & ~7;
   for (int i = 0; i < whole; i += 8) _mm256_storeu_ps(target + i, widen_eight(stored + i));
@@ -67,16 +68,16 @@ inline void widen_row(const void* source, float* target, int n, Widen widen_eigh
 
 void widen(DType dtype, const void* source, float* target, int n) {
   switch (dtype) {
-    case DType::kFloat32: return widen_row<float>(source, target, n, widen_float);
-    case DType::kFloat16: return widen_row<uint16_t>(source, target, n, widen_half);
-    case DType::kBFloat16: return widen_row<uint16_t>(source, target, n, widen_bfloat);
-    case DType::kFloat8E4M3: return widen_row<uint8_t>(source, target, n, widen_e4m3);
-    case DType::kFloat8E5M2: return widen_row<uint8_t>(source, target, n, widen_e5m2);
+    case DType::kFloat32: return widen_row<float, widen_float>(source, target, n);
+    case DType::kFloat16: return widen_row<uint16_t, widen_half>(source, target, n);
+    case DType::kBFloat16: return widen_row<uint16_t, widen_bfloat>(source, target, n);
+    case DType::kFloat8E4M3: return widen_row<uint8_t, widen_e4m3>(source, target, n);
+    case DType::kFloat8E5M2: return widen_row<uint8_t, widen_e5m2>(source, target, n);
   }
 }
 
-template <class Stored, class Narrow>
-inline void narrow_row(const float* source, float scale, void* target, int n, Narrow narrow_eight) {
+template <class Stored, void (*narrow_eight)(__m256, Stored*)>
+inline void narrow_row(const float* source, float scale, void* target, int n) {
   auto* stored = static_cast<Stored*>(target);
   const __m256 factor = _mm256_set1_ps(scale);
   const int whole = n & ~7;
@@ -93,12 +94,11 @@ inline void narrow_row(const float* source, float scale, void* target, int n, Na
 
 void narrow(DType dtype, const float* source, float scale, void* target, int n) {
   switch (dtype) {
-    case DType::kFloat32: return narrow_row<float>(source, scale, target, n, narrow_float);
-    case DType::kFloat16: return narrow_row<uint16_t>(source, scale, target, n, narrow_half);
-    case DType::kBFloat16: return narrow_row<uint16_t>(source, scale, target, n, narrow_bfloat);
+    case DType::kFloat32: return narrow_row<float, narrow_float>(source, scale, target, n);
+    case DType::kFloat16: return narrow_row<uint16_t, narrow_half>(source, scale, target, n);
+    case DType::kBFloat16: return narrow_row<uint16_t, narrow_bfloat>(source, scale, target, n);
     case DType::kFloat8E4M3:
-      return narrow_row<uint8_t>(source, scale, target, n,
-                                 [](__m256 x, uint8_t* p) { narrow_e4m3(x, p); });
+      return narrow_row<uint8_t, narrow_eight_e4m3>(source, scale, target, n);
     case DType::kFloat8E5M2: return;  // no output has it
   }
 }

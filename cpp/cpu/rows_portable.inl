@@ -45,35 +45,37 @@ inline float widen_e4m3(uint8_t code) {
 // The upper half of a float16.
 inline float widen_e5m2(uint8_t code) { return widen_half(static_cast<uint16_t>(code << 8)); }
 
-template <class Stored, class Widen>
-inline void widen_row(const void* source, float* target, int n, Widen widen_one) {
+inline float as_it_is(float x) { return x; }
+
+// NOTE: functions as template arguments: one that is passed may be called instead of inlined.
+template <class Stored, float (*widen_one)(Stored)>
+inline void widen_row(const void* source, float* target, int n) {
   const auto* stored = static_cast<const Stored*>(source);
   for (int i = 0; i < n; ++i) target[i] = widen_one(stored[i]);
 }
 
 void widen(DType dtype, const void* source, float* target, int n) {
   switch (dtype) {
-    case DType::kFloat32: return widen_row<float>(source, target, n, [](float x) { return x; });
-    case DType::kFloat16: return widen_row<uint16_t>(source, target, n, widen_half);
-    case DType::kBFloat16: return widen_row<uint16_t>(source, target, n, widen_bfloat);
-    case DType::kFloat8E4M3: return widen_row<uint8_t>(source, target, n, widen_e4m3);
-    case DType::kFloat8E5M2: return widen_row<uint8_t>(source, target, n, widen_e5m2);
+    case DType::kFloat32: return widen_row<float, as_it_is>(source, target, n);
+    case DType::kFloat16: return widen_row<uint16_t, widen_half>(source, target, n);
+    case DType::kBFloat16: return widen_row<uint16_t, widen_bfloat>(source, target, n);
+    case DType::kFloat8E4M3: return widen_row<uint8_t, widen_e4m3>(source, target, n);
+    case DType::kFloat8E5M2: return widen_row<uint8_t, widen_e5m2>(source, target, n);
   }
 }
 
-template <class Stored, class Narrow>
-inline void narrow_row(const float* source, float scale, void* target, int n, Narrow narrow_one) {
+template <class Stored, Stored (*narrow_one)(float)>
+inline void narrow_row(const float* source, float scale, void* target, int n) {
   auto* stored = static_cast<Stored*>(target);
   for (int i = 0; i < n; ++i) stored[i] = narrow_one(source[i] * scale);
 }
 
 void narrow(DType dtype, const float* source, float scale, void* target, int n) {
   switch (dtype) {
-    case DType::kFloat32:
-      return narrow_row<float>(source, scale, target, n, [](float x) { return x; });
-    case DType::kFloat16: return narrow_row<uint16_t>(source, scale, target, n, narrow_half);
-    case DType::kBFloat16: return narrow_row<uint16_t>(source, scale, target, n, narrow_bfloat);
-    case DType::kFloat8E4M3: return narrow_row<uint8_t>(source, scale, target, n, narrow_e4m3);
+    case DType::kFloat32: return narrow_row<float, as_it_is>(source, scale, target, n);
+    case DType::kFloat16: return narrow_row<uint16_t, narrow_half>(source, scale, target, n);
+    case DType::kBFloat16: return narrow_row<uint16_t, narrow_bfloat>(source, scale, target, n);
+    case DType::kFloat8E4M3: return narrow_row<uint8_t, narrow_e4m3>(source, scale, target, n);
     case DType::kFloat8E5M2: return;  // no output has it
   }
 }

@@ -16,7 +16,7 @@ import spec
 
 ROOT = Path(__file__).resolve().parents[2]
 GENERATE = ROOT / "cmake" / "codegen" / "generate.py"
-ID = re.compile(r"\b(?:cpu|sm\d+)_b?f\d+_d\d+\w*")
+ID = re.compile(r"\b(?:cpu|sm\d+)_(?:b?f\d+|e\dm\d)(?:_kve\dm\d)?_d\d+\w*")
 
 
 def run_generate(*arguments: str) -> str:
@@ -35,9 +35,11 @@ def test_ids_are_unique_and_spell_their_variant(matrix):
             "position": "none",
             "mask": "bounds",
         }
+        kv = variant.values["kv_dtype"]
         assert variant.id.split("_") == [
             variant.family,
             variant.q_dtype,
+            *([] if kv == "same" else [f"kv{kv}"]),
             f"d{variant.head_dim}",
             *(
                 variant.values[axis]
@@ -260,9 +262,9 @@ int main() {{
     compile_cpp(tmp_path, "show.cpp", "-o", "show")
     shown = subprocess.run([tmp_path / "show"], check=True, capture_output=True, text=True).stdout
     expected = [
-        f"{v.id} {v.family} {v.backend} {v.q_dtype} {v.q_dtype} {v.head_dim_qk} {v.head_dim_vo} "
-        f"{v.tile_class} {v.logits} {v.mask} {v.tile.m} {v.tile.n} {v.tile.stages} "
-        f"{v.tile.warps} {v.tile.ctas_per_sm}"
+        f"{v.id} {v.family} {v.backend} {v.q_dtype} {v.fields['kv_dtype']} "
+        f"{v.head_dim_qk} {v.head_dim_vo} {v.tile_class} {v.logits} {v.mask} "
+        f"{v.tile.m} {v.tile.n} {v.tile.stages} {v.tile.warps} {v.tile.ctas_per_sm}"
         for v in matrix.variants
     ]
     assert shown.splitlines() == expected
