@@ -165,7 +165,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
             indices: at least [indptr[-1]] int32, pages.
             last_page_len: [batch_size] int32, in [1, page_size].
             data_type: deprecated; that of q and of k and v, where q_data_type is None or "float16"
-                and kv_data_type is None.
+                and kv_data_type is None. An fp8 one is that of q where q_data_type is None only.
             The others are those of BatchPrefillWithPagedKVCacheWrapper.plan(), fixed_split_size
             (in keys) included.
 
@@ -217,7 +217,9 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
         q_data_type, kv_data_type = a.q_data_type, a.kv_data_type
         if a.data_type is not None:
             # NOTE: "float16" is q_data_type's default, so it cannot be told from its absence.
-            if q_data_type is None or q_data_type == "float16":
+            # An 8-bit one is then that of the cache alone.
+            eight_bits = check.dtype("data_type", a.data_type) in check.FP8_DTYPES
+            if q_data_type is None or (q_data_type == "float16" and not eight_bits):
                 q_data_type = a.data_type
             kv_data_type = a.data_type if kv_data_type is None else kv_data_type
         return self._paged_arguments(

@@ -87,6 +87,21 @@ def test_data_types(target, options):
     runner.compare(inputs, *runner.run(wrapper, inputs)).check()
 
 
+@pytest.mark.parametrize("options", [{}, {"q_data_type": "float16"}], ids=str)
+def test_data_type_of_8_bits_is_that_of_the_cache(target, options):
+    case = dataclasses.replace(CASE, dtype=torch.float16, kv_dtype=torch.float8_e5m2)
+    inputs, wrapper = made(case, target)
+    wrapper.plan(*arrays(inputs), data_type="float8_e5m2", **options)
+    runner.compare(inputs, *runner.run(wrapper, inputs)).check()
+
+
+def test_fp8_queries(target):
+    case = dataclasses.replace(CASE, dtype=torch.float8_e4m3fn, head_scales=True)
+    inputs, wrapper = made(case, target)
+    wrapper.plan(*arrays(inputs), data_type=case.dtype, q_data_type=None)
+    runner.compare(inputs, *runner.run(wrapper, inputs)).check()
+
+
 def test_float16_by_default(target):
     case = dataclasses.replace(CASE, dtype=torch.float16)
     inputs, wrapper = made(case, target)
