@@ -83,7 +83,8 @@ struct IsaKernels {
   float huge_logit = 0.0f;  // a power of two
 
   // One row of n elements, from storage to float32 and back. `scale` is multiplied in. Nothing is
-  // narrowed to e5m2; what is too large for e4m3, which has no infinity, becomes its largest number.
+  // narrowed to e5m2; what is too large for e4m3, which has no infinity, becomes its largest
+  // number.
   void (*widen)(DType dtype, const void* source, float* target, int n) = nullptr;
   void (*narrow)(DType dtype, const float* source, float scale, void* target, int n) = nullptr;
   // target += weight * source

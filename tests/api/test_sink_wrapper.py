@@ -53,6 +53,17 @@ def test_without_sinks(target):
     compare(out, lse, reference(inputs, pipeline=Pipeline(0.2, True))).check()
 
 
+@pytest.mark.parametrize("q_dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_fp8(target, q_dtype):
+    case = dataclasses.replace(CASE, dtype=q_dtype, kv_dtype=torch.float8_e4m3fn, head_scales=True)
+    inputs, wrapper = made(target, case, kv_data_type="float8_e4m3fn")
+    runner.plan(wrapper, inputs)
+    scales = {"scale_q": inputs.scales.q, "scale_k": inputs.scales.k, "scale_v": inputs.scales.v}
+    out, lse = wrapper.run(inputs.q, inputs.cache, inputs.sinks, 0.2, return_lse=True, **scales)
+    pipeline = dataclasses.replace(inputs.pipeline, sm_scale=0.2)
+    runner.compare(inputs, out, lse, reference(inputs, pipeline=pipeline)).check()
+
+
 def test_defaults_are_bfloat16_and_128(target):
     case = dataclasses.replace(CASE, head_dim=128)
     inputs = build(case, device=target.device)
