@@ -27,7 +27,8 @@ def out_of(returned) -> torch.Tensor:
 
 def wrong_number(wrapper, inputs, **options):
     returned = HONEST_RUN(wrapper, inputs, **options)
-    out_of(returned)[-1:, -1:, -1:] += 0.25
+    last = out_of(returned)[-1:, -1:, -1:]
+    last.copy_(last.float() + 0.25)  # 8-bit numbers cannot be added
     return returned
 
 
@@ -35,7 +36,8 @@ def leaked_nan(wrapper, inputs, **options):
     """As if the slots behind a request's last page were multiplied by a weight of zero."""
     returned = HONEST_RUN(wrapper, inputs, **options)
     if inputs.case.page_size > 1 and any(n % inputs.case.page_size for n in inputs.case.kv_lens):
-        out_of(returned)[-1:] += 0.0 * inputs.k.min().to(inputs.case.dtype)
+        last = out_of(returned)[-1:]
+        last.copy_(last.float() + 0.0 * inputs.k.float().min())
     return returned
 
 
@@ -45,6 +47,18 @@ def leaked_nan(wrapper, inputs, **options):
 
 def without_sinks(wrapper, inputs, **options):
     return HONEST_RUN(wrapper, inputs, **{"sinks": None, **options})
+
+
+def without_factors_of_heads(name):
+    """Right only where they are absent or wrong."""
+
+    def run(wrapper, inputs, **options):
+        if name not in options and inputs.case.head_scales:
+            options[name] = None
+        return HONEST_RUN(wrapper, inputs, **options)
+
+    run.__name__ = f"without_{name}"
+    return run
 
 
 def without_v_scale(wrapper, inputs, **options):
@@ -121,6 +135,9 @@ RUN_FAULTS = {
     leaked_nan: "wrong kind",
     without_sinks: "lse:|out:",
     without_v_scale: "out:",
+    without_factors_of_heads("scale_q"): "out:|lse:",
+    without_factors_of_heads("scale_k"): "out:|lse:",
+    without_factors_of_heads("scale_v"): "out:",
     without_lse_base: "lse:",
     without_window_of_run: "out:|lse:",
     another_bit_every_time: "other bits",
@@ -151,6 +168,8 @@ PLAN_FAULTS = {
     "window_left": without_option("window_left", -1),
     "logits_soft_cap": without_option("logits_soft_cap", None),
     "pos_encoding_mode": without_option("pos_encoding_mode", "NONE"),
+    "rope_scale": without_option("rope_scale", None),
+    "rope_theta": without_option("rope_theta", None),
     "sm_scale": without_option("sm_scale", None),
     "custom_mask": without_option("custom_mask", None),
     "packed_custom_mask": without_option("packed_custom_mask", None),

@@ -5,12 +5,12 @@ import enum
 
 import pytest
 import torch
-from preflash.testing import Case, KvForm, MaskKind, Sinks, fuzz, problems
+from preflash.testing import Case, KvForm, MaskKind, Position, Sinks, fuzz, problems
 from preflash.testing.cases import Limits
 from preflash.testing.problems import Also, Brought, Call, Entry, Problem, Scratch, draw, parse
 
 SEED = 20261121
-LIMITS = Limits(700, 1e7, (torch.float16, torch.bfloat16, torch.float32))
+LIMITS = Limits(700, 1e7, (torch.float16, torch.bfloat16, torch.float32), fp8=True, rope=True)
 DRAWN = [draw(SEED, index, LIMITS) for index in range(300)]
 
 
@@ -29,11 +29,16 @@ def test_the_same_seed_is_the_same_problems():
     assert [draw(SEED + 1, index, LIMITS) for index in range(20)] != DRAWN[:20]
 
 
-def test_backends_differ_in_the_dtype_alone():
-    few = dataclasses.replace(LIMITS, dtypes=(torch.bfloat16,))
+def test_backends_differ_in_what_they_serve_alone():
+    few = Limits(LIMITS.longest, LIMITS.work, (torch.bfloat16,))
+    own = ("dtype", "kv_dtype", "o_dtype", "head_scales", "position", "rope_scale", "rope_theta")
     for index, problem in enumerate(DRAWN):
         other = draw(SEED, index, few)
-        case = dataclasses.replace(other.case, dtype=problem.case.dtype)
+        assert other.case.dtype_kv is other.case.dtype_o is torch.bfloat16
+        assert other.case.position is not Position.ROPE
+        case = dataclasses.replace(
+            other.case, **{name: getattr(problem.case, name) for name in own}
+        )
         assert (case, other.call) == (problem.case, problem.call)
 
 
@@ -57,7 +62,15 @@ def test_every_axis_is_drawn():
             elif isinstance(values[0], (bool, str)) and field.name != "name":
                 assert len(set(values)) == 2, field.name
     made = [p.case for p in many]
-    assert {case.dtype for case in made} == set(LIMITS.dtypes)
+    e4m3, e5m2 = torch.float8_e4m3fn, torch.float8_e5m2
+    assert {case.dtype for case in made} == {*LIMITS.dtypes, e4m3}
+    pairs = {(case.dtype, case.kv_dtype) for case in made}
+    assert pairs >= {(q, kv) for q in LIMITS.dtypes for kv in (None, e4m3, e5m2)}
+    outputs = {case.o_dtype for case in made if case.dtype == e4m3}
+    assert outputs == {None, torch.float16, torch.bfloat16, e4m3}
+    turned = [case for case in made if case.position is Position.ROPE]
+    assert {None, 0.25, 8.0} <= {case.rope_scale for case in turned}
+    assert {None, 1.0, 5e5} <= {case.rope_theta for case in turned}
     assert {case.group_size for case in made} >= {1, 3, 7, 16, 128}
     assert {case.head_dim for case in made} >= set(range(8, 257, 8))
     assert (192, 128) in {(case.head_dim, case.dim_vo) for case in made}
@@ -92,6 +105,11 @@ def test_text_is_the_problem():
         ("qo_lens=1 kv_lens=2 qo_lens=1", "once"),
         ("qo_lens=1,1 kv_lens=2,2 entry=single", "one ragged request"),
         ("qo_lens=1 kv_lens=2 also=alone", "split policy"),
+        ("qo_lens=1 kv_lens=2 head_dim=8 kv_dtype=e5m2", "multiples of 16 bytes"),
+        ("qo_lens=1 kv_lens=2 head_scales=True", "for fp8"),
+        ("qo_lens=1 kv_lens=2 o_dtype=e4m3", "q's dtype"),
+        ("qo_lens=1 kv_lens=2 rope_theta=3.0", "RoPE"),
+        ("qo_lens=1 kv_lens=2 magnitude=neg position=ROPE_LLAMA", "exact"),
     ],
 )
 def test_text_of_no_problem_is_refused(text, message):

@@ -103,7 +103,7 @@ def _asked(args: argparse.Namespace, place: Place) -> list[Asked]:
     if args.fuzz < 1:
         raise CommandError(f"--fuzz {args.fuzz}: must be at least 1")
     seed, first = _seed(args.seed or "0")
-    limits = Limits(_LONGEST, _WORK, place.dtypes)
+    limits = Limits(_LONGEST, _WORK, place.dtypes, fp8=place.serves_fp8, rope=place.serves_rope)
     return [
         Asked(problems.draw(seed, index, limits), f"--fuzz 1 --seed {seed}:{index}")
         for index in range(first, first + args.fuzz)

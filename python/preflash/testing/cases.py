@@ -157,6 +157,28 @@ class Case:
         return self.mask in (MaskKind.CUSTOM, MaskKind.CUSTOM_UINT8, MaskKind.PACKED)
 
     @property
+    def contradiction(self) -> str:
+        """The rule of numbers that the dtypes and the position break together, if they do.
+
+        Wrappers refuse some of this. The rest they compute, but no bound would tell right numbers
+        from wrong ones.
+        """
+        fp8 = self.dtype_kv.itemsize == 1
+        exact = self.magnitude is Magnitude.VERY_NEGATIVE
+        if fp8 and (self.head_dim % 16 or self.dim_vo % 16):
+            return "rows of 8 bits start on multiples of 16 bytes"
+        if exact and (fp8 or self.position is Position.ROPE):
+            return "logits that must be exact are not rotated, nor of 8 bits"
+        if self.head_scales and not fp8:
+            return "factors of heads are for fp8"
+        if self.dtype.itemsize > 1 and self.o_dtype not in (None, self.dtype):
+            return "the output has q's dtype, but for fp8"
+        has_rope_options = self.rope_scale is not None or self.rope_theta is not None
+        if has_rope_options and self.position is not Position.ROPE:
+            return "rope_scale and rope_theta are for RoPE"
+        return ""
+
+    @property
     def id(self) -> str:
         """Readable and unique within a list: the name, then what decides the kernel."""
         dims = f"d{self.head_dim}" + (f"x{self.dim_vo}" if self.dim_vo != self.head_dim else "")
@@ -549,11 +571,13 @@ def tiny() -> list[Case]:
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """How large random cases get, and their dtypes."""
+    """How large random cases get, and what of a backend's options they may have."""
 
     longest: int = 300  # tokens of a request
     work: float = 2e9  # multiply-adds of q k^T and p v before any mask, a token counting as 32
     dtypes: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16)
+    fp8: bool = False  # 8-bit keys and values, and queries and outputs
+    rope: bool = False
 
 
 def _length(rng: random.Random, longest: int) -> int:
@@ -626,8 +650,29 @@ def _random_logits(rng: random.Random) -> dict[str, object]:
     }
 
 
+def _random_fp8(rng: random.Random) -> dict[str, object]:
+    """Tensors of 8 bits: keys and values alone, or queries too."""
+    head_scales = rng.random() < 0.5
+    cache = rng.choice([torch.float8_e4m3fn, torch.float8_e5m2])
+    output = rng.choice([None, torch.float16, torch.bfloat16, torch.float8_e4m3fn])
+    if rng.random() < 0.5:
+        return {"kv_dtype": cache, "head_scales": head_scales}
+    return {"dtype": torch.float8_e4m3fn, "o_dtype": output, "head_scales": head_scales}
+
+
+def _random_rope(rng: random.Random) -> dict[str, object]:
+    return {
+        "position": _ROPE,
+        "rope_scale": rng.choice([None, None, 0.25, 1.0, 8.0]),
+        "rope_theta": rng.choice([None, None, 1.0, 50.0, 5e5]),
+    }
+
+
 def random_case(rng: random.Random, name: str, limits: Limits) -> Case:
-    """A case from anywhere in the space of options that every wrapper takes."""
+    """A case from anywhere in the space of options that every wrapper takes.
+
+    The limits change no draw, so that backends with other dtypes and options see the same lengths.
+    """
     dim = rng.choice([64, 128, 128, 256, 8 * rng.randint(1, 32)])
     dims = (192, 128) if rng.random() < 0.1 else (dim, dim)
     num_kv_heads = rng.choice([1, 1, 2, 3])
@@ -639,7 +684,7 @@ def random_case(rng: random.Random, name: str, limits: Limits) -> Case:
     storage = _random_storage(rng, dims)
     logits = _random_logits(rng)
     split = rng.random()
-    return Case(
+    case = Case(
         name,
         qo_lens,
         kv_lens,
@@ -654,6 +699,14 @@ def random_case(rng: random.Random, name: str, limits: Limits) -> Case:
         # NOTE: not choice(), which takes a number of draws that depends on how many there are.
         dtype=limits.dtypes[int(rng.random() * len(limits.dtypes))],
     )
+    for served, share, options in (
+        (limits.fp8, 0.25, _random_fp8(rng)),
+        (limits.rope, 0.2, _random_rope(rng)),
+    ):
+        if rng.random() < share and served:
+            changed = dataclasses.replace(case, **options)
+            case = changed if not changed.contradiction else case
+    return case
 
 
 def random_cases(count: int, *, seed: int, longest: int = 300, work: float = 2e9) -> list[Case]:

@@ -79,7 +79,17 @@ def _threads(count: int) -> Iterator[None]:
 def _examine(problem: Problem, backend: str, device: torch.device | str) -> Verdict:
     call = problem.call
     inputs = _build(problem, device)
-    untouched = Untouched({"q": inputs.q, "k": inputs.k, "v": inputs.v, "sinks": inputs.sinks})
+    untouched = Untouched(
+        {
+            "q": inputs.q,
+            "k": inputs.k,
+            "v": inputs.v,
+            "sinks": inputs.sinks,
+            "scale_q": inputs.scales.q,
+            "scale_k": inputs.scales.k,
+            "scale_v": inputs.scales.v,
+        }
+    )
     trial = Trial(problem, inputs, backend)
     result = trial.run()
     report = runner.compare(
@@ -170,6 +180,8 @@ class Trial:
                 "logits_soft_cap": None,
                 "sm_scale": None,
                 "pos_encoding_mode": "NONE",
+                "rope_scale": None,
+                "rope_theta": None,
             }
         return {"window_left": -1} if self.problem.call.window_at_run else {}
 
@@ -213,7 +225,7 @@ class Trial:
         case, call = self.inputs.case, self.problem.call
         rows, device = self.inputs.q.shape[0], self.inputs.q.device
         lse_shape = (rows, case.num_qo_heads)
-        out = self._brought(call.out, (*lse_shape, case.dim_vo), case.dtype)
+        out = self._brought(call.out, (*lse_shape, case.dim_vo), case.dtype_o)
         lse_shape = lse_shape if call.lse_layout == "NH" else lse_shape[::-1]
         lse = self._brought(call.lse, lse_shape, torch.float32)
         with _threads(call.threads):
@@ -267,6 +279,8 @@ class Trial:
             window_left=case.window_left,
             logits_soft_cap=case.soft_cap,
             sm_scale=case.sm_scale,
+            rope_scale=case.rope_scale,
+            rope_theta=case.rope_theta,
             k_scale=self._scale(call.k_scale),
             v_scale=self._scale(call.v_scale),
         )
@@ -286,7 +300,7 @@ class Trial:
                 failures.append(f"{name} is not the tensor that was given")
             if spilled := mine.spilled():
                 failures.append(f"{name}: {spilled} elements around it were written")
-        if got_out.dtype != self.inputs.case.dtype:
+        if got_out.dtype != self.inputs.case.dtype_o:
             failures.append(f"out is {got_out.dtype}")
         if got_lse is None and lse is not None:
             got_lse = lse.view

@@ -14,7 +14,7 @@ import typing
 
 import torch
 
-from .cases import Case, KvForm, Limits, Sinks, random_case
+from .cases import DTYPE_NAMES, Case, KvForm, Limits, Sinks, random_case
 
 
 class Entry(enum.Enum):
@@ -100,6 +100,8 @@ class Problem:
             _must(call.out is Brought.ABSENT and call.lse is Brought.ABSENT, "options of run()")
             _must(call.lse_base == "log2" and call.lse_layout == "NH", "options of run()")
             _must(self.also not in (Also.ALONE, Also.REFUSALS), "looked at with run()")
+            _must(not case.head_scales, "options of run()")
+        _must(not case.contradiction, case.contradiction)
         _must(not call.window_at_run or entry is Entry.BATCH, "an option of run()")
         _must(
             call.scratch is Scratch.WHOLE or (entry is not Entry.SINGLE and not splits),
@@ -125,7 +127,7 @@ def _must(condition: bool, rule: str) -> None:
 
 # --- text ----------------------------------------------------------------------
 
-_DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}
+_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 _PARTS = {"case": Case, "call": Call}
 
 
@@ -143,7 +145,7 @@ def _word(value: object) -> str:
     if isinstance(value, tuple):
         return ",".join(map(str, value))
     if isinstance(value, torch.dtype):
-        return next(name for name, dtype in _DTYPES.items() if dtype is value)
+        return DTYPE_NAMES[value]
     return repr(value) if isinstance(value, float) else str(value)
 
 
@@ -217,7 +219,7 @@ def _adapted(case: Case, entry: Entry) -> Case:
             disable_split_kv=False,
         )
     if entry is Entry.FORWARD:
-        case = dataclasses.replace(case, sinks=Sinks.NONE)
+        case = dataclasses.replace(case, sinks=Sinks.NONE, head_scales=False)
     return case
 
 

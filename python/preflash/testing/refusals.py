@@ -43,7 +43,12 @@ def of_run(inputs: Inputs) -> list[Mistake]:
         Mistake("sinks", torch.zeros(heads + 1, **float32)),
         Mistake("sinks", torch.zeros(heads, dtype=torch.float16, device=device)),
         Mistake("out", torch.empty(rows, heads, case.dim_vo, dtype=torch.float64, device=device)),
-        Mistake("out", torch.empty(rows + 1, heads, case.dim_vo, dtype=case.dtype, device=device)),
+        Mistake("scale_q", torch.ones(heads + 1, **float32)),
+        Mistake("scale_k", torch.ones(case.num_kv_heads, dtype=torch.float16, device=device)),
+        Mistake("scale_v", torch.ones(case.num_kv_heads + 1, **float32)),
+        Mistake(
+            "out", torch.empty(rows + 1, heads, case.dim_vo, dtype=case.dtype_o, device=device)
+        ),
         Mistake("lse", torch.empty(rows + 1, heads + 2, **float32)),
     ]
 
@@ -58,9 +63,13 @@ def of_plan(inputs: Inputs) -> list[Mistake]:
         Mistake("logits_soft_cap", math.nan),
         Mistake("sm_scale", math.inf),
         Mistake("pos_encoding_mode", "SINUS"),
+        Mistake("rope_scale", -1.0),
+        Mistake("rope_theta", 0.0),
         Mistake("fixed_split_size", -2),
         Mistake("kv_data_type", other),
         Mistake("q_data_type", torch.int8),
+        Mistake("q_data_type", torch.float8_e5m2),
+        Mistake("o_data_type", torch.float8_e5m2),
         Mistake("causal", 2),
     ]
     if longest := max(case.kv_lens):
