@@ -2,7 +2,7 @@
 
 `import preflash as flashinfer` runs code written for flashinfer's prefill, decode, attention,
 cascade, page and quantization modules: the kernels are compiled ahead of time and are part of this
-package.
+package. `patch_flashinfer()` puts them into an installed flashinfer, for engines that import it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from . import _core
 _core.set_library_dir(str(Path(__file__).parent / "lib"))
 
 from . import attention, cascade, decode, page, prefill, quantization  # noqa: E402
+from ._patch import patch_flashinfer  # noqa: E402
 from .attention import BatchAttentionWithAttentionSinkWrapper  # noqa: E402
 from .cascade import (  # noqa: E402
     MultiLevelCascadeAttentionWrapper,
@@ -62,6 +63,7 @@ __all__ = [
     "merge_states",
     "packbits",
     "page",
+    "patch_flashinfer",
     "prefill",
     "quantization",
     "segment_packbits",

@@ -430,7 +430,16 @@ def fast_decode_plan(
         global_override_indptr_cpu: indptr's values on the CPU, used in its stead: plan() then does
             not wait for a copy of it.
         The others are those of BatchDecodeWithPagedKVCacheWrapper.plan().
+
+    Raises:
+        TypeError: self is a wrapper of another library. The others are those of plan().
     """
+    if not isinstance(self, BatchDecodeWithPagedKVCacheWrapper):
+        raise TypeError(
+            f"self is a {type(self).__module__}.{type(self).__qualname__}; must be preflash's "
+            "BatchDecodeWithPagedKVCacheWrapper: under patch_flashinfer(), patch before wrappers "
+            "are constructed"
+        )
     # Of the class: the instance's begin_forward may be this function.
     BatchDecodeWithPagedKVCacheWrapper.begin_forward(
         self,

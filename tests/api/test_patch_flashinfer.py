@@ -1,0 +1,362 @@
+"""preflash.patch_flashinfer() on a synthetic flashinfer, and on the real one where it is."""
+
+import importlib
+import importlib.util
+import sys
+import textwrap
+from functools import partial
+
+import preflash
+import pytest
+import torch
+from preflash.testing import Case, build, compare, reference
+
+PACKAGE = {
+    "flashinfer/__init__.py": """
+        __version__ = "9.8.7"
+        from . import pod
+        from .cascade import merge_state
+        from .decode import BatchDecodeWithPagedKVCacheWrapper, fast_decode_plan
+        from .decode import CUDAGraphBatchDecodeWithPagedKVCacheWrapper
+        from .prefill import BatchPrefillWithPagedKVCacheWrapper, single_prefill_with_kv_cache
+        from .quantization import packbits
+    """,
+    "flashinfer/prefill.py": """
+        import functools
+
+        class BatchPrefillWithPagedKVCacheWrapper:
+            pass
+
+        def single_prefill_with_kv_cache(*args, return_lse=False):
+            return "flashinfer's"
+
+        single_prefill_with_kv_cache_return_lse = functools.partial(
+            single_prefill_with_kv_cache, return_lse=True
+        )
+
+        def trtllm_batch_context_with_kv_cache():
+            return "flashinfer's"
+    """,
+    "flashinfer/decode.py": """
+        from .prefill import BatchPrefillWithPagedKVCacheWrapper
+
+        class BatchDecodeWithPagedKVCacheWrapper:
+            pass
+
+        class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWrapper):
+            pass
+
+        def fast_decode_plan(self):
+            return "flashinfer's"
+
+        def cudnn_batch_decode_with_kv_cache():
+            return "flashinfer's"
+    """,
+    "flashinfer/cascade.py": """
+        def merge_state(v_a, s_a, v_b, s_b):
+            return "flashinfer's"
+
+        merge_states = None
+    """,
+    "flashinfer/pod.py": """
+        from .quantization import packbits
+
+        class PODWithPagedKVCacheWrapper:
+            pass
+    """,
+    # As in the real one, a submodule has a function's name.
+    "flashinfer/quantization/__init__.py": """
+        from .packbits import packbits
+        from . import segment_packbits
+    """,
+    "flashinfer/quantization/packbits.py": """
+        def packbits(x, bitorder="big"):
+            return "flashinfer's"
+    """,
+    "flashinfer/quantization/segment_packbits.py": "",
+    "flashinfer/late.py": """
+        from .decode import BatchDecodeWithPagedKVCacheWrapper
+    """,
+    "serving_engine.py": """
+        import flashinfer
+        from flashinfer.decode import BatchDecodeWithPagedKVCacheWrapper, fast_decode_plan
+        from flashinfer.decode import cudnn_batch_decode_with_kv_cache
+        from flashinfer.cascade import merge_state as merge
+        from flashinfer.quantization import packbits as _pack
+    """,
+    "late_engine.py": """
+        from flashinfer.decode import BatchDecodeWithPagedKVCacheWrapper
+    """,
+}
+PACKAGE_NAMES = ("flashinfer", "serving_engine", "late_engine")
+
+
+def _forget():
+    for name in list(sys.modules):
+        if name.partition(".")[0] in PACKAGE_NAMES:
+            del sys.modules[name]
+
+
+@pytest.fixture
+def no_flashinfer(monkeypatch):
+    """Modules of a flashinfer that a test imports are forgotten; a real one comes back."""
+    with monkeypatch.context() as context:
+        for name in list(sys.modules):
+            if name.partition(".")[0] in PACKAGE_NAMES:
+                context.delitem(sys.modules, name)
+        yield context
+        _forget()
+
+
+@pytest.fixture
+def flashinfer(tmp_path, no_flashinfer):
+    for name, text in PACKAGE.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(textwrap.dedent(text))
+    no_flashinfer.syspath_prepend(str(tmp_path))
+    return importlib.import_module("flashinfer")
+
+
+@pytest.fixture
+def engine(flashinfer):
+    return importlib.import_module("serving_engine")
+
+
+def attributes():
+    """What every imported module holds, by identity."""
+    return {
+        (name, key): id(value)
+        for name, module in list(sys.modules.items())
+        for key, value in list(getattr(module, "__dict__", {}).items())
+        if name.partition(".")[0] in PACKAGE_NAMES and key != "__builtins__"
+    }
+
+
+def test_every_module_that_holds_a_name_gets_ours(flashinfer, engine):
+    with preflash.patch_flashinfer() as patch:
+        changed = {(r.module.__name__, r.name) for r in patch.replaced}
+        assert flashinfer.decode.BatchDecodeWithPagedKVCacheWrapper is (
+            preflash.BatchDecodeWithPagedKVCacheWrapper
+        )
+        assert flashinfer.merge_state is flashinfer.cascade.merge_state is preflash.merge_state
+        assert engine.merge is preflash.merge_state
+        assert engine._pack is flashinfer.pod.packbits is preflash.packbits
+        assert flashinfer.prefill.single_prefill_with_kv_cache_return_lse is (
+            preflash.single_prefill_with_kv_cache_return_lse
+        )
+        assert patch.reason is None
+    assert changed == {
+        ("flashinfer", "BatchDecodeWithPagedKVCacheWrapper"),
+        ("flashinfer", "BatchPrefillWithPagedKVCacheWrapper"),
+        ("flashinfer", "fast_decode_plan"),
+        ("flashinfer", "merge_state"),
+        ("flashinfer", "packbits"),
+        ("flashinfer", "single_prefill_with_kv_cache"),
+        ("flashinfer.cascade", "merge_state"),
+        ("flashinfer.decode", "BatchDecodeWithPagedKVCacheWrapper"),
+        ("flashinfer.decode", "BatchPrefillWithPagedKVCacheWrapper"),
+        ("flashinfer.decode", "fast_decode_plan"),
+        ("flashinfer.pod", "packbits"),
+        ("flashinfer.prefill", "BatchPrefillWithPagedKVCacheWrapper"),
+        ("flashinfer.prefill", "single_prefill_with_kv_cache"),
+        ("flashinfer.prefill", "single_prefill_with_kv_cache_return_lse"),
+        ("flashinfer.quantization", "packbits"),
+        ("flashinfer.quantization.packbits", "packbits"),
+        ("serving_engine", "BatchDecodeWithPagedKVCacheWrapper"),
+        ("serving_engine", "fast_decode_plan"),
+        ("serving_engine", "merge"),
+        ("serving_engine", "_pack"),
+    }
+
+
+def test_what_is_not_served_stays(flashinfer, engine):
+    before = attributes()
+    with preflash.patch_flashinfer() as patch:
+        changed = {(r.module.__name__, r.name) for r in patch.replaced}
+        after = attributes()
+    assert after.keys() == before.keys()
+    assert {key for key in before if before[key] != after[key]} == changed
+    untouched = {name for _, name in before} - {name for _, name in changed}
+    assert {
+        "PODWithPagedKVCacheWrapper",
+        "trtllm_batch_context_with_kv_cache",
+        "cudnn_batch_decode_with_kv_cache",
+        "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
+        "segment_packbits",
+        "merge_states",
+    } <= untouched
+
+
+def test_a_patched_engine_computes_attention(flashinfer):
+    case = Case("single", (9,), (30,), 4, 2, 64)
+    inputs = build(case)
+    with preflash.patch_flashinfer():
+        single = importlib.import_module("flashinfer.prefill").single_prefill_with_kv_cache
+        out, lse = single(inputs.q, inputs.k[:30], inputs.v[:30], return_lse=True)
+    compare(out, lse, reference(inputs)).check()
+    assert flashinfer.single_prefill_with_kv_cache() == "flashinfer's"
+
+
+def test_undo_restores_every_object(flashinfer, engine):
+    before = attributes()
+    patch = preflash.patch_flashinfer()
+    assert attributes() != before
+    patch.undo()
+    assert attributes() == before
+    patch.undo()
+    assert attributes() == before
+
+
+def test_an_exception_leaves_the_block_undone(flashinfer, engine):
+    before = attributes()
+    with pytest.raises(KeyError), preflash.patch_flashinfer():
+        raise KeyError
+    assert attributes() == before
+
+
+def test_what_others_set_since_is_left_alone(flashinfer):
+    patch = preflash.patch_flashinfer()
+    flashinfer.merge_state = mine = object()
+    patch.undo()
+    assert flashinfer.merge_state is mine
+    assert flashinfer.cascade.merge_state.__module__ == "flashinfer.cascade"
+
+
+def test_a_second_patch_changes_nothing_and_undoes_nothing(flashinfer, engine):
+    before = attributes()
+    with preflash.patch_flashinfer() as first:
+        patched = attributes()
+        with preflash.patch_flashinfer() as second:
+            assert attributes() == patched
+        assert attributes() == patched
+        assert second.replaced == []
+        assert "already" in second.reason
+        assert "already" in repr(second)
+        assert first.replaced
+    assert attributes() == before
+    with preflash.patch_flashinfer() as again:
+        assert attributes() == patched
+        assert len(again.replaced) == len(first.replaced)
+
+
+def test_modules_imported_while_patched(flashinfer):
+    original = flashinfer.BatchDecodeWithPagedKVCacheWrapper
+    with preflash.patch_flashinfer():
+        late = importlib.import_module("flashinfer.late")
+        engine = importlib.import_module("late_engine")
+        for module in (late, engine):
+            assert module.BatchDecodeWithPagedKVCacheWrapper is (
+                preflash.BatchDecodeWithPagedKVCacheWrapper
+            )
+    assert late.BatchDecodeWithPagedKVCacheWrapper is original
+    # Documented: it cannot be told from an import of preflash's own.
+    assert engine.BatchDecodeWithPagedKVCacheWrapper is preflash.BatchDecodeWithPagedKVCacheWrapper
+
+
+def test_repr_says_what_came_from_where(flashinfer, engine):
+    patch = preflash.patch_flashinfer()
+    text = repr(patch)
+    assert "flashinfer 9.8.7" in text
+    assert "in effect" in text
+    assert "preflash.decode.fast_decode_plan in flashinfer" in text
+    assert "serving_engine (as merge)" in text
+    assert all(r.module.__name__ in text for r in patch.replaced)
+    patch.undo()
+    assert "undone" in repr(patch)
+
+
+def test_modules_that_load_themselves_are_not_loaded(flashinfer, no_flashinfer, tmp_path):
+    tmp_path.joinpath("serving_engine.py").write_text("raise AssertionError('loaded')")
+    spec = importlib.util.find_spec("serving_engine")
+    spec.loader = importlib.util.LazyLoader(spec.loader)
+    module = importlib.util.module_from_spec(spec)
+    no_flashinfer.setitem(sys.modules, "serving_engine", module)
+    spec.loader.exec_module(module)
+    with preflash.patch_flashinfer() as patch:
+        assert patch.replaced
+
+
+def test_wrappers_made_before_are_refused(flashinfer):
+    wrapper = flashinfer.CUDAGraphBatchDecodeWithPagedKVCacheWrapper()
+    array = torch.tensor([0], dtype=torch.int32)
+    with preflash.patch_flashinfer():
+        plan = partial(flashinfer.fast_decode_plan, wrapper)
+        with pytest.raises(TypeError, match=r"flashinfer\.decode\.CUDAGraph.*must be preflash's"):
+            plan(array, array, array, 4, 2, 64, 16)
+
+
+def test_an_interrupted_patch_changes_nothing(flashinfer, engine, monkeypatch):
+    before = attributes()
+    replace = preflash._patch._replace
+
+    def interrupted(replacements):
+        replace(replacements[: len(replacements) // 2])
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(preflash._patch, "_replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        preflash.patch_flashinfer()
+    assert attributes() == before
+
+
+def test_absent(no_flashinfer):
+    no_flashinfer.setitem(sys.modules, "flashinfer", None)
+    with preflash.patch_flashinfer() as patch:
+        assert patch.replaced == []
+        assert patch.reason == "flashinfer is not installed"
+        assert "nothing replaced" in repr(patch)
+
+
+@pytest.mark.parametrize(
+    "statement", ["import no_such_module_of_its", "raise OSError('no driver')"]
+)
+def test_does_not_import(no_flashinfer, tmp_path, statement):
+    tmp_path.joinpath("flashinfer.py").write_text(statement)
+    no_flashinfer.syspath_prepend(str(tmp_path))
+    with preflash.patch_flashinfer() as patch:
+        assert patch.replaced == []
+        assert "does not import" in patch.reason
+        assert "no_such_module_of_its" in patch.reason or "no driver" in patch.reason
+
+
+def test_another_package_of_that_name(no_flashinfer, tmp_path):
+    tmp_path.joinpath("flashinfer.py").write_text("")
+    no_flashinfer.syspath_prepend(str(tmp_path))
+    assert "none of the names" in preflash.patch_flashinfer().reason
+
+
+def test_preflash_under_that_name(no_flashinfer):
+    no_flashinfer.setitem(sys.modules, "flashinfer", preflash)
+    before = set(sys.modules)
+    assert "is preflash" in preflash.patch_flashinfer().reason
+    assert set(sys.modules) == before
+
+
+def test_the_real_package():
+    """Every name of ours that it has is ours afterwards, in its home and on top."""
+    pytest.importorskip("flashinfer", exc_type=ImportError)
+    import flashinfer
+
+    before = attributes()
+    with preflash.patch_flashinfer() as patch:
+        assert patch.reason is None
+        missing = []
+        for name in preflash.__all__:
+            ours = getattr(preflash, name)
+            if not callable(ours) or name == "patch_flashinfer":
+                continue
+            module = importlib.import_module(ours.__module__.replace("preflash", "flashinfer"))
+            if name == "CUDAGraphBatchDecodeWithPagedKVCacheWrapper":
+                assert module.CUDAGraphBatchDecodeWithPagedKVCacheWrapper is not ours
+            elif getattr(module, name, None) is not ours:
+                missing.append(name)
+            else:
+                assert getattr(flashinfer, name, ours) is ours
+        assert missing == []
+        for kept in ("PODWithPagedKVCacheWrapper", "BatchAttention"):
+            assert getattr(flashinfer, kept).__module__.startswith("flashinfer.")
+    # Modules that were imported meanwhile are new.
+    after = attributes()
+    assert {key: after[key] for key in before} == before
