@@ -98,6 +98,8 @@ class DecodePlanArguments:
     seq_lens: torch.Tensor | None
     fixed_split_size: int | None
     disable_split_kv: bool
+    o_data_type: str | torch.dtype | None
+    q_len_per_req: int | None
 
 
 BatchArguments = RaggedPlanArguments | PagedPlanArguments

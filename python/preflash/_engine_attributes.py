@@ -134,6 +134,18 @@ class EngineAttributes:
         """None: as many rows as a batch has, as always without CUDA graphs."""
         return None
 
+    @property
+    def _sinks(self) -> None:
+        """None. NOTE: engines put sinks here for run() to find; they must not be lost."""
+        return None
+
+    @_sinks.setter
+    def _sinks(self, value: torch.Tensor | None) -> None:
+        if value is not None:
+            raise NotImplementedError(
+                f"{type(self).__name__}._sinks: run() does not look there; give it sinks="
+            )
+
     @told
     def _plan_info(self) -> _core.Plan | None:
         planned = self._state.planned

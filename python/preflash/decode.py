@@ -23,7 +23,7 @@ from ._arguments import (
     Scale,
 )
 from ._outputs import DEFAULT_OUTPUTS, Outputs
-from ._signatures import same_arguments_as
+from ._signatures import NEWER_DECODE_ORDER, newer_spellings, same_arguments_as
 from .prefill import BatchPrefillWithPagedKVCacheWrapper, single_prefill_with_kv_cache
 
 __all__ = [
@@ -134,6 +134,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
         """As the constructor was told."""
         return self._use_tensor_cores
 
+    @newer_spellings(NEWER_DECODE_ORDER)
     def plan(
         self,
         indptr: torch.Tensor,
@@ -157,6 +158,9 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
         seq_lens: torch.Tensor | None = None,
         fixed_split_size: int | None = None,
         disable_split_kv: bool = False,
+        *,
+        o_data_type: str | torch.dtype | None = None,
+        q_len_per_req: int | None = 1,
     ) -> None:
         """Chooses a kernel and makes its work list for a batch of these KV lengths.
 
@@ -166,6 +170,8 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
             last_page_len: [batch_size] int32, in [1, page_size].
             data_type: deprecated; that of q and of k and v, where q_data_type is None or "float16"
                 and kv_data_type is None. An fp8 one is that of q where q_data_type is None only.
+            o_data_type: as in BatchPrefillWithPagedKVCacheWrapper.plan().
+            q_len_per_req: 1 or None; more queries per request are for the prefill wrapper.
             The others are those of BatchPrefillWithPagedKVCacheWrapper.plan(), fixed_split_size
             (in keys) included.
 
@@ -198,6 +204,8 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
                     seq_lens=seq_lens,
                     fixed_split_size=fixed_split_size,
                     disable_split_kv=disable_split_kv,
+                    o_data_type=o_data_type,
+                    q_len_per_req=q_len_per_req,
                 )
             )
         )
@@ -214,6 +222,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
         return super()._workspace_size(self._as_prefill(a))
 
     def _as_prefill(self, a: DecodePlanArguments) -> PagedPlanArguments:
+        check.neutral("q_len_per_req", a.q_len_per_req, 1)
         q_data_type, kv_data_type = a.q_data_type, a.kv_data_type
         if a.data_type is not None:
             # NOTE: "float16" is q_data_type's default, so it cannot be told from its absence.
@@ -244,6 +253,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
             seq_lens=a.seq_lens,
             fixed_split_size=a.fixed_split_size,
             disable_split_kv=a.disable_split_kv,
+            o_data_type=a.o_data_type,
         )
 
     def run(
@@ -422,6 +432,8 @@ def fast_decode_plan(
     fixed_split_size: int | None = None,
     disable_split_kv: bool = False,
     global_override_indptr_cpu: torch.Tensor | None = None,
+    *,
+    q_len_per_req: int | None = 1,
 ) -> None:
     """begin_forward() as a function, which engines put in its place:
     `wrapper.begin_forward = functools.partial(fast_decode_plan, wrapper)`.
@@ -462,4 +474,5 @@ def fast_decode_plan(
         non_blocking,
         fixed_split_size=fixed_split_size,
         disable_split_kv=disable_split_kv,
+        q_len_per_req=q_len_per_req,
     )

@@ -146,6 +146,45 @@ def test_fast_decode_plan_in_the_place_of_begin_forward(target, override):
     compare(out, None, reference(inputs, pipeline=Pipeline(0.2))).check()
 
 
+@pytest.mark.parametrize("data_type", [None, CASE.dtype])
+def test_newer_order(target, data_type):
+    """o_data_type before data_type, which moves the scale by one place."""
+    inputs, wrapper = made(CASE, target)
+    dtype = CASE.dtype
+    newer = ("NONE", 40, 25.0, dtype, dtype, dtype, data_type, 0.2, None, None, True)
+    older = ("NONE", 40, 25.0, dtype, dtype, data_type, 0.2, None, None, True)
+    expected = reference(inputs, pipeline=Pipeline(0.2, False, 40, 25.0))
+    for order in (newer, older):
+        for plan in (wrapper.plan, wrapper.begin_forward):
+            plan(*arrays(inputs), *order)
+            result = wrapper.run_return_lse(inputs.q, inputs.cache)
+            compare(*result, expected, soft_cap=25.0).check()
+
+
+def test_newer_keywords(target):
+    inputs, wrapper = made(CASE, target)
+    newer = {"q_data_type": CASE.dtype, "o_data_type": CASE.dtype, "q_len_per_req": 1}
+    wrapper.plan(*arrays(inputs), **newer)
+    runner.compare(inputs, *runner.run(wrapper, inputs)).check()
+    preflash.fast_decode_plan(wrapper, *arrays(inputs), q_data_type=CASE.dtype, q_len_per_req=1)
+    runner.compare(inputs, *runner.run(wrapper, inputs)).check()
+    for wrong in ({"o_data_type": torch.float8_e4m3fn}, {"q_len_per_req": 2}):
+        (name,) = wrong
+        with pytest.raises(NotImplementedError, match=name):
+            wrapper.plan(*arrays(inputs), **{**newer, **wrong})
+    with pytest.raises(NotImplementedError, match="q_len_per_req"):
+        preflash.fast_decode_plan(wrapper, *arrays(inputs), q_len_per_req=2)
+    runner.compare(inputs, *runner.run(wrapper, inputs)).check()
+
+
+def test_sinks_as_an_attribute_are_not_lost(target):
+    _, wrapper = made(CASE, target)
+    wrapper._sinks = None
+    assert wrapper._sinks is None
+    with pytest.raises(NotImplementedError, match="sinks="):
+        wrapper._sinks = torch.zeros(CASE.num_qo_heads)
+
+
 def test_workspace_size(target):
     inputs, wrapper = made(CASE, target)
     float_bytes, int_bytes = wrapper.workspace_size(*arrays(inputs), q_data_type=CASE.dtype)
@@ -231,6 +270,8 @@ PLAN = {
     "seq_lens": NONE,
     "fixed_split_size": NONE,
     "disable_split_kv": False,
+    "o_data_type": NONE,
+    "q_len_per_req": 1,
 }
 
 
@@ -238,5 +279,7 @@ PLAN = {
 def test_signature(name):
     parameters = list(inspect.signature(getattr(Wrapper, name)).parameters.values())[1:]
     assert {p.name: p.default for p in parameters} == PLAN
+    by_name = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+    assert by_name == ["o_data_type", "q_len_per_req"]
     assert [p.name for p in parameters] == list(PLAN)
-    assert all(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters)
+    assert all(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters[: -len(by_name)])

@@ -2,9 +2,13 @@
 
 import importlib
 import importlib.util
+import os
+import re
+import subprocess
 import sys
 import textwrap
 from functools import partial
+from pathlib import Path
 
 import preflash
 import pytest
@@ -332,6 +336,36 @@ def test_preflash_under_that_name(no_flashinfer):
     before = set(sys.modules)
     assert "is preflash" in preflash.patch_flashinfer().reason
     assert set(sys.modules) == before
+
+
+def test_the_documented_sitecustomize_reaches_every_process(flashinfer, tmp_path):
+    """The code block of docs/flashinfer.md, in a process and in one that it starts."""
+    document = Path(__file__).parents[2] / "docs" / "flashinfer.md"
+    blocks = re.findall(r"```python\n(.*?)```", document.read_text(), re.DOTALL)
+    (block,) = (block for block in blocks if block.startswith("# sitecustomize.py"))
+    (tmp_path / "sitecustomize.py").write_text(block)
+    show = "import serving_engine; print(serving_engine.merge.__module__, flush=True)"
+    code = f"import subprocess, sys; {show}; subprocess.run([sys.executable, '-c', {show!r}])"
+    path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["preflash.cascade", "preflash.cascade"]
+    assert done.stderr.count("patch of flashinfer 9.8.7") == 2
+
+
+def test_the_documented_block_runs(flashinfer, capsys):
+    document = Path(__file__).parents[2] / "docs" / "flashinfer.md"
+    block = re.findall(r"```python\n(.*?)```", document.read_text(), re.DOTALL)[0]
+    before = attributes()
+    exec(compile(block, document.name, "exec"), {})
+    assert "preflash.decode.fast_decode_plan" in capsys.readouterr().out
+    assert attributes() == before
 
 
 def test_the_real_package():
