@@ -3,7 +3,10 @@ a variant and a work list."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
+
+import torch
 
 from . import _core
 from . import _validate as check
@@ -19,9 +22,6 @@ from ._arguments import (
 def batch_options(a: PlanArguments) -> _core.AttentionOptions:
     """The options in the arguments of a wrapper's plan()."""
     check.not_traced()
-    encoding = check.position_encoding(a.pos_encoding_mode, a.rope_scale, a.rope_theta)
-    check.permission("allow_fp16_qk_reduction", a.allow_fp16_qk_reduction)
-    check.permission("use_fp16_qk_reduction", a.use_fp16_qk_reduction)
     if (
         a.prefix_len_ptr is not None
         or a.token_pos_in_items_ptr is not None
@@ -34,10 +34,66 @@ def batch_options(a: PlanArguments) -> _core.AttentionOptions:
             token_pos_in_items_len=a.token_pos_in_items_len or None,
             max_item_len_ptr=a.max_item_len_ptr,
         )
-    # Both values get what False promises: the caller's arrays may change, and nobody waits.
-    check.flag("non_blocking", a.non_blocking)
     if isinstance(a, RaggedPlanArguments):
         check.absent(v_indptr=a.v_indptr, o_indptr=a.o_indptr)
+    given = _Given(
+        a.num_qo_heads, a.num_kv_heads, a.head_dim, a.head_dim_qk, a.head_dim_vo,
+        a.q_data_type, a.kv_data_type, a.o_data_type, a.o_dtype,
+        a.custom_mask is not None or a.packed_custom_mask is not None,
+        a.causal, a.window_left, a.pos_encoding_mode, a.rope_scale, a.rope_theta,
+        a.logits_soft_cap, a.fixed_split_size, a.disable_split_kv,
+        a.allow_fp16_qk_reduction, a.use_fp16_qk_reduction, a.non_blocking,
+    )  # fmt: skip
+    try:
+        return _remembered(*given)
+    except TypeError:  # not to be remembered, or wrong: the checks say so
+        return _checked(given)
+
+
+class _Given(NamedTuple):
+    """What of a plan's arguments decides its options, as the caller gave it."""
+
+    num_qo_heads: Any
+    num_kv_heads: Any
+    head_dim: Any
+    head_dim_qk: Any
+    head_dim_vo: Any
+    q_data_type: Any
+    kv_data_type: Any
+    o_data_type: Any
+    o_dtype: Any
+    masked: bool
+    causal: Any
+    window_left: Any
+    pos_encoding_mode: Any
+    rope_scale: Any
+    rope_theta: Any
+    logits_soft_cap: Any
+    fixed_split_size: Any
+    disable_split_kv: Any
+    allow_fp16_qk_reduction: Any
+    use_fp16_qk_reduction: Any
+    non_blocking: Any
+
+
+_CONSTANT = (int, float, bool, str, type(None), torch.dtype)
+
+
+# Steps differ in their lengths, not in these: checking them again would be a tenth of plan(). By
+# type as well as by value, because 1, 1.0 and True are equal and not all of them accepted.
+@functools.lru_cache(maxsize=256, typed=True)
+def _remembered(*given: Any) -> _core.AttentionOptions:
+    if not all(type(value) in _CONSTANT for value in given):
+        raise TypeError("what is equal by identity, as tensors are, may hold another value by then")
+    return _checked(_Given(*given))
+
+
+def _checked(a: _Given) -> _core.AttentionOptions:
+    encoding = check.position_encoding(a.pos_encoding_mode, a.rope_scale, a.rope_theta)
+    check.permission("allow_fp16_qk_reduction", a.allow_fp16_qk_reduction)
+    check.permission("use_fp16_qk_reduction", a.use_fp16_qk_reduction)
+    # Both values get what False promises: the caller's arrays may change, and nobody waits.
+    check.flag("non_blocking", a.non_blocking)
     head_dim = check.alias("head_dim", a.head_dim, "head_dim_qk", a.head_dim_qk)
     head_dim = check.integer("head_dim", check.required("head_dim", head_dim), at_least=1)
     head_dim_vo = head_dim if a.head_dim_vo is None else a.head_dim_vo
@@ -48,7 +104,6 @@ def batch_options(a: PlanArguments) -> _core.AttentionOptions:
         a.o_dtype,
     )
     split = a.fixed_split_size
-    masked = a.custom_mask is not None or a.packed_custom_mask is not None
     return _core.AttentionOptions(
         num_qo_heads=check.integer("num_qo_heads", a.num_qo_heads, at_least=1),
         num_kv_heads=check.integer("num_kv_heads", a.num_kv_heads, at_least=1),
@@ -58,9 +113,9 @@ def batch_options(a: PlanArguments) -> _core.AttentionOptions:
         kv_dtype=dtypes.kv,
         o_dtype=dtypes.o,
         # causal is ignored when a custom mask is given; a window is not.
-        causal=check.flag("causal", a.causal) and not masked,
+        causal=check.flag("causal", a.causal) and not a.masked,
         window_left=check.integer("window_left", a.window_left, at_least=-1),
-        mask=_mask_kind(masked),
+        mask=_mask_kind(a.masked),
         position=encoding.position,
         rope_scale=encoding.rope_scale,
         rope_theta=encoding.rope_theta,

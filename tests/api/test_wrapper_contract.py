@@ -557,3 +557,26 @@ def test_kv_forms_are_equal_bit_by_bit(target):
     for out, lse in results[1:]:
         assert torch.equal(out, results[0][0])
         assert torch.equal(lse, results[0][1])
+
+
+class Count:
+    """An integer that may hold another value by the next call."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def __index__(self):
+        return self.value
+
+
+def test_options_are_remembered_by_type_and_value(target):
+    """Equal arguments of another type are checked, and a variable one is read every time."""
+    inputs = build(PAGED, device=target.device)
+    wrapper = runner.make_wrapper(PAGED, backend=target.backend, device=target.device)
+    runner.plan(wrapper, inputs, window_left=1)
+    with pytest.raises(TypeError, match="window_left"):
+        runner.plan(wrapper, inputs, window_left=1.0)
+    window = Count(1)
+    for window.value in (1, 20):
+        runner.plan(wrapper, inputs, window_left=window)
+        assert wrapper._window_left == window.value
