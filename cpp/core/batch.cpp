@@ -50,7 +50,7 @@ void Batch::use_mask() {
              " have more queries times keys than 2^63; plan them ",
              "without a mask, or in several parts");
     }
-    mask_indptr_.push_back(mask_indptr_.back() + ceil_div<std::int64_t>(elements, 8));
+    mask_indptr_.push_back(mask_indptr_.back() + elements / 8 + (elements % 8 != 0));
   }
 }
 

@@ -1,6 +1,7 @@
 // The hot path: what happens between Python's run() and the kernel.
 #include "core/launch.h"
 
+#include <stdexcept>
 #include <string>
 
 namespace preflash {
@@ -82,6 +83,7 @@ Launch::Launch(std::shared_ptr<const DevicePlan> place, const RunTensors& tensor
 }
 
 void Launch::bind() {
+  if (place_->plan() == nullptr) throw std::logic_error("a launch of a place without a plan");
   plan_ = place_->plan();
   forward_ = place_->params();
   forward_.q = tensors_.q;

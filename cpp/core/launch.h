@@ -47,6 +47,7 @@ struct TensorSpans {
 
 // A plan bound to the strides of its tensors: run() only fills in addresses. The Python wrappers
 // keep one per combination of shapes and strides, because checking those costs more than launching.
+// Not thread-safe while another thread writes a plan into the place.
 class Launch {
  public:
   Launch(std::shared_ptr<const DevicePlan> place, const RunTensors& tensors);

@@ -13,7 +13,7 @@ from .console import Table
 def configure(parser: argparse.ArgumentParser) -> None:
     families = [f"{f.name} ({_core.traits_of(f).backend})" for f in _core.families()]
     parser.add_argument("--family", help=f"or its backend: {', '.join(families)}")
-    parser.add_argument("--dtype", help="of q: f16, bf16, f32")
+    parser.add_argument("--dtype", help="of q: f16, bf16, f32, e4m3")
     parser.add_argument("--head-dim", help="64, 128, 192x128, ...")
     parser.add_argument("--json", action="store_true", help="print a JSON array instead of a table")
 
