@@ -149,7 +149,7 @@ def _attach_page_indices(batch: _core.Batch, indices: torch.Tensor) -> PageList:
     if indices.is_cpu:
         batch.set_page_indices(indices.data_ptr(), indices.numel())
         _check_not_negative(batch.min_page)
-        return PageList(on_host=indices, on_device=None, largest=batch.max_page)
+        return PageList(on_host=indices.clone(), on_device=None, largest=batch.max_page)
     if not debugging():
         return PageList(on_host=None, on_device=indices, largest=None)
     used = indices[batch.kv_begin :]  # what lies before belongs to nobody, like what lies behind
@@ -177,8 +177,8 @@ def check_hints(a: BatchArguments, lengths: Lengths, device: torch.device) -> No
         _check_longest("max_sequence_kv", a.max_sequence_kv, batch.max_kv_len)
     uniform = a.uniform_q_len
     if uniform is not None and check.integer("uniform_q_len", uniform, at_least=-1) > 0:
-        lengths = torch.full((batch.num_requests,), uniform, dtype=torch.int64, device="cpu")
-        other = batch.first_qo_len_other_than(check.address(lengths))
+        same = torch.full((batch.num_requests,), uniform, dtype=torch.int64, device="cpu")
+        other = batch.first_qo_len_other_than(check.address(same))
         if other >= 0:
             raise ValueError(
                 f"uniform_q_len={uniform}: request {other} has {batch.qo_len(other)} query tokens"

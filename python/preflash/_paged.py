@@ -158,7 +158,8 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillWrapper, PagedEngineAttrib
             q_data_type, kv_data_type, o_data_type, o_dtype: dtypes of q, of k and v (q's by
                 default), and of the output, as in single_prefill_with_kv_cache.
             non_blocking: either value promises the same: the arrays may change when plan()
-                returns, run() may be called on any stream, and the host does not wait for the upload.
+                returns, run() may be called on any stream, and the host does not wait for the
+                upload.
             fixed_split_size: keys per KV chunk, rounded up to whole key tiles; a request's result
                 then does not depend on its batch. None, 0 and -1 let the planner choose.
             disable_split_kv: never split keys, whatever fixed_split_size says; a request's result

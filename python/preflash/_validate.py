@@ -358,7 +358,7 @@ def soft_cap(value: Any) -> float:
     """logits_soft_cap as a float; 0.0 is off."""
     if value is None:
         return 0.0
-    value = real("logits_soft_cap", value)
+    value = real("logits_soft_cap", value) + 0.0  # -0.0 is 0.0
     if value < 0.0:
         raise ValueError(f"logits_soft_cap={value}: must be positive, or 0 or None for none")
     if 0.0 < value < SMALLEST_SOFT_CAP:

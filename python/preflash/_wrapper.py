@@ -75,7 +75,7 @@ class _State(NamedTuple):
     workspace: Workspace
     planned: _Planned | None = None
     shared: tuple[PlannedVariant, ...] = ()  # of earlier plans: CUDA graphs replay their work lists
-    # What the last forward() asked for, if no run() without options came after it.
+    # What the last forward() asked for, until a run() shows that the caller does not forward().
     last_forward: _ForwardOptions | None = None
 
     def shared_so_far(self) -> tuple[PlannedVariant, ...]:
@@ -301,16 +301,28 @@ class BatchPrefillWrapper(EngineAttributes):
                 planned; the wrapper then keeps its buffers.
             TypeError: not tensors.
         """
+        self._reset(self._drafted_reset(float_workspace_buffer, int_workspace_buffer))
+
+    def _drafted_reset(
+        self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor
+    ) -> Workspace | _Drafted:
+        """The new workspace, with what is planned drafted for it. Raises all that a reset raises,
+        and changes nothing."""
         float_buffer = check_buffer("float_workspace_buffer", float_workspace_buffer, self.device)
         int_buffer = check_buffer("int_workspace_buffer", int_workspace_buffer, self.device)
         workspace = Workspace(self.device, float_buffer, int_buffer)
         planned = self._state.planned
         if planned is None:
-            self._state = self._state._replace(workspace=workspace)
-            return
+            return workspace
         request = planned.asked.request
         draft = _pipeline.plan(workspace, self._requested_backend.name, request)
-        self._install(_Drafted(workspace, draft, planned.asked, request.options))
+        return _Drafted(workspace, draft, planned.asked, request.options)
+
+    def _reset(self, drafted: Workspace | _Drafted) -> None:
+        if isinstance(drafted, Workspace):
+            self._state = self._state._replace(workspace=drafted)
+        else:
+            self._install(drafted)
 
     # What callers read.
 

@@ -238,8 +238,12 @@ class MultiLevelCascadeAttentionWrapper:
         """Replaces the float workspace, and every level's int workspace, as in
         BatchPrefillWithPagedKVCacheWrapper.reset_workspace_buffer()."""
         _per_level("int_workspace_buffers", int_workspace_buffers, len(self._levels))
-        for level, int_buffer in zip(self._levels, int_workspace_buffers, strict=True):
-            level.reset_workspace_buffer(float_workspace_buffer, int_buffer)
+        drafted = [
+            level._drafted_reset(float_workspace_buffer, int_buffer)
+            for level, int_buffer in zip(self._levels, int_workspace_buffers, strict=True)
+        ]
+        for level, draft in zip(self._levels, drafted, strict=True):
+            level._reset(draft)
 
     @check.eager
     def plan(

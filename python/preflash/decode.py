@@ -227,10 +227,20 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
         if a.data_type is not None:
             # NOTE: "float16" is q_data_type's default, so it cannot be told from its absence.
             # An 8-bit one is then that of the cache alone.
-            eight_bits = check.dtype("data_type", a.data_type) in check.FP8_DTYPES
+            data_type = check.dtype("data_type", a.data_type)
+            eight_bits = data_type in check.FP8_DTYPES
             if q_data_type is None or (q_data_type == "float16" and not eight_bits):
                 q_data_type = a.data_type
             kv_data_type = a.data_type if kv_data_type is None else kv_data_type
+            used = (
+                check.dtype("q_data_type", q_data_type),
+                check.dtype("kv_data_type", kv_data_type),
+            )
+            if data_type not in used:
+                raise ValueError(
+                    f"data_type={a.data_type}: deprecated, and neither q_data_type={q_data_type} "
+                    f"nor kv_data_type={kv_data_type}; leave it None"
+                )
         return self._paged_arguments(
             _one_query_each(a.last_page_len),
             a.indptr,

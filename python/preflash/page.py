@@ -147,9 +147,10 @@ def append_paged_kv_cache(
         check.on_device(name, value, device)
     _one_per_request("kv_last_page_len", kv_last_page_len, "kv_indptr", kv_indptr)
     if device.type == "cpu" or debugging():
+        _check_page_table(kv_indices, kv_indptr, kv_last_page_len, k_cache.shape[1])
         lengths = get_seq_lens(kv_indptr, kv_last_page_len, k_cache.shape[1])
         _check_places(batch_indices, positions, lengths)
-    if tokens == 0 or kv_indices.numel() == 0 or kv_last_page_len.numel() == 0:
+    if tokens == 0 or 0 in (kv_indices.numel(), kv_last_page_len.numel(), k_cache.numel()):
         return
     owned = batch_indices >= 0
     # Padding repeats the first token that somebody owns: to leave it out would take a wait for how
@@ -161,10 +162,11 @@ def append_paged_kv_cache(
     page_size = k_cache.shape[1]
     entry = kv_indptr[request].long() + position // page_size
     page = kv_indices[entry.clamp(max=kv_indices.numel() - 1)].long()
+    keep = ~owned[source]
+    page = torch.where(keep, 0, page)  # of padding: nobody's entry, which may hold anything
     if debugging() or device.type == "cpu":
         _check_pages(page[owned], k_cache.shape[0])
     slot = position % page_size
-    keep = ~owned[source]
     for cache, rows in ((k_cache, append_key), (v_cache, append_value)):
         bits = _BITS[cache.element_size()]
         pool, new = cache.view(bits), rows.view(bits)[source]
@@ -180,6 +182,7 @@ def _pools(cache: KvCache, layout: str) -> tuple[torch.Tensor, torch.Tensor]:
                 f"paged_kv_cache has shape {tuple(cache.shape)}; must be [max_num_pages, 2, ...] "
                 "of 5 dimensions (4 at page_size 1), or a tuple (k_cache, v_cache)"
             )
+        check.not_overlapping("paged_kv_cache", cache)
         pair = (cache[:, 0], cache[:, 1])
     elif isinstance(cache, (tuple, list)) and len(cache) == 2:
         pair = tuple(cache)
@@ -200,6 +203,7 @@ def _pools(cache: KvCache, layout: str) -> tuple[torch.Tensor, torch.Tensor]:
                 f"{name} has shape {tuple(pool.shape)}; must be four-dimensional, {layout} (three "
                 "at page_size 1)"
             )
+        check.not_overlapping(name, pool)
         pools.append(pool)
     k, v = pools
     if k.shape[:3] != v.shape[:3] or k.dtype != v.dtype or k.device != v.device:
@@ -210,6 +214,23 @@ def _pools(cache: KvCache, layout: str) -> tuple[torch.Tensor, torch.Tensor]:
     if k.element_size() not in _BITS:
         raise TypeError(f"the cache is {k.dtype}; must have elements of 1, 2, 4 or 8 bytes")
     return k, v
+
+
+def _check_page_table(
+    indices: torch.Tensor, indptr: torch.Tensor, last_page_len: torch.Tensor, page_size: int
+) -> None:
+    if indptr.numel() > 0 and int(indptr[-1]) > indices.numel():
+        raise ValueError(
+            f"kv_indices has {indices.numel()} elements; kv_indptr[-1] = {int(indptr[-1])} pages "
+            "are in use"
+        )
+    wrong = (indptr.diff() > 0) & ((last_page_len < 1) | (last_page_len > page_size))
+    if bool(wrong.any()):
+        request = int(wrong.to(torch.uint8).argmax())
+        raise ValueError(
+            f"kv_last_page_len[{request}] = {int(last_page_len[request])}: must be in "
+            f"[1, page_size] = [1, {page_size}]"
+        )
 
 
 def _check_rows(name: str, rows: torch.Tensor, pool: torch.Tensor) -> int:

@@ -170,3 +170,16 @@ def test_one_level_takes_windows(target):
     )
     expected = tree.expected(Pipeline(SCALE, False, 9))
     compare(wrapper.run(tree.q, tree.cache), None, expected).check()
+
+
+def test_a_refused_reset_changes_no_level(target):
+    tree, wrapper = made(target)
+    wrapper.plan(*tree.tables, HEADS, KV_HEADS, DIM, PAGE, q_data_type=torch.bfloat16)
+    before = [level._state for level in wrapper._levels]
+    big, small = (
+        torch.empty(size, dtype=torch.uint8, device=target.device) for size in (1 << 20, 16)
+    )
+    buffers = [big] * (len(before) - 1) + [small]
+    with pytest.raises(ValueError, match="int_workspace_buffer"):
+        wrapper.reset_workspace_buffer(big, buffers)
+    assert all(a is b._state for a, b in zip(before, wrapper._levels, strict=True))

@@ -283,3 +283,11 @@ def test_signature(name):
     assert by_name == ["o_data_type", "q_len_per_req"]
     assert [p.name for p in parameters] == list(PLAN)
     assert all(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters[: -len(by_name)])
+
+
+def test_a_data_type_that_nothing_would_have_is_refused(target):
+    inputs, wrapper = made(CASE, target)
+    both = {"q_data_type": torch.bfloat16, "kv_data_type": torch.bfloat16}
+    wrapper.plan(*arrays(inputs), **both, data_type="bfloat16")
+    with pytest.raises(ValueError, match=r"data_type=torch\.float16"):
+        wrapper.plan(*arrays(inputs), **both, data_type=torch.float16)

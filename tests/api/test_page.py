@@ -185,3 +185,48 @@ def test_appended_keys_are_attended_to(target):
     wrapper = runner.make_wrapper(case, backend=target.backend, device=target.device)
     runner.plan(wrapper, filled)
     runner.compare(inputs, *runner.run(wrapper, filled)).check()
+
+
+def appended(target, *, page_size=4, batch, position, indices, indptr, last):
+    k = torch.zeros(4, page_size, 1, 8, dtype=torch.float16, device=target.device)
+    v = torch.zeros_like(k)
+    rows = torch.ones(len(batch), 1, 8, dtype=torch.float16, device=target.device)
+    page_table = (ints(target, *indices), ints(target, *indptr), ints(target, *last))
+    try:
+        preflash.append_paged_kv_cache(
+            rows, rows, ints(target, *batch), ints(target, *position), (k, v), *page_table
+        )
+    finally:
+        written = bool((k != 0).any() or (v != 0).any())
+    return written
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ({"indices": [1, 2], "indptr": [0, 1, 2], "last": [8, 4]}, r"kv_last_page_len\[0\] = 8"),
+        ({"indices": [1], "indptr": [0, 2, 2], "last": [2, 4]}, "kv_indices has 1 elements"),
+        ({"indices": [], "indptr": [0, 2, 2], "last": [2, 4]}, "kv_indices has 0 elements"),
+    ],
+)
+def test_a_page_table_that_reaches_into_other_pages_is_refused(target, table, message, monkeypatch):
+    monkeypatch.setenv("PREFLASH_DEBUG", "1")  # reads what lies on the GPU
+    with pytest.raises(ValueError, match=message):
+        appended(target, batch=[0], position=[5], **table)
+
+
+def test_padding_looks_at_no_page(target):
+    """77 is no page of the pool; nobody owns that entry."""
+    table = {"indices": [77], "indptr": [0, 0], "last": [1]}
+    assert not appended(target, batch=[-1], position=[0], **table)
+
+
+def test_pools_that_overlap_themselves_are_refused(target):
+    pool = torch.zeros(2, 1, 4, 1, 8, dtype=torch.float16, device=target.device)
+    rows = torch.ones(1, 1, 8, dtype=torch.float16, device=target.device)
+    zero = ints(target, 0)
+    with pytest.raises(ValueError, match="overlap"):
+        preflash.append_paged_kv_cache(
+            rows, 2 * rows, zero, zero, pool.expand(2, 2, 4, 1, 8), zero, ints(target, 0, 1),
+            ints(target, 1),
+        )  # fmt: skip

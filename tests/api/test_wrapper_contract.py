@@ -580,3 +580,13 @@ def test_options_are_remembered_by_type_and_value(target):
     for window.value in (1, 20):
         runner.plan(wrapper, inputs, window_left=window)
         assert wrapper._window_left == window.value
+
+
+@pytest.mark.parametrize("num_requests", [1, 2, 3])
+def test_uniform_q_len_beside_block_tables(target, num_requests):
+    case = Case("uniform", (2,) * num_requests, (9,) * num_requests, 4, 2, 64, page_size=16)
+    inputs = build(case, device=target.device)
+    wrapper = runner.make_wrapper(case, backend=target.backend, device=target.device)
+    tables = torch.tensor(inputs.page_table, dtype=torch.int32)
+    runner.plan(wrapper, inputs, uniform_q_len=2, block_tables=tables)
+    runner.compare(inputs, *runner.run(wrapper, inputs)).check()
