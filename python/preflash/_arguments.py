@@ -112,6 +112,11 @@ class GivenScales(NamedTuple):
     k_scale: Scale = None
     v_scale: Scale = None
 
+    @property
+    def given(self) -> bool:
+        q_scale, k_scale, v_scale = self
+        return not (q_scale is None and k_scale is None and v_scale is None)
+
 
 class ForwardArguments(NamedTuple):
     """The options that the deprecated forward() has of its own."""
@@ -138,7 +143,8 @@ class PerHead(NamedTuple):
 
     @property
     def given(self) -> bool:
-        return any(value is not None for value in self)
+        sinks, scale_q, scale_k, scale_v = self
+        return not (sinks is None and scale_q is None and scale_k is None and scale_v is None)
 
 
 class RunArguments(NamedTuple):

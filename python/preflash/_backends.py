@@ -134,6 +134,7 @@ class _CudaBackend(_KernelBackend):
         return super().plan(device, options, batch, float_bytes)
 
 
+@functools.cache  # plan() asks more than once, and the facts of a device come as a dict
 def compute_capability(device: torch.device) -> int:
     """90 for sm_90; 0 is the CPU."""
     if device.type == "cpu":

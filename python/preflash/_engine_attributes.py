@@ -205,7 +205,7 @@ class PagedEngineAttributes(EngineAttributes):
         pages = planned.asked.request.lengths.pages
         if pages.on_device is not None:
             return pages.on_device
-        return self._array(pages.on_host.tolist())
+        return self._array(self._batch.page_indices)
 
     @told
     def _paged_kv_last_page_len_buf(self) -> torch.Tensor | None:

@@ -23,9 +23,9 @@ def debugging() -> bool:
 
 
 class PageList(NamedTuple):
-    """The page indices that the batch uses. Exactly one of the tensors is set."""
+    """The page indices that the batch uses."""
 
-    on_host: torch.Tensor | None
+    # None: the batch has a copy of those on the host, which travels with the plan.
     on_device: torch.Tensor | None
     largest: int | None  # None: not known without waiting for the GPU
 
@@ -149,15 +149,15 @@ def _attach_page_indices(batch: _core.Batch, indices: torch.Tensor) -> PageList:
     if indices.is_cpu:
         batch.set_page_indices(indices.data_ptr(), indices.numel())
         _check_not_negative(batch.min_page)
-        return PageList(on_host=indices.clone(), on_device=None, largest=batch.max_page)
+        return PageList(on_device=None, largest=batch.max_page)
     if not debugging():
-        return PageList(on_host=None, on_device=indices, largest=None)
+        return PageList(on_device=indices, largest=None)
     used = indices[batch.kv_begin :]  # what lies before belongs to nobody, like what lies behind
     if used.numel() == 0:
-        return PageList(on_host=None, on_device=indices, largest=None)
+        return PageList(on_device=indices, largest=None)
     smallest, largest = torch.stack(torch.aminmax(used)).tolist()
     _check_not_negative(smallest)
-    return PageList(on_host=None, on_device=indices, largest=largest)
+    return PageList(on_device=indices, largest=largest)
 
 
 def _check_not_negative(smallest: int) -> None:
@@ -234,11 +234,14 @@ def _check_block_tables(block_tables: Any, lengths: Lengths, device: torch.devic
         )
     if not table.is_cpu and table.device != device:
         raise ValueError(f"block_tables is on {table.device}; must be on the CPU or on {device}")
-    on_host = table.is_cpu and pages.on_host is not None
+    on_host = table.is_cpu and pages.on_device is None
     if not on_host and not debugging():
         return
     table = table.cpu().contiguous()
-    indices = pages.on_host if pages.on_host is not None else pages.on_device.cpu()
+    if pages.on_device is None:
+        indices = torch.tensor(batch.page_indices, dtype=torch.int32, device="cpu")
+    else:
+        indices = pages.on_device.cpu()
     other = batch.first_pages_other_than(
         check.address(indices), check.address(table), table.shape[1]
     )

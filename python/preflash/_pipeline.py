@@ -36,8 +36,11 @@ class Request(NamedTuple):
         return None if pages is None else pages.on_device
 
 
-def make_request(options: _core.AttentionOptions, lengths: Lengths, kv_layout: str) -> Request:
-    if options.mask == _core.Mask.custom:
+def make_request(
+    options: _core.AttentionOptions, lengths: Lengths, kv_layout: str, *, masked: bool
+) -> Request:
+    """masked: whether the options' mask is a custom one."""
+    if masked:
         lengths.batch.use_mask()
     return Request(options, lengths, kv_layout, None)
 

@@ -22,6 +22,7 @@ _LSE_SCALES = check.LSE_SCALES
 # Names of their own for what every run() asks: looking them up would take a tenth of it.
 _Tensor = torch.Tensor
 _empty_like = torch.empty_like
+_jit_tracing = check.jit_is_tracing
 _function_modes = check.function_mode_is_active
 _dispatch_modes = check.num_dispatch_modes
 _grad_enabled = check.is_grad_enabled
@@ -74,6 +75,7 @@ class PlannedVariant:
         # Whether anybody else may still run it: a CUDA graph that captured it, a copied wrapper.
         self.shared = False
         self._bound: dict[tuple, _Bound] = {}
+        self._last: tuple[tuple | None, _Bound | None] = (None, None)
         self._kept = kept
         self._memory = memory
         self._extras = None if memory is None else memory.extras()
@@ -108,15 +110,19 @@ class PlannedVariant:
             if out is not None or with_lse:
                 key = (key, out is not None and (out.shape, out.stride(), out.dtype, out.device),
                        with_lse and (lse_layout, _tensors.signature(lse)))  # fmt: skip
-            bound = self._bound.get(key)
+            last_key, bound = self._last
+            if key != last_key:  # comparing takes half of what hashing does
+                bound = self._bound.get(key)
+                if bound is not None:
+                    self._last = (key, bound)
         except (AttributeError, TypeError, ValueError, RuntimeError):
             bound, key = None, None  # no ordinary tensors: the checks say which argument it is
         if bound is None:
             bound = self._bind(key, q, kv, outputs)
         # check.forward_only, spelled out: half a microsecond of a call that takes a few.
-        # (torch.jit.trace makes shapes of tensors, which are in nobody's `_bound`.)
         if (
-            _function_modes()
+            _jit_tracing()
+            or _function_modes()
             or _dispatch_modes()
             or (_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))
             or _forward_ad._current_level >= 0

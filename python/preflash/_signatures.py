@@ -226,6 +226,12 @@ class _Spellings:
         # Where the argument is that may be called head_dim_qk; -1: there is none.
         self._head_dim_at = self._older.index("head_dim") if "head_dim" in self._older else -1
 
+    def ambiguous_outside(self) -> tuple[int, int]:
+        """Calls with more positional arguments than the second number, up to the first, mean the
+        same in either order."""
+        bound = self._num_bound
+        return self._num_same + bound, self._head_dim_at + bound
+
     def translated(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """The call in the documented order. Where the values fit both orders, they mean the same
         or the documented one counts; where they fit neither, its checks say why."""
@@ -250,10 +256,12 @@ def newer_spellings(newer: Sequence[str]) -> Callable[[Callable], Callable]:
 
     def decorate(function: Callable) -> Callable:
         spellings = _Spellings(function, newer)
+        num_same, head_dim_at = spellings.ambiguous_outside()
 
         @functools.wraps(function)
         def in_either_order(*args: Any, **kwargs: Any) -> Any:
-            args, kwargs = spellings.translated(args, kwargs)
+            if len(args) > num_same or len(args) <= head_dim_at:
+                args, kwargs = spellings.translated(args, kwargs)
             return function(*args, **kwargs)
 
         in_either_order._spellings = spellings
@@ -270,8 +278,6 @@ def same_arguments_as(
     spellings: _Spellings | None = getattr(plan, "_spellings", None)
     parameters = list(signature.parameters.values())[1:]
     defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
-    required = {p.name for p in parameters if p.default is p.empty}
-    known = required | defaults.keys()
     by_position = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
 
     def decorate(method: Callable) -> Callable:
@@ -280,11 +286,16 @@ def same_arguments_as(
             if spellings is not None:
                 args, kwargs = spellings.translated(args, kwargs)
             # signature.bind() by hand: it alone would take as long as a plan.
-            given = {**dict(zip(by_position, args[1:], strict=False)), **kwargs}
-            complete = len(given) == len(args) - 1 + len(kwargs) and required <= given.keys()
-            if not complete or not given.keys() <= known:
+            given = dict(zip(by_position, args[1:], strict=False))
+            given.update(kwargs)
+            if len(given) != len(args) - 1 + len(kwargs):
                 signature.bind(*args, **kwargs)  # says what is wrong
-            return method(args[0], kind(**{**defaults, **given}))
+            try:
+                arguments = kind(**{**defaults, **given})
+            except TypeError:
+                signature.bind(*args, **kwargs)
+                raise
+            return method(args[0], arguments)
 
         functools.update_wrapper(bound, method)
         bound.__signature__ = signature.replace(

@@ -149,8 +149,9 @@ class BatchPrefillWrapper(EngineAttributes):
         """Checks everything but hints, the mask, and the values of indptr (the planner does)."""
         options = batch_options(a)
         lengths = _lengths.batch_lengths(a, self.device)
+        masked = a.custom_mask is not None or a.packed_custom_mask is not None
         return _Asked(
-            _pipeline.make_request(options, lengths, self._kv_layout),
+            _pipeline.make_request(options, lengths, self._kv_layout, masked=masked),
             Scales(softmax_scale(a.sm_scale, options), 1.0),
             check.flag("causal", a.causal),
             check.soft_cap(a.logits_soft_cap),
