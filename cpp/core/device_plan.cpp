@@ -48,14 +48,16 @@ void DevicePlan::arrive_before(void* stream) const {
 }
 
 ForwardParams DevicePlan::params() const {
-  ForwardParams params{plan_->options()};
-  params.group_size = params.gqa_ratio();
-  params.page_indices = page_indices_;
-  params.page_size = std::max(plan_->batch().page_size(), 1);
+  ForwardParams params;
   params.requests = plan_->layout().requests.in(memory_);
   params.items = plan_->layout().items.in(memory_);
   params.cta_begin = plan_->layout().cta_begin.in(memory_);
   params.num_items = plan_->sizes().num_items;
+  ForwardSegment& segment = params.segments[0];
+  segment = {plan_->options()};
+  segment.group_size = segment.gqa_ratio();
+  segment.page_indices = page_indices_;
+  segment.page_size = std::max(plan_->batch().page_size(), 1);
   return params;
 }
 

@@ -86,32 +86,33 @@ void Launch::bind() {
   if (place_->plan() == nullptr) throw std::logic_error("a launch of a place without a plan");
   plan_ = place_->plan();
   forward_ = place_->params();
-  forward_.q = tensors_.q;
-  forward_.q.num_tokens = plan_->batch().qo_end();
-  forward_.k = tensors_.k;
-  forward_.v = tensors_.v;
-  forward_.o = tensors_.o;
-  forward_.o.num_tokens = forward_.q.num_tokens;
-  forward_.lse = tensors_.lse;
+  ForwardSegment& segment = forward_.segments[0];
+  segment.q = tensors_.q;
+  segment.q.num_tokens = plan_->batch().qo_end();
+  segment.k = tensors_.k;
+  segment.v = tensors_.v;
+  segment.o = tensors_.o;
+  segment.o.num_tokens = segment.q.num_tokens;
+  segment.lse = tensors_.lse;
 
   const ForwardKernel& kernel = plan_->kernel();
-  combine_.o = forward_.o;
+  combine_.o = segment.o;
   combine_.lse = tensors_.lse;
   combine_.o_dtype = plan_->options().o_dtype;
   combine_.requests = forward_.requests;
   combine_.merges = place_->merges();
   combine_.num_merges = plan_->sizes().num_merges;
-  combine_.tile_rows = rows_per_tile(kernel.traits.tile_rows, kernel.tile.m, forward_.group_size);
-  combine_.group_size = forward_.group_size;
-  combine_.head_dim_vo = forward_.head_dim_vo;
+  combine_.tile_rows = rows_per_tile(kernel.traits.tile_rows, kernel.tile.m, segment.group_size);
+  combine_.group_size = segment.group_size;
+  combine_.head_dim_vo = segment.head_dim_vo;
 
   const AttentionOptions& options = plan_->options();
   spans_ = {
-      .q = span_of(forward_.q, options.num_qo_heads, options.head_dim_qk, options.q_dtype),
-      .k = span_of(forward_.k, options.num_kv_heads, options.head_dim_qk, options.kv_dtype),
-      .v = span_of(forward_.v, options.num_kv_heads, options.head_dim_vo, options.kv_dtype),
-      .o = span_of(forward_.o, options.num_qo_heads, options.head_dim_vo, options.o_dtype),
-      .lse = span_of(forward_.lse, forward_.q.num_tokens, options.num_qo_heads),
+      .q = span_of(segment.q, options.num_qo_heads, options.head_dim_qk, options.q_dtype),
+      .k = span_of(segment.k, options.num_kv_heads, options.head_dim_qk, options.kv_dtype),
+      .v = span_of(segment.v, options.num_kv_heads, options.head_dim_vo, options.kv_dtype),
+      .o = span_of(segment.o, options.num_qo_heads, options.head_dim_vo, options.o_dtype),
+      .lse = span_of(segment.lse, segment.q.num_tokens, options.num_qo_heads),
   };
 }
 
@@ -169,17 +170,18 @@ bool Launch::run(const RunArguments& arguments) {
   if (sizes.num_items == 0) return false;
 
   ForwardParams forward = forward_;
-  forward.q.data = const_cast<void*>(arguments.q);
-  forward.k.data = arguments.k;
-  forward.v.data = arguments.v;
-  forward.o.data = arguments.o;
-  forward.lse.data = arguments.lse;
-  forward.lse.scale = arguments.lse_scale;
-  forward.extras = arguments.extras;
-  forward.partial_o = layout.partial_o.in(arguments.float_workspace);
-  forward.partial_lse = layout.partial_lse.in(arguments.float_workspace);
-  forward.sm_scale = arguments.sm_scale;
-  forward.out_scale = arguments.out_scale;
+  ForwardSegment& segment = forward.segments[0];
+  segment.q.data = const_cast<void*>(arguments.q);
+  segment.k.data = arguments.k;
+  segment.v.data = arguments.v;
+  segment.o.data = arguments.o;
+  segment.lse.data = arguments.lse;
+  segment.lse.scale = arguments.lse_scale;
+  segment.extras = arguments.extras;
+  segment.partial_o = layout.partial_o.in(arguments.float_workspace);
+  segment.partial_lse = layout.partial_lse.in(arguments.float_workspace);
+  segment.sm_scale = arguments.sm_scale;
+  segment.out_scale = arguments.out_scale;
   const LaunchTarget target{
       .device = plan_->device(), .stream = arguments.stream, .num_threads = arguments.num_threads};
   check_launch(services_->launch_forward(plan_->kernel(), forward, sizes.num_ctas, target),
@@ -188,10 +190,10 @@ bool Launch::run(const RunArguments& arguments) {
   if (sizes.num_merges == 0) return captured;
 
   CombineParams combine = combine_;
-  combine.o.data = forward.o.data;
-  combine.lse = forward.lse;
-  combine.partial_o = forward.partial_o;
-  combine.partial_lse = forward.partial_lse;
+  combine.o.data = segment.o.data;
+  combine.lse = segment.lse;
+  combine.partial_o = segment.partial_o;
+  combine.partial_lse = segment.partial_lse;
   combine.sinks = arguments.extras.sinks;
   check_launch(services_->combine(combine, target), "combine");
   return captured;

@@ -21,9 +21,9 @@ namespace {
 constexpr int kPrefetchKeys = 8;  // how far ahead of the copy into scratch a key's rows are fetched
 constexpr float kSmallestBiasedFactor = 0x1p-60f;
 
-// What all items of a launch have in common.
-struct Launch {
-  const ForwardParams& params;
+// What all items of a segment have in common.
+struct Segment {
+  const ForwardSegment& params;
   const Variant& variant;
   const TileShape& tile;
   const IsaKernels& isa;
@@ -33,7 +33,7 @@ struct Launch {
   ScratchShape shape = {};
 };
 
-LogitRule logit_rule(const Variant& variant, const ForwardParams& params) {
+LogitRule logit_rule(const Variant& variant, const ForwardSegment& params) {
   if (variant.logits == Logits::kSoftCap && params.soft_cap > 0.0f) {
     return {.cap = static_cast<float>(params.soft_cap * kLog2E),
             .scale_in_cap = params.sm_scale / params.soft_cap};
@@ -49,29 +49,29 @@ LogitRule logit_rule(const Variant& variant, const ForwardParams& params) {
   return {.scale = scale};
 }
 
-Launch make_launch(const Variant& variant, const TileShape& tile, const ForwardParams& params) {
-  Launch launch{.params = params,
-                .variant = variant,
-                .tile = tile,
-                .isa = isa_kernels(),
-                .logits = logit_rule(variant, params)};
-  const int lanes = launch.isa.lanes, panel_rows = kRowVecs * lanes;
+Segment make_segment(const Variant& variant, const TileShape& tile, const ForwardSegment& params) {
+  Segment segment{.params = params,
+                  .variant = variant,
+                  .tile = tile,
+                  .isa = isa_kernels(),
+                  .logits = logit_rule(variant, params)};
+  const int lanes = segment.isa.lanes, panel_rows = kRowVecs * lanes;
   const bool rotated = variant.position == Position::kRope;
   if (rotated) {
-    launch.rotary.emplace(params.rope, params.head_dim_qk, std::max(tile.m, tile.n));
+    segment.rotary.emplace(params.rope, params.head_dim_qk, std::max(tile.m, tile.n));
   }
   // Rotated, a bfloat16 is a float32.
-  launch.bf16_pairs = !rotated && params.q_dtype == DType::kBFloat16 &&
-                      params.kv_dtype == DType::kBFloat16 &&
-                      launch.isa.attend_bf16_pairs != nullptr;
-  const int units = launch.bf16_pairs ? params.head_dim_qk / 2 : params.head_dim_qk;
-  launch.shape = {.tile_rows = ceil_div(tile.m, panel_rows) * panel_rows,
-                  .panel_rows = panel_rows,
-                  .tile_keys = tile.n,
-                  .units = units,
-                  .ld_k = ceil_div(units, lanes) * lanes,
-                  .ld_v = ceil_div(params.head_dim_vo, lanes) * lanes};
-  return launch;
+  segment.bf16_pairs = !rotated && params.q_dtype == DType::kBFloat16 &&
+                       params.kv_dtype == DType::kBFloat16 &&
+                       segment.isa.attend_bf16_pairs != nullptr;
+  const int units = segment.bf16_pairs ? params.head_dim_qk / 2 : params.head_dim_qk;
+  segment.shape = {.tile_rows = ceil_div(tile.m, panel_rows) * panel_rows,
+                   .panel_rows = panel_rows,
+                   .tile_keys = tile.n,
+                   .units = units,
+                   .ld_k = ceil_div(units, lanes) * lanes,
+                   .ld_v = ceil_div(params.head_dim_vo, lanes) * lanes};
+  return segment;
 }
 
 // Element `offset` of a tensor.
@@ -83,11 +83,11 @@ const std::byte* element(const void* data, std::int64_t offset, DType dtype) {
 }
 
 // The LSE of a row of maximum `raw`, taken before the factor, and weights that add up to `sum`.
-PartialLse row_lse(const Launch& launch, float raw, float sum, double left_for_lse) {
+PartialLse row_lse(const Segment& segment, float raw, float sum, double left_for_lse) {
   if (sum == 0.0f) return kEmptyLse;
   // Weights are relative to the rounded product, those of a huge row to the exact one.
-  const float factor = launch.logits.factor, product = raw * factor;
-  const bool huge = std::abs(product) >= launch.isa.huge_logit;
+  const float factor = segment.logits.factor, product = raw * factor;
+  const bool huge = std::abs(product) >= segment.isa.huge_logit;
   const double reference = huge ? static_cast<double>(raw) * factor : product;
   return lse_of(reference + left_for_lse, std::log2(sum));
 }
@@ -95,12 +95,12 @@ PartialLse row_lse(const Launch& launch, float raw, float sum, double left_for_l
 // One work item: a tile of packed rows of one KV head against one KV chunk.
 class Item {
  public:
-  Item(const Launch& launch, const WorkItem& item, Scratch& scratch)
-      : launch_(launch),
-        params_(launch.params),
-        shape_(launch.shape),
+  Item(const Segment& segment, const RequestInfo& request, const WorkItem& item, Scratch& scratch)
+      : segment_(segment),
+        params_(segment.params),
+        shape_(segment.shape),
         item_(item),
-        request_(launch.params.requests[item.request]),
+        request_(request),
         scratch_(scratch),
         keep_(params_, request_),
         alibi_(params_, keep_.bounds()),
@@ -108,7 +108,7 @@ class Item {
               .first_head = item.kv_head * params_.group_size,
               .group_size = params_.group_size},
         num_rows_(static_cast<int>(std::min<std::int64_t>(
-            rows_per_tile(traits_of(launch.variant.family).tile_rows, launch.tile.m,
+            rows_per_tile(traits_of(segment.variant.family).tile_rows, segment.tile.m,
                           params_.group_size),
             std::int64_t{request_.qo_len} * params_.group_size - item.row_begin))) {}
 
@@ -116,7 +116,7 @@ class Item {
     const KeySpan chunk = chunk_of(item_, request_);
     const RowSpan span = rows_.tokens(0, num_rows_);
     const TileRange tiles =
-        touched_tiles(keep_.bounds(), span, chunk, shape_.tile_keys, launch_.variant.mask);
+        touched_tiles(keep_.bounds(), span, chunk, shape_.tile_keys, segment_.variant.mask);
     const KeySpan touched = touched_keys(keep_.bounds(), span);
     const KeySpan wanted{std::max(touched.begin, chunk.begin), std::min(touched.end, chunk.end)};
     std::fill_n(scratch_.row_max, shape_.tile_rows, -kInfinity);
@@ -139,7 +139,7 @@ class Item {
   // A panel that one vector holds is one vector wide.
   Panel panel_at(int row) const {
     const int live = std::min(shape_.panel_rows, num_rows_ - row);
-    const int lanes = launch_.isa.lanes;
+    const int lanes = segment_.isa.lanes;
     return {.row = row, .live = live, .ld = live <= lanes ? lanes : shape_.panel_rows};
   }
 
@@ -147,29 +147,29 @@ class Item {
   void fill_slopes() const {
     for (int row = 0; row < num_rows_; ++row) {
       scratch_.slope[row] =
-          static_cast<float>(alibi_.slope(rows_.head(row)) / launch_.logits.factor);
+          static_cast<float>(alibi_.slope(rows_.head(row)) / segment_.logits.factor);
     }
     std::fill(scratch_.slope + num_rows_, scratch_.slope + shape_.tile_rows, 0.0f);
   }
 
   // A row of q or k into 32-bit units, zero up to ld_k.
   void load_units(const std::byte* source, DType dtype, float* target) const {
-    if (launch_.bf16_pairs) {
+    if (segment_.bf16_pairs) {
       std::memcpy(target, source, static_cast<std::size_t>(shape_.units) * sizeof(float));
     } else {
-      launch_.isa.widen(dtype, source, target, shape_.units);
+      segment_.isa.widen(dtype, source, target, shape_.units);
     }
     std::fill(target + shape_.units, target + shape_.ld_k, 0.0f);
   }
 
   // Of the first position of a tile; none without RoPE.
   Angles angles_from(std::int64_t position) const {
-    return launch_.rotary ? launch_.rotary->origin(position, scratch_.angles) : Angles{};
+    return segment_.rotary ? segment_.rotary->origin(position, scratch_.angles) : Angles{};
   }
   void rotate(float* row, const Angles& origin, int offset) const {
-    if (!launch_.rotary) return;
-    const RotaryTable& rotary = *launch_.rotary;
-    launch_.isa.rotate(row, rotary.half(), origin, rotary.offset(offset));
+    if (!segment_.rotary) return;
+    const RotaryTable& rotary = *segment_.rotary;
+    segment_.isa.rotate(row, rotary.half(), origin, rotary.offset(offset));
   }
 
   // Of the fp8 operands of a score; all of them are multiplied into the query.
@@ -240,7 +240,7 @@ class Item {
       float* v = scratch_.v + std::int64_t{key - keys.tile_begin} * shape_.ld_v;
       load_units(kv_row(params_.k, key), params_.kv_dtype, k);
       rotate(k, origin, key - keys.tile_begin);
-      launch_.isa.widen(params_.kv_dtype, kv_row(params_.v, key), v, params_.head_dim_vo);
+      segment_.isa.widen(params_.kv_dtype, kv_row(params_.v, key), v, params_.head_dim_vo);
       std::fill(v + params_.head_dim_vo, v + shape_.ld_v, 0.0f);
     }
   }
@@ -264,11 +264,11 @@ class Item {
         .ld_k = shape_.ld_k,
         .v = scratch_.v,
         .ld_v = shape_.ld_v,
-        .vo_vecs = shape_.ld_v / launch_.isa.lanes,
+        .vo_vecs = shape_.ld_v / segment_.isa.lanes,
         .key_begin = keys.begin(),
         .key_end = keys.end(),
         .keep = kept == Kept::kAll ? nullptr : scratch_.keep,
-        .logits = launch_.logits,
+        .logits = segment_.logits,
         .slope = alibi_.present() ? scratch_.slope + panel.row : nullptr,
         .distance = scratch_.distance,
         .scores = scratch_.scores,
@@ -277,7 +277,7 @@ class Item {
         .row_sum = scratch_.row_sum + panel.row,
         .o = scratch_.o + std::int64_t{panel.row} * shape_.ld_v,
     };
-    (launch_.bf16_pairs ? launch_.isa.attend_bf16_pairs : launch_.isa.attend)(step);
+    (segment_.bf16_pairs ? segment_.isa.attend_bf16_pairs : segment_.isa.attend)(step);
   }
 
   // Normalises a row and writes it where the plan says: to o and lse, or to the item's partials.
@@ -288,15 +288,15 @@ class Item {
     // NOTE: a row that kept nothing may hold 0 * NaN from its neighbours' keys.
     if (empty) std::fill_n(o, params_.head_dim_vo, 0.0f);
     const float scale = empty ? 1.0f : out_scale() / sum;
-    const PartialLse lse = row_lse(launch_, scratch_.row_max[row], sum,
+    const PartialLse lse = row_lse(segment_, scratch_.row_max[row], sum,
                                    alibi_.left_for_lse(rows_.token(row), rows_.head(row)));
     if (item_.partial_row == WorkItem::kFinal) {
       write_final(row, o, scale, lse);
       return;
     }
     const std::int64_t place = std::int64_t{item_.partial_row} + row;
-    launch_.isa.narrow(DType::kFloat32, o, scale, params_.partial_o + place * params_.head_dim_vo,
-                       params_.head_dim_vo);
+    segment_.isa.narrow(DType::kFloat32, o, scale, params_.partial_o + place * params_.head_dim_vo,
+                        params_.head_dim_vo);
     params_.partial_lse[place] = lse;
   }
 
@@ -312,16 +312,16 @@ class Item {
     }
     const std::int64_t qo_row = std::int64_t{request_.qo_begin} + rows_.token(row);
     const std::int64_t offset = qo_row * params_.o.stride_token + head * params_.o.stride_head;
-    launch_.isa.narrow(params_.o_dtype, o, scale, element(params_.o.data, offset, params_.o_dtype),
-                       params_.head_dim_vo);
+    segment_.isa.narrow(params_.o_dtype, o, scale, element(params_.o.data, offset, params_.o_dtype),
+                        params_.head_dim_vo);
     if (params_.lse.data != nullptr) {
       params_.lse.data[qo_row * params_.lse.stride_token + head * params_.lse.stride_head] =
           lse * params_.lse.scale;
     }
   }
 
-  const Launch& launch_;
-  const ForwardParams& params_;
+  const Segment& segment_;
+  const ForwardSegment& params_;
   const ScratchShape& shape_;
   const WorkItem& item_;
   const RequestInfo& request_;
@@ -337,9 +337,11 @@ class Item {
 LaunchError run_forward(const Variant& variant, const TileShape& tile, const ForwardParams& params,
                         int num_threads) {
   return guarded([&] {
-    const Launch launch = make_launch(variant, tile, params);
+    const Segment segment = make_segment(variant, tile, params.segments[0]);
     parallel_for(params.num_items, num_threads, [&](int index) {
-      Item(launch, params.items[index], Scratch::of_this_thread(launch.shape)).run();
+      const WorkItem& item = params.items[index];
+      const RequestInfo& request = params.requests[item.request];
+      Item(segment, request, item, Scratch::of_this_thread(segment.shape)).run();
     });
   });
 }

@@ -53,7 +53,7 @@ inline std::uint32_t bit_range(int begin, int end) {
 // Which keys a token keeps: the bounds, and the bits of a custom mask within them.
 class KeepPolicy {
  public:
-  KeepPolicy(const ForwardParams& params, const RequestInfo& request)
+  KeepPolicy(const ForwardSegment& params, const RequestInfo& request)
       : bounds_{.qo_len = request.qo_len,
                 .kv_len = request.kv_len,
                 .window_left = params.window_left,
@@ -123,7 +123,7 @@ inline Kept fill_keep(const KeepPolicy& policy, const RowCoordinates& rows, cons
 // keeps its bits, however long the request. The LSE gets the rest, slope * (reference - token).
 class AlibiPolicy {
  public:
-  AlibiPolicy(const ForwardParams& params, const MaskBounds& bounds)
+  AlibiPolicy(const ForwardSegment& params, const MaskBounds& bounds)
       : bounds_(bounds),
         num_heads_(params.num_qo_heads),
         present_(params.position == Position::kAlibi) {}

@@ -20,7 +20,7 @@ REQUEST = np.dtype(
         ("kv_len", "<i4"),
         ("mask_begin", "<i8"),
         ("chunk_keys", "<i4"),
-        ("reserved", "<i4"),
+        ("segment", "<i4"),
     ]
 )
 ITEM = np.dtype(

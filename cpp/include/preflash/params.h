@@ -50,7 +50,9 @@ struct RunExtras {
   const float* scale_v = nullptr;  // [num_kv_heads]
 };
 
-struct ForwardParams : AttentionOptions {
+// Everything that the requests of one segment have in common. A prefill and a decode batch that run
+// side by side in one launch are two segments.
+struct ForwardSegment : AttentionOptions {
   RowTensor q;  // [qo tokens, num_qo_heads, head_dim_qk]
   KvTensor k;
   KvTensor v;
@@ -61,17 +63,25 @@ struct ForwardParams : AttentionOptions {
   std::int32_t page_size = 1;
 
   RunExtras extras;
-  // The plan, resolved to addresses.
-  const RequestInfo* requests = nullptr;
-  const WorkItem* items = nullptr;
-  const std::int32_t* cta_begin = nullptr;  // null: CTA i runs item i
-  std::int32_t num_items = 0;
-  float* partial_o = nullptr;         // [num_partial_rows, head_dim_vo]
-  PartialLse* partial_lse = nullptr;  // [num_partial_rows]
+  // What this segment's items with a partial_row write.
+  float* partial_o = nullptr;         // [partial rows, head_dim_vo]
+  PartialLse* partial_lse = nullptr;  // [partial rows]
 
   std::int32_t group_size = 1;  // gqa_ratio()
   float sm_scale = 1.0f;        // q_scale and k_scale folded in
   float out_scale = 1.0f;       // v_scale
+};
+
+// One launch: one work list over the requests of its segments.
+struct ForwardParams {
+  // The plan, resolved to addresses.
+  const RequestInfo* requests = nullptr;  // of all segments; a request names its own
+  const WorkItem* items = nullptr;
+  const std::int32_t* cta_begin = nullptr;  // null: CTA i runs item i
+  std::int32_t num_items = 0;
+
+  std::int32_t num_segments = 1;
+  ForwardSegment segments[kMaxSegments];
 };
 
 struct CombineParams {

@@ -9,6 +9,9 @@
 
 namespace preflash {
 
+// A launch runs one segment, or two side by side: prefill beside decode.
+inline constexpr int kMaxSegments = 2;
+
 // One request of the batch, in tokens. 32 bytes: two 128-bit loads.
 struct alignas(16) RequestInfo {
   std::int32_t qo_begin = 0;  // first row of q and o
@@ -17,8 +20,8 @@ struct alignas(16) RequestInfo {
   std::int32_t kv_len = 0;
   std::int64_t mask_begin = 0;  // first byte of its bits in the packed custom mask
   std::int32_t chunk_keys =
-      0;  // KV chunk c holds keys [c, c + 1) * chunk_keys; a multiple of tile n
-  std::int32_t reserved = 0;
+      0;                     // KV chunk c holds keys [c, c + 1) * chunk_keys; a multiple of tile n
+  std::int32_t segment = 0;  // to which the request belongs, and its items and merges with it
 };
 static_assert(sizeof(RequestInfo) == 32);
 

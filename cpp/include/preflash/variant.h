@@ -51,6 +51,6 @@ struct KernelLibrary {
   int num_kernels = 0;
 };
 
-inline constexpr int kKernelAbiVersion = 6;
+inline constexpr int kKernelAbiVersion = 7;
 
 }  // namespace preflash

@@ -10,17 +10,34 @@
 
 namespace preflash {
 
-// ForwardParams as the kernels take them: derived constants made once, on the host.
-struct KernelParams : ForwardParams {
+// ForwardSegment as the kernels take it: derived constants made once, on the host.
+struct KernelSegment : ForwardSegment {
   cutlass::FastDivmod group;  // by group_size
   cutlass::FastDivmod page;   // by page_size
   LogitsParams logits;
 
-  static KernelParams make(const ForwardParams& params, Logits logits) {
-    return {params, cutlass::FastDivmod(params.group_size), cutlass::FastDivmod(params.page_size),
-            LogitsParams::make(logits, params.sm_scale, params.soft_cap)};
+  static KernelSegment make(const ForwardSegment& segment, Logits logits) {
+    return {segment, cutlass::FastDivmod(segment.group_size),
+            cutlass::FastDivmod(segment.page_size),
+            LogitsParams::make(logits, segment.sm_scale, segment.soft_cap)};
   }
 };
+
+// ForwardParams as a kernel of so many segments takes them. Segment: the family's own.
+template <class Segment, int kSegments = 1>
+struct LaunchParams {
+  Segment segments[kSegments];
+  const RequestInfo* requests;
+  const WorkItem* items;
+  const std::int32_t* cta_begin;
+
+  // NOTE: with one segment the index is a constant, and so is the place of every parameter.
+  __device__ __forceinline__ const Segment& segment_of(const RequestInfo& request) const {
+    return segments[kSegments == 1 ? 0 : request.segment];
+  }
+};
+
+using KernelParams = LaunchParams<KernelSegment>;
 
 // Row r of a request and KV head is token r / group_size of query head
 // kv_head * group_size + r % group_size, so that one K/V tile serves all query heads of its group.
@@ -29,7 +46,7 @@ struct PackedRow {
   int head_in_group;
 };
 
-__device__ __forceinline__ PackedRow unpack_row(const KernelParams& params, int row) {
+__device__ __forceinline__ PackedRow unpack_row(const KernelSegment& params, int row) {
   PackedRow packed;
   params.group(packed.token, packed.head_in_group, row);
   return packed;
@@ -42,7 +59,7 @@ struct KeySlot {
 };
 
 // kv_begin: the request's first row (ragged) or first entry of page_indices (paged).
-__device__ __forceinline__ KeySlot find_slot(const KernelParams& params, int kv_begin, int key) {
+__device__ __forceinline__ KeySlot find_slot(const KernelSegment& params, int kv_begin, int key) {
   if (params.page_indices == nullptr) return {0, kv_begin + key};
   KeySlot slot;
   int page;

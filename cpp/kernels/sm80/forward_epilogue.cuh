@@ -12,7 +12,7 @@ struct ForwardEpilogue {
   using Softmax = typename Mainloop::Softmax;
   using AccumulatorO = typename Mainloop::AccumulatorO;
 
-  const KernelParams& params;
+  const KernelSegment& params;
   const RequestInfo& request;
   const WorkItem& item;
   SharedStorage<Traits>& smem;

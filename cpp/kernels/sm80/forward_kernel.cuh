@@ -6,9 +6,9 @@
 namespace preflash::sm80 {
 
 template <class Traits>
-__device__ __forceinline__ void run_item(const KernelParams& params, const WorkItem& item,
-                                         SharedStorage<Traits>& smem, int thread) {
-  const RequestInfo request = params.requests[item.request];
+__device__ __forceinline__ void run_item(const KernelSegment& params, const RequestInfo& request,
+                                         const WorkItem& item, SharedStorage<Traits>& smem,
+                                         int thread) {
   MaskBounds bounds{request.qo_len, request.kv_len, params.window_left, params.causal};
 
   int num_rows = request.qo_len * params.group_size;
@@ -45,7 +45,9 @@ __global__ void __launch_bounds__(ForwardTraits<V>::kThreads, V::kTile.ctas_per_
   for (int index = begin; index < end; ++index) {
     // Everybody is done with the last item: its K, V and row tables, and its O in Q's bytes.
     if (index > begin) __syncthreads();
-    run_item(params, params.items[index], smem, thread);
+    const WorkItem& item = params.items[index];
+    const RequestInfo request = params.requests[item.request];
+    run_item(params.segment_of(request), request, item, smem, thread);
   }
 }
 

@@ -12,8 +12,11 @@ inline constexpr int kSmemBytes = sizeof(SharedStorage<ForwardTraits<V>>);
 template <class V>
 LaunchError launch_forward(const ForwardParams& params, int num_ctas, const LaunchTarget& target) {
   LaunchShape shape{num_ctas, ForwardTraits<V>::kThreads, kSmemBytes<V>};
-  return launch_kernel<&forward_kernel<V>>(KernelParams::make(params, V::kVariant.logits), shape,
-                                           target.stream);
+  KernelParams kernel{.segments = {KernelSegment::make(params.segments[0], V::kVariant.logits)},
+                      .requests = params.requests,
+                      .items = params.items,
+                      .cta_begin = params.cta_begin};
+  return launch_kernel<&forward_kernel<V>>(kernel, shape, target.stream);
 }
 
 template <class V>

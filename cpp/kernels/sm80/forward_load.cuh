@@ -60,7 +60,7 @@ struct KvLoader {
   static constexpr int kKtoV =
       offsetof(SharedStorage<Traits>, v) - offsetof(SharedStorage<Traits>, k);
 
-  const KernelParams& params;
+  const KernelSegment& params;
   KeyOffsets<Traits>* offsets;
   int kv_begin;
   const RowKeys* row_keys;
@@ -72,7 +72,7 @@ struct KvLoader {
   std::uint32_t smem_k;  // this thread's first chunk of stage 0; V's lie kKtoV bytes on
   KeySlot slot;          // of key `thread` of the tile after the last stored one
 
-  __device__ __forceinline__ KvLoader(const KernelParams& params, const RequestInfo& request,
+  __device__ __forceinline__ KvLoader(const KernelSegment& params, const RequestInfo& request,
                                       int kv_head, SharedStorage<Traits>& smem, int thread)
       : params(params),
         offsets(smem.key_offsets),
@@ -167,7 +167,7 @@ struct KvLoader {
 
 // Q of one tile; also notes which keys each row keeps, for the masked tiles, and its slope.
 template <class Traits>
-__device__ __forceinline__ void fetch_q(const KernelParams& params, const RequestInfo& request,
+__device__ __forceinline__ void fetch_q(const KernelSegment& params, const RequestInfo& request,
                                         const WorkItem& item, const MaskBounds& bounds,
                                         SharedStorage<Traits>& smem, int thread) {
   using ElementQ = typename Traits::ElementQ;
@@ -211,7 +211,7 @@ template <class Traits>
 struct QPrologue {
   using ElementQ = typename Traits::ElementQ;
 
-  const KernelParams& params;
+  const KernelSegment& params;
   SharedStorage<Traits>& smem;
   int thread;
 

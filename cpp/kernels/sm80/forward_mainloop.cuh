@@ -31,7 +31,7 @@ struct ForwardMainloop {
   using TileK = OperandTile<typename Traits::ElementKv, Traits::kTileN, MatrixOrder::kChunksFirst>;
   using TileV = OperandTile<typename Traits::ElementKv, Traits::kTileN, MatrixOrder::kRowsFirst>;
 
-  const KernelParams& params;
+  const KernelSegment& params;
   const RequestInfo& request;
   const WorkItem& item;
   Storage& smem;
@@ -40,8 +40,9 @@ struct ForwardMainloop {
   TileK sK;  // (tile_n, d_qk), stage 0
   TileV sV;  // (tile_n, d_vo), stage 0
 
-  __device__ __forceinline__ ForwardMainloop(const KernelParams& params, const RequestInfo& request,
-                                             const WorkItem& item, Storage& smem, int thread)
+  __device__ __forceinline__ ForwardMainloop(const KernelSegment& params,
+                                             const RequestInfo& request, const WorkItem& item,
+                                             Storage& smem, int thread)
       : params(params),
         request(request),
         item(item),

@@ -36,12 +36,12 @@ template <class Traits>
 struct RowCoordinates {
   using Places = decltype(accumulator_places<Traits, Traits::kTileN>(0));
 
-  const KernelParams& params;
+  const KernelSegment& params;
   const RequestInfo& request;
   const WorkItem& item;
   Places places;
 
-  __device__ __forceinline__ RowCoordinates(const KernelParams& params, const RequestInfo& request,
+  __device__ __forceinline__ RowCoordinates(const KernelSegment& params, const RequestInfo& request,
                                             const WorkItem& item, int thread)
       : params(params),
         request(request),

@@ -27,7 +27,7 @@ struct ForwardEpilogue {
   static constexpr int kColumns = kBlockColumns<Element>;  // stored at a time
   using Softmax = SpeculativeSoftmax;
 
-  const HopperParams& params;
+  const HopperSegment& params;
   const WorkItem& item;
   const RequestInfo& request;
   int num_rows;

@@ -40,12 +40,13 @@ __global__ void __launch_bounds__(ForwardTraits<V>::kThreads, V::kTile.ctas_per_
 
   // The first item needs the tensor maps and its range of the work list: both are requested before
   // the barriers are initialized.
-  bool gather = params.box.kv_rows == 0;
+  const HopperSegment& segment = params.segments[0];
+  bool gather = segment.box.kv_rows == 0;
   if (threadIdx.x == 0) {
-    prefetch_tma_descriptor(reinterpret_cast<const TmaDescriptor*>(&params.maps.q));
+    prefetch_tma_descriptor(reinterpret_cast<const TmaDescriptor*>(&segment.maps.q));
     if (!gather) {
-      prefetch_tma_descriptor(reinterpret_cast<const TmaDescriptor*>(&params.maps.k));
-      prefetch_tma_descriptor(reinterpret_cast<const TmaDescriptor*>(&params.maps.v));
+      prefetch_tma_descriptor(reinterpret_cast<const TmaDescriptor*>(&segment.maps.k));
+      prefetch_tma_descriptor(reinterpret_cast<const TmaDescriptor*>(&segment.maps.v));
     }
   }
   int begin = blockIdx.x;
@@ -68,7 +69,7 @@ __global__ void __launch_bounds__(ForwardTraits<V>::kThreads, V::kTile.ctas_per_
   } else {
     cutlass::arch::warpgroup_reg_alloc<Traits::kConsumerRegisters>();
     int thread = threadIdx.x % kWarpgroupThreads;
-    ForwardMainloop<Traits>(params, smem, warpgroup - 1, thread).run();
+    ForwardMainloop<Traits>(segment, smem, warpgroup - 1, thread).run();
   }
 }
 

@@ -20,15 +20,15 @@ __device__ __forceinline__ void produce_tma(const HopperParams& params, SharedSt
   int warp = cutlass::canonical_warp_idx_sync();
   if (warp == 0) {
     ItemReader<Traits> items{smem};
-    QLoader<Traits> q{params, smem};
-    TmaLoader<Traits, Operand::kK> k(params, smem);
+    QLoader<Traits> q{params.segments[0], smem};
+    TmaLoader<Traits, Operand::kK> k(params.segments[0], smem);
     while (const ItemState* state = items.wait()) {
       k.load_item(*state, [&] { q.load(*state); });
       items.release();
     }
   } else if (warp == 1) {
     ItemReader<Traits> items{smem};
-    TmaLoader<Traits, Operand::kV> v(params, smem);
+    TmaLoader<Traits, Operand::kV> v(params.segments[0], smem);
     while (const ItemState* state = items.wait()) {
       v.load_item(*state, [] {});
       items.release();
@@ -47,8 +47,8 @@ __device__ __forceinline__ void produce_gather(const HopperParams& params,
   bool is_leader = cutlass::canonical_warp_idx_sync() == 0;
   ItemProducer<Traits> producer{params, smem, begin, end};
   ItemReader<Traits> items{smem};
-  QLoader<Traits> q{params, smem};
-  GatherLoader<Traits> rows(params, smem);
+  QLoader<Traits> q{params.segments[0], smem};
+  GatherLoader<Traits> rows(params.segments[0], smem);
   // Each iteration announces an item and loads the one announced before it.
   for (bool first = true;; first = false) {
     if (is_leader && !producer.done()) producer.announce();

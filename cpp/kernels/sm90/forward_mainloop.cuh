@@ -33,7 +33,7 @@ __device__ __forceinline__ void release(Barrier& empty) {
 
 template <class Traits>
 struct ForwardMainloop {
-  const HopperParams& params;
+  const HopperSegment& params;
   SharedStorage<Traits>& smem;
   int warpgroup;  // among consumers
   int thread;     // of the warpgroup
@@ -45,7 +45,7 @@ struct ForwardMainloop {
   ConsumerPipelineState<Traits::kStages> v_read = {};
   std::uint32_t item_phase = 0;
 
-  __device__ __forceinline__ ForwardMainloop(const HopperParams& params,
+  __device__ __forceinline__ ForwardMainloop(const HopperSegment& params,
                                              SharedStorage<Traits>& smem, int warpgroup, int thread)
       : params(params),
         smem(smem),

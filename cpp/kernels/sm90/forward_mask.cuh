@@ -14,7 +14,7 @@ template <class Traits>
 struct ScoreCoordinates {
   static constexpr int kRows = 2;  // of one thread
 
-  const HopperParams& params;
+  const HopperSegment& params;
   const ItemState& state;
   int warp_row;  // the first row of this warp, of the item's tile of rows
   int tile;
@@ -139,7 +139,7 @@ struct AlibiBias {
 
   // Each lane computes one of the warp's rows; a quad reads its two from there.
   __device__ __forceinline__ static AlibiBias of(const Coordinates& coordinates) {
-    const HopperParams& params = coordinates.params;
+    const HopperSegment& params = coordinates.params;
     PackedRow packed = coordinates.packed(coordinates.warp_row + lane_id() % kWarpRows);
     int head = query_head(params, coordinates.state.item, packed);
     float slope = alibi_slope(head, params.num_qo_heads) * params.x_per_logit;

@@ -1,4 +1,5 @@
-// The parameters of an fa3 kernel: the shared ones and the tensor maps.
+// The parameters of an fa3 kernel: those of a segment, which item-level code takes, are the shared
+// ones and the tensor maps.
 #pragma once
 
 #include "kernels/common/row_map.cuh"
@@ -6,14 +7,16 @@
 
 namespace preflash::sm90 {
 
-struct HopperParams : KernelParams {
+struct HopperSegment : KernelSegment {
   BoxShape box;
   std::int32_t rows_per_tile;  // token-aligned, except where a group exceeds the tile
   float x_per_logit;           // 1 in units of x, which times scale_log2 is a base-2 exponent
   TensorMaps maps;
 };
 
-__device__ __forceinline__ int query_head(const HopperParams& params, const WorkItem& item,
+using HopperParams = LaunchParams<HopperSegment>;
+
+__device__ __forceinline__ int query_head(const HopperSegment& params, const WorkItem& item,
                                           const PackedRow& packed) {
   return item.kv_head * params.group_size + packed.head_in_group;
 }

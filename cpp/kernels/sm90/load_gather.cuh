@@ -32,14 +32,14 @@ struct GatherLoader {
     KeySlot slot[kOwned];
   };
 
-  const HopperParams& params;
+  const HopperSegment& params;
   SharedStorage<Traits>& smem;
   ItemKeys item;
   ProducerPipelineState<Traits::kStages> k_write;
   ProducerPipelineState<Traits::kStages> v_write;
   TransactionBarrier* unpublished = nullptr;  // the rows that it announces are in flight
 
-  __device__ __forceinline__ GatherLoader(const HopperParams& params, SharedStorage<Traits>& smem)
+  __device__ __forceinline__ GatherLoader(const HopperSegment& params, SharedStorage<Traits>& smem)
       : params(params), smem(smem) {}
 
   // Loads K(last), then K(t - 1) and V(t) for each tile: the consumers compute S(t - 1) = Q K^T

@@ -12,7 +12,7 @@ namespace preflash::sm90 {
 // Loads an item's Q. A tile of Q is token-aligned and takes one box per block of columns; where a
 // group has more heads than the tile has rows, every row is a box.
 template <class Traits>
-__device__ __forceinline__ void fetch_q(const HopperParams& params, const ItemState& state,
+__device__ __forceinline__ void fetch_q(const HopperSegment& params, const ItemState& state,
                                         SharedStorage<Traits>& smem, int stage) {
   constexpr int kColumns = kBlockColumns<typename Traits::ElementQ>;
   TransactionBarrier& full = smem.barriers.q_full[stage];
@@ -36,7 +36,7 @@ __device__ __forceinline__ void fetch_q(const HopperParams& params, const ItemSt
 // One warp loads Q.
 template <class Traits>
 struct QLoader {
-  const HopperParams& params;
+  const HopperSegment& params;
   SharedStorage<Traits>& smem;
   ProducerPipelineState<Traits::kQStages> write = {};
 
@@ -59,12 +59,12 @@ struct TmaLoader {
   static constexpr int kTileElements = Traits::kTileN * kBlocks * kColumns;
   static_assert(Traits::kMaxBoxes <= 32, "each lane finds the coordinates of one box");
 
-  const HopperParams& params;
+  const HopperSegment& params;
   SharedStorage<Traits>& smem;
   ItemKeys item;
   ProducerPipelineState<Traits::kStages> write;
 
-  __device__ __forceinline__ TmaLoader(const HopperParams& params, SharedStorage<Traits>& smem)
+  __device__ __forceinline__ TmaLoader(const HopperSegment& params, SharedStorage<Traits>& smem)
       : params(params), smem(smem) {}
 
   // Calls after_first() once the first tile has been issued.

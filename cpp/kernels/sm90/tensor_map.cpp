@@ -67,7 +67,7 @@ const char* encode(Encode function, DType dtype, const void* base, const TensorS
                                   "multiples of 16 bytes below 2^40, and the data 16-byte aligned";
 }
 
-const char* encode_kv(Encode function, const ForwardParams& params, const KvTensor& tensor,
+const char* encode_kv(Encode function, const ForwardSegment& params, const KvTensor& tensor,
                       int head_dim, int box_rows, CUtensorMap& map) {
   const DType dtype = params.kv_dtype;
   const cuuint64_t stride_token = stride_bytes(dtype, tensor.stride_token, tensor.num_tokens);
@@ -83,7 +83,7 @@ const char* encode_kv(Encode function, const ForwardParams& params, const KvTens
   return encode(function, dtype, tensor.data, shape, map);
 }
 
-const char* encode_q(Encode function, const ForwardParams& params, const BoxShape& box,
+const char* encode_q(Encode function, const ForwardSegment& params, const BoxShape& box,
                      CUtensorMap& map) {
   const DType dtype = params.q_dtype;
   const std::int64_t group = params.group_size;
@@ -101,7 +101,7 @@ const char* encode_q(Encode function, const ForwardParams& params, const BoxShap
 
 }  // namespace
 
-BoxShape box_shape(const ForwardParams& params, int tile_m, int tile_n) {
+BoxShape box_shape(const ForwardSegment& params, int tile_m, int tile_n) {
   constexpr int kSwizzleRows = 8;  // a box must begin where the swizzle pattern begins
   BoxShape box;
   if (params.group_size <= tile_m) {
@@ -116,7 +116,8 @@ BoxShape box_shape(const ForwardParams& params, int tile_m, int tile_n) {
   return box;
 }
 
-const char* encode_tensor_maps(const ForwardParams& params, const BoxShape& box, TensorMaps& maps) {
+const char* encode_tensor_maps(const ForwardSegment& params, const BoxShape& box,
+                               TensorMaps& maps) {
   static const Encode function = find_encode();
   if (function == nullptr) return "the CUDA driver has no cuTensorMapEncodeTiled: it is too old";
   if (params.q.num_tokens > 0) {

@@ -36,9 +36,9 @@ struct BoxShape {
   int kv_rows = 0;   // divides the tile and the page; 0: rows are gathered without TMA
 };
 
-BoxShape box_shape(const ForwardParams& params, int tile_m, int tile_n);
+BoxShape box_shape(const ForwardSegment& params, int tile_m, int tile_n);
 
 // Returns nullptr, or a message if the driver refuses.
-const char* encode_tensor_maps(const ForwardParams& params, const BoxShape& box, TensorMaps& maps);
+const char* encode_tensor_maps(const ForwardSegment& params, const BoxShape& box, TensorMaps& maps);
 
 }  // namespace preflash::sm90

@@ -9,8 +9,9 @@ namespace preflash::sm90 {
 
 // The KV tiles that rows [first, end) of an item touch.
 template <class Traits>
-__device__ __forceinline__ TileRange tiles_of_rows(const HopperParams& params, const WorkItem& item,
-                                                   const RequestInfo& request, int first, int end) {
+__device__ __forceinline__ TileRange tiles_of_rows(const HopperSegment& params,
+                                                   const WorkItem& item, const RequestInfo& request,
+                                                   int first, int end) {
   MaskBounds bounds{request.qo_len, request.kv_len, params.window_left, params.causal};
   RowSpan rows{unpack_row(params, item.row_begin + first).token,
                unpack_row(params, item.row_begin + end - 1).token};
@@ -21,7 +22,7 @@ __device__ __forceinline__ TileRange tiles_of_rows(const HopperParams& params, c
 // The KV tiles that the rows of one consumer warpgroup touch. If they touch none, the warpgroup
 // computes the last tile, which is masked as a whole and gives zeros.
 template <class Traits>
-__device__ __forceinline__ TileRange tiles_of_warpgroup(const HopperParams& params,
+__device__ __forceinline__ TileRange tiles_of_warpgroup(const HopperSegment& params,
                                                         const ItemState& state, int warpgroup) {
   if constexpr (!Traits::kSkipsTiles) return state.tiles;
   int first = warpgroup * kWarpgroupRows;
@@ -53,18 +54,20 @@ struct ItemProducer {
     for (; index < end; ++index) {
       item = params.items[index];
       request = params.requests[item.request];
-      num_rows = min(request.qo_len * params.group_size - item.row_begin, params.rows_per_tile);
-      tiles = tiles_of_rows<Traits>(params, item, request, 0, num_rows);
+      const HopperSegment& segment = params.segment_of(request);
+      num_rows = min(request.qo_len * segment.group_size - item.row_begin, segment.rows_per_tile);
+      tiles = tiles_of_rows<Traits>(segment, item, request, 0, num_rows);
       if (tiles.count() > 0) break;
-      ForwardEpilogue<Traits>{params, item, request, num_rows}.run_empty();
+      ForwardEpilogue<Traits>{segment, item, request, num_rows}.run_empty();
     }
     ++index;
     smem.barriers.item_empty[write.index()].wait(write.phase() ^ 1);
     ItemState& state = smem.items[write.index()];
     // One thread writes the item and announces it.
     if (elect_one_sync()) {
-      MaskBounds bounds{request.qo_len, request.kv_len, params.window_left, params.causal};
-      int first_token = unpack_row(params, item.row_begin).token;
+      const HopperSegment& segment = params.segment_of(request);
+      MaskBounds bounds{request.qo_len, request.kv_len, segment.window_left, segment.causal};
+      int first_token = unpack_row(segment, item.row_begin).token;
       state.item = item;
       state.request = request;
       state.tiles = tiles;
@@ -72,7 +75,7 @@ struct ItemProducer {
       state.num_rows = num_rows;
 #pragma unroll 1
       for (int w = 0; w < Traits::kConsumers; ++w) {
-        state.warpgroup_tiles[w] = tiles_of_warpgroup<Traits>(params, state, w);
+        state.warpgroup_tiles[w] = tiles_of_warpgroup<Traits>(segment, state, w);
       }
       order_memory_accesses();
       smem.barriers.item_full[write.index()].arrive();

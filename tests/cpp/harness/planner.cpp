@@ -192,7 +192,7 @@ void check(const py::kwargs& kwargs) {
 }
 
 // What any launch of a ragged case says; the tensors are contiguous [token, head, head_dim].
-ForwardParams params_of(const Case& given) {
+ForwardSegment segment_of(const Case& given) {
   const Problem& problem = given.problem;
   const std::int64_t qo_tokens = problem.qo_indptr.back(), kv_tokens = problem.kv_indptr.back();
   auto rows = [&](int dim) {
@@ -205,15 +205,15 @@ ForwardParams params_of(const Case& given) {
                     .stride_head = dim,
                     .num_tokens = kv_tokens};
   };
-  ForwardParams params{problem};
-  params.q = rows(problem.head_dim_qk);
-  params.k = keys(problem.head_dim_qk);
-  params.v = keys(problem.head_dim_vo);
-  params.o = rows(problem.head_dim_vo);
-  params.lse = {.stride_token = problem.num_qo_heads, .stride_head = 1};
-  params.group_size = problem.gqa_ratio();
-  params.sm_scale = 1.0f / std::sqrt(static_cast<float>(problem.head_dim_qk));
-  return params;
+  ForwardSegment segment{problem};
+  segment.q = rows(problem.head_dim_qk);
+  segment.k = keys(problem.head_dim_qk);
+  segment.v = keys(problem.head_dim_vo);
+  segment.o = rows(problem.head_dim_vo);
+  segment.lse = {.stride_token = problem.num_qo_heads, .stride_head = 1};
+  segment.group_size = problem.gqa_ratio();
+  segment.sm_scale = 1.0f / std::sqrt(static_cast<float>(problem.head_dim_qk));
+  return segment;
 }
 
 // Runs a plan on the CPU, whatever family and tile it was made for: float32, ragged.
@@ -228,18 +228,20 @@ void attend(std::uintptr_t q, std::uintptr_t k, std::uintptr_t v, std::uintptr_t
   std::vector<float> partials(layout.float_bytes / sizeof(float),
                               std::numeric_limits<float>::quiet_NaN());
 
-  ForwardParams params = params_of(given);
-  params.q.data = pointer<void>(q);
-  params.k.data = pointer<const void>(k);
-  params.v.data = pointer<const void>(v);
-  params.o.data = pointer<void>(o);
-  params.lse.data = pointer<float>(lse);
+  ForwardParams params;
+  ForwardSegment& segment = params.segments[0];
+  segment = segment_of(given);
+  segment.q.data = pointer<void>(q);
+  segment.k.data = pointer<const void>(k);
+  segment.v.data = pointer<const void>(v);
+  segment.o.data = pointer<void>(o);
+  segment.lse.data = pointer<float>(lse);
   params.requests = layout.requests.in(image.data());
   params.items = layout.items.in(image.data());
   params.num_items = planner.sizes().num_items;
-  params.partial_o = layout.partial_o.in(partials.data());
-  params.partial_lse = layout.partial_lse.in(partials.data());
-  params.q_dtype = params.kv_dtype = params.o_dtype = DType::kFloat32;
+  segment.partial_o = layout.partial_o.in(partials.data());
+  segment.partial_lse = layout.partial_lse.in(partials.data());
+  segment.q_dtype = segment.kv_dtype = segment.o_dtype = DType::kFloat32;
   Variant variant = given.kernel.variant;
   variant.q_dtype = variant.kv_dtype = DType::kFloat32;
   check_launch(cpu::run_forward(variant, given.kernel.tile, params, kThreads), "attend");
@@ -248,18 +250,18 @@ void attend(std::uintptr_t q, std::uintptr_t k, std::uintptr_t v, std::uintptr_t
   MergeItem* merges = layout.merges.in(image.data());
   const int num_merges = layout.merges.present() ? planner.sizes().num_merges : 0;
   std::reverse(merges, merges + num_merges);
-  cpu::combine({.o = params.o,
-                .lse = params.lse,
+  cpu::combine({.o = segment.o,
+                .lse = segment.lse,
                 .o_dtype = DType::kFloat32,
                 .requests = params.requests,
                 .merges = merges,
                 .num_merges = num_merges,
-                .partial_o = params.partial_o,
-                .partial_lse = params.partial_lse,
+                .partial_o = segment.partial_o,
+                .partial_lse = segment.partial_lse,
                 .tile_rows = rows_per_tile(given.kernel.traits.tile_rows, given.kernel.tile.m,
-                                           params.group_size),
-                .group_size = params.group_size,
-                .head_dim_vo = params.head_dim_vo},
+                                           segment.group_size),
+                .group_size = segment.group_size,
+                .head_dim_vo = segment.head_dim_vo},
                kThreads);
 }
 
