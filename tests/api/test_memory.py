@@ -250,7 +250,7 @@ def test_single(target, kind, name, seen):
         "k": target.to(torch.ones(9, 2, 64).half()),
         "v": target.to(torch.ones(9, 2, 64).half()),
     }
-    _single._cache.plans.clear()
+    _single._cache.clear()
     if seen == "cached":
         preflash.single_prefill_with_kv_cache(**arguments, backend=target.backend)
     with pytest.raises((TypeError, ValueError), match=rf"\b{name}\b"):
