@@ -6,7 +6,9 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <tuple>
 #include <type_traits>
+#include <utility>
 
 #include "bindings/bindings.h"
 #include "core/launch.h"
@@ -129,12 +131,50 @@ void bind_options(py::module_& m) {
            py::arg("scale_k") = 0, py::arg("scale_v") = 0);
 }
 
+std::shared_ptr<Plan> make_plan(Family family, int device, const PerSegment<PlanRequest>& requests,
+                                std::int64_t float_workspace_bytes) {
+  py::gil_scoped_release release;  // of millions of items it takes seconds
+  return std::make_shared<Plan>(family, device, requests, float_workspace_bytes);
+}
+
+// One of a list's items for each segment.
+template <class T, class Convert>
+PerSegment<T> per_segment(const py::sequence& given, Convert&& convert) {
+  if (given.empty() || given.size() > kMaxSegments) {
+    throw py::value_error("a launch has one or two segments, not " + std::to_string(given.size()));
+  }
+  PerSegment<T> items;
+  for (const py::handle item : given) items.add(convert(item));
+  return items;
+}
+
+PlanRequest plan_request(const py::handle& given) {
+  auto [options, batch] = given.cast<std::pair<AttentionOptions, std::shared_ptr<Batch>>>();
+  return {.options = options, .batch = std::move(batch)};
+}
+
+RunTensors run_tensors(const TokenHead& q, const PageTokenHead& k, const PageTokenHead& v,
+                       const TokenHead& o, const TokenHead& lse) {
+  return {.q = row_tensor(q),
+          .k = kv_tensor(k),
+          .v = kv_tensor(v),
+          .o = row_tensor(o),
+          .lse = {.stride_token = lse[0], .stride_head = lse[1]}};
+}
+
 // NOTE: the state changes hands here, where no signal handler can run and raise between the work
 // list's arrival in memory that the old state may still own and the new state that describes it.
-void write(DevicePlan& place, std::shared_ptr<Plan> plan, Address page_indices, Address stream,
-           const py::object& owner, const py::object& state) {
-  Upload upload{.page_indices = pointer<const std::int32_t>(page_indices),
-                .stream = pointer<void>(stream)};
+void write(DevicePlan& place, std::shared_ptr<Plan> plan, const py::object& page_indices,
+           Address stream, const py::object& owner, const py::object& state) {
+  auto address = [](const py::handle& given) {
+    return pointer<const std::int32_t>(given.cast<Address>());
+  };
+  Upload upload{.stream = pointer<void>(stream)};
+  if (py::isinstance<py::int_>(page_indices)) {
+    upload.page_indices = address(page_indices);
+  } else {
+    upload.page_indices = per_segment<const std::int32_t*>(page_indices, address);
+  }
   {
     // Staging may be busy with an earlier copy.
     py::gil_scoped_release release;
@@ -144,17 +184,15 @@ void write(DevicePlan& place, std::shared_ptr<Plan> plan, Address page_indices, 
 }
 
 // extras: null, or those that this run has.
-RunArguments run_arguments(Address q, Address k, Address v, Address o, Address lse,
-                           Address float_workspace, Address stream, float sm_scale, float out_scale,
-                           float lse_scale, const RunExtras* extras) {
+SegmentArguments segment_arguments(Address q, Address k, Address v, Address o, Address lse,
+                                   float sm_scale, float out_scale, float lse_scale,
+                                   const RunExtras* extras) {
   return {.q = pointer<const void>(q),
           .k = pointer<const void>(k),
           .v = pointer<const void>(v),
           .o = pointer<void>(o),
           .lse = pointer<float>(lse),
           .extras = extras == nullptr ? RunExtras{} : *extras,
-          .float_workspace = pointer<void>(float_workspace),
-          .stream = pointer<void>(stream),
           .sm_scale = sm_scale,
           .out_scale = out_scale,
           .lse_scale = lse_scale};
@@ -164,8 +202,10 @@ RunArguments run_arguments(Address q, Address k, Address v, Address o, Address l
 bool run(Launch& launch, Address q, Address k, Address v, Address o, Address lse,
          Address float_workspace, Address stream, float sm_scale, float out_scale, float lse_scale,
          const RunExtras* extras) {
-  return launch.run(run_arguments(q, k, v, o, lse, float_workspace, stream, sm_scale, out_scale,
-                                  lse_scale, extras));
+  return launch.run(
+      {.segments = segment_arguments(q, k, v, o, lse, sm_scale, out_scale, lse_scale, extras),
+       .float_workspace = pointer<void>(float_workspace),
+       .stream = pointer<void>(stream)});
 }
 
 // The same on so many threads of the CPU.
@@ -173,9 +213,28 @@ bool run_on_threads(Launch& launch, int num_threads, Address q, Address k, Addre
                     Address lse, Address float_workspace, Address stream, float sm_scale,
                     float out_scale, float lse_scale, const RunExtras* extras) {
   check_num_threads(num_threads);
-  RunArguments arguments = run_arguments(q, k, v, o, lse, float_workspace, stream, sm_scale,
-                                         out_scale, lse_scale, extras);
-  arguments.num_threads = num_threads;
+  return launch.run(
+      {.segments = segment_arguments(q, k, v, o, lse, sm_scale, out_scale, lse_scale, extras),
+       .float_workspace = pointer<void>(float_workspace),
+       .stream = pointer<void>(stream),
+       .num_threads = num_threads});
+}
+
+// One (q, k, v, o, lse, sm_scale, out_scale, lse_scale, extras) for each segment.
+bool run_segments(Launch& launch, const py::sequence& segments, Address float_workspace,
+                  Address stream, int num_threads) {
+  check_num_threads(num_threads);
+  RunArguments arguments{.segments = per_segment<SegmentArguments>(
+                             segments,
+                             [](const py::handle& given) {
+                               using Row = std::tuple<Address, Address, Address, Address, Address,
+                                                      float, float, float, const RunExtras*>;
+                               return std::apply(&segment_arguments, given.cast<Row>());
+                             }),
+                         .float_workspace = pointer<void>(float_workspace),
+                         .stream = pointer<void>(stream),
+                         .num_threads = num_threads};
+  py::gil_scoped_release release;
   return launch.run(arguments);
 }
 
@@ -189,18 +248,30 @@ void bind_plan(py::module_& m) {
   py::class_<Plan, std::shared_ptr<Plan>>(m, "Plan")
       .def(py::init([](Family family, int device, const AttentionOptions& options,
                        std::shared_ptr<Batch> batch, std::int64_t float_workspace_bytes) {
-             py::gil_scoped_release release;  // of millions of items it takes seconds
-             return std::make_shared<Plan>(family, device, options, std::move(batch),
-                                           float_workspace_bytes);
+             return make_plan(family, device,
+                              PlanRequest{.options = options, .batch = std::move(batch)},
+                              float_workspace_bytes);
            }),
            py::arg("family"), py::arg("device"), py::arg("options"), py::arg("batch"),
            py::arg("float_workspace_bytes"))
+      .def_static(
+          "of_segments",
+          [](Family family, int device, const py::sequence& segments,
+             std::int64_t float_workspace_bytes) {
+            return make_plan(family, device, per_segment<PlanRequest>(segments, &plan_request),
+                             float_workspace_bytes);
+          },
+          "One launch for (options, batch) of each segment.", py::arg("family"), py::arg("device"),
+          py::arg("segments"), py::arg("float_workspace_bytes"))
+      .def_property_readonly("num_segments",
+                             [](const Plan& plan) { return plan.segments().size(); })
       .def_property_readonly("id", [](const Plan& plan) { return plan.kernel().id; })
       .def_property_readonly("int_bytes", &Plan::int_bytes)
       .def_property_readonly("float_bytes", &Plan::float_bytes)
       .def_property_readonly("num_items", [](const Plan& plan) { return plan.sizes().num_items; })
       .def_property_readonly("num_ctas", [](const Plan& plan) { return plan.sizes().num_ctas; })
-      .def_property_readonly("num_merges", [](const Plan& plan) { return plan.sizes().num_merges; })
+      .def_property_readonly("num_merges",
+                             [](const Plan& plan) { return plan.sizes().num_merges(); })
       .def_property_readonly("num_kv_tiles",
                              [](const Plan& plan) { return plan.sizes().num_kv_tiles; })
       .def_property_readonly("makespan_kv_tiles",
@@ -223,19 +294,26 @@ void bind_plan(py::module_& m) {
       .def(
           py::init([](std::shared_ptr<DevicePlan> place, const TokenHead& q, const PageTokenHead& k,
                       const PageTokenHead& v, const TokenHead& o, const TokenHead& lse) {
-            return std::make_unique<Launch>(
-                std::move(place),
-                RunTensors{.q = row_tensor(q),
-                           .k = kv_tensor(k),
-                           .v = kv_tensor(v),
-                           .o = row_tensor(o),
-                           .lse = {.stride_token = lse[0], .stride_head = lse[1]}});
+            return std::make_unique<Launch>(std::move(place), run_tensors(q, k, v, o, lse));
           }),
           py::arg("place"), py::arg("q"), py::arg("k"), py::arg("v"), py::arg("o"), py::arg("lse"))
+      .def_static(
+          "of_segments",
+          [](std::shared_ptr<DevicePlan> place, const py::sequence& segments) {
+            auto tensors = [](const py::handle& given) {
+              using Row = std::tuple<TokenHead, PageTokenHead, PageTokenHead, TokenHead, TokenHead>;
+              return std::apply(&run_tensors, given.cast<Row>());
+            };
+            return std::make_unique<Launch>(std::move(place),
+                                            per_segment<RunTensors>(segments, tensors));
+          },
+          "Bound to (q, k, v, o, lse) of each segment.", py::arg("place"), py::arg("segments"))
       // Other Python threads go on meanwhile: on the CPU this is the computation, and on a GPU a
       // launch waits where the queue is full, maybe for a host callback that needs the interpreter.
       .def("run", &run, py::call_guard<py::gil_scoped_release>())
-      .def("run_on_threads", &run_on_threads, py::call_guard<py::gil_scoped_release>());
+      .def("run_on_threads", &run_on_threads, py::call_guard<py::gil_scoped_release>())
+      .def("run_segments", &run_segments, py::arg("segments"), py::arg("float_workspace"),
+           py::arg("stream"), py::arg("num_threads"));
 }
 
 }  // namespace preflash

@@ -98,7 +98,7 @@ int Batch::first_pages_other_than(const std::int32_t* page_indices,
   return -1;
 }
 
-void Batch::describe(Problem* problem) const {
+void Batch::describe(SegmentProblem* problem) const {
   problem->qo_indptr = qo_indptr_;
   problem->kv_indptr = kv_indptr_;
   problem->last_page_len = last_page_len_;

@@ -69,7 +69,7 @@ class Batch {
                              const BlockTables& block_tables) const;
 
   // Fills the parts of a problem that come from the batch. The spans point into this object.
-  void describe(Problem* problem) const;
+  void describe(SegmentProblem* problem) const;
 
  private:
   std::vector<std::int32_t> qo_indptr_;

@@ -36,9 +36,12 @@ void DevicePlan::write(std::shared_ptr<const Plan> plan, const Upload& upload) {
   check_launch(services.uploader_submit(uploader_->get(), memory_, bytes, upload.stream),
                "plan upload");
   page_indices_ = upload.page_indices;
-  if (plan->batch().page_size() > 0 && page_indices_ == nullptr) {
-    page_indices_ = reinterpret_cast<const std::int32_t*>(static_cast<std::byte*>(memory_) +
-                                                          plan->page_indices_offset());
+  for (int s = 0; s < plan->segments().size(); ++s) {
+    const PlannedSegment& segment = plan->segments()[s];
+    if (segment.batch->page_size() > 0 && page_indices_[s] == nullptr) {
+      page_indices_[s] = reinterpret_cast<const std::int32_t*>(static_cast<std::byte*>(memory_) +
+                                                               segment.page_indices_offset);
+    }
   }
   plan_ = std::move(plan);
 }
@@ -53,11 +56,16 @@ ForwardParams DevicePlan::params() const {
   params.items = plan_->layout().items.in(memory_);
   params.cta_begin = plan_->layout().cta_begin.in(memory_);
   params.num_items = plan_->sizes().num_items;
-  ForwardSegment& segment = params.segments[0];
-  segment = {plan_->options()};
-  segment.group_size = segment.gqa_ratio();
-  segment.page_indices = page_indices_;
-  segment.page_size = std::max(plan_->batch().page_size(), 1);
+  params.num_segments = plan_->segments().size();
+  for (int s = 0; s < params.num_segments; ++s) {
+    const PlannedSegment& planned = plan_->segments()[s];
+    ForwardSegment& segment = params.segments[s];
+    static_cast<AttentionOptions&>(segment) = planned.options;
+    segment.group_size = segment.gqa_ratio();
+    segment.page_indices = page_indices_[s];
+    segment.page_size = std::max(planned.batch->page_size(), 1);
+    segment.kernel = planned.kernel;
+  }
   return params;
 }
 

@@ -29,8 +29,8 @@ class Uploader {
 
 // How a plan reaches its place.
 struct Upload {
-  const std::int32_t* page_indices =
-      nullptr;  // on the device; null: those of the batch are uploaded
+  // Of each segment, on the device; null: those of the batch are uploaded.
+  PerSegment<const std::int32_t*> page_indices = {};
   void* stream = nullptr;
 };
 
@@ -51,7 +51,9 @@ class DevicePlan {
 
   // Everything of ForwardParams that no tensor decides.
   ForwardParams params() const;
-  const MergeItem* merges() const { return plan_->layout().merges.in(memory_); }
+  const MergeItem* merges(int segment) const {
+    return plan_->layout().segments[segment].merges.in(memory_);
+  }
   const void* memory() const { return memory_; }
 
  private:
@@ -59,7 +61,7 @@ class DevicePlan {
   void* memory_;
   std::int64_t capacity_;
   std::shared_ptr<const Plan> plan_;
-  const std::int32_t* page_indices_ = nullptr;
+  PerSegment<const std::int32_t*> page_indices_;  // null: ragged
 };
 
 }  // namespace preflash

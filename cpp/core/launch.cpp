@@ -75,9 +75,22 @@ MemorySpan span_of(const LseTensor& tensor, std::int64_t num_tokens, std::int64_
 
 MemorySpan span_of_bytes(std::int64_t bytes) { return {.row_bytes = bytes}; }
 
+constexpr TensorNames kNames = {"q",     "k",       "v",       "out",    "lse",
+                                "sinks", "scale_q", "scale_k", "scale_v"};
+constexpr TensorNames kNamesOfTwo[kMaxSegments] = {
+    {"segment 0's q", "segment 0's k", "segment 0's v", "segment 0's out", "segment 0's lse",
+     "segment 0's sinks", "segment 0's scale_q", "segment 0's scale_k", "segment 0's scale_v"},
+    {"segment 1's q", "segment 1's k", "segment 1's v", "segment 1's out", "segment 1's lse",
+     "segment 1's sinks", "segment 1's scale_q", "segment 1's scale_k", "segment 1's scale_v"},
+};
+
+const TensorNames& names_of(int segment, int num_segments) {
+  return num_segments == 1 ? kNames : kNamesOfTwo[segment];
+}
+
 }  // namespace
 
-Launch::Launch(std::shared_ptr<const DevicePlan> place, const RunTensors& tensors)
+Launch::Launch(std::shared_ptr<const DevicePlan> place, const PerSegment<RunTensors>& tensors)
     : place_(std::move(place)), tensors_(tensors), services_(&services_of(place_->device())) {
   bind();
 }
@@ -85,81 +98,123 @@ Launch::Launch(std::shared_ptr<const DevicePlan> place, const RunTensors& tensor
 void Launch::bind() {
   if (place_->plan() == nullptr) throw std::logic_error("a launch of a place without a plan");
   plan_ = place_->plan();
+  if (tensors_.size() != plan_->segments().size()) {
+    throw std::invalid_argument("the plan has " + std::to_string(plan_->segments().size()) +
+                                " segments, the launch tensors of " +
+                                std::to_string(tensors_.size()));
+  }
   forward_ = place_->params();
-  ForwardSegment& segment = forward_.segments[0];
-  segment.q = tensors_.q;
-  segment.q.num_tokens = plan_->batch().qo_end();
-  segment.k = tensors_.k;
-  segment.v = tensors_.v;
-  segment.o = tensors_.o;
+  for (int s = 0; s < tensors_.size(); ++s) bind_segment(s);
+}
+
+void Launch::bind_segment(int index) {
+  const PlannedSegment& planned = plan_->segments()[index];
+  const RunTensors& tensors = tensors_[index];
+  ForwardSegment& segment = forward_.segments[index];
+  segment.q = tensors.q;
+  segment.q.num_tokens = planned.batch->qo_end();
+  segment.k = tensors.k;
+  segment.v = tensors.v;
+  segment.o = tensors.o;
   segment.o.num_tokens = segment.q.num_tokens;
-  segment.lse = tensors_.lse;
+  segment.lse = tensors.lse;
 
-  const ForwardKernel& kernel = plan_->kernel();
-  combine_.o = segment.o;
-  combine_.lse = tensors_.lse;
-  combine_.o_dtype = plan_->options().o_dtype;
-  combine_.requests = forward_.requests;
-  combine_.merges = place_->merges();
-  combine_.num_merges = plan_->sizes().num_merges;
-  combine_.tile_rows = rows_per_tile(kernel.traits.tile_rows, kernel.tile.m, segment.group_size);
-  combine_.group_size = segment.group_size;
-  combine_.head_dim_vo = segment.head_dim_vo;
+  const AttentionOptions& options = planned.options;
+  const ForwardKernel& kernel = *planned.kernel;
+  CombineParams& combine = combine_[index];
+  combine.o = segment.o;
+  combine.lse = tensors.lse;
+  combine.o_dtype = options.o_dtype;
+  combine.requests = forward_.requests;
+  combine.merges = place_->merges(index);
+  combine.num_merges = plan_->sizes().segments[index].num_merges;
+  combine.tile_rows = rows_per_tile(kernel.traits.tile_rows, kernel.tile.m, segment.group_size);
+  combine.group_size = segment.group_size;
+  combine.head_dim_vo = segment.head_dim_vo;
 
-  const AttentionOptions& options = plan_->options();
-  spans_ = {
+  spans_[index] = {
       .q = span_of(segment.q, options.num_qo_heads, options.head_dim_qk, options.q_dtype),
       .k = span_of(segment.k, options.num_kv_heads, options.head_dim_qk, options.kv_dtype),
       .v = span_of(segment.v, options.num_kv_heads, options.head_dim_vo, options.kv_dtype),
       .o = span_of(segment.o, options.num_qo_heads, options.head_dim_vo, options.o_dtype),
       .lse = span_of(segment.lse, segment.q.num_tokens, options.num_qo_heads),
+      .of_qo_heads = span_of_bytes(options.num_qo_heads * std::int64_t{sizeof(float)}),
+      .of_kv_heads = span_of_bytes(options.num_kv_heads * std::int64_t{sizeof(float)}),
   };
 }
 
 void Launch::check(const RunArguments& arguments) const {
+  const int num_segments = arguments.segments.size();
+  if (num_segments != tensors_.size()) {
+    throw std::invalid_argument("the launch has " + std::to_string(tensors_.size()) +
+                                " segments, the run brings arguments of " +
+                                std::to_string(num_segments));
+  }
+  for (int s = 0; s < num_segments; ++s) check_addresses(s, arguments);
+  for (int s = 0; s < num_segments; ++s) {
+    for (int other = 0; other < num_segments; ++other) check_outputs(s, other, arguments);
+  }
+}
+
+void Launch::check_addresses(int index, const RunArguments& arguments) const {
   const int device = plan_->device();
-  check_address("q", arguments.q, spans_.q.extent(), device);
-  check_address("k", arguments.k, spans_.k.extent(), device);
-  check_address("v", arguments.v, spans_.v.extent(), device);
-  check_address("out", arguments.o, spans_.o.extent(), device);
+  const SegmentArguments& segment = arguments.segments[index];
+  const TensorSpans& spans = spans_[index];
+  const TensorNames& names = names_of(index, arguments.segments.size());
+  check_address(names.q, segment.q, spans.q.extent(), device);
+  check_address(names.k, segment.k, spans.k.extent(), device);
+  check_address(names.v, segment.v, spans.v.extent(), device);
+  check_address(names.out, segment.o, spans.o.extent(), device);
   check_address("float_workspace_buffer", arguments.float_workspace, plan_->float_bytes(), device);
+  if (segment.lse != nullptr && is_freed(segment.lse, device)) {
+    refuse_address(names.lse, segment.lse, device);
+  }
+}
+
+void Launch::check_outputs(int index, int other_index, const RunArguments& arguments) const {
+  const int num_segments = arguments.segments.size();
+  const SegmentArguments& segment = arguments.segments[index];
+  const SegmentArguments& other = arguments.segments[other_index];
+  const TensorSpans& spans = spans_[other_index];
+  const TensorNames& names = names_of(other_index, num_segments);
+  const TensorNames& own_names = names_of(index, num_segments);
+  const bool same = index == other_index;
 
   const MemorySpan partials = span_of_bytes(plan_->float_bytes());
   const MemorySpan work_list = span_of_bytes(plan_->int_bytes());
-  const RunExtras& extras = arguments.extras;
-  const AttentionOptions& options = plan_->options();
-  const MemorySpan of_qo_heads = span_of_bytes(options.num_qo_heads * std::int64_t{sizeof(float)});
-  const MemorySpan of_kv_heads = span_of_bytes(options.num_kv_heads * std::int64_t{sizeof(float)});
-  const Placed per_head[] = {
-      {"sinks", extras.sinks, of_qo_heads},
-      {"scale_q", extras.scale_q, of_qo_heads},
-      {"scale_k", extras.scale_k, of_kv_heads},
-      {"scale_v", extras.scale_v, of_kv_heads},
-  };
-  const Placed q{"q", arguments.q, spans_.q};
-  const Placed out{"out", arguments.o, spans_.o};
-  const Placed others[] = {
-      {"k", arguments.k, spans_.k},
-      {"v", arguments.v, spans_.v},
+  const RunExtras& extras = other.extras;
+  const Placed read[] = {
+      {names.k, other.k, spans.k},
+      {names.v, other.v, spans.v},
       {"float_workspace_buffer", arguments.float_workspace, partials},
       {"int_workspace_buffer", place_->memory(), work_list},
+      {names.sinks, extras.sinks, spans.of_qo_heads},
+      {names.scale_q, extras.scale_q, spans.of_qo_heads},
+      {names.scale_k, extras.scale_k, spans.of_kv_heads},
+      {names.scale_v, extras.scale_v, spans.of_kv_heads},
   };
-  // q itself may be written to: an item has read its rows of q, which nobody else reads, before it
-  // writes the same rows of out.
-  if (arguments.o != arguments.q || spans_.o != spans_.q) check_apart(out, q);
-  auto check_apart_from_others = [&](const Placed& written) {
-    for (const Placed& other : others) check_apart(written, other);
-    for (const Placed& other : per_head) {
-      if (other.address != nullptr) check_apart(written, other);
+  const Placed q{names.q, other.q, spans.q};
+  const Placed others_out{names.out, other.o, spans.o};
+  auto check_apart_from_read = [&](const Placed& written) {
+    for (const Placed& one : read) {
+      if (one.address != nullptr) check_apart(written, one);
     }
   };
-  check_apart_from_others(out);
-  if (arguments.lse == nullptr) return;
-  if (is_freed(arguments.lse, device)) refuse_address("lse", arguments.lse, device);
-  const Placed lse{"lse", arguments.lse, spans_.lse};
-  check_apart(lse, out);
+  const Placed out{own_names.out, segment.o, spans_[index].o};
+  // q itself may be written to: an item has read its rows of q, which nobody else reads, before it
+  // writes the same rows of out.
+  const bool in_place = same && segment.o == segment.q && spans.o == spans.q;
+  if (!in_place) check_apart(out, q);
+  check_apart_from_read(out);
+  if (index < other_index) check_apart(out, others_out);
+  if (segment.lse == nullptr) return;
+  const Placed lse{own_names.lse, segment.lse, spans_[index].lse};
+  check_apart(lse, others_out);
   check_apart(lse, q);
-  check_apart_from_others(lse);
+  check_apart_from_read(lse);
+  if (index < other_index && other.lse != nullptr) {
+    check_apart(lse, {names.lse, other.lse, spans.lse});
+  }
 }
 
 bool Launch::run(const RunArguments& arguments) {
@@ -170,33 +225,41 @@ bool Launch::run(const RunArguments& arguments) {
   if (sizes.num_items == 0) return false;
 
   ForwardParams forward = forward_;
-  ForwardSegment& segment = forward.segments[0];
-  segment.q.data = const_cast<void*>(arguments.q);
-  segment.k.data = arguments.k;
-  segment.v.data = arguments.v;
-  segment.o.data = arguments.o;
-  segment.lse.data = arguments.lse;
-  segment.lse.scale = arguments.lse_scale;
-  segment.extras = arguments.extras;
-  segment.partial_o = layout.partial_o.in(arguments.float_workspace);
-  segment.partial_lse = layout.partial_lse.in(arguments.float_workspace);
-  segment.sm_scale = arguments.sm_scale;
-  segment.out_scale = arguments.out_scale;
+  for (int s = 0; s < arguments.segments.size(); ++s) {
+    const SegmentArguments& given = arguments.segments[s];
+    ForwardSegment& segment = forward.segments[s];
+    segment.q.data = const_cast<void*>(given.q);
+    segment.k.data = given.k;
+    segment.v.data = given.v;
+    segment.o.data = given.o;
+    segment.lse.data = given.lse;
+    segment.lse.scale = given.lse_scale;
+    segment.extras = given.extras;
+    segment.partial_o = layout.segments[s].partial_o.in(arguments.float_workspace);
+    segment.partial_lse = layout.segments[s].partial_lse.in(arguments.float_workspace);
+    segment.sm_scale = given.sm_scale;
+    segment.out_scale = given.out_scale;
+  }
   const LaunchTarget target{
       .device = plan_->device(), .stream = arguments.stream, .num_threads = arguments.num_threads};
   check_launch(services_->launch_forward(plan_->kernel(), forward, sizes.num_ctas, target),
                plan_->kernel().id);
   const bool captured = services_->is_capturing(target);
-  if (sizes.num_merges == 0) return captured;
+  // NOTE: one launch for each segment that was split, since its rows and dtype may be others.
+  for (int s = 0; s < arguments.segments.size(); ++s) {
+    if (sizes.segments[s].num_merges > 0) combine(s, forward.segments[s], target);
+  }
+  return captured;
+}
 
-  CombineParams combine = combine_;
+void Launch::combine(int index, const ForwardSegment& segment, const LaunchTarget& target) const {
+  CombineParams combine = combine_[index];
   combine.o.data = segment.o.data;
   combine.lse = segment.lse;
   combine.partial_o = segment.partial_o;
   combine.partial_lse = segment.partial_lse;
-  combine.sinks = arguments.extras.sinks;
+  combine.sinks = segment.extras.sinks;
   check_launch(services_->combine(combine, target), "combine");
-  return captured;
 }
 
 }  // namespace preflash

@@ -1,5 +1,4 @@
-// A planned batch bound to the strides of its tensors: the hot path between Python's run() and the
-// kernel.
+// A plan bound to the strides of its tensors: the hot path between Python's run() and the kernel.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +10,7 @@
 
 namespace preflash {
 
-// Strides of the tensors of one run(), in elements, and the extents of k and v.
+// Strides of the tensors of one segment, in elements, and the extents of k and v.
 struct RunTensors {
   RowTensor q;
   KvTensor k;
@@ -20,29 +19,48 @@ struct RunTensors {
   LseTensor lse;
 };
 
-// What differs from call to call of a prepared launch.
-struct RunArguments {
+// What differs from call to call of a prepared launch, for one segment.
+struct SegmentArguments {
   const void* q = nullptr;
   const void* k = nullptr;
   const void* v = nullptr;
   void* o = nullptr;
   float* lse = nullptr;
   RunExtras extras;
-  void* float_workspace = nullptr;
-  void* stream = nullptr;
-  int num_threads = 1;  // on the CPU
   float sm_scale = 1.0f;
   float out_scale = 1.0f;
   float lse_scale = 1.0f;
 };
 
-// What the tensors of one run() reach, from addresses that each run() brings.
+struct RunArguments {
+  PerSegment<SegmentArguments> segments;
+  void* float_workspace = nullptr;
+  void* stream = nullptr;
+  int num_threads = 1;  // on the CPU
+};
+
+// What the tensors of one segment reach, from addresses that each run() brings.
 struct TensorSpans {
   MemorySpan q;
   MemorySpan k;
   MemorySpan v;
   MemorySpan o;
   MemorySpan lse;
+  MemorySpan of_qo_heads;  // float32 factors
+  MemorySpan of_kv_heads;
+};
+
+// How errors call the tensors of a segment.
+struct TensorNames {
+  const char* q;
+  const char* k;
+  const char* v;
+  const char* out;
+  const char* lse;
+  const char* sinks;
+  const char* scale_q;
+  const char* scale_k;
+  const char* scale_v;
 };
 
 // A plan bound to the strides of its tensors: run() only fills in addresses. The Python wrappers
@@ -50,7 +68,8 @@ struct TensorSpans {
 // Not thread-safe while another thread writes a plan into the place.
 class Launch {
  public:
-  Launch(std::shared_ptr<const DevicePlan> place, const RunTensors& tensors);
+  // Throws std::invalid_argument for tensors of more or fewer segments than the plan has.
+  Launch(std::shared_ptr<const DevicePlan> place, const PerSegment<RunTensors>& tensors);
 
   // Throws std::invalid_argument for a tensor that has no memory behind it or starts at an address
   // that is not a multiple of 16, and for an output that shares memory with anything else. Says
@@ -59,15 +78,20 @@ class Launch {
 
  private:
   void bind();
+  void bind_segment(int index);
   void check(const RunArguments& arguments) const;
+  void check_addresses(int index, const RunArguments& arguments) const;
+  // What one segment writes against what it or the other one reads and writes.
+  void check_outputs(int index, int other_index, const RunArguments& arguments) const;
+  void combine(int index, const ForwardSegment& segment, const LaunchTarget& target) const;
 
   std::shared_ptr<const DevicePlan> place_;
   std::shared_ptr<const Plan> plan_;  // the one that is bound
-  RunTensors tensors_;
-  TensorSpans spans_;
+  PerSegment<RunTensors> tensors_;
+  TensorSpans spans_[kMaxSegments];
   const DeviceServices* services_;
   ForwardParams forward_;
-  CombineParams combine_;
+  CombineParams combine_[kMaxSegments];
 };
 
 }  // namespace preflash

@@ -46,9 +46,8 @@ void check_architecture(Family family, const DeviceFacts& facts) {
 }
 
 // The wanted tile class, or the smaller one where the device's shared memory ends before.
-const ForwardKernel* find_kernel(Family family, const Problem& problem, const DeviceFacts& facts) {
-  validate(problem);
-  check_architecture(family, facts);
+const ForwardKernel* find_kernel(Family family, const SegmentProblem& problem,
+                                 const DeviceFacts& facts) {
   TileClass wanted = choose_tile_class(problem);
   const ForwardKernel* kernel = nullptr;
   for (TileClass tile_class : {wanted, TileClass::kDecode}) {
@@ -63,32 +62,75 @@ const ForwardKernel* find_kernel(Family family, const Problem& problem, const De
                          ". What would work: a smaller head_dim");
 }
 
-}  // namespace
-
-Plan::Plan(Family family, int device, const AttentionOptions& options,
-           std::shared_ptr<const Batch> batch, std::int64_t float_workspace_bytes)
-    : device_(device),
-      options_(options),
-      batch_(std::move(batch)),
-      kernel_(find_kernel(family, describe(float_workspace_bytes), facts_of(device))),
-      planner_(describe(float_workspace_bytes), facts_of(device), *kernel_) {
-  page_indices_offset_ = round_up(layout().int_bytes);
-  int_bytes_ =
-      page_indices_offset_ + static_cast<std::int64_t>(batch_->page_indices().size_bytes());
+SegmentKernels find_kernels(Family family, const Problem& problem, const DeviceFacts& facts) {
+  validate(problem);
+  check_architecture(family, facts);
+  SegmentKernels kernels;
+  for (const SegmentProblem& segment : problem.segments) {
+    kernels.add(find_kernel(family, segment, facts));
+  }
+  return kernels;
 }
 
-Problem Plan::describe(std::int64_t float_workspace_bytes) const {
-  Problem problem{options_};
-  batch_->describe(&problem);
+std::string joint_id(const SegmentKernels& kernels) {
+  std::string id;
+  for (const ForwardKernel* kernel : kernels)
+    id += (id.empty() ? "" : "+") + std::string(kernel->id);
+  return id;
+}
+
+// What runs all segments: the kernel of the one, or both kernels as one launch.
+ForwardKernel joint_kernel(const SegmentKernels& kernels, const char* id) {
+  if (kernels.size() == 1) return *kernels[0];
+  FoundLaunch found = Registry::instance().find_launch(kernels);
+  if (found.launch == nullptr) throw NotCompiledError(found.error);
+  ForwardKernel joint;
+  joint.id = id;
+  joint.launch = found.launch;
+  return joint;
+}
+
+// The spans point into the batches.
+Problem describe(const PerSegment<PlanRequest>& requests, std::int64_t float_workspace_bytes) {
+  Problem problem;
   problem.float_workspace_bytes = float_workspace_bytes;
+  for (const PlanRequest& request : requests) {
+    SegmentProblem& segment = problem.segments.add({});
+    static_cast<AttentionOptions&>(segment) = request.options;
+    request.batch->describe(&segment);
+  }
   return problem;
+}
+
+}  // namespace
+
+Plan::Plan(Family family, int device, const PerSegment<PlanRequest>& requests,
+           std::int64_t float_workspace_bytes)
+    : Plan(family, device, requests, describe(requests, float_workspace_bytes)) {}
+
+Plan::Plan(Family family, int device, const PerSegment<PlanRequest>& requests,
+           const Problem& problem)
+    : device_(device),
+      kernels_(find_kernels(family, problem, facts_of(device))),
+      id_(joint_id(kernels_)),
+      kernel_(joint_kernel(kernels_, id_.c_str())),
+      planner_(problem, facts_of(device), kernels_),
+      int_bytes_(layout().int_bytes) {
+  for (int s = 0; s < kernels_.size(); ++s) {
+    const auto& [options, batch] = requests[s];
+    const std::int64_t offset = round_up(int_bytes_);
+    segments_.add(
+        {.options = options, .batch = batch, .kernel = kernels_[s], .page_indices_offset = offset});
+    int_bytes_ = offset + static_cast<std::int64_t>(batch->page_indices().size_bytes());
+  }
 }
 
 void Plan::write(void* image) const {
   planner_.write(image);
-  std::span<const std::int32_t> pages = batch_->page_indices();
-  if (!pages.empty()) {
-    std::memcpy(static_cast<std::byte*>(image) + page_indices_offset_, pages.data(),
+  for (const PlannedSegment& segment : segments_) {
+    std::span<const std::int32_t> pages = segment.batch->page_indices();
+    if (pages.empty()) continue;
+    std::memcpy(static_cast<std::byte*>(image) + segment.page_indices_offset, pages.data(),
                 pages.size_bytes());
   }
 }

@@ -334,13 +334,17 @@ class Item {
 
 }  // namespace
 
-LaunchError run_forward(const Variant& variant, const TileShape& tile, const ForwardParams& params,
-                        int num_threads) {
+LaunchError run_forward(const ForwardParams& params, int num_threads) {
   return guarded([&] {
-    const Segment segment = make_segment(variant, tile, params.segments[0]);
+    std::optional<Segment> segments[kMaxSegments];
+    for (int s = 0; s < params.num_segments; ++s) {
+      const ForwardSegment& segment = params.segments[s];
+      segments[s].emplace(make_segment(segment.kernel->variant, segment.kernel->tile, segment));
+    }
     parallel_for(params.num_items, num_threads, [&](int index) {
       const WorkItem& item = params.items[index];
       const RequestInfo& request = params.requests[item.request];
+      const Segment& segment = *segments[request.segment];
       Item(segment, request, item, Scratch::of_this_thread(segment.shape)).run();
     });
   });

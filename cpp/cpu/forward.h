@@ -6,9 +6,8 @@
 
 namespace preflash::cpu {
 
-// Every item is computed by one thread in a fixed order: results depend neither on the number of
-// threads nor on the run. Returns nullptr, or what went wrong.
-LaunchError run_forward(const Variant& variant, const TileShape& tile, const ForwardParams& params,
-                        int num_threads);
+// Each segment names its kernel. Every item is computed by one thread in a fixed order: results
+// depend neither on the number of threads nor on the run. Returns nullptr, or what went wrong.
+LaunchError run_forward(const ForwardParams& params, int num_threads);
 
 }  // namespace preflash::cpu

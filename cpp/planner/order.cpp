@@ -43,12 +43,13 @@ struct Section {
   }
 };
 
-Section everything(const WorkList& work, std::int32_t num_kv_heads) {
+Section everything(const WorkList& work) {
   Section section;
   section.groups.reserve(work.requests.size());
   for (std::size_t r = 0; r < work.requests.size(); ++r) {
-    if (work.requests[r].num_units == 0) continue;
-    section.add({static_cast<std::int32_t>(r), 0, num_kv_heads}, work.requests[r]);
+    const RequestWork& request = work.requests[r];
+    if (request.num_units == 0) continue;
+    section.add({static_cast<std::int32_t>(r), 0, request.num_kv_heads}, request);
   }
   return section;
 }
@@ -80,7 +81,7 @@ struct SectionLimit {
 };
 
 std::vector<Section> sections(const WorkList& work, const OrderProblem& problem) {
-  Section whole = everything(work, problem.num_kv_heads);
+  Section whole = everything(work);
   if (problem.l2_bytes <= 0 ||
       whole.kv_bytes <= SectionLimit(problem.l2_bytes, whole.longest).kv_bytes) {
     return {std::move(whole)};
@@ -97,8 +98,8 @@ std::vector<Section> sections(const WorkList& work, const OrderProblem& problem)
   for (std::int32_t r : longest_first) {
     const RequestWork& request = work.requests[r];
     const SectionLimit limit(problem.l2_bytes, request.longest);
-    for (std::int32_t head = 0; head < problem.num_kv_heads;) {
-      const std::int64_t left = problem.num_kv_heads - head;
+    for (std::int32_t head = 0; head < request.num_kv_heads;) {
+      const std::int64_t left = request.num_kv_heads - head;
       const std::int64_t room = limit.kv_bytes - result.back().kv_bytes;
       std::int64_t heads = request.reused_kv_bytes > 0 ? room / request.reused_kv_bytes : left;
       if (heads <= 0 && limit.closes(result.back(), problem.cta_slots)) {

@@ -17,17 +17,16 @@ struct OrderedUnit {
 };
 
 struct OrderProblem {
-  std::int32_t num_kv_heads = 1;
   std::int64_t cta_slots = 1;
   std::int64_t l2_bytes = 0;  // 0: unknown, do not group by it
 };
 
-// Longest first. When the K/V that several query tiles share exceeds the L2, or would have to come
-// from memory faster than it can, (request, head) pairs are grouped into sections of less K/V, and
-// sections run one after the other, each longest first. A section is closed only once its work
-// could keep every slot busy for as long as its longest item, or a quarter of that where items are
-// short; and whatever begins there is work behind it to fill the machine while it runs: so grouping
-// costs little balance.
+// Longest first, the units of all segments in one list. When the K/V that several query tiles share
+// exceeds the L2, or would have to come from memory faster than it can, (request, head) pairs are
+// grouped into sections of less K/V, and sections run one after the other, each longest first. A
+// section is closed only once its work could keep every slot busy for as long as its longest item,
+// or a quarter of that where items are short; and whatever begins there is work behind it to fill
+// the machine while it runs: so grouping costs little balance.
 std::vector<OrderedUnit> order_units(const WorkList& work, const OrderProblem& problem);
 
 // Calls emit(unit, head) for every item in running order. Neighbouring units of one request and one

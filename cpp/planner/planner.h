@@ -16,6 +16,8 @@
 
 namespace preflash {
 
+using SegmentKernels = PerSegment<const ForwardKernel*>;
+
 // Lengths up to 2^30 keep every index of one request, and sums of two of them, inside int32.
 inline constexpr std::int32_t kMaxRequestLength = 1 << 30;
 
@@ -23,10 +25,11 @@ inline constexpr std::int32_t kMaxRequestLength = 1 << 30;
 inline constexpr std::int32_t kDecodeTileRows = 64;
 
 // Checks everything that the host can see. Throws std::invalid_argument with a message that names
-// the argument (as Python spells it), its value, the rule and the way out.
+// the argument (as Python spells it), its value, the rule and the way out, and the segment where
+// there are two.
 void validate(const Problem& problem);
 
-// The tile class of the one kernel that will run the whole batch.
+// The tile class of a segment.
 //   * kDecode when every request's packed rows fit a short tile, or most of the work is in such
 //   requests.
 //   * With a fixed or disabled split a request's bits must not depend on its batch, so kDecode only
@@ -36,7 +39,7 @@ void validate(const Problem& problem);
 //     tiles and other chunks, which only add zeros, but not always in the same places (combine adds
 //     from the first chunk that a tile touches, and a window moves that one).
 //   * With graph_max_rows it looks at that maximum alone, so that it is the same for every plan.
-TileClass choose_tile_class(const Problem& problem);
+TileClass choose_tile_class(const SegmentProblem& problem);
 
 struct PlannerOptions {
   Schedule schedule = Schedule::kAuto;
@@ -50,7 +53,8 @@ class Planner {
  public:
   // Decides and counts. Throws std::invalid_argument for what validate() refuses and for a fixed
   // split or a CUDA graph that its workspace cannot hold. Keeps no reference to its arguments.
-  Planner(const Problem& problem, const DeviceFacts& facts, const ForwardKernel& kernel,
+  // kernels: of each segment, all of one family.
+  Planner(const Problem& problem, const DeviceFacts& facts, const SegmentKernels& kernels,
           PlannerOptions options = {});
 
   const PlanLayout& layout() const { return layout_; }
@@ -63,24 +67,34 @@ class Planner {
   void write(void* image) const;
 
  private:
-  void read_requests(const Problem& problem);
-  void split(const Problem& problem, std::int64_t cta_slots, const ItemCost& cost);
+  // What writing needs to know of a segment.
+  struct Segment {
+    std::int32_t first_request = 0;
+    std::int32_t num_requests = 0;
+    std::int32_t num_kv_heads = 0;
+    std::int32_t group_size = 1;
+    std::int32_t head_dim_vo = 0;
+    TileExtent tile;
+    SegmentLimits capacity = {};  // room: what is used, or the most that a CUDA graph may use
+  };
+
+  void read_segment(const SegmentProblem& problem, const ForwardKernel& kernel);
+  void split(const Problem& problem, std::int64_t cta_slots, const SegmentKernels& kernels);
+  void cut_into_chunks(const Problem& problem, std::span<const SegmentPlan> plans,
+                       const SplitProblem& decision);
+  void reserve(bool graph, const SplitLimits& limits);
   void schedule(const DeviceFacts& facts, std::int64_t cta_slots, Schedule schedule);
   void count();
   void lay_out(Arena& ints, Arena& floats, PlanLayout& layout) const;
   void write_items(WorkItem* items) const;
-  void write_merges(MergeItem* merges) const;
+  void write_merges(const Segment& segment, const SegmentWork& work, MergeItem* merges) const;
 
   std::vector<RequestInfo> requests_;
+  PerSegment<Segment> segments_;
   WorkList work_;
-  SplitLimits capacity_;  // room in the image: what is used, or the most that a CUDA graph may use
+  std::int64_t item_capacity_ = 0;
   std::vector<OrderedUnit> order_;
   Assignment assignment_;  // empty without a persistent schedule
-  std::int32_t num_kv_heads_ = 0;
-  std::int32_t group_size_ = 1;
-  TileShape tile_;
-  std::int32_t tile_rows_ = 0;  // rows_per_tile()
-  std::int32_t head_dim_vo_ = 0;
   PlanLayout layout_;
   PlanSizes sizes_;
 };

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <functional>
 
+#include "planner/arena.h"
+
 namespace preflash {
 namespace {
 
@@ -35,13 +37,54 @@ std::vector<std::int32_t> ladder(std::int32_t longest, std::int32_t shortest_chu
 }
 
 bool fits(const SplitEstimate& estimate, const SplitLimits& limits) {
-  return estimate.num_partial_rows <= limits.rows && estimate.num_items <= limits.items &&
-         estimate.num_merges <= limits.merges && estimate.num_chunks <= kMaxChunks;
+  for (int s = 0; s < estimate.segments.size(); ++s) {
+    const SegmentEstimate& segment = estimate.segments[s];
+    if (segment.num_partial_rows > limits.segments[s].rows ||
+        segment.num_merges > limits.segments[s].merges || segment.num_chunks > kMaxChunks) {
+      return false;
+    }
+  }
+  return estimate.num_items <= limits.items && estimate.float_bytes <= limits.float_bytes;
+}
+
+constexpr std::int32_t kOverhead = CostModel::kItem + CostModel::kPartial;
+
+SegmentEstimate estimate_segment(const SplitSegment& split, std::int32_t chunk_tiles,
+                                 CostHistogram& costs) {
+  const std::int64_t heads = split.num_kv_heads;
+  SegmentEstimate result;
+  for (const QueryTile& tile : split.tiles) {
+    const ChunkSpan chunks = chunks_of(tile, chunk_tiles);
+    const std::int32_t count = chunks.count();
+    result.num_items += count;
+    result.num_chunks = std::max(result.num_chunks, chunks.last + 1);
+    if (count == 1) {
+      costs.add(tile.kv_tiles() + CostModel::kItem, heads);
+      continue;
+    }
+    costs.add((chunks.first + 1) * chunk_tiles - tile.kv_begin + kOverhead, heads);
+    costs.add(tile.kv_end - chunks.last * chunk_tiles + kOverhead, heads);
+    if (count > 2) costs.add(chunk_tiles + kOverhead, (count - 2) * heads);
+    // NOTE: more chunks than can be numbered are refused; counting their rows might overflow.
+    result.num_partial_rows += std::int64_t{std::min(count, kMaxChunks)} * tile.rows;
+    ++result.num_merges;
+  }
+  result.num_items *= heads;
+  result.num_partial_rows *= heads;
+  result.num_merges *= heads;
+  return result;
 }
 
 }  // namespace
 
-CostHistogram::CostHistogram(std::int32_t longest, std::int64_t num_heads) : num_heads_(num_heads) {
+std::int64_t partial_bytes(std::int64_t rows, std::int32_t head_dim_vo) {
+  Arena arena;
+  arena.take<float>(rows * head_dim_vo);
+  arena.take<PartialLse>(rows);
+  return arena.bytes();
+}
+
+CostHistogram::CostHistogram(std::int32_t longest) {
   while ((longest >> shift_) >= kMaxBuckets) ++shift_;
   counts_.assign((longest >> shift_) + 1, 0);
 }
@@ -51,45 +94,55 @@ std::int64_t CostHistogram::makespan(std::int64_t cta_slots) const {
   std::int64_t items = 0;
   for (std::int64_t bucket = std::ssize(counts_) - 1; bucket > 0; --bucket) {
     if (counts_[bucket] == 0) continue;
-    items += counts_[bucket] * num_heads_;
+    items += counts_[bucket];
     bound = std::max(bound, ceil_div(items, cta_slots) * (bucket << shift_));
   }
   return bound;
 }
 
 SplitEstimate estimate(const SplitProblem& split, std::int32_t chunk_tiles) {
-  constexpr std::int32_t kOverhead = CostModel::kItem + CostModel::kPartial;
-  CostHistogram costs(std::min(split.longest, chunk_tiles) + kOverhead, split.num_kv_heads);
-  SplitEstimate result;
-  for (const QueryTile& tile : split.tiles) {
-    const ChunkSpan chunks = chunks_of(tile, chunk_tiles);
-    const std::int32_t count = chunks.count();
-    result.num_items += count;
-    result.num_chunks = std::max(result.num_chunks, chunks.last + 1);
-    if (count == 1) {
-      costs.add(tile.kv_tiles() + CostModel::kItem);
-      continue;
-    }
-    costs.add((chunks.first + 1) * chunk_tiles - tile.kv_begin + kOverhead);
-    costs.add(tile.kv_end - chunks.last * chunk_tiles + kOverhead);
-    if (count > 2) costs.add(chunk_tiles + kOverhead, count - 2);
-    // NOTE: more chunks than can be numbered are refused; counting their rows might overflow.
-    result.num_partial_rows += std::int64_t{std::min(count, kMaxChunks)} * tile.rows;
-    ++result.num_merges;
+  std::int32_t longest = 0;
+  for (const SplitSegment& segment : split.segments) {
+    longest = std::max(longest, std::min(segment.longest, segment.chunk_tiles(chunk_tiles)));
   }
-  result.num_items *= split.num_kv_heads;
-  result.num_partial_rows *= split.num_kv_heads;
-  result.num_merges *= split.num_kv_heads;
+  CostHistogram costs(longest + kOverhead);
+  SplitEstimate result;
+  bool merges = false;
+  for (const SplitSegment& segment : split.segments) {
+    const SegmentEstimate& of_segment =
+        result.segments.add(estimate_segment(segment, segment.chunk_tiles(chunk_tiles), costs));
+    result.num_items += of_segment.num_items;
+    result.float_bytes += partial_bytes(of_segment.num_partial_rows, segment.head_dim_vo);
+    merges |= of_segment.num_merges > 0;
+  }
   result.total_cost = costs.total();
   result.makespan = costs.makespan(split.cta_slots);
-  if (result.num_merges > 0) result.makespan += CostModel::kMerge;
+  if (merges) result.makespan += CostModel::kMerge;
   return result;
 }
 
+namespace {
+
+// Of the segments whose chunks are to be chosen: where a choice can begin.
+struct OpenTiles {
+  std::int32_t longest = 0;
+  std::int32_t shortest_chunk = 1;
+
+  explicit OpenTiles(const SplitProblem& split) {
+    for (int s = 0; s < split.segments.size(); ++s) {
+      const SplitSegment& segment = split.segments[s];
+      if (segment.asked_chunk > 0 || split.limits.segments[s].rows < 2) continue;
+      longest = std::max(longest, segment.longest);
+      shortest_chunk = std::max(shortest_chunk, ceil_div(kMinAutoChunkKeys, segment.tile_n));
+    }
+  }
+};
+
+}  // namespace
+
 std::int32_t choose_chunk_tiles(const SplitProblem& split) {
-  if (split.limits.rows < 2 || split.tiles.empty()) return kUnsplit;
-  const std::int32_t shortest_chunk = ceil_div(kMinAutoChunkKeys, split.tile_n);
-  if (split.longest < 2 * shortest_chunk) return kUnsplit;
+  const OpenTiles open(split);
+  if (open.longest < 2 * open.shortest_chunk) return kUnsplit;
 
   const SplitEstimate unsplit = estimate(split, kUnsplit);
   const std::int64_t ideal = ceil_div(unsplit.total_cost, split.cta_slots);
@@ -98,7 +151,7 @@ std::int32_t choose_chunk_tiles(const SplitProblem& split) {
   std::int32_t best = kUnsplit;
   std::int64_t best_makespan = unsplit.makespan * kGainTenths / 10;
   const std::int64_t per_wave = split.cta_slots / unsplit.num_items;
-  for (std::int32_t chunk : ladder(split.longest, shortest_chunk, per_wave)) {
+  for (std::int32_t chunk : ladder(open.longest, open.shortest_chunk, per_wave)) {
     const SplitEstimate candidate = estimate(split, chunk);
     if (candidate.makespan < best_makespan && fits(candidate, split.limits)) {
       best = chunk;

@@ -14,28 +14,43 @@ inline constexpr std::int32_t kUnsplit = 1 << 30;  // a chunk length in tiles th
 inline constexpr std::int32_t kMinAutoChunkKeys =
     256;  // shorter chunks cost more than they balance
 
-// What a split may use at most.
-struct SplitLimits {
+// What the split of one segment may use at most.
+struct SegmentLimits {
   std::int64_t rows = 0;  // partial ones; int32 counts them
-  std::int64_t items = 0;
   std::int64_t merges = 0;
 };
 
-struct SplitEstimate {
-  std::int64_t makespan = 0;
-  std::int64_t total_cost = 0;
+// What the splits of all segments may use at most.
+struct SplitLimits {
+  PerSegment<SegmentLimits> segments = {};
+  std::int64_t items = 0;
+  std::int64_t float_bytes = 0;  // for the partial rows of all segments
+};
+
+struct SegmentEstimate {
   std::int64_t num_items = 0;
   std::int64_t num_merges = 0;
   std::int64_t num_partial_rows = 0;
   std::int32_t num_chunks = 0;  // highest chunk number plus one
 };
 
+struct SplitEstimate {
+  PerSegment<SegmentEstimate> segments;
+  std::int64_t makespan = 0;
+  std::int64_t total_cost = 0;
+  std::int64_t num_items = 0;
+  std::int64_t float_bytes = 0;
+};
+
+// Float workspace of so many partial rows.
+std::int64_t partial_bytes(std::int64_t rows, std::int32_t head_dim_vo);
+
 // Counts items per cost and bounds the time of the busiest of `cta_slots` slots from below.
 class CostHistogram {
  public:
-  CostHistogram(std::int32_t longest, std::int64_t num_heads);
+  explicit CostHistogram(std::int32_t longest);
 
-  void add(std::int32_t cost, std::int64_t times = 1) {
+  void add(std::int32_t cost, std::int64_t times) {
     counts_[cost >> shift_] += times;
     total_ += cost * times;
     if (cost > longest_) longest_ = cost;
@@ -44,28 +59,39 @@ class CostHistogram {
   // where n items cost at least v (that many share a slot). List scheduling longest-first comes
   // close to it.
   std::int64_t makespan(std::int64_t cta_slots) const;
-  std::int64_t total() const { return total_ * num_heads_; }
+  std::int64_t total() const { return total_; }
 
  private:
   std::int32_t shift_ = 0;
   std::int32_t longest_ = 0;
-  std::int64_t num_heads_;
   std::int64_t total_ = 0;
   std::vector<std::int64_t> counts_;
 };
 
-struct SplitProblem {
+struct SplitSegment {
   std::span<const QueryTile> tiles;
   std::int32_t longest = 0;  // the most KV tiles that one of them touches
   std::int64_t num_kv_heads = 1;
-  std::int64_t cta_slots = 1;
+  std::int32_t head_dim_vo = 0;
   std::int32_t tile_n = 64;
+  std::int32_t asked_chunk = 0;  // KV tiles per chunk, or kUnsplit, as the caller asks; 0: any
+
+  std::int32_t chunk_tiles(std::int32_t chosen) const {
+    return asked_chunk > 0 ? asked_chunk : chosen;
+  }
+};
+
+struct SplitProblem {
+  PerSegment<SplitSegment> segments = {};
+  std::int64_t cta_slots = 1;
   SplitLimits limits;
 };
 
+// With chunks of chunk_tiles KV tiles where the caller does not ask for others.
 SplitEstimate estimate(const SplitProblem& split, std::int32_t chunk_tiles);
 
-// KV tiles per chunk, or kUnsplit.
+// KV tiles per chunk, or kUnsplit: one length for every segment whose caller leaves it open, since
+// one machine has to be filled.
 std::int32_t choose_chunk_tiles(const SplitProblem& split);
 
 }  // namespace preflash

@@ -3,6 +3,7 @@
 #include <cmath>
 #include <cstdint>
 #include <span>
+#include <stdexcept>
 #include <string_view>
 
 #include "planner/message.h"
@@ -13,11 +14,11 @@ namespace {
 
 using Indptr32 = std::span<const std::int32_t>;
 
-std::string_view kv_indptr_name(const Problem& problem) {
+std::string_view kv_indptr_name(const SegmentProblem& problem) {
   return problem.paged() ? "paged_kv_indptr" : "kv_indptr";
 }
 
-void check_heads(const Problem& problem) {
+void check_heads(const SegmentProblem& problem) {
   if (problem.num_qo_heads < 1) {
     refuse("num_qo_heads = ", problem.num_qo_heads, ": must be at least 1");
   }
@@ -37,7 +38,7 @@ void check_head_dim(std::string_view name, std::int32_t value) {
   }
 }
 
-void check_rope(const Problem& problem) {
+void check_rope(const SegmentProblem& problem) {
   const RopeOptions& rope = problem.rope;
   if (problem.position != Position::kRope) {
     if (rope == RopeOptions{}) return;
@@ -52,7 +53,7 @@ void check_rope(const Problem& problem) {
   }
 }
 
-void check_scalars(const Problem& problem) {
+void check_scalars(const SegmentProblem& problem) {
   check_heads(problem);
   check_head_dim("head_dim_qk", problem.head_dim_qk);
   check_head_dim("head_dim_vo", problem.head_dim_vo);
@@ -64,10 +65,6 @@ void check_scalars(const Problem& problem) {
   if (problem.split.fixed_split_size < 0) {
     refuse("fixed_split_size = ", problem.split.fixed_split_size,
            ": must be a positive number of keys, or None to let the planner choose");
-  }
-  if (problem.float_workspace_bytes < 0) {
-    refuse("float_workspace_buffer: its size is ", problem.float_workspace_bytes,
-           " bytes; it must not be negative");
   }
   if (problem.graph_max_rows < 0) {
     refuse("graph_max_rows = ", problem.graph_max_rows, ": must be 0 (no CUDA graph) or positive");
@@ -92,7 +89,7 @@ void check_indptr(std::string_view name, std::span<const T> indptr) {
   }
 }
 
-void check_sizes(const Problem& problem) {
+void check_sizes(const SegmentProblem& problem) {
   if (problem.qo_indptr.empty()) {
     refuse("qo_indptr is empty: it needs batch_size + 1 elements, [0] for an empty batch");
   }
@@ -114,7 +111,7 @@ void check_sizes(const Problem& problem) {
   }
 }
 
-void check_query_lengths(const Problem& problem) {
+void check_query_lengths(const SegmentProblem& problem) {
   check_indptr("qo_indptr", problem.qo_indptr);
   std::int64_t group = problem.num_qo_heads / problem.num_kv_heads;
   for (std::size_t i = 0; i + 1 < problem.qo_indptr.size(); ++i) {
@@ -133,21 +130,21 @@ void check_query_lengths(const Problem& problem) {
   }
 }
 
-void check_kv_length(const Problem& problem, std::size_t request, std::int64_t length) {
+void check_kv_length(const SegmentProblem& problem, std::size_t request, std::int64_t length) {
   if (length > kMaxRequestLength) {
     refuse(kv_indptr_name(problem), "[", request + 1, "]: request ", request, " has ", length,
            " keys; at most ", kMaxRequestLength);
   }
 }
 
-void check_ragged_kv(const Problem& problem) {
+void check_ragged_kv(const SegmentProblem& problem) {
   check_indptr("kv_indptr", problem.kv_indptr);
   for (std::size_t i = 0; i + 1 < problem.kv_indptr.size(); ++i) {
     check_kv_length(problem, i, problem.kv_indptr[i + 1] - problem.kv_indptr[i]);
   }
 }
 
-void check_paged_kv(const Problem& problem) {
+void check_paged_kv(const SegmentProblem& problem) {
   if (problem.page_size < 1) {
     refuse("page_size = ", problem.page_size, ": must be at least 1");
   }
@@ -166,7 +163,7 @@ void check_paged_kv(const Problem& problem) {
   }
 }
 
-void check_mask(const Problem& problem) {
+void check_mask(const SegmentProblem& problem) {
   if (problem.mask_indptr[0] < 0) {
     refuse("mask_indptr[0] = ", problem.mask_indptr[0], ": must not be negative");
   }
@@ -183,9 +180,7 @@ void check_mask(const Problem& problem) {
   }
 }
 
-}  // namespace
-
-void validate(const Problem& problem) {
+void check_segment(const SegmentProblem& problem) {
   check_scalars(problem);
   check_sizes(problem);
   check_query_lengths(problem);
@@ -197,7 +192,35 @@ void validate(const Problem& problem) {
   if (problem.mask == Mask::kCustom) check_mask(problem);
 }
 
-TileClass choose_tile_class(const Problem& problem) {
+}  // namespace
+
+void validate(const Problem& problem) {
+  if (problem.float_workspace_bytes < 0) {
+    refuse("float_workspace_buffer: its size is ", problem.float_workspace_bytes,
+           " bytes; it must not be negative");
+  }
+  if (problem.segments.size() == 1) return check_segment(problem.segments[0]);
+  std::int64_t requests = 0;
+  for (int s = 0; s < problem.segments.size(); ++s) {
+    const SegmentProblem& segment = problem.segments[s];
+    try {
+      check_segment(segment);
+    } catch (const std::invalid_argument& error) {
+      refuse("segment ", s, ": ", error.what());
+    }
+    requests += std::ssize(segment.qo_indptr) - 1;
+    if ((segment.graph_max_rows > 0) != (problem.segments[0].graph_max_rows > 0)) {
+      refuse("segment ", s, ": graph_max_rows = ", segment.graph_max_rows, ", segment 0 has ",
+             problem.segments[0].graph_max_rows,
+             ": a CUDA graph holds the launch as a whole, so both or none have such a limit");
+    }
+  }
+  if (requests > kMaxRequestLength) {
+    refuse("the segments have ", requests, " requests together: at most ", kMaxRequestLength);
+  }
+}
+
+TileClass choose_tile_class(const SegmentProblem& problem) {
   std::int64_t batch = static_cast<std::int64_t>(problem.qo_indptr.size()) - 1;
   if (batch < 1) return TileClass::kPrefill;
   std::int64_t group = problem.num_qo_heads / problem.num_kv_heads;

@@ -11,21 +11,22 @@ ItemCost item_cost(const FamilyTraits& family, std::int32_t tile_n) {
 }
 
 // NOTE: validate() bounds qo_len * group by kMaxRequestLength, so that int32 holds it.
-std::int64_t count_query_tiles(const Problem& problem, std::span<const RequestInfo> requests,
-                               TileExtent tile) {
-  const std::int32_t group = problem.num_qo_heads / problem.num_kv_heads;
+std::int64_t count_query_tiles(const SegmentPlan& segment) {
+  const std::int32_t group = segment.problem.gqa_ratio();
   std::int64_t total = 0;
-  for (const RequestInfo& info : requests) total += ceil_div(info.qo_len * group, tile.rows);
+  for (const RequestInfo& info : segment.requests) {
+    total += ceil_div(info.qo_len * group, segment.tile.rows);
+  }
   return total;
 }
 
-std::vector<QueryTile> query_tiles(const Problem& problem, std::span<const RequestInfo> requests,
-                                   TileExtent tile) {
-  const std::int32_t group = problem.num_qo_heads / problem.num_kv_heads;
-  std::vector<QueryTile> tiles(count_query_tiles(problem, requests, tile));
+std::vector<QueryTile> query_tiles(const SegmentPlan& segment) {
+  const auto& [problem, requests, first_request, tile, cost] = segment;
+  const std::int32_t group = problem.gqa_ratio();
+  std::vector<QueryTile> tiles(count_query_tiles(segment));
   QueryTile* next = tiles.data();
-  for (std::size_t r = 0; r < requests.size(); ++r) {
-    const RequestInfo& info = requests[r];
+  std::int32_t request = first_request;
+  for (const RequestInfo& info : requests) {
     const MaskBounds bounds{.qo_len = info.qo_len,
                             .kv_len = info.kv_len,
                             .window_left = problem.window_left,
@@ -36,8 +37,9 @@ std::vector<QueryTile> query_tiles(const Problem& problem, std::span<const Reque
       const RowSpan span{row / group, (row + count - 1) / group};
       const TileRange range =
           touched_tiles(bounds, span, {0, info.kv_len}, tile.keys, problem.mask);
-      *next++ = {static_cast<std::int32_t>(r), row, count, range.begin, range.end};
+      *next++ = {request, row, count, range.begin, range.end};
     }
+    ++request;
   }
   return tiles;
 }
@@ -45,7 +47,7 @@ std::vector<QueryTile> query_tiles(const Problem& problem, std::span<const Reque
 namespace {
 
 // Bytes of K and V of one head, if several of the request's query tiles read them.
-std::int64_t reused_kv_bytes(const Problem& problem, const RequestInfo& info,
+std::int64_t reused_kv_bytes(const SegmentProblem& problem, const RequestInfo& info,
                              std::int32_t num_tiles) {
   if (num_tiles < 2) return 0;
   std::int64_t keys = info.kv_len;
@@ -55,8 +57,10 @@ std::int64_t reused_kv_bytes(const Problem& problem, const RequestInfo& info,
   return keys * (problem.head_dim_qk + problem.head_dim_vo) * size_of(problem.kv_dtype);
 }
 
-void append_chunks(const QueryTile& tile, std::int32_t chunk_tiles, std::int64_t num_heads,
-                   const ItemCost& cost, WorkList& work) {
+// The tile's request says for how many KV heads.
+void append_chunks(const QueryTile& tile, std::int32_t chunk_tiles, const ItemCost& cost,
+                   WorkList& work, SegmentWork& segment) {
+  const std::int64_t num_heads = work.requests[tile.request].num_kv_heads;
   const ChunkSpan chunks = chunks_of(tile, chunk_tiles);
   WorkUnit unit{.request = tile.request,
                 .row_begin = tile.row_begin,
@@ -70,19 +74,19 @@ void append_chunks(const QueryTile& tile, std::int32_t chunk_tiles, std::int64_t
     unit.cost = cost.of(unit.kv_tiles, unit.partial());
     if (unit.partial()) {
       const std::int64_t rows_before = std::int64_t{c - chunks.first} * tile.rows;
-      unit.partial_row = static_cast<std::int32_t>(work.num_partial_rows + rows_before);
+      unit.partial_row = static_cast<std::int32_t>(segment.num_partial_rows + rows_before);
     }
     work.units.push_back(unit);
     begin = end;
   }
   if (unit.partial()) {
-    work.num_partial_rows += num_heads * chunks.count() * tile.rows;
-    work.num_merges += num_heads;
+    segment.num_partial_rows += num_heads * chunks.count() * tile.rows;
+    segment.num_merges += num_heads;
   }
 }
 
-// Adds up the units that were appended since work.requests[request].first_unit.
-void sum_up(WorkList& work, RequestWork& request, std::int64_t num_heads) {
+// Adds up the units that were appended since request.first_unit.
+void sum_up(WorkList& work, RequestWork& request) {
   request.num_units = static_cast<std::int32_t>(work.units.size()) - request.first_unit;
   std::int64_t kv_tiles = 0;
   for (const WorkUnit& unit : std::span(work.units).subspan(request.first_unit)) {
@@ -90,33 +94,36 @@ void sum_up(WorkList& work, RequestWork& request, std::int64_t num_heads) {
     request.cost += unit.cost;
     request.longest = std::max(request.longest, unit.cost);
   }
-  work.num_kv_tiles += kv_tiles * num_heads;
-  work.cost += request.cost * num_heads;
+  work.num_items += std::int64_t{request.num_units} * request.num_kv_heads;
+  work.num_kv_tiles += kv_tiles * request.num_kv_heads;
+  work.cost += request.cost * request.num_kv_heads;
   work.longest = std::max(work.longest, request.longest);
 }
 
 }  // namespace
 
-WorkList cut(std::span<const QueryTile> tiles, const Problem& problem,
-             std::span<const RequestInfo> requests, std::int32_t chunk_tiles,
-             const ItemCost& cost) {
-  WorkList work;
-  work.units.reserve(tiles.size());
-  work.requests.resize(requests.size());
+void cut(const SegmentPlan& segment, std::span<const QueryTile> tiles, std::int32_t chunk_tiles,
+         WorkList& work) {
+  SegmentWork& sums =
+      work.segments.add({.first_unit = static_cast<std::int32_t>(work.units.size())});
+  work.units.reserve(work.units.size() + tiles.size());
+  work.requests.resize(segment.first_request + segment.requests.size());
   std::size_t next = 0;
-  for (std::size_t r = 0; r < requests.size(); ++r) {
+  std::int32_t r = segment.first_request;
+  for (const RequestInfo& info : segment.requests) {
     RequestWork& request = work.requests[r];
+    request.num_kv_heads = segment.problem.num_kv_heads;
     request.first_unit = static_cast<std::int32_t>(work.units.size());
     const std::size_t first_tile = next;
-    for (; next < tiles.size() && tiles[next].request == static_cast<std::int32_t>(r); ++next) {
-      append_chunks(tiles[next], chunk_tiles, problem.num_kv_heads, cost, work);
+    for (; next < tiles.size() && tiles[next].request == r; ++next) {
+      append_chunks(tiles[next], chunk_tiles, segment.cost, work, sums);
     }
     const auto num_tiles = static_cast<std::int32_t>(next - first_tile);
-    request.reused_kv_bytes = reused_kv_bytes(problem, requests[r], num_tiles);
-    sum_up(work, request, problem.num_kv_heads);
+    request.reused_kv_bytes = reused_kv_bytes(segment.problem, info, num_tiles);
+    sum_up(work, request);
+    ++r;
   }
-  work.num_items = static_cast<std::int64_t>(work.units.size()) * problem.num_kv_heads;
-  return work;
+  sums.num_units = static_cast<std::int32_t>(work.units.size()) - sums.first_unit;
 }
 
 }  // namespace preflash

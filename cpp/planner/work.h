@@ -1,5 +1,6 @@
-// The planner's own vocabulary: what is known of the work before it is ordered. Everything here is
-// the same for each KV head, so heads appear only when items are written out.
+// The planner's own vocabulary: what is known of the work before it is ordered. A request's work is
+// the same for each KV head, so heads appear only when items are written out. Requests of all
+// segments are numbered as one list, segment by segment.
 #pragma once
 
 #include <cstdint>
@@ -81,18 +82,26 @@ struct WorkUnit {
 struct RequestWork {
   std::int32_t first_unit = 0;
   std::int32_t num_units = 0;
+  std::int32_t num_kv_heads = 1;
   std::int32_t longest = 0;  // cost of its longest unit
   std::int64_t cost = 0;
   std::int64_t reused_kv_bytes = 0;  // K/V that more than one query tile reads; 0 with one tile
+};
+
+// What the units of one segment write beside their items.
+struct SegmentWork {
+  std::int32_t first_unit = 0;
+  std::int32_t num_units = 0;
+  std::int64_t num_merges = 0;
+  std::int64_t num_partial_rows = 0;
 };
 
 // Units of a request are consecutive, by query tile and then by chunk.
 struct WorkList {
   std::vector<WorkUnit> units;
   std::vector<RequestWork> requests;
+  PerSegment<SegmentWork> segments;
   std::int64_t num_items = 0;
-  std::int64_t num_merges = 0;
-  std::int64_t num_partial_rows = 0;
   std::int64_t num_kv_tiles = 0;  // over all items
   std::int64_t cost = 0;          // over all items
   std::int32_t longest = 0;
@@ -104,15 +113,22 @@ struct TileExtent {
   std::int32_t keys = 0;
 };
 
-// Of one KV head. The first says how many the second returns.
-std::int64_t count_query_tiles(const Problem& problem, std::span<const RequestInfo> requests,
-                               TileExtent tile);
-std::vector<QueryTile> query_tiles(const Problem& problem, std::span<const RequestInfo> requests,
-                                   TileExtent tile);
+// One segment while it is planned. Its requests are numbered from first_request on.
+struct SegmentPlan {
+  const SegmentProblem& problem;
+  std::span<const RequestInfo> requests;
+  std::int32_t first_request = 0;
+  TileExtent tile;
+  ItemCost cost;
+};
 
-// Cuts every query tile into chunks of chunk_tiles KV tiles. The caller has seen to it that items,
-// chunks and partial rows can be numbered (estimate()).
-WorkList cut(std::span<const QueryTile> tiles, const Problem& problem,
-             std::span<const RequestInfo> requests, std::int32_t chunk_tiles, const ItemCost& cost);
+// Of one KV head. The first says how many the second returns.
+std::int64_t count_query_tiles(const SegmentPlan& segment);
+std::vector<QueryTile> query_tiles(const SegmentPlan& segment);
+
+// Cuts every query tile into chunks of chunk_tiles KV tiles and appends the segment to `work`. The
+// caller has seen to it that items, partial rows and chunks can be numbered.
+void cut(const SegmentPlan& segment, std::span<const QueryTile> tiles, std::int32_t chunk_tiles,
+         WorkList& work);
 
 }  // namespace preflash

@@ -109,6 +109,18 @@ std::string describe_miss(const Variant& wanted, std::span<const Variant> compil
          ways_out(ways);
 }
 
+std::string describe_separate(const Variant& first, const Variant& second,
+                              const std::vector<Family>& elsewhere) {
+  std::vector<std::string> ways = {"two plans, one for each"};
+  for (Family family : elsewhere) {
+    std::string name = quoted_backend(family);
+    if (traits_of(family).on_cpu()) name += " (tensors on the CPU)";
+    ways.push_back(std::move(name));
+  }
+  return quoted_backend(first.family) + " has no kernel that runs two segments in one launch. " +
+         "Asked for: " + id_of(first) + " beside " + id_of(second) + "." + ways_out(ways);
+}
+
 std::string describe_absent(const Variant& wanted, const std::string& why,
                             const std::vector<Family>& elsewhere) {
   std::vector<std::string> ways;

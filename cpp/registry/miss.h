@@ -21,4 +21,9 @@ std::string describe_miss(const Variant& wanted, std::span<const Variant> compil
 std::string describe_absent(const Variant& wanted, const std::string& why,
                             const std::vector<Family>& elsewhere);
 
+// For two segments whose kernels the family has, but none that runs both in one launch; `elsewhere`
+// holds the families that do.
+std::string describe_separate(const Variant& first, const Variant& second,
+                              const std::vector<Family>& elsewhere);
+
 }  // namespace preflash

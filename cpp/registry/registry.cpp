@@ -121,6 +121,15 @@ struct Registry::State {
     }
     return families;
   }
+
+  std::vector<Family> families_with_segments() {
+    std::vector<Family> families;
+    for (Family family : kFamilies) {
+      const KernelLibrary* table = library(family).table;
+      if (table != nullptr && table->launch_segments != nullptr) families.push_back(family);
+    }
+    return families;
+  }
 };
 
 Registry& Registry::instance() {
@@ -167,6 +176,17 @@ FoundKernel Registry::find(const Variant& wanted) {
   if (const ForwardKernel* kernel = best_kernel(*found.table, wanted)) return {.kernel = kernel};
   std::vector<Variant> compiled = variants_of(*found.table);
   return {.error = describe_miss(wanted, compiled, state_->elsewhere(wanted))};
+}
+
+FoundLaunch Registry::find_launch(const PerSegment<const ForwardKernel*>& kernels) {
+  if (kernels.size() == 1) return {.launch = kernels[0]->launch};
+  std::lock_guard lock(state_->mutex);
+  const Family family = kernels[0]->variant.family;
+  if (ForwardLaunch launch = state_->library(family).table->launch_segments) {
+    return {.launch = launch};
+  }
+  return {.error = describe_separate(kernels[0]->variant, kernels[1]->variant,
+                                     state_->families_with_segments())};
 }
 
 std::vector<const ForwardKernel*> Registry::kernels() {

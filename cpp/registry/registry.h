@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "preflash/device_services.h"
+#include "preflash/per_segment.h"
 #include "preflash/variant.h"
 
 namespace preflash {
@@ -14,6 +15,12 @@ namespace preflash {
 // Exactly one of the two is set.
 struct FoundKernel {
   const ForwardKernel* kernel = nullptr;
+  std::string error = {};
+};
+
+// Exactly one of the two is set.
+struct FoundLaunch {
+  ForwardLaunch launch = nullptr;
   std::string error = {};
 };
 
@@ -49,6 +56,9 @@ class Registry {
   // preference: another one computes the same result, so it is taken where the wanted one is not
   // compiled.
   FoundKernel find(const Variant& wanted);
+
+  // What runs the segments that these kernels are for as one launch.
+  FoundLaunch find_launch(const PerSegment<const ForwardKernel*>& kernels);
 
   FoundLibrary library(Family family);
 

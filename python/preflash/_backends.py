@@ -38,6 +38,14 @@ class Backend(Protocol):
         formed, NotImplementedError for options that no compiled kernel serves.
         """
 
+    def plan_segments(
+        self,
+        device: torch.device,
+        segments: list[tuple[_core.AttentionOptions, _core.Batch]],
+        float_bytes: int,
+    ) -> _core.Plan:
+        """The same for one launch of several segments."""
+
     def runner(self, launch: _core.Launch) -> Callable[..., bool]:
         """The function that starts a prepared launch."""
 
@@ -71,6 +79,17 @@ class _KernelBackend:
         if refusal is not None:
             raise ValueError(refusal)
         return _core.Plan(self._family, ordinal_of(device), options, batch, float_bytes)
+
+    def plan_segments(
+        self,
+        device: torch.device,
+        segments: list[tuple[_core.AttentionOptions, _core.Batch]],
+        float_bytes: int,
+    ) -> _core.Plan:
+        refusal = self.refusal(device)
+        if refusal is not None:
+            raise ValueError(refusal)
+        return _core.Plan.of_segments(self._family, ordinal_of(device), segments, float_bytes)
 
     def runner(self, launch: _core.Launch) -> Callable[..., bool]:
         return launch.run
@@ -205,10 +224,11 @@ def candidates(name: str, device: torch.device) -> tuple[Backend, ...]:
     return tuple(_OF_FAMILY[family] for family in families)
 
 
-def choose(name: str, device: torch.device, options: _core.AttentionOptions) -> Backend:
-    """The first candidate that serves the options, or the last; its plan() then says why not."""
+def choose(name: str, device: torch.device, *options: _core.AttentionOptions) -> Backend:
+    """The first candidate that serves the options, those of each segment, or the last; its plan()
+    then says why not."""
     *preferred, last = candidates(name, device)
     for backend in preferred:
-        if backend.supports(device, options) is None:
+        if all(backend.supports(device, one) is None for one in options):
             return backend
     return last

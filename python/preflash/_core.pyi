@@ -1,5 +1,6 @@
 """The compiled module. Addresses, streams and strides are integers; device -1 is the CPU."""
 
+from collections.abc import Sequence
 from typing import Any, overload
 
 __version__: str
@@ -231,6 +232,17 @@ class Plan:
         batch: Batch,
         float_workspace_bytes: int,
     ) -> None: ...
+    @staticmethod
+    def of_segments(
+        family: Family,
+        device: int,
+        segments: Sequence[tuple[AttentionOptions, Batch]],
+        float_workspace_bytes: int,
+    ) -> Plan:
+        """One launch of one or two segments."""
+
+    @property
+    def num_segments(self) -> int: ...
     @property
     def id(self) -> str: ...
     @property
@@ -255,12 +267,12 @@ class DevicePlan:
     def write(
         self,
         plan: Plan,
-        page_indices: int,
+        page_indices: int | Sequence[int],
         stream: int,
         owner: object,
         state: object,
     ) -> None:
-        """With an owner, its attribute `_state` becomes `state` once the copy has been started."""
+        """page_indices: of the one segment, or of each. With an owner, its attribute `_state` becomes `state` once the copy has been started."""
 
     def arrive_before(self, stream: int) -> None:
         """What is launched on `stream` from now on finds the copy complete. The host does not wait,
@@ -280,6 +292,10 @@ class Launch:
         o: tuple[int, int],
         lse: tuple[int, int],
     ) -> None: ...
+    @staticmethod
+    def of_segments(place: DevicePlan, segments: Sequence[tuple]) -> Launch:
+        """segments: (q, k, v, o, lse) of each."""
+
     def run(
         self,
         q: int,
@@ -313,6 +329,10 @@ class Launch:
         extras: RunExtras | None,
         /,
     ) -> bool: ...
+    def run_segments(
+        self, segments: Sequence[tuple], float_workspace: int, stream: int, num_threads: int
+    ) -> bool:
+        """segments: (q, k, v, o, lse, sm_scale, out_scale, lse_scale, extras) of each."""
 
 class MergeStatesParams:
     def __init__(

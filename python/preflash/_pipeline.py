@@ -88,7 +88,7 @@ def place(workspace: Workspace, draft: Draft, request: Request) -> PlannedVarian
     memory = None
     if partials is not None or request.mask is not None:
         memory = Memory(None if partials is None else partials.tensor, request.mask)
-    expected = _expected(request, device_stream.device)
+    expected = expected_of(request, device_stream.device)
     int_buffer = kept[0]
     device_plan = _core.DevicePlan(
         workspace.uploader(), int_buffer.tensor.data_ptr(), int_buffer.num_bytes
@@ -96,7 +96,8 @@ def place(workspace: Workspace, draft: Draft, request: Request) -> PlannedVarian
     return PlannedVariant(plan, device_plan, draft.backend, expected, device_stream, kept, memory)
 
 
-def _expected(request: Request, device: torch.device) -> Expected:
+def expected_of(request: Request, device: torch.device) -> Expected:
+    """What run() may find."""
     batch, pages = request.lengths
     return Expected(
         options=request.options,

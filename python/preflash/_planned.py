@@ -183,37 +183,15 @@ class PlannedVariant:
     def _bind(self, key: tuple | None, q: torch.Tensor, kv: KvCache, outputs: Outputs) -> _Bound:
         check.forward_only(q)  # before anything is remembered of a traced tensor
         expected = self.expected
-        q_strides = _tensors.check_q(q, expected)
-        if expected.page_size > 0:
-            k, v = _tensors.check_paged(kv, expected)
-        else:
-            k = _tensors.check_ragged("k", kv[0], expected.options.head_dim_qk, expected)
-            v = _tensors.check_ragged("v", kv[1], expected.options.head_dim_vo, expected)
+        numbers = _tensors.bind(q, kv, outputs, expected)
         tokens = q.shape[0]
-        heads = expected.options.num_qo_heads
-        out_shape = (tokens, heads, expected.options.head_dim_vo)
-        if outputs.out is None:
-            out_strides = _tensors.contiguous_strides(out_shape)
-        else:
-            out_strides = _tensors.check_out(outputs.out, tokens, expected)
-        lse_strides = (0, 0)
-        if outputs.lse is not None:
-            lse_strides = _tensors.check_lse(outputs.lse, outputs.lse_layout, tokens, expected)
-        elif outputs.return_lse:
-            lse_strides = (heads, 1) if outputs.lse_layout == "NH" else (1, tokens)
-        launch = _core.Launch(
-            self.device_plan,
-            q=q_strides,
-            k=(*k.strides, *k.extents),
-            v=(*v.strides, *v.extents),
-            o=out_strides,
-            lse=lse_strides,
-        )
+        out_shape = (tokens, expected.options.num_qo_heads, expected.options.head_dim_vo)
+        launch = _core.Launch(self.device_plan, *numbers.strides)
         out_dtype = check.TORCH_DTYPES[expected.options.o_dtype]
         like_q = q.is_contiguous() and tuple(q.shape) == out_shape and q.dtype == out_dtype
         bound = _Bound(
             start=self.backend.runner(launch),
-            v_offset=v.offset,
+            v_offset=numbers.v_offset,
             out_shape=None if like_q else out_shape,
             out_dtype=out_dtype,
             lse_shape=_tensors.lse_shape(outputs.lse_layout, tokens, expected),

@@ -8,7 +8,8 @@ import torch
 
 from . import _core
 from . import _validate as check
-from ._arguments import PerHead
+from ._arguments import KvCache, PerHead
+from ._outputs import Outputs
 
 
 class KvView(NamedTuple):
@@ -41,6 +42,35 @@ def signature(value: torch.Tensor | None) -> tuple | None:
 def effective_strides(value: torch.Tensor) -> tuple[int, ...]:
     """Strides of all dimensions but the last; 0 where a dimension has one element."""
     return tuple(value.stride(dim) if value.shape[dim] > 1 else 0 for dim in range(value.dim() - 1))
+
+
+class Bound(NamedTuple):
+    """What a launch is bound to."""
+
+    strides: tuple[tuple[int, ...], ...]  # q, k, v, o, lse, as _core.Launch takes them
+    v_offset: int  # bytes, where K and V are halves of one tensor
+
+
+def bind(q: Any, kv: KvCache, outputs: Outputs, expected: Expected) -> Bound:
+    """Every check of one run's tensors."""
+    q_strides = check_q(q, expected)
+    if expected.page_size > 0:
+        k, v = check_paged(kv, expected)
+    else:
+        k = check_ragged("k", kv[0], expected.options.head_dim_qk, expected)
+        v = check_ragged("v", kv[1], expected.options.head_dim_vo, expected)
+    tokens, heads = q.shape[0], expected.options.num_qo_heads
+    if outputs.out is None:
+        out_strides = contiguous_strides((tokens, heads, expected.options.head_dim_vo))
+    else:
+        out_strides = check_out(outputs.out, tokens, expected)
+    of_lse = (0, 0)
+    if outputs.lse is not None:
+        of_lse = check_lse(outputs.lse, outputs.lse_layout, tokens, expected)
+    elif outputs.return_lse:
+        of_lse = (heads, 1) if outputs.lse_layout == "NH" else (1, tokens)
+    k_numbers, v_numbers = (*k.strides, *k.extents), (*v.strides, *v.extents)
+    return Bound((q_strides, k_numbers, v_numbers, out_strides, of_lse), v.offset)
 
 
 def check_q(q: Any, expected: Expected) -> tuple[int, int]:

@@ -6,6 +6,7 @@
 
 #include "preflash/options.h"
 #include "preflash/plan.h"
+#include "preflash/variant.h"
 
 namespace preflash {
 
@@ -70,6 +71,9 @@ struct ForwardSegment : AttentionOptions {
   std::int32_t group_size = 1;  // gqa_ratio()
   float sm_scale = 1.0f;        // q_scale and k_scale folded in
   float out_scale = 1.0f;       // v_scale
+
+  // The kernel that the segment was planned for. The host's alone: no kernel reads it.
+  const ForwardKernel* kernel = nullptr;
 };
 
 // One launch: one work list over the requests of its segments.

@@ -6,11 +6,9 @@
 #include <cstdint>
 
 #include "preflash/mask_range.h"
+#include "preflash/per_segment.h"
 
 namespace preflash {
-
-// A launch runs one segment, or two side by side: prefill beside decode.
-inline constexpr int kMaxSegments = 2;
 
 // One request of the batch, in tokens. 32 bytes: two 128-bit loads.
 struct alignas(16) RequestInfo {
@@ -87,27 +85,41 @@ struct Offset {
   }
 };
 
+// What only one segment's items use. Its partial rows are numbered from 0.
+struct SegmentLayout {
+  Offset<MergeItem> merges;  // [num_merges]
+  Offset<float> partial_o;   // [num_partial_rows, head_dim_vo], each normalised by its own sum
+  Offset<PartialLse> partial_lse;  // [num_partial_rows]
+};
+
 struct PlanLayout {
-  Offset<RequestInfo> requests;    // [num_requests]
+  Offset<RequestInfo> requests;    // [num_requests], segment by segment
   Offset<WorkItem> items;          // [num_items]
   Offset<std::int32_t> cta_begin;  // [num_ctas + 1]: CTA c runs items [cta_begin[c], cta_begin[c +
                                    // 1]) absent: one CTA per item
-  Offset<MergeItem> merges;        // [num_merges]
+  SegmentLayout segments[kMaxSegments];
   std::int64_t int_bytes = 0;
-
-  Offset<float> partial_o;  // [num_partial_rows, head_dim_vo], each normalised by its own sum
-  Offset<PartialLse> partial_lse;  // [num_partial_rows]
   std::int64_t float_bytes = 0;
+};
+
+struct SegmentSizes {
+  int num_merges = 0;
+  int num_partial_rows = 0;
 };
 
 struct PlanSizes {
   int num_requests = 0;
   int num_items = 0;
   int num_ctas = 0;
-  int num_merges = 0;
-  int num_partial_rows = 0;
+  SegmentSizes segments[kMaxSegments];
   std::int64_t num_kv_tiles = 0;       // sum over items: what the machine will do
   std::int64_t makespan_kv_tiles = 0;  // the planner's estimate for the busiest slot
+
+  int num_merges() const {
+    int merges = 0;
+    for (const SegmentSizes& segment : segments) merges += segment.num_merges;
+    return merges;
+  }
 };
 
 }  // namespace preflash

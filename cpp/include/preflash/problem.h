@@ -1,11 +1,12 @@
 // What a caller asks for, as the planner sees it: host-visible lengths and the properties of one
-// launch.
+// launch, segment by segment.
 #pragma once
 
 #include <cstdint>
 #include <span>
 
 #include "preflash/options.h"
+#include "preflash/per_segment.h"
 
 namespace preflash {
 
@@ -17,7 +18,7 @@ constexpr std::int64_t kv_length(std::int64_t units, std::int32_t page_size,
   return units > 0 ? (units - 1) * page_size + last_page_len : 0;
 }
 
-struct Problem : AttentionOptions {
+struct SegmentProblem : AttentionOptions {
   std::span<const std::int32_t> qo_indptr;      // [batch + 1], tokens
   std::span<const std::int32_t> kv_indptr;      // [batch + 1], tokens (ragged) or pages (paged)
   std::span<const std::int32_t> last_page_len;  // [batch]; empty: ragged
@@ -33,10 +34,14 @@ struct Problem : AttentionOptions {
     return paged() ? kv_length(units, page_size, last_page_len[request]) : units;
   }
 
-  std::int64_t float_workspace_bytes = 0;  // the planner splits only as far as this reaches
-
   // CUDA graphs: sizes that later plans may not exceed. 0: not graph-safe, sizes are exact.
   std::int32_t graph_max_rows = 0;
+};
+
+struct Problem {
+  PerSegment<SegmentProblem> segments;
+  // For the partials of all segments: the planner splits only as far as this reaches.
+  std::int64_t float_workspace_bytes = 0;
 };
 
 }  // namespace preflash

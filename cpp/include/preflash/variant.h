@@ -49,6 +49,9 @@ struct KernelLibrary {
   const char* architectures = "";  // e.g. "80;90"
   const ForwardKernel* kernels = nullptr;
   int num_kernels = 0;
+  // Runs several segments as one launch, each as the kernel that it names; null: none of the
+  // kernels takes more than one segment.
+  ForwardLaunch launch_segments = nullptr;
 };
 
 inline constexpr int kKernelAbiVersion = 7;

@@ -9,6 +9,7 @@
 #include <cmath>
 #include <limits>
 #include <optional>
+#include <span>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -29,22 +30,33 @@ constexpr std::size_t kCanaryBytes = 64;
 constexpr char kCanary = '\xA5';
 constexpr int kThreads = 2;  // of a plan that is run
 
-// One case, owning what Problem only points to.
-struct Case {
+// What a segment's problem only points to, and its kernel.
+struct CaseSegment {
   std::vector<std::int32_t> qo_indptr;
   std::vector<std::int32_t> kv_indptr;
   std::vector<std::int32_t> last_page_len;
   std::vector<std::int64_t> mask_indptr;
+  ForwardKernel kernel;
+};
+
+struct Case {
+  CaseSegment segments[kMaxSegments];
   Problem problem;
   DeviceFacts facts;
-  ForwardKernel kernel;
   PlannerOptions options;
+
+  SegmentKernels kernels() const {
+    SegmentKernels kernels;
+    for (int s = 0; s < problem.segments.size(); ++s) kernels.add(&segments[s].kernel);
+    return kernels;
+  }
+  Planner planner() const { return {problem, facts, kernels(), options}; }
 };
 
 // Takes keyword arguments one by one, so that a misspelled one is an error and not ignored.
 class Keywords {
  public:
-  explicit Keywords(const py::kwargs& kwargs) : left_(py::dict(kwargs)) {}
+  explicit Keywords(const py::dict& given) : left_(given.attr("copy")()) {}
 
   template <class T>
   T take(const char* name, T otherwise) {
@@ -78,12 +90,11 @@ Schedule schedule_of(const std::string& name) {
   throw std::invalid_argument("schedule = " + name);
 }
 
-void fill_problem(Keywords& given, Case& out) {
+void fill_segment(Keywords& given, CaseSegment& out, SegmentProblem& problem) {
   out.qo_indptr = given.take("qo_indptr", std::vector<std::int32_t>{0});
   out.kv_indptr = given.take("kv_indptr", std::vector<std::int32_t>{0});
   out.last_page_len = given.take("last_page_len", std::vector<std::int32_t>{});
   auto mask_indptr = given.take<std::optional<std::vector<std::int64_t>>>("mask_indptr", {});
-  Problem& problem = out.problem;
   problem.qo_indptr = out.qo_indptr;
   problem.kv_indptr = out.kv_indptr;
   problem.last_page_len = out.last_page_len;
@@ -101,46 +112,74 @@ void fill_problem(Keywords& given, Case& out) {
   problem.window_left = given.take("window_left", -1);
   problem.split.fixed_split_size = given.take("fixed_split_size", 0);
   problem.split.disable = given.take("disable_split_kv", false);
-  problem.float_workspace_bytes =
-      given.take("float_workspace_bytes", std::int64_t{128} * 1024 * 1024);
   problem.graph_max_rows = given.take("graph_max_rows", 0);
-}
-
-// Fills `out` in place: its problem points into it.
-void fill_case(const py::kwargs& kwargs, Case& out) {
-  Keywords given(kwargs);
-  fill_problem(given, out);
-  out.kernel.variant.family = family_of(given.take("family", std::string("sm80")));
-  out.kernel.traits = traits_of(out.kernel.variant.family);
   out.kernel.tile.m = given.take("tile_m", 128);
   out.kernel.tile.n = given.take("tile_n", 64);
   out.kernel.tile.ctas_per_sm = given.take("ctas_per_sm", 2);
+}
+
+// Fills `out` in place: its problem points into it. Two segments are given as a list of two dicts,
+// one as keywords beside those of the launch.
+void fill_case(const py::kwargs& kwargs, Case& out) {
+  Keywords given(kwargs);
+  const Family family = family_of(given.take("family", std::string("sm80")));
+  out.problem.float_workspace_bytes =
+      given.take("float_workspace_bytes", std::int64_t{128} * 1024 * 1024);
   out.facts.num_sms = given.take("num_sms", 132);
   out.facts.l2_bytes = given.take("l2_bytes", std::int64_t{0});
   out.options.schedule = schedule_of(given.take("schedule", std::string("auto")));
+  const auto segments = given.take("segments", std::vector<py::dict>{});
+  if (segments.empty()) fill_segment(given, out.segments[0], out.problem.segments.add({}));
   given.finish();
+  for (const py::dict& segment : segments) {
+    Keywords of_segment(segment);
+    SegmentProblem& problem = out.problem.segments.add({});
+    fill_segment(of_segment, out.segments[out.problem.segments.size() - 1], problem);
+    of_segment.finish();
+  }
+  for (CaseSegment& segment : out.segments) {
+    segment.kernel.variant.family = family;
+    segment.kernel.traits = traits_of(family);
+  }
 }
 
-py::dict layout_dict(const PlanLayout& layout) {
+// Lists have one entry for each segment.
+py::dict layout_dict(const PlanLayout& layout, int num_segments) {
+  py::list segments;
+  for (const SegmentLayout& segment : std::span(layout.segments).first(num_segments)) {
+    py::dict out;
+    out["merges"] = segment.merges.bytes;
+    out["partial_o"] = segment.partial_o.bytes;
+    out["partial_lse"] = segment.partial_lse.bytes;
+    segments.append(out);
+  }
   py::dict out;
   out["requests"] = layout.requests.bytes;
   out["items"] = layout.items.bytes;
   out["cta_begin"] = layout.cta_begin.bytes;
-  out["merges"] = layout.merges.bytes;
+  out["segments"] = segments;
   out["int_bytes"] = layout.int_bytes;
-  out["partial_o"] = layout.partial_o.bytes;
-  out["partial_lse"] = layout.partial_lse.bytes;
   out["float_bytes"] = layout.float_bytes;
   return out;
 }
 
-py::dict sizes_dict(const PlanSizes& sizes) {
+py::dict sizes_dict(const PlanSizes& sizes, int num_segments) {
+  py::list segments;
+  int num_partial_rows = 0;
+  for (const SegmentSizes& segment : std::span(sizes.segments).first(num_segments)) {
+    py::dict out;
+    out["num_merges"] = segment.num_merges;
+    out["num_partial_rows"] = segment.num_partial_rows;
+    segments.append(out);
+    num_partial_rows += segment.num_partial_rows;
+  }
   py::dict out;
   out["num_requests"] = sizes.num_requests;
   out["num_items"] = sizes.num_items;
   out["num_ctas"] = sizes.num_ctas;
-  out["num_merges"] = sizes.num_merges;
-  out["num_partial_rows"] = sizes.num_partial_rows;
+  out["num_merges"] = sizes.num_merges();
+  out["num_partial_rows"] = num_partial_rows;
+  out["segments"] = segments;
   out["num_kv_tiles"] = sizes.num_kv_tiles;
   out["makespan_kv_tiles"] = sizes.makespan_kv_tiles;
   return out;
@@ -150,12 +189,13 @@ py::dict sizes_dict(const PlanSizes& sizes) {
 py::dict plan(const py::kwargs& kwargs) {
   Case given;
   fill_case(kwargs, given);
-  const Planner planner(given.problem, given.facts, given.kernel, given.options);
+  const Planner planner = given.planner();
   std::string image(planner.layout().int_bytes + kCanaryBytes, kCanary);
   planner.write(image.data());
   py::dict out;
-  out["sizes"] = sizes_dict(planner.sizes());
-  out["layout"] = layout_dict(planner.layout());
+  const int num_segments = given.problem.segments.size();
+  out["sizes"] = sizes_dict(planner.sizes(), num_segments);
+  out["layout"] = layout_dict(planner.layout(), num_segments);
   out["image"] = py::bytes(image);
   out["canary_bytes"] = kCanaryBytes;
   return out;
@@ -166,12 +206,11 @@ std::vector<double> time_plan(int repeats, const py::kwargs& kwargs) {
   using Clock = std::chrono::steady_clock;
   Case given;
   fill_case(kwargs, given);
-  std::vector<std::byte> image(
-      Planner(given.problem, given.facts, given.kernel, given.options).layout().int_bytes);
+  std::vector<std::byte> image(given.planner().layout().int_bytes);
   std::vector<double> micros;
   for (int i = 0; i < repeats; ++i) {
     const Clock::time_point start = Clock::now();
-    const Planner planner(given.problem, given.facts, given.kernel, given.options);
+    const Planner planner = given.planner();
     planner.write(image.data());
     micros.push_back(std::chrono::duration<double, std::micro>(Clock::now() - start).count());
   }
@@ -182,7 +221,7 @@ std::vector<double> time_plan(int repeats, const py::kwargs& kwargs) {
 std::string tile_class(const py::kwargs& kwargs) {
   Case given;
   fill_case(kwargs, given);
-  return std::string(name_of(choose_tile_class(given.problem)));
+  return std::string(name_of(choose_tile_class(given.problem.segments[0])));
 }
 
 void check(const py::kwargs& kwargs) {
@@ -191,9 +230,10 @@ void check(const py::kwargs& kwargs) {
   validate(given.problem);
 }
 
-// What any launch of a ragged case says; the tensors are contiguous [token, head, head_dim].
+// What any launch of a ragged case of one segment says; the tensors are contiguous [token, head,
+// head_dim].
 ForwardSegment segment_of(const Case& given) {
-  const Problem& problem = given.problem;
+  const SegmentProblem& problem = given.problem.segments[0];
   const std::int64_t qo_tokens = problem.qo_indptr.back(), kv_tokens = problem.kv_indptr.back();
   auto rows = [&](int dim) {
     return RowTensor{.stride_token = std::int64_t{problem.num_qo_heads} * dim,
@@ -205,7 +245,8 @@ ForwardSegment segment_of(const Case& given) {
                     .stride_head = dim,
                     .num_tokens = kv_tokens};
   };
-  ForwardSegment segment{problem};
+  ForwardSegment segment;
+  static_cast<AttentionOptions&>(segment) = problem;
   segment.q = rows(problem.head_dim_qk);
   segment.k = keys(problem.head_dim_qk);
   segment.v = keys(problem.head_dim_vo);
@@ -221,7 +262,7 @@ void attend(std::uintptr_t q, std::uintptr_t k, std::uintptr_t v, std::uintptr_t
             std::uintptr_t lse, const py::kwargs& kwargs) {
   Case given;
   fill_case(kwargs, given);
-  const Planner planner(given.problem, given.facts, given.kernel, given.options);
+  const Planner planner = given.planner();
   const PlanLayout& layout = planner.layout();
   std::vector<std::byte> image(layout.int_bytes);
   planner.write(image.data());
@@ -239,30 +280,32 @@ void attend(std::uintptr_t q, std::uintptr_t k, std::uintptr_t v, std::uintptr_t
   params.requests = layout.requests.in(image.data());
   params.items = layout.items.in(image.data());
   params.num_items = planner.sizes().num_items;
-  segment.partial_o = layout.partial_o.in(partials.data());
-  segment.partial_lse = layout.partial_lse.in(partials.data());
+  const SegmentLayout& place = layout.segments[0];
+  segment.partial_o = place.partial_o.in(partials.data());
+  segment.partial_lse = place.partial_lse.in(partials.data());
   segment.q_dtype = segment.kv_dtype = segment.o_dtype = DType::kFloat32;
-  Variant variant = given.kernel.variant;
-  variant.q_dtype = variant.kv_dtype = DType::kFloat32;
-  check_launch(cpu::run_forward(variant, given.kernel.tile, params, kThreads), "attend");
+  ForwardKernel kernel = given.segments[0].kernel;
+  kernel.variant.q_dtype = kernel.variant.kv_dtype = DType::kFloat32;
+  segment.kernel = &kernel;
+  check_launch(cpu::run_forward(params, kThreads), "attend");
 
   // Last first: a tile that wrote more than its own rows would spoil those of the next one.
-  MergeItem* merges = layout.merges.in(image.data());
-  const int num_merges = layout.merges.present() ? planner.sizes().num_merges : 0;
+  MergeItem* merges = place.merges.in(image.data());
+  const int num_merges = planner.sizes().num_merges();
   std::reverse(merges, merges + num_merges);
-  cpu::combine({.o = segment.o,
-                .lse = segment.lse,
-                .o_dtype = DType::kFloat32,
-                .requests = params.requests,
-                .merges = merges,
-                .num_merges = num_merges,
-                .partial_o = segment.partial_o,
-                .partial_lse = segment.partial_lse,
-                .tile_rows = rows_per_tile(given.kernel.traits.tile_rows, given.kernel.tile.m,
-                                           segment.group_size),
-                .group_size = segment.group_size,
-                .head_dim_vo = segment.head_dim_vo},
-               kThreads);
+  cpu::combine(
+      {.o = segment.o,
+       .lse = segment.lse,
+       .o_dtype = DType::kFloat32,
+       .requests = params.requests,
+       .merges = merges,
+       .num_merges = num_merges,
+       .partial_o = segment.partial_o,
+       .partial_lse = segment.partial_lse,
+       .tile_rows = rows_per_tile(kernel.traits.tile_rows, kernel.tile.m, segment.group_size),
+       .group_size = segment.group_size,
+       .head_dim_vo = segment.head_dim_vo},
+      kThreads);
 }
 
 MaskBounds bounds_of(Keywords& given) {

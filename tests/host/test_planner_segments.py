@@ -1,0 +1,185 @@
+"""Two segments in one work list: each row, head and key once, in one order, in one balance."""
+
+import numpy as np
+import pytest
+from planned import ITEM_COST, check, indptr, partial_bytes, plan, planner, segment
+from test_planner_coverage import random_lengths, random_options
+
+LAUNCH_OPTIONS = ("num_sms", "l2_bytes", "family", "schedule")
+
+
+def random_pair(rng):
+    """Two segments with lengths, heads, tiles, masks and splits of their own."""
+    segments, launch = [], {}
+    for _ in range(2):
+        options = random_options(rng)
+        launch = {name: options.pop(name) for name in LAUNCH_OPTIONS}
+        segments.append(segment(*random_lengths(rng), **options))
+    return {"segments": segments, **launch}
+
+
+@pytest.mark.parametrize("seed", range(120))
+def test_random_pairs(seed):
+    check(plan(**random_pair(np.random.default_rng(seed))))
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_random_workspace(seed):
+    """Both segments' partials share what there is, however little."""
+    rng = np.random.default_rng(seed)
+    pair = random_pair(rng)
+    for one in pair["segments"]:
+        one.pop("fixed_split_size", None)
+    check(plan(**pair, float_workspace_bytes=int(rng.integers(0, 1 << 22))))
+
+
+@pytest.mark.parametrize("split", [{}, {"disable_split_kv": True}, {"fixed_split_size": 512}])
+@pytest.mark.parametrize("seed", range(10))
+def test_graph_layouts_are_the_same_for_every_plan(seed, split):
+    rng = np.random.default_rng(seed)
+    first = None
+    for _ in range(3):
+        decode_kv, prefill_kv = rng.integers(0, 3000, 6), rng.integers(0, 2000, 2)
+        prefill_rows = rng.integers(0, 60, 2)
+        made = plan(
+            segments=[
+                segment(prefill_rows, prefill_kv, tile_m=128, graph_max_rows=120, causal=True),
+                segment([1] * 6, decode_kv, num_qo_heads=8, graph_max_rows=6, **split),
+            ],
+            schedule="persistent",
+            num_sms=8,
+        )
+        check(made)
+        fixed = (made.sizes["num_ctas"], made.sizes["segments"], made.layout)
+        first = first or fixed
+        assert fixed == first
+
+
+def prefill(**options):
+    lengths = {"qo_lens": [700, 300], "kv_lens": [900, 300]}
+    return segment(**(lengths | {"causal": True, "tile_m": 128} | options))
+
+
+def decode(batch=8, kv_len=4000, **options):
+    return segment([1] * batch, [kv_len] * batch, num_qo_heads=16, **options)
+
+
+def test_requests_name_their_segments():
+    made = plan(segments=[prefill(), decode()])
+    assert made.requests["segment"].tolist() == [0, 0] + [1] * 8
+    assert made.requests["qo_begin"].tolist() == [0, 700, *range(8)]
+
+
+def test_empty_segments():
+    nothing = segment([], [])
+    for pair in ([nothing, decode()], [prefill(), nothing], [nothing, nothing]):
+        check(plan(segments=pair))
+    alone, beside = plan(**decode(), num_sms=132), plan(segments=[nothing, decode()])
+    assert beside.sizes["num_items"] == alone.sizes["num_items"]
+    assert (beside.items["row_begin"] == alone.items["row_begin"]).all()
+    assert (beside.items["chunk"] == alone.items["chunk"]).all()
+
+
+@pytest.mark.parametrize("order", [0, 1])
+def test_longest_first_whatever_the_segment(order):
+    pair = [prefill(disable_split_kv=True), decode(disable_split_kv=True)]
+    made = plan(segments=pair[:: 1 - 2 * order], schedule="one_per_item")
+    costs = made.costs()
+    assert (np.diff(costs) <= 0).all()
+    segments = made.requests["segment"][made.items["request"]]
+    assert (np.diff(segments) != 0).sum() > 0
+    assert set(segments[: len(segments) // 4]) == {1 - order}, "4000 keys outlast 900"
+
+
+def test_one_balance():
+    """No CTA has much more than its share of both kinds of work."""
+    made = plan(segments=[prefill(), decode()], schedule="persistent", num_sms=4)
+    costs = made.costs()
+    loads = np.add.reduceat(costs, made.cta_begin[:-1])
+    assert loads.sum() == costs.sum()
+    assert loads.max() - loads.min() <= costs.max()
+    assert made.sizes["makespan_kv_tiles"] == np.ceil(loads.max())
+    segments = made.requests["segment"][made.items["request"]]
+    mixed = [
+        len(set(segments[begin:end]))
+        for begin, end in zip(made.cta_begin[:-1], made.cta_begin[1:], strict=True)
+    ]
+    assert max(mixed) == 2
+
+
+def test_a_full_machine_leaves_decode_whole():
+    """A decode batch that would be split alone is not where prefill fills the machine anyway."""
+    lone = plan(**decode(batch=2), num_sms=132)
+    assert lone.sizes["num_merges"] > 0
+    full = prefill(qo_lens=[8000] * 4, kv_lens=[8000] * 4, num_qo_heads=32, num_kv_heads=32)
+    beside = plan(segments=[full, decode(batch=2)])
+    assert beside.sizes["num_merges"] == 0
+
+
+def test_a_decode_that_outlasts_the_prefill_is_split():
+    made = plan(segments=[prefill(), decode(batch=1, kv_len=100_000)])
+    check(made)
+    assert made.sizes["segments"][1]["num_merges"] > 0
+    assert made.costs().max() < 100_000 / 64 / 4 + ITEM_COST
+
+
+def test_a_fixed_split_does_not_look_at_its_neighbour():
+    split = {"fixed_split_size": 512}
+    for beside in (prefill(), decode(batch=3, kv_len=50_000), segment([], [])):
+        made = plan(segments=[beside, decode(**split)])
+        check(made)
+        assert set(made.requests["chunk_keys"][made.requests["segment"] == 1]) == {512}
+        assert made.sizes["segments"][1]["num_merges"] == 8 * 2
+
+
+def test_the_smaller_number_of_ctas_counts():
+    """A CTA runs items of both segments."""
+    pair = [prefill(ctas_per_sm=1), decode(ctas_per_sm=4)]
+    made = plan(segments=pair, schedule="persistent", num_sms=3)
+    assert made.sizes["num_ctas"] == 3
+
+
+REFUSED = [
+    ({"num_qo_heads": 7}, "segment 1: num_qo_heads = 7 is not a multiple of num_kv_heads = 2"),
+    ({"qo_indptr": [0, 5, 3]}, r"segment 1: qo_indptr\[2\] = 3 is less than"),
+    ({"window_left": -3}, "segment 1: window_left = -3"),
+    ({"graph_max_rows": 9}, "segment 1: graph_max_rows = 9, segment 0 has 0: a CUDA graph holds"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), REFUSED)
+def test_refusals_name_the_segment(change, message):
+    with pytest.raises(ValueError, match=message):
+        planner.validate(segments=[prefill(), decode(batch=2) | change])
+
+
+def test_fixed_splits_that_fit_only_alone():
+    """The workspace is for both."""
+    split = {"fixed_split_size": 512}
+    pair = [decode(**split), decode(batch=4, **split)]
+    rows = [8 * 16 * 8, 4 * 16 * 8]  # requests, heads, chunks of 4000 keys
+    needed = sum(partial_bytes(count) for count in rows)
+    made = plan(segments=pair, float_workspace_bytes=needed)
+    check(made)
+    assert made.layout["float_bytes"] == needed
+    for bytes_left in (needed - 16, partial_bytes(rows[0])):
+        message = f"has {bytes_left} bytes; the fixed_split_size of both segments need {needed}"
+        with pytest.raises(ValueError, match=message):
+            plan(segments=pair, float_workspace_bytes=bytes_left)
+    with pytest.raises(ValueError, match="fixed_split_size = 512 needs"):
+        plan(segments=pair, float_workspace_bytes=partial_bytes(rows[0]) - 16)
+
+
+def test_a_launch_numbers_its_items_together():
+    """Either segment has fewer than 2^31 items, both have more."""
+    half = segment([1 << 24] * 4, [1] * 4, num_qo_heads=32, num_kv_heads=32, tile_m=1)
+    planner.validate(segments=[half, half])
+    with pytest.raises(ValueError, match="work items for each of 32 KV heads"):
+        plan(segments=[half, half])
+
+
+def test_pages():
+    paged = {"kv_indptr": indptr([3, 1]), "last_page_len": [5, 16], "page_size": 16}
+    made = plan(segments=[prefill(), segment([1, 1], [], **paged)])
+    check(made)
+    assert made.requests["kv_len"].tolist() == [900, 300, 37, 16]
