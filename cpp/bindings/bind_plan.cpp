@@ -9,6 +9,7 @@
 #include <tuple>
 #include <type_traits>
 #include <utility>
+#include <vector>
 
 #include "bindings/bindings.h"
 #include "core/launch.h"
@@ -18,12 +19,17 @@ namespace {
 
 namespace py = pybind11;
 
-using TokenHead = std::array<std::int64_t, 2>;  // strides of [token, head]
+using TokenHead = std::array<std::int64_t, 2>;      // strides of [token, head]
+using TokenHeadRows = std::array<std::int64_t, 3>;  // and the number of tokens
 // Strides of [page, token, head], then the numbers of pages and of tokens in one.
 using PageTokenHead = std::array<std::int64_t, 5>;
 
 RowTensor row_tensor(const TokenHead& strides) {
   return {.stride_token = strides[0], .stride_head = strides[1]};
+}
+
+RowTensor row_tensor(const TokenHeadRows& numbers) {
+  return {.stride_token = numbers[0], .stride_head = numbers[1], .num_tokens = numbers[2]};
 }
 
 KvTensor kv_tensor(const PageTokenHead& numbers) {
@@ -153,7 +159,7 @@ PlanRequest plan_request(const py::handle& given) {
   return {.options = options, .batch = std::move(batch)};
 }
 
-RunTensors run_tensors(const TokenHead& q, const PageTokenHead& k, const PageTokenHead& v,
+RunTensors run_tensors(const TokenHeadRows& q, const PageTokenHead& k, const PageTokenHead& v,
                        const TokenHead& o, const TokenHead& lse) {
   return {.q = row_tensor(q),
           .k = kv_tensor(k),
@@ -162,10 +168,13 @@ RunTensors run_tensors(const TokenHead& q, const PageTokenHead& k, const PageTok
           .lse = {.stride_token = lse[0], .stride_head = lse[1]}};
 }
 
+// A plan and where it goes.
+using Placement = std::pair<std::shared_ptr<DevicePlan>, std::shared_ptr<Plan>>;
+
 // NOTE: the state changes hands here, where no signal handler can run and raise between the work
-// list's arrival in memory that the old state may still own and the new state that describes it.
-void write(DevicePlan& place, std::shared_ptr<Plan> plan, const py::object& page_indices,
-           Address stream, const py::object& owner, const py::object& state) {
+// lists' arrival in memory that the old state may still own and the new state that describes them.
+void write(const std::vector<Placement>& placements, const py::object& page_indices, Address stream,
+           const py::object& owner, const py::object& state) {
   auto address = [](const py::handle& given) {
     return pointer<const std::int32_t>(given.cast<Address>());
   };
@@ -178,7 +187,7 @@ void write(DevicePlan& place, std::shared_ptr<Plan> plan, const py::object& page
   {
     // Staging may be busy with an earlier copy.
     py::gil_scoped_release release;
-    place.write(std::move(plan), upload);
+    for (const auto& [place, plan] : placements) place->write(plan, upload);
   }
   if (!owner.is_none()) py::setattr(owner, "_state", state);
 }
@@ -247,13 +256,16 @@ void bind_plan(py::module_& m) {
       .def_property_readonly("device", &Uploader::device);
   py::class_<Plan, std::shared_ptr<Plan>>(m, "Plan")
       .def(py::init([](Family family, int device, const AttentionOptions& options,
-                       std::shared_ptr<Batch> batch, std::int64_t float_workspace_bytes) {
+                       std::shared_ptr<Batch> batch, std::int64_t float_workspace_bytes,
+                       std::int32_t graph_max_rows) {
              return make_plan(family, device,
-                              PlanRequest{.options = options, .batch = std::move(batch)},
+                              PlanRequest{.options = options,
+                                          .batch = std::move(batch),
+                                          .graph_max_rows = graph_max_rows},
                               float_workspace_bytes);
            }),
            py::arg("family"), py::arg("device"), py::arg("options"), py::arg("batch"),
-           py::arg("float_workspace_bytes"))
+           py::arg("float_workspace_bytes"), py::arg("graph_max_rows"))
       .def_static(
           "of_segments",
           [](Family family, int device, const py::sequence& segments,
@@ -282,26 +294,27 @@ void bind_plan(py::module_& m) {
                                                  capacity);
            }),
            py::arg("uploader"), py::arg("memory"), py::arg("capacity"))
-      .def("write", &write, py::arg("plan"), py::arg("page_indices"), py::arg("stream"),
-           py::arg("owner"), py::arg("state"))
       .def(
           "arrive_before",
           [](const DevicePlan& place, Address stream) {
             place.arrive_before(pointer<void>(stream));
           },
           py::arg("stream"), py::call_guard<py::gil_scoped_release>());
+  m.def("write_plans", &write, py::arg("placements"), py::arg("page_indices"), py::arg("stream"),
+        py::arg("owner"), py::arg("state"));
   py::class_<Launch>(m, "Launch")
-      .def(
-          py::init([](std::shared_ptr<DevicePlan> place, const TokenHead& q, const PageTokenHead& k,
-                      const PageTokenHead& v, const TokenHead& o, const TokenHead& lse) {
-            return std::make_unique<Launch>(std::move(place), run_tensors(q, k, v, o, lse));
-          }),
-          py::arg("place"), py::arg("q"), py::arg("k"), py::arg("v"), py::arg("o"), py::arg("lse"))
+      .def(py::init([](std::shared_ptr<DevicePlan> place, const TokenHeadRows& q,
+                       const PageTokenHead& k, const PageTokenHead& v, const TokenHead& o,
+                       const TokenHead& lse) {
+             return std::make_unique<Launch>(std::move(place), run_tensors(q, k, v, o, lse));
+           }),
+           py::arg("place"), py::arg("q"), py::arg("k"), py::arg("v"), py::arg("o"), py::arg("lse"))
       .def_static(
           "of_segments",
           [](std::shared_ptr<DevicePlan> place, const py::sequence& segments) {
             auto tensors = [](const py::handle& given) {
-              using Row = std::tuple<TokenHead, PageTokenHead, PageTokenHead, TokenHead, TokenHead>;
+              using Row =
+                  std::tuple<TokenHeadRows, PageTokenHead, PageTokenHead, TokenHead, TokenHead>;
               return std::apply(&run_tensors, given.cast<Row>());
             };
             return std::make_unique<Launch>(std::move(place),

@@ -29,20 +29,27 @@ void DevicePlan::write(std::shared_ptr<const Plan> plan, const Upload& upload) {
     throw std::invalid_argument(
         "int_workspace_buffer has no memory behind it (a FakeTensor, or storage that was freed)");
   }
+  PerSegment<const std::int32_t*> page_indices = upload.page_indices;
+  for (int s = 0; s < plan->segments().size(); ++s) {
+    const PlannedSegment& segment = plan->segments()[s];
+    if (segment.batch->page_size() > 0 && page_indices[s] == nullptr) {
+      page_indices[s] = reinterpret_cast<const std::int32_t*>(static_cast<std::byte*>(memory_) +
+                                                              segment.page_indices_offset);
+    }
+  }
+  if (plan_ != nullptr && plan_->graph_safe() &&
+      !(plan->launches_like(*plan_) && page_indices == page_indices_)) {
+    throw std::logic_error(std::string("a CUDA graph may hold a launch of ") + plan_->kernel().id +
+                           " from this place: a plan of " + plan->kernel().id +
+                           " that launches otherwise needs another place");
+  }
   const DeviceServices& services = services_of(device());
   void* staging = nullptr;
   check_launch(services.uploader_acquire(uploader_->get(), bytes, &staging), "plan staging");
   plan->write(staging);
   check_launch(services.uploader_submit(uploader_->get(), memory_, bytes, upload.stream),
                "plan upload");
-  page_indices_ = upload.page_indices;
-  for (int s = 0; s < plan->segments().size(); ++s) {
-    const PlannedSegment& segment = plan->segments()[s];
-    if (segment.batch->page_size() > 0 && page_indices_[s] == nullptr) {
-      page_indices_[s] = reinterpret_cast<const std::int32_t*>(static_cast<std::byte*>(memory_) +
-                                                               segment.page_indices_offset);
-    }
-  }
+  page_indices_ = page_indices;
   plan_ = std::move(plan);
 }
 

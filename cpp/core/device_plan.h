@@ -44,7 +44,8 @@ class DevicePlan {
   const std::shared_ptr<const Plan>& plan() const { return plan_; }
 
   // Writes the plan into pinned memory and starts its copy to the device. Throws
-  // std::invalid_argument, and changes nothing, where the plan exceeds the capacity.
+  // std::invalid_argument, and changes nothing, where the plan exceeds the capacity. What a CUDA
+  // graph may have captured here, a graph_safe() plan, is followed by plans that launch like it.
   void write(std::shared_ptr<const Plan> plan, const Upload& upload);
   // Orders what is launched on another stream than the upload's from now on behind the upload.
   void arrive_before(void* stream) const;

@@ -112,7 +112,9 @@ void Launch::bind_segment(int index) {
   const RunTensors& tensors = tensors_[index];
   ForwardSegment& segment = forward_.segments[index];
   segment.q = tensors.q;
-  segment.q.num_tokens = planned.batch->qo_end();
+  // Rows behind the last request are padding. A CUDA graph may replay this launch for a plan whose
+  // last request ends later.
+  if (!plan_->graph_safe()) segment.q.num_tokens = planned.batch->qo_end();
   segment.k = tensors.k;
   segment.v = tensors.v;
   segment.o = tensors.o;
@@ -222,7 +224,7 @@ bool Launch::run(const RunArguments& arguments) {
   const PlanSizes& sizes = plan_->sizes();
   const PlanLayout& layout = plan_->layout();
   check(arguments);
-  if (sizes.num_items == 0) return false;
+  if (sizes.num_ctas == 0) return false;
 
   ForwardParams forward = forward_;
   for (int s = 0; s < arguments.segments.size(); ++s) {

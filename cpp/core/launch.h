@@ -10,7 +10,8 @@
 
 namespace preflash {
 
-// Strides of the tensors of one segment, in elements, and the extents of k and v.
+// Strides of the tensors of one segment, in elements, the extents of k and v, and the rows of q, of
+// which out and lse have as many.
 struct RunTensors {
   RowTensor q;
   KvTensor k;

@@ -98,6 +98,7 @@ Problem describe(const PerSegment<PlanRequest>& requests, std::int64_t float_wor
     SegmentProblem& segment = problem.segments.add({});
     static_cast<AttentionOptions&>(segment) = request.options;
     request.batch->describe(&segment);
+    segment.graph_max_rows = request.graph_max_rows;
   }
   return problem;
 }
@@ -115,14 +116,33 @@ Plan::Plan(Family family, int device, const PerSegment<PlanRequest>& requests,
       id_(joint_id(kernels_)),
       kernel_(joint_kernel(kernels_, id_.c_str())),
       planner_(problem, facts_of(device), kernels_),
+      graph_safe_(problem.segments[0].graph_max_rows > 0),
       int_bytes_(layout().int_bytes) {
   for (int s = 0; s < kernels_.size(); ++s) {
-    const auto& [options, batch] = requests[s];
+    const AttentionOptions& options = requests[s].options;
+    const std::shared_ptr<const Batch>& batch = requests[s].batch;
     const std::int64_t offset = round_up(int_bytes_);
     segments_.add(
         {.options = options, .batch = batch, .kernel = kernels_[s], .page_indices_offset = offset});
     int_bytes_ = offset + static_cast<std::int64_t>(batch->page_indices().size_bytes());
   }
+}
+
+bool Plan::launches_like(const Plan& other) const {
+  if (segments_.size() != other.segments_.size() || !(layout() == other.layout()) ||
+      sizes().num_ctas != other.sizes().num_ctas) {
+    return false;
+  }
+  for (int s = 0; s < segments_.size(); ++s) {
+    const PlannedSegment& one = segments_[s];
+    const PlannedSegment& another = other.segments_[s];
+    if (one.kernel != another.kernel || !(one.options == another.options) ||
+        one.batch->page_size() != another.batch->page_size() ||
+        sizes().segments[s].num_merges != other.sizes().segments[s].num_merges) {
+      return false;
+    }
+  }
+  return true;
 }
 
 void Plan::write(void* image) const {

@@ -16,6 +16,7 @@ namespace preflash {
 struct PlanRequest {
   AttentionOptions options;
   std::shared_ptr<const Batch> batch;
+  std::int32_t graph_max_rows = 0;  // SegmentProblem::graph_max_rows
 };
 
 // What was made of it.
@@ -46,6 +47,13 @@ class Plan {
   std::int64_t int_bytes() const { return int_bytes_; }
   std::int64_t float_bytes() const { return layout().float_bytes; }
 
+  // Whether its sizes are those of every plan for a batch of this size: a CUDA graph may hold a
+  // launch of it while the place gets other plans.
+  bool graph_safe() const { return graph_safe_; }
+  // Whether a launch of the one, in the same place, is a launch of the other: nothing that a CUDA
+  // graph holds by value differs.
+  bool launches_like(const Plan& other) const;
+
   // Fills int_bytes() bytes at `image`, which is 16-byte aligned.
   void write(void* image) const;
 
@@ -57,6 +65,7 @@ class Plan {
   std::string id_;  // of the launch
   ForwardKernel kernel_;
   Planner planner_;
+  bool graph_safe_;
   std::int64_t int_bytes_;
   PerSegment<PlannedSegment> segments_;
 };

@@ -14,6 +14,13 @@ from . import _validate as check
 from ._device_stream import ordinal_of
 
 
+class PlanRoom(NamedTuple):
+    """What a plan may take."""
+
+    float_bytes: int
+    graph_rows: int = 0  # query rows that later plans of a CUDA graph may have; 0: none will come
+
+
 class Backend(Protocol):
     """One way to run a plan."""
 
@@ -30,7 +37,7 @@ class Backend(Protocol):
         device: torch.device,
         options: _core.AttentionOptions,
         batch: _core.Batch,
-        float_bytes: int,
+        room: PlanRoom,
     ) -> _core.Plan:
         """A plan that is counted and not uploaded.
 
@@ -73,12 +80,12 @@ class _KernelBackend:
         device: torch.device,
         options: _core.AttentionOptions,
         batch: _core.Batch,
-        float_bytes: int,
+        room: PlanRoom,
     ) -> _core.Plan:
         refusal = self.refusal(device)
         if refusal is not None:
             raise ValueError(refusal)
-        return _core.Plan(self._family, ordinal_of(device), options, batch, float_bytes)
+        return _core.Plan(self._family, ordinal_of(device), options, batch, *room)
 
     def plan_segments(
         self,
@@ -142,7 +149,7 @@ class _CudaBackend(_KernelBackend):
         device: torch.device,
         options: _core.AttentionOptions,
         batch: _core.Batch,
-        float_bytes: int,
+        room: PlanRoom,
     ) -> _core.Plan:
         # A build without the kernels of one architecture says so wherever it is asked for them,
         # also on other devices.
@@ -150,7 +157,7 @@ class _CudaBackend(_KernelBackend):
             missing = self.missing_kernel(options)
             if missing is not None:
                 raise NotImplementedError(f"backend={self.name!r}: {missing}")
-        return super().plan(device, options, batch, float_bytes)
+        return super().plan(device, options, batch, room)
 
 
 @functools.cache  # plan() asks more than once, and the facts of a device come as a dict

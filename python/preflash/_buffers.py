@@ -28,6 +28,18 @@ class Buffer:
         """Whether whatever used it is over before what this stream does next."""
         return self._streams is None or self._streams == {stream}
 
+    def order_behind_users(self, device_stream: DeviceStream) -> None:
+        """What the current stream does from now on comes after whatever used the memory."""
+        if self._streams is None:
+            return
+        device, current = device_stream.device, device_stream.stream()
+        for stream in self._streams - {None, current}:
+            user = torch.cuda.ExternalStream(stream, device)
+            with torch.cuda.stream(user):
+                busy = torch.cuda.is_current_stream_capturing()
+            if not busy:  # or this stream would become part of the capture
+                torch.cuda.current_stream(device).wait_stream(user)
+
     def used_on_current_stream(self, device_stream: DeviceStream) -> None:
         """Tells the allocator, the first time that a stream comes by."""
         if self._streams is None:  # on the CPU

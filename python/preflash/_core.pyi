@@ -231,6 +231,7 @@ class Plan:
         options: AttentionOptions,
         batch: Batch,
         float_workspace_bytes: int,
+        graph_max_rows: int,
     ) -> None: ...
     @staticmethod
     def of_segments(
@@ -264,29 +265,29 @@ class DevicePlan:
     """The place of a plan: `capacity` bytes of device memory at the address `memory`."""
 
     def __init__(self, uploader: Uploader, memory: int, capacity: int) -> None: ...
-    def write(
-        self,
-        plan: Plan,
-        page_indices: int | Sequence[int],
-        stream: int,
-        owner: object,
-        state: object,
-    ) -> None:
-        """page_indices: of the one segment, or of each. With an owner, its attribute `_state` becomes `state` once the copy has been started."""
-
     def arrive_before(self, stream: int) -> None:
         """What is launched on `stream` from now on finds the copy complete. The host does not wait,
         unless the stream is being captured into a CUDA graph, which cannot wait for what is not
         in it."""
 
+def write_plans(
+    placements: list[tuple[DevicePlan, Plan]],
+    page_indices: int | Sequence[int],
+    stream: int,
+    owner: object,
+    state: object,
+) -> None:
+    """Starts the copy of each plan to its place. page_indices: of the one segment, or of each. With an owner, its attribute `_state` becomes
+    `state` once all of them have been started."""
+
 class Launch:
-    """q, o, lse: strides of [token, head]. k, v: strides of [page, token, head], then the numbers
-    of pages and of tokens in one."""
+    """q, o, lse: strides of [token, head], of q also the number of tokens. k, v: strides of [page,
+    token, head], then the numbers of pages and of tokens in one."""
 
     def __init__(
         self,
         place: DevicePlan,
-        q: tuple[int, int],
+        q: tuple[int, int, int],
         k: tuple[int, int, int, int, int],
         v: tuple[int, int, int, int, int],
         o: tuple[int, int],

@@ -122,17 +122,18 @@ class EngineAttributes:
 
     @told
     def _use_cuda_graph(self) -> bool:
-        return False
+        return self._graph is not None
 
     @told
     def _fixed_batch_size(self) -> int:
         """0: batches of any size, as always without CUDA graphs."""
-        return 0
+        return 0 if self._graph is None else self._graph.buffers.batch_size
 
     @told
     def _max_total_num_rows(self) -> int | None:
-        """None: as many rows as a batch has, as always without CUDA graphs."""
-        return None
+        """None: as many rows as a batch has, as always without CUDA graphs; with them, those of the
+        first plan."""
+        return self._state.graph_rows or None
 
     @property
     def _sinks(self) -> None:
@@ -172,12 +173,16 @@ class EngineAttributes:
 
     @told
     def _qo_indptr_buf(self) -> torch.Tensor | None:
+        if self._graph is not None:
+            return self._graph.buffers.qo_indptr
         batch = self._batch
         return None if batch is None else self._array(batch.qo_indptr)
 
     @told
     def _custom_mask_buf(self) -> torch.Tensor | None:
         """The packed mask, which is the kernels' own."""
+        if self._graph is not None:
+            return self._graph.buffers.mask
         planned = self._state.planned
         mask = None if planned is None else planned.asked.request.mask
         return None if mask is None else mask[: self._batch.mask_bytes]
@@ -185,6 +190,8 @@ class EngineAttributes:
     @told
     def _mask_indptr_buf(self) -> torch.Tensor | None:
         """First byte of every request in the packed mask."""
+        if self._graph is not None:
+            return self._graph.buffers.mask_indptr
         if self._custom_mask_buf is None:
             return None
         return self._array(self._batch.mask_indptr)
@@ -193,12 +200,16 @@ class EngineAttributes:
 class PagedEngineAttributes(EngineAttributes):
     @told
     def _paged_kv_indptr_buf(self) -> torch.Tensor | None:
+        if self._graph is not None:
+            return self._graph.buffers.kv_indptr
         batch = self._batch
         return None if batch is None else self._array(batch.kv_indptr)
 
     @told
     def _paged_kv_indices_buf(self) -> torch.Tensor | None:
         """Indices that plan() got on the GPU are the kernels' own."""
+        if self._graph is not None:
+            return self._graph.buffers.indices
         planned = self._state.planned
         if planned is None:
             return None
@@ -209,6 +220,8 @@ class PagedEngineAttributes(EngineAttributes):
 
     @told
     def _paged_kv_last_page_len_buf(self) -> torch.Tensor | None:
+        if self._graph is not None:
+            return self._graph.buffers.last_page_len
         batch = self._batch
         return None if batch is None else self._array(batch.last_page_len)
 
@@ -216,5 +229,7 @@ class PagedEngineAttributes(EngineAttributes):
 class RaggedEngineAttributes(EngineAttributes):
     @told
     def _kv_indptr_buf(self) -> torch.Tensor | None:
+        if self._graph is not None:
+            return self._graph.buffers.kv_indptr
         batch = self._batch
         return None if batch is None else self._array(batch.kv_indptr)

@@ -25,7 +25,10 @@ def debugging() -> bool:
 class PageList(NamedTuple):
     """The page indices that the batch uses."""
 
-    # None: the batch has a copy of those on the host, which travels with the plan.
+    # Those that a buffer of the caller's (on_device) will hold; None: it holds them, or the batch
+    # has a copy that travels with the plan.
+    on_host: torch.Tensor | None
+    # Those that kernels read, unless they travel with the plan.
     on_device: torch.Tensor | None
     largest: int | None  # None: not known without waiting for the GPU
 
@@ -37,9 +40,16 @@ class Lengths(NamedTuple):
     pages: PageList | None  # None: ragged
 
 
-def batch_lengths(a: BatchArguments, device: torch.device) -> Lengths:
-    """The lengths in the arguments of plan(). The planner checks the values of indptr."""
-    return _paged(a, device) if isinstance(a, PagedPlanArguments) else _ragged(a, device)
+def batch_lengths(
+    a: BatchArguments, device: torch.device, indices_buf: torch.Tensor | None = None
+) -> Lengths:
+    """The lengths in the arguments of plan(). The planner checks the values of indptr.
+
+    indices_buf: where plan() will put the page indices, for CUDA graphs.
+    """
+    if isinstance(a, PagedPlanArguments):
+        return _paged(a, device, indices_buf)
+    return _ragged(a, device)
 
 
 def _ragged(a: RaggedPlanArguments, device: torch.device) -> Lengths:
@@ -53,7 +63,9 @@ def _ragged(a: RaggedPlanArguments, device: torch.device) -> Lengths:
     return Lengths(batch, None)
 
 
-def _paged(a: PagedPlanArguments, device: torch.device) -> Lengths:
+def _paged(
+    a: PagedPlanArguments, device: torch.device, indices_buf: torch.Tensor | None
+) -> Lengths:
     page_size = check.integer("page_size", a.page_size, at_least=1)
     indices = _index_array("paged_kv_indices", a.paged_kv_indices, device)
     batch = _make_batch(
@@ -63,7 +75,8 @@ def _paged(a: PagedPlanArguments, device: torch.device) -> Lengths:
         page_size,
         kv_name="paged_kv_indptr",
     )
-    return Lengths(batch, _attach_page_indices(batch, indices))
+    pages = _attach_page_indices(batch, indices, indices_buf)
+    return Lengths(batch, pages)
 
 
 def single_lengths(qo_len: int, kv_len: int) -> Lengths:
@@ -132,11 +145,13 @@ def _make_batch(
     )
 
 
-def _attach_page_indices(batch: _core.Batch, indices: torch.Tensor) -> PageList:
+def _attach_page_indices(
+    batch: _core.Batch, indices: torch.Tensor, indices_buf: torch.Tensor | None
+) -> PageList:
     """Gives the batch its page indices.
 
     Those on the host are copied, so that the caller may change his, and travel with the plan's
-    upload; those on the GPU stay where they are.
+    upload; those on the GPU stay where they are. With a buffer for them, all are read from there.
     """
     if batch.kv_end > indices.numel():
         raise ValueError(
@@ -146,18 +161,35 @@ def _attach_page_indices(batch: _core.Batch, indices: torch.Tensor) -> PageList:
     if indices.numel() != batch.kv_end:
         indices = indices[: max(batch.kv_end, 0)]
     indices = indices.contiguous()
+    if indices_buf is not None:
+        return _for_buffer(batch, indices, indices_buf)
     if indices.is_cpu:
         batch.set_page_indices(indices.data_ptr(), indices.numel())
         _check_not_negative(batch.min_page)
-        return PageList(on_device=None, largest=batch.max_page)
-    if not debugging():
-        return PageList(on_device=indices, largest=None)
+        return PageList(on_host=None, on_device=None, largest=batch.max_page)
+    return PageList(on_host=None, on_device=indices, largest=_largest_page(batch, indices))
+
+
+def _for_buffer(batch: _core.Batch, indices: torch.Tensor, indices_buf: torch.Tensor) -> PageList:
+    if batch.kv_end > indices_buf.numel():
+        raise ValueError(
+            f"paged_kv_indptr[-1] = {batch.kv_end} pages are in use; paged_kv_indices_buf has room "
+            f"for {indices_buf.numel()}: construct the wrapper with a larger one"
+        )
+    on_host = indices if indices.is_cpu else None
+    return PageList(on_host, on_device=indices_buf, largest=_largest_page(batch, indices))
+
+
+def _largest_page(batch: _core.Batch, indices: torch.Tensor) -> int | None:
+    """The largest of the pages in use, none of which is negative; None: not known."""
+    if not indices.is_cpu and not debugging():
+        return None
     used = indices[batch.kv_begin :]  # what lies before belongs to nobody, like what lies behind
     if used.numel() == 0:
-        return PageList(on_device=indices, largest=None)
+        return None
     smallest, largest = torch.stack(torch.aminmax(used)).tolist()
     _check_not_negative(smallest)
-    return PageList(on_device=indices, largest=largest)
+    return largest
 
 
 def _check_not_negative(smallest: int) -> None:
@@ -234,14 +266,14 @@ def _check_block_tables(block_tables: Any, lengths: Lengths, device: torch.devic
         )
     if not table.is_cpu and table.device != device:
         raise ValueError(f"block_tables is on {table.device}; must be on the CPU or on {device}")
-    on_host = table.is_cpu and pages.on_device is None
+    on_host = table.is_cpu and (pages.on_device is None or pages.on_host is not None)
     if not on_host and not debugging():
         return
     table = table.cpu().contiguous()
     if pages.on_device is None:
         indices = torch.tensor(batch.page_indices, dtype=torch.int32, device="cpu")
     else:
-        indices = pages.on_device.cpu()
+        indices = (pages.on_device if pages.on_host is None else pages.on_host).cpu()
     other = batch.first_pages_other_than(
         check.address(indices), check.address(table), table.shape[1]
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from . import _core
@@ -10,6 +12,25 @@ from ._device_stream import DeviceStream, sent
 
 # Kernels read the bits of a row in words of 8 bytes; what lies behind the last request is zero.
 PADDING = 16
+OVERREAD = 8
+
+
+class MaskSource(NamedTuple):
+    """The mask of a plan() that has checked it: the caller's values, flat."""
+
+    values: torch.Tensor
+    packed: bool
+
+    def write(self, buffer: torch.Tensor, batch: _core.Batch, device_stream: DeviceStream) -> None:
+        """Puts the packed form into a uint8 buffer on the stream's device."""
+        values = sent(self.values, device_stream.device) if self.values.is_cpu else self.values
+        if self.packed:
+            buffer[: batch.mask_bytes].copy_(values)
+            return
+        segments = torch.empty(2 * (batch.num_requests + 1), dtype=torch.int64, device="cpu")
+        batch.write_mask_segments(check.address(segments))
+        segments = sent(segments, device_stream.device)
+        pack_segments(values, buffer, segments, device_stream, little=True)
 
 
 def check_mask(
@@ -75,14 +96,7 @@ def owned_mask(
 ) -> torch.Tensor:
     """A packed copy on the stream's device: later changes by the caller do not reach the plan."""
     buffer = torch.zeros(batch.mask_bytes + PADDING, dtype=torch.uint8, device=device_stream.device)
-    mask = sent(mask, device_stream.device) if mask.is_cpu else mask
-    if packed:
-        buffer[: batch.mask_bytes].copy_(mask)
-        return buffer
-    segments = torch.empty(2 * (batch.num_requests + 1), dtype=torch.int64, device="cpu")
-    batch.write_mask_segments(check.address(segments))
-    segments = sent(segments, device_stream.device)
-    pack_segments(mask, buffer, segments, device_stream, little=True)
+    MaskSource(mask, packed).write(buffer, batch, device_stream)
     return buffer
 
 

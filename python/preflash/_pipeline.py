@@ -9,6 +9,7 @@ run     addresses -> result              _planned
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ import torch
 from . import _backends, _core
 from ._buffers import Buffer
 from ._lengths import Lengths
-from ._planned import Memory, PlannedVariant
+from ._planned import Memory, Place, PlannedVariant
 from ._tensors import Expected
 from ._workspace import Workspace
 
@@ -28,6 +29,8 @@ class Request(NamedTuple):
     lengths: Lengths
     kv_layout: str
     mask: torch.Tensor | None  # owned and packed; None: absent, or brought by every run
+    # CUDA graphs: the most query rows of any plan; 0: sizes are this batch's own.
+    graph_rows: int = 0
 
     @property
     def page_indices(self) -> torch.Tensor | None:
@@ -37,12 +40,17 @@ class Request(NamedTuple):
 
 
 def make_request(
-    options: _core.AttentionOptions, lengths: Lengths, kv_layout: str, *, masked: bool
+    options: _core.AttentionOptions,
+    lengths: Lengths,
+    kv_layout: str,
+    *,
+    masked: bool,
+    graph_rows: int = 0,
 ) -> Request:
     """masked: whether the options' mask is a custom one."""
     if masked:
         lengths.batch.use_mask()
-    return Request(options, lengths, kv_layout, None)
+    return Request(options, lengths, kv_layout, None, graph_rows)
 
 
 class Draft(NamedTuple):
@@ -57,13 +65,14 @@ def plan(workspace: Workspace, backend_name: str, request: Request) -> Draft:
     device, options = workspace.device_stream.device, request.options
     batch, room = request.lengths.batch, workspace.int_room
     backend = _backends.choose(backend_name, device, options)
-    counted = backend.plan(device, options, batch, workspace.float_bytes)
+    limits = _backends.PlanRoom(workspace.float_bytes, request.graph_rows)
+    counted = backend.plan(device, options, batch, limits)
     if room is None or counted.int_bytes <= room:
         return Draft(backend, counted)
     if not options.fixed_split_size:
         # Without a split the work list is shorter.
         unsplit = options.replace(disable_split=True)
-        counted = backend.plan(device, unsplit, batch, workspace.float_bytes)
+        counted = backend.plan(device, unsplit, batch, limits)
         if counted.int_bytes <= room:
             return Draft(backend, counted)
     raise ValueError(
@@ -72,10 +81,17 @@ def plan(workspace: Workspace, backend_name: str, request: Request) -> Draft:
     )
 
 
-def place(workspace: Workspace, draft: Draft, request: Request) -> PlannedVariant:
-    """Gives a plan its memory. Nothing is written there before upload()."""
+def place(
+    workspace: Workspace, draft: Draft, request: Request, where: Place | None = None
+) -> PlannedVariant:
+    """Gives a plan its memory. Nothing is written there before upload().
+
+    where: the place of an earlier plan, which a CUDA graph runs.
+    """
     plan, device_stream = draft.plan, workspace.device_stream
-    kept = [workspace.int_buffer(plan.int_bytes)]
+    if where is None:
+        where = Place(workspace.int_buffer(plan.int_bytes), workspace.uploader())
+    kept = [where.buffer]
     if workspace.float_buffer is not None:
         kept.append(workspace.float_buffer)
     if request.page_indices is not None:
@@ -89,11 +105,7 @@ def place(workspace: Workspace, draft: Draft, request: Request) -> PlannedVarian
     if partials is not None or request.mask is not None:
         memory = Memory(None if partials is None else partials.tensor, request.mask)
     expected = expected_of(request, device_stream.device)
-    int_buffer = kept[0]
-    device_plan = _core.DevicePlan(
-        workspace.uploader(), int_buffer.tensor.data_ptr(), int_buffer.num_bytes
-    )
-    return PlannedVariant(plan, device_plan, draft.backend, expected, device_stream, kept, memory)
+    return PlannedVariant(plan, where, draft.backend, expected, device_stream, kept, memory)
 
 
 def expected_of(request: Request, device: torch.device) -> Expected:
@@ -123,13 +135,16 @@ _NOBODY = Handover(None, None)
 
 
 def upload(
-    workspace: Workspace, variant: PlannedVariant, request: Request, handover: Handover = _NOBODY
+    workspace: Workspace,
+    variants: Iterable[PlannedVariant],
+    request: Request,
+    handover: Handover = _NOBODY,
 ) -> None:
-    """Starts the copy of a placed plan's work list to the device. Nobody waits for it: the staging
-    memory is the uploader's own, and a run on another stream is ordered behind it."""
+    """Starts the copies of placed plans' work lists to the device. Nobody waits for them: the
+    staging memory is the uploader's own, and a run on another stream is ordered behind it."""
     page_indices = request.page_indices
-    variant.device_plan.write(
-        variant.plan,
+    _core.write_plans(
+        [(variant.device_plan, variant.plan) for variant in variants],
         0 if page_indices is None else page_indices.data_ptr(),
         workspace.device_stream.stream(),
         handover.owner,

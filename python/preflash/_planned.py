@@ -52,13 +52,35 @@ class Memory(NamedTuple):
         return _core.RunExtras(**addresses) if addresses else None
 
 
+class Captured(NamedTuple):
+    """What CUDA graphs hold of the tensors of their runs: the smallest of each."""
+
+    q_tokens: int
+    kv_extent: int  # pages, or tokens where there are none
+    page_size: int  # 0: ragged
+
+
+class Place:
+    """Memory for a work list. One plan at a time is there."""
+
+    __slots__ = ("buffer", "captured", "device_plan", "shared")
+
+    def __init__(self, buffer: Buffer, uploader: _core.Uploader) -> None:
+        self.buffer = buffer
+        self.device_plan = _core.DevicePlan(uploader, buffer.tensor.data_ptr(), buffer.num_bytes)
+        # Whether anybody else may still run what is here: a CUDA graph that captured it, a copied
+        # wrapper.
+        self.shared = False
+        self.captured: Captured | None = None
+
+
 class PlannedVariant:
     """Placed and uploaded by _pipeline; run any number of times, for any layer."""
 
     def __init__(
         self,
         plan: _core.Plan,
-        device_plan: _core.DevicePlan,
+        place: Place,
         backend: Backend,
         expected: _tensors.Expected,
         device_stream: DeviceStream,
@@ -68,12 +90,11 @@ class PlannedVariant:
         """kept: the work list and all else that launches use; the allocator knows that the current
         stream uses it."""
         self.plan = plan
-        self.device_plan = device_plan
+        self.place = place
+        self.device_plan = place.device_plan
         self.backend = backend
         self.expected = expected
         self.device_stream = device_stream
-        # Whether anybody else may still run it: a CUDA graph that captured it, a copied wrapper.
-        self.shared = False
         self._bound: dict[tuple, _Bound] = {}
         self._last: tuple[tuple | None, _Bound | None] = (None, None)
         self._kept = kept
@@ -154,13 +175,30 @@ class PlannedVariant:
             partials_address, stream, scales[0], scales[1], _LSE_SCALES[lse_base], extras,
         )  # fmt: skip
         if captured:
-            self.shared = True
+            self._note_capture(q, k, v)
         return (out, lse) if return_lse else out
 
     @property
     def int_buffer(self) -> Buffer:
         """Where the work list is."""
-        return self._kept[0]
+        return self.place.buffer
+
+    @property
+    def shared(self) -> bool:
+        """Whether anybody else may still run it."""
+        return self.place.shared
+
+    @shared.setter
+    def shared(self, value: bool) -> None:
+        self.place.shared = value
+
+    def _note_capture(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        page_size = self.expected.page_size
+        tokens = 0 if page_size > 0 or self.expected.kv_layout == "NHD" else 1
+        now = Captured(q.shape[0], min(k.shape[tokens], v.shape[tokens]), page_size)
+        before = self.place.captured
+        self.place.captured = now if before is None else Captured(*map(min, before, now))
+        self.place.shared = True
 
     def memory_with(self, per_head: PerHead) -> Memory:
         """The plan's own, and what one run brings."""

@@ -37,7 +37,13 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillWrapper, RaggedEngineAttr
             tensors.
         kv_layout: "NHD": k and v are [tokens, num_kv_heads, head_dim]; "HND": [num_kv_heads,
             tokens, head_dim].
-        use_cuda_graph: False. The buffers after it are effective with True only.
+        use_cuda_graph: plan() keeps its arrays in the buffers that follow, and a captured run()
+            replays what was planned last. The batch size is fixed, and no plan may have more query
+            rows than the first. Without it the buffers have no effect.
+        qo_indptr_buf, kv_indptr_buf: int32 [batch_size + 1], on the wrapper's device.
+        custom_mask_buf: uint8, for the packed bits of any batch and 8 bytes more; needed, like
+            qk_indptr_buf, where plan() is given a custom mask.
+        qk_indptr_buf, mask_indptr_buf: int32 [batch_size + 1], two names of one buffer.
         backend: "auto", "fa2", "fa3" or "cpu". An explicit one never becomes another, unless
             PREFLASH_BACKEND in the environment names the one to use instead of all.
         jit_args, jit_kwargs, variant_owns_mask: None, None and False only: nothing is compiled at
@@ -45,7 +51,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillWrapper, RaggedEngineAttr
 
     Raises:
         TypeError, ValueError: an argument is wrong.
-        NotImplementedError: use_cuda_graph=True, or backend="cudnn".
+        NotImplementedError: backend="cudnn".
     """
 
     def __init__(

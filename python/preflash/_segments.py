@@ -118,7 +118,7 @@ def plan_segments(
     )
     pages = [request.page_indices for request in requests]
     addresses = [0 if indices is None else indices.data_ptr() for indices in pages]
-    device_plan.write(plan, addresses, device_stream.stream(), None, None)
+    _core.write_plans([(device_plan, plan)], addresses, device_stream.stream(), None, None)
     partials = None
     if plan.float_bytes > 0 and workspace.float_buffer is not None:
         partials = workspace.float_buffer.tensor

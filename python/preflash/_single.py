@@ -116,7 +116,7 @@ def _plan(tensors: Qkv, a: SingleArguments, device_stream: DeviceStream) -> _Pla
     )
     draft = _pipeline.plan(workspace, _backends.requested(a.backend).name, request)
     variant = _pipeline.place(workspace, draft, request)
-    _pipeline.upload(workspace, variant, request)
+    _pipeline.upload(workspace, (variant,), request)
     return _Planned(request, variant, Scales(softmax_scale(None, options), 1.0))
 
 

@@ -70,7 +70,7 @@ def bind(q: Any, kv: KvCache, outputs: Outputs, expected: Expected) -> Bound:
     elif outputs.return_lse:
         of_lse = (heads, 1) if outputs.lse_layout == "NH" else (1, tokens)
     k_numbers, v_numbers = (*k.strides, *k.extents), (*v.strides, *v.extents)
-    return Bound((q_strides, k_numbers, v_numbers, out_strides, of_lse), v.offset)
+    return Bound(((*q_strides, tokens), k_numbers, v_numbers, out_strides, of_lse), v.offset)
 
 
 def check_q(q: Any, expected: Expected) -> tuple[int, int]:

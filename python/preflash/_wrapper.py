@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 
-from . import _backends, _core, _lengths, _masks, _pipeline
+from . import _backends, _core, _graph, _lengths, _masks, _pipeline
 from . import _validate as check
 from ._arguments import BatchArguments, ForwardArguments, KvCache, Result, RunArguments
 from ._engine_attributes import EngineAttributes
+from ._graph import GraphMode
+from ._masks import MaskSource
 from ._options import batch_options
 from ._outputs import Outputs
 from ._pipeline import Draft, Handover, Request
-from ._planned import PlannedVariant
+from ._planned import Place, PlannedVariant
 from ._scales import Scales, folded_scales, softmax_scale
 from ._workspace import Workspace, check_buffer
 
@@ -75,6 +80,10 @@ class _State(NamedTuple):
     workspace: Workspace
     planned: _Planned | None = None
     shared: tuple[PlannedVariant, ...] = ()  # of earlier plans: CUDA graphs replay their work lists
+    # With use_cuda_graph=True: the most query rows of any plan, as the first one has them, and
+    # where the runs are that graphs have captured.
+    graph_rows: int = 0
+    captured: Mapping[_core.AttentionOptions, Place] = MappingProxyType({})
     # What the last forward() asked for, until a run() shows that the caller does not forward().
     last_forward: _ForwardOptions | None = None
 
@@ -84,6 +93,11 @@ class _State(NamedTuple):
             return self.shared
         return (*self.shared, *(variant for variant in planned.variants() if variant.shared))
 
+    def captured_so_far(self) -> Mapping[_core.AttentionOptions, Place]:
+        variants = () if self.planned is None else self.planned.variants()
+        new = {v.expected.options: v.place for v in variants if v.place.captured is not None}
+        return {**self.captured, **new} if new else self.captured
+
 
 class _Drafted(NamedTuple):
     """A plan that only has to be placed and uploaded."""
@@ -92,6 +106,10 @@ class _Drafted(NamedTuple):
     draft: Draft
     asked: _Asked
     options: _core.AttentionOptions  # those drafted for; begin_forward() may differ from asked
+    # With use_cuda_graph=True: what else has to be planned again for graphs that captured it, and
+    # what fills the buffers.
+    refreshed: Mapping[_core.AttentionOptions, Draft] = MappingProxyType({})
+    copy_in: Callable[[], None] | None = None
 
 
 class BatchPrefillWrapper(EngineAttributes):
@@ -108,23 +126,27 @@ class BatchPrefillWrapper(EngineAttributes):
         buffer = check_buffer("float_workspace_buffer", float_workspace_buffer)
         self._kv_layout = check.one_of("kv_layout", kv_layout, check.KV_LAYOUTS)
         self._requested_backend = _backends.requested(backend)
+        workspace = Workspace(buffer.device, buffer)
+        self._graph: GraphMode | None = None
         if check.flag("use_cuda_graph", use_cuda_graph):
-            raise NotImplementedError(
-                "use_cuda_graph=True is not served by this build; leave it False"
-            )
+            buffers = _graph.check_graph_buffers(graph_buffers, buffer.device)
+            self._graph = GraphMode(buffers, workspace.device_stream)
         for name, value in graph_buffers.items():
             # Documented as effective with use_cuda_graph only.
             if value is not None:
                 check.tensor(name, value)
-        self._state = _State(Workspace(buffer.device, buffer))
+        self._state = _State(workspace)
 
     def __copy__(self) -> BatchPrefillWrapper:
         """Another wrapper with the same plan and float workspace; each plans for itself."""
         workspace = self._state.workspace
-        if workspace.int_room is not None:
+        if workspace.int_room is not None or self._graph is not None:
+            where = "buffers of its constructor"
+            if self._graph is None:
+                where = "int_workspace_buffer of reset_workspace_buffer()"
             raise TypeError(
-                f"{type(self).__name__} plans into the int_workspace_buffer of "
-                "reset_workspace_buffer(), which a copy would overwrite; construct another wrapper"
+                f"{type(self).__name__} plans into the {where}, which a copy would overwrite; "
+                "construct another wrapper"
             )
         other = object.__new__(type(self))
         other.__dict__.update(self.__dict__)
@@ -148,10 +170,19 @@ class BatchPrefillWrapper(EngineAttributes):
     def _asked(self, a: BatchArguments) -> _Asked:
         """Checks everything but hints, the mask, and the values of indptr (the planner does)."""
         options = batch_options(a)
-        lengths = _lengths.batch_lengths(a, self.device)
+        graph_rows = 0
+        if self._graph is None:
+            lengths = _lengths.batch_lengths(a, self.device)
+        else:
+            lengths = _lengths.batch_lengths(a, self.device, self._graph.buffers.indices)
+            batch = lengths.batch
+            self._graph.check_batch(batch)
+            graph_rows = self._state.graph_rows or max(batch.qo_end - batch.qo_begin, 1)
         masked = a.custom_mask is not None or a.packed_custom_mask is not None
         return _Asked(
-            _pipeline.make_request(options, lengths, self._kv_layout, masked=masked),
+            _pipeline.make_request(
+                options, lengths, self._kv_layout, masked=masked, graph_rows=graph_rows
+            ),
             Scales(softmax_scale(a.sm_scale, options), 1.0),
             check.flag("causal", a.causal),
             check.soft_cap(a.logits_soft_cap),
@@ -172,6 +203,8 @@ class BatchPrefillWrapper(EngineAttributes):
         it is for forward() to refuse them, not for this call.
         """
         workspace = self._state.workspace
+        if self._graph is not None:
+            self._graph.check_not_capturing()
         asked = self._asked(a)
         request = asked.request
         options = request.options
@@ -188,10 +221,36 @@ class BatchPrefillWrapper(EngineAttributes):
         mask = _masks.check_mask(a.custom_mask, a.packed_custom_mask, batch)
         if mask is not None:
             _masks.check_mask_device(mask, self.device)
-            packed = a.packed_custom_mask is not None
-            mask = _masks.owned_mask(mask, packed, batch, workspace.device_stream)
+        source = None if mask is None else MaskSource(mask, a.packed_custom_mask is not None)
+        if self._graph is not None:
+            return self._drafted_for_graphs(_Drafted(workspace, draft, asked, options), source, a)
+        if source is not None:
+            mask = _masks.owned_mask(*source, batch, workspace.device_stream)
             asked = asked._replace(request=request._replace(mask=mask))
         return _Drafted(workspace, draft, asked, options)
+
+    def _drafted_for_graphs(
+        self, drafted: _Drafted, mask: MaskSource | None, a: BatchArguments
+    ) -> _Drafted:
+        """Whatever graphs have captured has to be planned for the new batch, too."""
+        graph, asked = self._graph, drafted.asked
+        request = asked.request
+        batch = request.lengths.batch
+        if mask is not None:
+            graph.check_mask(batch)
+            request = request._replace(mask=graph.buffers.mask)
+        refreshed = {}
+        for options, place in self._state.captured_so_far().items():
+            pages = request.lengths.pages
+            _graph.check_captured(place.captured, batch, None if pages is None else pages.largest)
+            _graph.check_captured_mask(options.mask == _core.Mask.custom, mask is not None)
+            if options != drafted.options:
+                refreshed[options] = self._draft(request._replace(options=options))
+        return drafted._replace(
+            asked=asked._replace(request=request),
+            refreshed=refreshed,
+            copy_in=functools.partial(graph.copy_in, a, batch, mask),
+        )
 
     def _draft(self, request: Request) -> Draft:
         return _pipeline.plan(self._state.workspace, self._requested_backend.name, request)
@@ -199,15 +258,44 @@ class BatchPrefillWrapper(EngineAttributes):
     def _install(self, drafted: _Drafted) -> None:
         """Uploads a plan that has passed every check and makes it the wrapper's."""
         before = self._state
-        workspace, draft, asked, options = drafted
+        workspace, draft, asked, options = drafted[:4]
+        captured = before.captured_so_far()
         request = asked.request._replace(options=options)
-        primary = _pipeline.place(workspace, draft, request)
-        usual = primary if options == asked.request.options else None
-        planned = _Planned(asked, asked.scales, usual, primary, options, {})
-        after = _State(workspace, planned, before.shared_so_far(), before.last_forward)
-        _pipeline.upload(workspace, primary, request, Handover(self, after))
+        primary = self._placed(workspace, draft, request, captured)
+        others = {
+            other: self._placed(workspace, again, request._replace(options=other), captured)
+            for other, again in drafted.refreshed.items()
+        }
+        usual = primary if options == asked.request.options else others.get(asked.request.options)
+        planned = _Planned(asked, asked.scales, usual, primary, options, others)
+        after = before._replace(workspace=workspace, planned=planned)
+        if self._graph is None:
+            after = after._replace(shared=before.shared_so_far())
+        else:
+            after = after._replace(graph_rows=request.graph_rows, captured=captured)
+            # From here on the buffers are no longer those of the old plan: a call that is
+            # interrupted leaves none.
+            self._state = before._replace(planned=None, captured=captured)
+            self._graph.order_behind_runs(list(captured.values()))
+            self._graph.reserve(draft.plan.int_bytes)
+            if drafted.copy_in is not None:
+                drafted.copy_in()
+        _pipeline.upload(workspace, (primary, *others.values()), request, Handover(self, after))
         if before.planned is not None and not before.planned.primary.shared:
             before.workspace.give_back(before.planned.primary.int_buffer)
+
+    def _placed(
+        self,
+        workspace: Workspace,
+        draft: Draft,
+        request: Request,
+        captured: Mapping[_core.AttentionOptions, Place],
+    ) -> PlannedVariant:
+        """Where a graph looks for it, if one does; else in memory that no graph looks at."""
+        where = captured.get(request.options)
+        if where is None and captured:
+            workspace = workspace.beside()
+        return _pipeline.place(workspace, draft, request, where)
 
     def _planned(self) -> _Planned:
         planned = self._state.planned
@@ -225,8 +313,11 @@ class BatchPrefillWrapper(EngineAttributes):
             workspace = self._state.workspace.beside()
             request = request._replace(options=options)
             draft = _pipeline.plan(workspace, self._requested_backend.name, request)
-            found = _pipeline.place(workspace, draft, request)
-            _pipeline.upload(workspace, found, request)
+            if self._graph is not None and workspace.device_stream.is_capturing():
+                found = self._graph.planned_beside_capture(workspace, draft, request)
+            else:
+                found = _pipeline.place(workspace, draft, request)
+                _pipeline.upload(workspace, (found,), request)
             _forget_surplus(planned.others)
             planned.others[options] = found
         return found
@@ -312,6 +403,11 @@ class BatchPrefillWrapper(EngineAttributes):
         float_buffer = check_buffer("float_workspace_buffer", float_workspace_buffer, self.device)
         int_buffer = check_buffer("int_workspace_buffer", int_workspace_buffer, self.device)
         workspace = Workspace(self.device, float_buffer, int_buffer)
+        if self._state.captured_so_far():
+            raise ValueError(
+                "reset_workspace_buffer(): a CUDA graph has captured a run(), which holds on to "
+                "the workspaces; construct another wrapper"
+            )
         planned = self._state.planned
         if planned is None:
             return workspace
@@ -334,7 +430,7 @@ class BatchPrefillWrapper(EngineAttributes):
 
     @property
     def is_cuda_graph_enabled(self) -> bool:
-        return False
+        return self._graph is not None
 
     @property
     def variant(self) -> str | None:

@@ -37,7 +37,7 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
 
     Raises:
         TypeError, ValueError: an argument is wrong.
-        NotImplementedError: use_cuda_graph=True, backend="cudnn", or a dtype of a later release.
+        NotImplementedError: backend="cudnn", or a dtype of a later release.
     """
 
     def __init__(

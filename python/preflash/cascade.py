@@ -196,11 +196,11 @@ class MultiLevelCascadeAttentionWrapper:
         num_levels: at least 1.
         float_workspace_buffer, kv_layout: as in BatchPrefillWithPagedKVCacheWrapper; the levels
             run one after another and share the buffer.
-        use_cuda_graph: False. The lists of buffers after it are effective with True only.
+        use_cuda_graph: as in BatchPrefillWithPagedKVCacheWrapper, with one buffer of each kind per
+            level. Without it the lists of buffers have no effect.
 
     Raises:
         TypeError, ValueError: an argument is wrong.
-        NotImplementedError: use_cuda_graph=True.
     """
 
     def __init__(
@@ -215,22 +215,25 @@ class MultiLevelCascadeAttentionWrapper:
         paged_kv_last_page_len_buf_arr: Sequence[torch.Tensor] | None = None,
     ) -> None:
         num_levels = check.integer("num_levels", num_levels, at_least=1)
-        for name, buffers in (
-            ("qo_indptr_buf_arr", qo_indptr_buf_arr),
-            ("paged_kv_indptr_buf_arr", paged_kv_indptr_buf_arr),
-            ("paged_kv_indices_buf_arr", paged_kv_indices_buf_arr),
-            ("paged_kv_last_page_len_buf_arr", paged_kv_last_page_len_buf_arr),
-        ):
-            if buffers is not None:
-                _per_level(name, buffers, num_levels)
+        of_levels = [
+            [None] * num_levels if buffers is None else _per_level(name, buffers, num_levels)
+            for name, buffers in (
+                ("qo_indptr_buf_arr", qo_indptr_buf_arr),
+                ("paged_kv_indptr_buf_arr", paged_kv_indptr_buf_arr),
+                ("paged_kv_indices_buf_arr", paged_kv_indices_buf_arr),
+                ("paged_kv_last_page_len_buf_arr", paged_kv_last_page_len_buf_arr),
+            )
+        ]
         self._levels = [
-            BatchPrefillWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout, use_cuda_graph)
-            for _ in range(num_levels)
+            BatchPrefillWithPagedKVCacheWrapper(
+                float_workspace_buffer, kv_layout, use_cuda_graph, *buffers
+            )
+            for buffers in zip(*of_levels, strict=True)
         ]
 
     @property
     def is_cuda_graph_enabled(self) -> bool:
-        return False
+        return self._levels[0].is_cuda_graph_enabled
 
     def reset_workspace_buffer(
         self, float_workspace_buffer: torch.Tensor, int_workspace_buffers: Sequence[torch.Tensor]

@@ -97,12 +97,14 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
     Args:
         float_workspace_buffer, kv_layout, backend, jit_args: as in
             BatchPrefillWithPagedKVCacheWrapper.
-        use_cuda_graph: False. The buffers are effective with True only.
+        use_cuda_graph: plan() keeps its arrays in the buffers, and a captured run() replays what
+            was planned last, as in BatchPrefillWithPagedKVCacheWrapper. The batch size is
+            len(paged_kv_last_page_len_buffer).
         use_tensor_cores: a permission; the same kernels serve both.
 
     Raises:
         TypeError, ValueError: an argument is wrong.
-        NotImplementedError: use_cuda_graph=True, or backend="cudnn".
+        NotImplementedError: backend="cudnn".
     """
 
     def __init__(
@@ -118,10 +120,15 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
         jit_args: None = None,
     ) -> None:
         self._use_tensor_cores = check.flag("use_tensor_cores", use_tensor_cores)
+        qo_indptr = None
+        if use_cuda_graph and isinstance(paged_kv_last_page_len_buffer, torch.Tensor):
+            qo_indptr = _one_query_each(paged_kv_last_page_len_buffer)
+            qo_indptr = qo_indptr.to(paged_kv_last_page_len_buffer.device)
         super().__init__(
             float_workspace_buffer,
             kv_layout,
             use_cuda_graph,
+            qo_indptr,
             paged_kv_indptr_buf=paged_kv_indptr_buffer,
             paged_kv_indices_buf=paged_kv_indices_buffer,
             paged_kv_last_page_len_buf=paged_kv_last_page_len_buffer,
@@ -390,14 +397,14 @@ def _one_query_each(last_page_len: torch.Tensor) -> torch.Tensor:
 
 
 class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWrapper):
-    """BatchDecodeWithPagedKVCacheWrapper with use_cuda_graph=True, which is not served yet.
+    """BatchDecodeWithPagedKVCacheWrapper with use_cuda_graph=True.
 
     Args:
         workspace_buffer: the float workspace.
-        indptr_buffer, indices_buffer, last_page_len_buffer: where plan() would keep its arrays.
+        indptr_buffer, indices_buffer, last_page_len_buffer: where plan() keeps its arrays.
 
     Raises:
-        NotImplementedError: always, today.
+        TypeError, ValueError: an argument is wrong.
     """
 
     def __init__(

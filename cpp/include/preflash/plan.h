@@ -83,6 +83,8 @@ struct Offset {
   T* in(void* base) const {
     return present() ? reinterpret_cast<T*>(static_cast<std::byte*>(base) + bytes) : nullptr;
   }
+
+  friend bool operator==(const Offset&, const Offset&) = default;
 };
 
 // What only one segment's items use. Its partial rows are numbered from 0.
@@ -90,6 +92,8 @@ struct SegmentLayout {
   Offset<MergeItem> merges;  // [num_merges]
   Offset<float> partial_o;   // [num_partial_rows, head_dim_vo], each normalised by its own sum
   Offset<PartialLse> partial_lse;  // [num_partial_rows]
+
+  friend bool operator==(const SegmentLayout&, const SegmentLayout&) = default;
 };
 
 struct PlanLayout {
@@ -100,6 +104,8 @@ struct PlanLayout {
   SegmentLayout segments[kMaxSegments];
   std::int64_t int_bytes = 0;
   std::int64_t float_bytes = 0;
+
+  friend bool operator==(const PlanLayout&, const PlanLayout&) = default;
 };
 
 struct SegmentSizes {
