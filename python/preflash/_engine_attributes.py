@@ -10,6 +10,8 @@ from typing import Any, NoReturn
 import torch
 
 from . import _core
+from . import _validate as check
+from ._plan_module import PlanModule
 
 _REPLAN = "call plan() with what should change, or construct another wrapper"
 
@@ -22,6 +24,34 @@ class told(property):  # noqa: N801, used like property
             f"{type(instance).__name__}.{self.fget.__name__} tells what is planned and cannot be "
             f"set: {_REPLAN}"
         )
+
+
+class repeated(told):  # noqa: N801, used like property
+    """A told property that engines set to what it is, or to None, when they plan between replays of
+    a graph."""
+
+    def __set__(self, instance: object, value: Any) -> None:
+        if not instance.is_cuda_graph_enabled:
+            super().__set__(instance, value)
+        now = self.__get__(instance)
+        if value is not None and value is not now and value != now:
+            raise AttributeError(
+                f"{type(instance).__name__}.{self.fget.__name__} is {now!r} and cannot become "
+                f"{value!r}: {_REPLAN}"
+            )
+
+
+def only(neutral: Any, why: str) -> property:
+    """An attribute that may be set to one value: engines do, whether or not they use it."""
+
+    def refuse_others(instance: object, value: Any) -> None:
+        if value is not neutral and value != neutral:
+            raise NotImplementedError(f"{type(instance).__name__}: {why}")
+
+    return property(lambda instance: neutral, refuse_others)
+
+
+_ITEMS = "multi-item scoring is not served; leave _prefix_len_ptr and what goes with it as it is"
 
 
 class PlannedValues(torch.Tensor):
@@ -55,16 +85,6 @@ def _writes(name: str) -> bool:
 def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
     with torch._C.DisableTorchFunctionSubclass():
         return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
-
-
-class _NoModule:
-    """Stands where a module compiled at run time would be."""
-
-    def plan(self, *args: Any) -> NoReturn:
-        raise NotImplementedError(
-            "_cached_module.plan() is not served: there is no module that was compiled for one "
-            "wrapper; call the wrapper's plan()"
-        )
 
 
 class EngineAttributes:
@@ -105,17 +125,17 @@ class EngineAttributes:
         planned = self._state.planned
         return None if planned is None else planned.scales.logits
 
-    @told
+    @repeated
     def _num_qo_heads(self) -> int | None:
         planned = self._state.planned
         return None if planned is None else planned.asked.request.options.num_qo_heads
 
-    @told
+    @repeated
     def _num_kv_heads(self) -> int | None:
         planned = self._state.planned
         return None if planned is None else planned.asked.request.options.num_kv_heads
 
-    @told
+    @repeated
     def _batch_size(self) -> int | None:
         batch = self._batch
         return None if batch is None else batch.num_requests
@@ -147,14 +167,38 @@ class EngineAttributes:
                 f"{type(self).__name__}._sinks: run() does not look there; give it sinks="
             )
 
-    @told
+    @repeated
     def _plan_info(self) -> _core.Plan | None:
         planned = self._state.planned
         return None if planned is None else planned.primary.plan
 
     @told
-    def _cached_module(self) -> _NoModule:
-        return _NoModule()
+    def _cached_module(self) -> PlanModule:
+        return PlanModule(self)
+
+    _prefix_len_ptr = only(None, _ITEMS)
+    _token_pos_in_items_ptr = only(None, _ITEMS)
+    _token_pos_in_items_len = only(0, _ITEMS)
+    _max_item_len_ptr = only(None, _ITEMS)
+    _block_tables = only(None, "block tables are plan()'s to check, and not used")
+
+    def _planned_dtype(self, name: str) -> torch.dtype | None:
+        planned = self._state.planned
+        if planned is None:
+            return None
+        return check.TORCH_DTYPES[getattr(planned.asked.request.options, name)]
+
+    @repeated
+    def _cached_q_data_type(self) -> torch.dtype | None:
+        return self._planned_dtype("q_dtype")
+
+    @repeated
+    def _cached_kv_data_type(self) -> torch.dtype | None:
+        return self._planned_dtype("kv_dtype")
+
+    @repeated
+    def _cached_o_data_type(self) -> torch.dtype | None:
+        return self._planned_dtype("o_dtype")
 
     @told
     def _float_workspace_buffer(self) -> torch.Tensor:

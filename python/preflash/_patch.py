@@ -17,8 +17,6 @@ from . import attention, cascade, decode, page, prefill, quantization
 __all__ = ["FlashInferPatch", "Replacement", "patch_flashinfer"]
 
 _MODULES = (attention, cascade, decode, page, prefill, quantization)
-# A name that always raises here stays flashinfer's: there it works.
-_NOT_SERVED_YET = frozenset({"CUDAGraphBatchDecodeWithPagedKVCacheWrapper"})
 
 
 class Replacement(NamedTuple):
@@ -92,8 +90,7 @@ def patch_flashinfer() -> FlashInferPatch:
     They are replaced in every module that is imported by now and holds flashinfer's object: in
     flashinfer's own, in engines that did `from flashinfer.decode import ...`, in the caller's. A
     module that is imported later gets them from flashinfer. What preflash does not serve stays
-    flashinfer's: POD, MLA, trtllm and cudnn functions, `BatchAttention`, and
-    `CUDAGraphBatchDecodeWithPagedKVCacheWrapper` as long as it raises here; where such a function
+    flashinfer's: POD, MLA, trtllm and cudnn functions, and `BatchAttention`; where such a function
     of flashinfer calls a replaced one, it calls preflash's.
 
     Call it before an engine constructs its wrappers. Instances that exist, subclasses of
@@ -155,7 +152,7 @@ def _pairs(root: ModuleType) -> _Pairs:
             pass  # a release without this module, or one that no engine can import either
         else:
             homes.append(home)
-        for name in set(module.__all__) - _NOT_SERVED_YET:
+        for name in module.__all__:
             new = getattr(module, name)
             for home in homes:
                 old = getattr(home, name, None)

@@ -53,7 +53,8 @@ class Memory(NamedTuple):
 
 
 class Captured(NamedTuple):
-    """What CUDA graphs hold of the tensors of their runs: the smallest of each."""
+    """What CUDA graphs hold of the tensors of their runs, the largest of each: engines capture one
+    run for every number of rows, and replay the one that a batch fits."""
 
     q_tokens: int
     kv_extent: int  # pages, or tokens where there are none
@@ -197,7 +198,7 @@ class PlannedVariant:
         tokens = 0 if page_size > 0 or self.expected.kv_layout == "NHD" else 1
         now = Captured(q.shape[0], min(k.shape[tokens], v.shape[tokens]), page_size)
         before = self.place.captured
-        self.place.captured = now if before is None else Captured(*map(min, before, now))
+        self.place.captured = now if before is None else Captured(*map(max, before, now))
         self.place.shared = True
 
     def memory_with(self, per_head: PerHead) -> Memory:

@@ -153,7 +153,7 @@ def test_a_refused_plan_changes_no_level(target, mistake):
 def test_constructor_refusals(target):
     work = runner.workspace(target.device)
     make = preflash.MultiLevelCascadeAttentionWrapper
-    with pytest.raises(NotImplementedError, match="use_cuda_graph"):
+    with pytest.raises(ValueError, match=r"=None with use_cuda_graph=True"):
         make(2, work, "NHD", True)
     with pytest.raises(ValueError, match="num_levels"):
         make(0, work)

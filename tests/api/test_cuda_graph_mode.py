@@ -314,6 +314,94 @@ def test_wrappers_that_share_a_workspace(target, recorder):  # noqa: F811
             stage.check(inputs)
 
 
+# --- plans that engines make by themselves -----------------------------------
+
+
+def plan_without_readback(wrapper, inputs, **options) -> None:
+    """What SGLang does in begin_forward()'s place: it fills the buffers on the device and hands the
+    lengths, which it knows on the host, to the module behind the wrapper."""
+    case = inputs.case
+    assert wrapper.is_cuda_graph_enabled
+    wrapper._qo_indptr_last = sum(case.qo_lens)
+    wrapper._max_q_len, wrapper._max_kv_len = max(case.qo_lens), max(case.kv_lens)
+    wrapper._batch_size = case.batch_size
+    wrapper._num_qo_heads, wrapper._num_kv_heads = case.num_qo_heads, case.num_kv_heads
+    wrapper._prefix_len_ptr = wrapper._token_pos_in_items_ptr = wrapper._max_item_len_ptr = None
+    wrapper._token_pos_in_items_len = 0
+    wrapper._qo_indptr_buf.copy_(inputs.qo_indptr)
+    wrapper._paged_kv_indptr_buf.copy_(inputs.kv_indptr)
+    wrapper._paged_kv_last_page_len_buf.copy_(inputs.last_page_len)
+    wrapper._paged_kv_indices_buf[: inputs.indices.numel()].copy_(inputs.indices)
+    wrapper._cached_q_data_type = wrapper._cached_kv_data_type = case.dtype
+    wrapper._cached_o_data_type = wrapper._block_tables = None
+    lens = torch.tensor(case.kv_lens, dtype=torch.int32)
+    wrapper._plan_info = wrapper._cached_module.plan(
+        wrapper._float_workspace_buffer,
+        wrapper._int_workspace_buffer,
+        wrapper._pin_memory_int_workspace_buffer,
+        inputs.qo_indptr.cpu(),
+        inputs.kv_indptr.cpu(),
+        lens,
+        wrapper._max_total_num_rows,
+        case.batch_size,
+        options.get("num_qo_heads", case.num_qo_heads),
+        case.num_kv_heads,
+        options.get("page_size", case.page_size),
+        True,
+        case.head_dim,
+        case.dim_vo,
+        True,
+        -1,
+        -1,
+        False,
+        0,
+    )
+
+
+def test_a_plan_through_the_cached_module(target, recorder):  # noqa: F811
+    stage = staged(PAGED, target)
+    begin_forward(stage, stage.make(*FIRST))
+    forward(stage, **STEP)
+    outs = []
+
+    def captured():
+        outs.append(stage.wrapper.forward(stage.q, *stage.cache(), **STEP))
+
+    graph = capture(recorder, target.device, captured)
+    for lengths in (SMALLER, ((0, 0, 0), (0, 0, 0)), LARGER_KEYS):
+        inputs = stage.make(*lengths)
+        stage.load(inputs)
+        plan_without_readback(stage.wrapper, inputs)
+        graph.replay()
+        check_step(stage, inputs, outs[0])
+    # run() means the arguments of the plan.
+    stage.run()
+    stage.check(inputs)
+    with pytest.raises(ValueError, match="num_qo_heads, num_kv_heads, page_size = 8, 2, 16"):
+        plan_without_readback(stage.wrapper, inputs, num_qo_heads=8)
+    with pytest.raises(AttributeError, match="_batch_size is 3"):
+        stage.wrapper._batch_size = 4
+    with pytest.raises(NotImplementedError, match="multi-item"):
+        stage.wrapper._prefix_len_ptr = inputs.qo_indptr
+
+
+def test_masks_through_the_cached_module(target, recorder):  # noqa: F811
+    """The bits that the engine has put into the buffer are those that count."""
+    if target.backend == "fa3":
+        pytest.skip("custom masks run on fa2")
+    stage = staged(dataclasses.replace(PAGED, mask=MaskKind.CUSTOM), target, masked=True)
+    stage.plan(stage.make(*FIRST))
+    stage.run()
+    graph = capture(recorder, target.device, stage.run)
+    inputs = stage.make(*LARGER_KEYS, 3)
+    stage.load(inputs)
+    packed = torch.cat([_packed(mask) for mask in inputs.masks])
+    stage.wrapper._custom_mask_buf[: packed.numel()].copy_(packed)
+    plan_without_readback(stage.wrapper, inputs)
+    graph.replay()
+    stage.check(inputs)
+
+
 # --- refusals ----------------------------------------------------------------
 
 
@@ -370,6 +458,13 @@ def test_what_was_captured_is_the_limit(target, recorder):  # noqa: F811
     far.indices[0] = 93
     with pytest.raises(ValueError, match="93 pages"):
         runner.plan(stage.wrapper, far)
+    # Several graphs, one for every number of rows: the largest counts.
+    capture(recorder, target.device, lambda: stage.run(rows=30))
+    capture(recorder, target.device, lambda: stage.run(rows=12))
+    runner.plan(stage.wrapper, stage.make((20, 1, 0), (30, 30, 0)))
+    with pytest.raises(ValueError, match=r"qo_indptr\[-1\] = 31: .* 30 rows of q"):
+        runner.plan(stage.wrapper, stage.make((30, 1, 0), (30, 30, 0)))
+    stage.plan(inputs)
     with pytest.raises(ValueError, match=r"page_size=8: .* pages of 16"):
         runner.plan(stage.wrapper, stage.make(*SMALLER, page_size=8))
     check_still_planned(stage, inputs, graph)

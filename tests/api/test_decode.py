@@ -200,13 +200,13 @@ def test_refusals(target):
     work = runner.workspace(target.device)
     with pytest.raises(TypeError, match="use_tensor_cores"):
         Wrapper(work, use_tensor_cores="yes")
-    with pytest.raises(NotImplementedError, match="use_cuda_graph"):
+    with pytest.raises(ValueError, match=r"=None with use_cuda_graph=True"):
         Wrapper(work, use_cuda_graph=True)
     with pytest.raises(NotImplementedError, match="jit_args"):
         Wrapper(work, jit_args=["uri"])
-    with pytest.raises(NotImplementedError, match="use_cuda_graph"):
+    with pytest.raises(ValueError, match=r"paged_kv_indptr_buf has 5 elements; must have 6"):
         preflash.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(
-            work, inputs.kv_indptr, inputs.indices, inputs.last_page_len
+            work, inputs.kv_indptr[:-1], inputs.indices, inputs.last_page_len
         )
     with pytest.raises(ValueError, match="before plan"):
         wrapper.run(inputs.q, inputs.cache)
