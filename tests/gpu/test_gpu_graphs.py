@@ -1,4 +1,4 @@
-"""Captured runs under many plans, streams and graphs; tests/api/test_cuda_graph_mode.py has the rest.
+"""Captured runs under many plans, streams and graphs; the rest is in tests/api.
 
 One set of random tensors serves every batch, so that a plan costs no more than its lengths.
 """
@@ -299,9 +299,11 @@ def test_options_that_only_a_capture_asks_for(backend):
 def test_a_graph_for_every_number_of_rows(backend):
     """Engines capture one wrapper with q of many lengths, and replay the one that fits."""
     pool = Pool(PAGED, backend)
-    pool.plan(Lengths((600, *(0,) * 6), (600, *(0,) * 6)))
-    pool.run()
-    graphs = {rows: pool.capture(rows=rows) for rows in (600, 300, 16)}
+    graphs = {}
+    for rows in (600, 300, 16):
+        pool.plan(Lengths((rows, *(0,) * 6), (600, *(0,) * 6)))
+        pool.run()
+        graphs[rows] = pool.capture(rows=rows)
     for seed, lengths in enumerate((APPEND, DECODE, FIRST)):
         inputs = pool.plan(lengths, seed)
         rows = min(rows for rows in graphs if rows >= sum(lengths.qo))
