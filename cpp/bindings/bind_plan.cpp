@@ -5,6 +5,7 @@
 #include <array>
 #include <functional>
 #include <memory>
+#include <stdexcept>
 #include <string>
 #include <tuple>
 #include <type_traits>
@@ -13,6 +14,7 @@
 
 #include "bindings/bindings.h"
 #include "core/launch.h"
+#include "cpu/interrupt.h"
 
 namespace preflash {
 namespace {
@@ -217,16 +219,34 @@ bool run(Launch& launch, Address q, Address k, Address v, Address o, Address lse
        .stream = pointer<void>(stream)});
 }
 
+// Runs Python's signal handlers, as the interpreter does between bytecodes: Ctrl-C raises there.
+bool signal_handler_raised() {
+  py::gil_scoped_acquire acquire;
+  return PyErr_CheckSignals() != 0;
+}
+
+// Without the interpreter's lock. Throws what a signal handler raised meanwhile.
+bool run_interruptibly(Launch& launch, const RunArguments& arguments) {
+  const cpu::InterruptScope interruptible(&signal_handler_raised);
+  try {
+    return launch.run(arguments);
+  } catch (const std::runtime_error&) {
+    py::gil_scoped_acquire acquire;
+    if (PyErr_Occurred() != nullptr) throw py::error_already_set();
+    throw;
+  }
+}
+
 // The same on so many threads of the CPU.
 bool run_on_threads(Launch& launch, int num_threads, Address q, Address k, Address v, Address o,
                     Address lse, Address float_workspace, Address stream, float sm_scale,
                     float out_scale, float lse_scale, const RunExtras* extras) {
   check_num_threads(num_threads);
-  return launch.run(
-      {.segments = segment_arguments(q, k, v, o, lse, sm_scale, out_scale, lse_scale, extras),
-       .float_workspace = pointer<void>(float_workspace),
-       .stream = pointer<void>(stream),
-       .num_threads = num_threads});
+  return run_interruptibly(launch, {.segments = segment_arguments(q, k, v, o, lse, sm_scale,
+                                                                  out_scale, lse_scale, extras),
+                                    .float_workspace = pointer<void>(float_workspace),
+                                    .stream = pointer<void>(stream),
+                                    .num_threads = num_threads});
 }
 
 // One (q, k, v, o, lse, sm_scale, out_scale, lse_scale, extras) for each segment.
@@ -244,7 +264,7 @@ bool run_segments(Launch& launch, const py::sequence& segments, Address float_wo
                          .stream = pointer<void>(stream),
                          .num_threads = num_threads};
   py::gil_scoped_release release;
-  return launch.run(arguments);
+  return run_interruptibly(launch, arguments);
 }
 
 }  // namespace

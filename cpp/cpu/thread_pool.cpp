@@ -2,12 +2,17 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <exception>
 #include <mutex>
+#include <stdexcept>
 #include <thread>
+#include <utility>
 #include <vector>
+
+#include "cpu/interrupt.h"
 
 #if defined(__unix__) || defined(__APPLE__)
 #include <pthread.h>
@@ -19,6 +24,25 @@ namespace {
 // A helper looks for a needier job after so many indices: where jobs outnumber helpers, each has
 // its turn.
 constexpr int kShiftIndices = 64;
+
+constexpr std::chrono::milliseconds kBetweenQuestions{50};
+
+thread_local StopRequested stop_requested = nullptr;
+
+// Asks the caller of a job now and then whether it should go on.
+class Question {
+ public:
+  bool says_stop() {
+    if (stop_requested == nullptr) return false;
+    const auto now = std::chrono::steady_clock::now();
+    if (now - last_ < kBetweenQuestions) return false;
+    last_ = now;
+    return stop_requested();
+  }
+
+ private:
+  std::chrono::steady_clock::time_point last_ = std::chrono::steady_clock::now();
+};
 
 // Lives on the caller's stack; helpers touch it only between joining and leaving.
 struct Job {
@@ -46,6 +70,17 @@ struct Job {
     }
     return true;
   }
+  // The caller's own part.
+  void work() {
+    Question question;
+    while (step()) {
+      if (!question.says_stop()) continue;
+      next.store(count, std::memory_order_relaxed);
+      if (!failed.exchange(true)) {
+        error = std::make_exception_ptr(std::runtime_error("interrupted before the end"));
+      }
+    }
+  }
   bool wants_help() const {
     return helpers < seats && next.load(std::memory_order_relaxed) < count;
   }
@@ -55,8 +90,7 @@ class ThreadPool {
  public:
   void run(Job& job) {
     publish(job);
-    while (job.step()) {
-    }
+    job.work();
     std::unique_lock lock(state_);
     std::erase(jobs_, &job);
     job.deserted.wait(lock, [&] { return job.helpers == 0; });
@@ -149,6 +183,11 @@ ThreadPool& pool() {
 
 }  // namespace
 
+InterruptScope::InterruptScope(StopRequested question)
+    : before_(std::exchange(stop_requested, question)) {}
+
+InterruptScope::~InterruptScope() { stop_requested = before_; }
+
 void parallel_for(int count, int num_threads, IndexedFunction function, const void* context) {
   Job job{.function = function,
           .context = context,
@@ -157,8 +196,7 @@ void parallel_for(int count, int num_threads, IndexedFunction function, const vo
   if (job.seats > 0) {
     pool().run(job);
   } else {
-    while (job.step()) {
-    }
+    job.work();
   }
   if (job.failed) std::rethrow_exception(job.error);
 }

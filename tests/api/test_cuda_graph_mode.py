@@ -11,6 +11,7 @@ from graph_stage import Limits, Stage, capture, recorder  # noqa: F401
 from preflash import _graph
 from preflash.testing import Case, MaskKind, build, compare, reference, runner
 from preflash.testing.oracle import Pipeline
+from test_interrupts import interrupted
 
 PAGED = Case("paged", (), (), 4, 2, 64, page_size=16, mask=MaskKind.CAUSAL)
 RAGGED = dataclasses.replace(PAGED, name="ragged", page_size=0)
@@ -529,6 +530,35 @@ def test_an_interrupted_plan(target, recorder, monkeypatch):  # noqa: F811
         stage.check(inputs)
     with pytest.raises(ValueError, match="36"):
         runner.plan(stage.wrapper, stage.make((36, 0, 0), (9, 9, 9)))
+
+
+def test_a_plan_interrupted_anywhere(target, recorder):  # noqa: F811
+    """What is left is the old plan, the new one or none, and never a part of one."""
+    stage = staged(PAGED, target)
+    old, new = stage.make(*FIRST, 1), stage.make(*SMALLER, 2)
+    stage.plan(old)
+    stage.run()
+    graph = capture(recorder, target.device, stage.run)
+    step, ends = 0, dict.fromkeys(("old", "new", "none"), 0)
+    while True:
+        stage.plan(old)
+        before = stage.wrapper._state
+        ended = not interrupted(lambda: runner.plan(stage.wrapper, new), step)
+        after = stage.wrapper._state
+        which = "old" if after is before else "none" if after.planned is None else "new"
+        ends[which] += 1
+        if which == "none":
+            with pytest.raises(ValueError, match="before plan"):
+                stage.run()
+        else:
+            inputs = old if which == "old" else new
+            stage.load(inputs)
+            graph.replay()
+            stage.check(inputs)
+        if ended:
+            break
+        step += 29
+    assert min(ends.values()) > 0, ends
 
 
 def paged_buffers(device) -> dict:

@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import preflash
 import pytest
 import torch
 from backends import on_every_backend
@@ -324,19 +323,6 @@ def test_run_is_capturable_with_a_fixed_plan(backend):
         graph.replay()
         torch.cuda.synchronize()
         runner.compare(inputs, out, lse).check()
-
-
-def test_graph_mode_is_refused_by_name():
-    buffers = {
-        "qo_indptr_buf": torch.zeros(5, dtype=torch.int32, device="cuda"),
-        "paged_kv_indptr_buf": torch.zeros(5, dtype=torch.int32, device="cuda"),
-        "paged_kv_indices_buf": torch.zeros(64, dtype=torch.int32, device="cuda"),
-        "paged_kv_last_page_len_buf": torch.zeros(4, dtype=torch.int32, device="cuda"),
-    }
-    with pytest.raises(NotImplementedError, match="use_cuda_graph"):
-        preflash.BatchPrefillWithPagedKVCacheWrapper(
-            runner.workspace("cuda"), use_cuda_graph=True, **buffers
-        )
 
 
 @on_every_backend

@@ -1,0 +1,114 @@
+"""Ctrl-C in the middle of a run, and worker processes of a DataLoader."""
+
+import subprocess
+import sys
+import textwrap
+
+
+def python(code: str) -> None:
+    """In a process of its own."""
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+LONG = """
+    import os, signal, threading, time
+    import torch
+    from preflash.testing import Case, build, runner
+
+    torch.set_num_threads({threads})
+    # Minutes, if nobody ends it.
+    long = build(Case("long", (1 << 14,), (1 << 17,), 8, 8, 64, disable_split_kv=True))
+    wrapper = runner.make_wrapper(long.case, backend="cpu")
+    runner.plan(wrapper, long)
+    small = build(Case("small", (70, 3), (300, 200), 4, 2, 64))
+
+    def send_soon(which):
+        began.set()
+        time.sleep(0.5)
+        os.kill(os.getpid(), which)
+
+    began = threading.Event()
+    threading.Thread(target=send_soon, args=(signal.SIGINT,)).start()
+    began.wait()
+    start = time.monotonic()
+    try:
+        runner.run(wrapper, long)
+    except KeyboardInterrupt:
+        pass
+    else:
+        raise AssertionError("not interrupted")
+    assert time.monotonic() - start < 60, time.monotonic() - start
+    # The threads, the wrapper and its plan go on.
+    runner.check(small, backend="cpu")
+    runner.plan(wrapper, small)
+    runner.compare(small, *runner.run(wrapper, small)).check()
+"""
+
+
+def test_control_c_ends_a_run():
+    python(LONG.format(threads=1))
+
+
+def test_control_c_ends_a_run_on_threads():
+    python(LONG.format(threads=3))
+
+
+def test_other_signals_are_handled_meanwhile():
+    """Their handlers run, and the run goes on to the right end."""
+    python("""
+        import os, signal, threading, time
+        import torch
+        from preflash.testing import Case, build, runner
+
+        handled = []
+        signal.signal(signal.SIGUSR1, lambda *_: handled.append(time.monotonic()))
+        inputs = build(Case("some", (300, 7), (900, 300), 8, 2, 64))
+        wrapper = runner.make_wrapper(inputs.case, backend="cpu")
+        runner.plan(wrapper, inputs)
+        stop = threading.Event()
+
+        def pester():
+            while not stop.wait(0.01):
+                os.kill(os.getpid(), signal.SIGUSR1)
+
+        thread = threading.Thread(target=pester)
+        thread.start()
+        for _ in range(5):
+            out, lse = runner.run(wrapper, inputs)
+        stop.set()
+        thread.join()
+        assert handled
+        runner.compare(inputs, out, lse).check()
+    """)
+
+
+def test_workers_of_a_data_loader():
+    """Forked from a process that has planned, run and started helper threads."""
+    python("""
+        import preflash
+        import torch
+        from torch.utils.data import DataLoader, Dataset
+
+        torch.set_num_threads(3)
+
+        class Rows(Dataset):
+            def __len__(self):
+                return 6
+
+            def __getitem__(self, i):
+                q = torch.randn(40 + i, 4, 64, generator=torch.Generator().manual_seed(i))
+                return preflash.single_prefill_with_kv_cache(q, q, q, causal=True).sum(dim=0)
+
+        alone = [Rows()[i] for i in range(6)]
+        loader = DataLoader(Rows(), batch_size=None, num_workers=2, multiprocessing_context="fork")
+        for _ in range(2):
+            for got, expected in zip(loader, alone, strict=True):
+                torch.testing.assert_close(got, expected)
+    """)
