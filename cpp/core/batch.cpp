@@ -66,13 +66,21 @@ void Batch::write_mask_segments(std::int64_t* begin) const {
 
 void Batch::set_page_indices(const std::int32_t* indices, std::int64_t count) {
   page_indices_.assign(indices, indices + count);
+  scan_page_indices(indices, count);
+}
+
+void Batch::scan_page_indices(const std::int32_t* indices, std::int64_t count) {
   std::int64_t first = std::clamp<std::int64_t>(kv_indptr_.front(), 0, count);
-  min_page_ = first < count ? page_indices_[first] : 0;
-  max_page_ = first < count ? page_indices_[first] : -1;
-  for (std::int64_t i = first; i < count; ++i) {  // two plain reductions, which compilers vectorise
-    min_page_ = std::min(min_page_, page_indices_[i]);
-    max_page_ = std::max(max_page_, page_indices_[i]);
+  std::int32_t smallest = first < count ? indices[first] : 0;
+  std::int32_t largest = first < count ? indices[first] : -1;
+  // Two plain reductions, which compilers vectorise. NOTE: of locals; members might be what the
+  // indices are, as far as a compiler knows.
+  for (std::int64_t i = first; i < count; ++i) {
+    smallest = std::min(smallest, indices[i]);
+    largest = std::max(largest, indices[i]);
   }
+  min_page_ = smallest;
+  max_page_ = largest;
 }
 
 int Batch::first_qo_len_other_than(const std::int64_t* lengths) const {

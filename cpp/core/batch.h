@@ -56,9 +56,11 @@ class Batch {
 
   // Page indices that are on the host travel to the device inside the plan's own upload.
   void set_page_indices(const std::int32_t* indices, std::int64_t count);
+  // Of page indices that stay where they are: min_page() and max_page() alone.
+  void scan_page_indices(const std::int32_t* indices, std::int64_t count);
   std::span<const std::int32_t> page_indices() const { return page_indices_; }
   // The smallest and the largest page that a request owns; only of indices given to
-  // set_page_indices.
+  // one of the two.
   std::int32_t min_page() const { return min_page_; }
   std::int32_t max_page() const { return max_page_; }
 

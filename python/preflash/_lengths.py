@@ -23,12 +23,13 @@ def debugging() -> bool:
 
 
 class PageList(NamedTuple):
-    """The page indices that the batch uses."""
+    """The page indices that the batch uses.
 
-    # Those that a buffer of the caller's (on_device) will hold; None: it holds them, or the batch
-    # has a copy that travels with the plan.
-    on_host: torch.Tensor | None
-    # Those that kernels read, unless they travel with the plan.
+    given: the caller's, which may change once plan() has returned. on_device: where kernels read
+    them; None: they travel with the plan.
+    """
+
+    given: torch.Tensor
     on_device: torch.Tensor | None
     largest: int | None  # None: not known without waiting for the GPU
 
@@ -166,8 +167,8 @@ def _attach_page_indices(
     if indices.is_cpu:
         batch.set_page_indices(indices.data_ptr(), indices.numel())
         _check_not_negative(batch.min_page)
-        return PageList(on_host=None, on_device=None, largest=batch.max_page)
-    return PageList(on_host=None, on_device=indices, largest=_largest_page(batch, indices))
+        return PageList(indices, on_device=None, largest=batch.max_page)
+    return PageList(indices, on_device=indices, largest=_largest_page(batch, indices))
 
 
 def _for_buffer(batch: _core.Batch, indices: torch.Tensor, indices_buf: torch.Tensor) -> PageList:
@@ -176,13 +177,16 @@ def _for_buffer(batch: _core.Batch, indices: torch.Tensor, indices_buf: torch.Te
             f"paged_kv_indptr[-1] = {batch.kv_end} pages are in use; paged_kv_indices_buf has room "
             f"for {indices_buf.numel()}: construct the wrapper with a larger one"
         )
-    on_host = indices if indices.is_cpu else None
-    return PageList(on_host, on_device=indices_buf, largest=_largest_page(batch, indices))
+    return PageList(indices, on_device=indices_buf, largest=_largest_page(batch, indices))
 
 
 def _largest_page(batch: _core.Batch, indices: torch.Tensor) -> int | None:
     """The largest of the pages in use, none of which is negative; None: not known."""
-    if not indices.is_cpu and not debugging():
+    if indices.is_cpu:
+        batch.scan_page_indices(indices.data_ptr(), indices.numel())
+        _check_not_negative(batch.min_page)
+        return batch.max_page
+    if not debugging():
         return None
     used = indices[batch.kv_begin :]  # what lies before belongs to nobody, like what lies behind
     if used.numel() == 0:
@@ -266,14 +270,11 @@ def _check_block_tables(block_tables: Any, lengths: Lengths, device: torch.devic
         )
     if not table.is_cpu and table.device != device:
         raise ValueError(f"block_tables is on {table.device}; must be on the CPU or on {device}")
-    on_host = table.is_cpu and (pages.on_device is None or pages.on_host is not None)
+    on_host = table.is_cpu and pages.given.is_cpu
     if not on_host and not debugging():
         return
     table = table.cpu().contiguous()
-    if pages.on_device is None:
-        indices = torch.tensor(batch.page_indices, dtype=torch.int32, device="cpu")
-    else:
-        indices = (pages.on_device if pages.on_host is None else pages.on_host).cpu()
+    indices = pages.given.cpu()
     other = batch.first_pages_other_than(
         check.address(indices), check.address(table), table.shape[1]
     )
