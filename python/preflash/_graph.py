@@ -302,7 +302,7 @@ def _copy(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 
 def _copy_on_host(target: torch.Tensor, source: torch.Tensor) -> None:
-    """To the beginning of a contiguous target. NOTE: not copy_(), which takes all of torch's threads
+    """To the beginning of a contiguous target. NOTE: not copy_(), which takes all threads of torch
     for some thousand elements and waits for them, on a loaded machine for milliseconds."""
     source = source.contiguous()
     ctypes.memmove(target.data_ptr(), source.data_ptr(), source.numel() * source.element_size())
