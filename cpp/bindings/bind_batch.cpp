@@ -51,8 +51,6 @@ void bind_batch(py::module_& m) {
                              [](const Batch& batch) { return list_of(batch.last_page_len()); })
       .def_property_readonly("mask_indptr",
                              [](const Batch& batch) { return list_of(batch.mask_indptr()); })
-      .def_property_readonly("page_indices",
-                             [](const Batch& batch) { return list_of(batch.page_indices()); })
       .def("qo_len", &Batch::qo_len)
       .def("kv_len", &Batch::kv_len)
       .def("use_mask", &Batch::use_mask)

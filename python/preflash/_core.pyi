@@ -124,8 +124,6 @@ class Batch:
     @property
     def mask_indptr(self) -> list[int]: ...
     @property
-    def page_indices(self) -> list[int]: ...
-    @property
     def max_qo_len(self) -> int: ...
     @property
     def max_kv_len(self) -> int: ...
@@ -281,8 +279,8 @@ def write_plans(
     owner: object,
     state: object,
 ) -> None:
-    """Starts the copy of each plan to its place. page_indices: of the one segment, or of each. With an owner, its attribute `_state` becomes
-    `state` once all of them have been started."""
+    """Starts the copy of each plan to its place. page_indices: of the one segment, or of each. With
+    an owner, its attribute `_state` becomes `state` once all of them have been started."""
 
 class Launch:
     """q, o, lse: strides of [token, head], of q also the number of tokens. k, v: strides of [page,
