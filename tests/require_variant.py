@@ -13,10 +13,8 @@ import pytest
 # Not holes in a build: an [[exclude]] of forward.toml says why there is no such kernel.
 NOT_IN_THE_MATRIX = (
     ("fa3", "mask custom"),
-    ("fa2", "position rope"),
-    ("fa3", "position rope"),
-    ("fa2", "kv dtype float8"),
-    ("fa3", "kv dtype float8"),
+    ("fa2", "arrival transformed"),
+    ("fa3", "arrival transformed"),
 )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from vocabulary import SCHEDULES, SIZES, TILE_ROWS, Axis, Enum, Family, Vocabulary
+from vocabulary import OPERANDS, SCHEDULES, SIZES, TILE_ROWS, Axis, Enum, Family, Vocabulary
 
 
 def enum_definitions(vocabulary: Vocabulary) -> str:
@@ -59,6 +59,7 @@ def _traits(family: Family) -> str:
         "lowest_capability": family.lowest_capability,
         "highest_capability": "FamilyTraits::kAnyLater" if highest is None else highest,
         "architecture": f'"{family.architecture}"',
+        "operands": f"Operands::{OPERANDS[family.operands]}",
         "tile_rows": f"TileRows::{TILE_ROWS[family.tile_rows]}",
         "schedule": f"Schedule::{SCHEDULES[family.schedule]}",
         "item_keys": family.item_keys,

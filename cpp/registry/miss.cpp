@@ -26,7 +26,9 @@ void add_once(std::vector<std::string>& values, std::string value) {
   }
 }
 
-std::string asked(const Variant& wanted) {
+// In the dtypes and position of the tensors, which the caller knows.
+std::string asked(Variant wanted) {
+  wanted.arrival = compiled_form(wanted).arrival;
   std::vector<std::string> parts;
   for (const Axis& axis : reported_axes()) {
     parts.push_back(std::string(axis.name) + " " + axis.value(wanted));
@@ -46,7 +48,8 @@ std::string compiled_values(std::span<const Variant> compiled) {
 }
 
 // Changes of one axis alone that would be served, e.g. "mask bounds or head_dim 64".
-std::string nearest(const Variant& wanted, std::span<const Variant> compiled) {
+std::string nearest(Variant wanted, std::span<const Variant> compiled) {
+  wanted = compiled_form(wanted);
   std::vector<std::string> changes;
   std::span<const Axis> axes = reported_axes();
   for (const Axis& changed : axes) {
@@ -93,8 +96,9 @@ std::string ways_out(const std::vector<std::string>& ways) {
 bool serves(const Variant& compiled, const Variant& wanted) {
   if (compiled.family != wanted.family) return false;
   std::span<const Axis> axes = reported_axes();
+  const Variant form = compiled_form(wanted);
   return std::all_of(axes.begin(), axes.end(),
-                     [&](const Axis& axis) { return axis.serves(compiled, wanted); });
+                     [&](const Axis& axis) { return axis.serves(compiled, form); });
 }
 
 std::string describe_miss(const Variant& wanted, std::span<const Variant> compiled,

@@ -27,6 +27,10 @@ class Position:
     alibi: Position
     rope: Position
 
+class Arrival:
+    direct: Arrival
+    transformed: Arrival
+
 class Mask:
     bounds: Mask
     custom: Mask
@@ -48,6 +52,7 @@ class Variant:
         logits: Logits = ...,
         position: Position = ...,
         mask: Mask = ...,
+        arrival: Arrival = ...,
     ) -> None: ...
     @property
     def id(self) -> str: ...

@@ -34,6 +34,7 @@ def test_ids_are_unique_and_spell_their_variant(matrix):
             "logits": "plain",
             "position": "none",
             "mask": "bounds",
+            "arrival": "direct",
         }
         kv = variant.values["kv_dtype"]
         assert variant.id.split("_") == [
@@ -192,7 +193,7 @@ def test_small_presets_cover_every_head_dim_and_dtype(matrix, preset):
     for family in matrix.families:
         everything = matrix.select("full", [family])
         chosen = matrix.select(preset, [family])
-        for axis in ("q_dtype", "kv_dtype", "head_dim", "tile_class"):
+        for axis in ("q_dtype", "kv_dtype", "head_dim", "tile_class", "arrival"):
             missing = {getattr(v, axis) for v in everything} - {getattr(v, axis) for v in chosen}
             assert not missing, f"{preset}: {family} lacks {axis} {missing}"
 
@@ -200,7 +201,7 @@ def test_small_presets_cover_every_head_dim_and_dtype(matrix, preset):
 def test_ci_covers_every_axis_value_of_every_family(matrix):
     for family in matrix.families:
         everything, chosen = matrix.select("full", [family]), matrix.select("ci", [family])
-        for axis in ("logits", "mask"):
+        for axis in ("logits", "mask", "arrival"):
             assert {getattr(v, axis) for v in chosen} == {getattr(v, axis) for v in everything}
 
 
@@ -288,6 +289,7 @@ BAD_EDITS = [
     ("forward.toml", 'default = "bounds"', 'default = "band"', "band"),
     ("forward.toml", 'match = "covers"', 'match = "roughly"', "roughly"),
     ("forward.toml", 'title = "q dtype"', 'name_of_it = "q dtype"', "name_of_it"),
+    ("forward.toml", 'operands = "computed"', 'operands = "imagined"', "imagined"),
     ("forward.toml", 'schedule = "persistent"', 'schedule = "forever"', "forever"),
     ("forward.toml", 'compiled_for = "90a"', "", "go together"),
     ("forward.toml", 'preference = ["sm90", ', "preference = [", "each family"),

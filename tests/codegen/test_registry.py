@@ -15,6 +15,7 @@ BASE = {
     "logits": "plain",
     "position": "none",
     "mask": "bounds",
+    "arrival": "direct",
 }
 ENUMS = {
     "family": _core.Family,
@@ -24,6 +25,7 @@ ENUMS = {
     "logits": _core.Logits,
     "position": _core.Position,
     "mask": _core.Mask,
+    "arrival": _core.Arrival,
 }
 
 
@@ -279,6 +281,29 @@ def test_an_absent_family_says_which_library_is_missing():
     assert "PREFLASH_CUDA=ON and 90 among PREFLASH_ARCHS" in sentence
     # No build would serve this one.
     assert "PREFLASH_ARCHS" not in _core.find_error(variant(family="sm90", mask="custom"))
+
+
+@pytest.mark.parametrize("family", ["sm80", "sm90"])
+@pytest.mark.parametrize(
+    ("changes", "names"),
+    [
+        ({}, ["kv dtype float16", "position none", "arrival direct"]),
+        ({"position": "rope"}, ["position rope", "arrival transformed"]),
+        ({"kv_dtype": "float8_e5m2"}, ["kv dtype float8_e5m2", "arrival transformed"]),
+        (
+            {"q_dtype": "float8_e4m3fn", "kv_dtype": "float8_e4m3fn", "position": "alibi"},
+            ["q dtype float8_e4m3fn", "position alibi", "arrival transformed"],
+        ),
+        # Nothing makes one dtype of these.
+        ({"kv_dtype": "bfloat16"}, ["kv dtype bfloat16", "arrival direct"]),
+        ({"q_dtype": "float8_e4m3fn"}, ["q dtype float8_e4m3fn", "arrival direct"]),
+    ],
+)
+def test_a_miss_is_told_in_the_dtypes_of_the_tensors(family, changes, names):
+    """head_dim 264 is served by none, whatever is compiled."""
+    sentence = _core.find_error(variant(family=family, head_dim_qk=264, head_dim_vo=264, **changes))
+    for name in names:
+        assert name in sentence
 
 
 def test_float32_on_a_gpu_points_to_the_cpu(sm80_ids):

@@ -10,6 +10,12 @@ namespace preflash {
 // Packed rows of one query tile: all that the kernel computes, or as many as make whole tokens.
 enum class TileRows : std::uint8_t { kFull, kTokenAligned };
 
+// What the dtypes of a kernel's variant are.
+enum class Operands : std::uint8_t {
+  kStored,    // those of its tensors
+  kComputed,  // that of its matrix products; Arrival tells whether the tensors may have others
+};
+
 // How items reach CTAs.
 enum class Schedule : std::uint8_t {
   kAuto,        // the family's default
@@ -26,6 +32,7 @@ struct FamilyTraits {
   int highest_capability = 0;
   // The entry of PREFLASH_ARCHS that asks for it, where it is code of one architecture alone.
   const char* architecture = "";
+  Operands operands = Operands::kStored;
   TileRows tile_rows = TileRows::kFull;
   Schedule schedule = Schedule::kOnePerItem;  // never kAuto
   int item_keys = 0;  // an item costs as much as so many keys; 0: CostModel::kItem tiles

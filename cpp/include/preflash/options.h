@@ -50,7 +50,8 @@ struct AttentionOptions {
   friend bool operator==(const AttentionOptions&, const AttentionOptions&) = default;
 };
 
-// What a kernel of the family must be compiled for, to serve the options.
+// What the options ask of the family, in the dtypes of the tensors: compiled_form() of it tells
+// what serves.
 inline Variant variant_of(const AttentionOptions& options, Family family,
                           TileClass tile_class = TileClass::kPrefill) {
   return {.family = family,

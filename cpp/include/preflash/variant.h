@@ -9,6 +9,30 @@ namespace preflash {
 
 struct ForwardParams;
 
+// What the matrix products of a kernel compute in, on tensors of these dtypes. 8 bits are exact in
+// either 16-bit dtype. Where the queries do not choose, that is float16: a tensor core multiplies
+// both equally fast, and the softmax's weights keep three bits more than bfloat16 has.
+constexpr DType product_dtype(DType q_dtype) {
+  return size_of(q_dtype) == 1 ? DType::kFloat16 : q_dtype;
+}
+
+// What a kernel of the wanted family is compiled for, to serve a variant whose dtypes and position
+// are those of the tensors. Of itself it is what it is.
+constexpr Variant compiled_form(Variant wanted) {
+  if (traits_of(wanted.family).operands == Operands::kStored) return wanted;
+  const bool queries_of_8_bits =
+      wanted.q_dtype == DType::kFloat8E4M3 && wanted.kv_dtype == wanted.q_dtype;
+  if (queries_of_8_bits || (size_of(wanted.q_dtype) == 2 && size_of(wanted.kv_dtype) == 1)) {
+    wanted.q_dtype = wanted.kv_dtype = product_dtype(wanted.q_dtype);
+    wanted.arrival = Arrival::kTransformed;
+  }
+  if (wanted.position == Position::kRope) {
+    wanted.position = Position::kNone;
+    wanted.arrival = Arrival::kTransformed;
+  }
+  return wanted;
+}
+
 struct TileShape {
   int m = 0;       // packed query rows
   int n = 0;       // keys
