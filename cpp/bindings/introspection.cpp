@@ -10,6 +10,7 @@
 #include "core/plan.h"
 #include "cpu/cpu_backend.h"
 #include "registry/matrix.h"
+#include "registry/miss.h"
 #include "registry/registry.h"
 
 namespace preflash {
@@ -114,6 +115,12 @@ void bind_introspection(py::module_& m) {
         return error_of(variant_of(options, family));
       },
       py::arg("family"), py::arg("options"));
+  m.def(
+      "in_matrix",
+      [](Family family, const AttentionOptions& options) {
+        return in_matrix(variant_of(options, family));
+      },
+      py::arg("family"), py::arg("options"), "Whether a build of every variant serves them.");
   m.def("cpu_isa", &cpu_isa_name, "The instruction set that the CPU backend uses on this machine.");
   m.def("device_facts", &device_facts, py::arg("device"));
   m.def("cuda_device_count", &cuda_device_count);

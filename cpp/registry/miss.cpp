@@ -63,12 +63,6 @@ std::string nearest(Variant wanted, std::span<const Variant> compiled) {
   return joined(changes, " or ");
 }
 
-bool in_matrix(const Variant& wanted) {
-  std::span<const Variant> matrix = every_variant();
-  return std::any_of(matrix.begin(), matrix.end(),
-                     [&](const Variant& variant) { return serves(variant, wanted); });
-}
-
 // Where "auto" asked for `wanted` first it goes on to `family`.
 bool auto_falls_back(Family wanted, Family family) {
   auto rank = [](Family one) { return std::ranges::find(kPreference, one); };
@@ -99,6 +93,12 @@ bool serves(const Variant& compiled, const Variant& wanted) {
   const Variant form = compiled_form(wanted);
   return std::all_of(axes.begin(), axes.end(),
                      [&](const Axis& axis) { return axis.serves(compiled, form); });
+}
+
+bool in_matrix(const Variant& wanted) {
+  std::span<const Variant> matrix = every_variant();
+  return std::any_of(matrix.begin(), matrix.end(),
+                     [&](const Variant& variant) { return serves(variant, wanted); });
 }
 
 std::string describe_miss(const Variant& wanted, std::span<const Variant> compiled,

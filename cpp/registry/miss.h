@@ -12,6 +12,9 @@ namespace preflash {
 // True where `kernel` computes what `wanted` asks for; the tile class does not matter.
 bool serves(const Variant& compiled, const Variant& wanted);
 
+// Whether a build of every variant would serve it.
+bool in_matrix(const Variant& wanted);
+
 // Says what was asked, what is compiled for that family, and what would work. `compiled` holds the
 // variants of the wanted family; `elsewhere` the families, if any, whose kernels serve the request.
 std::string describe_miss(const Variant& wanted, std::span<const Variant> compiled,

@@ -6,7 +6,7 @@ import argparse
 import json
 
 from .. import _core
-from . import CommandError
+from . import CommandError, support
 from .console import Table
 
 
@@ -16,9 +16,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", help="of q: f16, bf16, f32, e4m3")
     parser.add_argument("--head-dim", help="64, 128, 192x128, ...")
     parser.add_argument("--json", action="store_true", help="print a JSON array instead of a table")
+    parser.add_argument(
+        "--support", action="store_true", help="print what a full build serves, as docs/support.md"
+    )
 
 
 def execute(args: argparse.Namespace) -> int:
+    if args.support:
+        print(support.table(), end="")
+        return 0
     kernels = sorted(_core.kernels(), key=lambda kernel: kernel["id"])
     chosen = [kernel for kernel in kernels if _matches(kernel, args)]
     if not chosen:
