@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from vocabulary import OPERANDS, SCHEDULES, SIZES, TILE_ROWS, Axis, Enum, Family, Vocabulary
+from vocabulary import (
+    OPERANDS,
+    SCHEDULES,
+    SIZES,
+    TILE_ROWS,
+    TRANSFORMED_OPTIONS,
+    Axis,
+    Enum,
+    Family,
+    Vocabulary,
+)
 
 
 def enum_definitions(vocabulary: Vocabulary) -> str:
@@ -60,6 +70,8 @@ def _traits(family: Family) -> str:
         "highest_capability": "FamilyTraits::kAnyLater" if highest is None else highest,
         "architecture": f'"{family.architecture}"',
         "operands": f"Operands::{OPERANDS[family.operands]}",
+        "transformed_options": "OptionChoice::"
+        + TRANSFORMED_OPTIONS[family.transformed_options],
         "tile_rows": f"TileRows::{TILE_ROWS[family.tile_rows]}",
         "schedule": f"Schedule::{SCHEDULES[family.schedule]}",
         "item_keys": family.item_keys,

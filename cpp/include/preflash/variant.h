@@ -30,6 +30,12 @@ constexpr Variant compiled_form(Variant wanted) {
     wanted.position = Position::kNone;
     wanted.arrival = Arrival::kTransformed;
   }
+  if (wanted.arrival == Arrival::kTransformed &&
+      traits_of(wanted.family).transformed_options == OptionChoice::kRunTime) {
+    wanted.logits = Logits::kSoftCap;
+    wanted.position = Position::kAlibi;
+    wanted.mask = Mask::kCustom;
+  }
   return wanted;
 }
 

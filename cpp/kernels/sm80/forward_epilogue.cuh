@@ -24,7 +24,7 @@ struct ForwardEpilogue {
     CUTE_UNROLL
     for (int r = 0; r < size<0>(rows_of_o); ++r) {
       RowResult result = finish_row(softmax, at, r);
-      float factor = result.factor * params.out_scale;
+      float factor = result.factor * out_scale();
       CUTE_UNROLL
       for (int c = 0; c < size<1>(rows_of_o); ++c) {
         // NOTE: a row that kept nothing is 0 even where 0 * V was not.
@@ -32,21 +32,64 @@ struct ForwardEpilogue {
       }
       if (thread % 4 == 0) store_lse(at, r, result.lse);
     }
-    if (final()) {
-      store_final(tOrO);
-    } else {
+    if (!final()) {
       store_partial(rows_of_o, at);
+    } else if (!Traits::kTransforms || params.o_dtype == Traits::kVariant.q_dtype) {
+      store_final<ElementO>(tOrO);
+    } else {
+      store_other(tOrO, rows_of_o, at);
     }
   }
 
  private:
   __device__ __forceinline__ bool final() const { return item.partial_row == WorkItem::kFinal; }
 
+  __device__ __forceinline__ float out_scale() const {
+    const float* of_v = Traits::kTransforms ? params.extras.scale_v : nullptr;
+    return of_v == nullptr ? params.out_scale : params.out_scale * of_v[item.kv_head];
+  }
+
+  // 8-bit queries leave their output in any dtype.
+  template <class Rows>
+  __device__ __forceinline__ void store_other(const AccumulatorO& tOrO, const Rows& rows_of_o,
+                                              const RowCoordinates<Traits>& at) const {
+    if (params.o_dtype == DType::kBFloat16) {
+      store_final<cutlass::bfloat16_t>(tOrO);
+    } else if (params.o_dtype == DType::kFloat16) {
+      store_final<cutlass::half_t>(tOrO);
+    } else {
+      store_e4m3(rows_of_o, at);
+    }
+  }
+
+  // What is too large becomes the largest number: the format has no infinity.
+  template <class Rows>
+  __device__ __forceinline__ void store_e4m3(const Rows& rows_of_o,
+                                             const RowCoordinates<Traits>& at) const {
+    auto places = accumulator_places<Traits, Traits::kHeadVo>(thread);
+    CUTE_UNROLL
+    for (int r = 0; r < size<0>(rows_of_o); ++r) {
+      if (!at.exists(r)) continue;
+      Query query = at.query(r);
+      auto* o = static_cast<std::uint8_t*>(params.o.data) +
+                (request.qo_begin + query.token) * params.o.stride_token +
+                query.head * params.o.stride_head;
+      CUTE_UNROLL
+      for (int c = 0; c < size<1>(rows_of_o); c += 2) {
+        int column = get<1>(places(r, c));
+        if (column < params.head_dim_vo) {
+          *reinterpret_cast<__nv_fp8x2_storage_t*>(o + column) = __nv_cvt_float2_to_fp8x2(
+              make_float2(rows_of_o(r, c), rows_of_o(r, c + 1)), __NV_SATFINITE, __NV_E4M3);
+        }
+      }
+    }
+  }
+
   __device__ __forceinline__ RowResult finish_row(const Softmax& softmax,
                                                   const RowCoordinates<Traits>& at, int r) const {
     RowResult result = softmax.finish(r, params.logits.scale_log2);
     if constexpr (Traits::kVariant.position == Position::kAlibi) {
-      if (!result.empty) {
+      if (!result.empty && has_alibi<Traits>(params)) {
         AlibiBias<Traits>::count_from_token(result.lse, r, at, smem.row_slopes);
       }
     }
@@ -90,25 +133,29 @@ struct ForwardEpilogue {
     }
   }
 
+  // Through shared memory, so that rows leave in chunks. Element: 16 bits.
+  template <class Element>
   __device__ __forceinline__ void store_final(const AccumulatorO& tOrO) const {
-    Tensor tOrO_out = convert_fragment<ElementO>(tOrO);
-    Tensor sO = make_tensor(make_smem_ptr(smem.o), typename Traits::LayoutO{});  // (tile_m, d_vo)
-    auto copy_o = typename Traits::CopyO{}.get_slice(thread);
-    copy(typename Traits::CopyO{}, copy_o.retile_S(tOrO_out), copy_o.partition_D(sO));
+    Element* staged = reinterpret_cast<Element*>(smem.o);
+    Tensor tOrO_out = convert_fragment<Element>(tOrO);
+    Tensor sO = make_tensor(make_smem_ptr(staged), typename Traits::LayoutO{});  // (tile_m, d_vo)
+    auto copy_o = typename Traits::template CopyO<Element>{}.get_slice(thread);
+    copy(typename Traits::template CopyO<Element>{}, copy_o.retile_S(tOrO_out),
+         copy_o.partition_D(sO));
     __syncthreads();
 
     int num_rows = request.qo_len * params.group_size;
-    TileCopy<Traits, ElementO> place(thread);
-    const ElementO* source = smem.o + typename Traits::LayoutO{}(place.first_row, place.column);
-    ElementO* o = static_cast<ElementO*>(params.o.data) + request.qo_begin * params.o.stride_token +
-                  item.kv_head * params.group_size * params.o.stride_head;
+    TileCopy<Traits, Element> place(thread);
+    const Element* source = staged + typename Traits::LayoutO{}(place.first_row, place.column);
+    Element* o = static_cast<Element*>(params.o.data) + request.qo_begin * params.o.stride_token +
+                 item.kv_head * params.group_size * params.o.stride_head;
     CUTE_UNROLL
     for (int pass = 0; pass < Traits::kTileM / Traits::kRowsPerPass; ++pass) {
       int row = item.row_begin + place.first_row + pass * Traits::kRowsPerPass;
       if (row >= num_rows) continue;
       PackedRow packed = unpack_row(params, row);
-      ElementO* target = o + packed.token * params.o.stride_token +
-                         packed.head_in_group * params.o.stride_head + place.column;
+      Element* target = o + packed.token * params.o.stride_token +
+                        packed.head_in_group * params.o.stride_head + place.column;
       CUTE_UNROLL
       for (int block = 0; block < Traits::kHeadVo / place.kBlockColumns; ++block) {
         int column = block * place.kBlockColumns;

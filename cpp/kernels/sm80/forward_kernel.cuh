@@ -15,7 +15,7 @@ __device__ __forceinline__ void run_item(const KernelSegment& params, const Requ
   int last_row = min(item.row_begin + Traits::kTileM, num_rows) - 1;
   RowSpan rows{unpack_row(params, item.row_begin).token, unpack_row(params, last_row).token};
   KeySpan chunk = chunk_of(item, request);
-  TileRange tiles = touched_tiles(bounds, rows, chunk, Traits::kTileN, Traits::kVariant.mask);
+  TileRange tiles = touched_tiles(bounds, rows, chunk, Traits::kTileN, mask_of<Traits>(params));
 
   using Mainloop = ForwardMainloop<Traits>;
   typename Mainloop::Softmax softmax;
@@ -28,7 +28,7 @@ __device__ __forceinline__ void run_item(const KernelSegment& params, const Requ
 
 template <class V>
 __global__ void __launch_bounds__(ForwardTraits<V>::kThreads, V::kTile.ctas_per_sm)
-    forward_kernel(const __grid_constant__ KernelParams params) {
+    forward_kernel(const __grid_constant__ typename ForwardTraits<V>::Params params) {
   using Traits = ForwardTraits<V>;
   extern __shared__ __align__(128) unsigned char smem_bytes[];
   auto& smem = *reinterpret_cast<SharedStorage<Traits>*>(smem_bytes);
@@ -36,6 +36,11 @@ __global__ void __launch_bounds__(ForwardTraits<V>::kThreads, V::kTile.ctas_per_
   // Through asm, so that it stays in a register: a re-read of %tid costs 30 clocks a tile.
   int thread;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  if constexpr (Traits::kTransforms) {
+    if (params.segments[0].position == Position::kRope) {
+      fill_rotary_tables(params.segments[0], smem.transform, thread);
+    }
+  }
   int begin = blockIdx.x;
   int end = begin + 1;
   if (params.cta_begin != nullptr) {

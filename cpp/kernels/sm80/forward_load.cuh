@@ -14,6 +14,19 @@ namespace preflash::sm80 {
 // kWhole: every row and column of the tile exists. kPartial: some do not.
 enum class TileFill { kWhole, kPartial };
 
+// Elements in global memory: as wide as the tile's, or 8 bits, which OperandTransform widens.
+enum class Stored { kAsInTile, k8Bits };
+
+template <class Traits>
+__device__ __forceinline__ Stored stored(DType dtype) {
+  bool narrow = dtype == DType::kFloat8E4M3 || dtype == DType::kFloat8E5M2;
+  return Traits::kTransforms && narrow ? Stored::k8Bits : Stored::kAsInTile;
+}
+template <class Element>
+__device__ __forceinline__ int bytes_of(Stored stored) {
+  return stored == Stored::k8Bits ? 1 : static_cast<int>(sizeof(Element));
+}
+
 // This thread's part of a [rows, head_dim] tile: rows first_row + i * kRowsPerPass, and the chunk
 // at `column` of every block.
 template <class Traits, class Element>
@@ -27,6 +40,25 @@ struct TileCopy {
   __device__ __forceinline__ explicit TileCopy(int thread)
       : first_row(thread / Traits::kThreadsPerRow),
         column(thread % Traits::kThreadsPerRow * kChunkElements) {}
+
+  // Where 8-bit elements lie within the place of their chunk, in bytes: rows take turns, so that
+  // two of them meet no bank twice.
+  __device__ __forceinline__ int narrow_offset() const { return first_row % 2 * kChunkElements; }
+
+  // One row of 8-bit elements; as below. NOTE: 8 bytes a copy, which is all the alignment that rows
+  // of an odd multiple of 8 elements have.
+  template <int kTileRows, int kHeadDim>
+  __device__ __forceinline__ void copy_narrow_row(const char* row, bool row_valid, int head_dim,
+                                                  int pass, std::uint32_t smem) const {
+    CUTE_UNROLL
+    for (int block = 0; block < kHeadDim / kBlockColumns; ++block) {
+      std::uint32_t target = smem + narrow_offset() + pass * Traits::kRowsPerPass * kBlockRowBytes +
+                             block * kTileRows * kBlockRowBytes;
+      int bytes = row_valid && block * kBlockColumns + column < head_dim ? kChunkElements : 0;
+      asm volatile("cp.async.ca.shared.global.L2::128B [%0], [%1], %2, %3;" ::"r"(target),
+                   "l"(row + block * kBlockColumns), "n"(kChunkElements), "r"(bytes));
+    }
+  }
 
   // One row: `row` points at its element `column`, `smem` is the swizzled address of
   // (first_row, column): passes and blocks are whole swizzle atoms apart, plain offsets from it.
@@ -82,9 +114,9 @@ struct KvLoader {
         thread(thread),
         copy(thread) {
     k = static_cast<const char*>(params.k.data) +
-        (kv_head * params.k.stride_head + copy.column) * sizeof(ElementKv);
+        (kv_head * params.k.stride_head + copy.column) * element_bytes();
     v = static_cast<const char*>(params.v.data) +
-        (kv_head * params.v.stride_head + copy.column) * sizeof(ElementKv);
+        (kv_head * params.v.stride_head + copy.column) * element_bytes();
     smem_k =
         cast_smem_ptr_to_uint(smem.k[0] + typename Traits::LayoutK{}(copy.first_row, copy.column));
   }
@@ -99,8 +131,8 @@ struct KvLoader {
     if (thread >= kTileN) return;
     int row = thread % Traits::kRowsPerPass;
     int pass = thread / Traits::kRowsPerPass;
-    offsets[tile % 2].k[row][pass] = slot_offset(params.k, slot) * sizeof(ElementKv);
-    offsets[tile % 2].v[row][pass] = slot_offset(params.v, slot) * sizeof(ElementKv);
+    offsets[tile % 2].k[row][pass] = slot_offset(params.k, slot) * element_bytes();
+    offsets[tile % 2].v[row][pass] = slot_offset(params.v, slot) * element_bytes();
   }
 
   // kPartial: the tile may begin below the window, with keys that the caller has long recycled.
@@ -114,6 +146,10 @@ struct KvLoader {
   }
 
  private:
+  __device__ __forceinline__ int element_bytes() const {
+    return bytes_of<ElementKv>(stored<Traits>(params.kv_dtype));
+  }
+
   struct Fetch {
     int tile;
     int stage;
@@ -128,6 +164,10 @@ struct KvLoader {
     std::int64_t rows[kPasses];
     load_row_offsets(row_offsets, rows);
     smem += what.stage * (kTileN * kHeadDim * static_cast<int>(sizeof(ElementKv)));
+    if (stored<Traits>(params.kv_dtype) == Stored::k8Bits) {
+      fetch_narrow_rows<kHeadDim>(head, rows, head_dim, smem, tile);
+      return;
+    }
     bool whole = what.fill == TileFill::kWhole && (tile + 1) * kTileN <= kv_len;
     if (whole && head_dim == kHeadDim) {
       fetch_rows<kHeadDim, TileFill::kWhole>(head, rows, head_dim, smem, tile);
@@ -151,6 +191,20 @@ struct KvLoader {
     }
   }
 
+  template <int kHeadDim>
+  __device__ __forceinline__ void fetch_narrow_rows(const char* head,
+                                                    const std::int64_t (&rows)[kPasses],
+                                                    int head_dim, std::uint32_t smem,
+                                                    int tile) const {
+    CUTE_UNROLL
+    for (int pass = 0; pass < kPasses; ++pass) {
+      int key = tile * kTileN + copy.first_row + pass * Traits::kRowsPerPass;
+      bool exists = key >= row_keys[0].first && key < kv_len;
+      copy.template copy_narrow_row<kTileN, kHeadDim>(head + rows[pass], exists, head_dim, pass,
+                                                      smem);
+    }
+  }
+
   template <int kHeadDim, TileFill kFill>
   __device__ __forceinline__ void fetch_rows(const char* head, const std::int64_t (&rows)[kPasses],
                                              int head_dim, std::uint32_t smem, int tile) const {
@@ -165,7 +219,21 @@ struct KvLoader {
   }
 };
 
-// Q of one tile; also notes which keys each row keeps, for the masked tiles, and its slope.
+struct Heads {
+  int qo;
+  int kv;
+};
+
+// What the logits of a row are multiplied by: the scales of fp8 operands, where there are any.
+__device__ __forceinline__ float head_factor(const KernelSegment& params, Heads heads,
+                                             bool exists) {
+  const float* of_q = params.extras.scale_q;
+  const float* of_k = params.extras.scale_k;
+  if (!exists) return 1.0f;
+  return (of_q == nullptr ? 1.0f : of_q[heads.qo]) * (of_k == nullptr ? 1.0f : of_k[heads.kv]);
+}
+
+// Q of one tile; also notes what the masked tiles and the logits need to know of each row.
 template <class Traits>
 __device__ __forceinline__ void fetch_q(const KernelSegment& params, const RequestInfo& request,
                                         const WorkItem& item, const MaskBounds& bounds,
@@ -174,18 +242,25 @@ __device__ __forceinline__ void fetch_q(const KernelSegment& params, const Reque
   TileCopy<Traits, ElementQ> copy(thread);
   std::uint32_t target =
       cast_smem_ptr_to_uint(smem.q + typename Traits::LayoutQ{}(copy.first_row, copy.column));
-  const ElementQ* q = static_cast<const ElementQ*>(params.q.data) +
-                      request.qo_begin * params.q.stride_token +
-                      item.kv_head * params.group_size * params.q.stride_head + copy.column;
+  const Stored stored = sm80::stored<Traits>(params.q_dtype);
+  std::int64_t first = request.qo_begin * params.q.stride_token +
+                       item.kv_head * params.group_size * params.q.stride_head + copy.column;
   int num_rows = request.qo_len * params.group_size;
   CUTE_UNROLL
   for (int pass = 0; pass < Traits::kTileM / Traits::kRowsPerPass; ++pass) {
     int row = item.row_begin + copy.first_row + pass * Traits::kRowsPerPass;
     PackedRow packed = unpack_row(params, row);
-    const ElementQ* source =
-        q + packed.token * params.q.stride_token + packed.head_in_group * params.q.stride_head;
-    copy.template copy_row<Traits::kTileM, Traits::kHeadQk, TileFill::kPartial>(
-        reinterpret_cast<const char*>(source), row < num_rows, params.head_dim_qk, pass, target);
+    const char* source =
+        static_cast<const char*>(params.q.data) + (first + packed.token * params.q.stride_token +
+                                                   packed.head_in_group * params.q.stride_head) *
+                                                      bytes_of<ElementQ>(stored);
+    if (stored == Stored::k8Bits) {
+      copy.template copy_narrow_row<Traits::kTileM, Traits::kHeadQk>(
+          source, row < num_rows, params.head_dim_qk, pass, target);
+    } else {
+      copy.template copy_row<Traits::kTileM, Traits::kHeadQk, TileFill::kPartial>(
+          source, row < num_rows, params.head_dim_qk, pass, target);
+    }
   }
   for (int r = thread; r < Traits::kTileM; r += Traits::kThreads) {
     int row = item.row_begin + r;
@@ -193,50 +268,18 @@ __device__ __forceinline__ void fetch_q(const KernelSegment& params, const Reque
     int token = packed.token;
     smem.row_keys[r] =
         row < num_rows ? RowKeys{bounds.first_key(token), bounds.end_key(token)} : RowKeys{0, 0};
+    int head = item.kv_head * params.group_size + packed.head_in_group;
     if constexpr (Traits::kVariant.position == Position::kAlibi) {
-      int head = item.kv_head * params.group_size + packed.head_in_group;
       smem.row_slopes.slope[r] =
           alibi_slope(head, params.num_qo_heads) * (kLog2E / params.logits.scale_log2);
       // The last row keeps the last key, whichever chunk of the keys this item has.
       bool last = row == min(item.row_begin + Traits::kTileM, num_rows) - 1;
       if (last) smem.row_slopes.key_origin = bounds.end_key(token) - 1;
     }
-  }
-}
-
-// What happens to Q where it lies, between its arrival and the first product. Each thread changes
-// the chunks that it has copied itself, so its own wait is enough before and the next barrier
-// after.
-template <class Traits>
-struct QPrologue {
-  using ElementQ = typename Traits::ElementQ;
-
-  const KernelSegment& params;
-  SharedStorage<Traits>& smem;
-  int thread;
-
-  // Rare: sm_scale <= 0.
-  __device__ __forceinline__ bool wanted() const { return params.logits.q_factor != 1.0f; }
-
-  __device__ __forceinline__ void run() const { scale(params.logits.q_factor); }
-
- private:
-  __device__ __forceinline__ void scale(float factor) const {
-    TileCopy<Traits, ElementQ> copy(thread);
-    ElementQ* own = smem.q + typename Traits::LayoutQ{}(copy.first_row, copy.column);
-#pragma unroll 1
-    for (int pass = 0; pass < Traits::kTileM / Traits::kRowsPerPass; ++pass) {
-#pragma unroll 1
-      for (int block = 0; block < Traits::kHeadQk / copy.kBlockColumns; ++block) {
-        ElementQ* chunk =
-            own + (pass * Traits::kRowsPerPass + block * Traits::kTileM) * copy.kBlockColumns;
-#pragma unroll 1
-        for (int i = 0; i < copy.kChunkElements; ++i) {
-          chunk[i] = static_cast<ElementQ>(static_cast<float>(chunk[i]) * factor);
-        }
-      }
+    if constexpr (Traits::kTransforms) {
+      smem.transform.row_factor[r] = head_factor(params, {head, item.kv_head}, row < num_rows);
     }
   }
-};
+}
 
 }  // namespace preflash::sm80

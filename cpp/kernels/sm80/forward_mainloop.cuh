@@ -7,12 +7,14 @@
 //   offsets(t')
 //            wait V(t) | fetch K(t')                        | softmax, O += P V(t)
 // The barrier behind each wait also tells that nobody reads the buffer which the next fetch
-// overwrites, and that the offsets it uses have been stored.
+// overwrites, and that the offsets it uses have been stored. Operands that are transformed are so
+// between wait and barrier.
 #pragma once
 
 #include "kernels/common/convert.cuh"
 #include "kernels/sm80/forward_load.cuh"
 #include "kernels/sm80/forward_mask.cuh"
+#include "kernels/sm80/forward_transform.cuh"
 #include "kernels/sm80/lazy_softmax.cuh"
 
 namespace preflash::sm80 {
@@ -59,7 +61,8 @@ struct ForwardMainloop {
     prologue(tiles, loader);
     auto rows_of_o = make_tensor(tOrO.data(), as_rows_and_columns(tOrO.layout()));
 
-    QPrologue<Traits> q_prologue{params, smem, thread};
+    OperandTransform<Traits> transform{params, request, item, smem, thread};
+    QPrologue<Traits> q_prologue{transform};
     if (q_prologue.wanted()) {
       cp_async_wait<0>();
       __syncthreads();
@@ -67,13 +70,13 @@ struct ForwardMainloop {
     }
     QFragments q;
     if constexpr (Traits::kKeptQ > 0) {
-      wait_half_tile();
+      wait_half_tile([] {});
       CUTE_UNROLL
       for (int depth = 0; depth < Traits::kKeptQ; ++depth) load_q(q.at[q_buffer(depth)], depth);
     }
 
     auto step = [&](int tile, int stage) {
-      wait_half_tile();  // K(tile) is here; V(tile - 1) has been read
+      wait_half_tile([&] { transform.keys(tile, stage); });  // V(tile - 1) has been read
       if (tile + kStages - 1 < tiles.end) {
         int next = tile + kStages - 1;
         loader.fetch_v(next, stage == 0 ? kStages - 1 : stage - 1, fill_of(tiles, next));
@@ -85,14 +88,17 @@ struct ForwardMainloop {
       clear(tSrS);
       multiply_qk(tSrS, q, stage);
       if (fetch_next) loader.store_offsets(tile + kStages);
-      wait_half_tile();  // V(tile) is here; K(tile) has been read
+      wait_half_tile([&] { transform.values(stage); });  // K(tile) has been read
       if (fetch_next) loader.fetch_k(tile + kStages, stage, fill_of(tiles, tile + kStages));
       cp_async_fence();
-      transform_logits<Traits::kVariant.logits>(tSrS, params.logits);
       auto rows_of_s = make_tensor(tSrS.data(), as_rows_and_columns(tSrS.layout()));
       ScoreCoordinates<Traits> at({params, request, item, thread}, tile);
+      transform.scores(rows_of_s, at);
+      if (has_soft_cap<Traits>(params)) {
+        transform_logits<Traits::kVariant.logits>(tSrS, params.logits);
+      }
       if constexpr (Traits::kVariant.position == Position::kAlibi) {
-        AlibiBias<Traits>::apply(rows_of_s, at, smem.row_slopes);
+        if (has_alibi<Traits>(params)) AlibiBias<Traits>::apply(rows_of_s, at, smem.row_slopes);
       }
       if (tiles.needs_mask(tile)) mask_tile(rows_of_s, at, smem);
       softmax.update(rows_of_s, rows_of_o, params.logits.scale_log2);
@@ -110,8 +116,11 @@ struct ForwardMainloop {
   }
 
  private:
-  __device__ __forceinline__ static void wait_half_tile() {
+  // For a half tile to be here; `transform` changes this thread's part of it.
+  template <class Transform>
+  __device__ __forceinline__ static void wait_half_tile(Transform transform) {
     cp_async_wait<2 * Traits::kStages - 2>();
+    transform();
     __syncthreads();
   }
 

@@ -167,7 +167,7 @@ __device__ __forceinline__ void mask_tile(Scores& scores, const ScoreCoordinates
   CUTE_UNROLL
   for (int r = 0; r < size<0>(scores); ++r) {
     RowKeys keys = smem.row_keys[at.tile_row(r)];
-    if constexpr (Traits::kVariant.mask == Mask::kCustom) {
+    if (mask_of<Traits>(at.params) == Mask::kCustom) {
       CustomMask<Traits>::apply(scores(r, _), at, r, keys);
     }
     BoundsMask<Traits>::apply(scores(r, _), at, keys);

@@ -6,6 +6,8 @@
 #include <cute/tensor.hpp>
 
 #include "kernels/common/element.cuh"
+#include "kernels/common/rotary.cuh"
+#include "kernels/common/row_map.cuh"
 #include "kernels/sm80/warp_mma.cuh"
 #include "preflash/mask_range.h"
 #include "preflash/variant.h"
@@ -14,12 +16,24 @@ namespace preflash::sm80 {
 
 using namespace cute;
 
+// What a kernel takes whose operands are transformed.
+struct TransformSegment : KernelSegment {
+  RotaryFrequencies rotary;
+};
+
 template <class V>
 struct ForwardTraits {
   static constexpr Variant kVariant = V::kVariant;
   static constexpr TileShape kTile = V::kTile;
 
-  // Operands as they lie in global and shared memory; P lives in registers.
+  // Whether operands may arrive in another form than the products take. Such kernels are few: they
+  // are compiled with every option, and branch around what a launch goes without.
+  static constexpr bool kTransforms = kVariant.arrival == Arrival::kTransformed;
+  using Segment = std::conditional_t<kTransforms, TransformSegment, KernelSegment>;
+  using Params = LaunchParams<Segment>;
+
+  // Operands as they lie in shared memory, and in global memory unless they are transformed; P
+  // lives in registers.
   using ElementQ = Element<kVariant.q_dtype>;
   using ElementKv = Element<kVariant.kv_dtype>;
   using ElementP = ElementQ;
@@ -49,7 +63,7 @@ struct ForwardTraits {
   // is what binds at head_dim 256, and Q is a ninth of its traffic there, a fifth at 64
   // (docs/dev/experiments.md).
   static constexpr int kRegisters = std::min(255, 65536 / (kThreads * kTile.ctas_per_sm) / 8 * 8);
-  static constexpr int kLoopRegisters = 79;
+  static constexpr int kLoopRegisters = kTransforms ? 96 : 79;
   static constexpr int kSpareRegisters =
       kRegisters - kLoopRegisters - kMmaM * (kHeadVo / 2 + kTileN / 2);
   static constexpr int kKeptQ = std::clamp(kSpareRegisters / (4 * kMmaM), 0, kHeadQk / 16);
@@ -67,8 +81,9 @@ struct ForwardTraits {
   using LayoutV = SmemLayout<ElementKv, kTileN, kHeadVo>;
   using LayoutO = SmemLayout<ElementO, kTileM, kHeadVo>;
   // The two neighbours that a thread has of each row of an 8-column accumulator leave together.
+  template <class Element>
   using CopyO = decltype(make_tiled_copy_C(
-      Copy_Atom<AutoVectorizingCopyWithAssumedAlignment<2 * sizeof_bits_v<ElementO>>, ElementO>{},
+      Copy_Atom<AutoVectorizingCopyWithAssumedAlignment<2 * sizeof_bits_v<Element>>, Element>{},
       Mma{}));
 
   // The threads that fetch one row of a block, a chunk each.
@@ -76,6 +91,22 @@ struct ForwardTraits {
   static constexpr int kRowsPerPass = kThreads / kThreadsPerRow;
   static_assert(kTileN % kRowsPerPass == 0 && kTileM % kRowsPerPass == 0);
 };
+
+// Whether this launch has what its kernel is compiled for.
+template <class Traits>
+__device__ __forceinline__ bool has_soft_cap(const KernelSegment& params) {
+  return Traits::kVariant.logits == Logits::kSoftCap &&
+         (!Traits::kTransforms || params.soft_cap > 0.0f);
+}
+template <class Traits>
+__device__ __forceinline__ bool has_alibi(const KernelSegment& params) {
+  return Traits::kVariant.position == Position::kAlibi &&
+         (!Traits::kTransforms || params.position == Position::kAlibi);
+}
+template <class Traits>
+__device__ __forceinline__ Mask mask_of(const KernelSegment& params) {
+  return Traits::kTransforms ? params.mask : Traits::kVariant.mask;
+}
 
 // Keys that one row keeps, [first, end): empty for rows past the request's end.
 struct RowKeys {
@@ -102,6 +133,20 @@ struct KeyOffsets {
   alignas(16) std::int64_t v[Traits::kRowsPerPass][kPasses];
 };
 
+// RoPE's frequencies and what a lane's rotations turn by on its way through a tile, for each pair
+// of dimensions; and what the logits of a row are multiplied by, the scales of its heads' fp8
+// operands.
+template <class Traits, bool kTransforms = Traits::kTransforms>
+struct TransformTables {};
+template <class Traits>
+struct TransformTables<Traits, true> {
+  static constexpr int kPairs = Traits::kHeadQk / 2;
+  alignas(16) std::uint64_t frequency[kPairs];
+  alignas(16) Rotation row_step[kPairs];   // RotaryLanes::kRowsAtOnce rows
+  alignas(16) Rotation pass_step[kPairs];  // kRowsPerPass rows
+  float row_factor[Traits::kTileM];
+};
+
 template <class Traits>
 struct SharedStorage {
   using ElementQ = typename Traits::ElementQ;
@@ -118,6 +163,7 @@ struct SharedStorage {
   alignas(128) ElementKv v[Traits::kStages][cosize_v<typename Traits::LayoutV>];
   RowKeys row_keys[Traits::kTileM];
   [[no_unique_address]] RowSlopes<Traits> row_slopes;
+  [[no_unique_address]] TransformTables<Traits> transform;
   // Two: one tile's are written while a warp may still read the last one's.
   KeyOffsets<Traits> key_offsets[2];
 };

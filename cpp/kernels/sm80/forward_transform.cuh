@@ -1,0 +1,344 @@
+// What happens to operands in shared memory, between their arrival and the products: Q's sign where
+// sm_scale is not positive; and in kernels that transform operands, 8-bit elements are widened, and
+// Q and K rotated (RoPE), once for all warps and in the place of the tile where they are wanted.
+//
+// Whatever the width, a thread fetches the elements of whole 16-byte chunks of a tile, and the
+// chunks of a row are fetched by neighbours of one warp. So each thread widens its own chunks and
+// each warp rotates its own rows, behind its own wait and before the barrier that tells of the tile
+// anyway.
+#pragma once
+
+#include <bit>
+
+#include "kernels/common/widen.cuh"
+#include "kernels/sm80/forward_load.cuh"
+
+namespace preflash::sm80 {
+
+// A [kTileRows, kHeadDim] tile as this thread sees it, and the warp that its row neighbours form.
+template <class Traits, int kTileRows>
+struct OwnRows {
+  using Element = typename Traits::ElementKv;
+  using Copy = TileCopy<Traits, Element>;
+  static constexpr int kPasses = kTileRows / Traits::kRowsPerPass;
+  static constexpr int kBlockColumns = Copy::kBlockColumns;
+  static constexpr int kChunkElements = Copy::kChunkElements;
+  static constexpr int kPassElements = Traits::kRowsPerPass * kBlockColumns;
+  static constexpr int kRowsOfPass = 32 / Traits::kThreadsPerRow;  // of one warp
+
+  Element* tile;
+  int thread;
+
+  // Of the warp, in the first pass.
+  __device__ __forceinline__ int first_row() const { return thread / 32 * kRowsOfPass; }
+
+  // `row` of the first pass; those of the others are kPassElements apart.
+  __device__ __forceinline__ Element* place(int row, int column) const {
+    int chunk = (column % kBlockColumns / kChunkElements) ^ (row % 8);
+    return tile + (column / kBlockColumns * kTileRows + row) * kBlockColumns +
+           chunk * kChunkElements + column % kChunkElements;
+  }
+
+  // Calls visit(chunk) for the thread's own chunks.
+  template <int kHeadDim, class Visitor>
+  __device__ __forceinline__ void for_each_chunk(Visitor visit) const {
+    Copy copy(thread);
+    Element* own = place(copy.first_row, copy.column);
+#pragma unroll 1
+    for (int pass = 0; pass < kPasses; ++pass) {
+      CUTE_UNROLL
+      for (int block = 0; block < kHeadDim / kBlockColumns; ++block) {
+        visit(own + pass * kPassElements + block * kTileRows * kBlockColumns);
+      }
+    }
+  }
+};
+
+// 8-bit elements of a tile, as TileCopy leaves them, to the tile's own.
+template <class Traits, int kTileRows, int kHeadDim>
+struct RowWidening {
+  using Rows = OwnRows<Traits, kTileRows>;
+  static constexpr DType kTo = Traits::kVariant.q_dtype;
+
+  Rows rows;
+
+  __device__ __forceinline__ void run(DType from) const {
+    if (from == DType::kFloat8E4M3) {
+      run<DType::kFloat8E4M3>();
+    } else {
+      run<DType::kFloat8E5M2>();
+    }
+  }
+
+ private:
+  template <DType kFrom>
+  __device__ __forceinline__ void run() const {
+    int narrow = typename Rows::Copy(rows.thread).narrow_offset();
+    rows.template for_each_chunk<kHeadDim>([&](typename Rows::Element* chunk) {
+      auto* bytes = reinterpret_cast<char*>(chunk);
+      uint2 eight = *reinterpret_cast<const uint2*>(bytes + narrow);
+      FourElements low = widen<kFrom, kTo>(eight.x);
+      FourElements high = widen<kFrom, kTo>(eight.y);
+      *reinterpret_cast<uint4*>(bytes) =
+          make_uint4(low.pair[0], low.pair[1], high.pair[0], high.pair[1]);
+    });
+  }
+};
+
+// How the lanes of a warp share the rows that they rotate: a lane takes four neighbouring pairs of
+// dimensions, 8 bytes of a row and the 8 bytes half a head further on.
+template <class Traits>
+struct RotaryLanes {
+  static constexpr int kPairs = 4;  // head_dim is a multiple of 8
+  static constexpr unsigned kUnits = Traits::kHeadQk / (2 * kPairs);
+  static constexpr int kPerRow = std::min(32u, std::bit_ceil(kUnits));
+  static constexpr int kRowsAtOnce = 32 / kPerRow;
+};
+
+// The angles of a lane's pairs of dimensions.
+struct LaneAngles {
+  static constexpr int kPairs = 4;
+  Rotation by[kPairs];
+
+  __device__ __forceinline__ static LaneAngles at(int position, const std::uint64_t* frequency) {
+    LaneAngles angles;
+    CUTE_UNROLL
+    for (int i = 0; i < kPairs; ++i) angles.by[i] = rotation_by(turns_at(position, frequency[i]));
+    return angles;
+  }
+  __device__ __forceinline__ static LaneAngles load(const Rotation* by) {
+    LaneAngles angles;
+    CUTE_UNROLL
+    for (int i = 0; i < kPairs; ++i) angles.by[i] = by[i];
+    return angles;
+  }
+  __device__ __forceinline__ void turn(const LaneAngles& step) {
+    CUTE_UNROLL
+    for (int i = 0; i < kPairs; ++i) by[i] = by[i] * step.by[i];
+  }
+
+  // low: elements d ..., high: elements d + head_dim / 2 ... of a row.
+  template <DType kDType>
+  __device__ __forceinline__ void rotate(void* low, void* high) const {
+    uint2 low_bits = *static_cast<const uint2*>(low);
+    uint2 high_bits = *static_cast<const uint2*>(high);
+    rotate_two<kDType>(low_bits.x, high_bits.x, by[0], by[1]);
+    rotate_two<kDType>(low_bits.y, high_bits.y, by[2], by[3]);
+    *static_cast<uint2*>(low) = low_bits;
+    *static_cast<uint2*>(high) = high_bits;
+  }
+
+ private:
+  template <DType kDType>
+  __device__ __forceinline__ static void rotate_two(std::uint32_t& low, std::uint32_t& high,
+                                                    Rotation first, Rotation second) {
+    float2 a = Pair<kDType>::to_floats(low);
+    float2 b = Pair<kDType>::to_floats(high);
+    preflash::rotate(a.x, b.x, first);
+    preflash::rotate(a.y, b.y, second);
+    low = Pair<kDType>::from_floats(a);
+    high = Pair<kDType>::from_floats(b);
+  }
+};
+
+template <class Traits>
+__device__ __forceinline__ void fill_rotary_tables(const TransformSegment& params,
+                                                   TransformTables<Traits>& tables, int thread) {
+  for (int pair = thread; pair < params.head_dim_qk / 2; pair += Traits::kThreads) {
+    std::uint64_t frequency = params.rotary.of_pair[pair];
+    tables.frequency[pair] = frequency;
+    tables.row_step[pair] = rotation_by(turns_at(RotaryLanes<Traits>::kRowsAtOnce, frequency));
+    tables.pass_step[pair] = rotation_by(turns_at(Traits::kRowsPerPass, frequency));
+  }
+}
+
+// Turns the warp's own rows of a tile of K or Q. Its lanes have seen the rows arrive.
+template <class Traits, int kTileRows>
+struct RowRotation {
+  using Lanes = RotaryLanes<Traits>;
+  using Rows = OwnRows<Traits, kTileRows>;
+  using Element = typename Rows::Element;
+  static constexpr DType kDType = Traits::kVariant.q_dtype;
+
+  Rows rows;
+  const TransformTables<Traits>& tables;
+  int half;  // of the head: pair d is elements d and d + half
+
+  // Row r is at position first_position + r. Only a tile's first angles are computed: the others
+  // follow by a few rotations, each off by another 1e-7 at most.
+  __device__ __forceinline__ void run(int first_position) const {
+    for_each_unit([&](int pair, int row) {
+      LaneAngles angles = LaneAngles::at(first_position + row, tables.frequency + pair);
+      LaneAngles pass_step = LaneAngles::load(tables.pass_step + pair);
+#pragma unroll 1
+      for (int i = 0; i < Rows::kRowsOfPass; i += Lanes::kRowsAtOnce) {
+        Element* low = rows.place(row + i, pair);
+        Element* high = rows.place(row + i, pair + half);
+        LaneAngles of_pass = angles;
+        CUTE_UNROLL
+        for (int pass = 0; pass < Rows::kPasses; ++pass) {
+          of_pass.template rotate<kDType>(low + pass * Rows::kPassElements,
+                                          high + pass * Rows::kPassElements);
+          of_pass.turn(pass_step);
+        }
+        angles.turn(LaneAngles::load(tables.row_step + pair));
+      }
+    });
+  }
+
+  // Row r is at position position_of(r); fewer than end_row rows exist.
+  template <class PositionOf>
+  __device__ __forceinline__ void run(int end_row, PositionOf position_of) const {
+    for_each_unit([&](int pair, int first_row) {
+#pragma unroll 1
+      for (int i = 0; i < Rows::kRowsOfPass; i += Lanes::kRowsAtOnce) {
+        Element* low = rows.place(first_row + i, pair);
+        Element* high = rows.place(first_row + i, pair + half);
+#pragma unroll 1
+        for (int row = first_row + i; row < min(end_row, kTileRows); row += Traits::kRowsPerPass) {
+          LaneAngles::at(position_of(row), tables.frequency + pair)
+              .template rotate<kDType>(low, high);
+          low += Rows::kPassElements;
+          high += Rows::kPassElements;
+        }
+      }
+    });
+  }
+
+ private:
+  // Calls visit(pair, row) for what this lane has of the warp's rows, their first pair and row.
+  template <class Visitor>
+  __device__ __forceinline__ void for_each_unit(Visitor visit) const {
+    int lane = rows.thread % 32;
+    int row = rows.first_row() + lane / Lanes::kPerRow;
+#pragma unroll 1
+    for (int pair = lane % Lanes::kPerRow * Lanes::kPairs; pair < half;
+         pair += Lanes::kPerRow * Lanes::kPairs) {
+      visit(pair, row);
+    }
+  }
+};
+
+// Of one item; nothing, in kernels whose operands arrive as they are wanted.
+template <class Traits, bool kTransforms = Traits::kTransforms>
+struct OperandTransform {
+  using Storage = SharedStorage<Traits>;
+
+  const KernelSegment& params;
+  const RequestInfo& request;
+  const WorkItem& item;
+  Storage& smem;
+  int thread;
+
+  __device__ __forceinline__ void keys(int, int) const {}
+  __device__ __forceinline__ void values(int) const {}
+  __device__ __forceinline__ bool wanted_by_queries() const { return false; }
+  __device__ __forceinline__ void queries() const {}
+  template <class Scores, class At>
+  __device__ __forceinline__ void scores(Scores&, const At&) const {}
+};
+
+template <class Traits>
+struct OperandTransform<Traits, true> {
+  using Storage = SharedStorage<Traits>;
+  static constexpr int kTileM = Traits::kTileM;
+  static constexpr int kTileN = Traits::kTileN;
+
+  const KernelSegment& params;
+  const RequestInfo& request;
+  const WorkItem& item;
+  Storage& smem;
+  int thread;
+
+  // Of the tile of keys that has arrived in a stage; every thread for what it has fetched itself.
+  __device__ __forceinline__ void keys(int tile, int stage) const {
+    widen<kTileN, Traits::kHeadQk>(smem.k[stage], params.kv_dtype);
+    if (rotates()) {
+      __syncwarp();
+      rotation<kTileN>(smem.k[stage]).run(tile * kTileN);
+    }
+  }
+  __device__ __forceinline__ void values(int stage) const {
+    widen<kTileN, Traits::kHeadVo>(smem.v[stage], params.kv_dtype);
+  }
+
+  __device__ __forceinline__ bool wanted_by_queries() const {
+    return rotates() || stored<Traits>(params.q_dtype) == Stored::k8Bits;
+  }
+  __device__ __forceinline__ void queries() const {
+    widen<kTileM, Traits::kHeadQk>(smem.q, params.q_dtype);
+    if (!rotates()) return;
+    __syncwarp();
+    int num_rows = request.qo_len * params.group_size - item.row_begin;
+    int first_position = request.kv_len - request.qo_len;
+    rotation<kTileM>(smem.q).run(num_rows, [&](int row) {
+      return first_position + unpack_row(params, item.row_begin + row).token;
+    });
+    __syncwarp();
+  }
+
+  // The scales of the heads' fp8 operands. scores: (rows, columns) of this thread.
+  template <class Scores, class At>
+  __device__ __forceinline__ void scores(Scores& scores, const At& at) const {
+    if (params.extras.scale_q == nullptr && params.extras.scale_k == nullptr) return;
+    CUTE_UNROLL
+    for (int r = 0; r < size<0>(scores); ++r) {
+      float factor = smem.transform.row_factor[at.tile_row(r)];
+      CUTE_UNROLL
+      for (int c = 0; c < size<1>(scores); ++c) scores(r, c) *= factor;
+    }
+  }
+
+ private:
+  __device__ __forceinline__ bool rotates() const { return params.position == Position::kRope; }
+
+  template <int kTileRows, int kHeadDim, class Element>
+  __device__ __forceinline__ void widen(Element* tile, DType from) const {
+    if (stored<Traits>(from) == Stored::kAsInTile) return;
+    RowWidening<Traits, kTileRows, kHeadDim>{{tile, thread}}.run(from);
+  }
+  template <int kTileRows, class Element>
+  __device__ __forceinline__ RowRotation<Traits, kTileRows> rotation(Element* tile) const {
+    return {{tile, thread}, smem.transform, params.head_dim_qk / 2};
+  }
+};
+
+// What happens to Q where it lies, between its arrival and the first product. Each warp changes the
+// rows that it has copied itself, so its own wait is enough before and the next barrier after.
+template <class Traits>
+struct QPrologue {
+  using ElementQ = typename Traits::ElementQ;
+
+  const OperandTransform<Traits>& transform;
+
+  __device__ __forceinline__ bool wanted() const {
+    return transform.params.logits.q_factor != 1.0f || transform.wanted_by_queries();
+  }
+
+  __device__ __forceinline__ void run() const {
+    transform.queries();
+    float factor = transform.params.logits.q_factor;
+    if (!Traits::kTransforms || factor != 1.0f) scale(factor);
+  }
+
+ private:
+  // Rare: sm_scale <= 0.
+  __device__ __forceinline__ void scale(float factor) const {
+    TileCopy<Traits, ElementQ> copy(transform.thread);
+    ElementQ* own = transform.smem.q + typename Traits::LayoutQ{}(copy.first_row, copy.column);
+#pragma unroll 1
+    for (int pass = 0; pass < Traits::kTileM / Traits::kRowsPerPass; ++pass) {
+#pragma unroll 1
+      for (int block = 0; block < Traits::kHeadQk / copy.kBlockColumns; ++block) {
+        ElementQ* chunk =
+            own + (pass * Traits::kRowsPerPass + block * Traits::kTileM) * copy.kBlockColumns;
+#pragma unroll 1
+        for (int i = 0; i < copy.kChunkElements; ++i) {
+          chunk[i] = static_cast<ElementQ>(static_cast<float>(chunk[i]) * factor);
+        }
+      }
+    }
+  }
+};
+
+}  // namespace preflash::sm80
