@@ -71,7 +71,9 @@ LaunchError refuse_dtype(const char* what, DType dtype) {
 }
 
 LaunchError combine(const CombineParams& params, const LaunchTarget& target) {
-  if (LaunchError error = refuse_dtype("combine", params.o_dtype)) return error;
+  if (params.o_dtype != DType::kFloat8E4M3) {
+    if (LaunchError error = refuse_dtype("combine", params.o_dtype)) return error;
+  }
   if (params.head_dim_vo <= 0 || params.head_dim_vo % 8 != 0 || params.group_size <= 0 ||
       params.tile_rows <= 0) {
     return usage_error(

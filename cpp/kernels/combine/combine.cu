@@ -192,9 +192,11 @@ cudaError_t launch_combine(const CombineParams& params, int num_sms, cudaStream_
   config.gridDim = dim3(params.num_merges, ctas_per_merge);
   config.blockDim = dim3(kWarps * kWarpSize);
   config.stream = stream;
-  return dispatch_element(params.o_dtype, [&](auto tag) {
+  auto launch = [&](auto tag) {
     return cudaLaunchKernelEx(&config, combine_kernel<typename decltype(tag)::type>, params);
-  });
+  };
+  if (params.o_dtype == DType::kFloat8E4M3) return launch(TypeTag<__nv_fp8_e4m3>{});
+  return dispatch_element(params.o_dtype, launch);
 }
 
 }  // namespace preflash

@@ -4,6 +4,7 @@
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include <cuda_fp8.h>
 #include <cuda_runtime_api.h>
 
 #include <type_traits>
@@ -16,13 +17,15 @@ __device__ __forceinline__ float to_float(float value) { return value; }
 __device__ __forceinline__ float to_float(__half value) { return __half2float(value); }
 __device__ __forceinline__ float to_float(__nv_bfloat16 value) { return __bfloat162float(value); }
 
-// Rounds to nearest even.
+// Rounds to nearest even; to 8 bits, what rounds beyond the largest number is that.
 template <class T>
 __device__ __forceinline__ T from_float(float value) {
   if constexpr (std::is_same_v<T, __half>) {
     return __float2half_rn(value);
   } else if constexpr (std::is_same_v<T, __nv_bfloat16>) {
     return __float2bfloat16_rn(value);
+  } else if constexpr (std::is_same_v<T, __nv_fp8_e4m3>) {
+    return __nv_fp8_e4m3(value);
   } else {
     return value;
   }
