@@ -70,8 +70,7 @@ def _traits(family: Family) -> str:
         "highest_capability": "FamilyTraits::kAnyLater" if highest is None else highest,
         "architecture": f'"{family.architecture}"',
         "operands": f"Operands::{OPERANDS[family.operands]}",
-        "transformed_options": "OptionChoice::"
-        + TRANSFORMED_OPTIONS[family.transformed_options],
+        "transformed_options": "OptionChoice::" + TRANSFORMED_OPTIONS[family.transformed_options],
         "tile_rows": f"TileRows::{TILE_ROWS[family.tile_rows]}",
         "schedule": f"Schedule::{SCHEDULES[family.schedule]}",
         "item_keys": family.item_keys,

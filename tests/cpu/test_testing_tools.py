@@ -101,6 +101,27 @@ def test_oracle_is_sdpa_in_float64(case):
     torch.testing.assert_close(expected.out, sdpa(case, made), rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_rotated_operands_may_be_rounded_once(dtype):
+    """Kernels multiply 16 bits after the rotation, and the bounds know it; nothing else passes."""
+    case = Case("rounded", (70,), (131,), 4, 2, 128, dtype=dtype, mask=MaskKind.CAUSAL)
+    made = build(dataclasses.replace(case, position=Position.ROPE))
+    request, expected = made.request(0), reference(made)
+
+    def rotated(first_key: int, rounded: torch.dtype):
+        q, k = (
+            turned(x.double(), first, made.pipeline.rope).to(rounded)
+            for x, first in ((request.q, 61), (request.k, first_key))
+        )
+        got = oracle.attend(q, k, request.v, dataclasses.replace(made.pipeline, rope=None))
+        return got.out.to(dtype), got.lse.float()
+
+    compare(*rotated(0, dtype), expected, rotated_dtype=dtype).check()
+    assert not compare(*rotated(0, dtype), expected).ok
+    assert not compare(*rotated(1, dtype), expected, rotated_dtype=dtype).ok
+    assert not compare(*rotated(0, torch.float8_e4m3fn), expected, rotated_dtype=dtype).ok
+
+
 def test_oracle_sinks_by_hand():
     q, k = torch.tensor([[[1.0]], [[2.0]]]), torch.tensor([[[3.0]]])
     v = torch.tensor([[[10.0]]])

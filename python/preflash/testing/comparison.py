@@ -8,22 +8,25 @@ rounded once. With unit roundoffs u_o (output format), u_p (format of p in P @ V
   error is at most d = `logit_rounding` * e * X, X = |sm_scale| |q| |k| (tensor cores truncate, 16
   terms a step: 32 covers head_dim 256). A soft cap c adds 8 e c for its tanh, a bias of at most b
   3 e b: its slope, its product and the sum are rounded.
-* p_j carries a relative error of u_p and 2 d + 2^-19 (exponential, running rescale). A part of it
-  that all j share changes the output by at most its size times |o|; the rest is independent from j
-  to j and adds up to its size times N = sqrt(sum_j (p_j v_j)^2). Rounding errors have a standard
+* Operands that a kernel rotates (RoPE) it rounds to the format of its products, u_r. The error of a
+  logit adds up from independent ones of its products: t = sqrt(2) u_r |sm_scale| sqrt(sum_d
+  (q_d k_d)^2). It is 0 where operands are multiplied as they were stored, or in float32.
+* p_j carries a relative error of u_p, t and 2 d + 2^-19 (exponential, running rescale). A part of
+  it that all j share changes the output by at most its size times |o|; the rest is independent from
+  j to j and adds up to its size times N = sqrt(sum_j (p_j v_j)^2). Rounding errors have a standard
   deviation of 0.42 units, so 3 u_p N is more than 7 deviations: no element of hundreds of millions
   reaches it by chance.
 * Numbers under the float16 normal range have an absolute error of 2^-25 instead, outputs under that
   of e4m3 one of 2^-10; an e4m3 output beyond 448 is 448.
 
 Per element:  |error| <= (u_o + r) |o| + 3 r N + 2^-25 (1 + sqrt(S) max|v|),
-r = u_p + 2 d + 2^-19.
+r = u_p + t + 2 d + 2^-19.
 
 Over a tensor: the same with 0.6 u for u and quadratic sums, which is what rounding to nearest
 leaves (0.42 each) with a margin for short tensors; it sees a wrong scale of one rounding unit.
 
-LSE (base 2):  |error| <= 1.5 (2 d) + 2^-13 + 4 e |lse|: the exponential's 2^-19, S additions in
-float32 and the logarithm stay far below 2^-13 = 1.2e-4 together.
+LSE (base 2):  |error| <= 1.5 (2 d + 3 t) + 2^-13 + 4 e |lse|: the exponential's 2^-19, S additions
+in float32 and the logarithm stay far below 2^-13 = 1.2e-4 together.
 
 NaN, +Inf and -Inf must stand exactly where the oracle has them; a fully masked row is exactly zero.
 """
@@ -112,13 +115,16 @@ def _roundoffs(
     p_dtype: torch.dtype,
     soft_cap: float,
     logit_rounding: float,
+    rotated_dtype: torch.dtype | None,
 ) -> tuple[float, torch.Tensor, torch.Tensor]:
-    """u_o, r and d of the module's formulas; r and d are per row and head."""
+    """u_o, r and 2 d + 3 t of the module's formulas; the last two are per row and head."""
     d = FLOAT32_ROUNDOFF * (
         logit_rounding * expected.logit_bound + 8 * soft_cap + 3 * expected.bias_bound
     )
-    r = unit_roundoff(p_dtype) + 2 * d + EXP_ERROR
-    return unit_roundoff(dtype), r, d
+    u_rotated = 0.0 if rotated_dtype is None else unit_roundoff(rotated_dtype)
+    t = math.sqrt(2) * u_rotated * expected.logit_spread
+    r = unit_roundoff(p_dtype) + t + 2 * d + EXP_ERROR
+    return unit_roundoff(dtype), r, 2 * d + 3 * t
 
 
 def compare(
@@ -129,12 +135,14 @@ def compare(
     p_dtype: torch.dtype | None = None,
     soft_cap: float = 0.0,
     logit_rounding: float = 32.0,
+    rotated_dtype: torch.dtype | None = None,
     lse_base: str = "log2",
 ) -> Report:
     """`out` [rows, heads, dim] and `lse` [rows, heads] against the oracle's answer for those rows.
 
     `p_dtype` is the format of the probabilities in P @ V; the output's by default. `logit_rounding`
     counts the float32 roundings of a logit; fewer for inputs whose products and sums are exact.
+    `rotated_dtype` is what RoPE's rotated operands are rounded to; None: they are not.
     """
     report = Report()
     failures = report.failures
@@ -148,10 +156,12 @@ def compare(
             failures.append(f"lse: shape {tuple(lse.shape)}, expected {tuple(expected.lse.shape)}")
         return report
 
-    u_out, r, d = _roundoffs(expected, out.dtype, p_dtype or out.dtype, soft_cap, logit_rounding)
+    u_out, r, of_logits = _roundoffs(
+        expected, out.dtype, p_dtype or out.dtype, soft_cap, logit_rounding, rotated_dtype
+    )
     _compare_out(report, out, expected, u_out, r)
     if lse is not None:
-        _compare_lse(report, lse, expected, d, lse_base)
+        _compare_lse(report, lse, expected, of_logits, lse_base)
     return report
 
 
@@ -195,7 +205,7 @@ def _compare_out(
 
 
 def _compare_lse(
-    report: Report, lse: torch.Tensor, expected: Expected, d: torch.Tensor, lse_base: str
+    report: Report, lse: torch.Tensor, expected: Expected, of_logits: torch.Tensor, lse_base: str
 ) -> None:
     unit = 1.0 if lse_base == "log2" else 1.0 / LOG2_E
     expected_lse = expected.lse * unit
@@ -206,7 +216,7 @@ def _compare_lse(
     finite = _same_kinds("lse", lse, expected_lse, report.failures)
     error = torch.where(finite, (lse.double() - expected_lse).abs(), 0.0)
     size = expected.lse.abs().nan_to_num(posinf=0.0)
-    bound = LOG2_E * 2 * d + LSE_SLACK + 4 * FLOAT32_ROUNDOFF * size
+    bound = LOG2_E * of_logits + LSE_SLACK + 4 * FLOAT32_ROUNDOFF * size
     ratio = torch.where(finite, error / (bound * unit), 0.0)
     report.max_lse_error, report.lse_ratio = float(error.max()), float(ratio.max())
     if report.lse_ratio > 1:

@@ -29,6 +29,9 @@ class Expected:
     empty: torch.Tensor  # like lse, bool: whether the row keeps no key
     spread: torch.Tensor  # like out: sqrt(sum_j (p_j v_j)^2), how independent errors of p_j add up
     logit_bound: torch.Tensor  # like lse: |sm_scale| * |q_i| * max_j |k_j|, no logit exceeds it
+    logit_spread: (
+        torch.Tensor
+    )  # like lse: |sm_scale| max_j sqrt(sum_d (q_id k_jd)^2); 0 without RoPE
     bias_bound: torch.Tensor  # like lse: the largest |bias| of a kept key
     value_bound: float  # max |v|
     longest_kv: int
@@ -201,6 +204,10 @@ def attend(
         k64.norm(dim=-1).amax(-1, keepdim=True) if kv_len else k64.new_zeros(num_kv_heads, 1, 1)
     )
     bound = abs(pipeline.sm_scale) * q_norm * k_norm
+    spread_of_logits = torch.zeros_like(bound)
+    if pipeline.rope is not None and kv_len:
+        largest = (q64.square() @ k64.square().transpose(-1, -2)).amax(-1)
+        spread_of_logits = abs(pipeline.sm_scale) * largest.sqrt()
 
     def rows_first(t: torch.Tensor) -> torch.Tensor:
         return t.permute(2, 0, 1, 3).flatten(1, 2)
@@ -211,6 +218,7 @@ def attend(
         empty=rows_first(empty).squeeze(-1),
         spread=rows_first(spread * abs(pipeline.out_scale)),
         logit_bound=rows_first(bound[..., None]).squeeze(-1),
+        logit_spread=rows_first(spread_of_logits[..., None]).squeeze(-1),
         bias_bound=rows_first(bias_bound[..., None]).squeeze(-1),
         value_bound=float(v64.abs().max()) * abs(pipeline.out_scale) if v64.numel() else 0.0,
         longest_kv=kv_len,
@@ -225,6 +233,7 @@ def concatenate(parts: Sequence[Expected]) -> Expected:
         empty=torch.cat([part.empty for part in parts]),
         spread=torch.cat([part.spread for part in parts]),
         logit_bound=torch.cat([part.logit_bound for part in parts]),
+        logit_spread=torch.cat([part.logit_spread for part in parts]),
         bias_bound=torch.cat([part.bias_bound for part in parts]),
         value_bound=max(part.value_bound for part in parts),
         longest_kv=max(part.longest_kv for part in parts),
@@ -274,6 +283,7 @@ def _join_heads(blocks: Sequence[Expected]) -> Expected:
         empty=torch.cat([block.empty for block in blocks], 1),
         spread=torch.cat([block.spread for block in blocks], 1),
         logit_bound=torch.cat([block.logit_bound for block in blocks], 1),
+        logit_spread=torch.cat([block.logit_spread for block in blocks], 1),
         bias_bound=torch.cat([block.bias_bound for block in blocks], 1),
         value_bound=max(block.value_bound for block in blocks),
         longest_kv=blocks[0].longest_kv,
