@@ -290,6 +290,7 @@ BAD_EDITS = [
     ("forward.toml", 'match = "covers"', 'match = "roughly"', "roughly"),
     ("forward.toml", 'title = "q dtype"', 'name_of_it = "q dtype"', "name_of_it"),
     ("forward.toml", 'operands = "computed"', 'operands = "imagined"', "imagined"),
+    ("forward.toml", 'options = "run_time"', 'options = "some_time"', "some_time"),
     ("forward.toml", 'schedule = "persistent"', 'schedule = "forever"', "forever"),
     ("forward.toml", 'compiled_for = "90a"', "", "go together"),
     ("forward.toml", 'preference = ["sm90", ', "preference = [", "each family"),

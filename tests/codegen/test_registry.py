@@ -306,6 +306,45 @@ def test_a_miss_is_told_in_the_dtypes_of_the_tensors(family, changes, names):
         assert name in sentence
 
 
+@pytest.mark.parametrize("tile_class", ["prefill", "decode"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"position": "rope"},
+        {"position": "rope", "mask": "custom", "logits": "softcap"},
+        {"kv_dtype": "float8_e4m3fn"},
+        {"kv_dtype": "float8_e5m2", "position": "alibi"},
+        {"kv_dtype": "float8_e5m2", "position": "rope", "head_dim_qk": 96, "head_dim_vo": 80},
+    ],
+    ids=str,
+)
+def test_one_sm80_kernel_transforms_with_whatever_options(sm80_ids, changes, tile_class):
+    wanted = variant(
+        **{**BASE, "family": "sm80", "q_dtype": "bfloat16", "kv_dtype": "bfloat16"}
+        | {"tile_class": tile_class}
+        | changes
+    )
+    decode = "" if tile_class == "prefill" else "_decode"
+    kernel = f"sm80_bf16_d128{decode}_softcap_alibi_custom_transformed"
+    if kernel not in sm80_ids:
+        pytest.skip(f"{kernel} is not compiled in this build")
+    assert _core.find_id(wanted) == kernel
+
+
+def test_sm80_makes_float16_of_8_bit_queries(sm80_ids):
+    eight = {"q_dtype": "float8_e4m3fn", "kv_dtype": "float8_e4m3fn"}
+    kernel = "sm80_f16_d128_softcap_alibi_custom_transformed"
+    if kernel not in sm80_ids:
+        pytest.skip(f"{kernel} is not compiled in this build")
+    assert _core.find_id(variant(family="sm80", **eight)) == kernel
+
+
+def test_what_arrives_as_it_is_multiplied_is_not_transformed(sm80_ids):
+    """A kernel with every option serves no launch that one without serves as well."""
+    direct = variant(family="sm80", q_dtype="bfloat16", kv_dtype="bfloat16")
+    assert _core.find_id(direct) == "sm80_bf16_d128"
+
+
 def test_float32_on_a_gpu_points_to_the_cpu(sm80_ids):
     sentence = _core.find_error(variant(family="sm80", q_dtype="float32", kv_dtype="float32"))
     assert "q dtype float32" in sentence
