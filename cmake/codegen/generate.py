@@ -91,6 +91,9 @@ def _short_parts(name: str, members: Sequence[Variant]) -> dict[str, list[Varian
             break
         finer: dict[str, list[Variant]] = {}
         for part, of_part in parts.items():
+            if len(of_part) <= MAX_KERNELS_PER_FILE:
+                finer[part] = of_part
+                continue
             for variant in of_part:
                 finer.setdefault(f"{part}_{variant.values[axis]}", []).append(variant)
         if len(finer) > len(parts):

@@ -319,7 +319,8 @@ def test_contradictions_are_refused(tmp_path, name, old, new, message):
 def test_an_exclusion_takes_out_exactly_what_it_matches(tmp_path, matrix):
     row = (
         '[[exclude]]\nfamily = "sm80"\nhead_dim = ["256", "128"]\nq_dtype = "f16"\n'
-        'mask = "custom"\nlogits = "softcap"\nreason = "a test leaves this out"\n\n'
+        'mask = "custom"\nlogits = "softcap"\narrival = "direct"\n'
+        'reason = "a test leaves this out"\n\n'
     )
     shrunk = edited_matrix(
         tmp_path, "forward.toml", "[[exclude]]\nfamily", f"{row}[[exclude]]\nfamily"
