@@ -3,6 +3,7 @@
 // load the next item's Q, K and V at the same time.
 #pragma once
 
+#include <cuda_fp8.h>
 #include <cutlass/arch/memory.h>
 
 #include <cute/arch/copy_sm90.hpp>
@@ -42,8 +43,8 @@ struct ForwardEpilogue {
     std::int64_t token = request.qo_begin + packed.token;
     int head = query_head(params, item, packed);
     RowTarget target;
-    target.o = static_cast<Element*>(params.o.data) + token * params.o.stride_token +
-               head * params.o.stride_head;
+    target.o = static_cast<char*>(params.o.data) +
+               (token * params.o.stride_token + head * params.o.stride_head) * output_bytes();
     if (params.lse.data != nullptr) {
       target.lse =
           params.lse.data + token * params.lse.stride_token + head * params.lse.stride_head;
@@ -77,7 +78,7 @@ struct ForwardEpilogue {
     Prepared ready;
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
-      ready.factor[r] = result[r].factor * params.out_scale;
+      ready.factor[r] = result[r].factor * out_scale();
       ready.empty[r] = result[r].empty;
     }
     ready.o = target.o;
@@ -109,10 +110,12 @@ struct ForwardEpilogue {
         }
       }
     }
-    if (is_final()) {
-      store_final(ready, tOrO, staging);
-    } else {
+    if (!is_final()) {
       store_partial(ready, rows_of_o);
+    } else if (output_bytes() == 1) {
+      store_8_bits(ready, rows_of_o);
+    } else {
+      store_final(ready, tOrO, staging);
     }
   }
 
@@ -126,10 +129,12 @@ struct ForwardEpilogue {
       }
       if (lane_id() == 0) store_lse(target, {.high = 0.0f, .low = lse});
       for (int column = lane_id(); column < params.head_dim_vo; column += 32) {
-        if (is_final()) {
-          static_cast<Element*>(target.o)[column] = Element(0.0f);
-        } else {
+        if (!is_final()) {
           static_cast<float*>(target.o)[column] = 0.0f;
+        } else if (output_bytes() == 1) {
+          static_cast<std::uint8_t*>(target.o)[column] = 0;
+        } else {
+          static_cast<Element*>(target.o)[column] = Element(0.0f);
         }
       }
     }
@@ -137,6 +142,16 @@ struct ForwardEpilogue {
 
  private:
   __device__ __forceinline__ bool is_final() const { return item.partial_row == WorkItem::kFinal; }
+
+  // An element of o: what the products compute in, unless 8-bit queries let the caller choose.
+  __device__ __forceinline__ int output_bytes() const {
+    return Traits::kTransforms ? size_of(params.o_dtype) : sizeof(Element);
+  }
+  __device__ __forceinline__ float out_scale() const {
+    if constexpr (!Traits::kTransforms) return params.out_scale;
+    const float* of_v = params.extras.scale_v;
+    return of_v == nullptr ? params.out_scale : params.out_scale * __ldg(of_v + item.kv_head);
+  }
 
   // NOTE: the sink of a split row is added where its partials are merged.
   __device__ __forceinline__ bool adds_sinks() const {
@@ -187,6 +202,37 @@ struct ForwardEpilogue {
     }
   }
 
+  // What rounds beyond 448 is 448.
+  template <class Rows>
+  __device__ __forceinline__ void store_8_bits(const Prepared& ready, const Rows& rows_of_o) const {
+    CUTE_UNROLL
+    for (int r = 0; r < size<0>(rows_of_o); ++r) {
+      auto* target = target_row<std::uint8_t>(ready, lane_id() / 4 + r * 8);
+      if (target == nullptr) continue;
+      CUTE_UNROLL
+      for (int c = 0; c < size<1>(rows_of_o); c += 2) {
+        int column = c / 2 * 8 + lane_id() % 4 * 2;
+        if (column < params.head_dim_vo) {
+          *reinterpret_cast<__nv_fp8x2_storage_t*>(target + column) = __nv_cvt_float2_to_fp8x2(
+              make_float2(rows_of_o(r, c), rows_of_o(r, c + 1)), __NV_SATFINITE, __NV_E4M3);
+        }
+      }
+    }
+  }
+
+  // O in 16 bits; its elements are Element's in name only where the output has another dtype.
+  template <class AccumulatorO>
+  __device__ __forceinline__ auto rounded(const AccumulatorO& tOrO) const {
+    Tensor tOrO_out = convert_fragment<Element>(tOrO);
+    if constexpr (Traits::kTransforms && is_same_v<Element, cutlass::half_t>) {
+      if (params.o_dtype == DType::kBFloat16) {
+        Tensor as_bf16 = recast<cutlass::bfloat16_t>(tOrO_out);
+        round_to(tOrO, as_bf16);
+      }
+    }
+    return tOrO_out;
+  }
+
   // Stores a block of columns at a time: 16 rows of 128 bytes, whose 16-byte pieces are swizzled by
   // the row.
   template <class AccumulatorO>
@@ -201,7 +247,7 @@ struct ForwardEpilogue {
       targets[pass] = target_row<Element>(ready, pass * kRowsPerPass + lane_id() / 8);
     }
 
-    Tensor tOrO_out = convert_fragment<Element>(tOrO);
+    Tensor tOrO_out = rounded(tOrO);
     Tensor quads = recast<std::uint32_t>(tOrO_out);  // ((1, 2, D / 8), 1, 1)
     std::uint32_t base = cast_smem_ptr_to_uint(staging);
     // stmatrix: lane l gives the address of row l % 16 of the 8 columns l / 16 of a 16 x 16 block.

@@ -33,16 +33,16 @@ __device__ __forceinline__ void init_barriers(SharedStorage<Traits>& smem, bool 
 
 template <class V>
 __global__ void __launch_bounds__(ForwardTraits<V>::kThreads, V::kTile.ctas_per_sm)
-    forward_kernel(const __grid_constant__ HopperParams params) {
+    forward_kernel(const __grid_constant__ ParamsOf<ForwardTraits<V>> params) {
   using Traits = ForwardTraits<V>;
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
   auto& smem = *reinterpret_cast<SharedStorage<Traits>*>(smem_bytes);
 
   // The first item needs the tensor maps and its range of the work list: both are requested before
   // the barriers are initialized.
-  const HopperSegment& segment = params.segments[0];
-  bool gather = segment.box.kv_rows == 0;
-  if (threadIdx.x == 0) {
+  const auto& segment = params.segments[0];
+  bool gather = Traits::kTransforms || segment.box.kv_rows == 0;
+  if (!Traits::kTransforms && threadIdx.x == 0) {
     prefetch_tma_descriptor(reinterpret_cast<const TmaDescriptor*>(&segment.maps.q));
     if (!gather) {
       prefetch_tma_descriptor(reinterpret_cast<const TmaDescriptor*>(&segment.maps.k));
@@ -56,12 +56,15 @@ __global__ void __launch_bounds__(ForwardTraits<V>::kThreads, V::kTile.ctas_per_
     end = __ldg(params.cta_begin + blockIdx.x + 1);
   }
   if (threadIdx.x == kWarpgroupThreads) init_barriers(smem, gather);
+  if constexpr (Traits::kTransforms) fill_rotary_tables(segment.rotary, smem);
   __syncthreads();
 
   int warpgroup = cutlass::canonical_warp_group_idx();
   if (warpgroup == 0) {
     cutlass::arch::warpgroup_reg_dealloc<Traits::kProducerRegisters>();
-    if (gather) {
+    if constexpr (Traits::kTransforms) {
+      produce_transformed(params, smem, begin, end);
+    } else if (gather) {
       produce_gather(params, smem, begin, end);
     } else {
       produce_tma(params, smem, begin, end);

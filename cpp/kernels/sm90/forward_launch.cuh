@@ -12,29 +12,47 @@ inline constexpr int kSmemBytes = sizeof(SharedStorage<ForwardTraits<V>>);
 template <class V>
 inline constexpr TileRows kTileRows = traits_of(V::kVariant.family).tile_rows;
 
-// Returns nullptr, or a message if the driver refuses.
 template <class V>
-const char* make_segment(const ForwardSegment& segment, HopperSegment& hopper) {
-  using Traits = ForwardTraits<V>;
+HopperSegment make_segment(const ForwardSegment& segment, const BoxShape& box) {
   KernelSegment kernel = KernelSegment::make(segment, V::kVariant.logits);
-  hopper = {kernel,
-            box_shape(segment, Traits::kTileM, Traits::kTileN),
-            rows_per_tile(kTileRows<V>, Traits::kTileM, segment.group_size),
-            kLog2E / kernel.logits.scale_log2,
-            {}};
+  return {kernel,
+          box,
+          rows_per_tile(kTileRows<V>, ForwardTraits<V>::kTileM, segment.group_size),
+          kLog2E / kernel.logits.scale_log2,
+          {}};
+}
+
+// Operands that arrive by TMA. Returns nullptr, or a message if the driver refuses.
+template <class V>
+const char* make_direct(const ForwardSegment& segment, HopperSegment& hopper) {
+  using Traits = ForwardTraits<V>;
+  hopper = make_segment<V>(segment, box_shape(segment, Traits::kTileM, Traits::kTileN));
   return encode_tensor_maps(segment, hopper.box, hopper.maps);
+}
+
+template <class V>
+TransformSegment make_transformed(const ForwardSegment& segment) {
+  TransformSegment transform{make_segment<V>(segment, BoxShape{}), {}};
+  if (segment.position == Position::kRope) {
+    transform.rotary = RotaryFrequencies::make(segment.rope, segment.head_dim_qk);
+  }
+  return transform;
 }
 
 template <class V>
 LaunchError launch_forward(const ForwardParams& params, int num_ctas, const LaunchTarget& target) {
   using Traits = ForwardTraits<V>;
   static_assert(kSmemBytes<V> <= kMaxSharedBytes);
-  HopperParams hopper{.segments = {},
-                      .requests = params.requests,
-                      .items = params.items,
-                      .cta_begin = params.cta_begin};
-  const char* refusal = make_segment<V>(params.segments[0], hopper.segments[0]);
-  if (refusal != nullptr) return refusal;
+  ParamsOf<Traits> hopper{.segments = {},
+                          .requests = params.requests,
+                          .items = params.items,
+                          .cta_begin = params.cta_begin};
+  if constexpr (Traits::kTransforms) {
+    hopper.segments[0] = make_transformed<V>(params.segments[0]);
+  } else {
+    const char* refusal = make_direct<V>(params.segments[0], hopper.segments[0]);
+    if (refusal != nullptr) return refusal;
+  }
   LaunchShape shape{num_ctas, Traits::kThreads, kSmemBytes<V>};
   return launch_kernel<&forward_kernel<V>>(hopper, shape, target.stream);
 }

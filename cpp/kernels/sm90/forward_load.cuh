@@ -5,18 +5,21 @@
 //     up the page of one box, a tile ahead, and one lane issues all boxes.
 //   produce_gather: cp.async loads every other page size, above all 1. All four warps copy rows of
 //     both K and V; each lane looks up the page of one or two rows, two tiles ahead.
+//   produce_transformed: where operands are transformed, cp.async gathers every tensor as it is
+//     stored. All four warps copy and transform their rows of both K and V.
 #pragma once
 
 #include "kernels/sm90/load_gather.cuh"
 #include "kernels/sm90/load_tma.cuh"
+#include "kernels/sm90/load_transformed.cuh"
 #include "kernels/sm90/work_items.cuh"
 
 namespace preflash::sm90 {
 
 // Three warps load one CTA's share of the work list.
 template <class Traits>
-__device__ __forceinline__ void produce_tma(const HopperParams& params, SharedStorage<Traits>& smem,
-                                            int begin, int end) {
+__device__ __forceinline__ void produce_tma(const ParamsOf<Traits>& params,
+                                            SharedStorage<Traits>& smem, int begin, int end) {
   int warp = cutlass::canonical_warp_idx_sync();
   if (warp == 0) {
     ItemReader<Traits> items{smem};
@@ -42,7 +45,7 @@ __device__ __forceinline__ void produce_tma(const HopperParams& params, SharedSt
 // The whole warpgroup loads one CTA's share: every warp copies rows, warp 0 also prepares the items
 // and loads Q.
 template <class Traits>
-__device__ __forceinline__ void produce_gather(const HopperParams& params,
+__device__ __forceinline__ void produce_gather(const ParamsOf<Traits>& params,
                                                SharedStorage<Traits>& smem, int begin, int end) {
   bool is_leader = cutlass::canonical_warp_idx_sync() == 0;
   ItemProducer<Traits> producer{params, smem, begin, end};
@@ -61,6 +64,25 @@ __device__ __forceinline__ void produce_gather(const HopperParams& params,
     items.release();
   }
   rows.drain();
+}
+
+// The consumers load Q themselves (load_query.cuh); all else is as above.
+template <class Traits>
+__device__ __forceinline__ void produce_transformed(const ParamsOf<Traits>& params,
+                                                    SharedStorage<Traits>& smem, int begin,
+                                                    int end) {
+  bool is_leader = cutlass::canonical_warp_idx_sync() == 0;
+  ItemProducer<Traits> producer{params, smem, begin, end};
+  ItemReader<Traits> items{smem};
+  TransformLoader<Traits> rows(params.segments[0], smem);
+  for (bool first = true;; first = false) {
+    if (is_leader && !producer.done()) producer.announce();
+    if (first) continue;
+    const ItemState* state = items.wait();
+    if (state == nullptr) break;
+    rows.load_item(*state);
+    items.release();
+  }
 }
 
 }  // namespace preflash::sm90

@@ -23,6 +23,7 @@
 #include "kernels/sm90/forward_epilogue.cuh"
 #include "kernels/sm90/forward_mask.cuh"
 #include "kernels/sm90/forward_products.cuh"
+#include "kernels/sm90/load_query.cuh"
 #include "kernels/sm90/speculative_softmax.cuh"
 
 namespace preflash::sm90 {
@@ -40,6 +41,7 @@ struct ForwardMainloop {
   ForwardProducts<Traits> products;
   SpeculativeSoftmax softmax = {};
   ScoreBias<Traits> bias;  // of the item whose scores come next
+  ScoreFactors<Traits> factors;
   ConsumerPipelineState<Traits::kQStages> q_read = {};
   ConsumerPipelineState<Traits::kStages> k_read = {};
   ConsumerPipelineState<Traits::kStages> v_read = {};
@@ -123,7 +125,11 @@ struct ForwardMainloop {
     return item;
   }
 
-  __device__ __forceinline__ void wait_for_q() {
+  __device__ __forceinline__ void wait_for_q(const Item& item) {
+    if constexpr (Traits::kTransforms) {
+      QueryLoader<Traits>{params, smem, smem.items[item.slot], warpgroup, thread}.run();
+      return;
+    }
     smem.barriers.q_full[q_read.index()].wait(q_read.phase());
     order_memory_accesses();
     prologue_q(q_read.index());
@@ -146,11 +152,11 @@ struct ForwardMainloop {
       skip_k();
       skip_v();
     }
-    wait_for_q();
+    wait_for_q(item);
     wait_for_qk();
     products.issue_qk(products.q(q_read.index()), k_read.index());
     order_barrier_arrive();
-    bias = bias_of(item);
+    start_scores(item);
     Transition transition;
     if (prepares_in_first_step(item)) transition = prepare_transition(item);
     products.template wait_qk<0>();
@@ -186,12 +192,12 @@ struct ForwardMainloop {
                                                        const Transition& transition) {
     const Item& next = transition.next;
     for (int i = 0; i < next.skipped_first; ++i) skip_k();
-    wait_for_q();
+    wait_for_q(next);
     typename Epilogue::Prepared ready;
     Transition next_transition;
     multiply(products.q(q_read.index()), [&] {
       ready = prepare_o(last, transition);
-      bias = bias_of(next);
+      start_scores(next);
       if (prepares_in_first_step(next)) next_transition = prepare_transition(next);
     });
     finish_first_scores(next, transition.next_mask);
@@ -252,6 +258,7 @@ struct ForwardMainloop {
     release(smem.barriers.k_empty[k_read.index()]);
     k_read.advance();
     if (tile == item.own.begin) release(smem.barriers.q_empty[q_read.index()]);
+    factors.apply(params, products.rows_of_s());
     transform_logits<Traits::kVariant.logits>(products.tSrS, params.logits);
   }
 
@@ -277,8 +284,10 @@ struct ForwardMainloop {
   __device__ __forceinline__ Coordinates coordinates(const Item& item, int tile) const {
     return {params, smem.items[item.slot], warp_row(), tile};
   }
-  __device__ __forceinline__ ScoreBias<Traits> bias_of(const Item& item) const {
-    return ScoreBias<Traits>::of(coordinates(item, item.own.begin));
+  __device__ __forceinline__ void start_scores(const Item& item) {
+    Coordinates of_item = coordinates(item, item.own.begin);
+    bias = ScoreBias<Traits>::of(of_item);
+    factors = ScoreFactors<Traits>::of(of_item);
   }
   __device__ __forceinline__ TileMask first_mask(const Item& item) const {
     int tile = item.own.end - 1;

@@ -217,6 +217,53 @@ struct NoBias {
   __device__ __forceinline__ static NoShift missing(const Coordinates&) { return {}; }
 };
 
+// What per-head factors of 8-bit queries and keys make of the raw scores of one item's rows.
+template <class Traits>
+struct HeadFactors {
+  using Coordinates = ScoreCoordinates<Traits>;
+
+  float row[Coordinates::kRows];
+
+  __device__ __forceinline__ static bool given(const HopperSegment& params) {
+    return params.extras.scale_q != nullptr || params.extras.scale_k != nullptr;
+  }
+  __device__ __forceinline__ static HeadFactors of(const Coordinates& coordinates) {
+    const RunExtras& extras = coordinates.params.extras;
+    HeadFactors factors = {1.0f, 1.0f};
+    if (!given(coordinates.params)) return factors;
+    float of_k = 1.0f;
+    if (extras.scale_k != nullptr) of_k = __ldg(extras.scale_k + coordinates.state.item.kv_head);
+    CUTE_UNROLL
+    for (int r = 0; r < Coordinates::kRows; ++r) {
+      factors.row[r] = of_k;
+      if (extras.scale_q != nullptr) {
+        factors.row[r] *= __ldg(extras.scale_q + coordinates.head(r));
+      }
+    }
+    return factors;
+  }
+
+  template <class Scores>
+  __device__ __forceinline__ void apply(const HopperSegment& params, Scores&& scores) const {
+    if (!given(params)) return;
+    CUTE_UNROLL
+    for (int c = 0; c < size<1>(scores); ++c) {
+      CUTE_UNROLL
+      for (int r = 0; r < size<0>(scores); ++r) scores(r, c) *= row[r];
+    }
+  }
+};
+
+template <class Traits>
+struct NoHeadFactors {
+  __device__ __forceinline__ static NoHeadFactors of(const ScoreCoordinates<Traits>&) { return {}; }
+  template <class Scores>
+  __device__ __forceinline__ static void apply(const HopperSegment&, Scores&&) {}
+};
+
+template <class Traits>
+using ScoreFactors = conditional_t<Traits::kTransforms, HeadFactors<Traits>, NoHeadFactors<Traits>>;
+
 template <class Traits>
 using ScoreBias =
     conditional_t<Traits::kVariant.position == Position::kAlibi, AlibiBias<Traits>, NoBias<Traits>>;

@@ -2,6 +2,7 @@
 // ones and the tensor maps.
 #pragma once
 
+#include "kernels/common/rotary.cuh"
 #include "kernels/common/row_map.cuh"
 #include "kernels/sm90/tensor_map.h"
 
@@ -14,7 +15,16 @@ struct HopperSegment : KernelSegment {
   TensorMaps maps;
 };
 
-using HopperParams = LaunchParams<HopperSegment>;
+// Of kernels that transform their operands.
+struct TransformSegment : HopperSegment {
+  RotaryFrequencies rotary;  // all 0 without RoPE
+};
+
+template <class Traits>
+using SegmentOf = cute::conditional_t<Traits::kTransforms, TransformSegment, HopperSegment>;
+
+template <class Traits, int kSegments = 1>
+using ParamsOf = LaunchParams<SegmentOf<Traits>, kSegments>;
 
 __device__ __forceinline__ int query_head(const HopperSegment& params, const WorkItem& item,
                                           const PackedRow& packed) {

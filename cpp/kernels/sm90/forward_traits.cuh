@@ -8,6 +8,7 @@
 #include <cute/tensor.hpp>
 
 #include "kernels/common/element.cuh"
+#include "kernels/common/rotary.cuh"
 #include "preflash/mask_range.h"
 #include "preflash/variant.h"
 
@@ -34,13 +35,17 @@ struct ForwardTraits {
   static constexpr TileShape kTile = V::kTile;
   static_assert(kVariant.mask == Mask::kBounds, "custom masks run on fa2");
 
+  // Whether Q, K and V may lie in memory in another form than they are multiplied in: 8 bits wide,
+  // or not rotated yet (forward_transform.cuh).
+  static constexpr bool kTransforms = kVariant.arrival == Arrival::kTransformed;
+
   using ElementQ = Element<kVariant.q_dtype>;
-  using ElementKv = Element<kVariant.kv_dtype>;  // as K and V are stored
+  using ElementKv = Element<kVariant.kv_dtype>;  // as K and V are multiplied
   using ElementP = ElementQ;                     // what the softmax rounds P to
   using ElementO = ElementQ;
   // NOTE: wgmma multiplies operands of one type, and takes V one row per key in 16 bits alone.
   static_assert(is_same_v<ElementQ, ElementKv> && is_same_v<ElementP, ElementKv>,
-                "fa3 multiplies K and V as they are stored");
+                "fa3 multiplies in one dtype");
   static_assert(sizeof(ElementKv) == 2 && sizeof(ElementO) == 2);
 
   static constexpr int kTileM = kTile.m;
@@ -69,18 +74,26 @@ struct ForwardTraits {
 
   // Whether a warpgroup skips the tiles that none of its rows touches (the upper rows of a causal
   // item do not touch its last tiles). Only tiles of few keys leave a warpgroup such tiles.
-  static constexpr bool kSkipsTiles = kTileN <= kWarpgroupRows;
   // NOTE: a warpgroup that skips an item's first tiles still holds V of the item before, while the
   // others need a buffer for each of those tiles: V must have as many other buffers.
-  static_assert(!kSkipsTiles || (kConsumers - 1) * kWarpgroupRows <= (kStages - 1) * kTileN);
+  static constexpr bool kSkipsTiles =
+      kTileN <= kWarpgroupRows && (kConsumers - 1) * kWarpgroupRows <= (kStages - 1) * kTileN;
+
+  // K and V as they are stored, where they are transformed: a tile of both in 8 bits, or of K alone
+  // in 16 bits, whose V needs no transform.
+  static constexpr int kRawBytes =
+      kTransforms ? kTileN * std::max(kHeadQk + kHeadVo, 2 * kHeadQk) : 0;
+  static constexpr int kPairs = kHeadQk / 2;  // of dimensions that RoPE rotates
 
   // With two buffers the next item's Q is loaded during this item's last tiles, with one buffer
-  // only during its very last.
+  // only during its very last. Where Q is transformed each warpgroup loads its rows itself.
   static constexpr int kBytesQ = kTileM * kHeadQk * sizeof(ElementQ);
   static constexpr int kBytesKv = kTileN * (kHeadQk + kHeadVo) * sizeof(ElementKv);
   static constexpr int kBytesO = kConsumerWarps * kWarpRows * kBlockRowBytes;
   static constexpr int kQStages =
-      2 * kBytesQ + kStages * kBytesKv + kBytesO + kOtherBytes <= kMaxSharedBytes ? 2 : 1;
+      !kTransforms && 2 * kBytesQ + kStages * kBytesKv + kBytesO + kOtherBytes <= kMaxSharedBytes
+          ? 2
+          : 1;
 
   // The step of an item in which a warpgroup prepares the transition to the next: its last, or its
   // first (measured: docs/dev/experiments.md).
@@ -89,7 +102,10 @@ struct ForwardTraits {
   // The launch bounds divide the 65536 registers evenly, in multiples of 8; setmaxnreg then moves
   // the producers' share to the consumers.
   static constexpr int kLaunchRegisters = 65536 / (kThreads * kTile.ctas_per_sm) / 8 * 8;
-  static constexpr int kConsumerRegisters = kConsumers == 4 ? 112 : kHeadVo <= 128 ? 224 : 232;
+  static constexpr int kConsumerRegisters = kConsumers == 4  ? 112
+                                            : kTransforms    ? 216
+                                            : kHeadVo <= 128 ? 224
+                                                             : 232;
   static constexpr int kProducerRegisters =
       (kLaunchRegisters * (kConsumers + 1) - kConsumers * kConsumerRegisters) / 8 * 8;
   static_assert(kProducerRegisters >= 32);
@@ -176,8 +192,18 @@ struct alignas(16) TmaCoordinates {
   int r;
 };
 
+// What the transform of operands needs beside them.
+template <class Traits, bool kTransforms = Traits::kTransforms>
+struct TransformStorage {};
 template <class Traits>
-struct SharedStorage {
+struct TransformStorage<Traits, true> {
+  alignas(128) unsigned char raw[Traits::kRawBytes];
+  std::uint64_t frequency[Traits::kPairs];  // RotaryFrequencies
+  Rotation row_step[Traits::kPairs];        // from a key to the next that the same lane rotates
+};
+
+template <class Traits>
+struct SharedStorage : TransformStorage<Traits> {
   using ElementO = typename Traits::ElementO;
   alignas(1024) typename Traits::ElementQ q[cosize_v<typename Traits::LayoutQ>];
   alignas(1024) typename Traits::ElementKv k[cosize_v<typename Traits::LayoutK>];

@@ -39,7 +39,7 @@ __device__ __forceinline__ TileRange tiles_of_warpgroup(const HopperSegment& par
 // itself, so no other warp sees an item without tiles.
 template <class Traits, int kSegments = 1>
 struct ItemProducer {
-  const LaunchParams<HopperSegment, kSegments>& params;
+  const ParamsOf<Traits, kSegments>& params;
   SharedStorage<Traits>& smem;
   int index;
   int end;

@@ -1,0 +1,175 @@
+// What becomes of operands that lie in memory in another form than they are multiplied in: elements
+// of 8 bits are widened to the kernel's 16, exactly, and rows of Q and K rotated by their positions
+// (RoPE). The tensors' dtypes and the position encoding are run-time values: a kernel branches once
+// for each tile.
+//
+// Of Q and K a lane takes four pairs of dimensions, d ... d + 3 and as many half a head_dim further
+// on: 8 bytes of each in 16 bits, 4 in 8 bits, and aligned to that whatever the head_dim.
+#pragma once
+
+#include "kernels/common/widen.cuh"
+#include "kernels/sm90/forward_params.cuh"
+#include "kernels/sm90/forward_traits.cuh"
+
+namespace preflash::sm90 {
+
+inline constexpr int kLanePairs = 4;  // head_dim is a multiple of 8
+
+// How the lanes of a warp share the rows of K that they rotate.
+template <class Traits>
+struct RotaryLanes {
+  static constexpr int kUnits = Traits::kPairs / kLanePairs;  // of one row
+  static constexpr int kPerRow = std::min(32, kUnits & -kUnits);
+  static constexpr int kTurns = kUnits / kPerRow;  // of a lane, for one row
+  static constexpr int kRowsAtOnce = 32 / kPerRow;
+};
+
+// The columns of four pairs: low ... low + 3 and high ... high + 3. Units past the head_dim's last
+// share its padding, which must become zeros.
+struct PairColumns {
+  int low;
+  int high;
+
+  __device__ __forceinline__ static PairColumns of(int unit, int head_dim) {
+    int half = head_dim / 2;
+    if (unit * kLanePairs < half) return {unit * kLanePairs, half + unit * kLanePairs};
+    int padding = head_dim + (unit - half / kLanePairs) * 2 * kLanePairs;
+    return {padding, padding + kLanePairs};
+  }
+};
+
+// The byte of an element in a tile of kRows rows, 128 bytes wide blocks of which are swizzled as
+// wgmma reads them.
+template <int kRows>
+__device__ __forceinline__ int swizzled(int row, int column) {
+  constexpr int kColumns = kBlockRowBytes / 2;
+  int piece = (column % kColumns / 8) ^ (row % 8);
+  return (column / kColumns * kRows + row) * kBlockRowBytes + piece * 16 + column % 8 * 2;
+}
+
+// Four neighbouring elements as floats.
+struct FourFloats {
+  float2 pair[2];
+
+  template <DType kFrom>
+  __device__ __forceinline__ static FourFloats load(const void* source) {
+    if constexpr (size_of(kFrom) == 1) {
+      FourElements wide = widen<kFrom, DType::kFloat16>(*static_cast<const std::uint32_t*>(source));
+      return {Pair<DType::kFloat16>::to_floats(wide.pair[0]),
+              Pair<DType::kFloat16>::to_floats(wide.pair[1])};
+    } else {
+      uint2 bits = *static_cast<const uint2*>(source);
+      return {Pair<kFrom>::to_floats(bits.x), Pair<kFrom>::to_floats(bits.y)};
+    }
+  }
+  template <DType kTo>
+  __device__ __forceinline__ void store(void* target) const {
+    *static_cast<uint2*>(target) =
+        make_uint2(Pair<kTo>::from_floats(pair[0]), Pair<kTo>::from_floats(pair[1]));
+  }
+};
+
+// The angles of a lane's pairs at one position.
+struct LaneAngles {
+  Rotation by[kLanePairs];
+
+  __device__ __forceinline__ static LaneAngles at(int position, const std::uint64_t* frequency) {
+    LaneAngles angles;
+    CUTE_UNROLL
+    for (int i = 0; i < kLanePairs; ++i) {
+      angles.by[i] = rotation_by(turns_at(position, frequency[i]));
+    }
+    return angles;
+  }
+  __device__ __forceinline__ static LaneAngles load(const Rotation* by) {
+    LaneAngles angles;
+    CUTE_UNROLL
+    for (int i = 0; i < kLanePairs; ++i) angles.by[i] = by[i];
+    return angles;
+  }
+  __device__ __forceinline__ void turn(const LaneAngles& step) {
+    CUTE_UNROLL
+    for (int i = 0; i < kLanePairs; ++i) by[i] = by[i] * step.by[i];
+  }
+  __device__ __forceinline__ void rotate(FourFloats& low, FourFloats& high) const {
+    CUTE_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      preflash::rotate(low.pair[i].x, high.pair[i].x, by[2 * i]);
+      preflash::rotate(low.pair[i].y, high.pair[i].y, by[2 * i + 1]);
+    }
+  }
+};
+
+// All threads of the CTA write the tables; whoever reads them waits for the CTA first.
+template <class Traits>
+__device__ __forceinline__ void fill_rotary_tables(const RotaryFrequencies& frequencies,
+                                                   SharedStorage<Traits>& smem) {
+  for (int pair = threadIdx.x; pair < Traits::kPairs; pair += Traits::kThreads) {
+    std::uint64_t frequency = frequencies.of_pair[pair];
+    smem.frequency[pair] = frequency;
+    smem.row_step[pair] = rotation_by(turns_at(RotaryLanes<Traits>::kRowsAtOnce, frequency));
+  }
+}
+
+// One warp's rows of a tile of K or V, from the raw ring to the tile.
+template <class Traits>
+struct RowTransform {
+  static constexpr DType kTo = Traits::kVariant.kv_dtype;
+  static constexpr int kWarpKeys = Traits::kTileN / kWarpgroupWarps;
+
+  const unsigned char* raw;  // [tile n, compiled head_dim] as stored
+  unsigned char* tile;
+  int first_row;  // of the warp
+
+  // Lanes take 8 neighbouring elements each, 8 lanes a block of columns.
+  template <DType kFrom, int kHead>
+  __device__ __forceinline__ void widen_rows() const {
+    constexpr int kRowsAtOnce = 4;
+    constexpr int kBlocks = kHead / 64;
+    static_assert(kWarpKeys % kRowsAtOnce == 0);
+    CUTE_UNROLL
+    for (int pass = 0; pass < kWarpKeys / kRowsAtOnce; ++pass) {
+      int row = first_row + pass * kRowsAtOnce + lane_id() / 8;
+      CUTE_UNROLL
+      for (int block = 0; block < kBlocks; ++block) {
+        int column = block * 64 + lane_id() % 8 * 8;
+        uint2 eight = *reinterpret_cast<const uint2*>(raw + row * kHead + column);
+        FourElements low = widen<kFrom, kTo>(eight.x);
+        FourElements high = widen<kFrom, kTo>(eight.y);
+        *reinterpret_cast<uint4*>(tile + swizzled<Traits::kTileN>(row, column)) =
+            make_uint4(low.pair[0], low.pair[1], high.pair[0], high.pair[1]);
+      }
+    }
+  }
+
+  // first_key: of the tile. A lane's angle at its first row is exact; from row to row it turns by
+  // the same step, which leaves it below 1e-6 after 32 of them.
+  template <DType kFrom>
+  __device__ __forceinline__ void rotate_rows(const SharedStorage<Traits>& smem, int first_key,
+                                              int head_dim) const {
+    using Lanes = RotaryLanes<Traits>;
+    constexpr int kPasses = kWarpKeys / Lanes::kRowsAtOnce;
+    static_assert(kWarpKeys % Lanes::kRowsAtOnce == 0);
+    int lane_row = first_row + lane_id() / Lanes::kPerRow;
+#pragma unroll 1
+    for (int turn = 0; turn < Lanes::kTurns; ++turn) {
+      int unit = turn * Lanes::kPerRow + lane_id() % Lanes::kPerRow;
+      PairColumns columns = PairColumns::of(unit, head_dim);
+      LaneAngles step = LaneAngles::load(smem.row_step + unit * kLanePairs);
+      LaneAngles angles = LaneAngles::at(first_key + lane_row, smem.frequency + unit * kLanePairs);
+#pragma unroll 2
+      for (int pass = 0; pass < kPasses; ++pass) {
+        int row = lane_row + pass * Lanes::kRowsAtOnce;
+        const unsigned char* source = raw + row * (Traits::kHeadQk * size_of(kFrom));
+        FourFloats low = FourFloats::load<kFrom>(source + columns.low * size_of(kFrom));
+        FourFloats high = FourFloats::load<kFrom>(source + columns.high * size_of(kFrom));
+        angles.rotate(low, high);
+        low.store<kTo>(tile + swizzled<Traits::kTileN>(row, columns.low));
+        high.store<kTo>(tile + swizzled<Traits::kTileN>(row, columns.high));
+        angles.turn(step);
+      }
+    }
+  }
+};
+
+}  // namespace preflash::sm90

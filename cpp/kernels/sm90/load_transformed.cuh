@@ -1,0 +1,204 @@
+// Loads of K and V that are transformed on arrival: cp.async gathers rows as they are stored into
+// the raw ring, whatever the layout, and the warps that copied them write them to their tiles,
+// widened and rotated (forward_transform.cuh). V of 16 bits goes to its tile at once.
+#pragma once
+
+#include <cutlass/arch/barrier.h>
+
+#include <cute/arch/copy_sm80.hpp>
+
+#include "kernels/sm90/forward_transform.cuh"
+
+namespace preflash::sm90 {
+
+// The whole producer warpgroup copies and transforms the tiles of both operands. A warp has its
+// quarter of the rows for itself, so it waits for nobody's copies but its own.
+template <class Traits>
+struct TransformLoader {
+  static constexpr int kWarpKeys = Traits::kTileN / kWarpgroupWarps;
+  static_assert(kWarpKeys <= 32, "a lane looks up the page of one row");
+  static constexpr int kPieceBytes = 16;  // of one copy
+
+  const HopperSegment& params;
+  SharedStorage<Traits>& smem;
+  ItemKeys item;
+  ProducerPipelineState<Traits::kStages> k_write;
+  ProducerPipelineState<Traits::kStages> v_write;
+
+  __device__ __forceinline__ TransformLoader(const HopperSegment& params,
+                                             SharedStorage<Traits>& smem)
+      : params(params), smem(smem) {}
+
+  // Publishes K(last), then K(t - 1) and V(t) for each tile, in the order in which the consumers
+  // need them. Copies run a tile ahead of that in each operand, lookups of pages two. Every copy is
+  // a group, an empty one too where there is no tile, so that one group may always be in flight.
+  __device__ __forceinline__ void load_item(const ItemState& state) {
+    item = ItemKeys::of(state);
+    const int begin = warp_uniform(state.tiles.begin);
+    const int first = warp_uniform(state.tiles.end) - 1;
+    KeySlot slot = find_slot_of_lane(first);
+    KeySlot next = find_slot_of_lane(first - 1);
+    copy_k(slot, first, begin);
+    publish_k<0>(first);
+    copy_k(next, first - 1, begin);
+    copy_v(slot, first);
+    KeySlot after = find_slot_of_lane(first - 2);
+    for (int tile = first; tile > begin; --tile) {
+      KeySlot ahead = find_slot_of_lane(tile - 3);
+      publish_k<1>(tile - 1);
+      copy_k(after, tile - 2, begin);
+      publish_v<1>();
+      copy_v(next, tile - 1);
+      next = after;
+      after = ahead;
+    }
+    publish_v<0>();
+  }
+
+ private:
+  __device__ __forceinline__ static int first_row() { return threadIdx.x / 32 * kWarpKeys; }
+  __device__ __forceinline__ bool stored_in_8_bits() const { return size_of(params.kv_dtype) == 1; }
+  __device__ __forceinline__ unsigned char* raw_k() const { return smem.raw; }
+  // NOTE: in 16 bits K takes the ring for itself.
+  __device__ __forceinline__ unsigned char* raw_v() const {
+    return smem.raw + Traits::kTileN * Traits::kHeadQk;
+  }
+  __device__ __forceinline__ unsigned char* k_tile() const {
+    return reinterpret_cast<unsigned char*>(smem.k +
+                                            k_write.index() * (Traits::kTileN * Traits::kHeadQk));
+  }
+  __device__ __forceinline__ unsigned char* v_tile() const {
+    return reinterpret_cast<unsigned char*>(smem.v +
+                                            v_write.index() * (Traits::kTileN * Traits::kHeadVo));
+  }
+
+  // Of row lane_id() of the warp's. A row outside the item's keys gets the slot of a row inside:
+  // its address is valid, and nothing is read from it.
+  __device__ __forceinline__ KeySlot find_slot_of_lane(int tile) const {
+    int key = tile * Traits::kTileN + first_row() + lane_id();
+    return find_slot(params, item.kv_begin, max(min(key, item.keys.end - 1), item.keys.begin));
+  }
+
+  __device__ __forceinline__ void copy_k(KeySlot slot, int tile, int begin) const {
+    if (tile >= begin) {
+      if (stored_in_8_bits()) {
+        copy_rows<Traits::kHeadQk, 1, Place::kRaw>(slot, tile, params.k, params.head_dim_qk,
+                                                   raw_k());
+      } else {
+        copy_rows<Traits::kHeadQk, 2, Place::kRaw>(slot, tile, params.k, params.head_dim_qk,
+                                                   raw_k());
+      }
+    }
+    cp_async_fence();
+  }
+  __device__ __forceinline__ void copy_v(KeySlot slot, int tile) const {
+    if (stored_in_8_bits()) {
+      copy_rows<Traits::kHeadVo, 1, Place::kRaw>(slot, tile, params.v, params.head_dim_vo, raw_v());
+    } else {
+      smem.barriers.v_empty[v_write.index()].wait(v_write.phase() ^ 1);
+      copy_rows<Traits::kHeadVo, 2, Place::kTile>(slot, tile, params.v, params.head_dim_vo,
+                                                  v_tile());
+    }
+    cp_async_fence();
+  }
+
+  // Waits until but kPending of the warp's groups have arrived.
+  template <int kPending>
+  __device__ __forceinline__ static void await_rows() {
+    cp_async_wait<kPending>();
+    __syncwarp();
+  }
+  // NOTE: the warp writes through the generic proxy and wgmma reads through the async one. Nor may
+  // a lane's next copy overwrite what another one still reads.
+  __device__ __forceinline__ static void announce(TransactionBarrier& full) {
+    cutlass::arch::fence_view_async_shared();
+    full.arrive();
+    __syncwarp();
+  }
+
+  template <int kPending>
+  __device__ __forceinline__ void publish_k(int tile) {
+    await_rows<kPending>();
+    smem.barriers.k_empty[k_write.index()].wait(k_write.phase() ^ 1);
+    RowTransform<Traits> rows{raw_k(), k_tile(), first_row()};
+    transform_k(rows, tile * Traits::kTileN);
+    announce(smem.barriers.k_full[k_write.index()]);
+    k_write.advance();
+  }
+  __device__ __forceinline__ void transform_k(const RowTransform<Traits>& rows,
+                                              int first_key) const {
+    constexpr DType kE4M3 = DType::kFloat8E4M3, kE5M2 = DType::kFloat8E5M2;
+    const bool is_e4m3 = params.kv_dtype == kE4M3;
+    if (!stored_in_8_bits()) {
+      rows.template rotate_rows<Traits::kVariant.kv_dtype>(smem, first_key, params.head_dim_qk);
+    } else if (params.position == Position::kRope) {
+      if (is_e4m3) {
+        rows.template rotate_rows<kE4M3>(smem, first_key, params.head_dim_qk);
+      } else {
+        rows.template rotate_rows<kE5M2>(smem, first_key, params.head_dim_qk);
+      }
+    } else if (is_e4m3) {
+      rows.template widen_rows<kE4M3, Traits::kHeadQk>();
+    } else {
+      rows.template widen_rows<kE5M2, Traits::kHeadQk>();
+    }
+  }
+
+  template <int kPending>
+  __device__ __forceinline__ void publish_v() {
+    await_rows<kPending>();
+    if (stored_in_8_bits()) {
+      smem.barriers.v_empty[v_write.index()].wait(v_write.phase() ^ 1);
+      RowTransform<Traits> rows{raw_v(), v_tile(), first_row()};
+      if (params.kv_dtype == DType::kFloat8E4M3) {
+        rows.template widen_rows<DType::kFloat8E4M3, Traits::kHeadVo>();
+      } else {
+        rows.template widen_rows<DType::kFloat8E5M2, Traits::kHeadVo>();
+      }
+    }
+    announce(smem.barriers.v_full[v_write.index()]);
+    v_write.advance();
+  }
+
+  enum class Place { kRaw, kTile };
+
+  // Copies the warp's rows of a tile. What is no kept key's, or past head_dim, becomes zeros.
+  // NOTE: with 0 source bytes nothing is read; the address need not be mapped.
+  template <int kHead, int kElementBytes, Place kPlace>
+  __device__ __forceinline__ void copy_rows(KeySlot slot, int tile, const KvTensor& tensor,
+                                            int head_dim, unsigned char* target) const {
+    constexpr int kRowBytes = kHead * kElementBytes;
+    constexpr int kPieces = kRowBytes / kPieceBytes;
+    constexpr int kLanes = kPieces % 8 == 0 ? 8 : 4;  // for one row
+    constexpr int kRowsAtOnce = 32 / kLanes;
+    static_assert(kPieces % kLanes == 0 && kWarpKeys % kRowsAtOnce == 0);
+    const auto* head = static_cast<const unsigned char*>(tensor.data) +
+                       item.kv_head * tensor.stride_head * kElementBytes;
+    std::int64_t lane_offset = slot_offset(tensor, slot) * kElementBytes;
+    int lane_piece = lane_id() % kLanes;
+    CUTE_UNROLL
+    for (int pass = 0; pass < kWarpKeys / kRowsAtOnce; ++pass) {
+      int warp_row = pass * kRowsAtOnce + lane_id() / kLanes;
+      const unsigned char* source = head + __shfl_sync(0xffffffffu, lane_offset, warp_row);
+      int row = first_row() + warp_row;
+      int key = tile * Traits::kTileN + row;
+      int bytes_left = key >= item.keys.begin && key < item.keys.end ? head_dim * kElementBytes : 0;
+      CUTE_UNROLL
+      for (int i = 0; i < kPieces / kLanes; ++i) {
+        int byte = (i * kLanes + lane_piece) * kPieceBytes;
+        int place = kPlace == Place::kRaw ? row * kRowBytes + byte
+                                          : swizzled<Traits::kTileN>(row, byte / 2);
+        copy_piece(target + place, source + byte, min(max(bytes_left - byte, 0), kPieceBytes));
+      }
+    }
+  }
+  __device__ __forceinline__ static void copy_piece(unsigned char* target,
+                                                    const unsigned char* source, int bytes) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(
+                     cast_smem_ptr_to_uint(target)),
+                 "l"(source), "r"(bytes)
+                 : "memory");
+  }
+};
+
+}  // namespace preflash::sm90
