@@ -13,7 +13,6 @@ import pytest
 # Not holes in a build: an [[exclude]] of forward.toml says why there is no such kernel.
 NOT_IN_THE_MATRIX = (
     ("fa3", "mask custom"),
-    ("fa3", "arrival transformed"),
 )
 
 

@@ -102,10 +102,9 @@ struct ForwardTraits {
   // The launch bounds divide the 65536 registers evenly, in multiples of 8; setmaxnreg then moves
   // the producers' share to the consumers.
   static constexpr int kLaunchRegisters = 65536 / (kThreads * kTile.ctas_per_sm) / 8 * 8;
-  static constexpr int kConsumerRegisters = kConsumers == 4  ? 112
-                                            : kTransforms    ? 216
-                                            : kHeadVo <= 128 ? 224
-                                                             : 232;
+  // A warpgroup that transforms takes 16 registers more, from the consumers.
+  static constexpr int kConsumerRegisters =
+      kConsumers == 4 ? 112 : (kHeadVo <= 128 ? 224 : 232) - (kTransforms ? 8 : 0);
   static constexpr int kProducerRegisters =
       (kLaunchRegisters * (kConsumers + 1) - kConsumers * kConsumerRegisters) / 8 * 8;
   static_assert(kProducerRegisters >= 32);
