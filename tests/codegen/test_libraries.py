@@ -31,6 +31,10 @@ _IN_MASK = (
     "7 to 9 reloads and 9 to 10 stores a tile in the main loop of d128 and (192, 128)"
 )
 _IN_GATHER = "words of the gathering producers' item loop; their row loops hold no LDL or STL"
+_IN_TRANSFORM = (
+    "addresses and counters of the producers between the tiles that they transform; a consumer's main "
+    "loop holds no LDL or STL, at d256 nine reloads a tile"
+)
 _BETWEEN_ITEMS = "where items begin and end; the main loop holds no LDL or STL in SASS"
 
 
@@ -70,6 +74,10 @@ ALLOWED_SPILLS = [
         {"family": "sm90", "head_dim": "192x128", "position": "alibi"}, 44, _BETWEEN_ITEMS
     ),
     AllowedSpill({"family": "sm90", "head_dim": "256"}, 320, _BETWEEN_ITEMS),
+    AllowedSpill({"family": "sm90", "arrival": "transformed"}, 300, _IN_TRANSFORM),
+    AllowedSpill(
+        {"family": "sm90", "head_dim": "256", "arrival": "transformed"}, 500, _IN_TRANSFORM
+    ),
 ]
 
 

@@ -35,6 +35,20 @@ struct RotaryFrequencies {
   }
 };
 
+// Kept from launch to launch, since a power for each pair of dimensions takes as long as a launch.
+inline const RotaryFrequencies& rotary_frequencies(const RopeOptions& rope, int head_dim) {
+  struct Kept {
+    RopeOptions rope;
+    int head_dim = 0;
+    RotaryFrequencies frequencies;
+  };
+  thread_local Kept kept;
+  if (kept.head_dim != head_dim || !(kept.rope == rope)) {
+    kept = {rope, head_dim, RotaryFrequencies::make(rope, head_dim)};
+  }
+  return kept.frequencies;
+}
+
 // The angle at a position, which may be negative, in 2^-32 turns.
 PREFLASH_HD constexpr std::uint32_t turns_at(std::int32_t position, std::uint64_t frequency) {
   auto wrapped = static_cast<std::uint64_t>(std::int64_t{position});

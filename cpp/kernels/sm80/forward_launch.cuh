@@ -9,20 +9,6 @@ namespace preflash::sm80 {
 template <class V>
 inline constexpr int kSmemBytes = sizeof(SharedStorage<ForwardTraits<V>>);
 
-// Kept from launch to launch, since a power for each pair of dimensions takes as long as a launch.
-inline const RotaryFrequencies& rotary_frequencies(const RopeOptions& rope, int head_dim) {
-  struct Kept {
-    RopeOptions rope;
-    int head_dim = 0;
-    RotaryFrequencies frequencies;
-  };
-  thread_local Kept kept;
-  if (kept.head_dim != head_dim || !(kept.rope == rope)) {
-    kept = {rope, head_dim, RotaryFrequencies::make(rope, head_dim)};
-  }
-  return kept.frequencies;
-}
-
 template <class V>
 typename ForwardTraits<V>::Segment make_segment(const ForwardSegment& segment) {
   if constexpr (!ForwardTraits<V>::kTransforms) {

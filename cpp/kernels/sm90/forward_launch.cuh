@@ -34,7 +34,7 @@ template <class V>
 TransformSegment make_transformed(const ForwardSegment& segment) {
   TransformSegment transform{make_segment<V>(segment, BoxShape{}), {}};
   if (segment.position == Position::kRope) {
-    transform.rotary = RotaryFrequencies::make(segment.rope, segment.head_dim_qk);
+    transform.rotary = rotary_frequencies(segment.rope, segment.head_dim_qk);
   }
   return transform;
 }

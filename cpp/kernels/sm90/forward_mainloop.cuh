@@ -127,7 +127,7 @@ struct ForwardMainloop {
 
   __device__ __forceinline__ void wait_for_q(const Item& item) {
     if constexpr (Traits::kTransforms) {
-      QueryLoader<Traits>{params, smem, smem.items[item.slot], warpgroup, thread}.run();
+      query_loader(item).run();
       return;
     }
     smem.barriers.q_full[q_read.index()].wait(q_read.phase());
@@ -143,6 +143,9 @@ struct ForwardMainloop {
     transition.target = epilogue(item).target_of(warp_row() + lane_id() % kWarpRows);
     transition.next = read_item(item.next_slot());
     transition.next_mask = first_mask(transition.next);
+    if constexpr (Traits::kTransforms) {
+      if (transition.next.any()) query_loader(transition.next).prefetch();
+    }
     return transition;
   }
 
@@ -276,6 +279,10 @@ struct ForwardMainloop {
   __device__ __forceinline__ void make_first_p(const Item& item) {
     softmax.make_first(products.rows_of_s(), bias.shift(item.own.end - 1), products.tOrP,
                        params.logits.scale_log2);
+  }
+
+  __device__ __forceinline__ QueryLoader<Traits> query_loader(const Item& item) const {
+    return {params, smem, smem.items[item.slot], warpgroup, thread};
   }
 
   __device__ __forceinline__ int warp() const { return warpgroup * kWarpgroupWarps + thread / 32; }

@@ -17,6 +17,20 @@ struct QueryLoader {
   int warpgroup;  // among consumers
   int thread;     // of the warpgroup
 
+  // Asks for the rows ahead of time, so that run() finds them in the L2.
+  __device__ __forceinline__ void prefetch() const {
+    constexpr int kLineBytes = 128;
+    constexpr int kThreadsPerRow = kWarpgroupThreads / kWarpgroupRows;
+    int row = warpgroup * kWarpgroupRows + thread / kThreadsPerRow;
+    if (row >= state.num_rows) return;
+    const unsigned char* source = row_of(row);
+    int row_bytes = params.head_dim_qk * size_of(params.q_dtype);
+    for (int byte = thread % kThreadsPerRow * kLineBytes; byte < row_bytes;
+         byte += kThreadsPerRow * kLineBytes) {
+      asm volatile("prefetch.global.L2 [%0];" ::"l"(source + byte));
+    }
+  }
+
   __device__ __forceinline__ void run() const {
     // Every warp's products with the rows of the last item are complete.
     sync();
@@ -35,6 +49,14 @@ struct QueryLoader {
     cutlass::arch::NamedBarrier::sync(kWarpgroupThreads, NamedBarriers::kWarpgroup + warpgroup);
   }
 
+  __device__ __forceinline__ const unsigned char* row_of(int row) const {
+    PackedRow packed = unpack_row(params, state.item.row_begin + row);
+    std::int64_t token = std::int64_t{state.request.qo_begin} + packed.token;
+    std::int64_t offset = token * params.q.stride_token +
+                          query_head(params, state.item, packed) * params.q.stride_head;
+    return static_cast<const unsigned char*>(params.q.data) + offset * size_of(params.q_dtype);
+  }
+
   template <DType kFrom>
   __device__ __forceinline__ void load_rows() const {
     static_assert(kWarpgroupRows * kUnits % kWarpgroupThreads == 0);
@@ -48,11 +70,7 @@ struct QueryLoader {
   // Four pairs of dimensions of one row.
   template <DType kFrom>
   __device__ __forceinline__ void load_unit(int row, int unit) const {
-    PackedRow packed = unpack_row(params, state.item.row_begin + row);
-    std::int64_t offset =
-        (std::int64_t{state.request.qo_begin} + packed.token) * params.q.stride_token +
-        query_head(params, state.item, packed) * params.q.stride_head;
-    const auto* source = static_cast<const unsigned char*>(params.q.data) + offset * size_of(kFrom);
+    const unsigned char* source = row_of(row);
     PairColumns columns = PairColumns::of(unit, params.head_dim_qk);
     FourFloats low = {}, high = {};
     if (columns.low < params.head_dim_qk) {
@@ -60,7 +78,8 @@ struct QueryLoader {
       high = FourFloats::load<kFrom>(source + columns.high * size_of(kFrom));
     }
     if (params.position == Position::kRope) {
-      int position = state.request.kv_len - state.request.qo_len + packed.token;
+      int token = unpack_row(params, state.item.row_begin + row).token;
+      int position = state.request.kv_len - state.request.qo_len + token;
       LaneAngles::at(position, smem.frequency + unit * kLanePairs).rotate(low, high);
     }
     store(low, row, columns.low);
