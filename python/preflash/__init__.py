@@ -13,7 +13,7 @@ from . import _core
 
 _core.set_library_dir(str(Path(__file__).parent / "lib"))
 
-from . import attention, cascade, decode, page, prefill, quantization  # noqa: E402
+from . import _torch_ops, attention, cascade, decode, page, prefill, quantization  # noqa: E402, F401
 from ._patch import patch_flashinfer  # noqa: E402
 from .attention import BatchAttentionWithAttentionSinkWrapper  # noqa: E402
 from .cascade import (  # noqa: E402

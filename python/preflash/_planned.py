@@ -23,8 +23,6 @@ _LSE_SCALES = check.LSE_SCALES
 _Tensor = torch.Tensor
 _empty_like = torch.empty_like
 _jit_tracing = check.jit_is_tracing
-_function_modes = check.function_mode_is_active
-_dispatch_modes = check.num_dispatch_modes
 _grad_enabled = check.is_grad_enabled
 _forward_ad = check.forward_ad
 
@@ -141,11 +139,10 @@ class PlannedVariant:
             bound, key = None, None  # no ordinary tensors: the checks say which argument it is
         if bound is None:
             bound = self._bind(key, q, kv, outputs)
-        # check.forward_only, spelled out: half a microsecond of a call that takes a few.
+        # check.forward_only, spelled out: half a microsecond of a call that takes a few. Calls that
+        # are recorded do not come here.
         if (
             _jit_tracing()
-            or _function_modes()
-            or _dispatch_modes()
             or (_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))
             or _forward_ad._current_level >= 0
         ):

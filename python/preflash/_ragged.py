@@ -25,6 +25,11 @@ from ._outputs import DEFAULT_OUTPUTS, Outputs, run_outputs
 from ._signatures import NEWER_RAGGED_ORDER, newer_spellings, same_arguments_as
 from ._wrapper import BatchPrefillWrapper
 
+# Names of their own for what every run() asks; see check.traced().
+_dynamo_compiles = check.is_dynamo_compiling
+_function_modes = check.function_mode_is_active
+_dispatch_modes = check.num_dispatch_modes
+
 
 class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillWrapper, RaggedEngineAttributes):
     """Attention of a batch over a ragged KV cache: plan() once, run() for every layer.
@@ -277,9 +282,11 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillWrapper, RaggedEngineAttr
             or lse_layout != "NH"
         ):
             outputs = run_outputs(out, lse, return_lse, lse_base, lse_layout)
-        planned = self._state.planned
         if (
-            planned is None
+            _dynamo_compiles()
+            or _function_modes()
+            or _dispatch_modes()
+            or (planned := self._state.planned) is None
             or planned.usual is None
             or window_left is not None
             or sinks is not None

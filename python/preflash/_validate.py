@@ -17,6 +17,7 @@ from torch._C import _is_torch_function_mode_enabled as function_mode_is_active
 from torch._C import _is_tracing as jit_is_tracing
 from torch._C import _len_torch_dispatch_stack as num_dispatch_modes
 from torch.autograd import forward_ad
+from torch.compiler import is_dynamo_compiling
 
 from . import _core
 
@@ -177,6 +178,11 @@ def forward_only(*tensors: torch.Tensor) -> None:
     """
     if jit_is_tracing() or function_mode_is_active() or num_dispatch_modes():
         not_traced()
+    not_differentiated(*tensors)
+
+
+def not_differentiated(*tensors: torch.Tensor) -> None:
+    """Refuses a call whose gradient would miss it."""
     try:
         if is_grad_enabled():
             for value in tensors:
@@ -196,6 +202,19 @@ def _no_gradient(why: str) -> NotImplementedError:
         f"{why}, and preflash computes no gradients: it is forward only. Call it under "
         "torch.inference_mode() or torch.no_grad(), or detach() its inputs"
     )
+
+
+def traced() -> bool:
+    """Whether torch records this call instead of making it (_traced): torch.compile, make_fx,
+    torch.export, FakeTensorMode. The first of them takes the first term for True."""
+    return is_dynamo_compiling() or (
+        (function_mode_is_active() or num_dispatch_modes() > 0) and _is_recorded()
+    )
+
+
+@eager
+def _is_recorded() -> bool:
+    return _proxy_mode() is not None or _dispatch_mode("FAKE") is not None
 
 
 @eager
@@ -220,8 +239,9 @@ def not_traced() -> None:
 
 def _not_traceable(tracer: str) -> NotImplementedError:
     return NotImplementedError(
-        f"{tracer} is tracing, and the trace would hold none of the kernels of preflash; call it "
-        "outside of what is traced (torch.compile without fullgraph does so by itself)"
+        f"{tracer} is tracing, and the trace would hold none of this call; make it outside of what "
+        "is traced. torch.compile, torch.export and make_fx record run(), the single functions "
+        "and the merges"
     )
 
 

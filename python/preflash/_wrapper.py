@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import _backends, _core, _graph, _lengths, _masks, _pipeline
+from . import _backends, _core, _graph, _lengths, _masks, _pipeline, _traced
 from . import _validate as check
 from ._arguments import BatchArguments, ForwardArguments, KvCache, Result, RunArguments
 from ._engine_attributes import EngineAttributes
@@ -136,6 +136,7 @@ class BatchPrefillWrapper(EngineAttributes):
             if value is not None:
                 check.tensor(name, value)
         self._state = _State(workspace)
+        self._recorded_name = _traced.name_wrapper(self)
 
     def __copy__(self) -> BatchPrefillWrapper:
         """Another wrapper with the same plan and float workspace; each plans for itself."""
@@ -150,6 +151,7 @@ class BatchPrefillWrapper(EngineAttributes):
             )
         other = object.__new__(type(self))
         other.__dict__.update(self.__dict__)
+        other._recorded_name = _traced.name_wrapper(other)
         own = Workspace(workspace.device_stream.device, workspace.float_buffer.tensor)
         planned = self._state.planned
         if planned is not None:
@@ -331,7 +333,9 @@ class BatchPrefillWrapper(EngineAttributes):
     # Running.
 
     def _run_with(self, q: torch.Tensor, kv: KvCache, a: RunArguments, outputs: Outputs) -> Result:
-        """A run that is not the usual one, or not planned."""
+        """A run that is not the usual one, not planned, or recorded."""
+        if check.traced():
+            return _traced.run(self._recorded_name, q, kv, a, outputs)
         planned = self._planned()
         options = planned.asked.request.options
         if a.window_left is not None:
@@ -356,6 +360,8 @@ class BatchPrefillWrapper(EngineAttributes):
         self, q: torch.Tensor, kv: KvCache, a: ForwardArguments, outputs: Outputs
     ) -> Result:
         """The deprecated call: its own options count, defaults included, not those of plan()."""
+        if check.traced():
+            return _traced.forward(self._recorded_name, q, kv, a, outputs)
         encoding = check.position_encoding(a.pos_encoding_mode, a.rope_scale, a.rope_theta)
         check.permission("use_fp16_qk_reduction", a.use_fp16_qk_reduction)
         check.permission("allow_fp16_qk_reduction", a.allow_fp16_qk_reduction)

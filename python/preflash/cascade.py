@@ -31,7 +31,6 @@ class _State(NamedTuple):
     s: torch.Tensor
 
 
-@check.eager
 def merge_state(
     v_a: torch.Tensor, s_a: torch.Tensor, v_b: torch.Tensor, s_b: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -48,6 +47,8 @@ def merge_state(
         TypeError, ValueError: an argument is wrong.
         NotImplementedError: a gradient is wanted, or a tracer is recording.
     """
+    if check.traced():
+        return torch.ops.preflash.merge_state(v_a, s_a, v_b, s_b)
     check.forward_only(v_a, s_a, v_b, s_b)
     a = _checked(("v_a", v_a), ("s_a", s_a), dims=3)
     b = _checked(("v_b", v_b), ("s_b", s_b), dims=3)
@@ -59,7 +60,6 @@ def merge_state(
     return merged.v, merged.s
 
 
-@check.eager
 def merge_state_in_place(
     v: torch.Tensor,
     s: torch.Tensor,
@@ -80,6 +80,9 @@ def merge_state_in_place(
         TypeError, ValueError: an argument is wrong; nothing was written.
         NotImplementedError: a gradient is wanted, or a tracer is recording.
     """
+    if check.traced():
+        torch.ops.preflash.merge_state_in_place(v, s, v_other, s_other, mask)
+        return
     check.forward_only(v, s, v_other, s_other)
     own = _checked(("v", v), ("s", s), dims=3)
     check.has_dtype("s", s, torch.float32, "it is written in place")
@@ -102,7 +105,6 @@ def merge_state_in_place(
     _merge(own, other, own, mask)
 
 
-@check.eager
 def merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Merges any number of states of every token and head.
 
@@ -117,6 +119,8 @@ def merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.
         TypeError, ValueError: an argument is wrong.
         NotImplementedError: a gradient is wanted, or a tracer is recording.
     """
+    if check.traced():
+        return torch.ops.preflash.merge_states(v, s)
     check.forward_only(v, s)
     states = _checked(("v", v), ("s", s), dims=4)
     tokens, count, heads, head_dim = v.shape

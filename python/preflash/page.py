@@ -17,7 +17,6 @@ __all__ = ["append_paged_kv_cache", "get_batch_indices_positions", "get_seq_lens
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-@check.eager
 def get_seq_lens(
     kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor, page_size: int
 ) -> torch.Tensor:
@@ -34,6 +33,8 @@ def get_seq_lens(
     Raises:
         TypeError, ValueError: an argument is wrong.
     """
+    if check.traced():
+        return torch.ops.preflash.get_seq_lens(kv_indptr, kv_last_page_len, page_size)
     _index_array("kv_indptr", kv_indptr)
     _index_array("kv_last_page_len", kv_last_page_len)
     page_size = check.integer("page_size", page_size, at_least=1)
@@ -43,7 +44,6 @@ def get_seq_lens(
     return torch.where(pages > 0, lengths, 0).to(torch.int32)
 
 
-@check.eager
 def get_batch_indices_positions(
     append_indptr: torch.Tensor,
     seq_lens: torch.Tensor,
@@ -66,6 +66,15 @@ def get_batch_indices_positions(
     Raises:
         TypeError, ValueError: an argument is wrong.
     """
+    if check.traced():
+        if batch_indices is None:
+            batch_indices = append_indptr.new_empty(nnz, dtype=torch.int32)
+        if positions is None:
+            positions = append_indptr.new_empty(nnz, dtype=torch.int32)
+        torch.ops.preflash.get_batch_indices_positions(
+            append_indptr, seq_lens, nnz, batch_indices, positions
+        )
+        return batch_indices, positions
     _index_array("append_indptr", append_indptr)
     _index_array("seq_lens", seq_lens)
     nnz = check.integer("nnz", nnz, at_least=0)
@@ -96,7 +105,6 @@ def get_batch_indices_positions(
     return outputs[0], outputs[1]
 
 
-@check.eager
 def append_paged_kv_cache(
     append_key: torch.Tensor,
     append_value: torch.Tensor,
@@ -123,6 +131,23 @@ def append_paged_kv_cache(
             GPU are checked only with PREFLASH_DEBUG=1 in the environment, because it takes a wait.
         NotImplementedError: a gradient is wanted, or a tracer is recording.
     """
+    if check.traced():
+        k_cache, v_cache = (
+            (paged_kv_cache, None) if isinstance(paged_kv_cache, torch.Tensor) else paged_kv_cache
+        )
+        torch.ops.preflash.append_paged_kv_cache(
+            append_key,
+            append_value,
+            batch_indices,
+            positions,
+            k_cache,
+            v_cache,
+            kv_indices,
+            kv_indptr,
+            kv_last_page_len,
+            kv_layout,
+        )
+        return
     check.forward_only(append_key, append_value)
     k_cache, v_cache = _pools(
         paged_kv_cache, check.one_of("kv_layout", kv_layout, check.KV_LAYOUTS)

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from . import _single
+from . import _single, _traced
 from . import _validate as check
 from ._arguments import GivenScales, PerHead, Qkv, Result, SingleArguments, SingleCall
 from ._outputs import run_outputs
@@ -144,7 +144,8 @@ def single_prefill_with_kv_cache(
     per_head = PerHead(sinks, scale_q, scale_k, scale_v)
     call = SingleCall(custom_mask, packed_custom_mask, sm_scale, scales, per_head)
     outputs = run_outputs(out, lse, return_lse, lse_base, lse_layout)
-    return _single.prefill(Qkv(q, k, v), arguments, call, outputs)
+    prefill = _traced.single if check.traced() else _single.prefill
+    return prefill(Qkv(q, k, v), arguments, call, outputs)
 
 
 @same_signature_as(single_prefill_with_kv_cache, return_lse=True)

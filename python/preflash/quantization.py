@@ -13,7 +13,6 @@ __all__ = ["packbits", "segment_packbits"]
 _BIT_ORDERS = ("big", "little")
 
 
-@check.eager
 def packbits(x: torch.Tensor, bitorder: str = "big") -> torch.Tensor:
     """Packs n elements into ceil(n / 8) bytes, like numpy.packbits; pad bits are 0.
 
@@ -29,13 +28,14 @@ def packbits(x: torch.Tensor, bitorder: str = "big") -> torch.Tensor:
         TypeError, ValueError: an argument is wrong.
         NotImplementedError: a tracer is recording.
     """
+    if check.traced():
+        return torch.ops.preflash.packbits(x, bitorder)
     little = check.one_of("bitorder", bitorder, _BIT_ORDERS) == "little"
     x = _elements(x)
     segments = torch.tensor([0, x.numel(), 0, -(-x.numel() // 8)], dtype=torch.int64, device="cpu")
     return _pack(x, segments, little)
 
 
-@check.eager
 def segment_packbits(
     x: torch.Tensor, indptr: torch.Tensor, bitorder: str = "big"
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -56,6 +56,8 @@ def segment_packbits(
         TypeError, ValueError: an argument is wrong.
         NotImplementedError: a tracer is recording.
     """
+    if check.traced():
+        return torch.ops.preflash.segment_packbits(x, indptr, bitorder)
     little = check.one_of("bitorder", bitorder, _BIT_ORDERS) == "little"
     x = _elements(x)
     check.tensor("indptr", indptr)
