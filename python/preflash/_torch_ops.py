@@ -92,19 +92,20 @@ def _define_attention(name: str, arguments: str, attend: Callable[..., Result]) 
 
 
 def _define_attention_into(name: str, arguments: str, attend: Callable[..., Result]) -> None:
-    """The form that writes into given tensors."""
+    """The form that writes into given tensors. NOTE: of an argument called `out`, dynamo demands
+    that it is contiguous."""
 
     def run_into(
         *args: Any,
-        out: torch.Tensor,
+        output: torch.Tensor,
         lse: torch.Tensor | None = None,
         lse_base: str = "log2",
         lse_layout: str = "NH",
         **options: Any,
     ) -> None:
-        attend(Outputs(out, lse, False, lse_base, lse_layout), *args, **options)
+        attend(Outputs(output, lse, False, lse_base, lse_layout), *args, **options)
 
-    schema = f"{name}_into({arguments}, Tensor(a!) out, Tensor(b!)? lse=None, {_LSE}) -> ()"
+    schema = f"{name}_into({arguments}, Tensor(a!) output, Tensor(b!)? lse=None, {_LSE}) -> ()"
     _define(schema, run_into, _fake_nothing, _UNSAFE_TAGS)
 
 

@@ -89,7 +89,7 @@ def run(name: str, q: torch.Tensor, kv: KvCache, a: RunArguments, outputs: Outpu
         return torch.ops.preflash.run_return_lse(*arguments, **options, **_lse_options(outputs))
     outputs = _allocated(q, k if v is None else v, o_dtype, outputs)
     torch.ops.preflash.run_into(
-        *arguments, out=outputs.out, lse=outputs.lse, **options, **_lse_options(outputs)
+        *arguments, output=outputs.out, lse=outputs.lse, **options, **_lse_options(outputs)
     )
     return _returned(outputs)
 
@@ -144,7 +144,7 @@ def single(tensors: Qkv, a: SingleArguments, call: SingleCall, outputs: Outputs)
         return torch.ops.preflash.single_return_lse(*tensors, **options, **_lse_options(outputs))
     outputs = _allocated(q, v, check.output_dtype("o_dtype", o_dtype, q.dtype), outputs)
     torch.ops.preflash.single_into(
-        *tensors, out=outputs.out, lse=outputs.lse, **options, **_lse_options(outputs)
+        *tensors, output=outputs.out, lse=outputs.lse, **options, **_lse_options(outputs)
     )
     return _returned(outputs)
 

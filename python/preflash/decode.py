@@ -66,7 +66,8 @@ def single_decode_with_kv_cache(
         NotImplementedError: no compiled kernel serves it, or an option of a later release.
     """
     check.permission("use_tensor_cores", use_tensor_cores)
-    check.tensor("q", q)
+    if not check.traced():
+        check.tensor("q", q)
     if q.dim() != 2:
         raise ValueError(f"q has shape {tuple(q.shape)}; must be [num_qo_heads, head_dim]")
     result = single_prefill_with_kv_cache(

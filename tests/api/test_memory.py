@@ -10,7 +10,11 @@ import torch
 from preflash import _single
 from preflash import _validate as check
 from preflash.testing import Case, MaskKind, build, oracle, runner
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.testing._internal.two_tensor import TwoTensor
 
 
@@ -294,7 +298,8 @@ def test_packbits(target, kind):
 
 
 def test_fake_mode_around_plain_tensors(target):
-    """What is made inside of the mode is fake, whatever it is made from."""
+    """What is made inside of the mode is fake, whatever it is made from: a plan cannot be, and a
+    result is."""
     case = Case("fake", (33,), (40,), 4, 2, 64, mask=MaskKind.CUSTOM)
     inputs = build(case, device=target.device)
     wrapper = runner.make_wrapper(case, backend=target.backend, device=target.device)
@@ -303,17 +308,22 @@ def test_fake_mode_around_plain_tensors(target):
     bits = target.to(torch.ones(16, dtype=torch.uint8))
     v, s = target.to(torch.ones(3, 2, 8)), target.to(torch.ones(3, 2))
     calls = [
-        lambda: wrapper.plan(*positional, **options),
         lambda: wrapper.run(inputs.q, inputs.k, inputs.v),
-        lambda: runner.single(inputs, backend=target.backend),
+        lambda: runner.single(inputs, backend=target.backend)[0],
         lambda: preflash.packbits(bits),
-        lambda: preflash.segment_packbits(bits, torch.tensor([0, 16])),
-        lambda: preflash.merge_state(v, s, v, s),
-        lambda: preflash.merge_states(v[None], s[None]),
+        lambda: preflash.merge_state(v, s, v, s)[0],
+        lambda: preflash.merge_states(v[None], s[None])[0],
     ]
     for call in calls:
-        with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(ValueError, match="memory"):
-            call()
+        real = call()
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            assert isinstance(call(), FakeTensor)
+            assert call().shape == real.shape
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        with pytest.raises(ValueError, match="memory"):
+            wrapper.plan(*positional, **options)
+        with pytest.raises(DynamicOutputShapeException):  # its size is in the values
+            preflash.segment_packbits(bits, torch.tensor([0, 16]))
     runner.compare(inputs, *runner.run(wrapper, inputs)).check()
 
 

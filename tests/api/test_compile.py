@@ -1,0 +1,424 @@
+"""Graphs of torch.compile(fullgraph=True), torch.export and make_fx hold our calls as operators,
+and see every plan() without being compiled again."""
+
+import copy
+import gc
+import re
+
+import compiled_calls
+import preflash
+import pytest
+import torch
+from compiled_calls import PAGED, RAGGED, planned
+from preflash.testing import Case, MaskKind, build, reference, runner
+from preflash.testing.guarded import bits
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+NAMES = [
+    "paged", "window", "forward", "forward_lse", "whole_cache", "sinks_and_scale",
+    "lse", "lse_layout", "into", "into_q", "into_out", "into_lse",
+    "single", "single_lse", "single_mask", "single_into", "single_decode",
+    "decode", "sink_wrapper", "cascade",
+    "merge_state", "merge_states", "in_place",
+    "packbits", "segment_packbits",
+    "seq_lens", "positions", "append", "append_whole", "append_halves",
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _without_graphs_of_other_tests():
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture(scope="module")
+def calls_of():
+    """The calls of a target, made once."""
+    made = {}
+
+    def find(target):
+        if target not in made:
+            made[target] = compiled_calls.every_call(target)
+        return made[target]
+
+    return find
+
+
+@pytest.fixture(params=NAMES)
+def call(request, target, calls_of):
+    return calls_of(target)[request.param]
+
+
+def as_list(result):
+    return list(result) if isinstance(result, (tuple, list)) else [result]
+
+
+def assert_same(got, expected):
+    got, expected = as_list(got), as_list(expected)
+    assert len(got) == len(expected)
+    for a, b in zip(got, expected, strict=True):
+        assert a.dtype == b.dtype
+        assert a.stride() == b.stride()
+        assert torch.equal(bits(a), bits(b))
+
+
+class Operators(torch.fx.Interpreter):
+    """Runs a graph and keeps what operators of ours were called with."""
+
+    def __init__(self, graph):
+        super().__init__(graph)
+        self.seen = []
+
+    def call_function(self, target, args, kwargs):
+        if str(target).startswith("preflash."):
+            copies = torch.utils._pytree.tree_map_only(torch.Tensor, torch.clone, (args, kwargs))
+            self.seen.append((target.default, *copies))
+        return super().call_function(target, args, kwargs)
+
+
+def operators_of(call):
+    """What one compiled call of it calls: operators with their arguments."""
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(Operators(graph))
+        return graphs[-1].run
+
+    compiled = torch.compile(call.function, backend=backend, fullgraph=True)
+    tensors, expected_tensors = call.fresh(), call.fresh()
+    assert_same(compiled(*tensors), call.function(*expected_tensors))
+    assert_same(tensors, expected_tensors)
+    (graph,) = graphs
+    return graph.seen
+
+
+def test_every_call_is_named(target, calls_of):
+    assert list(calls_of(target)) == NAMES
+
+
+def test_one_graph(call):
+    """No break, the operator in the graph, the result of the ordinary call."""
+    explained = torch._dynamo.explain(call.function)(*call.fresh())
+    assert explained.graph_break_count == 0
+    assert explained.graph_count == 1
+    torch._dynamo.reset()
+    seen = {operator._opname for operator, _, _ in operators_of(call)}
+    assert seen == call.operators
+
+
+def test_functionalized(call):
+    """As compilers see it: without mutation."""
+    compiled = torch.compile(call.function, backend="aot_eager", fullgraph=True)
+    for _ in range(2):
+        tensors, expected_tensors = call.fresh(), call.fresh()
+        with torch.no_grad():
+            assert_same(compiled(*tensors), call.function(*expected_tensors))
+        assert_same(tensors, expected_tensors)
+
+
+@pytest.mark.parametrize("name", ["paged", "into", "cascade", "append_halves", "packbits"])
+def test_inductor(target, calls_of, name):
+    call = calls_of(target)[name]
+    compiled = torch.compile(call.function, fullgraph=True)
+    tensors, expected_tensors = call.fresh(), call.fresh()
+    assert_same(compiled(*tensors), call.function(*expected_tensors))
+    assert_same(tensors, expected_tensors)
+
+
+# One call with each operator.
+CHECKED = [
+    "sinks_and_scale", "lse_layout", "into", "forward", "forward_lse", "single_mask", "single_lse",
+    "single_into", "merge_state", "merge_states", "in_place", "packbits", "segment_packbits",
+    "append",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHECKED)
+def test_opcheck(target, calls_of, name):
+    call = calls_of(target)[name]
+    for operator, args, kwargs in operators_of(call):
+        torch.library.opcheck(operator, args, kwargs)
+
+
+def test_opcheck_leaves_none_out(target, calls_of):
+    checked = set().union(*(calls_of(target)[name].operators for name in CHECKED))
+    names = torch._C._dispatch_get_all_op_names()
+    assert checked == {n.removeprefix("preflash::") for n in names if n.startswith("preflash::")}
+
+
+def test_cuda_graphs_leave_out_what_a_plan_changes():
+    """torch captures by itself with mode="reduce-overhead"; a later plan() would not be seen."""
+    unsafe = {name for name in dir(torch.ops.preflash) if name.startswith(("run", "forward"))}
+    unsafe |= {"single", "single_return_lse", "single_into", "packbits", "segment_packbits"}
+    for name in unsafe:
+        assert torch.Tag.cudagraph_unsafe in getattr(torch.ops.preflash, name).default.tags
+    assert torch.Tag.cudagraph_unsafe not in torch.ops.preflash.merge_state.default.tags
+
+
+# Plans, shapes and values that change.
+
+
+def compiled_layer(backend="aot_eager"):
+    """A layer as models have it, and how often it is compiled."""
+    counter = CompileCounterWithBackend(backend)
+
+    def layer(wrapper, q, *kv, **options):
+        return wrapper.run(q * 1, *kv, **options)
+
+    return torch.compile(layer, backend=counter, fullgraph=True), counter
+
+
+def dynamic(*tensors):
+    """The tensors, of as many tokens or pages as there may be."""
+    for t in tensors:
+        torch._dynamo.mark_dynamic(t, 0)
+    return tensors
+
+
+# As many queries in all; one request without keys, one without queries.
+BATCHES = [((33, 5, 0), (40, 90, 7)), ((20, 18), (0, 17)), ((38,), (1,)), ((1,) * 38, (3,) * 38)]
+OTHER_BATCHES = [*BATCHES, ((50, 60), (80, 70)), ((2,), (900,))]
+
+
+def run_batches(target, batches, *, page_size, marked):
+    """How often running them one after another compiles; each must be right."""
+    compiled, counter = compiled_layer()
+    wrapper = None
+    for i, (qo_lens, kv_lens) in enumerate(batches):
+        mask = MaskKind.CAUSAL if i % 2 else MaskKind.NONE
+        case = Case("plan", qo_lens, kv_lens, 4, 2, 64, page_size=page_size, mask=mask)
+        inputs = build(case, device=target.device)
+        if wrapper is None:
+            wrapper = runner.make_wrapper(case, backend=target.backend, device=target.device)
+        runner.plan(wrapper, inputs)
+        q, k, v = inputs.q, *(inputs.cache if page_size else (inputs.k, inputs.v))
+        dynamic(k, v, *([q] if marked else []))
+        kv = ((k, v),) if page_size else (k, v)
+        out, lse = compiled(wrapper, q, *kv, return_lse=True)
+        runner.compare(inputs, out, lse, reference(inputs)).check()
+    return counter.frame_count
+
+
+@pytest.mark.parametrize("page_size", [0, 4], ids=["ragged", "paged"])
+def test_a_plan_is_seen_and_compiles_nothing(target, page_size):
+    assert run_batches(target, BATCHES, page_size=page_size, marked=False) == 1
+
+
+@pytest.mark.parametrize("page_size", [0, 4], ids=["ragged", "paged"])
+def test_any_number_of_tokens(target, page_size):
+    assert run_batches(target, OTHER_BATCHES, page_size=page_size, marked=True) == 1
+
+
+def test_torch_finds_out_that_tokens_change(target):
+    """Without a mark: once for a number, once for any."""
+    assert run_batches(target, OTHER_BATCHES, page_size=4, marked=False) == 2
+
+
+def test_other_dtypes_compile_again(target):
+    compiled, _ = compiled_layer()
+    buffer = runner.workspace(target.device)
+    for dtype in (torch.float16, torch.bfloat16):
+        case = Case("dtype", (33, 5), (40, 90), 4, 2, 64, dtype=dtype)
+        wrapper, inputs = planned(case, target, buffer)
+        torch._dynamo.reset()
+        out = compiled(wrapper, inputs.q, inputs.k, inputs.v)
+        assert_same(out, wrapper.run(inputs.q, inputs.k, inputs.v))
+
+
+def test_values_that_change(target):
+    """Floats and ints of a call become inputs of the graph, and mean what they say."""
+    wrapper, inputs = planned(RAGGED, target)
+    compiled, _ = compiled_layer()
+    arguments = (wrapper, inputs.q, inputs.k, inputs.v)
+    for scale, window in ((0.5, 3), (0.25, 5), (2.0, 0), (2.0, -1)):
+        options = {"v_scale": scale, "q_scale": scale, "window_left": window}
+        assert_same(compiled(*arguments, **options), wrapper.run(*arguments[1:], **options))
+
+
+def test_every_wrapper_is_its_own(target):
+    """Two of them in one graph, in one compiled function, and a copy."""
+    first, inputs = planned(RAGGED, target)
+    second, _ = planned(RAGGED, target)
+    positional, options = runner.plan_arguments(inputs)
+    second.plan(*positional, **{**options, "causal": True})
+    tensors = (inputs.q, inputs.k, inputs.v)
+    expected = [first.run(*tensors), second.run(*tensors)]
+    assert not torch.equal(*expected)
+
+    def both(q, k, v):
+        return first.run(q, k, v), second.run(q, k, v)
+
+    assert_same(torch.compile(both, backend="aot_eager", fullgraph=True)(*tensors), expected)
+    third = copy.copy(second)
+    third.plan(*positional, **{**options, "window_left": 2})
+    compiled, counter = compiled_layer()
+    for _ in range(2):
+        for wrapper in (first, second, third):
+            assert_same(compiled(wrapper, *tensors), wrapper.run(*tensors))
+    assert counter.frame_count == 3
+
+
+def test_the_cache_is_written_where_it_is(target, calls_of):
+    """Inductor's code for append() and a run over the cache copies no cache."""
+    if target.device != "cpu":
+        pytest.skip("the code is C++ on the CPU")
+    wrapper, inputs = planned(compiled_calls.WHOLE, target)
+    append = calls_of(target)["append_whole"]
+    key, value, whole, *table = append.fresh()
+
+    def layer(key, value, whole, q, kv, *table):
+        positions = torch.arange(4, dtype=torch.int32)
+        owners = torch.zeros(4, dtype=torch.int32)
+        preflash.append_paged_kv_cache(key, value, owners, positions, whole, *table)
+        k, v = whole[:, 0], whole[:, 1]
+        preflash.append_paged_kv_cache(key + 1, value, owners, positions, (k, v), *table)
+        return wrapper.run(q * 2, kv)
+
+    compiled = torch.compile(layer, fullgraph=True)
+    expected_whole = whole.clone()
+    expected = layer(key, value, expected_whole, inputs.q, inputs.cache, *table)
+    out, (code,) = torch._inductor.utils.run_and_get_code(
+        compiled, key, value, whole, inputs.q, inputs.cache, *table
+    )
+    assert_same([out, whole], [expected, expected_whole])
+    allocated = re.findall(r"empty_strided_cpu\(\(([^)]*)\)", code)
+    assert allocated
+    # Rows of keys, values and queries have three dimensions; caches more.
+    assert max(shape.rstrip(", ").count(",") + 1 for shape in allocated) == 3
+
+
+# Refusals.
+
+
+def test_gradients(target):
+    wrapper, inputs = planned(RAGGED, target)
+    tensors = [inputs.q.clone().requires_grad_(), inputs.k, inputs.v]
+    expected = wrapper.run(inputs.q, inputs.k, inputs.v)
+
+    def call(q, k, v):
+        return wrapper.run(q, k, v)
+
+    for fullgraph in (True, False):
+        compiled = torch.compile(call, backend="aot_eager", fullgraph=fullgraph)
+        with pytest.raises(RuntimeError, match="forward only"):
+            compiled(*tensors)
+        with torch.no_grad():
+            assert_same(compiled(*tensors), expected)
+    for mode in ("real", "fake", "symbolic"):
+        with pytest.raises(NotImplementedError, match="forward only"):
+            make_fx(call, tracing_mode=mode)(*tensors)
+    with pytest.raises(NotImplementedError, match="forward only"):
+        torch.ops.preflash.run(wrapper._recorded_name, *tensors)
+
+
+def test_what_is_refused_is_refused_when_it_runs(target):
+    """In the words of the ordinary call; a right call after it needs no other graph."""
+    wrapper, inputs = planned(RAGGED, target)
+    k, v = inputs.k, inputs.v
+    compiled, counter = compiled_layer()
+    unplanned = runner.make_wrapper(RAGGED, backend=target.backend, device=target.device)
+    with pytest.raises(ValueError, match=r"run\(\) before plan\(\)"):
+        compiled(unplanned, inputs.q, k, v)
+    runner.plan(unplanned, inputs)
+    assert_same(compiled(unplanned, inputs.q, k, v), wrapper.run(inputs.q, k, v))
+    assert counter.frame_count == 1
+    with pytest.raises(ValueError, match="q has shape"):
+        compiled(wrapper, inputs.q[:30], k, v)
+    with pytest.raises(TypeError, match=r"q is torch\.float16"):
+        compiled(wrapper, inputs.q.half(), k, v)
+    with pytest.raises(ValueError, match="out has strides"):
+        compiled(wrapper, inputs.q, k, v, out=k[:38, :1].expand(38, 4, 64))
+
+
+def test_plan_is_no_part_of_a_graph(target):
+    wrapper, inputs = planned(RAGGED, target)
+    positional, options = runner.plan_arguments(inputs)
+
+    def step(q, k, v):
+        wrapper.plan(*positional, **{**options, "causal": True})
+        return wrapper.run(q * 1, k, v)
+
+    tensors = (inputs.q, inputs.k, inputs.v)
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        torch.compile(step, backend="eager", fullgraph=True)(*tensors)
+    assert_same(torch.compile(step, backend="eager")(*tensors), step(*tensors))
+
+
+def test_fp8_output_dtype_that_changes():
+    """A graph has the dtype of the plan that it was made under, and no other goes into it."""
+    case = Case("fp8", (33, 5), (40, 90), 4, 2, 64, dtype=torch.float8_e4m3fn)
+    inputs = build(case)
+    wrapper = runner.make_wrapper(case, backend="cpu")
+    positional, options = runner.plan_arguments(inputs)
+    tensors = (inputs.q, inputs.k, inputs.v)
+
+    def call(q, k, v):
+        return wrapper.run(q, k, v) + 1
+
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    for o_data_type in (torch.float16, torch.bfloat16):
+        torch._dynamo.reset()
+        wrapper.plan(*positional, **{**options, "o_data_type": o_data_type})
+        assert_same(compiled(*tensors), call(*tensors))
+    wrapper.plan(*positional, **{**options, "o_data_type": torch.float16})
+    with pytest.raises(ValueError, match=r"o_data_type=torch\.float16 in plan\(\).*bfloat16"):
+        compiled(*tensors)
+
+
+# Graphs that outlive their makers.
+
+
+def test_a_wrapper_that_is_gone(target):
+    wrapper, inputs = planned(RAGGED, target)
+    tensors = (inputs.q, inputs.k, inputs.v)
+    graph = make_fx(wrapper.run)(*tensors)
+    assert_same(graph(*tensors), wrapper.run(*tensors))
+    del wrapper
+    gc.collect()
+    with pytest.raises(ValueError, match=r"wrapper='\d+@\w+'.*is gone"):
+        graph(*tensors)
+
+
+def test_a_wrapper_of_another_process(target):
+    wrapper, inputs = planned(RAGGED, target)
+    tensors = (inputs.q, inputs.k, inputs.v)
+    name = wrapper._recorded_name
+    assert_same(torch.ops.preflash.run(name, *tensors), wrapper.run(*tensors))
+    with pytest.raises(ValueError, match="another process"):
+        torch.ops.preflash.run(f"{name}@0123456789abcdef", *tensors)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_export(target, strict, tmp_path):
+    """An exported program runs, before and after it was saved, with the plan of that time."""
+    wrapper, inputs = planned(PAGED, target)
+
+    class Layer(torch.nn.Module):
+        def forward(self, q, k, v):
+            return wrapper.run(q * 1, (k, v), return_lse=True)
+
+    tensors = (inputs.q, *inputs.cache)
+    program = torch.export.export(Layer(), tensors, strict=strict)
+    torch.export.save(program, tmp_path / "layer.pt2")
+    loaded = torch.export.load(tmp_path / "layer.pt2").module()
+    positional, options = runner.plan_arguments(inputs)
+    for causal in (False, True):
+        wrapper.plan(*positional, **{**options, "causal": causal})
+        expected = wrapper.run(inputs.q, inputs.cache, return_lse=True)
+        assert_same(program.module()(*tensors), expected)
+        assert_same(loaded(*tensors), expected)
+
+
+def test_fake_tensors(call):
+    """FakeTensorMode gets shapes, strides and dtypes, without a launch."""
+    if call.operators == {"segment_packbits"}:
+        pytest.skip("its size is in the values")
+    expected = as_list(call.function(*call.fresh()))
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        got = as_list(call.function(*map(mode.from_tensor, call.fresh())))
+    for a, b in zip(got, expected, strict=True):
+        assert (a.shape, a.stride(), a.dtype, a.device) == (b.shape, b.stride(), b.dtype, b.device)

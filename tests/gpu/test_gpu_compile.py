@@ -1,0 +1,166 @@
+"""torch.compile on a GPU: plans that change under CUDA graphs that torch captures by itself."""
+
+import preflash
+import pytest
+import torch
+from backends import on_every_backend
+from preflash.testing import Case, MaskKind, build, compare, reference, runner
+
+pytestmark = pytest.mark.gpu
+
+HEADS = {"num_qo_heads": 8, "num_kv_heads": 2, "head_dim": 128}
+# As many queries in all, so that nothing but the plan changes; the last splits its keys.
+BATCHES = [
+    ((33, 5, 0, 170), (400, 90, 7, 170)),
+    ((100, 100, 8), (100, 0, 3000)),
+    ((208,), (300,)),
+    ((1,) * 208, (9,) * 208),
+    ((200, 8), (8, 20000)),
+]
+
+
+@pytest.fixture(autouse=True)
+def _without_graphs_of_other_tests():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def assert_right(inputs, out, lse):
+    compare(inputs, out, lse, reference(inputs)).check()
+
+
+@on_every_backend
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+@pytest.mark.parametrize("page_size", [0, 16], ids=["ragged", "paged"])
+def test_every_plan_counts(backend, mode, page_size):
+    """Around the attention are kernels that go into CUDA graphs; it sees every plan() all the same,
+    and its tensors are not those of an earlier replay."""
+
+    def layer(wrapper, q, *kv):
+        out, lse = wrapper.run((q * 2) * 0.5, *kv, return_lse=True)
+        return out * 1, lse * 1, (q + out).relu()
+
+    compiled = torch.compile(layer, mode=mode, fullgraph=True)
+    wrapper = None
+    pool = 4096  # keys or pages, the same for all
+    for qo_lens, kv_lens in [*BATCHES, *reversed(BATCHES)]:
+        case = Case(
+            "compiled", qo_lens, kv_lens, page_size=page_size, mask=MaskKind.CAUSAL, **HEADS
+        )
+        inputs = build(case, device="cuda")
+        if wrapper is None:
+            wrapper = runner.make_wrapper(case, backend=backend, device="cuda")
+        runner.plan(wrapper, inputs)
+        k, v = inputs.cache if page_size else (inputs.k, inputs.v)
+        k, v = (padded(t, pool if page_size else 32768) for t in (k, v))
+        kv = ((k, v),) if page_size else (k, v)
+        torch.compiler.cudagraph_mark_step_begin()
+        out, lse, after = compiled(wrapper, inputs.q, *kv)
+        assert_right(inputs, out, lse)
+        assert torch.equal(after, (inputs.q + out).relu())
+
+
+def padded(t, rows):
+    """The tensor, with rows behind it that nobody owns."""
+    whole = t.new_full((rows, *t.shape[1:]), float("nan"))
+    whole[: t.shape[0]] = t
+    return whole
+
+
+@on_every_backend
+def test_a_model_of_layers(backend):
+    """Append, attend and merge in one compiled function, over a cache that is written in place."""
+    case = Case("layers", (17, 1, 40), (50, 33, 40), page_size=16, mask=MaskKind.CAUSAL, **HEADS)
+    inputs = build(case, device="cuda")
+    wrapper = runner.make_wrapper(case, backend=backend, device="cuda")
+    runner.plan(wrapper, inputs)
+    table = [inputs.indices.cuda(), inputs.kv_indptr.cuda(), inputs.last_page_len.cuda()]
+    appended = inputs.qo_indptr.cuda()
+    tokens = inputs.q.shape[0]
+    new = torch.randn(2, tokens, 2, 128, device="cuda", dtype=inputs.q.dtype)
+
+    def step(q, new, k, v, appended, *table):
+        lengths = preflash.get_seq_lens(table[1], table[2], 16)
+        places = preflash.get_batch_indices_positions(appended, lengths, tokens)
+        states = []
+        for layer in range(2):
+            preflash.append_paged_kv_cache(new[0] + layer, new[1], *places, (k, v), *table)
+            states.append(wrapper.run(q * 1, (k, v), return_lse=True))
+        return preflash.merge_state(*states[0], *states[1])
+
+    for mode in ("default", "reduce-overhead"):
+        torch._dynamo.reset()
+        compiled = torch.compile(step, mode=mode, fullgraph=True)
+        for _ in range(4):
+            caches = [t.clone() for t in inputs.cache]
+            expected_caches = [t.clone() for t in inputs.cache]
+            expected = step(inputs.q, new, *expected_caches, appended, *table)
+            torch.compiler.cudagraph_mark_step_begin()
+            out, lse = compiled(inputs.q, new, *caches, appended, *table)
+            assert torch.equal(out, expected[0])
+            assert torch.equal(lse, expected[1])
+            for cache, expected_cache in zip(caches, expected_caches, strict=True):
+                assert torch.equal(cache.view(torch.int16), expected_cache.view(torch.int16))
+
+
+@on_every_backend
+def test_single_requests(backend):
+    """Their plans are made where the graphs are warmed up, and are not in their memory."""
+
+    def layer(q, k, v):
+        out = preflash.single_prefill_with_kv_cache(q * 1, k, v, causal=True, backend=backend)
+        return out + q
+
+    compiled = torch.compile(layer, mode="reduce-overhead", fullgraph=True)
+    for _ in range(3):
+        for tokens in (40, 700):
+            q = torch.randn(tokens, 8, 128, device="cuda", dtype=torch.bfloat16)
+            k, v = torch.randn(2, 2048, 2, 128, device="cuda", dtype=torch.bfloat16)
+            torch.compiler.cudagraph_mark_step_begin()
+            assert torch.equal(compiled(q, k, v), layer(q, k, v))
+
+
+@on_every_backend
+def test_a_capture_by_hand(backend):
+    """A compiled function can be captured like run() itself; the graph has the plan of that time."""
+    case = Case("captured", (33, 5), (400, 90), page_size=16, **HEADS)
+    inputs = build(case, device="cuda")
+    wrapper = runner.make_wrapper(case, backend=backend, device="cuda")
+    runner.plan(wrapper, inputs)
+
+    def layer(q, k, v):
+        return wrapper.run(q * 1, (k, v)) * 1
+
+    compiled = torch.compile(layer, fullgraph=True)
+    tensors = (inputs.q.clone(), *inputs.cache)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            compiled(*tensors)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = compiled(*tensors)
+    for factor in (1.0, -0.5):
+        tensors[0].copy_(inputs.q * factor)
+        graph.replay()
+        assert torch.equal(out, layer(*tensors))
+
+
+def test_no_wait_for_the_gpu():
+    """A call of a compiled function, like run(), waits for nothing."""
+    case = Case("sync", (33, 5), (400, 90), page_size=16, **HEADS)
+    inputs = build(case, device="cuda")
+    wrapper = runner.make_wrapper(case, backend="fa2", device="cuda")
+    runner.plan(wrapper, inputs)
+    compiled = torch.compile(lambda q, k, v: wrapper.run(q * 1, (k, v)) + 1, fullgraph=True)
+    tensors = (inputs.q, *inputs.cache)
+    expected = compiled(*tensors)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        got = compiled(*tensors)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(got, expected)
