@@ -4,7 +4,7 @@ import preflash
 import pytest
 import torch
 from backends import on_every_backend
-from preflash.testing import Case, MaskKind, build, compare, reference, runner
+from preflash.testing import Case, MaskKind, build, reference, runner
 
 pytestmark = pytest.mark.gpu
 
@@ -26,8 +26,11 @@ def _without_graphs_of_other_tests():
     torch._dynamo.reset()
 
 
-def assert_right(inputs, out, lse):
-    compare(inputs, out, lse, reference(inputs)).check()
+def padded(t, rows):
+    """The tensor, with rows behind it that nobody owns."""
+    whole = t.new_full((rows, *t.shape[1:]), float("nan"))
+    whole[: t.shape[0]] = t
+    return whole
 
 
 @on_every_backend
@@ -57,15 +60,8 @@ def test_every_plan_counts(backend, mode, page_size):
         kv = ((k, v),) if page_size else (k, v)
         torch.compiler.cudagraph_mark_step_begin()
         out, lse, after = compiled(wrapper, inputs.q, *kv)
-        assert_right(inputs, out, lse)
+        runner.compare(inputs, out, lse, reference(inputs)).check()
         assert torch.equal(after, (inputs.q + out).relu())
-
-
-def padded(t, rows):
-    """The tensor, with rows behind it that nobody owns."""
-    whole = t.new_full((rows, *t.shape[1:]), float("nan"))
-    whole[: t.shape[0]] = t
-    return whole
 
 
 @on_every_backend
@@ -123,7 +119,7 @@ def test_single_requests(backend):
 
 @on_every_backend
 def test_a_capture_by_hand(backend):
-    """A compiled function can be captured like run() itself; the graph has the plan of that time."""
+    """A compiled function can be captured like run(); the graph has the plan of that time."""
     case = Case("captured", (33, 5), (400, 90), page_size=16, **HEADS)
     inputs = build(case, device="cuda")
     wrapper = runner.make_wrapper(case, backend=backend, device="cuda")
