@@ -241,12 +241,12 @@ def _found(name: str, q: torch.Tensor, o_dtype: torch.dtype | None) -> Any:
 
 
 def _refuse_blind_capture(q: torch.Tensor) -> None:
-    """Before torch 2.9 it cannot be told what to keep out of the CUDA graphs that it captures."""
+    """An older torch cannot be told what to keep out of the CUDA graphs that it captures."""
     if _CUDAGRAPH_UNSAFE is None and q.is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "a compiled graph with attention in it is being captured into a CUDA graph, which a "
             "later plan() would not reach; compile without mode='reduce-overhead' and "
-            "'max-autotune', or use torch 2.9 or later"
+            "'max-autotune', or use a torch that has torch.Tag.cudagraph_unsafe"
         )
 
 

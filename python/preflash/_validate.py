@@ -66,8 +66,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def eager(function: Function) -> Function:
-    """Keeps torch.compile out of a function and of what it calls: a graph break, and they run as
-    they are written.
+    """Keeps torch.compile out of a function and of what it calls: they run as they are written,
+    inside of an operator (_torch_ops) or at a graph break.
 
     What is asked here (addresses, modes, storage) dynamo would answer for its own fake tensors.
     Unlike torch.compiler.disable this costs an ordinary call nothing.

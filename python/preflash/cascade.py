@@ -45,7 +45,7 @@ def merge_state(
 
     Raises:
         TypeError, ValueError: an argument is wrong.
-        NotImplementedError: a gradient is wanted, or a tracer is recording.
+        NotImplementedError: a gradient is wanted, or torch.jit.trace is recording.
     """
     if check.traced():
         return torch.ops.preflash.merge_state(v_a, s_a, v_b, s_b)
@@ -78,7 +78,7 @@ def merge_state_in_place(
 
     Raises:
         TypeError, ValueError: an argument is wrong; nothing was written.
-        NotImplementedError: a gradient is wanted, or a tracer is recording.
+        NotImplementedError: a gradient is wanted, or torch.jit.trace is recording.
     """
     if check.traced():
         torch.ops.preflash.merge_state_in_place(v, s, v_other, s_other, mask)
@@ -117,7 +117,7 @@ def merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.
 
     Raises:
         TypeError, ValueError: an argument is wrong.
-        NotImplementedError: a gradient is wanted, or a tracer is recording.
+        NotImplementedError: a gradient is wanted, or torch.jit.trace is recording.
     """
     if check.traced():
         return torch.ops.preflash.merge_states(v, s)

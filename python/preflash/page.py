@@ -129,7 +129,7 @@ def append_paged_kv_cache(
     Raises:
         TypeError, ValueError: an argument is wrong; nothing was written. Positions and pages on the
             GPU are checked only with PREFLASH_DEBUG=1 in the environment, because it takes a wait.
-        NotImplementedError: a gradient is wanted, or a tracer is recording.
+        NotImplementedError: a gradient is wanted, or torch.jit.trace is recording.
     """
     if check.traced():
         k_cache, v_cache = (

@@ -13,6 +13,9 @@ True. A logit of 9.3e7 or more in size may make its row NaN on fa3, output and L
 compute it. The result is computed tile by tile without ever storing the logits (FlashAttention-2,
 arXiv:2307.08691); a KV cache in pages follows PagedAttention (arXiv:2309.06180); long keys are
 split over the machine and merged.
+
+Inside torch.compile every call is one operator of the graph. plan() stays outside, and a compiled
+function sees each new one without being compiled again.
 """
 
 # NOTE: the API fixes long signatures, which are repeated where callers look for them, so functions

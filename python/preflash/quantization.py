@@ -26,7 +26,7 @@ def packbits(x: torch.Tensor, bitorder: str = "big") -> torch.Tensor:
 
     Raises:
         TypeError, ValueError: an argument is wrong.
-        NotImplementedError: a tracer is recording.
+        NotImplementedError: torch.jit.trace is recording.
     """
     if check.traced():
         return torch.ops.preflash.packbits(x, bitorder)
@@ -54,7 +54,7 @@ def segment_packbits(
 
     Raises:
         TypeError, ValueError: an argument is wrong.
-        NotImplementedError: a tracer is recording.
+        NotImplementedError: torch.jit.trace is recording.
     """
     if check.traced():
         return torch.ops.preflash.segment_packbits(x, indptr, bitorder)

@@ -10,6 +10,7 @@ import preflash
 import pytest
 import torch
 from compiled_calls import PAGED, RAGGED, planned
+from preflash import _torch_ops
 from preflash.testing import Case, MaskKind, build, reference, runner
 from preflash.testing.guarded import bits
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -144,19 +145,40 @@ def test_opcheck(target, calls_of, name):
         torch.library.opcheck(operator, args, kwargs)
 
 
-def test_opcheck_leaves_none_out(target, calls_of):
-    checked = set().union(*(calls_of(target)[name].operators for name in CHECKED))
+def every_operator():
     names = torch._C._dispatch_get_all_op_names()
-    assert checked == {n.removeprefix("preflash::") for n in names if n.startswith("preflash::")}
+    return {n.removeprefix("preflash::") for n in names if n.startswith("preflash::")}
+
+
+def test_opcheck_leaves_none_out(target, calls_of):
+    assert set().union(*(calls_of(target)[name].operators for name in CHECKED)) == every_operator()
 
 
 def test_cuda_graphs_leave_out_what_a_plan_changes():
     """torch captures by itself with mode="reduce-overhead"; a later plan() would not be seen."""
-    unsafe = {name for name in dir(torch.ops.preflash) if name.startswith(("run", "forward"))}
-    unsafe |= {"single", "single_return_lse", "single_into", "packbits", "segment_packbits"}
-    for name in unsafe:
-        assert torch.Tag.cudagraph_unsafe in getattr(torch.ops.preflash, name).default.tags
-    assert torch.Tag.cudagraph_unsafe not in torch.ops.preflash.merge_state.default.tags
+    for name in every_operator():
+        tags = getattr(torch.ops.preflash, name).default.tags
+        unsafe = name.startswith(("run", "forward", "single")) or name.endswith("packbits")
+        assert (torch.Tag.cudagraph_unsafe in tags) == unsafe
+
+
+def test_a_torch_that_cannot_leave_them_out(monkeypatch):
+    """Such a capture raises; a graph that replayed an old plan would be silently wrong."""
+    monkeypatch.setattr(_torch_ops, "_CUDAGRAPH_UNSAFE", None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+
+    class OnGpu:
+        is_cuda = True
+
+    for refuse in (
+        lambda: _torch_ops._run(None, "0", OnGpu(), None, None),
+        lambda: _torch_ops._forward(
+            None, "0", OnGpu(), None, None, causal=True, pos_encoding_mode="NONE", window_left=-1
+        ),
+        lambda: _torch_ops._single_prefill(None, OnGpu(), None, None),
+    ):
+        with pytest.raises(RuntimeError, match="captured into a CUDA graph"):
+            refuse()
 
 
 # Plans, shapes and values that change.

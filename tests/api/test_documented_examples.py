@@ -186,3 +186,43 @@ def test_examples_compute_attention(target):
         mask=MaskKind.CAUSAL,
     )
     runner.check(build(case, device=target.device), backend="auto")
+
+
+def test_compiled_example(target):
+    num_qo_heads, num_kv_heads, head_dim, page_size = 4, 2, 64, 16
+    workspace = torch.empty(1 << 20, dtype=torch.uint8, device=target.device)
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
+    w_q = torch.randn(96, num_qo_heads * head_dim, device=target.device).half()
+    w_o = torch.randn(num_qo_heads * head_dim, 96, device=target.device).half() / 16
+    caches = torch.randn(2, 12, page_size, num_kv_heads, head_dim, device=target.device).half()
+    k_cache, v_cache = caches
+    graphs = []
+
+    def counted(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    @torch.compile(fullgraph=True, backend=counted)
+    def attend(x, k_cache, v_cache):
+        q = (x @ w_q).view(-1, num_qo_heads, head_dim)
+        return wrapper.run(q, (k_cache, v_cache)).flatten(1) @ w_o
+
+    for kv_len in (30, 170):
+        qo_indptr = torch.tensor([0, 3, 9], dtype=torch.int32)
+        pages = -(-kv_len // page_size)
+        wrapper.plan(
+            qo_indptr,
+            torch.tensor([0, 1, 1 + pages], dtype=torch.int32),
+            torch.arange(1 + pages, dtype=torch.int32),
+            torch.tensor([7, (kv_len - 1) % page_size + 1], dtype=torch.int32),
+            num_qo_heads,
+            num_kv_heads,
+            head_dim,
+            page_size,
+        )
+        x = torch.randn(9, 96, device=target.device).half()
+        o = attend(x, k_cache, v_cache)
+        q = (x @ w_q).view(-1, num_qo_heads, head_dim)
+        expected = wrapper.run(q, (k_cache, v_cache)).flatten(1) @ w_o
+        assert torch.equal(o, expected)
+    assert len(graphs) == 1
