@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import preflash
 import torch
 from preflash.testing import Case, KvForm, build, runner
+from preflash.testing.guarded import bits
 
 PAGED = Case("paged", (33, 5, 0), (40, 90, 7), 4, 2, 64, page_size=4)
 WHOLE = dataclasses.replace(PAGED, name="whole", form=KvForm.COMBINED)
@@ -271,6 +273,33 @@ def pages(target) -> Iterator[tuple[str, Call]]:
     yield "append_halves", Call(append_halves, [key, value, whole, *table], operators, (2,))
 
 
-def every_call(target) -> dict[str, Call]:
+@functools.cache
+def calls_of(target) -> dict[str, Call]:
+    """By name; made once."""
     kinds = (paged, ragged, single, other_wrappers, merges, masks, pages)
     return {name: call for kind in kinds for name, call in kind(target)}
+
+
+# Every one of them.
+NAMES = [
+    "paged", "window", "forward", "forward_lse", "whole_cache", "sinks_and_scale",
+    "lse", "lse_layout", "into", "into_q", "into_out", "into_lse",
+    "single", "single_lse", "single_mask", "single_into", "single_decode",
+    "decode", "sink_wrapper", "cascade",
+    "merge_state", "merge_states", "in_place",
+    "packbits", "segment_packbits",
+    "seq_lens", "positions", "append", "append_whole", "append_halves",
+]  # fmt: skip
+
+
+def as_list(result):
+    return list(result) if isinstance(result, (tuple, list)) else [result]
+
+
+def assert_same(got, expected):
+    got, expected = as_list(got), as_list(expected)
+    assert len(got) == len(expected)
+    for a, b in zip(got, expected, strict=True):
+        assert a.dtype == b.dtype
+        assert a.stride() == b.stride()
+        assert torch.equal(bits(a), bits(b))

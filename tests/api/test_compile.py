@@ -2,30 +2,25 @@
 and see every plan() without being compiled again."""
 
 import copy
-import gc
 import re
 
-import compiled_calls
 import preflash
 import pytest
 import torch
-from compiled_calls import PAGED, RAGGED, planned
+from compiled_calls import (
+    NAMES,
+    RAGGED,
+    WHOLE,
+    assert_same,
+    calls_of,
+    planned,
+)
 from preflash import _torch_ops
 from preflash.testing import Case, MaskKind, build, reference, runner
-from preflash.testing.guarded import bits
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-NAMES = [
-    "paged", "window", "forward", "forward_lse", "whole_cache", "sinks_and_scale",
-    "lse", "lse_layout", "into", "into_q", "into_out", "into_lse",
-    "single", "single_lse", "single_mask", "single_into", "single_decode",
-    "decode", "sink_wrapper", "cascade",
-    "merge_state", "merge_states", "in_place",
-    "packbits", "segment_packbits",
-    "seq_lens", "positions", "append", "append_whole", "append_halves",
-]  # fmt: skip
+every_call = pytest.mark.parametrize("name", NAMES)
 
 
 @pytest.fixture(autouse=True)
@@ -34,37 +29,6 @@ def _without_graphs_of_other_tests():
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         yield
     torch._dynamo.reset()
-
-
-@pytest.fixture(scope="module")
-def calls_of():
-    """The calls of a target, made once."""
-    made = {}
-
-    def find(target):
-        if target not in made:
-            made[target] = compiled_calls.every_call(target)
-        return made[target]
-
-    return find
-
-
-@pytest.fixture(params=NAMES)
-def call(request, target, calls_of):
-    return calls_of(target)[request.param]
-
-
-def as_list(result):
-    return list(result) if isinstance(result, (tuple, list)) else [result]
-
-
-def assert_same(got, expected):
-    got, expected = as_list(got), as_list(expected)
-    assert len(got) == len(expected)
-    for a, b in zip(got, expected, strict=True):
-        assert a.dtype == b.dtype
-        assert a.stride() == b.stride()
-        assert torch.equal(bits(a), bits(b))
 
 
 class Operators(torch.fx.Interpreter):
@@ -97,12 +61,14 @@ def operators_of(call):
     return graph.seen
 
 
-def test_every_call_is_named(target, calls_of):
+def test_every_call_is_named(target):
     assert list(calls_of(target)) == NAMES
 
 
-def test_one_graph(call):
+@every_call
+def test_one_graph(target, name):
     """No break, the operator in the graph, the result of the ordinary call."""
+    call = calls_of(target)[name]
     explained = torch._dynamo.explain(call.function)(*call.fresh())
     assert explained.graph_break_count == 0
     assert explained.graph_count == 1
@@ -111,8 +77,10 @@ def test_one_graph(call):
     assert seen == call.operators
 
 
-def test_functionalized(call):
+@every_call
+def test_functionalized(target, name):
     """As compilers see it: without mutation."""
+    call = calls_of(target)[name]
     compiled = torch.compile(call.function, backend="aot_eager", fullgraph=True)
     for _ in range(2):
         tensors, expected_tensors = call.fresh(), call.fresh()
@@ -122,7 +90,7 @@ def test_functionalized(call):
 
 
 @pytest.mark.parametrize("name", ["paged", "into", "cascade", "append_halves", "packbits"])
-def test_inductor(target, calls_of, name):
+def test_inductor(target, name):
     call = calls_of(target)[name]
     compiled = torch.compile(call.function, fullgraph=True)
     tensors, expected_tensors = call.fresh(), call.fresh()
@@ -139,7 +107,7 @@ CHECKED = [
 
 
 @pytest.mark.parametrize("name", CHECKED)
-def test_opcheck(target, calls_of, name):
+def test_opcheck(target, name):
     call = calls_of(target)[name]
     for operator, args, kwargs in operators_of(call):
         torch.library.opcheck(operator, args, kwargs)
@@ -150,7 +118,7 @@ def every_operator():
     return {n.removeprefix("preflash::") for n in names if n.startswith("preflash::")}
 
 
-def test_opcheck_leaves_none_out(target, calls_of):
+def test_opcheck_leaves_none_out(target):
     assert set().union(*(calls_of(target)[name].operators for name in CHECKED)) == every_operator()
 
 
@@ -284,11 +252,11 @@ def test_every_wrapper_is_its_own(target):
     assert counter.frame_count == 3
 
 
-def test_the_cache_is_written_where_it_is(target, calls_of):
+def test_the_cache_is_written_where_it_is(target):
     """Inductor's code for append() and a run over the cache copies no cache."""
     if target.device != "cpu":
         pytest.skip("the code is C++ on the CPU")
-    wrapper, inputs = planned(compiled_calls.WHOLE, target)
+    wrapper, inputs = planned(WHOLE, target)
     append = calls_of(target)["append_whole"]
     key, value, whole, *table = append.fresh()
 
@@ -389,58 +357,3 @@ def test_fp8_output_dtype_that_changes():
     wrapper.plan(*positional, **{**options, "o_data_type": torch.float16})
     with pytest.raises(ValueError, match=r"o_data_type=torch\.float16 in plan\(\).*bfloat16"):
         compiled(*tensors)
-
-
-# Graphs that outlive their makers.
-
-
-def test_a_wrapper_that_is_gone(target):
-    wrapper, inputs = planned(RAGGED, target)
-    tensors = (inputs.q, inputs.k, inputs.v)
-    graph = make_fx(wrapper.run)(*tensors)
-    assert_same(graph(*tensors), wrapper.run(*tensors))
-    del wrapper
-    gc.collect()
-    with pytest.raises(ValueError, match=r"wrapper='\d+@\w+'.*is gone"):
-        graph(*tensors)
-
-
-def test_a_wrapper_of_another_process(target):
-    wrapper, inputs = planned(RAGGED, target)
-    tensors = (inputs.q, inputs.k, inputs.v)
-    name = wrapper._recorded_name
-    assert_same(torch.ops.preflash.run(name, *tensors), wrapper.run(*tensors))
-    with pytest.raises(ValueError, match="another process"):
-        torch.ops.preflash.run(f"{name}@0123456789abcdef", *tensors)
-
-
-@pytest.mark.parametrize("strict", [False, True])
-def test_export(target, strict, tmp_path):
-    """An exported program runs, before and after it was saved, with the plan of that time."""
-    wrapper, inputs = planned(PAGED, target)
-
-    class Layer(torch.nn.Module):
-        def forward(self, q, k, v):
-            return wrapper.run(q * 1, (k, v), return_lse=True)
-
-    tensors = (inputs.q, *inputs.cache)
-    program = torch.export.export(Layer(), tensors, strict=strict)
-    torch.export.save(program, tmp_path / "layer.pt2")
-    loaded = torch.export.load(tmp_path / "layer.pt2").module()
-    positional, options = runner.plan_arguments(inputs)
-    for causal in (False, True):
-        wrapper.plan(*positional, **{**options, "causal": causal})
-        expected = wrapper.run(inputs.q, inputs.cache, return_lse=True)
-        assert_same(program.module()(*tensors), expected)
-        assert_same(loaded(*tensors), expected)
-
-
-def test_fake_tensors(call):
-    """FakeTensorMode gets shapes, strides and dtypes, without a launch."""
-    if call.operators == {"segment_packbits"}:
-        pytest.skip("its size is in the values")
-    expected = as_list(call.function(*call.fresh()))
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        got = as_list(call.function(*map(mode.from_tensor, call.fresh())))
-    for a, b in zip(got, expected, strict=True):
-        assert (a.shape, a.stride(), a.dtype, a.device) == (b.shape, b.stride(), b.dtype, b.device)
