@@ -93,12 +93,14 @@ struct ForwardMainloop {
       cp_async_fence();
       auto rows_of_s = make_tensor(tSrS.data(), as_rows_and_columns(tSrS.layout()));
       ScoreCoordinates<Traits> at({params, request, item, thread}, tile);
-      transform.scores(rows_of_s, at);
-      if (has_soft_cap<Traits>(params)) {
-        transform_logits<Traits::kVariant.logits>(tSrS, params.logits);
-      }
-      if constexpr (Traits::kVariant.position == Position::kAlibi) {
-        if (has_alibi<Traits>(params)) AlibiBias<Traits>::apply(rows_of_s, at, smem.row_slopes);
+      if (changes_scores<Traits>(params)) {
+        transform.scores(rows_of_s, at);
+        if (has_soft_cap<Traits>(params)) {
+          transform_logits<Traits::kVariant.logits>(tSrS, params.logits);
+        }
+        if constexpr (Traits::kVariant.position == Position::kAlibi) {
+          if (has_alibi<Traits>(params)) AlibiBias<Traits>::apply(rows_of_s, at, smem.row_slopes);
+        }
       }
       if (tiles.needs_mask(tile)) mask_tile(rows_of_s, at, smem);
       softmax.update(rows_of_s, rows_of_o, params.logits.scale_log2);

@@ -104,6 +104,17 @@ __device__ __forceinline__ bool has_alibi(const KernelSegment& params) {
          (!Traits::kTransforms || params.position == Position::kAlibi);
 }
 template <class Traits>
+__device__ __forceinline__ bool has_head_factors(const KernelSegment& params) {
+  return Traits::kTransforms &&
+         (params.extras.scale_q != nullptr || params.extras.scale_k != nullptr);
+}
+// Most launches need one branch to know that nothing is between the product and the mask.
+template <class Traits>
+__device__ __forceinline__ bool changes_scores(const KernelSegment& params) {
+  return !Traits::kTransforms || has_soft_cap<Traits>(params) || has_alibi<Traits>(params) ||
+         has_head_factors<Traits>(params);
+}
+template <class Traits>
 __device__ __forceinline__ Mask mask_of(const KernelSegment& params) {
   return Traits::kTransforms ? params.mask : Traits::kVariant.mask;
 }

@@ -38,20 +38,6 @@ struct OwnRows {
     return tile + (column / kBlockColumns * kTileRows + row) * kBlockColumns +
            chunk * kChunkElements + column % kChunkElements;
   }
-
-  // Calls visit(chunk) for the thread's own chunks.
-  template <int kHeadDim, class Visitor>
-  __device__ __forceinline__ void for_each_chunk(Visitor visit) const {
-    Copy copy(thread);
-    Element* own = place(copy.first_row, copy.column);
-#pragma unroll 1
-    for (int pass = 0; pass < kPasses; ++pass) {
-      CUTE_UNROLL
-      for (int block = 0; block < kHeadDim / kBlockColumns; ++block) {
-        visit(own + pass * kPassElements + block * kTileRows * kBlockColumns);
-      }
-    }
-  }
 };
 
 // 8-bit elements of a tile, as TileCopy leaves them, to the tile's own.
@@ -71,17 +57,45 @@ struct RowWidening {
   }
 
  private:
+  // Chunks that are loaded before the first is stored, so that they wait for shared memory
+  // together.
+  static constexpr int kBlocks = kHeadDim / Rows::kBlockColumns;
+  static constexpr int kPassesAtOnce = std::clamp(4 / kBlocks, 1, Rows::kPasses);
+
   template <DType kFrom>
   __device__ __forceinline__ void run() const {
-    int narrow = typename Rows::Copy(rows.thread).narrow_offset();
-    rows.template for_each_chunk<kHeadDim>([&](typename Rows::Element* chunk) {
-      auto* bytes = reinterpret_cast<char*>(chunk);
-      uint2 eight = *reinterpret_cast<const uint2*>(bytes + narrow);
-      FourElements low = widen<kFrom, kTo>(eight.x);
-      FourElements high = widen<kFrom, kTo>(eight.y);
-      *reinterpret_cast<uint4*>(bytes) =
-          make_uint4(low.pair[0], low.pair[1], high.pair[0], high.pair[1]);
-    });
+    typename Rows::Copy copy(rows.thread);
+    auto* own = reinterpret_cast<char*>(rows.place(copy.first_row, copy.column));
+#pragma unroll 1
+    for (int pass = 0; pass < Rows::kPasses; pass += kPassesAtOnce) {
+      uint2 bytes[kPassesAtOnce][kBlocks];
+      CUTE_UNROLL
+      for (int i = 0; i < kPassesAtOnce; ++i) {
+        CUTE_UNROLL
+        for (int block = 0; block < kBlocks; ++block) {
+          bytes[i][block] =
+              *reinterpret_cast<const uint2*>(own + offset(pass + i, block) + copy.narrow_offset());
+        }
+      }
+      CUTE_UNROLL
+      for (int i = 0; i < kPassesAtOnce; ++i) {
+        CUTE_UNROLL
+        for (int block = 0; block < kBlocks; ++block) {
+          *reinterpret_cast<uint4*>(own + offset(pass + i, block)) =
+              eight_elements<kFrom>(bytes[i][block]);
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ static int offset(int pass, int block) {
+    return (pass * Traits::kRowsPerPass + block * kTileRows) * kBlockRowBytes;
+  }
+  template <DType kFrom>
+  __device__ __forceinline__ static uint4 eight_elements(uint2 bytes) {
+    FourElements low = widen<kFrom, kTo>(bytes.x);
+    FourElements high = widen<kFrom, kTo>(bytes.y);
+    return make_uint4(low.pair[0], low.pair[1], high.pair[0], high.pair[1]);
   }
 };
 
@@ -119,13 +133,9 @@ struct LaneAngles {
 
   // low: elements d ..., high: elements d + head_dim / 2 ... of a row.
   template <DType kDType>
-  __device__ __forceinline__ void rotate(void* low, void* high) const {
-    uint2 low_bits = *static_cast<const uint2*>(low);
-    uint2 high_bits = *static_cast<const uint2*>(high);
-    rotate_two<kDType>(low_bits.x, high_bits.x, by[0], by[1]);
-    rotate_two<kDType>(low_bits.y, high_bits.y, by[2], by[3]);
-    *static_cast<uint2*>(low) = low_bits;
-    *static_cast<uint2*>(high) = high_bits;
+  __device__ __forceinline__ void rotate(uint2& low, uint2& high) const {
+    rotate_two<kDType>(low.x, high.x, by[0], by[1]);
+    rotate_two<kDType>(low.y, high.y, by[2], by[3]);
   }
 
  private:
@@ -172,14 +182,22 @@ struct RowRotation {
       LaneAngles pass_step = LaneAngles::load(tables.pass_step + pair);
 #pragma unroll 1
       for (int i = 0; i < Rows::kRowsOfPass; i += Lanes::kRowsAtOnce) {
-        Element* low = rows.place(row + i, pair);
-        Element* high = rows.place(row + i, pair + half);
+        Element* low_place = rows.place(row + i, pair);
+        Element* high_place = rows.place(row + i, pair + half);
+        // All of them first: one latency, not one per pass.
+        uint2 low[Rows::kPasses], high[Rows::kPasses];
+        CUTE_UNROLL
+        for (int pass = 0; pass < Rows::kPasses; ++pass) {
+          low[pass] = *at(low_place, pass);
+          high[pass] = *at(high_place, pass);
+        }
         LaneAngles of_pass = angles;
         CUTE_UNROLL
         for (int pass = 0; pass < Rows::kPasses; ++pass) {
-          of_pass.template rotate<kDType>(low + pass * Rows::kPassElements,
-                                          high + pass * Rows::kPassElements);
-          of_pass.turn(pass_step);
+          of_pass.template rotate<kDType>(low[pass], high[pass]);
+          *at(low_place, pass) = low[pass];
+          *at(high_place, pass) = high[pass];
+          if (pass + 1 < Rows::kPasses) of_pass.turn(pass_step);
         }
         angles.turn(LaneAngles::load(tables.row_step + pair));
       }
@@ -192,20 +210,26 @@ struct RowRotation {
     for_each_unit([&](int pair, int first_row) {
 #pragma unroll 1
       for (int i = 0; i < Rows::kRowsOfPass; i += Lanes::kRowsAtOnce) {
-        Element* low = rows.place(first_row + i, pair);
-        Element* high = rows.place(first_row + i, pair + half);
+        uint2* low = at(rows.place(first_row + i, pair), 0);
+        uint2* high = at(rows.place(first_row + i, pair + half), 0);
 #pragma unroll 1
         for (int row = first_row + i; row < min(end_row, kTileRows); row += Traits::kRowsPerPass) {
           LaneAngles::at(position_of(row), tables.frequency + pair)
-              .template rotate<kDType>(low, high);
-          low += Rows::kPassElements;
-          high += Rows::kPassElements;
+              .template rotate<kDType>(*low, *high);
+          low += kPassStride;
+          high += kPassStride;
         }
       }
     });
   }
 
  private:
+  static constexpr int kPassStride = Rows::kPassElements * sizeof(Element) / sizeof(uint2);
+
+  __device__ __forceinline__ static uint2* at(Element* place, int pass) {
+    return reinterpret_cast<uint2*>(place) + pass * kPassStride;
+  }
+
   // Calls visit(pair, row) for what this lane has of the warp's rows, their first pair and row.
   template <class Visitor>
   __device__ __forceinline__ void for_each_unit(Visitor visit) const {
@@ -280,7 +304,7 @@ struct OperandTransform<Traits, true> {
   // The scales of the heads' fp8 operands. scores: (rows, columns) of this thread.
   template <class Scores, class At>
   __device__ __forceinline__ void scores(Scores& scores, const At& at) const {
-    if (params.extras.scale_q == nullptr && params.extras.scale_k == nullptr) return;
+    if (!has_head_factors<Traits>(params)) return;
     CUTE_UNROLL
     for (int r = 0; r < size<0>(scores); ++r) {
       float factor = smem.transform.row_factor[at.tile_row(r)];
