@@ -11,9 +11,7 @@ import os
 import pytest
 
 # Not holes in a build: an [[exclude]] of forward.toml says why there is no such kernel.
-NOT_IN_THE_MATRIX = (
-    ("fa3", "mask custom"),
-)
+NOT_IN_THE_MATRIX = (("fa3", "mask custom"),)
 
 
 @functools.cache

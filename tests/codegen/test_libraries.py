@@ -32,8 +32,8 @@ _IN_MASK = (
 )
 _IN_GATHER = "words of the gathering producers' item loop; their row loops hold no LDL or STL"
 _IN_TRANSFORM = (
-    "addresses and counters of the producers between the tiles that they transform; a consumer's main "
-    "loop holds no LDL or STL, at d256 nine reloads a tile"
+    "addresses and counters of the producers between the tiles that they transform; a consumer's "
+    "main loop holds no LDL or STL, at d256 nine reloads a tile"
 )
 _BETWEEN_ITEMS = "where items begin and end; the main loop holds no LDL or STL in SASS"
 
