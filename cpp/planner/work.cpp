@@ -10,6 +10,17 @@ ItemCost item_cost(const FamilyTraits& family, std::int32_t tile_n) {
   return cost;
 }
 
+namespace {
+
+// The first tile behind the diagonal of these rows, where that tells something.
+std::int32_t diagonal_end(const Problem& problem, MaskBounds bounds, RowSpan rows,
+                          std::int32_t tile_n) {
+  bounds.causal |= problem.mask == Mask::kCustom;
+  return ceil_div(bounds.end_key(rows.last), tile_n);
+}
+
+}  // namespace
+
 // NOTE: validate() bounds qo_len * group by kMaxRequestLength, so that int32 holds it.
 std::int64_t count_query_tiles(const SegmentPlan& segment) {
   const std::int32_t group = segment.problem.gqa_ratio();
@@ -37,7 +48,8 @@ std::vector<QueryTile> query_tiles(const SegmentPlan& segment) {
       const RowSpan span{row / group, (row + count - 1) / group};
       const TileRange range =
           touched_tiles(bounds, span, {0, info.kv_len}, tile.keys, problem.mask);
-      *next++ = {request, row, count, range.begin, range.end};
+      *next++ = {request,     row,       count,
+                 range.begin, range.end, diagonal_end(problem, bounds, span, tile.keys)};
     }
     ++request;
   }
@@ -71,7 +83,8 @@ void append_chunks(const QueryTile& tile, std::int32_t chunk_tiles, const ItemCo
     const std::int32_t end = c == chunks.last ? tile.kv_end : (c + 1) * chunk_tiles;
     unit.kv_tiles = end - begin;
     unit.chunk = static_cast<std::int16_t>(c);
-    unit.cost = cost.of(unit.kv_tiles, unit.partial());
+    const std::int32_t behind = std::clamp(end - tile.diagonal_end, 0, unit.kv_tiles);
+    unit.cost = cost.of(unit.kv_tiles, unit.partial()) - behind * ItemCost::kBehindDiagonal;
     if (unit.partial()) {
       const std::int64_t rows_before = std::int64_t{c - chunks.first} * tile.rows;
       unit.partial_row = static_cast<std::int32_t>(segment.num_partial_rows + rows_before);

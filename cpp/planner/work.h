@@ -26,6 +26,10 @@ struct CostModel {
 // time, so errors of this model remain.
 struct ItemCost {
   static constexpr std::int32_t kTile = 4;
+  // Which tiles a custom mask keeps is known on the device alone, but most masks are causal ones
+  // with something on top. A tile behind the diagonal counts this much less: little enough to give
+  // all CTAs as many tiles if all are kept, and enough to give all of them early and late rows.
+  static constexpr std::int32_t kBehindDiagonal = 1;
   std::int32_t item = CostModel::kItem * kTile;
   std::int32_t partial = CostModel::kPartial * kTile;  // more, as in CostModel
 
@@ -42,6 +46,7 @@ struct QueryTile {
   std::int32_t rows = 0;
   std::int32_t kv_begin = 0;
   std::int32_t kv_end = 0;
+  std::int32_t diagonal_end = 0;  // custom masks: the tiles from here on lie behind the diagonal
 
   std::int32_t kv_tiles() const { return kv_end - kv_begin; }
 };

@@ -34,6 +34,9 @@ _IN_GATHER = "words of the gathering producers' item loop; their row loops hold 
 _IN_TRANSFORM = (
     "addresses and counters of the producers between the tiles that they transform; a consumer's "
     "main loop holds no LDL or STL, at d256 nine reloads a tile"
+_IN_SCAN = (
+    "words of the producer that looks through a mask's bits, above all where it also gathers; "
+    "consumers reload up to seven words a tile (d64, d256) and store them between items"
 )
 _BETWEEN_ITEMS = "where items begin and end; the main loop holds no LDL or STL in SASS"
 
@@ -78,6 +81,7 @@ ALLOWED_SPILLS = [
     AllowedSpill(
         {"family": "sm90", "head_dim": "256", "arrival": "transformed"}, 500, _IN_TRANSFORM
     ),
+    AllowedSpill({"family": "sm90", "mask": "custom"}, 320, _IN_SCAN),
 ]
 
 

@@ -150,15 +150,15 @@ def test_excluded_variants_do_not_exist(matrix):
     for variant in matrix.variants:
         assert not (variant.family != "cpu" and variant.q_dtype == "f32")
         assert not (variant.family != "sm80" and variant.tile_class == "decode")
-        assert not (variant.family == "sm90" and variant.mask == "custom")
 
 
-def test_hopper_kernels_cover_every_head_dim_dtype_and_logits(matrix):
+def test_hopper_kernels_cover_every_head_dim_dtype_and_option(matrix):
     full = matrix.select("full", ["sm90"])
-    found = [(v.q_dtype, v.head_dim, v.logits, v.position, v.arrival) for v in full]
+    found = [(v.q_dtype, v.head_dim, v.logits, v.position, v.mask, v.arrival) for v in full]
     heads = ("64", "128", "192x128", "256")
-    axes = (("plain", "softcap"), ("none", "alibi"), ("direct", "transformed"))
-    assert sorted(found) == sorted(itertools.product(("f16", "bf16"), heads, *axes))
+    axes = (("plain", "softcap"), ("none", "alibi"), ("bounds", "custom"), ("direct", "transformed"))
+    expected = itertools.product(("f16", "bf16"), heads, *axes)
+    assert sorted(found) == sorted(row for row in expected if row[-2:] != ("custom", "transformed"))
     for variant in matrix.select("full", ["sm90"]):
         # A producer warpgroup, and a consumer warpgroup for each 64 rows.
         assert variant.tile.warps == 4 * (1 + variant.tile.m // 64), variant.id
@@ -296,7 +296,7 @@ BAD_EDITS = [
     ("forward.toml", 'schedule = "persistent"', 'schedule = "forever"', "forever"),
     ("forward.toml", 'compiled_for = "90a"', "", "go together"),
     ("forward.toml", 'preference = ["sm90", ', "preference = [", "each family"),
-    ("forward.toml", "custom = { cpp", "softcap = { cpp", "custom"),
+    ("forward.toml", "decode = { cpp", "short = { cpp", "decode"),
     ("forward.toml", '["f16", "bf16"', '["f16", "f16", "bf16"', "twice"),
     ("tiles.toml", 'head_dim = "64"', 'head_dim = "128"', "rows match"),
     ("tiles.toml", 'why = "', 'because = "', "because"),

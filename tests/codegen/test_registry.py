@@ -261,14 +261,11 @@ def test_sm90_has_tall_tiles_alone(tile_class):
     assert _core.find_id(wanted) == "sm90_bf16_d128"
 
 
-def test_custom_masks_on_sm90_point_to_fa2():
+def test_sm90_has_custom_masks():
     if not compiled_ids("sm90"):
         pytest.skip("built without sm90 kernels")
-    sentence = _core.find_error(variant(family="sm90", mask="custom"))
-    assert 'backend "fa3" has no compiled kernel' in sentence
-    assert "mask custom" in sentence
-    assert 'backend "fa2", which "auto" takes then' in sentence
-    assert "PREFLASH_PRESET=full" not in sentence
+    wanted = variant(family="sm90", q_dtype="bfloat16", kv_dtype="bfloat16", mask="custom")
+    assert _core.find_id(wanted) == "sm90_bf16_d128_custom"
 
 
 def test_an_absent_family_says_which_library_is_missing():
@@ -280,7 +277,8 @@ def test_an_absent_family_says_which_library_is_missing():
     assert 'backend "cpu" (tensors on the CPU)' in sentence
     assert "PREFLASH_CUDA=ON and 90 among PREFLASH_ARCHS" in sentence
     # No build would serve this one.
-    assert "PREFLASH_ARCHS" not in _core.find_error(variant(family="sm90", mask="custom"))
+    float32 = variant(family="sm90", q_dtype="float32", kv_dtype="float32")
+    assert "PREFLASH_ARCHS" not in _core.find_error(float32)
 
 
 @pytest.mark.parametrize("family", ["sm80", "sm90"])

@@ -1,4 +1,4 @@
-"""GPU tests run on every GPU backend that serves what they ask for."""
+"""GPU tests run on every GPU backend."""
 
 from collections.abc import Iterable
 
@@ -10,16 +10,10 @@ GPU_BACKENDS = ("fa2", "fa3")
 on_every_backend = pytest.mark.parametrize("backend", GPU_BACKENDS)
 
 
-def serves(backend: str, case: Case) -> bool:
-    """fa3 has no kernels for custom masks."""
-    return backend != "fa3" or not case.has_custom_mask
-
-
 def backends_and_cases(cases: Iterable[Case]) -> list:
-    """Values of ("backend", "case"): each case on each backend that serves it."""
+    """Values of ("backend", "case"): each case on each backend."""
     return [
         pytest.param(backend, case, id=f"{backend}-{case.id}")
         for case in cases
         for backend in GPU_BACKENDS
-        if serves(backend, case)
     ]

@@ -7,7 +7,6 @@ import math
 import pytest
 import torch
 from backends import backends_and_cases, on_every_backend
-from preflash import _core
 from preflash.testing import (
     Case,
     KvForm,
@@ -52,19 +51,13 @@ def test_auto_takes_fa3_where_it_runs():
     runner.compare(inputs, *runner.run(wrapper, inputs)).check()
 
 
-def test_auto_falls_to_fa2_for_custom_masks():
-    plain = Case("plain", (33, 5), (70, 200), 4, 2, 128, dtype=torch.float16)
-    wrapper, inputs = planned(dataclasses.replace(plain, mask=MaskKind.CUSTOM), "auto")
-    assert wrapper._backend == "fa2"
-    assert wrapper.variant.startswith("sm80_")
+def test_auto_stays_on_fa3_with_a_custom_mask():
+    wrapper, inputs = planned(dataclasses.replace(CASE, mask=MaskKind.CUSTOM), "auto")
+    best, family = ("fa2", "sm80") if why_no_fa3() else ("fa3", "sm90")
+    assert wrapper._backend == best
+    assert wrapper.variant.startswith(f"{family}_bf16_d128")
+    assert wrapper.variant.endswith("_custom")
     runner.compare(inputs, *runner.run(wrapper, inputs)).check()
-
-
-def test_custom_masks_on_fa3_are_refused_by_name(fa3):
-    with pytest.raises(NotImplementedError, match="mask custom") as refused:
-        planned(Case("custom", (9,), (70,), 2, 1, 128, mask=MaskKind.CUSTOM), fa3)
-    if any(kernel["backend"] == "fa2" for kernel in _core.kernels()):
-        assert 'backend "fa2", which "auto" takes then' in str(refused.value)
 
 
 def test_explicit_fa3_never_becomes_fa2():
@@ -86,7 +79,7 @@ def test_decode_batches_take_the_tall_tile(fa3):
 # --- the same answers ----------------------------------------------------------
 
 AGREE = [
-    *(case for case in cases.core()[1::2] if not case.has_custom_mask),
+    *cases.core()[1::2],
     Case("long", (700, 1), (3000, 5000), 8, 1, 128, page_size=16, mask=MaskKind.CAUSAL),
     Case("group7", (130, 40), (700, 40), 7, 1, 64, mask=MaskKind.CAUSAL),
 ]

@@ -250,8 +250,6 @@ def test_run_costs_no_sync_with_device_indptr(backend, request):
 @pytest.mark.parametrize("case", [CASE, SPLIT, MASKED], ids=lambda case: case.name)
 def test_run_on_another_stream_waits_for_the_upload(backend, case, non_blocking):
     """On the device: the host waits for neither stream, and the caller's arrays may change."""
-    if case is MASKED and backend != "fa2":
-        pytest.skip("custom masks are fa2's")
     inputs = build(case, device="cuda", index_device="cpu")
     if inputs.custom_mask is not None:
         inputs.custom_mask = inputs.custom_mask.cpu()

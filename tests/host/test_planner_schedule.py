@@ -131,6 +131,21 @@ def test_sm90_lists_are_even_in_measured_time():
     assert np.ptp(np.diff(made.cta_begin)) >= 3, "even in items is another thing"
 
 
+@pytest.mark.parametrize(("num_tokens", "num_kv_heads"), [(4096, 8), (4096, 32), (1024, 8)])
+def test_lists_are_even_whatever_a_custom_mask_keeps(num_tokens, num_kv_heads):
+    """The planner does not see the bits: a causal mask and a full one have to spread evenly."""
+    heads = {"num_qo_heads": 32, "num_kv_heads": num_kv_heads}
+    tile = {"family": "sm90", "tile_m": 128, "tile_n": 128, "ctas_per_sm": 1}
+    mask_indptr = [0, num_tokens**2 // 8]
+    made = plan(**ragged([num_tokens], [num_tokens], mask_indptr=mask_indptr, **heads, **tile))
+    last_token = (made.items["row_begin"] + 127) * num_kv_heads // 32
+    overhead = 1.3  # in KV tiles
+    for tiles in (last_token // 128 + 1, np.full_like(last_token, num_tokens // 128)):
+        costs = np.concatenate([[0], np.cumsum(tiles + overhead)])
+        loads = np.diff(costs[made.cta_begin])
+        assert loads.max() <= 1.04 * loads.mean()
+
+
 def list_schedule(costs, slots):
     """When the last item ends if each goes to the slot that is free first."""
     free = [0] * slots

@@ -28,6 +28,12 @@ __device__ __forceinline__ void init_barriers(SharedStorage<Traits>& smem, bool 
     barriers.item_full[slot].init(1);
     barriers.item_empty[slot].init(Traits::kConsumerThreads + loading_warps * 32);
   }
+  if constexpr (Traits::kHasMaskBits) {
+    for (int slot = 0; slot < Traits::kTileSlots; ++slot) {
+      smem.kept.tile_full[slot].init(1);
+      smem.kept.tile_empty[slot].init(Traits::kConsumerWarps + loading_warps);
+    }
+  }
   cutlass::arch::fence_barrier_init();
 }
 
@@ -64,6 +70,12 @@ __global__ void __launch_bounds__(ForwardTraits<V>::kThreads, V::kTile.ctas_per_
     cutlass::arch::warpgroup_reg_dealloc<Traits::kProducerRegisters>();
     if constexpr (Traits::kTransforms) {
       produce_transformed(params, smem, begin, end);
+    } else if constexpr (Traits::kHasMaskBits) {
+      if (gather) {
+        produce_kept_gather(params, smem, begin, end);
+      } else {
+        produce_kept_tma(params, smem, begin, end);
+      }
     } else if (gather) {
       produce_gather(params, smem, begin, end);
     } else {

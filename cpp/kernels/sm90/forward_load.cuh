@@ -7,14 +7,48 @@
 //     both K and V; each lane looks up the page of one or two rows, two tiles ahead.
 //   produce_transformed: where operands are transformed, cp.async gathers every tensor as it is
 //     stored. All four warps copy and transform their rows of both K and V.
+//
+// With a custom mask the tiles are those that it leaves (kept_tiles.cuh). The warp that prepares
+// the items announces them, too.
 #pragma once
 
+#include "kernels/sm90/kept_tiles.cuh"
 #include "kernels/sm90/load_gather.cuh"
 #include "kernels/sm90/load_tma.cuh"
 #include "kernels/sm90/load_transformed.cuh"
 #include "kernels/sm90/work_items.cuh"
 
 namespace preflash::sm90 {
+
+// What the warps of produce_tma() do with a custom mask.
+template <class Traits>
+__device__ __forceinline__ void produce_kept_tma(const ParamsOf<Traits>& params,
+                                                 SharedStorage<Traits>& smem, int begin, int end) {
+  int warp = cutlass::canonical_warp_idx_sync();
+  ItemReader<Traits> items{smem};
+  KeptTileLoader<Traits> tiles;
+  auto take = [&] { return tiles.take(smem); };
+  if (warp == 0) {
+    QLoader<Traits> q{params.segments[0], smem};
+    TmaLoader<Traits, Operand::kK> k(params.segments[0], smem);
+    while (const ItemState* state = items.wait()) {
+      k.load_kept_tiles(*state, take, [&] { q.load(*state); });
+      items.release();
+    }
+  } else if (warp == 1) {
+    TmaLoader<Traits, Operand::kV> v(params.segments[0], smem);
+    while (const ItemState* state = items.wait()) {
+      v.load_kept_tiles(*state, take, [] {});
+      items.release();
+    }
+  } else if (warp == 2) {
+    KeptTileProducer<Traits> producer{params, smem, {params, smem, begin, end}};
+    while (!producer.done()) {
+      producer.announce_item();
+      while (producer.has_tile()) producer.announce_tile();
+    }
+  }
+}
 
 // Three warps load one CTA's share of the work list.
 template <class Traits>
@@ -40,6 +74,34 @@ __device__ __forceinline__ void produce_tma(const ParamsOf<Traits>& params,
     ItemProducer<Traits> items{params, smem, begin, end};
     while (!items.done()) items.announce();
   }
+}
+
+// What the warps of produce_gather() do with a custom mask. NOTE: an item is announced only once
+// the one before it has been loaded, because all of that one's tiles come first.
+template <class Traits>
+__device__ __forceinline__ void produce_kept_gather(const ParamsOf<Traits>& params,
+                                                    SharedStorage<Traits>& smem, int begin,
+                                                    int end) {
+  bool is_leader = cutlass::canonical_warp_idx_sync() == 0;
+  KeptTileProducer<Traits> producer{params, smem, {params, smem, begin, end}};
+  ItemReader<Traits> items{smem};
+  KeptTileLoader<Traits> tiles;
+  QLoader<Traits> q{params.segments[0], smem};
+  GatherLoader<Traits> rows(params.segments[0], smem);
+  auto take = [&] {
+    if (is_leader) producer.announce_tile();
+    return tiles.take(smem);
+  };
+  for (;;) {
+    if (is_leader) producer.announce_item();
+    const ItemState* state = items.wait();
+    if (state == nullptr) break;
+    rows.load_kept_tiles(*state, take, [&] {
+      if (is_leader) q.load(*state);
+    });
+    items.release();
+  }
+  rows.drain();
 }
 
 // The whole warpgroup loads one CTA's share: every warp copies rows, warp 0 also prepares the items

@@ -16,6 +16,8 @@
 // the next needs more: its LSE and normalizing factors are computed between 4 and 5 of the
 // transition's own step, everything else (struct Transition) in an earlier step.
 //
+// With mask bits a step finds out which tile the next one computes (kept_tiles.cuh).
+//
 // A warpgroup skips the tiles that none of its rows touches. After an item whose last tiles it
 // skips (as under a window), the item's last O and the next item's first S run by themselves.
 #pragma once
@@ -23,6 +25,7 @@
 #include "kernels/sm90/forward_epilogue.cuh"
 #include "kernels/sm90/forward_mask.cuh"
 #include "kernels/sm90/forward_products.cuh"
+#include "kernels/sm90/kept_tiles.cuh"
 #include "kernels/sm90/load_query.cuh"
 #include "kernels/sm90/speculative_softmax.cuh"
 
@@ -46,6 +49,7 @@ struct ForwardMainloop {
   ConsumerPipelineState<Traits::kStages> k_read = {};
   ConsumerPipelineState<Traits::kStages> v_read = {};
   std::uint32_t item_phase = 0;
+  KeptTileConsumer<Traits> kept = {};  // where mask bits decide which tiles there are
 
   __device__ __forceinline__ ForwardMainloop(const HopperSegment& params,
                                              SharedStorage<Traits>& smem, int warpgroup, int thread)
@@ -59,6 +63,7 @@ struct ForwardMainloop {
     order_barrier_init();
     Item item = read_item(0);
     TileMask mask = first_mask(item);
+    look_ahead(item);
     while (item.any()) {
       Transition transition = prologue(item, mask);
       for (;;) {
@@ -135,7 +140,32 @@ struct ForwardMainloop {
     prologue_q(q_read.index());
   }
 
-  __device__ __forceinline__ static bool prepares_in_first_step(const Item& item) {
+  __device__ __forceinline__ void look_ahead(const Item& item) {
+    if constexpr (Traits::kHasMaskBits) {
+      if (item.any()) kept.look_ahead(smem, [&](int tile) { return coordinates(item, tile); });
+    }
+  }
+  // While the products run.
+  __device__ __forceinline__ void make_mask(const Item& item) {
+    if constexpr (Traits::kHasMaskBits) {
+      kept.make_mask(coordinates(item, kept.tile.index()), item.own);
+      if (!kept.tile.is_last()) look_ahead(item);
+    }
+  }
+  __device__ __forceinline__ int first_tile(const Item& item) const {
+    return Traits::kHasMaskBits ? kept.tile.index() : item.own.end - 1;
+  }
+  __device__ __forceinline__ bool is_last(const Item& item, int tile) const {
+    return Traits::kHasMaskBits ? kept.tile.is_last() : tile == item.own.begin;
+  }
+  __device__ __forceinline__ bool is_masked(const Item& item, int tile) const {
+    return Traits::kHasMaskBits ? !kept.tile.is_whole() : item.own.needs_mask(tile);
+  }
+  __device__ __forceinline__ TileMask mask_of(const Item& item, int tile) const {
+    return Traits::kHasMaskBits ? kept.mask : TileMask::of_bounds(coordinates(item, tile));
+  }
+  __device__ __forceinline__ bool prepares_in_first_step(const Item& item) const {
+    if (Traits::kHasMaskBits) return kept.tile.is_last();
     return !Traits::kPreparesInLastStep || item.own.count() == 1;
   }
   __device__ __forceinline__ Transition prepare_transition(const Item& item) {
@@ -146,6 +176,7 @@ struct ForwardMainloop {
     if constexpr (Traits::kTransforms) {
       if (transition.next.any()) query_loader(transition.next).prefetch();
     }
+    look_ahead(transition.next);
     return transition;
   }
 
@@ -155,11 +186,13 @@ struct ForwardMainloop {
       skip_k();
       skip_v();
     }
+    kept.begin_step();
     wait_for_q(item);
     wait_for_qk();
     products.issue_qk(products.q(q_read.index()), k_read.index());
     order_barrier_arrive();
     start_scores(item);
+    make_mask(item);
     Transition transition;
     if (prepares_in_first_step(item)) transition = prepare_transition(item);
     products.template wait_qk<0>();
@@ -170,6 +203,7 @@ struct ForwardMainloop {
 
   // Runs the steps of the item's other tiles.
   __device__ __forceinline__ void run_steps(const Item& item, Transition& transition) {
+    if constexpr (Traits::kHasMaskBits) return run_kept_steps(item, transition);
     Tensor tSrQ = products.q(q_read.index());
     int tile = item.own.end - 2;
     for (; tile >= item.own.begin + Traits::kPreparesInLastStep; --tile) {
@@ -177,6 +211,16 @@ struct ForwardMainloop {
     }
     if (Traits::kPreparesInLastStep && tile >= item.own.begin) {
       step(tSrQ, item, tile, [&] { transition = prepare_transition(item); });
+    }
+  }
+  __device__ __forceinline__ void run_kept_steps(const Item& item, Transition& transition) {
+    Tensor tSrQ = products.q(q_read.index());
+    while (!kept.tile.is_last()) {
+      kept.begin_step();
+      step(tSrQ, item, kept.tile.index(), [&] {
+        make_mask(item);
+        if (kept.tile.is_last()) transition = prepare_transition(item);
+      });
     }
   }
   template <class Q, class Meanwhile>
@@ -195,12 +239,14 @@ struct ForwardMainloop {
                                                        const Transition& transition) {
     const Item& next = transition.next;
     for (int i = 0; i < next.skipped_first; ++i) skip_k();
+    kept.begin_step();
     wait_for_q(next);
     typename Epilogue::Prepared ready;
     Transition next_transition;
     multiply(products.q(q_read.index()), [&] {
       ready = prepare_o(last, transition);
       start_scores(next);
+      make_mask(next);
       if (prepares_in_first_step(next)) next_transition = prepare_transition(next);
     });
     finish_first_scores(next, transition.next_mask);
@@ -244,23 +290,23 @@ struct ForwardMainloop {
   __device__ __forceinline__ void finish_scores(const Item& item, int tile) {
     accept_scores(item, tile);
     bias.add_to(products.rows_of_s());
-    if (item.own.needs_mask(tile)) {
-      TileMask::of_bounds(coordinates(item, tile)).apply(products.rows_of_s());
-    }
+    if (is_masked(item, tile)) mask_of(item, tile).apply(products.rows_of_s());
   }
   // Also sets the rows' first references, which does not need O.
   __device__ __forceinline__ void finish_first_scores(const Item& item, const TileMask& mask) {
-    int tile = item.own.end - 1;
+    int tile = first_tile(item);
     accept_scores(item, tile);
     bias.add_to_first(coordinates(item, tile), products.rows_of_s());
-    if (item.own.needs_mask(tile)) mask.apply(products.rows_of_s());
+    if (is_masked(item, tile)) {
+      (Traits::kHasMaskBits ? kept.mask : mask).apply(products.rows_of_s());
+    }
     softmax.begin(products.rows_of_s(), bias.shift(tile));
     products.first_pv = GMMA::ScaleOut::Zero;
   }
   __device__ __forceinline__ void accept_scores(const Item& item, int tile) {
     release(smem.barriers.k_empty[k_read.index()]);
     k_read.advance();
-    if (tile == item.own.begin) release(smem.barriers.q_empty[q_read.index()]);
+    if (is_last(item, tile)) release(smem.barriers.q_empty[q_read.index()]);
     factors.apply(params, products.rows_of_s());
     transform_logits<Traits::kVariant.logits>(products.tSrS, params.logits);
   }
@@ -277,7 +323,7 @@ struct ForwardMainloop {
                    params.logits.scale_log2);
   }
   __device__ __forceinline__ void make_first_p(const Item& item) {
-    softmax.make_first(products.rows_of_s(), bias.shift(item.own.end - 1), products.tOrP,
+    softmax.make_first(products.rows_of_s(), bias.shift(first_tile(item)), products.tOrP,
                        params.logits.scale_log2);
   }
 
@@ -298,7 +344,7 @@ struct ForwardMainloop {
   }
   __device__ __forceinline__ TileMask first_mask(const Item& item) const {
     int tile = item.own.end - 1;
-    if (!item.any() || !item.own.needs_mask(tile)) return {};
+    if (Traits::kHasMaskBits || !item.any() || !item.own.needs_mask(tile)) return {};
     return TileMask::of_bounds(coordinates(item, tile));
   }
   __device__ __forceinline__ Epilogue epilogue(const Item& item) const {

@@ -2,6 +2,7 @@
 // their place adds to them. What treats scores by their place is a policy on ScoreCoordinates.
 #pragma once
 
+#include "kernels/common/mask.cuh"
 #include "kernels/sm90/forward_params.cuh"
 #include "kernels/sm90/forward_traits.cuh"
 #include "kernels/sm90/speculative_softmax.cuh"
@@ -94,6 +95,54 @@ struct TileMask {
     return mask;
   }
 
+  // A custom mask's bits on their way: 32 columns of both rows to each lane of a quad. They live
+  // through a softmax, so the shifts share a register.
+  struct RawBits {
+    std::uint32_t low[Coordinates::kRows];
+    std::uint32_t high[Coordinates::kRows];
+    unsigned shifts = 0;
+
+    __device__ __forceinline__ std::uint32_t columns(int r) const {
+      return MaskWords{low[r], high[r], shifts >> r * 8}.bits();
+    }
+  };
+  __device__ __forceinline__ static RawBits read_bits(const Coordinates& coordinates) {
+    RawBits raw;
+    CUTE_UNROLL
+    for (int r = 0; r < Coordinates::kRows; ++r) {
+      MaskWords words = words_at(coordinates, r, coordinates.first_key() + lane_column());
+      raw.low[r] = words.low;
+      raw.high[r] = words.high;
+      raw.shifts |= words.shift << r * 8;
+    }
+    return raw;
+  }
+  // They mean nothing outside the bounds.
+  __device__ __forceinline__ static TileMask of_bits(const Coordinates& coordinates,
+                                                     const RawBits& raw) {
+    static_assert(kWords == 1);
+    auto tail = coordinates.tail();
+    TileMask mask;
+    CUTE_UNROLL
+    for (int r = 0; r < Coordinates::kRows; ++r) {
+      std::uint32_t columns = raw.columns(r);
+      if (tail.shift > 0) columns = with_tail(coordinates, r, tail, columns);
+      mask.bits[r][0] = exchange_columns(group_columns(columns));
+    }
+    return mask;
+  }
+  __device__ __forceinline__ TileMask operator&(const TileMask& other) const {
+    TileMask both;
+    CUTE_UNROLL
+    for (int r = 0; r < Coordinates::kRows; ++r) {
+      CUTE_UNROLL
+      for (int word = 0; word < kWords; ++word) {
+        both.bits[r][word] = bits[r][word] & other.bits[r][word];
+      }
+    }
+    return both;
+  }
+
   template <class Scores>
   __device__ __forceinline__ void apply(Scores&& scores) const {
     CUTE_UNROLL
@@ -113,6 +162,46 @@ struct TileMask {
   }
   __device__ __forceinline__ static std::uint32_t columns_in(int begin, int end) {
     return columns_before(max(end, 0)) & ~columns_before(max(begin, 0));
+  }
+
+  // The first of the 32 columns whose bits this lane reads.
+  __device__ __forceinline__ static int lane_column() { return lane_id() % 4 * 32; }
+  // The bits of row r from `key` on, which is 0 or more.
+  __device__ __forceinline__ static MaskWords words_at(const Coordinates& coordinates, int r,
+                                                       int key) {
+    const RequestInfo& request = coordinates.state.request;
+    const std::uint8_t* bits = coordinates.params.extras.mask_bits + request.mask_begin;
+    // NOTE: neither rows past the item's end nor keys past the request's have bits.
+    std::int64_t token = min(coordinates.token(r), request.qo_len - 1);
+    return load_mask_words(bits, token * request.kv_len + min(key, request.kv_len - 1));
+  }
+  // `columns` are right before the tail's edge; behind it the keys stand further right.
+  template <class Tail>
+  __device__ __forceinline__ static std::uint32_t with_tail(const Coordinates& coordinates, int r,
+                                                            const Tail& tail,
+                                                            std::uint32_t columns) {
+    int column = lane_column();
+    if (column + 32 <= tail.edge) return columns;
+    std::uint32_t before = tail.edge > column ? (1u << (tail.edge - column)) - 1 : 0u;
+    int key = coordinates.first_key() + column - tail.shift;
+    if (key <= -32) return columns & before;
+    std::uint32_t behind = words_at(coordinates, r, max(key, 0)).bits() << max(-key, 0);
+    return columns & before | behind & ~before;
+  }
+  // Bits 8 i + 2 q + {0, 1} belong to lane q of the quad: they become bits 8 q + 2 i + {0, 1}. A
+  // transpose of pairs, by two swaps of a bit of i with one of q.
+  __device__ __forceinline__ static std::uint32_t group_columns(std::uint32_t bits) {
+    std::uint32_t differ = (bits >> 6 ^ bits) & 0x00cc00ccu;
+    bits ^= differ ^ differ << 6;
+    differ = (bits >> 12 ^ bits) & 0x0000f0f0u;
+    return bits ^ differ ^ differ << 12;
+  }
+  // Byte q of lane i becomes byte i of lane q.
+  __device__ __forceinline__ static std::uint32_t exchange_columns(std::uint32_t bytes) {
+    std::uint32_t other = __shfl_xor_sync(0xffffffffu, bytes, 1);
+    bytes = __byte_perm(bytes, other, lane_id() % 2 == 0 ? 0x6240 : 0x3715);
+    other = __shfl_xor_sync(0xffffffffu, bytes, 2);
+    return __byte_perm(bytes, other, lane_id() % 4 < 2 ? 0x5410 : 0x3276);
   }
 };
 
@@ -143,7 +232,10 @@ struct AlibiBias {
     PackedRow packed = coordinates.packed(coordinates.warp_row + lane_id() % kWarpRows);
     int head = query_head(params, coordinates.state.item, packed);
     float slope = alibi_slope(head, params.num_qo_heads) * params.x_per_logit;
-    int last_key = coordinates.bounds().end_key(packed.token) - 1;
+    // NOTE: what a custom mask leaves usually ends at the diagonal, too.
+    MaskBounds bounds = coordinates.bounds();
+    bounds.causal |= Traits::kHasMaskBits;
+    int last_key = bounds.end_key(packed.token) - 1;
     AlibiBias bias;
     CUTE_UNROLL
     for (int r = 0; r < Coordinates::kRows; ++r) {

@@ -33,7 +33,6 @@ template <class V>
 struct ForwardTraits {
   static constexpr Variant kVariant = V::kVariant;
   static constexpr TileShape kTile = V::kTile;
-  static_assert(kVariant.mask == Mask::kBounds, "custom masks run on fa2");
 
   // Whether Q, K and V may lie in memory in another form than they are multiplied in: 8 bits wide,
   // or not rotated yet (forward_transform.cuh).
@@ -72,12 +71,17 @@ struct ForwardTraits {
   static_assert(kTileN % 16 == 0 && kTileN <= 256);
   static constexpr int kMaxBoxes = kTileN / 8;  // of a K or V tile: a box has at least 8 rows
 
+  // A custom mask's tiles are known only once its bits have been read: a producer warp announces
+  // those that it leaves (kept_tiles.cuh), a pipeline's depth before they are loaded.
+  static constexpr bool kHasMaskBits = kVariant.mask == Mask::kCustom;
+  static constexpr int kTileSlots = 4 * kStages;
+
   // Whether a warpgroup skips the tiles that none of its rows touches (the upper rows of a causal
   // item do not touch its last tiles). Only tiles of few keys leave a warpgroup such tiles.
   // NOTE: a warpgroup that skips an item's first tiles still holds V of the item before, while the
   // others need a buffer for each of those tiles: V must have as many other buffers.
-  static constexpr bool kSkipsTiles =
-      kTileN <= kWarpgroupRows && (kConsumers - 1) * kWarpgroupRows <= (kStages - 1) * kTileN;
+  static constexpr bool kSkipsTiles = !kHasMaskBits && kTileN <= kWarpgroupRows &&
+                                      (kConsumers - 1) * kWarpgroupRows <= (kStages - 1) * kTileN;
 
   // K and V as they are stored, where they are transformed: a tile of both in 8 bits, or of K alone
   // in 16 bits, whose V needs no transform.
@@ -96,7 +100,8 @@ struct ForwardTraits {
           : 1;
 
   // The step of an item in which a warpgroup prepares the transition to the next: its last, or its
-  // first (measured: docs/dev/experiments.md).
+  // first (measured: docs/dev/experiments.md). NOTE: the item that follows is announced only behind
+  // the last tile that a custom mask keeps of this one.
   static constexpr bool kPreparesInLastStep = !kSkipsTiles;
 
   // The launch bounds divide the 65536 registers evenly, in multiples of 8; setmaxnreg then moves
@@ -164,6 +169,7 @@ inline constexpr int kItemSlots = 4;
 //   *_empty     one lane of each consumer warp: only the tensor core has read the buffer
 //   item_full   one thread
 //   item_empty  every thread that has read the item: the consumers and the loading warps
+//   tile_full   one thread; tile_empty one lane of each warp that consumes or loads tiles
 template <int kQStages, int kStages>
 struct Barriers {
   TransactionBarrier q_full[kQStages];
@@ -183,6 +189,27 @@ struct NamedBarriers {
   static constexpr int kReserved = 8;               // CUTLASS's own come first
   static_assert(kReserved + kWarpgroup + kMaxConsumers <= 16);
 };
+
+// A KV tile of which a custom mask keeps something, in one word of shared memory and one register.
+struct KeptTile {
+  enum Flags { kLast = 1, kWhole = 2 };
+
+  int word = 0;
+
+  __device__ __forceinline__ int index() const { return word / 4; }
+  __device__ __forceinline__ bool is_last() const { return word & kLast; }    // of its item
+  __device__ __forceinline__ bool is_whole() const { return word & kWhole; }  // all rows keep all
+};
+
+// The pipeline of kept tiles.
+template <class Traits>
+struct KeptTiles {
+  KeptTile tiles[Traits::kTileSlots];
+  Barrier tile_full[Traits::kTileSlots];
+  Barrier tile_empty[Traits::kTileSlots];
+};
+
+struct NoKeptTiles {};
 
 // The coordinates at which a TMA box of K or V begins (tensor_map.h).
 struct alignas(16) TmaCoordinates {
@@ -213,6 +240,7 @@ struct SharedStorage : TransformStorage<Traits> {
   TmaCoordinates k_coordinates[Traits::kMaxBoxes];  // of the tile whose boxes are being issued
   TmaCoordinates v_coordinates[Traits::kMaxBoxes];
   Barriers<Traits::kQStages, Traits::kStages> barriers;
+  conditional_t<Traits::kHasMaskBits, KeptTiles<Traits>, NoKeptTiles> kept;
 };
 
 __device__ __forceinline__ int lane_id() { return threadIdx.x % 32; }

@@ -64,6 +64,31 @@ struct GatherLoader {
     fetch_v(rows, begin);
   }
 
+  // The same for the tiles that a custom mask leaves; take() waits for the next one. The page
+  // lookup runs one tile ahead.
+  template <class Take, class AfterFirst>
+  __device__ __forceinline__ void load_kept_tiles(const ItemState& state, Take&& take,
+                                                  AfterFirst&& after_first) {
+    item = ItemKeys::of(state);
+    auto current = take();
+    RowSlots rows = find_rows(current.index());
+    auto next = current.is_last() ? current : take();
+    RowSlots next_rows = find_rows(next.index());
+    fetch_k(rows, current.index());
+    after_first();
+    while (!current.is_last()) {
+      auto ahead = next.is_last() ? next : take();
+      RowSlots ahead_rows = find_rows(ahead.index());
+      fetch_k(next_rows, next.index());
+      fetch_v(rows, current.index());
+      current = next;
+      rows = next_rows;
+      next = ahead;
+      next_rows = ahead_rows;
+    }
+    fetch_v(rows, current.index());
+  }
+
   __device__ __forceinline__ void drain() {
     cp_async_wait<0>();
     publish();

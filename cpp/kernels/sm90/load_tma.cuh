@@ -84,6 +84,22 @@ struct TmaLoader {
     }
   }
 
+  // The same for the tiles that a custom mask leaves; take() waits for the next one.
+  template <class Take, class AfterFirst>
+  __device__ __forceinline__ void load_kept_tiles(const ItemState& state, Take&& take,
+                                                  AfterFirst&& after_first) {
+    item = ItemKeys::of(state);
+    for (bool is_first = true, is_last = false; !is_last; is_first = false) {
+      auto next = take();
+      TmaCoordinates coordinates = find_coordinates(next.index());
+      empty(write.index()).wait(write.phase() ^ 1);
+      fetch(coordinates);
+      write.advance();
+      if (is_first) after_first();
+      is_last = next.is_last();
+    }
+  }
+
  private:
   __device__ __forceinline__ Barrier& empty(int stage) const {
     return kOperand == Operand::kK ? smem.barriers.k_empty[stage] : smem.barriers.v_empty[stage];

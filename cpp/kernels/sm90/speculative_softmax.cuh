@@ -12,6 +12,8 @@
 // reference moves, and computing a tile again with the same reference gives the same bits.
 #pragma once
 
+#include <cutlass/numeric_conversion.h>
+
 #include "kernels/common/online_softmax.cuh"
 
 namespace preflash::sm90 {

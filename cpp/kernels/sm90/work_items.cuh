@@ -47,6 +47,13 @@ struct ItemProducer {
 
   // Announces the next item, or an item without tiles at the end of the work list.
   __device__ __forceinline__ void announce() {
+    announce(
+        [](const WorkItem&, const RequestInfo&, int, const TileRange& tiles) { return tiles; });
+  }
+  // With mask bits, kept(item, request, num_rows, tiles) returns the tiles, which the bounds leave,
+  // or none if the bits leave nothing of them.
+  template <class Kept>
+  __device__ __forceinline__ void announce(Kept&& kept) {
     WorkItem item;
     RequestInfo request;
     TileRange tiles = {};
@@ -57,6 +64,7 @@ struct ItemProducer {
       const HopperSegment& segment = params.segment_of(request);
       num_rows = min(request.qo_len * segment.group_size - item.row_begin, segment.rows_per_tile);
       tiles = tiles_of_rows<Traits>(segment, item, request, 0, num_rows);
+      if constexpr (Traits::kHasMaskBits) tiles = kept(item, request, num_rows, tiles);
       if (tiles.count() > 0) break;
       ForwardEpilogue<Traits>{segment, item, request, num_rows}.run_empty();
     }

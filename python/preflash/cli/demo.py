@@ -211,7 +211,7 @@ def _example(demo: Demo) -> None:
     )
     try:
         plan_seconds = demo.timed_plan(lambda: wrapper.plan(*table, *heads, custom_mask=mask))
-    except NotImplementedError as error:  # fa3 alone serves no custom masks
+    except NotImplementedError as error:  # a build without that kernel
         demo.left_out.append(f"example, custom mask: {error}")
         for _ in range(num_layers):
             demo.progress.step("example: left out")

@@ -205,7 +205,7 @@ class Trial:
         case = self.inputs.case
         pairs = sum(a * b for a, b in zip(case.qo_lens, case.kv_lens, strict=True))
         mask = None
-        if not case.has_custom_mask and self.backend != "fa3":  # which serves no custom masks
+        if not case.has_custom_mask:
             mask = torch.zeros(pairs, dtype=torch.bool, device=self.inputs.q.device)
         runner.plan(
             self.wrapper,

@@ -1,0 +1,110 @@
+// The pipeline of the KV tiles that a custom mask leaves. One producer warp announces each item's
+// tiles, the last one first, as mask_scan.cuh finds them; tiles of which no row keeps a key do
+// not appear, so they are neither loaded nor multiplied.
+//
+// Loading warps and consumers read the announcements, each at its own pace.
+#pragma once
+
+#include "kernels/sm90/mask_scan.cuh"
+#include "kernels/sm90/work_items.cuh"
+
+namespace preflash::sm90 {
+
+// One warp announces items and the tiles that are kept of them: all tiles of an item before the
+// next item. It writes the output of items that keep no key itself.
+template <class Traits>
+struct KeptTileProducer {
+  const ParamsOf<Traits>& params;
+  SharedStorage<Traits>& smem;
+  ItemProducer<Traits> items;
+  ProducerPipelineState<Traits::kTileSlots> write = {};
+  MaskScan<Traits> scan = {};  // of the item announced last
+  int next = -1;               // its tile to announce next; before scan.tiles.begin: there is none
+
+  __device__ __forceinline__ bool done() const { return items.done(); }
+
+  __device__ __forceinline__ void announce_item() {
+    items.announce([&](const WorkItem& item, const RequestInfo& request, int num_rows,
+                       const TileRange& tiles) {
+      if (tiles.count() == 0) return tiles;
+      const HopperSegment& segment = params.segment_of(request);
+      RowSpan tokens{unpack_row(segment, item.row_begin).token,
+                     unpack_row(segment, item.row_begin + num_rows - 1).token};
+      scan = MaskScan<Traits>::of(segment, request, tokens, tiles);
+      next = scan.last_kept_before(tiles.end);
+      return has_tile() ? tiles : TileRange{};
+    });
+  }
+
+  __device__ __forceinline__ bool has_tile() const { return next >= scan.tiles.begin; }
+
+  __device__ __forceinline__ void announce_tile() {
+    int word = next * 4 | (scan.is_whole(next) ? KeptTile::kWhole : 0);
+    next = scan.last_kept_before(next);
+    if (!has_tile()) word |= KeptTile::kLast;
+    int slot = write.index();
+    smem.kept.tile_empty[slot].wait(write.phase() ^ 1);
+    if (elect_one_sync()) {
+      smem.kept.tiles[slot] = {word};
+      order_memory_accesses();
+      smem.kept.tile_full[slot].arrive();
+    }
+    __syncwarp();
+    write.advance();
+  }
+};
+
+// How a warp follows.
+template <class PipelineState>
+struct KeptTileReader {
+  PipelineState read = {};
+
+  // Waits for the next tile.
+  template <class Traits>
+  __device__ __forceinline__ KeptTile take(SharedStorage<Traits>& smem) {
+    int slot = read.index();
+    smem.kept.tile_full[slot].wait(read.phase());
+    order_memory_accesses();
+    // NOTE: lane 0 gives the slot back behind the shuffle, when every lane has read it.
+    KeptTile kept{warp_uniform(smem.kept.tiles[slot].word)};
+    order_memory_accesses();
+    if (lane_id() == 0) smem.kept.tile_empty[slot].arrive();
+    read.advance();
+    return kept;
+  }
+};
+
+template <class Traits>
+using KeptTileLoader = KeptTileReader<ProducerPipelineState<Traits::kTileSlots>>;
+
+// How a consumer warp follows: a tile ahead, so that the bits of one that is kept in part have a
+// step's time to arrive.
+template <class Traits>
+struct KeptTileConsumer {
+  using Coordinates = ScoreCoordinates<Traits>;
+  using Mask = TileMask<Traits>;
+
+  KeptTile tile = {};  // that the step computes
+  Mask mask = {};      // unless it is whole
+  KeptTileReader<ConsumerPipelineState<Traits::kTileSlots>> reader = {};
+  KeptTile ahead = {};  // the next one
+  typename Mask::RawBits ahead_bits = {};
+
+  // coordinates(tile): of the item whose tile comes next.
+  template <class CoordinatesOf>
+  __device__ __forceinline__ void look_ahead(SharedStorage<Traits>& smem,
+                                             const CoordinatesOf& coordinates) {
+    ahead = reader.take(smem);
+    if (!ahead.is_whole()) ahead_bits = Mask::read_bits(coordinates(ahead.index()));
+  }
+  __device__ __forceinline__ void begin_step() { tile = ahead; }
+  // bounds: the tiles whose mask is more than bits.
+  __device__ __forceinline__ void make_mask(const Coordinates& coordinates,
+                                            const TileRange& bounds) {
+    if (tile.is_whole()) return;
+    mask = Mask::of_bits(coordinates, ahead_bits);
+    if (bounds.needs_mask(tile.index())) mask = mask & Mask::of_bounds(coordinates);
+  }
+};
+
+}  // namespace preflash::sm90

@@ -1,0 +1,138 @@
+"""Custom masks with a structure: tiles that keep all, nothing or something, rows without a key, and
+rows whose keys come late."""
+
+import pytest
+import torch
+from backends import on_every_backend
+from preflash.testing import Case, MaskKind, Position, Sinks, build, runner
+from repetition import assert_twenty_runs_are_equal
+
+pytestmark = pytest.mark.gpu
+
+DIMS = [(64, 64), (128, 128), (192, 128), (256, 256)]
+LENS = (300, 70, 1, 0, 9), (700, 1211, 513, 40, 0)
+
+
+def causal(i, j, delta, num_keys):
+    return j <= i + delta
+
+
+def blocks(i, j, delta, num_keys):
+    """Packed sequences that do not see each other."""
+    return (i + delta) // 96 == j // 96
+
+
+def tree(i, j, delta, num_keys):
+    """Drafts behind a prompt: each sees the prompt and its ancestors."""
+    return (j < delta) | ((j <= i + delta) & ((i + delta - j) % 7 == 0))
+
+
+def stripes(i, j, delta, num_keys):
+    """Rows without a key beside others, and tiles without a key between others."""
+    return (i % 3 != 1) & (j // 200 % 2 == 1)
+
+
+def first_keys(i, j, delta, num_keys):
+    """The tiles that a loop from the last key meets first keep nothing."""
+    return (j < 3) & (i >= 0)
+
+
+def ladder(i, j, delta, num_keys):
+    """Each row sees a part of the keys: rows get their first one at different times."""
+    return j * 7 // max(num_keys, 1) == i % 7
+
+
+def nothing(i, j, delta, num_keys):
+    return (j < 0) & (i < 0)
+
+
+def everything(i, j, delta, num_keys):
+    return (j >= 0) & (i >= 0)
+
+
+def sparse(i, j, delta, num_keys):
+    return (i * 40503 + j * 30011) % 977 == 0
+
+
+SHAPES = [causal, blocks, tree, stripes, first_keys, ladder, nothing, everything, sparse]
+
+on_every_shape = pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.__name__)
+
+
+def shaped(case: Case, shape):
+    """The case's inputs with such a mask."""
+    inputs = build(case, device="cuda")
+    masks = []
+    for rows, keys in zip(case.qo_lens, case.kv_lens, strict=True):
+        i = torch.arange(rows, device="cuda")[:, None]
+        j = torch.arange(keys, device="cuda")[None, :]
+        masks.append(shape(i, j, keys - rows, keys))
+    inputs.masks = masks
+    inputs.custom_mask = torch.cat([mask.flatten() for mask in masks])
+    return inputs
+
+
+@on_every_backend
+@on_every_shape
+@pytest.mark.parametrize("page_size", [0, 1, 16, 48])
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+def test_shapes(backend, dims, page_size, shape):
+    case = Case("shape", *LENS, 6, 2, *dims, page_size=page_size, mask=MaskKind.CUSTOM)
+    runner.check(shaped(case, shape), backend=backend)
+
+
+@on_every_backend
+@on_every_shape
+@pytest.mark.parametrize("heads", [(5, 5), (14, 2), (300, 1)], ids=str)
+def test_groups(backend, heads, shape):
+    """300 heads of one group are more than a tile has rows."""
+    case = Case("group", (40, 3), (333, 150), *heads, 128, mask=MaskKind.CUSTOM)
+    runner.check(shaped(case, shape), backend=backend)
+
+
+@on_every_backend
+@on_every_shape
+@pytest.mark.parametrize("window_left", [0, 100])
+def test_windows(backend, window_left, shape):
+    how = {"mask": MaskKind.CUSTOM, "window_left": window_left, "page_size": 16}
+    runner.check(shaped(Case("window", *LENS, 6, 2, 128, **how), shape), backend=backend)
+
+
+@on_every_backend
+@on_every_shape
+@pytest.mark.parametrize("page_size", [0, 5])
+def test_split_keys(backend, page_size, shape):
+    """Chunks of which a mask leaves nothing."""
+    how = {"mask": MaskKind.CUSTOM, "page_size": page_size, "fixed_split_size": 256}
+    runner.check(shaped(Case("split", *LENS, 6, 2, 128, **how), shape), backend=backend)
+
+
+@on_every_backend
+@on_every_shape
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+@pytest.mark.parametrize("position", [Position.NONE, Position.ALIBI], ids=str)
+@pytest.mark.parametrize("soft_cap", [None, 20.0])
+def test_logits(backend, soft_cap, position, dims, shape):
+    how = {"soft_cap": soft_cap, "position": position, "sinks": Sinks.MIXED, "page_size": 16}
+    case = Case("logits", *LENS, 6, 2, *dims, mask=MaskKind.CUSTOM, **how)
+    runner.check(shaped(case, shape), backend=backend)
+
+
+@on_every_backend
+def test_twenty_runs_are_equal(backend):
+    case = Case("repeat", *LENS, 8, 2, 128, page_size=16, mask=MaskKind.CUSTOM)
+    inputs = shaped(case, ladder)
+    wrapper = runner.make_wrapper(case, backend=backend, device="cuda")
+    runner.plan(wrapper, inputs)
+    assert_twenty_runs_are_equal(wrapper, inputs)
+
+
+@on_every_backend
+@pytest.mark.sanitizer
+@pytest.mark.parametrize("page_size", [0, 1, 16])
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+def test_more_tiles_than_slots(backend, dims, page_size):
+    """Each CTA's pipelines of items and tiles go round."""
+    lens = (3, 1, 2, 1, 5, 4), (300, 1, 150, 37, 1260, 97)
+    case = Case("items", *lens, 64, 64, *dims, page_size=page_size, mask=MaskKind.CUSTOM)
+    runner.check(shaped(case, sparse), backend=backend)
