@@ -203,10 +203,10 @@ void Launch::check_outputs(int index, int other_index, const RunArguments& argum
     }
   };
   const Placed out{own_names.out, segment.o, spans_[index].o};
-  // q itself may be written to: an item has read its rows of q, which nobody else reads, before it
-  // writes the same rows of out.
+  // q itself may be written to where an item has one CTA: that has read the item's rows of q, which
+  // nobody else reads, before it writes the same rows of out.
   const bool in_place = same && segment.o == segment.q && spans.o == spans.q;
-  if (!in_place) check_apart(out, q);
+  if (!in_place || plan_->kernel().ctas_per_item > 1) check_apart(out, q);
   check_apart_from_read(out);
   if (index < other_index) check_apart(out, others_out);
   if (segment.lse == nullptr) return;

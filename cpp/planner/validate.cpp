@@ -33,8 +33,8 @@ void check_heads(const SegmentProblem& problem) {
 }
 
 void check_head_dim(std::string_view name, std::int32_t value) {
-  if (value < 8 || value > 256 || value % 8 != 0) {
-    refuse(name, " = ", value, ": must be a multiple of 8 from 8 to 256; pad the last dimension");
+  if (value < 8 || value > 512 || value % 8 != 0) {
+    refuse(name, " = ", value, ": must be a multiple of 8 from 8 to 512; pad the last dimension");
   }
 }
 

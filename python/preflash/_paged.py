@@ -158,7 +158,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillWrapper, PagedEngineAttrib
             paged_kv_last_page_len: [batch_size], in [1, page_size]; that of a request without pages
                 does not count: the request has no keys.
             num_qo_heads, num_kv_heads: the first is a multiple of the second.
-            head_dim, head_dim_qk: of q and k, a multiple of 8 up to 256.
+            head_dim, head_dim_qk: of q and k, a multiple of 8 up to 512.
             head_dim_vo: of v and the output; head_dim by default.
             page_size: tokens per page, at least 1.
             custom_mask: every request's [qo_len, kv_len] flattened and concatenated, bool or uint8;

@@ -83,7 +83,7 @@ def single_prefill_with_kv_cache(
 
     Args:
         q: [qo_len, num_qo_heads, head_dim], float16 or bfloat16, on the CPU also float32 and
-            float8_e4m3fn. head_dim is a multiple of 8 up to 256; rows lie multiples of 16 bytes
+            float8_e4m3fn. head_dim is a multiple of 8 up to 512; rows lie multiples of 16 bytes
             apart.
         k: [kv_len, num_kv_heads, head_dim] with kv_layout "NHD", [num_kv_heads, kv_len, head_dim]
             with "HND"; q's dtype, or on the CPU float8_e4m3fn or float8_e5m2. Only the last

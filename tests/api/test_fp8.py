@@ -31,7 +31,7 @@ DTYPES = {
     "e4m3_to_f16": (E4M3, None, HALF),
     "e4m3_to_e4m3": (E4M3, None, E4M3),
 }
-DIMS = {64: None, 96: None, 128: None, 192: 128, 256: None}
+DIMS = {64: None, 96: None, 128: None, 192: 128, 256: None, 320: None, 512: None}
 every_dtype = pytest.mark.parametrize("dtypes", DTYPES.values(), ids=DTYPES)
 
 

@@ -78,6 +78,22 @@ def test_q_itself_may_be_written(target, split):
         assert torch.equal(lse, expected_lse)
 
 
+def test_q_itself_where_ctas_share_its_rows(target):
+    """Two CTAs of fa3 make half of the columns each: one may write q before the other reads it."""
+    case = Case("in_place_512", (70, 3), (90, 260), 4, 2, 512, mask=MaskKind.CAUSAL)
+    inputs = build(case, device=target.device)
+    wrapper = runner.make_wrapper(case, backend=target.backend, device=target.device)
+    runner.plan(wrapper, inputs)
+    q = inputs.q.clone()
+    if wrapper.variant.startswith("sm90"):
+        with pytest.raises(ValueError, match="out shares memory with q"):
+            wrapper.run(q, inputs.k, inputs.v, out=q)
+        assert torch.equal(q.view(torch.int16), inputs.q.view(torch.int16))
+        return
+    out, lse = wrapper.run(q, inputs.k, inputs.v, out=q, return_lse=True)
+    runner.compare(inputs, out, lse).check()
+
+
 def test_parts_of_one_packed_tensor(planned):
     """out may lie between k and v where q, k and v are rows of one projection."""
     inputs, wrapper = planned

@@ -77,8 +77,7 @@ COMMON_PLAN = [
     Mistake("head_dim_zero", put("head_dim", 0), "head_dim"),
     Mistake("head_dim_negative", put("head_dim", -64), "head_dim"),
     Mistake("head_dim_100", put("head_dim", 100), "head_dim", EITHER),
-    Mistake("head_dim_264", put("head_dim", 264), "head_dim", EITHER),
-    Mistake("head_dim_512", put("head_dim", 512), "head_dim", EITHER),
+    Mistake("head_dim_520", put("head_dim", 520), "head_dim", EITHER),
     Mistake("head_dim_vo_odd", put("head_dim_vo", 63), "head_dim", EITHER),
     Mistake("head_dim_a_float", put("head_dim", 64.5), "head_dim"),
     Mistake("window_left_minus_2", put("window_left", -2), "window_left"),
@@ -542,7 +541,7 @@ def test_messages_tell_value_and_way_out():
         ({"window_left": -2}, ("-2", "-1")),
         ({"pos_encoding_mode": "SINUS"}, ("SINUS", "NONE")),
         ({"head_dim": 100}, ("100", "8")),
-        ({"head_dim": 264}, ("264", "256")),
+        ({"head_dim": 520}, ("520", "512")),
         ({"q_data_type": torch.int8}, ("int8", "float16")),
     ):
         with pytest.raises(EITHER) as caught:

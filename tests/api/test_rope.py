@@ -25,7 +25,7 @@ ROPE = Position.ROPE
 CAUSAL = MaskKind.CAUSAL
 HALF, BFLOAT = torch.float16, torch.bfloat16
 
-DIMS = {64: None, 96: None, 128: None, 192: 128, 256: None}
+DIMS = {64: None, 96: None, 128: None, 192: 128, 256: None, 320: None, 512: None}
 # mask, window_left
 MASKS = {
     "full": (MaskKind.NONE, -1),

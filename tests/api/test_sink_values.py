@@ -23,7 +23,7 @@ MASKS = {
     "window": (CAUSAL, 37, 15.0),
     "custom": (MaskKind.CUSTOM, -1, None),
 }
-DIMS = {64: None, 96: None, 128: None, 192: 128, 256: None}
+DIMS = {64: None, 96: None, 128: None, 192: 128, 256: None, 320: None, 512: None}
 
 
 def grid():

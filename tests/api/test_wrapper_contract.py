@@ -358,7 +358,7 @@ def test_variant_names_what_runs(target):
     wrapper = runner.make_wrapper(case, backend=target.backend, device=target.device)
     runner.plan(wrapper, inputs)
     # One CPU kernel serves every head size and has no short tile; a GPU variant is exact.
-    prefixes = {"cpu": "cpu_f16_d256", "fa2": "sm80_f16_d128", "fa3": "sm90_f16_d128"}
+    prefixes = {"cpu": "cpu_f16_d512", "fa2": "sm80_f16_d128", "fa3": "sm90_f16_d128"}
     prefix = prefixes[target.backend]
     assert wrapper.variant == f"{prefix}_softcap"
     assert wrapper.variant in repr(wrapper)
@@ -366,7 +366,7 @@ def test_variant_names_what_runs(target):
     one = Case("variant", (1,), (70,), 2, 1, 192, 128, mask=MaskKind.PACKED)
     inputs = build(one, device=target.device)
     runner.plan(wrapper, inputs)
-    prefix = "cpu_bf16_d256" if target.device == "cpu" else "sm80_bf16_d192x128_decode"
+    prefix = "cpu_bf16_d512" if target.device == "cpu" else "sm80_bf16_d192x128_decode"
     assert wrapper.variant == f"{prefix}_custom"
     assert wrapper.variant in repr(wrapper)
 

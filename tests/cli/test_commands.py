@@ -47,7 +47,7 @@ def test_info_json(preflash_command):
 
 def test_variants_json(preflash_command):
     rows = json.loads(preflash_command("variants", "--family", "cpu", "--json").out)
-    assert "cpu_bf16_d256" in {row["id"] for row in rows}
+    assert "cpu_bf16_d512" in {row["id"] for row in rows}
 
 
 def test_check(preflash_command):

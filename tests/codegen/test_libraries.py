@@ -82,6 +82,7 @@ ALLOWED_SPILLS = [
         {"family": "sm90", "head_dim": "256", "arrival": "transformed"}, 500, _IN_TRANSFORM
     ),
     AllowedSpill({"family": "sm90", "mask": "custom"}, 320, _IN_SCAN),
+    AllowedSpill({"family": "sm90", "head_dim": "512"}, 320, _BETWEEN_ITEMS),
 ]
 
 

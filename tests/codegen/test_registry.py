@@ -50,13 +50,13 @@ def sm80_ids() -> set[str]:
     return ids
 
 
-@pytest.mark.parametrize("head_dims", [(8, 8), (96, 96), (128, 128), (192, 128), (256, 256)])
+@pytest.mark.parametrize("head_dims", [(8, 8), (96, 96), (192, 128), (256, 256), (264, 512)])
 @pytest.mark.parametrize("tile_class", ["prefill", "decode"])
 def test_one_cpu_kernel_serves_every_head_dim_and_tile_class(head_dims, tile_class):
     wanted = variant(
         head_dim_qk=head_dims[0], head_dim_vo=head_dims[1], tile_class=tile_class, mask="custom"
     )
-    assert _core.find_id(wanted) == "cpu_f16_d256_custom"
+    assert _core.find_id(wanted) == "cpu_f16_d512_custom"
     assert _core.find_error(wanted) is None
 
 
@@ -129,11 +129,11 @@ def test_variants_are_values():
     ],
 )
 def test_options_decide_the_variant(options, changes):
-    """head_dim 264 is served by none, so that the sentence tells what was looked for."""
-    unserved = attention_options(head_dim_qk=264, head_dim_vo=264, **options)
-    wanted = variant(head_dim_qk=264, head_dim_vo=264, **changes)
+    """head_dim 520 is served by none, so that the sentence tells what was looked for."""
+    unserved = attention_options(head_dim_qk=520, head_dim_vo=520, **options)
+    wanted = variant(head_dim_qk=520, head_dim_vo=520, **changes)
     assert _core.find_error(_core.Family.cpu, unserved) == _core.find_error(wanted)
-    served = unserved.replace(head_dim_qk=256, head_dim_vo=256)
+    served = unserved.replace(head_dim_qk=512, head_dim_vo=512)
     assert _core.find_error(_core.Family.cpu, served) is None
 
 
@@ -226,14 +226,14 @@ def test_what_auto_tries(capability, backends):
 
 def test_a_missing_tile_class_is_served_by_the_other():
     """The cpu family has no decode tiles: a preference, not a condition."""
-    assert _core.find_id(variant(tile_class="decode")) == "cpu_f16_d256"
+    assert _core.find_id(variant(tile_class="decode")) == "cpu_f16_d512"
 
 
 MISSES = [
     # What is changed in the request, what the sentence must name.
     (
-        {"head_dim_qk": 264, "head_dim_vo": 264},
-        ['backend "cpu"', "head_dim 264", "the same with head_dim 256"],
+        {"head_dim_qk": 520, "head_dim_vo": 520},
+        ['backend "cpu"', "head_dim 520", "the same with head_dim 512"],
     ),
     ({"kv_dtype": "float32"}, ["kv dtype float32", "the same with", "kv dtype float16 or"]),
     (

@@ -122,7 +122,9 @@ def test_twenty_runs_of_a_long_batch_are_bitwise_equal(fa3, policy):
 @on_every_backend
 @pytest.mark.sanitizer
 @pytest.mark.parametrize("page_size", [0, 1, 16])
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize(
+    "dims", [(64, 64), (128, 128), (192, 128), (256, 256), (512, 512)], ids=str
+)
 def test_buffers_and_barriers_go_round(backend, dims, page_size):
     """768 items of one to five tiles: each CTA computes more of them than it holds at once."""
     lens = (3, 1, 2, 1, 5, 4), (300, 1, 150, 37, 260, 97)
@@ -133,7 +135,7 @@ def test_buffers_and_barriers_go_round(backend, dims, page_size):
 @on_every_backend
 @pytest.mark.parametrize("window_left", [-1, 40])
 @pytest.mark.parametrize("page_size", [0, 1, 3, 16])
-@pytest.mark.parametrize("head_dim", [64, 256])
+@pytest.mark.parametrize("head_dim", [64, 256, 512])
 def test_long_items_follow_each_other(backend, head_dim, page_size, window_left):
     """Heads of their own: several row tiles of each, over all keys or a short window of them."""
     lens = (600, 650, 700), (613, 700, 741)
@@ -144,7 +146,7 @@ def test_long_items_follow_each_other(backend, head_dim, page_size, window_left)
 
 
 @on_every_backend
-@pytest.mark.parametrize(("group", "head_dim"), [(300, 64), (200, 256)])
+@pytest.mark.parametrize(("group", "head_dim"), [(300, 64), (200, 256), (200, 512)])
 def test_groups_larger_than_the_tile(backend, group, head_dim):
     """The rows of one token lie in several tiles."""
     lens = (3, 1, 5, 2), (70, 300, 5, 129)
@@ -154,7 +156,7 @@ def test_groups_larger_than_the_tile(backend, group, head_dim):
 
 @on_every_backend
 @pytest.mark.parametrize("page_size", [0, 16])
-@pytest.mark.parametrize("dims", [(256, 256), (192, 128)], ids=str)
+@pytest.mark.parametrize("dims", [(256, 256), (192, 128), (320, 320)], ids=str)
 def test_negative_scales_in_many_items(backend, dims, page_size):
     """The largest product is the smallest logit."""
     lens = (3, 1, 140, 1, 5, 4), (300, 1, 150, 37, 260, 97)
@@ -183,7 +185,9 @@ JUMPS = {
 }
 
 jumping = pytest.mark.parametrize(
-    ("dims", "page_size"), [((64, 64), 0), ((128, 128), 16), ((256, 256), 1)], ids=str
+    ("dims", "page_size"),
+    [((64, 64), 0), ((128, 128), 16), ((256, 256), 1), ((512, 512), 16)],
+    ids=str,
 )
 in_both_formats = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 with_and_without_splits = pytest.mark.parametrize("fixed_split_size", [None, 128])
@@ -283,7 +287,9 @@ def test_recycled_pages_stay_out(backend, page_size, fixed_split_size):
 
 @on_every_backend
 @pytest.mark.parametrize("kv_len", [1, 7, 111, 112, 113, 127, 128, 129, 255, 256, 257])
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize(
+    "dims", [(64, 64), (128, 128), (192, 128), (256, 256), (512, 512)], ids=str
+)
 def test_the_last_tile_ends_where_the_request_ends(backend, dims, kv_len):
     """Infinities behind the last key, in tensor rows that nobody owns."""
     case = Case("end", (70,), (kv_len,), 2, 1, *dims, mask=MaskKind.CAUSAL)

@@ -28,7 +28,7 @@ BAD_RAGGED = {
     "head ratio": ({"num_qo_heads": 5}, r"num_qo_heads = 5 .*num_kv_heads = 2"),
     "head_dim_qk 4": ({"head_dim_qk": 4, "head_dim_vo": 64}, r"head_dim_qk = 4"),
     "head_dim_qk 100": ({"head_dim_qk": 100}, r"head_dim_qk = 100.*multiple of 8"),
-    "head_dim_qk 264": ({"head_dim_qk": 264}, r"head_dim_qk = 264.*256"),
+    "head_dim_qk 520": ({"head_dim_qk": 520}, r"head_dim_qk = 520.*512"),
     "head_dim_vo 0": ({"head_dim_vo": 0}, r"head_dim_vo = 0"),
     "head_dim_vo 12": ({"head_dim_vo": 12}, r"head_dim_vo = 12"),
     "window_left -2": ({"window_left": -2}, r"window_left = -2"),

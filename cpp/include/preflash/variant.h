@@ -69,6 +69,7 @@ struct ForwardKernel {
   int smem_bytes = 0;  // dynamic shared memory of one CTA
   ForwardLaunch launch = nullptr;
   FamilyTraits traits = traits_of(variant.family);  // what the planner goes by
+  int ctas_per_item = 1;  // each reads the item's rows of q and makes a part of o's columns
 };
 
 // What a kernel library exports, through `extern "C" const KernelLibrary*

@@ -30,6 +30,7 @@ struct LaunchParams {
   const RequestInfo* requests;
   const WorkItem* items;
   const std::int32_t* cta_begin;
+  std::int32_t num_lists = 0;  // of items: CTAs as planned
 
   // NOTE: with one segment the index is a constant, and so is the place of every parameter.
   __device__ __forceinline__ const Segment& segment_of(const RequestInfo& request) const {

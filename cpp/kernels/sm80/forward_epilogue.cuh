@@ -21,6 +21,8 @@ struct ForwardEpilogue {
   __device__ __forceinline__ void run(Softmax& softmax, AccumulatorO& tOrO) const {
     auto rows_of_o = make_tensor(tOrO.data(), as_rows_and_columns(tOrO.layout()));
     RowCoordinates<Traits> at(params, request, item, thread);
+    RowPeers<Traits> peers(smem, thread);
+    peers.sum(softmax.sum);
     CUTE_UNROLL
     for (int r = 0; r < size<0>(rows_of_o); ++r) {
       RowResult result = finish_row(softmax, at, r);
@@ -30,7 +32,7 @@ struct ForwardEpilogue {
         // NOTE: a row that kept nothing is 0 even where 0 * V was not.
         rows_of_o(r, c) = result.empty ? 0.0f : rows_of_o(r, c) * factor;
       }
-      if (thread % 4 == 0) store_lse(at, r, result.lse);
+      if (peers.first() && thread % 4 == 0) store_lse(at, r, result.lse);
     }
     if (!final()) {
       store_partial(rows_of_o, at);

@@ -16,6 +16,7 @@
 #include "kernels/sm80/forward_mask.cuh"
 #include "kernels/sm80/forward_transform.cuh"
 #include "kernels/sm80/lazy_softmax.cuh"
+#include "kernels/sm80/row_peers.cuh"
 
 namespace preflash::sm80 {
 
@@ -41,6 +42,7 @@ struct ForwardMainloop {
   TileQ sQ;  // (tile_m, d_qk)
   TileK sK;  // (tile_n, d_qk), stage 0
   TileV sV;  // (tile_n, d_vo), stage 0
+  RowPeers<Traits> peers;
 
   __device__ __forceinline__ ForwardMainloop(const KernelSegment& params,
                                              const RequestInfo& request, const WorkItem& item,
@@ -50,9 +52,10 @@ struct ForwardMainloop {
         item(item),
         smem(smem),
         thread(thread),
-        sQ(smem.q, thread / 32 * 16, thread % 32),
-        sK(smem.k[0], 0, thread % 32),
-        sV(smem.v[0], 0, thread % 32) {}
+        sQ(smem.q, thread / 32 % Traits::kRowWarps * 16, thread % 32),
+        sK(smem.k[0], column_warp(thread) * 16, thread % 32),
+        sV(smem.v[0], 0, thread % 32, column_warp(thread) * 2),
+        peers(smem, thread) {}
 
   __device__ __forceinline__ void run(const TileRange& tiles, KvLoader<Traits>& loader,
                                       Softmax& softmax, AccumulatorO& tOrO) const {
@@ -103,7 +106,7 @@ struct ForwardMainloop {
         }
       }
       if (tiles.needs_mask(tile)) mask_tile(rows_of_s, at, smem);
-      softmax.update(rows_of_s, rows_of_o, params.logits.scale_log2);
+      softmax.update(rows_of_s, rows_of_o, params.logits.scale_log2, peers);
       multiply_pv(tOrO, tSrS, stage);
     };
 
@@ -118,6 +121,10 @@ struct ForwardMainloop {
   }
 
  private:
+  __device__ __forceinline__ static int column_warp(int thread) {
+    return thread / 32 / Traits::kRowWarps;
+  }
+
   // For a half tile to be here; `transform` changes this thread's part of it.
   template <class Transform>
   __device__ __forceinline__ static void wait_half_tile(Transform transform) {
@@ -170,9 +177,9 @@ struct ForwardMainloop {
     CUTE_UNROLL
     for (int depth = 0; depth < kBlocksQk; ++depth) {
       CUTE_UNROLL
-      for (int n = 0; n < Traits::kTileN / 16; ++n) {
+      for (int n = 0; n < Traits::kTileN / Traits::kMmaColumns; ++n) {
         std::uint32_t k[4];
-        tile_k.load(k, n * 16, depth * 16);
+        tile_k.load(k, n * Traits::kMmaColumns, depth * 16);
         if (n == 0 && depth + 1 < kBlocksQk && depth + 1 >= Traits::kKeptQ) {
           load_q(q.at[q_buffer(depth + 1)], depth + 1);
         }
@@ -196,19 +203,17 @@ struct ForwardMainloop {
     TileV tile_v = sV;
     tile_v.base += stage * static_cast<int>(sizeof(smem.v[0]));
     Tensor tSrP = convert_fragment<typename Traits::ElementP>(tSrS);
-    Tensor pairs = recast<std::uint32_t>(tSrP);  // ((1, 2), MMA_M, MMA_N)
+    OperandP<Traits> p;
+    peers.exchange(recast<std::uint32_t>(tSrP), p);  // ((1, 2), MMA_M, MMA_N)
     CUTE_UNROLL
     for (int depth = 0; depth < Traits::kTileN / 16; ++depth) {
       CUTE_UNROLL
-      for (int n = 0; n < Traits::kHeadVo / 16; ++n) {
+      for (int n = 0; n < Traits::kHeadVo / Traits::kMmaColumns; ++n) {
         std::uint32_t v[4];
-        tile_v.load_transposed(v, depth * 16, n * 16);
+        tile_v.load_transposed(v, depth * 16, n * Traits::kMmaColumns);
         CUTE_UNROLL
         for (int m = 0; m < Traits::kMmaM; ++m) {
-          // The accumulators of two 8-key blocks are the A operand of one 16-key product.
-          std::uint32_t p[4] = {pairs(0, m, 2 * depth), pairs(1, m, 2 * depth),
-                                pairs(0, m, 2 * depth + 1), pairs(1, m, 2 * depth + 1)};
-          mma_16x16x16<MmaOp>(tOrO(_, m, 2 * n), tOrO(_, m, 2 * n + 1), p, v);
+          mma_16x16x16<MmaOp>(tOrO(_, m, 2 * n), tOrO(_, m, 2 * n + 1), p[depth][m], v);
         }
       }
     }

@@ -137,8 +137,9 @@ struct BoundsMask {
 template <class Traits>
 struct CustomMask {
   static constexpr int kColumnsPerWord = 32;
-  // A thread's columns lie in groups of 8, two in each: four groups share one word.
-  static constexpr int kElementsPerWord = kColumnsPerWord / 8 * 2;
+  // A thread's columns lie in groups of 8, two in each: four groups share one word, or two where
+  // warps share rows.
+  static constexpr int kElementsPerWord = kColumnsPerWord / 8 * 2 / Traits::kColumnWarps;
 
   template <class Scores>
   __device__ static __forceinline__ void apply(Scores&& scores, const ScoreCoordinates<Traits>& at,

@@ -48,14 +48,23 @@ struct ForwardTraits {
   static constexpr int kThreads = kTile.warps * 32;
   static_assert(kHeadQk % kBlockColumns<ElementQ> == 0 && kHeadQk % kBlockColumns<ElementKv> == 0);
   static_assert(kHeadVo % kBlockColumns<ElementO> == 0 && kHeadVo % kBlockColumns<ElementKv> == 0);
-  static_assert(kTileM % (16 * kTile.warps) == 0 && kTileN % 16 == 0 && kTileN <= kThreads);
+  // Up to 256 columns of O each warp has rows of its own. 512 would leave it no registers: there
+  // two warps share rows and take every other 16 columns of O, and of S (row_peers.cuh).
+  static constexpr int kColumnWarps = kHeadVo > 256 ? 2 : 1;
+  static constexpr int kRowWarps = kTile.warps / kColumnWarps;
+  static constexpr int kMmaColumns = 16 * kColumnWarps;
+  static_assert(kTileM % (16 * kRowWarps) == 0 && kTileN % kMmaColumns == 0 && kTileN <= kThreads);
 
-  // mma.sync.m16n8k16, warps stacked along M: warp w holds rows w * 16 + i * 16 * warps + [0, 16).
+  // mma.sync.m16n8k16. Row warp w holds rows w * 16 + i * 16 * kRowWarps + [0, 16), column warp c
+  // columns c * 16 + i * 16 * kColumnWarps + [0, 16).
   using MmaOp = std::conditional_t<std::is_same_v<ElementP, cutlass::half_t>,
                                    SM80_16x8x16_F32F16F16F32_TN, SM80_16x8x16_F32BF16BF16F32_TN>;
-  using Mma = TiledMMA<MMA_Atom<MmaOp>, Layout<Shape<Int<kTile.warps>, _1, _1>>,
-                       Tile<Int<16 * kTile.warps>, _16, _16>>;
-  static constexpr int kMmaRows = 16 * kTile.warps;
+  static constexpr int kMmaRows = 16 * kRowWarps;
+  using MmaColumns =
+      std::conditional_t<kColumnWarps == 1, _16,
+                         Layout<Shape<_8, Int<kColumnWarps>, _2>, Stride<_1, _16, _8>>>;
+  using Mma = TiledMMA<MMA_Atom<MmaOp>, Layout<Shape<Int<kRowWarps>, Int<kColumnWarps>, _1>>,
+                       Tile<Int<kMmaRows>, MmaColumns, _16>>;
   static constexpr int kMmaM = kTileM / kMmaRows;
   static constexpr int kRowsPerThread = 2 * kMmaM;
   // Fragments of Q (4 * kMmaM registers for each 16 columns) stay in registers as far as O, S and
@@ -65,7 +74,7 @@ struct ForwardTraits {
   static constexpr int kRegisters = std::min(255, 65536 / (kThreads * kTile.ctas_per_sm) / 8 * 8);
   static constexpr int kLoopRegisters = kTransforms ? 96 : 79;
   static constexpr int kSpareRegisters =
-      kRegisters - kLoopRegisters - kMmaM * (kHeadVo / 2 + kTileN / 2);
+      kRegisters - kLoopRegisters - kMmaM * (kHeadVo / 2 + kTileN / 2) / kColumnWarps;
   static constexpr int kKeptQ = std::clamp(kSpareRegisters / (4 * kMmaM), 0, kHeadQk / 16);
 
   // The swizzle spreads the 8 rows of an ldmatrix, a chunk each, over the block's 128 bytes.
@@ -135,6 +144,19 @@ struct RowSlopes<Traits, Position::kAlibi> {
   int key_origin;
 };
 
+// What warps that share rows tell each other.
+template <class Traits, int kColumnWarps = Traits::kColumnWarps>
+struct PeerStorage {};
+template <class Traits>
+struct PeerStorage<Traits, 2> {
+  // A chunk more than the row has: 8 rows of an ldmatrix then lie in different banks.
+  static constexpr int kRowElements =
+      Traits::kTileN + kChunkBytes / static_cast<int>(sizeof(typename Traits::ElementP));
+
+  float of_row[2][Traits::kTileM];  // [column warp][row]
+  alignas(16) typename Traits::ElementP p[Traits::kTileM][kRowElements];
+};
+
 // Byte offsets of a KV tile's rows from k and v of the KV head: found once per row by one thread.
 // The rows that one thread copies, first_row + pass * kRowsPerPass, lie side by side.
 template <class Traits>
@@ -163,8 +185,8 @@ struct SharedStorage {
   using ElementQ = typename Traits::ElementQ;
   using ElementKv = typename Traits::ElementKv;
   using ElementO = typename Traits::ElementO;
-  // O leaves through Q's bytes: each warp overwrites only rows that it alone has read. Row r of
-  // block b begins at the same byte in both, whatever their elements.
+  // O leaves through Q's bytes: each warp overwrites only rows that it alone, or with its peers,
+  // has read. Row r of block b begins at the same byte in both, whatever their elements.
   static_assert(Traits::kHeadVo * sizeof(ElementO) <= Traits::kHeadQk * sizeof(ElementQ));
   union {
     alignas(128) ElementQ q[cosize_v<typename Traits::LayoutQ>];
@@ -175,6 +197,7 @@ struct SharedStorage {
   RowKeys row_keys[Traits::kTileM];
   [[no_unique_address]] RowSlopes<Traits> row_slopes;
   [[no_unique_address]] TransformTables<Traits> transform;
+  [[no_unique_address]] PeerStorage<Traits> peers;
   // Two: one tile's are written while a warp may still read the last one's.
   KeyOffsets<Traits> key_offsets[2];
 };

@@ -22,23 +22,29 @@ struct LazySoftmax : OnlineSoftmax<kRowsPerThread> {
 
   // scores, (row, column) view of this thread's fragment: x on entry, P = 2^((x - reference) *
   // scale) on return. out, (row, column) view of the accumulator, is rescaled where the reference
-  // moved.
-  template <class Scores, class Out>
-  __device__ __forceinline__ void update(Scores& scores, Out& out, float scale_log2) {
+  // moved. peers: the warps that share the rows.
+  template <class Scores, class Out, class Peers>
+  __device__ __forceinline__ void update(Scores& scores, Out& out, float scale_log2,
+                                         const Peers& peers) {
     using namespace cute;
     static_assert(size<0>(Scores{}) == kRowsPerThread);
+    float tile_max[kRowsPerThread];
     float offset[kRowsPerThread];
     float next[kRowsPerThread];
     bool moved = false;
     CUTE_UNROLL
     for (int r = 0; r < kRowsPerThread; ++r) {
-      float tile_max = scores(r, 0);
+      tile_max[r] = scores(r, 0);
       CUTE_UNROLL
-      for (int c = 1; c < size<1>(scores); ++c) tile_max = fmaxf(tile_max, scores(r, c));
-      tile_max = quad_max(tile_max);
+      for (int c = 1; c < size<1>(scores); ++c) tile_max[r] = fmaxf(tile_max[r], scores(r, c));
+      tile_max[r] = quad_max(tile_max[r]);
+    }
+    peers.max(tile_max);
+    CUTE_UNROLL
+    for (int r = 0; r < kRowsPerThread; ++r) {
       // True also for the first kept key of a row: x - (-inf) is +inf. -inf - (-inf) is NaN: false.
-      bool moves = (tile_max - reference[r]) * scale_log2 > kLazyBits;
-      next[r] = moves ? tile_max : reference[r];
+      bool moves = (tile_max[r] - reference[r]) * scale_log2 > kLazyBits;
+      next[r] = moves ? tile_max[r] : reference[r];
       offset[r] = Base::scaled_reference(next[r], scale_log2);
       moved |= moves;
     }

@@ -24,6 +24,12 @@ enum class MatrixOrder {
   kChunksFirst  // chunk 0, 1, then the next 8 rows: B operands stored (n, k)
 };
 
+__device__ __forceinline__ void load_matrices(std::uint32_t (&r)[4], std::uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(address));
+}
+
 // One operand's [rows, columns] tile in shared memory, as seen by one lane.
 template <class Element, int kTileRows, MatrixOrder kOrder>
 struct OperandTile {
@@ -31,9 +37,11 @@ struct OperandTile {
 
   std::uint32_t base;  // this lane's row and chunk of the first 16x16 block
 
-  __device__ __forceinline__ OperandTile(const void* smem, int first_row, int lane) {
+  // first_chunk: even. Columns are counted from there, in multiples of what is added to it.
+  __device__ __forceinline__ OperandTile(const void* smem, int first_row, int lane,
+                                         int first_chunk = 0) {
     int row = kOrder == MatrixOrder::kRowsFirst ? lane % 16 : lane % 8 + lane / 16 * 8;
-    int chunk = kOrder == MatrixOrder::kRowsFirst ? lane / 16 : lane / 8 % 2;
+    int chunk = first_chunk + (kOrder == MatrixOrder::kRowsFirst ? lane / 16 : lane / 8 % 2);
     base = cute::cast_smem_ptr_to_uint(smem) + (first_row + row) * kBlockRowBytes +
            ((chunk ^ (row % 8)) * kChunkBytes);
   }
@@ -46,9 +54,7 @@ struct OperandTile {
   }
 
   __device__ __forceinline__ void load(std::uint32_t (&r)[4], int row, int column) const {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(address(row, column)));
+    load_matrices(r, address(row, column));
   }
   __device__ __forceinline__ void load_transposed(std::uint32_t (&r)[4], int row,
                                                   int column) const {

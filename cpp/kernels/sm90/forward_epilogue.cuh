@@ -15,8 +15,8 @@
 
 namespace preflash::sm90 {
 
-// Where a row of an item is written: to o, or to the item's partials. Null if the row does not
-// exist.
+// Where a row of an item is written, from this CTA's first column on: to o, or to the item's
+// partials. Null if the row does not exist, and lse where another CTA makes the first column.
 struct RowTarget {
   void* o = nullptr;    // Element, or float of a partial
   void* lse = nullptr;  // float, or PartialLse
@@ -37,15 +37,17 @@ struct ForwardEpilogue {
     if (row >= num_rows) return {};
     if (!is_final()) {
       std::int64_t partial = std::int64_t{item.partial_row} + row;
-      return {params.partial_o + partial * params.head_dim_vo, params.partial_lse + partial};
+      float* o = params.partial_o + partial * params.head_dim_vo + first_column();
+      return {o, first_column() == 0 ? params.partial_lse + partial : nullptr};
     }
     PackedRow packed = unpack_row(params, item.row_begin + row);
     std::int64_t token = request.qo_begin + packed.token;
     int head = query_head(params, item, packed);
     RowTarget target;
     target.o = static_cast<char*>(params.o.data) +
-               (token * params.o.stride_token + head * params.o.stride_head) * output_bytes();
-    if (params.lse.data != nullptr) {
+               (token * params.o.stride_token + head * params.o.stride_head + first_column()) *
+                   output_bytes();
+    if (params.lse.data != nullptr && first_column() == 0) {
       target.lse =
           params.lse.data + token * params.lse.stride_token + head * params.lse.stride_head;
     }
@@ -128,7 +130,7 @@ struct ForwardEpilogue {
         lse = sink_log2(query_head(params, item, unpack_row(params, item.row_begin + row)));
       }
       if (lane_id() == 0) store_lse(target, {.high = 0.0f, .low = lse});
-      for (int column = lane_id(); column < params.head_dim_vo; column += 32) {
+      for (int column = lane_id(); column < num_columns(); column += 32) {
         if (!is_final()) {
           static_cast<float*>(target.o)[column] = 0.0f;
         } else if (output_bytes() == 1) {
@@ -141,6 +143,14 @@ struct ForwardEpilogue {
   }
 
  private:
+  // The columns of O that this CTA makes: at most kPartVo of them.
+  __device__ __forceinline__ int first_column() const {
+    return sm90::first_column<Traits>(params.head_dim_vo);
+  }
+  __device__ __forceinline__ int num_columns() const {
+    return min(params.head_dim_vo - first_column(), Traits::kPartVo);
+  }
+
   __device__ __forceinline__ bool is_final() const { return item.partial_row == WorkItem::kFinal; }
 
   // An element of o: what the products compute in, unless 8-bit queries let the caller choose.
@@ -194,7 +204,7 @@ struct ForwardEpilogue {
       CUTE_UNROLL
       for (int c = 0; c < size<1>(rows_of_o); c += 2) {
         int column = c / 2 * 8 + lane_id() % 4 * 2;
-        if (column < params.head_dim_vo) {
+        if (column < num_columns()) {
           *reinterpret_cast<float2*>(target + column) =
               make_float2(rows_of_o(r, c), rows_of_o(r, c + 1));
         }
@@ -275,7 +285,7 @@ struct ForwardEpilogue {
         values[pass] = *reinterpret_cast<const uint128_t*>(reinterpret_cast<const char*>(staging) +
                                                            row * kBlockRowBytes + piece * 16);
       }
-      bool in_head = block * kColumns + column < params.head_dim_vo;
+      bool in_head = block * kColumns + column < num_columns();
       CUTE_UNROLL
       for (int pass = 0; pass < kPasses; ++pass) {
         cutlass::arch::global_store<uint128_t, 16>(values[pass],

@@ -13,7 +13,7 @@ template <class Traits>
 __device__ __forceinline__ void init_barriers(SharedStorage<Traits>& smem, bool gather) {
   auto& barriers = smem.barriers;
   int producers = gather ? kWarpgroupThreads : 1;
-  int loading_warps = gather ? kWarpgroupWarps : 2;
+  int loading_warps = gather ? kWarpgroupWarps : Traits::kSliced ? kSliceLoaders : 2;
   for (int stage = 0; stage < Traits::kQStages; ++stage) {
     barriers.q_full[stage].init(1);
     barriers.q_empty[stage].init(Traits::kConsumerWarps);
@@ -23,6 +23,12 @@ __device__ __forceinline__ void init_barriers(SharedStorage<Traits>& smem, bool 
     barriers.k_empty[stage].init(Traits::kConsumerWarps);
     barriers.v_full[stage].init(producers);
     barriers.v_empty[stage].init(Traits::kConsumerWarps);
+  }
+  if constexpr (Traits::kSliced) {
+    for (int slot = 0; slot < Traits::kSliceSlots; ++slot) {
+      smem.slice_full[slot].init(producers);
+      smem.slice_empty[slot].init(Traits::kConsumerWarps);
+    }
   }
   for (int slot = 0; slot < kItemSlots; ++slot) {
     barriers.item_full[slot].init(1);
@@ -35,6 +41,20 @@ __device__ __forceinline__ void init_barriers(SharedStorage<Traits>& smem, bool 
     }
   }
   cutlass::arch::fence_barrier_init();
+}
+
+// A CTA's items. CTAs that make parts of the columns of the same items share their lists.
+struct ItemSpan {
+  int begin;
+  int end;
+};
+template <class Traits>
+__device__ __forceinline__ ItemSpan items_of_cta(const ParamsOf<Traits>& params) {
+  int parts = column_parts<Traits>(params.segments[0].head_dim_vo);
+  int first = static_cast<int>(blockIdx.x) / parts * parts;
+  int last = min(first + parts, params.num_lists);
+  if (params.cta_begin == nullptr) return {first, last};
+  return {__ldg(params.cta_begin + first), __ldg(params.cta_begin + last)};
 }
 
 template <class V>
@@ -55,12 +75,7 @@ __global__ void __launch_bounds__(ForwardTraits<V>::kThreads, V::kTile.ctas_per_
       prefetch_tma_descriptor(reinterpret_cast<const TmaDescriptor*>(&segment.maps.v));
     }
   }
-  int begin = blockIdx.x;
-  int end = begin + 1;
-  if (params.cta_begin != nullptr) {
-    begin = __ldg(params.cta_begin + blockIdx.x);
-    end = __ldg(params.cta_begin + blockIdx.x + 1);
-  }
+  auto [begin, end] = items_of_cta<Traits>(params);
   if (threadIdx.x == kWarpgroupThreads) init_barriers(smem, gather);
   if constexpr (Traits::kTransforms) fill_rotary_tables(segment.rotary, smem);
   __syncthreads();

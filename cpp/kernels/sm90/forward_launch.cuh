@@ -46,20 +46,29 @@ LaunchError launch_forward(const ForwardParams& params, int num_ctas, const Laun
   ParamsOf<Traits> hopper{.segments = {},
                           .requests = params.requests,
                           .items = params.items,
-                          .cta_begin = params.cta_begin};
+                          .cta_begin = params.cta_begin,
+                          .num_lists = num_ctas};
   if constexpr (Traits::kTransforms) {
     hopper.segments[0] = make_transformed<V>(params.segments[0]);
   } else {
     const char* refusal = make_direct<V>(params.segments[0], hopper.segments[0]);
     if (refusal != nullptr) return refusal;
   }
-  LaunchShape shape{num_ctas, Traits::kThreads, kSmemBytes<V>};
+  // Lists of items that share their columns out come in whole groups of CTAs.
+  const int parts = ceil_div(params.segments[0].head_dim_vo, Traits::kPartVo);
+  const int ctas = ceil_div(num_ctas, parts) * parts;
+  LaunchShape shape{ctas, Traits::kThreads, kSmemBytes<V>};
   return launch_kernel<&forward_kernel<V>>(hopper, shape, target.stream);
 }
 
 template <class V>
 ForwardKernel forward_kernel_entry() {
-  return {V::kId, V::kVariant, V::kTile, kSmemBytes<V>, &launch_forward<V>};
+  return {.id = V::kId,
+          .variant = V::kVariant,
+          .tile = V::kTile,
+          .smem_bytes = kSmemBytes<V>,
+          .launch = &launch_forward<V>,
+          .ctas_per_item = ForwardTraits<V>::kColumnParts};
 }
 
 }  // namespace preflash::sm90

@@ -14,6 +14,7 @@
 
 #include "kernels/sm90/kept_tiles.cuh"
 #include "kernels/sm90/load_gather.cuh"
+#include "kernels/sm90/load_slices.cuh"
 #include "kernels/sm90/load_tma.cuh"
 #include "kernels/sm90/load_transformed.cuh"
 #include "kernels/sm90/work_items.cuh"
@@ -48,6 +49,31 @@ __device__ __forceinline__ void produce_kept_tma(const ParamsOf<Traits>& params,
       while (producer.has_tile()) producer.announce_tile();
     }
   }
+}
+
+// Where tiles come in slices, three warps take turns at them; the first also loads Q.
+template <class Traits>
+  requires(Traits::kSliced)
+__device__ __forceinline__ void produce_tma(const ParamsOf<Traits>& params,
+                                            SharedStorage<Traits>& smem, int begin, int end) {
+  constexpr int kItemWarp = kSliceLoaders;
+  static_assert(kItemWarp < kWarpgroupWarps);
+  int warp = cutlass::canonical_warp_idx_sync();
+  if (warp == kItemWarp) {
+    ItemProducer<Traits> items{params, smem, begin, end};
+    while (!items.done()) items.announce();
+    return;
+  }
+  ItemReader<Traits> items{smem};
+  QLoader<Traits> q{params.segments[0], smem};
+  SliceTmaLoader<Traits> slices(params.segments[0], smem, warp);
+  while (const ItemState* state = items.wait()) {
+    slices.load_item(*state, [&] {
+      if (warp == 0) q.load(*state);
+    });
+    items.release();
+  }
+  slices.drain();
 }
 
 // Three warps load one CTA's share of the work list.
@@ -113,7 +139,8 @@ __device__ __forceinline__ void produce_gather(const ParamsOf<Traits>& params,
   ItemProducer<Traits> producer{params, smem, begin, end};
   ItemReader<Traits> items{smem};
   QLoader<Traits> q{params.segments[0], smem};
-  GatherLoader<Traits> rows(params.segments[0], smem);
+  conditional_t<Traits::kSliced, SliceGatherLoader<Traits>, GatherLoader<Traits>> rows(
+      params.segments[0], smem);
   // Each iteration announces an item and loads the one announced before it.
   for (bool first = true;; first = false) {
     if (is_leader && !producer.done()) producer.announce();

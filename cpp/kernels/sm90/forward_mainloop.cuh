@@ -20,6 +20,9 @@
 //
 // A warpgroup skips the tiles that none of its rows touches. After an item whose last tiles it
 // skips (as under a window), the item's last O and the next item's first S run by themselves.
+//
+// Where K and V come in slices (slice_ring.cuh), steps 2 and 3 are made of their products, and
+// there are no order barriers (1, 4) and no skipped tiles.
 #pragma once
 
 #include "kernels/sm90/forward_epilogue.cuh"
@@ -27,13 +30,10 @@
 #include "kernels/sm90/forward_products.cuh"
 #include "kernels/sm90/kept_tiles.cuh"
 #include "kernels/sm90/load_query.cuh"
+#include "kernels/sm90/slice_ring.cuh"
 #include "kernels/sm90/speculative_softmax.cuh"
 
 namespace preflash::sm90 {
-
-__device__ __forceinline__ void release(Barrier& empty) {
-  if (lane_id() == 0) empty.arrive();
-}
 
 template <class Traits>
 struct ForwardMainloop {
@@ -48,6 +48,7 @@ struct ForwardMainloop {
   ConsumerPipelineState<Traits::kQStages> q_read = {};
   ConsumerPipelineState<Traits::kStages> k_read = {};
   ConsumerPipelineState<Traits::kStages> v_read = {};
+  SliceReader<Traits> slices;
   std::uint32_t item_phase = 0;
   KeptTileConsumer<Traits> kept = {};  // where mask bits decide which tiles there are
 
@@ -57,7 +58,8 @@ struct ForwardMainloop {
         smem(smem),
         warpgroup(warpgroup),
         thread(thread),
-        products(smem, warpgroup, thread) {}
+        products(smem, warpgroup, thread),
+        slices(params, smem) {}
 
   __device__ __forceinline__ void run() {
     order_barrier_init();
@@ -188,8 +190,7 @@ struct ForwardMainloop {
     }
     kept.begin_step();
     wait_for_q(item);
-    wait_for_qk();
-    products.issue_qk(products.q(q_read.index()), k_read.index());
+    issue_qk(products.q(q_read.index()));
     order_barrier_arrive();
     start_scores(item);
     make_mask(item);
@@ -259,8 +260,7 @@ struct ForwardMainloop {
 
   // Computes the item's last PV product and stores O.
   __device__ __forceinline__ void drain(const Item& item, const Transition& transition) {
-    smem.barriers.v_full[v_read.index()].wait(v_read.phase());
-    products.issue_pv(v_read.index());
+    issue_pv();
     auto ready = prepare_o(item, transition);
     finish_pv();
     store_o(item, ready);
@@ -273,13 +273,55 @@ struct ForwardMainloop {
   // Steps 1 to 4; then calls meanwhile() while the products run, and waits for S.
   template <class Q, class Meanwhile>
   __device__ __forceinline__ void multiply(const Q& tSrQ, const Meanwhile& meanwhile) {
-    wait_for_qk();
-    products.issue_qk(tSrQ, k_read.index());
-    smem.barriers.v_full[v_read.index()].wait(v_read.phase());
-    products.issue_pv(v_read.index());
+    issue_qk(tSrQ);
+    issue_pv();
     order_barrier_arrive();
     meanwhile();
-    products.template wait_qk<1>();
+    products.template wait_qk<Traits::kSliced ? Traits::kSlicesV : 1>();
+  }
+  // The last slice of K stays until S is complete; so do those of V for O.
+  template <class Q>
+  __device__ __forceinline__ void issue_qk(const Q& tSrQ) {
+    if constexpr (Traits::kSliced) {
+      products.issue_qk_slice(tSrQ, 0, slices.wait());
+#pragma unroll 1
+      for (int slice = 1; slice < slices.num_k; ++slice) {
+        products.issue_qk_slice(tSrQ, slice, slices.wait());
+        warpgroup_wait<1>();
+        slices.release_one();
+      }
+    } else {
+      wait_for_qk();
+      products.issue_qk(tSrQ, k_read.index());
+    }
+  }
+  __device__ __forceinline__ void issue_pv() {
+    if constexpr (Traits::kSliced) {
+      CUTE_UNROLL
+      for (int slice = 0; slice < Traits::kSlicesV; ++slice) {
+        products.issue_pv_slice(slice, slices.wait());
+      }
+    } else {
+      smem.barriers.v_full[v_read.index()].wait(v_read.phase());
+      products.issue_pv(v_read.index());
+    }
+  }
+  __device__ __forceinline__ void release_k() {
+    if constexpr (Traits::kSliced) {
+      slices.release_one();
+    } else {
+      release(smem.barriers.k_empty[k_read.index()]);
+      k_read.advance();
+    }
+  }
+  __device__ __forceinline__ void release_v() {
+    if constexpr (Traits::kSliced) {
+      CUTE_UNROLL
+      for (int slice = 0; slice < Traits::kSlicesV; ++slice) slices.release_one();
+    } else {
+      release(smem.barriers.v_empty[v_read.index()]);
+      v_read.advance();
+    }
   }
   __device__ __forceinline__ void wait_for_qk() const {
     smem.barriers.k_full[k_read.index()].wait(k_read.phase());
@@ -304,8 +346,7 @@ struct ForwardMainloop {
     products.first_pv = GMMA::ScaleOut::Zero;
   }
   __device__ __forceinline__ void accept_scores(const Item& item, int tile) {
-    release(smem.barriers.k_empty[k_read.index()]);
-    k_read.advance();
+    release_k();
     if (is_last(item, tile)) release(smem.barriers.q_empty[q_read.index()]);
     factors.apply(params, products.rows_of_s());
     transform_logits<Traits::kVariant.logits>(products.tSrS, params.logits);
@@ -313,8 +354,7 @@ struct ForwardMainloop {
 
   __device__ __forceinline__ void finish_pv() {
     products.wait_pv();
-    release(smem.barriers.v_empty[v_read.index()]);
-    v_read.advance();
+    release_v();
   }
 
   __device__ __forceinline__ void make_p(int tile) {
@@ -379,14 +419,17 @@ struct ForwardMainloop {
   }
 
   // The order barrier lets one warpgroup at a time issue its products: 0, 1, ... and 0 again. At
-  // the start the last warpgroup arrives for warpgroup 0.
+  // the start the last warpgroup arrives for warpgroup 0. Where tiles arrive in slices, the
+  // warpgroups use each slice at about the same time, without an order.
   __device__ __forceinline__ void order_barrier_init() const {
     if (warpgroup == Traits::kConsumers - 1) order_barrier_arrive();
   }
   __device__ __forceinline__ void order_barrier_wait() const {
+    if constexpr (Traits::kSliced) return;
     cutlass::arch::NamedBarrier::sync(2 * kWarpgroupThreads, NamedBarriers::kOrder + warpgroup);
   }
   __device__ __forceinline__ void order_barrier_arrive() const {
+    if constexpr (Traits::kSliced) return;
     int next = warpgroup + 1 == Traits::kConsumers ? 0 : warpgroup + 1;
     cutlass::arch::NamedBarrier::arrive(2 * kWarpgroupThreads, NamedBarriers::kOrder + next);
   }

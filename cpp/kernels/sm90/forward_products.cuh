@@ -11,7 +11,7 @@ struct ForwardProducts {
   using MmaQk = typename Traits::MmaQk;
   using MmaPv = typename Traits::MmaPv;
   using AccumulatorS = decltype(partition_fragment_C(MmaQk{}, Shape<_64, Int<Traits::kTileN>>{}));
-  using AccumulatorO = decltype(partition_fragment_C(MmaPv{}, Shape<_64, Int<Traits::kHeadVo>>{}));
+  using AccumulatorO = decltype(partition_fragment_C(MmaPv{}, Shape<_64, Int<Traits::kPartVo>>{}));
   using OperandP = decltype(make_tensor<typename Traits::ElementP>(
       as_operand_a(typename AccumulatorS::layout_type{})));
 
@@ -20,7 +20,7 @@ struct ForwardProducts {
   int thread;                                      // of the warpgroup
   AccumulatorS tSrS;                               // ((2, 2, N / 8), 1, 1)
   OperandP tOrP;                                   // ((2, 2, 2), 1, N / 16)
-  AccumulatorO tOrO;                               // ((2, 2, D / 8), 1, 1)
+  AccumulatorO tOrO;                               // ((2, 2, D / 8), 1, slices of V, or 1)
   GMMA::ScaleOut first_pv = GMMA::ScaleOut::Zero;  // what the next P V does with the old O
 
   __device__ __forceinline__ ForwardProducts(SharedStorage<Traits>& smem, int warpgroup, int thread)
@@ -63,6 +63,28 @@ struct ForwardProducts {
     multiply_async(mma, tOrP, tOrV(_, _, _, v_stage), tOrO, first_pv);
   }
   __device__ __forceinline__ void wait_pv() { wait_for_product<0>(tOrO); }
+
+  // The slice's part of S = Q K^T
+  template <class Q>
+  __device__ __forceinline__ void issue_qk_slice(const Q& tSrQ, int slice, int slot) {
+    constexpr int kDepth = Traits::kSliceColumns / 16;
+    MmaQk mma;
+    Tensor sK = make_tensor(make_smem_ptr(&smem.slices[0][0]),
+                            typename Traits::LayoutSliceK{});      // (n, columns, slots)
+    Tensor tSrK = mma.get_slice(thread).partition_fragment_B(sK);  // (MMA, MMA_N, MMA_K, slots)
+    multiply_async<kDepth>(mma, tSrQ, slice * kDepth, tSrK(_, _, _, slot), tSrS,
+                           slice == 0 ? GMMA::ScaleOut::Zero : GMMA::ScaleOut::One);
+  }
+  // The slice's columns of O += P V
+  __device__ __forceinline__ void issue_pv_slice(int slice, int slot) {
+    using Part = decltype(partition_fragment_C(MmaPv{}, Shape<_64, Int<Traits::kMmaColumnsPv>>{}));
+    MmaPv mma;
+    Tensor sV = make_tensor(make_smem_ptr(&smem.slices[0][0]),
+                            typename Traits::LayoutSliceV{});      // (columns, n, slots)
+    Tensor tOrV = mma.get_slice(thread).partition_fragment_B(sV);  // (MMA, MMA_N, MMA_K, slots)
+    Tensor part = make_tensor(&tOrO(0) + slice * size(Part{}), typename Part::layout_type{});
+    multiply_async(mma, tOrP, tOrV(_, _, _, slot), part, first_pv);
+  }
 };
 
 }  // namespace preflash::sm90

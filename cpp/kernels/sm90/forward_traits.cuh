@@ -53,6 +53,22 @@ struct ForwardTraits {
   static constexpr int kHeadQk = kVariant.head_dim_qk;
   static constexpr int kHeadVo = kVariant.head_dim_vo;
 
+  // A warpgroup's registers hold 256 columns of O. Where there are more, so many CTAs share the
+  // items of one list, and each makes its part of the columns.
+  static constexpr int kPartVo = kHeadVo <= 256 ? kHeadVo : 256;
+  static constexpr int kColumnParts = kHeadVo / kPartVo;
+  static_assert(kColumnParts * kPartVo == kHeadVo);
+  // Shared memory then has no room for whole tiles of K and V beside Q: they arrive in slices of so
+  // many columns, all keys of the tile each, through one ring.
+  static constexpr bool kSliced = kColumnParts > 1;
+  static constexpr int kSliceColumns = 128;
+  static constexpr int kSliceSlots = 5;
+  static constexpr int kSlicesK = kHeadQk / kSliceColumns;
+  static constexpr int kSlicesV = kPartVo / kSliceColumns;
+  static constexpr int kSliceElements = kTileN * kSliceColumns;
+  static_assert(!kSliced || (kSlicesK * kSliceColumns == kHeadQk &&
+                             kSlicesV * kSliceColumns == kPartVo && kSlicesV < kSliceSlots));
+
   // Warpgroup 0 is the producer; each consumer warpgroup computes 64 rows of the tile.
   static constexpr int kConsumers = kTileM / kWarpgroupRows;
   static constexpr int kConsumerWarps = kConsumers * kWarpgroupWarps;
@@ -63,11 +79,11 @@ struct ForwardTraits {
   static constexpr int kBlocksQ = kHeadQk / kBlockColumns<ElementQ>;
   static constexpr int kBlocksK = kHeadQk / kBlockColumns<ElementKv>;
   static constexpr int kBlocksV = kHeadVo / kBlockColumns<ElementKv>;
-  static constexpr int kBlocksO = kHeadVo / kBlockColumns<ElementO>;
+  static constexpr int kBlocksO = kPartVo / kBlockColumns<ElementO>;
   static_assert(kBlocksQ * kBlockColumns<ElementQ> == kHeadQk);
   static_assert(kBlocksK * kBlockColumns<ElementKv> == kHeadQk);
   static_assert(kBlocksV * kBlockColumns<ElementKv> == kHeadVo);
-  static_assert(kBlocksO * kBlockColumns<ElementO> == kHeadVo);
+  static_assert(kBlocksO * kBlockColumns<ElementO> == kPartVo);
   static_assert(kTileN % 16 == 0 && kTileN <= 256);
   static constexpr int kMaxBoxes = kTileN / 8;  // of a K or V tile: a box has at least 8 rows
 
@@ -78,9 +94,10 @@ struct ForwardTraits {
 
   // Whether a warpgroup skips the tiles that none of its rows touches (the upper rows of a causal
   // item do not touch its last tiles). Only tiles of few keys leave a warpgroup such tiles.
+  // Slices go through a ring that is shorter than a tile, so no warpgroup may run ahead.
   // NOTE: a warpgroup that skips an item's first tiles still holds V of the item before, while the
   // others need a buffer for each of those tiles: V must have as many other buffers.
-  static constexpr bool kSkipsTiles = !kHasMaskBits && kTileN <= kWarpgroupRows &&
+  static constexpr bool kSkipsTiles = !kSliced && !kHasMaskBits && kTileN <= kWarpgroupRows &&
                                       (kConsumers - 1) * kWarpgroupRows <= (kStages - 1) * kTileN;
 
   // K and V as they are stored, where they are transformed: a tile of both in 8 bits, or of K alone
@@ -102,7 +119,7 @@ struct ForwardTraits {
   // The step of an item in which a warpgroup prepares the transition to the next: its last, or its
   // first (measured: docs/dev/experiments.md). NOTE: the item that follows is announced only behind
   // the last tile that a custom mask keeps of this one.
-  static constexpr bool kPreparesInLastStep = !kSkipsTiles;
+  static constexpr bool kPreparesInLastStep = !kSkipsTiles && !kSliced;
 
   // The launch bounds divide the 65536 registers evenly, in multiples of 8; setmaxnreg then moves
   // the producers' share to the consumers.
@@ -118,8 +135,9 @@ struct ForwardTraits {
   // is stored, one row per key.
   using MmaQk = decltype(make_tiled_mma(
       GMMA::ss_op_selector<ElementQ, ElementKv, float, Shape<_64, Int<kTileN>, Int<kHeadQk>>>()));
+  static constexpr int kMmaColumnsPv = kSliced ? kSliceColumns : kHeadVo;
   using MmaPv = decltype(make_tiled_mma(
-      GMMA::rs_op_selector<ElementP, ElementKv, float, Shape<_64, Int<kHeadVo>, Int<kTileN>>,
+      GMMA::rs_op_selector<ElementP, ElementKv, float, Shape<_64, Int<kMmaColumnsPv>, Int<kTileN>>,
                            GMMA::Major::K, GMMA::Major::MN>()));
 
   // Blocks of kBlockColumns, each with all rows of the tile: the layout that TMA boxes write.
@@ -132,7 +150,22 @@ struct ForwardTraits {
       decltype(tile_to_shape(AtomK{}, Shape<Int<kTileN>, Int<kHeadQk>, Int<kStages>>{}));
   using LayoutV = decltype(tile_to_shape(AtomV{}, Shape<Int<kHeadVo>, Int<kTileN>, Int<kStages>>{},
                                          Step<_2, _1, _3>{}));  // V^T: (d_vo, tile_n, stages)
+  using LayoutSliceK =
+      decltype(tile_to_shape(AtomK{}, Shape<Int<kTileN>, Int<kSliceColumns>, Int<kSliceSlots>>{}));
+  using LayoutSliceV = decltype(tile_to_shape(
+      AtomV{}, Shape<Int<kSliceColumns>, Int<kTileN>, Int<kSliceSlots>>{}, Step<_2, _1, _3>{}));
 };
+
+// The columns of O that this CTA makes.
+template <class Traits>
+__device__ __forceinline__ int column_parts(int head_dim_vo) {
+  return Traits::kColumnParts == 1 ? 1 : ceil_div(head_dim_vo, Traits::kPartVo);
+}
+template <class Traits>
+__device__ __forceinline__ int first_column(int head_dim_vo) {
+  if constexpr (Traits::kColumnParts == 1) return 0;
+  return static_cast<int>(blockIdx.x) % column_parts<Traits>(head_dim_vo) * Traits::kPartVo;
+}
 
 // A work item in shared memory. One producer warp prepares it, items ahead; the other warps read it
 // when they need it, so that it costs no registers in their loops. An item without tiles ends the
@@ -228,12 +261,24 @@ struct TransformStorage<Traits, true> {
   Rotation row_step[Traits::kPairs];        // from a key to the next that the same lane rotates
 };
 
-template <class Traits>
-struct SharedStorage : TransformStorage<Traits> {
-  using ElementO = typename Traits::ElementO;
-  alignas(1024) typename Traits::ElementQ q[cosize_v<typename Traits::LayoutQ>];
+// K and V in shared memory: whole tiles of each, or slices of both in the order in which the
+// consumers use them, K(0), K(1), V(0), K(2), V(1), ... (tiles in the order of the loop).
+template <class Traits, bool kSliced = Traits::kSliced>
+struct KvBuffers {
   alignas(1024) typename Traits::ElementKv k[cosize_v<typename Traits::LayoutK>];
   alignas(1024) typename Traits::ElementKv v[cosize_v<typename Traits::LayoutV>];
+};
+template <class Traits>
+struct KvBuffers<Traits, true> {
+  alignas(1024) typename Traits::ElementKv slices[Traits::kSliceSlots][Traits::kSliceElements];
+  TransactionBarrier slice_full[Traits::kSliceSlots];  // arrivals as for k_full and k_empty
+  Barrier slice_empty[Traits::kSliceSlots];
+};
+
+template <class Traits>
+struct SharedStorage : KvBuffers<Traits>, TransformStorage<Traits> {
+  using ElementO = typename Traits::ElementO;
+  alignas(1024) typename Traits::ElementQ q[cosize_v<typename Traits::LayoutQ>];
   // Each warp stages its 16 rows of O here, one block of columns at a time.
   alignas(1024) ElementO o[Traits::kConsumerWarps][kWarpRows * kBlockColumns<ElementO>];
   ItemState items[kItemSlots];
@@ -244,6 +289,10 @@ struct SharedStorage : TransformStorage<Traits> {
 };
 
 __device__ __forceinline__ int lane_id() { return threadIdx.x % 32; }
+
+__device__ __forceinline__ void release(Barrier& empty) {
+  if (lane_id() == 0) empty.arrive();
+}
 
 // NOTE: CUTLASS does not tell the compiler that its barriers and fences order memory. This does.
 __device__ __forceinline__ void order_memory_accesses() { asm volatile("" ::: "memory"); }

@@ -94,7 +94,7 @@ struct GatherLoader {
     publish();
   }
 
- private:
+ protected:
   __device__ __forceinline__ static int warp_row() { return threadIdx.x / 32 * kWarpKeys; }
 
   // A row outside the item's keys gets the slot of a row inside: its address is valid, and nothing
@@ -148,7 +148,7 @@ struct GatherLoader {
     for (int i = 0; i < kOwned; ++i) offsets[i] = slot_offset(tensor, rows.slot[i]);
     int key = tile * Traits::kTileN;
     bool whole = key >= item.keys.begin && key + Traits::kTileN <= item.keys.end &&
-                 head_dim == kBlocks * kColumns;
+                 head_dim >= kBlocks * kColumns;
     if (whole) {
       copy_rows<kBlocks, Fill::kWhole>(offsets, key, tensor, head_dim, target);
     } else {

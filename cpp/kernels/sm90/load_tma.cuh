@@ -50,6 +50,28 @@ struct QLoader {
 
 enum class Operand { kK, kV };
 
+// The coordinates of box lane_id() of a K/V tile. Only rows of kept keys are fetched: the pages
+// below a window may have been recycled, and the rows past the request's end belong to nobody or to
+// another.
+template <class Traits>
+__device__ __forceinline__ TmaCoordinates box_coordinates(const HopperSegment& params,
+                                                          const ItemKeys& item, int tile) {
+  int box_rows = params.box.kv_rows;
+  int box_key = tile * Traits::kTileN + lane_id() * box_rows;
+  int first = max(item.keys.begin, box_key);
+  int num_rows = max(min(item.keys.end, box_key + box_rows) - first, 0);
+  TmaCoordinates coordinates{0, 0, num_rows - box_rows};
+  if (num_rows == 0 || lane_id() * box_rows >= Traits::kTileN) return coordinates;
+  if (params.page_indices == nullptr) {
+    coordinates.x = item.kv_begin + first;
+  } else {
+    int page;
+    params.page(page, coordinates.x, first);
+    coordinates.page = __ldg(params.page_indices + item.kv_begin + page);
+  }
+  return coordinates;
+}
+
 // One warp loads the tiles of one operand as TMA boxes.
 template <class Traits, Operand kOperand>
 struct TmaLoader {
@@ -105,23 +127,8 @@ struct TmaLoader {
     return kOperand == Operand::kK ? smem.barriers.k_empty[stage] : smem.barriers.v_empty[stage];
   }
 
-  // The coordinates of box lane_id(). Only rows of kept keys are fetched: the pages below a window
-  // may have been recycled, and the rows past the request's end belong to nobody or to another.
   __device__ __forceinline__ TmaCoordinates find_coordinates(int tile) const {
-    int box_rows = params.box.kv_rows;
-    int box_key = tile * Traits::kTileN + lane_id() * box_rows;
-    int first = max(item.keys.begin, box_key);
-    int num_rows = max(min(item.keys.end, box_key + box_rows) - first, 0);
-    TmaCoordinates coordinates{0, 0, num_rows - box_rows};
-    if (num_rows == 0 || lane_id() * box_rows >= Traits::kTileN) return coordinates;
-    if (params.page_indices == nullptr) {
-      coordinates.x = item.kv_begin + first;
-    } else {
-      int page;
-      params.page(page, coordinates.x, first);
-      coordinates.page = __ldg(params.page_indices + item.kv_begin + page);
-    }
-    return coordinates;
+    return box_coordinates<Traits>(params, item, tile);
   }
 
   // NOTE: elect_one_sync() tells the compiler that a single lane issues; `lane == 0` would not.

@@ -27,6 +27,21 @@ __device__ __forceinline__ void multiply_async(Mma& mma, const A& a, const B& b,
   warpgroup_commit_batch();
 }
 
+// The same with the kDepth columns of a from first_k on.
+template <int kDepth, class Mma, class A, class B, class C>
+__device__ __forceinline__ void multiply_async(Mma& mma, const A& a, int first_k, const B& b, C& c,
+                                               GMMA::ScaleOut first) {
+  warpgroup_fence_operand(c);
+  warpgroup_arrive();
+  mma.accumulate_ = first;
+  CUTE_UNROLL
+  for (int k = 0; k < kDepth; ++k) {
+    gemm(mma, a(_, _, first_k + k), b(_, _, k), c);
+    mma.accumulate_ = GMMA::ScaleOut::One;
+  }
+  warpgroup_commit_batch();
+}
+
 // Waits until at most kPending later groups are in flight: c is complete then.
 template <int kPending, class C>
 __device__ __forceinline__ void wait_for_product(C& c) {

@@ -32,6 +32,7 @@ def _attention_cases() -> Iterator[tuple[str, Case]]:
     yield "prefill", Case("prefill", (64, 129, 1), (64, 129, 1), 4, 4, 64)
     yield "prefill", Case("causal", (64, 129, 1), (64, 129, 1), 8, 2, 128, mask=_CAUSAL)
     yield "prefill", Case("d256", (70, 17), (130, 17), 2, 1, 256, mask=_CAUSAL)
+    yield "prefill", Case("d512", (40, 17), (100, 17), 4, 2, 512, mask=_CAUSAL)
     yield "prefill", Case("d192x128", (37, 100), (37, 211), 2, 2, 192, 128, mask=_CAUSAL)
     yield "prefill", Case("d96", (70, 20), (96, 200), 2, 2, 96, form=KvForm.PADDED, mask=_CAUSAL)
     yield "prefill", Case("more rows than keys", (150, 9), (64, 0), 4, 1, 128, mask=_CAUSAL)

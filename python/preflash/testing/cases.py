@@ -545,9 +545,39 @@ def _sink_cases() -> Iterator[Case]:
     )
 
 
+def _wide_cases() -> Iterator[Case]:
+    """More than 256 columns: warps (fa2) and CTAs (fa3) share those of O out."""
+    few, many = (33, 130, 1, 0), (70, 300, 9, 5)
+    yield Case("d512", few, many, 8, 4, 512, mask=_C)
+    yield Case("d512_hnd", few, many, 4, 4, 512, layout="HND", form=KvForm.COMBINED)
+    yield Case("d264", few, many, 4, 2, 264, form=KvForm.PADDED, mask=_C)
+    yield Case("d320_paged", few, many, 8, 1, 320, page_size=16, mask=_C)
+    yield Case("d384_page1", few, many, 4, 2, 384, page_size=1, mask=_C, window_left=40)
+    yield Case("d448_page5", (70, 9), (129, 200), 6, 2, 448, page_size=5, layout="HND")
+    yield Case("d512_page100", few, many, 4, 1, 512, page_size=100, mask=_C)
+    yield Case("d512x64", (33, 5), (70, 90), 4, 2, 512, 64, mask=_C)
+    yield Case("d64x512", (33, 5), (70, 90), 4, 2, 64, 512, page_size=8, mask=_C)
+    yield Case("d512_left_only", (40, 130), (300, 130), 4, 1, 512, window_left=17)
+    yield Case("d512_longer_q", (150, 7), (64, 0), 4, 2, 512, mask=_C)
+    yield Case("d512_decode", (1,) * 4, (1, 16, 257, 400), 16, 1, 512, page_size=16, mask=_C)
+    yield Case("d512_cap", (61, 4), (61, 200), 6, 2, 512, mask=_C, soft_cap=20.0)
+    yield Case("d512_alibi", (61, 4), (61, 200), 6, 2, 512, page_size=16, mask=_C, position=_ALIBI)
+    yield Case("d512_sinks", (40, 130), (300, 9), 32, 4, 512, page_size=8, mask=_C, sinks=_MIXED)
+    yield Case("d512_custom", (61, 31), (61, 200), 4, 2, 512, mask=_CUSTOM)
+    split = {"page_size": 16, "mask": _C, "fixed_split_size": 128, "sinks": _MIXED}
+    yield Case("d512_split", (3, 50), (512, 450), 8, 2, 512, **split)
+
+
 def core() -> list[Case]:
     """Hand-written cases that together touch every axis of the specification."""
-    return [*_ragged_cases(), *_paged_cases(), *_alibi_cases(), *_rope_cases(), *_sink_cases()]
+    return [
+        *_ragged_cases(),
+        *_paged_cases(),
+        *_alibi_cases(),
+        *_rope_cases(),
+        *_sink_cases(),
+        *_wide_cases(),
+    ]
 
 
 def tiny() -> list[Case]:
@@ -564,6 +594,8 @@ def tiny() -> list[Case]:
         Case("mla", (20,), (45,), 1, 1, 192, 128, mask=_C),
         Case("d96", (20, 0, 3), (45, 7, 0), 2, 1, 96, form=KvForm.PADDED, mask=_C),
         Case("d256", (20,), (90,), 2, 1, 256, form=KvForm.HALVES, mask=_C),
+        Case("d512", (20,), (90,), 2, 1, 512, page_size=16, mask=_C, window_left=40),
+        Case("d264", (9, 3), (70, 33), 4, 1, 264, form=KvForm.PADDED, mask=_C, soft_cap=5.0),
         Case("alibi", (20, 1), (90, 40), 3, 1, 128, mask=_C, position=_ALIBI),
         Case("sinks", (20, 1), (9, 200), 4, 1, 64, mask=_C, sinks=_MIXED, fixed_split_size=64),
     ]
@@ -673,7 +705,7 @@ def random_case(rng: random.Random, name: str, limits: Limits) -> Case:
 
     The limits change no draw, so that backends with other dtypes and options see the same lengths.
     """
-    dim = rng.choice([64, 128, 128, 256, 8 * rng.randint(1, 32)])
+    dim = rng.choice([64, 128, 128, 256, 512, 8 * rng.randint(1, 64)])
     dims = (192, 128) if rng.random() < 0.1 else (dim, dim)
     num_kv_heads = rng.choice([1, 1, 2, 3])
     groups = [1, 1, 1, 2, 2, 3, 3, 4, 4, 5, 7, 7, 8, 8, 16, 16, 128]

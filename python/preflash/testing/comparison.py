@@ -6,8 +6,8 @@ rounded once. With unit roundoffs u_o (output format), u_p (format of p in P @ V
 
 * A logit is a float32 sum of products and at most three float32 multiplications: its absolute
   error is at most d = `logit_rounding` * e * X, X = |sm_scale| |q| |k| (tensor cores truncate, 16
-  terms a step: 32 covers head_dim 256). A soft cap c adds 8 e c for its tanh, a bias of at most b
-  3 e b: its slope, its product and the sum are rounded.
+  terms a step: 32 covers head_dim 256, and `logit_roundings()` what is longer). A soft cap c adds
+  8 e c for its tanh, a bias of at most b 3 e b: its slope, its product and the sum are rounded.
 * Operands that a kernel rotates (RoPE) it rounds to the format of its products, u_r. The error of a
   logit adds up from independent ones of its products: t = sqrt(2) u_r |sm_scale| sqrt(sum_d
   (q_d k_d)^2). It is 0 where operands are multiplied as they were stored, or in float32.
@@ -48,6 +48,11 @@ EXP_ERROR = 2.0**-19
 def unit_roundoff(dtype: torch.dtype) -> float:
     """The largest relative error of rounding to nearest: 2^-8 for bfloat16, 2^-11 for float16."""
     return torch.finfo(dtype).eps / 2
+
+
+def logit_roundings(head_dim_qk: int) -> float:
+    """The float32 roundings of a logit: of two to a step of 16 terms, and of 16 steps at least."""
+    return 2.0 * max(head_dim_qk / 16, 16)
 
 
 @dataclasses.dataclass

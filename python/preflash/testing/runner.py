@@ -124,6 +124,7 @@ def compare(inputs: Inputs, out, lse, expected: Expected | None = None, **option
     if case.magnitude is Magnitude.VERY_NEGATIVE:
         # Products and sums are exact there: only the multiplications by scale and log2 e round.
         options.setdefault("logit_rounding", 4.0)
+    options.setdefault("logit_rounding", comparison.logit_roundings(case.head_dim))
     if out.dtype.itemsize == 1:
         # Probabilities of 8 bits would be seen at the output's roundoff.
         options.setdefault("p_dtype", torch.bfloat16)
