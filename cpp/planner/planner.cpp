@@ -256,21 +256,21 @@ void Planner::cut_into_chunks(const Problem& problem, std::span<const SegmentPla
     }
     cut(plans[s], split.tiles, chunk_tiles, work_);
   }
-  reserve(problem.segments[0].graph_max_rows > 0, decision.limits);
+  reserve(problem, decision.limits);
 }
 
-void Planner::reserve(bool graph, const SplitLimits& limits) {
-  bool fits = !graph || work_.num_items <= limits.items;
+void Planner::reserve(const Problem& problem, const SplitLimits& limits) {
+  const bool graph = problem.segments[0].graph_max_rows > 0;
+  bool fits = work_.num_items <= limits.items;
   item_capacity_ = graph ? limits.items : work_.num_items;
   for (int s = 0; s < segments_.size(); ++s) {
     const SegmentWork& used = work_.segments[s];
     const SegmentLimits& room = limits.segments[s];
-    fits =
-        fits && (!graph || (used.num_partial_rows <= room.rows && used.num_merges <= room.merges));
+    fits = fits && used.num_partial_rows <= room.rows && used.num_merges <= room.merges;
     segments_[s].capacity =
         graph ? room : SegmentLimits{.rows = used.num_partial_rows, .merges = used.num_merges};
   }
-  if (!fits) throw std::logic_error("the planner reserved too little for a CUDA graph");
+  if (!fits) throw std::logic_error("the planner used more than it has, or reserved");
 }
 
 void Planner::schedule(const DeviceFacts& facts, std::int64_t cta_slots, Schedule schedule) {

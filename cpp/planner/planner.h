@@ -82,7 +82,7 @@ class Planner {
   void split(const Problem& problem, std::int64_t cta_slots, const SegmentKernels& kernels);
   void cut_into_chunks(const Problem& problem, std::span<const SegmentPlan> plans,
                        const SplitProblem& decision);
-  void reserve(bool graph, const SplitLimits& limits);
+  void reserve(const Problem& problem, const SplitLimits& limits);
   void schedule(const DeviceFacts& facts, std::int64_t cta_slots, Schedule schedule);
   void count();
   void lay_out(Arena& ints, Arena& floats, PlanLayout& layout) const;
