@@ -71,7 +71,7 @@ ForwardParams DevicePlan::params() const {
     segment.group_size = segment.gqa_ratio();
     segment.page_indices = page_indices_[s];
     segment.page_size = std::max(planned.batch->page_size(), 1);
-    segment.kernel = planned.kernel;
+    params.kernels[s] = planned.kernel;
   }
   return params;
 }

@@ -338,8 +338,8 @@ LaunchError run_forward(const ForwardParams& params, int num_threads) {
   return guarded([&] {
     std::optional<Segment> segments[kMaxSegments];
     for (int s = 0; s < params.num_segments; ++s) {
-      const ForwardSegment& segment = params.segments[s];
-      segments[s].emplace(make_segment(segment.kernel->variant, segment.kernel->tile, segment));
+      const ForwardKernel& kernel = *params.kernels[s];
+      segments[s].emplace(make_segment(kernel.variant, kernel.tile, params.segments[s]));
     }
     parallel_for(params.num_items, num_threads, [&](int index) {
       const WorkItem& item = params.items[index];

@@ -71,9 +71,6 @@ struct ForwardSegment : AttentionOptions {
   std::int32_t group_size = 1;  // gqa_ratio()
   float sm_scale = 1.0f;        // q_scale and k_scale folded in
   float out_scale = 1.0f;       // v_scale
-
-  // The kernel that the segment was planned for. The host's alone: no kernel reads it.
-  const ForwardKernel* kernel = nullptr;
 };
 
 // One launch: one work list over the requests of its segments.
@@ -86,6 +83,8 @@ struct ForwardParams {
 
   std::int32_t num_segments = 1;
   ForwardSegment segments[kMaxSegments];
+  // Those that the segments were planned for. The host's alone.
+  const ForwardKernel* kernels[kMaxSegments] = {};
 };
 
 struct CombineParams {

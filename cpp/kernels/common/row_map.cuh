@@ -11,6 +11,8 @@
 namespace preflash {
 
 // ForwardSegment as the kernels take it: derived constants made once, on the host.
+// NOTE: a divisor's words load in pairs only where `group` begins 4 bytes past a multiple of 8. A
+// pointer more at the end of ForwardSegment cost the fa3 main loop two instructions.
 struct KernelSegment : ForwardSegment {
   cutlass::FastDivmod group;  // by group_size
   cutlass::FastDivmod page;   // by page_size

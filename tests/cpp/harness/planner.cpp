@@ -286,7 +286,7 @@ void attend(std::uintptr_t q, std::uintptr_t k, std::uintptr_t v, std::uintptr_t
   segment.q_dtype = segment.kv_dtype = segment.o_dtype = DType::kFloat32;
   ForwardKernel kernel = given.segments[0].kernel;
   kernel.variant.q_dtype = kernel.variant.kv_dtype = DType::kFloat32;
-  segment.kernel = &kernel;
+  params.kernels[0] = &kernel;
   check_launch(cpu::run_forward(params, kThreads), "attend");
 
   // Last first: a tile that wrote more than its own rows would spoil those of the next one.
