@@ -50,7 +50,8 @@ struct ForwardMainloop {
   ConsumerPipelineState<Traits::kStages> v_read = {};
   SliceReader<Traits> slices;
   std::uint32_t item_phase = 0;
-  KeptTileConsumer<Traits> kept = {};  // where mask bits decide which tiles there are
+  // Where mask bits decide which tiles there are.
+  conditional_t<Traits::kHasMaskBits, KeptTileConsumer<Traits>, NoKeptTiles> kept = {};
 
   __device__ __forceinline__ ForwardMainloop(const HopperSegment& params,
                                              SharedStorage<Traits>& smem, int warpgroup, int thread)
@@ -147,6 +148,9 @@ struct ForwardMainloop {
       if (item.any()) kept.look_ahead(smem, [&](int tile) { return coordinates(item, tile); });
     }
   }
+  __device__ __forceinline__ void begin_step() {
+    if constexpr (Traits::kHasMaskBits) kept.begin_step();
+  }
   // While the products run.
   __device__ __forceinline__ void make_mask(const Item& item) {
     if constexpr (Traits::kHasMaskBits) {
@@ -155,19 +159,15 @@ struct ForwardMainloop {
     }
   }
   __device__ __forceinline__ int first_tile(const Item& item) const {
-    return Traits::kHasMaskBits ? kept.tile.index() : item.own.end - 1;
+    if constexpr (Traits::kHasMaskBits) return kept.tile.index();
+    return item.own.end - 1;
   }
   __device__ __forceinline__ bool is_last(const Item& item, int tile) const {
-    return Traits::kHasMaskBits ? kept.tile.is_last() : tile == item.own.begin;
-  }
-  __device__ __forceinline__ bool is_masked(const Item& item, int tile) const {
-    return Traits::kHasMaskBits ? !kept.tile.is_whole() : item.own.needs_mask(tile);
-  }
-  __device__ __forceinline__ TileMask mask_of(const Item& item, int tile) const {
-    return Traits::kHasMaskBits ? kept.mask : TileMask::of_bounds(coordinates(item, tile));
+    if constexpr (Traits::kHasMaskBits) return kept.tile.is_last();
+    return tile == item.own.begin;
   }
   __device__ __forceinline__ bool prepares_in_first_step(const Item& item) const {
-    if (Traits::kHasMaskBits) return kept.tile.is_last();
+    if constexpr (Traits::kHasMaskBits) return kept.tile.is_last();
     return !Traits::kPreparesInLastStep || item.own.count() == 1;
   }
   __device__ __forceinline__ Transition prepare_transition(const Item& item) {
@@ -188,7 +188,7 @@ struct ForwardMainloop {
       skip_k();
       skip_v();
     }
-    kept.begin_step();
+    begin_step();
     wait_for_q(item);
     issue_qk(products.q(q_read.index()));
     order_barrier_arrive();
@@ -217,7 +217,7 @@ struct ForwardMainloop {
   __device__ __forceinline__ void run_kept_steps(const Item& item, Transition& transition) {
     Tensor tSrQ = products.q(q_read.index());
     while (!kept.tile.is_last()) {
-      kept.begin_step();
+      begin_step();
       step(tSrQ, item, kept.tile.index(), [&] {
         make_mask(item);
         if (kept.tile.is_last()) transition = prepare_transition(item);
@@ -240,7 +240,7 @@ struct ForwardMainloop {
                                                        const Transition& transition) {
     const Item& next = transition.next;
     for (int i = 0; i < next.skipped_first; ++i) skip_k();
-    kept.begin_step();
+    begin_step();
     wait_for_q(next);
     typename Epilogue::Prepared ready;
     Transition next_transition;
@@ -332,15 +332,21 @@ struct ForwardMainloop {
   __device__ __forceinline__ void finish_scores(const Item& item, int tile) {
     accept_scores(item, tile);
     bias.add_to(products.rows_of_s());
-    if (is_masked(item, tile)) mask_of(item, tile).apply(products.rows_of_s());
+    if constexpr (Traits::kHasMaskBits) {
+      if (!kept.tile.is_whole()) kept.mask.apply(products.rows_of_s());
+    } else if (item.own.needs_mask(tile)) {
+      TileMask::of_bounds(coordinates(item, tile)).apply(products.rows_of_s());
+    }
   }
   // Also sets the rows' first references, which does not need O.
   __device__ __forceinline__ void finish_first_scores(const Item& item, const TileMask& mask) {
     int tile = first_tile(item);
     accept_scores(item, tile);
     bias.add_to_first(coordinates(item, tile), products.rows_of_s());
-    if (is_masked(item, tile)) {
-      (Traits::kHasMaskBits ? kept.mask : mask).apply(products.rows_of_s());
+    if constexpr (Traits::kHasMaskBits) {
+      if (!kept.tile.is_whole()) kept.mask.apply(products.rows_of_s());
+    } else if (item.own.needs_mask(tile)) {
+      mask.apply(products.rows_of_s());
     }
     softmax.begin(products.rows_of_s(), bias.shift(tile));
     products.first_pv = GMMA::ScaleOut::Zero;
