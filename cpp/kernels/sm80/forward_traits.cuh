@@ -72,7 +72,8 @@ struct ForwardTraits {
   // is what binds at head_dim 256, and Q is a ninth of its traffic there, a fifth at 64
   // (docs/dev/experiments.md).
   static constexpr int kRegisters = std::min(255, 65536 / (kThreads * kTile.ctas_per_sm) / 8 * 8);
-  static constexpr int kLoopRegisters = kTransforms ? 96 : 79;
+  // Above head_dim 256 P comes back whole.
+  static constexpr int kLoopRegisters = kTransforms ? 96 : kColumnWarps == 1 ? 79 : 103;
   static constexpr int kSpareRegisters =
       kRegisters - kLoopRegisters - kMmaM * (kHeadVo / 2 + kTileN / 2) / kColumnWarps;
   static constexpr int kKeptQ = std::clamp(kSpareRegisters / (4 * kMmaM), 0, kHeadQk / 16);
