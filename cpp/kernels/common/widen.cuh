@@ -122,7 +122,9 @@ PREFLASH_HD FourElements widen(std::uint32_t four) {
     if constexpr (kTo == DType::kFloat16) {
       result.pair[i] = std::bit_cast<std::uint32_t>(halves);
     } else {
-      result.pair[i] = Pair<kTo>::from_floats(__half22float2(__half2(halves)));
+      // Their upper halves hold all bits of it.
+      float2 floats = __half22float2(__half2(halves));
+      result.pair[i] = __byte_perm(__float_as_uint(floats.x), __float_as_uint(floats.y), 0x7632);
     }
   }
   return result;

@@ -60,19 +60,22 @@ struct SwizzledColumn {
   }
 };
 
+// Four neighbouring elements as they are stored.
+template <DType kDType>
+using FourStored = conditional_t<size_of(kDType) == 1, std::uint32_t, uint2>;
+
 // Four neighbouring elements as floats.
 struct FourFloats {
   float2 pair[2];
 
   template <DType kFrom>
-  __device__ __forceinline__ static FourFloats load(const void* source) {
+  __device__ __forceinline__ static FourFloats of(const FourStored<kFrom>& stored) {
     if constexpr (size_of(kFrom) == 1) {
-      FourElements wide = widen<kFrom, DType::kFloat16>(*static_cast<const std::uint32_t*>(source));
+      FourElements wide = widen<kFrom, DType::kFloat16>(stored);
       return {Pair<DType::kFloat16>::to_floats(wide.pair[0]),
               Pair<DType::kFloat16>::to_floats(wide.pair[1])};
     } else {
-      uint2 bits = *static_cast<const uint2*>(source);
-      return {Pair<kFrom>::to_floats(bits.x), Pair<kFrom>::to_floats(bits.y)};
+      return {Pair<kFrom>::to_floats(stored.x), Pair<kFrom>::to_floats(stored.y)};
     }
   }
   template <DType kTo>
@@ -131,32 +134,55 @@ __device__ __forceinline__ void fill_rotary_tables(const RotaryFrequencies& freq
   }
 }
 
-// One warp's rows of a tile of K or V, from the raw ring to the tile.
+// One warp's rows of a tile of K or V, from the raw ring to the tile. NOTE: the compiler keeps
+// every load behind the stores before it, so that each method reads what it can hold before it
+// writes.
 template <class Traits>
 struct RowTransform {
   static constexpr DType kTo = Traits::kVariant.kv_dtype;
   static constexpr int kWarpKeys = Traits::kTileN / kWarpgroupWarps;
 
   const unsigned char* raw;  // [tile n, compiled head_dim] as stored
-  unsigned char* tile;
-  int first_row;  // of the warp
+  int first_row;             // of the warp
 
-  // Lanes take 8 neighbouring elements each, 8 lanes a block of columns.
-  template <DType kFrom, int kHead>
-  __device__ __forceinline__ void widen_rows() const {
-    constexpr int kRowsAtOnce = 4;
-    constexpr int kBlocks = kHead / 64;
+  // A lane's share of rows of 8 bits: 8 neighbouring elements a unit, 8 lanes a block of columns.
+  template <int kHead>
+  struct Narrow {
+    static constexpr int kBlocks = kHead / 64;
+    static constexpr int kRowsAtOnce = 4;
+    static constexpr int kPasses = kWarpKeys / kRowsAtOnce;
     static_assert(kWarpKeys % kRowsAtOnce == 0);
+
+    uint2 unit[kPasses][kBlocks];
+  };
+
+  template <int kHead>
+  __device__ __forceinline__ Narrow<kHead> read() const {
+    using Rows = Narrow<kHead>;
+    Rows rows;
+    const unsigned char* lane = raw + (first_row + lane_id() / 8) * kHead + lane_id() % 8 * 8;
     CUTE_UNROLL
-    for (int pass = 0; pass < kWarpKeys / kRowsAtOnce; ++pass) {
-      int row = first_row + pass * kRowsAtOnce + lane_id() / 8;
+    for (int pass = 0; pass < Rows::kPasses; ++pass) {
       CUTE_UNROLL
-      for (int block = 0; block < kBlocks; ++block) {
-        int column = block * 64 + lane_id() % 8 * 8;
-        uint2 eight = *reinterpret_cast<const uint2*>(raw + row * kHead + column);
-        FourElements low = widen<kFrom, kTo>(eight.x);
-        FourElements high = widen<kFrom, kTo>(eight.y);
-        *reinterpret_cast<uint4*>(tile + swizzled<Traits::kTileN>(row, column)) =
+      for (int block = 0; block < Rows::kBlocks; ++block) {
+        rows.unit[pass][block] =
+            *reinterpret_cast<const uint2*>(lane + pass * Rows::kRowsAtOnce * kHead + block * 64);
+      }
+    }
+    return rows;
+  }
+  template <DType kFrom, int kHead>
+  __device__ __forceinline__ void write(const Narrow<kHead>& rows, unsigned char* tile) const {
+    using Rows = Narrow<kHead>;
+    CUTE_UNROLL
+    for (int pass = 0; pass < Rows::kPasses; ++pass) {
+      int row = first_row + pass * Rows::kRowsAtOnce + lane_id() / 8;
+      unsigned char* target = tile + swizzled<Traits::kTileN>(row, lane_id() % 8 * 8);
+      CUTE_UNROLL
+      for (int block = 0; block < Rows::kBlocks; ++block) {
+        FourElements low = widen<kFrom, kTo>(rows.unit[pass][block].x);
+        FourElements high = widen<kFrom, kTo>(rows.unit[pass][block].y);
+        *reinterpret_cast<uint4*>(target + block * Traits::kTileN * kBlockRowBytes) =
             make_uint4(low.pair[0], low.pair[1], high.pair[0], high.pair[1]);
       }
     }
@@ -165,35 +191,44 @@ struct RowTransform {
   // first_key: of the tile. A lane's angle at its first row comes from the position; from row to
   // row it turns by the same step, which adds 1e-6 at most in 32 of them.
   template <DType kFrom>
-  __device__ __forceinline__ void rotate_rows(const SharedStorage<Traits>& smem, int first_key,
-                                              int head_dim) const {
+  __device__ __forceinline__ void rotate(const SharedStorage<Traits>& smem, int first_key,
+                                         int head_dim, unsigned char* tile) const {
     using Lanes = RotaryLanes<Traits>;
     constexpr int kPasses = kWarpKeys / Lanes::kRowsAtOnce;
-    static_assert(kWarpKeys % Lanes::kRowsAtOnce == 0);
-    int lane_row = lane_id() / Lanes::kPerRow;
-    int head_bytes = Traits::kHeadQk * size_of(kFrom);
+    constexpr int kBatch = kPasses % 4 == 0 ? 4 : 3;  // rows of a lane in flight
+    constexpr int kPassBytes = Lanes::kRowsAtOnce * Traits::kHeadQk * size_of(kFrom);
+    static_assert(kWarpKeys % Lanes::kRowsAtOnce == 0 && kPasses % kBatch == 0);
+    using Stored = FourStored<kFrom>;
+    int lane_row = first_row + lane_id() / Lanes::kPerRow;
 #pragma unroll 1
     for (int turn = 0; turn < Lanes::kTurns; ++turn) {
       int unit = turn * Lanes::kPerRow + lane_id() % Lanes::kPerRow;
       PairColumns columns = PairColumns::of(unit, head_dim);
-      const unsigned char* source = raw + (first_row + lane_row) * head_bytes;
+      const unsigned char* source = raw + lane_row * (Traits::kHeadQk * size_of(kFrom));
       const unsigned char* low_source = source + columns.low * size_of(kFrom);
       const unsigned char* high_source = source + columns.high * size_of(kFrom);
       SwizzledColumn<Traits::kTileN> low_target(tile, columns.low);
       SwizzledColumn<Traits::kTileN> high_target(tile, columns.high);
       LaneAngles step = LaneAngles::load(smem.row_step + unit * kLanePairs);
-      LaneAngles angles =
-          LaneAngles::at(first_key + first_row + lane_row, smem.frequency + unit * kLanePairs);
-#pragma unroll 4
-      for (int pass = 0; pass < kPasses; ++pass) {
-        int warp_row = pass * Lanes::kRowsAtOnce;
-        FourFloats low = FourFloats::load<kFrom>(low_source + warp_row * head_bytes);
-        FourFloats high = FourFloats::load<kFrom>(high_source + warp_row * head_bytes);
-        angles.rotate(low, high);
-        int row = first_row + warp_row + lane_row;
-        low.store<kTo>(low_target.at(row));
-        high.store<kTo>(high_target.at(row));
-        angles.turn(step);
+      LaneAngles angles = LaneAngles::at(first_key + lane_row, smem.frequency + unit * kLanePairs);
+#pragma unroll 1
+      for (int pass = 0; pass < kPasses; pass += kBatch) {
+        Stored low[kBatch], high[kBatch];
+        CUTE_UNROLL
+        for (int i = 0; i < kBatch; ++i) {
+          low[i] = *reinterpret_cast<const Stored*>(low_source + (pass + i) * kPassBytes);
+          high[i] = *reinterpret_cast<const Stored*>(high_source + (pass + i) * kPassBytes);
+        }
+        CUTE_UNROLL
+        for (int i = 0; i < kBatch; ++i) {
+          FourFloats low_floats = FourFloats::of<kFrom>(low[i]);
+          FourFloats high_floats = FourFloats::of<kFrom>(high[i]);
+          angles.rotate(low_floats, high_floats);
+          int row = lane_row + (pass + i) * Lanes::kRowsAtOnce;
+          low_floats.store<kTo>(low_target.at(row));
+          high_floats.store<kTo>(high_target.at(row));
+          angles.turn(step);
+        }
       }
     }
   }

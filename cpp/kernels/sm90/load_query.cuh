@@ -74,8 +74,8 @@ struct QueryLoader {
     PairColumns columns = PairColumns::of(unit, params.head_dim_qk);
     FourFloats low = {}, high = {};
     if (columns.low < params.head_dim_qk) {
-      low = FourFloats::load<kFrom>(source + columns.low * size_of(kFrom));
-      high = FourFloats::load<kFrom>(source + columns.high * size_of(kFrom));
+      low = load<kFrom>(source + columns.low * size_of(kFrom));
+      high = load<kFrom>(source + columns.high * size_of(kFrom));
     }
     if (params.position == Position::kRope) {
       int token = unpack_row(params, state.item.row_begin + row).token;
@@ -84,6 +84,10 @@ struct QueryLoader {
     }
     store(low, row, columns.low);
     store(high, row, columns.high);
+  }
+  template <DType kFrom>
+  __device__ __forceinline__ static FourFloats load(const unsigned char* source) {
+    return FourFloats::of<kFrom>(__ldg(reinterpret_cast<const FourStored<kFrom>*>(source)));
   }
   // NOTE: sm_scale <= 0 is applied through Q's sign (LogitsParams).
   __device__ __forceinline__ void store(FourFloats& four, int row, int column) const {

@@ -39,20 +39,17 @@ struct TransformLoader {
     KeySlot slot = find_slot_of_lane(first);
     KeySlot next = find_slot_of_lane(first - 1);
     copy_k(slot, first, begin);
-    publish_k<0>(first);
-    copy_k(next, first - 1, begin);
+    publish_k<0>(first, [&] { copy_k(next, first - 1, begin); });
     copy_v(slot, first);
     KeySlot after = find_slot_of_lane(first - 2);
     for (int tile = first; tile > begin; --tile) {
       KeySlot ahead = find_slot_of_lane(tile - 3);
-      publish_k<1>(tile - 1);
-      copy_k(after, tile - 2, begin);
-      publish_v<1>();
-      copy_v(next, tile - 1);
+      publish_k<1>(tile - 1, [&] { copy_k(after, tile - 2, begin); });
+      publish_v<1>([&] { copy_v(next, tile - 1); });
       next = after;
       after = ahead;
     }
-    publish_v<0>();
+    publish_v<0>([] {});
   }
 
  private:
@@ -116,48 +113,64 @@ struct TransformLoader {
     __syncwarp();
   }
 
-  template <int kPending>
-  __device__ __forceinline__ void publish_k(int tile) {
+  // Publish a tile, and call copy_next() as soon as its part of the raw ring is free.
+  template <int kPending, class CopyNext>
+  __device__ __forceinline__ void publish_k(int tile, const CopyNext& copy_next) {
     await_rows<kPending>();
-    smem.barriers.k_empty[k_write.index()].wait(k_write.phase() ^ 1);
-    RowTransform<Traits> rows{raw_k(), k_tile(), first_row()};
-    transform_k(rows, tile * Traits::kTileN);
+    RowTransform<Traits> rows{raw_k(), first_row()};
+    auto await_tile = [&] { smem.barriers.k_empty[k_write.index()].wait(k_write.phase() ^ 1); };
+    const bool rotates = !stored_in_8_bits() || params.position == Position::kRope;
+    if (rotates) {
+      await_tile();
+      rotate_rows(rows, tile * Traits::kTileN);
+    } else {
+      widen_rows<Traits::kHeadQk>(rows, k_tile(), await_tile, copy_next);
+    }
     announce(smem.barriers.k_full[k_write.index()]);
     k_write.advance();
+    if (rotates) copy_next();
   }
-  __device__ __forceinline__ void transform_k(const RowTransform<Traits>& rows,
+  __device__ __forceinline__ void rotate_rows(const RowTransform<Traits>& rows,
                                               int first_key) const {
     constexpr DType kE4M3 = DType::kFloat8E4M3, kE5M2 = DType::kFloat8E5M2;
-    const bool is_e4m3 = params.kv_dtype == kE4M3;
+    const int head_dim = params.head_dim_qk;
     if (!stored_in_8_bits()) {
-      rows.template rotate_rows<Traits::kVariant.kv_dtype>(smem, first_key, params.head_dim_qk);
-    } else if (params.position == Position::kRope) {
-      if (is_e4m3) {
-        rows.template rotate_rows<kE4M3>(smem, first_key, params.head_dim_qk);
-      } else {
-        rows.template rotate_rows<kE5M2>(smem, first_key, params.head_dim_qk);
-      }
-    } else if (is_e4m3) {
-      rows.template widen_rows<kE4M3, Traits::kHeadQk>();
+      rows.template rotate<Traits::kVariant.kv_dtype>(smem, first_key, head_dim, k_tile());
+    } else if (params.kv_dtype == kE4M3) {
+      rows.template rotate<kE4M3>(smem, first_key, head_dim, k_tile());
     } else {
-      rows.template widen_rows<kE5M2, Traits::kHeadQk>();
+      rows.template rotate<kE5M2>(smem, first_key, head_dim, k_tile());
     }
   }
-
-  template <int kPending>
-  __device__ __forceinline__ void publish_v() {
+  template <int kPending, class CopyNext>
+  __device__ __forceinline__ void publish_v(const CopyNext& copy_next) {
     await_rows<kPending>();
-    if (stored_in_8_bits()) {
-      smem.barriers.v_empty[v_write.index()].wait(v_write.phase() ^ 1);
-      RowTransform<Traits> rows{raw_v(), v_tile(), first_row()};
-      if (params.kv_dtype == DType::kFloat8E4M3) {
-        rows.template widen_rows<DType::kFloat8E4M3, Traits::kHeadVo>();
-      } else {
-        rows.template widen_rows<DType::kFloat8E5M2, Traits::kHeadVo>();
-      }
+    if (!stored_in_8_bits()) {
+      announce(smem.barriers.v_full[v_write.index()]);
+      v_write.advance();
+      copy_next();
+      return;
     }
+    RowTransform<Traits> rows{raw_v(), first_row()};
+    auto await_tile = [&] { smem.barriers.v_empty[v_write.index()].wait(v_write.phase() ^ 1); };
+    widen_rows<Traits::kHeadVo>(rows, v_tile(), await_tile, copy_next);
     announce(smem.barriers.v_full[v_write.index()]);
     v_write.advance();
+  }
+
+  template <int kHead, class AwaitTile, class CopyNext>
+  __device__ __forceinline__ void widen_rows(const RowTransform<Traits>& rows, unsigned char* tile,
+                                             const AwaitTile& await_tile,
+                                             const CopyNext& copy_next) const {
+    auto narrow = rows.template read<kHead>();
+    __syncwarp();
+    copy_next();
+    await_tile();
+    if (params.kv_dtype == DType::kFloat8E4M3) {
+      rows.template write<DType::kFloat8E4M3, kHead>(narrow, tile);
+    } else {
+      rows.template write<DType::kFloat8E5M2, kHead>(narrow, tile);
+    }
   }
 
   enum class Place { kRaw, kTile };
