@@ -326,6 +326,26 @@ def test_soft_cap_is_not_scaled_twice(target):
     assert lse.item() == pytest.approx(3.0 * math.tanh(4.0 / 3.0), abs=1e-5)
 
 
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("causal", [False, True])
+def test_soft_cap_near_zero_and_far_beyond(target, head_dim, causal):
+    """Rows of logits from a thousandth of the cap to a hundred caps, inf and NaN side by side."""
+    tokens, keys, cap = 70, 300, 20.0
+    generator = torch.Generator().manual_seed(5)
+    q = torch.randn(tokens, 4, head_dim, generator=generator)
+    k = torch.randn(keys, 2, head_dim, generator=generator).bfloat16()
+    v = torch.randn(keys, 2, head_dim, generator=generator).bfloat16()
+    factors = torch.tensor([1e-3, 0.1, 0.3, 1.0, 3.0, 10.0, 100.0])
+    q = (q * cap / 4 * factors[torch.arange(tokens) % 7, None, None]).bfloat16()
+    k[k == 0] = 1.0  # inf * 0 is NaN
+    q[13, :, 3], q[57, 1, 0] = math.inf, math.nan
+    mask = MaskKind.CAUSAL if causal else MaskKind.NONE
+    case = Case("far", (tokens,), (keys,), 4, 2, head_dim, mask=mask, soft_cap=cap)
+    inputs = build(case, device=target.device)
+    inputs.q, inputs.k, inputs.v = (t.to(target.device) for t in (q, k, v))
+    runner.check(inputs, backend=target.backend)
+
+
 def test_soft_cap_zero_is_off(target):
     case = Case("off", (20,), (33,), 4, 2, 64, soft_cap=0.0)
     right(case, target)

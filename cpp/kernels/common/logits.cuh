@@ -3,6 +3,10 @@
 // The softmax works in base 2 on `x * scale_log2`, so that one FFMA feeds each EX2. Without a soft
 // cap x is the raw dot product and scale_log2 = sm_scale * log2(e); with one, x = tanh(sm_scale *
 // qk / c) and scale_log2 = c * log2(e).
+//
+// Soft caps seldom bend a logit by much, so the tanh of a tile is a polynomial on the FMA pipes,
+// unless one of its logits is larger than kTanhRange caps: MUFU, which the softmax needs itself,
+// would take three operations for each score.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -14,16 +18,21 @@ namespace preflash {
 inline constexpr float kLog2E = 1.4426950408889634f;
 inline constexpr float kLn2 = 0.6931471805599453f;
 
+// |logit / c| below which tanh is the polynomial.
+inline constexpr float kTanhRange = 0.4375f;
+
 // Host-side constants of one launch, derived from sm_scale and soft_cap.
 struct LogitsParams {
   float scale_log2 = 1.0f;  // > 0, so that the row maximum may be taken before scaling
-  float cap_scale = 1.0f;   // soft cap only: sm_scale / c
+  float cap_scale = 1.0f;   // soft cap only: sm_scale / c in units of kTanhRange / 2
   // NOTE: a maximum over unscaled logits is the scaled one's only for sm_scale > 0, and -inf * 0 is
   // NaN. Q itself is multiplied by this sign, exact in every dtype: -1 or 0 for such scales.
   float q_factor = 1.0f;
 
   static LogitsParams make(Logits logits, float sm_scale, float soft_cap) {
-    if (logits == Logits::kSoftCap) return {soft_cap * kLog2E, sm_scale / soft_cap, 1.0f};
+    if (logits == Logits::kSoftCap) {
+      return {soft_cap * kLog2E, sm_scale / soft_cap * (2.0f / kTanhRange), 1.0f};
+    }
     if (sm_scale > 0.0f) return {sm_scale * kLog2E, 1.0f, 1.0f};
     if (sm_scale == 0.0f) return {kLog2E, 1.0f, 0.0f};
     return {-sm_scale * kLog2E, 1.0f, -1.0f};
@@ -48,26 +57,96 @@ __device__ __forceinline__ float reciprocal_approx(float x) {
   return y;
 }
 
-// tanh to a few float32 roundings, relative: two MUFU operations, and for small x, where 1 - e
-// cancels and a large cap would blow the difference up, the series. tanh.approx.f32 has 5e-4, more
-// than a 16-bit output hides under a cap of 30 to 50.
-__device__ __forceinline__ float fast_tanh(float x) {
-  float e = exp2_approx(-2.0f * kLog2E * fabsf(x));
-  float t = copysignf(__fdividef(1.0f - e, 1.0f + e), x);
-  float x2 = x * x;
-  // x - x^3/3 + 2x^5/15 - 17x^7/315 + 62x^9/2835: below 1e-7 up to 0.25
-  float series = fmaf(x2, 62.0f / 2835.0f, -17.0f / 315.0f);
-  series = fmaf(x2, series, 2.0f / 15.0f);
-  series = fmaf(x2, series, -1.0f / 3.0f);
-  series = fmaf(x * x2, series, x);
-  return fabsf(x) < 0.25f ? series : t;
+// tanh(u * kTanhRange / 2) for |u| < 2: the odd polynomial of degree 7 with the smallest relative
+// error, 2e-7, besides the rounding of its last two products.
+__device__ __forceinline__ float tanh_polynomial(float u) {
+  float u2 = u * u;
+  float p = fmaf(u2, -1.112600895e-06f, 6.634773757e-05f);
+  p = fmaf(u2, p, -3.488831744e-03f);
+  p = fmaf(u2, p, 2.187499571e-01f);
+  return u * p;
+}
+// For every u, inf and NaN too. tanh.approx.f32 has an error of 5e-4, more than a 16-bit output
+// hides under a cap of 30 to 50.
+__device__ __forceinline__ float tanh_anywhere(float u) {
+  float e = exp2_approx(kTanhRange * kLog2E * fabsf(u));
+  float t = copysignf(fmaf(-2.0f, reciprocal_approx(1.0f + e), 1.0f), u);
+  return fabsf(u) < 2.0f ? tanh_polynomial(u) : t;
 }
 
-template <Logits kLogits, class Fragment>
-__device__ __forceinline__ void transform_logits(Fragment& scores, const LogitsParams& params) {
+// Columns of a thread's scores.
+struct ColumnSpan {
+  int first;
+  int end;
+
+  __host__ __device__ constexpr bool holds(int column) const {
+    return first <= column && column < end;
+  }
+};
+
+// The transform of a tile's scores: begin() on all of them, then, on spans that cover them,
+// finish() where they are small and finish_large() elsewhere. scores: (row, column) view of a whole
+// accumulator.
+template <Logits kLogits>
+struct LogitsTransform {
+  static constexpr bool small = true;
+
+  template <class Scores>
+  __device__ __forceinline__ static void begin(Scores&&, const LogitsParams&) {}
+  template <class Scores>
+  __device__ __forceinline__ static void finish(Scores&&, ColumnSpan) {}
+  template <class Scores>
+  __device__ __forceinline__ static void finish_large(Scores&&) {}
+};
+
+template <>
+struct LogitsTransform<Logits::kSoftCap> {
+  bool small;  // all scores of the warp lie in the polynomial's range
+
+  template <class Scores>
+  __device__ __forceinline__ void begin(Scores&& scores, const LogitsParams& params) {
+    using namespace cute;
+    // Bit 30 is set in floats from 2 on, inf and NaN among them, and in no smaller one.
+    constexpr std::uint32_t kFrom2 = 0x40000000u;
+    std::uint32_t bits = 0;
+    CUTE_UNROLL
+    for (int i = 0; i < size(scores); ++i) {
+      scores(i) *= params.cap_scale;
+      bits |= __float_as_uint(scores(i));
+    }
+    small = !__any_sync(0xffffffffu, (bits & kFrom2) != 0);
+  }
+  template <class Scores>
+  __device__ __forceinline__ static void finish(Scores&& scores, ColumnSpan span) {
+    using namespace cute;
+    CUTE_UNROLL
+    for (int c = 0; c < size<1>(scores); ++c) {
+      if (!span.holds(c)) continue;
+      CUTE_UNROLL
+      for (int r = 0; r < size<0>(scores); ++r) scores(r, c) = tanh_polynomial(scores(r, c));
+    }
+  }
+  template <class Scores>
+  __device__ __forceinline__ static void finish_large(Scores&& scores) {
+    using namespace cute;
+    constexpr int kPart = 8;
+    CUTE_UNROLL
+    for (int i = 0; i < size(scores); ++i) {
+      // Keeps the compiler from computing more of them side by side than it has registers for.
+      if (i % kPart == 0) __syncwarp();
+      scores(i) = tanh_anywhere(scores(i));
+    }
+  }
+};
+
+// All of a tile's scores at once, small or not, without a branch.
+template <Logits kLogits, class Scores>
+__device__ __forceinline__ void transform_logits(Scores&& scores, const LogitsParams& params) {
   if constexpr (kLogits == Logits::kSoftCap) {
     CUTE_UNROLL
-    for (int i = 0; i < size(scores); ++i) scores(i) = fast_tanh(scores(i) * params.cap_scale);
+    for (int i = 0; i < cute::size(scores); ++i) {
+      scores(i) = tanh_anywhere(scores(i) * params.cap_scale);
+    }
   }
 }
 

@@ -10,6 +10,7 @@
 //   3. wait for V(t - 1), issue O += P V(t - 1)
 //   4. arrive at the next warpgroup's order barrier: its products queue up behind these two
 //   5. wait for S, release K(t); mask
+//      (a soft cap and ALiBi come earlier, between the steps of 3: multiply_and_treat)
 //   6. wait for O, release V(t - 1); store O if V(t - 1) was its item's last tile
 //   7. softmax: compute P from S
 // Steps 5 to 7 overlap with the products of the other warpgroups. The transition from one item to
@@ -89,6 +90,17 @@ struct ForwardMainloop {
   using Epilogue = ForwardEpilogue<Traits>;
   using Coordinates = ScoreCoordinates<Traits>;
   using TileMask = sm90::TileMask<Traits>;
+
+  // Whether a score is more than its dot product before it is masked, and is made so between the
+  // steps of P V. NOTE: factors of heads come first, mask bits take the registers that it needs,
+  // and slices of V are products of their own: those kernels treat scores once S is accepted.
+  static constexpr bool kTreatsAmid = (Traits::kVariant.logits != Logits::kPlain ||
+                                       Traits::kVariant.position == Position::kAlibi) &&
+                                      !Traits::kTransforms && !Traits::kHasMaskBits &&
+                                      !Traits::kSliced;
+  // The steps of P V that cover the wait for S and, of ALiBi alone, all of its work.
+  static constexpr int kStepsAhead =
+      Traits::kVariant.logits == Logits::kPlain ? Traits::kTileN / 32 : 2;
 
   // A work item as one warpgroup sees it.
   struct Item {
@@ -227,7 +239,12 @@ struct ForwardMainloop {
   template <class Q, class Meanwhile>
   __device__ __forceinline__ void step(const Q& tSrQ, const Item& item, int tile,
                                        const Meanwhile& meanwhile) {
-    multiply(tSrQ, meanwhile);
+    if constexpr (kTreatsAmid) {
+      multiply_and_treat(tSrQ);
+      meanwhile();
+    } else {
+      multiply(tSrQ, meanwhile);
+    }
     finish_scores(item, tile);
     finish_pv();
     products.first_pv = GMMA::ScaleOut::One;
@@ -323,6 +340,29 @@ struct ForwardMainloop {
       v_read.advance();
     }
   }
+  // The same, with the soft cap and the bias of S between the steps of P V. Behind it they would
+  // lengthen the loop: a warp that issues P V is held until the tensor core has come to its end.
+  template <class Q>
+  __device__ __forceinline__ void multiply_and_treat(const Q& tSrQ) {
+    wait_for_qk();
+    products.issue_qk(tSrQ, k_read.index());
+    smem.barriers.v_full[v_read.index()].wait(v_read.phase());
+    Tensor rows_of_s = products.rows_of_s();
+    LogitsTransform<Traits::kVariant.logits> transform;
+    products.template issue_pv_amid<kStepsAhead>(
+        v_read.index(), [&] { transform.begin(rows_of_s, params.logits); },
+        [&](ColumnSpan span) {
+          if (!transform.small) return;
+          transform.finish(rows_of_s, span);
+          bias.add_to(rows_of_s, span);
+        });
+    order_barrier_arrive();
+    // Large logits take long, too long to hold the other warpgroups in the order barrier.
+    if (!transform.small) {
+      transform.finish_large(rows_of_s);
+      bias.add_to(rows_of_s, {0, size<1>(rows_of_s)});
+    }
+  }
   __device__ __forceinline__ void wait_for_qk() const {
     smem.barriers.k_full[k_read.index()].wait(k_read.phase());
     order_barrier_wait();
@@ -331,7 +371,7 @@ struct ForwardMainloop {
   // S is complete: releases K(t), and Q after the item's last tile.
   __device__ __forceinline__ void finish_scores(const Item& item, int tile) {
     accept_scores(item, tile);
-    bias.add_to(products.rows_of_s());
+    if constexpr (!kTreatsAmid) treat_scores();
     if constexpr (Traits::kHasMaskBits) {
       if (!kept.tile.is_whole()) kept.mask.apply(products.rows_of_s());
     } else if (item.own.needs_mask(tile)) {
@@ -342,6 +382,7 @@ struct ForwardMainloop {
   __device__ __forceinline__ void finish_first_scores(const Item& item, const TileMask& mask) {
     int tile = first_tile(item);
     accept_scores(item, tile);
+    transform_all();
     bias.add_to_first(coordinates(item, tile), products.rows_of_s());
     if constexpr (Traits::kHasMaskBits) {
       if (!kept.tile.is_whole()) kept.mask.apply(products.rows_of_s());
@@ -351,11 +392,26 @@ struct ForwardMainloop {
     softmax.begin(products.rows_of_s(), bias.shift(tile));
     products.first_pv = GMMA::ScaleOut::Zero;
   }
+  // All scores of a tile, where that was not done amid P V.
+  __device__ __forceinline__ void treat_scores() {
+    transform_all();
+    Tensor rows_of_s = products.rows_of_s();
+    bias.add_to(rows_of_s, {0, size<1>(rows_of_s)});
+  }
+  __device__ __forceinline__ void transform_all() {
+    Tensor rows_of_s = products.rows_of_s();
+    LogitsTransform<Traits::kVariant.logits> transform;
+    transform.begin(rows_of_s, params.logits);
+    if (transform.small) {
+      transform.finish(rows_of_s, {0, size<1>(rows_of_s)});
+    } else {
+      transform.finish_large(rows_of_s);
+    }
+  }
   __device__ __forceinline__ void accept_scores(const Item& item, int tile) {
     release_k();
     if (is_last(item, tile)) release(smem.barriers.q_empty[q_read.index()]);
     factors.apply(params, products.rows_of_s());
-    transform_logits<Traits::kVariant.logits>(products.tSrS, params.logits);
   }
 
   __device__ __forceinline__ void finish_pv() {

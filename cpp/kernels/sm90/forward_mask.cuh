@@ -246,11 +246,13 @@ struct AlibiBias {
     return bias;
   }
 
-  // Adds what differs among a thread's scores of a row: nothing to the first one.
+  // Adds what differs among a thread's scores of a row, to the columns of a span: nothing to the
+  // thread's first one.
   template <class Scores>
-  __device__ __forceinline__ void add_to(Scores&& scores) const {
+  __device__ __forceinline__ void add_to(Scores&& scores, ColumnSpan span) const {
     CUTE_UNROLL
     for (int c = 1; c < size<1>(scores); ++c) {
+      if (!span.holds(c)) continue;
       CUTE_UNROLL
       for (int r = 0; r < size<0>(scores); ++r) {
         float step = Coordinates::column_step(c);
@@ -262,7 +264,7 @@ struct AlibiBias {
   template <class Scores>
   __device__ __forceinline__ void add_to_first(const Coordinates& coordinates,
                                                Scores&& scores) const {
-    add_to(scores);
+    add_to(scores, {0, size<1>(scores)});
     auto tail = coordinates.tail();
     if (tail.shift == 0) return;
     CUTE_UNROLL
@@ -302,7 +304,7 @@ struct NoBias {
 
   __device__ __forceinline__ static NoBias of(const Coordinates&) { return {}; }
   template <class Scores>
-  __device__ __forceinline__ static void add_to(Scores&&) {}
+  __device__ __forceinline__ static void add_to(Scores&&, ColumnSpan) {}
   template <class Scores>
   __device__ __forceinline__ static void add_to_first(const Coordinates&, Scores&&) {}
   __device__ __forceinline__ static NoShift shift(int) { return {}; }

@@ -1,6 +1,7 @@
 // The operands and accumulators of one consumer warpgroup, and its two matrix products.
 #pragma once
 
+#include "kernels/common/logits.cuh"
 #include "kernels/sm90/forward_traits.cuh"
 #include "kernels/sm90/warpgroup_mma.cuh"
 
@@ -61,6 +62,38 @@ struct ForwardProducts {
     Tensor sV = make_tensor(make_smem_ptr(smem.v), typename Traits::LayoutV{});  // (d, n, stages)
     Tensor tOrV = mma.get_slice(thread).partition_fragment_B(sV);  // (MMA, MMA_N, MMA_K, stages)
     multiply_async(mma, tOrP, tOrV(_, _, _, v_stage), tOrO, first_pv);
+  }
+  // The same, with work on S between its steps of 16 keys, while the tensor core computes them:
+  // on_s() as soon as S is complete, and work(span) on a span of a thread's columns after each step
+  // from then on. kAhead steps are in flight before S is waited for.
+  template <int kAhead, class OnS, class Work>
+  __device__ __forceinline__ void issue_pv_amid(int v_stage, const OnS& on_s, const Work& work) {
+    constexpr int kSteps = decltype(size<2>(tOrP))::value;
+    constexpr int kColumns = Traits::kTileN / 4;  // of one thread
+    constexpr int kSpans = kSteps - kAhead + 1;
+    MmaPv mma;
+    Tensor sV = make_tensor(make_smem_ptr(smem.v), typename Traits::LayoutV{});  // (d, n, stages)
+    Tensor tOrV = mma.get_slice(thread).partition_fragment_B(sV);  // (MMA, MMA_N, MMA_K, stages)
+    warpgroup_fence_operand(tOrP);
+    warpgroup_fence_operand(tOrO);
+    mma.accumulate_ = first_pv;
+    CUTE_UNROLL
+    for (int step = 0; step < kSteps; ++step) {
+      // NOTE: again after each span, because the work has written registers.
+      if (step == 0 || step >= kAhead) warpgroup_arrive();
+      gemm(mma, tOrP(_, _, step), tOrV(_, _, step, v_stage), tOrO);
+      mma.accumulate_ = GMMA::ScaleOut::One;
+      int span = step - (kAhead - 1);
+      if (span < 0) continue;
+      if (span == 0) {
+        warpgroup_commit_batch();
+        wait_qk<1>();
+        on_s();
+      }
+      work(ColumnSpan{span * kColumns / kSpans, (span + 1) * kColumns / kSpans});
+    }
+    warpgroup_arrive();
+    warpgroup_commit_batch();
   }
   __device__ __forceinline__ void wait_pv() { wait_for_product<0>(tOrO); }
 
