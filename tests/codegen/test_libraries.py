@@ -34,9 +34,14 @@ _IN_GATHER = "words of the gathering producers' item loop; their row loops hold 
 _IN_TRANSFORM = (
     "addresses and counters of the producers between the tiles that they transform; a consumer's "
     "main loop holds no LDL or STL, at d256 nine reloads a tile"
+)
 _IN_SCAN = (
     "words of the producer that looks through a mask's bits, above all where it also gathers; "
     "consumers reload up to seven words a tile (d64, d256) and store them between items"
+)
+_IN_LARGE_LOGITS = (
+    "the path of logits that a soft cap bends much, and where items begin and end; a tile of small "
+    "logits reloads two words (disassembled at d64 and d128)"
 )
 _BETWEEN_ITEMS = "where items begin and end; the main loop holds no LDL or STL in SASS"
 
@@ -83,6 +88,7 @@ ALLOWED_SPILLS = [
     ),
     AllowedSpill({"family": "sm90", "mask": "custom"}, 320, _IN_SCAN),
     AllowedSpill({"family": "sm90", "head_dim": "512"}, 320, _BETWEEN_ITEMS),
+    AllowedSpill({"family": "sm90", "logits": "softcap"}, 640, _IN_LARGE_LOGITS),
 ]
 
 
