@@ -164,8 +164,9 @@ def test_hopper_kernels_cover_every_head_dim_dtype_and_option(matrix):
     )
     assert sorted(found) == sorted(row for row in expected if not left_out(row))
     for variant in matrix.select("full", ["sm90"]):
-        # A producer warpgroup, and a consumer warpgroup for each 64 rows.
-        assert variant.tile.warps == 4 * (1 + variant.tile.m // 64), variant.id
+        # A consumer warpgroup for each 64 rows, and a producer warpgroup, or two that transform.
+        producers = variant.tile.warps - 4 * (variant.tile.m // 64)
+        assert producers in ((4, 8) if variant.arrival == "transformed" else (4,)), variant.id
         assert variant.tile.m % 64 == 0
         assert variant.tile.n % 16 == 0
 

@@ -12,8 +12,8 @@ namespace preflash::sm90 {
 template <class Traits>
 __device__ __forceinline__ void init_barriers(SharedStorage<Traits>& smem, bool gather) {
   auto& barriers = smem.barriers;
-  int producers = gather ? kWarpgroupThreads : 1;
-  int loading_warps = gather ? kWarpgroupWarps : Traits::kSliced ? kSliceLoaders : 2;
+  int producers = gather ? Traits::kProducerThreads : 1;
+  int loading_warps = gather ? Traits::kProducerWarps : Traits::kSliced ? kSliceLoaders : 2;
   for (int stage = 0; stage < Traits::kQStages; ++stage) {
     barriers.q_full[stage].init(1);
     barriers.q_empty[stage].init(Traits::kConsumerWarps);
@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(ForwardTraits<V>::kThreads, V::kTile.ctas_per_
   __syncthreads();
 
   int warpgroup = cutlass::canonical_warp_group_idx();
-  if (warpgroup == 0) {
+  if (warpgroup < Traits::kProducers) {
     cutlass::arch::warpgroup_reg_dealloc<Traits::kProducerRegisters>();
     if constexpr (Traits::kTransforms) {
       produce_transformed(params, smem, begin, end);
@@ -99,7 +99,7 @@ __global__ void __launch_bounds__(ForwardTraits<V>::kThreads, V::kTile.ctas_per_
   } else {
     cutlass::arch::warpgroup_reg_alloc<Traits::kConsumerRegisters>();
     int thread = threadIdx.x % kWarpgroupThreads;
-    ForwardMainloop<Traits>(segment, smem, warpgroup - 1, thread).run();
+    ForwardMainloop<Traits>(segment, smem, warpgroup - Traits::kProducers, thread).run();
   }
 }
 

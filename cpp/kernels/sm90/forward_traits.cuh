@@ -69,12 +69,17 @@ struct ForwardTraits {
   static_assert(!kSliced || (kSlicesK * kSliceColumns == kHeadQk &&
                              kSlicesV * kSliceColumns == kPartVo && kSlicesV < kSliceSlots));
 
-  // Warpgroup 0 is the producer; each consumer warpgroup computes 64 rows of the tile.
+  // The first warpgroup is the producer, or two are, where they transform what they load; each
+  // consumer warpgroup computes 64 rows of the tile.
   static constexpr int kConsumers = kTileM / kWarpgroupRows;
   static constexpr int kConsumerWarps = kConsumers * kWarpgroupWarps;
   static constexpr int kConsumerThreads = kConsumers * kWarpgroupThreads;
-  static constexpr int kThreads = kConsumerThreads + kWarpgroupThreads;
+  static constexpr int kProducerWarps = kTile.warps - kConsumerWarps;
+  static constexpr int kProducers = kProducerWarps / kWarpgroupWarps;
+  static constexpr int kProducerThreads = kProducers * kWarpgroupThreads;
+  static constexpr int kThreads = kConsumerThreads + kProducerThreads;
   static_assert(kTileM % kWarpgroupRows == 0 && kTile.warps * 32 == kThreads);
+  static_assert(kProducers == 1 || (kTransforms && kProducers == 2));
   static_assert(kConsumers == 2 || kConsumers == kMaxConsumers);
   static constexpr int kBlocksQ = kHeadQk / kBlockColumns<ElementQ>;
   static constexpr int kBlocksK = kHeadQk / kBlockColumns<ElementKv>;
@@ -124,11 +129,15 @@ struct ForwardTraits {
   // The launch bounds divide the 65536 registers evenly, in multiples of 8; setmaxnreg then moves
   // the producers' share to the consumers.
   static constexpr int kLaunchRegisters = 65536 / (kThreads * kTile.ctas_per_sm) / 8 * 8;
-  // A warpgroup that transforms takes 16 registers more, from the consumers.
-  static constexpr int kConsumerRegisters =
-      kConsumers == 4 ? 112 : (kHeadVo <= 128 ? 224 : 232) - (kTransforms ? 8 : 0);
+  // Warpgroups that transform take some more, from the consumers.
+  static constexpr int kTakenRegisters = !kTransforms ? 0 : kProducers == 2 ? 24 : 8;
+  static constexpr int kConsumerRegisters = (kConsumers == 4  ? 112
+                                             : kHeadVo <= 128 ? 224
+                                                              : 232) -
+                                            kTakenRegisters;
   static constexpr int kProducerRegisters =
-      (kLaunchRegisters * (kConsumers + 1) - kConsumers * kConsumerRegisters) / 8 * 8;
+      (kLaunchRegisters * (kConsumers + kProducers) - kConsumers * kConsumerRegisters) /
+      kProducers / 8 * 8;
   static_assert(kProducerRegisters >= 32);
 
   // S = Q K^T reads both operands from shared memory; O += P V reads P from registers and V as it

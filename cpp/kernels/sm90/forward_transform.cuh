@@ -40,22 +40,23 @@ struct PairColumns {
 
 // The byte of an element in a tile of kRows rows, 128 bytes wide blocks of which are swizzled as
 // wgmma reads them.
-template <int kRows>
-__device__ __forceinline__ int swizzled(int row, int column) {
-  constexpr int kColumns = kBlockRowBytes / 2;
-  int piece = (column % kColumns / 8) ^ (row % 8);
+// NOTE: unsigned, because a remainder of what may be negative takes three instructions.
+template <unsigned kRows>
+__device__ __forceinline__ unsigned swizzled(unsigned row, unsigned column) {
+  constexpr unsigned kColumns = kBlockRowBytes / 2;
+  unsigned piece = (column % kColumns / 8) ^ (row % 8);
   return (column / kColumns * kRows + row) * kBlockRowBytes + piece * 16 + column % 8 * 2;
 }
 
 // A column of such a tile, whose rows are visited one after the other.
-template <int kRows>
+template <unsigned kRows>
 struct SwizzledColumn {
   unsigned char* block;
-  int in_row;  // what the swizzle turns, and the rest below it
+  unsigned in_row;  // what the swizzle turns, and the rest below it
 
-  __device__ __forceinline__ SwizzledColumn(unsigned char* tile, int column)
+  __device__ __forceinline__ SwizzledColumn(unsigned char* tile, unsigned column)
       : block(tile + column / 64 * (kRows * kBlockRowBytes)), in_row(column % 64 * 2) {}
-  __device__ __forceinline__ unsigned char* at(int row) const {
+  __device__ __forceinline__ unsigned char* at(unsigned row) const {
     return block + row * kBlockRowBytes + (in_row ^ row % 8 * 16);
   }
 };
@@ -140,7 +141,7 @@ __device__ __forceinline__ void fill_rotary_tables(const RotaryFrequencies& freq
 template <class Traits>
 struct RowTransform {
   static constexpr DType kTo = Traits::kVariant.kv_dtype;
-  static constexpr int kWarpKeys = Traits::kTileN / kWarpgroupWarps;
+  static constexpr int kWarpKeys = Traits::kTileN / Traits::kProducerWarps;
 
   const unsigned char* raw;  // [tile n, compiled head_dim] as stored
   int first_row;             // of the warp

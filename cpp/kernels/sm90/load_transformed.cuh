@@ -11,11 +11,11 @@
 
 namespace preflash::sm90 {
 
-// The whole producer warpgroup copies and transforms the tiles of both operands. A warp has its
-// quarter of the rows for itself, so it waits for nobody's copies but its own.
+// All producer warps copy and transform the tiles of both operands. A warp has its share of the
+// rows for itself, so it waits for nobody's copies but its own.
 template <class Traits>
 struct TransformLoader {
-  static constexpr int kWarpKeys = Traits::kTileN / kWarpgroupWarps;
+  static constexpr int kWarpKeys = Traits::kTileN / Traits::kProducerWarps;
   static_assert(kWarpKeys <= 32, "a lane looks up the page of one row");
   static constexpr int kPieceBytes = 16;  // of one copy
 
