@@ -82,10 +82,7 @@ ALLOWED_SPILLS = [
         {"family": "sm90", "head_dim": "192x128", "position": "alibi"}, 44, _BETWEEN_ITEMS
     ),
     AllowedSpill({"family": "sm90", "head_dim": "256"}, 320, _BETWEEN_ITEMS),
-    AllowedSpill({"family": "sm90", "arrival": "transformed"}, 300, _IN_TRANSFORM),
-    AllowedSpill(
-        {"family": "sm90", "head_dim": "256", "arrival": "transformed"}, 500, _IN_TRANSFORM
-    ),
+    AllowedSpill({"family": "sm90", "arrival": "transformed"}, 560, _IN_TRANSFORM),
     AllowedSpill({"family": "sm90", "mask": "custom"}, 320, _IN_SCAN),
     AllowedSpill({"family": "sm90", "head_dim": "512"}, 320, _BETWEEN_ITEMS),
     AllowedSpill({"family": "sm90", "logits": "softcap"}, 640, _IN_LARGE_LOGITS),
