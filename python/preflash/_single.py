@@ -44,7 +44,6 @@ class _Cache(threading.local):
         self.last: tuple[tuple | None, _Planned | None] = (None, None)  # of plans
         self.workspaces: dict[torch.device, Workspace] = {}
 
-
     def clear(self) -> None:
         self.plans.clear()
         self.last = (None, None)
