@@ -83,6 +83,9 @@ ALLOWED_SPILLS = [
     ),
     AllowedSpill({"family": "sm90", "head_dim": "256"}, 320, _BETWEEN_ITEMS),
     AllowedSpill({"family": "sm90", "arrival": "transformed"}, 560, _IN_TRANSFORM),
+    AllowedSpill(
+        {"family": "sm90", "head_dim": "256", "arrival": "transformed"}, 1200, _IN_TRANSFORM
+    ),
     AllowedSpill({"family": "sm90", "mask": "custom"}, 320, _IN_SCAN),
     AllowedSpill({"family": "sm90", "head_dim": "512"}, 320, _BETWEEN_ITEMS),
     AllowedSpill({"family": "sm90", "logits": "softcap"}, 640, _IN_LARGE_LOGITS),

@@ -130,7 +130,10 @@ struct ForwardTraits {
   // the producers' share to the consumers.
   static constexpr int kLaunchRegisters = 65536 / (kThreads * kTile.ctas_per_sm) / 8 * 8;
   // Warpgroups that transform take some more, from the consumers.
-  static constexpr int kTakenRegisters = !kTransforms ? 0 : kProducers == 2 ? 24 : 8;
+  static constexpr int kTakenRegisters = !kTransforms      ? 0
+                                         : kProducers == 2 ? 24
+                                         : kHeadVo <= 128  ? 8
+                                                           : 16;
   static constexpr int kConsumerRegisters = (kConsumers == 4  ? 112
                                              : kHeadVo <= 128 ? 224
                                                               : 232) -
