@@ -13,7 +13,7 @@ ItemCost item_cost(const FamilyTraits& family, std::int32_t tile_n) {
 namespace {
 
 // The first tile behind the diagonal of these rows, where that tells something.
-std::int32_t diagonal_end(const Problem& problem, MaskBounds bounds, RowSpan rows,
+std::int32_t diagonal_end(const SegmentProblem& problem, MaskBounds bounds, RowSpan rows,
                           std::int32_t tile_n) {
   bounds.causal |= problem.mask == Mask::kCustom;
   return ceil_div(bounds.end_key(rows.last), tile_n);
@@ -48,8 +48,12 @@ std::vector<QueryTile> query_tiles(const SegmentPlan& segment) {
       const RowSpan span{row / group, (row + count - 1) / group};
       const TileRange range =
           touched_tiles(bounds, span, {0, info.kv_len}, tile.keys, problem.mask);
-      *next++ = {request,     row,       count,
-                 range.begin, range.end, diagonal_end(problem, bounds, span, tile.keys)};
+      *next++ = {request,
+                 row,
+                 count,
+                 range.begin,
+                 range.end,
+                 diagonal_end(problem, bounds, span, tile.keys)};
     }
     ++request;
   }
