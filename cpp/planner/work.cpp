@@ -48,12 +48,8 @@ std::vector<QueryTile> query_tiles(const SegmentPlan& segment) {
       const RowSpan span{row / group, (row + count - 1) / group};
       const TileRange range =
           touched_tiles(bounds, span, {0, info.kv_len}, tile.keys, problem.mask);
-      *next++ = {request,
-                 row,
-                 count,
-                 range.begin,
-                 range.end,
-                 diagonal_end(problem, bounds, span, tile.keys)};
+      *next++ = {request,     row,       count,
+                 range.begin, range.end, diagonal_end(problem, bounds, span, tile.keys)};
     }
     ++request;
   }

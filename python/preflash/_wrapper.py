@@ -261,20 +261,25 @@ class BatchPrefillWrapper(EngineAttributes):
         """Uploads a plan that has passed every check and makes it the wrapper's."""
         before = self._state
         workspace, draft, asked, options = drafted[:4]
-        captured = before.captured_so_far()
-        request = asked.request._replace(options=options)
+        # Without use_cuda_graph=True a graph goes on with the work list that it has captured.
+        captured = before.captured if self._graph is None else before.captured_so_far()
+        request = asked.request
+        as_asked = options is request.options or options == request.options
+        if not as_asked:
+            request = request._replace(options=options)
         primary = self._placed(workspace, draft, request, captured)
         others = {
             other: self._placed(workspace, again, request._replace(options=other), captured)
             for other, again in drafted.refreshed.items()
         }
-        usual = primary if options == asked.request.options else others.get(asked.request.options)
+        usual = primary if as_asked else others.get(asked.request.options)
         planned = _Planned(asked, asked.scales, usual, primary, options, others)
-        after = before._replace(workspace=workspace, planned=planned)
-        if self._graph is None:
-            after = after._replace(shared=before.shared_so_far())
-        else:
-            after = after._replace(graph_rows=request.graph_rows, captured=captured)
+        shared = before.shared_so_far() if self._graph is None else before.shared
+        # NOTE: not before._replace(), which takes a microsecond.
+        after = _State(
+            workspace, planned, shared, request.graph_rows, captured, before.last_forward
+        )
+        if self._graph is not None:
             # From here on the buffers are no longer those of the old plan: a call that is
             # interrupted leaves none.
             self._state = before._replace(planned=None, captured=captured)
@@ -409,7 +414,7 @@ class BatchPrefillWrapper(EngineAttributes):
         float_buffer = check_buffer("float_workspace_buffer", float_workspace_buffer, self.device)
         int_buffer = check_buffer("int_workspace_buffer", int_workspace_buffer, self.device)
         workspace = Workspace(self.device, float_buffer, int_buffer)
-        if self._state.captured_so_far():
+        if self._graph is not None and self._state.captured_so_far():
             raise ValueError(
                 "reset_workspace_buffer(): a CUDA graph has captured a run(), which holds on to "
                 "the workspaces; construct another wrapper"
