@@ -22,6 +22,8 @@ LONG = """
     import torch
     from preflash.testing import Case, build, runner
 
+    # A shell's background jobs, and what they start, ignore it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads({threads})
     # Minutes, if nobody ends it.
     long = build(Case("long", (1 << 14,), (1 << 17,), 8, 8, 64, disable_split_kv=True))
