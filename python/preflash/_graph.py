@@ -9,6 +9,7 @@ is refused.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -125,8 +126,6 @@ class GraphMode:
         self.buffers = buffers
         self._device_stream = device_stream
         # Who used them, however often the wrapper has planned since.
-        self.indices = None if buffers.indices is None else Buffer(buffers.indices)
-        self.mask = None if buffers.mask is None else Buffer(buffers.mask)
         self._reserve: list[Buffer] = []
         # Made now: nothing is created during a capture.
         device = device_stream.device
@@ -169,13 +168,14 @@ class GraphMode:
 
     # What plan() does once nothing is refused any more.
 
-    def order_behind_runs(self, places: list[Place]) -> None:
+    def order_behind_runs(self, ran: Iterable[PlannedVariant], captured: Iterable[Place]) -> None:
         """What the current stream does from now on comes after the runs that read what plan() is
         about to overwrite, where they were on other streams. NOTE: nobody tells us of a replay."""
-        buffers = [place.buffer for place in places]
-        for buffer in (self.indices, self.mask, *buffers):
-            if buffer is not None:
-                buffer.order_behind_users(self._device_stream)
+        # Page indices and mask bits are read where the caller's buffers are: each variant knows the
+        # streams of its own runs.
+        buffers = [buffer for variant in ran for buffer in variant.buffers]
+        for buffer in (*buffers, *(place.buffer for place in captured)):
+            buffer.order_behind_users(self._device_stream)
 
     def copy_in(self, a: BatchArguments, batch: _core.Batch, mask: MaskSource | None) -> None:
         """plan()'s arrays into the buffers; one that is its buffer already costs nothing."""

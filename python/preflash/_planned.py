@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -180,6 +180,11 @@ class PlannedVariant:
     def int_buffer(self) -> Buffer:
         """Where the work list is."""
         return self.place.buffer
+
+    @property
+    def buffers(self) -> Sequence[Buffer]:
+        """All memory of ours, or of the plan's arguments, that its runs read."""
+        return self._kept
 
     @property
     def shared(self) -> bool:

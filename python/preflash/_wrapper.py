@@ -283,7 +283,8 @@ class BatchPrefillWrapper(EngineAttributes):
             # From here on the buffers are no longer those of the old plan: a call that is
             # interrupted leaves none.
             self._state = before._replace(planned=None, captured=captured)
-            self._graph.order_behind_runs(list(captured.values()))
+            ran = () if before.planned is None else before.planned.variants()
+            self._graph.order_behind_runs(ran, captured.values())
             self._graph.reserve(draft.plan.int_bytes)
             if drafted.copy_in is not None:
                 drafted.copy_in()

@@ -35,6 +35,10 @@ _IN_TRANSFORM = (
     "addresses and counters of the producers between the tiles that they transform; a consumer's "
     "main loop holds no LDL or STL, at d256 nine reloads a tile"
 )
+_IN_BRANCHES = (
+    "addresses that each branch of the transform reloads, two or three in 300 instructions, where "
+    "all options are run-time values; on sm_80 some 13 words a tile besides, around the exponentials"
+)
 _IN_SCAN = (
     "words of the producer that looks through a mask's bits, above all where it also gathers; "
     "consumers reload up to seven words a tile (d64, d256) and store them between items"
@@ -72,6 +76,7 @@ ALLOWED_SPILLS = [
         _OUTSIDE + "; plain custom reloads two words a tile",
     ),
     AllowedSpill({"family": "sm80", "head_dim": "256", "tile_class": "decode"}, 48, _OUTSIDE),
+    AllowedSpill({"family": "sm80", "arrival": "transformed"}, 900, _IN_BRANCHES),
     AllowedSpill({"family": "sm90", "head_dim": "64"}, 28, _IN_GATHER),
     AllowedSpill(
         {"family": "sm90", "head_dim": "64", "position": "alibi"},

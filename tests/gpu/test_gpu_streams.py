@@ -1,6 +1,7 @@
 """Streams, uploads, syncs, devices: what a CUDA library gets wrong beside the numbers."""
 
 import dataclasses
+import gc
 
 import pytest
 import torch
@@ -19,8 +20,9 @@ MASKED = dataclasses.replace(CASE, name="masked", mask=MaskKind.CUSTOM)
 
 
 def sleep() -> None:
-    """Occupies the current stream for some milliseconds."""
-    torch.cuda._sleep(20_000_000)
+    """Occupies the current stream for some 50 milliseconds: a plan takes long where other tests
+    share the machine."""
+    torch.cuda._sleep(100_000_000)
 
 
 @on_every_backend
@@ -450,6 +452,7 @@ def test_memory_does_not_grow(backend):
         return free - torch.cuda.mem_get_info()[0]
 
     taken()
+    gc.collect()  # what earlier tests left would be freed meanwhile
     allocated = torch.cuda.memory_allocated()
     # NOTE: free memory also moves with the GPU's other users, such as the tests of a neighbouring
     # worker. Theirs is missing after some rounds, what ours keep after every one.
