@@ -125,7 +125,6 @@ class GraphMode:
     def __init__(self, buffers: GraphBuffers, device_stream: DeviceStream) -> None:
         self.buffers = buffers
         self._device_stream = device_stream
-        # Who used them, however often the wrapper has planned since.
         self._reserve: list[Buffer] = []
         # Made now: nothing is created during a capture.
         device = device_stream.device
