@@ -8,7 +8,7 @@ import preflash
 import pytest
 import torch
 from graph_stage import Limits, Stage, capture, recorder  # noqa: F401
-from preflash import _graph
+from preflash import _buffers, _graph
 from preflash.testing import Case, MaskKind, build, compare, reference, runner
 from preflash.testing.oracle import Pipeline
 from test_interrupts import interrupted
@@ -88,6 +88,24 @@ def test_the_buffers_themselves_as_arguments(target):
                q_data_type=PAGED.dtype)  # fmt: skip
         stage.run()
         stage.check(inputs)
+
+
+def test_a_plan_comes_after_what_reads_the_buffers(target, monkeypatch):
+    """Runs may be on other streams: whatever memory they read is waited for before it changes."""
+    stage = staged(PAGED, target)
+    waited_for = set()
+    monkeypatch.setattr(
+        _buffers.Buffer,
+        "order_behind_users",
+        lambda self, device_stream: waited_for.add(self.tensor.data_ptr()),
+    )
+    stage.plan(stage.make(*FIRST))
+    stage.run()
+    waited_for.clear()
+    work_list = stage.wrapper._state.planned.primary.int_buffer.tensor
+    stage.plan(stage.make(*SMALLER))
+    assert stage.buffers["paged_kv_indices_buf"].data_ptr() in waited_for
+    assert work_list.data_ptr() in waited_for
 
 
 def test_another_part_of_a_buffer_as_argument(target):

@@ -37,7 +37,7 @@ _IN_TRANSFORM = (
 )
 _IN_BRANCHES = (
     "addresses that each branch of the transform reloads, two or three in 300 instructions, where "
-    "all options are run-time values; on sm_80 some 13 words a tile besides, around the exponentials"
+    "all options are run-time values; on sm_80 some 13 words a tile more, around the exponentials"
 )
 _IN_SCAN = (
     "words of the producer that looks through a mask's bits, above all where it also gathers; "
