@@ -10,7 +10,7 @@
 //   3. wait for V(t - 1), issue O += P V(t - 1)
 //   4. arrive at the next warpgroup's order barrier: its products queue up behind these two
 //   5. wait for S, release K(t); mask
-//      (a soft cap and ALiBi come earlier, between the steps of 3: multiply_and_treat)
+//      (a soft cap and ALiBi come earlier where kTreatsAmid: between the steps of 3)
 //   6. wait for O, release V(t - 1); store O if V(t - 1) was its item's last tile
 //   7. softmax: compute P from S
 // Steps 5 to 7 overlap with the products of the other warpgroups. The transition from one item to
@@ -24,6 +24,9 @@
 //
 // Where K and V come in slices (slice_ring.cuh), steps 2 and 3 are made of their products, and
 // there are no order barriers (1, 4) and no skipped tiles.
+//
+// NOTE: longer than other files, because whole tiles, slices and tiles that mask bits leave are one
+// loop: they differ in single lines of its steps.
 #pragma once
 
 #include "kernels/sm90/forward_epilogue.cuh"
