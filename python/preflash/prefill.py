@@ -82,12 +82,12 @@ def single_prefill_with_kv_cache(
     """Attention of one request; see this module for the definition.
 
     Args:
-        q: [qo_len, num_qo_heads, head_dim], float16 or bfloat16, on the CPU also float32 and
-            float8_e4m3fn. head_dim is a multiple of 8 up to 512; rows lie multiples of 16 bytes
+        q: [qo_len, num_qo_heads, head_dim], float16, bfloat16 or float8_e4m3fn, on the CPU also
+            float32. head_dim is a multiple of 8 up to 512; rows lie multiples of 16 bytes
             apart.
         k: [kv_len, num_kv_heads, head_dim] with kv_layout "NHD", [num_kv_heads, kv_len, head_dim]
-            with "HND"; q's dtype, or on the CPU float8_e4m3fn or float8_e5m2. Only the last
-            dimension must be contiguous.
+            with "HND"; q's dtype, or under wider queries float8_e4m3fn or float8_e5m2. Only the
+            last dimension must be contiguous.
         v: like k, of its dtype; its head_dim may differ where q has 192 and v 128.
         custom_mask: [qo_len, kv_len] bool or uint8, or flat and maybe longer; True keeps.
         packed_custom_mask: uint8, ceil(qo_len * kv_len / 8) bytes in little bit order
@@ -98,7 +98,8 @@ def single_prefill_with_kv_cache(
             of heads. "ROPE_LLAMA": dimensions d and d + head_dim/2 of every row of q and k are
             rotated by position / rope_scale * rope_theta^(-2d/head_dim) radians (RoPE,
             arXiv:2104.09864); query i has position kv_len - qo_len + i, key j position j. The
-            cache holds keys that are not rotated. On the CPU today.
+            cache holds keys that are not rotated. On a GPU RoPE and fp8 reach head_dim 256, and
+            RoPE may turn float16 keys beyond 46000 to infinity.
         allow_fp16_qk_reduction, use_fp16_qk_reduction: a permission; sums are float32 all the same.
         sm_scale: factor of the logits, 1/sqrt(head_dim) by default. With q_scale and k_scale
             folded in, at most 2.358e38 in size.
