@@ -35,8 +35,11 @@ struct LaunchParams {
   std::int32_t num_lists = 0;  // of items: CTAs as planned
 
   // NOTE: with one segment the index is a constant, and so is the place of every parameter.
+  __device__ __forceinline__ const Segment& segment(int index) const {
+    return segments[kSegments == 1 ? 0 : index];
+  }
   __device__ __forceinline__ const Segment& segment_of(const RequestInfo& request) const {
-    return segments[kSegments == 1 ? 0 : request.segment];
+    return segment(request.segment);
   }
 };
 

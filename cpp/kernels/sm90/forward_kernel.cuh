@@ -66,18 +66,22 @@ __global__ void __launch_bounds__(ForwardTraits<V>::kThreads, V::kTile.ctas_per_
 
   // The first item needs the tensor maps and its range of the work list: both are requested before
   // the barriers are initialized.
-  const auto& segment = params.segments[0];
-  bool gather = Traits::kTransforms || segment.box.kv_rows == 0;
+  // NOTE: all segments are gathered, or none (launch_forward()).
+  bool gather = Traits::kTransforms || params.segments[0].box.kv_rows == 0;
   if (!Traits::kTransforms && threadIdx.x == 0) {
-    prefetch_tma_descriptor(reinterpret_cast<const TmaDescriptor*>(&segment.maps.q));
-    if (!gather) {
-      prefetch_tma_descriptor(reinterpret_cast<const TmaDescriptor*>(&segment.maps.k));
-      prefetch_tma_descriptor(reinterpret_cast<const TmaDescriptor*>(&segment.maps.v));
+    CUTE_UNROLL
+    for (int s = 0; s < Traits::kSegments; ++s) {
+      const TensorMaps& maps = params.segments[s].maps;
+      prefetch_tma_descriptor(reinterpret_cast<const TmaDescriptor*>(&maps.q));
+      if (!gather) {
+        prefetch_tma_descriptor(reinterpret_cast<const TmaDescriptor*>(&maps.k));
+        prefetch_tma_descriptor(reinterpret_cast<const TmaDescriptor*>(&maps.v));
+      }
     }
   }
   auto [begin, end] = items_of_cta<Traits>(params);
   if (threadIdx.x == kWarpgroupThreads) init_barriers(smem, gather);
-  if constexpr (Traits::kTransforms) fill_rotary_tables(segment.rotary, smem);
+  if constexpr (Traits::kTransforms) fill_rotary_tables(params.segments[0].rotary, smem);
   __syncthreads();
 
   int warpgroup = cutlass::canonical_warp_group_idx();
@@ -99,7 +103,7 @@ __global__ void __launch_bounds__(ForwardTraits<V>::kThreads, V::kTile.ctas_per_
   } else {
     cutlass::arch::warpgroup_reg_alloc<Traits::kConsumerRegisters>();
     int thread = threadIdx.x % kWarpgroupThreads;
-    ForwardMainloop<Traits>(segment, smem, warpgroup - Traits::kProducers, thread).run();
+    ForwardMainloop<Traits>(params, smem, warpgroup - Traits::kProducers, thread).run();
   }
 }
 

@@ -22,12 +22,32 @@ HopperSegment make_segment(const ForwardSegment& segment, const BoxShape& box) {
           {}};
 }
 
-// Operands that arrive by TMA. Returns nullptr, or a message if the driver refuses.
+// Operands that arrive by TMA, or are gathered. Returns nullptr, or why that cannot be.
+// NOTE: a launch gathers the keys of all segments or of none: the roles of the producer warps and
+// the arrivals at its barriers are the same for every item. A gathered segment may have any pages.
 template <class V>
-const char* make_direct(const ForwardSegment& segment, HopperSegment& hopper) {
+const char* make_direct(const ForwardParams& params, ParamsOf<ForwardTraits<V>>& hopper) {
   using Traits = ForwardTraits<V>;
-  hopper = make_segment<V>(segment, box_shape(segment, Traits::kTileM, Traits::kTileN));
-  return encode_tensor_maps(segment, hopper.box, hopper.maps);
+  const ForwardSegment& first = params.segments[0];
+  const ForwardSegment& last = params.segments[Traits::kSegments - 1];
+  if (Traits::kSliced &&
+      (first.head_dim_qk != last.head_dim_qk || first.head_dim_vo != last.head_dim_vo)) {
+    return "above head_dim 256 both segments of a launch must have the same head_dim";
+  }
+  BoxShape boxes[Traits::kSegments];
+  bool gather = false;
+  for (int s = 0; s < Traits::kSegments; ++s) {
+    boxes[s] = box_shape(params.segments[s], Traits::kTileM, Traits::kTileN);
+    gather |= boxes[s].kv_rows == 0;
+  }
+  for (int s = 0; s < Traits::kSegments; ++s) {
+    const ForwardSegment& segment = params.segments[s];
+    if (gather) boxes[s].kv_rows = 0;
+    hopper.segments[s] = make_segment<V>(segment, boxes[s]);
+    const char* refusal = encode_tensor_maps(segment, boxes[s], hopper.segments[s].maps);
+    if (refusal != nullptr) return refusal;
+  }
+  return nullptr;
 }
 
 template <class V>
@@ -51,7 +71,7 @@ LaunchError launch_forward(const ForwardParams& params, int num_ctas, const Laun
   if constexpr (Traits::kTransforms) {
     hopper.segments[0] = make_transformed<V>(params.segments[0]);
   } else {
-    const char* refusal = make_direct<V>(params.segments[0], hopper.segments[0]);
+    const char* refusal = make_direct<V>(params, hopper);
     if (refusal != nullptr) return refusal;
   }
   // Lists of items that share their columns out come in whole groups of CTAs.

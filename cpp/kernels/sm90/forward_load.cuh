@@ -30,14 +30,14 @@ __device__ __forceinline__ void produce_kept_tma(const ParamsOf<Traits>& params,
   KeptTileLoader<Traits> tiles;
   auto take = [&] { return tiles.take(smem); };
   if (warp == 0) {
-    QLoader<Traits> q{params.segments[0], smem};
-    TmaLoader<Traits, Operand::kK> k(params.segments[0], smem);
+    QLoader<Traits> q{params, smem};
+    TmaLoader<Traits, Operand::kK> k(params, smem);
     while (const ItemState* state = items.wait()) {
       k.load_kept_tiles(*state, take, [&] { q.load(*state); });
       items.release();
     }
   } else if (warp == 1) {
-    TmaLoader<Traits, Operand::kV> v(params.segments[0], smem);
+    TmaLoader<Traits, Operand::kV> v(params, smem);
     while (const ItemState* state = items.wait()) {
       v.load_kept_tiles(*state, take, [] {});
       items.release();
@@ -65,8 +65,8 @@ __device__ __forceinline__ void produce_tma(const ParamsOf<Traits>& params,
     return;
   }
   ItemReader<Traits> items{smem};
-  QLoader<Traits> q{params.segments[0], smem};
-  SliceTmaLoader<Traits> slices(params.segments[0], smem, warp);
+  QLoader<Traits> q{params, smem};
+  SliceTmaLoader<Traits> slices(params, smem, warp);
   while (const ItemState* state = items.wait()) {
     slices.load_item(*state, [&] {
       if (warp == 0) q.load(*state);
@@ -83,15 +83,15 @@ __device__ __forceinline__ void produce_tma(const ParamsOf<Traits>& params,
   int warp = cutlass::canonical_warp_idx_sync();
   if (warp == 0) {
     ItemReader<Traits> items{smem};
-    QLoader<Traits> q{params.segments[0], smem};
-    TmaLoader<Traits, Operand::kK> k(params.segments[0], smem);
+    QLoader<Traits> q{params, smem};
+    TmaLoader<Traits, Operand::kK> k(params, smem);
     while (const ItemState* state = items.wait()) {
       k.load_item(*state, [&] { q.load(*state); });
       items.release();
     }
   } else if (warp == 1) {
     ItemReader<Traits> items{smem};
-    TmaLoader<Traits, Operand::kV> v(params.segments[0], smem);
+    TmaLoader<Traits, Operand::kV> v(params, smem);
     while (const ItemState* state = items.wait()) {
       v.load_item(*state, [] {});
       items.release();
@@ -112,8 +112,8 @@ __device__ __forceinline__ void produce_kept_gather(const ParamsOf<Traits>& para
   KeptTileProducer<Traits> producer{params, smem, {params, smem, begin, end}};
   ItemReader<Traits> items{smem};
   KeptTileLoader<Traits> tiles;
-  QLoader<Traits> q{params.segments[0], smem};
-  GatherLoader<Traits> rows(params.segments[0], smem);
+  QLoader<Traits> q{params, smem};
+  GatherLoader<Traits> rows(params, smem);
   auto take = [&] {
     if (is_leader) producer.announce_tile();
     return tiles.take(smem);
@@ -138,9 +138,9 @@ __device__ __forceinline__ void produce_gather(const ParamsOf<Traits>& params,
   bool is_leader = cutlass::canonical_warp_idx_sync() == 0;
   ItemProducer<Traits> producer{params, smem, begin, end};
   ItemReader<Traits> items{smem};
-  QLoader<Traits> q{params.segments[0], smem};
-  conditional_t<Traits::kSliced, SliceGatherLoader<Traits>, GatherLoader<Traits>> rows(
-      params.segments[0], smem);
+  QLoader<Traits> q{params, smem};
+  conditional_t<Traits::kSliced, SliceGatherLoader<Traits>, GatherLoader<Traits>> rows(params,
+                                                                                       smem);
   // Each iteration announces an item and loads the one announced before it.
   for (bool first = true;; first = false) {
     if (is_leader && !producer.done()) producer.announce();

@@ -41,7 +41,7 @@ namespace preflash::sm90 {
 
 template <class Traits>
 struct ForwardMainloop {
-  const HopperSegment& params;
+  const ParamsOf<Traits>& params;
   SharedStorage<Traits>& smem;
   int warpgroup;  // among consumers
   int thread;     // of the warpgroup
@@ -57,14 +57,14 @@ struct ForwardMainloop {
   // Where mask bits decide which tiles there are.
   conditional_t<Traits::kHasMaskBits, KeptTileConsumer<Traits>, NoKeptTiles> kept = {};
 
-  __device__ __forceinline__ ForwardMainloop(const HopperSegment& params,
+  __device__ __forceinline__ ForwardMainloop(const ParamsOf<Traits>& params,
                                              SharedStorage<Traits>& smem, int warpgroup, int thread)
       : params(params),
         smem(smem),
         warpgroup(warpgroup),
         thread(thread),
         products(smem, warpgroup, thread),
-        slices(params, smem) {}
+        slices(params.segments[0], smem) {}
 
   __device__ __forceinline__ void run() {
     order_barrier_init();
@@ -106,7 +106,7 @@ struct ForwardMainloop {
       Traits::kVariant.logits == Logits::kPlain ? Traits::kTileN / 32 : 2;
 
   // A work item as one warpgroup sees it.
-  struct Item {
+  struct Item : SegmentIndex<Traits::kSegments> {
     int slot = 0;           // of smem.items
     TileRange own;          // the tiles that this warpgroup's rows touch
     int skipped_first = 0;  // tiles before them, in the order of the loop: last tile first
@@ -139,6 +139,7 @@ struct ForwardMainloop {
     Item item;
     item.slot = slot;
     if (begin == end) return item;
+    if constexpr (Traits::kSegments > 1) item.index = warp_uniform(state.request.segment);
     item.own = {warp_uniform(own.begin), warp_uniform(own.full_begin), warp_uniform(own.full_end),
                 warp_uniform(own.end)};
     if constexpr (Traits::kSkipsTiles) {
@@ -148,6 +149,10 @@ struct ForwardMainloop {
     return item;
   }
 
+  __device__ __forceinline__ const auto& segment(const Item& item) const {
+    return params.segment(item.index);
+  }
+
   __device__ __forceinline__ void wait_for_q(const Item& item) {
     if constexpr (Traits::kTransforms) {
       query_loader(item).run();
@@ -155,7 +160,7 @@ struct ForwardMainloop {
     }
     smem.barriers.q_full[q_read.index()].wait(q_read.phase());
     order_memory_accesses();
-    prologue_q(q_read.index());
+    prologue_q(segment(item).logits.q_factor, q_read.index());
   }
 
   __device__ __forceinline__ void look_ahead(const Item& item) {
@@ -243,7 +248,7 @@ struct ForwardMainloop {
   __device__ __forceinline__ void step(const Q& tSrQ, const Item& item, int tile,
                                        const Meanwhile& meanwhile) {
     if constexpr (kTreatsAmid) {
-      multiply_and_treat(tSrQ);
+      multiply_and_treat(tSrQ, item);
       meanwhile();
     } else {
       multiply(tSrQ, meanwhile);
@@ -251,7 +256,7 @@ struct ForwardMainloop {
     finish_scores(item, tile);
     finish_pv();
     products.first_pv = GMMA::ScaleOut::One;
-    make_p(tile);
+    make_p(item, tile);
   }
 
   // The step from one item to the next: S belongs to the next item, O to the last one. Returns the
@@ -346,14 +351,14 @@ struct ForwardMainloop {
   // The same, with the soft cap and the bias of S between the steps of P V. Behind it they would
   // lengthen the loop: a warp that issues P V is held until the tensor core has come to its end.
   template <class Q>
-  __device__ __forceinline__ void multiply_and_treat(const Q& tSrQ) {
+  __device__ __forceinline__ void multiply_and_treat(const Q& tSrQ, const Item& item) {
     wait_for_qk();
     products.issue_qk(tSrQ, k_read.index());
     smem.barriers.v_full[v_read.index()].wait(v_read.phase());
     Tensor rows_of_s = products.rows_of_s();
     LogitsTransform<Traits::kVariant.logits> transform;
     products.template issue_pv_amid<kStepsAhead>(
-        v_read.index(), [&] { transform.begin(rows_of_s, params.logits); },
+        v_read.index(), [&] { transform.begin(rows_of_s, segment(item).logits); },
         [&](ColumnSpan span) {
           if (!transform.small) return;
           transform.finish(rows_of_s, span);
@@ -374,7 +379,7 @@ struct ForwardMainloop {
   // S is complete: releases K(t), and Q after the item's last tile.
   __device__ __forceinline__ void finish_scores(const Item& item, int tile) {
     accept_scores(item, tile);
-    if constexpr (!kTreatsAmid) treat_scores();
+    if constexpr (!kTreatsAmid) treat_scores(item);
     if constexpr (Traits::kHasMaskBits) {
       if (!kept.tile.is_whole()) kept.mask.apply(products.rows_of_s());
     } else if (item.own.needs_mask(tile)) {
@@ -385,7 +390,7 @@ struct ForwardMainloop {
   __device__ __forceinline__ void finish_first_scores(const Item& item, const TileMask& mask) {
     int tile = first_tile(item);
     accept_scores(item, tile);
-    transform_all();
+    transform_all(item);
     bias.add_to_first(coordinates(item, tile), products.rows_of_s());
     if constexpr (Traits::kHasMaskBits) {
       if (!kept.tile.is_whole()) kept.mask.apply(products.rows_of_s());
@@ -396,15 +401,15 @@ struct ForwardMainloop {
     products.first_pv = GMMA::ScaleOut::Zero;
   }
   // All scores of a tile, where that was not done amid P V.
-  __device__ __forceinline__ void treat_scores() {
-    transform_all();
+  __device__ __forceinline__ void treat_scores(const Item& item) {
+    transform_all(item);
     Tensor rows_of_s = products.rows_of_s();
     bias.add_to(rows_of_s, {0, size<1>(rows_of_s)});
   }
-  __device__ __forceinline__ void transform_all() {
+  __device__ __forceinline__ void transform_all(const Item& item) {
     Tensor rows_of_s = products.rows_of_s();
     LogitsTransform<Traits::kVariant.logits> transform;
-    transform.begin(rows_of_s, params.logits);
+    transform.begin(rows_of_s, segment(item).logits);
     if (transform.small) {
       transform.finish(rows_of_s, {0, size<1>(rows_of_s)});
     } else {
@@ -414,7 +419,7 @@ struct ForwardMainloop {
   __device__ __forceinline__ void accept_scores(const Item& item, int tile) {
     release_k();
     if (is_last(item, tile)) release(smem.barriers.q_empty[q_read.index()]);
-    factors.apply(params, products.rows_of_s());
+    factors.apply(segment(item), products.rows_of_s());
   }
 
   __device__ __forceinline__ void finish_pv() {
@@ -422,25 +427,25 @@ struct ForwardMainloop {
     release_v();
   }
 
-  __device__ __forceinline__ void make_p(int tile) {
+  __device__ __forceinline__ void make_p(const Item& item, int tile) {
     auto rows_of_o = products.rows_of_o();
     softmax.update(products.rows_of_s(), bias.shift(tile), products.tOrP, rows_of_o,
-                   params.logits.scale_log2);
+                   segment(item).logits.scale_log2);
   }
   __device__ __forceinline__ void make_first_p(const Item& item) {
     softmax.make_first(products.rows_of_s(), bias.shift(first_tile(item)), products.tOrP,
-                       params.logits.scale_log2);
+                       segment(item).logits.scale_log2);
   }
 
   __device__ __forceinline__ QueryLoader<Traits> query_loader(const Item& item) const {
-    return {params, smem, smem.items[item.slot], warpgroup, thread};
+    return {segment(item), smem, smem.items[item.slot], warpgroup, thread};
   }
 
   __device__ __forceinline__ int warp() const { return warpgroup * kWarpgroupWarps + thread / 32; }
   __device__ __forceinline__ int warp_row() const { return warp() * kWarpRows; }
 
   __device__ __forceinline__ Coordinates coordinates(const Item& item, int tile) const {
-    return {params, smem.items[item.slot], warp_row(), tile};
+    return {segment(item), smem.items[item.slot], warp_row(), tile};
   }
   __device__ __forceinline__ void start_scores(const Item& item) {
     Coordinates of_item = coordinates(item, item.own.begin);
@@ -454,7 +459,7 @@ struct ForwardMainloop {
   }
   __device__ __forceinline__ Epilogue epilogue(const Item& item) const {
     const ItemState& state = smem.items[item.slot];
-    return {params, state.item, state.request, state.num_rows};
+    return {segment(item), state.item, state.request, state.num_rows};
   }
   __device__ __forceinline__ typename Epilogue::Prepared prepare_o(
       const Item& item, const Transition& transition) const {
@@ -500,14 +505,14 @@ struct ForwardMainloop {
   }
 
   // What Q needs between its arrival and its products. Each warpgroup treats its rows, in place.
-  __device__ __forceinline__ void prologue_q(int stage) const {
+  __device__ __forceinline__ void prologue_q(const float& factor, int stage) const {
     // NOTE: sm_scale <= 0 is applied through Q's sign (LogitsParams).
-    if (params.logits.q_factor == 1.0f) return;
+    if (factor == 1.0f) return;
     using Element = typename Traits::ElementQ;
     Tensor sQ = make_tensor(make_smem_ptr(smem.q), typename Traits::LayoutQ{});
     for (int i = thread; i < kWarpgroupRows * Traits::kHeadQk; i += kWarpgroupThreads) {
       Element& q = sQ(warpgroup * kWarpgroupRows + i / Traits::kHeadQk, i % Traits::kHeadQk, stage);
-      q = static_cast<Element>(static_cast<float>(q) * params.logits.q_factor);
+      q = static_cast<Element>(static_cast<float>(q) * factor);
     }
     order_memory_accesses();
     cutlass::arch::fence_view_async_shared();

@@ -23,8 +23,18 @@ struct TransformSegment : HopperSegment {
 template <class Traits>
 using SegmentOf = cute::conditional_t<Traits::kTransforms, TransformSegment, HopperSegment>;
 
-template <class Traits, int kSegments = 1>
-using ParamsOf = LaunchParams<SegmentOf<Traits>, kSegments>;
+template <class Traits>
+using ParamsOf = LaunchParams<SegmentOf<Traits>, Traits::kSegments>;
+
+// Which segment something belongs to: known when the kernel is compiled, where there is one.
+template <int kSegments>
+struct SegmentIndex {
+  int index = 0;
+};
+template <>
+struct SegmentIndex<1> {
+  static constexpr int index = 0;
+};
 
 __device__ __forceinline__ int query_head(const HopperSegment& params, const WorkItem& item,
                                           const PackedRow& packed) {

@@ -30,6 +30,12 @@ template <class Element>
 inline constexpr int kBlockColumns = kBlockRowBytes / sizeof(Element);
 
 template <class V>
+inline constexpr int kSegmentsOf = 1;
+template <class V>
+  requires requires { V::kSegments; }
+inline constexpr int kSegmentsOf<V> = V::kSegments;
+
+template <class V>
 struct ForwardTraits {
   static constexpr Variant kVariant = V::kVariant;
   static constexpr TileShape kTile = V::kTile;
@@ -37,6 +43,12 @@ struct ForwardTraits {
   // Whether Q, K and V may lie in memory in another form than they are multiplied in: 8 bits wide,
   // or not rotated yet (forward_transform.cuh).
   static constexpr bool kTransforms = kVariant.arrival == Arrival::kTransformed;
+
+  // Of a launch. Where there are two, every item may be of either.
+  static constexpr int kSegments = kSegmentsOf<V>;
+  static_assert(kSegments == 1 || !kTransforms, "rotary tables in shared memory are one segment's");
+  static_assert(kSegments == 1 || kVariant.mask == Mask::kBounds,
+                "a segment without mask bits has none to announce tiles by");
 
   using ElementQ = Element<kVariant.q_dtype>;
   using ElementKv = Element<kVariant.kv_dtype>;  // as K and V are multiplied
@@ -197,9 +209,10 @@ struct ItemKeys {
   int kv_begin;
   KeySpan keys;
   int kv_head;
+  int segment;
 
   __device__ __forceinline__ static ItemKeys of(const ItemState& state) {
-    return {state.request.kv_begin, state.keys, state.item.kv_head};
+    return {state.request.kv_begin, state.keys, state.item.kv_head, state.request.segment};
   }
 };
 

@@ -32,14 +32,15 @@ struct GatherLoader {
     KeySlot slot[kOwned];
   };
 
-  const HopperSegment& params;
+  const ParamsOf<Traits>& params;
   SharedStorage<Traits>& smem;
   ItemKeys item;
   ProducerPipelineState<Traits::kStages> k_write;
   ProducerPipelineState<Traits::kStages> v_write;
   TransactionBarrier* unpublished = nullptr;  // the rows that it announces are in flight
 
-  __device__ __forceinline__ GatherLoader(const HopperSegment& params, SharedStorage<Traits>& smem)
+  __device__ __forceinline__ GatherLoader(const ParamsOf<Traits>& params,
+                                          SharedStorage<Traits>& smem)
       : params(params), smem(smem) {}
 
   // Loads K(last), then K(t - 1) and V(t) for each tile: the consumers compute S(t - 1) = Q K^T
@@ -95,6 +96,9 @@ struct GatherLoader {
   }
 
  protected:
+  __device__ __forceinline__ const HopperSegment& segment() const {
+    return params.segment(item.segment);
+  }
   __device__ __forceinline__ static int warp_row() { return threadIdx.x / 32 * kWarpKeys; }
 
   // A row outside the item's keys gets the slot of a row inside: its address is valid, and nothing
@@ -105,21 +109,21 @@ struct GatherLoader {
     for (int i = 0; i < kOwned; ++i) {
       int key = tile * Traits::kTileN + warp_row() + i * 32 + lane_id();
       rows.slot[i] =
-          find_slot(params, item.kv_begin, max(min(key, item.keys.end - 1), item.keys.begin));
+          find_slot(segment(), item.kv_begin, max(min(key, item.keys.end - 1), item.keys.begin));
     }
     return rows;
   }
 
   __device__ __forceinline__ void fetch_k(const RowSlots& rows, int tile) {
     smem.barriers.k_empty[k_write.index()].wait(k_write.phase() ^ 1);
-    fetch<Traits::kBlocksK>(rows, tile, params.k, params.head_dim_qk,
+    fetch<Traits::kBlocksK>(rows, tile, segment().k, segment().head_dim_qk,
                             smem.k + k_write.index() * (Traits::kTileN * Traits::kHeadQk));
     publish_before(smem.barriers.k_full[k_write.index()]);
     k_write.advance();
   }
   __device__ __forceinline__ void fetch_v(const RowSlots& rows, int tile) {
     smem.barriers.v_empty[v_write.index()].wait(v_write.phase() ^ 1);
-    fetch<Traits::kBlocksV>(rows, tile, params.v, params.head_dim_vo,
+    fetch<Traits::kBlocksV>(rows, tile, segment().v, segment().head_dim_vo,
                             smem.v + v_write.index() * (Traits::kTileN * Traits::kHeadVo));
     publish_before(smem.barriers.v_full[v_write.index()]);
     v_write.advance();

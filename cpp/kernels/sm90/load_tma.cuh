@@ -36,13 +36,15 @@ __device__ __forceinline__ void fetch_q(const HopperSegment& params, const ItemS
 // One warp loads Q.
 template <class Traits>
 struct QLoader {
-  const HopperSegment& params;
+  const ParamsOf<Traits>& params;
   SharedStorage<Traits>& smem;
   ProducerPipelineState<Traits::kQStages> write = {};
 
   __device__ __forceinline__ void load(const ItemState& state) {
     smem.barriers.q_empty[write.index()].wait(write.phase() ^ 1);
-    if (elect_one_sync()) fetch_q(params, state, smem, write.index());
+    if (elect_one_sync()) {
+      fetch_q(params.segment_of(state.request), state, smem, write.index());
+    }
     __syncwarp();
     write.advance();
   }
@@ -81,12 +83,12 @@ struct TmaLoader {
   static constexpr int kTileElements = Traits::kTileN * kBlocks * kColumns;
   static_assert(Traits::kMaxBoxes <= 32, "each lane finds the coordinates of one box");
 
-  const HopperSegment& params;
+  const ParamsOf<Traits>& params;
   SharedStorage<Traits>& smem;
   ItemKeys item;
   ProducerPipelineState<Traits::kStages> write;
 
-  __device__ __forceinline__ TmaLoader(const HopperSegment& params, SharedStorage<Traits>& smem)
+  __device__ __forceinline__ TmaLoader(const ParamsOf<Traits>& params, SharedStorage<Traits>& smem)
       : params(params), smem(smem) {}
 
   // Calls after_first() once the first tile has been issued.
@@ -123,12 +125,15 @@ struct TmaLoader {
   }
 
  private:
+  __device__ __forceinline__ const HopperSegment& segment() const {
+    return params.segment(item.segment);
+  }
   __device__ __forceinline__ Barrier& empty(int stage) const {
     return kOperand == Operand::kK ? smem.barriers.k_empty[stage] : smem.barriers.v_empty[stage];
   }
 
   __device__ __forceinline__ TmaCoordinates find_coordinates(int tile) const {
-    return box_coordinates<Traits>(params, item, tile);
+    return box_coordinates<Traits>(segment(), item, tile);
   }
 
   // NOTE: elect_one_sync() tells the compiler that a single lane issues; `lane == 0` would not.
@@ -136,7 +141,7 @@ struct TmaLoader {
     TransactionBarrier& full = kOperand == Operand::kK ? smem.barriers.k_full[write.index()]
                                                        : smem.barriers.v_full[write.index()];
     auto* tile = (kOperand == Operand::kK ? smem.k : smem.v) + write.index() * kTileElements;
-    const int box_rows = params.box.kv_rows;
+    const int box_rows = segment().box.kv_rows;
     if (box_rows == Traits::kTileN) {
       TmaCoordinates only{warp_uniform(coordinates.page), warp_uniform(coordinates.x),
                           warp_uniform(coordinates.r)};
@@ -171,7 +176,8 @@ struct TmaLoader {
 
   __device__ __forceinline__ void issue(const TmaCoordinates& coordinates, Element* target,
                                         TransactionBarrier& full) const {
-    const CUtensorMap* map = kOperand == Operand::kK ? &params.maps.k : &params.maps.v;
+    const TensorMaps& maps = segment().maps;
+    const CUtensorMap* map = kOperand == Operand::kK ? &maps.k : &maps.v;
     CUTE_UNROLL
     for (int block = 0; block < kBlocks; ++block) {
       SM90_TMA_LOAD_5D::copy(map, reinterpret_cast<std::uint64_t*>(&full),

@@ -37,9 +37,9 @@ __device__ __forceinline__ TileRange tiles_of_warpgroup(const HopperSegment& par
 
 // One warp prepares the items and announces them. It writes the output of items that keep no key
 // itself, so no other warp sees an item without tiles.
-template <class Traits, int kSegments = 1>
+template <class Traits>
 struct ItemProducer {
-  const ParamsOf<Traits, kSegments>& params;
+  const ParamsOf<Traits>& params;
   SharedStorage<Traits>& smem;
   int index;
   int end;
