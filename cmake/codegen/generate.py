@@ -17,7 +17,7 @@ from pathlib import Path
 from string import Template
 
 import render
-from spec import Matrix, SpecError, Variant, load_matrix
+from spec import Matrix, SpecError, Tile, Variant, load_matrix
 from vocabulary import SIZES, Family, Vocabulary
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,7 +29,7 @@ STUB_END = "# End of what forward.toml says.\n"
 
 # Fewer kernels per file waste the seconds that the headers cost, more make rebuilds slow.
 MAX_KERNELS_PER_FILE = 4
-_SPLITTING_AXES = ("arrival", "tile_class", "position", "logits", "mask")
+_SPLITTING_AXES = ("segments", "arrival", "tile_class", "position", "logits", "mask")
 
 
 @dataclass(frozen=True)
@@ -115,11 +115,23 @@ def source_text(source: Source) -> str:
 
 def variant_type(variant: Variant) -> str:
     """The named C++ type that is a kernel's one template parameter."""
+    second = variant.second_tile
     return (
         _template("variant.in")
-        .substitute(id=variant.id, variant=_initialiser(variant), **asdict(variant.tile))
+        .substitute(
+            id=variant.id,
+            variant=_initialiser(variant),
+            tile=_tile(variant.tile),
+            second_tile=""
+            if second is None
+            else f"\n  static constexpr TileShape kSecondTile = {_tile(second)};",
+        )
         .rstrip("\n")
     )
+
+
+def _tile(tile: Tile) -> str:
+    return "{" + ", ".join(f".{name} = {value}" for name, value in asdict(tile).items()) + "}"
 
 
 def entry(variant: Variant) -> str:
@@ -171,7 +183,7 @@ def bind_vocabulary_text(vocabulary: Vocabulary) -> str:
 def variants_json(build: Build) -> str:
     """What `python -m preflash variants` shows."""
     rows = [
-        {"id": v.id, "backend": v.backend, **v.fields, "tile": asdict(v.tile)}
+        {"id": v.id, "backend": v.backend, **v.fields, "tile": asdict(v.tile), **_second(v)}
         for v in build.variants
     ]
     document = {
@@ -182,6 +194,11 @@ def variants_json(build: Build) -> str:
     return json.dumps(document, indent=1) + "\n"
 
 
+def _second(variant: Variant) -> dict[str, object]:
+    tile = variant.second_tile
+    return {} if tile is None else {"second_tile": asdict(tile)}
+
+
 def docs_text(matrix: Matrix) -> str:
     """docs/variants.md: what the parts of an id mean, and one row per variant."""
     lines = [
@@ -190,12 +207,18 @@ def docs_text(matrix: Matrix) -> str:
     ]
     lines += [
         f"| `{v.id}` | {v.backend} | {v.q_dtype} | {v.fields['kv_dtype']} | {v.head_dim} "
-        f"| {v.tile.m} x {v.tile.n} | {v.tile.stages} | {v.tile.warps} | {v.tile.ctas_per_sm} |"
+        f"| {_of_segments(v, '{0.m} x {0.n}')} | {_of_segments(v, '{0.stages}')} "
+        f"| {v.tile.warps} | {v.tile.ctas_per_sm} |"
         for v in matrix.variants
     ]
     return _template("variants.md.in").substitute(
         axes=render.docs(matrix.vocabulary), matrix="\n".join(lines)
     )
+
+
+def _of_segments(variant: Variant, text: str) -> str:
+    tiles = [tile for tile in (variant.tile, variant.second_tile) if tile is not None]
+    return " + ".join(text.format(tile) for tile in tiles)
 
 
 def stub_text(vocabulary: Vocabulary) -> str:

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from vocabulary import (
     OPERANDS,
+    OPTION_CHOICES,
     SCHEDULES,
     SIZES,
     TILE_ROWS,
-    TRANSFORMED_OPTIONS,
     Axis,
     Enum,
     Family,
@@ -70,7 +70,8 @@ def _traits(family: Family) -> str:
         "highest_capability": "FamilyTraits::kAnyLater" if highest is None else highest,
         "architecture": f'"{family.architecture}"',
         "operands": f"Operands::{OPERANDS[family.operands]}",
-        "transformed_options": "OptionChoice::" + TRANSFORMED_OPTIONS[family.transformed_options],
+        "transformed_options": f"OptionChoice::{OPTION_CHOICES[family.transformed_options]}",
+        "segments": f"OptionChoice::{OPTION_CHOICES[family.segments]}",
         "tile_rows": f"TileRows::{TILE_ROWS[family.tile_rows]}",
         "schedule": f"Schedule::{SCHEDULES[family.schedule]}",
         "item_keys": family.item_keys,

@@ -23,6 +23,10 @@ VARIANTS_DIR = Path(__file__).resolve().parents[2] / "cpp" / "variants"
 
 ANY = "any"
 
+# A kernel of two segments has a tile for each: that of its row, and of the row with these values.
+TWO_SEGMENTS = {"segments": "two"}
+SECOND_SEGMENT = {"tile_class": "decode"}
+
 
 @dataclass(frozen=True)
 class Tile:
@@ -42,6 +46,7 @@ class Variant:
     values: Mapping[str, str]  # axis -> value, as forward.toml spells it
     tile: Tile
     vocabulary: Vocabulary
+    second_tile: Tile | None = None  # of the second segment, where it has two
 
     def __getattr__(self, name: str) -> str | int:
         """The value of an axis, or of a field of struct Variant."""
@@ -212,13 +217,19 @@ def _with_tiles(
         tiles.append((match_of(match, vocabulary.axes, where), tile))
 
     used = set()
-    variants = []
-    for row in rows:
+
+    def tile_of(row: Mapping[str, str]) -> Tile:
         matching = [i for i, (match, _) in enumerate(tiles) if match.covers(row)]
         if len(matching) != 1:
             raise SpecError(f"tiles.toml: {len(matching)} rows match {dict(row)}; one must")
         used.add(matching[0])
-        variants.append(Variant(row, tiles[matching[0]][1], vocabulary))
+        return tiles[matching[0]][1]
+
+    variants = []
+    for row in rows:
+        two = TWO_SEGMENTS.items() <= row.items()
+        second = tile_of({**row, **SECOND_SEGMENT}) if two else None
+        variants.append(Variant(row, tile_of(row), vocabulary, second))
     for i, (match, _) in enumerate(tiles):
         if i not in used:
             raise SpecError(f"tiles.toml: the row of {match.axes} matches no variant")

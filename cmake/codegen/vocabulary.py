@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 SIZES = "sizes"  # the type of an axis of integers: "128", or "192x128" for two of them
 MATCHES = ("equal", "covers", "preferred", "library")
 OPERANDS = {"stored": "kStored", "computed": "kComputed"}
-TRANSFORMED_OPTIONS = {"compiled": "kCompiled", "run_time": "kRunTime"}
+OPTION_CHOICES = {"compiled": "kCompiled", "run_time": "kRunTime"}
 TILE_ROWS = {"full": "kFull", "token_aligned": "kTokenAligned"}
 SCHEDULES = {"one_per_item": "kOnePerItem", "persistent": "kPersistent"}
 
@@ -31,6 +31,7 @@ class Family:
     schedule: str
     highest_capability: int | None = None  # None: all later ones
     transformed_options: str = "compiled"
+    segments: str = "compiled"
     item_keys: int = 0
     architecture: str = ""  # code of this one alone; "": of every architecture that is asked for
     compiled_for: str = ""  # its full name
@@ -151,7 +152,8 @@ def _one_of(where: str, value: object, known: Sequence[str]) -> None:
 def _checked_family(family: Family) -> Family:
     where = f"[family.{family.name}]"
     _one_of(f"{where} operands", family.operands, list(OPERANDS))
-    _one_of(f"{where} transformed_options", family.transformed_options, list(TRANSFORMED_OPTIONS))
+    _one_of(f"{where} transformed_options", family.transformed_options, list(OPTION_CHOICES))
+    _one_of(f"{where} segments", family.segments, list(OPTION_CHOICES))
     _one_of(f"{where} tile_rows", family.tile_rows, list(TILE_ROWS))
     _one_of(f"{where} schedule", family.schedule, list(SCHEDULES))
     if bool(family.architecture) != bool(family.compiled_for):

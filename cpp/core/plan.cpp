@@ -45,6 +45,13 @@ void check_architecture(Family family, const DeviceFacts& facts) {
       std::to_string(facts.compute_capability) + ", or backend \"cpu\"");
 }
 
+[[noreturn]] void refuse_size(const ForwardKernel& kernel, const DeviceFacts& facts) {
+  throw NotCompiledError(std::string(kernel.id) + " needs " + std::to_string(kernel.smem_bytes) +
+                         " bytes of shared memory; device " + std::to_string(facts.device) + " (" +
+                         facts.name + ") gives a block " + std::to_string(facts.smem_per_block) +
+                         ". What would work: a smaller head_dim");
+}
+
 // The wanted tile class, or the smaller one where the device's shared memory ends before.
 const ForwardKernel* find_kernel(Family family, const SegmentProblem& problem,
                                  const DeviceFacts& facts) {
@@ -56,32 +63,50 @@ const ForwardKernel* find_kernel(Family family, const SegmentProblem& problem,
     kernel = found.kernel;
     if (fits(*kernel, facts)) return kernel;
   }
-  throw NotCompiledError(std::string(kernel->id) + " needs " + std::to_string(kernel->smem_bytes) +
-                         " bytes of shared memory; device " + std::to_string(facts.device) + " (" +
-                         facts.name + ") gives a block " + std::to_string(facts.smem_per_block) +
-                         ". What would work: a smaller head_dim");
+  refuse_size(*kernel, facts);
+}
+
+// The one kernel that is compiled for both segments.
+const ForwardKernel* find_joint_kernel(Family family, const Problem& problem,
+                                       const DeviceFacts& facts) {
+  FoundKernel found = Registry::instance().find_joint(variant_of(problem.segments[0], family),
+                                                      variant_of(problem.segments[1], family));
+  if (found.kernel == nullptr) throw NotCompiledError(found.error);
+  if (!fits(*found.kernel, facts)) refuse_size(*found.kernel, facts);
+  return found.kernel;
 }
 
 SegmentKernels find_kernels(Family family, const Problem& problem, const DeviceFacts& facts) {
   validate(problem);
   check_architecture(family, facts);
   SegmentKernels kernels;
+  if (problem.segments.size() > 1 && traits_of(family).segments == OptionChoice::kCompiled) {
+    const ForwardKernel* kernel = find_joint_kernel(family, problem, facts);
+    kernels.add(kernel);
+    kernels.add(kernel);
+    return kernels;
+  }
   for (const SegmentProblem& segment : problem.segments) {
     kernels.add(find_kernel(family, segment, facts));
   }
   return kernels;
 }
 
+bool is_joint(const SegmentKernels& kernels) {
+  return kernels[0]->variant.segments == Segments::kTwo;
+}
+
 std::string joint_id(const SegmentKernels& kernels) {
+  if (is_joint(kernels)) return kernels[0]->id;
   std::string id;
   for (const ForwardKernel* kernel : kernels)
     id += (id.empty() ? "" : "+") + std::string(kernel->id);
   return id;
 }
 
-// What runs all segments: the kernel of the one, or both kernels as one launch.
+// What runs all segments: the kernel of the one or of both, or both kernels as one launch.
 ForwardKernel joint_kernel(const SegmentKernels& kernels, const char* id) {
-  if (kernels.size() == 1) return *kernels[0];
+  if (kernels.size() == 1 || is_joint(kernels)) return *kernels[0];
   FoundLaunch found = Registry::instance().find_launch(kernels);
   if (found.launch == nullptr) throw NotCompiledError(found.error);
   ForwardKernel joint;

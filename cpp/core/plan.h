@@ -37,7 +37,7 @@ class Plan {
   Plan& operator=(const Plan&) = delete;
 
   const PerSegment<PlannedSegment>& segments() const { return segments_; }
-  // What runs them all: the kernel of the one segment, or both kernels as one launch.
+  // What runs them all: the kernel of the one segment or of both, or both kernels as one launch.
   const ForwardKernel& kernel() const { return kernel_; }
   const PlanSizes& sizes() const { return planner_.sizes(); }
   const PlanLayout& layout() const { return planner_.layout(); }

@@ -179,8 +179,9 @@ Planner::Planner(const Problem& problem, const DeviceFacts& facts, const Segment
 }
 
 void Planner::read_segment(const SegmentProblem& problem, const ForwardKernel& kernel) {
+  const std::int32_t index = segments_.size();
   const std::int32_t group_size = problem.gqa_ratio();
-  const TileShape& tile = kernel.tile;
+  const TileShape& tile = kernel.tile_of(index);
   const Segment& segment =
       segments_.add({.first_request = static_cast<std::int32_t>(requests_.size()),
                      .num_requests = static_cast<std::int32_t>(problem.qo_indptr.size()) - 1,
@@ -189,7 +190,6 @@ void Planner::read_segment(const SegmentProblem& problem, const ForwardKernel& k
                      .head_dim_vo = problem.head_dim_vo,
                      .tile = {.rows = rows_per_tile(kernel.traits.tile_rows, tile.m, group_size),
                               .keys = tile.n}});
-  const std::int32_t index = segments_.size() - 1;
   requests_.resize(requests_.size() + segment.num_requests);
   for (std::int32_t i = 0; i < segment.num_requests; ++i) {
     RequestInfo& info = requests_[segment.first_request + i];

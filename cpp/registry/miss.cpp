@@ -121,7 +121,8 @@ std::string describe_separate(const Variant& first, const Variant& second,
     if (traits_of(family).on_cpu()) name += " (tensors on the CPU)";
     ways.push_back(std::move(name));
   }
-  return quoted_backend(first.family) + " has no kernel that runs two segments in one launch. " +
+  return quoted_backend(first.family) +
+         " has no kernel that runs these two segments in one launch. " +
          "Asked for: " + id_of(first) + " beside " + id_of(second) + "." + ways_out(ways);
 }
 

@@ -24,8 +24,8 @@ std::string describe_miss(const Variant& wanted, std::span<const Variant> compil
 std::string describe_absent(const Variant& wanted, const std::string& why,
                             const std::vector<Family>& elsewhere);
 
-// For two segments whose kernels the family has, but none that runs both in one launch; `elsewhere`
-// holds the families that do.
+// For two segments of a family that has no kernel for both in one launch; `elsewhere` holds the
+// families that run any two.
 std::string describe_separate(const Variant& first, const Variant& second,
                               const std::vector<Family>& elsewhere);
 

@@ -122,6 +122,7 @@ struct Registry::State {
     return families;
   }
 
+  // Other families that run two segments whatever kernels they are for.
   std::vector<Family> families_with_segments() {
     std::vector<Family> families;
     for (Family family : kFamilies) {
@@ -176,6 +177,21 @@ FoundKernel Registry::find(const Variant& wanted) {
   if (const ForwardKernel* kernel = best_kernel(*found.table, wanted)) return {.kernel = kernel};
   std::vector<Variant> compiled = variants_of(*found.table);
   return {.error = describe_miss(wanted, compiled, state_->elsewhere(wanted))};
+}
+
+FoundKernel Registry::find_joint(const Variant& first, const Variant& second) {
+  const auto joint = [&](Variant wanted) {
+    wanted.segments = Segments::kTwo;
+    wanted.mask = first.mask;
+    return find(wanted);
+  };
+  const FoundKernel of_first = joint(first);
+  if (of_first.kernel == nullptr) return of_first;
+  const FoundKernel of_second = joint(second);
+  if (of_second.kernel == nullptr) return of_second;
+  if (of_first.kernel == of_second.kernel && second.mask == Mask::kBounds) return of_first;
+  std::lock_guard lock(state_->mutex);
+  return {.error = describe_separate(first, second, state_->families_with_segments())};
 }
 
 FoundLaunch Registry::find_launch(const PerSegment<const ForwardKernel*>& kernels) {

@@ -57,6 +57,10 @@ class Registry {
   // compiled.
   FoundKernel find(const Variant& wanted);
 
+  // The kernel that is compiled for both segments of a launch, in a family whose kernels do not
+  // take any. Only the first may have a custom mask.
+  FoundKernel find_joint(const Variant& first, const Variant& second);
+
   // What runs the segments that these kernels are for as one launch.
   FoundLaunch find_launch(const PerSegment<const ForwardKernel*>& kernels);
 

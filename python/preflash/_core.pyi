@@ -35,6 +35,10 @@ class Mask:
     bounds: Mask
     custom: Mask
 
+class Segments:
+    one: Segments
+    two: Segments
+
 class Family:
     cpu: Family
     sm80: Family
@@ -53,6 +57,7 @@ class Variant:
         position: Position = ...,
         mask: Mask = ...,
         arrival: Arrival = ...,
+        segments: Segments = ...,
     ) -> None: ...
     @property
     def id(self) -> str: ...

@@ -47,6 +47,9 @@ _IN_LARGE_LOGITS = (
     "the path of logits that a soft cap bends much, and where items begin and end; a tile of small "
     "logits reloads two words (disassembled at d64 and d128)"
 )
+_OF_BOTH = (
+    "what kernels of one segment with either tile spill, and words that both need between items"
+)
 _BETWEEN_ITEMS = "where items begin and end; the main loop holds no LDL or STL in SASS"
 
 
@@ -77,6 +80,8 @@ ALLOWED_SPILLS = [
     ),
     AllowedSpill({"family": "sm80", "head_dim": "256", "tile_class": "decode"}, 48, _OUTSIDE),
     AllowedSpill({"family": "sm80", "arrival": "transformed"}, 900, _IN_BRANCHES),
+    AllowedSpill({"family": "sm80", "segments": "two", "mask": "bounds"}, 180, _OF_BOTH),
+    AllowedSpill({"family": "sm80", "segments": "two", "mask": "custom"}, 440, _OF_BOTH),
     AllowedSpill({"family": "sm90", "head_dim": "64"}, 28, _IN_GATHER),
     AllowedSpill(
         {"family": "sm90", "head_dim": "64", "position": "alibi"},

@@ -35,6 +35,7 @@ def test_ids_are_unique_and_spell_their_variant(matrix):
             "position": "none",
             "mask": "bounds",
             "arrival": "direct",
+            "segments": "one",
         }
         kv = variant.values["kv_dtype"]
         assert variant.id.split("_") == [

@@ -36,7 +36,6 @@ struct Sm90 {
                                        .kv_dtype = DType::kBFloat16,
                                        .head_dim_qk = 128,
                                        .head_dim_vo = 128};
-  static constexpr int kSegments = 2;
   static constexpr TileShape kTile = {.m = 128, .n = 128, .stages = 2, .warps = 12};
 };
 

@@ -16,7 +16,7 @@ enum class Operands : std::uint8_t {
   kComputed,  // that of its matrix products; Arrival tells whether the tensors may have others
 };
 
-// Where a kernel that transforms its operands chooses between soft cap, bias and mask, and none.
+// Where something is chosen.
 enum class OptionChoice : std::uint8_t {
   kCompiled,  // there is a kernel for each combination
   kRunTime    // one kernel has all of them, and serves launches without
@@ -39,7 +39,9 @@ struct FamilyTraits {
   // The entry of PREFLASH_ARCHS that asks for it, where it is code of one architecture alone.
   const char* architecture = "";
   Operands operands = Operands::kStored;
+  // In kernels that transform their operands: soft cap, bias and mask, or none.
   OptionChoice transformed_options = OptionChoice::kCompiled;
+  OptionChoice segments = OptionChoice::kCompiled;  // of which a kernel takes items
   TileRows tile_rows = TileRows::kFull;
   Schedule schedule = Schedule::kOnePerItem;  // never kAuto
   int item_keys = 0;  // an item costs as much as so many keys; 0: CostModel::kItem tiles

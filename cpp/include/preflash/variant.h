@@ -19,6 +19,7 @@ constexpr DType product_dtype(DType q_dtype) {
 // What a kernel of the wanted family is compiled for, to serve a variant whose dtypes and position
 // are those of the tensors. Of itself it is what it is.
 constexpr Variant compiled_form(Variant wanted) {
+  if (traits_of(wanted.family).segments == OptionChoice::kRunTime) wanted.segments = Segments::kOne;
   if (traits_of(wanted.family).operands == Operands::kStored) return wanted;
   const bool queries_of_8_bits =
       wanted.q_dtype == DType::kFloat8E4M3 && wanted.kv_dtype == wanted.q_dtype;
@@ -69,7 +70,13 @@ struct ForwardKernel {
   int smem_bytes = 0;  // dynamic shared memory of one CTA
   ForwardLaunch launch = nullptr;
   FamilyTraits traits = traits_of(variant.family);  // what the planner goes by
-  int ctas_per_item = 1;  // each reads the item's rows of q and makes a part of o's columns
+  int ctas_per_item = 1;       // each reads the item's rows of q and makes a part of o's columns
+  TileShape second_tile = {};  // of the second segment, where the kernel has two
+
+  // Of one of the launch's segments.
+  const TileShape& tile_of(int segment) const {
+    return variant.segments == Segments::kTwo && segment == 1 ? second_tile : tile;
+  }
 };
 
 // What a kernel library exports, through `extern "C" const KernelLibrary*
@@ -85,6 +92,6 @@ struct KernelLibrary {
   ForwardLaunch launch_segments = nullptr;
 };
 
-inline constexpr int kKernelAbiVersion = 7;
+inline constexpr int kKernelAbiVersion = 8;
 
 }  // namespace preflash

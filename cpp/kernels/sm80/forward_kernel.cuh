@@ -26,12 +26,20 @@ __device__ __forceinline__ void run_item(const KernelSegment& params, const Requ
   ForwardEpilogue<Traits>{params, request, item, smem, thread}.run(softmax, tOrO);
 }
 
+// In the shared memory of a CTA, which holds one item at a time.
+template <class Traits, class Segment>
+__device__ __forceinline__ void run_item_in(unsigned char* smem_bytes, const Segment& segment,
+                                            const RequestInfo& request, const WorkItem& item,
+                                            int thread) {
+  run_item(segment, request, item, *reinterpret_cast<SharedStorage<Traits>*>(smem_bytes), thread);
+}
+
 template <class V>
 __global__ void __launch_bounds__(ForwardTraits<V>::kThreads, V::kTile.ctas_per_sm)
     forward_kernel(const __grid_constant__ typename ForwardTraits<V>::Params params) {
   using Traits = ForwardTraits<V>;
   extern __shared__ __align__(128) unsigned char smem_bytes[];
-  auto& smem = *reinterpret_cast<SharedStorage<Traits>*>(smem_bytes);
+  [[maybe_unused]] auto& smem = *reinterpret_cast<SharedStorage<Traits>*>(smem_bytes);
 
   // Through asm, so that it stays in a register: a re-read of %tid costs 30 clocks a tile.
   int thread;
@@ -52,7 +60,17 @@ __global__ void __launch_bounds__(ForwardTraits<V>::kThreads, V::kTile.ctas_per_
     if (index > begin) __syncthreads();
     const WorkItem& item = params.items[index];
     const RequestInfo request = params.requests[item.request];
-    run_item(params.segment_of(request), request, item, smem, thread);
+    if constexpr (Traits::kSegments == 2) {
+      using SecondTraits = ForwardTraits<SecondSegment<V>>;
+      static_assert(SecondTraits::kThreads == Traits::kThreads);
+      if (request.segment == 0) {
+        run_item_in<Traits>(smem_bytes, params.segments[0], request, item, thread);
+      } else {
+        run_item_in<SecondTraits>(smem_bytes, params.segments[1], request, item, thread);
+      }
+    } else {
+      run_item(params.segments[0], request, item, smem, thread);
+    }
   }
 }
 

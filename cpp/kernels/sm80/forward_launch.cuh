@@ -7,7 +7,15 @@
 namespace preflash::sm80 {
 
 template <class V>
-inline constexpr int kSmemBytes = sizeof(SharedStorage<ForwardTraits<V>>);
+constexpr int smem_bytes() {
+  std::size_t bytes = sizeof(SharedStorage<ForwardTraits<V>>);
+  if constexpr (ForwardTraits<V>::kSegments == 2) {
+    bytes = std::max(bytes, sizeof(SharedStorage<ForwardTraits<SecondSegment<V>>>));
+  }
+  return static_cast<int>(bytes);
+}
+template <class V>
+inline constexpr int kSmemBytes = smem_bytes<V>();
 
 template <class V>
 typename ForwardTraits<V>::Segment make_segment(const ForwardSegment& segment) {
@@ -30,12 +38,17 @@ LaunchError launch_forward(const ForwardParams& params, int num_ctas, const Laun
                                            .requests = params.requests,
                                            .items = params.items,
                                            .cta_begin = params.cta_begin};
+  if constexpr (ForwardTraits<V>::kSegments == 2) {
+    kernel.segments[1] = make_segment<V>(params.segments[1]);
+  }
   return launch_kernel<&forward_kernel<V>>(kernel, shape, target.stream);
 }
 
 template <class V>
 ForwardKernel forward_kernel_entry() {
-  return {V::kId, V::kVariant, V::kTile, kSmemBytes<V>, &launch_forward<V>};
+  ForwardKernel entry{V::kId, V::kVariant, V::kTile, kSmemBytes<V>, &launch_forward<V>};
+  if constexpr (ForwardTraits<V>::kSegments == 2) entry.second_tile = V::kSecondTile;
+  return entry;
 }
 
 }  // namespace preflash::sm80

@@ -78,6 +78,7 @@ struct ForwardMainloop {
       for (int depth = 0; depth < Traits::kKeptQ; ++depth) load_q(q.at[q_buffer(depth)], depth);
     }
 
+    const bool has_rows = !Traits::kIdleWarps || this->has_rows();
     auto step = [&](int tile, int stage) {
       wait_half_tile([&] { transform.keys(tile, stage); });  // V(tile - 1) has been read
       if (tile + kStages - 1 < tiles.end) {
@@ -89,11 +90,12 @@ struct ForwardMainloop {
       if (fetch_next) loader.find_offsets(tile + kStages);
       AccumulatorS tSrS;
       clear(tSrS);
-      multiply_qk(tSrS, q, stage);
+      if (has_rows) multiply_qk(tSrS, q, stage);
       if (fetch_next) loader.store_offsets(tile + kStages);
       wait_half_tile([&] { transform.values(stage); });  // K(tile) has been read
       if (fetch_next) loader.fetch_k(tile + kStages, stage, fill_of(tiles, tile + kStages));
       cp_async_fence();
+      if (!has_rows) return;
       auto rows_of_s = make_tensor(tSrS.data(), as_rows_and_columns(tSrS.layout()));
       ScoreCoordinates<Traits> at({params, request, item, thread}, tile);
       if (changes_scores<Traits>(params)) {
@@ -121,6 +123,11 @@ struct ForwardMainloop {
   }
 
  private:
+  // Whether the request has any of this warp's rows.
+  __device__ __forceinline__ bool has_rows() const {
+    return item.row_begin + thread / 32 * 16 < request.qo_len * params.group_size;
+  }
+
   __device__ __forceinline__ static int column_warp(int thread) {
     return thread / 32 / Traits::kRowWarps;
   }

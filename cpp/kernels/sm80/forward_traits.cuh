@@ -21,6 +21,18 @@ struct TransformSegment : KernelSegment {
   RotaryFrequencies rotary;
 };
 
+// The second segment of V's two: a decode batch, whose few rows take a short tile, and no mask.
+template <class V>
+struct SecondSegment {
+  static constexpr Variant kVariant = [] {
+    Variant variant = V::kVariant;
+    variant.tile_class = TileClass::kDecode;
+    variant.mask = Mask::kBounds;
+    return variant;
+  }();
+  static constexpr TileShape kTile = V::kSecondTile;
+};
+
 template <class V>
 struct ForwardTraits {
   static constexpr Variant kVariant = V::kVariant;
@@ -30,7 +42,8 @@ struct ForwardTraits {
   // are compiled with every option, and branch around what a launch goes without.
   static constexpr bool kTransforms = kVariant.arrival == Arrival::kTransformed;
   using Segment = std::conditional_t<kTransforms, TransformSegment, KernelSegment>;
-  using Params = LaunchParams<Segment>;
+  static constexpr int kSegments = kVariant.segments == Segments::kTwo ? 2 : 1;
+  using Params = LaunchParams<Segment, kSegments>;
 
   // Operands as they lie in shared memory, and in global memory unless they are transformed; P
   // lives in registers.
@@ -74,6 +87,10 @@ struct ForwardTraits {
   static constexpr int kRegisters = std::min(255, 65536 / (kThreads * kTile.ctas_per_sm) / 8 * 8);
   // Above head_dim 256 P comes back whole.
   static constexpr int kLoopRegisters = kTransforms ? 96 : kColumnWarps == 1 ? 79 : 103;
+  // Beside decode-like items run others that want the tensor core: warps without a row leave it to
+  // them.
+  static constexpr bool kIdleWarps = kSegments == 2 && kVariant.tile_class == TileClass::kDecode;
+  static_assert(!kIdleWarps || (kColumnWarps == 1 && kTileM == kMmaRows));
   static constexpr int kSpareRegisters =
       kRegisters - kLoopRegisters - kMmaM * (kHeadVo / 2 + kTileN / 2) / kColumnWarps;
   static constexpr int kKeptQ = std::clamp(kSpareRegisters / (4 * kMmaM), 0, kHeadQk / 16);

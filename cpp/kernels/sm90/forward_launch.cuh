@@ -28,12 +28,6 @@ HopperSegment make_segment(const ForwardSegment& segment, const BoxShape& box) {
 template <class V>
 const char* make_direct(const ForwardParams& params, ParamsOf<ForwardTraits<V>>& hopper) {
   using Traits = ForwardTraits<V>;
-  const ForwardSegment& first = params.segments[0];
-  const ForwardSegment& last = params.segments[Traits::kSegments - 1];
-  if (Traits::kSliced &&
-      (first.head_dim_qk != last.head_dim_qk || first.head_dim_vo != last.head_dim_vo)) {
-    return "above head_dim 256 both segments of a launch must have the same head_dim";
-  }
   BoxShape boxes[Traits::kSegments];
   bool gather = false;
   for (int s = 0; s < Traits::kSegments; ++s) {
@@ -83,12 +77,14 @@ LaunchError launch_forward(const ForwardParams& params, int num_ctas, const Laun
 
 template <class V>
 ForwardKernel forward_kernel_entry() {
-  return {.id = V::kId,
-          .variant = V::kVariant,
-          .tile = V::kTile,
-          .smem_bytes = kSmemBytes<V>,
-          .launch = &launch_forward<V>,
-          .ctas_per_item = ForwardTraits<V>::kColumnParts};
+  ForwardKernel entry{.id = V::kId,
+                      .variant = V::kVariant,
+                      .tile = V::kTile,
+                      .smem_bytes = kSmemBytes<V>,
+                      .launch = &launch_forward<V>,
+                      .ctas_per_item = ForwardTraits<V>::kColumnParts};
+  if constexpr (ForwardTraits<V>::kSegments == 2) entry.second_tile = V::kSecondTile;
+  return entry;
 }
 
 }  // namespace preflash::sm90

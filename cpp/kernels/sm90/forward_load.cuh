@@ -66,7 +66,7 @@ __device__ __forceinline__ void produce_tma(const ParamsOf<Traits>& params,
   }
   ItemReader<Traits> items{smem};
   QLoader<Traits> q{params, smem};
-  SliceTmaLoader<Traits> slices(params, smem, warp);
+  SliceTmaLoader<Traits> slices(params.segments[0], smem, warp);
   while (const ItemState* state = items.wait()) {
     slices.load_item(*state, [&] {
       if (warp == 0) q.load(*state);

@@ -30,12 +30,6 @@ template <class Element>
 inline constexpr int kBlockColumns = kBlockRowBytes / sizeof(Element);
 
 template <class V>
-inline constexpr int kSegmentsOf = 1;
-template <class V>
-  requires requires { V::kSegments; }
-inline constexpr int kSegmentsOf<V> = V::kSegments;
-
-template <class V>
 struct ForwardTraits {
   static constexpr Variant kVariant = V::kVariant;
   static constexpr TileShape kTile = V::kTile;
@@ -45,8 +39,10 @@ struct ForwardTraits {
   static constexpr bool kTransforms = kVariant.arrival == Arrival::kTransformed;
 
   // Of a launch. Where there are two, every item may be of either.
-  static constexpr int kSegments = kSegmentsOf<V>;
+  static constexpr int kSegments = kVariant.segments == Segments::kTwo ? 2 : 1;
   static_assert(kSegments == 1 || !kTransforms, "rotary tables in shared memory are one segment's");
+  static_assert(kSegments == 1 || kVariant.head_dim_vo <= 256,
+                "the readers of slices know one segment");
   static_assert(kSegments == 1 || kVariant.mask == Mask::kBounds,
                 "a segment without mask bits has none to announce tiles by");
 

@@ -22,17 +22,16 @@ struct SliceTmaLoader {
   struct Tile {
     TmaCoordinates box;
     int kv_head;
-    int segment;
   };
 
-  const ParamsOf<Traits>& params;
+  const HopperSegment& params;
   SliceWriter<Traits> write;
   int turns;         // of other loaders until it is this one's
   Tile before = {};  // whose V is still to be loaded
   bool any_before = false;
 
   // loader: of kSliceLoaders
-  __device__ __forceinline__ SliceTmaLoader(const ParamsOf<Traits>& params,
+  __device__ __forceinline__ SliceTmaLoader(const HopperSegment& params,
                                             SharedStorage<Traits>& smem, int loader)
       : params(params), write{smem}, turns(loader) {}
 
@@ -40,15 +39,14 @@ struct SliceTmaLoader {
   template <class AfterFirst>
   __device__ __forceinline__ void load_item(const ItemState& state, AfterFirst&& after_first) {
     ItemKeys item = ItemKeys::of(state);
-    const HopperSegment& segment = params.segment(item.segment);
     const int begin = warp_uniform(state.tiles.begin);
     const int first = warp_uniform(state.tiles.end) - 1;
-    TmaCoordinates box = box_coordinates<Traits>(segment, item, first);
+    TmaCoordinates box = box_coordinates<Traits>(params, item, first);
     for (int tile = first; tile >= begin; --tile) {
       TmaCoordinates next{};
-      if (tile > begin) next = box_coordinates<Traits>(segment, item, tile - 1);
-      Tile now{box, item.kv_head, item.segment};
-      fetch(&segment.maps.k, now, 0, slices_of_k<Traits>(segment));
+      if (tile > begin) next = box_coordinates<Traits>(params, item, tile - 1);
+      Tile now{box, item.kv_head};
+      fetch(&params.maps.k, now, 0, slices_of_k<Traits>(params));
       if (tile == first) after_first();
       drain();
       before = now;
@@ -59,8 +57,7 @@ struct SliceTmaLoader {
   // V of the last tile.
   __device__ __forceinline__ void drain() {
     if (!any_before) return;
-    const HopperSegment& segment = params.segment(before.segment);
-    fetch(&segment.maps.v, before, first_column<Traits>(segment.head_dim_vo), Traits::kSlicesV);
+    fetch(&params.maps.v, before, first_column<Traits>(params.head_dim_vo), Traits::kSlicesV);
   }
 
  private:
@@ -82,7 +79,7 @@ struct SliceTmaLoader {
                                         int column) const {
     Element* target = write.slice();
     TransactionBarrier& full = write.full();
-    const int box_rows = params.segment(tile.segment).box.kv_rows;
+    const int box_rows = params.box.kv_rows;
     if (elect_one_sync()) full.arrive_and_expect_tx(kSliceBytes);
     __syncwarp();
     for (int box = 0; box * box_rows < Traits::kTileN; ++box) {
@@ -157,7 +154,7 @@ struct SliceGatherLoader : GatherLoader<Traits> {
  private:
   __device__ __forceinline__ void fetch_v_before() {
     if (!any_before) return;
-    const HopperSegment& segment = this->params.segment(before.item.segment);
+    const HopperSegment& segment = this->segment();
     fetch(before, segment.v, segment.head_dim_vo, first_column<Traits>(segment.head_dim_vo),
           Traits::kSlicesV);
   }

@@ -87,6 +87,7 @@ struct TmaLoader {
   SharedStorage<Traits>& smem;
   ItemKeys item;
   ProducerPipelineState<Traits::kStages> write;
+  TMA::CacheHintSm90 hint = TMA::CacheHintSm90::EVICT_LAST;  // other query tiles read them, too
 
   __device__ __forceinline__ TmaLoader(const ParamsOf<Traits>& params, SharedStorage<Traits>& smem)
       : params(params), smem(smem) {}
@@ -95,6 +96,7 @@ struct TmaLoader {
   template <class AfterFirst>
   __device__ __forceinline__ void load_item(const ItemState& state, AfterFirst&& after_first) {
     item = ItemKeys::of(state);
+    if constexpr (Traits::kSegments > 1) hint = cache_hint(state);
     const int begin = warp_uniform(state.tiles.begin);
     const int first = warp_uniform(state.tiles.end) - 1;
     TmaCoordinates coordinates = find_coordinates(first);
@@ -127,6 +129,12 @@ struct TmaLoader {
  private:
   __device__ __forceinline__ const HopperSegment& segment() const {
     return params.segment(item.segment);
+  }
+  // NOTE: the keys of a decode batch, which one query tile reads once, would drive those of the
+  // prefill beside it, which many read, out of the L2.
+  __device__ __forceinline__ TMA::CacheHintSm90 cache_hint(const ItemState& state) const {
+    bool once = state.request.qo_len * segment().group_size <= segment().rows_per_tile;
+    return once ? TMA::CacheHintSm90::EVICT_FIRST : TMA::CacheHintSm90::EVICT_LAST;
   }
   __device__ __forceinline__ Barrier& empty(int stage) const {
     return kOperand == Operand::kK ? smem.barriers.k_empty[stage] : smem.barriers.v_empty[stage];
@@ -181,7 +189,7 @@ struct TmaLoader {
     CUTE_UNROLL
     for (int block = 0; block < kBlocks; ++block) {
       SM90_TMA_LOAD_5D::copy(map, reinterpret_cast<std::uint64_t*>(&full),
-                             static_cast<std::uint64_t>(TMA::CacheHintSm90::EVICT_LAST),
+                             static_cast<std::uint64_t>(hint),
                              target + block * (Traits::kTileN * kColumns), block * kColumns,
                              coordinates.r, coordinates.x, item.kv_head, coordinates.page);
     }
