@@ -87,7 +87,7 @@ function(preflash_add_check source)
   cmake_path(GET source STEM name)
   add_executable(${name} ${source})
   set_target_properties(${name} PROPERTIES JOB_POOL_COMPILE preflash_cuda)
-  target_compile_options(${name} PRIVATE --expt-relaxed-constexpr)
+  target_compile_options(${name} PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr>)
   target_link_libraries(${name} PRIVATE preflash_headers preflash_kernels_common
                                         CUDA::cudart_static)
   add_test(NAME ${name} COMMAND ${name})
