@@ -72,13 +72,19 @@ struct ForwardMainloop {
     TileMask mask = first_mask(item);
     look_ahead(item);
     while (item.any()) {
+      if (item.rests) {
+        item = sit_out(item);
+        mask = first_mask(item);
+        continue;
+      }
       Transition transition = prologue(item, mask);
       for (;;) {
         run_steps(item, transition);
         q_read.advance();
         // NOTE: warpgroups that wait in the order barrier for this one may still hold Q, so it goes
         // through the tiles that it skips before it waits for the next Q.
-        if (item.skipped_last > 0 || !transition.next.any()) break;
+        const Item& next = transition.next;
+        if (item.skipped_last > 0 || !next.any() || next.rests) break;
         Transition next_transition = run_transition(item, transition);
         item = transition.next;
         transition = next_transition;
@@ -106,7 +112,7 @@ struct ForwardMainloop {
       Traits::kVariant.logits == Logits::kPlain ? Traits::kTileN / 32 : 2;
 
   // A work item as one warpgroup sees it.
-  struct Item : SegmentIndex<Traits::kSegments> {
+  struct Item : ItemOf<Traits::kSegments> {
     int slot = 0;           // of smem.items
     TileRange own;          // the tiles that this warpgroup's rows touch
     int skipped_first = 0;  // tiles before them, in the order of the loop: last tile first
@@ -139,7 +145,14 @@ struct ForwardMainloop {
     Item item;
     item.slot = slot;
     if (begin == end) return item;
-    if constexpr (Traits::kSegments > 1) item.index = warp_uniform(state.request.segment);
+    if constexpr (Traits::kSegments > 1) {
+      item.segment = warp_uniform(state.request.segment);
+      item.rests = warp_uniform(state.num_rows) <= warpgroup * kWarpgroupRows;
+      if (item.rests) {
+        item.own = {begin, begin, end, end};
+        return item;
+      }
+    }
     item.own = {warp_uniform(own.begin), warp_uniform(own.full_begin), warp_uniform(own.full_end),
                 warp_uniform(own.end)};
     if constexpr (Traits::kSkipsTiles) {
@@ -150,7 +163,7 @@ struct ForwardMainloop {
   }
 
   __device__ __forceinline__ const auto& segment(const Item& item) const {
-    return params.segment(item.index);
+    return params.segment(item.segment);
   }
 
   __device__ __forceinline__ void wait_for_q(const Item& item) {
@@ -471,6 +484,24 @@ struct ForwardMainloop {
     epilogue(item).store(ready, products.tOrO, smem.o[warp()]);
     order_memory_accesses();
     smem.barriers.item_empty[item.slot].arrive();
+  }
+
+  // An item that has no rows for this warpgroup: it gives the buffers back, as early as it can.
+  // Returns the next item.
+  __device__ __forceinline__ Item sit_out(const Item& item) {
+    // NOTE: not before Q is there: its buffer may still be counted for the item before.
+    smem.barriers.q_full[q_read.index()].wait(q_read.phase());
+    __syncwarp();
+    release(smem.barriers.q_empty[q_read.index()]);
+    q_read.advance();
+#pragma unroll 1
+    for (int tile = item.own.begin; tile < item.own.end; ++tile) {
+      skip_k();
+      skip_v();
+    }
+    order_memory_accesses();
+    smem.barriers.item_empty[item.slot].arrive();
+    return read_item(item.next_slot());
   }
 
   // A skipped tile belongs to other warpgroups: this one only passes the order barrier and releases

@@ -26,14 +26,18 @@ using SegmentOf = cute::conditional_t<Traits::kTransforms, TransformSegment, Hop
 template <class Traits>
 using ParamsOf = LaunchParams<SegmentOf<Traits>, Traits::kSegments>;
 
-// Which segment something belongs to: known when the kernel is compiled, where there is one.
+// What a consumer warpgroup knows of a work item in a launch of so many segments. With one these
+// are constants.
 template <int kSegments>
-struct SegmentIndex {
-  int index = 0;
+struct ItemOf {
+  int segment = 0;
+  bool rests = false;  // none of the item's rows are this warpgroup's
 };
 template <>
-struct SegmentIndex<1> {
-  static constexpr int index = 0;
+struct ItemOf<1> {
+  static constexpr int segment = 0;
+  // NOTE: in a decode batch alone memory is the limit, with both warpgroups at work.
+  static constexpr bool rests = false;
 };
 
 __device__ __forceinline__ int query_head(const HopperSegment& params, const WorkItem& item,
