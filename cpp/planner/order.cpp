@@ -1,6 +1,7 @@
 #include "planner/order.h"
 
 #include <algorithm>
+#include <limits>
 #include <numeric>
 #include <utility>
 
@@ -157,6 +158,61 @@ void append_longest_first(const Section& section, const WorkList& work,
   }
 }
 
+// One segment's part of the order, as far as it has been merged.
+struct SegmentOrder {
+  std::vector<OrderedUnit> units;
+  std::size_t next = 0;
+  std::int64_t done = 0;  // cost of the units before `next`
+  std::int64_t total = 0;
+
+  bool any() const { return next < units.size(); }
+};
+
+std::int64_t cost_of(const OrderedUnit& ordered, const WorkUnit& unit) {
+  return std::int64_t{ordered.head_end - ordered.head_begin} * unit.cost;
+}
+
+// Both segments of a launch, side by side from the first item to the last: memory is busy with a
+// decode batch while the tensor cores are with a prefill. Each goes on where it is further behind
+// in its own work, but no item begins so late that it would end after all others.
+class SideBySide {
+ public:
+  SideBySide(const WorkList& work, std::span<const OrderedUnit> order, std::int64_t cta_slots)
+      : work_(work), mean_(static_cast<double>(work.cost) / static_cast<double>(cta_slots)) {
+    for (const OrderedUnit& ordered : order) {
+      SegmentOrder& segment = segments_[ordered.unit < work.segments[1].first_unit ? 0 : 1];
+      segment.units.push_back(ordered);
+      segment.total += cost_of(ordered, work.units[ordered.unit]);
+    }
+  }
+
+  std::vector<OrderedUnit> merged() {
+    std::vector<OrderedUnit> order;
+    order.reserve(segments_[0].units.size() + segments_[1].units.size());
+    while (segments_[0].any() || segments_[1].any()) {
+      const bool first = start_of(segments_[0]) <= start_of(segments_[1]);
+      SegmentOrder& segment = segments_[first ? 0 : 1];
+      const OrderedUnit& ordered = segment.units[segment.next++];
+      segment.done += cost_of(ordered, work_.units[ordered.unit]);
+      order.push_back(ordered);
+    }
+    return order;
+  }
+
+ private:
+  // When a segment's next unit should begin, as a share of the launch's time.
+  double start_of(const SegmentOrder& segment) const {
+    if (!segment.any()) return std::numeric_limits<double>::infinity();
+    const WorkUnit& unit = work_.units[segment.units[segment.next].unit];
+    const double in_turn = static_cast<double>(segment.done) / static_cast<double>(segment.total);
+    return std::min(in_turn, 1.0 - unit.cost / mean_);
+  }
+
+  const WorkList& work_;
+  double mean_;  // cost of one slot
+  SegmentOrder segments_[kMaxSegments];
+};
+
 // Hands out the CTA with the least load. Loads only grow and an item adds at most `longest`, so a
 // ring of buckets as long as the longest item holds every CTA: constant time each.
 class LeastLoaded {
@@ -207,7 +263,8 @@ std::vector<OrderedUnit> order_units(const WorkList& work, const OrderProblem& p
   for (const Section& section : sections(work, problem)) {
     append_longest_first(section, work, starts, order);
   }
-  return order;
+  if (work.segments.size() < 2) return order;
+  return SideBySide(work, order, problem.cta_slots).merged();
 }
 
 Assignment assign(const WorkList& work, std::span<const OrderedUnit> order, std::int32_t num_ctas) {

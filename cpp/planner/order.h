@@ -27,6 +27,7 @@ struct OrderProblem {
 // section is closed only once its work could keep every slot busy for as long as its longest item,
 // or a quarter of that where items are short; and whatever begins there is work behind it to fill
 // the machine while it runs: so grouping costs little balance.
+// The units of two segments alternate, each segment's in this order, so that both run out together.
 std::vector<OrderedUnit> order_units(const WorkList& work, const OrderProblem& problem);
 
 // Calls emit(unit, head) for every item in running order. Neighbouring units of one request and one

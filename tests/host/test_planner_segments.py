@@ -81,14 +81,31 @@ def test_empty_segments():
 
 
 @pytest.mark.parametrize("order", [0, 1])
-def test_longest_first_whatever_the_segment(order):
-    pair = [prefill(disable_split_kv=True), decode(disable_split_kv=True)]
-    made = plan(segments=pair[:: 1 - 2 * order], schedule="one_per_item")
+def test_segments_run_side_by_side(order):
+    """Each longest first, both all the time: at any item each has done its share of its work."""
+    pair = [prefill(qo_lens=[7000], kv_lens=[7000]), decode(batch=200)]
+    pair = [one | {"disable_split_kv": True} for one in pair]
+    made = plan(segments=pair[:: 1 - 2 * order], schedule="one_per_item", num_sms=4)
     costs = made.costs()
-    assert (np.diff(costs) <= 0).all()
     segments = made.requests["segment"][made.items["request"]]
-    assert (np.diff(segments) != 0).sum() > 0
-    assert set(segments[: len(segments) // 4]) == {1 - order}, "4000 keys outlast 900"
+    shares = []
+    for s in range(2):
+        of_segment = np.where(segments == s, costs, 0)
+        assert (np.diff(costs[segments == s]) <= 0).all()
+        shares.append(np.cumsum(of_segment) / of_segment.sum())
+    assert np.abs(shares[0] - shares[1]).max() < 0.03
+
+
+def test_nothing_begins_too_late():
+    """An item of 30000 keys takes four fifths of the launch's time: all four begin with it."""
+    many = prefill(qo_lens=[4000] * 4, kv_lens=[4000] * 4)
+    made = plan(
+        segments=[many, decode(batch=2, kv_len=30_000, disable_split_kv=True)],
+        schedule="persistent",
+        num_sms=16,
+    )
+    loads = np.add.reduceat(made.costs(), made.cta_begin[:-1])
+    assert loads.max() <= 1.1 * loads.mean()
 
 
 def test_one_balance():
