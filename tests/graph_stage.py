@@ -44,6 +44,7 @@ def recorder(monkeypatch) -> _Recorder:
     made = _Recorder()
     kind = _backends._CpuBackend
     monkeypatch.setattr(kind, "runner", made.wrap(kind.runner))
+    monkeypatch.setattr(kind, "runner_of_segments", made.wrap(kind.runner_of_segments))
     return made
 
 

@@ -54,6 +54,12 @@ void bind_batch(py::module_& m) {
       .def("qo_len", &Batch::qo_len)
       .def("kv_len", &Batch::kv_len)
       .def("use_mask", &Batch::use_mask)
+      .def("with_mask",
+           [](const Batch& batch) {
+             auto masked = std::make_shared<Batch>(batch);
+             masked->use_mask();
+             return masked;
+           })
       .def_property_readonly("mask_elements", &Batch::mask_elements)
       .def_property_readonly("mask_bytes", &Batch::mask_bytes)
       .def("write_mask_segments",

@@ -157,8 +157,9 @@ PerSegment<T> per_segment(const py::sequence& given, Convert&& convert) {
 }
 
 PlanRequest plan_request(const py::handle& given) {
-  auto [options, batch] = given.cast<std::pair<AttentionOptions, std::shared_ptr<Batch>>>();
-  return {.options = options, .batch = std::move(batch)};
+  auto [options, batch, graph_max_rows] =
+      given.cast<std::tuple<AttentionOptions, std::shared_ptr<Batch>, std::int32_t>>();
+  return {.options = options, .batch = std::move(batch), .graph_max_rows = graph_max_rows};
 }
 
 RunTensors run_tensors(const TokenHeadRows& q, const PageTokenHead& k, const PageTokenHead& v,
@@ -293,7 +294,7 @@ void bind_plan(py::module_& m) {
             return make_plan(family, device, per_segment<PlanRequest>(segments, &plan_request),
                              float_workspace_bytes);
           },
-          "One launch for (options, batch) of each segment.", py::arg("family"), py::arg("device"),
+          "One launch for (options, batch, graph_max_rows) of each segment.", py::arg("family"), py::arg("device"),
           py::arg("segments"), py::arg("float_workspace_bytes"))
       .def_property_readonly("num_segments",
                              [](const Plan& plan) { return plan.segments().size(); })

@@ -76,6 +76,17 @@ py::object error_of(const Variant& wanted) {
   return found.kernel != nullptr ? py::object(py::none()) : py::object(py::str(found.error));
 }
 
+py::object joint_error_of(Family family, const AttentionOptions& first,
+                          const AttentionOptions& second) {
+  const Variant wanted[] = {variant_of(first, family), variant_of(second, family)};
+  if (traits_of(family).segments == OptionChoice::kRunTime) {
+    py::object error = error_of(wanted[0]);
+    return error.is_none() ? error_of(wanted[1]) : error;
+  }
+  FoundKernel found = Registry::instance().find_joint(wanted[0], wanted[1]);
+  return found.kernel != nullptr ? py::object(py::none()) : py::object(py::str(found.error));
+}
+
 void bind_families(py::module_& m) {
   py::class_<FamilyTraits>(m, "FamilyTraits")
       .def_readonly("backend", &FamilyTraits::backend)
@@ -115,6 +126,8 @@ void bind_introspection(py::module_& m) {
         return error_of(variant_of(options, family));
       },
       py::arg("family"), py::arg("options"));
+  m.def("find_joint_error", &joint_error_of, py::arg("family"), py::arg("first"),
+        py::arg("second"), "The same of one launch that runs two segments side by side.");
   m.def(
       "in_matrix",
       [](Family family, const AttentionOptions& options) {

@@ -13,7 +13,16 @@ from . import _core
 
 _core.set_library_dir(str(Path(__file__).parent / "lib"))
 
-from . import _torch_ops, attention, cascade, decode, page, prefill, quantization  # noqa: E402, F401
+from . import (  # noqa: E402
+    _torch_ops,  # noqa: F401
+    attention,
+    cascade,
+    decode,
+    page,
+    pod,
+    prefill,
+    quantization,
+)
 from ._patch import patch_flashinfer  # noqa: E402
 from .attention import BatchAttentionWithAttentionSinkWrapper  # noqa: E402
 from .cascade import (  # noqa: E402
@@ -33,6 +42,7 @@ from .page import (  # noqa: E402
     get_batch_indices_positions,
     get_seq_lens,
 )
+from .pod import BatchPODWithPagedKVCacheWrapper, PODWithPagedKVCacheWrapper  # noqa: E402
 from .prefill import (  # noqa: E402
     BatchPrefillWithPagedKVCacheWrapper,
     BatchPrefillWithRaggedKVCacheWrapper,
@@ -46,10 +56,12 @@ __version__: str = _core.__version__
 __all__ = [
     "BatchAttentionWithAttentionSinkWrapper",
     "BatchDecodeWithPagedKVCacheWrapper",
+    "BatchPODWithPagedKVCacheWrapper",
     "BatchPrefillWithPagedKVCacheWrapper",
     "BatchPrefillWithRaggedKVCacheWrapper",
     "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
     "MultiLevelCascadeAttentionWrapper",
+    "PODWithPagedKVCacheWrapper",
     "__version__",
     "append_paged_kv_cache",
     "attention",
@@ -64,6 +76,7 @@ __all__ = [
     "packbits",
     "page",
     "patch_flashinfer",
+    "pod",
     "prefill",
     "quantization",
     "segment_packbits",

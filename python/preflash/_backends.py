@@ -32,6 +32,14 @@ class Backend(Protocol):
     def supports(self, device: torch.device, options: _core.AttentionOptions) -> str | None:
         """None, or the sentence that says why it cannot serve the options on this device."""
 
+    def separates(
+        self,
+        device: torch.device,
+        first: _core.AttentionOptions,
+        second: _core.AttentionOptions,
+    ) -> str | None:
+        """None, or the sentence that says why it cannot run both in one launch."""
+
     def plan(
         self,
         device: torch.device,
@@ -48,13 +56,16 @@ class Backend(Protocol):
     def plan_segments(
         self,
         device: torch.device,
-        segments: list[tuple[_core.AttentionOptions, _core.Batch]],
+        segments: list[tuple[_core.AttentionOptions, _core.Batch, int]],
         float_bytes: int,
     ) -> _core.Plan:
         """The same for one launch of several segments."""
 
     def runner(self, launch: _core.Launch) -> Callable[..., bool]:
         """The function that starts a prepared launch."""
+
+    def runner_of_segments(self, launch: _core.Launch) -> Callable[..., bool]:
+        """The same of a launch of several segments."""
 
 
 class _KernelBackend:
@@ -75,6 +86,14 @@ class _KernelBackend:
     def supports(self, device: torch.device, options: _core.AttentionOptions) -> str | None:
         return self.refusal(device) or self.missing_kernel(options)
 
+    def separates(
+        self,
+        device: torch.device,
+        first: _core.AttentionOptions,
+        second: _core.AttentionOptions,
+    ) -> str | None:
+        return self.refusal(device) or _core.find_joint_error(self._family, first, second)
+
     def plan(
         self,
         device: torch.device,
@@ -90,7 +109,7 @@ class _KernelBackend:
     def plan_segments(
         self,
         device: torch.device,
-        segments: list[tuple[_core.AttentionOptions, _core.Batch]],
+        segments: list[tuple[_core.AttentionOptions, _core.Batch, int]],
         float_bytes: int,
     ) -> _core.Plan:
         refusal = self.refusal(device)
@@ -100,6 +119,9 @@ class _KernelBackend:
 
     def runner(self, launch: _core.Launch) -> Callable[..., bool]:
         return launch.run
+
+    def runner_of_segments(self, launch: _core.Launch) -> Callable[..., bool]:
+        return launch.run_segments
 
     def __repr__(self) -> str:
         return f"<preflash backend {self.name!r}>"

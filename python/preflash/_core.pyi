@@ -95,6 +95,11 @@ def find_id(wanted: Variant) -> str | None: ...
 def find_error(wanted: Variant) -> str | None: ...
 @overload
 def find_error(family: Family, options: AttentionOptions) -> str | None: ...
+def find_joint_error(
+    family: Family, first: AttentionOptions, second: AttentionOptions
+) -> str | None:
+    """Why no kernel of the family runs both in one launch, or None."""
+
 def device_facts(device: int) -> dict[str, Any]:
     """device, name, compute_capability, num_sms, smem_per_block, smem_per_sm, l2_bytes."""
 
@@ -148,6 +153,9 @@ class Batch:
     def max_page(self) -> int: ...
     def qo_len(self, request: int) -> int: ...
     def kv_len(self, request: int) -> int: ...
+    def with_mask(self) -> Batch:
+        """A copy that has a custom mask."""
+
     def use_mask(self) -> None: ...
     def write_mask_segments(self, begin: int) -> None: ...
     def set_page_indices(self, indices: int, count: int) -> None: ...
@@ -250,10 +258,10 @@ class Plan:
     def of_segments(
         family: Family,
         device: int,
-        segments: Sequence[tuple[AttentionOptions, Batch]],
+        segments: Sequence[tuple[AttentionOptions, Batch, int]],
         float_workspace_bytes: int,
     ) -> Plan:
-        """One launch of one or two segments."""
+        """One launch of one or two segments: options, batch, graph_max_rows of each."""
 
     @property
     def num_segments(self) -> int: ...

@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from types import ModuleType, TracebackType
 from typing import Any, NamedTuple
 
-from . import attention, cascade, decode, page, prefill, quantization
+from . import attention, cascade, decode, page, pod, prefill, quantization
 
 __all__ = ["FlashInferPatch", "Replacement", "patch_flashinfer"]
 
-_MODULES = (attention, cascade, decode, page, prefill, quantization)
+_MODULES = (attention, cascade, decode, page, pod, prefill, quantization)
 
 
 class Replacement(NamedTuple):
@@ -90,7 +90,7 @@ def patch_flashinfer() -> FlashInferPatch:
     They are replaced in every module that is imported by now and holds flashinfer's object: in
     flashinfer's own, in engines that did `from flashinfer.decode import ...`, in the caller's. A
     module that is imported later gets them from flashinfer. What preflash does not serve stays
-    flashinfer's: POD, MLA, trtllm and cudnn functions, and `BatchAttention`; where such a function
+    flashinfer's: MLA, trtllm and cudnn functions, and `BatchAttention`; where such a function
     of flashinfer calls a replaced one, it calls preflash's.
 
     Call it before an engine constructs its wrappers. Instances that exist, subclasses of

@@ -209,9 +209,18 @@ class PlannedVariant:
         own = Memory() if self._memory is None else self._memory
         return own._replace(per_head=per_head)
 
+    def memory_with_mask(self, mask: torch.Tensor) -> Memory:
+        """The plan's own, and the mask of one run."""
+        own = Memory() if self._memory is None else self._memory
+        return own._replace(mask=mask)
+
     def check_tensors(self, tensors: Qkv, outputs: Outputs) -> None:
         """The checks of run() alone."""
-        self._bind(None, tensors.q, (tensors.k, tensors.v), outputs)
+        self.check_run(tensors.q, (tensors.k, tensors.v), outputs)
+
+    def check_run(self, q: torch.Tensor, kv: KvCache, outputs: Outputs) -> None:
+        """The same where K and V may be halves of one cache."""
+        self._bind(None, q, kv, outputs)
 
     def _announce_stream(self, stream: int) -> None:
         """The first run on another stream than the last one's."""

@@ -5,7 +5,8 @@ The way is that of _pipeline, for a list of requests.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,9 +18,11 @@ from ._buffers import Buffer
 from ._device_stream import DeviceStream
 from ._outputs import DEFAULT_OUTPUTS, Outputs
 from ._pipeline import Request, expected_of
-from ._planned import Memory
+from ._planned import Captured, Memory, Place
 from ._scales import Scales
 from ._workspace import Workspace
+
+_LAUNCHES_KEPT = 64
 
 
 class SegmentRun(NamedTuple):
@@ -30,37 +33,76 @@ class SegmentRun(NamedTuple):
     scales: Scales
     outputs: Outputs = DEFAULT_OUTPUTS
     per_head: PerHead = PerHead()
+    mask: torch.Tensor | None = None  # packed, of this run alone; None: the request's
 
 
-class _Filled(NamedTuple):
-    """A segment's results, and what _core takes for it."""
+class _Checked(NamedTuple):
+    """What is known of a segment's tensors once they have been checked."""
 
-    result: Result
-    strides: tuple[tuple[int, ...], ...]
-    arguments: tuple
+    v_offset: int
+    out_shape: tuple[int, int, int]
+    out_dtype: torch.dtype
+    lse_shape: tuple[int, int]
+
+
+class _Bound(NamedTuple):
+    start: Callable[..., bool]
+    segments: tuple[_Checked, ...]
 
 
 class PlannedSegments:
     """Placed and uploaded; run any number of times, for any layer."""
 
+    launches = 1
+
     def __init__(
         self,
         plan: _core.Plan,
-        device_plan: _core.DevicePlan,
+        place: Place,
+        backend: _backends.Backend,
         requests: Sequence[Request],
-        device_stream: DeviceStream,
-        kept: list[Buffer],
-        partials: torch.Tensor | None,
+        workspace: Workspace,
+        names: Sequence[str] = (),
     ) -> None:
-        """kept: the work list and all else that launches use."""
+        """names: of the segments, in messages."""
         self.plan = plan
-        self._device_plan = device_plan
-        self._masks = [request.mask for request in requests]
-        self._expected = [expected_of(request, device_stream.device) for request in requests]
-        self._device_stream = device_stream
-        self._kept = kept
-        self._partials = partials
-        self._stream = device_stream.stream()
+        self.place = place
+        self.captured: tuple[Captured, ...] | None = None  # of each segment, by CUDA graphs
+        self._backend = backend
+        self._workspace = workspace
+        self._names = names
+        self._device_stream = workspace.device_stream
+        self._stream = workspace.device_stream.stream()
+        self._bound: dict[tuple, _Bound] = {}
+        self._describe(plan, requests)
+
+    @property
+    def id(self) -> str:
+        return self.plan.id
+
+    @property
+    def shared(self) -> bool:
+        """Whether a CUDA graph may still run it."""
+        return self.place.shared
+
+    @property
+    def backend(self) -> _backends.Backend:
+        return self._backend
+
+    def draft(self, requests: Sequence[Request]) -> _core.Plan:
+        """A plan for other lengths, for write(). Changes nothing."""
+        return _counted(self._workspace, self._backend, requests)
+
+    def write(self, plan: _core.Plan, requests: Sequence[Request]) -> None:
+        """Another plan in the place of this one, where CUDA graphs look for it."""
+        _upload(self._device_stream, self.place, plan, requests)
+        self._describe(plan, requests)
+        self._stream = self._device_stream.stream()
+
+    def order_behind_runs(self) -> None:
+        """What the current stream does from now on comes after the runs of other streams."""
+        for buffer in self._kept:
+            buffer.order_behind_users(self._device_stream)
 
     @check.eager
     def attend_to(self, runs: Sequence[SegmentRun]) -> tuple[Result, ...]:
@@ -69,35 +111,122 @@ class PlannedSegments:
             raise ValueError(
                 f"the plan has {len(self._expected)} segments; got tensors for {len(runs)}"
             )
-        filled = [
-            _fill(run, expected, mask)
-            for run, expected, mask in zip(runs, self._expected, self._masks, strict=True)
-        ]
-        launch = _core.Launch.of_segments(self._device_plan, [one.strides for one in filled])
+        try:
+            key = tuple([_key(run) for run in runs])
+            bound = self._bound.get(key)
+        except (AttributeError, TypeError, ValueError, RuntimeError):
+            bound, key = None, None  # no ordinary tensors: the checks say which argument it is
+        if bound is None:
+            bound = self._bind(key, runs)
+        for run in runs:
+            k, v = run.kv if isinstance(run.kv, (tuple, list)) else (run.kv, run.kv)
+            check.forward_only(run.q, k, v)
+        results, arguments = [], []
+        for run, checked, mask, expected in zip(
+            runs, bound.segments, self._masks, self._expected, strict=True
+        ):
+            result, row = _filled(run, checked, mask, expected)
+            results.append(result)
+            arguments.append(row)
         stream = self._device_stream.stream()
         if stream != self._stream:
-            self._device_plan.arrive_before(stream)
+            self.place.device_plan.arrive_before(stream)
             for buffer in self._kept:
                 buffer.used_on_current_stream(self._device_stream)
             self._stream = stream
-        launch.run_segments(
-            [one.arguments for one in filled],
+        captured = bound.start(
+            arguments,
             0 if self._partials is None else self._partials.data_ptr(),
             stream,
             self._device_stream.num_threads(),
         )
-        return tuple(one.result for one in filled)
+        if captured:
+            self._note_capture(runs)
+        return tuple(results)
+
+    def _describe(self, plan: _core.Plan, requests: Sequence[Request]) -> None:
+        device = self._device_stream.device
+        self.plan = plan
+        self._masks = [request.mask for request in requests]
+        self._expected = [expected_of(request, device) for request in requests]
+        self._kept = _kept(self._workspace, self.place, requests)
+        for buffer in self._kept:
+            buffer.used_on_current_stream(self._device_stream)
+        floats = self._workspace.float_buffer
+        self._partials = floats.tensor if plan.float_bytes > 0 and floats is not None else None
+
+    def _bind(self, key: tuple | None, runs: Sequence[SegmentRun]) -> _Bound:
+        strides, segments = [], []
+        for s, (run, expected) in enumerate(zip(runs, self._expected, strict=True)):
+            with of_side(self._names[s] if self._names else ""):
+                k, v = run.kv if isinstance(run.kv, (tuple, list)) else (run.kv, run.kv)
+                check.forward_only(run.q, k, v)
+                numbers = _tensors.bind(run.q, run.kv, run.outputs, expected)
+            options, tokens = expected.options, run.q.shape[0]
+            strides.append(numbers.strides)
+            segments.append(
+                _Checked(
+                    v_offset=numbers.v_offset,
+                    out_shape=(tokens, options.num_qo_heads, options.head_dim_vo),
+                    out_dtype=check.TORCH_DTYPES[options.o_dtype],
+                    lse_shape=_tensors.lse_shape(run.outputs.lse_layout, tokens, expected),
+                )
+            )
+        launch = _core.Launch.of_segments(self.place.device_plan, strides)
+        bound = _Bound(self._backend.runner_of_segments(launch), tuple(segments))
+        if key is not None:
+            if len(self._bound) >= _LAUNCHES_KEPT:
+                self._bound.clear()
+            self._bound[key] = bound
+        return bound
+
+    def _note_capture(self, runs: Sequence[SegmentRun]) -> None:
+        now = []
+        for run, expected in zip(runs, self._expected, strict=True):
+            k, v = run.kv if isinstance(run.kv, (tuple, list)) else (run.kv, run.kv)
+            tokens = 0 if expected.page_size > 0 or expected.kv_layout == "NHD" else 1
+            extent = min(k.shape[tokens], v.shape[tokens])
+            now.append(Captured(run.q.shape[0], extent, expected.page_size))
+        if self.captured is not None:
+            before = self.captured
+            now = [Captured(*map(max, *pair)) for pair in zip(before, now, strict=True)]
+        self.captured = tuple(now)
+        self.place.shared = True
 
 
 def plan_segments(
-    workspace: Workspace, backend_name: str, requests: Sequence[Request]
+    workspace: Workspace,
+    backend: str | _backends.Backend,
+    requests: Sequence[Request],
+    names: Sequence[str] = (),
 ) -> PlannedSegments:
     """Plans, places and uploads. Raises everything that a public plan() raises once its arguments
     are checked."""
-    device_stream = workspace.device_stream
-    device = device_stream.device
-    backend = _backends.choose(backend_name, device, *(request.options for request in requests))
-    segments = [(request.options, request.lengths.batch) for request in requests]
+    if isinstance(backend, str):
+        device = workspace.device_stream.device
+        backend = _backends.choose(backend, device, *(request.options for request in requests))
+    plan = _counted(workspace, backend, requests)
+    place = Place(workspace.int_buffer(plan.int_bytes), workspace.uploader())
+    _upload(workspace.device_stream, place, plan, requests)
+    return PlannedSegments(plan, place, backend, requests, workspace, names)
+
+
+@contextlib.contextmanager
+def of_side(name: str) -> Iterator[None]:
+    """Says of which segment an error is about."""
+    try:
+        yield
+    except (NotImplementedError, TypeError, ValueError) as error:
+        if not name:
+            raise
+        raise type(error)(f"{name}: {error}") from error
+
+
+def _counted(
+    workspace: Workspace, backend: _backends.Backend, requests: Sequence[Request]
+) -> _core.Plan:
+    device = workspace.device_stream.device
+    segments = [(one.options, one.lengths.batch, one.graph_rows) for one in requests]
     plan = backend.plan_segments(device, segments, workspace.float_bytes)
     room = workspace.int_room
     if room is not None and plan.int_bytes > room:
@@ -105,51 +234,70 @@ def plan_segments(
             f"int_workspace_buffer has {room} bytes; this plan needs {plan.int_bytes} "
             "(workspace_size tells the sizes beforehand)"
         )
-    work_list = workspace.int_buffer(plan.int_bytes)
-    kept = [work_list]
+    return plan
+
+
+def _upload(
+    device_stream: DeviceStream, place: Place, plan: _core.Plan, requests: Sequence[Request]
+) -> None:
+    pages = [request.page_indices for request in requests]
+    addresses = [0 if indices is None else indices.data_ptr() for indices in pages]
+    place.buffer.used_on_current_stream(device_stream)
+    _core.write_plans([(place.device_plan, plan)], addresses, device_stream.stream(), None, None)
+
+
+def _kept(workspace: Workspace, place: Place, requests: Sequence[Request]) -> list[Buffer]:
+    """The work list and all else that launches use."""
+    kept = [place.buffer]
     if workspace.float_buffer is not None:
         kept.append(workspace.float_buffer)
     for request in requests:
         kept += [Buffer(t) for t in (request.page_indices, request.mask) if t is not None]
-    for buffer in kept:
-        buffer.used_on_current_stream(device_stream)
-    device_plan = _core.DevicePlan(
-        workspace.uploader(), work_list.tensor.data_ptr(), work_list.num_bytes
-    )
-    pages = [request.page_indices for request in requests]
-    addresses = [0 if indices is None else indices.data_ptr() for indices in pages]
-    _core.write_plans([(device_plan, plan)], addresses, device_stream.stream(), None, None)
-    partials = None
-    if plan.float_bytes > 0 and workspace.float_buffer is not None:
-        partials = workspace.float_buffer.tensor
-    return PlannedSegments(plan, device_plan, requests, device_stream, kept, partials)
+    return kept
 
 
-def _fill(run: SegmentRun, expected: _tensors.Expected, mask: torch.Tensor | None) -> _Filled:
-    """Checks a segment's tensors, and allocates what it returns."""
+def _key(run: SegmentRun) -> tuple:
+    """Everything that the checks of a segment's tensors look at, except addresses."""
+    q, kv, outputs = run.q, run.kv, run.outputs
+    if isinstance(kv, (tuple, list)):
+        k, v = kv
+        of_kv = (k.shape, k.stride(), k.dtype, k.device, v.shape, v.stride(), v.dtype, v.device)
+    else:
+        of_kv = (kv.shape, kv.stride(), kv.dtype, kv.device)
+    key = (q.shape, q.stride(), q.dtype, q.device, of_kv)
+    if outputs is DEFAULT_OUTPUTS:
+        return key
+    of_out, of_lse = _tensors.signature(outputs.out), _tensors.signature(outputs.lse)
+    return (*key, of_out, of_lse, outputs.return_lse, outputs.lse_layout)
+
+
+def _filled(
+    run: SegmentRun, checked: _Checked, mask: torch.Tensor | None, expected: _tensors.Expected
+) -> tuple[Result, tuple]:
+    """Allocates what a segment returns, and fills in what _core takes for it."""
     q, kv, outputs = run.q, run.kv, run.outputs
     k, v = kv if isinstance(kv, (tuple, list)) else (kv, kv)
-    check.forward_only(q, k, v)
-    bound = _tensors.bind(q, kv, outputs, expected)
-    _tensors.check_per_head(run.per_head, expected)
-    options, tokens = expected.options, q.shape[0]
     out, lse = outputs.out, outputs.lse
     if out is None:
-        shape = (tokens, options.num_qo_heads, options.head_dim_vo)
-        out = q.new_empty(shape, dtype=check.TORCH_DTYPES[options.o_dtype])
+        out = q.new_empty(checked.out_shape, dtype=checked.out_dtype)
     if lse is None and outputs.return_lse:
-        shape = _tensors.lse_shape(outputs.lse_layout, tokens, expected)
-        lse = q.new_empty(shape, dtype=torch.float32)
+        lse = q.new_empty(checked.lse_shape, dtype=torch.float32)
+    if run.mask is not None:
+        mask = run.mask
+    extras = None
+    if mask is not None or run.per_head.given:
+        _tensors.check_per_head(run.per_head, expected)
+        extras = Memory(mask=mask, per_head=run.per_head).extras()
     sm_scale, out_scale = run.scales
     arguments = (
         q.data_ptr(),
         k.data_ptr(),
-        v.data_ptr() + bound.v_offset,
+        v.data_ptr() + checked.v_offset,
         out.data_ptr(),
         0 if lse is None else lse.data_ptr(),
         sm_scale,
         out_scale,
         check.LSE_SCALES[outputs.lse_base],
-        Memory(mask=mask, per_head=run.per_head).extras(),
+        extras,
     )
-    return _Filled((out, lse) if outputs.return_lse else out, bound.strides, arguments)
+    return ((out, lse) if outputs.return_lse else out), arguments

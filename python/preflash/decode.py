@@ -92,6 +92,28 @@ def single_decode_with_kv_cache(
     return result.squeeze(0)
 
 
+def data_types(q_data_type: Any, kv_data_type: Any, data_type: Any) -> tuple[Any, Any]:
+    """Those of q and of the cache, where the deprecated data_type may stand for both."""
+    if data_type is not None:
+        # NOTE: "float16" is q_data_type's default, so it cannot be told from its absence. An 8-bit
+        # one is then that of the cache alone.
+        checked = check.dtype("data_type", data_type)
+        eight_bits = checked in check.FP8_DTYPES
+        if q_data_type is None or (q_data_type == "float16" and not eight_bits):
+            q_data_type = data_type
+        kv_data_type = data_type if kv_data_type is None else kv_data_type
+        used = (
+            check.dtype("q_data_type", q_data_type),
+            check.dtype("kv_data_type", kv_data_type),
+        )
+        if checked not in used:
+            raise ValueError(
+                f"data_type={data_type}: deprecated, and neither q_data_type={q_data_type} "
+                f"nor kv_data_type={kv_data_type}; leave it None"
+            )
+    return "float16" if q_data_type is None else q_data_type, kv_data_type
+
+
 class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
     """Attention of one query per request over a paged KV cache: plan() once, run() for every layer.
 
@@ -231,24 +253,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
 
     def _as_prefill(self, a: DecodePlanArguments) -> PagedPlanArguments:
         check.neutral("q_len_per_req", a.q_len_per_req, 1)
-        q_data_type, kv_data_type = a.q_data_type, a.kv_data_type
-        if a.data_type is not None:
-            # NOTE: "float16" is q_data_type's default, so it cannot be told from its absence.
-            # An 8-bit one is then that of the cache alone.
-            data_type = check.dtype("data_type", a.data_type)
-            eight_bits = data_type in check.FP8_DTYPES
-            if q_data_type is None or (q_data_type == "float16" and not eight_bits):
-                q_data_type = a.data_type
-            kv_data_type = a.data_type if kv_data_type is None else kv_data_type
-            used = (
-                check.dtype("q_data_type", q_data_type),
-                check.dtype("kv_data_type", kv_data_type),
-            )
-            if data_type not in used:
-                raise ValueError(
-                    f"data_type={a.data_type}: deprecated, and neither q_data_type={q_data_type} "
-                    f"nor kv_data_type={kv_data_type}; leave it None"
-                )
+        q_data_type, kv_data_type = data_types(a.q_data_type, a.kv_data_type, a.data_type)
         return self._paged_arguments(
             _one_query_each(a.last_page_len),
             a.indptr,
@@ -261,7 +266,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
             pos_encoding_mode=a.pos_encoding_mode,
             window_left=a.window_left,
             logits_soft_cap=a.logits_soft_cap,
-            q_data_type="float16" if q_data_type is None else q_data_type,
+            q_data_type=q_data_type,
             kv_data_type=kv_data_type,
             sm_scale=a.sm_scale,
             rope_scale=a.rope_scale,

@@ -186,7 +186,7 @@ def test_other_backends_refuse_two_segments():
     """What their kernels of two segments do not have; an explicit one says what would work."""
     capped = dataclasses.replace(DECODE, name="capped", soft_cap=20.0)
     request = planned([build(capped, seed=0)])[1][0].request
-    segments = [(request.options, request.lengths.batch)] * 2
+    segments = [(request.options, request.lengths.batch, 0)] * 2
     for family in _core.families():
         if _core.traits_of(family).on_cpu:
             continue

@@ -1,0 +1,211 @@
+"""Prefill beside decode: both sides of a run in one launch, or in two where no kernel takes both.
+
+A plan() knows the decode side, and for a wrapper of batches the lengths of both. What a run()
+brings beside, the lengths of a prefill, its mask and its options, is planned together with that
+when it is first seen, and kept: further layers only launch.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator
+from typing import NamedTuple
+
+import torch
+
+from . import _backends, _core, _masks, _pipeline
+from . import _validate as check
+from ._arguments import Result
+from ._device_stream import DeviceStream
+from ._pipeline import Request
+from ._planned import PlannedVariant
+from ._segments import PlannedSegments, SegmentRun, of_side, plan_segments
+from ._workspace import Workspace
+
+SIDES = ("prefill side", "decode side")
+_JOINTS_KEPT = 64
+
+
+class InSequence:
+    """A launch for each side, one after the other: what no kernel runs as one."""
+
+    launches = 2
+
+    def __init__(self, prefill: PlannedVariant, decode: PlannedVariant) -> None:
+        self._variants = (prefill, decode)
+        self._checked: set[tuple] = set()
+
+    @property
+    def id(self) -> str:
+        return ", ".join(variant.plan.id for variant in self._variants)
+
+    @property
+    def backend(self) -> _backends.Backend:
+        """That of the decode side; the other one's is another only with "auto"."""
+        return self._variants[1].backend
+
+    @property
+    def shared(self) -> bool:
+        return any(variant.shared for variant in self._variants)
+
+    def attend_to(self, runs: list[SegmentRun]) -> tuple[Result, ...]:
+        self._check(runs)
+        results = []
+        for run, variant, side in zip(runs, self._variants, SIDES, strict=True):
+            memory = None if run.mask is None else variant.memory_with_mask(run.mask)
+            with of_side(side):
+                results.append(variant.attend_to(run.q, run.kv, run.scales, run.outputs, memory))
+        return tuple(results)
+
+    def _check(self, runs: list[SegmentRun]) -> None:
+        """Refuses the second side's tensors before the first side is launched."""
+        decode = runs[1]
+        try:
+            key = (decode.q.shape, decode.q.stride(), decode.q.dtype, decode.q.device)
+        except (AttributeError, RuntimeError):
+            key = None
+        if key is None or key not in self._checked:
+            with of_side(SIDES[1]):
+                self._variants[1].check_run(decode.q, decode.kv, decode.outputs)
+            if key is not None:
+                self._checked.add(key)
+
+
+class Joint(NamedTuple):
+    """What one kind of prefill and the planned decode batch run as."""
+
+    of: object  # what plan() left when it was made
+    prefill: Request
+    launch: PlannedSegments | InSequence
+
+
+class Asked(NamedTuple):
+    """What is planned together: for the wrapper's plan `of`, in its workspace."""
+
+    of: object
+    prefill: Request
+    decode: PlannedVariant
+    decode_request: Request
+    workspace: Workspace
+
+
+class Joints:
+    """Of one wrapper."""
+
+    def __init__(self, requested: _backends.Requested) -> None:
+        self._requested = requested
+        self._kept: OrderedDict[Hashable, Joint] = OrderedDict()
+        self._captured: dict[Hashable, Joint] = {}  # what CUDA graphs may replay: kept for good
+        self._replaced: list[Joint] = []  # as well, under keys that have another one now
+        self.last: Joint | None = None
+
+    def find(self, key: Hashable, of: object) -> Joint | None:
+        """What was made for the plan `of`."""
+        found = self._kept.get(key)
+        return found if found is not None and found.of is of else None
+
+    def make(self, key: Hashable, asked: Asked) -> Joint:
+        """Plans both sides. Raises everything that a plan() raises once its arguments are
+        checked."""
+        check.not_traced()
+        refuse_capture(asked.workspace.device_stream)
+        joint = Joint(asked.of, asked.prefill, self._launch(asked))
+        self._kept[key] = joint
+        self._kept.move_to_end(key)
+        if len(self._kept) > _JOINTS_KEPT:
+            self._kept.popitem(last=False)
+        return joint
+
+    def run(self, key: Hashable, joint: Joint, runs: list[SegmentRun]) -> tuple[Result, ...]:
+        was_shared = joint.launch.shared
+        results = joint.launch.attend_to(runs)
+        if joint.launch.shared and not was_shared:
+            before = self._captured.get(key)
+            if before is not None:
+                self._replaced.append(before)
+            self._captured[key] = joint
+        self.last = joint
+        return results
+
+    def forget(self, workspace: Workspace) -> None:
+        """A plan() makes the work lists of the one before useless, but for those of graphs."""
+        kept, self._kept = self._kept, OrderedDict()
+        self.last = None
+        for joint in kept.values():
+            if isinstance(joint.launch, PlannedSegments) and not joint.launch.shared:
+                workspace.give_back(joint.launch.place.buffer)
+
+    # use_cuda_graph=True: plan() changes what a captured run() replays.
+
+    def joined(self) -> Iterator[tuple[Hashable, Joint]]:
+        """Those of graphs that read the decode side's lengths."""
+        for key, joint in self._captured.items():
+            if isinstance(joint.launch, PlannedSegments):
+                yield key, joint
+
+    def drafts(self, decode: Request) -> list[tuple[Hashable, Joint, _core.Plan]]:
+        """The plans of everything captured, for another decode batch. Changes nothing."""
+        return [
+            (key, joint, joint.launch.draft([joint.prefill, decode]))
+            for key, joint in self.joined()
+        ]
+
+    def order_behind_runs(self) -> None:
+        for _, joint in self.joined():
+            joint.launch.order_behind_runs()
+
+    def write(
+        self, drafts: list[tuple[Hashable, Joint, _core.Plan]], of: object, decode: Request
+    ) -> None:
+        for key, joint, plan in drafts:
+            joint.launch.write(plan, [joint.prefill, decode])
+            self._captured[key] = self._kept[key] = joint._replace(of=of)
+
+    def _launch(self, asked: Asked) -> PlannedSegments | InSequence:
+        """NOTE: the one place that decides whether both sides are one launch."""
+        device = asked.workspace.device_stream.device
+        prefill, decode = asked.prefill, asked.decode_request
+        workspace = asked.workspace.beside()
+        name = self._requested.name
+        empty = _has_no_query(prefill) or _has_no_query(decode)
+        backend = _backends.choose(name, device, prefill.options, decode.options)
+        if not empty and backend.separates(device, prefill.options, decode.options) is None:
+            return plan_segments(workspace, backend, [prefill, decode], SIDES)
+        with of_side(SIDES[0]):
+            alone = prefill._replace(graph_rows=0)
+            draft = _pipeline.plan(workspace, name, alone)
+            variant = _pipeline.place(workspace, draft, alone)
+            _pipeline.upload(workspace, (variant,), alone)
+        return InSequence(variant, asked.decode)
+
+
+def _has_no_query(request: Request) -> bool:
+    return request.lengths.batch.max_qo_len == 0
+
+
+def refuse_capture(device_stream: DeviceStream) -> None:
+    if device_stream.is_capturing():
+        raise RuntimeError(
+            "this run() needs a plan, which cannot be made while its stream is being captured into "
+            "a CUDA graph: call it once before the capture, with a prefill of the same shapes and "
+            "options"
+        )
+
+
+def mask_of_run(
+    custom_mask: torch.Tensor | None,
+    packed_custom_mask: torch.Tensor | None,
+    request: Request,
+    device_stream: DeviceStream,
+) -> torch.Tensor:
+    """The prefill side's mask of one run, checked and packed."""
+    batch = request.lengths.batch
+    mask = _masks.check_mask(custom_mask, packed_custom_mask, batch)
+    _masks.check_mask_device(mask, device_stream.device)
+    packed = packed_custom_mask is not None
+    if device_stream.is_capturing() and not (packed and mask.is_cuda):
+        raise RuntimeError(
+            "a dense mask, or one on the CPU, cannot be packed while the stream is being captured "
+            "into a CUDA graph: pass packed_custom_mask_p (packbits) on the GPU"
+        )
+    return _masks.owned_mask(mask, packed, batch, device_stream)

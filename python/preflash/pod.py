@@ -1,0 +1,722 @@
+"""Prefill on decode (POD): a prefill and a decode batch side by side in one launch.
+
+A prefill keeps the tensor cores busy and a decode batch the memory, so that each hides under the
+other. Both are segments of one work list (docs/guide.md). Where no kernel takes both, because they
+differ in dtypes or one has an option that those kernels lack (fp8, ALiBi, RoPE, head_dim above
+256), or because one side has no queries, the same call is two launches, one after the other, with
+the same results; `variant` and repr() tell.
+"""
+
+# NOTE: the API fixes long signatures; see prefill.py.
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+
+from . import _core, _pipeline
+from . import _validate as check
+from ._arguments import (
+    DecodePlanArguments,
+    GivenScales,
+    KvCache,
+    PagedPlanArguments,
+    Qkv,
+    Result,
+    Scale,
+)
+from ._arguments import SingleArguments as PrefillArguments
+from ._graph import check_captured
+from ._lengths import Lengths, single_lengths
+from ._masks import check_rows
+from ._options import single_options
+from ._outputs import Outputs, run_outputs
+from ._pipeline import Request
+from ._pod import SIDES, Asked, Joint, Joints, mask_of_run
+from ._scales import Scales, folded_scales, softmax_scale
+from ._segments import SegmentRun, of_side
+from .decode import BatchDecodeWithPagedKVCacheWrapper, data_types
+from .prefill import BatchPrefillWithPagedKVCacheWrapper
+
+__all__ = ["BatchPODWithPagedKVCacheWrapper", "PODWithPagedKVCacheWrapper"]
+
+
+class _Wrapper:
+    """What both wrappers tell of themselves. `_decode` is the decode side alone: it owns the float
+    workspace, the buffers of graphs and the plan that every run() goes by."""
+
+    _decode: BatchPrefillWithPagedKVCacheWrapper
+    _joints: Joints
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            f"{type(self).__name__} holds device memory and cannot be pickled or copied; "
+            "construct another wrapper and plan it"
+        )
+
+    def end_forward(self) -> None:
+        """Does nothing; kept for callers of older releases."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the workspace and every tensor of run() are."""
+        return self._decode.device
+
+    @property
+    def is_cuda_graph_enabled(self) -> bool:
+        return self._decode.is_cuda_graph_enabled
+
+    @property
+    def variant(self) -> str | None:
+        """The id of the kernel of the last run(), or of both where they were two launches; before a
+        run() that of the decode side alone, before plan() None."""
+        last = self._joints.last
+        return self._decode.variant if last is None else last.launch.id
+
+    @property
+    def _backend(self) -> str:
+        last = self._joints.last
+        return self._decode._backend if last is None else last.launch.backend.name
+
+    @property
+    def _window_left(self) -> int:
+        return self._decode._window_left
+
+    @property
+    def _logits_soft_cap(self) -> float:
+        return self._decode._logits_soft_cap
+
+    @property
+    def _sm_scale(self) -> float | None:
+        return self._decode._sm_scale
+
+    @property
+    def _kv_layout(self) -> str:
+        return self._decode._kv_layout
+
+    def __repr__(self) -> str:
+        name, decode = type(self).__name__, self._decode
+        where = f"kv_layout={decode._kv_layout!r}, device='{self.device}'"
+        if decode._state.planned is None:
+            return f"{name}(backend={decode._requested_backend!r}, {where}, not planned)"
+        last = self._joints.last
+        launches = "no run yet" if last is None else f"launches={last.launch.launches}"
+        return (
+            f"{name}(backend={self._backend!r}{decode._requested_backend.override}, "
+            f"variant={self.variant!r}, {launches}, {where})"
+        )
+
+    def _asked(self, of: object, planned: Any, prefill: Request) -> Asked:
+        """planned: the decode side."""
+        request = planned.asked.request
+        return Asked(of, prefill, planned.primary, request, self._decode._state.workspace)
+
+    def _mask(
+        self, dense: torch.Tensor | None, packed: torch.Tensor | None, request: Request
+    ) -> torch.Tensor:
+        """The prefill side's mask of one run."""
+        with of_side(SIDES[0]):
+            return mask_of_run(dense, packed, request, self._decode._state.workspace.device_stream)
+
+    def _check_not_recorded(self) -> None:
+        if check.traced():
+            raise NotImplementedError(
+                f"{type(self).__name__}.run() cannot be recorded by torch.compile, torch.export or "
+                "make_fx; call it outside, or use the prefill and the decode wrapper, which can"
+            )
+
+
+class _SingleRun(NamedTuple):
+    """What run() was given for a prefill of one request."""
+
+    tensors: Qkv
+    arguments: PrefillArguments
+    custom_mask: torch.Tensor | None
+    packed_custom_mask: torch.Tensor | None
+    sm_scale: Scale
+    outputs: Outputs
+
+
+class _DecodeOptions(NamedTuple):
+    """The options of run() that repeat what plan() said of the decode side. A default says nothing:
+    it cannot be told from an argument that was left out."""
+
+    kv_layout: str = "NHD"
+    pos_encoding_mode: str = "NONE"
+    sm_scale: Scale = None
+    window_left: int = -1
+    rope_scale: float | None = None
+    rope_theta: float | None = None
+
+
+_NO_OPTIONS = _DecodeOptions()
+
+
+class PODWithPagedKVCacheWrapper(_Wrapper):
+    """One prefill beside a batch of decode requests over a paged KV cache.
+
+    plan() looks at the decode batch. run() brings a prefill of one request beside it; its lengths
+    and options are planned together with the batch when they are first seen, so that further
+    layers only launch.
+
+    Both sides are one launch wherever a kernel takes both: on the CPU always, on a GPU where q, k
+    and v of both have one 16-bit dtype, head_dim is at most 256 and neither has ALiBi or RoPE; the
+    prefill may have a custom mask. All else, and a side without queries, runs as two launches, one
+    after the other, with the same results (`variant` names both kernels then).
+
+    Args:
+        float_workspace_buffer, kv_layout: as in BatchPrefillWithPagedKVCacheWrapper. kv_layout is
+            that of the paged cache.
+        use_cuda_graph: plan() keeps its arrays in the buffers, and a captured run() replays what
+            was planned last, beside a prefill of the captured lengths. Call run() once before the
+            capture. The batch size is len(paged_kv_last_page_len_buffer).
+        paged_kv_indptr_buffer: int32 [batch_size + 1], on the wrapper's device.
+        paged_kv_indices_buffer: int32, for as many pages as any batch has.
+        paged_kv_last_page_len_buffer: int32 [batch_size].
+        jit_args: None only: nothing is compiled at run time.
+        backend: "auto", "fa2", "fa3" or "cpu", as in BatchPrefillWithPagedKVCacheWrapper.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong.
+        NotImplementedError: backend="cudnn".
+    """
+
+    def __init__(
+        self,
+        float_workspace_buffer: torch.Tensor,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        paged_kv_indptr_buffer: torch.Tensor | None = None,
+        paged_kv_indices_buffer: torch.Tensor | None = None,
+        paged_kv_last_page_len_buffer: torch.Tensor | None = None,
+        jit_args: None = None,
+        *,
+        backend: str = "auto",
+    ) -> None:
+        self._decode = BatchDecodeWithPagedKVCacheWrapper(
+            float_workspace_buffer,
+            kv_layout,
+            use_cuda_graph,
+            False,
+            paged_kv_indptr_buffer,
+            paged_kv_indices_buffer,
+            paged_kv_last_page_len_buffer,
+            backend=backend,
+            jit_args=jit_args,
+        )
+        self._joints = Joints(self._decode._requested_backend)
+
+    def plan(
+        self,
+        indptr: torch.Tensor,
+        indices: torch.Tensor,
+        last_page_len: torch.Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        pos_encoding_mode: str = "NONE",
+        window_left: int = -1,
+        q_data_type: str | torch.dtype | None = "float16",
+        kv_data_type: str | torch.dtype | None = None,
+        data_type: str | torch.dtype | None = None,
+        sm_scale: Scale = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        non_blocking: bool = True,
+    ) -> None:
+        """Plans the decode side. The arguments are those of
+        BatchDecodeWithPagedKVCacheWrapper.plan(), and the options hold for the decode side alone.
+
+        Raises:
+            TypeError, ValueError: an argument is wrong, or a workspace too small.
+            NotImplementedError: no compiled kernel serves it, or it is recorded by torch.compile.
+            The wrapper keeps the plan it had.
+        """
+        self._plan(
+            DecodePlanArguments(
+                indptr=indptr,
+                indices=indices,
+                last_page_len=last_page_len,
+                num_qo_heads=num_qo_heads,
+                num_kv_heads=num_kv_heads,
+                head_dim=head_dim,
+                page_size=page_size,
+                pos_encoding_mode=pos_encoding_mode,
+                window_left=window_left,
+                logits_soft_cap=None,
+                q_data_type=q_data_type,
+                kv_data_type=kv_data_type,
+                data_type=data_type,
+                sm_scale=sm_scale,
+                rope_scale=rope_scale,
+                rope_theta=rope_theta,
+                non_blocking=non_blocking,
+                block_tables=None,
+                seq_lens=None,
+                fixed_split_size=None,
+                disable_split_kv=False,
+                o_data_type=None,
+                q_len_per_req=1,
+            )
+        )
+
+    begin_forward = plan
+
+    @check.eager
+    def _plan(self, a: DecodePlanArguments) -> None:
+        decode, joints = self._decode, self._joints
+        drafted = decode._drafted(decode._as_prefill(a))
+        graph_drafts = []
+        if decode.is_cuda_graph_enabled:
+            request = drafted.asked.request
+            pages = request.lengths.pages
+            for _, joint in joints.joined():
+                check_captured(joint.launch.captured[1], request.lengths.batch, pages.largest)
+            graph_drafts = joints.drafts(request)
+            joints.order_behind_runs()
+        decode._install(drafted)
+        joints.forget(decode._state.workspace)
+        planned = decode._planned()
+        joints.write(graph_drafts, planned, planned.asked.request)
+
+    def reset_workspace_buffer(
+        self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor
+    ) -> None:
+        """Replaces the float workspace, and the int workspace of the decode side alone, as in
+        BatchPrefillWithPagedKVCacheWrapper.reset_workspace_buffer(). Work lists of both sides lie
+        in memory of the wrapper's own."""
+        if self.is_cuda_graph_enabled and any(True for _ in self._joints.joined()):
+            raise ValueError(
+                "reset_workspace_buffer(): a CUDA graph has captured a run(), which holds on to "
+                "the workspaces; construct another wrapper"
+            )
+        self._decode.reset_workspace_buffer(float_workspace_buffer, int_workspace_buffer)
+        self._joints.forget(self._decode._state.workspace)
+
+    def run(
+        self,
+        q_p: torch.Tensor,
+        k_p: torch.Tensor,
+        v_p: torch.Tensor,
+        q_d: torch.Tensor,
+        paged_kv_cache_d: KvCache,
+        custom_mask_p: torch.Tensor | None = None,
+        packed_custom_mask_p: torch.Tensor | None = None,
+        causal_p: bool = False,
+        kv_layout_p: str = "NHD",
+        pos_encoding_mode_p: str = "NONE",
+        sm_scale_p: Scale = None,
+        window_left_p: int = -1,
+        rope_scale_p: float | None = None,
+        rope_theta_p: float | None = None,
+        return_lse_p: bool = False,
+        custom_mask_d: None = None,
+        packed_custom_mask_d: None = None,
+        causal_d: bool = False,
+        kv_layout_d: str = "NHD",
+        pos_encoding_mode_d: str = "NONE",
+        sm_scale_d: Scale = None,
+        window_left_d: int = -1,
+        rope_scale_d: float | None = None,
+        rope_theta_d: float | None = None,
+        q_scale: Scale = None,
+        k_scale: Scale = None,
+        v_scale: Scale = None,
+        return_lse_d: bool = False,
+        use_fp16_qk_reduction: bool = False,
+        enable_pdl: bool | None = None,
+        *args: None,
+        out_p: torch.Tensor | None = None,
+        lse_p: torch.Tensor | None = None,
+        out_d: torch.Tensor | None = None,
+        lse_d: torch.Tensor | None = None,
+        lse_base: str = "log2",
+        lse_layout: str = "NH",
+    ) -> tuple[Result, Result]:
+        """Computes one layer of a prefill and of the planned decode batch on the current stream.
+
+        Args:
+            q_p, k_p, v_p, custom_mask_p, packed_custom_mask_p, causal_p, kv_layout_p,
+            pos_encoding_mode_p, sm_scale_p, window_left_p, rope_scale_p, rope_theta_p: those of
+                single_prefill_with_kv_cache. q_p has as many heads as the plan, k_p and v_p too.
+            q_d: [at least batch_size, num_qo_heads, head_dim].
+            paged_kv_cache_d: as in BatchPrefillWithPagedKVCacheWrapper.run().
+            causal_d: either value: the diagonal of one query is its last key.
+            kv_layout_d, pos_encoding_mode_d, sm_scale_d, window_left_d, rope_scale_d, rope_theta_d:
+                the default, or what plan() and the constructor were given.
+            custom_mask_d, packed_custom_mask_d: None only.
+            q_scale, k_scale, v_scale: of the decode side; floats or one-element tensors.
+            return_lse_p, return_lse_d: also return the log-sum-exp of that side.
+            use_fp16_qk_reduction, enable_pdl: permissions.
+            out_p, lse_p, out_d, lse_d, lse_base, lse_layout: as in single_prefill_with_kv_cache.
+
+        Returns:
+            (out_p, out_d); with return_lse_p the first is (out, lse), with return_lse_d the second.
+
+        Raises:
+            TypeError, ValueError: not planned, an option of the decode side differs from its plan,
+            or a tensor from what was planned. Nothing is launched.
+            NotImplementedError: no compiled kernel serves it, or it is recorded by torch.compile.
+        """
+        self._check_not_recorded()
+        check.nothing_more("run", args)
+        if use_fp16_qk_reduction is not False or enable_pdl is not None or causal_d is not False:
+            check.permission("use_fp16_qk_reduction", use_fp16_qk_reduction)
+            check.permission("enable_pdl", enable_pdl)
+            check.flag("causal_d", causal_d)
+        if custom_mask_d is not None or packed_custom_mask_d is not None:
+            name = "custom_mask_d" if custom_mask_d is not None else "packed_custom_mask_d"
+            raise ValueError(
+                f"{name}: plan() made the decode side without a mask; leave it None, or plan these "
+                "requests with BatchPrefillWithPagedKVCacheWrapper, which takes one"
+            )
+        options = _DecodeOptions(
+            kv_layout_d, pos_encoding_mode_d, sm_scale_d, window_left_d, rope_scale_d, rope_theta_d
+        )
+        masked = custom_mask_p is not None or packed_custom_mask_p is not None
+        arguments = PrefillArguments(
+            causal_p, kv_layout_p, pos_encoding_mode_p, False, None, window_left_p, None,
+            rope_scale_p, rope_theta_p, "auto", None, masked,
+        )  # fmt: skip
+        prefill = _SingleRun(
+            Qkv(q_p, k_p, v_p),
+            arguments,
+            custom_mask_p,
+            packed_custom_mask_p,
+            sm_scale_p,
+            run_outputs(out_p, lse_p, return_lse_p, lse_base, lse_layout),
+        )
+        scales = GivenScales(q_scale, k_scale, v_scale)
+        outputs = run_outputs(out_d, lse_d, return_lse_d, lse_base, lse_layout)
+        return self._run(prefill, q_d, paged_kv_cache_d, options, scales, outputs)
+
+    forward = run
+
+    @check.eager
+    def _run(
+        self,
+        given: _SingleRun,
+        q_d: torch.Tensor,
+        kv_d: KvCache,
+        options: _DecodeOptions,
+        scales: GivenScales,
+        outputs: Outputs,
+    ) -> tuple[Result, Result]:
+        planned = self._decode._planned()
+        decode_options = planned.asked.request.options
+        if options != _NO_OPTIONS:
+            self._check_repeated(options, decode_options, planned.scales.logits)
+        key, joint = None, None
+        try:
+            key = _key(given)
+            joint = self._joints.find(key, planned)
+        except (AttributeError, RuntimeError, TypeError):
+            pass  # no ordinary tensors, or an option without a hash: the checks say which one it is
+        if joint is None:
+            with of_side(SIDES[0]):
+                request = self._prefill_request(given, decode_options)
+            key = _key(given)
+            joint = self._joints.make(key, self._asked(planned, planned, request))
+        request = joint.prefill
+        scales_p = Scales(softmax_scale(given.sm_scale, request.options), 1.0)
+        scales_d = planned.scales
+        if scales.given:
+            scales_d = folded_scales(planned.scales.logits, scales, decode_options)
+        mask = None
+        if given.arguments.masked:
+            batch = request.lengths.batch
+            if given.packed_custom_mask is None:
+                check_rows(given.custom_mask, (batch.qo_end, batch.kv_end))
+            mask = self._mask(given.custom_mask, given.packed_custom_mask, request)
+        q, k, v = given.tensors
+        runs = [
+            SegmentRun(q, (k, v), scales_p, given.outputs, mask=mask),
+            SegmentRun(q_d, kv_d, scales_d, outputs),
+        ]
+        return self._joints.run(key, joint, runs)
+
+    def _check_repeated(
+        self, given: _DecodeOptions, planned: _core.AttentionOptions, sm_scale: float
+    ) -> None:
+        told = _DecodeOptions(
+            self._decode._kv_layout,
+            _MODE_OF[planned.position],
+            sm_scale,
+            planned.window_left,
+            planned.rope_scale,
+            planned.rope_theta,
+        )
+        for name, value, default, now in zip(
+            _DecodeOptions._fields, given, _NO_OPTIONS, told, strict=True
+        ):
+            same = value is default or value == now
+            if not same and name == "sm_scale":
+                same = math.isclose(check.scale("sm_scale_d", value), now, rel_tol=1e-6)
+            if not same and value != default:
+                raise ValueError(
+                    f"{name}_d={value!r}: the decode side was planned with {now!r}; leave it out, "
+                    f"or call plan() with {name}={value!r}"
+                )
+
+    def _prefill_request(self, given: _SingleRun, decode: _core.AttentionOptions) -> Request:
+        q, k, v = given.tensors
+        for name, value in (("q_p", q), ("k_p", k), ("v_p", v)):
+            check.tensor(name, value)
+            check.on_device(name, value, self.device)
+        check.forward_only(q, k, v)
+        options = single_options(given.tensors, given.arguments)
+        for name in ("num_qo_heads", "num_kv_heads", "head_dim_qk", "head_dim_vo"):
+            if getattr(options, name) != getattr(decode, name):
+                raise ValueError(
+                    f"{name} = {getattr(options, name)}: the decode side was planned with "
+                    f"{getattr(decode, name)}, and both sides have the same"
+                )
+        layout = given.arguments.kv_layout
+        tokens = q.shape[0]
+        lengths = single_lengths(tokens, k.shape[0 if layout == "NHD" else 1])
+        return _pipeline.make_request(
+            options,
+            lengths,
+            layout,
+            masked=given.arguments.masked,
+            graph_rows=max(tokens, 1) if self.is_cuda_graph_enabled else 0,
+        )
+
+    def run_return_lse(self, *args: Any, **kwargs: Any) -> tuple[Result, Result]:
+        """run() with return_lse_p=True and return_lse_d=True."""
+        return self.run(*args, **{"return_lse_p": True, "return_lse_d": True, **kwargs})
+
+    forward_return_lse = run_return_lse
+
+
+_MODE_OF = {position: mode for mode, position in check.POSITIONS.items()}
+
+
+def _key(given: _SingleRun) -> tuple:
+    q, k, v = given.tensors
+    # 1, 1.0 and True are equal, but not all of them are accepted.
+    kinds = tuple(map(type, given.arguments))
+    return (q.shape, k.shape, v.shape, q.dtype, k.dtype, q.device, given.arguments, kinds)
+
+
+class _BothPlanned(NamedTuple):
+    """What plan() of a wrapper of batches leaves behind."""
+
+    prefill: Any  # _wrapper._Asked, without causal and mask: those are of run()
+    decode: Any  # _wrapper._Planned
+
+
+class BatchPODWithPagedKVCacheWrapper(_Wrapper):
+    """A batch of prefills beside a batch of decode requests, both over paged KV caches.
+
+    plan() looks at the lengths of both, and its options hold for both; `causal_p` and the masks of
+    run() are the prefills'. What they ask for is planned when it is first seen. When both sides are
+    one launch, PODWithPagedKVCacheWrapper tells; the decode side may have any number of queries.
+
+    Args:
+        float_workspace_buffer, kv_layout, backend: as in PODWithPagedKVCacheWrapper; kv_layout is
+            that of both caches.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong.
+        NotImplementedError: backend="cudnn".
+    """
+
+    def __init__(
+        self,
+        float_workspace_buffer: torch.Tensor,
+        kv_layout: str = "NHD",
+        *,
+        backend: str = "auto",
+    ) -> None:
+        both = [
+            BatchPrefillWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout, backend=backend)
+            for _ in SIDES
+        ]
+        self._prefill, self._decode = both
+        self._joints = Joints(self._decode._requested_backend)
+        self._both: _BothPlanned | None = None
+
+    def plan(
+        self,
+        qo_indptr_p: torch.Tensor,
+        kv_indptr_p: torch.Tensor,
+        kv_indices_p: torch.Tensor,
+        last_page_len_p: torch.Tensor,
+        qo_indptr_d: torch.Tensor,
+        kv_indptr_d: torch.Tensor,
+        kv_indices_d: torch.Tensor,
+        last_page_len_d: torch.Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        pos_encoding_mode: str = "NONE",
+        window_left: int = -1,
+        q_data_type: str | torch.dtype | None = "float16",
+        kv_data_type: str | torch.dtype | None = None,
+        data_type: str | torch.dtype | None = None,
+        sm_scale: Scale = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        non_blocking: bool = True,
+    ) -> None:
+        """Plans both sides.
+
+        Args:
+            qo_indptr_p, kv_indptr_p, kv_indices_p, last_page_len_p: of the prefills, as in
+                BatchPrefillWithPagedKVCacheWrapper.plan().
+            qo_indptr_d, kv_indptr_d, kv_indices_d, last_page_len_d: of the decode requests.
+            data_type: deprecated, as in BatchDecodeWithPagedKVCacheWrapper.plan().
+            The others are those of BatchPrefillWithPagedKVCacheWrapper.plan(), for both sides.
+
+        Raises:
+            TypeError, ValueError: an argument is wrong, or a workspace too small.
+            NotImplementedError: no compiled kernel serves it, or it is recorded by torch.compile.
+            The wrapper keeps the plan it had.
+        """
+        q_data_type, kv_data_type = data_types(q_data_type, kv_data_type, data_type)
+        prefill, decode = (
+            self._decode._paged_arguments(
+                *arrays,
+                num_qo_heads,
+                num_kv_heads,
+                head_dim,
+                page_size,
+                pos_encoding_mode=pos_encoding_mode,
+                window_left=window_left,
+                q_data_type=q_data_type,
+                kv_data_type=kv_data_type,
+                sm_scale=sm_scale,
+                rope_scale=rope_scale,
+                rope_theta=rope_theta,
+                non_blocking=non_blocking,
+            )
+            for arrays in (
+                (qo_indptr_p, kv_indptr_p, kv_indices_p, last_page_len_p),
+                (qo_indptr_d, kv_indptr_d, kv_indices_d, last_page_len_d),
+            )
+        )
+        self._plan(prefill, decode)
+
+    begin_forward = plan
+
+    @check.eager
+    def _plan(self, prefill: PagedPlanArguments, decode: PagedPlanArguments) -> None:
+        with of_side(SIDES[0]):
+            drafted_p = self._prefill._drafted(prefill)
+        with of_side(SIDES[1]):
+            drafted_d = self._decode._drafted(decode)
+        self._decode._install(drafted_d)
+        self._both = _BothPlanned(drafted_p.asked, self._decode._planned())
+        self._joints.forget(self._decode._state.workspace)
+
+    def reset_workspace_buffer(
+        self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor
+    ) -> None:
+        """As in PODWithPagedKVCacheWrapper."""
+        self._decode.reset_workspace_buffer(float_workspace_buffer, int_workspace_buffer)
+        self._joints.forget(self._decode._state.workspace)
+        if self._both is not None:
+            self._both = self._both._replace(decode=self._decode._planned())
+
+    def run(
+        self,
+        q_p: torch.Tensor,
+        paged_kv_cache_p: KvCache,
+        q_d: torch.Tensor,
+        paged_kv_cache_d: KvCache,
+        custom_mask_p: torch.Tensor | None = None,
+        packed_custom_mask_p: torch.Tensor | None = None,
+        causal_p: bool = False,
+        q_scale: Scale = None,
+        k_scale: Scale = None,
+        v_scale: Scale = None,
+        return_lse: bool = False,
+        use_fp16_qk_reduction: bool = False,
+        enable_pdl: bool | None = None,
+        *,
+        out_p: torch.Tensor | None = None,
+        lse_p: torch.Tensor | None = None,
+        out_d: torch.Tensor | None = None,
+        lse_d: torch.Tensor | None = None,
+        lse_base: str = "log2",
+        lse_layout: str = "NH",
+    ) -> tuple[Result, Result]:
+        """Computes one layer of both planned batches on the current stream.
+
+        Args:
+            q_p: [at least qo_indptr_p[-1], num_qo_heads, head_dim].
+            q_d: [at least qo_indptr_d[-1], num_qo_heads, head_dim].
+            paged_kv_cache_p, paged_kv_cache_d: as in BatchPrefillWithPagedKVCacheWrapper.run().
+            custom_mask_p, packed_custom_mask_p, causal_p: of the prefills, as in
+                BatchPrefillWithPagedKVCacheWrapper.plan().
+            q_scale, k_scale, v_scale: of the decode side; floats or one-element tensors.
+            return_lse: also return the log-sum-exp of both sides.
+            use_fp16_qk_reduction, enable_pdl: permissions.
+            out_p, lse_p, out_d, lse_d, lse_base, lse_layout: as in single_prefill_with_kv_cache.
+
+        Returns:
+            (out_p, out_d), or ((out_p, lse_p), (out_d, lse_d)) with return_lse.
+
+        Raises:
+            TypeError, ValueError: not planned, or a tensor is not what was planned. Nothing is
+            launched.
+            NotImplementedError: no compiled kernel serves it, or it is recorded by torch.compile.
+        """
+        self._check_not_recorded()
+        if use_fp16_qk_reduction is not False or enable_pdl is not None:
+            check.permission("use_fp16_qk_reduction", use_fp16_qk_reduction)
+            check.permission("enable_pdl", enable_pdl)
+        outputs_p = run_outputs(out_p, lse_p, return_lse, lse_base, lse_layout)
+        outputs_d = run_outputs(out_d, lse_d, return_lse, lse_base, lse_layout)
+        mask = (custom_mask_p, packed_custom_mask_p)
+        causal = check.flag("causal_p", causal_p)
+        both, joint = self._joint(causal, custom_mask_p is not None or mask[1] is not None)
+        decode = both.decode
+        scales_d = decode.scales
+        if q_scale is not None or k_scale is not None or v_scale is not None:
+            given = GivenScales(q_scale, k_scale, v_scale)
+            scales_d = folded_scales(scales_d.logits, given, decode.asked.request.options)
+        packed = None
+        if joint.prefill.options.mask == _core.Mask.custom:
+            packed = self._mask(*mask, joint.prefill)
+        runs = [
+            SegmentRun(q_p, paged_kv_cache_p, both.prefill.scales, outputs_p, mask=packed),
+            SegmentRun(q_d, paged_kv_cache_d, scales_d, outputs_d),
+        ]
+        return self._joints.run(_key_of(causal, joint), joint, runs)
+
+    forward = run
+
+    @check.eager
+    def _joint(self, causal: bool, masked: bool) -> tuple[_BothPlanned, Joint]:
+        both = self._both
+        if both is None:
+            self._decode._planned()  # says what is missing
+        key = (causal, masked)
+        joint = self._joints.find(key, both)
+        if joint is None:
+            request = both.prefill.request
+            options = request.options.replace(
+                causal=causal and not masked,
+                mask=_core.Mask.custom if masked else _core.Mask.bounds,
+            )
+            batch, pages = request.lengths
+            lengths = Lengths(batch.with_mask() if masked else batch, pages)
+            request = request._replace(options=options, lengths=lengths)
+            joint = self._joints.make(key, self._asked(both, both.decode, request))
+        return both, joint
+
+    def run_return_lse(self, *args: Any, **kwargs: Any) -> tuple[Result, Result]:
+        """run() with return_lse=True."""
+        return self.run(*args, **{"return_lse": True, **kwargs})
+
+    forward_return_lse = run_return_lse
+
+
+def _key_of(causal: bool, joint: Joint) -> tuple[bool, bool]:
+    return (causal, joint.prefill.options.mask == _core.Mask.custom)
