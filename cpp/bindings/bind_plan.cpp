@@ -294,8 +294,8 @@ void bind_plan(py::module_& m) {
             return make_plan(family, device, per_segment<PlanRequest>(segments, &plan_request),
                              float_workspace_bytes);
           },
-          "One launch for (options, batch, graph_max_rows) of each segment.", py::arg("family"), py::arg("device"),
-          py::arg("segments"), py::arg("float_workspace_bytes"))
+          "One launch for (options, batch, graph_max_rows) of each segment.", py::arg("family"),
+          py::arg("device"), py::arg("segments"), py::arg("float_workspace_bytes"))
       .def_property_readonly("num_segments",
                              [](const Plan& plan) { return plan.segments().size(); })
       .def_property_readonly("id", [](const Plan& plan) { return plan.kernel().id; })

@@ -126,8 +126,8 @@ void bind_introspection(py::module_& m) {
         return error_of(variant_of(options, family));
       },
       py::arg("family"), py::arg("options"));
-  m.def("find_joint_error", &joint_error_of, py::arg("family"), py::arg("first"),
-        py::arg("second"), "The same of one launch that runs two segments side by side.");
+  m.def("find_joint_error", &joint_error_of, py::arg("family"), py::arg("first"), py::arg("second"),
+        "The same of one launch that runs two segments side by side.");
   m.def(
       "in_matrix",
       [](Family family, const AttentionOptions& options) {

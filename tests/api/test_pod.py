@@ -316,9 +316,9 @@ def test_wrong_tensors(target):
     plan(wrapper, both[1])
     with pytest.raises(ValueError, match="prefill side: num_qo_heads = 4"):
         wrapper.run(q[:, :4], k, v, both[1].q, cache)
-    with pytest.raises(TypeError, match="q_p must be a torch.Tensor|prefill side: q_p"):
+    with pytest.raises(TypeError, match="prefill side: q_p"):
         wrapper.run(None, k, v, both[1].q, cache)
-    with pytest.raises(ValueError, match="prefill side: v has .* tokens and k"):
+    with pytest.raises(ValueError, match=r"prefill side: v has \d+ tokens and k"):
         wrapper.run(q, k, v[:-1], both[1].q, cache)
     with pytest.raises(ValueError, match="decode side: q has shape"):
         wrapper.run(q, k, v, both[1].q[:-1], cache)

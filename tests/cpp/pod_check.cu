@@ -469,11 +469,11 @@ int main(int argc, char** argv) {
       int prefills, prefill, decodes, decode;
     };
     for (int page_size : {16, 1}) {
-      for (const Mix& m : {Mix{2, 2048, 128, 2048}, Mix{1, 2048, 128, 2048},
-                           Mix{1, 4096, 128, 4096}, Mix{1, 4096, 128, 8192},
-                           Mix{1, 512, 64, 8192}, Mix{1, 8192, 32, 1024}}) {
-        SideShape p{std::vector<int>(m.prefills, m.prefill), std::vector<int>(m.prefills, m.prefill),
-                    true, false, page_size};
+      for (const Mix& m :
+           {Mix{2, 2048, 128, 2048}, Mix{1, 2048, 128, 2048}, Mix{1, 4096, 128, 4096},
+            Mix{1, 4096, 128, 8192}, Mix{1, 512, 64, 8192}, Mix{1, 8192, 32, 1024}}) {
+        SideShape p{std::vector<int>(m.prefills, m.prefill),
+                    std::vector<int>(m.prefills, m.prefill), true, false, page_size};
         SideShape d{std::vector<int>(m.decodes, 1), std::vector<int>(m.decodes, m.decode), false,
                     false, page_size};
         time_mix("P " + std::to_string(m.prefills) + "x" + std::to_string(m.prefill) + " + D " +
