@@ -446,6 +446,25 @@ void time_mix(const std::string& name, const SideShape& prefill, const SideShape
   std::fflush(stdout);
 }
 
+void time_mixes(const std::vector<int>& page_sizes) {
+  struct Mix {
+    int prefills, prefill, decodes, decode;
+  };
+  for (int page_size : page_sizes) {
+    for (const Mix& m : {Mix{2, 2048, 128, 2048}, Mix{1, 2048, 128, 2048}, Mix{1, 4096, 128, 4096},
+                         Mix{1, 4096, 128, 8192}, Mix{1, 512, 64, 8192}, Mix{1, 8192, 32, 1024}}) {
+      SideShape p{std::vector<int>(m.prefills, m.prefill), std::vector<int>(m.prefills, m.prefill),
+                  true, false, page_size};
+      SideShape d{std::vector<int>(m.decodes, 1), std::vector<int>(m.decodes, m.decode), false,
+                  false, page_size};
+      time_mix("P " + std::to_string(m.prefills) + "x" + std::to_string(m.prefill) + " + D " +
+                   std::to_string(m.decodes) + "x" + std::to_string(m.decode) + ", page " +
+                   std::to_string(page_size),
+               p, d);
+    }
+  }
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -456,6 +475,7 @@ int main(int argc, char** argv) {
     check_pair("tiny", {{37}, {70}, true}, {{1, 1}, {33, 130}}, 4, 1);
     return num_failures != 0;
   }
+  if (argc > 1 && std::string(argv[1]) == "time") return time_mixes({16}), 0;
   check_pair("causal", {{150, 0, 3}, {333, 20, 3}, true}, decode, 8, 2);
   check_pair("more rows than keys", {{150, 9}, {33, 0}, true}, decode, 8, 2);
   check_pair("window, page 1", {{150}, {333}, false, false, 1, 40},
@@ -464,25 +484,7 @@ int main(int argc, char** argv) {
   check_pair("short chunks", {{20}, {4000}, true}, {{1, 1}, {9000, 65}}, 4, 1);
   check_pair("decode of several rows", {{300}, {300}, true}, {{4, 0, 2}, {700, 9, 200}, true}, 8,
              2);
-  if (!only_check) {
-    struct Mix {
-      int prefills, prefill, decodes, decode;
-    };
-    for (int page_size : {16, 1}) {
-      for (const Mix& m :
-           {Mix{2, 2048, 128, 2048}, Mix{1, 2048, 128, 2048}, Mix{1, 4096, 128, 4096},
-            Mix{1, 4096, 128, 8192}, Mix{1, 512, 64, 8192}, Mix{1, 8192, 32, 1024}}) {
-        SideShape p{std::vector<int>(m.prefills, m.prefill),
-                    std::vector<int>(m.prefills, m.prefill), true, false, page_size};
-        SideShape d{std::vector<int>(m.decodes, 1), std::vector<int>(m.decodes, m.decode), false,
-                    false, page_size};
-        time_mix("P " + std::to_string(m.prefills) + "x" + std::to_string(m.prefill) + " + D " +
-                     std::to_string(m.decodes) + "x" + std::to_string(m.decode) + ", page " +
-                     std::to_string(page_size),
-                 p, d);
-      }
-    }
-  }
+  if (!only_check) time_mixes({16, 1});
   std::printf("%d failures\n", num_failures);
   return num_failures != 0;
 }
