@@ -76,6 +76,12 @@ class _Wrapper:
         return self._decode.variant if last is None else last.launch.id
 
     @property
+    def launches(self) -> int | None:
+        """How many the last run() was: 1, or 2 where no kernel takes both sides; None before."""
+        last = self._joints.last
+        return None if last is None else last.launch.launches
+
+    @property
     def _backend(self) -> str:
         last = self._joints.last
         return self._decode._backend if last is None else last.launch.backend.name

@@ -1,8 +1,11 @@
 """The benchmark's arithmetic: operations and bytes of a row, and that its rows hang together."""
 
 import pytest
+import torch
+from preflash.cli.bench import pod
 from preflash.cli.bench import rows as bench_rows
 from preflash.cli.bench.rows import Baseline, Metric
+from preflash.cli.machine import choose_places
 from preflash.testing import cases
 
 
@@ -38,6 +41,25 @@ def test_gpu_rows_are_those_of_the_published_tables():
     assert {rows[f"mixed page {size}"].case.page_size for size in (1, 16, 64)} == {1, 16, 64}
     assert rows["append 512 on 8k x8"].case.kv_lens == (8192,) * 8
     assert rows["decode 4x32k page 16"].metric is Metric.GBPS
+
+
+def test_rows_of_prefill_beside_decode():
+    rows = pod.pod_rows_for("cuda", quick=False)
+    names = [row.name for row in rows]
+    assert len(set(names)) == len(names) == 12
+    assert {"pod 2x2048 + 128x2048 page 16", "pod 1x8192 + 32x1024 page 1"} <= set(names)
+    for row in rows:
+        assert set(row.decode.qo_lens) == {1}
+        assert (row.prefill.num_qo_heads, row.prefill.num_kv_heads) == (32, 8)
+
+
+def test_prefill_beside_decode_is_checked_and_timed():
+    (row,) = pod.pod_rows_for("cpu", quick=True)
+    place = choose_places("cpu")[0]
+    result = pod.measure_pod(row.with_dtype(torch.bfloat16), place, 1)
+    assert result.failure == result.absent == ""
+    assert (result.launches, set(result.us)) == (1, {pod.BOTH, pod.PREFILL, pod.DECODE})
+    assert row.name in str(pod.pod_table([result]))
 
 
 def test_flops_count_causal_as_half():

@@ -15,6 +15,7 @@ from .. import CommandError
 from ..console import Progress, Table
 from ..machine import Place, choose_places, torch_dtype
 from .measure import OURS, RAGGED, Result, measure_row
+from .pod import PodResult, PodRow, measure_pod, pod_rows_for, pod_table
 from .rows import Row, rows_for
 
 
@@ -29,19 +30,29 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     place = choose_places(args.backend)[0]
-    rows = _chosen_rows(args, place)
+    rows, pods = _chosen_rows(args, place)
     repeats = args.repeats or (3 if args.quick else 11 if place.device.type == "cuda" else 5)
     print(_headline(place, repeats))
     results = []
-    with Progress(len(rows), "bench") as progress:
+    beside: list[PodResult] = []
+    with Progress(len(rows) + len(pods), "bench") as progress:
         for row in rows:
             results.append(measure_row(row, place, repeats))
             progress.step(row.name)
-    print(_table(results))
-    _print_notes(results)
+        for pod in pods:
+            beside.append(measure_pod(pod, place, repeats))
+            progress.step(pod.name)
+    if results:
+        print(_table(results))
+        _print_notes(results)
+    if beside:
+        print(pod_table(beside))
+        print("\nof sum, of larger: the time of both in that of the prefill and the decode alone.")
     if args.json is not None:
-        args.json.write_text(json.dumps(_as_json(results, place, repeats), indent=2) + "\n")
-    failures = [result for result in results if result.failure]
+        document = _as_json(results, place, repeats)
+        document["pod"] = [_pod_as_json(result) for result in beside]
+        args.json.write_text(json.dumps(document, indent=2) + "\n")
+    failures = [result for result in (*results, *beside) if result.failure]
     for result in failures:
         print(f"FAILED {result.row.name}: {result.failure}")
     return 1 if failures else 0
@@ -54,17 +65,22 @@ def _positive(text: str) -> int:
     return value
 
 
-def _chosen_rows(args: argparse.Namespace, place: Place) -> list[Row]:
+def _chosen_rows(args: argparse.Namespace, place: Place) -> tuple[list[Row], list[PodRow]]:
     default = "bf16" if place.device.type == "cuda" or args.quick else "f32,bf16,f16"
     dtypes = [torch_dtype(name) for name in (args.dtype or default).split(",")]
     if unfit := [dtype for dtype in dtypes if dtype not in place.dtypes]:
         raise CommandError(f"--dtype {args.dtype}: {place.backend} does not take {unfit[0]}")
     every = rows_for(place.device.type, args.quick)
     named = [row for row in every if args.rows in row.name]
-    if not named:
-        names = ", ".join(row.name for row in every)
+    pods = pod_rows_for(place.device.type, args.quick)
+    named_pods = [row for row in pods if args.rows in row.name]
+    if not named and not named_pods:
+        names = ", ".join(row.name for row in (*every, *pods))
         raise CommandError(f"--rows {args.rows!r} names no row; there are: {names}")
-    return [row.with_dtype(dtype) for dtype in dtypes for row in named]
+    return (
+        [row.with_dtype(dtype) for dtype in dtypes for row in named],
+        [row.with_dtype(dtype) for dtype in dtypes for row in named_pods],
+    )
 
 
 def _headline(place: Place, repeats: int) -> str:
@@ -152,6 +168,20 @@ def _as_json(results: list[Result], place: Place, repeats: int) -> dict:
         "repeats": repeats,
     }
     return {"machine": machine, "rows": [_row_as_json(result) for result in results]}
+
+
+def _pod_as_json(result: PodResult) -> dict:
+    return {
+        "name": result.row.name,
+        "dtype": str(result.row.prefill.dtype).removeprefix("torch."),
+        "variant": result.variant,
+        "launches": result.launches,
+        "us": result.us,
+        "plan_us": result.plan_us,
+        "run_cpu_us": result.run_cpu_us,
+        "failure": result.failure,
+        "absent": result.absent,
+    }
 
 
 def _row_as_json(result: Result) -> dict:
