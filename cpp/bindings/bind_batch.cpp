@@ -68,16 +68,14 @@ void bind_batch(py::module_& m) {
            })
       .def("set_page_indices",
            [](Batch& batch, Address indices, std::int64_t count) {
-             batch.set_page_indices(pointer<const std::int32_t>(indices), count);
+             return batch.set_page_indices(pointer<const std::int32_t>(indices), count);
            })
-      .def("scan_page_indices",
-           [](Batch& batch, Address indices, std::int64_t count) {
-             batch.scan_page_indices(pointer<const std::int32_t>(indices), count);
+      .def("largest_page_of",
+           [](const Batch& batch, Address indices, std::int64_t count) {
+             return batch.largest_page_of(pointer<const std::int32_t>(indices), count);
            })
       .def_property_readonly("page_indices",
                              [](const Batch& batch) { return list_of(batch.page_indices()); })
-      .def_property_readonly("min_page", &Batch::min_page)
-      .def_property_readonly("max_page", &Batch::max_page)
       .def("first_qo_len_other_than",
            [](const Batch& batch, Address lengths) {
              return batch.first_qo_len_other_than(pointer<const std::int64_t>(lengths));

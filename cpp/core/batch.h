@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <span>
 #include <vector>
 
@@ -54,15 +55,15 @@ class Batch {
   // one.
   void write_mask_segments(std::int64_t* begin) const;
 
-  // Page indices that are on the host travel to the device inside the plan's own upload.
-  void set_page_indices(const std::int32_t* indices, std::int64_t count);
-  // Of page indices that stay where they are: min_page() and max_page() alone.
-  void scan_page_indices(const std::int32_t* indices, std::int64_t count);
-  std::span<const std::int32_t> page_indices() const { return page_indices_; }
-  // The smallest and the largest page that a request owns; only of indices given to
-  // one of the two.
-  std::int32_t min_page() const { return min_page_; }
-  std::int32_t max_page() const { return max_page_; }
+  // Page indices that are on the host travel to the device inside the plan's own upload. Returns
+  // the largest that a request owns, -1 where none does; throws std::invalid_argument for a
+  // negative one.
+  std::int32_t set_page_indices(const std::int32_t* indices, std::int64_t count);
+  // The same of page indices that stay where they are.
+  std::int32_t largest_page_of(const std::int32_t* indices, std::int64_t count) const;
+  std::span<const std::int32_t> page_indices() const {
+    return {page_indices_.get(), static_cast<std::size_t>(num_page_indices_)};
+  }
 
   // The first request whose length (or page list) differs from the caller's hint; -1: none does.
   int first_qo_len_other_than(const std::int64_t* lengths) const;
@@ -74,15 +75,17 @@ class Batch {
   void describe(SegmentProblem* problem) const;
 
  private:
+  // What lies before belongs to nobody.
+  std::int64_t first_used(std::int64_t count) const;
+
   std::vector<std::int32_t> qo_indptr_;
   std::vector<std::int32_t> kv_indptr_;
   std::vector<std::int32_t> last_page_len_;
   std::vector<std::int64_t> mask_indptr_;
-  std::vector<std::int32_t> page_indices_;
+  std::unique_ptr<std::int32_t[]> page_indices_;
+  std::int64_t num_page_indices_ = 0;
   std::int64_t mask_elements_ = 0;
   int page_size_ = 0;
-  std::int32_t min_page_ = 0;
-  std::int32_t max_page_ = -1;
 };
 
 }  // namespace preflash

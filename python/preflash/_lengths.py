@@ -165,9 +165,8 @@ def _attach_page_indices(
     if indices_buf is not None:
         return _for_buffer(batch, indices, indices_buf)
     if indices.is_cpu:
-        batch.set_page_indices(indices.data_ptr(), indices.numel())
-        _check_not_negative(batch.min_page)
-        return PageList(indices, on_device=None, largest=batch.max_page)
+        largest = batch.set_page_indices(indices.data_ptr(), indices.numel())
+        return PageList(indices, on_device=None, largest=largest)
     return PageList(indices, on_device=indices, largest=_largest_page(batch, indices))
 
 
@@ -183,22 +182,16 @@ def _for_buffer(batch: _core.Batch, indices: torch.Tensor, indices_buf: torch.Te
 def _largest_page(batch: _core.Batch, indices: torch.Tensor) -> int | None:
     """The largest of the pages in use, none of which is negative; None: not known."""
     if indices.is_cpu:
-        batch.scan_page_indices(indices.data_ptr(), indices.numel())
-        _check_not_negative(batch.min_page)
-        return batch.max_page
+        return batch.largest_page_of(indices.data_ptr(), indices.numel())
     if not debugging():
         return None
     used = indices[batch.kv_begin :]  # what lies before belongs to nobody, like what lies behind
     if used.numel() == 0:
         return None
     smallest, largest = torch.stack(torch.aminmax(used)).tolist()
-    _check_not_negative(smallest)
-    return largest
-
-
-def _check_not_negative(smallest: int) -> None:
     if smallest < 0:
         raise ValueError(f"paged_kv_indices holds {smallest}; page indices start at 0")
+    return largest
 
 
 def check_hints(a: BatchArguments, lengths: Lengths, device: torch.device) -> None:
