@@ -1,9 +1,10 @@
 #include "core/plan.h"
 
 #include <algorithm>
-#include <cstdlib>
+#include <charconv>
 #include <cstring>
 #include <string>
+#include <string_view>
 
 #include "registry/registry.h"
 
@@ -26,12 +27,13 @@ void check_architecture(Family family, const DeviceFacts& facts) {
   if (facts.compute_capability == 0) return;
   FoundLibrary found = Registry::instance().library(family);
   if (found.table == nullptr) return;  // find() says what is missing and what would work
-  std::string list = found.table->architectures;
+  const std::string_view list = found.table->architectures;
   for (std::size_t begin = 0; begin < list.size();) {
     std::size_t end = std::min(list.find(';', begin), list.size());
-    std::string name = list.substr(begin, end - begin);
-    int built_for = std::atoi(name.c_str());
-    bool ptx = name.find("PTX") != std::string::npos;
+    std::string_view name = list.substr(begin, end - begin);
+    int built_for = 0;
+    std::from_chars(name.data(), name.data() + name.size(), built_for);
+    bool ptx = name.find("PTX") != std::string_view::npos;
     bool nowhere_else = name.back() == 'a';
     bool same_generation = built_for / 10 == facts.compute_capability / 10;
     if (built_for == facts.compute_capability) return;
@@ -40,9 +42,10 @@ void check_architecture(Family family, const DeviceFacts& facts) {
   }
   throw NotCompiledError(
       "backend \"" + std::string(backend_of(family)) + "\": its kernels were compiled for sm " +
-      list + "; device " + std::to_string(facts.device) + " (" + facts.name + ") is sm " +
-      std::to_string(facts.compute_capability) + ". What would work: a build with PREFLASH_ARCHS=" +
-      std::to_string(facts.compute_capability) + ", or backend \"cpu\"");
+      std::string(list) + "; device " + std::to_string(facts.device) + " (" + facts.name +
+      ") is sm " + std::to_string(facts.compute_capability) +
+      ". What would work: a build with PREFLASH_ARCHS=" + std::to_string(facts.compute_capability) +
+      ", or backend \"cpu\"");
 }
 
 [[noreturn]] void refuse_size(const ForwardKernel& kernel, const DeviceFacts& facts) {

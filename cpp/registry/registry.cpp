@@ -6,6 +6,7 @@
 #include <mutex>
 #include <optional>
 #include <stdexcept>
+#include <unordered_map>
 #include <utility>
 
 #include "cpu/cpu_backend.h"
@@ -87,6 +88,9 @@ struct Registry::State {
   bool dir_used = false;
   std::optional<Loaded<DeviceServices>> cuda;
   std::array<std::optional<Loaded<KernelLibrary>>, std::size(kFamilies)> libraries;
+  // What find() found: every step of an engine asks for the same, and a library has some hundred
+  // kernels.
+  std::unordered_map<Variant, const ForwardKernel*, VariantHash> found;
 
   const Loaded<DeviceServices>& services() {
     if (!cuda) {
@@ -170,11 +174,16 @@ FoundLibrary Registry::library(Family family) {
 
 FoundKernel Registry::find(const Variant& wanted) {
   std::lock_guard lock(state_->mutex);
+  const auto known = state_->found.find(wanted);
+  if (known != state_->found.end()) return {.kernel = known->second};
   const Loaded<KernelLibrary>& found = state_->library(wanted.family);
   if (found.table == nullptr) {
     return {.error = describe_absent(wanted, found.error, state_->elsewhere(wanted))};
   }
-  if (const ForwardKernel* kernel = best_kernel(*found.table, wanted)) return {.kernel = kernel};
+  if (const ForwardKernel* kernel = best_kernel(*found.table, wanted)) {
+    state_->found.emplace(wanted, kernel);
+    return {.kernel = kernel};
+  }
   std::vector<Variant> compiled = variants_of(*found.table);
   return {.error = describe_miss(wanted, compiled, state_->elsewhere(wanted))};
 }

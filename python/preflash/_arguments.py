@@ -15,11 +15,12 @@ KvCache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class PlanArguments:
     """Those of plan() that both wrappers have.
 
-    NOTE: nobody writes to it, but of so many fields a frozen one costs plan() 3 us more.
+    NOTE: nobody writes to it, but of so many fields a frozen one costs plan() 3 us more, and names
+    in its call another one. A test sees to it that every argument gets into its field.
     """
 
     qo_indptr: torch.Tensor
@@ -57,14 +58,14 @@ class PlanArguments:
     uniform_q_len: int | None
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class RaggedPlanArguments(PlanArguments):
     kv_indptr: torch.Tensor
     v_indptr: torch.Tensor | None
     o_indptr: torch.Tensor | None
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class PagedPlanArguments(PlanArguments):
     paged_kv_indptr: torch.Tensor
     paged_kv_indices: torch.Tensor
@@ -73,7 +74,7 @@ class PagedPlanArguments(PlanArguments):
     block_tables: torch.Tensor | None
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class DecodePlanArguments:
     """Those of the decode wrapper's plan()."""
 

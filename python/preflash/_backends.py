@@ -103,7 +103,7 @@ class _KernelBackend:
     ) -> _core.Plan:
         refusal = self.refusal(device)
         if refusal is not None:
-            raise ValueError(refusal)
+            raise self._refused(refusal, options)
         return _core.Plan(self._family, ordinal_of(device), options, batch, *room)
 
     def plan_segments(
@@ -116,6 +116,10 @@ class _KernelBackend:
         if refusal is not None:
             raise ValueError(refusal)
         return _core.Plan.of_segments(self._family, ordinal_of(device), segments, float_bytes)
+
+    def _refused(self, refusal: str, options: _core.AttentionOptions) -> Exception:
+        """What plan() raises on a device that is not the backend's."""
+        return ValueError(refusal)
 
     def runner(self, launch: _core.Launch) -> Callable[..., bool]:
         return launch.run
@@ -138,6 +142,7 @@ def _why_no_isa() -> str | None:
 
 
 class _CpuBackend(_KernelBackend):
+    @functools.cache  # noqa: B019, backends live as long as the process
     def refusal(self, device: torch.device) -> str | None:
         if device.type != "cpu":
             return f"backend='cpu' computes on CPU tensors; the workspace is on {device}"
@@ -153,6 +158,7 @@ class _CpuBackend(_KernelBackend):
 
 
 class _CudaBackend(_KernelBackend):
+    @functools.cache  # noqa: B019
     def refusal(self, device: torch.device) -> str | None:
         if device.type != "cuda":
             return (
@@ -166,20 +172,14 @@ class _CudaBackend(_KernelBackend):
             )
         return None
 
-    def plan(
-        self,
-        device: torch.device,
-        options: _core.AttentionOptions,
-        batch: _core.Batch,
-        room: PlanRoom,
-    ) -> _core.Plan:
+    def _refused(self, refusal: str, options: _core.AttentionOptions) -> Exception:
         # A build without the kernels of one architecture says so wherever it is asked for them,
         # also on other devices.
-        if self._traits.one_architecture and self.refusal(device) is not None:
+        if self._traits.one_architecture:
             missing = self.missing_kernel(options)
             if missing is not None:
-                raise NotImplementedError(f"backend={self.name!r}: {missing}")
-        return super().plan(device, options, batch, room)
+                return NotImplementedError(f"backend={self.name!r}: {missing}")
+        return super()._refused(refusal, options)
 
 
 @functools.cache  # plan() asks more than once, and the facts of a device come as a dict
@@ -245,8 +245,11 @@ def check_name(name: object) -> str:
 
 def candidates(name: str, device: torch.device) -> tuple[Backend, ...]:
     """The backends to try, best first. An explicit name is never replaced by another backend."""
-    if name != "auto":
-        return (_EXPLICIT[name],)
+    return _preferred(device) if name == "auto" else (_EXPLICIT[name],)
+
+
+@functools.cache
+def _preferred(device: torch.device) -> tuple[Backend, ...]:
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"no backend computes on {device}; use CPU or CUDA tensors")
     families = _core.families_for(compute_capability(device))
@@ -256,7 +259,9 @@ def candidates(name: str, device: torch.device) -> tuple[Backend, ...]:
 def choose(name: str, device: torch.device, *options: _core.AttentionOptions) -> Backend:
     """The first candidate that serves the options, those of each segment, or the last; its plan()
     then says why not."""
-    *preferred, last = candidates(name, device)
+    if name != "auto":
+        return _EXPLICIT[name]
+    *preferred, last = _preferred(device)
     for backend in preferred:
         if all(backend.supports(device, one) is None for one in options):
             return backend

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 
 
+@functools.cache
 def ordinal_of(device: torch.device) -> int:
     """The device as kernel libraries number it: -1 is the CPU."""
     return device.index if device.type == "cuda" else -1

@@ -12,6 +12,10 @@ from . import _core
 from . import _validate as check
 from ._arguments import BatchArguments, PagedPlanArguments, RaggedPlanArguments
 
+# Names of their own for what every plan() asks.
+_Tensor = torch.Tensor
+_int32 = torch.int32
+
 _INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
 if hasattr(torch, "uint32"):
     _INTEGERS += (torch.uint32,)
@@ -90,13 +94,31 @@ def single_lengths(qo_len: int, kv_len: int) -> Lengths:
 
 
 def _index_array(name: str, value: Any, device: torch.device) -> torch.Tensor:
-    """An indptr, a list of pages or of last page lengths: 1-D int32, on the CPU or on `device`."""
+    """An indptr, a list of pages or of last page lengths: 1-D int32, on the CPU or on `device`.
+    Those on the CPU come back contiguous."""
+    try:
+        # Four arrays of every plan(): first what all of them are, in the order of the usual array,
+        # and else check by check for the one to name. NOTE: of one dimension none is nested.
+        if (
+            isinstance(value, _Tensor)
+            and value.dtype is _int32
+            and value.dim() == 1
+            and value.is_cpu
+            and value.is_contiguous()
+            and value.data_ptr()
+            and 4 * (value.storage_offset() + value.numel()) <= len(value.untyped_storage())
+        ):
+            return value
+    except (RuntimeError, ValueError):
+        pass  # as in check.tensor()
     value = check.tensor(name, value)
     if value.dtype != torch.int32:
         raise TypeError(f"{name} is {value.dtype}; must be torch.int32")
     if value.dim() != 1:
         raise ValueError(f"{name} has shape {tuple(value.shape)}; must be one-dimensional")
-    if not value.is_cpu and value.device != device:
+    if value.is_cpu:
+        return value.contiguous()
+    if value.device != device:
         raise ValueError(f"{name} is on {value.device}; must be on the CPU or on {device}")
     return value
 
@@ -104,10 +126,8 @@ def _index_array(name: str, value: Any, device: torch.device) -> torch.Tensor:
 def _on_host(*arrays: torch.Tensor) -> list[torch.Tensor]:
     """Contiguous CPU copies. Those on the GPU come over together: one copy, one wait."""
     remote = [array for array in arrays if not array.is_cpu]
-    if not remote:
-        return [array.contiguous() for array in arrays]
     pieces = iter(torch.cat(remote).cpu().split([array.numel() for array in remote]))
-    return [array.contiguous() if array.is_cpu else next(pieces) for array in arrays]
+    return [array if array.is_cpu else next(pieces) for array in arrays]
 
 
 def _make_batch(
@@ -119,28 +139,30 @@ def _make_batch(
     kv_name: str,
 ) -> _core.Batch:
     """The batch of checked index arrays; page_size 0 is ragged. The planner checks values."""
-    if qo_indptr.numel() == 0:
+    elements = qo_indptr.numel()
+    if elements == 0:
         raise ValueError("qo_indptr is empty; must have batch_size + 1 elements")
-    if kv_indptr.numel() != qo_indptr.numel():
+    if kv_indptr.numel() != elements:
         raise ValueError(
-            f"{kv_name} has {kv_indptr.numel()} elements and qo_indptr {qo_indptr.numel()}; "
+            f"{kv_name} has {kv_indptr.numel()} elements and qo_indptr {elements}; "
             "both must have batch_size + 1"
         )
-    num_requests = qo_indptr.numel() - 1
+    num_requests = elements - 1
     if last_page_len is None:
-        host = (*_on_host(qo_indptr, kv_indptr), None)
-    else:
-        if last_page_len.numel() != num_requests:
-            raise ValueError(
-                f"paged_kv_last_page_len has {last_page_len.numel()} elements; must have "
-                f"batch_size = {num_requests}"
-            )
-        host = _on_host(qo_indptr, kv_indptr, last_page_len)
-    qo, kv, last = host
+        if not (qo_indptr.is_cpu and kv_indptr.is_cpu):
+            qo_indptr, kv_indptr = _on_host(qo_indptr, kv_indptr)
+        return _core.Batch(qo_indptr.data_ptr(), kv_indptr.data_ptr(), 0, num_requests, page_size)
+    if last_page_len.numel() != num_requests:
+        raise ValueError(
+            f"paged_kv_last_page_len has {last_page_len.numel()} elements; must have "
+            f"batch_size = {num_requests}"
+        )
+    if not (qo_indptr.is_cpu and kv_indptr.is_cpu and last_page_len.is_cpu):
+        qo_indptr, kv_indptr, last_page_len = _on_host(qo_indptr, kv_indptr, last_page_len)
     return _core.Batch(
-        qo.data_ptr(),
-        kv.data_ptr(),
-        0 if last is None else last.data_ptr(),
+        qo_indptr.data_ptr(),
+        kv_indptr.data_ptr(),
+        last_page_len.data_ptr(),
         num_requests,
         page_size,
     )
@@ -154,19 +176,20 @@ def _attach_page_indices(
     Those on the host are copied, so that the caller may change his, and travel with the plan's
     upload; those on the GPU stay where they are. With a buffer for them, all are read from there.
     """
-    if batch.kv_end > indices.numel():
-        raise ValueError(
-            f"paged_kv_indices has {indices.numel()} elements; paged_kv_indptr[-1] = "
-            f"{batch.kv_end} pages are in use"
-        )
-    if indices.numel() != batch.kv_end:
-        indices = indices[: max(batch.kv_end, 0)]
-    indices = indices.contiguous()
+    given, used = indices.numel(), batch.kv_end
+    if used != given:
+        if used > given:
+            raise ValueError(
+                f"paged_kv_indices has {given} elements; paged_kv_indptr[-1] = {used} pages are in "
+                "use"
+            )
+        used = max(used, 0)
+        indices = indices[:used]
     if indices_buf is not None:
-        return _for_buffer(batch, indices, indices_buf)
+        return _for_buffer(batch, indices.contiguous(), indices_buf)
     if indices.is_cpu:
-        largest = batch.set_page_indices(indices.data_ptr(), indices.numel())
-        return PageList(indices, on_device=None, largest=largest)
+        return PageList(indices, None, batch.set_page_indices(indices.data_ptr(), used))
+    indices = indices.contiguous()
     return PageList(indices, on_device=indices, largest=_largest_page(batch, indices))
 
 

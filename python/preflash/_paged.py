@@ -189,48 +189,17 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillWrapper, PagedEngineAttrib
             NotImplementedError: no compiled kernel serves it, or an option of a later release.
             The wrapper keeps the plan it had.
         """
-        super()._plan(
-            PagedPlanArguments(
-                qo_indptr=qo_indptr,
-                paged_kv_indptr=paged_kv_indptr,
-                paged_kv_indices=paged_kv_indices,
-                paged_kv_last_page_len=paged_kv_last_page_len,
-                num_qo_heads=num_qo_heads,
-                num_kv_heads=num_kv_heads,
-                head_dim=head_dim,
-                page_size=page_size,
-                custom_mask=custom_mask,
-                packed_custom_mask=packed_custom_mask,
-                causal=causal,
-                pos_encoding_mode=pos_encoding_mode,
-                allow_fp16_qk_reduction=allow_fp16_qk_reduction,
-                sm_scale=sm_scale,
-                window_left=window_left,
-                logits_soft_cap=logits_soft_cap,
-                rope_scale=rope_scale,
-                rope_theta=rope_theta,
-                q_data_type=q_data_type,
-                kv_data_type=kv_data_type,
-                non_blocking=non_blocking,
-                head_dim_qk=head_dim_qk,
-                head_dim_vo=head_dim_vo,
-                use_fp16_qk_reduction=use_fp16_qk_reduction,
-                o_data_type=o_data_type,
-                o_dtype=o_dtype,
-                prefix_len_ptr=prefix_len_ptr,
-                token_pos_in_items_ptr=token_pos_in_items_ptr,
-                token_pos_in_items_len=token_pos_in_items_len,
-                max_item_len_ptr=max_item_len_ptr,
-                seq_lens=seq_lens,
-                seq_lens_q=seq_lens_q,
-                block_tables=block_tables,
-                max_token_per_sequence=max_token_per_sequence,
-                max_sequence_kv=max_sequence_kv,
-                fixed_split_size=fixed_split_size,
-                disable_split_kv=disable_split_kv,
-                uniform_q_len=uniform_q_len,
-            )
-        )
+        a = PagedPlanArguments(
+            qo_indptr, num_qo_heads, num_kv_heads, head_dim, custom_mask, packed_custom_mask,
+            causal, pos_encoding_mode, allow_fp16_qk_reduction, sm_scale, window_left,
+            logits_soft_cap, rope_scale, rope_theta, q_data_type, kv_data_type, non_blocking,
+            head_dim_qk, head_dim_vo, use_fp16_qk_reduction, o_data_type, o_dtype, prefix_len_ptr,
+            token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr, seq_lens, seq_lens_q,
+            max_token_per_sequence, max_sequence_kv, fixed_split_size, disable_split_kv,
+            uniform_q_len, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, page_size,
+            block_tables,
+        )  # fmt: skip
+        super()._plan(a)
 
     @same_arguments_as(plan, PagedPlanArguments)
     def _paged_arguments(self, a: PagedPlanArguments) -> PagedPlanArguments:

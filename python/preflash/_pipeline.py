@@ -111,42 +111,29 @@ def place(
 def expected_of(request: Request, device: torch.device) -> Expected:
     """What run() may find."""
     batch, pages = request.lengths
-    return Expected(
-        options=request.options,
-        device=device,
-        kv_layout=request.kv_layout,
-        qo_tokens=batch.qo_end,
-        kv_tokens=batch.kv_end,
-        page_size=batch.page_size,
-        largest_page=None if pages is None else pages.largest,
-    )
-
-
-class Handover(NamedTuple):
-    """An object and its next `_state`, which is set in the same breath as a copy is started, before
-    any signal handler can raise: what an interrupted plan() leaves is either the old state with its
-    work list or the new one with its own."""
-
-    owner: object
-    state: object
-
-
-_NOBODY = Handover(None, None)
+    largest_page = None if pages is None else pages.largest
+    return Expected(request.options, device, request.kv_layout, batch, largest_page)
 
 
 def upload(
     workspace: Workspace,
     variants: Iterable[PlannedVariant],
     request: Request,
-    handover: Handover = _NOBODY,
+    owner: object = None,
+    state: object = None,
 ) -> None:
     """Starts the copies of placed plans' work lists to the device. Nobody waits for them: the
-    staging memory is the uploader's own, and a run on another stream is ordered behind it."""
+    staging memory is the uploader's own, and a run on another stream is ordered behind it.
+
+    owner, state: an object and its next `_state`, which is set in the same breath as a copy is
+    started, before any signal handler can raise: what an interrupted plan() leaves is either the
+    old state with its work list or the new one with its own.
+    """
     page_indices = request.page_indices
     _core.write_plans(
         [(variant.device_plan, variant.plan) for variant in variants],
         0 if page_indices is None else page_indices.data_ptr(),
         workspace.device_stream.stream(),
-        handover.owner,
-        handover.state,
+        owner,
+        state,
     )

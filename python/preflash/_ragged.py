@@ -150,46 +150,16 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillWrapper, RaggedEngineAttr
             NotImplementedError: no compiled kernel serves it, or an option of a later release.
             The wrapper keeps the plan it had.
         """
-        super()._plan(
-            RaggedPlanArguments(
-                qo_indptr=qo_indptr,
-                kv_indptr=kv_indptr,
-                num_qo_heads=num_qo_heads,
-                num_kv_heads=num_kv_heads,
-                head_dim=head_dim,
-                custom_mask=custom_mask,
-                packed_custom_mask=packed_custom_mask,
-                causal=causal,
-                pos_encoding_mode=pos_encoding_mode,
-                allow_fp16_qk_reduction=allow_fp16_qk_reduction,
-                window_left=window_left,
-                logits_soft_cap=logits_soft_cap,
-                sm_scale=sm_scale,
-                rope_scale=rope_scale,
-                rope_theta=rope_theta,
-                q_data_type=q_data_type,
-                kv_data_type=kv_data_type,
-                non_blocking=non_blocking,
-                head_dim_qk=head_dim_qk,
-                head_dim_vo=head_dim_vo,
-                use_fp16_qk_reduction=use_fp16_qk_reduction,
-                o_data_type=o_data_type,
-                o_dtype=o_dtype,
-                prefix_len_ptr=prefix_len_ptr,
-                token_pos_in_items_ptr=token_pos_in_items_ptr,
-                token_pos_in_items_len=token_pos_in_items_len,
-                max_item_len_ptr=max_item_len_ptr,
-                seq_lens=seq_lens,
-                seq_lens_q=seq_lens_q,
-                max_token_per_sequence=max_token_per_sequence,
-                max_sequence_kv=max_sequence_kv,
-                fixed_split_size=fixed_split_size,
-                disable_split_kv=disable_split_kv,
-                uniform_q_len=uniform_q_len,
-                v_indptr=v_indptr,
-                o_indptr=o_indptr,
-            )
-        )
+        a = RaggedPlanArguments(
+            qo_indptr, num_qo_heads, num_kv_heads, head_dim, custom_mask, packed_custom_mask,
+            causal, pos_encoding_mode, allow_fp16_qk_reduction, sm_scale, window_left,
+            logits_soft_cap, rope_scale, rope_theta, q_data_type, kv_data_type, non_blocking,
+            head_dim_qk, head_dim_vo, use_fp16_qk_reduction, o_data_type, o_dtype, prefix_len_ptr,
+            token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr, seq_lens, seq_lens_q,
+            max_token_per_sequence, max_sequence_kv, fixed_split_size, disable_split_kv,
+            uniform_q_len, kv_indptr, v_indptr, o_indptr,
+        )  # fmt: skip
+        super()._plan(a)
 
     @same_arguments_as(plan, RaggedPlanArguments)
     def begin_forward(self, a: RaggedPlanArguments) -> None:

@@ -26,10 +26,23 @@ class Expected(NamedTuple):
     options: _core.AttentionOptions
     device: torch.device
     kv_layout: str
-    qo_tokens: int  # at least; q may have more
-    kv_tokens: int  # ragged: the tokens in use
-    page_size: int  # 0: ragged
+    batch: _core.Batch
     largest_page: int | None
+
+    @property
+    def qo_tokens(self) -> int:
+        """At least; q may have more."""
+        return self.batch.qo_end
+
+    @property
+    def kv_tokens(self) -> int:
+        """Ragged: the tokens in use."""
+        return self.batch.kv_end
+
+    @property
+    def page_size(self) -> int:
+        """0: ragged."""
+        return self.batch.page_size
 
 
 def signature(value: torch.Tensor | None) -> tuple | None:

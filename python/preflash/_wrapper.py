@@ -18,7 +18,7 @@ from ._graph import GraphMode
 from ._masks import MaskSource
 from ._options import batch_options
 from ._outputs import Outputs
-from ._pipeline import Draft, Handover, Request
+from ._pipeline import Draft, Request
 from ._planned import Place, PlannedVariant
 from ._scales import Scales, folded_scales, softmax_scale
 from ._workspace import Workspace, check_buffer
@@ -260,7 +260,7 @@ class BatchPrefillWrapper(EngineAttributes):
     def _install(self, drafted: _Drafted) -> None:
         """Uploads a plan that has passed every check and makes it the wrapper's."""
         before = self._state
-        workspace, draft, asked, options = drafted[:4]
+        workspace, draft, asked, options, refreshed, copy_in = drafted
         # Without use_cuda_graph=True a graph goes on with the work list that it has captured.
         captured = before.captured if self._graph is None else before.captured_so_far()
         request = asked.request
@@ -270,7 +270,7 @@ class BatchPrefillWrapper(EngineAttributes):
         primary = self._placed(workspace, draft, request, captured)
         others = {
             other: self._placed(workspace, again, request._replace(options=other), captured)
-            for other, again in drafted.refreshed.items()
+            for other, again in refreshed.items()
         }
         usual = primary if as_asked else others.get(asked.request.options)
         planned = _Planned(asked, asked.scales, usual, primary, options, others)
@@ -286,9 +286,9 @@ class BatchPrefillWrapper(EngineAttributes):
             ran = () if before.planned is None else before.planned.variants()
             self._graph.order_behind_runs(ran, captured.values())
             self._graph.reserve(draft.plan.int_bytes)
-            if drafted.copy_in is not None:
-                drafted.copy_in()
-        _pipeline.upload(workspace, (primary, *others.values()), request, Handover(self, after))
+            if copy_in is not None:
+                copy_in()
+        _pipeline.upload(workspace, (primary, *others.values()), request, self, after)
         if before.planned is not None and not before.planned.primary.shared:
             before.workspace.give_back(before.planned.primary.int_buffer)
 
@@ -300,9 +300,11 @@ class BatchPrefillWrapper(EngineAttributes):
         captured: Mapping[_core.AttentionOptions, Place],
     ) -> PlannedVariant:
         """Where a graph looks for it, if one does; else in memory that no graph looks at."""
-        where = captured.get(request.options)
-        if where is None and captured:
-            workspace = workspace.beside()
+        where = None
+        if captured:
+            where = captured.get(request.options)
+            if where is None:
+                workspace = workspace.beside()
         return _pipeline.place(workspace, draft, request, where)
 
     def _planned(self) -> _Planned:

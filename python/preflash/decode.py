@@ -210,35 +210,13 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
             NotImplementedError: no compiled kernel serves it, or an option of a later release.
             The wrapper keeps the plan it had.
         """
-        super()._plan(
-            self._as_prefill(
-                DecodePlanArguments(
-                    indptr=indptr,
-                    indices=indices,
-                    last_page_len=last_page_len,
-                    num_qo_heads=num_qo_heads,
-                    num_kv_heads=num_kv_heads,
-                    head_dim=head_dim,
-                    page_size=page_size,
-                    pos_encoding_mode=pos_encoding_mode,
-                    window_left=window_left,
-                    logits_soft_cap=logits_soft_cap,
-                    q_data_type=q_data_type,
-                    kv_data_type=kv_data_type,
-                    data_type=data_type,
-                    sm_scale=sm_scale,
-                    rope_scale=rope_scale,
-                    rope_theta=rope_theta,
-                    non_blocking=non_blocking,
-                    block_tables=block_tables,
-                    seq_lens=seq_lens,
-                    fixed_split_size=fixed_split_size,
-                    disable_split_kv=disable_split_kv,
-                    o_data_type=o_data_type,
-                    q_len_per_req=q_len_per_req,
-                )
-            )
-        )
+        a = DecodePlanArguments(
+            indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size,
+            pos_encoding_mode, window_left, logits_soft_cap, q_data_type, kv_data_type, data_type,
+            sm_scale, rope_scale, rope_theta, non_blocking, block_tables, seq_lens,
+            fixed_split_size, disable_split_kv, o_data_type, q_len_per_req,
+        )  # fmt: skip
+        super()._plan(self._as_prefill(a))
 
     @same_arguments_as(plan, DecodePlanArguments)
     def begin_forward(self, a: DecodePlanArguments) -> None:

@@ -6,6 +6,7 @@ import inspect
 import preflash
 import pytest
 from preflash import _arguments
+from preflash._wrapper import BatchPrefillWrapper
 
 REQUIRED = inspect.Parameter.empty
 NONE = None
@@ -276,9 +277,16 @@ def test_every_public_function_is_documented(name):
     [
         (preflash.BatchPrefillWithPagedKVCacheWrapper, _arguments.PagedPlanArguments),
         (preflash.BatchPrefillWithRaggedKVCacheWrapper, _arguments.RaggedPlanArguments),
+        (preflash.BatchDecodeWithPagedKVCacheWrapper, _arguments.DecodePlanArguments),
     ],
 )
-def test_every_argument_of_plan_is_handed_on(wrapper, arguments):
-    parameters = list(inspect.signature(wrapper.plan).parameters)
-    assert parameters[0] == "self"
-    assert {field.name for field in dataclasses.fields(arguments)} == set(parameters[1:])
+def test_every_argument_of_plan_is_handed_on(wrapper, arguments, monkeypatch):
+    names = list(inspect.signature(wrapper.plan).parameters)
+    assert names[0] == "self"
+    received = []
+    monkeypatch.setattr(wrapper, "_as_prefill", lambda self, a: a, raising=False)
+    monkeypatch.setattr(BatchPrefillWrapper, "_plan", lambda self, a: received.append(a))
+    wrapper.plan(object.__new__(wrapper), **{name: f"that of {name}" for name in names[1:]})
+    (got,) = received
+    assert type(got) is arguments
+    assert dataclasses.asdict(got) == {name: f"that of {name}" for name in names[1:]}
