@@ -2,45 +2,20 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <array>
 #include <functional>
 #include <memory>
-#include <stdexcept>
 #include <string>
-#include <tuple>
 #include <type_traits>
 #include <utility>
 #include <vector>
 
 #include "bindings/bindings.h"
-#include "core/launch.h"
-#include "cpu/interrupt.h"
+#include "core/device_plan.h"
 
 namespace preflash {
 namespace {
 
 namespace py = pybind11;
-
-using TokenHead = std::array<std::int64_t, 2>;      // strides of [token, head]
-using TokenHeadRows = std::array<std::int64_t, 3>;  // and the number of tokens
-// Strides of [page, token, head], then the numbers of pages and of tokens in one.
-using PageTokenHead = std::array<std::int64_t, 5>;
-
-RowTensor row_tensor(const TokenHead& strides) {
-  return {.stride_token = strides[0], .stride_head = strides[1]};
-}
-
-RowTensor row_tensor(const TokenHeadRows& numbers) {
-  return {.stride_token = numbers[0], .stride_head = numbers[1], .num_tokens = numbers[2]};
-}
-
-KvTensor kv_tensor(const PageTokenHead& numbers) {
-  return {.stride_page = numbers[0],
-          .stride_token = numbers[1],
-          .stride_head = numbers[2],
-          .num_pages = numbers[3],
-          .num_tokens = numbers[4]};
-}
 
 // Visits every option with its name in Python and an accessor.
 template <class Visit>
@@ -145,30 +120,10 @@ std::shared_ptr<Plan> make_plan(Family family, int device, const PerSegment<Plan
   return std::make_shared<Plan>(family, device, requests, float_workspace_bytes);
 }
 
-// One of a list's items for each segment.
-template <class T, class Convert>
-PerSegment<T> per_segment(const py::sequence& given, Convert&& convert) {
-  if (given.empty() || given.size() > kMaxSegments) {
-    throw py::value_error("a launch has one or two segments, not " + std::to_string(given.size()));
-  }
-  PerSegment<T> items;
-  for (const py::handle item : given) items.add(convert(item));
-  return items;
-}
-
 PlanRequest plan_request(const py::handle& given) {
   auto [options, batch, graph_max_rows] =
       given.cast<std::tuple<AttentionOptions, std::shared_ptr<Batch>, std::int32_t>>();
   return {.options = options, .batch = std::move(batch), .graph_max_rows = graph_max_rows};
-}
-
-RunTensors run_tensors(const TokenHeadRows& q, const PageTokenHead& k, const PageTokenHead& v,
-                       const TokenHead& o, const TokenHead& lse) {
-  return {.q = row_tensor(q),
-          .k = kv_tensor(k),
-          .v = kv_tensor(v),
-          .o = row_tensor(o),
-          .lse = {.stride_token = lse[0], .stride_head = lse[1]}};
 }
 
 // A plan and where it goes.
@@ -193,79 +148,6 @@ void write(const std::vector<Placement>& placements, const py::object& page_indi
     for (const auto& [place, plan] : placements) place->write(plan, upload);
   }
   if (!owner.is_none()) py::setattr(owner, "_state", state);
-}
-
-// extras: null, or those that this run has.
-SegmentArguments segment_arguments(Address q, Address k, Address v, Address o, Address lse,
-                                   float sm_scale, float out_scale, float lse_scale,
-                                   const RunExtras* extras) {
-  return {.q = pointer<const void>(q),
-          .k = pointer<const void>(k),
-          .v = pointer<const void>(v),
-          .o = pointer<void>(o),
-          .lse = pointer<float>(lse),
-          .extras = extras == nullptr ? RunExtras{} : *extras,
-          .sm_scale = sm_scale,
-          .out_scale = out_scale,
-          .lse_scale = lse_scale};
-}
-
-// Positional signatures: keyword matching would cost a third of the whole call.
-bool run(Launch& launch, Address q, Address k, Address v, Address o, Address lse,
-         Address float_workspace, Address stream, float sm_scale, float out_scale, float lse_scale,
-         const RunExtras* extras) {
-  return launch.run(
-      {.segments = segment_arguments(q, k, v, o, lse, sm_scale, out_scale, lse_scale, extras),
-       .float_workspace = pointer<void>(float_workspace),
-       .stream = pointer<void>(stream)});
-}
-
-// Runs Python's signal handlers, as the interpreter does between bytecodes: Ctrl-C raises there.
-bool signal_handler_raised() {
-  py::gil_scoped_acquire acquire;
-  return PyErr_CheckSignals() != 0;
-}
-
-// Without the interpreter's lock. Throws what a signal handler raised meanwhile.
-bool run_interruptibly(Launch& launch, const RunArguments& arguments) {
-  const cpu::InterruptScope interruptible(&signal_handler_raised);
-  try {
-    return launch.run(arguments);
-  } catch (const std::runtime_error&) {
-    py::gil_scoped_acquire acquire;
-    if (PyErr_Occurred() != nullptr) throw py::error_already_set();
-    throw;
-  }
-}
-
-// The same on so many threads of the CPU.
-bool run_on_threads(Launch& launch, int num_threads, Address q, Address k, Address v, Address o,
-                    Address lse, Address float_workspace, Address stream, float sm_scale,
-                    float out_scale, float lse_scale, const RunExtras* extras) {
-  check_num_threads(num_threads);
-  return run_interruptibly(launch, {.segments = segment_arguments(q, k, v, o, lse, sm_scale,
-                                                                  out_scale, lse_scale, extras),
-                                    .float_workspace = pointer<void>(float_workspace),
-                                    .stream = pointer<void>(stream),
-                                    .num_threads = num_threads});
-}
-
-// One (q, k, v, o, lse, sm_scale, out_scale, lse_scale, extras) for each segment.
-bool run_segments(Launch& launch, const py::sequence& segments, Address float_workspace,
-                  Address stream, int num_threads) {
-  check_num_threads(num_threads);
-  RunArguments arguments{.segments = per_segment<SegmentArguments>(
-                             segments,
-                             [](const py::handle& given) {
-                               using Row = std::tuple<Address, Address, Address, Address, Address,
-                                                      float, float, float, const RunExtras*>;
-                               return std::apply(&segment_arguments, given.cast<Row>());
-                             }),
-                         .float_workspace = pointer<void>(float_workspace),
-                         .stream = pointer<void>(stream),
-                         .num_threads = num_threads};
-  py::gil_scoped_release release;
-  return run_interruptibly(launch, arguments);
 }
 
 }  // namespace
@@ -323,31 +205,6 @@ void bind_plan(py::module_& m) {
           py::arg("stream"), py::call_guard<py::gil_scoped_release>());
   m.def("write_plans", &write, py::arg("placements"), py::arg("page_indices"), py::arg("stream"),
         py::arg("owner"), py::arg("state"));
-  py::class_<Launch>(m, "Launch")
-      .def(py::init([](std::shared_ptr<DevicePlan> place, const TokenHeadRows& q,
-                       const PageTokenHead& k, const PageTokenHead& v, const TokenHead& o,
-                       const TokenHead& lse) {
-             return std::make_unique<Launch>(std::move(place), run_tensors(q, k, v, o, lse));
-           }),
-           py::arg("place"), py::arg("q"), py::arg("k"), py::arg("v"), py::arg("o"), py::arg("lse"))
-      .def_static(
-          "of_segments",
-          [](std::shared_ptr<DevicePlan> place, const py::sequence& segments) {
-            auto tensors = [](const py::handle& given) {
-              using Row =
-                  std::tuple<TokenHeadRows, PageTokenHead, PageTokenHead, TokenHead, TokenHead>;
-              return std::apply(&run_tensors, given.cast<Row>());
-            };
-            return std::make_unique<Launch>(std::move(place),
-                                            per_segment<RunTensors>(segments, tensors));
-          },
-          "Bound to (q, k, v, o, lse) of each segment.", py::arg("place"), py::arg("segments"))
-      // Other Python threads go on meanwhile: on the CPU this is the computation, and on a GPU a
-      // launch waits where the queue is full, maybe for a host callback that needs the interpreter.
-      .def("run", &run, py::call_guard<py::gil_scoped_release>())
-      .def("run_on_threads", &run_on_threads, py::call_guard<py::gil_scoped_release>())
-      .def("run_segments", &run_segments, py::arg("segments"), py::arg("float_workspace"),
-           py::arg("stream"), py::arg("num_threads"));
 }
 
 }  // namespace preflash

@@ -5,6 +5,9 @@
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
+#include <string>
+
+#include "preflash/per_segment.h"
 
 namespace preflash {
 
@@ -15,8 +18,21 @@ T* pointer(Address address) {
   return reinterpret_cast<T*>(address);
 }
 
+// One of a list's items for each segment.
+template <class T, class Convert>
+PerSegment<T> per_segment(const pybind11::sequence& given, Convert&& convert) {
+  if (given.empty() || given.size() > kMaxSegments) {
+    throw pybind11::value_error("a launch has one or two segments, not " +
+                                std::to_string(given.size()));
+  }
+  PerSegment<T> items;
+  for (const pybind11::handle item : given) items.add(convert(item));
+  return items;
+}
+
 void bind_batch(pybind11::module_& m);
 void bind_plan(pybind11::module_& m);
+void bind_launch(pybind11::module_& m);
 void bind_ops(pybind11::module_& m);
 void bind_introspection(pybind11::module_& m);
 

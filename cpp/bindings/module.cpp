@@ -17,5 +17,6 @@ PYBIND11_MODULE(_core, m) {
   preflash::bind_introspection(m);
   preflash::bind_batch(m);
   preflash::bind_plan(m);
+  preflash::bind_launch(m);
   preflash::bind_ops(m);
 }

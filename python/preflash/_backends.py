@@ -122,7 +122,7 @@ class _KernelBackend:
         return ValueError(refusal)
 
     def runner(self, launch: _core.Launch) -> Callable[..., bool]:
-        return launch.run
+        return launch.starter(None)
 
     def runner_of_segments(self, launch: _core.Launch) -> Callable[..., bool]:
         return launch.run_segments
@@ -149,12 +149,7 @@ class _CpuBackend(_KernelBackend):
         return _why_no_isa()
 
     def runner(self, launch: _core.Launch) -> Callable[..., bool]:
-        run, threads = launch.run_on_threads, torch.get_num_threads
-
-        def run_on_torch_threads(*arguments: float) -> bool:
-            return run(threads(), *arguments)
-
-        return run_on_torch_threads
+        return launch.starter(torch.get_num_threads)
 
 
 class _CudaBackend(_KernelBackend):

@@ -1,6 +1,6 @@
 """The compiled module. Addresses, streams and strides are integers; device -1 is the CPU."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, overload
 
 __version__: str
@@ -314,39 +314,14 @@ class Launch:
     def of_segments(place: DevicePlan, segments: Sequence[tuple]) -> Launch:
         """segments: (q, k, v, o, lse) of each."""
 
-    def run(
-        self,
-        q: int,
-        k: int,
-        v: int,
-        o: int,
-        lse: int,
-        float_workspace: int,
-        stream: int,
-        sm_scale: float,
-        out_scale: float,
-        lse_scale: float,
-        extras: RunExtras | None,
-        /,
-    ) -> bool:
-        """True where the launch was captured into a CUDA graph."""
+    def starter(self, num_threads: Callable[[], int] | None) -> Callable[..., bool]:
+        """The function (q, k, v, o, lse, float_workspace, stream: int, sm_scale, out_scale,
+        lse_scale: float, extras: RunExtras | None) that starts it; True where the launch was
+        captured into a CUDA graph.
 
-    def run_on_threads(
-        self,
-        num_threads: int,
-        q: int,
-        k: int,
-        v: int,
-        o: int,
-        lse: int,
-        float_workspace: int,
-        stream: int,
-        sm_scale: float,
-        out_scale: float,
-        lse_scale: float,
-        extras: RunExtras | None,
-        /,
-    ) -> bool: ...
+        num_threads: asked at every call; None: not on the CPU.
+        """
+
     def run_segments(
         self, segments: Sequence[tuple], float_workspace: int, stream: int, num_threads: int
     ) -> bool:

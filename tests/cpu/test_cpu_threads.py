@@ -97,15 +97,18 @@ def test_a_short_call_does_not_wait_for_a_long_one():
 def test_every_call_has_its_own_number_of_threads(monkeypatch):
     """Two calls that are under way at once; neither changes the other's number."""
     both_inside = threading.Barrier(2, timeout=60)
-    original = _core.Launch.run_on_threads
+    original = _core.Launch.starter
     seen = {}
 
-    def spy(launch, num_threads, *arguments):
-        both_inside.wait()
-        seen[threading.get_ident()] = num_threads
-        original(launch, num_threads, *arguments)
+    def starter(launch, num_threads):
+        def spy():
+            seen[threading.get_ident()] = number = num_threads()
+            both_inside.wait()
+            return number
 
-    monkeypatch.setattr(_core.Launch, "run_on_threads", spy)
+        return original(launch, spy)
+
+    monkeypatch.setattr(_core.Launch, "starter", starter)
     inputs = build(CASE)
 
     def call(num_threads):

@@ -1,0 +1,230 @@
+// Launches for Python. A run() of the wrappers comes through here for every layer, so that its call
+// is one of CPython's own: pybind11's dispatcher takes longer than all that the call does.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <array>
+#include <exception>
+#include <memory>
+#include <stdexcept>
+#include <tuple>
+#include <utility>
+
+#include "bindings/bindings.h"
+#include "core/launch.h"
+#include "cpu/interrupt.h"
+
+namespace preflash {
+namespace {
+
+namespace py = pybind11;
+
+using TokenHead = std::array<std::int64_t, 2>;      // strides of [token, head]
+using TokenHeadRows = std::array<std::int64_t, 3>;  // and the number of tokens
+// Strides of [page, token, head], then the numbers of pages and of tokens in one.
+using PageTokenHead = std::array<std::int64_t, 5>;
+
+RowTensor row_tensor(const TokenHead& strides) {
+  return {.stride_token = strides[0], .stride_head = strides[1]};
+}
+
+RowTensor row_tensor(const TokenHeadRows& numbers) {
+  return {.stride_token = numbers[0], .stride_head = numbers[1], .num_tokens = numbers[2]};
+}
+
+KvTensor kv_tensor(const PageTokenHead& numbers) {
+  return {.stride_page = numbers[0],
+          .stride_token = numbers[1],
+          .stride_head = numbers[2],
+          .num_pages = numbers[3],
+          .num_tokens = numbers[4]};
+}
+
+RunTensors run_tensors(const TokenHeadRows& q, const PageTokenHead& k, const PageTokenHead& v,
+                       const TokenHead& o, const TokenHead& lse) {
+  return {.q = row_tensor(q),
+          .k = kv_tensor(k),
+          .v = kv_tensor(v),
+          .o = row_tensor(o),
+          .lse = {.stride_token = lse[0], .stride_head = lse[1]}};
+}
+
+// extras: null, or those that this run has.
+SegmentArguments segment_arguments(Address q, Address k, Address v, Address o, Address lse,
+                                   float sm_scale, float out_scale, float lse_scale,
+                                   const RunExtras* extras) {
+  return {.q = pointer<const void>(q),
+          .k = pointer<const void>(k),
+          .v = pointer<const void>(v),
+          .o = pointer<void>(o),
+          .lse = pointer<float>(lse),
+          .extras = extras == nullptr ? RunExtras{} : *extras,
+          .sm_scale = sm_scale,
+          .out_scale = out_scale,
+          .lse_scale = lse_scale};
+}
+
+// Runs Python's signal handlers, as the interpreter does between bytecodes: Ctrl-C raises there.
+bool signal_handler_raised() {
+  py::gil_scoped_acquire acquire;
+  return PyErr_CheckSignals() != 0;
+}
+
+// Without the interpreter's lock. Throws what a signal handler raised meanwhile.
+bool run_interruptibly(Launch& launch, const RunArguments& arguments) {
+  const cpu::InterruptScope interruptible(&signal_handler_raised);
+  try {
+    return launch.run(arguments);
+  } catch (const std::runtime_error&) {
+    py::gil_scoped_acquire acquire;
+    if (PyErr_Occurred() != nullptr) throw py::error_already_set();
+    throw;
+  }
+}
+
+// A launch, and what says on how many threads of the CPU it runs; None: not on the CPU.
+struct Starter {
+  py::object owner;
+  Launch* launch = nullptr;
+  py::object num_threads;
+};
+
+constexpr char kStarterName[] = "preflash.Starter";
+
+// Other Python threads go on meanwhile: on the CPU this is the computation, and on a GPU a launch
+// waits where the queue is full, maybe for a host callback that needs the interpreter.
+class WithoutInterpreter {
+ public:
+  WithoutInterpreter() : state_(PyEval_SaveThread()) {}
+  ~WithoutInterpreter() { PyEval_RestoreThread(state_); }
+  WithoutInterpreter(const WithoutInterpreter&) = delete;
+  WithoutInterpreter& operator=(const WithoutInterpreter&) = delete;
+
+ private:
+  PyThreadState* state_;
+};
+
+Address address_of(PyObject* value) {
+  const auto address = static_cast<Address>(PyLong_AsUnsignedLongLong(value));
+  if (address == static_cast<Address>(-1) && PyErr_Occurred()) throw py::error_already_set();
+  return address;
+}
+
+float float_of(PyObject* value) {
+  const double number = PyFloat_AsDouble(value);
+  if (number == -1.0 && PyErr_Occurred()) throw py::error_already_set();
+  return static_cast<float>(number);
+}
+
+constexpr Py_ssize_t kStartArguments = 11;
+
+// (q, k, v, o, lse, float_workspace, stream, sm_scale, out_scale, lse_scale, extras)
+RunArguments run_arguments(PyObject* const* given, int num_threads) {
+  const auto* extras =
+      given[10] == Py_None ? nullptr : py::handle(given[10]).cast<const RunExtras*>();
+  return {.segments =
+              segment_arguments(address_of(given[0]), address_of(given[1]), address_of(given[2]),
+                                address_of(given[3]), address_of(given[4]), float_of(given[7]),
+                                float_of(given[8]), float_of(given[9]), extras),
+          .float_workspace = pointer<void>(address_of(given[5])),
+          .stream = pointer<void>(address_of(given[6])),
+          .num_threads = num_threads};
+}
+
+bool start_launch(const Starter& starter, PyObject* const* given) {
+  if (starter.num_threads.is_none()) {
+    const RunArguments arguments = run_arguments(given, 1);
+    const WithoutInterpreter others_run;
+    return starter.launch->run(arguments);
+  }
+  const int num_threads = starter.num_threads().cast<int>();
+  check_num_threads(num_threads);
+  const RunArguments arguments = run_arguments(given, num_threads);
+  const WithoutInterpreter others_run;
+  return run_interruptibly(*starter.launch, arguments);
+}
+
+// Raises in Python what C++ has thrown, as for every other function of the module.
+PyObject* raised(std::exception_ptr thrown) {
+  static const auto& rethrow = *new py::cpp_function([](const py::capsule& held) {
+    std::rethrow_exception(*held.get_pointer<std::exception_ptr>());
+  });
+  PyObject* held = PyCapsule_New(&thrown, nullptr, nullptr);
+  if (held == nullptr) return nullptr;
+  PyObject* nothing = PyObject_CallOneArg(rethrow.ptr(), held);
+  Py_DECREF(held);
+  return nothing;
+}
+
+PyObject* start(PyObject* self, PyObject* const* given, Py_ssize_t count) {
+  if (count != kStartArguments) {
+    return PyErr_Format(PyExc_TypeError, "a launch takes %zd arguments, not %zd", kStartArguments,
+                        count);
+  }
+  try {
+    const auto& starter = *static_cast<Starter*>(PyCapsule_GetPointer(self, kStarterName));
+    return PyBool_FromLong(start_launch(starter, given));
+  } catch (...) {
+    return raised(std::current_exception());
+  }
+}
+
+PyMethodDef start_definition = {
+    "start", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(&start)), METH_FASTCALL,
+    "Starts a prepared launch; True where it was captured into a CUDA graph."};
+
+py::object starter_of(const py::object& launch, const py::object& num_threads) {
+  auto made = std::make_unique<Starter>(
+      Starter{.owner = launch, .launch = launch.cast<Launch*>(), .num_threads = num_threads});
+  py::capsule self(made.get(), kStarterName,
+                   [](void* starter) { delete static_cast<Starter*>(starter); });
+  made.release();
+  return py::reinterpret_steal<py::object>(PyCFunction_New(&start_definition, self.ptr()));
+}
+
+// One (q, k, v, o, lse, sm_scale, out_scale, lse_scale, extras) for each segment.
+bool run_segments(Launch& launch, const py::sequence& segments, Address float_workspace,
+                  Address stream, int num_threads) {
+  check_num_threads(num_threads);
+  RunArguments arguments{.segments = per_segment<SegmentArguments>(
+                             segments,
+                             [](const py::handle& given) {
+                               using Row = std::tuple<Address, Address, Address, Address, Address,
+                                                      float, float, float, const RunExtras*>;
+                               return std::apply(&segment_arguments, given.cast<Row>());
+                             }),
+                         .float_workspace = pointer<void>(float_workspace),
+                         .stream = pointer<void>(stream),
+                         .num_threads = num_threads};
+  py::gil_scoped_release release;
+  return run_interruptibly(launch, arguments);
+}
+
+}  // namespace
+
+void bind_launch(py::module_& m) {
+  py::class_<Launch>(m, "Launch")
+      .def(py::init([](std::shared_ptr<DevicePlan> place, const TokenHeadRows& q,
+                       const PageTokenHead& k, const PageTokenHead& v, const TokenHead& o,
+                       const TokenHead& lse) {
+             return std::make_unique<Launch>(std::move(place), run_tensors(q, k, v, o, lse));
+           }),
+           py::arg("place"), py::arg("q"), py::arg("k"), py::arg("v"), py::arg("o"), py::arg("lse"))
+      .def_static(
+          "of_segments",
+          [](std::shared_ptr<DevicePlan> place, const py::sequence& segments) {
+            auto tensors = [](const py::handle& given) {
+              using Row =
+                  std::tuple<TokenHeadRows, PageTokenHead, PageTokenHead, TokenHead, TokenHead>;
+              return std::apply(&run_tensors, given.cast<Row>());
+            };
+            return std::make_unique<Launch>(std::move(place),
+                                            per_segment<RunTensors>(segments, tensors));
+          },
+          "Bound to (q, k, v, o, lse) of each segment.", py::arg("place"), py::arg("segments"))
+      .def("starter", &starter_of, py::arg("num_threads").none(true))
+      .def("run_segments", &run_segments, py::arg("segments"), py::arg("float_workspace"),
+           py::arg("stream"), py::arg("num_threads"));
+}
+
+}  // namespace preflash
