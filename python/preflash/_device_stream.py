@@ -52,3 +52,9 @@ class DeviceStream:
     def owner_stream(self) -> torch.cuda.Stream | None:
         """The current stream as an object, to tell torch's allocator who uses a tensor."""
         return torch.cuda.current_stream(self.device) if self.ordinal >= 0 else None
+
+
+@functools.cache
+def device_stream_of(device: torch.device) -> DeviceStream:
+    """The one of a device, where many calls ask for it."""
+    return DeviceStream(device)

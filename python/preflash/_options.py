@@ -36,18 +36,17 @@ def batch_options(a: PlanArguments) -> _core.AttentionOptions:
         )
     if isinstance(a, RaggedPlanArguments):
         check.absent(v_indptr=a.v_indptr, o_indptr=a.o_indptr)
-    given = _Given(
-        a.num_qo_heads, a.num_kv_heads, a.head_dim, a.head_dim_qk, a.head_dim_vo,
-        a.q_data_type, a.kv_data_type, a.o_data_type, a.o_dtype,
-        a.custom_mask is not None or a.packed_custom_mask is not None,
-        a.causal, a.window_left, a.pos_encoding_mode, a.rope_scale, a.rope_theta,
-        a.logits_soft_cap, a.fixed_split_size, a.disable_split_kv,
-        a.allow_fp16_qk_reduction, a.use_fp16_qk_reduction, a.non_blocking,
-    )  # fmt: skip
+    masked = a.custom_mask is not None or a.packed_custom_mask is not None
     try:
-        return _remembered(*given)
+        return _remembered(
+            a.num_qo_heads, a.num_kv_heads, a.head_dim, a.head_dim_qk, a.head_dim_vo,
+            a.q_data_type, a.kv_data_type, a.o_data_type, a.o_dtype, masked,
+            a.causal, a.window_left, a.pos_encoding_mode, a.rope_scale, a.rope_theta,
+            a.logits_soft_cap, a.fixed_split_size, a.disable_split_kv,
+            a.allow_fp16_qk_reduction, a.use_fp16_qk_reduction, a.non_blocking,
+        )  # fmt: skip
     except TypeError:  # not to be remembered, or wrong: the checks say so
-        return _checked(given)
+        return _checked(_Given(masked=masked, **{name: getattr(a, name) for name in _ARGUMENTS}))
 
 
 class _Given(NamedTuple):
@@ -76,6 +75,7 @@ class _Given(NamedTuple):
     non_blocking: Any
 
 
+_ARGUMENTS = tuple(name for name in _Given._fields if name != "masked")
 _CONSTANT = (int, float, bool, str, type(None), torch.dtype)
 
 

@@ -15,7 +15,7 @@ import torch
 from . import _backends, _masks, _pipeline
 from . import _validate as check
 from ._arguments import Qkv, Result, SingleArguments, SingleCall
-from ._device_stream import DeviceStream
+from ._device_stream import DeviceStream, device_stream_of
 from ._lengths import single_lengths
 from ._options import single_options
 from ._outputs import Outputs
@@ -58,7 +58,7 @@ def prefill(tensors: Qkv, a: SingleArguments, call: SingleCall, outputs: Outputs
     """Attention of q, k, v."""
     q, k, v = tensors
     try:
-        device_stream = DeviceStream(q.device)
+        device_stream = device_stream_of(q.device)
         key = _key(tensors, a, device_stream)
         last_key, planned = _cache.last
         if key != last_key:  # comparing takes half of what hashing does
@@ -73,7 +73,7 @@ def prefill(tensors: Qkv, a: SingleArguments, call: SingleCall, outputs: Outputs
         check.forward_only(q, k, v)
         for name, value in (("q", q), ("k", k), ("v", v)):
             check.tensor(name, value)
-        device_stream = DeviceStream(q.device)
+        device_stream = device_stream_of(q.device)
         planned = _plan(tensors, a, device_stream)
         _cache.plans[_key(tensors, a, device_stream)] = planned
         if len(_cache.plans) > _PLANS_KEPT:
