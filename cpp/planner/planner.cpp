@@ -164,7 +164,6 @@ Schedule schedule_for(const FamilyTraits& family, const Problem& problem, Planne
 
 Planner::Planner(const Problem& problem, const DeviceFacts& facts, const SegmentKernels& kernels,
                  PlannerOptions options) {
-  validate(problem);
   const Schedule schedule_kind = schedule_for(kernels[0]->traits, problem, options);
   if (problem.segments[0].graph_max_rows > 0 && schedule_kind == Schedule::kOnePerItem) {
     refuse("schedule: a CUDA graph needs a fixed number of CTAs, so it cannot run one per item");

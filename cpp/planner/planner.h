@@ -51,8 +51,9 @@ Schedule schedule_for(const FamilyTraits& family, const Problem& problem,
 
 class Planner {
  public:
-  // Decides and counts. Throws std::invalid_argument for what validate() refuses and for a fixed
-  // split or a CUDA graph that its workspace cannot hold. Keeps no reference to its arguments.
+  // Decides and counts. Throws std::invalid_argument for a fixed split or a CUDA graph that its
+  // workspace cannot hold. Keeps no reference to its arguments.
+  // problem: one that validate() accepts. Whoever chose its kernels has asked.
   // kernels: of each segment, all of one family.
   Planner(const Problem& problem, const DeviceFacts& facts, const SegmentKernels& kernels,
           PlannerOptions options = {});

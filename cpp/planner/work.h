@@ -61,7 +61,7 @@ struct ChunkSpan {
 };
 
 inline ChunkSpan chunks_of(const QueryTile& tile, std::int32_t chunk_tiles) {
-  if (tile.kv_tiles() == 0) return {};
+  if (tile.kv_tiles() == 0 || tile.kv_end <= chunk_tiles) return {};
   return {tile.kv_begin / chunk_tiles, (tile.kv_end - 1) / chunk_tiles};
 }
 

@@ -168,6 +168,21 @@ class UnservedRunOptions(NamedTuple):
     uses_spcompress: bool | None
 
 
+class RunCall(NamedTuple):
+    """A run() of the batch wrappers as it was called, tensors of the batch apart."""
+
+    extra: tuple[None, ...]  # positional arguments for kernels that are compiled at run time
+    return_lse: bool | None
+    out: torch.Tensor | None
+    lse: torch.Tensor | None
+    lse_base: str
+    lse_layout: str
+    window_left: int | None
+    scales: GivenScales
+    per_head: PerHead
+    unserved: UnservedRunOptions
+
+
 class Qkv(NamedTuple):
     """The tensors of one request."""
 

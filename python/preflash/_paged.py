@@ -17,11 +17,10 @@ from ._arguments import (
     PagedPlanArguments,
     PerHead,
     Result,
-    RunArguments,
+    RunCall,
     UnservedRunOptions,
 )
 from ._engine_attributes import PagedEngineAttributes
-from ._options import check_unserved
 from ._outputs import DEFAULT_OUTPUTS, Outputs, run_outputs
 from ._signatures import NEWER_PAGED_ORDER, newer_spellings, same_arguments_as
 from ._wrapper import BatchPrefillWrapper
@@ -275,19 +274,30 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillWrapper, PagedEngineAttrib
             or skip_softmax_threshold_scale_factor is not None
             or use_fp16_softmax is not None
             or uses_spcompress is not None
+            or window_left is not None
+            or sinks is not None
+            or q_scale is not None
+            or k_scale is not None
+            or v_scale is not None
+            or scale_q is not None
+            or scale_k is not None
+            or scale_v is not None
+            or _dynamo_compiles()
+            or _function_modes()
+            or _dispatch_modes()
+            or (planned := self._state.planned) is None
+            or planned.usual is None
         ):
-            check.nothing_more("run", args)
-            return_lse = False if return_lse is None else return_lse
-            check_unserved(
+            a = RunCall(
+                args, return_lse, out, lse, lse_base, lse_layout, window_left,
+                GivenScales(q_scale, k_scale, v_scale),
+                PerHead(sinks, scale_q, scale_k, scale_v),
                 UnservedRunOptions(
-                    enable_pdl=enable_pdl,
-                    kv_cache_sf=kv_cache_sf,
-                    o_scale=o_scale,
-                    skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
-                    use_fp16_softmax=use_fp16_softmax,
-                    uses_spcompress=uses_spcompress,
-                )
-            )
+                    enable_pdl, kv_cache_sf, o_scale, skip_softmax_threshold_scale_factor,
+                    use_fp16_softmax, uses_spcompress,
+                ),
+            )  # fmt: skip
+            return super()._run(q, paged_kv_cache, a)
         outputs = DEFAULT_OUTPUTS
         if (
             out is not None
@@ -297,26 +307,6 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillWrapper, PagedEngineAttrib
             or lse_layout != "NH"
         ):
             outputs = run_outputs(out, lse, return_lse, lse_base, lse_layout)
-        if (
-            _dynamo_compiles()
-            or _function_modes()
-            or _dispatch_modes()
-            or (planned := self._state.planned) is None
-            or planned.usual is None
-            or window_left is not None
-            or sinks is not None
-            or q_scale is not None
-            or k_scale is not None
-            or v_scale is not None
-            or scale_q is not None
-            or scale_k is not None
-            or scale_v is not None
-        ):
-            per_head = PerHead(sinks, scale_q, scale_k, scale_v)
-            given = GivenScales(q_scale, k_scale, v_scale)
-            return super()._run_with(
-                q, paged_kv_cache, RunArguments(given, window_left, per_head), outputs
-            )
         return planned.usual.attend_to(q, paged_kv_cache, planned.scales, outputs)
 
     def run_return_lse(
@@ -347,23 +337,11 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillWrapper, PagedEngineAttrib
         Where they differ from the plan, the variant is selected and planned again, once for all
         layers. A custom mask of plan() stays.
         """
-        return super()._forward(
-            q,
-            paged_kv_cache,
-            ForwardArguments(
-                causal=causal,
-                pos_encoding_mode=pos_encoding_mode,
-                allow_fp16_qk_reduction=allow_fp16_qk_reduction,
-                use_fp16_qk_reduction=use_fp16_qk_reduction,
-                window_left=window_left,
-                logits_soft_cap=logits_soft_cap,
-                sm_scale=sm_scale,
-                rope_scale=rope_scale,
-                rope_theta=rope_theta,
-                scales=GivenScales(k_scale=k_scale, v_scale=v_scale),
-            ),
-            DEFAULT_OUTPUTS,
-        )
+        a = ForwardArguments(
+            causal, pos_encoding_mode, allow_fp16_qk_reduction, use_fp16_qk_reduction, window_left,
+            logits_soft_cap, sm_scale, rope_scale, rope_theta, GivenScales(None, k_scale, v_scale),
+        )  # fmt: skip
+        return super()._forward(q, paged_kv_cache, a, DEFAULT_OUTPUTS)
 
     def forward_return_lse(
         self,
@@ -383,20 +361,8 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillWrapper, PagedEngineAttrib
         allow_fp16_qk_reduction: bool | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Deprecated: forward() that returns (out, lse), lse base 2 and [tokens, num_qo_heads]."""
-        return super()._forward(
-            q,
-            paged_kv_cache,
-            ForwardArguments(
-                causal=causal,
-                pos_encoding_mode=pos_encoding_mode,
-                allow_fp16_qk_reduction=allow_fp16_qk_reduction,
-                use_fp16_qk_reduction=use_fp16_qk_reduction,
-                window_left=window_left,
-                logits_soft_cap=logits_soft_cap,
-                sm_scale=sm_scale,
-                rope_scale=rope_scale,
-                rope_theta=rope_theta,
-                scales=GivenScales(k_scale=k_scale, v_scale=v_scale),
-            ),
-            Outputs(return_lse=True),
-        )
+        a = ForwardArguments(
+            causal, pos_encoding_mode, allow_fp16_qk_reduction, use_fp16_qk_reduction, window_left,
+            logits_soft_cap, sm_scale, rope_scale, rope_theta, GivenScales(None, k_scale, v_scale),
+        )  # fmt: skip
+        return super()._forward(q, paged_kv_cache, a, Outputs(return_lse=True))

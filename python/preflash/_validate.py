@@ -8,18 +8,40 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, is_grad_enabled
-from torch._C import _is_torch_function_mode_enabled as function_mode_is_active
-from torch._C import _is_tracing as jit_is_tracing
-from torch._C import _len_torch_dispatch_stack as num_dispatch_modes
-from torch.autograd import forward_ad
-from torch.compiler import is_dynamo_compiling
+from torch import Tensor
 
 from . import _core
+from ._recording import (  # noqa: F401, all checks go by one name
+    eager,
+    forward_ad,
+    forward_only,
+    function_mode_is_active,
+    is_dynamo_compiling,
+    is_grad_enabled,
+    jit_is_tracing,
+    not_differentiated,
+    not_traced,
+    num_dispatch_modes,
+    traced,
+)
+from ._spelling import digits_of, kind_of
+from ._tensor_checks import (  # noqa: F401
+    ALIGNMENT,
+    address,
+    apart,
+    bytes_reached,
+    has_dtype,
+    has_shape,
+    is_tensor,
+    not_overlapping,
+    on_device,
+    rows,
+    tensor,
+)
 
 CORE_DTYPES = {
     torch.float16: _core.DType.float16,
@@ -59,242 +81,14 @@ LARGEST_SOFT_CAP = 1e30
 SMALLEST_SOFT_CAP = 1e-6
 LSE_SCALES = {"log2": 1.0, "ln": math.log(2.0)}
 LSE_LAYOUTS = ("NH", "HN")
-ALIGNMENT = 16
-
-
-Function = TypeVar("Function", bound=Callable[..., Any])
-
-
-def eager(function: Function) -> Function:
-    """Keeps torch.compile out of a function and of what it calls: they run as they are written,
-    inside of an operator (_torch_ops) or at a graph break.
-
-    What is asked here (addresses, modes, storage) dynamo would answer for its own fake tensors.
-    Unlike torch.compiler.disable this costs an ordinary call nothing.
-    """
-    function._torchdynamo_disable = True  # not inlined
-    dynamo = torch._C._dynamo.eval_frame
-    actions = getattr(dynamo, "_FrameAction", None)
-    strategy = getattr(dynamo, "_FrameExecStrategy", None)
-    if actions is not None and strategy is not None:
-        dynamo.set_code_exec_strategy(function.__code__, strategy(actions.SKIP, actions.SKIP))
-    elif hasattr(dynamo, "skip_code"):  # torch 2.5 and before
-        dynamo.skip_code(function.__code__)
-    return function
 
 
 def one_of(name: str, value: Any, allowed: Sequence[str]) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"{name} must be a str, one of {', '.join(allowed)}; got {_kind(value)}")
+        raise TypeError(f"{name} must be a str, one of {', '.join(allowed)}; got {kind_of(value)}")
     if value not in allowed:
         raise ValueError(f"{name}={value!r}: must be one of {', '.join(allowed)}")
     return value
-
-
-def is_tensor(name: str, value: Any) -> torch.Tensor:
-    if not isinstance(value, Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor; got {_kind(value)}")
-    return value
-
-
-@eager
-def tensor(name: str, value: Any) -> torch.Tensor:
-    """A tensor with memory behind all of its elements: an address that may be read."""
-    if not isinstance(value, Tensor):
-        is_tensor(name, value)
-    try:
-        # NOTE: a nested tensor has an address and a storage, but neither shape nor strides.
-        if not value.is_nested:
-            if value.data_ptr() and bytes_reached(value) <= len(value.untyped_storage()):
-                return value
-            if value.numel() == 0:
-                return value
-    except (RuntimeError, ValueError):
-        pass  # what has no address or no strides says so with one of these
-    raise _no_memory(name, value)
-
-
-@eager
-def bytes_reached(value: torch.Tensor) -> int:
-    """How much of its storage a tensor needs: up to the end of its last element."""
-    last = value.storage_offset()
-    if value.is_contiguous():  # the usual case, and the fastest
-        return last * value.itemsize + value.nbytes if last else value.nbytes
-    for size, stride in zip(value.shape, value.stride()):  # noqa: B905, which takes time
-        last += (size - 1) * stride
-    return (last + 1) * value.itemsize
-
-
-@eager
-def _no_memory(name: str, value: torch.Tensor) -> Exception:
-    """Why `tensor` refuses, in words."""
-    if value.is_nested:
-        return TypeError(
-            f"{name} is a nested tensor ({value.layout}); must be a dense one, with strides: pass "
-            "its values, and the lengths as indptr"
-        )
-    if value.layout != torch.strided:
-        return TypeError(
-            f"{name} has the layout {value.layout}; must be dense, with strides (to_dense())"
-        )
-    return ValueError(f"{name} has no memory behind it that could be read: {_unbacked(value)}")
-
-
-@eager
-def _unbacked(value: torch.Tensor) -> str:
-    if value.is_meta:
-        return "it is on the device meta"
-    if torch._C._functorch.is_functorch_wrapped_tensor(value):
-        return "it stands for another tensor inside a transform of torch.func; call outside of it"
-    kind = type(value)
-    if kind not in (torch.Tensor, torch.nn.Parameter):
-        return f"it is a {kind.__name__}; pass the plain tensor that it stands for"
-    if torch._is_zerotensor(value):
-        return "it is a ZeroTensor, as autograd makes them; pass torch.zeros_like(...)"
-    room = len(value.untyped_storage())
-    return f"its storage has {room} bytes and it needs {bytes_reached(value)}; was it freed?"
-
-
-@eager
-def address(value: torch.Tensor) -> int:
-    """Where a tensor lies that this package made: modes of torch may have had a say in it."""
-    try:
-        found = value.data_ptr()
-        if found or value.numel() == 0:
-            return found
-    except RuntimeError:
-        pass
-    raise NotImplementedError(
-        "torch makes tensors without memory here, as transforms of torch.func do (grad, jvp, "
-        "functionalize); call preflash outside of them"
-    )
-
-
-@eager
-def forward_only(*tensors: torch.Tensor) -> None:
-    """Refuses a call whose gradient or trace would miss it. Ordinary calls pay 0.1 us for it.
-
-    What is not a tensor is left to the checks that name it.
-    """
-    if jit_is_tracing() or function_mode_is_active() or num_dispatch_modes():
-        not_traced()
-    not_differentiated(*tensors)
-
-
-def not_differentiated(*tensors: torch.Tensor) -> None:
-    """Refuses a call whose gradient would miss it."""
-    try:
-        if is_grad_enabled():
-            for value in tensors:
-                if value.requires_grad:
-                    raise _no_gradient("an input requires grad")
-        # NOTE: torch.no_grad() does not switch forward-mode differentiation off.
-        if forward_ad._current_level >= 0:
-            for value in tensors:
-                if forward_ad.unpack_dual(value).tangent is not None:
-                    raise _no_gradient("an input has a tangent")
-    except (AttributeError, TypeError):
-        pass
-
-
-def _no_gradient(why: str) -> NotImplementedError:
-    return NotImplementedError(
-        f"{why}, and preflash computes no gradients: it is forward only. Call it under "
-        "torch.inference_mode() or torch.no_grad(), or detach() its inputs"
-    )
-
-
-def traced() -> bool:
-    """Whether torch records this call instead of making it (_traced): torch.compile, make_fx,
-    torch.export, FakeTensorMode. The first of them takes the first term for True."""
-    return is_dynamo_compiling() or (
-        (function_mode_is_active() or num_dispatch_modes() > 0) and _is_recorded()
-    )
-
-
-@eager
-def _is_recorded() -> bool:
-    return _proxy_mode() is not None or _dispatch_mode("FAKE") is not None
-
-
-@eager
-def not_traced() -> None:
-    """Refuses to run where torch records operations: it would record nothing of ours.
-
-    Modes that only watch (counting, logging, checkpointing) are welcome.
-    """
-    if jit_is_tracing():
-        raise _not_traceable("torch.jit.trace")
-    if not function_mode_is_active() and not num_dispatch_modes():
-        return
-    # Before dispatch, as torch.export traces, no dispatch mode shows; a function mode always does.
-    if _proxy_mode() is not None:
-        raise _not_traceable("make_fx or torch.export")
-    if _dispatch_mode("FAKE") is not None:
-        raise ValueError(
-            "a FakeTensorMode is active: a tensor that is made has no memory behind it; call "
-            "preflash outside of it"
-        )
-
-
-def _not_traceable(tracer: str) -> NotImplementedError:
-    return NotImplementedError(
-        f"{tracer} is tracing, and the trace would hold none of this call; make it outside of what "
-        "is traced. torch.compile, torch.export and make_fx record run(), the single functions "
-        "and the merges"
-    )
-
-
-@eager
-def _proxy_mode() -> Any:
-    from torch.fx.experimental import proxy_tensor
-
-    find = getattr(proxy_tensor, "get_proxy_mode", None)
-    return _dispatch_mode("PROXY") if find is None else find()
-
-
-@eager
-def _dispatch_mode(key: str) -> Any:
-    """The active mode of one of torch's own kinds."""
-    keys = getattr(torch._C, "_TorchDispatchModeKey", None)
-    return None if keys is None else torch._C._get_dispatch_mode(getattr(keys, key))
-
-
-@eager
-def apart(
-    written: Sequence[tuple[str, torch.Tensor]], others: Sequence[tuple[str, torch.Tensor]]
-) -> None:
-    """Contiguous tensors that are written must share no memory, with each other or with others.
-
-    The same elements at the same addresses are one tensor with two names; whether that is right
-    is for the caller to know.
-    """
-    spans = [(name, value, *_span(value)) for name, value in (*written, *others)]
-    for i, (name, value, begin, end) in enumerate(spans[: len(written)]):
-        for other_name, other, other_begin, other_end in spans[i + 1 :]:
-            # Empty ones lie nowhere.
-            shared = begin < end > other_begin < other_end > begin
-            if shared and not _same_place(value, other):
-                raise ValueError(
-                    f"{name} shares memory with {other_name}, and {name} is written; must be "
-                    "apart: pass a copy"
-                )
-
-
-@eager
-def _span(value: torch.Tensor) -> tuple[int, int]:
-    begin = value.data_ptr()
-    return begin, begin + value.nbytes
-
-
-@eager
-def _same_place(value: torch.Tensor, other: torch.Tensor) -> bool:
-    return (
-        value.data_ptr() == other.data_ptr()
-        and value.dtype == other.dtype
-        and value.shape == other.shape
-        and value.stride() == other.stride()
-    )
 
 
 def flag(name: str, value: Any) -> bool:
@@ -303,7 +97,7 @@ def flag(name: str, value: Any) -> bool:
         return value
     plain = value.item() if _is_numpy_scalar(value) else value
     if not isinstance(plain, int) or plain not in (0, 1):
-        raise TypeError(f"{name} must be True or False; got {_kind(value)}")
+        raise TypeError(f"{name} must be True or False; got {kind_of(value)}")
     return bool(plain)
 
 
@@ -318,22 +112,22 @@ def integer(name: str, value: Any, *, at_least: int, at_most: int = 2**31 - 1) -
         try:
             value = operator.index(value)
         except TypeError:
-            raise TypeError(f"{name} must be an integer; got {_kind(value)}") from None
+            raise TypeError(f"{name} must be an integer; got {kind_of(value)}") from None
     if not at_least <= value <= at_most:
-        raise ValueError(f"{name}={_digits(value)}: must be in [{at_least}, {at_most}]")
+        raise ValueError(f"{name}={digits_of(value)}: must be in [{at_least}, {at_most}]")
     return value
 
 
 def real(name: str, value: Any) -> float:
     if type(value) is not float:
         if isinstance(value, (bool, str, torch.Tensor)):
-            raise TypeError(f"{name} must be a float; got {_kind(value)}")
+            raise TypeError(f"{name} must be a float; got {kind_of(value)}")
         try:
             value = float(value)
         except TypeError:
-            raise TypeError(f"{name} must be a float; got {_kind(value)}") from None
+            raise TypeError(f"{name} must be a float; got {kind_of(value)}") from None
         except OverflowError:
-            raise ValueError(f"{name}={_digits(value)}: must be finite in float32") from None
+            raise ValueError(f"{name}={digits_of(value)}: must be finite in float32") from None
         except ValueError as error:
             raise TypeError(f"{name} must be a float; got {type(value).__name__}") from error
     # The kernels compute in float32: what is finite here must be finite there.
@@ -403,7 +197,7 @@ def dtype(name: str, value: Any) -> torch.dtype:
         if isinstance(found, torch.dtype):
             return found
         raise ValueError(f"{name}={value!r}: not the name of a torch dtype, such as 'float16'")
-    raise TypeError(f"{name} must be a torch.dtype or its name; got {_kind(value)}")
+    raise TypeError(f"{name} must be a torch.dtype or its name; got {kind_of(value)}")
 
 
 def query_dtype(name: str, value: Any) -> torch.dtype:
@@ -529,67 +323,3 @@ def required(name: str, value: Any) -> Any:
     if value is None:
         raise TypeError(f"missing required argument: {name}")
     return value
-
-
-def on_device(name: str, value: torch.Tensor, device: torch.device) -> None:
-    if value.device != device:
-        raise ValueError(f"{name} is on {value.device}; the workspace and q, k, v are on {device}")
-
-
-def has_dtype(name: str, value: torch.Tensor, wanted: torch.dtype, why: str) -> None:
-    if value.dtype != wanted:
-        raise TypeError(f"{name} is {value.dtype}; must be {wanted} ({why})")
-
-
-def rows(name: str, value: torch.Tensor) -> None:
-    """Contiguous last dimension and 16-byte strides: what a kernel that loads 16 bytes needs."""
-    if value.shape[-1] > 1 and value.stride(-1) != 1:
-        raise ValueError(
-            f"{name} has stride {value.stride(-1)} in its last dimension; must be contiguous there "
-            "(strides of the other dimensions are free)"
-        )
-    item = value.element_size()
-    for dim in range(value.dim() - 1):
-        stride = value.stride(dim)
-        if value.shape[dim] > 1 and stride * item % ALIGNMENT != 0:
-            raise ValueError(
-                f"{name} has a stride of {stride * item} bytes in dimension {dim}; must be a "
-                f"multiple of {ALIGNMENT}: pad the last dimension or make a contiguous copy"
-            )
-    if value.numel() > 0 and value.data_ptr() % ALIGNMENT != 0:
-        raise ValueError(
-            f"{name} starts {value.data_ptr() % ALIGNMENT} bytes past a multiple of {ALIGNMENT}; "
-            "make a contiguous copy"
-        )
-
-
-def not_overlapping(name: str, value: torch.Tensor) -> None:
-    """A tensor that is written must have one address per element."""
-    reach = 1
-    for stride, size in sorted(zip(value.stride(), value.shape, strict=True)):
-        if size > 1 and stride < reach:
-            raise ValueError(
-                f"{name} has strides {tuple(value.stride())} for shape {tuple(value.shape)}: its "
-                "elements overlap, so it cannot be written"
-            )
-        if size > 1:
-            reach = stride * (size - 1) + reach
-    return None
-
-
-def has_shape(name: str, value: torch.Tensor, wanted: tuple[int, ...], meaning: str) -> None:
-    if tuple(value.shape) != wanted:
-        raise ValueError(f"{name} has shape {tuple(value.shape)}; must be {wanted}: {meaning}")
-
-
-def _kind(value: Any) -> str:
-    return f"{type(value).__name__} {value!r:.60}"
-
-
-def _digits(value: Any) -> str:
-    """repr, but not the hundreds of digits that a number may have."""
-    try:
-        text = repr(value)
-    except ValueError:  # Python's own limit
-        return f"(a very long {type(value).__name__})"
-    return text if len(text) <= 40 else f"{text[:20]}... ({len(text)} characters)"

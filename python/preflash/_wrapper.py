@@ -4,112 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
 from . import _backends, _core, _graph, _lengths, _masks, _pipeline, _traced
 from . import _validate as check
-from ._arguments import BatchArguments, ForwardArguments, KvCache, Result, RunArguments
+from ._arguments import BatchArguments, ForwardArguments, KvCache, Result, RunArguments, RunCall
 from ._engine_attributes import EngineAttributes
 from ._graph import GraphMode
 from ._masks import MaskSource
-from ._options import batch_options
-from ._outputs import Outputs
+from ._options import batch_options, check_unserved
+from ._outputs import Outputs, run_outputs
 from ._pipeline import Draft, Request
 from ._planned import Place, PlannedVariant
 from ._scales import Scales, folded_scales, softmax_scale
 from ._workspace import Workspace, check_buffer
+from ._wrapper_state import Asked, Drafted, ForwardOptions, Planned, State
 
 _VARIANTS_KEPT = 8
-
-
-class _Asked(NamedTuple):
-    """One call of plan(), checked."""
-
-    request: Request
-    scales: Scales
-    causal: bool  # as given: the options have none beside a custom mask
-    logits_soft_cap: float  # as given: the options have it in float32
-
-
-class _Planned(NamedTuple):
-    """What plan() leaves behind."""
-
-    asked: _Asked
-    scales: Scales  # those asked for
-    # The variant that run() means where it names no options; None where begin_forward() planned
-    # another and no run() has wanted this one yet.
-    usual: PlannedVariant | None
-    # The variant that plan() or begin_forward() made, for these options.
-    primary: PlannedVariant
-    options: _core.AttentionOptions
-    # What run(window_left=...) and forward() asked for.
-    others: dict[_core.AttentionOptions, PlannedVariant]
-
-    def variants(self) -> set[PlannedVariant]:
-        """Each once: `usual` is `primary`, or one of the others unless it was pushed out."""
-        return {self.primary, self.usual or self.primary, *self.others.values()}
-
-
-class _ForwardOptions(NamedTuple):
-    """The options of forward() that choose a variant."""
-
-    causal: bool
-    window_left: int
-    encoding: check.PositionEncoding
-    soft_cap: float
-
-    def applied_to(self, options: _core.AttentionOptions) -> _core.AttentionOptions:
-        return options.replace(
-            causal=self.causal and options.mask != _core.Mask.custom,
-            window_left=self.window_left,
-            position=self.encoding.position,
-            rope_scale=self.encoding.rope_scale,
-            rope_theta=self.encoding.rope_theta,
-            soft_cap=self.soft_cap,
-        )
-
-
-class _State(NamedTuple):
-    """All of a wrapper that changes. Replaced as a whole, so that a refused or interrupted call
-    changes nothing."""
-
-    workspace: Workspace
-    planned: _Planned | None = None
-    shared: tuple[PlannedVariant, ...] = ()  # of earlier plans: CUDA graphs replay their work lists
-    # With use_cuda_graph=True: the most query rows of any plan, as the first one has them, and
-    # where the runs are that graphs have captured.
-    graph_rows: int = 0
-    captured: Mapping[_core.AttentionOptions, Place] = MappingProxyType({})
-    # What the last forward() asked for, until a run() shows that the caller does not forward().
-    last_forward: _ForwardOptions | None = None
-
-    def shared_so_far(self) -> tuple[PlannedVariant, ...]:
-        planned = self.planned
-        if planned is None or not (planned.primary.shared or planned.others):
-            return self.shared
-        return (*self.shared, *(variant for variant in planned.variants() if variant.shared))
-
-    def captured_so_far(self) -> Mapping[_core.AttentionOptions, Place]:
-        variants = () if self.planned is None else self.planned.variants()
-        new = {v.expected.options: v.place for v in variants if v.place.captured is not None}
-        return {**self.captured, **new} if new else self.captured
-
-
-class _Drafted(NamedTuple):
-    """A plan that only has to be placed and uploaded."""
-
-    workspace: Workspace
-    draft: Draft
-    asked: _Asked
-    options: _core.AttentionOptions  # those drafted for; begin_forward() may differ from asked
-    # With use_cuda_graph=True: what else has to be planned again for graphs that captured it, and
-    # what fills the buffers.
-    refreshed: Mapping[_core.AttentionOptions, Draft] = MappingProxyType({})
-    copy_in: Callable[[], None] | None = None
 
 
 class BatchPrefillWrapper(EngineAttributes):
@@ -135,7 +49,7 @@ class BatchPrefillWrapper(EngineAttributes):
             # Documented as effective with use_cuda_graph only.
             if value is not None:
                 check.tensor(name, value)
-        self._state = _State(workspace)
+        self._state = State(workspace)
         self._recorded_name = _traced.name_wrapper(self)
 
     def __copy__(self) -> BatchPrefillWrapper:
@@ -158,7 +72,7 @@ class BatchPrefillWrapper(EngineAttributes):
             for variant in planned.variants():
                 variant.shared = True
             planned = planned._replace(others=dict(planned.others))
-        other._state = _State(own, planned, last_forward=self._state.last_forward)
+        other._state = State(own, planned, last_forward=self._state.last_forward)
         return other
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -169,7 +83,7 @@ class BatchPrefillWrapper(EngineAttributes):
 
     # Planning.
 
-    def _asked(self, a: BatchArguments) -> _Asked:
+    def _asked(self, a: BatchArguments) -> Asked:
         """Checks everything but hints, the mask, and the values of indptr (the planner does)."""
         options = batch_options(a)
         graph_rows = 0
@@ -181,7 +95,7 @@ class BatchPrefillWrapper(EngineAttributes):
             self._graph.check_batch(batch)
             graph_rows = self._state.graph_rows or max(batch.qo_end - batch.qo_begin, 1)
         masked = a.custom_mask is not None or a.packed_custom_mask is not None
-        return _Asked(
+        return Asked(
             _pipeline.make_request(
                 options, lengths, self._kv_layout, masked=masked, graph_rows=graph_rows
             ),
@@ -198,7 +112,7 @@ class BatchPrefillWrapper(EngineAttributes):
     def _begin_forward(self, a: BatchArguments) -> None:
         self._install(self._drafted(a, self._state.last_forward))
 
-    def _drafted(self, a: BatchArguments, forward: _ForwardOptions | None = None) -> _Drafted:
+    def _drafted(self, a: BatchArguments, forward: ForwardOptions | None = None) -> Drafted:
         """A plan that has passed every check; the wrapper is as it was.
 
         forward: plan for these options of a forward() that will follow, where they can be served;
@@ -225,15 +139,15 @@ class BatchPrefillWrapper(EngineAttributes):
             _masks.check_mask_device(mask, self.device)
         source = None if mask is None else MaskSource(mask, a.packed_custom_mask is not None)
         if self._graph is not None:
-            return self._drafted_for_graphs(_Drafted(workspace, draft, asked, options), source, a)
+            return self._drafted_for_graphs(Drafted(workspace, draft, asked, options), source, a)
         if source is not None:
             mask = _masks.owned_mask(*source, batch, workspace.device_stream)
             asked = asked._replace(request=request._replace(mask=mask))
-        return _Drafted(workspace, draft, asked, options)
+        return Drafted(workspace, draft, asked, options)
 
     def _drafted_for_graphs(
-        self, drafted: _Drafted, mask: MaskSource | None, a: BatchArguments
-    ) -> _Drafted:
+        self, drafted: Drafted, mask: MaskSource | None, a: BatchArguments
+    ) -> Drafted:
         """Whatever graphs have captured has to be planned for the new batch, too."""
         graph, asked = self._graph, drafted.asked
         request = asked.request
@@ -257,7 +171,7 @@ class BatchPrefillWrapper(EngineAttributes):
     def _draft(self, request: Request) -> Draft:
         return _pipeline.plan(self._state.workspace, self._requested_backend.name, request)
 
-    def _install(self, drafted: _Drafted) -> None:
+    def _install(self, drafted: Drafted) -> None:
         """Uploads a plan that has passed every check and makes it the wrapper's."""
         before = self._state
         workspace, draft, asked, options, refreshed, copy_in = drafted
@@ -273,12 +187,10 @@ class BatchPrefillWrapper(EngineAttributes):
             for other, again in refreshed.items()
         }
         usual = primary if as_asked else others.get(asked.request.options)
-        planned = _Planned(asked, asked.scales, usual, primary, options, others)
+        planned = Planned(asked, asked.scales, usual, primary, options, others)
         shared = before.shared_so_far() if self._graph is None else before.shared
         # NOTE: not before._replace(), which takes a microsecond.
-        after = _State(
-            workspace, planned, shared, request.graph_rows, captured, before.last_forward
-        )
+        after = State(workspace, planned, shared, request.graph_rows, captured, before.last_forward)
         if self._graph is not None:
             # From here on the buffers are no longer those of the old plan: a call that is
             # interrupted leaves none.
@@ -307,13 +219,13 @@ class BatchPrefillWrapper(EngineAttributes):
                 workspace = workspace.beside()
         return _pipeline.place(workspace, draft, request, where)
 
-    def _planned(self) -> _Planned:
+    def _planned(self) -> Planned:
         planned = self._state.planned
         if planned is None:
             raise ValueError("run() before plan(): call plan() with the lengths of the batch first")
         return planned
 
-    def _select(self, planned: _Planned, options: _core.AttentionOptions) -> PlannedVariant:
+    def _select(self, planned: Planned, options: _core.AttentionOptions) -> PlannedVariant:
         """The variant for the planned batch with other options; planned when first asked for."""
         request = planned.asked.request
         if options == planned.options:
@@ -339,6 +251,16 @@ class BatchPrefillWrapper(EngineAttributes):
         return plan.float_bytes, plan.int_bytes
 
     # Running.
+
+    def _run(self, q: torch.Tensor, kv: KvCache, call: RunCall) -> Result:
+        """Any run. The usual ones, planned and with scales of plan() alone, go straight to the
+        variant."""
+        check.nothing_more("run", call.extra)
+        check_unserved(call.unserved)
+        return_lse = False if call.return_lse is None else call.return_lse
+        outputs = run_outputs(call.out, call.lse, return_lse, call.lse_base, call.lse_layout)
+        arguments = RunArguments(call.scales, call.window_left, call.per_head)
+        return self._run_with(q, kv, arguments, outputs)
 
     def _run_with(self, q: torch.Tensor, kv: KvCache, a: RunArguments, outputs: Outputs) -> Result:
         """A run that is not the usual one, not planned, or recorded."""
@@ -373,7 +295,7 @@ class BatchPrefillWrapper(EngineAttributes):
         encoding = check.position_encoding(a.pos_encoding_mode, a.rope_scale, a.rope_theta)
         check.permission("use_fp16_qk_reduction", a.use_fp16_qk_reduction)
         check.permission("allow_fp16_qk_reduction", a.allow_fp16_qk_reduction)
-        forward = _ForwardOptions(
+        forward = ForwardOptions(
             check.flag("causal", a.causal),
             check.integer("window_left", a.window_left, at_least=-1),
             encoding,
@@ -411,7 +333,7 @@ class BatchPrefillWrapper(EngineAttributes):
 
     def _drafted_reset(
         self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor
-    ) -> Workspace | _Drafted:
+    ) -> Workspace | Drafted:
         """The new workspace, with what is planned drafted for it. Raises all that a reset raises,
         and changes nothing."""
         float_buffer = check_buffer("float_workspace_buffer", float_workspace_buffer, self.device)
@@ -427,9 +349,9 @@ class BatchPrefillWrapper(EngineAttributes):
             return workspace
         request = planned.asked.request
         draft = _pipeline.plan(workspace, self._requested_backend.name, request)
-        return _Drafted(workspace, draft, planned.asked, request.options)
+        return Drafted(workspace, draft, planned.asked, request.options)
 
-    def _reset(self, drafted: Workspace | _Drafted) -> None:
+    def _reset(self, drafted: Workspace | Drafted) -> None:
         if isinstance(drafted, Workspace):
             self._state = self._state._replace(workspace=drafted)
         else:

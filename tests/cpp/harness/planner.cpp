@@ -50,7 +50,10 @@ struct Case {
     for (int s = 0; s < problem.segments.size(); ++s) kernels.add(&segments[s].kernel);
     return kernels;
   }
-  Planner planner() const { return {problem, facts, kernels(), options}; }
+  Planner planner() const {
+    validate(problem);
+    return {problem, facts, kernels(), options};
+  }
 };
 
 // Takes keyword arguments one by one, so that a misspelled one is an error and not ignored.

@@ -1,0 +1,100 @@
+"""What a batch wrapper holds: what was asked, drafted and planned, and all of it that changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import NamedTuple
+
+from . import _core
+from . import _validate as check
+from ._pipeline import Draft, Request
+from ._planned import Place, PlannedVariant
+from ._scales import Scales
+from ._workspace import Workspace
+
+
+class Asked(NamedTuple):
+    """One call of plan(), checked."""
+
+    request: Request
+    scales: Scales
+    causal: bool  # as given: the options have none beside a custom mask
+    logits_soft_cap: float  # as given: the options have it in float32
+
+
+class Planned(NamedTuple):
+    """What plan() leaves behind."""
+
+    asked: Asked
+    scales: Scales  # those asked for
+    # The variant that run() means where it names no options; None where begin_forward() planned
+    # another and no run() has wanted this one yet.
+    usual: PlannedVariant | None
+    # The variant that plan() or begin_forward() made, for these options.
+    primary: PlannedVariant
+    options: _core.AttentionOptions
+    # What run(window_left=...) and forward() asked for.
+    others: dict[_core.AttentionOptions, PlannedVariant]
+
+    def variants(self) -> set[PlannedVariant]:
+        """Each once: `usual` is `primary`, or one of the others unless it was pushed out."""
+        return {self.primary, self.usual or self.primary, *self.others.values()}
+
+
+class ForwardOptions(NamedTuple):
+    """The options of forward() that choose a variant."""
+
+    causal: bool
+    window_left: int
+    encoding: check.PositionEncoding
+    soft_cap: float
+
+    def applied_to(self, options: _core.AttentionOptions) -> _core.AttentionOptions:
+        return options.replace(
+            causal=self.causal and options.mask != _core.Mask.custom,
+            window_left=self.window_left,
+            position=self.encoding.position,
+            rope_scale=self.encoding.rope_scale,
+            rope_theta=self.encoding.rope_theta,
+            soft_cap=self.soft_cap,
+        )
+
+
+class State(NamedTuple):
+    """All of a wrapper that changes. Replaced as a whole, so that a refused or interrupted call
+    changes nothing."""
+
+    workspace: Workspace
+    planned: Planned | None = None
+    shared: tuple[PlannedVariant, ...] = ()  # of earlier plans: CUDA graphs replay their work lists
+    # With use_cuda_graph=True: the most query rows of any plan, as the first one has them, and
+    # where the runs are that graphs have captured.
+    graph_rows: int = 0
+    captured: Mapping[_core.AttentionOptions, Place] = MappingProxyType({})
+    # What the last forward() asked for, until a run() shows that the caller does not forward().
+    last_forward: ForwardOptions | None = None
+
+    def shared_so_far(self) -> tuple[PlannedVariant, ...]:
+        planned = self.planned
+        if planned is None or not (planned.primary.shared or planned.others):
+            return self.shared
+        return (*self.shared, *(variant for variant in planned.variants() if variant.shared))
+
+    def captured_so_far(self) -> Mapping[_core.AttentionOptions, Place]:
+        variants = () if self.planned is None else self.planned.variants()
+        new = {v.expected.options: v.place for v in variants if v.place.captured is not None}
+        return {**self.captured, **new} if new else self.captured
+
+
+class Drafted(NamedTuple):
+    """A plan that only has to be placed and uploaded."""
+
+    workspace: Workspace
+    draft: Draft
+    asked: Asked
+    options: _core.AttentionOptions  # those drafted for; begin_forward() may differ from asked
+    # With use_cuda_graph=True: what else has to be planned again for graphs that captured it, and
+    # what fills the buffers.
+    refreshed: Mapping[_core.AttentionOptions, Draft] = MappingProxyType({})
+    copy_in: Callable[[], None] | None = None

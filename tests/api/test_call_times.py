@@ -1,0 +1,97 @@
+"""plan() and run() are on the critical path of every step: how much Python they are is pinned in
+steps of the interpreter, which no load changes; times are printed, and bounded very loosely."""
+
+import sys
+import time
+
+import preflash
+import pytest
+import torch
+
+PAGES = 132  # of each request
+
+# Microseconds that would mean a mistake in kind.
+GENEROUS = {1: 2000, 64: 2000, 1024: 10_000, 16_384: 100_000}
+
+
+class Decoding:
+    """A batch of one token each on keys in many pages; nothing of it is computed."""
+
+    def __init__(self, batch: int) -> None:
+        workspace = torch.empty(1 << 20, dtype=torch.uint8)
+        self.wrapper = preflash.BatchPrefillWithPagedKVCacheWrapper(workspace, backend="cpu")
+        self.qo_indptr = torch.arange(batch + 1, dtype=torch.int32)
+        self.indices = torch.arange(batch * PAGES, dtype=torch.int32)
+        self.last_page_len = torch.ones(batch, dtype=torch.int32)
+
+    def plan(self) -> None:
+        self.wrapper.plan(
+            self.qo_indptr, self.qo_indptr * PAGES, self.indices, self.last_page_len,
+            32, 8, 128, 16, q_data_type=torch.bfloat16,
+        )  # fmt: skip
+
+
+def interpreter_steps(call) -> int:
+    """Bytecodes that Python executes for a call."""
+    steps = 0
+
+    def trace(frame, event, argument):
+        nonlocal steps
+        frame.f_trace_opcodes = True
+        steps += event == "opcode"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+    return steps
+
+
+def least_time(call, repeats: int) -> float:
+    times = []
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        call()
+        times.append((time.perf_counter() - begin) * 1e6)
+    return min(times)
+
+
+def test_no_part_of_plan_is_a_loop_in_python():
+    steps = []
+    for batch in (2, 2000):
+        batch = Decoding(batch)
+        batch.plan()  # what is remembered from now on
+        batch.plan()
+        steps.append(interpreter_steps(batch.plan))
+    assert steps[0] == steps[1] > 100
+
+
+def test_run_takes_few_steps():
+    empty = torch.zeros(2, dtype=torch.int32)
+    wrapper = preflash.BatchPrefillWithPagedKVCacheWrapper(
+        torch.empty(1 << 20, dtype=torch.uint8), backend="cpu"
+    )
+    wrapper.plan(empty, empty, empty[:0], empty[:1], 4, 2, 64, 16, q_data_type=torch.bfloat16)
+    q = torch.empty(0, 4, 64, dtype=torch.bfloat16)
+    cache = torch.empty(0, 2, 16, 2, 64, dtype=torch.bfloat16)
+    out = torch.empty_like(q)
+    wrapper.run(q, cache)
+    plain = interpreter_steps(lambda: wrapper.run(q, cache))
+    wrapper.run(q, cache, out=out)
+    into = interpreter_steps(lambda: wrapper.run(q, cache, out=out))
+    # Counted on Python 3.11: 283 and 330. Others count their bytecodes otherwise.
+    assert 100 < plain < 500
+    assert 100 < into < 600
+
+
+@pytest.mark.parametrize("batch", GENEROUS)
+def test_plan_time(batch, capsys):
+    decoding = Decoding(batch)
+    decoding.plan()
+    least = least_time(decoding.plan, 20)
+    with capsys.disabled():
+        print(f"\nplan() of {batch} x {PAGES} pages: {least:.1f} us")
+    assert 0 < least < GENEROUS[batch]
