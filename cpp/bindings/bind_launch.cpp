@@ -1,5 +1,5 @@
 // Launches for Python. A run() of the wrappers comes through here for every layer, so that its call
-// is one of CPython's own: pybind11's dispatcher takes longer than all that the call does.
+// is one of CPython's own.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "bindings/bindings.h"
+#include "bindings/fast_call.h"
 #include "core/launch.h"
 #include "cpu/interrupt.h"
 
@@ -89,8 +90,6 @@ struct Starter {
   py::object num_threads;
 };
 
-constexpr char kStarterName[] = "preflash.Starter";
-
 // Other Python threads go on meanwhile: on the CPU this is the computation, and on a GPU a launch
 // waits where the queue is full, maybe for a host callback that needs the interpreter.
 class WithoutInterpreter {
@@ -144,42 +143,25 @@ bool start_launch(const Starter& starter, PyObject* const* given) {
   return run_interruptibly(*starter.launch, arguments);
 }
 
-// Raises in Python what C++ has thrown, as for every other function of the module.
-PyObject* raised(std::exception_ptr thrown) {
-  static const auto& rethrow = *new py::cpp_function([](const py::capsule& held) {
-    std::rethrow_exception(*held.get_pointer<std::exception_ptr>());
-  });
-  PyObject* held = PyCapsule_New(&thrown, nullptr, nullptr);
-  if (held == nullptr) return nullptr;
-  PyObject* nothing = PyObject_CallOneArg(rethrow.ptr(), held);
-  Py_DECREF(held);
-  return nothing;
-}
-
 PyObject* start(PyObject* self, PyObject* const* given, Py_ssize_t count) {
   if (count != kStartArguments) {
     return PyErr_Format(PyExc_TypeError, "a launch takes %zd arguments, not %zd", kStartArguments,
                         count);
   }
   try {
-    const auto& starter = *static_cast<Starter*>(PyCapsule_GetPointer(self, kStarterName));
-    return PyBool_FromLong(start_launch(starter, given));
+    return PyBool_FromLong(start_launch(state_of<Starter>(self), given));
   } catch (...) {
-    return raised(std::current_exception());
+    return raise(std::current_exception());
   }
 }
 
-PyMethodDef start_definition = {
-    "start", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(&start)), METH_FASTCALL,
-    "Starts a prepared launch; True where it was captured into a CUDA graph."};
+PyMethodDef start_definition = fast_definition(
+    "start", &start, "Starts a prepared launch; True where it was captured into a CUDA graph.");
 
 py::object starter_of(const py::object& launch, const py::object& num_threads) {
-  auto made = std::make_unique<Starter>(
+  return fast_callable(
+      start_definition,
       Starter{.owner = launch, .launch = launch.cast<Launch*>(), .num_threads = num_threads});
-  py::capsule self(made.get(), kStarterName,
-                   [](void* starter) { delete static_cast<Starter*>(starter); });
-  made.release();
-  return py::reinterpret_steal<py::object>(PyCFunction_New(&start_definition, self.ptr()));
 }
 
 // One (q, k, v, o, lse, sm_scale, out_scale, lse_scale, extras) for each segment.

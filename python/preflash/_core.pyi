@@ -165,6 +165,13 @@ class Batch:
         self, page_indices: int, block_tables: int, row_stride: int
     ) -> int: ...
 
+def paged_batches(
+    tensor_type: type, int32: object
+) -> Callable[[Any, Any, Any, Any, int], tuple[Batch, int] | None]:
+    """The function (qo_indptr, kv_indptr, last_page_len, page_indices, page_size) that makes a
+    batch of them, and finds its largest page. None: they are not all contiguous one-dimensional
+    int32 tensors on the CPU, of numbers that fit each other."""
+
 class AttentionOptions:
     """Immutable and hashable: plans of one batch are remembered by their options."""
 

@@ -12,6 +12,9 @@ from . import _core
 from . import _validate as check
 from ._arguments import BatchArguments, PagedPlanArguments, RaggedPlanArguments
 
+# The batch of usual arrays, all on the CPU; None: look at them one by one.
+_paged_batch = _core.paged_batches(torch.Tensor, torch.int32)
+
 # Names of their own for what every plan() asks.
 _Tensor = torch.Tensor
 _int32 = torch.int32
@@ -29,8 +32,8 @@ def debugging() -> bool:
 class PageList(NamedTuple):
     """The page indices that the batch uses.
 
-    given: the caller's, which may change once plan() has returned. on_device: where kernels read
-    them; None: they travel with the plan.
+    given: the caller's, which may be more, and may change once plan() has returned. on_device:
+    where kernels read them; None: they travel with the plan.
     """
 
     given: torch.Tensor
@@ -72,6 +75,13 @@ def _paged(
     a: PagedPlanArguments, device: torch.device, indices_buf: torch.Tensor | None
 ) -> Lengths:
     page_size = check.integer("page_size", a.page_size, at_least=1)
+    if indices_buf is None:
+        found = _paged_batch(
+            a.qo_indptr, a.paged_kv_indptr, a.paged_kv_last_page_len, a.paged_kv_indices, page_size
+        )
+        if found is not None:
+            batch, largest = found
+            return Lengths(batch, PageList(a.paged_kv_indices, None, largest))
     indices = _index_array("paged_kv_indices", a.paged_kv_indices, device)
     batch = _make_batch(
         _index_array("qo_indptr", a.qo_indptr, device),

@@ -1,0 +1,18 @@
+#include "bindings/fast_call.h"
+
+namespace preflash {
+
+namespace py = pybind11;
+
+PyObject* raise(std::exception_ptr thrown) {
+  static const auto& rethrow = *new py::cpp_function([](const py::capsule& held) {
+    std::rethrow_exception(*held.get_pointer<std::exception_ptr>());
+  });
+  PyObject* held = PyCapsule_New(&thrown, nullptr, nullptr);
+  if (held == nullptr) return nullptr;
+  PyObject* nothing = PyObject_CallOneArg(rethrow.ptr(), held);
+  Py_DECREF(held);
+  return nothing;
+}
+
+}  // namespace preflash

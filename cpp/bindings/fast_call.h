@@ -1,0 +1,38 @@
+// Functions that Python calls without pybind11's dispatcher, which takes longer than all that the
+// wrappers' hot calls do.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <exception>
+#include <memory>
+#include <utility>
+
+namespace preflash {
+
+// Raises in Python what C++ has thrown, as every other function of the module does. Null.
+PyObject* raise(std::exception_ptr thrown);
+
+template <class State>
+State& state_of(PyObject* self) {
+  return *static_cast<State*>(PyCapsule_GetPointer(self, nullptr));
+}
+
+// A function of CPython's own (METH_FASTCALL) whose `self` holds the state. definition: of static
+// lifetime.
+template <class State>
+pybind11::object fast_callable(PyMethodDef& definition, State state) {
+  auto held = std::make_unique<State>(std::move(state));
+  const pybind11::capsule self(held.get(), [](void* kept) { delete static_cast<State*>(kept); });
+  held.release();
+  return pybind11::reinterpret_steal<pybind11::object>(PyCFunction_New(&definition, self.ptr()));
+}
+
+using FastFunction = PyObject* (*)(PyObject* self, PyObject* const* given, Py_ssize_t count);
+
+inline PyMethodDef fast_definition(const char* name, FastFunction function, const char* doc) {
+  return {name, reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(function)), METH_FASTCALL,
+          doc};
+}
+
+}  // namespace preflash

@@ -1,0 +1,131 @@
+// The index arrays of plan(), where they are what they usually are: contiguous one-dimensional
+// int32 tensors on the CPU. Python looks at all others, and says what is wrong with them.
+#include <limits>
+#include <optional>
+#include <span>
+
+#include "bindings/bindings.h"
+#include "bindings/fast_call.h"
+#include "core/batch.h"
+
+namespace preflash {
+namespace {
+
+namespace py = pybind11;
+
+using Indices = std::span<const std::int32_t>;
+
+// What is asked of tensors. torch is not linked with: its own methods are called, as from Python.
+struct HostArrays {
+  py::object tensor_type;
+  py::object int32;
+  py::object dtype, is_cpu;                                                         // names
+  py::object dim, is_contiguous, data_ptr, storage_offset, numel, untyped_storage;  // methods
+
+  HostArrays(const py::object& tensor_type, const py::object& int32)
+      : tensor_type(tensor_type),
+        int32(int32),
+        dtype(py::str("dtype")),
+        is_cpu(py::str("is_cpu")),
+        dim(tensor_type.attr("dim")),
+        is_contiguous(tensor_type.attr("is_contiguous")),
+        data_ptr(tensor_type.attr("data_ptr")),
+        storage_offset(tensor_type.attr("storage_offset")),
+        numel(tensor_type.attr("numel")),
+        untyped_storage(tensor_type.attr("untyped_storage")) {}
+};
+
+py::object call(const py::object& method, PyObject* tensor) {
+  PyObject* result = PyObject_Vectorcall(method.ptr(), &tensor, 1, nullptr);
+  if (result == nullptr) throw py::error_already_set();
+  return py::reinterpret_steal<py::object>(result);
+}
+
+std::int64_t integer(const py::object& method, PyObject* tensor) {
+  const long long value = PyLong_AsLongLong(call(method, tensor).ptr());
+  if (value == -1 && PyErr_Occurred()) throw py::error_already_set();
+  return value;
+}
+
+py::object attribute(const py::object& name, PyObject* tensor) {
+  PyObject* result = PyObject_GetAttr(tensor, name.ptr());
+  if (result == nullptr) throw py::error_already_set();
+  return py::reinterpret_steal<py::object>(result);
+}
+
+// The elements of a usual array. A storage that is too small was freed.
+std::optional<Indices> elements(const HostArrays& torch, PyObject* value) {
+  if (reinterpret_cast<PyObject*>(Py_TYPE(value)) != torch.tensor_type.ptr()) return {};
+  if (!attribute(torch.dtype, value).is(torch.int32)) return {};
+  if (integer(torch.dim, value) != 1) return {};
+  if (attribute(torch.is_cpu, value).ptr() != Py_True) return {};
+  if (call(torch.is_contiguous, value).ptr() != Py_True) return {};
+  const std::int64_t count = integer(torch.numel, value);
+  const std::int64_t end = integer(torch.storage_offset, value) + count;
+  const Py_ssize_t bytes = PyObject_Size(call(torch.untyped_storage, value).ptr());
+  if (bytes < 0) throw py::error_already_set();
+  const auto* data = pointer<const std::int32_t>(integer(torch.data_ptr, value));
+  if (data == nullptr || end * std::int64_t{sizeof(std::int32_t)} > bytes) return {};
+  return Indices(data, static_cast<std::size_t>(count));
+}
+
+constexpr Py_ssize_t kArguments = 5;
+
+// (qo_indptr, kv_indptr, last_page_len, page_indices, page_size), all tensors but the last.
+py::object batch_of(const HostArrays& torch, PyObject* const* given) {
+  std::optional<Indices> arrays[4];
+  for (int i = 0; i < 4; ++i) {
+    arrays[i] = elements(torch, given[i]);
+    if (!arrays[i]) return py::none();
+  }
+  const auto& [qo_indptr, kv_indptr, last_page_len, pages] = arrays;
+  const std::size_t size = qo_indptr->size();
+  if (size == 0 || size > std::numeric_limits<int>::max() || kv_indptr->size() != size ||
+      last_page_len->size() + 1 != size) {
+    return py::none();
+  }
+  const std::int32_t used = kv_indptr->back();
+  if (used < 0 || used > std::ssize(*pages)) return py::none();
+  auto batch =
+      std::make_shared<Batch>(BatchArrays{.qo_indptr = qo_indptr->data(),
+                                          .kv_indptr = kv_indptr->data(),
+                                          .last_page_len = last_page_len->data(),
+                                          .num_requests = static_cast<int>(size) - 1,
+                                          .page_size = static_cast<int>(PyLong_AsLong(given[4]))});
+  const std::int32_t largest = batch->set_page_indices(pages->data(), used);
+  return py::make_tuple(std::move(batch), largest);
+}
+
+PyObject* paged_batch(PyObject* self, PyObject* const* given, Py_ssize_t count) {
+  if (count != kArguments) {
+    return PyErr_Format(PyExc_TypeError, "a paged batch takes %zd arguments, not %zd", kArguments,
+                        count);
+  }
+  try {
+    return batch_of(state_of<HostArrays>(self), given).release().ptr();
+  } catch (py::error_already_set& error) {
+    if (error.matches(PyExc_RuntimeError) || error.matches(PyExc_ValueError)) {
+      Py_RETURN_NONE;  // no ordinary tensor
+    }
+    error.restore();
+    return nullptr;
+  } catch (...) {
+    return raise(std::current_exception());
+  }
+}
+
+PyMethodDef paged_batch_definition = fast_definition(
+    "paged_batch", &paged_batch, "(Batch, its largest page) of usual index arrays, or None.");
+
+}  // namespace
+
+void bind_host_arrays(py::module_& m) {
+  m.def(
+      "paged_batches",
+      [](const py::object& tensor_type, const py::object& int32) {
+        return fast_callable(paged_batch_definition, HostArrays(tensor_type, int32));
+      },
+      py::arg("tensor_type"), py::arg("int32"));
+}
+
+}  // namespace preflash

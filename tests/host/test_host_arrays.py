@@ -1,0 +1,97 @@
+"""The quick way from plan()'s arrays to a batch: it takes usual ones alone, and leaves the rest to
+the checks that say what is wrong."""
+
+import pytest
+import torch
+from preflash import _core
+
+paged_batch = _core.paged_batches(torch.Tensor, torch.int32)
+
+
+def ints(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def arrays() -> dict[str, torch.Tensor]:
+    return {
+        "qo_indptr": ints(0, 3, 5),
+        "kv_indptr": ints(1, 3, 6),
+        "last_page_len": ints(4, 16),
+        "page_indices": ints(-1, 7, 2, 9, 4, 5),
+    }
+
+
+def test_a_usual_batch():
+    batch, largest = paged_batch(*arrays().values(), 16)
+    assert largest == 9
+    assert (batch.num_requests, batch.page_size) == (2, 16)
+    assert batch.qo_indptr == [0, 3, 5]
+    assert batch.kv_indptr == [1, 3, 6]
+    assert batch.last_page_len == [4, 16]
+    assert batch.page_indices == [-1, 7, 2, 9, 4, 5]  # the first is nobody's
+
+
+def test_parts_of_larger_arrays():
+    larger = {name: torch.cat([ints(77), value])[1:] for name, value in arrays().items()}
+    larger["page_indices"] = torch.cat([larger["page_indices"], ints(1000, -1000)])
+    batch, largest = paged_batch(*larger.values(), 16)
+    assert largest == 9
+    assert batch.kv_indptr == [1, 3, 6]
+    assert batch.page_indices == [-1, 7, 2, 9, 4, 5]
+
+
+def test_negative_pages_are_refused():
+    given = arrays() | {"page_indices": ints(0, 7, 2, -9, 4, 5)}
+    with pytest.raises(ValueError, match=r"paged_kv_indices holds -9; page indices start at 0"):
+        paged_batch(*given.values(), 16)
+
+
+def freed(value: torch.Tensor) -> torch.Tensor:
+    value = value.clone()
+    value.untyped_storage().resize_(0)
+    return value
+
+
+def too_long_for_its_storage(value: torch.Tensor) -> torch.Tensor:
+    value = value.clone()
+    value.untyped_storage().resize_(value.nbytes - 4)
+    return value
+
+
+UNUSUAL = {
+    "list": torch.Tensor.tolist,
+    "none": lambda value: None,
+    "int64": torch.Tensor.long,
+    "float": torch.Tensor.float,
+    "two dimensions": lambda value: value[None],
+    "strided": lambda value: torch.stack([value, value], dim=1)[:, 0],
+    "subclass": lambda value: torch.nn.Parameter(value, requires_grad=False),
+    "meta": lambda value: value.to("meta"),
+    "sparse": torch.Tensor.to_sparse,
+    "freed": freed,
+    "short of storage": too_long_for_its_storage,
+    "shorter": lambda value: value[:-1],
+}
+
+
+@pytest.mark.parametrize("kind", UNUSUAL)
+@pytest.mark.parametrize("name", arrays())
+def test_unusual_arrays_are_left_alone(name, kind):
+    given = arrays()
+    given[name] = UNUSUAL[kind](given[name])
+    assert paged_batch(*given.values(), 16) is None
+
+
+def test_an_indptr_that_ends_below_zero_is_left_alone():
+    given = arrays() | {"kv_indptr": ints(1, 3, -6)}
+    assert paged_batch(*given.values(), 16) is None
+
+
+def test_what_a_mode_raises_is_not_lost():
+    class Interrupting(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            raise KeyboardInterrupt
+
+    given = tuple(arrays().values())
+    with pytest.raises(KeyboardInterrupt), Interrupting():
+        paged_batch(*given, 16)
