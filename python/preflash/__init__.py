@@ -17,6 +17,7 @@ from . import (  # noqa: E402
     _torch_ops,  # noqa: F401
     attention,
     cascade,
+    cudnn,
     decode,
     page,
     pod,
@@ -46,6 +47,7 @@ from .pod import BatchPODWithPagedKVCacheWrapper, PODWithPagedKVCacheWrapper  # 
 from .prefill import (  # noqa: E402
     BatchPrefillWithPagedKVCacheWrapper,
     BatchPrefillWithRaggedKVCacheWrapper,
+    cudnn_batch_prefill_with_kv_cache,
     single_prefill_with_kv_cache,
     single_prefill_with_kv_cache_return_lse,
 )
@@ -66,6 +68,8 @@ __all__ = [
     "append_paged_kv_cache",
     "attention",
     "cascade",
+    "cudnn",
+    "cudnn_batch_prefill_with_kv_cache",
     "decode",
     "fast_decode_plan",
     "get_batch_indices_positions",

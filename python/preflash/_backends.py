@@ -193,6 +193,7 @@ def _backend(family: _core.Family) -> Backend:
 _OF_FAMILY = {family: _backend(family) for family in _core.families()}
 _EXPLICIT = {backend.name: backend for backend in _OF_FAMILY.values()}
 NAMES = ("auto", *_EXPLICIT)
+CUDNN = "cudnn"  # no family of kernels of this package
 OVERRIDE = "PREFLASH_BACKEND"
 
 
@@ -213,11 +214,16 @@ class Requested(NamedTuple):
         return f"{self.name!r}{self.override}"
 
 
-def requested(name: object) -> Requested:
+def requested(name: object, *, with_cudnn: bool = False) -> Requested:
     """The `backend` argument, unless the environment overrides it: serving engines write backend
-    names into their code, where their users cannot reach them."""
+    names into their code, where their users cannot reach them.
+
+    with_cudnn: "cudnn" is a choice, too.
+    """
     override = os.environ.get(OVERRIDE)
     if not override:
+        if with_cudnn and name == CUDNN:
+            return Requested(CUDNN)
         return Requested(check_name(name))
     if not isinstance(name, str):
         raise TypeError(f"backend must be a str, one of {', '.join(NAMES)}; got {name!r}")
@@ -231,9 +237,10 @@ def requested(name: object) -> Requested:
 
 def check_name(name: object) -> str:
     """The `backend` argument of wrappers and functions."""
-    if name == "cudnn":
+    if name == CUDNN:
         raise NotImplementedError(
-            f"backend='cudnn' is not served by this build; use one of {', '.join(NAMES)}"
+            "backend='cudnn' is served by cudnn_batch_prefill_with_kv_cache and by the paged and "
+            f"the ragged batch wrapper; use one of {', '.join(NAMES)}"
         )
     return check.one_of("backend", name, NAMES)
 

@@ -34,10 +34,12 @@ from ._outputs import run_outputs
 from ._paged import BatchPrefillWithPagedKVCacheWrapper
 from ._ragged import BatchPrefillWithRaggedKVCacheWrapper
 from ._signatures import NEWER_SINGLE_ORDER, newer_spellings, same_signature_as
+from .cudnn import cudnn_batch_prefill_with_kv_cache
 
 __all__ = [
     "BatchPrefillWithPagedKVCacheWrapper",
     "BatchPrefillWithRaggedKVCacheWrapper",
+    "cudnn_batch_prefill_with_kv_cache",
     "single_prefill_with_kv_cache",
     "single_prefill_with_kv_cache_return_lse",
 ]

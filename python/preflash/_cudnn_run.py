@@ -1,0 +1,292 @@
+"""A checked call of cudnn_batch_prefill_with_kv_cache on cuDNN. The host reads nothing back."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from . import _backends, _cudnn_graph
+from . import _validate as check
+from ._cudnn_call import Call, Offsets, reaches_into
+from ._cudnn_graph import Graph, Operands, Pages, Rows, Stats
+from ._device_stream import DeviceStream, sent
+
+HEAD_DIMS = ((128, 128), (192, 128))  # of q and k, of v
+DTYPES = (torch.float16, torch.bfloat16)
+DEVICE_TYPE = "cuda"
+
+
+class RefusedError(Exception):
+    """Why cuDNN does not serve a call; a sentence without an end."""
+
+
+def why_not(
+    device: torch.device,
+    q_dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    head_dims: tuple[int, int],
+) -> str | None:
+    """What of a call no graph of cuDNN's takes, or None."""
+    if device.type != DEVICE_TYPE:
+        return f"cuDNN computes on CUDA tensors, and these are on {device}"
+    missing = _cudnn_graph.why_missing()
+    if missing is not None:
+        return missing
+    if q_dtype not in DTYPES or kv_dtype != q_dtype:
+        return (
+            "it is served for float16 or bfloat16 in q, k and v alike, and they are "
+            f"{q_dtype} and {kv_dtype}"
+        )
+    if head_dims not in HEAD_DIMS:
+        return (
+            "it is served for head_dim 128, or 192 for q and k with 128 for v, and they are "
+            f"{head_dims[0]} and {head_dims[1]}"
+        )
+    return None
+
+
+def attend(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The result, and lse or None.
+
+    Raises:
+        RefusedError: cuDNN does not serve the call. Nothing was launched.
+    """
+    dtypes, head_dims = (call.q.dtype, call.k.dtype), (call.q.shape[2], call.v.shape[-1])
+    refusal = why_not(call.q.device, *dtypes, head_dims)
+    refusal = refusal or _why_not_keys(call)
+    if refusal is None and call.scales.v_scale is not None:
+        refusal = "it has no factor of v, and v_scale is given"
+    if refusal is not None:
+        raise RefusedError(refusal)
+    scale = call.sm_scale
+    for name, value in (("q_scale", call.scales.q_scale), ("k_scale", call.scales.k_scale)):
+        scale *= 1.0 if value is None else check.scale(name, value)
+    check.logits_scale("scale * q_scale * k_scale", scale)
+    if call.q.shape[0] == 0 or call.batch_size == 0 or call.max_qo_len == 0:
+        return _nothing(call)
+    capturing = DeviceStream(call.q.device).is_capturing()
+    _check_arrays(call, capturing)
+    where = _Where(call)
+    description = _describe(call, where, scale)
+    if capturing and not _cudnn_graph.is_known(description):
+        raise RuntimeError(
+            "this call needs a graph of cuDNN's, which cannot be built while its stream is being "
+            "captured into a CUDA graph: call it once before, with the same shapes, maxima and "
+            "scale"
+        )
+    try:
+        graph = _cudnn_graph.built(description)
+    except _cudnn_graph.UnsupportedError as error:
+        raise RefusedError(f"cuDNN has no kernel for it ({error})") from None
+    workspace = call.workspace
+    if workspace.nbytes < graph.workspace_bytes:
+        raise RefusedError(
+            f"workspace_buffer has {workspace.nbytes} bytes and cuDNN needs {graph.workspace_bytes}"
+        )
+    out = _prepared_out(call, where)
+    stats = None
+    if call.with_lse:
+        shape = call.lse_shape if call.lse is None else call.lse.shape
+        stats = torch.empty(shape, dtype=torch.float32, device=call.q.device)
+    graph.run(Operands(call.q, call.k, call.v, out, stats, **where.arrays), workspace)
+    lse = None
+    if stats is not None:
+        lse = _finished_lse(call, where, stats)
+    return out, lse if call.return_lse else None
+
+
+def _why_not_keys(call: Call) -> str | None:
+    if call.k.numel() == 0 or call.max_kv_len == 0:
+        return "there are no keys at all"
+    if call.block_tables is None:
+        return None
+    page_size = call.k.shape[2]
+    if page_size & (page_size - 1):
+        return f"its pages have a power of two of tokens, and page_size is {page_size}"
+    if call.backend.name != _backends.CUDNN:
+        return (
+            "with pages its outputs are NaN where the rest of a request's last page holds NaN or "
+            "infinity, so that it runs for backend='cudnn' alone"
+        )
+    return None
+
+
+def _nothing(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The result where no request has a query."""
+    out = call.out
+    if out is None:
+        out = torch.empty(call.out_shape, dtype=call.o_dtype, device=call.q.device)
+    if not call.return_lse:
+        return out, None
+    lse = call.lse
+    if lse is None:
+        lse = torch.full(call.lse_shape, -math.inf, device=call.q.device)
+    return out, lse
+
+
+def _check_arrays(call: Call, capturing: bool) -> None:
+    if capturing:
+        for name, value in call.arrays().items():
+            if value.is_cpu:
+                raise ValueError(
+                    f"{name} is on the CPU; while a CUDA graph captures the call it must be on "
+                    f"{call.q.device}, where a replay reads it"
+                )
+    read = {"q": call.q, "k_cache": call.k, "v_cache": call.v, **call.arrays()}
+    read["workspace_buffer"] = call.workspace
+    for name, written in (("out", call.out), ("lse", call.lse)):
+        for other, value in read.items():
+            # Other kernels tell interleaved tensors from overlapping ones, and refuse the latter.
+            if written is not None and reaches_into(written, value):
+                raise RefusedError(f"{name} and {other} are not apart in memory")
+
+
+class _Where:
+    """The arrays of a call as cuDNN reads them: on the device, offsets in elements."""
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+        self._device = call.q.device
+        paged = call.block_tables is not None
+        self.arrays: dict[str, torch.Tensor | None] = {
+            "qo_lens": self._sent(call.qo_lens.to(torch.int32)),
+            "kv_lens": self._sent(call.kv_lens.to(torch.int32)),
+            "q_offsets": self._offsets(call.q_at, call.qo_lens),
+            "out_offsets": self._offsets(call.out_at, call.qo_lens),
+            "k_offsets": None if paged else self._offsets(call.k_at, call.kv_lens),
+            "v_offsets": None if paged else self._offsets(call.v_at, call.kv_lens),
+            "stats_offsets": None,
+            "page_table": self._sent(_used_pages(call)) if paged else None,
+        }
+        if call.stats_at is not None and call.with_lse:
+            self.arrays["stats_offsets"] = self._offsets(call.stats_at, call.qo_lens)
+
+    def _sent(self, value: torch.Tensor) -> torch.Tensor:
+        return (sent(value, self._device) if value.is_cpu else value).contiguous()
+
+    def _offsets(self, at: Offsets, lengths: torch.Tensor) -> torch.Tensor | None:
+        """[batch_size + 1] elements, in 64 bits where they are computed."""
+        given = at.given
+        if given is None:
+            return None
+        width = at.per_token
+        if at.in_tokens:
+            given = given.to(torch.int64) * width
+        if given.numel() == self._call.batch_size:
+            given = self._sent(given).to(torch.int64)
+            end = given[-1:] + self._sent(lengths)[-1:] * width
+            given = torch.cat([given, end])
+        return self._sent(given)
+
+
+def _used_pages(call: Call) -> torch.Tensor:
+    """block_tables as wide as cuDNN wants it: the pages of max_sequence_kv tokens."""
+    return call.block_tables[:, : -(-call.max_kv_len // call.k.shape[2])]
+
+
+def _describe(call: Call, where: _Where, scale: float) -> Graph:
+    paged = call.block_tables is not None
+    k, v = (_pages if paged else _rows)(call.k), (_pages if paged else _rows)(call.v)
+    _, num_qo_heads, head_dim_vo = call.out_shape
+    out = Rows(num_qo_heads * head_dim_vo, head_dim_vo) if call.out is None else _rows(call.out)
+    stats = Stats.NONE
+    if call.with_lse:
+        stats = Stats.PADDED if call.stats_at is None else Stats.AT_OFFSETS
+    names = ("q_offsets", "out_offsets", "k_offsets", "v_offsets", "stats_offsets")
+    offsets = [where.arrays[name] for name in names]
+    return Graph(
+        device=call.q.device,
+        dtype=call.q.dtype,
+        batch_size=call.batch_size,
+        max_qo_len=call.max_qo_len,
+        max_kv_len=call.max_kv_len,
+        num_qo_heads=num_qo_heads,
+        num_kv_heads=call.k.shape[1],
+        head_dim_qk=call.q.shape[2],
+        head_dim_vo=head_dim_vo,
+        scale=scale,
+        causal=call.causal,
+        q=_rows(call.q),
+        out=out,
+        k=k,
+        v=v,
+        stats=stats,
+        offsets=tuple(None if array is None else array.dtype for array in offsets),
+        table_width=_used_pages(call).shape[1] if paged else 0,
+    )
+
+
+def _rows(value: torch.Tensor) -> Rows:
+    return Rows(token=value.stride(0), head=value.stride(1))
+
+
+def _pages(pool: torch.Tensor) -> Pages:
+    page, head, token, _ = pool.stride()
+    return Pages(count=pool.shape[0], size=pool.shape[2], page=page, head=head, token=token)
+
+
+class _RowKinds(NamedTuple):
+    """Of each row of each request, [batch_size, max_qo_len] bool."""
+
+    owned: torch.Tensor  # the request has that many
+    live: torch.Tensor  # and it keeps a key
+
+
+def _row_kinds(call: Call, where: _Where) -> _RowKinds:
+    row = torch.arange(call.max_qo_len, device=call.q.device)
+    qo_len, kv_len = where.arrays["qo_lens"][:, None], where.arrays["kv_lens"][:, None]
+    owned = row < qo_len
+    live = owned & (kv_len > 0)
+    if call.causal:
+        live = live & (row + kv_len >= qo_len)
+    return _RowKinds(owned, live)
+
+
+def _kinds_at(
+    kinds: _RowKinds, offsets: torch.Tensor | None, per_token: int, rows: int
+) -> _RowKinds:
+    """The same for the rows of a tensor where requests begin at offsets, [rows] bool."""
+    owned = kinds.owned
+    batch_size, max_qo_len = owned.shape
+    at = torch.arange(max_qo_len, device=owned.device).expand(batch_size, -1)
+    if offsets is not None:
+        at = at + offsets[:batch_size, None].to(torch.int64) // per_token
+    at = torch.where(owned, at, rows)  # one row more, for those that no request has
+    kind = torch.zeros(rows + 1, dtype=torch.uint8, device=owned.device)
+    kind.scatter_(0, at.reshape(-1), (owned.to(torch.uint8) + kinds.live).view(-1))
+    return _RowKinds(kind[:rows] > 0, kind[:rows] > 1)
+
+
+def _prepared_out(call: Call, where: _Where) -> torch.Tensor:
+    """out, where the rows of requests without keys are 0: cuDNN does not write them."""
+    every_request_has_keys = call.kv_lens.is_cpu and bool((call.kv_lens > 0).all())
+    if call.out is None:
+        new = torch.empty if every_request_has_keys else torch.zeros
+        return new(call.out_shape, dtype=call.o_dtype, device=call.q.device)
+    if not every_request_has_keys:
+        kinds = _row_kinds(call, where)
+        offsets, rows = where.arrays["out_offsets"], call.out.shape[0]
+        kinds = _kinds_at(kinds, offsets, call.out_at.per_token, rows)
+        call.out.masked_fill_((kinds.owned & ~kinds.live)[:, None, None], 0.0)
+    return call.out
+
+
+def _finished_lse(call: Call, where: _Where, stats: torch.Tensor) -> torch.Tensor:
+    """cuDNN's natural logarithms in the base asked for, and -inf where no key is kept."""
+    if call.lse_base == "log2":
+        stats *= 1.0 / math.log(2.0)
+    kinds = _row_kinds(call, where)
+    if call.stats_at is None:
+        stats.masked_fill_(~kinds.live[:, :, None], -math.inf)
+        return stats if call.lse is None else call.lse.copy_(stats)
+    heads = call.q.shape[1]
+    flat = stats.view(-1, heads)
+    kinds = _kinds_at(kinds, where.arrays["stats_offsets"], heads, flat.shape[0])
+    flat.masked_fill_(~kinds.live[:, None], -math.inf)
+    if call.lse is None:
+        return stats
+    lse = call.lse.view(-1, heads)
+    lse.copy_(torch.where(kinds.owned[:, None], flat, lse))
+    return call.lse

@@ -1,0 +1,146 @@
+"""Batch prefill under cuDNN's calling convention, on cuDNN or on the kernels of this package."""
+
+# NOTE: the API fixes the long signature, so the function is over 80 lines.
+
+from __future__ import annotations
+
+import torch
+
+from . import _cudnn_kernels, _cudnn_run
+from . import _validate as check
+from ._arguments import GivenScales
+from ._cudnn_call import CudnnArguments, checked
+
+__all__ = ["cudnn_batch_prefill_with_kv_cache"]
+
+
+@check.eager
+def cudnn_batch_prefill_with_kv_cache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    scale: float,
+    workspace_buffer: torch.Tensor,
+    *,
+    max_token_per_sequence: int,
+    max_sequence_kv: int,
+    actual_seq_lens_q: torch.Tensor | None = None,
+    actual_seq_lens_kv: torch.Tensor | None = None,
+    block_tables: torch.Tensor | None = None,
+    causal: bool,
+    return_lse: bool,
+    q_scale: float | torch.Tensor | None = None,
+    k_scale: float | torch.Tensor | None = None,
+    v_scale: float | torch.Tensor | None = None,
+    batch_offsets_q: torch.Tensor | None = None,
+    batch_offsets_o: torch.Tensor | None = None,
+    batch_offsets_k: torch.Tensor | None = None,
+    batch_offsets_v: torch.Tensor | None = None,
+    batch_offsets_stats: torch.Tensor | None = None,
+    batch_offsets_units: str = "elements",
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    is_cuda_graph_compatible: bool = False,
+    backend: str | None = None,
+    o_data_type: str | torch.dtype | None = None,
+    lse_base: str = "log2",
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Attention of a batch of requests over a ragged or paged KV cache; see preflash.prefill for
+    the definition.
+
+    Runs cuDNN where the nvidia-cudnn-frontend package imports and cuDNN has a kernel for the call:
+    CUDA tensors, float16 or bfloat16, head_dim 128, or 192 for q and k with 128 for v. The first
+    call with new shapes, strides, maxima or scale builds a graph (up to a second), which is kept.
+    Elsewhere, or where backend asks for it, the kernels of this package: same results.
+
+    NOTE: with pages cuDNN runs for backend="cudnn" alone. It multiplies what lies in the rest of a
+    request's last page by 0, so that NaN or infinity there (of memory that was never written)
+    reaches the output; the kernels of this package do not read it.
+
+    Index arrays are int32 or int64, on the CPU or on q's device, of shape [n] or [n, 1, 1, 1].
+
+    Args:
+        q: [tokens, num_qo_heads, head_dim], requests where batch_offsets_q says.
+        k_cache, v_cache: with block_tables [pages, num_kv_heads, page_size, head_dim], any strides
+            but the last; without [tokens, num_kv_heads, head_dim].
+        scale: factor of the logits; of cuDNN's graph it is a part.
+        workspace_buffer: scratch memory on q's device, any dtype; 128 MB is plenty.
+        max_token_per_sequence, max_sequence_kv: no request is longer; those on the GPU are compared
+            only with PREFLASH_DEBUG=1 in the environment, because it takes a wait.
+        actual_seq_lens_q, actual_seq_lens_kv: [batch_size], lengths of the requests. May be left
+            out where batch_offsets_q and batch_offsets_k of batch_size + 1 tokens tell them.
+        block_tables: [batch_size, pages] int32, the pages of each request.
+        causal: keep keys up to the diagonal that ends at the last key.
+        return_lse: also return the log-sum-exp.
+        q_scale, k_scale, v_scale: floats or one-element tensors. q_scale and k_scale multiply the
+            logits, v_scale the output.
+        batch_offsets_q, batch_offsets_o, batch_offsets_k, batch_offsets_v: [batch_size + 1] (or
+            [batch_size]), where each request begins in q, the output, k and v. Needed with more
+            than one request; k's and v's are for ragged keys. In tokens, o's and v's default to
+            q's and k's.
+        batch_offsets_stats: the same for lse, whose requests else are padded to
+            max_token_per_sequence.
+        batch_offsets_units: "elements" (tokens times heads times head_dim, of lse tokens times
+            heads; what the strides say where they say otherwise) or "tokens".
+        out: [tokens, num_qo_heads, head_dim of v] to write into.
+        lse: float32 to write into, contiguous: [batch_size, max_token_per_sequence, num_qo_heads],
+            with batch_offsets_stats also [tokens, num_qo_heads]. Written also without return_lse.
+        is_cuda_graph_compatible: nothing is read on the host, so that a CUDA graph that captured
+            the call computes what its arrays hold at replay. All of them must be on the GPU, and
+            cuDNN must serve the call.
+        backend: None or "auto", "cudnn", "fa2", "fa3" or "cpu". An explicit one never becomes
+            another.
+        o_data_type: as in single_prefill_with_kv_cache.
+        lse_base: "log2" or "ln".
+
+    Returns:
+        (out, lse), lse None without return_lse. lse is [batch_size, max_token_per_sequence,
+        num_qo_heads] float32, -inf behind the last token of a request; with batch_offsets_stats
+        the requests lie in that memory where the offsets say.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong; nothing was launched.
+        NotImplementedError: cuDNN was asked for and is not there or has no kernel for the call, or
+            nothing serves it; the message says why.
+    """
+    call = checked(
+        CudnnArguments(
+            q=q,
+            k_cache=k_cache,
+            v_cache=v_cache,
+            scale=scale,
+            workspace_buffer=workspace_buffer,
+            max_token_per_sequence=max_token_per_sequence,
+            max_sequence_kv=max_sequence_kv,
+            actual_seq_lens_q=actual_seq_lens_q,
+            actual_seq_lens_kv=actual_seq_lens_kv,
+            block_tables=block_tables,
+            causal=causal,
+            return_lse=return_lse,
+            scales=GivenScales(q_scale, k_scale, v_scale),
+            batch_offsets_q=batch_offsets_q,
+            batch_offsets_o=batch_offsets_o,
+            batch_offsets_k=batch_offsets_k,
+            batch_offsets_v=batch_offsets_v,
+            batch_offsets_stats=batch_offsets_stats,
+            batch_offsets_units=batch_offsets_units,
+            out=out,
+            lse=lse,
+            is_cuda_graph_compatible=is_cuda_graph_compatible,
+            backend=backend,
+            o_data_type=o_data_type,
+            lse_base=lse_base,
+        )
+    )
+    name = call.backend.name
+    if name not in ("auto", "cudnn"):
+        return _cudnn_kernels.attend(call, f"backend={name!r} is not cuDNN")
+    try:
+        return _cudnn_run.attend(call)
+    except _cudnn_run.RefusedError as refusal:
+        if name == "cudnn":
+            raise NotImplementedError(
+                f"backend='cudnn': {refusal}; backend='auto' computes it with other kernels"
+            ) from None
+        why = str(refusal)
+    return _cudnn_kernels.attend(call, why)

@@ -1,0 +1,602 @@
+"""cudnn_batch_prefill_with_kv_cache: on the kernels of this package, on a fake cuDNN that computes
+from declared strides and offsets, and on cuDNN itself where there is a GPU with it."""
+
+import dataclasses
+import math
+import sys
+import types
+
+import preflash
+import pytest
+import torch
+from fake_cudnn import FakeCudnn
+from preflash import _cudnn_graph, _cudnn_run
+from preflash.testing import Case, MaskKind, build, compare, poison, reference
+
+LENGTHS = {
+    "odd": ((5, 37, 1, 70), (17, 37, 90, 64)),
+    "empty": ((3, 0, 7, 4, 0), (9, 8, 0, 21, 0)),
+    "more_queries": ((40, 5, 9), (9, 2, 9)),
+    "one": ((33,), (70,)),
+    "decode": ((1, 1, 1), (9, 80, 1)),
+}
+RAGGED_DIMS = [(128, 128), (192, 128)]
+
+
+def make_case(lengths="odd", *, dims=(128, 128), page_size=0, causal=True, dtype=torch.bfloat16):
+    qo_lens, kv_lens = LENGTHS[lengths]
+    return Case(
+        lengths, qo_lens, kv_lens, 6, 2, dims[0], dims[1], dtype, page_size,
+        layout="HND" if page_size else "NHD", mask=MaskKind.CAUSAL if causal else MaskKind.NONE,
+        sm_scale=0.11,
+    )  # fmt: skip
+
+
+def cumulated(lengths):
+    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+
+
+def arguments(inputs, units="elements", device="cpu"):
+    """Keyword arguments of the call for what `inputs` hold."""
+    case = inputs.case
+    qo_at, kv_at = cumulated(case.qo_lens).to(device), cumulated(case.kv_lens).to(device)
+    in_tokens = units == "tokens"
+    heads, kv_heads = case.num_qo_heads, case.num_kv_heads
+
+    def offsets(at, *widths):
+        return at if in_tokens else at * math.prod(widths)
+
+    found = {
+        "q": inputs.q,
+        "k_cache": inputs.k,
+        "v_cache": inputs.v,
+        "scale": case.scale,
+        "workspace_buffer": torch.empty(1 << 22, dtype=torch.uint8, device=inputs.q.device),
+        "max_token_per_sequence": max(case.qo_lens),
+        "max_sequence_kv": max(case.kv_lens),
+        "actual_seq_lens_q": torch.tensor(case.qo_lens, dtype=torch.int32, device=device),
+        "actual_seq_lens_kv": torch.tensor(case.kv_lens, dtype=torch.int32, device=device),
+        "causal": case.mask is MaskKind.CAUSAL,
+        "return_lse": True,
+        "batch_offsets_q": offsets(qo_at, heads, case.head_dim),
+        "batch_offsets_o": offsets(qo_at, heads, case.dim_vo),
+        "batch_offsets_units": units,
+    }
+    if case.page_size:
+        pages = [-(-n // case.page_size) for n in case.kv_lens]
+        table = torch.full((case.batch_size, max(pages) + 2), -7, dtype=torch.int32)
+        for request, row in enumerate(inputs.page_table):
+            table[request, : len(row)] = torch.tensor(row)
+        found["block_tables"] = table.to(device)
+    else:
+        found["batch_offsets_k"] = offsets(kv_at, kv_heads, case.head_dim)
+        found["batch_offsets_v"] = offsets(kv_at, kv_heads, case.dim_vo)
+    return found
+
+
+def rows_of(case, lse):
+    """[batch, longest, heads] as [rows, heads], and that the rest is -inf."""
+    for request, length in enumerate(case.qo_lens):
+        assert (lse[request, length:] == -math.inf).all()
+    return torch.cat([lse[request, :n] for request, n in enumerate(case.qo_lens)])
+
+
+def check(inputs, out, lse):
+    expected = reference(inputs)
+    rows = expected.out.shape[0]
+    compare(out[:rows], lse, expected).check()
+
+
+call = preflash.cudnn_batch_prefill_with_kv_cache
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    """cuDNN as far as anything but numbers at GPU speed can tell, for tensors on the CPU."""
+    module = FakeCudnn()
+    monkeypatch.setattr(_cudnn_graph, "_load", lambda: (module, None))
+    monkeypatch.setattr(_cudnn_graph, "_handles", _cudnn_graph._Handles())
+    monkeypatch.setattr(_cudnn_run, "DEVICE_TYPE", "cpu")
+    _cudnn_graph.forget()
+    yield module
+    _cudnn_graph.forget()
+
+
+@pytest.mark.parametrize("page_size", [0, 1, 5, 16])
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("causal", [True, False])
+def test_own_kernels(target, lengths, page_size, causal):
+    inputs = build(make_case(lengths, page_size=page_size, causal=causal), device=target.device)
+    out, lse = call(**arguments(inputs), backend=target.backend)
+    check(inputs, out, rows_of(inputs.case, lse))
+
+
+@pytest.mark.parametrize("where", ["host", "device"])
+@pytest.mark.parametrize("units", ["elements", "tokens"])
+@pytest.mark.parametrize("dims", [(192, 128), (64, 64), (72, 72)])
+def test_own_kernels_take_any_head_dim_and_arrays(target, dims, units, where):
+    inputs = build(make_case(dims=dims, dtype=torch.float16), device=target.device)
+    device = target.device if where == "device" else "cpu"
+    out, lse = call(**arguments(inputs, units, device), backend=target.backend, lse_base="ln")
+    check(inputs, out, rows_of(inputs.case, lse) / math.log(2))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("page_size", [0, 1, 16])
+def test_graphs_declare_what_the_tensors_are(fake, lengths, page_size, causal):
+    inputs = build(make_case(lengths, page_size=page_size, causal=causal))
+    out, lse = call(**arguments(inputs), backend="cudnn")
+    assert len(fake.runs) == 1
+    check(inputs, out, rows_of(inputs.case, lse))
+
+
+@pytest.mark.parametrize("lse_base", ["log2", "ln"])
+@pytest.mark.parametrize("units", ["elements", "tokens"])
+@pytest.mark.parametrize("dims", RAGGED_DIMS)
+def test_cudnn_units_bases_and_dims(fake, dims, units, lse_base):
+    inputs = build(make_case("empty", dims=dims, dtype=torch.float16))
+    out, lse = call(**arguments(inputs, units), lse_base=lse_base)
+    assert len(fake.runs) == 1  # "auto" is cuDNN for ragged keys
+    factor = 1.0 if lse_base == "log2" else 1 / math.log(2)
+    check(inputs, out, rows_of(inputs.case, lse) * factor)
+
+
+@pytest.fixture(params=["kernels", "fake"])
+def backend(request):
+    """Both ways of a call on the CPU."""
+    if request.param == "fake":
+        request.getfixturevalue("fake")
+        return "cudnn"
+    return "cpu"
+
+
+def scattered(inputs, gap=3):
+    """The same requests `gap` rows apart, in another order of their numbers; poison between."""
+    case, kwargs = inputs.case, arguments(inputs, "tokens")
+    order = sorted(range(case.batch_size), key=lambda i: (i * 7) % 5)
+    for lengths, names in (
+        (case.qo_lens, [("batch_offsets_q", "q"), ("batch_offsets_o", None)]),
+        (case.kv_lens, [("batch_offsets_k", "k_cache"), ("batch_offsets_v", "v_cache")]),
+    ):
+        for turn, (offsets_name, name) in enumerate(names):
+            at, starts = 1 + turn * (name is not None), [0] * case.batch_size
+            for i in order:
+                starts[i], at = at, at + lengths[i] + gap
+            if name is None:
+                starts = kwargs["batch_offsets_q"].tolist()[: case.batch_size]
+            else:
+                old = kwargs[name]
+                new = poison((at, *old.shape[1:]), old.dtype)
+                begin = cumulated(lengths).tolist()
+                for i in order:
+                    new[starts[i] : starts[i] + lengths[i]] = old[begin[i] : begin[i + 1]]
+                kwargs[name] = new
+            kwargs[offsets_name] = torch.tensor(starts, dtype=torch.int64)
+    return kwargs
+
+
+@pytest.mark.parametrize("lengths", ["odd", "empty", "more_queries"])
+def test_requests_anywhere_and_only_their_rows_written(backend, lengths):
+    inputs = build(make_case(lengths))
+    kwargs = scattered(inputs)
+    rows, heads = kwargs["q"].shape[:2]
+    out = torch.full((rows, heads, 128), 7.0, dtype=torch.bfloat16)
+    lse = torch.full((rows, heads), 7.0)
+    stats = kwargs["batch_offsets_q"]
+    given = call(**kwargs, out=out, lse=lse, batch_offsets_stats=stats, backend=backend)
+    assert given[0] is out
+    assert given[1] is lse
+    case = inputs.case
+    own = torch.cat(
+        [torch.arange(s, s + n) for s, n in zip(stats.tolist(), case.qo_lens, strict=True)]
+    )
+    check(inputs, out[own], lse[own])
+    others = torch.ones(rows, dtype=torch.bool).index_fill(0, own, False)
+    assert (out[others] == 7.0).all()
+    assert (lse[others] == 7.0).all()
+
+
+def test_strided_tensors_and_padded_lse_in_place(backend):
+    inputs = build(make_case("empty"))
+    kwargs = arguments(inputs, "tokens")
+    wide = poison((inputs.q.shape[0], 9, 128), torch.bfloat16)
+    wide[:, 1:7] = inputs.q
+    kwargs["q"] = wide[:, 1:7]
+    out = poison((inputs.q.shape[0], 8, 128), torch.bfloat16)[:, 2:]
+    lse = torch.full((5, 7, 6), 7.0)
+    result = call(**kwargs, out=out, lse=lse, backend=backend)
+    assert result[0] is out
+    assert result[1] is lse
+    check(inputs, out[: sum(inputs.case.qo_lens)], rows_of(inputs.case, lse))
+
+
+def test_element_offsets_follow_the_strides(backend):
+    inputs = build(make_case())
+    kwargs = arguments(inputs)
+    wide = poison((inputs.q.shape[0], 9, 128), torch.bfloat16)
+    wide[:, :6] = inputs.q
+    kwargs["q"] = wide[:, :6]
+    kwargs["batch_offsets_q"] = cumulated(inputs.case.qo_lens) * 9 * 128
+    out, lse = call(**kwargs, backend=backend)
+    check(inputs, out, rows_of(inputs.case, lse))
+
+
+def test_lse_at_offsets_of_a_fresh_tensor(backend):
+    inputs = build(make_case())
+    stats = cumulated(inputs.case.qo_lens) * 6
+    out, lse = call(**arguments(inputs), batch_offsets_stats=stats, backend=backend)
+    rows = sum(inputs.case.qo_lens)
+    assert lse.shape == (4, 70, 6)
+    check(inputs, out, lse.view(-1, 6)[:rows])
+    assert (lse.view(-1, 6)[rows:] == -math.inf).all()
+
+
+def test_the_seed_form_of_arrays(backend):
+    """[batch_size] offsets and [batch_size, 1, 1, 1] lengths."""
+    inputs = build(make_case())
+    kwargs = arguments(inputs)
+    for name in list(kwargs):
+        if name.startswith("batch_offsets") and isinstance(kwargs[name], torch.Tensor):
+            kwargs[name] = kwargs[name][:-1]
+        if name.startswith("actual_seq_lens"):
+            kwargs[name] = kwargs[name].view(-1, 1, 1, 1)
+    out, lse = call(**kwargs, backend=backend)
+    check(inputs, out, rows_of(inputs.case, lse))
+
+
+def test_lengths_out_of_token_offsets(backend):
+    inputs = build(make_case("empty"))
+    kwargs = arguments(inputs, "tokens")
+    del kwargs["actual_seq_lens_q"], kwargs["actual_seq_lens_kv"]
+    del kwargs["batch_offsets_o"], kwargs["batch_offsets_v"]
+    out, lse = call(**kwargs, backend=backend)
+    check(inputs, out, rows_of(inputs.case, lse))
+
+
+def test_one_request_needs_no_offsets(backend):
+    inputs = build(make_case("one"))
+    kwargs = {k: v for k, v in arguments(inputs).items() if "offsets_" not in k or "units" in k}
+    kwargs["q"] = inputs.q[:33]
+    out, lse = call(**kwargs, backend=backend)
+    check(inputs, out, rows_of(inputs.case, lse))
+
+
+def test_scales(backend):
+    inputs = build(make_case())
+    kwargs = arguments(inputs) | {"scale": 0.11 / 6.0}
+    out, lse = call(**kwargs, q_scale=2.0, k_scale=torch.tensor(3.0), backend=backend)
+    check(inputs, out, rows_of(inputs.case, lse))
+
+
+def test_a_factor_of_v_is_our_kernels(fake):
+    inputs = build(make_case())
+    plain, _ = call(**arguments(inputs), backend="cpu")
+    out, _ = call(**arguments(inputs), v_scale=2.0)
+    assert fake.runs == []
+    rows = sum(inputs.case.qo_lens)
+    assert torch.equal(out[:rows], plain[:rows] * 2)
+    with pytest.raises(NotImplementedError, match=r"backend='cudnn'.*v_scale"):
+        call(**arguments(inputs), v_scale=2.0, backend="cudnn")
+
+
+def test_without_lse(backend):
+    inputs = build(make_case())
+    expected, _ = call(**arguments(inputs), backend=backend)
+    out, lse = call(**arguments(inputs) | {"return_lse": False}, backend=backend)
+    assert lse is None
+    rows = sum(inputs.case.qo_lens)
+    assert torch.equal(out[:rows], expected[:rows])
+    written = torch.full((4, 70, 6), 7.0)
+    _, lse = call(**arguments(inputs) | {"return_lse": False}, lse=written, backend=backend)
+    assert lse is None
+    check(inputs, out, rows_of(inputs.case, written))
+
+
+def test_nothing_to_compute(backend):
+    empty = torch.zeros(0, dtype=torch.int32)
+    q, kv = torch.randn(3, 6, 128), torch.randn(4, 2, 128)
+    for dtype in (torch.bfloat16, torch.float16):
+        out, lse = call(
+            q.to(dtype), kv.to(dtype), kv.to(dtype), 0.1, torch.empty(1024, dtype=torch.uint8),
+            max_token_per_sequence=0, max_sequence_kv=4, actual_seq_lens_q=empty,
+            actual_seq_lens_kv=empty, causal=True, return_lse=True, backend=backend,
+        )  # fmt: skip
+        assert out.shape == q.shape
+        assert lse.shape == (0, 0, 6)
+
+
+def test_graphs_are_kept_by_all_that_is_baked_in(fake):
+    inputs = build(make_case())
+    kwargs = arguments(inputs)
+    for _ in range(3):
+        call(**kwargs, backend="cudnn")
+    assert len(fake.graphs) == 1
+    # Values in arrays are read by the run.
+    shorter = kwargs | {"actual_seq_lens_kv": torch.tensor([16, 37, 90, 1])}
+    call(**shorter, backend="cudnn")
+    assert len(fake.graphs) == 1
+    built = 1
+    for other in (
+        {"scale": 0.12},
+        {"q_scale": 2.0},
+        {"causal": False},
+        {"return_lse": False},
+        {"max_token_per_sequence": 71},
+        {"max_sequence_kv": 91},
+        {"batch_offsets_q": kwargs["batch_offsets_q"].long()},
+        {"batch_offsets_stats": cumulated(inputs.case.qo_lens) * 6},
+        {"q": torch.cat([inputs.q, inputs.q], 1)[:, :6]},
+        {"out": torch.empty(inputs.q.shape[0], 7, 128, dtype=torch.bfloat16)[:, :6]},
+    ):
+        if "q" in other:
+            other["batch_offsets_q"] = cumulated(inputs.case.qo_lens) * 12 * 128
+        if "out" in other:
+            other["batch_offsets_o"] = cumulated(inputs.case.qo_lens) * 7 * 128
+        for _ in range(2):
+            call(**kwargs | other, backend="cudnn")
+        built += 1
+        assert len(fake.graphs) == built, other
+    assert fake.handles == 1
+    assert [graph.attention["attn_scale"] for graph in fake.graphs[:3]] == [0.11, 0.12, 0.22]
+
+
+def test_a_changing_scale_computes_with_the_new_one(fake):
+    inputs = build(make_case())
+    for scale in (0.11, 0.05, 0.11):
+        other = dataclasses.replace(inputs.case, sm_scale=scale)
+        out, lse = call(**arguments(inputs) | {"scale": scale})
+        again = dataclasses.replace(inputs, case=other)
+        check(again, out, rows_of(other, lse))
+
+
+def test_what_cudnn_refuses_is_computed_all_the_same(fake):
+    fake.refuse = "no such engine"
+    inputs = build(make_case())
+    for _ in range(2):  # remembered, too
+        out, lse = call(**arguments(inputs))
+        check(inputs, out, rows_of(inputs.case, lse))
+    with pytest.raises(NotImplementedError, match=r"backend='cudnn'.*no such engine.*'auto'"):
+        call(**arguments(inputs), backend="cudnn")
+    assert fake.runs == []
+
+
+def test_a_small_workspace_is_our_kernels(fake):
+    fake.workspace_bytes = 1 << 23
+    inputs = build(make_case())
+    out, lse = call(**arguments(inputs))
+    assert fake.runs == []
+    check(inputs, out, rows_of(inputs.case, lse))
+    with pytest.raises(NotImplementedError, match=r"workspace_buffer has 4194304 bytes.*8388608"):
+        call(**arguments(inputs), backend="cudnn")
+
+
+def test_pages_are_cudnn_for_an_explicit_backend_alone(fake):
+    inputs = build(make_case(page_size=16))
+    out, lse = call(**arguments(inputs))
+    assert fake.runs == []
+    check(inputs, out, rows_of(inputs.case, lse))
+    odd = build(make_case(page_size=5))
+    with pytest.raises(NotImplementedError, match=r"power of two.*page_size is 5"):
+        call(**arguments(odd), backend="cudnn")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dtype": torch.float32}, "float16 or bfloat16"),
+        ({"dims": (64, 64)}, "head_dim 128.*64 and 64"),
+        ({"dims": (256, 256)}, "256 and 256"),
+    ],
+)
+def test_what_cudnn_is_not_asked_for(fake, change, message):
+    inputs = build(make_case(**change))
+    out, lse = call(**arguments(inputs))
+    check(inputs, out, rows_of(inputs.case, lse))
+    with pytest.raises(NotImplementedError, match=message):
+        call(**arguments(inputs), backend="cudnn")
+    assert fake.runs == []
+
+
+def test_out_may_be_q_itself_but_not_for_cudnn(fake):
+    inputs = build(make_case())
+    expected = reference(inputs)
+    with pytest.raises(NotImplementedError, match="out and q are not apart in memory"):
+        call(**arguments(inputs), out=inputs.q, backend="cudnn")
+    out, lse = call(**arguments(inputs), out=inputs.q)
+    assert fake.runs == []
+    compare(out[: expected.out.shape[0]], rows_of(inputs.case, lse), expected).check()
+
+
+def test_lse_inside_out(backend):
+    inputs = build(make_case())
+    out = torch.full((inputs.q.shape[0], 6, 128), 7.0, dtype=torch.bfloat16)
+    lse = out.view(-1).view(torch.float32)[: 4 * 70 * 6].view(4, 70, 6)
+    with pytest.raises(ValueError, match="lse shares memory with out"):
+        call(**arguments(inputs), out=out, lse=lse, backend=backend)
+    assert (out == 7.0).all()
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        (None, r"does not import.*pip install nvidia-cudnn-frontend"),
+        (types.SimpleNamespace(backend_version=lambda: 1 / 0), "finds no libcudnn"),
+        (types.SimpleNamespace(backend_version=lambda: 90500), "90500; must be at least 90700"),
+    ],
+    ids=["absent", "no library", "too old"],
+)
+def test_why_cudnn_is_missing(monkeypatch, module, message):
+    monkeypatch.setitem(sys.modules, "cudnn", module)
+    monkeypatch.setattr(_cudnn_run, "DEVICE_TYPE", "cpu")
+    _cudnn_graph._load.cache_clear()
+    try:
+        assert _cudnn_graph.why_missing() is not None
+        inputs = build(make_case())
+        with pytest.raises(NotImplementedError, match=message):
+            call(**arguments(inputs), backend="cudnn")
+        out, lse = call(**arguments(inputs))
+        check(inputs, out, rows_of(inputs.case, lse))
+    finally:
+        _cudnn_graph._load.cache_clear()
+
+
+def test_cpu_tensors_are_no_business_of_cudnn():
+    inputs = build(make_case())
+    with pytest.raises(NotImplementedError, match=r"CUDA tensors.*cpu.*'auto'"):
+        call(**arguments(inputs), backend="cudnn")
+
+
+def test_other_functions_have_no_cudnn():
+    q = torch.randn(3, 2, 64)
+    with pytest.raises(NotImplementedError, match="cudnn_batch_prefill_with_kv_cache"):
+        preflash.single_prefill_with_kv_cache(q, q, q, backend="cudnn")
+
+
+INT = {"dtype": torch.int32}
+MISTAKES = {
+    "no lengths": ({"actual_seq_lens_q": None}, ValueError, "actual_seq_lens_q is missing"),
+    "no kv lengths": ({"actual_seq_lens_kv": None}, ValueError, "actual_seq_lens_kv is missing"),
+    "no q offsets": ({"batch_offsets_q": None}, ValueError, "batch_offsets_q is missing"),
+    "no o offsets": ({"batch_offsets_o": None}, ValueError, "batch_offsets_o is missing"),
+    "no k offsets": ({"batch_offsets_k": None}, ValueError, "batch_offsets_k is missing"),
+    "no v offsets": ({"batch_offsets_v": None}, ValueError, "batch_offsets_v is missing"),
+    "units": ({"batch_offsets_units": "bytes"}, ValueError, "batch_offsets_units='bytes'"),
+    "base": ({"lse_base": "log10"}, ValueError, "lse_base='log10'"),
+    "backend": ({"backend": "cubin"}, ValueError, "backend='cubin'"),
+    "backend type": ({"backend": 3}, TypeError, "backend"),
+    "q dims": ({"q": torch.zeros(3, 128)}, ValueError, r"q has shape \(3, 128\)"),
+    "q type": ({"q": None}, TypeError, "q must be a torch.Tensor"),
+    "k paged": ({"k_cache": torch.zeros(3, 2, 4, 128)}, ValueError, "k_cache has shape"),
+    "k dtype": ({"k_cache": torch.zeros(208, 2, 128)}, TypeError, "k_cache=torch.float32"),
+    "v heads": (
+        {"v_cache": torch.zeros(208, 3, 128, dtype=torch.bfloat16)}, ValueError, "v_cache has"
+    ),
+    "k dim": (
+        {"k_cache": torch.zeros(208, 2, 64, dtype=torch.bfloat16)}, ValueError, "head_dim 64"
+    ),
+    "heads": ({"q": torch.zeros(113, 5, 128, dtype=torch.bfloat16)}, ValueError, "q has 5 heads"),
+    "scale": ({"scale": math.nan}, ValueError, "scale"),
+    "scale type": ({"scale": "large"}, TypeError, "scale"),
+    "causal": ({"causal": None}, TypeError, "causal"),
+    "return_lse": ({"return_lse": 2}, TypeError, "return_lse"),
+    "graph": ({"is_cuda_graph_compatible": "yes"}, TypeError, "is_cuda_graph_compatible"),
+    "longest": ({"max_token_per_sequence": -1}, ValueError, "max_token_per_sequence=-1"),
+    "too long": ({"max_token_per_sequence": 69}, ValueError, r"actual_seq_lens_q\[3\] = 70"),
+    "kv too long": ({"max_sequence_kv": 89}, ValueError, r"actual_seq_lens_kv\[2\] = 90"),
+    "negative": (
+        {"actual_seq_lens_q": torch.tensor([5, -1, 1, 70])}, ValueError, r"seq_lens_q\[1\] = -1"
+    ),
+    "count": ({"actual_seq_lens_kv": torch.ones(3, **INT)}, ValueError, "has 3 elements"),
+    "float lengths": ({"actual_seq_lens_q": torch.ones(4)}, TypeError, "torch.float32"),
+    "2-D lengths": ({"actual_seq_lens_q": torch.ones(2, 2, **INT)}, ValueError, "one-dimensional"),
+    "offsets count": ({"batch_offsets_q": torch.zeros(7, **INT)}, ValueError, "has 7 elements"),
+    "offsets dtype": ({"batch_offsets_v": torch.zeros(5)}, TypeError, "batch_offsets_v is"),
+    "table": ({"block_tables": torch.zeros(4, 9, **INT)}, ValueError, "k_cache has shape"),
+    "workspace": ({"workspace_buffer": None}, TypeError, "workspace_buffer"),
+    "out shape": (
+        {"out": torch.zeros(3, 6, 128, dtype=torch.bfloat16)}, ValueError, "out has shape"
+    ),
+    "out dtype": ({"out": torch.zeros(113, 6, 128)}, (TypeError, ValueError), "out"),
+    "lse shape": ({"lse": torch.zeros(4, 70, 5)}, ValueError, "lse has shape"),
+    "lse rows": ({"lse": torch.zeros(113, 6)}, ValueError, "lse has shape"),
+    "lse dtype": ({"lse": torch.zeros(4, 70, 6).double()}, TypeError, "lse is"),
+    "lse strides": ({"lse": torch.zeros(4, 6, 70).transpose(1, 2)}, ValueError, "lse has strides"),
+    "o_data_type": ({"o_data_type": torch.float16}, NotImplementedError, "o_data_type"),
+    "q_scale": ({"q_scale": torch.ones(2)}, ValueError, "q_scale has 2 elements"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_refusals(backend, mistake):
+    """Whoever computes, and before anything is written."""
+    change, error, message = MISTAKES[mistake]
+    inputs = build(make_case())
+    out = torch.full((inputs.q.shape[0], 6, 128), 7.0, dtype=torch.bfloat16)
+    kwargs = arguments(inputs) | {"out": out, "backend": backend} | change
+    with pytest.raises(error, match=message):
+        call(**kwargs)
+    assert (out == 7.0).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"batch_offsets_q": [0, 5, 42, 43, 113]}, r"batch_offsets_q\[1\] = 5: must be a multiple"),
+        ({"batch_offsets_q": [0, 768 * 999, 0, 0, 0]}, r"batch_offsets_q\[1\]: request 1 would"),
+        ({"batch_offsets_k": [-256, 0, 0, 0, 0]}, r"batch_offsets_k\[0\]: request 0 would"),
+        ({"batch_offsets_o": [0, 768, 0, 0, 0]}, "batch_offsets_o: requests overlap in out"),
+        ({"batch_offsets_stats": [0, 0, 6, 0, 0]}, "batch_offsets_stats: requests overlap in lse"),
+        ({"batch_offsets_stats": [0, 0, 6 * 280, 0, 0]}, r"batch_offsets_stats\[2\]: request 2"),
+    ],
+)
+def test_offsets_that_the_host_can_read(change, message):
+    inputs = build(make_case())
+    out = torch.full((inputs.q.shape[0], 6, 128), 7.0, dtype=torch.bfloat16)
+    change = {name: torch.tensor(value) for name, value in change.items()}
+    with pytest.raises(ValueError, match=message):
+        call(**arguments(inputs) | change, out=out, backend="cpu")
+    assert (out == 7.0).all()
+
+
+def test_the_environment_overrides(fake, monkeypatch):
+    monkeypatch.setenv("PREFLASH_BACKEND", "cpu")
+    inputs = build(make_case())
+    call(**arguments(inputs), backend="cudnn")
+    assert fake.runs == []
+
+
+gpu = pytest.mark.gpu
+
+
+@pytest.fixture
+def cudnn():
+    pytest.importorskip("cudnn", reason="nvidia-cudnn-frontend is not installed")
+    if _cudnn_graph.why_missing() is not None:
+        pytest.skip(_cudnn_graph.why_missing())
+
+
+@gpu
+@pytest.mark.parametrize("where", ["cpu", "cuda"])
+@pytest.mark.parametrize("dims", RAGGED_DIMS)
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_cudnn_itself(cudnn, lengths, dims, where):
+    inputs = build(make_case(lengths, dims=dims), device="cuda")
+    out, lse = call(**arguments(inputs, device=where), backend="cudnn")
+    check(inputs, out, rows_of(inputs.case, lse))
+
+
+@gpu
+@pytest.mark.parametrize("page_size", [2, 16, 64])
+def test_cudnn_itself_with_pages(cudnn, page_size):
+    inputs = build(make_case(page_size=page_size), device="cuda")
+    kwargs = arguments(inputs, device="cuda")
+    for name in ("k_cache", "v_cache"):  # what cuDNN multiplies by 0
+        kwargs[name] = kwargs[name].nan_to_num(0.0, 0.0, 0.0)
+    out, lse = call(**kwargs, backend="cudnn")
+    check(inputs, out, rows_of(inputs.case, lse))
+
+
+@gpu
+def test_a_captured_call_follows_its_arrays(cudnn):
+    inputs = build(make_case(), device="cuda")
+    kwargs = arguments(inputs, device="cuda") | {"is_cuda_graph_compatible": True}
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        call(**kwargs)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        out, lse = call(**kwargs)
+    for kv_lens in ((17, 37, 90, 64), (3, 37, 0, 1)):
+        kwargs["actual_seq_lens_kv"].copy_(torch.tensor(kv_lens, dtype=torch.int32))
+        graph.replay()
+        expected, expected_lse = call(**kwargs, backend="auto")
+        rows = sum(inputs.case.qo_lens)
+        assert torch.equal(out[:rows], expected[:rows])
+        assert torch.equal(lse, expected_lse)
+    kernels = kwargs | {"backend": "fa2"}
+    with pytest.raises(NotImplementedError, match="use_cuda_graph=True"):
+        call(**kernels)
+    with pytest.raises(ValueError, match="actual_seq_lens_q is on the CPU"):
+        call(**kwargs | {"actual_seq_lens_q": kwargs["actual_seq_lens_q"].cpu()})
