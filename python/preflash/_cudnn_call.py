@@ -14,8 +14,7 @@ from ._arguments import GivenScales
 from ._lengths import debugging
 from ._workspace import check_buffer
 
-OFFSET_UNITS = ("elements", "tokens")
-_INDEX_DTYPES = (torch.int32, torch.int64)
+_UNITS = ("elements", "tokens")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -88,6 +87,7 @@ class Call(NamedTuple):
     max_kv_len: int
     qo_lens: torch.Tensor  # [batch_size]
     kv_lens: torch.Tensor  # [batch_size]
+    maybe_keyless: bool  # whether some request may have no keys
     block_tables: torch.Tensor | None  # [batch_size, pages of the longest]
     causal: bool
     q_at: Offsets
@@ -129,11 +129,12 @@ def checked(a: CudnnArguments) -> Call:
     backend = _backends.requested("auto" if a.backend is None else a.backend, with_cudnn=True)
     _check_tensors(a)
     check.forward_only(a.q, a.k_cache, a.v_cache)
-    check.one_of("batch_offsets_units", a.batch_offsets_units, OFFSET_UNITS)
+    check.one_of("batch_offsets_units", a.batch_offsets_units, _UNITS)
     check.one_of("lse_base", a.lse_base, tuple(check.LSE_SCALES))
     max_qo_len = check.integer("max_token_per_sequence", a.max_token_per_sequence, at_least=0)
     max_kv_len = check.integer("max_sequence_kv", a.max_sequence_kv, at_least=0)
     batch_size = _batch_size(a)
+    kv_lens = _lengths(a, "actual_seq_lens_kv", "batch_offsets_k", batch_size)
     call = Call(
         q=a.q,
         k=a.k_cache,
@@ -145,7 +146,8 @@ def checked(a: CudnnArguments) -> Call:
         max_qo_len=max_qo_len,
         max_kv_len=max_kv_len,
         qo_lens=_lengths(a, "actual_seq_lens_q", "batch_offsets_q", batch_size),
-        kv_lens=_lengths(a, "actual_seq_lens_kv", "batch_offsets_k", batch_size),
+        kv_lens=kv_lens,
+        maybe_keyless=not kv_lens.is_cpu or bool((kv_lens == 0).any()),
         block_tables=_block_tables(a, batch_size, max_kv_len),
         causal=check.flag("causal", a.causal),
         **_all_offsets(a, batch_size),
@@ -240,7 +242,7 @@ def _lengths(a: CudnnArguments, name: str, offsets: str, batch_size: int) -> tor
 def _index_array(name: str, value: Any, device: torch.device) -> torch.Tensor:
     """One-dimensional; callers of cuDNN write [n, 1, 1, 1], too."""
     value = check.tensor(name, value)
-    if value.dtype not in _INDEX_DTYPES:
+    if value.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{name} is {value.dtype}; must be torch.int32 or torch.int64")
     if value.dim() == 0 or value.numel() != value.shape[0]:
         raise ValueError(
@@ -366,7 +368,7 @@ def _reach(value: torch.Tensor) -> tuple[int, int]:
 
 
 def _check_host_values(call: Call) -> None:
-    """Lengths, offsets and page numbers that can be read without a wait."""
+    """Lengths that can be read without a wait."""
     for name, lens, longest, bound in (
         ("actual_seq_lens_q", call.qo_lens, call.max_qo_len, "max_token_per_sequence"),
         ("actual_seq_lens_kv", call.kv_lens, call.max_kv_len, "max_sequence_kv"),

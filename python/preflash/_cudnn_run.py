@@ -47,6 +47,13 @@ def why_not(
     return None
 
 
+class Prepared(NamedTuple):
+    """What calls share whose tensors differ in their addresses alone."""
+
+    graph: _cudnn_graph.BuiltGraph
+    where: _Where
+
+
 def attend(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The result, and lse or None.
 
@@ -54,8 +61,7 @@ def attend(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
         RefusedError: cuDNN does not serve the call. Nothing was launched.
     """
     dtypes, head_dims = (call.q.dtype, call.k.dtype), (call.q.shape[2], call.v.shape[-1])
-    refusal = why_not(call.q.device, *dtypes, head_dims)
-    refusal = refusal or _why_not_keys(call)
+    refusal = why_not(call.q.device, *dtypes, head_dims) or _why_not_keys(call)
     if refusal is None and call.scales.v_scale is not None:
         refusal = "it has no factor of v, and v_scale is given"
     if refusal is not None:
@@ -66,10 +72,16 @@ def attend(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
     check.logits_scale("scale * q_scale * k_scale", scale)
     if call.q.shape[0] == 0 or call.batch_size == 0 or call.max_qo_len == 0:
         return _nothing(call)
+    call = call._replace(sm_scale=scale)
+    return compute(call, prepare(call))
+
+
+def prepare(call: Call) -> Prepared:
+    """Everything but the launch. Raises RefusedError."""
     capturing = DeviceStream(call.q.device).is_capturing()
     _check_arrays(call, capturing)
     where = _Where(call)
-    description = _describe(call, where, scale)
+    description = _describe(call, where)
     if capturing and not _cudnn_graph.is_known(description):
         raise RuntimeError(
             "this call needs a graph of cuDNN's, which cannot be built while its stream is being "
@@ -85,15 +97,19 @@ def attend(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
         raise RefusedError(
             f"workspace_buffer has {workspace.nbytes} bytes and cuDNN needs {graph.workspace_bytes}"
         )
+    return Prepared(graph, where)
+
+
+def compute(call: Call, prepared: Prepared) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """One launch, and what makes cuDNN's results those of the other kernels."""
+    graph, where = prepared
     out = _prepared_out(call, where)
     stats = None
     if call.with_lse:
         shape = call.lse_shape if call.lse is None else call.lse.shape
         stats = torch.empty(shape, dtype=torch.float32, device=call.q.device)
-    graph.run(Operands(call.q, call.k, call.v, out, stats, **where.arrays), workspace)
-    lse = None
-    if stats is not None:
-        lse = _finished_lse(call, where, stats)
+    graph.run(Operands(call.q, call.k, call.v, out, stats, **where.arrays), call.workspace)
+    lse = None if stats is None else _finished_lse(call, where, stats)
     return out, lse if call.return_lse else None
 
 
@@ -134,6 +150,13 @@ def _check_arrays(call: Call, capturing: bool) -> None:
                     f"{name} is on the CPU; while a CUDA graph captures the call it must be on "
                     f"{call.q.device}, where a replay reads it"
                 )
+    check_apart(call)
+
+
+def check_apart(call: Call) -> None:
+    """Raises RefusedError where an output may be on an input."""
+    if call.out is None and call.lse is None:
+        return
     read = {"q": call.q, "k_cache": call.k, "v_cache": call.v, **call.arrays()}
     read["workspace_buffer"] = call.workspace
     for name, written in (("out", call.out), ("lse", call.lse)):
@@ -186,7 +209,7 @@ def _used_pages(call: Call) -> torch.Tensor:
     return call.block_tables[:, : -(-call.max_kv_len // call.k.shape[2])]
 
 
-def _describe(call: Call, where: _Where, scale: float) -> Graph:
+def _describe(call: Call, where: _Where) -> Graph:
     paged = call.block_tables is not None
     k, v = (_pages if paged else _rows)(call.k), (_pages if paged else _rows)(call.v)
     _, num_qo_heads, head_dim_vo = call.out_shape
@@ -206,7 +229,7 @@ def _describe(call: Call, where: _Where, scale: float) -> Graph:
         num_kv_heads=call.k.shape[1],
         head_dim_qk=call.q.shape[2],
         head_dim_vo=head_dim_vo,
-        scale=scale,
+        scale=call.sm_scale,
         causal=call.causal,
         q=_rows(call.q),
         out=out,
@@ -261,11 +284,10 @@ def _kinds_at(
 
 def _prepared_out(call: Call, where: _Where) -> torch.Tensor:
     """out, where the rows of requests without keys are 0: cuDNN does not write them."""
-    every_request_has_keys = call.kv_lens.is_cpu and bool((call.kv_lens > 0).all())
     if call.out is None:
-        new = torch.empty if every_request_has_keys else torch.zeros
+        new = torch.zeros if call.maybe_keyless else torch.empty
         return new(call.out_shape, dtype=call.o_dtype, device=call.q.device)
-    if not every_request_has_keys:
+    if call.maybe_keyless:
         kinds = _row_kinds(call, where)
         offsets, rows = where.arrays["out_offsets"], call.out.shape[0]
         kinds = _kinds_at(kinds, offsets, call.out_at.per_token, rows)

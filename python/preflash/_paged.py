@@ -52,14 +52,16 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillWrapper, PagedEngineAttrib
         custom_mask_buf: uint8, for the packed bits of any batch and 8 bytes more; needed, like
             qk_indptr_buf, where plan() is given a custom mask.
         qk_indptr_buf, mask_indptr_buf: int32 [batch_size + 1], two names of one buffer.
-        backend: "auto", "fa2", "fa3" or "cpu". An explicit one never becomes another, unless
-            PREFLASH_BACKEND in the environment names the one to use instead of all.
+        backend: "auto", "fa2", "fa3", "cpu", or "cudnn" where the nvidia-cudnn-frontend package
+            imports: float16 or bfloat16, head_dim 128, or 192 with 128 for v, causal or full, no
+            other option; see cudnn_batch_prefill_with_kv_cache. An explicit one never becomes
+            another, unless PREFLASH_BACKEND in the environment names the one to use instead of all.
         jit_args, jit_kwargs, variant_owns_mask: None, None and False only: nothing is compiled at
             run time.
 
     Raises:
         TypeError, ValueError: an argument is wrong.
-        NotImplementedError: backend="cudnn".
+        NotImplementedError: backend="cudnn" with use_cuda_graph=True.
     """
 
     def __init__(

@@ -14,8 +14,9 @@ from typing import NamedTuple
 
 import torch
 
-from . import _backends, _core
+from . import _backends, _core, _cudnn_planned
 from ._buffers import Buffer
+from ._cudnn_planned import CudnnBackend, CudnnPlan, CudnnVariant
 from ._lengths import Lengths
 from ._planned import Memory, Place, PlannedVariant
 from ._tensors import Expected
@@ -56,14 +57,16 @@ def make_request(
 class Draft(NamedTuple):
     """A plan that is counted and fits its workspace, where it has no place yet."""
 
-    backend: _backends.Backend
-    plan: _core.Plan
+    backend: _backends.Backend | CudnnBackend
+    plan: _core.Plan | CudnnPlan
 
 
 def plan(workspace: Workspace, backend_name: str, request: Request) -> Draft:
     """Raises everything that a public plan() raises once its arguments are checked."""
     device, options = workspace.device_stream.device, request.options
     batch, room = request.lengths.batch, workspace.int_room
+    if backend_name == _backends.CUDNN:
+        return Draft(CudnnBackend(), _cudnn_planned.plan(device, options, batch))
     backend = _backends.choose(backend_name, device, options)
     limits = _backends.PlanRoom(workspace.float_bytes, request.graph_rows)
     counted = backend.plan(device, options, batch, limits)
@@ -83,12 +86,16 @@ def plan(workspace: Workspace, backend_name: str, request: Request) -> Draft:
 
 def place(
     workspace: Workspace, draft: Draft, request: Request, where: Place | None = None
-) -> PlannedVariant:
+) -> PlannedVariant | CudnnVariant:
     """Gives a plan its memory. Nothing is written there before upload().
 
     where: the place of an earlier plan, which a CUDA graph runs.
     """
     plan, device_stream = draft.plan, workspace.device_stream
+    if isinstance(plan, CudnnPlan):
+        expected = expected_of(request, device_stream.device)
+        buffer = workspace.float_buffer.tensor
+        return CudnnVariant(plan, expected, request.lengths, device_stream, buffer)
     if where is None:
         where = Place(workspace.int_buffer(plan.int_bytes), workspace.uploader())
     kept = [where.buffer]
@@ -117,7 +124,7 @@ def expected_of(request: Request, device: torch.device) -> Expected:
 
 def upload(
     workspace: Workspace,
-    variants: Iterable[PlannedVariant],
+    variants: Iterable[PlannedVariant | CudnnVariant],
     request: Request,
     owner: object = None,
     state: object = None,
@@ -131,7 +138,7 @@ def upload(
     """
     page_indices = request.page_indices
     _core.write_plans(
-        [(variant.device_plan, variant.plan) for variant in variants],
+        [(variant.device_plan, variant.plan) for variant in variants if variant.device_plan],
         0 if page_indices is None else page_indices.data_ptr(),
         workspace.device_stream.stream(),
         owner,

@@ -29,6 +29,8 @@ _VARIANTS_KEPT = 8
 class BatchPrefillWrapper(EngineAttributes):
     """Base of the public wrappers. Subclasses turn arguments into a batch and a (k, v) pair."""
 
+    _serves_cudnn = True  # backend="cudnn"
+
     def __init__(
         self,
         float_workspace_buffer: torch.Tensor,
@@ -39,10 +41,15 @@ class BatchPrefillWrapper(EngineAttributes):
     ) -> None:
         buffer = check_buffer("float_workspace_buffer", float_workspace_buffer)
         self._kv_layout = check.one_of("kv_layout", kv_layout, check.KV_LAYOUTS)
-        self._requested_backend = _backends.requested(backend)
+        self._requested_backend = _backends.requested(backend, with_cudnn=self._serves_cudnn)
         workspace = Workspace(buffer.device, buffer)
         self._graph: GraphMode | None = None
         if check.flag("use_cuda_graph", use_cuda_graph):
+            if self._requested_backend.name == _backends.CUDNN:
+                raise NotImplementedError(
+                    "backend='cudnn' does not serve use_cuda_graph=True; use backend='auto', or "
+                    "cudnn_batch_prefill_with_kv_cache with is_cuda_graph_compatible=True"
+                )
             buffers = _graph.check_graph_buffers(graph_buffers, buffer.device)
             self._graph = GraphMode(buffers, workspace.device_stream)
         for name, value in graph_buffers.items():
@@ -247,6 +254,11 @@ class BatchPrefillWrapper(EngineAttributes):
     def _workspace_size(self, a: BatchArguments) -> tuple[int, int]:
         unlimited = Workspace(self.device, None, float_bytes=1 << 40)
         name = self._requested_backend.name
+        if name == _backends.CUDNN:
+            raise NotImplementedError(
+                "workspace_size() with backend='cudnn': cuDNN tells its needs when it has seen the "
+                "tensors of run(); 128 MB of float_workspace_buffer is plenty"
+            )
         plan = _pipeline.plan(unlimited, name, self._asked(a).request).plan
         return plan.float_bytes, plan.int_bytes
 

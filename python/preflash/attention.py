@@ -40,6 +40,8 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
         NotImplementedError: backend="cudnn", or a dtype of a later release.
     """
 
+    _serves_cudnn = False
+
     def __init__(
         self,
         float_workspace_buffer: torch.Tensor,

@@ -130,6 +130,8 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
         NotImplementedError: backend="cudnn".
     """
 
+    _serves_cudnn = False
+
     def __init__(
         self,
         float_workspace_buffer: torch.Tensor,

@@ -13,6 +13,7 @@ import math
 from types import SimpleNamespace
 
 import torch
+from preflash import _cudnn_graph, _cudnn_run
 
 DTYPES = {
     "HALF": torch.float16,
@@ -96,6 +97,15 @@ class FakeCudnn(SimpleNamespace):
 
     def pygraph(self, **options):
         return Graph(self, options)
+
+
+def install(monkeypatch, module):
+    """Makes it the cuDNN of tensors on the CPU."""
+    monkeypatch.setattr(_cudnn_graph, "_load", lambda: (module, None))
+    monkeypatch.setattr(_cudnn_graph, "_handles", _cudnn_graph._Handles())
+    monkeypatch.setattr(_cudnn_graph, "_cache", _cudnn_graph._Cache())
+    monkeypatch.setattr(_cudnn_run, "DEVICE_TYPE", "cpu")
+    return module
 
 
 class Graph:

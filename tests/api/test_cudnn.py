@@ -9,7 +9,7 @@ import types
 import preflash
 import pytest
 import torch
-from fake_cudnn import FakeCudnn
+from fake_cudnn import FakeCudnn, install
 from preflash import _cudnn_graph, _cudnn_run
 from preflash.testing import Case, MaskKind, build, compare, poison, reference
 
@@ -93,13 +93,7 @@ call = preflash.cudnn_batch_prefill_with_kv_cache
 @pytest.fixture
 def fake(monkeypatch):
     """cuDNN as far as anything but numbers at GPU speed can tell, for tensors on the CPU."""
-    module = FakeCudnn()
-    monkeypatch.setattr(_cudnn_graph, "_load", lambda: (module, None))
-    monkeypatch.setattr(_cudnn_graph, "_handles", _cudnn_graph._Handles())
-    monkeypatch.setattr(_cudnn_run, "DEVICE_TYPE", "cpu")
-    _cudnn_graph.forget()
-    yield module
-    _cudnn_graph.forget()
+    return install(monkeypatch, FakeCudnn())
 
 
 @pytest.mark.parametrize("page_size", [0, 1, 5, 16])
