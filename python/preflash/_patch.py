@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from types import ModuleType, TracebackType
 from typing import Any, NamedTuple
 
-from . import attention, cascade, decode, page, pod, prefill, quantization
+from . import attention, cascade, cudnn, decode, page, pod, prefill, quantization
 
 __all__ = ["FlashInferPatch", "Replacement", "patch_flashinfer"]
 
-_MODULES = (attention, cascade, decode, page, pod, prefill, quantization)
+_MODULES = (attention, cascade, cudnn, decode, page, pod, prefill, quantization)
 
 
 class Replacement(NamedTuple):
@@ -90,8 +90,8 @@ def patch_flashinfer() -> FlashInferPatch:
     They are replaced in every module that is imported by now and holds flashinfer's object: in
     flashinfer's own, in engines that did `from flashinfer.decode import ...`, in the caller's. A
     module that is imported later gets them from flashinfer. What preflash does not serve stays
-    flashinfer's: MLA, trtllm and cudnn functions, and `BatchAttention`; where such a function
-    of flashinfer calls a replaced one, it calls preflash's.
+    flashinfer's: MLA, trtllm functions, cudnn's for decoding, and `BatchAttention`; where such a
+    function of flashinfer calls a replaced one, it calls preflash's.
 
     Call it before an engine constructs its wrappers. Instances that exist, subclasses of
     flashinfer's classes and references inside containers, closures and default arguments stay as

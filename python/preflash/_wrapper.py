@@ -322,6 +322,10 @@ class BatchPrefillWrapper(EngineAttributes):
             self._state = self._state._replace(last_forward=forward)
         return result
 
+    def prewarm_paged_kv_stride_variant(self, variant: str = "independent") -> None:
+        """Does nothing: every kernel takes strides of k and of v, and none is loaded late."""
+        check.one_of("variant", variant, ("independent",))
+
     def end_forward(self) -> None:
         """Does nothing; kept for callers of older releases."""
 

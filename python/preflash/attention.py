@@ -17,7 +17,9 @@ from ._arguments import (
     Result,
     RunArguments,
     Scale,
+    UnservedRunOptions,
 )
+from ._options import check_unserved
 from ._outputs import run_outputs
 from .prefill import BatchPrefillWithPagedKVCacheWrapper
 
@@ -129,6 +131,9 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
         enable_pdl: bool | None = None,
         window_left: int | None = None,
         kv_cache_sf: None = None,
+        skip_softmax_threshold_scale_factor: float | None = None,
+        use_fp16_softmax: bool | None = None,
+        uses_spcompress: bool | None = None,
     ) -> Result:
         """Computes one layer of the planned batch on the current stream.
 
@@ -145,8 +150,16 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
             launched. NotImplementedError: an option of a later release.
         """
         check.nothing_more("run", args)
-        check.permission("enable_pdl", enable_pdl)
-        check.absent(kv_cache_sf=kv_cache_sf)
+        check_unserved(
+            UnservedRunOptions(
+                enable_pdl=enable_pdl,
+                kv_cache_sf=kv_cache_sf,
+                o_scale=None,
+                skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
+                use_fp16_softmax=use_fp16_softmax,
+                uses_spcompress=uses_spcompress,
+            )
+        )
         given = GivenScales(q_scale, k_scale, v_scale)
         per_head = PerHead(sinks, scale_q, scale_k, scale_v)
         return super()._run_with(

@@ -239,6 +239,10 @@ class MultiLevelCascadeAttentionWrapper:
     def is_cuda_graph_enabled(self) -> bool:
         return self._levels[0].is_cuda_graph_enabled
 
+    def prewarm_paged_kv_stride_variant(self, variant: str = "independent") -> None:
+        """Does nothing; see BatchPrefillWithPagedKVCacheWrapper."""
+        check.one_of("variant", variant, ("independent",))
+
     def reset_workspace_buffer(
         self, float_workspace_buffer: torch.Tensor, int_workspace_buffers: Sequence[torch.Tensor]
     ) -> None:

@@ -308,6 +308,11 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
             **options,
         )
 
+    @property
+    def resolved_backend(self) -> str:
+        """The backend that the last plan() chose; before one, what the constructor was given."""
+        return self._backend
+
     def forward(
         self,
         q: torch.Tensor,
@@ -434,16 +439,16 @@ def fast_decode_plan(
     non_blocking: bool = True,
     fixed_split_size: int | None = None,
     disable_split_kv: bool = False,
+    q_len_per_req: int | torch.Tensor | None = 1,
     global_override_indptr_cpu: torch.Tensor | None = None,
-    *,
-    q_len_per_req: int | None = 1,
 ) -> None:
     """begin_forward() as a function, which engines put in its place:
     `wrapper.begin_forward = functools.partial(fast_decode_plan, wrapper)`.
 
     Args:
         global_override_indptr_cpu: indptr's values on the CPU, used in its stead: plan() then does
-            not wait for a copy of it.
+            not wait for a copy of it. By position it may stand before q_len_per_req, as it did in
+            older releases.
         The others are those of BatchDecodeWithPagedKVCacheWrapper.plan().
 
     Raises:
@@ -455,6 +460,8 @@ def fast_decode_plan(
             "BatchDecodeWithPagedKVCacheWrapper: under patch_flashinfer(), patch before wrappers "
             "are constructed"
         )
+    if isinstance(q_len_per_req, torch.Tensor) and global_override_indptr_cpu is None:
+        q_len_per_req, global_override_indptr_cpu = 1, q_len_per_req
     # Of the class: the instance's begin_forward may be this function.
     BatchDecodeWithPagedKVCacheWrapper.begin_forward(
         self,

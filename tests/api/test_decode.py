@@ -177,6 +177,27 @@ def test_newer_keywords(target):
     runner.compare(inputs, *runner.run(wrapper, inputs)).check()
 
 
+def test_fast_decode_plan_in_either_positional_order(target):
+    """global_override_indptr_cpu was last but for q_len_per_req, which now precedes it."""
+    inputs, wrapper = made(CASE, target)
+    indptr, *rest = arrays(inputs)
+    other = indptr.flip(0).contiguous()  # would be refused
+    plan = (other, *rest, "NONE", -1, None, CASE.dtype, None, None, None, None, None, True, None)
+    for last in ((indptr.cpu(),), (1, indptr.cpu())):
+        preflash.fast_decode_plan(wrapper, *plan, False, *last)
+        runner.compare(inputs, *runner.run(wrapper, inputs)).check()
+
+
+def test_stride_variants_and_resolved_backend(target):
+    _, wrapper = made(CASE, target)
+    wrapper.prewarm_paged_kv_stride_variant()
+    with pytest.raises(ValueError, match="variant='shared'"):
+        wrapper.prewarm_paged_kv_stride_variant("shared")
+    runner_inputs, wrapper = made(CASE, target)
+    wrapper.plan(*arrays(runner_inputs), q_data_type=CASE.dtype)
+    assert wrapper.resolved_backend == wrapper._backend != "auto"
+
+
 def test_sinks_as_an_attribute_are_not_lost(target):
     _, wrapper = made(CASE, target)
     wrapper._sinks = None
