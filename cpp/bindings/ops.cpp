@@ -1,5 +1,8 @@
-// packbits and merge_state for Python.
+// packbits, merge_state and append_paged_kv_cache for Python.
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <tuple>
 
 #include "bindings/bindings.h"
 #include "core/device.h"
@@ -34,6 +37,41 @@ void merge(const MergeStatesParams& params, int device, Address stream, int num_
   check_launch(services_of(device).merge_states(params, target), "merge_states");
 }
 
+using IndexNumbers = std::tuple<Address, std::int64_t, std::int64_t, int>;
+
+IndexArray index_array(const IndexNumbers& numbers) {
+  const auto [data, count, stride, bytes] = numbers;
+  if (bytes != 4 && bytes != 8) throw py::value_error("an index has 4 or 8 bytes");
+  return {.data = pointer<const void>(data),
+          .count = count,
+          .stride = stride,
+          .width = static_cast<IndexWidth>(bytes)};
+}
+
+using RowNumbers = std::tuple<Address, std::int64_t, std::int64_t>;
+using PoolNumbers = std::tuple<Address, std::int64_t, std::int64_t, std::int64_t>;
+
+AppendedRows appended_rows(const RowNumbers& rows, const PoolNumbers& pool, int num_heads,
+                           int row_bytes) {
+  const auto [from, rows_token, rows_head] = rows;
+  const auto [to, pool_page, pool_slot, pool_head] = pool;
+  return {.rows = pointer<const std::uint8_t>(from),
+          .pool = pointer<std::uint8_t>(to),
+          .rows_token = rows_token,
+          .rows_head = rows_head,
+          .pool_page = pool_page,
+          .pool_slot = pool_slot,
+          .pool_head = pool_head,
+          .num_heads = num_heads,
+          .row_bytes = row_bytes};
+}
+
+void append_paged_kv(const AppendParams& params, int device, Address stream, int num_threads) {
+  const LaunchTarget target = launch_target(device, stream, num_threads);
+  py::gil_scoped_release release;
+  check_launch(services_of(device).append_paged_kv(params, target), "append_paged_kv_cache");
+}
+
 }  // namespace
 
 void bind_ops(py::module_& m) {
@@ -65,6 +103,32 @@ void bind_ops(py::module_& m) {
              params.token_mask = pointer<const std::uint8_t>(token_mask);
            })
       .def("launch", &merge, py::arg("device"), py::arg("stream"), py::arg("num_threads"));
+  py::class_<AppendParams>(m, "AppendParams",
+                           "Addresses, counts and strides (of arrays in elements, else bytes)")
+      .def(py::init([](std::int64_t num_tokens, std::int64_t num_pages, int page_size) {
+             return AppendParams{
+                 .num_tokens = num_tokens, .num_pages = num_pages, .page_size = page_size};
+           }),
+           py::arg("num_tokens"), py::arg("num_pages"), py::arg("page_size"))
+      .def("set_k",
+           [](AppendParams& params, const RowNumbers& rows, const PoolNumbers& pool, int num_heads,
+              int row_bytes) { params.k = appended_rows(rows, pool, num_heads, row_bytes); })
+      .def("set_v",
+           [](AppendParams& params, const RowNumbers& rows, const PoolNumbers& pool, int num_heads,
+              int row_bytes) { params.v = appended_rows(rows, pool, num_heads, row_bytes); })
+      .def("set_places",
+           [](AppendParams& params, const IndexNumbers& batch_indices,
+              const IndexNumbers& positions) {
+             params.batch_indices = index_array(batch_indices);
+             params.positions = index_array(positions);
+           })
+      .def("set_page_table",
+           [](AppendParams& params, const IndexNumbers& indices, const IndexNumbers& indptr) {
+             params.page_indices = index_array(indices);
+             params.page_indptr = index_array(indptr);
+           })
+      .def("launch", &append_paged_kv, py::arg("device"), py::arg("stream"),
+           py::arg("num_threads"));
 }
 
 }  // namespace preflash

@@ -11,6 +11,7 @@
 #include <sched.h>
 #endif
 
+#include "cpu/append_paged_kv.h"
 #include "cpu/cpu_backend.h"
 #include "cpu/guarded.h"
 #include "cpu/isa.h"
@@ -105,6 +106,7 @@ constexpr DeviceServices kServices{
     .combine = call<CombineParams, cpu::combine>,
     .merge_states = call<MergeStatesParams, cpu::merge_states>,
     .pack_bits = call<PackBitsParams, cpu::pack_bits>,
+    .append_paged_kv = call<AppendParams, cpu::append_paged_kv>,
 };
 
 }  // namespace

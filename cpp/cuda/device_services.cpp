@@ -12,6 +12,7 @@
 #include "cuda/launch_error.h"
 #include "cuda/plan_uploader.h"
 #include "kernels/combine/combine.h"
+#include "kernels/common/append_paged_kv.h"
 #include "kernels/common/merge_states.h"
 #include "kernels/common/pack_bits.h"
 
@@ -108,6 +109,17 @@ LaunchError pack_bits(const PackBitsParams& params, const LaunchTarget& target) 
                        "launching pack_bits");
 }
 
+LaunchError append_paged_kv(const AppendParams& params, const LaunchTarget& target) {
+  if (params.num_tokens <= 0) return nullptr;
+  if (params.page_size <= 0) {
+    return usage_error("append_paged_kv: page_size %d must be positive", params.page_size);
+  }
+  DeviceGuard guard(target.device);
+  if (guard.error() != nullptr) return guard.error();
+  return runtime_error(launch_append_paged_kv(params, stream_of(target)),
+                       "launching append_paged_kv");
+}
+
 // "13.0" out of 13000.
 const char* cuda_version() {
   static char text[16] = "";
@@ -136,6 +148,7 @@ preflash_device_services() {
       .combine = &combine,
       .merge_states = &merge_states,
       .pack_bits = &pack_bits,
+      .append_paged_kv = &append_paged_kv,
   };
   return &services;
 }

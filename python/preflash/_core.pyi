@@ -342,6 +342,30 @@ class MergeStatesParams:
     def set_outputs(self, v: int, s: int, token_mask: int) -> None: ...
     def launch(self, device: int, stream: int, num_threads: int) -> None: ...
 
+class AppendParams:
+    def __init__(self, num_tokens: int, num_pages: int, page_size: int) -> None: ...
+    def set_k(
+        self,
+        rows: tuple[int, int, int],
+        pool: tuple[int, int, int, int],
+        num_heads: int,
+        row_bytes: int,
+    ) -> None: ...
+    def set_v(
+        self,
+        rows: tuple[int, int, int],
+        pool: tuple[int, int, int, int],
+        num_heads: int,
+        row_bytes: int,
+    ) -> None: ...
+    def set_places(
+        self, batch_indices: tuple[int, int, int, int], positions: tuple[int, int, int, int]
+    ) -> None: ...
+    def set_page_table(
+        self, indices: tuple[int, int, int, int], indptr: tuple[int, int, int, int]
+    ) -> None: ...
+    def launch(self, device: int, stream: int, num_threads: int) -> None: ...
+
 def pack_bits(
     x: int,
     packed: int,

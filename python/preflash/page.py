@@ -1,20 +1,21 @@
 """Page tables: lengths, positions, and appending to a paged KV cache.
 
-Everything here is a handful of torch operations on the tensors' own device, without a wait for it.
+Everything here runs on the tensors' own device, without a wait for it: the append is a kernel, the
+rest a handful of torch operations.
 """
 
 from __future__ import annotations
 
 import torch
 
+from . import _core
 from . import _validate as check
 from ._arguments import KvCache
+from ._device_stream import DeviceStream
 from ._lengths import debugging
+from ._tensors import effective_strides
 
 __all__ = ["append_paged_kv_cache", "get_batch_indices_positions", "get_seq_lens"]
-
-# Rows are moved as the integers that their bits spell: any dtype, every NaN as it is.
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def get_seq_lens(
@@ -128,7 +129,8 @@ def append_paged_kv_cache(
 
     Raises:
         TypeError, ValueError: an argument is wrong; nothing was written. Positions and pages on the
-            GPU are checked only with PREFLASH_DEBUG=1 in the environment, because it takes a wait.
+            GPU are checked only with PREFLASH_DEBUG=1 in the environment, because it takes a wait;
+            without, tokens that the page table has no place for are not written.
         NotImplementedError: a gradient is wanted, or torch.jit.trace is recording.
     """
     if check.traced():
@@ -177,25 +179,53 @@ def append_paged_kv_cache(
         _check_places(batch_indices, positions, lengths)
     if tokens == 0 or 0 in (kv_indices.numel(), kv_last_page_len.numel(), k_cache.numel()):
         return
+    if device.type == "cpu" or debugging():
+        places = (batch_indices, positions)
+        _check_pages(_pages(*places, kv_indices, kv_indptr, k_cache.shape[1]), k_cache.shape[0])
+    params = _core.AppendParams(tokens, *k_cache.shape[:2])
+    params.set_k(*_row_numbers(append_key, k_cache))
+    params.set_v(*_row_numbers(append_value, v_cache))
+    params.set_places(_index_numbers(batch_indices), _index_numbers(positions))
+    params.set_page_table(_index_numbers(kv_indices), _index_numbers(kv_indptr))
+    device_stream = DeviceStream(device)
+    params.launch(
+        device=device_stream.ordinal,
+        stream=device_stream.stream(),
+        num_threads=device_stream.num_threads(),
+    )
+
+
+def _index_numbers(array: torch.Tensor) -> tuple[int, int, int, int]:
+    """Address, count, stride and bytes of an element."""
+    return check.address(array), array.numel(), array.stride(0), array.element_size()
+
+
+def _row_numbers(
+    rows: torch.Tensor, pool: torch.Tensor
+) -> tuple[tuple[int, int, int], tuple[int, int, int, int], int, int]:
+    """New rows and the pool that they go into, as addresses and strides in bytes; heads, and the
+    bytes of a row."""
+    item = rows.element_size()
+    strides = [[item * stride for stride in effective_strides(value)] for value in (rows, pool)]
+    return (
+        (check.address(rows), *strides[0]),
+        (check.address(pool), *strides[1]),
+        rows.shape[1],
+        rows.shape[2] * item,
+    )
+
+
+def _pages(
+    batch_indices: torch.Tensor,
+    positions: torch.Tensor,
+    indices: torch.Tensor,
+    indptr: torch.Tensor,
+    page_size: int,
+) -> torch.Tensor:
+    """Those that tokens go into."""
     owned = batch_indices >= 0
-    # Padding repeats the first token that somebody owns: to leave it out would take a wait for how
-    # many there are. Without any such token, a slot is written with what it holds.
-    order = torch.arange(tokens, device=device)
-    source = torch.where(owned, order, owned.to(torch.uint8).argmax())
-    request = batch_indices[source].clamp(min=0).long()
-    position = positions[source].clamp(min=0).long()
-    page_size = k_cache.shape[1]
-    entry = kv_indptr[request].long() + position // page_size
-    page = kv_indices[entry.clamp(max=kv_indices.numel() - 1)].long()
-    keep = ~owned[source]
-    page = torch.where(keep, 0, page)  # of padding: nobody's entry, which may hold anything
-    if debugging() or device.type == "cpu":
-        _check_pages(page[owned], k_cache.shape[0])
-    slot = position % page_size
-    for cache, rows in ((k_cache, append_key), (v_cache, append_value)):
-        bits = _BITS[cache.element_size()]
-        pool, new = cache.view(bits), rows.view(bits)[source]
-        pool[page, slot] = torch.where(keep[:, None, None], pool[page, slot], new)
+    request, position = batch_indices[owned].long(), positions[owned].long()
+    return indices[indptr[request].long() + position // page_size]
 
 
 def _pools(cache: KvCache, layout: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -236,8 +266,6 @@ def _pools(cache: KvCache, layout: str) -> tuple[torch.Tensor, torch.Tensor]:
             f"k_cache is {tuple(k.shape)} {k.dtype} on {k.device} and v_cache {tuple(v.shape)} "
             f"{v.dtype} on {v.device}; must agree but for head_dim"
         )
-    if k.element_size() not in _BITS:
-        raise TypeError(f"the cache is {k.dtype}; must have elements of 1, 2, 4 or 8 bytes")
     return k, v
 
 
@@ -261,6 +289,12 @@ def _check_page_table(
 def _check_rows(name: str, rows: torch.Tensor, pool: torch.Tensor) -> int:
     """How many tokens are appended."""
     check.tensor(name, rows)
+    for what, value in ((name, rows), ("the cache", pool)):
+        if value.dim() > 0 and value.shape[-1] > 1 and value.stride(-1) != 1:
+            raise ValueError(
+                f"{what} has stride {value.stride(-1)} in its last dimension; must be contiguous "
+                "there (strides of the other dimensions are free)"
+            )
     tokens = rows.shape[0] if rows.dim() > 0 else 0
     wanted = (tokens, *pool.shape[2:])
     check.has_shape(name, rows, wanted, "[nnz, num_kv_heads, head_dim] of the cache")

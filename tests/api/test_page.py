@@ -104,6 +104,102 @@ def test_append(target, form, layout, page_size, dtype):
         assert torch.equal(got.contiguous().cpu().view(torch.uint8), wanted)
 
 
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("head_dim", [1, 3, 9, 36, 128])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_append_of_strided_rows(target, dtype, head_dim, index_dtype):
+    """Rows and indices out of larger tensors, K and V of different head_dim, odd addresses."""
+    generator = torch.Generator().manual_seed(head_dim)
+    tokens, heads, page_size, pages = 21, 3, 5, 9
+    dims = (head_dim, head_dim + 2)
+    wide = random_bits((tokens, heads, sum(dims) + 1), dtype, generator)
+    pools = [random_bits((pages, page_size, heads, 7 + dim), dtype, generator) for dim in dims]
+    order = torch.randperm(pages, generator=generator)
+    owners = torch.zeros(tokens, dtype=torch.int64)
+    owners[15:], owners[[4, 17]] = 1, -1
+    positions = torch.cat([torch.arange(15) + 7, torch.arange(6)])
+    expected = [pool.clone() for pool in pools]
+    for token in range(tokens):
+        if owners[token] < 0:
+            continue
+        entry = int(owners[token]) * 5 + int(positions[token]) // page_size
+        slot = (int(order[entry]), int(positions[token]) % page_size)
+        columns = (slice(1, 1 + dims[0]), slice(1 + dims[0], None))
+        for pool, column, dim in zip(expected, columns, dims, strict=True):
+            row = pool[slot].view(torch.uint8)
+            begin = 3 * dtype.itemsize
+            new = wide[token][:, column].contiguous().view(torch.uint8)
+            row[:, begin : begin + dim * dtype.itemsize] = new
+
+    def index(values):
+        """Every other element of an array."""
+        return target.to(torch.stack([values, values + 77], 1).to(index_dtype))[:, 0]
+
+    on_device = [target.to(pool) for pool in pools]
+    rows = target.to(wide)
+    preflash.append_paged_kv_cache(
+        rows[:, :, 1 : 1 + dims[0]],
+        rows[:, :, 1 + dims[0] :],
+        index(owners),
+        index(positions),
+        tuple(pool[..., 3 : 3 + dim] for pool, dim in zip(on_device, dims, strict=True)),
+        index(order),
+        index(torch.tensor([0, 5, 7])),
+        index(torch.tensor([2, 1])),
+    )
+    for got, wanted in zip(on_device, expected, strict=True):
+        assert torch.equal(got.cpu().view(torch.uint8), wanted.view(torch.uint8))
+
+
+def test_append_of_many_tokens(target):
+    """More than one task of the CPU, more than one wave of a GPU."""
+    tokens, heads, head_dim, page_size = 5000, 2, 64, 16
+    k, v = (torch.randn(tokens, heads, head_dim, device=target.device) for _ in range(2))
+    pages = -(-tokens // page_size)
+    order = torch.randperm(pages).int().to(target.device)
+    cache = torch.zeros(pages, 2, heads, page_size, head_dim, device=target.device)
+    place = torch.arange(tokens, dtype=torch.int32, device=target.device)
+    preflash.append_paged_kv_cache(
+        k, v, torch.zeros_like(place), place, cache, order, ints(target, 0, pages),
+        ints(target, (tokens - 1) % page_size + 1), "HND",
+    )  # fmt: skip
+    for i, rows in enumerate((k, v)):
+        assert torch.equal(cache[order.long(), i].transpose(1, 2).flatten(0, 1)[:tokens], rows)
+
+
+@pytest.mark.gpu
+def test_a_captured_append_follows_its_arrays():
+    cache = torch.zeros(3, 2, 4, 1, 8, device="cuda")
+    rows = torch.ones(2, 1, 8, device="cuda")
+    place = torch.tensor([[0, -1], [1, 0]], dtype=torch.int32, device="cuda")
+    table = [torch.tensor(x, dtype=torch.int32, device="cuda") for x in ([2, 1], [0, 2], [4])]
+    arguments = (rows, rows, place[0], place[1], cache, *table)
+    preflash.append_paged_kv_cache(*arguments)
+    cache.zero_()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        preflash.append_paged_kv_cache(*arguments)
+    place.copy_(torch.tensor([[0, 0], [7, 2]]))
+    graph.replay()
+    assert cache[:, 0, :, 0, 0].nonzero().tolist() == [[1, 3], [2, 2]]
+
+
+@pytest.mark.gpu
+def test_what_the_table_has_no_place_for_is_not_written():
+    """On the GPU without PREFLASH_DEBUG nobody looks; the kernel does not write elsewhere."""
+
+    def array(*values):
+        return torch.tensor(values, dtype=torch.int32, device="cuda")
+
+    cache = torch.zeros(4, 2, 4, 1, 8, device="cuda")
+    rows = torch.ones(6, 1, 8, device="cuda")
+    preflash.append_paged_kv_cache(
+        rows, rows, array(0, 5, -3, 1, 0, 1), array(400, 0, 0, 0, -1, 3), cache,
+        array(77, -1, 2), array(0, 2, 3), array(4, 4),
+    )  # fmt: skip
+    assert cache[:, 0, :, 0, 0].nonzero().tolist() == [[2, 0], [2, 3]]
+
+
 def test_append_to_slots(target):
     """page_size 1 without its dimension, and tokens that are all padding."""
     cache = tuple(torch.zeros(6, 2, 8, device=target.device) for _ in range(2))
@@ -155,6 +251,18 @@ MISTAKES = {
     "table": ("kv_indptr", lambda t: t[:-1], ValueError, "kv_last_page_len has 2 elements"),
     "cache": ("paged_kv_cache", lambda t: t[:, :1], ValueError, "paged_kv_cache has shape"),
     "layout": ("kv_layout", lambda _: "DHN", ValueError, "kv_layout"),
+    "columns": (
+        "append_key",
+        lambda t: torch.stack([t, t], -1)[..., 0],
+        ValueError,
+        "append_key has stride 2 in its last",
+    ),
+    "cache columns": (
+        "paged_kv_cache",
+        lambda t: torch.stack([t, t], -1)[..., 0],
+        ValueError,
+        "the cache has stride 2 in its last",
+    ),
 }
 
 

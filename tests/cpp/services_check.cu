@@ -167,6 +167,56 @@ void check_pack_bits(const std::vector<int>& lengths, int first_element, bool li
   expect(packed.host() == expected, "pack_bits: " + std::to_string(lengths.size()) + " segments");
 }
 
+// Tokens of two requests into pages of 3 tokens, heads apart by more than their bytes; one token is
+// padding, one has no place in the table.
+void check_append(int row_bytes) {
+  constexpr int kTokens = 7, kHeads = 2, kPageSize = 3, kPages = 4;
+  const int head_stride = row_bytes + 5;
+  const std::vector<int> requests{0, 0, -1, 1, 1, 1, 0}, positions{3, 4, 0, 0, 1, 2, 99};
+  const std::vector<int> indices{2, 0, 3}, indptr{0, 2, 3};
+  std::vector<uint8_t> rows(kTokens * kHeads * head_stride);
+  for (uint8_t& byte : rows) byte = static_cast<uint8_t>(uniform(0, 255));
+  std::vector<uint8_t> expected(kPages * kPageSize * kHeads * head_stride, kPoison);
+  for (int token = 0; token < kTokens; ++token) {
+    if (requests[token] < 0 || positions[token] > 5) continue;
+    const int page = indices[indptr[requests[token]] + positions[token] / kPageSize];
+    for (int head = 0; head < kHeads; ++head) {
+      const int slot = page * kPageSize + positions[token] % kPageSize;
+      std::copy_n(rows.begin() + (token * kHeads + head) * head_stride, row_bytes,
+                  expected.begin() + (slot * kHeads + head) * head_stride);
+    }
+  }
+  DeviceArray<uint8_t> device_rows(rows), k(std::vector<uint8_t>(expected.size(), kPoison)),
+      v(k.host());
+  DeviceArray<int> device_requests(requests), device_positions(positions);
+  DeviceArray<int> device_indices(indices), device_indptr(indptr);
+  const auto array = [](const DeviceArray<int>& values, std::size_t count) {
+    return IndexArray{.data = values.data(), .count = static_cast<int64_t>(count)};
+  };
+  AppendParams params{.batch_indices = array(device_requests, requests.size()),
+                      .positions = array(device_positions, positions.size()),
+                      .page_indices = array(device_indices, indices.size()),
+                      .page_indptr = array(device_indptr, indptr.size()),
+                      .num_tokens = kTokens,
+                      .num_pages = kPages,
+                      .page_size = kPageSize};
+  params.k = {.rows = device_rows.data(),
+              .pool = k.data(),
+              .rows_token = kHeads * head_stride,
+              .rows_head = head_stride,
+              .pool_page = kPageSize * kHeads * head_stride,
+              .pool_slot = kHeads * head_stride,
+              .pool_head = head_stride,
+              .num_heads = kHeads,
+              .row_bytes = row_bytes};
+  params.v = params.k;
+  params.v.pool = v.data();
+  accept(services.append_paged_kv(params, {.device = 0}));
+  require(cudaDeviceSynchronize());
+  const std::string name = "append_paged_kv: rows of " + std::to_string(row_bytes) + " bytes";
+  expect(k.host() == expected && v.host() == expected, name);
+}
+
 __global__ void spin(long long cycles) {
   for (long long begin = clock64(); clock64() - begin < cycles;) {
   }
@@ -322,6 +372,8 @@ int main() {
     check_pack_bits(std::vector<int>(3000, 11), 0, little);
   }
   std::printf("pack_bits: done\n");
+  for (int row_bytes : {1, 11, 27, 128, 1000}) check_append(row_bytes);
+  std::printf("append_paged_kv: done\n");
   check_dtype<__half>();
   check_dtype<__nv_bfloat16>();
   check_dtype<float>();

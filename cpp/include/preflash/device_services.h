@@ -53,6 +53,7 @@ struct DeviceServices {
   LaunchError (*combine)(const CombineParams&, const LaunchTarget&) = nullptr;
   LaunchError (*merge_states)(const MergeStatesParams&, const LaunchTarget&) = nullptr;
   LaunchError (*pack_bits)(const PackBitsParams&, const LaunchTarget&) = nullptr;
+  LaunchError (*append_paged_kv)(const AppendParams&, const LaunchTarget&) = nullptr;
 };
 
 }  // namespace preflash

@@ -127,4 +127,40 @@ struct PackBitsParams {
   bool little = true;
 };
 
+enum class IndexWidth : std::int32_t { k32 = 4, k64 = 8 };  // bytes
+
+// An array of indices as the caller has it.
+struct IndexArray {
+  const void* data = nullptr;
+  std::int64_t count = 0;
+  std::int64_t stride = 1;  // elements
+  IndexWidth width = IndexWidth::k32;
+};
+
+// The new rows of K or of V, and the pool that they go into. Strides in bytes.
+struct AppendedRows {
+  const std::uint8_t* rows = nullptr;  // [tokens, num_heads, row_bytes]
+  std::uint8_t* pool = nullptr;        // [pages, page_size, num_heads, row_bytes]
+  std::int64_t rows_token = 0;
+  std::int64_t rows_head = 0;
+  std::int64_t pool_page = 0;
+  std::int64_t pool_slot = 0;
+  std::int64_t pool_head = 0;
+  std::int32_t num_heads = 0;
+  std::int32_t row_bytes = 0;
+};
+
+// append_paged_kv_cache: rows of tokens into the slots that a page table has for them.
+struct AppendParams {
+  AppendedRows k = {};
+  AppendedRows v = {};
+  IndexArray batch_indices = {};  // [tokens]; below 0: padding
+  IndexArray positions = {};      // [tokens]
+  IndexArray page_indices = {};   // [pages in use]
+  IndexArray page_indptr = {};    // [requests + 1]
+  std::int64_t num_tokens = 0;
+  std::int64_t num_pages = 0;  // of the pools
+  std::int32_t page_size = 0;
+};
+
 }  // namespace preflash

@@ -1,0 +1,42 @@
+// Where append_paged_kv_cache puts a token: the one place that follows a page table for it.
+#pragma once
+
+#include <cstdint>
+
+#include "preflash/params.h"
+#include "preflash/types.h"
+
+namespace preflash {
+
+PREFLASH_HD inline std::int64_t index_at(const IndexArray& array, std::int64_t i) {
+  return array.width == IndexWidth::k64
+             ? static_cast<const std::int64_t*>(array.data)[i * array.stride]
+             : static_cast<const std::int32_t*>(array.data)[i * array.stride];
+}
+
+struct PageSlot {
+  std::int64_t page = -1;  // -1: the token goes nowhere
+  std::int64_t slot = 0;
+
+  PREFLASH_HD std::int64_t offset_in(const AppendedRows& rows) const {
+    return page * rows.pool_page + slot * rows.pool_slot;
+  }
+};
+
+// Padding goes nowhere. Nor does what the table has no place for, which the caller is told of where
+// somebody looks (PREFLASH_DEBUG=1): a kernel cannot say so, but it must not write elsewhere.
+PREFLASH_HD inline PageSlot page_slot(const AppendParams& params, std::int64_t token) {
+  const std::int64_t request = index_at(params.batch_indices, token);
+  const std::int64_t position = index_at(params.positions, token);
+  if (request < 0 || request >= params.page_indptr.count - 1) return {};
+  // Lengths have 32 bits, and so has the division.
+  if (position < 0 || position > INT32_MAX) return {};
+  const std::int32_t nth = static_cast<std::int32_t>(position) / params.page_size;
+  const std::int64_t entry = index_at(params.page_indptr, request) + nth;
+  if (entry < 0 || entry >= params.page_indices.count) return {};
+  const std::int64_t page = index_at(params.page_indices, entry);
+  if (page < 0 || page >= params.num_pages) return {};
+  return {.page = page, .slot = position - std::int64_t{nth} * params.page_size};
+}
+
+}  // namespace preflash
