@@ -107,6 +107,7 @@ class CudnnVariant:
             self._ready = torch.cuda.Event()
             self._ready.record(device_stream.owner_stream())
         self._prepared: dict[tuple, Prepared] = {}
+        self._captured: list[Prepared] = []  # what CUDA graphs replay
 
     @property
     def int_buffer(self) -> Buffer:
@@ -143,19 +144,18 @@ class CudnnVariant:
             lse = outputs.lse.copy_(lse if outputs.lse_layout == "NH" else lse.T)
         elif lse is not None and outputs.lse_layout == "HN":
             lse = lse.T.contiguous()
-        if self._device_stream.is_capturing():
-            self.shared = True
         return (out, lse) if outputs.return_lse else out
 
     def _follow_stream(self) -> None:
+        # A capture begins with a wait for the device: what other streams prepared is there.
         stream = self._device_stream.stream()
-        if stream == self._stream:
+        if stream == self._stream or self._device_stream.is_capturing():
             return
-        # A capture begins with a wait for the device; an event from before it cannot be waited for.
-        if self._ready is not None and not self._device_stream.is_capturing():
+        if self._ready is not None:
             self._ready.wait(self._device_stream.owner_stream())
         for buffer in self._buffers:
             buffer.used_on_current_stream(self._device_stream)
+        self._prepared.clear()  # on the other stream
         self._stream = stream
 
     def _call(self, q: torch.Tensor, kv: KvCache, scales: Scales, outputs: Outputs) -> Call:
@@ -210,20 +210,23 @@ class CudnnVariant:
         try:
             if prepared is None:
                 prepared = _cudnn_run.prepare(call)
-                if len(self._prepared) >= _KEPT:
-                    self._prepared.clear()
-                self._prepared[key] = prepared
             else:
                 _cudnn_run.check_apart(call)
         except RefusedError as refusal:
             message = str(refusal).replace("workspace_buffer", "float_workspace_buffer")
             raise NotImplementedError(f"backend='cudnn': {message}; {_WAY_OUT}") from None
+        if self._device_stream.is_capturing():
+            self.shared = True
+            self._captured.append(prepared)  # a replay reads its arrays, or makes them
+        elif key not in self._prepared:
+            if len(self._prepared) >= _KEPT:
+                self._prepared.clear()
+            self._prepared[key] = prepared
         return _cudnn_run.compute(call, prepared)
 
     def _without_keys(self, call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
         """No request keeps a key: 0 and -inf."""
-        arrays = self._arrays
-        begin, end = arrays.rows
+        begin, end = self._arrays.rows
         out = call.out
         if out is None:
             out = torch.empty(call.out_shape, dtype=call.o_dtype, device=call.q.device)

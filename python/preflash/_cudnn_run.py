@@ -167,11 +167,15 @@ def check_apart(call: Call) -> None:
 
 
 class _Where:
-    """The arrays of a call as cuDNN reads them: on the device, offsets in elements."""
+    """The arrays of a call as cuDNN reads them: on the device, offsets in elements.
+
+    NOTE: wrappers keep it for as long as their plan, so it holds none of the call's tensors.
+    """
 
     def __init__(self, call: Call) -> None:
-        self._call = call
         self._device = call.q.device
+        self._batch_size, self._max_qo_len = call.batch_size, call.max_qo_len
+        self._causal, self._padded_stats = call.causal, call.stats_at is None
         paged = call.block_tables is not None
         self.arrays: dict[str, torch.Tensor | None] = {
             "qo_lens": self._sent(call.qo_lens.to(torch.int32)),
@@ -185,6 +189,30 @@ class _Where:
         }
         if call.stats_at is not None and call.with_lse:
             self.arrays["stats_offsets"] = self._offsets(call.stats_at, call.qo_lens)
+        self._found: dict[str, _RowKinds] = {}
+
+    def row_kinds(self, name: str, per_token: int, rows: int) -> _RowKinds:
+        """Of the rows of `out` or `stats`, [rows] bool; padded stats: [batch_size, max_qo_len].
+
+        Of what a wrapper has planned they are computed once, for all layers.
+        """
+        found = self._found.get(name)
+        if found is None:
+            found = self._of_requests()
+            if name == "out" or not self._padded_stats:
+                found = _kinds_at(found, self.arrays[f"{name}_offsets"], per_token, rows)
+            self._found[name] = found
+        return found
+
+    def _of_requests(self) -> _RowKinds:
+        """[batch_size, max_qo_len]"""
+        row = torch.arange(self._max_qo_len, device=self._device)
+        qo_len, kv_len = self.arrays["qo_lens"][:, None], self.arrays["kv_lens"][:, None]
+        owned = row < qo_len
+        live = owned & (kv_len > 0)
+        if self._causal:
+            live = live & (row + kv_len >= qo_len)
+        return _RowKinds(owned, live)
 
     def _sent(self, value: torch.Tensor) -> torch.Tensor:
         return (sent(value, self._device) if value.is_cpu else value).contiguous()
@@ -197,7 +225,7 @@ class _Where:
         width = at.per_token
         if at.in_tokens:
             given = given.to(torch.int64) * width
-        if given.numel() == self._call.batch_size:
+        if given.numel() == self._batch_size:
             given = self._sent(given).to(torch.int64)
             end = given[-1:] + self._sent(lengths)[-1:] * width
             given = torch.cat([given, end])
@@ -251,20 +279,10 @@ def _pages(pool: torch.Tensor) -> Pages:
 
 
 class _RowKinds(NamedTuple):
-    """Of each row of each request, [batch_size, max_qo_len] bool."""
+    """Of each row, bool."""
 
-    owned: torch.Tensor  # the request has that many
+    owned: torch.Tensor  # some request has it
     live: torch.Tensor  # and it keeps a key
-
-
-def _row_kinds(call: Call, where: _Where) -> _RowKinds:
-    row = torch.arange(call.max_qo_len, device=call.q.device)
-    qo_len, kv_len = where.arrays["qo_lens"][:, None], where.arrays["kv_lens"][:, None]
-    owned = row < qo_len
-    live = owned & (kv_len > 0)
-    if call.causal:
-        live = live & (row + kv_len >= qo_len)
-    return _RowKinds(owned, live)
 
 
 def _kinds_at(
@@ -288,9 +306,7 @@ def _prepared_out(call: Call, where: _Where) -> torch.Tensor:
         new = torch.zeros if call.maybe_keyless else torch.empty
         return new(call.out_shape, dtype=call.o_dtype, device=call.q.device)
     if call.maybe_keyless:
-        kinds = _row_kinds(call, where)
-        offsets, rows = where.arrays["out_offsets"], call.out.shape[0]
-        kinds = _kinds_at(kinds, offsets, call.out_at.per_token, rows)
+        kinds = where.row_kinds("out", call.out_at.per_token, call.out.shape[0])
         call.out.masked_fill_((kinds.owned & ~kinds.live)[:, None, None], 0.0)
     return call.out
 
@@ -299,13 +315,12 @@ def _finished_lse(call: Call, where: _Where, stats: torch.Tensor) -> torch.Tenso
     """cuDNN's natural logarithms in the base asked for, and -inf where no key is kept."""
     if call.lse_base == "log2":
         stats *= 1.0 / math.log(2.0)
-    kinds = _row_kinds(call, where)
+    heads = call.q.shape[1]
+    kinds = where.row_kinds("stats", heads, stats.numel() // heads)
     if call.stats_at is None:
         stats.masked_fill_(~kinds.live[:, :, None], -math.inf)
         return stats if call.lse is None else call.lse.copy_(stats)
-    heads = call.q.shape[1]
     flat = stats.view(-1, heads)
-    kinds = _kinds_at(kinds, where.arrays["stats_offsets"], heads, flat.shape[0])
     flat.masked_fill_(~kinds.live[:, None], -math.inf)
     if call.lse is None:
         return stats

@@ -190,7 +190,7 @@ void check_append(int row_bytes) {
       v(k.host());
   DeviceArray<int> device_requests(requests), device_positions(positions);
   DeviceArray<int> device_indices(indices), device_indptr(indptr);
-  const auto array = [](const DeviceArray<int>& values, std::size_t count) {
+  const auto array = [](DeviceArray<int>& values, std::size_t count) {
     return IndexArray{.data = values.data(), .count = static_cast<int64_t>(count)};
   };
   AppendParams params{.batch_indices = array(device_requests, requests.size()),
