@@ -39,6 +39,8 @@ def _load() -> tuple[ModuleType | None, str | None]:
         return None, f"the module cudnn does not import ({error}): {INSTALL}"
     except Exception as error:  # what a broken library raises is no error of the caller's
         return None, f"the module cudnn does not import: {type(error).__name__}: {error}"
+    if not hasattr(cudnn, "pygraph"):
+        return None, f"the module cudnn is not NVIDIA's ({cudnn!r}): {INSTALL}"
     try:
         version = cudnn.backend_version()
     except Exception as error:

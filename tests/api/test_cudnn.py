@@ -411,14 +411,19 @@ def test_lse_inside_out(backend):
     assert (out == 7.0).all()
 
 
+def frontend(backend_version):
+    return types.SimpleNamespace(pygraph=None, backend_version=backend_version)
+
+
 @pytest.mark.parametrize(
     ("module", "message"),
     [
         (None, r"does not import.*pip install nvidia-cudnn-frontend"),
-        (types.SimpleNamespace(backend_version=lambda: 1 / 0), "finds no libcudnn"),
-        (types.SimpleNamespace(backend_version=lambda: 90500), "90500; must be at least 90700"),
+        (types.ModuleType("cudnn"), r"is not NVIDIA's.*pip install nvidia-cudnn-frontend"),
+        (frontend(lambda: 1 / 0), "finds no libcudnn"),
+        (frontend(lambda: 90500), "90500; must be at least 90700"),
     ],
-    ids=["absent", "no library", "too old"],
+    ids=["absent", "another", "no library", "too old"],
 )
 def test_why_cudnn_is_missing(monkeypatch, module, message):
     monkeypatch.setitem(sys.modules, "cudnn", module)

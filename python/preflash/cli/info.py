@@ -11,7 +11,7 @@ import torch
 
 import preflash
 
-from .. import _backends, _core
+from .. import _backends, _core, _cudnn_graph
 from .console import Table
 from .machine import cpu_refusal, gpu_absent
 
@@ -38,6 +38,7 @@ def collect() -> dict:
         "torch": torch.__version__,
         "torch_cuda": torch.version.cuda,
         "cuda": _core.cuda_version() or None,
+        "cudnn_absent": _cudnn_graph.why_missing(),
         "gpu_absent": gpu_absent() or None,
         "kernels": dict(collections.Counter(kernel["family"] for kernel in _core.kernels())),
         "gpus": gpus,
@@ -97,6 +98,7 @@ def _text(facts: dict) -> str:
         f"preflash  {facts['preflash']}, kernel ABI {facts['kernel_abi']}",
         f"kernels   {kernels} (python -m preflash variants)",
         f"CUDA      {_cuda_line(facts)}",
+        f"cuDNN     {_cudnn_line(facts)}",
         f"torch     {facts['torch']}, CUDA {facts['torch_cuda'] or 'none: a CPU build'}",
         f"Python    {facts['python']}, {facts['platform']}",
         f"CPU       {_cpu_line(facts['cpu'])}",
@@ -120,6 +122,11 @@ def _cuda_line(facts: dict) -> str:
     libraries = f"kernel libraries of CUDA {facts['cuda']}" if facts["cuda"] else ""
     absent = f"not used: {facts['gpu_absent']}" if facts["gpu_absent"] else ""
     return "; ".join(part for part in (libraries, absent) if part)
+
+
+def _cudnn_line(facts: dict) -> str:
+    absent = facts["cudnn_absent"]
+    return f"not used: {absent}" if absent else "backend='cudnn' of the batch wrappers"
 
 
 def _gpu_table(gpus: list[dict]) -> Table:
