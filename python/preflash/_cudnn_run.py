@@ -138,7 +138,7 @@ def _nothing(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
         return out, None
     lse = call.lse
     if lse is None:
-        lse = torch.full(call.lse_shape, -math.inf, device=call.q.device)
+        lse = torch.full(call.lse_shape, -math.inf, dtype=torch.float32, device=call.q.device)
     return out, lse
 
 

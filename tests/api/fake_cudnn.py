@@ -170,7 +170,8 @@ class Graph:
         k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
         logits = q @ k.transpose(1, 2) * a["attn_scale"]
         if a["use_causal_mask_bottom_right"]:
-            keep = torch.arange(kv_len) <= torch.arange(qo_len)[:, None] + kv_len - qo_len
+            rows = torch.arange(qo_len, device="cpu")[:, None]
+            keep = torch.arange(kv_len, device="cpu") <= rows + kv_len - qo_len
             logits.masked_fill_(~keep, -math.inf)
         lse = logits.logsumexp(-1, keepdim=True)
         weights = (logits - lse).exp().nan_to_num(0.0)

@@ -287,6 +287,38 @@ def test_without_lse(backend):
     check(inputs, out, rows_of(inputs.case, written))
 
 
+@pytest.mark.parametrize("page_size", [0, 16])
+@pytest.mark.parametrize("default", [torch.device("meta"), torch.float64, torch.bfloat16], ids=str)
+def test_the_defaults_of_the_caller_reach_nothing(backend, default, page_size):
+    inputs = build(make_case("empty", page_size=page_size))
+    kwargs = arguments(inputs)
+    before = torch.get_default_dtype()
+    try:
+        if isinstance(default, torch.dtype):
+            torch.set_default_dtype(default)
+        else:
+            torch.set_default_device(default)
+        out, lse = call(**kwargs, backend=backend)
+        empty = {"actual_seq_lens_q": torch.zeros(5, dtype=torch.int32, device="cpu")}
+        _, nothing = call(**kwargs | empty | {"max_token_per_sequence": 0}, backend=backend)
+    finally:
+        torch.set_default_dtype(before)
+        torch.set_default_device(None)
+    assert lse.dtype == nothing.dtype == torch.float32
+    check(inputs, out, rows_of(inputs.case, lse))
+
+
+def test_gradients_and_traces_are_refused(backend):
+    inputs = build(make_case())
+    kwargs = arguments(inputs)
+    wanted = kwargs | {"k_cache": inputs.k.clone().requires_grad_()}
+    with pytest.raises(NotImplementedError, match="forward"):
+        call(**wanted, backend=backend)
+    with torch.no_grad():
+        out, lse = call(**wanted, backend=backend)
+    check(inputs, out, rows_of(inputs.case, lse))
+
+
 def test_nothing_to_compute(backend):
     empty = torch.zeros(0, dtype=torch.int32)
     q, kv = torch.randn(3, 6, 128), torch.randn(4, 2, 128)
