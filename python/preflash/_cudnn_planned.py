@@ -244,7 +244,6 @@ class _Arrays(NamedTuple):
     qo_indptr: torch.Tensor  # [batch_size + 1] int64
     kv_indptr: torch.Tensor  # [batch_size + 1] int64
     page_table: torch.Tensor | None  # [batch_size, pages of max_kv_len] int32
-    # Rounded up to powers of two, so that fewer graphs are built.
     max_qo_len: int
     max_kv_len: int
     maybe_keyless: bool
@@ -258,7 +257,6 @@ class _Arrays(NamedTuple):
         batch = lengths.batch
         requests = range(batch.num_requests)
         kv_lens = [batch.kv_len(i) for i in requests]
-        max_kv_len = _power_of_two(batch.max_kv_len)
 
         def array(values: list[int], dtype: torch.dtype) -> torch.Tensor:
             return sent(torch.tensor(values, dtype=dtype, device="cpu"), device)
@@ -268,24 +266,20 @@ class _Arrays(NamedTuple):
             kv_lens=array(kv_lens, torch.int32),
             qo_indptr=array(batch.qo_indptr, torch.int64),
             kv_indptr=array(batch.kv_indptr, torch.int64),
-            page_table=_page_table(lengths, max_kv_len, device),
-            max_qo_len=_power_of_two(batch.max_qo_len),
-            max_kv_len=max_kv_len,
+            page_table=_page_table(lengths, device),
+            max_qo_len=batch.max_qo_len,
+            max_kv_len=batch.max_kv_len,
             maybe_keyless=0 in kv_lens,
             rows=(batch.qo_begin, batch.qo_end),
         )
 
 
-def _power_of_two(length: int) -> int:
-    return 1 << (length - 1).bit_length() if length > 0 else 0
-
-
-def _page_table(lengths: Lengths, max_kv_len: int, device: torch.device) -> torch.Tensor | None:
+def _page_table(lengths: Lengths, device: torch.device) -> torch.Tensor | None:
     batch, pages = lengths
     if pages is None:
         return None
     indptr = torch.tensor(batch.kv_indptr, device="cpu")
-    width = -(-max_kv_len // batch.page_size)
+    width = -(-batch.max_kv_len // batch.page_size)
     at = indptr[:-1, None] + torch.arange(width, device="cpu")
     at = torch.minimum(at, (indptr[1:, None] - 1).clamp(min=0))  # behind the last page, that again
     given = pages.given

@@ -6,6 +6,7 @@ import math
 from typing import NamedTuple
 
 import torch
+from torch.nn.functional import pad
 
 from . import _backends, _cudnn_graph
 from . import _validate as check
@@ -107,6 +108,8 @@ def compute(call: Call, prepared: Prepared) -> tuple[torch.Tensor, torch.Tensor 
     stats = None
     if call.with_lse:
         shape = call.lse_shape if call.lse is None else call.lse.shape
+        if call.stats_at is None:
+            shape = (where.room.batch_size, where.room.max_qo_len, call.q.shape[1])
         stats = torch.empty(shape, dtype=torch.float32, device=call.q.device)
     graph.run(Operands(call.q, call.k, call.v, out, stats, **where.arrays), call.workspace)
     lse = None if stats is None else _finished_lse(call, where, stats)
@@ -174,25 +177,26 @@ class _Where:
 
     def __init__(self, call: Call) -> None:
         self._device = call.q.device
-        self._batch_size, self._max_qo_len = call.batch_size, call.max_qo_len
+        self._batch_size = call.batch_size
+        self.room = _room(call)
         self._causal, self._padded_stats = call.causal, call.stats_at is None
         paged = call.block_tables is not None
         self.arrays: dict[str, torch.Tensor | None] = {
-            "qo_lens": self._sent(call.qo_lens.to(torch.int32)),
-            "kv_lens": self._sent(call.kv_lens.to(torch.int32)),
+            "qo_lens": self._lengths(call.qo_lens),
+            "kv_lens": self._lengths(call.kv_lens),
             "q_offsets": self._offsets(call.q_at, call.qo_lens),
             "out_offsets": self._offsets(call.out_at, call.qo_lens),
             "k_offsets": None if paged else self._offsets(call.k_at, call.kv_lens),
             "v_offsets": None if paged else self._offsets(call.v_at, call.kv_lens),
             "stats_offsets": None,
-            "page_table": self._sent(_used_pages(call)) if paged else None,
+            "page_table": self._page_table(call) if paged else None,
         }
         if call.stats_at is not None and call.with_lse:
             self.arrays["stats_offsets"] = self._offsets(call.stats_at, call.qo_lens)
         self._found: dict[str, _RowKinds] = {}
 
     def row_kinds(self, name: str, per_token: int, rows: int) -> _RowKinds:
-        """Of the rows of `out` or `stats`, [rows] bool; padded stats: [batch_size, max_qo_len].
+        """Of the rows of `out` or `stats`, [rows] bool; padded stats: those that there is room for.
 
         Of what a wrapper has planned they are computed once, for all layers.
         """
@@ -205,8 +209,8 @@ class _Where:
         return found
 
     def _of_requests(self) -> _RowKinds:
-        """[batch_size, max_qo_len]"""
-        row = torch.arange(self._max_qo_len, device=self._device)
+        """[batch_size, max_qo_len] of the room."""
+        row = torch.arange(self.room.max_qo_len, device=self._device)
         qo_len, kv_len = self.arrays["qo_lens"][:, None], self.arrays["kv_lens"][:, None]
         owned = row < qo_len
         live = owned & (kv_len > 0)
@@ -217,8 +221,21 @@ class _Where:
     def _sent(self, value: torch.Tensor) -> torch.Tensor:
         return (sent(value, self._device) if value.is_cpu else value).contiguous()
 
+    def _lengths(self, lengths: torch.Tensor) -> torch.Tensor:
+        spare = self.room.batch_size - self._batch_size
+        return self._sent(pad(lengths.to(torch.int32), (0, spare)) if spare else lengths.int())
+
+    def _page_table(self, call: Call) -> torch.Tensor:
+        """As wide as cuDNN wants it: the pages of the longest request that there is room for. What
+        lies behind those of a request is not followed."""
+        table = call.block_tables
+        pages = -(-self.room.max_kv_len // call.k.shape[2])
+        spare = (pages - table.shape[1], self.room.batch_size - self._batch_size)
+        table = pad(table[:, :pages], (0, max(spare[0], 0), 0, spare[1]))
+        return self._sent(table)
+
     def _offsets(self, at: Offsets, lengths: torch.Tensor) -> torch.Tensor | None:
-        """[batch_size + 1] elements, in 64 bits where they are computed."""
+        """Elements, in 64 bits where they are computed."""
         given = at.given
         if given is None:
             return None
@@ -229,12 +246,24 @@ class _Where:
             given = self._sent(given).to(torch.int64)
             end = given[-1:] + self._sent(lengths)[-1:] * width
             given = torch.cat([given, end])
+        spare = self.room.batch_size - self._batch_size
+        if spare:
+            given = torch.cat([given, given[-1:].expand(spare)])
         return self._sent(given)
 
 
-def _used_pages(call: Call) -> torch.Tensor:
-    """block_tables as wide as cuDNN wants it: the pages of max_sequence_kv tokens."""
-    return call.block_tables[:, : -(-call.max_kv_len // call.k.shape[2])]
+class _Room(NamedTuple):
+    """What a graph is built for: powers of two, so that serving builds few of them. Requests that
+    nobody has are of length 0."""
+
+    batch_size: int
+    max_qo_len: int
+    max_kv_len: int
+
+
+def _room(call: Call) -> _Room:
+    sizes = (call.batch_size, call.max_qo_len, call.max_kv_len)
+    return _Room(*(1 << (size - 1).bit_length() for size in sizes))
 
 
 def _describe(call: Call, where: _Where) -> Graph:
@@ -250,9 +279,7 @@ def _describe(call: Call, where: _Where) -> Graph:
     return Graph(
         device=call.q.device,
         dtype=call.q.dtype,
-        batch_size=call.batch_size,
-        max_qo_len=call.max_qo_len,
-        max_kv_len=call.max_kv_len,
+        **where.room._asdict(),
         num_qo_heads=num_qo_heads,
         num_kv_heads=call.k.shape[1],
         head_dim_qk=call.q.shape[2],
@@ -265,7 +292,7 @@ def _describe(call: Call, where: _Where) -> Graph:
         v=v,
         stats=stats,
         offsets=tuple(None if array is None else array.dtype for array in offsets),
-        table_width=_used_pages(call).shape[1] if paged else 0,
+        table_width=where.arrays["page_table"].shape[1] if paged else 0,
     )
 
 
@@ -318,8 +345,9 @@ def _finished_lse(call: Call, where: _Where, stats: torch.Tensor) -> torch.Tenso
     heads = call.q.shape[1]
     kinds = where.row_kinds("stats", heads, stats.numel() // heads)
     if call.stats_at is None:
-        stats.masked_fill_(~kinds.live[:, :, None], -math.inf)
-        return stats if call.lse is None else call.lse.copy_(stats)
+        used = (slice(call.batch_size), slice(call.max_qo_len))
+        padded = torch.where(kinds.live[used][:, :, None], stats[used], -math.inf)
+        return padded if call.lse is None else call.lse.copy_(padded)
     flat = stats.view(-1, heads)
     flat.masked_fill_(~kinds.live[:, None], -math.inf)
     if call.lse is None:

@@ -50,7 +50,8 @@ def cudnn_batch_prefill_with_kv_cache(
 
     Runs cuDNN where the nvidia-cudnn-frontend package imports and cuDNN has a kernel for the call:
     CUDA tensors, float16 or bfloat16, head_dim 128, or 192 for q and k with 128 for v. The first
-    call with new shapes, strides, maxima or scale builds a graph (up to a second), which is kept.
+    call with new strides, heads or scale, or with a batch size or maximum beyond the power of two
+    above those before, builds a graph (up to a second), which is kept.
     Elsewhere, or where backend asks for it, the kernels of this package: same results.
 
     NOTE: with pages cuDNN runs for backend="cudnn" alone. It multiplies what lies in the rest of a

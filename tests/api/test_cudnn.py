@@ -338,9 +338,16 @@ def test_graphs_are_kept_by_all_that_is_baked_in(fake):
     for _ in range(3):
         call(**kwargs, backend="cudnn")
     assert len(fake.graphs) == 1
-    # Values in arrays are read by the run.
-    shorter = kwargs | {"actual_seq_lens_kv": torch.tensor([16, 37, 90, 1])}
-    call(**shorter, backend="cudnn")
+    # Values in arrays are read by the run, and sizes are rounded up to powers of two.
+    for same in (
+        {"actual_seq_lens_kv": torch.tensor([16, 37, 90, 1])},
+        {"max_token_per_sequence": 128, "max_sequence_kv": 127},
+    ):
+        call(**kwargs | same, backend="cudnn")
+    assert len(fake.graphs) == 1
+    three = build(dataclasses.replace(inputs.case, qo_lens=(5, 37, 70), kv_lens=(17, 37, 90)))
+    out, lse = call(**arguments(three), backend="cudnn")
+    check(three, out, rows_of(three.case, lse))
     assert len(fake.graphs) == 1
     built = 1
     for other in (
@@ -348,8 +355,8 @@ def test_graphs_are_kept_by_all_that_is_baked_in(fake):
         {"q_scale": 2.0},
         {"causal": False},
         {"return_lse": False},
-        {"max_token_per_sequence": 71},
-        {"max_sequence_kv": 91},
+        {"max_token_per_sequence": 129},
+        {"max_sequence_kv": 129},
         {"batch_offsets_q": kwargs["batch_offsets_q"].long()},
         {"batch_offsets_stats": cumulated(inputs.case.qo_lens) * 6},
         {"q": torch.cat([inputs.q, inputs.q], 1)[:, :6]},
