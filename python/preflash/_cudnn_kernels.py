@@ -16,7 +16,7 @@ from ._device_stream import DeviceStream, sent
 from ._paged import BatchPrefillWithPagedKVCacheWrapper
 from ._ragged import BatchPrefillWithRaggedKVCacheWrapper
 
-_WRAPPERS_KEPT = 8
+_WRAPPERS_KEPT = 2  # of a thread, with their workspaces
 
 Wrapper = BatchPrefillWithPagedKVCacheWrapper | BatchPrefillWithRaggedKVCacheWrapper
 CudnnResult = tuple[torch.Tensor, torch.Tensor | None]
