@@ -12,6 +12,7 @@ from . import _backends
 from . import _validate as check
 from ._arguments import GivenScales
 from ._lengths import debugging
+from ._tensors import reaches_into
 from ._workspace import check_buffer
 
 _UNITS = ("elements", "tokens")
@@ -131,6 +132,7 @@ def checked(a: CudnnArguments) -> Call:
     check.forward_only(a.q, a.k_cache, a.v_cache)
     check.one_of("batch_offsets_units", a.batch_offsets_units, _UNITS)
     check.one_of("lse_base", a.lse_base, tuple(check.LSE_SCALES))
+    _check_factors(a)
     max_qo_len = check.integer("max_token_per_sequence", a.max_token_per_sequence, at_least=0)
     max_kv_len = check.integer("max_sequence_kv", a.max_sequence_kv, at_least=0)
     batch_size = _batch_size(a)
@@ -354,19 +356,6 @@ def _check_outputs(call: Call) -> None:
         raise ValueError("lse shares memory with out: give lse memory of its own")
 
 
-def reaches_into(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether the stretches of memory that two tensors lie in meet."""
-    if a.device != b.device or a.numel() == 0 or b.numel() == 0:
-        return False
-    (a_begin, a_end), (b_begin, b_end) = _reach(a), _reach(b)
-    return a_begin < b_end and b_begin < a_end
-
-
-def _reach(value: torch.Tensor) -> tuple[int, int]:
-    begin = value.data_ptr()
-    return begin, begin + check.bytes_reached(value) - value.storage_offset() * value.element_size()
-
-
 def _check_host_values(call: Call) -> None:
     """Lengths that can be read without a wait."""
     for name, lens, longest, bound in (
@@ -392,9 +381,14 @@ def _check_capturable(call: Call) -> None:
                 f"{name} is on the CPU; with is_cuda_graph_compatible=True it must be on "
                 f"{call.q.device}, where a replay reads it"
             )
-    for name, value in (("q_scale", call.scales.q_scale), ("k_scale", call.scales.k_scale)):
-        if isinstance(value, torch.Tensor) and not value.is_cpu:
+
+
+def _check_factors(a: CudnnArguments) -> None:
+    """A factor becomes part of the graph, and reading it waits."""
+    given = {"scale": a.scale, "q_scale": a.scales.q_scale, "k_scale": a.scales.k_scale}
+    for name, value in given.items():
+        if isinstance(value, torch.Tensor) and value.is_cuda and a.is_cuda_graph_compatible:
             raise NotImplementedError(
                 f"{name} is on {value.device}; with is_cuda_graph_compatible=True it must be a "
-                "float, because it becomes part of the graph: multiply it into scale"
+                "float, which becomes part of the graph"
             )

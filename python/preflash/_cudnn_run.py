@@ -10,9 +10,10 @@ from torch.nn.functional import pad
 
 from . import _backends, _cudnn_graph
 from . import _validate as check
-from ._cudnn_call import Call, Offsets, reaches_into
+from ._cudnn_call import Call, Offsets
 from ._cudnn_graph import Graph, Operands, Pages, Rows, Stats
 from ._device_stream import DeviceStream, sent
+from ._tensors import reaches_into
 
 HEAD_DIMS = ((128, 128), (192, 128))  # of q and k, of v
 DTYPES = (torch.float16, torch.bfloat16)

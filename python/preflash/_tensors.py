@@ -276,3 +276,16 @@ def lse_strides(lse: torch.Tensor, layout: str) -> tuple[int, int]:
 def contiguous_strides(shape: tuple[int, int, int]) -> tuple[int, int]:
     """The strides of [token, head] in a fresh [token, head, head_dim] tensor."""
     return (shape[1] * shape[2], shape[2])
+
+
+def reaches_into(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether the stretches of memory that two tensors lie in meet."""
+    if a.device != b.device or a.numel() == 0 or b.numel() == 0:
+        return False
+    (a_begin, a_end), (b_begin, b_end) = _reach(a), _reach(b)
+    return a_begin < b_end and b_begin < a_end
+
+
+def _reach(value: torch.Tensor) -> tuple[int, int]:
+    begin = value.data_ptr()
+    return begin, begin + check.bytes_reached(value) - value.storage_offset() * value.element_size()
