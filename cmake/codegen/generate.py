@@ -29,7 +29,15 @@ STUB_END = "# End of what forward.toml says.\n"
 
 # Fewer kernels per file waste the seconds that the headers cost, more make rebuilds slow.
 MAX_KERNELS_PER_FILE = 4
-_SPLITTING_AXES = ("segments", "arrival", "tile_class", "position", "logits", "mask")
+_SPLITTING_AXES = (
+    "segments",
+    "arrival",
+    "tile_class",
+    "position",
+    "logits",
+    "mask",
+    "sparsity",
+)
 
 
 @dataclass(frozen=True)

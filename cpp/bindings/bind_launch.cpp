@@ -22,6 +22,8 @@ namespace py = pybind11;
 
 using TokenHead = std::array<std::int64_t, 2>;      // strides of [token, head]
 using TokenHeadRows = std::array<std::int64_t, 3>;  // and the number of tokens
+using TokenHeadValues =
+    std::array<std::int64_t, 3>;  // and the values of a row, LseTensor::values()
 // Strides of [page, token, head], then the numbers of pages and of tokens in one.
 using PageTokenHead = std::array<std::int64_t, 5>;
 
@@ -42,12 +44,14 @@ KvTensor kv_tensor(const PageTokenHead& numbers) {
 }
 
 RunTensors run_tensors(const TokenHeadRows& q, const PageTokenHead& k, const PageTokenHead& v,
-                       const TokenHead& o, const TokenHead& lse) {
+                       const TokenHead& o, const TokenHeadValues& lse) {
   return {.q = row_tensor(q),
           .k = kv_tensor(k),
           .v = kv_tensor(v),
           .o = row_tensor(o),
-          .lse = {.stride_token = lse[0], .stride_head = lse[1]}};
+          .lse = {.stride_token = lse[0],
+                  .stride_head = lse[1],
+                  .form = lse[2] == 2 ? LseForm::kMaxAndSum : LseForm::kLogSum}};
 }
 
 // extras: null, or those that this run has.
@@ -188,7 +192,7 @@ void bind_launch(py::module_& m) {
   py::class_<Launch>(m, "Launch")
       .def(py::init([](std::shared_ptr<DevicePlan> place, const TokenHeadRows& q,
                        const PageTokenHead& k, const PageTokenHead& v, const TokenHead& o,
-                       const TokenHead& lse) {
+                       const TokenHeadValues& lse) {
              return std::make_unique<Launch>(std::move(place), run_tensors(q, k, v, o, lse));
            }),
            py::arg("place"), py::arg("q"), py::arg("k"), py::arg("v"), py::arg("o"), py::arg("lse"))
@@ -197,7 +201,7 @@ void bind_launch(py::module_& m) {
           [](std::shared_ptr<DevicePlan> place, const py::sequence& segments) {
             auto tensors = [](const py::handle& given) {
               using Row =
-                  std::tuple<TokenHeadRows, PageTokenHead, PageTokenHead, TokenHead, TokenHead>;
+                  std::tuple<TokenHeadRows, PageTokenHead, PageTokenHead, TokenHead, TokenHeadValues>;
               return std::apply(&run_tensors, given.cast<Row>());
             };
             return std::make_unique<Launch>(std::move(place),

@@ -29,6 +29,7 @@ void for_each_option(Visit&& visit) {
   visit("o_dtype", [](auto& options) -> auto& { return options.o_dtype; });
   visit("causal", [](auto& options) -> auto& { return options.causal; });
   visit("window_left", [](auto& options) -> auto& { return options.window_left; });
+  visit("chunk_size", [](auto& options) -> auto& { return options.chunk_size; });
   visit("mask", [](auto& options) -> auto& { return options.mask; });
   visit("position", [](auto& options) -> auto& { return options.position; });
   visit("rope_scale", [](auto& options) -> auto& { return options.rope.scale; });
@@ -36,6 +37,7 @@ void for_each_option(Visit&& visit) {
   visit("soft_cap", [](auto& options) -> auto& { return options.soft_cap; });
   visit("fixed_split_size", [](auto& options) -> auto& { return options.split.fixed_split_size; });
   visit("disable_split", [](auto& options) -> auto& { return options.split.disable; });
+  visit("skip_factor", [](auto& options) -> auto& { return options.skip_factor; });
 }
 
 std::size_t hash_of(const AttentionOptions& options) {
@@ -79,7 +81,8 @@ void bind_options(py::module_& m) {
       .def(py::init([](int num_qo_heads, int num_kv_heads, int head_dim_qk, int head_dim_vo,
                        DType q_dtype, DType kv_dtype, DType o_dtype, bool causal, int window_left,
                        Mask mask, Position position, double rope_scale, double rope_theta,
-                       float soft_cap, int fixed_split_size, bool disable_split) {
+                       float soft_cap, int fixed_split_size, bool disable_split, int chunk_size,
+                       float skip_factor) {
              return AttentionOptions{
                  .num_qo_heads = num_qo_heads,
                  .num_kv_heads = num_kv_heads,
@@ -90,17 +93,20 @@ void bind_options(py::module_& m) {
                  .o_dtype = o_dtype,
                  .causal = causal,
                  .window_left = window_left,
+                 .chunk_size = chunk_size,
                  .mask = mask,
                  .position = position,
                  .rope = {.scale = rope_scale, .theta = rope_theta},
                  .soft_cap = soft_cap,
-                 .split = {.fixed_split_size = fixed_split_size, .disable = disable_split}};
+                 .split = {.fixed_split_size = fixed_split_size, .disable = disable_split},
+                 .skip_factor = skip_factor};
            }),
            py::arg("num_qo_heads"), py::arg("num_kv_heads"), py::arg("head_dim_qk"),
            py::arg("head_dim_vo"), py::arg("q_dtype"), py::arg("kv_dtype"), py::arg("o_dtype"),
            py::arg("causal"), py::arg("window_left"), py::arg("mask"), py::arg("position"),
            py::arg("rope_scale"), py::arg("rope_theta"), py::arg("soft_cap"),
-           py::arg("fixed_split_size"), py::arg("disable_split"));
+           py::arg("fixed_split_size"), py::arg("disable_split"), py::arg("chunk_size") = 0,
+           py::arg("skip_factor") = 0.0f);
   py::class_<RunExtras>(m, "RunExtras")
       .def(py::init([](Address mask_bits, Address sinks, Address scale_q, Address scale_k,
                        Address scale_v) {
@@ -197,6 +203,21 @@ void bind_plan(py::module_& m) {
                                                  capacity);
            }),
            py::arg("uploader"), py::arg("memory"), py::arg("capacity"))
+      .def(
+          "set_lengths",
+          [](const DevicePlan& place, Address qo_indptr, Address kv_indptr, Address kv_lens,
+             int table_stride, std::int64_t qo_tokens, std::int64_t kv_tokens, Address stream) {
+            place.set_lengths({.qo_indptr = pointer<const std::int32_t>(qo_indptr),
+                               .kv_indptr = pointer<const std::int32_t>(kv_indptr),
+                               .kv_lens = pointer<const std::int32_t>(kv_lens),
+                               .table_stride = table_stride,
+                               .qo_tokens = qo_tokens,
+                               .kv_tokens = kv_tokens},
+                              {.device = place.device(), .stream = pointer<void>(stream)});
+          },
+          py::arg("qo_indptr"), py::arg("kv_indptr"), py::arg("kv_lens"), py::arg("table_stride"),
+          py::arg("qo_tokens"), py::arg("kv_tokens"), py::arg("stream"),
+          py::call_guard<py::gil_scoped_release>())
       .def(
           "arrive_before",
           [](const DevicePlan& place, Address stream) {

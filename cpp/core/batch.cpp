@@ -63,7 +63,8 @@ std::int32_t largest_page(const PageRange& range) {
 Batch::Batch(const BatchArrays& arrays)
     : qo_indptr_(arrays.qo_indptr, arrays.qo_indptr + arrays.num_requests + 1),
       kv_indptr_(arrays.kv_indptr, arrays.kv_indptr + arrays.num_requests + 1),
-      page_size_(arrays.page_size) {
+      page_size_(arrays.page_size),
+      are_bounds_(arrays.are_bounds) {
   if (arrays.last_page_len != nullptr) {
     last_page_len_.assign(arrays.last_page_len, arrays.last_page_len + arrays.num_requests);
   }
@@ -119,11 +120,14 @@ void Batch::write_mask_segments(std::int64_t* begin) const {
 }
 
 std::int32_t Batch::set_page_indices(const std::int32_t* indices, std::int64_t count) {
-  page_indices_ = std::make_unique_for_overwrite<std::int32_t[]>(count);
-  num_page_indices_ = count;
+  auto copied = std::make_unique_for_overwrite<std::int32_t[]>(count);
   const std::int64_t first = first_used(count);
-  std::copy_n(indices, first, page_indices_.get());
-  return largest_page(scan_pages(indices + first, count - first, page_indices_.get() + first));
+  std::copy_n(indices, first, copied.get());
+  const std::int32_t largest =
+      largest_page(scan_pages(indices + first, count - first, copied.get() + first));
+  page_indices_ = std::move(copied);
+  num_page_indices_ = count;
+  return largest;
 }
 
 std::int32_t Batch::largest_page_of(const std::int32_t* indices, std::int64_t count) const {

@@ -19,6 +19,9 @@ struct BatchArrays {
   const std::int32_t* last_page_len = nullptr;  // null: ragged
   int num_requests = 0;
   int page_size = 0;  // 0: ragged
+  // Whether the lengths are only the longest that there may be: the device has its own, which
+  // DevicePlan::set_lengths() puts in their place before a run.
+  bool are_bounds = false;
 };
 
 // [num_requests, row_stride]: the same pages as the page indices, one row per request.
@@ -33,6 +36,7 @@ class Batch {
 
   int num_requests() const { return static_cast<int>(qo_indptr_.size()) - 1; }
   int page_size() const { return page_size_; }
+  bool are_bounds() const { return are_bounds_; }
   std::int32_t qo_begin() const { return qo_indptr_.front(); }
   std::int32_t kv_begin() const { return kv_indptr_.front(); }
   std::int32_t qo_end() const { return qo_indptr_.back(); }
@@ -82,10 +86,11 @@ class Batch {
   std::vector<std::int32_t> kv_indptr_;
   std::vector<std::int32_t> last_page_len_;
   std::vector<std::int64_t> mask_indptr_;
-  std::unique_ptr<std::int32_t[]> page_indices_;
+  std::shared_ptr<const std::int32_t[]> page_indices_;  // copies share them
   std::int64_t num_page_indices_ = 0;
   std::int64_t mask_elements_ = 0;
   int page_size_ = 0;
+  bool are_bounds_ = false;
 };
 
 }  // namespace preflash

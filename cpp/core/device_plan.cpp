@@ -53,6 +53,18 @@ void DevicePlan::write(std::shared_ptr<const Plan> plan, const Upload& upload) {
   plan_ = std::move(plan);
 }
 
+void DevicePlan::set_lengths(RequestLengths lengths, const LaunchTarget& target) const {
+  const Batch& batch = *plan_->segments()[0].batch;
+  if (plan_->segments().size() != 1 || !batch.are_bounds()) {
+    throw std::logic_error("lengths from the device are for a plan that was made for bounds");
+  }
+  lengths.requests = plan_->layout().requests.in(memory_);
+  lengths.num_requests = batch.num_requests();
+  lengths.max_qo_len = static_cast<std::int32_t>(batch.max_qo_len());
+  lengths.max_kv_len = static_cast<std::int32_t>(batch.max_kv_len());
+  check_launch(services_of(device()).set_lengths(lengths, target), "setting lengths");
+}
+
 void DevicePlan::arrive_before(void* stream) const {
   check_launch(services_of(device()).uploader_join(uploader_->get(), stream), "plan upload");
 }

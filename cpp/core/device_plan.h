@@ -43,6 +43,10 @@ class DevicePlan {
   // Null before the first write().
   const std::shared_ptr<const Plan>& plan() const { return plan_; }
 
+  // Puts the lengths that the device has in the place of the plan's, whose batch must be one of
+  // bounds: of q and of k and v as they are bound. `lengths` lacks what the plan says.
+  void set_lengths(RequestLengths lengths, const LaunchTarget& target) const;
+
   // Writes the plan into pinned memory and starts its copy to the device. Throws
   // std::invalid_argument, and changes nothing, where the plan exceeds the capacity. What a CUDA
   // graph may have captured here, a graph_safe() plan, is followed by plans that launch like it.

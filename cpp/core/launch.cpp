@@ -70,7 +70,7 @@ MemorySpan span_of(const LseTensor& tensor, std::int64_t num_tokens, std::int64_
   constexpr std::int64_t kSize = sizeof(float);
   return {.dimensions = {{{tensor.stride_token * kSize, num_tokens},
                           {tensor.stride_head * kSize, num_heads}}},
-          .row_bytes = kSize};
+          .row_bytes = tensor.values() * kSize};
 }
 
 MemorySpan span_of_bytes(std::int64_t bytes) { return {.row_bytes = bytes}; }
@@ -113,13 +113,17 @@ void Launch::bind_segment(int index) {
   ForwardSegment& segment = forward_.segments[index];
   segment.q = tensors.q;
   // Rows behind the last request are padding. A CUDA graph may replay this launch for a plan whose
-  // last request ends later.
-  if (!plan_->graph_safe()) segment.q.num_tokens = planned.batch->qo_end();
+  // last request ends later, and where the device has the lengths nobody here knows the last row.
+  if (!plan_->graph_safe() && !planned.batch->are_bounds())
+    segment.q.num_tokens = planned.batch->qo_end();
   segment.k = tensors.k;
   segment.v = tensors.v;
   segment.o = tensors.o;
   segment.o.num_tokens = segment.q.num_tokens;
   segment.lse = tensors.lse;
+  if (tensors.lse.form == LseForm::kMaxAndSum && plan_->sizes().segments[index].num_merges > 0) {
+    throw std::logic_error("maxima and sums of rows whose keys are split: plan without a split");
+  }
 
   const AttentionOptions& options = planned.options;
   const ForwardKernel& kernel = *planned.kernel;

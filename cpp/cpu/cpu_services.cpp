@@ -17,6 +17,7 @@
 #include "cpu/isa.h"
 #include "cpu/merge.h"
 #include "cpu/pack_bits.h"
+#include "preflash/request_lengths.h"
 
 namespace preflash {
 namespace {
@@ -88,6 +89,11 @@ LaunchError launch_forward(const ForwardKernel& kernel, const ForwardParams& par
 
 bool is_capturing(const LaunchTarget& /*target*/) { return false; }
 
+LaunchError set_lengths(const RequestLengths& lengths, const LaunchTarget& /*target*/) {
+  for (int i = 0; i < lengths.num_requests; ++i) set_length(lengths, i, lengths.requests[i]);
+  return nullptr;
+}
+
 template <class Params, void (*kFunction)(const Params&, int num_threads)>
 LaunchError call(const Params& params, const LaunchTarget& target) {
   return cpu::guarded([&] { kFunction(params, target.num_threads); });
@@ -105,6 +111,7 @@ constexpr DeviceServices kServices{
     .is_capturing = is_capturing,
     .combine = call<CombineParams, cpu::combine>,
     .merge_states = call<MergeStatesParams, cpu::merge_states>,
+    .set_lengths = set_lengths,
     .pack_bits = call<PackBitsParams, cpu::pack_bits>,
     .append_paged_kv = call<AppendParams, cpu::append_paged_kv>,
 };

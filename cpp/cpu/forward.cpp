@@ -271,6 +271,9 @@ class Item {
         .logits = segment_.logits,
         .slope = alibi_.present() ? scratch_.slope + panel.row : nullptr,
         .distance = scratch_.distance,
+        .skips = params_.skip_factor > 0.0f,
+        .margin =
+            std::min(std::log2(params_.skip_factor / static_cast<float>(request_.kv_len)), 0.0f),
         .scores = scratch_.scores,
         .rescale = scratch_.rescale,
         .row_max = scratch_.row_max + panel.row,
@@ -278,6 +281,12 @@ class Item {
         .o = scratch_.o + std::int64_t{panel.row} * shape_.ld_v,
     };
     (segment_.bf16_pairs ? segment_.isa.attend_bf16_pairs : segment_.isa.attend)(step);
+  }
+
+  double left_out_of_logits(int row) const {
+    const int token = rows_.token(row), head = rows_.head(row);
+    return params_.lse.form == LseForm::kLogSum ? alibi_.left_for_lse(token, head)
+                                                : alibi_.left_for_max(token, head);
   }
 
   // Normalises a row and writes it where the plan says: to o and lse, or to the item's partials.
@@ -289,7 +298,7 @@ class Item {
     if (empty) std::fill_n(o, params_.head_dim_vo, 0.0f);
     const float scale = empty ? 1.0f : out_scale() / sum;
     const PartialLse lse = row_lse(segment_, scratch_.row_max[row], sum,
-                                   alibi_.left_for_lse(rows_.token(row), rows_.head(row)));
+                                   left_out_of_logits(row));
     if (item_.partial_row == WorkItem::kFinal) {
       write_final(row, o, scale, lse);
       return;
@@ -314,10 +323,22 @@ class Item {
     const std::int64_t offset = qo_row * params_.o.stride_token + head * params_.o.stride_head;
     segment_.isa.narrow(params_.o_dtype, o, scale, element(params_.o.data, offset, params_.o_dtype),
                         params_.head_dim_vo);
-    if (params_.lse.data != nullptr) {
-      params_.lse.data[qo_row * params_.lse.stride_token + head * params_.lse.stride_head] =
-          lse * params_.lse.scale;
+    if (params_.lse.data == nullptr) return;
+    float* place =
+        params_.lse.data + qo_row * params_.lse.stride_token + head * params_.lse.stride_head;
+    if (params_.lse.form == LseForm::kLogSum) {
+      *place = lse * params_.lse.scale;
+    } else {
+      write_max_and_sum(row, place);
     }
+  }
+
+  void write_max_and_sum(int row, float* place) const {
+    const float sum = scratch_.row_sum[row];
+    const double largest = static_cast<double>(scratch_.row_max[row]) * segment_.logits.factor +
+                           left_out_of_logits(row);
+    place[0] = sum == 0.0f ? -kInfinity : static_cast<float>(largest * params_.lse.scale);
+    place[1] = sum;
   }
 
   const Segment& segment_;

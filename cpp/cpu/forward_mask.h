@@ -54,10 +54,7 @@ inline std::uint32_t bit_range(int begin, int end) {
 class KeepPolicy {
  public:
   KeepPolicy(const ForwardSegment& params, const RequestInfo& request)
-      : bounds_{.qo_len = request.qo_len,
-                .kv_len = request.kv_len,
-                .window_left = params.window_left,
-                .causal = params.causal},
+      : bounds_(bounds_of(params, request)),
         bits_(params.mask == Mask::kCustom ? params.extras.mask_bits + request.mask_begin
                                            : nullptr) {}
 
@@ -137,9 +134,12 @@ class AlibiPolicy {
     return static_cast<float>(std::int64_t{key} - reference_key(token));
   }
 
-  // What the base-2 logits of a row lack.
+  // What the base-2 logits of a row lack, counted from its token or from key 0.
   double left_for_lse(int token, int head) const {
     return present_ ? slope(head) * (std::int64_t{reference_key(token)} - token) : 0.0;
+  }
+  double left_for_max(int token, int head) const {
+    return present_ ? slope(head) * reference_key(token) : 0.0;
   }
 
  private:

@@ -57,6 +57,11 @@ struct PanelStep {
   const float* slope = nullptr;     // [ld], in units of scores
   const float* distance = nullptr;  // [ld], from the row's reference key to key 0 of the tile
 
+  // Whether the tile is left out where no row has a weight of 2^margin in it, beside its maximum so
+  // far; margin <= 0.
+  bool skips = false;
+  float margin = 0.0f;
+
   float* scores = nullptr;   // [tile keys][ld] scratch
   float* rescale = nullptr;  // [ld] scratch
 

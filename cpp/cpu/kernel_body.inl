@@ -283,6 +283,23 @@ inline void value_panel(const PanelStep& step) {
 
 // ---- the step
 
+// Whether a row comes within the margin of its maximum so far. Neither a NaN does nor a row that
+// has kept nothing, here or before.
+inline bool has_weight(const PanelStep& step) {
+  for (int row = 0; row < step.ld; row += kLanes) {
+    Vec top = broadcast(-__builtin_inff());
+    for (int key = step.key_begin; key < step.key_end; ++key) {
+      top = max(top, load(step.scores + key * step.ld + row));
+    }
+    float bits[kLanes];
+    store(bits, mul(sub(top, load(step.row_max + row)), broadcast(step.logits.factor)));
+    for (int i = 0; i < kLanes && row + i < step.rows; ++i) {
+      if (bits[i] >= step.margin) return true;
+    }
+  }
+  return false;
+}
+
 template <class Units>
 inline void attend_panel(const PanelStep& step) {
   if (step.rows <= kFewRows) {
@@ -295,6 +312,7 @@ inline void attend_panel(const PanelStep& step) {
   transform_logits(step);
   if (step.slope != nullptr) add_alibi(step);
   if (step.keep != nullptr) mask_scores(step);
+  if (step.skips && !has_weight(step)) return;
   for (int row = 0; row < step.ld; row += kLanes) softmax_rows(step, row);
   value_panel(step);
 }

@@ -15,6 +15,7 @@
 #include "kernels/common/append_paged_kv.h"
 #include "kernels/common/merge_states.h"
 #include "kernels/common/pack_bits.h"
+#include "kernels/common/request_lengths.h"
 
 namespace preflash {
 namespace {
@@ -99,6 +100,13 @@ LaunchError merge_states(const MergeStatesParams& params, const LaunchTarget& ta
   return runtime_error(launch_merge_states(params, stream_of(target)), "launching merge_states");
 }
 
+LaunchError set_lengths(const RequestLengths& lengths, const LaunchTarget& target) {
+  if (lengths.num_requests <= 0) return nullptr;
+  DeviceGuard guard(target.device);
+  if (guard.error() != nullptr) return guard.error();
+  return runtime_error(launch_set_lengths(lengths, stream_of(target)), "setting lengths");
+}
+
 LaunchError pack_bits(const PackBitsParams& params, const LaunchTarget& target) {
   if (params.num_segments <= 0) return nullptr;
   DeviceFacts facts;
@@ -147,6 +155,7 @@ preflash_device_services() {
       .is_capturing = &is_capturing,
       .combine = &combine,
       .merge_states = &merge_states,
+      .set_lengths = &set_lengths,
       .pack_bits = &pack_bits,
       .append_paged_kv = &append_paged_kv,
   };

@@ -62,6 +62,14 @@ void check_scalars(const SegmentProblem& problem) {
     refuse("window_left = ", problem.window_left, ": must be -1 (no window) or in [0, ",
            kMaxRequestLength, "]");
   }
+  if (problem.chunk_size < 0 || problem.chunk_size > kMaxRequestLength ||
+      (problem.chunk_size & (problem.chunk_size - 1)) != 0) {
+    refuse("chunk_size = ", problem.chunk_size, ": must be a power of two up to ",
+           kMaxRequestLength, ", or 0 (no chunks)");
+  }
+  if (!(problem.skip_factor >= 0.0f) || !std::isfinite(problem.skip_factor)) {
+    refuse("skip_factor = ", problem.skip_factor, ": must be positive and finite, or 0 (off)");
+  }
   if (problem.split.fixed_split_size < 0) {
     refuse("fixed_split_size = ", problem.split.fixed_split_size,
            ": must be a positive number of keys, or None to let the planner choose");
@@ -242,6 +250,7 @@ TileClass choose_tile_class(const SegmentProblem& problem) {
     if (tiles > 1 && same_bits) return TileClass::kPrefill;
     std::int64_t keys = problem.kv_len(i);
     if (problem.window_left >= 0) keys = std::min(keys, problem.window_left + length);
+    if (problem.chunk_size > 0) keys = std::min(keys, problem.chunk_size + length);
     (tiles > 1 ? work_tall : work_short) += static_cast<double>(tiles * (keys + 1));
   }
   return work_short > work_tall ? TileClass::kDecode : TileClass::kPrefill;

@@ -38,10 +38,7 @@ std::vector<QueryTile> query_tiles(const SegmentPlan& segment) {
   QueryTile* next = tiles.data();
   std::int32_t request = first_request;
   for (const RequestInfo& info : requests) {
-    const MaskBounds bounds{.qo_len = info.qo_len,
-                            .kv_len = info.kv_len,
-                            .window_left = problem.window_left,
-                            .causal = problem.causal};
+    const MaskBounds bounds = bounds_of(problem, info);
     const std::int32_t rows = info.qo_len * group;
     for (std::int32_t row = 0; row < rows; row += tile.rows) {
       const std::int32_t count = std::min(tile.rows, rows - row);
@@ -65,6 +62,9 @@ std::int64_t reused_kv_bytes(const SegmentProblem& problem, const RequestInfo& i
   std::int64_t keys = info.kv_len;
   if (problem.window_left >= 0) {
     keys = std::min<std::int64_t>(keys, std::int64_t{problem.window_left} + info.qo_len);
+  }
+  if (problem.chunk_size > 0) {
+    keys = std::min<std::int64_t>(keys, std::int64_t{problem.chunk_size} + info.qo_len);
   }
   return keys * (problem.head_dim_qk + problem.head_dim_vo) * size_of(problem.kv_dtype);
 }

@@ -50,6 +50,7 @@ from .prefill import (  # noqa: E402
     cudnn_batch_prefill_with_kv_cache,
     single_prefill_with_kv_cache,
     single_prefill_with_kv_cache_return_lse,
+    trtllm_fmha_v2_prefill,
 )
 from .quantization import packbits, segment_packbits  # noqa: E402
 
@@ -87,4 +88,5 @@ __all__ = [
     "single_decode_with_kv_cache",
     "single_prefill_with_kv_cache",
     "single_prefill_with_kv_cache_return_lse",
+    "trtllm_fmha_v2_prefill",
 ]

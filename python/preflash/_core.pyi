@@ -39,6 +39,10 @@ class Segments:
     one: Segments
     two: Segments
 
+class Sparsity:
+    dense: Sparsity
+    skipping: Sparsity
+
 class Family:
     cpu: Family
     sm80: Family
@@ -58,6 +62,7 @@ class Variant:
         mask: Mask = ...,
         arrival: Arrival = ...,
         segments: Segments = ...,
+        sparsity: Sparsity = ...,
     ) -> None: ...
     @property
     def id(self) -> str: ...
@@ -118,7 +123,10 @@ class Batch:
         last_page_len: int,
         num_requests: int,
         page_size: int,
+        are_bounds: bool = False,
     ) -> None: ...
+    @property
+    def are_bounds(self) -> bool: ...
     @property
     def num_requests(self) -> int: ...
     @property
@@ -193,6 +201,8 @@ class AttentionOptions:
         soft_cap: float,
         fixed_split_size: int,
         disable_split: bool,
+        chunk_size: int = 0,
+        skip_factor: float = 0.0,
     ) -> None: ...
     @property
     def num_qo_heads(self) -> int: ...
@@ -226,6 +236,10 @@ class AttentionOptions:
     def fixed_split_size(self) -> int: ...
     @property
     def disable_split(self) -> bool: ...
+    @property
+    def chunk_size(self) -> int: ...
+    @property
+    def skip_factor(self) -> float: ...
     def __hash__(self) -> int: ...
     def replace(self, **changes: Any) -> AttentionOptions:
         """A copy in which the named options have other values. Raises TypeError for other names."""
@@ -289,6 +303,19 @@ class DevicePlan:
     """The place of a plan: `capacity` bytes of device memory at the address `memory`."""
 
     def __init__(self, uploader: Uploader, memory: int, capacity: int) -> None: ...
+    def set_lengths(
+        self,
+        qo_indptr: int,
+        kv_indptr: int,
+        kv_lens: int,
+        table_stride: int,
+        qo_tokens: int,
+        kv_tokens: int,
+        stream: int,
+    ) -> None:
+        """Puts lengths that are on the device into a plan of bounds. kv_indptr: 0 where paged, with
+        so many entries of a page table for each request. Rows from qo_tokens on are nobody's."""
+
     def arrive_before(self, stream: int) -> None:
         """What is launched on `stream` from now on finds the copy complete. The host does not wait,
         unless the stream is being captured into a CUDA graph, which cannot wait for what is not
@@ -305,7 +332,8 @@ def write_plans(
     an owner, its attribute `_state` becomes `state` once all of them have been started."""
 
 class Launch:
-    """q, o, lse: strides of [token, head], of q also the number of tokens. k, v: strides of [page,
+    """q, o, lse: strides of [token, head], then of q the number of tokens and of lse the values of
+    each (2: maximum and sum). k, v: strides of [page,
     token, head], then the numbers of pages and of tokens in one."""
 
     def __init__(
@@ -315,7 +343,7 @@ class Launch:
         k: tuple[int, int, int, int, int],
         v: tuple[int, int, int, int, int],
         o: tuple[int, int],
-        lse: tuple[int, int],
+        lse: tuple[int, int, int],
     ) -> None: ...
     @staticmethod
     def of_segments(place: DevicePlan, segments: Sequence[tuple]) -> Launch:

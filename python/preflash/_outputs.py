@@ -13,8 +13,8 @@ class Outputs(NamedTuple):
     out: torch.Tensor | None = None
     lse: torch.Tensor | None = None
     return_lse: bool = False
-    lse_base: str = "log2"
-    lse_layout: str = "NH"
+    lse_base: str | float = "log2"  # a name, or what base-2 logarithms are multiplied by
+    lse_layout: str = "NH"  # or "HN", or "STATS": [tokens, num_qo_heads, maximum and sum]
 
 
 DEFAULT_OUTPUTS = Outputs()

@@ -170,7 +170,8 @@ class PlannedVariant:
             self._announce_stream(stream)
         captured = start(
             q.data_ptr(), k.data_ptr(), v.data_ptr() + v_offset, out.data_ptr(), lse_address,
-            partials_address, stream, scales[0], scales[1], _LSE_SCALES[lse_base], extras,
+            partials_address, stream, scales[0], scales[1],
+            _LSE_SCALES.get(lse_base) or lse_base, extras,
         )  # fmt: skip
         if captured:
             self._note_capture(q, k, v)

@@ -32,12 +32,12 @@ class Expected(NamedTuple):
     @property
     def qo_tokens(self) -> int:
         """At least; q may have more."""
-        return self.batch.qo_end
+        return 0 if self.batch.are_bounds else self.batch.qo_end
 
     @property
     def kv_tokens(self) -> int:
         """Ragged: the tokens in use."""
-        return self.batch.kv_end
+        return 0 if self.batch.are_bounds else self.batch.kv_end
 
     @property
     def page_size(self) -> int:
@@ -77,11 +77,11 @@ def bind(q: Any, kv: KvCache, outputs: Outputs, expected: Expected) -> Bound:
         out_strides = contiguous_strides((tokens, heads, expected.options.head_dim_vo))
     else:
         out_strides = check_out(outputs.out, tokens, expected)
-    of_lse = (0, 0)
+    of_lse = (0, 0, 1)
     if outputs.lse is not None:
         of_lse = check_lse(outputs.lse, outputs.lse_layout, tokens, expected)
     elif outputs.return_lse:
-        of_lse = (heads, 1) if outputs.lse_layout == "NH" else (1, tokens)
+        of_lse = (heads, 1, 1) if outputs.lse_layout == "NH" else (1, tokens, 1)
     k_numbers, v_numbers = (*k.strides, *k.extents), (*v.strides, *v.extents)
     return Bound(((*q_strides, tokens), k_numbers, v_numbers, out_strides, of_lse), v.offset)
 
@@ -218,11 +218,13 @@ def check_out(out: torch.Tensor, tokens: int, expected: Expected) -> tuple[int, 
     return effective_strides(out)
 
 
-def check_lse(lse: torch.Tensor, layout: str, tokens: int, expected: Expected) -> tuple[int, int]:
-    """The strides of [token, head] in lse, which is float32 in either order."""
+def check_lse(
+    lse: torch.Tensor, layout: str, tokens: int, expected: Expected
+) -> tuple[int, int, int]:
+    """The strides of [token, head] in lse, which is float32, and the values of each."""
     shape = lse_shape(layout, tokens, expected)
     check.tensor("lse", lse)
-    order = "[tokens, num_qo_heads]" if layout == "NH" else "[num_qo_heads, tokens]"
+    order = _LSE_ORDERS[layout]
     check.has_shape("lse", lse, shape, f"{order} for lse_layout={layout!r}")
     check.has_dtype("lse", lse, torch.float32, "the log-sum-exp is always float32")
     check.on_device("lse", lse, expected.device)
@@ -263,14 +265,25 @@ def _check_heads(name: str, value: Any, count: str, why: str, expected: Expected
         raise ValueError(f"{name} has strides {tuple(value.stride())}; must be contiguous")
 
 
-def lse_shape(layout: str, tokens: int, expected: Expected) -> tuple[int, int]:
+_LSE_ORDERS = {
+    "NH": "[tokens, num_qo_heads]",
+    "HN": "[num_qo_heads, tokens]",
+    "STATS": "[tokens, num_qo_heads, 2]",
+}
+
+
+def lse_shape(layout: str, tokens: int, expected: Expected) -> tuple[int, ...]:
     shape = (tokens, expected.options.num_qo_heads)
+    if layout == "STATS":
+        return (*shape, 2)
     return shape if layout == "NH" else shape[::-1]
 
 
-def lse_strides(lse: torch.Tensor, layout: str) -> tuple[int, int]:
-    first, second = lse.stride()
-    return (first, second) if layout == "NH" else (second, first)
+def lse_strides(lse: torch.Tensor, layout: str) -> tuple[int, int, int]:
+    first, second = lse.stride()[:2]
+    if layout == "STATS":
+        return (first, second, 2)
+    return (first, second, 1) if layout == "NH" else (second, first, 1)
 
 
 def contiguous_strides(shape: tuple[int, int, int]) -> tuple[int, int]:

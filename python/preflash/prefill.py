@@ -35,6 +35,7 @@ from ._paged import BatchPrefillWithPagedKVCacheWrapper
 from ._ragged import BatchPrefillWithRaggedKVCacheWrapper
 from ._signatures import NEWER_SINGLE_ORDER, newer_spellings, same_signature_as
 from .cudnn import cudnn_batch_prefill_with_kv_cache
+from .fmha_v2 import trtllm_fmha_v2_prefill
 
 __all__ = [
     "BatchPrefillWithPagedKVCacheWrapper",
@@ -42,6 +43,7 @@ __all__ = [
     "cudnn_batch_prefill_with_kv_cache",
     "single_prefill_with_kv_cache",
     "single_prefill_with_kv_cache_return_lse",
+    "trtllm_fmha_v2_prefill",
 ]
 
 

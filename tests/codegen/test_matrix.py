@@ -36,6 +36,7 @@ def test_ids_are_unique_and_spell_their_variant(matrix):
             "mask": "bounds",
             "arrival": "direct",
             "segments": "one",
+            "sparsity": "dense",
         }
         kv = variant.values["kv_dtype"]
         assert variant.id.split("_") == [

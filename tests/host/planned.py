@@ -50,6 +50,7 @@ SEGMENT_DEFAULTS = {
     "ctas_per_sm": 2,
     "causal": False,
     "window_left": -1,
+    "chunk_size": 0,
 }
 LAUNCH_DEFAULTS = {"num_sms": 132, "float_workspace_bytes": 128 << 20}
 DEFAULTS = SEGMENT_DEFAULTS | LAUNCH_DEFAULTS
@@ -81,7 +82,9 @@ def ragged(qo_lens, kv_lens, **options) -> dict:
     return DEFAULTS | {"qo_indptr": indptr(qo_lens), "kv_indptr": indptr(kv_lens)} | options
 
 
-def keep_mask(qo_len: int, kv_len: int, *, causal: bool, window_left: int) -> np.ndarray:
+def keep_mask(
+    qo_len: int, kv_len: int, *, causal: bool, window_left: int, chunk_size: int = 0
+) -> np.ndarray:
     """keep[row, key] of one request, written from the definition."""
     row = np.arange(qo_len)[:, None]
     key = np.arange(kv_len)[None, :]
@@ -91,6 +94,8 @@ def keep_mask(qo_len: int, kv_len: int, *, causal: bool, window_left: int) -> np
         keep &= key <= diagonal
     if window_left >= 0:
         keep &= key >= diagonal - window_left
+    if chunk_size > 0:
+        keep &= key >= diagonal // chunk_size * chunk_size
     return keep
 
 
@@ -149,6 +154,7 @@ class Planned:
             qo_len=int(request["qo_len"]),
             kv_len=int(request["kv_len"]),
             window_left=options["window_left"],
+            chunk_size=options["chunk_size"],
             causal=options["causal"],
             first=int(item["row_begin"]) // self.group_of(item),
             last=last // self.group_of(item),
@@ -247,6 +253,7 @@ def check_covered(plan: Planned) -> None:
             int(request["kv_len"]),
             causal=options["causal"],
             window_left=options["window_left"],
+            chunk_size=options["chunk_size"],
         )
         kept_rows = np.repeat(keep, options["num_qo_heads"] // options["num_kv_heads"], axis=0)
         assert (seen[:, kept_rows] == 1).all()

@@ -8,15 +8,18 @@ from planned import keep_mask, planner
 
 LENGTHS = (0, 1, 2, 5, 8, 9, 17)
 WINDOWS = (-1, 0, 1, 4, 30)
+CHUNKS = (0, 1, 2, 8, 32)
 TILE_N = 4
 
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("window_left", WINDOWS)
-def test_keeps_is_the_definition(causal, window_left):
+@pytest.mark.parametrize("chunk_size", CHUNKS)
+def test_keeps_is_the_definition(causal, window_left, chunk_size):
+    bounds = {"causal": causal, "window_left": window_left, "chunk_size": chunk_size}
     for qo_len, kv_len in product(LENGTHS, LENGTHS):
-        got = planner.keeps(qo_len=qo_len, kv_len=kv_len, causal=causal, window_left=window_left)
-        expected = keep_mask(qo_len, kv_len, causal=causal, window_left=window_left)
+        got = planner.keeps(qo_len=qo_len, kv_len=kv_len, **bounds)
+        expected = keep_mask(qo_len, kv_len, **bounds)
         assert np.array_equal(np.array(got, bool).reshape(qo_len, kv_len), expected)
 
 
@@ -62,9 +65,11 @@ def check_range(keep, tiles, keys, custom_mask):
 @pytest.mark.parametrize("custom_mask", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("window_left", WINDOWS)
-def test_touched_tiles_by_brute_force(causal, window_left, custom_mask):
+@pytest.mark.parametrize("chunk_size", CHUNKS)
+def test_touched_tiles_by_brute_force(causal, window_left, chunk_size, custom_mask):
+    bounds = {"causal": causal, "window_left": window_left, "chunk_size": chunk_size}
     for qo_len, kv_len in product(LENGTHS, LENGTHS):
-        keep = keep_mask(qo_len, kv_len, causal=causal, window_left=window_left)
+        keep = keep_mask(qo_len, kv_len, **bounds)
         for (first, last), chunk_tiles in product(row_spans(qo_len), (1, 2, 100)):
             chunk = chunk_tiles * TILE_N
             for key_begin in range(0, max(kv_len, 1), chunk):
@@ -72,8 +77,7 @@ def test_touched_tiles_by_brute_force(causal, window_left, custom_mask):
                 tiles = planner.touched_tiles(
                     qo_len=qo_len,
                     kv_len=kv_len,
-                    window_left=window_left,
-                    causal=causal,
+                    **bounds,
                     first=first,
                     last=last,
                     key_begin=keys[0],

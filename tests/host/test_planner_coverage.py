@@ -28,6 +28,7 @@ def random_options(rng):
         "num_qo_heads": kv_heads * int(rng.integers(1, 8)),
         "causal": bool(rng.integers(0, 2)),
         "window_left": int(rng.choice([-1, -1, 0, 7, 130, 1000])),
+        "chunk_size": int(rng.choice([0, 0, 1, 64, 512])),
         "tile_m": int(rng.choice([16, 64, 128, 192])),
         "tile_n": int(rng.choice([16, 48, 64, 80, 112, 176])),
         "num_sms": int(rng.choice([1, 4, 132])),

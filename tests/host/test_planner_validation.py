@@ -32,6 +32,8 @@ BAD_RAGGED = {
     "head_dim_vo 0": ({"head_dim_vo": 0}, r"head_dim_vo = 0"),
     "head_dim_vo 12": ({"head_dim_vo": 12}, r"head_dim_vo = 12"),
     "window_left -2": ({"window_left": -2}, r"window_left = -2"),
+    "chunk_size -4": ({"chunk_size": -4}, r"chunk_size = -4.*power of two"),
+    "chunk_size 48": ({"chunk_size": 48}, r"chunk_size = 48.*power of two"),
     "window_left huge": ({"window_left": 2**31 - 1}, r"window_left = 2147483647.*-1"),
     "fixed_split_size": ({"fixed_split_size": -7}, r"fixed_split_size = -7"),
     "workspace": ({"float_workspace_bytes": -1}, r"float_workspace_buffer: .*-1"),

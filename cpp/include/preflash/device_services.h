@@ -52,6 +52,7 @@ struct DeviceServices {
   bool (*is_capturing)(const LaunchTarget&) = nullptr;
   LaunchError (*combine)(const CombineParams&, const LaunchTarget&) = nullptr;
   LaunchError (*merge_states)(const MergeStatesParams&, const LaunchTarget&) = nullptr;
+  LaunchError (*set_lengths)(const RequestLengths&, const LaunchTarget&) = nullptr;
   LaunchError (*pack_bits)(const PackBitsParams&, const LaunchTarget&) = nullptr;
   LaunchError (*append_paged_kv)(const AppendParams&, const LaunchTarget&) = nullptr;
 };

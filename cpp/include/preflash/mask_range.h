@@ -7,19 +7,25 @@
 
 namespace preflash {
 
-// Row i keeps key j iff 0 <= j < kv_len, j <= i + delta when causal, and j >= i + delta -
-// window_left when window_left >= 0; delta = kv_len - qo_len aligns the last row with the last key.
+// Row i stands at position i + delta, where delta = kv_len - qo_len aligns the last row with the
+// last key. It keeps key j iff 0 <= j < kv_len, j <= position when causal, j >= position -
+// window_left when window_left >= 0, and, with chunks, j is not before the chunk of the position:
+// positions [c, c + 1) * chunk_size are one.
 struct MaskBounds {
   int qo_len = 0;
   int kv_len = 0;
   int window_left = -1;  // inclusive; -1 is off
   bool causal = false;
+  int chunk_size = 0;  // a power of two; 0 is off
 
   PREFLASH_HD constexpr int delta() const { return kv_len - qo_len; }
 
   // Keys of row i form one interval [first_key, last_key + 1); it is empty when nothing is kept.
   PREFLASH_HD constexpr int first_key(int row) const {
-    int first = window_left >= 0 ? row + delta() - window_left : 0;
+    int position = row + delta();
+    int first = window_left >= 0 ? position - window_left : 0;
+    int chunk = position & -chunk_size;  // 0 without chunks
+    if (chunk > first) first = chunk;
     return first > 0 ? first : 0;
   }
   PREFLASH_HD constexpr int end_key(int row) const {

@@ -38,12 +38,18 @@ struct AttentionOptions {
 
   bool causal = false;  // ignored by callers when a custom mask is given
   std::int32_t window_left = -1;
+  std::int32_t chunk_size = 0;  // MaskBounds::chunk_size
   Mask mask = Mask::kBounds;
   Position position = Position::kNone;
   RopeOptions rope;       // with Position::kRope
   float soft_cap = 0.0f;  // c: logit = c * tanh(sm_scale * qk / c); 0: off
 
   SplitPolicy split;
+
+  // f > 0: a tile of keys whose logits all lie so far below their row's maximum so far that
+  // exp(logit - maximum) < f / kv_len may be left out; 0: off. NOTE: it fills what padding there is
+  // before the tensors, whose places the kernels' speed depends on (row_map.cuh).
+  float skip_factor = 0.0f;
 
   constexpr std::int32_t gqa_ratio() const { return num_qo_heads / num_kv_heads; }
 
@@ -62,7 +68,8 @@ inline Variant variant_of(const AttentionOptions& options, Family family,
           .tile_class = tile_class,
           .logits = options.soft_cap > 0.0f ? Logits::kSoftCap : Logits::kPlain,
           .position = options.position,
-          .mask = options.mask};
+          .mask = options.mask,
+          .sparsity = options.skip_factor > 0.0f ? Sparsity::kSkipping : Sparsity::kDense};
 }
 
 }  // namespace preflash

@@ -29,12 +29,25 @@ struct KvTensor {
   std::int64_t num_tokens = 0;  // of one page: ragged, of the whole tensor
 };
 
-// [token, head]; base-2 logarithms times `scale` (ln 2 gives natural ones). data may be null.
+// What is told of a row's softmax.
+enum class LseForm : std::uint8_t {
+  kLogSum,  // one number: the log-sum-exp, with the head's sink
+  // Two adjacent numbers, without sinks: the largest logit, and the sum of exp(logit - largest);
+  // -inf and 0 for a row that keeps no key. ALiBi's distances count from key 0 there. The keys must
+  // not be split.
+  kMaxAndSum,
+};
+
+// [token, head]; base-2 logarithms, or logits in base 2, times `scale` (ln 2 gives natural ones).
+// data may be null. NOTE: `form` lies where there was padding.
 struct LseTensor {
   float* data = nullptr;
   std::int64_t stride_token = 0;
   std::int64_t stride_head = 0;
   float scale = 1.0f;
+  LseForm form = LseForm::kLogSum;
+
+  PREFLASH_HD constexpr int values() const { return form == LseForm::kMaxAndSum ? 2 : 1; }
 };
 
 // What few runs bring beside q, k and v. All addresses are of the launch's device; null: absent.
@@ -85,6 +98,21 @@ struct ForwardParams {
   ForwardSegment segments[kMaxSegments];
   // Those that the segments were planned for. The host's alone.
   const ForwardKernel* kernels[kMaxSegments] = {};
+};
+
+// Writes the lengths that are on the device into a plan's requests: the plan was made for longer
+// ones. What lies beyond `max_` or the tensors is cut off.
+struct RequestLengths {
+  RequestInfo* requests = nullptr;          // [num_requests]
+  const std::int32_t* qo_indptr = nullptr;  // [num_requests + 1]
+  const std::int32_t* kv_indptr = nullptr;  // [num_requests + 1]; null: paged
+  const std::int32_t* kv_lens = nullptr;    // [num_requests]
+  std::int32_t table_stride = 0;            // paged: entries of a request in the page table
+  std::int32_t num_requests = 0;
+  std::int32_t max_qo_len = 0;
+  std::int32_t max_kv_len = 0;
+  std::int64_t qo_tokens = 0;  // of q
+  std::int64_t kv_tokens = 0;  // of k and v; paged: of the pages of one row of the table
 };
 
 struct CombineParams {

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "preflash/mask_range.h"
+#include "preflash/options.h"
 #include "preflash/per_segment.h"
 
 namespace preflash {
@@ -22,6 +23,16 @@ struct alignas(16) RequestInfo {
   std::int32_t segment = 0;  // to which the request belongs, and its items and merges with it
 };
 static_assert(sizeof(RequestInfo) == 32);
+
+// Which keys the rows of a request keep, custom masks aside.
+PREFLASH_HD constexpr MaskBounds bounds_of(const AttentionOptions& options,
+                                           const RequestInfo& request) {
+  return {.qo_len = request.qo_len,
+          .kv_len = request.kv_len,
+          .window_left = options.window_left,
+          .causal = options.causal,
+          .chunk_size = options.chunk_size};
+}
 
 // Packed rows of one query tile, of the tile_m that the kernel computes: tile t of a request begins
 // at row t * rows_per_tile. Tiles of a token-aligned family begin at a token's first head; a

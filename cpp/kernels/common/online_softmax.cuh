@@ -14,7 +14,7 @@
 #include <cute/tensor.hpp>
 
 #include "kernels/common/logits.cuh"
-#include "preflash/plan.h"
+#include "preflash/params.h"
 
 namespace preflash {
 
@@ -40,6 +40,17 @@ __device__ __forceinline__ RowResult add_sink(RowResult result, float sink_log2)
   if (sink_is_larger) result.lse = {.high = sink_log2, .low = 0.0f};
   result.lse.low += log2_approx(1.0f + ratio);
   return result;
+}
+
+// Writes what the tensor tells of a row that came to `lse`, at the row's own place.
+__device__ __forceinline__ void store_row_lse(const LseTensor& tensor, float* place,
+                                              const PartialLse& lse) {
+  if (tensor.form == LseForm::kLogSum) {
+    *place = (lse.high + lse.low) * tensor.scale;
+  } else {
+    place[0] = lse.low == -INFINITY ? -INFINITY : lse.high * tensor.scale;
+    place[1] = exp2_approx(lse.low);
+  }
 }
 
 template <int kRowsPerThread>

@@ -89,7 +89,7 @@ struct ForwardEpilogue {
 
   __device__ __forceinline__ RowResult finish_row(const Softmax& softmax,
                                                   const RowCoordinates<Traits>& at, int r) const {
-    RowResult result = softmax.finish(r, params.logits.scale_log2);
+    RowResult result = softmax.finish(r, params.logits.scale_log2, params.lse.form);
     if constexpr (Traits::kVariant.position == Position::kAlibi) {
       if (!result.empty && has_alibi<Traits>(params)) {
         AlibiBias<Traits>::count_from_token(result.lse, r, at, smem.row_slopes);
@@ -97,7 +97,9 @@ struct ForwardEpilogue {
     }
     // A partial row gets no sink: whoever merges the chunks adds it, once.
     if (params.extras.sinks != nullptr && final()) {
+      PartialLse of_keys = result.lse;
       result = add_sink(result, params.extras.sinks[at.query(r).head] * kLog2E);
+      if (params.lse.form == LseForm::kMaxAndSum) result.lse = of_keys;
     }
     return result;
   }
@@ -109,9 +111,9 @@ struct ForwardEpilogue {
       params.partial_lse[std::int64_t{item.partial_row} + at.tile_row(r)] = lse;
     } else if (params.lse.data != nullptr) {
       Query query = at.query(r);
-      params.lse.data[(request.qo_begin + query.token) * params.lse.stride_token +
-                      query.head * params.lse.stride_head] =
-          (lse.high + lse.low) * params.lse.scale;
+      float* place = params.lse.data + (request.qo_begin + query.token) * params.lse.stride_token +
+                     query.head * params.lse.stride_head;
+      store_row_lse(params.lse, place, lse);
     }
   }
 

@@ -9,9 +9,11 @@ template <class Traits>
 __device__ __forceinline__ void run_item(const KernelSegment& params, const RequestInfo& request,
                                          const WorkItem& item, SharedStorage<Traits>& smem,
                                          int thread) {
-  MaskBounds bounds{request.qo_len, request.kv_len, params.window_left, params.causal};
+  MaskBounds bounds = bounds_of(params, request);
 
   int num_rows = request.qo_len * params.group_size;
+  // The plan was made for longer requests (RequestLengths).
+  if (item.row_begin >= num_rows) return;
   int last_row = min(item.row_begin + Traits::kTileM, num_rows) - 1;
   RowSpan rows{unpack_row(params, item.row_begin).token, unpack_row(params, last_row).token};
   KeySpan chunk = chunk_of(item, request);

@@ -25,7 +25,7 @@ struct ForwardMainloop {
   using Mma = typename Traits::Mma;
   using MmaOp = typename Traits::MmaOp;
   using Storage = SharedStorage<Traits>;
-  using Softmax = LazySoftmax<Traits::kRowsPerThread>;
+  using Softmax = LazySoftmax<Traits::kRowsPerThread, Traits::kVariant.sparsity>;
   using AccumulatorS = decltype(partition_fragment_C(
       Mma{}, Shape<Int<Traits::kTileM>, Int<Traits::kTileN>>{}));  // ((2, 2), MMA_M, MMA_N)
   using AccumulatorO = decltype(partition_fragment_C(
@@ -79,6 +79,12 @@ struct ForwardMainloop {
     }
 
     const bool has_rows = !Traits::kIdleWarps || this->has_rows();
+    if constexpr (Traits::kVariant.sparsity == Sparsity::kSkipping) {
+      RowCoordinates<Traits> rows(params, request, item, thread);
+      softmax.maxima_so_far = RunningMaxima<Traits::kRowsPerThread>::of(
+          params, request, params.logits, [&](int r) { return rows.exists(r); });
+    }
+
     auto step = [&](int tile, int stage) {
       wait_half_tile([&] { transform.keys(tile, stage); });  // V(tile - 1) has been read
       if (tile + kStages - 1 < tiles.end) {
@@ -108,8 +114,8 @@ struct ForwardMainloop {
         }
       }
       if (tiles.needs_mask(tile)) mask_tile(rows_of_s, at, smem);
-      softmax.update(rows_of_s, rows_of_o, params.logits.scale_log2, peers);
-      multiply_pv(tOrO, tSrS, stage);
+      bool weighs = softmax.update(rows_of_s, rows_of_o, Softmax::params_of(params), peers);
+      if (weighs) multiply_pv(tOrO, tSrS, stage);
     };
 
     int stage = 0;

@@ -101,11 +101,15 @@ struct AlibiBias {
     }
   }
 
-  // Counts an LSE from row r's token, as callers do.
+  // Counts an LSE from row r's token, as callers do, and a maximum from key 0.
   __device__ static __forceinline__ void count_from_token(PartialLse& lse, int r,
                                                           const RowCoordinates<Traits>& at,
                                                           const Slopes& rows) {
     float slope_log2 = rows.slope[at.tile_row(r)] * at.params.logits.scale_log2;
+    if (at.params.lse.form == LseForm::kMaxAndSum) {
+      lse.high += slope_log2 * static_cast<float>(rows.key_origin);
+      return;
+    }
     float rest = __fmul_rn(slope_log2, static_cast<float>(rows.key_origin - at.query(r).token));
     // NOTE: what high rounds off goes to low (Knuth's sum): chunks are told apart by the difference
     // of two large numbers.

@@ -1,13 +1,22 @@
 // Online softmax with a lazy reference: it moves, and O is rescaled, only when a row's maximum has
 // grown by more than kLazyBits, a factor of 2^kLazyBits. Up to that bound P stays <= 2^kLazyBits,
-// exact enough in 16 bits since only its relative rounding matters.
+// exact enough in 16 bits since only its relative rounding matters. Where the maximum itself is
+// asked for, the reference follows it closely.
 #pragma once
 
 #include "kernels/common/online_softmax.cuh"
+#include "kernels/common/row_map.cuh"
+#include "kernels/common/running_maxima.cuh"
 
 namespace preflash::sm80 {
 
-template <int kRowsPerThread>
+// How the scores of a launch become weights.
+struct LazyParams {
+  float scale_log2;
+  float lazy_bits;  // by how many the reference may lie below the maximum
+};
+
+template <int kRowsPerThread, Sparsity kSparsity = Sparsity::kDense>
 struct LazySoftmax : OnlineSoftmax<kRowsPerThread> {
   // 8 bits: P <= 256, far below float16's 65504 even when a row sums thousands of such terms in
   // float32.
@@ -19,14 +28,25 @@ struct LazySoftmax : OnlineSoftmax<kRowsPerThread> {
   using Base::sum;
 
   bool huge = false;  // whether any row of the warp is
+  // Of the item.
+  std::conditional_t<kSparsity == Sparsity::kSkipping, RunningMaxima<kRowsPerThread>,
+                     NoRunningMaxima>
+      maxima_so_far;
+
+  __device__ __forceinline__ static LazyParams params_of(const KernelSegment& segment) {
+    bool exact = segment.lse.form == LseForm::kMaxAndSum;
+    return {segment.logits.scale_log2, exact ? 0.0f : kLazyBits};
+  }
 
   // scores, (row, column) view of this thread's fragment: x on entry, P = 2^((x - reference) *
   // scale) on return. out, (row, column) view of the accumulator, is rescaled where the reference
-  // moved. peers: the warps that share the rows.
+  // moved. peers: the warps that share the rows. False: the tile has no weight in the warp's rows,
+  // and its scores are not touched.
   template <class Scores, class Out, class Peers>
-  __device__ __forceinline__ void update(Scores& scores, Out& out, float scale_log2,
+  __device__ __forceinline__ bool update(Scores& scores, Out& out, const LazyParams& params,
                                          const Peers& peers) {
     using namespace cute;
+    const float scale_log2 = params.scale_log2;
     static_assert(size<0>(Scores{}) == kRowsPerThread);
     float tile_max[kRowsPerThread];
     float offset[kRowsPerThread];
@@ -40,10 +60,13 @@ struct LazySoftmax : OnlineSoftmax<kRowsPerThread> {
       tile_max[r] = quad_max(tile_max[r]);
     }
     peers.max(tile_max);
+    if constexpr (kSparsity == Sparsity::kSkipping) {
+      if (!__any_sync(0xffffffffu, maxima_so_far.take(tile_max))) return false;
+    }
     CUTE_UNROLL
     for (int r = 0; r < kRowsPerThread; ++r) {
       // True also for the first kept key of a row: x - (-inf) is +inf. -inf - (-inf) is NaN: false.
-      bool moves = (tile_max[r] - reference[r]) * scale_log2 > kLazyBits;
+      bool moves = (tile_max[r] - reference[r]) * scale_log2 > params.lazy_bits;
       next[r] = moves ? tile_max[r] : reference[r];
       offset[r] = Base::scaled_reference(next[r], scale_log2);
       moved |= moves;
@@ -57,11 +80,13 @@ struct LazySoftmax : OnlineSoftmax<kRowsPerThread> {
         sum[r] += scores(r, c);
       }
     }
+    return true;
   }
 
-  __device__ __forceinline__ RowResult finish(int r, float scale_log2) const {
+  // NOTE: beside the maximum itself a sum is that of the weights alone.
+  __device__ __forceinline__ RowResult finish(int r, float scale_log2, LseForm form) const {
     RowResult result = Base::finish(r, scale_log2);
-    if (huge) Base::finish_huge(r, scale_log2, result.lse);
+    if (huge && form == LseForm::kLogSum) Base::finish_huge(r, scale_log2, result.lse);
     return result;
   }
 

@@ -70,11 +70,15 @@ struct ForwardEpilogue {
     RowResult result[2];
     auto missing = bias.missing(coordinates);
     CUTE_UNROLL
-    for (int r = 0; r < 2; ++r) result[r] = softmax.finish(r, missing, params.logits.scale_log2);
+    for (int r = 0; r < 2; ++r) {
+      result[r] = softmax.finish(r, missing, params.logits.scale_log2, params.lse.form);
+    }
     if (adds_sinks()) {
       CUTE_UNROLL
       for (int r = 0; r < 2; ++r) {
+        PartialLse of_keys = result[r].lse;
         result[r] = add_sink(result[r], sink_log2(coordinates.head(r)));
+        if (params.lse.form == LseForm::kMaxAndSum) result[r].lse = of_keys;
       }
     }
     Prepared ready;
@@ -126,7 +130,7 @@ struct ForwardEpilogue {
     for (int row = 0; row < num_rows; ++row) {
       RowTarget target = target_of(row);
       float lse = -INFINITY;
-      if (adds_sinks()) {
+      if (adds_sinks() && params.lse.form == LseForm::kLogSum) {
         lse = sink_log2(query_head(params, item, unpack_row(params, item.row_begin + row)));
       }
       if (lane_id() == 0) store_lse(target, {.high = 0.0f, .low = lse});
@@ -181,7 +185,7 @@ struct ForwardEpilogue {
   __device__ __forceinline__ void store_lse(const RowTarget& target, const PartialLse& lse) const {
     if (target.lse == nullptr) return;
     if (is_final()) {
-      *static_cast<float*>(target.lse) = (lse.high + lse.low) * params.lse.scale;
+      store_row_lse(params.lse, static_cast<float*>(target.lse), lse);
     } else {
       *static_cast<PartialLse*>(target.lse) = lse;
     }

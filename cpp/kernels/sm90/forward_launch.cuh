@@ -19,6 +19,7 @@ HopperSegment make_segment(const ForwardSegment& segment, const BoxShape& box) {
           box,
           rows_per_tile(kTileRows<V>, ForwardTraits<V>::kTileM, segment.group_size),
           kLog2E / kernel.logits.scale_log2,
+          SpeculativeSoftmax::max_sum(segment.lse.form),
           {}};
 }
 

@@ -36,6 +36,7 @@
 #include "kernels/sm90/load_query.cuh"
 #include "kernels/sm90/slice_ring.cuh"
 #include "kernels/sm90/speculative_softmax.cuh"
+#include "kernels/sm90/weightless_tiles.cuh"
 
 namespace preflash::sm90 {
 
@@ -54,6 +55,7 @@ struct ForwardMainloop {
   ConsumerPipelineState<Traits::kStages> v_read = {};
   SliceReader<Traits> slices;
   std::uint32_t item_phase = 0;
+  TilesLeftOut<Traits> weightless;
   // Where mask bits decide which tiles there are.
   conditional_t<Traits::kHasMaskBits, KeptTileConsumer<Traits>, NoKeptTiles> kept = {};
 
@@ -267,9 +269,10 @@ struct ForwardMainloop {
       multiply(tSrQ, meanwhile);
     }
     finish_scores(item, tile);
+    weightless.look_at(products.rows_of_s(), warpgroup);
     finish_pv();
     products.first_pv = GMMA::ScaleOut::One;
-    make_p(item, tile);
+    if (!weightless.left_out) make_p(item, tile);
   }
 
   // The step from one item to the next: S belongs to the next item, O to the last one. Returns the
@@ -315,7 +318,11 @@ struct ForwardMainloop {
     issue_pv();
     order_barrier_arrive();
     meanwhile();
-    products.template wait_qk<Traits::kSliced ? Traits::kSlicesV : 1>();
+    if (weightless.left_out) {
+      products.template wait_qk<0>();
+    } else {
+      products.template wait_qk<Traits::kSliced ? Traits::kSlicesV : 1>();
+    }
   }
   // The last slice of K stays until S is complete; so do those of V for O.
   template <class Q>
@@ -341,7 +348,11 @@ struct ForwardMainloop {
       }
     } else {
       smem.barriers.v_full[v_read.index()].wait(v_read.phase());
-      products.issue_pv(v_read.index());
+      if (weightless.left_out) {
+        __syncwarp();  // as in skip_v()
+      } else {
+        products.issue_pv(v_read.index());
+      }
     }
   }
   __device__ __forceinline__ void release_k() {
@@ -410,6 +421,7 @@ struct ForwardMainloop {
     } else if (item.own.needs_mask(tile)) {
       mask.apply(products.rows_of_s());
     }
+    weightless.begin(coordinates(item, tile), products.rows_of_s());
     softmax.begin(products.rows_of_s(), bias.shift(tile));
     products.first_pv = GMMA::ScaleOut::Zero;
   }
@@ -443,7 +455,7 @@ struct ForwardMainloop {
   __device__ __forceinline__ void make_p(const Item& item, int tile) {
     auto rows_of_o = products.rows_of_o();
     softmax.update(products.rows_of_s(), bias.shift(tile), products.tOrP, rows_of_o,
-                   segment(item).logits.scale_log2);
+                   segment(item).logits.scale_log2, segment(item).max_sum);
   }
   __device__ __forceinline__ void make_first_p(const Item& item) {
     softmax.make_first(products.rows_of_s(), bias.shift(first_tile(item)), products.tOrP,

@@ -56,9 +56,7 @@ struct ScoreCoordinates {
   __device__ __forceinline__ int key(int c, const Tail& tail) const {
     return first_key() + column(c) - (tail.holds(column(c)) ? tail.shift : 0);
   }
-  __device__ __forceinline__ MaskBounds bounds() const {
-    return {state.request.qo_len, state.request.kv_len, params.window_left, params.causal};
-  }
+  __device__ __forceinline__ MaskBounds bounds() const { return bounds_of(params, state.request); }
 };
 
 // The columns of a tile that this thread's two rows keep. One word covers the 32 columns that the
@@ -286,13 +284,16 @@ struct AlibiBias {
     }
     return shift;
   }
-  // What all of a row's logits lack: the bias of its last key.
+  // What all of a row's logits lack: the bias of its last key, from the row's token, or from key 0
+  // beside a maximum.
   __device__ __forceinline__ RowShift missing(const Coordinates& coordinates) const {
     RowShift shift;
     CUTE_UNROLL
     for (int r = 0; r < Coordinates::kRows; ++r) {
       int last_key = Coordinates::first_column() - distance[r];
-      shift.row[r] = coefficient[r] * static_cast<float>(last_key - coordinates.token(r));
+      bool from_token = coordinates.params.lse.form == LseForm::kLogSum;
+      int origin = from_token ? coordinates.token(r) : 0;
+      shift.row[r] = coefficient[r] * static_cast<float>(last_key - origin);
     }
     return shift;
   }

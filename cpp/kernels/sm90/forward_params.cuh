@@ -12,6 +12,7 @@ struct HopperSegment : KernelSegment {
   BoxShape box;
   std::int32_t rows_per_tile;  // token-aligned, except where a group exceeds the tile
   float x_per_logit;           // 1 in units of x, which times scale_log2 is a base-2 exponent
+  float max_sum;               // SpeculativeSoftmax::max_sum()
   TensorMaps maps;
 };
 

@@ -27,10 +27,16 @@ struct RowShift {
   __device__ __forceinline__ float origin(int r, float origin, float scale_log2) const {
     return fmaf(-row[r], scale_log2, origin);
   }
-  // Adds it to the row's lse, and what rounding takes from the sum to its low part.
-  __device__ __forceinline__ void add_to(int r, PartialLse& lse, float scale_log2) const {
+  // Adds it to the row's lse, and what rounding takes from the sum to its low part, unless that is
+  // to be the logarithm of the weights alone.
+  __device__ __forceinline__ void add_to(int r, PartialLse& lse, float scale_log2,
+                                         LseForm form) const {
     float shift = __fmul_rn(row[r], scale_log2);
     float high = lse.high + shift;
+    if (form == LseForm::kMaxAndSum) {
+      lse.high = high;
+      return;
+    }
     float added = high - lse.high;
     lse.low += (lse.high - (high - added)) + (shift - added);
     lse.high = high;
@@ -39,13 +45,21 @@ struct RowShift {
 struct NoShift {
   __device__ __forceinline__ static float add_to(int, float x) { return x; }
   __device__ __forceinline__ static float origin(int, float origin, float) { return origin; }
-  __device__ __forceinline__ static void add_to(int, PartialLse&, float) {}
+  __device__ __forceinline__ static void add_to(int, PartialLse&, float, LseForm) {}
 };
 
 struct SpeculativeSoftmax : OnlineSoftmax<2> {
   static constexpr int kRows = 2;
   // P <= 2^15 stays below float16's largest number, 65504; float32 sums millions of such terms.
   static constexpr float kMaxSum = 32768.0f;
+  // A weight above 1 makes its part of the sum larger than 1: where the maximum itself is asked for
+  // every such tile is looked at, and the reference follows the maximum.
+  static constexpr float kMaxSumOfMaximum = 1.0f;
+
+  // What a thread's part of a row sum may reach before the row's reference is looked at.
+  __host__ __device__ static constexpr float max_sum(LseForm form) {
+    return form == LseForm::kMaxAndSum ? kMaxSumOfMaximum : kMaxSum;
+  }
 
   // |reference| * scale_log2 where rounding it may shift the exponents of a row by 2^3: P <= 2^8
   // from there still, and beyond that soon an overflow. An exact origin, as on sm80, would keep
@@ -70,13 +84,13 @@ struct SpeculativeSoftmax : OnlineSoftmax<2> {
   // scores' storage order. out: (row, column) view of O, without this tile.
   template <class Scores, class Shift, class P, class Out>
   __device__ __forceinline__ void update(const Scores& scores, const Shift& shift, P& p, Out& out,
-                                         float scale_log2) {
+                                         float scale_log2, float max_sum) {
     if (!settled) settle(scores, shift);
     float tile_sum[kRows];
     exponentiate(scores, shift, p, tile_sum, scale_log2);
     bool moves[kRows];
     CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r) moves[r] = tile_sum[r] > kMaxSum;
+    for (int r = 0; r < kRows; ++r) moves[r] = tile_sum[r] > max_sum;
     if (__any_sync(0xffffffffu, moves[0] || moves[1])) {
       move(scores, shift, out, moves, scale_log2);
       exponentiate(scores, shift, p, tile_sum, scale_log2);
@@ -88,12 +102,22 @@ struct SpeculativeSoftmax : OnlineSoftmax<2> {
   // NaN where the origin is out of range: the sum, 0 and infinity included, may mean anything
   // there. shift: what every score of a row has lacked.
   template <class Shift>
-  __device__ __forceinline__ RowResult finish(int r, const Shift& shift, float scale_log2) const {
+  __device__ __forceinline__ RowResult finish(int r, const Shift& shift, float scale_log2,
+                                              LseForm form) const {
     float origin = scaled_reference(reference[r], scale_log2);
     float total = quad_sum(sum[r]);
     RowResult result = result_of(fabsf(origin) >= kMaxOrigin ? NAN : total, origin);
-    if (!result.empty) shift.add_to(r, result.lse, scale_log2);
+    if (!result.empty) shift.add_to(r, result.lse, scale_log2, form);
     return result;
+  }
+
+  // NOTE: the lanes of a row may have different shifts, so they come before the quad's maximum.
+  template <class Scores, class Shift>
+  __device__ __forceinline__ static void maxima(const Scores& scores, const Shift& shift,
+                                                float (&result)[kRows]) {
+    thread_maxima(scores, result);
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) result[r] = quad_max(shift.add_to(r, result[r]));
   }
 
  private:
@@ -121,22 +145,15 @@ struct SpeculativeSoftmax : OnlineSoftmax<2> {
     for (int r = 0; r < kRows; ++r) {
       unsigned quad = __ballot_sync(0xffffffffu, moves[r]) >> (threadIdx.x % 32 & ~3u) & 0xfu;
       if (quad == 0) continue;
+      // A part of kMaxSumOfMaximum may be that of many small weights.
+      float next = fmaxf(reference[r], tile_max[r]);
       float factor = exp2_approx(scaled_reference(reference[r], scale_log2) -
-                                 scaled_reference(tile_max[r], scale_log2));
-      reference[r] = tile_max[r];
+                                 scaled_reference(next, scale_log2));
+      reference[r] = next;
       sum[r] *= factor;
       CUTE_UNROLL
       for (int c = 0; c < size<1>(out); ++c) out(r, c) *= factor;
     }
-  }
-
-  // NOTE: the lanes of a row may have different shifts, so they come before the quad's maximum.
-  template <class Scores, class Shift>
-  __device__ __forceinline__ static void maxima(const Scores& scores, const Shift& shift,
-                                                float (&result)[kRows]) {
-    thread_maxima(scores, result);
-    CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r) result[r] = quad_max(shift.add_to(r, result[r]));
   }
 
   template <class Scores, class Shift, class P>

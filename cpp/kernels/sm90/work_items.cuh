@@ -12,7 +12,7 @@ template <class Traits>
 __device__ __forceinline__ TileRange tiles_of_rows(const HopperSegment& params,
                                                    const WorkItem& item, const RequestInfo& request,
                                                    int first, int end) {
-  MaskBounds bounds{request.qo_len, request.kv_len, params.window_left, params.causal};
+  MaskBounds bounds = bounds_of(params, request);
   RowSpan rows{unpack_row(params, item.row_begin + first).token,
                unpack_row(params, item.row_begin + end - 1).token};
   KeySpan chunk = chunk_of(item, request);
@@ -63,6 +63,8 @@ struct ItemProducer {
       request = params.requests[item.request];
       const HopperSegment& segment = params.segment_of(request);
       num_rows = min(request.qo_len * segment.group_size - item.row_begin, segment.rows_per_tile);
+      // The plan was made for longer requests (RequestLengths).
+      if (num_rows <= 0) continue;
       tiles = tiles_of_rows<Traits>(segment, item, request, 0, num_rows);
       if constexpr (Traits::kHasMaskBits) tiles = kept(item, request, num_rows, tiles);
       if (tiles.count() > 0) break;
@@ -74,7 +76,7 @@ struct ItemProducer {
     // One thread writes the item and announces it.
     if (elect_one_sync()) {
       const HopperSegment& segment = params.segment_of(request);
-      MaskBounds bounds{request.qo_len, request.kv_len, segment.window_left, segment.causal};
+      MaskBounds bounds = bounds_of(segment, request);
       int first_token = unpack_row(segment, item.row_begin).token;
       state.item = item;
       state.request = request;

@@ -4,9 +4,9 @@ For row i and key j of a request with L queries and S keys, delta = S - L:
 logit = sm_scale * dot(q_i, k_j), with RoPE after both are rotated by their positions delta + i and
 j, soft-capped to c * tanh(logit / c), plus slope * (j - i) with
 ALiBi, and -inf where the mask drops the key. Causal keeps j <= i + delta; window_left w >= 0 keeps
-j >= i + delta - w; a custom mask replaces causal and is ANDed with the window. A sink is one more
-logit of every row of its head, in the denominator and the LSE alone. A row that keeps no key has
-output 0 and LSE -inf, or its sink.
+j >= i + delta - w; chunks of c keep j >= floor((i + delta) / c) * c; a custom mask replaces causal
+and is ANDed with the window. A sink is one more logit of every row of its head, in the denominator
+and the LSE alone. A row that keeps no key has output 0 and LSE -inf, or its sink.
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ class Expected:
 
     out: torch.Tensor  # [rows, num_qo_heads, head_dim_vo]
     lse: torch.Tensor  # [rows, num_qo_heads], base 2, -inf where nothing is kept
+    # Like lse, without sinks: the largest kept logit, and the sum of exp(logit - largest).
+    largest: torch.Tensor
+    total: torch.Tensor
     empty: torch.Tensor  # like lse, bool: whether the row keeps no key
     spread: torch.Tensor  # like out: sqrt(sum_j (p_j v_j)^2), how independent errors of p_j add up
     logit_bound: torch.Tensor  # like lse: |sm_scale| * |q_i| * max_j |k_j|, no logit exceeds it
@@ -93,6 +96,7 @@ class Pipeline:
     sm_scale: float
     causal: bool = False
     window_left: int = -1
+    chunk_size: int = 0
     soft_cap: float = 0.0
     out_scale: float = 1.0
     slopes: torch.Tensor | None = None  # [num_qo_heads], ALiBi
@@ -100,6 +104,7 @@ class Pipeline:
     sinks: torch.Tensor | None = None  # [num_qo_heads], natural logarithms
 
     scales: HeadScales = HeadScales()
+    bias_from_key_0: bool = False  # ALiBi's distances count from there, not from the row
 
     def of_heads(self, begin: int, end: int, group: int) -> Pipeline:
         """What the query heads [begin, end) see of it, whole groups of them."""
@@ -139,6 +144,8 @@ def kept(
         keep &= keys <= diagonal
     if pipeline.window_left >= 0:
         keep &= keys >= diagonal - pipeline.window_left
+    if pipeline.chunk_size > 0:
+        keep &= keys >= diagonal // pipeline.chunk_size * pipeline.chunk_size
     return keep
 
 
@@ -178,13 +185,16 @@ def attend(
     bias_bound = x.new_zeros(x.shape[:-1])
     if pipeline.slopes is not None:
         slopes = pipeline.slopes.to(device).view(num_kv_heads, group, 1, 1)
-        bias = slopes * (torch.arange(kv_len, device=device) - rows[:, None])
+        origin = 0 * rows if pipeline.bias_from_key_0 else rows
+        bias = slopes * (torch.arange(kv_len, device=device) - origin[:, None])
         x += bias
         if kv_len:
             bias_bound = bias.abs().masked_fill(~keep, 0.0).amax(-1)
     x = x.masked_fill(~keep, -math.inf)
 
     top = x.amax(-1, keepdim=True) if kv_len else x.new_full((*x.shape[:-1], 1), -math.inf)
+    largest = top
+    sum_of_keys = torch.exp(x - top.masked_fill(top == -math.inf, 0.0)).sum(-1, keepdim=True)
     sink = torch.full_like(top, -math.inf)
     if pipeline.sinks is not None:
         sink.copy_(pipeline.sinks.view(num_kv_heads, group, 1, 1))
@@ -215,6 +225,8 @@ def attend(
     return Expected(
         out=rows_first(out * pipeline.out_scale),
         lse=rows_first(lse).squeeze(-1),
+        largest=rows_first(largest).squeeze(-1),
+        total=rows_first(sum_of_keys).squeeze(-1),
         empty=rows_first(empty).squeeze(-1),
         spread=rows_first(spread * abs(pipeline.out_scale)),
         logit_bound=rows_first(bound[..., None]).squeeze(-1),
@@ -230,6 +242,8 @@ def concatenate(parts: Sequence[Expected]) -> Expected:
     return Expected(
         out=torch.cat([part.out for part in parts]),
         lse=torch.cat([part.lse for part in parts]),
+        largest=torch.cat([part.largest for part in parts]),
+        total=torch.cat([part.total for part in parts]),
         empty=torch.cat([part.empty for part in parts]),
         spread=torch.cat([part.spread for part in parts]),
         logit_bound=torch.cat([part.logit_bound for part in parts]),
@@ -280,6 +294,8 @@ def _join_heads(blocks: Sequence[Expected]) -> Expected:
     return Expected(
         out=torch.cat([block.out for block in blocks], 1),
         lse=torch.cat([block.lse for block in blocks], 1),
+        largest=torch.cat([block.largest for block in blocks], 1),
+        total=torch.cat([block.total for block in blocks], 1),
         empty=torch.cat([block.empty for block in blocks], 1),
         spread=torch.cat([block.spread for block in blocks], 1),
         logit_bound=torch.cat([block.logit_bound for block in blocks], 1),

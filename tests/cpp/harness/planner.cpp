@@ -113,6 +113,7 @@ void fill_segment(Keywords& given, CaseSegment& out, SegmentProblem& problem) {
   problem.head_dim_vo = given.take("head_dim_vo", problem.head_dim_qk);
   problem.causal = given.take("causal", false);
   problem.window_left = given.take("window_left", -1);
+  problem.chunk_size = given.take("chunk_size", 0);
   problem.split.fixed_split_size = given.take("fixed_split_size", 0);
   problem.split.disable = given.take("disable_split_kv", false);
   problem.graph_max_rows = given.take("graph_max_rows", 0);
@@ -311,17 +312,18 @@ void attend(std::uintptr_t q, std::uintptr_t k, std::uintptr_t v, std::uintptr_t
       kThreads);
 }
 
-MaskBounds bounds_of(Keywords& given) {
+MaskBounds bounds_from(Keywords& given) {
   return {.qo_len = given.take("qo_len", 0),
           .kv_len = given.take("kv_len", 0),
           .window_left = given.take("window_left", -1),
-          .causal = given.take("causal", false)};
+          .causal = given.take("causal", false),
+          .chunk_size = given.take("chunk_size", 0)};
 }
 
 // {begin, full_begin, full_end, end} for tokens [first, last] and keys [key_begin, key_end).
 std::vector<int> tiles_of(const py::kwargs& kwargs) {
   Keywords given(kwargs);
-  const MaskBounds bounds = bounds_of(given);
+  const MaskBounds bounds = bounds_from(given);
   const RowSpan rows{given.take("first", 0), given.take("last", 0)};
   const KeySpan keys{given.take("key_begin", 0), given.take("key_end", bounds.kv_len)};
   const int tile_n = given.take("tile_n", 64);
@@ -334,7 +336,7 @@ std::vector<int> tiles_of(const py::kwargs& kwargs) {
 // keeps[row][key] of one request.
 std::vector<std::vector<bool>> keeps(const py::kwargs& kwargs) {
   Keywords given(kwargs);
-  const MaskBounds bounds = bounds_of(given);
+  const MaskBounds bounds = bounds_from(given);
   given.finish();
   std::vector<std::vector<bool>> kept(bounds.qo_len, std::vector<bool>(bounds.kv_len));
   for (int row = 0; row < bounds.qo_len; ++row) {

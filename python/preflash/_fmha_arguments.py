@@ -1,0 +1,403 @@
+"""The arguments of trtllm_fmha_v2_prefill, checked: all but its lengths."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from . import _backends, _core
+from . import _validate as check
+from ._arguments import KvCache, PerHead
+from ._scales import Scales
+from ._workspace import check_buffer
+
+Qkv = (
+    torch.Tensor
+    | tuple[torch.Tensor, torch.Tensor]
+    | tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]
+    | tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+)
+
+LAYOUTS = (
+    "PACKED_QKV",
+    "CONTIGUOUS_Q_KV",
+    "SEPARATE_Q_K_V",
+    "Q_PAGED_KV_NHD",
+    "Q_PAGED_KV_HND",
+)
+MASK_MODES = ("causal", "sliding_window", "chunked", "padding")
+_OUT_DTYPES = (torch.float16, torch.bfloat16, torch.float8_e4m3fn)
+_SHORT_NAMES = {"fp8": _OUT_DTYPES[2], "fp16": _OUT_DTYPES[0], "bf16": _OUT_DTYPES[1]}
+
+
+class FmhaArguments(NamedTuple):
+    """As the caller gave them."""
+
+    qkv: Any
+    input_layout: Any
+    workspace_buffer: Any
+    seq_lens: Any
+    max_q_len: Any
+    max_kv_len: Any
+    bmm1_scale: Any
+    bmm2_scale: Any
+    batch_size: Any
+    cum_seq_lens_q: Any
+    cum_seq_lens_kv: Any
+    block_tables: Any
+    out: Any
+    out_dtype: Any
+    sinks: Any
+    pos_encoding_mode: Any
+    logits_soft_cap_scale: Any
+    mask_mode: Any
+    window_left: Any
+    chunked_attention_size: Any
+    save_softmax_stats: Any
+    skip_softmax_threshold_scale_factor: Any
+    backend: Any
+
+
+class Operands(NamedTuple):
+    """q, k and v, whatever layout they came in."""
+
+    q: torch.Tensor  # [tokens, num_heads, head_dim]
+    kv: KvCache
+    kv_layout: str
+    page_size: int  # 0: ragged
+    num_kv_heads: int
+    head_dim_vo: int
+    kv_extent: int  # tokens, or pages
+    kv_dtype: torch.dtype
+    packed: bool  # a request's keys are its own rows
+
+
+class FmhaCall(NamedTuple):
+    """What is computed, and where it goes."""
+
+    operands: Operands
+    options: _core.AttentionOptions
+    scales: Scales
+    per_head: PerHead
+    workspace: torch.Tensor
+    out: torch.Tensor | None
+    out_dtype: torch.dtype
+    wants_stats: bool
+    stats_scale: float | None  # of the maxima in base 2; None: the kernels tell no statistics
+    backend: str
+
+
+def checked(a: FmhaArguments) -> FmhaCall:
+    operands = _operands(a.qkv, a.input_layout)
+    q = operands.q
+    device = q.device
+    workspace = check_buffer("workspace_buffer", a.workspace_buffer, device)
+    options = _options(a, operands)
+    bmm1 = check.scale("bmm1_scale", a.bmm1_scale)
+    check.logits_scale("bmm1_scale", bmm1, options.soft_cap)
+    bmm2 = check.scale("bmm2_scale", a.bmm2_scale)
+    sinks = _sinks(a.sinks, options, device)
+    wants_stats = check.flag("save_softmax_stats", a.save_softmax_stats)
+    stats_scale = None
+    if wants_stats:
+        stats_scale = _stats_scale(bmm1, options)
+    elif sinks is not None and options.position == _core.Position.alibi:
+        # Beside a sink it matters where biases count from, and with statistics that is key 0.
+        stats_scale = 1.0
+    if stats_scale is not None:
+        # The maximum of a row is that of one pass over its keys.
+        options = options.replace(disable_split=True)
+    out_dtype = _out_dtype(a, q.dtype)
+    return FmhaCall(
+        operands=operands,
+        options=options,
+        scales=Scales(bmm1, bmm2),
+        per_head=PerHead(sinks=sinks),
+        workspace=workspace,
+        out=_checked_out(a.out, out_dtype, operands),
+        out_dtype=out_dtype,
+        wants_stats=wants_stats,
+        stats_scale=stats_scale,
+        backend=_backends.requested(a.backend).name,
+    )
+
+
+# --- layouts -------------------------------------------------------------------
+
+
+def _operands(qkv: Any, layout: Any) -> Operands:
+    check.one_of("input_layout", layout, LAYOUTS)
+    if layout == "PACKED_QKV":
+        packed = check.tensor("qkv", qkv) if isinstance(qkv, torch.Tensor) else _wrong(layout, qkv)
+        _shaped("qkv", packed, 4, 3, "[tokens, 3, num_heads, head_dim]", layout)
+        q, k, v = packed.unbind(1)
+        return _ragged(q, k, v, packed=True)
+    parts = qkv if isinstance(qkv, (tuple, list)) else _wrong(layout, qkv)
+    for part in parts:
+        if not isinstance(part, (tuple, list)):
+            check.tensor("qkv", part)
+    if layout == "CONTIGUOUS_Q_KV":
+        q, kv = parts if len(parts) == 2 else _wrong(layout, qkv)
+        check.is_tensor("qkv[1]", kv)
+        _shaped("qkv[1]", kv, 5 - 1, 2, "[kv tokens, 2, num_kv_heads, head_dim]", layout)
+        return _ragged(_query(q), *kv.unbind(1), packed=False)
+    if layout == "SEPARATE_Q_K_V":
+        q, k, v = parts if len(parts) == 3 else _wrong(layout, qkv)
+        for name, part in (("qkv[1]", k), ("qkv[2]", v)):
+            check.is_tensor(name, part)
+            if part.dim() != 3:
+                raise ValueError(
+                    f"{name} has shape {tuple(part.shape)}; must be [kv tokens, num_kv_heads, "
+                    f"head_dim] in {layout}"
+                )
+        return _ragged(_query(q), k, v, packed=False)
+    return _paged(parts, layout)
+
+
+_SHAPES = {
+    "PACKED_QKV": "one tensor [tokens, 3, num_heads, head_dim]",
+    "CONTIGUOUS_Q_KV": "a tuple (q, kv)",
+    "SEPARATE_Q_K_V": "a tuple (q, k, v)",
+}
+
+
+def _wrong(layout: str, qkv: Any) -> Any:
+    got = type(qkv).__name__
+    if isinstance(qkv, (tuple, list)):
+        got += f" of {len(qkv)}"
+    wanted = _SHAPES.get(layout, "a tuple (q, kv), (q, (k, v)) or (q, k, v)")
+    raise TypeError(f"qkv must be {wanted} with input_layout={layout!r}; got {got}")
+
+
+def _shaped(name: str, t: torch.Tensor, dims: int, planes: int, shape: str, layout: str) -> None:
+    if t.dim() != dims or t.shape[1] != planes:
+        raise ValueError(
+            f"{name} has shape {tuple(t.shape)}; must be {shape} with input_layout={layout!r}"
+        )
+
+
+def _query(q: Any) -> torch.Tensor:
+    check.is_tensor("qkv[0]", q)
+    if q.dim() != 3:
+        raise ValueError(
+            f"qkv[0] has shape {tuple(q.shape)}; must be [tokens, num_heads, head_dim]"
+        )
+    return q
+
+
+def _ragged(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, packed: bool) -> Operands:
+    if k.shape[:2] != v.shape[:2]:
+        raise ValueError(
+            f"qkv: v has shape {tuple(v.shape)} and k {tuple(k.shape)}; must have as many tokens "
+            "and heads"
+        )
+    return _of_one_kind(
+        Operands(q, (k, v), "NHD", 0, k.shape[1], v.shape[2], k.shape[0], k.dtype, packed), k, v
+    )
+
+
+def _paged(parts: Sequence[Any], layout: str) -> Operands:
+    kv_layout = layout.rpartition("_")[2]
+    if len(parts) == 3:
+        parts = (parts[0], tuple(parts[1:]))
+    q, kv = parts if len(parts) == 2 else _wrong(layout, parts)
+    q = _query(q)
+    order = "page_size, num_kv_heads" if kv_layout == "NHD" else "num_kv_heads, page_size"
+    if isinstance(kv, (tuple, list)):
+        k, v = kv if len(kv) == 2 else _wrong(layout, parts)
+        for name, pool in (("k", k), ("v", v)):
+            check.tensor(name, pool)
+            if pool.dim() != 4:
+                raise ValueError(
+                    f"qkv: {name} has shape {tuple(pool.shape)}; must be [pages, {order}, "
+                    f"head_dim] with input_layout={layout!r}"
+                )
+        cache: KvCache = (k, v)
+    else:
+        _shaped("qkv[1]", kv, 5, 2, f"[pages, 2, {order}, head_dim]", layout)
+        k, v, cache = kv[:, 0], kv[:, 1], kv
+    tokens, heads = (1, 2) if kv_layout == "NHD" else (2, 1)
+    if k.shape[:3] != v.shape[:3]:
+        raise ValueError(
+            f"qkv: v has shape {tuple(v.shape)} and k {tuple(k.shape)}; must have as many pages, "
+            "tokens and heads"
+        )
+    if k.shape[tokens] < 1:
+        raise ValueError(f"qkv: pages of {k.shape[tokens]} tokens; must hold at least 1")
+    operands = Operands(
+        q, cache, kv_layout, k.shape[tokens], k.shape[heads], v.shape[3], k.shape[0], k.dtype, False
+    )
+    return _of_one_kind(operands, k, v)
+
+
+def _of_one_kind(operands: Operands, k: torch.Tensor, v: torch.Tensor) -> Operands:
+    q = operands.q
+    check.query_dtype("qkv", q.dtype)
+    for name, part in (("k", k), ("v", v)):
+        if part.dtype != q.dtype:
+            raise TypeError(f"qkv: {name} is {part.dtype} and q {q.dtype}; must be of one dtype")
+        if part.device != q.device:
+            raise ValueError(f"qkv: {name} is on {part.device} and q on {q.device}")
+    if k.shape[-1] != q.shape[2]:
+        raise ValueError(
+            f"qkv: k has head_dim {k.shape[-1]} and q {q.shape[2]}; must be equal, or another "
+            "input_layout was meant"
+        )
+    if operands.num_kv_heads < 1 or q.shape[1] % operands.num_kv_heads:
+        raise ValueError(
+            f"qkv: q has {q.shape[1]} heads and k {operands.num_kv_heads}; must be a multiple, or "
+            "another input_layout was meant"
+        )
+    return operands
+
+
+# --- options -------------------------------------------------------------------
+
+
+def _options(a: FmhaArguments, operands: Operands) -> _core.AttentionOptions:
+    q = operands.q
+    mode = a.mask_mode.lower() if isinstance(a.mask_mode, str) else a.mask_mode
+    check.one_of("mask_mode", mode, MASK_MODES)
+    window = check.integer("window_left", a.window_left, at_least=-1, at_most=2**30)
+    return _core.AttentionOptions(
+        num_qo_heads=q.shape[1],
+        num_kv_heads=operands.num_kv_heads,
+        head_dim_qk=q.shape[2],
+        head_dim_vo=operands.head_dim_vo,
+        q_dtype=check.CORE_DTYPES[q.dtype],
+        kv_dtype=check.CORE_DTYPES[operands.kv_dtype],
+        o_dtype=check.CORE_DTYPES[_kernel_dtype(_out_dtype(a, q.dtype), q.dtype)],
+        causal=mode != "padding",
+        window_left=window if mode == "sliding_window" else -1,
+        chunk_size=_chunk_size(a.chunked_attention_size, mode == "chunked"),
+        mask=_core.Mask.bounds,
+        position=_position(a.pos_encoding_mode),
+        rope_scale=check.ROPE_SCALE,
+        rope_theta=check.ROPE_THETA,
+        soft_cap=_soft_cap(a.logits_soft_cap_scale),
+        fixed_split_size=0,
+        disable_split=False,
+        skip_factor=_skip_factor(a),
+    )
+
+
+def _chunk_size(value: Any, effective: bool) -> int:
+    size = check.integer("chunked_attention_size", value, at_least=0, at_most=2**30)
+    if size & (size - 1):
+        raise ValueError(f"chunked_attention_size={size}: must be a power of two")
+    if effective and size == 0:
+        raise ValueError(
+            "chunked_attention_size=0 with mask_mode='chunked': must be a power of two; "
+            "mask_mode='causal' has no chunks"
+        )
+    return size if effective else 0
+
+
+def _position(mode: Any) -> _core.Position:
+    if mode is None:
+        return _core.Position.none
+    known = {"none": _core.Position.none, "alibi": _core.Position.alibi}
+    name = mode.lower() if isinstance(mode, str) else mode
+    return known[check.one_of("pos_encoding_mode", name, tuple(known))]
+
+
+def _soft_cap(value: Any) -> float:
+    if value is None:
+        return 0.0
+    cap = check.real("logits_soft_cap_scale", value)
+    if cap != 0.0 and not check.SMALLEST_SOFT_CAP <= cap <= check.LARGEST_SOFT_CAP:
+        raise ValueError(
+            f"logits_soft_cap_scale={cap}: must be in [{check.SMALLEST_SOFT_CAP}, "
+            f"{check.LARGEST_SOFT_CAP}], or None or 0 for none"
+        )
+    return cap
+
+
+def _skip_factor(a: FmhaArguments) -> float:
+    name = "skip_softmax_threshold_scale_factor"
+    factor = check.real(name, a.skip_softmax_threshold_scale_factor)
+    if factor < 0.0:
+        raise ValueError(f"{name}={factor}: must be positive, or 0 for off")
+    if factor > 0.0 and a.save_softmax_stats:
+        raise ValueError(
+            f"{name}={factor} with save_softmax_stats=True: the sum of a row whose tiles are left "
+            "out is not the sum of its weights; ask for one of the two"
+        )
+    return factor
+
+
+def _stats_scale(bmm1: float, options: _core.AttentionOptions) -> float:
+    """Of a logit in base 2, to what the statistics tell of it."""
+    if bmm1 <= 0.0:
+        raise ValueError(
+            f"bmm1_scale={bmm1} with save_softmax_stats=True: must be positive, so that the "
+            "largest product has the largest logit"
+        )
+    unscaled = 1.0 if options.soft_cap > 0.0 else 1.0 / bmm1
+    scale = math.log(2.0) * unscaled / math.sqrt(options.head_dim_qk)
+    if scale > check.FLOAT32_MAX:
+        raise ValueError(f"bmm1_scale={bmm1}: its inverse must be finite in float32")
+    return scale
+
+
+# --- tensors -------------------------------------------------------------------
+
+
+def _out_dtype(a: FmhaArguments, q_dtype: torch.dtype) -> torch.dtype:
+    out = a.out
+    if out is not None:
+        check.tensor("out", out)
+    if a.out_dtype is None:
+        wanted = q_dtype if out is None else out.dtype
+    elif isinstance(a.out_dtype, str) and a.out_dtype in _SHORT_NAMES:
+        wanted = _SHORT_NAMES[a.out_dtype]
+    else:
+        wanted = check.dtype("out_dtype", a.out_dtype)
+    if wanted not in _OUT_DTYPES and wanted != q_dtype:
+        raise TypeError(
+            f"{'out' if a.out_dtype is None else 'out_dtype'} is {wanted}; must be float16, "
+            "bfloat16 or float8_e4m3fn"
+        )
+    if out is not None and out.dtype != wanted:
+        raise TypeError(f"out is {out.dtype} and out_dtype {wanted}; must be equal")
+    return wanted
+
+
+def _kernel_dtype(wanted: torch.dtype, q_dtype: torch.dtype) -> torch.dtype:
+    """What kernels write: for queries of 8 bits any output dtype, else that of the queries."""
+    return wanted if q_dtype == check.FP8_QUERY else q_dtype
+
+
+def _checked_out(
+    out: torch.Tensor | None, dtype: torch.dtype, operands: Operands
+) -> torch.Tensor | None:
+    if out is None:
+        return None
+    q = operands.q
+    wanted = (q.shape[0], q.shape[1], operands.head_dim_vo)
+    check.has_shape("out", out, wanted, "[tokens, num_heads, head_dim of v]")
+    check.on_device("out", out, q.device)
+    check.rows("out", out)
+    check.not_overlapping("out", out)
+    return out
+
+
+def _sinks(
+    sinks: Any, options: _core.AttentionOptions, device: torch.device
+) -> torch.Tensor | None:
+    if sinks is None:
+        return None
+    if isinstance(sinks, (tuple, list)):
+        if len(sinks) != 1:
+            raise ValueError(f"sinks holds {len(sinks)} tensors; must be one, or a list of one")
+        (sinks,) = sinks
+    check.tensor("sinks", sinks)
+    check.has_dtype("sinks", sinks, torch.float32, "natural logarithms, like logits")
+    check.has_shape("sinks", sinks, (options.num_qo_heads,), "[num_heads], one logit per head")
+    check.on_device("sinks", sinks, device)
+    if not sinks.is_contiguous():
+        raise ValueError(f"sinks has strides {tuple(sinks.stride())}; must be contiguous")
+    return sinks

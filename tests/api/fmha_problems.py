@@ -1,0 +1,258 @@
+"""Problems for trtllm_fmha_v2_prefill: random ones over its options, in every layout, with NaN in
+all memory that no request owns, and the answer of the float64 oracle."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+
+import torch
+from preflash.testing import compare
+from preflash.testing.comparison import FLOAT32_ROUNDOFF, LSE_SLACK, logit_roundings
+from preflash.testing.oracle import Expected, Pipeline, alibi_slopes, attend, concatenate
+
+E4M3 = torch.float8_e4m3fn
+DTYPES = (torch.float16, torch.bfloat16, E4M3)
+LAYOUTS = (
+    "PACKED_QKV",
+    "CONTIGUOUS_Q_KV",
+    "SEPARATE_Q_K_V",
+    "Q_PAGED_KV_NHD",
+    "Q_PAGED_KV_HND",
+)
+SPARE = 3  # rows before the first request and behind the last
+
+
+@dataclasses.dataclass(frozen=True)
+class FmhaCase:
+    """What is asked. In PACKED_QKV keys are as many as queries, and so are heads."""
+
+    qo_lens: tuple[int, ...]
+    kv_lens: tuple[int, ...]
+    layout: str = "SEPARATE_Q_K_V"
+    dtype: torch.dtype = torch.float16
+    out_dtype: torch.dtype | None = None
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 64
+    page_size: int = 16
+    pools_apart: bool = False
+    mask_mode: str = "causal"
+    window_left: int = -1
+    chunk: int = 0
+    soft_cap: float | None = None
+    alibi: bool = False
+    sinks: bool = False
+    stats: bool = False
+    bmm1: float = 0.125
+    bmm2: float = 1.0
+    brings_out: bool = False
+    spare_length: int = 0  # by which the longest lengths are exceeded
+    seed: int = 0
+
+    @property
+    def paged(self) -> bool:
+        return "PAGED" in self.layout
+
+    @property
+    def pipeline(self) -> Pipeline:
+        mode = self.mask_mode.lower()
+        sinks = torch.linspace(-2.0, 3.0, self.num_heads) if self.sinks else None
+        return Pipeline(
+            sm_scale=self.bmm1,
+            causal=mode != "padding",
+            window_left=self.window_left if mode == "sliding_window" else -1,
+            chunk_size=self.chunk if mode == "chunked" else 0,
+            soft_cap=self.soft_cap or 0.0,
+            out_scale=self.bmm2,
+            slopes=alibi_slopes(self.num_heads) if self.alibi else None,
+            bias_from_key_0=True,
+            sinks=sinks,
+        )
+
+
+def random_case(seed: int) -> FmhaCase:
+    rng = random.Random(f"fmha {seed}")
+    layout = rng.choice(LAYOUTS)
+    packed = layout == "PACKED_QKV"
+    qo_lens = tuple(rng.choice([0, 1, 3, 17, 64, 65, 130]) for _ in range(rng.randint(1, 4)))
+    longer = [0, 0, 1, 40, 128, 333]
+    kv_lens = qo_lens if packed else tuple(max(n + rng.choice(longer) - 20, 0) for n in qo_lens)
+    num_kv_heads = rng.choice([1, 2, 3])
+    mode = rng.choice(["causal", "sliding_window", "chunked", "padding"])
+    dtype = rng.choice(DTYPES)
+    return FmhaCase(
+        qo_lens=qo_lens,
+        kv_lens=kv_lens,
+        layout=layout,
+        dtype=dtype,
+        out_dtype=rng.choice([None, *DTYPES]),
+        num_heads=num_kv_heads * (1 if packed else rng.choice([1, 2, 5])),
+        num_kv_heads=num_kv_heads,
+        head_dim=rng.choice([64, 128, 48, 256]),
+        page_size=rng.choice([1, 5, 16, 64]),
+        pools_apart=rng.random() < 0.3,
+        mask_mode=rng.choice([mode, mode.upper()]),
+        window_left=rng.choice([-1, 0, 7, 100]),
+        chunk=rng.choice([1, 16, 64, 128]),
+        soft_cap=rng.choice([None, None, 0.0, 3.0, 30.0]),
+        alibi=rng.random() < 0.3,
+        sinks=rng.random() < 0.3,
+        stats=rng.random() < 0.6,
+        bmm1=rng.choice([0.125, 0.0884, 1.0, 0.01]),
+        bmm2=rng.choice([1.0, 0.5, -2.0]),
+        brings_out=rng.random() < 0.4,
+        spare_length=rng.choice([0, 0, 33]),
+        seed=seed,
+    )
+
+
+@dataclasses.dataclass
+class FmhaInputs:
+    case: FmhaCase
+    arguments: dict  # of the function
+    requests: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]  # dense q, k and v
+    qo_indptr: list[int]
+
+    def expected(self) -> Expected:
+        return concatenate([attend(*request, self.case.pipeline) for request in self.requests])
+
+    def of_requests(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows[self.qo_indptr[0] : self.qo_indptr[-1]]
+
+
+def _offsets(lengths: tuple[int, ...]) -> list[int]:
+    offsets = [SPARE]
+    for length in lengths:
+        offsets.append(offsets[-1] + length)
+    return offsets
+
+
+def _rows(tokens: int, owned: tuple[int, int], shape: tuple[int, ...], dtype, generator):
+    """[tokens, *shape], NaN outside the rows of requests."""
+    rows = torch.randn(tokens, *shape, generator=generator)
+    rows[: owned[0]] = math.nan
+    rows[owned[1] :] = math.nan
+    return rows.to(dtype)
+
+
+def build(case: FmhaCase, device: str = "cpu", lengths_on: str | None = None) -> FmhaInputs:
+    generator = torch.Generator().manual_seed(case.seed)
+    qo = _offsets(case.qo_lens)
+    kv = qo if case.layout == "PACKED_QKV" else _offsets(case.kv_lens)
+    heads, kv_heads, dim = case.num_heads, case.num_kv_heads, case.head_dim
+    tokens, kv_tokens = qo[-1] + SPARE, kv[-1] + SPARE
+    q = _rows(tokens, (qo[0], qo[-1]), (heads, dim), case.dtype, generator)
+    k, v = (_rows(kv_tokens, (kv[0], kv[-1]), (kv_heads, dim), case.dtype, generator) for _ in "kv")
+    requests = [
+        (q[qo[i] : qo[i + 1]], k[kv[i] : kv[i + 1]], v[kv[i] : kv[i + 1]])
+        for i in range(len(case.qo_lens))
+    ]
+    table = None
+    if case.layout == "PACKED_QKV":
+        qkv = torch.stack([q, k, v], 1).to(device)
+    elif case.layout == "CONTIGUOUS_Q_KV":
+        qkv = (q.to(device), torch.stack([k, v], 1).to(device))
+    elif case.layout == "SEPARATE_Q_K_V":
+        qkv = (q.to(device), k.to(device), v.to(device))
+    else:
+        cache, table = _pages(case, [request[1:] for request in requests], generator)
+        cache = cache.to(device)
+        qkv = (q.to(device), (cache[:, 0], cache[:, 1]) if case.pools_apart else cache)
+    where = lengths_on or device
+
+    def array(values):
+        return torch.tensor(values, dtype=torch.int32, device=where)
+
+    out = None
+    if case.brings_out:
+        out_dtype = case.out_dtype or case.dtype
+        out = torch.full((tokens, heads, dim), math.nan).to(out_dtype).to(device)
+    arguments = {
+        "qkv": qkv,
+        "input_layout": case.layout,
+        "workspace_buffer": torch.zeros(1 << 20, dtype=torch.uint8, device=device),
+        "seq_lens": array(case.kv_lens),
+        "max_q_len": max(case.qo_lens) + case.spare_length,
+        "max_kv_len": max(case.kv_lens) + (case.spare_length if table is None else 0),
+        "bmm1_scale": case.bmm1,
+        "bmm2_scale": case.bmm2,
+        "batch_size": len(case.qo_lens),
+        "cum_seq_lens_q": array(qo),
+        "cum_seq_lens_kv": array(kv),
+        "block_tables": None if table is None else table.to(where),
+        "out": out,
+        "out_dtype": case.out_dtype,
+        "sinks": [case.pipeline.sinks.to(device)] if case.sinks else None,
+        "pos_encoding_mode": "alibi" if case.alibi else None,
+        "logits_soft_cap_scale": case.soft_cap,
+        "mask_mode": case.mask_mode,
+        "window_left": case.window_left,
+        "chunked_attention_size": case.chunk,
+        "save_softmax_stats": case.stats,
+    }
+    return FmhaInputs(case, arguments, requests, qo)
+
+
+def _pages(case: FmhaCase, requests, generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """A pool whose unowned slots are NaN, and a table with no pages behind those of a request."""
+    size = case.page_size
+    counts = [-(-length // size) for length in case.kv_lens]
+    numbers = torch.randperm(sum(counts) + 2, generator=generator).tolist()
+    shape = (len(numbers), 2, size, case.num_kv_heads, case.head_dim)
+    pool = torch.full(shape, math.nan).to(case.dtype)
+    table = torch.full((len(counts), max([*counts, 1]) + 1), 2**30, dtype=torch.int32)
+    for i, (k, v) in enumerate(requests):
+        for page in range(counts[i]):
+            number = numbers.pop()
+            table[i, page] = number
+            rows = slice(page * size, min((page + 1) * size, case.kv_lens[i]))
+            # NOTE: torch indexes no 8-bit floats on every release: bytes are the same.
+            for plane, tensor in enumerate((k, v)):
+                pool[number, plane, : rows.stop - rows.start] = tensor[rows]
+    if case.layout.endswith("HND"):
+        pool = pool.transpose(2, 3).contiguous()
+    return pool, table
+
+
+def check_out(inputs: FmhaInputs, out: torch.Tensor, expected: Expected) -> None:
+    case = inputs.case
+    assert out.dtype == (case.out_dtype or case.dtype)
+    # 8 bits are multiplied in float16, of whose exponentials the weights are made.
+    p_dtype = torch.float16 if case.dtype == E4M3 else case.dtype
+    report = compare(
+        inputs.of_requests(out).cpu(),
+        None,
+        expected,
+        p_dtype=p_dtype,
+        soft_cap=case.soft_cap or 0.0,
+        logit_rounding=logit_roundings(case.head_dim),
+    )
+    report.check()
+
+
+def check_stats(inputs: FmhaInputs, stats: torch.Tensor, expected: Expected) -> None:
+    case = inputs.case
+    assert stats.dtype == torch.float32
+    assert stats.shape == (*out_rows(inputs), 2)
+    largest, total = inputs.of_requests(stats).cpu().double().unbind(-1)
+    scale = 1.0 if case.soft_cap else 1.0 / case.bmm1
+    scale /= math.sqrt(case.head_dim)
+    wanted = expected.largest * scale
+    assert torch.equal(largest == -math.inf, expected.empty)
+    assert (total[expected.empty] == 0).all()
+    error = FLOAT32_ROUNDOFF * (
+        logit_roundings(case.head_dim) * expected.logit_bound
+        + 8 * (case.soft_cap or 0.0)
+        + 4 * expected.bias_bound
+    )
+    keeps = ~expected.empty
+    off = (largest - wanted).abs()[keeps]
+    assert (off <= (error * scale)[keeps] + 2.0**-20 * (wanted.abs()[keeps] + scale)).all()
+    off = (total / expected.total - 1.0).abs()[keeps]
+    assert (off <= 2 * error[keeps] + LSE_SLACK).all()
+
+
+def out_rows(inputs: FmhaInputs) -> tuple[int, int]:
+    return (inputs.qo_indptr[-1] + SPARE, inputs.case.num_heads)

@@ -1,0 +1,317 @@
+"""trtllm_fmha_v2_prefill against the float64 oracle, over its options."""
+
+import dataclasses
+import math
+
+import preflash
+import pytest
+import torch
+from fmha_problems import (
+    E4M3,
+    LAYOUTS,
+    SPARE,
+    FmhaCase,
+    build,
+    check_out,
+    check_stats,
+    random_case,
+)
+
+attention = preflash.trtllm_fmha_v2_prefill
+CASE = FmhaCase((33, 5, 0, 70), (40, 90, 7, 70), stats=True)
+LENGTHS = ["host", "device"]
+
+
+def verify(case: FmhaCase, target, lengths="device"):
+    """One call, checked; returns what it returned."""
+    where = "cpu" if lengths == "host" else target.device
+    inputs = build(case, target.device, where)
+    result = attention(**inputs.arguments, backend=target.backend)
+    out, stats = result if case.stats else (result, None)
+    expected = inputs.expected()
+    check_out(inputs, out, expected)
+    if case.stats:
+        check_stats(inputs, stats, expected)
+    if case.brings_out:
+        assert out is inputs.arguments["out"]
+        # Rows that no request has are as they were.
+        assert out[:SPARE].float().isnan().all()
+        assert out[-SPARE:].float().isnan().all()
+    return result
+
+
+@pytest.mark.parametrize("seed", range(120))
+def test_random_problems(target, seed):
+    verify(random_case(seed), target, LENGTHS[seed % 2])
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout(target, layout, lengths):
+    case = dataclasses.replace(CASE, layout=layout)
+    if layout == "PACKED_QKV":
+        case = dataclasses.replace(case, kv_lens=case.qo_lens, num_kv_heads=case.num_heads)
+    verify(case, target, lengths)
+
+
+@pytest.mark.parametrize("mode", ["causal", "Sliding_Window", "CHUNKED", "padding"])
+@pytest.mark.parametrize("page_size", [1, 16, 24])
+def test_every_mask_with_past_keys(target, mode, page_size):
+    case = FmhaCase(
+        (130, 1, 64), (515, 300, 64), "Q_PAGED_KV_HND", page_size=page_size, mask_mode=mode,
+        window_left=70, chunk=128, stats=True,
+    )  # fmt: skip
+    verify(case, target)
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 32, 64, 128, 1 << 30])
+def test_chunks_against_their_definition(target, chunk):
+    """Past keys move the chunks of a request's rows: they count positions, not rows."""
+    case = FmhaCase((97, 200), (230, 201), mask_mode="chunked", chunk=chunk, head_dim=128)
+    verify(case, target)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, E4M3])
+@pytest.mark.parametrize("out_dtype", [None, torch.float16, torch.bfloat16, E4M3])
+def test_every_pair_of_dtypes(target, dtype, out_dtype):
+    verify(dataclasses.replace(CASE, dtype=dtype, out_dtype=out_dtype, bmm2=3.0), target)
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp16", "bf16", "bfloat16", "float8_e4m3fn"])
+def test_names_of_dtypes(name):
+    inputs = build(CASE)
+    out, _ = attention(**inputs.arguments | {"out_dtype": name})
+    wanted = {"fp8": E4M3, "fp16": torch.float16, "bf16": torch.bfloat16}
+    assert out.dtype == wanted.get(name, getattr(torch, name, None))
+
+
+@pytest.mark.parametrize("alibi", [False, True])
+@pytest.mark.parametrize("soft_cap", [None, 2.0])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_statistics_leave_sinks_out(target, alibi, soft_cap, sinks):
+    case = dataclasses.replace(CASE, alibi=alibi, soft_cap=soft_cap, sinks=sinks)
+    verify(dataclasses.replace(case, kv_lens=(600, 90, 7, 70)), target)
+
+
+def test_statistics_are_the_lse(target):
+    """max + ln(sum), at bmm1_scale = 1 / sqrt(head_dim)."""
+    case = dataclasses.replace(CASE, bmm1=1 / math.sqrt(CASE.head_dim), kv_lens=(400, 90, 7, 300))
+    _, stats = verify(case, target)
+    inputs = build(case)
+    largest, total = inputs.of_requests(stats).cpu().double().unbind(-1)
+    expected = inputs.expected()
+    lse = (largest + total.log())[~expected.empty]
+    assert torch.allclose(lse / math.log(2.0), expected.lse[~expected.empty], atol=2e-4)
+
+
+def test_maxima_that_grow_by_little(target):
+    """References that follow the maximum lazily would be told in its place: keys in order of their
+    logits, either way, each tile's a little larger than the last one's."""
+    for order in (1.0, -1.0):
+        case = FmhaCase((64,), (900,), head_dim=64, mask_mode="padding", bmm1=1.0, stats=True)
+        inputs = build(case, target.device)
+        _, k, _ = inputs.arguments["qkv"]
+        q = inputs.arguments["qkv"][0]
+        ramp = torch.linspace(-3.0, 3.0, 900) * order
+        q[SPARE : SPARE + 64] = 0.0
+        k[SPARE : SPARE + 900] = 0.0
+        q[SPARE : SPARE + 64, :, 0] = 1.0
+        k[SPARE : SPARE + 900, :, 0] = ramp.to(k.dtype)[:, None].to(k.device)
+        _, stats = attention(**inputs.arguments, backend=target.backend)
+        largest, total = inputs.of_requests(stats).cpu().double().unbind(-1)
+        kept = ramp.half().double()
+        assert (largest * 8.0 == kept.max()).all()
+        wanted = (kept - kept.max()).exp().sum()
+        assert torch.allclose(total, wanted.expand_as(total), rtol=1e-5)
+
+
+@pytest.mark.parametrize("pools_apart", [False, True])
+def test_pools_of_their_own(target, pools_apart):
+    for layout in LAYOUTS[3:]:
+        verify(dataclasses.replace(CASE, layout=layout, pools_apart=pools_apart), target)
+    inputs = build(dataclasses.replace(CASE, layout=layout), target.device)
+    q, cache = inputs.arguments["qkv"]
+    whole = attention(**inputs.arguments, backend=target.backend)
+    three = attention(
+        **inputs.arguments | {"qkv": (q, cache[:, 0], cache[:, 1])}, backend=target.backend
+    )
+    for one, other in zip(whole, three, strict=True):
+        assert torch.equal(inputs.of_requests(one), inputs.of_requests(other))
+
+
+def test_values_of_another_head_dim(target):
+    case = FmhaCase((40, 3), (70, 90), head_dim=192, bmm1=192**-0.5)
+    inputs = build(case, target.device)
+    q, k, v = inputs.arguments["qkv"]
+    inputs.arguments["qkv"] = (q, k, v[..., :128])
+    inputs.requests = [(a, b, c[..., :128]) for a, b, c in inputs.requests]
+    out = attention(**inputs.arguments, backend=target.backend)
+    check_out(inputs, out, inputs.expected())
+
+
+def test_scales_in_tensors(target):
+    inputs = build(CASE, target.device)
+    plain = attention(**inputs.arguments, backend=target.backend)
+    for name in ("bmm1_scale", "bmm2_scale"):
+        value = torch.tensor([inputs.arguments[name]], device=target.device)
+        inputs.arguments[name] = value
+    again = attention(**inputs.arguments, backend=target.backend)
+    for one, other in zip(plain, again, strict=True):
+        assert torch.equal(inputs.of_requests(one), inputs.of_requests(other))
+
+
+def test_options_of_other_modes_have_no_effect(target):
+    """window_left and chunked_attention_size, as they are documented."""
+    inputs = build(dataclasses.replace(CASE, stats=False), target.device)
+    plain = attention(**inputs.arguments, backend=target.backend)
+    others = {"window_left": 3, "chunked_attention_size": 16}
+    again = attention(**inputs.arguments | others, backend=target.backend)
+    assert torch.equal(inputs.of_requests(plain), inputs.of_requests(again))
+
+
+def test_an_empty_batch(target):
+    arguments = build(CASE, target.device).arguments
+    none = torch.zeros(0, dtype=torch.int32, device=target.device)
+    zero = torch.zeros(1, dtype=torch.int32, device=target.device)
+    empty = {"batch_size": 0, "seq_lens": none, "cum_seq_lens_q": zero, "cum_seq_lens_kv": zero}
+    out, stats = attention(**arguments | empty, backend=target.backend)
+    assert out.shape[0] == stats.shape[0] == arguments["qkv"][0].shape[0]
+
+
+def test_a_short_workspace_splits_less(target):
+    """Split keys merge through the workspace; one of no bytes leaves them whole."""
+    case = FmhaCase((1,), (5000,), num_heads=2, num_kv_heads=1, mask_mode="padding")
+    for size in (0, 1 << 20):
+        inputs = build(case, target.device, "cpu")
+        inputs.arguments["workspace_buffer"] = torch.full(
+            (size,), 255, dtype=torch.uint8, device=target.device
+        )
+        out = attention(**inputs.arguments, backend=target.backend)
+        check_out(inputs, out, inputs.expected())
+
+
+# --- skipping ------------------------------------------------------------------
+
+FACTOR = "skip_softmax_threshold_scale_factor"
+MIDDLE = slice(SPARE + 512, SPARE + 1280)  # clear of the boundaries, whatever a tile is
+
+
+def decaying(target, dtype=torch.float16, head_dim=128, kv_len=2048):
+    """A long prompt of which the keys of the middle have logits 20 below those at both ends: in
+    whichever order tiles are computed, the first ones are not of the middle."""
+    case = FmhaCase((200,), (kv_len,), dtype=dtype, head_dim=head_dim, bmm1=1.0)
+    inputs = build(case, target.device)
+    q, k, _ = inputs.arguments["qkv"]
+    rows, keys = slice(SPARE, SPARE + 200), slice(SPARE, SPARE + kv_len)
+    for tensor, span in ((q, rows), (k, keys)):
+        tensor[span] = tensor[span] * 0.1
+    q[rows, :, 0] = 4.0
+    k[keys, :, 0] = 0.0
+    k[SPARE + 256 : SPARE + 1536, :, 0] = -5.0
+    inputs.requests = [
+        tuple(
+            t[s].cpu()
+            for t, s in zip((q, k, inputs.arguments["qkv"][2]), (rows, keys, keys), strict=True)
+        )
+    ]
+    return inputs
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_tiles_without_weight_are_left_out(target, dtype, head_dim):
+    """They are not even looked at: NaN among their values reaches nothing. All others count."""
+    inputs = decaying(target, dtype, head_dim)
+    expected = inputs.expected()
+    inputs.arguments["qkv"][2][MIDDLE] = math.nan
+    skipped = attention(**inputs.arguments | {FACTOR: 1.0}, backend=target.backend)
+    check_out(inputs, skipped, expected)
+    everything = attention(**inputs.arguments, backend=target.backend)
+    assert inputs.of_requests(everything).float().isnan().all()
+
+
+def test_a_small_factor_leaves_out_nothing(target):
+    inputs = decaying(target)
+    dense = attention(**inputs.arguments, backend=target.backend)
+    kept = attention(**inputs.arguments | {FACTOR: 1e-12}, backend=target.backend)
+    assert torch.allclose(
+        inputs.of_requests(dense).float(), inputs.of_requests(kept).float(), rtol=1e-2, atol=1e-3
+    )
+    inputs.arguments["qkv"][2][MIDDLE] = math.nan
+    kept = attention(**inputs.arguments | {FACTOR: 1e-12}, backend=target.backend)
+    assert inputs.of_requests(kept).float().isnan().all()
+
+
+@pytest.mark.parametrize("factor", [1e-3, 500.0, 1e9])
+@pytest.mark.parametrize("mode", ["causal", "sliding_window", "chunked", "padding"])
+def test_what_is_left_out_is_bounded(target, factor, mode):
+    """A tile that raises a row's maximum stays whatever the factor; what goes has, in each row, at
+    most min(f / kv_len, 1) of the weight of its largest key, times its keys."""
+    case = FmhaCase(
+        (190, 1, 64), (600, 300, 64), head_dim=64, mask_mode=mode, window_left=150, chunk=256
+    )
+    inputs = build(case, target.device)
+    out = attention(**inputs.arguments | {FACTOR: factor}, backend=target.backend)
+    expected = inputs.expected()
+    assert inputs.of_requests(out).isfinite().all()
+    if factor < 1:
+        check_out(inputs, out, expected)
+    values = max(float(v.abs().max()) for _, _, v in inputs.requests)
+    assert float(inputs.of_requests(out).abs().max()) <= values * 1.01
+
+
+def test_every_row_of_a_tile_must_agree(target):
+    """One row in which a tile has weight keeps it for all."""
+    inputs = decaying(target)
+    q = inputs.arguments["qkv"][0]
+    # Row 70 turns around: the middle has all of its weight.
+    q[SPARE + 70, :, 0] = -4.0
+    inputs.requests = [(q[SPARE : SPARE + 200].cpu(), *inputs.requests[0][1:])]
+    out = attention(**inputs.arguments | {FACTOR: 1.0}, backend=target.backend)
+    check_out(inputs, out, inputs.expected())
+
+
+# --- lengths on a GPU ----------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["fa2", "fa3"])
+@pytest.mark.parametrize("layout", ["SEPARATE_Q_K_V", "Q_PAGED_KV_NHD"])
+def test_a_graph_replays_other_lengths(backend, layout):
+    """Lengths and pages are read on the device: a captured call computes what they hold then."""
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    case = dataclasses.replace(CASE, layout=layout, stats=False)
+    inputs = build(case, "cuda")
+    other = build(
+        dataclasses.replace(case, qo_lens=(5, 33, 70, 0), kv_lens=(90, 40, 70, 7)), "cuda"
+    )
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        attention(**inputs.arguments, backend=backend)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            out = attention(**inputs.arguments, backend=backend)
+        graph.replay()
+        check_out(inputs, out, inputs.expected())
+        for name in ("seq_lens", "cum_seq_lens_q", "cum_seq_lens_kv", "block_tables"):
+            if inputs.arguments[name] is not None:
+                inputs.arguments[name].copy_(other.arguments[name])
+        for mine, theirs in zip(inputs.arguments["qkv"], other.arguments["qkv"], strict=True):
+            mine.copy_(theirs)
+        graph.replay()
+        check_out(other, out, other.expected())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["fa2", "fa3"])
+def test_the_host_does_not_wait(backend):
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    inputs = build(CASE, "cuda")
+    attention(**inputs.arguments, backend=backend)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        attention(**inputs.arguments, backend=backend)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
