@@ -157,7 +157,7 @@ def test_excluded_variants_do_not_exist(matrix):
 
 def test_hopper_kernels_cover_every_head_dim_dtype_and_option(matrix):
     full = matrix.select("full", ["sm90"])
-    one = [v for v in full if v.segments == "one"]
+    one = [v for v in full if v.segments == "one" and v.sparsity == "dense"]
     found = [(v.q_dtype, v.head_dim, v.logits, v.position, v.mask, v.arrival) for v in one]
     heads = ("64", "128", "192x128", "256", "512")
     options = (("plain", "softcap"), ("none", "alibi"))
@@ -179,6 +179,18 @@ def test_hopper_kernels_cover_every_head_dim_dtype_and_option(matrix):
         assert producers in ((4, 8) if variant.arrival == "transformed" else (4,)), variant.id
         assert variant.tile.m % 64 == 0
         assert variant.tile.n % 16 == 0
+
+
+@pytest.mark.parametrize("family", ["sm80", "sm90"])
+def test_kernels_that_leave_tiles_out_are_the_plain_ones(matrix, family):
+    found = [v for v in matrix.select("full", [family]) if v.sparsity == "skipping"]
+    heads = ("64", "128", "192x128", "256")
+    assert sorted((v.q_dtype, v.head_dim) for v in found) == sorted(
+        itertools.product(("f16", "bf16"), heads)
+    )
+    for v in found:
+        rest = (v.tile_class, v.logits, v.position, v.mask, v.arrival)
+        assert rest == ("prefill", "plain", "none", "bounds", "direct")
 
 
 def test_tile_classes_differ_in_rows_alone(matrix):
@@ -218,7 +230,7 @@ def test_small_presets_cover_every_head_dim_and_dtype(matrix, preset):
 def test_ci_covers_every_axis_value_of_every_family(matrix):
     for family in matrix.families:
         everything, chosen = matrix.select("full", [family]), matrix.select("ci", [family])
-        for axis in ("logits", "mask", "arrival"):
+        for axis in ("logits", "mask", "arrival", "sparsity"):
             assert {getattr(v, axis) for v in chosen} == {getattr(v, axis) for v in everything}
 
 

@@ -16,6 +16,7 @@ BASE = {
     "position": "none",
     "mask": "bounds",
     "arrival": "direct",
+    "sparsity": "dense",
 }
 ENUMS = {
     "family": _core.Family,
@@ -26,6 +27,7 @@ ENUMS = {
     "position": _core.Position,
     "mask": _core.Mask,
     "arrival": _core.Arrival,
+    "sparsity": _core.Sparsity,
 }
 
 
