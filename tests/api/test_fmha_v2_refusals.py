@@ -290,9 +290,12 @@ def test_lengths_on_the_host_cannot_be_captured():
     if not torch.cuda.is_available():
         pytest.skip("no GPU")
     inputs = build(dataclasses.replace(SEPARATE, stats=False), "cuda", "cpu")
-    with pytest.raises(RuntimeError, match="seq_lens is on the CPU"):
-        with torch.cuda.graph(torch.cuda.CUDAGraph()):
-            attention(**inputs.arguments)
+    graph = torch.cuda.CUDAGraph()
+    with (
+        pytest.raises(RuntimeError, match="seq_lens is on the CPU"),
+        torch.cuda.graph(graph),
+    ):
+        attention(**inputs.arguments)
 
 
 @pytest.mark.gpu

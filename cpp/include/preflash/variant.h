@@ -92,6 +92,6 @@ struct KernelLibrary {
   ForwardLaunch launch_segments = nullptr;
 };
 
-inline constexpr int kKernelAbiVersion = 8;
+inline constexpr int kKernelAbiVersion = 9;
 
 }  // namespace preflash

@@ -96,7 +96,6 @@ class Pipeline:
     sm_scale: float
     causal: bool = False
     window_left: int = -1
-    chunk_size: int = 0
     soft_cap: float = 0.0
     out_scale: float = 1.0
     slopes: torch.Tensor | None = None  # [num_qo_heads], ALiBi
@@ -104,6 +103,7 @@ class Pipeline:
     sinks: torch.Tensor | None = None  # [num_qo_heads], natural logarithms
 
     scales: HeadScales = HeadScales()
+    chunk_size: int = 0
     bias_from_key_0: bool = False  # ALiBi's distances count from there, not from the row
 
     def of_heads(self, begin: int, end: int, group: int) -> Pipeline:
