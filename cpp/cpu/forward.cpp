@@ -113,6 +113,7 @@ class Item {
             std::int64_t{request_.qo_len} * params_.group_size - item.row_begin))) {}
 
   void run() {
+    if (num_rows_ <= 0) return;  // the plan was made for longer requests (RequestLengths)
     const KeySpan chunk = chunk_of(item_, request_);
     const RowSpan span = rows_.tokens(0, num_rows_);
     const TileRange tiles =
@@ -297,8 +298,7 @@ class Item {
     // NOTE: a row that kept nothing may hold 0 * NaN from its neighbours' keys.
     if (empty) std::fill_n(o, params_.head_dim_vo, 0.0f);
     const float scale = empty ? 1.0f : out_scale() / sum;
-    const PartialLse lse = row_lse(segment_, scratch_.row_max[row], sum,
-                                   left_out_of_logits(row));
+    const PartialLse lse = row_lse(segment_, scratch_.row_max[row], sum, left_out_of_logits(row));
     if (item_.partial_row == WorkItem::kFinal) {
       write_final(row, o, scale, lse);
       return;

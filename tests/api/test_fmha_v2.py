@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import types
 
 import preflash
 import pytest
@@ -16,6 +17,7 @@ from fmha_problems import (
     check_stats,
     random_case,
 )
+from preflash import _fmha_lengths
 
 attention = preflash.trtllm_fmha_v2_prefill
 CASE = FmhaCase((33, 5, 0, 70), (40, 90, 7, 70), stats=True)
@@ -43,6 +45,19 @@ def verify(case: FmhaCase, target, lengths="device"):
 @pytest.mark.parametrize("seed", range(120))
 def test_random_problems(target, seed):
     verify(random_case(seed), target, LENGTHS[seed % 2])
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_plans_for_the_longest_requests(monkeypatch, seed):
+    """What lengths on a GPU do, on the CPU: a plan for the most that there may be is kept, and each
+    call replaces its lengths and pages."""
+    monkeypatch.setattr(_fmha_lengths.FmhaLengths, "on_host", False)
+    case = dataclasses.replace(random_case(seed), spare_length=40)
+    cpu = types.SimpleNamespace(device="cpu", backend="cpu")
+    verify(case, cpu)
+    shorter = tuple(reversed(case.qo_lens))
+    kv_lens = shorter if case.layout == "PACKED_QKV" else tuple(reversed(case.kv_lens))
+    verify(dataclasses.replace(case, qo_lens=shorter, kv_lens=kv_lens), cpu)
 
 
 @pytest.mark.parametrize("lengths", LENGTHS)

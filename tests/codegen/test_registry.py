@@ -383,4 +383,4 @@ def test_the_library_directory_is_fixed_once_used():
 def test_a_place_without_a_plan_cannot_be_launched():
     place = _core.DevicePlan(_core.Uploader(-1), memory=0, capacity=0)
     with pytest.raises(RuntimeError, match="without a plan"):
-        _core.Launch(place, q=(1, 1, 1), k=(1,) * 5, v=(1,) * 5, o=(1, 1), lse=(0, 0))
+        _core.Launch(place, q=(1, 1, 1), k=(1,) * 5, v=(1,) * 5, o=(1, 1), lse=(0, 0, 1))
