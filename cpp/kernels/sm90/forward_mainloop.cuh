@@ -17,7 +17,8 @@
 // the next needs more: its LSE and normalizing factors are computed between 4 and 5 of the
 // transition's own step, everything else (struct Transition) in an earlier step.
 //
-// With mask bits a step finds out which tile the next one computes (kept_tiles.cuh).
+// With mask bits a step finds out which tile the next one computes (kept_tiles.cuh). A step whose
+// tile has no weight ends before 7, and the next one has no products of V (weightless_tiles.cuh).
 //
 // A warpgroup skips the tiles that none of its rows touches. After an item whose last tiles it
 // skips (as under a window), the item's last O and the next item's first S run by themselves.
@@ -262,16 +263,23 @@ struct ForwardMainloop {
   template <class Q, class Meanwhile>
   __device__ __forceinline__ void step(const Q& tSrQ, const Item& item, int tile,
                                        const Meanwhile& meanwhile) {
-    if constexpr (kTreatsAmid) {
-      multiply_and_treat(tSrQ, item);
-      meanwhile();
+    // NOTE: no product is in flight where the branches part or meet: wgmma would be serialized.
+    if (weightless.left_out) {
+      multiply_qk(tSrQ, meanwhile);
+      finish_scores(item, tile);
+      look_for_weight(item, tile);
     } else {
-      multiply(tSrQ, meanwhile);
+      if constexpr (kTreatsAmid) {
+        multiply_and_treat(tSrQ, item);
+        meanwhile();
+      } else {
+        multiply(tSrQ, meanwhile);
+      }
+      finish_scores(item, tile);
+      look_for_weight(item, tile);
+      finish_pv();
+      products.first_pv = GMMA::ScaleOut::One;
     }
-    finish_scores(item, tile);
-    weightless.look_at(products.rows_of_s(), warpgroup);
-    finish_pv();
-    products.first_pv = GMMA::ScaleOut::One;
     if (!weightless.left_out) make_p(item, tile);
   }
 
@@ -318,11 +326,16 @@ struct ForwardMainloop {
     issue_pv();
     order_barrier_arrive();
     meanwhile();
-    if (weightless.left_out) {
-      products.template wait_qk<0>();
-    } else {
-      products.template wait_qk<Traits::kSliced ? Traits::kSlicesV : 1>();
-    }
+    products.template wait_qk<Traits::kSliced ? Traits::kSlicesV : 1>();
+  }
+  // The same where the tile before has been left out: there is no P V.
+  template <class Q, class Meanwhile>
+  __device__ __forceinline__ void multiply_qk(const Q& tSrQ, const Meanwhile& meanwhile) {
+    issue_qk(tSrQ);
+    order_barrier_arrive();
+    skip_v();
+    meanwhile();
+    products.template wait_qk<0>();
   }
   // The last slice of K stays until S is complete; so do those of V for O.
   template <class Q>
@@ -348,11 +361,7 @@ struct ForwardMainloop {
       }
     } else {
       smem.barriers.v_full[v_read.index()].wait(v_read.phase());
-      if (weightless.left_out) {
-        __syncwarp();  // as in skip_v()
-      } else {
-        products.issue_pv(v_read.index());
-      }
+      products.issue_pv(v_read.index());
     }
   }
   __device__ __forceinline__ void release_k() {
@@ -445,6 +454,11 @@ struct ForwardMainloop {
     release_k();
     if (is_last(item, tile)) release(smem.barriers.q_empty[q_read.index()]);
     factors.apply(segment(item), products.rows_of_s());
+  }
+
+  // An item's last tile is computed: the transition to the next item has its P V.
+  __device__ __forceinline__ void look_for_weight(const Item& item, int tile) {
+    weightless.look_at(products.rows_of_s(), is_last(item, tile), warpgroup);
   }
 
   __device__ __forceinline__ void finish_pv() {

@@ -92,8 +92,8 @@ struct SpeculativeSoftmax : OnlineSoftmax<2> {
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) moves[r] = tile_sum[r] > max_sum;
     if (__any_sync(0xffffffffu, moves[0] || moves[1])) {
-      move(scores, shift, out, moves, scale_log2);
-      exponentiate(scores, shift, p, tile_sum, scale_log2);
+      bool moved = move(scores, shift, out, moves, scale_log2);
+      if (moved) exponentiate(scores, shift, p, tile_sum, scale_log2);
     }
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) sum[r] += tile_sum[r];
@@ -135,12 +135,14 @@ struct SpeculativeSoftmax : OnlineSoftmax<2> {
     settled = !__any_sync(0xffffffffu, missing);
   }
 
+  // Whether a reference of the warp has moved.
   template <class Scores, class Shift, class Out>
-  __device__ __forceinline__ void move(const Scores& scores, const Shift& shift, Out& out,
+  __device__ __forceinline__ bool move(const Scores& scores, const Shift& shift, Out& out,
                                        const bool (&moves)[kRows], float scale_log2) {
     using namespace cute;
     float tile_max[kRows];
     maxima(scores, shift, tile_max);
+    bool moved = false;
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
       unsigned quad = __ballot_sync(0xffffffffu, moves[r]) >> (threadIdx.x % 32 & ~3u) & 0xfu;
@@ -149,11 +151,13 @@ struct SpeculativeSoftmax : OnlineSoftmax<2> {
       float next = fmaxf(reference[r], tile_max[r]);
       float factor = exp2_approx(scaled_reference(reference[r], scale_log2) -
                                  scaled_reference(next, scale_log2));
+      moved |= next != reference[r];
       reference[r] = next;
       sum[r] *= factor;
       CUTE_UNROLL
       for (int c = 0; c < size<1>(out); ++c) out(r, c) *= factor;
     }
+    return __any_sync(0xffffffffu, moved);
   }
 
   template <class Scores, class Shift, class P>

@@ -26,7 +26,7 @@ __device__ __forceinline__ bool any_of_warpgroup(bool mine, int warpgroup) {
       : "=r"(any)
       : "r"(static_cast<int>(mine)), "r"(barrier), "n"(kWarpgroupThreads)
       : "memory");
-  return any != 0;
+  return warp_uniform(any) != 0;
 }
 
 template <class Traits>
@@ -44,12 +44,12 @@ struct WeightlessTiles {
     maxima.take(tile_max);
     left_out = false;
   }
-  // scores: masked.
+  // scores: masked. stays: whether the tile is computed in any case.
   template <class Scores>
-  __device__ __forceinline__ void look_at(const Scores& scores, int warpgroup) {
+  __device__ __forceinline__ void look_at(const Scores& scores, bool stays, int warpgroup) {
     float tile_max[2];
     SpeculativeSoftmax::maxima(scores, NoShift{}, tile_max);
-    left_out = !any_of_warpgroup(maxima.take(tile_max), warpgroup);
+    left_out = !any_of_warpgroup(maxima.take(tile_max) || stays, warpgroup);
   }
 };
 
@@ -61,7 +61,7 @@ struct EveryTile {
   template <class Scores>
   __device__ __forceinline__ static void begin(const ScoreCoordinates<Traits>&, const Scores&) {}
   template <class Scores>
-  __device__ __forceinline__ static void look_at(const Scores&, int) {}
+  __device__ __forceinline__ static void look_at(const Scores&, bool, int) {}
 };
 
 template <class Traits>
