@@ -82,7 +82,7 @@ ALLOWED_SPILLS = [
     AllowedSpill({"family": "sm80", "arrival": "transformed"}, 900, _IN_BRANCHES),
     AllowedSpill({"family": "sm80", "segments": "two", "mask": "bounds"}, 180, _OF_BOTH),
     AllowedSpill({"family": "sm80", "segments": "two", "mask": "custom"}, 440, _OF_BOTH),
-    AllowedSpill({"family": "sm90", "head_dim": "64"}, 28, _IN_GATHER),
+    AllowedSpill({"family": "sm90", "head_dim": "64"}, 32, _IN_GATHER),
     AllowedSpill(
         {"family": "sm90", "head_dim": "64", "position": "alibi"},
         60,
@@ -93,6 +93,7 @@ ALLOWED_SPILLS = [
     ),
     AllowedSpill({"family": "sm90", "head_dim": "256"}, 320, _BETWEEN_ITEMS),
     AllowedSpill({"family": "sm90", "head_dim": "256", "segments": "two"}, 400, _BETWEEN_ITEMS),
+    AllowedSpill({"family": "sm90", "sparsity": "skipping"}, 48, _BETWEEN_ITEMS),
     AllowedSpill({"family": "sm90", "arrival": "transformed"}, 560, _IN_TRANSFORM),
     AllowedSpill(
         {"family": "sm90", "head_dim": "256", "arrival": "transformed"}, 1200, _IN_TRANSFORM
