@@ -9,6 +9,7 @@ SIZES = "sizes"  # the type of an axis of integers: "128", or "192x128" for two 
 MATCHES = ("equal", "covers", "preferred", "library")
 OPERANDS = {"stored": "kStored", "computed": "kComputed"}
 OPTION_CHOICES = {"compiled": "kCompiled", "run_time": "kRunTime"}
+WIDENING = {"to_queries": "kToQueries", "to_float16": "kToFloat16"}
 TILE_ROWS = {"full": "kFull", "token_aligned": "kTokenAligned"}
 SCHEDULES = {"one_per_item": "kOnePerItem", "persistent": "kPersistent"}
 
@@ -32,6 +33,7 @@ class Family:
     highest_capability: int | None = None  # None: all later ones
     transformed_options: str = "compiled"
     segments: str = "compiled"
+    widening: str = "to_queries"
     item_keys: int = 0
     architecture: str = ""  # code of this one alone; "": of every architecture that is asked for
     compiled_for: str = ""  # its full name
@@ -154,6 +156,7 @@ def _checked_family(family: Family) -> Family:
     _one_of(f"{where} operands", family.operands, list(OPERANDS))
     _one_of(f"{where} transformed_options", family.transformed_options, list(OPTION_CHOICES))
     _one_of(f"{where} segments", family.segments, list(OPTION_CHOICES))
+    _one_of(f"{where} widening", family.widening, list(WIDENING))
     _one_of(f"{where} tile_rows", family.tile_rows, list(TILE_ROWS))
     _one_of(f"{where} schedule", family.schedule, list(SCHEDULES))
     if bool(family.architecture) != bool(family.compiled_for):

@@ -94,7 +94,7 @@ ALLOWED_SPILLS = [
     AllowedSpill({"family": "sm90", "head_dim": "256"}, 320, _BETWEEN_ITEMS),
     AllowedSpill({"family": "sm90", "head_dim": "256", "segments": "two"}, 400, _BETWEEN_ITEMS),
     AllowedSpill({"family": "sm90", "sparsity": "skipping"}, 48, _BETWEEN_ITEMS),
-    AllowedSpill({"family": "sm90", "arrival": "transformed"}, 560, _IN_TRANSFORM),
+    AllowedSpill({"family": "sm90", "arrival": "transformed"}, 900, _IN_TRANSFORM),
     AllowedSpill(
         {"family": "sm90", "head_dim": "256", "arrival": "transformed"}, 1200, _IN_TRANSFORM
     ),

@@ -339,6 +339,16 @@ def test_sm80_makes_float16_of_8_bit_queries(sm80_ids):
     assert _core.find_id(variant(family="sm80", **eight)) == kernel
 
 
+@pytest.mark.parametrize("kv_dtype", ["float8_e4m3fn", "float8_e5m2"])
+@pytest.mark.parametrize("q_dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("position", ["none", "rope"])
+def test_sm90_makes_float16_of_8_bit_keys_whatever_the_queries(q_dtype, kv_dtype, position):
+    if "sm90_f16_d128_transformed" not in compiled_ids("sm90"):
+        pytest.skip("sm90_f16_d128_transformed is not compiled in this build")
+    wanted = variant(family="sm90", q_dtype=q_dtype, kv_dtype=kv_dtype, position=position)
+    assert _core.find_id(wanted) == "sm90_f16_d128_transformed"
+
+
 def test_what_arrives_as_it_is_multiplied_is_not_transformed(sm80_ids):
     """A kernel with every option serves no launch that one without serves as well."""
     direct = variant(family="sm80", q_dtype="bfloat16", kv_dtype="bfloat16")

@@ -22,6 +22,12 @@ enum class OptionChoice : std::uint8_t {
   kRunTime    // one kernel has all of them, and serves launches without
 };
 
+// What keys and values of 8 bits become in kernels that multiply in one dtype.
+enum class Widening : std::uint8_t {
+  kToQueries,  // the dtype of the queries; float16 where they have 8 bits themselves
+  kToFloat16,
+};
+
 // How items reach CTAs.
 enum class Schedule : std::uint8_t {
   kAuto,        // the family's default
@@ -42,6 +48,7 @@ struct FamilyTraits {
   // In kernels that transform their operands: soft cap, bias and mask, or none.
   OptionChoice transformed_options = OptionChoice::kCompiled;
   OptionChoice segments = OptionChoice::kCompiled;  // of which a kernel takes items
+  Widening widening = Widening::kToQueries;
   TileRows tile_rows = TileRows::kFull;
   Schedule schedule = Schedule::kOnePerItem;  // never kAuto
   int item_keys = 0;  // an item costs as much as so many keys; 0: CostModel::kItem tiles

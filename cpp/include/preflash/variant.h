@@ -9,11 +9,13 @@ namespace preflash {
 
 struct ForwardParams;
 
-// What the matrix products of a kernel compute in, on tensors of these dtypes. 8 bits are exact in
+// What the matrix products of a kernel compute in, where keys have 8 bits. Those are exact in
 // either 16-bit dtype. Where the queries do not choose, that is float16: a tensor core multiplies
 // both equally fast, and the softmax's weights keep three bits more than bfloat16 has.
-constexpr DType product_dtype(DType q_dtype) {
-  return size_of(q_dtype) == 1 ? DType::kFloat16 : q_dtype;
+constexpr DType product_dtype(Family family, DType q_dtype) {
+  const bool queries_choose =
+      size_of(q_dtype) == 2 && traits_of(family).widening == Widening::kToQueries;
+  return queries_choose ? q_dtype : DType::kFloat16;
 }
 
 // What a kernel of the wanted family is compiled for, to serve a variant whose dtypes and position
@@ -24,7 +26,7 @@ constexpr Variant compiled_form(Variant wanted) {
   const bool queries_of_8_bits =
       wanted.q_dtype == DType::kFloat8E4M3 && wanted.kv_dtype == wanted.q_dtype;
   if (queries_of_8_bits || (size_of(wanted.q_dtype) == 2 && size_of(wanted.kv_dtype) == 1)) {
-    wanted.q_dtype = wanted.kv_dtype = product_dtype(wanted.q_dtype);
+    wanted.q_dtype = wanted.kv_dtype = product_dtype(wanted.family, wanted.q_dtype);
     wanted.arrival = Arrival::kTransformed;
   }
   if (wanted.position == Position::kRope) {

@@ -9,10 +9,21 @@
 
 namespace preflash::sm90 {
 
+// Arrivals that announce a tile of K or V. Where operands are transformed, one lane of each warp
+// that writes the tile arrives.
 template <class Traits>
-__device__ __forceinline__ void init_barriers(SharedStorage<Traits>& smem, bool gather) {
+__device__ __forceinline__ int arrivals_of_tile(const HopperSegment& segment, bool gather) {
+  if constexpr (Traits::kTransforms) {
+    return only_widens<Traits>(segment) ? kWarpgroupWarps : Traits::kProducerWarps;
+  }
+  return gather ? Traits::kProducerThreads : 1;
+}
+
+template <class Traits>
+__device__ __forceinline__ void init_barriers(const HopperSegment& segment,
+                                              SharedStorage<Traits>& smem, bool gather) {
   auto& barriers = smem.barriers;
-  int producers = gather ? Traits::kProducerThreads : 1;
+  int producers = arrivals_of_tile<Traits>(segment, gather);
   int loading_warps = gather ? Traits::kProducerWarps : Traits::kSliced ? kSliceLoaders : 2;
   for (int stage = 0; stage < Traits::kQStages; ++stage) {
     barriers.q_full[stage].init(1);
@@ -80,7 +91,7 @@ __global__ void __launch_bounds__(ForwardTraits<V>::kThreads, V::kTile.ctas_per_
     }
   }
   auto [begin, end] = items_of_cta<Traits>(params);
-  if (threadIdx.x == kWarpgroupThreads) init_barriers(smem, gather);
+  if (threadIdx.x == kWarpgroupThreads) init_barriers(params.segments[0], smem, gather);
   if constexpr (Traits::kTransforms) fill_rotary_tables(params.segments[0].rotary, smem);
   __syncthreads();
 

@@ -17,6 +17,7 @@
 #include "kernels/sm90/load_slices.cuh"
 #include "kernels/sm90/load_tma.cuh"
 #include "kernels/sm90/load_transformed.cuh"
+#include "kernels/sm90/load_widened.cuh"
 #include "kernels/sm90/work_items.cuh"
 
 namespace preflash::sm90 {
@@ -155,23 +156,41 @@ __device__ __forceinline__ void produce_gather(const ParamsOf<Traits>& params,
   rows.drain();
 }
 
-// The consumers load Q themselves (load_query.cuh); all else is as above.
-template <class Traits>
-__device__ __forceinline__ void produce_transformed(const ParamsOf<Traits>& params,
-                                                    SharedStorage<Traits>& smem, int begin,
-                                                    int end) {
+// Loads one CTA's share by a loader whose warps work on tiles alone; warp 0 also prepares the
+// items.
+template <class Traits, class Loader>
+__device__ __forceinline__ void load_items(const ParamsOf<Traits>& params,
+                                           SharedStorage<Traits>& smem, int begin, int end) {
   bool is_leader = cutlass::canonical_warp_idx_sync() == 0;
   ItemProducer<Traits> producer{params, smem, begin, end};
   ItemReader<Traits> items{smem};
-  TransformLoader<Traits> rows(params.segments[0], smem);
+  Loader loader(params.segments[0], smem);
   for (bool first = true;; first = false) {
     if (is_leader && !producer.done()) producer.announce();
     if (first) continue;
     const ItemState* state = items.wait();
     if (state == nullptr) break;
-    rows.load_item(*state);
+    loader.load_item(*state);
     items.release();
   }
+}
+
+// The consumers load Q themselves (load_query.cuh); all else is as above.
+template <class Traits>
+__device__ __forceinline__ void produce_transformed(const ParamsOf<Traits>& params,
+                                                    SharedStorage<Traits>& smem, int begin,
+                                                    int end) {
+  if constexpr (Traits::kWidens && Traits::kProducers == 2) {
+    if (only_widens<Traits>(params.segments[0])) {
+      if (threadIdx.x < kWarpgroupThreads) {
+        load_items<Traits, WideningLoader<Traits, Operand::kK>>(params, smem, begin, end);
+      } else {
+        load_items<Traits, WideningLoader<Traits, Operand::kV>>(params, smem, begin, end);
+      }
+      return;
+    }
+  }
+  load_items<Traits, TransformLoader<Traits>>(params, smem, begin, end);
 }
 
 }  // namespace preflash::sm90

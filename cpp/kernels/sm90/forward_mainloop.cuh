@@ -453,7 +453,7 @@ struct ForwardMainloop {
   __device__ __forceinline__ void accept_scores(const Item& item, int tile) {
     release_k();
     if (is_last(item, tile)) release(smem.barriers.q_empty[q_read.index()]);
-    factors.apply(segment(item), products.rows_of_s());
+    factors.apply(products.rows_of_s());
   }
 
   // An item's last tile is computed: the transition to the next item has its P V.
@@ -489,7 +489,7 @@ struct ForwardMainloop {
   __device__ __forceinline__ void start_scores(const Item& item) {
     Coordinates of_item = coordinates(item, item.own.begin);
     bias = ScoreBias<Traits>::of(of_item);
-    factors = ScoreFactors<Traits>::of(of_item);
+    factors = ScoreFactors<Traits>::of(of_item, smem);
   }
   __device__ __forceinline__ TileMask first_mask(const Item& item) const {
     int tile = item.own.end - 1;

@@ -312,35 +312,35 @@ struct NoBias {
   __device__ __forceinline__ static NoShift missing(const Coordinates&) { return {}; }
 };
 
-// What per-head factors of 8-bit queries and keys make of the raw scores of one item's rows.
+// What per-head factors of 8-bit queries and keys make of the raw scores of one item's rows, and
+// the powers of two of rows of Q that were narrowed.
 template <class Traits>
 struct HeadFactors {
   using Coordinates = ScoreCoordinates<Traits>;
 
   float row[Coordinates::kRows];
 
-  __device__ __forceinline__ static bool given(const HopperSegment& params) {
-    return params.extras.scale_q != nullptr || params.extras.scale_k != nullptr;
-  }
-  __device__ __forceinline__ static HeadFactors of(const Coordinates& coordinates) {
+  __device__ __forceinline__ static HeadFactors of(const Coordinates& coordinates,
+                                                   const SharedStorage<Traits>& smem) {
     const RunExtras& extras = coordinates.params.extras;
-    HeadFactors factors = {1.0f, 1.0f};
-    if (!given(coordinates.params)) return factors;
+    bool narrowed = Traits::narrows_query(coordinates.params.q_dtype);
     float of_k = 1.0f;
     if (extras.scale_k != nullptr) of_k = __ldg(extras.scale_k + coordinates.state.item.kv_head);
+    HeadFactors factors;
     CUTE_UNROLL
     for (int r = 0; r < Coordinates::kRows; ++r) {
       factors.row[r] = of_k;
       if (extras.scale_q != nullptr) {
         factors.row[r] *= __ldg(extras.scale_q + coordinates.head(r));
       }
+      if (narrowed) factors.row[r] *= smem.query_scale[coordinates.row(r)];
     }
     return factors;
   }
 
   template <class Scores>
-  __device__ __forceinline__ void apply(const HopperSegment& params, Scores&& scores) const {
-    if (!given(params)) return;
+  __device__ __forceinline__ void apply(Scores&& scores) const {
+    if (!__any_sync(0xffffffffu, row[0] != 1.0f || row[1] != 1.0f)) return;
     CUTE_UNROLL
     for (int c = 0; c < size<1>(scores); ++c) {
       CUTE_UNROLL
@@ -351,9 +351,12 @@ struct HeadFactors {
 
 template <class Traits>
 struct NoHeadFactors {
-  __device__ __forceinline__ static NoHeadFactors of(const ScoreCoordinates<Traits>&) { return {}; }
+  __device__ __forceinline__ static NoHeadFactors of(const ScoreCoordinates<Traits>&,
+                                                     const SharedStorage<Traits>&) {
+    return {};
+  }
   template <class Scores>
-  __device__ __forceinline__ static void apply(const HopperSegment&, Scores&&) {}
+  __device__ __forceinline__ static void apply(Scores&&) {}
 };
 
 template <class Traits>

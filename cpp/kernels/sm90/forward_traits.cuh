@@ -46,6 +46,16 @@ struct ForwardTraits {
   static_assert(kSegments == 1 || kVariant.mask == Mask::kBounds,
                 "a segment without mask bits has none to announce tiles by");
 
+  // Whether 8 bits become this kernel's dtype.
+  static constexpr bool kWidens =
+      kTransforms && (kVariant.q_dtype == DType::kFloat16 ||
+                      traits_of(kVariant.family).widening == Widening::kToQueries);
+  // Whether queries of q_dtype do not fit the range of the products' dtype: a row of theirs then
+  // has a power of two of its own (load_query.cuh).
+  __host__ __device__ static constexpr bool narrows_query(DType q_dtype) {
+    return kTransforms && kVariant.q_dtype == DType::kFloat16 && q_dtype == DType::kBFloat16;
+  }
+
   using ElementQ = Element<kVariant.q_dtype>;
   using ElementKv = Element<kVariant.kv_dtype>;  // as K and V are multiplied
   using ElementP = ElementQ;                     // what the softmax rounds P to
@@ -280,6 +290,7 @@ struct TransformStorage<Traits, true> {
   alignas(128) unsigned char raw[Traits::kRawBytes];
   std::uint64_t frequency[Traits::kPairs];  // RotaryFrequencies
   Rotation row_step[Traits::kPairs];        // from a key to the next that the same lane rotates
+  float query_scale[Traits::kTileM];        // of each row's scores, where Q is narrowed
 };
 
 // K and V in shared memory: whole tiles of each, or slices of both in the order in which the

@@ -2,6 +2,8 @@
 // item from memory, widens and rotates them, and writes them where its products read them.
 #pragma once
 
+#include <bit>
+
 #include "kernels/sm90/forward_transform.cuh"
 
 namespace preflash::sm90 {
@@ -10,6 +12,7 @@ template <class Traits>
 struct QueryLoader {
   static constexpr DType kTo = Traits::kVariant.q_dtype;
   static constexpr int kUnits = Traits::kPairs / kLanePairs;  // of one row
+  static constexpr int kLanes = std::bit_ceil(unsigned{kUnits});
 
   const HopperSegment& params;
   SharedStorage<Traits>& smem;
@@ -34,8 +37,10 @@ struct QueryLoader {
   __device__ __forceinline__ void run() const {
     // Every warp's products with the rows of the last item are complete.
     sync();
-    if (params.q_dtype == DType::kFloat8E4M3) {
+    if (Traits::kWidens && params.q_dtype == DType::kFloat8E4M3) {
       load_rows<DType::kFloat8E4M3>();
+    } else if (Traits::narrows_query(params.q_dtype)) {
+      load_rows<DType::kBFloat16>();
     } else {
       load_rows<kTo>();
     }
@@ -59,43 +64,65 @@ struct QueryLoader {
 
   template <DType kFrom>
   __device__ __forceinline__ void load_rows() const {
-    static_assert(kWarpgroupRows * kUnits % kWarpgroupThreads == 0);
+    constexpr int kRowsAtOnce = kWarpgroupThreads / kLanes;
+    static_assert(kWarpgroupRows % kRowsAtOnce == 0);
 #pragma unroll 2
-    for (int i = thread; i < kWarpgroupRows * kUnits; i += kWarpgroupThreads) {
-      int row = warpgroup * kWarpgroupRows + i / kUnits;
-      if (row < state.num_rows) load_unit<kFrom>(row, i % kUnits);
+    for (int i = thread / kLanes; i < kWarpgroupRows; i += kRowsAtOnce) {
+      load_unit<kFrom>(warpgroup * kWarpgroupRows + i, thread % kLanes);
     }
   }
 
-  // Four pairs of dimensions of one row.
+  // Four pairs of dimensions of one row. All lanes of a row come here, whether it exists or not.
   template <DType kFrom>
   __device__ __forceinline__ void load_unit(int row, int unit) const {
-    const unsigned char* source = row_of(row);
     PairColumns columns = PairColumns::of(unit, params.head_dim_qk);
     FourFloats low = {}, high = {};
-    if (columns.low < params.head_dim_qk) {
+    if (row < state.num_rows && columns.low < params.head_dim_qk) {
+      const unsigned char* source = row_of(row);
       low = load<kFrom>(source + columns.low * size_of(kFrom));
       high = load<kFrom>(source + columns.high * size_of(kFrom));
     }
-    if (params.position == Position::kRope) {
+    if (params.position == Position::kRope && unit < kUnits) {
       int token = unpack_row(params, state.item.row_begin + row).token;
       int position = state.request.kv_len - state.request.qo_len + token;
       LaneAngles::at(position, smem.frequency + unit * kLanePairs).rotate(low, high);
     }
+    // NOTE: sm_scale <= 0 is applied through Q's sign (LogitsParams).
+    low.multiply(params.logits.q_factor);
+    high.multiply(params.logits.q_factor);
+    if constexpr (kFrom == DType::kBFloat16 && kTo == DType::kFloat16) {
+      float factor = range_factor(row_maximum(fmaxf(low.maximum(), high.maximum())));
+      low.multiply(factor);
+      high.multiply(factor);
+      if (unit == 0) smem.query_scale[row] = 1.0f / factor;
+    }
+    if (row >= state.num_rows || unit >= kUnits) return;
     store(low, row, columns.low);
     store(high, row, columns.high);
   }
+
+  __device__ __forceinline__ static float row_maximum(float x) {
+    CUTE_UNROLL
+    for (int lanes = kLanes / 2; lanes > 0; lanes /= 2) {
+      x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, lanes));
+    }
+    return x;
+  }
+  // The power of two that brings a row of bfloat16 into float16's range: 1 where its largest
+  // element lies in [2^-4, 2^15), and what it takes to bring that below 2^15 otherwise. What
+  // float16 then rounds is less than 2^-21 of the largest. The scores are divided by it
+  // (HeadFactors).
+  __device__ __forceinline__ static float range_factor(float maximum) {
+    if (maximum == 0.0f || (maximum >= 0x1p-4f && maximum < 0x1p15f)) return 1.0f;
+    int exponent = static_cast<int>(__float_as_uint(maximum) >> 23) - 127;  // 128: inf
+    return __uint_as_float(static_cast<unsigned>(127 + min(14 - exponent, 126)) << 23);
+  }
+
   template <DType kFrom>
   __device__ __forceinline__ static FourFloats load(const unsigned char* source) {
     return FourFloats::of<kFrom>(__ldg(reinterpret_cast<const FourStored<kFrom>*>(source)));
   }
-  // NOTE: sm_scale <= 0 is applied through Q's sign (LogitsParams).
-  __device__ __forceinline__ void store(FourFloats& four, int row, int column) const {
-    CUTE_UNROLL
-    for (float2& pair : four.pair) {
-      pair.x *= params.logits.q_factor;
-      pair.y *= params.logits.q_factor;
-    }
+  __device__ __forceinline__ void store(const FourFloats& four, int row, int column) const {
     auto* q = reinterpret_cast<unsigned char*>(smem.q);
     four.store<kTo>(q + swizzled<Traits::kTileM>(row, column));
   }

@@ -35,26 +35,35 @@ struct TransformLoader {
   __device__ __forceinline__ void load_item(const ItemState& state) {
     item = ItemKeys::of(state);
     const int begin = warp_uniform(state.tiles.begin);
-    const int first = warp_uniform(state.tiles.end) - 1;
-    KeySlot slot = find_slot_of_lane(first);
-    KeySlot next = find_slot_of_lane(first - 1);
-    copy_k(slot, first, begin);
-    publish_k<0>(first, [&] { copy_k(next, first - 1, begin); });
-    copy_v(slot, first);
-    KeySlot after = find_slot_of_lane(first - 2);
-    for (int tile = first; tile > begin; --tile) {
+    const int end = warp_uniform(state.tiles.end);
+    KeySlot slot = find_slot_of_lane(end - 1);
+    KeySlot next = find_slot_of_lane(end - 2);
+    copy_k(slot, end - 1, begin);
+    cp_async_fence();
+#pragma unroll 1
+    for (int tile = end; tile >= begin; --tile) {
       KeySlot ahead = find_slot_of_lane(tile - 3);
-      publish_k<1>(tile - 1, [&] { copy_k(after, tile - 2, begin); });
-      publish_v<1>([&] { copy_v(next, tile - 1); });
-      next = after;
-      after = ahead;
+      if (tile > begin) {
+        publish_k(tile - 1, [&] { copy_k(next, tile - 2, begin); });
+      } else {
+        cp_async_fence();
+      }
+      auto copy_next = [&] { copy_v(slot, tile - 1, begin); };
+      if (tile < end) {
+        publish_v(copy_next);
+      } else {
+        copy_next();
+      }
+      slot = next;
+      next = ahead;
     }
-    publish_v<0>([] {});
   }
 
  private:
   __device__ __forceinline__ static int first_row() { return threadIdx.x / 32 * kWarpKeys; }
-  __device__ __forceinline__ bool stored_in_8_bits() const { return size_of(params.kv_dtype) == 1; }
+  __device__ __forceinline__ bool stored_in_8_bits() const {
+    return Traits::kWidens && size_of(params.kv_dtype) == 1;
+  }
   __device__ __forceinline__ unsigned char* raw_k() const { return smem.raw; }
   // NOTE: in 16 bits K takes the ring for itself.
   __device__ __forceinline__ unsigned char* raw_v() const {
@@ -88,35 +97,37 @@ struct TransformLoader {
     }
     cp_async_fence();
   }
-  __device__ __forceinline__ void copy_v(KeySlot slot, int tile) const {
-    if (stored_in_8_bits()) {
-      copy_rows<Traits::kHeadVo, 1, Place::kRaw>(slot, tile, params.v, params.head_dim_vo, raw_v());
-    } else {
-      smem.barriers.v_empty[v_write.index()].wait(v_write.phase() ^ 1);
-      copy_rows<Traits::kHeadVo, 2, Place::kTile>(slot, tile, params.v, params.head_dim_vo,
-                                                  v_tile());
+  __device__ __forceinline__ void copy_v(KeySlot slot, int tile, int begin) const {
+    if (tile >= begin) {
+      if (stored_in_8_bits()) {
+        copy_rows<Traits::kHeadVo, 1, Place::kRaw>(slot, tile, params.v, params.head_dim_vo,
+                                                   raw_v());
+      } else {
+        smem.barriers.v_empty[v_write.index()].wait(v_write.phase() ^ 1);
+        copy_rows<Traits::kHeadVo, 2, Place::kTile>(slot, tile, params.v, params.head_dim_vo,
+                                                    v_tile());
+      }
     }
     cp_async_fence();
   }
 
-  // Waits until but kPending of the warp's groups have arrived.
-  template <int kPending>
+  // Waits until all of the warp's groups but the last one have arrived.
   __device__ __forceinline__ static void await_rows() {
-    cp_async_wait<kPending>();
+    cp_async_wait<1>();
     __syncwarp();
   }
   // NOTE: the warp writes through the generic proxy and wgmma reads through the async one. Nor may
   // a lane's next copy overwrite what another one still reads.
   __device__ __forceinline__ static void announce(TransactionBarrier& full) {
     cutlass::arch::fence_view_async_shared();
-    full.arrive();
     __syncwarp();
+    if (lane_id() == 0) full.arrive();
   }
 
   // Publish a tile, and call copy_next() as soon as its part of the raw ring is free.
-  template <int kPending, class CopyNext>
+  template <class CopyNext>
   __device__ __forceinline__ void publish_k(int tile, const CopyNext& copy_next) {
-    await_rows<kPending>();
+    await_rows();
     RowTransform<Traits> rows{raw_k(), first_row()};
     auto await_tile = [&] { smem.barriers.k_empty[k_write.index()].wait(k_write.phase() ^ 1); };
     const bool rotates = !stored_in_8_bits() || params.position == Position::kRope;
@@ -142,9 +153,9 @@ struct TransformLoader {
       rows.template rotate<kE5M2>(smem, first_key, head_dim, k_tile());
     }
   }
-  template <int kPending, class CopyNext>
+  template <class CopyNext>
   __device__ __forceinline__ void publish_v(const CopyNext& copy_next) {
-    await_rows<kPending>();
+    await_rows();
     if (!stored_in_8_bits()) {
       announce(smem.barriers.v_full[v_write.index()]);
       v_write.advance();
@@ -174,37 +185,64 @@ struct TransformLoader {
   }
 
   enum class Place { kRaw, kTile };
+  enum class Rows { kWhole, kPartial };  // whether all are there, with all of their columns
 
   // Copies the warp's rows of a tile. What is no kept key's, or past head_dim, becomes zeros.
-  // NOTE: with 0 source bytes nothing is read; the address need not be mapped.
   template <int kHead, int kElementBytes, Place kPlace>
   __device__ __forceinline__ void copy_rows(KeySlot slot, int tile, const KvTensor& tensor,
+                                            int head_dim, unsigned char* target) const {
+    int first_key = tile * Traits::kTileN;
+    bool whole = first_key >= item.keys.begin && first_key + Traits::kTileN <= item.keys.end &&
+                 head_dim == kHead;
+    if (whole) {
+      copy_rows<kHead, kElementBytes, kPlace, Rows::kWhole>(slot, first_key, tensor, head_dim,
+                                                            target);
+    } else {
+      copy_rows<kHead, kElementBytes, kPlace, Rows::kPartial>(slot, first_key, tensor, head_dim,
+                                                              target);
+    }
+  }
+  template <int kHead, int kElementBytes, Place kPlace, Rows kRows>
+  __device__ __forceinline__ void copy_rows(KeySlot slot, int first_key, const KvTensor& tensor,
                                             int head_dim, unsigned char* target) const {
     constexpr int kRowBytes = kHead * kElementBytes;
     constexpr int kPieces = kRowBytes / kPieceBytes;
     constexpr int kLanes = kPieces % 8 == 0 ? 8 : 4;  // for one row
     constexpr int kRowsAtOnce = 32 / kLanes;
     static_assert(kPieces % kLanes == 0 && kWarpKeys % kRowsAtOnce == 0);
+    int lane_byte = lane_id() % kLanes * kPieceBytes;
     const auto* head = static_cast<const unsigned char*>(tensor.data) +
-                       item.kv_head * tensor.stride_head * kElementBytes;
+                       item.kv_head * tensor.stride_head * kElementBytes + lane_byte;
     std::int64_t lane_offset = slot_offset(tensor, slot) * kElementBytes;
-    int lane_piece = lane_id() % kLanes;
     CUTE_UNROLL
     for (int pass = 0; pass < kWarpKeys / kRowsAtOnce; ++pass) {
       int warp_row = pass * kRowsAtOnce + lane_id() / kLanes;
       const unsigned char* source = head + __shfl_sync(0xffffffffu, lane_offset, warp_row);
       int row = first_row() + warp_row;
-      int key = tile * Traits::kTileN + row;
+      int key = first_key + row;
       int bytes_left = key >= item.keys.begin && key < item.keys.end ? head_dim * kElementBytes : 0;
       CUTE_UNROLL
       for (int i = 0; i < kPieces / kLanes; ++i) {
-        int byte = (i * kLanes + lane_piece) * kPieceBytes;
-        int place = kPlace == Place::kRaw ? row * kRowBytes + byte
-                                          : swizzled<Traits::kTileN>(row, byte / 2);
-        copy_piece(target + place, source + byte, min(max(bytes_left - byte, 0), kPieceBytes));
+        int byte = i * kLanes * kPieceBytes;
+        int place = kPlace == Place::kRaw ? row * kRowBytes + lane_byte + byte
+                                          : swizzled<Traits::kTileN>(row, (lane_byte + byte) / 2);
+        if constexpr (kRows == Rows::kWhole) {
+          copy_piece(target + place, source + byte);
+        } else {
+          copy_piece(target + place, source + byte,
+                     min(max(bytes_left - lane_byte - byte, 0), kPieceBytes));
+        }
       }
     }
   }
+  __device__ __forceinline__ static void copy_piece(unsigned char* target,
+                                                    const unsigned char* source) {
+    asm volatile(
+        "cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(cast_smem_ptr_to_uint(target)),
+        "l"(source)
+        : "memory");
+  }
+  // NOTE: with 0 source bytes nothing is read; the address need not be mapped.
   __device__ __forceinline__ static void copy_piece(unsigned char* target,
                                                     const unsigned char* source, int bytes) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(

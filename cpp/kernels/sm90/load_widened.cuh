@@ -1,0 +1,216 @@
+// Loads of K and V whose elements have 8 bits, where RoPE has nothing to do: a warpgroup for each
+// operand. A warp has its rows of a tile for itself, in two parts, and a lane has its pieces of
+// them: it copies them from memory into the raw ring, reads them from there, and writes them to the
+// tile, widened. So nobody waits for anybody but for the buffer of the tile, and a part is on its
+// way while the other one is widened.
+#pragma once
+
+#include <cute/arch/copy_sm80.hpp>
+
+#include "kernels/common/widen.cuh"
+#include "kernels/sm90/forward_params.cuh"
+#include "kernels/sm90/forward_traits.cuh"
+#include "kernels/sm90/load_tma.cuh"
+
+namespace preflash::sm90 {
+
+// Whether tiles are loaded as below: run-time options decide, the same for the whole launch.
+template <class Traits>
+__device__ __forceinline__ bool only_widens(const HopperSegment& params) {
+  return Traits::kWidens && Traits::kProducers == 2 && size_of(params.kv_dtype) == 1 &&
+         params.position != Position::kRope;
+}
+
+// How the lanes of a warp share the rows of a tile: each takes pieces of 16 elements. Eight lanes
+// store together, 16 bytes each: four pieces of two neighbouring rows, which the swizzle spreads
+// over all banks.
+template <int kHead>
+struct WideningLanes {
+  static constexpr int kPiece = 16;
+  static constexpr int kBlocks = kHead / 64;
+  static constexpr int kRowsAtOnce = 8 / kBlocks;
+  static_assert(kBlocks == 1 || kBlocks == 2);
+
+  __device__ __forceinline__ static int row() {
+    return lane_id() / (8 * kBlocks) * 2 + lane_id() / 4 % 2;
+  }
+  __device__ __forceinline__ static int block() { return lane_id() / 8 % kBlocks; }
+  __device__ __forceinline__ static int column() { return lane_id() % 4 * kPiece; }  // of a block
+};
+
+template <class Traits, Operand kOperand>
+struct WideningLoader {
+  static constexpr int kHead = kOperand == Operand::kK ? Traits::kHeadQk : Traits::kHeadVo;
+  static constexpr int kWarpKeys = Traits::kTileN / kWarpgroupWarps;
+  using Lanes = WideningLanes<kHead>;
+  static constexpr int kParts = 2;
+  static constexpr int kPartRows = kWarpKeys / kParts;
+  static constexpr int kPasses = kPartRows / Lanes::kRowsAtOnce;  // of a part: pieces of a lane
+  static_assert(kWarpKeys <= 32, "a lane looks up the page of one row");
+  static_assert(kPartRows % 8 == 0 && kPasses * Lanes::kRowsAtOnce == kPartRows);
+
+  const HopperSegment& params;
+  SharedStorage<Traits>& smem;
+  ItemKeys item;
+  ProducerPipelineState<Traits::kStages> write;
+
+  __device__ __forceinline__ WideningLoader(const HopperSegment& params,
+                                            SharedStorage<Traits>& smem)
+      : params(params), smem(smem) {}
+
+  // A part of the next tile is requested as soon as this tile's has been read. Rows of the tile
+  // behind that are asked into the L2.
+  __device__ __forceinline__ void load_item(const ItemState& state) {
+    item = ItemKeys::of(state);
+    const int begin = warp_uniform(state.tiles.begin);
+    int tile = warp_uniform(state.tiles.end) - 1;
+    KeySlot slot = find_slot_of_lane(tile);
+    KeySlot next = find_slot_of_lane(tile - 1);
+    copy<0>(slot, tile, begin);
+    copy<1>(slot, tile, begin);
+#pragma unroll 1
+    for (; tile >= begin; --tile) {
+      KeySlot ahead = find_slot_of_lane(tile - 2);
+      publish([&](auto part) { copy<part>(next, tile - 1, begin); });
+      prefetch(ahead);
+      next = ahead;
+    }
+  }
+
+ private:
+  __device__ __forceinline__ static int warp() { return threadIdx.x / 32 % kWarpgroupWarps; }
+  __device__ __forceinline__ static int first_row() { return warp() * kWarpKeys; }
+  __device__ __forceinline__ const KvTensor& tensor() const {
+    return kOperand == Operand::kK ? params.k : params.v;
+  }
+  __device__ __forceinline__ int head_dim() const {
+    return kOperand == Operand::kK ? params.head_dim_qk : params.head_dim_vo;
+  }
+  __device__ __forceinline__ Barrier& empty() const {
+    return kOperand == Operand::kK ? smem.barriers.k_empty[write.index()]
+                                   : smem.barriers.v_empty[write.index()];
+  }
+  __device__ __forceinline__ TransactionBarrier& full() const {
+    return kOperand == Operand::kK ? smem.barriers.k_full[write.index()]
+                                   : smem.barriers.v_full[write.index()];
+  }
+  __device__ __forceinline__ unsigned char* buffer() const {
+    auto* tiles = kOperand == Operand::kK ? smem.k : smem.v;
+    return reinterpret_cast<unsigned char*>(tiles + write.index() * (Traits::kTileN * kHead));
+  }
+  // [part, pass, lane] of the warp's pieces, from this lane's first one on
+  __device__ __forceinline__ uint4* raw() const {
+    constexpr int kOffset = kOperand == Operand::kK ? 0 : Traits::kTileN * Traits::kHeadQk;
+    return reinterpret_cast<uint4*>(smem.raw + kOffset + first_row() * kHead) + lane_id();
+  }
+
+  // Of row lane_id() of the warp's. A row outside the item's keys gets the slot of a row inside:
+  // its address is valid, and nothing is read from it.
+  __device__ __forceinline__ KeySlot find_slot_of_lane(int tile) const {
+    int key = tile * Traits::kTileN + first_row() + lane_id();
+    return find_slot(params, item.kv_begin, max(min(key, item.keys.end - 1), item.keys.begin));
+  }
+  __device__ __forceinline__ const unsigned char* head() const {
+    return static_cast<const unsigned char*>(tensor().data) + item.kv_head * tensor().stride_head;
+  }
+  __device__ __forceinline__ void prefetch(KeySlot slot) const {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(head() + slot_offset(tensor(), slot)));
+  }
+
+  // Requests a part of a tile: a group, an empty one where there is no such tile.
+  template <int kPart>
+  __device__ __forceinline__ void copy(KeySlot slot, int tile, int begin) const {
+    if (tile >= begin) {
+      int first_key = tile * Traits::kTileN;
+      bool whole = first_key >= item.keys.begin && first_key + Traits::kTileN <= item.keys.end &&
+                   head_dim() == kHead;
+      if (whole) {
+        copy_rows<kPart, Rows::kWhole>(slot, first_key);
+      } else {
+        copy_rows<kPart, Rows::kPartial>(slot, first_key);
+      }
+    }
+    cp_async_fence();
+  }
+
+  enum class Rows { kWhole, kPartial };  // whether all are there, with all of their columns
+
+  // What is no kept key's, or past head_dim, becomes zeros.
+  template <int kPart, Rows kRows>
+  __device__ __forceinline__ void copy_rows(KeySlot slot, int first_key) const {
+    int column = Lanes::block() * 64 + Lanes::column();
+    const unsigned char* source = head() + column;
+    std::int64_t lane_offset = slot_offset(tensor(), slot);
+    std::uint32_t target = cast_smem_ptr_to_uint(raw());
+    CUTE_UNROLL
+    for (int pass = 0; pass < kPasses; ++pass) {
+      int row = kPart * kPartRows + pass * Lanes::kRowsAtOnce + Lanes::row();
+      const unsigned char* address = source + __shfl_sync(0xffffffffu, lane_offset, row);
+      int bytes = Lanes::kPiece;
+      if constexpr (kRows == Rows::kPartial) {
+        int key = first_key + first_row() + row;
+        bool kept = key >= item.keys.begin && key < item.keys.end;
+        bytes = kept ? min(max(head_dim() - column, 0), Lanes::kPiece) : 0;
+      }
+      // NOTE: with 0 source bytes nothing is read; the address need not be mapped.
+      asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(
+                       target + (kPart * kPasses + pass) * 32 * Lanes::kPiece),
+                   "l"(address), "r"(bytes)
+                   : "memory");
+    }
+  }
+
+  // Writes a tile, and calls copy_next(part) as soon as that part of the raw ring is free.
+  template <class CopyNext>
+  __device__ __forceinline__ void publish(const CopyNext& copy_next) {
+    empty().wait(write.phase() ^ 1);
+    write_part<0>(copy_next);
+    write_part<1>(copy_next);
+    // NOTE: the warp writes through the generic proxy and wgmma reads through the async one.
+    cutlass::arch::fence_view_async_shared();
+    __syncwarp();
+    if (lane_id() == 0) full().arrive();
+    write.advance();
+  }
+  template <int kPart, class CopyNext>
+  __device__ __forceinline__ void write_part(const CopyNext& copy_next) const {
+    cp_async_wait<kParts - 1>();
+    uint4 stored[kPasses];
+    CUTE_UNROLL
+    for (int pass = 0; pass < kPasses; ++pass) stored[pass] = raw()[(kPart * kPasses + pass) * 32];
+    copy_next(Int<kPart>{});
+    if (params.kv_dtype == DType::kFloat8E4M3) {
+      write_rows<kPart, DType::kFloat8E4M3>(stored);
+    } else {
+      write_rows<kPart, DType::kFloat8E5M2>(stored);
+    }
+  }
+  template <int kPart, DType kFrom>
+  __device__ __forceinline__ void write_rows(const uint4 (&stored)[kPasses]) const {
+    int lane_row = first_row() + Lanes::row();
+    unsigned char* rows = buffer() + (Lanes::block() * Traits::kTileN + lane_row) * kBlockRowBytes;
+    int piece = Lanes::column() / 8 ^ lane_row % 8;
+    CUTE_UNROLL
+    for (int pass = 0; pass < kPasses; ++pass) {
+      // NOTE: lane_row % 8 is below the rows of a pass, so that the swizzle follows from the first
+      // row's.
+      constexpr int kPassRows = Lanes::kRowsAtOnce;
+      int row = kPart * kPartRows + pass * kPassRows;
+      int turned = piece ^ row % 8;
+      unsigned char* target = rows + row * kBlockRowBytes;
+      store<kFrom>(target + turned * 16, stored[pass].x, stored[pass].y);
+      store<kFrom>(target + (turned ^ 1) * 16, stored[pass].z, stored[pass].w);
+    }
+  }
+  template <DType kFrom>
+  __device__ __forceinline__ static void store(unsigned char* target, std::uint32_t low,
+                                               std::uint32_t high) {
+    constexpr DType kTo = Traits::kVariant.kv_dtype;
+    FourElements first = widen<kFrom, kTo>(low);
+    FourElements second = widen<kFrom, kTo>(high);
+    *reinterpret_cast<uint4*>(target) =
+        make_uint4(first.pair[0], first.pair[1], second.pair[0], second.pair[1]);
+  }
+};
+
+}  // namespace preflash::sm90
