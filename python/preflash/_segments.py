@@ -24,6 +24,11 @@ from ._workspace import Workspace
 
 _LAUNCHES_KEPT = 64
 
+# Names of their own for what every run() asks.
+_jit_tracing = check.jit_is_tracing
+_grad_enabled = check.is_grad_enabled
+_forward_ad = check.forward_ad
+
 
 class SegmentRun(NamedTuple):
     """What one run brings for a segment."""
@@ -118,9 +123,12 @@ class PlannedSegments:
             bound, key = None, None  # no ordinary tensors: the checks say which argument it is
         if bound is None:
             bound = self._bind(key, runs)
-        for run in runs:
-            k, v = run.kv if isinstance(run.kv, (tuple, list)) else (run.kv, run.kv)
-            check.forward_only(run.q, k, v)
+        # As in _planned: what check.forward_only finds of an ordinary call.
+        if _jit_tracing() or _grad_enabled() or _forward_ad._current_level >= 0:
+            for run in runs:
+                kv = run.kv if isinstance(run.kv, (tuple, list)) else (run.kv,)
+                if _jit_tracing() or _forward_ad._current_level >= 0 or _differentiable(run.q, *kv):
+                    check.forward_only(run.q, *kv)
         results, arguments = [], []
         for run, checked, mask, expected in zip(
             runs, bound.segments, self._masks, self._expected, strict=True
@@ -254,6 +262,10 @@ def _kept(workspace: Workspace, place: Place, requests: Sequence[Request]) -> li
     for request in requests:
         kept += [Buffer(t) for t in (request.page_indices, request.mask) if t is not None]
     return kept
+
+
+def _differentiable(*tensors: torch.Tensor) -> bool:
+    return any(tensor.requires_grad for tensor in tensors)
 
 
 def _key(run: SegmentRun) -> tuple:

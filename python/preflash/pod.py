@@ -368,7 +368,8 @@ class PODWithPagedKVCacheWrapper(_Wrapper):
             NotImplementedError: no compiled kernel serves it, or it is recorded by torch.compile.
         """
         self._check_not_recorded()
-        check.nothing_more("run", args)
+        if args:
+            check.nothing_more("run", args)
         if use_fp16_qk_reduction is not False or enable_pdl is not None or causal_d is not False:
             check.permission("use_fp16_qk_reduction", use_fp16_qk_reduction)
             check.permission("enable_pdl", enable_pdl)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import random
 
 import preflash
 import pytest
@@ -59,7 +60,7 @@ PAIRS = {
         dataclasses.replace(one, dtype=torch.float8_e4m3fn) for one in (PREFILL, DECODE)
     ),
 }
-PLAIN = {"causal", "full", "masked", "one row", "window", "page 1", "page 7", "HND", "64", "256"}
+PLAIN = {"causal", "full", "masked", "one row", "window", "page 1", "page 7", "HND", "group 7"}
 each_pair = pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS)
 
 
@@ -607,3 +608,38 @@ def test_signatures():
         "rope_theta",
         "non_blocking",
     ]
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_random_pairs(target, seed):
+    """Any prefill beside any decode batch of the same heads."""
+    rng = random.Random(seed)
+    kv_heads = rng.choice([1, 2, 3])
+    shared = {
+        "num_qo_heads": kv_heads * rng.choice([1, 4, 5]),
+        "num_kv_heads": kv_heads,
+        "head_dim": rng.choice([64, 80, 128, 200]),
+        "dtype": rng.choice([torch.float16, torch.bfloat16]),
+    }
+    shared["layout"] = rng.choice(["NHD", "HND"])
+    prefill = Case(
+        "prefill",
+        (rng.choice([0, 1, 7, 65, 130, 200]),),
+        (rng.choice([0, 1, 64, 99, 300]),),
+        mask=rng.choice(list(MaskKind)),
+        window_left=rng.choice([-1, -1, 0, 50]),
+        **shared,
+    )
+    kv_lens = tuple(rng.choice([0, 1, 15, 64, 257, 1000]) for _ in range(rng.randrange(6)))
+    decode = Case(
+        "decode",
+        (1,) * len(kv_lens),
+        kv_lens,
+        page_size=rng.choice([1, 3, 8, 16, 64]),
+        window_left=rng.choice([-1, -1, 0, 100]),
+        **shared,
+    )
+    both = built((prefill, decode), target)
+    wrapper = made(target, decode)
+    plan(wrapper, both[1])
+    check_sides(both, run(wrapper, *both))
