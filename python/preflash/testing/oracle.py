@@ -193,7 +193,7 @@ def attend(
     x = x.masked_fill(~keep, -math.inf)
 
     top = x.amax(-1, keepdim=True) if kv_len else x.new_full((*x.shape[:-1], 1), -math.inf)
-    largest = top
+    largest_logit = top
     sum_of_keys = torch.exp(x - top.masked_fill(top == -math.inf, 0.0)).sum(-1, keepdim=True)
     sink = torch.full_like(top, -math.inf)
     if pipeline.sinks is not None:
@@ -225,7 +225,7 @@ def attend(
     return Expected(
         out=rows_first(out * pipeline.out_scale),
         lse=rows_first(lse).squeeze(-1),
-        largest=rows_first(largest).squeeze(-1),
+        largest=rows_first(largest_logit).squeeze(-1),
         total=rows_first(sum_of_keys).squeeze(-1),
         empty=rows_first(empty).squeeze(-1),
         spread=rows_first(spread * abs(pipeline.out_scale)),
