@@ -97,7 +97,7 @@ def checked(a: FmhaArguments) -> FmhaCall:
     workspace = check_buffer("workspace_buffer", a.workspace_buffer, device)
     options = _options(a, operands)
     bmm1 = check.scale("bmm1_scale", a.bmm1_scale)
-    check.logits_scale("bmm1_scale", bmm1, options.soft_cap)
+    check.logits_scale("bmm1_scale", bmm1, options)
     bmm2 = check.scale("bmm2_scale", a.bmm2_scale)
     sinks = _sinks(a.sinks, options, device)
     wants_stats = check.flag("save_softmax_stats", a.save_softmax_stats)

@@ -20,7 +20,7 @@ class Scales(NamedTuple):
 def softmax_scale(sm_scale: Scale, options: _core.AttentionOptions) -> float:
     if sm_scale is None:
         return 1.0 / math.sqrt(options.head_dim_qk)
-    return check.logits_scale("sm_scale", check.scale("sm_scale", sm_scale), options.soft_cap)
+    return check.logits_scale("sm_scale", check.scale("sm_scale", sm_scale), options)
 
 
 def folded_scales(sm_scale: float, given: GivenScales, options: _core.AttentionOptions) -> Scales:
@@ -29,5 +29,5 @@ def folded_scales(sm_scale: float, given: GivenScales, options: _core.AttentionO
         sm_scale *= check.scale("q_scale", q_scale)
     if k_scale is not None:
         sm_scale *= check.scale("k_scale", k_scale)
-    check.logits_scale("sm_scale * q_scale * k_scale", sm_scale, options.soft_cap)
+    check.logits_scale("sm_scale * q_scale * k_scale", sm_scale, options)
     return Scales(sm_scale, 1.0 if v_scale is None else check.scale("v_scale", v_scale))

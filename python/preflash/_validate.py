@@ -78,6 +78,9 @@ LARGEST_LOGITS_SCALE = 2.358e38
 # is off by 1e-6 with c=1e30, as without a cap, by 8e-4 with 1e34 and by 0.8 with 1e37. A larger
 # cap would change no logit below 1e25 anyway.
 LARGEST_SOFT_CAP = 1e30
+# The kernels add a bias of ALiBi to the product of q and k before the scale, divided by it: up to
+# 2^24 keys times a slope of 1, times 1e30, is 2e37.
+SMALLEST_BIASED_SCALE = 1e-30
 SMALLEST_SOFT_CAP = 1e-6
 LSE_SCALES = {"log2": 1.0, "ln": math.log(2.0)}
 LSE_LAYOUTS = ("NH", "HN")
@@ -153,17 +156,28 @@ def scale(name: str, value: Any) -> float:
     return real(name, value)
 
 
-def logits_scale(name: str, value: float, cap: float = 0.0) -> float:
-    """A factor of the logits as the kernels get it, with everything folded in; cap 0.0 is off."""
-    if not abs(value) <= LARGEST_LOGITS_SCALE:
+def logits_scale(name: str, value: float, options: _core.AttentionOptions | None = None) -> float:
+    """A factor of the logits as the kernels get it, with everything folded in; options: whose soft
+    cap and position encoding it meets, None for neither."""
+    size = abs(value)
+    if SMALLEST_BIASED_SCALE <= size <= 1.0:
+        return value
+    if not size <= LARGEST_LOGITS_SCALE:
         raise ValueError(
             f"{name}={value}: must be in [{-LARGEST_LOGITS_SCALE}, {LARGEST_LOGITS_SCALE}], so "
             "that it stays finite in float32 when it is multiplied by log2(e)"
         )
-    if cap > 0.0 and abs(value) > FLOAT32_MAX * cap:
+    cap = 0.0 if options is None else options.soft_cap
+    if cap > 0.0 and size > FLOAT32_MAX * cap:
         raise ValueError(
             f"{name}={value} with logits_soft_cap={cap:.7g}: "
             "their quotient must be finite in float32"
+        )
+    biased = options is not None and cap == 0.0 and options.position == _core.Position.alibi
+    if biased and 0.0 < size < SMALLEST_BIASED_SCALE:
+        raise ValueError(
+            f"{name}={value} with ALiBi: must be 0 or at least {SMALLEST_BIASED_SCALE} in size, so "
+            "that a bias divided by it stays finite in float32; 0 leaves the biases alone"
         )
     return value
 

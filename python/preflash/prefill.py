@@ -106,7 +106,7 @@ def single_prefill_with_kv_cache(
             RoPE may turn float16 keys beyond 46000 to infinity.
         allow_fp16_qk_reduction, use_fp16_qk_reduction: a permission; sums are float32 all the same.
         sm_scale: factor of the logits, 1/sqrt(head_dim) by default. With q_scale and k_scale
-            folded in, at most 2.358e38 in size.
+            folded in, at most 2.358e38 in size; with ALiBi 0 or at least 1e-30.
         window_left: how many keys left of the diagonal are kept; -1 is all.
         logits_soft_cap: c > 0 turns logits x into c * tanh(x / c), 1e-6 to 1e30; None or 0 is off.
         rope_scale, rope_theta: positive floats, 1 and 10000 by default; others with "ROPE_LLAMA"

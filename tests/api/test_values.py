@@ -8,6 +8,7 @@ import pytest
 import torch
 from preflash import _validate as check
 from preflash.testing import Case, MaskKind, build, reference, runner
+from preflash.testing.cases import Position
 
 HUGE = 10**400
 CASE = Case("values", (40,), (200,), 2, 1, 64, mask=MaskKind.CAUSAL)
@@ -67,9 +68,31 @@ def test_the_largest_logits_scale():
         assert check.logits_scale("sm_scale", value) == value
     for value in (2.36e38, -2.36e38, float("inf"), float("nan")):
         refusal(lambda value=value: check.logits_scale("sm_scale", value), "sm_scale")
-    assert check.logits_scale("sm_scale", 1e30, 1.0) == 1e30
-    message = refusal(lambda: check.logits_scale("sm_scale", 1e33, 1e-6), "sm_scale")
+
+
+def test_scales_beside_a_soft_cap():
+    q = k = v = torch.ones(2, 1, 64, device="cpu")
+    single = preflash.single_prefill_with_kv_cache
+    assert single(q, k, v, sm_scale=1e30, logits_soft_cap=1.0).isfinite().all()
+    message = refusal(lambda: single(q, k, v, sm_scale=1e33, logits_soft_cap=1e-6), "sm_scale")
     assert "logits_soft_cap" in message
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_scales_beside_alibi(target, sign):
+    """Biases are added before the scale: one divided by the smallest scale is finite."""
+    case = dataclasses.replace(CASE, position=Position.ALIBI)
+    inputs = build(case, device=target.device)
+    wrapper = runner.make_wrapper(case, backend=target.backend, device=target.device)
+    for value in (1e-38, 9e-31):
+        message = refusal(
+            lambda value=value: runner.plan(wrapper, inputs, sm_scale=sign * value), "sm_scale"
+        )
+        assert "ALiBi" in message
+    for value in (check.SMALLEST_BIASED_SCALE, 0.0):
+        runner.plan(wrapper, inputs, sm_scale=sign * value)
+        out, lse = runner.run(wrapper, inputs)
+        assert out.isfinite().all() and lse.isfinite().all()
 
 
 def test_sm_scale(target):
