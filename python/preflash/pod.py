@@ -22,116 +22,25 @@ from ._arguments import (
     DecodePlanArguments,
     GivenScales,
     KvCache,
-    PagedPlanArguments,
     Qkv,
     Result,
     Scale,
 )
 from ._arguments import SingleArguments as PrefillArguments
 from ._graph import check_captured
-from ._lengths import Lengths, single_lengths
+from ._lengths import single_lengths
 from ._masks import check_rows
 from ._options import single_options
 from ._outputs import Outputs, run_outputs
 from ._pipeline import Request
-from ._pod import SIDES, Asked, Joint, Joints, mask_of_run
+from ._pod import SIDES, Joints
+from ._pod_batch import BatchPODWithPagedKVCacheWrapper
+from ._pod_wrapper import PodWrapper
 from ._scales import Scales, folded_scales, softmax_scale
 from ._segments import SegmentRun, of_side
-from .decode import BatchDecodeWithPagedKVCacheWrapper, data_types
-from .prefill import BatchPrefillWithPagedKVCacheWrapper
+from .decode import BatchDecodeWithPagedKVCacheWrapper
 
 __all__ = ["BatchPODWithPagedKVCacheWrapper", "PODWithPagedKVCacheWrapper"]
-
-
-class _Wrapper:
-    """What both wrappers tell of themselves. `_decode` is the decode side alone: it owns the float
-    workspace, the buffers of graphs and the plan that every run() goes by."""
-
-    _decode: BatchPrefillWithPagedKVCacheWrapper
-    _joints: Joints
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError(
-            f"{type(self).__name__} holds device memory and cannot be pickled or copied; "
-            "construct another wrapper and plan it"
-        )
-
-    def end_forward(self) -> None:
-        """Does nothing; kept for callers of older releases."""
-
-    @property
-    def device(self) -> torch.device:
-        """Where the workspace and every tensor of run() are."""
-        return self._decode.device
-
-    @property
-    def is_cuda_graph_enabled(self) -> bool:
-        return self._decode.is_cuda_graph_enabled
-
-    @property
-    def variant(self) -> str | None:
-        """The id of the kernel of the last run(), or of both where they were two launches; before a
-        run() that of the decode side alone, before plan() None."""
-        last = self._joints.last
-        return self._decode.variant if last is None else last.launch.id
-
-    @property
-    def launches(self) -> int | None:
-        """How many the last run() was: 1, or 2 where no kernel takes both sides; None before."""
-        last = self._joints.last
-        return None if last is None else last.launch.launches
-
-    @property
-    def _backend(self) -> str:
-        last = self._joints.last
-        return self._decode._backend if last is None else last.launch.backend.name
-
-    @property
-    def _window_left(self) -> int:
-        return self._decode._window_left
-
-    @property
-    def _logits_soft_cap(self) -> float:
-        return self._decode._logits_soft_cap
-
-    @property
-    def _sm_scale(self) -> float | None:
-        return self._decode._sm_scale
-
-    @property
-    def _kv_layout(self) -> str:
-        return self._decode._kv_layout
-
-    def __repr__(self) -> str:
-        name, decode = type(self).__name__, self._decode
-        where = f"kv_layout={decode._kv_layout!r}, device='{self.device}'"
-        if decode._state.planned is None:
-            return f"{name}(backend={decode._requested_backend!r}, {where}, not planned)"
-        last = self._joints.last
-        launches = "no run yet" if last is None else f"launches={last.launch.launches}"
-        return (
-            f"{name}(backend={self._backend!r}{decode._requested_backend.override}, "
-            f"variant={self.variant!r}, {launches}, {where})"
-        )
-
-    def _asked(self, of: object, planned: Any, prefill: Request) -> Asked:
-        """planned: the decode side."""
-        request = planned.asked.request
-        return Asked(of, prefill, planned.primary, request, self._decode._state.workspace)
-
-    def _mask(
-        self, dense: torch.Tensor | None, packed: torch.Tensor | None, request: Request
-    ) -> torch.Tensor:
-        """The prefill side's mask of one run."""
-        with of_side(SIDES[0]):
-            return mask_of_run(dense, packed, request, self._decode._state.workspace.device_stream)
-
-    def _check_not_recorded(self) -> None:
-        if check.traced():
-            raise NotImplementedError(
-                f"{type(self).__name__}.run() cannot be recorded by torch.compile, torch.export or "
-                "make_fx; call it outside, or use the prefill and the decode wrapper, which can"
-            )
 
 
 class _SingleRun(NamedTuple):
@@ -160,7 +69,7 @@ class _DecodeOptions(NamedTuple):
 _NO_OPTIONS = _DecodeOptions()
 
 
-class PODWithPagedKVCacheWrapper(_Wrapper):
+class PODWithPagedKVCacheWrapper(PodWrapper):
     """One prefill beside a batch of decode requests over a paged KV cache.
 
     plan() looks at the decode batch. run() brings a prefill of one request beside it; its lengths
@@ -507,223 +416,3 @@ def _key(given: _SingleRun) -> tuple:
     # 1, 1.0 and True are equal, but not all of them are accepted.
     kinds = tuple(map(type, given.arguments))
     return (q.shape, k.shape, v.shape, q.dtype, k.dtype, q.device, given.arguments, kinds)
-
-
-class _BothPlanned(NamedTuple):
-    """What plan() of a wrapper of batches leaves behind."""
-
-    prefill: Any  # _wrapper._Asked, without causal and mask: those are of run()
-    decode: Any  # _wrapper._Planned
-
-
-class BatchPODWithPagedKVCacheWrapper(_Wrapper):
-    """A batch of prefills beside a batch of decode requests, both over paged KV caches.
-
-    plan() looks at the lengths of both, and its options hold for both; `causal_p` and the masks of
-    run() are the prefills'. What they ask for is planned when it is first seen. When both sides are
-    one launch, PODWithPagedKVCacheWrapper tells; the decode side may have any number of queries.
-
-    Args:
-        float_workspace_buffer, kv_layout, backend: as in PODWithPagedKVCacheWrapper; kv_layout is
-            that of both caches.
-
-    Raises:
-        TypeError, ValueError: an argument is wrong.
-        NotImplementedError: backend="cudnn".
-    """
-
-    def __init__(
-        self,
-        float_workspace_buffer: torch.Tensor,
-        kv_layout: str = "NHD",
-        *,
-        backend: str = "auto",
-    ) -> None:
-        both = [
-            BatchPrefillWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout, backend=backend)
-            for _ in SIDES
-        ]
-        self._prefill, self._decode = both
-        self._joints = Joints(self._decode._requested_backend)
-        self._both: _BothPlanned | None = None
-
-    def plan(
-        self,
-        qo_indptr_p: torch.Tensor,
-        kv_indptr_p: torch.Tensor,
-        kv_indices_p: torch.Tensor,
-        last_page_len_p: torch.Tensor,
-        qo_indptr_d: torch.Tensor,
-        kv_indptr_d: torch.Tensor,
-        kv_indices_d: torch.Tensor,
-        last_page_len_d: torch.Tensor,
-        num_qo_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        page_size: int,
-        pos_encoding_mode: str = "NONE",
-        window_left: int = -1,
-        q_data_type: str | torch.dtype | None = "float16",
-        kv_data_type: str | torch.dtype | None = None,
-        data_type: str | torch.dtype | None = None,
-        sm_scale: Scale = None,
-        rope_scale: float | None = None,
-        rope_theta: float | None = None,
-        non_blocking: bool = True,
-    ) -> None:
-        """Plans both sides.
-
-        Args:
-            qo_indptr_p, kv_indptr_p, kv_indices_p, last_page_len_p: of the prefills, as in
-                BatchPrefillWithPagedKVCacheWrapper.plan().
-            qo_indptr_d, kv_indptr_d, kv_indices_d, last_page_len_d: of the decode requests.
-            data_type: deprecated, as in BatchDecodeWithPagedKVCacheWrapper.plan().
-            The others are those of BatchPrefillWithPagedKVCacheWrapper.plan(), for both sides.
-
-        Raises:
-            TypeError, ValueError: an argument is wrong, or a workspace too small.
-            NotImplementedError: no compiled kernel serves it, or it is recorded by torch.compile.
-            The wrapper keeps the plan it had.
-        """
-        q_data_type, kv_data_type = data_types(q_data_type, kv_data_type, data_type)
-        prefill, decode = (
-            self._decode._paged_arguments(
-                *arrays,
-                num_qo_heads,
-                num_kv_heads,
-                head_dim,
-                page_size,
-                pos_encoding_mode=pos_encoding_mode,
-                window_left=window_left,
-                q_data_type=q_data_type,
-                kv_data_type=kv_data_type,
-                sm_scale=sm_scale,
-                rope_scale=rope_scale,
-                rope_theta=rope_theta,
-                non_blocking=non_blocking,
-            )
-            for arrays in (
-                (qo_indptr_p, kv_indptr_p, kv_indices_p, last_page_len_p),
-                (qo_indptr_d, kv_indptr_d, kv_indices_d, last_page_len_d),
-            )
-        )
-        self._plan(prefill, decode)
-
-    begin_forward = plan
-
-    @check.eager
-    def _plan(self, prefill: PagedPlanArguments, decode: PagedPlanArguments) -> None:
-        with of_side(SIDES[0]):
-            drafted_p = self._prefill._drafted(prefill)
-        with of_side(SIDES[1]):
-            drafted_d = self._decode._drafted(decode)
-        self._decode._install(drafted_d)
-        self._both = _BothPlanned(drafted_p.asked, self._decode._planned())
-        self._joints.forget(self._decode._state.workspace)
-
-    def reset_workspace_buffer(
-        self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor
-    ) -> None:
-        """As in PODWithPagedKVCacheWrapper."""
-        self._decode.reset_workspace_buffer(float_workspace_buffer, int_workspace_buffer)
-        self._joints.forget(self._decode._state.workspace)
-        if self._both is not None:
-            self._both = self._both._replace(decode=self._decode._planned())
-
-    def run(
-        self,
-        q_p: torch.Tensor,
-        paged_kv_cache_p: KvCache,
-        q_d: torch.Tensor,
-        paged_kv_cache_d: KvCache,
-        custom_mask_p: torch.Tensor | None = None,
-        packed_custom_mask_p: torch.Tensor | None = None,
-        causal_p: bool = False,
-        q_scale: Scale = None,
-        k_scale: Scale = None,
-        v_scale: Scale = None,
-        return_lse: bool = False,
-        use_fp16_qk_reduction: bool = False,
-        enable_pdl: bool | None = None,
-        *,
-        out_p: torch.Tensor | None = None,
-        lse_p: torch.Tensor | None = None,
-        out_d: torch.Tensor | None = None,
-        lse_d: torch.Tensor | None = None,
-        lse_base: str = "log2",
-        lse_layout: str = "NH",
-    ) -> tuple[Result, Result]:
-        """Computes one layer of both planned batches on the current stream.
-
-        Args:
-            q_p: [at least qo_indptr_p[-1], num_qo_heads, head_dim].
-            q_d: [at least qo_indptr_d[-1], num_qo_heads, head_dim].
-            paged_kv_cache_p, paged_kv_cache_d: as in BatchPrefillWithPagedKVCacheWrapper.run().
-            custom_mask_p, packed_custom_mask_p, causal_p: of the prefills, as in
-                BatchPrefillWithPagedKVCacheWrapper.plan().
-            q_scale, k_scale, v_scale: of the decode side; floats or one-element tensors.
-            return_lse: also return the log-sum-exp of both sides.
-            use_fp16_qk_reduction, enable_pdl: permissions.
-            out_p, lse_p, out_d, lse_d, lse_base, lse_layout: as in single_prefill_with_kv_cache.
-
-        Returns:
-            (out_p, out_d), or ((out_p, lse_p), (out_d, lse_d)) with return_lse.
-
-        Raises:
-            TypeError, ValueError: not planned, or a tensor is not what was planned. Nothing is
-            launched.
-            NotImplementedError: no compiled kernel serves it, or it is recorded by torch.compile.
-        """
-        self._check_not_recorded()
-        if use_fp16_qk_reduction is not False or enable_pdl is not None:
-            check.permission("use_fp16_qk_reduction", use_fp16_qk_reduction)
-            check.permission("enable_pdl", enable_pdl)
-        outputs_p = run_outputs(out_p, lse_p, return_lse, lse_base, lse_layout)
-        outputs_d = run_outputs(out_d, lse_d, return_lse, lse_base, lse_layout)
-        mask = (custom_mask_p, packed_custom_mask_p)
-        causal = check.flag("causal_p", causal_p)
-        both, joint = self._joint(causal, custom_mask_p is not None or mask[1] is not None)
-        decode = both.decode
-        scales_d = decode.scales
-        if q_scale is not None or k_scale is not None or v_scale is not None:
-            given = GivenScales(q_scale, k_scale, v_scale)
-            scales_d = folded_scales(scales_d.logits, given, decode.asked.request.options)
-        packed = None
-        if joint.prefill.options.mask == _core.Mask.custom:
-            packed = self._mask(*mask, joint.prefill)
-        runs = [
-            SegmentRun(q_p, paged_kv_cache_p, both.prefill.scales, outputs_p, mask=packed),
-            SegmentRun(q_d, paged_kv_cache_d, scales_d, outputs_d),
-        ]
-        return self._joints.run(_key_of(causal, joint), joint, runs)
-
-    forward = run
-
-    @check.eager
-    def _joint(self, causal: bool, masked: bool) -> tuple[_BothPlanned, Joint]:
-        both = self._both
-        if both is None:
-            self._decode._planned()  # says what is missing
-        key = (causal, masked)
-        joint = self._joints.find(key, both)
-        if joint is None:
-            request = both.prefill.request
-            options = request.options.replace(
-                causal=causal and not masked,
-                mask=_core.Mask.custom if masked else _core.Mask.bounds,
-            )
-            batch, pages = request.lengths
-            lengths = Lengths(batch.with_mask() if masked else batch, pages)
-            request = request._replace(options=options, lengths=lengths)
-            joint = self._joints.make(key, self._asked(both, both.decode, request))
-        return both, joint
-
-    def run_return_lse(self, *args: Any, **kwargs: Any) -> tuple[Result, Result]:
-        """run() with return_lse=True."""
-        return self.run(*args, **{"return_lse": True, **kwargs})
-
-    forward_return_lse = run_return_lse
-
-
-def _key_of(causal: bool, joint: Joint) -> tuple[bool, bool]:
-    return (causal, joint.prefill.options.mask == _core.Mask.custom)
