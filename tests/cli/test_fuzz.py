@@ -4,6 +4,7 @@ commands find it again, and find nothing once it is gone."""
 import re
 import shlex
 
+import preflash
 import pytest
 import torch
 from preflash import cli
@@ -238,6 +239,25 @@ def test_a_command_line_that_passes(capsys):
     assert "all good" in out
 
 
+def test_problems_of_the_fmha_call(monkeypatch, capsys):
+    call = ["--call", "trtllm_fmha_v2_prefill"]
+    assert cli.main(["check", "--backend", "cpu", *call, "--fuzz", "5", "--seed", "8:40"]) == 0
+    assert "cpu on cpu: 5 passed, 0 failed" in capsys.readouterr().out
+
+    def halved(**arguments):
+        result = preflash.prefill.trtllm_fmha_v2_prefill(**arguments)
+        out, *stats = result if isinstance(result, tuple) else (result,)
+        return (out * 0.5, *stats) if stats else out * 0.5
+
+    monkeypatch.setattr(preflash, "trtllm_fmha_v2_prefill", halved)
+    assert cli.main(["check", "--backend", "cpu", *call, "--fuzz", "9", "--seed", "8:40"]) == 1
+    printed = capsys.readouterr().out
+    assert "outside their bound" in printed
+    again = commands(printed)[0]
+    assert again[:5] == ["check", "--backend", "cpu", *call]
+    assert cli.main(again) == 1
+
+
 def test_problems_that_no_kernel_serves_are_no_success(monkeypatch, capsys):
     verdict = fuzz.fuzz.Verdict(not_compiled="head_dim 512 is not compiled")
     monkeypatch.setattr(fuzz.fuzz, "examine", lambda problem, **place: verdict)
@@ -255,6 +275,7 @@ def test_problems_that_no_kernel_serves_are_no_success(monkeypatch, capsys):
         (["--problem", "qo_lens=1"], "--problem"),
         (["--problem", "qo_lens=1 kv_lens=2", "--fuzz", "1"], "one of them"),
         (["--seed", "4"], "--seed"),
+        (["--call", "trtllm_fmha_v2_prefill"], "--call"),
     ],
 )
 def test_what_makes_no_sense_is_refused(capsys, arguments, message):

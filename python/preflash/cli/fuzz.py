@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
-from ..testing import fuzz, problems
+from ..testing import fmha_problems, fuzz, problems
 from ..testing.cases import Limits
+from ..testing.fmha_problems import FmhaCase
 from ..testing.problems import Problem
 from . import CommandError
 from .console import Progress
@@ -23,11 +24,16 @@ _WORK = 2e7
 _MOST_FAILURES = 5
 
 
+# What --call names: the single functions and the batch wrappers, or the function of that name.
+_WRAPPERS = "wrappers"
+_FMHA_V2 = "trtllm_fmha_v2_prefill"
+
+
 @dataclass(frozen=True)
 class Asked:
     """A problem, and the arguments of `check` that ask for it."""
 
-    problem: Problem
+    problem: Problem | FmhaCase
     arguments: str
 
 
@@ -59,6 +65,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seed", metavar="S", help="with --fuzz: S, or S:I to begin with problem I"
     )
+    parser.add_argument(
+        "--call",
+        choices=[_WRAPPERS, _FMHA_V2],
+        default=_WRAPPERS,
+        help="with --fuzz: what the problems are for; the single functions and batch wrappers",
+    )
     parser.add_argument("--problem", metavar="TEXT", help="instead: a problem that --fuzz printed")
 
 
@@ -66,6 +78,8 @@ def asked_for(args: argparse.Namespace) -> bool:
     """Whether the arguments ask for problems of this module."""
     if args.fuzz is None and args.seed is not None:
         raise CommandError(f"--seed {args.seed}: it is for --fuzz; the self-test has no seed")
+    if args.fuzz is None and args.call != _WRAPPERS:
+        raise CommandError(f"--call {args.call}: it is for --fuzz")
     return args.fuzz is not None or args.problem is not None
 
 
@@ -103,10 +117,18 @@ def _asked(args: argparse.Namespace, place: Place) -> list[Asked]:
     if args.fuzz < 1:
         raise CommandError(f"--fuzz {args.fuzz}: must be at least 1")
     seed, first = _seed(args.seed or "0")
+    indices = range(first, first + args.fuzz)
+    if args.call == _FMHA_V2:
+        return [
+            Asked(
+                fmha_problems.draw(seed, index), f"--call {_FMHA_V2} --fuzz 1 --seed {seed}:{index}"
+            )
+            for index in indices
+        ]
     limits = Limits(_LONGEST, _WORK, place.dtypes, fp8=place.serves_fp8, rope=place.serves_rope)
     return [
         Asked(problems.draw(seed, index, limits), f"--fuzz 1 --seed {seed}:{index}")
-        for index in range(first, first + args.fuzz)
+        for index in indices
     ]
 
 
@@ -144,7 +166,13 @@ def _examine_all(place: Place, asked: Sequence[Asked]) -> Tally:
     return tally
 
 
-def _examine(problem: Problem, place: Place) -> fuzz.Verdict:
+def _examine(problem: Problem | FmhaCase, place: Place) -> fuzz.Verdict:
+    if isinstance(problem, FmhaCase):
+        # On a GPU lengths are there or on the host, by turns.
+        lengths_on = "cpu" if problem.seed % 2 == 0 else None
+        return fmha_problems.examine(
+            problem, backend=place.backend, device=place.device, lengths_on=lengths_on
+        )
     return fuzz.examine(problem, backend=place.backend, device=place.device)
 
 
@@ -162,7 +190,8 @@ def _lost(place: Place) -> bool:
 def _report(asked: Asked, verdict: fuzz.Verdict, place: Place) -> None:
     """The command that computes the problem again, what is wrong, and the same of a small one."""
     _print_failure("FAILED", asked, verdict, place)
-    if _lost(place):  # every other problem would fail too
+    # A lost GPU fails every other problem, too.
+    if _lost(place) or not isinstance(asked.problem, Problem):
         return
     smaller = fuzz.shrink(asked.problem, lambda other: bool(_examine(other, place).failures))
     if smaller != asked.problem:

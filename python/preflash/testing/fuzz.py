@@ -52,11 +52,16 @@ class Result:
 
 
 def examine(problem: Problem, *, backend: str, device: torch.device | str = "cpu") -> Verdict:
-    """Computes the problem. What a broken backend raises is a failure like any other."""
+    """Computes the problem."""
+    return verdict_of(lambda: _examine(problem, backend, device), backend)
+
+
+def verdict_of(compute: Callable[[], Verdict], backend: str) -> Verdict:
+    """What compute() finds. What a broken backend raises is a failure like any other."""
     try:
         # The problems are small: torch's own threads would cost more than they bring.
         with _threads(1):
-            return _examine(problem, backend, device)
+            return compute()
     except NotImplementedError as error:
         # The CPU backend is always built whole.
         if backend != "cpu" and "compiled" in str(error):

@@ -8,9 +8,12 @@ import math
 import random
 
 import torch
-from preflash.testing import compare
-from preflash.testing.comparison import FLOAT32_ROUNDOFF, LSE_SLACK, logit_roundings
-from preflash.testing.oracle import Expected, Pipeline, alibi_slopes, attend, concatenate
+
+import preflash
+
+from .comparison import FLOAT32_ROUNDOFF, LSE_SLACK, Report, compare, logit_roundings
+from .fuzz import Verdict, verdict_of
+from .oracle import Expected, Pipeline, alibi_slopes, attend, concatenate
 
 E4M3 = torch.float8_e4m3fn
 DTYPES = (torch.float16, torch.bfloat16, E4M3)
@@ -70,6 +73,11 @@ class FmhaCase:
             bias_from_key_0=True,
             sinks=sinks,
         )
+
+
+def draw(seed: int, index: int) -> FmhaCase:
+    """Problem `index` of a sequence."""
+    return random_case(seed << 32 | index)
 
 
 def random_case(seed: int) -> FmhaCase:
@@ -216,32 +224,67 @@ def _pages(case: FmhaCase, requests, generator) -> tuple[torch.Tensor, torch.Ten
     return pool, table
 
 
-def check_out(inputs: FmhaInputs, out: torch.Tensor, expected: Expected) -> None:
+def examine(
+    case: FmhaCase, *, backend: str, device: torch.device | str, lengths_on: str | None = None
+) -> Verdict:
+    """One call. What a broken backend raises is a failure like any other."""
+
+    def compute() -> Verdict:
+        inputs = build(case, str(device), lengths_on)
+        result = preflash.trtllm_fmha_v2_prefill(**inputs.arguments, backend=backend)
+        return judge(inputs, result)
+
+    return verdict_of(compute, backend)
+
+
+def judge(inputs: FmhaInputs, result: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> Verdict:
+    """What is wrong with what the function returned."""
     case = inputs.case
-    assert out.dtype == (case.out_dtype or case.dtype)
-    # 8 bits are multiplied in float16, of whose exponentials the weights are made.
-    p_dtype = torch.float16 if case.dtype == E4M3 else case.dtype
-    report = compare(
+    out, stats = result if case.stats else (result, None)
+    expected = inputs.expected()
+    failures = []
+    if out.dtype != (case.out_dtype or case.dtype):
+        failures.append(f"out: {out.dtype}")
+    report = compare_out(inputs, out, expected)
+    failures += report.failures
+    if stats is not None:
+        failures += _wrong_stats(inputs, stats, expected)
+    if case.brings_out:
+        if out is not inputs.arguments["out"]:
+            failures.append("out: another tensor than the one given")
+        if not (out[:SPARE].float().isnan().all() and out[-SPARE:].float().isnan().all()):
+            failures.append("out: rows that no request has are written")
+    return Verdict(failures, worst=report.worst_ratio)
+
+
+def compare_out(inputs: FmhaInputs, out: torch.Tensor, expected: Expected) -> Report:
+    case = inputs.case
+    return compare(
         inputs.of_requests(out).cpu(),
         None,
         expected,
-        p_dtype=p_dtype,
+        # 8 bits are multiplied in float16, of whose exponentials the weights are made.
+        p_dtype=torch.float16 if case.dtype == E4M3 else case.dtype,
         soft_cap=case.soft_cap or 0.0,
         logit_rounding=logit_roundings(case.head_dim),
+        equal_values=case.dtype == E4M3 and max(case.kv_lens) == 1,
     )
-    report.check()
 
 
-def check_stats(inputs: FmhaInputs, stats: torch.Tensor, expected: Expected) -> None:
+def _wrong_stats(inputs: FmhaInputs, stats: torch.Tensor, expected: Expected) -> list[str]:
     case = inputs.case
-    assert stats.dtype == torch.float32
-    assert stats.shape == (*out_rows(inputs), 2)
+    shape = (inputs.qo_indptr[-1] + SPARE, case.num_heads, 2)
+    if stats.dtype != torch.float32 or stats.shape != shape:
+        return [f"stats: {stats.dtype} of shape {tuple(stats.shape)}"]
     largest, total = inputs.of_requests(stats).cpu().double().unbind(-1)
     scale = 1.0 if case.soft_cap else 1.0 / case.bmm1
     scale /= math.sqrt(case.head_dim)
     wanted = expected.largest * scale
-    assert torch.equal(largest == -math.inf, expected.empty)
-    assert (total[expected.empty] == 0).all()
+    failures = []
+    if not torch.equal(largest == -math.inf, expected.empty):
+        failures.append("stats: the maximum is -inf elsewhere than in rows without keys")
+    if not (total[expected.empty] == 0).all():
+        failures.append("stats: rows without keys have a sum")
     error = FLOAT32_ROUNDOFF * (
         logit_roundings(case.head_dim) * expected.logit_bound
         + 8 * (case.soft_cap or 0.0)
@@ -249,10 +292,9 @@ def check_stats(inputs: FmhaInputs, stats: torch.Tensor, expected: Expected) -> 
     )
     keeps = ~expected.empty
     off = (largest - wanted).abs()[keeps]
-    assert (off <= (error * scale)[keeps] + 2.0**-20 * (wanted.abs()[keeps] + scale)).all()
+    if not (off <= (error * scale)[keeps] + 2.0**-20 * (wanted.abs()[keeps] + scale)).all():
+        failures.append(f"stats: the maximum is off by up to {off.max():.3g}")
     off = (total / expected.total - 1.0).abs()[keeps]
-    assert (off <= 2 * error[keeps] + LSE_SLACK).all()
-
-
-def out_rows(inputs: FmhaInputs) -> tuple[int, int]:
-    return (inputs.qo_indptr[-1] + SPARE, inputs.case.num_heads)
+    if not (off <= 2 * error[keeps] + LSE_SLACK).all():
+        failures.append(f"stats: the sum is off by up to {off.max():.3g} of itself")
+    return failures
