@@ -21,18 +21,23 @@ namespace py = pybind11;
 // Generated: bind_vocabulary() and describe_variant().
 #include "bindings/bind_vocabulary.inl"
 
+py::dict describe(const TileShape& tile) {
+  py::dict row;
+  row["m"] = tile.m;
+  row["n"] = tile.n;
+  row["stages"] = tile.stages;
+  row["warps"] = tile.warps;
+  row["ctas_per_sm"] = tile.ctas_per_sm;
+  return row;
+}
+
 py::dict describe(const ForwardKernel& kernel) {
-  py::dict tile;
-  tile["m"] = kernel.tile.m;
-  tile["n"] = kernel.tile.n;
-  tile["stages"] = kernel.tile.stages;
-  tile["warps"] = kernel.tile.warps;
-  tile["ctas_per_sm"] = kernel.tile.ctas_per_sm;
   py::dict row;
   row["id"] = kernel.id;
   row["backend"] = std::string(backend_of(kernel.variant.family));
   describe_variant(kernel.variant, row);
-  row["tile"] = tile;
+  row["tile"] = describe(kernel.tile);
+  if (kernel.variant.segments == Segments::kTwo) row["second_tile"] = describe(kernel.second_tile);
   row["smem_bytes"] = kernel.smem_bytes;
   return row;
 }

@@ -16,6 +16,7 @@ BASE = {
     "position": "none",
     "mask": "bounds",
     "arrival": "direct",
+    "segments": "one",
     "sparsity": "dense",
 }
 ENUMS = {
@@ -27,6 +28,7 @@ ENUMS = {
     "position": _core.Position,
     "mask": _core.Mask,
     "arrival": _core.Arrival,
+    "segments": _core.Segments,
     "sparsity": _core.Sparsity,
 }
 
