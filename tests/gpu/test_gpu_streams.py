@@ -19,10 +19,10 @@ RAGGED = dataclasses.replace(CASE, name="ragged", page_size=0)
 MASKED = dataclasses.replace(CASE, name="masked", mask=MaskKind.CUSTOM)
 
 
-def sleep() -> None:
-    """Occupies the current stream for some 50 milliseconds: a plan takes long where other tests
-    share the machine."""
-    torch.cuda._sleep(100_000_000)
+def sleep(milliseconds: int = 50) -> None:
+    """Occupies the current stream for about that time: a plan takes long where other tests share
+    the machine."""
+    torch.cuda._sleep(milliseconds * 2_000_000)
 
 
 @on_every_backend
@@ -267,7 +267,7 @@ def test_run_on_another_stream_waits_for_the_upload(backend, case, non_blocking)
     lse = poison(out.shape[:2], torch.float32, "cuda")
     torch.cuda.synchronize()
     with torch.cuda.stream(planning):
-        sleep()
+        sleep(500)  # a mask's plan allocates pinned memory: tens of milliseconds beside other tests
         runner.plan(wrapper, inputs, non_blocking=non_blocking)
         assert not planning.query()
     for array in (inputs.qo_indptr, inputs.kv_indptr, inputs.indices, inputs.last_page_len):
