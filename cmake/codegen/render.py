@@ -8,6 +8,7 @@ from vocabulary import (
     OPERANDS,
     OPTION_CHOICES,
     SCHEDULES,
+    SHORT_TILES,
     SIZES,
     TILE_ROWS,
     WIDENING,
@@ -75,6 +76,8 @@ def _traits(family: Family) -> str:
         "segments": f"OptionChoice::{OPTION_CHOICES[family.segments]}",
         "widening": f"Widening::{WIDENING[family.widening]}",
         "tile_rows": f"TileRows::{TILE_ROWS[family.tile_rows]}",
+        "short_tiles": f"ShortTiles::{SHORT_TILES[family.short_tiles]}",
+        "short_rows": family.short_rows,
         "schedule": f"Schedule::{SCHEDULES[family.schedule]}",
         "item_keys": family.item_keys,
     }

@@ -10,6 +10,7 @@ MATCHES = ("equal", "covers", "preferred", "library")
 OPERANDS = {"stored": "kStored", "computed": "kComputed"}
 OPTION_CHOICES = {"compiled": "kCompiled", "run_time": "kRunTime"}
 WIDENING = {"to_queries": "kToQueries", "to_float16": "kToFloat16"}
+SHORT_TILES = {"same_bits": "kSameBits", "own": "kOwn"}
 TILE_ROWS = {"full": "kFull", "token_aligned": "kTokenAligned"}
 SCHEDULES = {"one_per_item": "kOnePerItem", "persistent": "kPersistent"}
 
@@ -34,6 +35,8 @@ class Family:
     transformed_options: str = "compiled"
     segments: str = "compiled"
     widening: str = "to_queries"
+    short_tiles: str = "same_bits"
+    short_rows: int = 64
     item_keys: int = 0
     architecture: str = ""  # code of this one alone; "": of every architecture that is asked for
     compiled_for: str = ""  # its full name
@@ -157,6 +160,7 @@ def _checked_family(family: Family) -> Family:
     _one_of(f"{where} transformed_options", family.transformed_options, list(OPTION_CHOICES))
     _one_of(f"{where} segments", family.segments, list(OPTION_CHOICES))
     _one_of(f"{where} widening", family.widening, list(WIDENING))
+    _one_of(f"{where} short_tiles", family.short_tiles, list(SHORT_TILES))
     _one_of(f"{where} tile_rows", family.tile_rows, list(TILE_ROWS))
     _one_of(f"{where} schedule", family.schedule, list(SCHEDULES))
     if bool(family.architecture) != bool(family.compiled_for):

@@ -58,7 +58,7 @@ void check_architecture(Family family, const DeviceFacts& facts) {
 // The wanted tile class, or the smaller one where the device's shared memory ends before.
 const ForwardKernel* find_kernel(Family family, const SegmentProblem& problem,
                                  const DeviceFacts& facts) {
-  TileClass wanted = choose_tile_class(problem);
+  TileClass wanted = choose_tile_class(problem, traits_of(family));
   const ForwardKernel* kernel = nullptr;
   for (TileClass tile_class : {wanted, TileClass::kDecode}) {
     FoundKernel found = Registry::instance().find(variant_of(problem, family, tile_class));

@@ -21,25 +21,24 @@ using SegmentKernels = PerSegment<const ForwardKernel*>;
 // Lengths up to 2^30 keep every index of one request, and sums of two of them, inside int32.
 inline constexpr std::int32_t kMaxRequestLength = 1 << 30;
 
-// Rows of the short tile: what fits below it counts as decode-like.
-inline constexpr std::int32_t kDecodeTileRows = 64;
-
 // Checks everything that the host can see. Throws std::invalid_argument with a message that names
 // the argument (as Python spells it), its value, the rule and the way out, and the segment where
 // there are two.
 void validate(const Problem& problem);
 
 // The tile class of a segment.
-//   * kDecode when every request's packed rows fit a short tile, or most of the work is in such
-//   requests.
+//   * kDecode when every request's packed rows fit a short tile of the family, or most of the work
+//   is
+//     in such requests.
 //   * With a fixed or disabled split a request's bits must not depend on its batch, so kDecode only
-//     when every request is short. A short request is one query tile in either class, and tile n is
-//     the same in both: the same KV tiles cut into the same chunks, and rows do not see each other
-//     in a kernel. A taller one is two tiles or more in short tiles: its rows then meet other KV
-//     tiles and other chunks, which only add zeros, but not always in the same places (combine adds
-//     from the first chunk that a tile touches, and a window moves that one).
+//     where short tiles have the same bits as tall ones, and only when every request is short. A
+//     short request is one query tile in either class, and tile n is the same in both: the same KV
+//     tiles cut into the same chunks, and rows do not see each other in a kernel. A taller one is
+//     two tiles or more in short tiles: its rows then meet other KV tiles and other chunks, which
+//     only add zeros, but not always in the same places (combine adds from the first chunk that a
+//     tile touches, and a window moves that one).
 //   * With graph_max_rows it looks at that maximum alone, so that it is the same for every plan.
-TileClass choose_tile_class(const SegmentProblem& problem);
+TileClass choose_tile_class(const SegmentProblem& problem, const FamilyTraits& family);
 
 struct PlannerOptions {
   Schedule schedule = Schedule::kAuto;

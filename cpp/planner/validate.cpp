@@ -228,16 +228,17 @@ void validate(const Problem& problem) {
   }
 }
 
-TileClass choose_tile_class(const SegmentProblem& problem) {
+TileClass choose_tile_class(const SegmentProblem& problem, const FamilyTraits& family) {
   std::int64_t batch = static_cast<std::int64_t>(problem.qo_indptr.size()) - 1;
   if (batch < 1) return TileClass::kPrefill;
   std::int64_t group = problem.num_qo_heads / problem.num_kv_heads;
   bool same_bits = problem.split.disable || problem.split.fixed_split_size > 0;
+  if (same_bits && family.short_tiles == ShortTiles::kOwn) return TileClass::kPrefill;
   if (problem.graph_max_rows > 0) {
     // One request may take all the rows of a later plan.
     std::int64_t requests = same_bits ? 1 : batch;
     std::int64_t rows = ceil_div<std::int64_t>(problem.graph_max_rows, requests) * group;
-    return rows <= kDecodeTileRows ? TileClass::kDecode : TileClass::kPrefill;
+    return rows <= family.short_rows ? TileClass::kDecode : TileClass::kPrefill;
   }
   // Work in short tiles times keys. The half that causal masking saves tall requests is left out:
   // when it is that close, either class serves. NOTE: doubles, since pages that many requests share
@@ -246,7 +247,7 @@ TileClass choose_tile_class(const SegmentProblem& problem) {
   double work_tall = 0.0;
   for (std::size_t i = 0; i + 1 < problem.qo_indptr.size(); ++i) {
     std::int64_t length = problem.qo_len(i);
-    std::int64_t tiles = ceil_div<std::int64_t>(length * group, kDecodeTileRows);
+    std::int64_t tiles = ceil_div<std::int64_t>(length * group, family.short_rows);
     if (tiles > 1 && same_bits) return TileClass::kPrefill;
     std::int64_t keys = problem.kv_len(i);
     if (problem.window_left >= 0) keys = std::min(keys, problem.window_left + length);

@@ -152,12 +152,15 @@ def test_every_exclusion_has_a_reason(matrix):
 def test_excluded_variants_do_not_exist(matrix):
     for variant in matrix.variants:
         assert not (variant.family != "cpu" and variant.q_dtype == "f32")
-        assert not (variant.family != "sm80" and variant.tile_class == "decode")
+        if variant.tile_class == "decode":
+            assert variant.family != "cpu"
+            assert variant.family != "sm90" or variant.arrival == "transformed"
 
 
 def test_hopper_kernels_cover_every_head_dim_dtype_and_option(matrix):
     full = matrix.select("full", ["sm90"])
-    one = [v for v in full if v.segments == "one" and v.sparsity == "dense"]
+    tall = [v for v in full if v.tile_class == "prefill"]
+    one = [v for v in tall if v.segments == "one" and v.sparsity == "dense"]
     found = [(v.q_dtype, v.head_dim, v.logits, v.position, v.mask, v.arrival) for v in one]
     heads = ("64", "128", "192x128", "256", "512")
     options = (("plain", "softcap"), ("none", "alibi"))
@@ -173,12 +176,25 @@ def test_hopper_kernels_cover_every_head_dim_dtype_and_option(matrix):
     assert sorted(two) == sorted(
         itertools.product(("bf16", "f16"), ("128", "256", "64"), ["bounds"])
     )
-    for variant in full:
+    for variant in tall:
         # A consumer warpgroup for each 64 rows, and a producer warpgroup, or two that transform.
         producers = variant.tile.warps - 4 * (variant.tile.m // 64)
         assert producers in ((4, 8) if variant.arrival == "transformed" else (4,)), variant.id
         assert variant.tile.m % 64 == 0
         assert variant.tile.n % 16 == 0
+
+
+def test_short_hopper_kernels_widen_with_every_option(matrix):
+    short = [v for v in matrix.select("full", ["sm90"]) if v.tile_class == "decode"]
+    found = [(v.head_dim, v.logits, v.position) for v in short]
+    heads = ("64", "128", "192x128", "256")
+    assert sorted(found) == sorted(
+        itertools.product(heads, ("plain", "softcap"), ("none", "alibi"))
+    )
+    for v in short:
+        assert (v.q_dtype, v.arrival, v.mask, v.segments) == ("f16", "transformed", "bounds", "one")
+        assert v.tile.m == matrix.families["sm90"].short_rows
+        assert v.tile.n // v.tile.warps in (16, 32)  # keys that a warp takes at a time
 
 
 @pytest.mark.parametrize("family", ["sm80", "sm90"])
@@ -195,9 +211,12 @@ def test_kernels_that_leave_tiles_out_are_the_plain_ones(matrix, family):
 
 def test_tile_classes_differ_in_rows_alone(matrix):
     """A short request has the same bits in both: the planner's choice under a fixed split, in
-    validate.cpp, rests on equal tiles of keys, and on 64 rows (kDecodeTileRows) fitting either."""
+    validate.cpp, rests on equal tiles of keys, and on 64 rows (short_rows) fitting either."""
     keys, shared = {}, set()
+    same_bits = [name for name, f in matrix.families.items() if f.short_tiles == "same_bits"]
     for v in matrix.variants:
+        if v.family not in same_bits:
+            continue
         kernel = tuple(value for axis, value in v.values.items() if axis != "tile_class")
         assert v.tile.m >= 64, v.id
         if keys.setdefault(kernel, v.tile.n) != v.tile.n:

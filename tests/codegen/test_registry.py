@@ -265,6 +265,25 @@ def test_sm90_has_tall_tiles_alone(tile_class):
     assert _core.find_id(wanted) == "sm90_bf16_d128"
 
 
+SHORT_ON_SM90 = {"family": "sm90", "tile_class": "decode", "kv_dtype": "float8_e4m3fn"}
+
+
+@pytest.mark.parametrize("q_dtype", ["bfloat16", "float16", "float8_e4m3fn"])
+def test_sm90_has_short_tiles_for_keys_that_widen(q_dtype):
+    if not compiled_ids("sm90"):
+        pytest.skip("built without sm90 kernels")
+    wanted = variant(**SHORT_ON_SM90, q_dtype=q_dtype)
+    assert _core.find_id(wanted) == "sm90_f16_d128_decode_transformed"
+
+
+@pytest.mark.parametrize("kv_dtype", ["float8_e4m3fn", "float16"])
+def test_sm90_has_no_short_tiles_for_keys_that_rope_rotates(kv_dtype):
+    if not compiled_ids("sm90"):
+        pytest.skip("built without sm90 kernels")
+    wanted = variant(**SHORT_ON_SM90 | {"kv_dtype": kv_dtype}, q_dtype="float16", position="rope")
+    assert _core.find_id(wanted) == "sm90_f16_d128_transformed"
+
+
 def test_sm90_has_custom_masks():
     if not compiled_ids("sm90"):
         pytest.skip("built without sm90 kernels")

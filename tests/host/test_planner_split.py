@@ -180,6 +180,29 @@ def test_tile_class(qo_lens, kv_lens, options, expected):
     assert planner.tile_class(**case) == expected
 
 
+@pytest.mark.parametrize(
+    ("qo_lens", "options", "expected"),
+    [
+        ([1] * 8, {}, "decode"),
+        ([4] * 8, {}, "decode"),
+        ([5] * 8, {}, "prefill"),
+        ([1] * 60 + [10], {}, "decode"),
+        ([1] * 2 + [4000], {}, "prefill"),
+        ([1] * 8, {"graph_max_rows": 32}, "decode"),
+        ([1] * 8, {"graph_max_rows": 33}, "prefill"),
+        ([1] * 8, {"fixed_split_size": 256}, "prefill"),
+        ([1] * 8, {"disable_split_kv": True}, "prefill"),
+        ([1] * 8, {"graph_max_rows": 1, "disable_split_kv": True}, "prefill"),
+    ],
+)
+def test_short_tiles_with_bits_of_their_own(qo_lens, options, expected):
+    """On sm90: 16 rows, and none where a request's bits may not depend on the batch beside it."""
+    case = ragged(
+        qo_lens, [4000] * len(qo_lens), num_qo_heads=32, num_kv_heads=8, family="sm90", **options
+    )
+    assert planner.tile_class(**case) == expected
+
+
 # --- partial rows ------------------------------------------------------------
 
 MIB = 1 << 20

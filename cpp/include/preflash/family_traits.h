@@ -35,6 +35,12 @@ enum class Schedule : std::uint8_t {
   kOnePerItem,  // one CTA per item; the hardware hands CTAs out in order as slots become free
 };
 
+// What kernels of TileClass::kDecode are beside the others of their family.
+enum class ShortTiles : std::uint8_t {
+  kSameBits,  // the same but for the rows of a tile: those of a request have the same bits in both
+  kOwn,       // kernels of another kind, for keys and values that widen and are not rotated
+};
+
 struct FamilyTraits {
   static constexpr int kAnyLater = std::numeric_limits<int>::max();
 
@@ -50,6 +56,8 @@ struct FamilyTraits {
   OptionChoice segments = OptionChoice::kCompiled;  // of which a kernel takes items
   Widening widening = Widening::kToQueries;
   TileRows tile_rows = TileRows::kFull;
+  ShortTiles short_tiles = ShortTiles::kSameBits;
+  int short_rows = 64;                        // packed rows of a short tile
   Schedule schedule = Schedule::kOnePerItem;  // never kAuto
   int item_keys = 0;  // an item costs as much as so many keys; 0: CostModel::kItem tiles
 

@@ -32,6 +32,9 @@ constexpr Variant compiled_form(Variant wanted) {
   if (wanted.position == Position::kRope) {
     wanted.position = Position::kNone;
     wanted.arrival = Arrival::kTransformed;
+    if (traits_of(wanted.family).short_tiles == ShortTiles::kOwn) {
+      wanted.tile_class = TileClass::kPrefill;
+    }
   }
   if (wanted.arrival == Arrival::kTransformed &&
       traits_of(wanted.family).transformed_options == OptionChoice::kRunTime) {

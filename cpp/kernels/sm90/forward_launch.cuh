@@ -2,6 +2,7 @@
 #pragma once
 
 #include "kernels/common/launch.cuh"
+#include "kernels/sm90/decode_kernel.cuh"
 #include "kernels/sm90/forward_kernel.cuh"
 
 namespace preflash::sm90 {
@@ -74,6 +75,42 @@ LaunchError launch_forward(const ForwardParams& params, int num_ctas, const Laun
   const int ctas = ceil_div(num_ctas, parts) * parts;
   LaunchShape shape{ctas, Traits::kThreads, kSmemBytes<V>};
   return launch_kernel<&forward_kernel<V>>(hopper, shape, target.stream);
+}
+
+template <class V>
+  requires(V::kVariant.tile_class == TileClass::kDecode)
+LaunchError launch_decode(const ForwardParams& params, int num_ctas, const LaunchTarget& target) {
+  using Traits = DecodeTraits<V>;
+  constexpr int kBytes = sizeof(DecodeStorage<Traits>);
+  static_assert(kBytes <= kMaxSharedBytes);
+  const ForwardSegment& segment = params.segments[0];
+  if (size_of(segment.kv_dtype) != 1 || segment.position == Position::kRope) {
+    return "the short tiles of fa3 widen keys of 8 bits, and rotate none";
+  }
+  KernelSegment kernel = KernelSegment::make(segment, V::kVariant.logits);
+  LaunchParams<HopperSegment> decode{
+      .segments = {{kernel,
+                    BoxShape{},
+                    rows_per_tile(kTileRows<V>, Traits::kTileM, segment.group_size),
+                    kLog2E / kernel.logits.scale_log2,
+                    SpeculativeSoftmax::max_sum(segment.lse.form),
+                    {}}},
+      .requests = params.requests,
+      .items = params.items,
+      .cta_begin = params.cta_begin,
+      .num_lists = num_ctas};
+  LaunchShape shape{num_ctas, Traits::kThreads, kBytes};
+  return launch_kernel<&decode_kernel<V>>(decode, shape, target.stream);
+}
+
+template <class V>
+  requires(V::kVariant.tile_class == TileClass::kDecode)
+ForwardKernel forward_kernel_entry() {
+  return {.id = V::kId,
+          .variant = V::kVariant,
+          .tile = V::kTile,
+          .smem_bytes = sizeof(DecodeStorage<DecodeTraits<V>>),
+          .launch = &launch_decode<V>};
 }
 
 template <class V>

@@ -322,8 +322,17 @@ struct HeadFactors {
 
   __device__ __forceinline__ static HeadFactors of(const Coordinates& coordinates,
                                                    const SharedStorage<Traits>& smem) {
+    HeadFactors factors = of(coordinates);
+    if (!Traits::narrows_query(coordinates.params.q_dtype)) return factors;
+    CUTE_UNROLL
+    for (int r = 0; r < Coordinates::kRows; ++r) {
+      factors.row[r] *= smem.query_scale[coordinates.row(r)];
+    }
+    return factors;
+  }
+  // Of the heads alone.
+  __device__ __forceinline__ static HeadFactors of(const Coordinates& coordinates) {
     const RunExtras& extras = coordinates.params.extras;
-    bool narrowed = Traits::narrows_query(coordinates.params.q_dtype);
     float of_k = 1.0f;
     if (extras.scale_k != nullptr) of_k = __ldg(extras.scale_k + coordinates.state.item.kv_head);
     HeadFactors factors;
@@ -333,7 +342,6 @@ struct HeadFactors {
       if (extras.scale_q != nullptr) {
         factors.row[r] *= __ldg(extras.scale_q + coordinates.head(r));
       }
-      if (narrowed) factors.row[r] *= smem.query_scale[coordinates.row(r)];
     }
     return factors;
   }

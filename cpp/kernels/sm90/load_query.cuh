@@ -8,6 +8,16 @@
 
 namespace preflash::sm90 {
 
+// The power of two that brings a row of bfloat16 into float16's range: 1 where its largest
+// element lies in [2^-4, 2^15), and what it takes to bring that below 2^15 otherwise. What
+// float16 then rounds is less than 2^-21 of the largest. The scores are divided by it
+// (HeadFactors).
+__device__ __forceinline__ float narrowing_factor(float maximum) {
+  if (maximum == 0.0f || (maximum >= 0x1p-4f && maximum < 0x1p15f)) return 1.0f;
+  int exponent = static_cast<int>(__float_as_uint(maximum) >> 23) - 127;  // 128: inf
+  return __uint_as_float(static_cast<unsigned>(127 + min(14 - exponent, 126)) << 23);
+}
+
 template <class Traits>
 struct QueryLoader {
   static constexpr DType kTo = Traits::kVariant.q_dtype;
@@ -91,7 +101,7 @@ struct QueryLoader {
     low.multiply(params.logits.q_factor);
     high.multiply(params.logits.q_factor);
     if constexpr (kFrom == DType::kBFloat16 && kTo == DType::kFloat16) {
-      float factor = range_factor(row_maximum(fmaxf(low.maximum(), high.maximum())));
+      float factor = narrowing_factor(row_maximum(fmaxf(low.maximum(), high.maximum())));
       low.multiply(factor);
       high.multiply(factor);
       if (unit == 0) smem.query_scale[row] = 1.0f / factor;
@@ -108,16 +118,6 @@ struct QueryLoader {
     }
     return x;
   }
-  // The power of two that brings a row of bfloat16 into float16's range: 1 where its largest
-  // element lies in [2^-4, 2^15), and what it takes to bring that below 2^15 otherwise. What
-  // float16 then rounds is less than 2^-21 of the largest. The scores are divided by it
-  // (HeadFactors).
-  __device__ __forceinline__ static float range_factor(float maximum) {
-    if (maximum == 0.0f || (maximum >= 0x1p-4f && maximum < 0x1p15f)) return 1.0f;
-    int exponent = static_cast<int>(__float_as_uint(maximum) >> 23) - 127;  // 128: inf
-    return __uint_as_float(static_cast<unsigned>(127 + min(14 - exponent, 126)) << 23);
-  }
-
   template <DType kFrom>
   __device__ __forceinline__ static FourFloats load(const unsigned char* source) {
     return FourFloats::of<kFrom>(__ldg(reinterpret_cast<const FourStored<kFrom>*>(source)));

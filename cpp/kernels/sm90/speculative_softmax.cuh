@@ -99,6 +99,13 @@ struct SpeculativeSoftmax : OnlineSoftmax<2> {
     for (int r = 0; r < kRows; ++r) sum[r] += tile_sum[r];
   }
 
+  // What a sum counted from one reference is to be multiplied by to count from a larger one.
+  __device__ __forceinline__ static float change_of_reference(float from, float to,
+                                                              float scale_log2) {
+    if (from == -INFINITY) return 0.0f;
+    return exp2_approx(scaled_reference(from, scale_log2) - scaled_reference(to, scale_log2));
+  }
+
   // NaN where the origin is out of range: the sum, 0 and infinity included, may mean anything
   // there. shift: what every score of a row has lacked.
   template <class Shift>

@@ -225,7 +225,8 @@ std::vector<double> time_plan(int repeats, const py::kwargs& kwargs) {
 std::string tile_class(const py::kwargs& kwargs) {
   Case given;
   fill_case(kwargs, given);
-  return std::string(name_of(choose_tile_class(given.problem.segments[0])));
+  return std::string(
+      name_of(choose_tile_class(given.problem.segments[0], given.segments[0].kernel.traits)));
 }
 
 void check(const py::kwargs& kwargs) {

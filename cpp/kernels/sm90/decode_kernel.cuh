@@ -1,0 +1,123 @@
+// The decode kernel: every warp of a CTA works through its share of the keys of the CTA's items,
+// for itself but for the end of an item, where the warps' parts become one.
+#pragma once
+
+#include "kernels/sm90/decode_merge.cuh"
+
+namespace preflash::sm90 {
+
+template <class Traits>
+struct DecodeWarp {
+  using Params = LaunchParams<HopperSegment>;
+  using Coordinates = ScoreCoordinates<Traits>;
+
+  const Params& params;
+  DecodeStorage<Traits>& smem;
+  int warp;
+  SliceLoader<Traits> loader;
+  DecodeProducts<Traits> products;
+  SpeculativeSoftmax softmax = {};
+  DecodeQuery<Traits> query;
+  ScoreBias<Traits> bias;
+  HeadFactors<Traits> factors;
+  int stage = 0;  // of the slice to be computed next
+
+  __device__ __forceinline__ DecodeWarp(const Params& params, DecodeStorage<Traits>& smem, int warp,
+                                        int begin, int end)
+      : params(params),
+        smem(smem),
+        warp(warp),
+        loader(params, smem.ring[warp][0], warp, begin, end) {}
+
+  __device__ __forceinline__ void run(int begin, int end) {
+    CUTE_UNROLL
+    for (int i = 0; i < Traits::kStages - 1; ++i) loader.request();
+    for (int index = begin; index < end; ++index) {
+      ItemState state = read_decode_item<Traits>(params, index);
+      if (state.num_rows <= 0) continue;
+      if (state.tiles.count() > 0) {
+        run_item(state);
+      } else if (warp == 0) {
+        Epilogue{segment(), state.item, state.request, state.num_rows}.run_empty();
+      }
+    }
+  }
+
+ private:
+  using Epilogue = ForwardEpilogue<Traits>;
+
+  __device__ __forceinline__ const HopperSegment& segment() const { return params.segments[0]; }
+
+  __device__ __forceinline__ void run_item(const ItemState& state) {
+    begin_item(state);
+    for (int slice = state.tiles.end - 1 - warp; slice >= state.tiles.begin;
+         slice -= Traits::kWarps) {
+      cute::cp_async_wait<Traits::kStages - 2>();
+      // All lanes' copies are there, and all have read the slice before, whose place is free.
+      __syncwarp();
+      loader.request();
+      if (segment().kv_dtype == DType::kFloat8E4M3) {
+        run_slice<DType::kFloat8E4M3>(state, slice);
+      } else {
+        run_slice<DType::kFloat8E5M2>(state, slice);
+      }
+      stage = stage + 1 == Traits::kStages ? 0 : stage + 1;
+    }
+    DecodeMerge<Traits>{smem, segment(), state, warp}.run(softmax, bias, products);
+  }
+
+  __device__ __forceinline__ void begin_item(const ItemState& state) {
+    Coordinates of_item{segment(), state, 0, state.tiles.begin};
+    query.load(segment(), state);
+    bias = ScoreBias<Traits>::of(of_item);
+    factors = HeadFactors<Traits>::of(of_item);
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) factors.row[r] *= query.factor[r];
+    softmax = {};
+    clear(products.out);
+  }
+
+  template <DType kFrom>
+  __device__ __forceinline__ void run_slice(const ItemState& state, int slice) {
+    const unsigned char* k = smem.ring[warp][stage];
+    products.template multiply_qk<kFrom>(query, k);
+    auto rows_of_s = products.rows_of_s();
+    factors.apply(rows_of_s);
+    transform(rows_of_s);
+    bias.add_to(rows_of_s, {0, size<1>(rows_of_s)});
+    if (state.tiles.needs_mask(slice)) {
+      TileMask<Traits>::of_bounds(Coordinates{segment(), state, 0, slice}).apply(rows_of_s);
+    }
+    auto rows_of_o = products.rows_of_o();
+    softmax.update(rows_of_s, bias.shift(slice), products.weights, rows_of_o,
+                   segment().logits.scale_log2, segment().max_sum);
+    products.template multiply_pv<kFrom>(k + Traits::kSliceBytesK);
+  }
+  template <class Scores>
+  __device__ __forceinline__ void transform(Scores&& rows_of_s) const {
+    LogitsTransform<Traits::kVariant.logits> transform;
+    transform.begin(rows_of_s, segment().logits);
+    if (transform.small) {
+      transform.finish(rows_of_s, {0, size<1>(rows_of_s)});
+    } else {
+      transform.finish_large(rows_of_s);
+    }
+  }
+};
+
+template <class V>
+__global__ void __launch_bounds__(DecodeTraits<V>::kThreads, V::kTile.ctas_per_sm)
+    decode_kernel(const __grid_constant__ LaunchParams<HopperSegment> params) {
+  using Traits = DecodeTraits<V>;
+  extern __shared__ __align__(1024) unsigned char smem_bytes[];
+  auto& smem = *reinterpret_cast<DecodeStorage<Traits>*>(smem_bytes);
+  int begin = blockIdx.x, end = begin + 1;
+  if (params.cta_begin != nullptr) {
+    begin = __ldg(params.cta_begin + blockIdx.x);
+    end = __ldg(params.cta_begin + blockIdx.x + 1);
+  }
+  int warp = cutlass::canonical_warp_idx_sync();
+  DecodeWarp<Traits>(params, smem, warp, begin, end).run(begin, end);
+}
+
+}  // namespace preflash::sm90

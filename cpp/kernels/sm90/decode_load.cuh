@@ -1,0 +1,161 @@
+// How a warp of a decode kernel walks its slices of keys, and the loads of them: cp.async into a
+// ring of its own, some slices ahead. Nobody else reads it, so nobody waits but for his own copies.
+#pragma once
+
+#include <cute/arch/copy_sm80.hpp>
+
+#include "kernels/sm90/decode_traits.cuh"
+#include "kernels/sm90/forward_params.cuh"
+
+namespace preflash::sm90 {
+
+// Item `index` of the launch, with its tiles counted in slices.
+template <class Traits, class Params>
+__device__ __forceinline__ ItemState read_decode_item(const Params& params, int index) {
+  const HopperSegment& segment = params.segments[0];
+  ItemState state;
+  state.item = params.items[index];
+  state.request = params.requests[state.item.request];
+  state.num_rows =
+      min(state.request.qo_len * segment.group_size - state.item.row_begin, segment.rows_per_tile);
+  state.tiles = {};
+  // The plan was made for longer requests (RequestLengths).
+  if (state.num_rows <= 0) return state;
+  MaskBounds bounds = bounds_of(segment, state.request);
+  RowSpan rows{unpack_row(segment, state.item.row_begin).token,
+               unpack_row(segment, state.item.row_begin + state.num_rows - 1).token};
+  state.tiles = touched_tiles(bounds, rows, chunk_of(state.item, state.request), Traits::kTileN,
+                              Mask::kBounds);
+  state.keys = {bounds.first_key(rows.first), state.request.kv_len};
+  return state;
+}
+
+// Where a byte of a slice stands. Each warp-wide access takes every bank once for 8 lanes: of K, 4
+// pieces of 16 bytes in 2 neighbouring rows, of V, 2 pieces (or half ones) in every other of 8
+// rows.
+template <int kHead>
+struct SlicePlaces {
+  static constexpr int kPieces = kHead / 16;  // of a row
+
+  __device__ __forceinline__ static int of_k(int row, int piece) {
+    constexpr bool kWholeLines = kPieces % 8 == 0;
+    return at(row, piece, kWholeLines ? row % 2 * 4 : 0);
+  }
+  __device__ __forceinline__ static int of_v(int row, int piece) {
+    return at(row, piece, row / 2 % 4 * 2);
+  }
+
+ private:
+  __device__ __forceinline__ static int at(int row, int piece, int turn) {
+    return ((row * kPieces + piece) ^ turn) * 16;
+  }
+};
+
+enum class SliceOperand { kK, kV };
+
+template <class Traits>
+struct SliceLoader {
+  static constexpr int kTileN = Traits::kTileN;
+  using Params = LaunchParams<HopperSegment>;
+
+  const Params& params;
+  unsigned char* ring;  // of the warp: [stage, slice]
+  int warp;
+  int index;  // of the item after the one at hand
+  int end;
+  ItemKeys item = {};
+  int slice = -1;  // to be requested next
+  int first = 0;   // of the item
+  int stage = 0;
+  bool any = true;    // whether there is such a slice
+  KeySlot slot = {};  // of row lane_id() of it
+
+  __device__ __forceinline__ SliceLoader(const Params& params, unsigned char* ring, int warp,
+                                         int begin, int end)
+      : params(params), ring(ring), warp(warp), index(begin), end(end) {
+    find_slice();
+  }
+
+  // Requests the next slice: a group of copies, an empty one where there is none.
+  __device__ __forceinline__ void request() {
+    if (any) {
+      bool whole = slice * kTileN >= item.keys.begin && (slice + 1) * kTileN <= item.keys.end &&
+                   segment().head_dim_qk == Traits::kHeadQk &&
+                   segment().head_dim_vo == Traits::kHeadVo;
+      if (whole) {
+        copy<Rows::kWhole>();
+      } else {
+        copy<Rows::kPartial>();
+      }
+      slice -= Traits::kWarps;
+      find_slice();
+    }
+    cute::cp_async_fence();
+    stage = stage + 1 == Traits::kStages ? 0 : stage + 1;
+  }
+
+ private:
+  enum class Rows { kWhole, kPartial };  // whether all are there, with all of their columns
+
+  __device__ __forceinline__ const HopperSegment& segment() const { return params.segments[0]; }
+
+  // Goes on to the items that follow until one has a slice for this warp.
+  __device__ __forceinline__ void find_slice() {
+    while (slice < first) {
+      if (index >= end) {
+        any = false;
+        return;
+      }
+      ItemState state = read_decode_item<Traits>(params, index++);
+      item = ItemKeys::of(state);
+      first = state.tiles.begin;
+      slice = state.tiles.end - 1 - warp;
+    }
+    find_slot_of_lane();
+  }
+  // NOTE: a row outside the item's keys gets the slot of a row inside: its address is valid, and
+  // nothing is read from it.
+  __device__ __forceinline__ void find_slot_of_lane() {
+    int key = slice * kTileN + lane_id() % kTileN;
+    slot = find_slot(segment(), item.kv_begin, max(min(key, item.keys.end - 1), item.keys.begin));
+  }
+
+  template <Rows kRows>
+  __device__ __forceinline__ void copy() const {
+    std::uint32_t target = cute::cast_smem_ptr_to_uint(ring) + stage * Traits::kSliceBytes;
+    copy_rows<SliceOperand::kK, Traits::kHeadQk, kRows>(segment().k, segment().head_dim_qk, target);
+    copy_rows<SliceOperand::kV, Traits::kHeadVo, kRows>(segment().v, segment().head_dim_vo,
+                                                        target + Traits::kSliceBytesK);
+  }
+  // What is no kept key's, or past head_dim, becomes zeros.
+  template <SliceOperand kOperand, int kHead, Rows kRows>
+  __device__ __forceinline__ void copy_rows(const KvTensor& tensor, int head_dim,
+                                            std::uint32_t target) const {
+    using Places = SlicePlaces<kHead>;
+    const auto* head =
+        static_cast<const unsigned char*>(tensor.data) + item.kv_head * tensor.stride_head;
+    std::int64_t lane_offset = slot_offset(tensor, slot);
+    constexpr int kPasses = kTileN * Places::kPieces / 32;
+    static_assert(kPasses * 32 == kTileN * Places::kPieces);
+    CUTE_UNROLL
+    for (int pass = 0; pass < kPasses; ++pass) {
+      int row = (pass * 32 + lane_id()) / Places::kPieces;
+      int piece = (pass * 32 + lane_id()) % Places::kPieces;
+      const unsigned char* source = head + __shfl_sync(0xffffffffu, lane_offset, row) + piece * 16;
+      int place =
+          kOperand == SliceOperand::kK ? Places::of_k(row, piece) : Places::of_v(row, piece);
+      int bytes = 16;
+      if constexpr (kRows == Rows::kPartial) {
+        int key = slice * kTileN + row;
+        bool kept = key >= item.keys.begin && key < item.keys.end;
+        bytes = kept ? min(max(head_dim - piece * 16, 0), 16) : 0;
+      }
+      // NOTE: with 0 source bytes nothing is read; the address need not be mapped.
+      asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(target + place),
+                   "l"(source), "r"(bytes)
+                   : "memory");
+    }
+  }
+};
+
+}  // namespace preflash::sm90

@@ -1,0 +1,156 @@
+// The end of a decode item: the warps' parts of its rows, each over keys of its own, become one and
+// are stored.
+#pragma once
+
+#include "kernels/sm90/decode_products.cuh"
+#include "kernels/sm90/forward_epilogue.cuh"
+
+namespace preflash::sm90 {
+
+template <class Traits>
+struct DecodeMerge {
+  using Epilogue = ForwardEpilogue<Traits>;
+  using Products = DecodeProducts<Traits>;
+  using Coordinates = ScoreCoordinates<Traits>;
+  static constexpr int kRows = 2;                     // of one lane
+  static constexpr int kQuads = Traits::kHeadVo / 4;  // neighbouring columns of a row
+
+  DecodeStorage<Traits>& smem;
+  const HopperSegment& params;
+  const ItemState& state;
+  int warp;
+
+  // All warps come here with their sums over the item's keys.
+  __device__ __forceinline__ void run(const SpeculativeSoftmax& softmax,
+                                      const ScoreBias<Traits>& bias, Products& products) const {
+    share(softmax);
+    __syncthreads();
+    float part[kRows];
+    SpeculativeSoftmax whole = merged(softmax, part);
+    auto ready = prepare(whole, bias);
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      if (r * Traits::kMergedRows >= state.num_rows) break;
+      // NOTE: a row that kept no key is 0 even where 0 * V is not (inf, NaN).
+      write_part(products, r, ready.empty[r] ? 0.0f : part[r] * ready.factor[r], ready.empty[r]);
+      __syncthreads();
+      store_rows(r);
+      __syncthreads();
+    }
+  }
+
+ private:
+  __device__ __forceinline__ static int row_of(int r) { return lane_id() / 4 + r * 8; }
+
+  __device__ __forceinline__ void share(const SpeculativeSoftmax& softmax) const {
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      float total = SpeculativeSoftmax::quad_sum(softmax.sum[r]);
+      if (lane_id() % 4 == 0) smem.rows[warp][row_of(r)] = {softmax.reference[r], total};
+    }
+  }
+  // The softmax over the keys of all warps, and what this warp's part of O is to be multiplied by.
+  __device__ __forceinline__ SpeculativeSoftmax merged(const SpeculativeSoftmax& softmax,
+                                                       float (&part)[kRows]) const {
+    const float scale_log2 = params.logits.scale_log2;
+    SpeculativeSoftmax whole;
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      RowState rows[Traits::kWarps];
+      CUTE_UNROLL
+      for (int w = 0; w < Traits::kWarps; ++w) {
+        rows[w] = smem.rows[w][row_of(r)];
+        whole.reference[r] = fmaxf(whole.reference[r], rows[w].reference);
+      }
+      float total = 0.0f;
+      CUTE_UNROLL
+      for (int w = 0; w < Traits::kWarps; ++w) {
+        total += rows[w].sum * SpeculativeSoftmax::change_of_reference(
+                                   rows[w].reference, whole.reference[r], scale_log2);
+      }
+      // NOTE: finish() adds up a quad's sums.
+      whole.sum[r] = lane_id() % 4 == 0 ? total : 0.0f;
+      part[r] = SpeculativeSoftmax::change_of_reference(softmax.reference[r], whole.reference[r],
+                                                        scale_log2);
+    }
+    return whole;
+  }
+  // The factors of the rows; one warp writes their LSE.
+  __device__ __forceinline__ typename Epilogue::Prepared prepare(
+      const SpeculativeSoftmax& whole, const ScoreBias<Traits>& bias) const {
+    RowTarget target;
+    if (warp == 0) target = epilogue().target_of(lane_id() % kWarpRows);
+    return epilogue().prepare(whole, bias, coordinates(), target);
+  }
+  __device__ __forceinline__ Epilogue epilogue() const {
+    return {params, state.item, state.request, state.num_rows};
+  }
+  __device__ __forceinline__ Coordinates coordinates() const {
+    return {params, state, 0, state.tiles.begin};
+  }
+
+  // Four columns of a row. The turn spreads the lanes of a quad, whose columns lie 32 apart, over
+  // the banks.
+  __device__ __forceinline__ float4& place(int writer, int row, int quad) const {
+    int turned = quad ^ quad / 8 % 4 * 2;
+    return reinterpret_cast<float4*>(smem.merged[writer][row])[turned];
+  }
+  __device__ __forceinline__ void write_part(Products& products, int r, float factor,
+                                             bool empty) const {
+    if (row_of(r) >= state.num_rows) return;
+    auto rows_of_o = products.rows_of_o();  // columns: (2, blocks)
+    constexpr int kPiece = Products::kPieceV;
+    CUTE_UNROLL
+    for (int load = 0; load < Products::kLoadsV; ++load) {
+      CUTE_UNROLL
+      for (int c = 0; c < 2; ++c) {
+        CUTE_UNROLL
+        for (int i = 0; i < kPiece; i += 4) {
+          auto value = [&](int column) {
+            float x = rows_of_o(r, (load * kPiece + i + column) * 2 + c);
+            return empty ? 0.0f : x * factor;
+          };
+          place(warp, lane_id() / 4, (Products::first_column(load, c) + i) / 4) =
+              make_float4(value(0), value(1), value(2), value(3));
+        }
+      }
+    }
+  }
+
+  // Adds up the parts of the rows r * 8 ... and stores them, four columns to a thread.
+  __device__ __forceinline__ void store_rows(int r) const {
+    int num_rows = min(state.num_rows - r * Traits::kMergedRows, Traits::kMergedRows);
+    for (int i = threadIdx.x; i < num_rows * kQuads; i += Traits::kThreads) {
+      int row = i / kQuads;
+      int quad = i % kQuads;
+      if (quad * 4 >= params.head_dim_vo) continue;
+      float4 sum = place(0, row, quad);
+      CUTE_UNROLL
+      for (int w = 1; w < Traits::kWarps; ++w) {
+        float4 other = place(w, row, quad);
+        sum = {sum.x + other.x, sum.y + other.y, sum.z + other.z, sum.w + other.w};
+      }
+      store(epilogue().target_of(r * Traits::kMergedRows + row).o, quad * 4, sum);
+    }
+  }
+  __device__ __forceinline__ void store(void* row, int column, const float4& x) const {
+    if (state.item.partial_row != WorkItem::kFinal) {
+      *reinterpret_cast<float4*>(static_cast<float*>(row) + column) = x;
+    } else if (params.o_dtype == DType::kFloat16) {
+      store_pairs<DType::kFloat16>(row, column, x);
+    } else if (params.o_dtype == DType::kBFloat16) {
+      store_pairs<DType::kBFloat16>(row, column, x);
+    } else {
+      // What rounds beyond 448 is 448.
+      auto* target = reinterpret_cast<__nv_fp8x2_storage_t*>(static_cast<char*>(row) + column);
+      target[0] = __nv_cvt_float2_to_fp8x2({x.x, x.y}, __NV_SATFINITE, __NV_E4M3);
+      target[1] = __nv_cvt_float2_to_fp8x2({x.z, x.w}, __NV_SATFINITE, __NV_E4M3);
+    }
+  }
+  template <DType kTo>
+  __device__ __forceinline__ static void store_pairs(void* row, int column, const float4& x) {
+    FourFloats{{{x.x, x.y}, {x.z, x.w}}}.store<kTo>(static_cast<char*>(row) + column * 2);
+  }
+};
+
+}  // namespace preflash::sm90

@@ -1,0 +1,201 @@
+// The operands and products of one warp of a decode kernel, by mma.sync: 16 rows of Q, which stay
+// in registers, and a slice of keys. K and V go from their 8 bits in shared memory to 16 bits in
+// registers, and from there to the tensor core.
+//
+// What makes that work is that an operand's order is free where both sides share it:
+//   * S = Q K^T adds up over the dimensions in any order. A lane of a quad has 16 neighbouring
+//   ones,
+//     a piece of 16 bytes, which are its part of four steps.
+//   * Each column of O may be any dimension. A lane that has 16 neighbouring ones of two keys has
+//     columns of 16 products, and their pairs of keys after a permutation of bytes. So no transpose
+//     of V is needed, and a lane gets 32 neighbouring columns of O.
+#pragma once
+
+#include <cute/arch/mma_sm80.hpp>
+
+#include "kernels/sm90/decode_load.cuh"
+#include "kernels/sm90/forward_transform.cuh"
+#include "kernels/sm90/load_query.cuh"
+#include "kernels/sm90/speculative_softmax.cuh"
+#include "kernels/sm90/warpgroup_mma.cuh"
+
+namespace preflash::sm90 {
+
+// The item's rows of Q as operands, in float16: scaled by its sign, widened or narrowed.
+template <class Traits>
+struct DecodeQuery {
+  static constexpr int kRows = 2;                      // of one lane
+  static constexpr int kSteps = Traits::kHeadQk / 16;  // of 16 dimensions
+
+  std::uint32_t operand[kSteps][4];
+  float factor[kRows];  // of a row's scores, where Q is narrowed
+
+  // The dimensions of the lane's elements of a step: four neighbouring ones.
+  __device__ __forceinline__ static int dimension(int step) {
+    return (step / 4 * 4 + lane_id() % 4) * 16 + step % 4 * 4;
+  }
+
+  __device__ __forceinline__ void load(const HopperSegment& params, const ItemState& state) {
+    if (params.q_dtype == DType::kFloat8E4M3) {
+      load_rows<DType::kFloat8E4M3>(params, state);
+    } else if (params.q_dtype == DType::kBFloat16) {
+      load_rows<DType::kBFloat16>(params, state);
+    } else {
+      load_rows<DType::kFloat16>(params, state);
+    }
+  }
+
+ private:
+  template <DType kFrom>
+  __device__ __forceinline__ void load_rows(const HopperSegment& params, const ItemState& state) {
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) load_row<kFrom>(params, state, r);
+  }
+  template <DType kFrom>
+  __device__ __forceinline__ void load_row(const HopperSegment& params, const ItemState& state,
+                                           int r) {
+    int row = lane_id() / 4 + r * 8;
+    PackedRow packed = unpack_row(params, state.item.row_begin + row);
+    std::int64_t token = std::int64_t{state.request.qo_begin} + packed.token;
+    std::int64_t offset = token * params.q.stride_token +
+                          query_head(params, state.item, packed) * params.q.stride_head;
+    const auto* source = static_cast<const unsigned char*>(params.q.data) + offset * size_of(kFrom);
+    FourStored<kFrom> stored[kSteps];
+    CUTE_UNROLL
+    for (int step = 0; step < kSteps; ++step) {
+      stored[step] = {};
+      if (row < state.num_rows && dimension(step) < params.head_dim_qk) {
+        stored[step] = __ldg(
+            reinterpret_cast<const FourStored<kFrom>*>(source + dimension(step) * size_of(kFrom)));
+      }
+    }
+    float scale = params.logits.q_factor;
+    factor[r] = 1.0f;
+    if constexpr (kFrom == DType::kBFloat16) {
+      float maximum = 0.0f;
+      CUTE_UNROLL
+      for (int step = 0; step < kSteps; ++step) {
+        maximum = fmaxf(maximum, FourFloats::of<kFrom>(stored[step]).maximum());
+      }
+      float narrowing = narrowing_factor(OnlineSoftmax<2>::quad_max(maximum));
+      factor[r] = 1.0f / narrowing;
+      scale *= narrowing;
+    }
+    CUTE_UNROLL
+    for (int step = 0; step < kSteps; ++step) {
+      FourFloats four = FourFloats::of<kFrom>(stored[step]);
+      four.multiply(scale);
+      operand[step][r] = Pair<DType::kFloat16>::from_floats(four.pair[0]);
+      operand[step][2 + r] = Pair<DType::kFloat16>::from_floats(four.pair[1]);
+    }
+  }
+};
+
+template <class Traits>
+struct DecodeProducts {
+  static constexpr int kKeyBlocks = Traits::kTileN / 8;
+  static constexpr int kColumnBlocks = Traits::kHeadVo / 8;
+  // 8 groups of lanes share a row of V, in pieces of so many bytes.
+  static constexpr int kPieceV = std::min(16, Traits::kHeadVo / 8);
+  static constexpr int kLoadsV = Traits::kHeadVo / (8 * kPieceV);
+
+  template <int kBlocks>
+  using LayoutC = Layout<Shape<Shape<_2, _2, Int<kBlocks>>, _1, _1>>;
+  using AccumulatorS = decltype(make_tensor<float>(LayoutC<kKeyBlocks>{}));
+  using AccumulatorO = decltype(make_tensor<float>(LayoutC<kColumnBlocks>{}));
+  using OperandP = decltype(make_tensor<cutlass::half_t>(as_operand_a(LayoutC<kKeyBlocks>{})));
+
+  AccumulatorS scores;
+  OperandP weights;
+  AccumulatorO out;
+
+  // (rows, columns) of this lane
+  __device__ __forceinline__ auto rows_of_s() {
+    return make_tensor(scores.data(), as_rows_and_columns(scores.layout()));
+  }
+  __device__ __forceinline__ auto rows_of_o() {
+    return make_tensor(out.data(), as_rows_and_columns(out.layout()));
+  }
+
+  // S = Q K^T. k: the slice
+  template <DType kFrom>
+  __device__ __forceinline__ void multiply_qk(const DecodeQuery<Traits>& q,
+                                              const unsigned char* k) {
+    using Places = SlicePlaces<Traits::kHeadQk>;
+    clear(scores);
+    CUTE_UNROLL
+    for (int piece = 0; piece < Traits::kHeadQk / 64; ++piece) {
+      uint4 stored[kKeyBlocks];
+      CUTE_UNROLL
+      for (int block = 0; block < kKeyBlocks; ++block) {
+        int place = Places::of_k(block * 8 + lane_id() / 4, piece * 4 + lane_id() % 4);
+        stored[block] = *reinterpret_cast<const uint4*>(k + place);
+      }
+      CUTE_UNROLL
+      for (int i = 0; i < 4; ++i) {
+        CUTE_UNROLL
+        for (int block = 0; block < kKeyBlocks; ++block) {
+          FourElements four = widen<kFrom, DType::kFloat16>((&stored[block].x)[i]);
+          multiply(&scores(block * 4), q.operand[piece * 4 + i], four.pair[0], four.pair[1]);
+        }
+      }
+    }
+  }
+
+  // O += P V. v: the slice
+  template <DType kFrom>
+  __device__ __forceinline__ void multiply_pv(const unsigned char* v) {
+    using Places = SlicePlaces<Traits::kHeadVo>;
+    Tensor p = recast<std::uint32_t>(weights);
+    CUTE_UNROLL
+    for (int step = 0; step < Traits::kTileN / 16; ++step) {
+      CUTE_UNROLL
+      for (int load = 0; load < kLoadsV; ++load) {
+        PieceV stored[4];
+        CUTE_UNROLL
+        for (int i = 0; i < 4; ++i) {
+          int row = step * 16 + lane_id() % 4 * 2 + i / 2 * 8 + i % 2;
+          int byte = load * 128 + lane_id() / 4 * kPieceV;
+          stored[i] =
+              *reinterpret_cast<const PieceV*>(v + Places::of_v(row, byte / 16) + byte % 16);
+        }
+        CUTE_UNROLL
+        for (int i = 0; i < kPieceV / 4; ++i) {
+          multiply_columns<kFrom>(&out((load * kPieceV + i * 4) * 4), &p(step * 4),
+                                  (&stored[0].x)[i], (&stored[1].x)[i], (&stored[2].x)[i],
+                                  (&stored[3].x)[i]);
+        }
+      }
+    }
+  }
+
+  // The first of the neighbouring columns of O that a lane has in load `load` and column c of 2.
+  __device__ __forceinline__ static int first_column(int load, int c) {
+    return load * 8 * kPieceV + (lane_id() % 4 * 2 + c) * kPieceV;
+  }
+
+ private:
+  using PieceV = conditional_t<kPieceV == 16, uint4, uint2>;
+
+  __device__ __forceinline__ static void multiply(float* c, const std::uint32_t* a,
+                                                  std::uint32_t b0, std::uint32_t b1) {
+    SM80_16x8x16_F32F16F16F32_TN::fma(c[0], c[1], c[2], c[3], a[0], a[1], a[2], a[3], b0, b1, c[0],
+                                      c[1], c[2], c[3]);
+  }
+  // Four columns of 16 keys: of keys 2 q, 2 q + 1, and those 8 after them.
+  template <DType kFrom>
+  __device__ __forceinline__ static void multiply_columns(float* c, const std::uint32_t* a,
+                                                          std::uint32_t key0, std::uint32_t key1,
+                                                          std::uint32_t key8, std::uint32_t key9) {
+    CUTE_UNROLL
+    for (int half = 0; half < 2; ++half) {
+      const unsigned select = half == 0 ? 0x5140 : 0x7362;
+      FourElements low = widen<kFrom, DType::kFloat16>(__byte_perm(key0, key1, select));
+      FourElements high = widen<kFrom, DType::kFloat16>(__byte_perm(key8, key9, select));
+      multiply(c + half * 8, a, low.pair[0], high.pair[0]);
+      multiply(c + half * 8 + 4, a, low.pair[1], high.pair[1]);
+    }
+  }
+};
+
+}  // namespace preflash::sm90

@@ -1,0 +1,66 @@
+// The compile-time shape of a decode kernel: up to 16 packed rows of queries over keys and values
+// of 8 bits. README.md beside this file explains it.
+#pragma once
+
+#include "kernels/sm90/forward_params.cuh"
+#include "kernels/sm90/forward_traits.cuh"
+
+namespace preflash::sm90 {
+
+// What the parts shared with the other kernels read of their traits is named as there. A tile of
+// keys is what one warp takes at a time here: a slice.
+template <class V>
+struct DecodeTraits {
+  static constexpr Variant kVariant = V::kVariant;
+  static constexpr TileShape kTile = V::kTile;
+  static_assert(kVariant.arrival == Arrival::kTransformed && kVariant.q_dtype == DType::kFloat16,
+                "8 bits widen to float16");
+
+  static constexpr bool kTransforms = true;
+  static constexpr bool kHasMaskBits = false;
+  static constexpr int kSegments = 1;
+  static constexpr int kColumnParts = 1;
+  static_assert(kVariant.mask == Mask::kBounds && kVariant.segments == Segments::kOne);
+  __host__ __device__ static constexpr bool narrows_query(DType q_dtype) {
+    return q_dtype == DType::kBFloat16;
+  }
+
+  using ElementO = Element<DType::kFloat16>;
+  static constexpr int kHeadQk = kVariant.head_dim_qk;
+  static constexpr int kHeadVo = kVariant.head_dim_vo;
+  static constexpr int kPartVo = kHeadVo;
+  static_assert(kHeadQk % 64 == 0 && kHeadVo % 64 == 0 && kHeadVo <= 256);
+  static_assert(kHeadVo == 64 || kHeadVo % 128 == 0);
+
+  static constexpr int kTileM = kTile.m;
+  static_assert(kTileM == kWarpRows, "all warps have the rows of one mma.sync");
+  static constexpr int kWarps = kTile.warps;
+  static constexpr int kThreads = kWarps * 32;
+  static constexpr int kTileN = kTile.n / kWarps;
+  static constexpr int kStages = kTile.stages;
+  static_assert(kTileN * kWarps == kTile.n && (kTileN == 16 || kTileN == 32));
+
+  static constexpr int kSliceBytesK = kTileN * kHeadQk;
+  static constexpr int kSliceBytesV = kTileN * kHeadVo;
+  static constexpr int kSliceBytes = kSliceBytesK + kSliceBytesV;
+
+  // The warps' parts of O are added up 8 rows at a time, those of one row of a lane.
+  static constexpr int kMergedRows = kWarpRows / 2;
+  static constexpr int kMergedStride = kHeadVo + 4;  // floats: no bank conflicts between rows
+};
+
+// What a warp's keys make of a row: the softmax's reference, and the sum from there.
+struct RowState {
+  float reference;
+  float sum;
+};
+
+template <class Traits>
+struct DecodeStorage {
+  // Slices of K and V as they are stored, a ring for each warp.
+  alignas(128) unsigned char ring[Traits::kWarps][Traits::kStages][Traits::kSliceBytes];
+  alignas(16) float merged[Traits::kWarps][Traits::kMergedRows][Traits::kMergedStride];
+  RowState rows[Traits::kWarps][kWarpRows];
+};
+
+}  // namespace preflash::sm90
