@@ -108,16 +108,17 @@ void bind_options(py::module_& m) {
            py::arg("fixed_split_size"), py::arg("disable_split"), py::arg("chunk_size") = 0,
            py::arg("skip_factor") = 0.0f);
   py::class_<RunExtras>(m, "RunExtras")
-      .def(py::init([](Address mask_bits, Address sinks, Address scale_q, Address scale_k,
-                       Address scale_v) {
+      .def(py::init([](Address mask_bits, Address mask_classes, Address sinks, Address scale_q,
+                       Address scale_k, Address scale_v) {
              return RunExtras{.mask_bits = pointer<const std::uint8_t>(mask_bits),
+                              .mask_classes = pointer<std::uint32_t>(mask_classes),
                               .sinks = pointer<const float>(sinks),
                               .scale_q = pointer<const float>(scale_q),
                               .scale_k = pointer<const float>(scale_k),
                               .scale_v = pointer<const float>(scale_v)};
            }),
-           py::arg("mask_bits") = 0, py::arg("sinks") = 0, py::arg("scale_q") = 0,
-           py::arg("scale_k") = 0, py::arg("scale_v") = 0);
+           py::arg("mask_bits") = 0, py::arg("mask_classes") = 0, py::arg("sinks") = 0,
+           py::arg("scale_q") = 0, py::arg("scale_k") = 0, py::arg("scale_v") = 0);
 }
 
 std::shared_ptr<Plan> make_plan(Family family, int device, const PerSegment<PlanRequest>& requests,
@@ -137,12 +138,13 @@ using Placement = std::pair<std::shared_ptr<DevicePlan>, std::shared_ptr<Plan>>;
 
 // NOTE: the state changes hands here, where no signal handler can run and raise between the work
 // lists' arrival in memory that the old state may still own and the new state that describes them.
-void write(const std::vector<Placement>& placements, const py::object& page_indices, Address stream,
-           const py::object& owner, const py::object& state) {
+void write(const std::vector<Placement>& placements, const py::object& page_indices,
+           Address mask_bits, Address stream, const py::object& owner, const py::object& state) {
   auto address = [](const py::handle& given) {
     return pointer<const std::int32_t>(given.cast<Address>());
   };
   Upload upload{.stream = pointer<void>(stream)};
+  if (mask_bits != 0) upload.mask_bits = pointer<const std::uint8_t>(mask_bits);
   if (py::isinstance<py::int_>(page_indices)) {
     upload.page_indices = address(page_indices);
   } else {
@@ -166,15 +168,17 @@ void bind_plan(py::module_& m) {
   py::class_<Plan, std::shared_ptr<Plan>>(m, "Plan")
       .def(py::init([](Family family, int device, const AttentionOptions& options,
                        std::shared_ptr<Batch> batch, std::int64_t float_workspace_bytes,
-                       std::int32_t graph_max_rows) {
+                       std::int32_t graph_max_rows, std::int64_t graph_mask_bytes) {
              return make_plan(family, device,
                               PlanRequest{.options = options,
                                           .batch = std::move(batch),
-                                          .graph_max_rows = graph_max_rows},
+                                          .graph_max_rows = graph_max_rows,
+                                          .graph_mask_bytes = graph_mask_bytes},
                               float_workspace_bytes);
            }),
            py::arg("family"), py::arg("device"), py::arg("options"), py::arg("batch"),
-           py::arg("float_workspace_bytes"), py::arg("graph_max_rows"))
+           py::arg("float_workspace_bytes"), py::arg("graph_max_rows"),
+           py::arg("graph_mask_bytes") = 0)
       .def_static(
           "of_segments",
           [](Family family, int device, const py::sequence& segments,
@@ -193,6 +197,9 @@ void bind_plan(py::module_& m) {
       .def_property_readonly("num_ctas", [](const Plan& plan) { return plan.sizes().num_ctas; })
       .def_property_readonly("num_merges",
                              [](const Plan& plan) { return plan.sizes().num_merges(); })
+      .def_property_readonly(
+          "mask_class_words",
+          [](const Plan& plan) { return plan.sizes().segments[0].num_class_words; })
       .def_property_readonly("num_kv_tiles",
                              [](const Plan& plan) { return plan.sizes().num_kv_tiles; })
       .def_property_readonly("makespan_kv_tiles",
@@ -224,8 +231,8 @@ void bind_plan(py::module_& m) {
             place.arrive_before(pointer<void>(stream));
           },
           py::arg("stream"), py::call_guard<py::gil_scoped_release>());
-  m.def("write_plans", &write, py::arg("placements"), py::arg("page_indices"), py::arg("stream"),
-        py::arg("owner"), py::arg("state"));
+  m.def("write_plans", &write, py::arg("placements"), py::arg("page_indices"), py::arg("mask_bits"),
+        py::arg("stream"), py::arg("owner"), py::arg("state"));
 }
 
 }  // namespace preflash

@@ -51,6 +51,43 @@ void DevicePlan::write(std::shared_ptr<const Plan> plan, const Upload& upload) {
                "plan upload");
   page_indices_ = page_indices;
   plan_ = std::move(plan);
+  class_masks(upload);
+}
+
+void DevicePlan::class_masks(const Upload& upload) {
+  const LaunchTarget target{.device = device(), .stream = upload.stream};
+  bool any = false;
+  for (int s = 0; s < plan_->segments().size(); ++s) {
+    const std::uint8_t* bits = upload.mask_bits[s];
+    has_classes_[s] = uses_classes(s) && bits != nullptr;
+    if (!has_classes_[s]) continue;
+    class_mask(s, {.mask_bits = bits, .mask_classes = mask_classes(s)}, target);
+    any = true;
+  }
+  // A run on another stream comes behind them, too.
+  if (any) {
+    check_launch(services_of(device()).uploader_extend(uploader_->get(), upload.stream),
+                 "plan upload");
+  }
+}
+
+void DevicePlan::class_mask(int segment, const RunExtras& mask, const LaunchTarget& target) const {
+  const PlannedSegment& planned = plan_->segments()[segment];
+  const TileShape& tile = planned.kernel->tile_of(segment);
+  int first_request = 0;
+  for (int s = 0; s < segment; ++s) first_request += plan_->segments()[s].batch->num_requests();
+  const int group_size = planned.options.gqa_ratio();
+  const MaskClassParams params{
+      .shape = {.rows_per_tile =
+                    rows_per_tile(planned.kernel->traits.tile_rows, tile.m, group_size),
+                .tile_keys = tile.n,
+                .group_size = group_size},
+      .requests = plan_->layout().requests.in(memory_) + first_request,
+      .class_begin = plan_->layout().segments[segment].class_begin.in(memory_),
+      .mask_bits = mask.mask_bits,
+      .classes = mask.mask_classes,
+      .num_requests = planned.batch->num_requests()};
+  check_launch(services_of(device()).class_mask(params, target), "classing the mask's tiles");
 }
 
 void DevicePlan::set_lengths(RequestLengths lengths, const LaunchTarget& target) const {
@@ -83,6 +120,7 @@ ForwardParams DevicePlan::params() const {
     segment.group_size = segment.gqa_ratio();
     segment.page_indices = page_indices_[s];
     segment.page_size = std::max(planned.batch->page_size(), 1);
+    segment.class_begin = plan_->layout().segments[s].class_begin.in(memory_);
     params.kernels[s] = planned.kernel;
   }
   return params;

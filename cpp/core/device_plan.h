@@ -31,6 +31,8 @@ class Uploader {
 struct Upload {
   // Of each segment, on the device; null: those of the batch are uploaded.
   PerSegment<const std::int32_t*> page_indices = {};
+  // Of each segment, packed and on the device; null: every run brings its own, or may change it.
+  PerSegment<const std::uint8_t*> mask_bits = {};
   void* stream = nullptr;
 };
 
@@ -47,12 +49,24 @@ class DevicePlan {
   // bounds: of q and of k and v as they are bound. `lengths` lacks what the plan says.
   void set_lengths(RequestLengths lengths, const LaunchTarget& target) const;
 
-  // Writes the plan into pinned memory and starts its copy to the device. Throws
+  // Writes the plan into pinned memory and starts its copy to the device, and behind it a launch
+  // that classes the tiles of its masks, where the kernel goes by classes. Throws
   // std::invalid_argument, and changes nothing, where the plan exceeds the capacity. What a CUDA
   // graph may have captured here, a graph_safe() plan, is followed by plans that launch like it.
   void write(std::shared_ptr<const Plan> plan, const Upload& upload);
   // Orders what is launched on another stream than the upload's from now on behind the upload.
   void arrive_before(void* stream) const;
+
+  // Classes the tiles of a segment's mask, for the launches that follow on the stream.
+  void class_mask(int segment, const RunExtras& mask, const LaunchTarget& target) const;
+  // Of a segment: whether the launch's kernel goes by classes; those that write() made, or null.
+  bool uses_classes(int segment) const {
+    return plan_->layout().segments[segment].class_begin.present();
+  }
+  std::uint32_t* mask_classes(int segment) const {
+    return plan_->layout().segments[segment].mask_classes.in(memory_);
+  }
+  bool has_classes(int segment) const { return has_classes_[segment]; }
 
   // Everything of ForwardParams that no tensor decides.
   ForwardParams params() const;
@@ -62,10 +76,13 @@ class DevicePlan {
   const void* memory() const { return memory_; }
 
  private:
+  void class_masks(const Upload& upload);
+
   std::shared_ptr<const Uploader> uploader_;
   void* memory_;
   std::int64_t capacity_;
   std::shared_ptr<const Plan> plan_;
+  bool has_classes_[kMaxSegments] = {};           // those of the mask that write() was given
   PerSegment<const std::int32_t*> page_indices_;  // null: ragged
 };
 

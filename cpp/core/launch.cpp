@@ -249,6 +249,9 @@ bool Launch::run(const RunArguments& arguments) {
   }
   const LaunchTarget target{
       .device = plan_->device(), .stream = arguments.stream, .num_threads = arguments.num_threads};
+  for (int s = 0; s < arguments.segments.size(); ++s) {
+    if (place_->uses_classes(s)) class_mask(s, forward.segments[s], target);
+  }
   check_launch(services_->launch_forward(plan_->kernel(), forward, sizes.num_ctas, target),
                plan_->kernel().id);
   const bool captured = services_->is_capturing(target);
@@ -257,6 +260,17 @@ bool Launch::run(const RunArguments& arguments) {
     if (sizes.segments[s].num_merges > 0) combine(s, forward.segments[s], target);
   }
   return captured;
+}
+
+void Launch::class_mask(int index, ForwardSegment& segment, const LaunchTarget& target) const {
+  RunExtras& extras = segment.extras;
+  const bool brought = extras.mask_classes != nullptr;
+  if (extras.mask_bits == nullptr) {
+    throw std::logic_error(std::string(plan_->kernel().id) + ": a run without the plan's mask");
+  }
+  if (!brought) extras.mask_classes = place_->mask_classes(index);
+  if (!brought && place_->has_classes(index)) return;
+  place_->class_mask(index, extras, target);
 }
 
 void Launch::combine(int index, const ForwardSegment& segment, const LaunchTarget& target) const {

@@ -84,6 +84,10 @@ class Launch {
   void check_addresses(int index, const RunArguments& arguments) const;
   // What one segment writes against what it or the other one reads and writes.
   void check_outputs(int index, int other_index, const RunArguments& arguments) const;
+  // Where the kernel goes by classes of the mask's tiles: those of the plan's own mask, which
+  // plan() made, or of one that the run brings or that may have changed since, which a launch makes
+  // now.
+  void class_mask(int index, ForwardSegment& segment, const LaunchTarget& target) const;
   void combine(int index, const ForwardSegment& segment, const LaunchTarget& target) const;
 
   std::shared_ptr<const DevicePlan> place_;

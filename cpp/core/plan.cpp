@@ -127,6 +127,7 @@ Problem describe(const PerSegment<PlanRequest>& requests, std::int64_t float_wor
     static_cast<AttentionOptions&>(segment) = request.options;
     request.batch->describe(&segment);
     segment.graph_max_rows = request.graph_max_rows;
+    segment.graph_mask_bytes = request.graph_mask_bytes;
   }
   return problem;
 }

@@ -16,7 +16,8 @@ namespace preflash {
 struct PlanRequest {
   AttentionOptions options;
   std::shared_ptr<const Batch> batch;
-  std::int32_t graph_max_rows = 0;  // SegmentProblem::graph_max_rows
+  std::int32_t graph_max_rows = 0;    // SegmentProblem::graph_max_rows
+  std::int64_t graph_mask_bytes = 0;  // SegmentProblem::graph_mask_bytes
 };
 
 // What was made of it.

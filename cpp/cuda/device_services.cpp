@@ -13,6 +13,7 @@
 #include "cuda/plan_uploader.h"
 #include "kernels/combine/combine.h"
 #include "kernels/common/append_paged_kv.h"
+#include "kernels/common/mask_classes.h"
 #include "kernels/common/merge_states.h"
 #include "kernels/common/pack_bits.h"
 #include "kernels/common/request_lengths.h"
@@ -32,6 +33,11 @@ LaunchError acquire(PlanUploader* uploader, std::size_t bytes, void** host) {
 LaunchError submit(PlanUploader* uploader, void* device_memory, std::size_t bytes, void* stream) {
   if (uploader == nullptr) return usage_error("plan upload: no uploader (out of host memory?)");
   return uploader->submit(device_memory, bytes, static_cast<cudaStream_t>(stream));
+}
+
+LaunchError extend(PlanUploader* uploader, void* stream) {
+  if (uploader == nullptr) return usage_error("plan upload: no uploader (out of host memory?)");
+  return uploader->extend(static_cast<cudaStream_t>(stream));
 }
 
 LaunchError join(PlanUploader* uploader, void* stream) {
@@ -107,6 +113,25 @@ LaunchError set_lengths(const RequestLengths& lengths, const LaunchTarget& targe
   return runtime_error(launch_set_lengths(lengths, stream_of(target)), "setting lengths");
 }
 
+LaunchError class_mask(const MaskClassParams& params, const LaunchTarget& target) {
+  constexpr int kMaxTileKeys = 512;  // threads of a CTA, 32 of a word's keys each
+  const MaskClassShape& shape = params.shape;
+  if (shape.tile_keys <= 0 || shape.tile_keys % 32 != 0 || shape.tile_keys > kMaxTileKeys ||
+      shape.rows_per_tile <= 0 || shape.group_size <= 0) {
+    return usage_error(
+        "class_mask: tile_keys %d must be a multiple of 32 up to %d, rows_per_tile %d and "
+        "group_size %d positive",
+        shape.tile_keys, kMaxTileKeys, shape.rows_per_tile, shape.group_size);
+  }
+  if (params.num_requests <= 0) return nullptr;
+  DeviceFacts facts;
+  if (LaunchError error = query_device(target.device, &facts)) return error;
+  DeviceGuard guard(target.device);
+  if (guard.error() != nullptr) return guard.error();
+  return runtime_error(launch_mask_classes(params, facts.num_sms, stream_of(target)),
+                       "launching class_mask");
+}
+
 LaunchError pack_bits(const PackBitsParams& params, const LaunchTarget& target) {
   if (params.num_segments <= 0) return nullptr;
   DeviceFacts facts;
@@ -150,12 +175,14 @@ preflash_device_services() {
       .uploader_destroy = &destroy_uploader,
       .uploader_acquire = &acquire,
       .uploader_submit = &submit,
+      .uploader_extend = &extend,
       .uploader_join = &join,
       .launch_forward = &launch_forward,
       .is_capturing = &is_capturing,
       .combine = &combine,
       .merge_states = &merge_states,
       .set_lengths = &set_lengths,
+      .class_mask = &class_mask,
       .pack_bits = &pack_bits,
       .append_paged_kv = &append_paged_kv,
   };

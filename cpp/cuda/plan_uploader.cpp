@@ -102,6 +102,15 @@ LaunchError PlanUploader::submit(void* device_memory, std::size_t bytes, cudaStr
   return nullptr;
 }
 
+LaunchError PlanUploader::extend(cudaStream_t stream) {
+  DeviceGuard guard(device_);
+  if (guard.error() != nullptr) return guard.error();
+  Staging& staging = stagings_[1 - next_];
+  if (!staging.in_flight) return usage_error("plan upload: nothing was submitted");
+  cudaError_t status = cudaEventRecord(staging.copied, stream);
+  return status == cudaSuccess ? nullptr : runtime_error(status, "plan upload: recording an event");
+}
+
 LaunchError PlanUploader::join(cudaStream_t stream) {
   DeviceGuard guard(device_);
   if (guard.error() != nullptr) return guard.error();

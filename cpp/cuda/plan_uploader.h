@@ -26,6 +26,9 @@ struct PlanUploader {
 
   LaunchError acquire(std::size_t bytes, void** host);
   LaunchError submit(void* device_memory, std::size_t bytes, cudaStream_t stream);
+  // The last submit's copy is not over before what `stream`, which is that copy's, has been given
+  // since.
+  LaunchError extend(cudaStream_t stream);
   // `stream` waits, on the device, for every copy in flight.
   LaunchError join(cudaStream_t stream);
 

@@ -6,6 +6,7 @@
 #include <stdexcept>
 
 #include "planner/message.h"
+#include "preflash/mask_classes.h"
 
 namespace preflash {
 namespace {
@@ -181,7 +182,7 @@ void Planner::read_segment(const SegmentProblem& problem, const ForwardKernel& k
   const std::int32_t index = segments_.size();
   const std::int32_t group_size = problem.gqa_ratio();
   const TileShape& tile = kernel.tile_of(index);
-  const Segment& segment =
+  Segment& segment =
       segments_.add({.first_request = static_cast<std::int32_t>(requests_.size()),
                      .num_requests = static_cast<std::int32_t>(problem.qo_indptr.size()) - 1,
                      .num_kv_heads = problem.num_kv_heads,
@@ -198,6 +199,26 @@ void Planner::read_segment(const SegmentProblem& problem, const ForwardKernel& k
     info.kv_len = static_cast<std::int32_t>(problem.kv_len(i));
     if (problem.mask == Mask::kCustom) info.mask_begin = problem.mask_indptr[i];
     info.segment = index;
+  }
+  if (problem.mask == Mask::kCustom && kernel.tile_classes == TileClasses::kUsed) {
+    count_classes(problem, segment);
+  }
+}
+
+void Planner::count_classes(const SegmentProblem& problem, Segment& segment) const {
+  const MaskClassShape shape{.rows_per_tile = segment.tile.rows,
+                             .tile_keys = segment.tile.keys,
+                             .group_size = segment.group_size};
+  segment.class_begin.assign(1, 0);
+  for (std::int32_t i = 0; i < segment.num_requests; ++i) {
+    const RequestInfo& info = requests_[segment.first_request + i];
+    segment.class_begin.push_back(segment.class_begin.back() + shape.words(info));
+  }
+  segment.class_capacity = segment.class_begin.back();
+  if (problem.graph_max_rows > 0) {
+    const std::int64_t most =
+        shape.most_words(segment.num_requests, problem.graph_max_rows, problem.graph_mask_bytes);
+    segment.class_capacity = std::max(segment.class_capacity, most);
   }
 }
 
@@ -297,7 +318,8 @@ void Planner::count() {
   for (int s = 0; s < segments_.size(); ++s) {
     const SegmentLimits& capacity = segments_[s].capacity;
     sizes_.segments[s] = {.num_merges = static_cast<int>(capacity.merges),
-                          .num_partial_rows = static_cast<int>(capacity.rows)};
+                          .num_partial_rows = static_cast<int>(capacity.rows),
+                          .num_class_words = segments_[s].class_capacity};
   }
   sizes_.num_kv_tiles = work_.num_kv_tiles;
   Arena ints;
@@ -334,6 +356,12 @@ void Planner::lay_out(Arena& ints, Arena& floats, PlanLayout& layout) const {
     if (segment.capacity.rows > 0) {
       place.partial_o = floats.take<float>(segment.capacity.rows * segment.head_dim_vo);
       place.partial_lse = floats.take<PartialLse>(segment.capacity.rows);
+    }
+    if (!segment.class_begin.empty()) {
+      place.class_begin = ints.take<std::int64_t>(
+          std::ssize(segment.class_begin),
+          [&](std::int64_t* begin) { std::ranges::copy(segment.class_begin, begin); });
+      place.mask_classes = ints.take<std::uint32_t>(segment.class_capacity);
     }
   }
   layout.int_bytes = ints.bytes();

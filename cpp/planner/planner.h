@@ -76,9 +76,12 @@ class Planner {
     std::int32_t head_dim_vo = 0;
     TileExtent tile;
     SegmentLimits capacity = {};  // room: what is used, or the most that a CUDA graph may use
+    std::vector<std::int64_t> class_begin = {};  // [num_requests + 1]; empty: no classes
+    std::int64_t class_capacity = 0;
   };
 
   void read_segment(const SegmentProblem& problem, const ForwardKernel& kernel);
+  void count_classes(const SegmentProblem& problem, Segment& segment) const;
   void split(const Problem& problem, std::int64_t cta_slots, const SegmentKernels& kernels);
   void cut_into_chunks(const Problem& problem, std::span<const SegmentPlan> plans,
                        const SplitProblem& decision);

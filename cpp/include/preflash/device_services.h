@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "preflash/mask_classes.h"
 #include "preflash/params.h"
 #include "preflash/variant.h"
 
@@ -41,6 +42,8 @@ struct DeviceServices {
   // Starts copying the acquired buffer to device memory on `stream`.
   LaunchError (*uploader_submit)(PlanUploader*, void* device_memory, std::size_t bytes,
                                  void* stream) = nullptr;
+  // What `stream` has been given since the last submit counts as a part of its copy.
+  LaunchError (*uploader_extend)(PlanUploader*, void* stream) = nullptr;
   // What `stream` does from now on comes after every copy that was submitted. The host waits only
   // where the stream is being captured into a CUDA graph.
   LaunchError (*uploader_join)(PlanUploader*, void* stream) = nullptr;
@@ -53,6 +56,7 @@ struct DeviceServices {
   LaunchError (*combine)(const CombineParams&, const LaunchTarget&) = nullptr;
   LaunchError (*merge_states)(const MergeStatesParams&, const LaunchTarget&) = nullptr;
   LaunchError (*set_lengths)(const RequestLengths&, const LaunchTarget&) = nullptr;
+  LaunchError (*class_mask)(const MaskClassParams&, const LaunchTarget&) = nullptr;
   LaunchError (*pack_bits)(const PackBitsParams&, const LaunchTarget&) = nullptr;
   LaunchError (*append_paged_kv)(const AppendParams&, const LaunchTarget&) = nullptr;
 };

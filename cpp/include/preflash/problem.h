@@ -36,6 +36,7 @@ struct SegmentProblem : AttentionOptions {
 
   // CUDA graphs: sizes that later plans may not exceed. 0: not graph-safe, sizes are exact.
   std::int32_t graph_max_rows = 0;
+  std::int64_t graph_mask_bytes = 0;  // of the packed custom mask; 0: no plan has one
 };
 
 struct Problem {

@@ -68,6 +68,12 @@ struct LaunchTarget {
 using ForwardLaunch = LaunchError (*)(const ForwardParams& params, int num_ctas,
                                       const LaunchTarget& target);
 
+// How a kernel with mask bits knows which tiles they leave.
+enum class TileClasses : std::uint8_t {
+  kUnused,  // it looks at the bits of every tile
+  kUsed     // it is told the class of each (mask_classes.h)
+};
+
 struct ForwardKernel {
   const char* id = nullptr;  // id_of(variant), e.g. "sm80_bf16_d128_decode"
   Variant variant;
@@ -77,6 +83,7 @@ struct ForwardKernel {
   FamilyTraits traits = traits_of(variant.family);  // what the planner goes by
   int ctas_per_item = 1;       // each reads the item's rows of q and makes a part of o's columns
   TileShape second_tile = {};  // of the second segment, where the kernel has two
+  TileClasses tile_classes = TileClasses::kUnused;
 
   // Of one of the launch's segments.
   const TileShape& tile_of(int segment) const {
@@ -97,6 +104,6 @@ struct KernelLibrary {
   ForwardLaunch launch_segments = nullptr;
 };
 
-inline constexpr int kKernelAbiVersion = 9;
+inline constexpr int kKernelAbiVersion = 10;
 
 }  // namespace preflash

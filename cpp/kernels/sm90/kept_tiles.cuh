@@ -1,11 +1,11 @@
 // The pipeline of the KV tiles that a custom mask leaves. One producer warp announces each item's
-// tiles, the last one first, as mask_scan.cuh finds them; tiles of which no row keeps a key do
+// tiles, the last one first, as classed_tiles.cuh tells them; tiles of which no row keeps a key do
 // not appear, so they are neither loaded nor multiplied.
 //
 // Loading warps and consumers read the announcements, each at its own pace.
 #pragma once
 
-#include "kernels/sm90/mask_scan.cuh"
+#include "kernels/sm90/classed_tiles.cuh"
 #include "kernels/sm90/work_items.cuh"
 
 namespace preflash::sm90 {
@@ -18,29 +18,25 @@ struct KeptTileProducer {
   SharedStorage<Traits>& smem;
   ItemProducer<Traits> items;
   ProducerPipelineState<Traits::kTileSlots> write = {};
-  MaskScan<Traits> scan = {};  // of the item announced last
-  int next = -1;               // its tile to announce next; before scan.tiles.begin: there is none
+  ClassedTiles classed = {};  // of the item announced last
+  int next = -1;  // its tile to announce next; before classed.tiles.begin: there is none
 
   __device__ __forceinline__ bool done() const { return items.done(); }
 
   __device__ __forceinline__ void announce_item() {
-    items.announce([&](const WorkItem& item, const RequestInfo& request, int num_rows,
-                       const TileRange& tiles) {
+    items.announce([&](const WorkItem& item, const RequestInfo& request, const TileRange& tiles) {
       if (tiles.count() == 0) return tiles;
-      const HopperSegment& segment = params.segment_of(request);
-      RowSpan tokens{unpack_row(segment, item.row_begin).token,
-                     unpack_row(segment, item.row_begin + num_rows - 1).token};
-      scan = MaskScan<Traits>::of(segment, request, tokens, tiles);
-      next = scan.last_kept_before(tiles.end);
+      classed = ClassedTiles::of<Traits>(params.segment_of(request), item, request, tiles);
+      next = classed.last_kept_before(tiles.end);
       return has_tile() ? tiles : TileRange{};
     });
   }
 
-  __device__ __forceinline__ bool has_tile() const { return next >= scan.tiles.begin; }
+  __device__ __forceinline__ bool has_tile() const { return next >= classed.tiles.begin; }
 
   __device__ __forceinline__ void announce_tile() {
-    int word = next * 4 | (scan.is_whole(next) ? KeptTile::kWhole : 0);
-    next = scan.last_kept_before(next);
+    int word = next * 4 | (classed.is_whole(next) ? KeptTile::kWhole : 0);
+    next = classed.last_kept_before(next);
     if (!has_tile()) word |= KeptTile::kLast;
     int slot = write.index();
     smem.kept.tile_empty[slot].wait(write.phase() ^ 1);

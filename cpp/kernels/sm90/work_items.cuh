@@ -47,11 +47,10 @@ struct ItemProducer {
 
   // Announces the next item, or an item without tiles at the end of the work list.
   __device__ __forceinline__ void announce() {
-    announce(
-        [](const WorkItem&, const RequestInfo&, int, const TileRange& tiles) { return tiles; });
+    announce([](const WorkItem&, const RequestInfo&, const TileRange& tiles) { return tiles; });
   }
-  // With mask bits, kept(item, request, num_rows, tiles) returns the tiles, which the bounds leave,
-  // or none if the bits leave nothing of them.
+  // With mask bits, kept(item, request, tiles) returns the tiles, which the bounds leave, or none
+  // if the bits leave nothing of them.
   template <class Kept>
   __device__ __forceinline__ void announce(Kept&& kept) {
     WorkItem item;
@@ -66,7 +65,7 @@ struct ItemProducer {
       // The plan was made for longer requests (RequestLengths).
       if (num_rows <= 0) continue;
       tiles = tiles_of_rows<Traits>(segment, item, request, 0, num_rows);
-      if constexpr (Traits::kHasMaskBits) tiles = kept(item, request, num_rows, tiles);
+      if constexpr (Traits::kHasMaskBits) tiles = kept(item, request, tiles);
       if (tiles.count() > 0) break;
       ForwardEpilogue<Traits>{segment, item, request, num_rows}.run_empty();
     }

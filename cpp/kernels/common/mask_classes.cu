@@ -1,0 +1,99 @@
+// One CTA makes one word of classes at a time: it looks through the bits of a tile's tokens at the
+// keys of sixteen tiles. A thread has 32 of these keys, of some of the tokens.
+#include "kernels/common/mask.cuh"
+#include "kernels/common/mask_classes.h"
+
+namespace preflash {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kUnroll = 8;
+constexpr int kWordKeys = 32;
+
+// The request whose classes word `word` is one of: the last that begins at or before it.
+__device__ __forceinline__ int find_request(const MaskClassParams& params, std::int64_t word) {
+  int low = 0;
+  int high = params.num_requests;
+  while (high - low > 1) {
+    const int middle = low + (high - low) / 2;
+    if (params.class_begin[middle] <= word) {
+      low = middle;
+    } else {
+      high = middle;
+    }
+  }
+  return low;
+}
+
+// What a thread has seen of its keys.
+struct Seen {
+  std::uint32_t some = 0;     // kept by a token
+  std::uint32_t missing = 0;  // not kept by a token
+};
+
+__device__ __forceinline__ Seen look(const MaskClassParams& params, const RequestInfo& request,
+                                     RowSpan tokens, int first_key, int step) {
+  Seen seen;
+  const int keys = min(request.kv_len - first_key, kWordKeys);
+  if (keys <= 0) return seen;
+  const std::uint8_t* bits = params.mask_bits + request.mask_begin;
+  for (int token = tokens.first; token <= tokens.last; token += kUnroll * step) {
+    MaskWords words[kUnroll];
+#pragma unroll
+    for (int i = 0; i < kUnroll; ++i) {
+      const std::int64_t row = min(token + i * step, tokens.last);  // or the last one once more
+      words[i] = load_mask_words(bits, row * request.kv_len + first_key);
+    }
+#pragma unroll
+    for (int i = 0; i < kUnroll; ++i) {
+      seen.some |= words[i].bits();
+      seen.missing |= ~words[i].bits();
+    }
+  }
+  const std::uint32_t owned = 0xffffffffu >> (kWordKeys - keys);
+  return {seen.some & owned, seen.missing & owned};
+}
+
+__global__ void __launch_bounds__(kThreads) mask_classes_kernel(const MaskClassParams params) {
+  __shared__ std::uint32_t some;
+  __shared__ std::uint32_t missing;
+  const int tile_keys = params.shape.tile_keys;
+  const int columns = MaskClasses::kWordTiles * tile_keys / kWordKeys;
+  const int step = kThreads / columns;  // threads that share a column
+  const int column = threadIdx.x % columns;
+  const int share = threadIdx.x / columns;
+  const std::uint32_t tile_bit = 1u << column * kWordKeys / tile_keys * MaskClasses::kBits;
+  const std::int64_t end = params.class_begin[params.num_requests];
+  for (std::int64_t word = blockIdx.x; word < end; word += gridDim.x) {
+    if (threadIdx.x == 0) some = missing = 0;
+    __syncthreads();
+    const int index = find_request(params, word);
+    const RequestInfo request = params.requests[index];
+    const std::int64_t in_request = word - params.class_begin[index];
+    const std::int64_t row_words = params.shape.row_words(request);
+    RowSpan tokens = params.shape.tokens(request, in_request / row_words);
+    const int first_tile = static_cast<int>(in_request % row_words) * MaskClasses::kWordTiles;
+    tokens.first += share;
+    if (share < step) {
+      const Seen seen =
+          look(params, request, tokens, first_tile * tile_keys + column * kWordKeys, step);
+      if (seen.some != 0) atomicOr(&some, tile_bit);
+      if (seen.missing != 0) atomicOr(&missing, tile_bit);
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) params.classes[word] = MaskClasses::word_of(some, missing);
+  }
+}
+
+}  // namespace
+
+cudaError_t launch_mask_classes(const MaskClassParams& params, int num_sms, cudaStream_t stream) {
+  constexpr int kCtasPerSm = 8;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(num_sms * kCtasPerSm);
+  config.blockDim = dim3(kThreads);
+  config.stream = stream;
+  return cudaLaunchKernelEx(&config, mask_classes_kernel, params);
+}
+
+}  // namespace preflash

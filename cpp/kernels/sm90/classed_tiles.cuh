@@ -1,0 +1,70 @@
+// Which KV tiles of an item a custom mask leaves, as the classes of its tiles tell
+// (preflash/mask_classes.h), for the producer warp that announces them.
+#pragma once
+
+#include "kernels/sm90/forward_params.cuh"
+#include "kernels/sm90/forward_traits.cuh"
+#include "preflash/mask_classes.h"
+
+namespace preflash::sm90 {
+
+// Goes through an item's row of classes from the last tile on. The lanes of the warp hold a word
+// each, so that one load and one ballot pass over 512 tiles that keep nothing.
+struct ClassedTiles {
+  static constexpr int kWarpTiles = 32 * MaskClasses::kWordTiles;
+
+  const std::uint32_t* row;  // of classes
+  TileRange tiles;           // that the bounds leave, and those of which they keep everything
+  int first = 0;             // the first tile of lane 0's word; tiles from here on have been read
+  std::uint32_t word = 0;    // this lane's, without tiles before tiles.begin
+
+  template <class Traits>
+  __device__ __forceinline__ static ClassedTiles of(const HopperSegment& params,
+                                                    const WorkItem& item,
+                                                    const RequestInfo& request,
+                                                    const TileRange& tiles) {
+    const MaskClassShape shape{params.rows_per_tile, Traits::kTileN, params.group_size};
+    const std::int64_t index = item.row_begin / params.rows_per_tile * shape.row_words(request);
+    const std::int64_t begin = __ldg(params.class_begin + item.request);
+    ClassedTiles classed{params.extras.mask_classes + begin + index, tiles};
+    classed.read((tiles.end - 1) / kWarpTiles * kWarpTiles);
+    return classed;
+  }
+
+  // The last tile before `end` of which a key may be kept; tiles.begin - 1: there is none.
+  __device__ __forceinline__ int last_kept_before(int end) {
+    for (;;) {
+      const std::uint32_t kept =
+          word & MaskClasses::kSome & MaskClasses::before(end - first_of_lane());
+      const std::uint32_t lanes = __ballot_sync(0xffffffffu, kept != 0);
+      if (lanes != 0) {
+        const int lane = 31 - __clz(lanes);
+        const std::uint32_t last = __shfl_sync(0xffffffffu, kept, lane);
+        return first + lane * MaskClasses::kWordTiles + (31 - __clz(last)) / MaskClasses::kBits;
+      }
+      if (first <= tiles.begin) return tiles.begin - 1;
+      read(first - kWarpTiles);
+    }
+  }
+  // Whether all tokens keep all of a tile, the one that was found last.
+  __device__ __forceinline__ bool is_whole(int tile) const {
+    const int lane = (tile - first) / MaskClasses::kWordTiles;
+    const std::uint32_t of_lane = __shfl_sync(0xffffffffu, word, lane);
+    const int bit = tile % MaskClasses::kWordTiles * MaskClasses::kBits + 1;
+    return (of_lane >> bit & 1u) != 0 && !tiles.needs_mask(tile);
+  }
+
+ private:
+  __device__ __forceinline__ int first_of_lane() const {
+    return first + lane_id() * MaskClasses::kWordTiles;
+  }
+  __device__ __forceinline__ void read(int first_tile) {
+    first = first_tile;
+    const int tile = first_of_lane();
+    const bool in_range = tile < tiles.end && tile + MaskClasses::kWordTiles > tiles.begin;
+    word = in_range ? __ldg(row + tile / MaskClasses::kWordTiles) : 0u;
+    word &= ~MaskClasses::before(tiles.begin - tile);
+  }
+};
+
+}  // namespace preflash::sm90
