@@ -55,20 +55,22 @@ void DevicePlan::write(std::shared_ptr<const Plan> plan, const Upload& upload) {
 }
 
 void DevicePlan::class_masks(const Upload& upload) {
+  const DeviceServices& services = services_of(device());
   const LaunchTarget target{.device = device(), .stream = upload.stream};
   bool any = false;
   for (int s = 0; s < plan_->segments().size(); ++s) {
-    const std::uint8_t* bits = upload.mask_bits[s];
-    has_classes_[s] = uses_classes(s) && bits != nullptr;
+    has_classes_[s] = uses_classes(s) && upload.mask_bits[s] != nullptr;
+    any |= has_classes_[s];
+  }
+  if (!any) return;
+  // NOTE: the mask may be an earlier plan's, which wrote it on another stream before its own copy.
+  arrive_before(upload.stream);
+  for (int s = 0; s < plan_->segments().size(); ++s) {
     if (!has_classes_[s]) continue;
-    class_mask(s, {.mask_bits = bits, .mask_classes = mask_classes(s)}, target);
-    any = true;
+    class_mask(s, {.mask_bits = upload.mask_bits[s], .mask_classes = mask_classes(s)}, target);
   }
   // A run on another stream comes behind them, too.
-  if (any) {
-    check_launch(services_of(device()).uploader_extend(uploader_->get(), upload.stream),
-                 "plan upload");
-  }
+  check_launch(services.uploader_extend(uploader_->get(), upload.stream), "plan upload");
 }
 
 void DevicePlan::class_mask(int segment, const RunExtras& mask, const LaunchTarget& target) const {

@@ -19,6 +19,7 @@ class PlanRoom(NamedTuple):
 
     float_bytes: int
     graph_rows: int = 0  # query rows that later plans of a CUDA graph may have; 0: none will come
+    graph_mask_bytes: int = 0  # the same of the packed mask
 
 
 class Backend(Protocol):

@@ -250,6 +250,7 @@ class RunExtras:
     def __init__(
         self,
         mask_bits: int = 0,
+        mask_classes: int = 0,
         sinks: int = 0,
         scale_q: int = 0,
         scale_k: int = 0,
@@ -270,6 +271,7 @@ class Plan:
         batch: Batch,
         float_workspace_bytes: int,
         graph_max_rows: int,
+        graph_mask_bytes: int = 0,
     ) -> None: ...
     @staticmethod
     def of_segments(
@@ -294,6 +296,10 @@ class Plan:
     def num_ctas(self) -> int: ...
     @property
     def num_merges(self) -> int: ...
+    @property
+    def mask_class_words(self) -> int:
+        """Room for the classes of a custom mask's tiles; 0: the kernel does not go by them."""
+
     @property
     def num_kv_tiles(self) -> int: ...
     @property
@@ -324,11 +330,13 @@ class DevicePlan:
 def write_plans(
     placements: list[tuple[DevicePlan, Plan]],
     page_indices: int | Sequence[int],
+    mask_bits: int,
     stream: int,
     owner: object,
     state: object,
 ) -> None:
-    """Starts the copy of each plan to its place. page_indices: of the one segment, or of each. With
+    """Starts the copy of each plan to its place. page_indices: of the one segment, or of each.
+    mask_bits: of the one segment, packed, where every run has the same; 0: there are none. With
     an owner, its attribute `_state` becomes `state` once all of them have been started."""
 
 class Launch:

@@ -130,6 +130,11 @@ class GraphMode:
         device = device_stream.device
         self._beside_captures = torch.cuda.Stream(device) if device.type == "cuda" else None
 
+    @property
+    def mask_bytes(self) -> int:
+        """The most that the packed mask of any plan has."""
+        return 0 if self.buffers.mask is None else self.buffers.mask.numel()
+
     # What plan() asks before anything changes.
 
     def check_not_capturing(self) -> None:

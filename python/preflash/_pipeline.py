@@ -32,6 +32,13 @@ class Request(NamedTuple):
     mask: torch.Tensor | None  # owned and packed; None: absent, or brought by every run
     # CUDA graphs: the most query rows of any plan; 0: sizes are this batch's own.
     graph_rows: int = 0
+    graph_mask_bytes: int = 0  # the most that the packed mask of any plan has
+
+    @property
+    def mask_bits(self) -> int:
+        """The address of bits that no run changes; 0: there are none. Those in a graph's buffer
+        may be changed on the device after plan()."""
+        return 0 if self.mask is None or self.graph_rows else self.mask.data_ptr()
 
     @property
     def page_indices(self) -> torch.Tensor | None:
@@ -47,11 +54,12 @@ def make_request(
     *,
     masked: bool,
     graph_rows: int = 0,
+    graph_mask_bytes: int = 0,
 ) -> Request:
     """masked: whether the options' mask is a custom one."""
     if masked:
         lengths.batch.use_mask()
-    return Request(options, lengths, kv_layout, None, graph_rows)
+    return Request(options, lengths, kv_layout, None, graph_rows, graph_mask_bytes)
 
 
 class Draft(NamedTuple):
@@ -68,7 +76,9 @@ def plan(workspace: Workspace, backend_name: str, request: Request) -> Draft:
     if backend_name == _backends.CUDNN:
         return Draft(CudnnBackend(), _cudnn_planned.plan(device, options, batch))
     backend = _backends.choose(backend_name, device, options)
-    limits = _backends.PlanRoom(workspace.float_bytes, request.graph_rows)
+    limits = _backends.PlanRoom(
+        workspace.float_bytes, request.graph_rows, request.graph_mask_bytes
+    )
     counted = backend.plan(device, options, batch, limits)
     if room is None or counted.int_bytes <= room:
         return Draft(backend, counted)
@@ -140,6 +150,7 @@ def upload(
     _core.write_plans(
         [(variant.device_plan, variant.plan) for variant in variants if variant.device_plan],
         0 if page_indices is None else page_indices.data_ptr(),
+        request.mask_bits,
         workspace.device_stream.stream(),
         owner,
         state,

@@ -42,10 +42,12 @@ class Memory(NamedTuple):
 
     partials: torch.Tensor | None = None  # of split KV; None: the plan has none
     mask: torch.Tensor | None = None
+    mask_classes: torch.Tensor | None = None  # of a mask of one run, which that run fills
     per_head: PerHead = PerHead()  # the caller's: of one run, like q
 
     def extras(self) -> _core.RunExtras | None:
-        tensors = {"mask_bits": self.mask, **self.per_head._asdict()}
+        tensors = {"mask_bits": self.mask, "mask_classes": self.mask_classes}
+        tensors.update(self.per_head._asdict())
         addresses = {name: t.data_ptr() for name, t in tensors.items() if t is not None}
         return _core.RunExtras(**addresses) if addresses else None
 
@@ -213,7 +215,14 @@ class PlannedVariant:
     def memory_with_mask(self, mask: torch.Tensor) -> Memory:
         """The plan's own, and the mask of one run."""
         own = Memory() if self._memory is None else self._memory
-        return own._replace(mask=mask)
+        return own._replace(mask=mask, mask_classes=self.mask_classes())
+
+    def mask_classes(self) -> torch.Tensor | None:
+        """Memory for the classes of the tiles of one run's mask, where the kernel goes by them."""
+        words = self.plan.mask_class_words
+        if words == 0:
+            return None
+        return torch.empty(words, dtype=torch.int32, device=self.expected.device)
 
     def check_tensors(self, tensors: Qkv, outputs: Outputs) -> None:
         """The checks of run() alone."""

@@ -251,7 +251,8 @@ def _upload(
     pages = [request.page_indices for request in requests]
     addresses = [0 if indices is None else indices.data_ptr() for indices in pages]
     place.buffer.used_on_current_stream(device_stream)
-    _core.write_plans([(place.device_plan, plan)], addresses, device_stream.stream(), None, None)
+    # NOTE: no kernel of two segments goes by the classes of a mask's tiles.
+    _core.write_plans([(place.device_plan, plan)], addresses, 0, device_stream.stream(), None, None)
 
 
 def _kept(workspace: Workspace, place: Place, requests: Sequence[Request]) -> list[Buffer]:

@@ -137,7 +137,8 @@ def _run_planned(planned: _Planned, tensors: Qkv, call: SingleCall, outputs: Out
         # Freed in stream order: what was launched may still use them.
         device = variant.expected.device
         partials = torch.empty(num_bytes, dtype=torch.uint8, device=device) if num_bytes else None
-        memory = Memory(partials, mask, call.per_head)
+        classes = None if mask is None else variant.mask_classes()
+        memory = Memory(partials, mask, classes, call.per_head)
     was_shared = variant.shared
     result = variant.attend_to(q, (k, v), scales, outputs, memory)
     if variant.shared and not was_shared:  # with a CUDA graph

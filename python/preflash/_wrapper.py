@@ -93,7 +93,7 @@ class BatchPrefillWrapper(EngineAttributes):
     def _asked(self, a: BatchArguments) -> Asked:
         """Checks everything but hints, the mask, and the values of indptr (the planner does)."""
         options = batch_options(a)
-        graph_rows = 0
+        graph_rows = graph_mask_bytes = 0
         if self._graph is None:
             lengths = _lengths.batch_lengths(a, self.device)
         else:
@@ -101,10 +101,16 @@ class BatchPrefillWrapper(EngineAttributes):
             batch = lengths.batch
             self._graph.check_batch(batch)
             graph_rows = self._state.graph_rows or max(batch.qo_end - batch.qo_begin, 1)
+            graph_mask_bytes = self._graph.mask_bytes
         masked = a.custom_mask is not None or a.packed_custom_mask is not None
         return Asked(
             _pipeline.make_request(
-                options, lengths, self._kv_layout, masked=masked, graph_rows=graph_rows
+                options,
+                lengths,
+                self._kv_layout,
+                masked=masked,
+                graph_rows=graph_rows,
+                graph_mask_bytes=graph_mask_bytes,
             ),
             Scales(softmax_scale(a.sm_scale, options), 1.0),
             check.flag("causal", a.causal),

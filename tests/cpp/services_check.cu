@@ -169,6 +169,77 @@ void check_pack_bits(const std::vector<int>& lengths, int first_element, bool li
 
 // Tokens of two requests into pages of 3 tokens, heads apart by more than their bytes; one token is
 // padding, one has no place in the table.
+// One mask whose requests have tiles of every class.
+struct ClassCase {
+  MaskClassShape shape;
+  std::vector<std::pair<int, int>> lengths;  // of queries and keys
+};
+
+void check_class_mask(const ClassCase& c) {
+  const MaskClassShape& shape = c.shape;
+  std::vector<RequestInfo> requests;
+  std::vector<int64_t> begin{0};
+  int64_t bytes = 3;  // the first one begins in the middle of a word
+  for (auto [queries, keys] : c.lengths) {
+    requests.push_back({.qo_len = queries, .kv_len = keys, .mask_begin = bytes});
+    bytes += (int64_t{queries} * keys + 7) / 8;
+    begin.push_back(begin.back() + shape.words(requests.back()));
+  }
+  std::vector<uint8_t> bits(bytes + 8, 0xff);  // what nobody owns would make other classes
+  std::vector<uint32_t> expected(begin.back() + 1, 0);
+  std::memset(&expected.back(), kPoison, sizeof(uint32_t));
+  for (std::size_t r = 0; r < requests.size(); ++r) {
+    const auto [queries, keys] = c.lengths[r];
+    const int64_t row_words = shape.row_words(requests[r]);
+    for (int64_t row = 0; row < shape.num_rows(requests[r]); ++row) {
+      const int first = row * shape.rows_per_tile / shape.group_size;
+      const int last = std::min<int64_t>(((row + 1) * shape.rows_per_tile - 1) / shape.group_size,
+                                         queries - 1);
+      for (int tile = 0; tile * shape.tile_keys < keys; ++tile) {
+        const int kind = uniform(0, 4);
+        bool some = false, all = true;
+        const int end = std::min(keys, (tile + 1) * shape.tile_keys);
+        for (int token = first; token <= last; ++token) {
+          // A token that two rows share has what the first of them has drawn.
+          const bool drawn = row > 0 && token * shape.group_size < row * shape.rows_per_tile;
+          for (int key = tile * shape.tile_keys; key < end; ++key) {
+            const int64_t bit = int64_t{token} * keys + key;
+            uint8_t& byte = bits[requests[r].mask_begin + bit / 8];
+            bool keep = kind == 0 ? false : kind == 1 ? true : uniform(0, 3) == 0;
+            if (kind == 3) keep = token == last && key == end - 1;
+            if (kind == 4) keep = token != first || key != end - 1;
+            if (drawn) keep = byte >> bit % 8 & 1;
+            byte = static_cast<uint8_t>(keep ? byte | 1 << bit % 8 : byte & ~(1 << bit % 8));
+            some |= keep;
+            all &= keep;
+          }
+        }
+        const uint32_t kept = some ? (all ? 3 : 1) : 0;
+        expected[begin[r] + row * row_words + tile / 16] |= kept << tile % 16 * 2;
+      }
+    }
+  }
+  DeviceArray<RequestInfo> device_requests(requests);
+  DeviceArray<int64_t> device_begin(begin);
+  DeviceArray<uint8_t> device_bits(bits);
+  DeviceArray<uint32_t> classes(expected.size());
+  accept(services.class_mask({.shape = shape,
+                              .requests = device_requests.data(),
+                              .class_begin = device_begin.data(),
+                              .mask_bits = device_bits.data(),
+                              .classes = classes.data(),
+                              .num_requests = static_cast<int32_t>(requests.size())},
+                             {.device = 0}));
+  require(cudaDeviceSynchronize());
+  expect(classes.host() == expected, "class_mask: tiles of " +
+                                         std::to_string(shape.rows_per_tile) + " rows and " +
+                                         std::to_string(shape.tile_keys) + " keys");
+  int64_t tokens = 0;
+  for (auto [queries, keys] : c.lengths) tokens += queries;
+  expect(begin.back() <= shape.most_words(std::ssize(c.lengths), tokens, bytes),
+         "class_mask: more words than a CUDA graph's plan reserves");
+}
+
 void check_append(int row_bytes) {
   constexpr int kTokens = 7, kHeads = 2, kPageSize = 3, kPages = 4;
   const int head_stride = row_bytes + 5;
@@ -372,6 +443,16 @@ int main() {
     check_pack_bits(std::vector<int>(3000, 11), 0, little);
   }
   std::printf("pack_bits: done\n");
+  for (int group : {1, 3, 4, 8, 300}) {
+    const int rows = group > 128 ? 128 : 128 / group * group;
+    for (int keys : {64, 128}) {
+      check_class_mask({{rows, keys, group}, {{300, 700}, {0, 5}, {1, 1}, {9, 0}, {33, 4096}}});
+      check_class_mask({{rows, keys, group}, {{5, 70001}, {130, 2049}, {2, 31}}});
+    }
+  }
+  MaskClassParams unaligned{.shape = {.rows_per_tile = 64, .tile_keys = 48}, .num_requests = 1};
+  expect(says(services.class_mask(unaligned, {.device = 0}), "tile_keys 48"), "class_mask: 48 keys");
+  std::printf("class_mask: done\n");
   for (int row_bytes : {1, 11, 27, 128, 1000}) check_append(row_bytes);
   std::printf("append_paged_kv: done\n");
   check_dtype<__half>();

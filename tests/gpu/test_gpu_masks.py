@@ -1,6 +1,9 @@
 """Custom masks with a structure: tiles that keep all, nothing or something, rows without a key, and
 rows whose keys come late."""
 
+import dataclasses
+
+import preflash
 import pytest
 import torch
 from backends import on_every_backend
@@ -136,3 +139,90 @@ def test_more_tiles_than_slots(backend, dims, page_size):
     lens = (3, 1, 2, 1, 5, 4), (300, 1, 150, 37, 1260, 97)
     case = Case("items", *lens, 64, 64, *dims, page_size=page_size, mask=MaskKind.CUSTOM)
     runner.check(shaped(case, sparse), backend=backend)
+
+
+def bits_of(inputs) -> torch.Tensor:
+    packed = [preflash.packbits(mask.flatten(), bitorder="little") for mask in inputs.masks]
+    return torch.cat(packed)
+
+
+@on_every_backend
+def test_plan_on_one_stream_and_run_on_another(backend):
+    """What plan() finds out about the mask is complete where the run begins."""
+    case = Case("streams", *LENS, 6, 2, 128, page_size=16, mask=MaskKind.CUSTOM)
+    wrapper = runner.make_wrapper(case, backend=backend, device="cuda")
+    for shape in (blocks, stripes, causal, nothing, everything):
+        inputs = shaped(case, shape)
+        torch.cuda.synchronize()
+        planning, running = torch.cuda.Stream(), torch.cuda.Stream()
+        with torch.cuda.stream(planning):
+            torch.cuda._sleep(20_000_000)
+            runner.plan(wrapper, inputs)
+        with torch.cuda.stream(running):
+            out, lse = runner.run(wrapper, inputs)
+        running.synchronize()
+        runner.compare(inputs, out, lse).check()
+
+
+@on_every_backend
+def test_later_options_have_the_same_mask(backend):
+    """Another variant of the plan, first asked for by a run."""
+    case = Case("later", *LENS, 6, 2, 128, page_size=16, mask=MaskKind.CUSTOM)
+    inputs = shaped(case, blocks)
+    wrapper = runner.make_wrapper(case, backend=backend, device="cuda")
+    runner.plan(wrapper, inputs)
+    inputs.case = dataclasses.replace(case, window_left=50)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        out, lse = runner.run(wrapper, inputs, window_left=50)
+    torch.cuda.synchronize()
+    runner.compare(inputs, out, lse).check()
+
+
+@on_every_backend
+@on_every_shape
+def test_single(backend, shape):
+    case = Case("single", (333,), (1111,), 6, 2, 128, mask=MaskKind.CUSTOM)
+    inputs = shaped(case, shape)
+    runner.compare(inputs, *runner.single(inputs, backend=backend)).check()
+
+
+@on_every_backend
+def test_masks_of_a_graph(backend):
+    """Between replays the mask changes by a plan, and by the caller in its buffer."""
+    batch, pages, page_size = 4, 128, 16
+    case = Case("graph", (70, 1, 0, 40), (300, 77, 9, 700), 6, 2, 128, mask=MaskKind.CUSTOM)
+    case = dataclasses.replace(case, page_size=page_size)
+    mask_buffer = torch.zeros(16384, dtype=torch.uint8, device="cuda")
+
+    def ints(count: int) -> torch.Tensor:
+        return torch.zeros(count, dtype=torch.int32, device="cuda")
+
+    wrapper = preflash.BatchPrefillWithPagedKVCacheWrapper(
+        runner.workspace("cuda"),
+        use_cuda_graph=True,
+        qo_indptr_buf=ints(batch + 1),
+        paged_kv_indptr_buf=ints(batch + 1),
+        paged_kv_indices_buf=ints(pages),
+        paged_kv_last_page_len_buf=ints(batch),
+        custom_mask_buf=mask_buffer,
+        mask_indptr_buf=ints(batch + 1),
+        backend=backend,
+    )
+    inputs = shaped(case, everything)
+    runner.plan(wrapper, inputs)
+    runner.run(wrapper, inputs)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = runner.run(wrapper, inputs)
+    for shape in SHAPES:
+        changed = shaped(case, shape)
+        inputs.masks, inputs.custom_mask = changed.masks, changed.custom_mask
+        runner.plan(wrapper, inputs)
+        graph.replay()
+        runner.compare(inputs, out, lse).check()
+    for shape in SHAPES:
+        inputs.masks = shaped(case, shape).masks
+        bits = bits_of(inputs)
+        mask_buffer[: bits.numel()].copy_(bits)
+        graph.replay()
+        runner.compare(inputs, out, lse).check()

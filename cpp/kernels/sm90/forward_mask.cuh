@@ -115,19 +115,29 @@ struct TileMask {
     }
     return raw;
   }
-  // They mean nothing outside the bounds.
-  __device__ __forceinline__ static TileMask of_bits(const Coordinates& coordinates,
-                                                     const RawBits& raw) {
+  // Of a tile of which the bounds keep everything.
+  __device__ __forceinline__ static TileMask of_bits(const RawBits& raw) {
     static_assert(kWords == 1);
-    auto tail = coordinates.tail();
+    std::uint32_t columns[Coordinates::kRows];
+    CUTE_UNROLL
+    for (int r = 0; r < Coordinates::kRows; ++r) columns[r] = group_columns(raw.columns(r));
     TileMask mask;
     CUTE_UNROLL
-    for (int r = 0; r < Coordinates::kRows; ++r) {
-      std::uint32_t columns = raw.columns(r);
-      if (tail.shift > 0) columns = with_tail(coordinates, r, tail, columns);
-      mask.bits[r][0] = exchange_columns(group_columns(columns));
-    }
+    for (int r = 0; r < Coordinates::kRows; ++r) mask.bits[r][0] = exchange_columns(columns[r]);
     return mask;
+  }
+  // Of any other, where the request's tail may be, and the bounds join.
+  __device__ __forceinline__ static TileMask of_bits_and_bounds(const Coordinates& coordinates,
+                                                                RawBits raw) {
+    auto tail = coordinates.tail();
+    if (tail.shift > 0) {
+      CUTE_UNROLL
+      for (int r = 0; r < Coordinates::kRows; ++r) {
+        raw.low[r] = raw.high[r] = with_tail(coordinates, r, tail, raw.columns(r));
+      }
+      raw.shifts = 0;
+    }
+    return of_bits(raw) & of_bounds(coordinates);
   }
   __device__ __forceinline__ TileMask operator&(const TileMask& other) const {
     TileMask both;

@@ -98,8 +98,11 @@ struct KeptTileConsumer {
   __device__ __forceinline__ void make_mask(const Coordinates& coordinates,
                                             const TileRange& bounds) {
     if (tile.is_whole()) return;
-    mask = Mask::of_bits(coordinates, ahead_bits);
-    if (bounds.needs_mask(tile.index())) mask = mask & Mask::of_bounds(coordinates);
+    if (bounds.needs_mask(tile.index())) {
+      mask = Mask::of_bits_and_bounds(coordinates, ahead_bits);
+    } else {
+      mask = Mask::of_bits(ahead_bits);
+    }
   }
 };
 
