@@ -188,6 +188,7 @@ void Planner::read_segment(const SegmentProblem& problem, const ForwardKernel& k
                      .num_kv_heads = problem.num_kv_heads,
                      .group_size = group_size,
                      .head_dim_vo = problem.head_dim_vo,
+                     .mask = problem.mask,
                      .tile = {.rows = rows_per_tile(kernel.traits.tile_rows, tile.m, group_size),
                               .keys = tile.n}});
   requests_.resize(requests_.size() + segment.num_requests);
@@ -294,7 +295,14 @@ void Planner::reserve(const Problem& problem, const SplitLimits& limits) {
 }
 
 void Planner::schedule(const DeviceFacts& facts, std::int64_t cta_slots, Schedule schedule) {
-  order_ = order_units(work_, {.cta_slots = cta_slots, .l2_bytes = facts.l2_bytes});
+  // NOTE: of a custom mask the costs are guesses, and lists of several sections do not even out what
+  // was guessed wrong: a CTA that got early rows in one section may get them in the next.
+  const bool guesses = schedule == Schedule::kPersistent &&
+                       std::ranges::any_of(segments_, [](const Segment& segment) {
+                         return segment.mask == Mask::kCustom;
+                       });
+  order_ = order_units(work_,
+                       {.cta_slots = cta_slots, .l2_bytes = guesses ? 0 : facts.l2_bytes});
   if (schedule == Schedule::kPersistent) {
     const std::int64_t num_ctas = std::min(cta_slots, item_capacity_);
     assignment_ = assign(work_, order_, static_cast<std::int32_t>(num_ctas));

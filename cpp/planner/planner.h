@@ -74,6 +74,7 @@ class Planner {
     std::int32_t num_kv_heads = 0;
     std::int32_t group_size = 1;
     std::int32_t head_dim_vo = 0;
+    Mask mask = Mask::kBounds;
     TileExtent tile;
     SegmentLimits capacity = {};  // room: what is used, or the most that a CUDA graph may use
     std::vector<std::int64_t> class_begin = {};  // [num_requests + 1]; empty: no classes

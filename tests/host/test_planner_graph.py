@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from planned import check, partial_bytes, plan, planner, ragged
+from planned import check, indptr, partial_bytes, plan, planner, ragged
 
 FIXED = ("num_requests", "num_ctas", "num_merges", "num_partial_rows")
 GQA = {"num_qo_heads": 8, "num_kv_heads": 2}
@@ -37,6 +37,49 @@ def test_sizes_and_places_never_move(seed, split):
         assert {name: later.sizes[name] for name in FIXED} == {
             name: first.sizes[name] for name in FIXED
         }
+
+
+@pytest.mark.parametrize("heads", [(1, 1), (8, 2), (7, 1), (300, 1)], ids=str)
+@pytest.mark.parametrize("seed", range(8))
+def test_classes_of_a_mask_never_move(seed, heads):
+    """The buffer of the mask bounds what its tiles' classes take, whatever the lengths."""
+    rng = np.random.default_rng(seed)
+    batch, max_rows = int(rng.integers(1, 7)), int(rng.integers(1, 200))
+    options = {
+        "family": "sm90",
+        "num_qo_heads": heads[0],
+        "num_kv_heads": heads[1],
+        "tile_m": 128,
+        "tile_n": int(rng.choice([64, 128])),
+        "graph_max_rows": max_rows,
+        "disable_split_kv": True,
+        "classed": True,
+    }
+    group = heads[0] // heads[1]
+    tile_rows = 128 if group > 128 else 128 // group * group
+
+    def masked(qo_lens, kv_lens, room):
+        begins = indptr(-(-qo_lens * kv_lens // 8))
+        assert begins[-1] <= room
+        case = ragged(qo_lens, kv_lens, mask_indptr=begins, graph_mask_bytes=room, **options)
+        return plan(**case)
+
+    batches = [random_batch(rng, batch, max_rows, longest) for longest in (1, 300, 5000)]
+    batches.append((np.eye(1, batch, dtype=int)[0], np.full(batch, 40000)))  # one long row
+    room = max(sum(-(-qo * kv // 8)) for qo, kv in batches)
+    first = masked(*batches[0], room)
+    for qo_lens, kv_lens in batches:
+        later = masked(qo_lens, kv_lens, room)
+        assert later.layout == first.layout
+        words = later.sizes["segments"][0]["num_class_words"]
+        assert words == first.sizes["segments"][0]["num_class_words"]
+        begin = later.layout["class_begin"]
+        class_begin = np.frombuffer(later.image, "<i8", batch + 1, begin)
+        rows = -(-qo_lens * group // tile_rows)
+        row_words = -(-(-(-kv_lens // options["tile_n"])) // 16)
+        assert class_begin.tolist() == indptr(rows * row_words)
+        assert class_begin[-1] <= words
+        assert later.layout["mask_classes"] + 4 * words <= later.layout["int_bytes"]
 
 
 def test_the_worst_batch_fits():

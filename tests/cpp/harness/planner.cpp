@@ -117,6 +117,8 @@ void fill_segment(Keywords& given, CaseSegment& out, SegmentProblem& problem) {
   problem.split.fixed_split_size = given.take("fixed_split_size", 0);
   problem.split.disable = given.take("disable_split_kv", false);
   problem.graph_max_rows = given.take("graph_max_rows", 0);
+  problem.graph_mask_bytes = given.take("graph_mask_bytes", std::int64_t{0});
+  if (given.take("classed", false)) out.kernel.tile_classes = TileClasses::kUsed;
   out.kernel.tile.m = given.take("tile_m", 128);
   out.kernel.tile.n = given.take("tile_n", 64);
   out.kernel.tile.ctas_per_sm = given.take("ctas_per_sm", 2);
@@ -155,6 +157,8 @@ py::dict layout_dict(const PlanLayout& layout, int num_segments) {
     out["merges"] = segment.merges.bytes;
     out["partial_o"] = segment.partial_o.bytes;
     out["partial_lse"] = segment.partial_lse.bytes;
+    out["class_begin"] = segment.class_begin.bytes;
+    out["mask_classes"] = segment.mask_classes.bytes;
     segments.append(out);
   }
   py::dict out;
@@ -174,6 +178,7 @@ py::dict sizes_dict(const PlanSizes& sizes, int num_segments) {
     py::dict out;
     out["num_merges"] = segment.num_merges;
     out["num_partial_rows"] = segment.num_partial_rows;
+    out["num_class_words"] = segment.num_class_words;
     segments.append(out);
     num_partial_rows += segment.num_partial_rows;
   }
