@@ -32,6 +32,7 @@ void for_each_option(Visit&& visit) {
   visit("chunk_size", [](auto& options) -> auto& { return options.chunk_size; });
   visit("mask", [](auto& options) -> auto& { return options.mask; });
   visit("position", [](auto& options) -> auto& { return options.position; });
+  visit("staging", [](auto& options) -> auto& { return options.staging; });
   visit("rope_scale", [](auto& options) -> auto& { return options.rope.scale; });
   visit("rope_theta", [](auto& options) -> auto& { return options.rope.theta; });
   visit("soft_cap", [](auto& options) -> auto& { return options.soft_cap; });
@@ -70,6 +71,10 @@ AttentionOptions replace(AttentionOptions options, const py::kwargs& changes) {
 }
 
 void bind_options(py::module_& m) {
+  py::enum_<Staging>(m, "Staging")
+      .value("auto", Staging::kAuto)
+      .value("never", Staging::kNever)
+      .value("always", Staging::kAlways);
   py::class_<AttentionOptions> options(m, "AttentionOptions");
   for_each_option([&](const char* name, auto option) {
     options.def_property_readonly(name,
@@ -193,6 +198,7 @@ void bind_plan(py::module_& m) {
       .def_property_readonly("id", [](const Plan& plan) { return plan.kernel().id; })
       .def_property_readonly("int_bytes", &Plan::int_bytes)
       .def_property_readonly("float_bytes", &Plan::float_bytes)
+      .def_property_readonly("staged", &Plan::staged)
       .def_property_readonly("num_items", [](const Plan& plan) { return plan.sizes().num_items; })
       .def_property_readonly("num_ctas", [](const Plan& plan) { return plan.sizes().num_ctas; })
       .def_property_readonly("num_merges",

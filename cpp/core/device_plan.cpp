@@ -118,13 +118,37 @@ ForwardParams DevicePlan::params() const {
   for (int s = 0; s < params.num_segments; ++s) {
     const PlannedSegment& planned = plan_->segments()[s];
     ForwardSegment& segment = params.segments[s];
-    static_cast<AttentionOptions&>(segment) = planned.options;
+    static_cast<AttentionOptions&>(segment) = planned.kernel_options();
     segment.group_size = segment.gqa_ratio();
-    segment.page_indices = page_indices_[s];
-    segment.page_size = std::max(planned.batch->page_size(), 1);
+    if (planned.staged == nullptr) {
+      segment.page_indices = page_indices_[s];
+      segment.page_size = std::max(planned.batch->page_size(), 1);
+    }
     segment.class_begin = plan_->layout().segments[s].class_begin.in(memory_);
     params.kernels[s] = planned.kernel;
   }
+  return params;
+}
+
+StageParams DevicePlan::stage_params() const {
+  const PlannedSegment& planned = plan_->segments()[0];
+  const Batch& batch = *planned.batch;
+  const StagedForm& form = *planned.staged;
+  StageParams params;
+  params.to_dtype = form.options().kv_dtype;
+  params.rope = planned.options.rope;
+  params.requests = plan_->layout().requests.in(memory_);
+  params.num_requests = form.num_requests();
+  params.qo_begin = batch.qo_begin();
+  params.num_queries = std::int64_t{batch.qo_end()} - batch.qo_begin();
+  params.num_keys = form.num_keys();
+  if (batch.page_size() == 0) {
+    params.kv_begin = batch.kv_begin();
+    return params;
+  }
+  params.page_indices = page_indices_[0];
+  params.page_begin = Offset<std::int32_t>{planned.page_begin_offset}.in(memory_);
+  params.page_size = batch.page_size();
   return params;
 }
 

@@ -70,6 +70,8 @@ class DevicePlan {
 
   // Everything of ForwardParams that no tensor decides.
   ForwardParams params() const;
+  // The same of StageParams, for a plan that is staged.
+  StageParams stage_params() const;
   const MergeItem* merges(int segment) const {
     return plan_->layout().segments[segment].merges.in(memory_);
   }

@@ -1,6 +1,7 @@
 // The hot path: what happens between Python's run() and the kernel.
 #include "core/launch.h"
 
+#include <cstddef>
 #include <stdexcept>
 #include <string>
 
@@ -88,6 +89,25 @@ const TensorNames& names_of(int segment, int num_segments) {
   return num_segments == 1 ? kNames : kNamesOfTwo[segment];
 }
 
+// Contiguous rows of a copy, [token, head, head_dim].
+KvTensor copy_of(std::int64_t tokens, std::int64_t heads, std::int64_t head_dim) {
+  return {.stride_token = tokens > 1 ? heads * head_dim : 0,
+          .stride_head = heads > 1 ? head_dim : 0,
+          .num_tokens = tokens};
+}
+
+RowTensor rows_of(const KvTensor& copy) {
+  return {.stride_token = copy.stride_token,
+          .stride_head = copy.stride_head,
+          .num_tokens = copy.num_tokens};
+}
+
+KvTensor page_of(const RowTensor& rows) {
+  return {.stride_token = rows.stride_token,
+          .stride_head = rows.stride_head,
+          .num_tokens = rows.num_tokens};
+}
+
 }  // namespace
 
 Launch::Launch(std::shared_ptr<const DevicePlan> place, const PerSegment<RunTensors>& tensors)
@@ -105,6 +125,47 @@ void Launch::bind() {
   }
   forward_ = place_->params();
   for (int s = 0; s < tensors_.size(); ++s) bind_segment(s);
+  if (plan_->staged()) bind_copies();
+}
+
+void Launch::bind_copies() {
+  const PlannedSegment& planned = plan_->segments()[0];
+  const AttentionOptions& options = planned.options;
+  const StagedForm& form = *planned.staged;
+  ForwardSegment& segment = forward_.segments[0];
+  stage_ = place_->stage_params();
+
+  const KvTensor k = copy_of(form.num_keys(), options.num_kv_heads, options.head_dim_qk);
+  const KvTensor v = copy_of(form.num_keys(), options.num_kv_heads, options.head_dim_vo);
+  stage_.k = {.from = segment.k,
+              .from_dtype = options.kv_dtype,
+              .to = rows_of(k),
+              .num_heads = options.num_kv_heads,
+              .head_dim = options.head_dim_qk,
+              .position = options.position};
+  stage_.v = {.from = segment.v,
+              .from_dtype = options.kv_dtype,
+              .to = rows_of(v),
+              .num_heads = options.num_kv_heads,
+              .head_dim = options.head_dim_vo};
+  segment.k = k;
+  if (form.v() == StagedPlace::kWorkspace) {
+    segment.v = v;
+  } else {
+    segment.v.num_tokens -= stage_.kv_begin;
+  }
+  if (form.q() == StagedPlace::kCaller) return;
+  RowTensor q = segment.o;
+  if (form.q() == StagedPlace::kWorkspace) {
+    q = rows_of(copy_of(planned.batch->qo_end(), options.num_qo_heads, options.head_dim_qk));
+  }
+  stage_.q = {.from = page_of(segment.q),
+              .from_dtype = options.q_dtype,
+              .to = q,
+              .num_heads = options.num_qo_heads,
+              .head_dim = options.head_dim_qk,
+              .position = options.position};
+  segment.q = q;
 }
 
 void Launch::bind_segment(int index) {
@@ -252,6 +313,7 @@ bool Launch::run(const RunArguments& arguments) {
   for (int s = 0; s < arguments.segments.size(); ++s) {
     if (place_->uses_classes(s)) class_mask(s, forward.segments[s], target);
   }
+  if (plan_->staged()) stage(arguments, forward.segments[0], target);
   check_launch(services_->launch_forward(plan_->kernel(), forward, sizes.num_ctas, target),
                plan_->kernel().id);
   const bool captured = services_->is_capturing(target);
@@ -271,6 +333,38 @@ void Launch::class_mask(int index, ForwardSegment& segment, const LaunchTarget& 
   if (!brought) extras.mask_classes = place_->mask_classes(index);
   if (!brought && place_->has_classes(index)) return;
   place_->class_mask(index, extras, target);
+}
+
+void Launch::stage(const RunArguments& arguments, ForwardSegment& segment,
+                   const LaunchTarget& target) const {
+  const SegmentArguments& given = arguments.segments[0];
+  const RunExtras& extras = given.extras;
+  if (extras.scale_q != nullptr || extras.scale_k != nullptr || extras.scale_v != nullptr) {
+    throw std::logic_error("factors of heads are for kernels that transform what arrives: plan "
+                           "with Staging::kNever");
+  }
+  const PlannedSegment& planned = plan_->segments()[0];
+  const StagedForm& form = *planned.staged;
+  auto* copies = static_cast<std::byte*>(arguments.float_workspace) + planned.copies_offset;
+  StageParams params = stage_;
+  params.k.from.data = given.k;
+  params.k.to.data = copies;
+  segment.k.data = copies;
+  params.v.from.data = given.v;
+  if (form.v() == StagedPlace::kWorkspace) {
+    params.v.to.data = copies + form.v_offset();
+    segment.v.data = params.v.to.data;
+  } else {
+    segment.v.data = static_cast<const std::byte*>(given.v) +
+                     params.kv_begin * segment.v.stride_token * size_of(planned.options.kv_dtype);
+  }
+  if (form.q() != StagedPlace::kCaller) {
+    params.q.from.data = given.q;
+    params.q.to.data =
+        form.q() == StagedPlace::kOut ? given.o : static_cast<void*>(copies + form.q_offset());
+    segment.q.data = params.q.to.data;
+  }
+  check_launch(services_->stage(params, target), "staging");
 }
 
 void Launch::combine(int index, const ForwardSegment& segment, const LaunchTarget& target) const {

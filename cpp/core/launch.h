@@ -80,6 +80,7 @@ class Launch {
  private:
   void bind();
   void bind_segment(int index);
+  void bind_copies();
   void check(const RunArguments& arguments) const;
   void check_addresses(int index, const RunArguments& arguments) const;
   // What one segment writes against what it or the other one reads and writes.
@@ -88,6 +89,9 @@ class Launch {
   // plan() made, or of one that the run brings or that may have changed since, which a launch makes
   // now.
   void class_mask(int index, ForwardSegment& segment, const LaunchTarget& target) const;
+  // Makes the copies and points the kernel's segment at them.
+  void stage(const RunArguments& arguments, ForwardSegment& segment,
+             const LaunchTarget& target) const;
   void combine(int index, const ForwardSegment& segment, const LaunchTarget& target) const;
 
   std::shared_ptr<const DevicePlan> place_;
@@ -96,6 +100,7 @@ class Launch {
   TensorSpans spans_[kMaxSegments];
   const DeviceServices* services_;
   ForwardParams forward_;
+  StageParams stage_;  // of a plan that is staged
   CombineParams combine_[kMaxSegments];
 };
 

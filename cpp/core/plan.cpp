@@ -3,9 +3,11 @@
 #include <algorithm>
 #include <charconv>
 #include <cstring>
+#include <optional>
 #include <string>
 #include <string_view>
 
+#include "planner/message.h"
 #include "registry/registry.h"
 
 namespace preflash {
@@ -13,8 +15,10 @@ namespace {
 
 constexpr std::int64_t kAlignment = 16;
 
-constexpr std::int64_t round_up(std::int64_t bytes) {
-  return ceil_div(bytes, kAlignment) * kAlignment;
+constexpr std::int64_t kCopyAlignment = 128;  // sectors and TMA's boxes begin there
+
+constexpr std::int64_t round_up(std::int64_t bytes, std::int64_t alignment = kAlignment) {
+  return ceil_div(bytes, alignment) * alignment;
 }
 
 bool fits(const ForwardKernel& kernel, const DeviceFacts& facts) {
@@ -48,25 +52,27 @@ void check_architecture(Family family, const DeviceFacts& facts) {
       ", or backend \"cpu\"");
 }
 
-[[noreturn]] void refuse_size(const ForwardKernel& kernel, const DeviceFacts& facts) {
-  throw NotCompiledError(std::string(kernel.id) + " needs " + std::to_string(kernel.smem_bytes) +
-                         " bytes of shared memory; device " + std::to_string(facts.device) + " (" +
-                         facts.name + ") gives a block " + std::to_string(facts.smem_per_block) +
-                         ". What would work: a smaller head_dim");
+std::string too_large(const ForwardKernel& kernel, const DeviceFacts& facts) {
+  return std::string(kernel.id) + " needs " + std::to_string(kernel.smem_bytes) +
+         " bytes of shared memory; device " + std::to_string(facts.device) + " (" + facts.name +
+         ") gives a block " + std::to_string(facts.smem_per_block) +
+         ". What would work: a smaller head_dim";
 }
 
 // The wanted tile class, or the smaller one where the device's shared memory ends before.
-const ForwardKernel* find_kernel(Family family, const SegmentProblem& problem,
-                                 const DeviceFacts& facts) {
+FoundKernel find_kernel(Family family, const SegmentProblem& problem, const DeviceFacts& facts) {
   TileClass wanted = choose_tile_class(problem, traits_of(family));
-  const ForwardKernel* kernel = nullptr;
+  FoundKernel found;
   for (TileClass tile_class : {wanted, TileClass::kDecode}) {
-    FoundKernel found = Registry::instance().find(variant_of(problem, family, tile_class));
-    if (found.kernel == nullptr) throw NotCompiledError(found.error);
-    kernel = found.kernel;
-    if (fits(*kernel, facts)) return kernel;
+    found = Registry::instance().find(variant_of(problem, family, tile_class));
+    if (found.kernel == nullptr || fits(*found.kernel, facts)) return found;
   }
-  refuse_size(*kernel, facts);
+  return {.error = too_large(*found.kernel, facts)};
+}
+
+const ForwardKernel* require_kernel(const FoundKernel& found) {
+  if (found.kernel == nullptr) throw NotCompiledError(found.error);
+  return found.kernel;
 }
 
 // The one kernel that is compiled for both segments.
@@ -74,14 +80,12 @@ const ForwardKernel* find_joint_kernel(Family family, const Problem& problem,
                                        const DeviceFacts& facts) {
   FoundKernel found = Registry::instance().find_joint(variant_of(problem.segments[0], family),
                                                       variant_of(problem.segments[1], family));
-  if (found.kernel == nullptr) throw NotCompiledError(found.error);
-  if (!fits(*found.kernel, facts)) refuse_size(*found.kernel, facts);
+  require_kernel(found);
+  if (!fits(*found.kernel, facts)) throw NotCompiledError(too_large(*found.kernel, facts));
   return found.kernel;
 }
 
 SegmentKernels find_kernels(Family family, const Problem& problem, const DeviceFacts& facts) {
-  validate(problem);
-  check_architecture(family, facts);
   SegmentKernels kernels;
   if (problem.segments.size() > 1 && traits_of(family).segments == OptionChoice::kCompiled) {
     const ForwardKernel* kernel = find_joint_kernel(family, problem, facts);
@@ -90,7 +94,7 @@ SegmentKernels find_kernels(Family family, const Problem& problem, const DeviceF
     return kernels;
   }
   for (const SegmentProblem& segment : problem.segments) {
-    kernels.add(find_kernel(family, segment, facts));
+    kernels.add(require_kernel(find_kernel(family, segment, facts)));
   }
   return kernels;
 }
@@ -118,6 +122,53 @@ ForwardKernel joint_kernel(const SegmentKernels& kernels, const char* id) {
   return joint;
 }
 
+// Why the batch cannot be staged, whatever its options; null: it can.
+const char* why_not_staged(const PlanRequest& request) {
+  if (request.graph_max_rows > 0) return "use_cuda_graph=True, where lengths change after plan()";
+  if (request.batch->are_bounds()) return "lengths that only the device knows";
+  return nullptr;
+}
+
+// Whether copies are wanted where a kernel can do without.
+bool prefers_staging(const SegmentProblem& problem, const ForwardKernel& kernel) {
+  // NOTE: copies change the last bits, and a split that is fixed promises the same ones in every
+  // batch.
+  const bool same_bits = problem.split.disable || problem.split.fixed_split_size > 0;
+  return problem.staging == Staging::kAlways || (!same_bits && staging_pays(problem, kernel.tile.m));
+}
+
+// The staged form of the only segment, or null where its kernel reads the caller's tensors.
+std::shared_ptr<const StagedForm> stage(Family family, const PlanRequest& request,
+                                        const Problem& problem, const DeviceFacts& facts) {
+  const SegmentProblem& segment = problem.segments[0];
+  const std::optional<AttentionOptions> options = staged_options(segment);
+  if (segment.staging == Staging::kNever || !options) return nullptr;
+  const FoundKernel direct = find_kernel(family, segment, facts);
+  const char* reason = why_not_staged(request);
+  if (direct.kernel != nullptr && (reason != nullptr || !prefers_staging(segment, *direct.kernel))) {
+    return nullptr;
+  }
+  SegmentProblem described = segment;
+  static_cast<AttentionOptions&>(described) = *options;
+  const FoundKernel found = find_kernel(family, described, facts);
+  if (found.kernel == nullptr) return nullptr;
+  if (reason != nullptr) {
+    throw NotCompiledError(direct.error + " A staging pass serves it, but not with " + reason);
+  }
+  auto form = std::make_shared<const StagedForm>(segment, *options, *found.kernel);
+  const std::int64_t room = problem.float_workspace_bytes;
+  if (direct.kernel != nullptr) {
+    const bool fits = form->bytes() + form->wanted_partials(facts) <= room;
+    return fits ? form : nullptr;
+  }
+  if (form->bytes() > room) {
+    refuse("float_workspace_buffer has ", room, " bytes; ", found.kernel->id, " needs ",
+           form->bytes(), " for copies of what is widened or rotated (no kernel of backend \"",
+           backend_of(family), "\" does so on arrival here): enlarge it");
+  }
+  return form;
+}
+
 // The spans point into the batches.
 Problem describe(const PerSegment<PlanRequest>& requests, std::int64_t float_workspace_bytes) {
   Problem problem;
@@ -134,19 +185,38 @@ Problem describe(const PerSegment<PlanRequest>& requests, std::int64_t float_wor
 
 }  // namespace
 
-Plan::Plan(Family family, int device, const PerSegment<PlanRequest>& requests,
-           std::int64_t float_workspace_bytes)
-    : Plan(family, device, requests, describe(requests, float_workspace_bytes)) {}
+Plan::Choice Plan::choose(Family family, int device, const PerSegment<PlanRequest>& requests,
+                          std::int64_t float_workspace_bytes) {
+  const DeviceFacts& facts = facts_of(device);
+  Choice choice{.kernels = {}, .problem = describe(requests, float_workspace_bytes), .staged = {}};
+  Problem& problem = choice.problem;
+  validate(problem);
+  check_architecture(family, facts);
+  if (problem.segments.size() == 1) choice.staged = stage(family, requests[0], problem, facts);
+  if (choice.staged == nullptr) {
+    choice.kernels = find_kernels(family, problem, facts);
+    return choice;
+  }
+  choice.kernels = SegmentKernels(&choice.staged->kernel());
+  problem.segments = choice.staged->problem_of_kernel(problem.segments[0]);
+  const std::int64_t copies = choice.staged->bytes() + kCopyAlignment;
+  problem.float_workspace_bytes = std::max<std::int64_t>(float_workspace_bytes - copies, 0);
+  return choice;
+}
 
 Plan::Plan(Family family, int device, const PerSegment<PlanRequest>& requests,
-           const Problem& problem)
+           std::int64_t float_workspace_bytes)
+    : Plan(device, requests, choose(family, device, requests, float_workspace_bytes)) {}
+
+Plan::Plan(int device, const PerSegment<PlanRequest>& requests, const Choice& choice)
     : device_(device),
-      kernels_(find_kernels(family, problem, facts_of(device))),
+      kernels_(choice.kernels),
       id_(joint_id(kernels_)),
       kernel_(joint_kernel(kernels_, id_.c_str())),
-      planner_(problem, facts_of(device), kernels_),
-      graph_safe_(problem.segments[0].graph_max_rows > 0),
-      int_bytes_(layout().int_bytes) {
+      planner_(choice.problem, facts_of(device), kernels_),
+      graph_safe_(choice.problem.segments[0].graph_max_rows > 0),
+      int_bytes_(layout().int_bytes),
+      float_bytes_(layout().float_bytes) {
   for (int s = 0; s < kernels_.size(); ++s) {
     const AttentionOptions& options = requests[s].options;
     const std::shared_ptr<const Batch>& batch = requests[s].batch;
@@ -155,6 +225,14 @@ Plan::Plan(Family family, int device, const PerSegment<PlanRequest>& requests,
         {.options = options, .batch = batch, .kernel = kernels_[s], .page_indices_offset = offset});
     int_bytes_ = offset + static_cast<std::int64_t>(batch->page_indices().size_bytes());
   }
+  if (choice.staged == nullptr) return;
+  PlannedSegment& segment = segments_[0];
+  segment.staged = choice.staged;
+  segment.copies_offset = round_up(float_bytes_, kCopyAlignment);
+  float_bytes_ = segment.copies_offset + choice.staged->bytes();
+  if (segment.batch->page_size() == 0) return;
+  segment.page_begin_offset = round_up(int_bytes_);
+  int_bytes_ = segment.page_begin_offset + choice.staged->num_requests() * std::int64_t{4};
 }
 
 bool Plan::launches_like(const Plan& other) const {
@@ -177,10 +255,14 @@ bool Plan::launches_like(const Plan& other) const {
 void Plan::write(void* image) const {
   planner_.write(image);
   for (const PlannedSegment& segment : segments_) {
-    std::span<const std::int32_t> pages = segment.batch->page_indices();
-    if (pages.empty()) continue;
-    std::memcpy(static_cast<std::byte*>(image) + segment.page_indices_offset, pages.data(),
-                pages.size_bytes());
+    auto copy = [&](std::int64_t offset, std::span<const std::int32_t> values) {
+      if (values.empty()) return;
+      std::memcpy(static_cast<std::byte*>(image) + offset, values.data(), values.size_bytes());
+    };
+    copy(segment.page_indices_offset, segment.batch->page_indices());
+    if (segment.staged == nullptr || segment.batch->page_size() == 0) continue;
+    copy(segment.page_begin_offset,
+         segment.batch->kv_indptr().first(segment.staged->num_requests()));
   }
 }
 

@@ -8,6 +8,7 @@
 
 #include "core/batch.h"
 #include "core/device.h"
+#include "core/staging.h"
 #include "planner/planner.h"
 
 namespace preflash {
@@ -22,10 +23,16 @@ struct PlanRequest {
 
 // What was made of it.
 struct PlannedSegment {
-  AttentionOptions options;
+  AttentionOptions options;  // of the caller's tensors
   std::shared_ptr<const Batch> batch;
   const ForwardKernel* kernel = nullptr;
   std::int64_t page_indices_offset = 0;  // in the plan's image, of those that are on the host
+  // Null: the kernel reads the caller's tensors.
+  std::shared_ptr<const StagedForm> staged = {};
+  std::int64_t page_begin_offset = 0;  // in the plan's image: StageParams::page_begin
+  std::int64_t copies_offset = 0;      // in the float workspace
+
+  const AttentionOptions& kernel_options() const { return staged ? staged->options() : options; }
 };
 
 class Plan {
@@ -46,7 +53,9 @@ class Plan {
 
   // The work list and, behind it, the page indices that are on the host.
   std::int64_t int_bytes() const { return int_bytes_; }
-  std::int64_t float_bytes() const { return layout().float_bytes; }
+  // The partials and, behind them, the copies of a staged segment.
+  std::int64_t float_bytes() const { return float_bytes_; }
+  bool staged() const { return segments_[0].staged != nullptr; }
 
   // Whether its sizes are those of every plan for a batch of this size: a CUDA graph may hold a
   // launch of it while the place gets other plans.
@@ -59,7 +68,16 @@ class Plan {
   void write(void* image) const;
 
  private:
-  Plan(Family family, int device, const PerSegment<PlanRequest>& requests, const Problem& problem);
+  // What runs a problem, which is the staged form's where there is one.
+  struct Choice {
+    SegmentKernels kernels;
+    Problem problem;
+    std::shared_ptr<const StagedForm> staged;  // of the only segment
+  };
+
+  Plan(int device, const PerSegment<PlanRequest>& requests, const Choice& choice);
+  static Choice choose(Family family, int device, const PerSegment<PlanRequest>& requests,
+                       std::int64_t float_workspace_bytes);
 
   int device_;
   SegmentKernels kernels_;
@@ -68,6 +86,7 @@ class Plan {
   Planner planner_;
   bool graph_safe_;
   std::int64_t int_bytes_;
+  std::int64_t float_bytes_;
   PerSegment<PlannedSegment> segments_;
 };
 

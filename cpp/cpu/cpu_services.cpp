@@ -17,6 +17,7 @@
 #include "cpu/isa.h"
 #include "cpu/merge.h"
 #include "cpu/pack_bits.h"
+#include "cpu/stage.h"
 #include "preflash/request_lengths.h"
 
 namespace preflash {
@@ -109,6 +110,7 @@ constexpr DeviceServices kServices{
     .uploader_join = uploader_join,
     .launch_forward = launch_forward,
     .is_capturing = is_capturing,
+    .stage = call<StageParams, cpu::stage>,
     .combine = call<CombineParams, cpu::combine>,
     .merge_states = call<MergeStatesParams, cpu::merge_states>,
     .set_lengths = set_lengths,

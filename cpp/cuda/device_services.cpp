@@ -17,6 +17,7 @@
 #include "kernels/common/merge_states.h"
 #include "kernels/common/pack_bits.h"
 #include "kernels/common/request_lengths.h"
+#include "kernels/stage/stage.h"
 
 namespace preflash {
 namespace {
@@ -96,6 +97,16 @@ LaunchError combine(const CombineParams& params, const LaunchTarget& target) {
   if (guard.error() != nullptr) return guard.error();
   return runtime_error(launch_combine(params, facts.num_sms, stream_of(target)),
                        "launching combine");
+}
+
+LaunchError stage(const StageParams& params, const LaunchTarget& target) {
+  if (params.to_dtype != DType::kFloat16 && params.to_dtype != DType::kBFloat16) {
+    return usage_error("staging: copies have 16 bits, f16 or bf16");
+  }
+  if (params.num_requests <= 0) return nullptr;
+  DeviceGuard guard(target.device);
+  if (guard.error() != nullptr) return guard.error();
+  return runtime_error(launch_stage(params, stream_of(target)), "launching the staging pass");
 }
 
 LaunchError merge_states(const MergeStatesParams& params, const LaunchTarget& target) {
@@ -179,6 +190,7 @@ preflash_device_services() {
       .uploader_join = &join,
       .launch_forward = &launch_forward,
       .is_capturing = &is_capturing,
+      .stage = &stage,
       .combine = &combine,
       .merge_states = &merge_states,
       .set_lengths = &set_lengths,

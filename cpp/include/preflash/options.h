@@ -27,6 +27,14 @@ struct RopeOptions {
   friend bool operator==(const RopeOptions&, const RopeOptions&) = default;
 };
 
+// Whether a launch may first write copies of what its kernel would transform again for every query
+// tile (core/staging.h).
+enum class Staging : std::uint8_t {
+  kAuto,    // where it is faster or no kernel transforms, as far as the workspace reaches
+  kNever,   // results do not depend on the batch, or heads have factors
+  kAlways,  // wherever the options have such a form
+};
+
 struct AttentionOptions {
   std::int32_t num_qo_heads = 0;
   std::int32_t num_kv_heads = 0;
@@ -41,7 +49,8 @@ struct AttentionOptions {
   std::int32_t chunk_size = 0;  // MaskBounds::chunk_size
   Mask mask = Mask::kBounds;
   Position position = Position::kNone;
-  RopeOptions rope;       // with Position::kRope
+  Staging staging = Staging::kAuto;  // NOTE: it fills padding, like skip_factor
+  RopeOptions rope;                  // with Position::kRope
   float soft_cap = 0.0f;  // c: logit = c * tanh(sm_scale * qk / c); 0: off
 
   SplitPolicy split;

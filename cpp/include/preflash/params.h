@@ -119,6 +119,37 @@ struct RequestLengths {
   std::int64_t kv_tokens = 0;  // of k and v; paged: of the pages of one row of the table
 };
 
+// Rows of one operand that are copied, widened or rotated, before the kernel reads them.
+struct StagedOperand {
+  KvTensor from;  // q: one page
+  DType from_dtype = DType::kFloat16;
+  RowTensor to;  // data null: the operand stays where it is. May be `from` itself, row by row.
+  std::int32_t num_heads = 0;
+  std::int32_t head_dim = 0;
+  Position position = Position::kNone;  // kRope: rotated
+};
+
+// What comes before the kernel of a staged plan (core/staging.h). The copies of k and v are ragged
+// and begin with the first request's first key, as the requests say.
+struct StageParams {
+  StagedOperand q;
+  StagedOperand k;
+  StagedOperand v;
+  DType to_dtype = DType::kFloat16;
+  RopeOptions rope;
+
+  const RequestInfo* requests = nullptr;  // [num_requests]; kv_begin counts rows of the copies
+  std::int32_t num_requests = 0;
+  std::int32_t qo_begin = 0;  // of the first request
+  std::int64_t num_queries = 0;
+  std::int64_t num_keys = 0;
+  std::int64_t kv_begin = 0;  // ragged: the row of the first request's first key
+
+  const std::int32_t* page_indices = nullptr;  // null: ragged
+  const std::int32_t* page_begin = nullptr;    // [num_requests], entries of page_indices
+  std::int32_t page_size = 1;
+};
+
 struct CombineParams {
   RowTensor o;
   LseTensor lse;

@@ -1,0 +1,117 @@
+#include "core/staging.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "planner/message.h"
+#include "preflash/plan.h"
+
+namespace preflash {
+namespace {
+
+// In units of the time in which one row of 128 elements is read and written in 16 bits. Fitted to
+// an H100 (docs/dev/experiments.md, "Staging").
+struct StagingCost {
+  // What a transform on arrival adds to one key of one query tile of 128 rows.
+  static constexpr double kRotatedKey = 0.30;
+  static constexpr double kWidenedKey = 0.12;
+  static constexpr double kPass = 3e4;  // its launch
+};
+
+constexpr std::int64_t kAlignment = 128;  // of a copy: sectors and TMA boxes begin there
+
+bool is_rotated(const AttentionOptions& options) { return options.position == Position::kRope; }
+
+std::int64_t copy_bytes(std::int64_t rows, std::int64_t heads, std::int64_t head_dim) {
+  // NOTE: of one row at least, so that a copy of nothing has an address.
+  const std::int64_t bytes = std::max<std::int64_t>(rows, 1) * heads * head_dim * 2;
+  return ceil_div(bytes, kAlignment) * kAlignment;
+}
+
+// Keys that the query tiles of a request go through, all together, for one KV head.
+double keys_of_tiles(const SegmentProblem& problem, std::size_t request, std::int32_t tile_rows) {
+  const auto queries = static_cast<double>(problem.qo_len(request));
+  const auto keys = static_cast<double>(problem.kv_len(request));
+  const double group = problem.gqa_ratio();
+  const double tiles = std::ceil(queries * group / tile_rows);
+  const double tile_tokens = tile_rows / group;
+  double of_tile = keys;
+  if (problem.causal) of_tile = std::max(keys - queries / 2, keys / 2);
+  if (problem.window_left >= 0) of_tile = std::min(of_tile, problem.window_left + tile_tokens);
+  if (problem.chunk_size > 0) of_tile = std::min(of_tile, problem.chunk_size + tile_tokens);
+  return tiles * of_tile;
+}
+
+}  // namespace
+
+std::optional<AttentionOptions> staged_options(AttentionOptions options) {
+  if (size_of(options.kv_dtype) > 1 && !is_rotated(options)) return std::nullopt;
+  const DType product = size_of(options.q_dtype) == 1 ? DType::kFloat16 : options.q_dtype;
+  if (size_of(product) != 2 || options.o_dtype != product) return std::nullopt;
+  options.q_dtype = options.kv_dtype = product;
+  if (is_rotated(options)) options.position = Position::kNone;
+  options.rope = {};
+  return options;
+}
+
+bool staging_pays(const SegmentProblem& problem, std::int32_t tile_rows) {
+  const double tile_key =
+      (is_rotated(problem) ? StagingCost::kRotatedKey : StagingCost::kWidenedKey) * tile_rows / 128;
+  const double row_elements = 128.0;
+  double saved = 0.0, keys = 0.0, queries = 0.0;
+  for (std::size_t i = 0; i + 1 < problem.qo_indptr.size(); ++i) {
+    saved += tile_key * keys_of_tiles(problem, i, tile_rows);
+    keys += static_cast<double>(problem.kv_len(i));
+    queries += static_cast<double>(problem.qo_len(i));
+  }
+  const double of_k = problem.head_dim_qk / row_elements;
+  const double of_v = problem.head_dim_vo / row_elements;
+  const double operands =
+      (size_of(problem.kv_dtype) == 1 ? 0.75 : 1.0) *
+      (of_k + (size_of(problem.kv_dtype) == 1 || problem.paged() ? of_v : 0.0));
+  saved *= problem.num_kv_heads * (of_k + of_v) / 2;
+  double cost = StagingCost::kPass + keys * problem.num_kv_heads * operands;
+  if (is_rotated(problem)) cost += queries * problem.num_qo_heads * of_k;
+  return saved > cost;
+}
+
+StagedForm::StagedForm(const SegmentProblem& problem, const AttentionOptions& options,
+                       const ForwardKernel& kernel)
+    : options_(options), kernel_(&kernel), kv_indptr_(1, 0) {
+  std::int64_t keys = 0;
+  for (std::size_t i = 0; i + 1 < problem.qo_indptr.size(); ++i) {
+    keys += problem.kv_len(i);
+    if (keys > std::numeric_limits<std::int32_t>::max()) {
+      refuse("the batch has ", keys, " keys and more, all of which would be copied: at most ",
+             std::numeric_limits<std::int32_t>::max(), ": plan it in several parts");
+    }
+    kv_indptr_.push_back(static_cast<std::int32_t>(keys));
+  }
+  k_bytes_ = copy_bytes(keys, problem.num_kv_heads, problem.head_dim_qk);
+  if (problem.kv_dtype != options.kv_dtype || problem.paged()) {
+    v_ = StagedPlace::kWorkspace;
+    v_bytes_ = copy_bytes(keys, problem.num_kv_heads, problem.head_dim_vo);
+  }
+  if (!is_rotated(problem) && problem.q_dtype == options.q_dtype) return;
+  // An item that has its rows to itself reads them before it writes as many in their place.
+  const bool own_rows = kernel.ctas_per_item == 1 && problem.head_dim_qk == problem.head_dim_vo;
+  q_ = own_rows ? StagedPlace::kOut : StagedPlace::kWorkspace;
+  if (own_rows) return;
+  q_bytes_ = copy_bytes(problem.qo_indptr.back(), problem.num_qo_heads, problem.head_dim_qk);
+}
+
+SegmentProblem StagedForm::problem_of_kernel(SegmentProblem problem) const {
+  static_cast<AttentionOptions&>(problem) = options_;
+  problem.kv_indptr = kv_indptr_;
+  problem.last_page_len = {};
+  problem.page_size = 0;
+  return problem;
+}
+
+std::int64_t StagedForm::wanted_partials(const DeviceFacts& facts) const {
+  const std::int64_t row_bytes = options_.head_dim_vo * sizeof(float) + sizeof(PartialLse);
+  return 2 * row_bytes * facts.num_sms * kernel_->tile.ctas_per_sm * kernel_->tile.m;
+}
+
+}  // namespace preflash

@@ -1,0 +1,70 @@
+// Staging: a pass of its own, right before the attention kernel on the same stream, copies what
+// that would otherwise transform again for every query tile: K rotated (RoPE) and widened (fp8), V
+// widened, Q rotated or widened, K and V gathered into contiguous rows where they are paged. An
+// ordinary kernel then computes on the copies. plan() decides whether it is worth it.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "preflash/device_services.h"
+#include "preflash/options.h"
+#include "preflash/problem.h"
+#include "preflash/variant.h"
+
+namespace preflash {
+
+// What a kernel is told of tensors that were staged. Nothing where there is nothing to stage, or
+// where no kernel would write the output's dtype.
+std::optional<AttentionOptions> staged_options(AttentionOptions options);
+
+// Whether copies cost less than what they save a kernel that transforms what arrives for query
+// tiles of so many rows.
+bool staging_pays(const SegmentProblem& problem, std::int32_t tile_rows);
+
+// Where the kernel finds an operand's rows. K's copy is always in the workspace.
+enum class StagedPlace : std::uint8_t {
+  kCaller,     // where they were: they need no change
+  kWorkspace,  // a copy
+  kOut,        // in the rows of the output that their own results replace
+};
+
+// A batch whose keys and values are contiguous copies, one request behind the other.
+class StagedForm {
+ public:
+  // options: staged_options() of the problem's. kernel: the ordinary one that serves them.
+  StagedForm(const SegmentProblem& problem, const AttentionOptions& options,
+             const ForwardKernel& kernel);
+
+  const AttentionOptions& options() const { return options_; }
+  const ForwardKernel& kernel() const { return *kernel_; }
+  std::int32_t num_requests() const { return static_cast<std::int32_t>(kv_indptr_.size()) - 1; }
+  std::int32_t num_keys() const { return kv_indptr_.back(); }
+  StagedPlace q() const { return q_; }
+  StagedPlace v() const { return v_; }
+
+  // Of the copies of k, v and q, one behind the other in the float workspace.
+  std::int64_t bytes() const { return q_offset() + q_bytes_; }
+  std::int64_t v_offset() const { return k_bytes_; }
+  std::int64_t q_offset() const { return k_bytes_ + v_bytes_; }
+
+  // What the kernel computes. The spans point into this object and where `problem`'s do.
+  SegmentProblem problem_of_kernel(SegmentProblem problem) const;
+
+  // Bytes beside the copies with which the planner splits as it would without them: two waves of
+  // partial tiles.
+  std::int64_t wanted_partials(const DeviceFacts& facts) const;
+
+ private:
+  AttentionOptions options_;
+  const ForwardKernel* kernel_;
+  std::vector<std::int32_t> kv_indptr_;  // [num_requests + 1], from 0
+  StagedPlace q_ = StagedPlace::kCaller;
+  StagedPlace v_ = StagedPlace::kCaller;
+  std::int64_t k_bytes_ = 0;
+  std::int64_t v_bytes_ = 0;
+  std::int64_t q_bytes_ = 0;
+};
+
+}  // namespace preflash

@@ -1,0 +1,72 @@
+// Where a row that is staged comes from, where it goes and by what it turns: the one place that
+// follows requests and the page table for it, on the GPU and on the CPU alike.
+#pragma once
+
+#include <cstdint>
+
+#include "preflash/params.h"
+#include "preflash/types.h"
+
+namespace preflash {
+
+struct StagedRow {
+  std::int64_t from = 0;  // elements from the operand's first one, of head 0
+  std::int64_t to = 0;
+  std::int32_t position = 0;  // of RoPE
+};
+
+// The last request that begins at or before a row; requests without rows begin where the next one
+// does. `begin` tells where a request begins, and no request ends before the row does.
+template <class Begin>
+PREFLASH_HD inline std::int32_t request_of_row(std::int32_t num_requests, std::int32_t row,
+                                               const Begin& begin) {
+  std::int32_t first = 0, count = num_requests;
+  while (count > 1) {
+    const std::int32_t half = count / 2;
+    if (begin(first + half) <= row) {
+      first += half;
+      count -= half;
+    } else {
+      count = half;
+    }
+  }
+  return first;
+}
+
+// row: of num_keys.
+PREFLASH_HD inline StagedRow staged_key(const StageParams& params, const StagedOperand& operand,
+                                        std::int32_t row) {
+  const RequestInfo* requests = params.requests;
+  const std::int32_t request = request_of_row(params.num_requests, row, [=](std::int32_t i) {
+    return requests[i].kv_begin;
+  });
+  StagedRow staged;
+  staged.to = row * operand.to.stride_token;
+  staged.position = row - requests[request].kv_begin;
+  const KvTensor& from = operand.from;
+  if (params.page_indices == nullptr) {
+    staged.from = (params.kv_begin + row) * from.stride_token;
+    return staged;
+  }
+  const std::int32_t nth = staged.position / params.page_size;
+  const std::int32_t slot = staged.position - nth * params.page_size;
+  const std::int64_t page = params.page_indices[params.page_begin[request] + nth];
+  staged.from = page * from.stride_page + slot * from.stride_token;
+  return staged;
+}
+
+// row: of num_queries, counted from the first request's first one.
+PREFLASH_HD inline StagedRow staged_query(const StageParams& params, const StagedOperand& operand,
+                                          std::int32_t row) {
+  const RequestInfo* requests = params.requests;
+  const std::int32_t token = params.qo_begin + row;
+  const std::int32_t index = request_of_row(params.num_requests, token, [=](std::int32_t i) {
+    return requests[i].qo_begin;
+  });
+  const RequestInfo& request = requests[index];
+  return {.from = token * operand.from.stride_token,
+          .to = token * operand.to.stride_token,
+          .position = request.kv_len - request.qo_len + token - request.qo_begin};
+}
+
+}  // namespace preflash
