@@ -2,12 +2,14 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "bindings/bindings.h"
 #include "core/device.h"
 #include "core/plan.h"
+#include "core/staging.h"
 #include "cpu/cpu_backend.h"
 #include "registry/matrix.h"
 #include "registry/miss.h"
@@ -81,6 +83,21 @@ py::object error_of(const Variant& wanted) {
   return found.kernel != nullptr ? py::object(py::none()) : py::object(py::str(found.error));
 }
 
+// Of what a caller asks for: a kernel that transforms what arrives serves it, or an ordinary one on
+// copies (core/staging.h).
+bool only_staged(Family family, const AttentionOptions& options) {
+  if (options.staging == Staging::kNever) return false;
+  const std::optional<AttentionOptions> staged = staged_options(options);
+  return staged && Registry::instance().find(variant_of(options, family)).kernel == nullptr &&
+         Registry::instance().find(variant_of(*staged, family)).kernel != nullptr;
+}
+
+bool in_matrix_of(Family family, const AttentionOptions& options) {
+  if (in_matrix(variant_of(options, family))) return true;
+  const std::optional<AttentionOptions> staged = staged_options(options);
+  return staged && in_matrix(variant_of(*staged, family));
+}
+
 py::object joint_error_of(Family family, const AttentionOptions& first,
                           const AttentionOptions& second) {
   const Variant wanted[] = {variant_of(first, family), variant_of(second, family)};
@@ -128,17 +145,16 @@ void bind_introspection(py::module_& m) {
   m.def(
       "find_error",
       [](Family family, const AttentionOptions& options) {
-        return error_of(variant_of(options, family));
+        return only_staged(family, options) ? py::object(py::none())
+                                            : error_of(variant_of(options, family));
       },
       py::arg("family"), py::arg("options"));
+  m.def("only_staged", &only_staged, py::arg("family"), py::arg("options"),
+        "Whether the family serves the options on copies in the workspace alone.");
   m.def("find_joint_error", &joint_error_of, py::arg("family"), py::arg("first"), py::arg("second"),
         "The same of one launch that runs two segments side by side.");
-  m.def(
-      "in_matrix",
-      [](Family family, const AttentionOptions& options) {
-        return in_matrix(variant_of(options, family));
-      },
-      py::arg("family"), py::arg("options"), "Whether a build of every variant serves them.");
+  m.def("in_matrix", &in_matrix_of, py::arg("family"), py::arg("options"),
+        "Whether a build of every variant serves them.");
   m.def("cpu_isa", &cpu_isa_name, "The instruction set that the CPU backend uses on this machine.");
   m.def("device_facts", &device_facts, py::arg("device"));
   m.def("cuda_device_count", &cuda_device_count);

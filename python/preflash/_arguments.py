@@ -147,6 +147,11 @@ class PerHead(NamedTuple):
         sinks, scale_q, scale_k, scale_v = self
         return not (sinks is None and scale_q is None and scale_k is None and scale_v is None)
 
+    @property
+    def scaled(self) -> bool:
+        """Whether heads have factors."""
+        return not (self.scale_q is None and self.scale_k is None and self.scale_v is None)
+
 
 class RunArguments(NamedTuple):
     """What a run() has beside tensors where it is not the usual one."""

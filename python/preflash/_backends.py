@@ -33,6 +33,9 @@ class Backend(Protocol):
     def supports(self, device: torch.device, options: _core.AttentionOptions) -> str | None:
         """None, or the sentence that says why it cannot serve the options on this device."""
 
+    def only_staged(self, options: _core.AttentionOptions) -> bool:
+        """Whether it serves the options on copies in the float workspace alone."""
+
     def separates(
         self,
         device: torch.device,
@@ -86,6 +89,9 @@ class _KernelBackend:
 
     def supports(self, device: torch.device, options: _core.AttentionOptions) -> str | None:
         return self.refusal(device) or self.missing_kernel(options)
+
+    def only_staged(self, options: _core.AttentionOptions) -> bool:
+        return _core.only_staged(self._family, options)
 
     def separates(
         self,
@@ -264,8 +270,14 @@ def choose(name: str, device: torch.device, *options: _core.AttentionOptions) ->
     then says why not."""
     if name != "auto":
         return _EXPLICIT[name]
-    *preferred, last = _preferred(device)
-    for backend in preferred:
-        if all(backend.supports(device, one) is None for one in options):
+    preferred = _preferred(device)
+    serving = [
+        backend
+        for backend in preferred
+        if all(backend.supports(device, one) is None for one in options)
+    ]
+    # Copies take a workspace that may be too small, and a batch whose lengths the host knows.
+    for backend in serving:
+        if not any(backend.only_staged(one) for one in options):
             return backend
-    return last
+    return serving[0] if serving else preferred[-1]

@@ -1,5 +1,6 @@
 """The compiled module. Addresses, streams and strides are integers; device -1 is the CPU."""
 
+import enum
 from collections.abc import Callable, Sequence
 from typing import Any, overload
 
@@ -100,6 +101,9 @@ def find_id(wanted: Variant) -> str | None: ...
 def find_error(wanted: Variant) -> str | None: ...
 @overload
 def find_error(family: Family, options: AttentionOptions) -> str | None: ...
+def only_staged(family: Family, options: AttentionOptions) -> bool:
+    """Whether the family serves the options on copies in the workspace alone."""
+
 def find_joint_error(
     family: Family, first: AttentionOptions, second: AttentionOptions
 ) -> str | None:
@@ -180,6 +184,13 @@ def paged_batches(
     batch of them, and finds its largest page. None: they are not all contiguous one-dimensional
     int32 tensors on the CPU, of numbers that fit each other."""
 
+class Staging(enum.Enum):
+    """Whether a pass of its own copies what a kernel would transform for every query tile."""
+
+    auto = ...
+    never = ...
+    always = ...
+
 class AttentionOptions:
     """Immutable and hashable: plans of one batch are remembered by their options."""
 
@@ -226,6 +237,8 @@ class AttentionOptions:
     def mask(self) -> Mask: ...
     @property
     def position(self) -> Position: ...
+    @property
+    def staging(self) -> Staging: ...
     @property
     def rope_scale(self) -> float: ...
     @property
@@ -290,6 +303,9 @@ class Plan:
     def int_bytes(self) -> int: ...
     @property
     def float_bytes(self) -> int: ...
+    @property
+    def staged(self) -> bool:
+        """Whether a pass before the kernel makes copies of k, v and q."""
     @property
     def num_items(self) -> int: ...
     @property

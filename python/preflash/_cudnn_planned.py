@@ -39,6 +39,7 @@ class CudnnPlan(NamedTuple):
     # Of the work list, which cuDNN has none of. The workspace is checked when a graph is built.
     int_bytes: int = 0
     float_bytes: int = 0
+    staged: bool = False
 
 
 def plan(device: torch.device, options: _core.AttentionOptions, batch: _core.Batch) -> CudnnPlan:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from . import _backends, _core, _cudnn_planned
+from . import _backends, _core, _cudnn_planned, _staging
 from ._buffers import Buffer
 from ._cudnn_planned import CudnnBackend, CudnnPlan, CudnnVariant
 from ._lengths import Lengths
@@ -59,6 +59,7 @@ def make_request(
     """masked: whether the options' mask is a custom one."""
     if masked:
         lengths.batch.use_mask()
+    options = _staging.applied_to(options)
     return Request(options, lengths, kv_layout, None, graph_rows, graph_mask_bytes)
 
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from . import _backends, _masks, _pipeline
+from . import _backends, _masks, _pipeline, _staging
 from . import _validate as check
 from ._arguments import Qkv, Result, SingleArguments, SingleCall
 from ._device_stream import DeviceStream, device_stream_of
@@ -59,7 +59,7 @@ def prefill(tensors: Qkv, a: SingleArguments, call: SingleCall, outputs: Outputs
     q, k, v = tensors
     try:
         device_stream = device_stream_of(q.device)
-        key = _key(tensors, a, device_stream)
+        key = _key(tensors, a, call, device_stream)
         last_key, planned = _cache.last
         if key != last_key:  # comparing takes half of what hashing does
             planned = _cache.plans.get(key)
@@ -74,16 +74,19 @@ def prefill(tensors: Qkv, a: SingleArguments, call: SingleCall, outputs: Outputs
         for name, value in (("q", q), ("k", k), ("v", v)):
             check.tensor(name, value)
         device_stream = device_stream_of(q.device)
-        planned = _plan(tensors, a, device_stream)
-        _cache.plans[_key(tensors, a, device_stream)] = planned
+        planned = _plan(tensors, a, call, device_stream)
+        _cache.plans[_key(tensors, a, call, device_stream)] = planned
         if len(_cache.plans) > _PLANS_KEPT:
             _cache.plans.popitem(last=False)
     return _run_planned(planned, tensors, call, outputs)
 
 
-def _key(tensors: Qkv, a: SingleArguments, device_stream: DeviceStream) -> tuple:
+def _key(
+    tensors: Qkv, a: SingleArguments, call: SingleCall, device_stream: DeviceStream
+) -> tuple:
     q, k, v = tensors
-    key = (q.shape, k.shape, v.shape, q.dtype, k.dtype, a, q.device, device_stream.stream())
+    key = (q.shape, k.shape, v.shape, q.dtype, k.dtype, a, q.device, device_stream.stream(),
+           call.per_head.scaled, _staging.policy())  # fmt: skip
     usual = (
         type(a.causal) is bool
         and type(a.allow_fp16_qk_reduction) is bool
@@ -97,7 +100,9 @@ def _key(tensors: Qkv, a: SingleArguments, device_stream: DeviceStream) -> tuple
     return key if usual else (key, *map(type, a))
 
 
-def _plan(tensors: Qkv, a: SingleArguments, device_stream: DeviceStream) -> _Planned:
+def _plan(
+    tensors: Qkv, a: SingleArguments, call: SingleCall, device_stream: DeviceStream
+) -> _Planned:
     options = single_options(tensors, a)
     check.not_traced()
     if device_stream.is_capturing():
@@ -108,6 +113,8 @@ def _plan(tensors: Qkv, a: SingleArguments, device_stream: DeviceStream) -> _Pla
         )
     lengths = single_lengths(tensors.q.shape[0], tensors.k.shape[0 if a.kv_layout == "NHD" else 1])
     request = _pipeline.make_request(options, lengths, a.kv_layout, masked=a.masked)
+    if call.per_head.scaled:
+        request = request._replace(options=_staging.without(options))
     # One pair of pinned buffers per thread and device.
     device = device_stream.device
     workspace = _cache.workspaces.setdefault(

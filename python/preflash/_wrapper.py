@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from . import _backends, _core, _graph, _lengths, _masks, _pipeline, _traced
+from . import _backends, _core, _graph, _lengths, _masks, _pipeline, _staging, _traced
 from . import _validate as check
 from ._arguments import BatchArguments, ForwardArguments, KvCache, Result, RunArguments, RunCall
 from ._engine_attributes import EngineAttributes
@@ -292,6 +292,8 @@ class BatchPrefillWrapper(EngineAttributes):
         variant = planned.usual
         if variant is None or a.window_left is not None:
             variant = self._select(planned, options)
+        if a.per_head.scaled and variant.plan.staged:
+            variant = self._select(planned, _staging.without(options))
         sm_scale = planned.scales.logits
         if a.sm_scale is not None:
             sm_scale = softmax_scale(a.sm_scale, options)
