@@ -15,8 +15,6 @@ namespace {
 
 constexpr std::int64_t kAlignment = 16;
 
-constexpr std::int64_t kCopyAlignment = 128;  // sectors and TMA's boxes begin there
-
 constexpr std::int64_t round_up(std::int64_t bytes, std::int64_t alignment = kAlignment) {
   return ceil_div(bytes, alignment) * alignment;
 }
@@ -127,14 +125,6 @@ const char* why_not_staged(const PlanRequest& request) {
   if (request.graph_max_rows > 0) return "use_cuda_graph=True, where lengths change after plan()";
   if (request.batch->are_bounds()) return "lengths that only the device knows";
   return nullptr;
-}
-
-// Whether copies are wanted where a kernel can do without.
-bool prefers_staging(const SegmentProblem& problem, const ForwardKernel& kernel) {
-  // NOTE: copies change the last bits, and a split that is fixed promises the same ones in every
-  // batch.
-  const bool same_bits = problem.split.disable || problem.split.fixed_split_size > 0;
-  return problem.staging == Staging::kAlways || (!same_bits && staging_pays(problem, kernel.tile.m));
 }
 
 // The staged form of the only segment, or null where its kernel reads the caller's tensors.

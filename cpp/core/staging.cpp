@@ -19,14 +19,14 @@ struct StagingCost {
   static constexpr double kPass = 3e4;  // its launch
 };
 
-constexpr std::int64_t kAlignment = 128;  // of a copy: sectors and TMA boxes begin there
+constexpr double kRowElements = 128.0;
 
 bool is_rotated(const AttentionOptions& options) { return options.position == Position::kRope; }
 
 std::int64_t copy_bytes(std::int64_t rows, std::int64_t heads, std::int64_t head_dim) {
   // NOTE: of one row at least, so that a copy of nothing has an address.
   const std::int64_t bytes = std::max<std::int64_t>(rows, 1) * heads * head_dim * 2;
-  return ceil_div(bytes, kAlignment) * kAlignment;
+  return ceil_div(bytes, kCopyAlignment) * kCopyAlignment;
 }
 
 // Keys that the query tiles of a request go through, all together, for one KV head.
@@ -43,6 +43,27 @@ double keys_of_tiles(const SegmentProblem& problem, std::size_t request, std::in
   return tiles * of_tile;
 }
 
+// Whether copies take less time than they save a kernel with query tiles of so many rows.
+bool pays(const SegmentProblem& problem, std::int32_t tile_rows) {
+  const bool narrow = size_of(problem.kv_dtype) == 1;
+  const double of_k = problem.head_dim_qk / kRowElements;
+  const double of_v = problem.head_dim_vo / kRowElements;
+  double tile_keys = 0.0, keys = 0.0, queries = 0.0;
+  for (std::size_t i = 0; i + 1 < problem.qo_indptr.size(); ++i) {
+    tile_keys += keys_of_tiles(problem, i, tile_rows);
+    keys += static_cast<double>(problem.kv_len(i));
+    queries += static_cast<double>(problem.qo_len(i));
+  }
+  const double of_tile_key =
+      is_rotated(problem) ? StagingCost::kRotatedKey : StagingCost::kWidenedKey;
+  const double saved =
+      of_tile_key * tile_keys * problem.num_kv_heads * (of_k + of_v) / 2 * tile_rows / 128;
+  const double of_key = of_k + (narrow || problem.paged() ? of_v : 0.0);
+  double cost = StagingCost::kPass + keys * problem.num_kv_heads * of_key * (narrow ? 0.75 : 1.0);
+  if (is_rotated(problem)) cost += queries * problem.num_qo_heads * of_k;
+  return saved > cost;
+}
+
 }  // namespace
 
 std::optional<AttentionOptions> staged_options(AttentionOptions options) {
@@ -55,25 +76,11 @@ std::optional<AttentionOptions> staged_options(AttentionOptions options) {
   return options;
 }
 
-bool staging_pays(const SegmentProblem& problem, std::int32_t tile_rows) {
-  const double tile_key =
-      (is_rotated(problem) ? StagingCost::kRotatedKey : StagingCost::kWidenedKey) * tile_rows / 128;
-  const double row_elements = 128.0;
-  double saved = 0.0, keys = 0.0, queries = 0.0;
-  for (std::size_t i = 0; i + 1 < problem.qo_indptr.size(); ++i) {
-    saved += tile_key * keys_of_tiles(problem, i, tile_rows);
-    keys += static_cast<double>(problem.kv_len(i));
-    queries += static_cast<double>(problem.qo_len(i));
-  }
-  const double of_k = problem.head_dim_qk / row_elements;
-  const double of_v = problem.head_dim_vo / row_elements;
-  const double operands =
-      (size_of(problem.kv_dtype) == 1 ? 0.75 : 1.0) *
-      (of_k + (size_of(problem.kv_dtype) == 1 || problem.paged() ? of_v : 0.0));
-  saved *= problem.num_kv_heads * (of_k + of_v) / 2;
-  double cost = StagingCost::kPass + keys * problem.num_kv_heads * operands;
-  if (is_rotated(problem)) cost += queries * problem.num_qo_heads * of_k;
-  return saved > cost;
+bool prefers_staging(const SegmentProblem& problem, const ForwardKernel& kernel) {
+  if (problem.staging != Staging::kAuto) return problem.staging == Staging::kAlways;
+  // NOTE: copies change the last bits, and a fixed split promises the same ones in every batch.
+  if (problem.split.disable || problem.split.fixed_split_size > 0) return false;
+  return kernel.traits.operands == Operands::kComputed && pays(problem, kernel.tile.m);
 }
 
 StagedForm::StagedForm(const SegmentProblem& problem, const AttentionOptions& options,

@@ -19,9 +19,10 @@ namespace preflash {
 // where no kernel would write the output's dtype.
 std::optional<AttentionOptions> staged_options(AttentionOptions options);
 
-// Whether copies cost less than what they save a kernel that transforms what arrives for query
-// tiles of so many rows.
-bool staging_pays(const SegmentProblem& problem, std::int32_t tile_rows);
+// Whether copies are wanted where `kernel`, which transforms what arrives, can do without.
+bool prefers_staging(const SegmentProblem& problem, const ForwardKernel& kernel);
+
+inline constexpr std::int64_t kCopyAlignment = 128;  // bytes: sectors and TMA's boxes begin there
 
 // Where the kernel finds an operand's rows. K's copy is always in the workspace.
 enum class StagedPlace : std::uint8_t {

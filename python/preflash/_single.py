@@ -81,9 +81,7 @@ def prefill(tensors: Qkv, a: SingleArguments, call: SingleCall, outputs: Outputs
     return _run_planned(planned, tensors, call, outputs)
 
 
-def _key(
-    tensors: Qkv, a: SingleArguments, call: SingleCall, device_stream: DeviceStream
-) -> tuple:
+def _key(tensors: Qkv, a: SingleArguments, call: SingleCall, device_stream: DeviceStream) -> tuple:
     q, k, v = tensors
     key = (q.shape, k.shape, v.shape, q.dtype, k.dtype, a, q.device, device_stream.stream(),
            call.per_head.scaled, _staging.policy())  # fmt: skip

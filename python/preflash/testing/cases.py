@@ -746,3 +746,18 @@ def random_cases(count: int, *, seed: int, longest: int = 300, work: float = 2e9
     rng = random.Random(seed)
     limits = Limits(longest, work)
     return [random_case(rng, f"fuzz{index}", limits) for index in range(count)]
+
+
+def random_staged_cases(count: int, *, seed: int) -> list[Case]:
+    """`count` cases that have a staged form: RoPE or fp8, and an output of 16 bits in the dtype of
+    the products."""
+    rng = random.Random(seed)
+    limits = Limits(300, 2e9, dtypes=(torch.float16, torch.bfloat16), fp8=True, rope=True)
+    found: list[Case] = []
+    while len(found) < count:
+        case = random_case(rng, f"fuzz{len(found)}", limits)
+        changes = case.position is Position.ROPE or case.dtype_kv.itemsize == 1
+        stored = case.dtype.itemsize == 2 or case.dtype_o == torch.float16
+        if changes and stored and not case.head_scales:
+            found.append(case)
+    return found

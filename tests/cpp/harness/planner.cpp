@@ -16,6 +16,7 @@
 
 #include "bindings/bindings.h"
 #include "core/device.h"
+#include "core/staging.h"
 #include "cpu/forward.h"
 #include "cpu/merge.h"
 #include "harness/harness.h"
@@ -114,6 +115,9 @@ void fill_segment(Keywords& given, CaseSegment& out, SegmentProblem& problem) {
   problem.causal = given.take("causal", false);
   problem.window_left = given.take("window_left", -1);
   problem.chunk_size = given.take("chunk_size", 0);
+  problem.position = given.take("position", Position::kNone);
+  problem.kv_dtype = given.take("kv_dtype", DType::kFloat16);
+  problem.staging = given.take("staging", Staging::kAuto);
   problem.split.fixed_split_size = given.take("fixed_split_size", 0);
   problem.split.disable = given.take("disable_split_kv", false);
   problem.graph_max_rows = given.take("graph_max_rows", 0);
@@ -232,6 +236,12 @@ std::string tile_class(const py::kwargs& kwargs) {
   fill_case(kwargs, given);
   return std::string(
       name_of(choose_tile_class(given.problem.segments[0], given.segments[0].kernel.traits)));
+}
+
+bool prefers(const py::kwargs& kwargs) {
+  Case given;
+  fill_case(kwargs, given);
+  return prefers_staging(given.problem.segments[0], given.segments[0].kernel);
 }
 
 void check(const py::kwargs& kwargs) {
@@ -359,6 +369,7 @@ void bind_planner(py::module_& module) {
   m.def("time_plan", &time_plan, py::arg("repeats"));
   m.def("tile_class", &tile_class);
   m.def("validate", &check);
+  m.def("prefers_staging", &prefers);
   m.def("attend", &attend, py::arg("q"), py::arg("k"), py::arg("v"), py::arg("o"), py::arg("lse"));
   m.def("touched_tiles", &tiles_of);
   m.def("keeps", &keeps);

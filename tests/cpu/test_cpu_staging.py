@@ -1,0 +1,142 @@
+"""Staged plans on the CPU backend, which stages only where it is told to: what a plan says of the
+copies, and how launches bind to them, is the same on every backend."""
+
+import dataclasses
+
+import pytest
+import torch
+from preflash import _staging
+from preflash.testing import Case, KvForm, MaskKind, Sinks, build, cases, runner
+from preflash.testing.cases import Position
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+BASE = Case("staged", (40, 0, 130, 3), (170, 9, 130, 0), 4, 2, 64, mask=MaskKind.CAUSAL)
+
+
+def variations():
+    rope = {"position": Position.ROPE}
+    for what in (rope, {"kv_dtype": E4M3}, rope | {"kv_dtype": E5M2, "dtype": torch.float16}):
+        for page_size in (0, 1, 3, 16):
+            for layout in ("NHD", "HND"):
+                yield {**what, "page_size": page_size, "layout": layout}
+        for more in (
+            {"soft_cap": 20.0},
+            {"window_left": 33},
+            {"mask": MaskKind.CUSTOM, "page_size": 3},
+            {"mask": MaskKind.PACKED, "soft_cap": 10.0},
+            {"head_dim": 192, "head_dim_vo": 128, "page_size": 16},
+            {"head_dim": 512},
+            {"sinks": Sinks.MIXED},
+            {"form": KvForm.PADDED},
+            {"form": KvForm.COMBINED, "page_size": 16},
+            {"form": KvForm.HALVES},
+            {"form": KvForm.TRANSPOSED, "page_size": 3},
+            {"fixed_split_size": 64},
+        ):
+            yield {**what, **more}
+
+
+@pytest.fixture(autouse=True)
+def staged():
+    with _staging.forced("always"):
+        yield
+
+
+def tolerances(case: Case) -> dict:
+    """Copies of what was rotated have 16 bits, as on a GPU."""
+    dtype = case.dtype if case.dtype.itemsize == 2 else torch.float16
+    return {"rotated_dtype": dtype} if case.position is Position.ROPE else {}
+
+
+@pytest.mark.parametrize("change", list(variations()), ids=str)
+def test_numbers(change):
+    case = dataclasses.replace(BASE, **change)
+    inputs = build(case)
+    wrapper = runner.make_wrapper(case, backend="cpu")
+    wrapper._float_workspace_buffer.fill_(0xFF)  # NaN
+    runner.plan(wrapper, inputs)
+    assert wrapper._state.planned.primary.plan.staged
+    out, lse = runner.run(wrapper, inputs)
+    runner.compare(inputs, out, lse, **tolerances(case)).check()
+
+
+@pytest.mark.parametrize("case", cases.random_staged_cases(40, seed=77), ids=lambda case: case.id)
+def test_random_cases(case):
+    inputs = build(case)
+    wrapper = runner.make_wrapper(case, backend="cpu", buffer=runner.workspace("cpu", 1 << 28))
+    runner.plan(wrapper, inputs)
+    assert wrapper._state.planned.primary.plan.staged
+    runner.compare(inputs, *runner.run(wrapper, inputs), **tolerances(case)).check()
+
+
+@pytest.mark.parametrize("kv_dtype", [None, E4M3])
+def test_single(kv_dtype):
+    case = Case("single", (70,), (133,), 4, 2, 64, position=Position.ROPE, kv_dtype=kv_dtype,
+                mask=MaskKind.CAUSAL)  # fmt: skip
+    inputs = build(case)
+    runner.compare(inputs, *runner.single(inputs, backend="cpu"), **tolerances(case)).check()
+
+
+def test_queries_in_place():
+    """Q is rotated where its results go, also where they go into q itself."""
+    case = dataclasses.replace(BASE, position=Position.ROPE)
+    inputs = build(case)
+    wrapper = runner.make_wrapper(case, backend="cpu")
+    runner.plan(wrapper, inputs)
+    out, _ = runner.run(wrapper, inputs)
+    q = inputs.q.clone()
+    wrapper.run(q, inputs.k, inputs.v, out=q)
+    assert torch.equal(q[: sum(case.qo_lens)], out[: sum(case.qo_lens)])
+
+
+def test_the_workspace_is_large_enough_or_nothing_is_staged():
+    case = dataclasses.replace(BASE, kv_dtype=E4M3)
+    inputs = build(case)
+    copies = 2 * sum(case.kv_lens) * case.num_kv_heads * case.head_dim * 2
+    for size, staged in ((copies - 128, False), (32 << 20, True)):
+        buffer = runner.workspace("cpu", size)
+        wrapper = runner.make_wrapper(case, backend="cpu", buffer=buffer)
+        runner.plan(wrapper, inputs)
+        assert wrapper._state.planned.primary.plan.staged is staged
+        runner.compare(inputs, *runner.run(wrapper, inputs)).check()
+
+
+def test_workspace_size_counts_the_copies():
+    case = dataclasses.replace(BASE, kv_dtype=E4M3)
+    inputs = build(case)
+    wrapper = runner.make_wrapper(case, backend="cpu")
+    positional, options = runner.plan_arguments(inputs)
+    needed, _ = wrapper.workspace_size(*positional, **options)
+    assert needed >= 2 * sum(case.kv_lens) * case.num_kv_heads * case.head_dim * 2
+
+
+def test_factors_of_heads_are_applied_without_copies():
+    case = dataclasses.replace(BASE, kv_dtype=E4M3, head_scales=True)
+    inputs = build(case)
+    wrapper = runner.make_wrapper(case, backend="cpu")
+    runner.plan(wrapper, inputs)
+    assert wrapper._state.planned.primary.plan.staged
+    runner.compare(inputs, *runner.run(wrapper, inputs)).check()
+    single = build(dataclasses.replace(case, qo_lens=(40,), kv_lens=(170,)))
+    runner.compare(single, *runner.single(single, backend="cpu")).check()
+
+
+def test_a_wrapper_of_cuda_graphs_copies_nothing():
+    case = dataclasses.replace(BASE, kv_dtype=E4M3)
+    inputs = build(case)
+    from preflash import BatchPrefillWithRaggedKVCacheWrapper
+
+    wrapper = BatchPrefillWithRaggedKVCacheWrapper(
+        runner.workspace(), use_cuda_graph=True,
+        qo_indptr_buf=torch.empty(5, dtype=torch.int32),
+        kv_indptr_buf=torch.empty(5, dtype=torch.int32), backend="cpu",
+    )  # fmt: skip
+    runner.plan(wrapper, inputs)
+    assert not wrapper._state.planned.primary.plan.staged
+    runner.compare(inputs, *runner.run(wrapper, inputs)).check()
+
+
+def test_another_word_in_the_environment_is_refused():
+    wrapper = runner.make_wrapper(BASE, backend="cpu")
+    with _staging.forced("sometimes"), pytest.raises(ValueError, match="PREFLASH_STAGING"):
+        runner.plan(wrapper, build(BASE))

@@ -1,0 +1,180 @@
+"""Staged plans: RoPE and fp8 on copies that a pass before the kernel makes."""
+
+import dataclasses
+import itertools
+import random
+
+import pytest
+import torch
+from backends import on_every_backend
+from preflash import _staging
+from preflash.testing import Case, KvForm, MaskKind, Sinks, build, cases, runner
+from preflash.testing.cases import Position
+
+pytestmark = pytest.mark.gpu
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+BASE = Case("staged", (190, 0, 77, 3), (470, 9, 77, 0), 4, 2, 128, mask=MaskKind.CAUSAL)
+WHAT = {
+    "rope": {"position": Position.ROPE},
+    "e4m3": {"kv_dtype": E4M3},
+    "e5m2": {"kv_dtype": E5M2},
+    "rope_e4m3": {"position": Position.ROPE, "kv_dtype": E4M3},
+}
+MASKS = (
+    {},
+    {"mask": MaskKind.NONE},
+    {"mask": MaskKind.CUSTOM},
+    {"soft_cap": 20.0},
+    {"soft_cap": 20.0, "mask": MaskKind.PACKED},
+    {"window_left": 60},
+    {"sinks": Sinks.MIXED},
+)
+HEAD_DIMS = ((64, None), (128, None), (192, 128), (256, None), (512, None), (80, None))
+
+
+def options_of_staged() -> list[dict]:
+    """All of them would be thousands: each value meets most of the others."""
+    rng = random.Random(3)
+    every = list(
+        itertools.product(
+            WHAT, MASKS, HEAD_DIMS, (0, 1, 3, 16), ("NHD", "HND"), (torch.float16, torch.bfloat16)
+        )
+    )
+    options = []
+    for what, mask, dims, page_size, layout, dtype in rng.sample(every, 120):
+        forms = [KvForm.SEPARATE, KvForm.TRANSPOSED]
+        if dims[1] is None and dims[0] % 16 == 0:
+            forms += [KvForm.PADDED, *([KvForm.COMBINED] if page_size > 0 else [])]
+        options.append(
+            WHAT[what]
+            | mask
+            | {
+                "head_dim": dims[0],
+                "head_dim_vo": dims[1],
+                "page_size": page_size,
+                "layout": layout,
+                "dtype": dtype,
+                "form": rng.choice(forms),
+            }
+        )
+    return options
+
+
+def staged(case: Case, backend: str, size: int = 64 << 20):
+    """A planned wrapper whose workspace is full of NaN."""
+    inputs = build(case, device="cuda")
+    buffer = runner.workspace("cuda", size).fill_(0xFF)
+    wrapper = runner.make_wrapper(case, backend=backend, device="cuda", buffer=buffer)
+    with _staging.forced("always"):
+        runner.plan(wrapper, inputs)
+    assert wrapper._state.planned.primary.plan.staged
+    return wrapper, inputs
+
+
+@on_every_backend
+@pytest.mark.parametrize("change", options_of_staged(), ids=lambda change: cases_id(change))
+def test_numbers(backend, change):
+    wrapper, inputs = staged(dataclasses.replace(BASE, **change), backend)
+    runner.compare(inputs, *runner.run(wrapper, inputs)).check()
+
+
+def cases_id(change: dict) -> str:
+    return dataclasses.replace(BASE, **change).id
+
+
+@on_every_backend
+@pytest.mark.parametrize("case", cases.random_staged_cases(60, seed=3), ids=lambda case: case.id)
+def test_random_cases(backend, case):
+    """Strides, offsets, lengths and garbage of every kind."""
+    wrapper, inputs = staged(case, backend, 512 << 20)
+    runner.compare(inputs, *runner.run(wrapper, inputs)).check()
+
+
+@on_every_backend
+@pytest.mark.parametrize("what", WHAT.values(), ids=WHAT)
+def test_long_prefill_is_staged_without_being_told(backend, what):
+    case = Case("long", (2100,), (4133,), 4, 4, 128, mask=MaskKind.CAUSAL, page_size=16, **what)
+    inputs = build(case, device="cuda")
+    wrapper = runner.make_wrapper(case, backend=backend, device="cuda")
+    runner.plan(wrapper, inputs)
+    assert wrapper._state.planned.primary.plan.staged
+    runner.compare(inputs, *runner.run(wrapper, inputs)).check()
+
+
+@on_every_backend
+def test_positions_beyond_2_17(backend):
+    case = dataclasses.replace(BASE, qo_lens=(200,), kv_lens=(140001,), position=Position.ROPE,
+                               num_qo_heads=1, num_kv_heads=1, page_size=16)  # fmt: skip
+    wrapper, inputs = staged(case, backend, 256 << 20)
+    runner.compare(inputs, *runner.run(wrapper, inputs)).check()
+
+
+@on_every_backend
+@pytest.mark.parametrize("what", WHAT.values(), ids=WHAT)
+def test_single(backend, what):
+    case = dataclasses.replace(BASE, qo_lens=(190,), kv_lens=(470,), **what)
+    inputs = build(case, device="cuda")
+    with _staging.forced("always"):
+        runner.compare(inputs, *runner.single(inputs, backend=backend)).check()
+    wide = dataclasses.replace(case, head_dim=512, mask=MaskKind.CUSTOM)  # no kernel transforms it
+    inputs = build(wide, device="cuda")
+    runner.compare(inputs, *runner.single(inputs, backend=backend)).check()
+
+
+@on_every_backend
+def test_queries_in_place(backend):
+    case = dataclasses.replace(BASE, position=Position.ROPE)
+    wrapper, inputs = staged(case, backend)
+    out, _ = runner.run(wrapper, inputs)
+    q = inputs.q.clone()
+    wrapper.run(q, inputs.k, inputs.v, out=q)
+    rows = sum(case.qo_lens)
+    assert torch.equal(q[:rows], out[:rows])
+
+
+@on_every_backend
+def test_runs_captured_into_a_graph(backend):
+    case = dataclasses.replace(BASE, position=Position.ROPE, kv_dtype=E4M3, page_size=16)
+    wrapper, inputs = staged(case, backend)
+    expected, _ = runner.run(wrapper, inputs)
+    q, out = torch.zeros_like(inputs.q), torch.empty_like(expected)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        wrapper.run(q, inputs.cache, out=out)
+    q.copy_(inputs.q)
+    graph.replay()
+    rows = sum(case.qo_lens)
+    assert torch.equal(out[:rows], expected[:rows])
+
+
+@on_every_backend
+def test_streams_follow_each_other(backend):
+    """The copies of a run are read before the next run on the stream writes its own."""
+    case = Case("stream", (700, 900), (3000, 900), 8, 8, 128, position=Position.ROPE,
+                mask=MaskKind.CAUSAL)  # fmt: skip
+    wrapper, inputs = staged(case, backend)
+    other = build(case, device="cuda", seed=9)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda._sleep(10_000_000)
+        results = [runner.run(wrapper, one) for one in (inputs, other, inputs, other)]
+        torch.cuda.current_stream().synchronize()
+    for one, (out, lse) in zip((inputs, other, inputs, other), results, strict=True):
+        runner.compare(one, out, lse).check()
+
+
+@on_every_backend
+def test_factors_of_heads_take_the_kernel_that_transforms(backend):
+    case = dataclasses.replace(BASE, kv_dtype=E4M3, head_scales=True)
+    wrapper, inputs = staged(case, backend)
+    runner.compare(inputs, *runner.run(wrapper, inputs)).check()
+
+
+@on_every_backend
+def test_a_workspace_that_is_too_small_is_refused_by_its_bytes(backend):
+    case = dataclasses.replace(BASE, head_dim=512, kv_dtype=E4M3)
+    inputs = build(case, device="cuda")
+    buffer = runner.workspace("cuda", 1 << 20)
+    wrapper = runner.make_wrapper(case, backend=backend, device="cuda", buffer=buffer)
+    with pytest.raises(ValueError, match=r"float_workspace_buffer has 1048576 bytes; .* needs"):
+        runner.plan(wrapper, inputs)

@@ -1,0 +1,57 @@
+"""When a plan copies what its kernel would transform for every query tile."""
+
+import pytest
+from planned import planner, ragged
+from preflash import _core
+
+ROPE = {"position": _core.Position.rope}
+FP8 = {"kv_dtype": _core.DType.float8_e4m3fn}
+HEADS = {"num_qo_heads": 16, "num_kv_heads": 16, "tile_m": 128}
+
+
+def prefers(qo_lens, kv_lens, **options) -> bool:
+    return planner.prefers_staging(**ragged(qo_lens, kv_lens, **(HEADS | options)))
+
+
+@pytest.mark.parametrize("family", ["sm80", "sm90"])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("what", [ROPE, FP8, ROPE | FP8], ids=["rope", "fp8", "both"])
+def test_long_prefill_is_staged(what, causal, family):
+    assert prefers([16384], [16384], causal=causal, family=family, **what)
+    assert prefers([4096] * 4, [4096] * 4, causal=causal, family=family, **what)
+
+
+@pytest.mark.parametrize("what", [ROPE, FP8, ROPE | FP8], ids=["rope", "fp8", "both"])
+def test_keys_that_few_tiles_read_are_not(what):
+    assert not prefers([1] * 64, [4096] * 64, **what)  # decode
+    assert not prefers([128], [65536], **what)  # one tile
+    assert not prefers([100], [100], **what)  # little of anything
+    assert not prefers([0, 0], [5000, 0], **what)
+    assert not prefers([], [], **what)
+
+
+def test_groups_of_heads_are_rows():
+    grouped = {"num_qo_heads": 64, "num_kv_heads": 4}
+    assert prefers([512], [16384], causal=True, **ROPE, **grouped)  # 64 tiles for each KV head
+    assert not prefers([64], [16384], causal=True, **ROPE, **(HEADS | {"num_kv_heads": 4}))
+
+
+def test_a_window_leaves_most_keys_to_few_tiles():
+    assert prefers([2048], [65536], causal=True, **ROPE)
+    assert not prefers([2048], [65536], causal=True, window_left=1024, **ROPE)
+    assert not prefers([2048], [65536], causal=True, chunk_size=1024, **ROPE)
+
+
+@pytest.mark.parametrize("split", [{"fixed_split_size": 2048}, {"disable_split_kv": True}])
+def test_results_that_no_batch_changes_are_not_staged(split):
+    assert not prefers([16384], [16384], **ROPE, **split)
+
+
+def test_the_cpu_rotates_what_it_loads():
+    assert not prefers([16384], [16384], family="cpu", **ROPE)
+
+
+def test_the_policy_comes_first():
+    never, always = _core.Staging.never, _core.Staging.always
+    assert not prefers([16384], [16384], staging=never, **ROPE)
+    assert prefers([1], [1], staging=always, disable_split_kv=True, **ROPE)
