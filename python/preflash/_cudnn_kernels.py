@@ -58,7 +58,7 @@ def attend(call: Call, why_not_cudnn: str) -> CudnnResult:
     else:
         wrapper.plan(**_plan_options(call, q_at), **_page_list(call, kv_lens))
         keys = ((call.k, call.v),)
-    q = call.q if q_at.rows is None else call.q[sent(q_at.rows, call.q.device)]
+    q = call.q if q_at.rows is None else _taken(call.q, q_at.rows)
     out_at = _written("out", _placed(call.out_at, qo_lens, call.q.shape[0]), call.out_at)
     lse_rows = _lse_rows(call, qo_lens) if call.with_lse else None
     out = call.out
@@ -76,7 +76,8 @@ def attend(call: Call, why_not_cudnn: str) -> CudnnResult:
     computed, lse = computed if call.with_lse else (computed, None)
     owned = slice(q_at.indptr[0], q_at.indptr[-1])  # of what was computed
     if not in_place:
-        out.index_copy_(0, sent(out_at.every_row(), out.device), computed[owned])
+        rows = sent(out_at.every_row(), out.device)
+        _indexable(out).index_copy_(0, rows, _indexable(computed[owned]))
     if lse is not None:
         lse = _placed_lse(call, lse_rows, lse[owned])
     return out, lse if call.return_lse else None
@@ -156,9 +157,18 @@ def _side_by_side(call: Call, kv_lens: list[int]) -> tuple[torch.Tensor, torch.T
     if k_at.rows is None and v_at.rows is None and k_at.indptr == v_at.indptr:
         used = k_at.indptr[-1]
         return call.k[:used], call.v[:used], k_at.indptr
-    device = call.k.device
-    k, v = call.k[sent(k_at.every_row(), device)], call.v[sent(v_at.every_row(), device)]
+    k, v = _taken(call.k, k_at.every_row()), _taken(call.v, v_at.every_row())
     return k, v, _cumulated(kv_lens)
+
+
+def _indexable(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory in a dtype whose rows torch takes and writes: of 8-bit floats not all do."""
+    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
+
+
+def _taken(tensor: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """tensor[rows]"""
+    return _indexable(tensor)[sent(rows, tensor.device)].view(tensor.dtype)
 
 
 def _cumulated(lengths: list[int], begin: int = 0) -> list[int]:

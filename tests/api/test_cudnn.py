@@ -11,7 +11,18 @@ import pytest
 import torch
 from fake_cudnn import FakeCudnn, install
 from preflash import _cudnn_graph, _cudnn_run
-from preflash.testing import Case, MaskKind, build, compare, poison, reference
+from preflash.testing import (
+    Case,
+    MaskKind,
+    build,
+    compare,
+    cudnn_problems,
+    cudnn_trial,
+    poison,
+    reference,
+    runner,
+)
+from preflash.testing.cases import Limits
 
 LENGTHS = {
     "odd": ((5, 37, 1, 70), (17, 37, 90, 64)),
@@ -189,6 +200,26 @@ def test_requests_anywhere_and_only_their_rows_written(backend, lengths):
     others = torch.ones(rows, dtype=torch.bool).index_fill(0, own, False)
     assert (out[others] == 7.0).all()
     assert (lse[others] == 7.0).all()
+
+
+@pytest.mark.parametrize("out_dtype", [torch.float8_e4m3fn, torch.float16], ids=str)
+def test_requests_of_8_bits_anywhere(out_dtype):
+    case = dataclasses.replace(
+        make_case(dtype=torch.float8_e4m3fn), num_qo_heads=4, head_dim=64, head_dim_vo=64,
+        o_dtype=out_dtype,
+    )  # fmt: skip
+    inputs = build(case)
+    kwargs = scattered(inputs)
+    offsets = torch.tensor([3, 9, 50, 52])
+    rows = torch.cat(
+        [torch.arange(s, s + n) for s, n in zip(offsets.tolist(), case.qo_lens, strict=True)]
+    )
+    kwargs["q"] = torch.cat([inputs.q, poison((9, 4, 64), case.dtype)])
+    kwargs["batch_offsets_q"] = cumulated(case.qo_lens)
+    kwargs["batch_offsets_o"] = offsets
+    out, lse = call(**kwargs, o_data_type=out_dtype, backend="cpu")
+    assert out.dtype == out_dtype
+    runner.compare(inputs, out.view(-1, 4, 64)[rows], rows_of(case, lse)).check()
 
 
 def test_strided_tensors_and_padded_lse_in_place(backend):
@@ -575,6 +606,17 @@ def test_offsets_that_the_host_can_read(change, message):
     with pytest.raises(ValueError, match=message):
         call(**arguments(inputs) | change, out=out, backend="cpu")
     assert (out == 7.0).all()
+
+
+def test_random_problems(fake):
+    """What `check --fuzz` draws for cuDNN itself, on the fake."""
+    limits = Limits(400, 3e6, (torch.bfloat16, torch.float16))
+    for index in range(150):
+        problem = cudnn_problems.draw(5, index, limits, for_cudnn=True)
+        smaller = dataclasses.replace(problem.call, workspace=64)
+        problem = dataclasses.replace(problem, call=smaller)
+        assert cudnn_trial.examine(problem, backend="cudnn").failures == [], index
+    assert len(fake.runs) > 150
 
 
 def test_the_environment_overrides(fake, monkeypatch):

@@ -8,7 +8,7 @@ import preflash
 import pytest
 import torch
 from preflash import cli
-from preflash.cli import fuzz
+from preflash.cli import fuzz, fuzz_calls
 from preflash.testing import problems, runner
 
 HONEST_PLAN, HONEST_RUN = runner.plan, runner.run
@@ -190,7 +190,7 @@ def finds_again(monkeypatch, capsys):
 
     def find(function: str, fault, message: str) -> list[list[str]]:
         monkeypatch.setattr(fuzz, "_MOST_FAILURES", 1)
-        monkeypatch.setattr(fuzz, "_WORK", 3e6)
+        monkeypatch.setattr(fuzz_calls, "_WORK", 3e6)
         monkeypatch.setattr(runner, function, fault)
         assert cli.main(["check", "--backend", "cpu", "--fuzz", "250", "--seed", "3"]) == 1
         printed = capsys.readouterr().out
@@ -256,6 +256,78 @@ def test_problems_of_the_fmha_call(monkeypatch, capsys):
     again = commands(printed)[0]
     assert again[:5] == ["check", "--backend", "cpu", *call]
     assert cli.main(again) == 1
+
+
+CUDNN_CALL = "cudnn_batch_prefill_with_kv_cache"
+
+
+def cudnn_faults():
+    honest = preflash.prefill.cudnn_batch_prefill_with_kv_cache
+
+    def halved(**arguments):
+        out, lse = honest(**arguments)
+        return (out.float() * 0.5).to(out.dtype), lse
+
+    def natural(**arguments):
+        return honest(**{**arguments, "lse_base": "ln"})
+
+    def all_keys(**arguments):
+        return honest(**{**arguments, "causal": False})
+
+    def unscaled(**arguments):
+        return honest(**{**arguments, "k_scale": None})
+
+    def last_row(**arguments):
+        given = arguments["out"]
+        out, lse = honest(**arguments)
+        if given is not None:
+            given[-1:] = 0.0
+        return out, lse
+
+    def padded_with_zeros(**arguments):
+        out, lse = honest(**arguments)
+        return out, None if lse is None else lse.masked_fill_(lse == -torch.inf, 0.0)
+
+    def other_lse(**arguments):
+        out, lse = honest(**arguments)
+        return out, None if lse is None else lse.clone()
+
+    return {
+        halved: "outside their bound",
+        natural: "lse: .* outside",
+        all_keys: "out: .* outside",
+        unscaled: "outside their bound",
+        last_row: "rows that no request has are written",
+        padded_with_zeros: "are not -inf",
+        other_lse: "lse is not the tensor that was given",
+    }
+
+
+@pytest.mark.parametrize("fault", cudnn_faults(), ids=lambda fault: fault.__name__)
+def test_a_fault_of_the_cudnn_call_is_found(monkeypatch, capsys, fault):
+    call = ["check", "--backend", "cpu", "--call", CUDNN_CALL]
+    monkeypatch.setattr(fuzz, "_MOST_FAILURES", 1)
+    monkeypatch.setattr(fuzz_calls, "_WORK", 1e6)
+    monkeypatch.setattr(preflash, CUDNN_CALL, fault)
+    assert cli.main([*call, "--fuzz", "100", "--seed", "3"]) == 1
+    printed = capsys.readouterr().out
+    messages = {found.__name__: message for found, message in cudnn_faults().items()}
+    assert re.search(messages[fault.__name__], printed), printed
+    (again,) = commands(printed)
+    assert again[:5] == call
+    assert cli.main(again) == 1
+    monkeypatch.setattr(preflash, CUDNN_CALL, preflash.prefill.cudnn_batch_prefill_with_kv_cache)
+    assert cli.main(again) == 0
+
+
+def test_problems_of_the_cudnn_call(monkeypatch, capsys):
+    monkeypatch.setattr(fuzz_calls, "_WORK", 3e6)
+    call = ["check", "--call", CUDNN_CALL]
+    assert cli.main([*call, "--backend", "cpu", "--fuzz", "150", "--seed", "21"]) == 0
+    assert "150 passed, 0 failed" in capsys.readouterr().out
+    if not torch.cuda.is_available():
+        assert cli.main([*call, "--backend", "cudnn", "--fuzz", "1"]) == 2
+        assert "--backend cudnn cannot run here" in capsys.readouterr().err
 
 
 def test_problems_that_no_kernel_serves_are_no_success(monkeypatch, capsys):

@@ -75,9 +75,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
-    places = choose_places(args.backend)
     if fuzz.asked_for(args):
-        return fuzz.execute(args, places)
+        return fuzz.execute(args)
+    places = choose_places(args.backend)
     plan = [(place, area, test) for place in places for area, test in _tests(place, args.quick)]
     outcomes: dict[tuple[str, str], Outcome] = {}
     with Progress(len(plan), "check") as progress:

@@ -7,33 +7,26 @@ import shlex
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from ..testing import fmha_problems, fuzz, problems
-from ..testing.cases import Limits
-from ..testing.fmha_problems import FmhaCase
+from ..testing import fuzz, problems
 from ..testing.problems import Problem
 from . import CommandError
 from .console import Progress
+from .fuzz_calls import CALLS, WRAPPERS, Call, places_for
 from .machine import Place
 
-_LONGEST = 700
-# Milliseconds in the oracle, and several tiles, splits and requests all the same.
-_WORK = 2e7
 _MOST_FAILURES = 5
-
-
-# What --call names: the single functions and the batch wrappers, or the function of that name.
-_WRAPPERS = "wrappers"
-_FMHA_V2 = "trtllm_fmha_v2_prefill"
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A problem, and the arguments of `check` that ask for it."""
+    """A problem, how it is computed, and the arguments of `check` that ask for it."""
 
-    problem: Problem | FmhaCase
+    problem: Any
+    call: Call
     arguments: str
 
 
@@ -67,8 +60,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--call",
-        choices=[_WRAPPERS, _FMHA_V2],
-        default=_WRAPPERS,
+        choices=list(CALLS),
+        default=WRAPPERS,
         help="with --fuzz: what the problems are for; the single functions and batch wrappers",
     )
     parser.add_argument("--problem", metavar="TEXT", help="instead: a problem that --fuzz printed")
@@ -78,12 +71,13 @@ def asked_for(args: argparse.Namespace) -> bool:
     """Whether the arguments ask for problems of this module."""
     if args.fuzz is None and args.seed is not None:
         raise CommandError(f"--seed {args.seed}: it is for --fuzz; the self-test has no seed")
-    if args.fuzz is None and args.call != _WRAPPERS:
+    if args.fuzz is None and args.call != WRAPPERS:
         raise CommandError(f"--call {args.call}: it is for --fuzz")
     return args.fuzz is not None or args.problem is not None
 
 
-def execute(args: argparse.Namespace, places: Sequence[Place]) -> int:
+def execute(args: argparse.Namespace) -> int:
+    places = places_for(args.call, args.backend)
     if args.quick:
         raise CommandError("--quick is for the self-test; give --fuzz a smaller number")
     if args.fuzz is not None and args.problem is not None:
@@ -118,22 +112,16 @@ def _asked(args: argparse.Namespace, place: Place) -> list[Asked]:
         raise CommandError(f"--fuzz {args.fuzz}: must be at least 1")
     seed, first = _seed(args.seed or "0")
     indices = range(first, first + args.fuzz)
-    if args.call == _FMHA_V2:
-        return [
-            Asked(
-                fmha_problems.draw(seed, index), f"--call {_FMHA_V2} --fuzz 1 --seed {seed}:{index}"
-            )
-            for index in indices
-        ]
-    limits = Limits(_LONGEST, _WORK, place.dtypes, fp8=place.serves_fp8, rope=place.serves_rope)
+    call = CALLS[args.call]
+    named = "" if args.call == WRAPPERS else f"--call {args.call} "
     return [
-        Asked(problems.draw(seed, index, limits), f"--fuzz 1 --seed {seed}:{index}")
+        Asked(call.draw(seed, index, place), call, f"{named}--fuzz 1 --seed {seed}:{index}")
         for index in indices
     ]
 
 
 def _spelled_out(problem: Problem) -> Asked:
-    return Asked(problem, f"--problem {shlex.quote(problem.text)}")
+    return Asked(problem, CALLS[WRAPPERS], f"--problem {shlex.quote(problem.text)}")
 
 
 def _seed(text: str) -> tuple[int, int]:
@@ -152,7 +140,7 @@ def _examine_all(place: Place, asked: Sequence[Asked]) -> Tally:
     tally = Tally()
     with Progress(len(asked), "fuzz") as progress:
         for one in asked:
-            verdict = _examine(one.problem, place)
+            verdict = one.call.examine(one.problem, place)
             tally.count(verdict)
             if verdict.failures:
                 _report(one, verdict, place)
@@ -164,16 +152,6 @@ def _examine_all(place: Place, asked: Sequence[Asked]) -> Tally:
                 break
             progress.step(place.label)
     return tally
-
-
-def _examine(problem: Problem | FmhaCase, place: Place) -> fuzz.Verdict:
-    if isinstance(problem, FmhaCase):
-        # On a GPU lengths are there or on the host, by turns.
-        lengths_on = "cpu" if problem.seed % 2 == 0 else None
-        return fmha_problems.examine(
-            problem, backend=place.backend, device=place.device, lengths_on=lengths_on
-        )
-    return fuzz.examine(problem, backend=place.backend, device=place.device)
 
 
 def _lost(place: Place) -> bool:
@@ -193,9 +171,10 @@ def _report(asked: Asked, verdict: fuzz.Verdict, place: Place) -> None:
     # A lost GPU fails every other problem, too.
     if _lost(place) or not isinstance(asked.problem, Problem):
         return
-    smaller = fuzz.shrink(asked.problem, lambda other: bool(_examine(other, place).failures))
+    examine = asked.call.examine
+    smaller = fuzz.shrink(asked.problem, lambda other: bool(examine(other, place).failures))
     if smaller != asked.problem:
-        _print_failure("smaller:", _spelled_out(smaller), _examine(smaller, place), place)
+        _print_failure("smaller:", _spelled_out(smaller), examine(smaller, place), place)
 
 
 def _print_failure(title: str, asked: Asked, verdict: fuzz.Verdict, place: Place) -> None:

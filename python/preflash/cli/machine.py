@@ -6,13 +6,14 @@ from dataclasses import dataclass
 
 import torch
 
-from .. import _backends, _core
+from .. import _backends, _core, _cudnn_graph
 from . import CommandError
 
 _DTYPES = {
     "cpu": (torch.bfloat16, torch.float16, torch.float32),
     "fa2": (torch.bfloat16, torch.float16),
     "fa3": (torch.bfloat16, torch.float16),
+    "cudnn": (torch.bfloat16, torch.float16),
 }
 
 
@@ -72,6 +73,14 @@ def places() -> list[Place]:
     if not cpu_refusal():
         found.append(Place("cpu", torch.device("cpu"), "CPU"))
     return found
+
+
+def cudnn_place() -> Place | str:
+    """cuDNN itself on the current GPU, or why there is none."""
+    if absent := gpu_absent() or _cudnn_graph.why_missing():
+        return absent
+    device = torch.device("cuda", torch.cuda.current_device())
+    return Place(_backends.CUDNN, device, torch.cuda.get_device_name(device))
 
 
 def choose_places(backend: str | None) -> list[Place]:

@@ -117,7 +117,7 @@ def fill_poison(
     return t.copy_(poison.to(t.dtype))  # e4m3 has NaN for every infinity
 
 
-def _storage(
+def storage(
     case: Case, leading: Sequence[int], generator: torch.Generator, device: torch.device | str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Poisoned K and V of shape [*leading, head, dim] in the layout, and the 5-D tensor if any.
@@ -158,7 +158,7 @@ def _storage(
     return k, v, None
 
 
-def _values(
+def values(
     case: Case, kind: str, rows: int, heads: int, dim: int, generator: torch.Generator
 ) -> torch.Tensor:
     """Random contents of one request's q, k or v: [rows, heads, dim]."""
@@ -223,7 +223,7 @@ def indptr(lengths: Sequence[int], device: torch.device | str = "cpu") -> torch.
 def _query(case: Case, generator: torch.Generator, device: torch.device | str) -> torch.Tensor:
     shape = (sum(case.qo_lens), case.num_qo_heads, case.head_dim)
     q = torch.cat(
-        [_values(case, "q", n, *shape[1:], generator) for n in case.qo_lens]
+        [values(case, "q", n, *shape[1:], generator) for n in case.qo_lens]
         or [torch.zeros(0, *shape[1:], device="cpu")]
     ).to(case.dtype)
     if case.form is not KvForm.PADDED:
@@ -279,8 +279,8 @@ def build(
     q = _query(case, generator, device)
     contents = []
     for kv_len in case.kv_lens:
-        k = _values(case, "k", kv_len, case.num_kv_heads, case.head_dim, generator)
-        v = _values(case, "v", kv_len, case.num_kv_heads, case.dim_vo, generator)
+        k = values(case, "k", kv_len, case.num_kv_heads, case.head_dim, generator)
+        v = values(case, "v", kv_len, case.num_kv_heads, case.dim_vo, generator)
         contents.append((k.to(case.dtype_kv).to(device), v.to(case.dtype_kv).to(device)))
     masks = [m.to(device) for m in _masks(case, generator)] if case.has_custom_mask else None
 
@@ -308,7 +308,7 @@ def build(
 def _fill_ragged(inputs: Inputs, contents, generator, device) -> None:
     case = inputs.case
     total = sum(case.kv_lens)
-    inputs.k, inputs.v, _ = _storage(case, (total + SPARE_ROWS,), generator, device)
+    inputs.k, inputs.v, _ = storage(case, (total + SPARE_ROWS,), generator, device)
     begin = 0
     for k, v in contents:
         _as_nhd(inputs.k, case.layout)[begin : begin + k.shape[0]] = k
@@ -320,7 +320,7 @@ def _fill_paged(inputs: Inputs, contents, generator, device, index_device) -> No
     case = inputs.case
     table, num_pages = _page_table(case, generator)
     leading = (num_pages,) if case.form is KvForm.FLAT else (num_pages, case.page_size)
-    inputs.k, inputs.v, both = _storage(case, leading, generator, device)
+    inputs.k, inputs.v, both = storage(case, leading, generator, device)
     inputs.cache = (inputs.k, inputs.v) if both is None else both
     inputs.page_table = table
     for pages, (k, v) in zip(table, contents, strict=True):

@@ -1,0 +1,81 @@
+"""What `check --fuzz --call NAME` draws and computes for each NAME."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from ..testing import cudnn_problems, cudnn_trial, fmha_problems, fuzz, problems
+from ..testing.cases import Limits
+from . import CommandError
+from .machine import Place, choose_places, cudnn_place
+
+_LONGEST = 700
+# Milliseconds in the oracle, and several tiles, splits and requests all the same.
+_WORK = 2e7
+
+WRAPPERS = "wrappers"
+_CUDNN = "cudnn_batch_prefill_with_kv_cache"
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """Random problems for something that is called."""
+
+    draw: Callable[[int, int, Place], Any]  # of a seed and an index
+    examine: Callable[[Any, Place], fuzz.Verdict]
+
+
+def _limits(place: Place) -> Limits:
+    return Limits(_LONGEST, _WORK, place.dtypes, fp8=place.serves_fp8, rope=place.serves_rope)
+
+
+def _of(module: Any) -> Call:
+    """Of a module with a draw() of limits and an examine()."""
+    return Call(
+        draw=lambda seed, index, place: module.draw(seed, index, _limits(place)),
+        examine=lambda problem, place: module.examine(
+            problem, backend=place.backend, device=place.device
+        ),
+    )
+
+
+def _examine_fmha(problem: fmha_problems.FmhaCase, place: Place) -> fuzz.Verdict:
+    # On a GPU lengths are there or on the host, by turns.
+    lengths_on = "cpu" if problem.seed % 2 == 0 else None
+    return fmha_problems.examine(
+        problem, backend=place.backend, device=place.device, lengths_on=lengths_on
+    )
+
+
+def _draw_for_cudnn(seed: int, index: int, place: Place) -> cudnn_problems.CudnnProblem:
+    itself = place.backend == "cudnn"
+    return cudnn_problems.draw(seed, index, _limits(place), for_cudnn=itself)
+
+
+CALLS = {
+    WRAPPERS: Call(
+        draw=lambda seed, index, place: problems.draw(seed, index, _limits(place)),
+        examine=lambda problem, place: fuzz.examine(
+            problem, backend=place.backend, device=place.device
+        ),
+    ),
+    "trtllm_fmha_v2_prefill": Call(
+        draw=lambda seed, index, place: fmha_problems.draw(seed, index),
+        examine=_examine_fmha,
+    ),
+    _CUDNN: Call(draw=_draw_for_cudnn, examine=_of(cudnn_trial).examine),
+}
+
+
+def places_for(call: str, backend: str | None) -> list[Place]:
+    """Where problems for it are computed. Raises CommandError."""
+    if call != _CUDNN or backend not in (None, "cudnn"):
+        return choose_places(backend)
+    itself = cudnn_place()
+    if isinstance(itself, Place):
+        return [itself] if backend else [itself, *choose_places(None)]
+    if backend:
+        raise CommandError(f"--backend cudnn cannot run here: {itself}")
+    return choose_places(None)

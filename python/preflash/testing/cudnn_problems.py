@@ -1,0 +1,169 @@
+"""Random problems for cudnn_batch_prefill_with_kv_cache, over all its options."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import random
+
+import torch
+
+from .cases import Case, Garbage, KvForm, Limits, Magnitude, MaskKind, Position, Sinks, random_case
+from .oracle import Pipeline
+from .problems import Brought
+
+_CUDNN_DIMS = ((128, None), (192, 128))
+_CUDNN_WORKSPACE = 32 << 20
+
+
+class Ends(enum.Enum):
+    """The form of the arrays of offsets."""
+
+    WITH = "with"  # [batch_size + 1]
+    WITHOUT = "without"  # [batch_size]
+    NONE = "none"  # one request needs none
+
+
+class Lse(enum.Enum):
+    """The memory of the log-sum-exp."""
+
+    ABSENT = "absent"  # the library's own
+    PADDED = "padded"  # [batch_size, max_token_per_sequence, num_qo_heads]
+    ROWS = "rows"  # [rows of q, num_qo_heads], with batch_offsets_stats
+
+
+@dataclasses.dataclass(frozen=True)
+class CudnnCall:
+    """How a case is called."""
+
+    apart: bool = False  # requests anywhere and in any order, in each tensor in another
+    units: str = "elements"
+    ends: Ends = Ends.WITH
+    own_v_and_o: bool = True  # their offsets are given; else k's and q's hold, which are tokens
+    lengths: bool = True  # given; else the offsets tell them
+    four_dims: bool = False  # lengths are [batch_size, 1, 1, 1]
+    index_dtype: torch.dtype = torch.int32
+    index_on_device: bool = False
+    stats: bool = False  # batch_offsets_stats is given
+    out: Brought = Brought.ABSENT
+    lse: Lse = Lse.ABSENT
+    return_lse: bool = True
+    lse_base: str = "log2"
+    q_scale: float | None = None
+    k_scale: float | None = None
+    v_scale: float | None = None
+    scales_in_tensors: bool = False
+    spare_length: int = 0  # by which the longest lengths are exceeded
+    capturable: bool = False
+    workspace: int = 1 << 20
+    repeat: bool = False  # two calls give the same bits
+
+
+@dataclasses.dataclass(frozen=True)
+class CudnnProblem:
+    """A case without any option that the function does not have. Its keys are [tokens, heads,
+    head_dim], or [pages, heads, page_size, head_dim]: `layout` is that of the memory."""
+
+    case: Case
+    call: CudnnCall
+    seed: int
+
+    @property
+    def pipeline(self) -> Pipeline:
+        call = self.call
+        factor = (1.0 if call.q_scale is None else call.q_scale) * (
+            1.0 if call.k_scale is None else call.k_scale
+        )
+        return Pipeline(
+            sm_scale=self.case.scale * factor,
+            causal=self.case.mask is MaskKind.CAUSAL,
+            out_scale=1.0 if call.v_scale is None else call.v_scale,
+        )
+
+
+def draw(seed: int, index: int, limits: Limits, *, for_cudnn: bool = False) -> CudnnProblem:
+    """Problem `index` of `seed`; for_cudnn: of those that cuDNN itself takes."""
+    rng = random.Random(f"cudnn {seed} {index}")
+    case = _adapted(random_case(rng, "problem", limits), rng)
+    call = _random_call(rng, case)
+    if for_cudnn:
+        case, call = _for_cudnn(rng, case, call)
+    return CudnnProblem(case, call, rng.randrange(2**31))
+
+
+def _adapted(case: Case, rng: random.Random) -> Case:
+    """The case without what the function does not take."""
+    return dataclasses.replace(
+        case,
+        mask=rng.choice([MaskKind.NONE, MaskKind.CAUSAL, MaskKind.CAUSAL]),
+        layout="HND" if case.paged else "NHD",
+        form=KvForm.SEPARATE if case.form is KvForm.FLAT else case.form,
+        window_left=-1,
+        soft_cap=None,
+        position=Position.NONE,
+        rope_scale=None,
+        rope_theta=None,
+        sinks=Sinks.NONE,
+        head_scales=False,
+        fixed_split_size=None,
+        disable_split_kv=False,
+    )
+
+
+def _for_cudnn(rng: random.Random, case: Case, call: CudnnCall) -> tuple[Case, CudnnCall]:
+    """NOTE: cuDNN multiplies what lies behind a request's last key in its page by 0: no NaN there,
+    nor infinities."""
+    dims = rng.choice(_CUDNN_DIMS)
+    form = case.form
+    if form is KvForm.COMBINED and dims[1] is not None:
+        form = KvForm.SEPARATE
+    case = dataclasses.replace(
+        case,
+        head_dim=dims[0],
+        head_dim_vo=dims[1],
+        form=form,
+        kv_dtype=None,
+        o_dtype=None,
+        dtype=case.dtype if case.dtype.itemsize == 2 else torch.bfloat16,
+        page_size=1 << (case.page_size.bit_length() - 1) if case.paged else 0,
+        garbage=Garbage.HUGE if case.paged else case.garbage,
+        magnitude=Magnitude.NORMAL,
+    )
+    return case, dataclasses.replace(call, v_scale=None, workspace=_CUDNN_WORKSPACE)
+
+
+def _random_call(rng: random.Random, case: Case) -> CudnnCall:
+    apart = rng.random() < 0.4
+    units = rng.choice(["elements", "tokens"])
+    in_tokens = units == "tokens"
+    ends = rng.choice([Ends.WITH, Ends.WITH, Ends.WITHOUT])
+    if case.batch_size == 1 and rng.random() < 0.4:
+        ends, apart = Ends.NONE, False
+    own = apart or not in_tokens or rng.random() < 0.6
+    told = in_tokens and ends is Ends.WITH and not apart and not case.paged
+    stats = rng.random() < 0.35
+    # All exact in float32, so that a scale in a tensor is the same scale.
+    scales = [None] * 6 + [0.5, 2.0, 1.25, -0.75]
+    return CudnnCall(
+        apart=apart,
+        units=units,
+        ends=ends,
+        own_v_and_o=own,
+        lengths=not told or rng.random() < 0.5,
+        four_dims=rng.random() < 0.3,
+        index_dtype=rng.choice([torch.int32, torch.int64]),
+        index_on_device=rng.random() < 0.5,
+        stats=stats,
+        out=rng.choice(list(Brought)),
+        lse=rng.choice(list(Lse) if stats else [Lse.ABSENT, Lse.PADDED]),
+        return_lse=rng.random() < 0.8,
+        lse_base=rng.choice(["log2", "ln"]),
+        q_scale=rng.choice(scales),
+        k_scale=rng.choice(scales),
+        v_scale=rng.choice([*scales, 0.0]),
+        scales_in_tensors=rng.random() < 0.2,
+        spare_length=rng.choice([0, 0, 1, 33]),
+        capturable=rng.random() < 0.2,
+        workspace=rng.choice([0, 1 << 12, 1 << 20]),
+        repeat=rng.random() < 0.2,
+    )
