@@ -9,6 +9,9 @@ import pytest
 import torch
 from fake_cudnn import FakeCudnn, install
 from preflash import _cudnn_graph
+from preflash.cli.batches import BatchMaker
+from preflash.cli.bench import baselines
+from preflash.cli.bench.rows import Baseline, Row, quick_rows
 from preflash.testing import Case, KvForm, MaskKind, build, poison, runner
 
 QO_LENS, KV_LENS = (3, 0, 17, 4, 1, 40), (9, 8, 33, 0, 21, 12)
@@ -238,3 +241,17 @@ def test_cudnn_itself(page_size):
     out.fill_(7.0)
     graph.replay()
     runner.compare(inputs, out, lse).check()
+
+
+def test_the_frontend_is_a_column(fake):
+    """Of `bench`: one plan for all sets of a row."""
+    case = dataclasses.replace(quick_rows()[2].case, kv_lens=(256, 144, 64, 16))
+    for page_size, form in ((0, KvForm.SEPARATE), (16, KvForm.COMBINED)):
+        one = dataclasses.replace(case, page_size=page_size, form=form)
+        row = Row(one, baselines=(Baseline.FRONTEND,))
+        (column,) = baselines.baselines_of(row, torch.device("cuda"))
+        maker = BatchMaker(one, torch.device("cpu"))
+        sets = [maker.make() for _ in range(2)]
+        calls = [column.prepare(inputs) for inputs in sets]
+        for inputs, call in zip(sets, calls, strict=True):
+            runner.compare(inputs, call(), None).check()

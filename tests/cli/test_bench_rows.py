@@ -1,12 +1,13 @@
 """The benchmark's arithmetic: operations and bytes of a row, and that its rows hang together."""
 
+import preflash
 import pytest
 import torch
-from preflash.cli.bench import pod
+from preflash.cli.bench import fmha, pod
 from preflash.cli.bench import rows as bench_rows
 from preflash.cli.bench.rows import Baseline, Metric
 from preflash.cli.machine import choose_places
-from preflash.testing import cases
+from preflash.testing import cases, oracle
 
 
 def by_name(rows):
@@ -60,6 +61,49 @@ def test_prefill_beside_decode_is_checked_and_timed():
     assert result.failure == result.absent == ""
     assert (result.launches, set(result.us)) == (1, {pod.BOTH, pod.PREFILL, pod.DECODE})
     assert row.name in str(pod.pod_table([result]))
+
+
+def test_rows_beside_cudnn():
+    rows = by_name(bench_rows.gpu_rows())
+    with_cudnn = {name for name, row in rows.items() if Baseline.FRONTEND in row.baselines}
+    for name in ("mixed", "append 512 on 8k x8", "cudnn 4x2048", "cudnn 1x8192"):
+        assert {name, f"{name} page 16", f"{name} page 64"} <= with_cudnn
+    for name in with_cudnn:  # what cuDNN takes, and pages that are full
+        case = rows[name].case
+        assert (case.head_dim, case.dim_vo) in ((128, 128), (192, 128))
+        assert not case.paged or not any(n % case.page_size for n in case.kv_lens)
+
+
+def test_rows_of_the_fmha_call():
+    rows = fmha.fmha_rows_for("cuda", quick=False)
+    assert len({row.name for row in rows}) == len(rows)
+    assert {row.tokens for row in rows} == {16384, 65536}
+    for row in rows:
+        assert row.modes[0] == fmha.CAUSAL
+        assert {mode.factor for mode in row.modes} == {0.0, 500.0, 10000.0}
+    for mode in (fmha.CAUSAL, fmha.Mode(window_left=5), fmha.Mode(chunk=8)):
+        assert mode.pairs(37) == int(oracle.kept(mode.pipeline, 37, 37).sum())
+
+
+def test_modes_of_the_fmha_call_are_checked_and_timed(monkeypatch):
+    (row,) = fmha.fmha_rows_for("cpu", quick=True)
+    place = choose_places("cpu")[0]
+    result = fmha.measure_fmha(row.with_dtype(torch.float16), place, 1)
+    assert result.failure == ""
+    assert not result.absent
+    assert set(result.us) == {mode.name for mode in row.modes}
+    assert 0 < result.distance["skip 10000"] < 1
+    table = str(fmha.fmha_table([result]))
+    assert "chunks of 64" in table
+    honest = preflash.trtllm_fmha_v2_prefill
+
+    def without_window(*args, **options):
+        return honest(*args, **{**options, "window_left": -1})
+
+    monkeypatch.setattr(preflash, "trtllm_fmha_v2_prefill", without_window)
+    wrong = fmha.measure_fmha(row, place, 1)
+    assert "window 16: out:" in wrong.failure
+    assert "WRONG" in str(fmha.fmha_table([wrong]))
 
 
 def test_flops_count_causal_as_half():

@@ -29,7 +29,8 @@ class Timing:
 
 
 class GraphReplay:
-    """One `call`, which must be capturable, launched `calls` times in one CUDA graph."""
+    """One `call`, which must be capturable once it ran on the stream of the capture, launched
+    `calls` times in one CUDA graph."""
 
     def __init__(self, call: Callable[[], object], calls: int) -> None:
         side = torch.cuda.Stream()
@@ -40,7 +41,7 @@ class GraphReplay:
         torch.cuda.current_stream().wait_stream(side)
         self._calls = calls
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
+        with torch.cuda.graph(self._graph, stream=side):
             for _ in range(calls):
                 call()
         self.sample()

@@ -1,10 +1,12 @@
-"""`bench`: a speed table against torch's scaled_dot_product_attention, everything in one run."""
+"""`bench`: speed tables, of the wrappers beside torch's scaled_dot_product_attention and cuDNN, of
+prefill beside decode, and of trtllm_fmha_v2_prefill; everything in one run."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import pathlib
+from dataclasses import dataclass
 
 import torch
 
@@ -14,13 +16,18 @@ from ...testing.cases import flops
 from .. import CommandError
 from ..console import Progress, Table
 from ..machine import Place, choose_places, torch_dtype
+from .fmha import FmhaResult, FmhaRow, fmha_rows_for, fmha_table, measure_fmha
 from .measure import OURS, RAGGED, Result, measure_row
 from .pod import PodResult, PodRow, measure_pod, pod_rows_for, pod_table
 from .rows import Row, rows_for
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--rows", default="", help="only rows whose name contains this")
+    parser.add_argument(
+        "--rows",
+        default="",
+        help="only rows whose name contains this; or one of several with commas",
+    )
     parser.add_argument("--backend", help="cpu, fa2 or fa3; by default the fastest on this machine")
     parser.add_argument("--dtype", help="bf16, f16, f32, or several with commas")
     parser.add_argument("--json", metavar="FILE", type=pathlib.Path, help="write results to FILE")
@@ -30,29 +37,37 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     place = choose_places(args.backend)[0]
-    rows, pods = _chosen_rows(args, place)
+    chosen = _chosen_rows(args, place)
     repeats = args.repeats or (3 if args.quick else 11 if place.device.type == "cuda" else 5)
     print(_headline(place, repeats))
     results = []
     beside: list[PodResult] = []
-    with Progress(len(rows) + len(pods), "bench") as progress:
-        for row in rows:
+    modes: list[FmhaResult] = []
+    with Progress(chosen.count, "bench") as progress:
+        for row in chosen.rows:
             results.append(measure_row(row, place, repeats))
             progress.step(row.name)
-        for pod in pods:
+        for pod in chosen.pods:
             beside.append(measure_pod(pod, place, repeats))
             progress.step(pod.name)
+        for fmha in chosen.fmhas:
+            modes.append(measure_fmha(fmha, place, repeats))
+            progress.step(fmha.name)
     if results:
         print(_table(results))
         _print_notes(results)
     if beside:
         print(pod_table(beside))
         print("\nof sum, of larger: the time of both in that of the prefill and the decode alone.")
+    if modes:
+        print(fmha_table(modes))
+        print("\npairs: of a query and a key that the mask keeps. distance: to causal's output.")
     if args.json is not None:
         document = _as_json(results, place, repeats)
         document["pod"] = [_pod_as_json(result) for result in beside]
+        document["fmha"] = [_fmha_as_json(result) for result in modes]
         args.json.write_text(json.dumps(document, indent=2) + "\n")
-    failures = [result for result in (*results, *beside) if result.failure]
+    failures = [result for result in (*results, *beside, *modes) if result.failure]
     for result in failures:
         print(f"FAILED {result.row.name}: {result.failure}")
     return 1 if failures else 0
@@ -65,22 +80,29 @@ def _positive(text: str) -> int:
     return value
 
 
-def _chosen_rows(args: argparse.Namespace, place: Place) -> tuple[list[Row], list[PodRow]]:
+@dataclass(frozen=True)
+class _Chosen:
+    rows: list[Row]
+    pods: list[PodRow]
+    fmhas: list[FmhaRow]
+
+    @property
+    def count(self) -> int:
+        return len(self.rows) + len(self.pods) + len(self.fmhas)
+
+
+def _chosen_rows(args: argparse.Namespace, place: Place) -> _Chosen:
     default = "bf16" if place.device.type == "cuda" or args.quick else "f32,bf16,f16"
     dtypes = [torch_dtype(name) for name in (args.dtype or default).split(",")]
     if unfit := [dtype for dtype in dtypes if dtype not in place.dtypes]:
         raise CommandError(f"--dtype {args.dtype}: {place.backend} does not take {unfit[0]}")
-    every = rows_for(place.device.type, args.quick)
-    named = [row for row in every if args.rows in row.name]
-    pods = pod_rows_for(place.device.type, args.quick)
-    named_pods = [row for row in pods if args.rows in row.name]
-    if not named and not named_pods:
-        names = ", ".join(row.name for row in (*every, *pods))
+    every = [of(place.device.type, args.quick) for of in (rows_for, pod_rows_for, fmha_rows_for)]
+    wanted = args.rows.split(",")
+    named = [[row for row in rows if any(part in row.name for part in wanted)] for rows in every]
+    if not any(named):
+        names = ", ".join(row.name for rows in every for row in rows)
         raise CommandError(f"--rows {args.rows!r} names no row; there are: {names}")
-    return (
-        [row.with_dtype(dtype) for dtype in dtypes for row in named],
-        [row.with_dtype(dtype) for dtype in dtypes for row in named_pods],
-    )
+    return _Chosen(*([row.with_dtype(dtype) for dtype in dtypes for row in rows] for rows in named))
 
 
 def _headline(place: Place, repeats: int) -> str:
@@ -179,6 +201,17 @@ def _pod_as_json(result: PodResult) -> dict:
         "us": result.us,
         "plan_us": result.plan_us,
         "run_cpu_us": result.run_cpu_us,
+        "failure": result.failure,
+        "absent": result.absent,
+    }
+
+
+def _fmha_as_json(result: FmhaResult) -> dict:
+    return {
+        "name": result.row.name,
+        "dtype": str(result.row.dtype).removeprefix("torch."),
+        "us": result.us,
+        "distance": result.distance,
         "failure": result.failure,
         "absent": result.absent,
     }

@@ -1,4 +1,5 @@
-"""The baselines: torch's own calls for the same problem, [tokens, num_qo_heads, head_dim] each."""
+"""The baselines: torch's own calls for the same problem, and cuDNN through the wrappers, [tokens,
+num_qo_heads, head_dim] each."""
 
 from __future__ import annotations
 
@@ -9,11 +10,14 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from ...testing import Inputs, MaskKind
+from ... import _cudnn_graph
+from ...testing import Inputs, MaskKind, runner
 from ...testing.inputs import indptr
 from .rows import Baseline, Row
 
 Call = Callable[[], torch.Tensor]
+
+_FRONTEND_WORKSPACE = 128 * 1024 * 1024
 
 _GPU_BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -46,6 +50,8 @@ def baselines_of(row: Row, device: torch.device) -> list[BaselineCall]:
         ]
     if Baseline.VARLEN in row.baselines and gpu:
         found.append(BaselineCall("varlen", _varlen))
+    if Baseline.FRONTEND in row.baselines and gpu and _cudnn_graph.why_missing() is None:
+        found.append(BaselineCall("cudnn frontend", _Frontend().prepare))
     if Baseline.READ in row.baselines and gpu:
         found.append(BaselineCall("read", lambda inputs: _plain_read(row, inputs), checked=False))
     return found
@@ -91,6 +97,25 @@ def _varlen(inputs: Inputs) -> Call:
         )[0]
 
     return call
+
+
+class _Frontend:
+    """The wrappers with backend="cudnn": one for all sets of a row, planned once, so that a call is
+    nothing but the launch after the first one."""
+
+    def __init__(self) -> None:
+        self._wrapper = None
+
+    def prepare(self, inputs: Inputs) -> Call:
+        case, device = inputs.case, inputs.q.device
+        if self._wrapper is None:
+            buffer = runner.workspace(device, _FRONTEND_WORKSPACE)
+            self._wrapper = runner.make_wrapper(case, backend="cudnn", device=device, buffer=buffer)
+            runner.plan(self._wrapper, inputs)
+        run = self._wrapper.run
+        out = inputs.q.new_empty(inputs.q.shape[0], case.num_qo_heads, case.dim_vo)
+        keys = (inputs.cache,) if case.paged else (inputs.k, inputs.v)
+        return lambda: run(inputs.q, *keys, out=out)
 
 
 def _plain_read(row: Row, inputs: Inputs) -> Call:

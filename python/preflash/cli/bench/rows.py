@@ -22,6 +22,7 @@ class Baseline(enum.Enum):
 
     SDPA = "sdpa"  # torch's scaled_dot_product_attention, once per backend
     VARLEN = "varlen"  # torch's variable-length FA2 operator, GPU only
+    FRONTEND = "frontend"  # cuDNN through nvidia-cudnn-frontend, where that is installed, GPU only
     READ = "read"  # a plain read of as many bytes, the limit of decode, GPU only
 
 
@@ -69,7 +70,8 @@ def _grouped(name: str, qo_lens: tuple[int, ...], kv_lens: tuple[int, ...], kv_h
 def _paged(row: Row, page_size: int) -> Row:
     name = f"{row.name} page {page_size}"
     case = dataclasses.replace(row.case, name=name, page_size=page_size, form=KvForm.COMBINED)
-    return Row(case, relative_to=row.case)
+    baselines = tuple(one for one in row.baselines if one is Baseline.FRONTEND)
+    return Row(case, baselines=baselines, relative_to=row.case)
 
 
 def _with_pages(row: Row, *page_sizes: int) -> list[Row]:
@@ -81,6 +83,20 @@ def _decode(name: str, batch: int, kv_len: int, kv_heads: int) -> Row:
     return Row(row.case, Metric.GBPS, (Baseline.READ,))
 
 
+def _beside_cudnn(row: Row) -> Row:
+    return dataclasses.replace(row, baselines=(*row.baselines, Baseline.FRONTEND))
+
+
+def _cudnn_rows() -> list[Row]:
+    """What both cuDNN and the kernels of this package take."""
+    rows = []
+    for name, lengths in (("4x2048", (2048,) * 4), ("1x8192", (8192,))):
+        rows += _with_pages(_beside_cudnn(_grouped(f"cudnn {name}", lengths, lengths, 8)), 16, 64)
+    lengths = (2048,) * 4
+    wide = Case("cudnn 4x2048 d192x128", lengths, lengths, 16, 16, 192, 128, mask=MaskKind.CAUSAL)
+    return [*rows, Row(wide, baselines=(Baseline.FRONTEND,))]
+
+
 def gpu_rows() -> list[Row]:
     """16k tokens in all, heads * head_dim = 2048 for the dense rows; GQA 32/8 for the others."""
     rows = [
@@ -89,10 +105,12 @@ def gpu_rows() -> list[Row]:
         for length in (1024, 4096, 16384)
         for mask in (MaskKind.NONE, MaskKind.CAUSAL)
     ]
-    rows += _with_pages(_grouped("mixed", _MIXED, _MIXED, 8), 1, 16, 64)
-    append = _grouped("append 512 on 8k x8", (512,) * 8, (8192,) * 8, 8)
+    mixed = _grouped("mixed", _MIXED, _MIXED, 8)
+    rows += _with_pages(_beside_cudnn(mixed), 1, 16, 64)
+    append = _beside_cudnn(_grouped("append 512 on 8k x8", (512,) * 8, (8192,) * 8, 8))
     rows += _with_pages(append, 1, 16, 64, 128, 256)
     rows += _with_pages(_grouped("chunk 2k on 64k", (2048,), (65536,), 8), 16)
+    rows += _cudnn_rows()
     rows += [_decode("decode 64x4k", 64, 4096, 8), _decode("decode 4x32k", 4, 32768, 8)]
     return rows
 
