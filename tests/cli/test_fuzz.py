@@ -1,6 +1,7 @@
 """`check --fuzz` notices faults: each is put between the library and the fuzzer, and the printed
 commands find it again, and find nothing once it is gone."""
 
+import functools
 import re
 import shlex
 
@@ -328,6 +329,77 @@ def test_problems_of_the_cudnn_call(monkeypatch, capsys):
     if not torch.cuda.is_available():
         assert cli.main([*call, "--backend", "cudnn", "--fuzz", "1"]) == 2
         assert "--backend cudnn cannot run here" in capsys.readouterr().err
+
+
+def pod_faults():
+    """Of run() of either wrapper: by keyword, what is changed; or what is done to the results."""
+
+    def without(name, neutral):
+        def fault(honest, *args, **options):
+            if name in options:
+                options[name] = neutral
+            return honest(*args, **options)
+
+        fault.__name__ = f"without {name}"
+        return fault
+
+    def halved(honest, *args, **options):
+        prefill, decode = honest(*args, **options)
+        out_of(decode).copy_(out_of(decode).float() * 0.5)
+        return prefill, decode
+
+    def sides_changed(honest, *args, **options):
+        prefill, decode = honest(*args, **options)
+        return decode, prefill
+
+    def written(honest, *args, **options):
+        returned = honest(*args, **options)
+        args[0].untyped_storage()[:1] = 7
+        return returned
+
+    return {
+        without("causal_p", False): "prefill: (out|lse):",
+        without("custom_mask_p", None): "prefill: (out|lse):",
+        without("packed_custom_mask_p", None): "prefill: (out|lse):",
+        without("sm_scale_p", None): "prefill: (out|lse):",
+        without("window_left_p", -1): "prefill: (out|lse):",
+        without("k_scale", None): "decode: (out|lse):",
+        without("v_scale", None): "decode: out:",
+        without("lse_base", "log2"): "lse:",
+        halved: "decode: out:",
+        sides_changed: "prefill: out",
+        written: "prefill: q, an input, was written",
+    }
+
+
+@pytest.mark.parametrize("fault", pod_faults(), ids=lambda fault: fault.__name__)
+def test_a_fault_beside_decode_is_found(monkeypatch, capsys, fault):
+    call = ["check", "--backend", "cpu", "--call", "pod"]
+    monkeypatch.setattr(fuzz, "_MOST_FAILURES", 1)
+    monkeypatch.setattr(fuzz_calls, "_WORK", 2e6)
+    with monkeypatch.context() as patch:
+        for name in ("PODWithPagedKVCacheWrapper", "BatchPODWithPagedKVCacheWrapper"):
+            made = getattr(preflash, name)
+
+            def run(self, *args, honest=made.run, **options):
+                return fault(functools.partial(honest, self), *args, **options)
+
+            patch.setattr(made, "run", run)
+        assert cli.main([*call, "--fuzz", "100", "--seed", "3"]) == 1
+        printed = capsys.readouterr().out
+        messages = {found.__name__: message for found, message in pod_faults().items()}
+        assert re.search(messages[fault.__name__], printed), printed
+        (again,) = commands(printed)
+        assert again[:5] == call
+        assert cli.main(again) == 1
+    assert cli.main(again) == 0
+
+
+def test_problems_beside_decode(monkeypatch, capsys):
+    monkeypatch.setattr(fuzz_calls, "_WORK", 3e6)
+    call = ["check", "--backend", "cpu", "--call", "pod"]
+    assert cli.main([*call, "--fuzz", "120", "--seed", "21"]) == 0
+    assert "120 passed, 0 failed" in capsys.readouterr().out
 
 
 def test_problems_that_no_kernel_serves_are_no_success(monkeypatch, capsys):

@@ -44,6 +44,9 @@ class Result:
     def rows(self, begin: int, end: int) -> Result:
         return Result(self.out[begin:end], None if self.lse is None else self.lse[begin:end], [])
 
+    def copy(self) -> Result:
+        return Result(self.out.clone(), None if self.lse is None else self.lse.clone(), [])
+
     def same_bits(self, other: Result) -> bool:
         pairs = [(self.out, other.out)]
         if self.lse is not None and other.lse is not None:
@@ -112,7 +115,7 @@ def _examine(problem: Problem, backend: str, device: torch.device | str) -> Verd
 def _build(problem: Problem, device: torch.device | str) -> Inputs:
     index_device = device if problem.call.index_on_device else "cpu"
     inputs = build(problem.case, device=device, index_device=index_device, seed=problem.seed)
-    _add_garbage(inputs)
+    add_garbage(inputs)
     return inputs
 
 
@@ -127,7 +130,7 @@ def expected(problem: Problem, inputs: Inputs) -> Expected:
     return reference(inputs, pipeline=pipeline)
 
 
-def _add_garbage(inputs: Inputs) -> None:
+def add_garbage(inputs: Inputs) -> None:
     """Garbage where index arrays and masks are longer than what counts."""
     if inputs.indices is not None:
         beyond = inputs.indices.new_full((3,), 2**31 - 1)

@@ -1,0 +1,400 @@
+"""Problems for prefill beside decode: both wrappers, both sides with lengths and options of their
+own as far as the wrapper has them, and everything that is wrong with what they return."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import random
+from collections.abc import Sequence
+
+import torch
+
+import preflash
+
+from . import fuzz, guarded, runner
+from .cases import Case, KvForm, Limits, MaskKind, Sinks, random_case
+from .fuzz import Result, Verdict, verdict_of
+from .guarded import Guarded, Untouched
+from .inputs import Inputs, build
+from .oracle import reference
+from .problems import Brought
+
+_WORKSPACES = (0, 1 << 14, 1 << 22)
+
+
+class Kind(enum.Enum):
+    """Whose run() it is."""
+
+    SINGLE = "PODWithPagedKVCacheWrapper"  # a prefill of one request, ragged
+    BATCH = "BatchPODWithPagedKVCacheWrapper"
+
+
+@dataclasses.dataclass(frozen=True)
+class PodCall:
+    """How both cases are called. A pair is of the prefill and of the decode side."""
+
+    return_lse: tuple[bool, bool] = (True, True)
+    out: tuple[Brought, Brought] = (Brought.ABSENT, Brought.ABSENT)
+    lse: tuple[Brought, Brought] = (Brought.ABSENT, Brought.ABSENT)
+    lse_base: str = "log2"
+    lse_layout: str = "NH"
+    q_scale: float | None = None
+    k_scale: float | None = None
+    v_scale: float | None = None
+    scales_in_tensors: bool = False
+    workspace: int = 1 << 22
+    replan: bool = False  # the wrapper had another plan before, and another prefill
+    repeat: bool = False  # two runs give the same bits
+
+
+@dataclasses.dataclass(frozen=True)
+class PodProblem:
+    """Both sides, with options that the wrapper has."""
+
+    kind: Kind
+    prefill: Case
+    decode: Case
+    call: PodCall
+    seed: int
+
+
+# --- drawing -------------------------------------------------------------------
+
+
+def draw(seed: int, index: int, limits: Limits) -> PodProblem:
+    """Problem `index` of `seed`."""
+    rng = random.Random(f"pod {seed} {index}")
+    kind = rng.choice(list(Kind))
+    work = dataclasses.replace(limits, work=limits.work / 2)
+    prefill, decode = (_plain(random_case(rng, name, work)) for name in ("prefill", "decode"))
+    most = int(limits.work / (2 * prefill.num_qo_heads * prefill.head_dim * 8))
+    kv_lens = _at_most(decode.kv_lens, most)
+    decode = dataclasses.replace(
+        decode,
+        qo_lens=tuple(_queries(rng, kind) for _ in kv_lens),
+        kv_lens=kv_lens,
+        num_qo_heads=prefill.num_qo_heads,
+        num_kv_heads=prefill.num_kv_heads,
+        head_dim=prefill.head_dim,
+        mask=MaskKind.NONE,
+        page_size=decode.page_size or rng.choice([1, 3, 16, 64]),
+    )
+    if rng.random() < 0.06:
+        decode = dataclasses.replace(decode, qo_lens=(), kv_lens=())
+    prefill = _alone(prefill) if kind is Kind.SINGLE else _like(prefill, decode, rng)
+    return PodProblem(
+        kind, _possible(prefill), _possible(decode), _random_call(rng, kind), rng.randrange(2**31)
+    )
+
+
+def _plain(case: Case) -> Case:
+    """The case without what neither wrapper has."""
+    return dataclasses.replace(
+        case,
+        head_dim_vo=None,
+        soft_cap=None,
+        sinks=Sinks.NONE,
+        head_scales=False,
+        o_dtype=None,
+        fixed_split_size=None,
+        disable_split_kv=False,
+    )
+
+
+def _queries(rng: random.Random, kind: Kind) -> int:
+    return 1 if kind is Kind.SINGLE else rng.choice([0, 1, 1, 1, 1, 3])
+
+
+def _at_most(lengths: Sequence[int], total: int) -> tuple[int, ...]:
+    lengths = list(lengths)
+    while sum(lengths) > max(total, len(lengths)):
+        longest = lengths.index(max(lengths))
+        lengths[longest] //= 2
+    return tuple(lengths)
+
+
+def _alone(case: Case) -> Case:
+    form = KvForm.SEPARATE if case.form is KvForm.FLAT else case.form
+    return dataclasses.replace(
+        case, qo_lens=case.qo_lens[:1], kv_lens=case.kv_lens[:1], page_size=0, form=form
+    )
+
+
+def _like(prefill: Case, decode: Case, rng: random.Random) -> Case:
+    """With the options that plan() has once for both sides."""
+    form = prefill.form
+    if form is KvForm.FLAT and decode.page_size != 1:
+        form = KvForm.SEPARATE
+    shared = ("layout", "window_left", "sm_scale", "position", "rope_scale", "rope_theta")
+    prefill = dataclasses.replace(
+        prefill,
+        dtype=decode.dtype,
+        kv_dtype=decode.kv_dtype,
+        page_size=decode.page_size,
+        form=form,
+        **{name: getattr(decode, name) for name in shared},
+    )
+    if rng.random() < 0.06:
+        prefill = dataclasses.replace(prefill, qo_lens=(), kv_lens=(), mask=MaskKind.NONE)
+    return prefill
+
+
+def _possible(case: Case) -> Case:
+    """With dtypes and numbers that go together."""
+    form = case.form
+    if form is KvForm.FLAT and case.page_size != 1:
+        case = dataclasses.replace(case, form=KvForm.SEPARATE)
+    if not case.contradiction:
+        return case
+    magnitude = type(case.magnitude).NORMAL
+    case = dataclasses.replace(case, magnitude=magnitude)
+    if case.contradiction:
+        dtype = torch.bfloat16 if case.dtype.itemsize == 1 else case.dtype
+        case = dataclasses.replace(case, dtype=dtype, kv_dtype=None)
+    return case
+
+
+def _random_call(rng: random.Random, kind: Kind) -> PodCall:
+    # All exact in float32, so that a scale in a tensor is the same scale.
+    scales = [None] * 6 + [0.5, 2.0, 1.25, -0.75]
+
+    def pair(draw_one):
+        return (draw_one(), draw_one())
+
+    return_lse = pair(lambda: rng.random() < 0.7)
+    if kind is Kind.BATCH:
+        return_lse = (return_lse[0],) * 2
+    return PodCall(
+        return_lse=return_lse,
+        out=pair(lambda: rng.choice(list(Brought))),
+        lse=pair(lambda: rng.choice(list(Brought))),
+        lse_base=rng.choice(["log2", "ln"]),
+        lse_layout=rng.choice(["NH", "HN"]),
+        q_scale=rng.choice(scales),
+        k_scale=rng.choice(scales),
+        v_scale=rng.choice([*scales, 0.0]),
+        scales_in_tensors=rng.random() < 0.2,
+        workspace=rng.choice(_WORKSPACES),
+        replan=rng.random() < 0.2,
+        repeat=rng.random() < 0.2,
+    )
+
+
+# --- one problem ---------------------------------------------------------------
+
+
+def examine(problem: PodProblem, *, backend: str, device: torch.device | str = "cpu") -> Verdict:
+    """Plans and runs the wrapper. What a broken backend raises is a failure like any other."""
+    return verdict_of(lambda: _examine(problem, backend, device), backend)
+
+
+def _examine(problem: PodProblem, backend: str, device: torch.device | str) -> Verdict:
+    sides = [
+        _Side(case, problem.call, index, problem.seed, device)
+        for index, case in enumerate((problem.prefill, problem.decode))
+    ]
+    untouched = [Untouched(_tensors(side.inputs)) for side in sides]
+    workspace = guarded.workspace(problem.call.workspace, device)
+    trial = _TRIALS[problem.kind](problem, sides, workspace, backend)
+    verdict = Verdict()
+    for side, result in zip(sides, trial.results(), strict=True):
+        verdict.failures += [f"{side.name}: {failure}" for failure in result.failures]
+        if result.out.shape[0] == 0:
+            continue
+        report = side.compare(result)
+        verdict.failures += [f"{side.name}: {failure}" for failure in report.failures]
+        worst = max(report.worst_ratio, report.frobenius_ratio, report.lse_ratio)
+        verdict.worst = max(verdict.worst, worst)
+    if problem.call.repeat:
+        first = [result.copy() for result in trial.last]
+        for side, one, other in zip(sides, first, trial.results(), strict=True):
+            if not one.same_bits(other):
+                verdict.failures.append(f"{side.name}: a second run has other bits")
+    if spilled := workspace.spilled():
+        verdict.failures.append(f"{spilled} bytes around the workspace were written")
+    for side, memory in zip(sides, untouched, strict=True):
+        verdict.failures += [
+            f"{side.name}: {name}, an input, was written" for name in memory.changed()
+        ]
+    return verdict
+
+
+def _tensors(inputs: Inputs) -> dict[str, torch.Tensor | None]:
+    return {"q": inputs.q, "k": inputs.k, "v": inputs.v, "packed mask": inputs.packed_custom_mask}
+
+
+class _Side:
+    """One side: its inputs, its outputs and what it has to be."""
+
+    def __init__(self, case: Case, call: PodCall, index: int, seed: int, device) -> None:
+        self.name = ("prefill", "decode")[index]
+        self._call, self._index = call, index
+        self.inputs = build(case, device=device, index_device="cpu", seed=seed + index)
+        fuzz.add_garbage(self.inputs)
+        self.renew()
+
+    def renew(self) -> None:
+        """Fresh outputs."""
+        case, call = self.inputs.case, self._call
+        shape = (self.inputs.q.shape[0], case.num_qo_heads)
+        self.out = self._brought(call.out[self._index], (*shape, case.head_dim), case.dtype_o)
+        shape = shape if call.lse_layout == "NH" else shape[::-1]
+        self.lse = self._brought(call.lse[self._index], shape, torch.float32)
+
+    def _brought(self, brought: Brought, shape: tuple, dtype: torch.dtype) -> Guarded | None:
+        if brought is Brought.ABSENT:
+            return None
+        case, device = self.inputs.case, self.inputs.q.device
+        return guarded.output(
+            shape, dtype, device, case.garbage, strided=brought is Brought.STRIDED
+        )
+
+    def options(self) -> dict[str, object]:
+        """Of run(), for its outputs."""
+        suffix = self.name[0]
+        return {
+            f"out_{suffix}": None if self.out is None else self.out.view,
+            f"lse_{suffix}": None if self.lse is None else self.lse.view,
+        }
+
+    def settle(self, returned) -> Result:
+        call, failures = self._call, []
+        got_out, got_lse = returned if call.return_lse[self._index] else (returned, None)
+        for name, got, mine in (("out", got_out, self.out), ("lse", got_lse, self.lse)):
+            if mine is None:
+                continue
+            if got is not None and got.data_ptr() != mine.view.data_ptr():
+                failures.append(f"{name} is not the tensor that was given")
+            if spilled := mine.spilled():
+                failures.append(f"{name}: {spilled} elements around it were written")
+        if got_out.dtype != self.inputs.case.dtype_o:
+            failures.append(f"out is {got_out.dtype}")
+        if got_lse is None and self.lse is not None:
+            got_lse = self.lse.view
+        if got_lse is not None and call.lse_layout == "HN":
+            got_lse = got_lse.t()
+        return Result(got_out, got_lse, failures)
+
+    def compare(self, result: Result):
+        pipeline, call = self.inputs.pipeline, self._call
+        if self.name == "decode":
+            given = [1.0 if one is None else one for one in (call.q_scale, call.k_scale)]
+            pipeline = dataclasses.replace(
+                pipeline,
+                sm_scale=pipeline.sm_scale * given[0] * given[1],
+                out_scale=1.0 if call.v_scale is None else call.v_scale,
+            )
+        expected = reference(self.inputs, pipeline=pipeline)
+        return runner.compare(self.inputs, result.out, result.lse, expected, lse_base=call.lse_base)
+
+    def table(self) -> tuple[torch.Tensor, ...]:
+        return (self.inputs.kv_indptr, self.inputs.indices, self.inputs.last_page_len)
+
+
+class _Trial:
+    """A wrapper, planned."""
+
+    def __init__(
+        self, problem: PodProblem, sides: list[_Side], workspace: Guarded, backend: str
+    ) -> None:
+        self._problem, self._sides = problem, sides
+        make = getattr(preflash, problem.kind.value)
+        self.wrapper = make(workspace.view, problem.decode.layout, backend=backend)
+        if problem.call.replan:
+            self.plan(window_left=3 if problem.decode.window_left < 0 else -1, sm_scale=0.1)
+            self.run(causal_p=not sides[0].inputs.pipeline.causal, v_scale=3.0)
+            for side in sides:
+                side.renew()
+        self.plan()
+        self.last: list[Result] = []
+
+    def results(self) -> list[Result]:
+        returned = self.run()
+        if self._sides[0].inputs.q.is_cuda:
+            torch.cuda.synchronize(self._sides[0].inputs.q.device)
+        self.last = [side.settle(one) for side, one in zip(self._sides, returned, strict=True)]
+        return self.last
+
+    def plan(self, **overrides) -> None:
+        case = self._problem.decode
+        options = {
+            "pos_encoding_mode": case.position.value,
+            "window_left": case.window_left,
+            "q_data_type": case.dtype,
+            "kv_data_type": case.dtype_kv,
+            "sm_scale": case.sm_scale,
+            "rope_scale": case.rope_scale,
+            "rope_theta": case.rope_theta,
+        }
+        heads = (case.num_qo_heads, case.num_kv_heads, case.head_dim, case.page_size)
+        self.wrapper.plan(*self._arrays(), *heads, **{**options, **overrides})
+
+    def run(self, **overrides):
+        call = self._problem.call
+        options = {name: self._scale(getattr(call, name)) for name in _SCALES}
+        options |= {"lse_base": call.lse_base, "lse_layout": call.lse_layout}
+        options["causal_p"] = self._sides[0].inputs.pipeline.causal
+        for side in self._sides:
+            options |= side.options()
+        return self.wrapper.run(*self._operands(), **{**options, **self._masks(), **overrides})
+
+    def _scale(self, value: float | None) -> float | torch.Tensor | None:
+        if value is None or not self._problem.call.scales_in_tensors:
+            return value
+        return torch.tensor([value], dtype=torch.float32, device=self.wrapper.device)
+
+
+_SCALES = ("q_scale", "k_scale", "v_scale")
+
+
+class _SingleTrial(_Trial):
+    def _arrays(self) -> tuple:
+        return self._sides[1].table()
+
+    def _operands(self) -> tuple:
+        prefill, decode = (side.inputs for side in self._sides)
+        tokens = 0 if prefill.case.layout == "NHD" else 1
+        keys = (t.narrow(tokens, 0, prefill.case.kv_lens[0]) for t in (prefill.k, prefill.v))
+        return (prefill.q, *keys, decode.q, decode.cache)
+
+    def _masks(self) -> dict[str, object]:
+        """And all other options of this run()."""
+        inputs, call = self._sides[0].inputs, self._problem.call
+        case, mask = inputs.case, None
+        if inputs.custom_mask is not None:
+            mask = inputs.custom_mask.view(case.qo_lens[0], case.kv_lens[0])
+        return {
+            "custom_mask_p": mask,
+            "packed_custom_mask_p": inputs.packed_custom_mask,
+            "kv_layout_p": case.layout,
+            "pos_encoding_mode_p": case.position.value,
+            "sm_scale_p": case.sm_scale,
+            "window_left_p": case.window_left,
+            "rope_scale_p": case.rope_scale,
+            "rope_theta_p": case.rope_theta,
+            "return_lse_p": call.return_lse[0],
+            "return_lse_d": call.return_lse[1],
+        }
+
+
+class _BatchTrial(_Trial):
+    def _arrays(self) -> tuple:
+        return tuple(
+            array for side in self._sides for array in (side.inputs.qo_indptr, *side.table())
+        )
+
+    def _operands(self) -> tuple:
+        prefill, decode = (side.inputs for side in self._sides)
+        return (prefill.q, prefill.cache, decode.q, decode.cache)
+
+    def _masks(self) -> dict[str, object]:
+        inputs = self._sides[0].inputs
+        return {
+            "custom_mask_p": inputs.custom_mask,
+            "packed_custom_mask_p": inputs.packed_custom_mask,
+            "return_lse": self._problem.call.return_lse[0],
+        }
+
+
+_TRIALS = {Kind.SINGLE: _SingleTrial, Kind.BATCH: _BatchTrial}
