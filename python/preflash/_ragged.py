@@ -171,7 +171,10 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillWrapper, RaggedEngineAttr
 
     @same_arguments_as(plan, RaggedPlanArguments)
     def workspace_size(self, a: RaggedPlanArguments) -> tuple[int, int]:
-        """(float_bytes, int_bytes) that plan() with these arguments uses at most. Plans nothing."""
+        """(float_bytes, int_bytes) that plan() with these arguments uses at most. Plans nothing.
+
+        With use_cuda_graph and fixed_split_size both grow with the float workspace, all of which
+        is for longer keys of later plans: what these arguments need."""
         return super()._workspace_size(a)
 
     def run(

@@ -258,14 +258,19 @@ class BatchPrefillWrapper(EngineAttributes):
         return found
 
     def _workspace_size(self, a: BatchArguments) -> tuple[int, int]:
-        unlimited = Workspace(self.device, None, float_bytes=1 << 40)
         name = self._requested_backend.name
         if name == _backends.CUDNN:
             raise NotImplementedError(
                 "workspace_size() with backend='cudnn': cuDNN tells its needs when it has seen the "
                 "tensors of run(); 128 MB of float_workspace_buffer is plenty"
             )
-        plan = _pipeline.plan(unlimited, name, self._asked(a).request).plan
+        request = self._asked(a).request
+        room = Workspace(self.device, None, float_bytes=1 << 40)
+        if request.graph_rows and request.options.fixed_split_size:
+            # All that there is would be for the longer keys of later plans: what these need.
+            alone = _pipeline.plan(room, name, request._replace(graph_rows=0)).plan
+            room.float_bytes = alone.float_bytes
+        plan = _pipeline.plan(room, name, request).plan
         return plan.float_bytes, plan.int_bytes
 
     # Running.

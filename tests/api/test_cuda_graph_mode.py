@@ -61,6 +61,31 @@ def test_plans_go_into_the_buffers(target, like, on_host):
             assert getattr(stage.wrapper, f"_{name}").data_ptr() == buffer.data_ptr()
 
 
+def test_workspace_size_of_a_fixed_split(target):
+    """What these lengths need; it is not all that there could be for later ones."""
+    sizes = []
+    for use_cuda_graph in (False, True):
+        stage = staged(SPLIT, target) if use_cuda_graph else None
+        inputs = build(dataclasses.replace(SPLIT, qo_lens=FIRST[0], kv_lens=FIRST[1]))
+        wrapper = runner.make_wrapper(inputs.case, backend=target.backend, device=target.device)
+        wrapper = stage.wrapper if use_cuda_graph else wrapper
+        positional, options = runner.plan_arguments(inputs)
+        sizes.append(wrapper.workspace_size(*positional, **options))
+    assert sizes[0][0] == sizes[1][0] > 0
+    assert sizes[1][1] < 1 << 20
+    exact = runner.workspace(target.device, sizes[1][0])
+    device = target.device
+    buffers = [
+        torch.zeros(n, dtype=torch.int32, device=device) for n in (4, 4, inputs.indices.numel(), 3)
+    ]
+    wrapper = preflash.BatchPrefillWithPagedKVCacheWrapper(
+        exact, "NHD", True, *buffers, backend=target.backend
+    )
+    inputs = build(inputs.case, device=device)
+    runner.plan(wrapper, inputs)
+    runner.compare(inputs, *runner.run(wrapper, inputs)).check()
+
+
 def test_later_changes_of_the_arguments_do_not_count(target):
     stage = staged(PAGED, target)
     inputs = stage.make(*FIRST)

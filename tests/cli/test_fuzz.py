@@ -402,6 +402,65 @@ def test_problems_beside_decode(monkeypatch, capsys):
     assert "120 passed, 0 failed" in capsys.readouterr().out
 
 
+def bytes_of(t):
+    return torch.empty(0, dtype=torch.uint8).set_(t.untyped_storage())
+
+
+def test_problems_of_an_append(monkeypatch, capsys):
+    call = ["check", "--backend", "cpu", "--call", "append_paged_kv_cache"]
+    assert cli.main([*call, "--fuzz", "60", "--seed", "21"]) == 0
+    assert "60 passed, 0 failed" in capsys.readouterr().out
+    honest = preflash.page.append_paged_kv_cache
+
+    def spilled(key, value, owners, positions, cache, **table):
+        honest(key, value, owners, positions, cache, **table)
+        bytes_of(cache if isinstance(cache, torch.Tensor) else cache[0])[-1] ^= 1
+
+    def without_last(key, value, owners, positions, cache, **table):
+        owners = owners.clone()
+        owners[owners >= 0] = torch.where(owners == owners.max(), -1, owners)[owners >= 0]
+        honest(key, value, owners, positions, cache, **table)
+
+    for fault in (spilled, without_last):
+        monkeypatch.setattr(preflash, "append_paged_kv_cache", fault)
+        assert cli.main([*call, "--fuzz", "20", "--seed", "3"]) == 1
+        printed = capsys.readouterr().out
+        assert "bytes differ from a loop's" in printed
+        assert cli.main(commands(printed)[0]) == 1
+        capsys.readouterr()
+
+
+@pytest.mark.parametrize("name", ["window_left", "logits_soft_cap", "sm_scale", "sinks", "k_scale"])
+def test_a_fault_of_decode_is_found(monkeypatch, capsys, name):
+    call = ["check", "--backend", "cpu", "--call", "decode"]
+    monkeypatch.setattr(fuzz, "_MOST_FAILURES", 1)
+    monkeypatch.setattr(fuzz_calls, "_WORK", 2e6)
+    neutral = {"window_left": -1}.get(name)
+    made = preflash.BatchDecodeWithPagedKVCacheWrapper
+    method = "run" if name in ("sinks", "k_scale") else "plan"
+    honest = getattr(made, method)
+
+    def fault(self, *args, **options):
+        return honest(self, *args, **{**options, name: neutral})
+
+    with monkeypatch.context() as patch:
+        patch.setattr(made, method, fault)
+        assert cli.main([*call, "--fuzz", "150", "--seed", "3"]) == 1
+        printed = capsys.readouterr().out
+        assert re.search("out:|lse:", printed), printed
+        (again,) = commands(printed)
+        assert again[:5] == call
+        assert cli.main(again) == 1
+    assert cli.main(again) == 0
+
+
+def test_problems_of_decode(monkeypatch, capsys):
+    monkeypatch.setattr(fuzz_calls, "_WORK", 3e6)
+    call = ["check", "--backend", "cpu", "--call", "decode"]
+    assert cli.main([*call, "--fuzz", "120", "--seed", "21"]) == 0
+    assert "120 passed, 0 failed" in capsys.readouterr().out
+
+
 def test_problems_that_no_kernel_serves_are_no_success(monkeypatch, capsys):
     verdict = fuzz.fuzz.Verdict(not_compiled="head_dim 512 is not compiled")
     monkeypatch.setattr(fuzz.fuzz, "examine", lambda problem, **place: verdict)

@@ -6,7 +6,16 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from ..testing import cudnn_problems, cudnn_trial, fmha_problems, fuzz, pod_problems, problems
+from ..testing import (
+    append_problems,
+    cudnn_problems,
+    cudnn_trial,
+    decode_problems,
+    fmha_problems,
+    fuzz,
+    pod_problems,
+    problems,
+)
 from ..testing.cases import Limits
 from . import CommandError
 from .machine import Place, choose_places, cudnn_place
@@ -65,7 +74,9 @@ CALLS = {
         draw=lambda seed, index, place: fmha_problems.draw(seed, index),
         examine=_examine_fmha,
     ),
+    "decode": _of(decode_problems),
     "pod": _of(pod_problems),
+    "append_paged_kv_cache": _of(append_problems),
     _CUDNN: Call(draw=_draw_for_cudnn, examine=_of(cudnn_trial).examine),
 }
 

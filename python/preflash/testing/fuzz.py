@@ -56,7 +56,7 @@ class Result:
 
 def examine(problem: Problem, *, backend: str, device: torch.device | str = "cpu") -> Verdict:
     """Computes the problem."""
-    return verdict_of(lambda: _examine(problem, backend, device), backend)
+    return verdict_of(lambda: examine_with(Trial, problem, backend, device), backend)
 
 
 def verdict_of(compute: Callable[[], Verdict], backend: str) -> Verdict:
@@ -84,7 +84,13 @@ def _threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _examine(problem: Problem, backend: str, device: torch.device | str) -> Verdict:
+def examine_with(
+    make: Callable[[Problem, Inputs, str], Trial],
+    problem: Problem,
+    backend: str,
+    device: torch.device | str,
+) -> Verdict:
+    """The same by a trial of another function, which raises what it raises."""
     call = problem.call
     inputs = _build(problem, device)
     untouched = Untouched(
@@ -98,7 +104,7 @@ def _examine(problem: Problem, backend: str, device: torch.device | str) -> Verd
             "scale_v": inputs.scales.v,
         }
     )
-    trial = Trial(problem, inputs, backend)
+    trial = make(problem, inputs, backend)
     result = trial.run()
     report = runner.compare(
         inputs, result.out, result.lse, expected(problem, inputs), lse_base=call.lse_base
@@ -167,6 +173,10 @@ class Trial:
         if problem.call.entry is not Entry.SINGLE:
             with _threads(problem.call.threads):
                 self._plan()
+
+    def another(self, inputs: Inputs) -> Trial:
+        """The same problem in a wrapper of its own."""
+        return Trial(self.problem, inputs, self.backend)
 
     def _plan(self) -> None:
         case, device = self.inputs.case, self.inputs.q.device
@@ -328,7 +338,7 @@ def _repeat(trial: Trial, result: Result) -> list[str]:
     failures = []
     if not trial.run().same_bits(result):
         failures.append("a second run has other bits")
-    if not Trial(trial.problem, trial.inputs, trial.backend).run().same_bits(result):
+    if not trial.another(trial.inputs).run().same_bits(result):
         failures.append("a second wrapper has other bits")
     return failures
 
@@ -337,7 +347,7 @@ def _alone(trial: Trial, result: Result) -> list[str]:
     failures = []
     begins = _first_rows(trial)
     for i in range(min(trial.inputs.case.batch_size, _MOST_ALONE)):
-        alone = Trial(trial.problem, lone(trial.inputs, i), trial.backend).run()
+        alone = trial.another(lone(trial.inputs, i)).run()
         if not alone.same_bits(result.rows(begins[i], begins[i + 1])):
             failures.append(f"request {i} has other bits without the rest of its batch")
     return failures
@@ -349,7 +359,7 @@ def _spoilt(trial: Trial, result: Result) -> list[str]:
     spoilt = problem.seed % count
     inputs = _build(problem, trial.inputs.q.device)
     spoil(inputs, spoilt)
-    others = Trial(problem, inputs, trial.backend).run()
+    others = trial.another(inputs).run()
     begins = _first_rows(trial)
     for i in set(range(count)) - {spoilt}:
         rows = (begins[i], begins[i + 1])

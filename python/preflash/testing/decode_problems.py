@@ -1,0 +1,179 @@
+"""Problems for the decode functions: those of the wrappers with one query per request, by
+BatchDecodeWithPagedKVCacheWrapper, with the buffers of a CUDA graph too, or by
+single_decode_with_kv_cache."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import torch
+
+import preflash
+
+from . import fuzz, guarded, runner
+from .cases import Case, KvForm, Limits, MaskKind, Sinks
+from .fuzz import Trial, Verdict, verdict_of
+from .problems import Also, Brought, Call, Entry, Problem, Scratch
+from .problems import draw as draw_problem
+
+_LOOKED_AT = (Also.NOTHING, Also.REPEAT, Also.SPOILT, Also.ALONE)
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeProblem:
+    """Entry.SINGLE is single_decode_with_kv_cache."""
+
+    problem: Problem
+    graph: bool = False  # the wrapper has the buffers of a CUDA graph
+    tensor_cores: bool = False
+
+
+def draw(seed: int, index: int, limits: Limits) -> DecodeProblem:
+    """Problem `index` of `seed`."""
+    rng = random.Random(f"decode {seed} {index}")
+    drawn = draw_problem(seed, index, limits)
+    case, call, also = _adapted(rng, drawn.case, drawn.call.entry), drawn.call, drawn.also
+    if call.entry is Entry.SINGLE:
+        call = _plain(call)
+    if also not in _LOOKED_AT or (also is Also.SPOILT and case.batch_size < 2):
+        also = Also.NOTHING
+    splits = case.fixed_split_size is not None or case.disable_split_kv
+    if also is Also.ALONE and not splits:
+        also = Also.NOTHING
+    if call.scratch is not Scratch.WHOLE and splits:
+        call = dataclasses.replace(call, scratch=Scratch.WHOLE)
+    return DecodeProblem(
+        Problem(case, call, also, drawn.seed),
+        graph=call.entry is not Entry.SINGLE and rng.random() < 0.3,
+        tensor_cores=rng.random() < 0.5,
+    )
+
+
+def _adapted(rng: random.Random, case: Case, entry: Entry) -> Case:
+    """The case with one query per request, without what the function does not take."""
+    if entry is Entry.SINGLE:
+        form = KvForm.SEPARATE if case.form is KvForm.FLAT else case.form
+        plain = {"sinks": Sinks.NONE, "head_scales": False, "o_dtype": None, "form": form}
+    else:
+        plain = {"page_size": case.page_size or rng.choice([1, 3, 16, 64])}
+    return dataclasses.replace(
+        case,
+        qo_lens=(1,) * case.batch_size,
+        head_dim_vo=None,
+        mask=MaskKind.NONE,
+        **plain,
+    )
+
+
+def _plain(call: Call) -> Call:
+    """The call without outputs of its own."""
+    absent = Brought.ABSENT
+    return dataclasses.replace(call, out=absent, lse=absent, lse_base="log2", lse_layout="NH")
+
+
+def examine(problem: DecodeProblem, *, backend: str, device: torch.device | str = "cpu") -> Verdict:
+    """Computes the problem. What a broken backend raises is a failure like any other."""
+
+    def make(of: Problem, inputs, backend: str) -> Trial:
+        return _DecodeTrial(of, inputs, backend, problem)
+
+    return verdict_of(lambda: fuzz.examine_with(make, problem.problem, backend, device), backend)
+
+
+class _DecodeTrial(Trial):
+    """A problem ready to run: its wrapper planned, with a workspace that holds NaN."""
+
+    def __init__(self, problem: Problem, inputs, backend: str, decode: DecodeProblem) -> None:
+        self._decode = decode
+        super().__init__(problem, inputs, backend)
+
+    def another(self, inputs) -> Trial:
+        return _DecodeTrial(self.problem, inputs, self.backend, self._decode)
+
+    def _plan(self) -> None:
+        part = {Scratch.WHOLE: 1.0, Scratch.HALF: 0.5, Scratch.NONE: 0.0}[self.problem.call.scratch]
+        device = self.inputs.q.device
+        probe = self._wrapper(runner.workspace(device, 0))
+        arguments, options = self._plan_arguments()
+        needs = [probe.workspace_size(*arguments, **options)[0]]
+        overrides = self._plan_overrides()
+        needs.append(probe.workspace_size(*arguments, **{**options, **overrides})[0])
+        self.workspace = guarded.workspace(int(max(needs) * part), device)
+        self.wrapper = self._wrapper(self.workspace.view)
+        self.wrapper.plan(*arguments, **{**options, **overrides})
+
+    def _plan_overrides(self) -> dict[str, object]:
+        overrides = super()._plan_overrides()
+        overrides.pop("causal", None)
+        return overrides
+
+    def _wrapper(self, buffer: torch.Tensor):
+        inputs = self.inputs
+        options = {}
+        if self._decode.graph:
+            device = inputs.q.device
+            for name, array, spare in (
+                ("indptr", inputs.kv_indptr, 0),
+                ("indices", inputs.indices, 5),
+                ("last_page_len", inputs.last_page_len, 0),
+            ):
+                size = array.numel() + spare
+                buffer_of = torch.zeros(size, dtype=torch.int32, device=device)
+                options[f"paged_kv_{name}_buffer"] = buffer_of
+        return preflash.BatchDecodeWithPagedKVCacheWrapper(
+            buffer,
+            inputs.case.layout,
+            use_cuda_graph=self._decode.graph,
+            use_tensor_cores=self._decode.tensor_cores,
+            backend=self.backend,
+            **options,
+        )
+
+    def _plan_arguments(self) -> tuple[tuple, dict]:
+        (_, *arguments), options = runner.plan_arguments(self.inputs)
+        for name in ("custom_mask", "packed_custom_mask", "causal"):
+            del options[name]
+        return tuple(arguments), options
+
+    def call(self, **overrides):
+        if self.problem.call.entry is not Entry.SINGLE:
+            return super().call(**overrides)
+        inputs, case, call = self.inputs, self.inputs.case, self.problem.call
+        tokens = 0 if case.layout == "NHD" else 1
+        returned = preflash.single_decode_with_kv_cache(
+            inputs.q[0],
+            *(t.narrow(tokens, 0, case.kv_lens[0]) for t in (inputs.k, inputs.v)),
+            kv_layout=case.layout,
+            use_tensor_cores=self._decode.tensor_cores,
+            **self._logits_options(),
+            q_scale=self._scale(call.q_scale),
+            k_scale=self._scale(call.k_scale),
+            v_scale=self._scale(call.v_scale),
+            return_lse=call.return_lse,
+        )
+        if call.return_lse:
+            return tuple(one.unsqueeze(0) for one in returned)
+        return returned.unsqueeze(0)
+
+    def _forward(self):
+        call = self.problem.call
+        forward = self.wrapper.forward_return_lse if call.return_lse else self.wrapper.forward
+        return forward(
+            self.inputs.q,
+            self.inputs.cache,
+            **self._logits_options(),
+            k_scale=self._scale(call.k_scale),
+            v_scale=self._scale(call.v_scale),
+        )
+
+    def _logits_options(self) -> dict[str, object]:
+        case = self.inputs.case
+        return {
+            "pos_encoding_mode": case.position.value,
+            "window_left": case.window_left,
+            "logits_soft_cap": case.soft_cap,
+            "sm_scale": case.sm_scale,
+            "rope_scale": case.rope_scale,
+            "rope_theta": case.rope_theta,
+        }
