@@ -1,5 +1,5 @@
-"""Problems for append_paged_kv_cache. Nothing is rounded there: every bit of a pool, and of what lies
-around it, is as a loop over tokens leaves it."""
+"""Problems for append_paged_kv_cache. Nothing is rounded there: every bit of a pool, and of what
+lies around it, is as a loop over tokens leaves it."""
 
 from __future__ import annotations
 

@@ -297,7 +297,8 @@ class _Trial:
         self._before = [None if t is None else t.view.clone() for t in (made.out, made.lse)]
 
     def run(self) -> Result:
-        """What one call says of the rows of requests, and what is wrong beside the numbers."""
+        """What one call says of the rows of requests, on the CPU as the oracle has them, and what is
+        wrong beside the numbers."""
         made, call = self._made, self._made.problem.call
         out, lse = preflash.cudnn_batch_prefill_with_kv_cache(
             **made.arguments, workspace_buffer=self._workspace.view, backend=self._backend
@@ -321,7 +322,7 @@ class _Trial:
             failures.append("out: rows that no request has are written")
         lse = made.lse.view if lse is None and made.lse is not None else lse
         taken = bits(out)[rows].view(out.dtype)  # not every torch takes rows of 8-bit floats
-        return Result(taken, self._lse_rows(lse, failures), failures)
+        return Result(taken.cpu(), self._lse_rows(lse, failures), failures)
 
     def _lse_rows(self, lse: torch.Tensor | None, failures: list[str]) -> torch.Tensor | None:
         if lse is None:
@@ -341,7 +342,7 @@ class _Trial:
                 failures.append("lse: rows that no request has are written")
         elif not (_others(flat, rows) == -torch.inf).all():
             failures.append("lse: rows that no request has are not -inf")
-        return flat[rows]
+        return flat[rows].cpu()
 
 
 def _others(t: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
