@@ -73,6 +73,26 @@ class Offsets(NamedTuple):
                 )
         return [start // self.per_token for start in starts]
 
+    def check(self, lengths: list[int], tokens: int) -> None:
+        """Raises ValueError where requests of these lengths do not lie in a tensor of so many
+        tokens, or reach into the next one. Waits for a GPU that holds the offsets."""
+        unit = 1 if self.in_tokens else self.per_token
+        given = [0] if self.given is None else self.given.tolist()
+        starts = [start // unit for start in given]
+        for request, length in enumerate(lengths):
+            start = starts[request]
+            if length and not 0 <= start <= tokens - length:
+                raise ValueError(
+                    f"{self.name}[{request}]: request {request} would have the tokens [{start}, "
+                    f"{start + length}); there are {tokens}"
+                )
+            # Requests that share their tokens begin at the same one.
+            if request + 1 < len(starts) and start < starts[request + 1] < start + length:
+                raise ValueError(
+                    f"{self.name}[{request}]: request {request} has {length} tokens, and the next "
+                    f"one begins {starts[request + 1] - start} behind it"
+                )
+
 
 class Call(NamedTuple):
     """A call whose arguments fit together as far as shapes say."""
@@ -115,6 +135,13 @@ class Call(NamedTuple):
     @property
     def lse_shape(self) -> tuple[int, int, int]:
         return (self.batch_size, self.max_qo_len, self.q.shape[1])
+
+    @property
+    def stats_rows(self) -> int:
+        """Of lse with batch_offsets_stats, seen as [rows, num_qo_heads]."""
+        if self.lse is None:
+            return self.batch_size * self.max_qo_len
+        return self.lse.numel() // self.q.shape[1]
 
     def arrays(self) -> dict[str, torch.Tensor]:
         """Those that say how long requests are and where they lie, by name."""
@@ -199,7 +226,7 @@ def _check_tensors(a: CudnnArguments) -> None:
     if heads == 0 or a.q.shape[1] == 0 or a.q.shape[1] % heads:
         raise ValueError(
             f"q has {a.q.shape[1]} heads and k_cache {heads}; the first must be a multiple of the "
-            "second"
+            f"second, in {shape}"
         )
 
 
@@ -357,18 +384,51 @@ def _check_outputs(call: Call) -> None:
 
 
 def _check_host_values(call: Call) -> None:
-    """Lengths that can be read without a wait."""
+    """Lengths, offsets and pages that can be read without a wait."""
     for name, lens, longest, bound in (
         ("actual_seq_lens_q", call.qo_lens, call.max_qo_len, "max_token_per_sequence"),
         ("actual_seq_lens_kv", call.kv_lens, call.max_kv_len, "max_sequence_kv"),
     ):
-        if lens.numel() == 0 or not (lens.is_cpu or debugging()):
+        if not _readable(lens):
             continue
         for request, length in enumerate(lens.tolist()):
             if not 0 <= length <= longest:
                 raise ValueError(
                     f"{name}[{request}] = {length}: must be in [0, {bound}] = [0, {longest}]"
                 )
+    places = [
+        (call.q_at, call.qo_lens, call.q.shape[0]),
+        (call.out_at, call.qo_lens, call.q.shape[0]),
+    ]
+    if call.stats_at is not None:
+        places.append((call.stats_at, call.qo_lens, call.stats_rows))
+    if call.block_tables is None:
+        places.append((call.k_at, call.kv_lens, call.k.shape[0]))
+        places.append((call.v_at, call.kv_lens, call.v.shape[0]))
+    for at, lens, tokens in places:
+        if _readable(lens) and (at.given is None or _readable(at.given)):
+            at.check(lens.tolist(), tokens)
+    if call.block_tables is not None and _readable(call.block_tables) and _readable(call.kv_lens):
+        _check_pages(call)
+
+
+def _readable(array: torch.Tensor) -> bool:
+    return array.numel() > 0 and (array.is_cpu or debugging())
+
+
+def _check_pages(call: Call) -> None:
+    """Those of requests; what lies behind them in the table is not followed."""
+    table, lens = call.block_tables.cpu(), call.kv_lens.cpu()
+    count, page_size = call.k.shape[0], call.k.shape[2]
+    columns = torch.arange(table.shape[1], device="cpu")
+    used = columns < ((lens + (page_size - 1)) // page_size)[:, None]
+    wrong = used & ((table < 0) | (table >= count))
+    if bool(wrong.any()):
+        request, column = wrong.nonzero()[0].tolist()
+        raise ValueError(
+            f"block_tables[{request}, {column}] = {int(table[request, column])}: must be in "
+            f"[0, {count}), the pages of k_cache"
+        )
 
 
 def _check_capturable(call: Call) -> None:

@@ -188,12 +188,7 @@ def _rows(starts: list[int], lengths: list[int]) -> torch.Tensor:
 
 def _placed(at: Offsets, lengths: list[int], tokens: int) -> _Placed:
     starts = at.tokens(len(lengths))
-    for request, (start, length) in enumerate(zip(starts, lengths, strict=True)):
-        if length and not 0 <= start <= tokens - length:
-            raise ValueError(
-                f"{at.name}[{request}]: request {request} would have the tokens [{start}, "
-                f"{start + length}); there are {tokens}"
-            )
+    at.check(lengths, tokens)
     used = [(start, length) for start, length in zip(starts, lengths, strict=True) if length]
     indptr = _cumulated(lengths, used[0][0] if used else 0)
     if all(a + length == b for (a, length), (b, _) in pairwise(used)):
@@ -213,10 +208,7 @@ def _lse_rows(call: Call, qo_lens: list[int]) -> torch.Tensor:
     if at is None:
         starts = [request * call.max_qo_len for request in range(call.batch_size)]
         return _rows(starts, qo_lens)
-    rows = call.batch_size * call.max_qo_len
-    if call.lse is not None:
-        rows = call.lse.numel() // call.q.shape[1]
-    return _written("lse", _placed(at, qo_lens, rows), at).every_row()
+    return _written("lse", _placed(at, qo_lens, call.stats_rows), at).every_row()
 
 
 def _placed_lse(call: Call, rows: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:

@@ -573,7 +573,108 @@ MISTAKES = {
     "lse strides": ({"lse": torch.zeros(4, 6, 70).transpose(1, 2)}, ValueError, "lse has strides"),
     "o_data_type": ({"o_data_type": torch.float16}, NotImplementedError, "o_data_type"),
     "q_scale": ({"q_scale": torch.ones(2)}, ValueError, "q_scale has 2 elements"),
+    "k_scale": ({"k_scale": math.nan}, ValueError, "k_scale"),
+    "v_scale type": ({"v_scale": "one"}, (TypeError, NotImplementedError), "v_scale"),
+    "scale of two": ({"scale": torch.ones(2)}, ValueError, "scale has 2 elements"),
+    "longest type": ({"max_token_per_sequence": 70.0}, TypeError, "max_token_per_sequence"),
+    "kv longest": ({"max_sequence_kv": -1}, ValueError, "max_sequence_kv=-1"),
+    "base type": ({"lse_base": None}, TypeError, "lse_base"),
+    "o_data_type name": ({"o_data_type": "fp4"}, ValueError, "o_data_type='fp4'"),
+    "out type": ({"out": [1]}, TypeError, "out must be"),
+    "lse type": ({"lse": [1]}, TypeError, "lse must be"),
+    "offsets shape": ({"batch_offsets_q": torch.zeros(5, 2, **INT)}, ValueError, "one-dimensional"),
+    "stats count": ({"batch_offsets_stats": torch.zeros(3, **INT)}, ValueError, "has 3 elements"),
+    "stats dtype": ({"batch_offsets_stats": torch.zeros(5)}, TypeError, "batch_offsets_stats is"),
+    "no memory": (
+        {"k_cache": torch.zeros(208, 2, 128, dtype=torch.bfloat16, device="meta")}, ValueError,
+        "k_cache",
+    ),
+    "integers": ({"q": torch.zeros(113, 6, 128, **INT)}, TypeError, "q=torch.int32"),
+    "q columns": (
+        {"q": torch.zeros(113, 6, 256, dtype=torch.bfloat16)[..., ::2]}, ValueError, "q has stride"
+    ),
+    "q address": (
+        {"q": torch.zeros(113 * 768 + 1, dtype=torch.bfloat16)[1:].view(113, 6, 128)},
+        (ValueError, NotImplementedError), "q starts 2 bytes",
+    ),
+    "q before the tensor": (
+        {"batch_offsets_q": torch.tensor([-768, 5 * 768, 42 * 768, 43 * 768])}, ValueError,
+        r"batch_offsets_q\[0\]: request 0 would have the tokens \[-1, 4\); there are 113",
+    ),
+    "k behind the tensor": (
+        {"batch_offsets_k": cumulated((17, 37, 90)) * 256 + 999 * 256}, ValueError,
+        r"batch_offsets_k\[0\]: request 0 would have the tokens \[999, 1016\)",
+    ),
+    "v behind the tensor": (
+        {"batch_offsets_v": torch.tensor([0, 17, 54, 150]) * 256}, ValueError,
+        r"batch_offsets_v\[3\]: request 3 would have",
+    ),
+    "o behind the tensor": (
+        {"batch_offsets_o": torch.tensor([0, 5, 42, 44]) * 768}, ValueError,
+        r"batch_offsets_o\[3\]: request 3 would have",
+    ),
+    "stats behind the tensor": (
+        {"batch_offsets_stats": torch.tensor([0, 5, 42, 211]) * 6}, ValueError,
+        r"batch_offsets_stats\[3\]: request 3 would have the tokens \[211, 281\)",
+    ),
+    "longer than its keys": (
+        {"actual_seq_lens_kv": torch.tensor([17, 38, 90, 64])}, ValueError,
+        r"batch_offsets_k\[1\]: request 1 has 38 tokens, and the next one begins 37 behind it",
+    ),
+    "longer than its rows": (
+        {"actual_seq_lens_q": torch.tensor([5, 37, 2, 70])}, ValueError,
+        r"batch_offsets_q\[2\]: request 2 has 2 tokens",
+    ),
 }  # fmt: skip
+PAGE_MISTAKES = {
+    "table width": (lambda table: table[:, :5], ValueError, r"block_tables has shape \(4, 5\)"),
+    "table rows": (lambda table: table[:3], ValueError, r"block_tables has shape \(3, 8\)"),
+    "table dims": (lambda table: table[0], ValueError, "block_tables has shape"),
+    "table dtype": (lambda table: table.long(), TypeError, "block_tables is torch.int64"),
+    "page beyond": (
+        lambda table: table.clone().index_fill_(1, torch.tensor([1]), 999), ValueError,
+        r"block_tables\[0, 1\] = 999: must be in \[0, 18\), the pages of k_cache",
+    ),
+    "page negative": (
+        lambda table: table.clone().index_fill_(1, torch.tensor([2]), -1), ValueError,
+        r"block_tables\[1, 2\] = -1",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", PAGE_MISTAKES)
+def test_refusals_of_pages(backend, mistake):
+    change, error, message = PAGE_MISTAKES[mistake]
+    inputs = build(make_case(page_size=16))
+    out = torch.full((inputs.q.shape[0], 6, 128), 7.0, dtype=torch.bfloat16)
+    kwargs = arguments(inputs) | {"out": out, "backend": backend}
+    with pytest.raises(error, match=message):
+        call(**kwargs | {"block_tables": change(kwargs["block_tables"])})
+    with pytest.raises(ValueError, match="pages have no offsets"):
+        call(**kwargs | {"batch_offsets_k": cumulated(inputs.case.kv_lens)})
+    pools = {name: kwargs[name].transpose(1, 2) for name in ("k_cache", "v_cache")}
+    with pytest.raises(ValueError, match=r"k_cache 16;.*\[pages, num_kv_heads, page_size"):
+        call(**kwargs | pools)
+    with pytest.raises(ValueError, match="page_size must be positive"):
+        call(**kwargs | {name: kwargs[name][:, :, :0] for name in pools})
+    with pytest.raises(ValueError, match="actual_seq_lens_kv is missing"):
+        call(**kwargs | {"actual_seq_lens_kv": None})
+    assert (out == 7.0).all()
+
+
+@pytest.mark.parametrize("units", ["elements", "tokens"])
+def test_requests_may_share_keys_and_leave_gaps(backend, units):
+    """Offsets of batch_size + 1 in any order, and lengths below what they leave."""
+    case = dataclasses.replace(make_case(), qo_lens=(5, 37, 9), kv_lens=(40, 40, 40))
+    inputs = build(case)
+    kwargs = arguments(inputs, units)
+    width = 1 if units == "tokens" else 256
+    starts = torch.tensor([40, 0, 40, 99]) * width
+    kwargs |= {"batch_offsets_k": starts, "batch_offsets_v": starts}
+    out, lse = call(**kwargs, backend=backend)
+    own = dataclasses.replace(inputs, k=torch.cat([inputs.k[n : n + 40] for n in (40, 0, 40)]))
+    own.v = torch.cat([inputs.v[n : n + 40] for n in (40, 0, 40)])
+    check(own, out, rows_of(case, lse))
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
@@ -594,8 +695,8 @@ def test_refusals(backend, mistake):
         ({"batch_offsets_q": [0, 5, 42, 43, 113]}, r"batch_offsets_q\[1\] = 5: must be a multiple"),
         ({"batch_offsets_q": [0, 768 * 999, 0, 0, 0]}, r"batch_offsets_q\[1\]: request 1 would"),
         ({"batch_offsets_k": [-256, 0, 0, 0, 0]}, r"batch_offsets_k\[0\]: request 0 would"),
-        ({"batch_offsets_o": [0, 768, 0, 0, 0]}, "batch_offsets_o: requests overlap in out"),
-        ({"batch_offsets_stats": [0, 0, 6, 0, 0]}, "batch_offsets_stats: requests overlap in lse"),
+        ({"batch_offsets_o": [0, 0, 0, 0, 0]}, "batch_offsets_o: requests overlap in out"),
+        ({"batch_offsets_stats": [0, 0, 0, 0, 0]}, "batch_offsets_stats: requests overlap in lse"),
         ({"batch_offsets_stats": [0, 0, 6 * 280, 0, 0]}, r"batch_offsets_stats\[2\]: request 2"),
     ],
 )

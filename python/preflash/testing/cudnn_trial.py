@@ -297,8 +297,8 @@ class _Trial:
         self._before = [None if t is None else t.view.clone() for t in (made.out, made.lse)]
 
     def run(self) -> Result:
-        """What one call says of the rows of requests, on the CPU as the oracle has them, and what is
-        wrong beside the numbers."""
+        """What one call says of the rows of requests, on the CPU as the oracle has them, and what
+        is wrong beside the numbers."""
         made, call = self._made, self._made.problem.call
         out, lse = preflash.cudnn_batch_prefill_with_kv_cache(
             **made.arguments, workspace_buffer=self._workspace.view, backend=self._backend
