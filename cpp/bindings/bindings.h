@@ -35,6 +35,7 @@ void bind_plan(pybind11::module_& m);
 void bind_launch(pybind11::module_& m);
 void bind_host_arrays(pybind11::module_& m);
 void bind_ops(pybind11::module_& m);
+void bind_trace(pybind11::module_& m);
 void bind_introspection(pybind11::module_& m);
 
 }  // namespace preflash

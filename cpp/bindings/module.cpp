@@ -20,4 +20,5 @@ PYBIND11_MODULE(_core, m) {
   preflash::bind_launch(m);
   preflash::bind_host_arrays(m);
   preflash::bind_ops(m);
+  preflash::bind_trace(m);
 }

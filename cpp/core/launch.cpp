@@ -5,6 +5,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "core/trace.h"
+
 namespace preflash {
 namespace {
 
@@ -308,6 +310,7 @@ bool Launch::run(const RunArguments& arguments) {
     segment.sm_scale = given.sm_scale;
     segment.out_scale = given.out_scale;
   }
+  if (Trace* trace = Trace::of_this_thread()) forward.records = trace->take(*plan_);
   const LaunchTarget target{
       .device = plan_->device(), .stream = arguments.stream, .num_threads = arguments.num_threads};
   for (int s = 0; s < arguments.segments.size(); ++s) {

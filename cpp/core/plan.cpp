@@ -117,6 +117,7 @@ ForwardKernel joint_kernel(const SegmentKernels& kernels, const char* id) {
   ForwardKernel joint;
   joint.id = id;
   joint.launch = found.launch;
+  joint.tracing = kernels[0]->tracing;
   return joint;
 }
 

@@ -9,6 +9,7 @@
 #include "cpu/forward_mask.h"
 #include "cpu/guarded.h"
 #include "cpu/isa.h"
+#include "cpu/item_timer.h"
 #include "cpu/partial_lse.h"
 #include "cpu/rotary.h"
 #include "cpu/scratch.h"
@@ -366,7 +367,9 @@ LaunchError run_forward(const ForwardParams& params, int num_threads) {
       const WorkItem& item = params.items[index];
       const RequestInfo& request = params.requests[item.request];
       const Segment& segment = *segments[request.segment];
+      const ItemTimer timer(params.records == nullptr ? nullptr : params.records + index);
       Item(segment, request, item, Scratch::of_this_thread(segment.shape)).run();
+      timer.stop(item);
     });
   });
 }

@@ -18,7 +18,11 @@ inline LaunchError launch_forward(const ForwardParams& params, int /*num_ctas*/,
 template <class V>
 ForwardKernel forward_kernel_entry() {
   static_assert(V::kVariant.family == Family::kCpu);
-  return {.id = V::kId, .variant = V::kVariant, .tile = V::kTile, .launch = &launch_forward};
+  return {.id = V::kId,
+          .variant = V::kVariant,
+          .tile = V::kTile,
+          .launch = &launch_forward,
+          .tracing = Tracing::kItems};
 }
 
 }  // namespace preflash::cpu

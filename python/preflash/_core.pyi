@@ -386,6 +386,19 @@ class Launch:
     ) -> bool:
         """segments: (q, k, v, o, lse, sm_scale, out_scale, lse_scale, extras) of each."""
 
+item_record_bytes: int
+
+class Trace:
+    """Between start() and stop() every launch of the thread that called start() records its items,
+    in zeroed memory of the device that outlives them."""
+
+    def __init__(self, records: int, capacity: int, device: int) -> None: ...
+    def start(self) -> None: ...
+    def stop(self) -> None: ...
+    @property
+    def launches(self) -> list[tuple[str, int, int]]:
+        """Kernel, first record and number of records of each."""
+
 class MergeStatesParams:
     def __init__(
         self, dtype: DType, num_tokens: int, num_states: int, num_heads: int, head_dim: int

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "preflash/item_record.h"
 #include "preflash/options.h"
 #include "preflash/plan.h"
 #include "preflash/variant.h"
@@ -102,6 +103,8 @@ struct ForwardParams {
   ForwardSegment segments[kMaxSegments];
   // Those that the segments were planned for. The host's alone.
   const ForwardKernel* kernels[kMaxSegments] = {};
+  // Not null: item i's record goes to [i * ctas_per_item + part of its columns].
+  ItemRecord* records = nullptr;
 };
 
 // Writes the lengths that are on the device into a plan's requests: the plan was made for longer

@@ -3,6 +3,7 @@
 // registry finds one at plan() time.
 #pragma once
 
+#include "preflash/item_record.h"
 #include "preflash/types.h"
 
 namespace preflash {
@@ -84,6 +85,7 @@ struct ForwardKernel {
   int ctas_per_item = 1;       // each reads the item's rows of q and makes a part of o's columns
   TileShape second_tile = {};  // of the second segment, where the kernel has two
   TileClasses tile_classes = TileClasses::kUnused;
+  Tracing tracing = Tracing::kNone;
 
   // Of one of the launch's segments.
   const TileShape& tile_of(int segment) const {

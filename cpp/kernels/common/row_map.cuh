@@ -33,6 +33,9 @@ struct LaunchParams {
   const WorkItem* items;
   const std::int32_t* cta_begin;
   std::int32_t num_lists = 0;  // of items: CTAs as planned
+#ifdef PREFLASH_TRACE
+  ItemRecord* records = nullptr;  // ForwardParams::records
+#endif
 
   // NOTE: with one segment the index is a constant, and so is the place of every parameter.
   __device__ __forceinline__ const Segment& segment(int index) const {

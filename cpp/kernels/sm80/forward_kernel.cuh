@@ -1,6 +1,7 @@
 // One CTA of the fa2 kernel: its share of the planner's work list, item by item.
 #pragma once
 
+#include "kernels/common/item_timer.cuh"
 #include "kernels/sm80/forward_epilogue.cuh"
 
 namespace preflash::sm80 {
@@ -60,6 +61,8 @@ __global__ void __launch_bounds__(ForwardTraits<V>::kThreads, V::kTile.ctas_per_
   for (int index = begin; index < end; ++index) {
     // Everybody is done with the last item: its K, V and row tables, and its O in Q's bytes.
     if (index > begin) __syncthreads();
+    ItemTimer timer;
+    timer.start();
     const WorkItem& item = params.items[index];
     const RequestInfo request = params.requests[item.request];
     if constexpr (Traits::kSegments == 2) {
@@ -73,6 +76,7 @@ __global__ void __launch_bounds__(ForwardTraits<V>::kThreads, V::kTile.ctas_per_
     } else {
       run_item(params.segments[0], request, item, smem, thread);
     }
+    if (thread == 0) timer.stop(params, index, item);
   }
 }
 

@@ -1,6 +1,7 @@
 // Host side of one fa2 kernel: its registry entry and its launch.
 #pragma once
 
+#include "kernels/common/item_timer.cuh"
 #include "kernels/common/launch.cuh"
 #include "kernels/sm80/forward_kernel.cuh"
 
@@ -41,12 +42,14 @@ LaunchError launch_forward(const ForwardParams& params, int num_ctas, const Laun
   if constexpr (ForwardTraits<V>::kSegments == 2) {
     kernel.segments[1] = make_segment<V>(params.segments[1]);
   }
+  pass_records(params, kernel);
   return launch_kernel<&forward_kernel<V>>(kernel, shape, target.stream);
 }
 
 template <class V>
 ForwardKernel forward_kernel_entry() {
   ForwardKernel entry{V::kId, V::kVariant, V::kTile, kSmemBytes<V>, &launch_forward<V>};
+  entry.tracing = kTracing;
   if constexpr (ForwardTraits<V>::kSegments == 2) entry.second_tile = V::kSecondTile;
   return entry;
 }

@@ -1,6 +1,7 @@
 // Host side of one fa3 kernel: its registry entry and its launch.
 #pragma once
 
+#include "kernels/common/item_timer.cuh"
 #include "kernels/common/launch.cuh"
 #include "kernels/sm90/decode_kernel.cuh"
 #include "kernels/sm90/forward_kernel.cuh"
@@ -70,6 +71,7 @@ LaunchError launch_forward(const ForwardParams& params, int num_ctas, const Laun
     const char* refusal = make_direct<V>(params, hopper);
     if (refusal != nullptr) return refusal;
   }
+  pass_records(params, hopper);
   // Lists of items that share their columns out come in whole groups of CTAs.
   const int parts = ceil_div(params.segments[0].head_dim_vo, Traits::kPartVo);
   const int ctas = ceil_div(num_ctas, parts) * parts;
@@ -120,7 +122,8 @@ ForwardKernel forward_kernel_entry() {
                       .tile = V::kTile,
                       .smem_bytes = kSmemBytes<V>,
                       .launch = &launch_forward<V>,
-                      .ctas_per_item = ForwardTraits<V>::kColumnParts};
+                       .ctas_per_item = ForwardTraits<V>::kColumnParts,
+                       .tracing = kTracing};
   if constexpr (ForwardTraits<V>::kHasMaskBits) entry.tile_classes = TileClasses::kUsed;
   if constexpr (ForwardTraits<V>::kSegments == 2) entry.second_tile = V::kSecondTile;
   return entry;

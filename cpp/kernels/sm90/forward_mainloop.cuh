@@ -58,6 +58,7 @@ struct ForwardMainloop {
   SliceReader<Traits> slices;
   std::uint32_t item_phase = 0;
   TilesLeftOut<Traits> weightless;
+  ItemTimer timer;
   // Where mask bits decide which tiles there are.
   conditional_t<Traits::kHasMaskBits, KeptTileConsumer<Traits>, NoKeptTiles> kept = {};
 
@@ -221,6 +222,7 @@ struct ForwardMainloop {
 
   // Computes the item's first S and P, with no PV product to overlap with.
   __device__ __forceinline__ Transition prologue(const Item& item, const TileMask& mask) {
+    timer.start();
     for (int i = 0; i < item.skipped_first; ++i) {
       skip_k();
       skip_v();
@@ -304,6 +306,7 @@ struct ForwardMainloop {
     finish_pv();
     for (int i = 0; i < next.skipped_first; ++i) skip_v();
     store_o(last, ready);
+    timer.start();
     make_first_p(next);
     return next_transition;
   }
@@ -509,6 +512,8 @@ struct ForwardMainloop {
   __device__ __forceinline__ void store_o(const Item& item,
                                           const typename Epilogue::Prepared& ready) {
     epilogue(item).store(ready, products.tOrO, smem.o[warp()]);
+    // The first warpgroup's rows always exist.
+    if (warpgroup == 0 && thread == 0) timer.stop(params, smem.items[item.slot]);
     order_memory_accesses();
     smem.barriers.item_empty[item.slot].arrive();
   }

@@ -208,6 +208,9 @@ struct ItemState {
   int num_rows;  // rows of the tile in use; the others hold stale data
   // The part of `tiles` that the rows of each consumer warpgroup touch: at least one tile.
   TileRange warpgroup_tiles[kMaxConsumers];
+#ifdef PREFLASH_TRACE
+  int record;  // of ForwardParams::records
+#endif
 };
 
 // Where a loader finds an item's keys. It needs them for every tile, so they stay in registers.

@@ -3,6 +3,7 @@
 
 #include <cute/arch/cluster_sm90.hpp>
 
+#include "kernels/common/item_timer.cuh"
 #include "kernels/sm90/forward_epilogue.cuh"
 
 namespace preflash::sm90 {
@@ -67,7 +68,10 @@ struct ItemProducer {
       tiles = tiles_of_rows<Traits>(segment, item, request, 0, num_rows);
       if constexpr (Traits::kHasMaskBits) tiles = kept(item, request, tiles);
       if (tiles.count() > 0) break;
+      ItemTimer timer;
+      timer.start();
       ForwardEpilogue<Traits>{segment, item, request, num_rows}.run_empty();
+      if (lane_id() == 0) timer.stop(params, record(), item);
     }
     ++index;
     smem.barriers.item_empty[write.index()].wait(write.phase() ^ 1);
@@ -82,6 +86,7 @@ struct ItemProducer {
       state.tiles = tiles;
       state.keys = {bounds.first_key(first_token), request.kv_len};
       state.num_rows = num_rows;
+      note_record(state, record() - column_parts<Traits>(segment.head_dim_vo));
 #pragma unroll 1
       for (int w = 0; w < Traits::kConsumers; ++w) {
         state.warpgroup_tiles[w] = tiles_of_warpgroup<Traits>(segment, state, w);
@@ -93,6 +98,13 @@ struct ItemProducer {
     write.advance();
   }
   __device__ __forceinline__ bool done() const { return index > end; }
+
+ private:
+  // Of the item at `index`: each CTA that shares it has its own.
+  __device__ __forceinline__ int record() const {
+    const int parts = column_parts<Traits>(params.segments[0].head_dim_vo);
+    return index * parts + static_cast<int>(blockIdx.x) % parts;
+  }
 };
 
 // A loading warp reads the CTA's items through this.

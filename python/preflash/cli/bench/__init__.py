@@ -20,6 +20,7 @@ from .fmha import FmhaResult, FmhaRow, fmha_rows_for, fmha_table, measure_fmha
 from .measure import OURS, RAGGED, Result, measure_row
 from .pod import PodResult, PodRow, measure_pod, pod_rows_for, pod_table
 from .rows import Row, rows_for
+from .trace import TraceFiles, trace_row
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -31,6 +32,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--backend", help="cpu, fa2 or fa3; by default the fastest on this machine")
     parser.add_argument("--dtype", help="bf16, f16, f32, or several with commas")
     parser.add_argument("--json", metavar="FILE", type=pathlib.Path, help="write results to FILE")
+    parser.add_argument(
+        "--trace",
+        metavar="FILE",
+        help="measure nothing: record when and where each work item of one launch ran. The row is "
+        "the first that --rows names, else the first of prefill beside decode. FILE.json is a "
+        "trace for ui.perfetto.dev, FILE.png, .svg or .pdf a picture (pip install "
+        "'preflash[trace]'), FILE without an ending both, FILE.json and FILE.png. On a GPU it "
+        "takes kernels built with PREFLASH_TRACE=ON",
+    )
     parser.add_argument("--quick", action="store_true", help="few small rows, few repeats")
     parser.add_argument("--repeats", type=_positive, help="samples per call; the median counts")
 
@@ -38,6 +48,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def execute(args: argparse.Namespace) -> int:
     place = choose_places(args.backend)[0]
     chosen = _chosen_rows(args, place)
+    if args.trace is not None:
+        named = chosen.rows if args.rows else []
+        return _trace(args, place, named or [*chosen.pods, *chosen.rows])
     repeats = args.repeats or (3 if args.quick else 11 if place.device.type == "cuda" else 5)
     print(_headline(place, repeats))
     results = []
@@ -71,6 +84,19 @@ def execute(args: argparse.Namespace) -> int:
     for result in failures:
         print(f"FAILED {result.row.name}: {result.failure}")
     return 1 if failures else 0
+
+
+def _trace(args: argparse.Namespace, place: Place, rows: list[Row | PodRow]) -> int:
+    files = TraceFiles.of(args.trace)
+    if not rows:
+        raise CommandError(f"--rows {args.rows!r}: --trace takes a row of the wrappers or of pod")
+    if len(rows) > 1:
+        print(f"{rows[0].name}, the first of {len(rows)} rows")
+    timeline = trace_row(rows[0], place)
+    print(f"{timeline.title}\n{timeline.summary()}")
+    for path in files.write(timeline):
+        print(f"wrote {path}")
+    return 0
 
 
 def _positive(text: str) -> int:

@@ -91,18 +91,18 @@ def measure_row(row: Row, place: Place, repeats: int) -> Result:
             calls[RAGGED] = _ragged_calls(row.relative_to, place, repeats)
     except NotImplementedError as error:
         result.absent[OURS] = str(error)
-    except (RuntimeError, _WrongResultError) as error:  # the rows that follow still count
+    except (RuntimeError, WrongResultError) as error:  # the rows that follow still count
         result.failure = str(error)
     for baseline in baselines_of(row, place.device):
         try:
             calls[baseline.name] = _baseline_calls(baseline, trial)
-        except (RuntimeError, _WrongResultError) as error:
+        except (RuntimeError, WrongResultError) as error:
             result.absent[baseline.name] = str(error).splitlines()[0]
     _time(result, trial, calls)
     return result
 
 
-class _WrongResultError(Exception):
+class WrongResultError(Exception):
     """A call computed something else than attention."""
 
 
@@ -141,6 +141,12 @@ def _our_calls(result: Result, trial: _Trial) -> list[Call]:
     return calls
 
 
+def checked_call(row: Row, place: Place) -> Call:
+    """Our run of the row, planned; its first result has been compared with the oracle's."""
+    trial = _Trial.prepare(row, place, repeats=1)
+    return _our_call(_planned(Result(row), trial), trial.sets[0])
+
+
 def _ragged_calls(case: Case, place: Place, repeats: int) -> list[Call]:
     row = Row(case)
     trial = _Trial.prepare(row, place, repeats)
@@ -161,7 +167,7 @@ def _planned(result: Result, trial: _Trial):
     report = runner.compare(first, trial.sample.of(out), trial.sample.of(lse), trial.expected)
     result.error_ratio = max(report.worst_ratio, report.frobenius_ratio, report.lse_ratio)
     if not report.ok:
-        raise _WrongResultError(f"{first.case.name}: {report}")
+        raise WrongResultError(f"{first.case.name}: {report}")
     return wrapper
 
 
@@ -180,5 +186,5 @@ def _baseline_calls(baseline: BaselineCall, trial: _Trial) -> list[Call]:
         out = trial.sample.of(out)
         report = runner.compare(trial.sets[0], out, None, trial.expected)
         if not bool(out.isfinite().all()) or report.worst_ratio > _BASELINE_SLACK:
-            raise _WrongResultError(f"differs from the oracle: {report}")
+            raise WrongResultError(f"differs from the oracle: {report}")
     return calls
