@@ -80,6 +80,7 @@ def _traits(family: Family) -> str:
         "short_rows": family.short_rows,
         "schedule": f"Schedule::{SCHEDULES[family.schedule]}",
         "item_keys": family.item_keys,
+        "flops_per_byte": family.flops_per_byte,
     }
     return ",\n              ".join(f".{name} = {value}" for name, value in values.items())
 

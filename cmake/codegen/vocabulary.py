@@ -38,6 +38,7 @@ class Family:
     short_tiles: str = "same_bits"
     short_rows: int = 64
     item_keys: int = 0
+    flops_per_byte: int = 0
     architecture: str = ""  # code of this one alone; "": of every architecture that is asked for
     compiled_for: str = ""  # its full name
 

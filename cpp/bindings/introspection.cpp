@@ -9,6 +9,7 @@
 #include "bindings/bindings.h"
 #include "core/device.h"
 #include "core/plan.h"
+#include "core/side_by_side.h"
 #include "core/staging.h"
 #include "cpu/cpu_backend.h"
 #include "registry/matrix.h"
@@ -153,6 +154,17 @@ void bind_introspection(py::module_& m) {
         "Whether the family serves the options on copies in the workspace alone.");
   m.def("find_joint_error", &joint_error_of, py::arg("family"), py::arg("first"), py::arg("second"),
         "The same of one launch that runs two segments side by side.");
+  m.def(
+      "faster_apart",
+      [](Family family, const AttentionOptions& prefill, std::shared_ptr<Batch> prefill_batch,
+         const AttentionOptions& decode, std::shared_ptr<Batch> decode_batch) {
+        return faster_apart(traits_of(family),
+                            {.options = prefill, .batch = std::move(prefill_batch)},
+                            {.options = decode, .batch = std::move(decode_batch)});
+      },
+      py::arg("family"), py::arg("prefill"), py::arg("prefill_batch"), py::arg("decode"),
+      py::arg("decode_batch"),
+      "Whether a launch for each is expected to take less time than one for both.");
   m.def("in_matrix", &in_matrix_of, py::arg("family"), py::arg("options"),
         "Whether a build of every variant serves them.");
   m.def("cpu_isa", &cpu_isa_name, "The instruction set that the CPU backend uses on this machine.");

@@ -44,6 +44,13 @@ class Backend(Protocol):
     ) -> str | None:
         """None, or the sentence that says why it cannot run both in one launch."""
 
+    def faster_apart(
+        self,
+        prefill: tuple[_core.AttentionOptions, _core.Batch],
+        decode: tuple[_core.AttentionOptions, _core.Batch],
+    ) -> bool:
+        """Whether one launch for both is expected to take more time than two."""
+
     def plan(
         self,
         device: torch.device,
@@ -100,6 +107,13 @@ class _KernelBackend:
         second: _core.AttentionOptions,
     ) -> str | None:
         return self.refusal(device) or _core.find_joint_error(self._family, first, second)
+
+    def faster_apart(
+        self,
+        prefill: tuple[_core.AttentionOptions, _core.Batch],
+        decode: tuple[_core.AttentionOptions, _core.Batch],
+    ) -> bool:
+        return _core.faster_apart(self._family, *prefill, *decode)
 
     def plan(
         self,

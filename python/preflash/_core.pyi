@@ -104,6 +104,15 @@ def find_error(family: Family, options: AttentionOptions) -> str | None: ...
 def only_staged(family: Family, options: AttentionOptions) -> bool:
     """Whether the family serves the options on copies in the workspace alone."""
 
+def faster_apart(
+    family: Family,
+    prefill: AttentionOptions,
+    prefill_batch: Batch,
+    decode: AttentionOptions,
+    decode_batch: Batch,
+) -> bool:
+    """Whether a launch for each is expected to take less time than one for both."""
+
 def find_joint_error(
     family: Family, first: AttentionOptions, second: AttentionOptions
 ) -> str | None:

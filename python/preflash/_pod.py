@@ -1,4 +1,5 @@
-"""Prefill beside decode: both sides of a run in one launch, or in two where no kernel takes both.
+"""Prefill beside decode: both sides of a run in one launch, or in two where no kernel takes both or
+two are faster.
 
 A plan() knows the decode side, and for a wrapper of batches the lengths of both. What a run()
 brings beside, the lengths of a prefill, its mask and its options, is planned together with that
@@ -27,7 +28,7 @@ _JOINTS_KEPT = 64
 
 
 class InSequence:
-    """A launch for each side, one after the other: what no kernel runs as one."""
+    """A launch for each side, one after the other: what no kernel runs as one, or not as fast."""
 
     launches = 2
 
@@ -169,7 +170,12 @@ class Joints:
         name = self._requested.name
         empty = _has_no_query(prefill) or _has_no_query(decode)
         backend = _backends.choose(name, device, prefill.options, decode.options)
-        if not empty and backend.separates(device, prefill.options, decode.options) is None:
+        sides = [(side.options, side.lengths.batch) for side in (prefill, decode)]
+        if (
+            not empty
+            and backend.separates(device, prefill.options, decode.options) is None
+            and not backend.faster_apart(*sides)
+        ):
             return plan_segments(workspace, backend, [prefill, decode], SIDES)
         with of_side(SIDES[0]):
             alone = prefill._replace(graph_rows=0)

@@ -8,7 +8,7 @@ import preflash
 import pytest
 import torch
 from graph_stage import capture, recorder  # noqa: F401
-from preflash import _pod
+from preflash import _backends, _pod
 from preflash.testing import Case, KvForm, MaskKind, build, compare, poison, reference, runner
 from preflash.testing.cases import Position
 from preflash.testing.oracle import Pipeline
@@ -176,6 +176,26 @@ def test_two_launches_agree(target, monkeypatch, pair):
     assert "launches=2" in repr(wrapper)
     assert wrapper.variant.count(", ") == 1
     check_sides(both, run(wrapper, *both))
+
+
+def test_two_launches_where_those_are_faster(target, monkeypatch):
+    """The backend decides by the work of both sides, and results are those of one launch."""
+    both = built((PREFILL, DECODE), target)
+    asked = []
+
+    def faster_apart(self, *sides):
+        asked.extend(sides)
+        return len(asked) == 2
+
+    monkeypatch.setattr(_backends._KernelBackend, "faster_apart", faster_apart)
+    for launches in (2, 1):
+        wrapper = made(target, both[1].case)
+        plan(wrapper, both[1])
+        check_sides(both, run(wrapper, *both))
+        assert f"launches={launches}" in repr(wrapper)
+    [prefill, decode] = asked[:2]
+    assert (prefill[0].causal, prefill[1].max_qo_len) == (True, 150)
+    assert (decode[0].causal, decode[1].num_requests) == (False, 5)
 
 
 def test_a_packed_mask_takes_precedence(target):

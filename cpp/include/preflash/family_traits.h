@@ -60,6 +60,9 @@ struct FamilyTraits {
   int short_rows = 64;                        // packed rows of a short tile
   Schedule schedule = Schedule::kOnePerItem;  // never kAuto
   int item_keys = 0;  // an item costs as much as so many keys; 0: CostModel::kItem tiles
+  // What its kernels compute while memory delivers a byte, where prefill and decode run one after
+  // the other if that is faster (faster_apart()); 0: always as one launch.
+  int flops_per_byte = 0;
 
   constexpr bool runs_on(int compute_capability) const {
     return lowest_capability <= compute_capability && compute_capability <= highest_capability;

@@ -1,6 +1,6 @@
-// Where and when each work item of a launch ran: `python -m preflash bench --trace`. The CPU backend
-// records whenever it is asked; CUDA kernels only in a build with PREFLASH_TRACE, and otherwise do
-// not even take the address.
+// Where and when each work item of a launch ran: `python -m preflash bench --trace`. The CPU
+// backend records whenever it is asked; CUDA kernels only in a build with PREFLASH_TRACE, and
+// otherwise do not even take the address.
 #pragma once
 
 #include <cstdint>

@@ -36,13 +36,15 @@ def draw(timeline: Timeline, path: pathlib.Path) -> None:
                 axes.broken_barh(bars, place, facecolor=colour, edgecolor="white", linewidth=0.25)
     kinds = {span.kind for span in timeline.spans}
     handles = [Patch(color=_COLOURS[kind], label=kind.value) for kind in Kind if kind in kinds]
-    axes.legend(handles=handles, loc="upper right", bbox_to_anchor=(1.0, 1.0), framealpha=0.9)
+    axes.legend(
+        handles=handles, loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=2, frameon=False
+    )
     axes.set_xlim(0.0, timeline.end_us or 1.0)
     axes.set_ylim(rows - 0.5, -0.5)
     ticks = range(0, rows, max(rows // 12, 1))
     axes.set_yticks(list(ticks), [str(timeline.processors[tick]) for tick in ticks])
     axes.set_ylabel(timeline.processor_name)
     axes.set_xlabel("microseconds since the first work item began")
-    axes.set_title(timeline.title, fontsize=10)
+    axes.set_title(timeline.title, fontsize=10, loc="left")
     axes.margins(0)
     figure.savefig(path, dpi=100)

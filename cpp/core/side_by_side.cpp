@@ -1,0 +1,52 @@
+#include "core/side_by_side.h"
+
+#include <algorithm>
+#include <cstdint>
+
+#include "preflash/mask_range.h"
+
+namespace preflash {
+namespace {
+
+// How much longer the prefill alone may take than the decode batch alone, and the other way round.
+// Measured at 0.25 and 0.5 of the one by the other, where one launch takes 0.87 to 0.94 of both, at
+// 32, where it takes 1.11, and at 0.01, where it takes 1.01.
+constexpr double kMostPrefill = 4.0;
+constexpr double kMostDecode = 20.0;
+// Below, in floating-point operations, the time between two launches counts for more: some 90 us.
+constexpr double kWorthTelling = 0x1p35;
+
+std::int64_t length(const KeySpan& keys) { return std::max(keys.end - keys.begin, 0); }
+
+// The time of a batch alone, in operations: as its products or its reads take longer.
+double time_alone(const PlanRequest& request, int flops_per_byte) {
+  const AttentionOptions& options = request.options;
+  double pairs = 0.0, keys = 0.0;
+  for (int r = 0; r < request.batch->num_requests(); ++r) {
+    const auto qo_len = static_cast<std::int32_t>(request.batch->qo_len(r));
+    if (qo_len == 0) continue;
+    const RequestInfo info{.qo_len = qo_len,
+                           .kv_len = static_cast<std::int32_t>(request.batch->kv_len(r))};
+    const MaskBounds bounds = bounds_of(options, info);
+    const std::int32_t middle = qo_len / 2;
+    pairs += static_cast<double>(qo_len) * length(touched_keys(bounds, {middle, middle}));
+    keys += static_cast<double>(length(touched_keys(bounds, {0, qo_len - 1})));
+  }
+  const double columns = options.head_dim_qk + options.head_dim_vo;
+  const double flops = 2.0 * pairs * options.num_qo_heads * columns;
+  const double bytes = keys * options.num_kv_heads * columns * size_of(options.kv_dtype);
+  return std::max(flops, bytes * flops_per_byte);
+}
+
+}  // namespace
+
+bool faster_apart(const FamilyTraits& family, const PlanRequest& prefill,
+                  const PlanRequest& decode) {
+  if (family.flops_per_byte == 0) return false;
+  const double of_prefill = time_alone(prefill, family.flops_per_byte);
+  const double of_decode = time_alone(decode, family.flops_per_byte);
+  if (of_prefill + of_decode < kWorthTelling) return false;
+  return of_prefill > kMostPrefill * of_decode || of_decode > kMostDecode * of_prefill;
+}
+
+}  // namespace preflash

@@ -1,0 +1,15 @@
+// Whether two batches are one launch where a kernel takes both.
+#pragma once
+
+#include "core/plan.h"
+#include "preflash/family_traits.h"
+
+namespace preflash {
+
+// True where a prefill and then a decode batch are expected to take less time than both at once. A
+// kernel of two segments runs a prefill slower than the prefill's own, and hides at most the time
+// of the shorter side (docs/dev/experiments.md, "Prefill beside decode").
+bool faster_apart(const FamilyTraits& family, const PlanRequest& prefill,
+                  const PlanRequest& decode);
+
+}  // namespace preflash
