@@ -6,14 +6,14 @@
 #include <array>
 #include <exception>
 #include <memory>
-#include <stdexcept>
 #include <tuple>
 #include <utility>
 
 #include "bindings/bindings.h"
 #include "bindings/fast_call.h"
+#include "bindings/start_launch.h"
+#include "core/device.h"
 #include "core/launch.h"
-#include "cpu/interrupt.h"
 
 namespace preflash {
 namespace {
@@ -54,75 +54,10 @@ RunTensors run_tensors(const TokenHeadRows& q, const PageTokenHead& k, const Pag
                   .form = lse[2] == 2 ? LseForm::kMaxAndSum : LseForm::kLogSum}};
 }
 
-// extras: null, or those that this run has.
-SegmentArguments segment_arguments(Address q, Address k, Address v, Address o, Address lse,
-                                   float sm_scale, float out_scale, float lse_scale,
-                                   const RunExtras* extras) {
-  return {.q = pointer<const void>(q),
-          .k = pointer<const void>(k),
-          .v = pointer<const void>(v),
-          .o = pointer<void>(o),
-          .lse = pointer<float>(lse),
-          .extras = extras == nullptr ? RunExtras{} : *extras,
-          .sm_scale = sm_scale,
-          .out_scale = out_scale,
-          .lse_scale = lse_scale};
-}
-
-// Runs Python's signal handlers, as the interpreter does between bytecodes: Ctrl-C raises there.
-bool signal_handler_raised() {
-  py::gil_scoped_acquire acquire;
-  return PyErr_CheckSignals() != 0;
-}
-
-// Without the interpreter's lock. Throws what a signal handler raised meanwhile.
-bool run_interruptibly(Launch& launch, const RunArguments& arguments) {
-  const cpu::InterruptScope interruptible(&signal_handler_raised);
-  try {
-    return launch.run(arguments);
-  } catch (const std::runtime_error&) {
-    py::gil_scoped_acquire acquire;
-    if (PyErr_Occurred() != nullptr) throw py::error_already_set();
-    throw;
-  }
-}
-
-// A launch, and what says on how many threads of the CPU it runs; None: not on the CPU.
-struct Starter {
-  py::object owner;
-  Launch* launch = nullptr;
-  py::object num_threads;
-};
-
-// Other Python threads go on meanwhile: on the CPU this is the computation, and on a GPU a launch
-// waits where the queue is full, maybe for a host callback that needs the interpreter.
-class WithoutInterpreter {
- public:
-  WithoutInterpreter() : state_(PyEval_SaveThread()) {}
-  ~WithoutInterpreter() { PyEval_RestoreThread(state_); }
-  WithoutInterpreter(const WithoutInterpreter&) = delete;
-  WithoutInterpreter& operator=(const WithoutInterpreter&) = delete;
-
- private:
-  PyThreadState* state_;
-};
-
-Address address_of(PyObject* value) {
-  const auto address = static_cast<Address>(PyLong_AsUnsignedLongLong(value));
-  if (address == static_cast<Address>(-1) && PyErr_Occurred()) throw py::error_already_set();
-  return address;
-}
-
-float float_of(PyObject* value) {
-  const double number = PyFloat_AsDouble(value);
-  if (number == -1.0 && PyErr_Occurred()) throw py::error_already_set();
-  return static_cast<float>(number);
-}
-
 constexpr Py_ssize_t kStartArguments = 11;
 
 // (q, k, v, o, lse, float_workspace, stream, sm_scale, out_scale, lse_scale, extras)
-RunArguments run_arguments(PyObject* const* given, int num_threads) {
+RunArguments run_arguments(PyObject* const* given) {
   const auto* extras =
       given[10] == Py_None ? nullptr : py::handle(given[10]).cast<const RunExtras*>();
   return {.segments =
@@ -130,21 +65,7 @@ RunArguments run_arguments(PyObject* const* given, int num_threads) {
                                 address_of(given[3]), address_of(given[4]), float_of(given[7]),
                                 float_of(given[8]), float_of(given[9]), extras),
           .float_workspace = pointer<void>(address_of(given[5])),
-          .stream = pointer<void>(address_of(given[6])),
-          .num_threads = num_threads};
-}
-
-bool start_launch(const Starter& starter, PyObject* const* given) {
-  if (starter.num_threads.is_none()) {
-    const RunArguments arguments = run_arguments(given, 1);
-    const WithoutInterpreter others_run;
-    return starter.launch->run(arguments);
-  }
-  const int num_threads = starter.num_threads().cast<int>();
-  check_num_threads(num_threads);
-  const RunArguments arguments = run_arguments(given, num_threads);
-  const WithoutInterpreter others_run;
-  return run_interruptibly(*starter.launch, arguments);
+          .stream = pointer<void>(address_of(given[6]))};
 }
 
 PyObject* start(PyObject* self, PyObject* const* given, Py_ssize_t count) {
@@ -153,7 +74,7 @@ PyObject* start(PyObject* self, PyObject* const* given, Py_ssize_t count) {
                         count);
   }
   try {
-    return PyBool_FromLong(start_launch(state_of<Starter>(self), given));
+    return PyBool_FromLong(state_of<Starter>(self).start(run_arguments(given)));
   } catch (...) {
     return raise(std::current_exception());
   }
@@ -163,9 +84,7 @@ PyMethodDef start_definition = fast_definition(
     "start", &start, "Starts a prepared launch; True where it was captured into a CUDA graph.");
 
 py::object starter_of(const py::object& launch, const py::object& num_threads) {
-  return fast_callable(
-      start_definition,
-      Starter{.owner = launch, .launch = launch.cast<Launch*>(), .num_threads = num_threads});
+  return fast_callable(start_definition, Starter::of(launch, num_threads));
 }
 
 // One (q, k, v, o, lse, sm_scale, out_scale, lse_scale, extras) for each segment.
@@ -200,8 +119,8 @@ void bind_launch(py::module_& m) {
           "of_segments",
           [](std::shared_ptr<DevicePlan> place, const py::sequence& segments) {
             auto tensors = [](const py::handle& given) {
-              using Row =
-                  std::tuple<TokenHeadRows, PageTokenHead, PageTokenHead, TokenHead, TokenHeadValues>;
+              using Row = std::tuple<TokenHeadRows, PageTokenHead, PageTokenHead, TokenHead,
+                                     TokenHeadValues>;
               return std::apply(&run_tensors, given.cast<Row>());
             };
             return std::make_unique<Launch>(std::move(place),

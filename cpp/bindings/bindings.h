@@ -33,6 +33,7 @@ PerSegment<T> per_segment(const pybind11::sequence& given, Convert&& convert) {
 void bind_batch(pybind11::module_& m);
 void bind_plan(pybind11::module_& m);
 void bind_launch(pybind11::module_& m);
+void bind_repeat(pybind11::module_& m);
 void bind_host_arrays(pybind11::module_& m);
 void bind_ops(pybind11::module_& m);
 void bind_trace(pybind11::module_& m);

@@ -72,6 +72,10 @@ class Backend(Protocol):
     ) -> _core.Plan:
         """The same for one launch of several segments."""
 
+    @property
+    def num_threads(self) -> Callable[[], int] | None:
+        """Asked for every launch; None: not on the CPU."""
+
     def runner(self, launch: _core.Launch) -> Callable[..., bool]:
         """The function that starts a prepared launch."""
 
@@ -81,6 +85,8 @@ class Backend(Protocol):
 
 class _KernelBackend:
     """The kernels of one family."""
+
+    num_threads: Callable[[], int] | None = None
 
     def __init__(self, family: _core.Family) -> None:
         self._family = family
@@ -143,7 +149,7 @@ class _KernelBackend:
         return ValueError(refusal)
 
     def runner(self, launch: _core.Launch) -> Callable[..., bool]:
-        return launch.starter(None)
+        return launch.starter(self.num_threads)
 
     def runner_of_segments(self, launch: _core.Launch) -> Callable[..., bool]:
         return launch.run_segments
@@ -163,14 +169,13 @@ def _why_no_isa() -> str | None:
 
 
 class _CpuBackend(_KernelBackend):
+    num_threads = staticmethod(torch.get_num_threads)
+
     @functools.cache  # noqa: B019, backends live as long as the process
     def refusal(self, device: torch.device) -> str | None:
         if device.type != "cpu":
             return f"backend='cpu' computes on CPU tensors; the workspace is on {device}"
         return _why_no_isa()
-
-    def runner(self, launch: _core.Launch) -> Callable[..., bool]:
-        return launch.starter(torch.get_num_threads)
 
 
 class _CudaBackend(_KernelBackend):

@@ -408,6 +408,36 @@ class Trace:
     def launches(self) -> list[tuple[str, int, int]]:
         """Kernel, first record and number of records of each."""
 
+class Torch:
+    """What C++ asks torch for. tensor_type: torch.Tensor; forward_ad: the module."""
+
+    def __init__(
+        self,
+        tensor_type: type,
+        is_tracing: Callable[[], bool],
+        is_grad_enabled: Callable[[], bool],
+        forward_ad: Any,
+    ) -> None: ...
+
+def repeater(
+    launch: Launch,
+    torch: Torch,
+    num_threads: Callable[[], int] | None,
+    q: Any,
+    kv: Any,
+    out: Any | None,
+    v_offset: int,
+    make_out: Callable[[Any], Any],
+    partials: Any | None,
+    extras: RunExtras | None,
+) -> Callable[..., Any] | None:
+    """The function (q, kv, out, scales, variant) that starts the launch for tensors which are like
+    these in all but their addresses, and returns out; None where they are not, or would have to be
+    recorded, or the stream is another one than variant's last: nothing has been done then.
+
+    None: these tensors cannot be read, or torch has no table of functions for that (2.11 has).
+    """
+
 class MergeStatesParams:
     def __init__(
         self, dtype: DType, num_tokens: int, num_states: int, num_heads: int, head_dim: int

@@ -84,6 +84,7 @@ class CudnnVariant:
     """In the place of a PlannedVariant."""
 
     device_plan = None  # nothing to upload
+    again = None  # cuDNN's graphs are looked up for every run
     place = _Place()
 
     def __init__(

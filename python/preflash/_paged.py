@@ -303,16 +303,19 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillWrapper, PagedEngineAttrib
                 ),
             )  # fmt: skip
             return super()._run(q, paged_kv_cache, a)
-        outputs = DEFAULT_OUTPUTS
+        usual, scales = planned.usual, planned.scales
         if (
-            out is not None
-            or return_lse is not False
-            or lse is not None
-            or lse_base != "log2"
-            or lse_layout != "NH"
+            usual.again is not None
+            and lse is None
+            and return_lse is False
+            and lse_base == "log2"
+            and lse_layout == "NH"
         ):
-            outputs = run_outputs(out, lse, return_lse, lse_base, lse_layout)
-        return planned.usual.attend_to(q, paged_kv_cache, planned.scales, outputs)
+            result = usual.again(q, paged_kv_cache, out, scales, usual)
+            if result is not None:
+                return result
+        outputs = run_outputs(out, lse, return_lse, lse_base, lse_layout)
+        return usual.attend_to(q, paged_kv_cache, scales, outputs)
 
     def run_return_lse(
         self, q: torch.Tensor, paged_kv_cache: KvCache, *args: Any, **options: Any

@@ -1,0 +1,100 @@
+#include "bindings/torch_tensors.h"
+
+#include <algorithm>
+
+#include "bindings/bindings.h"
+
+namespace preflash {
+
+namespace py = pybind11;
+
+namespace {
+
+constexpr std::uint32_t kExchangeMajor = 1;
+
+const dlpack::ExchangeApi* find_exchange(const py::object& tensor_type) {
+  if (!py::hasattr(tensor_type, "__dlpack_c_exchange_api__")) return nullptr;
+  const py::object held = tensor_type.attr("__dlpack_c_exchange_api__");
+  const void* found = PyCapsule_GetPointer(held.ptr(), "dlpack_exchange_api");
+  if (found == nullptr) {
+    PyErr_Clear();
+    return nullptr;
+  }
+  const auto* api = static_cast<const dlpack::ExchangeApi*>(found);
+  while (api != nullptr && api->major != kExchangeMajor) api = api->previous;
+  if (api == nullptr || api->read == nullptr || api->current_stream == nullptr) return nullptr;
+  return api;
+}
+
+// Of a call that cannot fail but by an error of the caller's.
+py::object checked(PyObject* result) {
+  if (result == nullptr) throw py::error_already_set();
+  return py::reinterpret_steal<py::object>(result);
+}
+
+bool is_true(const py::object& value) {
+  const int truth = PyObject_IsTrue(value.ptr());
+  if (truth < 0) throw py::error_already_set();
+  return truth != 0;
+}
+
+}  // namespace
+
+Torch::Torch(const py::object& tensor_type, const py::object& is_tracing,
+             const py::object& is_grad_enabled, const py::object& forward_ad)
+    : exchange(find_exchange(tensor_type)),
+      tensor_type_(tensor_type),
+      is_tracing_(is_tracing),
+      is_grad_enabled_(is_grad_enabled),
+      forward_ad_(forward_ad),
+      requires_grad_(py::str("requires_grad")),
+      current_level_(py::str("_current_level")) {}
+
+std::optional<dlpack::Tensor> Torch::read(PyObject* object) const {
+  if (reinterpret_cast<PyObject*>(Py_TYPE(object)) != tensor_type_.ptr()) return {};
+  dlpack::Tensor tensor;
+  if (exchange->read(object, &tensor) != 0) {
+    PyErr_Clear();
+    return {};
+  }
+  return tensor;
+}
+
+std::optional<void*> Torch::current_stream(const dlpack::Device& device) const {
+  void* stream = nullptr;
+  if (device.type == dlpack::kCpu) return stream;
+  if (exchange->current_stream(device.type, device.id, &stream) != 0) {
+    PyErr_Clear();
+    return {};
+  }
+  return stream;
+}
+
+bool Torch::records(std::initializer_list<PyObject*> tensors) const {
+  if (is_true(checked(PyObject_CallNoArgs(is_tracing_.ptr())))) return true;
+  const py::object level = checked(PyObject_GetAttr(forward_ad_.ptr(), current_level_.ptr()));
+  if (PyLong_AsLong(level.ptr()) >= 0) return true;
+  if (!is_true(checked(PyObject_CallNoArgs(is_grad_enabled_.ptr())))) return false;
+  return std::any_of(tensors.begin(), tensors.end(), [&](PyObject* tensor) {
+    return is_true(checked(PyObject_GetAttr(tensor, requires_grad_.ptr())));
+  });
+}
+
+std::optional<TensorFacts> TensorFacts::of(const dlpack::Tensor& tensor) {
+  if (tensor.ndim > kMaxDims) return {};
+  TensorFacts facts;
+  facts.device_ = tensor.device;
+  facts.dtype_ = tensor.dtype;
+  facts.ndim_ = tensor.ndim;
+  std::copy_n(tensor.shape, tensor.ndim, facts.shape_.begin());
+  std::copy_n(tensor.strides, tensor.ndim, facts.strides_.begin());
+  return facts;
+}
+
+bool TensorFacts::fit(const dlpack::Tensor& tensor) const {
+  return tensor.ndim == ndim_ && tensor.dtype == dtype_ && tensor.device == device_ &&
+         std::equal(tensor.shape, tensor.shape + ndim_, shape_.begin()) &&
+         std::equal(tensor.strides, tensor.strides + ndim_, strides_.begin());
+}
+
+}  // namespace preflash

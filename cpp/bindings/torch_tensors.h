@@ -1,0 +1,95 @@
+// torch's tensors as C++ reads them without linking with torch: through the table of functions that
+// torch offers by DLPack's C exchange protocol (2.11 does, older ones do not).
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <array>
+#include <cstdint>
+#include <optional>
+
+namespace preflash {
+
+// The protocol's structures, version 1. See dmlc.github.io/dlpack.
+namespace dlpack {
+
+struct Device {
+  std::int32_t type;
+  std::int32_t id;
+
+  friend bool operator==(const Device&, const Device&) = default;
+};
+
+struct DataType {
+  std::uint8_t code;
+  std::uint8_t bits;
+  std::uint16_t lanes;
+
+  friend bool operator==(const DataType&, const DataType&) = default;
+};
+
+struct Tensor {
+  void* data;
+  Device device;
+  std::int32_t ndim;
+  DataType dtype;
+  const std::int64_t* shape;    // [ndim]
+  const std::int64_t* strides;  // [ndim], in elements
+  std::uint64_t byte_offset;
+
+  std::uintptr_t address() const { return reinterpret_cast<std::uintptr_t>(data) + byte_offset; }
+};
+
+struct ExchangeApi {
+  std::uint32_t major;
+  std::uint32_t minor;
+  ExchangeApi* previous;
+  void* functions_of_ownership[3];
+  // 0, or -1 with Python's exception set. The tensor lends its shape and strides.
+  int (*read)(void* object, Tensor* tensor);
+  int (*current_stream)(std::int32_t device_type, std::int32_t device_id, void** stream);
+};
+
+constexpr std::int32_t kCpu = 1;  // a Device's type
+
+}  // namespace dlpack
+
+// What a run asks torch for.
+struct Torch {
+  // forward_ad: the module torch.autograd.forward_ad.
+  Torch(const pybind11::object& tensor_type, const pybind11::object& is_tracing,
+        const pybind11::object& is_grad_enabled, const pybind11::object& forward_ad);
+
+  // A plain tensor as it is now; none for all that is not one, subclasses included, and for tensors
+  // without memory, without strides or of a dtype that the protocol does not know.
+  std::optional<dlpack::Tensor> read(PyObject* object) const;
+  // The stream that is current on a device; null on the CPU. None where torch does not say.
+  std::optional<void*> current_stream(const dlpack::Device& device) const;
+  // Whether jit traces, or would differentiate with respect to these tensors.
+  bool records(std::initializer_list<PyObject*> tensors) const;
+
+  const dlpack::ExchangeApi* exchange = nullptr;  // null: an older torch, which is not read
+
+ private:
+  pybind11::object tensor_type_, is_tracing_, is_grad_enabled_, forward_ad_;
+  pybind11::object requires_grad_, current_level_;  // names
+};
+
+// All of a tensor that checks look at, except its address.
+class TensorFacts {
+ public:
+  // None: more dimensions than any tensor of a run has.
+  static std::optional<TensorFacts> of(const dlpack::Tensor& tensor);
+  bool fit(const dlpack::Tensor& tensor) const;
+
+ private:
+  static constexpr int kMaxDims = 5;
+
+  dlpack::Device device_;
+  dlpack::DataType dtype_;
+  std::int32_t ndim_ = 0;
+  std::array<std::int64_t, kMaxDims> shape_;
+  std::array<std::int64_t, kMaxDims> strides_;
+};
+
+}  // namespace preflash
