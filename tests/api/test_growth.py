@@ -1,0 +1,126 @@
+"""A server plans and runs for weeks: no step may leave anything behind. PREFLASH_STEPS=1000000 in
+the environment takes as many steps as that."""
+
+import ctypes
+import gc
+import os
+import random
+import sys
+
+import preflash
+import pytest
+import torch
+
+STEPS = int(os.environ.get("PREFLASH_STEPS", "4000"))
+HEADS, KV_HEADS, HEAD_DIM, PAGE = 2, 1, 8, 4
+PAGES = 32  # of the cache
+WARM = 1000
+
+
+class _MallInfo2(ctypes.Structure):
+    """glibc's struct mallinfo2."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd",
+                     "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
+    ]  # fmt: skip
+
+
+def bytes_of_malloc() -> int:
+    """All that C and C++ have allocated and not freed."""
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "mallinfo2"):
+        pytest.skip("a C library that does not count its memory")
+    libc.mallinfo2.restype = _MallInfo2
+    info = libc.mallinfo2()
+    return info.uordblks + info.hblkhd
+
+
+class Server:
+    """Batches of other lengths in every step, over two layers, by every way into a run."""
+
+    def __init__(self, device: str, backend: str) -> None:
+        self.random = random.Random(1)
+        self.workspace = torch.empty(1 << 20, dtype=torch.uint8, device=device)
+        self.wrapper = preflash.BatchPrefillWithPagedKVCacheWrapper(self.workspace, backend=backend)
+        shape = (PAGES, 2, PAGE, KV_HEADS, HEAD_DIM)
+        self.layers = [torch.randn(shape, device=device).half() for _ in range(2)]
+        self.q = torch.randn(12, HEADS, HEAD_DIM, device=device).half()
+
+    def lengths(self) -> list[tuple[int, int, int]]:
+        """(queries, pages, keys on the last) of each request."""
+        draw = self.random.randint
+        return [(draw(0, 3), draw(0, 6), draw(1, PAGE)) for _ in range(draw(0, 4))]
+
+    def step(self) -> None:
+        lengths = self.lengths()
+        rows = sum(queries for queries, _, _ in lengths)
+        indptr = [[0], [0]]
+        for queries, pages, _ in lengths:
+            indptr[0].append(indptr[0][-1] + queries)
+            indptr[1].append(indptr[1][-1] + pages)
+        qo_indptr, kv_indptr = (torch.tensor(one, dtype=torch.int32) for one in indptr)
+        indices = torch.tensor(self.random.sample(range(PAGES), indptr[1][-1]), dtype=torch.int32)
+        last = torch.tensor([keys for _, _, keys in lengths], dtype=torch.int32)
+        self.wrapper.plan(qo_indptr, kv_indptr, indices, last, HEADS, KV_HEADS, HEAD_DIM, PAGE)
+        q = self.q[:rows]
+        out = torch.empty_like(q)
+        for layer in self.layers:
+            self.wrapper.run(q, layer)
+            self.wrapper.run(q, layer, out=out)
+        self.wrapper.run(q, layer, return_lse=True)
+        self.wrapper.run(q, layer, window_left=self.random.randint(-1, 5))
+
+    def wrapper_comes_and_goes(self) -> None:
+        self.wrapper = preflash.BatchPrefillWithPagedKVCacheWrapper(
+            self.workspace, backend=self.wrapper._requested_backend.name
+        )
+        self.step()
+
+
+def growth(step, steps: int) -> tuple[int, int]:
+    """Of Python's blocks and of malloc's bytes, over so many steps."""
+    for _ in range(WARM):
+        step()
+    gc.collect()
+    blocks, allocated = sys.getallocatedblocks(), bytes_of_malloc()
+    for _ in range(steps):
+        step()
+    gc.collect()
+    return sys.getallocatedblocks() - blocks, bytes_of_malloc() - allocated
+
+
+def check_steady(step, steps: int) -> None:
+    """Less than one block, or 16 bytes, in ten steps: not what any object takes that is left. Half
+    of it would be noise of the interpreter's own caches in so few steps."""
+    blocks, allocated = growth(step, steps)
+    assert blocks < steps / 10
+    assert allocated < steps * 1.6
+
+
+@pytest.mark.parametrize("way", ["step", "wrapper_comes_and_goes"])
+def test_no_growth(target, way):
+    server = Server(target.device, target.backend)
+    if target.device == "cpu":
+        torch.set_num_threads(1)
+    check_steady(getattr(server, way), STEPS if way == "step" else STEPS // 4)
+    if target.device == "cuda":
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+        for _ in range(STEPS // 4):
+            server.step()
+        torch.cuda.synchronize()
+        assert (torch.cuda.memory_allocated(), torch.cuda.memory_reserved()) == before
+
+
+def test_a_leak_is_noticed():
+    server = Server("cpu", "cpu")
+    kept = []
+
+    def step():
+        server.step()
+        kept.append(bytearray(16))
+
+    with pytest.raises(AssertionError):
+        check_steady(step, 500)
