@@ -160,10 +160,6 @@ py::object repeater_of(const py::object& launch, std::shared_ptr<const Torch> to
 }  // namespace
 
 void bind_repeat(py::module_& m) {
-  py::class_<Torch, std::shared_ptr<Torch>>(m, "Torch")
-      .def(py::init<const py::object&, const py::object&, const py::object&, const py::object&>(),
-           py::arg("tensor_type"), py::arg("is_tracing"), py::arg("is_grad_enabled"),
-           py::arg("forward_ad"));
   m.def("repeater", &repeater_of, py::arg("launch"), py::arg("torch"), py::arg("num_threads"),
         py::arg("q"), py::arg("kv"), py::arg("out"), py::arg("v_offset"), py::arg("make_out"),
         py::arg("partials"), py::arg("extras"));

@@ -30,6 +30,7 @@ PerSegment<T> per_segment(const pybind11::sequence& given, Convert&& convert) {
   return items;
 }
 
+void bind_torch(pybind11::module_& m);
 void bind_batch(pybind11::module_& m);
 void bind_plan(pybind11::module_& m);
 void bind_launch(pybind11::module_& m);

@@ -1,11 +1,14 @@
 // The index arrays of plan(), where they are what they usually are: contiguous one-dimensional
 // int32 tensors on the CPU. Python looks at all others, and says what is wrong with them.
 #include <limits>
+#include <memory>
 #include <optional>
 #include <span>
+#include <utility>
 
 #include "bindings/bindings.h"
 #include "bindings/fast_call.h"
+#include "bindings/torch_tensors.h"
 #include "core/batch.h"
 
 namespace preflash {
@@ -15,15 +18,18 @@ namespace py = pybind11;
 
 using Indices = std::span<const std::int32_t>;
 
-// What is asked of tensors. torch is not linked with: its own methods are called, as from Python.
+// What is asked of tensors, by torch's own methods, as from Python, where its table does not tell.
 struct HostArrays {
+  std::shared_ptr<const Torch> torch;
   py::object tensor_type;
   py::object int32;
   py::object dtype, is_cpu;                                                         // names
   py::object dim, is_contiguous, data_ptr, storage_offset, numel, untyped_storage;  // methods
 
-  HostArrays(const py::object& tensor_type, const py::object& int32)
-      : tensor_type(tensor_type),
+  HostArrays(std::shared_ptr<const Torch> torch, const py::object& tensor_type,
+             const py::object& int32)
+      : torch(std::move(torch)),
+        tensor_type(tensor_type),
         int32(int32),
         dtype(py::str("dtype")),
         is_cpu(py::str("is_cpu")),
@@ -53,20 +59,39 @@ py::object attribute(const py::object& name, PyObject* tensor) {
   return py::reinterpret_steal<py::object>(result);
 }
 
-// The elements of a usual array. A storage that is too small was freed.
-std::optional<Indices> elements(const HostArrays& torch, PyObject* value) {
+Indices indices_at(Address data, std::int64_t count) {
+  return Indices(pointer<const std::int32_t>(data), static_cast<std::size_t>(count));
+}
+
+std::optional<Indices> by_table(const Torch& torch, PyObject* value) {
+  constexpr dlpack::DataType kInt32 = {.code = dlpack::kInt, .bits = 32, .lanes = 1};
+  const std::optional<dlpack::Tensor> tensor = torch.read(value);
+  if (!tensor || tensor->ndim != 1 || tensor->device.type != dlpack::kCpu ||
+      !(tensor->dtype == kInt32) || (tensor->strides[0] != 1 && tensor->shape[0] > 1)) {
+    return {};
+  }
+  return indices_at(tensor->address(), tensor->shape[0]);
+}
+
+std::optional<Indices> by_methods(const HostArrays& torch, PyObject* value) {
   if (reinterpret_cast<PyObject*>(Py_TYPE(value)) != torch.tensor_type.ptr()) return {};
   if (!attribute(torch.dtype, value).is(torch.int32)) return {};
   if (integer(torch.dim, value) != 1) return {};
   if (attribute(torch.is_cpu, value).ptr() != Py_True) return {};
   if (call(torch.is_contiguous, value).ptr() != Py_True) return {};
-  const std::int64_t count = integer(torch.numel, value);
-  const std::int64_t end = integer(torch.storage_offset, value) + count;
+  return indices_at(integer(torch.data_ptr, value), integer(torch.numel, value));
+}
+
+// The elements of a usual array. A storage that is too small was freed.
+std::optional<Indices> elements(const HostArrays& torch, PyObject* value) {
+  const std::optional<Indices> found =
+      torch.torch->exchange != nullptr ? by_table(*torch.torch, value) : by_methods(torch, value);
+  if (!found || found->data() == nullptr) return {};
+  const std::int64_t end = integer(torch.storage_offset, value) + std::ssize(*found);
   const Py_ssize_t bytes = PyObject_Size(call(torch.untyped_storage, value).ptr());
   if (bytes < 0) throw py::error_already_set();
-  const auto* data = pointer<const std::int32_t>(integer(torch.data_ptr, value));
-  if (data == nullptr || end * std::int64_t{sizeof(std::int32_t)} > bytes) return {};
-  return Indices(data, static_cast<std::size_t>(count));
+  if (end * std::int64_t{sizeof(std::int32_t)} > bytes) return {};
+  return found;
 }
 
 constexpr Py_ssize_t kArguments = 5;
@@ -122,10 +147,12 @@ PyMethodDef paged_batch_definition = fast_definition(
 void bind_host_arrays(py::module_& m) {
   m.def(
       "paged_batches",
-      [](const py::object& tensor_type, const py::object& int32) {
-        return fast_callable(paged_batch_definition, HostArrays(tensor_type, int32));
+      [](std::shared_ptr<const Torch> torch, const py::object& tensor_type,
+         const py::object& int32) {
+        return fast_callable(paged_batch_definition,
+                             HostArrays(std::move(torch), tensor_type, int32));
       },
-      py::arg("tensor_type"), py::arg("int32"));
+      py::arg("torch"), py::arg("tensor_type"), py::arg("int32"));
 }
 
 }  // namespace preflash

@@ -15,6 +15,7 @@ PYBIND11_MODULE(_core, m) {
     }
   });
   preflash::bind_introspection(m);
+  preflash::bind_torch(m);
   preflash::bind_batch(m);
   preflash::bind_plan(m);
   preflash::bind_launch(m);

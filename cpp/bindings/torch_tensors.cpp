@@ -97,4 +97,11 @@ bool TensorFacts::fit(const dlpack::Tensor& tensor) const {
          std::equal(tensor.strides, tensor.strides + ndim_, strides_.begin());
 }
 
+void bind_torch(py::module_& m) {
+  py::class_<Torch, std::shared_ptr<Torch>>(m, "Torch")
+      .def(py::init<const py::object&, const py::object&, const py::object&, const py::object&>(),
+           py::arg("tensor_type"), py::arg("is_tracing"), py::arg("is_grad_enabled"),
+           py::arg("forward_ad"));
+}
+
 }  // namespace preflash

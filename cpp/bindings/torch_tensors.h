@@ -51,6 +51,7 @@ struct ExchangeApi {
 };
 
 constexpr std::int32_t kCpu = 1;  // a Device's type
+constexpr std::uint8_t kInt = 0;  // a DataType's code: signed integers
 
 }  // namespace dlpack
 

@@ -128,6 +128,18 @@ def in_matrix(family: Family, options: AttentionOptions) -> bool: ...
 def cpu_isa() -> str:
     """Raises ValueError where PREFLASH_CPU_ISA names no instruction set."""
 
+class Torch:
+    """How C++ reads tensors, and what it asks torch for. tensor_type: torch.Tensor; forward_ad: the
+    module."""
+
+    def __init__(
+        self,
+        tensor_type: type,
+        is_tracing: Callable[[], bool],
+        is_grad_enabled: Callable[[], bool],
+        forward_ad: Any,
+    ) -> None: ...
+
 class Batch:
     def __init__(
         self,
@@ -187,7 +199,7 @@ class Batch:
     ) -> int: ...
 
 def paged_batches(
-    tensor_type: type, int32: object
+    torch: Torch, tensor_type: type, int32: object
 ) -> Callable[[Any, Any, Any, Any, int], tuple[Batch, int] | None]:
     """The function (qo_indptr, kv_indptr, last_page_len, page_indices, page_size) that makes a
     batch of them, and finds its largest page. None: they are not all contiguous one-dimensional
@@ -407,17 +419,6 @@ class Trace:
     @property
     def launches(self) -> list[tuple[str, int, int]]:
         """Kernel, first record and number of records of each."""
-
-class Torch:
-    """What C++ asks torch for. tensor_type: torch.Tensor; forward_ad: the module."""
-
-    def __init__(
-        self,
-        tensor_type: type,
-        is_tracing: Callable[[], bool],
-        is_grad_enabled: Callable[[], bool],
-        forward_ad: Any,
-    ) -> None: ...
 
 def repeater(
     launch: Launch,

@@ -13,7 +13,7 @@ from . import _validate as check
 from ._arguments import BatchArguments, PagedPlanArguments, RaggedPlanArguments
 
 # The batch of usual arrays, all on the CPU; None: look at them one by one.
-_paged_batch = _core.paged_batches(torch.Tensor, torch.int32)
+_paged_batch = _core.paged_batches(check.TORCH, torch.Tensor, torch.int32)
 
 # Names of their own for what every plan() asks.
 _Tensor = torch.Tensor

@@ -28,8 +28,6 @@ _jit_tracing = check.jit_is_tracing
 _grad_enabled = check.is_grad_enabled
 _forward_ad = check.forward_ad
 
-_torch = _core.Torch(_Tensor, _jit_tracing, _grad_enabled, _forward_ad)
-
 
 class _Bound(NamedTuple):
     """What is known of a run() once its shapes, strides, dtypes and devices have been checked."""
@@ -50,6 +48,8 @@ class Memory(NamedTuple):
     per_head: PerHead = PerHead()  # the caller's: of one run, like q
 
     def extras(self) -> _core.RunExtras | None:
+        if self.mask is None and self.mask_classes is None and not self.per_head.given:
+            return None
         tensors = {"mask_bits": self.mask, "mask_classes": self.mask_classes}
         tensors.update(self.per_head._asdict())
         addresses = {name: t.data_ptr() for name, t in tensors.items() if t is not None}
@@ -287,7 +287,7 @@ class PlannedVariant:
             return None
         return _core.repeater(
             launch=launch,
-            torch=_torch,
+            torch=check.TORCH,
             num_threads=self.backend.num_threads,
             q=q,
             kv=kv,

@@ -14,6 +14,11 @@ from torch._C import _len_torch_dispatch_stack as num_dispatch_modes
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
+from . import _core
+
+# How C++ reads tensors and asks the same.
+TORCH = _core.Torch(torch.Tensor, jit_is_tracing, is_grad_enabled, forward_ad)
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 

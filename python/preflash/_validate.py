@@ -16,6 +16,7 @@ from torch import Tensor
 
 from . import _core
 from ._recording import (  # noqa: F401, all checks go by one name
+    TORCH,
     eager,
     forward_ad,
     forward_only,

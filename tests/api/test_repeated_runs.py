@@ -237,7 +237,7 @@ def test_another_plan_forgets_the_run(target):
 
 def test_an_older_torch(case, target, monkeypatch, long_ways):
     nothing = _core.Torch(object, *(lambda: False,) * 2, forward_ad)
-    monkeypatch.setattr(_planned, "_torch", nothing)
+    monkeypatch.setattr(_planned.check, "TORCH", nothing)
     inputs, wrapper = planned(case, target)
     for _ in range(3):
         runner.compare(inputs, wrapper.run(*copied(tensors(inputs))), None).check()

@@ -4,8 +4,18 @@ the checks that say what is wrong."""
 import pytest
 import torch
 from preflash import _core
+from preflash import _validate as check
 
-paged_batch = _core.paged_batches(torch.Tensor, torch.int32)
+OLDER_TORCH = _core.Torch(object, lambda: False, lambda: False, torch)  # which C++ cannot read
+PAGED_BATCH = {
+    name: _core.paged_batches(one, torch.Tensor, torch.int32)
+    for name, one in (("torch", check.TORCH), ("older", OLDER_TORCH))
+}
+
+
+@pytest.fixture(params=PAGED_BATCH)
+def paged_batch(request):
+    return PAGED_BATCH[request.param]
 
 
 def ints(*values: int) -> torch.Tensor:
@@ -21,7 +31,7 @@ def arrays() -> dict[str, torch.Tensor]:
     }
 
 
-def test_a_usual_batch():
+def test_a_usual_batch(paged_batch):
     batch, largest = paged_batch(*arrays().values(), 16)
     assert largest == 9
     assert (batch.num_requests, batch.page_size) == (2, 16)
@@ -31,7 +41,7 @@ def test_a_usual_batch():
     assert batch.page_indices == [-1, 7, 2, 9, 4, 5]  # the first is nobody's
 
 
-def test_parts_of_larger_arrays():
+def test_parts_of_larger_arrays(paged_batch):
     larger = {name: torch.cat([ints(77), value])[1:] for name, value in arrays().items()}
     larger["page_indices"] = torch.cat([larger["page_indices"], ints(1000, -1000)])
     batch, largest = paged_batch(*larger.values(), 16)
@@ -40,7 +50,7 @@ def test_parts_of_larger_arrays():
     assert batch.page_indices == [-1, 7, 2, 9, 4, 5]
 
 
-def test_negative_pages_are_refused():
+def test_negative_pages_are_refused(paged_batch):
     given = arrays() | {"page_indices": ints(0, 7, 2, -9, 4, 5)}
     with pytest.raises(ValueError, match=r"paged_kv_indices holds -9; page indices start at 0"):
         paged_batch(*given.values(), 16)
@@ -76,18 +86,18 @@ UNUSUAL = {
 
 @pytest.mark.parametrize("kind", UNUSUAL)
 @pytest.mark.parametrize("name", arrays())
-def test_unusual_arrays_are_left_alone(name, kind):
+def test_unusual_arrays_are_left_alone(paged_batch, name, kind):
     given = arrays()
     given[name] = UNUSUAL[kind](given[name])
     assert paged_batch(*given.values(), 16) is None
 
 
-def test_an_indptr_that_ends_below_zero_is_left_alone():
+def test_an_indptr_that_ends_below_zero_is_left_alone(paged_batch):
     given = arrays() | {"kv_indptr": ints(1, 3, -6)}
     assert paged_batch(*given.values(), 16) is None
 
 
-def test_what_a_mode_raises_is_not_lost():
+def test_what_a_mode_raises_is_not_lost(paged_batch):
     class Interrupting(torch.overrides.TorchFunctionMode):
         def __torch_function__(self, function, types, args=(), kwargs=None):
             raise KeyboardInterrupt
