@@ -295,14 +295,13 @@ void Planner::reserve(const Problem& problem, const SplitLimits& limits) {
 }
 
 void Planner::schedule(const DeviceFacts& facts, std::int64_t cta_slots, Schedule schedule) {
-  // NOTE: of a custom mask the costs are guesses, and lists of several sections do not even out what
-  // was guessed wrong: a CTA that got early rows in one section may get them in the next.
+  // NOTE: of a custom mask the costs are guesses, and lists of several sections do not even out
+  // what was guessed wrong: a CTA that got early rows in one section may get them in the next.
   const bool guesses = schedule == Schedule::kPersistent &&
                        std::ranges::any_of(segments_, [](const Segment& segment) {
                          return segment.mask == Mask::kCustom;
                        });
-  order_ = order_units(work_,
-                       {.cta_slots = cta_slots, .l2_bytes = guesses ? 0 : facts.l2_bytes});
+  order_ = order_units(work_, {.cta_slots = cta_slots, .l2_bytes = guesses ? 0 : facts.l2_bytes});
   if (schedule == Schedule::kPersistent) {
     const std::int64_t num_ctas = std::min(cta_slots, item_capacity_);
     assignment_ = assign(work_, order_, static_cast<std::int32_t>(num_ctas));

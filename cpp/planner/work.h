@@ -29,7 +29,7 @@ struct ItemCost {
   // Which tiles a custom mask keeps is known on the device alone, but most masks are causal ones
   // with something on top. A tile behind the diagonal counts this much less: little enough to give
   // all CTAs as many tiles if all are kept, and enough to give all of them early and late rows.
-  static constexpr std::int32_t kBehindDiagonal = 1;
+  static constexpr std::int32_t kBehindDiagonal = kTile / 2;
   std::int32_t item = CostModel::kItem * kTile;
   std::int32_t partial = CostModel::kPartial * kTile;  // more, as in CostModel
 

@@ -77,9 +77,7 @@ def plan(workspace: Workspace, backend_name: str, request: Request) -> Draft:
     if backend_name == _backends.CUDNN:
         return Draft(CudnnBackend(), _cudnn_planned.plan(device, options, batch))
     backend = _backends.choose(backend_name, device, options)
-    limits = _backends.PlanRoom(
-        workspace.float_bytes, request.graph_rows, request.graph_mask_bytes
-    )
+    limits = _backends.PlanRoom(workspace.float_bytes, request.graph_rows, request.graph_mask_bytes)
     counted = backend.plan(device, options, batch, limits)
     if room is None or counted.int_bytes <= room:
         return Draft(backend, counted)

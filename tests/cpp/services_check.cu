@@ -193,8 +193,8 @@ void check_class_mask(const ClassCase& c) {
     const int64_t row_words = shape.row_words(requests[r]);
     for (int64_t row = 0; row < shape.num_rows(requests[r]); ++row) {
       const int first = row * shape.rows_per_tile / shape.group_size;
-      const int last = std::min<int64_t>(((row + 1) * shape.rows_per_tile - 1) / shape.group_size,
-                                         queries - 1);
+      const int last =
+          std::min<int64_t>(((row + 1) * shape.rows_per_tile - 1) / shape.group_size, queries - 1);
       for (int tile = 0; tile * shape.tile_keys < keys; ++tile) {
         const int kind = uniform(0, 4);
         bool some = false, all = true;
@@ -231,9 +231,8 @@ void check_class_mask(const ClassCase& c) {
                               .num_requests = static_cast<int32_t>(requests.size())},
                              {.device = 0}));
   require(cudaDeviceSynchronize());
-  expect(classes.host() == expected, "class_mask: tiles of " +
-                                         std::to_string(shape.rows_per_tile) + " rows and " +
-                                         std::to_string(shape.tile_keys) + " keys");
+  expect(classes.host() == expected, "class_mask: tiles of " + std::to_string(shape.rows_per_tile) +
+                                         " rows and " + std::to_string(shape.tile_keys) + " keys");
   int64_t tokens = 0;
   for (auto [queries, keys] : c.lengths) tokens += queries;
   expect(begin.back() <= shape.most_words(std::ssize(c.lengths), tokens, bytes),
@@ -451,7 +450,8 @@ int main() {
     }
   }
   MaskClassParams unaligned{.shape = {.rows_per_tile = 64, .tile_keys = 48}, .num_requests = 1};
-  expect(says(services.class_mask(unaligned, {.device = 0}), "tile_keys 48"), "class_mask: 48 keys");
+  expect(says(services.class_mask(unaligned, {.device = 0}), "tile_keys 48"),
+         "class_mask: 48 keys");
   std::printf("class_mask: done\n");
   for (int row_bytes : {1, 11, 27, 128, 1000}) check_append(row_bytes);
   std::printf("append_paged_kv: done\n");

@@ -76,7 +76,7 @@ def test_classes_of_a_mask_never_move(seed, heads):
         begin = later.layout["class_begin"]
         class_begin = np.frombuffer(later.image, "<i8", batch + 1, begin)
         rows = -(-qo_lens * group // tile_rows)
-        row_words = -(-(-(-kv_lens // options["tile_n"])) // 16)
+        row_words = -(kv_lens // -options["tile_n"] // 16)
         assert class_begin.tolist() == indptr(rows * row_words)
         assert class_begin[-1] <= words
         assert later.layout["mask_classes"] + 4 * words <= later.layout["int_bytes"]
