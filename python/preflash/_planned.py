@@ -44,8 +44,8 @@ class Memory(NamedTuple):
 
     partials: torch.Tensor | None = None  # of split KV; None: the plan has none
     mask: torch.Tensor | None = None
-    mask_classes: torch.Tensor | None = None  # of a mask of one run, which that run fills
     per_head: PerHead = PerHead()  # the caller's: of one run, like q
+    mask_classes: torch.Tensor | None = None  # of a mask of one run, which that run fills
 
     def extras(self) -> _core.RunExtras | None:
         if self.mask is None and self.mask_classes is None and not self.per_head.given:

@@ -143,7 +143,7 @@ def _run_planned(planned: _Planned, tensors: Qkv, call: SingleCall, outputs: Out
         device = variant.expected.device
         partials = torch.empty(num_bytes, dtype=torch.uint8, device=device) if num_bytes else None
         classes = None if mask is None else variant.mask_classes()
-        memory = Memory(partials, mask, classes, call.per_head)
+        memory = Memory(partials, mask, call.per_head, classes)
     was_shared = variant.shared
     result = variant.attend_to(q, (k, v), scales, outputs, memory)
     if variant.shared and not was_shared:  # with a CUDA graph
