@@ -136,7 +136,8 @@ std::shared_ptr<const StagedForm> stage(Family family, const PlanRequest& reques
   if (segment.staging == Staging::kNever || !options) return nullptr;
   const FoundKernel direct = find_kernel(family, segment, facts);
   const char* reason = why_not_staged(request);
-  if (direct.kernel != nullptr && (reason != nullptr || !prefers_staging(segment, *direct.kernel))) {
+  if (direct.kernel != nullptr &&
+      (reason != nullptr || !prefers_staging(segment, *direct.kernel))) {
     return nullptr;
   }
   SegmentProblem described = segment;

@@ -10,14 +10,15 @@
 namespace preflash {
 namespace {
 
-// In units of the time in which one row of 128 elements is read and written in 16 bits. Fitted to
-// an H100 (docs/dev/experiments.md, "Staging").
-struct StagingCost {
-  // What a transform on arrival adds to one key of one query tile of 128 rows.
-  static constexpr double kRotatedKey = 0.30;
-  static constexpr double kWidenedKey = 0.12;
-  static constexpr double kPass = 3e4;  // its launch
-};
+// What a transform on arrival adds to the time of one key in one query tile of 128 rows, in units
+// of what a row of 128 elements takes to be copied in 16 bits, 0.2 ns. Fitted to an H100
+// (docs/dev/experiments.md, "Staging"). The pass's own launch counts nothing: it takes what the
+// first tiles of a kernel that transforms wait longer.
+constexpr double kRotatedKey = 0.40;
+constexpr double widened_key(Widening widening) {
+  // NOTE: warps of their own widen to float16, in two instructions for four elements.
+  return widening == Widening::kToFloat16 ? 0.19 : 0.46;
+}
 
 constexpr double kRowElements = 128.0;
 
@@ -43,23 +44,23 @@ double keys_of_tiles(const SegmentProblem& problem, std::size_t request, std::in
   return tiles * of_tile;
 }
 
-// Whether copies take less time than they save a kernel with query tiles of so many rows.
-bool pays(const SegmentProblem& problem, std::int32_t tile_rows) {
+// Whether copies take less time than they save.
+bool pays(const SegmentProblem& problem, const ForwardKernel& kernel) {
   const bool narrow = size_of(problem.kv_dtype) == 1;
   const double of_k = problem.head_dim_qk / kRowElements;
   const double of_v = problem.head_dim_vo / kRowElements;
   double tile_keys = 0.0, keys = 0.0, queries = 0.0;
   for (std::size_t i = 0; i + 1 < problem.qo_indptr.size(); ++i) {
-    tile_keys += keys_of_tiles(problem, i, tile_rows);
+    tile_keys += keys_of_tiles(problem, i, kernel.tile.m);
     keys += static_cast<double>(problem.kv_len(i));
     queries += static_cast<double>(problem.qo_len(i));
   }
   const double of_tile_key =
-      is_rotated(problem) ? StagingCost::kRotatedKey : StagingCost::kWidenedKey;
+      is_rotated(problem) ? kRotatedKey : widened_key(kernel.traits.widening);
   const double saved =
-      of_tile_key * tile_keys * problem.num_kv_heads * (of_k + of_v) / 2 * tile_rows / 128;
+      of_tile_key * tile_keys * problem.num_kv_heads * (of_k + of_v) / 2 * kernel.tile.m / 128;
   const double of_key = of_k + (narrow || problem.paged() ? of_v : 0.0);
-  double cost = StagingCost::kPass + keys * problem.num_kv_heads * of_key * (narrow ? 0.75 : 1.0);
+  double cost = keys * problem.num_kv_heads * of_key * (narrow ? 0.75 : 1.0);
   if (is_rotated(problem)) cost += queries * problem.num_qo_heads * of_k;
   return saved > cost;
 }
@@ -68,7 +69,10 @@ bool pays(const SegmentProblem& problem, std::int32_t tile_rows) {
 
 std::optional<AttentionOptions> staged_options(AttentionOptions options) {
   if (size_of(options.kv_dtype) > 1 && !is_rotated(options)) return std::nullopt;
-  const DType product = size_of(options.q_dtype) == 1 ? DType::kFloat16 : options.q_dtype;
+  // 8 bits are exact in either dtype of 16. What is rotated keeps the bits that a kernel which
+  // transforms leaves it.
+  const DType of_8_bits = is_rotated(options) ? DType::kFloat16 : options.o_dtype;
+  const DType product = size_of(options.q_dtype) == 1 ? of_8_bits : options.q_dtype;
   if (size_of(product) != 2 || options.o_dtype != product) return std::nullopt;
   options.q_dtype = options.kv_dtype = product;
   if (is_rotated(options)) options.position = Position::kNone;
@@ -80,7 +84,7 @@ bool prefers_staging(const SegmentProblem& problem, const ForwardKernel& kernel)
   if (problem.staging != Staging::kAuto) return problem.staging == Staging::kAlways;
   // NOTE: copies change the last bits, and a fixed split promises the same ones in every batch.
   if (problem.split.disable || problem.split.fixed_split_size > 0) return false;
-  return kernel.traits.operands == Operands::kComputed && pays(problem, kernel.tile.m);
+  return kernel.traits.operands == Operands::kComputed && pays(problem, kernel);
 }
 
 StagedForm::StagedForm(const SegmentProblem& problem, const AttentionOptions& options,

@@ -300,3 +300,11 @@ def choose(name: str, device: torch.device, *options: _core.AttentionOptions) ->
         if not any(backend.only_staged(one) for one in options):
             return backend
     return serving[0] if serving else preferred[-1]
+
+
+def ahead_of(backend: Backend, device: torch.device, options: _core.AttentionOptions) -> Backend:
+    """What "auto" takes instead of `backend` for a batch whose copies pay and fit anyway."""
+    for preferred in _preferred(device):
+        if preferred is backend or preferred.supports(device, options) is None:
+            return preferred
+    return backend

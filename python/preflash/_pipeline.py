@@ -79,6 +79,10 @@ def plan(workspace: Workspace, backend_name: str, request: Request) -> Draft:
     backend = _backends.choose(backend_name, device, options)
     limits = _backends.PlanRoom(workspace.float_bytes, request.graph_rows, request.graph_mask_bytes)
     counted = backend.plan(device, options, batch, limits)
+    if counted.staged and backend_name == "auto":
+        better = _backends.ahead_of(backend, device, options)
+        if better is not backend:
+            backend, counted = better, better.plan(device, options, batch, limits)
     if room is None or counted.int_bytes <= room:
         return Draft(backend, counted)
     if not options.fixed_split_size:

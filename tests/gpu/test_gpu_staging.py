@@ -94,9 +94,10 @@ def test_random_cases(backend, case):
 @on_every_backend
 @pytest.mark.parametrize("what", WHAT.values(), ids=WHAT)
 def test_long_prefill_is_staged_without_being_told(backend, what):
-    case = Case("long", (2100,), (4133,), 4, 4, 128, mask=MaskKind.CAUSAL, page_size=16, **what)
+    case = Case("long", (3000,), (6133,), 8, 8, 128, mask=MaskKind.CAUSAL, page_size=16, **what)
     inputs = build(case, device="cuda")
-    wrapper = runner.make_wrapper(case, backend=backend, device="cuda")
+    buffer = runner.workspace("cuda", 128 << 20)
+    wrapper = runner.make_wrapper(case, backend=backend, device="cuda", buffer=buffer)
     runner.plan(wrapper, inputs)
     assert wrapper._state.planned.primary.plan.staged
     runner.compare(inputs, *runner.run(wrapper, inputs)).check()

@@ -51,7 +51,7 @@ struct AttentionOptions {
   Position position = Position::kNone;
   Staging staging = Staging::kAuto;  // NOTE: it fills padding, like skip_factor
   RopeOptions rope;                  // with Position::kRope
-  float soft_cap = 0.0f;  // c: logit = c * tanh(sm_scale * qk / c); 0: off
+  float soft_cap = 0.0f;             // c: logit = c * tanh(sm_scale * qk / c); 0: off
 
   SplitPolicy split;
 

@@ -37,9 +37,8 @@ PREFLASH_HD inline std::int32_t request_of_row(std::int32_t num_requests, std::i
 PREFLASH_HD inline StagedRow staged_key(const StageParams& params, const StagedOperand& operand,
                                         std::int32_t row) {
   const RequestInfo* requests = params.requests;
-  const std::int32_t request = request_of_row(params.num_requests, row, [=](std::int32_t i) {
-    return requests[i].kv_begin;
-  });
+  const std::int32_t request = request_of_row(params.num_requests, row,
+                                              [=](std::int32_t i) { return requests[i].kv_begin; });
   StagedRow staged;
   staged.to = row * operand.to.stride_token;
   staged.position = row - requests[request].kv_begin;
@@ -60,9 +59,8 @@ PREFLASH_HD inline StagedRow staged_query(const StageParams& params, const Stage
                                           std::int32_t row) {
   const RequestInfo* requests = params.requests;
   const std::int32_t token = params.qo_begin + row;
-  const std::int32_t index = request_of_row(params.num_requests, token, [=](std::int32_t i) {
-    return requests[i].qo_begin;
-  });
+  const std::int32_t index = request_of_row(params.num_requests, token,
+                                            [=](std::int32_t i) { return requests[i].qo_begin; });
   const RequestInfo& request = requests[index];
   return {.from = token * operand.from.stride_token,
           .to = token * operand.to.stride_token,

@@ -2,12 +2,11 @@
 // widened to the kernel's 16 bits, rotated. Memory is the limit: a thread has one position and 8
 // dimensions, whose angles it makes once, and goes through heads with the loads of several in
 // flight. The CTAs of all operands are one launch, one operand's behind the other's.
-#include "kernels/stage/stage.h"
-
 #include <cstdint>
 
 #include "kernels/common/rotary.cuh"
 #include "kernels/common/widen.cuh"
+#include "kernels/stage/stage.h"
 #include "preflash/staged_row.h"
 
 namespace preflash {
@@ -15,14 +14,15 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kUnit = 8;           // elements of a thread in one head
-constexpr int kHeads = 4;          // heads of a thread in one task
+constexpr int kHeads = 4;          // of a thread in one task
+constexpr int kBatch = 2;          // of those in flight together
 constexpr int kTasksOfCta = 1024;  // about as many
 constexpr int kPairs = kUnit / 2;  // that turn, where an operand is rotated
 
 // How the CTAs of one operand share it. A task is a row's unit in kHeads heads.
 struct Share {
-  int units = 0;       // of a row
-  int row_tasks = 0;   // units * groups of heads
+  int units = 0;      // of a row
+  int row_tasks = 0;  // units * groups of heads
   int cta_rows = 1;
   int ctas = 0;
 
@@ -61,8 +61,7 @@ __device__ __forceinline__ Stored<kTo, 8> widened(const Stored<kFrom, 8>& eight)
 }
 
 template <DType kFrom>
-__device__ __forceinline__ void to_floats(const Stored<kFrom, kPairs>& four,
-                                          float (&x)[kPairs]) {
+__device__ __forceinline__ void to_floats(const Stored<kFrom, kPairs>& four, float (&x)[kPairs]) {
   constexpr DType kWide = size_of(kFrom) == 1 ? DType::kFloat16 : kFrom;
   float2 low, high;
   if constexpr (size_of(kFrom) == 1) {
@@ -86,7 +85,7 @@ struct Task {
   StagedRow row;
   int unit;
   int first_head;
-  int num_heads;  // at most kHeads
+  int end_head;  // at most kHeads further on
 };
 
 // Copies of 16 bytes.
@@ -96,19 +95,22 @@ __device__ __forceinline__ void copy(const StagedOperand& operand, const Task& t
                      (task.row.from + task.unit * kUnit) * size_of(kFrom);
   auto* to = static_cast<unsigned char*>(operand.to.data) +
              (task.row.to + task.unit * kUnit) * size_of(kTo);
-  Stored<kFrom, kUnit> eight[kHeads];
+#pragma unroll 1
+  for (int first = task.first_head; first < task.end_head; first += kBatch) {
+    Stored<kFrom, kUnit> eight[kBatch];
 #pragma unroll
-  for (int i = 0; i < kHeads; ++i) {
-    if (i >= task.num_heads) break;
-    const std::int64_t head = (task.first_head + i) * operand.from.stride_head;
-    eight[i] = *reinterpret_cast<const Stored<kFrom, kUnit>*>(from + head * size_of(kFrom));
-  }
+    for (int i = 0; i < kBatch; ++i) {
+      if (first + i >= task.end_head) break;
+      const std::int64_t head = (first + i) * operand.from.stride_head;
+      eight[i] = *reinterpret_cast<const Stored<kFrom, kUnit>*>(from + head * size_of(kFrom));
+    }
 #pragma unroll
-  for (int i = 0; i < kHeads; ++i) {
-    if (i >= task.num_heads) break;
-    const std::int64_t head = (task.first_head + i) * operand.to.stride_head;
-    *reinterpret_cast<Stored<kTo, kUnit>*>(to + head * size_of(kTo)) =
-        widened<kFrom, kTo>(eight[i]);
+    for (int i = 0; i < kBatch; ++i) {
+      if (first + i >= task.end_head) break;
+      const std::int64_t head = (first + i) * operand.to.stride_head;
+      *reinterpret_cast<Stored<kTo, kUnit>*>(to + head * size_of(kTo)) =
+          widened<kFrom, kTo>(eight[i]);
+    }
   }
 }
 
@@ -123,30 +125,33 @@ __device__ __forceinline__ void rotate_heads(const StagedOperand& operand, const
                      (task.row.from + task.unit * kPairs) * size_of(kFrom);
   auto* to = static_cast<unsigned char*>(operand.to.data) +
              (task.row.to + task.unit * kPairs) * size_of(kTo);
-  From low[kHeads], high[kHeads];
-#pragma unroll
-  for (int i = 0; i < kHeads; ++i) {
-    if (i >= task.num_heads) break;
-    const std::int64_t head = (task.first_head + i) * operand.from.stride_head;
-    low[i] = *reinterpret_cast<const From*>(from + head * size_of(kFrom));
-    high[i] = *reinterpret_cast<const From*>(from + (head + half) * size_of(kFrom));
-  }
   Rotation by[kPairs];
 #pragma unroll
   for (int i = 0; i < kPairs; ++i) {
     by[i] = rotation_by(turns_at(task.row.position, frequency[task.unit * kPairs + i]));
   }
+#pragma unroll 1
+  for (int first = task.first_head; first < task.end_head; first += kBatch) {
+    From low[kBatch], high[kBatch];
 #pragma unroll
-  for (int i = 0; i < kHeads; ++i) {
-    if (i >= task.num_heads) break;
-    float a[kPairs], b[kPairs];
-    to_floats<kFrom>(low[i], a);
-    to_floats<kFrom>(high[i], b);
+    for (int i = 0; i < kBatch; ++i) {
+      if (first + i >= task.end_head) break;
+      const std::int64_t head = (first + i) * operand.from.stride_head;
+      low[i] = *reinterpret_cast<const From*>(from + head * size_of(kFrom));
+      high[i] = *reinterpret_cast<const From*>(from + (head + half) * size_of(kFrom));
+    }
 #pragma unroll
-    for (int pair = 0; pair < kPairs; ++pair) rotate(a[pair], b[pair], by[pair]);
-    const std::int64_t head = (task.first_head + i) * operand.to.stride_head;
-    *reinterpret_cast<To*>(to + head * size_of(kTo)) = from_floats<kTo>(a);
-    *reinterpret_cast<To*>(to + (head + half) * size_of(kTo)) = from_floats<kTo>(b);
+    for (int i = 0; i < kBatch; ++i) {
+      if (first + i >= task.end_head) break;
+      float a[kPairs], b[kPairs];
+      to_floats<kFrom>(low[i], a);
+      to_floats<kFrom>(high[i], b);
+#pragma unroll
+      for (int pair = 0; pair < kPairs; ++pair) rotate(a[pair], b[pair], by[pair]);
+      const std::int64_t head = (first + i) * operand.to.stride_head;
+      *reinterpret_cast<To*>(to + head * size_of(kTo)) = from_floats<kTo>(a);
+      *reinterpret_cast<To*>(to + (head + half) * size_of(kTo)) = from_floats<kTo>(b);
+    }
   }
 }
 
@@ -178,7 +183,7 @@ __device__ __forceinline__ void stage_rows(const StageParams& params, const Stag
                                                   : staged_query(params, operand, index),
                     .unit = in_row - group * share.units,
                     .first_head = group * kHeads,
-                    .num_heads = min(operand.num_heads - group * kHeads, kHeads)};
+                    .end_head = min(operand.num_heads, (group + 1) * kHeads)};
     switch (operand.from_dtype) {
       case DType::kFloat8E4M3: run<DType::kFloat8E4M3, kTo>(operand, task, frequency); break;
       case DType::kFloat8E5M2: run<DType::kFloat8E5M2, kTo>(operand, task, frequency); break;

@@ -54,6 +54,9 @@ largest head_dim, or pair of head_dim_qk x head_dim_vo, of each kernel; every sm
 runs through the smallest that covers it; "all" is $all. Every row
 goes with ragged and paged batches, single requests, NHD and HND, any page size, any ratio of query
 to KV heads and any strides.
+On a GPU RoPE and fp8 above head_dim 256, and with custom masks on `fa3`, are served by copies in
+the workspace ([guide](guide.md#copies-for-rope-and-fp8)), under 8-bit queries for
+an output of 16 bits.
 """
 
 
@@ -108,7 +111,7 @@ def _usual(dtypes: _Dtypes, head_dim_qk: int, head_dim_vo: int) -> _core.Attenti
         head_dim_vo=head_dim_vo,
         q_dtype=dtypes.q,
         kv_dtype=dtypes.kv,
-        o_dtype=dtypes.q,
+        o_dtype=_DType.bfloat16 if dtypes.q in _FP8 else dtypes.q,
         causal=False,
         window_left=-1,
         mask=_Mask.bounds,

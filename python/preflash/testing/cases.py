@@ -157,6 +157,16 @@ class Case:
         return self.mask in (MaskKind.CUSTOM, MaskKind.CUSTOM_UINT8, MaskKind.PACKED)
 
     @property
+    def has_staged_form(self) -> bool:
+        """Whether copies of k, v and q may serve it: RoPE or fp8, in the dtype of the output."""
+        rope = self.position is Position.ROPE
+        products = self.dtype
+        if self.dtype.itemsize == 1:
+            products = torch.float16 if rope else self.dtype_o
+        changes = rope or self.dtype_kv.itemsize == 1
+        return changes and products.itemsize == 2 and self.dtype_o == products
+
+    @property
     def contradiction(self) -> str:
         """The rule of numbers that the dtypes and the position break together, if they do.
 
@@ -756,8 +766,6 @@ def random_staged_cases(count: int, *, seed: int) -> list[Case]:
     found: list[Case] = []
     while len(found) < count:
         case = random_case(rng, f"fuzz{len(found)}", limits)
-        changes = case.position is Position.ROPE or case.dtype_kv.itemsize == 1
-        stored = case.dtype.itemsize == 2 or case.dtype_o == torch.float16
-        if changes and stored and not case.head_scales:
+        if case.has_staged_form and not case.head_scales:
             found.append(case)
     return found

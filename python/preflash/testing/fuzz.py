@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from .. import _staging
 from . import guarded, refusals, runner
 from .cases import Case, MaskKind
 from .guarded import Guarded, Untouched, bits
@@ -56,7 +57,8 @@ class Result:
 
 def examine(problem: Problem, *, backend: str, device: torch.device | str = "cpu") -> Verdict:
     """Computes the problem."""
-    return verdict_of(lambda: examine_with(Trial, problem, backend, device), backend)
+    with _staging.forced(problem.call.copies.value):
+        return verdict_of(lambda: examine_with(Trial, problem, backend, device), backend)
 
 
 def verdict_of(compute: Callable[[], Verdict], backend: str) -> Verdict:
@@ -181,6 +183,8 @@ class Trial:
     def _plan(self) -> None:
         case, device = self.inputs.case, self.inputs.q.device
         part = {Scratch.WHOLE: 1.0, Scratch.HALF: 0.5, Scratch.NONE: 0.0}[self.problem.call.scratch]
+        if case.has_staged_form:
+            part = 1.0  # a plan that only copies serve is refused without room for them
         self.workspace = guarded.workspace(int(self._workspace_bytes() * part), device)
         self.wrapper = runner.make_wrapper(
             case, backend=self.backend, device=device, buffer=self.workspace.view

@@ -41,6 +41,14 @@ class Scratch(enum.Enum):
     NONE = "none"
 
 
+class Copies(enum.Enum):
+    """Whether RoPE and fp8 run on copies: what PREFLASH_STAGING may say."""
+
+    AUTO = "auto"
+    ALWAYS = "always"
+    NEVER = "never"
+
+
 class Also(enum.Enum):
     """What is looked at beside the numbers."""
 
@@ -70,6 +78,7 @@ class Call:
     scratch: Scratch = Scratch.WHOLE
     index_on_device: bool = False
     threads: int = 1  # of the cpu backend
+    copies: Copies = Copies.AUTO  # of a case with a staged form
 
     @property
     def logits_factor(self) -> float:
@@ -259,6 +268,7 @@ def _random_call(rng: random.Random, case: Case, entry: Entry) -> Call:
         scratch=Scratch.WHOLE if splits or entry is Entry.SINGLE else scratch,
         index_on_device=rng.random() < 0.3,
         threads=rng.choice([1, 1, 2, 3]),
+        copies=rng.choice(list(Copies)),
     )
     if entry is Entry.FORWARD:
         absent = Brought.ABSENT

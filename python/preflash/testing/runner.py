@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from .. import _staging
 from . import comparison
 from .cases import Case, Magnitude, Position
 from .comparison import Report, poison
@@ -128,8 +129,9 @@ def compare(inputs: Inputs, out, lse, expected: Expected | None = None, **option
     if out.dtype.itemsize == 1:
         # Probabilities of 8 bits would be seen at the output's roundoff.
         options.setdefault("p_dtype", torch.bfloat16)
-    if case.position is Position.ROPE and out.is_cuda:
-        # Tensor cores multiply 16 bits, the CPU float32; 8-bit queries are float16 by then.
+    copied = _staging.policy() == "always" and case.has_staged_form
+    if case.position is Position.ROPE and (out.is_cuda or copied):
+        # Tensor cores and copies have 16 bits, the CPU float32; 8-bit queries are float16 by then.
         rotated = case.dtype if case.dtype.itemsize == 2 else torch.float16
         options.setdefault("rotated_dtype", rotated)
     return comparison.compare(out, lse, expected, soft_cap=case.soft_cap or 0.0, **options)
