@@ -1,7 +1,8 @@
 // One pass over the rows of K, V and Q that a staged plan copies: gathered through the page table,
 // widened to the kernel's 16 bits, rotated. Memory is the limit: a thread has one position and 8
-// dimensions, whose angles it makes once, and goes through heads with the loads of several in
-// flight. The CTAs of all operands are one launch, one operand's behind the other's.
+// dimensions of two heads, whose angles it makes once. (More heads to a thread, with more or fewer
+// loads in flight, gain nothing.) The CTAs of all operands are one launch, one operand's behind the
+// other's.
 #include <cstdint>
 
 #include "kernels/common/rotary.cuh"
@@ -13,9 +14,9 @@ namespace preflash {
 namespace {
 
 constexpr int kThreads = 256;
+constexpr int kCtasPerSm = 4;
 constexpr int kUnit = 8;           // elements of a thread in one head
-constexpr int kHeads = 4;          // of a thread in one task
-constexpr int kBatch = 2;          // of those in flight together
+constexpr int kHeads = 2;          // heads of a thread in one task, in flight together
 constexpr int kTasksOfCta = 1024;  // about as many
 constexpr int kPairs = kUnit / 2;  // that turn, where an operand is rotated
 
@@ -85,7 +86,7 @@ struct Task {
   StagedRow row;
   int unit;
   int first_head;
-  int end_head;  // at most kHeads further on
+  int num_heads;  // at most kHeads
 };
 
 // Copies of 16 bytes.
@@ -95,22 +96,19 @@ __device__ __forceinline__ void copy(const StagedOperand& operand, const Task& t
                      (task.row.from + task.unit * kUnit) * size_of(kFrom);
   auto* to = static_cast<unsigned char*>(operand.to.data) +
              (task.row.to + task.unit * kUnit) * size_of(kTo);
-#pragma unroll 1
-  for (int first = task.first_head; first < task.end_head; first += kBatch) {
-    Stored<kFrom, kUnit> eight[kBatch];
+  Stored<kFrom, kUnit> eight[kHeads];
 #pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
-      if (first + i >= task.end_head) break;
-      const std::int64_t head = (first + i) * operand.from.stride_head;
-      eight[i] = *reinterpret_cast<const Stored<kFrom, kUnit>*>(from + head * size_of(kFrom));
-    }
+  for (int i = 0; i < kHeads; ++i) {
+    if (i >= task.num_heads) break;
+    const std::int64_t head = (task.first_head + i) * operand.from.stride_head;
+    eight[i] = *reinterpret_cast<const Stored<kFrom, kUnit>*>(from + head * size_of(kFrom));
+  }
 #pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
-      if (first + i >= task.end_head) break;
-      const std::int64_t head = (first + i) * operand.to.stride_head;
-      *reinterpret_cast<Stored<kTo, kUnit>*>(to + head * size_of(kTo)) =
-          widened<kFrom, kTo>(eight[i]);
-    }
+  for (int i = 0; i < kHeads; ++i) {
+    if (i >= task.num_heads) break;
+    const std::int64_t head = (task.first_head + i) * operand.to.stride_head;
+    *reinterpret_cast<Stored<kTo, kUnit>*>(to + head * size_of(kTo)) =
+        widened<kFrom, kTo>(eight[i]);
   }
 }
 
@@ -125,33 +123,30 @@ __device__ __forceinline__ void rotate_heads(const StagedOperand& operand, const
                      (task.row.from + task.unit * kPairs) * size_of(kFrom);
   auto* to = static_cast<unsigned char*>(operand.to.data) +
              (task.row.to + task.unit * kPairs) * size_of(kTo);
+  From low[kHeads], high[kHeads];
+#pragma unroll
+  for (int i = 0; i < kHeads; ++i) {
+    if (i >= task.num_heads) break;
+    const std::int64_t head = (task.first_head + i) * operand.from.stride_head;
+    low[i] = *reinterpret_cast<const From*>(from + head * size_of(kFrom));
+    high[i] = *reinterpret_cast<const From*>(from + (head + half) * size_of(kFrom));
+  }
   Rotation by[kPairs];
 #pragma unroll
   for (int i = 0; i < kPairs; ++i) {
     by[i] = rotation_by(turns_at(task.row.position, frequency[task.unit * kPairs + i]));
   }
-#pragma unroll 1
-  for (int first = task.first_head; first < task.end_head; first += kBatch) {
-    From low[kBatch], high[kBatch];
 #pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
-      if (first + i >= task.end_head) break;
-      const std::int64_t head = (first + i) * operand.from.stride_head;
-      low[i] = *reinterpret_cast<const From*>(from + head * size_of(kFrom));
-      high[i] = *reinterpret_cast<const From*>(from + (head + half) * size_of(kFrom));
-    }
+  for (int i = 0; i < kHeads; ++i) {
+    if (i >= task.num_heads) break;
+    float a[kPairs], b[kPairs];
+    to_floats<kFrom>(low[i], a);
+    to_floats<kFrom>(high[i], b);
 #pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
-      if (first + i >= task.end_head) break;
-      float a[kPairs], b[kPairs];
-      to_floats<kFrom>(low[i], a);
-      to_floats<kFrom>(high[i], b);
-#pragma unroll
-      for (int pair = 0; pair < kPairs; ++pair) rotate(a[pair], b[pair], by[pair]);
-      const std::int64_t head = (first + i) * operand.to.stride_head;
-      *reinterpret_cast<To*>(to + head * size_of(kTo)) = from_floats<kTo>(a);
-      *reinterpret_cast<To*>(to + (head + half) * size_of(kTo)) = from_floats<kTo>(b);
-    }
+    for (int pair = 0; pair < kPairs; ++pair) rotate(a[pair], b[pair], by[pair]);
+    const std::int64_t head = (task.first_head + i) * operand.to.stride_head;
+    *reinterpret_cast<To*>(to + head * size_of(kTo)) = from_floats<kTo>(a);
+    *reinterpret_cast<To*>(to + (head + half) * size_of(kTo)) = from_floats<kTo>(b);
   }
 }
 
@@ -183,7 +178,7 @@ __device__ __forceinline__ void stage_rows(const StageParams& params, const Stag
                                                   : staged_query(params, operand, index),
                     .unit = in_row - group * share.units,
                     .first_head = group * kHeads,
-                    .end_head = min(operand.num_heads, (group + 1) * kHeads)};
+                    .num_heads = min(operand.num_heads - group * kHeads, kHeads)};
     switch (operand.from_dtype) {
       case DType::kFloat8E4M3: run<DType::kFloat8E4M3, kTo>(operand, task, frequency); break;
       case DType::kFloat8E5M2: run<DType::kFloat8E5M2, kTo>(operand, task, frequency); break;
@@ -193,7 +188,7 @@ __device__ __forceinline__ void stage_rows(const StageParams& params, const Stag
 }
 
 template <DType kTo>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kCtasPerSm)
     stage_kernel(const __grid_constant__ StageLaunch launch) {
   // NOTE: not from the parameters, which a warp reads one address at a time.
   __shared__ std::uint64_t frequency[kMaxRotaryPairs];
