@@ -211,7 +211,9 @@ def draw(seed: int, index: int, limits: Limits) -> Problem:
     case = _adapted(case, entry)
     call = _random_call(rng, case, entry)
     also = rng.choice(_looked_at(case, entry))
-    return Problem(case, call, also, rng.randrange(2**31))
+    seed = rng.randrange(2**31)
+    call = dataclasses.replace(call, copies=rng.choice(list(Copies)))
+    return Problem(case, call, also, seed)
 
 
 def _adapted(case: Case, entry: Entry) -> Case:
@@ -268,7 +270,6 @@ def _random_call(rng: random.Random, case: Case, entry: Entry) -> Call:
         scratch=Scratch.WHOLE if splits or entry is Entry.SINGLE else scratch,
         index_on_device=rng.random() < 0.3,
         threads=rng.choice([1, 1, 2, 3]),
-        copies=rng.choice(list(Copies)),
     )
     if entry is Entry.FORWARD:
         absent = Brought.ABSENT
