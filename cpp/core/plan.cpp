@@ -134,10 +134,10 @@ std::shared_ptr<const StagedForm> stage(Family family, const PlanRequest& reques
   const SegmentProblem& segment = problem.segments[0];
   const std::optional<AttentionOptions> options = staged_options(segment);
   if (segment.staging == Staging::kNever || !options) return nullptr;
-  const FoundKernel direct = find_kernel(family, segment, facts);
+  const FoundKernel transforming = find_kernel(family, segment, facts);
+  const bool can_do_without = transforming.kernel != nullptr;
   const char* reason = why_not_staged(request);
-  if (direct.kernel != nullptr &&
-      (reason != nullptr || !prefers_staging(segment, *direct.kernel))) {
+  if (can_do_without && (reason != nullptr || !prefers_staging(segment, *transforming.kernel))) {
     return nullptr;
   }
   SegmentProblem described = segment;
@@ -145,20 +145,16 @@ std::shared_ptr<const StagedForm> stage(Family family, const PlanRequest& reques
   const FoundKernel found = find_kernel(family, described, facts);
   if (found.kernel == nullptr) return nullptr;
   if (reason != nullptr) {
-    throw NotCompiledError(direct.error + " A staging pass serves it, but not with " + reason);
+    throw NotCompiledError(transforming.error + " Copies of k and v would serve it, but not with " +
+                           reason + ".");
   }
   auto form = std::make_shared<const StagedForm>(segment, *options, *found.kernel);
   const std::int64_t room = problem.float_workspace_bytes;
-  if (direct.kernel != nullptr) {
-    const bool fits = form->bytes() + form->wanted_partials(facts) <= room;
-    return fits ? form : nullptr;
-  }
-  if (form->bytes() > room) {
-    refuse("float_workspace_buffer has ", room, " bytes; ", found.kernel->id, " needs ",
-           form->bytes(), " for copies of what is widened or rotated (no kernel of backend \"",
-           backend_of(family), "\" does so on arrival here): enlarge it");
-  }
-  return form;
+  if (form->bytes() <= room) return form;
+  if (can_do_without) return nullptr;
+  refuse("float_workspace_buffer has ", room, " bytes; ", found.kernel->id, " needs ",
+         form->bytes(), " for copies of what is widened or rotated, which no kernel of backend \"",
+         backend_of(family), "\" does on arrival here: enlarge it");
 }
 
 // The spans point into the batches.
@@ -191,8 +187,8 @@ Plan::Choice Plan::choose(Family family, int device, const PerSegment<PlanReques
   }
   choice.kernels = SegmentKernels(&choice.staged->kernel());
   problem.segments = choice.staged->problem_of_kernel(problem.segments[0]);
-  const std::int64_t copies = choice.staged->bytes() + kCopyAlignment;
-  problem.float_workspace_bytes = std::max<std::int64_t>(float_workspace_bytes - copies, 0);
+  const std::int64_t room = float_workspace_bytes - choice.staged->bytes();
+  problem.float_workspace_bytes = room / kCopyAlignment * kCopyAlignment;  // copies lie behind it
   return choice;
 }
 

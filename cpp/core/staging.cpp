@@ -5,7 +5,6 @@
 #include <limits>
 
 #include "planner/message.h"
-#include "preflash/plan.h"
 
 namespace preflash {
 namespace {
@@ -118,11 +117,6 @@ SegmentProblem StagedForm::problem_of_kernel(SegmentProblem problem) const {
   problem.last_page_len = {};
   problem.page_size = 0;
   return problem;
-}
-
-std::int64_t StagedForm::wanted_partials(const DeviceFacts& facts) const {
-  const std::int64_t row_bytes = options_.head_dim_vo * sizeof(float) + sizeof(PartialLse);
-  return 2 * row_bytes * facts.num_sms * kernel_->tile.ctas_per_sm * kernel_->tile.m;
 }
 
 }  // namespace preflash

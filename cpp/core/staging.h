@@ -8,7 +8,6 @@
 #include <optional>
 #include <vector>
 
-#include "preflash/device_services.h"
 #include "preflash/options.h"
 #include "preflash/problem.h"
 #include "preflash/variant.h"
@@ -52,10 +51,6 @@ class StagedForm {
 
   // What the kernel computes. The spans point into this object and where `problem`'s do.
   SegmentProblem problem_of_kernel(SegmentProblem problem) const;
-
-  // Bytes beside the copies with which the planner splits as it would without them: two waves of
-  // partial tiles.
-  std::int64_t wanted_partials(const DeviceFacts& facts) const;
 
  private:
   AttentionOptions options_;

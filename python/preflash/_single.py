@@ -26,8 +26,9 @@ from ._tensors import check_per_head
 from ._workspace import Workspace
 
 _PLANS_KEPT = 64
-# Enough to split the keys of one request over any machine; allocated only as far as a plan asks.
-_FLOAT_BYTES = 256 * 1024 * 1024
+# Enough to split the keys of one request over any machine, and for its copies (_staging); allocated
+# only as far as a plan asks.
+_FLOAT_BYTES = 1024 * 1024 * 1024
 
 
 class _Planned(NamedTuple):

@@ -271,7 +271,13 @@ class BatchPrefillWrapper(EngineAttributes):
             alone = _pipeline.plan(room, name, request._replace(graph_rows=0)).plan
             room.float_bytes = alone.float_bytes
         plan = _pipeline.plan(room, name, request).plan
-        return plan.float_bytes, plan.int_bytes
+        int_bytes = plan.int_bytes
+        if plan.staged:
+            # With less of a float workspace the plan may be another one.
+            direct = request._replace(options=_staging.without(request.options))
+            with contextlib.suppress(NotImplementedError):
+                int_bytes = max(int_bytes, _pipeline.plan(room, name, direct).plan.int_bytes)
+        return plan.float_bytes, int_bytes
 
     # Running.
 

@@ -3,7 +3,7 @@
 // access. Exits with 0, with 1 on a mismatch, with 77 where there is no GPU.
 //
 //   nvcc -std=c++20 -O3 -arch=sm_90 -Icpp/include -Icpp -o services_check
-//        tests/cpp/services_check.cu cpp/cuda/*.cpp cpp/kernels/{combine,common}/*.cu
+//        tests/cpp/services_check.cu cpp/cuda/*.cpp cpp/kernels/{combine,common,stage}/*.cu
 #include <cuda.h>
 
 #include <thread>

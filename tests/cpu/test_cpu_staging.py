@@ -105,6 +105,10 @@ def test_workspace_size_counts_the_copies():
     positional, options = runner.plan_arguments(inputs)
     needed, _ = wrapper.workspace_size(*positional, **options)
     assert needed >= 2 * sum(case.kv_lens) * case.num_kv_heads * case.head_dim * 2
+    for size, staged in ((needed, True), (needed - 128, False)):
+        wrapper = runner.make_wrapper(case, backend="cpu", buffer=runner.workspace("cpu", size))
+        runner.plan(wrapper, inputs)
+        assert wrapper._state.planned.primary.plan.staged is staged
 
 
 def test_factors_of_heads_are_applied_without_copies():
