@@ -73,7 +73,9 @@ std::optional<void*> Torch::current_stream(const dlpack::Device& device) const {
 bool Torch::records(std::initializer_list<PyObject*> tensors) const {
   if (is_true(checked(PyObject_CallNoArgs(is_tracing_.ptr())))) return true;
   const py::object level = checked(PyObject_GetAttr(forward_ad_.ptr(), current_level_.ptr()));
-  if (PyLong_AsLong(level.ptr()) >= 0) return true;
+  const long differentiated = PyLong_AsLong(level.ptr());
+  if (differentiated == -1 && PyErr_Occurred()) throw py::error_already_set();
+  if (differentiated >= 0) return true;
   if (!is_true(checked(PyObject_CallNoArgs(is_grad_enabled_.ptr())))) return false;
   return std::any_of(tensors.begin(), tensors.end(), [&](PyObject* tensor) {
     return is_true(checked(PyObject_GetAttr(tensor, requires_grad_.ptr())));
