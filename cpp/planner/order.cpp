@@ -254,6 +254,37 @@ class LeastLoaded {
   std::vector<std::int32_t> heads_ = std::vector<std::int32_t>(kRing, -1);
 };
 
+// Cuts the late items into lists: each takes a part of what is left for every slot.
+class LateLists {
+ public:
+  LateLists(const AssignProblem& problem, std::int32_t longest)
+      : num_ctas_(problem.num_ctas), left_(problem.late_cost), least_(longest / kShortest) {}
+
+  // Adds an item of this cost and returns its list, counted from 0.
+  std::int32_t give(std::int32_t cost) {
+    if (list_ < 0 || load_ + cost / 2 >= target_) {
+      ++list_;
+      load_ = 0;
+      target_ = std::max(left_ * kPartOfNum / (num_ctas_ * kPartOfDen), least_);
+    }
+    load_ += cost;
+    left_ -= cost;
+    return list_;
+  }
+
+ private:
+  // A list takes so much of what is left for a slot, and at least this part of the longest item.
+  static constexpr std::int64_t kPartOfNum = 3, kPartOfDen = 4;
+  static constexpr std::int64_t kShortest = 4;
+
+  std::int64_t num_ctas_;
+  std::int64_t left_;
+  std::int64_t least_;
+  std::int64_t target_ = 0;
+  std::int64_t load_ = 0;
+  std::int32_t list_ = -1;
+};
+
 }  // namespace
 
 std::vector<OrderedUnit> order_units(const WorkList& work, const OrderProblem& problem) {
@@ -267,16 +298,32 @@ std::vector<OrderedUnit> order_units(const WorkList& work, const OrderProblem& p
   return SideBySide(work, order, problem.cta_slots).merged();
 }
 
-Assignment assign(const WorkList& work, std::span<const OrderedUnit> order, std::int32_t num_ctas) {
+std::int64_t late_cost_of(const WorkList& work, std::int32_t num_ctas) {
+  constexpr std::int64_t kPart = 10;     // of the work
+  constexpr std::int64_t kFewItems = 4;  // of the longest, for each slot
+  const bool few = work.cost < kFewItems * work.longest * num_ctas;
+  return work.segments.size() < 2 || few ? 0 : work.cost / kPart;
+}
+
+Assignment assign(const WorkList& work, std::span<const OrderedUnit> order,
+                  const AssignProblem& problem) {
   Assignment result;
-  result.cta_begin.assign(num_ctas + 1, 0);
+  result.cta_begin.assign(problem.num_ctas + 1, 0);
   result.position.resize(work.num_items);
   if (work.num_items == 0) return result;
 
-  LeastLoaded ctas(num_ctas, work.longest);
+  LeastLoaded ctas(problem.num_ctas, work.longest);
+  LateLists late(problem, work.longest);
+  std::int64_t early_cost = work.cost - problem.late_cost;
   std::int32_t* cta_of_item = result.position.data();
   for_each_item(work, order, [&](const WorkUnit& unit, int) {
-    const std::int32_t cta = ctas.give(unit.cost);
+    // A late item takes the slot that is free first, as far as costs tell.
+    std::int32_t cta = ctas.give(unit.cost);
+    if (early_cost <= 0) {
+      cta = problem.num_ctas + late.give(unit.cost);
+      result.cta_begin.resize(cta + 2);
+    }
+    early_cost -= unit.cost;
     ++result.cta_begin[cta + 1];
     *cta_of_item++ = cta;
   });

@@ -53,14 +53,31 @@ void for_each_item(const WorkList& work, std::span<const OrderedUnit> order, Emi
 
 // Which CTA runs what. Item i of the running order goes to place position[i] of the work list.
 struct Assignment {
-  std::vector<std::int32_t> cta_begin;  // [num_ctas + 1]
+  std::vector<std::int32_t> cta_begin;  // [number of CTAs + 1]
   std::vector<std::int32_t> position;   // [num_items]
   std::int64_t makespan = 0;            // cost of the busiest CTA
 
   bool present() const { return !cta_begin.empty(); }
+  std::int32_t num_ctas() const { return static_cast<std::int32_t>(cta_begin.size()) - 1; }
 };
 
-// Takes items in running order and gives each to the CTA with the least work so far.
-Assignment assign(const WorkList& work, std::span<const OrderedUnit> order, std::int32_t num_ctas);
+// How the items of a persistent schedule reach CTAs.
+struct AssignProblem {
+  std::int32_t num_ctas = 1;  // that begin at once, one for each slot
+  // The last items, of so much cost in all, are lists of further CTAs. The hardware begins those in
+  // order as slots become free, so that errors of the cost model even out; but a CTA takes longer
+  // to begin than an item.
+  std::int64_t late_cost = 0;
+};
+
+// The cost of what begins late. Prefill beside decode: how fast either kind is depends on what the
+// other SMs do at the time, so that lists which all begin at once end by an item's time apart. In
+// a launch of few items there is no room for it.
+std::int64_t late_cost_of(const WorkList& work, std::int32_t num_ctas);
+
+// Takes items in running order and gives each to the CTA with the least work so far; the late ones
+// to lists that become shorter and shorter.
+Assignment assign(const WorkList& work, std::span<const OrderedUnit> order,
+                  const AssignProblem& problem);
 
 }  // namespace preflash

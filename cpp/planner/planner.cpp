@@ -174,7 +174,7 @@ Planner::Planner(const Problem& problem, const DeviceFacts& facts, const Segment
     read_segment(problem.segments[s], *kernels[s]);
   }
   split(problem, cta_slots, kernels);
-  schedule(facts, cta_slots, schedule_kind);
+  schedule(problem, facts, cta_slots, schedule_kind);
   count();
 }
 
@@ -294,7 +294,8 @@ void Planner::reserve(const Problem& problem, const SplitLimits& limits) {
   if (!fits) throw std::logic_error("the planner used more than it has, or reserved");
 }
 
-void Planner::schedule(const DeviceFacts& facts, std::int64_t cta_slots, Schedule schedule) {
+void Planner::schedule(const Problem& problem, const DeviceFacts& facts, std::int64_t cta_slots,
+                        Schedule schedule) {
   // NOTE: of a custom mask the costs are guesses, and lists of several sections do not even out
   // what was guessed wrong: a CTA that got early rows in one section may get them in the next.
   const bool guesses = schedule == Schedule::kPersistent &&
@@ -303,9 +304,13 @@ void Planner::schedule(const DeviceFacts& facts, std::int64_t cta_slots, Schedul
                        });
   order_ = order_units(work_, {.cta_slots = cta_slots, .l2_bytes = guesses ? 0 : facts.l2_bytes});
   if (schedule == Schedule::kPersistent) {
-    const std::int64_t num_ctas = std::min(cta_slots, item_capacity_);
-    assignment_ = assign(work_, order_, static_cast<std::int32_t>(num_ctas));
-    sizes_.num_ctas = static_cast<int>(num_ctas);
+    const auto num_ctas = static_cast<std::int32_t>(std::min(cta_slots, item_capacity_));
+    // NOTE: a CUDA graph has a fixed grid.
+    const bool graph = problem.segments[0].graph_max_rows > 0;
+    assignment_ =
+        assign(work_, order_,
+               {.num_ctas = num_ctas, .late_cost = graph ? 0 : late_cost_of(work_, num_ctas)});
+    sizes_.num_ctas = assignment_.num_ctas();
     sizes_.makespan_kv_tiles = ceil_div(assignment_.makespan, std::int64_t{ItemCost::kTile});
     return;
   }

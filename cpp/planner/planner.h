@@ -87,7 +87,8 @@ class Planner {
   void cut_into_chunks(const Problem& problem, std::span<const SegmentPlan> plans,
                        const SplitProblem& decision);
   void reserve(const Problem& problem, const SplitLimits& limits);
-  void schedule(const DeviceFacts& facts, std::int64_t cta_slots, Schedule schedule);
+  void schedule(const Problem& problem, const DeviceFacts& facts, std::int64_t cta_slots,
+                Schedule schedule);
   void count();
   void lay_out(Arena& ints, Arena& floats, PlanLayout& layout) const;
   void write_items(WorkItem* items) const;

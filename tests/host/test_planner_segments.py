@@ -153,7 +153,56 @@ def test_the_smaller_number_of_ctas_counts():
     """A CTA runs items of both segments."""
     pair = [prefill(ctas_per_sm=1), decode(ctas_per_sm=4)]
     made = plan(segments=pair, schedule="persistent", num_sms=3)
-    assert made.sizes["num_ctas"] == 3
+    costs = made.costs()
+    loads = np.add.reduceat(costs, made.cta_begin[:-1])
+    assert loads[:2].sum() < 0.85 * costs.sum() < loads[:3].sum()
+
+
+MANY = [
+    prefill(qo_lens=[900] * 6, kv_lens=[900] * 6, ctas_per_sm=1),
+    decode(batch=300, kv_len=700, ctas_per_sm=1),
+]
+
+
+def test_the_last_tenth_begins_late():
+    """Lists behind those of the slots hold a tenth of the work, each a part of what is left."""
+    slots = 6
+    made = plan(segments=MANY, schedule="persistent", num_sms=slots)
+    check(made)
+    costs = made.costs()
+    loads = np.add.reduceat(costs, made.cta_begin[:-1])
+    late = loads[slots:]
+    assert len(late) > slots
+    assert abs(late.sum() - costs.sum() / 10) <= costs.max()
+    assert loads[:slots].max() - loads[:slots].min() <= costs.max()
+    left = late.sum() - np.concatenate([[0], np.cumsum(late)[:-1]])
+    assert (late <= left / slots + costs.max()).all()
+    # As slots become free.
+    ends = np.sort(loads[:slots])
+    for load in late:
+        ends[0] += load
+        ends.sort()
+    assert ends[-1] <= costs.sum() / slots + costs.max()
+    assert made.sizes["makespan_kv_tiles"] <= np.ceil(costs.sum() / slots + costs.max())
+
+
+def test_little_work_and_one_segment_begin_at_once():
+    few = plan(
+        segments=[prefill(qo_lens=[60], kv_lens=[900], ctas_per_sm=1), decode(batch=4)],
+        schedule="persistent",
+        num_sms=8,
+    )
+    assert few.sizes["num_ctas"] == 8
+    for lone in MANY:
+        made = plan(**lone, schedule="persistent", num_sms=6)
+        assert made.sizes["num_ctas"] == 6
+
+
+def test_a_graph_begins_with_one_grid():
+    graph = [{**one, "graph_max_rows": 6000} for one in MANY]
+    made = plan(segments=graph, schedule="persistent", num_sms=6)
+    check(made)
+    assert made.sizes["num_ctas"] == 6
 
 
 REFUSED = [
