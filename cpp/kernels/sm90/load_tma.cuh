@@ -96,7 +96,7 @@ struct TmaLoader {
   template <class AfterFirst>
   __device__ __forceinline__ void load_item(const ItemState& state, AfterFirst&& after_first) {
     item = ItemKeys::of(state);
-    if constexpr (Traits::kSegments > 1) hint = cache_hint(state);
+    hint = cache_hint(state);
     const int begin = warp_uniform(state.tiles.begin);
     const int first = warp_uniform(state.tiles.end) - 1;
     TmaCoordinates coordinates = find_coordinates(first);
@@ -130,8 +130,8 @@ struct TmaLoader {
   __device__ __forceinline__ const HopperSegment& segment() const {
     return params.segment(item.segment);
   }
-  // NOTE: the keys of a decode batch, which one query tile reads once, would drive those of the
-  // prefill beside it, which many read, out of the L2.
+  // NOTE: the keys of a decode batch, which one query tile reads once, would drive what is read
+  // again out of the L2: those of a prefill beside it, the page table, what the next kernel needs.
   __device__ __forceinline__ TMA::CacheHintSm90 cache_hint(const ItemState& state) const {
     bool once = state.request.qo_len * segment().group_size <= segment().rows_per_tile;
     return once ? TMA::CacheHintSm90::EVICT_FIRST : TMA::CacheHintSm90::EVICT_LAST;
