@@ -8,6 +8,7 @@
 #include <cmath>
 
 #include "kernels/combine/combine.h"
+#include "kernels/common/dependent_launch.cuh"
 #include "kernels/common/element_io.cuh"
 
 namespace preflash {
@@ -163,6 +164,8 @@ __device__ __forceinline__ void combine_row(const CombineParams& params, const M
 }
 
 // blockIdx.x: the merge item; the CTAs of blockIdx.y share its rows.
+// NOTE: the plan is read before the partials are complete: it was there when the forward kernel,
+// which lets this one begin early, began itself.
 template <class T>
 __global__ void __launch_bounds__(kWarps* kWarpSize) combine_kernel(const CombineParams params) {
   const MergeItem merge = params.merges[blockIdx.x];
@@ -172,6 +175,7 @@ __global__ void __launch_bounds__(kWarps* kWarpSize) combine_kernel(const Combin
   const int column_blocks = ceil_div(params.head_dim_vo, kWarpColumns);
   const int warp = threadIdx.x / kWarpSize;
   const int lane_column = threadIdx.x % kWarpSize * kWidth;
+  wait_for_kernel_before();
   for (int unit = blockIdx.y * kWarps + warp; unit < num_rows * column_blocks;
        unit += gridDim.y * kWarps) {
     combine_row<T>(params, merge, request, {.row = unit / column_blocks, .num_rows = num_rows},
@@ -193,7 +197,7 @@ cudaError_t launch_combine(const CombineParams& params, int num_sms, cudaStream_
   config.blockDim = dim3(kWarps * kWarpSize);
   config.stream = stream;
   auto launch = [&](auto tag) {
-    return cudaLaunchKernelEx(&config, combine_kernel<typename decltype(tag)::type>, params);
+    return launch_early<&combine_kernel<typename decltype(tag)::type>>(config, params);
   };
   if (params.o_dtype == DType::kFloat8E4M3) return launch(TypeTag<__nv_fp8_e4m3>{});
   return dispatch_element(params.o_dtype, launch);

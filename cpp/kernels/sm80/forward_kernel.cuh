@@ -1,6 +1,7 @@
 // One CTA of the fa2 kernel: its share of the planner's work list, item by item.
 #pragma once
 
+#include "kernels/common/dependent_launch.cuh"
 #include "kernels/common/item_timer.cuh"
 #include "kernels/sm80/forward_epilogue.cuh"
 
@@ -52,6 +53,7 @@ __global__ void __launch_bounds__(ForwardTraits<V>::kThreads, V::kTile.ctas_per_
       fill_rotary_tables(params.segments[0], smem.transform, thread);
     }
   }
+  let_next_kernel_begin();
   int begin = blockIdx.x;
   int end = begin + 1;
   if (params.cta_begin != nullptr) {

@@ -4,6 +4,7 @@
 
 #include <cutlass/arch/reg_reconfig.h>
 
+#include "kernels/common/dependent_launch.cuh"
 #include "kernels/sm90/forward_load.cuh"
 #include "kernels/sm90/forward_mainloop.cuh"
 
@@ -93,6 +94,7 @@ __global__ void __launch_bounds__(ForwardTraits<V>::kThreads, V::kTile.ctas_per_
   auto [begin, end] = items_of_cta<Traits>(params);
   if (threadIdx.x == kWarpgroupThreads) init_barriers(params.segments[0], smem, gather);
   if constexpr (Traits::kTransforms) fill_rotary_tables(params.segments[0].rotary, smem);
+  let_next_kernel_begin();
   __syncthreads();
 
   int warpgroup = cutlass::canonical_warp_group_idx();
