@@ -2,6 +2,7 @@
 // for itself but for the end of an item, where the warps' parts become one.
 #pragma once
 
+#include "kernels/common/dependent_launch.cuh"
 #include "kernels/sm90/decode_merge.cuh"
 
 namespace preflash::sm90 {
@@ -111,6 +112,8 @@ __global__ void __launch_bounds__(DecodeTraits<V>::kThreads, V::kTile.ctas_per_s
   using Traits = DecodeTraits<V>;
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
   auto& smem = *reinterpret_cast<DecodeStorage<Traits>*>(smem_bytes);
+  wait_for_earlier_kernels();
+  let_next_kernel_begin();
   int begin = blockIdx.x, end = begin + 1;
   if (params.cta_begin != nullptr) {
     begin = __ldg(params.cta_begin + blockIdx.x);
