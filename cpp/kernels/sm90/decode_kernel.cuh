@@ -112,7 +112,6 @@ __global__ void __launch_bounds__(DecodeTraits<V>::kThreads, V::kTile.ctas_per_s
   using Traits = DecodeTraits<V>;
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
   auto& smem = *reinterpret_cast<DecodeStorage<Traits>*>(smem_bytes);
-  wait_for_earlier_kernels();
   let_next_kernel_begin();
   int begin = blockIdx.x, end = begin + 1;
   if (params.cta_begin != nullptr) {
