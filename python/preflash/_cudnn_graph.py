@@ -99,8 +99,9 @@ class Graph(NamedTuple):
     k: Rows | Pages
     v: Rows | Pages
     stats: Stats
-    # The dtype of each array of offsets, of q, out, k, v and stats; None: no such array, and the
-    # one request starts at 0.
+    # The dtype of each array of offsets, of q, out, k, v and stats; None: no such array, because of
+    # pages or padded stats. NOTE: of outputs without offsets cuDNN writes all declared rows, and
+    # what it reads behind a request's last key reaches the result.
     offsets: tuple[torch.dtype | None, ...]
     table_width: int = 0  # pages in a row of the page table; 0: not paged
 

@@ -235,11 +235,15 @@ class _Where:
         table = pad(table[:, :pages], (0, max(spare[0], 0), 0, spare[1]))
         return self._sent(table)
 
-    def _offsets(self, at: Offsets, lengths: torch.Tensor) -> torch.Tensor | None:
-        """Elements, in 64 bits where they are computed."""
+    def _offsets(self, at: Offsets, lengths: torch.Tensor) -> torch.Tensor:
+        """Elements, in 64 bits where they are computed.
+
+        The one request that needs none gets them, too: without offsets cuDNN writes all rows that
+        a graph has room for, also behind the end of `out`.
+        """
         given = at.given
         if given is None:
-            return None
+            given = torch.zeros(1, dtype=torch.int64, device=lengths.device)
         width = at.per_token
         if at.in_tokens:
             given = given.to(torch.int64) * width

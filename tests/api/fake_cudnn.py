@@ -140,6 +140,11 @@ class Graph:
         a = self.attention
         assert a["use_padding_mask"]
         assert a["compute_data_type"] is data_type.FLOAT
+        # Without offsets all declared rows are read and written, also those behind the tensor.
+        assert a["q"].offsets is not None
+        assert self.out.offsets is not None
+        paged = "paged_attention_k_table" in a
+        assert paged or None not in (a["k"].offsets, a["v"].offsets)
         qo_lens = a["seq_len_q"].values(addresses).flatten().tolist()
         kv_lens = a["seq_len_kv"].values(addresses).flatten().tolist()
         for request, (qo_len, kv_len) in enumerate(zip(qo_lens, kv_lens, strict=True)):
