@@ -267,7 +267,11 @@ class _Room(NamedTuple):
 
 
 def _room(call: Call) -> _Room:
-    sizes = (call.batch_size, call.max_qo_len, call.max_kv_len)
+    max_qo_len = call.max_qo_len
+    if call.with_lse and call.stats_at is not None:
+        # In graphs of one row cuDNN writes statistics elsewhere than at the offsets.
+        max_qo_len = max(max_qo_len, 2)
+    sizes = (call.batch_size, max_qo_len, call.max_kv_len)
     return _Room(*(1 << (size - 1).bit_length() for size in sizes))
 
 
