@@ -167,6 +167,13 @@ void bind_introspection(py::module_& m) {
       "Whether a launch for each is expected to take less time than one for both.");
   m.def("in_matrix", &in_matrix_of, py::arg("family"), py::arg("options"),
         "Whether a build of every variant serves them.");
+  m.def(
+      "find_in_matrix",
+      [](const Variant& wanted) {
+        const Variant* found = find_in_matrix(wanted);
+        return found != nullptr ? std::optional(*found) : std::nullopt;
+      },
+      py::arg("wanted"), "What a build of every variant would run, or None.");
   m.def("cpu_isa", &cpu_isa_name, "The instruction set that the CPU backend uses on this machine.");
   m.def("device_facts", &device_facts, py::arg("device"));
   m.def("cuda_device_count", &cuda_device_count);

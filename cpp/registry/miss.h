@@ -9,11 +9,17 @@
 
 namespace preflash {
 
-// True where `kernel` computes what `wanted` asks for; the tile class does not matter.
+// True where `compiled` computes what `wanted` asks for. The tile class does not matter, but where
+// short tiles are kernels of their own, which compute less.
 bool serves(const Variant& compiled, const Variant& wanted);
 
-// Whether a build of every variant would serve it.
-bool in_matrix(const Variant& wanted);
+// Of two that serve `wanted`: less padding first, then the tile class.
+bool serves_better(const Variant& a, const Variant& b, const Variant& wanted);
+
+// What a build of every variant would run for it, or nullptr.
+const Variant* find_in_matrix(const Variant& wanted);
+
+inline bool in_matrix(const Variant& wanted) { return find_in_matrix(wanted) != nullptr; }
 
 // Says what was asked, what is compiled for that family, and what would work. `compiled` holds the
 // variants of the wanted family; `elsewhere` the families, if any, whose kernels serve the request.

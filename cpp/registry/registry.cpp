@@ -45,20 +45,12 @@ Loaded<Table> load_table(const std::string& path, const char* symbol) {
   return {.table = table};
 }
 
-// Of two kernels that serve `wanted`: less padding first, then the wanted tile class.
-bool is_better(const Variant& a, const Variant& b, const Variant& wanted) {
-  int size_a = a.head_dim_qk + a.head_dim_vo;
-  int size_b = b.head_dim_qk + b.head_dim_vo;
-  if (size_a != size_b) return size_a < size_b;
-  return a.tile_class == wanted.tile_class && b.tile_class != wanted.tile_class;
-}
-
 const ForwardKernel* best_kernel(const KernelLibrary& library, const Variant& wanted) {
   const ForwardKernel* best = nullptr;
   for (int i = 0; i < library.num_kernels; ++i) {
     const ForwardKernel& kernel = library.kernels[i];
     if (!serves(kernel.variant, wanted)) continue;
-    if (best == nullptr || is_better(kernel.variant, best->variant, wanted)) best = &kernel;
+    if (best == nullptr || serves_better(kernel.variant, best->variant, wanted)) best = &kernel;
   }
   return best;
 }

@@ -10,7 +10,7 @@ from preflash.testing.cases import Limits
 from preflash.testing.problems import Also, Brought, Call, Entry, Problem, Scratch, draw, parse
 
 SEED = 20261121
-LIMITS = Limits(700, 1e7, (torch.float16, torch.bfloat16, torch.float32), fp8=True, rope=True)
+LIMITS = Limits(700, 1e7, (torch.float16, torch.bfloat16, torch.float32))
 DRAWN = [draw(SEED, index, LIMITS) for index in range(300)]
 
 

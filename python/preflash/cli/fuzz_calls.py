@@ -37,7 +37,7 @@ class Call:
 
 
 def _limits(place: Place) -> Limits:
-    return Limits(_LONGEST, _WORK, place.dtypes, fp8=place.serves_fp8, rope=place.serves_rope)
+    return Limits(_LONGEST, _WORK, place.dtypes)
 
 
 def _of(module: Any) -> Call:

@@ -33,14 +33,6 @@ class Place:
     def dtypes(self) -> tuple[torch.dtype, ...]:
         return _DTYPES[self.backend]
 
-    @property
-    def serves_fp8(self) -> bool:
-        return self.backend == "cpu"
-
-    @property
-    def serves_rope(self) -> bool:
-        return self.backend == "cpu"
-
 
 def gpu_absent() -> str:
     """Why no GPU can be used; empty where one can."""

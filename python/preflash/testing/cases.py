@@ -618,8 +618,8 @@ class Limits:
     longest: int = 300  # tokens of a request
     work: float = 2e9  # multiply-adds of q k^T and p v before any mask, a token counting as 32
     dtypes: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16)
-    fp8: bool = False  # 8-bit keys and values, and queries and outputs
-    rope: bool = False
+    fp8: bool = True  # 8-bit keys and values, and queries and outputs
+    rope: bool = True
 
 
 def _length(rng: random.Random, longest: int) -> int:
@@ -754,7 +754,7 @@ def random_case(rng: random.Random, name: str, limits: Limits) -> Case:
 def random_cases(count: int, *, seed: int, longest: int = 300, work: float = 2e9) -> list[Case]:
     """`count` cases drawn from `seed`, within `Limits` of `longest` and `work`."""
     rng = random.Random(seed)
-    limits = Limits(longest, work)
+    limits = Limits(longest, work, fp8=False, rope=False)
     return [random_case(rng, f"fuzz{index}", limits) for index in range(count)]
 
 
@@ -762,7 +762,7 @@ def random_staged_cases(count: int, *, seed: int) -> list[Case]:
     """`count` cases that have a staged form: RoPE or fp8, and an output of 16 bits in the dtype of
     the products."""
     rng = random.Random(seed)
-    limits = Limits(300, 2e9, dtypes=(torch.float16, torch.bfloat16), fp8=True, rope=True)
+    limits = Limits(300, 2e9, dtypes=(torch.float16, torch.bfloat16))
     found: list[Case] = []
     while len(found) < count:
         case = random_case(rng, f"fuzz{len(found)}", limits)
