@@ -4,6 +4,7 @@ a variant and a work list."""
 from __future__ import annotations
 
 import functools
+import operator
 from typing import Any, NamedTuple
 
 import torch
@@ -164,6 +165,18 @@ def single_options(tensors: Qkv, a: SingleArguments) -> _core.AttentionOptions:
         fixed_split_size=0,
         disable_split=False,
     )
+
+
+def single_key(a: SingleArguments) -> tuple:
+    """The options of a single request as a key holds them: with their types, because 1, 1.0 and
+    True are equal and not all of them accepted, and by value, because an integer in a tensor or in
+    an array of numpy's may be another one by the next call."""
+    if not all(type(value) in _CONSTANT for value in a):
+        a = SingleArguments(*map(check.plain, a))
+        window = a.window_left
+        if isinstance(window, torch.Tensor) and window.dtype != torch.bool:
+            a = a._replace(window_left=operator.index(window))
+    return (a, *map(type, a))
 
 
 def check_unserved(a: UnservedRunOptions) -> None:

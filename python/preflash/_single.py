@@ -17,7 +17,7 @@ from . import _validate as check
 from ._arguments import Qkv, Result, SingleArguments, SingleCall
 from ._device_stream import DeviceStream, device_stream_of
 from ._lengths import single_lengths
-from ._options import single_options
+from ._options import single_key, single_options
 from ._outputs import Outputs
 from ._pipeline import Request
 from ._planned import Memory, PlannedVariant
@@ -84,8 +84,6 @@ def prefill(tensors: Qkv, a: SingleArguments, call: SingleCall, outputs: Outputs
 
 def _key(tensors: Qkv, a: SingleArguments, call: SingleCall, device_stream: DeviceStream) -> tuple:
     q, k, v = tensors
-    key = (q.shape, k.shape, v.shape, q.dtype, k.dtype, a, q.device, device_stream.stream(),
-           call.per_head.scaled, _staging.policy())  # fmt: skip
     usual = (
         type(a.causal) is bool
         and type(a.allow_fp16_qk_reduction) is bool
@@ -95,8 +93,8 @@ def _key(tensors: Qkv, a: SingleArguments, call: SingleCall, device_stream: Devi
         and (a.rope_scale is None or type(a.rope_scale) is float)
         and (a.rope_theta is None or type(a.rope_theta) is float)
     )
-    # 1, 1.0 and True are equal, but not all of them are accepted.
-    return key if usual else (key, *map(type, a))
+    return (q.shape, k.shape, v.shape, q.dtype, k.dtype, a if usual else single_key(a), q.device,
+            device_stream.stream(), call.per_head.scaled, _staging.policy())  # fmt: skip
 
 
 def _plan(

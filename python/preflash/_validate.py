@@ -83,6 +83,8 @@ LARGEST_SOFT_CAP = 1e30
 # 2^24 keys times a slope of 1, times 1e30, is 2e37.
 SMALLEST_BIASED_SCALE = 1e-30
 SMALLEST_SOFT_CAP = 1e-6
+# What takes a factor of each head where a scale of a run is one for the tensor.
+_OF_HEADS = {"q_scale": "scale_q", "k_scale": "scale_k", "v_scale": "scale_v"}
 LSE_SCALES = {"log2": 1.0, "ln": math.log(2.0)}
 LSE_LAYOUTS = ("NH", "HN")
 
@@ -99,14 +101,16 @@ def flag(name: str, value: Any) -> bool:
     """A bool, or what stands for one: 0, 1, and numpy's."""
     if isinstance(value, bool):
         return value
-    plain = value.item() if _is_numpy_scalar(value) else value
-    if not isinstance(plain, int) or plain not in (0, 1):
+    number = plain(value)
+    if not isinstance(number, int) or number not in (0, 1):
         raise TypeError(f"{name} must be True or False; got {kind_of(value)}")
-    return bool(plain)
+    return bool(number)
 
 
-def _is_numpy_scalar(value: Any) -> bool:
-    return type(value).__module__ == "numpy" and getattr(value, "shape", None) == ()
+def plain(value: Any) -> Any:
+    """Python's own number for a scalar of numpy's, or an array that holds one."""
+    is_numpy_scalar = type(value).__module__ == "numpy" and getattr(value, "shape", None) == ()
+    return value.item() if is_numpy_scalar else value
 
 
 def integer(name: str, value: Any, *, at_least: int, at_most: int = 2**31 - 1) -> int:
@@ -147,9 +151,11 @@ def scale(name: str, value: Any) -> float:
     if isinstance(value, torch.Tensor):
         value = tensor(name, value)
         if value.numel() != 1:
+            per_head = _OF_HEADS.get(name)
+            hint = f": one factor for each head of an fp8 tensor is {per_head}" if per_head else ""
             raise ValueError(
-                f"{name} has {value.numel()} elements; must be a float or a one-element tensor: "
-                f"one factor for each head of an fp8 tensor is scale_{name[0]}"
+                f"{name} has {value.numel()} elements; must be a float or a one-element tensor"
+                + hint
             )
         if value.requires_grad:
             forward_only(value)

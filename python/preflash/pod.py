@@ -12,6 +12,7 @@ the same results; `variant` and repr() tell.
 from __future__ import annotations
 
 import math
+import operator
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +31,7 @@ from ._arguments import SingleArguments as PrefillArguments
 from ._graph import check_captured
 from ._lengths import single_lengths
 from ._masks import check_rows
-from ._options import single_options
+from ._options import single_key, single_options
 from ._outputs import Outputs, run_outputs
 from ._pipeline import Request
 from ._pod import SIDES, Joints
@@ -290,6 +291,8 @@ class PODWithPagedKVCacheWrapper(PodWrapper):
                 f"{name}: plan() made the decode side without a mask; leave it None, or plan these "
                 "requests with BatchPrefillWithPagedKVCacheWrapper, which takes one"
             )
+        check.flag("return_lse_p", return_lse_p)
+        check.flag("return_lse_d", return_lse_d)
         options = _DecodeOptions(
             kv_layout_d, pos_encoding_mode_d, sm_scale_d, window_left_d, rope_scale_d, rope_theta_d
         )
@@ -324,7 +327,8 @@ class PODWithPagedKVCacheWrapper(PodWrapper):
     ) -> tuple[Result, Result]:
         planned = self._decode._planned()
         decode_options = planned.asked.request.options
-        if options != _NO_OPTIONS:
+        # By identity: a tensor is equal to nothing as a whole.
+        if any(map(operator.is_not, options, _NO_OPTIONS)):
             self._check_repeated(options, decode_options, planned.scales.logits)
         key, joint = None, None
         try:
@@ -338,7 +342,7 @@ class PODWithPagedKVCacheWrapper(PodWrapper):
             key = _key(given)
             joint = self._joints.make(key, self._asked(planned, planned, request))
         request = joint.prefill
-        scales_p = Scales(softmax_scale(given.sm_scale, request.options), 1.0)
+        scales_p = _prefill_scales(given.sm_scale, request.options)
         scales_d = planned.scales
         if scales.given:
             scales_d = folded_scales(planned.scales.logits, scales, decode_options)
@@ -346,7 +350,8 @@ class PODWithPagedKVCacheWrapper(PodWrapper):
         if given.arguments.masked:
             batch = request.lengths.batch
             if given.packed_custom_mask is None:
-                check_rows(given.custom_mask, (batch.qo_end, batch.kv_end))
+                with of_side(SIDES[0]):
+                    check_rows(given.custom_mask, (batch.qo_end, batch.kv_end))
             mask = self._mask(given.custom_mask, given.packed_custom_mask, request)
         q, k, v = given.tensors
         runs = [
@@ -369,9 +374,12 @@ class PODWithPagedKVCacheWrapper(PodWrapper):
         for name, value, default, now in zip(
             _DecodeOptions._fields, given, _NO_OPTIONS, told, strict=True
         ):
-            same = value is default or value == now
+            if value is default:
+                continue
+            value = _repeated(f"{name}_d", value)
+            same = value == now
             if not same and name == "sm_scale":
-                same = math.isclose(check.scale("sm_scale_d", value), now, rel_tol=1e-6)
+                same = math.isclose(value, now, rel_tol=1e-6)
             if not same and value != default:
                 raise ValueError(
                     f"{name}_d={value!r}: the decode side was planned with {now!r}; leave it out, "
@@ -409,11 +417,29 @@ class PODWithPagedKVCacheWrapper(PodWrapper):
     forward_return_lse = run_return_lse
 
 
+def _repeated(name: str, value: Any) -> Any:
+    """An option of the decode side, read as plan() reads it."""
+    if name == "sm_scale_d":
+        return check.scale(name, value)
+    if name == "window_left_d":
+        return check.integer(name, value, at_least=-1)
+    if name in ("rope_scale_d", "rope_theta_d"):
+        return check.real(name, value)
+    allowed = check.KV_LAYOUTS if name == "kv_layout_d" else check.ENCODING_MODES
+    return check.one_of(name, value, allowed)
+
+
 _MODE_OF = {position: mode for mode, position in check.POSITIONS.items()}
+
+
+def _prefill_scales(sm_scale: Scale, options: _core.AttentionOptions) -> Scales:
+    if sm_scale is None:
+        return Scales(softmax_scale(None, options), 1.0)
+    with of_side(SIDES[0]):
+        return Scales(softmax_scale(sm_scale, options), 1.0)
 
 
 def _key(given: _SingleRun) -> tuple:
     q, k, v = given.tensors
-    # 1, 1.0 and True are equal, but not all of them are accepted.
-    kinds = tuple(map(type, given.arguments))
-    return (q.shape, k.shape, v.shape, q.dtype, k.dtype, q.device, given.arguments, kinds)
+    options = single_key(given.arguments)
+    return (q.shape, k.shape, v.shape, q.dtype, k.dtype, q.device, options)
