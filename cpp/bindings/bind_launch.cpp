@@ -6,14 +6,17 @@
 #include <array>
 #include <exception>
 #include <memory>
+#include <stdexcept>
 #include <tuple>
 #include <utility>
+#include <vector>
 
 #include "bindings/bindings.h"
 #include "bindings/fast_call.h"
 #include "bindings/start_launch.h"
 #include "core/device.h"
 #include "core/launch.h"
+#include "core/memory_span.h"
 
 namespace preflash {
 namespace {
@@ -105,9 +108,30 @@ bool run_segments(Launch& launch, const py::sequence& segments, Address float_wo
   return run_interruptibly(launch, arguments);
 }
 
+// Address, (stride, count) of the dimensions before the last, and the bytes of a row.
+using Strided =
+    std::tuple<Address, std::vector<std::pair<std::int64_t, std::int64_t>>, std::int64_t>;
+
+MemorySpan span_of(const Strided& tensor) {
+  const auto& [address, dimensions, row_bytes] = tensor;
+  MemorySpan span{.row_bytes = row_bytes};
+  if (dimensions.size() > span.dimensions.size())
+    throw std::invalid_argument("too many dimensions");
+  for (std::size_t i = 0; i < dimensions.size(); ++i) {
+    span.dimensions[i] = {.stride = dimensions[i].first, .count = dimensions[i].second};
+  }
+  return span;
+}
+
+bool tensors_may_overlap(const Strided& a, const Strided& b) {
+  return may_overlap(pointer<void>(std::get<0>(a)), span_of(a), pointer<void>(std::get<0>(b)),
+                     span_of(b));
+}
+
 }  // namespace
 
 void bind_launch(py::module_& m) {
+  m.def("may_overlap", &tensors_may_overlap, py::arg("a"), py::arg("b"));
   py::class_<Launch>(m, "Launch")
       .def(py::init([](std::shared_ptr<DevicePlan> place, const TokenHeadRows& q,
                        const PageTokenHead& k, const PageTokenHead& v, const TokenHead& o,

@@ -80,11 +80,14 @@ MemorySpan span_of_bytes(std::int64_t bytes) { return {.row_bytes = bytes}; }
 
 constexpr TensorNames kNames = {"q",     "k",       "v",       "out",    "lse",
                                 "sinks", "scale_q", "scale_k", "scale_v"};
+// A launch of two is a prefill beside decode.
 constexpr TensorNames kNamesOfTwo[kMaxSegments] = {
-    {"segment 0's q", "segment 0's k", "segment 0's v", "segment 0's out", "segment 0's lse",
-     "segment 0's sinks", "segment 0's scale_q", "segment 0's scale_k", "segment 0's scale_v"},
-    {"segment 1's q", "segment 1's k", "segment 1's v", "segment 1's out", "segment 1's lse",
-     "segment 1's sinks", "segment 1's scale_q", "segment 1's scale_k", "segment 1's scale_v"},
+    {"prefill side's q", "prefill side's k", "prefill side's v", "prefill side's out",
+     "prefill side's lse", "prefill side's sinks", "prefill side's scale_q",
+     "prefill side's scale_k", "prefill side's scale_v"},
+    {"decode side's q", "decode side's k", "decode side's v", "decode side's out",
+     "decode side's lse", "decode side's sinks", "decode side's scale_q", "decode side's scale_k",
+     "decode side's scale_v"},
 };
 
 const TensorNames& names_of(int segment, int num_segments) {

@@ -410,6 +410,12 @@ class Launch:
     ) -> bool:
         """segments: (q, k, v, o, lse, sm_scale, out_scale, lse_scale, extras) of each."""
 
+# Address, (stride, count) of the dimensions before the last, bytes of a row; strides in bytes.
+_Strided = tuple[int, Sequence[tuple[int, int]], int]
+
+def may_overlap(a: _Strided, b: _Strided) -> bool:
+    """Whether two tensors may have a byte in common: exact for parts of one packed tensor."""
+
 item_record_bytes: int
 
 class Trace:

@@ -15,6 +15,7 @@ from ._cudnn_call import Call, Offsets
 from ._device_stream import DeviceStream, sent
 from ._paged import BatchPrefillWithPagedKVCacheWrapper
 from ._ragged import BatchPrefillWithRaggedKVCacheWrapper
+from ._tensors import refuse_shared
 
 _WRAPPERS_KEPT = 2  # of a thread, with their workspaces
 
@@ -65,6 +66,7 @@ def attend(call: Call, why_not_cudnn: str) -> CudnnResult:
     if out is None:
         out = call.q.new_empty(call.out_shape, dtype=call.o_dtype)
     in_place = q_at.rows is None and out_at.rows is None and out_at.indptr == q_at.indptr
+    _check_apart(call, in_place)
     computed = wrapper.run(
         q,
         *keys,
@@ -99,6 +101,16 @@ def _check_not_captured(call: Call, why_not_cudnn: str) -> None:
             "BatchPrefillWithPagedKVCacheWrapper or BatchPrefillWithRaggedKVCacheWrapper with "
             "use_cuda_graph=True"
         )
+
+
+def _check_apart(call: Call, in_place: bool) -> None:
+    """Of outputs that are copied from what a run returned: as that run would refuse them."""
+    if call.out is not None and not in_place:
+        refuse_shared("out", call.out, "k_cache", call.k)
+        refuse_shared("out", call.out, "v_cache", call.v)
+    if call.lse is not None:
+        for name, value in (("q", call.q), ("k_cache", call.k), ("v_cache", call.v)):
+            refuse_shared("lse", call.lse, name, value)
 
 
 def _wrapper(call: Call) -> Wrapper:

@@ -19,6 +19,7 @@ from ._fmha_lengths import FmhaLengths
 from ._lengths import Lengths, PageList
 from ._outputs import Outputs
 from ._planned import Memory, PlannedVariant
+from ._tensors import kv_of, refuse_shared
 from ._workspace import Workspace
 
 _PLANS_KEPT = 64
@@ -162,6 +163,9 @@ def _attend(call: FmhaCall, lengths: FmhaLengths, variant: PlannedVariant) -> Re
     converts = check.CORE_DTYPES[call.out_dtype] != kernel_writes
     stats = None
     outputs = Outputs(out=None if converts else call.out)
+    if converts and call.out is not None:
+        for name, value in zip("kv", kv_of(operands.kv), strict=True):
+            refuse_shared("out", call.out, name, value)
     if call.stats_scale is not None:
         stats = torch.empty((*q.shape[:2], 2), dtype=torch.float32, device=q.device)
         outputs = outputs._replace(lse=stats, lse_layout="STATS", lse_base=call.stats_scale)

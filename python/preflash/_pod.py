@@ -20,7 +20,8 @@ from ._arguments import Result
 from ._device_stream import DeviceStream
 from ._pipeline import Request
 from ._planned import PlannedVariant
-from ._segments import PlannedSegments, SegmentRun, of_side, plan_segments
+from ._segments import PlannedSegments, SegmentRun, key_of_run, of_side, plan_segments
+from ._tensors import kv_of, refuse_shared
 from ._workspace import Workspace
 
 SIDES = ("prefill side", "decode side")
@@ -59,17 +60,47 @@ class InSequence:
         return tuple(results)
 
     def _check(self, runs: list[SegmentRun]) -> None:
-        """Refuses the second side's tensors before the first side is launched."""
-        decode = runs[1]
+        """Refuses what is wrong on either side before one of them is launched, and what one launch
+        of both would refuse."""
         try:
-            key = (decode.q.shape, decode.q.stride(), decode.q.dtype, decode.q.device)
-        except (AttributeError, RuntimeError):
-            key = None
+            key = tuple(map(key_of_run, runs))
+        except (AttributeError, TypeError, ValueError, RuntimeError):
+            key = None  # no ordinary tensors: the checks say which argument it is
         if key is None or key not in self._checked:
-            with of_side(SIDES[1]):
-                self._variants[1].check_run(decode.q, decode.kv, decode.outputs)
+            for run, variant, side in zip(runs, self._variants, SIDES, strict=True):
+                with of_side(side):
+                    variant.check_run(run.q, run.kv, run.outputs)
             if key is not None:
+                if len(self._checked) >= _JOINTS_KEPT:
+                    self._checked.clear()
                 self._checked.add(key)
+        if any(run.outputs.out is not None or run.outputs.lse is not None for run in runs):
+            self._check_apart(runs)
+
+    def _check_apart(self, runs: list[SegmentRun]) -> None:
+        """Outputs that were given need memory of their own, on both sides together."""
+        written, read = [], []
+        for run, variant, side in zip(runs, self._variants, SIDES, strict=True):
+            rows = variant.expected.qo_tokens  # those behind are padding
+            for name, value in _given_outputs(run, rows).items():
+                written.append((side, name, value))
+            k, v = kv_of(run.kv)
+            for name, value in (("q", run.q[:rows]), ("k", k), ("v", v)):
+                read.append((side, name, value))
+        for i, (side, name, value) in enumerate(written):
+            for other_side, other_name, other in (*read, *written[i + 1 :]):
+                # q itself may be written to: the kernel that reads it knows whether.
+                if side != other_side or (name, other_name) != ("out", "q"):
+                    mine, others = f"{side}'s {name}", f"{other_side}'s {other_name}"
+                    refuse_shared(mine, value, others, other)
+
+
+def _given_outputs(run: SegmentRun, rows: int) -> dict[str, torch.Tensor]:
+    out, lse = run.outputs.out, run.outputs.lse
+    found = {} if out is None else {"out": out[:rows]}
+    if lse is not None:
+        found["lse"] = lse[:rows] if run.outputs.lse_layout == "NH" else lse[:, :rows]
+    return found
 
 
 class Joint(NamedTuple):

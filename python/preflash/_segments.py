@@ -117,7 +117,7 @@ class PlannedSegments:
                 f"the plan has {len(self._expected)} segments; got tensors for {len(runs)}"
             )
         try:
-            key = tuple([_key(run) for run in runs])
+            key = tuple([key_of_run(run) for run in runs])
             bound = self._bound.get(key)
         except (AttributeError, TypeError, ValueError, RuntimeError):
             bound, key = None, None  # no ordinary tensors: the checks say which argument it is
@@ -269,7 +269,7 @@ def _differentiable(*tensors: torch.Tensor) -> bool:
     return any(tensor.requires_grad for tensor in tensors)
 
 
-def _key(run: SegmentRun) -> tuple:
+def key_of_run(run: SegmentRun) -> tuple:
     """Everything that the checks of a segment's tensors look at, except addresses."""
     q, kv, outputs = run.q, run.kv, run.outputs
     if isinstance(kv, (tuple, list)):

@@ -302,3 +302,30 @@ def reaches_into(a: torch.Tensor, b: torch.Tensor) -> bool:
 def _reach(value: torch.Tensor) -> tuple[int, int]:
     begin = value.data_ptr()
     return begin, begin + check.bytes_reached(value) - value.storage_offset() * value.element_size()
+
+
+def kv_of(kv: KvCache) -> tuple[torch.Tensor, torch.Tensor]:
+    """k and v, of one tensor that holds both, too."""
+    return tuple(kv) if isinstance(kv, (tuple, list)) else (kv[:, 0], kv[:, 1])
+
+
+def share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors may have an element in common; parts of one packed tensor have none."""
+    return reaches_into(a, b) and _core.may_overlap(_strided(a), _strided(b))
+
+
+def refuse_shared(name: str, written: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
+    """As the launch itself refuses it, where there are several."""
+    if share_memory(written, other):
+        raise ValueError(
+            f"{name} shares memory with {other_name}, which would be overwritten while it is in "
+            f"use: give {name} memory of its own"
+        )
+
+
+def _strided(value: torch.Tensor) -> tuple[int, list[tuple[int, int]], int]:
+    size = value.element_size()
+    dims = [(stride * size, n) for stride, n in zip(value.stride(), value.shape, strict=True)]
+    if dims and value.stride(-1) == 1:
+        size *= dims.pop()[1]
+    return value.data_ptr(), dims, size

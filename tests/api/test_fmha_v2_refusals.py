@@ -267,6 +267,30 @@ def test_mistakes_are_refused_by_name(mistake):
     assert out.isnan().all()
 
 
+@pytest.mark.parametrize("index", [1, 2], ids=["k", "v"])
+def test_a_converted_output_on_keys_or_values(index):
+    """It is written by a copy, after the kernel."""
+    case = dataclasses.replace(SEPARATE, num_kv_heads=4, stats=False, brings_out=False)
+    inputs = build(case)
+    keys = inputs.arguments["qkv"][index]
+    before = keys.view(torch.int16).clone()
+    out = keys.view(torch.bfloat16)[: inputs.arguments["qkv"][0].shape[0]]
+    with pytest.raises(ValueError, match=f"out shares memory with {'qkv'[index]}"):
+        attention(**{**inputs.arguments, "out": out})
+    assert torch.equal(keys.view(torch.int16), before)
+
+
+def test_a_converted_output_of_any_stride():
+    """Rows of 40 bytes do not start on multiples of 16; no kernel writes them."""
+    inputs = build(dataclasses.replace(SEPARATE, head_dim=40, stats=False, brings_out=False))
+    fp8 = torch.float8_e4m3fn
+    expected = attention(**{**inputs.arguments, "out_dtype": fp8})
+    out = torch.zeros_like(expected)
+    assert attention(**{**inputs.arguments, "out": out}) is out
+    got, wanted = (inputs.of_requests(one.view(torch.uint8)) for one in (out, expected))
+    assert torch.equal(got, wanted)
+
+
 @pytest.mark.parametrize(
     "option",
     [{"logits_soft_cap_scale": 5.0}, {"pos_encoding_mode": "alibi"}],

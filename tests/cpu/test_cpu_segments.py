@@ -144,11 +144,11 @@ def test_outputs_may_not_lie_on_the_other_segment():
     memory = second.q.new_empty(rows * 6 * 128 + second.q.numel())
     q = memory[: second.q.numel()].view(second.q.shape).copy_(second.q)
     lying = first.outputs._replace(out=memory[: rows * 6 * 128].view(rows, 6, 128))
-    with pytest.raises(ValueError, match="segment 0's out shares memory with segment 1's q"):
+    with pytest.raises(ValueError, match="prefill side's out shares memory with decode side's q"):
         plan.attend_to([first._replace(outputs=lying), second._replace(q=q)])
     both = second.outputs._replace(lse=first.outputs.lse.view(-1)[: second.outputs.lse.numel()])
     both = both._replace(lse=both.lse.view(second.outputs.lse.shape))
-    with pytest.raises(ValueError, match="segment 0's lse shares memory with segment 1's lse"):
+    with pytest.raises(ValueError, match="prefill side's lse shares memory with decode side's lse"):
         plan.attend_to([first, second._replace(outputs=both)])
 
 
