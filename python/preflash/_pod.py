@@ -48,7 +48,9 @@ class InSequence:
 
     @property
     def shared(self) -> bool:
-        return any(variant.shared for variant in self._variants)
+        """Whether a CUDA graph may still run the prefill, of which there is no other owner. The
+        decode side is the wrapper's, and captured beside other prefills, too."""
+        return self._variants[0].shared
 
     def attend_to(self, runs: list[SegmentRun]) -> tuple[Result, ...]:
         self._check(runs)

@@ -167,8 +167,8 @@ class PlannedSegments:
         strides, segments = [], []
         for s, (run, expected) in enumerate(zip(runs, self._expected, strict=True)):
             with of_side(self._names[s] if self._names else ""):
-                k, v = run.kv if isinstance(run.kv, (tuple, list)) else (run.kv, run.kv)
-                check.forward_only(run.q, k, v)
+                kv = run.kv if isinstance(run.kv, (tuple, list)) else (run.kv,)
+                check.forward_only(run.q, *kv)
                 numbers = _tensors.bind(run.q, run.kv, run.outputs, expected)
             options, tokens = expected.options, run.q.shape[0]
             strides.append(numbers.strides)

@@ -1,8 +1,10 @@
 """Prefill beside decode: both sides against the oracle, by every option, and what is refused."""
 
 import dataclasses
+import gc
 import inspect
 import random
+import weakref
 
 import preflash
 import pytest
@@ -466,6 +468,35 @@ def test_graphs_replay_what_was_planned_last(target, recorder):  # noqa: F811
             wrapper,
             build(dataclasses.replace(DECODE, qo_lens=(1,), kv_lens=(9,)), device=target.device),
         )
+
+
+@pytest.mark.parametrize("for_graphs", [True, False], ids=["use_cuda_graph", "without"])
+def test_graphs_of_two_launches_keep_their_prefills(target, recorder, monkeypatch, for_graphs):  # noqa: F811
+    """Several are captured beside one decode batch, whose part of them has one place."""
+    monkeypatch.setattr(_pod, "_has_no_query", lambda request: True)
+    decode = build(DECODE, seed=2, device=target.device)
+    wrapper = GraphStage(target, DECODE).wrapper if for_graphs else made(target, DECODE)
+    plan(wrapper, decode)
+    captured = []
+    for case in (PREFILL, LONE_ROW, LONG_ROWS):
+        prefill = build(case, seed=1, device=target.device)
+        outputs = {**poisoned(prefill, "p"), **poisoned(decode, "d")}
+
+        def attend(prefill=prefill, outputs=outputs):
+            return run(wrapper, prefill, decode, **outputs)
+
+        attend()
+        graph = capture(recorder, target.device, attend)
+        captured.append((prefill, outputs, graph, weakref.ref(wrapper._joints.last.launch)))
+    plan(wrapper, decode)
+    gc.collect()
+    for prefill, outputs, graph, launch in captured:
+        assert launch() is not None, "its work list is memory of somebody else by now"
+        for value in outputs.values():
+            value.fill_(float("nan"))
+        graph.replay()
+        results = [(outputs[f"out_{side}"], outputs[f"lse_{side}"]) for side in "pd"]
+        check_sides((prefill, decode), results)
 
 
 # Batches of prefills.

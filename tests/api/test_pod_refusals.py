@@ -87,6 +87,8 @@ def test_parts_of_one_tensor_are_apart(pod):
 def test_nothing_is_launched_for_a_wrong_decode_side(pod):
     """Its q was right before, so that nothing looks at that again."""
     pod.run()
+    with pytest.raises(TypeError, match="decode side: paged_kv_cache must be a tensor or a tuple"):
+        pod.run(cache=(pod.cache[:, 0],) * 3)
     out_p = torch.full_like(pod.q_p, torch.nan)
     lse_p = out_p.new_full((ROWS, HEADS), torch.nan, dtype=torch.float32)
     for options in (
