@@ -8,6 +8,7 @@ when it is first seen, and kept: further layers only launch.
 
 from __future__ import annotations
 
+import contextlib
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator
 from typing import NamedTuple
@@ -201,11 +202,11 @@ class Joints:
         prefill, decode = asked.prefill, asked.decode_request
         workspace = asked.workspace.beside()
         name = self._requested.name
-        empty = _has_no_query(prefill) or _has_no_query(decode)
+        apart = _forced_apart or _has_no_query(prefill) or _has_no_query(decode)
         backend = _backends.choose(name, device, prefill.options, decode.options)
         sides = [(side.options, side.lengths.batch) for side in (prefill, decode)]
         if (
-            not empty
+            not apart
             and backend.separates(device, prefill.options, decode.options) is None
             and not backend.faster_apart(*sides)
         ):
@@ -216,6 +217,20 @@ class Joints:
             variant = _pipeline.place(workspace, draft, alone)
             _pipeline.upload(workspace, (variant,), alone)
         return InSequence(variant, asked.decode)
+
+
+_forced_apart = False
+
+
+@contextlib.contextmanager
+def forced_apart() -> Iterator[None]:
+    """Two launches inside whatever the sides are, for tests."""
+    global _forced_apart
+    before, _forced_apart = _forced_apart, True
+    try:
+        yield
+    finally:
+        _forced_apart = before
 
 
 def _has_no_query(request: Request) -> bool:

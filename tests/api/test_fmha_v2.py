@@ -13,6 +13,7 @@ from preflash.testing.fmha_problems import (
     LAYOUTS,
     SPARE,
     FmhaCase,
+    Pools,
     build,
     compare_out,
     judge,
@@ -131,10 +132,10 @@ def test_maxima_that_grow_by_little(target):
         assert torch.allclose(total, wanted.expand_as(total), rtol=1e-5)
 
 
-@pytest.mark.parametrize("pools_apart", [False, True])
-def test_pools_of_their_own(target, pools_apart):
+@pytest.mark.parametrize("pools", Pools)
+def test_pools_of_their_own(target, pools):
     for layout in LAYOUTS[3:]:
-        verify(dataclasses.replace(CASE, layout=layout, pools_apart=pools_apart), target)
+        verify(dataclasses.replace(CASE, layout=layout, pools=pools), target)
     inputs = build(dataclasses.replace(CASE, layout=layout), target.device)
     q, cache = inputs.arguments["qkv"]
     whole = attention(**inputs.arguments, backend=target.backend)

@@ -13,17 +13,24 @@ from printed import commands, out_of
 HONEST_PLAN, HONEST_RUN = runner.plan, runner.run
 
 
-def flip_last_bit(returned) -> None:
+def own_rows(inputs) -> tuple[int, int]:
+    """The first token of the requests and their number; others are padding."""
+    begin, end = inputs.qo_indptr[[0, -1]].tolist()
+    return begin, end - begin
+
+
+def flip_last_bit(returned, inputs, options) -> None:
     """Of one number of the LSE, whose bound is far wider than that."""
     if isinstance(returned, tuple):
-        lse = returned[1]
+        tokens = 1 if options.get("lse_layout") == "HN" else 0
+        lse = returned[1].narrow(tokens, *own_rows(inputs))
         for place in lse.isfinite().nonzero()[:1].tolist():
             lse.view(torch.int32)[tuple(place)] ^= 1
 
 
 def wrong_number(wrapper, inputs, **options):
     returned = HONEST_RUN(wrapper, inputs, **options)
-    last = out_of(returned)[-1:, -1:, -1:]
+    last = out_of(returned).narrow(0, *own_rows(inputs))[-1:, -1:, -1:]
     last.copy_(last.float() + 0.25)  # 8-bit numbers cannot be added
     return returned
 
@@ -32,7 +39,7 @@ def leaked_nan(wrapper, inputs, **options):
     """As if the slots behind a request's last page were multiplied by a weight of zero."""
     returned = HONEST_RUN(wrapper, inputs, **options)
     if inputs.case.page_size > 1 and any(n % inputs.case.page_size for n in inputs.case.kv_lens):
-        last = out_of(returned)[-1:]
+        last = out_of(returned).narrow(0, *own_rows(inputs))[-1:]
         last.copy_(last.float() + 0.0 * inputs.k.float().min())
     return returned
 
@@ -76,7 +83,7 @@ def another_bit_every_time(wrapper, inputs, **options):
     returned = HONEST_RUN(wrapper, inputs, **options)
     another_bit_every_time.calls += 1
     if another_bit_every_time.calls % 2:
-        flip_last_bit(returned)
+        flip_last_bit(returned, inputs, options)
     return returned
 
 
@@ -86,13 +93,13 @@ another_bit_every_time.calls = 0
 def bits_by_company(wrapper, inputs, **options):
     returned = HONEST_RUN(wrapper, inputs, **options)
     if inputs.case.batch_size > 1:
-        flip_last_bit(returned)
+        flip_last_bit(returned, inputs, options)
     return returned
 
 
 def contagion(wrapper, inputs, **options):
     returned = HONEST_RUN(wrapper, inputs, **options)
-    if bool(inputs.q.isnan().any()):
+    if bool(inputs.q.narrow(0, *own_rows(inputs)).isnan().any()):
         out_of(returned).fill_(torch.nan)
     return returned
 
@@ -101,6 +108,14 @@ def spill(wrapper, inputs, **options):
     returned = HONEST_RUN(wrapper, inputs, **options)
     if options.get("out") is not None and options["out"]._base is not None:
         options["out"]._base[-1] = 0
+    return returned
+
+
+def written_padding(wrapper, inputs, **options):
+    """The first row of q is nobody's if it is garbage."""
+    returned = HONEST_RUN(wrapper, inputs, **options)
+    if bool(inputs.q[:1].isnan().any()):
+        out_of(returned)[:1] = 0
     return returned
 
 
@@ -140,6 +155,7 @@ RUN_FAULTS = {
     bits_by_company: "without the rest of its batch",
     contagion: "has other bits with garbage in request",
     spill: "out: .* elements around it were written",
+    written_padding: "out: .* elements around it were written",
     workspace_spill: "around the workspace",
     written_input: "k, an input, was written",
     refused_nothing: "'NHD' was accepted",

@@ -33,7 +33,10 @@ def draw(seed: int, index: int, limits: Limits) -> DecodeProblem:
     """Problem `index` of `seed`."""
     rng = random.Random(f"decode {seed} {index}")
     drawn = draw_problem(seed, index, limits)
-    case, call, also = _adapted(rng, drawn.case, drawn.call.entry), drawn.call, drawn.also
+    case, also = _adapted(rng, drawn.case, drawn.call.entry), drawn.also
+    call = dataclasses.replace(
+        drawn.call, padding=0, graph=False, hints=False, other_mask=False, long_mask=False
+    )
     if call.entry is Entry.SINGLE:
         call = _plain(call)
     if also not in _LOOKED_AT or (also is Also.SPOILT and case.batch_size < 2):

@@ -4,6 +4,7 @@ all memory that no request owns, and the answer of the float64 oracle."""
 from __future__ import annotations
 
 import dataclasses
+import enum
 import math
 import random
 
@@ -24,7 +25,16 @@ LAYOUTS = (
     "Q_PAGED_KV_NHD",
     "Q_PAGED_KV_HND",
 )
+PAD_COLUMNS = 16  # a multiple of 16 bytes in every dtype
 SPARE = 3  # rows before the first request and behind the last
+
+
+class Pools(enum.Enum):
+    """How pages of k and v are given."""
+
+    ONE = "one"  # (q, kv)
+    PAIR = "pair"  # (q, (k, v))
+    THREE = "three"  # (q, k, v)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,8 +49,11 @@ class FmhaCase:
     num_heads: int = 4
     num_kv_heads: int = 2
     head_dim: int = 64
+    head_dim_vo: int | None = None  # head_dim; another one where k and v are tensors apart
+    wide_rows: bool = False  # NaN behind every row of q, k and v
     page_size: int = 16
-    pools_apart: bool = False
+    pools: Pools = Pools.ONE
+    offsets_of_pages: bool = True  # cum_seq_lens_kv is given with pages, too
     mask_mode: str = "causal"
     window_left: int = -1
     chunk: int = 0
@@ -52,11 +65,24 @@ class FmhaCase:
     bmm2: float = 1.0
     brings_out: bool = False
     spare_length: int = 0  # by which the longest lengths are exceeded
+    skip_factor: float = 0.0
+    scales_in_tensors: bool = False
+    workspace: int = 1 << 20
     seed: int = 0
 
     @property
     def paged(self) -> bool:
         return "PAGED" in self.layout
+
+    @property
+    def dim_vo(self) -> int:
+        return self.head_dim if self.head_dim_vo is None else self.head_dim_vo
+
+    @property
+    def kv_apart(self) -> bool:
+        """Whether k and v are tensors of their own."""
+        pools_apart = self.paged and self.pools is not Pools.ONE
+        return pools_apart or self.layout == "SEPARATE_Q_K_V"
 
     @property
     def pipeline(self) -> Pipeline:
@@ -90,7 +116,7 @@ def random_case(seed: int) -> FmhaCase:
     num_kv_heads = rng.choice([1, 2, 3])
     mode = rng.choice(["causal", "sliding_window", "chunked", "padding"])
     dtype = rng.choice(DTYPES)
-    return FmhaCase(
+    case = FmhaCase(
         qo_lens=qo_lens,
         kv_lens=kv_lens,
         layout=layout,
@@ -98,9 +124,11 @@ def random_case(seed: int) -> FmhaCase:
         out_dtype=rng.choice([None, *DTYPES]),
         num_heads=num_kv_heads * (1 if packed else rng.choice([1, 2, 5])),
         num_kv_heads=num_kv_heads,
-        head_dim=rng.choice([64, 128, 48, 256]),
-        page_size=rng.choice([1, 5, 16, 64]),
-        pools_apart=rng.random() < 0.3,
+        head_dim=_head_dim(rng, dtype),
+        wide_rows=rng.random() < 0.3,
+        page_size=rng.choice([1, 5, 16, 64, 100]),
+        pools=rng.choice(list(Pools)),
+        offsets_of_pages=rng.random() < 0.6,
         mask_mode=rng.choice([mode, mode.upper()]),
         window_left=rng.choice([-1, 0, 7, 100]),
         chunk=rng.choice([1, 16, 64, 128]),
@@ -112,8 +140,27 @@ def random_case(seed: int) -> FmhaCase:
         bmm2=rng.choice([1.0, 0.5, -2.0]),
         brings_out=rng.random() < 0.4,
         spare_length=rng.choice([0, 0, 33]),
+        scales_in_tensors=rng.random() < 0.2,
+        workspace=rng.choice([0, 1 << 12, 1 << 20]),
         seed=seed,
     )
+    if case.kv_apart and rng.random() < 0.2:
+        case = dataclasses.replace(case, head_dim=192, head_dim_vo=128)
+    if not case.stats and rng.random() < 0.1:
+        case = dataclasses.replace(case, bmm1=rng.choice([-0.1, 0.0]))
+    plain = not (case.stats or case.soft_cap or case.alibi) and dtype.itemsize == 2
+    if plain and case.head_dim <= 256 and rng.random() < 0.5:
+        # What it leaves out is nothing beside the rest.
+        case = dataclasses.replace(case, skip_factor=1e-6)
+    return case
+
+
+def _head_dim(rng: random.Random, dtype: torch.dtype) -> int:
+    """Rows of 8 bits start on multiples of 16 bytes, and above 256 columns on a GPU they need
+    copies, which lengths on the device rule out."""
+    fp8 = dtype.itemsize == 1
+    any_dim = 16 * rng.randint(1, 16) if fp8 else 8 * rng.randint(1, 64)
+    return rng.choice([64, 128, 256, any_dim, any_dim])
 
 
 @dataclasses.dataclass
@@ -152,43 +199,58 @@ def build(case: FmhaCase, device: str = "cpu", lengths_on: str | None = None) ->
     heads, kv_heads, dim = case.num_heads, case.num_kv_heads, case.head_dim
     tokens, kv_tokens = qo[-1] + SPARE, kv[-1] + SPARE
     q = _rows(tokens, (qo[0], qo[-1]), (heads, dim), case.dtype, generator)
-    k, v = (_rows(kv_tokens, (kv[0], kv[-1]), (kv_heads, dim), case.dtype, generator) for _ in "kv")
+    k, v = (
+        _rows(kv_tokens, (kv[0], kv[-1]), (kv_heads, columns), case.dtype, generator)
+        for columns in (dim, case.dim_vo)
+    )
     requests = [
         (q[qo[i] : qo[i + 1]], k[kv[i] : kv[i + 1]], v[kv[i] : kv[i + 1]])
         for i in range(len(case.qo_lens))
     ]
     table = None
+
+    def placed(rows: torch.Tensor) -> torch.Tensor:
+        return _placed(rows, case, device)
+
     if case.layout == "PACKED_QKV":
-        qkv = torch.stack([q, k, v], 1).to(device)
+        qkv = placed(torch.stack([q, k, v], 1))
     elif case.layout == "CONTIGUOUS_Q_KV":
-        qkv = (q.to(device), torch.stack([k, v], 1).to(device))
+        qkv = (placed(q), placed(torch.stack([k, v], 1)))
     elif case.layout == "SEPARATE_Q_K_V":
-        qkv = (q.to(device), k.to(device), v.to(device))
+        qkv = (placed(q), placed(k), placed(v))
     else:
-        cache, table = _pages(case, [request[1:] for request in requests], generator)
-        cache = cache.to(device)
-        qkv = (q.to(device), (cache[:, 0], cache[:, 1]) if case.pools_apart else cache)
+        pools, table = _pages(case, [request[1:] for request in requests], generator)
+        if case.pools is Pools.ONE:
+            qkv = (placed(q), placed(torch.stack(pools, 1)))
+        else:
+            pools = tuple(map(placed, pools))
+            qkv = (placed(q), pools) if case.pools is Pools.PAIR else (placed(q), *pools)
     where = lengths_on or device
 
     def array(values):
         return torch.tensor(values, dtype=torch.int32, device=where)
 
+    def scale(value: float) -> float | torch.Tensor:
+        if not case.scales_in_tensors:
+            return value
+        return torch.tensor([value], dtype=torch.float64, device=device)
+
     out = None
     if case.brings_out:
         out_dtype = case.out_dtype or case.dtype
-        out = torch.full((tokens, heads, dim), math.nan).to(out_dtype).to(device)
+        out = torch.full((tokens, heads, case.dim_vo), math.nan).to(out_dtype).to(device)
     arguments = {
         "qkv": qkv,
         "input_layout": case.layout,
-        "workspace_buffer": torch.zeros(1 << 20, dtype=torch.uint8, device=device),
+        "workspace_buffer": torch.zeros(case.workspace, dtype=torch.uint8, device=device),
         "seq_lens": array(case.kv_lens),
         "max_q_len": max(case.qo_lens) + case.spare_length,
         "max_kv_len": max(case.kv_lens) + (case.spare_length if table is None else 0),
-        "bmm1_scale": case.bmm1,
-        "bmm2_scale": case.bmm2,
+        "bmm1_scale": scale(case.bmm1),
+        "bmm2_scale": scale(case.bmm2),
         "batch_size": len(case.qo_lens),
         "cum_seq_lens_q": array(qo),
-        "cum_seq_lens_kv": array(kv),
+        "cum_seq_lens_kv": None if case.paged and not case.offsets_of_pages else array(kv),
         "block_tables": None if table is None else table.to(where),
         "out": out,
         "out_dtype": case.out_dtype,
@@ -199,17 +261,29 @@ def build(case: FmhaCase, device: str = "cpu", lengths_on: str | None = None) ->
         "window_left": case.window_left,
         "chunked_attention_size": case.chunk,
         "save_softmax_stats": case.stats,
+        "skip_softmax_threshold_scale_factor": case.skip_factor,
     }
     return FmhaInputs(case, arguments, requests, qo)
 
 
-def _pages(case: FmhaCase, requests, generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """A pool whose unowned slots are NaN, and a table with no pages behind those of a request."""
+def _placed(rows: torch.Tensor, case: FmhaCase, device: str) -> torch.Tensor:
+    """The rows on the device, by the case with NaN between them."""
+    if not case.wide_rows:
+        return rows.to(device)
+    shape = (*rows.shape[:-1], rows.shape[-1] + PAD_COLUMNS)
+    wide = torch.full(shape, math.nan).to(case.dtype)
+    wide[..., : rows.shape[-1]] = rows
+    return wide.to(device)[..., : rows.shape[-1]]
+
+
+def _pages(case: FmhaCase, requests, generator) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Pools of k and v whose unowned slots are NaN, and a table with no pages behind those of a
+    request."""
     size = case.page_size
     counts = [-(-length // size) for length in case.kv_lens]
     numbers = torch.randperm(sum(counts) + 2, generator=generator).tolist()
-    shape = (len(numbers), 2, size, case.num_kv_heads, case.head_dim)
-    pool = torch.full(shape, math.nan).to(case.dtype)
+    shape = (len(numbers), size, case.num_kv_heads)
+    pools = [torch.full((*shape, d), math.nan).to(case.dtype) for d in (case.head_dim, case.dim_vo)]
     table = torch.full((len(counts), max([*counts, 1]) + 1), 2**30, dtype=torch.int32)
     for i, (k, v) in enumerate(requests):
         for page in range(counts[i]):
@@ -217,11 +291,11 @@ def _pages(case: FmhaCase, requests, generator) -> tuple[torch.Tensor, torch.Ten
             table[i, page] = number
             rows = slice(page * size, min((page + 1) * size, case.kv_lens[i]))
             # NOTE: torch indexes no 8-bit floats on every release: bytes are the same.
-            for plane, tensor in enumerate((k, v)):
-                pool[number, plane, : rows.stop - rows.start] = tensor[rows]
+            for pool, tensor in zip(pools, (k, v), strict=True):
+                pool[number, : rows.stop - rows.start] = tensor[rows]
     if case.layout.endswith("HND"):
-        pool = pool.transpose(2, 3).contiguous()
-    return pool, table
+        pools = [pool.transpose(1, 2).contiguous() for pool in pools]
+    return pools, table
 
 
 def examine(

@@ -18,10 +18,10 @@ import torch
 from .. import _staging
 from . import guarded, refusals, runner
 from .cases import Case, MaskKind
-from .guarded import Guarded, Untouched, bits
-from .inputs import Inputs, build, lone, spoil
+from .guarded import Guarded, Padding, Untouched, bits
+from .inputs import Inputs, build, lone, spoil, surrounded
 from .oracle import Expected, reference
-from .problems import Also, Brought, Entry, Problem, Scratch
+from .problems import Also, Brought, Call, Entry, Problem, Scratch
 
 _SHRINKING_TRIES = 250
 _MOST_ALONE = 4  # requests of a batch that are computed again
@@ -160,6 +160,20 @@ def _with_padding_bits(inputs: Inputs) -> torch.Tensor:
     return packed
 
 
+def _given(call: Call, inputs: Inputs) -> Inputs:
+    """What the wrapper gets: by the call the batch as a part of larger arrays."""
+    given = surrounded(inputs, call.padding, call.padding)
+    masks = {"custom_mask": given.custom_mask, "packed_custom_mask": given.packed_custom_mask}
+    if call.other_mask:
+        masks["custom_mask"] = ~torch.cat([mask.flatten() for mask in inputs.masks])
+    if call.long_mask:
+        masks = {
+            name: None if mask is None else torch.cat([mask, mask.new_ones(9)]).view(1, -1, 1)
+            for name, mask in masks.items()
+        }
+    return dataclasses.replace(given, **masks)
+
+
 # --- one problem in one wrapper -------------------------------------------------
 
 
@@ -170,6 +184,7 @@ class Trial:
         self.problem = problem
         self.inputs = inputs
         self.backend = backend
+        self.given = _given(problem.call, inputs)
         self.workspace: Guarded | None = None
         self.wrapper = None
         if problem.call.entry is not Entry.SINGLE:
@@ -186,12 +201,20 @@ class Trial:
         if case.has_staged_form:
             part = 1.0  # a plan that only copies serve is refused without room for them
         self.workspace = guarded.workspace(int(self._workspace_bytes() * part), device)
-        self.wrapper = runner.make_wrapper(
-            case, backend=self.backend, device=device, buffer=self.workspace.view
-        )
+        self.wrapper = self._wrapper(self.workspace.view)
         if self.problem.also is Also.REPLAN:
             self._plan_something_else()
-        runner.plan(self.wrapper, self.inputs, **self._plan_overrides())
+        overrides = self._plan_overrides()
+        if self.problem.call.hints:
+            overrides |= runner.hints(self.inputs)
+        runner.plan(self.wrapper, self.given, **overrides)
+
+    def _wrapper(self, buffer: torch.Tensor):
+        graph = runner.graph_options(self.given) if self.problem.call.graph else {}
+        device = self.inputs.q.device
+        return runner.make_wrapper(
+            self.inputs.case, backend=self.backend, device=device, buffer=buffer, **graph
+        )
 
     def _plan_overrides(self) -> dict[str, object]:
         """Options that plan() gets otherwise than they are, because a later call is given them."""
@@ -209,13 +232,8 @@ class Trial:
 
     def _workspace_bytes(self) -> int:
         """Enough for the options of plan() and for those of the later call."""
-        probe = runner.make_wrapper(
-            self.inputs.case,
-            backend=self.backend,
-            device=self.inputs.q.device,
-            buffer=runner.workspace(self.inputs.q.device, 0),
-        )
-        positional, options = runner.plan_arguments(self.inputs)
+        probe = self._wrapper(runner.workspace(self.inputs.q.device, 0))
+        positional, options = runner.plan_arguments(self.given)
         overrides = self._plan_overrides()
         needs = [probe.workspace_size(*positional, **options)[0]]
         if overrides:
@@ -231,7 +249,7 @@ class Trial:
             mask = torch.zeros(pairs, dtype=torch.bool, device=self.inputs.q.device)
         runner.plan(
             self.wrapper,
-            self.inputs,
+            self.given,
             custom_mask=mask,
             packed_custom_mask=None,
             causal=case.mask is not MaskKind.CAUSAL,
@@ -240,7 +258,7 @@ class Trial:
             sm_scale=0.1,
             disable_split_kv=True,
         )
-        runner.run(self.wrapper, self.inputs, sinks=None, v_scale=3.0)
+        runner.run(self.wrapper, self.given, sinks=None, v_scale=3.0)
 
     def run(self) -> Result:
         """One run into fresh outputs."""
@@ -252,7 +270,7 @@ class Trial:
         lse = self._brought(call.lse, lse_shape, torch.float32)
         with _threads(call.threads):
             returned = self.call(
-                out=None if out is None else out.view, lse=None if lse is None else lse.view
+                out=None if out is None else out.given, lse=None if lse is None else lse.given
             )
         if device.type == "cuda":
             torch.cuda.synchronize(device)
@@ -267,7 +285,13 @@ class Trial:
             self.inputs.q.device,
             self.inputs.case.garbage,
             strided=brought is Brought.STRIDED,
+            padding=self._padding,
+            tokens_last=len(shape) == 2 and self.problem.call.lse_layout == "HN",
         )
+
+    @property
+    def _padding(self) -> Padding:
+        return Padding(self.problem.call.padding, self.problem.call.padding)
 
     def call(self, **overrides):
         """The public function, with the options of the problem and then those given here."""
@@ -287,10 +311,10 @@ class Trial:
         options.update(overrides)
         if call.entry is Entry.SINGLE:
             return runner.single(inputs, backend=self.backend, **options)
-        return runner.run(self.wrapper, inputs, **options)
+        return runner.run(self.wrapper, self.given, **options)
 
     def _forward(self):
-        call, case, inputs = self.problem.call, self.inputs.case, self.inputs
+        call, case, inputs = self.problem.call, self.inputs.case, self.given
         forward = self.wrapper.forward_return_lse if call.return_lse else self.wrapper.forward
         kv = (inputs.cache,) if case.paged else (inputs.k, inputs.v)
         return forward(
@@ -318,17 +342,19 @@ class Trial:
         for name, got, mine in (("out", got_out, out), ("lse", got_lse, lse)):
             if mine is None:
                 continue
-            if got is not None and got.data_ptr() != mine.view.data_ptr():
+            if got is not None and got.data_ptr() != mine.given.data_ptr():
                 failures.append(f"{name} is not the tensor that was given")
             if spilled := mine.spilled():
                 failures.append(f"{name}: {spilled} elements around it were written")
         if got_out.dtype != self.inputs.case.dtype_o:
             failures.append(f"out is {got_out.dtype}")
         if got_lse is None and lse is not None:
-            got_lse = lse.view
+            got_lse = lse.given
         if got_lse is not None and call.lse_layout == "HN":
             got_lse = got_lse.t()
-        return Result(got_out, got_lse, failures)
+        begin = call.padding
+        own = Result(got_out, got_lse, []).rows(begin, begin + self.inputs.q.shape[0])
+        return dataclasses.replace(own, failures=failures)
 
 
 # --- what is looked at beside the numbers ----------------------------------------
@@ -379,12 +405,12 @@ def _first_rows(trial: Trial) -> list[int]:
 
 def _refusals(trial: Trial, result: Result) -> list[str]:
     failures = []
-    for mistake in refusals.of_run(trial.inputs):
+    for mistake in refusals.of_run(trial.given):
         failures += refusals.missing(mistake, trial.call)
     if trial.wrapper is not None:
         for mistake in refusals.of_plan(trial.inputs):
             failures += refusals.missing(
-                mistake, lambda **spoilt: runner.plan(trial.wrapper, trial.inputs, **spoilt)
+                mistake, lambda **spoilt: runner.plan(trial.wrapper, trial.given, **spoilt)
             )
     if not trial.run().same_bits(result):
         failures.append("a run after refused calls has other bits")

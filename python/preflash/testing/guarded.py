@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -19,13 +20,22 @@ def bits(t: torch.Tensor) -> torch.Tensor:
 
 
 class Guarded:
-    """A tensor cut out of a larger one; what is left of that must stay as it is."""
+    """A tensor cut out of a larger one; what is left of that must stay as it is.
 
-    def __init__(self, whole: torch.Tensor, cut: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    given: what a call gets, which may have more around `view`.
+    """
+
+    def __init__(
+        self,
+        whole: torch.Tensor,
+        cut: Callable[[torch.Tensor], torch.Tensor],
+        given: torch.Tensor | None = None,
+    ) -> None:
         self._whole = whole
         self._cut = cut
         self._before = whole.clone()
         self.view = cut(whole)
+        self.given = self.view if given is None else given
 
     def spilled(self) -> int:
         """How many elements around the tensor have changed."""
@@ -38,6 +48,17 @@ class Guarded:
         return not torch.equal(bits(self._whole), bits(self._before))
 
 
+@dataclass(frozen=True)
+class Padding:
+    """Tokens of q and of what comes of it that no request has."""
+
+    before: int = 0
+    behind: int = 0
+
+    def around(self, tokens: int) -> int:
+        return self.before + tokens + self.behind
+
+
 def output(
     shape: Sequence[int],
     dtype: torch.dtype,
@@ -45,14 +66,26 @@ def output(
     garbage: Garbage,
     *,
     strided: bool,
+    padding: Padding = Padding(),
+    tokens_last: bool = False,
 ) -> Guarded:
     """Garbage of a shape with memory of somebody else before and behind it, and with `strided` also
-    behind every row."""
-    rows, *middle, columns = shape
+    behind every row. The call is given the padding around its tokens, too."""
+    tokens = len(shape) - 1 if tokens_last else 0
+    given = list(shape)
+    given[tokens] = padding.around(shape[tokens])
+    rows, *middle, columns = given
     behind = PAD_COLUMNS if strided else 0
     whole = torch.empty(rows + 2, *middle, columns + behind, dtype=dtype, device=device)
     fill_poison(whole, torch.Generator().manual_seed(0), garbage)
-    return Guarded(whole, lambda t: t[1 : 1 + rows, ..., :columns])
+
+    def outer(t: torch.Tensor) -> torch.Tensor:
+        return t[1 : 1 + rows, ..., :columns]
+
+    def cut(t: torch.Tensor) -> torch.Tensor:
+        return outer(t).narrow(tokens, padding.before, shape[tokens])
+
+    return Guarded(whole, cut, outer(whole))
 
 
 def workspace(num_bytes: int, device: torch.device | str) -> Guarded:

@@ -347,6 +347,25 @@ def _attach_masks(inputs: Inputs, masks: list[torch.Tensor], device) -> None:
         inputs.custom_mask = flat
 
 
+def surrounded(inputs: Inputs, before: int, behind: int) -> Inputs:
+    """The same batch as a part of larger arrays, for a call alone: rows of q and pages that nobody
+    owns before those of the requests, and rows behind them."""
+    if before == behind == 0:
+        return inputs
+    rows = inputs.q.shape[0]
+    shape = (before + rows + behind, *inputs.q.shape[1:])
+    q = torch.empty(shape, dtype=inputs.q.dtype, device="cpu")
+    fill_poison(q, torch.Generator().manual_seed(before), inputs.case.garbage)
+    q = q.to(inputs.q.device)
+    q[before : before + rows] = inputs.q
+    around = dataclasses.replace(inputs, q=q, qo_indptr=inputs.qo_indptr + before)
+    if inputs.indices is not None:
+        nobodys = inputs.indices.new_full((before,), 2**31 - 1)
+        around.indices = torch.cat([nobodys, inputs.indices])
+        around.kv_indptr = inputs.kv_indptr + before
+    return around
+
+
 def lone(inputs: Inputs, i: int) -> Inputs:
     """Request i as a batch of its own, in the memory that it shares with the others."""
     case = inputs.case

@@ -3,6 +3,7 @@ own as far as the wrapper has them, and everything that is wrong with what they 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import random
@@ -12,11 +13,12 @@ import torch
 
 import preflash
 
+from .. import _pod
 from . import fuzz, guarded, runner
 from .cases import Case, KvForm, Limits, MaskKind, Sinks, random_case
 from .fuzz import Result, Verdict, verdict_of
-from .guarded import Guarded, Untouched
-from .inputs import Inputs, build
+from .guarded import Guarded, Padding, Untouched
+from .inputs import Inputs, build, surrounded
 from .oracle import reference
 from .problems import Brought
 
@@ -46,6 +48,11 @@ class PodCall:
     workspace: int = 1 << 22
     replan: bool = False  # the wrapper had another plan before, and another prefill
     repeat: bool = False  # two runs give the same bits
+    two_launches: bool = False  # also where a kernel takes both sides
+    shorter_before: bool = False  # one plan has another prefill before (of one request)
+    repeated: bool = False  # run() is given the options of the decode side again (of one request)
+    other_mask: bool = False  # beside a packed mask a dense one, which does not count
+    padding: int = 0  # rows of q before and behind those of requests (of one request: behind)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,6 +185,11 @@ def _random_call(rng: random.Random, kind: Kind) -> PodCall:
         workspace=rng.choice(_WORKSPACES),
         replan=rng.random() < 0.2,
         repeat=rng.random() < 0.2,
+        two_launches=rng.random() < 0.4,
+        shorter_before=rng.random() < 0.2,
+        repeated=rng.random() < 0.3,
+        other_mask=rng.random() < 0.5,
+        padding=rng.choice([0, 0, 2]),
     )
 
 
@@ -186,14 +198,12 @@ def _random_call(rng: random.Random, kind: Kind) -> PodCall:
 
 def examine(problem: PodProblem, *, backend: str, device: torch.device | str = "cpu") -> Verdict:
     """Plans and runs the wrapper. What a broken backend raises is a failure like any other."""
-    return verdict_of(lambda: _examine(problem, backend, device), backend)
+    with _pod.forced_apart() if problem.call.two_launches else contextlib.nullcontext():
+        return verdict_of(lambda: _examine(problem, backend, device), backend)
 
 
 def _examine(problem: PodProblem, backend: str, device: torch.device | str) -> Verdict:
-    sides = [
-        _Side(case, problem.call, index, problem.seed, device)
-        for index, case in enumerate((problem.prefill, problem.decode))
-    ]
+    sides = [_Side(problem, index, device) for index in (0, 1)]
     untouched = [Untouched(_tensors(side.inputs)) for side in sides]
     workspace = guarded.workspace(problem.call.workspace, device)
     trial = _TRIALS[problem.kind](problem, sides, workspace, backend)
@@ -224,14 +234,25 @@ def _tensors(inputs: Inputs) -> dict[str, torch.Tensor | None]:
     return {"q": inputs.q, "k": inputs.k, "v": inputs.v, "packed mask": inputs.packed_custom_mask}
 
 
+def _padding_of(problem: PodProblem, index: int) -> Padding:
+    """A prefill of one request is its tensors; requests of one query each begin at row 0."""
+    rows = problem.call.padding
+    if problem.kind is Kind.BATCH:
+        return Padding(rows, rows)
+    return Padding(0, rows if index else 0)
+
+
 class _Side:
     """One side: its inputs, its outputs and what it has to be."""
 
-    def __init__(self, case: Case, call: PodCall, index: int, seed: int, device) -> None:
+    def __init__(self, problem: PodProblem, index: int, device) -> None:
         self.name = ("prefill", "decode")[index]
-        self._call, self._index = call, index
-        self.inputs = build(case, device=device, index_device="cpu", seed=seed + index)
+        self._call, self._index = problem.call, index
+        case, seed = (problem.prefill, problem.decode)[index], problem.seed + index
+        self.inputs = build(case, device=device, index_device="cpu", seed=seed)
         fuzz.add_garbage(self.inputs)
+        self._padding = _padding_of(problem, index)
+        self.given = surrounded(self.inputs, self._padding.before, self._padding.behind)
         self.renew()
 
     def renew(self) -> None:
@@ -247,15 +268,21 @@ class _Side:
             return None
         case, device = self.inputs.case, self.inputs.q.device
         return guarded.output(
-            shape, dtype, device, case.garbage, strided=brought is Brought.STRIDED
+            shape,
+            dtype,
+            device,
+            case.garbage,
+            strided=brought is Brought.STRIDED,
+            padding=self._padding,
+            tokens_last=len(shape) == 2 and self._call.lse_layout == "HN",
         )
 
     def options(self) -> dict[str, object]:
         """Of run(), for its outputs."""
         suffix = self.name[0]
         return {
-            f"out_{suffix}": None if self.out is None else self.out.view,
-            f"lse_{suffix}": None if self.lse is None else self.lse.view,
+            f"out_{suffix}": None if self.out is None else self.out.given,
+            f"lse_{suffix}": None if self.lse is None else self.lse.given,
         }
 
     def settle(self, returned) -> Result:
@@ -264,17 +291,20 @@ class _Side:
         for name, got, mine in (("out", got_out, self.out), ("lse", got_lse, self.lse)):
             if mine is None:
                 continue
-            if got is not None and got.data_ptr() != mine.view.data_ptr():
+            if got is not None and got.data_ptr() != mine.given.data_ptr():
                 failures.append(f"{name} is not the tensor that was given")
             if spilled := mine.spilled():
                 failures.append(f"{name}: {spilled} elements around it were written")
         if got_out.dtype != self.inputs.case.dtype_o:
             failures.append(f"out is {got_out.dtype}")
         if got_lse is None and self.lse is not None:
-            got_lse = self.lse.view
+            got_lse = self.lse.given
         if got_lse is not None and call.lse_layout == "HN":
             got_lse = got_lse.t()
-        return Result(got_out, got_lse, failures)
+        begin = self._padding.before
+        whole = Result(got_out, got_lse, failures)
+        own = whole.rows(begin, begin + self.inputs.q.shape[0])
+        return dataclasses.replace(own, failures=failures)
 
     def compare(self, result: Result):
         pipeline, call = self.inputs.pipeline, self._call
@@ -289,7 +319,7 @@ class _Side:
         return runner.compare(self.inputs, result.out, result.lse, expected, lse_base=call.lse_base)
 
     def table(self) -> tuple[torch.Tensor, ...]:
-        return (self.inputs.kv_indptr, self.inputs.indices, self.inputs.last_page_len)
+        return (self.given.kv_indptr, self.given.indices, self.given.last_page_len)
 
 
 class _Trial:
@@ -299,6 +329,7 @@ class _Trial:
         self, problem: PodProblem, sides: list[_Side], workspace: Guarded, backend: str
     ) -> None:
         self._problem, self._sides = problem, sides
+        self._planned_as_asked = False
         make = getattr(preflash, problem.kind.value)
         self.wrapper = make(workspace.view, problem.decode.layout, backend=backend)
         if problem.call.replan:
@@ -307,6 +338,9 @@ class _Trial:
             for side in sides:
                 side.renew()
         self.plan()
+        self._planned_as_asked = True
+        if problem.call.shorter_before:
+            self._run_shorter()
         self.last: list[Result] = []
 
     def results(self) -> list[Result]:
@@ -315,6 +349,9 @@ class _Trial:
             torch.cuda.synchronize(self._sides[0].inputs.q.device)
         self.last = [side.settle(one) for side, one in zip(self._sides, returned, strict=True)]
         return self.last
+
+    def _run_shorter(self) -> None:
+        """What else a run() of the same plan may bring before."""
 
     def plan(self, **overrides) -> None:
         case = self._problem.decode
@@ -344,6 +381,13 @@ class _Trial:
             return value
         return torch.tensor([value], dtype=torch.float32, device=self.wrapper.device)
 
+    def _dense_mask(self) -> torch.Tensor | None:
+        """Of the prefills; beside a packed one the opposite, if anything."""
+        inputs = self._sides[0].inputs
+        if inputs.packed_custom_mask is None or not self._problem.call.other_mask:
+            return inputs.custom_mask
+        return ~torch.cat([mask.flatten() for mask in inputs.masks])
+
 
 _SCALES = ("q_scale", "k_scale", "v_scale")
 
@@ -353,18 +397,42 @@ class _SingleTrial(_Trial):
         return self._sides[1].table()
 
     def _operands(self) -> tuple:
-        prefill, decode = (side.inputs for side in self._sides)
+        prefill, decode = (side.given for side in self._sides)
         tokens = 0 if prefill.case.layout == "NHD" else 1
         keys = (t.narrow(tokens, 0, prefill.case.kv_lens[0]) for t in (prefill.k, prefill.v))
         return (prefill.q, *keys, decode.q, decode.cache)
 
+    def _repeated(self) -> dict[str, object]:
+        if not (self._problem.call.repeated and self._planned_as_asked):
+            return {}
+        case = self._problem.decode
+        return {
+            "causal_d": True,
+            "kv_layout_d": case.layout,
+            "pos_encoding_mode_d": case.position.value,
+            "sm_scale_d": case.sm_scale,
+            "window_left_d": case.window_left,
+            "rope_scale_d": case.rope_scale,
+            "rope_theta_d": case.rope_theta,
+        }
+
+    def _run_shorter(self) -> None:
+        """Half of the prefill without its mask, into outputs of the library's own."""
+        prefill, decode = (side.given for side in self._sides)
+        case, (q, k, v, *_) = prefill.case, self._operands()
+        tokens = 0 if case.layout == "NHD" else 1
+        k, v = (t.narrow(tokens, 0, case.kv_lens[0] // 2) for t in (k, v))
+        shorter = q[: case.qo_lens[0] // 2]
+        self.wrapper.run(shorter, k, v, decode.q, decode.cache, kv_layout_p=case.layout)
+
     def _masks(self) -> dict[str, object]:
         """And all other options of this run()."""
         inputs, call = self._sides[0].inputs, self._problem.call
-        case, mask = inputs.case, None
+        case, mask = inputs.case, self._dense_mask()
         if inputs.custom_mask is not None:
-            mask = inputs.custom_mask.view(case.qo_lens[0], case.kv_lens[0])
+            mask = mask.view(case.qo_lens[0], case.kv_lens[0])
         return {
+            **self._repeated(),
             "custom_mask_p": mask,
             "packed_custom_mask_p": inputs.packed_custom_mask,
             "kv_layout_p": case.layout,
@@ -381,17 +449,17 @@ class _SingleTrial(_Trial):
 class _BatchTrial(_Trial):
     def _arrays(self) -> tuple:
         return tuple(
-            array for side in self._sides for array in (side.inputs.qo_indptr, *side.table())
+            array for side in self._sides for array in (side.given.qo_indptr, *side.table())
         )
 
     def _operands(self) -> tuple:
-        prefill, decode = (side.inputs for side in self._sides)
+        prefill, decode = (side.given for side in self._sides)
         return (prefill.q, prefill.cache, decode.q, decode.cache)
 
     def _masks(self) -> dict[str, object]:
         inputs = self._sides[0].inputs
         return {
-            "custom_mask_p": inputs.custom_mask,
+            "custom_mask_p": self._dense_mask(),
             "packed_custom_mask_p": inputs.packed_custom_mask,
             "return_lse": self._problem.call.return_lse[0],
         }

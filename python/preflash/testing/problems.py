@@ -14,7 +14,7 @@ import typing
 
 import torch
 
-from .cases import DTYPE_NAMES, Case, KvForm, Limits, Sinks, random_case
+from .cases import DTYPE_NAMES, Case, KvForm, Limits, MaskKind, Position, Sinks, random_case
 
 
 class Entry(enum.Enum):
@@ -79,6 +79,11 @@ class Call:
     index_on_device: bool = False
     threads: int = 1  # of the cpu backend
     copies: Copies = Copies.AUTO  # of a case with a staged form
+    padding: int = 0  # rows of q, and pages, that no request has, before and behind theirs
+    graph: bool = False  # use_cuda_graph=True, with buffers
+    hints: bool = False  # plan() is told the lengths and pages in its other forms, too
+    other_mask: bool = False  # beside a packed mask a dense one, which does not count
+    long_mask: bool = False  # masks are longer than needed
 
     @property
     def logits_factor(self) -> float:
@@ -103,6 +108,8 @@ class Problem:
         if entry is Entry.SINGLE:
             _must(case.batch_size == 1 and not case.paged, "one ragged request")
             _must(not splits, "a single request has no split policy")
+            _must(not (call.graph or call.hints or call.padding), "options of plan()")
+            _must(not (call.other_mask or call.long_mask), "masks of plan()")
             _must(self.also not in (Also.ALONE, Also.REPLAN), "a single request is not planned")
         if entry is Entry.FORWARD:
             _must(case.sinks is Sinks.NONE and call.q_scale is None, "options of run()")
@@ -111,6 +118,10 @@ class Problem:
             _must(self.also not in (Also.ALONE, Also.REFUSALS), "looked at with run()")
             _must(not case.head_scales, "options of run()")
         _must(not case.contradiction, case.contradiction)
+        _must(not call.other_mask or case.mask is MaskKind.PACKED, "beside a packed mask")
+        _must(not call.long_mask or case.has_custom_mask, "there is no mask")
+        changes = case.position is Position.ROPE or case.dtype_kv.itemsize == 1
+        _must(not (call.graph and changes), "graphs have no copies, which some kernels need")
         _must(not call.window_at_run or entry is Entry.BATCH, "an option of run()")
         _must(
             call.scratch is Scratch.WHOLE or (entry is not Entry.SINGLE and not splits),
@@ -213,7 +224,25 @@ def draw(seed: int, index: int, limits: Limits) -> Problem:
     also = rng.choice(_looked_at(case, entry))
     seed = rng.randrange(2**31)
     call = dataclasses.replace(call, copies=rng.choice(list(Copies)))
-    return Problem(case, call, also, seed)
+    return Problem(case, _planned_call(rng, case, call), also, seed)
+
+
+def _planned_call(rng: random.Random, case: Case, call: Call) -> Call:
+    """The call with what only plan() takes."""
+    padding = rng.choice([0, 0, 2])
+    graph, hints, other_mask, long_mask = (rng.random() < share for share in (0.2, 0.3, 0.5, 0.3))
+    if call.entry is Entry.SINGLE:
+        return call
+    # NOTE: in a backend without them the case is another one, and the draws are the same.
+    changes = case.position is Position.ROPE or case.dtype_kv.itemsize == 1
+    return dataclasses.replace(
+        call,
+        padding=padding,
+        graph=graph and not changes,
+        hints=hints,
+        other_mask=other_mask and case.mask is MaskKind.PACKED,
+        long_mask=long_mask and case.has_custom_mask,
+    )
 
 
 def _adapted(case: Case, entry: Entry) -> Case:
