@@ -261,7 +261,7 @@ def _options(a: FmhaArguments, operands: Operands) -> _core.AttentionOptions:
     q = operands.q
     mode = a.mask_mode.lower() if isinstance(a.mask_mode, str) else a.mask_mode
     check.one_of("mask_mode", mode, MASK_MODES)
-    window = check.integer("window_left", a.window_left, at_least=-1, at_most=2**30)
+    window = check.window_left(a.window_left)
     return _core.AttentionOptions(
         num_qo_heads=q.shape[1],
         num_kv_heads=operands.num_kv_heads,

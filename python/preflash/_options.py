@@ -115,7 +115,7 @@ def _checked(a: _Given) -> _core.AttentionOptions:
         o_dtype=dtypes.o,
         # causal is ignored when a custom mask is given; a window is not.
         causal=check.flag("causal", a.causal) and not a.masked,
-        window_left=check.integer("window_left", a.window_left, at_least=-1),
+        window_left=check.window_left(a.window_left),
         mask=_mask_kind(a.masked),
         position=encoding.position,
         rope_scale=encoding.rope_scale,
@@ -156,7 +156,7 @@ def single_options(tensors: Qkv, a: SingleArguments) -> _core.AttentionOptions:
         kv_dtype=dtypes.kv,
         o_dtype=dtypes.o,
         causal=check.flag("causal", a.causal) and not a.masked,
-        window_left=check.integer("window_left", a.window_left, at_least=-1),
+        window_left=check.window_left(a.window_left),
         mask=_mask_kind(a.masked),
         position=encoding.position,
         rope_scale=encoding.rope_scale,

@@ -85,6 +85,7 @@ SMALLEST_BIASED_SCALE = 1e-30
 SMALLEST_SOFT_CAP = 1e-6
 # What takes a factor of each head where a scale of a run is one for the tensor.
 _OF_HEADS = {"q_scale": "scale_q", "k_scale": "scale_k", "v_scale": "scale_v"}
+LARGEST_WINDOW = 2**30  # kMaxRequestLength of the planner
 LSE_SCALES = {"log2": 1.0, "ln": math.log(2.0)}
 LSE_LAYOUTS = ("NH", "HN")
 
@@ -105,6 +106,11 @@ def flag(name: str, value: Any) -> bool:
     if not isinstance(number, int) or number not in (0, 1):
         raise TypeError(f"{name} must be True or False; got {kind_of(value)}")
     return bool(number)
+
+
+def window_left(value: Any, name: str = "window_left") -> int:
+    """-1 is none. What is wider than the longest request that there can be is as wide as that."""
+    return min(integer(name, value, at_least=-1), LARGEST_WINDOW)
 
 
 def plain(value: Any) -> Any:

@@ -298,7 +298,7 @@ class BatchPrefillWrapper(EngineAttributes):
         planned = self._planned()
         options = planned.asked.request.options
         if a.window_left is not None:
-            window_left = check.integer("window_left", a.window_left, at_least=-1)
+            window_left = check.window_left(a.window_left)
             options = options.replace(window_left=window_left)
         variant = planned.usual
         if variant is None or a.window_left is not None:
@@ -328,7 +328,7 @@ class BatchPrefillWrapper(EngineAttributes):
         check.permission("allow_fp16_qk_reduction", a.allow_fp16_qk_reduction)
         forward = ForwardOptions(
             check.flag("causal", a.causal),
-            check.integer("window_left", a.window_left, at_least=-1),
+            check.window_left(a.window_left),
             encoding,
             check.soft_cap(a.logits_soft_cap),
         )

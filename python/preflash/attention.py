@@ -75,7 +75,7 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
             "head_dim_qk": check.integer("head_dim_qk", head_dim_qk, at_least=1),
             "head_dim_vo": check.integer("head_dim_vo", head_dim_vo, at_least=1),
         }
-        window_left = check.integer("window_left", window_left, at_least=-1)
+        window_left = check.window_left(window_left)
         if window_left >= 0:
             self._announced["window_left"] = window_left
         super().__init__(

@@ -367,7 +367,7 @@ def _per_level(name: str, arrays: Any, num_levels: int) -> Sequence[torch.Tensor
 
 
 def _check_free_of_distances(window_left: int, pos_encoding_mode: str) -> None:
-    if check.integer("window_left", window_left, at_least=-1) >= 0:
+    if check.window_left(window_left) >= 0:
         raise NotImplementedError(
             f"window_left={window_left}: a level does not know how many keys come after its own, "
             "so it cannot tell where a window begins; use -1, or one level"

@@ -154,3 +154,16 @@ def test_uniform_q_len(target, uniform, accepted):
         plan()
     else:
         assert "request 0 has 5" in refusal(plan, "uniform_q_len")
+
+
+def test_a_window_wider_than_any_request(target):
+    """Callers write the largest int32 where others write -1."""
+    case = Case("wide", (9, 40), (70, 40), 4, 2, 64, mask=MaskKind.CAUSAL)
+    inputs = build(case, device=target.device)
+    wrapper = runner.make_wrapper(case, backend=target.backend, device=target.device)
+    for widest in (2**31 - 1, 2**30):
+        runner.plan(wrapper, inputs, window_left=widest)
+        runner.compare(inputs, *runner.run(wrapper, inputs)).check()
+        runner.compare(inputs, *runner.run(wrapper, inputs, window_left=widest)).check()
+    with pytest.raises(ValueError, match="window_left=2147483648: must be in"):
+        runner.plan(wrapper, inputs, window_left=2**31)
