@@ -80,7 +80,8 @@ py::object repeat(const Repeat& bound, const Call& call) {
   const auto q = same(torch, call.q, bound.q);
   const auto k = same(torch, kv.k, bound.k);
   const auto v = bound.one_cache ? k : same(torch, kv.v, bound.v);
-  if (!q || !k || !v || torch.records({call.q, kv.k, kv.v})) return {};
+  PyObject* const written = brings_out ? call.out : call.q;
+  if (!q || !k || !v || torch.records({call.q, kv.k, kv.v, written})) return {};
   const auto stream = torch.current_stream(q->device);
   if (!stream || !is_last_stream(call.variant, *stream)) return {};
 

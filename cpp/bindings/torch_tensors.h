@@ -67,7 +67,7 @@ struct Torch {
   std::optional<dlpack::Tensor> read(PyObject* object) const;
   // The stream that is current on a device; null on the CPU. None where torch does not say.
   std::optional<void*> current_stream(const dlpack::Device& device) const;
-  // Whether jit traces, or would differentiate with respect to these tensors.
+  // Whether jit traces, or autograd has a say in these tensors, read or written.
   bool records(std::initializer_list<PyObject*> tensors) const;
 
   const dlpack::ExchangeApi* exchange = nullptr;  // null: an older torch, which is not read

@@ -156,7 +156,7 @@ def checked(a: CudnnArguments) -> Call:
     """Every check that needs no wait for the GPU."""
     backend = _backends.requested("auto" if a.backend is None else a.backend, with_cudnn=True)
     _check_tensors(a)
-    check.forward_only(a.q, a.k_cache, a.v_cache)
+    check.forward_only(a.q, a.k_cache, a.v_cache, out=a.out, lse=a.lse)
     check.one_of("batch_offsets_units", a.batch_offsets_units, _UNITS)
     check.one_of("lse_base", a.lse_base, tuple(check.LSE_SCALES))
     _check_factors(a)

@@ -136,7 +136,8 @@ class CudnnVariant:
         """One run, as PlannedVariant has it."""
         check.forward_only(q)
         _tensors.bind(q, kv, outputs, self.expected)
-        check.forward_only(*(kv if isinstance(kv, (tuple, list)) else (kv,)))
+        keys = kv if isinstance(kv, (tuple, list)) else (kv,)
+        check.forward_only(*keys, out=outputs.out, lse=outputs.lse)
         if scales.output != 1.0:
             raise NotImplementedError(f"backend='cudnn' does not serve v_scale; {_WAY_OUT}")
         self._follow_stream()

@@ -39,6 +39,10 @@ class _Bound(NamedTuple):
     again: Callable[..., torch.Tensor | None] | None
 
 
+def _require_grad(*outputs: torch.Tensor | None) -> bool:
+    return any(value is not None and value.requires_grad for value in outputs)
+
+
 class Memory(NamedTuple):
     """What launches use beside the work list and the caller's tensors."""
 
@@ -154,19 +158,26 @@ class PlannedVariant:
         if (
             _jit_tracing()
             or (_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))
+            or (outputs is not DEFAULT_OUTPUTS and _require_grad(out, lse))
             or _forward_ad._current_level >= 0
         ):
-            check.forward_only(q, k, v)
+            check.forward_only(q, k, v, out=out, lse=lse)
         start, v_offset, make_out, lse_shape, _ = bound
         if out is None:
             out = make_out(q)
         lse_address = 0
-        if with_lse:
-            if lse is None:
-                lse = q.new_empty(lse_shape, dtype=torch.float32)
-            lse_address = lse.data_ptr()
-            if lse_address == 0:
-                check.tensor("lse", lse)  # refuses all but an empty one
+        try:
+            q_address, k_address, v_address = q.data_ptr(), k.data_ptr(), v.data_ptr() + v_offset
+            out_address = out.data_ptr()
+            if with_lse:
+                if lse is None:
+                    lse = q.new_empty(lse_shape, dtype=torch.float32)
+                lse_address = lse.data_ptr()
+                if lse_address == 0:
+                    check.tensor("lse", lse)  # refuses all but an empty one
+        except RuntimeError:  # what looks like the tensors before, as in torch.vmap
+            self.check_run(q, kv, outputs)
+            raise
         partials_address = 0
         if memory is None:
             memory, extras = self._memory, self._extras
@@ -179,9 +190,8 @@ class PlannedVariant:
         if stream != self._stream:
             self._announce_stream(stream)
         captured = start(
-            q.data_ptr(), k.data_ptr(), v.data_ptr() + v_offset, out.data_ptr(), lse_address,
-            partials_address, stream, scales[0], scales[1],
-            _LSE_SCALES.get(lse_base) or lse_base, extras,
+            q_address, k_address, v_address, out_address, lse_address, partials_address, stream,
+            scales[0], scales[1], _LSE_SCALES.get(lse_base) or lse_base, extras,
         )  # fmt: skip
         if captured:
             self._note_capture(q, k, v)

@@ -41,28 +41,33 @@ def eager(function: Function) -> Function:
 
 
 @eager
-def forward_only(*tensors: torch.Tensor) -> None:
+def forward_only(*tensors: torch.Tensor, **written: torch.Tensor | None) -> None:
     """Refuses a call whose gradient or trace would miss it. Ordinary calls pay 0.1 us for it.
 
     What is not a tensor is left to the checks that name it.
+
+    written: what the caller brought for results, by name. Autograd would go on with what it held.
     """
     if jit_is_tracing() or function_mode_is_active() or num_dispatch_modes():
         not_traced()
     not_differentiated(*tensors)
+    for name, value in written.items():
+        if value is not None:
+            not_differentiated(value, what=name)
 
 
-def not_differentiated(*tensors: torch.Tensor) -> None:
+def not_differentiated(*tensors: torch.Tensor, what: str = "an input") -> None:
     """Refuses a call whose gradient would miss it."""
     try:
         if is_grad_enabled():
             for value in tensors:
                 if value.requires_grad:
-                    raise _no_gradient("an input requires grad")
+                    raise _no_gradient(f"{what} requires grad")
         # NOTE: torch.no_grad() does not switch forward-mode differentiation off.
         if forward_ad._current_level >= 0:
             for value in tensors:
                 if forward_ad.unpack_dual(value).tangent is not None:
-                    raise _no_gradient("an input has a tangent")
+                    raise _no_gradient(f"{what} has a tangent")
     except (AttributeError, TypeError):
         pass
 

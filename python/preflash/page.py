@@ -150,10 +150,10 @@ def append_paged_kv_cache(
             kv_layout,
         )
         return
-    check.forward_only(append_key, append_value)
     k_cache, v_cache = _pools(
         paged_kv_cache, check.one_of("kv_layout", kv_layout, check.KV_LAYOUTS)
     )
+    check.forward_only(append_key, append_value, k_cache=k_cache, v_cache=v_cache)
     device = k_cache.device
     tokens = _check_rows("append_key", append_key, k_cache)
     if _check_rows("append_value", append_value, v_cache) != tokens:

@@ -132,6 +132,45 @@ def test_a_scale_that_requires_grad(target):
             entry.right(entry.wrapper.run(*entry.tensors, **{name: scale}))
 
 
+@pytest.mark.parametrize("name", ["out", "lse"])
+@pytest.mark.parametrize("runs_before", [0, 2])
+def test_an_output_that_requires_grad(target, name, runs_before):
+    """Autograd would go on with the values that are overwritten."""
+    entry = Entry("run", target)
+    outputs = {
+        "out": torch.empty_like(entry.expected),
+        "lse": entry.expected.new_empty(entry.expected.shape[:2], dtype=torch.float32),
+    }
+    for _ in range(runs_before):
+        entry.wrapper.run(*entry.tensors, **{name: outputs[name]})
+    leaf = torch.full_like(outputs[name], 7.0).requires_grad_()
+    for value in (leaf, leaf * 1.0):
+        with pytest.raises(NotImplementedError, match=rf"^{name} requires grad.*forward only"):
+            entry.wrapper.run(*entry.tensors, **{name: value})
+    assert bool((leaf == 7.0).all())
+    with torch.no_grad():
+        result = entry.wrapper.run(*entry.tensors, **{name: leaf})
+    entry.right(result.detach())
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(outputs[name], torch.ones_like(outputs[name]))
+        with pytest.raises(NotImplementedError, match=f"^{name} has a tangent"):
+            entry.wrapper.run(*entry.tensors, **{name: dual})
+
+
+def test_a_cache_that_requires_grad(target):
+    """It is written, too."""
+    row, cache = target.to(torch.ones(1, 2, 8)), target.to(torch.zeros(4, 2, 4, 2, 8))
+    zero, one = (target.to(torch.tensor(n, dtype=torch.int32)) for n in ([0], [1]))
+    indptr = torch.cat([zero, one])
+    leaf = cache.clone().requires_grad_()
+    with pytest.raises(NotImplementedError, match="^k_cache requires grad"):
+        preflash.append_paged_kv_cache(row, row, zero, zero, leaf, zero, indptr, one)
+    assert bool((leaf == 0).all())
+    with torch.no_grad():
+        preflash.append_paged_kv_cache(row, row, zero, zero, leaf, zero, indptr, one)
+    assert leaf.sum().item() == row.numel() * 2
+
+
 def test_jit_trace(entry):
     with pytest.raises(NotImplementedError, match=r"torch\.jit\.trace.*trace would hold none"):
         torch.jit.trace(entry.call, tuple(entry.tensors), check_trace=False)

@@ -223,6 +223,22 @@ def test_tangents_and_traces_are_refused_again(target):
     runner.compare(inputs, wrapper.run(q, k, v), None).check()
 
 
+@pytest.mark.parametrize("which", [0, 1, 2], ids=["q", "k", "v"])
+def test_a_transform_is_refused_again(target, which):
+    """Inside of torch.vmap a tensor looks like the one before it and has no address."""
+    inputs, wrapper = planned(RAGGED, target)
+    usual = tensors(inputs)
+    for _ in range(2):
+        wrapper.run(*usual)
+
+    def run(one):
+        return wrapper.run(*usual[:which], one, *usual[which + 1 :])
+
+    with pytest.raises(ValueError, match=f"^{'qkv'[which]} has no memory.*torch.func"):
+        torch.vmap(run)(torch.stack([usual[which]] * 2))
+    runner.compare(inputs, wrapper.run(*usual), None).check()
+
+
 def test_another_plan_forgets_the_run(target):
     """What is repeated belongs to a plan: the next one has other lengths."""
     inputs, wrapper = planned(RAGGED, target)
