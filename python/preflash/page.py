@@ -13,7 +13,7 @@ from . import _validate as check
 from ._arguments import KvCache
 from ._device_stream import DeviceStream
 from ._lengths import debugging
-from ._tensors import effective_strides
+from ._tensors import effective_strides, reaches_into
 
 __all__ = ["append_paged_kv_cache", "get_batch_indices_positions", "get_seq_lens"]
 
@@ -88,8 +88,13 @@ def get_batch_indices_positions(
             check.has_shape(name, given, (nnz,), "[nnz]")
             check.has_dtype(name, given, torch.int32, "as it is without a given tensor")
             check.on_device(name, given, device)
+            check.not_overlapping(name, given)
         outputs.append(
             torch.empty(nnz, dtype=torch.int32, device=device) if given is None else given
+        )
+    if reaches_into(*outputs):
+        raise ValueError(
+            "batch_indices shares memory with positions, and both are written; must be apart"
         )
     batch_size = seq_lens.numel()
     if batch_size == 0:
@@ -182,6 +187,7 @@ def append_paged_kv_cache(
     if device.type == "cpu" or debugging():
         places = (batch_indices, positions)
         _check_pages(_pages(*places, kv_indices, kv_indptr, k_cache.shape[1]), k_cache.shape[0])
+    append_key, append_value = _apart_from_pools(append_key, append_value, k_cache, v_cache)
     params = _core.AppendParams(tokens, *k_cache.shape[:2])
     params.set_k(*_row_numbers(append_key, k_cache))
     params.set_v(*_row_numbers(append_value, v_cache))
@@ -193,6 +199,19 @@ def append_paged_kv_cache(
         stream=device_stream.stream(),
         num_threads=device_stream.num_threads(),
     )
+
+
+def _apart_from_pools(
+    key: torch.Tensor, value: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows, where they are read before any is written: tokens may be moved within a cache."""
+    if k_cache.data_ptr() == v_cache.data_ptr() and key.data_ptr() != value.data_ptr():
+        raise ValueError("v_cache lies where k_cache does, and their rows differ; must be apart")
+    rows = [
+        one.clone() if reaches_into(one, k_cache) or reaches_into(one, v_cache) else one
+        for one in (key, value)
+    ]
+    return rows[0], rows[1]
 
 
 def _index_numbers(array: torch.Tensor) -> tuple[int, int, int, int]:

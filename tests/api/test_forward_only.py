@@ -163,7 +163,7 @@ def test_a_cache_that_requires_grad(target):
     zero, one = (target.to(torch.tensor(n, dtype=torch.int32)) for n in ([0], [1]))
     indptr = torch.cat([zero, one])
     leaf = cache.clone().requires_grad_()
-    with pytest.raises(NotImplementedError, match="^k_cache requires grad"):
+    with pytest.raises(NotImplementedError, match=r"^k_cache requires grad"):
         preflash.append_paged_kv_cache(row, row, zero, zero, leaf, zero, indptr, one)
     assert bool((leaf == 0).all())
     with torch.no_grad():

@@ -279,6 +279,48 @@ def test_refusals(target, mistake, monkeypatch):
     assert int(cache.sum()) == 2 * 3 * 16
 
 
+def test_tokens_move_within_a_cache(target):
+    """As if all were read before any is written: each goes where the next one was."""
+    tokens = 50
+    cache = torch.randn(64, 2, 1, 2, 8, device=target.device)
+    before = cache.clone()
+    owner, positions = torch.zeros(tokens).int(), torch.arange(tokens).int()
+    preflash.append_paged_kv_cache(
+        cache[:tokens, 0, 0],
+        cache[:tokens, 1, 0],
+        target.to(owner),
+        target.to(positions),
+        cache,
+        target.to(torch.arange(1, tokens + 1).int()),
+        ints(target, 0, tokens),
+        ints(target, 1),
+    )
+    assert torch.equal(cache[1 : tokens + 1], before[:tokens])
+    assert torch.equal(cache[tokens + 1 :], before[tokens + 1 :])
+    assert torch.equal(cache[0], before[0])
+
+
+def test_one_pool_for_different_keys_and_values_is_refused(target):
+    good = arguments(target)
+    pool = good["paged_kv_cache"][:, 0].clone()
+    good["paged_kv_cache"] = (pool, pool)
+    with pytest.raises(ValueError, match=r"^v_cache lies where k_cache does"):
+        preflash.append_paged_kv_cache(**{**good, "append_value": good["append_value"] * 2})
+    assert not pool.any()
+    preflash.append_paged_kv_cache(**good)  # the same rows
+    assert int(pool.sum()) == 3 * 16
+
+
+def test_positions_into_memory_that_is_shared(target):
+    given = (ints(target, 0, 2), ints(target, 5), 2)
+    room = ints(target, 7, 7, 7)
+    with pytest.raises(ValueError, match=r"^batch_indices shares memory with positions"):
+        preflash.get_batch_indices_positions(*given, room[:2], room[1:])
+    with pytest.raises(ValueError, match=r"^positions has strides"):
+        preflash.get_batch_indices_positions(*given, room[:2], room[2:].expand(2))
+    assert room.tolist() == [7, 7, 7]
+
+
 def test_appended_keys_are_attended_to(target):
     """From the append to the numbers: the cache of the oracle, token by token."""
     case = Case("append", (3, 1, 5), (40, 7, 5), 4, 2, 64, page_size=16, form=KvForm.SEPARATE)
