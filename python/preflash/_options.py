@@ -26,15 +26,16 @@ def batch_options(a: PlanArguments) -> _core.AttentionOptions:
     if (
         a.prefix_len_ptr is not None
         or a.token_pos_in_items_ptr is not None
-        or a.token_pos_in_items_len
+        or type(a.token_pos_in_items_len) is not int
+        or a.token_pos_in_items_len != 0
         or a.max_item_len_ptr is not None
     ):
         check.absent(
             prefix_len_ptr=a.prefix_len_ptr,
             token_pos_in_items_ptr=a.token_pos_in_items_ptr,
-            token_pos_in_items_len=a.token_pos_in_items_len or None,
             max_item_len_ptr=a.max_item_len_ptr,
         )
+        check.neutral("token_pos_in_items_len", a.token_pos_in_items_len, 0)
     if isinstance(a, RaggedPlanArguments):
         check.absent(v_indptr=a.v_indptr, o_indptr=a.o_indptr)
     masked = a.custom_mask is not None or a.packed_custom_mask is not None

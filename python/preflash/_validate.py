@@ -338,12 +338,19 @@ def alias(name: str, value: Any, other_name: str, other_value: Any) -> Any:
     """One argument with two spellings."""
     if other_value is None:
         return value
-    if value is not None and value != other_value:
+    if value is not None and not _equal(value, other_value):
         raise TypeError(
             f"{name}={value!r} and {other_name}={other_value!r} are two spellings of one argument; "
             "give one of them"
         )
     return other_value
+
+
+def _equal(value: Any, other: Any) -> bool:
+    try:
+        return bool(value == other)
+    except (RuntimeError, ValueError):  # arrays, of which neither has one truth
+        return value is other
 
 
 def required(name: str, value: Any) -> Any:

@@ -237,8 +237,15 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
     def _as_prefill(self, a: DecodePlanArguments) -> PagedPlanArguments:
         check.neutral("q_len_per_req", a.q_len_per_req, 1)
         q_data_type, kv_data_type = data_types(a.q_data_type, a.kv_data_type, a.data_type)
+        qo_indptr = _one_query_each(a.last_page_len)
+        # Here, where the two have the names that the caller knows.
+        if check.is_tensor("indptr", a.indptr).numel() != qo_indptr.numel():
+            raise ValueError(
+                f"indptr has {a.indptr.numel()} elements and last_page_len "
+                f"{a.last_page_len.numel()}; must have batch_size + 1 and batch_size"
+            )
         return self._paged_arguments(
-            _one_query_each(a.last_page_len),
+            qo_indptr,
             a.indptr,
             a.indices,
             a.last_page_len,

@@ -231,8 +231,10 @@ def test_refusals(target):
         )
     with pytest.raises(ValueError, match="before plan"):
         wrapper.run(inputs.q, inputs.cache)
-    with pytest.raises(ValueError, match="paged_kv_indptr"):
+    with pytest.raises(ValueError, match=r"^indptr has 5 elements and last_page_len 5"):
         wrapper.plan(inputs.kv_indptr[:-1], *arrays(inputs)[1:], q_data_type=CASE.dtype)
+    with pytest.raises(TypeError, match=r"^indptr must be a torch.Tensor"):
+        wrapper.plan(None, *arrays(inputs)[1:], q_data_type=CASE.dtype)
     wrapper.plan(*arrays(inputs), q_data_type=CASE.dtype)
     with pytest.raises(NotImplementedError, match="q_len_per_req"):
         wrapper.run(inputs.q, inputs.cache, q_len_per_req=2)

@@ -17,6 +17,7 @@ PLAN = {
         "token_pos_in_items_ptr",
     ),
     "multi_item_length": ({"token_pos_in_items_len": 3}, "token_pos_in_items_len"),
+    "multi_item_lengths": ({"token_pos_in_items_len": torch.ones(2)}, "token_pos_in_items_len"),
     "multi_item_longest": (
         {"max_item_len_ptr": torch.zeros(2).to(torch.uint16)},
         "max_item_len_ptr",

@@ -80,6 +80,7 @@ COMMON_PLAN = [
     Mistake("head_dim_520", put("head_dim", 520), "head_dim", EITHER),
     Mistake("head_dim_vo_odd", put("head_dim_vo", 63), "head_dim", EITHER),
     Mistake("head_dim_a_float", put("head_dim", 64.5), "head_dim"),
+    Mistake("head_dim_qk_a_tensor", put("head_dim_qk", torch.ones(2)), "head_dim_qk"),
     Mistake("window_left_minus_2", put("window_left", -2), "window_left"),
     Mistake("soft_cap_vanishes", put("logits_soft_cap", 1e-50), "logits_soft_cap"),
     Mistake("soft_cap_past_float32", put("logits_soft_cap", 1e39), "logits_soft_cap"),
