@@ -69,7 +69,7 @@ def _run_exact(call: FmhaCall, lengths: FmhaLengths, device_stream: DeviceStream
     variant = _pipeline.place(workspace, draft, request)
     _pipeline.upload(workspace, (variant,), request)
     result = _attend(call, lengths, variant)
-    workspace.give_back(variant.int_buffer)
+    workspace.give_back(variant.int_buffer, variant)
     return result
 
 

@@ -168,7 +168,7 @@ class Joints:
         self.last = None
         for joint in kept.values():
             if isinstance(joint.launch, PlannedSegments) and not joint.launch.shared:
-                workspace.give_back(joint.launch.place.buffer)
+                workspace.give_back(joint.launch.place.buffer, joint.launch)
 
     # use_cuda_graph=True: plan() changes what a captured run() replays.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,8 +36,9 @@ class Workspace:
     """Where plans of one wrapper go.
 
     A work list never overwrites the one before it, which stays whole until the new plan has
-    succeeded, and as long as anything runs it: two buffers take turns. Unless the caller brought an
-    int buffer, which is used in place.
+    succeeded, and as long as anything runs it: two buffers take turns, and a plan that is made
+    while the one before last still runs, in another thread or around a signal handler, gets a third
+    one. Unless the caller brought an int buffer, which is used in place.
     """
 
     def __init__(
@@ -52,7 +55,8 @@ class Workspace:
             float_bytes = 0 if self.float_buffer is None else self.float_buffer.num_bytes
         self.float_bytes = float_bytes
         self._given = None if int_buffer is None else Buffer(int_buffer)
-        self._spare: Buffer | None = None
+        # Memory of a plan that was replaced, and what may still be running it.
+        self._spare: tuple[Buffer, Callable[[], object | None]] | None = None
         self._uploader: _core.Uploader | None = None
 
     @property
@@ -73,21 +77,24 @@ class Workspace:
         """Memory for a work list that nothing else uses."""
         if self._given is not None:
             return self._given
-        spare, self._spare = self._spare, None
-        if (
-            spare is not None
-            and spare.num_bytes >= num_bytes
-            and spare.is_free_on(self.device_stream.stream())
-        ):
-            return spare
+        kept, self._spare = self._spare, None
+        if kept is not None:
+            spare, find_user = kept
+            if (
+                spare.num_bytes >= num_bytes
+                and find_user() is None
+                and spare.is_free_on(self.device_stream.stream())
+            ):
+                return spare
         return Buffer.allocate(
             max(num_bytes + num_bytes // 4, _SMALLEST_INT_BUFFER), self.device_stream
         )
 
-    def give_back(self, int_buffer: Buffer) -> None:
-        """Takes back the memory of a work list that will not be run again."""
+    def give_back(self, int_buffer: Buffer, variant: object) -> None:
+        """Takes back the memory of a planned variant that will not be run again. NOTE: it may be
+        running, for which it is held on to."""
         if self._given is None:
-            self._spare = int_buffer
+            self._spare = (int_buffer, weakref.ref(variant))
 
     def uploader(self) -> _core.Uploader:
         if self._uploader is None:

@@ -215,7 +215,8 @@ class BatchPrefillWrapper(EngineAttributes):
                 copy_in()
         _pipeline.upload(workspace, (primary, *others.values()), request, self, after)
         if before.planned is not None and not before.planned.primary.shared:
-            before.workspace.give_back(before.planned.primary.int_buffer)
+            replaced = before.planned.primary
+            before.workspace.give_back(replaced.int_buffer, replaced)
 
     def _placed(
         self,

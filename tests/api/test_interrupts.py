@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from preflash import _backends
 from preflash.testing import Case, MaskKind, build, runner
 
 OLD = Case("old", (33, 5, 0, 70), (40, 90, 7, 70), 4, 2, 64, page_size=16, mask=MaskKind.CAUSAL)
@@ -125,6 +126,37 @@ def test_reset_and_forward_interrupted_anywhere(target):
             assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True)), (call, step)
             step += 9
         assert step > 100
+
+
+@pytest.mark.parametrize("runs_before", [0, 2])
+@pytest.mark.parametrize("page_size", [0, 16])
+def test_plans_during_a_run(monkeypatch, page_size, runs_before):
+    """As a signal handler makes them, or another thread: the run goes on with the plan that it
+    began with."""
+    many = dataclasses.replace(NEW, qo_lens=(3,) * 20, kv_lens=(20,) * 20)
+    old, new = (
+        build(dataclasses.replace(case, page_size=page_size, mask=MaskKind.CAUSAL))
+        for case in (OLD, many)
+    )
+    handlers = []
+
+    def num_threads():
+        """Which a launch asks for when it begins."""
+        while handlers:
+            handlers.pop()()
+        return 2
+
+    monkeypatch.setattr(_backends._CpuBackend, "num_threads", staticmethod(num_threads))
+    wrapper = runner.make_wrapper(old.case, backend="cpu")
+    tensors = (old.q, (old.k, old.v)) if page_size else (old.q, old.k, old.v)
+    for _ in range(2):
+        runner.plan(wrapper, new)
+        runner.plan(wrapper, old)
+        for _ in range(runs_before):
+            wrapper.run(*tensors)
+        handlers[:] = [lambda: runner.plan(wrapper, new)] * 3
+        runner.compare(old, wrapper.run(*tensors), None).check()
+        runner.compare(new, *results(wrapper, new)).check()
 
 
 def test_an_upload_that_fails_changes_nothing(target, monkeypatch):
