@@ -2,6 +2,7 @@
 // another Plan into the same DevicePlan, whose addresses stay as they are.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 
@@ -13,6 +14,22 @@ namespace preflash {
 // Pinned staging memory, one per wrapper. Not thread-safe.
 class Uploader {
  public:
+  // A launch of a wrapper's plans, for as long as the host is busy with it.
+  class Running {
+   public:
+    explicit Running(const Uploader& wrapper)
+        : count_(wrapper.num_running_), alone_(count_.fetch_add(1) == 0) {}
+    ~Running() { count_.fetch_sub(1); }
+    Running(const Running&) = delete;
+    Running& operator=(const Running&) = delete;
+
+    bool alone() const { return alone_; }
+
+   private:
+    std::atomic<int>& count_;
+    bool alone_;
+  };
+
   explicit Uploader(int device);
   ~Uploader();
   Uploader(const Uploader&) = delete;
@@ -25,6 +42,7 @@ class Uploader {
   int device_;
   const DeviceServices* services_;
   PlanUploader* uploader_;
+  mutable std::atomic<int> num_running_ = 0;
 };
 
 // How a plan reaches its place.
@@ -42,6 +60,7 @@ class DevicePlan {
   DevicePlan(std::shared_ptr<const Uploader> uploader, void* memory, std::int64_t capacity);
 
   int device() const { return uploader_->device(); }
+  const Uploader& wrapper() const { return *uploader_; }
   // Null before the first write().
   const std::shared_ptr<const Plan>& plan() const { return plan_; }
 

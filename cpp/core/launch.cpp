@@ -2,10 +2,12 @@
 #include "core/launch.h"
 
 #include <cstddef>
+#include <memory>
 #include <stdexcept>
 #include <string>
 
 #include "core/trace.h"
+#include "preflash/types.h"
 
 namespace preflash {
 namespace {
@@ -93,6 +95,11 @@ constexpr TensorNames kNamesOfTwo[kMaxSegments] = {
 const TensorNames& names_of(int segment, int num_segments) {
   return num_segments == 1 ? kNames : kNamesOfTwo[segment];
 }
+
+// A piece of one.
+struct alignas(64) FloatWorkspace {
+  std::byte bytes[64];
+};
 
 // Contiguous rows of a copy, [token, head, head_dim].
 KvTensor copy_of(std::int64_t tokens, std::int64_t heads, std::int64_t head_dim) {
@@ -292,11 +299,22 @@ void Launch::check_outputs(int index, int other_index, const RunArguments& argum
 
 bool Launch::run(const RunArguments& arguments) {
   if (plan_ != place_->plan()) bind();
+  check(arguments);
+  if (plan_->sizes().num_ctas == 0) return false;
+  const Uploader::Running running(place_->wrapper());
+  if (running.alone() || plan_->device() != kCpuDevice || plan_->float_bytes() == 0) {
+    return start(arguments);
+  }
+  RunArguments own = arguments;
+  const std::int64_t pieces = ceil_div(plan_->float_bytes(), std::int64_t{sizeof(FloatWorkspace)});
+  const std::unique_ptr<FloatWorkspace[]> workspace(new FloatWorkspace[pieces]);
+  own.float_workspace = workspace.get();
+  return start(own);
+}
+
+bool Launch::start(const RunArguments& arguments) const {
   const PlanSizes& sizes = plan_->sizes();
   const PlanLayout& layout = plan_->layout();
-  check(arguments);
-  if (sizes.num_ctas == 0) return false;
-
   ForwardParams forward = forward_;
   for (int s = 0; s < arguments.segments.size(); ++s) {
     const SegmentArguments& given = arguments.segments[s];

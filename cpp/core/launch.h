@@ -75,9 +75,13 @@ class Launch {
   // Throws std::invalid_argument for a tensor that has no memory behind it or starts at an address
   // that is not a multiple of 16, and for an output that shares memory with anything else. Says
   // whether the launch was captured into a CUDA graph rather than started.
+  //
+  // On the CPU, where no stream puts the launches of several threads in order, one that begins
+  // while another of its wrapper computes has a float workspace of its own.
   bool run(const RunArguments& arguments);
 
  private:
+  bool start(const RunArguments& arguments) const;
   void bind();
   void bind_segment(int index);
   void bind_copies();

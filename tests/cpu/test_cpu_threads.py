@@ -136,6 +136,28 @@ def test_bits_do_not_depend_on_other_callers():
     assert all(in_threads(*(lambda n=n: many(n) for n in (1, 2, 4, 7))))
 
 
+def test_threads_that_share_a_wrapper():
+    """Partials of split keys are of one run each, whichever of the wrapper's plans it is."""
+    case = Case("split", (30,), (3000,), 4, 2, 64, fixed_split_size=256)
+    inputs = build(case)
+    wrapper = runner.make_wrapper(case, backend="cpu")
+    runner.plan(wrapper, inputs)
+    assert wrapper._plan_info.float_bytes > 0
+    others = [torch.randn_like(inputs.q) for _ in range(4)]
+
+    def results(q):
+        k, v = inputs.k, inputs.v
+        return wrapper.run(q, k, v), wrapper.run(q, k, v, window_left=2000)
+
+    alone = [results(q) for q in others]
+
+    def many(i):
+        use_threads(1 + i % 2)
+        return all(same(results(others[i]), alone[i]) for _ in range(20))
+
+    assert all(in_threads(*(lambda i=i: many(i) for i in range(len(others)))))
+
+
 def test_packing_and_merging_beside_other_callers():
     x = torch.rand(1_000_003) < 0.5
     v, s = torch.randn(3000, 2, 4, 64), torch.randn(3000, 2, 4)
