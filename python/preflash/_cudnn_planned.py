@@ -120,7 +120,7 @@ class CudnnVariant:
         return self._buffers
 
     def memory_with(self, per_head: PerHead) -> None:
-        _tensors.check_per_head(per_head, self.expected)
+        _tensors.check_per_head(per_head, self.expected.options, self.expected.device)
         names = [name for name, value in per_head._asdict().items() if value is not None]
         raise NotImplementedError(f"backend='cudnn' does not serve {names[0]}; {_WAY_OUT}")
 

@@ -226,7 +226,7 @@ class PlannedVariant:
 
     def memory_with(self, per_head: PerHead) -> Memory:
         """The plan's own, and what one run brings."""
-        _tensors.check_per_head(per_head, self.expected)
+        _tensors.check_per_head(per_head, self.expected.options, self.expected.device)
         own = Memory() if self._memory is None else self._memory
         return own._replace(per_head=per_head)
 

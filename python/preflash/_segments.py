@@ -299,7 +299,7 @@ def _filled(
         mask = run.mask
     extras = None
     if mask is not None or run.per_head.given:
-        _tensors.check_per_head(run.per_head, expected)
+        _tensors.check_per_head(run.per_head, expected.options, expected.device)
         extras = Memory(mask=mask, per_head=run.per_head).extras()
     sm_scale, out_scale = run.scales
     arguments = (

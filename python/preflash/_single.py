@@ -111,6 +111,7 @@ def _plan(
     lengths = single_lengths(tensors.q.shape[0], tensors.k.shape[0 if a.kv_layout == "NHD" else 1])
     request = _pipeline.make_request(options, lengths, a.kv_layout, masked=a.masked)
     if call.per_head.scaled:
+        check_per_head(call.per_head, options, device_stream.device)
         request = request._replace(options=_staging.without(options))
     # One pair of pinned buffers per thread and device.
     device = device_stream.device
@@ -131,7 +132,7 @@ def _run_planned(planned: _Planned, tensors: Qkv, call: SingleCall, outputs: Out
         scales = folded_scales(softmax_scale(call.sm_scale, options), call.scales, options)
     per_head_given = call.per_head.given
     if per_head_given:
-        check_per_head(call.per_head, variant.expected)
+        check_per_head(call.per_head, request.options, q.device)
     mask = None
     if call.custom_mask is not None or call.packed_custom_mask is not None:
         mask = _mask(planned, tensors, call, outputs)

@@ -232,12 +232,11 @@ def check_lse(
     return lse_strides(lse, layout)
 
 
-def check_per_head(given: PerHead, expected: Expected) -> None:
+def check_per_head(given: PerHead, options: _core.AttentionOptions, device: torch.device) -> None:
     """Asked for every run: the addresses of these tensors are all that a launch gets."""
-    options = expected.options
     if given.sinks is not None:
         why = "natural logarithms, like logits"
-        _check_heads("sinks", given.sinks, "num_qo_heads", why, expected)
+        _check_heads("sinks", given.sinks, "num_qo_heads", why, options, device)
     for name, value, of, dtype, heads in (
         ("scale_q", given.scale_q, "q", options.q_dtype, "num_qo_heads"),
         ("scale_k", given.scale_k, "k", options.kv_dtype, "num_kv_heads"),
@@ -250,17 +249,24 @@ def check_per_head(given: PerHead, expected: Expected) -> None:
                 f"{name}: only an fp8 tensor has a factor for each head, and {of} is "
                 f"{check.TORCH_DTYPES[dtype]}; leave it None, and pass one factor as {of}_scale"
             )
-        _check_heads(name, value, heads, "factors of the heads", expected)
+        _check_heads(name, value, heads, "factors of the heads", options, device)
 
 
-def _check_heads(name: str, value: Any, count: str, why: str, expected: Expected) -> None:
+def _check_heads(
+    name: str,
+    value: Any,
+    count: str,
+    why: str,
+    options: _core.AttentionOptions,
+    device: torch.device,
+) -> None:
     """A float32 vector with one element for each of `count` heads."""
     check.forward_only(value)
     check.tensor(name, value)
     what = "one logit per query head" if name == "sinks" else "one factor per head"
     check.has_dtype(name, value, torch.float32, why)
-    check.has_shape(name, value, (getattr(expected.options, count),), f"[{count}], {what}")
-    check.on_device(name, value, expected.device)
+    check.has_shape(name, value, (getattr(options, count),), f"[{count}], {what}")
+    check.on_device(name, value, device)
     if not value.is_contiguous():
         raise ValueError(f"{name} has strides {tuple(value.stride())}; must be contiguous")
 

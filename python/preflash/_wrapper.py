@@ -20,6 +20,7 @@ from ._outputs import Outputs, run_outputs
 from ._pipeline import Draft, Request
 from ._planned import Place, PlannedVariant
 from ._scales import Scales, folded_scales, softmax_scale
+from ._tensors import check_per_head
 from ._workspace import Workspace, check_buffer
 from ._wrapper_state import Asked, Drafted, ForwardOptions, Planned, State
 
@@ -305,6 +306,7 @@ class BatchPrefillWrapper(EngineAttributes):
         if variant is None or a.window_left is not None:
             variant = self._select(planned, options)
         if a.per_head.scaled and variant.plan.staged:
+            check_per_head(a.per_head, options, self.device)
             variant = self._select(planned, _staging.without(options))
         sm_scale = planned.scales.logits
         if a.sm_scale is not None:

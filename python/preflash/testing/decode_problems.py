@@ -95,14 +95,13 @@ class _DecodeTrial(Trial):
         return _DecodeTrial(self.problem, inputs, self.backend, self._decode)
 
     def _plan(self) -> None:
-        part = {Scratch.WHOLE: 1.0, Scratch.HALF: 0.5, Scratch.NONE: 0.0}[self.problem.call.scratch]
         device = self.inputs.q.device
         probe = self._wrapper(runner.workspace(device, 0))
         arguments, options = self._plan_arguments()
         needs = [probe.workspace_size(*arguments, **options)[0]]
         overrides = self._plan_overrides()
         needs.append(probe.workspace_size(*arguments, **{**options, **overrides})[0])
-        self.workspace = guarded.workspace(int(max(needs) * part), device)
+        self.workspace = guarded.workspace(self._given_bytes(max(needs)), device)
         self.wrapper = self._wrapper(self.workspace.view)
         self.wrapper.plan(*arguments, **{**options, **overrides})
 

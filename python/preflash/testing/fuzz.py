@@ -196,11 +196,8 @@ class Trial:
         return Trial(self.problem, inputs, self.backend)
 
     def _plan(self) -> None:
-        case, device = self.inputs.case, self.inputs.q.device
-        part = {Scratch.WHOLE: 1.0, Scratch.HALF: 0.5, Scratch.NONE: 0.0}[self.problem.call.scratch]
-        if case.has_staged_form:
-            part = 1.0  # a plan that only copies serve is refused without room for them
-        self.workspace = guarded.workspace(int(self._workspace_bytes() * part), device)
+        device = self.inputs.q.device
+        self.workspace = guarded.workspace(self._given_bytes(self._workspace_bytes()), device)
         self.wrapper = self._wrapper(self.workspace.view)
         if self.problem.also is Also.REPLAN:
             self._plan_something_else()
@@ -230,6 +227,12 @@ class Trial:
             }
         return {"window_left": -1} if self.problem.call.window_at_run else {}
 
+    def _given_bytes(self, needed: int) -> int:
+        if self.inputs.case.has_staged_form:
+            return needed  # a plan that only copies serve is refused without room for them
+        part = {Scratch.WHOLE: 1.0, Scratch.HALF: 0.5, Scratch.NONE: 0.0}
+        return int(needed * part[self.problem.call.scratch])
+
     def _workspace_bytes(self) -> int:
         """Enough for the options of plan() and for those of the later call."""
         probe = self._wrapper(runner.workspace(self.inputs.q.device, 0))
@@ -238,26 +241,31 @@ class Trial:
         needs = [probe.workspace_size(*positional, **options)[0]]
         if overrides:
             needs.append(probe.workspace_size(*positional, **{**options, **overrides})[0])
+        if self.problem.also is Also.REPLAN:
+            other = self._something_else()
+            needs.append(probe.workspace_size(*positional, **{**options, **other})[0])
         return max(needs)
 
-    def _plan_something_else(self) -> None:
-        """Plans and runs with other options, none of which may stay."""
+    def _something_else(self) -> dict[str, object]:
+        """Other options of plan()."""
         case = self.inputs.case
         pairs = sum(a * b for a, b in zip(case.qo_lens, case.kv_lens, strict=True))
         mask = None
         if not case.has_custom_mask:
             mask = torch.zeros(pairs, dtype=torch.bool, device=self.inputs.q.device)
-        runner.plan(
-            self.wrapper,
-            self.given,
-            custom_mask=mask,
-            packed_custom_mask=None,
-            causal=case.mask is not MaskKind.CAUSAL,
-            window_left=3 if case.window_left < 0 else -1,
-            logits_soft_cap=None if case.soft_cap else 0.7,
-            sm_scale=0.1,
-            disable_split_kv=True,
-        )
+        return {
+            "custom_mask": mask,
+            "packed_custom_mask": None,
+            "causal": case.mask is not MaskKind.CAUSAL,
+            "window_left": 3 if case.window_left < 0 else -1,
+            "logits_soft_cap": None if case.soft_cap else 0.7,
+            "sm_scale": 0.1,
+            "disable_split_kv": True,
+        }
+
+    def _plan_something_else(self) -> None:
+        """Plans and runs with options of which none may stay."""
+        runner.plan(self.wrapper, self.given, **self._something_else())
         runner.run(self.wrapper, self.given, sinks=None, v_scale=3.0)
 
     def run(self) -> Result:

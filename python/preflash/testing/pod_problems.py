@@ -23,6 +23,7 @@ from .oracle import reference
 from .problems import Brought
 
 _WORKSPACES = (0, 1 << 14, 1 << 22)
+_ROOM_FOR_COPIES = 1 << 26
 
 
 class Kind(enum.Enum):
@@ -205,7 +206,10 @@ def examine(problem: PodProblem, *, backend: str, device: torch.device | str = "
 def _examine(problem: PodProblem, backend: str, device: torch.device | str) -> Verdict:
     sides = [_Side(problem, index, device) for index in (0, 1)]
     untouched = [Untouched(_tensors(side.inputs)) for side in sides]
-    workspace = guarded.workspace(problem.call.workspace, device)
+    num_bytes = problem.call.workspace
+    if problem.prefill.has_staged_form or problem.decode.has_staged_form:
+        num_bytes = _ROOM_FOR_COPIES  # what only copies serve is refused without
+    workspace = guarded.workspace(num_bytes, device)
     trial = _TRIALS[problem.kind](problem, sides, workspace, backend)
     verdict = Verdict()
     for side, result in zip(sides, trial.results(), strict=True):
