@@ -12,7 +12,7 @@ from repetition import assert_twenty_runs_are_equal
 
 pytestmark = pytest.mark.gpu
 
-DIMS = [(64, 64), (128, 128), (192, 128), (256, 256)]
+DIMS = [(64, 64), (128, 128), (192, 128), (256, 256), (512, 512)]
 LENS = (300, 70, 1, 0, 9), (700, 1211, 513, 40, 0)
 
 
@@ -87,27 +87,40 @@ def test_shapes(backend, dims, page_size, shape):
 @on_every_backend
 @on_every_shape
 @pytest.mark.parametrize("heads", [(5, 5), (14, 2), (300, 1)], ids=str)
-def test_groups(backend, heads, shape):
+@pytest.mark.parametrize("head_dim", [128, 512])
+def test_groups(backend, head_dim, heads, shape):
     """300 heads of one group are more than a tile has rows."""
-    case = Case("group", (40, 3), (333, 150), *heads, 128, mask=MaskKind.CUSTOM)
+    case = Case("group", (40, 3), (333, 150), *heads, head_dim, mask=MaskKind.CUSTOM)
     runner.check(shaped(case, shape), backend=backend)
 
 
 @on_every_backend
 @on_every_shape
 @pytest.mark.parametrize("window_left", [0, 100])
-def test_windows(backend, window_left, shape):
+@pytest.mark.parametrize("head_dim", [128, 512])
+def test_windows(backend, head_dim, window_left, shape):
     how = {"mask": MaskKind.CUSTOM, "window_left": window_left, "page_size": 16}
-    runner.check(shaped(Case("window", *LENS, 6, 2, 128, **how), shape), backend=backend)
+    runner.check(shaped(Case("window", *LENS, 6, 2, head_dim, **how), shape), backend=backend)
 
 
 @on_every_backend
 @on_every_shape
 @pytest.mark.parametrize("page_size", [0, 5])
-def test_split_keys(backend, page_size, shape):
+@pytest.mark.parametrize("head_dim", [128, 512])
+def test_split_keys(backend, head_dim, page_size, shape):
     """Chunks of which a mask leaves nothing."""
     how = {"mask": MaskKind.CUSTOM, "page_size": page_size, "fixed_split_size": 256}
-    runner.check(shaped(Case("split", *LENS, 6, 2, 128, **how), shape), backend=backend)
+    runner.check(shaped(Case("split", *LENS, 6, 2, head_dim, **how), shape), backend=backend)
+
+
+@on_every_backend
+@on_every_shape
+@pytest.mark.parametrize("page_size", [0, 1, 16])
+@pytest.mark.parametrize("dims", [(264, 320), (512, 64), (64, 512), (384, 256)], ids=str)
+def test_slices_that_lie_past_the_head(backend, dims, page_size, shape):
+    """Above 256 columns K and V arrive in slices of 128, of K as many as the head has."""
+    case = Case("slices", *LENS, 4, 1, *dims, page_size=page_size, mask=MaskKind.CUSTOM)
+    runner.check(shaped(case, shape), backend=backend)
 
 
 @on_every_backend

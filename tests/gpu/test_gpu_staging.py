@@ -104,6 +104,18 @@ def test_long_prefill_is_staged_without_being_told(backend, what):
 
 
 @on_every_backend
+@pytest.mark.parametrize("page_size", [0, 3])
+@pytest.mark.parametrize("what", WHAT.values(), ids=WHAT)
+def test_masks_over_slices(backend, what, page_size):
+    """No kernel transforms 512 columns, with mask bits or without: copies serve both."""
+    case = dataclasses.replace(
+        BASE, head_dim=512, mask=MaskKind.CUSTOM, page_size=page_size, **what
+    )
+    wrapper, inputs = staged(case, backend)
+    runner.compare(inputs, *runner.run(wrapper, inputs)).check()
+
+
+@on_every_backend
 def test_positions_beyond_2_17(backend):
     case = dataclasses.replace(BASE, qo_lens=(200,), kv_lens=(140001,), position=Position.ROPE,
                                num_qo_heads=1, num_kv_heads=1, page_size=16)  # fmt: skip

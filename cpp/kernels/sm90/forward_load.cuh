@@ -22,7 +22,47 @@
 
 namespace preflash::sm90 {
 
-// What the warps of produce_tma() do with a custom mask.
+// Gathers the rows of tiles, or of their slices.
+template <class Traits>
+using RowGatherer = conditional_t<Traits::kSliced, SliceGatherLoader<Traits>, GatherLoader<Traits>>;
+
+// Announces a CTA's items and the tiles that a custom mask leaves of them.
+template <class Traits>
+__device__ __forceinline__ void announce_kept_items(const ParamsOf<Traits>& params,
+                                                    SharedStorage<Traits>& smem, int begin,
+                                                    int end) {
+  KeptTileProducer<Traits> producer{params, smem, {params, smem, begin, end}};
+  while (!producer.done()) {
+    producer.announce_item();
+    while (producer.has_tile()) producer.announce_tile();
+  }
+}
+
+// What the warps of produce_tma() do with a custom mask: where tiles come in slices...
+template <class Traits>
+  requires(Traits::kSliced)
+__device__ __forceinline__ void produce_kept_tma(const ParamsOf<Traits>& params,
+                                                 SharedStorage<Traits>& smem, int begin, int end) {
+  int warp = cutlass::canonical_warp_idx_sync();
+  if (warp == kSliceLoaders) {
+    announce_kept_items(params, smem, begin, end);
+    return;
+  }
+  ItemReader<Traits> items{smem};
+  KeptTileLoader<Traits> tiles;
+  QLoader<Traits> q{params, smem};
+  SliceTmaLoader<Traits> slices(params.segments[0], smem, warp);
+  auto take = [&] { return tiles.take(smem); };
+  while (const ItemState* state = items.wait()) {
+    slices.load_kept_tiles(*state, take, [&] {
+      if (warp == 0) q.load(*state);
+    });
+    items.release();
+  }
+  slices.drain();
+}
+
+// ... and where they come whole.
 template <class Traits>
 __device__ __forceinline__ void produce_kept_tma(const ParamsOf<Traits>& params,
                                                  SharedStorage<Traits>& smem, int begin, int end) {
@@ -44,11 +84,7 @@ __device__ __forceinline__ void produce_kept_tma(const ParamsOf<Traits>& params,
       items.release();
     }
   } else if (warp == 2) {
-    KeptTileProducer<Traits> producer{params, smem, {params, smem, begin, end}};
-    while (!producer.done()) {
-      producer.announce_item();
-      while (producer.has_tile()) producer.announce_tile();
-    }
+    announce_kept_items(params, smem, begin, end);
   }
 }
 
@@ -114,7 +150,7 @@ __device__ __forceinline__ void produce_kept_gather(const ParamsOf<Traits>& para
   ItemReader<Traits> items{smem};
   KeptTileLoader<Traits> tiles;
   QLoader<Traits> q{params, smem};
-  GatherLoader<Traits> rows(params, smem);
+  RowGatherer<Traits> rows(params, smem);
   auto take = [&] {
     if (is_leader) producer.announce_tile();
     return tiles.take(smem);
@@ -140,8 +176,7 @@ __device__ __forceinline__ void produce_gather(const ParamsOf<Traits>& params,
   ItemProducer<Traits> producer{params, smem, begin, end};
   ItemReader<Traits> items{smem};
   QLoader<Traits> q{params, smem};
-  conditional_t<Traits::kSliced, SliceGatherLoader<Traits>, GatherLoader<Traits>> rows(params,
-                                                                                       smem);
+  RowGatherer<Traits> rows(params, smem);
   // Each iteration announces an item and loads the one announced before it.
   for (bool first = true;; first = false) {
     if (is_leader && !producer.done()) producer.announce();

@@ -54,6 +54,29 @@ struct SliceTmaLoader {
       box = next;
     }
   }
+  // The same for the tiles that a custom mask leaves; take() waits for the next one, a tile ahead.
+  template <class Take, class AfterFirst>
+  __device__ __forceinline__ void load_kept_tiles(const ItemState& state, Take&& take,
+                                                  AfterFirst&& after_first) {
+    ItemKeys item = ItemKeys::of(state);
+    auto tile = take();
+    TmaCoordinates box = box_coordinates<Traits>(params, item, tile.index());
+    for (bool is_first = true, is_last = false; !is_last; is_first = false) {
+      is_last = tile.is_last();
+      TmaCoordinates next{};
+      if (!is_last) {
+        tile = take();
+        next = box_coordinates<Traits>(params, item, tile.index());
+      }
+      Tile now{box, item.kv_head};
+      fetch(&params.maps.k, now, 0, slices_of_k<Traits>(params));
+      if (is_first) after_first();
+      drain();
+      before = now;
+      any_before = true;
+      box = next;
+    }
+  }
   // V of the last tile.
   __device__ __forceinline__ void drain() {
     if (!any_before) return;
@@ -140,6 +163,30 @@ struct SliceGatherLoader : GatherLoader<Traits> {
       const HopperSegment& segment = this->segment();
       fetch(now, segment.k, segment.head_dim_qk, 0, slices_of_k<Traits>(segment));
       if (tile == first) after_first();
+      fetch_v_before();
+      before = now;
+      any_before = true;
+      rows = next;
+    }
+  }
+  // The same for the tiles that a custom mask leaves; take() waits for the next one.
+  template <class Take, class AfterFirst>
+  __device__ __forceinline__ void load_kept_tiles(const ItemState& state, Take&& take,
+                                                  AfterFirst&& after_first) {
+    const ItemKeys item = ItemKeys::of(state);
+    this->item = item;
+    auto tile = take();
+    RowSlots rows = this->find_rows(tile.index());
+    for (bool is_first = true, is_last = false; !is_last; is_first = false) {
+      const int index = tile.index();
+      is_last = tile.is_last();
+      if (!is_last) tile = take();
+      this->item = item;
+      RowSlots next = this->find_rows(tile.index());
+      Tile now{item, rows, index};
+      const HopperSegment& segment = this->segment();
+      fetch(now, segment.k, segment.head_dim_qk, 0, slices_of_k<Traits>(segment));
+      if (is_first) after_first();
       fetch_v_before();
       before = now;
       any_before = true;
