@@ -23,6 +23,12 @@ constexpr double kRowElements = 128.0;
 
 bool is_rotated(const AttentionOptions& options) { return options.position == Position::kRope; }
 
+// A kernel that transforms rotates 8 bits into float16, whatever it writes.
+bool rounds_more(const AttentionOptions& options) {
+  return is_rotated(options) && size_of(options.q_dtype) == 1 &&
+         options.o_dtype == DType::kBFloat16;
+}
+
 std::int64_t copy_bytes(std::int64_t rows, std::int64_t heads, std::int64_t head_dim) {
   // NOTE: of one row at least, so that a copy of nothing has an address.
   const std::int64_t bytes = std::max<std::int64_t>(rows, 1) * heads * head_dim * 2;
@@ -68,10 +74,9 @@ bool pays(const SegmentProblem& problem, const ForwardKernel& kernel) {
 
 std::optional<AttentionOptions> staged_options(AttentionOptions options) {
   if (size_of(options.kv_dtype) > 1 && !is_rotated(options)) return std::nullopt;
-  // 8 bits are exact in either dtype of 16. What is rotated keeps the bits that a kernel which
-  // transforms leaves it.
-  const DType of_8_bits = is_rotated(options) ? DType::kFloat16 : options.o_dtype;
-  const DType product = size_of(options.q_dtype) == 1 ? of_8_bits : options.q_dtype;
+  // 8 bits are exact in either dtype of 16. What is rotated is rounded to that of the output, as
+  // queries of that dtype are.
+  const DType product = size_of(options.q_dtype) == 1 ? options.o_dtype : options.q_dtype;
   if (size_of(product) != 2 || options.o_dtype != product) return std::nullopt;
   options.q_dtype = options.kv_dtype = product;
   if (is_rotated(options)) options.position = Position::kNone;
@@ -83,6 +88,8 @@ bool prefers_staging(const SegmentProblem& problem, const ForwardKernel& kernel)
   if (problem.staging != Staging::kAuto) return problem.staging == Staging::kAlways;
   // NOTE: copies change the last bits, and a fixed split promises the same ones in every batch.
   if (problem.split.disable || problem.split.fixed_split_size > 0) return false;
+  // Neither where they are rounded to fewer bits than the kernel would leave them.
+  if (rounds_more(problem)) return false;
   return kernel.traits.operands == Operands::kComputed && pays(problem, kernel);
 }
 

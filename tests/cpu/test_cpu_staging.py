@@ -37,6 +37,8 @@ def variations():
     yield {"dtype": E4M3}
     yield {"dtype": E4M3, "o_dtype": torch.float16, "page_size": 3}
     yield {"dtype": E4M3, "o_dtype": torch.float16, "position": Position.ROPE}
+    yield {"dtype": E4M3, "position": Position.ROPE, "mask": MaskKind.CUSTOM}
+    yield {"dtype": E4M3, "position": Position.ROPE, "head_dim": 512, "page_size": 3}
 
 
 @pytest.fixture(autouse=True)

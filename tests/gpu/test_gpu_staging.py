@@ -116,6 +116,33 @@ def test_masks_over_slices(backend, what, page_size):
 
 
 @on_every_backend
+@pytest.mark.parametrize("o_dtype", [None, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("head_dim", [128, 512])
+def test_masks_under_rotated_queries_of_8_bits(backend, head_dim, o_dtype):
+    """Copies have the dtype of the output."""
+    case = dataclasses.replace(BASE, dtype=E4M3, o_dtype=o_dtype, position=Position.ROPE,
+                               head_dim=head_dim, mask=MaskKind.CUSTOM)  # fmt: skip
+    wrapper, inputs = staged(case, backend)
+    with _staging.forced("always"):
+        runner.compare(inputs, *runner.run(wrapper, inputs)).check()
+
+
+@on_every_backend
+@pytest.mark.parametrize("position", [Position.NONE, Position.ROPE], ids=str)
+def test_long_prefill_of_rotated_8_bits_keeps_the_bits_of_float16(backend, position):
+    """A kernel that rotates them leaves float16 whatever it writes; copies would be bfloat16."""
+    case = Case("long", (3000,), (6133,), 8, 8, 128, dtype=E4M3, position=position,
+                mask=MaskKind.CAUSAL)  # fmt: skip
+    inputs = build(case, device="cuda")
+    buffer = runner.workspace("cuda", 128 << 20)
+    wrapper = runner.make_wrapper(case, backend=backend, device="cuda", buffer=buffer)
+    runner.plan(wrapper, inputs)
+    rotated = position is Position.ROPE
+    assert wrapper._state.planned.primary.plan.staged != rotated
+    runner.compare(inputs, *runner.run(wrapper, inputs)).check()
+
+
+@on_every_backend
 def test_positions_beyond_2_17(backend):
     case = dataclasses.replace(BASE, qo_lens=(200,), kv_lens=(140001,), position=Position.ROPE,
                                num_qo_heads=1, num_kv_heads=1, page_size=16)  # fmt: skip

@@ -42,6 +42,19 @@ def test_a_window_leaves_most_keys_to_few_tiles():
     assert not prefers([2048], [65536], causal=True, chunk_size=1024, **ROPE)
 
 
+@pytest.mark.parametrize("output", ["bfloat16", "float16"])
+@pytest.mark.parametrize("what", [{}, ROPE], ids=["widened", "rotated"])
+def test_copies_with_fewer_bits_than_a_kernel_would_leave_are_not_made(what, output):
+    """A kernel rotates 8-bit queries and keys into float16, copies have the output's dtype."""
+    dtypes = {
+        "q_dtype": _core.DType.float8_e4m3fn,
+        "kv_dtype": _core.DType.float8_e4m3fn,
+        "o_dtype": getattr(_core.DType, output),
+    }
+    fewer = bool(what) and output == "bfloat16"
+    assert prefers([16384], [16384], causal=True, **dtypes, **what) != fewer
+
+
 @pytest.mark.parametrize("split", [{"fixed_split_size": 2048}, {"disable_split_kv": True}])
 def test_results_that_no_batch_changes_are_not_staged(split):
     assert not prefers([16384], [16384], **ROPE, **split)

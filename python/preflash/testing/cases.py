@@ -159,12 +159,15 @@ class Case:
     @property
     def has_staged_form(self) -> bool:
         """Whether copies of k, v and q may serve it: RoPE or fp8, in the dtype of the output."""
-        rope = self.position is Position.ROPE
-        products = self.dtype
-        if self.dtype.itemsize == 1:
-            products = torch.float16 if rope else self.dtype_o
-        changes = rope or self.dtype_kv.itemsize == 1
+        products = self.dtype_o if self.dtype.itemsize == 1 else self.dtype
+        changes = self.position is Position.ROPE or self.dtype_kv.itemsize == 1
         return changes and products.itemsize == 2 and self.dtype_o == products
+
+    @property
+    def may_need_copies(self) -> bool:
+        """Whether a GPU backend may have no kernel that transforms what arrives."""
+        wide = max(self.head_dim, self.dim_vo) > 256
+        return self.has_staged_form and (wide or self.mask in (MaskKind.CUSTOM, MaskKind.PACKED))
 
     @property
     def contradiction(self) -> str:

@@ -173,8 +173,11 @@ def compare(inputs: Inputs, out, lse, expected: Expected | None = None, **option
         options.setdefault("p_dtype", torch.bfloat16)
     copied = _staging.policy() == "always" and case.has_staged_form
     if case.position is Position.ROPE and (out.is_cuda or copied):
-        # Tensor cores and copies have 16 bits, the CPU float32; 8-bit queries are float16 by then.
+        # Tensor cores and copies have 16 bits, the CPU float32. 8-bit queries are float16 by then,
+        # in copies of the output's dtype.
         rotated = case.dtype if case.dtype.itemsize == 2 else torch.float16
+        if case.dtype.itemsize == 1 and (copied or case.may_need_copies):
+            rotated = case.dtype_o
         options.setdefault("rotated_dtype", rotated)
     return comparison.compare(out, lse, expected, soft_cap=case.soft_cap or 0.0, **options)
 

@@ -117,6 +117,8 @@ void fill_segment(Keywords& given, CaseSegment& out, SegmentProblem& problem) {
   problem.chunk_size = given.take("chunk_size", 0);
   problem.position = given.take("position", Position::kNone);
   problem.kv_dtype = given.take("kv_dtype", DType::kFloat16);
+  problem.q_dtype = given.take("q_dtype", DType::kFloat16);
+  problem.o_dtype = given.take("o_dtype", DType::kFloat16);
   problem.staging = given.take("staging", Staging::kAuto);
   problem.split.fixed_split_size = given.take("fixed_split_size", 0);
   problem.split.disable = given.take("disable_split_kv", false);
