@@ -80,14 +80,15 @@ py::object repeat(const Repeat& bound, const Call& call) {
   const auto q = same(torch, call.q, bound.q);
   const auto k = same(torch, kv.k, bound.k);
   const auto v = bound.one_cache ? k : same(torch, kv.v, bound.v);
+  const auto given = brings_out ? same(torch, call.out, *bound.out) : q;
   PyObject* const written = brings_out ? call.out : call.q;
-  if (!q || !k || !v || torch.records({call.q, kv.k, kv.v, written})) return {};
+  if (!q || !k || !v || !given || torch.records({call.q, kv.k, kv.v, written})) return {};
   const auto stream = torch.current_stream(q->device);
   if (!stream || !is_last_stream(call.variant, *stream)) return {};
 
   py::object result = brings_out ? py::reinterpret_borrow<py::object>(call.out)
                                  : bound.make_out(py::handle(call.q));
-  const auto out = brings_out ? same(torch, call.out, *bound.out) : torch.read(result.ptr());
+  const auto out = brings_out ? given : torch.read(result.ptr());
   if (!out) return {};
   Address partials = 0;
   if (!bound.partials.is_none()) {

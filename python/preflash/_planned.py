@@ -163,10 +163,10 @@ class PlannedVariant:
         ):
             check.forward_only(q, k, v, out=out, lse=lse)
         start, v_offset, make_out, lse_shape, _ = bound
-        if out is None:
-            out = make_out(q)
         lse_address = 0
         try:
+            if out is None:
+                out = make_out(q)
             q_address, k_address, v_address = q.data_ptr(), k.data_ptr(), v.data_ptr() + v_offset
             out_address = out.data_ptr()
             if with_lse:
@@ -175,7 +175,7 @@ class PlannedVariant:
                 lse_address = lse.data_ptr()
                 if lse_address == 0:
                     check.tensor("lse", lse)  # refuses all but an empty one
-        except RuntimeError:  # what looks like the tensors before, as in torch.vmap
+        except (RuntimeError, TypeError):  # what looks like the tensors before, as in torch.vmap
             self.check_run(q, kv, outputs)
             raise
         partials_address = 0

@@ -1,6 +1,7 @@
 """A run like the one before it takes a shorter way through C++. Whatever is different takes the
 long one, so that nothing that is computed or refused depends on what ran before."""
 
+import dataclasses
 import gc
 import weakref
 
@@ -165,6 +166,34 @@ def test_another_q(target, change, into):
         found.append(outcome(one, (changed, k, v), **options))
     check_same(inputs, *found)
     wrapper.run(q, k, v, **options)  # as before
+
+
+@pytest.mark.parametrize(
+    "change", [*CHANGES.values(), lambda t: t.float().cpu().numpy()], ids=[*CHANGES, "an array"]
+)
+def test_another_out(target, change):
+    inputs, wrapper = planned(RAGGED, target)
+    found = []
+    for one in (wrapper, always_long(RAGGED, target)):
+        out = torch.full_like(inputs.q, float("nan"))
+        for _ in range(2):
+            one.run(*tensors(inputs), out=out)
+        found.append(outcome(one, tensors(inputs), out=change(out)))
+    check_same(inputs, *found)
+    wrapper.run(*tensors(inputs), out=out)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of MaskedTensors")
+@pytest.mark.parametrize("runs_before", [0, 2])
+def test_what_only_looks_like_q_is_named(target, runs_before):
+    inputs, wrapper = planned(dataclasses.replace(RAGGED, dtype=torch.float16), target)
+    q, k, v = tensors(inputs)
+    for _ in range(runs_before):
+        wrapper.run(q, k, v)
+    masked = torch.masked.masked_tensor(q, torch.ones_like(q, dtype=torch.bool))
+    with pytest.raises(ValueError, match=r"^q has no memory .* MaskedTensor"):
+        wrapper.run(masked, k, v)
+    runner.compare(inputs, wrapper.run(q, k, v), None).check()
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
