@@ -134,7 +134,7 @@ class CudnnVariant:
         memory: None = None,
     ) -> Result:
         """One run, as PlannedVariant has it."""
-        check.forward_only(q)
+        check.forward_only(q=q)
         _tensors.bind(q, kv, outputs, self.expected)
         keys = kv if isinstance(kv, (tuple, list)) else (kv,)
         check.forward_only(*keys, out=outputs.out, lse=outputs.lse)

@@ -39,6 +39,13 @@ class _Bound(NamedTuple):
     again: Callable[..., torch.Tensor | None] | None
 
 
+def _refuse_gradients(
+    q: torch.Tensor, kv: KvCache, out: torch.Tensor | None, lse: torch.Tensor | None
+) -> None:
+    keys = {"paged_kv_cache": kv} if isinstance(kv, _Tensor) else {"k": kv[0], "v": kv[1]}
+    check.forward_only(q=q, **keys, out=out, lse=lse)
+
+
 def _require_grad(*outputs: torch.Tensor | None) -> bool:
     return any(value is not None and value.requires_grad for value in outputs)
 
@@ -161,7 +168,7 @@ class PlannedVariant:
             or (outputs is not DEFAULT_OUTPUTS and _require_grad(out, lse))
             or _forward_ad._current_level >= 0
         ):
-            check.forward_only(q, k, v, out=out, lse=lse)
+            _refuse_gradients(q, kv, out, lse)
         start, v_offset, make_out, lse_shape, _ = bound
         lse_address = 0
         try:
@@ -259,7 +266,7 @@ class PlannedVariant:
         self._stream = stream
 
     def _bind(self, key: tuple | None, q: torch.Tensor, kv: KvCache, outputs: Outputs) -> _Bound:
-        check.forward_only(q)  # before anything is remembered of a traced tensor
+        check.forward_only(q=q)  # before anything is remembered of a traced tensor
         expected = self.expected
         numbers = _tensors.bind(q, kv, outputs, expected)
         tokens = q.shape[0]

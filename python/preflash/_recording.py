@@ -41,17 +41,18 @@ def eager(function: Function) -> Function:
 
 
 @eager
-def forward_only(*tensors: torch.Tensor, **written: torch.Tensor | None) -> None:
+def forward_only(*tensors: torch.Tensor, **named: torch.Tensor | None) -> None:
     """Refuses a call whose gradient or trace would miss it. Ordinary calls pay 0.1 us for it.
 
     What is not a tensor is left to the checks that name it.
 
-    written: what the caller brought for results, by name. Autograd would go on with what it held.
+    named: further tensors, which the message calls by name. Those that the call writes are among
+    them: autograd would go on with what they held.
     """
     if jit_is_tracing() or function_mode_is_active() or num_dispatch_modes():
         not_traced()
     not_differentiated(*tensors)
-    for name, value in written.items():
+    for name, value in named.items():
         if value is not None:
             not_differentiated(value, what=name)
 

@@ -71,7 +71,7 @@ def prefill(tensors: Qkv, a: SingleArguments, call: SingleCall, outputs: Outputs
         # No ordinary tensors, or an option that has no hash: the checks say which one it is.
         planned = None
     if planned is None:
-        check.forward_only(q, k, v)
+        check.forward_only(q=q, k=k, v=v)
         for name, value in (("q", q), ("k", k), ("v", v)):
             check.tensor(name, value)
         device_stream = device_stream_of(q.device)

@@ -261,7 +261,7 @@ def _check_heads(
     device: torch.device,
 ) -> None:
     """A float32 vector with one element for each of `count` heads."""
-    check.forward_only(value)
+    check.forward_only(**{name: value})
     check.tensor(name, value)
     what = "one logit per query head" if name == "sinks" else "one factor per head"
     check.has_dtype(name, value, torch.float32, why)

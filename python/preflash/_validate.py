@@ -164,7 +164,7 @@ def scale(name: str, value: Any) -> float:
                 + hint
             )
         if value.requires_grad:
-            forward_only(value)
+            forward_only(**{name: value})
         value = value.item()
     return real(name, value)
 

@@ -122,11 +122,24 @@ def test_forward_mode(differentiable):
                     differentiable.call(*tensors)
 
 
+@pytest.mark.parametrize("name", ATTENTION)
+@pytest.mark.parametrize("runs_before", [0, 2])
+def test_who_requires_grad_is_named(target, name, runs_before):
+    entry = Entry(name, target)
+    for _ in range(runs_before):
+        entry.call(*entry.tensors)
+    for i, what in enumerate("qkv"):
+        tensors = list(entry.tensors)
+        tensors[i] = tensors[i].clone().requires_grad_()
+        with pytest.raises(NotImplementedError, match=rf"^{what} requires grad"):
+            entry.call(*tensors)
+
+
 def test_a_scale_that_requires_grad(target):
     entry = Entry("run", target)
     for name in ("q_scale", "k_scale", "v_scale"):
         scale = torch.tensor(1.0, requires_grad=True)
-        with pytest.raises(NotImplementedError, match="forward only"):
+        with pytest.raises(NotImplementedError, match=rf"^{name} requires grad.*forward only"):
             entry.wrapper.run(*entry.tensors, **{name: scale})
         with torch.no_grad():
             entry.right(entry.wrapper.run(*entry.tensors, **{name: scale}))
