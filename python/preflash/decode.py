@@ -146,7 +146,9 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
     ) -> None:
         self._use_tensor_cores = check.flag("use_tensor_cores", use_tensor_cores)
         qo_indptr = None
-        if use_cuda_graph and isinstance(paged_kv_last_page_len_buffer, torch.Tensor):
+        if check.flag("use_cuda_graph", use_cuda_graph) and isinstance(
+            paged_kv_last_page_len_buffer, torch.Tensor
+        ):
             qo_indptr = _one_query_each(paged_kv_last_page_len_buffer)
             qo_indptr = qo_indptr.to(paged_kv_last_page_len_buffer.device)
         super().__init__(

@@ -223,6 +223,8 @@ def test_refusals(target):
         Wrapper(work, use_tensor_cores="yes")
     with pytest.raises(ValueError, match=r"=None with use_cuda_graph=True"):
         Wrapper(work, use_cuda_graph=True)
+    with pytest.raises(TypeError, match=r"^use_cuda_graph must be True or False"):
+        Wrapper(work, use_cuda_graph=inputs.last_page_len)
     with pytest.raises(NotImplementedError, match="jit_args"):
         Wrapper(work, jit_args=["uri"])
     with pytest.raises(ValueError, match=r"paged_kv_indptr_buf has 5 elements; must have 6"):
