@@ -33,6 +33,18 @@ def test_info(preflash_command):
     assert "  cpu: cpu" in done.out
 
 
+def test_info_tells_what_the_environment_overrides(preflash_command, monkeypatch):
+    assert "in the environment" not in preflash_command("info").out
+    monkeypatch.setenv("PREFLASH_BACKEND", "cpu")
+    assert "PREFLASH_BACKEND=cpu in the environment" in preflash_command("info").out
+
+
+def test_a_backend_that_there_is_not(preflash_command):
+    done = preflash_command("check", "--backend", "fa9")
+    assert done.code == 2
+    assert "--backend fa9: must be one of cpu, fa2, fa3" in done.err
+
+
 def test_info_json(preflash_command):
     facts = json.loads(preflash_command("info", "--json").out)
     assert facts["kernels"]["cpu"] > 0

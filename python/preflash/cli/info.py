@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import collections
 import json
+import os
 import platform
 
 import torch
@@ -43,6 +44,7 @@ def collect() -> dict:
         "kernels": dict(collections.Counter(kernel["family"] for kernel in _core.kernels())),
         "gpus": gpus,
         "cpu": _cpu(),
+        "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith("PREFLASH_")},
         "auto": [_auto(device) for device in [*devices, torch.device("cpu")]],
     }
 
@@ -103,6 +105,8 @@ def _text(facts: dict) -> str:
         f"Python    {facts['python']}, {facts['platform']}",
         f"CPU       {_cpu_line(facts['cpu'])}",
     ]
+    for name, value in facts["environment"].items():
+        lines.append(f"{name}={value} in the environment")
     if facts["gpus"]:
         lines += ["", str(_gpu_table(facts["gpus"]))]
     lines += ["", "backend='auto' with bfloat16, head_dim 128, causal:"]

@@ -17,6 +17,9 @@ _DTYPES = {
 }
 
 
+_BACKENDS = tuple(backend for backend in _DTYPES if backend != "cudnn")
+
+
 @dataclass(frozen=True)
 class Place:
     """A backend on a device that can run it."""
@@ -82,6 +85,8 @@ def choose_places(backend: str | None) -> list[Place]:
         if cpu_refusal():
             raise CommandError(cpu_refusal())
         return found
+    if backend not in _BACKENDS:
+        raise CommandError(f"--backend {backend}: must be one of {', '.join(_BACKENDS)}")
     chosen = [place for place in found if place.backend == backend]
     if not chosen:
         here = ", ".join(place.backend for place in found) or "none"
