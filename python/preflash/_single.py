@@ -6,6 +6,7 @@ they were copied on. One that was used while a CUDA graph was captured is kept f
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import OrderedDict
 from typing import NamedTuple
@@ -118,7 +119,8 @@ def _plan(
     workspace = _cache.workspaces.setdefault(
         device, Workspace(device, None, float_bytes=_FLOAT_BYTES)
     )
-    draft = _pipeline.plan(workspace, _backends.requested(a.backend).name, request)
+    with _staging.of_factors() if call.per_head.scaled else contextlib.nullcontext():
+        draft = _pipeline.plan(workspace, _backends.requested(a.backend).name, request)
     variant = _pipeline.place(workspace, draft, request)
     _pipeline.upload(workspace, (variant,), request)
     return _Planned(request, variant, Scales(softmax_scale(None, options), 1.0))

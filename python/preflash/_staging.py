@@ -40,6 +40,18 @@ def without(options: _core.AttentionOptions) -> _core.AttentionOptions:
 
 
 @contextlib.contextmanager
+def of_factors() -> Iterator[None]:
+    """Names the options that such a run is refused for."""
+    try:
+        yield
+    except NotImplementedError as error:
+        raise NotImplementedError(
+            "with scale_q, scale_k or scale_v, which are for kernels that transform what arrives, "
+            f"not for copies: {error}"
+        ) from error
+
+
+@contextlib.contextmanager
 def forced(name: str) -> Iterator[None]:
     """Other plans inside, for tests: "auto", "never" or "always"."""
     global _given

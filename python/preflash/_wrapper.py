@@ -307,7 +307,8 @@ class BatchPrefillWrapper(EngineAttributes):
             variant = self._select(planned, options)
         if a.per_head.scaled and variant.plan.staged:
             check_per_head(a.per_head, options, self.device)
-            variant = self._select(planned, _staging.without(options))
+            with _staging.of_factors():
+                variant = self._select(planned, _staging.without(options))
         sm_scale = planned.scales.logits
         if a.sm_scale is not None:
             sm_scale = softmax_scale(a.sm_scale, options)
