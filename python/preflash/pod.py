@@ -79,9 +79,9 @@ class PODWithPagedKVCacheWrapper(PodWrapper):
 
     Both sides are one launch wherever a kernel takes both: on the CPU always, on a GPU where q, k
     and v of both have one 16-bit dtype, head_dim is at most 256 and neither has ALiBi or RoPE; on
-    "fa2" the prefill may have a custom mask. All else, a side without queries, and on "fa2" sides of which
-    one has so much more work that one launch would be slower, runs as two launches, one after the
-    other, with the same results (`variant` names both kernels then).
+    "fa2" the prefill may have a custom mask. All else, a side without queries, and on "fa2" sides
+    of which one has so much more work that one launch would be slower, runs as two launches, one
+    after the other, with the same results (`variant` names both kernels then).
 
     Args:
         float_workspace_buffer, kv_layout: as in BatchPrefillWithPagedKVCacheWrapper. kv_layout is
