@@ -1,17 +1,14 @@
 #include "planner/planner.h"
 
 #include <algorithm>
-#include <limits>
-#include <numeric>
 #include <stdexcept>
 
+#include "planner/limits.h"
 #include "planner/message.h"
 #include "preflash/mask_classes.h"
 
 namespace preflash {
 namespace {
-
-constexpr std::int64_t kMaxInt32 = std::numeric_limits<std::int32_t>::max();
 
 // CTAs that the machine holds at once: what the launch bounds promise, as far as shared memory
 // reaches (1 KiB of it a CTA is the system's). A CTA runs items of every segment.
@@ -26,134 +23,12 @@ std::int64_t slots_of(const DeviceFacts& facts, const SegmentKernels& kernels) {
   return std::max<std::int64_t>(facts.num_sms * per_sm, 1);
 }
 
-// Partial rows that the float workspace has room for.
-std::int64_t rows_in(std::int64_t bytes, std::int32_t head_dim_vo) {
-  const std::int64_t row_bytes = head_dim_vo * sizeof(float) + sizeof(PartialLse);
-  std::int64_t rows = std::min(bytes / row_bytes, kMaxInt32);
-  if (rows > 0 && partial_bytes(rows, head_dim_vo) > bytes) --rows;  // alignment
-  return rows;
-}
-
-// The most query tiles, over all KV heads, of any batch of this size with at most graph_max_rows
-// tokens: with k non-empty requests, sum of ceil(rows_i / m) <= (sum of rows_i + k * (m - 1)) / m,
-// where m is the rows of one tile.
-std::int64_t most_graph_tiles(const SegmentProblem& problem, std::int32_t tile_rows) {
-  const std::int64_t group = problem.gqa_ratio();
-  const std::int64_t batch = static_cast<std::int64_t>(problem.qo_indptr.size()) - 1;
-  const std::int64_t rows = problem.graph_max_rows * group;
-  const std::int64_t requests = std::min<std::int64_t>(batch, problem.graph_max_rows);
-  if (requests == 0) return 0;
-  return (rows + requests * (tile_rows - 1)) / tile_rows * problem.num_kv_heads;
-}
-
-// What a segment may use at most of a CUDA graph's room.
-struct GraphLimits {
-  SegmentLimits segment;
-  std::int64_t items = 0;
-};
-
-GraphLimits graph_limits(const SegmentProblem& problem, std::int64_t rows, std::int32_t tile_rows,
-                         std::int64_t cta_slots) {
-  // The rows of every tile are a multiple of this, so that rows bound the number of chunks.
-  std::int64_t chunks = rows / std::gcd(problem.gqa_ratio(), tile_rows);
-  // How far a later plan splits depends on KV lengths that nobody knows yet. Two waves of partial
-  // tiles are as much as an automatic split gains from; a fixed split may need all that there is.
-  if (problem.split.fixed_split_size == 0) {
-    chunks = std::min(chunks, 2 * cta_slots);
-    rows = std::min(rows, 2 * cta_slots * tile_rows);
-  }
-  const std::int64_t most_tiles = most_graph_tiles(problem, tile_rows);
-  return {.segment = {.rows = rows, .merges = std::min(most_tiles, chunks / 2)},
-          .items = most_tiles + chunks};
-}
-
-// What a batch may use at most. Nobody knows which segment of a CUDA graph's later plans needs
-// partial rows: each has an equal share of the workspace.
-SplitLimits split_limits(const Problem& problem, std::span<const SegmentPlan> plans,
-                         std::int64_t cta_slots) {
-  const bool graph = problem.segments[0].graph_max_rows > 0;
-  const std::int64_t bytes = problem.float_workspace_bytes;
-  SplitLimits limits{.items = graph ? 0 : kMaxInt32, .float_bytes = bytes};
-  for (const SegmentPlan& plan : plans) {
-    const SegmentProblem& segment = plan.problem;
-    const std::int64_t share = graph ? bytes / problem.segments.size() : bytes;
-    const std::int64_t rows = segment.split.disable ? 0 : rows_in(share, segment.head_dim_vo);
-    if (!graph) {
-      limits.segments.add({.rows = rows, .merges = kMaxInt32});
-      continue;
-    }
-    const GraphLimits room = graph_limits(segment, rows, plan.tile.rows, cta_slots);
-    limits.segments.add(room.segment);
-    limits.items += room.items;
-    if (limits.items > kMaxInt32) {
-      refuse("graph_max_rows = ", segment.graph_max_rows, ": a CUDA graph would reserve ",
-             limits.items, " work items; at most ", kMaxInt32, ": plan for smaller batches");
-    }
-  }
-  return limits;
-}
-
-// items: of all segments.
-void check_item_count(const SegmentProblem& problem, std::int64_t items_per_head,
-                      std::int64_t items) {
-  if (items > kMaxInt32) {
-    refuse("qo_indptr[-1] - qo_indptr[0] = ", problem.qo_indptr.back() - problem.qo_indptr.front(),
-           ": the batch makes ", items_per_head, " work items for each of ", problem.num_kv_heads,
-           " KV heads; at most ", kMaxInt32, " in all: plan it in several parts");
-  }
-}
-
 // KV tiles per chunk that the caller asks for, or kUnsplit; 0: the planner chooses.
 // NOTE: with `disable` a request stays whole, whatever fixed_split_size says: both promise results
 // that no batch changes, and serving engines ask for both at once.
 std::int32_t asked_chunk(const SegmentProblem& problem, std::int32_t tile_n) {
   if (problem.split.disable) return kUnsplit;
   return ceil_div(std::min(problem.split.fixed_split_size, kMaxRequestLength), tile_n);
-}
-
-// A fixed split is a promise about results, so it is kept or refused, never weakened.
-void check_fixed_split(const SegmentProblem& problem, const SplitLimits& launch,
-                       const SegmentLimits& limits, const SegmentEstimate& needed) {
-  const std::int32_t size = problem.split.fixed_split_size;
-  if (needed.num_chunks > kMaxChunks) {
-    refuse("fixed_split_size = ", size, " cuts a request into ", needed.num_chunks,
-           " KV chunks; at most ", kMaxChunks, ": use a larger one or disable_split_kv");
-  }
-  check_item_count(problem, needed.num_items / problem.num_kv_heads, needed.num_items);
-  if (needed.num_partial_rows > kMaxInt32) {
-    refuse("fixed_split_size = ", size, " makes ", needed.num_partial_rows,
-           " partial rows of the batch; at most ", kMaxInt32,
-           ": use a larger one or disable_split_kv, or plan the batch in several parts");
-  }
-  if (needed.num_partial_rows > limits.rows) {
-    const int shares = problem.graph_max_rows > 0 ? launch.segments.size() : 1;
-    refuse("float_workspace_buffer has ", launch.float_bytes, " bytes; fixed_split_size = ", size,
-           " needs ", shares * partial_bytes(needed.num_partial_rows, problem.head_dim_vo),
-           " bytes for ", needed.num_partial_rows,
-           " partial rows of head_dim_vo = ", problem.head_dim_vo,
-           ": enlarge it, use a larger fixed_split_size or disable_split_kv");
-  }
-}
-
-// Segments that fit alone may not fit together.
-void check_fixed_splits(const Problem& problem, const SplitLimits& limits,
-                        const SplitEstimate& needed) {
-  std::int64_t bytes = 0;
-  for (int s = 0; s < problem.segments.size(); ++s) {
-    const SegmentProblem& segment = problem.segments[s];
-    if (segment.split.disable || segment.split.fixed_split_size == 0) continue;
-    check_fixed_split(segment, limits, limits.segments[s], needed.segments[s]);
-    bytes += partial_bytes(needed.segments[s].num_partial_rows, segment.head_dim_vo);
-  }
-  if (bytes > limits.float_bytes) {
-    refuse("float_workspace_buffer has ", limits.float_bytes,
-           " bytes; the fixed_split_size of both segments need ", bytes,
-           ": enlarge it, use a larger fixed_split_size or disable_split_kv");
-  }
-  if (needed.num_items > limits.items) {
-    refuse("the two segments make ", needed.num_items, " work items; at most ", limits.items,
-           ": plan them in several parts, or use a larger fixed_split_size");
-  }
 }
 
 }  // namespace
@@ -295,7 +170,7 @@ void Planner::reserve(const Problem& problem, const SplitLimits& limits) {
 }
 
 void Planner::schedule(const Problem& problem, const DeviceFacts& facts, std::int64_t cta_slots,
-                        Schedule schedule) {
+                       Schedule schedule) {
   // NOTE: of a custom mask the costs are guesses, and lists of several sections do not even out
   // what was guessed wrong: a CTA that got early rows in one section may get them in the next.
   const bool guesses = schedule == Schedule::kPersistent &&

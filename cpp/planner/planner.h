@@ -28,8 +28,7 @@ void validate(const Problem& problem);
 
 // The tile class of a segment.
 //   * kDecode when every request's packed rows fit a short tile of the family, or most of the work
-//   is
-//     in such requests.
+//     is in such requests.
 //   * With a fixed or disabled split a request's bits must not depend on its batch, so kDecode only
 //     where short tiles have the same bits as tall ones, and only when every request is short. A
 //     short request is one query tile in either class, and tile n is the same in both: the same KV

@@ -1,0 +1,26 @@
+// What the work of a batch may use at most: of the float workspace, of a CUDA graph's room and of
+// int32; and the refusals of what needs more.
+#pragma once
+
+#include <cstdint>
+#include <span>
+
+#include "planner/split.h"
+#include "planner/work.h"
+#include "preflash/problem.h"
+
+namespace preflash {
+
+// Throws where a CUDA graph would reserve more work items than there can be.
+SplitLimits split_limits(const Problem& problem, std::span<const SegmentPlan> plans,
+                         std::int64_t cta_slots);
+
+// items: of all segments.
+void check_item_count(const SegmentProblem& problem, std::int64_t items_per_head,
+                      std::int64_t items);
+
+// A fixed split is a promise about results, so it is kept or refused, never weakened.
+void check_fixed_splits(const Problem& problem, const SplitLimits& limits,
+                        const SplitEstimate& needed);
+
+}  // namespace preflash
