@@ -7,6 +7,7 @@ import math
 import preflash
 import pytest
 import torch
+from dims_and_singles import DIMS, MASKS, SINGLE, check_single
 from preflash.testing import (
     Case,
     KvForm,
@@ -14,7 +15,6 @@ from preflash.testing import (
     MaskKind,
     Position,
     build,
-    poison,
     reference,
     runner,
 )
@@ -24,17 +24,6 @@ ALIBI = Position.ALIBI
 CAUSAL = MaskKind.CAUSAL
 HALF, BFLOAT = torch.float16, torch.bfloat16
 LOG2_E = math.log2(math.e)
-
-DIMS = {64: None, 96: None, 128: None, 192: 128, 256: None, 320: None, 512: None}
-# mask, window_left
-MASKS = {
-    "full": (MaskKind.NONE, -1),
-    "causal": (CAUSAL, -1),
-    "window": (CAUSAL, 37),
-    "left_only": (MaskKind.NONE, 50),
-    "custom": (MaskKind.CUSTOM, -1),
-    "custom_window": (MaskKind.PACKED, 60),
-}
 
 
 def grid():
@@ -111,28 +100,11 @@ def test_lengths(target, lengths, page_size, mask):
     runner.check(build(case, device=target.device), backend=target.backend)
 
 
-SINGLE = [
-    Case("full", (70,), (133,), 4, 2, 64),
-    Case("causal", (70,), (133,), 6, 2, 128, mask=CAUSAL, window_left=40),
-    Case("hnd", (70,), (133,), 8, 1, 96, layout="HND", mask=CAUSAL, form=KvForm.PADDED),
-    Case("custom", (33,), (65,), 12, 4, 256, mask=MaskKind.CUSTOM, soft_cap=20.0),
-    Case("mla", (13,), (165,), 4, 1, 192, 128, mask=CAUSAL),
-    Case("decode", (1,), (999,), 5, 1, 128),
-    Case("no_query", (0,), (33,), 2, 2, 64),
-    Case("no_key", (5,), (0,), 2, 2, 64),
-]
-
-
 @pytest.mark.parametrize("dtype", [HALF, BFLOAT], ids=str)
 @pytest.mark.parametrize("case", SINGLE, ids=lambda case: case.name)
 def test_single(target, case, dtype):
     case = dataclasses.replace(case, dtype=dtype, position=ALIBI)
-    inputs = build(case, device=target.device)
-    rows = (*case.qo_lens, case.num_qo_heads)
-    out = poison((*rows, case.dim_vo), dtype, target.device)
-    lse = poison(rows, torch.float32, target.device)
-    runner.single(inputs, backend=target.backend, out=out, lse=lse)
-    runner.compare(inputs, out, lse).check()
+    check_single(target, case)
 
 
 @pytest.mark.parametrize("mask", [MaskKind.NONE, CAUSAL], ids=lambda mask: mask.value)

@@ -22,7 +22,7 @@ from preflash.testing import (
     reference,
     runner,
 )
-from preflash.testing.cases import Limits
+from preflash.testing.random_cases import Limits
 
 LENGTHS = {
     "odd": ((5, 37, 1, 70), (17, 37, 90, 64)),

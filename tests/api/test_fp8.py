@@ -5,6 +5,7 @@ import itertools
 
 import pytest
 import torch
+from dims_and_singles import DIMS, SINGLE, check_single
 from preflash.testing import (
     Case,
     KvForm,
@@ -12,7 +13,6 @@ from preflash.testing import (
     Position,
     Sinks,
     build,
-    poison,
     reference,
     runner,
 )
@@ -31,7 +31,6 @@ DTYPES = {
     "e4m3_to_f16": (E4M3, None, HALF),
     "e4m3_to_e4m3": (E4M3, None, E4M3),
 }
-DIMS = {64: None, 96: None, 128: None, 192: 128, 256: None, 320: None, 512: None}
 every_dtype = pytest.mark.parametrize("dtypes", DTYPES.values(), ids=DTYPES)
 
 
@@ -92,28 +91,11 @@ def test_lengths(target, dtypes, lengths):
     runner.check(build(case, device=target.device), backend=target.backend)
 
 
-SINGLE = [
-    Case("full", (70,), (133,), 4, 2, 64),
-    Case("causal", (70,), (133,), 6, 2, 128, mask=CAUSAL, window_left=40),
-    Case("hnd", (70,), (133,), 8, 1, 96, layout="HND", mask=CAUSAL, form=KvForm.PADDED),
-    Case("custom", (33,), (65,), 12, 4, 256, mask=MaskKind.CUSTOM, soft_cap=20.0),
-    Case("mla", (13,), (165,), 4, 1, 192, 128, mask=CAUSAL),
-    Case("decode", (1,), (999,), 5, 1, 128),
-    Case("no_query", (0,), (33,), 2, 2, 64),
-    Case("no_key", (5,), (0,), 2, 2, 64),
-]
-
-
 @every_dtype
 @pytest.mark.parametrize("case", SINGLE, ids=lambda case: case.name)
 def test_single(target, case, dtypes):
-    inputs = build(with_dtypes(case, dtypes, head_scales=True), device=target.device)
-    case = inputs.case
-    rows = (*case.qo_lens, case.num_qo_heads)
-    out = poison((*rows, case.dim_vo), case.dtype_o, target.device)
-    lse = poison(rows, torch.float32, target.device)
-    runner.single(inputs, backend=target.backend, out=out, lse=lse)
-    runner.compare(inputs, out, lse).check()
+    case = with_dtypes(case, dtypes, head_scales=True)
+    inputs, out = check_single(target, case)
     own, _ = runner.single(inputs, backend=target.backend)
     assert own.dtype == case.dtype_o
     assert torch.equal(own.view(torch.uint8), out.view(torch.uint8))

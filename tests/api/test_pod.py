@@ -12,7 +12,7 @@ import torch
 from graph_stage import capture, recorder  # noqa: F401
 from preflash import _backends, _pod
 from preflash.testing import Case, KvForm, MaskKind, build, compare, poison, reference, runner
-from preflash.testing.cases import Position
+from preflash.testing.case import Position
 from preflash.testing.oracle import Pipeline
 
 PREFILL = Case("prefill", (150,), (333,), 8, 2, 128, mask=MaskKind.CAUSAL)

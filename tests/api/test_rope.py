@@ -7,6 +7,7 @@ import math
 import preflash
 import pytest
 import torch
+from dims_and_singles import DIMS, MASKS, SINGLE, check_single
 from preflash.testing import (
     Case,
     KvForm,
@@ -15,7 +16,6 @@ from preflash.testing import (
     Position,
     Sinks,
     build,
-    poison,
     reference,
     runner,
 )
@@ -24,17 +24,6 @@ from preflash.testing.oracle import Rope
 ROPE = Position.ROPE
 CAUSAL = MaskKind.CAUSAL
 HALF, BFLOAT = torch.float16, torch.bfloat16
-
-DIMS = {64: None, 96: None, 128: None, 192: 128, 256: None, 320: None, 512: None}
-# mask, window_left
-MASKS = {
-    "full": (MaskKind.NONE, -1),
-    "causal": (CAUSAL, -1),
-    "window": (CAUSAL, 37),
-    "left_only": (MaskKind.NONE, 50),
-    "custom": (MaskKind.CUSTOM, -1),
-    "custom_window": (MaskKind.PACKED, 60),
-}
 
 
 def grid():
@@ -120,29 +109,14 @@ def test_lengths(target, lengths, page_size, mask):
     runner.check(build(case, device=target.device), backend=target.backend)
 
 
-SINGLE = [
-    Case("full", (70,), (133,), 4, 2, 64),
-    Case("causal", (70,), (133,), 6, 2, 128, mask=CAUSAL, window_left=40, rope_theta=5e5),
-    Case("hnd", (70,), (133,), 8, 1, 96, layout="HND", mask=CAUSAL, form=KvForm.PADDED),
-    Case("custom", (33,), (65,), 12, 4, 256, mask=MaskKind.CUSTOM, soft_cap=20.0, rope_scale=4.0),
-    Case("mla", (13,), (165,), 4, 1, 192, 128, mask=CAUSAL),
-    Case("decode", (1,), (999,), 5, 1, 128),
-    Case("longer_q", (90,), (33,), 2, 2, 64),
-    Case("no_query", (0,), (33,), 2, 2, 64),
-    Case("no_key", (5,), (0,), 2, 2, 64),
-]
+FREQUENCIES = {"causal": {"rope_theta": 5e5}, "custom": {"rope_scale": 4.0}}
 
 
 @pytest.mark.parametrize("dtype", [HALF, BFLOAT], ids=str)
 @pytest.mark.parametrize("case", SINGLE, ids=lambda case: case.name)
 def test_single(target, case, dtype):
-    case = dataclasses.replace(case, dtype=dtype, position=ROPE)
-    inputs = build(case, device=target.device)
-    rows = (*case.qo_lens, case.num_qo_heads)
-    out = poison((*rows, case.dim_vo), dtype, target.device)
-    lse = poison(rows, torch.float32, target.device)
-    runner.single(inputs, backend=target.backend, out=out, lse=lse)
-    runner.compare(inputs, out, lse).check()
+    case = dataclasses.replace(case, dtype=dtype, position=ROPE, **FREQUENCIES.get(case.name, {}))
+    check_single(target, case)
 
 
 @pytest.mark.parametrize("page_size", [0, 16])

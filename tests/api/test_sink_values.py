@@ -7,7 +7,8 @@ import math
 import preflash
 import pytest
 import torch
-from preflash.testing import Case, KvForm, MaskKind, Position, Sinks, build, poison, runner
+from dims_and_singles import SINGLE, check_single
+from preflash.testing import Case, KvForm, MaskKind, Position, Sinks, build, runner
 from preflash.testing.comparison import compare
 from preflash.testing.oracle import reference
 
@@ -77,27 +78,11 @@ def test_head_counts(target, heads):
     runner.check(build(case, device=target.device), backend=target.backend)
 
 
-SINGLE = [
-    Case("full", (70,), (133,), 4, 2, 64),
-    Case("causal", (70,), (133,), 6, 2, 128, mask=CAUSAL, window_left=40),
-    Case("custom", (33,), (65,), 12, 4, 256, mask=MaskKind.CUSTOM, soft_cap=20.0),
-    Case("decode", (1,), (999,), 5, 1, 128),
-    Case("longer_q", (90,), (33,), 2, 2, 64, layout="HND", mask=CAUSAL),
-    Case("no_query", (0,), (33,), 2, 2, 64),
-    Case("no_key", (5,), (0,), 2, 2, 64),
-]
-
-
 @pytest.mark.parametrize("dtype", [HALF, BFLOAT], ids=str)
 @pytest.mark.parametrize("case", SINGLE, ids=lambda case: case.name)
 def test_single(target, case, dtype):
     case = dataclasses.replace(case, dtype=dtype, sinks=Sinks.ORDINARY)
-    inputs = build(case, device=target.device)
-    rows = (*case.qo_lens, case.num_qo_heads)
-    out = poison((*rows, case.dim_vo), dtype, target.device)
-    lse = poison(rows, torch.float32, target.device)
-    runner.single(inputs, backend=target.backend, out=out, lse=lse)
-    runner.compare(inputs, out, lse).check()
+    check_single(target, case)
 
 
 # ---- rows that keep no key

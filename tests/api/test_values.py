@@ -8,7 +8,7 @@ import pytest
 import torch
 from preflash import _validate as check
 from preflash.testing import Case, MaskKind, build, reference, runner
-from preflash.testing.cases import Position
+from preflash.testing.case import Position
 
 HUGE = 10**400
 CASE = Case("values", (40,), (200,), 2, 1, 64, mask=MaskKind.CAUSAL)

@@ -7,7 +7,8 @@ from preflash.cli.bench import fmha, pod
 from preflash.cli.bench import rows as bench_rows
 from preflash.cli.bench.rows import Baseline, Metric
 from preflash.cli.machine import choose_places
-from preflash.testing import cases, oracle
+from preflash.testing import oracle
+from preflash.testing.case import flops
 
 
 def by_name(rows):
@@ -108,9 +109,9 @@ def test_modes_of_the_fmha_call_are_checked_and_timed(monkeypatch):
 
 def test_flops_count_causal_as_half():
     rows = by_name(bench_rows.gpu_rows())
-    full = cases.flops(rows["dense d128 s4096 full"].case)
+    full = flops(rows["dense d128 s4096 full"].case)
     assert full == 4 * 128 * 16 * 4 * 4096**2
-    causal = cases.flops(rows["dense d128 s4096 causal"].case)
+    causal = flops(rows["dense d128 s4096 causal"].case)
     assert causal == 4 * 128 * 16 * 4 * (4096 * 4097 // 2)
 
 

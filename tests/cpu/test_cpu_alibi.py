@@ -1,13 +1,11 @@
 """ALiBi on the CPU: float32 weights near a row's last key, however far that is from the row."""
 
 import os
-import subprocess
-import sys
 
 import preflash
 import pytest
 import torch
-from preflash import _core
+from instruction_sets import on_every_instruction_set, run_again
 from preflash.testing.oracle import Pipeline, alibi_slopes, attend
 
 HEADS, DIM = 6, 24
@@ -44,22 +42,8 @@ def test_far_keys_keep_their_bits(qo_len, soft_cap, split):
     torch.testing.assert_close(lse.double(), expected.lse, rtol=2e-7, atol=2e-5)
 
 
-ISAS = ["generic", "avx2", "avx512"]
-
-
-@pytest.mark.skipif("PREFLASH_CPU_ISA" in os.environ, reason="this is the inner run")
-@pytest.mark.parametrize("isa", ISAS)
+@on_every_instruction_set
 def test_every_instruction_set(isa):
     """The core cases with narrower vectors than this machine's."""
-    if ISAS.index(isa) >= ISAS.index(_core.cpu_isa()):
-        pytest.skip(f"the tests ran on {_core.cpu_isa()}")
     cases = os.path.join(os.path.dirname(__file__), "test_cpu_cases.py")
-    pytest_options = ["-q", "-x", "-p", "no:cacheprovider", "-k", "test_core and alibi"]
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", *pytest_options, cases],
-        env={**os.environ, "PREFLASH_CPU_ISA": isa},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stdout[-3000:]
+    run_again(isa, cases, "-k", "test_core and alibi")

@@ -2,14 +2,11 @@
 
 import dataclasses
 import math
-import os
-import subprocess
-import sys
 
 import preflash
 import pytest
 import torch
-from preflash import _core
+from instruction_sets import on_every_instruction_set, run_again
 from preflash.testing import Magnitude, build, cases, runner
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -132,20 +129,7 @@ def test_core(case, dtypes):
     runner.check(build(case), backend="cpu")
 
 
-ISAS = ["generic", "avx2", "avx512"]
-
-
-@pytest.mark.skipif("PREFLASH_CPU_ISA" in os.environ, reason="this is the inner run")
-@pytest.mark.parametrize("isa", ISAS)
+@on_every_instruction_set
 def test_every_instruction_set(isa):
     """All of the above with narrower vectors than this machine's."""
-    if ISAS.index(isa) >= ISAS.index(_core.cpu_isa()):
-        pytest.skip(f"the tests ran on {_core.cpu_isa()}")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__],
-        env={**os.environ, "PREFLASH_CPU_ISA": isa},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stdout[-3000:]
+    run_again(isa, __file__)

@@ -5,9 +5,9 @@ import enum
 
 import pytest
 import torch
-from preflash.testing import Case, KvForm, MaskKind, Position, Sinks, fuzz, problems
-from preflash.testing.cases import Limits
+from preflash.testing import Case, KvForm, MaskKind, Position, Sinks, fuzz, problems, shrinking
 from preflash.testing.problems import Also, Brought, Call, Entry, Problem, Scratch, draw, parse
+from preflash.testing.random_cases import Limits
 
 SEED = 20261121
 LIMITS = Limits(700, 1e7, (torch.float16, torch.bfloat16, torch.float32))
@@ -150,9 +150,9 @@ def test_shrinking_ends_at_what_matters():
         case = problem.case
         return case.window_left >= 0 and max(case.kv_lens) > 40 and problem.call.lse_base == "ln"
 
-    small = fuzz.shrink(BUSY, fails)
+    small = shrinking.shrink(BUSY, fails)
     assert fails(small)
-    assert small == fuzz.shrink(BUSY, fails)
+    assert small == shrinking.shrink(BUSY, fails)
     case = dataclasses.replace(
         Case("problem", (0,), (41,), 1, 1, 8, dtype=BUSY.case.dtype), window_left=17
     )
@@ -167,14 +167,14 @@ def test_shrinking_keeps_what_belongs_together():
         call=Call(entry=Entry.BATCH),
         also=Also.ALONE,
     )
-    small = fuzz.shrink(problem, lambda other: other.also is Also.ALONE)
+    small = shrinking.shrink(problem, lambda other: other.also is Also.ALONE)
     assert small.case.disable_split_kv
     assert small.case.qo_lens == (0,)
 
 
 def test_no_more_tries_than_allowed(monkeypatch):
-    monkeypatch.setattr(fuzz, "_SHRINKING_TRIES", 7)
+    monkeypatch.setattr(shrinking, "_TRIES", 7)
     seen = []
-    assert fuzz.shrink(BUSY, lambda other: seen.append(other)) == BUSY
+    assert shrinking.shrink(BUSY, lambda other: seen.append(other)) == BUSY
     assert len(seen) == 7
     assert problems.parse(BUSY.text) == BUSY

@@ -4,17 +4,13 @@ Every dot product here is exact in float32, so that float64 and torch's own floa
 on what is right.
 """
 
-import functools
-import os
-import subprocess
-import sys
 from dataclasses import dataclass, field
 
 import numpy as np
 import preflash
 import pytest
 import torch
-from preflash import _core
+from instruction_sets import on_every_instruction_set, run_again
 
 DIM, KEYS, ROWS = 16, 333, 7
 LOG2_E = 1.4426950408889634
@@ -294,25 +290,7 @@ def test_nan_stays_in_its_row(split):
     assert lse[2].isnan()
 
 
-ISAS = ["generic", "avx2", "avx512"]
-
-
-@functools.cache
-def widest() -> str:
-    return _core.cpu_isa()
-
-
-@pytest.mark.skipif("PREFLASH_CPU_ISA" in os.environ, reason="this is the inner run")
-@pytest.mark.parametrize("isa", ISAS)
+@on_every_instruction_set
 def test_every_instruction_set(isa):
     """All of the above with narrower vectors than this machine's."""
-    if ISAS.index(isa) >= ISAS.index(widest()):
-        pytest.skip(f"the tests above ran on {widest()}")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__],
-        env={**os.environ, "PREFLASH_CPU_ISA": isa},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stdout[-3000:]
+    run_again(isa, __file__)

@@ -1,13 +1,11 @@
 """RoPE on the CPU: float32 queries and keys keep their bits at positions of any size."""
 
 import os
-import subprocess
-import sys
 
 import preflash
 import pytest
 import torch
-from preflash import _core
+from instruction_sets import on_every_instruction_set, run_again
 from preflash.testing.oracle import Pipeline, Rope, attend
 
 HEADS, DIM = 6, 24
@@ -47,22 +45,8 @@ def test_far_positions_keep_their_bits(qo_len, split, rope):
     torch.testing.assert_close(lse.double(), expected.lse, rtol=1e-6, atol=3e-5)
 
 
-ISAS = ["generic", "avx2", "avx512"]
-
-
-@pytest.mark.skipif("PREFLASH_CPU_ISA" in os.environ, reason="this is the inner run")
-@pytest.mark.parametrize("isa", ISAS)
+@on_every_instruction_set
 def test_every_instruction_set(isa):
     """The core cases with narrower vectors than this machine's."""
-    if ISAS.index(isa) >= ISAS.index(_core.cpu_isa()):
-        pytest.skip(f"the tests ran on {_core.cpu_isa()}")
     cases = os.path.join(os.path.dirname(__file__), "test_cpu_cases.py")
-    pytest_options = ["-q", "-x", "-p", "no:cacheprovider", "-k", "test_core and rope"]
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", *pytest_options, cases],
-        env={**os.environ, "PREFLASH_CPU_ISA": isa},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stdout[-3000:]
+    run_again(isa, cases, "-k", "test_core and rope")

@@ -10,10 +10,11 @@ from preflash._outputs import Outputs
 from preflash._segments import PlannedSegments, SegmentRun, plan_segments
 from preflash._workspace import Workspace
 from preflash.testing import runner
-from preflash.testing.cases import Case, KvForm, MaskKind, Position, Sinks, random_cases
+from preflash.testing.case import Case, KvForm, MaskKind, Position, Sinks
 from preflash.testing.comparison import poison
 from preflash.testing.guarded import bits
 from preflash.testing.inputs import Inputs, build
+from preflash.testing.random_cases import random_cases
 
 CPU = torch.device("cpu")
 

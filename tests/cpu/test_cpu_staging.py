@@ -6,8 +6,9 @@ import dataclasses
 import pytest
 import torch
 from preflash import _staging
-from preflash.testing import Case, KvForm, MaskKind, Sinks, build, cases, runner
-from preflash.testing.cases import Position
+from preflash.testing import Case, KvForm, MaskKind, Sinks, build, runner
+from preflash.testing.case import Position
+from preflash.testing.random_cases import random_staged_cases
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BASE = Case("staged", (40, 0, 130, 3), (170, 9, 130, 0), 4, 2, 64, mask=MaskKind.CAUSAL)
@@ -59,7 +60,7 @@ def test_numbers(change):
     runner.compare(inputs, out, lse).check()
 
 
-@pytest.mark.parametrize("case", cases.random_staged_cases(40, seed=77), ids=lambda case: case.id)
+@pytest.mark.parametrize("case", random_staged_cases(40, seed=77), ids=lambda case: case.id)
 def test_random_cases(case):
     inputs = build(case)
     wrapper = runner.make_wrapper(case, backend="cpu", buffer=runner.workspace("cpu", 1 << 28))

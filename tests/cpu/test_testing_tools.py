@@ -20,6 +20,7 @@ from preflash.testing import (
 )
 from preflash.testing.comparison import unit_roundoff
 from preflash.testing.oracle import Pipeline
+from preflash.testing.random_cases import random_cases
 
 
 def keeps(case: Case, request, row: int, key: int) -> bool:
@@ -89,7 +90,7 @@ SMALL = [
         kv_lens=tuple(min(n, 70) for n in case.kv_lens),
         soft_cap=None,
     )
-    for case in [*cases.core(), *cases.random_cases(30, seed=11)]
+    for case in [*cases.core(), *random_cases(30, seed=11)]
 ]
 
 
@@ -284,7 +285,7 @@ def test_a_finite_sentinel_is_not_minus_infinity():
 
 
 def test_case_ids_are_unique():
-    for many in (cases.core(), cases.tiny(), cases.random_cases(200, seed=0)):
+    for many in (cases.core(), cases.tiny(), random_cases(200, seed=0)):
         names = [case.id for case in many]
         assert len(set(names)) == len(names)
 
@@ -312,8 +313,8 @@ def test_core_covers_the_axes():
 
 
 def test_random_cases_repeat():
-    assert cases.random_cases(20, seed=4) == cases.random_cases(20, seed=4)
-    assert cases.random_cases(20, seed=4) != cases.random_cases(20, seed=5)
+    assert random_cases(20, seed=4) == random_cases(20, seed=4)
+    assert random_cases(20, seed=4) != random_cases(20, seed=5)
 
 
 def test_a_report_tells_where():

@@ -4,6 +4,7 @@ import pytest
 import torch
 from backends import backends_and_cases, on_every_backend
 from preflash.testing import Case, KvForm, MaskKind, build, cases, reference, runner
+from preflash.testing.random_cases import random_cases
 
 pytestmark = pytest.mark.gpu
 
@@ -16,16 +17,14 @@ def test_core(backend, case):
     runner.check(build(case, device="cuda"), backend=backend)
 
 
-@pytest.mark.parametrize(
-    ("backend", "case"), backends_and_cases(cases.random_cases(200, seed=20260102))
-)
+@pytest.mark.parametrize(("backend", "case"), backends_and_cases(random_cases(200, seed=20260102)))
 def test_fuzz(backend, case):
     runner.check(build(case, device="cuda", seed=2), backend=backend)
 
 
 @pytest.mark.parametrize(
     ("backend", "case"),
-    backends_and_cases(cases.random_cases(40, seed=20260103, longest=2500, work=2e10)),
+    backends_and_cases(random_cases(40, seed=20260103, longest=2500, work=2e10)),
 )
 def test_fuzz_long(backend, case):
     runner.check(build(case, device="cuda", seed=3), backend=backend)

@@ -8,8 +8,9 @@ import pytest
 import torch
 from backends import on_every_backend
 from preflash import _staging
-from preflash.testing import Case, KvForm, MaskKind, Sinks, build, cases, runner
-from preflash.testing.cases import Position
+from preflash.testing import Case, KvForm, MaskKind, Sinks, build, runner
+from preflash.testing.case import Position
+from preflash.testing.random_cases import random_staged_cases
 
 pytestmark = pytest.mark.gpu
 
@@ -84,7 +85,7 @@ def cases_id(change: dict) -> str:
 
 
 @on_every_backend
-@pytest.mark.parametrize("case", cases.random_staged_cases(60, seed=3), ids=lambda case: case.id)
+@pytest.mark.parametrize("case", random_staged_cases(60, seed=3), ids=lambda case: case.id)
 def test_random_cases(backend, case):
     """Strides, offsets, lengths and garbage of every kind."""
     wrapper, inputs = staged(case, backend, 512 << 20)

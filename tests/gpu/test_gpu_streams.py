@@ -305,7 +305,7 @@ def test_capture_on_another_stream_finds_the_upload(backend):
 
 @on_every_backend
 def test_run_is_capturable_with_a_fixed_plan(backend):
-    """One plan, captured once and replayed on new numbers; graph mode proper is not built yet."""
+    """One plan, captured once and replayed on new numbers, without use_cuda_graph=True."""
     inputs = build(SPLIT, device="cuda")
     wrapper = runner.make_wrapper(SPLIT, backend=backend, device="cuda")
     runner.plan(wrapper, inputs)

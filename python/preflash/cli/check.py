@@ -130,7 +130,7 @@ def _single(place: Place, dtype: torch.dtype, outcome: Outcome) -> None:
 
 
 def _settle(report, name: str, outcome: Outcome) -> None:
-    outcome.worst = max(outcome.worst, report.worst_ratio, report.frobenius_ratio, report.lse_ratio)
+    outcome.worst = max(outcome.worst, report.worst)
     if not report.ok:
         raise AssertionError(f"{name}: {report}")
 

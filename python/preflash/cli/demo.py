@@ -18,7 +18,7 @@ import torch
 import preflash as flashinfer
 
 from ..testing import Case, Inputs, KvForm, MaskKind, runner
-from ..testing.cases import flops
+from ..testing.case import flops
 from .batches import BatchMaker, Sample
 from .console import Progress, Table
 from .machine import Place, choose_places
@@ -297,7 +297,7 @@ def _compare_rows(demo: Demo, name: str, layers: list[Inputs], outputs: list[Res
         expected = sample.expected(layer)
         report = runner.compare(layer, sample.of(out), sample.of(lse), expected)
         rows += len(sample) * layer.case.num_qo_heads
-        worst = max(worst, report.worst_ratio, report.frobenius_ratio, report.lse_ratio)
+        worst = max(worst, report.worst)
         if not report.ok:
             failures.append(f"layer {index}: {report}")
         demo.progress.step(f"{name}: oracle, layer {index}")

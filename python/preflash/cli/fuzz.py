@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..testing import fuzz, problems
+from ..testing import fuzz, problems, shrinking
 from ..testing.problems import Problem
 from . import CommandError
 from .console import Progress
@@ -172,7 +172,7 @@ def _report(asked: Asked, verdict: fuzz.Verdict, place: Place) -> None:
     if _lost(place) or not isinstance(asked.problem, Problem):
         return
     examine = asked.call.examine
-    smaller = fuzz.shrink(asked.problem, lambda other: bool(examine(other, place).failures))
+    smaller = shrinking.shrink(asked.problem, lambda other: bool(examine(other, place).failures))
     if smaller != asked.problem:
         _print_failure("smaller:", _spelled_out(smaller), examine(smaller, place), place)
 

@@ -16,7 +16,7 @@ from ..testing import (
     pod_problems,
     problems,
 )
-from ..testing.cases import Limits
+from ..testing.random_cases import Limits
 from . import CommandError
 from .machine import Place, choose_places, cudnn_place
 

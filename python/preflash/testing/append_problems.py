@@ -12,10 +12,11 @@ import torch
 import preflash
 
 from . import inputs
-from .cases import Case, KvForm, Limits, random_case
+from .case import Case, KvForm
 from .fuzz import Verdict, verdict_of
 from .guarded import bits
 from .inputs import SPARE_PAGES
+from .random_cases import Limits, random_case
 
 
 @dataclasses.dataclass(frozen=True)

@@ -71,6 +71,11 @@ class Report:
     def ok(self) -> bool:
         return not self.failures
 
+    @property
+    def worst(self) -> float:
+        """The largest error as a part of its bound."""
+        return max(self.worst_ratio, self.frobenius_ratio, self.lse_ratio)
+
     def __str__(self) -> str:
         numbers = (
             f"max abs error {self.max_abs_error:.3g} ({self.worst_ratio:.2f} of its bound), "

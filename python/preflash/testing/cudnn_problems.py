@@ -8,9 +8,10 @@ import random
 
 import torch
 
-from .cases import Case, Garbage, KvForm, Limits, Magnitude, MaskKind, Position, Sinks, random_case
+from .case import Case, Garbage, KvForm, Magnitude, MaskKind, Position, Sinks
 from .oracle import Pipeline
 from .problems import Brought
+from .random_cases import Limits, random_case
 
 _CUDNN_DIMS = ((128, None), (192, 128))
 _CUDNN_WORKSPACE = 32 << 20

@@ -13,12 +13,13 @@ import torch
 import preflash
 
 from . import guarded, inputs, runner
-from .cases import KvForm, MaskKind
+from .case import KvForm, MaskKind
 from .cudnn_problems import CudnnCall, CudnnProblem, Ends, Lse
-from .fuzz import Result, Verdict, verdict_of
+from .fuzz import Verdict, verdict_of
 from .guarded import Guarded, Untouched, bits
 from .inputs import PAD_COLUMNS, SPARE_PAGES, SPARE_ROWS, fill_poison
 from .oracle import Expected, attend, concatenate
+from .outputs import Result
 from .problems import Brought
 
 # What of a refusal says that cuDNN serves no such call.
@@ -285,8 +286,7 @@ def _examine(problem: CudnnProblem, backend: str, device: torch.device | str) ->
     if spilled := workspace.spilled():
         failures.append(f"{spilled} bytes around the workspace were written")
     failures += [f"{name}, an input, was written" for name in untouched.changed()]
-    worst = max(report.worst_ratio, report.frobenius_ratio, report.lse_ratio)
-    return Verdict(failures, worst=worst)
+    return Verdict(failures, worst=report.worst)
 
 
 class _Trial:

@@ -12,10 +12,11 @@ import torch
 import preflash
 
 from . import fuzz, guarded, runner
-from .cases import Case, KvForm, Limits, MaskKind, Sinks
+from .case import Case, KvForm, MaskKind, Sinks
 from .fuzz import Trial, Verdict, verdict_of
 from .problems import Also, Brought, Call, Entry, Problem, Scratch
 from .problems import draw as draw_problem
+from .random_cases import Limits
 
 _LOOKED_AT = (Also.NOTHING, Also.REPEAT, Also.SPOILT, Also.ALONE)
 

@@ -17,13 +17,13 @@ import torch
 
 from .. import _staging
 from . import guarded, refusals, runner
-from .cases import Case, MaskKind
-from .guarded import Guarded, Padding, Untouched, bits
+from .case import MaskKind
+from .guarded import Guarded, Padding, Untouched
 from .inputs import Inputs, build, lone, spoil, surrounded
 from .oracle import Expected, reference
-from .problems import Also, Brought, Call, Entry, Problem, Scratch
+from .outputs import GivenOutputs, Result
+from .problems import Also, Call, Entry, Problem, Scratch
 
-_SHRINKING_TRIES = 250
 _MOST_ALONE = 4  # requests of a batch that are computed again
 
 
@@ -34,25 +34,6 @@ class Verdict:
     failures: list[str] = field(default_factory=list)
     not_compiled: str = ""  # the refusal, where this build holds no kernel for the problem
     worst: float = 0.0  # the largest error as a part of what is allowed
-
-
-@dataclass
-class Result:
-    out: torch.Tensor
-    lse: torch.Tensor | None  # [tokens, heads] whatever the layout of the call
-    failures: list[str]
-
-    def rows(self, begin: int, end: int) -> Result:
-        return Result(self.out[begin:end], None if self.lse is None else self.lse[begin:end], [])
-
-    def copy(self) -> Result:
-        return Result(self.out.clone(), None if self.lse is None else self.lse.clone(), [])
-
-    def same_bits(self, other: Result) -> bool:
-        pairs = [(self.out, other.out)]
-        if self.lse is not None and other.lse is not None:
-            pairs.append((self.lse, other.lse))
-        return all(torch.equal(bits(a.contiguous()), bits(b.contiguous())) for a, b in pairs)
 
 
 def examine(problem: Problem, *, backend: str, device: torch.device | str = "cpu") -> Verdict:
@@ -116,8 +97,7 @@ def examine_with(
     if trial.workspace is not None and (spilled := trial.workspace.spilled()):
         failures.append(f"{spilled} bytes around the workspace were written")
     failures += [f"{name}, an input, was written" for name in untouched.changed()]
-    worst = max(report.worst_ratio, report.frobenius_ratio, report.lse_ratio)
-    return Verdict(failures, worst=worst)
+    return Verdict(failures, worst=report.worst)
 
 
 def _build(problem: Problem, device: torch.device | str) -> Inputs:
@@ -270,32 +250,19 @@ class Trial:
 
     def run(self) -> Result:
         """One run into fresh outputs."""
-        case, call = self.inputs.case, self.problem.call
-        rows, device = self.inputs.q.shape[0], self.inputs.q.device
-        lse_shape = (rows, case.num_qo_heads)
-        out = self._brought(call.out, (*lse_shape, case.dim_vo), case.dtype_o)
-        lse_shape = lse_shape if call.lse_layout == "NH" else lse_shape[::-1]
-        lse = self._brought(call.lse, lse_shape, torch.float32)
+        call, device = self.problem.call, self.inputs.q.device
+        given = GivenOutputs(
+            self.inputs,
+            out=call.out,
+            lse=call.lse,
+            lse_layout=call.lse_layout,
+            padding=self._padding,
+        )
         with _threads(call.threads):
-            returned = self.call(
-                out=None if out is None else out.given, lse=None if lse is None else lse.given
-            )
+            returned = self.call(out=given.out, lse=given.lse)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        return self._settle(returned, out, lse)
-
-    def _brought(self, brought: Brought, shape: tuple, dtype: torch.dtype) -> Guarded | None:
-        if brought is Brought.ABSENT:
-            return None
-        return guarded.output(
-            shape,
-            dtype,
-            self.inputs.q.device,
-            self.inputs.case.garbage,
-            strided=brought is Brought.STRIDED,
-            padding=self._padding,
-            tokens_last=len(shape) == 2 and self.problem.call.lse_layout == "HN",
-        )
+        return given.settle(returned, with_lse=call.return_lse)
 
     @property
     def _padding(self) -> Padding:
@@ -343,26 +310,6 @@ class Trial:
         if value is None or not self.problem.call.scales_in_tensors:
             return value
         return torch.tensor([value], dtype=torch.float32, device=self.inputs.q.device)
-
-    def _settle(self, returned, out: Guarded | None, lse: Guarded | None) -> Result:
-        call, failures = self.problem.call, []
-        got_out, got_lse = returned if call.return_lse else (returned, None)
-        for name, got, mine in (("out", got_out, out), ("lse", got_lse, lse)):
-            if mine is None:
-                continue
-            if got is not None and got.data_ptr() != mine.given.data_ptr():
-                failures.append(f"{name} is not the tensor that was given")
-            if spilled := mine.spilled():
-                failures.append(f"{name}: {spilled} elements around it were written")
-        if got_out.dtype != self.inputs.case.dtype_o:
-            failures.append(f"out is {got_out.dtype}")
-        if got_lse is None and lse is not None:
-            got_lse = lse.given
-        if got_lse is not None and call.lse_layout == "HN":
-            got_lse = got_lse.t()
-        begin = call.padding
-        own = Result(got_out, got_lse, []).rows(begin, begin + self.inputs.q.shape[0])
-        return dataclasses.replace(own, failures=failures)
 
 
 # --- what is looked at beside the numbers ----------------------------------------
@@ -433,88 +380,3 @@ _LOOK: dict[Also, Callable[[Trial, Result], list[str]]] = {
     Also.REPLAN: _nothing,  # the other plan was made before
     Also.REFUSALS: _refusals,
 }
-
-
-# --- shrinking -------------------------------------------------------------------
-
-
-def shrink(problem: Problem, fails: Callable[[Problem], bool]) -> Problem:
-    """A smaller problem that fails too: fewer and shorter requests, options at their defaults.
-
-    The same for the same problem: candidates have an order, and the first that fails is taken.
-    """
-    tries = 0
-    while True:
-        for candidate in _simpler(problem):
-            if tries == _SHRINKING_TRIES:
-                return problem
-            tries += 1
-            if fails(candidate):
-                problem = candidate
-                break
-        else:
-            return problem
-
-
-def _simpler(problem: Problem) -> Iterator[Problem]:
-    for change in _changes(problem):
-        try:
-            candidate = _changed(problem, change)
-        except ValueError:  # the rest of the problem needs what was taken away
-            continue
-        if candidate != problem:
-            yield candidate
-
-
-def _changed(problem: Problem, change: dict[str, object]) -> Problem:
-    """The problem with other values of fields of itself, its case or its call."""
-
-    def of(part) -> dict[str, object]:
-        names = {field.name for field in dataclasses.fields(part)}
-        return {name: value for name, value in change.items() if name in names}
-
-    case = dataclasses.replace(problem.case, **of(problem.case))
-    call = dataclasses.replace(problem.call, **of(problem.call))
-    return dataclasses.replace(problem, case=case, call=call, **of(problem))
-
-
-def _changes(problem: Problem) -> Iterator[dict[str, object]]:
-    case = problem.case
-    yield from _fewer_requests(case)
-    yield from _shorter(case)
-    if case.group_size > 1:
-        yield {"num_qo_heads": case.num_kv_heads}
-        yield {"num_qo_heads": case.num_kv_heads * (case.group_size // 2)}
-    if case.num_kv_heads > 1:
-        yield {"num_qo_heads": case.group_size, "num_kv_heads": 1}
-    for dim in (8, 64, 128):
-        if dim < case.head_dim:
-            yield {"head_dim": dim, "head_dim_vo": None}
-    required = ("name", "qo_lens", "kv_lens", "num_qo_heads", "num_kv_heads", "head_dim", "dtype")
-    for part in (problem.case, problem.call):
-        for option in dataclasses.fields(part):
-            if option.name not in required:
-                yield {option.name: option.default}
-    yield {"also": Also.NOTHING}
-
-
-def _fewer_requests(case: Case) -> Iterator[dict[str, object]]:
-    count = case.batch_size
-    if count > 2:
-        for part in (slice(0, count // 2), slice(count // 2, None)):
-            yield {"qo_lens": case.qo_lens[part], "kv_lens": case.kv_lens[part]}
-    if count > 1:
-        for i in range(count):
-            qo_lens, kv_lens = (lens[:i] + lens[i + 1 :] for lens in (case.qo_lens, case.kv_lens))
-            yield {"qo_lens": qo_lens, "kv_lens": kv_lens}
-
-
-def _shorter(case: Case) -> Iterator[dict[str, object]]:
-    for name in ("qo_lens", "kv_lens"):
-        yield {name: tuple(n // 2 for n in getattr(case, name))}
-    for name in ("qo_lens", "kv_lens"):
-        lens = getattr(case, name)
-        for i, n in enumerate(lens):
-            for less in sorted({n // 2, n - n // 4, n - 1} - {n}):
-                if less >= 0:
-                    yield {name: (*lens[:i], less, *lens[i + 1 :])}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .cases import Garbage
+from .case import Garbage
 from .inputs import PAD_COLUMNS, fill_poison
 
 _BESIDE = 256  # bytes on each side of a workspace

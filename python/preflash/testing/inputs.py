@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .cases import Case, Garbage, KvForm, Magnitude, MaskKind, Position, Sinks
+from .case import Case, Garbage, KvForm, Magnitude, MaskKind, Position, Sinks
 from .oracle import HeadScales, Pipeline, Rope, alibi_slopes
 
 PAD_COLUMNS = 16  # a multiple of 16 bytes in every dtype

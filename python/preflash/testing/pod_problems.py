@@ -15,12 +15,14 @@ import preflash
 
 from .. import _pod
 from . import fuzz, guarded, runner
-from .cases import Case, KvForm, Limits, MaskKind, Sinks, random_case
-from .fuzz import Result, Verdict, verdict_of
+from .case import Case, KvForm, MaskKind, Sinks
+from .fuzz import Verdict, verdict_of
 from .guarded import Guarded, Padding, Untouched
 from .inputs import Inputs, build, surrounded
 from .oracle import reference
+from .outputs import GivenOutputs, Result
 from .problems import Brought
+from .random_cases import Limits, random_case
 
 _WORKSPACES = (0, 1 << 14, 1 << 22)
 _ROOM_FOR_COPIES = 1 << 26
@@ -218,8 +220,7 @@ def _examine(problem: PodProblem, backend: str, device: torch.device | str) -> V
             continue
         report = side.compare(result)
         verdict.failures += [f"{side.name}: {failure}" for failure in report.failures]
-        worst = max(report.worst_ratio, report.frobenius_ratio, report.lse_ratio)
-        verdict.worst = max(verdict.worst, worst)
+        verdict.worst = max(verdict.worst, report.worst)
     if problem.call.repeat:
         first = [result.copy() for result in trial.last]
         for side, one, other in zip(sides, first, trial.results(), strict=True):
@@ -261,54 +262,22 @@ class _Side:
 
     def renew(self) -> None:
         """Fresh outputs."""
-        case, call = self.inputs.case, self._call
-        shape = (self.inputs.q.shape[0], case.num_qo_heads)
-        self.out = self._brought(call.out[self._index], (*shape, case.head_dim), case.dtype_o)
-        shape = shape if call.lse_layout == "NH" else shape[::-1]
-        self.lse = self._brought(call.lse[self._index], shape, torch.float32)
-
-    def _brought(self, brought: Brought, shape: tuple, dtype: torch.dtype) -> Guarded | None:
-        if brought is Brought.ABSENT:
-            return None
-        case, device = self.inputs.case, self.inputs.q.device
-        return guarded.output(
-            shape,
-            dtype,
-            device,
-            case.garbage,
-            strided=brought is Brought.STRIDED,
+        call, index = self._call, self._index
+        self._given = GivenOutputs(
+            self.inputs,
+            out=call.out[index],
+            lse=call.lse[index],
+            lse_layout=call.lse_layout,
             padding=self._padding,
-            tokens_last=len(shape) == 2 and self._call.lse_layout == "HN",
         )
 
     def options(self) -> dict[str, object]:
         """Of run(), for its outputs."""
         suffix = self.name[0]
-        return {
-            f"out_{suffix}": None if self.out is None else self.out.given,
-            f"lse_{suffix}": None if self.lse is None else self.lse.given,
-        }
+        return {f"out_{suffix}": self._given.out, f"lse_{suffix}": self._given.lse}
 
     def settle(self, returned) -> Result:
-        call, failures = self._call, []
-        got_out, got_lse = returned if call.return_lse[self._index] else (returned, None)
-        for name, got, mine in (("out", got_out, self.out), ("lse", got_lse, self.lse)):
-            if mine is None:
-                continue
-            if got is not None and got.data_ptr() != mine.given.data_ptr():
-                failures.append(f"{name} is not the tensor that was given")
-            if spilled := mine.spilled():
-                failures.append(f"{name}: {spilled} elements around it were written")
-        if got_out.dtype != self.inputs.case.dtype_o:
-            failures.append(f"out is {got_out.dtype}")
-        if got_lse is None and self.lse is not None:
-            got_lse = self.lse.given
-        if got_lse is not None and call.lse_layout == "HN":
-            got_lse = got_lse.t()
-        begin = self._padding.before
-        whole = Result(got_out, got_lse, failures)
-        own = whole.rows(begin, begin + self.inputs.q.shape[0])
-        return dataclasses.replace(own, failures=failures)
+        return self._given.settle(returned, with_lse=self._call.return_lse[self._index])
 
     def compare(self, result: Result):
         pipeline, call = self.inputs.pipeline, self._call

@@ -14,7 +14,8 @@ import typing
 
 import torch
 
-from .cases import DTYPE_NAMES, Case, KvForm, Limits, MaskKind, Position, Sinks, random_case
+from .case import DTYPE_NAMES, Case, KvForm, MaskKind, Position, Sinks
+from .random_cases import Limits, random_case
 
 
 class Entry(enum.Enum):

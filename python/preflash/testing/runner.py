@@ -6,7 +6,7 @@ import torch
 
 from .. import _staging
 from . import comparison
-from .cases import Case, Magnitude, Position
+from .case import Case, Magnitude, Position
 from .comparison import Report, poison
 from .inputs import Inputs
 from .oracle import Expected, reference

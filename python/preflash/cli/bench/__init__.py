@@ -12,7 +12,7 @@ import torch
 
 import preflash
 
-from ...testing.cases import flops
+from ...testing.case import flops
 from .. import CommandError
 from ..console import Progress, Table
 from ..machine import Place, choose_places, torch_dtype

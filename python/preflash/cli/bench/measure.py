@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ...testing import Expected, Inputs, runner, timing
-from ...testing.cases import Case, flops
+from ...testing.case import Case, flops
 from ..batches import BatchMaker, Sample
 from ..machine import Place
 from .baselines import BaselineCall, baselines_of
@@ -165,7 +165,7 @@ def _planned(result: Result, trial: _Trial):
     result.variant = wrapper.variant
     out, lse = runner.run(wrapper, first)
     report = runner.compare(first, trial.sample.of(out), trial.sample.of(lse), trial.expected)
-    result.error_ratio = max(report.worst_ratio, report.frobenius_ratio, report.lse_ratio)
+    result.error_ratio = report.worst
     if not report.ok:
         raise WrongResultError(f"{first.case.name}: {report}")
     return wrapper

@@ -10,7 +10,7 @@ import torch
 import preflash
 
 from ...testing import Inputs, runner, timing
-from ...testing.cases import Case, KvForm, MaskKind
+from ...testing.case import Case, KvForm, MaskKind
 from ..batches import BatchMaker, Sample
 from ..console import Table
 from ..machine import Place

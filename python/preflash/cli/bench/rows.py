@@ -7,7 +7,7 @@ import enum
 
 import torch
 
-from ...testing.cases import Case, KvForm, MaskKind
+from ...testing.case import Case, KvForm, MaskKind
 
 
 class Metric(enum.Enum):

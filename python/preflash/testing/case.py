@@ -1,0 +1,238 @@
+"""Attention problems, shared by the tests and the benchmark.
+
+A `Case` says everything about a problem but the numbers: lengths, heads, dimensions, storage,
+mask, logits pipeline, position encoding, sinks and KV split.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+
+import torch
+
+DTYPE_NAMES = {
+    torch.float16: "f16",
+    torch.bfloat16: "bf16",
+    torch.float32: "f32",
+    torch.float8_e4m3fn: "e4m3",
+    torch.float8_e5m2: "e5m2",
+}
+
+
+class MaskKind(enum.Enum):
+    """Which keys a row keeps, before the window: all, causal, or a random custom mask."""
+
+    NONE = "full"
+    CAUSAL = "causal"
+    CUSTOM = "custom"  # dense, flattened, bool
+    CUSTOM_UINT8 = "custom8"  # dense, flattened, uint8
+    PACKED = "packed"  # bits in little order, every request on its own byte
+
+
+class KvForm(enum.Enum):
+    """How K and V lie in memory. The logical shape is that of the layout in every form."""
+
+    SEPARATE = "sep"  # two contiguous tensors
+    COMBINED = "comb"  # one tensor with K and V interleaved: the 5-D cache
+    HALVES = "halves"  # two halves of one last dimension of head_dim_qk + head_dim_vo
+    PADDED = "padded"  # 16 poisoned columns behind every row, of q as well
+    TRANSPOSED = "transp"  # memory order of the other layout
+    FLAT = "flat"  # page_size 1 without the page dimension: 3-D
+
+
+class Magnitude(enum.Enum):
+    """What the logits look like."""
+
+    NORMAL = "normal"  # independent normal numbers
+    IDENTICAL = "identical"  # all logits of a row are equal
+    VERY_NEGATIVE = "neg"  # around -2.5e5, exact in float32, with differences of a few units
+
+
+class Garbage(enum.Enum):
+    """What lies in memory that belongs to no request."""
+
+    NON_FINITE = "nonfinite"  # NaN, +Inf and -Inf
+    NAN = "nan"
+    HUGE = "huge"  # 1e30 of either sign, or the largest number of the dtype
+    ANY = "any"  # all of these
+
+
+class Position(enum.Enum):
+    """How logits depend on the distance of query and key: pos_encoding_mode of the wrappers."""
+
+    NONE = "NONE"
+    ALIBI = "ALIBI"
+    ROPE = "ROPE_LLAMA"
+
+
+class Sinks(enum.Enum):
+    """Whether run() is given sinks, and how large they are beside the logits."""
+
+    NONE = "none"
+    ORDINARY = "ordinary"  # normal numbers, on which weights of every size fall
+    ABOVE = "above"  # far above every logit: hardly anything is left of the output
+    BELOW = "below"  # far below every logit, so that only rows without keys see them
+    OFF = "off"  # -inf: as if there were none
+    MIXED = "mixed"  # these four, head by head
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One batch attention problem. `page_size` 0 means ragged K and V."""
+
+    name: str
+    qo_lens: tuple[int, ...]
+    kv_lens: tuple[int, ...]
+    num_qo_heads: int = 4
+    num_kv_heads: int = 1
+    head_dim: int = 128
+    head_dim_vo: int | None = None
+    dtype: torch.dtype = torch.bfloat16
+    page_size: int = 0
+    layout: str = "NHD"
+    form: KvForm = KvForm.SEPARATE
+    mask: MaskKind = MaskKind.NONE
+    window_left: int = -1
+    soft_cap: float | None = None
+    sm_scale: float | None = None
+    fixed_split_size: int | None = None
+    disable_split_kv: bool = False
+    magnitude: Magnitude = Magnitude.NORMAL
+    position: Position = Position.NONE
+    rope_scale: float | None = None
+    rope_theta: float | None = None
+    sinks: Sinks = Sinks.NONE
+    garbage: Garbage = Garbage.NON_FINITE
+    kv_dtype: torch.dtype | None = None  # of k and v; None: q's
+    o_dtype: torch.dtype | None = None  # None: q's, bfloat16 for q of 8 bits
+    head_scales: bool = False  # whether run() is given a factor of each head of the fp8 tensors
+
+    def __post_init__(self) -> None:
+        if len(self.qo_lens) != len(self.kv_lens):
+            raise ValueError(
+                f"{self.name}: {len(self.qo_lens)} qo_lens, {len(self.kv_lens)} kv_lens"
+            )
+        if self.num_qo_heads % self.num_kv_heads:
+            raise ValueError(f"{self.name}: {self.num_qo_heads} heads over {self.num_kv_heads}")
+        if self.form is KvForm.FLAT and self.page_size != 1:
+            raise ValueError(f"{self.name}: the flat form is for page_size 1")
+        if self.form is KvForm.COMBINED and self.dim_vo != self.head_dim:
+            raise ValueError(f"{self.name}: one tensor holds K and V of one head_dim")
+
+    @property
+    def dim_vo(self) -> int:
+        return self.head_dim if self.head_dim_vo is None else self.head_dim_vo
+
+    @property
+    def dtype_kv(self) -> torch.dtype:
+        return self.dtype if self.kv_dtype is None else self.kv_dtype
+
+    @property
+    def dtype_o(self) -> torch.dtype:
+        usual = torch.bfloat16 if self.dtype.itemsize == 1 else self.dtype
+        return usual if self.o_dtype is None else self.o_dtype
+
+    @property
+    def batch_size(self) -> int:
+        return len(self.qo_lens)
+
+    @property
+    def group_size(self) -> int:
+        return self.num_qo_heads // self.num_kv_heads
+
+    @property
+    def paged(self) -> bool:
+        return self.page_size > 0
+
+    @property
+    def scale(self) -> float:
+        return self.head_dim**-0.5 if self.sm_scale is None else self.sm_scale
+
+    @property
+    def has_custom_mask(self) -> bool:
+        return self.mask in (MaskKind.CUSTOM, MaskKind.CUSTOM_UINT8, MaskKind.PACKED)
+
+    @property
+    def has_staged_form(self) -> bool:
+        """Whether copies of k, v and q may serve it: RoPE or fp8, in the dtype of the output."""
+        products = self.dtype_o if self.dtype.itemsize == 1 else self.dtype
+        changes = self.position is Position.ROPE or self.dtype_kv.itemsize == 1
+        return changes and products.itemsize == 2 and self.dtype_o == products
+
+    @property
+    def may_need_copies(self) -> bool:
+        """Whether a GPU backend may have no kernel that transforms what arrives."""
+        wide = max(self.head_dim, self.dim_vo) > 256
+        return self.has_staged_form and (wide or self.mask in (MaskKind.CUSTOM, MaskKind.PACKED))
+
+    @property
+    def contradiction(self) -> str:
+        """The rule of numbers that the dtypes and the position break together, if they do.
+
+        Wrappers refuse some of this. The rest they compute, but no bound would tell right numbers
+        from wrong ones.
+        """
+        fp8 = self.dtype_kv.itemsize == 1
+        exact = self.magnitude is Magnitude.VERY_NEGATIVE
+        if fp8 and (self.head_dim % 16 or self.dim_vo % 16):
+            return "rows of 8 bits start on multiples of 16 bytes"
+        if exact and (fp8 or self.position is Position.ROPE):
+            return "logits that must be exact are not rotated, nor of 8 bits"
+        if self.head_scales and not fp8:
+            return "factors of heads are for fp8"
+        if self.dtype.itemsize > 1 and self.o_dtype not in (None, self.dtype):
+            return "the output has q's dtype, but for fp8"
+        has_rope_options = self.rope_scale is not None or self.rope_theta is not None
+        if has_rope_options and self.position is not Position.ROPE:
+            return "rope_scale and rope_theta are for RoPE"
+        return ""
+
+    @property
+    def id(self) -> str:
+        """Readable and unique within a list: the name, then what decides the kernel."""
+        dims = f"d{self.head_dim}" + (f"x{self.dim_vo}" if self.dim_vo != self.head_dim else "")
+        storage = f"p{self.page_size}" if self.paged else "ragged"
+        dtype = DTYPE_NAMES[self.dtype]
+        if self.kv_dtype is not None:
+            dtype += f"_kv{DTYPE_NAMES[self.kv_dtype]}"
+        if self.o_dtype is not None:
+            dtype += f"_o{DTYPE_NAMES[self.o_dtype]}"
+        parts = [self.name, dtype, dims, f"h{self.num_qo_heads}k{self.num_kv_heads}", storage]
+        parts += [self.layout.lower(), self.form.value, self.mask.value]
+        if self.window_left >= 0:
+            parts.append(f"w{self.window_left}")
+        if self.soft_cap:
+            parts.append(f"cap{self.soft_cap:g}")
+        if self.position is not Position.NONE:
+            parts.append(self.position.name.lower())
+        if self.rope_scale is not None or self.rope_theta is not None:
+            parts.append(f"s{self.rope_scale or 1:g}t{self.rope_theta or 1e4:g}")
+        if self.sinks is not Sinks.NONE:
+            parts.append(f"sinks_{self.sinks.value}")
+        if self.head_scales:
+            parts.append("scales")
+        if self.fixed_split_size is not None:
+            parts.append(f"split{self.fixed_split_size}")
+        if self.disable_split_kv:
+            parts.append("nosplit")
+        return "-".join(parts)
+
+    def with_dtype(self, dtype: torch.dtype) -> Case:
+        return dataclasses.replace(self, dtype=dtype)
+
+
+def flops(case: Case) -> float:
+    """Multiply-adds counted twice, causal and window regions by the keys that are kept."""
+    total = 0
+    for qo_len, kv_len in zip(case.qo_lens, case.kv_lens, strict=True):
+        kept = qo_len * kv_len
+        if case.mask is MaskKind.CAUSAL or case.window_left >= 0:
+            delta = kv_len - qo_len
+            kept = 0
+            for row in range(qo_len):
+                last = row + delta if case.mask is MaskKind.CAUSAL else kv_len - 1
+                first = row + delta - case.window_left if case.window_left >= 0 else 0
+                kept += max(0, min(last, kv_len - 1) - max(first, 0) + 1)
+        total += 2 * kept * case.num_qo_heads * (case.head_dim + case.dim_vo)
+    return float(total)

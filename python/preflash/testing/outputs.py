@@ -1,0 +1,95 @@
+"""The outputs of a call: those that it is given, with memory around them, and what it returned."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from . import guarded
+from .guarded import Guarded, Padding, bits
+from .inputs import Inputs
+from .problems import Brought
+
+
+@dataclass
+class Result:
+    out: torch.Tensor
+    lse: torch.Tensor | None  # [tokens, heads] whatever the layout of the call
+    failures: list[str]
+
+    def rows(self, begin: int, end: int) -> Result:
+        return Result(self.out[begin:end], None if self.lse is None else self.lse[begin:end], [])
+
+    def copy(self) -> Result:
+        return Result(self.out.clone(), None if self.lse is None else self.lse.clone(), [])
+
+    def same_bits(self, other: Result) -> bool:
+        pairs = [(self.out, other.out)]
+        if self.lse is not None and other.lse is not None:
+            pairs.append((self.lse, other.lse))
+        return all(torch.equal(bits(a.contiguous()), bits(b.contiguous())) for a, b in pairs)
+
+
+class GivenOutputs:
+    """Fresh out and lse for one call; None where it makes its own."""
+
+    def __init__(
+        self,
+        inputs: Inputs,
+        *,
+        out: Brought,
+        lse: Brought,
+        lse_layout: str,
+        padding: Padding,
+    ) -> None:
+        self._inputs, self._padding, self._lse_layout = inputs, padding, lse_layout
+        case = inputs.case
+        shape = (inputs.q.shape[0], case.num_qo_heads)
+        self._out = self._brought(out, (*shape, case.dim_vo), case.dtype_o)
+        shape = shape if lse_layout == "NH" else shape[::-1]
+        self._lse = self._brought(lse, shape, torch.float32)
+
+    @property
+    def out(self) -> torch.Tensor | None:
+        return None if self._out is None else self._out.given
+
+    @property
+    def lse(self) -> torch.Tensor | None:
+        return None if self._lse is None else self._lse.given
+
+    def settle(self, returned, *, with_lse: bool) -> Result:
+        """What the call made of them. with_lse: whether it returned a pair."""
+        failures = []
+        got_out, got_lse = returned if with_lse else (returned, None)
+        for name, got, mine in (("out", got_out, self._out), ("lse", got_lse, self._lse)):
+            if mine is None:
+                continue
+            if got is not None and got.data_ptr() != mine.given.data_ptr():
+                failures.append(f"{name} is not the tensor that was given")
+            if spilled := mine.spilled():
+                failures.append(f"{name}: {spilled} elements around it were written")
+        if got_out.dtype != self._inputs.case.dtype_o:
+            failures.append(f"out is {got_out.dtype}")
+        if got_lse is None:
+            got_lse = self.lse
+        if got_lse is not None and self._lse_layout == "HN":
+            got_lse = got_lse.t()
+        begin = self._padding.before
+        own = Result(got_out, got_lse, []).rows(begin, begin + self._inputs.q.shape[0])
+        return replace(own, failures=failures)
+
+    def _brought(
+        self, brought: Brought, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> Guarded | None:
+        if brought is Brought.ABSENT:
+            return None
+        return guarded.output(
+            shape,
+            dtype,
+            self._inputs.q.device,
+            self._inputs.case.garbage,
+            strided=brought is Brought.STRIDED,
+            padding=self._padding,
+            tokens_last=len(shape) == 2 and self._lse_layout == "HN",
+        )

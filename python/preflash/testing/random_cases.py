@@ -1,0 +1,176 @@
+"""Cases drawn from a seed, anywhere in the space of options that every wrapper takes."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import torch
+
+from .case import Case, Garbage, KvForm, Magnitude, MaskKind, Position, Sinks
+
+_MASKS = (
+    [MaskKind.NONE] * 2
+    + [MaskKind.CAUSAL] * 3
+    + [MaskKind.CUSTOM, MaskKind.CUSTOM_UINT8, MaskKind.PACKED]
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """How large random cases get, and what of a backend's options they may have."""
+
+    longest: int = 300  # tokens of a request
+    work: float = 2e9  # multiply-adds of q k^T and p v before any mask, a token counting as 32
+    dtypes: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16)
+    fp8: bool = True  # 8-bit keys and values, and queries and outputs
+    rope: bool = True
+
+
+def _length(rng: random.Random, longest: int) -> int:
+    """Mostly around tile edges or short; sometimes zero."""
+    kind = rng.random()
+    if kind < 0.08:
+        return 0
+    if kind < 0.3:
+        return rng.randint(1, min(8, longest))
+    if kind < 0.6:
+        edge = rng.choice([16, 32, 64, 128, 192, 256]) + rng.randint(-1, 1)
+        return min(edge, longest)
+    return rng.randint(1, longest)
+
+
+def _lengths(
+    rng: random.Random, longest: int, most_pairs: float, group_size: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Query and key lengths of a batch with about `most_pairs` pairs of a query and a key. Tokens
+    count too: tests make, poison and compare them, which takes the time of some 32 pairs; a key
+    has one row where a query has `group_size`."""
+    batch = rng.choice([1, 1, 2, 3, 5, 8])
+    kv_lens = [_length(rng, longest) for _ in range(batch)]
+    style = rng.choice(["self", "append", "decode", "decode", "free"])
+    if style == "self":
+        qo_lens = list(kv_lens)
+    elif style == "decode":
+        qo_lens = [rng.choice([0, 1, 1, 1, 2, 4]) for _ in range(batch)]
+    elif style == "append":
+        qo_lens = [rng.randint(0, kv_len) for kv_len in kv_lens]
+    else:
+        qo_lens = [_length(rng, longest // 2) for _ in range(batch)]
+    while True:
+        costs = [
+            qo_len * kv_len + 32 * (qo_len + kv_len / group_size)
+            for qo_len, kv_len in zip(qo_lens, kv_lens, strict=True)
+        ]
+        largest = costs.index(max(costs))
+        if sum(costs) <= most_pairs or max(qo_lens[largest], kv_lens[largest]) <= 1:
+            return tuple(qo_lens), tuple(kv_lens)
+        longer = qo_lens if qo_lens[largest] >= kv_lens[largest] / group_size else kv_lens
+        longer[largest] //= 2
+
+
+def _random_storage(rng: random.Random, dims: tuple[int, int]) -> dict[str, object]:
+    sizes = [0, 0, 0, 0, 1, 1, 2, 3, 7, 8, 16, 16, 32, 64, 100, rng.randint(1, 64)]
+    page_size = rng.choice(sizes)
+    forms = [form for form in KvForm if form is not KvForm.FLAT]
+    if dims[0] != dims[1]:
+        forms.remove(KvForm.COMBINED)
+    form = KvForm.FLAT if page_size == 1 and rng.random() < 0.3 else rng.choice(forms)
+    return {
+        "page_size": page_size,
+        "form": form,
+        "layout": rng.choice(["NHD", "HND"]),
+        "garbage": rng.choice(list(Garbage)),
+    }
+
+
+def _random_logits(rng: random.Random) -> dict[str, object]:
+    """Masks and everything else between q k^T and the softmax."""
+    return {
+        "mask": rng.choice(_MASKS),
+        "window_left": rng.choice([-1] * 6 + [0, 1, 17, 64, 200, 2**30]),
+        "soft_cap": rng.choice([None] * 6 + [0.0, 0.5, 2.0, 30.0, 1000.0]),
+        "sm_scale": rng.choice([None] * 5 + [0.05, 0.3, 1.0, -0.2, -1.0, 0.0, 1e-4]),
+        "position": rng.choice([Position.NONE] * 4 + [Position.ALIBI]),
+        "sinks": rng.choice([Sinks.NONE] * 12 + [s for s in Sinks if s is not Sinks.NONE]),
+        "magnitude": rng.choice([Magnitude.NORMAL] * 12 + list(Magnitude)),
+    }
+
+
+def _random_fp8(rng: random.Random) -> dict[str, object]:
+    """Tensors of 8 bits: keys and values alone, or queries too."""
+    head_scales = rng.random() < 0.5
+    cache = rng.choice([torch.float8_e4m3fn, torch.float8_e5m2])
+    output = rng.choice([None, torch.float16, torch.bfloat16, torch.float8_e4m3fn])
+    if rng.random() < 0.5:
+        return {"kv_dtype": cache, "head_scales": head_scales}
+    return {"dtype": torch.float8_e4m3fn, "o_dtype": output, "head_scales": head_scales}
+
+
+def _random_rope(rng: random.Random) -> dict[str, object]:
+    return {
+        "position": Position.ROPE,
+        "rope_scale": rng.choice([None, None, 0.25, 1.0, 8.0]),
+        "rope_theta": rng.choice([None, None, 1.0, 50.0, 5e5]),
+    }
+
+
+def random_case(rng: random.Random, name: str, limits: Limits) -> Case:
+    """A case from anywhere in the space of options that every wrapper takes.
+
+    The limits change no draw, so that backends with other dtypes and options see the same lengths.
+    """
+    dim = rng.choice([64, 128, 128, 256, 512, 8 * rng.randint(1, 64)])
+    dims = (192, 128) if rng.random() < 0.1 else (dim, dim)
+    num_kv_heads = rng.choice([1, 1, 2, 3])
+    groups = [1, 1, 1, 2, 2, 3, 3, 4, 4, 5, 7, 7, 8, 8, 16, 16, 128]
+    group_size = rng.choice(groups)
+    num_qo_heads = num_kv_heads * group_size
+    most_pairs = limits.work / (num_qo_heads * sum(dims))
+    qo_lens, kv_lens = _lengths(rng, limits.longest, most_pairs, group_size)
+    storage = _random_storage(rng, dims)
+    logits = _random_logits(rng)
+    split = rng.random()
+    case = Case(
+        name,
+        qo_lens,
+        kv_lens,
+        num_qo_heads,
+        num_kv_heads,
+        dims[0],
+        None if dims[0] == dims[1] else dims[1],
+        fixed_split_size=rng.choice([1, 64, 64, 100, 128, 256]) if split < 0.5 else None,
+        disable_split_kv=split > 0.85,
+        **storage,
+        **logits,
+        # NOTE: not choice(), which takes a number of draws that depends on how many there are.
+        dtype=limits.dtypes[int(rng.random() * len(limits.dtypes))],
+    )
+    for served, share, options in (
+        (limits.fp8, 0.25, _random_fp8(rng)),
+        (limits.rope, 0.2, _random_rope(rng)),
+    ):
+        if rng.random() < share and served:
+            changed = dataclasses.replace(case, **options)
+            case = changed if not changed.contradiction else case
+    return case
+
+
+def random_cases(count: int, *, seed: int, longest: int = 300, work: float = 2e9) -> list[Case]:
+    """`count` cases drawn from `seed`, within `Limits` of `longest` and `work`."""
+    rng = random.Random(seed)
+    limits = Limits(longest, work, fp8=False, rope=False)
+    return [random_case(rng, f"fuzz{index}", limits) for index in range(count)]
+
+
+def random_staged_cases(count: int, *, seed: int) -> list[Case]:
+    """`count` cases that have a staged form: RoPE or fp8, and an output of 16 bits in the dtype of
+    the products."""
+    rng = random.Random(seed)
+    limits = Limits(300, 2e9, dtypes=(torch.float16, torch.bfloat16))
+    found: list[Case] = []
+    while len(found) < count:
+        case = random_case(rng, f"fuzz{len(found)}", limits)
+        if case.has_staged_form and not case.head_scales:
+            found.append(case)
+    return found
