@@ -9,6 +9,7 @@ run     addresses -> result              _planned
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -95,6 +96,23 @@ def plan(workspace: Workspace, backend_name: str, request: Request) -> Draft:
         f"int_workspace_buffer has {room} bytes; this plan needs {counted.int_bytes} "
         "(workspace_size tells the sizes beforehand)"
     )
+
+
+def workspace_size(device: torch.device, backend_name: str, request: Request) -> tuple[int, int]:
+    """(float_bytes, int_bytes) that plan() takes of workspaces as large as it likes."""
+    room = Workspace(device, None, float_bytes=1 << 40)
+    if request.graph_rows and request.options.fixed_split_size:
+        # All that there is would be for the longer keys of later plans: what these need.
+        alone = plan(room, backend_name, request._replace(graph_rows=0)).plan
+        room.float_bytes = alone.float_bytes
+    counted = plan(room, backend_name, request).plan
+    int_bytes = counted.int_bytes
+    if counted.staged:
+        # With less of a float workspace the plan may be another one.
+        direct = request._replace(options=_staging.without(request.options))
+        with contextlib.suppress(NotImplementedError):
+            int_bytes = max(int_bytes, plan(room, backend_name, direct).plan.int_bytes)
+    return counted.float_bytes, int_bytes
 
 
 def place(

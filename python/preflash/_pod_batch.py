@@ -17,21 +17,21 @@ from ._arguments import (
     Result,
     Scale,
 )
+from ._decode import data_types
 from ._lengths import Lengths
 from ._outputs import run_outputs
 from ._pod import SIDES, Joint, Joints
 from ._pod_wrapper import PodWrapper
 from ._scales import folded_scales
 from ._segments import SegmentRun, of_side
-from .decode import data_types
 from .prefill import BatchPrefillWithPagedKVCacheWrapper
 
 
 class _BothPlanned(NamedTuple):
     """What plan() of a wrapper of batches leaves behind."""
 
-    prefill: Any  # _wrapper._Asked, without causal and mask: those are of run()
-    decode: Any  # _wrapper._Planned
+    prefill: Any  # _wrapper_state.Asked, without causal and mask: those are of run()
+    decode: Any  # _wrapper_state.Planned
 
 
 class BatchPODWithPagedKVCacheWrapper(PodWrapper):

@@ -24,8 +24,6 @@ from ._tensors import check_per_head
 from ._workspace import Workspace, check_buffer
 from ._wrapper_state import Asked, Drafted, ForwardOptions, Planned, State
 
-_VARIANTS_KEPT = 8
-
 
 class BatchPrefillWrapper(EngineAttributes):
     """Base of the public wrappers. Subclasses turn arguments into a batch and a (k, v) pair."""
@@ -74,13 +72,7 @@ class BatchPrefillWrapper(EngineAttributes):
         other = object.__new__(type(self))
         other.__dict__.update(self.__dict__)
         other._recorded_name = _traced.name_wrapper(other)
-        own = Workspace(workspace.device_stream.device, workspace.float_buffer.tensor)
-        planned = self._state.planned
-        if planned is not None:
-            for variant in planned.variants():
-                variant.shared = True
-            planned = planned._replace(others=dict(planned.others))
-        other._state = State(own, planned, last_forward=self._state.last_forward)
+        other._state = self._state.of_copy()
         return other
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -255,8 +247,7 @@ class BatchPrefillWrapper(EngineAttributes):
             else:
                 found = _pipeline.place(workspace, draft, request)
                 _pipeline.upload(workspace, (found,), request)
-            _forget_surplus(planned.others)
-            planned.others[options] = found
+            planned.keep(options, found)
         return found
 
     def _workspace_size(self, a: BatchArguments) -> tuple[int, int]:
@@ -266,20 +257,7 @@ class BatchPrefillWrapper(EngineAttributes):
                 "workspace_size() with backend='cudnn': cuDNN tells its needs when it has seen the "
                 "tensors of run(); 128 MB of float_workspace_buffer is plenty"
             )
-        request = self._asked(a).request
-        room = Workspace(self.device, None, float_bytes=1 << 40)
-        if request.graph_rows and request.options.fixed_split_size:
-            # All that there is would be for the longer keys of later plans: what these need.
-            alone = _pipeline.plan(room, name, request._replace(graph_rows=0)).plan
-            room.float_bytes = alone.float_bytes
-        plan = _pipeline.plan(room, name, request).plan
-        int_bytes = plan.int_bytes
-        if plan.staged:
-            # With less of a float workspace the plan may be another one.
-            direct = request._replace(options=_staging.without(request.options))
-            with contextlib.suppress(NotImplementedError):
-                int_bytes = max(int_bytes, _pipeline.plan(room, name, direct).plan.int_bytes)
-        return plan.float_bytes, int_bytes
+        return _pipeline.workspace_size(self.device, name, self._asked(a).request)
 
     # Running.
 
@@ -364,8 +342,7 @@ class BatchPrefillWrapper(EngineAttributes):
 
         Raises:
             ValueError: another device, not contiguous, not 16-byte aligned, or too small for what
-            is
-                planned; the wrapper then keeps its buffers.
+            is planned; the wrapper then keeps its buffers.
             TypeError: not tensors.
         """
         self._reset(self._drafted_reset(float_workspace_buffer, int_workspace_buffer))
@@ -415,22 +392,12 @@ class BatchPrefillWrapper(EngineAttributes):
 
     def __repr__(self) -> str:
         name = type(self).__name__
+        where = f"kv_layout={self._kv_layout!r}, device='{self.device}'"
         planned = self._state.planned
         if planned is None:
-            return (
-                f"{name}(backend={self._requested_backend!r}, kv_layout={self._kv_layout!r}, "
-                f"device='{self.device}', not planned)"
-            )
+            return f"{name}(backend={self._requested_backend!r}, {where}, not planned)"
         return (
             f"{name}(backend={self._backend!r}{self._requested_backend.override}, "
-            f"variant={self.variant!r}, "
-            f"kv_layout={self._kv_layout!r}, device='{self.device}', "
+            f"variant={self.variant!r}, {where}, "
             f"batch_size={planned.asked.request.lengths.batch.num_requests})"
         )
-
-
-def _forget_surplus(others: dict[_core.AttentionOptions, PlannedVariant]) -> None:
-    """Makes room for one more variant; those that a CUDA graph replays stay."""
-    if len(others) >= _VARIANTS_KEPT:
-        for options in [o for o, variant in others.items() if not variant.shared]:
-            del others[options]

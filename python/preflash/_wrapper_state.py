@@ -13,6 +13,8 @@ from ._planned import Place, PlannedVariant
 from ._scales import Scales
 from ._workspace import Workspace
 
+_VARIANTS_KEPT = 8
+
 
 class Asked(NamedTuple):
     """One call of plan(), checked."""
@@ -40,6 +42,13 @@ class Planned(NamedTuple):
     def variants(self) -> set[PlannedVariant]:
         """Each once: `usual` is `primary`, or one of the others unless it was pushed out."""
         return {self.primary, self.usual or self.primary, *self.others.values()}
+
+    def keep(self, options: _core.AttentionOptions, variant: PlannedVariant) -> None:
+        """One more of the others. Makes room for it; those that a CUDA graph replays stay."""
+        if len(self.others) >= _VARIANTS_KEPT:
+            for surplus in [o for o, other in self.others.items() if not other.shared]:
+                del self.others[surplus]
+        self.others[options] = variant
 
 
 class ForwardOptions(NamedTuple):
@@ -74,6 +83,17 @@ class State(NamedTuple):
     captured: Mapping[_core.AttentionOptions, Place] = MappingProxyType({})
     # What the last forward() asked for, until a run() shows that the caller does not forward().
     last_forward: ForwardOptions | None = None
+
+    def of_copy(self) -> State:
+        """What a copied wrapper begins with: the same plan, and work lists of its own from then
+        on."""
+        workspace, planned = self.workspace, self.planned
+        own = Workspace(workspace.device_stream.device, workspace.float_buffer.tensor)
+        if planned is not None:
+            for variant in planned.variants():
+                variant.shared = True
+            planned = planned._replace(others=dict(planned.others))
+        return State(own, planned, last_forward=self.last_forward)
 
     def shared_so_far(self) -> tuple[PlannedVariant, ...]:
         planned = self.planned

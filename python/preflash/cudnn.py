@@ -9,7 +9,8 @@ import torch
 from . import _cudnn_kernels, _cudnn_run
 from . import _validate as check
 from ._arguments import GivenScales
-from ._cudnn_call import CudnnArguments, checked
+from ._cudnn_call import CudnnArguments
+from ._cudnn_checks import checked
 
 __all__ = ["cudnn_batch_prefill_with_kv_cache"]
 

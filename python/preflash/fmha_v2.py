@@ -11,7 +11,8 @@ import torch
 
 from . import _fmha_arguments, _fmha_lengths, _fmha_run
 from . import _validate as check
-from ._fmha_arguments import FmhaArguments, Qkv
+from ._fmha_arguments import FmhaArguments
+from ._fmha_operands import Qkv
 
 __all__ = ["trtllm_fmha_v2_prefill"]
 

@@ -11,8 +11,6 @@ the same results; `variant` and repr() tell.
 
 from __future__ import annotations
 
-import math
-import operator
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +26,7 @@ from ._arguments import (
     Scale,
 )
 from ._arguments import SingleArguments as PrefillArguments
+from ._decode import BatchDecodeWithPagedKVCacheWrapper
 from ._graph import check_captured
 from ._lengths import single_lengths
 from ._masks import check_rows
@@ -36,10 +35,10 @@ from ._outputs import Outputs, run_outputs
 from ._pipeline import Request
 from ._pod import SIDES, Joints
 from ._pod_batch import BatchPODWithPagedKVCacheWrapper
+from ._pod_options import RepeatedOptions
 from ._pod_wrapper import PodWrapper
 from ._scales import Scales, folded_scales, softmax_scale
 from ._segments import SegmentRun, of_side
-from .decode import BatchDecodeWithPagedKVCacheWrapper
 
 __all__ = ["BatchPODWithPagedKVCacheWrapper", "PODWithPagedKVCacheWrapper"]
 
@@ -53,21 +52,6 @@ class _SingleRun(NamedTuple):
     packed_custom_mask: torch.Tensor | None
     sm_scale: Scale
     outputs: Outputs
-
-
-class _DecodeOptions(NamedTuple):
-    """The options of run() that repeat what plan() said of the decode side. A default says nothing:
-    it cannot be told from an argument that was left out."""
-
-    kv_layout: str = "NHD"
-    pos_encoding_mode: str = "NONE"
-    sm_scale: Scale = None
-    window_left: int = -1
-    rope_scale: float | None = None
-    rope_theta: float | None = None
-
-
-_NO_OPTIONS = _DecodeOptions()
 
 
 class PODWithPagedKVCacheWrapper(PodWrapper):
@@ -293,7 +277,7 @@ class PODWithPagedKVCacheWrapper(PodWrapper):
             )
         check.flag("return_lse_p", return_lse_p)
         check.flag("return_lse_d", return_lse_d)
-        options = _DecodeOptions(
+        repeated = RepeatedOptions(
             kv_layout_d, pos_encoding_mode_d, sm_scale_d, window_left_d, rope_scale_d, rope_theta_d
         )
         masked = custom_mask_p is not None or packed_custom_mask_p is not None
@@ -311,7 +295,7 @@ class PODWithPagedKVCacheWrapper(PodWrapper):
         )
         scales = GivenScales(q_scale, k_scale, v_scale)
         outputs = run_outputs(out_d, lse_d, return_lse_d, lse_base, lse_layout)
-        return self._run(prefill, q_d, paged_kv_cache_d, options, scales, outputs)
+        return self._run(prefill, q_d, paged_kv_cache_d, repeated, scales, outputs)
 
     forward = run
 
@@ -321,15 +305,14 @@ class PODWithPagedKVCacheWrapper(PodWrapper):
         given: _SingleRun,
         q_d: torch.Tensor,
         kv_d: KvCache,
-        options: _DecodeOptions,
+        repeated: RepeatedOptions,
         scales: GivenScales,
         outputs: Outputs,
     ) -> tuple[Result, Result]:
         planned = self._decode._planned()
         decode_options = planned.asked.request.options
-        # By identity: a tensor is equal to nothing as a whole.
-        if any(map(operator.is_not, options, _NO_OPTIONS)):
-            self._check_repeated(options, decode_options, planned.scales.logits)
+        if repeated.anything:
+            repeated.check_against(planned, self._decode._kv_layout)
         key, joint = None, None
         try:
             key = _key(given)
@@ -360,32 +343,6 @@ class PODWithPagedKVCacheWrapper(PodWrapper):
         ]
         return self._joints.run(key, joint, runs)
 
-    def _check_repeated(
-        self, given: _DecodeOptions, planned: _core.AttentionOptions, sm_scale: float
-    ) -> None:
-        told = _DecodeOptions(
-            self._decode._kv_layout,
-            _MODE_OF[planned.position],
-            sm_scale,
-            planned.window_left,
-            planned.rope_scale,
-            planned.rope_theta,
-        )
-        for name, value, default, now in zip(
-            _DecodeOptions._fields, given, _NO_OPTIONS, told, strict=True
-        ):
-            if value is default:
-                continue
-            value = _repeated(f"{name}_d", value)
-            same = value == now
-            if not same and name == "sm_scale":
-                same = math.isclose(value, now, rel_tol=1e-6)
-            if not same and value != default:
-                raise ValueError(
-                    f"{name}_d={value!r}: the decode side was planned with {now!r}; leave it out, "
-                    f"or call plan() with {name}={value!r}"
-                )
-
     def _prefill_request(self, given: _SingleRun, decode: _core.AttentionOptions) -> Request:
         q, k, v = given.tensors
         for name, value in (("q_p", q), ("k_p", k), ("v_p", v)):
@@ -415,21 +372,6 @@ class PODWithPagedKVCacheWrapper(PodWrapper):
         return self.run(*args, **{"return_lse_p": True, "return_lse_d": True, **kwargs})
 
     forward_return_lse = run_return_lse
-
-
-def _repeated(name: str, value: Any) -> Any:
-    """An option of the decode side, read as plan() reads it."""
-    if name == "sm_scale_d":
-        return check.scale(name, value)
-    if name == "window_left_d":
-        return check.window_left(value, name)
-    if name in ("rope_scale_d", "rope_theta_d"):
-        return check.real(name, value)
-    allowed = check.KV_LAYOUTS if name == "kv_layout_d" else check.ENCODING_MODES
-    return check.one_of(name, value, allowed)
-
-
-_MODE_OF = {position: mode for mode, position in check.POSITIONS.items()}
 
 
 def _prefill_scales(sm_scale: Scale, options: _core.AttentionOptions) -> Scales:
