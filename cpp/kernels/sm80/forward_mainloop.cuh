@@ -5,7 +5,7 @@
 // tile needed now has landed. With t' = t + kStages:
 //   step t:  wait K(t) | fetch V(t' - 1), find offsets(t')  | S = Q K(t)            | store
 //   offsets(t')
-//            wait V(t) | fetch K(t')                        | softmax, O += P V(t)
+//            row maxima, wait V(t) | fetch K(t')            | softmax, O += P V(t)
 // The barrier behind each wait also tells that nobody reads the buffer which the next fetch
 // overwrites, and that the offsets it uses have been stored. Operands that are transformed are so
 // between wait and barrier.
@@ -98,10 +98,6 @@ struct ForwardMainloop {
       clear(tSrS);
       if (has_rows) multiply_qk(tSrS, q, stage);
       if (fetch_next) loader.store_offsets(tile + kStages);
-      wait_half_tile([&] { transform.values(stage); });  // K(tile) has been read
-      if (fetch_next) loader.fetch_k(tile + kStages, stage, fill_of(tiles, tile + kStages));
-      cp_async_fence();
-      if (!has_rows) return;
       auto rows_of_s = make_tensor(tSrS.data(), as_rows_and_columns(tSrS.layout()));
       ScoreCoordinates<Traits> at({params, request, item, thread}, tile);
       if (changes_scores<Traits>(params)) {
@@ -114,8 +110,16 @@ struct ForwardMainloop {
         }
       }
       if (tiles.needs_mask(tile)) mask_tile(rows_of_s, at, smem);
-      bool weighs = softmax.update(rows_of_s, rows_of_o, Softmax::params_of(params), peers);
-      if (weighs) multiply_pv(tOrO, tSrS, stage);
+      float offset[Traits::kRowsPerThread];
+      bool weighs = has_rows &&
+                    softmax.refer(rows_of_s, rows_of_o, Softmax::params_of(params), peers, offset);
+      // Behind the maxima: by then few warps wait for one that is late with its products.
+      wait_half_tile([&] { transform.values(stage); });  // K(tile) has been read
+      if (fetch_next) loader.fetch_k(tile + kStages, stage, fill_of(tiles, tile + kStages));
+      cp_async_fence();
+      if (!weighs) return;
+      softmax.weigh(rows_of_s, params.logits.scale_log2, offset);
+      multiply_pv(tOrO, tSrS, stage);
     };
 
     int stage = 0;

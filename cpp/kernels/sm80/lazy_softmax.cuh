@@ -27,7 +27,6 @@ struct LazySoftmax : OnlineSoftmax<kRowsPerThread> {
   using Base::reference;
   using Base::sum;
 
-  bool huge = false;  // whether any row of the warp is
   // Of the item.
   std::conditional_t<kSparsity == Sparsity::kSkipping, RunningMaxima<kRowsPerThread>,
                      NoRunningMaxima>
@@ -38,20 +37,19 @@ struct LazySoftmax : OnlineSoftmax<kRowsPerThread> {
     return {segment.logits.scale_log2, exact ? 0.0f : kLazyBits};
   }
 
-  // scores, (row, column) view of this thread's fragment: x on entry, P = 2^((x - reference) *
-  // scale) on return. out, (row, column) view of the accumulator, is rescaled where the reference
-  // moved. peers: the warps that share the rows. False: the tile has no weight in the warp's rows,
-  // and its scores are not touched.
+  // Moves the references to where the tile's scores want them, and tells their offsets to weigh().
+  // scores, (row, column) view of this thread's fragment. out, (row, column) view of the
+  // accumulator, is rescaled where the reference moved. peers: the warps that share the rows.
+  // False: the tile has no weight in the warp's rows, and its scores are not touched.
   template <class Scores, class Out, class Peers>
-  __device__ __forceinline__ bool update(Scores& scores, Out& out, const LazyParams& params,
-                                         const Peers& peers) {
+  __device__ __forceinline__ bool refer(Scores& scores, Out& out, const LazyParams& params,
+                                        const Peers& peers, float (&offset)[kRowsPerThread]) {
     using namespace cute;
     const float scale_log2 = params.scale_log2;
     static_assert(size<0>(Scores{}) == kRowsPerThread);
     float tile_max[kRowsPerThread];
-    float offset[kRowsPerThread];
     float next[kRowsPerThread];
-    bool moved = false;
+    bool special = false;
     CUTE_UNROLL
     for (int r = 0; r < kRowsPerThread; ++r) {
       tile_max[r] = scores(r, 0);
@@ -69,9 +67,17 @@ struct LazySoftmax : OnlineSoftmax<kRowsPerThread> {
       bool moves = (tile_max[r] - reference[r]) * scale_log2 > params.lazy_bits;
       next[r] = moves ? tile_max[r] : reference[r];
       offset[r] = Base::scaled_reference(next[r], scale_log2);
-      moved |= moves;
+      // Asked again for each tile: the products want the registers.
+      special |= moves | Base::is_huge(Base::scaled_reference(reference[r], scale_log2));
     }
-    if (__any_sync(0xffffffffu, moved || huge)) move(next, offset, scores, out, scale_log2);
+    if (__any_sync(0xffffffffu, special)) move(next, offset, scores, out, scale_log2);
+    return true;
+  }
+  // scores: x on entry, P = 2^((x - reference) * scale) on return.
+  template <class Scores>
+  __device__ __forceinline__ void weigh(Scores& scores, float scale_log2,
+                                        const float (&offset)[kRowsPerThread]) {
+    using namespace cute;
     CUTE_UNROLL
     for (int r = 0; r < kRowsPerThread; ++r) {
       CUTE_UNROLL
@@ -80,13 +86,12 @@ struct LazySoftmax : OnlineSoftmax<kRowsPerThread> {
         sum[r] += scores(r, c);
       }
     }
-    return true;
   }
 
   // NOTE: beside the maximum itself a sum is that of the weights alone.
   __device__ __forceinline__ RowResult finish(int r, float scale_log2, LseForm form) const {
     RowResult result = Base::finish(r, scale_log2);
-    if (huge && form == LseForm::kLogSum) Base::finish_huge(r, scale_log2, result.lse);
+    if (form == LseForm::kLogSum) Base::finish_huge(r, scale_log2, result.lse);
     return result;
   }
 
@@ -96,9 +101,12 @@ struct LazySoftmax : OnlineSoftmax<kRowsPerThread> {
                                        float (&offset)[kRowsPerThread], Scores& scores, Out& out,
                                        float scale_log2) {
     using namespace cute;
-    bool any_huge = huge;
+    bool any_huge = false;
     CUTE_UNROLL
-    for (int r = 0; r < kRowsPerThread; ++r) any_huge |= Base::is_huge(offset[r]);
+    for (int r = 0; r < kRowsPerThread; ++r) {
+      any_huge |= Base::is_huge(offset[r]) |
+                  Base::is_huge(Base::scaled_reference(reference[r], scale_log2));
+    }
     any_huge = __any_sync(0xffffffffu, any_huge);
     CUTE_UNROLL
     for (int r = 0; r < kRowsPerThread; ++r) {
@@ -115,13 +123,8 @@ struct LazySoftmax : OnlineSoftmax<kRowsPerThread> {
       for (int c = 0; c < size<1>(out); ++c) out(r, c) *= factor;
     }
     if (any_huge) {
-      huge = false;
       CUTE_UNROLL
-      for (int r = 0; r < kRowsPerThread; ++r) {
-        huge |= Base::is_huge(offset[r]);
-        Base::center_if_huge(r, scores, offset[r]);
-      }
-      huge = __any_sync(0xffffffffu, huge);
+      for (int r = 0; r < kRowsPerThread; ++r) Base::center_if_huge(r, scores, offset[r]);
     }
   }
 };
