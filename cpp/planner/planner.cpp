@@ -23,6 +23,17 @@ std::int64_t slots_of(const DeviceFacts& facts, const SegmentKernels& kernels) {
   return std::max<std::int64_t>(facts.num_sms * per_sm, 1);
 }
 
+// CTAs beyond which more of them gain nothing where all are equally long. Those of short tiles that
+// take 16 bits as they are share an SM's part of the bandwidth: one on each SM has enough of it.
+std::int64_t full_slots_of(const DeviceFacts& facts, const SegmentKernels& kernels) {
+  const Variant& variant = kernels[0]->variant;
+  const bool reads = kernels[0]->traits.short_tiles == ShortTiles::kOwn &&
+                     variant.tile_class == TileClass::kDecode &&
+                     variant.arrival == Arrival::kDirect;
+  const std::int64_t slots = slots_of(facts, kernels);
+  return reads ? std::min<std::int64_t>(std::max(facts.num_sms, 1), slots) : slots;
+}
+
 // KV tiles per chunk that the caller asks for, or kUnsplit; 0: the planner chooses.
 // NOTE: with `disable` a request stays whole, whatever fixed_split_size says: both promise results
 // that no batch changes, and serving engines ask for both at once.
@@ -48,7 +59,7 @@ Planner::Planner(const Problem& problem, const DeviceFacts& facts, const Segment
   for (int s = 0; s < problem.segments.size(); ++s) {
     read_segment(problem.segments[s], *kernels[s]);
   }
-  split(problem, cta_slots, kernels);
+  split(problem, {.all = cta_slots, .full = full_slots_of(facts, kernels)}, kernels);
   schedule(problem, facts, cta_slots, schedule_kind);
   count();
 }
@@ -98,7 +109,7 @@ void Planner::count_classes(const SegmentProblem& problem, Segment& segment) con
   }
 }
 
-void Planner::split(const Problem& problem, std::int64_t cta_slots, const SegmentKernels& kernels) {
+void Planner::split(const Problem& problem, CtaSlots slots, const SegmentKernels& kernels) {
   std::vector<SegmentPlan> plans;
   std::int64_t items = 0;
   for (int s = 0; s < segments_.size(); ++s) {
@@ -116,7 +127,9 @@ void Planner::split(const Problem& problem, std::int64_t cta_slots, const Segmen
   }
 
   std::vector<QueryTile> tiles[kMaxSegments];
-  SplitProblem decision{.cta_slots = cta_slots, .limits = split_limits(problem, plans, cta_slots)};
+  SplitProblem decision{.cta_slots = slots.all,
+                        .full_slots = slots.full,
+                        .limits = split_limits(problem, plans, slots.all)};
   for (int s = 0; s < segments_.size(); ++s) {
     tiles[s] = query_tiles(plans[s]);
     std::int32_t longest = 0;

@@ -28,7 +28,8 @@ void validate(const Problem& problem);
 
 // The tile class of a segment.
 //   * kDecode when every request's packed rows fit a short tile of the family, or most of the work
-//     is in such requests.
+//     is in such requests; over 16 bits, where short tiles have bits of their own, when every
+//     request's rows fit half of one.
 //   * With a fixed or disabled split a request's bits must not depend on its batch, so kDecode only
 //     where short tiles have the same bits as tall ones, and only when every request is short. A
 //     short request is one query tile in either class, and tile n is the same in both: the same KV
@@ -66,6 +67,10 @@ class Planner {
   void write(void* image) const;
 
  private:
+  struct CtaSlots {
+    std::int64_t all = 1;   // CTAs that the machine holds at once
+    std::int64_t full = 1;  // SplitProblem::full_slots
+  };
   // What writing needs to know of a segment.
   struct Segment {
     std::int32_t first_request = 0;
@@ -82,7 +87,7 @@ class Planner {
 
   void read_segment(const SegmentProblem& problem, const ForwardKernel& kernel);
   void count_classes(const SegmentProblem& problem, Segment& segment) const;
-  void split(const Problem& problem, std::int64_t cta_slots, const SegmentKernels& kernels);
+  void split(const Problem& problem, CtaSlots slots, const SegmentKernels& kernels);
   void cut_into_chunks(const Problem& problem, std::span<const SegmentPlan> plans,
                        const SplitProblem& decision);
   void reserve(const Problem& problem, const SplitLimits& limits);

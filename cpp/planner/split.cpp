@@ -117,6 +117,7 @@ SplitEstimate estimate(const SplitProblem& split, std::int32_t chunk_tiles) {
   }
   result.total_cost = costs.total();
   result.makespan = costs.makespan(split.cta_slots);
+  result.full_makespan = costs.makespan(split.full_slots);
   if (merges) result.makespan += CostModel::kMerge;
   return result;
 }
@@ -145,8 +146,11 @@ std::int32_t choose_chunk_tiles(const SplitProblem& split) {
   if (open.longest < 2 * open.shortest_chunk) return kUnsplit;
 
   const SplitEstimate unsplit = estimate(split, kUnsplit);
-  const std::int64_t ideal = ceil_div(unsplit.total_cost, split.cta_slots);
-  if (unsplit.makespan * 10 <= ideal * kEvenTenths) return kUnsplit;
+  const auto is_even = [&](std::int64_t makespan, std::int64_t slots) {
+    return makespan * 10 <= ceil_div(unsplit.total_cost, slots) * kEvenTenths;
+  };
+  if (is_even(unsplit.makespan, split.cta_slots)) return kUnsplit;
+  if (is_even(unsplit.full_makespan, split.full_slots)) return kUnsplit;
 
   std::int32_t best = kUnsplit;
   std::int64_t best_makespan = unsplit.makespan * kGainTenths / 10;

@@ -37,6 +37,7 @@ struct SegmentEstimate {
 struct SplitEstimate {
   PerSegment<SegmentEstimate> segments;
   std::int64_t makespan = 0;
+  std::int64_t full_makespan = 0;  // over full_slots, without merges
   std::int64_t total_cost = 0;
   std::int64_t num_items = 0;
   std::int64_t float_bytes = 0;
@@ -84,6 +85,7 @@ struct SplitSegment {
 struct SplitProblem {
   PerSegment<SplitSegment> segments = {};
   std::int64_t cta_slots = 1;
+  std::int64_t full_slots = 1;  // with so many CTAs, evenly loaded, the machine has enough to do
   SplitLimits limits;
 };
 

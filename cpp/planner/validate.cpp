@@ -228,17 +228,36 @@ void validate(const Problem& problem) {
   }
 }
 
+namespace {
+
+// The requests that short tiles are for.
+struct ShortRequests {
+  std::int64_t rows = 0;  // the most packed ones
+  bool alone = false;     // no batch with other requests, however few
+};
+
+// NOTE: over 16 bits tall tiles of another kind have no stage that short ones do without. They read
+// long requests as fast, and more rows of a request in one go.
+ShortRequests short_requests(const SegmentProblem& problem, const FamilyTraits& family) {
+  const bool as_stored = family.short_tiles == ShortTiles::kOwn && size_of(problem.kv_dtype) > 1;
+  if (as_stored) return {.rows = family.short_rows / 2, .alone = true};
+  return {.rows = family.short_rows};
+}
+
+}  // namespace
+
 TileClass choose_tile_class(const SegmentProblem& problem, const FamilyTraits& family) {
   std::int64_t batch = static_cast<std::int64_t>(problem.qo_indptr.size()) - 1;
   if (batch < 1) return TileClass::kPrefill;
   std::int64_t group = problem.num_qo_heads / problem.num_kv_heads;
   bool same_bits = problem.split.disable || problem.split.fixed_split_size > 0;
   if (same_bits && family.short_tiles == ShortTiles::kOwn) return TileClass::kPrefill;
+  const ShortRequests wanted = short_requests(problem, family);
   if (problem.graph_max_rows > 0) {
     // One request may take all the rows of a later plan.
     std::int64_t requests = same_bits ? 1 : batch;
     std::int64_t rows = ceil_div<std::int64_t>(problem.graph_max_rows, requests) * group;
-    return rows <= family.short_rows ? TileClass::kDecode : TileClass::kPrefill;
+    return rows <= wanted.rows ? TileClass::kDecode : TileClass::kPrefill;
   }
   // Work in short tiles times keys. The half that causal masking saves tall requests is left out:
   // when it is that close, either class serves. NOTE: doubles, since pages that many requests share
@@ -247,8 +266,8 @@ TileClass choose_tile_class(const SegmentProblem& problem, const FamilyTraits& f
   double work_tall = 0.0;
   for (std::size_t i = 0; i + 1 < problem.qo_indptr.size(); ++i) {
     std::int64_t length = problem.qo_len(i);
-    std::int64_t tiles = ceil_div<std::int64_t>(length * group, family.short_rows);
-    if (tiles > 1 && same_bits) return TileClass::kPrefill;
+    std::int64_t tiles = ceil_div<std::int64_t>(length * group, wanted.rows);
+    if (tiles > 1 && (same_bits || wanted.alone)) return TileClass::kPrefill;
     std::int64_t keys = problem.kv_len(i);
     if (problem.window_left >= 0) keys = std::min(keys, problem.window_left + length);
     if (problem.chunk_size > 0) keys = std::min(keys, problem.chunk_size + length);

@@ -139,7 +139,10 @@ def test_writing_again_touches_nothing(tmp_path):
 
 def test_files_hold_at_most_four_kernels(matrix):
     for source in generate.sources(matrix.select("full")):
-        plain = source.variants[0].segments == "two"  # no options, on sm90 no mask: one alone
+        # Without options, on sm90 without masks: one alone.
+        first = source.variants[0]
+        short = (first.family, first.tile_class, first.arrival) == ("sm90", "decode", "direct")
+        plain = first.segments == "two" or short
         assert (1 if plain else 2) <= len(source.variants) <= 4, source.name
 
 
@@ -154,7 +157,6 @@ def test_excluded_variants_do_not_exist(matrix):
         assert not (variant.family != "cpu" and variant.q_dtype == "f32")
         if variant.tile_class == "decode":
             assert variant.family != "cpu"
-            assert variant.family != "sm90" or variant.arrival == "transformed"
 
 
 def test_hopper_kernels_cover_every_head_dim_dtype_and_option(matrix):
@@ -184,15 +186,17 @@ def test_hopper_kernels_cover_every_head_dim_dtype_and_option(matrix):
         assert variant.tile.n % 16 == 0
 
 
-def test_short_hopper_kernels_widen_with_every_option(matrix):
+def test_short_hopper_kernels_widen_with_every_option_and_are_plain_over_16_bits(matrix):
     short = [v for v in matrix.select("full", ["sm90"]) if v.tile_class == "decode"]
-    found = [(v.head_dim, v.logits, v.position) for v in short]
+    found = [(v.arrival, v.q_dtype, v.head_dim, v.logits, v.position) for v in short]
     heads = ("64", "128", "192x128", "256")
-    assert sorted(found) == sorted(
-        itertools.product(heads, ("plain", "softcap"), ("none", "alibi"))
+    widening = itertools.product(
+        ["transformed"], ["f16"], heads, ("plain", "softcap"), ("none", "alibi")
     )
+    direct = itertools.product(["direct"], ("f16", "bf16"), ("64", "128"), ["plain"], ["none"])
+    assert sorted(found) == sorted([*widening, *direct])
     for v in short:
-        assert (v.q_dtype, v.arrival, v.mask, v.segments) == ("f16", "transformed", "bounds", "one")
+        assert (v.mask, v.segments, v.sparsity) == ("bounds", "one", "dense")
         assert v.tile.m == matrix.families["sm90"].short_rows
         assert v.tile.n // v.tile.warps in (16, 32)  # keys that a warp takes at a time
 

@@ -257,12 +257,22 @@ def test_a_miss_names_what_was_asked_what_is_compiled_and_a_way_out(changes, nam
         assert name in sentence
 
 
-@pytest.mark.parametrize("tile_class", ["prefill", "decode"])
-def test_sm90_has_tall_tiles_alone(tile_class):
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"tile_class": "prefill"}, "sm90_bf16_d128"),
+        ({}, "sm90_bf16_d128_decode"),
+        ({"position": "alibi"}, "sm90_bf16_d128_alibi"),
+        ({"mask": "custom"}, "sm90_bf16_d128_custom"),
+        ({"head_dim_qk": 192, "head_dim_vo": 128}, "sm90_bf16_d192x128"),
+        ({"head_dim_qk": 256, "head_dim_vo": 256}, "sm90_bf16_d256"),
+    ],
+)
+def test_sm90_has_short_tiles_over_16_bits_for_the_plain_case(options, expected):
     if not compiled_ids("sm90"):
         pytest.skip("built without sm90 kernels")
-    wanted = variant(family="sm90", q_dtype="bfloat16", kv_dtype="bfloat16", tile_class=tile_class)
-    assert _core.find_id(wanted) == "sm90_bf16_d128"
+    wanted = {"q_dtype": "bfloat16", "kv_dtype": "bfloat16", "tile_class": "decode"} | options
+    assert _core.find_id(variant(family="sm90", **wanted)) == expected
 
 
 SHORT_ON_SM90 = {"family": "sm90", "tile_class": "decode", "kv_dtype": "float8_e4m3fn"}

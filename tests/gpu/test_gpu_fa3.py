@@ -70,9 +70,40 @@ def test_explicit_fa3_never_becomes_fa2():
     assert wrapper.variant.startswith("sm90_")
 
 
-def test_decode_batches_take_the_tall_tile(fa3):
+def test_decode_batches_take_the_short_tile(fa3):
     wrapper, inputs = planned(Case("decode", (1,) * 40, (300,) * 40, 8, 1, 128), fa3)
-    assert wrapper.variant == "sm90_bf16_d128"
+    assert wrapper.variant == "sm90_bf16_d128_decode"
+    runner.compare(inputs, *runner.run(wrapper, inputs)).check()
+
+
+@pytest.mark.parametrize(
+    ("qo_lens", "head_dim", "options"),
+    [
+        ((1,) * 39 + (9,), 128, {}),
+        ((1,) * 40, 256, {}),
+        ((1,) * 40, 128, {"disable_split_kv": True}),
+    ],
+    ids=["more rows", "head_dim", "no split"],
+)
+def test_decode_batches_take_the_tall_tile(fa3, qo_lens, head_dim, options):
+    case = Case("decode", qo_lens, (300,) * 40, 8, 4, head_dim, **options)
+    wrapper, inputs = planned(case, fa3)
+    assert wrapper.variant == f"sm90_bf16_d{head_dim}"
+    runner.compare(inputs, *runner.run(wrapper, inputs)).check()
+
+
+SHORT = (1, 2, 0, 1, 1, 2), (700, 131, 40, 0, 4111, 16)  # tokens and keys
+
+
+@pytest.mark.sanitizer
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("page_size", [0, 1, 3, 16, 64])
+@pytest.mark.parametrize("head_dim", [8, 64, 120, 128])
+def test_short_tiles_over_16_bits(fa3, head_dim, page_size, dtype):
+    """Odd and empty requests, long ones that are split, pages of every kind."""
+    case = Case("short", *SHORT, 16, 2, head_dim, page_size=page_size, dtype=dtype)
+    wrapper, inputs = planned(case, fa3)
+    assert "_decode" in wrapper.variant
     runner.compare(inputs, *runner.run(wrapper, inputs)).check()
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 from planned import FINAL, check, partial_bytes, plan, planner, ragged
+from preflash import _core
 
 
 def decode(batch, kv_len, **options):
@@ -184,10 +185,12 @@ def test_tile_class(qo_lens, kv_lens, options, expected):
     ("qo_lens", "options", "expected"),
     [
         ([1] * 8, {}, "decode"),
+        ([2] * 8, {}, "decode"),
         ([4] * 8, {}, "decode"),
         ([5] * 8, {}, "prefill"),
         ([1] * 60 + [10], {}, "decode"),
         ([1] * 2 + [4000], {}, "prefill"),
+        ([1] * 8, {"graph_max_rows": 16}, "decode"),
         ([1] * 8, {"graph_max_rows": 32}, "decode"),
         ([1] * 8, {"graph_max_rows": 33}, "prefill"),
         ([1] * 8, {"fixed_split_size": 256}, "prefill"),
@@ -195,12 +198,17 @@ def test_tile_class(qo_lens, kv_lens, options, expected):
         ([1] * 8, {"graph_max_rows": 1, "disable_split_kv": True}, "prefill"),
     ],
 )
-def test_short_tiles_with_bits_of_their_own(qo_lens, options, expected):
-    """On sm90: 16 rows, and none where a request's bits may not depend on the batch beside it."""
+@pytest.mark.parametrize("kv_dtype", ["float8_e4m3fn", "bfloat16"])
+def test_short_tiles_with_bits_of_their_own(qo_lens, options, expected, kv_dtype):
+    """On sm90: 16 rows, and none where a request's bits may not depend on the batch beside it.
+    Over 16 bits 8 rows of every request."""
     case = ragged(
         qo_lens, [4000] * len(qo_lens), num_qo_heads=32, num_kv_heads=8, family="sm90", **options
     )
-    assert planner.tile_class(**case) == expected
+    rows = 4 * max(*qo_lens, options.get("graph_max_rows", 0) // len(qo_lens))
+    if kv_dtype == "bfloat16" and rows > 8:
+        expected = "prefill"
+    assert planner.tile_class(**case, kv_dtype=getattr(_core.DType, kv_dtype)) == expected
 
 
 # --- partial rows ------------------------------------------------------------

@@ -1,4 +1,5 @@
-"""Which kernels serve decode-like work: of fa3 those for 8 bits, which rotate none."""
+"""Which kernels serve decode-like work: short tiles of fa3 are kernels of their own, which rotate
+none and take 16 bits up to head_dim 128."""
 
 import pytest
 from preflash import _core
@@ -16,12 +17,14 @@ def id_of(q_dtype, kv_dtype, dims, tile_class, position=POSITION.none):
 
 @pytest.mark.parametrize("dims", DIMS)
 @pytest.mark.parametrize("q_dtype", [DTYPE.float16, DTYPE.bfloat16])
-def test_short_tiles_of_fa3_are_for_keys_of_8_bits(q_dtype, dims):
+def test_short_tiles_of_fa3(q_dtype, dims):
     for kv_dtype in (DTYPE.float8_e4m3fn, DTYPE.float8_e5m2):
         short = id_of(q_dtype, kv_dtype, dims, _core.TileClass.decode)
         assert short.endswith("_decode_transformed")
         assert "_decode" not in id_of(q_dtype, kv_dtype, dims, _core.TileClass.prefill)
-    assert "_decode" not in id_of(q_dtype, q_dtype, dims, _core.TileClass.decode)
+    short = id_of(q_dtype, q_dtype, dims, _core.TileClass.decode)
+    assert short.endswith("_decode") == (dims[0] <= 128)
+    assert "_decode" not in id_of(q_dtype, q_dtype, dims, _core.TileClass.prefill)
 
 
 @pytest.mark.parametrize("dims", DIMS)

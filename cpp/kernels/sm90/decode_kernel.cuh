@@ -3,6 +3,7 @@
 #pragma once
 
 #include "kernels/common/dependent_launch.cuh"
+#include "kernels/common/item_timer.cuh"
 #include "kernels/sm90/decode_merge.cuh"
 
 namespace preflash::sm90 {
@@ -20,8 +21,9 @@ struct DecodeWarp {
   SpeculativeSoftmax softmax = {};
   DecodeQuery<Traits> query;
   ScoreBias<Traits> bias;
-  HeadFactors<Traits> factors;
+  ScoreFactors<Traits> factors;
   int stage = 0;  // of the slice to be computed next
+  ItemTimer timer;
 
   __device__ __forceinline__ DecodeWarp(const Params& params, DecodeStorage<Traits>& smem, int warp,
                                         int begin, int end)
@@ -34,6 +36,7 @@ struct DecodeWarp {
     CUTE_UNROLL
     for (int i = 0; i < Traits::kStages - 1; ++i) loader.request();
     for (int index = begin; index < end; ++index) {
+      timer.start();
       ItemState state = read_decode_item<Traits>(params, index);
       if (state.num_rows <= 0) continue;
       if (state.tiles.count() > 0) {
@@ -41,6 +44,7 @@ struct DecodeWarp {
       } else if (warp == 0) {
         Epilogue{segment(), state.item, state.request, state.num_rows}.run_empty();
       }
+      if (threadIdx.x == 0) timer.stop(params, index, state.item);
     }
   }
 
@@ -57,7 +61,9 @@ struct DecodeWarp {
       // All lanes' copies are there, and all have read the slice before, whose place is free.
       __syncwarp();
       loader.request();
-      if (segment().kv_dtype == DType::kFloat8E4M3) {
+      if constexpr (!Traits::kTransforms) {
+        run_slice<Traits::kProducts>(state, slice);
+      } else if (segment().kv_dtype == DType::kFloat8E4M3) {
         run_slice<DType::kFloat8E4M3>(state, slice);
       } else {
         run_slice<DType::kFloat8E5M2>(state, slice);
@@ -71,9 +77,11 @@ struct DecodeWarp {
     Coordinates of_item{segment(), state, 0, state.tiles.begin};
     query.load(segment(), state);
     bias = ScoreBias<Traits>::of(of_item);
-    factors = HeadFactors<Traits>::of(of_item);
-    CUTE_UNROLL
-    for (int r = 0; r < 2; ++r) factors.row[r] *= query.factor[r];
+    if constexpr (Traits::kTransforms) {
+      factors = HeadFactors<Traits>::of(of_item);
+      CUTE_UNROLL
+      for (int r = 0; r < 2; ++r) factors.row[r] *= query.factor[r];
+    }
     softmax = {};
     clear(products.out);
   }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cute/arch/copy_sm80.hpp>
+#include <cute/arch/copy_sm90_desc.hpp>
 
 #include "kernels/sm90/decode_traits.cuh"
 #include "kernels/sm90/forward_params.cuh"
@@ -33,9 +34,9 @@ __device__ __forceinline__ ItemState read_decode_item(const Params& params, int 
 // Where a byte of a slice stands. Each warp-wide access takes every bank once for 8 lanes: of K, 4
 // pieces of 16 bytes in 2 neighbouring rows, of V, 2 pieces (or half ones) in every other of 8
 // rows.
-template <int kHead>
+template <int kRowBytes>
 struct SlicePlaces {
-  static constexpr int kPieces = kHead / 16;  // of a row
+  static constexpr int kPieces = kRowBytes / 16;
 
   __device__ __forceinline__ static int of_k(int row, int piece) {
     constexpr bool kWholeLines = kPieces % 8 == 0;
@@ -59,7 +60,7 @@ struct SliceLoader {
   using Params = LaunchParams<HopperSegment>;
 
   const Params& params;
-  unsigned char* ring;  // of the warp: [stage, slice]
+  std::uint32_t ring;  // of the warp: [stage, slice]
   int warp;
   int index;  // of the item after the one at hand
   int end;
@@ -72,7 +73,11 @@ struct SliceLoader {
 
   __device__ __forceinline__ SliceLoader(const Params& params, unsigned char* ring, int warp,
                                          int begin, int end)
-      : params(params), ring(ring), warp(warp), index(begin), end(end) {
+      : params(params),
+        ring(cute::cast_smem_ptr_to_uint(ring) + lane_difference()),
+        warp(warp),
+        index(begin),
+        end(end) {
     find_slice();
   }
 
@@ -99,6 +104,14 @@ struct SliceLoader {
 
   __device__ __forceinline__ const HopperSegment& segment() const { return params.segments[0]; }
 
+  // 0, as a number of each lane's. NOTE: with an address that is the same in all lanes but for an
+  // offset, ptxas 13.0 encodes a copy with a cache policy wrongly (illegal instruction).
+  __device__ __forceinline__ static std::uint32_t lane_difference() {
+    std::uint32_t lane;
+    asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+    return lane - lane_id();
+  }
+
   // Goes on to the items that follow until one has a slice for this warp.
   __device__ __forceinline__ void find_slice() {
     while (slice < first) {
@@ -122,7 +135,7 @@ struct SliceLoader {
 
   template <Rows kRows>
   __device__ __forceinline__ void copy() const {
-    std::uint32_t target = cute::cast_smem_ptr_to_uint(ring) + stage * Traits::kSliceBytes;
+    std::uint32_t target = ring + stage * Traits::kSliceBytes;
     copy_rows<SliceOperand::kK, Traits::kHeadQk, kRows>(segment().k, segment().head_dim_qk, target);
     copy_rows<SliceOperand::kV, Traits::kHeadVo, kRows>(segment().v, segment().head_dim_vo,
                                                         target + Traits::kSliceBytesK);
@@ -131,10 +144,11 @@ struct SliceLoader {
   template <SliceOperand kOperand, int kHead, Rows kRows>
   __device__ __forceinline__ void copy_rows(const KvTensor& tensor, int head_dim,
                                             std::uint32_t target) const {
-    using Places = SlicePlaces<kHead>;
+    constexpr int kBytes = Traits::kStoredBytes;
+    using Places = SlicePlaces<kHead * kBytes>;
     const auto* head =
-        static_cast<const unsigned char*>(tensor.data) + item.kv_head * tensor.stride_head;
-    std::int64_t lane_offset = slot_offset(tensor, slot);
+        static_cast<const unsigned char*>(tensor.data) + item.kv_head * tensor.stride_head * kBytes;
+    std::int64_t lane_offset = slot_offset(tensor, slot) * kBytes;
     constexpr int kPasses = kTileN * Places::kPieces / 32;
     static_assert(kPasses * 32 == kTileN * Places::kPieces);
     CUTE_UNROLL
@@ -144,17 +158,31 @@ struct SliceLoader {
       const unsigned char* source = head + __shfl_sync(0xffffffffu, lane_offset, row) + piece * 16;
       int place =
           kOperand == SliceOperand::kK ? Places::of_k(row, piece) : Places::of_v(row, piece);
-      int bytes = 16;
-      if constexpr (kRows == Rows::kPartial) {
-        int key = slice * kTileN + row;
-        bool kept = key >= item.keys.begin && key < item.keys.end;
-        bytes = kept ? min(max(head_dim - piece * 16, 0), 16) : 0;
+      if constexpr (kRows == Rows::kWhole && Traits::kReadsOnce) {
+        copy_once(target + place, source);
+      } else {
+        int bytes = 16;
+        if constexpr (kRows == Rows::kPartial) {
+          int key = slice * kTileN + row;
+          bool kept = key >= item.keys.begin && key < item.keys.end;
+          bytes = kept ? min(max(head_dim * kBytes - piece * 16, 0), 16) : 0;
+        }
+        // NOTE: with 0 source bytes nothing is read; the address need not be mapped.
+        asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(target + place),
+                     "l"(source), "r"(bytes)
+                     : "memory");
       }
-      // NOTE: with 0 source bytes nothing is read; the address need not be mapped.
-      asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(target + place),
-                   "l"(source), "r"(bytes)
-                   : "memory");
     }
+  }
+  // Keys that one query tile reads would drive the page table and the plan out of the L2.
+  __device__ __forceinline__ static void copy_once(std::uint32_t target,
+                                                   const unsigned char* source) {
+    std::uint64_t policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    asm volatile(
+        "cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2;" ::"r"(target),
+        "l"(source), "l"(policy)
+        : "memory");
   }
 };
 

@@ -1,14 +1,13 @@
 // The operands and products of one warp of a decode kernel, by mma.sync: 16 rows of Q, which stay
-// in registers, and a slice of keys. K and V go from their 8 bits in shared memory to 16 bits in
-// registers, and from there to the tensor core.
+// in registers, and a slice of keys. K and V go from shared memory to registers, where those of 8
+// bits become 16, and from there to the tensor core.
 //
 // What makes that work is that an operand's order is free where both sides share it:
-//   * S = Q K^T adds up over the dimensions in any order. A lane of a quad has 16 neighbouring
-//   ones,
-//     a piece of 16 bytes, which are its part of four steps.
-//   * Each column of O may be any dimension. A lane that has 16 neighbouring ones of two keys has
-//     columns of 16 products, and their pairs of keys after a permutation of bytes. So no transpose
-//     of V is needed, and a lane gets 32 neighbouring columns of O.
+//   * S = Q K^T adds up over the dimensions in any order. A lane of a quad has a piece of 16 bytes,
+//     neighbouring dimensions, which are its part of four steps (8 bits) or two.
+//   * Each column of O may be any dimension. A lane that has a piece of two keys has columns of as
+//     many products, and their pairs of keys after a permutation of bytes. So no transpose of V is
+//     needed, and a lane gets twice as many neighbouring columns of O.
 #pragma once
 
 #include <cute/arch/mma_sm80.hpp>
@@ -21,22 +20,27 @@
 
 namespace preflash::sm90 {
 
-// The item's rows of Q as operands, in float16: scaled by its sign, widened or narrowed.
+// The item's rows of Q as operands: scaled by its sign, and over 8 bits widened or narrowed to
+// float16.
 template <class Traits>
 struct DecodeQuery {
   static constexpr int kRows = 2;                      // of one lane
   static constexpr int kSteps = Traits::kHeadQk / 16;  // of 16 dimensions
+  static constexpr int kStepsOfPiece = 4 / Traits::kStoredBytes;
 
   std::uint32_t operand[kSteps][4];
   float factor[kRows];  // of a row's scores, where Q is narrowed
 
   // The dimensions of the lane's elements of a step: four neighbouring ones.
   __device__ __forceinline__ static int dimension(int step) {
-    return (step / 4 * 4 + lane_id() % 4) * 16 + step % 4 * 4;
+    int piece = step / kStepsOfPiece * 4 + lane_id() % 4;
+    return (piece * kStepsOfPiece + step % kStepsOfPiece) * 4;
   }
 
   __device__ __forceinline__ void load(const HopperSegment& params, const ItemState& state) {
-    if (params.q_dtype == DType::kFloat8E4M3) {
+    if constexpr (!Traits::kTransforms) {
+      load_rows<Traits::kProducts>(params, state);
+    } else if (params.q_dtype == DType::kFloat8E4M3) {
       load_rows<DType::kFloat8E4M3>(params, state);
     } else if (params.q_dtype == DType::kBFloat16) {
       load_rows<DType::kBFloat16>(params, state);
@@ -71,7 +75,7 @@ struct DecodeQuery {
     }
     float scale = params.logits.q_factor;
     factor[r] = 1.0f;
-    if constexpr (kFrom == DType::kBFloat16) {
+    if constexpr (Traits::narrows_query(kFrom)) {
       float maximum = 0.0f;
       CUTE_UNROLL
       for (int step = 0; step < kSteps; ++step) {
@@ -85,8 +89,8 @@ struct DecodeQuery {
     for (int step = 0; step < kSteps; ++step) {
       FourFloats four = FourFloats::of<kFrom>(stored[step]);
       four.multiply(scale);
-      operand[step][r] = Pair<DType::kFloat16>::from_floats(four.pair[0]);
-      operand[step][2 + r] = Pair<DType::kFloat16>::from_floats(four.pair[1]);
+      operand[step][r] = Pair<Traits::kProducts>::from_floats(four.pair[0]);
+      operand[step][2 + r] = Pair<Traits::kProducts>::from_floats(four.pair[1]);
     }
   }
 };
@@ -95,15 +99,18 @@ template <class Traits>
 struct DecodeProducts {
   static constexpr int kKeyBlocks = Traits::kTileN / 8;
   static constexpr int kColumnBlocks = Traits::kHeadVo / 8;
-  // 8 groups of lanes share a row of V, in pieces of so many bytes.
-  static constexpr int kPieceV = std::min(16, Traits::kHeadVo / 8);
+  static constexpr int kBytes = Traits::kStoredBytes;
+  static constexpr int kStepsOfPiece = DecodeQuery<Traits>::kStepsOfPiece;
+  // 8 groups of lanes share a row of V, in pieces of so many elements.
+  static constexpr int kPieceV = std::min(16 / kBytes, Traits::kHeadVo / 8);
   static constexpr int kLoadsV = Traits::kHeadVo / (8 * kPieceV);
 
   template <int kBlocks>
   using LayoutC = Layout<Shape<Shape<_2, _2, Int<kBlocks>>, _1, _1>>;
   using AccumulatorS = decltype(make_tensor<float>(LayoutC<kKeyBlocks>{}));
   using AccumulatorO = decltype(make_tensor<float>(LayoutC<kColumnBlocks>{}));
-  using OperandP = decltype(make_tensor<cutlass::half_t>(as_operand_a(LayoutC<kKeyBlocks>{})));
+  using OperandP =
+      decltype(make_tensor<typename Traits::ElementP>(as_operand_a(LayoutC<kKeyBlocks>{})));
 
   AccumulatorS scores;
   OperandP weights;
@@ -121,10 +128,10 @@ struct DecodeProducts {
   template <DType kFrom>
   __device__ __forceinline__ void multiply_qk(const DecodeQuery<Traits>& q,
                                               const unsigned char* k) {
-    using Places = SlicePlaces<Traits::kHeadQk>;
+    using Places = SlicePlaces<Traits::kHeadQk * kBytes>;
     clear(scores);
     CUTE_UNROLL
-    for (int piece = 0; piece < Traits::kHeadQk / 64; ++piece) {
+    for (int piece = 0; piece < Places::kPieces / 4; ++piece) {
       uint4 stored[kKeyBlocks];
       CUTE_UNROLL
       for (int block = 0; block < kKeyBlocks; ++block) {
@@ -132,11 +139,12 @@ struct DecodeProducts {
         stored[block] = *reinterpret_cast<const uint4*>(k + place);
       }
       CUTE_UNROLL
-      for (int i = 0; i < 4; ++i) {
+      for (int i = 0; i < kStepsOfPiece; ++i) {
         CUTE_UNROLL
         for (int block = 0; block < kKeyBlocks; ++block) {
-          FourElements four = widen<kFrom, DType::kFloat16>((&stored[block].x)[i]);
-          multiply(&scores(block * 4), q.operand[piece * 4 + i], four.pair[0], four.pair[1]);
+          FourElements four = elements<kFrom>(&stored[block].x + i * kBytes);
+          multiply(&scores(block * 4), q.operand[piece * kStepsOfPiece + i], four.pair[0],
+                   four.pair[1]);
         }
       }
     }
@@ -145,7 +153,7 @@ struct DecodeProducts {
   // O += P V. v: the slice
   template <DType kFrom>
   __device__ __forceinline__ void multiply_pv(const unsigned char* v) {
-    using Places = SlicePlaces<Traits::kHeadVo>;
+    using Places = SlicePlaces<Traits::kHeadVo * kBytes>;
     Tensor p = recast<std::uint32_t>(weights);
     CUTE_UNROLL
     for (int step = 0; step < Traits::kTileN / 16; ++step) {
@@ -155,13 +163,13 @@ struct DecodeProducts {
         CUTE_UNROLL
         for (int i = 0; i < 4; ++i) {
           int row = step * 16 + lane_id() % 4 * 2 + i / 2 * 8 + i % 2;
-          int byte = load * 128 + lane_id() / 4 * kPieceV;
+          int byte = load * 128 + lane_id() / 4 * (kPieceV * kBytes);
           stored[i] =
               *reinterpret_cast<const PieceV*>(v + Places::of_v(row, byte / 16) + byte % 16);
         }
         CUTE_UNROLL
-        for (int i = 0; i < kPieceV / 4; ++i) {
-          multiply_columns<kFrom>(&out((load * kPieceV + i * 4) * 4), &p(step * 4),
+        for (int i = 0; i < kPieceV * kBytes / 4; ++i) {
+          multiply_columns<kFrom>(&out((load * kPieceV + i * (4 / kBytes)) * 4), &p(step * 4),
                                   (&stored[0].x)[i], (&stored[1].x)[i], (&stored[2].x)[i],
                                   (&stored[3].x)[i]);
         }
@@ -175,25 +183,41 @@ struct DecodeProducts {
   }
 
  private:
-  using PieceV = conditional_t<kPieceV == 16, uint4, uint2>;
+  using PieceV = conditional_t<kPieceV * kBytes == 16, uint4, uint2>;
 
   __device__ __forceinline__ static void multiply(float* c, const std::uint32_t* a,
                                                   std::uint32_t b0, std::uint32_t b1) {
-    SM80_16x8x16_F32F16F16F32_TN::fma(c[0], c[1], c[2], c[3], a[0], a[1], a[2], a[3], b0, b1, c[0],
-                                      c[1], c[2], c[3]);
+    using Instruction = conditional_t<Traits::kProducts == DType::kFloat16,
+                                      SM80_16x8x16_F32F16F16F32_TN, SM80_16x8x16_F32BF16BF16F32_TN>;
+    Instruction::fma(c[0], c[1], c[2], c[3], a[0], a[1], a[2], a[3], b0, b1, c[0], c[1], c[2],
+                     c[3]);
   }
-  // Four columns of 16 keys: of keys 2 q, 2 q + 1, and those 8 after them.
+  // Four neighbouring elements from these words on.
+  template <DType kFrom>
+  __device__ __forceinline__ static FourElements elements(const std::uint32_t* words) {
+    if constexpr (kBytes == 1) {
+      return widen<kFrom, DType::kFloat16>(words[0]);
+    } else {
+      return {words[0], words[1]};
+    }
+  }
+  // The columns of a word, four or two, of 16 keys: of keys 2 q, 2 q + 1, and those 8 after them.
   template <DType kFrom>
   __device__ __forceinline__ static void multiply_columns(float* c, const std::uint32_t* a,
                                                           std::uint32_t key0, std::uint32_t key1,
                                                           std::uint32_t key8, std::uint32_t key9) {
-    CUTE_UNROLL
-    for (int half = 0; half < 2; ++half) {
-      const unsigned select = half == 0 ? 0x5140 : 0x7362;
-      FourElements low = widen<kFrom, DType::kFloat16>(__byte_perm(key0, key1, select));
-      FourElements high = widen<kFrom, DType::kFloat16>(__byte_perm(key8, key9, select));
-      multiply(c + half * 8, a, low.pair[0], high.pair[0]);
-      multiply(c + half * 8 + 4, a, low.pair[1], high.pair[1]);
+    if constexpr (kBytes == 2) {
+      multiply(c, a, __byte_perm(key0, key1, 0x5410), __byte_perm(key8, key9, 0x5410));
+      multiply(c + 4, a, __byte_perm(key0, key1, 0x7632), __byte_perm(key8, key9, 0x7632));
+    } else {
+      CUTE_UNROLL
+      for (int half = 0; half < 2; ++half) {
+        const unsigned select = half == 0 ? 0x5140 : 0x7362;
+        FourElements low = widen<kFrom, DType::kFloat16>(__byte_perm(key0, key1, select));
+        FourElements high = widen<kFrom, DType::kFloat16>(__byte_perm(key8, key9, select));
+        multiply(c + half * 8, a, low.pair[0], high.pair[0]);
+        multiply(c + half * 8 + 4, a, low.pair[1], high.pair[1]);
+      }
     }
   }
 };

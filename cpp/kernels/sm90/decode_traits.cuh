@@ -1,5 +1,5 @@
 // The compile-time shape of a decode kernel: up to 16 packed rows of queries over keys and values
-// of 8 bits. README.md beside this file explains it.
+// of 8 or 16 bits. README.md beside this file explains it.
 #pragma once
 
 #include "kernels/sm90/forward_params.cuh"
@@ -13,19 +13,20 @@ template <class V>
 struct DecodeTraits {
   static constexpr Variant kVariant = V::kVariant;
   static constexpr TileShape kTile = V::kTile;
-  static_assert(kVariant.arrival == Arrival::kTransformed && kVariant.q_dtype == DType::kFloat16,
-                "8 bits widen to float16");
+  static constexpr DType kProducts = kVariant.q_dtype;
 
-  static constexpr bool kTransforms = true;
+  static constexpr bool kTransforms = kVariant.arrival == Arrival::kTransformed;
+  static_assert(!kTransforms || kProducts == DType::kFloat16, "8 bits widen to float16");
   static constexpr bool kHasMaskBits = false;
   static constexpr int kSegments = 1;
   static constexpr int kColumnParts = 1;
   static_assert(kVariant.mask == Mask::kBounds && kVariant.segments == Segments::kOne);
   __host__ __device__ static constexpr bool narrows_query(DType q_dtype) {
-    return q_dtype == DType::kBFloat16;
+    return kTransforms && q_dtype == DType::kBFloat16;
   }
 
-  using ElementO = Element<DType::kFloat16>;
+  using ElementP = Element<kProducts>;
+  using ElementO = Element<kProducts>;
   static constexpr int kHeadQk = kVariant.head_dim_qk;
   static constexpr int kHeadVo = kVariant.head_dim_vo;
   static constexpr int kPartVo = kHeadVo;
@@ -40,9 +41,14 @@ struct DecodeTraits {
   static constexpr int kStages = kTile.stages;
   static_assert(kTileN * kWarps == kTile.n && (kTileN == 16 || kTileN == 32));
 
-  static constexpr int kSliceBytesK = kTileN * kHeadQk;
-  static constexpr int kSliceBytesV = kTileN * kHeadVo;
+  static constexpr int kStoredBytes = kTransforms ? 1 : 2;  // of an element of K or V
+  static constexpr int kSliceBytesK = kTileN * kHeadQk * kStoredBytes;
+  static constexpr int kSliceBytesV = kTileN * kHeadVo * kStoredBytes;
   static constexpr int kSliceBytes = kSliceBytesK + kSliceBytesV;
+
+  // Over 16 bits the planner takes these kernels for batches whose requests are one query tile each
+  // (choose_tile_class()).
+  static constexpr bool kReadsOnce = !kTransforms;
 
   // The warps' parts of O are added up 8 rows at a time, those of one row of a lane.
   static constexpr int kMergedRows = kWarpRows / 2;

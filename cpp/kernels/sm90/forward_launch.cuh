@@ -86,8 +86,9 @@ LaunchError launch_decode(const ForwardParams& params, int num_ctas, const Launc
   constexpr int kBytes = sizeof(DecodeStorage<Traits>);
   static_assert(kBytes <= kMaxSharedBytes);
   const ForwardSegment& segment = params.segments[0];
-  if (size_of(segment.kv_dtype) != 1 || segment.position == Position::kRope) {
-    return "the short tiles of fa3 widen keys of 8 bits, and rotate none";
+  if (size_of(segment.kv_dtype) != Traits::kStoredBytes || segment.position == Position::kRope) {
+    return "the short tiles of fa3 take keys of the size that they were compiled for, and rotate "
+           "none";
   }
   KernelSegment kernel = KernelSegment::make(segment, V::kVariant.logits);
   LaunchParams<HopperSegment> decode{
@@ -101,6 +102,7 @@ LaunchError launch_decode(const ForwardParams& params, int num_ctas, const Launc
       .items = params.items,
       .cta_begin = params.cta_begin,
       .num_lists = num_ctas};
+  pass_records(params, decode);
   LaunchShape shape{num_ctas, Traits::kThreads, kBytes};
   return launch_kernel<&decode_kernel<V>>(decode, shape, target.stream);
 }
@@ -112,7 +114,8 @@ ForwardKernel forward_kernel_entry() {
           .variant = V::kVariant,
           .tile = V::kTile,
           .smem_bytes = sizeof(DecodeStorage<DecodeTraits<V>>),
-          .launch = &launch_decode<V>};
+          .launch = &launch_decode<V>,
+          .tracing = kTracing};
 }
 
 template <class V>
