@@ -9,7 +9,8 @@
 //   2. issue S = Q K(t)
 //   3. wait for V(t - 1), issue O += P V(t - 1)
 //   4. arrive at the next warpgroup's order barrier: its products queue up behind these two
-//   5. wait for S, release K(t); soft cap and ALiBi (amid 3 where kAmidPv); mask
+//   5. wait for S, release K(t); mask
+//      (a soft cap and ALiBi come earlier where kTreatsAmid: between the steps of 3)
 //   6. wait for O, release V(t - 1); store O if V(t - 1) was its item's last tile
 //   7. softmax: compute P from S
 // Steps 5 to 7 overlap with the products of the other warpgroups. The transition from one item to
@@ -24,16 +25,18 @@
 //
 // Where K and V come in slices (slice_ring.cuh), steps 2 and 3 are made of their products, and
 // there are no order barriers (1, 4) and no skipped tiles.
+//
+// NOTE: longer than other files, because whole tiles, slices, tiles that mask bits leave, tiles left
+// out for their weight and items of two segments are one loop: they differ in single lines of its
+// steps.
 #pragma once
 
-#include "kernels/sm90/consumer_items.cuh"
 #include "kernels/sm90/forward_epilogue.cuh"
 #include "kernels/sm90/forward_mask.cuh"
 #include "kernels/sm90/forward_products.cuh"
 #include "kernels/sm90/kept_tiles.cuh"
-#include "kernels/sm90/kv_consumer.cuh"
 #include "kernels/sm90/load_query.cuh"
-#include "kernels/sm90/score_treatment.cuh"
+#include "kernels/sm90/slice_ring.cuh"
 #include "kernels/sm90/speculative_softmax.cuh"
 #include "kernels/sm90/weightless_tiles.cuh"
 
@@ -47,10 +50,13 @@ struct ForwardMainloop {
   int thread;     // of the warpgroup
   ForwardProducts<Traits> products;
   SpeculativeSoftmax softmax = {};
-  ScoreTreatment<Traits> treatment;  // of the item whose scores come next
+  ScoreBias<Traits> bias;  // of the item whose scores come next
+  ScoreFactors<Traits> factors;
   ConsumerPipelineState<Traits::kQStages> q_read = {};
-  KvConsumer<Traits> kv;
-  ConsumerItems<Traits> items;
+  ConsumerPipelineState<Traits::kStages> k_read = {};
+  ConsumerPipelineState<Traits::kStages> v_read = {};
+  SliceReader<Traits> slices;
+  std::uint32_t item_phase = 0;
   TilesLeftOut<Traits> weightless;
   ItemTimer timer;
   // Where mask bits decide which tiles there are.
@@ -63,12 +69,11 @@ struct ForwardMainloop {
         warpgroup(warpgroup),
         thread(thread),
         products(smem, warpgroup, thread),
-        kv(params.segments[0], smem, warpgroup),
-        items{smem, warpgroup} {}
+        slices(params.segments[0], smem) {}
 
   __device__ __forceinline__ void run() {
-    kv.order.init();
-    Item item = items.wait(0);
+    order_barrier_init();
+    Item item = read_item(0);
     TileMask mask = first_mask(item);
     look_ahead(item);
     while (item.any()) {
@@ -99,8 +104,30 @@ struct ForwardMainloop {
   using Epilogue = ForwardEpilogue<Traits>;
   using Coordinates = ScoreCoordinates<Traits>;
   using TileMask = sm90::TileMask<Traits>;
-  using Treatment = ScoreTreatment<Traits>;
-  using Item = ConsumerItem<Traits>;
+
+  // Whether a score is more than its dot product before it is masked, and is made so between the
+  // steps of P V. NOTE: factors of heads come first, mask bits take the registers that it needs,
+  // and slices of V are products of their own: those kernels treat scores once S is accepted.
+  static constexpr bool kTreatsAmid = (Traits::kVariant.logits != Logits::kPlain ||
+                                       Traits::kVariant.position == Position::kAlibi) &&
+                                      !Traits::kTransforms && !Traits::kHasMaskBits &&
+                                      !Traits::kSliced;
+  // The steps of P V that cover the wait for S and, of ALiBi alone, all of its work.
+  static constexpr int kStepsAhead =
+      Traits::kVariant.logits == Logits::kPlain ? Traits::kTileN / 32 : 2;
+
+  // A work item as one warpgroup sees it.
+  struct Item : ItemOf<Traits::kSegments> {
+    int slot = 0;           // of smem.items
+    TileRange own;          // the tiles that this warpgroup's rows touch
+    int skipped_first = 0;  // tiles before them, in the order of the loop: last tile first
+    int skipped_last = 0;   // tiles after them
+
+    __device__ __forceinline__ bool any() const { return own.count() > 0; }
+    __device__ __forceinline__ int next_slot() const {
+      return slot + 1 == kItemSlots ? 0 : slot + 1;
+    }
+  };
 
   // What the step from an item to the next one needs. It is computed while the products of an
   // earlier step run: the item's last step, which is a copy of the loop's body, or its first step
@@ -110,6 +137,35 @@ struct ForwardMainloop {
     TileMask next_mask;  // of the next item's first tile
     RowTarget target;    // of this item's row
   };
+
+  // Waits for the item in `slot`. An item without tiles ends the work list.
+  __device__ __forceinline__ Item read_item(int slot) {
+    smem.barriers.item_full[slot].wait(item_phase);
+    order_memory_accesses();
+    if (slot == kItemSlots - 1) item_phase ^= 1;
+    const ItemState& state = smem.items[slot];
+    const TileRange& own = state.warpgroup_tiles[warpgroup];
+    int begin = warp_uniform(state.tiles.begin);
+    int end = warp_uniform(state.tiles.end);
+    Item item;
+    item.slot = slot;
+    if (begin == end) return item;
+    if constexpr (Traits::kSegments > 1) {
+      item.segment = warp_uniform(state.request.segment);
+      item.rests = warp_uniform(state.num_rows) <= warpgroup * kWarpgroupRows;
+      if (item.rests) {
+        item.own = {begin, begin, end, end};
+        return item;
+      }
+    }
+    item.own = {warp_uniform(own.begin), warp_uniform(own.full_begin), warp_uniform(own.full_end),
+                warp_uniform(own.end)};
+    if constexpr (Traits::kSkipsTiles) {
+      item.skipped_first = end - item.own.end;
+      item.skipped_last = item.own.begin - begin;
+    }
+    return item;
+  }
 
   __device__ __forceinline__ const auto& segment(const Item& item) const {
     return params.segment(item.segment);
@@ -122,7 +178,7 @@ struct ForwardMainloop {
     }
     smem.barriers.q_full[q_read.index()].wait(q_read.phase());
     order_memory_accesses();
-    products.multiply_q(segment(item).logits.q_factor, q_read.index());
+    prologue_q(segment(item).logits.q_factor, q_read.index());
   }
 
   __device__ __forceinline__ void look_ahead(const Item& item) {
@@ -155,7 +211,7 @@ struct ForwardMainloop {
   __device__ __forceinline__ Transition prepare_transition(const Item& item) {
     Transition transition;
     transition.target = epilogue(item).target_of(warp_row() + lane_id() % kWarpRows);
-    transition.next = items.wait(item.next_slot());
+    transition.next = read_item(item.next_slot());
     transition.next_mask = first_mask(transition.next);
     if constexpr (Traits::kTransforms) {
       if (transition.next.any()) query_loader(transition.next).prefetch();
@@ -168,13 +224,13 @@ struct ForwardMainloop {
   __device__ __forceinline__ Transition prologue(const Item& item, const TileMask& mask) {
     timer.start();
     for (int i = 0; i < item.skipped_first; ++i) {
-      kv.skip_k();
-      kv.skip_v();
+      skip_k();
+      skip_v();
     }
     begin_step();
     wait_for_q(item);
-    kv.issue_qk(products, products.q(q_read.index()));
-    kv.order.arrive();
+    issue_qk(products.q(q_read.index()));
+    order_barrier_arrive();
     start_scores(item);
     make_mask(item);
     Transition transition;
@@ -210,21 +266,20 @@ struct ForwardMainloop {
   template <class Q, class Meanwhile>
   __device__ __forceinline__ void step(const Q& tSrQ, const Item& item, int tile,
                                        const Meanwhile& meanwhile) {
-    // NOTE: no product is in flight where the branches part or meet: wgmma would be serialized. An
-    // item's last tile is never left out: the transition to the next item has its P V.
+    // NOTE: no product is in flight where the branches part or meet: wgmma would be serialized.
     if (weightless.left_out) {
       multiply_qk(tSrQ, meanwhile);
       finish_scores(item, tile);
-      weightless.look_at(products.rows_of_s(), is_last(item, tile), warpgroup);
+      look_for_weight(item, tile);
     } else {
-      if constexpr (Treatment::kAmidPv) {
+      if constexpr (kTreatsAmid) {
         multiply_and_treat(tSrQ, item);
         meanwhile();
       } else {
         multiply(tSrQ, meanwhile);
       }
       finish_scores(item, tile);
-      weightless.look_at(products.rows_of_s(), is_last(item, tile), warpgroup);
+      look_for_weight(item, tile);
       finish_pv();
       products.first_pv = GMMA::ScaleOut::One;
     }
@@ -236,7 +291,7 @@ struct ForwardMainloop {
   __device__ __forceinline__ Transition run_transition(const Item& last,
                                                        const Transition& transition) {
     const Item& next = transition.next;
-    for (int i = 0; i < next.skipped_first; ++i) kv.skip_k();
+    for (int i = 0; i < next.skipped_first; ++i) skip_k();
     begin_step();
     wait_for_q(next);
     typename Epilogue::Prepared ready;
@@ -249,7 +304,7 @@ struct ForwardMainloop {
     });
     finish_first_scores(next, transition.next_mask);
     finish_pv();
-    for (int i = 0; i < next.skipped_first; ++i) kv.skip_v();
+    for (int i = 0; i < next.skipped_first; ++i) skip_v();
     store_o(last, ready);
     timer.start();
     make_first_p(next);
@@ -258,49 +313,110 @@ struct ForwardMainloop {
 
   // Computes the item's last PV product and stores O.
   __device__ __forceinline__ void drain(const Item& item, const Transition& transition) {
-    kv.issue_pv(products);
+    issue_pv();
     auto ready = prepare_o(item, transition);
     finish_pv();
     store_o(item, ready);
     for (int i = 0; i < item.skipped_last; ++i) {
-      kv.skip_k();
-      kv.skip_v();
+      skip_k();
+      skip_v();
     }
   }
 
   // Steps 1 to 4; then calls meanwhile() while the products run, and waits for S.
   template <class Q, class Meanwhile>
   __device__ __forceinline__ void multiply(const Q& tSrQ, const Meanwhile& meanwhile) {
-    kv.issue_qk(products, tSrQ);
-    kv.issue_pv(products);
-    kv.order.arrive();
+    issue_qk(tSrQ);
+    issue_pv();
+    order_barrier_arrive();
     meanwhile();
-    products.template wait_qk<KvConsumer<Traits>::kProductsOfV>();
+    products.template wait_qk<Traits::kSliced ? Traits::kSlicesV : 1>();
   }
   // The same where the tile before has been left out: there is no P V.
   template <class Q, class Meanwhile>
   __device__ __forceinline__ void multiply_qk(const Q& tSrQ, const Meanwhile& meanwhile) {
-    kv.issue_qk(products, tSrQ);
-    kv.order.arrive();
-    kv.skip_v();
+    issue_qk(tSrQ);
+    order_barrier_arrive();
+    skip_v();
     meanwhile();
     products.template wait_qk<0>();
   }
-  // The same, with S treated between the steps of P V.
+  // The last slice of K stays until S is complete; so do those of V for O.
+  template <class Q>
+  __device__ __forceinline__ void issue_qk(const Q& tSrQ) {
+    if constexpr (Traits::kSliced) {
+      products.issue_qk_slice(tSrQ, 0, slices.wait());
+#pragma unroll 1
+      for (int slice = 1; slice < slices.num_k; ++slice) {
+        products.issue_qk_slice(tSrQ, slice, slices.wait());
+        warpgroup_wait<1>();
+        slices.release_one();
+      }
+    } else {
+      wait_for_qk();
+      products.issue_qk(tSrQ, k_read.index());
+    }
+  }
+  __device__ __forceinline__ void issue_pv() {
+    if constexpr (Traits::kSliced) {
+      CUTE_UNROLL
+      for (int slice = 0; slice < Traits::kSlicesV; ++slice) {
+        products.issue_pv_slice(slice, slices.wait());
+      }
+    } else {
+      smem.barriers.v_full[v_read.index()].wait(v_read.phase());
+      products.issue_pv(v_read.index());
+    }
+  }
+  __device__ __forceinline__ void release_k() {
+    if constexpr (Traits::kSliced) {
+      slices.release_one();
+    } else {
+      release(smem.barriers.k_empty[k_read.index()]);
+      k_read.advance();
+    }
+  }
+  __device__ __forceinline__ void release_v() {
+    if constexpr (Traits::kSliced) {
+      CUTE_UNROLL
+      for (int slice = 0; slice < Traits::kSlicesV; ++slice) slices.release_one();
+    } else {
+      release(smem.barriers.v_empty[v_read.index()]);
+      v_read.advance();
+    }
+  }
+  // The same, with the soft cap and the bias of S between the steps of P V. Behind it they would
+  // lengthen the loop: a warp that issues P V is held until the tensor core has come to its end.
   template <class Q>
   __device__ __forceinline__ void multiply_and_treat(const Q& tSrQ, const Item& item) {
-    kv.issue_qk(products, tSrQ);
-    kv.wait_for_v();
-    auto transform = treatment.issue_pv_amid(products, kv.v_read.index(), segment(item).logits);
-    kv.order.arrive();
-    // Takes too long to hold the other warpgroups in the order barrier.
-    treatment.finish_amid_pv(transform, products.rows_of_s());
+    wait_for_qk();
+    products.issue_qk(tSrQ, k_read.index());
+    smem.barriers.v_full[v_read.index()].wait(v_read.phase());
+    Tensor rows_of_s = products.rows_of_s();
+    LogitsTransform<Traits::kVariant.logits> transform;
+    products.template issue_pv_amid<kStepsAhead>(
+        v_read.index(), [&] { transform.begin(rows_of_s, segment(item).logits); },
+        [&](ColumnSpan span) {
+          if (!transform.small) return;
+          transform.finish(rows_of_s, span);
+          bias.add_to(rows_of_s, span);
+        });
+    order_barrier_arrive();
+    // Large logits take long, too long to hold the other warpgroups in the order barrier.
+    if (!transform.small) {
+      transform.finish_large(rows_of_s);
+      bias.add_to(rows_of_s, {0, size<1>(rows_of_s)});
+    }
+  }
+  __device__ __forceinline__ void wait_for_qk() const {
+    smem.barriers.k_full[k_read.index()].wait(k_read.phase());
+    order_barrier_wait();
   }
 
   // S is complete: releases K(t), and Q after the item's last tile.
   __device__ __forceinline__ void finish_scores(const Item& item, int tile) {
     accept_scores(item, tile);
-    if constexpr (!Treatment::kAmidPv) treatment.apply(products.rows_of_s(), segment(item).logits);
+    if constexpr (!kTreatsAmid) treat_scores(item);
     if constexpr (Traits::kHasMaskBits) {
       if (!kept.tile.is_whole()) kept.mask.apply(products.rows_of_s());
     } else if (item.own.needs_mask(tile)) {
@@ -311,34 +427,56 @@ struct ForwardMainloop {
   __device__ __forceinline__ void finish_first_scores(const Item& item, const TileMask& mask) {
     int tile = first_tile(item);
     accept_scores(item, tile);
-    treatment.apply_to_first(coordinates(item, tile), products.rows_of_s(), segment(item).logits);
+    transform_all(item);
+    bias.add_to_first(coordinates(item, tile), products.rows_of_s());
     if constexpr (Traits::kHasMaskBits) {
       if (!kept.tile.is_whole()) kept.mask.apply(products.rows_of_s());
     } else if (item.own.needs_mask(tile)) {
       mask.apply(products.rows_of_s());
     }
     weightless.begin(coordinates(item, tile), products.rows_of_s());
-    softmax.begin(products.rows_of_s(), treatment.bias.shift(tile));
+    softmax.begin(products.rows_of_s(), bias.shift(tile));
     products.first_pv = GMMA::ScaleOut::Zero;
   }
+  // All scores of a tile, where that was not done amid P V.
+  __device__ __forceinline__ void treat_scores(const Item& item) {
+    transform_all(item);
+    Tensor rows_of_s = products.rows_of_s();
+    bias.add_to(rows_of_s, {0, size<1>(rows_of_s)});
+  }
+  __device__ __forceinline__ void transform_all(const Item& item) {
+    Tensor rows_of_s = products.rows_of_s();
+    LogitsTransform<Traits::kVariant.logits> transform;
+    transform.begin(rows_of_s, segment(item).logits);
+    if (transform.small) {
+      transform.finish(rows_of_s, {0, size<1>(rows_of_s)});
+    } else {
+      transform.finish_large(rows_of_s);
+    }
+  }
   __device__ __forceinline__ void accept_scores(const Item& item, int tile) {
-    kv.release_k();
+    release_k();
     if (is_last(item, tile)) release(smem.barriers.q_empty[q_read.index()]);
-    treatment.factors.apply(products.rows_of_s());
+    factors.apply(products.rows_of_s());
+  }
+
+  // An item's last tile is computed: the transition to the next item has its P V.
+  __device__ __forceinline__ void look_for_weight(const Item& item, int tile) {
+    weightless.look_at(products.rows_of_s(), is_last(item, tile), warpgroup);
   }
 
   __device__ __forceinline__ void finish_pv() {
     products.wait_pv();
-    kv.release_v();
+    release_v();
   }
 
   __device__ __forceinline__ void make_p(const Item& item, int tile) {
     auto rows_of_o = products.rows_of_o();
-    softmax.update(products.rows_of_s(), treatment.bias.shift(tile), products.tOrP, rows_of_o,
+    softmax.update(products.rows_of_s(), bias.shift(tile), products.tOrP, rows_of_o,
                    segment(item).logits.scale_log2, segment(item).max_sum);
   }
   __device__ __forceinline__ void make_first_p(const Item& item) {
-    softmax.make_first(products.rows_of_s(), treatment.bias.shift(first_tile(item)), products.tOrP,
+    softmax.make_first(products.rows_of_s(), bias.shift(first_tile(item)), products.tOrP,
                        segment(item).logits.scale_log2);
   }
 
@@ -353,7 +491,9 @@ struct ForwardMainloop {
     return {segment(item), smem.items[item.slot], warp_row(), tile};
   }
   __device__ __forceinline__ void start_scores(const Item& item) {
-    treatment = Treatment::of(coordinates(item, item.own.begin), smem);
+    Coordinates of_item = coordinates(item, item.own.begin);
+    bias = ScoreBias<Traits>::of(of_item);
+    factors = ScoreFactors<Traits>::of(of_item, smem);
   }
   __device__ __forceinline__ TileMask first_mask(const Item& item) const {
     int tile = item.own.end - 1;
@@ -366,7 +506,7 @@ struct ForwardMainloop {
   }
   __device__ __forceinline__ typename Epilogue::Prepared prepare_o(
       const Item& item, const Transition& transition) const {
-    return epilogue(item).prepare(softmax, treatment.bias, coordinates(item, item.own.begin),
+    return epilogue(item).prepare(softmax, bias, coordinates(item, item.own.begin),
                                   transition.target);
   }
   __device__ __forceinline__ void store_o(const Item& item,
@@ -388,12 +528,58 @@ struct ForwardMainloop {
     q_read.advance();
 #pragma unroll 1
     for (int tile = item.own.begin; tile < item.own.end; ++tile) {
-      kv.skip_k();
-      kv.skip_v();
+      skip_k();
+      skip_v();
     }
     order_memory_accesses();
     smem.barriers.item_empty[item.slot].arrive();
-    return items.wait(item.next_slot());
+    return read_item(item.next_slot());
+  }
+
+  // A skipped tile belongs to other warpgroups: this one only passes the order barrier and releases
+  // the buffers.
+  __device__ __forceinline__ void skip_k() {
+    wait_for_qk();
+    order_barrier_arrive();
+    release(smem.barriers.k_empty[k_read.index()]);
+    k_read.advance();
+  }
+  __device__ __forceinline__ void skip_v() {
+    smem.barriers.v_full[v_read.index()].wait(v_read.phase());
+    __syncwarp();  // no lane may still wait for this phase when the buffer is filled again
+    release(smem.barriers.v_empty[v_read.index()]);
+    v_read.advance();
+  }
+
+  // The order barrier lets one warpgroup at a time issue its products: 0, 1, ... and 0 again. At
+  // the start the last warpgroup arrives for warpgroup 0. Where tiles arrive in slices, the
+  // warpgroups use each slice at about the same time, without an order.
+  __device__ __forceinline__ void order_barrier_init() const {
+    if (warpgroup == Traits::kConsumers - 1) order_barrier_arrive();
+  }
+  __device__ __forceinline__ void order_barrier_wait() const {
+    if constexpr (Traits::kSliced) return;
+    cutlass::arch::NamedBarrier::sync(2 * kWarpgroupThreads, NamedBarriers::kOrder + warpgroup);
+  }
+  __device__ __forceinline__ void order_barrier_arrive() const {
+    if constexpr (Traits::kSliced) return;
+    int next = warpgroup + 1 == Traits::kConsumers ? 0 : warpgroup + 1;
+    cutlass::arch::NamedBarrier::arrive(2 * kWarpgroupThreads, NamedBarriers::kOrder + next);
+  }
+
+  // What Q needs between its arrival and its products. Each warpgroup treats its rows, in place.
+  __device__ __forceinline__ void prologue_q(const float& factor, int stage) const {
+    // NOTE: sm_scale <= 0 is applied through Q's sign (LogitsParams).
+    if (factor == 1.0f) return;
+    using Element = typename Traits::ElementQ;
+    Tensor sQ = make_tensor(make_smem_ptr(smem.q), typename Traits::LayoutQ{});
+    for (int i = thread; i < kWarpgroupRows * Traits::kHeadQk; i += kWarpgroupThreads) {
+      Element& q = sQ(warpgroup * kWarpgroupRows + i / Traits::kHeadQk, i % Traits::kHeadQk, stage);
+      q = static_cast<Element>(static_cast<float>(q) * factor);
+    }
+    order_memory_accesses();
+    cutlass::arch::fence_view_async_shared();
+    cutlass::arch::NamedBarrier::sync(kWarpgroupThreads, NamedBarriers::kWarpgroup + warpgroup);
   }
 };
 

@@ -43,21 +43,6 @@ struct ForwardProducts {
     return MmaQk{}.get_slice(thread).partition_fragment_A(sQ)(_, _, _, stage);
   }
 
-  // What Q needs between its arrival and its products. Each warpgroup treats its rows, in place.
-  __device__ __forceinline__ void multiply_q(const float& factor, int stage) const {
-    // NOTE: sm_scale <= 0 is applied through Q's sign (LogitsParams).
-    if (factor == 1.0f) return;
-    using Element = typename Traits::ElementQ;
-    Tensor sQ = make_tensor(make_smem_ptr(smem.q), typename Traits::LayoutQ{});
-    for (int i = thread; i < kWarpgroupRows * Traits::kHeadQk; i += kWarpgroupThreads) {
-      Element& q = sQ(warpgroup * kWarpgroupRows + i / Traits::kHeadQk, i % Traits::kHeadQk, stage);
-      q = static_cast<Element>(static_cast<float>(q) * factor);
-    }
-    order_memory_accesses();
-    cutlass::arch::fence_view_async_shared();
-    cutlass::arch::NamedBarrier::sync(kWarpgroupThreads, NamedBarriers::kWarpgroup + warpgroup);
-  }
-
   // S = Q K^T
   template <class Q>
   __device__ __forceinline__ void issue_qk(const Q& tSrQ, int k_stage) {
