@@ -101,7 +101,7 @@ SHORT = (1, 2, 0, 1, 1, 2), (700, 131, 40, 0, 4111, 16)  # tokens and keys
 @pytest.mark.parametrize("head_dim", [8, 64, 120, 128])
 def test_short_tiles_over_16_bits(fa3, head_dim, page_size, dtype):
     """Odd and empty requests, long ones that are split, pages of every kind."""
-    case = Case("short", *SHORT, 16, 2, head_dim, page_size=page_size, dtype=dtype)
+    case = Case("short", *SHORT, 8, 2, head_dim, page_size=page_size, dtype=dtype)
     wrapper, inputs = planned(case, fa3)
     assert "_decode" in wrapper.variant
     runner.compare(inputs, *runner.run(wrapper, inputs)).check()
