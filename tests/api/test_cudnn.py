@@ -486,24 +486,19 @@ def test_lse_inside_out(backend):
 @pytest.mark.parametrize("name", ["q", "k_cache", "v_cache"])
 def test_outputs_on_inputs(name):
     """Also where results are put in place after the kernels have read all of them."""
-    inputs = build(make_case())
-    given = arguments(inputs, units="tokens")
-    out_shape = (*inputs.q.shape[:2], inputs.case.dim_vo)
-    memory = torch.zeros(max(math.prod(out_shape), given[name].numel()), dtype=torch.bfloat16)
-    on_it = memory[: given[name].numel()].view(given[name].shape)
-    given[name] = on_it.copy_(given[name])
-    before = memory.view(torch.int16).clone()
-    lse_shape = (inputs.case.batch_size, max(inputs.case.qo_lens), inputs.case.num_qo_heads)
-    lse = memory.view(torch.float32)[: math.prod(lse_shape)].view(lse_shape)
+    given = arguments(inputs := build(make_case()), units="tokens")
+    memory = torch.zeros(1 << 17, dtype=torch.bfloat16)
+    given[name] = memory[: given[name].numel()].view(given[name].shape).copy_(given[name])
+    before = memory.clone()
+    lse = memory.view(torch.float32)[: 4 * 70 * 6].view(4, 70, 6)
     with pytest.raises(ValueError, match=f"lse shares memory with {name}"):
         call(**given, lse=lse, backend="cpu")
     if name != "q":  # which out may lie on
-        out = memory[: math.prod(out_shape)].view(out_shape)
-        # Requests in another order.
-        given["batch_offsets_o"] = cumulated(inputs.case.qo_lens[::-1])[:-1].flip(0)
+        out = memory[: inputs.q.numel()].view(inputs.q.shape)
+        reverse = {"batch_offsets_o": cumulated(inputs.case.qo_lens[::-1])[:-1].flip(0)}
         with pytest.raises(ValueError, match=f"out shares memory with {name}"):
-            call(**given, out=out, backend="cpu")
-    assert torch.equal(memory.view(torch.int16), before)
+            call(**(given | reverse), out=out, backend="cpu")
+    assert torch.equal(*(t.view(torch.int16) for t in (memory, before)))
 
 
 def frontend(backend_version):
