@@ -80,8 +80,8 @@ ALLOWED_SPILLS = [
         _OUTSIDE + "; plain custom reloads two words a tile",
     ),
     AllowedSpill({"family": "sm80", "head_dim": "256", "tile_class": "decode"}, 48, _OUTSIDE),
-    AllowedSpill({"family": "sm80", "arrival": "transformed"}, 900, _IN_BRANCHES),
-    AllowedSpill({"family": "sm80", "segments": "two", "mask": "bounds"}, 360, _OF_BOTH),
+    AllowedSpill({"family": "sm80", "arrival": "transformed"}, 904, _IN_BRANCHES),
+    AllowedSpill({"family": "sm80", "segments": "two", "mask": "bounds"}, 364, _OF_BOTH),
     AllowedSpill({"family": "sm80", "segments": "two", "mask": "custom"}, 690, _OF_BOTH),
     AllowedSpill({"family": "sm90", "head_dim": "64"}, 32, _IN_GATHER),
     AllowedSpill(
