@@ -10,15 +10,21 @@ namespace {
 
 constexpr std::int32_t kMaxBuckets = 4096;
 
-// The heads [head_begin, head_end) of one request.
-struct HeadGroup {
-  std::int32_t request = 0;
+// The units [first_unit, end_unit) for the heads [head_begin, head_end).
+struct UnitGroup {
+  std::int32_t first_unit = 0;
+  std::int32_t end_unit = 0;
   std::int32_t head_begin = 0;
   std::int32_t head_end = 0;
+
+  std::int64_t num_items() const {
+    return std::int64_t{end_unit - first_unit} * (head_end - head_begin);
+  }
 };
 
 struct Section {
-  std::vector<HeadGroup> groups;
+  std::vector<UnitGroup> groups;
+  std::int64_t num_items = 0;
   std::int64_t kv_bytes = 0;
   std::int64_t cost = 0;
   std::int32_t longest = 0;
@@ -27,15 +33,27 @@ struct Section {
   bool fills(std::int64_t cta_slots) const {
     return !groups.empty() && cost >= cta_slots * longest;
   }
+  bool costs_are_equal() const { return cost == num_items * longest; }
 
-  void add(HeadGroup group, const RequestWork& request) {
-    const std::int64_t heads = group.head_end - group.head_begin;
-    // 2^60 bytes exceed any L2: that pages may be shared, more often than int64 can count, is no
-    // matter.
-    kv_bytes = std::min(kv_bytes + heads * request.reused_kv_bytes, std::int64_t{1} << 60);
+  // So many heads of one request, from `head` on.
+  void add(const RequestWork& request, std::int32_t head, std::int32_t heads) {
+    append({.first_unit = request.first_unit,
+            .end_unit = request.first_unit + request.num_units,
+            .head_begin = head,
+            .head_end = head + heads});
+    kv_bytes = std::min(kv_bytes + heads * request.reused_kv_bytes, kMostReusedBytes);
     cost += heads * request.cost;
     longest = std::max(longest, request.longest);
-    if (!groups.empty() && groups.back().request == group.request &&
+  }
+  void add(const Section& other) {
+    for (const UnitGroup& group : other.groups) append(group);
+    kv_bytes = std::min(kv_bytes + other.kv_bytes, kMostReusedBytes);
+    cost += other.cost;
+    longest = std::max(longest, other.longest);
+  }
+  void append(const UnitGroup& group) {
+    num_items += group.num_items();
+    if (!groups.empty() && groups.back().first_unit == group.first_unit &&
         groups.back().head_end == group.head_begin) {
       groups.back().head_end = group.head_end;
     } else {
@@ -46,12 +64,16 @@ struct Section {
 
 Section everything(const WorkList& work) {
   Section section;
-  section.groups.reserve(work.requests.size());
-  for (std::size_t r = 0; r < work.requests.size(); ++r) {
-    const RequestWork& request = work.requests[r];
-    if (request.num_units == 0) continue;
-    section.add({static_cast<std::int32_t>(r), 0, request.num_kv_heads}, request);
+  for (int s = 0; s < work.segments.size(); ++s) {
+    const SegmentWork& segment = work.segments[s];
+    section.append({.first_unit = segment.first_unit,
+                    .end_unit = segment.first_unit + segment.num_units,
+                    .head_begin = 0,
+                    .head_end = segment.num_kv_heads});
   }
+  section.kv_bytes = work.reused_kv_bytes;
+  section.cost = work.cost;
+  section.longest = work.longest;
   return section;
 }
 
@@ -89,8 +111,10 @@ std::vector<Section> sections(const WorkList& work, const OrderProblem& problem)
   }
 
   std::vector<std::int32_t> longest_first;
-  longest_first.reserve(whole.groups.size());
-  for (const HeadGroup& group : whole.groups) longest_first.push_back(group.request);
+  longest_first.reserve(work.requests.size());
+  for (std::size_t r = 0; r < work.requests.size(); ++r) {
+    if (work.requests[r].num_units > 0) longest_first.push_back(static_cast<std::int32_t>(r));
+  }
   std::stable_sort(longest_first.begin(), longest_first.end(), [&](auto a, auto b) {
     return work.requests[a].longest > work.requests[b].longest;
   });
@@ -108,7 +132,7 @@ std::vector<Section> sections(const WorkList& work, const OrderProblem& problem)
         continue;
       }
       heads = std::clamp<std::int64_t>(heads, 1, left);
-      result.back().add({r, head, static_cast<std::int32_t>(head + heads)}, request);
+      result.back().add(request, head, static_cast<std::int32_t>(heads));
       head += static_cast<std::int32_t>(heads);
     }
   }
@@ -121,41 +145,50 @@ std::vector<Section> sections(const WorkList& work, const OrderProblem& problem)
       left += section.cost;
       continue;
     }
-    for (const HeadGroup& group : section.groups) {
-      result[i - 1].add(group, work.requests[group.request]);
-    }
+    result[i - 1].add(section);
     result.erase(result.begin() + static_cast<std::ptrdiff_t>(i));
   }
   return result;
+}
+
+// Calls visit(index, unit, group) for every unit of a section, group by group.
+template <class Visit>
+void for_each_unit(const Section& section, const WorkList& work, Visit&& visit) {
+  for (const UnitGroup& group : section.groups) {
+    for (std::int32_t i = group.first_unit; i < group.end_unit; ++i) visit(i, work.units[i], group);
+  }
+}
+
+OrderedUnit ordered(std::int32_t unit, const UnitGroup& group) {
+  return {unit, static_cast<std::int16_t>(group.head_begin),
+          static_cast<std::int16_t>(group.head_end)};
 }
 
 // Counting sort, stable. Costs share a bucket only beyond kMaxBuckets, and then differ by less than
 // 1/2048 of the longest.
 void append_longest_first(const Section& section, const WorkList& work,
                           std::vector<std::int32_t>& starts, std::vector<OrderedUnit>& order) {
+  if (section.costs_are_equal()) {
+    for_each_unit(section, work, [&](std::int32_t i, const WorkUnit&, const UnitGroup& group) {
+      order.push_back(ordered(i, group));
+    });
+    return;
+  }
   std::int32_t shift = 0;
   while ((section.longest >> shift) >= kMaxBuckets) ++shift;
   const std::int32_t top = section.longest >> shift;
   const auto bucket_of = [&](const WorkUnit& unit) { return top - (unit.cost >> shift); };
-  const auto units_of = [&](const HeadGroup& group) {
-    const RequestWork& request = work.requests[group.request];
-    return std::span(work.units).subspan(request.first_unit, request.num_units);
-  };
 
   starts.assign(top + 2, 0);
-  for (const HeadGroup& group : section.groups) {
-    for (const WorkUnit& unit : units_of(group)) ++starts[bucket_of(unit) + 1];
-  }
+  for_each_unit(section, work, [&](std::int32_t, const WorkUnit& unit, const UnitGroup&) {
+    ++starts[bucket_of(unit) + 1];
+  });
   std::partial_sum(starts.begin(), starts.end(), starts.begin());
   const std::size_t base = order.size();
   order.resize(base + starts.back());
-  for (const HeadGroup& group : section.groups) {
-    for (const WorkUnit& unit : units_of(group)) {
-      order[base + starts[bucket_of(unit)]++] = {
-          static_cast<std::int32_t>(&unit - work.units.data()),
-          static_cast<std::int16_t>(group.head_begin), static_cast<std::int16_t>(group.head_end)};
-    }
-  }
+  for_each_unit(section, work, [&](std::int32_t i, const WorkUnit& unit, const UnitGroup& group) {
+    order[base + starts[bucket_of(unit)]++] = ordered(i, group);
+  });
 }
 
 // One segment's part of the order, as far as it has been merged.
@@ -169,7 +202,7 @@ struct SegmentOrder {
 };
 
 std::int64_t cost_of(const OrderedUnit& ordered, const WorkUnit& unit) {
-  return std::int64_t{ordered.head_end - ordered.head_begin} * unit.cost;
+  return std::int64_t{ordered.heads()} * unit.cost;
 }
 
 // Both segments of a launch, side by side from the first item to the last: memory is busy with a
@@ -217,40 +250,57 @@ class SideBySide {
 // ring of buckets as long as the longest item holds every CTA: constant time each.
 class LeastLoaded {
  public:
-  LeastLoaded(std::int32_t num_ctas, std::int32_t longest) : loads_(num_ctas), next_(num_ctas) {
+  LeastLoaded(std::int32_t num_ctas, std::int32_t longest) : ctas_(num_ctas) {
     while ((longest >> shift_) >= kRing - 1) ++shift_;
-    for (std::int32_t cta = num_ctas - 1; cta >= 0; --cta) push(cta);
+    for (std::int32_t cta = num_ctas - 1; cta >= 0; --cta) push(cta, 0);
   }
 
-  // Adds `cost` to the least loaded CTA and returns it.
-  std::int32_t give(std::int32_t cost) {
-    if (current_ < 0) {
-      while (heads_[now_ & (kRing - 1)] < 0) ++now_;
-      current_ = std::exchange(heads_[now_ & (kRing - 1)], -1);
+  // Adds `cost` to the least loaded CTA and writes it to `out`, `count` times.
+  void give(std::int32_t cost, std::int64_t count, std::int32_t* out) {
+    // NOTE: no members in the loop. Each store to a list might change them, as far as compilers
+    // know, and they would be read again for the next item, which waits for it.
+    Cta* const ctas = ctas_.data();
+    std::int32_t current = current_;
+    for (std::int32_t* const end = out + count; out < end; ++out) {
+      if (current < 0) current = take_least();
+      const std::int32_t cta = current;
+      current = ctas[cta].next;
+      push(cta, ctas[cta].load + cost);
+      *out = cta;
     }
-    const std::int32_t cta = current_;
-    current_ = next_[cta];
-    loads_[cta] += cost;
-    push(cta);
-    return cta;
+    current_ = current;
   }
 
-  std::int64_t makespan() const { return *std::max_element(loads_.begin(), loads_.end()); }
+  std::int64_t makespan() const {
+    std::int64_t most = 0;
+    for (const Cta& cta : ctas_) most = std::max(most, cta.load);
+    return most;
+  }
 
  private:
   static constexpr std::int64_t kRing = 1024;
 
-  void push(std::int32_t cta) {
-    std::int32_t& head = heads_[(loads_[cta] >> shift_) & (kRing - 1)];
-    next_[cta] = head;
+  struct Cta {
+    std::int64_t load = 0;
+    std::int32_t next = -1;  // in the list of its bucket
+  };
+
+  void push(std::int32_t cta, std::int64_t load) {
+    std::int32_t& head = heads_[(load >> shift_) & (kRing - 1)];
+    ctas_[cta] = {.load = load, .next = head};
     head = cta;
+  }
+
+  // The list of the CTAs with the least load.
+  std::int32_t take_least() {
+    while (heads_[now_ & (kRing - 1)] < 0) ++now_;
+    return std::exchange(heads_[now_ & (kRing - 1)], -1);
   }
 
   std::int32_t shift_ = 0;
   std::int64_t now_ = 0;       // no CTA has less load, in steps of 2^shift_
-  std::int32_t current_ = -1;  // the list taken out of bucket now_
-  std::vector<std::int64_t> loads_;
-  std::vector<std::int32_t> next_;
+  std::int32_t current_ = -1;  // what is left of the list that take_least() found last
+  std::vector<Cta> ctas_;
   std::vector<std::int32_t> heads_ = std::vector<std::int32_t>(kRing, -1);
 };
 
@@ -305,33 +355,58 @@ std::int64_t late_cost_of(const WorkList& work, std::int32_t num_ctas) {
   return work.segments.size() < 2 || few ? 0 : work.cost / kPart;
 }
 
+namespace {
+
+// Where all items cost the same, the CTA with the least work is each one's in turn. Of those with
+// equally much, the last one that got an item is first, so that turns change direction.
+Assignment assign_in_turns(const WorkList& work, std::int32_t num_ctas) {
+  const std::int64_t turns = work.num_items / num_ctas;
+  const std::int64_t rest = work.num_items % num_ctas;
+  const bool back = turns % 2 == 1;  // the turn that only `rest` CTAs take
+  Assignment result;
+  result.cta_begin.resize(num_ctas + 1);
+  for (std::int64_t cta = 0; cta <= num_ctas; ++cta) {
+    const std::int64_t more =
+        back ? std::max(cta - (num_ctas - rest), std::int64_t{0}) : std::min(cta, rest);
+    result.cta_begin[cta] = static_cast<std::int32_t>(cta * turns + more);
+  }
+  result.makespan = (turns + (rest > 0)) * work.longest;
+  return result;
+}
+
+}  // namespace
+
 Assignment assign(const WorkList& work, std::span<const OrderedUnit> order,
                   const AssignProblem& problem) {
+  if (work.num_items == 0) {
+    return {.cta_begin = std::vector<std::int32_t>(problem.num_ctas + 1), .cta_of_item = {}};
+  }
+  if (work.costs_are_equal() && problem.late_cost == 0) {
+    return assign_in_turns(work, problem.num_ctas);
+  }
   Assignment result;
-  result.cta_begin.assign(problem.num_ctas + 1, 0);
-  result.position.resize(work.num_items);
-  if (work.num_items == 0) return result;
-
+  result.cta_of_item.resize(work.num_items);
   LeastLoaded ctas(problem.num_ctas, work.longest);
   LateLists late(problem, work.longest);
   std::int64_t early_cost = work.cost - problem.late_cost;
-  std::int32_t* cta_of_item = result.position.data();
-  for_each_item(work, order, [&](const WorkUnit& unit, int) {
-    // A late item takes the slot that is free first, as far as costs tell.
-    std::int32_t cta = ctas.give(unit.cost);
-    if (early_cost <= 0) {
-      cta = problem.num_ctas + late.give(unit.cost);
-      result.cta_begin.resize(cta + 2);
+  std::int32_t num_ctas = problem.num_ctas;
+  std::int32_t* next = result.cta_of_item.data();
+  for_each_run(work, order, [&](std::span<const OrderedUnit> run) {
+    const std::int32_t cost = work.units[run.front().unit].cost;
+    const std::int64_t count = std::ssize(run) * run.front().heads();
+    ctas.give(cost, count, next);
+    for (std::int32_t* const end = next + count; next < end; ++next, early_cost -= cost) {
+      if (early_cost > 0) continue;
+      // A late item takes the slot that is free first, as far as costs tell.
+      *next = problem.num_ctas + late.give(cost);
+      num_ctas = *next + 1;
     }
-    early_cost -= unit.cost;
-    ++result.cta_begin[cta + 1];
-    *cta_of_item++ = cta;
   });
   result.makespan = ctas.makespan();
 
+  result.cta_begin.assign(num_ctas + 1, 0);
+  for (const std::int32_t cta : result.cta_of_item) ++result.cta_begin[cta + 1];
   std::partial_sum(result.cta_begin.begin(), result.cta_begin.end(), result.cta_begin.begin());
-  std::vector<std::int32_t> next(result.cta_begin.begin(), result.cta_begin.end() - 1);
-  for (std::int32_t& place : result.position) place = next[place]++;
   return result;
 }
 

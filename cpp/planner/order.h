@@ -14,6 +14,8 @@ struct OrderedUnit {
   std::int32_t unit = 0;
   std::int16_t head_begin = 0;
   std::int16_t head_end = 0;
+
+  std::int32_t heads() const { return head_end - head_begin; }
 };
 
 struct OrderProblem {
@@ -30,10 +32,10 @@ struct OrderProblem {
 // The units of two segments alternate, each segment's in this order, so that both run out together.
 std::vector<OrderedUnit> order_units(const WorkList& work, const OrderProblem& problem);
 
-// Calls emit(unit, head) for every item in running order. Neighbouring units of one request and one
-// cost are taken head by head, so that items which read the same K/V start together.
+// Calls emit(run) for every run of the order: neighbouring units of one request, one cost and the
+// same heads, which are taken head by head, so that items which read the same K/V start together.
 template <class Emit>
-void for_each_item(const WorkList& work, std::span<const OrderedUnit> order, Emit&& emit) {
+void for_each_run(const WorkList& work, std::span<const OrderedUnit> order, Emit&& emit) {
   for (std::size_t begin = 0; begin < order.size();) {
     const WorkUnit& first = work.units[order[begin].unit];
     std::size_t end = begin + 1;
@@ -44,21 +46,59 @@ void for_each_item(const WorkList& work, std::span<const OrderedUnit> order, Emi
         break;
       }
     }
-    for (int head = order[begin].head_begin; head < order[begin].head_end; ++head) {
-      for (std::size_t i = begin; i < end; ++i) emit(work.units[order[i].unit], head);
-    }
+    emit(order.subspan(begin, end - begin));
     begin = end;
   }
 }
 
-// Which CTA runs what. Item i of the running order goes to place position[i] of the work list.
+// Calls emit(unit, head) for every item in running order.
+template <class Emit>
+void for_each_item(const WorkList& work, std::span<const OrderedUnit> order, Emit&& emit) {
+  for_each_run(work, order, [&](std::span<const OrderedUnit> run) {
+    const auto [first, head_begin, head_end] = run.front();
+    if (run.size() == 1) {  // most runs of a decode batch: no look at the unit for every head
+      const WorkUnit unit = work.units[first];
+      for (int head = head_begin; head < head_end; ++head) emit(unit, head);
+      return;
+    }
+    for (int head = head_begin; head < head_end; ++head) {
+      for (const OrderedUnit& ordered : run) emit(work.units[ordered.unit], head);
+    }
+  });
+}
+
+// Which CTA runs what. A CTA's items are one behind the other in the work list, in running order.
 struct Assignment {
   std::vector<std::int32_t> cta_begin;  // [number of CTAs + 1]
-  std::vector<std::int32_t> position;   // [num_items]
-  std::int64_t makespan = 0;            // cost of the busiest CTA
+  // [num_items], in running order. Empty: CTAs take items in turns, forth and back.
+  std::vector<std::int32_t> cta_of_item;
+  std::int64_t makespan = 0;  // cost of the busiest CTA
 
   bool present() const { return !cta_begin.empty(); }
   std::int32_t num_ctas() const { return static_cast<std::int32_t>(cta_begin.size()) - 1; }
+};
+
+// CTAs in turns: from the first to the last, back to the first, and so on.
+class ForthAndBack {
+ public:
+  explicit ForthAndBack(std::int32_t num_ctas) : num_ctas_(num_ctas), left_(num_ctas) {}
+
+  std::int32_t next() {
+    const std::int32_t cta = cta_;
+    if (--left_ > 0) {
+      cta_ += step_;
+    } else {
+      left_ = num_ctas_;
+      step_ = -step_;
+    }
+    return cta;
+  }
+
+ private:
+  std::int32_t num_ctas_;
+  std::int32_t left_;  // of this direction
+  std::int32_t cta_ = 0;
+  std::int32_t step_ = 1;
 };
 
 // How the items of a persistent schedule reach CTAs.

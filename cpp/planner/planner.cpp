@@ -111,6 +111,7 @@ void Planner::count_classes(const SegmentProblem& problem, Segment& segment) con
 
 void Planner::split(const Problem& problem, CtaSlots slots, const SegmentKernels& kernels) {
   std::vector<SegmentPlan> plans;
+  std::int64_t num_tiles[kMaxSegments] = {};
   std::int64_t items = 0;
   for (int s = 0; s < segments_.size(); ++s) {
     const Segment& segment = segments_[s];
@@ -121,9 +122,9 @@ void Planner::split(const Problem& problem, CtaSlots slots, const SegmentKernels
          .tile = segment.tile,
          .cost = item_cost(kernels[s]->traits, segment.tile.keys)});
     // Before anything is added up: with 2^31 items at most, no cost below comes near 2^63.
-    const std::int64_t tiles = count_query_tiles(plans[s]);
-    items += tiles * segment.num_kv_heads;
-    check_item_count(problem.segments[s], tiles, items);
+    num_tiles[s] = count_query_tiles(plans[s]);
+    items += num_tiles[s] * segment.num_kv_heads;
+    check_item_count(problem.segments[s], num_tiles[s], items);
   }
 
   std::vector<QueryTile> tiles[kMaxSegments];
@@ -131,7 +132,7 @@ void Planner::split(const Problem& problem, CtaSlots slots, const SegmentKernels
                         .full_slots = slots.full,
                         .limits = split_limits(problem, plans, slots.all)};
   for (int s = 0; s < segments_.size(); ++s) {
-    tiles[s] = query_tiles(plans[s]);
+    tiles[s] = query_tiles(plans[s], num_tiles[s]);
     std::int32_t longest = 0;
     for (const QueryTile& tile : tiles[s]) longest = std::max(longest, tile.kv_tiles());
     decision.segments.add(
@@ -268,19 +269,37 @@ void Planner::lay_out(Arena& ints, Arena& floats, PlanLayout& layout) const {
   layout.float_bytes = floats.bytes();
 }
 
+namespace {
+
+WorkItem item_of(const WorkUnit& unit, int head) {
+  return {.request = unit.request,
+          .row_begin = unit.row_begin,
+          .kv_head = static_cast<std::int16_t>(head),
+          .chunk = unit.chunk,
+          .partial_row = unit.partial_row_of(head)};
+}
+
+}  // namespace
+
 void Planner::write_items(WorkItem* items) const {
-  const std::int32_t* position = assignment_.present() ? assignment_.position.data() : nullptr;
-  std::int32_t index = 0;
+  std::fill(items + work_.num_items, items + item_capacity_, WorkItem{});
+  if (!assignment_.present()) {
+    for_each_item(work_, order_,
+                  [&](const WorkUnit& unit, int head) { *items++ = item_of(unit, head); });
+    return;
+  }
+  std::vector<std::int32_t> next(assignment_.cta_begin.begin(), assignment_.cta_begin.end() - 1);
+  if (assignment_.cta_of_item.empty()) {
+    ForthAndBack turns(assignment_.num_ctas());
+    for_each_item(work_, order_, [&](const WorkUnit& unit, int head) {
+      items[next[turns.next()]++] = item_of(unit, head);
+    });
+    return;
+  }
+  const std::int32_t* cta = assignment_.cta_of_item.data();
   for_each_item(work_, order_, [&](const WorkUnit& unit, int head) {
-    items[position != nullptr ? position[index] : index] = {
-        .request = unit.request,
-        .row_begin = unit.row_begin,
-        .kv_head = static_cast<std::int16_t>(head),
-        .chunk = unit.chunk,
-        .partial_row = unit.partial_row_of(head)};
-    ++index;
+    items[next[*cta++]++] = item_of(unit, head);
   });
-  std::fill(items + index, items + item_capacity_, WorkItem{});
 }
 
 void Planner::write_merges(const Segment& segment, const SegmentWork& work,

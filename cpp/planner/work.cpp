@@ -1,6 +1,7 @@
 #include "planner/work.h"
 
 #include <algorithm>
+#include <utility>
 
 namespace preflash {
 
@@ -14,9 +15,16 @@ namespace {
 
 // The first tile behind the diagonal of these rows, where that tells something.
 std::int32_t diagonal_end(const SegmentProblem& problem, MaskBounds bounds, RowSpan rows,
-                          std::int32_t tile_n) {
-  bounds.causal |= problem.mask == Mask::kCustom;
+                          const TileRange& range, std::int32_t tile_n) {
+  if (problem.mask != Mask::kCustom) return range.end;
+  bounds.causal = true;
   return ceil_div(bounds.end_key(rows.last), tile_n);
+}
+
+// Whether two requests are cut alike. Those of a decode batch often are, and then the second one's
+// tiles and units are copies of the first one's: no divisions.
+bool same_lengths(const RequestInfo& a, const RequestInfo& b) {
+  return a.qo_len == b.qo_len && a.kv_len == b.kv_len;
 }
 
 }  // namespace
@@ -26,18 +34,29 @@ std::int64_t count_query_tiles(const SegmentPlan& segment) {
   const std::int32_t group = segment.problem.gqa_ratio();
   std::int64_t total = 0;
   for (const RequestInfo& info : segment.requests) {
-    total += ceil_div(info.qo_len * group, segment.tile.rows);
+    const std::int32_t rows = info.qo_len * group;
+    total += rows > segment.tile.rows ? ceil_div(rows, segment.tile.rows) : rows > 0;
   }
   return total;
 }
 
-std::vector<QueryTile> query_tiles(const SegmentPlan& segment) {
+std::vector<QueryTile> query_tiles(const SegmentPlan& segment, std::int64_t count) {
   const auto& [problem, requests, first_request, tile, cost] = segment;
   const std::int32_t group = problem.gqa_ratio();
-  std::vector<QueryTile> tiles(count_query_tiles(segment));
+  std::vector<QueryTile> tiles(count);
   QueryTile* next = tiles.data();
-  std::int32_t request = first_request;
-  for (const RequestInfo& info : requests) {
+  QueryTile* begin = next;  // of the request's tiles
+  for (std::size_t r = 0; r < requests.size(); ++r) {
+    const RequestInfo& info = requests[r];
+    const std::int32_t request = first_request + static_cast<std::int32_t>(r);
+    const QueryTile* before = std::exchange(begin, next);
+    if (r > 0 && same_lengths(info, requests[r - 1])) {
+      for (; before != begin; ++before, ++next) {
+        *next = *before;
+        next->request = request;
+      }
+      continue;
+    }
     const MaskBounds bounds = bounds_of(problem, info);
     const std::int32_t rows = info.qo_len * group;
     for (std::int32_t row = 0; row < rows; row += tile.rows) {
@@ -46,9 +65,8 @@ std::vector<QueryTile> query_tiles(const SegmentPlan& segment) {
       const TileRange range =
           touched_tiles(bounds, span, {0, info.kv_len}, tile.keys, problem.mask);
       *next++ = {request,     row,       count,
-                 range.begin, range.end, diagonal_end(problem, bounds, span, tile.keys)};
+                 range.begin, range.end, diagonal_end(problem, bounds, span, range, tile.keys)};
     }
-    ++request;
   }
   return tiles;
 }
@@ -57,7 +75,7 @@ namespace {
 
 // Bytes of K and V of one head, if several of the request's query tiles read them.
 std::int64_t reused_kv_bytes(const SegmentProblem& problem, const RequestInfo& info,
-                             std::int32_t num_tiles) {
+                             std::ptrdiff_t num_tiles) {
   if (num_tiles < 2) return 0;
   std::int64_t keys = info.kv_len;
   if (problem.window_left >= 0) {
@@ -69,74 +87,125 @@ std::int64_t reused_kv_bytes(const SegmentProblem& problem, const RequestInfo& i
   return keys * (problem.head_dim_qk + problem.head_dim_vo) * size_of(problem.kv_dtype);
 }
 
-// The tile's request says for how many KV heads.
-void append_chunks(const QueryTile& tile, std::int32_t chunk_tiles, const ItemCost& cost,
-                   WorkList& work, SegmentWork& segment) {
-  const std::int64_t num_heads = work.requests[tile.request].num_kv_heads;
-  const ChunkSpan chunks = chunks_of(tile, chunk_tiles);
-  WorkUnit unit{.request = tile.request,
-                .row_begin = tile.row_begin,
-                .rows = tile.rows,
-                .num_chunks = static_cast<std::int16_t>(chunks.count())};
-  std::int32_t begin = tile.kv_begin;
-  for (std::int32_t c = chunks.first; c <= chunks.last; ++c) {
-    const std::int32_t end = c == chunks.last ? tile.kv_end : (c + 1) * chunk_tiles;
-    unit.kv_tiles = end - begin;
-    unit.chunk = static_cast<std::int16_t>(c);
-    const std::int32_t behind = std::clamp(end - tile.diagonal_end, 0, unit.kv_tiles);
-    unit.cost = cost.of(unit.kv_tiles, unit.partial()) - behind * ItemCost::kBehindDiagonal;
-    if (unit.partial()) {
-      const std::int64_t rows_before = std::int64_t{c - chunks.first} * tile.rows;
-      unit.partial_row = static_cast<std::int32_t>(segment.num_partial_rows + rows_before);
-    }
-    work.units.push_back(unit);
-    begin = end;
-  }
-  if (unit.partial()) {
-    segment.num_partial_rows += num_heads * chunks.count() * tile.rows;
-    segment.num_merges += num_heads;
-  }
-}
+// Appends the units of a segment's requests, one request after the other.
+class Cutter {
+ public:
+  Cutter(const SegmentPlan& segment, std::int32_t chunk_tiles, WorkList& work)
+      : segment_(segment),
+        chunk_tiles_(chunk_tiles),
+        work_(work),
+        sums_(work.segments.add(
+            {.first_unit = num_units(), .num_kv_heads = segment.problem.num_kv_heads})),
+        request_{.num_kv_heads = segment.problem.num_kv_heads} {}
 
-// Adds up the units that were appended since request.first_unit.
-void sum_up(WorkList& work, RequestWork& request) {
-  request.num_units = static_cast<std::int32_t>(work.units.size()) - request.first_unit;
-  std::int64_t kv_tiles = 0;
-  for (const WorkUnit& unit : std::span(work.units).subspan(request.first_unit)) {
-    kv_tiles += unit.kv_tiles;
-    request.cost += unit.cost;
-    request.longest = std::max(request.longest, unit.cost);
+  // tiles: of the request.
+  void cut(const RequestInfo& info, std::span<const QueryTile> tiles) {
+    const SegmentWork before = sums_;
+    request_ = {.first_unit = num_units(), .num_kv_heads = sums_.num_kv_heads};
+    kv_tiles_ = 0;
+    for (const QueryTile& tile : tiles) append_chunks(tile);
+    request_.num_units = num_units() - request_.first_unit;
+    request_.reused_kv_bytes = reused_kv_bytes(segment_.problem, info, std::ssize(tiles));
+    num_merges_ = sums_.num_merges - before.num_merges;
+    num_partial_rows_ = sums_.num_partial_rows - before.num_partial_rows;
+    add_request();
   }
-  work.num_items += std::int64_t{request.num_units} * request.num_kv_heads;
-  work.num_kv_tiles += kv_tiles * request.num_kv_heads;
-  work.cost += request.cost * request.num_kv_heads;
-  work.longest = std::max(work.longest, request.longest);
-}
+
+  // The next request has the lengths of the one before it.
+  void repeat() {
+    for (std::int32_t i = 0; i < request_.num_units; ++i) {
+      WorkUnit unit = work_.units[request_.first_unit + i];
+      ++unit.request;
+      if (unit.partial()) unit.partial_row += static_cast<std::int32_t>(num_partial_rows_);
+      work_.units.push_back(unit);
+    }
+    request_.first_unit += request_.num_units;
+    sums_.num_merges += num_merges_;
+    sums_.num_partial_rows += num_partial_rows_;
+    add_request();
+  }
+
+ private:
+  std::int32_t num_units() const { return static_cast<std::int32_t>(work_.units.size()); }
+
+  void append_chunks(const QueryTile& tile) {
+    const ChunkSpan chunks = chunks_of(tile, chunk_tiles_);
+    WorkUnit unit{.request = tile.request,
+                  .row_begin = tile.row_begin,
+                  .rows = tile.rows,
+                  .num_chunks = static_cast<std::int16_t>(chunks.count())};
+    std::int32_t begin = tile.kv_begin;
+    for (std::int32_t c = chunks.first; c <= chunks.last; ++c) {
+      const std::int32_t end = c == chunks.last ? tile.kv_end : (c + 1) * chunk_tiles_;
+      unit.kv_tiles = end - begin;
+      unit.chunk = static_cast<std::int16_t>(c);
+      const std::int32_t behind = std::clamp(end - tile.diagonal_end, 0, unit.kv_tiles);
+      unit.cost =
+          segment_.cost.of(unit.kv_tiles, unit.partial()) - behind * ItemCost::kBehindDiagonal;
+      if (unit.partial()) {
+        const std::int64_t rows_before = std::int64_t{c - chunks.first} * tile.rows;
+        unit.partial_row = static_cast<std::int32_t>(sums_.num_partial_rows + rows_before);
+      }
+      append(unit);
+      begin = end;
+    }
+    if (unit.partial()) {
+      sums_.num_partial_rows += std::int64_t{sums_.num_kv_heads} * chunks.count() * tile.rows;
+      sums_.num_merges += sums_.num_kv_heads;
+    }
+  }
+
+  void append(const WorkUnit& unit) {
+    kv_tiles_ += unit.kv_tiles;
+    request_.cost += unit.cost;
+    request_.longest = std::max(request_.longest, unit.cost);
+    work_.units.push_back(unit);
+  }
+
+  void add_request() {
+    const std::int64_t heads = request_.num_kv_heads;
+    sums_.num_units += request_.num_units;
+    work_.num_items += heads * request_.num_units;
+    work_.num_kv_tiles += heads * kv_tiles_;
+    work_.cost += heads * request_.cost;
+    work_.longest = std::max(work_.longest, request_.longest);
+    work_.reused_kv_bytes =
+        std::min(work_.reused_kv_bytes + heads * request_.reused_kv_bytes, kMostReusedBytes);
+    work_.requests.push_back(request_);
+  }
+
+  const SegmentPlan& segment_;
+  const std::int32_t chunk_tiles_;
+  WorkList& work_;
+  SegmentWork& sums_;
+
+  // Of the last request.
+  RequestWork request_;
+  std::int64_t kv_tiles_ = 0;  // per head
+  std::int64_t num_merges_ = 0;
+  std::int64_t num_partial_rows_ = 0;
+};
 
 }  // namespace
 
 void cut(const SegmentPlan& segment, std::span<const QueryTile> tiles, std::int32_t chunk_tiles,
          WorkList& work) {
-  SegmentWork& sums =
-      work.segments.add({.first_unit = static_cast<std::int32_t>(work.units.size())});
   work.units.reserve(work.units.size() + tiles.size());
-  work.requests.resize(segment.first_request + segment.requests.size());
-  std::size_t next = 0;
-  std::int32_t r = segment.first_request;
-  for (const RequestInfo& info : segment.requests) {
-    RequestWork& request = work.requests[r];
-    request.num_kv_heads = segment.problem.num_kv_heads;
-    request.first_unit = static_cast<std::int32_t>(work.units.size());
-    const std::size_t first_tile = next;
-    for (; next < tiles.size() && tiles[next].request == r; ++next) {
-      append_chunks(tiles[next], chunk_tiles, segment.cost, work, sums);
+  work.requests.reserve(work.requests.size() + segment.requests.size());
+  Cutter cutter(segment, chunk_tiles, work);
+  std::size_t begin = 0;  // of the request's tiles
+  std::size_t end = 0;
+  for (std::size_t r = 0; r < segment.requests.size(); ++r) {
+    const RequestInfo& info = segment.requests[r];
+    if (r > 0 && same_lengths(info, segment.requests[r - 1])) {
+      cutter.repeat();
+      begin = std::exchange(end, end + (end - begin));
+      continue;
     }
-    const auto num_tiles = static_cast<std::int32_t>(next - first_tile);
-    request.reused_kv_bytes = reused_kv_bytes(segment.problem, info, num_tiles);
-    sum_up(work, request);
-    ++r;
+    const std::int32_t request = segment.first_request + static_cast<std::int32_t>(r);
+    for (begin = end; end < tiles.size() && tiles[end].request == request;) ++end;
+    cutter.cut(info, tiles.subspan(begin, end - begin));
   }
-  sums.num_units = static_cast<std::int32_t>(work.units.size()) - sums.first_unit;
 }
 
 }  // namespace preflash

@@ -97,9 +97,14 @@ struct RequestWork {
 struct SegmentWork {
   std::int32_t first_unit = 0;
   std::int32_t num_units = 0;
+  std::int32_t num_kv_heads = 1;
   std::int64_t num_merges = 0;
   std::int64_t num_partial_rows = 0;
 };
+
+// 2^60 bytes exceed any L2: that pages may be shared, more often than int64 can count, is no
+// matter.
+inline constexpr std::int64_t kMostReusedBytes = std::int64_t{1} << 60;
 
 // Units of a request are consecutive, by query tile and then by chunk.
 struct WorkList {
@@ -107,9 +112,12 @@ struct WorkList {
   std::vector<RequestWork> requests;
   PerSegment<SegmentWork> segments;
   std::int64_t num_items = 0;
-  std::int64_t num_kv_tiles = 0;  // over all items
-  std::int64_t cost = 0;          // over all items
+  std::int64_t num_kv_tiles = 0;     // over all items
+  std::int64_t cost = 0;             // over all items
+  std::int64_t reused_kv_bytes = 0;  // over all requests and heads, at most kMostReusedBytes
   std::int32_t longest = 0;
+
+  bool costs_are_equal() const { return cost == num_items * longest; }
 };
 
 // Rows and keys of one tile. `rows` is rows_per_tile(), which may be less than the kernel's tile m.
@@ -127,9 +135,9 @@ struct SegmentPlan {
   ItemCost cost;
 };
 
-// Of one KV head. The first says how many the second returns.
+// Of one KV head. The first says how many the second returns, which takes it as `count`.
 std::int64_t count_query_tiles(const SegmentPlan& segment);
-std::vector<QueryTile> query_tiles(const SegmentPlan& segment);
+std::vector<QueryTile> query_tiles(const SegmentPlan& segment, std::int64_t count);
 
 // Cuts every query tile into chunks of chunk_tiles KV tiles and appends the segment to `work`. The
 // caller has seen to it that items, partial rows and chunks can be numbered.
