@@ -57,7 +57,7 @@ void for_each_item(const WorkList& work, std::span<const OrderedUnit> order, Emi
   for_each_run(work, order, [&](std::span<const OrderedUnit> run) {
     const auto [first, head_begin, head_end] = run.front();
     if (run.size() == 1) {  // most runs of a decode batch: no look at the unit for every head
-      const WorkUnit unit = work.units[first];
+      const WorkUnit& unit = work.units[first];
       for (int head = head_begin; head < head_end; ++head) emit(unit, head);
       return;
     }

@@ -161,8 +161,9 @@ void Planner::cut_into_chunks(const Problem& problem, std::span<const SegmentPla
     const Segment& segment = segments_[s];
     for (std::int32_t r = 0; r < segment.num_requests; ++r) {
       RequestInfo& info = requests_[segment.first_request + r];
-      const std::int32_t kv_tiles = ceil_div(std::max(info.kv_len, 1), split.tile_n);
-      info.chunk_keys = (chunk_tiles == kUnsplit ? kv_tiles : chunk_tiles) * split.tile_n;
+      info.chunk_keys = chunk_tiles == kUnsplit
+                            ? ceil_div(std::max(info.kv_len, 1), split.tile_n) * split.tile_n
+                            : chunk_tiles * split.tile_n;
     }
     cut(plans[s], split.tiles, chunk_tiles, work_);
   }

@@ -266,7 +266,8 @@ TileClass choose_tile_class(const SegmentProblem& problem, const FamilyTraits& f
   double work_tall = 0.0;
   for (std::size_t i = 0; i + 1 < problem.qo_indptr.size(); ++i) {
     std::int64_t length = problem.qo_len(i);
-    std::int64_t tiles = ceil_div<std::int64_t>(length * group, wanted.rows);
+    const std::int64_t rows = length * group;
+    const std::int64_t tiles = rows > wanted.rows ? ceil_div(rows, wanted.rows) : rows > 0;
     if (tiles > 1 && (same_bits || wanted.alone)) return TileClass::kPrefill;
     std::int64_t keys = problem.kv_len(i);
     if (problem.window_left >= 0) keys = std::min(keys, problem.window_left + length);

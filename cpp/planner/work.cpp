@@ -1,7 +1,6 @@
 #include "planner/work.h"
 
 #include <algorithm>
-#include <utility>
 
 namespace preflash {
 
@@ -21,10 +20,15 @@ std::int32_t diagonal_end(const SegmentProblem& problem, MaskBounds bounds, RowS
   return ceil_div(bounds.end_key(rows.last), tile_n);
 }
 
-// Whether two requests are cut alike. Those of a decode batch often are, and then the second one's
-// tiles and units are copies of the first one's: no divisions.
-bool same_lengths(const RequestInfo& a, const RequestInfo& b) {
-  return a.qo_len == b.qo_len && a.kv_len == b.kv_len;
+// How many requests, from `first` on, have the same lengths and are therefore cut alike: whole
+// decode batches often are, and need no divisions but those of their first request.
+std::size_t count_alike(std::span<const RequestInfo> requests, std::size_t first) {
+  std::size_t end = first + 1;
+  while (end < requests.size() && requests[end].qo_len == requests[first].qo_len &&
+         requests[end].kv_len == requests[first].kv_len) {
+    ++end;
+  }
+  return end - first;
 }
 
 }  // namespace
@@ -45,28 +49,29 @@ std::vector<QueryTile> query_tiles(const SegmentPlan& segment, std::int64_t coun
   const std::int32_t group = problem.gqa_ratio();
   std::vector<QueryTile> tiles(count);
   QueryTile* next = tiles.data();
-  QueryTile* begin = next;  // of the request's tiles
-  for (std::size_t r = 0; r < requests.size(); ++r) {
+  for (std::size_t r = 0; r < requests.size();) {
     const RequestInfo& info = requests[r];
     const std::int32_t request = first_request + static_cast<std::int32_t>(r);
-    const QueryTile* before = std::exchange(begin, next);
-    if (r > 0 && same_lengths(info, requests[r - 1])) {
-      for (; before != begin; ++before, ++next) {
-        *next = *before;
-        next->request = request;
-      }
-      continue;
-    }
     const MaskBounds bounds = bounds_of(problem, info);
     const std::int32_t rows = info.qo_len * group;
+    const QueryTile* const begin = next;
     for (std::int32_t row = 0; row < rows; row += tile.rows) {
-      const std::int32_t count = std::min(tile.rows, rows - row);
-      const RowSpan span{row / group, (row + count - 1) / group};
+      const std::int32_t height = std::min(tile.rows, rows - row);
+      const RowSpan span{row / group, (row + height - 1) / group};
       const TileRange range =
           touched_tiles(bounds, span, {0, info.kv_len}, tile.keys, problem.mask);
-      *next++ = {request,     row,       count,
+      *next++ = {request,     row,       height,
                  range.begin, range.end, diagonal_end(problem, bounds, span, range, tile.keys)};
     }
+    const QueryTile* const end = next;
+    const auto alike = static_cast<std::int32_t>(count_alike(requests, r));
+    for (std::int32_t i = 1; i < alike; ++i) {
+      for (const QueryTile* one = begin; one < end; ++one, ++next) {
+        *next = *one;
+        next->request = request + i;
+      }
+    }
+    r += alike;
   }
   return tiles;
 }
@@ -108,21 +113,25 @@ class Cutter {
     request_.reused_kv_bytes = reused_kv_bytes(segment_.problem, info, std::ssize(tiles));
     num_merges_ = sums_.num_merges - before.num_merges;
     num_partial_rows_ = sums_.num_partial_rows - before.num_partial_rows;
-    add_request();
+    add_requests(1);
   }
 
-  // The next request has the lengths of the one before it.
-  void repeat() {
-    for (std::int32_t i = 0; i < request_.num_units; ++i) {
-      WorkUnit unit = work_.units[request_.first_unit + i];
-      ++unit.request;
-      if (unit.partial()) unit.partial_row += static_cast<std::int32_t>(num_partial_rows_);
-      work_.units.push_back(unit);
+  // The next requests have the lengths of the last one.
+  void repeat(std::int32_t times) {
+    const std::size_t size = work_.units.size();
+    work_.units.resize(size + std::int64_t{times} * request_.num_units);
+    const WorkUnit* const end = work_.units.data() + size;
+    WorkUnit* next = work_.units.data() + size;
+    for (std::int32_t i = 1; i <= times; ++i) {
+      for (const WorkUnit* unit = end - request_.num_units; unit < end; ++unit, ++next) {
+        *next = *unit;
+        next->request += i;
+        if (unit->partial()) next->partial_row += static_cast<std::int32_t>(i * num_partial_rows_);
+      }
     }
-    request_.first_unit += request_.num_units;
-    sums_.num_merges += num_merges_;
-    sums_.num_partial_rows += num_partial_rows_;
-    add_request();
+    sums_.num_merges += times * num_merges_;
+    sums_.num_partial_rows += times * num_partial_rows_;
+    add_requests(times);
   }
 
  private:
@@ -162,16 +171,20 @@ class Cutter {
     work_.units.push_back(unit);
   }
 
-  void add_request() {
-    const std::int64_t heads = request_.num_kv_heads;
-    sums_.num_units += request_.num_units;
+  // The units of so many requests like request_ were appended.
+  void add_requests(std::int32_t times) {
+    const std::int64_t heads = std::int64_t{times} * request_.num_kv_heads;
+    sums_.num_units += times * request_.num_units;
     work_.num_items += heads * request_.num_units;
     work_.num_kv_tiles += heads * kv_tiles_;
     work_.cost += heads * request_.cost;
     work_.longest = std::max(work_.longest, request_.longest);
-    work_.reused_kv_bytes =
-        std::min(work_.reused_kv_bytes + heads * request_.reused_kv_bytes, kMostReusedBytes);
-    work_.requests.push_back(request_);
+    const std::int64_t reused = request_.num_kv_heads * request_.reused_kv_bytes;
+    for (std::int32_t i = 0; i < times; ++i) {
+      work_.reused_kv_bytes = std::min(work_.reused_kv_bytes + reused, kMostReusedBytes);
+      work_.requests.push_back(request_);
+      request_.first_unit += request_.num_units;
+    }
   }
 
   const SegmentPlan& segment_;
@@ -179,9 +192,8 @@ class Cutter {
   WorkList& work_;
   SegmentWork& sums_;
 
-  // Of the last request.
-  RequestWork request_;
-  std::int64_t kv_tiles_ = 0;  // per head
+  RequestWork request_;        // the last one, but that first_unit is the next one's
+  std::int64_t kv_tiles_ = 0;  // the last request's, per head
   std::int64_t num_merges_ = 0;
   std::int64_t num_partial_rows_ = 0;
 };
@@ -194,17 +206,15 @@ void cut(const SegmentPlan& segment, std::span<const QueryTile> tiles, std::int3
   work.requests.reserve(work.requests.size() + segment.requests.size());
   Cutter cutter(segment, chunk_tiles, work);
   std::size_t begin = 0;  // of the request's tiles
-  std::size_t end = 0;
-  for (std::size_t r = 0; r < segment.requests.size(); ++r) {
-    const RequestInfo& info = segment.requests[r];
-    if (r > 0 && same_lengths(info, segment.requests[r - 1])) {
-      cutter.repeat();
-      begin = std::exchange(end, end + (end - begin));
-      continue;
-    }
+  for (std::size_t r = 0; r < segment.requests.size();) {
     const std::int32_t request = segment.first_request + static_cast<std::int32_t>(r);
-    for (begin = end; end < tiles.size() && tiles[end].request == request;) ++end;
-    cutter.cut(info, tiles.subspan(begin, end - begin));
+    std::size_t end = begin;
+    while (end < tiles.size() && tiles[end].request == request) ++end;
+    cutter.cut(segment.requests[r], tiles.subspan(begin, end - begin));
+    const std::size_t alike = count_alike(segment.requests, r);
+    if (alike > 1) cutter.repeat(static_cast<std::int32_t>(alike) - 1);
+    begin += alike * (end - begin);
+    r += alike;
   }
 }
 
