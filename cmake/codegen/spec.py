@@ -27,6 +27,8 @@ ANY = "any"
 TWO_SEGMENTS = {"segments": "two"}
 SECOND_SEGMENT = {"tile_class": "decode"}
 
+SHORT_TILES = {"tile_class": "decode"}
+
 
 @dataclass(frozen=True)
 class Tile:
@@ -47,6 +49,7 @@ class Variant:
     tile: Tile
     vocabulary: Vocabulary
     second_tile: Tile | None = None  # of the second segment, where it has two
+    most_keys: int = 0  # of its requests on average: batches of longer ones have tall tiles
 
     def __getattr__(self, name: str) -> str | int:
         """The value of an axis, or of a field of struct Variant."""
@@ -200,39 +203,51 @@ def _expand(axes: Mapping[str, Axis], exclusions: Sequence[Exclusion]) -> list[d
     return [row for row in rows if not any(e.match.covers(row) for e in exclusions)]
 
 
+@dataclass(frozen=True)
+class _TileRow:
+    match: Match
+    tile: Tile
+    most_keys: int
+
+
+def _tile_row(row: Mapping[str, object], vocabulary: Vocabulary) -> _TileRow:
+    shape = [field.name for field in fields(Tile)]
+    match = {k: v for k, v in row.items() if k not in (*shape, "most_keys", "why")}
+    where = f"tiles.toml: the row of {match}"
+    missing = [name for name in [*shape, "why"] if not row.get(name)]
+    if missing:
+        raise SpecError(f"{where} lacks {', '.join(missing)}")
+    most_keys = int(row.get("most_keys", 0))
+    if most_keys < 0 or (most_keys > 0 and not SHORT_TILES.items() <= match.items()):
+        raise SpecError(f"{where}: most_keys is a positive number, of short tiles")
+    tile = Tile(**{name: int(row[name]) for name in shape})
+    return _TileRow(match_of(match, vocabulary.axes, where), tile, most_keys)
+
+
 def _with_tiles(
     rows: Sequence[Mapping[str, str]],
     tile_rows: Sequence[Mapping[str, object]],
     vocabulary: Vocabulary,
 ) -> list[Variant]:
-    shape = [field.name for field in fields(Tile)]
-    tiles = []
-    for tile_row in tile_rows:
-        match = {k: v for k, v in tile_row.items() if k not in shape and k != "why"}
-        where = f"tiles.toml: the row of {match}"
-        missing = [name for name in [*shape, "why"] if not tile_row.get(name)]
-        if missing:
-            raise SpecError(f"{where} lacks {', '.join(missing)}")
-        tile = Tile(**{name: int(tile_row[name]) for name in shape})
-        tiles.append((match_of(match, vocabulary.axes, where), tile))
-
+    tiles = [_tile_row(row, vocabulary) for row in tile_rows]
     used = set()
 
-    def tile_of(row: Mapping[str, str]) -> Tile:
-        matching = [i for i, (match, _) in enumerate(tiles) if match.covers(row)]
-        if len(matching) != 1:
-            raise SpecError(f"tiles.toml: {len(matching)} rows match {dict(row)}; one must")
-        used.add(matching[0])
-        return tiles[matching[0]][1]
+    def matching(row: Mapping[str, str]) -> _TileRow:
+        found = [i for i, tile in enumerate(tiles) if tile.match.covers(row)]
+        if len(found) != 1:
+            raise SpecError(f"tiles.toml: {len(found)} rows match {dict(row)}; one must")
+        used.add(found[0])
+        return tiles[found[0]]
 
     variants = []
     for row in rows:
         two = TWO_SEGMENTS.items() <= row.items()
-        second = tile_of({**row, **SECOND_SEGMENT}) if two else None
-        variants.append(Variant(row, tile_of(row), vocabulary, second))
-    for i, (match, _) in enumerate(tiles):
+        second = matching({**row, **SECOND_SEGMENT}).tile if two else None
+        found = matching(row)
+        variants.append(Variant(row, found.tile, vocabulary, second, found.most_keys))
+    for i, tile in enumerate(tiles):
         if i not in used:
-            raise SpecError(f"tiles.toml: the row of {match.axes} matches no variant")
+            raise SpecError(f"tiles.toml: the row of {tile.match.axes} matches no variant")
     return variants
 
 

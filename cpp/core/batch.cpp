@@ -168,6 +168,7 @@ void Batch::describe(SegmentProblem* problem) const {
   problem->last_page_len = last_page_len_;
   problem->mask_indptr = mask_indptr_;
   problem->page_size = page_size_;
+  problem->are_bounds = are_bounds_;
 }
 
 }  // namespace preflash

@@ -8,6 +8,7 @@
 #include <string_view>
 
 #include "planner/message.h"
+#include "registry/matrix.h"
 #include "registry/registry.h"
 
 namespace preflash {
@@ -57,13 +58,25 @@ std::string too_large(const ForwardKernel& kernel, const DeviceFacts& facts) {
          ". What would work: a smaller head_dim";
 }
 
+// A kernel with short tiles, or one with tall tiles where those are faster for so long requests.
+const ForwardKernel* for_lengths(const ForwardKernel* kernel, Family family,
+                                 const SegmentProblem& problem, const DeviceFacts& facts) {
+  const std::int32_t most_keys = most_keys_of(kernel->variant);
+  if (most_keys == 0 || !are_longer(problem, most_keys)) return kernel;
+  const FoundKernel tall =
+      Registry::instance().find(variant_of(problem, family, TileClass::kPrefill));
+  return tall.kernel != nullptr && fits(*tall.kernel, facts) ? tall.kernel : kernel;
+}
+
 // The wanted tile class, or the smaller one where the device's shared memory ends before.
 FoundKernel find_kernel(Family family, const SegmentProblem& problem, const DeviceFacts& facts) {
   TileClass wanted = choose_tile_class(problem, traits_of(family));
   FoundKernel found;
   for (TileClass tile_class : {wanted, TileClass::kDecode}) {
     found = Registry::instance().find(variant_of(problem, family, tile_class));
-    if (found.kernel == nullptr || fits(*found.kernel, facts)) return found;
+    if (found.kernel == nullptr) return found;
+    const ForwardKernel* kernel = for_lengths(found.kernel, family, problem, facts);
+    if (fits(*kernel, facts)) return {.kernel = kernel};
   }
   return {.error = too_large(*found.kernel, facts)};
 }

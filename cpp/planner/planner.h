@@ -40,6 +40,10 @@ void validate(const Problem& problem);
 //   * With graph_max_rows it looks at that maximum alone, so that it is the same for every plan.
 TileClass choose_tile_class(const SegmentProblem& problem, const FamilyTraits& family);
 
+// Whether the segment's requests keep more than `keys` keys on average. Not where another plan of
+// the same launch (graph_max_rows), or the device (are_bounds), may bring other lengths.
+bool are_longer(const SegmentProblem& problem, std::int32_t keys);
+
 struct PlannerOptions {
   Schedule schedule = Schedule::kAuto;
 };

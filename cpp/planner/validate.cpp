@@ -244,6 +244,15 @@ ShortRequests short_requests(const SegmentProblem& problem, const FamilyTraits& 
   return {.rows = family.short_rows};
 }
 
+// The most keys that a request's rows keep.
+std::int64_t kept_keys(const SegmentProblem& problem, std::size_t request) {
+  const std::int64_t length = problem.qo_len(request);
+  std::int64_t keys = problem.kv_len(request);
+  if (problem.window_left >= 0) keys = std::min(keys, problem.window_left + length);
+  if (problem.chunk_size > 0) keys = std::min(keys, problem.chunk_size + length);
+  return keys;
+}
+
 }  // namespace
 
 TileClass choose_tile_class(const SegmentProblem& problem, const FamilyTraits& family) {
@@ -269,12 +278,19 @@ TileClass choose_tile_class(const SegmentProblem& problem, const FamilyTraits& f
     const std::int64_t rows = length * group;
     const std::int64_t tiles = rows > wanted.rows ? ceil_div(rows, wanted.rows) : rows > 0;
     if (tiles > 1 && (same_bits || wanted.alone)) return TileClass::kPrefill;
-    std::int64_t keys = problem.kv_len(i);
-    if (problem.window_left >= 0) keys = std::min(keys, problem.window_left + length);
-    if (problem.chunk_size > 0) keys = std::min(keys, problem.chunk_size + length);
+    const std::int64_t keys = kept_keys(problem, i);
     (tiles > 1 ? work_tall : work_short) += static_cast<double>(tiles * (keys + 1));
   }
   return work_short > work_tall ? TileClass::kDecode : TileClass::kPrefill;
+}
+
+bool are_longer(const SegmentProblem& problem, std::int32_t keys) {
+  if (problem.graph_max_rows > 0 || problem.are_bounds) return false;
+  std::int64_t more = 0;  // keys than that, over all requests; at most 2^30 of 2^30 keys
+  for (std::size_t i = 0; i + 1 < problem.qo_indptr.size(); ++i) {
+    if (problem.qo_len(i) > 0) more += kept_keys(problem, i) - keys;
+  }
+  return more > 0;
 }
 
 }  // namespace preflash

@@ -2,6 +2,7 @@
 // spells a variant. The definitions are generated.
 #pragma once
 
+#include <cstdint>
 #include <span>
 #include <string>
 
@@ -21,6 +22,10 @@ struct Axis {
 
 // Those that decide whether a kernel of the wanted family serves: the tile class does not.
 std::span<const Axis> reported_axes();
+
+// Of a kernel with short tiles: batches whose requests have more keys on average are faster in tall
+// ones, which serve them, too. 0: none are.
+std::int32_t most_keys_of(const Variant& compiled);
 
 // The family and whatever is not the default of its axis, e.g. "sm80_bf16_d128_decode".
 std::string id_of(const Variant& variant);

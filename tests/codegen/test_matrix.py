@@ -350,6 +350,8 @@ BAD_EDITS = [
     ("forward.toml", '["f16", "bf16"', '["f16", "f16", "bf16"', "twice"),
     ("tiles.toml", 'head_dim = "64"', 'head_dim = "128"', "rows match"),
     ("tiles.toml", 'why = "', 'because = "', "because"),
+    ("tiles.toml", "most_keys = ", "most_keys = -", "positive"),
+    ("tiles.toml", "m = 256\n", "m = 256\nmost_keys = 512\n", "short tiles"),
     ("presets.toml", 'q_dtype = "f16", head_dim = "64"', 'head_dim = "65"', "65"),
     (
         "presets.toml",

@@ -92,6 +92,13 @@ def test_decode_batches_take_the_tall_tile(fa3, qo_lens, head_dim, options):
     runner.compare(inputs, *runner.run(wrapper, inputs)).check()
 
 
+@pytest.mark.parametrize(("keys", "name"), [(300, "_decode"), (5000, "")])
+def test_long_requests_of_head_dim_64_take_the_tall_tile(fa3, keys, name):
+    wrapper, inputs = planned(Case("decode", (1,) * 6, (keys,) * 6, 8, 2, 64, page_size=16), fa3)
+    assert wrapper.variant == f"sm90_bf16_d64{name}"
+    runner.compare(inputs, *runner.run(wrapper, inputs)).check()
+
+
 SHORT = (1, 2, 0, 1, 1, 2), (700, 131, 40, 0, 4111, 16)  # tokens and keys
 
 

@@ -1,7 +1,8 @@
 """Which kernels serve decode-like work: short tiles of fa3 are kernels of their own, which rotate
-none and take 16 bits up to head_dim 128."""
+none and take 16 bits up to head_dim 128, at head_dim 64 those of short requests."""
 
 import pytest
+from planned import planner, ragged
 from preflash import _core
 
 DIMS = [(64, 64), (72, 72), (128, 128), (192, 128), (256, 256)]
@@ -34,3 +35,47 @@ def test_rotated_keys_have_tall_tiles(q_dtype, dims):
         found = id_of(q_dtype, kv_dtype, dims, _core.TileClass.decode, POSITION.rope)
         assert found.endswith("_transformed")
         assert "_decode" not in found
+
+
+def limit_of(q_dtype, kv_dtype, dims, **options):
+    wanted = _core.Variant(
+        _core.Family.sm90, q_dtype, kv_dtype, *dims, tile_class=_core.TileClass.decode, **options
+    )
+    return planner.most_keys_of(_core.find_in_matrix(wanted))
+
+
+@pytest.mark.parametrize("dtype", [DTYPE.float16, DTYPE.bfloat16])
+def test_short_tiles_of_head_dim_64_are_for_short_requests(dtype):
+    """A limit in between: those of 300 keys gain much, those of 4096 lose."""
+    for dims in [(8, 8), (40, 40), (64, 64)]:
+        assert 600 < limit_of(dtype, dtype, dims) < 4000
+    for dims in DIMS[1:]:
+        assert limit_of(dtype, dtype, dims) == 0
+    for dims in DIMS:
+        assert limit_of(dtype, DTYPE.float8_e4m3fn, dims) == 0
+    assert limit_of(dtype, dtype, (64, 64), position=POSITION.alibi) == 0  # a tall tile already
+
+
+@pytest.mark.parametrize(
+    ("qo_lens", "kv_lens", "options", "expected"),
+    [
+        ([1] * 8, [2000] * 8, {}, False),
+        ([1] * 8, [2000] * 7 + [2001], {}, True),
+        ([1] * 8, [1999] + [2001] * 7, {}, True),
+        ([1] * 8, [300] * 7 + [14000], {}, True),
+        ([1] * 8, [300] * 7 + [13000], {}, False),
+        ([1] * 7 + [0], [2000] * 7 + [90000], {}, False),
+        ([0] * 8, [4000] * 8, {}, False),
+        ([], [], {}, False),
+        ([1] * 8, [4000] * 8, {"window_left": 1999}, False),
+        ([1] * 8, [4000] * 8, {"window_left": 2000}, True),
+        ([2] * 8, [4000] * 8, {"chunk_size": 1024}, False),
+        ([1] * 8, [4000] * 8, {"graph_max_rows": 8}, False),
+        ([1] * 8, [4000] * 8, {"are_bounds": True}, False),
+    ],
+)
+def test_average_length(qo_lens, kv_lens, options, expected):
+    """Of the keys that requests keep. A captured launch and lengths that only the device knows keep
+    the short tile, whatever this plan's lengths are."""
+    case = ragged(qo_lens, kv_lens, family="sm90", **options)
+    assert planner.are_longer(2000, **case) == expected

@@ -24,6 +24,8 @@ struct SegmentProblem : AttentionOptions {
   std::span<const std::int32_t> last_page_len;  // [batch]; empty: ragged
   std::span<const std::int64_t> mask_indptr;    // [batch + 1], bytes; empty: no custom mask
   std::int32_t page_size = 0;                   // 0: ragged
+  // Whether the lengths are only the longest that there may be: the device knows those of a run.
+  bool are_bounds = false;
 
   bool paged() const { return page_size != 0 || !last_page_len.empty(); }
   std::int64_t qo_len(std::size_t request) const {

@@ -21,6 +21,7 @@
 #include "cpu/merge.h"
 #include "harness/harness.h"
 #include "preflash/params.h"
+#include "registry/matrix.h"
 
 namespace py = pybind11;
 
@@ -108,6 +109,7 @@ void fill_segment(Keywords& given, CaseSegment& out, SegmentProblem& problem) {
   }
   problem.mask = given.take("custom_mask", mask_indptr.has_value()) ? Mask::kCustom : Mask::kBounds;
   problem.page_size = given.take("page_size", 0);
+  problem.are_bounds = given.take("are_bounds", false);
   problem.num_qo_heads = given.take("num_qo_heads", 1);
   problem.num_kv_heads = given.take("num_kv_heads", 1);
   problem.head_dim_qk = given.take("head_dim_qk", 128);
@@ -240,6 +242,12 @@ std::string tile_class(const py::kwargs& kwargs) {
       name_of(choose_tile_class(given.problem.segments[0], given.segments[0].kernel.traits)));
 }
 
+bool longer(std::int32_t keys, const py::kwargs& kwargs) {
+  Case given;
+  fill_case(kwargs, given);
+  return are_longer(given.problem.segments[0], keys);
+}
+
 bool prefers(const py::kwargs& kwargs) {
   Case given;
   fill_case(kwargs, given);
@@ -370,6 +378,8 @@ void bind_planner(py::module_& module) {
   m.def("plan", &plan);
   m.def("time_plan", &time_plan, py::arg("repeats"));
   m.def("tile_class", &tile_class);
+  m.def("are_longer", &longer, py::arg("keys"));
+  m.def("most_keys_of", &most_keys_of, py::arg("compiled"));
   m.def("validate", &check);
   m.def("prefers_staging", &prefers);
   m.def("attend", &attend, py::arg("q"), py::arg("k"), py::arg("v"), py::arg("o"), py::arg("lse"));
