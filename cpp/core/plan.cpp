@@ -62,7 +62,7 @@ std::string too_large(const ForwardKernel& kernel, const DeviceFacts& facts) {
 const ForwardKernel* for_lengths(const ForwardKernel* kernel, Family family,
                                  const SegmentProblem& problem, const DeviceFacts& facts) {
   const std::int32_t most_keys = most_keys_of(kernel->variant);
-  if (most_keys == 0 || !are_longer(problem, most_keys)) return kernel;
+  if (most_keys == 0 || !prefers_tall_tiles(problem, facts, most_keys)) return kernel;
   const FoundKernel tall =
       Registry::instance().find(variant_of(problem, family, TileClass::kPrefill));
   return tall.kernel != nullptr && fits(*tall.kernel, facts) ? tall.kernel : kernel;

@@ -40,9 +40,12 @@ void validate(const Problem& problem);
 //   * With graph_max_rows it looks at that maximum alone, so that it is the same for every plan.
 TileClass choose_tile_class(const SegmentProblem& problem, const FamilyTraits& family);
 
-// Whether the segment's requests keep more than `keys` keys on average. Not where another plan of
-// the same launch (graph_max_rows), or the device (are_bounds), may bring other lengths.
-bool are_longer(const SegmentProblem& problem, std::int32_t keys);
+// Whether a segment that kDecode would serve is faster in tall tiles: its requests keep more than
+// `most_keys` on average, which a kernel's row of tiles.toml says, where a few items for each SM
+// are counted beside those that there are. Not where another plan of the same launch
+// (graph_max_rows), or the device (are_bounds), may bring other lengths.
+bool prefers_tall_tiles(const SegmentProblem& problem, const DeviceFacts& facts,
+                        std::int32_t most_keys);
 
 struct PlannerOptions {
   Schedule schedule = Schedule::kAuto;

@@ -284,13 +284,19 @@ TileClass choose_tile_class(const SegmentProblem& problem, const FamilyTraits& f
   return work_short > work_tall ? TileClass::kDecode : TileClass::kPrefill;
 }
 
-bool are_longer(const SegmentProblem& problem, std::int32_t keys) {
+bool prefers_tall_tiles(const SegmentProblem& problem, const DeviceFacts& facts,
+                        std::int32_t most_keys) {
   if (problem.graph_max_rows > 0 || problem.are_bounds) return false;
-  std::int64_t more = 0;  // keys than that, over all requests; at most 2^30 of 2^30 keys
+  // What short tiles save at the ends of a launch, in items that they save as much with.
+  constexpr std::int32_t kLaunchItemsPerSm = 4;
+  double items = double{kLaunchItemsPerSm} * std::max(facts.num_sms, 1);
+  double keys = 0.0;
   for (std::size_t i = 0; i + 1 < problem.qo_indptr.size(); ++i) {
-    if (problem.qo_len(i) > 0) more += kept_keys(problem, i) - keys;
+    if (problem.qo_len(i) == 0) continue;
+    items += problem.num_kv_heads;
+    keys += static_cast<double>(problem.num_kv_heads * kept_keys(problem, i));
   }
-  return more > 0;
+  return keys > most_keys * items;
 }
 
 }  // namespace preflash

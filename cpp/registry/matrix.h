@@ -24,7 +24,7 @@ struct Axis {
 std::span<const Axis> reported_axes();
 
 // Of a kernel with short tiles: batches whose requests have more keys on average are faster in tall
-// ones, which serve them, too. 0: none are.
+// ones (prefers_tall_tiles()). 0: none are.
 std::int32_t most_keys_of(const Variant& compiled);
 
 // The family and whatever is not the default of its axis, e.g. "sm80_bf16_d128_decode".

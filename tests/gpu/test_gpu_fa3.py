@@ -4,6 +4,7 @@ import dataclasses
 import gc
 import math
 
+import preflash
 import pytest
 import torch
 from backends import backends_and_cases, on_every_backend
@@ -92,11 +93,19 @@ def test_decode_batches_take_the_tall_tile(fa3, qo_lens, head_dim, options):
     runner.compare(inputs, *runner.run(wrapper, inputs)).check()
 
 
-@pytest.mark.parametrize(("keys", "name"), [(300, "_decode"), (5000, "")])
-def test_long_requests_of_head_dim_64_take_the_tall_tile(fa3, keys, name):
-    wrapper, inputs = planned(Case("decode", (1,) * 6, (keys,) * 6, 8, 2, 64, page_size=16), fa3)
+@pytest.mark.parametrize(("batch", "keys", "name"), [(256, 300, "_decode"), (64, 4096, "")])
+def test_short_tiles_of_head_dim_64_are_for_short_requests(fa3, batch, keys, name):
+    workspace = torch.empty(64 << 20, dtype=torch.uint8, device="cuda")
+    wrapper = preflash.BatchPrefillWithPagedKVCacheWrapper(workspace, backend=fa3)
+    indptr = torch.arange(batch + 1, dtype=torch.int32)
+    pages = -(-keys // 16)
+    indices = torch.arange(batch * pages, dtype=torch.int32)
+    last_page_len = torch.full((batch,), keys - (pages - 1) * 16, dtype=torch.int32)
+    wrapper.plan(
+        indptr, indptr * pages, indices, last_page_len,
+        64, 16, 64, 16, causal=True, q_data_type=torch.bfloat16,
+    )  # fmt: skip
     assert wrapper.variant == f"sm90_bf16_d64{name}"
-    runner.compare(inputs, *runner.run(wrapper, inputs)).check()
 
 
 SHORT = (1, 2, 0, 1, 1, 2), (700, 131, 40, 0, 4111, 16)  # tokens and keys

@@ -59,23 +59,40 @@ def test_short_tiles_of_head_dim_64_are_for_short_requests(dtype):
 @pytest.mark.parametrize(
     ("qo_lens", "kv_lens", "options", "expected"),
     [
-        ([1] * 8, [2000] * 8, {}, False),
-        ([1] * 8, [2000] * 7 + [2001], {}, True),
-        ([1] * 8, [1999] + [2001] * 7, {}, True),
-        ([1] * 8, [300] * 7 + [14000], {}, True),
-        ([1] * 8, [300] * 7 + [13000], {}, False),
-        ([1] * 7 + [0], [2000] * 7 + [90000], {}, False),
+        ([1] * 8, [3000] * 8, {}, False),
+        ([1] * 8, [3000] * 7 + [3001], {}, True),
+        ([1] * 8, [2999] + [3001] * 7, {}, True),
+        ([1] * 8, [300] * 7 + [21900], {}, False),
+        ([1] * 8, [300] * 7 + [21901], {}, True),
+        ([1] * 8, [3001] * 8, {"num_sms": 5}, False),
+        ([1] * 16, [2501] * 16, {}, True),
+        ([1] * 8, [4001] * 8, {"num_kv_heads": 1}, False),
+        ([1] * 7 + [0], [3000] * 7 + [90000], {}, False),
         ([0] * 8, [4000] * 8, {}, False),
         ([], [], {}, False),
-        ([1] * 8, [4000] * 8, {"window_left": 1999}, False),
-        ([1] * 8, [4000] * 8, {"window_left": 2000}, True),
+        ([1] * 8, [4000] * 8, {"window_left": 2999}, False),
+        ([1] * 8, [4000] * 8, {"window_left": 3000}, True),
         ([2] * 8, [4000] * 8, {"chunk_size": 1024}, False),
         ([1] * 8, [4000] * 8, {"graph_max_rows": 8}, False),
         ([1] * 8, [4000] * 8, {"are_bounds": True}, False),
     ],
 )
 def test_average_length(qo_lens, kv_lens, options, expected):
-    """Of the keys that requests keep. A captured launch and lengths that only the device knows keep
-    the short tile, whatever this plan's lengths are."""
-    case = ragged(qo_lens, kv_lens, family="sm90", **options)
-    assert planner.are_longer(2000, **case) == expected
+    """Of the keys that 16 items keep, and 16 more for what a launch costs of itself. A captured
+    launch, and one whose lengths only the device knows, keep the short tile, whatever this plan's
+    lengths are."""
+    case = ragged(qo_lens, kv_lens, **{"family": "sm90", "num_sms": 4} | options)
+    assert planner.prefers_tall_tiles(1500, **case) == expected
+
+
+MEASURED = {  # batch, keys: the short tile's time in the tall one's, H100, 64:16 heads of 64
+    (256, 300): 0.69, (128, 1024): 0.93, (64, 2048): 0.98, (16, 4096): 0.98, (1, 8192): 0.94,
+    (64, 4096): 1.02, (32, 8192): 1.04, (16, 16384): 1.05, (4, 32768): 1.04, (2, 32768): 1.02,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("batch", "keys"), MEASURED)
+def test_the_faster_tile_of_head_dim_64(batch, keys):
+    limit = limit_of(DTYPE.bfloat16, DTYPE.bfloat16, (64, 64))
+    case = ragged([1] * batch, [keys] * batch, num_qo_heads=64, num_kv_heads=16, family="sm90")
+    assert planner.prefers_tall_tiles(limit, **case) == (MEASURED[batch, keys] > 1)

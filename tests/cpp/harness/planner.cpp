@@ -242,10 +242,10 @@ std::string tile_class(const py::kwargs& kwargs) {
       name_of(choose_tile_class(given.problem.segments[0], given.segments[0].kernel.traits)));
 }
 
-bool longer(std::int32_t keys, const py::kwargs& kwargs) {
+bool prefers_tall(std::int32_t most_keys, const py::kwargs& kwargs) {
   Case given;
   fill_case(kwargs, given);
-  return are_longer(given.problem.segments[0], keys);
+  return prefers_tall_tiles(given.problem.segments[0], given.facts, most_keys);
 }
 
 bool prefers(const py::kwargs& kwargs) {
@@ -378,7 +378,7 @@ void bind_planner(py::module_& module) {
   m.def("plan", &plan);
   m.def("time_plan", &time_plan, py::arg("repeats"));
   m.def("tile_class", &tile_class);
-  m.def("are_longer", &longer, py::arg("keys"));
+  m.def("prefers_tall_tiles", &prefers_tall, py::arg("most_keys"));
   m.def("most_keys_of", &most_keys_of, py::arg("compiled"));
   m.def("validate", &check);
   m.def("prefers_staging", &prefers);
