@@ -59,7 +59,7 @@ struct KeysValues {
 // A tensor that is as it was.
 std::optional<dlpack::Tensor> same(const Torch& torch, PyObject* tensor, const TensorFacts& facts) {
   std::optional<dlpack::Tensor> read = torch.read(tensor);
-  if (read && !facts.fit(*read)) read.reset();
+  if (read && (!facts.fit(*read) || torch.is_negative(tensor))) read.reset();
   return read;
 }
 

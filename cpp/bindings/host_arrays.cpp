@@ -86,7 +86,7 @@ std::optional<Indices> by_methods(const HostArrays& torch, PyObject* value) {
 std::optional<Indices> elements(const HostArrays& torch, PyObject* value) {
   const std::optional<Indices> found =
       torch.torch->exchange != nullptr ? by_table(*torch.torch, value) : by_methods(torch, value);
-  if (!found || found->data() == nullptr) return {};
+  if (!found || found->data() == nullptr || torch.torch->is_negative(value)) return {};
   const std::int64_t end = integer(torch.storage_offset, value) + std::ssize(*found);
   const Py_ssize_t bytes = PyObject_Size(call(torch.untyped_storage, value).ptr());
   if (bytes < 0) throw py::error_already_set();

@@ -48,7 +48,8 @@ Torch::Torch(const py::object& tensor_type, const py::object& is_tracing,
       is_grad_enabled_(is_grad_enabled),
       forward_ad_(forward_ad),
       requires_grad_(py::str("requires_grad")),
-      current_level_(py::str("_current_level")) {}
+      current_level_(py::str("_current_level")),
+      is_neg_(py::str("is_neg")) {}
 
 std::optional<dlpack::Tensor> Torch::read(PyObject* object) const {
   if (reinterpret_cast<PyObject*>(Py_TYPE(object)) != tensor_type_.ptr()) return {};
@@ -58,6 +59,10 @@ std::optional<dlpack::Tensor> Torch::read(PyObject* object) const {
     return {};
   }
   return tensor;
+}
+
+bool Torch::is_negative(PyObject* tensor) const {
+  return is_true(checked(PyObject_CallMethodNoArgs(tensor, is_neg_.ptr())));
 }
 
 std::optional<void*> Torch::current_stream(const dlpack::Device& device) const {

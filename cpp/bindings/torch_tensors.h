@@ -65,6 +65,8 @@ struct Torch {
   // A plain tensor as it is now; none for all that is not one, subclasses included, and for tensors
   // without memory, without strides or of a dtype that the protocol does not know.
   std::optional<dlpack::Tensor> read(PyObject* object) const;
+  // Whether a tensor means its memory with the other sign, of which the protocol says nothing.
+  bool is_negative(PyObject* tensor) const;
   // The stream that is current on a device; null on the CPU. None where torch does not say.
   std::optional<void*> current_stream(const dlpack::Device& device) const;
   // Whether jit traces, or autograd has a say in these tensors, read or written.
@@ -74,7 +76,7 @@ struct Torch {
 
  private:
   pybind11::object tensor_type_, is_tracing_, is_grad_enabled_, forward_ad_;
-  pybind11::object requires_grad_, current_level_;  // names
+  pybind11::object requires_grad_, current_level_, is_neg_;  // names
 };
 
 // All of a tensor that checks look at, except its address.

@@ -115,6 +115,7 @@ def _index_array(name: str, value: Any, device: torch.device) -> torch.Tensor:
             and value.dim() == 1
             and value.is_cpu
             and value.is_contiguous()
+            and not value.is_neg()
             and value.data_ptr()
             and 4 * (value.storage_offset() + value.numel()) <= len(value.untyped_storage())
         ):

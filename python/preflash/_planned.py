@@ -140,15 +140,15 @@ class PlannedVariant:
         try:
             if type(kv) is not tuple and isinstance(kv, _Tensor):
                 k = v = kv
-                key = (q.shape, q.stride(), q.dtype, q.device,
-                       k.shape, k.stride(), k.dtype, k.device)  # fmt: skip
+                key = (q.shape, q.stride(), q.dtype, q.device, q.is_neg(),
+                       k.shape, k.stride(), k.dtype, k.device, k.is_neg())  # fmt: skip
             else:
                 k, v = kv
-                key = (q.shape, q.stride(), q.dtype, q.device,
-                       k.shape, k.stride(), k.dtype, k.device,
-                       v.shape, v.stride(), v.dtype, v.device)  # fmt: skip
+                key = (q.shape, q.stride(), q.dtype, q.device, q.is_neg(),
+                       k.shape, k.stride(), k.dtype, k.device, k.is_neg(),
+                       v.shape, v.stride(), v.dtype, v.device, v.is_neg())  # fmt: skip
             if out is not None or with_lse:
-                key = (key, out is not None and (out.shape, out.stride(), out.dtype, out.device),
+                key = (key, _tensors.signature(out),
                        with_lse and (lse_layout, _tensors.signature(lse)))  # fmt: skip
             last_key, bound = self._last
             if key != last_key:  # comparing takes half of what hashing does

@@ -28,6 +28,7 @@ _LAUNCHES_KEPT = 64
 _jit_tracing = check.jit_is_tracing
 _grad_enabled = check.is_grad_enabled
 _forward_ad = check.forward_ad
+_signature = _tensors.signature
 
 
 class SegmentRun(NamedTuple):
@@ -271,16 +272,12 @@ def _differentiable(*tensors: torch.Tensor) -> bool:
 
 def key_of_run(run: SegmentRun) -> tuple:
     """Everything that the checks of a segment's tensors look at, except addresses."""
-    q, kv, outputs = run.q, run.kv, run.outputs
-    if isinstance(kv, (tuple, list)):
-        k, v = kv
-        of_kv = (k.shape, k.stride(), k.dtype, k.device, v.shape, v.stride(), v.dtype, v.device)
-    else:
-        of_kv = (kv.shape, kv.stride(), kv.dtype, kv.device)
-    key = (q.shape, q.stride(), q.dtype, q.device, of_kv)
+    kv, outputs = run.kv, run.outputs
+    pair = kv if isinstance(kv, (tuple, list)) else (kv,)
+    key = (_signature(run.q), *map(_signature, pair))
     if outputs is DEFAULT_OUTPUTS:
         return key
-    of_out, of_lse = _tensors.signature(outputs.out), _tensors.signature(outputs.lse)
+    of_out, of_lse = _signature(outputs.out), _signature(outputs.lse)
     return (*key, of_out, of_lse, outputs.return_lse, outputs.lse_layout)
 
 

@@ -22,18 +22,27 @@ def is_tensor(name: str, value: Any) -> torch.Tensor:
 
 @eager
 def tensor(name: str, value: Any) -> torch.Tensor:
-    """A tensor with memory behind all of its elements: an address that may be read."""
+    """A tensor with memory behind all of its elements, which it holds as they are: an address that
+    may be read."""
     if not isinstance(value, Tensor):
         is_tensor(name, value)
+    negative = False
     try:
         # NOTE: a nested tensor has an address and a storage, but neither shape nor strides.
         if not value.is_nested:
             if value.data_ptr() and bytes_reached(value) <= len(value.untyped_storage()):
-                return value
-            if value.numel() == 0:
+                negative = value.is_neg()
+                if not negative:
+                    return value
+            elif value.numel() == 0:
                 return value
     except (RuntimeError, ValueError):
         pass  # what has no address or no strides says so with one of these
+    if negative:
+        raise ValueError(
+            f"{name} is a negative view, whose memory holds the numbers with the other sign; pass "
+            "resolve_neg()"
+        )
     raise _no_memory(name, value)
 
 

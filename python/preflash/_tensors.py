@@ -49,7 +49,7 @@ def signature(value: torch.Tensor | None) -> tuple | None:
     """Everything of a tensor that its checks look at, except its address."""
     if value is None:
         return None
-    return (value.shape, value.stride(), value.dtype, value.device)
+    return (value.shape, value.stride(), value.dtype, value.device, value.is_neg())
 
 
 def effective_strides(value: torch.Tensor) -> tuple[int, ...]:

@@ -1,5 +1,5 @@
-"""Tensors that have no memory, or the same memory twice, are refused by name: kernels get
-addresses."""
+"""Tensors that have no memory, or the same memory twice, or whose memory holds other numbers, are
+refused by name: kernels get addresses."""
 
 import contextlib
 import math
@@ -77,6 +77,7 @@ OTHER_LAYOUTS = {
 }
 BAD = {
     **{name: (*entry, ValueError) for name, entry in WITHOUT_MEMORY.items()},
+    "negative": (torch._neg_view, "negative view", ValueError),
     **{name: (*entry, TypeError) for name, entry in OTHER_LAYOUTS.items()},
 }
 bad_tensors = pytest.mark.parametrize(("spoil", "why", "error"), BAD.values(), ids=BAD)

@@ -124,6 +124,7 @@ CHANGES = {
     "sparse": lambda q: q.to_sparse(),
     "freed": freed,
     "unaligned": unaligned,
+    "negative": torch._neg_view,
     "a list": lambda q: q.tolist(),
     "none": lambda q: None,
 }
