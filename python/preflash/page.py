@@ -291,12 +291,18 @@ def _pools(cache: KvCache, layout: str) -> tuple[torch.Tensor, torch.Tensor]:
 def _check_page_table(
     indices: torch.Tensor, indptr: torch.Tensor, last_page_len: torch.Tensor, page_size: int
 ) -> None:
+    steps = indptr.diff()
+    if indptr.numel() > 0 and (int(indptr[0]) < 0 or bool((steps < 0).any())):
+        raise ValueError(
+            f"kv_indptr goes from {int(indptr[0])} to {int(indptr[-1])} with a smallest step of "
+            f"{int(steps.min()) if steps.numel() else 0}; must rise from 0 or more"
+        )
     if indptr.numel() > 0 and int(indptr[-1]) > indices.numel():
         raise ValueError(
             f"kv_indices has {indices.numel()} elements; kv_indptr[-1] = {int(indptr[-1])} pages "
             "are in use"
         )
-    wrong = (indptr.diff() > 0) & ((last_page_len < 1) | (last_page_len > page_size))
+    wrong = (steps > 0) & ((last_page_len < 1) | (last_page_len > page_size))
     if bool(wrong.any()):
         request = int(wrong.to(torch.uint8).argmax())
         raise ValueError(

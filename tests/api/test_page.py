@@ -357,6 +357,8 @@ def appended(target, *, page_size=4, batch, position, indices, indptr, last):
         ({"indices": [1, 2], "indptr": [0, 1, 2], "last": [8, 4]}, r"kv_last_page_len\[0\] = 8"),
         ({"indices": [1], "indptr": [0, 2, 2], "last": [2, 4]}, "kv_indices has 1 elements"),
         ({"indices": [], "indptr": [0, 2, 2], "last": [2, 4]}, "kv_indices has 0 elements"),
+        ({"indices": [1], "indptr": [-1, 1], "last": [2]}, "kv_indptr goes from -1 to 1"),
+        ({"indices": [1], "indptr": [0, 5, 1], "last": [2, 4]}, "smallest step of -4"),
     ],
 )
 def test_a_page_table_that_reaches_into_other_pages_is_refused(target, table, message, monkeypatch):
