@@ -7,6 +7,7 @@ recursive form of attention: FlashInfer, arXiv:2501.01005.)
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -234,6 +235,14 @@ class MultiLevelCascadeAttentionWrapper:
             )
             for buffers in zip(*of_levels, strict=True)
         ]
+        self._in_step = True  # whether all levels have the plan of one call
+
+    def __copy__(self) -> MultiLevelCascadeAttentionWrapper:
+        """Another wrapper with the same plan and float workspace; each plans for itself."""
+        levels = [copy.copy(level) for level in self._levels]
+        other = object.__new__(type(self))
+        other.__dict__.update(self.__dict__, _levels=levels)
+        return other
 
     @property
     def is_cuda_graph_enabled(self) -> bool:
@@ -327,9 +336,12 @@ class MultiLevelCascadeAttentionWrapper:
             )
             drafted.append(level._drafted(arguments))
         _check_same_queries([d.asked.request.lengths.batch for d in drafted])
-        # Nothing is refused from here on.
+        # Nothing is refused from here on. An interrupt, or memory that ends, may still leave some
+        # levels with the batch before.
+        self._in_step = False
         for level, draft in zip(self._levels, drafted, strict=True):
             level._install(draft)
+        self._in_step = True
 
     begin_forward = plan
 
@@ -345,6 +357,11 @@ class MultiLevelCascadeAttentionWrapper:
         Raises:
             TypeError, ValueError: not planned, or a tensor is not what was planned.
         """
+        if not self._in_step:
+            raise ValueError(
+                "run() after a plan() that did not come to its end: some levels have the batch "
+                "before it; call plan() again"
+            )
         out, lse = self._levels[-1].run(q, paged_kv_cache, return_lse=True)
         for level in self._levels[:-1]:
             merge_state_in_place(out, lse, *level.run(q, paged_kv_cache, return_lse=True))

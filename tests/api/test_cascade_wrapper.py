@@ -1,5 +1,7 @@
 """MultiLevelCascadeAttentionWrapper against attention over the concatenated keys."""
 
+import copy
+
 import preflash
 import pytest
 import torch
@@ -148,6 +150,35 @@ def test_a_refused_plan_changes_no_level(target, mistake):
             *other.tables, HEADS, KV_HEADS, DIM, PAGE, q_data_type=torch.bfloat16, **options
         )
     compare(wrapper.run(tree.q, tree.cache), None, tree.expected(Pipeline(SCALE))).check()
+
+
+def test_an_interrupted_plan_is_told(target, monkeypatch):
+    """No run merges levels of two batches."""
+    tree, wrapper = made(target)
+    wrapper.plan(*tree.tables, HEADS, KV_HEADS, DIM, PAGE, q_data_type=torch.bfloat16)
+    wrapper.run(tree.q, tree.cache)
+    other = Tree(target.device, seed=3)
+
+    def interrupt(draft):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(wrapper._levels[-1], "_install", interrupt)
+        wrapper.plan(*other.tables, HEADS, KV_HEADS, DIM, PAGE, q_data_type=torch.bfloat16)
+    with pytest.raises(ValueError, match=r"did not come to its end.*call plan\(\) again"):
+        wrapper.run(tree.q, tree.cache)
+    wrapper.plan(*other.tables, HEADS, KV_HEADS, DIM, PAGE, q_data_type=torch.bfloat16)
+    compare(wrapper.run(other.q, other.cache), None, other.expected(Pipeline(SCALE))).check()
+
+
+def test_a_copy_plans_for_itself(target):
+    tree, wrapper = made(target)
+    wrapper.plan(*tree.tables, HEADS, KV_HEADS, DIM, PAGE, q_data_type=torch.bfloat16)
+    duplicate, other = copy.copy(wrapper), Tree(target.device, seed=3)
+    compare(duplicate.run(tree.q, tree.cache), None, tree.expected(Pipeline(SCALE))).check()
+    duplicate.plan(*other.tables, HEADS, KV_HEADS, DIM, PAGE, q_data_type=torch.bfloat16)
+    for one, its in ((wrapper, tree), (duplicate, other)):
+        compare(one.run(its.q, its.cache), None, its.expected(Pipeline(SCALE))).check()
 
 
 def test_constructor_refusals(target):
