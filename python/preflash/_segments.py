@@ -79,7 +79,6 @@ class PlannedSegments:
         self._names = names
         self._device_stream = workspace.device_stream
         self._stream = workspace.device_stream.stream()
-        self._bound: dict[tuple, _Bound] = {}
         self._describe(plan, requests)
 
     @property
@@ -156,6 +155,7 @@ class PlannedSegments:
     def _describe(self, plan: _core.Plan, requests: Sequence[Request]) -> None:
         device = self._device_stream.device
         self.plan = plan
+        self._bound: dict[tuple, _Bound] = {}  # what another plan found right may be wrong now
         self._masks = [request.mask for request in requests]
         self._expected = [expected_of(request, device) for request in requests]
         self._kept = _kept(self._workspace, self.place, requests)

@@ -144,9 +144,7 @@ def _checked(v: tuple[str, torch.Tensor], s: tuple[str, torch.Tensor], *, dims: 
     if value.dtype not in check.WIDE_DTYPES:
         raise TypeError(f"{v_name} is {value.dtype}; must be float16, bfloat16 or float32")
     if value.dim() != dims:
-        shape = "[seq_len, num_heads, head_dim]"
-        if dims == 4:
-            shape = "[seq_len, num_states, num_heads, head_dim]"
+        shape = f"[seq_len, {'num_states, ' if dims == 4 else ''}num_heads, head_dim]"
         raise ValueError(f"{v_name} has shape {tuple(value.shape)}; must be {shape}")
     check.has_shape(
         s_name, logsumexp, tuple(value.shape[:-1]), f"that of {v_name} without head_dim"
@@ -166,7 +164,7 @@ def _check_same(name: str, value: torch.Tensor, other_name: str, other: torch.Te
 def _merge(a: _State, b: _State | None, into: _State, mask: torch.Tensor | None) -> None:
     if into.v.numel() == 0:
         return
-    device_stream = DeviceStream(a.v.device)
+    on = DeviceStream(a.v.device)
     params = _core.MergeStatesParams(
         dtype=check.CORE_DTYPES[a.v.dtype],
         num_tokens=a.v.shape[0],
@@ -183,11 +181,7 @@ def _merge(a: _State, b: _State | None, into: _State, mask: torch.Tensor | None)
     params.set_outputs(
         check.address(into.v), check.address(into.s), 0 if mask is None else check.address(mask)
     )
-    params.launch(
-        device=device_stream.ordinal,
-        stream=device_stream.stream(),
-        num_threads=device_stream.num_threads(),
-    )
+    params.launch(device=on.ordinal, stream=on.stream(), num_threads=on.num_threads())
 
 
 class MultiLevelCascadeAttentionWrapper:
@@ -239,9 +233,8 @@ class MultiLevelCascadeAttentionWrapper:
 
     def __copy__(self) -> MultiLevelCascadeAttentionWrapper:
         """Another wrapper with the same plan and float workspace; each plans for itself."""
-        levels = [copy.copy(level) for level in self._levels]
         other = object.__new__(type(self))
-        other.__dict__.update(self.__dict__, _levels=levels)
+        other.__dict__.update(self.__dict__, _levels=[copy.copy(level) for level in self._levels])
         return other
 
     @property
@@ -336,8 +329,7 @@ class MultiLevelCascadeAttentionWrapper:
             )
             drafted.append(level._drafted(arguments))
         _check_same_queries([d.asked.request.lengths.batch for d in drafted])
-        # Nothing is refused from here on. An interrupt, or memory that ends, may still leave some
-        # levels with the batch before.
+        # Nothing is refused from here on, but an interrupt may leave levels with the batch before.
         self._in_step = False
         for level, draft in zip(self._levels, drafted, strict=True):
             level._install(draft)
@@ -358,10 +350,7 @@ class MultiLevelCascadeAttentionWrapper:
             TypeError, ValueError: not planned, or a tensor is not what was planned.
         """
         if not self._in_step:
-            raise ValueError(
-                "run() after a plan() that did not come to its end: some levels have the batch "
-                "before it; call plan() again"
-            )
+            raise ValueError("run() after a plan() that did not come to its end: call plan() again")
         out, lse = self._levels[-1].run(q, paged_kv_cache, return_lse=True)
         for level in self._levels[:-1]:
             merge_state_in_place(out, lse, *level.run(q, paged_kv_cache, return_lse=True))

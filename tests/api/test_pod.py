@@ -470,6 +470,24 @@ def test_graphs_replay_what_was_planned_last(target, recorder):  # noqa: F811
         )
 
 
+def test_a_pool_is_compared_with_the_last_plan(target, recorder, monkeypatch):  # noqa: F811
+    """Also one of a run beside graphs that was large enough for the plan before."""
+    monkeypatch.setenv("PREFLASH_DEBUG", "1")
+    stage = GraphStage(target, DECODE)
+    few, many = stage.decode((1, 2, 3, 4, 5), 2), stage.decode((90, 0, 17, 1, 1333), 2)
+
+    def attend(decode, cache):
+        both = (*prefill_tensors(stage.prefill), decode.q, cache)
+        return stage.wrapper.run(*both, **prefill_options(stage.prefill))
+
+    plan(stage.wrapper, few)
+    attend(few, few.cache)
+    capture(recorder, target.device, lambda: attend(few, many.cache))
+    plan(stage.wrapper, many)
+    with pytest.raises(ValueError, match="decode side: paged_kv_indices holds"):
+        attend(many, few.cache)
+
+
 @pytest.mark.parametrize("for_graphs", [True, False], ids=["use_cuda_graph", "without"])
 def test_graphs_of_two_launches_keep_their_prefills(target, recorder, monkeypatch, for_graphs):  # noqa: F811
     """Several are captured beside one decode batch, whose part of them has one place."""
