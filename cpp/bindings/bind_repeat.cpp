@@ -107,6 +107,7 @@ py::object repeat(const Repeat& bound, const Call& call) {
     py::handle(call.variant)
         .attr("_note_capture")(py::handle(call.q), py::handle(kv.k), py::handle(kv.v));
   }
+  if (brings_out) torch.tell_written(call.out);
   return result;
 }
 

@@ -41,12 +41,14 @@ bool is_true(const py::object& value) {
 }  // namespace
 
 Torch::Torch(const py::object& tensor_type, const py::object& is_tracing,
-             const py::object& is_grad_enabled, const py::object& forward_ad)
+             const py::object& is_grad_enabled, const py::object& forward_ad,
+             const py::object& increment_version)
     : exchange(find_exchange(tensor_type)),
       tensor_type_(tensor_type),
       is_tracing_(is_tracing),
       is_grad_enabled_(is_grad_enabled),
       forward_ad_(forward_ad),
+      increment_version_(increment_version),
       requires_grad_(py::str("requires_grad")),
       current_level_(py::str("_current_level")),
       is_neg_(py::str("is_neg")) {}
@@ -87,6 +89,10 @@ bool Torch::records(std::initializer_list<PyObject*> tensors) const {
   });
 }
 
+void Torch::tell_written(PyObject* tensor) const {
+  checked(PyObject_CallOneArg(increment_version_.ptr(), tensor));
+}
+
 std::optional<TensorFacts> TensorFacts::of(const dlpack::Tensor& tensor) {
   if (tensor.ndim > kMaxDims) return {};
   TensorFacts facts;
@@ -106,9 +112,10 @@ bool TensorFacts::fit(const dlpack::Tensor& tensor) const {
 
 void bind_torch(py::module_& m) {
   py::class_<Torch, std::shared_ptr<Torch>>(m, "Torch")
-      .def(py::init<const py::object&, const py::object&, const py::object&, const py::object&>(),
+      .def(py::init<const py::object&, const py::object&, const py::object&, const py::object&,
+                    const py::object&>(),
            py::arg("tensor_type"), py::arg("is_tracing"), py::arg("is_grad_enabled"),
-           py::arg("forward_ad"));
+           py::arg("forward_ad"), py::arg("increment_version"));
 }
 
 }  // namespace preflash

@@ -56,11 +56,13 @@ constexpr std::uint8_t kInt = 0;  // a DataType's code: signed integers
 
 }  // namespace dlpack
 
-// What a run asks torch for.
+// What a run asks torch for, and what it tells it.
 struct Torch {
-  // forward_ad: the module torch.autograd.forward_ad.
+  // forward_ad, increment_version: torch.autograd.forward_ad, the module, and
+  // torch.autograd.graph.increment_version.
   Torch(const pybind11::object& tensor_type, const pybind11::object& is_tracing,
-        const pybind11::object& is_grad_enabled, const pybind11::object& forward_ad);
+        const pybind11::object& is_grad_enabled, const pybind11::object& forward_ad,
+        const pybind11::object& increment_version);
 
   // A plain tensor as it is now; none for all that is not one, subclasses included, and for tensors
   // without memory, without strides or of a dtype that the protocol does not know.
@@ -71,11 +73,13 @@ struct Torch {
   std::optional<void*> current_stream(const dlpack::Device& device) const;
   // Whether jit traces, or autograd has a say in these tensors, read or written.
   bool records(std::initializer_list<PyObject*> tensors) const;
+  // Autograd hears of what was written past it: what saved the tensor for its gradient has lost it.
+  void tell_written(PyObject* tensor) const;
 
   const dlpack::ExchangeApi* exchange = nullptr;  // null: an older torch, which is not read
 
  private:
-  pybind11::object tensor_type_, is_tracing_, is_grad_enabled_, forward_ad_;
+  pybind11::object tensor_type_, is_tracing_, is_grad_enabled_, forward_ad_, increment_version_;
   pybind11::object requires_grad_, current_level_, is_neg_;  // names
 };
 

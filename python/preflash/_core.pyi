@@ -132,8 +132,8 @@ def cpu_isa() -> str:
     """Raises ValueError where PREFLASH_CPU_ISA names no instruction set."""
 
 class Torch:
-    """How C++ reads tensors, and what it asks torch for. tensor_type: torch.Tensor; forward_ad: the
-    module."""
+    """How C++ reads tensors, and what it asks and tells torch. tensor_type: torch.Tensor;
+    forward_ad: the module."""
 
     def __init__(
         self,
@@ -141,6 +141,7 @@ class Torch:
         is_tracing: Callable[[], bool],
         is_grad_enabled: Callable[[], bool],
         forward_ad: Any,
+        increment_version: Callable[[Any], None],
     ) -> None: ...
 
 class Batch:

@@ -113,6 +113,7 @@ def compute(call: Call, prepared: Prepared) -> tuple[torch.Tensor, torch.Tensor 
             shape = (where.room.batch_size, where.room.max_qo_len, call.q.shape[1])
         stats = torch.empty(shape, dtype=torch.float32, device=call.q.device)
     graph.run(Operands(call.q, call.k, call.v, out, stats, **where.arrays), call.workspace)
+    check.written(call.out)
     lse = None if stats is None else _finished_lse(call, where, stats)
     return out, lse if call.return_lse else None
 

@@ -202,6 +202,8 @@ class PlannedVariant:
         )  # fmt: skip
         if captured:
             self._note_capture(q, k, v)
+        if outputs is not DEFAULT_OUTPUTS:
+            check.written(outputs.out, outputs.lse)
         return (out, lse) if return_lse else out
 
     @property

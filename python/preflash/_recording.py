@@ -16,8 +16,14 @@ from torch.compiler import is_dynamo_compiling
 
 from . import _core
 
-# How C++ reads tensors and asks the same.
-TORCH = _core.Torch(torch.Tensor, jit_is_tracing, is_grad_enabled, forward_ad)
+# How C++ reads tensors, asks the same and tells what it has written.
+TORCH = _core.Torch(
+    torch.Tensor,
+    jit_is_tracing,
+    is_grad_enabled,
+    forward_ad,
+    torch.autograd.graph.increment_version,
+)
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -71,6 +77,14 @@ def not_differentiated(*tensors: torch.Tensor, what: str = "an input") -> None:
                     raise _no_gradient(f"{what} has a tangent")
     except (AttributeError, TypeError):
         pass
+
+
+def written(*tensors: torch.Tensor | None) -> None:
+    """Tells autograd that a launch has written into tensors of the caller's: where another
+    operation saved one of them for its gradient, backward() raises, as after torch's own."""
+    for value in tensors:
+        if value is not None:
+            torch.autograd.graph.increment_version(value)
 
 
 def _no_gradient(why: str) -> NotImplementedError:

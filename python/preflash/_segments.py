@@ -150,6 +150,8 @@ class PlannedSegments:
         )
         if captured:
             self._note_capture(runs)
+        for run in runs:
+            check.written(run.outputs.out, run.outputs.lse)
         return tuple(results)
 
     def _describe(self, plan: _core.Plan, requests: Sequence[Request]) -> None:

@@ -28,6 +28,7 @@ from ._recording import (  # noqa: F401, all checks go by one name
     not_traced,
     num_dispatch_modes,
     traced,
+    written,
 )
 from ._spelling import digits_of, kind_of
 from ._tensor_checks import (  # noqa: F401

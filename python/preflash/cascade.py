@@ -104,6 +104,7 @@ def merge_state_in_place(
     read = [("v_other", other.v), ("s_other", other.s)]
     check.apart([("v", own.v), ("s", own.s)], read if mask is None else [*read, ("mask", mask)])
     _merge(own, other, own, mask)
+    check.written(v, s)
 
 
 def merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -199,6 +199,7 @@ def append_paged_kv_cache(
         stream=device_stream.stream(),
         num_threads=device_stream.num_threads(),
     )
+    check.written(k_cache, v_cache)
 
 
 def _apart_from_pools(

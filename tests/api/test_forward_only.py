@@ -4,7 +4,7 @@ them do, and modes that only watch keep working."""
 import preflash
 import pytest
 import torch
-from preflash.testing import Case, build, runner
+from preflash.testing import Case, KvForm, build, runner
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 CASE = Case("forward", (33, 5), (40, 90), 4, 2, 64)
 ONE = Case("one", (33,), (40,), 4, 2, 64)
+BESIDE = Case("beside", (1, 1), (40, 9), 4, 2, 64, page_size=16, form=KvForm.COMBINED)
 
 
 class Entry:
@@ -182,6 +183,69 @@ def test_a_cache_that_requires_grad(target):
     with torch.no_grad():
         preflash.append_paged_kv_cache(row, row, zero, zero, leaf, zero, indptr, one)
     assert leaf.sum().item() == row.numel() * 2
+
+
+class Writes:
+    """Calls that write into tensors of the caller's: (the call, what it writes)."""
+
+    def run(self, target, runs_before=0):
+        entry = Entry("run", target)
+        out = torch.empty_like(entry.expected)
+        for _ in range(runs_before):
+            entry.wrapper.run(*entry.tensors, out=out)
+        return lambda: entry.wrapper.run(*entry.tensors, out=out), [out]
+
+    def later_run(self, target):
+        return self.run(target, 2)
+
+    def run_with_lse(self, target):
+        entry = Entry("run", target)
+        out = torch.empty_like(entry.expected)
+        lse = out.new_empty(out.shape[:2], dtype=torch.float32)
+        return lambda: entry.wrapper.run(*entry.tensors, out=out, lse=lse), [out, lse]
+
+    def pod(self, target):
+        one, beside = build(ONE, device=target.device), build(BESIDE, device=target.device)
+        wrapper = preflash.PODWithPagedKVCacheWrapper(
+            runner.workspace(target.device), backend=target.backend
+        )
+        table = (beside.kv_indptr, beside.indices, beside.last_page_len)
+        wrapper.plan(*table, 4, 2, 64, 16, q_data_type=one.q.dtype)
+        tensors = (one.q, one.k[:40], one.v[:40], beside.q, beside.cache)
+        outputs = {"out_p": torch.empty_like(one.q), "out_d": torch.empty_like(beside.q)}
+        return lambda: wrapper.run(*tensors, **outputs), list(outputs.values())
+
+    def merge_state_in_place(self, target):
+        v, s = target.to(torch.ones(3, 2, 8)), target.to(torch.ones(3, 2))
+        others = v.clone(), s.clone()
+        return lambda: preflash.merge_state_in_place(v, s, *others), [v, s]
+
+    def append(self, target):
+        row, cache = target.to(torch.ones(1, 2, 8)), target.to(torch.zeros(4, 2, 4, 2, 8))
+        zero, one = (target.to(torch.tensor(n, dtype=torch.int32)) for n in ([0], [1]))
+        table = (zero, torch.cat([zero, one]), one)
+        return (
+            lambda: preflash.append_paged_kv_cache(row, row, zero, zero, cache, *table),
+            [cache],
+        )
+
+
+@pytest.mark.parametrize(
+    "name", ["run", "later_run", "run_with_lse", "pod", "merge_state_in_place", "append"]
+)
+def test_what_was_saved_for_backward_is_not_overwritten_unheard(target, name):
+    """What another operation keeps for its gradient, as after torch's own in-place operations."""
+    call, outputs = getattr(Writes(), name)(target)
+    call()
+    for output in outputs:
+        weight = torch.ones_like(output, requires_grad=True)
+        loss = (weight * output).sum()
+        with torch.no_grad():
+            call()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+    with torch.inference_mode():  # whose tensors have no version
+        getattr(Writes(), name)(target)[0]()
 
 
 def test_jit_trace(entry):

@@ -282,7 +282,7 @@ def test_another_plan_forgets_the_run(target):
 
 
 def test_an_older_torch(case, target, monkeypatch, long_ways):
-    nothing = _core.Torch(object, *(lambda: False,) * 2, forward_ad)
+    nothing = _core.Torch(object, *(lambda: False,) * 2, forward_ad, lambda _: None)
     monkeypatch.setattr(_planned.check, "TORCH", nothing)
     inputs, wrapper = planned(case, target)
     for _ in range(3):

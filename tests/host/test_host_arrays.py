@@ -6,7 +6,8 @@ import torch
 from preflash import _core
 from preflash import _validate as check
 
-OLDER_TORCH = _core.Torch(object, lambda: False, lambda: False, torch)  # which C++ cannot read
+NOTHING = (lambda: False, lambda: False, torch, lambda _: None)
+OLDER_TORCH = _core.Torch(object, *NOTHING)  # which C++ cannot read
 PAGED_BATCH = {
     name: _core.paged_batches(one, torch.Tensor, torch.int32)
     for name, one in (("torch", check.TORCH), ("older", OLDER_TORCH))
