@@ -109,8 +109,9 @@ def _given_outputs(run: SegmentRun, rows: int) -> dict[str, torch.Tensor]:
 class Joint(NamedTuple):
     """What one kind of prefill and the planned decode batch run as."""
 
-    of: object  # what plan() left when it was made
+    of: object  # what plan() left when it was made; None: a plan with other options came since
     prefill: Request
+    decode_options: _core.AttentionOptions
     launch: PlannedSegments | InSequence
 
 
@@ -130,7 +131,8 @@ class Joints:
     def __init__(self, requested: _backends.Requested) -> None:
         self._requested = requested
         self._kept: OrderedDict[Hashable, Joint] = OrderedDict()
-        self._captured: dict[Hashable, Joint] = {}  # what CUDA graphs may replay: kept for good
+        # What CUDA graphs may replay, by key and options of the decode side: kept for good.
+        self._captured: dict[tuple[Hashable, _core.AttentionOptions], Joint] = {}
         self._replaced: list[Joint] = []  # as well, under keys that have another one now
         self.last: Joint | None = None
 
@@ -144,7 +146,8 @@ class Joints:
         checked."""
         check.not_traced()
         refuse_capture(asked.workspace.device_stream)
-        joint = Joint(asked.of, asked.prefill, self._launch(asked))
+        options = asked.decode_request.options
+        joint = Joint(asked.of, asked.prefill, options, self._launch(asked))
         self._kept[key] = joint
         self._kept.move_to_end(key)
         if len(self._kept) > _JOINTS_KEPT:
@@ -155,10 +158,11 @@ class Joints:
         was_shared = joint.launch.shared
         results = joint.launch.attend_to(runs)
         if joint.launch.shared and not was_shared:
-            before = self._captured.get(key)
+            captured = (key, joint.decode_options)
+            before = self._captured.get(captured)
             if before is not None:
                 self._replaced.append(before)
-            self._captured[key] = joint
+            self._captured[captured] = joint
         self.last = joint
         return results
 
@@ -170,18 +174,18 @@ class Joints:
             if isinstance(joint.launch, PlannedSegments) and not joint.launch.shared:
                 workspace.give_back(joint.launch.place.buffer, joint.launch)
 
-    # use_cuda_graph=True: plan() changes what a captured run() replays.
+    # use_cuda_graph=True: plan() changes what a captured run() replays, but for its options.
 
     def joined(self) -> Iterator[tuple[Hashable, Joint]]:
         """Those of graphs that read the decode side's lengths."""
-        for key, joint in self._captured.items():
+        for (key, _), joint in self._captured.items():
             if isinstance(joint.launch, PlannedSegments):
                 yield key, joint
 
     def drafts(self, decode: Request) -> list[tuple[Hashable, Joint, _core.Plan]]:
         """The plans of everything captured, for another decode batch. Changes nothing."""
         return [
-            (key, joint, joint.launch.draft([joint.prefill, decode]))
+            (key, joint, joint.launch.draft(_both_sides(joint, decode)))
             for key, joint in self.joined()
         ]
 
@@ -193,8 +197,12 @@ class Joints:
         self, drafts: list[tuple[Hashable, Joint, _core.Plan]], of: object, decode: Request
     ) -> None:
         for key, joint, plan in drafts:
-            joint.launch.write(plan, [joint.prefill, decode])
-            self._captured[key] = self._kept[key] = joint._replace(of=of)
+            joint.launch.write(plan, _both_sides(joint, decode))
+            as_planned = joint.decode_options == decode.options
+            joint = joint._replace(of=of if as_planned else None)
+            self._captured[key, joint.decode_options] = joint
+            if as_planned:
+                self._kept[key] = joint
 
     def _launch(self, asked: Asked) -> PlannedSegments | InSequence:
         """NOTE: the one place that decides whether both sides are one launch."""
@@ -217,6 +225,11 @@ class Joints:
             variant = _pipeline.place(workspace, draft, alone)
             _pipeline.upload(workspace, (variant,), alone)
         return InSequence(variant, asked.decode)
+
+
+def _both_sides(joint: Joint, decode: Request) -> list[Request]:
+    """As a graph has captured them, with the lengths of another decode batch."""
+    return [joint.prefill, decode._replace(options=joint.decode_options)]
 
 
 _forced_apart = False

@@ -470,6 +470,43 @@ def test_graphs_replay_what_was_planned_last(target, recorder):  # noqa: F811
         )
 
 
+def test_graphs_keep_the_options_that_they_captured(target, recorder):  # noqa: F811
+    """A plan() with others changes the lengths that they replay, and what runs from then on."""
+    stage = GraphStage(target, DECODE)
+    wrapper, prefill = stage.wrapper, stage.prefill
+    pool = torch.zeros((2, 200, 16, 2, 128), dtype=DECODE.dtype, device=target.device)
+    q = torch.empty_like(stage.decode(DECODE.kv_lens, 0).q)
+    options = {**prefill_options(prefill), "return_lse_p": True, "return_lse_d": True}
+
+    def load(lens, window_left, seed):
+        case = dataclasses.replace(DECODE, kv_lens=lens, window_left=window_left)
+        decode = build(case, seed=seed, device=target.device)
+        for place, one in zip(pool, decode.cache, strict=True):
+            place[: one.shape[0]].copy_(one)
+        q.copy_(decode.q)
+        return decode
+
+    def attend(outputs):
+        return wrapper.run(*prefill_tensors(prefill), q, tuple(pool), **options, **outputs)
+
+    graphs = {}
+    batches = [(90, 0, 17, 1, 1333), (1, 2, 3, 4, 500), (300,) * 5, (7, 0, 900, 64, 16)]
+    for seed, lens in enumerate(batches):
+        window_left = (-1, 64)[seed % 2]
+        decode = load(lens, window_left, seed)
+        plan(wrapper, decode)
+        fresh = {**poisoned(prefill, "p"), **poisoned(decode, "d")}
+        check_sides((prefill, decode), attend(fresh))
+        if window_left not in graphs:
+            graphs[window_left] = (capture(recorder, target.device, lambda: attend(fresh)), fresh)  # noqa: B023
+        for captured, (graph, outputs) in graphs.items():
+            for value in outputs.values():
+                value.fill_(float("nan"))
+            graph.replay()
+            results = [(outputs[f"out_{side}"], outputs[f"lse_{side}"]) for side in "pd"]
+            check_sides((prefill, load(lens, captured, seed)), results)
+
+
 def test_a_pool_is_compared_with_the_last_plan(target, recorder, monkeypatch):  # noqa: F811
     """Also one of a run beside graphs that was large enough for the plan before."""
     monkeypatch.setenv("PREFLASH_DEBUG", "1")
