@@ -63,6 +63,7 @@ class BatchPODWithPagedKVCacheWrapper(PodWrapper):
         ]
         self._prefill, self._decode = both
         self._joints = Joints(self._decode._requested_backend)
+        self._prefill_asked: Any = None  # of the plan that the decode side has, or gets next
         self._both: _BothPlanned | None = None
 
     def plan(
@@ -135,18 +136,32 @@ class BatchPODWithPagedKVCacheWrapper(PodWrapper):
             drafted_p = self._prefill._drafted(prefill)
         with of_side(SIDES[1]):
             drafted_d = self._decode._drafted(decode)
+        self._settle()
+        self._prefill_asked = drafted_p.asked
         self._decode._install(drafted_d)
-        self._both = _BothPlanned(drafted_p.asked, self._decode._planned())
         self._joints.forget(self._decode._state.workspace)
+
+    def _settle(self) -> None:
+        """The prefill side of what is planned is the one that goes with the next decode side, too,
+        unless a plan() replaces it."""
+        if self._decode._state.planned is not None:
+            self._prefill_asked = self._planned().prefill
+
+    def _planned(self) -> _BothPlanned:
+        """What the last plan() left. The decode side's plan is the one step of it: whatever
+        interrupts it, run() finds both sides of one plan()."""
+        decode = self._decode._planned()
+        if self._both is None or self._both.decode is not decode:
+            self._both = _BothPlanned(self._prefill_asked, decode)
+        return self._both
 
     def reset_workspace_buffer(
         self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor
     ) -> None:
         """As in PODWithPagedKVCacheWrapper."""
+        self._settle()
         self._decode.reset_workspace_buffer(float_workspace_buffer, int_workspace_buffer)
         self._joints.forget(self._decode._state.workspace)
-        if self._both is not None:
-            self._both = self._both._replace(decode=self._decode._planned())
 
     def run(
         self,
@@ -219,9 +234,7 @@ class BatchPODWithPagedKVCacheWrapper(PodWrapper):
 
     @check.eager
     def _joint(self, causal: bool, masked: bool) -> tuple[_BothPlanned, Joint]:
-        both = self._both
-        if both is None:
-            self._decode._planned()  # says what is missing
+        both = self._planned()
         key = (causal, masked)
         joint = self._joints.find(key, both)
         if joint is None:

@@ -628,6 +628,39 @@ def test_batches(target, pair):
         check_sides(both, run_batches(wrapper, *both))
 
 
+@pytest.mark.parametrize("installed", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("runs_before", [0, 1])
+def test_an_interrupted_plan_of_batches(target, monkeypatch, installed, runs_before):
+    """Both sides of the old plan or both of the new one, also where work lists have one place."""
+    wrapper = made_of_batches(target, PREFILLS)
+    memory = [runner.workspace(target.device, 1 << n) for n in (27, 21)]
+    wrapper.reset_workspace_buffer(*memory)
+    old = built(BATCHES["causal"], target)
+    longer = dataclasses.replace(PREFILLS, qo_lens=(64,) * 5, kv_lens=(200,) * 5)
+    decode = dataclasses.replace(DECODE, qo_lens=(1,) * 40, kv_lens=(70,) * 40)
+    new = built((longer, decode), target)
+
+    install = wrapper._decode._install
+
+    def interrupt(drafted):
+        if installed:
+            install(drafted)
+        raise KeyboardInterrupt
+
+    with _pod.forced_apart():
+        plan_batches(wrapper, *old)
+        for _ in range(runs_before):
+            check_sides(old, run_batches(wrapper, *old))
+        with monkeypatch.context() as patch:
+            patch.setattr(wrapper._decode, "_install", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                plan_batches(wrapper, *new)
+        both = new if installed else old
+        check_sides(both, run_batches(wrapper, *both))
+        wrapper.reset_workspace_buffer(*memory)
+        check_sides(both, run_batches(wrapper, *both))
+
+
 def test_one_plan_serves_every_mask(target):
     """causal_p and the masks are of run()."""
     wrapper = made_of_batches(target, PREFILLS)
