@@ -51,7 +51,7 @@ Torch::Torch(const py::object& tensor_type, const py::object& is_tracing,
       increment_version_(increment_version),
       requires_grad_(py::str("requires_grad")),
       current_level_(py::str("_current_level")),
-      is_neg_(py::str("is_neg")) {}
+      is_neg_(py::getattr(tensor_type, "is_neg", py::none())) {}
 
 std::optional<dlpack::Tensor> Torch::read(PyObject* object) const {
   if (reinterpret_cast<PyObject*>(Py_TYPE(object)) != tensor_type_.ptr()) return {};
@@ -64,7 +64,7 @@ std::optional<dlpack::Tensor> Torch::read(PyObject* object) const {
 }
 
 bool Torch::is_negative(PyObject* tensor) const {
-  return is_true(checked(PyObject_CallMethodNoArgs(tensor, is_neg_.ptr())));
+  return is_true(checked(PyObject_Vectorcall(is_neg_.ptr(), &tensor, 1, nullptr)));
 }
 
 std::optional<void*> Torch::current_stream(const dlpack::Device& device) const {

@@ -27,6 +27,8 @@ from ._workspace import Workspace
 # Work lists that options first asked for during a capture may take; memory that is allocated then
 # belongs to the graph, which reuses it.
 _RESERVED = 2
+# To choose one from that no capture has; a capture of one run has one, seldom two.
+_STREAMS = 3
 
 
 class GraphBuffers(NamedTuple):
@@ -126,9 +128,11 @@ class GraphMode:
         self.buffers = buffers
         self._device_stream = device_stream
         self._reserve: list[Buffer] = []
-        # Made now: nothing is created during a capture.
+        # Made now: nothing is created during a capture. NOTE: torch has 32 streams and hands them
+        # out in turns, so that any of these may be one that is captured.
         device = device_stream.device
-        self._beside_captures = torch.cuda.Stream(device) if device.type == "cuda" else None
+        count = _STREAMS if device.type == "cuda" else 0
+        self._beside_captures = [torch.cuda.Stream(device) for _ in range(count)]
 
     @property
     def mask_bytes(self) -> int:
@@ -203,7 +207,7 @@ class GraphMode:
     def reserve(self, num_bytes: int) -> None:
         """Memory for work lists of about this size. NOTE: it comes before the plan's own upload, so
         that it is free once that upload is over."""
-        if self._beside_captures is None:
+        if not self._beside_captures:
             return
         self._reserve = [buffer for buffer in self._reserve if buffer.num_bytes >= num_bytes]
         while len(self._reserve) < _RESERVED:
@@ -220,10 +224,21 @@ class GraphMode:
         found = _pipeline.place(workspace, draft, request, where)
         stream = self._device_stream.stream()
         where.device_plan.arrive_before(stream)  # waits: from then on nobody uses the reserve
-        with torch.cuda.stream(self._beside_captures):
+        with torch.cuda.stream(self._stream_beside_captures()):
             _pipeline.upload(workspace, (found,), request)
         where.device_plan.arrive_before(stream)
         return found
+
+    def _stream_beside_captures(self) -> torch.cuda.Stream:
+        for stream in self._beside_captures:
+            with torch.cuda.stream(stream):
+                if not torch.cuda.is_current_stream_capturing():
+                    return stream
+        raise RuntimeError(
+            "the stream is being captured into a CUDA graph together with others, and these "
+            "options need a plan of their own, for whose upload there is no stream left: call it "
+            "once before the capture"
+        )
 
     def _take_reserved(self, num_bytes: int) -> Buffer:
         for i, buffer in enumerate(self._reserve):

@@ -296,6 +296,25 @@ def test_options_that_only_a_capture_asks_for(backend):
 
 
 @on_every_backend
+def test_options_that_captures_ask_for_on_any_stream(backend):
+    """Torch has 32 streams and hands them out in turns: one of these is the wrapper's own."""
+    streams = {stream.cuda_stream: stream for stream in (torch.cuda.Stream() for _ in range(64))}
+    pool = Pool(PAGED, backend)
+    for window_left, stream in enumerate(streams.values(), start=100):
+        inputs = pool.plan(DECODE)
+        pool.poison()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            pool.wrapper.run(
+                pool.q, *pool.kv(), out=pool.out, lse=pool.lse, window_left=window_left
+            )
+        graph.replay()
+        case = dataclasses.replace(inputs.case, window_left=window_left)
+        pool.check(dataclasses.replace(inputs, case=case))
+
+
+@on_every_backend
 def test_a_graph_for_every_number_of_rows(backend):
     """Engines capture one wrapper with q of many lengths, and replay the one that fits."""
     pool = Pool(PAGED, backend)
