@@ -144,8 +144,8 @@ def _checked(v: tuple[str, torch.Tensor], s: tuple[str, torch.Tensor], *, dims: 
     check.tensor(s_name, logsumexp)
     if value.dtype not in check.WIDE_DTYPES:
         raise TypeError(f"{v_name} is {value.dtype}; must be float16, bfloat16 or float32")
-    if value.dim() != dims:
-        shape = f"[seq_len, {'num_states, ' if dims == 4 else ''}num_heads, head_dim]"
+    if value.dim() != dims or value.shape[-1] == 0:
+        shape = f"[seq_len, {'num_states, ' if dims == 4 else ''}num_heads, head_dim of 1 or more]"
         raise ValueError(f"{v_name} has shape {tuple(value.shape)}; must be {shape}")
     check.has_shape(
         s_name, logsumexp, tuple(value.shape[:-1]), f"that of {v_name} without head_dim"

@@ -169,6 +169,7 @@ def test_log_sums_of_other_float_types(target, dtype):
         (lambda v, s: preflash.merge_state_in_place(v, s.half(), v, s), r"\bs\b"),
         (lambda v, s: preflash.merge_state(v, s, v.half(), s), "v_b|v_a"),
         (lambda v, s: preflash.merge_state(v[0], s, v, s), "v_a"),
+        (lambda v, s: preflash.merge_state(v[..., :0], s, v[..., :0], s), "v_a .*head_dim of 1"),
         (lambda v, s: preflash.merge_states(v, s), r"\bv\b"),
         (lambda v, s: preflash.merge_states(v[:, None], s), r"\bs\b"),
         (lambda v, s: preflash.merge_state_in_place(v, s, v[:2], s), "v_other|v"),
