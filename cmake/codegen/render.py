@@ -111,6 +111,14 @@ def variant_fields(vocabulary: Vocabulary) -> str:
     )
 
 
+def branching_steps(vocabulary: Vocabulary) -> str:
+    return "\n".join(
+        f"  wanted.{axis.fields[0]} = {vocabulary.enums[axis.type].cpp(axis.branching)};"
+        for axis in vocabulary.axes.values()
+        if axis.branching is not None
+    )
+
+
 def hash_steps(vocabulary: Vocabulary) -> str:
     return "\n".join(
         f"    add(static_cast<std::size_t>(variant.{field}));"

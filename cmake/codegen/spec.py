@@ -28,6 +28,8 @@ TWO_SEGMENTS = {"segments": "two"}
 SECOND_SEGMENT = {"tile_class": "decode"}
 
 SHORT_TILES = {"tile_class": "decode"}
+# Which kernels the families' transformed_options is about.
+TRANSFORMED = {"arrival": "transformed"}
 
 
 @dataclass(frozen=True)
@@ -152,6 +154,7 @@ def load_matrix(directory: Path = VARIANTS_DIR) -> Matrix:
     forward = _read(directory / "forward.toml")
     vocabulary = read_vocabulary(forward)
     exclusions = [_exclusion(row, vocabulary.axes) for row in forward.get("exclude", [])]
+    exclusions += _served_by_branching(vocabulary)
     rows = _expand(vocabulary.axes, exclusions)
     variants = _with_tiles(rows, _read(directory / "tiles.toml").get("tile", []), vocabulary)
     ids = [variant.id for variant in variants]
@@ -190,6 +193,29 @@ def _exclusion(row: Mapping[str, object], axes: Mapping[str, Axis]) -> Exclusion
     if not reason:
         raise SpecError(f"forward.toml: the exclusion of {match} gives no reason")
     return Exclusion(match_of(match, axes, "forward.toml: [[exclude]]"), reason)
+
+
+def _served_by_branching(vocabulary: Vocabulary) -> list[Exclusion]:
+    """Of each axis with a value that branches, the others: in families with one such kernel."""
+    reason = "the one kernel that transforms has every option and branches at run time"
+    return [
+        Exclusion(
+            match_of(
+                {
+                    "family": family.name,
+                    **TRANSFORMED,
+                    axis.name: [value for value in axis.values if value != axis.branching],
+                },
+                vocabulary.axes,
+                f"forward.toml: [axes.{axis.name}]",
+            ),
+            f"{reason} (transformed_options)",
+        )
+        for family in vocabulary.families.values()
+        if family.transformed_options == "run_time"
+        for axis in vocabulary.axes.values()
+        if axis.branching is not None
+    ]
 
 
 def _expand(axes: Mapping[str, Axis], exclusions: Sequence[Exclusion]) -> list[dict[str, str]]:

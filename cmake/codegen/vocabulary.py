@@ -92,6 +92,7 @@ class Axis:
     same_as: str | None = None  # the axis whose value "same" stands for
     id: str = "{}"
     match: str = "equal"
+    branching: str | None = None  # what serves every value where options are chosen at run time
     title: str = ""  # in messages; "": its name
 
     @property
@@ -195,4 +196,6 @@ def _axis(name: str, row: Mapping, enums: Mapping[str, Enum], before: Mapping[st
     if axis.default is not None:
         _one_of(f"{where} default", axis.default, axis.values)
     _one_of(f"{where} match", axis.match, MATCHES)
+    if axis.branching is not None:
+        _one_of(f"{where} branching", axis.branching, axis.values)
     return axis

@@ -343,6 +343,7 @@ BAD_EDITS = [
     ("forward.toml", 'title = "q dtype"', 'name_of_it = "q dtype"', "name_of_it"),
     ("forward.toml", 'operands = "computed"', 'operands = "imagined"', "imagined"),
     ("forward.toml", 'options = "run_time"', 'options = "some_time"', "some_time"),
+    ("forward.toml", 'branching = "softcap"', 'branching = "all"', "all"),
     ("forward.toml", 'schedule = "persistent"', 'schedule = "forever"', "forever"),
     ("forward.toml", 'compiled_for = "90a"', "", "go together"),
     ("forward.toml", 'preference = ["sm90", ', "preference = [", "each family"),
@@ -368,6 +369,24 @@ def test_contradictions_are_refused(tmp_path, name, old, new, message):
     with pytest.raises(spec.SpecError, match=message) as refused:
         edited_matrix(tmp_path, name, old, new)
     assert name in str(refused.value)
+
+
+def test_options_that_are_chosen_at_run_time_have_one_kernel(tmp_path, matrix):
+    branching = {
+        axis.name: axis.branching for axis in matrix.vocabulary.axes.values() if axis.branching
+    }
+    assert set(branching) == {"logits", "position", "mask"}
+
+    def of_run_time(variant):
+        choice = variant.family_facts.transformed_options
+        return variant.arrival == "transformed" and choice == "run_time"
+
+    served = [variant for variant in matrix.variants if of_run_time(variant)]
+    assert served
+    for variant in served:
+        assert {name: variant.values[name] for name in branching} == branching
+    more = edited_matrix(tmp_path, "forward.toml", 'branching = "custom"', "")
+    assert len([v for v in more.variants if of_run_time(v)]) == 2 * len(served)
 
 
 def test_an_exclusion_takes_out_exactly_what_it_matches(tmp_path, matrix):

@@ -39,9 +39,7 @@ constexpr Variant compiled_form(Variant wanted) {
   }
   if (wanted.arrival == Arrival::kTransformed &&
       traits_of(wanted.family).transformed_options == OptionChoice::kRunTime) {
-    wanted.logits = Logits::kSoftCap;
-    wanted.position = Position::kAlibi;
-    wanted.mask = Mask::kCustom;
+    wanted = branching_form(wanted);
   }
   return wanted;
 }
