@@ -14,6 +14,7 @@ from ..testing import (
     fmha_problems,
     fuzz,
     pod_problems,
+    pod_trial,
     problems,
 )
 from ..testing.random_cases import Limits
@@ -40,11 +41,12 @@ def _limits(place: Place) -> Limits:
     return Limits(_LONGEST, _WORK, place.dtypes)
 
 
-def _of(module: Any) -> Call:
-    """Of a module with a draw() of limits and an examine()."""
+def _of(drawn: Any, computed: Any = None) -> Call:
+    """Of a module with a draw() of limits and, unless another one has it, an examine()."""
+    computed = computed or drawn
     return Call(
-        draw=lambda seed, index, place: module.draw(seed, index, _limits(place)),
-        examine=lambda problem, place: module.examine(
+        draw=lambda seed, index, place: drawn.draw(seed, index, _limits(place)),
+        examine=lambda problem, place: computed.examine(
             problem, backend=place.backend, device=place.device
         ),
     )
@@ -64,18 +66,13 @@ def _draw_for_cudnn(seed: int, index: int, place: Place) -> cudnn_problems.Cudnn
 
 
 CALLS = {
-    WRAPPERS: Call(
-        draw=lambda seed, index, place: problems.draw(seed, index, _limits(place)),
-        examine=lambda problem, place: fuzz.examine(
-            problem, backend=place.backend, device=place.device
-        ),
-    ),
+    WRAPPERS: _of(problems, fuzz),
     "trtllm_fmha_v2_prefill": Call(
         draw=lambda seed, index, place: fmha_problems.draw(seed, index),
         examine=_examine_fmha,
     ),
     "decode": _of(decode_problems),
-    "pod": _of(pod_problems),
+    "pod": _of(pod_problems, pod_trial),
     "append_paged_kv_cache": _of(append_problems),
     _CUDNN: Call(draw=_draw_for_cudnn, examine=_of(cudnn_trial).examine),
 }

@@ -17,9 +17,10 @@ import torch
 
 from .. import _staging
 from . import guarded, refusals, runner
+from .altered_inputs import lone, spoil, surrounded
 from .case import MaskKind
 from .guarded import Guarded, Padding, Untouched
-from .inputs import Inputs, build, lone, spoil, surrounded
+from .inputs import Inputs, build
 from .oracle import Expected, reference
 from .outputs import GivenOutputs, Result
 from .problems import Also, Call, Entry, Problem, Scratch

@@ -79,20 +79,20 @@ class Inputs:
         kv_len = case.kv_lens[i]
         if self.page_table is None:
             kv_begin = sum(case.kv_lens[:i])
-            k, v = (_as_nhd(t, case.layout)[kv_begin : kv_begin + kv_len] for t in (self.k, self.v))
+            k, v = (as_nhd(t, case.layout)[kv_begin : kv_begin + kv_len] for t in (self.k, self.v))
             return Request(q, k, v, mask)
         pages = torch.tensor(self.page_table[i], dtype=torch.long, device=q.device)
-        k, v = (_pages(t, case)[pages].flatten(0, 1)[:kv_len] for t in (self.k, self.v))
+        k, v = (pages_of(t, case)[pages].flatten(0, 1)[:kv_len] for t in (self.k, self.v))
         return Request(q, k, v, mask)
 
 
-def _as_nhd(t: torch.Tensor, layout: str) -> torch.Tensor:
+def as_nhd(t: torch.Tensor, layout: str) -> torch.Tensor:
     return t if layout == "NHD" else t.transpose(-3, -2)
 
 
-def _pages(pool: torch.Tensor, case: Case) -> torch.Tensor:
+def pages_of(pool: torch.Tensor, case: Case) -> torch.Tensor:
     """[pages, page_size, heads, dim] whatever the layout and form."""
-    return pool[:, None] if case.form is KvForm.FLAT else _as_nhd(pool, case.layout)
+    return pool[:, None] if case.form is KvForm.FLAT else as_nhd(pool, case.layout)
 
 
 def fill_poison(
@@ -298,7 +298,7 @@ def build(
     else:
         _fill_ragged(inputs, contents, generator, device)
     if masks is not None:
-        _attach_masks(inputs, masks, device)
+        attach_masks(inputs, masks, device)
     sinks = _sinks(case, generator)
     inputs.sinks = None if sinks is None else sinks.to(device)
     inputs.scales = _head_scales(case, generator, device)
@@ -311,8 +311,8 @@ def _fill_ragged(inputs: Inputs, contents, generator, device) -> None:
     inputs.k, inputs.v, _ = storage(case, (total + SPARE_ROWS,), generator, device)
     begin = 0
     for k, v in contents:
-        _as_nhd(inputs.k, case.layout)[begin : begin + k.shape[0]] = k
-        _as_nhd(inputs.v, case.layout)[begin : begin + v.shape[0]] = v
+        as_nhd(inputs.k, case.layout)[begin : begin + k.shape[0]] = k
+        as_nhd(inputs.v, case.layout)[begin : begin + v.shape[0]] = v
         begin += k.shape[0]
 
 
@@ -327,7 +327,7 @@ def _fill_paged(inputs: Inputs, contents, generator, device, index_device) -> No
         for pool, rows in ((inputs.k, k), (inputs.v, v)):
             slots = torch.arange(rows.shape[0], device=device)
             page = torch.tensor(pages, dtype=torch.long, device=device)
-            view = _pages(pool, case)
+            view = pages_of(pool, case)
             view[page[slots // case.page_size], slots % case.page_size] = rows
     flat = [page for pages in table for page in pages]
     inputs.indices = torch.tensor(flat, dtype=torch.int32, device=index_device)
@@ -336,7 +336,7 @@ def _fill_paged(inputs: Inputs, contents, generator, device, index_device) -> No
     inputs.last_page_len = torch.tensor(last, dtype=torch.int32, device=index_device)
 
 
-def _attach_masks(inputs: Inputs, masks: list[torch.Tensor], device) -> None:
+def attach_masks(inputs: Inputs, masks: list[torch.Tensor], device) -> None:
     flat = torch.cat([mask.flatten() for mask in masks])
     if inputs.case.mask is MaskKind.PACKED:
         inputs.packed_custom_mask = torch.cat([pack_little(mask) for mask in masks]).to(device)
@@ -345,68 +345,3 @@ def _attach_masks(inputs: Inputs, masks: list[torch.Tensor], device) -> None:
         inputs.custom_mask = flat.to(torch.uint8) * 3
     else:
         inputs.custom_mask = flat
-
-
-def surrounded(inputs: Inputs, before: int, behind: int) -> Inputs:
-    """The same batch as a part of larger arrays, for a call alone: rows of q and pages that nobody
-    owns before those of the requests, and rows behind them."""
-    if before == behind == 0:
-        return inputs
-    rows = inputs.q.shape[0]
-    shape = (before + rows + behind, *inputs.q.shape[1:])
-    q = torch.empty(shape, dtype=inputs.q.dtype, device="cpu")
-    fill_poison(q, torch.Generator().manual_seed(before), inputs.case.garbage)
-    q = q.to(inputs.q.device)
-    q[before : before + rows] = inputs.q
-    around = dataclasses.replace(inputs, q=q, qo_indptr=inputs.qo_indptr + before)
-    if inputs.indices is not None:
-        nobodys = inputs.indices.new_full((before,), 2**31 - 1)
-        around.indices = torch.cat([nobodys, inputs.indices])
-        around.kv_indptr = inputs.kv_indptr + before
-    return around
-
-
-def lone(inputs: Inputs, i: int) -> Inputs:
-    """Request i as a batch of its own, in the memory that it shares with the others."""
-    case = inputs.case
-    index_device = inputs.qo_indptr.device
-    qo_len, kv_len = case.qo_lens[i], case.kv_lens[i]
-    alone = dataclasses.replace(
-        inputs,
-        case=dataclasses.replace(case, qo_lens=(qo_len,), kv_lens=(kv_len,)),
-        q=inputs.q.narrow(0, sum(case.qo_lens[:i]), qo_len),
-        qo_indptr=indptr([qo_len], index_device),
-    )
-    if case.paged:
-        pages = inputs.page_table[i]
-        alone.page_table = [pages]
-        alone.kv_indptr = indptr([len(pages)], index_device)
-        alone.indices = torch.tensor(pages, dtype=torch.int32, device=index_device)
-        alone.last_page_len = inputs.last_page_len[i : i + 1]
-    else:
-        tokens = 0 if case.layout == "NHD" else 1
-        begin = sum(case.kv_lens[:i])
-        alone.k, alone.v = (t.narrow(tokens, begin, kv_len) for t in (inputs.k, inputs.v))
-        alone.kv_indptr = indptr([kv_len], index_device)
-    if inputs.masks is not None:
-        alone.masks = [inputs.masks[i]]
-        _attach_masks(alone, alone.masks, inputs.q.device)
-    return alone
-
-
-def spoil(inputs: Inputs, i: int) -> None:
-    """Writes garbage over all of request i: its rows of q, and its keys and values."""
-    case = inputs.case
-    generator = torch.Generator().manual_seed(i)
-    fill_poison(inputs.q.narrow(0, sum(case.qo_lens[:i]), case.qo_lens[i]), generator)
-    kv_len = case.kv_lens[i]
-    for t in (inputs.k, inputs.v):
-        if case.paged:
-            slots = torch.arange(kv_len, device=t.device)
-            page = torch.tensor(inputs.page_table[i], dtype=torch.long, device=t.device)
-            place = (page[slots // case.page_size], slots % case.page_size)
-            view = _pages(t, case)
-            view[place] = fill_poison(view[place], generator)
-        else:
-            rows = _as_nhd(t, case.layout).narrow(0, sum(case.kv_lens[:i]), kv_len)
-            fill_poison(rows, generator)

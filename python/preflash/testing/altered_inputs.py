@@ -1,0 +1,74 @@
+"""`Inputs` in other memory, or less of them: what a result may not depend on."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from .inputs import Inputs, as_nhd, attach_masks, fill_poison, indptr, pages_of
+
+
+def surrounded(inputs: Inputs, before: int, behind: int) -> Inputs:
+    """The same batch as a part of larger arrays, for a call alone: rows of q and pages that nobody
+    owns before those of the requests, and rows behind them."""
+    if before == behind == 0:
+        return inputs
+    rows = inputs.q.shape[0]
+    shape = (before + rows + behind, *inputs.q.shape[1:])
+    q = torch.empty(shape, dtype=inputs.q.dtype, device="cpu")
+    fill_poison(q, torch.Generator().manual_seed(before), inputs.case.garbage)
+    q = q.to(inputs.q.device)
+    q[before : before + rows] = inputs.q
+    around = dataclasses.replace(inputs, q=q, qo_indptr=inputs.qo_indptr + before)
+    if inputs.indices is not None:
+        nobodys = inputs.indices.new_full((before,), 2**31 - 1)
+        around.indices = torch.cat([nobodys, inputs.indices])
+        around.kv_indptr = inputs.kv_indptr + before
+    return around
+
+
+def lone(inputs: Inputs, i: int) -> Inputs:
+    """Request i as a batch of its own, in the memory that it shares with the others."""
+    case = inputs.case
+    index_device = inputs.qo_indptr.device
+    qo_len, kv_len = case.qo_lens[i], case.kv_lens[i]
+    alone = dataclasses.replace(
+        inputs,
+        case=dataclasses.replace(case, qo_lens=(qo_len,), kv_lens=(kv_len,)),
+        q=inputs.q.narrow(0, sum(case.qo_lens[:i]), qo_len),
+        qo_indptr=indptr([qo_len], index_device),
+    )
+    if case.paged:
+        pages = inputs.page_table[i]
+        alone.page_table = [pages]
+        alone.kv_indptr = indptr([len(pages)], index_device)
+        alone.indices = torch.tensor(pages, dtype=torch.int32, device=index_device)
+        alone.last_page_len = inputs.last_page_len[i : i + 1]
+    else:
+        tokens = 0 if case.layout == "NHD" else 1
+        begin = sum(case.kv_lens[:i])
+        alone.k, alone.v = (t.narrow(tokens, begin, kv_len) for t in (inputs.k, inputs.v))
+        alone.kv_indptr = indptr([kv_len], index_device)
+    if inputs.masks is not None:
+        alone.masks = [inputs.masks[i]]
+        attach_masks(alone, alone.masks, inputs.q.device)
+    return alone
+
+
+def spoil(inputs: Inputs, i: int) -> None:
+    """Writes garbage over all of request i: its rows of q, and its keys and values."""
+    case = inputs.case
+    generator = torch.Generator().manual_seed(i)
+    fill_poison(inputs.q.narrow(0, sum(case.qo_lens[:i]), case.qo_lens[i]), generator)
+    kv_len = case.kv_lens[i]
+    for t in (inputs.k, inputs.v):
+        if case.paged:
+            slots = torch.arange(kv_len, device=t.device)
+            page = torch.tensor(inputs.page_table[i], dtype=torch.long, device=t.device)
+            place = (page[slots // case.page_size], slots % case.page_size)
+            view = pages_of(t, case)
+            view[place] = fill_poison(view[place], generator)
+        else:
+            rows = as_nhd(t, case.layout).narrow(0, sum(case.kv_lens[:i]), kv_len)
+            fill_poison(rows, generator)
