@@ -100,6 +100,11 @@ def plan(workspace: Workspace, backend_name: str, request: Request) -> Draft:
 
 def workspace_size(device: torch.device, backend_name: str, request: Request) -> tuple[int, int]:
     """(float_bytes, int_bytes) that plan() takes of workspaces as large as it likes."""
+    if backend_name == _backends.CUDNN:
+        raise NotImplementedError(
+            "workspace_size() with backend='cudnn': cuDNN tells its needs when it has seen the "
+            "tensors of run(); 128 MB of float_workspace_buffer is plenty"
+        )
     room = Workspace(device, None, float_bytes=1 << 40)
     if request.graph_rows and request.options.fixed_split_size:
         # All that there is would be for the longer keys of later plans: what these need.

@@ -252,11 +252,6 @@ class BatchPrefillWrapper(EngineAttributes):
 
     def _workspace_size(self, a: BatchArguments) -> tuple[int, int]:
         name = self._requested_backend.name
-        if name == _backends.CUDNN:
-            raise NotImplementedError(
-                "workspace_size() with backend='cudnn': cuDNN tells its needs when it has seen the "
-                "tensors of run(); 128 MB of float_workspace_buffer is plenty"
-            )
         return _pipeline.workspace_size(self.device, name, self._asked(a).request)
 
     # Running.
