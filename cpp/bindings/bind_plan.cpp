@@ -2,7 +2,9 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <functional>
+#include <iterator>
 #include <memory>
 #include <string>
 #include <type_traits>
@@ -70,6 +72,20 @@ AttentionOptions replace(AttentionOptions options, const py::kwargs& changes) {
   return options;
 }
 
+RunExtras extras_of(Address mask_bits, Address mask_classes, const py::kwargs& per_head) {
+  RunExtras extras{.mask_bits = pointer<const std::uint8_t>(mask_bits),
+                   .mask_classes = pointer<std::uint32_t>(mask_classes)};
+  for (const auto& [key, address] : per_head) {
+    const auto name = key.cast<std::string>();
+    const auto* tensor = std::ranges::find(kHeadTensors, name, &HeadTensor::name);
+    if (tensor == std::end(kHeadTensors)) {
+      throw py::type_error("RunExtras has no tensor named " + name);
+    }
+    extras.*tensor->address = pointer<const float>(address.cast<Address>());
+  }
+  return extras;
+}
+
 void bind_options(py::module_& m) {
   py::enum_<Staging>(m, "Staging")
       .value("auto", Staging::kAuto)
@@ -113,17 +129,7 @@ void bind_options(py::module_& m) {
            py::arg("fixed_split_size"), py::arg("disable_split"), py::arg("chunk_size") = 0,
            py::arg("skip_factor") = 0.0f);
   py::class_<RunExtras>(m, "RunExtras")
-      .def(py::init([](Address mask_bits, Address mask_classes, Address sinks, Address scale_q,
-                       Address scale_k, Address scale_v) {
-             return RunExtras{.mask_bits = pointer<const std::uint8_t>(mask_bits),
-                              .mask_classes = pointer<std::uint32_t>(mask_classes),
-                              .sinks = pointer<const float>(sinks),
-                              .scale_q = pointer<const float>(scale_q),
-                              .scale_k = pointer<const float>(scale_k),
-                              .scale_v = pointer<const float>(scale_v)};
-           }),
-           py::arg("mask_bits") = 0, py::arg("mask_classes") = 0, py::arg("sinks") = 0,
-           py::arg("scale_q") = 0, py::arg("scale_k") = 0, py::arg("scale_v") = 0);
+      .def(py::init(&extras_of), py::arg("mask_bits") = 0, py::arg("mask_classes") = 0);
 }
 
 std::shared_ptr<Plan> make_plan(Family family, int device, const PerSegment<PlanRequest>& requests,
@@ -163,13 +169,7 @@ void write(const std::vector<Placement>& placements, const py::object& page_indi
   if (!owner.is_none()) py::setattr(owner, "_state", state);
 }
 
-}  // namespace
-
-void bind_plan(py::module_& m) {
-  bind_options(m);
-  py::class_<Uploader, std::shared_ptr<Uploader>>(m, "Uploader")
-      .def(py::init<int>(), py::arg("device"))
-      .def_property_readonly("device", &Uploader::device);
+void bind_plans(py::module_& m) {
   py::class_<Plan, std::shared_ptr<Plan>>(m, "Plan")
       .def(py::init([](Family family, int device, const AttentionOptions& options,
                        std::shared_ptr<Batch> batch, std::int64_t float_workspace_bytes,
@@ -210,6 +210,12 @@ void bind_plan(py::module_& m) {
                              [](const Plan& plan) { return plan.sizes().num_kv_tiles; })
       .def_property_readonly("makespan_kv_tiles",
                              [](const Plan& plan) { return plan.sizes().makespan_kv_tiles; });
+}
+
+void bind_places(py::module_& m) {
+  py::class_<Uploader, std::shared_ptr<Uploader>>(m, "Uploader")
+      .def(py::init<int>(), py::arg("device"))
+      .def_property_readonly("device", &Uploader::device);
   py::class_<DevicePlan, std::shared_ptr<DevicePlan>>(m, "DevicePlan")
       .def(py::init([](std::shared_ptr<Uploader> uploader, Address memory, std::int64_t capacity) {
              return std::make_shared<DevicePlan>(std::move(uploader), pointer<void>(memory),
@@ -237,6 +243,14 @@ void bind_plan(py::module_& m) {
             place.arrive_before(pointer<void>(stream));
           },
           py::arg("stream"), py::call_guard<py::gil_scoped_release>());
+}
+
+}  // namespace
+
+void bind_plan(py::module_& m) {
+  bind_options(m);
+  bind_plans(m);
+  bind_places(m);
   m.def("write_plans", &write, py::arg("placements"), py::arg("page_indices"), py::arg("mask_bits"),
         py::arg("stream"), py::arg("owner"), py::arg("state"));
 }

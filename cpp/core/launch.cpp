@@ -19,21 +19,35 @@ bool is_freed(const void* address, int device) {
   return reinterpret_cast<std::uintptr_t>(address) < lowest;
 }
 
-[[noreturn]] void refuse_address(const char* name, const void* address, int device) {
+// How errors call a tensor.
+struct TensorName {
+  const char* side;  // of a launch that has two; else empty
+  const char* name;
+
+  std::string text() const { return std::string(side) + name; }
+};
+
+// A launch of two is a prefill beside decode.
+const char* side_of(int segment, int num_segments) {
+  if (num_segments == 1) return "";
+  return segment == 0 ? "prefill side's " : "decode side's ";
+}
+
+[[noreturn]] void refuse_address(const TensorName& name, const void* address, int device) {
   if (is_freed(address, device)) {
     throw std::invalid_argument(
-        std::string(name) +
+        name.text() +
         " has no memory behind it (a FakeTensor, or storage that was freed): pass a tensor with "
         "data");
   }
   throw std::invalid_argument(
-      std::string(name) + " starts at an address that is " +
+      name.text() + " starts at an address that is " +
       std::to_string(reinterpret_cast<std::uintptr_t>(address) % 16) +
       " past a multiple of 16 bytes; kernels load 16 bytes at a time: make a contiguous copy");
 }
 
 // An address that a kernel will read or write `bytes` from.
-void check_address(const char* name, const void* address, std::int64_t bytes, int device) {
+void check_address(const TensorName& name, const void* address, std::int64_t bytes, int device) {
   if (bytes == 0) return;
   if (reinterpret_cast<std::uintptr_t>(address) % 16 != 0 || is_freed(address, device)) {
     refuse_address(name, address, device);
@@ -42,58 +56,17 @@ void check_address(const char* name, const void* address, std::int64_t bytes, in
 
 // A tensor with its name, and where it lies in this run.
 struct Placed {
-  const char* name;
+  TensorName name;
   const void* address;
   const MemorySpan& span;
 };
 
 void check_apart(const Placed& written, const Placed& other) {
   if (!may_overlap(written.address, written.span, other.address, other.span)) return;
-  throw std::invalid_argument(std::string(written.name) + " shares memory with " + other.name +
-                              ", which would be overwritten while it is in use: give " +
-                              written.name + " memory of its own");
-}
-
-MemorySpan span_of(const RowTensor& tensor, std::int64_t num_heads, std::int64_t head_dim,
-                   DType dtype) {
-  const std::int64_t size = size_of(dtype);
-  return {.dimensions = {{{tensor.stride_token * size, tensor.num_tokens},
-                          {tensor.stride_head * size, num_heads}}},
-          .row_bytes = head_dim * size};
-}
-
-MemorySpan span_of(const KvTensor& tensor, std::int64_t num_heads, std::int64_t head_dim,
-                   DType dtype) {
-  const std::int64_t size = size_of(dtype);
-  return {.dimensions = {{{tensor.stride_page * size, tensor.num_pages},
-                          {tensor.stride_token * size, tensor.num_tokens},
-                          {tensor.stride_head * size, num_heads}}},
-          .row_bytes = head_dim * size};
-}
-
-MemorySpan span_of(const LseTensor& tensor, std::int64_t num_tokens, std::int64_t num_heads) {
-  constexpr std::int64_t kSize = sizeof(float);
-  return {.dimensions = {{{tensor.stride_token * kSize, num_tokens},
-                          {tensor.stride_head * kSize, num_heads}}},
-          .row_bytes = tensor.values() * kSize};
-}
-
-MemorySpan span_of_bytes(std::int64_t bytes) { return {.row_bytes = bytes}; }
-
-constexpr TensorNames kNames = {"q",     "k",       "v",       "out",    "lse",
-                                "sinks", "scale_q", "scale_k", "scale_v"};
-// A launch of two is a prefill beside decode.
-constexpr TensorNames kNamesOfTwo[kMaxSegments] = {
-    {"prefill side's q", "prefill side's k", "prefill side's v", "prefill side's out",
-     "prefill side's lse", "prefill side's sinks", "prefill side's scale_q",
-     "prefill side's scale_k", "prefill side's scale_v"},
-    {"decode side's q", "decode side's k", "decode side's v", "decode side's out",
-     "decode side's lse", "decode side's sinks", "decode side's scale_q", "decode side's scale_k",
-     "decode side's scale_v"},
-};
-
-const TensorNames& names_of(int segment, int num_segments) {
-  return num_segments == 1 ? kNames : kNamesOfTwo[segment];
+  const std::string name = written.name.text();
+  throw std::invalid_argument(name + " shares memory with " + other.name.text() +
+                              ", which would be overwritten while it is in use: give " + name +
+                              " memory of its own");
 }
 
 // A piece of one.
@@ -212,15 +185,7 @@ void Launch::bind_segment(int index) {
   combine.group_size = segment.group_size;
   combine.head_dim_vo = segment.head_dim_vo;
 
-  spans_[index] = {
-      .q = span_of(segment.q, options.num_qo_heads, options.head_dim_qk, options.q_dtype),
-      .k = span_of(segment.k, options.num_kv_heads, options.head_dim_qk, options.kv_dtype),
-      .v = span_of(segment.v, options.num_kv_heads, options.head_dim_vo, options.kv_dtype),
-      .o = span_of(segment.o, options.num_qo_heads, options.head_dim_vo, options.o_dtype),
-      .lse = span_of(segment.lse, segment.q.num_tokens, options.num_qo_heads),
-      .of_qo_heads = span_of_bytes(options.num_qo_heads * std::int64_t{sizeof(float)}),
-      .of_kv_heads = span_of_bytes(options.num_kv_heads * std::int64_t{sizeof(float)}),
-  };
+  spans_[index] = spans_of(segment, options);
 }
 
 void Launch::check(const RunArguments& arguments) const {
@@ -240,14 +205,15 @@ void Launch::check_addresses(int index, const RunArguments& arguments) const {
   const int device = plan_->device();
   const SegmentArguments& segment = arguments.segments[index];
   const TensorSpans& spans = spans_[index];
-  const TensorNames& names = names_of(index, arguments.segments.size());
-  check_address(names.q, segment.q, spans.q.extent(), device);
-  check_address(names.k, segment.k, spans.k.extent(), device);
-  check_address(names.v, segment.v, spans.v.extent(), device);
-  check_address(names.out, segment.o, spans.o.extent(), device);
-  check_address("float_workspace_buffer", arguments.float_workspace, plan_->float_bytes(), device);
+  const char* side = side_of(index, arguments.segments.size());
+  check_address({side, "q"}, segment.q, spans.q.extent(), device);
+  check_address({side, "k"}, segment.k, spans.k.extent(), device);
+  check_address({side, "v"}, segment.v, spans.v.extent(), device);
+  check_address({side, "out"}, segment.o, spans.o.extent(), device);
+  check_address({"", "float_workspace_buffer"}, arguments.float_workspace, plan_->float_bytes(),
+                device);
   if (segment.lse != nullptr && is_freed(segment.lse, device)) {
-    refuse_address(names.lse, segment.lse, device);
+    refuse_address({side, "lse"}, segment.lse, device);
   }
 }
 
@@ -256,31 +222,31 @@ void Launch::check_outputs(int index, int other_index, const RunArguments& argum
   const SegmentArguments& segment = arguments.segments[index];
   const SegmentArguments& other = arguments.segments[other_index];
   const TensorSpans& spans = spans_[other_index];
-  const TensorNames& names = names_of(other_index, num_segments);
-  const TensorNames& own_names = names_of(index, num_segments);
+  const char* own_side = side_of(index, num_segments);
+  const char* side = side_of(other_index, num_segments);
   const bool same = index == other_index;
 
   const MemorySpan partials = span_of_bytes(plan_->float_bytes());
   const MemorySpan work_list = span_of_bytes(plan_->int_bytes());
-  const RunExtras& extras = other.extras;
   const Placed read[] = {
-      {names.k, other.k, spans.k},
-      {names.v, other.v, spans.v},
-      {"float_workspace_buffer", arguments.float_workspace, partials},
-      {"int_workspace_buffer", place_->memory(), work_list},
-      {names.sinks, extras.sinks, spans.of_qo_heads},
-      {names.scale_q, extras.scale_q, spans.of_qo_heads},
-      {names.scale_k, extras.scale_k, spans.of_kv_heads},
-      {names.scale_v, extras.scale_v, spans.of_kv_heads},
+      {{side, "k"}, other.k, spans.k},
+      {{side, "v"}, other.v, spans.v},
+      {{"", "float_workspace_buffer"}, arguments.float_workspace, partials},
+      {{"", "int_workspace_buffer"}, place_->memory(), work_list},
   };
-  const Placed q{names.q, other.q, spans.q};
-  const Placed others_out{names.out, other.o, spans.o};
+  const Placed q{{side, "q"}, other.q, spans.q};
+  const Placed others_out{{side, "out"}, other.o, spans.o};
   auto check_apart_from_read = [&](const Placed& written) {
     for (const Placed& one : read) {
       if (one.address != nullptr) check_apart(written, one);
     }
+    for (const HeadTensor& tensor : kHeadTensors) {
+      const float* address = other.extras.*tensor.address;
+      if (address == nullptr) continue;
+      check_apart(written, {{side, tensor.name}, address, spans.of(tensor)});
+    }
   };
-  const Placed out{own_names.out, segment.o, spans_[index].o};
+  const Placed out{{own_side, "out"}, segment.o, spans_[index].o};
   // q itself may be written to where an item has one CTA: that has read the item's rows of q, which
   // nobody else reads, before it writes the same rows of out.
   const bool in_place = same && segment.o == segment.q && spans.o == spans.q;
@@ -288,12 +254,12 @@ void Launch::check_outputs(int index, int other_index, const RunArguments& argum
   check_apart_from_read(out);
   if (index < other_index) check_apart(out, others_out);
   if (segment.lse == nullptr) return;
-  const Placed lse{own_names.lse, segment.lse, spans_[index].lse};
+  const Placed lse{{own_side, "lse"}, segment.lse, spans_[index].lse};
   check_apart(lse, others_out);
   check_apart(lse, q);
   check_apart_from_read(lse);
   if (index < other_index && other.lse != nullptr) {
-    check_apart(lse, {names.lse, other.lse, spans.lse});
+    check_apart(lse, {{side, "lse"}, other.lse, spans.lse});
   }
 }
 
@@ -398,7 +364,7 @@ void Launch::combine(int index, const ForwardSegment& segment, const LaunchTarge
   combine.lse = segment.lse;
   combine.partial_o = segment.partial_o;
   combine.partial_lse = segment.partial_lse;
-  combine.sinks = segment.extras.sinks;
+  combine.extras = segment.extras;
   check_launch(services_->combine(combine, target), "combine");
 }
 

@@ -5,7 +5,7 @@
 #include <memory>
 
 #include "core/device_plan.h"
-#include "core/memory_span.h"
+#include "core/tensor_spans.h"
 #include "preflash/params.h"
 
 namespace preflash {
@@ -38,30 +38,6 @@ struct RunArguments {
   void* float_workspace = nullptr;
   void* stream = nullptr;
   int num_threads = 1;  // on the CPU
-};
-
-// What the tensors of one segment reach, from addresses that each run() brings.
-struct TensorSpans {
-  MemorySpan q;
-  MemorySpan k;
-  MemorySpan v;
-  MemorySpan o;
-  MemorySpan lse;
-  MemorySpan of_qo_heads;  // float32 factors
-  MemorySpan of_kv_heads;
-};
-
-// How errors call the tensors of a segment.
-struct TensorNames {
-  const char* q;
-  const char* k;
-  const char* v;
-  const char* out;
-  const char* lse;
-  const char* sinks;
-  const char* scale_q;
-  const char* scale_k;
-  const char* scale_v;
 };
 
 // A plan bound to the strides of its tensors: run() only fills in addresses. The Python wrappers

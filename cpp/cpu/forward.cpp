@@ -12,6 +12,7 @@
 #include "cpu/item_timer.h"
 #include "cpu/partial_lse.h"
 #include "cpu/rotary.h"
+#include "cpu/score_bias.h"
 #include "cpu/scratch.h"
 #include "cpu/thread_pool.h"
 #include "preflash/mask_range.h"
@@ -20,7 +21,6 @@ namespace preflash::cpu {
 namespace {
 
 constexpr int kPrefetchKeys = 8;  // how far ahead of the copy into scratch a key's rows are fetched
-constexpr float kSmallestBiasedFactor = 0x1p-60f;
 
 // What all items of a segment have in common.
 struct Segment {
@@ -42,9 +42,7 @@ LogitRule logit_rule(const Variant& variant, const ForwardSegment& params) {
   // NOTE: a factor <= 0 would turn the -inf of a masked key into +inf or NaN, so the sign of such a
   // scale, 0 for 0, is multiplied into the scores: that is exact.
   const auto scale = static_cast<float>(params.sm_scale * kLog2E);
-  // A bias is divided by the factor, which may not make it overflow.
-  const bool biased = variant.position == Position::kAlibi;
-  if (biased && std::abs(scale) < kSmallestBiasedFactor) return {.scale = scale};
+  if (!ScoreBias::allows_factor(params, std::abs(scale))) return {.scale = scale};
   if (scale > 0.0f) return {.factor = scale};
   if (scale < 0.0f) return {.factor = -scale, .scale = -1.0f};
   return {.scale = scale};
@@ -104,7 +102,7 @@ class Item {
         request_(request),
         scratch_(scratch),
         keep_(params_, request_),
-        alibi_(params_, keep_.bounds()),
+        bias_(params_, keep_.bounds()),
         rows_{.row_begin = item.row_begin,
               .first_head = item.kv_head * params_.group_size,
               .group_size = params_.group_size},
@@ -125,7 +123,7 @@ class Item {
     std::fill_n(scratch_.row_sum, shape_.tile_rows, 0.0f);
     std::fill_n(scratch_.o, std::int64_t{num_rows_} * shape_.ld_v, 0.0f);
     if (tiles.count() > 0) load_queries();
-    if (alibi_.present()) fill_slopes();
+    bias_.fill_slopes(rows_, num_rows_, segment_.logits.factor, shape_, scratch_);
     for (int tile = tiles.begin; tile < tiles.end; ++tile) {
       const int tile_begin = tile * shape_.tile_keys;
       const TileKeys all{.span = {tile_begin, tile_begin + shape_.tile_keys},
@@ -143,15 +141,6 @@ class Item {
     const int live = std::min(shape_.panel_rows, num_rows_ - row);
     const int lanes = segment_.isa.lanes;
     return {.row = row, .live = live, .ld = live <= lanes ? lanes : shape_.panel_rows};
-  }
-
-  // In units of scores; 0 in the lanes that have no row.
-  void fill_slopes() const {
-    for (int row = 0; row < num_rows_; ++row) {
-      scratch_.slope[row] =
-          static_cast<float>(alibi_.slope(rows_.head(row)) / segment_.logits.factor);
-    }
-    std::fill(scratch_.slope + num_rows_, scratch_.slope + shape_.tile_rows, 0.0f);
   }
 
   // A row of q or k into 32-bit units, zero up to ld_k.
@@ -253,9 +242,6 @@ class Item {
     if (keys.empty()) return;
     const Kept kept = fill_keep(keep_, rows_, panel, keys, scratch_.keep);
     if (kept == Kept::kNone) return;
-    if (alibi_.present()) {
-      fill_distance(alibi_, rows_, panel, keys.tile_begin, scratch_.distance);
-    }
 
     const PanelStep step{
         .q = scratch_.q + std::int64_t{panel.row} * shape_.ld_k,
@@ -271,8 +257,7 @@ class Item {
         .key_end = keys.end(),
         .keep = kept == Kept::kAll ? nullptr : scratch_.keep,
         .logits = segment_.logits,
-        .slope = alibi_.present() ? scratch_.slope + panel.row : nullptr,
-        .distance = scratch_.distance,
+        .bias = bias_.of(panel, rows_, keys.tile_begin, scratch_),
         .skips = params_.skip_factor > 0.0f,
         .margin =
             std::min(std::log2(params_.skip_factor / static_cast<float>(request_.kv_len)), 0.0f),
@@ -286,9 +271,7 @@ class Item {
   }
 
   double left_out_of_logits(int row) const {
-    const int token = rows_.token(row), head = rows_.head(row);
-    return params_.lse.form == LseForm::kLogSum ? alibi_.left_for_lse(token, head)
-                                                : alibi_.left_for_max(token, head);
+    return bias_.left_out(rows_.token(row), rows_.head(row));
   }
 
   // Normalises a row and writes it where the plan says: to o and lse, or to the item's partials.
@@ -310,12 +293,12 @@ class Item {
     params_.partial_lse[place] = lse;
   }
 
-  // The keys of the row are complete, so that its sink counts now.
+  // The keys of the row are complete, so that what it has beside them counts now.
   void write_final(int row, const float* o, float scale, const PartialLse& keys_lse) const {
     const int head = rows_.head(row);
     float lse = keys_lse.high + keys_lse.low;
-    if (params_.extras.sinks != nullptr) {
-      const PartialLse states[] = {keys_lse, sink_lse(params_.extras.sinks[head])};
+    if (const auto keyless = keyless_lse(params_.extras, head)) {
+      const PartialLse states[] = {keys_lse, *keyless};
       const MergedLse merged(2, [&](int state) { return states[state]; });
       if (!merged.empty()) scale *= merged.weight(keys_lse) / merged.sum;
       lse = merged.lse();
@@ -349,7 +332,7 @@ class Item {
   const RequestInfo& request_;
   Scratch& scratch_;
   const KeepPolicy keep_;
-  const AlibiPolicy alibi_;
+  const ScoreBias bias_;
   const RowCoordinates rows_;
   const int num_rows_;
 };

@@ -1,15 +1,13 @@
-// Scores know their coordinates: which token and head a packed row is, which key a column. Masks
-// and biases are policies on them: what depends on the place of a score belongs here, not into the
-// loops.
+// Scores know their coordinates: which token and head a packed row is, which key a column. Masks,
+// here, and biases (score_bias.h) are policies on them: what depends on the place of a score does
+// not belong into the loops.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 
 #include "cpu/isa.h"
-#include "cpu/partial_lse.h"
 #include "cpu/scratch.h"
-#include "preflash/alibi.h"
 #include "preflash/mask_range.h"
 #include "preflash/params.h"
 #include "preflash/plan.h"
@@ -113,50 +111,6 @@ inline Kept fill_keep(const KeepPolicy& policy, const RowCoordinates& rows, cons
     std::fill(words + panel.live, words + panel.ld, 0u);
   }
   return any == 0 ? Kept::kNone : missing == 0 ? Kept::kAll : Kept::kSome;
-}
-
-// ALiBi. Only differences between keys move the output, so that distances are counted from a
-// row's reference key, the last that its bounds keep: where weights are large the bias is small and
-// keeps its bits, however long the request. The LSE gets the rest, slope * (reference - token).
-class AlibiPolicy {
- public:
-  AlibiPolicy(const ForwardSegment& params, const MaskBounds& bounds)
-      : bounds_(bounds),
-        num_heads_(params.num_qo_heads),
-        present_(params.position == Position::kAlibi) {}
-
-  bool present() const { return present_; }
-
-  // Base-2 logits per key.
-  double slope(int head) const { return alibi_slope(head, num_heads_) * kLog2E; }
-
-  float distance(int token, int key) const {
-    return static_cast<float>(std::int64_t{key} - reference_key(token));
-  }
-
-  // What the base-2 logits of a row lack, counted from its token or from key 0.
-  double left_for_lse(int token, int head) const {
-    return present_ ? slope(head) * (std::int64_t{reference_key(token)} - token) : 0.0;
-  }
-  double left_for_max(int token, int head) const {
-    return present_ ? slope(head) * reference_key(token) : 0.0;
-  }
-
- private:
-  int reference_key(int token) const { return bounds_.end_key(token) - 1; }
-
-  const MaskBounds bounds_;
-  const int num_heads_;
-  const bool present_;
-};
-
-// Fills distance [panel.ld] for a panel and the tile that begins at key `tile_begin`.
-inline void fill_distance(const AlibiPolicy& policy, const RowCoordinates& rows, const Panel& panel,
-                          int tile_begin, float* distance) {
-  for (int i = 0; i < panel.live; ++i) {
-    distance[i] = policy.distance(rows.token(panel.row + i), tile_begin);
-  }
-  std::fill(distance + panel.live, distance + panel.ld, 0.0f);
 }
 
 }  // namespace preflash::cpu

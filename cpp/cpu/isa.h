@@ -28,6 +28,12 @@ struct LogitRule {
   float scale_in_cap = 0.0f;
 };
 
+// A bias that is linear in the key: slope[row] * (distance[row] + key) on top of each score.
+struct LinearBias {
+  const float* slope = nullptr;     // [ld], in units of scores; null: no bias
+  const float* distance = nullptr;  // [ld], from the row's reference key to key 0 of the tile
+};
+
 // A panel is a block of query rows that fills kRowVecs vectors: one query row per lane. Scores are
 // kept transposed ([key][row]), so that the online softmax never reduces across lanes, keys and
 // values are read row by row as they lie in memory, and the scores are the packed operand of P * V.
@@ -52,10 +58,7 @@ struct PanelStep {
   const std::uint32_t* keep = nullptr;
 
   LogitRule logits;
-
-  // ALiBi: slope[row] * (distance[row] + key) on top of each score. Null: no bias.
-  const float* slope = nullptr;     // [ld], in units of scores
-  const float* distance = nullptr;  // [ld], from the row's reference key to key 0 of the tile
+  LinearBias bias;
 
   // Whether the tile is left out where no row has a weight of 2^margin in it, beside its maximum so
   // far; margin <= 0.

@@ -135,9 +135,9 @@ inline void transform_logits(const PanelStep& step) {
 }
 
 // Distances are exact up to 2^24: the bias is rounded once, with the score.
-inline void add_alibi(const PanelStep& step) {
+inline void add_bias(const PanelStep& step) {
   for (int row = 0; row < step.ld; row += kLanes) {
-    const Vec slope = load(step.slope + row), distance = load(step.distance + row);
+    const Vec slope = load(step.bias.slope + row), distance = load(step.bias.distance + row);
     for (int key = step.key_begin; key < step.key_end; ++key) {
       float* scores = step.scores + key * step.ld + row;
       Vec from_reference = add(distance, broadcast(static_cast<float>(key)));
@@ -310,7 +310,7 @@ inline void attend_panel(const PanelStep& step) {
     score_panel<Units, kRowVecs>(step);
   }
   transform_logits(step);
-  if (step.slope != nullptr) add_alibi(step);
+  if (step.bias.slope != nullptr) add_bias(step);
   if (step.keep != nullptr) mask_scores(step);
   if (step.skips && !has_weight(step)) return;
   for (int row = 0; row < step.ld; row += kLanes) softmax_rows(step, row);

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 
 #include "cpu/isa.h"
 #include "cpu/partial_lse.h"
@@ -41,12 +42,12 @@ void combine_tile(const CombineParams& params, const MergeItem& item) {
     auto partial_row = [&](int chunk) {
       return std::int64_t{item.first_row} + std::int64_t{chunk} * rows + row;
     };
-    // Behind the chunks' states comes the sink's, which weighs but has no row.
+    // Behind the chunks' states may come one that weighs but has no row.
+    const std::optional<PartialLse> keyless = keyless_lse(params.extras, head);
     auto lse_of_state = [&](int state) {
-      return state < item.num_chunks ? params.partial_lse[partial_row(state)]
-                                     : sink_lse(params.sinks[head]);
+      return state < item.num_chunks ? params.partial_lse[partial_row(state)] : *keyless;
     };
-    const int num_states = item.num_chunks + (params.sinks != nullptr ? 1 : 0);
+    const int num_states = item.num_chunks + (keyless ? 1 : 0);
     const MergedLse merged(num_states, lse_of_state);
 
     auto* o =

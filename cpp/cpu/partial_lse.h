@@ -3,8 +3,11 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdint>
 #include <limits>
+#include <optional>
 
+#include "preflash/params.h"
 #include "preflash/plan.h"
 
 namespace preflash::cpu {
@@ -26,9 +29,11 @@ inline PartialLse lse_of(double reference, float log2_sum) {
   return {.high = high, .low = log2_sum + static_cast<float>(rest)};
 }
 
-// A sink is one more state of the rows of its head, one that has no value. It is given in natural
-// logarithms; -inf is no sink.
-inline PartialLse sink_lse(float sink) {
+// The state of a row beside those of its keys, one that has no value, if the run brings any: the
+// sink of its head, in natural logarithms; -inf is no sink.
+inline std::optional<PartialLse> keyless_lse(const RunExtras& extras, std::int64_t head) {
+  if (extras.sinks == nullptr) return std::nullopt;
+  const float sink = extras.sinks[head];
   return sink == -kInfinity ? kEmptyLse : lse_of(sink * kLog2E, 0.0f);
 }
 

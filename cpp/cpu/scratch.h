@@ -41,8 +41,8 @@ class Scratch {
   float* row_max;       // [tile rows]
   float* row_sum;       // [tile rows]
   float* rescale;       // [panel_rows]
-  float* slope;         // [tile rows], ALiBi
-  float* distance;      // [panel_rows], ALiBi
+  float* slope;         // [tile rows], of a LinearBias
+  float* distance;      // [panel_rows], of a LinearBias
   float* angles;        // [ld_k], RoPE: cosines and sines of a tile's origin
   std::uint32_t* keep;  // [mask_words][panel_rows]
 

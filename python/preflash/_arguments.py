@@ -153,6 +153,30 @@ class PerHead(NamedTuple):
         return not (self.scale_q is None and self.scale_k is None and self.scale_v is None)
 
 
+class HeadTensor(NamedTuple):
+    """What a tensor of PerHead is: by this its checks go, and the table of features."""
+
+    heads: str  # the option that tells how many elements it has
+    element: str
+    why_float32: str
+    of: str | None  # the fp8 operand that it is for; None: it goes with every run
+
+
+_OF_QUERY_HEADS = HeadTensor("num_qo_heads", "one factor per head", "factors of the heads", "q")
+_OF_KV_HEADS = _OF_QUERY_HEADS._replace(heads="num_kv_heads")
+_LOGITS = HeadTensor(
+    "num_qo_heads", "one logit per query head", "natural logarithms, like logits", of=None
+)
+
+# NOTE: what C++ has to know of them is kHeadTensors in params.h.
+PER_HEAD = PerHead(
+    sinks=_LOGITS,
+    scale_q=_OF_QUERY_HEADS,
+    scale_k=_OF_KV_HEADS._replace(of="k"),
+    scale_v=_OF_KV_HEADS._replace(of="v"),
+)
+
+
 class RunArguments(NamedTuple):
     """What a run() has beside tensors where it is not the usual one."""
 

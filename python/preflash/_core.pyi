@@ -283,16 +283,14 @@ class AttentionOptions:
         """A copy in which the named options have other values. Raises TypeError for other names."""
 
 class RunExtras:
-    """Device addresses of what few runs bring beside q, k and v; 0 is absent."""
+    """Device addresses of what few runs bring beside q, k and v; 0 is absent. per_head: of the
+    tensors of preflash._arguments.PerHead, by their names."""
 
     def __init__(
         self,
         mask_bits: int = 0,
         mask_classes: int = 0,
-        sinks: int = 0,
-        scale_q: int = 0,
-        scale_k: int = 0,
-        scale_v: int = 0,
+        **per_head: int,
     ) -> None: ...
 
 class Uploader:

@@ -12,6 +12,7 @@ from . import _validate as check
 from ._arguments import PerHead
 from ._fmha_operands import Operands, operands_of
 from ._scales import Scales
+from ._tensors import check_per_head
 from ._workspace import check_buffer
 
 MASK_MODES = ("causal", "sliding_window", "chunked", "padding")
@@ -20,7 +21,7 @@ _SHORT_NAMES = {"fp8": _OUT_DTYPES[2], "fp16": _OUT_DTYPES[0], "bf16": _OUT_DTYP
 
 
 class FmhaArguments(NamedTuple):
-    """As the caller gave them."""
+    """As the caller gave them, the tensors of heads apart."""
 
     qkv: Any
     input_layout: Any
@@ -36,7 +37,7 @@ class FmhaArguments(NamedTuple):
     block_tables: Any
     out: Any
     out_dtype: Any
-    sinks: Any
+    per_head: PerHead
     pos_encoding_mode: Any
     logits_soft_cap_scale: Any
     mask_mode: Any
@@ -71,13 +72,14 @@ def checked(a: FmhaArguments) -> FmhaCall:
     bmm1 = check.scale("bmm1_scale", a.bmm1_scale)
     check.logits_scale("bmm1_scale", bmm1, options)
     bmm2 = check.scale("bmm2_scale", a.bmm2_scale)
-    sinks = _sinks(a.sinks, options, device)
+    check_per_head(a.per_head, options, device)
     wants_stats = check.flag("save_softmax_stats", a.save_softmax_stats)
     stats_scale = None
     if wants_stats:
         stats_scale = _stats_scale(bmm1, options)
-    elif sinks is not None and options.position == _core.Position.alibi:
-        # Beside a sink it matters where biases count from, and with statistics that is key 0.
+    elif a.per_head.given and options.position != _core.Position.none:
+        # Beside a logit of no key it matters where biases count from, and with statistics that is
+        # key 0.
         stats_scale = 1.0
     if stats_scale is not None:
         # The maximum of a row is that of one pass over its keys.
@@ -87,7 +89,7 @@ def checked(a: FmhaArguments) -> FmhaCall:
         operands=operands,
         options=options,
         scales=Scales(bmm1, bmm2),
-        per_head=PerHead(sinks=sinks),
+        per_head=a.per_head,
         workspace=workspace,
         out=_checked_out(a.out, out_dtype, operands),
         out_dtype=out_dtype,
@@ -229,21 +231,3 @@ def _checked_out(
         check.rows("out", out)
     check.not_overlapping("out", out)
     return out
-
-
-def _sinks(
-    sinks: Any, options: _core.AttentionOptions, device: torch.device
-) -> torch.Tensor | None:
-    if sinks is None:
-        return None
-    if isinstance(sinks, (tuple, list)):
-        if len(sinks) != 1:
-            raise ValueError(f"sinks holds {len(sinks)} tensors; must be one, or a list of one")
-        (sinks,) = sinks
-    check.tensor("sinks", sinks)
-    check.has_dtype("sinks", sinks, torch.float32, "natural logarithms, like logits")
-    check.has_shape("sinks", sinks, (options.num_qo_heads,), "[num_heads], one logit per head")
-    check.on_device("sinks", sinks, device)
-    if not sinks.is_contiguous():
-        raise ValueError(f"sinks has strides {tuple(sinks.stride())}; must be contiguous")
-    return sinks

@@ -69,6 +69,15 @@ def operands_of(qkv: Any, layout: Any) -> Operands:
     return _paged(parts, layout)
 
 
+def one_tensor(name: str, value: Any) -> Any:
+    """A tensor, or what a list that should hold one holds."""
+    if not isinstance(value, (tuple, list)):
+        return value
+    if len(value) != 1:
+        raise ValueError(f"{name} holds {len(value)} tensors; must be one, or a list of one")
+    return value[0]
+
+
 _SHAPES = {
     "PACKED_QKV": "one tensor [tokens, 3, num_heads, head_dim]",
     "CONTIGUOUS_Q_KV": "a tuple (q, kv)",

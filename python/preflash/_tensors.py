@@ -8,7 +8,7 @@ import torch
 
 from . import _core
 from . import _validate as check
-from ._arguments import KvCache, PerHead
+from ._arguments import PER_HEAD, KvCache, PerHead
 from ._outputs import Outputs
 
 
@@ -234,41 +234,28 @@ def check_lse(
 
 def check_per_head(given: PerHead, options: _core.AttentionOptions, device: torch.device) -> None:
     """Asked for every run: the addresses of these tensors are all that a launch gets."""
-    if given.sinks is not None:
-        why = "natural logarithms, like logits"
-        _check_heads("sinks", given.sinks, "num_qo_heads", why, options, device)
-    for name, value, of, dtype, heads in (
-        ("scale_q", given.scale_q, "q", options.q_dtype, "num_qo_heads"),
-        ("scale_k", given.scale_k, "k", options.kv_dtype, "num_kv_heads"),
-        ("scale_v", given.scale_v, "v", options.kv_dtype, "num_kv_heads"),
-    ):
+    for name, value, tensor in zip(given._fields, given, PER_HEAD, strict=True):
         if value is None:
             continue
-        if check.TORCH_DTYPES[dtype] not in check.FP8_DTYPES:
-            raise ValueError(
-                f"{name}: only an fp8 tensor has a factor for each head, and {of} is "
-                f"{check.TORCH_DTYPES[dtype]}; leave it None, and pass one factor as {of}_scale"
-            )
-        _check_heads(name, value, heads, "factors of the heads", options, device)
+        if tensor.of is not None:
+            dtype = options.q_dtype if tensor.of == "q" else options.kv_dtype
+            _check_scaled(name, tensor.of, check.TORCH_DTYPES[dtype])
+        check.forward_only(**{name: value})
+        check.tensor(name, value)
+        check.has_dtype(name, value, torch.float32, tensor.why_float32)
+        shape = (getattr(options, tensor.heads),)
+        check.has_shape(name, value, shape, f"[{tensor.heads}], {tensor.element}")
+        check.on_device(name, value, device)
+        if not value.is_contiguous():
+            raise ValueError(f"{name} has strides {tuple(value.stride())}; must be contiguous")
 
 
-def _check_heads(
-    name: str,
-    value: Any,
-    count: str,
-    why: str,
-    options: _core.AttentionOptions,
-    device: torch.device,
-) -> None:
-    """A float32 vector with one element for each of `count` heads."""
-    check.forward_only(**{name: value})
-    check.tensor(name, value)
-    what = "one logit per query head" if name == "sinks" else "one factor per head"
-    check.has_dtype(name, value, torch.float32, why)
-    check.has_shape(name, value, (getattr(options, count),), f"[{count}], {what}")
-    check.on_device(name, value, device)
-    if not value.is_contiguous():
-        raise ValueError(f"{name} has strides {tuple(value.stride())}; must be contiguous")
+def _check_scaled(name: str, operand: str, dtype: torch.dtype) -> None:
+    if dtype not in check.FP8_DTYPES:
+        raise ValueError(
+            f"{name}: only an fp8 tensor has a factor for each head, and {operand} is "
+            f"{dtype}; leave it None, and pass one factor as {operand}_scale"
+        )
 
 
 _LSE_ORDERS = {

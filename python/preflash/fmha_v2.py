@@ -11,8 +11,9 @@ import torch
 
 from . import _fmha_arguments, _fmha_lengths, _fmha_run
 from . import _validate as check
+from ._arguments import PerHead
 from ._fmha_arguments import FmhaArguments
-from ._fmha_operands import Qkv
+from ._fmha_operands import Qkv, one_tensor
 
 __all__ = ["trtllm_fmha_v2_prefill"]
 
@@ -112,8 +113,9 @@ def trtllm_fmha_v2_prefill(
     a = FmhaArguments(
         qkv, input_layout, workspace_buffer, seq_lens, max_q_len, max_kv_len, bmm1_scale,
         bmm2_scale, batch_size, cum_seq_lens_q, cum_seq_lens_kv, block_tables, out, out_dtype,
-        sinks, pos_encoding_mode, logits_soft_cap_scale, mask_mode, window_left,
-        chunked_attention_size, save_softmax_stats, skip_softmax_threshold_scale_factor, backend,
+        PerHead(sinks=one_tensor("sinks", sinks)), pos_encoding_mode, logits_soft_cap_scale,
+        mask_mode, window_left, chunked_attention_size, save_softmax_stats,
+        skip_softmax_threshold_scale_factor, backend,
     )  # fmt: skip
     check.not_traced()
     call = _fmha_arguments.checked(a)

@@ -32,10 +32,10 @@ struct KvTensor {
 
 // What is told of a row's softmax.
 enum class LseForm : std::uint8_t {
-  kLogSum,  // one number: the log-sum-exp, with the head's sink
-  // Two adjacent numbers, without sinks: the largest logit, and the sum of exp(logit - largest);
-  // -inf and 0 for a row that keeps no key. ALiBi's distances count from key 0 there. The keys must
-  // not be split.
+  kLogSum,  // one number: the log-sum-exp of all logits
+  // Two adjacent numbers of those of keys: the largest logit, and the sum of exp(logit - largest);
+  // -inf and 0 for a row that keeps no key. A bias counts its distances from key 0 there. The keys
+  // must not be split.
   kMaxAndSum,
 };
 
@@ -66,6 +66,22 @@ struct RunExtras {
   const float* scale_q = nullptr;  // [num_qo_heads]
   const float* scale_k = nullptr;  // [num_kv_heads]
   const float* scale_v = nullptr;  // [num_kv_heads]
+};
+
+enum class Heads : std::uint8_t { kQuery, kKeyValue };
+
+// The tensors of a run that hold one float32 for each head, as the binding takes them and a launch
+// keeps its outputs apart from them. preflash._arguments.PER_HEAD says the same to Python.
+struct HeadTensor {
+  const char* name;
+  const float* RunExtras::* address;
+  Heads heads;
+};
+inline constexpr HeadTensor kHeadTensors[] = {
+    {"sinks", &RunExtras::sinks, Heads::kQuery},
+    {"scale_q", &RunExtras::scale_q, Heads::kQuery},
+    {"scale_k", &RunExtras::scale_k, Heads::kKeyValue},
+    {"scale_v", &RunExtras::scale_v, Heads::kKeyValue},
 };
 
 // Everything that the requests of one segment have in common. A prefill and a decode batch that run
@@ -162,7 +178,7 @@ struct CombineParams {
   std::int32_t num_merges = 0;
   const float* partial_o = nullptr;         // [num_partial_rows, head_dim_vo]
   const PartialLse* partial_lse = nullptr;  // [num_partial_rows]
-  const float* sinks = nullptr;             // RunExtras::sinks
+  RunExtras extras = {};                    // of the segment
   std::int32_t tile_rows = 0;               // rows_per_tile()
   std::int32_t group_size = 1;
   std::int32_t head_dim_vo = 0;

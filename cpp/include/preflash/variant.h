@@ -104,6 +104,6 @@ struct KernelLibrary {
   ForwardLaunch launch_segments = nullptr;
 };
 
-inline constexpr int kKernelAbiVersion = 10;
+inline constexpr int kKernelAbiVersion = 11;
 
 }  // namespace preflash

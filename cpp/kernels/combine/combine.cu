@@ -10,6 +10,7 @@
 #include "kernels/combine/combine.h"
 #include "kernels/common/dependent_launch.cuh"
 #include "kernels/common/element_io.cuh"
+#include "kernels/common/keyless_logit.cuh"
 
 namespace preflash {
 namespace {
@@ -20,7 +21,6 @@ constexpr int kWidth = 2;  // columns of one lane
 constexpr int kWarpColumns = kWarpSize * kWidth;
 constexpr int kBatch = 16;  // chunks whose loads are in flight together
 constexpr unsigned int kAllLanes = 0xffffffffu;
-constexpr float kLog2E = 1.4426950408889634f;
 
 // The partials of one packed row: chunk i lies i strides further.
 struct PartialRow {
@@ -63,7 +63,7 @@ __device__ __forceinline__ float warp_sum(float value) {
 // The row's log-sum-exp is base + log2(sum), and chunk i's share is 2^(lse[i] - base) / sum.
 struct RowSum {
   PartialLse base;  // the largest term; 0 where all are -inf, so that no difference is NaN
-  float sum;        // 0: nothing was kept anywhere, and there is no sink
+  float sum;        // 0: nothing was kept anywhere, and there is no logit beside the keys'
 
   __device__ float weight(const PartialLse& lse) const { return exp2f(difference(lse, base)); }
   __device__ float lse() const {
@@ -72,21 +72,21 @@ struct RowSum {
   __device__ float inverse() const { return sum == 0.0f ? 0.0f : 1.0f / sum; }
 };
 
-// sink: base 2, one more term of the sum, without a value; -inf: none.
-__device__ __forceinline__ RowSum sum_chunks(const PartialRow& row, float sink, int lane) {
+// keyless: base 2, one more term of the sum, without a value; -inf: none.
+__device__ __forceinline__ RowSum sum_chunks(const PartialRow& row, float keyless, int lane) {
   PartialLse largest{.high = 0.0f, .low = -INFINITY};
   for (int chunk = lane; chunk < row.num_chunks; chunk += kWarpSize) {
     largest = larger(largest, row.lse[chunk * row.stride_lse]);
   }
-  // NOTE: every lane adds the sink to the warp's results, so that it counts once.
-  const PartialLse sink_lse{.high = 0.0f, .low = sink};
-  largest = larger(warp_max(largest), sink_lse);
+  // NOTE: every lane adds it to the warp's results, so that it counts once.
+  const PartialLse keyless_lse{.high = 0.0f, .low = keyless};
+  largest = larger(warp_max(largest), keyless_lse);
   RowSum total{.base = largest.low == -INFINITY ? PartialLse{} : largest, .sum = 0.0f};
   float sum = 0.0f;
   for (int chunk = lane; chunk < row.num_chunks; chunk += kWarpSize) {
     sum += total.weight(row.lse[chunk * row.stride_lse]);
   }
-  total.sum = warp_sum(sum) + total.weight(sink_lse);
+  total.sum = warp_sum(sum) + total.weight(keyless_lse);
   return total;
 }
 
@@ -148,8 +148,8 @@ __device__ __forceinline__ void combine_row(const CombineParams& params, const M
   const int head_in_group = packed_row % params.group_size;
   const std::int64_t token = request.qo_begin + packed_row / params.group_size;
   const std::int64_t head = std::int64_t{merge.kv_head} * params.group_size + head_in_group;
-  const float sink = params.sinks != nullptr ? __ldg(params.sinks + head) * kLog2E : -INFINITY;
-  const RowSum total = sum_chunks(row, sink, lane);
+  const float keyless = has_keyless(params.extras) ? keyless_logit(params.extras, static_cast<int>(head)) : -INFINITY;
+  const RowSum total = sum_chunks(row, keyless, lane);
   const float2 mean = weighted_mean(batch, row, total, lane);
 
   if (row.has_columns) {

@@ -11,12 +11,10 @@
 
 #include <cute/tensor.hpp>
 
+#include "kernels/common/log2.cuh"
 #include "preflash/types.h"
 
 namespace preflash {
-
-inline constexpr float kLog2E = 1.4426950408889634f;
-inline constexpr float kLn2 = 0.6931471805599453f;
 
 // |logit / c| below which tanh is the polynomial.
 inline constexpr float kTanhRange = 0.4375f;

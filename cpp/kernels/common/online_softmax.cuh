@@ -13,6 +13,7 @@
 #include <cfloat>
 #include <cute/tensor.hpp>
 
+#include "kernels/common/keyless_logit.cuh"
 #include "kernels/common/logits.cuh"
 #include "preflash/params.h"
 
@@ -25,21 +26,29 @@ struct RowResult {
   bool empty;      // no key was kept
 };
 
-// The row with one more logit, whose key has no value: the sink, in base 2; -inf has no effect. A
-// row that kept no key keeps its factor and stays empty.
-__device__ __forceinline__ RowResult add_sink(RowResult result, float sink_log2) {
+// The row with one more logit, in base 2, whose key has no value. A row that kept no key keeps its
+// factor and stays empty.
+__device__ __forceinline__ RowResult add_logit(RowResult result, float logit) {
   if (result.empty) {
-    result.lse = {.high = 0.0f, .low = sink_log2};
+    result.lse = {.high = 0.0f, .low = logit};
     return result;
   }
   // The larger of the two takes the other one in: 2^larger * (1 + ratio), ratio <= 1.
-  float difference = (result.lse.high - sink_log2) + result.lse.low;
+  float difference = (result.lse.high - logit) + result.lse.low;
   float ratio = exp2_approx(-fabsf(difference));
-  bool sink_is_larger = difference < 0.0f;
-  result.factor *= (sink_is_larger ? ratio : 1.0f) * reciprocal_approx(1.0f + ratio);
-  if (sink_is_larger) result.lse = {.high = sink_log2, .low = 0.0f};
+  bool logit_is_larger = difference < 0.0f;
+  result.factor *= (logit_is_larger ? ratio : 1.0f) * reciprocal_approx(1.0f + ratio);
+  if (logit_is_larger) result.lse = {.high = logit, .low = 0.0f};
   result.lse.low += log2_approx(1.0f + ratio);
   return result;
+}
+
+// Counts the segment's logit beside those of a row's keys; a maximum and a sum stay those of keys.
+template <class Segment>
+__device__ __forceinline__ void add_keyless(RowResult& result, const Segment& segment, int head) {
+  PartialLse of_keys = result.lse;
+  result = add_logit(result, keyless_logit(segment.extras, head));
+  if (segment.lse.form == LseForm::kMaxAndSum) result.lse = of_keys;
 }
 
 // Writes what the tensor tells of a row that came to `lse`, at the row's own place.

@@ -9,6 +9,7 @@ template <class Traits>
 struct ForwardEpilogue {
   using ElementO = typename Traits::ElementO;
   using Mainloop = ForwardMainloop<Traits>;
+  using Bias = ScoreBias<Traits>;
   using Softmax = typename Mainloop::Softmax;
   using AccumulatorO = typename Mainloop::AccumulatorO;
 
@@ -90,16 +91,12 @@ struct ForwardEpilogue {
   __device__ __forceinline__ RowResult finish_row(const Softmax& softmax,
                                                   const RowCoordinates<Traits>& at, int r) const {
     RowResult result = softmax.finish(r, params.logits.scale_log2, params.lse.form);
-    if constexpr (Traits::kVariant.position == Position::kAlibi) {
-      if (!result.empty && has_alibi<Traits>(params)) {
-        AlibiBias<Traits>::count_from_token(result.lse, r, at, smem.row_slopes);
-      }
+    if (!result.empty && Bias::present(params)) {
+      Bias::count_in_lse(result.lse, r, at, smem.bias_rows);
     }
-    // A partial row gets no sink: whoever merges the chunks adds it, once.
-    if (params.extras.sinks != nullptr && final()) {
-      PartialLse of_keys = result.lse;
-      result = add_sink(result, params.extras.sinks[at.query(r).head] * kLog2E);
-      if (params.lse.form == LseForm::kMaxAndSum) result.lse = of_keys;
+    // Not to a partial row: whoever merges the chunks adds it, once.
+    if (has_keyless(params.extras) && final()) {
+      add_keyless(result, params, at.query(r).head);
     }
     return result;
   }

@@ -7,7 +7,6 @@
 
 #include "kernels/common/row_map.cuh"
 #include "kernels/sm80/forward_traits.cuh"
-#include "preflash/alibi.h"
 
 namespace preflash::sm80 {
 
@@ -269,13 +268,8 @@ __device__ __forceinline__ void fetch_q(const KernelSegment& params, const Reque
     smem.row_keys[r] =
         row < num_rows ? RowKeys{bounds.first_key(token), bounds.end_key(token)} : RowKeys{0, 0};
     int head = item.kv_head * params.group_size + packed.head_in_group;
-    if constexpr (Traits::kVariant.position == Position::kAlibi) {
-      smem.row_slopes.slope[r] =
-          alibi_slope(head, params.num_qo_heads) * (kLog2E / params.logits.scale_log2);
-      // The last row keeps the last key, whichever chunk of the keys this item has.
-      bool last = row == min(item.row_begin + Traits::kTileM, num_rows) - 1;
-      if (last) smem.row_slopes.key_origin = bounds.end_key(token) - 1;
-    }
+    bool last = row == min(item.row_begin + Traits::kTileM, num_rows) - 1;
+    ScoreBias<Traits>::note_row(smem.bias_rows, {r, token, head, last}, params, bounds);
     if constexpr (Traits::kTransforms) {
       smem.transform.row_factor[r] = head_factor(params, {head, item.kv_head}, row < num_rows);
     }

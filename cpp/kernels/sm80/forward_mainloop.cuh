@@ -25,6 +25,7 @@ struct ForwardMainloop {
   using Mma = typename Traits::Mma;
   using MmaOp = typename Traits::MmaOp;
   using Storage = SharedStorage<Traits>;
+  using Bias = ScoreBias<Traits>;
   using Softmax = LazySoftmax<Traits::kRowsPerThread, Traits::kVariant.sparsity>;
   using AccumulatorS = decltype(partition_fragment_C(
       Mma{}, Shape<Int<Traits::kTileM>, Int<Traits::kTileN>>{}));  // ((2, 2), MMA_M, MMA_N)
@@ -105,9 +106,7 @@ struct ForwardMainloop {
         if (has_soft_cap<Traits>(params)) {
           transform_logits<Traits::kVariant.logits>(tSrS, params.logits);
         }
-        if constexpr (Traits::kVariant.position == Position::kAlibi) {
-          if (has_alibi<Traits>(params)) AlibiBias<Traits>::apply(rows_of_s, at, smem.row_slopes);
-        }
+        if (Bias::present(params)) Bias::add_to(rows_of_s, at, smem.bias_rows);
       }
       if (tiles.needs_mask(tile)) mask_tile(rows_of_s, at, smem);
       float offset[Traits::kRowsPerThread];

@@ -1,5 +1,5 @@
 // Scores know where they are: what each element of a thread's score fragment is the score of, and
-// the policies that go by it, biases and masks.
+// the policies that go by it: masks, and in score_bias.cuh biases.
 #pragma once
 
 #include "kernels/common/mask.cuh"
@@ -70,54 +70,6 @@ struct ScoreCoordinates : RowCoordinates<Traits> {
 
   __device__ __forceinline__ int tile_column(int c) const { return get<1>(this->places(0, c)); }
   __device__ __forceinline__ int key(int c) const { return first_key + tile_column(c); }
-};
-
-// ALiBi: slope * (key - token) on top of each logit.
-//
-// A row's output does not depend on where distances are counted from. So the loop counts them from
-// one key, the last that any row of the tile keeps: rows share the distances, and they are small,
-// and the biases exact, for the keys that weigh most. The LSE gets the rest at the end, the same
-// rest whichever chunk of the keys it is of.
-template <class Traits>
-struct AlibiBias {
-  using Slopes = RowSlopes<Traits>;
-
-  // scores: x, (rows, columns) of this thread.
-  template <class Scores>
-  __device__ static __forceinline__ void apply(Scores& scores, const ScoreCoordinates<Traits>& at,
-                                               const Slopes& rows) {
-    float slope[Traits::kRowsPerThread];
-    CUTE_UNROLL
-    for (int r = 0; r < size<0>(scores); ++r) slope[r] = rows.slope[at.tile_row(r)];
-    // Integers up to 2^24, and every column's distance with them, are exact.
-    float first_distance = static_cast<float>(at.key(0) - rows.key_origin);
-    CUTE_UNROLL
-    for (int c = 0; c < size<1>(scores); ++c) {
-      float distance = first_distance + static_cast<float>(at.tile_column(c) - at.tile_column(0));
-      CUTE_UNROLL
-      for (int r = 0; r < size<0>(scores); ++r) {
-        scores(r, c) = fmaf(slope[r], distance, scores(r, c));
-      }
-    }
-  }
-
-  // Counts an LSE from row r's token, as callers do, and a maximum from key 0.
-  __device__ static __forceinline__ void count_from_token(PartialLse& lse, int r,
-                                                          const RowCoordinates<Traits>& at,
-                                                          const Slopes& rows) {
-    float slope_log2 = rows.slope[at.tile_row(r)] * at.params.logits.scale_log2;
-    if (at.params.lse.form == LseForm::kMaxAndSum) {
-      lse.high += slope_log2 * static_cast<float>(rows.key_origin);
-      return;
-    }
-    float rest = __fmul_rn(slope_log2, static_cast<float>(rows.key_origin - at.query(r).token));
-    // NOTE: what high rounds off goes to low (Knuth's sum): chunks are told apart by the difference
-    // of two large numbers.
-    float sum = lse.high + rest;
-    float high = sum - rest;
-    lse.low += (lse.high - high) + (rest - (sum - high));
-    lse.high = sum;
-  }
 };
 
 // A mask is a policy: apply() makes -inf of what row r does not keep. `scores` are the row's

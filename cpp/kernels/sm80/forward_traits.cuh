@@ -8,6 +8,7 @@
 #include "kernels/common/element.cuh"
 #include "kernels/common/rotary.cuh"
 #include "kernels/common/row_map.cuh"
+#include "kernels/sm80/score_bias.cuh"
 #include "kernels/sm80/warp_mma.cuh"
 #include "preflash/mask_range.h"
 #include "preflash/variant.h"
@@ -126,11 +127,6 @@ __device__ __forceinline__ bool has_soft_cap(const KernelSegment& params) {
          (!Traits::kTransforms || params.soft_cap > 0.0f);
 }
 template <class Traits>
-__device__ __forceinline__ bool has_alibi(const KernelSegment& params) {
-  return Traits::kVariant.position == Position::kAlibi &&
-         (!Traits::kTransforms || params.position == Position::kAlibi);
-}
-template <class Traits>
 __device__ __forceinline__ bool has_head_factors(const KernelSegment& params) {
   return Traits::kTransforms &&
          (params.extras.scale_q != nullptr || params.extras.scale_k != nullptr);
@@ -138,8 +134,8 @@ __device__ __forceinline__ bool has_head_factors(const KernelSegment& params) {
 // Most launches need one branch to know that nothing is between the product and the mask.
 template <class Traits>
 __device__ __forceinline__ bool changes_scores(const KernelSegment& params) {
-  return !Traits::kTransforms || has_soft_cap<Traits>(params) || has_alibi<Traits>(params) ||
-         has_head_factors<Traits>(params);
+  return !Traits::kTransforms || has_soft_cap<Traits>(params) ||
+         ScoreBias<Traits>::present(params) || has_head_factors<Traits>(params);
 }
 template <class Traits>
 __device__ __forceinline__ Mask mask_of(const KernelSegment& params) {
@@ -150,16 +146,6 @@ __device__ __forceinline__ Mask mask_of(const KernelSegment& params) {
 struct RowKeys {
   int first;
   int end;
-};
-
-// ALiBi's slopes of the tile's rows, in units of x, and the key that distances are counted from.
-// Each tile needs them for a moment only: registers, short everywhere else, would hold them idle.
-template <class Traits, Position kPosition = Traits::kVariant.position>
-struct RowSlopes {};
-template <class Traits>
-struct RowSlopes<Traits, Position::kAlibi> {
-  float slope[Traits::kTileM];
-  int key_origin;
 };
 
 // What warps that share rows tell each other.
@@ -213,7 +199,7 @@ struct SharedStorage {
   alignas(128) ElementKv k[Traits::kStages][cosize_v<typename Traits::LayoutK>];
   alignas(128) ElementKv v[Traits::kStages][cosize_v<typename Traits::LayoutV>];
   RowKeys row_keys[Traits::kTileM];
-  [[no_unique_address]] RowSlopes<Traits> row_slopes;
+  [[no_unique_address]] typename ScoreBias<Traits>::Rows bias_rows;
   [[no_unique_address]] TransformTables<Traits> transform;
   [[no_unique_address]] PeerStorage<Traits> peers;
   // Two: one tile's are written while a warp may still read the last one's.

@@ -10,6 +10,7 @@
 
 #include "kernels/common/convert.cuh"
 #include "kernels/sm90/forward_mask.cuh"
+#include "kernels/sm90/score_bias.cuh"
 #include "kernels/sm90/speculative_softmax.cuh"
 #include "kernels/sm90/warpgroup_mma.cuh"
 
@@ -73,13 +74,9 @@ struct ForwardEpilogue {
     for (int r = 0; r < 2; ++r) {
       result[r] = softmax.finish(r, missing, params.logits.scale_log2, params.lse.form);
     }
-    if (adds_sinks()) {
+    if (adds_keyless()) {
       CUTE_UNROLL
-      for (int r = 0; r < 2; ++r) {
-        PartialLse of_keys = result[r].lse;
-        result[r] = add_sink(result[r], sink_log2(coordinates.head(r)));
-        if (params.lse.form == LseForm::kMaxAndSum) result[r].lse = of_keys;
-      }
+      for (int r = 0; r < 2; ++r) add_keyless(result[r], params, coordinates.head(r));
     }
     Prepared ready;
     CUTE_UNROLL
@@ -130,8 +127,9 @@ struct ForwardEpilogue {
     for (int row = 0; row < num_rows; ++row) {
       RowTarget target = target_of(row);
       float lse = -INFINITY;
-      if (adds_sinks() && params.lse.form == LseForm::kLogSum) {
-        lse = sink_log2(query_head(params, item, unpack_row(params, item.row_begin + row)));
+      if (adds_keyless() && params.lse.form == LseForm::kLogSum) {
+        int head = query_head(params, item, unpack_row(params, item.row_begin + row));
+        lse = keyless_logit(params.extras, head);
       }
       if (lane_id() == 0) store_lse(target, {.high = 0.0f, .low = lse});
       for (int column = lane_id(); column < num_columns(); column += 32) {
@@ -167,12 +165,9 @@ struct ForwardEpilogue {
     return of_v == nullptr ? params.out_scale : params.out_scale * __ldg(of_v + item.kv_head);
   }
 
-  // NOTE: the sink of a split row is added where its partials are merged.
-  __device__ __forceinline__ bool adds_sinks() const {
-    return params.extras.sinks != nullptr && is_final();
-  }
-  __device__ __forceinline__ float sink_log2(int head) const {
-    return __ldg(params.extras.sinks + head) * kLog2E;
+  // NOTE: a split row gets its own where its partials are merged.
+  __device__ __forceinline__ bool adds_keyless() const {
+    return has_keyless(params.extras) && is_final();
   }
 
   // The value of row lane_id() % 16; a quad holds those of its two rows.

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from .. import _core
+from .._arguments import PER_HEAD
 
 _DType, _Mask, _Position = _core.DType, _core.Mask, _core.Position
 
@@ -25,9 +26,10 @@ class _Feature(NamedTuple):
     options: dict[str, object]
 
 
+_OF_EVERY_RUN = ", ".join(name for name, tensor in PER_HEAD._asdict().items() if tensor.of is None)
 # Options that are more than a loop bound or a tensor of one run. Those go with every kernel.
 _FEATURES = (
-    _Feature("causal, windows, sinks, LSE, split keys", {}),
+    _Feature(f"causal, windows, {_OF_EVERY_RUN}, LSE, split keys", {}),
     _Feature("soft cap", {"soft_cap": 30.0}),
     _Feature("ALiBi", {"position": _Position.alibi}),
     _Feature("ALiBi, soft cap", {"position": _Position.alibi, "soft_cap": 30.0}),
