@@ -70,11 +70,14 @@ struct RunExtras {
 
 enum class Heads : std::uint8_t { kQuery, kKeyValue };
 
+// NOTE: an alias, because nvcc adds parentheses to a member of such a type, of which g++ warns.
+using HeadTensorField = const float* RunExtras::*;
+
 // The tensors of a run that hold one float32 for each head, as the binding takes them and a launch
 // keeps its outputs apart from them. preflash._arguments.PER_HEAD says the same to Python.
 struct HeadTensor {
   const char* name;
-  const float* RunExtras::* address;
+  HeadTensorField address;
   Heads heads;
 };
 inline constexpr HeadTensor kHeadTensors[] = {
