@@ -13,6 +13,7 @@ from preflash.testing import (
     KvForm,
     Magnitude,
     MaskKind,
+    Sinks,
     build,
     cases,
     compare,
@@ -190,6 +191,27 @@ def test_long_items_follow_each_other(backend, head_dim, page_size, window_left)
     runner.check(
         build(Case("long", *lens, 24, 24, head_dim, **how), device="cuda"), backend=backend
     )
+
+
+@on_every_backend
+@pytest.mark.parametrize("page_size", [0, 1, 5, 16, 48])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"mask": MaskKind.CAUSAL},
+        {"mask": MaskKind.CAUSAL, "window_left": 100},
+        {"mask": MaskKind.CAUSAL, "fixed_split_size": 256},
+        {"mask": MaskKind.CAUSAL, "sinks": Sinks.MIXED},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dims", [(128, 128), (192, 128)], ids=str)
+def test_short_items_follow_each_other(backend, dims, options, page_size):
+    """Items of one tile to four, whose last keys end in either half of a tile."""
+    lens = (70, 129, 300, 64, 130, 257, 1, 5), (190, 129, 430, 320, 260, 290, 40, 77)
+    case = Case("short", *lens, 32, 32, *dims, page_size=page_size, **options)
+    runner.check(build(case, device="cuda"), backend=backend)
 
 
 @on_every_backend

@@ -11,8 +11,8 @@
 //   4. arrive at the next warpgroup's order barrier: its products queue up behind these two
 //   5. wait for S, release K(t); mask
 //      (a soft cap and ALiBi come earlier where kTreatsAmid: between the steps of 3)
-//   6. wait for O, release V(t - 1); store O if V(t - 1) was its item's last tile
-//   7. softmax: compute P from S
+//   6. wait for O, release V(t - 1)
+//   7. softmax: compute P from S; then store O if V(t - 1) was its item's last tile
 // Steps 5 to 7 overlap with the products of the other warpgroups. The transition from one item to
 // the next needs more: its LSE and normalizing factors are computed between 4 and 5 of the
 // transition's own step, everything else (struct Transition) in an earlier step.
@@ -304,10 +304,11 @@ struct ForwardMainloop {
     });
     finish_first_scores(next, transition.next_mask);
     finish_pv();
+    // NOTE: P before O is stored: the stores then end in the wait of the order barrier.
+    make_first_p(next);
     for (int i = 0; i < next.skipped_first; ++i) skip_v();
     store_o(last, ready);
     timer.start();
-    make_first_p(next);
     return next_transition;
   }
 
