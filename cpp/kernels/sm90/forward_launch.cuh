@@ -40,7 +40,7 @@ const char* make_direct(const ForwardParams& params, ParamsOf<ForwardTraits<V>>&
   for (int s = 0; s < Traits::kSegments; ++s) {
     const ForwardSegment& segment = params.segments[s];
     if (gather) boxes[s].kv_rows = 0;
-    hopper.segments[s] = make_segment<V>(segment, boxes[s]);
+    static_cast<HopperSegment&>(hopper.segments[s]) = make_segment<V>(segment, boxes[s]);
     const char* refusal = encode_tensor_maps(segment, boxes[s], hopper.segments[s].maps);
     if (refusal != nullptr) return refusal;
   }
@@ -66,11 +66,12 @@ LaunchError launch_forward(const ForwardParams& params, int num_ctas, const Laun
                           .cta_begin = params.cta_begin,
                           .num_lists = num_ctas};
   if constexpr (Traits::kTransforms) {
-    hopper.segments[0] = make_transformed<V>(params.segments[0]);
+    static_cast<TransformSegment&>(hopper.segments[0]) = make_transformed<V>(params.segments[0]);
   } else {
     const char* refusal = make_direct<V>(params, hopper);
     if (refusal != nullptr) return refusal;
   }
+  if constexpr (V::kVariant.logits == Logits::kSoftCap) hopper.segments[0].set_cap();
   pass_records(params, hopper);
   // Lists of items that share their columns out come in whole groups of CTAs.
   const int parts = ceil_div(params.segments[0].head_dim_vo, Traits::kPartVo);

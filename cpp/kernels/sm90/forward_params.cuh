@@ -4,6 +4,7 @@
 
 #include "kernels/common/rotary.cuh"
 #include "kernels/common/row_map.cuh"
+#include "kernels/sm90/soft_cap.cuh"
 #include "kernels/sm90/tensor_map.h"
 
 namespace preflash::sm90 {
@@ -22,7 +23,11 @@ struct TransformSegment : HopperSegment {
 };
 
 template <class Traits>
-using SegmentOf = cute::conditional_t<Traits::kTransforms, TransformSegment, HopperSegment>;
+using UncappedSegmentOf = cute::conditional_t<Traits::kTransforms, TransformSegment, HopperSegment>;
+template <class Traits>
+using SegmentOf =
+    cute::conditional_t<Traits::kVariant.logits == Logits::kSoftCap,
+                        CappedSegment<UncappedSegmentOf<Traits>>, UncappedSegmentOf<Traits>>;
 
 template <class Traits>
 using ParamsOf = LaunchParams<SegmentOf<Traits>, Traits::kSegments>;

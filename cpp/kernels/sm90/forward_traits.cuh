@@ -38,6 +38,8 @@ struct ForwardTraits {
   // or not rotated yet (forward_transform.cuh).
   static constexpr bool kTransforms = kVariant.arrival == Arrival::kTransformed;
 
+  static constexpr bool kCaps = kVariant.logits == Logits::kSoftCap;
+
   // Of a launch. Where there are two, every item may be of either.
   static constexpr int kSegments = kVariant.segments == Segments::kTwo ? 2 : 1;
   static_assert(kSegments == 1 || !kTransforms, "rotary tables in shared memory are one segment's");
@@ -152,9 +154,10 @@ struct ForwardTraits {
                                          : kProducers == 2 ? 24
                                          : kHeadVo <= 128  ? 8
                                                            : 16;
-  static constexpr int kConsumerRegisters = (kConsumers == 4  ? 112
-                                             : kHeadVo <= 128 ? 224
-                                                              : 232) -
+  // A soft cap's coefficients take some, from a producer that only loads.
+  static constexpr int kConsumerRegisters = (kConsumers == 4                             ? 112
+                                             : kHeadVo <= 128 && (!kCaps || kTransforms) ? 224
+                                                                                         : 232) -
                                             kTakenRegisters;
   static constexpr int kProducerRegisters =
       (kLaunchRegisters * (kConsumers + kProducers) - kConsumers * kConsumerRegisters) /

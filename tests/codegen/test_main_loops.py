@@ -1,0 +1,79 @@
+"""What the machine code of the built kernels does in its main loops (sass.py)."""
+
+from __future__ import annotations
+
+import pytest
+import sass
+from test_libraries import ALLOWED_SPILLS, kernel_id
+
+
+def code_of(text: str) -> list[sass.Instruction]:
+    """Instructions of "address: [@guard] name operands", one a line."""
+    lines = []
+    for line in text.strip().splitlines():
+        address, instruction = line.split(":")
+        lines.append(f"        /*{address.strip()}*/                   {instruction.strip()} ;")
+    (kernel,) = sass.read_kernels(["\tcode for sm_90a", "arch = sm_90a", "Function : k", *lines])
+    return kernel.code
+
+
+LOOP = """
+    0000: LDL R1, [R0]
+    0010: HGMMA.64x128x16.F32 R24, gdesc[UR8], R24
+    0020: BSSY B0, 0x0070
+    0030: @P0 BRA 0x0060
+    0040: STL [R0], R1
+    0050: BSYNC B0
+    0060: BSYNC B0
+    0070: MUFU.EX2 R2, R2
+    0080: @P1 BRA 0x0010
+    0090: STL [R0], R2
+    00a0: EXIT
+    00b0: BRA 0x00b0
+"""
+
+
+def test_a_loop_ends_at_its_backward_branch():
+    """The branch that is seldom taken counts, what comes before the loop and after it does not."""
+    assert sass.local_accesses_of_main_loops(code_of(LOOP)) == 1
+
+
+def test_convergence_is_followed():
+    """Without where a BSYNC continues, the exponential would be out of reach."""
+    lost = LOOP.replace("BSYNC B0", "BSYNC B1")
+    with pytest.raises(ValueError, match="no loop"):
+        sass.local_accesses_of_main_loops(code_of(lost))
+
+
+def test_only_the_innermost_loop_counts():
+    """Loops over items hold the main loop, and reload what they need."""
+    outer = LOOP.replace("0090: STL [R0], R2", "0090: @P2 BRA 0x0000")
+    assert sass.local_accesses_of_main_loops(code_of(outer)) == 1
+
+
+def test_loops_without_exponentials_are_others():
+    """Such as that of producers, or of a head that comes in slices."""
+    slices = LOOP.replace("MUFU.EX2 R2, R2", "MUFU.RCP R2, R2")
+    with pytest.raises(ValueError, match="no loop"):
+        sass.local_accesses_of_main_loops(code_of(slices))
+
+
+def test_main_loops_hold_no_spills(kernel_libraries, matrix):
+    cuobjdump = sass.find_cuobjdump()
+    if cuobjdump is None:
+        pytest.skip("no cuobjdump: pip install nvidia-cuda-cuobjdump, or a CUDA toolkit with it")
+    variants = {variant.id: variant for variant in matrix.variants}
+    excess, seen = [], 0
+    for library in kernel_libraries:
+        for kernel in sass.disassemble(cuobjdump, library):
+            found = kernel_id(kernel.symbol)
+            if found is None:
+                continue
+            seen += 1
+            covering = [spill for spill in ALLOWED_SPILLS if spill.covers(variants[found])]
+            allowed = max((spill.loop_accesses for spill in covering), default=0)
+            accesses = sass.local_accesses_of_main_loops(kernel.code)
+            if accesses > allowed:
+                excess.append(f"{found} ({kernel.arch}): {accesses}, of {allowed}")
+    assert seen
+    assert not excess, "\n".join(excess)
