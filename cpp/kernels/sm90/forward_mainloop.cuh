@@ -11,7 +11,7 @@
 //   4. arrive at the next warpgroup's order barrier: its products queue up behind these two
 //   5. wait for S, release K(t); mask
 //      (a soft cap and ALiBi come earlier where kTreatsAmid: between the steps of 3; K(t) stays
-//      until a soft cap is known to have met no large logit)
+//      where a soft cap may have met a large logit)
 //   6. wait for O, release V(t - 1)
 //   7. softmax: compute P from S; then store O if V(t - 1) was its item's last tile
 // Steps 5 to 7 overlap with the products of the other warpgroups. The transition from one item to
@@ -27,9 +27,9 @@
 // Where K and V come in slices (slice_ring.cuh), steps 2 and 3 are made of their products, and
 // there are no order barriers (1, 4) and no skipped tiles.
 //
-// NOTE: longer than other files, because whole tiles, slices, tiles that mask bits leave, tiles
-// left out for their weight and items of two segments are one loop: they differ in single lines of
-// its steps.
+// NOTE: longer than other files, because whole tiles, slices, tiles that mask bits leave, tiles left
+// out for their weight and items of two segments are one loop: they differ in single lines of its
+// steps.
 #pragma once
 
 #include "kernels/sm90/forward_epilogue.cuh"
@@ -59,8 +59,8 @@ struct ForwardMainloop {
   ConsumerPipelineState<Traits::kStages> v_read = {};
   SliceReader<Traits> slices;
   std::uint32_t item_phase = 0;
-  int large_tiles = 0;  // with large logits, one behind the other, where a soft cap speculates
   TilesLeftOut<Traits> weightless;
+  conditional_t<Traits::kCapsRaw, LargeTiles, NoLargeTiles> large_tiles;
   ItemTimer timer;
   // Where mask bits decide which tiles there are.
   conditional_t<Traits::kHasMaskBits, KeptTileConsumer<Traits>, NoKeptTiles> kept = {};
@@ -73,9 +73,7 @@ struct ForwardMainloop {
         thread(thread),
         products(smem, warpgroup, thread),
         slices(params.segments[0], smem) {
-    if constexpr (kSpeculatesOnCap) {
-      if (!params.segments[0].cap.may_be_small()) large_tiles = kLargeTilesToExpect;
-    }
+    large_tiles.begin(params.segments[0]);
   }
 
   __device__ __forceinline__ void run() {
@@ -112,22 +110,24 @@ struct ForwardMainloop {
   using Coordinates = ScoreCoordinates<Traits>;
   using TileMask = sm90::TileMask<Traits>;
 
-  static constexpr bool kCaps = Traits::kCaps;
-  static constexpr bool kBiases = Traits::kVariant.position == Position::kAlibi;
   // Whether a score is more than its dot product before it is masked, and is made so between the
-  // steps of P V. NOTE: factors of heads come first, and slices of V are products of their own:
-  // those kernels treat scores once S is accepted.
+  // steps of P V. NOTE: factors of heads come first, mask bits take the registers that it needs,
+  // unless a soft cap is made of raw scores, and slices of V are products of their own: those
+  // kernels treat scores once S is accepted.
   static constexpr bool kTreatsAmid =
-      (kCaps || (kBiases && !Traits::kHasMaskBits)) && !Traits::kTransforms && !Traits::kSliced;
+      (Traits::kCapsRaw || ((Traits::kVariant.logits != Logits::kPlain ||
+                             Traits::kVariant.position == Position::kAlibi) &&
+                            !Traits::kHasMaskBits)) &&
+      !Traits::kTransforms && !Traits::kSliced;
   // Whether scores are capped before it is known that all of them are small (multiply_and_cap).
-  static constexpr bool kSpeculatesOnCap = kCaps && kTreatsAmid;
-  // A tile's logits are often large where those of the tile before were, and hardly ever elsewhere.
-  static constexpr int kLargeTilesToExpect = 2;
+  static constexpr bool kSpeculatesOnCap = Traits::kCapsRaw && kTreatsAmid;
   // Whether S is treated behind the wait for O. P's registers are free there: a soft cap that waits
   // for S alone spills for want of them beside mask bits or transformed operands.
-  static constexpr bool kTreatsAfterPv = kCaps && (Traits::kTransforms || Traits::kHasMaskBits);
+  static constexpr bool kTreatsAfterPv =
+      Traits::kCapsRaw && (Traits::kTransforms || Traits::kHasMaskBits);
   // The steps of P V that cover the wait for S and, of ALiBi alone, all of its work.
-  static constexpr int kStepsAhead = kCaps ? 2 : Traits::kTileN / 32;
+  static constexpr int kStepsAhead =
+      Traits::kVariant.logits == Logits::kPlain ? Traits::kTileN / 32 : 2;
 
   // A work item as one warpgroup sees it.
   struct Item : ItemOf<Traits::kSegments> {
@@ -289,13 +289,12 @@ struct ForwardMainloop {
       if constexpr (kSpeculatesOnCap) {
         multiply_and_cap(tSrQ, item, tile);
         meanwhile();
+      } else if constexpr (kTreatsAmid) {
+        multiply_and_treat(tSrQ, item);
+        meanwhile();
+        accept_scores(item, tile);
       } else {
-        if constexpr (kTreatsAmid) {
-          multiply_and_bias(tSrQ);
-          meanwhile();
-        } else {
-          multiply(tSrQ, meanwhile);
-        }
+        multiply(tSrQ, meanwhile);
         accept_scores(item, tile);
         if constexpr (kTreatsAfterPv) finish_pv();
       }
@@ -408,19 +407,28 @@ struct ForwardMainloop {
       v_read.advance();
     }
   }
-  // The same, with work(span) on S between the steps of P V. Behind it that would lengthen the
-  // loop: a warp that issues P V is held until the tensor core has come to its end.
-  template <class Q, class Work>
-  __device__ __forceinline__ void multiply_amid(const Q& tSrQ, const Work& work) {
+  // The same, with the soft cap and the bias of S between the steps of P V. Behind it they would
+  // lengthen the loop: a warp that issues P V is held until the tensor core has come to its end.
+  template <class Q>
+  __device__ __forceinline__ void multiply_and_treat(const Q& tSrQ, const Item& item) {
     wait_for_qk();
     products.issue_qk(tSrQ, k_read.index());
     smem.barriers.v_full[v_read.index()].wait(v_read.phase());
-    products.template issue_pv_amid<kStepsAhead>(v_read.index(), work);
+    Tensor rows_of_s = products.rows_of_s();
+    LogitsTransform<Traits::kVariant.logits> transform;
+    products.template issue_pv_amid<kStepsAhead>(
+        v_read.index(), [&] { transform.begin(rows_of_s, segment(item).logits); },
+        [&](ColumnSpan span) {
+          if (!transform.small) return;
+          transform.finish(rows_of_s, span);
+          bias.add_to(rows_of_s, span);
+        });
     order_barrier_arrive();
-  }
-  template <class Q>
-  __device__ __forceinline__ void multiply_and_bias(const Q& tSrQ) {
-    multiply_amid(tSrQ, [&](ColumnSpan span) { bias.add_to(products.rows_of_s(), span); });
+    // Large logits take long, too long to hold the other warpgroups in the order barrier.
+    if (!transform.small) {
+      transform.finish_large(rows_of_s);
+      bias.add_to(rows_of_s, {0, size<1>(rows_of_s)});
+    }
   }
   // Steps 1 to 6 with a soft cap: S is accepted, O complete. Scores are taken for small, and where
   // one was not, S is computed once more: K(t) is still there. Behind some such tiles the next one
@@ -430,16 +438,22 @@ struct ForwardMainloop {
   __device__ __forceinline__ void multiply_and_cap(const Q& tSrQ, const Item& item, int tile) {
     SoftCap cap{segment(item).cap};
     Tensor rows_of_s = products.rows_of_s();
-    bool large = large_tiles == kLargeTilesToExpect;
+    bool large = large_tiles.expected();
     if (large) {
       multiply(tSrQ, [] {});
       finish_pv();
     } else {
-      multiply_amid(tSrQ, [&](ColumnSpan span) {
-        if (is_never(warpgroup)) return;
-        cap.make_small(rows_of_s, span);
-        bias.add_to(rows_of_s, span);
-      });
+      wait_for_qk();
+      products.issue_qk(tSrQ, k_read.index());
+      smem.barriers.v_full[v_read.index()].wait(v_read.phase());
+      products.template issue_pv_amid<kStepsAhead>(
+          v_read.index(), [] {},
+          [&](ColumnSpan span) {
+            if (parts_steps(warpgroup)) return;
+            cap.make_small(rows_of_s, span);
+            bias.add_to(rows_of_s, span);
+          });
+      order_barrier_arrive();
       finish_pv();
       large = any_of_warpgroup(!cap.were_small(), warpgroup);
       if (large) {
@@ -453,10 +467,12 @@ struct ForwardMainloop {
       bias.add_to(rows_of_s, {0, size<1>(rows_of_s)});
       large = any_of_warpgroup(!cap.were_small(), warpgroup);
     }
-    large_tiles = large ? min(large_tiles + 1, kLargeTilesToExpect) : 0;
+    large_tiles.count(large);
   }
-  // NOTE: ptxas would move all work on S behind the last step of P V, but not across branches.
-  __device__ __forceinline__ static bool is_never(int warpgroup) {
+  // Never true. ptxas moves all work on S behind the last step of P V, but not across a branch, and
+  // two warpgroups have to fill the tensor core's time with their work. Four do better without.
+  __device__ __forceinline__ static bool parts_steps(int warpgroup) {
+    if constexpr (Traits::kConsumers == kMaxConsumers) return false;
     int copy;
     asm volatile("mov.b32 %0, %1;" : "=r"(copy) : "r"(warpgroup));
     return copy > kMaxConsumers;
@@ -496,7 +512,15 @@ struct ForwardMainloop {
     bias.add_to(rows_of_s, {0, size<1>(rows_of_s)});
   }
   __device__ __forceinline__ void transform_all(const Item& item) {
-    if constexpr (kCaps) SoftCap{segment(item).cap}.make(products.rows_of_s());
+    Tensor rows_of_s = products.rows_of_s();
+    if constexpr (Traits::kCapsRaw) return SoftCap{segment(item).cap}.make(rows_of_s);
+    LogitsTransform<Traits::kVariant.logits> transform;
+    transform.begin(rows_of_s, segment(item).logits);
+    if (transform.small) {
+      transform.finish(rows_of_s, {0, size<1>(rows_of_s)});
+    } else {
+      transform.finish_large(rows_of_s);
+    }
   }
   // S is complete: releases K(t), and Q after the item's last tile.
   __device__ __forceinline__ void accept_scores(const Item& item, int tile) {

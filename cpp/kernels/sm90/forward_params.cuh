@@ -25,9 +25,8 @@ struct TransformSegment : HopperSegment {
 template <class Traits>
 using UncappedSegmentOf = cute::conditional_t<Traits::kTransforms, TransformSegment, HopperSegment>;
 template <class Traits>
-using SegmentOf =
-    cute::conditional_t<Traits::kVariant.logits == Logits::kSoftCap,
-                        CappedSegment<UncappedSegmentOf<Traits>>, UncappedSegmentOf<Traits>>;
+using SegmentOf = cute::conditional_t<Traits::kCapsRaw, CappedSegment<UncappedSegmentOf<Traits>>,
+                                      UncappedSegmentOf<Traits>>;
 
 template <class Traits>
 using ParamsOf = LaunchParams<SegmentOf<Traits>, Traits::kSegments>;

@@ -137,4 +137,25 @@ struct SoftCap {
   }
 };
 
+// How many tiles one behind the other had large logits, up to the number from which on the next is
+// expected to have some, too: where logits are large at all, that is. Of a warpgroup.
+struct LargeTiles {
+  static constexpr int kExpected = 2;
+  int number = 0;
+
+  __device__ __forceinline__ bool expected() const { return number == kExpected; }
+  __device__ __forceinline__ void count(bool large) {
+    number = large ? min(number + 1, kExpected) : 0;
+  }
+  template <class Segment>
+  __device__ __forceinline__ void begin(const Segment& segment) {
+    if (!segment.cap.may_be_small()) number = kExpected;
+  }
+};
+// Of kernels that do not ask.
+struct NoLargeTiles {
+  template <class Segment>
+  __device__ __forceinline__ static void begin(const Segment&) {}
+};
+
 }  // namespace preflash::sm90
