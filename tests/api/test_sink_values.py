@@ -196,3 +196,26 @@ def test_huge_logits(target, magnitude, split):
     torch.testing.assert_close(out.cpu().double(), mean * wins, rtol=1e-2, atol=8e-3)
     expected = torch.maximum(logits + math.log(keys) * (magnitude < 1e10), sinks.double())
     torch.testing.assert_close(lse.cpu().double(), expected * LOG2_E, rtol=1e-6, atol=1e-3)
+
+
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("split", [None, 64])
+def test_sinks_beyond_float32_in_base_2(target, base, split):
+    """As large as a float32 gets they are the largest number of their sign in base 2, too; an
+    infinity there would make NaN of the rows whose keys are split. Rows of one request keep nothing
+    else."""
+    largest = torch.finfo(torch.float32).max
+    sinks = torch.tensor([largest, 2.5e38, -largest, -2.5e38])
+    case = Case("largest", (1, 40, 9), (700, 333, 0), 4, 2, 64, page_size=16)
+    inputs = build(dataclasses.replace(case, fixed_split_size=split), device=target.device)
+    wrapper = runner.make_wrapper(inputs.case, backend=target.backend, device=target.device)
+    runner.plan(wrapper, inputs)
+    without, lse_without = runner.run(wrapper, inputs, lse_base=base)
+    inputs.sinks = target.to(sinks)
+    out, lse = runner.run(wrapper, inputs, lse_base=base)
+    alone = target.to(torch.sign(sinks) * largest * (BASES[base] / LOG2_E)).expand(lse.shape)
+    assert bool((out[:, :2] == 0).all())
+    torch.testing.assert_close(lse[:, :2], alone[:, :2], rtol=1e-6, atol=0.0)
+    assert torch.equal(out[:, 2:], without[:, 2:])
+    torch.testing.assert_close(lse[:41, 2:], lse_without[:41, 2:], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(lse[41:, 2:], alone[41:, 2:], rtol=1e-6, atol=0.0)

@@ -148,7 +148,8 @@ __device__ __forceinline__ void combine_row(const CombineParams& params, const M
   const int head_in_group = packed_row % params.group_size;
   const std::int64_t token = request.qo_begin + packed_row / params.group_size;
   const std::int64_t head = std::int64_t{merge.kv_head} * params.group_size + head_in_group;
-  const float keyless = has_keyless(params.extras) ? keyless_logit(params.extras, static_cast<int>(head)) : -INFINITY;
+  const float keyless =
+      has_keyless(params.extras) ? keyless_logit(params.extras, static_cast<int>(head)) : -INFINITY;
   const RowSum total = sum_chunks(row, keyless, lane);
   const float2 mean = weighted_mean(batch, row, total, lane);
 

@@ -2,6 +2,8 @@
 // run brings any. Whoever has all of a row's keys counts it, once.
 #pragma once
 
+#include <cfloat>
+
 #include "kernels/common/log2.cuh"
 #include "preflash/params.h"
 
@@ -10,9 +12,13 @@ namespace preflash {
 __device__ __forceinline__ bool has_keyless(const RunExtras& extras) {
   return extras.sinks != nullptr;
 }
-// In base 2; -inf has no effect.
+// In base 2; -inf has no effect. What float32 cannot hold there is the largest number of its sign:
+// of an infinity the merge of split keys would make NaN.
 __device__ __forceinline__ float keyless_logit(const RunExtras& extras, int head) {
-  return __ldg(extras.sinks + head) * kLog2E;
+  const float sink = __ldg(extras.sinks + head);
+  const float logit = sink * kLog2E;
+  if (logit > FLT_MAX) return FLT_MAX;
+  return logit < -FLT_MAX && sink >= -FLT_MAX ? -FLT_MAX : logit;
 }
 
 }  // namespace preflash
