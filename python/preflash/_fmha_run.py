@@ -171,14 +171,19 @@ def _attend(call: FmhaCall, lengths: FmhaLengths, variant: PlannedVariant) -> Re
         outputs = outputs._replace(lse=stats, lse_layout="STATS", lse_base=call.stats_scale)
     partials = call.workspace if variant.plan.float_bytes > 0 else None
     memory = Memory(partials, None, call.per_head)
-    result = variant.attend_to(q, operands.kv, call.scales, outputs, memory)
+    # NOTE: bmm2_scale may take a result out of the range of q's dtype, and the conversion back.
+    scales = call.scales._replace(output=1.0) if converts else call.scales
+    result = variant.attend_to(q, operands.kv, scales, outputs, memory)
     if converts:
         result = _converted(call, lengths, result)
     return (result, stats) if call.wants_stats else result
 
 
 def _converted(call: FmhaCall, lengths: FmhaLengths, result: torch.Tensor) -> torch.Tensor:
-    """In another dtype than that which the kernels write. What rounds beyond 448 is 448."""
+    """Times bmm2_scale, in another dtype than that which the kernels write. What rounds beyond 448
+    is 448."""
+    if call.scales.output != 1.0:
+        result = result.to(torch.float32).mul_(call.scales.output)
     if call.out_dtype == torch.float8_e4m3fn:
         result = result.clamp(-_E4M3_MAX, _E4M3_MAX)
     result = result.to(call.out_dtype)

@@ -84,6 +84,34 @@ def test_every_pair_of_dtypes(target, dtype, out_dtype):
     verify(dataclasses.replace(CASE, dtype=dtype, out_dtype=out_dtype, bmm2=3.0), target)
 
 
+@pytest.mark.parametrize("own_out", [False, True])
+@pytest.mark.parametrize(
+    ("out_dtype", "bmm2", "value"),
+    [
+        (torch.bfloat16, 40.0, 30000.0),
+        (torch.bfloat16, -1e30, 2.0),
+        (torch.bfloat16, 1e-30, 2.0),
+        (E4M3, 1e-6, 30000.0),
+        (E4M3, 1e3, 30000.0),
+    ],
+)
+def test_scales_beyond_the_range_of_float16(target, out_dtype, bmm2, value, own_out):
+    """float16 queries and another output: what float16 cannot hold is not lost on the way."""
+    q, k, v = (target.to(torch.full((9, 2, 64), x, dtype=torch.float16)) for x in (0.0, 1.0, value))
+    out = target.to(torch.full((9, 2, 64), 7.0)).to(out_dtype)
+    lengths = torch.tensor([0, 8], dtype=torch.int32)
+    result = preflash.trtllm_fmha_v2_prefill(
+        (q, k, v), "SEPARATE_Q_K_V", target.to(torch.empty(0, dtype=torch.uint8)), lengths[1:],
+        8, 8, 1.0, bmm2, 1, lengths, lengths, out=out if own_out else None, out_dtype=out_dtype,
+        backend=target.backend,
+    )  # fmt: skip
+    expected = value * bmm2 if out_dtype == torch.bfloat16 else min(value * bmm2, 448.0)
+    wanted = torch.full((8, 2, 64), expected, dtype=torch.float64)
+    torch.testing.assert_close(result[:8].cpu().double(), wanted, rtol=0.03, atol=0.0)
+    if own_out:
+        assert bool((result[8:].float() == 7.0).all())
+
+
 @pytest.mark.parametrize("name", ["fp8", "fp16", "bf16", "bfloat16", "float8_e4m3fn"])
 def test_names_of_dtypes(name):
     inputs = build(CASE)
