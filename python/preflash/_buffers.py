@@ -34,9 +34,13 @@ class Buffer:
             return
         device, current = device_stream.device, device_stream.stream()
         for stream in self._streams - {None, current}:
-            user = torch.cuda.ExternalStream(stream, device)
-            with torch.cuda.stream(user):
-                busy = torch.cuda.is_current_stream_capturing()
+            if stream == 0:
+                # NOTE: ExternalStream(0) is another stream, out of torch's pool. No capture has it.
+                user, busy = torch.cuda.default_stream(device), False
+            else:
+                user = torch.cuda.ExternalStream(stream, device)
+                with torch.cuda.stream(user):
+                    busy = torch.cuda.is_current_stream_capturing()
             if not busy:  # or this stream would become part of the capture
                 torch.cuda.current_stream(device).wait_stream(user)
 

@@ -244,7 +244,8 @@ def test_plans_and_replays_back_to_back(backend):
 
 @on_every_backend
 @pytest.mark.parametrize("captured", [False, True])
-def test_a_plan_waits_for_runs_on_other_streams(backend, captured):
+@pytest.mark.parametrize("runs_on_default", [False, True])
+def test_a_plan_waits_for_runs_on_other_streams(backend, captured, runs_on_default):
     """It writes where they read: the work list that a graph holds, and the page indices."""
     pool = Pool(PAGED, backend)
     if captured:
@@ -253,12 +254,14 @@ def test_a_plan_waits_for_runs_on_other_streams(backend, captured):
     pool.run()
     out, lse = torch.empty_like(pool.out), torch.empty_like(pool.lse)
     torch.cuda.synchronize()
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
+    streams = [torch.cuda.Stream(), torch.cuda.default_stream()]
+    running, planning = reversed(streams) if runs_on_default else streams
+    with torch.cuda.stream(running):
         torch.cuda._sleep(200_000_000)
         pool.run(out, lse)
-    after = pool.plan(DECODE, seed=4)
-    pool.run()
+    with torch.cuda.stream(planning):
+        after = pool.plan(DECODE, seed=4)
+        pool.run()
     torch.cuda.synchronize()
     pool.check(before, out, lse)
     pool.check(after)
