@@ -23,8 +23,10 @@ struct HostArrays {
   std::shared_ptr<const Torch> torch;
   py::object tensor_type;
   py::object int32;
-  py::object dtype, is_cpu;                                                         // names
-  py::object dim, is_contiguous, data_ptr, storage_offset, numel, untyped_storage;  // methods
+  py::object dtype, is_cpu;  // names
+  // Methods.
+  py::object dim, is_contiguous, is_neg, data_ptr;
+  py::object storage_offset, numel, untyped_storage;
 
   HostArrays(std::shared_ptr<const Torch> torch, const py::object& tensor_type,
              const py::object& int32)
@@ -35,6 +37,7 @@ struct HostArrays {
         is_cpu(py::str("is_cpu")),
         dim(tensor_type.attr("dim")),
         is_contiguous(tensor_type.attr("is_contiguous")),
+        is_neg(tensor_type.attr("is_neg")),
         data_ptr(tensor_type.attr("data_ptr")),
         storage_offset(tensor_type.attr("storage_offset")),
         numel(tensor_type.attr("numel")),
@@ -86,7 +89,8 @@ std::optional<Indices> by_methods(const HostArrays& torch, PyObject* value) {
 std::optional<Indices> elements(const HostArrays& torch, PyObject* value) {
   const std::optional<Indices> found =
       torch.torch->exchange != nullptr ? by_table(*torch.torch, value) : by_methods(torch, value);
-  if (!found || found->data() == nullptr || torch.torch->is_negative(value)) return {};
+  if (!found || found->data() == nullptr) return {};
+  if (call(torch.is_neg, value).ptr() != Py_False) return {};
   const std::int64_t end = integer(torch.storage_offset, value) + std::ssize(*found);
   const Py_ssize_t bytes = PyObject_Size(call(torch.untyped_storage, value).ptr());
   if (bytes < 0) throw py::error_already_set();
