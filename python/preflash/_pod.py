@@ -190,10 +190,8 @@ class Joints:
         ]
 
     def order_behind_runs(self) -> None:
-        """Captured or not, they read the page indices where plan() writes the next ones."""
-        for joint in (*self._captured.values(), *self._kept.values()):
-            if isinstance(joint.launch, PlannedSegments):
-                joint.launch.order_behind_runs()
+        for _, joint in self.joined():
+            joint.launch.order_behind_runs()
 
     def write(
         self, drafts: list[tuple[Hashable, Joint, _core.Plan]], of: object, decode: Request

@@ -10,7 +10,7 @@ import preflash
 import pytest
 import torch
 from graph_stage import capture, recorder  # noqa: F401
-from preflash import _backends, _buffers, _pod
+from preflash import _backends, _pod
 from preflash.testing import Case, KvForm, MaskKind, build, compare, poison, reference, runner
 from preflash.testing.case import Position
 from preflash.testing.oracle import Pipeline
@@ -505,29 +505,6 @@ def test_graphs_keep_the_options_that_they_captured(target, recorder):  # noqa: 
             graph.replay()
             results = [(outputs[f"out_{side}"], outputs[f"lse_{side}"]) for side in "pd"]
             check_sides((prefill, load(lens, captured, seed)), results)
-
-
-@pytest.mark.parametrize("captured", [False, True])
-def test_a_plan_comes_after_what_reads_the_buffers(target, recorder, monkeypatch, captured):  # noqa: F811
-    """Runs may be on other streams, of which the launch of both sides knows."""
-    stage = GraphStage(target, DECODE)
-    waited_for = []
-    monkeypatch.setattr(
-        _buffers.Buffer, "order_behind_users", lambda self, _: waited_for.append(id(self))
-    )
-    decode = stage.decode(DECODE.kv_lens, 2)
-
-    def attend():
-        both = (*prefill_tensors(stage.prefill), decode.q, decode.cache)
-        stage.wrapper.run(*both, **prefill_options(stage.prefill))
-
-    plan(stage.wrapper, decode)
-    attend()
-    if captured:
-        capture(recorder, target.device, attend)
-    read = stage.wrapper._joints.last.launch._kept
-    plan(stage.wrapper, decode)
-    assert {id(buffer) for buffer in read} <= set(waited_for)
 
 
 def test_a_pool_is_compared_with_the_last_plan(target, recorder, monkeypatch):  # noqa: F811
