@@ -110,6 +110,18 @@ ALLOWED_SPILLS = [
     AllowedSpill({"family": "sm90", "head_dim": "256", "mask": "custom"}, 320, _IN_SCAN, 10),
     AllowedSpill({"family": "sm90", "head_dim": "512"}, 320, _BETWEEN_ITEMS),
     AllowedSpill({"family": "sm90", "logits": "softcap"}, 500, _OF_ITEMS),
+    AllowedSpill(
+        {"family": "sm90", "head_dim": "64", "logits": "softcap", "mask": "custom"},
+        500,
+        _IN_SCAN + "; most of them where logits are large",
+        26,
+    ),
+    AllowedSpill(
+        {"family": "sm90", "head_dim": "192x128", "logits": "softcap", "mask": "custom"},
+        500,
+        _IN_SCAN,
+        8,
+    ),
     AllowedSpill({"family": "sm90", "head_dim": "256", "logits": "softcap"}, 500, _IN_TESTS, 7),
     AllowedSpill(
         {"family": "sm90", "head_dim": "256", "logits": "softcap", "mask": "custom"},
