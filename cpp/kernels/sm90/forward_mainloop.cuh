@@ -13,8 +13,9 @@
 //      (a soft cap and ALiBi come earlier where kTreatsAmid: between the steps of 3; K(t) stays
 //      where a soft cap may have met a large logit)
 //   6. wait for O, release V(t - 1)
-//   7. softmax: compute P from S; then store O if V(t - 1) was its item's last tile
-// Steps 5 to 7 overlap with the products of the other warpgroups. The transition from one item to
+//   7. softmax: compute P from S
+//   8. store O if V(t - 1) was its item's last tile (before 7 unless kMakesPFirst)
+// Steps 5 to 8 overlap with the products of the other warpgroups. The transition from one item to
 // the next needs more: its LSE and normalizing factors are computed between 4 and 5 of the
 // transition's own step, everything else (struct Transition) in an earlier step.
 //
@@ -325,11 +326,11 @@ struct ForwardMainloop {
     if constexpr (kTreatsAfterPv) finish_pv();
     finish_first_scores(next, transition.next_mask);
     if constexpr (!kTreatsAfterPv) finish_pv();
-    // NOTE: P before O is stored: the stores then end in the wait of the order barrier.
-    make_first_p(next);
+    if constexpr (Traits::kMakesPFirst) make_first_p(next);
     for (int i = 0; i < next.skipped_first; ++i) skip_v();
     store_o(last, ready);
     timer.start();
+    if constexpr (!Traits::kMakesPFirst) make_first_p(next);
     return next_transition;
   }
 

@@ -149,6 +149,11 @@ struct ForwardTraits {
   // the last tile that a custom mask keeps of this one.
   static constexpr bool kPreparesInLastStep = !kSkipsTiles && !kSliced;
 
+  // Whether an item's first P is computed before O of the item before is stored: the next products
+  // wait for P, but for no store. At head_dim 256 that costs more than it gains (measured:
+  // docs/dev/experiments.md).
+  static constexpr bool kMakesPFirst = kPartVo <= 128;
+
   // The launch bounds divide the 65536 registers evenly, in multiples of 8; setmaxnreg then moves
   // the producers' share to the consumers.
   static constexpr int kLaunchRegisters = 65536 / (kThreads * kTile.ctas_per_sm) / 8 * 8;
