@@ -126,8 +126,8 @@ ForwardKernel forward_kernel_entry() {
                       .tile = V::kTile,
                       .smem_bytes = kSmemBytes<V>,
                       .launch = &launch_forward<V>,
-                       .ctas_per_item = ForwardTraits<V>::kColumnParts,
-                       .tracing = kTracing};
+                      .ctas_per_item = ForwardTraits<V>::kColumnParts,
+                      .tracing = kTracing};
   if constexpr (ForwardTraits<V>::kHasMaskBits) entry.tile_classes = TileClasses::kUsed;
   if constexpr (ForwardTraits<V>::kSegments == 2) entry.second_tile = V::kSecondTile;
   return entry;

@@ -28,9 +28,9 @@
 // Where K and V come in slices (slice_ring.cuh), steps 2 and 3 are made of their products, and
 // there are no order barriers (1, 4) and no skipped tiles.
 //
-// NOTE: longer than other files, because whole tiles, slices, tiles that mask bits leave, tiles left
-// out for their weight and items of two segments are one loop: they differ in single lines of its
-// steps.
+// NOTE: longer than other files, because whole tiles, slices, tiles that mask bits leave, tiles
+// left out for their weight and items of two segments are one loop: they differ in single lines of
+// its steps.
 #pragma once
 
 #include "kernels/sm90/forward_epilogue.cuh"

@@ -1,5 +1,5 @@
-// Where the scores of a consumer warpgroup's tile stand and which of them its rows keep. What treats
-// scores by their place is a policy on ScoreCoordinates: masks, factors of heads, and in
+// Where the scores of a consumer warpgroup's tile stand and which of them its rows keep. What
+// treats scores by their place is a policy on ScoreCoordinates: masks, factors of heads, and in
 // score_bias.cuh biases.
 #pragma once
 
