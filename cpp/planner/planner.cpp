@@ -291,7 +291,7 @@ void Planner::write_items(WorkItem* items) const {
   }
   std::vector<std::int32_t> next(assignment_.cta_begin.begin(), assignment_.cta_begin.end() - 1);
   if (assignment_.cta_of_item.empty()) {
-    ForthAndBack turns(assignment_.num_ctas());
+    BackAndForth turns(assignment_.num_ctas());
     for_each_item(work_, order_, [&](const WorkUnit& unit, int head) {
       items[next[turns.next()]++] = item_of(unit, head);
     });

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "planner/arena.h"
+#include "planner/assign.h"
 #include "planner/order.h"
 #include "planner/split.h"
 #include "planner/work.h"

@@ -50,6 +50,38 @@ def test_persistent_lists_are_longest_first_and_even(seed):
     assert loads.max() <= bound + costs.min() or loads.max() <= 4 / 3 * bound + 1
 
 
+@pytest.mark.parametrize(("batch", "num_sms"), [(3, 4), (11, 4), (12, 4), (40, 9), (7, 60)])
+def test_equal_items_go_to_ctas_in_turns(batch, num_sms):
+    """Back and forth, as the least loaded CTA of which the last one is first."""
+    options = {"num_sms": num_sms, "schedule": "persistent", "disable_split_kv": True}
+    made = plan(**ragged([1] * batch, [300] * batch, **GQA, **options))
+    check(made)
+    ctas = made.sizes["num_ctas"]
+    given = [[] for _ in range(ctas)]
+    for i in range(made.sizes["num_items"]):
+        turn, place = divmod(i, ctas)
+        given[ctas - 1 - place if turn % 2 else place].append(divmod(i, 8))
+    found = [(int(item["request"]), int(item["kv_head"])) for item in made.items]
+    lists = [found[begin:end] for begin, end in pairwise(made.cta_begin)]
+    assert lists == given
+
+
+@pytest.mark.parametrize("options", [{}, {"fixed_split_size": 256}, {"num_sms": 2}])
+def test_requests_of_one_length_are_cut_alike(options):
+    """Neighbours of the same lengths have the pieces of the first one, with rows of their own."""
+    qo_lens = [1] * 3 + [0] * 2 + [70] * 3 + [1, 70, 1] + [5] * 2
+    kv_lens = [900] * 3 + [40] * 2 + [2000] * 3 + [900, 2000, 900] + [900] * 2
+    made = plan(**ragged(qo_lens, kv_lens, causal=True, schedule="persistent", **options))
+    check(made)
+    pieces = {}
+    for item in made.items:
+        request, rest = int(item["request"]), (item["row_begin"], item["kv_head"], item["chunk"])
+        pieces.setdefault(request, set()).add(tuple(map(int, rest)))
+    for request, lengths in enumerate(zip(qo_lens, kv_lens, strict=True)):
+        first = list(zip(qo_lens, kv_lens, strict=True)).index(lengths)
+        assert pieces.get(request) == pieces.get(first)
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_both_schedules_hold_the_same_items(seed):
     persistent = plan(**random_case(seed, schedule="persistent"))

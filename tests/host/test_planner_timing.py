@@ -15,6 +15,9 @@ CASES = {
     "persistent 64 x 512 of 4k": ragged(
         [512] * 64, [4096] * 64, **GQA, tile_m=128, schedule="persistent"
     ),
+    "persistent decode 1024 x 2k": ragged(
+        [1] * 1024, [2112] * 1024, **GQA, tile_m=64, schedule="persistent"
+    ),
     "mixed 48 decode + 16 x 512": ragged([1] * 48 + [512] * 16, [4096] * 64, **GQA, tile_m=128),
 }
 
