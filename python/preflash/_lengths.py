@@ -83,13 +83,14 @@ def _paged(
             batch, largest = found
             return Lengths(batch, PageList(a.paged_kv_indices, None, largest))
     indices = _index_array("paged_kv_indices", a.paged_kv_indices, device)
-    batch = _make_batch(
-        _index_array("qo_indptr", a.qo_indptr, device),
-        _index_array("paged_kv_indptr", a.paged_kv_indptr, device),
-        _index_array("paged_kv_last_page_len", a.paged_kv_last_page_len, device),
-        page_size,
-        kv_name="paged_kv_indptr",
-    )
+    qo_indptr = _index_array("qo_indptr", a.qo_indptr, device)
+    kv_indptr = _index_array("paged_kv_indptr", a.paged_kv_indptr, device)
+    last_page_len = _index_array("paged_kv_last_page_len", a.paged_kv_last_page_len, device)
+    alone = not last_page_len.is_cpu and qo_indptr.is_cpu and kv_indptr.is_cpu
+    if alone and page_size == 1 and not debugging():
+        # A page of one token holds one: no wait to hear it from the GPU.
+        last_page_len = torch.ones(last_page_len.numel(), dtype=torch.int32, device="cpu")
+    batch = _make_batch(qo_indptr, kv_indptr, last_page_len, page_size, kv_name="paged_kv_indptr")
     pages = _attach_page_indices(batch, indices, indices_buf)
     return Lengths(batch, pages)
 

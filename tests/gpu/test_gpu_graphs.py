@@ -395,3 +395,30 @@ def test_plan_does_not_wait(backend):
     finally:
         torch.cuda.set_sync_debug_mode("default")
     pool.check(inputs[-1])
+
+
+@on_every_backend
+def test_a_fast_decode_plan_of_slots_does_not_wait(backend):
+    """As SGLang calls it: pages of one token on the GPU, and on the host where each request's
+    begin."""
+    slots = torch.randperm(PAGES, dtype=torch.int32, device="cuda")
+    begins = indptr((100, 0, 3, 200, 1))
+    ones = torch.ones(5, dtype=torch.int32, device="cuda")
+    k, v = (torch.randn(PAGES, 2, 128, device="cuda").half() for _ in range(2))
+    q = torch.randn(5, 8, 128, device="cuda").half()
+    results = []
+    for on_host in (True, False):
+        wrapper = preflash.BatchDecodeWithPagedKVCacheWrapper(
+            runner.workspace("cuda"), backend=backend
+        )
+        table = [begins, slots.cpu(), ones.cpu()] if on_host else [begins.cuda(), slots, ones]
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            preflash.fast_decode_plan(
+                wrapper, *table, 8, 2, 128, 1, global_override_indptr_cpu=begins
+            )
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        results.append(wrapper.run(q, (k, v)))
+    assert torch.equal(*results)
