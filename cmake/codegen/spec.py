@@ -26,8 +26,8 @@ ANY = "any"
 # A kernel of two segments has a tile for each: that of its row, and of the row with these values.
 TWO_SEGMENTS = {"segments": "two"}
 SECOND_SEGMENT = {"tile_class": "decode"}
-
-SHORT_TILES = {"tile_class": "decode"}
+# The rows of tiles.toml that may say most_keys.
+OF_SHORT_TILES = {"tile_class": "decode"}
 # Which kernels the families' transformed_options is about.
 TRANSFORMED = {"arrival": "transformed"}
 
@@ -244,7 +244,7 @@ def _tile_row(row: Mapping[str, object], vocabulary: Vocabulary) -> _TileRow:
     if missing:
         raise SpecError(f"{where} lacks {', '.join(missing)}")
     most_keys = int(row.get("most_keys", 0))
-    if most_keys < 0 or (most_keys > 0 and not SHORT_TILES.items() <= match.items()):
+    if most_keys < 0 or (most_keys > 0 and not OF_SHORT_TILES.items() <= match.items()):
         raise SpecError(f"{where}: most_keys is a positive number, of short tiles")
     tile = Tile(**{name: int(row[name]) for name in shape})
     return _TileRow(match_of(match, vocabulary.axes, where), tile, most_keys)
