@@ -92,8 +92,8 @@ ALLOWED_SPILLS = [
     AllowedSpill({"family": "sm90", "head_dim": "64"}, 32, _IN_GATHER),
     AllowedSpill(
         {"family": "sm90", "head_dim": "64", "position": "alibi"},
-        60,
-        _IN_GATHER + "; and two words of a consumer between items",
+        76,
+        _IN_GATHER + "; and words of a consumer between items",
     ),
     AllowedSpill(
         {"family": "sm90", "head_dim": "192x128", "position": "alibi"}, 44, _BETWEEN_ITEMS
@@ -101,26 +101,39 @@ ALLOWED_SPILLS = [
     AllowedSpill({"family": "sm90", "head_dim": "256"}, 320, _BETWEEN_ITEMS),
     AllowedSpill({"family": "sm90", "head_dim": "256", "segments": "two"}, 480, _BETWEEN_ITEMS),
     AllowedSpill({"family": "sm90", "sparsity": "skipping"}, 48, _BETWEEN_ITEMS),
+    AllowedSpill({"family": "sm90", "head_dim": "64", "sparsity": "skipping"}, 96, _BETWEEN_ITEMS),
     AllowedSpill({"family": "sm90", "arrival": "transformed"}, 1600, _IN_TRANSFORM, 12),
     AllowedSpill(
         {"family": "sm90", "head_dim": "256", "arrival": "transformed"}, 2300, _IN_TRANSFORM, 13
     ),
-    AllowedSpill({"family": "sm90", "mask": "custom"}, 320, _IN_SCAN, 1),
+    AllowedSpill(
+        {
+            "family": "sm90",
+            "head_dim": "128",
+            "logits": "softcap",
+            "position": "alibi",
+            "arrival": "transformed",
+        },
+        1680,
+        _IN_TRANSFORM + " and with ALiBi beside it",
+        32,
+    ),
+    AllowedSpill({"family": "sm90", "mask": "custom"}, 320, _IN_SCAN, 2),
     AllowedSpill({"family": "sm90", "head_dim": "64", "mask": "custom"}, 320, _IN_SCAN, 16),
     AllowedSpill({"family": "sm90", "head_dim": "256", "mask": "custom"}, 320, _IN_SCAN, 10),
     AllowedSpill({"family": "sm90", "head_dim": "512"}, 320, _BETWEEN_ITEMS),
-    AllowedSpill({"family": "sm90", "logits": "softcap"}, 500, _OF_ITEMS),
+    AllowedSpill({"family": "sm90", "logits": "softcap"}, 500, _OF_ITEMS, 1),
     AllowedSpill(
         {"family": "sm90", "head_dim": "64", "logits": "softcap", "mask": "custom"},
         500,
         _IN_SCAN + "; most of them where logits are large",
-        26,
+        32,
     ),
     AllowedSpill(
         {"family": "sm90", "head_dim": "192x128", "logits": "softcap", "mask": "custom"},
         500,
         _IN_SCAN,
-        8,
+        10,
     ),
     AllowedSpill({"family": "sm90", "head_dim": "256", "logits": "softcap"}, 500, _IN_TESTS, 7),
     AllowedSpill(
