@@ -14,6 +14,7 @@ from preflash import _backends, _pod
 from preflash.testing import Case, KvForm, MaskKind, build, compare, poison, reference, runner
 from preflash.testing.case import Position
 from preflash.testing.oracle import Pipeline
+from preflash.testing.pod_trial import plan_decode
 
 PREFILL = Case("prefill", (150,), (333,), 8, 2, 128, mask=MaskKind.CAUSAL)
 DECODE = Case("decode", (1,) * 5, (90, 0, 17, 1, 1333), 8, 2, 128, page_size=16)
@@ -73,19 +74,8 @@ def made(target, decode, **options):
 
 
 def plan(wrapper, inputs, **options):
-    case = inputs.case
-    given = {
-        "pos_encoding_mode": case.position.value,
-        "window_left": case.window_left,
-        "q_data_type": case.dtype,
-        "kv_data_type": case.dtype_kv,
-        "sm_scale": case.sm_scale,
-        "rope_scale": case.rope_scale,
-        "rope_theta": case.rope_theta,
-    }
-    heads = (case.num_qo_heads, case.num_kv_heads, case.head_dim, case.page_size)
     arrays = (inputs.kv_indptr, inputs.indices, inputs.last_page_len)
-    wrapper.plan(*arrays, *heads, **{**given, **options})
+    plan_decode(wrapper, inputs.case, arrays, **options)
 
 
 def prefill_tensors(inputs) -> tuple:

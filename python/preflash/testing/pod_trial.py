@@ -13,6 +13,7 @@ import preflash
 from .. import _pod
 from . import fuzz, guarded, runner
 from .altered_inputs import surrounded
+from .case import Case
 from .fuzz import Verdict, verdict_of
 from .guarded import Guarded, Padding, Untouched
 from .inputs import Inputs, build
@@ -57,6 +58,21 @@ def _examine(problem: PodProblem, backend: str, device: torch.device | str) -> V
             f"{side.name}: {name}, an input, was written" for name in memory.changed()
         ]
     return verdict
+
+
+def plan_decode(wrapper, case: Case, arrays: tuple, **overrides) -> None:
+    """wrapper.plan(*arrays) of a decode side with the options of its case, and with others."""
+    options = {
+        "pos_encoding_mode": case.position.value,
+        "window_left": case.window_left,
+        "q_data_type": case.dtype,
+        "kv_data_type": case.dtype_kv,
+        "sm_scale": case.sm_scale,
+        "rope_scale": case.rope_scale,
+        "rope_theta": case.rope_theta,
+    }
+    heads = (case.num_qo_heads, case.num_kv_heads, case.head_dim, case.page_size)
+    wrapper.plan(*arrays, *heads, **{**options, **overrides})
 
 
 def _tensors(inputs: Inputs) -> dict[str, torch.Tensor | None]:
@@ -151,18 +167,7 @@ class _Trial:
         """What else a run() of the same plan may bring before."""
 
     def plan(self, **overrides) -> None:
-        case = self._problem.decode
-        options = {
-            "pos_encoding_mode": case.position.value,
-            "window_left": case.window_left,
-            "q_data_type": case.dtype,
-            "kv_data_type": case.dtype_kv,
-            "sm_scale": case.sm_scale,
-            "rope_scale": case.rope_scale,
-            "rope_theta": case.rope_theta,
-        }
-        heads = (case.num_qo_heads, case.num_kv_heads, case.head_dim, case.page_size)
-        self.wrapper.plan(*self._arrays(), *heads, **{**options, **overrides})
+        plan_decode(self.wrapper, self._problem.decode, self._arrays(), **overrides)
 
     def run(self, **overrides):
         call = self._problem.call
