@@ -57,11 +57,16 @@ __device__ __forceinline__ float reciprocal_approx(float x) {
 
 // tanh(u * kTanhRange / 2) for |u| < 2: the odd polynomial of degree 7 with the smallest relative
 // error, 2e-7, besides the rounding of its last two products.
+inline constexpr double kTanhC1 = 2.187499571e-01;
+inline constexpr double kTanhC3 = -3.488831744e-03;
+inline constexpr double kTanhC5 = 6.634773757e-05;
+inline constexpr double kTanhC7 = -1.112600895e-06;
+
 __device__ __forceinline__ float tanh_polynomial(float u) {
   float u2 = u * u;
-  float p = fmaf(u2, -1.112600895e-06f, 6.634773757e-05f);
-  p = fmaf(u2, p, -3.488831744e-03f);
-  p = fmaf(u2, p, 2.187499571e-01f);
+  float p = fmaf(u2, static_cast<float>(kTanhC7), static_cast<float>(kTanhC5));
+  p = fmaf(u2, p, static_cast<float>(kTanhC3));
+  p = fmaf(u2, p, static_cast<float>(kTanhC1));
   return u * p;
 }
 // For every u, inf and NaN too. tanh.approx.f32 has an error of 5e-4, more than a 16-bit output

@@ -15,16 +15,12 @@
 
 namespace preflash::sm90 {
 
-// unit * tanh(logit / c) of a raw dot product s; made on the host. sm_scale: not negative, since
+// unit * tanh(logit / c) of a raw dot product s, by tanh_polynomial() in other units; made on the
+// host. sm_scale: not negative, since
 // Q has its sign.
 struct SoftCapCurve {
-  // tanh(u * kTanhRange / 2) for |u| < 2, as tanh_polynomial().
-  static constexpr double kC1 = 2.187499571e-01;
-  static constexpr double kC3 = -3.488831744e-03;
-  static constexpr double kC5 = 6.634773757e-05;
-  static constexpr double kC7 = -1.112600895e-06;
   // The inner factor's value at 0 that makes it -2 at |u| = 2.
-  static constexpr double kInner = -2.0 / (1.0 + 4.0 * kC7 / kC5);
+  static constexpr double kInner = -2.0 / (1.0 + 4.0 * kTanhC7 / kTanhC5);
   // The bits that it has while it is <= -2. A NaN that an operation has made lacks the sign.
   static constexpr std::uint32_t kInRange = 0xc0000000u;
 
@@ -39,11 +35,11 @@ struct SoftCapCurve {
     const double scale = static_cast<double>(sm_scale) / soft_cap * (2.0 / kTanhRange);
     const bool direct = scale > 1e-4 && scale < 1e4 && soft_cap > 1e-9f;
     const double u = direct ? scale : 1.0;
-    const double unit = -kInner / (kC5 * std::pow(u, 5));
-    return {.c1 = static_cast<float>(kC1 * unit * u),
-            .c3 = static_cast<float>(kC3 * unit * std::pow(u, 3)),
+    const double unit = -kInner / (kTanhC5 * std::pow(u, 5));
+    return {.c1 = static_cast<float>(kTanhC1 * unit * u),
+            .c3 = static_cast<float>(kTanhC3 * unit * std::pow(u, 3)),
             .c5 = static_cast<float>(kInner),
-            .c7 = static_cast<float>(-kC7 * unit * std::pow(u, 7)),
+            .c7 = static_cast<float>(-kTanhC7 * unit * std::pow(u, 7)),
             .exponent = static_cast<float>(kTanhRange * kLog2E * u),
             .small = static_cast<float>(2.0 / u),
             .unit = static_cast<float>(unit),
