@@ -36,6 +36,7 @@ OPTIONS_prebuilt = -DPREFLASH_CUDA=OFF "-DPREFLASH_KERNELS=$(abspath $(KERNELS))
 BUILD_TOOLS := "cmake>=3.24" "ninja>=1.11" "pybind11>=2.12"
 TEST_TOOLS := "pytest>=8" pytest-timeout numpy "tomli; python_version < '3.11'"
 CUTLASS := nvidia-cutlass==4.2.0.0
+DISASSEMBLER := nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm
 # Exactly this one where there is no GPU: it is the CPU build, a range would fetch gigabytes.
 TORCH := $(if $(GPU_ARCHS),torch,torch==2.13.0)
 PIP := $(BIN)/python -m pip install -q --disable-pip-version-check
@@ -46,7 +47,7 @@ PIP := $(BIN)/python -m pip install -q --disable-pip-version-check
 demo: build
 	$(BIN)/python -m preflash demo
 
-test: build
+test: build $(if $(filter cuda,$(SIDE)),$(VENV)/disassembler)
 	$(if $(filter cuda,$(SIDE)),ctest --test-dir $(BUILD) --output-on-failure)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
@@ -126,6 +127,12 @@ $(VENV)/ready: Makefile
 # Headers alone: what the package depends on is for its Python tools.
 $(VENV)/cutlass: $(VENV)/ready
 	@$(PIP) --no-deps $(CUTLASS) && touch $@
+
+# For the tests that read the kernels' machine code; without it they are skipped.
+$(VENV)/disassembler: $(VENV)/ready
+	@command -v cuobjdump >/dev/null || $(PIP) $(DISASSEMBLER) \
+		|| echo "preflash: no cuobjdump, so no test reads machine code"
+	@touch $@
 
 $(VENV)/lint: $(VENV)/ready
 	@$(PIP) ruff clang-format && touch $@
