@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 import sass
 from test_libraries import ALLOWED_SPILLS, kernel_id
@@ -58,22 +60,58 @@ def test_loops_without_exponentials_are_others():
         sass.local_accesses_of_main_loops(code_of(slices))
 
 
-def test_main_loops_hold_no_spills(kernel_libraries, matrix):
+# The kernels with padding in front of the main loop, ForwardTraits::kPadding.
+PADDED = ("sm90_f16_d128", "sm90_bf16_d128")
+
+
+@dataclass(frozen=True)
+class MainLoops:
+    variant: str
+    arch: str
+    local_accesses: int
+    addresses: list[int]  # of padded kernels
+
+
+@pytest.fixture(scope="module")
+def main_loops(kernel_libraries) -> list[MainLoops]:
     cuobjdump = sass.find_cuobjdump()
     if cuobjdump is None:
         pytest.skip("no cuobjdump: pip install nvidia-cuda-cuobjdump, or a CUDA toolkit with it")
-    variants = {variant.id: variant for variant in matrix.variants}
-    excess, seen = [], 0
+    found = []
     for library in kernel_libraries:
         for kernel in sass.disassemble(cuobjdump, library):
-            found = kernel_id(kernel.symbol)
-            if found is None:
+            variant = kernel_id(kernel.symbol)
+            if variant is None:
                 continue
-            seen += 1
-            covering = [spill for spill in ALLOWED_SPILLS if spill.covers(variants[found])]
-            allowed = max((spill.loop_accesses for spill in covering), default=0)
             accesses = sass.local_accesses_of_main_loops(kernel.code)
-            if accesses > allowed:
-                excess.append(f"{found} ({kernel.arch}): {accesses}, of {allowed}")
-    assert seen
+            addresses = sass.main_loop_addresses(kernel.code) if variant in PADDED else []
+            found.append(MainLoops(variant, kernel.arch, accesses, addresses))
+    return found
+
+
+def test_main_loops_hold_no_spills(main_loops, matrix):
+    variants = {variant.id: variant for variant in matrix.variants}
+    excess = []
+    for kernel in main_loops:
+        covering = [spill for spill in ALLOWED_SPILLS if spill.covers(variants[kernel.variant])]
+        allowed = max((spill.loop_accesses for spill in covering), default=0)
+        if kernel.local_accesses > allowed:
+            found = f"{kernel.variant} ({kernel.arch}): {kernel.local_accesses}"
+            excess.append(f"{found}, of {allowed}")
+    assert main_loops
     assert not excess, "\n".join(excess)
+
+
+def test_a_loops_address_is_its_first_instructions():
+    assert sass.main_loop_addresses(code_of(LOOP)) == [0x10]
+
+
+@pytest.mark.parametrize("variant", PADDED)
+def test_padded_main_loops_begin_at_128_bytes(main_loops, variant):
+    """Another compiler, or other code in front of the loop, takes other padding."""
+    kernels = [kernel for kernel in main_loops if kernel.variant == variant]
+    if not kernels:
+        pytest.skip(f"{variant} is not built")
+    for kernel in kernels:
+        (address,) = kernel.addresses
+        assert address % 128 == 0, f"kPadding lacks {-address % 128 // 16} instructions"

@@ -78,6 +78,7 @@ struct ForwardMainloop {
   }
 
   __device__ __forceinline__ void run() {
+    pad_code();
     order_barrier_init();
     Item item = read_item(0);
     TileMask mask = first_mask(item);
@@ -151,6 +152,11 @@ struct ForwardMainloop {
     TileMask next_mask;  // of the next item's first tile
     RowTarget target;    // of this item's row
   };
+
+  __device__ __forceinline__ static void pad_code() {
+    CUTE_UNROLL
+    for (int i = 0; i < Traits::kPadding; ++i) asm volatile("nanosleep.u32 0;");
+  }
 
   // Waits for the item in `slot`. An item without tiles ends the work list.
   __device__ __forceinline__ Item read_item(int slot) {
