@@ -79,15 +79,22 @@ class Server:
         self.step()
 
 
+def settle() -> None:
+    """Buffers that a GPU still uses are kept until it is done: more of them the busier it is."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    gc.collect()
+
+
 def growth(step, steps: int) -> tuple[int, int]:
     """Of Python's blocks and of malloc's bytes, over so many steps."""
     for _ in range(WARM):
         step()
-    gc.collect()
+    settle()
     blocks, allocated = sys.getallocatedblocks(), bytes_of_malloc()
     for _ in range(steps):
         step()
-    gc.collect()
+    settle()
     return sys.getallocatedblocks() - blocks, bytes_of_malloc() - allocated
 
 
