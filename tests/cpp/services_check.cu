@@ -2,7 +2,7 @@
 // Every output is poisoned first and every allocation exact, so that compute-sanitizer sees a stray
 // access. Exits with 0, with 1 on a mismatch, with 77 where there is no GPU.
 //
-// NOTE: longer than other files, because it is one program: a check for each service of the library.
+// NOTE: longer than other files, because it is one program: a check of each service of the library.
 //
 //   nvcc -std=c++20 -O3 -arch=sm_90 -Icpp/include -Icpp -o services_check
 //        tests/cpp/services_check.cu cpp/cuda/*.cpp cpp/kernels/{combine,common,stage}/*.cu
@@ -169,8 +169,6 @@ void check_pack_bits(const std::vector<int>& lengths, int first_element, bool li
   expect(packed.host() == expected, "pack_bits: " + std::to_string(lengths.size()) + " segments");
 }
 
-// Tokens of two requests into pages of 3 tokens, heads apart by more than their bytes; one token is
-// padding, one has no place in the table.
 // One mask whose requests have tiles of every class.
 struct ClassCase {
   MaskClassShape shape;
@@ -241,10 +239,12 @@ void check_class_mask(const ClassCase& c) {
          "class_mask: more words than a CUDA graph's plan reserves");
 }
 
+// Tokens of two requests into pages of 3 tokens, heads apart by more than their bytes; one token is
+// padding, one has no place in the table, and one only in the next request's page.
 void check_append(int row_bytes) {
   constexpr int kTokens = 7, kHeads = 2, kPageSize = 3, kPages = 4;
   const int head_stride = row_bytes + 5;
-  const std::vector<int> requests{0, 0, -1, 1, 1, 1, 0}, positions{3, 4, 0, 0, 1, 2, 99};
+  const std::vector<int> requests{0, 0, -1, 1, 1, 0, 0}, positions{3, 4, 0, 0, 1, 8, 99};
   const std::vector<int> indices{2, 0, 3}, indptr{0, 2, 3};
   std::vector<uint8_t> rows(kTokens * kHeads * head_stride);
   for (uint8_t& byte : rows) byte = static_cast<uint8_t>(uniform(0, 255));
