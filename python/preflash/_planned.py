@@ -39,9 +39,10 @@ class _Bound(NamedTuple):
     again: Callable[..., torch.Tensor | None] | None
 
 
-def _refuse_gradients(
+def refuse_gradients(
     q: torch.Tensor, kv: KvCache, out: torch.Tensor | None, lse: torch.Tensor | None
 ) -> None:
+    """check.forward_only of what one run reads and writes, by name."""
     keys = {"paged_kv_cache": kv} if isinstance(kv, _Tensor) else {"k": kv[0], "v": kv[1]}
     check.forward_only(q=q, **keys, out=out, lse=lse)
 
@@ -168,7 +169,7 @@ class PlannedVariant:
             or (outputs is not DEFAULT_OUTPUTS and _require_grad(out, lse))
             or _forward_ad._current_level >= 0
         ):
-            _refuse_gradients(q, kv, out, lse)
+            refuse_gradients(q, kv, out, lse)
         start, v_offset, make_out, lse_shape, _ = bound
         lse_address = 0
         try:

@@ -21,7 +21,14 @@ from ._arguments import Result
 from ._device_stream import DeviceStream
 from ._pipeline import Request
 from ._planned import PlannedVariant
-from ._segments import PlannedSegments, SegmentRun, key_of_run, of_side, plan_segments
+from ._segments import (
+    PlannedSegments,
+    SegmentRun,
+    key_of_run,
+    of_side,
+    plan_segments,
+    refuse_gradients_of,
+)
 from ._tensors import kv_of, refuse_shared
 from ._workspace import Workspace
 
@@ -77,6 +84,7 @@ class InSequence:
                 if len(self._checked) >= _JOINTS_KEPT:
                     self._checked.clear()
                 self._checked.add(key)
+        refuse_gradients_of(runs, SIDES)
         if any(run.outputs.out is not None or run.outputs.lse is not None for run in runs):
             self._check_apart(runs)
 

@@ -18,7 +18,7 @@ from ._buffers import Buffer
 from ._device_stream import DeviceStream
 from ._outputs import DEFAULT_OUTPUTS, Outputs
 from ._pipeline import Request, expected_of
-from ._planned import Captured, Memory, Place
+from ._planned import Captured, Memory, Place, refuse_gradients
 from ._scales import Scales
 from ._workspace import Workspace
 
@@ -123,12 +123,7 @@ class PlannedSegments:
             bound, key = None, None  # no ordinary tensors: the checks say which argument it is
         if bound is None:
             bound = self._bind(key, runs)
-        # As in _planned: what check.forward_only finds of an ordinary call.
-        if _jit_tracing() or _grad_enabled() or _forward_ad._current_level >= 0:
-            for run in runs:
-                kv = run.kv if isinstance(run.kv, (tuple, list)) else (run.kv,)
-                if _jit_tracing() or _forward_ad._current_level >= 0 or _differentiable(run.q, *kv):
-                    check.forward_only(run.q, *kv)
+        refuse_gradients_of(runs, self._names)
         results, arguments = [], []
         for run, checked, mask, expected in zip(
             runs, bound.segments, self._masks, self._expected, strict=True
@@ -170,8 +165,7 @@ class PlannedSegments:
         strides, segments = [], []
         for s, (run, expected) in enumerate(zip(runs, self._expected, strict=True)):
             with of_side(self._names[s] if self._names else ""):
-                kv = run.kv if isinstance(run.kv, (tuple, list)) else (run.kv,)
-                check.forward_only(run.q, *kv)
+                check.forward_only(q=run.q)  # before anything is remembered of a traced tensor
                 numbers = _tensors.bind(run.q, run.kv, run.outputs, expected)
             options, tokens = expected.options, run.q.shape[0]
             strides.append(numbers.strides)
@@ -268,8 +262,24 @@ def _kept(workspace: Workspace, place: Place, requests: Sequence[Request]) -> li
     return kept
 
 
-def _differentiable(*tensors: torch.Tensor) -> bool:
-    return any(tensor.requires_grad for tensor in tensors)
+def refuse_gradients_of(runs: Sequence[SegmentRun], names: Sequence[str] = ()) -> None:
+    """Refuses runs whose gradient would miss them, before any is launched. Asks little of ordinary
+    ones, as _planned does.
+
+    names: of the segments, in messages.
+    """
+    recorded = _jit_tracing() or _forward_ad._current_level >= 0
+    if not (recorded or _grad_enabled()):
+        return
+    for s, (q, kv, _, outputs, *_) in enumerate(runs):
+        pair = kv if isinstance(kv, (tuple, list)) else (kv,)
+        if recorded or _differentiable(q, *pair, outputs.out, outputs.lse):
+            with of_side(names[s] if names else ""):
+                refuse_gradients(q, kv, outputs.out, outputs.lse)
+
+
+def _differentiable(*tensors: torch.Tensor | None) -> bool:
+    return any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
 def key_of_run(run: SegmentRun) -> tuple:

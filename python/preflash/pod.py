@@ -348,7 +348,7 @@ class PODWithPagedKVCacheWrapper(PodWrapper):
         for name, value in (("q_p", q), ("k_p", k), ("v_p", v)):
             check.tensor(name, value)
             check.on_device(name, value, self.device)
-        check.forward_only(q, k, v)
+        check.forward_only(q=q, k=k, v=v)
         options = single_options(given.tensors, given.arguments)
         for name in ("num_qo_heads", "num_kv_heads", "head_dim_qk", "head_dim_vo"):
             if getattr(options, name) != getattr(decode, name):

@@ -104,6 +104,32 @@ def test_nothing_is_launched_for_a_wrong_decode_side(pod):
         assert lse_p.isnan().all()
 
 
+@pytest.mark.parametrize("runs_before", [0, 2])
+def test_nothing_is_launched_for_what_requires_grad(pod, runs_before):
+    """Inputs, and outputs, with whose old values autograd would go on."""
+    outputs = {
+        f"{name}_{side}": pod.tensor(rows, HEADS, *dims).to(dtype)
+        for side, rows in (("p", ROWS), ("d", 2))
+        for name, dims, dtype in (("out", (HEAD_DIM,), torch.float16), ("lse", (), torch.float32))
+    }
+    given = {name: getattr(pod, name) for name in ("q_p", "k_p", "v_p", "q_d", "cache")} | outputs
+    for _ in range(runs_before):
+        pod.run(**given)
+    for name, value in given.items():
+        side, what = ("prefill", name[:-2]) if name.endswith("_p") else ("decode", name[:-2])
+        what = "paged_kv_cache" if name == "cache" else what
+        for output in outputs.values():
+            output.fill_(torch.nan)
+        leaf = value.clone().requires_grad_()
+        with pytest.raises(NotImplementedError, match=f"^{side} side: {what} requires grad"):
+            pod.run(**{**given, name: leaf})
+        written = [output for key, output in outputs.items() if key != name]
+        assert all(bool(output.isnan().all()) for output in written), name
+        with torch.no_grad():
+            pod.run(**{**given, name: leaf})
+        assert not any(bool(output.isnan().any()) for output in written), name
+
+
 @pytest.mark.parametrize(
     ("option", "value", "message"),
     [
