@@ -17,7 +17,6 @@ _ABOVE_256 = r"head_dim \(?(25[7-9]|2[6-9]\d|[3-9]\d\d)"
 # A backend, and what together it does not serve: patterns of what was asked.
 NOT_IN_THE_MATRIX = (
     ("fa3", "mask custom", "arrival transformed"),
-    ("fa3", "mask custom", _ABOVE_256),
     ("fa2", _ABOVE_256, "arrival transformed"),
     ("fa3", _ABOVE_256, "arrival transformed"),
 )

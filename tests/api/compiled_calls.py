@@ -140,10 +140,9 @@ def single(target) -> Iterator[tuple[str, Call]]:
             {"single_return_lse"},
         ),
     )
-    fa2 = {"backend": "cpu" if target.backend == "cpu" else "fa2"}  # fa3 has no masks
     yield (
         "single_mask",
-        Call(lambda q, k, v, mask: one(q, k, v, mask, **fa2), [*qkv, mask], {"single"}),
+        Call(lambda q, k, v, mask: one(q, k, v, mask, **backend), [*qkv, mask], {"single"}),
     )
     yield (
         "single_into",

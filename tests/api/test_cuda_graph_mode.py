@@ -164,8 +164,6 @@ def test_page_indices_are_read_when_a_run_is(target):
 @pytest.mark.parametrize("kind", [MaskKind.CUSTOM, MaskKind.CUSTOM_UINT8, MaskKind.PACKED])
 @pytest.mark.parametrize("like", [PAGED, RAGGED], ids=lambda case: case.name)
 def test_masks_in_their_buffers(target, like, kind):
-    if target.backend == "fa3":
-        pytest.skip("custom masks run on fa2")
     stage = staged(dataclasses.replace(like, mask=kind), target, masked=True)
     for lengths in (FIRST, SMALLER, FIRST):
         inputs = stage.make(*lengths)
@@ -184,8 +182,6 @@ def _packed(mask: torch.Tensor) -> torch.Tensor:
 
 
 def test_a_plan_without_a_mask_forgets_the_one_before(target):
-    if target.backend == "fa3":
-        pytest.skip("custom masks run on fa2")
     stage = staged(dataclasses.replace(PAGED, mask=MaskKind.CUSTOM), target, masked=True)
     stage.plan(stage.make(*FIRST))
     inputs = stage.make(*FIRST, mask=MaskKind.CAUSAL)
@@ -313,8 +309,6 @@ def _with(inputs, **changes):
 
 
 def test_masked_runs_replay_the_next_mask(target, recorder):  # noqa: F811
-    if target.backend == "fa3":
-        pytest.skip("custom masks run on fa2")
     stage = staged(dataclasses.replace(PAGED, mask=MaskKind.CUSTOM), target, masked=True)
     stage.plan(stage.make(*FIRST))
     stage.run()
@@ -329,8 +323,6 @@ def test_masked_runs_replay_the_next_mask(target, recorder):  # noqa: F811
 
 
 def test_a_mask_where_none_was_captured(target, recorder):  # noqa: F811
-    if target.backend == "fa3":
-        pytest.skip("custom masks run on fa2")
     stage = staged(PAGED, target, masked=True)
     inputs = stage.make(*FIRST)
     stage.plan(inputs)
@@ -433,8 +425,6 @@ def test_a_plan_through_the_cached_module(target, recorder):  # noqa: F811
 
 def test_masks_through_the_cached_module(target, recorder):  # noqa: F811
     """The bits that the engine has put into the buffer are those that count."""
-    if target.backend == "fa3":
-        pytest.skip("custom masks run on fa2")
     stage = staged(dataclasses.replace(PAGED, mask=MaskKind.CUSTOM), target, masked=True)
     stage.plan(stage.make(*FIRST))
     stage.run()
@@ -683,8 +673,6 @@ def test_two_names_of_one_buffer(target):
 
 
 def test_masks_need_room(target):
-    if target.backend == "fa3":
-        pytest.skip("custom masks run on fa2")
     like = dataclasses.replace(PAGED, mask=MaskKind.CUSTOM)
     stage = staged(like, target)
     with pytest.raises(ValueError, match="needs custom_mask_buf"):

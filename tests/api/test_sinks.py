@@ -66,8 +66,7 @@ def test_run_refuses(target, case, spoil, error, why):
 @refused
 def test_single_refuses(target, spoil, error, why):
     inputs = build(SINGLE, device=target.device)
-    # fa3 refuses the mask first.
-    for masked in (False,) if target.backend == "fa3" else (False, True):
+    for masked in (False, True):
         mask = torch.ones(9, 30, dtype=torch.bool, device=target.device) if masked else None
         with pytest.raises(error, match=named(error, why)):
             runner.single(
