@@ -10,8 +10,8 @@
 namespace preflash::cpu {
 namespace {
 
-constexpr std::int64_t kTaskBytes = std::int64_t{1}
-                                    << 14;  // packed; below, a thread is not worth waking
+// Packed; below, a thread is not worth waking.
+constexpr std::int64_t kTaskBytes = std::int64_t{1} << 14;
 
 // Eight bytes to eight bits, byte i to bit i (little) or bit 7 - i (big).
 std::uint8_t pack_eight(const std::uint8_t* x, bool little) {

@@ -14,8 +14,8 @@ namespace preflash::cpu {
 namespace {
 
 constexpr int kMaxHeadDim = 512;
-constexpr std::int64_t kTaskElements = std::int64_t{1}
-                                       << 15;  // below, a thread is not worth waking
+// Below, a thread is not worth waking.
+constexpr std::int64_t kTaskElements = std::int64_t{1} << 15;
 
 struct Stage {
   const StageParams& params;

@@ -7,8 +7,7 @@ namespace preflash::cpu {
 
 // Calls function(context, i) for every i in [0, count), each once, handed out in rising order, on
 // at most `num_threads` threads, the caller's included. Returns when all are done; rethrows one
-// exception if any call threw, and throws where an
-// InterruptScope asked for the end.
+// exception if any call threw, and throws where an InterruptScope asked for the end.
 using IndexedFunction = void (*)(const void* context, int index);
 void parallel_for(int count, int num_threads, IndexedFunction function, const void* context);
 

@@ -11,8 +11,8 @@ namespace preflash {
 
 inline constexpr std::int32_t kMaxChunks = 32767;  // chunk numbers and their counts are int16
 inline constexpr std::int32_t kUnsplit = 1 << 30;  // a chunk length in tiles that none exceeds
-inline constexpr std::int32_t kMinAutoChunkKeys =
-    256;  // shorter chunks cost more than they balance
+// Shorter chunks cost more than they balance.
+inline constexpr std::int32_t kMinAutoChunkKeys = 256;
 
 // What the split of one segment may use at most.
 struct SegmentLimits {

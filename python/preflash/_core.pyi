@@ -380,8 +380,8 @@ def write_plans(
 
 class Launch:
     """q, o, lse: strides of [token, head], then of q the number of tokens and of lse the values of
-    each (2: maximum and sum). k, v: strides of [page,
-    token, head], then the numbers of pages and of tokens in one."""
+    each (2: maximum and sum). k, v: strides of [page, token, head], then the numbers of pages and
+    of tokens in one."""
 
     def __init__(
         self,

@@ -18,8 +18,8 @@ struct alignas(16) RequestInfo {
   std::int32_t kv_begin = 0;  // ragged: first row of k and v; paged: first entry in page_indices
   std::int32_t kv_len = 0;
   std::int64_t mask_begin = 0;  // first byte of its bits in the packed custom mask
-  std::int32_t chunk_keys =
-      0;                     // KV chunk c holds keys [c, c + 1) * chunk_keys; a multiple of tile n
+  // KV chunk c holds keys [c, c + 1) * chunk_keys; a multiple of tile n.
+  std::int32_t chunk_keys = 0;
   std::int32_t segment = 0;  // to which the request belongs, and its items and merges with it
 };
 static_assert(sizeof(RequestInfo) == 32);
@@ -111,10 +111,10 @@ struct SegmentLayout {
 };
 
 struct PlanLayout {
-  Offset<RequestInfo> requests;    // [num_requests], segment by segment
-  Offset<WorkItem> items;          // [num_items]
-  Offset<std::int32_t> cta_begin;  // [num_ctas + 1]: CTA c runs items [cta_begin[c], cta_begin[c +
-                                   // 1]) absent: one CTA per item
+  Offset<RequestInfo> requests;  // [num_requests], segment by segment
+  Offset<WorkItem> items;        // [num_items]
+  // [num_ctas + 1]: CTA c runs the items [cta_begin[c], cta_begin[c + 1]); absent: one CTA per item
+  Offset<std::int32_t> cta_begin;
   SegmentLayout segments[kMaxSegments];
   std::int64_t int_bytes = 0;
   std::int64_t float_bytes = 0;

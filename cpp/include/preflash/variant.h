@@ -49,8 +49,8 @@ struct TileShape {
   int n = 0;       // keys
   int stages = 1;  // K/V tiles in flight
   int warps = 4;
-  int ctas_per_sm =
-      1;  // what the launch bounds promise; the planner fills num_sms * ctas_per_sm slots
+  // What the launch bounds promise; the planner fills num_sms * ctas_per_sm slots.
+  int ctas_per_sm = 1;
 };
 
 // Device-side errors travel as text: nullptr means that the launch was accepted.

@@ -16,8 +16,7 @@
 namespace preflash::sm90 {
 
 // unit * tanh(logit / c) of a raw dot product s, by tanh_polynomial() in other units; made on the
-// host. sm_scale: not negative, since
-// Q has its sign.
+// host. sm_scale: not negative, since Q has its sign.
 struct SoftCapCurve {
   // The inner factor's value at 0 that makes it -2 at |u| = 2.
   static constexpr double kInner = -2.0 / (1.0 + 4.0 * kTanhC7 / kTanhC5);
