@@ -4,6 +4,7 @@ package. _cudnn_checks makes it of the arguments."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -67,12 +68,15 @@ class Offsets(NamedTuple):
                 )
         return [start // self.per_token for start in starts]
 
-    def check(self, lengths: list[int], tokens: int) -> None:
-        """Raises ValueError where requests of these lengths do not lie in a tensor of so many
-        tokens, or reach into the next one. Waits for a GPU that holds the offsets."""
-        unit = 1 if self.in_tokens else self.per_token
-        given = [0] if self.given is None else self.given.tolist()
-        starts = [start // unit for start in given]
+    def check(self, lengths: list[int], tokens: int, *, written: str | None = None) -> list[int]:
+        """tokens() of requests of these lengths in a tensor of so many tokens; waits as it does.
+
+        Raises ValueError where they do not lie in it, reach into the next one, or share tokens of a
+        tensor that is written, by its name."""
+        starts = self.tokens(len(lengths))
+        begins = starts
+        if self.given is not None and self.given.numel() > len(lengths):
+            begins = [*starts, int(self.given[-1]) // (1 if self.in_tokens else self.per_token)]
         for request, length in enumerate(lengths):
             start = starts[request]
             if length and not 0 <= start <= tokens - length:
@@ -81,11 +85,16 @@ class Offsets(NamedTuple):
                     f"{start + length}); there are {tokens}"
                 )
             # Requests that share their tokens begin at the same one.
-            if request + 1 < len(starts) and start < starts[request + 1] < start + length:
+            if request + 1 < len(begins) and start < begins[request + 1] < start + length:
                 raise ValueError(
                     f"{self.name}[{request}]: request {request} has {length} tokens, and the next "
-                    f"one begins {starts[request + 1] - start} behind it"
+                    f"one begins {begins[request + 1] - start} behind it"
                 )
+        if written is not None:
+            used = sorted((start, n) for start, n in zip(starts, lengths, strict=True) if n)
+            if any(start + n > following for (start, n), (following, _) in pairwise(used)):
+                raise ValueError(f"{self.name}: requests overlap in {written}, which is written")
+        return starts
 
 
 class Call(NamedTuple):

@@ -261,17 +261,17 @@ def _check_host_values(call: Call) -> None:
                     f"{name}[{request}] = {length}: must be in [0, {bound}] = [0, {longest}]"
                 )
     places = [
-        (call.q_at, call.qo_lens, call.q.shape[0]),
-        (call.out_at, call.qo_lens, call.q.shape[0]),
+        (call.q_at, call.qo_lens, call.q.shape[0], None),
+        (call.out_at, call.qo_lens, call.q.shape[0], "out"),
     ]
     if call.stats_at is not None:
-        places.append((call.stats_at, call.qo_lens, call.stats_rows))
+        places.append((call.stats_at, call.qo_lens, call.stats_rows, "lse"))
     if call.block_tables is None:
-        places.append((call.k_at, call.kv_lens, call.k.shape[0]))
-        places.append((call.v_at, call.kv_lens, call.v.shape[0]))
-    for at, lens, tokens in places:
+        places.append((call.k_at, call.kv_lens, call.k.shape[0], None))
+        places.append((call.v_at, call.kv_lens, call.v.shape[0], None))
+    for at, lens, tokens, written in places:
         if _readable(lens) and (at.given is None or _readable(at.given)):
-            at.check(lens.tolist(), tokens)
+            at.check(lens.tolist(), tokens, written=written)
     if call.block_tables is not None and _readable(call.block_tables) and _readable(call.kv_lens):
         _check_pages(call)
 

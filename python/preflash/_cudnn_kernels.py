@@ -60,7 +60,7 @@ def attend(call: Call, why_not_cudnn: str) -> CudnnResult:
         wrapper.plan(**_plan_options(call, q_at), **_page_list(call, kv_lens))
         keys = ((call.k, call.v),)
     q = call.q if q_at.rows is None else _taken(call.q, q_at.rows)
-    out_at = _written("out", _placed(call.out_at, qo_lens, call.q.shape[0]), call.out_at)
+    out_at = _placed(call.out_at, qo_lens, call.q.shape[0], written="out")
     lse_rows = _lse_rows(call, qo_lens) if call.with_lse else None
     out = call.out
     if out is None:
@@ -198,20 +198,13 @@ def _rows(starts: list[int], lengths: list[int]) -> torch.Tensor:
     return torch.repeat_interleave(first, counts) + every
 
 
-def _placed(at: Offsets, lengths: list[int], tokens: int) -> _Placed:
-    starts = at.tokens(len(lengths))
-    at.check(lengths, tokens)
+def _placed(at: Offsets, lengths: list[int], tokens: int, *, written: str | None = None) -> _Placed:
+    starts = at.check(lengths, tokens, written=written)
     used = [(start, length) for start, length in zip(starts, lengths, strict=True) if length]
     indptr = _cumulated(lengths, used[0][0] if used else 0)
     if all(a + length == b for (a, length), (b, _) in pairwise(used)):
         return _Placed(indptr, None)
     return _Placed(_cumulated(lengths), _rows(starts, lengths))
-
-
-def _written(name: str, at: _Placed, offsets: Offsets) -> _Placed:
-    if at.rows is not None and at.rows.unique().numel() < at.rows.numel():
-        raise ValueError(f"{offsets.name}: requests overlap in {name}, which is written")
-    return at
 
 
 def _lse_rows(call: Call, qo_lens: list[int]) -> torch.Tensor:
@@ -220,7 +213,7 @@ def _lse_rows(call: Call, qo_lens: list[int]) -> torch.Tensor:
     if at is None:
         starts = [request * call.max_qo_len for request in range(call.batch_size)]
         return _rows(starts, qo_lens)
-    return _written("lse", _placed(at, qo_lens, call.stats_rows), at).every_row()
+    return _placed(at, qo_lens, call.stats_rows, written="lse").every_row()
 
 
 def _placed_lse(call: Call, rows: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:

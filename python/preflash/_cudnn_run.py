@@ -139,12 +139,12 @@ def _nothing(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
     out = call.out
     if out is None:
         out = torch.empty(call.out_shape, dtype=call.o_dtype, device=call.q.device)
-    if not call.return_lse:
-        return out, None
     lse = call.lse
-    if lse is None:
+    if lse is None and call.return_lse:
         lse = torch.full(call.lse_shape, -math.inf, dtype=torch.float32, device=call.q.device)
-    return out, lse
+    elif lse is not None and call.stats_at is None:
+        lse.fill_(-math.inf)
+    return out, lse if call.return_lse else None
 
 
 def _check_arrays(call: Call, capturing: bool) -> None:

@@ -350,17 +350,17 @@ def test_gradients_and_traces_are_refused(backend):
     check(inputs, out, rows_of(inputs.case, lse))
 
 
-def test_nothing_to_compute(backend):
-    empty = torch.zeros(0, dtype=torch.int32)
-    q, kv = torch.randn(3, 6, 128), torch.randn(4, 2, 128)
-    for dtype in (torch.bfloat16, torch.float16):
-        out, lse = call(
-            q.to(dtype), kv.to(dtype), kv.to(dtype), 0.1, torch.empty(1024, dtype=torch.uint8),
-            max_token_per_sequence=0, max_sequence_kv=4, actual_seq_lens_q=empty,
-            actual_seq_lens_kv=empty, causal=True, return_lse=True, backend=backend,
-        )  # fmt: skip
-        assert out.shape == q.shape
-        assert lse.shape == (0, 0, 6)
+@pytest.mark.parametrize(("rows", "batch_size"), [(3, 0), (0, 1)])
+def test_nothing_to_compute(backend, rows, batch_size):
+    q, kv = torch.randn(rows, 6, 128).half(), torch.randn(4, 2, 128).half()
+    lens, given = torch.zeros(batch_size).int(), poison((batch_size, 2, 6), torch.float32, "cpu")
+    out, _ = call(
+        q, kv, kv, 0.1, torch.empty(1024, dtype=torch.uint8), max_token_per_sequence=2,
+        max_sequence_kv=4, actual_seq_lens_q=lens, actual_seq_lens_kv=lens + 4, causal=True,
+        return_lse=True, lse=given, backend=backend,
+    )  # fmt: skip
+    assert out.shape == q.shape
+    assert (given == -math.inf).all()
 
 
 def test_graphs_are_kept_by_all_that_is_baked_in(fake):
@@ -718,12 +718,12 @@ def test_refusals(backend, mistake):
         ({"batch_offsets_stats": [0, 0, 6 * 280, 0, 0]}, r"batch_offsets_stats\[2\]: request 2"),
     ],
 )
-def test_offsets_that_the_host_can_read(change, message):
+def test_offsets_that_the_host_can_read(backend, change, message):
     inputs = build(make_case())
     out = torch.full((inputs.q.shape[0], 6, 128), 7.0, dtype=torch.bfloat16)
     change = {name: torch.tensor(value) for name, value in change.items()}
     with pytest.raises(ValueError, match=message):
-        call(**arguments(inputs) | change, out=out, backend="cpu")
+        call(**arguments(inputs) | change, out=out, backend=backend)
     assert (out == 7.0).all()
 
 

@@ -142,27 +142,33 @@ def test_single_without_a_plan_refuses_the_capture(backend):
     assert bool(single(q, q, q, backend).isfinite().all())
 
 
-def test_a_dense_mask_in_a_graph_is_refused():
+@on_every_backend
+def test_a_dense_mask_in_a_graph_is_refused(backend):
     q = torch.randn(23, 8, 128, device="cuda").bfloat16()
     mask = torch.ones(23, 23, dtype=torch.bool, device="cuda").tril()
-    expected = single(q, q, q, "fa2", causal=True)
+    expected = single(q, q, q, backend, causal=True)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        single(q, q, q, "fa2", custom_mask=mask)
+        single(q, q, q, backend, custom_mask=mask)
     packed = preflash.packbits(mask.flatten(), bitorder="little")
     torch.cuda.synchronize()
     with (
         pytest.raises(RuntimeError, match="packed_custom_mask"),
         torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream),
     ):
-        single(q, q, q, "fa2", custom_mask=mask)
+        single(q, q, q, backend, custom_mask=mask)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
-        out = single(q, q, q, "fa2", packed_custom_mask=packed)
+        out = single(q, q, q, backend, packed_custom_mask=packed)
+    with torch.cuda.stream(stream):
+        evict_single_plans(backend)
+    gc.collect()
+    taken = overwrite_freed_memory(512, 4096, 64 * 1024)
     out.fill_(float("nan"))
     graph.replay()
     torch.cuda.synchronize()
+    del taken
     torch.testing.assert_close(out, expected, rtol=1e-2, atol=1e-2)
 
 

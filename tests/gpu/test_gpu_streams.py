@@ -166,7 +166,8 @@ def test_plans_back_to_back_do_not_overwrite_each_other(backend):
         runner.compare(inputs, out, lse, expected=expected).check()
 
 
-def test_masks_back_to_back():
+@on_every_backend
+def test_masks_back_to_back(backend):
     cases = [
         Case(
             f"mask{i}",
@@ -182,7 +183,7 @@ def test_masks_back_to_back():
     ]
     made = [build(case, device="cuda", seed=i) for i, case in enumerate(cases)]
     all_expected = [reference(inputs) for inputs in made]
-    wrapper = runner.make_wrapper(cases[0], backend="fa2", device="cuda")
+    wrapper = runner.make_wrapper(cases[0], backend=backend, device="cuda")
     torch.cuda.synchronize()
     sleep()
     results = []
