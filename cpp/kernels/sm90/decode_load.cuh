@@ -1,5 +1,6 @@
 // How a warp of a decode kernel walks its slices of keys, and the loads of them: cp.async into a
-// ring of its own, some slices ahead. Nobody else reads it, so nobody waits but for his own copies.
+// ring of its own, some slices ahead. No other warp reads it, so a warp waits only for its own
+// copies.
 #pragma once
 
 #include <cute/arch/copy_sm80.hpp>

@@ -1,8 +1,8 @@
 // Loads of K and V whose elements have 8 bits, where RoPE has nothing to do: a warpgroup for each
 // operand. A warp has its rows of a tile for itself, in two parts, and a lane has its pieces of
 // them: it copies them from memory into the raw ring, reads them from there, and writes them to the
-// tile, widened. So nobody waits for anybody but for the buffer of the tile, and a part is on its
-// way while the other one is widened.
+// tile, widened. So a warp waits for nothing but the buffer of the tile, and a part is on its way
+// while the other one is widened.
 #pragma once
 
 #include <cute/arch/copy_sm80.hpp>
