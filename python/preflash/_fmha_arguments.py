@@ -225,9 +225,8 @@ def _checked_out(
     wanted = (q.shape[0], q.shape[1], operands.head_dim_vo)
     check.has_shape("out", out, wanted, "[tokens, num_heads, head_dim of v]")
     check.on_device("out", out, q.device)
-    if dtype == _kernel_dtype(
-        dtype, q.dtype
-    ):  # else rows are copied there, which takes any strides
+    # What a kernel does not write itself is copied there, which takes any strides.
+    if dtype == _kernel_dtype(dtype, q.dtype):
         check.rows("out", out)
     check.not_overlapping("out", out)
     return out

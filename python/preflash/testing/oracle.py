@@ -32,9 +32,8 @@ class Expected:
     empty: torch.Tensor  # like lse, bool: whether the row keeps no key
     spread: torch.Tensor  # like out: sqrt(sum_j (p_j v_j)^2), how independent errors of p_j add up
     logit_bound: torch.Tensor  # like lse: |sm_scale| * |q_i| * max_j |k_j|, no logit exceeds it
-    logit_spread: (
-        torch.Tensor
-    )  # like lse: |sm_scale| max_j sqrt(sum_d (q_id k_jd)^2); 0 without RoPE
+    # Like lse: |sm_scale| max_j sqrt(sum_d (q_id k_jd)^2); 0 without RoPE.
+    logit_spread: torch.Tensor
     bias_bound: torch.Tensor  # like lse: the largest |bias| of a kept key
     value_bound: float  # max |v|
     longest_kv: int
