@@ -9,10 +9,10 @@ from __future__ import annotations
 import torch
 
 from . import _core
+from . import _page_checks as checks
 from . import _validate as check
 from ._arguments import KvCache
 from ._device_stream import DeviceStream
-from ._lengths import debugging
 from ._tensors import effective_strides, reaches_into
 
 __all__ = ["append_paged_kv_cache", "get_batch_indices_positions", "get_seq_lens"]
@@ -32,14 +32,17 @@ def get_seq_lens(
         [batch_size] int32 on kv_indptr's device.
 
     Raises:
-        TypeError, ValueError: an argument is wrong.
+        TypeError, ValueError: an argument is wrong. Values on the GPU are checked only with
+            PREFLASH_DEBUG=1 in the environment, because it takes a wait.
     """
     if check.traced():
         return torch.ops.preflash.get_seq_lens(kv_indptr, kv_last_page_len, page_size)
-    _index_array("kv_indptr", kv_indptr)
-    _index_array("kv_last_page_len", kv_last_page_len)
+    checks.index_array("kv_indptr", kv_indptr)
+    checks.index_array("kv_last_page_len", kv_last_page_len)
     page_size = check.integer("page_size", page_size, at_least=1)
-    _one_per_request("kv_last_page_len", kv_last_page_len, "kv_indptr", kv_indptr)
+    checks.one_per_request("kv_last_page_len", kv_last_page_len, "kv_indptr", kv_indptr)
+    if checks.may_be_read(kv_indptr):
+        checks.page_table(kv_indptr, kv_last_page_len, page_size)
     pages = kv_indptr.diff()
     lengths = (pages - 1) * page_size + kv_last_page_len
     return torch.where(pages > 0, lengths, 0).to(torch.int32)
@@ -65,7 +68,8 @@ def get_batch_indices_positions(
         for those.
 
     Raises:
-        TypeError, ValueError: an argument is wrong.
+        TypeError, ValueError: an argument is wrong. Values on the GPU are checked only with
+            PREFLASH_DEBUG=1 in the environment, because it takes a wait.
     """
     if check.traced():
         if batch_indices is None:
@@ -76,10 +80,12 @@ def get_batch_indices_positions(
             append_indptr, seq_lens, nnz, batch_indices, positions
         )
         return batch_indices, positions
-    _index_array("append_indptr", append_indptr)
-    _index_array("seq_lens", seq_lens)
+    checks.index_array("append_indptr", append_indptr)
+    checks.index_array("seq_lens", seq_lens)
     nnz = check.integer("nnz", nnz, at_least=0)
-    _one_per_request("seq_lens", seq_lens, "append_indptr", append_indptr)
+    checks.one_per_request("seq_lens", seq_lens, "append_indptr", append_indptr)
+    if checks.may_be_read(append_indptr):
+        checks.appended(append_indptr, seq_lens)
     device = append_indptr.device
     outputs = []
     for name, given in (("batch_indices", batch_indices), ("positions", positions)):
@@ -160,14 +166,14 @@ def append_paged_kv_cache(
     )
     check.forward_only(append_key, append_value, k_cache=k_cache, v_cache=v_cache)
     device = k_cache.device
-    tokens = _check_rows("append_key", append_key, k_cache)
-    if _check_rows("append_value", append_value, v_cache) != tokens:
+    tokens = checks.rows("append_key", append_key, k_cache)
+    if checks.rows("append_value", append_value, v_cache) != tokens:
         raise ValueError(
             f"append_value has {append_value.shape[0]} tokens and append_key {tokens}; "
             "must be equal"
         )
     for name, value in (("batch_indices", batch_indices), ("positions", positions)):
-        _index_array(name, value)
+        checks.index_array(name, value)
         check.has_shape(name, value, (tokens,), "[nnz], one per token of append_key")
         check.on_device(name, value, device)
     for name, value in (
@@ -175,18 +181,18 @@ def append_paged_kv_cache(
         ("kv_indptr", kv_indptr),
         ("kv_last_page_len", kv_last_page_len),
     ):
-        _index_array(name, value)
+        checks.index_array(name, value)
         check.on_device(name, value, device)
-    _one_per_request("kv_last_page_len", kv_last_page_len, "kv_indptr", kv_indptr)
-    if device.type == "cpu" or debugging():
-        _check_page_table(kv_indices, kv_indptr, kv_last_page_len, k_cache.shape[1])
+    checks.one_per_request("kv_last_page_len", kv_last_page_len, "kv_indptr", kv_indptr)
+    if checks.may_be_read(kv_indptr):
         lengths = get_seq_lens(kv_indptr, kv_last_page_len, k_cache.shape[1])
-        _check_places(batch_indices, positions, lengths)
+        checks.in_use(kv_indices, kv_indptr)
+        checks.places(batch_indices, positions, lengths)
     if tokens == 0 or 0 in (kv_indices.numel(), kv_last_page_len.numel(), k_cache.numel()):
         return
-    if device.type == "cpu" or debugging():
+    if checks.may_be_read(kv_indptr):
         places = (batch_indices, positions)
-        _check_pages(_pages(*places, kv_indices, kv_indptr, k_cache.shape[1]), k_cache.shape[0])
+        checks.pages(_pages(*places, kv_indices, kv_indptr, k_cache.shape[1]), k_cache.shape[0])
     append_key, append_value = _apart_from_pools(append_key, append_value, k_cache, v_cache)
     params = _core.AppendParams(tokens, *k_cache.shape[:2])
     params.set_k(*_row_numbers(append_key, k_cache))
@@ -287,93 +293,3 @@ def _pools(cache: KvCache, layout: str) -> tuple[torch.Tensor, torch.Tensor]:
             f"{v.dtype} on {v.device}; must agree but for head_dim"
         )
     return k, v
-
-
-def _check_page_table(
-    indices: torch.Tensor, indptr: torch.Tensor, last_page_len: torch.Tensor, page_size: int
-) -> None:
-    steps = indptr.diff()
-    if indptr.numel() > 0 and (int(indptr[0]) < 0 or bool((steps < 0).any())):
-        raise ValueError(
-            f"kv_indptr goes from {int(indptr[0])} to {int(indptr[-1])} with a smallest step of "
-            f"{int(steps.min()) if steps.numel() else 0}; must rise from 0 or more"
-        )
-    if indptr.numel() > 0 and int(indptr[-1]) > indices.numel():
-        raise ValueError(
-            f"kv_indices has {indices.numel()} elements; kv_indptr[-1] = {int(indptr[-1])} pages "
-            "are in use"
-        )
-    wrong = (steps > 0) & ((last_page_len < 1) | (last_page_len > page_size))
-    if bool(wrong.any()):
-        request = int(wrong.to(torch.uint8).argmax())
-        raise ValueError(
-            f"kv_last_page_len[{request}] = {int(last_page_len[request])}: must be in "
-            f"[1, page_size] = [1, {page_size}]"
-        )
-
-
-def _check_rows(name: str, rows: torch.Tensor, pool: torch.Tensor) -> int:
-    """How many tokens are appended."""
-    check.tensor(name, rows)
-    for what, value in ((name, rows), ("the cache", pool)):
-        if value.dim() > 0 and value.shape[-1] > 1 and value.stride(-1) != 1:
-            raise ValueError(
-                f"{what} has stride {value.stride(-1)} in its last dimension; must be contiguous "
-                "there (strides of the other dimensions are free)"
-            )
-    tokens = rows.shape[0] if rows.dim() > 0 else 0
-    wanted = (tokens, *pool.shape[2:])
-    check.has_shape(name, rows, wanted, "[nnz, num_kv_heads, head_dim] of the cache")
-    check.has_dtype(name, rows, pool.dtype, "the cache's")
-    check.on_device(name, rows, pool.device)
-    return tokens
-
-
-def _index_array(name: str, value: torch.Tensor) -> None:
-    check.tensor(name, value)
-    if value.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"{name} is {value.dtype}; must be torch.int32 (or int64)")
-    if value.dim() != 1:
-        raise ValueError(f"{name} has shape {tuple(value.shape)}; must be one-dimensional")
-
-
-def _one_per_request(
-    name: str, value: torch.Tensor, indptr_name: str, indptr: torch.Tensor
-) -> None:
-    if value.numel() + 1 != indptr.numel():
-        raise ValueError(
-            f"{name} has {value.numel()} elements and {indptr_name} {indptr.numel()}; must be "
-            "batch_size and batch_size + 1"
-        )
-    check.on_device(name, value, indptr.device)
-
-
-def _check_places(
-    batch_indices: torch.Tensor, positions: torch.Tensor, lengths: torch.Tensor
-) -> None:
-    """Every token of a request lies within its length."""
-    owned = batch_indices >= 0
-    request, position = batch_indices[owned].long(), positions[owned]
-    if request.numel() == 0:
-        return
-    if int(request.max()) >= lengths.numel():
-        raise ValueError(
-            f"batch_indices holds {int(request.max())}; the page table has {lengths.numel()} "
-            "requests"
-        )
-    wrong = (position < 0) | (position >= lengths[request])
-    if bool(wrong.any()):
-        at = int(wrong.to(torch.uint8).argmax())
-        raise ValueError(
-            f"positions: {int(position[at])} for request {int(request[at])}, whose pages hold "
-            f"{int(lengths[request[at]])} tokens; the page table must have room for what is "
-            "appended"
-        )
-
-
-def _check_pages(pages: torch.Tensor, count: int) -> None:
-    if pages.numel() > 0 and (int(pages.min()) < 0 or int(pages.max()) >= count):
-        raise ValueError(
-            f"kv_indices holds pages from {int(pages.min())} to {int(pages.max())}; must be in "
-            f"[0, {count}), the pages of the cache"
-        )

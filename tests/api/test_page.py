@@ -48,6 +48,41 @@ def test_positions_of_padding(target):
     assert (indices.tolist(), positions.tolist()) == ([-1] * 3, [0] * 3)
 
 
+BAD_PAGE_TABLES = {
+    "falls": (([0, 5, 3], [1, 1], 4), "kv_indptr goes from 0 to 3 with a smallest step of -2"),
+    "below": (([-1, 2], [1], 4), "kv_indptr goes from -1"),
+    "last page too long": (([0, 2], [5], 4), r"kv_last_page_len\[0\] = 5: must be in .* 4\]"),
+    "last page empty": (([0, 0, 2], [0, 0], 4), r"kv_last_page_len\[1\] = 0"),
+    "beyond int32": (([0, 1 << 20], [1], 1 << 12), "1048576 pages of 4096 tokens"),
+}
+
+
+@pytest.mark.parametrize(("table", "message"), BAD_PAGE_TABLES.values(), ids=BAD_PAGE_TABLES)
+def test_lengths_of_a_bad_page_table(target, table, message, monkeypatch):
+    monkeypatch.setenv("PREFLASH_DEBUG", "1")  # reads what lies on the GPU
+    kv_indptr, last_page_len, page_size = table
+    with pytest.raises(ValueError, match=message):
+        preflash.get_seq_lens(ints(target, *kv_indptr), ints(target, *last_page_len), page_size)
+
+
+BAD_APPENDS = {
+    "falls": (([0, 5, 3], [5, 5]), "append_indptr goes from 0 to 3 with a smallest step of -2"),
+    "below": (([-2, 3], [5]), "append_indptr goes from -2"),
+    "shorter than what is appended": (([0, 1, 6], [1, 4]), r"seq_lens\[1\] = 4: .* the 5 tokens"),
+    "beyond int32": (([0, 2], [1 << 33]), r"seq_lens\[0\] = 8589934592"),
+}
+
+
+@pytest.mark.parametrize(("arrays", "message"), BAD_APPENDS.values(), ids=BAD_APPENDS)
+def test_positions_of_a_bad_append(target, arrays, message, monkeypatch):
+    monkeypatch.setenv("PREFLASH_DEBUG", "1")
+    append_indptr, seq_lens = (torch.tensor(array, device=target.device) for array in arrays)
+    outputs = [ints(target, *(7,) * 6) for _ in range(2)]
+    with pytest.raises(ValueError, match=message):
+        preflash.get_batch_indices_positions(append_indptr, seq_lens, 6, *outputs)
+    assert all(output.tolist() == [7] * 6 for output in outputs)
+
+
 def random_bits(shape, dtype, generator) -> torch.Tensor:
     """Every pattern of bits, NaN with a payload included."""
     bytes_ = torch.randint(
@@ -377,6 +412,19 @@ def test_padding_looks_at_no_page(target):
     """77 is no page of the pool; nobody owns that entry."""
     table = {"indices": [77], "indptr": [0, 0], "last": [1]}
     assert not appended(target, batch=[-1], position=[0], **table)
+
+
+def test_numbers_that_memory_does_not_hold_are_refused(target):
+    """A conjugate view and a quantized tensor have the bytes of other numbers."""
+    pool = torch.zeros(2, 2, 4, 1, 8, dtype=torch.complex64, device=target.device)
+    rows = torch.randn(1, 1, 8, dtype=torch.complex64, device=target.device)
+    zero, table = ints(target, 0), (ints(target, 1), ints(target, 0, 1), ints(target, 1))
+    for new, cache in ((rows.conj(), pool), (rows, pool.conj())):
+        with pytest.raises(TypeError, match="is a conjugate view"):
+            preflash.append_paged_kv_cache(new, new, zero, zero, cache, *table)
+    assert not pool.any()
+    preflash.append_paged_kv_cache(rows.conj().resolve_conj(), rows, zero, zero, pool, *table)
+    assert torch.equal(pool[1, 0, 0], rows[0].conj())
 
 
 def test_pools_that_overlap_themselves_are_refused(target):
