@@ -22,7 +22,7 @@ from ._device_stream import DeviceStream
 from ._masks import OVERREAD, MaskSource
 from ._pipeline import Draft, Request
 from ._planned import Captured, Place, PlannedVariant
-from ._workspace import Workspace
+from ._workspace import Workspace, check_apart
 
 # Work lists that options first asked for during a capture may take; memory that is allocated then
 # belongs to the graph, which reuses it.
@@ -46,8 +46,9 @@ class GraphBuffers(NamedTuple):
         return self.qo_indptr.numel() - 1
 
 
-def check_graph_buffers(given: dict[str, Any], device: torch.device) -> GraphBuffers:
+def check_graph_buffers(given: dict[str, Any], workspace: torch.Tensor) -> GraphBuffers:
     """The buffers among the constructor's arguments, by name."""
+    device = workspace.device
     kv_name = "paged_kv_indptr_buf" if "paged_kv_indptr_buf" in given else "kv_indptr_buf"
     paged = kv_name != "kv_indptr_buf"
     qo_indptr = _index_buffer("qo_indptr_buf", given["qo_indptr_buf"], device)
@@ -78,7 +79,18 @@ def check_graph_buffers(given: dict[str, Any], device: torch.device) -> GraphBuf
     mask = given["custom_mask_buf"]
     if mask is not None:
         mask = _mask_buffer(mask, device)
+    memory = {**given, "float_workspace_buffer": workspace}
+    for name in ("paged_kv_indices_buf", "custom_mask_buf"):
+        _check_own_memory(name, memory)
     return GraphBuffers(qo_indptr, kv_indptr, indices, last_page_len, mask, mask_indptr)
+
+
+def _check_own_memory(name: str, given: dict[str, Any]) -> None:
+    """What kernels read at run time, nothing else may be put into."""
+    buffer = given.get(name)
+    for other, value in given.items():
+        if other != name and buffer is not None and value is not None:
+            check_apart(**{other: value, name: buffer})
 
 
 def _buffer(name: str, value: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,7 @@ from . import _core
 from . import _validate as check
 from ._buffers import Buffer
 from ._device_stream import DeviceStream
+from ._tensors import reaches_into
 
 
 def check_buffer(name: str, value: Any, device: torch.device | None = None) -> torch.Tensor:
@@ -27,6 +29,16 @@ def check_buffer(name: str, value: Any, device: torch.device | None = None) -> t
             f"{check.ALIGNMENT}; pass a buffer that was not sliced"
         )
     return buffer
+
+
+def check_apart(**buffers: torch.Tensor) -> None:
+    """Memory that is in use at once, by the names of the arguments; that two of them are one tensor
+    is a mistake, too."""
+    for (name, value), (other_name, other) in itertools.combinations(buffers.items(), 2):
+        if reaches_into(value, other):
+            raise ValueError(
+                f"{other_name} shares memory with {name}, which is in use with it; must be apart"
+            )
 
 
 _SMALLEST_INT_BUFFER = 64 * 1024

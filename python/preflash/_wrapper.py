@@ -21,7 +21,7 @@ from ._pipeline import Draft, Request
 from ._planned import Place, PlannedVariant
 from ._scales import Scales, folded_scales, softmax_scale
 from ._tensors import check_per_head
-from ._workspace import Workspace, check_buffer
+from ._workspace import Workspace, check_apart, check_buffer
 from ._wrapper_state import Asked, Drafted, ForwardOptions, Planned, State
 
 
@@ -49,7 +49,7 @@ class BatchPrefillWrapper(EngineAttributes):
                     "backend='cudnn' does not serve use_cuda_graph=True; use backend='auto', or "
                     "cudnn_batch_prefill_with_kv_cache with is_cuda_graph_compatible=True"
                 )
-            buffers = _graph.check_graph_buffers(graph_buffers, buffer.device)
+            buffers = _graph.check_graph_buffers(graph_buffers, buffer)
             self._graph = GraphMode(buffers, workspace.device_stream)
         for name, value in graph_buffers.items():
             # Documented as effective with use_cuda_graph only.
@@ -336,8 +336,8 @@ class BatchPrefillWrapper(EngineAttributes):
                 it is and never grows; workspace_size() tells how many bytes a plan needs.
 
         Raises:
-            ValueError: another device, not contiguous, not 16-byte aligned, or too small for what
-            is planned; the wrapper then keeps its buffers.
+            ValueError: another device, not contiguous, not 16-byte aligned, not apart, or too small
+            for what is planned; the wrapper then keeps its buffers.
             TypeError: not tensors.
         """
         self._reset(self._drafted_reset(float_workspace_buffer, int_workspace_buffer))
@@ -349,6 +349,7 @@ class BatchPrefillWrapper(EngineAttributes):
         and changes nothing."""
         float_buffer = check_buffer("float_workspace_buffer", float_workspace_buffer, self.device)
         int_buffer = check_buffer("int_workspace_buffer", int_workspace_buffer, self.device)
+        check_apart(float_workspace_buffer=float_buffer, int_workspace_buffer=int_buffer)
         workspace = Workspace(self.device, float_buffer, int_buffer)
         if self._graph is not None and self._state.captured_so_far():
             raise ValueError(

@@ -17,6 +17,7 @@ from . import _core
 from . import _validate as check
 from ._arguments import KvCache
 from ._device_stream import DeviceStream
+from ._workspace import check_apart
 from .prefill import BatchPrefillWithPagedKVCacheWrapper
 
 __all__ = [
@@ -251,11 +252,12 @@ class MultiLevelCascadeAttentionWrapper:
     ) -> None:
         """Replaces the float workspace, and every level's int workspace, as in
         BatchPrefillWithPagedKVCacheWrapper.reset_workspace_buffer()."""
-        _per_level("int_workspace_buffers", int_workspace_buffers, len(self._levels))
+        buffers = _per_level("int_workspace_buffers", int_workspace_buffers, len(self._levels))
         drafted = [
             level._drafted_reset(float_workspace_buffer, int_buffer)
-            for level, int_buffer in zip(self._levels, int_workspace_buffers, strict=True)
+            for level, int_buffer in zip(self._levels, buffers, strict=True)
         ]
+        check_apart(**{f"int_workspace_buffers[{i}]": b for i, b in enumerate(buffers)})
         for level, draft in zip(self._levels, drafted, strict=True):
             level._reset(draft)
 

@@ -211,7 +211,9 @@ def test_a_refused_reset_changes_no_level(target):
     big, small = (
         torch.empty(size, dtype=torch.uint8, device=target.device) for size in (1 << 20, 16)
     )
-    buffers = [big] * (len(before) - 1) + [small]
-    with pytest.raises(ValueError, match="int_workspace_buffer"):
-        wrapper.reset_workspace_buffer(big, buffers)
+    buffers = [big.clone() for _ in before[1:]]
+    with pytest.raises(ValueError, match="int_workspace_buffer has 16 bytes"):
+        wrapper.reset_workspace_buffer(big, [*buffers, small])
+    with pytest.raises(ValueError, match=r"buffers\[2\] shares memory with .*buffers\[0\]"):
+        wrapper.reset_workspace_buffer(big, [*buffers, buffers[0]])
     assert all(a is b._state for a, b in zip(before, wrapper._levels, strict=True))

@@ -641,6 +641,14 @@ BAD_BUFFERS = {
         lambda b: b.update(qk_indptr_buf=b["qo_indptr_buf"][:2]),
         "mask_indptr_buf has 2 elements",
     ),
+    "indices and last pages": (
+        lambda b: b.update(paged_kv_last_page_len_buf=b["paged_kv_indices_buf"][-3:]),
+        "paged_kv_indices_buf shares memory with paged_kv_last_page_len_buf",
+    ),
+    "mask and indices": (
+        lambda b: b.update(custom_mask_buf=b["paged_kv_indices_buf"].view(torch.uint8)),
+        "paged_kv_indices_buf shares memory with custom_mask_buf",
+    ),
 }
 
 

@@ -128,3 +128,17 @@ def test_single_refuses_too(target):
     for name, value in (("k", k), ("v", v)):
         with pytest.raises(ValueError, match=f"out shares memory with {name}"):
             preflash.single_prefill_with_kv_cache(q, k, v, out=value, backend=target.backend)
+
+
+def test_workspaces_share_no_memory(target):
+    case = Case("split", (40,), (600,), HEADS, HEADS, HEAD_DIM, fixed_split_size=64)
+    inputs = build(case, device=target.device)
+    wrapper = runner.make_wrapper(case, backend=target.backend, device=target.device)
+    runner.plan(wrapper, inputs)
+    memory = runner.workspace(target.device, 4 << 20)
+    for buffers in ((memory, memory), (memory[: 3 << 20], memory[2 << 20 :])):
+        with pytest.raises(ValueError, match="int_workspace_buffer shares memory with float"):
+            wrapper.reset_workspace_buffer(*buffers)
+    wrapper.reset_workspace_buffer(memory[: 3 << 20], memory[3 << 20 :])
+    out, lse = wrapper.run(inputs.q, inputs.k, inputs.v, return_lse=True)
+    runner.compare(inputs, out, lse).check()
