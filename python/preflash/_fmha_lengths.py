@@ -64,6 +64,9 @@ def checked(a: FmhaArguments, call: FmhaCall) -> FmhaLengths:
     seen = all(array.is_cpu for array in given)
     if seen or debugging():
         _check_values(lengths, call)
+    if paged:  # callers round max_kv_len up, or give the longest that their model has
+        room = lengths.pages.shape[1] * lengths.page_size
+        lengths = lengths._replace(max_kv_len=min(max_kv_len, room))
     if not seen:
         lengths = _on_device(lengths, device)
     return lengths if kv_indptr is None or not paged else lengths._replace(kv_indptr=None)
@@ -86,15 +89,14 @@ def _pages(block_tables: Any, lengths: FmhaLengths, device: torch.device) -> tor
     table = check.tensor("block_tables", block_tables)
     if table.dtype != torch.int32:
         raise TypeError(f"block_tables is {table.dtype}; must be torch.int32")
-    wanted = lengths.pages_each
-    if table.dim() != 2 or table.shape[0] != lengths.batch_size or table.shape[1] < wanted:
+    if table.dim() != 2 or table.shape[0] != lengths.batch_size:
         raise ValueError(
-            f"block_tables has shape {tuple(table.shape)}; must be [batch_size, at least "
-            f"ceil(max_kv_len / page_size)] = [{lengths.batch_size}, at least {wanted}]"
+            f"block_tables has shape {tuple(table.shape)}; must be [batch_size, pages of the "
+            f"longest request] = [{lengths.batch_size}, ...]"
         )
     if not table.is_cpu and table.device != device:
         raise ValueError(f"block_tables is on {table.device}; must be on the CPU or on {device}")
-    return table[:, :wanted]
+    return table[:, : lengths.pages_each]
 
 
 def _on_device(lengths: FmhaLengths, device: torch.device) -> FmhaLengths:
@@ -137,7 +139,15 @@ def _check_values(lengths: FmhaLengths, call: FmhaCall) -> None:
             "cum_seq_lens_kv differs from cum_seq_lens_q; must be equal with PACKED_QKV, where a "
             "request's keys are its own rows"
         )
-    if lengths.pages is not None and (lengths.pages.is_cpu or debugging()):
+    if lengths.pages is None:
+        return
+    longest = max(keys, default=0)
+    if longest > lengths.pages.shape[1] * lengths.page_size:
+        raise ValueError(
+            f"block_tables has {lengths.pages.shape[1]} pages of {lengths.page_size} keys for each "
+            f"request; request {keys.index(longest)} has {longest} keys"
+        )
+    if lengths.pages.is_cpu or debugging():
         _check_page_numbers(lengths, keys, operands.kv_extent)
 
 

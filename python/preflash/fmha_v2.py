@@ -78,8 +78,8 @@ def trtllm_fmha_v2_prefill(
         cum_seq_lens_q: int32 [batch_size + 1], first row of each request in q. May start above 0.
         cum_seq_lens_kv: int32 [batch_size + 1], the same of k and v. With pages it says no more
             than seq_lens, and may be None.
-        block_tables: int32 [batch_size, at least ceil(max_kv_len / page_size)], the pages of each
-            request; with pages only.
+        block_tables: int32 [batch_size, pages of the longest request], the pages of each request;
+            with pages only. Those of max_kv_len keys count, and may be fewer than it would need.
         out: [tokens, num_heads, head_dim of v] to write into.
         out_dtype: float16, bfloat16 or float8_e4m3fn (448 stands for all that is larger), also as
             "fp16", "bf16" and "fp8"; by default that of out, or of q. What 16-bit queries do not

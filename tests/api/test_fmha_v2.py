@@ -61,6 +61,24 @@ def test_every_layout(target, layout, lengths):
     verify(case, target, lengths)
 
 
+@pytest.mark.parametrize("lengths", [*LENGTHS, "within bounds"])
+def test_a_table_of_fewer_pages_than_the_maximum(target, monkeypatch, lengths):
+    """Callers round max_kv_len up, or give the longest that their model has; twice, because plans
+    for the longest requests are kept."""
+    if lengths == "within bounds":
+        monkeypatch.setattr(_fmha_lengths.FmhaLengths, "on_host", False)
+        target = types.SimpleNamespace(device="cpu", backend="cpu")
+    where = "cpu" if lengths == "host" else target.device
+    for kv_lens in ((40, 90, 7, 70), (14, 90, 70, 70), (14, 32, 7, 70)):
+        case = dataclasses.replace(CASE, layout="Q_PAGED_KV_HND", kv_lens=kv_lens)
+        inputs = build(case, target.device, where)
+        pages = -(-max(kv_lens) // case.page_size)
+        table = inputs.arguments["block_tables"][:, :pages]
+        spacious = {"block_tables": table, "max_kv_len": 4096}
+        result = attention(**inputs.arguments | spacious, backend=target.backend)
+        assert judge(inputs, result).failures == []
+
+
 @pytest.mark.parametrize("mode", ["causal", "Sliding_Window", "CHUNKED", "padding"])
 @pytest.mark.parametrize("page_size", [1, 16, 24])
 def test_every_mask_with_past_keys(target, mode, page_size):
