@@ -195,7 +195,10 @@ void Launch::check(const RunArguments& arguments) const {
                                 " segments, the run brings arguments of " +
                                 std::to_string(num_segments));
   }
-  for (int s = 0; s < num_segments; ++s) check_addresses(s, arguments);
+  for (int s = 0; s < num_segments; ++s) {
+    check_addresses(s, arguments);
+    check_inputs(s, arguments);
+  }
   for (int s = 0; s < num_segments; ++s) {
     for (int other = 0; other < num_segments; ++other) check_outputs(s, other, arguments);
   }
@@ -215,6 +218,18 @@ void Launch::check_addresses(int index, const RunArguments& arguments) const {
   if (segment.lse != nullptr && is_freed(segment.lse, device)) {
     refuse_address({side, "lse"}, segment.lse, device);
   }
+}
+
+void Launch::check_inputs(int index, const RunArguments& arguments) const {
+  if (arguments.float_workspace == nullptr) return;
+  const MemorySpan bytes = span_of_bytes(plan_->float_bytes());
+  const Placed partials{{"", "float_workspace_buffer"}, arguments.float_workspace, bytes};
+  const SegmentArguments& segment = arguments.segments[index];
+  const TensorSpans& spans = spans_[index];
+  const char* side = side_of(index, arguments.segments.size());
+  check_apart(partials, {{side, "q"}, segment.q, spans.q});
+  check_apart(partials, {{side, "k"}, segment.k, spans.k});
+  check_apart(partials, {{side, "v"}, segment.v, spans.v});
 }
 
 void Launch::check_outputs(int index, int other_index, const RunArguments& arguments) const {

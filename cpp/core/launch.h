@@ -49,8 +49,8 @@ class Launch {
   Launch(std::shared_ptr<const DevicePlan> place, const PerSegment<RunTensors>& tensors);
 
   // Throws std::invalid_argument for a tensor that has no memory behind it or starts at an address
-  // that is not a multiple of 16, and for an output that shares memory with anything else. Says
-  // whether the launch was captured into a CUDA graph rather than started.
+  // that is not a multiple of 16, and for an output or a float workspace that shares memory with
+  // anything else. Says whether the launch was captured into a CUDA graph rather than started.
   //
   // On the CPU, where no stream puts the launches of several threads in order, one that begins
   // while another of its wrapper computes has a float workspace of its own.
@@ -63,6 +63,8 @@ class Launch {
   void bind_copies();
   void check(const RunArguments& arguments) const;
   void check_addresses(int index, const RunArguments& arguments) const;
+  // What one segment reads against the copies and partial results that the launch writes.
+  void check_inputs(int index, const RunArguments& arguments) const;
   // What one segment writes against what it or the other one reads and writes.
   void check_outputs(int index, int other_index, const RunArguments& arguments) const;
   // Where the kernel goes by classes of the mask's tiles: those of the plan's own mask, which

@@ -61,6 +61,22 @@ def test_out_in_the_workspace_of_a_split(target):
         wrapper.run(inputs.q, inputs.k, inputs.v, out=out)
 
 
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_inputs_in_the_workspace_of_a_split(target, name):
+    case = Case("split", (40,), (600,), HEADS, HEADS, HEAD_DIM, fixed_split_size=64)
+    inputs = build(case, device=target.device)
+    buffer = runner.workspace(target.device)
+    wrapper = runner.make_wrapper(case, backend=target.backend, device=target.device, buffer=buffer)
+    runner.plan(wrapper, inputs)
+    tensors = {one: getattr(inputs, one) for one in ("q", "k", "v")}
+    given = tensors[name]
+    tensors[name] = buffer[: given.numel() * 2].view(case.dtype).view(given.shape)
+    tensors[name].copy_(given)
+    with pytest.raises(ValueError, match=f"float_workspace_buffer shares memory with {name},"):
+        wrapper.run(*tensors.values())
+    assert torch.equal(tensors[name].view(torch.int16), given.view(torch.int16))
+
+
 @pytest.mark.parametrize("split", [0, 64])
 def test_q_itself_may_be_written(target, split):
     """Many tiles, heads and chunks: an item reads its rows of q before it writes them."""
