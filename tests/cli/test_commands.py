@@ -80,6 +80,22 @@ def test_demo(preflash_command):
     assert len([line for line in done.err.splitlines() if line.startswith("demo: ")]) == 4
 
 
+@pytest.mark.parametrize(
+    ("path", "options", "message"),
+    [
+        ("no/bench.json", (), "there is no directory"),
+        ("", (), "it is a directory"),
+        ("bench.json", ("--trace", "trace.json"), "--trace measures nothing"),
+    ],
+)
+def test_a_report_that_could_not_be_written(preflash_command, tmp_path, path, options, message):
+    """It is told before anything is measured."""
+    done = preflash_command("bench", "--quick", "--json", str(tmp_path / path), *options)
+    assert done.code == 2
+    assert message in done.err
+    assert "Traceback" not in done.err + done.out
+
+
 def test_bench_of_one_row(preflash_command, tmp_path):
     report = tmp_path / "bench.json"
     done = preflash_command(

@@ -47,6 +47,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     place = choose_places(args.backend)[0]
+    _check_report(args)
     chosen = _chosen_rows(args, place)
     if args.trace is not None:
         named = chosen.rows if args.rows else []
@@ -84,6 +85,18 @@ def execute(args: argparse.Namespace) -> int:
     for result in failures:
         print(f"FAILED {result.row.name}: {result.failure}")
     return 1 if failures else 0
+
+
+def _check_report(args: argparse.Namespace) -> None:
+    """Refuses what could not be written once the work is done."""
+    path = args.json
+    if path is None:
+        return
+    if args.trace is not None:
+        raise CommandError(f"--json {path}: --trace measures nothing; leave one of them out")
+    if path.is_dir() or not path.parent.is_dir():
+        why = "it is a directory" if path.is_dir() else f"there is no directory {path.parent}"
+        raise CommandError(f"--json {path}: {why}")
 
 
 def _trace(args: argparse.Namespace, place: Place, rows: list[Row | PodRow]) -> int:
