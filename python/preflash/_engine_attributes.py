@@ -224,12 +224,14 @@ class EngineAttributes:
 
     @told
     def _custom_mask_buf(self) -> torch.Tensor | None:
-        """The packed mask, which is the kernels' own."""
+        """The packed mask. NOTE: without graphs a copy: plan() has classed the tiles of its own."""
         if self._graph is not None:
             return self._graph.buffers.mask
         planned = self._state.planned
         mask = None if planned is None else planned.asked.request.mask
-        return None if mask is None else mask[: self._batch.mask_bytes]
+        if mask is None:
+            return None
+        return mask[: self._batch.mask_bytes].clone().as_subclass(PlannedValues)
 
     @told
     def _mask_indptr_buf(self) -> torch.Tensor | None:

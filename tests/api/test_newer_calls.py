@@ -481,6 +481,22 @@ def test_lengths_cannot_be_written(target, write):
     runner.compare(inputs, *runner.run(wrapper, inputs)).check()
 
 
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_a_mask_cannot_be_written(target, write):
+    """Neither its bits nor, on a GPU, the classes of its tiles would be what was planned."""
+    inputs, wrapper = made(dataclasses.replace(PAGED, mask=MaskKind.CUSTOM), target)
+    runner.plan(wrapper, inputs)
+    with pytest.raises(NotImplementedError, match=r"plan\(\)"):
+        write(wrapper._custom_mask_buf)
+    wrapper._custom_mask_buf.view(-1).clone().fill_(0)
+    wrapper.plan(
+        *runner.plan_arguments(inputs)[0],
+        packed_custom_mask=wrapper._custom_mask_buf,
+        q_data_type=PAGED.dtype,
+    )
+    runner.compare(inputs, *runner.run(wrapper, inputs)).check()
+
+
 def test_plan_takes_its_own_buffers(target):
     inputs, wrapper = made(PAGED, target)
     runner.plan(wrapper, inputs)
