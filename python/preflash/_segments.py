@@ -128,7 +128,11 @@ class PlannedSegments:
         for run, checked, mask, expected in zip(
             runs, bound.segments, self._masks, self._expected, strict=True
         ):
-            result, row = _filled(run, checked, mask, expected)
+            try:
+                result, row = _filled(run, checked, mask, expected)
+            except (RuntimeError, TypeError):  # what looks like the tensors before, as in vmap
+                self._bind(None, runs)
+                raise
             results.append(result)
             arguments.append(row)
         stream = self._device_stream.stream()
