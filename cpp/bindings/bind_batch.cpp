@@ -6,6 +6,7 @@
 
 #include "bindings/bindings.h"
 #include "core/batch.h"
+#include "core/device_plan.h"
 
 namespace preflash {
 
@@ -21,6 +22,13 @@ py::list list_of(std::span<const T> values) {
 }
 
 }  // namespace
+
+std::shared_ptr<PageArray> page_array(const Uploader* uploader, std::int64_t count) {
+  if (uploader == nullptr || !PageMemory::pays_for(count)) return nullptr;
+  if (auto found = uploader->page_memory().find(count)) return found;
+  py::gil_scoped_release release;
+  return uploader->page_memory().make(count);
+}
 
 void bind_batch(py::module_& m) {
   py::class_<Batch, std::shared_ptr<Batch>>(m, "Batch")
@@ -68,10 +76,13 @@ void bind_batch(py::module_& m) {
            [](const Batch& batch, Address begin) {
              batch.write_mask_segments(pointer<std::int64_t>(begin));
            })
-      .def("set_page_indices",
-           [](Batch& batch, Address indices, std::int64_t count) {
-             return batch.set_page_indices(pointer<const std::int32_t>(indices), count);
-           })
+      .def(
+          "set_page_indices",
+          [](Batch& batch, Address indices, std::int64_t count, const Uploader* uploader) {
+            return batch.set_page_indices(pointer<const std::int32_t>(indices), count,
+                                          page_array(uploader, count));
+          },
+          py::arg("indices"), py::arg("count"), py::arg("uploader") = nullptr)
       .def("largest_page_of",
            [](const Batch& batch, Address indices, std::int64_t count) {
              return batch.largest_page_of(pointer<const std::int32_t>(indices), count);

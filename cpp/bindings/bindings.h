@@ -5,11 +5,15 @@
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
+#include <memory>
 #include <string>
 
 #include "preflash/per_segment.h"
 
 namespace preflash {
+
+class PageArray;
+class Uploader;
 
 using Address = std::uintptr_t;
 
@@ -29,6 +33,9 @@ PerSegment<T> per_segment(const pybind11::sequence& given, Convert&& convert) {
   for (const pybind11::handle item : given) items.add(convert(item));
   return items;
 }
+
+// Where page indices go on the host; null: into ordinary memory.
+std::shared_ptr<PageArray> page_array(const Uploader* uploader, std::int64_t count);
 
 void bind_torch(pybind11::module_& m);
 void bind_batch(pybind11::module_& m);

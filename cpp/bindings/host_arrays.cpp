@@ -10,6 +10,7 @@
 #include "bindings/fast_call.h"
 #include "bindings/torch_tensors.h"
 #include "core/batch.h"
+#include "core/device_plan.h"
 
 namespace preflash {
 namespace {
@@ -98,9 +99,10 @@ std::optional<Indices> elements(const HostArrays& torch, PyObject* value) {
   return found;
 }
 
-constexpr Py_ssize_t kArguments = 5;
+constexpr Py_ssize_t kArguments = 6;
 
-// (qo_indptr, kv_indptr, last_page_len, page_indices, page_size), all tensors but the last.
+// (qo_indptr, kv_indptr, last_page_len, page_indices, page_size, uploader): tensors but for the
+// last two, and an uploader or None.
 py::object batch_of(const HostArrays& torch, PyObject* const* given) {
   std::optional<Indices> arrays[4];
   for (int i = 0; i < 4; ++i) {
@@ -121,7 +123,13 @@ py::object batch_of(const HostArrays& torch, PyObject* const* given) {
                                           .last_page_len = last_page_len->data(),
                                           .num_requests = static_cast<int>(size) - 1,
                                           .page_size = static_cast<int>(PyLong_AsLong(given[4]))});
-  const std::int32_t largest = batch->set_page_indices(pages->data(), used);
+  std::shared_ptr<PageArray> into = page_array(py::handle(given[5]).cast<const Uploader*>(), used);
+  if (into != nullptr) {
+    // Other threads may have been here.
+    arrays[3] = elements(torch, given[3]);
+    if (!pages || used > std::ssize(*pages)) return py::none();
+  }
+  const std::int32_t largest = batch->set_page_indices(pages->data(), used, std::move(into));
   return py::make_tuple(std::move(batch), largest);
 }
 

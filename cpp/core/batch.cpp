@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 #include "planner/message.h"
 
@@ -119,14 +120,23 @@ void Batch::write_mask_segments(std::int64_t* begin) const {
   std::copy(mask_indptr_.begin(), mask_indptr_.end(), begin + num_requests() + 1);
 }
 
-std::int32_t Batch::set_page_indices(const std::int32_t* indices, std::int64_t count) {
-  auto copied = std::make_unique_for_overwrite<std::int32_t[]>(count);
+std::int32_t Batch::set_page_indices(const std::int32_t* indices, std::int64_t count,
+                                     std::shared_ptr<PageArray> into) {
+  PinnedArray* pinned = into == nullptr ? nullptr : into->pinned();
+  std::shared_ptr<std::int32_t[]> copied;
+  if (into == nullptr) {
+    copied = std::make_unique_for_overwrite<std::int32_t[]>(count);
+  } else {
+    std::int32_t* const data = into->data();
+    copied = std::shared_ptr<std::int32_t[]>(std::move(into), data);
+  }
   const std::int64_t first = first_used(count);
   std::copy_n(indices, first, copied.get());
   const std::int32_t largest =
       largest_page(scan_pages(indices + first, count - first, copied.get() + first));
   page_indices_ = std::move(copied);
   num_page_indices_ = count;
+  pinned_page_indices_ = pinned;
   return largest;
 }
 

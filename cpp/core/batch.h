@@ -8,6 +8,7 @@
 #include <span>
 #include <vector>
 
+#include "core/page_memory.h"
 #include "preflash/problem.h"
 
 namespace preflash {
@@ -59,15 +60,18 @@ class Batch {
   // one.
   void write_mask_segments(std::int64_t* begin) const;
 
-  // Page indices that are on the host travel to the device inside the plan's own upload. Returns
-  // the largest that a request owns, -1 where none does; throws std::invalid_argument for a
-  // negative one.
-  std::int32_t set_page_indices(const std::int32_t* indices, std::int64_t count);
+  // Page indices that are on the host travel to the device with the plan's own upload: inside of
+  // it, or out of `into`, where that is not null. Returns the largest that a request owns, -1 where
+  // none does; throws std::invalid_argument for a negative one.
+  std::int32_t set_page_indices(const std::int32_t* indices, std::int64_t count,
+                                std::shared_ptr<PageArray> into = nullptr);
   // The same of page indices that stay where they are.
   std::int32_t largest_page_of(const std::int32_t* indices, std::int64_t count) const;
   std::span<const std::int32_t> page_indices() const {
     return {page_indices_.get(), static_cast<std::size_t>(num_page_indices_)};
   }
+  // Where they are, if they go to the device by themselves; null: inside the plan's upload.
+  PinnedArray* pinned_page_indices() const { return pinned_page_indices_; }
 
   // The first request whose length (or page list) differs from the caller's hint; -1: none does.
   int first_qo_len_other_than(const std::int64_t* lengths) const;
@@ -88,6 +92,7 @@ class Batch {
   std::vector<std::int64_t> mask_indptr_;
   std::shared_ptr<const std::int32_t[]> page_indices_;  // copies share them
   std::int64_t num_page_indices_ = 0;
+  PinnedArray* pinned_page_indices_ = nullptr;  // page_indices_ owns it
   std::int64_t mask_elements_ = 0;
   int page_size_ = 0;
   bool are_bounds_ = false;

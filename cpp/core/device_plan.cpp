@@ -6,10 +6,28 @@
 
 namespace preflash {
 
+namespace {
+
+// The page indices that go to their place in the plan's memory by themselves.
+PerSegment<ArrayCopy> pinned_arrays_of(const Plan& plan, void* memory) {
+  PerSegment<ArrayCopy> arrays;
+  for (const PlannedSegment& segment : plan.segments()) {
+    PinnedArray* const pinned = segment.batch->pinned_page_indices();
+    if (pinned == nullptr) continue;
+    arrays.add({.from = pinned,
+                .to = static_cast<std::byte*>(memory) + segment.page_indices_offset,
+                .bytes = segment.batch->page_indices().size_bytes()});
+  }
+  return arrays;
+}
+
+}  // namespace
+
 Uploader::Uploader(int device)
     : device_(device),
       services_(&services_of(device)),
-      uploader_(services_->uploader_create(device)) {
+      uploader_(services_->uploader_create(device)),
+      page_memory_(device) {
   if (uploader_ == nullptr) throw std::runtime_error("no pinned memory for plan uploads");
 }
 
@@ -45,9 +63,11 @@ void DevicePlan::write(std::shared_ptr<const Plan> plan, const Upload& upload) {
   }
   const DeviceServices& services = services_of(device());
   void* staging = nullptr;
-  check_launch(services.uploader_acquire(uploader_->get(), bytes, &staging), "plan staging");
+  const std::int64_t image_bytes = plan->image_bytes();
+  check_launch(services.uploader_acquire(uploader_->get(), image_bytes, &staging), "plan staging");
   plan->write(staging);
-  check_launch(services.uploader_submit(uploader_->get(), memory_, bytes, upload.stream),
+  check_launch(services.uploader_submit(uploader_->get(), memory_, image_bytes,
+                                        pinned_arrays_of(*plan, memory_), upload.stream),
                "plan upload");
   page_indices_ = page_indices;
   plan_ = std::move(plan);

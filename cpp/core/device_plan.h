@@ -37,11 +37,14 @@ class Uploader {
 
   int device() const { return device_; }
   PlanUploader* get() const { return uploader_; }
+  // For the page indices of the wrapper's batches. Thread-safe.
+  const PageMemory& page_memory() const { return page_memory_; }
 
  private:
   int device_;
   const DeviceServices* services_;
   PlanUploader* uploader_;
+  PageMemory page_memory_;
   mutable std::atomic<int> num_running_ = 0;
 };
 

@@ -217,23 +217,41 @@ Plan::Plan(int device, const PerSegment<PlanRequest>& requests, const Choice& ch
       planner_(choice.problem, facts_of(device), kernels_),
       graph_safe_(choice.problem.segments[0].graph_max_rows > 0),
       int_bytes_(layout().int_bytes),
+      image_bytes_(int_bytes_),
       float_bytes_(layout().float_bytes) {
   for (int s = 0; s < kernels_.size(); ++s) {
-    const AttentionOptions& options = requests[s].options;
-    const std::shared_ptr<const Batch>& batch = requests[s].batch;
-    const std::int64_t offset = round_up(int_bytes_);
     segments_.add(
-        {.options = options, .batch = batch, .kernel = kernels_[s], .page_indices_offset = offset});
-    int_bytes_ = offset + static_cast<std::int64_t>(batch->page_indices().size_bytes());
+        {.options = requests[s].options, .batch = requests[s].batch, .kernel = kernels_[s]});
   }
-  if (choice.staged == nullptr) return;
+  if (choice.staged != nullptr) place_copies(choice.staged);
+  place_page_indices();
+}
+
+void Plan::place_copies(const std::shared_ptr<const StagedForm>& staged) {
   PlannedSegment& segment = segments_[0];
-  segment.staged = choice.staged;
+  segment.staged = staged;
   segment.copies_offset = round_up(float_bytes_, kCopyAlignment);
-  float_bytes_ = segment.copies_offset + choice.staged->bytes();
+  float_bytes_ = segment.copies_offset + staged->bytes();
   if (segment.batch->page_size() == 0) return;
   segment.page_begin_offset = round_up(int_bytes_);
-  int_bytes_ = segment.page_begin_offset + choice.staged->num_requests() * std::int64_t{4};
+  int_bytes_ = segment.page_begin_offset + staged->num_requests() * std::int64_t{4};
+}
+
+// Those that write() copies, and behind them those that go there by themselves. What all need does
+// not depend on which do.
+void Plan::place_page_indices() {
+  auto place = [this](PlannedSegment& segment) {
+    segment.page_indices_offset = round_up(int_bytes_);
+    const auto bytes = static_cast<std::int64_t>(segment.batch->page_indices().size_bytes());
+    int_bytes_ = round_up(segment.page_indices_offset + bytes);
+  };
+  for (PlannedSegment& segment : segments_) {
+    if (segment.batch->pinned_page_indices() == nullptr) place(segment);
+  }
+  image_bytes_ = int_bytes_;
+  for (PlannedSegment& segment : segments_) {
+    if (segment.batch->pinned_page_indices() != nullptr) place(segment);
+  }
 }
 
 bool Plan::launches_like(const Plan& other) const {
@@ -260,7 +278,9 @@ void Plan::write(void* image) const {
       if (values.empty()) return;
       std::memcpy(static_cast<std::byte*>(image) + offset, values.data(), values.size_bytes());
     };
-    copy(segment.page_indices_offset, segment.batch->page_indices());
+    if (segment.batch->pinned_page_indices() == nullptr) {
+      copy(segment.page_indices_offset, segment.batch->page_indices());
+    }
     if (segment.staged == nullptr || segment.batch->page_size() == 0) continue;
     copy(segment.page_begin_offset,
          segment.batch->kv_indptr().first(segment.staged->num_requests()));

@@ -53,6 +53,8 @@ class Plan {
 
   // The work list and, behind it, the page indices that are on the host.
   std::int64_t int_bytes() const { return int_bytes_; }
+  // So much of it as write() fills. Behind it are page indices that go there by themselves.
+  std::int64_t image_bytes() const { return image_bytes_; }
   // The partials and, behind them, the copies of a staged segment.
   std::int64_t float_bytes() const { return float_bytes_; }
   bool staged() const { return segments_[0].staged != nullptr; }
@@ -64,7 +66,7 @@ class Plan {
   // graph holds by value differs.
   bool launches_like(const Plan& other) const;
 
-  // Fills int_bytes() bytes at `image`, which is 16-byte aligned.
+  // Fills image_bytes() bytes at `image`, which is 16-byte aligned.
   void write(void* image) const;
 
  private:
@@ -78,6 +80,8 @@ class Plan {
   Plan(int device, const PerSegment<PlanRequest>& requests, const Choice& choice);
   static Choice choose(Family family, int device, const PerSegment<PlanRequest>& requests,
                        std::int64_t float_workspace_bytes);
+  void place_copies(const std::shared_ptr<const StagedForm>& staged);
+  void place_page_indices();
 
   int device_;
   SegmentKernels kernels_;
@@ -86,6 +90,7 @@ class Plan {
   Planner planner_;
   bool graph_safe_;
   std::int64_t int_bytes_;
+  std::int64_t image_bytes_;
   std::int64_t float_bytes_;
   PerSegment<PlannedSegment> segments_;
 };

@@ -29,6 +29,13 @@ struct HostStaging {
   std::size_t bytes = 0;
 };
 
+// What an opaque PinnedArray points to here.
+struct HostArray {
+  std::unique_ptr<std::byte[]> memory;
+};
+
+HostArray* array_of(PinnedArray* array) { return reinterpret_cast<HostArray*>(array); }
+
 HostStaging* staging_of(PlanUploader* uploader) { return reinterpret_cast<HostStaging*>(uploader); }
 
 int device_count() { return 1; }
@@ -74,14 +81,30 @@ LaunchError uploader_acquire(PlanUploader* uploader, std::size_t bytes, void** h
 }
 
 LaunchError uploader_submit(PlanUploader* uploader, void* device_memory, std::size_t bytes,
-                            void* /*stream*/) {
+                            const PerSegment<ArrayCopy>& arrays, void* /*stream*/) {
   const HostStaging& staging = *staging_of(uploader);
   if (bytes > staging.bytes) return "the plan is larger than the staging memory acquired for it";
   if (bytes > 0) std::memcpy(device_memory, staging.memory.get(), bytes);
+  for (const ArrayCopy& array : arrays) {
+    if (array.bytes > 0) std::memcpy(array.to, array_of(array.from)->memory.get(), array.bytes);
+  }
   return nullptr;
 }
 
 LaunchError uploader_join(PlanUploader* /*uploader*/, void* /*stream*/) { return nullptr; }
+
+LaunchError pinned_create(int /*device*/, std::size_t bytes, PinnedArray** array, void** host) {
+  auto made = std::unique_ptr<HostArray>(new (std::nothrow) HostArray);
+  if (made != nullptr) made->memory.reset(new (std::nothrow) std::byte[bytes]);
+  if (made == nullptr || made->memory == nullptr) return "out of host memory for page indices";
+  *host = made->memory.get();
+  *array = reinterpret_cast<PinnedArray*>(made.release());
+  return nullptr;
+}
+
+void pinned_destroy(PinnedArray* array) { delete array_of(array); }
+
+bool pinned_is_free(PinnedArray* /*array*/) { return true; }
 
 LaunchError launch_forward(const ForwardKernel& kernel, const ForwardParams& params, int num_ctas,
                            const LaunchTarget& target) {
@@ -108,6 +131,9 @@ constexpr DeviceServices kServices{
     .uploader_acquire = uploader_acquire,
     .uploader_submit = uploader_submit,
     .uploader_join = uploader_join,
+    .pinned_create = pinned_create,
+    .pinned_destroy = pinned_destroy,
+    .pinned_is_free = pinned_is_free,
     .launch_forward = launch_forward,
     .is_capturing = is_capturing,
     .stage = call<StageParams, cpu::stage>,

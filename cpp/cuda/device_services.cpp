@@ -5,11 +5,13 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdio>
+#include <memory>
 #include <new>
 
 #include "cuda/device_facts.h"
 #include "cuda/device_guard.h"
 #include "cuda/launch_error.h"
+#include "cuda/pinned_memory.h"
 #include "cuda/plan_uploader.h"
 #include "kernels/combine/combine.h"
 #include "kernels/common/append_paged_kv.h"
@@ -31,9 +33,10 @@ LaunchError acquire(PlanUploader* uploader, std::size_t bytes, void** host) {
   return uploader->acquire(bytes, host);
 }
 
-LaunchError submit(PlanUploader* uploader, void* device_memory, std::size_t bytes, void* stream) {
+LaunchError submit(PlanUploader* uploader, void* device_memory, std::size_t bytes,
+                   const PerSegment<ArrayCopy>& arrays, void* stream) {
   if (uploader == nullptr) return usage_error("plan upload: no uploader (out of host memory?)");
-  return uploader->submit(device_memory, bytes, static_cast<cudaStream_t>(stream));
+  return uploader->submit(device_memory, bytes, arrays, static_cast<cudaStream_t>(stream));
 }
 
 LaunchError extend(PlanUploader* uploader, void* stream) {
@@ -45,6 +48,18 @@ LaunchError join(PlanUploader* uploader, void* stream) {
   if (uploader == nullptr) return usage_error("plan upload: no uploader (out of host memory?)");
   return uploader->join(static_cast<cudaStream_t>(stream));
 }
+
+LaunchError create_pinned(int device, std::size_t bytes, PinnedArray** array, void** host) {
+  std::unique_ptr<PinnedArray> made(new (std::nothrow) PinnedArray(device));
+  if (made == nullptr) return usage_error("plan upload: out of host memory");
+  if (LaunchError error = made->reserve(bytes, host)) return error;
+  *array = made.release();
+  return nullptr;
+}
+
+void destroy_pinned(PinnedArray* array) { delete array; }
+
+bool pinned_is_free(PinnedArray* array) { return array->is_free(); }
 
 cudaStream_t stream_of(const LaunchTarget& target) {
   return static_cast<cudaStream_t>(target.stream);
@@ -188,6 +203,9 @@ preflash_device_services() {
       .uploader_submit = &submit,
       .uploader_extend = &extend,
       .uploader_join = &join,
+      .pinned_create = &create_pinned,
+      .pinned_destroy = &destroy_pinned,
+      .pinned_is_free = &pinned_is_free,
       .launch_forward = &launch_forward,
       .is_capturing = &is_capturing,
       .stage = &stage,

@@ -12,6 +12,7 @@
 #include <array>
 #include <cstddef>
 
+#include "cuda/pinned_memory.h"
 #include "preflash/device_services.h"
 
 namespace preflash {
@@ -25,7 +26,8 @@ struct PlanUploader {
   PlanUploader& operator=(const PlanUploader&) = delete;
 
   LaunchError acquire(std::size_t bytes, void** host);
-  LaunchError submit(void* device_memory, std::size_t bytes, cudaStream_t stream);
+  LaunchError submit(void* device_memory, std::size_t bytes, const PerSegment<ArrayCopy>& arrays,
+                     cudaStream_t stream);
   // The last submit's copy is not over before what `stream`, which is that copy's, has been given
   // since.
   LaunchError extend(cudaStream_t stream);
@@ -33,18 +35,8 @@ struct PlanUploader {
   LaunchError join(cudaStream_t stream);
 
  private:
-  struct Staging {
-    void* host = nullptr;
-    std::size_t capacity = 0;
-    cudaEvent_t copied = nullptr;  // recorded after the copy that last read `host`
-    bool in_flight = false;
-  };
-
-  static LaunchError wait_for_copy(Staging& staging);
-  static LaunchError grow(Staging& staging, std::size_t bytes);
-
   int device_;
-  std::array<Staging, 2> stagings_;
+  std::array<PinnedMemory, 2> stagings_;
   std::size_t next_ = 0;            // the staging that acquire hands out
   std::size_t acquired_bytes_ = 0;  // 0: nothing acquired since the last submit
 };

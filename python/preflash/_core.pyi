@@ -191,7 +191,9 @@ class Batch:
 
     def use_mask(self) -> None: ...
     def write_mask_segments(self, begin: int) -> None: ...
-    def set_page_indices(self, indices: int, count: int) -> int: ...
+    def set_page_indices(self, indices: int, count: int, uploader: Uploader | None = None) -> int:
+        """Copies them, and returns the largest that a request owns; -1: none does. uploader: of
+        the wrapper, whose memory takes many of them in turns."""
     def largest_page_of(self, indices: int, count: int) -> int: ...
     @property
     def page_indices(self) -> list[int]:
@@ -204,10 +206,10 @@ class Batch:
 
 def paged_batches(
     torch: Torch, tensor_type: type, int32: object
-) -> Callable[[Any, Any, Any, Any, int], tuple[Batch, int] | None]:
-    """The function (qo_indptr, kv_indptr, last_page_len, page_indices, page_size) that makes a
-    batch of them, and finds its largest page. None: they are not all contiguous one-dimensional
-    int32 tensors on the CPU, of numbers that fit each other."""
+) -> Callable[[Any, Any, Any, Any, int, Uploader | None], tuple[Batch, int] | None]:
+    """The function (qo_indptr, kv_indptr, last_page_len, page_indices, page_size, uploader) that
+    makes a batch of them, as set_page_indices() does, and finds its largest page. None: they are
+    not all contiguous one-dimensional int32 tensors on the CPU, of numbers that fit each other."""
 
 class Staging(enum.Enum):
     """Whether a pass of its own copies what a kernel would transform for every query tile."""

@@ -49,14 +49,18 @@ class Lengths(NamedTuple):
 
 
 def batch_lengths(
-    a: BatchArguments, device: torch.device, indices_buf: torch.Tensor | None = None
+    a: BatchArguments,
+    device: torch.device,
+    indices_buf: torch.Tensor | None = None,
+    uploader: _core.Uploader | None = None,
 ) -> Lengths:
     """The lengths in the arguments of plan(). The planner checks the values of indptr.
 
-    indices_buf: where plan() will put the page indices, for CUDA graphs.
+    indices_buf: where plan() will put the page indices, for CUDA graphs. uploader: what will bring
+    them to the device otherwise, if that is known.
     """
     if isinstance(a, PagedPlanArguments):
-        return _paged(a, device, indices_buf)
+        return _paged(a, device, indices_buf, uploader)
     return _ragged(a, device)
 
 
@@ -72,13 +76,17 @@ def _ragged(a: RaggedPlanArguments, device: torch.device) -> Lengths:
 
 
 def _paged(
-    a: PagedPlanArguments, device: torch.device, indices_buf: torch.Tensor | None
+    a: PagedPlanArguments,
+    device: torch.device,
+    indices_buf: torch.Tensor | None,
+    uploader: _core.Uploader | None,
 ) -> Lengths:
     page_size = check.integer("page_size", a.page_size, at_least=1)
     if indices_buf is None:
         found = _paged_batch(
-            a.qo_indptr, a.paged_kv_indptr, a.paged_kv_last_page_len, a.paged_kv_indices, page_size
-        )
+            a.qo_indptr, a.paged_kv_indptr, a.paged_kv_last_page_len, a.paged_kv_indices,
+            page_size, uploader,
+        )  # fmt: skip
         if found is not None:
             batch, largest = found
             return Lengths(batch, PageList(a.paged_kv_indices, None, largest))
@@ -91,7 +99,7 @@ def _paged(
         # A page of one token holds one: no wait to hear it from the GPU.
         last_page_len = torch.ones(last_page_len.numel(), dtype=torch.int32, device="cpu")
     batch = _make_batch(qo_indptr, kv_indptr, last_page_len, page_size, kv_name="paged_kv_indptr")
-    pages = _attach_page_indices(batch, indices, indices_buf)
+    pages = _attach_page_indices(batch, indices, indices_buf, uploader)
     return Lengths(batch, pages)
 
 
@@ -181,7 +189,10 @@ def _make_batch(
 
 
 def _attach_page_indices(
-    batch: _core.Batch, indices: torch.Tensor, indices_buf: torch.Tensor | None
+    batch: _core.Batch,
+    indices: torch.Tensor,
+    indices_buf: torch.Tensor | None,
+    uploader: _core.Uploader | None,
 ) -> PageList:
     """Gives the batch its page indices.
 
@@ -200,7 +211,7 @@ def _attach_page_indices(
     if indices_buf is not None:
         return _for_buffer(batch, indices.contiguous(), indices_buf)
     if indices.is_cpu:
-        return PageList(indices, None, batch.set_page_indices(indices.data_ptr(), used))
+        return PageList(indices, None, batch.set_page_indices(indices.data_ptr(), used, uploader))
     indices = indices.contiguous()
     return PageList(indices, on_device=indices, largest=_largest_page(batch, indices))
 

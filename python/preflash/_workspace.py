@@ -108,6 +108,11 @@ class Workspace:
         if self._given is None:
             self._spare = (int_buffer, weakref.ref(variant))
 
+    @property
+    def known_uploader(self) -> _core.Uploader | None:
+        """None before the first plan: nothing says before that there is a kernel library."""
+        return self._uploader
+
     def uploader(self) -> _core.Uploader:
         if self._uploader is None:
             self._uploader = _core.Uploader(self.device_stream.ordinal)

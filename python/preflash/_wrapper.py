@@ -88,7 +88,8 @@ class BatchPrefillWrapper(EngineAttributes):
         options = batch_options(a)
         graph_rows = graph_mask_bytes = 0
         if self._graph is None:
-            lengths = _lengths.batch_lengths(a, self.device)
+            workspace = self._state.workspace
+            lengths = _lengths.batch_lengths(a, self.device, uploader=workspace.known_uploader)
         else:
             lengths = _lengths.batch_lengths(a, self.device, self._graph.buffers.indices)
             batch = lengths.batch

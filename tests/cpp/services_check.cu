@@ -302,13 +302,14 @@ void check_uploader() {
   constexpr std::size_t kSizes[] = {1, 16, 70000, 64, 300001, 300001, 5, 1 << 20};
   DeviceArray<uint8_t> target(8 << 20);
   void* host = nullptr;
-  expect(says(services.uploader_submit(uploader, target.data(), 16, stream), "acquire"),
+  expect(says(services.uploader_submit(uploader, target.data(), 16, {}, stream), "acquire"),
          "uploader: submit without acquire");
   spin<<<1, 1, 0, stream>>>(20'000'000);
   for (int plan = 0; plan < 8; ++plan) {
     accept(services.uploader_acquire(uploader, kSizes[plan], &host));
     std::memset(host, plan + 1, kSizes[plan]);
-    accept(services.uploader_submit(uploader, target.data() + (plan << 20), kSizes[plan], stream));
+    accept(
+        services.uploader_submit(uploader, target.data() + (plan << 20), kSizes[plan], {}, stream));
   }
   // Another stream waits for the copies on the device, the host for none of them.
   cudaStream_t other;
@@ -316,7 +317,7 @@ void check_uploader() {
   spin<<<1, 1, 0, stream>>>(20'000'000);
   accept(services.uploader_acquire(uploader, 16, &host));
   std::memset(host, 9, 16);
-  accept(services.uploader_submit(uploader, target.data(), 16, stream));
+  accept(services.uploader_submit(uploader, target.data(), 16, {}, stream));
   accept(services.uploader_join(uploader, other));
   expect(cudaStreamQuery(other) == cudaErrorNotReady, "uploader: join does not order the stream");
   require(cudaStreamSynchronize(other));
@@ -333,12 +334,74 @@ void check_uploader() {
   cudaGraph_t graph = nullptr;
   require(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
   accept(services.uploader_acquire(uploader, 4 << 20, &host));
-  expect(says(services.uploader_submit(uploader, target.data(), 4 << 20, stream), "captured"),
+  expect(says(services.uploader_submit(uploader, target.data(), 4 << 20, {}, stream), "captured"),
          "uploader: submit under capture");
   services.uploader_destroy(uploader);
   expect(cudaStreamEndCapture(stream, &graph) == cudaSuccess, "uploader: broke the capture");
   if (graph != nullptr) cudaGraphDestroy(graph);
   cudaStreamDestroy(stream);
+}
+
+// Arrays that go by themselves: with their plan, busy for as long as any stream copies them, and
+// neither created nor freed at a capture's expense.
+void check_pinned_arrays() {
+  PlanUploader* uploader = services.uploader_create(0);
+  cudaStream_t streams[2];
+  for (cudaStream_t& stream : streams) {
+    require(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+  }
+  constexpr std::size_t kBytes = 300001;
+  PinnedArray* arrays[2] = {};
+  for (int i = 0; i < 2; ++i) {
+    void* host = nullptr;
+    accept(services.pinned_create(0, kBytes, &arrays[i], &host));
+    expect(services.pinned_is_free(arrays[i]), "pinned: a new array is busy");
+    std::memset(host, i + 1, kBytes);
+  }
+  DeviceArray<uint8_t> plans(2 << 20), lists(4 << 20);
+  auto submit = [&](int plan, cudaStream_t stream) {
+    void* host = nullptr;
+    accept(services.uploader_acquire(uploader, 64, &host));
+    std::memset(host, 7 + plan, 64);
+    PerSegment<ArrayCopy> copies;
+    for (int i = 0; i < 2; ++i) {
+      copies.add(
+          {.from = arrays[i], .to = lists.data() + ((2 * plan + i) << 20), .bytes = kBytes - plan});
+    }
+    accept(services.uploader_submit(uploader, plans.data() + (plan << 20), 64, copies, stream));
+  };
+  spin<<<1, 1, 0, streams[0]>>>(40'000'000);
+  submit(0, streams[0]);
+  submit(1, streams[1]);  // which has nothing else to do
+  for (PinnedArray* array : arrays) {
+    expect(!services.pinned_is_free(array), "pinned: free while the first stream has not copied");
+  }
+  for (cudaStream_t stream : streams) require(cudaStreamSynchronize(stream));
+  for (PinnedArray* array : arrays) {
+    expect(services.pinned_is_free(array), "pinned: busy for ever");
+  }
+  const std::vector<uint8_t> got_plans = plans.host(), got_lists = lists.host();
+  for (int plan = 0; plan < 2; ++plan) {
+    expect(got_plans[plan << 20] == 7 + plan && got_plans[(plan << 20) + 63] == 7 + plan,
+           "pinned: the plan beside");
+    for (int i = 0; i < 2; ++i) {
+      const uint8_t* list = &got_lists[(2 * plan + i) << 20];
+      for (std::size_t at = 0; at < 1 << 20; ++at) {
+        expect(list[at] == (at < kBytes - plan ? i + 1 : kPoison), "pinned: array");
+      }
+    }
+  }
+  cudaGraph_t graph = nullptr;
+  require(cudaStreamBeginCapture(streams[0], cudaStreamCaptureModeGlobal));
+  PinnedArray* another = nullptr;
+  void* host = nullptr;
+  accept(services.pinned_create(0, kBytes, &another, &host));
+  expect(services.pinned_is_free(arrays[0]), "pinned: busy under capture");
+  for (PinnedArray* array : {another, arrays[0], arrays[1]}) services.pinned_destroy(array);
+  expect(cudaStreamEndCapture(streams[0], &graph) == cudaSuccess, "pinned: broke the capture");
+  if (graph != nullptr) cudaGraphDestroy(graph);
+  services.uploader_destroy(uploader);
+  for (cudaStream_t stream : streams) cudaStreamDestroy(stream);
 }
 
 int launched_ctas = 0, launched_device = -1;
@@ -437,6 +500,7 @@ int main() {
   }
   check_devices(count);
   check_uploader();
+  check_pinned_arrays();
   std::printf("devices, uploader: done\n");
   for (bool little : {true, false}) {
     for (int length : {0, 1, 7, 8, 9, 64, 4099, 20'000'003}) check_pack_bits({length}, 0, little);

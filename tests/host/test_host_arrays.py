@@ -33,7 +33,7 @@ def arrays() -> dict[str, torch.Tensor]:
 
 
 def test_a_usual_batch(paged_batch):
-    batch, largest = paged_batch(*arrays().values(), 16)
+    batch, largest = paged_batch(*arrays().values(), 16, None)
     assert largest == 9
     assert (batch.num_requests, batch.page_size) == (2, 16)
     assert batch.qo_indptr == [0, 3, 5]
@@ -45,7 +45,7 @@ def test_a_usual_batch(paged_batch):
 def test_parts_of_larger_arrays(paged_batch):
     larger = {name: torch.cat([ints(77), value])[1:] for name, value in arrays().items()}
     larger["page_indices"] = torch.cat([larger["page_indices"], ints(1000, -1000)])
-    batch, largest = paged_batch(*larger.values(), 16)
+    batch, largest = paged_batch(*larger.values(), 16, None)
     assert largest == 9
     assert batch.kv_indptr == [1, 3, 6]
     assert batch.page_indices == [-1, 7, 2, 9, 4, 5]
@@ -54,7 +54,7 @@ def test_parts_of_larger_arrays(paged_batch):
 def test_negative_pages_are_refused(paged_batch):
     given = arrays() | {"page_indices": ints(0, 7, 2, -9, 4, 5)}
     with pytest.raises(ValueError, match=r"paged_kv_indices holds -9; page indices start at 0"):
-        paged_batch(*given.values(), 16)
+        paged_batch(*given.values(), 16, None)
 
 
 def freed(value: torch.Tensor) -> torch.Tensor:
@@ -90,12 +90,12 @@ UNUSUAL = {
 def test_unusual_arrays_are_left_alone(paged_batch, name, kind):
     given = arrays()
     given[name] = UNUSUAL[kind](given[name])
-    assert paged_batch(*given.values(), 16) is None
+    assert paged_batch(*given.values(), 16, None) is None
 
 
 def test_an_indptr_that_ends_below_zero_is_left_alone(paged_batch):
     given = arrays() | {"kv_indptr": ints(1, 3, -6)}
-    assert paged_batch(*given.values(), 16) is None
+    assert paged_batch(*given.values(), 16, None) is None
 
 
 def test_what_a_mode_raises_is_not_lost(paged_batch):
@@ -105,4 +105,4 @@ def test_what_a_mode_raises_is_not_lost(paged_batch):
 
     given = tuple(arrays().values())
     with pytest.raises(KeyboardInterrupt), Interrupting():
-        paged_batch(*given, 16)
+        paged_batch(*given, 16, None)

@@ -8,6 +8,7 @@
 
 #include "preflash/mask_classes.h"
 #include "preflash/params.h"
+#include "preflash/per_segment.h"
 #include "preflash/variant.h"
 
 namespace preflash {
@@ -28,6 +29,16 @@ struct DeviceFacts {
 // thread.
 struct PlanUploader;
 
+// Pinned memory of a large array, out of which uploads copy it straight to the device; fenced by an
+// event, too. Uploads of several threads may copy one.
+struct PinnedArray;
+
+struct ArrayCopy {
+  PinnedArray* from = nullptr;
+  void* to = nullptr;
+  std::size_t bytes = 0;
+};
+
 struct DeviceServices {
   int abi_version = kKernelAbiVersion;
   const char* cuda_version = "";
@@ -39,14 +50,22 @@ struct DeviceServices {
   void (*uploader_destroy)(PlanUploader*) = nullptr;
   // Host memory of at least `bytes`, free to write: waits until the copy that last read it is done.
   LaunchError (*uploader_acquire)(PlanUploader*, std::size_t bytes, void** host) = nullptr;
-  // Starts copying the acquired buffer to device memory on `stream`.
+  // Starts copying the acquired buffer to device memory on `stream`, and arrays to theirs.
   LaunchError (*uploader_submit)(PlanUploader*, void* device_memory, std::size_t bytes,
-                                 void* stream) = nullptr;
+                                 const PerSegment<ArrayCopy>& arrays, void* stream) = nullptr;
   // What `stream` has been given since the last submit counts as a part of its copy.
   LaunchError (*uploader_extend)(PlanUploader*, void* stream) = nullptr;
   // What `stream` does from now on comes after every copy that was submitted. The host waits only
   // where the stream is being captured into a CUDA graph.
   LaunchError (*uploader_join)(PlanUploader*, void* stream) = nullptr;
+
+  // host: where the array is, of at least `bytes`, free to write.
+  LaunchError (*pinned_create)(int device, std::size_t bytes, PinnedArray** array,
+                               void** host) = nullptr;
+  // Waits until no copy reads it.
+  void (*pinned_destroy)(PinnedArray*) = nullptr;
+  // Whether no copy reads it any more, so that it may be written again.
+  bool (*pinned_is_free)(PinnedArray*) = nullptr;
 
   // The target's device is made current for the launch and the caller's restored afterwards.
   LaunchError (*launch_forward)(const ForwardKernel&, const ForwardParams&, int num_ctas,

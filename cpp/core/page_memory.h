@@ -1,0 +1,56 @@
+// Where large lists of page indices are kept on the host: in memory out of which they go straight
+// to the device, so that plan() copies them once.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+
+#include "preflash/device_services.h"
+
+namespace preflash {
+
+// Of one batch at a time.
+class PageArray {
+ public:
+  PageArray(int device, std::int64_t capacity);
+  ~PageArray();
+  PageArray(const PageArray&) = delete;
+  PageArray& operator=(const PageArray&) = delete;
+
+  std::int32_t* data() const { return data_; }
+  std::int64_t capacity() const { return capacity_; }
+  PinnedArray* pinned() const { return pinned_; }
+  // Whether no upload reads it any more.
+  bool is_free() const { return services_->pinned_is_free(pinned_); }
+
+ private:
+  const DeviceServices* services_;
+  std::int64_t capacity_;
+  PinnedArray* pinned_ = nullptr;
+  std::int32_t* data_ = nullptr;
+};
+
+// The arrays of one wrapper, which its batches take in turns: a plan's is free once the next one
+// has replaced it, in whatever thread that is, and once its upload is over.
+class PageMemory {
+ public:
+  explicit PageMemory(int device);
+
+  // Whether so many page indices are worth a copy to the device of their own.
+  static bool pays_for(std::int64_t count);
+  // Room for so many, if there is some at once; null: make() it. It comes back when its last owner
+  // is gone, and may outlive this object.
+  std::shared_ptr<PageArray> find(std::int64_t count) const;
+  // Asks the device's driver, which may take long.
+  std::shared_ptr<PageArray> make(std::int64_t count) const;
+
+ private:
+  class FreeArrays;
+
+  std::shared_ptr<PageArray> lend(std::unique_ptr<PageArray> array) const;
+
+  int device_;
+  std::shared_ptr<FreeArrays> free_;
+};
+
+}  // namespace preflash
