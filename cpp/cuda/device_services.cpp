@@ -193,7 +193,7 @@ extern "C" [[gnu::visibility("default")]] const preflash::DeviceServices*
 preflash_device_services() {
   using namespace preflash;
   static const DeviceServices services = {
-      .abi_version = kKernelAbiVersion,
+      .abi_version = kServicesAbiVersion,
       .cuda_version = cuda_version(),
       .device_count = &device_count,
       .query = &query_device,

@@ -111,7 +111,6 @@ void Planner::count_classes(const SegmentProblem& problem, Segment& segment) con
 
 void Planner::split(const Problem& problem, CtaSlots slots, const SegmentKernels& kernels) {
   std::vector<SegmentPlan> plans;
-  std::int64_t num_tiles[kMaxSegments] = {};
   std::int64_t items = 0;
   for (int s = 0; s < segments_.size(); ++s) {
     const Segment& segment = segments_[s];
@@ -122,9 +121,9 @@ void Planner::split(const Problem& problem, CtaSlots slots, const SegmentKernels
          .tile = segment.tile,
          .cost = item_cost(kernels[s]->traits, segment.tile.keys)});
     // Before anything is added up: with 2^31 items at most, no cost below comes near 2^63.
-    num_tiles[s] = count_query_tiles(plans[s]);
-    items += num_tiles[s] * segment.num_kv_heads;
-    check_item_count(problem.segments[s], num_tiles[s], items);
+    const std::int64_t num_tiles = count_query_tiles(plans[s]);
+    items += num_tiles * segment.num_kv_heads;
+    check_item_count(problem.segments[s], num_tiles, items);
   }
 
   std::vector<QueryTile> tiles[kMaxSegments];
@@ -132,7 +131,7 @@ void Planner::split(const Problem& problem, CtaSlots slots, const SegmentKernels
                         .full_slots = slots.full,
                         .limits = split_limits(problem, plans, slots.all)};
   for (int s = 0; s < segments_.size(); ++s) {
-    tiles[s] = query_tiles(plans[s], num_tiles[s]);
+    tiles[s] = query_tiles(plans[s]);
     std::int32_t longest = 0;
     for (const QueryTile& tile : tiles[s]) longest = std::max(longest, tile.kv_tiles());
     decision.segments.add(
@@ -159,11 +158,14 @@ void Planner::cut_into_chunks(const Problem& problem, std::span<const SegmentPla
     const SplitSegment& split = decision.segments[s];
     const std::int32_t chunk_tiles = split.chunk_tiles(chosen);
     const Segment& segment = segments_[s];
+    std::int32_t kv_len = -1, tiled = 0;  // a request like the one before needs no division
     for (std::int32_t r = 0; r < segment.num_requests; ++r) {
       RequestInfo& info = requests_[segment.first_request + r];
-      info.chunk_keys = chunk_tiles == kUnsplit
-                            ? ceil_div(std::max(info.kv_len, 1), split.tile_n) * split.tile_n
-                            : chunk_tiles * split.tile_n;
+      if (chunk_tiles == kUnsplit && info.kv_len != kv_len) {
+        kv_len = info.kv_len;
+        tiled = ceil_div(std::max(kv_len, 1), split.tile_n) * split.tile_n;
+      }
+      info.chunk_keys = chunk_tiles == kUnsplit ? tiled : chunk_tiles * split.tile_n;
     }
     cut(plans[s], split.tiles, chunk_tiles, work_);
   }

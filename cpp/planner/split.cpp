@@ -56,22 +56,20 @@ SegmentEstimate estimate_segment(const SplitSegment& split, std::int32_t chunk_t
   for (const QueryTile& tile : split.tiles) {
     const ChunkSpan chunks = chunks_of(tile, chunk_tiles);
     const std::int32_t count = chunks.count();
-    result.num_items += count;
+    const std::int64_t times = tile.alike * heads;
+    result.num_items += count * times;
     result.num_chunks = std::max(result.num_chunks, chunks.last + 1);
     if (count == 1) {
-      costs.add(tile.kv_tiles() + CostModel::kItem, heads);
+      costs.add(tile.kv_tiles() + CostModel::kItem, times);
       continue;
     }
-    costs.add((chunks.first + 1) * chunk_tiles - tile.kv_begin + kOverhead, heads);
-    costs.add(tile.kv_end - chunks.last * chunk_tiles + kOverhead, heads);
-    if (count > 2) costs.add(chunk_tiles + kOverhead, (count - 2) * heads);
+    costs.add((chunks.first + 1) * chunk_tiles - tile.kv_begin + kOverhead, times);
+    costs.add(tile.kv_end - chunks.last * chunk_tiles + kOverhead, times);
+    if (count > 2) costs.add(chunk_tiles + kOverhead, (count - 2) * times);
     // NOTE: more chunks than can be numbered are refused; counting their rows might overflow.
-    result.num_partial_rows += std::int64_t{std::min(count, kMaxChunks)} * tile.rows;
-    ++result.num_merges;
+    result.num_partial_rows += std::min(count, kMaxChunks) * tile.rows * times;
+    result.num_merges += times;
   }
-  result.num_items *= heads;
-  result.num_partial_rows *= heads;
-  result.num_merges *= heads;
   return result;
 }
 

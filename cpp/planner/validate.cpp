@@ -89,12 +89,26 @@ void check_indptr(std::string_view name, std::span<const T> indptr) {
   if (indptr[0] < 0) {
     refuse(name, "[0] = ", indptr[0], ": must not be negative; pass cumulative lengths");
   }
+  // First all of them, in a loop that compilers turn into vectors, and else one by one for the one
+  // to name; so, too, below.
+  T decreases = 0;
+  for (std::size_t i = 1; i < indptr.size(); ++i) decreases |= indptr[i] < indptr[i - 1];
+  if (decreases == 0) return;
   for (std::size_t i = 1; i < indptr.size(); ++i) {
     if (indptr[i] < indptr[i - 1]) {
       refuse(name, "[", i, "] = ", indptr[i], " is less than ", name, "[", i - 1,
              "] = ", indptr[i - 1], ": it must not decrease; pass cumulative lengths");
     }
   }
+}
+
+// Of an indptr that check_indptr() has passed.
+std::int64_t longest_in(Indptr32 indptr) {
+  std::int32_t longest = 0;
+  for (std::size_t i = 1; i < indptr.size(); ++i) {
+    longest = std::max(longest, indptr[i] - indptr[i - 1]);
+  }
+  return longest;
 }
 
 void check_sizes(const SegmentProblem& problem) {
@@ -122,7 +136,8 @@ void check_sizes(const SegmentProblem& problem) {
 void check_query_lengths(const SegmentProblem& problem) {
   check_indptr("qo_indptr", problem.qo_indptr);
   std::int64_t group = problem.num_qo_heads / problem.num_kv_heads;
-  for (std::size_t i = 0; i + 1 < problem.qo_indptr.size(); ++i) {
+  const bool all_fit = longest_in(problem.qo_indptr) * group <= kMaxRequestLength;
+  for (std::size_t i = 0; !all_fit && i + 1 < problem.qo_indptr.size(); ++i) {
     std::int64_t length = problem.qo_len(i);
     if (length * group > kMaxRequestLength) {
       refuse("qo_indptr[", i + 1, "]: request ", i, " has ", length, " queries times ", group,
@@ -152,11 +167,24 @@ void check_ragged_kv(const SegmentProblem& problem) {
   }
 }
 
+bool last_pages_are_right(const SegmentProblem& problem) {
+  const auto page_size = static_cast<std::uint32_t>(problem.page_size);
+  std::uint32_t wrong = 0;
+  for (std::size_t i = 0; i < problem.last_page_len.size(); ++i) {
+    const auto before = static_cast<std::uint32_t>(problem.last_page_len[i]) - 1;
+    const bool used = problem.kv_indptr[i + 1] != problem.kv_indptr[i];
+    wrong |= static_cast<std::uint32_t>(used) & static_cast<std::uint32_t>(before >= page_size);
+  }
+  return wrong == 0;
+}
+
 void check_paged_kv(const SegmentProblem& problem) {
   if (problem.page_size < 1) {
     refuse("page_size = ", problem.page_size, ": must be at least 1");
   }
   check_indptr("paged_kv_indptr", problem.kv_indptr);
+  const bool all_fit = longest_in(problem.kv_indptr) * problem.page_size <= kMaxRequestLength;
+  if (all_fit && last_pages_are_right(problem)) return;
   for (std::size_t i = 0; i < problem.last_page_len.size(); ++i) {
     std::int64_t pages = problem.kv_indptr[i + 1] - problem.kv_indptr[i];
     std::int32_t last = problem.last_page_len[i];

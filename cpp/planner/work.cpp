@@ -20,8 +20,7 @@ std::int32_t diagonal_end(const SegmentProblem& problem, MaskBounds bounds, RowS
   return ceil_div(bounds.end_key(rows.last), tile_n);
 }
 
-// How many requests, from `first` on, have the same lengths and are therefore cut alike: whole
-// decode batches often are, and need no divisions but those of their first request.
+// How many requests, from `first` on, have the same lengths and are therefore cut alike.
 std::size_t count_alike(std::span<const RequestInfo> requests, std::size_t first) {
   std::size_t end = first + 1;
   while (end < requests.size() && requests[end].qo_len == requests[first].qo_len &&
@@ -44,32 +43,28 @@ std::int64_t count_query_tiles(const SegmentPlan& segment) {
   return total;
 }
 
-std::vector<QueryTile> query_tiles(const SegmentPlan& segment, std::int64_t count) {
+std::vector<QueryTile> query_tiles(const SegmentPlan& segment) {
   const auto& [problem, requests, first_request, tile, cost] = segment;
   const std::int32_t group = problem.gqa_ratio();
-  std::vector<QueryTile> tiles(count);
-  QueryTile* next = tiles.data();
+  std::vector<QueryTile> tiles;
   for (std::size_t r = 0; r < requests.size();) {
     const RequestInfo& info = requests[r];
+    const std::size_t alike = count_alike(requests, r);
     const std::int32_t request = first_request + static_cast<std::int32_t>(r);
     const MaskBounds bounds = bounds_of(problem, info);
     const std::int32_t rows = info.qo_len * group;
-    const QueryTile* const begin = next;
     for (std::int32_t row = 0; row < rows; row += tile.rows) {
       const std::int32_t height = std::min(tile.rows, rows - row);
       const RowSpan span{row / group, (row + height - 1) / group};
       const TileRange range =
           touched_tiles(bounds, span, {0, info.kv_len}, tile.keys, problem.mask);
-      *next++ = {request,     row,       height,
-                 range.begin, range.end, diagonal_end(problem, bounds, span, range, tile.keys)};
-    }
-    const QueryTile* const end = next;
-    const auto alike = static_cast<std::int32_t>(count_alike(requests, r));
-    for (std::int32_t i = 1; i < alike; ++i) {
-      for (const QueryTile* one = begin; one < end; ++one, ++next) {
-        *next = *one;
-        next->request = request + i;
-      }
+      tiles.push_back({.request = request,
+                       .row_begin = row,
+                       .rows = height,
+                       .kv_begin = range.begin,
+                       .kv_end = range.end,
+                       .diagonal_end = diagonal_end(problem, bounds, span, range, tile.keys),
+                       .alike = static_cast<std::int32_t>(alike)});
     }
     r += alike;
   }
@@ -202,7 +197,6 @@ class Cutter {
 
 void cut(const SegmentPlan& segment, std::span<const QueryTile> tiles, std::int32_t chunk_tiles,
          WorkList& work) {
-  work.units.reserve(work.units.size() + tiles.size());
   work.requests.reserve(work.requests.size() + segment.requests.size());
   Cutter cutter(segment, chunk_tiles, work);
   std::size_t begin = 0;  // of the request's tiles
@@ -211,9 +205,10 @@ void cut(const SegmentPlan& segment, std::span<const QueryTile> tiles, std::int3
     std::size_t end = begin;
     while (end < tiles.size() && tiles[end].request == request) ++end;
     cutter.cut(segment.requests[r], tiles.subspan(begin, end - begin));
-    const std::size_t alike = count_alike(segment.requests, r);
-    if (alike > 1) cutter.repeat(static_cast<std::int32_t>(alike) - 1);
-    begin += alike * (end - begin);
+    // Requests without queries have no tile to say how many they are.
+    const std::int32_t alike = begin < end ? tiles[begin].alike : 1;
+    if (alike > 1) cutter.repeat(alike - 1);
+    begin = end;
     r += alike;
   }
 }

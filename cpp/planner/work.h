@@ -39,7 +39,9 @@ struct ItemCost {
 };
 ItemCost item_cost(const FamilyTraits& family, std::int32_t tile_n);
 
-// A tile of packed query rows and the KV tiles [kv_begin, kv_end) that its rows touch.
+// A tile of packed query rows and the KV tiles [kv_begin, kv_end) that its rows touch. It stands
+// for those of `alike` requests of the same lengths, of which its own is the first: whole decode
+// batches often are alike.
 struct QueryTile {
   std::int32_t request = 0;
   std::int32_t row_begin = 0;
@@ -47,6 +49,7 @@ struct QueryTile {
   std::int32_t kv_begin = 0;
   std::int32_t kv_end = 0;
   std::int32_t diagonal_end = 0;  // custom masks: the tiles from here on lie behind the diagonal
+  std::int32_t alike = 1;
 
   std::int32_t kv_tiles() const { return kv_end - kv_begin; }
 };
@@ -135,9 +138,9 @@ struct SegmentPlan {
   ItemCost cost;
 };
 
-// Of one KV head. The first says how many the second returns, which takes it as `count`.
+// Of one KV head: those of all requests, and a list of which each may stand for several.
 std::int64_t count_query_tiles(const SegmentPlan& segment);
-std::vector<QueryTile> query_tiles(const SegmentPlan& segment, std::int64_t count);
+std::vector<QueryTile> query_tiles(const SegmentPlan& segment);
 
 // Cuts every query tile into chunks of chunk_tiles KV tiles and appends the segment to `work`. The
 // caller has seen to it that items, partial rows and chunks can be numbered.

@@ -21,11 +21,16 @@ std::string library_path(const std::string& dir, std::string_view suffix) {
 }
 
 // Libraries of another build are refused: their structs may be laid out differently.
-std::string abi_error(const std::string& path, int found) {
-  if (found == kKernelAbiVersion) return "";
+std::string abi_error(const std::string& path, int found, int needed) {
+  if (found == needed) return "";
   return path + " has kernel ABI " + std::to_string(found) + ", this module needs " +
-         std::to_string(kKernelAbiVersion) + ": take both from one build of preflash";
+         std::to_string(needed) + ": take both from one build of preflash";
 }
+
+template <class Table>
+constexpr int kAbiOf = kKernelAbiVersion;
+template <>
+constexpr int kAbiOf<DeviceServices> = kServicesAbiVersion;
 
 template <class Table>
 struct Loaded {
@@ -40,7 +45,7 @@ Loaded<Table> load_table(const std::string& path, const char* symbol) {
   if (found.address == nullptr) return {.error = std::move(found.error)};
   auto get_table = reinterpret_cast<const Table* (*)()>(found.address);
   const Table* table = get_table();
-  std::string error = abi_error(path, table->abi_version);
+  std::string error = abi_error(path, table->abi_version, kAbiOf<Table>);
   if (!error.empty()) return {.error = std::move(error)};
   return {.table = table};
 }

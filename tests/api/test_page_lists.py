@@ -11,6 +11,7 @@ import preflash
 import pytest
 import torch
 from preflash.testing import Case, MaskKind, build, runner
+from test_growth import check_steady
 from test_interrupts import interrupted
 
 # 17000 pages and more; 20 are few enough to travel in the work list.
@@ -163,6 +164,28 @@ def test_threads(target, problems):
         thread.join()
     assert not failures
     problems[3].check(wrapper)
+
+
+def test_no_growth(target):
+    """Over thousands of plans with more and fewer pages, some of them refused."""
+    wrapper = make_wrapper(target)
+    last = torch.ones(1, dtype=torch.int32)
+    qo_indptr = torch.arange(2, dtype=torch.int32)
+    counts = (17_000, 40_000, 16_384, 100, 33_000)
+    lists = [torch.arange(count, dtype=torch.int32) for count in counts]
+    lists[2][5] = -1
+    steps = 0
+
+    def step():
+        nonlocal steps
+        pages = lists[steps % len(lists)]
+        steps += 1
+        try:
+            wrapper.plan(qo_indptr, qo_indptr * len(pages), pages, last, 2, 1, 64, 1)
+        except ValueError:
+            assert pages is lists[2]
+
+    check_steady(step, 2000)
 
 
 def test_interrupted_plans(target, problems):

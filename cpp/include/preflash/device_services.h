@@ -39,8 +39,12 @@ struct ArrayCopy {
   std::size_t bytes = 0;
 };
 
+// Rises with the kernels' ABI, whose params the services take, and by itself where this table alone
+// changes: the forward kernels then need not be compiled again.
+inline constexpr int kServicesAbiVersion = 100 * kKernelAbiVersion + 1;
+
 struct DeviceServices {
-  int abi_version = kKernelAbiVersion;
+  int abi_version = kServicesAbiVersion;
   const char* cuda_version = "";
 
   int (*device_count)() = nullptr;  // 0 where there is no driver or no GPU; never an error
