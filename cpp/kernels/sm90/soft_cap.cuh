@@ -22,10 +22,13 @@ struct SoftCapCurve {
   static constexpr double kInner = -2.0 / (1.0 + 4.0 * kTanhC7 / kTanhC5);
   // The bits that it has while it is <= -2. A NaN that an operation has made lacks the sign.
   static constexpr std::uint32_t kInRange = 0xc0000000u;
+  // `small` lies above every |s| that the inner factor or `test` may take for small, however they
+  // round: what becomes of a score does not depend on whether others beside it are large.
+  static constexpr double kSlack = 1.0 + 0x1p-19;
 
   float c1, c3, c5, c7;
   float exponent;  // of |s|: 2 |logit| / c in base 2
-  float small;     // |s| below which the polynomial holds
+  float small;     // |s| below which anywhere() takes the polynomial
   float unit;
   float test;      // of s: u; NaN where no score may count as small
   float prescale;  // of s: not 1 where powers of the scale would leave the range of float32
@@ -40,7 +43,7 @@ struct SoftCapCurve {
             .c5 = static_cast<float>(kInner),
             .c7 = static_cast<float>(-kTanhC7 * unit * std::pow(u, 7)),
             .exponent = static_cast<float>(kTanhRange * kLog2E * u),
-            .small = static_cast<float>(2.0 / u),
+            .small = static_cast<float>(kSlack * 2.0 / u),
             .unit = static_cast<float>(unit),
             .test = direct ? static_cast<float>(u) : NAN,
             .prescale = direct ? 1.0f : static_cast<float>(scale)};
