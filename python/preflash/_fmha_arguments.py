@@ -221,6 +221,7 @@ def _checked_out(
 ) -> torch.Tensor | None:
     if out is None:
         return None
+    check.forward_only(out=out)  # rows that are converted do not go through a run
     q = operands.q
     wanted = (q.shape[0], q.shape[1], operands.head_dim_vo)
     check.has_shape("out", out, wanted, "[tokens, num_heads, head_dim of v]")

@@ -309,6 +309,17 @@ def test_inputs_that_require_grad_are_refused():
         attention(**inputs.arguments | {"qkv": (q.clone().requires_grad_(), k, v)})
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float8_e4m3fn])
+def test_an_output_that_requires_grad_is_refused(dtype):
+    """One that is converted into, too: autograd would record the copy, or refuse it too late."""
+    inputs = build(dataclasses.replace(SEPARATE, out_dtype=dtype, brings_out=True))
+    leaf = torch.full_like(inputs.arguments["out"].float(), 7.0).to(dtype).requires_grad_()
+    for out in (leaf, leaf.view(leaf.shape)):
+        with pytest.raises(NotImplementedError, match=r"^out requires grad"):
+            attention(**inputs.arguments | {"out": out})
+    assert bool((leaf.detach().float() == 7.0).all())
+
+
 @pytest.mark.gpu
 def test_lengths_on_the_host_cannot_be_captured():
     if not torch.cuda.is_available():
