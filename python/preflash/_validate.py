@@ -164,8 +164,7 @@ def scale(name: str, value: Any) -> float:
                 f"{name} has {value.numel()} elements; must be a float or a one-element tensor"
                 + hint
             )
-        if value.requires_grad:
-            forward_only(**{name: value})
+        not_differentiated(value, what=name)
         value = value.item()
     return real(name, value)
 

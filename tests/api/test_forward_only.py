@@ -144,6 +144,10 @@ def test_a_scale_that_requires_grad(target):
             entry.wrapper.run(*entry.tensors, **{name: scale})
         with torch.no_grad():
             entry.right(entry.wrapper.run(*entry.tensors, **{name: scale}))
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(scale.detach(), torch.tensor(1.0))
+            with pytest.raises(NotImplementedError, match=rf"^{name} has a tangent"):
+                entry.wrapper.run(*entry.tensors, **{name: dual})
 
 
 @pytest.mark.parametrize("name", ["out", "lse"])
