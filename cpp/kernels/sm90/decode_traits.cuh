@@ -18,6 +18,7 @@ struct DecodeTraits {
   static constexpr bool kTransforms = kVariant.arrival == Arrival::kTransformed;
   static_assert(!kTransforms || kProducts == DType::kFloat16, "8 bits widen to float16");
   static constexpr bool kHasMaskBits = false;
+  static constexpr bool kStartsFromBias = false;
   static constexpr int kSegments = 1;
   static constexpr int kColumnParts = 1;
   static_assert(kVariant.mask == Mask::kBounds && kVariant.segments == Segments::kOne);

@@ -10,8 +10,8 @@
 //   3. wait for V(t - 1), issue O += P V(t - 1)
 //   4. arrive at the next warpgroup's order barrier: its products queue up behind these two
 //   5. wait for S, release K(t); mask
-//      (a soft cap and ALiBi come earlier where kTreatsAmid: between the steps of 3; K(t) stays
-//      where a soft cap may have met a large logit)
+//      (a soft cap comes earlier where kTreatsAmid: between the steps of 3; K(t) stays where it
+//      may have met a large logit. ALiBi's biases are what 2 adds to where kStartsFromBias)
 //   6. wait for O, release V(t - 1)
 //   7. softmax: compute P from S
 //   8. store O if V(t - 1) was its item's last tile (before 7 unless kMakesPFirst)
@@ -21,6 +21,8 @@
 //
 // With mask bits a step finds out which tile the next one computes (kept_tiles.cuh). A step whose
 // tile has no weight ends before 7, and the next one has no products of V (weightless_tiles.cuh).
+// ALiBi takes the weight of far tiles: from the first one that may have none on, steps of a loop of
+// their own find out (run_far_steps).
 //
 // A warpgroup skips the tiles that none of its rows touches. After an item whose last tiles it
 // skips (as under a window), the item's last O and the next item's first S run by themselves.
@@ -61,6 +63,7 @@ struct ForwardMainloop {
   SliceReader<Traits> slices;
   std::uint32_t item_phase = 0;
   TilesLeftOut<Traits> weightless;
+  FarTilesOf<Traits> far;  // of the item whose scores come next
   conditional_t<Traits::kCapsRaw, LargeTiles, NoLargeTiles> large_tiles;
   ItemTimer timer;
   // Where mask bits decide which tiles there are.
@@ -112,14 +115,11 @@ struct ForwardMainloop {
   using Coordinates = ScoreCoordinates<Traits>;
   using TileMask = sm90::TileMask<Traits>;
 
-  // Whether a score is more than its dot product before it is masked, and is made so between the
-  // steps of P V. NOTE: factors of heads come first, mask bits take the registers that it needs,
-  // unless a soft cap is made of raw scores, and slices of V are products of their own: those
-  // kernels treat scores once S is accepted.
+  // Whether scores are capped, and are so between the steps of P V. NOTE: factors of heads come
+  // first, mask bits take the registers that it needs, unless a soft cap is made of raw scores, and
+  // slices of V are products of their own: those kernels treat scores once S is accepted.
   static constexpr bool kTreatsAmid =
-      (Traits::kCapsRaw || ((Traits::kVariant.logits != Logits::kPlain ||
-                             Traits::kVariant.position == Position::kAlibi) &&
-                            !Traits::kHasMaskBits)) &&
+      (Traits::kCapsRaw || (Traits::kVariant.logits != Logits::kPlain && !Traits::kHasMaskBits)) &&
       !Traits::kTransforms && !Traits::kSliced;
   // Whether scores are capped before it is known that all of them are small (multiply_and_cap).
   static constexpr bool kSpeculatesOnCap = Traits::kCapsRaw && kTreatsAmid;
@@ -127,9 +127,7 @@ struct ForwardMainloop {
   // for S alone spills for want of them beside mask bits or transformed operands.
   static constexpr bool kTreatsAfterPv =
       Traits::kCapsRaw && (Traits::kTransforms || Traits::kHasMaskBits);
-  // The steps of P V that cover the wait for S and, of ALiBi alone, all of its work.
-  static constexpr int kStepsAhead =
-      Traits::kVariant.logits == Logits::kPlain ? Traits::kTileN / 32 : 2;
+  static constexpr int kStepsAhead = 2;  // steps of P V that cover the wait for S
 
   // A work item as one warpgroup sees it.
   struct Item : ItemOf<Traits::kSegments> {
@@ -257,6 +255,7 @@ struct ForwardMainloop {
     if (prepares_in_first_step(item)) transition = prepare_transition(item);
     products.template wait_qk<0>();
     finish_first_scores(item, mask);
+    put_bias_steps();
     make_first_p(item);
     return transition;
   }
@@ -264,6 +263,7 @@ struct ForwardMainloop {
   // Runs the steps of the item's other tiles.
   __device__ __forceinline__ void run_steps(const Item& item, Transition& transition) {
     if constexpr (Traits::kHasMaskBits) return run_kept_steps(item, transition);
+    if constexpr (Traits::kStartsFromBias) return run_near_and_far_steps(item, transition);
     Tensor tSrQ = products.q(q_read.index());
     int tile = item.own.end - 2;
     for (; tile >= item.own.begin + Traits::kPreparesInLastStep; --tile) {
@@ -283,6 +283,46 @@ struct ForwardMainloop {
       });
     }
   }
+  __device__ __forceinline__ void run_near_and_far_steps(const Item& item, Transition& transition) {
+    Tensor tSrQ = products.q(q_read.index());
+    int last = item.own.begin + Traits::kPreparesInLastStep;
+    int tile = item.own.end - 2;
+    for (;;) {
+      for (; tile >= last && !far.may_hold(tile); --tile) step(tSrQ, item, tile, [] {});
+      if (tile < last) break;
+      tile = run_far_steps(tSrQ, item, tile, transition) - 1;
+    }
+    if (Traits::kPreparesInLastStep && tile >= item.own.begin) {
+      step(tSrQ, item, tile, [&] { transition = prepare_transition(item); });
+    }
+  }
+  // The steps from `tile` on, until one whose tile has weight or is the item's last, which are
+  // computed. Returns that tile.
+  // NOTE: no product is in flight where the branches part or meet: wgmma would be serialized.
+  template <class Q>
+  __device__ __forceinline__ int run_far_steps(const Q& tSrQ, const Item& item, int tile,
+                                               Transition& transition) {
+    const auto prepare_in_last = [&] {
+      if (Traits::kPreparesInLastStep && is_last(item, tile)) transition = prepare_transition(item);
+    };
+    multiply(tSrQ, [] {}, start_products());
+    accept_scores(item, tile);
+    finish_pv();
+    products.first_pv = GMMA::ScaleOut::One;
+    while (!is_last(item, tile) && !far_tile_weighs(item, tile)) {
+      --tile;
+      multiply_qk(tSrQ, prepare_in_last, start_products());
+      accept_scores(item, tile);
+    }
+    far.keep(tile);
+    finish_scores(item, tile);
+    make_p(item, tile);
+    return tile;
+  }
+  __device__ __forceinline__ bool far_tile_weighs(const Item& item, int tile) {
+    return far.weigh(products.rows_of_s(), bias, tile, softmax, segment(item).logits.scale_log2,
+                     warpgroup);
+  }
   template <class Q, class Meanwhile>
   __device__ __forceinline__ void step(const Q& tSrQ, const Item& item, int tile,
                                        const Meanwhile& meanwhile) {
@@ -301,7 +341,7 @@ struct ForwardMainloop {
         meanwhile();
         accept_scores(item, tile);
       } else {
-        multiply(tSrQ, meanwhile);
+        multiply(tSrQ, meanwhile, start_products());
         accept_scores(item, tile);
         if constexpr (kTreatsAfterPv) finish_pv();
       }
@@ -336,6 +376,7 @@ struct ForwardMainloop {
     for (int i = 0; i < next.skipped_first; ++i) skip_v();
     store_o(last, ready);
     timer.start();
+    put_bias_steps();
     if constexpr (!Traits::kMakesPFirst) make_first_p(next);
     return next_transition;
   }
@@ -354,8 +395,9 @@ struct ForwardMainloop {
 
   // Steps 1 to 4; then calls meanwhile() while the products run, and waits for S.
   template <class Q, class Meanwhile>
-  __device__ __forceinline__ void multiply(const Q& tSrQ, const Meanwhile& meanwhile) {
-    issue_qk(tSrQ);
+  __device__ __forceinline__ void multiply(const Q& tSrQ, const Meanwhile& meanwhile,
+                                           GMMA::ScaleOut old_s = GMMA::ScaleOut::Zero) {
+    issue_qk(tSrQ, old_s);
     issue_pv();
     order_barrier_arrive();
     meanwhile();
@@ -363,8 +405,9 @@ struct ForwardMainloop {
   }
   // The same where the tile before has been left out: there is no P V.
   template <class Q, class Meanwhile>
-  __device__ __forceinline__ void multiply_qk(const Q& tSrQ, const Meanwhile& meanwhile) {
-    issue_qk(tSrQ);
+  __device__ __forceinline__ void multiply_qk(const Q& tSrQ, const Meanwhile& meanwhile,
+                                              GMMA::ScaleOut old_s = GMMA::ScaleOut::Zero) {
+    issue_qk(tSrQ, old_s);
     order_barrier_arrive();
     skip_v();
     meanwhile();
@@ -372,7 +415,8 @@ struct ForwardMainloop {
   }
   // The last slice of K stays until S is complete; so do those of V for O.
   template <class Q>
-  __device__ __forceinline__ void issue_qk(const Q& tSrQ) {
+  __device__ __forceinline__ void issue_qk(const Q& tSrQ,
+                                           GMMA::ScaleOut old_s = GMMA::ScaleOut::Zero) {
     if constexpr (Traits::kSliced) {
       products.issue_qk_slice(tSrQ, 0, slices.wait());
 #pragma unroll 1
@@ -383,8 +427,29 @@ struct ForwardMainloop {
       }
     } else {
       wait_for_qk();
-      products.issue_qk(tSrQ, k_read.index());
+      products.issue_qk(tSrQ, k_read.index(), old_s);
     }
+  }
+  // What a tile's products of Q and K are added to: biases, which become S, or nothing.
+  __device__ __forceinline__ GMMA::ScaleOut start_products() {
+    if constexpr (Traits::kStartsFromBias) {
+      bias.start(bias_steps(), products.tSrS);
+      return GMMA::ScaleOut::One;
+    }
+    return GMMA::ScaleOut::Zero;
+  }
+  // Those of the item's other tiles. NOTE: they lie where its O is staged in the end, so O of the
+  // item before has been stored.
+  __device__ __forceinline__ void put_bias_steps() {
+    if constexpr (Traits::kStartsFromBias) {
+      bias.put_steps(bias_steps());
+      __syncwarp();
+    }
+  }
+  __device__ __forceinline__ auto& bias_steps() const {
+    using Steps = typename ScoreBias<Traits>::Steps;
+    static_assert(sizeof(Steps) <= sizeof(smem.o[0]));
+    return reinterpret_cast<Steps&>(smem.o[warp()]);
   }
   __device__ __forceinline__ void issue_pv() {
     if constexpr (Traits::kSliced) {
@@ -516,7 +581,7 @@ struct ForwardMainloop {
   __device__ __forceinline__ void treat_scores(const Item& item) {
     transform_all(item);
     Tensor rows_of_s = products.rows_of_s();
-    bias.add_to(rows_of_s, {0, size<1>(rows_of_s)});
+    if constexpr (!Traits::kStartsFromBias) bias.add_to(rows_of_s, {0, size<1>(rows_of_s)});
   }
   __device__ __forceinline__ void transform_all(const Item& item) {
     Tensor rows_of_s = products.rows_of_s();
@@ -570,6 +635,9 @@ struct ForwardMainloop {
     Coordinates of_item = coordinates(item, item.own.begin);
     bias = ScoreBias<Traits>::of(of_item);
     factors = ScoreFactors<Traits>::of(of_item, smem);
+    if constexpr (Traits::kStartsFromBias) {
+      far = FarTiles<Traits>::of(of_item, bias, warpgroup * kWarpgroupRows);
+    }
   }
   __device__ __forceinline__ TileMask first_mask(const Item& item) const {
     int tile = item.own.end - 1;

@@ -43,13 +43,14 @@ struct ForwardProducts {
     return MmaQk{}.get_slice(thread).partition_fragment_A(sQ)(_, _, _, stage);
   }
 
-  // S = Q K^T
+  // S = Q K^T, or S += Q K^T
   template <class Q>
-  __device__ __forceinline__ void issue_qk(const Q& tSrQ, int k_stage) {
+  __device__ __forceinline__ void issue_qk(const Q& tSrQ, int k_stage,
+                                           GMMA::ScaleOut old_s = GMMA::ScaleOut::Zero) {
     MmaQk mma;
     Tensor sK = make_tensor(make_smem_ptr(smem.k), typename Traits::LayoutK{});  // (n, d, stages)
     Tensor tSrK = mma.get_slice(thread).partition_fragment_B(sK);  // (MMA, MMA_N, MMA_K, stages)
-    multiply_async(mma, tSrQ, tSrK(_, _, _, k_stage), tSrS, GMMA::ScaleOut::Zero);
+    multiply_async(mma, tSrQ, tSrK(_, _, _, k_stage), tSrS, old_s);
   }
   template <int kPending>
   __device__ __forceinline__ void wait_qk() {

@@ -6,6 +6,9 @@
 //               first tile
 //   shift()     what that leaves out of a tile's scores, the same for all of a row
 //   missing()   what both leave out of all of a row's logits: the LSE's concern
+//
+// Where the products start from biases (Traits::kStartsFromBias), put_steps() and start() take the
+// place of add_to() in all tiles but an item's first one.
 #pragma once
 
 #include "kernels/sm90/forward_mask.cuh"
@@ -20,8 +23,13 @@ namespace preflash::sm90 {
 // all of a row's logits, which only the LSE shows (missing()), and lets the keys that matter have
 // small biases even in the last row of a long context.
 //
-// The distance of a key is the constant column_step(), one FMA for each score, and the rest, which
-// is the same for all of a thread's scores of a row: the softmax adds it to their origin.
+// The distance of a key is a constant of its column, one FMA for each score, and the rest, which is
+// the same for all of a thread's scores of a row: the softmax adds it to their origin.
+//
+// Where Traits::kStartsFromBias, not even that FMA is needed. What it adds is the same in every
+// tile, so a tile's products are added to it, in the accumulators. A warp reads it from shared
+// memory, which takes less from the products than FMAs do. It counts from the thread's last column
+// there, the nearest one, so that scores of large weights are added to small numbers.
 //
 // Rounding: distances are exact, as integers, and as floats up to 2^24. The product of slope and
 // distance and the difference to the origin are rounded once each, in the exponents of a whole tile
@@ -31,8 +39,17 @@ template <class Traits>
 struct AlibiBias {
   using Coordinates = ScoreCoordinates<Traits>;
 
+  static constexpr int kColumns = Traits::kTileN / 4;  // of one thread
+  // The biases of columns 2 i and 2 i + 1 in both of a thread's rows, of each of a warp's threads
+  // that have a row in common.
+  static constexpr int kRowThreads = 8;
+  using Steps = float4[kColumns / 2][kRowThreads];
+
+  // The column that the others count from.
+  static constexpr int kOrigin = Traits::kStartsFromBias ? kColumns - 1 : 0;
+
   float coefficient[Coordinates::kRows];
-  int distance[Coordinates::kRows];  // of tile 0 at the thread's first column, from the last key
+  int distance[Coordinates::kRows];  // of tile 0 at the thread's column kOrigin, from the last key
 
   // Each lane computes one of the warp's rows; a quad reads its two from there.
   __device__ __forceinline__ static AlibiBias of(const Coordinates& coordinates) {
@@ -49,21 +66,44 @@ struct AlibiBias {
     for (int r = 0; r < Coordinates::kRows; ++r) {
       int lane = lane_id() / 4 + r * 8;
       bias.coefficient[r] = __shfl_sync(0xffffffffu, slope, lane);
-      bias.distance[r] = Coordinates::first_column() - __shfl_sync(0xffffffffu, last_key, lane);
+      bias.distance[r] = origin_column() - __shfl_sync(0xffffffffu, last_key, lane);
     }
     return bias;
   }
 
+  // Where products start from: what differs among a thread's scores of a row.
+  __device__ __forceinline__ void put_steps(Steps& steps) const {
+    CUTE_UNROLL
+    for (int part = 0; part < kColumns / 2; part += 4) {
+      int i = part + lane_id() % 4;
+      float even = static_cast<float>(i * 8 - kOriginStep);
+      steps[i][lane_id() / 4] = {coefficient[0] * even, coefficient[0] * (even + 1.0f),
+                                 coefficient[1] * even, coefficient[1] * (even + 1.0f)};
+    }
+  }
+  // accumulator: a thread's, in the order of its registers.
+  template <class Accumulator>
+  __device__ __forceinline__ static void start(const Steps& steps, Accumulator& accumulator) {
+    CUTE_UNROLL
+    for (int i = 0; i < kColumns / 2; ++i) {
+      float4 step = steps[i][lane_id() / 4];
+      accumulator(i * 4) = step.x;
+      accumulator(i * 4 + 1) = step.y;
+      accumulator(i * 4 + 2) = step.z;
+      accumulator(i * 4 + 3) = step.w;
+    }
+  }
+
   // Adds what differs among a thread's scores of a row, to the columns of a span: nothing to the
-  // thread's first one.
+  // column kOrigin.
   template <class Scores>
   __device__ __forceinline__ void add_to(Scores&& scores, ColumnSpan span) const {
     CUTE_UNROLL
-    for (int c = 1; c < size<1>(scores); ++c) {
-      if (!span.holds(c)) continue;
+    for (int c = 0; c < size<1>(scores); ++c) {
+      if (c == kOrigin || !span.holds(c)) continue;
       CUTE_UNROLL
       for (int r = 0; r < size<0>(scores); ++r) {
-        float step = Coordinates::column_step(c);
+        float step = Coordinates::column_step(c) - kOriginStep;
         scores(r, c) = fmaf(coefficient[r], step, scores(r, c));
       }
     }
@@ -85,7 +125,7 @@ struct AlibiBias {
     }
   }
 
-  // What add_to() leaves out of a tile's scores.
+  // What is left out of a tile's scores: the bias of column kOrigin.
   __device__ __forceinline__ RowShift shift(int tile) const {
     RowShift shift;
     CUTE_UNROLL
@@ -94,18 +134,35 @@ struct AlibiBias {
     }
     return shift;
   }
+  // A lower bound of the coefficients of an item's rows, the same in all warps.
+  __device__ __forceinline__ float smallest(const Coordinates& coordinates) const {
+    constexpr float kSmallestSlope = 0x1p-8f;  // of all heads, however many there are
+    const HopperSegment& params = coordinates.params;
+    // NOTE: the rows of a warp have all heads of a small group.
+    if (params.group_size > kWarpRows) return kSmallestSlope * params.x_per_logit;
+    // The bits of positive floats have their order.
+    float smallest = fminf(coefficient[0], coefficient[1]);
+    return __uint_as_float(__reduce_min_sync(0xffffffffu, __float_as_uint(smallest)));
+  }
   // What all of a row's logits lack: the bias of its last key, from the row's token, or from key 0
   // beside a maximum.
   __device__ __forceinline__ RowShift missing(const Coordinates& coordinates) const {
     RowShift shift;
     CUTE_UNROLL
     for (int r = 0; r < Coordinates::kRows; ++r) {
-      int last_key = Coordinates::first_column() - distance[r];
+      int last_key = origin_column() - distance[r];
       bool from_token = coordinates.params.lse.form == LseForm::kLogSum;
       int origin = from_token ? coordinates.token(r) : 0;
       shift.row[r] = coefficient[r] * static_cast<float>(last_key - origin);
     }
     return shift;
+  }
+
+ private:
+  static constexpr int kOriginStep = Coordinates::column_step(kOrigin);
+
+  __device__ __forceinline__ static int origin_column() {
+    return Coordinates::first_column() + kOriginStep;
   }
 };
 
