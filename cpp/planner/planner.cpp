@@ -1,10 +1,12 @@
 #include "planner/planner.h"
 
 #include <algorithm>
+#include <numbers>
 #include <stdexcept>
 
 #include "planner/limits.h"
 #include "planner/message.h"
+#include "preflash/alibi.h"
 #include "preflash/mask_classes.h"
 
 namespace preflash {
@@ -40,6 +42,22 @@ std::int64_t full_slots_of(const DeviceFacts& facts, const SegmentKernels& kerne
 std::int32_t asked_chunk(const SegmentProblem& problem, std::int32_t tile_n) {
   if (problem.split.disable) return kUnsplit;
   return ceil_div(std::min(problem.split.fixed_split_size, kMaxRequestLength), tile_n);
+}
+
+// Of each KV head, the last tiles of an item whose keys commonly have weight beside ALiBi, for one
+// of its query heads at least, and the first one, which is always computed.
+std::vector<std::int32_t> near_tiles(const SegmentProblem& problem, const TileExtent& tile) {
+  const std::int32_t group_size = problem.gqa_ratio();
+  const std::int32_t tokens = ceil_div(tile.rows, group_size);
+  std::vector<std::int32_t> result;
+  for (std::int32_t head = 0; head < problem.num_qo_heads; ++head) {
+    const float bits_per_key =
+        alibi_slope(head, problem.num_qo_heads) * std::numbers::log2e_v<float>;
+    const std::int32_t near = ceil_div(tokens + weightless_distance(bits_per_key), tile.keys) + 1;
+    if (head % group_size == 0) result.push_back(0);
+    result.back() = std::max(result.back(), near);
+  }
+  return result;
 }
 
 }  // namespace
@@ -87,6 +105,7 @@ void Planner::read_segment(const SegmentProblem& problem, const ForwardKernel& k
     if (problem.mask == Mask::kCustom) info.mask_begin = problem.mask_indptr[i];
     info.segment = index;
   }
+  if (leaves_far_tiles(kernel.variant)) segment.near_tiles = near_tiles(problem, segment.tile);
   if (problem.mask == Mask::kCustom && kernel.tile_classes == TileClasses::kUsed) {
     count_classes(problem, segment);
   }
@@ -199,9 +218,10 @@ void Planner::schedule(const Problem& problem, const DeviceFacts& facts, std::in
     const auto num_ctas = static_cast<std::int32_t>(std::min(cta_slots, item_capacity_));
     // NOTE: a CUDA graph has a fixed grid.
     const bool graph = problem.segments[0].graph_max_rows > 0;
-    assignment_ =
-        assign(work_, order_,
-               {.num_ctas = num_ctas, .late_cost = graph ? 0 : late_cost_of(work_, num_ctas)});
+    assignment_ = assign(work_, order_,
+                         {.num_ctas = num_ctas,
+                          .late_cost = graph ? 0 : late_cost_of(work_, num_ctas),
+                          .near_tiles = segments_[0].near_tiles});
     sizes_.num_ctas = assignment_.num_ctas();
     sizes_.makespan_kv_tiles = ceil_div(assignment_.makespan, std::int64_t{ItemCost::kTile});
     return;

@@ -44,6 +44,15 @@ constexpr Variant compiled_form(Variant wanted) {
   return wanted;
 }
 
+// Whether a kernel starts products from ALiBi's biases, and leaves out P V of far tiles that they
+// leave no weight. NOTE: biases are added to raw scores, which neither a soft cap nor factors of
+// heads may change afterwards.
+constexpr bool leaves_far_tiles(const Variant& variant) {
+  return variant.family == Family::kSm90 && variant.position == Position::kAlibi &&
+         variant.logits == Logits::kPlain && variant.mask == Mask::kBounds &&
+         variant.arrival == Arrival::kDirect && variant.head_dim_vo <= 256;
+}
+
 struct TileShape {
   int m = 0;       // packed query rows
   int n = 0;       // keys

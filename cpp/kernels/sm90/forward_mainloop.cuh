@@ -636,7 +636,7 @@ struct ForwardMainloop {
     bias = ScoreBias<Traits>::of(of_item);
     factors = ScoreFactors<Traits>::of(of_item, smem);
     if constexpr (Traits::kStartsFromBias) {
-      far = FarTiles<Traits>::of(of_item, bias, warpgroup * kWarpgroupRows);
+      far = FarTiles<Traits>::of(of_item, bias, warpgroup * kWarpgroupRows, item.own.end);
     }
   }
   __device__ __forceinline__ TileMask first_mask(const Item& item) const {

@@ -128,11 +128,9 @@ struct ForwardTraits {
   static constexpr bool kSkipsTiles = !kSliced && !kHasMaskBits && kTileN <= kWarpgroupRows &&
                                       (kConsumers - 1) * kWarpgroupRows <= (kStages - 1) * kTileN;
 
-  // Whether a tile's products of Q and K are added to ALiBi's biases (score_bias.cuh). NOTE: those
-  // are of raw scores, which neither a soft cap nor factors of heads may change afterwards.
-  static constexpr bool kStartsFromBias = kVariant.position == Position::kAlibi &&
-                                          kVariant.logits == Logits::kPlain && !kHasMaskBits &&
-                                          !kTransforms && !kSliced;
+  // Whether a tile's products of Q and K are added to ALiBi's biases (score_bias.cuh).
+  static constexpr bool kStartsFromBias = leaves_far_tiles(kVariant);
+  static_assert(!kStartsFromBias || !(kSliced || kTransforms || kHasMaskBits));
 
   // K and V as they are stored, where they are transformed: a tile of both in 8 bits, or of K alone
   // in 16 bits, whose V needs no transform.

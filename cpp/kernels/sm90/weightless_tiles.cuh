@@ -72,27 +72,24 @@ using TilesLeftOut = conditional_t<Traits::kVariant.sparsity == Sparsity::kSkipp
 
 // Of a kernel with ALiBi: the tiles of an item that are so far from its rows' last keys that their
 // biases leave them no weight, unless their logits are much larger than those of the keys before.
-// What is left out is below 2^-kBits of a row's largest weight so far, each key: 2^20 of them
-// change nothing that float32 shows of a sum. That is found out for each tile, by its scores.
+// That is found out for each tile, by its scores (kWeightlessBits).
 //
 // Far tiles are worth a look only where the next ones are likely to go, too. So the tiles behind
 // one that stays are computed without a look, twice as many as the last time.
 template <class Traits>
 struct FarTiles {
-  static constexpr float kBits = 64.0f;
-  // How much larger than the nearest ones a far tile's logits commonly are, in bits.
-  static constexpr float kSpread = 8.0f;
-
   int end = 0;       // tiles before it are looked at
   int unlooked = 1;  // tiles that are not, behind the next one that stays
 
-  // coordinates: of the warpgroup's item; first_row: the first of its rows, of the item's tile.
+  // coordinates: of the warpgroup's item; first_row: the first of its rows, of the item's tile;
+  // end_tile: the end of the tiles that they touch.
   __device__ __forceinline__ static FarTiles of(const ScoreCoordinates<Traits>& coordinates,
-                                                const AlibiBias<Traits>& bias, int first_row) {
+                                                const AlibiBias<Traits>& bias, int first_row,
+                                                int end_tile) {
     float bits_per_key = bias.smallest(coordinates) * coordinates.params.logits.scale_log2;
-    int distance = static_cast<int>((kBits + kSpread) / bits_per_key) + 1;
     int end_key = coordinates.bounds().end_key(coordinates.packed(first_row).token);
-    return {warp_uniform((end_key - distance) / Traits::kTileN)};
+    int nearest = min(end_key, end_tile * Traits::kTileN);
+    return {warp_uniform((nearest - weightless_distance(bits_per_key)) / Traits::kTileN)};
   }
   __device__ __forceinline__ bool may_hold(int tile) const { return tile < end; }
   // The tile, a far one, is computed.
@@ -114,7 +111,7 @@ struct FarTiles {
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
       float excess = shift.add_to(r, top[r]) - softmax.reference[r];
-      weighs |= !(excess * scale_log2 < -kBits);
+      weighs |= !(excess * scale_log2 < -kWeightlessBits);
     }
     return any_of_warpgroup(weighs, warpgroup);
   }

@@ -127,6 +127,8 @@ void fill_segment(Keywords& given, CaseSegment& out, SegmentProblem& problem) {
   problem.graph_max_rows = given.take("graph_max_rows", 0);
   problem.graph_mask_bytes = given.take("graph_mask_bytes", std::int64_t{0});
   if (given.take("classed", false)) out.kernel.tile_classes = TileClasses::kUsed;
+  out.kernel.variant.position = problem.position;
+  out.kernel.variant.mask = problem.mask;
   out.kernel.tile.m = given.take("tile_m", 128);
   out.kernel.tile.n = given.take("tile_n", 64);
   out.kernel.tile.ctas_per_sm = given.take("ctas_per_sm", 2);
