@@ -255,7 +255,6 @@ struct ForwardMainloop {
     if (prepares_in_first_step(item)) transition = prepare_transition(item);
     products.template wait_qk<0>();
     finish_first_scores(item, mask);
-    put_bias_steps();
     make_first_p(item);
     return transition;
   }
@@ -376,7 +375,6 @@ struct ForwardMainloop {
     for (int i = 0; i < next.skipped_first; ++i) skip_v();
     store_o(last, ready);
     timer.start();
-    put_bias_steps();
     if constexpr (!Traits::kMakesPFirst) make_first_p(next);
     return next_transition;
   }
@@ -433,23 +431,10 @@ struct ForwardMainloop {
   // What a tile's products of Q and K are added to: biases, which become S, or nothing.
   __device__ __forceinline__ GMMA::ScaleOut start_products() {
     if constexpr (Traits::kStartsFromBias) {
-      bias.start(bias_steps(), products.tSrS);
+      bias.start(products.tSrS);
       return GMMA::ScaleOut::One;
     }
     return GMMA::ScaleOut::Zero;
-  }
-  // Those of the item's other tiles. NOTE: they lie where its O is staged in the end, so O of the
-  // item before has been stored.
-  __device__ __forceinline__ void put_bias_steps() {
-    if constexpr (Traits::kStartsFromBias) {
-      bias.put_steps(bias_steps());
-      __syncwarp();
-    }
-  }
-  __device__ __forceinline__ auto& bias_steps() const {
-    using Steps = typename ScoreBias<Traits>::Steps;
-    static_assert(sizeof(Steps) <= sizeof(smem.o[0]));
-    return reinterpret_cast<Steps&>(smem.o[warp()]);
   }
   __device__ __forceinline__ void issue_pv() {
     if constexpr (Traits::kSliced) {
@@ -613,8 +598,16 @@ struct ForwardMainloop {
 
   __device__ __forceinline__ void make_p(const Item& item, int tile) {
     auto rows_of_o = products.rows_of_o();
-    softmax.update(products.rows_of_s(), bias.shift(tile), products.tOrP, rows_of_o,
+    softmax.update(products.rows_of_s(), shift(tile), products.tOrP, rows_of_o,
                    segment(item).logits.scale_log2, segment(item).max_sum);
+  }
+  // Of all tiles but an item's first.
+  __device__ __forceinline__ auto shift(int tile) const {
+    if constexpr (Traits::kStartsFromBias) {
+      return bias.shift_of_started(tile);
+    } else {
+      return bias.shift(tile);
+    }
   }
   __device__ __forceinline__ void make_first_p(const Item& item) {
     softmax.make_first(products.rows_of_s(), bias.shift(first_tile(item)), products.tOrP,

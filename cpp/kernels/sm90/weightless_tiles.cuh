@@ -104,7 +104,7 @@ struct FarTiles {
   __device__ __forceinline__ static bool weigh(const Scores& scores, const AlibiBias<Traits>& bias,
                                                int tile, const SpeculativeSoftmax& softmax,
                                                float scale_log2, int warpgroup) {
-    RowShift shift = bias.shift(tile);
+    RowShift shift = bias.shift_of_started(tile);
     float top[2];
     maxima_or_nan(scores, top);
     bool weighs = false;
