@@ -99,11 +99,11 @@ def growth(step, steps: int) -> tuple[int, int]:
 
 
 def check_steady(step, steps: int) -> None:
-    """Less than one block, or 16 bytes, in ten steps: not what any object takes that is left. Half
-    of it would be noise of the interpreter's own caches in so few steps."""
+    """Less than a block in four steps, and 8 bytes a step: not what any object takes that is left.
+    A fourth of it is noise of the interpreter's and torch's own caches in so few steps."""
     blocks, allocated = growth(step, steps)
-    assert blocks < steps / 10
-    assert allocated < steps * 1.6
+    assert blocks < steps / 4
+    assert allocated < steps * 8
 
 
 @pytest.mark.parametrize("way", ["step", "wrapper_comes_and_goes"])
