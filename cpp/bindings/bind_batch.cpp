@@ -3,6 +3,7 @@
 
 #include <memory>
 #include <span>
+#include <utility>
 
 #include "bindings/bindings.h"
 #include "core/batch.h"
@@ -23,11 +24,9 @@ py::list list_of(std::span<const T> values) {
 
 }  // namespace
 
-std::shared_ptr<PageArray> page_array(const Uploader* uploader, std::int64_t count) {
-  if (uploader == nullptr || !PageMemory::pays_for(count)) return nullptr;
-  if (auto found = uploader->page_memory().find(count)) return found;
+std::shared_ptr<PageArray> make_page_array(const Uploader& uploader, std::int64_t count) {
   py::gil_scoped_release release;
-  return uploader->page_memory().make(count);
+  return uploader.page_memory().make(count);
 }
 
 void bind_batch(py::module_& m) {
@@ -79,8 +78,13 @@ void bind_batch(py::module_& m) {
       .def(
           "set_page_indices",
           [](Batch& batch, Address indices, std::int64_t count, const Uploader* uploader) {
+            std::shared_ptr<PageArray> into;
+            if (uploader != nullptr && PageMemory::pays_for(count)) {
+              into = uploader->page_memory().find(count);
+              if (into == nullptr) into = make_page_array(*uploader, count);
+            }
             return batch.set_page_indices(pointer<const std::int32_t>(indices), count,
-                                          page_array(uploader, count));
+                                          std::move(into));
           },
           py::arg("indices"), py::arg("count"), py::arg("uploader") = nullptr)
       .def("largest_page_of",

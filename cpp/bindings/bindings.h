@@ -34,8 +34,8 @@ PerSegment<T> per_segment(const pybind11::sequence& given, Convert&& convert) {
   return items;
 }
 
-// Where page indices go on the host; null: into ordinary memory.
-std::shared_ptr<PageArray> page_array(const Uploader* uploader, std::int64_t count);
+// New memory for so many page indices. Lets other threads run meanwhile.
+std::shared_ptr<PageArray> make_page_array(const Uploader& uploader, std::int64_t count);
 
 void bind_torch(pybind11::module_& m);
 void bind_batch(pybind11::module_& m);

@@ -101,36 +101,48 @@ std::optional<Indices> elements(const HostArrays& torch, PyObject* value) {
 
 constexpr Py_ssize_t kArguments = 6;
 
+// The largest of the first `used` page indices, which the batch gets; None where they are not
+// usual.
+py::object attach_pages(const HostArrays& torch, PyObject* given, const Uploader* uploader,
+                        Batch& batch) {
+  const std::int32_t used = batch.kv_end();
+  std::optional<Indices> pages = elements(torch, given);
+  if (!pages || used < 0 || used > std::ssize(*pages)) return py::none();
+  std::shared_ptr<PageArray> into;
+  if (uploader != nullptr && PageMemory::pays_for(used)) {
+    into = uploader->page_memory().find(used);
+    if (into == nullptr) {
+      into = make_page_array(*uploader, used);
+      pages = elements(torch, given);  // other threads may have been at it
+      if (!pages || used > std::ssize(*pages)) return py::none();
+    }
+  }
+  return py::int_(batch.set_page_indices(pages->data(), used, std::move(into)));
+}
+
 // (qo_indptr, kv_indptr, last_page_len, page_indices, page_size, uploader): tensors but for the
 // last two, and an uploader or None.
 py::object batch_of(const HostArrays& torch, PyObject* const* given) {
-  std::optional<Indices> arrays[4];
-  for (int i = 0; i < 4; ++i) {
+  std::optional<Indices> arrays[3];
+  for (int i = 0; i < 3; ++i) {
     arrays[i] = elements(torch, given[i]);
     if (!arrays[i]) return py::none();
   }
-  const auto& [qo_indptr, kv_indptr, last_page_len, pages] = arrays;
+  const auto& [qo_indptr, kv_indptr, last_page_len] = arrays;
   const std::size_t size = qo_indptr->size();
   if (size == 0 || size > std::numeric_limits<int>::max() || kv_indptr->size() != size ||
       last_page_len->size() + 1 != size) {
     return py::none();
   }
-  const std::int32_t used = kv_indptr->back();
-  if (used < 0 || used > std::ssize(*pages)) return py::none();
   auto batch =
       std::make_shared<Batch>(BatchArrays{.qo_indptr = qo_indptr->data(),
                                           .kv_indptr = kv_indptr->data(),
                                           .last_page_len = last_page_len->data(),
                                           .num_requests = static_cast<int>(size) - 1,
                                           .page_size = static_cast<int>(PyLong_AsLong(given[4]))});
-  std::shared_ptr<PageArray> into = page_array(py::handle(given[5]).cast<const Uploader*>(), used);
-  if (into != nullptr) {
-    // Other threads may have been here.
-    arrays[3] = elements(torch, given[3]);
-    if (!pages || used > std::ssize(*pages)) return py::none();
-  }
-  const std::int32_t largest = batch->set_page_indices(pages->data(), used, std::move(into));
-  return py::make_tuple(std::move(batch), largest);
+  py::object largest =
+      attach_pages(torch, given[3], py::handle(given[5]).cast<const Uploader*>(), *batch);
+  return py::make_tuple(std::move(batch), std::move(largest));
 }
 
 PyObject* paged_batch(PyObject* self, PyObject* const* given, Py_ssize_t count) {
@@ -152,7 +164,7 @@ PyObject* paged_batch(PyObject* self, PyObject* const* given, Py_ssize_t count) 
 }
 
 PyMethodDef paged_batch_definition = fast_definition(
-    "paged_batch", &paged_batch, "(Batch, its largest page) of usual index arrays, or None.");
+    "paged_batch", &paged_batch, "(Batch, its largest page or None) of usual arrays, or None.");
 
 }  // namespace
 

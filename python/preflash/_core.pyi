@@ -206,10 +206,11 @@ class Batch:
 
 def paged_batches(
     torch: Torch, tensor_type: type, int32: object
-) -> Callable[[Any, Any, Any, Any, int, Uploader | None], tuple[Batch, int] | None]:
+) -> Callable[[Any, Any, Any, Any, int, Uploader | None], tuple[Batch, int | None] | None]:
     """The function (qo_indptr, kv_indptr, last_page_len, page_indices, page_size, uploader) that
-    makes a batch of them, as set_page_indices() does, and finds its largest page. None: they are
-    not all contiguous one-dimensional int32 tensors on the CPU, of numbers that fit each other."""
+    makes a batch of them, as set_page_indices() does, and finds its largest page. None: the first
+    three, or for the largest page the page indices, are not all contiguous one-dimensional int32
+    tensors on the CPU, of numbers that fit each other."""
 
 class Staging(enum.Enum):
     """Whether a pass of its own copies what a kernel would transform for every query tile."""

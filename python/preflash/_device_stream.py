@@ -28,7 +28,7 @@ class DeviceStream:
     """Where a launch runs: a device and its current stream, which is 0 on the CPU."""
 
     # stream() returns the address of the stream that is current when it is called.
-    __slots__ = ("device", "ordinal", "stream")
+    __slots__ = ("_owner", "device", "ordinal", "stream")
 
     def __init__(self, device: torch.device) -> None:
         if device.type not in ("cpu", "cuda"):
@@ -36,6 +36,7 @@ class DeviceStream:
         self.device = device
         self.stream: Callable[[], int]
         self.ordinal = ordinal_of(device)
+        self._owner: torch.cuda.Stream | None = None  # the last one of owner_stream()
         if self.ordinal < 0:
             self.stream = int  # 0
         else:
@@ -51,7 +52,12 @@ class DeviceStream:
 
     def owner_stream(self) -> torch.cuda.Stream | None:
         """The current stream as an object, to tell torch's allocator who uses a tensor."""
-        return torch.cuda.current_stream(self.device) if self.ordinal >= 0 else None
+        if self.ordinal < 0:
+            return None
+        owner = self._owner
+        if owner is None or owner.cuda_stream != self.stream():
+            self._owner = owner = torch.cuda.current_stream(self.device)
+        return owner
 
 
 @functools.cache

@@ -12,7 +12,7 @@ from . import _core
 from . import _validate as check
 from ._arguments import BatchArguments, PagedPlanArguments, RaggedPlanArguments
 
-# The batch of usual arrays, all on the CPU; None: look at them one by one.
+# The batch of usual arrays on the CPU; None: look at them one by one.
 _paged_batch = _core.paged_batches(check.TORCH, torch.Tensor, torch.int32)
 
 # Names of their own for what every plan() asks.
@@ -82,15 +82,17 @@ def _paged(
     uploader: _core.Uploader | None,
 ) -> Lengths:
     page_size = check.integer("page_size", a.page_size, at_least=1)
-    if indices_buf is None:
-        found = _paged_batch(
-            a.qo_indptr, a.paged_kv_indptr, a.paged_kv_last_page_len, a.paged_kv_indices,
-            page_size, uploader,
-        )  # fmt: skip
-        if found is not None:
-            batch, largest = found
-            return Lengths(batch, PageList(a.paged_kv_indices, None, largest))
+    to_upload = a.paged_kv_indices if indices_buf is None else None
+    found = _paged_batch(
+        a.qo_indptr, a.paged_kv_indptr, a.paged_kv_last_page_len, to_upload, page_size, uploader
+    )
+    if found is not None:
+        batch, largest = found
+        if largest is not None:
+            return Lengths(batch, PageList(to_upload, None, largest))
     indices = _index_array("paged_kv_indices", a.paged_kv_indices, device)
+    if found is not None:
+        return Lengths(batch, _attach_page_indices(batch, indices, indices_buf, uploader))
     qo_indptr = _index_array("qo_indptr", a.qo_indptr, device)
     kv_indptr = _index_array("paged_kv_indptr", a.paged_kv_indptr, device)
     last_page_len = _index_array("paged_kv_last_page_len", a.paged_kv_last_page_len, device)

@@ -1,5 +1,6 @@
 """Streams, uploads, syncs, devices: what a CUDA library gets wrong beside the numbers."""
 
+import copy
 import dataclasses
 import gc
 
@@ -18,6 +19,8 @@ CASE = Case(
 SPLIT = dataclasses.replace(CASE, name="split", fixed_split_size=64)
 RAGGED = dataclasses.replace(CASE, name="ragged", page_size=0)
 MASKED = dataclasses.replace(CASE, name="masked", mask=MaskKind.CUSTOM)
+# So many pages that their indices go to the device by themselves.
+LISTED = dataclasses.replace(CASE, name="listed", page_size=1, kv_lens=(9000, 8000, 7, 170))
 
 
 def sleep(milliseconds: int = 50) -> None:
@@ -222,6 +225,39 @@ def test_plans_back_to_back_do_not_overwrite_each_other(backend):
 
 
 @on_every_backend
+def test_long_page_lists_back_to_back(backend):
+    """More of them than the wrapper keeps memory for. Each is uploaded twice, by its plan on a busy
+    stream, and at once by a run with another window on a stream that is not."""
+    cases = [
+        dataclasses.replace(LISTED, qo_lens=(3, 5, 0, 17), kv_lens=(9000 + 900 * i, 8000, 7, 170))
+        for i in range(8)
+    ]
+    made = [build(case, device="cuda", index_device="cpu", seed=i) for i, case in enumerate(cases)]
+    wrapper = runner.make_wrapper(LISTED, backend=backend, device="cuda")
+    expected = []
+    for inputs in made:
+        runner.plan(wrapper, inputs)
+        runner.compare(inputs, *runner.run(wrapper, inputs)).check()
+        expected.append([wrapper.run(inputs.q, inputs.cache, window_left=w) for w in (-1, 500)])
+    torch.cuda.synchronize()
+    busy, other = torch.cuda.Stream(), torch.cuda.Stream()
+    results = []
+    for inputs in made:
+        mine = copy.copy(inputs)
+        mine.indices = inputs.indices.clone()
+        with torch.cuda.stream(busy):
+            sleep(20)
+            runner.plan(wrapper, mine)
+            mine.indices.fill_(-7)
+            whole = wrapper.run(inputs.q, inputs.cache)
+        with torch.cuda.stream(other):
+            results.append([whole, wrapper.run(inputs.q, inputs.cache, window_left=500)])
+    torch.cuda.synchronize()
+    for got, wanted in zip(results, expected, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+
+
+@on_every_backend
 def test_masks_back_to_back(backend):
     cases = [
         Case(
@@ -305,7 +341,7 @@ def test_run_costs_no_sync_with_device_indptr(backend, request):
 
 @on_every_backend
 @pytest.mark.parametrize("non_blocking", [False, True])
-@pytest.mark.parametrize("case", [CASE, SPLIT, MASKED], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [CASE, SPLIT, MASKED, LISTED], ids=lambda case: case.name)
 def test_run_on_another_stream_waits_for_the_upload(backend, case, non_blocking):
     """On the device: the host waits for neither stream, and the caller's arrays may change."""
     inputs = build(case, device="cuda", index_device="cpu")

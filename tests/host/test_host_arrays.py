@@ -85,17 +85,49 @@ UNUSUAL = {
 }
 
 
+def check_no_pages(found):
+    """The lengths alone."""
+    batch, largest = found
+    assert largest is None
+    assert batch.last_page_len == [4, 16]
+    assert batch.page_indices == []
+
+
 @pytest.mark.parametrize("kind", UNUSUAL)
 @pytest.mark.parametrize("name", arrays())
 def test_unusual_arrays_are_left_alone(paged_batch, name, kind):
     given = arrays()
     given[name] = UNUSUAL[kind](given[name])
-    assert paged_batch(*given.values(), 16, None) is None
+    found = paged_batch(*given.values(), 16, None)
+    if name == "page_indices":
+        check_no_pages(found)
+    else:
+        assert found is None
 
 
-def test_an_indptr_that_ends_below_zero_is_left_alone(paged_batch):
+def test_page_indices_of_an_indptr_that_ends_below_zero_are_left_alone(paged_batch):
     given = arrays() | {"kv_indptr": ints(1, 3, -6)}
-    assert paged_batch(*given.values(), 16, None) is None
+    check_no_pages(paged_batch(*given.values(), 16, None))
+
+
+@pytest.mark.parametrize("uploaders", [0, 1])
+def test_many_page_indices(paged_batch, uploaders):
+    """Each batch has its own, whichever memory they are in and whoever had that before."""
+    uploader = _core.Uploader(-1) if uploaders else None
+    one, two = ints(0, 1), ints(7)
+    kept = []
+    for i, count in enumerate((20_000, 30_000, 16_383, 16_384, 70_000, 20_000)):
+        pages = torch.randperm(count, dtype=torch.int32)
+        batch, largest = paged_batch(one, one * count, two, pages, 16, uploader)
+        assert largest == count - 1
+        kept.append((batch, pages.tolist()))
+        pages.fill_(-1)
+        with pytest.raises(ValueError, match="paged_kv_indices holds -1;"):
+            paged_batch(one, one * count, two, pages, 16, uploader)
+        if i % 2:
+            del kept[0]
+        for batch, expected in kept:
+            assert batch.page_indices == expected
 
 
 def test_what_a_mode_raises_is_not_lost(paged_batch):
