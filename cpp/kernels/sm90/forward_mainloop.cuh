@@ -142,13 +142,22 @@ struct ForwardMainloop {
     }
   };
 
+  // What the biases of an item take long to find out.
+  struct RowBiasAhead {
+    typename ScoreBias<Traits>::LaneRow row = {};
+    FarTilesOf<Traits> far = {};
+  };
+  struct NoBiasAhead {};
+  using BiasAhead = conditional_t<Traits::kStartsFromBias, RowBiasAhead, NoBiasAhead>;
+
   // What the step from an item to the next one needs. It is computed while the products of an
   // earlier step run: the item's last step, which is a copy of the loop's body, or its first step
   // in kernels where that copy costs more than it gains.
   struct Transition {
     Item next;
     TileMask next_mask;  // of the next item's first tile
-    RowTarget target;    // of this item's row
+    BiasAhead next_bias;
+    RowTarget target;  // of this item's row
   };
 
   __device__ __forceinline__ static void pad_code() {
@@ -231,6 +240,7 @@ struct ForwardMainloop {
     transition.target = epilogue(item).target_of(warp_row() + lane_id() % kWarpRows);
     transition.next = read_item(item.next_slot());
     transition.next_mask = first_mask(transition.next);
+    transition.next_bias = bias_ahead(transition.next);
     if constexpr (Traits::kTransforms) {
       if (transition.next.any()) query_loader(transition.next).prefetch();
     }
@@ -249,12 +259,13 @@ struct ForwardMainloop {
     wait_for_q(item);
     issue_qk(products.q(q_read.index()));
     order_barrier_arrive();
-    start_scores(item);
+    start_scores(item, bias_ahead(item));
     make_mask(item);
     Transition transition;
     if (prepares_in_first_step(item)) transition = prepare_transition(item);
     products.template wait_qk<0>();
     finish_first_scores(item, mask);
+    put_bias_steps();
     make_first_p(item);
     return transition;
   }
@@ -364,7 +375,7 @@ struct ForwardMainloop {
     Transition next_transition;
     multiply(products.q(q_read.index()), [&] {
       ready = prepare_o(last, transition);
-      start_scores(next);
+      start_scores(next, transition.next_bias);
       make_mask(next);
       if (prepares_in_first_step(next)) next_transition = prepare_transition(next);
     });
@@ -375,6 +386,7 @@ struct ForwardMainloop {
     for (int i = 0; i < next.skipped_first; ++i) skip_v();
     store_o(last, ready);
     timer.start();
+    put_bias_steps();
     if constexpr (!Traits::kMakesPFirst) make_first_p(next);
     return next_transition;
   }
@@ -431,10 +443,23 @@ struct ForwardMainloop {
   // What a tile's products of Q and K are added to: biases, which become S, or nothing.
   __device__ __forceinline__ GMMA::ScaleOut start_products() {
     if constexpr (Traits::kStartsFromBias) {
-      bias.start(products.tSrS);
+      bias.start(bias_steps(), products.tSrS);
       return GMMA::ScaleOut::One;
     }
     return GMMA::ScaleOut::Zero;
+  }
+  // Those of the item's other tiles. NOTE: they lie where its O is staged in the end, so O of the
+  // item before has been stored.
+  __device__ __forceinline__ void put_bias_steps() {
+    if constexpr (Traits::kStartsFromBias) {
+      bias.put_steps(bias_steps());
+      __syncwarp();
+    }
+  }
+  __device__ __forceinline__ auto& bias_steps() const {
+    using Steps = typename ScoreBias<Traits>::Steps;
+    static_assert(sizeof(Steps) <= sizeof(smem.o[0]));
+    return reinterpret_cast<Steps&>(smem.o[warp()]);
   }
   __device__ __forceinline__ void issue_pv() {
     if constexpr (Traits::kSliced) {
@@ -598,16 +623,8 @@ struct ForwardMainloop {
 
   __device__ __forceinline__ void make_p(const Item& item, int tile) {
     auto rows_of_o = products.rows_of_o();
-    softmax.update(products.rows_of_s(), shift(tile), products.tOrP, rows_of_o,
+    softmax.update(products.rows_of_s(), bias.shift(tile), products.tOrP, rows_of_o,
                    segment(item).logits.scale_log2, segment(item).max_sum);
-  }
-  // Of all tiles but an item's first.
-  __device__ __forceinline__ auto shift(int tile) const {
-    if constexpr (Traits::kStartsFromBias) {
-      return bias.shift_of_started(tile);
-    } else {
-      return bias.shift(tile);
-    }
   }
   __device__ __forceinline__ void make_first_p(const Item& item) {
     softmax.make_first(products.rows_of_s(), bias.shift(first_tile(item)), products.tOrP,
@@ -624,13 +641,25 @@ struct ForwardMainloop {
   __device__ __forceinline__ Coordinates coordinates(const Item& item, int tile) const {
     return {segment(item), smem.items[item.slot], warp_row(), tile};
   }
-  __device__ __forceinline__ void start_scores(const Item& item) {
+  __device__ __forceinline__ void start_scores(const Item& item, const BiasAhead& ahead) {
     Coordinates of_item = coordinates(item, item.own.begin);
-    bias = ScoreBias<Traits>::of(of_item);
-    factors = ScoreFactors<Traits>::of(of_item, smem);
     if constexpr (Traits::kStartsFromBias) {
-      far = FarTiles<Traits>::of(of_item, bias, warpgroup * kWarpgroupRows, item.own.end);
+      bias = ScoreBias<Traits>::of(ahead.row);
+      far = ahead.far;
+    } else {
+      bias = ScoreBias<Traits>::of(of_item);
     }
+    factors = ScoreFactors<Traits>::of(of_item, smem);
+  }
+  __device__ __forceinline__ BiasAhead bias_ahead(const Item& item) const {
+    if constexpr (Traits::kStartsFromBias) {
+      if (!item.any()) return {};
+      Coordinates of_item = coordinates(item, item.own.begin);
+      auto row = ScoreBias<Traits>::of_lane(of_item);
+      int first_row = warpgroup * kWarpgroupRows;
+      return {row, FarTiles<Traits>::of(of_item, row, first_row, item.own.end)};
+    }
+    return {};
   }
   __device__ __forceinline__ TileMask first_mask(const Item& item) const {
     int tile = item.own.end - 1;

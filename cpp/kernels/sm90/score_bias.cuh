@@ -23,15 +23,13 @@ namespace preflash::sm90 {
 // all of a row's logits, which only the LSE shows (missing()), and lets the keys that matter have
 // small biases even in the last row of a long context.
 //
-// The distance of a key is the constant column_step(), one FMA for each score, and the rest, which
-// is the same for all of a thread's scores of a row: the softmax adds it to their origin.
+// The distance of a key is a constant of its column, one FMA for each score, and the rest, which is
+// the same for all of a thread's scores of a row: the softmax adds it to their origin.
 //
-// Where Traits::kStartsFromBias, not even that FMA is needed: a tile's products are added to what
-// it would add. FMAs take time from the tensor core, loads of so much from shared memory do as
-// well, but integer additions do not. So biases are made as floats between m and 2 m, m a power of
-// two: neighbouring keys differ by one integer there (Ramp). Scores then hold m as well, which
-// their shift takes out again, and are rounded to 2^-15 to 2^-16 of the bias between neighbouring
-// keys.
+// Where Traits::kStartsFromBias, not even that FMA is needed. What it adds is the same in every
+// tile, so a tile's products are added to it, in the accumulators. A warp reads it from shared
+// memory, which takes less from the products than FMAs do. It counts from the thread's last column
+// there, the nearest one, so that scores of large weights are added to small numbers.
 //
 // Rounding: distances are exact, as integers, and as floats up to 2^24. The product of slope and
 // distance and the difference to the origin are rounded once each, in the exponents of a whole tile
@@ -41,34 +39,24 @@ template <class Traits>
 struct AlibiBias {
   using Coordinates = ScoreCoordinates<Traits>;
 
-  // Biases of a tile's columns as floats of one exponent: base + coefficient * step, by the bits of
-  // one key and of seven. NOTE: ptxas shall not know that these are multiples. A sum of three terms
-  // is no multiply-add, which would run on the pipes of FMAs.
-  struct Ramp {
-    float base = 0.0f;  // a power of two, larger than what is added
-    int one = 0;
-    int seven = 0;
+  static constexpr int kColumns = Traits::kTileN / 4;  // of one thread
+  // The biases of columns 2 i and 2 i + 1 in both of a thread's rows, of each of a warp's threads
+  // that have a row in common.
+  static constexpr int kRowThreads = 8;
+  using Steps = float4[kColumns / 2][kRowThreads];
 
-    __device__ __forceinline__ static Ramp of(float coefficient) {
-      constexpr float kSteps = Traits::kTileN;  // and fewer
-      constexpr std::uint32_t kExponent = 0x7f800000u, kOne = 0x00800000u;
-      std::uint32_t exponent = __float_as_uint(coefficient * kSteps) & kExponent;
-      float base = __uint_as_float(exponent + kOne);
-      int one = __float_as_int(base + coefficient) - __float_as_int(base);
-      return {base, one, 7 * one};
-    }
-    __device__ __forceinline__ Ramp of_lane(int lane) const {
-      return {__shfl_sync(0xffffffffu, base, lane), __shfl_sync(0xffffffffu, one, lane),
-              __shfl_sync(0xffffffffu, seven, lane)};
-    }
-  };
+  // The column that the others count from.
+  static constexpr int kOrigin = Traits::kStartsFromBias ? kColumns - 1 : 0;
 
   float coefficient[Coordinates::kRows];
-  Ramp ramp[Coordinates::kRows];     // where products start from biases
-  int distance[Coordinates::kRows];  // of tile 0 at the thread's first column, from the last key
+  int distance[Coordinates::kRows];  // of tile 0 at the thread's column kOrigin, from the last key
 
   // Each lane computes one of the warp's rows; a quad reads its two from there.
-  __device__ __forceinline__ static AlibiBias of(const Coordinates& coordinates) {
+  struct LaneRow {
+    float coefficient;
+    int last_key;
+  };
+  __device__ __forceinline__ static LaneRow of_lane(const Coordinates& coordinates) {
     const HopperSegment& params = coordinates.params;
     PackedRow packed = coordinates.packed(coordinates.warp_row + lane_id() % kWarpRows);
     int head = query_head(params, coordinates.state.item, packed);
@@ -76,49 +64,55 @@ struct AlibiBias {
     // NOTE: what a custom mask leaves usually ends at the diagonal, too.
     MaskBounds bounds = coordinates.bounds();
     bounds.causal |= Traits::kHasMaskBits;
-    int last_key = bounds.end_key(packed.token) - 1;
-    Ramp ramp = Ramp::of(slope);
+    return {slope, bounds.end_key(packed.token) - 1};
+  }
+  __device__ __forceinline__ static AlibiBias of(const Coordinates& coordinates) {
+    return of(of_lane(coordinates));
+  }
+  __device__ __forceinline__ static AlibiBias of(const LaneRow& row) {
     AlibiBias bias;
     CUTE_UNROLL
     for (int r = 0; r < Coordinates::kRows; ++r) {
       int lane = lane_id() / 4 + r * 8;
-      bias.coefficient[r] = __shfl_sync(0xffffffffu, slope, lane);
-      if constexpr (Traits::kStartsFromBias) bias.ramp[r] = ramp.of_lane(lane);
-      bias.distance[r] = Coordinates::first_column() - __shfl_sync(0xffffffffu, last_key, lane);
+      bias.coefficient[r] = __shfl_sync(0xffffffffu, row.coefficient, lane);
+      bias.distance[r] = origin_column() - __shfl_sync(0xffffffffu, row.last_key, lane);
     }
     return bias;
   }
 
-  // Where products start from: what differs among a thread's scores of a row, and `base`. Of rows
-  // in the order of an accumulator's registers: (2 columns, rows, columns / 2).
-  template <class Accumulator>
-  __device__ __forceinline__ void start(Accumulator& accumulator) const {
+  // Where products start from: what differs among a thread's scores of a row.
+  __device__ __forceinline__ void put_steps(Steps& steps) const {
     CUTE_UNROLL
-    for (int r = 0; r < Coordinates::kRows; ++r) {
-      const auto [base, one, seven] = ramp[r];
-      int even = __float_as_int(base), odd = even + one;
-      CUTE_UNROLL
-      for (int i = 0; i < Traits::kTileN / 8; ++i) {
-        if (i > 0) {
-          even = add(even, seven, one);
-          odd = add(odd, seven, one);
-        }
-        accumulator(i * 4 + r * 2) = __int_as_float(even);
-        accumulator(i * 4 + r * 2 + 1) = __int_as_float(odd);
-      }
+    for (int part = 0; part < kColumns / 2; part += 4) {
+      int i = part + lane_id() % 4;
+      float even = static_cast<float>(i * 8 - kOriginStep);
+      steps[i][lane_id() / 4] = {coefficient[0] * even, coefficient[0] * (even + 1.0f),
+                                 coefficient[1] * even, coefficient[1] * (even + 1.0f)};
+    }
+  }
+  // accumulator: a thread's, in the order of its registers.
+  template <class Accumulator>
+  __device__ __forceinline__ static void start(const Steps& steps, Accumulator& accumulator) {
+    CUTE_UNROLL
+    for (int i = 0; i < kColumns / 2; ++i) {
+      float4 step = steps[i][lane_id() / 4];
+      accumulator(i * 4) = step.x;
+      accumulator(i * 4 + 1) = step.y;
+      accumulator(i * 4 + 2) = step.z;
+      accumulator(i * 4 + 3) = step.w;
     }
   }
 
   // Adds what differs among a thread's scores of a row, to the columns of a span: nothing to the
-  // thread's first one.
+  // column kOrigin.
   template <class Scores>
   __device__ __forceinline__ void add_to(Scores&& scores, ColumnSpan span) const {
     CUTE_UNROLL
-    for (int c = 1; c < size<1>(scores); ++c) {
-      if (!span.holds(c)) continue;
+    for (int c = 0; c < size<1>(scores); ++c) {
+      if (c == kOrigin || !span.holds(c)) continue;
       CUTE_UNROLL
       for (int r = 0; r < size<0>(scores); ++r) {
-        float step = Coordinates::column_step(c);
+        float step = Coordinates::column_step(c) - kOriginStep;
         scores(r, c) = fmaf(coefficient[r], step, scores(r, c));
       }
     }
@@ -140,7 +134,7 @@ struct AlibiBias {
     }
   }
 
-  // What add_to() leaves out of a tile's scores.
+  // What is left out of a tile's scores: the bias of column kOrigin.
   __device__ __forceinline__ RowShift shift(int tile) const {
     RowShift shift;
     CUTE_UNROLL
@@ -149,22 +143,15 @@ struct AlibiBias {
     }
     return shift;
   }
-  // What products that started from biases leave out.
-  __device__ __forceinline__ RowShift shift_of_started(int tile) const {
-    RowShift started = shift(tile);
-    CUTE_UNROLL
-    for (int r = 0; r < Coordinates::kRows; ++r) started.row[r] -= ramp[r].base;
-    return started;
-  }
   // A lower bound of the coefficients of an item's rows, the same in all warps.
-  __device__ __forceinline__ float smallest(const Coordinates& coordinates) const {
+  __device__ __forceinline__ static float smallest(const LaneRow& row,
+                                                   const Coordinates& coordinates) {
     constexpr float kSmallestSlope = 0x1p-8f;  // of all heads, however many there are
     const HopperSegment& params = coordinates.params;
     // NOTE: the rows of a warp have all heads of a small group.
     if (params.group_size > kWarpRows) return kSmallestSlope * params.x_per_logit;
     // The bits of positive floats have their order.
-    float smallest = fminf(coefficient[0], coefficient[1]);
-    return __uint_as_float(__reduce_min_sync(0xffffffffu, __float_as_uint(smallest)));
+    return __uint_as_float(__reduce_min_sync(0xffffffffu, __float_as_uint(row.coefficient)));
   }
   // What all of a row's logits lack: the bias of its last key, from the row's token, or from key 0
   // beside a maximum.
@@ -172,7 +159,7 @@ struct AlibiBias {
     RowShift shift;
     CUTE_UNROLL
     for (int r = 0; r < Coordinates::kRows; ++r) {
-      int last_key = Coordinates::first_column() - distance[r];
+      int last_key = origin_column() - distance[r];
       bool from_token = coordinates.params.lse.form == LseForm::kLogSum;
       int origin = from_token ? coordinates.token(r) : 0;
       shift.row[r] = coefficient[r] * static_cast<float>(last_key - origin);
@@ -181,12 +168,10 @@ struct AlibiBias {
   }
 
  private:
-  __device__ __forceinline__ static int add(int a, int b, int c) {
-    int sum;
-    asm("{ .reg .s32 t; add.s32 t, %1, %2; add.s32 %0, t, %3; }"
-        : "=r"(sum)
-        : "r"(a), "r"(b), "r"(c));
-    return sum;
+  static constexpr int kOriginStep = Coordinates::column_step(kOrigin);
+
+  __device__ __forceinline__ static int origin_column() {
+    return Coordinates::first_column() + kOriginStep;
   }
 };
 
@@ -194,6 +179,7 @@ template <class Traits>
 struct NoBias {
   using Coordinates = ScoreCoordinates<Traits>;
 
+  struct LaneRow {};
   __device__ __forceinline__ static NoBias of(const Coordinates&) { return {}; }
   template <class Scores>
   __device__ __forceinline__ static void add_to(Scores&&, ColumnSpan) {}

@@ -81,12 +81,13 @@ struct FarTiles {
   int end = 0;       // tiles before it are looked at
   int unlooked = 1;  // tiles that are not, behind the next one that stays
 
-  // coordinates: of the warpgroup's item; first_row: the first of its rows, of the item's tile;
-  // end_tile: the end of the tiles that they touch.
+  // coordinates: of the warpgroup's item; row: this lane's; first_row: the first of its rows, of
+  // the item's tile; end_tile: the end of the tiles that they touch.
   __device__ __forceinline__ static FarTiles of(const ScoreCoordinates<Traits>& coordinates,
-                                                const AlibiBias<Traits>& bias, int first_row,
-                                                int end_tile) {
-    float bits_per_key = bias.smallest(coordinates) * coordinates.params.logits.scale_log2;
+                                                const typename AlibiBias<Traits>::LaneRow& row,
+                                                int first_row, int end_tile) {
+    float bits_per_key =
+        AlibiBias<Traits>::smallest(row, coordinates) * coordinates.params.logits.scale_log2;
     int end_key = coordinates.bounds().end_key(coordinates.packed(first_row).token);
     int nearest = min(end_key, end_tile * Traits::kTileN);
     return {warp_uniform((nearest - weightless_distance(bits_per_key)) / Traits::kTileN)};
@@ -104,7 +105,7 @@ struct FarTiles {
   __device__ __forceinline__ static bool weigh(const Scores& scores, const AlibiBias<Traits>& bias,
                                                int tile, const SpeculativeSoftmax& softmax,
                                                float scale_log2, int warpgroup) {
-    RowShift shift = bias.shift_of_started(tile);
+    RowShift shift = bias.shift(tile);
     float top[2];
     maxima_or_nan(scores, top);
     bool weighs = false;
