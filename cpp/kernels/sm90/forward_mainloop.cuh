@@ -330,8 +330,7 @@ struct ForwardMainloop {
     return tile;
   }
   __device__ __forceinline__ bool far_tile_weighs(const Item& item, int tile) {
-    return far.weigh(products.rows_of_s(), bias, tile, softmax, segment(item).logits.scale_log2,
-                     warpgroup);
+    return far.weigh(products.rows_of_s(), coordinates(item, tile), bias, softmax, warpgroup);
   }
   template <class Q, class Meanwhile>
   __device__ __forceinline__ void step(const Q& tSrQ, const Item& item, int tile,

@@ -159,12 +159,11 @@ struct ForwardTraits {
   static constexpr bool kMakesPFirst = kPartVo <= 128;
 
   // Instructions in front of everything that do nothing but move the main loop to a multiple of 128
-  // bytes, where it is 0.4 % faster (measured: docs/dev/experiments.md). How many that takes depends
-  // on the code before it: tests/codegen/test_main_loops.py.
-  static constexpr bool kIsPlain = kVariant.logits == Logits::kPlain &&
-                                   kVariant.position == Position::kNone && !kHasMaskBits &&
-                                   !kTransforms && kSegments == 1 &&
-                                   kVariant.sparsity == Sparsity::kDense;
+  // bytes, where it is 0.4 % faster (measured: docs/dev/experiments.md). How many that takes
+  // depends on the code before it: tests/codegen/test_main_loops.py.
+  static constexpr bool kIsPlain =
+      kVariant.logits == Logits::kPlain && kVariant.position == Position::kNone && !kHasMaskBits &&
+      !kTransforms && kSegments == 1 && kVariant.sparsity == Sparsity::kDense;
   static constexpr int kPadding = kIsPlain && kHeadQk == 128 ? 2 : 0;
 
   // The launch bounds divide the 65536 registers evenly, in multiples of 8; setmaxnreg then moves

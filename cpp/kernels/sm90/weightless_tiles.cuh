@@ -99,20 +99,22 @@ struct FarTiles {
     unlooked *= 2;
   }
 
-  // Whether a tile has weight for any row of the warpgroup. scores: without a mask, which would
-  // only take some away. NOTE: a NaN has.
+  // Whether a tile has weight for any of the request's rows in the warpgroup. scores: without a
+  // mask, which would only take some away. NOTE: a NaN has.
   template <class Scores>
-  __device__ __forceinline__ static bool weigh(const Scores& scores, const AlibiBias<Traits>& bias,
-                                               int tile, const SpeculativeSoftmax& softmax,
-                                               float scale_log2, int warpgroup) {
-    RowShift shift = bias.shift(tile);
+  __device__ __forceinline__ static bool weigh(const Scores& scores,
+                                               const ScoreCoordinates<Traits>& at,
+                                               const AlibiBias<Traits>& bias,
+                                               const SpeculativeSoftmax& softmax, int warpgroup) {
+    RowShift shift = bias.shift(at.tile);
     float top[2];
     maxima_or_nan(scores, top);
     bool weighs = false;
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
       float excess = shift.add_to(r, top[r]) - softmax.reference[r];
-      weighs |= !(excess * scale_log2 < -kWeightlessBits);
+      bool has_none = excess * at.params.logits.scale_log2 < -kWeightlessBits;
+      weighs |= at.row(r) < at.state.num_rows && !has_none;
     }
     return any_of_warpgroup(weighs, warpgroup);
   }
