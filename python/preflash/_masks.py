@@ -77,7 +77,7 @@ def _leading(name: str, mask: torch.Tensor, count: int, meaning: str) -> torch.T
 def check_rows(mask: torch.Tensor | None, rows: tuple[int, int]) -> None:
     """The mask of a single request may come in any shape but that of another matrix: read flat, its
     rows would be wrong."""
-    if isinstance(mask, torch.Tensor) and mask.dim() == 2:
+    if isinstance(mask, torch.Tensor) and check.tensor("custom_mask", mask).dim() == 2:
         check.has_shape(
             "custom_mask",
             mask,

@@ -176,7 +176,7 @@ def single_key(a: SingleArguments) -> tuple:
         a = SingleArguments(*map(check.plain, a))
         window = a.window_left
         if isinstance(window, torch.Tensor) and window.dtype != torch.bool:
-            a = a._replace(window_left=operator.index(window))
+            a = a._replace(window_left=operator.index(check.tensor("window_left", window)))
     return (a, *map(type, a))
 
 

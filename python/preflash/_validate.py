@@ -30,7 +30,7 @@ from ._recording import (  # noqa: F401, all checks go by one name
     traced,
     written,
 )
-from ._spelling import digits_of, kind_of
+from ._spelling import digits_of, kind_of, start_of
 from ._tensor_checks import (  # noqa: F401
     ALIGNMENT,
     address,
@@ -124,6 +124,8 @@ def integer(name: str, value: Any, *, at_least: int, at_most: int = 2**31 - 1) -
     if type(value) is not int:
         if isinstance(value, bool) or (isinstance(value, Tensor) and value.dtype == torch.bool):
             raise TypeError(f"{name} must be an integer; got bool")
+        if isinstance(value, Tensor):
+            tensor(name, value)
         try:
             value = operator.index(value)
         except TypeError:
@@ -318,10 +320,10 @@ def neutral(name: str, value: Any, *values: Any) -> None:
     """An option of other kernels that changes nothing if it is None or one of `values`."""
     if value is None:
         return
-    if isinstance(value, Tensor) or value not in values:
+    if isinstance(value, Tensor) or not any(_equal(value, other) for other in values):
         allowed = " or ".join(repr(v) for v in (None, *values))
         raise NotImplementedError(
-            f"{name}={value!r:.60} is not served by this build; leave it {allowed}"
+            f"{name}={start_of(value)} is not served by this build; leave it {allowed}"
         )
 
 
@@ -340,8 +342,8 @@ def alias(name: str, value: Any, other_name: str, other_value: Any) -> Any:
         return value
     if value is not None and not _equal(value, other_value):
         raise TypeError(
-            f"{name}={value!r} and {other_name}={other_value!r} are two spellings of one argument; "
-            "give one of them"
+            f"{name}={start_of(value)} and {other_name}={start_of(other_value)} are two spellings "
+            "of one argument; give one of them"
         )
     return other_value
 

@@ -108,6 +108,12 @@ def test_quantized(target):
         preflash.packbits(q)
 
 
+def test_a_nested_mask(target):
+    q, k = (torch.zeros(n, 1, 64, dtype=torch.float16, device=target.device) for n in (2, 5))
+    with pytest.raises(TypeError, match="custom_mask is a nested tensor"):
+        preflash.single_prefill_with_kv_cache(q, k, k, custom_mask=nested(torch.ones(2, 5) > 0))
+
+
 @pytest.mark.parametrize(
     "good",
     [

@@ -64,3 +64,35 @@ def test_what_is_no_integer_is_still_refused(target, tensors, pod):
             single(target, tensors, window_left=wrong)
         with pytest.raises(TypeError, match="prefill side: window_left must be an integer"):
             pod(window_left_p=wrong)
+
+
+def without_memory(kind: str, dtype: torch.dtype) -> torch.Tensor:
+    if kind == "meta":
+        return torch.empty(1, dtype=dtype, device="meta")
+    value = torch.zeros(1, dtype=dtype)
+    value.untyped_storage().resize_(0)
+    return value
+
+
+@pytest.mark.parametrize("kind", ["meta", "freed"])
+def test_tensors_without_memory(target, tensors, pod, kind):
+    """An error does not read what it tells of, either."""
+    integer, real = (without_memory(kind, dtype) for dtype in (torch.int32, torch.float32))
+    with pytest.raises(ValueError, match=r"^window_left has no memory"):
+        single(target, tensors, window_left=integer)
+    with pytest.raises(ValueError, match="window_left has no memory"):
+        pod(window_left_p=integer)
+    for name in ("causal", "logits_soft_cap", "kv_layout"):
+        with pytest.raises(
+            TypeError, match=rf"^{name} must be .* got Tensor \(1,\) torch.float32$"
+        ):
+            single(target, tensors, **{name: real})
+    device = target.device
+    wrapper = preflash.BatchPrefillWithRaggedKVCacheWrapper(
+        runner.workspace(device), backend=target.backend
+    )
+    indptr = torch.tensor([0, 3], dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"^num_qo_heads has no memory"):
+        wrapper.plan(indptr, indptr, integer, KV_HEADS, HEAD_DIM)
+    with pytest.raises(NotImplementedError, match=r"^token_pos_in_items_len=.* not served"):
+        wrapper.plan(indptr, indptr, HEADS, KV_HEADS, HEAD_DIM, token_pos_in_items_len=real)
