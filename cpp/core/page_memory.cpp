@@ -10,10 +10,11 @@
 namespace preflash {
 namespace {
 
-// A copy of its own costs 3 us on a GPU machine, and 64 KB more in the work list's no more.
+// A copy of its own costs 3 us on a GPU machine, as much as writing 64 KB once more.
 constexpr std::int64_t kWorthACopy = 16384;
 
-// One that the current plan has, and two whose uploads may be in flight (PlanUploader).
+// Beside the one that the current plan has: those whose uploads may be in flight (PlanUploader has
+// two), and one to write meanwhile.
 constexpr int kArraysKept = 3;
 
 }  // namespace

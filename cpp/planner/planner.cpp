@@ -302,7 +302,66 @@ WorkItem item_of(const WorkUnit& unit, int head) {
           .partial_row = unit.partial_row_of(head)};
 }
 
+// How many heads every unit of the order has, where all have the same ones and none is of a request
+// that another one is of, too: item i is then one of unit i / heads. Else 0.
+std::int32_t heads_of_each(const WorkList& work, std::span<const OrderedUnit> order) {
+  if (work.most_units > 1 || order.empty()) return 0;
+  const OrderedUnit& first = order.front();
+  std::int32_t differ = 0;
+  for (const OrderedUnit& one : order) {
+    differ |= (one.head_begin ^ first.head_begin) | (one.head_end ^ first.head_end);
+  }
+  return differ == 0 ? first.heads() : 0;
+}
+
+// An item of an order in which every unit has so many heads.
+struct ItemPlace {
+  std::int64_t unit;
+  std::int32_t head;
+
+  static ItemPlace of(std::int32_t item, std::int32_t heads) {
+    return {item / heads, item % heads};
+  }
+  void advance(const ItemPlace& by, std::int32_t heads) {
+    unit += by.unit;
+    head += by.head;
+    if (head < heads) return;
+    head -= heads;
+    ++unit;
+  }
+};
+
 }  // namespace
+
+// NOTE: a few lists at a time. All at once are more cache lines than a core has at hand where their
+// memory is one that a GPU has read; one at a time reads units all over the order.
+void Planner::write_lists_in_turns(std::int32_t heads, WorkItem* items) const {
+  constexpr std::int32_t kListsAtOnce = 8;
+  const std::int32_t num_ctas = assignment_.num_ctas();
+  for (std::int32_t begin = 0; begin < num_ctas; begin += kListsAtOnce) {
+    const std::int32_t lists = std::min(kListsAtOnce, num_ctas - begin);
+    // From these CTAs' items in one turn to those in the next one, from the far end and back.
+    const std::int32_t distances[] = {2 * (num_ctas - begin) - lists, 2 * begin + lists};
+    const ItemPlace ahead[] = {ItemPlace::of(distances[0], heads),
+                               ItemPlace::of(distances[1], heads)};
+    ItemPlace first = ItemPlace::of(begin, heads);
+    std::int64_t left = work_.num_items - begin;
+    for (std::int32_t turn = 0; left > 0; ++turn) {
+      const bool back = turn % 2 != 0;
+      const auto count = static_cast<std::int32_t>(std::min<std::int64_t>(lists, left));
+      ItemPlace at = first;
+      for (std::int32_t i = 0; i < count; ++i) {
+        const std::int32_t cta = back ? begin + lists - 1 - i : begin + i;
+        const OrderedUnit& ordered = order_[at.unit];
+        items[assignment_.cta_begin[cta] + turn] =
+            item_of(work_.units[ordered.unit], ordered.head_begin + at.head);
+        at.advance({0, 1}, heads);
+      }
+      first.advance(ahead[turn % 2], heads);
+      left -= distances[turn % 2];
+    }
+  }
+}
 
 void Planner::write_items(WorkItem* items) const {
   std::fill(items + work_.num_items, items + item_capacity_, WorkItem{});
@@ -311,8 +370,12 @@ void Planner::write_items(WorkItem* items) const {
                   [&](const WorkUnit& unit, int head) { *items++ = item_of(unit, head); });
     return;
   }
+  const bool in_turns = assignment_.cta_of_item.empty();
+  if (const std::int32_t heads = in_turns ? heads_of_each(work_, order_) : 0; heads > 0) {
+    return write_lists_in_turns(heads, items);
+  }
   std::vector<std::int32_t> next(assignment_.cta_begin.begin(), assignment_.cta_begin.end() - 1);
-  if (assignment_.cta_of_item.empty()) {
+  if (in_turns) {
     BackAndForth turns(assignment_.num_ctas());
     for_each_item(work_, order_, [&](const WorkUnit& unit, int head) {
       items[next[turns.next()]++] = item_of(unit, head);

@@ -105,6 +105,7 @@ class Planner {
   void count();
   void lay_out(Arena& ints, Arena& floats, PlanLayout& layout) const;
   void write_items(WorkItem* items) const;
+  void write_lists_in_turns(std::int32_t heads, WorkItem* items) const;
   void write_merges(const Segment& segment, const SegmentWork& work, MergeItem* merges) const;
 
   std::vector<RequestInfo> requests_;

@@ -174,6 +174,7 @@ class Cutter {
     work_.num_kv_tiles += heads * kv_tiles_;
     work_.cost += heads * request_.cost;
     work_.longest = std::max(work_.longest, request_.longest);
+    work_.most_units = std::max(work_.most_units, request_.num_units);
     const std::int64_t reused = request_.num_kv_heads * request_.reused_kv_bytes;
     for (std::int32_t i = 0; i < times; ++i) {
       work_.reused_kv_bytes = std::min(work_.reused_kv_bytes + reused, kMostReusedBytes);

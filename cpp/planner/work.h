@@ -122,6 +122,7 @@ struct WorkList {
   std::int64_t cost = 0;             // over all items
   std::int64_t reused_kv_bytes = 0;  // over all requests and heads, at most kMostReusedBytes
   std::int32_t longest = 0;
+  std::int32_t most_units = 0;  // of one request
 
   bool costs_are_equal() const { return cost == num_items * longest; }
 };

@@ -136,28 +136,29 @@ def test_memory_of_the_caller(target, problems):
 
 
 def test_threads(target, problems):
-    """Copies in threads upload one list at once, while others plan."""
+    """Copies with workspaces of their own upload one list at once, while others plan."""
     wrapper = make_wrapper(target)
     problems[0].plan(wrapper)
     problems[3].plan(wrapper)
     failures = []
-    begin = threading.Barrier(6)
+    begin = threading.Barrier(4)
 
     def work(i):
         try:
-            one = copy.copy(wrapper)
+            floats = runner.workspace(target.device)
+            ints = torch.zeros(1 << 21, dtype=torch.uint8, device=target.device)
             begin.wait()
-            for n in range(4):
-                problems[3].check(one)
+            for n in range(2):
                 one = copy.copy(wrapper)
+                one.reset_workspace_buffer(floats, ints)
+                problems[3].check(one)
                 if i % 2:
                     problems[n % 2].plan(one)
                     problems[n % 2].check(one)
-                    one = copy.copy(wrapper)
         except BaseException as error:
             failures.append(error)
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(6)]
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
