@@ -142,22 +142,13 @@ struct ForwardMainloop {
     }
   };
 
-  // What the biases of an item take long to find out.
-  struct RowBiasAhead {
-    typename ScoreBias<Traits>::LaneRow row = {};
-    FarTilesOf<Traits> far = {};
-  };
-  struct NoBiasAhead {};
-  using BiasAhead = conditional_t<Traits::kStartsFromBias, RowBiasAhead, NoBiasAhead>;
-
   // What the step from an item to the next one needs. It is computed while the products of an
   // earlier step run: the item's last step, which is a copy of the loop's body, or its first step
   // in kernels where that copy costs more than it gains.
   struct Transition {
     Item next;
     TileMask next_mask;  // of the next item's first tile
-    BiasAhead next_bias;
-    RowTarget target;  // of this item's row
+    RowTarget target;    // of this item's row
   };
 
   __device__ __forceinline__ static void pad_code() {
@@ -240,7 +231,6 @@ struct ForwardMainloop {
     transition.target = epilogue(item).target_of(warp_row() + lane_id() % kWarpRows);
     transition.next = read_item(item.next_slot());
     transition.next_mask = first_mask(transition.next);
-    transition.next_bias = bias_ahead(transition.next);
     if constexpr (Traits::kTransforms) {
       if (transition.next.any()) query_loader(transition.next).prefetch();
     }
@@ -259,7 +249,7 @@ struct ForwardMainloop {
     wait_for_q(item);
     issue_qk(products.q(q_read.index()));
     order_barrier_arrive();
-    start_scores(item, bias_ahead(item));
+    start_scores(item);
     make_mask(item);
     Transition transition;
     if (prepares_in_first_step(item)) transition = prepare_transition(item);
@@ -298,7 +288,7 @@ struct ForwardMainloop {
     int last = item.own.begin + Traits::kPreparesInLastStep;
     int tile = item.own.end - 2;
     for (;;) {
-      for (; tile >= last && !far.may_hold(tile); --tile) step(tSrQ, item, tile, [] {});
+      for (; tile >= last && !far.begin_at(tile, last); --tile) step(tSrQ, item, tile, [] {});
       if (tile < last) break;
       tile = run_far_steps(tSrQ, item, tile, transition) - 1;
     }
@@ -374,7 +364,7 @@ struct ForwardMainloop {
     Transition next_transition;
     multiply(products.q(q_read.index()), [&] {
       ready = prepare_o(last, transition);
-      start_scores(next, transition.next_bias);
+      start_scores(next);
       make_mask(next);
       if (prepares_in_first_step(next)) next_transition = prepare_transition(next);
     });
@@ -640,25 +630,13 @@ struct ForwardMainloop {
   __device__ __forceinline__ Coordinates coordinates(const Item& item, int tile) const {
     return {segment(item), smem.items[item.slot], warp_row(), tile};
   }
-  __device__ __forceinline__ void start_scores(const Item& item, const BiasAhead& ahead) {
+  __device__ __forceinline__ void start_scores(const Item& item) {
     Coordinates of_item = coordinates(item, item.own.begin);
-    if constexpr (Traits::kStartsFromBias) {
-      bias = ScoreBias<Traits>::of(ahead.row);
-      far = ahead.far;
-    } else {
-      bias = ScoreBias<Traits>::of(of_item);
-    }
+    bias = ScoreBias<Traits>::of(of_item);
     factors = ScoreFactors<Traits>::of(of_item, smem);
-  }
-  __device__ __forceinline__ BiasAhead bias_ahead(const Item& item) const {
     if constexpr (Traits::kStartsFromBias) {
-      if (!item.any()) return {};
-      Coordinates of_item = coordinates(item, item.own.begin);
-      auto row = ScoreBias<Traits>::of_lane(of_item);
-      int first_row = warpgroup * kWarpgroupRows;
-      return {row, FarTiles<Traits>::of(of_item, row, first_row, item.own.end)};
+      far = FarTiles<Traits>::of(of_item, bias, warpgroup * kWarpgroupRows, item.own.end);
     }
-    return {};
   }
   __device__ __forceinline__ TileMask first_mask(const Item& item) const {
     int tile = item.own.end - 1;

@@ -52,11 +52,7 @@ struct AlibiBias {
   int distance[Coordinates::kRows];  // of tile 0 at the thread's column kOrigin, from the last key
 
   // Each lane computes one of the warp's rows; a quad reads its two from there.
-  struct LaneRow {
-    float coefficient;
-    int last_key;
-  };
-  __device__ __forceinline__ static LaneRow of_lane(const Coordinates& coordinates) {
+  __device__ __forceinline__ static AlibiBias of(const Coordinates& coordinates) {
     const HopperSegment& params = coordinates.params;
     PackedRow packed = coordinates.packed(coordinates.warp_row + lane_id() % kWarpRows);
     int head = query_head(params, coordinates.state.item, packed);
@@ -64,18 +60,13 @@ struct AlibiBias {
     // NOTE: what a custom mask leaves usually ends at the diagonal, too.
     MaskBounds bounds = coordinates.bounds();
     bounds.causal |= Traits::kHasMaskBits;
-    return {slope, bounds.end_key(packed.token) - 1};
-  }
-  __device__ __forceinline__ static AlibiBias of(const Coordinates& coordinates) {
-    return of(of_lane(coordinates));
-  }
-  __device__ __forceinline__ static AlibiBias of(const LaneRow& row) {
+    int last_key = bounds.end_key(packed.token) - 1;
     AlibiBias bias;
     CUTE_UNROLL
     for (int r = 0; r < Coordinates::kRows; ++r) {
       int lane = lane_id() / 4 + r * 8;
-      bias.coefficient[r] = __shfl_sync(0xffffffffu, row.coefficient, lane);
-      bias.distance[r] = origin_column() - __shfl_sync(0xffffffffu, row.last_key, lane);
+      bias.coefficient[r] = __shfl_sync(0xffffffffu, slope, lane);
+      bias.distance[r] = origin_column() - __shfl_sync(0xffffffffu, last_key, lane);
     }
     return bias;
   }
@@ -144,14 +135,14 @@ struct AlibiBias {
     return shift;
   }
   // A lower bound of the coefficients of an item's rows, the same in all warps.
-  __device__ __forceinline__ static float smallest(const LaneRow& row,
-                                                   const Coordinates& coordinates) {
+  __device__ __forceinline__ float smallest(const Coordinates& coordinates) const {
     constexpr float kSmallestSlope = 0x1p-8f;  // of all heads, however many there are
     const HopperSegment& params = coordinates.params;
     // NOTE: the rows of a warp have all heads of a small group.
     if (params.group_size > kWarpRows) return kSmallestSlope * params.x_per_logit;
     // The bits of positive floats have their order.
-    return __uint_as_float(__reduce_min_sync(0xffffffffu, __float_as_uint(row.coefficient)));
+    float smallest = fminf(coefficient[0], coefficient[1]);
+    return __uint_as_float(__reduce_min_sync(0xffffffffu, __float_as_uint(smallest)));
   }
   // What all of a row's logits lack: the bias of its last key, from the row's token, or from key 0
   // beside a maximum.
@@ -179,7 +170,6 @@ template <class Traits>
 struct NoBias {
   using Coordinates = ScoreCoordinates<Traits>;
 
-  struct LaneRow {};
   __device__ __forceinline__ static NoBias of(const Coordinates&) { return {}; }
   template <class Scores>
   __device__ __forceinline__ static void add_to(Scores&&, ColumnSpan) {}

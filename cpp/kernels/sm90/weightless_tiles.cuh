@@ -78,21 +78,26 @@ using TilesLeftOut = conditional_t<Traits::kVariant.sparsity == Sparsity::kSkipp
 // one that stays are computed without a look, twice as many as the last time.
 template <class Traits>
 struct FarTiles {
+  // So few tiles gain nothing: the steps that begin and end the loop are longer than others.
+  static constexpr int kFew = 2;
+
   int end = 0;       // tiles before it are looked at
   int unlooked = 1;  // tiles that are not, behind the next one that stays
 
-  // coordinates: of the warpgroup's item; row: this lane's; first_row: the first of its rows, of
-  // the item's tile; end_tile: the end of the tiles that they touch.
+  // coordinates: of the warpgroup's item; first_row: the first of its rows, of the item's tile;
+  // end_tile: the end of the tiles that they touch.
   __device__ __forceinline__ static FarTiles of(const ScoreCoordinates<Traits>& coordinates,
-                                                const typename AlibiBias<Traits>::LaneRow& row,
-                                                int first_row, int end_tile) {
-    float bits_per_key =
-        AlibiBias<Traits>::smallest(row, coordinates) * coordinates.params.logits.scale_log2;
+                                                const AlibiBias<Traits>& bias, int first_row,
+                                                int end_tile) {
+    float bits_per_key = bias.smallest(coordinates) * coordinates.params.logits.scale_log2;
     int end_key = coordinates.bounds().end_key(coordinates.packed(first_row).token);
     int nearest = min(end_key, end_tile * Traits::kTileN);
     return {warp_uniform((nearest - weightless_distance(bits_per_key)) / Traits::kTileN)};
   }
-  __device__ __forceinline__ bool may_hold(int tile) const { return tile < end; }
+  // Whether the item's tiles from `tile` down to `last` are to be looked at.
+  __device__ __forceinline__ bool begin_at(int tile, int last) const {
+    return tile < end && tile >= last + kFew;
+  }
   // The tile, a far one, is computed.
   __device__ __forceinline__ void keep(int tile) {
     end = tile - unlooked;
@@ -144,9 +149,7 @@ struct FarTiles {
 
 // Of kernels that leave out no tiles for their distance.
 template <class Traits>
-struct NoFarTiles {
-  __device__ __forceinline__ static bool may_hold(int) { return false; }
-};
+struct NoFarTiles {};
 
 template <class Traits>
 using FarTilesOf = conditional_t<Traits::kStartsFromBias, FarTiles<Traits>, NoFarTiles<Traits>>;
