@@ -10,8 +10,9 @@
 //   3. wait for V(t - 1), issue O += P V(t - 1)
 //   4. arrive at the next warpgroup's order barrier: its products queue up behind these two
 //   5. wait for S, release K(t); mask
-//      (a soft cap comes earlier where kTreatsAmid: between the steps of 3; K(t) stays where it
-//      may have met a large logit. ALiBi's biases are what 2 adds to where kStartsFromBias)
+//      (a soft cap and ALiBi come earlier where kTreatsAmid: between the steps of 3; K(t) stays
+//      where a soft cap may have met a large logit. ALiBi's biases are what 2 adds to where
+//      kStartsFromBias)
 //   6. wait for O, release V(t - 1)
 //   7. softmax: compute P from S
 //   8. store O if V(t - 1) was its item's last tile (before 7 unless kMakesPFirst)
@@ -115,11 +116,15 @@ struct ForwardMainloop {
   using Coordinates = ScoreCoordinates<Traits>;
   using TileMask = sm90::TileMask<Traits>;
 
-  // Whether scores are capped, and are so between the steps of P V. NOTE: factors of heads come
-  // first, mask bits take the registers that it needs, unless a soft cap is made of raw scores, and
-  // slices of V are products of their own: those kernels treat scores once S is accepted.
+  // Whether scores are more than what products add up to before they are masked, and are made so
+  // between the steps of P V. NOTE: factors of heads come first, mask bits take the registers that
+  // it needs, unless a soft cap is made of raw scores, and slices of V are products of their own:
+  // those kernels treat scores once S is accepted.
+  static constexpr bool kAddsBias =
+      Traits::kVariant.position == Position::kAlibi && !Traits::kStartsFromBias;
   static constexpr bool kTreatsAmid =
-      (Traits::kCapsRaw || (Traits::kVariant.logits != Logits::kPlain && !Traits::kHasMaskBits)) &&
+      (Traits::kCapsRaw ||
+       ((Traits::kVariant.logits != Logits::kPlain || kAddsBias) && !Traits::kHasMaskBits)) &&
       !Traits::kTransforms && !Traits::kSliced;
   // Whether scores are capped before it is known that all of them are small (multiply_and_cap).
   static constexpr bool kSpeculatesOnCap = Traits::kCapsRaw && kTreatsAmid;
@@ -127,7 +132,9 @@ struct ForwardMainloop {
   // for S alone spills for want of them beside mask bits or transformed operands.
   static constexpr bool kTreatsAfterPv =
       Traits::kCapsRaw && (Traits::kTransforms || Traits::kHasMaskBits);
-  static constexpr int kStepsAhead = 2;  // steps of P V that cover the wait for S
+  // The steps of P V that cover the wait for S and, of ALiBi alone, all of its work.
+  static constexpr int kStepsAhead =
+      Traits::kVariant.logits == Logits::kPlain ? Traits::kTileN / 32 : 2;
 
   // A work item as one warpgroup sees it.
   struct Item : ItemOf<Traits::kSegments> {
