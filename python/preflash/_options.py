@@ -177,6 +177,8 @@ def single_key(a: SingleArguments) -> tuple:
         window = a.window_left
         if isinstance(window, torch.Tensor) and window.dtype != torch.bool:
             a = a._replace(window_left=operator.index(check.tensor("window_left", window)))
+        if any(isinstance(value, torch.Tensor) for value in a):
+            raise TypeError("no other option may be a tensor, and comparing keys would read it")
     return (a, *map(type, a))
 
 

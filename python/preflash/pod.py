@@ -317,7 +317,7 @@ class PODWithPagedKVCacheWrapper(PodWrapper):
         try:
             key = _key(given)
             joint = self._joints.find(key, planned)
-        except (AttributeError, RuntimeError, TypeError):
+        except (AttributeError, RuntimeError, TypeError, ValueError):
             pass  # no ordinary tensors, or an option without a hash: the checks say which one it is
         if joint is None:
             with of_side(SIDES[0]):

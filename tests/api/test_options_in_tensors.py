@@ -78,9 +78,10 @@ def without_memory(kind: str, dtype: torch.dtype) -> torch.Tensor:
 def test_tensors_without_memory(target, tensors, pod, kind):
     """An error does not read what it tells of, either."""
     integer, real = (without_memory(kind, dtype) for dtype in (torch.int32, torch.float32))
+    single(target, tensors, logits_soft_cap=2.0, window_left=5, causal=True)  # to compare with
     with pytest.raises(ValueError, match=r"^window_left has no memory"):
         single(target, tensors, window_left=integer)
-    with pytest.raises(ValueError, match="window_left has no memory"):
+    with pytest.raises(ValueError, match=r"^prefill side: window_left has no memory"):
         pod(window_left_p=integer)
     for name in ("causal", "logits_soft_cap", "kv_layout"):
         with pytest.raises(
