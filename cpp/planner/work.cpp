@@ -47,6 +47,7 @@ std::vector<QueryTile> query_tiles(const SegmentPlan& segment) {
   const auto& [problem, requests, first_request, tile, cost] = segment;
   const std::int32_t group = problem.gqa_ratio();
   std::vector<QueryTile> tiles;
+  tiles.reserve(requests.size());
   for (std::size_t r = 0; r < requests.size();) {
     const RequestInfo& info = requests[r];
     const std::size_t alike = count_alike(requests, r);
@@ -198,6 +199,7 @@ class Cutter {
 
 void cut(const SegmentPlan& segment, std::span<const QueryTile> tiles, std::int32_t chunk_tiles,
          WorkList& work) {
+  work.units.reserve(work.units.size() + tiles.size());
   work.requests.reserve(work.requests.size() + segment.requests.size());
   Cutter cutter(segment, chunk_tiles, work);
   std::size_t begin = 0;  // of the request's tiles
