@@ -1,12 +1,10 @@
 #include "planner/planner.h"
 
 #include <algorithm>
-#include <numbers>
 #include <stdexcept>
 
 #include "planner/limits.h"
 #include "planner/message.h"
-#include "preflash/alibi.h"
 #include "preflash/mask_classes.h"
 
 namespace preflash {
@@ -42,22 +40,6 @@ std::int64_t full_slots_of(const DeviceFacts& facts, const SegmentKernels& kerne
 std::int32_t asked_chunk(const SegmentProblem& problem, std::int32_t tile_n) {
   if (problem.split.disable) return kUnsplit;
   return ceil_div(std::min(problem.split.fixed_split_size, kMaxRequestLength), tile_n);
-}
-
-// Of each KV head, the last tiles of an item whose keys commonly have weight beside ALiBi, for one
-// of its query heads at least, and the first one, which is always computed.
-std::vector<std::int32_t> near_tiles(const SegmentProblem& problem, const TileExtent& tile) {
-  const std::int32_t group_size = problem.gqa_ratio();
-  const std::int32_t tokens = ceil_div(tile.rows, group_size);
-  std::vector<std::int32_t> result;
-  for (std::int32_t head = 0; head < problem.num_qo_heads; ++head) {
-    const float bits_per_key =
-        alibi_slope(head, problem.num_qo_heads) * std::numbers::log2e_v<float>;
-    const std::int32_t near = ceil_div(tokens + weightless_distance(bits_per_key), tile.keys) + 1;
-    if (head % group_size == 0) result.push_back(0);
-    result.back() = std::max(result.back(), near);
-  }
-  return result;
 }
 
 }  // namespace

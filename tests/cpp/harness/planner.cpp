@@ -129,6 +129,8 @@ void fill_segment(Keywords& given, CaseSegment& out, SegmentProblem& problem) {
   if (given.take("classed", false)) out.kernel.tile_classes = TileClasses::kUsed;
   out.kernel.variant.position = problem.position;
   out.kernel.variant.mask = problem.mask;
+  out.kernel.variant.head_dim_qk = problem.head_dim_qk;
+  out.kernel.variant.head_dim_vo = problem.head_dim_vo;
   out.kernel.tile.m = given.take("tile_m", 128);
   out.kernel.tile.n = given.take("tile_n", 64);
   out.kernel.tile.ctas_per_sm = given.take("ctas_per_sm", 2);
