@@ -133,8 +133,8 @@ struct TileExtent {
   std::int32_t keys = 0;
 };
 
-// Of each KV head, the last tiles of an item whose keys commonly have weight beside ALiBi, for one
-// of its query heads at least, and the first one, which is always computed.
+// Of each KV head, the last tiles of an item whose keys commonly have weight beside their biases,
+// for one of its query heads at least, and the first one, which is always computed.
 std::vector<std::int32_t> near_tiles(const SegmentProblem& problem, const TileExtent& tile);
 
 // One segment while it is planned. Its requests are numbered from first_request on.

@@ -92,10 +92,10 @@ ALLOWED_SPILLS = [
     AllowedSpill({"family": "sm90", "head_dim": "64"}, 32, _IN_GATHER),
     AllowedSpill(
         {"family": "sm90", "head_dim": "64", "position": "alibi"},
-        220,
+        76,
         _IN_GATHER + "; and words of a consumer between items",
     ),
-    AllowedSpill({"family": "sm90", "head_dim": "128", "position": "alibi"}, 60, _BETWEEN_ITEMS),
+    AllowedSpill({"family": "sm90", "head_dim": "128", "position": "alibi"}, 80, _BETWEEN_ITEMS),
     AllowedSpill(
         {"family": "sm90", "head_dim": "192x128", "position": "alibi"}, 44, _BETWEEN_ITEMS
     ),

@@ -44,11 +44,11 @@ constexpr Variant compiled_form(Variant wanted) {
   return wanted;
 }
 
-// Whether a kernel starts products from ALiBi's biases, and leaves out P V of far tiles that they
-// leave no weight. NOTE: biases are added to raw scores, which neither a soft cap nor factors of
-// heads may change afterwards. Other sizes of heads have not been found to be right with it.
+// Whether a kernel with a bias starts products from it, and leaves out P V of far tiles that it
+// leaves no weight. NOTE: the bias is added to raw scores, which neither a soft cap nor factors of
+// heads may change afterwards. Other head_dims have not been seen to be right with it.
 constexpr bool leaves_far_tiles(const Variant& variant) {
-  return variant.family == Family::kSm90 && variant.position == Position::kAlibi &&
+  return variant.family == Family::kSm90 && variant.position != Position::kNone &&
          variant.logits == Logits::kPlain && variant.mask == Mask::kBounds &&
          variant.arrival == Arrival::kDirect && variant.head_dim_qk == 128;
 }

@@ -10,8 +10,8 @@
 //   3. wait for V(t - 1), issue O += P V(t - 1)
 //   4. arrive at the next warpgroup's order barrier: its products queue up behind these two
 //   5. wait for S, release K(t); mask
-//      (a soft cap and ALiBi come earlier where kTreatsAmid: between the steps of 3; K(t) stays
-//      where a soft cap may have met a large logit. ALiBi's biases are what 2 adds to where
+//      (a soft cap and a bias come earlier where kTreatsAmid: between the steps of 3; K(t) stays
+//      where a soft cap may have met a large logit. A bias is what 2 adds to where
 //      kStartsFromBias)
 //   6. wait for O, release V(t - 1)
 //   7. softmax: compute P from S
@@ -22,8 +22,8 @@
 //
 // With mask bits a step finds out which tile the next one computes (kept_tiles.cuh). A step whose
 // tile has no weight ends before 7, and the next one has no products of V (weightless_tiles.cuh).
-// ALiBi takes the weight of far tiles: from the first one that may have none on, steps of a loop of
-// their own find out (run_far_steps).
+// A bias takes the weight of far tiles: from the first one that may have none on, steps of a loop
+// of their own find out (run_far_steps).
 //
 // A warpgroup skips the tiles that none of its rows touches. After an item whose last tiles it
 // skips (as under a window), the item's last O and the next item's first S run by themselves.
@@ -120,8 +120,7 @@ struct ForwardMainloop {
   // between the steps of P V. NOTE: factors of heads come first, mask bits take the registers that
   // it needs, unless a soft cap is made of raw scores, and slices of V are products of their own:
   // those kernels treat scores once S is accepted.
-  static constexpr bool kAddsBias =
-      Traits::kVariant.position == Position::kAlibi && !Traits::kStartsFromBias;
+  static constexpr bool kAddsBias = ScoreBias<Traits>::kAdds && !Traits::kStartsFromBias;
   static constexpr bool kTreatsAmid =
       (Traits::kCapsRaw ||
        ((Traits::kVariant.logits != Logits::kPlain || kAddsBias) && !Traits::kHasMaskBits)) &&
@@ -132,7 +131,7 @@ struct ForwardMainloop {
   // for S alone spills for want of them beside mask bits or transformed operands.
   static constexpr bool kTreatsAfterPv =
       Traits::kCapsRaw && (Traits::kTransforms || Traits::kHasMaskBits);
-  // The steps of P V that cover the wait for S and, of ALiBi alone, all of its work.
+  // The steps of P V that cover the wait for S and, of a bias alone, all of its work.
   static constexpr int kStepsAhead =
       Traits::kVariant.logits == Logits::kPlain ? Traits::kTileN / 32 : 2;
 

@@ -128,7 +128,7 @@ struct ForwardTraits {
   static constexpr bool kSkipsTiles = !kSliced && !kHasMaskBits && kTileN <= kWarpgroupRows &&
                                       (kConsumers - 1) * kWarpgroupRows <= (kStages - 1) * kTileN;
 
-  // Whether a tile's products of Q and K are added to ALiBi's biases (score_bias.cuh).
+  // Whether a tile's products of Q and K are added to a bias (score_bias.cuh).
   static constexpr bool kStartsFromBias = leaves_far_tiles(kVariant);
   static_assert(!kStartsFromBias || !(kSliced || kTransforms || kHasMaskBits));
 

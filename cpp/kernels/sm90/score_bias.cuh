@@ -38,6 +38,7 @@ namespace preflash::sm90 {
 template <class Traits>
 struct AlibiBias {
   using Coordinates = ScoreCoordinates<Traits>;
+  static constexpr bool kAdds = true;
 
   static constexpr int kColumns = Traits::kTileN / 4;  // of one thread
   // The biases of columns 2 i and 2 i + 1 in both of a thread's rows, of each of a warp's threads
@@ -169,6 +170,7 @@ struct AlibiBias {
 template <class Traits>
 struct NoBias {
   using Coordinates = ScoreCoordinates<Traits>;
+  static constexpr bool kAdds = false;
 
   __device__ __forceinline__ static NoBias of(const Coordinates&) { return {}; }
   template <class Scores>

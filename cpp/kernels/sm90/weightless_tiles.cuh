@@ -1,5 +1,5 @@
 // Tiles that a warpgroup leaves out because they have no weight in any of its rows: where the
-// caller asks for that (running_maxima.cuh), and where ALiBi has taken it from them. Their scores
+// caller asks for that (running_maxima.cuh), and where a bias has taken it from them. Their scores
 // are computed, since nothing else tells, but neither P nor O += P V. All threads of a warpgroup
 // decide together, because its warps share its products.
 //
@@ -70,8 +70,8 @@ template <class Traits>
 using TilesLeftOut = conditional_t<Traits::kVariant.sparsity == Sparsity::kSkipping,
                                    WeightlessTiles<Traits>, EveryTile<Traits>>;
 
-// Of a kernel with ALiBi: the tiles of an item that are so far from its rows' last keys that their
-// biases leave them no weight, unless their logits are much larger than those of the keys before.
+// Of a kernel with a bias: the tiles of an item that are so far from its rows' last keys that it
+// leaves them no weight, unless their logits are much larger than those of the keys before.
 // That is found out for each tile, by its scores (kWeightlessBits).
 //
 // Far tiles are worth a look only where the next ones are likely to go, too. So the tiles behind
@@ -87,7 +87,7 @@ struct FarTiles {
   // coordinates: of the warpgroup's item; first_row: the first of its rows, of the item's tile;
   // end_tile: the end of the tiles that they touch.
   __device__ __forceinline__ static FarTiles of(const ScoreCoordinates<Traits>& coordinates,
-                                                const AlibiBias<Traits>& bias, int first_row,
+                                                const ScoreBias<Traits>& bias, int first_row,
                                                 int end_tile) {
     float bits_per_key = bias.smallest(coordinates) * coordinates.params.logits.scale_log2;
     int end_key = coordinates.bounds().end_key(coordinates.packed(first_row).token);
@@ -109,7 +109,7 @@ struct FarTiles {
   template <class Scores>
   __device__ __forceinline__ static bool weigh(const Scores& scores,
                                                const ScoreCoordinates<Traits>& at,
-                                               const AlibiBias<Traits>& bias,
+                                               const ScoreBias<Traits>& bias,
                                                const SpeculativeSoftmax& softmax, int warpgroup) {
     RowShift shift = bias.shift(at.tile);
     float top[2];
