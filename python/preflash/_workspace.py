@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -39,6 +39,11 @@ def check_apart(**buffers: torch.Tensor) -> None:
             raise ValueError(
                 f"{other_name} shares memory with {name}, which is in use with it; must be apart"
             )
+
+
+def check_levels_apart(name: str, buffers: Sequence[torch.Tensor]) -> None:
+    """The same of one argument's buffers, one for each level of a cascade."""
+    check_apart(**{f"{name}[{i}]": buffer for i, buffer in enumerate(buffers)})
 
 
 _SMALLEST_INT_BUFFER = 64 * 1024

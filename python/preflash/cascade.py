@@ -17,7 +17,7 @@ from . import _core
 from . import _validate as check
 from ._arguments import KvCache
 from ._device_stream import DeviceStream
-from ._workspace import check_apart
+from ._workspace import check_levels_apart
 from .prefill import BatchPrefillWithPagedKVCacheWrapper
 
 __all__ = [
@@ -55,9 +55,7 @@ def merge_state(
     a = _checked(("v_a", v_a), ("s_a", s_a), dims=3)
     b = _checked(("v_b", v_b), ("s_b", s_b), dims=3)
     _check_same("v_b", v_b, "v_a", v_a)
-    merged = _State(
-        torch.empty(v_a.shape, dtype=v_a.dtype, device=v_a.device), torch.empty_like(a.s)
-    )
+    merged = _State(v_a.new_empty(v_a.shape), torch.empty_like(a.s))
     _merge(a, b, merged, None)
     return merged.v, merged.s
 
@@ -231,6 +229,8 @@ class MultiLevelCascadeAttentionWrapper:
             )
             for buffers in zip(*of_levels, strict=True)
         ]
+        if use_cuda_graph:
+            check_levels_apart("paged_kv_indices_buf_arr", paged_kv_indices_buf_arr)
         self._in_step = True  # whether all levels have the plan of one call
 
     def __copy__(self) -> MultiLevelCascadeAttentionWrapper:
@@ -257,7 +257,7 @@ class MultiLevelCascadeAttentionWrapper:
             level._drafted_reset(float_workspace_buffer, int_buffer)
             for level, int_buffer in zip(self._levels, buffers, strict=True)
         ]
-        check_apart(**{f"int_workspace_buffers[{i}]": b for i, b in enumerate(buffers)})
+        check_levels_apart("int_workspace_buffers", buffers)
         for level, draft in zip(self._levels, drafted, strict=True):
             level._reset(draft)
 

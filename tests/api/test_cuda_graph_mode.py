@@ -765,6 +765,9 @@ def test_cascade_levels_have_buffers_of_their_own(target):
     lists = {}
     for name, buffer in paged_buffers(target.device).items():
         lists[f"{name}_arr"] = [buffer, buffer.clone()]
+    shared = {**lists, "paged_kv_indices_buf_arr": lists["paged_kv_indices_buf_arr"][:1] * 2}
+    with pytest.raises(ValueError, match=r"indices_buf_arr\[1\] shares memory with .*_arr\[0\]"):
+        make(2, work, "NHD", True, **shared)
     wrapper = make(2, work, "NHD", True, **lists)
     assert wrapper.is_cuda_graph_enabled is True
     with contextlib.suppress(NotImplementedError):
