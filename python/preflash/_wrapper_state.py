@@ -99,7 +99,9 @@ class State(NamedTuple):
         planned = self.planned
         if planned is None or not (planned.primary.shared or planned.others):
             return self.shared
-        return (*self.shared, *(variant for variant in planned.variants() if variant.shared))
+        # A copied wrapper keeps what it shares by itself.
+        replayed = (v for v in planned.variants() if v.place.captured is not None)
+        return (*self.shared, *replayed)
 
     def captured_so_far(self) -> Mapping[_core.AttentionOptions, Place]:
         variants = () if self.planned is None else self.planned.variants()

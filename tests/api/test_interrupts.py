@@ -3,8 +3,10 @@
 import copy
 import dataclasses
 import functools
+import gc
 import pickle
 import sys
+import weakref
 
 import pytest
 import torch
@@ -204,6 +206,21 @@ def test_a_copy_plans_for_itself(target):
     runner.plan(wrapper, other)
     runner.plan(wrapper, inputs)
     runner.compare(other, *runner.run(twin, other)).check()
+
+
+def test_a_plan_that_was_copied_ends_with_its_copies(target):
+    inputs = build(OLD, device=target.device)
+    wrapper = runner.make_wrapper(OLD, backend=target.backend, device=target.device)
+    runner.plan(wrapper, inputs)
+    planned = weakref.ref(wrapper._state.planned.primary)
+    twin = copy.copy(wrapper)
+    runner.plan(wrapper, inputs)
+    gc.collect()
+    assert planned() is not None
+    runner.compare(inputs, *runner.run(twin, inputs)).check()
+    runner.plan(twin, inputs)
+    gc.collect()
+    assert planned() is None
 
 
 def test_copies_that_cannot_be_are_refused(target):
