@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 import gc
 
 import preflash
@@ -74,58 +75,59 @@ def test_a_request_does_not_see_its_company(backend, policy):
         begin += qo_len
 
 
-@on_every_backend
-def test_a_soft_cap_does_not_see_the_next_request(backend):
-    """Below 7/16 of the cap it is a polynomial, of whole tiles where no logit is larger. A logit at
-    that border, to the last bits, is capped in one way beside any others."""
-    tokens, keys, cap, score = 100, 300, 50.0, 64.0
-    q = torch.zeros(2 * tokens, 1, 64, dtype=torch.float16, device="cuda")
-    k = torch.zeros(2 * keys, 1, 64, dtype=torch.float16, device="cuda")
-    q[:tokens, :, 0], q[tokens:, :, 0], k[0, :, 0] = 1.0, 100.0, score
-    v = torch.randn_like(k)
-    scale = torch.tensor(0.4375 * cap / score)
-    scales = [float(scale * (1.0 + step * 2.0**-24)) for step in range(-8, 24)]
-    results = []
-    for batch_size in (1, 2):
+def alone_and_followed(backend, q, k, v, **options):
+    """Whether the first half of q, k and v is the whole batch, or its first request of two: the
+    number of its tokens, and for either a function that runs it."""
+    tokens, keys = len(q) // 2, len(k) // 2
+
+    def planned(batch_size):
         wrapper = preflash.BatchPrefillWithRaggedKVCacheWrapper(
             runner.workspace("cuda", 1 << 20), backend=backend
         )
         indptr = torch.arange(batch_size + 1, dtype=torch.int32)
         wrapper.plan(
-            indptr * tokens, indptr * keys, 1, 1, 64, logits_soft_cap=cap, sm_scale=1.0,
-            q_data_type=q.dtype, disable_split_kv=True,
+            indptr * tokens, indptr * keys, q.shape[1], k.shape[1], q.shape[2], sm_scale=1.0,
+            q_data_type=q.dtype, disable_split_kv=True, **options,
         )  # fmt: skip
         own = (q[: batch_size * tokens], k[: batch_size * keys], v[: batch_size * keys])
-        results.append([wrapper.run(*own, q_scale=s, return_lse=True) for s in scales])
-    for (alone, alone_lse), (out, lse) in zip(*results, strict=True):
-        assert torch.equal(alone, out[:tokens])
-        assert torch.equal(alone_lse, lse[:tokens])
+        return functools.partial(wrapper.run, *own, return_lse=True)
+
+    return tokens, planned(1), planned(2)
+
+
+def check_same_bits(tokens, alone, followed):
+    for expected, got in zip(alone, followed, strict=True):
+        assert torch.equal(expected, got[:tokens])
+
+
+@on_every_backend
+def test_a_soft_cap_does_not_see_the_next_request(backend):
+    """Below 7/16 of the cap it is a polynomial, of whole tiles where no logit is larger. A logit at
+    that border, to the last bits, is capped in one way beside any others."""
+    half, cap, score = 100, 50.0, 64.0
+    q = torch.zeros(2 * half, 1, 64, dtype=torch.float16, device="cuda")
+    k = torch.zeros(600, 1, 64, dtype=torch.float16, device="cuda")
+    q[:half, :, 0], q[half:, :, 0], k[0, :, 0] = 1.0, 100.0, score
+    scale = torch.tensor(0.4375 * cap / score)
+    tokens, alone, followed = alone_and_followed(
+        backend, q, k, torch.randn_like(k), logits_soft_cap=cap
+    )
+    for step in range(-8, 24):
+        q_scale = float(scale * (1.0 + step * 2.0**-24))
+        check_same_bits(tokens, alone(q_scale=q_scale), followed(q_scale=q_scale))
 
 
 @on_every_backend
 def test_a_bias_does_not_see_the_next_request(backend):
     """ALiBi leaves far keys a weight that only shows where V of the others is 0, however large the
     next request's products with those keys are."""
-    tokens, keys, heads = 100, 600, 8
-    q = torch.zeros(2 * tokens, heads, 128, dtype=torch.bfloat16, device="cuda")
+    half, keys, heads = 100, 600, 8
+    q = torch.zeros(2 * half, heads, 128, dtype=torch.bfloat16, device="cuda")
     k = torch.zeros(2 * keys, heads, 128, dtype=torch.bfloat16, device="cuda")
     v = torch.zeros_like(k)
-    q[tokens:, :, 0], k[: keys // 2, :, 0], v[: keys * 2 // 3] = 100.0, 64.0, 1.0
-    results = []
-    for batch_size in (1, 2):
-        wrapper = preflash.BatchPrefillWithRaggedKVCacheWrapper(
-            runner.workspace("cuda", 1 << 20), backend=backend
-        )
-        indptr = torch.arange(batch_size + 1, dtype=torch.int32)
-        wrapper.plan(
-            indptr * tokens, indptr * keys, heads, heads, 128, pos_encoding_mode="ALIBI",
-            sm_scale=1.0, q_data_type=q.dtype, disable_split_kv=True,
-        )  # fmt: skip
-        own = (q[: batch_size * tokens], k[: batch_size * keys], v[: batch_size * keys])
-        results.append(wrapper.run(*own, return_lse=True))
-    (alone, alone_lse), (out, lse) = results
-    assert torch.equal(alone, out[:tokens])
-    assert torch.equal(alone_lse, lse[:tokens])
+    q[half:, :, 0], k[: keys // 2, :, 0], v[: keys * 2 // 3] = 100.0, 64.0, 1.0
+    tokens, alone, followed = alone_and_followed(backend, q, k, v, pos_encoding_mode="ALIBI")
+    check_same_bits(tokens, alone(), followed())
 
 
 @on_every_backend
