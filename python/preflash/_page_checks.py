@@ -15,6 +15,11 @@ def may_be_read(array: torch.Tensor) -> bool:
     return array.is_cpu or debugging()
 
 
+def _first(wrong: torch.Tensor) -> int | None:
+    """Where a mask is first true."""
+    return int(wrong.to(torch.uint8).argmax()) if bool(wrong.any()) else None
+
+
 def _rising(name: str, indptr: torch.Tensor) -> torch.Tensor:
     """The steps of an indptr, none of which falls."""
     steps = indptr.diff()
@@ -28,9 +33,8 @@ def _rising(name: str, indptr: torch.Tensor) -> torch.Tensor:
 
 def appended(append_indptr: torch.Tensor, seq_lens: torch.Tensor) -> None:
     appended = _rising("append_indptr", append_indptr)
-    wrong = (seq_lens < appended) | (seq_lens > _INT32_MAX)
-    if bool(wrong.any()):
-        request = int(wrong.to(torch.uint8).argmax())
+    request = _first((seq_lens < appended) | (seq_lens > _INT32_MAX))
+    if request is not None:
         raise ValueError(
             f"seq_lens[{request}] = {int(seq_lens[request])}: must be at least the "
             f"{int(appended[request])} tokens that are appended to the request, because it is the "
@@ -40,9 +44,8 @@ def appended(append_indptr: torch.Tensor, seq_lens: torch.Tensor) -> None:
 
 def page_table(indptr: torch.Tensor, last_page_len: torch.Tensor, page_size: int) -> None:
     pages = _rising("kv_indptr", indptr)
-    wrong = (pages > 0) & ((last_page_len < 1) | (last_page_len > page_size))
-    if bool(wrong.any()):
-        request = int(wrong.to(torch.uint8).argmax())
+    request = _first((pages > 0) & ((last_page_len < 1) | (last_page_len > page_size)))
+    if request is not None:
         raise ValueError(
             f"kv_last_page_len[{request}] = {int(last_page_len[request])}: must be in "
             f"[1, page_size] = [1, {page_size}]"
@@ -114,9 +117,8 @@ def places(batch_indices: torch.Tensor, positions: torch.Tensor, lengths: torch.
             f"batch_indices holds {int(request.max())}; the page table has {lengths.numel()} "
             "requests"
         )
-    wrong = (position < 0) | (position >= lengths[request])
-    if bool(wrong.any()):
-        at = int(wrong.to(torch.uint8).argmax())
+    at = _first((position < 0) | (position >= lengths[request]))
+    if at is not None:
         raise ValueError(
             f"positions: {int(position[at])} for request {int(request[at])}, whose pages hold "
             f"{int(lengths[request[at]])} tokens; the page table must have room for what is "
