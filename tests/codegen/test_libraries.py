@@ -95,7 +95,7 @@ ALLOWED_SPILLS = [
         76,
         _IN_GATHER + "; and words of a consumer between items",
     ),
-    AllowedSpill({"family": "sm90", "head_dim": "128", "position": "alibi"}, 80, _BETWEEN_ITEMS),
+    AllowedSpill({"family": "sm90", "head_dim": "128", "position": "alibi"}, 52, _BETWEEN_ITEMS),
     AllowedSpill(
         {"family": "sm90", "head_dim": "192x128", "position": "alibi"}, 44, _BETWEEN_ITEMS
     ),

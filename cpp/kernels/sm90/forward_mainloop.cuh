@@ -32,8 +32,8 @@
 // there are no order barriers (1, 4) and no skipped tiles.
 //
 // NOTE: longer than other files, because whole tiles, slices, tiles that mask bits leave, tiles
-// left out for their weight and items of two segments are one loop: they differ in single lines of
-// its steps.
+// left out for their weight or their distance and items of two segments are one loop: they differ
+// in single lines of its steps.
 #pragma once
 
 #include "kernels/sm90/forward_epilogue.cuh"
