@@ -236,6 +236,40 @@ def test_negative_scales_in_many_items(backend, dims, page_size):
 # --- logits that jump ------------------------------------------------------------
 
 
+@on_every_backend
+@pytest.mark.parametrize("cap", [0.01, 10.0, 30.0, 50.0, 1000.0, 2e4, 1e30])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_soft_caps_of_small_and_large_logits(backend, head_dim, cap):
+    """From tiles whose logits a polynomial caps to tiles full of others, of rows that are large
+    throughout and of single keys: the outputs' rounding and the LSE's own tell how well."""
+    dtype = torch.bfloat16 if head_dim == 256 else torch.float16
+    torch.manual_seed(head_dim)
+    keys, tokens, heads = 1200, 150, 2
+    k = torch.randn(keys, heads, head_dim, device="cuda")
+    v = torch.randn(keys, heads, head_dim, device="cuda")
+    k[5::97] *= 4.0
+    for deviation in (0.01, 0.05, 0.1, 0.2, 0.4, 1.0, 10.0):  # of the logits, in caps
+        q = torch.randn(tokens, heads, head_dim, device="cuda")
+        q *= min(deviation * min(cap, 50.0), 100.0)
+        q[::9] *= 3.0
+        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+        out, lse = preflash.single_prefill_with_kv_cache(
+            q, k, v, causal=True, logits_soft_cap=cap, return_lse=True, backend=backend
+        )
+        logits = torch.einsum("qhd,khd->hqk", q.double(), k.double()) / math.sqrt(head_dim)
+        logits = cap * torch.tanh(logits / cap)
+        kept = torch.ones(tokens, keys, device="cuda").tril(keys - tokens) > 0
+        logits = logits.masked_fill(~kept, -math.inf)
+        weights = torch.softmax(logits, -1)
+        expected = torch.einsum("hqk,khd->qhd", weights, v.double())
+        spread = torch.einsum("hqk,khd->qhd", weights, v.double().abs())
+        eps = torch.finfo(dtype).eps
+        assert ((out.double() - expected).abs() <= 1.5 * eps * spread + 1e-4).all()
+        error = (lse.double() * math.log(2) - torch.logsumexp(logits, -1).T).abs()
+        largest = logits[:, kept].abs().max().item()
+        assert error.max() <= 2e-4 + 4e-6 * largest
+
+
 def key_rows(inputs, request):
     """Where K holds the keys of a request: an index of the pool or of the ragged tensor, NHD."""
     kv_lens, page_size = inputs.case.kv_lens, inputs.case.page_size

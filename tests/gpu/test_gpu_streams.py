@@ -101,18 +101,20 @@ def check_same_bits(tokens, alone, followed):
 
 
 @on_every_backend
-def test_a_soft_cap_does_not_see_the_next_request(backend):
-    """Below 7/16 of the cap it is a polynomial, of whole tiles where no logit is larger. A logit at
-    that border, to the last bits, is capped in one way beside any others."""
+@pytest.mark.parametrize("fraction", [0.01, 0.1644, 0.3821, 0.4375, 0.9])
+def test_a_soft_cap_does_not_see_the_next_request(backend, fraction):
+    """The next request's logits are a hundred times as large. Where a cap's polynomials end (at
+    0.1644 and 0.3821 of 50 on fa3, at 7/16 on fa2), a logit is capped in one way beside any others,
+    to the last bits."""
     half, cap, score = 100, 50.0, 64.0
     q = torch.zeros(2 * half, 1, 64, dtype=torch.float16, device="cuda")
     k = torch.zeros(600, 1, 64, dtype=torch.float16, device="cuda")
-    q[:half, :, 0], q[half:, :, 0], k[0, :, 0] = 1.0, 100.0, score
-    scale = torch.tensor(0.4375 * cap / score)
+    q[:half, :, 0], q[half:, :, 0], k[:300:7, :, 0] = 1.0, 100.0, score
+    scale = torch.tensor(fraction * cap / score)
     tokens, alone, followed = alone_and_followed(
         backend, q, k, torch.randn_like(k), logits_soft_cap=cap
     )
-    for step in range(-8, 24):
+    for step in (-1e5, -1e3, *range(-8, 24), 1e3, 1e5):
         q_scale = float(scale * (1.0 + step * 2.0**-24))
         check_same_bits(tokens, alone(q_scale=q_scale), followed(q_scale=q_scale))
 

@@ -10,11 +10,10 @@
 //   3. wait for V(t - 1), issue O += P V(t - 1)
 //   4. arrive at the next warpgroup's order barrier: its products queue up behind these two
 //   5. wait for S, release K(t); mask
-//      (a soft cap and a bias come earlier where kTreatsAmid: between the steps of 3; K(t) stays
-//      where a soft cap may have met a large logit. A bias is what 2 adds to where
+//      (a bias comes earlier where kTreatsAmid: between the steps of 3. It is what 2 adds to where
 //      kStartsFromBias)
 //   6. wait for O, release V(t - 1)
-//   7. softmax: compute P from S
+//   7. softmax: compute P from S, and a soft cap with it where S has no mask
 //   8. store O if V(t - 1) was its item's last tile (before 7 unless kMakesPFirst)
 // Steps 5 to 8 overlap with the products of the other warpgroups. The transition from one item to
 // the next needs more: its LSE and normalizing factors are computed between 4 and 5 of the
@@ -36,13 +35,13 @@
 // in single lines of its steps.
 #pragma once
 
+#include "kernels/sm90/capped_tile.cuh"
 #include "kernels/sm90/forward_epilogue.cuh"
 #include "kernels/sm90/forward_mask.cuh"
 #include "kernels/sm90/forward_products.cuh"
 #include "kernels/sm90/kept_tiles.cuh"
 #include "kernels/sm90/load_query.cuh"
 #include "kernels/sm90/slice_ring.cuh"
-#include "kernels/sm90/soft_cap.cuh"
 #include "kernels/sm90/speculative_softmax.cuh"
 #include "kernels/sm90/weightless_tiles.cuh"
 
@@ -65,7 +64,8 @@ struct ForwardMainloop {
   std::uint32_t item_phase = 0;
   TilesLeftOut<Traits> weightless;
   FarTilesOf<Traits> far;  // of the item whose scores come next
-  conditional_t<Traits::kCapsRaw, LargeTiles, NoLargeTiles> large_tiles;
+  conditional_t<Traits::kCapsInExponents, CapRange, NoCapRange>
+      cap_range;  // that the last tile needed
   ItemTimer timer;
   // Where mask bits decide which tiles there are.
   conditional_t<Traits::kHasMaskBits, KeptTileConsumer<Traits>, NoKeptTiles> kept = {};
@@ -77,9 +77,7 @@ struct ForwardMainloop {
         warpgroup(warpgroup),
         thread(thread),
         products(smem, warpgroup, thread),
-        slices(params.segments[0], smem) {
-    large_tiles.begin(params.segments[0]);
-  }
+        slices(params.segments[0], smem) {}
 
   __device__ __forceinline__ void run() {
     pad_code();
@@ -116,24 +114,17 @@ struct ForwardMainloop {
   using Coordinates = ScoreCoordinates<Traits>;
   using TileMask = sm90::TileMask<Traits>;
 
-  // Whether scores are more than what products add up to before they are masked, and are made so
-  // between the steps of P V. NOTE: factors of heads come first, mask bits take the registers that
-  // it needs, unless a soft cap is made of raw scores, and slices of V are products of their own:
+  // Whether a bias is added between the steps of P V. NOTE: a soft cap and factors of heads come
+  // first, mask bits take the registers that it needs, and slices of V are products of their own:
   // those kernels treat scores once S is accepted.
-  static constexpr bool kAddsBias = ScoreBias<Traits>::kAdds && !Traits::kStartsFromBias;
-  static constexpr bool kTreatsAmid =
-      (Traits::kCapsRaw ||
-       ((Traits::kVariant.logits != Logits::kPlain || kAddsBias) && !Traits::kHasMaskBits)) &&
-      !Traits::kTransforms && !Traits::kSliced;
-  // Whether scores are capped before it is known that all of them are small (multiply_and_cap).
-  static constexpr bool kSpeculatesOnCap = Traits::kCapsRaw && kTreatsAmid;
+  static constexpr bool kTreatsAmid = ScoreBias<Traits>::kAdds && !Traits::kStartsFromBias &&
+                                      !Traits::kCaps && !Traits::kHasMaskBits &&
+                                      !Traits::kTransforms && !Traits::kSliced;
   // Whether S is treated behind the wait for O. P's registers are free there: a soft cap that waits
-  // for S alone spills for want of them beside mask bits or transformed operands.
-  static constexpr bool kTreatsAfterPv =
-      Traits::kCapsRaw && (Traits::kTransforms || Traits::kHasMaskBits);
-  // The steps of P V that cover the wait for S and, of a bias alone, all of its work.
-  static constexpr int kStepsAhead =
-      Traits::kVariant.logits == Logits::kPlain ? Traits::kTileN / 32 : 2;
+  // for S alone spills for want of them.
+  static constexpr bool kTreatsAfterPv = Traits::kCaps;
+  // The steps of P V that cover the wait for S and all of the bias's work.
+  static constexpr int kStepsAhead = Traits::kTileN / 32;
 
   // A work item as one warpgroup sees it.
   struct Item : ItemOf<Traits::kSegments> {
@@ -338,11 +329,8 @@ struct ForwardMainloop {
       finish_scores(item, tile);
       look_for_weight(item, tile);
     } else {
-      if constexpr (kSpeculatesOnCap) {
-        multiply_and_cap(tSrQ, item, tile);
-        meanwhile();
-      } else if constexpr (kTreatsAmid) {
-        multiply_and_treat(tSrQ, item);
+      if constexpr (kTreatsAmid) {
+        multiply_and_treat(tSrQ);
         meanwhile();
         accept_scores(item, tile);
       } else {
@@ -352,7 +340,7 @@ struct ForwardMainloop {
       }
       finish_scores(item, tile);
       look_for_weight(item, tile);
-      if constexpr (!kSpeculatesOnCap && !kTreatsAfterPv) finish_pv();
+      if constexpr (!kTreatsAfterPv) finish_pv();
       products.first_pv = GMMA::ScaleOut::One;
     }
     if (!weightless.left_out) make_p(item, tile);
@@ -484,75 +472,17 @@ struct ForwardMainloop {
       v_read.advance();
     }
   }
-  // The same, with the soft cap and the bias of S between the steps of P V. Behind it they would
-  // lengthen the loop: a warp that issues P V is held until the tensor core has come to its end.
+  // The same, with the bias of S between the steps of P V. Behind it that would lengthen the loop:
+  // a warp that issues P V is held until the tensor core has come to its end.
   template <class Q>
-  __device__ __forceinline__ void multiply_and_treat(const Q& tSrQ, const Item& item) {
+  __device__ __forceinline__ void multiply_and_treat(const Q& tSrQ) {
     wait_for_qk();
     products.issue_qk(tSrQ, k_read.index());
     smem.barriers.v_full[v_read.index()].wait(v_read.phase());
     Tensor rows_of_s = products.rows_of_s();
-    LogitsTransform<Traits::kVariant.logits> transform;
     products.template issue_pv_amid<kStepsAhead>(
-        v_read.index(), [&] { transform.begin(rows_of_s, segment(item).logits); },
-        [&](ColumnSpan span) {
-          if (!transform.small) return;
-          transform.finish(rows_of_s, span);
-          bias.add_to(rows_of_s, span);
-        });
+        v_read.index(), [&](ColumnSpan span) { bias.add_to(rows_of_s, span); });
     order_barrier_arrive();
-    // Large logits take long, too long to hold the other warpgroups in the order barrier.
-    if (!transform.small) {
-      transform.finish_large(rows_of_s);
-      bias.add_to(rows_of_s, {0, size<1>(rows_of_s)});
-    }
-  }
-  // Steps 1 to 6 with a soft cap: S is accepted, O complete. Scores are taken for small, and where
-  // one was not, S is computed once more: K(t) is still there. Behind some such tiles the next one
-  // is not taken for small.
-  // NOTE: no product is in flight where the branches part or meet: wgmma would be serialized.
-  template <class Q>
-  __device__ __forceinline__ void multiply_and_cap(const Q& tSrQ, const Item& item, int tile) {
-    SoftCap cap{segment(item).cap};
-    Tensor rows_of_s = products.rows_of_s();
-    bool large = large_tiles.expected();
-    if (large) {
-      multiply(tSrQ, [] {});
-      finish_pv();
-    } else {
-      wait_for_qk();
-      products.issue_qk(tSrQ, k_read.index());
-      smem.barriers.v_full[v_read.index()].wait(v_read.phase());
-      products.template issue_pv_amid<kStepsAhead>(
-          v_read.index(), [] {},
-          [&](ColumnSpan span) {
-            if (parts_steps(warpgroup)) return;
-            cap.make_small(rows_of_s, span);
-            bias.add_to(rows_of_s, span);
-          });
-      order_barrier_arrive();
-      finish_pv();
-      large = any_of_warpgroup(!cap.were_small(), warpgroup);
-      if (large) {
-        products.issue_qk(tSrQ, k_read.index());
-        products.template wait_qk<0>();
-      }
-    }
-    accept_scores(item, tile);
-    if (large) {
-      cap.make_large(rows_of_s);
-      bias.add_to(rows_of_s, {0, size<1>(rows_of_s)});
-      large = any_of_warpgroup(!cap.were_small(), warpgroup);
-    }
-    large_tiles.count(large);
-  }
-  // Never true. ptxas moves all work on S behind the last step of P V, but not across a branch, and
-  // two warpgroups have to fill the tensor core's time with their work. Four do better without.
-  __device__ __forceinline__ static bool parts_steps(int warpgroup) {
-    if constexpr (Traits::kConsumers == kMaxConsumers) return false;
-    int copy;
-    asm volatile("mov.b32 %0, %1;" : "=r"(copy) : "r"(warpgroup));
-    return copy > kMaxConsumers;
   }
   __device__ __forceinline__ void wait_for_qk() const {
     smem.barriers.k_full[k_read.index()].wait(k_read.phase());
@@ -560,12 +490,20 @@ struct ForwardMainloop {
   }
 
   __device__ __forceinline__ void finish_scores(const Item& item, int tile) {
+    if constexpr (Traits::kCapsInExponents) {
+      if (!is_masked(item, tile)) return;
+    }
     if constexpr (!kTreatsAmid) treat_scores(item);
+    if (!is_masked(item, tile)) return;
     if constexpr (Traits::kHasMaskBits) {
-      if (!kept.tile.is_whole()) kept.mask.apply(products.rows_of_s());
-    } else if (item.own.needs_mask(tile)) {
+      kept.mask.apply(products.rows_of_s());
+    } else {
       TileMask::of_bounds(coordinates(item, tile)).apply(products.rows_of_s());
     }
+  }
+  __device__ __forceinline__ bool is_masked(const Item& item, int tile) const {
+    if constexpr (Traits::kHasMaskBits) return !kept.tile.is_whole();
+    return item.own.needs_mask(tile);
   }
   // Also sets the rows' first references, which does not need O.
   __device__ __forceinline__ void finish_first_scores(const Item& item, const TileMask& mask) {
@@ -580,6 +518,7 @@ struct ForwardMainloop {
     }
     weightless.begin(coordinates(item, tile), products.rows_of_s());
     softmax.begin(products.rows_of_s(), bias.shift(tile));
+    cap_range = {};
     products.first_pv = GMMA::ScaleOut::Zero;
   }
   // All scores of a tile, where that was not done amid P V.
@@ -589,15 +528,7 @@ struct ForwardMainloop {
     if constexpr (!Traits::kStartsFromBias) bias.add_to(rows_of_s, {0, size<1>(rows_of_s)});
   }
   __device__ __forceinline__ void transform_all(const Item& item) {
-    Tensor rows_of_s = products.rows_of_s();
-    if constexpr (Traits::kCapsRaw) return SoftCap{segment(item).cap}.make(rows_of_s);
-    LogitsTransform<Traits::kVariant.logits> transform;
-    transform.begin(rows_of_s, segment(item).logits);
-    if (transform.small) {
-      transform.finish(rows_of_s, {0, size<1>(rows_of_s)});
-    } else {
-      transform.finish_large(rows_of_s);
-    }
+    if constexpr (Traits::kCaps) segment(item).cap.cap_all(products.rows_of_s());
   }
   // S is complete: releases K(t), and Q after the item's last tile.
   __device__ __forceinline__ void accept_scores(const Item& item, int tile) {
@@ -618,6 +549,16 @@ struct ForwardMainloop {
 
   __device__ __forceinline__ void make_p(const Item& item, int tile) {
     auto rows_of_o = products.rows_of_o();
+    if constexpr (Traits::kCapsInExponents) {
+      if (!is_masked(item, tile)) {
+        auto rows_of_s = products.rows_of_s();
+        CappedTile<Traits, decltype(rows_of_s)> capped{rows_of_s, coordinates(item, tile),
+                                                       segment(item).cap, cap_range};
+        softmax.update(capped, products.tOrP, rows_of_o, segment(item).logits.scale_log2,
+                       segment(item).max_sum);
+        return;
+      }
+    }
     softmax.update(products.rows_of_s(), bias.shift(tile), products.tOrP, rows_of_o,
                    segment(item).logits.scale_log2, segment(item).max_sum);
   }

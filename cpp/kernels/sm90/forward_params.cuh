@@ -25,7 +25,7 @@ struct TransformSegment : HopperSegment {
 template <class Traits>
 using UncappedSegmentOf = cute::conditional_t<Traits::kTransforms, TransformSegment, HopperSegment>;
 template <class Traits>
-using SegmentOf = cute::conditional_t<Traits::kCapsRaw, CappedSegment<UncappedSegmentOf<Traits>>,
+using SegmentOf = cute::conditional_t<Traits::kCaps, CappedSegment<UncappedSegmentOf<Traits>>,
                                       UncappedSegmentOf<Traits>>;
 
 template <class Traits>

@@ -65,10 +65,10 @@ struct ForwardProducts {
     multiply_async(mma, tOrP, tOrV(_, _, _, v_stage), tOrO, first_pv);
   }
   // The same, with work on S between its steps of 16 keys, while the tensor core computes them:
-  // on_s() as soon as S is complete, and work(span) on a span of a thread's columns after each step
-  // from then on. kAhead steps are in flight before S is waited for.
-  template <int kAhead, class OnS, class Work>
-  __device__ __forceinline__ void issue_pv_amid(int v_stage, const OnS& on_s, const Work& work) {
+  // work(span) on a span of a thread's columns after each step from the one on at which S is
+  // complete. kAhead steps are in flight before S is waited for.
+  template <int kAhead, class Work>
+  __device__ __forceinline__ void issue_pv_amid(int v_stage, const Work& work) {
     constexpr int kSteps = decltype(size<2>(tOrP))::value;
     constexpr int kColumns = Traits::kTileN / 4;  // of one thread
     constexpr int kSpans = kSteps - kAhead + 1;
@@ -89,7 +89,6 @@ struct ForwardProducts {
       if (span == 0) {
         warpgroup_commit_batch();
         wait_qk<1>();
-        on_s();
       }
       work(ColumnSpan{span * kColumns / kSpans, (span + 1) * kColumns / kSpans});
     }

@@ -38,10 +38,10 @@ struct ForwardTraits {
   // or not rotated yet (forward_transform.cuh).
   static constexpr bool kTransforms = kVariant.arrival == Arrival::kTransformed;
 
-  // Whether a soft cap is made of raw scores (soft_cap.cuh). With 256 columns of O its tests take
-  // more than it saves: docs/dev/experiments.md.
-  static constexpr bool kCapsRaw =
-      kVariant.logits == Logits::kSoftCap && kVariant.head_dim_vo <= 128;
+  static constexpr bool kCaps = kVariant.logits == Logits::kSoftCap;
+  // Whether a tile without a mask makes its exponents of raw scores (capped_tile.cuh). A bias is
+  // added to scores that have been capped.
+  static constexpr bool kCapsInExponents = kCaps && kVariant.position != Position::kAlibi;
 
   // Of a launch. Where there are two, every item may be of either.
   static constexpr int kSegments = kVariant.segments == Segments::kTwo ? 2 : 1;
@@ -175,9 +175,9 @@ struct ForwardTraits {
                                          : kHeadVo <= 128  ? 8
                                                            : 16;
   // A soft cap's coefficients take some, from a producer that only loads.
-  static constexpr int kConsumerRegisters = (kConsumers == 4                                ? 112
-                                             : kHeadVo <= 128 && (!kCapsRaw || kTransforms) ? 224
-                                                                                            : 232) -
+  static constexpr int kConsumerRegisters = (kConsumers == 4                             ? 112
+                                             : kHeadVo <= 128 && (!kCaps || kTransforms) ? 224
+                                                                                         : 232) -
                                             kTakenRegisters;
   static constexpr int kProducerRegisters =
       (kLaunchRegisters * (kConsumers + kProducers) - kConsumers * kConsumerRegisters) /

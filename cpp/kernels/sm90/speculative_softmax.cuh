@@ -72,7 +72,9 @@ struct SpeculativeSoftmax : OnlineSoftmax<2> {
   template <class Scores, class Shift>
   __device__ __forceinline__ void begin(const Scores& scores, const Shift& shift) {
     *this = {};
-    settle(scores, shift);
+    float tile_max[kRows];
+    maxima(scores, shift, tile_max);
+    settle(tile_max);
   }
   template <class Scores, class Shift, class P>
   __device__ __forceinline__ void make_first(const Scores& scores, const Shift& shift, P& p,
@@ -85,16 +87,50 @@ struct SpeculativeSoftmax : OnlineSoftmax<2> {
   template <class Scores, class Shift, class P, class Out>
   __device__ __forceinline__ void update(const Scores& scores, const Shift& shift, P& p, Out& out,
                                          float scale_log2, float max_sum) {
-    if (!settled) settle(scores, shift);
+    float tile_max[kRows];
+    if (!settled) {
+      maxima(scores, shift, tile_max);
+      settle(tile_max);
+    }
     float tile_sum[kRows];
     exponentiate(scores, shift, p, tile_sum, scale_log2);
     bool moves[kRows];
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) moves[r] = tile_sum[r] > max_sum;
     if (__any_sync(0xffffffffu, moves[0] || moves[1])) {
-      bool moved = move(scores, shift, out, moves, scale_log2);
+      maxima(scores, shift, tile_max);
+      bool moved = move(tile_max, out, moves, scale_log2);
       if (moved) exponentiate(scores, shift, p, tile_sum, scale_log2);
     }
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) sum[r] += tile_sum[r];
+  }
+
+  // The same for a tile that makes the exponents of its scores itself (CappedTile): by a form of
+  // which it knows behind the fact whether it held.
+  template <class Tile, class P, class Out>
+  __device__ __forceinline__ void update(Tile& tile, P& p, Out& out, float scale_log2,
+                                         float max_sum) {
+    float tile_max[kRows];
+    if (!settled) {
+      tile.maxima(tile_max);
+      settle(tile_max);
+    }
+    float tile_sum[kRows];
+    for (;;) {
+      float origin[kRows];
+      CUTE_UNROLL
+      for (int r = 0; r < kRows; ++r) origin[r] = scaled_reference(reference[r], scale_log2);
+      tile.exponentiate(origin, p, tile_sum);
+      bool moves[kRows];
+      CUTE_UNROLL
+      for (int r = 0; r < kRows; ++r) moves[r] = tile_sum[r] > max_sum;
+      if (!__any_sync(0xffffffffu, moves[0] || moves[1] || tile.left_range())) break;
+      if (tile.widen_range()) continue;
+      tile.maxima(tile_max);
+      if (!move(tile_max, out, moves, scale_log2)) break;
+    }
+    tile.expect_next();
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) sum[r] += tile_sum[r];
   }
@@ -129,10 +165,7 @@ struct SpeculativeSoftmax : OnlineSoftmax<2> {
 
  private:
   // Sets the reference of rows that have none: they have kept no key, and their sums and O are 0.
-  template <class Scores, class Shift>
-  __device__ __forceinline__ void settle(const Scores& scores, const Shift& shift) {
-    float tile_max[kRows];
-    maxima(scores, shift, tile_max);
+  __device__ __forceinline__ void settle(const float (&tile_max)[kRows]) {
     bool missing = false;
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
@@ -143,12 +176,10 @@ struct SpeculativeSoftmax : OnlineSoftmax<2> {
   }
 
   // Whether a reference of the warp has moved.
-  template <class Scores, class Shift, class Out>
-  __device__ __forceinline__ bool move(const Scores& scores, const Shift& shift, Out& out,
+  template <class Out>
+  __device__ __forceinline__ bool move(const float (&tile_max)[kRows], Out& out,
                                        const bool (&moves)[kRows], float scale_log2) {
     using namespace cute;
-    float tile_max[kRows];
-    maxima(scores, shift, tile_max);
     bool moved = false;
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
