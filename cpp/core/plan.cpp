@@ -150,13 +150,14 @@ std::shared_ptr<const StagedForm> stage(Family family, const PlanRequest& reques
   const FoundKernel transforming = find_kernel(family, segment, facts);
   const bool can_do_without = transforming.kernel != nullptr;
   const char* reason = why_not_staged(request);
-  if (can_do_without && (reason != nullptr || !prefers_staging(segment, *transforming.kernel))) {
-    return nullptr;
-  }
+  if (can_do_without && reason != nullptr) return nullptr;
   SegmentProblem described = segment;
   static_cast<AttentionOptions&>(described) = *options;
   const FoundKernel found = find_kernel(family, described, facts);
   if (found.kernel == nullptr) return nullptr;
+  if (can_do_without && !prefers_staging(segment, *transforming.kernel, *found.kernel)) {
+    return nullptr;
+  }
   if (reason != nullptr) {
     throw NotCompiledError(transforming.error + " Copies of k and v would serve it, but not with " +
                            reason + ".");

@@ -19,6 +19,11 @@ constexpr double widened_key(Widening widening) {
   return widening == Widening::kToFloat16 ? 0.19 : 0.46;
 }
 
+// What a row of Q costs an ordinary kernel that rotates it itself, and what it costs to make a
+// row's angles, which heads of a group share. As above, in units of a copied row.
+constexpr double kRotatedQuery = 0.1;
+constexpr double kQueryAngles = 0.45;
+
 constexpr double kRowElements = 128.0;
 
 bool is_rotated(const AttentionOptions& options) { return options.position == Position::kRope; }
@@ -27,6 +32,17 @@ bool is_rotated(const AttentionOptions& options) { return options.position == Po
 bool rounds_more(const AttentionOptions& options) {
   return is_rotated(options) && size_of(options.q_dtype) == 1 &&
          options.o_dtype == DType::kBFloat16;
+}
+
+// Whether the kernel of the copies takes Q as the caller has it and rotates it. Heads of a group
+// share the angles that it makes. Without groups it saves less than the copy costs where CTAs have
+// few items, or short rows.
+bool rotates_q(const SegmentProblem& problem, const ForwardKernel& kernel) {
+  if (!is_rotated(problem) || !kernel.rotates_queries) return false;
+  if (problem.q_dtype != kernel.variant.q_dtype) return false;
+  constexpr std::int64_t kManyRows = 1 << 17;
+  const std::int64_t rows = std::int64_t{problem.qo_indptr.back()} * problem.num_qo_heads;
+  return problem.gqa_ratio() > 1 || (kernel.variant.head_dim_qk > 64 && rows >= kManyRows);
 }
 
 std::int64_t copy_bytes(std::int64_t rows, std::int64_t heads, std::int64_t head_dim) {
@@ -50,23 +66,28 @@ double keys_of_tiles(const SegmentProblem& problem, std::size_t request, std::in
 }
 
 // Whether copies take less time than they save.
-bool pays(const SegmentProblem& problem, const ForwardKernel& kernel) {
+bool pays(const SegmentProblem& problem, const ForwardKernel& transforming,
+          const ForwardKernel& kernel) {
   const bool narrow = size_of(problem.kv_dtype) == 1;
   const double of_k = problem.head_dim_qk / kRowElements;
   const double of_v = problem.head_dim_vo / kRowElements;
   double tile_keys = 0.0, keys = 0.0, queries = 0.0;
   for (std::size_t i = 0; i + 1 < problem.qo_indptr.size(); ++i) {
-    tile_keys += keys_of_tiles(problem, i, kernel.tile.m);
+    tile_keys += keys_of_tiles(problem, i, transforming.tile.m);
     keys += static_cast<double>(problem.kv_len(i));
     queries += static_cast<double>(problem.qo_len(i));
   }
   const double of_tile_key =
-      is_rotated(problem) ? kRotatedKey : widened_key(kernel.traits.widening);
-  const double saved =
-      of_tile_key * tile_keys * problem.num_kv_heads * (of_k + of_v) / 2 * kernel.tile.m / 128;
+      is_rotated(problem) ? kRotatedKey : widened_key(transforming.traits.widening);
+  const double saved = of_tile_key * tile_keys * problem.num_kv_heads * (of_k + of_v) / 2 *
+                       transforming.tile.m / 128;
   const double of_key = of_k + (narrow || problem.paged() ? of_v : 0.0);
   double cost = keys * problem.num_kv_heads * of_key * (narrow ? 0.75 : 1.0);
-  if (is_rotated(problem)) cost += queries * problem.num_qo_heads * of_k;
+  if (is_rotated(problem)) {
+    const double of_query =
+        rotates_q(problem, kernel) ? kRotatedQuery + kQueryAngles / problem.gqa_ratio() : 1.0;
+    cost += queries * problem.num_qo_heads * of_k * of_query;
+  }
   return saved > cost;
 }
 
@@ -84,13 +105,14 @@ std::optional<AttentionOptions> staged_options(AttentionOptions options) {
   return options;
 }
 
-bool prefers_staging(const SegmentProblem& problem, const ForwardKernel& kernel) {
+bool prefers_staging(const SegmentProblem& problem, const ForwardKernel& transforming,
+                     const ForwardKernel& kernel) {
   if (problem.staging != Staging::kAuto) return problem.staging == Staging::kAlways;
   // NOTE: copies change the last bits, and a fixed split promises the same ones in every batch.
   if (problem.split.disable || problem.split.fixed_split_size > 0) return false;
   // Neither where they are rounded to fewer bits than the kernel would leave them.
   if (rounds_more(problem)) return false;
-  return kernel.traits.operands == Operands::kComputed && pays(problem, kernel);
+  return transforming.traits.operands == Operands::kComputed && pays(problem, transforming, kernel);
 }
 
 StagedForm::StagedForm(const SegmentProblem& problem, const AttentionOptions& options,
@@ -111,6 +133,8 @@ StagedForm::StagedForm(const SegmentProblem& problem, const AttentionOptions& op
     v_bytes_ = copy_bytes(keys, problem.num_kv_heads, problem.head_dim_vo);
   }
   if (!is_rotated(problem) && problem.q_dtype == options.q_dtype) return;
+  kernel_rotates_q_ = rotates_q(problem, kernel);
+  if (kernel_rotates_q_) return;
   // An item that has its rows to itself reads them before it writes as many in their place.
   const bool own_rows = kernel.ctas_per_item == 1 && problem.head_dim_qk == problem.head_dim_vo;
   q_ = own_rows ? StagedPlace::kOut : StagedPlace::kWorkspace;

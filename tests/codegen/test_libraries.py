@@ -152,6 +152,16 @@ ALLOWED_SPILLS = [
 ]
 
 
+# A variant's kernel that rotates queries (RotatesQueries in forward_traits.cuh) may spill so much
+# more than its ordinary one: where items begin and end, and at head_dim 64 with a soft cap three
+# words of a tile.
+MORE_OF_ROTATION = AllowedSpill({"family": "sm90"}, 96, "words of the rotation and around it", 3)
+
+
+def rotates_queries(symbol: str) -> bool:
+    return "14RotatesQueriesI" in symbol
+
+
 @dataclass(frozen=True)
 class PtxasEntry:
     """One kernel for one architecture in ptxas's report."""
@@ -193,8 +203,10 @@ def read_ptxas(text: str) -> list[PtxasEntry]:
 def excess_spills(variant: spec.Variant | None, entry: PtxasEntry) -> bool:
     """None is a kernel of the common library, none of which spills."""
     covering = [spill for spill in ALLOWED_SPILLS if variant and spill.covers(variant)]
-    allowed = [spill.spill_bytes for spill in covering]
-    return max(entry.spill_stores, entry.spill_loads) > max(allowed, default=0)
+    allowed = max((spill.spill_bytes for spill in covering), default=0)
+    if rotates_queries(entry.kernel):
+        allowed += MORE_OF_ROTATION.spill_bytes
+    return max(entry.spill_stores, entry.spill_loads) > allowed
 
 
 @pytest.fixture(scope="module")

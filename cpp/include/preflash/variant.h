@@ -89,7 +89,9 @@ struct ForwardKernel {
   int smem_bytes = 0;  // dynamic shared memory of one CTA
   ForwardLaunch launch = nullptr;
   FamilyTraits traits = traits_of(variant.family);  // what the planner goes by
-  int ctas_per_item = 1;       // each reads the item's rows of q and makes a part of o's columns
+  int ctas_per_item = 1;  // each reads the item's rows of q and makes a part of o's columns
+  // Whether a launch with position kRope takes k rotated and rotates q itself.
+  bool rotates_queries = false;
   TileShape second_tile = {};  // of the second segment, where the kernel has two
   TileClasses tile_classes = TileClasses::kUnused;
   Tracing tracing = Tracing::kNone;
@@ -113,6 +115,6 @@ struct KernelLibrary {
   ForwardLaunch launch_segments = nullptr;
 };
 
-inline constexpr int kKernelAbiVersion = 11;
+inline constexpr int kKernelAbiVersion = 12;
 
 }  // namespace preflash

@@ -79,7 +79,8 @@ __global__ void __launch_bounds__(ForwardTraits<V>::kThreads, V::kTile.ctas_per_
   // The first item needs the tensor maps and its range of the work list: both are requested before
   // the barriers are initialized.
   // NOTE: all segments are gathered, or none (launch_forward()).
-  bool gather = Traits::kTransforms || params.segments[0].box.kv_rows == 0;
+  // Copies, which is what has been rotated before, are ragged.
+  bool gather = Traits::kTransforms || (!Traits::kRotatesQ && params.segments[0].box.kv_rows == 0);
   if (!Traits::kTransforms && threadIdx.x == 0) {
     CUTE_UNROLL
     for (int s = 0; s < Traits::kSegments; ++s) {
@@ -94,6 +95,7 @@ __global__ void __launch_bounds__(ForwardTraits<V>::kThreads, V::kTile.ctas_per_
   auto [begin, end] = items_of_cta<Traits>(params);
   if (threadIdx.x == kWarpgroupThreads) init_barriers(params.segments[0], smem, gather);
   if constexpr (Traits::kTransforms) fill_rotary_tables(params.segments[0].rotary, smem);
+  if constexpr (Traits::kRotatesQ) fill_query_frequencies(params.segments[0].rotary, smem);
   let_next_kernel_begin();
   __syncthreads();
 

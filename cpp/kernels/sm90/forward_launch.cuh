@@ -57,7 +57,8 @@ TransformSegment make_transformed(const ForwardSegment& segment) {
 }
 
 template <class V>
-LaunchError launch_forward(const ForwardParams& params, int num_ctas, const LaunchTarget& target) {
+LaunchError launch_kernel_of(const ForwardParams& params, int num_ctas,
+                             const LaunchTarget& target) {
   using Traits = ForwardTraits<V>;
   static_assert(kSmemBytes<V> <= kMaxSharedBytes);
   ParamsOf<Traits> hopper{.segments = {},
@@ -71,6 +72,10 @@ LaunchError launch_forward(const ForwardParams& params, int num_ctas, const Laun
     const char* refusal = make_direct<V>(params, hopper);
     if (refusal != nullptr) return refusal;
   }
+  if constexpr (Traits::kRotatesQ) {
+    const ForwardSegment& segment = params.segments[0];
+    hopper.segments[0].rotary = rotary_frequencies(segment.rope, segment.head_dim_qk);
+  }
   if constexpr (Traits::kCaps) hopper.segments[0].set_cap();
   pass_records(params, hopper);
   // Lists of items that share their columns out come in whole groups of CTAs.
@@ -78,6 +83,16 @@ LaunchError launch_forward(const ForwardParams& params, int num_ctas, const Laun
   const int ctas = ceil_div(num_ctas, parts) * parts;
   LaunchShape shape{ctas, Traits::kThreads, kSmemBytes<V>};
   return launch_kernel<&forward_kernel<V>>(hopper, shape, target.stream);
+}
+
+template <class V>
+LaunchError launch_forward(const ForwardParams& params, int num_ctas, const LaunchTarget& target) {
+  if constexpr (has_rotating_kernel(V::kVariant)) {
+    if (params.segments[0].position == Position::kRope) {
+      return launch_kernel_of<RotatesQueries<V>>(params, num_ctas, target);
+    }
+  }
+  return launch_kernel_of<V>(params, num_ctas, target);
 }
 
 template <class V>
@@ -127,6 +142,7 @@ ForwardKernel forward_kernel_entry() {
                       .smem_bytes = kSmemBytes<V>,
                       .launch = &launch_forward<V>,
                       .ctas_per_item = ForwardTraits<V>::kColumnParts,
+                      .rotates_queries = has_rotating_kernel(V::kVariant),
                       .tracing = kTracing};
   if constexpr (ForwardTraits<V>::kHasMaskBits) entry.tile_classes = TileClasses::kUsed;
   if constexpr (ForwardTraits<V>::kSegments == 2) entry.second_tile = V::kSecondTile;

@@ -41,6 +41,7 @@
 #include "kernels/sm90/forward_products.cuh"
 #include "kernels/sm90/kept_tiles.cuh"
 #include "kernels/sm90/load_query.cuh"
+#include "kernels/sm90/rotate_query.cuh"
 #include "kernels/sm90/slice_ring.cuh"
 #include "kernels/sm90/speculative_softmax.cuh"
 #include "kernels/sm90/weightless_tiles.cuh"
@@ -193,6 +194,7 @@ struct ForwardMainloop {
     }
     smem.barriers.q_full[q_read.index()].wait(q_read.phase());
     order_memory_accesses();
+    if constexpr (Traits::kRotatesQ) rotate_q(item, q_read.index());
     prologue_q(segment(item).logits.q_factor, q_read.index());
   }
 
@@ -658,6 +660,10 @@ struct ForwardMainloop {
   }
 
   // What Q needs between its arrival and its products. Each warpgroup treats its rows, in place.
+  __device__ __forceinline__ void rotate_q(const Item& item, int stage) const {
+    QueryRotator<Traits>{segment(item), smem, smem.items[item.slot], warpgroup, thread}.run(stage);
+    announce_q();
+  }
   __device__ __forceinline__ void prologue_q(const float& factor, int stage) const {
     // NOTE: sm_scale <= 0 is applied through Q's sign (LogitsParams).
     if (factor == 1.0f) return;
@@ -667,6 +673,10 @@ struct ForwardMainloop {
       Element& q = sQ(warpgroup * kWarpgroupRows + i / Traits::kHeadQk, i % Traits::kHeadQk, stage);
       q = static_cast<Element>(static_cast<float>(q) * factor);
     }
+    announce_q();
+  }
+  // To the products of the warpgroup, and to whoever of it treats it next.
+  __device__ __forceinline__ void announce_q() const {
     order_memory_accesses();
     cutlass::arch::fence_view_async_shared();
     cutlass::arch::NamedBarrier::sync(kWarpgroupThreads, NamedBarriers::kWarpgroup + warpgroup);

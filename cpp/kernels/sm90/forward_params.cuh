@@ -17,13 +17,14 @@ struct HopperSegment : KernelSegment {
   TensorMaps maps;
 };
 
-// Of kernels that transform their operands.
+// Of kernels that transform their operands, or rotate their queries.
 struct TransformSegment : HopperSegment {
   RotaryFrequencies rotary;  // all 0 without RoPE
 };
 
 template <class Traits>
-using UncappedSegmentOf = cute::conditional_t<Traits::kTransforms, TransformSegment, HopperSegment>;
+using UncappedSegmentOf =
+    cute::conditional_t<Traits::kTransforms || Traits::kRotatesQ, TransformSegment, HopperSegment>;
 template <class Traits>
 using SegmentOf = cute::conditional_t<Traits::kCaps, CappedSegment<UncappedSegmentOf<Traits>>,
                                       UncappedSegmentOf<Traits>>;

@@ -9,6 +9,7 @@
 
 #include "kernels/common/element.cuh"
 #include "kernels/common/rotary.cuh"
+#include "kernels/sm90/rotating_kernel.cuh"
 #include "preflash/mask_range.h"
 #include "preflash/variant.h"
 
@@ -42,6 +43,9 @@ struct ForwardTraits {
   // Whether a tile without a mask makes its exponents of raw scores (capped_tile.cuh). A bias is
   // added to scores that have been capped.
   static constexpr bool kCapsInExponents = kCaps && kVariant.position != Position::kAlibi;
+
+  // Whether consumers rotate Q themselves. Keys arrive as they are multiplied.
+  static constexpr bool kRotatesQ = requires { V::kRotatesQueries; };
 
   // Of a launch. Where there are two, every item may be of either.
   static constexpr int kSegments = kVariant.segments == Segments::kTwo ? 2 : 1;
@@ -163,7 +167,7 @@ struct ForwardTraits {
   // depends on the code before it: tests/codegen/test_main_loops.py.
   static constexpr bool kIsPlain =
       kVariant.logits == Logits::kPlain && kVariant.position == Position::kNone && !kHasMaskBits &&
-      !kTransforms && kSegments == 1 && kVariant.sparsity == Sparsity::kDense;
+      !kTransforms && !kRotatesQ && kSegments == 1 && kVariant.sparsity == Sparsity::kDense;
   static constexpr int kPadding = kIsPlain && kHeadQk == 128 ? 2 : 0;
 
   // The launch bounds divide the 65536 registers evenly, in multiples of 8; setmaxnreg then moves
@@ -344,6 +348,7 @@ struct SharedStorage : KvBuffers<Traits>, TransformStorage<Traits> {
   TmaCoordinates v_coordinates[Traits::kMaxBoxes];
   Barriers<Traits::kQStages, Traits::kStages> barriers;
   conditional_t<Traits::kHasMaskBits, KeptTiles<Traits>, NoKeptTiles> kept;
+  conditional_t<Traits::kRotatesQ, QueryRotationStorage<Traits::kPairs>, NoQueryRotation> rotary;
 };
 
 __device__ __forceinline__ int lane_id() { return threadIdx.x % 32; }
