@@ -19,10 +19,8 @@ constexpr double widened_key(Widening widening) {
   return widening == Widening::kToFloat16 ? 0.19 : 0.46;
 }
 
-// What a row of Q costs an ordinary kernel that rotates it itself, and what it costs to make a
-// row's angles, which heads of a group share. As above, in units of a copied row.
-constexpr double kRotatedQuery = 0.1;
-constexpr double kQueryAngles = 0.45;
+// What a row of Q costs an ordinary kernel that rotates it itself, in the same units.
+constexpr double kRotatedQuery = 0.12;
 
 constexpr double kRowElements = 128.0;
 
@@ -35,14 +33,15 @@ bool rounds_more(const AttentionOptions& options) {
 }
 
 // Whether the kernel of the copies takes Q as the caller has it and rotates it. Heads of a group
-// share the angles that it makes. Without groups it saves less than the copy costs where CTAs have
-// few items, or short rows.
+// share the angles that it makes; without groups that takes as long as the copy. So it does where
+// CTAs have an item or two, none of which hides under another's products.
 bool rotates_q(const SegmentProblem& problem, const ForwardKernel& kernel) {
+  constexpr std::int64_t kManyRows = 1 << 16;
   if (!is_rotated(problem) || !kernel.rotates_queries) return false;
   if (problem.q_dtype != kernel.variant.q_dtype) return false;
-  constexpr std::int64_t kManyRows = 1 << 17;
-  const std::int64_t rows = std::int64_t{problem.qo_indptr.back()} * problem.num_qo_heads;
-  return problem.gqa_ratio() > 1 || (kernel.variant.head_dim_qk > 64 && rows >= kManyRows);
+  if (problem.staging == Staging::kAlways) return true;
+  const std::int64_t tokens = std::int64_t{problem.qo_indptr.back()} - problem.qo_indptr.front();
+  return problem.gqa_ratio() > 1 && tokens * problem.num_qo_heads >= kManyRows;
 }
 
 std::int64_t copy_bytes(std::int64_t rows, std::int64_t heads, std::int64_t head_dim) {
@@ -84,8 +83,7 @@ bool pays(const SegmentProblem& problem, const ForwardKernel& transforming,
   const double of_key = of_k + (narrow || problem.paged() ? of_v : 0.0);
   double cost = keys * problem.num_kv_heads * of_key * (narrow ? 0.75 : 1.0);
   if (is_rotated(problem)) {
-    const double of_query =
-        rotates_q(problem, kernel) ? kRotatedQuery + kQueryAngles / problem.gqa_ratio() : 1.0;
+    const double of_query = rotates_q(problem, kernel) ? kRotatedQuery : 1.0;
     cost += queries * problem.num_qo_heads * of_k * of_query;
   }
   return saved > cost;

@@ -152,6 +152,53 @@ def test_positions_beyond_2_17(backend):
 
 
 @on_every_backend
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2), (8, 2), (8, 1), (130, 1)], ids=str)
+@pytest.mark.parametrize(
+    ("head_dim", "dtype"),
+    [(128, torch.bfloat16), (80, torch.float16), (64, torch.float16), (40, torch.bfloat16)],
+)
+def test_queries_of_groups(backend, heads, head_dim, dtype):
+    """Kernels of fa3 rotate them themselves, and make an angle once for the heads of a group."""
+    case = dataclasses.replace(BASE, num_qo_heads=heads[0], num_kv_heads=heads[1], dtype=dtype,
+                               head_dim=head_dim, position=Position.ROPE)  # fmt: skip
+    wrapper, inputs = staged(case, backend)
+    out, lse = runner.run(wrapper, inputs)
+    runner.compare(inputs, out, lse).check()
+    again, _ = runner.run(wrapper, inputs)
+    rows = sum(case.qo_lens)
+    assert torch.equal(out[:rows], again[:rows])
+
+
+@on_every_backend
+@pytest.mark.parametrize("change", [{"sm_scale": -0.1}, {"sm_scale": 0.0}, {"rope_scale": 4.0},
+                                    {"rope_theta": 5e5}, {"fixed_split_size": 128},
+                                    {"qo_lens": (1, 33, 600), "kv_lens": (3000, 2000, 5000)}],
+                         ids=str)  # fmt: skip
+def test_queries_that_the_kernel_rotates(backend, change):
+    """Signs of the scale that Q takes, other angles, and items that share rows of Q."""
+    wrapper, inputs = staged(dataclasses.replace(BASE, position=Position.ROPE, **change), backend)
+    runner.compare(inputs, *runner.run(wrapper, inputs)).check()
+
+
+@on_every_backend
+@pytest.mark.parametrize("heads", [(32, 8), (32, 32)], ids=str)
+def test_who_rotates_many_queries(backend, heads):
+    """The kernel or the pass, as plan() finds best: to the same bits."""
+    case = Case("many", (2100,), (2100,), *heads, 128, position=Position.ROPE,
+                mask=MaskKind.CAUSAL)  # fmt: skip
+    inputs = build(case, device="cuda")
+    wrapper = runner.make_wrapper(
+        case, backend=backend, device="cuda", buffer=runner.workspace("cuda", 64 << 20)
+    )
+    runner.plan(wrapper, inputs)
+    assert wrapper._state.planned.primary.plan.staged
+    out, lse = runner.run(wrapper, inputs)
+    runner.compare(inputs, out, lse).check()
+    told, _ = staged(case, backend)
+    assert torch.equal(runner.run(told, inputs)[0], out)
+
+
+@on_every_backend
 @pytest.mark.parametrize("what", WHAT.values(), ids=WHAT)
 def test_single(backend, what):
     case = dataclasses.replace(BASE, qo_lens=(190,), kv_lens=(470,), **what)

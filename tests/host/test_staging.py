@@ -57,10 +57,12 @@ def test_copies_with_fewer_bits_than_a_kernel_would_leave_are_not_made(what, out
 
 def test_kernels_that_rotate_queries_are_staged_where_less_is_saved():
     """Copies of the queries are a part of what a pass costs, unless the kernel needs none."""
-    lengths = {"qo_lens": [512], "kv_lens": [512], "causal": True, "family": "sm90"}
+    lengths = {"qo_lens": [256] * 8, "kv_lens": [256] * 8, "causal": True, "family": "sm90"}
     lengths |= {"num_qo_heads": 32, "num_kv_heads": 8}
     assert not prefers(**lengths, **ROPE)
     assert prefers(**lengths, **ROPE, rotates_queries=True)
+    without_groups = lengths | {"num_kv_heads": 32, "qo_lens": [256], "kv_lens": [256]}
+    assert not prefers(**without_groups, **ROPE, rotates_queries=True)
     # Queries of 8 bits are widened, which no kernel of copies does.
     of_8_bits = {
         "q_dtype": _core.DType.float8_e4m3fn,
