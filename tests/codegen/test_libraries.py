@@ -46,10 +46,6 @@ _OF_ITEMS = (
     "where items begin and end, and the first tile of each, whose logits may be small or large "
     "under a soft cap"
 )
-_IN_TESTS = (
-    "where items begin and end, and four to seven reloads a tile, of words that the test for large "
-    "logits and its branches leave no register for"
-)
 _OF_BOTH = (
     "what kernels of one segment with either tile spill, and words that both need between items; "
     "the prefill's loop reloads six words a tile"
@@ -127,8 +123,8 @@ ALLOWED_SPILLS = [
     AllowedSpill(
         {"family": "sm90", "head_dim": "64", "logits": "softcap", "mask": "custom"},
         500,
-        _IN_SCAN + "; most of them where logits are large",
-        32,
+        _IN_SCAN + "; most of them where a tile is masked, and capped apart from its exponents",
+        46,
     ),
     AllowedSpill(
         {"family": "sm90", "head_dim": "192x128", "logits": "softcap", "mask": "custom"},
@@ -136,12 +132,12 @@ ALLOWED_SPILLS = [
         _IN_SCAN,
         10,
     ),
-    AllowedSpill({"family": "sm90", "head_dim": "256", "logits": "softcap"}, 500, _IN_TESTS, 7),
+    AllowedSpill({"family": "sm90", "head_dim": "256", "logits": "softcap"}, 500, _OF_ITEMS),
     AllowedSpill(
         {"family": "sm90", "head_dim": "256", "logits": "softcap", "mask": "custom"},
         500,
-        _IN_TESTS + "; the words of mask bits come on top",
-        41,
+        _IN_SCAN,
+        13,
     ),
     AllowedSpill(
         {"family": "sm90", "head_dim": "512", "logits": "softcap", "mask": "custom"},
@@ -153,9 +149,9 @@ ALLOWED_SPILLS = [
 
 
 # A variant's kernel that rotates queries (RotatesQueries in forward_traits.cuh) may spill so much
-# more than its ordinary one: where items begin and end, and at head_dim 64 with a soft cap three
-# words of a tile.
-MORE_OF_ROTATION = AllowedSpill({"family": "sm90"}, 96, "words of the rotation and around it", 3)
+# more than its ordinary one: where items begin and end, and at head_dim 64 with a soft cap five
+# accesses of a tile, most of them where it is masked.
+MORE_OF_ROTATION = AllowedSpill({"family": "sm90"}, 96, "words of the rotation and around it", 5)
 
 
 def rotates_queries(symbol: str) -> bool:

@@ -65,8 +65,8 @@ struct ForwardMainloop {
   std::uint32_t item_phase = 0;
   TilesLeftOut<Traits> weightless;
   FarTilesOf<Traits> far;  // of the item whose scores come next
-  conditional_t<Traits::kCapsInExponents, CapRange, NoCapRange>
-      cap_range;  // that the last tile needed
+  // What the last tile needed.
+  conditional_t<Traits::kCapsInExponents, CapRange, NoCapRange> cap_range;
   ItemTimer timer;
   // Where mask bits decide which tiles there are.
   conditional_t<Traits::kHasMaskBits, KeptTileConsumer<Traits>, NoKeptTiles> kept = {};
@@ -492,11 +492,9 @@ struct ForwardMainloop {
   }
 
   __device__ __forceinline__ void finish_scores(const Item& item, int tile) {
-    if constexpr (Traits::kCapsInExponents) {
-      if (!is_masked(item, tile)) return;
-    }
+    if (Traits::kCapsInExponents && !is_masked(item, tile)) return;
     if constexpr (!kTreatsAmid) treat_scores(item);
-    if (!is_masked(item, tile)) return;
+    if (!Traits::kCapsInExponents && !is_masked(item, tile)) return;
     if constexpr (Traits::kHasMaskBits) {
       kept.mask.apply(products.rows_of_s());
     } else {
@@ -552,6 +550,8 @@ struct ForwardMainloop {
   __device__ __forceinline__ void make_p(const Item& item, int tile) {
     auto rows_of_o = products.rows_of_o();
     if constexpr (Traits::kCapsInExponents) {
+      // NOTE: kept from the step's other question it would take a register of d64 through the loop.
+      asm volatile("" : "+r"(tile));
       if (!is_masked(item, tile)) {
         auto rows_of_s = products.rows_of_s();
         CappedTile<Traits, decltype(rows_of_s)> capped{rows_of_s, coordinates(item, tile),
