@@ -41,8 +41,9 @@ struct ForwardTraits {
 
   static constexpr bool kCaps = kVariant.logits == Logits::kSoftCap;
   // Whether a tile without a mask makes its exponents of raw scores (capped_tile.cuh). A bias is
-  // added to scores that have been capped.
-  static constexpr bool kCapsInExponents = kCaps && kVariant.position != Position::kAlibi;
+  // added to scores that have been capped, and producers that transform leave too few registers.
+  static constexpr bool kCapsInExponents =
+      kCaps && kVariant.position != Position::kAlibi && !kTransforms;
 
   // Whether consumers rotate Q themselves. Keys arrive as they are multiplied.
   static constexpr bool kRotatesQ = requires { V::kRotatesQueries; };
