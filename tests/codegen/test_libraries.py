@@ -46,6 +46,10 @@ _OF_ITEMS = (
     "where items begin and end, and the first tile of each, whose logits may be small or large "
     "under a soft cap"
 )
+_OF_BIAS = (
+    "where items begin and end, and where scores are capped in place, which ALiBi asks of every "
+    "tile; most of them where logits are large"
+)
 _OF_BOTH = (
     "what kernels of one segment with either tile spill, and words that both need between items; "
     "the prefill's loop reloads six words a tile"
@@ -113,13 +117,38 @@ ALLOWED_SPILLS = [
         },
         1680,
         _IN_TRANSFORM + " and with ALiBi beside it",
-        32,
+        63,
+    ),
+    AllowedSpill(
+        {"family": "sm90", "head_dim": "128", "logits": "softcap", "arrival": "transformed"},
+        1680,
+        _IN_TRANSFORM + "; most of them where logits are large",
+        53,
     ),
     AllowedSpill({"family": "sm90", "mask": "custom"}, 320, _IN_SCAN, 2),
     AllowedSpill({"family": "sm90", "head_dim": "64", "mask": "custom"}, 320, _IN_SCAN, 16),
     AllowedSpill({"family": "sm90", "head_dim": "256", "mask": "custom"}, 320, _IN_SCAN, 10),
     AllowedSpill({"family": "sm90", "head_dim": "512"}, 320, _BETWEEN_ITEMS),
     AllowedSpill({"family": "sm90", "logits": "softcap"}, 500, _OF_ITEMS, 1),
+    AllowedSpill({"family": "sm90", "logits": "softcap", "position": "alibi"}, 500, _OF_BIAS, 6),
+    AllowedSpill(
+        {"family": "sm90", "logits": "softcap", "position": "alibi", "mask": "custom"},
+        500,
+        _OF_BIAS,
+        16,
+    ),
+    AllowedSpill(
+        {
+            "family": "sm90",
+            "head_dim": "64",
+            "logits": "softcap",
+            "position": "alibi",
+            "mask": "custom",
+        },
+        500,
+        _OF_BIAS,
+        59,
+    ),
     AllowedSpill(
         {"family": "sm90", "head_dim": "64", "logits": "softcap", "mask": "custom"},
         500,
