@@ -2,8 +2,8 @@
 // s * w(s^2) - origin where without a cap they are s * scale - origin. Two operations more for each
 // score, near 0, and half a one to find out whether that holds.
 //
-// A warp takes a tile for what the one before was, and computes it once more by a wider form where
-// a score is beyond the range: S is still there, as for a reference that moves.
+// A warp takes a tile for what those before were, and computes it once more by a wider form where a
+// score is beyond the range: S is still there, as for a reference that moves.
 #pragma once
 
 #include <cutlass/numeric_conversion.h>
@@ -20,7 +20,7 @@ enum class CapRange { kNear, kMiddle, kFar };
 // Of kernels without a soft cap.
 struct NoCapRange {};
 
-// As SpeculativeSoftmax takes it. range: what the warp's tile before needed, in this item.
+// As SpeculativeSoftmax takes it. range: what the warp's tiles before ask for, in this item.
 // NOTE: rows behind the request's last one hold another's: they may not change what becomes of a
 // row.
 template <class Traits, class Scores>
@@ -62,8 +62,8 @@ struct CappedTile {
     range = needed;
     return true;
   }
-  // A tile beyond the middle is an exception, unless the next one is, too. Back near 0 it takes the
-  // next item: looking for that costs as much as the middle's polynomial.
+  // A tile beyond the middle is an exception, unless the next one is, too. The range stays at the
+  // middle until the item's end: to look for tiles near 0 costs as much as they save.
   __device__ __forceinline__ void expect_next() const {
     if (range == CapRange::kFar && needed_range() != CapRange::kFar) range = CapRange::kMiddle;
   }
