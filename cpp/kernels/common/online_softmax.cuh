@@ -128,7 +128,7 @@ struct OnlineSoftmax {
     float zero = is_huge(offset) ? reference[r] : 0.0f;
     offset = is_huge(offset) ? 0.0f : offset;
     CUTE_UNROLL
-    for (int c = 0; c < size<1>(scores); ++c) scores(r, c) -= zero;
+    for (int c = 0; c < size<1>(scores); ++c) scores(r, c) = __fsub_rn(scores(r, c), zero);
   }
 
   // The maximum of each row, over the quad that shares it.

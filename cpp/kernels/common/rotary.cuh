@@ -5,6 +5,9 @@
 // position modulo 2^64 drops whole turns, which mean nothing, and no bit of the rest. So an angle
 // is as exact at position 2^31 as at 1, without a double. Everything here also runs on the host,
 // where it is checked against double.
+//
+// NOTE: every fused product is written out. Which of two products of a sum the compiler fuses is
+// its choice otherwise, and differs from kernel to kernel; rows have the same bits in all of them.
 #pragma once
 
 #include <cmath>
@@ -55,26 +58,34 @@ PREFLASH_HD constexpr std::uint32_t turns_at(std::int32_t position, std::uint64_
   return static_cast<std::uint32_t>((wrapped * frequency) >> 32);
 }
 
+// a b + c d, of which the first product is fused.
+PREFLASH_HD inline float sum_of_products(float a, float b, float c, float d) {
+  return std::fmaf(a, b, c * d);
+}
+
 // Cosine and sine of an angle.
 struct Rotation {
   float cosine;
   float sine;
 
   // The rotation by both angles.
-  PREFLASH_HD friend constexpr Rotation operator*(Rotation a, Rotation b) {
-    return {a.cosine * b.cosine - a.sine * b.sine, a.sine * b.cosine + a.cosine * b.sine};
+  PREFLASH_HD friend Rotation operator*(Rotation a, Rotation b) {
+    return {sum_of_products(a.cosine, b.cosine, -a.sine, b.sine),
+            sum_of_products(a.sine, b.cosine, a.cosine, b.sine)};
   }
 };
 
 // Off by 1.5e-7 at most. Angle = quarter turns + x, |x| <= 1/8 turn; minimax polynomials in x,
 // fitted with weights that equalise the error: 2e-9 for the sine, 3e-8 for the cosine.
-PREFLASH_HD constexpr Rotation rotation_by(std::uint32_t turns) {
+PREFLASH_HD inline Rotation rotation_by(std::uint32_t turns) {
   constexpr float kRadians = 1.4629180792671596e-9f;  // 2 pi / 2^32
   std::uint32_t quarters = (turns + (1u << 29)) >> 30;
   float x = static_cast<float>(static_cast<std::int32_t>(turns - (quarters << 30))) * kRadians;
   float x2 = x * x;
-  float sine = ((-1.9495567e-4f * x2 + 8.3319781e-3f) * x2 - 1.6666651e-1f) * x2 * x + x;
-  float cosine = ((-1.3597765e-3f * x2 + 4.1656290e-2f) * x2 - 4.9999895e-1f) * x2 + 1.0f;
+  float sine = std::fmaf(std::fmaf(-1.9495567e-4f, x2, 8.3319781e-3f), x2, -1.6666651e-1f);
+  sine = std::fmaf(sine * x2, x, x);
+  float cosine = std::fmaf(std::fmaf(-1.3597765e-3f, x2, 4.1656290e-2f), x2, -4.9999895e-1f);
+  cosine = std::fmaf(cosine, x2, 1.0f);
   Rotation rotation = quarters & 1 ? Rotation{sine, cosine} : Rotation{cosine, sine};
   if ((quarters + 1) & 2) rotation.cosine = -rotation.cosine;
   if (quarters & 2) rotation.sine = -rotation.sine;
@@ -82,9 +93,9 @@ PREFLASH_HD constexpr Rotation rotation_by(std::uint32_t turns) {
 }
 
 // Turns a pair of elements, d and d + head_dim / 2.
-PREFLASH_HD constexpr void rotate(float& low, float& high, Rotation by) {
-  float turned = low * by.cosine - high * by.sine;
-  high = high * by.cosine + low * by.sine;
+PREFLASH_HD inline void rotate(float& low, float& high, Rotation by) {
+  float turned = sum_of_products(low, by.cosine, -high, by.sine);
+  high = sum_of_products(high, by.cosine, low, by.sine);
   low = turned;
 }
 

@@ -180,7 +180,7 @@ struct TransformTables<Traits, true> {
   static constexpr int kPairs = Traits::kHeadQk / 2;
   alignas(16) std::uint64_t frequency[kPairs];
   alignas(16) Rotation row_step[kPairs];   // RotaryLanes::kRowsAtOnce rows
-  alignas(16) Rotation pass_step[kPairs];  // kRowsPerPass rows
+  alignas(16) Rotation span_step[kPairs];  // RotaryLanes::kSpan rows
   float row_factor[Traits::kTileM];
 };
 

@@ -107,6 +107,12 @@ struct RotaryLanes {
   static constexpr unsigned kUnits = Traits::kHeadQk / (2 * kPairs);
   static constexpr int kPerRow = std::min(32u, std::bit_ceil(kUnits));
   static constexpr int kRowsAtOnce = 32 / kPerRow;
+  // Of a tile's first so many rows angles are computed; those of the others follow by steps of as
+  // many rows. NOTE: a constant. Steps that followed the tile's warps would give a key other bits
+  // in a short tile than in a tall one.
+  static constexpr int kSpan = 16;
+  static constexpr int kSpansOfPass = Traits::kRowsPerPass / kSpan;
+  static_assert(Traits::kRowsPerPass % kSpan == 0);
 };
 
 // The angles of a lane's pairs of dimensions.
@@ -126,9 +132,11 @@ struct LaneAngles {
     for (int i = 0; i < kPairs; ++i) angles.by[i] = by[i];
     return angles;
   }
-  __device__ __forceinline__ void turn(const LaneAngles& step) {
-    CUTE_UNROLL
-    for (int i = 0; i < kPairs; ++i) by[i] = by[i] * step.by[i];
+  __device__ __forceinline__ void turn(const LaneAngles& step, int times = 1) {
+    for (; times > 0; --times) {
+      CUTE_UNROLL
+      for (int i = 0; i < kPairs; ++i) by[i] = by[i] * step.by[i];
+    }
   }
 
   // low: elements d ..., high: elements d + head_dim / 2 ... of a row.
@@ -158,7 +166,7 @@ __device__ __forceinline__ void fill_rotary_tables(const TransformSegment& param
     std::uint64_t frequency = params.rotary.of_pair[pair];
     tables.frequency[pair] = frequency;
     tables.row_step[pair] = rotation_by(turns_at(RotaryLanes<Traits>::kRowsAtOnce, frequency));
-    tables.pass_step[pair] = rotation_by(turns_at(Traits::kRowsPerPass, frequency));
+    tables.span_step[pair] = rotation_by(turns_at(RotaryLanes<Traits>::kSpan, frequency));
   }
 }
 
@@ -178,8 +186,9 @@ struct RowRotation {
   // follow by a few rotations, each off by another 1e-7 at most.
   __device__ __forceinline__ void run(int first_position) const {
     for_each_unit([&](int pair, int row) {
-      LaneAngles angles = LaneAngles::at(first_position + row, tables.frequency + pair);
-      LaneAngles pass_step = LaneAngles::load(tables.pass_step + pair);
+      LaneAngles angles =
+          LaneAngles::at(first_position + row % Lanes::kSpan, tables.frequency + pair);
+      LaneAngles span_step = LaneAngles::load(tables.span_step + pair);
 #pragma unroll 1
       for (int i = 0; i < Rows::kRowsOfPass; i += Lanes::kRowsAtOnce) {
         Element* low_place = rows.place(row + i, pair);
@@ -192,12 +201,13 @@ struct RowRotation {
           high[pass] = *at(high_place, pass);
         }
         LaneAngles of_pass = angles;
+        of_pass.turn(span_step, Lanes::kSpansOfPass > 1 ? row / Lanes::kSpan : 0);
         CUTE_UNROLL
         for (int pass = 0; pass < Rows::kPasses; ++pass) {
           of_pass.template rotate<kDType>(low[pass], high[pass]);
           *at(low_place, pass) = low[pass];
           *at(high_place, pass) = high[pass];
-          if (pass + 1 < Rows::kPasses) of_pass.turn(pass_step);
+          if (pass + 1 < Rows::kPasses) of_pass.turn(span_step, Lanes::kSpansOfPass);
         }
         angles.turn(LaneAngles::load(tables.row_step + pair));
       }
@@ -309,7 +319,7 @@ struct OperandTransform<Traits, true> {
     for (int r = 0; r < size<0>(scores); ++r) {
       float factor = smem.transform.row_factor[at.tile_row(r)];
       CUTE_UNROLL
-      for (int c = 0; c < size<1>(scores); ++c) scores(r, c) *= factor;
+      for (int c = 0; c < size<1>(scores); ++c) scores(r, c) = __fmul_rn(scores(r, c), factor);
     }
   }
 

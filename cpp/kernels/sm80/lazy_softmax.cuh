@@ -118,7 +118,7 @@ struct LazySoftmax : OnlineSoftmax<kRowsPerThread> {
       // neighbours.
       if (next[r] == reference[r]) factor = 1.0f;
       reference[r] = next[r];
-      sum[r] *= factor;
+      sum[r] = __fmul_rn(sum[r], factor);
       CUTE_UNROLL
       for (int c = 0; c < size<1>(out); ++c) out(r, c) *= factor;
     }

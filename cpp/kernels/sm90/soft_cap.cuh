@@ -15,6 +15,7 @@
 #include <cute/tensor.hpp>
 
 #include "kernels/common/logits.cuh"
+#include "preflash/params.h"
 
 namespace preflash::sm90 {
 
@@ -26,6 +27,9 @@ struct SoftCapCurve {
   // c * x^5 / 60 of degree 3 and c * x^7 / 593 of degree 5. Where c is so large that the middle's
   // range would be of no use, float32's dot products are off by more.
   static constexpr double kError = 1e-4;
+  // As a part of c, where a launch returns the row maxima and sums themselves: the float32
+  // roundings of tanh are 3e-7.
+  static constexpr double kStatisticsError = 1e-7;
   static constexpr double kWidestNear = 0.3;
   static constexpr double kNarrowestMiddle = 0.3;
   static constexpr double kWidestMiddle = 0.45;
@@ -36,13 +40,15 @@ struct SoftCapCurve {
   float far_exponent;          // of s: 2 logit / c in base 2
   float far_unit;              // log2(e) * c
 
-  static SoftCapCurve make(float sm_scale, float soft_cap) {
+  static SoftCapCurve make(float sm_scale, float soft_cap, LseForm form) {
     const double cap = soft_cap;
+    const bool statistics = form == LseForm::kMaxAndSum;
+    const double error = statistics ? kStatisticsError : kError / cap;  // of tanh
     const double x_per_s = sm_scale / cap;
     const double slope = sm_scale * double{kLog2E};
-    const double near = std::clamp(std::pow(60.0 * kError / cap, 1.0 / 5), 1e-3, kWidestNear);
-    const double middle =
-        std::clamp(std::pow(593.0 * kError / cap, 1.0 / 7), kNarrowestMiddle, kWidestMiddle);
+    const double near = std::clamp(std::pow(60.0 * error, 1.0 / 5), 1e-3, kWidestNear);
+    const double middle = std::clamp(std::pow(593.0 * error, 1.0 / 7),
+                                     statistics ? near : kNarrowestMiddle, kWidestMiddle);
     SoftCapCurve curve;
     double w[3];
     interpolate<2>(near * near, w);
@@ -141,7 +147,7 @@ struct CappedSegment : Segment {
   SoftCapCurve cap;
 
   void set_cap() {
-    cap = SoftCapCurve::make(std::abs(this->sm_scale), this->soft_cap);
+    cap = SoftCapCurve::make(std::abs(this->sm_scale), this->soft_cap, this->lse.form);
     this->logits.q_factor = this->sm_scale < 0.0f ? -1.0f : 1.0f;
     this->logits.scale_log2 = 1.0f;
     this->x_per_logit = kLog2E;

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import itertools
 import shlex
 import time
 from collections.abc import Sequence
@@ -12,7 +14,7 @@ from typing import Any
 import torch
 
 from ..testing import fuzz, problems, shrinking
-from ..testing.problems import Problem
+from ..testing.problems import Also, Problem
 from . import CommandError
 from .console import Progress
 from .fuzz_calls import CALLS, WRAPPERS, Call, places_for
@@ -64,6 +66,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         default=WRAPPERS,
         help="with --fuzz: what the problems are for; the single functions and batch wrappers",
     )
+    parser.add_argument(
+        "--also",
+        choices=[also.value for also in Also],
+        help="with --fuzz, of the wrappers: what is looked at in every problem beside its numbers; "
+        "problems in which it has no meaning are left out",
+    )
     parser.add_argument("--problem", metavar="TEXT", help="instead: a problem that --fuzz printed")
 
 
@@ -73,6 +81,8 @@ def asked_for(args: argparse.Namespace) -> bool:
         raise CommandError(f"--seed {args.seed}: it is for --fuzz; the self-test has no seed")
     if args.fuzz is None and args.call != WRAPPERS:
         raise CommandError(f"--call {args.call}: it is for --fuzz")
+    if args.also is not None and (args.fuzz is None or args.call != WRAPPERS):
+        raise CommandError(f"--also {args.also}: it is for --fuzz without --call")
     return args.fuzz is not None or args.problem is not None
 
 
@@ -111,13 +121,28 @@ def _asked(args: argparse.Namespace, place: Place) -> list[Asked]:
     if args.fuzz < 1:
         raise CommandError(f"--fuzz {args.fuzz}: must be at least 1")
     seed, first = _seed(args.seed or "0")
-    indices = range(first, first + args.fuzz)
     call = CALLS[args.call]
     named = "" if args.call == WRAPPERS else f"--call {args.call} "
+    if args.also is not None:
+        named = f"--also {args.also} "
+    drawn = (
+        (_looked_at(call.draw(seed, index, place), args.also), index)
+        for index in itertools.count(first)
+    )
     return [
-        Asked(call.draw(seed, index, place), call, f"{named}--fuzz 1 --seed {seed}:{index}")
-        for index in indices
+        Asked(problem, call, f"{named}--fuzz 1 --seed {seed}:{index}")
+        for problem, index in itertools.islice((d for d in drawn if d[0] is not None), args.fuzz)
     ]
+
+
+def _looked_at(problem: Any, also: str | None) -> Any:
+    """The problem with `also` looked at; None where that has no meaning in it."""
+    if also is None:
+        return problem
+    try:
+        return dataclasses.replace(problem, also=Also(also))
+    except ValueError:
+        return None
 
 
 def _spelled_out(problem: Problem) -> Asked:
