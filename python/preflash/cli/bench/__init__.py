@@ -17,7 +17,7 @@ from .. import CommandError
 from ..console import Progress, Table
 from ..machine import Place, choose_places, torch_dtype
 from .fmha import FmhaResult, FmhaRow, fmha_rows_for, fmha_table, measure_fmha
-from .measure import OURS, RAGGED, Result, measure_row
+from .measure import BASE, OURS, Result, measure_row
 from .pod import PodResult, PodRow, measure_pod, pod_rows_for, pod_table
 from .rows import Row, rows_for
 from .trace import TraceFiles, trace_row
@@ -163,16 +163,16 @@ def _dtype_name(result: Result) -> str:
 def _baseline_names(results: list[Result]) -> list[str]:
     """The names of all baselines, in the order in which they first appear."""
     names = [name for result in results for name in (*result.us, *result.absent)]
-    return [name for name in dict.fromkeys(names) if name not in (OURS, RAGGED)]
+    return [name for name in dict.fromkeys(names) if name not in (OURS, BASE)]
 
 
 def _table(results: list[Result]) -> Table:
     baselines = _baseline_names(results)
-    headers = ["row", "dtype", "unit", OURS, *baselines, "of ragged", "us", "plan us", "run CPU us"]
+    headers = ["row", "dtype", "unit", OURS, *baselines, "of base", "us", "plan us", "run CPU us"]
     headers += ["error / allowed"]
     table = Table(headers, frozenset(headers[3:]))
     for result in results:
-        base = result.us.get(RAGGED)
+        base = result.us.get(BASE)
         timed = OURS in result.us
         table.add(
             result.row.name,

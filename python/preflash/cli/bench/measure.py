@@ -18,7 +18,7 @@ from .rows import Metric, Row
 Call = Callable[[], torch.Tensor]
 
 OURS = "preflash"
-RAGGED = "ragged"  # ours, on the same K/V without pages
+BASE = "base"  # ours, on the case that the row is relative to
 
 _WORKSPACE_BYTES = 256 * 1024 * 1024
 # The calls rotate over sets of inputs that together exceed every last-level cache.
@@ -35,7 +35,7 @@ class Result:
 
     row: Row
     variant: str = ""
-    us: dict[str, float] = field(default_factory=dict)  # by name: OURS, RAGGED and the baselines
+    us: dict[str, float] = field(default_factory=dict)  # by name: OURS, BASE and the baselines
     absent: dict[str, str] = field(default_factory=dict)
     plan_us: float | None = None
     run_cpu_us: float | None = None  # on a GPU: time of the calling thread
@@ -88,7 +88,7 @@ def measure_row(row: Row, place: Place, repeats: int) -> Result:
     try:
         calls[OURS] = _our_calls(result, trial)
         if row.relative_to is not None:
-            calls[RAGGED] = _ragged_calls(row.relative_to, place, repeats)
+            calls[BASE] = _base_calls(row.relative_to, place, repeats)
     except NotImplementedError as error:
         result.absent[OURS] = str(error)
     except (RuntimeError, WrongResultError) as error:  # the rows that follow still count
@@ -117,7 +117,7 @@ def _time(result: Result, trial: _Trial, calls: dict[str, list[Call]]) -> None:
         try:
             replays[name] = timing.GraphReplay(trial.rotation(rotated), max(10, len(rotated)))
         except RuntimeError as error:
-            if name in (OURS, RAGGED):
+            if name in (OURS, BASE):
                 result.failure = str(error)
             else:
                 result.absent[name] = str(error).splitlines()[0]
@@ -147,7 +147,7 @@ def checked_call(row: Row, place: Place) -> Call:
     return _our_call(_planned(Result(row), trial), trial.sets[0])
 
 
-def _ragged_calls(case: Case, place: Place, repeats: int) -> list[Call]:
+def _base_calls(case: Case, place: Place, repeats: int) -> list[Call]:
     row = Row(case)
     trial = _Trial.prepare(row, place, repeats)
     wrapper = _planned(Result(row), trial)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import itertools
 
 import torch
 
@@ -28,7 +29,8 @@ class Baseline(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One line of the table; `relative_to` is the same case without pages."""
+    """One line of the table; `relative_to` is the same case without pages, or, where it splits keys
+    as batch invariance wants it, as the planner would."""
 
     case: Case
     metric: Metric = Metric.TFLOPS
@@ -83,6 +85,16 @@ def _decode(name: str, batch: int, kv_len: int, kv_heads: int) -> Row:
     return Row(row.case, Metric.GBPS, (Baseline.READ,))
 
 
+def _batch_invariant(row: Row) -> list[Row]:
+    """The splits with which a request's bits do not depend on the rest of its batch."""
+    rows = []
+    splits = {"split 2048": {"fixed_split_size": 2048}, "unsplit": {"disable_split_kv": True}}
+    for name, split in splits.items():
+        case = dataclasses.replace(row.case, name=f"invariant {row.name} {name}", **split)
+        rows.append(Row(case, row.metric, relative_to=row.case))
+    return rows
+
+
 def _beside_cudnn(row: Row) -> Row:
     return dataclasses.replace(row, baselines=(*row.baselines, Baseline.FRONTEND))
 
@@ -109,10 +121,14 @@ def gpu_rows() -> list[Row]:
     rows += _with_pages(_beside_cudnn(mixed), 1, 16, 64)
     append = _beside_cudnn(_grouped("append 512 on 8k x8", (512,) * 8, (8192,) * 8, 8))
     rows += _with_pages(append, 1, 16, 64, 128, 256)
-    rows += _with_pages(_grouped("chunk 2k on 64k", (2048,), (65536,), 8), 16)
+    chunk = _grouped("chunk 2k on 64k", (2048,), (65536,), 8)
+    rows += _with_pages(chunk, 16)
     rows += _cudnn_rows()
-    rows += [_decode("decode 64x4k", 64, 4096, 8), _decode("decode 4x32k", 4, 32768, 8)]
-    return rows
+    decodes = [_decode("decode 64x4k", 64, 4096, 8), _decode("decode 4x32k", 4, 32768, 8)]
+    small = _paged(_grouped("small 16 on 2k x32", (16,) * 32, (2048,) * 32, 8), 16)
+    paged = [_paged(row, 16) for row in (mixed, append, chunk)]
+    invariant = [_batch_invariant(row) for row in (*paged, small, *decodes)]
+    return [*rows, *decodes, *itertools.chain(*invariant)]
 
 
 def cpu_rows() -> list[Row]:
