@@ -81,6 +81,8 @@ def _traits(family: Family) -> str:
         "schedule": f"Schedule::{SCHEDULES[family.schedule]}",
         "item_keys": family.item_keys,
         "flops_per_byte": family.flops_per_byte,
+        "most_prefill": family.most_prefill,
+        "most_decode": family.most_decode,
     }
     return ",\n              ".join(f".{name} = {value}" for name, value in values.items())
 

@@ -39,6 +39,8 @@ class Family:
     short_rows: int = 64
     item_keys: int = 0
     flops_per_byte: int = 0
+    most_prefill: int = 0
+    most_decode: int = 0
     architecture: str = ""  # code of this one alone; "": of every architecture that is asked for
     compiled_for: str = ""  # its full name
 
@@ -165,6 +167,11 @@ def _checked_family(family: Family) -> Family:
     _one_of(f"{where} short_tiles", family.short_tiles, list(SHORT_TILES))
     _one_of(f"{where} tile_rows", family.tile_rows, list(TILE_ROWS))
     _one_of(f"{where} schedule", family.schedule, list(SCHEDULES))
+    apart = (family.flops_per_byte, family.most_prefill, family.most_decode)
+    if any(apart) and not all(apart):
+        raise SpecError(
+            f"forward.toml: {where}: flops_per_byte, most_prefill and most_decode go together"
+        )
     if bool(family.architecture) != bool(family.compiled_for):
         raise SpecError(f"forward.toml: {where}: architecture and compiled_for go together")
     return family

@@ -8,13 +8,10 @@
 namespace preflash {
 namespace {
 
-// How much longer the prefill alone may take than the decode batch alone, and the other way round.
-// Measured at 0.25 and 0.5 of the one by the other, where one launch takes 0.87 to 0.94 of both, at
-// 32, where it takes 1.11, and at 0.01, where it takes 1.01.
-constexpr double kMostPrefill = 4.0;
-constexpr double kMostDecode = 20.0;
-// Below, in floating-point operations, the time between two launches counts for more: some 90 us.
-constexpr double kWorthTelling = 0x1p35;
+// Below, of the time of both in microseconds by the estimate, that between two launches counts for
+// more.
+constexpr double kWorthTelling = 90.0;
+constexpr double kBytesPerMicrosecond = 2.95e6;
 
 std::int64_t length(const KeySpan& keys) { return std::max(keys.end - keys.begin, 0); }
 
@@ -45,8 +42,10 @@ bool faster_apart(const FamilyTraits& family, const PlanRequest& prefill,
   if (family.flops_per_byte == 0) return false;
   const double of_prefill = time_alone(prefill, family.flops_per_byte);
   const double of_decode = time_alone(decode, family.flops_per_byte);
-  if (of_prefill + of_decode < kWorthTelling) return false;
-  return of_prefill > kMostPrefill * of_decode || of_decode > kMostDecode * of_prefill;
+  const double telling = kWorthTelling * kBytesPerMicrosecond * family.flops_per_byte;
+  if (of_prefill + of_decode < telling) return false;
+  return of_prefill > family.most_prefill * of_decode ||
+         of_decode > family.most_decode * of_prefill;
 }
 
 }  // namespace preflash

@@ -61,8 +61,11 @@ struct FamilyTraits {
   Schedule schedule = Schedule::kOnePerItem;  // never kAuto
   int item_keys = 0;  // an item costs as much as so many keys; 0: CostModel::kItem tiles
   // What its kernels compute while memory delivers a byte, where prefill and decode run one after
-  // the other if that is faster (faster_apart()); 0: always as one launch.
-  int flops_per_byte = 0;
+  // the other if that is faster (faster_apart()); 0: always as one launch. They do where the one
+  // alone takes more than so many times as long as the other.
+  std::int16_t flops_per_byte = 0;
+  std::uint8_t most_prefill = 0;
+  std::uint8_t most_decode = 0;
 
   constexpr bool runs_on(int compute_capability) const {
     return lowest_capability <= compute_capability && compute_capability <= highest_capability;
