@@ -25,8 +25,8 @@ class _Recorder:
     calls: list | None = None
 
     def wrap(self, original):
-        def make(backend, launch):
-            start = original(backend, launch)
+        def make(backend, launch, memory):
+            start = original(backend, launch, memory)
 
             def run(*arguments):
                 if self.calls is None:

@@ -59,7 +59,8 @@ RunTensors run_tensors(const TokenHeadRows& q, const PageTokenHead& k, const Pag
 
 constexpr Py_ssize_t kStartArguments = 11;
 
-// (q, k, v, o, lse, float_workspace, stream, sm_scale, out_scale, lse_scale, extras)
+// (q, k, v, o, lse, float_workspace, stream, sm_scale, out_scale, lse_scale, extras), of which the
+// float workspace is a tensor or None.
 RunArguments run_arguments(PyObject* const* given) {
   const auto* extras =
       given[10] == Py_None ? nullptr : py::handle(given[10]).cast<const RunExtras*>();
@@ -67,7 +68,6 @@ RunArguments run_arguments(PyObject* const* given) {
               segment_arguments(address_of(given[0]), address_of(given[1]), address_of(given[2]),
                                 address_of(given[3]), address_of(given[4]), float_of(given[7]),
                                 float_of(given[8]), float_of(given[9]), extras),
-          .float_workspace = pointer<void>(address_of(given[5])),
           .stream = pointer<void>(address_of(given[6]))};
 }
 
@@ -77,7 +77,7 @@ PyObject* start(PyObject* self, PyObject* const* given, Py_ssize_t count) {
                         count);
   }
   try {
-    return PyBool_FromLong(state_of<Starter>(self).start(run_arguments(given)));
+    return PyBool_FromLong(state_of<Starter>(self).start(run_arguments(given), given[5]));
   } catch (...) {
     return raise(std::current_exception());
   }
@@ -86,13 +86,14 @@ PyObject* start(PyObject* self, PyObject* const* given, Py_ssize_t count) {
 PyMethodDef start_definition = fast_definition(
     "start", &start, "Starts a prepared launch; True where it was captured into a CUDA graph.");
 
-py::object starter_of(const py::object& launch, const py::object& num_threads) {
-  return fast_callable(start_definition, Starter::of(launch, num_threads));
+py::object starter_of(const py::object& launch, std::shared_ptr<HeldMemory> memory,
+                      const py::object& num_threads) {
+  return fast_callable(start_definition, Starter::of(launch, std::move(memory), num_threads));
 }
 
 // One (q, k, v, o, lse, sm_scale, out_scale, lse_scale, extras) for each segment.
-bool run_segments(Launch& launch, const py::sequence& segments, Address float_workspace,
-                  Address stream, int num_threads) {
+bool run_segments(Launch& launch, const HeldMemory& memory, const py::sequence& segments,
+                  const py::object& float_workspace, Address stream, int num_threads) {
   check_num_threads(num_threads);
   RunArguments arguments{.segments = per_segment<SegmentArguments>(
                              segments,
@@ -101,9 +102,9 @@ bool run_segments(Launch& launch, const py::sequence& segments, Address float_wo
                                                       float, float, float, const RunExtras*>;
                                return std::apply(&segment_arguments, given.cast<Row>());
                              }),
-                         .float_workspace = pointer<void>(float_workspace),
                          .stream = pointer<void>(stream),
                          .num_threads = num_threads};
+  use_memory(memory, float_workspace, &arguments);
   py::gil_scoped_release release;
   return run_interruptibly(launch, arguments);
 }
@@ -151,9 +152,9 @@ void bind_launch(py::module_& m) {
                                             per_segment<RunTensors>(segments, tensors));
           },
           "Bound to (q, k, v, o, lse) of each segment.", py::arg("place"), py::arg("segments"))
-      .def("starter", &starter_of, py::arg("num_threads").none(true))
-      .def("run_segments", &run_segments, py::arg("segments"), py::arg("float_workspace"),
-           py::arg("stream"), py::arg("num_threads"));
+      .def("starter", &starter_of, py::arg("memory"), py::arg("num_threads").none(true))
+      .def("run_segments", &run_segments, py::arg("memory"), py::arg("segments"),
+           py::arg("float_workspace"), py::arg("stream"), py::arg("num_threads"));
 }
 
 }  // namespace preflash

@@ -129,7 +129,10 @@ void bind_options(py::module_& m) {
            py::arg("fixed_split_size"), py::arg("disable_split"), py::arg("chunk_size") = 0,
            py::arg("skip_factor") = 0.0f);
   py::class_<RunExtras>(m, "RunExtras")
-      .def(py::init(&extras_of), py::arg("mask_bits") = 0, py::arg("mask_classes") = 0);
+      .def(py::init(&extras_of), py::arg("mask_bits") = 0, py::arg("mask_classes") = 0)
+      .def_property_readonly("mask_bits", [](const RunExtras& extras) {
+        return reinterpret_cast<Address>(extras.mask_bits);
+      });
 }
 
 std::shared_ptr<Plan> make_plan(Family family, int device, const PerSegment<PlanRequest>& requests,
@@ -237,6 +240,12 @@ void bind_places(py::module_& m) {
           py::arg("qo_indptr"), py::arg("kv_indptr"), py::arg("kv_lens"), py::arg("table_stride"),
           py::arg("qo_tokens"), py::arg("kv_tokens"), py::arg("stream"),
           py::call_guard<py::gil_scoped_release>())
+      .def(
+          "page_indices",
+          [](const DevicePlan& place, int segment) {
+            return reinterpret_cast<Address>(place.page_indices(segment));
+          },
+          py::arg("segment"))
       .def(
           "arrive_before",
           [](const DevicePlan& place, Address stream) {

@@ -90,22 +90,17 @@ py::object repeat(const Repeat& bound, const Call& call) {
                                  : bound.make_out(py::handle(call.q));
   const auto out = brings_out ? given : torch.read(result.ptr());
   if (!out) return {};
-  Address partials = 0;
-  if (!bound.partials.is_none()) {
-    const auto read = torch.read(bound.partials.ptr());
-    if (!read) return {};
-    partials = read->address();
-  }
   const bool captured =
       bound.starter.start({.segments = segment_arguments(
                                q->address(), k->address(), v->address() + bound.v_offset,
                                out->address(), 0, float_of(PyTuple_GET_ITEM(call.scales, 0)),
                                float_of(PyTuple_GET_ITEM(call.scales, 1)), 1.0f, bound.extras),
-                           .float_workspace = pointer<void>(partials),
-                           .stream = *stream});
+                           .stream = *stream},
+                          bound.partials);
   if (captured) {
     py::handle(call.variant)
-        .attr("_note_capture")(py::handle(call.q), py::handle(kv.k), py::handle(kv.v));
+        .attr("_note_capture")(py::handle(call.q), py::handle(kv.k), py::handle(kv.v),
+                               bound.partials);
   }
   if (brings_out) torch.tell_written(call.out);
   return result;
@@ -127,9 +122,10 @@ PyObject* again(PyObject* self, PyObject* const* given, Py_ssize_t count) {
 PyMethodDef again_definition = fast_definition(
     "again", &again, "Starts a launch for tensors like those that it is bound to, or is None.");
 
-py::object repeater_of(const py::object& launch, std::shared_ptr<const Torch> torch,
-                       const py::object& num_threads, const py::object& q, const py::object& kv,
-                       const py::object& out, std::int64_t v_offset, const py::object& make_out,
+py::object repeater_of(const py::object& launch, std::shared_ptr<HeldMemory> memory,
+                       std::shared_ptr<const Torch> torch, const py::object& num_threads,
+                       const py::object& q, const py::object& kv, const py::object& out,
+                       std::int64_t v_offset, const py::object& make_out,
                        const py::object& partials, const py::object& extras) {
   const auto facts = [&](const py::handle& tensor) -> std::optional<TensorFacts> {
     const std::optional<dlpack::Tensor> read = torch->read(tensor.ptr());
@@ -147,7 +143,7 @@ py::object repeater_of(const py::object& launch, std::shared_ptr<const Torch> to
   return fast_callable(
       again_definition,
       Repeat{.torch = std::move(torch),
-             .starter = Starter::of(launch, num_threads),
+             .starter = Starter::of(launch, std::move(memory), num_threads),
              .one_cache = one_cache,
              .v_offset = v_offset,
              .q = *q_facts,
@@ -163,9 +159,9 @@ py::object repeater_of(const py::object& launch, std::shared_ptr<const Torch> to
 }  // namespace
 
 void bind_repeat(py::module_& m) {
-  m.def("repeater", &repeater_of, py::arg("launch"), py::arg("torch"), py::arg("num_threads"),
-        py::arg("q"), py::arg("kv"), py::arg("out"), py::arg("v_offset"), py::arg("make_out"),
-        py::arg("partials"), py::arg("extras"));
+  m.def("repeater", &repeater_of, py::arg("launch"), py::arg("memory"), py::arg("torch"),
+        py::arg("num_threads"), py::arg("q"), py::arg("kv"), py::arg("out"), py::arg("v_offset"),
+        py::arg("make_out"), py::arg("partials"), py::arg("extras"));
 }
 
 }  // namespace preflash

@@ -40,6 +40,7 @@ std::shared_ptr<PageArray> make_page_array(const Uploader& uploader, std::int64_
 void bind_torch(pybind11::module_& m);
 void bind_batch(pybind11::module_& m);
 void bind_plan(pybind11::module_& m);
+void bind_run_memory(pybind11::module_& m);
 void bind_launch(pybind11::module_& m);
 void bind_repeat(pybind11::module_& m);
 void bind_host_arrays(pybind11::module_& m);

@@ -18,6 +18,7 @@ PYBIND11_MODULE(_core, m) {
   preflash::bind_torch(m);
   preflash::bind_batch(m);
   preflash::bind_plan(m);
+  preflash::bind_run_memory(m);
   preflash::bind_launch(m);
   preflash::bind_repeat(m);
   preflash::bind_host_arrays(m);

@@ -1,6 +1,7 @@
 #include "bindings/start_launch.h"
 
 #include <stdexcept>
+#include <utility>
 
 #include "core/device.h"
 #include "cpu/interrupt.h"
@@ -69,11 +70,24 @@ float float_of(PyObject* value) {
   return static_cast<float>(number);
 }
 
-Starter Starter::of(const py::object& launch, const py::object& num_threads) {
-  return {.owner = launch, .launch = launch.cast<Launch*>(), .num_threads = num_threads};
+void use_memory(const HeldMemory& held, py::handle float_workspace, RunArguments* arguments) {
+  held.check();
+  if (float_workspace.is_none()) return;
+  const TensorMemory memory = memory_of(held.torch(), "float_workspace_buffer", float_workspace);
+  arguments->float_workspace = pointer<void>(memory.address);
+  arguments->float_workspace_bytes = memory.bytes;
 }
 
-bool Starter::start(RunArguments arguments) const {
+Starter Starter::of(const py::object& launch, std::shared_ptr<const HeldMemory> memory,
+                    const py::object& num_threads) {
+  return {.owner = launch,
+          .launch = launch.cast<Launch*>(),
+          .memory = std::move(memory),
+          .num_threads = num_threads};
+}
+
+bool Starter::start(RunArguments arguments, py::handle float_workspace) const {
+  use_memory(*memory, float_workspace, &arguments);
   if (num_threads.is_none()) {
     const WithoutInterpreter others_run;
     return launch->run(arguments);

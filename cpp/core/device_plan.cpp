@@ -35,7 +35,10 @@ Uploader::~Uploader() { services_->uploader_destroy(uploader_); }
 
 DevicePlan::DevicePlan(std::shared_ptr<const Uploader> uploader, void* memory,
                        std::int64_t capacity)
-    : uploader_(std::move(uploader)), memory_(memory), capacity_(capacity) {}
+    : uploader_(std::move(uploader)),
+      memory_(memory),
+      capacity_(capacity),
+      claim_(uploader_->device()) {}
 
 void DevicePlan::write(std::shared_ptr<const Plan> plan, const Upload& upload) {
   const std::int64_t bytes = plan->int_bytes();
@@ -66,10 +69,14 @@ void DevicePlan::write(std::shared_ptr<const Plan> plan, const Upload& upload) {
   const std::int64_t image_bytes = plan->image_bytes();
   check_launch(services.uploader_acquire(uploader_->get(), image_bytes, &staging), "plan staging");
   plan->write(staging);
+  claim_.take(memory_, bytes);
   check_launch(services.uploader_submit(uploader_->get(), memory_, image_bytes,
                                         pinned_arrays_of(*plan, memory_), upload.stream),
                "plan upload");
   page_indices_ = page_indices;
+  for (int s = 0; s < page_indices_.size(); ++s) {
+    page_indices_are_callers_[s] = upload.page_indices[s] != nullptr;
+  }
   plan_ = std::move(plan);
   class_masks(upload);
 }

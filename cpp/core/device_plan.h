@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <memory>
 
+#include "core/memory_claim.h"
 #include "core/plan.h"
 #include "preflash/params.h"
 
@@ -98,6 +99,12 @@ class DevicePlan {
     return plan_->layout().segments[segment].merges.in(memory_);
   }
   const void* memory() const { return memory_; }
+  // Whether the plan is no longer there, because another place's was written over it.
+  bool overwritten() const { return claim_.lost(); }
+  // Where kernels find the page indices of a segment; null: ragged.
+  const std::int32_t* page_indices(int segment) const { return page_indices_[segment]; }
+  // Whether they are the caller's, who may change them after plan().
+  bool page_indices_are_callers(int segment) const { return page_indices_are_callers_[segment]; }
 
  private:
   void class_masks(const Upload& upload);
@@ -108,6 +115,8 @@ class DevicePlan {
   std::shared_ptr<const Plan> plan_;
   bool has_classes_[kMaxSegments] = {};           // those of the mask that write() was given
   PerSegment<const std::int32_t*> page_indices_;  // null: ragged
+  bool page_indices_are_callers_[kMaxSegments] = {};
+  MemoryClaim claim_;
 };
 
 }  // namespace preflash

@@ -36,6 +36,7 @@ struct SegmentArguments {
 struct RunArguments {
   PerSegment<SegmentArguments> segments;
   void* float_workspace = nullptr;
+  std::int64_t float_workspace_bytes = 0;
   void* stream = nullptr;
   int num_threads = 1;  // on the CPU
 };
@@ -49,8 +50,10 @@ class Launch {
   Launch(std::shared_ptr<const DevicePlan> place, const PerSegment<RunTensors>& tensors);
 
   // Throws std::invalid_argument for a tensor that has no memory behind it or starts at an address
-  // that is not a multiple of 16, and for an output or a float workspace that shares memory with
-  // anything else. Says whether the launch was captured into a CUDA graph rather than started.
+  // that is not a multiple of 16, for an output or a float workspace that shares memory with
+  // anything else, for a float workspace that is too small by now, for a place that another plan
+  // was written over, and on the CPU for page indices that the cache does not have. Says whether
+  // the launch was captured into a CUDA graph rather than started.
   //
   // On the CPU, where no stream puts the launches of several threads in order, one that begins
   // while another of its wrapper computes has a float workspace of its own.
@@ -63,6 +66,10 @@ class Launch {
   void bind_copies();
   void check(const RunArguments& arguments) const;
   void check_addresses(int index, const RunArguments& arguments) const;
+  // What plan() counted on and others may have changed since.
+  void check_workspaces(const RunArguments& arguments) const;
+  void check_mask(int index, const RunExtras& extras) const;
+  void check_page_indices(int index) const;
   // What one segment reads against the copies and partial results that the launch writes.
   void check_inputs(int index, const RunArguments& arguments) const;
   // What one segment writes against what it or the other one reads and writes.

@@ -76,10 +76,12 @@ class Backend(Protocol):
     def num_threads(self) -> Callable[[], int] | None:
         """Asked for every launch; None: not on the CPU."""
 
-    def runner(self, launch: _core.Launch) -> Callable[..., bool]:
+    def runner(self, launch: _core.Launch, memory: _core.HeldMemory) -> Callable[..., bool]:
         """The function that starts a prepared launch."""
 
-    def runner_of_segments(self, launch: _core.Launch) -> Callable[..., bool]:
+    def runner_of_segments(
+        self, launch: _core.Launch, memory: _core.HeldMemory
+    ) -> Callable[..., bool]:
         """The same of a launch of several segments."""
 
 
@@ -148,11 +150,13 @@ class _KernelBackend:
         """What plan() raises on a device that is not the backend's."""
         return ValueError(refusal)
 
-    def runner(self, launch: _core.Launch) -> Callable[..., bool]:
-        return launch.starter(self.num_threads)
+    def runner(self, launch: _core.Launch, memory: _core.HeldMemory) -> Callable[..., bool]:
+        return launch.starter(memory, self.num_threads)
 
-    def runner_of_segments(self, launch: _core.Launch) -> Callable[..., bool]:
-        return launch.run_segments
+    def runner_of_segments(
+        self, launch: _core.Launch, memory: _core.HeldMemory
+    ) -> Callable[..., bool]:
+        return functools.partial(launch.run_segments, memory)
 
     def __repr__(self) -> str:
         return f"<preflash backend {self.name!r}>"

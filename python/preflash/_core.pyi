@@ -295,6 +295,8 @@ class RunExtras:
         mask_classes: int = 0,
         **per_head: int,
     ) -> None: ...
+    @property
+    def mask_bits(self) -> int: ...
 
 class Uploader:
     def __init__(self, device: int) -> None: ...
@@ -364,6 +366,9 @@ class DevicePlan:
         """Puts lengths that are on the device into a plan of bounds. kv_indptr: 0 where paged, with
         so many entries of a page table for each request. Rows from qo_tokens on are nobody's."""
 
+    def page_indices(self, segment: int) -> int:
+        """Where kernels find those of the plan that is here."""
+
     def arrive_before(self, stream: int) -> None:
         """What is launched on `stream` from now on finds the copy complete. The host does not wait,
         unless the stream is being captured into a CUDA graph, which cannot wait for what is not
@@ -380,6 +385,23 @@ def write_plans(
     """Starts the copy of each plan to its place. page_indices: of the one segment, or of each.
     mask_bits: of the one segment, packed, where every run has the same; 0: there are none. With
     an owner, its attribute `_state` becomes `state` once all of them have been started."""
+
+def bytes_of(torch: Torch, name: str, tensor: Any, /) -> int:
+    """The bytes behind a contiguous tensor now, which its storage may have fewer of than its shape
+    says. Raises ValueError where it is not contiguous."""
+
+class HeldMemory:
+    """Tensors whose memory has to stay where it is, because kernels go by its address. since,
+    way_out: when it was as it has to be, and what to do where it is not, in errors."""
+
+    def __init__(self, torch: Torch, since: str, way_out: str) -> None: ...
+    @staticmethod
+    def of_plan(torch: Torch, place: DevicePlan, tensor: Any) -> HeldMemory:
+        """Holds the tensor in which the plan is that a place has."""
+
+    def hold(self, name: str, tensor: Any, address: int, bytes: int) -> None: ...
+    def check(self) -> None:
+        """Raises ValueError for the first that has less memory or other memory by now."""
 
 class Launch:
     """q, o, lse: strides of [token, head], then of q the number of tokens and of lse the values of
@@ -399,16 +421,24 @@ class Launch:
     def of_segments(place: DevicePlan, segments: Sequence[tuple]) -> Launch:
         """segments: (q, k, v, o, lse) of each."""
 
-    def starter(self, num_threads: Callable[[], int] | None) -> Callable[..., bool]:
-        """The function (q, k, v, o, lse, float_workspace, stream: int, sm_scale, out_scale,
-        lse_scale: float, extras: RunExtras | None) that starts it; True where the launch was
-        captured into a CUDA graph.
+    def starter(
+        self, memory: HeldMemory, num_threads: Callable[[], int] | None
+    ) -> Callable[..., bool]:
+        """The function (q, k, v, o, lse: int, float_workspace: Tensor | None, stream: int,
+        sm_scale, out_scale, lse_scale: float, extras: RunExtras | None) that starts it; True where
+        the launch was captured into a CUDA graph.
 
-        num_threads: asked at every call; None: not on the CPU.
+        memory: looked at before every start. num_threads: asked at every call; None: not on the
+        CPU.
         """
 
     def run_segments(
-        self, segments: Sequence[tuple], float_workspace: int, stream: int, num_threads: int
+        self,
+        memory: HeldMemory,
+        segments: Sequence[tuple],
+        float_workspace: Any | None,
+        stream: int,
+        num_threads: int,
     ) -> bool:
         """segments: (q, k, v, o, lse, sm_scale, out_scale, lse_scale, extras) of each."""
 
@@ -433,6 +463,7 @@ class Trace:
 
 def repeater(
     launch: Launch,
+    memory: HeldMemory,
     torch: Torch,
     num_threads: Callable[[], int] | None,
     q: Any,

@@ -19,6 +19,7 @@ from . import _validate as check
 from ._arguments import BatchArguments, PagedPlanArguments
 from ._buffers import Buffer
 from ._device_stream import DeviceStream
+from ._lengths import Lengths
 from ._masks import OVERREAD, MaskSource
 from ._pipeline import Draft, Request
 from ._planned import Captured, Place, PlannedVariant
@@ -44,6 +45,26 @@ class GraphBuffers(NamedTuple):
     @property
     def batch_size(self) -> int:
         return self.qo_indptr.numel() - 1
+
+    def held(self) -> _core.HeldMemory:
+        """Graphs hold the addresses of this memory, so that it has to stay as it is now."""
+        held = _core.HeldMemory(
+            check.TORCH,
+            since="the constructor",
+            way_out="CUDA graphs hold its address: construct another wrapper",
+        )
+        table = "" if self.indices is None else "paged_"
+        for name, tensor in (
+            ("qo_indptr_buf", self.qo_indptr),
+            (f"{table}kv_indptr_buf", self.kv_indptr),
+            ("paged_kv_indices_buf", self.indices),
+            ("paged_kv_last_page_len_buf", self.last_page_len),
+            ("custom_mask_buf", self.mask),
+            ("mask_indptr_buf", self.mask_indptr),
+        ):
+            if tensor is not None:
+                held.hold(name, tensor, tensor.data_ptr(), tensor.nbytes)
+        return held
 
 
 def check_graph_buffers(given: dict[str, Any], workspace: torch.Tensor) -> GraphBuffers:
@@ -138,6 +159,7 @@ class GraphMode:
 
     def __init__(self, buffers: GraphBuffers, device_stream: DeviceStream) -> None:
         self.buffers = buffers
+        self._held = buffers.held()
         self._device_stream = device_stream
         self._reserve: list[Buffer] = []
         # Made now: nothing is created during a capture. NOTE: torch has 32 streams and hands them
@@ -153,7 +175,8 @@ class GraphMode:
 
     # What plan() asks before anything changes.
 
-    def check_not_capturing(self) -> None:
+    def check_may_plan(self) -> None:
+        self._held.check()  # what was freed, or has other memory, nothing may be copied into
         if self._device_stream.is_capturing():
             raise RuntimeError(
                 "plan() cannot run while its stream is being captured into a CUDA graph: call it "
@@ -263,8 +286,11 @@ class GraphMode:
         )
 
 
-def check_captured(captured: Captured, batch: _core.Batch, largest_page: int | None) -> None:
+def check_captured(place: Place, captured: Captured, lengths: Lengths) -> None:
     """Whether a batch stays within the tensors that a graph holds."""
+    place.held.check()
+    batch, pages = lengths
+    largest_page = None if pages is None else pages.largest
     if batch.qo_end > captured.q_tokens:
         raise ValueError(
             f"qo_indptr[-1] = {batch.qo_end}: a CUDA graph has captured a run() with "

@@ -148,7 +148,9 @@ def place(
     if partials is not None or request.mask is not None:
         memory = Memory(None if partials is None else partials.tensor, request.mask)
     expected = expected_of(request, device_stream.device)
-    return PlannedVariant(plan, where, draft.backend, expected, device_stream, kept, memory)
+    return PlannedVariant(
+        plan, where, draft.backend, request, expected, device_stream, kept, memory
+    )
 
 
 def expected_of(request: Request, device: torch.device) -> Expected:

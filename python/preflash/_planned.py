@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -16,6 +16,9 @@ from ._buffers import Buffer
 from ._device_stream import DeviceStream
 from ._outputs import DEFAULT_OUTPUTS, Outputs
 from ._scales import Scales
+
+if TYPE_CHECKING:
+    from ._pipeline import Request
 
 _LAUNCHES_KEPT = 64
 _LSE_SCALES = check.LSE_SCALES
@@ -80,7 +83,7 @@ class Captured(NamedTuple):
 class Place:
     """Memory for a work list. One plan at a time is there."""
 
-    __slots__ = ("buffer", "captured", "device_plan", "shared")
+    __slots__ = ("buffer", "captured", "device_plan", "held", "shared")
 
     def __init__(self, buffer: Buffer, uploader: _core.Uploader) -> None:
         self.buffer = buffer
@@ -89,6 +92,43 @@ class Place:
         # wrapper.
         self.shared = False
         self.captured: Captured | None = None
+        self.held: _core.HeldMemory | None = None  # what graphs hold the addresses of
+
+    def hold(self, partials: torch.Tensor | None, float_bytes: int) -> None:
+        """A CUDA graph has captured a run: from now on plans go where it looks for them."""
+        self.shared = True
+        self.held = _core.HeldMemory(
+            check.TORCH,
+            since="a CUDA graph has captured a run()",
+            way_out="the graph holds its address: construct another wrapper",
+        )
+        work_list = self.buffer.tensor
+        self.held.hold(
+            "int_workspace_buffer", work_list, work_list.data_ptr(), self.buffer.num_bytes
+        )
+        if partials is not None:
+            address = partials.data_ptr()
+            self.held.hold("float_workspace_buffer", partials, address, float_bytes)
+
+
+def held_memory(
+    place: Place, requests: Sequence[Request], extras: _core.RunExtras | None = None
+) -> _core.HeldMemory:
+    """What a plan left in tensors that callers hold, too, and its runs look for there.
+
+    extras: with the plan's own mask.
+    """
+    held = _core.HeldMemory.of_plan(check.TORCH, place.device_plan, place.buffer.tensor)
+    for s, request in enumerate(requests):
+        indices = request.page_indices
+        if indices is not None:
+            name = "paged_kv_indices_buf" if request.graph_rows else "paged_kv_indices"
+            num_bytes = request.lengths.batch.kv_end * indices.itemsize
+            held.hold(name, indices, place.device_plan.page_indices(s), num_bytes)
+        if request.graph_rows and request.mask is not None:
+            num_bytes = request.lengths.batch.mask_bytes
+            held.hold("custom_mask_buf", request.mask, extras.mask_bits, num_bytes)
+    return held
 
 
 class PlannedVariant:
@@ -99,6 +139,7 @@ class PlannedVariant:
         plan: _core.Plan,
         place: Place,
         backend: Backend,
+        request: Request,
         expected: _tensors.Expected,
         device_stream: DeviceStream,
         kept: list[Buffer],
@@ -111,6 +152,7 @@ class PlannedVariant:
         self.device_plan = place.device_plan
         self.backend = backend
         self.expected = expected
+        self._request = request
         self.device_stream = device_stream
         self._bound: dict[tuple, _Bound] = {}
         self._last: tuple[tuple | None, _Bound | None] = (None, None)
@@ -186,23 +228,20 @@ class PlannedVariant:
         except (RuntimeError, TypeError):  # what looks like the tensors before, as in torch.vmap
             self.check_run(q, kv, outputs)
             raise
-        partials_address = 0
         if memory is None:
             memory, extras = self._memory, self._extras
         else:
             extras = memory.extras()
-        if memory is not None:
-            partials = memory.partials
-            partials_address = 0 if partials is None else partials.data_ptr()
+        partials = None if memory is None else memory.partials
         stream = self._current_stream()
         if stream != self._stream:
             self._announce_stream(stream)
         captured = start(
-            q_address, k_address, v_address, out_address, lse_address, partials_address, stream,
+            q_address, k_address, v_address, out_address, lse_address, partials, stream,
             scales[0], scales[1], _LSE_SCALES.get(lse_base) or lse_base, extras,
         )  # fmt: skip
         if captured:
-            self._note_capture(q, k, v)
+            self._note_capture(q, k, v, partials)
         if outputs is not DEFAULT_OUTPUTS:
             check.written(outputs.out, outputs.lse)
         return (out, lse) if return_lse else out
@@ -226,13 +265,19 @@ class PlannedVariant:
     def shared(self, value: bool) -> None:
         self.place.shared = value
 
-    def _note_capture(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    def _note_capture(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        partials: torch.Tensor | None,
+    ) -> None:
         page_size = self.expected.page_size
         tokens = 0 if page_size > 0 or self.expected.kv_layout == "NHD" else 1
         now = Captured(q.shape[0], min(k.shape[tokens], v.shape[tokens]), page_size)
         before = self.place.captured
         self.place.captured = now if before is None else Captured(*map(max, before, now))
-        self.place.shared = True
+        self.place.hold(partials, self.plan.float_bytes)
 
     def memory_with(self, per_head: PerHead) -> Memory:
         """The plan's own, and what one run brings."""
@@ -279,12 +324,13 @@ class PlannedVariant:
         if not (q.is_contiguous() and tuple(q.shape) == out_shape and q.dtype == out_dtype):
             make_out = functools.partial(_new_empty, size=out_shape, dtype=out_dtype)
         launch = _core.Launch(self.device_plan, *numbers.strides)
+        held = held_memory(self.place, (self._request,), self._extras)
         bound = _Bound(
-            start=self.backend.runner(launch),
+            start=self.backend.runner(launch, held),
             v_offset=numbers.v_offset,
             make_out=make_out,
             lse_shape=_tensors.lse_shape(outputs.lse_layout, tokens, expected),
-            again=self._repeater(launch, numbers.v_offset, make_out, q, kv, outputs),
+            again=self._repeater(launch, held, numbers.v_offset, make_out, q, kv, outputs),
         )
         if key is not None:
             if len(self._bound) >= _LAUNCHES_KEPT:
@@ -297,6 +343,7 @@ class PlannedVariant:
     def _repeater(
         self,
         launch: _core.Launch,
+        held: _core.HeldMemory,
         v_offset: int,
         make_out: Callable[[torch.Tensor], torch.Tensor],
         q: torch.Tensor,
@@ -307,6 +354,7 @@ class PlannedVariant:
             return None
         return _core.repeater(
             launch=launch,
+            memory=held,
             torch=check.TORCH,
             num_threads=self.backend.num_threads,
             q=q,

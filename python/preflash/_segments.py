@@ -18,7 +18,7 @@ from ._buffers import Buffer
 from ._device_stream import DeviceStream
 from ._outputs import DEFAULT_OUTPUTS, Outputs
 from ._pipeline import Request, expected_of
-from ._planned import Captured, Memory, Place, refuse_gradients
+from ._planned import Captured, Memory, Place, held_memory, refuse_gradients
 from ._scales import Scales
 from ._workspace import Workspace
 
@@ -143,7 +143,7 @@ class PlannedSegments:
             self._stream = stream
         captured = bound.start(
             arguments,
-            0 if self._partials is None else self._partials.data_ptr(),
+            self._partials,
             stream,
             self._device_stream.num_threads(),
         )
@@ -163,6 +163,7 @@ class PlannedSegments:
         for buffer in self._kept:
             buffer.used_on_current_stream(self._device_stream)
         floats = self._workspace.float_buffer
+        self._held = held_memory(self.place, requests)
         self._partials = floats.tensor if plan.float_bytes > 0 and floats is not None else None
 
     def _bind(self, key: tuple | None, runs: Sequence[SegmentRun]) -> _Bound:
@@ -182,7 +183,7 @@ class PlannedSegments:
                 )
             )
         launch = _core.Launch.of_segments(self.place.device_plan, strides)
-        bound = _Bound(self._backend.runner_of_segments(launch), tuple(segments))
+        bound = _Bound(self._backend.runner_of_segments(launch, self._held), tuple(segments))
         if key is not None:
             if len(self._bound) >= _LAUNCHES_KEPT:
                 self._bound.clear()
@@ -200,7 +201,7 @@ class PlannedSegments:
             before = self.captured
             now = [Captured(*map(max, *pair)) for pair in zip(before, now, strict=True)]
         self.captured = tuple(now)
-        self.place.shared = True
+        self.place.hold(self._partials, self.plan.float_bytes)
 
 
 def plan_segments(

@@ -68,24 +68,35 @@ class Workspace:
         self.device_stream = DeviceStream(device)
         self.float_buffer = None if float_buffer is None else Buffer(float_buffer)
         # Given apart from a buffer where the buffer is allocated after planning, or not at all.
-        if float_bytes is None:
-            float_bytes = 0 if self.float_buffer is None else self.float_buffer.num_bytes
-        self.float_bytes = float_bytes
+        self._float_bytes = float_bytes
         self._given = None if int_buffer is None else Buffer(int_buffer)
         # Memory of a plan that was replaced, and what may still be running it.
         self._spare: tuple[Buffer, Callable[[], object | None]] | None = None
         self._uploader: _core.Uploader | None = None
 
     @property
+    def float_bytes(self) -> int:
+        """What plans may use. NOTE: a caller may have given his buffer other memory since."""
+        if self._float_bytes is not None or self.float_buffer is None:
+            return self._float_bytes or 0
+        return _core.bytes_of(check.TORCH, "float_workspace_buffer", self.float_buffer.tensor)
+
+    @float_bytes.setter
+    def float_bytes(self, value: int) -> None:
+        self._float_bytes = value
+
+    @property
     def int_room(self) -> int | None:
         """The bytes of the caller's int buffer, which cannot grow; None without one."""
-        return None if self._given is None else self._given.num_bytes
+        if self._given is None:
+            return None
+        return _core.bytes_of(check.TORCH, "int_workspace_buffer", self._given.tensor)
 
     def beside(self) -> Workspace:
         """For other variants of a plan: the float buffer, but no int buffer of the caller's."""
         if self._given is None:
             return self
-        other = Workspace(self.device_stream.device, None, float_bytes=self.float_bytes)
+        other = Workspace(self.device_stream.device, None, float_bytes=self._float_bytes)
         other.float_buffer = self.float_buffer
         other._uploader = self.uploader()
         return other

@@ -127,7 +127,7 @@ class BatchPrefillWrapper(EngineAttributes):
         """
         workspace = self._state.workspace
         if self._graph is not None:
-            self._graph.check_not_capturing()
+            self._graph.check_may_plan()
         asked = self._asked(a)
         request = asked.request
         options = request.options
@@ -164,8 +164,7 @@ class BatchPrefillWrapper(EngineAttributes):
             request = request._replace(mask=graph.buffers.mask)
         refreshed = {}
         for options, place in self._state.captured_so_far().items():
-            pages = request.lengths.pages
-            _graph.check_captured(place.captured, batch, None if pages is None else pages.largest)
+            _graph.check_captured(place, place.captured, request.lengths)
             _graph.check_captured_mask(options.mask == _core.Mask.custom, mask is not None)
             if options != drafted.options:
                 refreshed[options] = self._draft(request._replace(options=options))

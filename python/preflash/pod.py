@@ -173,9 +173,9 @@ class PODWithPagedKVCacheWrapper(PodWrapper):
         graph_drafts = []
         if decode.is_cuda_graph_enabled:
             request = drafted.asked.request
-            pages = request.lengths.pages
             for _, joint in joints.joined():
-                check_captured(joint.launch.captured[1], request.lengths.batch, pages.largest)
+                launch = joint.launch
+                check_captured(launch.place, launch.captured[1], request.lengths)
             graph_drafts = joints.drafts(request)
             joints.order_behind_runs()
         decode._install(drafted)

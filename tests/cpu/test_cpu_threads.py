@@ -100,13 +100,13 @@ def test_every_call_has_its_own_number_of_threads(monkeypatch):
     original = _core.Launch.starter
     seen = {}
 
-    def starter(launch, num_threads):
+    def starter(launch, memory, num_threads):
         def spy():
             seen[threading.get_ident()] = number = num_threads()
             both_inside.wait()
             return number
 
-        return original(launch, spy)
+        return original(launch, memory, spy)
 
     monkeypatch.setattr(_core.Launch, "starter", starter)
     inputs = build(CASE)

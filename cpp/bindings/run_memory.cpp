@@ -1,0 +1,142 @@
+#include "bindings/run_memory.h"
+
+#include <algorithm>
+#include <exception>
+#include <stdexcept>
+#include <utility>
+
+#include "bindings/fast_call.h"
+#include "core/device_plan.h"
+
+namespace preflash {
+
+namespace py = pybind11;
+
+namespace {
+
+// Of a contiguous tensor, whatever its storage has; bytes of -1: it is not contiguous.
+TensorMemory seen(const dlpack::Tensor& tensor) {
+  std::int64_t elements = 1;
+  bool contiguous = true;
+  for (std::int32_t i = tensor.ndim - 1; i >= 0; --i) {
+    contiguous &= tensor.shape[i] == 1 || tensor.strides[i] == elements;
+    elements *= tensor.shape[i];
+  }
+  const std::int64_t bytes = elements * tensor.dtype.bits * tensor.dtype.lanes / 8;
+  return {.address = tensor.address(), .bytes = contiguous || elements == 0 ? bytes : -1};
+}
+
+TensorMemory seen(const Torch& torch, py::handle tensor) {
+  if (torch.exchange != nullptr) {
+    if (const auto read = torch.read(tensor.ptr())) return seen(*read);
+  }
+  const bool contiguous = tensor.attr("is_contiguous")().cast<bool>();
+  return {.address = tensor.attr("data_ptr")().cast<Address>(),
+          .bytes = contiguous ? tensor.attr("nbytes").cast<std::int64_t>() : -1};
+}
+
+// Of a method without arguments whose result is a number.
+std::int64_t number_of(py::handle object, PyObject* method) {
+  PyObject* const given[] = {object.ptr()};
+  const auto result =
+      py::reinterpret_steal<py::object>(PyObject_VectorcallMethod(method, given, 1, nullptr));
+  if (!result) throw py::error_already_set();
+  const std::int64_t number = PyLong_AsLongLong(result.ptr());
+  if (number == -1 && PyErr_Occurred() != nullptr) throw py::error_already_set();
+  return number;
+}
+
+// From the tensor's first element to the end of its storage.
+std::int64_t room_of(py::handle tensor) {
+  static PyObject* const untyped_storage = PyUnicode_InternFromString("untyped_storage");
+  static PyObject* const nbytes = PyUnicode_InternFromString("nbytes");
+  static PyObject* const storage_offset = PyUnicode_InternFromString("storage_offset");
+  static PyObject* const itemsize = PyUnicode_InternFromString("itemsize");
+  PyObject* const given[] = {tensor.ptr()};
+  const auto storage = py::reinterpret_steal<py::object>(
+      PyObject_VectorcallMethod(untyped_storage, given, 1, nullptr));
+  if (!storage) throw py::error_already_set();
+  const std::int64_t bytes = number_of(storage, nbytes);
+  const std::int64_t offset = number_of(tensor, storage_offset);
+  return offset == 0 ? bytes : bytes - offset * tensor.attr(itemsize).cast<std::int64_t>();
+}
+
+// (torch, name, tensor)
+PyObject* bytes_of(PyObject*, PyObject* const* given, Py_ssize_t count) {
+  if (count != 3) return PyErr_Format(PyExc_TypeError, "bytes_of takes torch, name, tensor");
+  try {
+    const auto& torch = py::handle(given[0]).cast<const Torch&>();
+    const auto name = py::handle(given[1]).cast<std::string>();
+    return PyLong_FromLongLong(memory_of(torch, name, given[2]).bytes);
+  } catch (...) {
+    return raise(std::current_exception());
+  }
+}
+
+PyMethodDef bytes_definition =
+    fast_definition("bytes_of", &bytes_of, "The bytes behind a contiguous tensor now.");
+
+}  // namespace
+
+TensorMemory memory_of(const Torch& torch, std::string_view name, py::handle tensor) {
+  TensorMemory memory = seen(torch, tensor);
+  if (memory.bytes < 0) {
+    throw std::invalid_argument(std::string(name) +
+                                " was given memory that is not contiguous; must be contiguous");
+  }
+  memory.bytes = std::clamp<std::int64_t>(room_of(tensor), 0, memory.bytes);
+  return memory;
+}
+
+void HeldMemory::hold(std::string name, py::object tensor, TensorMemory memory) {
+  if (memory.bytes == 0) return;
+  held_.push_back({.name = std::move(name), .tensor = std::move(tensor), .memory = memory});
+}
+
+void HeldMemory::check() const {
+  for (const Held& held : held_) {
+    const TensorMemory now = seen(*torch_, held.tensor);
+    if (now.address != held.memory.address || now.bytes < held.memory.bytes) refuse(held);
+  }
+}
+
+void HeldMemory::refuse(const Held& held) const {
+  const std::int64_t bytes = memory_of(*torch_, held.name, held.tensor).bytes;
+  const std::string needed = std::to_string(held.memory.bytes);
+  const std::string now =
+      bytes == 0
+          ? " has no memory behind it (storage that was freed) and needs " + needed + " bytes"
+      : bytes < held.memory.bytes ? " has " + std::to_string(bytes) + " bytes and needs " + needed
+                                  : " is at another address, without what was put into it";
+  throw std::invalid_argument(held.name + now + ": it was given other memory since " + since_ +
+                              "; " + way_out_);
+}
+
+void bind_run_memory(py::module_& m) {
+  m.attr("bytes_of") =
+      py::reinterpret_steal<py::object>(PyCFunction_New(&bytes_definition, nullptr));
+  py::class_<HeldMemory, std::shared_ptr<HeldMemory>>(m, "HeldMemory")
+      .def(py::init<std::shared_ptr<const Torch>, std::string, std::string>(), py::arg("torch"),
+           py::arg("since"), py::arg("way_out"))
+      .def_static(
+          "of_plan",
+          [](std::shared_ptr<const Torch> torch, const DevicePlan& place, py::object tensor) {
+            auto held =
+                std::make_shared<HeldMemory>(std::move(torch), "plan()", "call plan() again");
+            held->hold("int_workspace_buffer", std::move(tensor),
+                       {.address = reinterpret_cast<Address>(place.memory()),
+                        .bytes = place.plan()->int_bytes()});
+            return held;
+          },
+          py::arg("torch"), py::arg("place"), py::arg("tensor"))
+      .def(
+          "hold",
+          [](HeldMemory& held, std::string name, py::object tensor, Address address,
+             std::int64_t bytes) {
+            held.hold(std::move(name), std::move(tensor), {.address = address, .bytes = bytes});
+          },
+          py::arg("name"), py::arg("tensor"), py::arg("address"), py::arg("bytes"))
+      .def("check", &HeldMemory::check);
+}
+
+}  // namespace preflash

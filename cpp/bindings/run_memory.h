@@ -1,0 +1,55 @@
+// The memory that runs use beside their own tensors. Callers hold those tensors, too, and may give
+// them other memory at any time: `tensor.data = other`, set_(), resize_() of a storage.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "bindings/bindings.h"
+#include "bindings/torch_tensors.h"
+
+namespace preflash {
+
+// What is behind a tensor now: no more bytes than its storage has.
+struct TensorMemory {
+  Address address = 0;
+  std::int64_t bytes = 0;
+};
+
+// Throws std::invalid_argument for a tensor that is not contiguous.
+TensorMemory memory_of(const Torch& torch, std::string_view name, pybind11::handle tensor);
+
+// Tensors whose memory has to stay where it is, because kernels go by its address.
+class HeldMemory {
+ public:
+  // since, way_out: when the memory was as it has to be, and what to do where it is not, in errors.
+  HeldMemory(std::shared_ptr<const Torch> torch, std::string since, std::string way_out)
+      : torch_(std::move(torch)), since_(std::move(since)), way_out_(std::move(way_out)) {}
+
+  void hold(std::string name, pybind11::object tensor, TensorMemory memory);
+  // Throws std::invalid_argument for the first tensor that has less memory or other memory by now.
+  // NOTE: looks at addresses and shapes, because every run comes here. What was freed and
+  // allocated again at the same address passes.
+  void check() const;
+  const Torch& torch() const { return *torch_; }
+
+ private:
+  struct Held {
+    std::string name;
+    pybind11::object tensor;
+    TensorMemory memory;
+  };
+
+  [[noreturn]] void refuse(const Held& held) const;
+
+  std::shared_ptr<const Torch> torch_;
+  std::string since_, way_out_;
+  std::vector<Held> held_;
+};
+
+}  // namespace preflash
