@@ -13,7 +13,7 @@ from . import _validate as check
 from ._arguments import GivenScales, KvCache, PerHead, Result
 from ._buffers import Buffer
 from ._cudnn_call import Call, Offsets
-from ._cudnn_run import Prepared, RefusedError
+from ._cudnn_run import Prepared, RefusedError, SmallWorkspaceError
 from ._device_stream import DeviceStream, sent
 from ._lengths import Lengths
 from ._outputs import DEFAULT_OUTPUTS, Outputs
@@ -215,8 +215,11 @@ class CudnnVariant:
                 prepared = _cudnn_run.prepare(call)
             else:
                 _cudnn_run.check_apart(call)
+                _cudnn_run.check_workspace(call, prepared.graph)
         except RefusedError as refusal:
             message = str(refusal).replace("workspace_buffer", "float_workspace_buffer")
+            if isinstance(refusal, SmallWorkspaceError):
+                raise ValueError(f"backend='cudnn': {message}") from None
             raise NotImplementedError(f"backend='cudnn': {message}; {_WAY_OUT}") from None
         if self._device_stream.is_capturing():
             self.shared = True

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import pad
 
-from . import _backends, _cudnn_graph
+from . import _backends, _core, _cudnn_graph
 from . import _validate as check
 from ._cudnn_call import Call, Offsets
 from ._cudnn_graph import Graph, Operands, Pages, Rows, Stats
@@ -22,6 +22,10 @@ DEVICE_TYPE = "cuda"
 
 class RefusedError(Exception):
     """Why cuDNN does not serve a call; a sentence without an end."""
+
+
+class SmallWorkspaceError(RefusedError):
+    """The one reason that is the caller's to mend."""
 
 
 def why_not(
@@ -94,12 +98,18 @@ def prepare(call: Call) -> Prepared:
         graph = _cudnn_graph.built(description)
     except _cudnn_graph.UnsupportedError as error:
         raise RefusedError(f"cuDNN has no kernel for it ({error})") from None
-    workspace = call.workspace
-    if workspace.nbytes < graph.workspace_bytes:
-        raise RefusedError(
-            f"workspace_buffer has {workspace.nbytes} bytes and cuDNN needs {graph.workspace_bytes}"
-        )
+    check_workspace(call, graph)
     return Prepared(graph, where)
+
+
+def check_workspace(call: Call, graph: _cudnn_graph.BuiltGraph) -> None:
+    """Raises SmallWorkspaceError. NOTE: the first run of a plan is not the only one to come here:
+    a wrapper's workspace may be given other memory in between."""
+    there = _core.bytes_of(check.TORCH, "workspace_buffer", call.workspace)
+    if there < graph.workspace_bytes:
+        raise SmallWorkspaceError(
+            f"workspace_buffer has {there} bytes and cuDNN needs {graph.workspace_bytes}"
+        )
 
 
 def compute(call: Call, prepared: Prepared) -> tuple[torch.Tensor, torch.Tensor | None]:

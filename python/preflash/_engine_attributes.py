@@ -11,7 +11,7 @@ import torch
 
 from . import _core
 from . import _validate as check
-from ._plan_module import PlanModule
+from ._plan_module import MODE_OF, PlanModule
 
 _REPLAN = "call plan() with what should change, or construct another wrapper"
 
@@ -124,6 +124,23 @@ class EngineAttributes:
     def _sm_scale(self) -> float | None:
         planned = self._state.planned
         return None if planned is None else planned.scales.logits
+
+    @repeated
+    def _pos_encoding_mode(self) -> str | None:
+        planned = self._state.planned
+        return None if planned is None else MODE_OF[planned.asked.request.options.position]
+
+    @repeated
+    def _rope_scale(self) -> float | None:
+        """NOTE: flashinfer's BatchDecodeWithSharedPrefixPagedKVCacheWrapper gives this and
+        _rope_theta to the attention over its prefix."""
+        planned = self._state.planned
+        return None if planned is None else planned.asked.request.options.rope_scale
+
+    @repeated
+    def _rope_theta(self) -> float | None:
+        planned = self._state.planned
+        return None if planned is None else planned.asked.request.options.rope_theta
 
     @repeated
     def _num_qo_heads(self) -> int | None:

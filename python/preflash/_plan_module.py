@@ -12,7 +12,7 @@ from . import _validate as check
 if TYPE_CHECKING:
     from ._paged import BatchPrefillWithPagedKVCacheWrapper
 
-_MODE_OF = {position: mode for mode, position in check.POSITIONS.items()}
+MODE_OF = {position: mode for mode, position in check.POSITIONS.items()}
 
 
 class PlanModule:
@@ -90,7 +90,7 @@ class PlanModule:
             page_size,
             packed_custom_mask=buffers.mask if masked else None,
             causal=causal,
-            pos_encoding_mode=_MODE_OF[options.position],
+            pos_encoding_mode=MODE_OF[options.position],
             sm_scale=planned.scales.logits,
             window_left=window_left,
             logits_soft_cap=planned.asked.logits_soft_cap,
