@@ -101,6 +101,7 @@ class CudnnVariant:
         self.shared = False  # whether a CUDA graph or a copied wrapper reads the arrays
         self._device_stream = device_stream
         self._workspace = workspace
+        self._workspace_bytes = workspace.nbytes
         self._arrays = _Arrays.of(lengths, device_stream.device)
         self._buffers = [Buffer(value) for value in self._arrays.tensors()]
         self._stream = device_stream.stream()
@@ -218,8 +219,10 @@ class CudnnVariant:
                 _cudnn_run.check_workspace(call, prepared.graph)
         except RefusedError as refusal:
             message = str(refusal).replace("workspace_buffer", "float_workspace_buffer")
-            if isinstance(refusal, SmallWorkspaceError):
-                raise ValueError(f"backend='cudnn': {message}") from None
+            if isinstance(refusal, SmallWorkspaceError) and refusal.there < self._workspace_bytes:
+                raise ValueError(
+                    f"backend='cudnn': {message}: it was given other memory after plan()"
+                ) from None
             raise NotImplementedError(f"backend='cudnn': {message}; {_WAY_OUT}") from None
         if self._device_stream.is_capturing():
             self.shared = True

@@ -25,7 +25,11 @@ class RefusedError(Exception):
 
 
 class SmallWorkspaceError(RefusedError):
-    """The one reason that is the caller's to mend."""
+    """The one reason that changes where the caller gives a workspace other memory."""
+
+    def __init__(self, there: int, needed: int) -> None:
+        super().__init__(f"workspace_buffer has {there} bytes and cuDNN needs {needed}")
+        self.there = there
 
 
 def why_not(
@@ -107,9 +111,7 @@ def check_workspace(call: Call, graph: _cudnn_graph.BuiltGraph) -> None:
     a wrapper's workspace may be given other memory in between."""
     there = _core.bytes_of(check.TORCH, "workspace_buffer", call.workspace)
     if there < graph.workspace_bytes:
-        raise SmallWorkspaceError(
-            f"workspace_buffer has {there} bytes and cuDNN needs {graph.workspace_bytes}"
-        )
+        raise SmallWorkspaceError(there, graph.workspace_bytes)
 
 
 def compute(call: Call, prepared: Prepared) -> tuple[torch.Tensor, torch.Tensor | None]:

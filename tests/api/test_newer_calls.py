@@ -418,8 +418,11 @@ def test_attributes_before_and_after_plan(target, case):
     else:
         arrays["_kv_indptr_buf"] = "kv_indptr"
     others = ["_custom_mask_buf", "_mask_indptr_buf", "_plan_info", "_num_qo_heads", "_batch_size"]
-    for name in (*arrays, *others, "_int_workspace_buffer"):
+    position = ["_pos_encoding_mode", "_rope_scale", "_rope_theta"]
+    for name in (*arrays, *others, *position, "_int_workspace_buffer"):
         assert getattr(wrapper, name) is None, name
+    runner.plan(wrapper, inputs, pos_encoding_mode="ROPE_LLAMA", rope_scale=2.0, rope_theta=5e4)
+    assert [getattr(wrapper, name) for name in position] == ["ROPE_LLAMA", 2.0, 5e4]
     runner.plan(wrapper, inputs)
     for name, source in arrays.items():
         told, given = getattr(wrapper, name), getattr(inputs, source)

@@ -1,5 +1,6 @@
 """preflash.patch_flashinfer() on a synthetic flashinfer, and on the real one where it is."""
 
+import dataclasses
 import importlib
 import importlib.util
 import inspect
@@ -14,7 +15,8 @@ from pathlib import Path
 import preflash
 import pytest
 import torch
-from preflash.testing import Case, build, compare, reference
+from preflash.testing import Case, build, compare, oracle, reference
+from preflash.testing.oracle import Pipeline
 
 PACKAGE = {
     "flashinfer/__init__.py": """
@@ -58,10 +60,43 @@ PACKAGE = {
             return "flashinfer's"
     """,
     "flashinfer/cascade.py": """
+        from .decode import BatchDecodeWithPagedKVCacheWrapper
+        from .prefill import single_prefill_with_kv_cache
+
         def merge_state(v_a, s_a, v_b, s_b):
             return "flashinfer's"
 
+        def merge_state_in_place(v, s, v_other, s_other):
+            return "flashinfer's"
+
         merge_states = None
+
+        class BatchDecodeWithSharedPrefixPagedKVCacheWrapper:
+            def __init__(self, float_workspace_buffer, kv_layout="NHD"):
+                self._batch_decode_wrapper = BatchDecodeWithPagedKVCacheWrapper(
+                    float_workspace_buffer, kv_layout
+                )
+                self._kv_layout = kv_layout
+
+            def begin_forward(
+                self, indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim,
+                page_size, data_type="float16",
+            ):
+                self._batch_decode_wrapper.begin_forward(
+                    indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim,
+                    page_size, pos_encoding_mode="NONE", data_type=data_type,
+                )
+
+            def forward(self, q, k_shared, v_shared, unique_kv_cache):
+                own = self._batch_decode_wrapper
+                v, s = single_prefill_with_kv_cache(
+                    q, k_shared, v_shared, causal=False, pos_encoding_mode="NONE",
+                    kv_layout=self._kv_layout, sm_scale=own._sm_scale,
+                    rope_scale=own._rope_scale, rope_theta=own._rope_theta, return_lse=True,
+                )
+                more = own.forward_return_lse(q, unique_kv_cache, pos_encoding_mode="NONE")
+                merge_state_in_place(v, s, *more)
+                return v
     """,
     "flashinfer/pod.py": """
         from .quantization import packbits
@@ -159,7 +194,10 @@ def test_every_module_that_holds_a_name_gets_ours(flashinfer, engine):
         ("flashinfer", "merge_state"),
         ("flashinfer", "packbits"),
         ("flashinfer", "single_prefill_with_kv_cache"),
+        ("flashinfer.cascade", "BatchDecodeWithPagedKVCacheWrapper"),
         ("flashinfer.cascade", "merge_state"),
+        ("flashinfer.cascade", "merge_state_in_place"),
+        ("flashinfer.cascade", "single_prefill_with_kv_cache"),
         ("flashinfer.decode", "BatchDecodeWithPagedKVCacheWrapper"),
         ("flashinfer.decode", "CUDAGraphBatchDecodeWithPagedKVCacheWrapper"),
         ("flashinfer.decode", "BatchPrefillWithPagedKVCacheWrapper"),
@@ -192,6 +230,65 @@ def test_what_is_not_served_stays(flashinfer, engine):
         "segment_packbits",
         "merge_states",
     } <= untouched
+
+
+class SharedPrefix:
+    """Requests of one query whose keys are those of a prefix and pages of their own."""
+
+    def __init__(self, layout, queries=(1, 1, 1)):
+        self.layout, self.kv_lens = layout, (30, 5, 16)
+        case = Case("own", queries, self.kv_lens, 4, 2, 64, page_size=16)
+        self.inputs = build(dataclasses.replace(case, dtype=torch.float16, layout=layout))
+        generator = torch.Generator().manual_seed(1)
+        shape = (40, 2, 64) if layout == "NHD" else (2, 40, 64)
+        self.k, self.v = (torch.randn(shape, generator=generator).half() for _ in range(2))
+
+    def table(self):
+        return (self.inputs.kv_indptr, self.inputs.indices, self.inputs.last_page_len)
+
+    def check(self, out):
+        inputs, rows = self.inputs, []
+        keys, values = (oracle_rows(t, self.layout) for t in (self.k, self.v))
+        pools = inputs.cache if isinstance(inputs.cache, tuple) else inputs.cache.unbind(1)
+        for request, count in enumerate(inputs.case.qo_lens):
+            own = [
+                oracle_rows(pool[inputs.page_table[request]], self.layout).flatten(0, 1)[
+                    : self.kv_lens[request]
+                ]
+                for pool in pools
+            ]
+            begin = int(inputs.qo_indptr[request])
+            q = inputs.q[begin : begin + count]
+            whole = (torch.cat([keys, own[0]]), torch.cat([values, own[1]]))
+            rows.append(oracle.attend(q, *whole, Pipeline(64**-0.5)))
+        expected = oracle.concatenate(rows)
+        expected.spread = expected.spread + 2 * expected.out.abs()  # roundings of the two states
+        compare(out, None, expected).check()
+
+
+def oracle_rows(tensor, layout):
+    return tensor if layout == "NHD" else tensor.transpose(-3, -2)
+
+
+def decode_beside_a_shared_prefix(module, layout):
+    shared = SharedPrefix(layout)
+    wrapper = module.BatchDecodeWithSharedPrefixPagedKVCacheWrapper(
+        torch.empty(1 << 20, dtype=torch.uint8), layout
+    )
+    own = wrapper._batch_decode_wrapper
+    assert isinstance(own, preflash.BatchDecodeWithPagedKVCacheWrapper)
+    assert own._rope_scale is own._rope_theta is own._pos_encoding_mode is None
+    for _ in range(2):
+        wrapper.begin_forward(*shared.table(), 4, 2, 64, 16, "float16")
+        for _ in range(2):
+            shared.check(wrapper.forward(shared.inputs.q, shared.k, shared.v, shared.inputs.cache))
+    assert own._pos_encoding_mode == "NONE"
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_a_class_of_flashinfer_that_builds_on_our_decode_wrapper(flashinfer, layout):
+    with preflash.patch_flashinfer():
+        decode_beside_a_shared_prefix(importlib.import_module("flashinfer.cascade"), layout)
 
 
 def test_a_patched_engine_computes_attention(flashinfer):
@@ -459,3 +556,23 @@ def test_the_real_package_computes_with_our_kernels(real):
         out, lse = wrapper.run(inputs.q, inputs.cache, return_lse=True)
     compare(out[:12], lse[:12], reference(inputs)).check()
     assert Theirs is real.prefill.BatchPrefillWithPagedKVCacheWrapper is not Ours
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_the_real_decode_beside_a_shared_prefix(real, layout):
+    with preflash.patch_flashinfer():
+        decode_beside_a_shared_prefix(importlib.import_module("flashinfer.cascade"), layout)
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_the_real_prefill_beside_a_shared_prefix(real, layout):
+    shared = SharedPrefix(layout, queries=(3, 1, 7))
+    with preflash.patch_flashinfer():
+        module = importlib.import_module("flashinfer.cascade")
+        wrapper = module.BatchPrefillWithSharedPrefixPagedKVCacheWrapper(
+            torch.empty(1 << 20, dtype=torch.uint8), layout
+        )
+        inputs = shared.inputs
+        wrapper.begin_forward(inputs.qo_indptr, *shared.table(), 4, 2, 64, 16)
+        for _ in range(2):
+            shared.check(wrapper.forward(inputs.q, shared.k, shared.v, inputs.cache))
