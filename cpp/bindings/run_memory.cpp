@@ -100,6 +100,12 @@ void HeldMemory::check() const {
   }
 }
 
+void HeldMemory::check_storage() const {
+  for (const Held& held : held_) {
+    if (memory_of(*torch_, held.name, held.tensor).bytes < held.memory.bytes) refuse(held);
+  }
+}
+
 void HeldMemory::refuse(const Held& held) const {
   const std::int64_t bytes = memory_of(*torch_, held.name, held.tensor).bytes;
   const std::string needed = std::to_string(held.memory.bytes);
@@ -134,6 +140,7 @@ void bind_run_memory(py::module_& m) {
           [](HeldMemory& held, std::string name, py::object tensor, Address address,
              std::int64_t bytes) {
             held.hold(std::move(name), std::move(tensor), {.address = address, .bytes = bytes});
+            held.check_storage();
           },
           py::arg("name"), py::arg("tensor"), py::arg("address"), py::arg("bytes"))
       .def("check", &HeldMemory::check);

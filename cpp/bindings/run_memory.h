@@ -36,6 +36,8 @@ class HeldMemory {
   // NOTE: looks at addresses and shapes, because every run comes here. What was freed and
   // allocated again at the same address passes.
   void check() const;
+  // The same of what their storages have now, for memory that may have been gone before hold().
+  void check_storage() const;
   const Torch& torch() const { return *torch_; }
 
  private:

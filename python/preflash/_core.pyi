@@ -399,7 +399,9 @@ class HeldMemory:
     def of_plan(torch: Torch, place: DevicePlan, tensor: Any) -> HeldMemory:
         """Holds the tensor in which the plan is that a place has."""
 
-    def hold(self, name: str, tensor: Any, address: int, bytes: int) -> None: ...
+    def hold(self, name: str, tensor: Any, address: int, bytes: int) -> None:
+        """Raises ValueError as check() does, where the storage has less by now."""
+
     def check(self) -> None:
         """Raises ValueError for the first that has less memory or other memory by now."""
 

@@ -360,6 +360,28 @@ def test_run_refuses_buffers_that_were_replaced(target, name, seen, replace):
     assert bool(stage.out.isnan().all())
 
 
+@pytest.mark.parametrize("name", READ_BY_KERNELS)
+def test_other_options_refuse_buffers_that_were_freed_before(target, name):
+    """What forward() plans would find the address of an offset alone."""
+    stage = staged(target)
+    inputs = stage.make(*BATCH)
+    whole = torch.zeros(4096, dtype=stage.buffers[name].dtype, device=target.device)
+    buffers = {**stage.buffers, name: whole[64 : 64 + stage.buffers[name].numel()]}
+    wrapper = preflash.BatchPrefillWithPagedKVCacheWrapper(
+        runner.workspace(target.device), use_cuda_graph=True, backend=target.backend, **buffers
+    )
+    stage.load(inputs)
+    runner.plan(wrapper, inputs)
+    wrapper.run(stage.q, *stage.cache())
+    freed_storage(whole)
+    for call in (
+        lambda: wrapper.forward(stage.q, *stage.cache(), logits_soft_cap=30.0),
+        lambda: wrapper.run(stage.q, *stage.cache(), window_left=20),
+    ):
+        with pytest.raises(ValueError, match=name):
+            call()
+
+
 @pytest.mark.parametrize("name", BUFFERS[1:4])
 def test_decode_and_pod_refuse_buffers_that_were_freed(target, name):
     inputs = build(ROW, device=target.device)
