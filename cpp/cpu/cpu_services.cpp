@@ -1,15 +1,9 @@
 // The DeviceServices table of the CPU: the same calls as on a GPU, done at once in plain memory.
 #include <unistd.h>
 
-#include <algorithm>
 #include <cstring>
 #include <memory>
 #include <new>
-#include <thread>
-
-#if defined(__linux__)
-#include <sched.h>
-#endif
 
 #include "cpu/append_paged_kv.h"
 #include "cpu/cpu_backend.h"
@@ -40,22 +34,14 @@ HostStaging* staging_of(PlanUploader* uploader) { return reinterpret_cast<HostSt
 
 int device_count() { return 1; }
 
-// Those that this process may run on when it first asks: plans do not change with what it does to
-// itself later, nor with the threads of a call.
-int num_processors() {
-  static const int count = [] {
-#if defined(__linux__)
-    cpu_set_t set;
-    if (sched_getaffinity(0, sizeof set, &set) == 0) return std::max(CPU_COUNT(&set), 1);
-#endif
-    return std::max(static_cast<int>(std::thread::hardware_concurrency()), 1);
-  }();
-  return count;
-}
+// What plans divide the work among, whatever the machine has: where keys are split, and with it the
+// bits of a result, depends on no number of cores or threads. Many cores still have enough to do; on
+// one core the partials of the splits cost up to 3 % (docs/dev/experiments.md).
+constexpr int kNominalProcessors = 32;
 
 LaunchError query(int /*device*/, DeviceFacts* facts) {
   *facts = {};
-  facts->num_sms = num_processors();
+  facts->num_sms = kNominalProcessors;
 #if defined(_SC_LEVEL2_CACHE_SIZE)
   const long l2_bytes = sysconf(_SC_LEVEL2_CACHE_SIZE);
   facts->l2_bytes = l2_bytes > 0 ? l2_bytes : 0;

@@ -123,10 +123,16 @@ def test_memory_of_the_caller(target, problems):
     wrapper = make_wrapper(target)
     problems[0].plan(wrapper)
     problems[3].plan(wrapper)
-    positional, options = runner.plan_arguments(problems[1].inputs)
     for _ in range(3):
-        sizes = wrapper.workspace_size(*positional, **options)
-        buffers = (torch.zeros(b + 16, dtype=torch.uint8, device=target.device) for b in sizes)
+        # As much as the largest needs: with less, keys are split otherwise, and the bits are others.
+        sizes = []
+        for problem in problems:
+            positional, options = runner.plan_arguments(problem.inputs)
+            sizes.append(wrapper.workspace_size(*positional, **options))
+        buffers = (
+            torch.zeros(max(needed) + 16, dtype=torch.uint8, device=target.device)
+            for needed in zip(*sizes, strict=True)
+        )
         planned = wrapper._state.planned
         wrapper.reset_workspace_buffer(*buffers)
         assert planned.asked is wrapper._state.planned.asked

@@ -1,5 +1,6 @@
 """Bits: two runs, any number of threads, any company in the batch, split or not."""
 
+import json
 import os
 import subprocess
 import sys
@@ -32,7 +33,7 @@ def test_two_runs_of_one_plan(case):
 
 @pytest.mark.parametrize("case", SOME, ids=lambda case: case.id)
 def test_threads_under_a_fixed_split(case):
-    """Under a fixed split the work does not depend on the machine, so neither do the bits."""
+    """torch's number of threads, under a split that the planner does not choose."""
     threads = torch.get_num_threads()
     inputs = build(case)
     results = []
@@ -46,31 +47,64 @@ def test_threads_under_a_fixed_split(case):
     assert same(results[0], results[2])
 
 
-def test_thread_count_of_the_process():
-    """OMP_NUM_THREADS=1 and 2 in fresh processes."""
-    code = """
-import hashlib, torch
+# Prints a digest of the bits of every kind of call, by name; float32, where no rounding of an output
+# hides an order of additions.
+DIGESTS = """
+import dataclasses, hashlib, json, os, sys
+cores = int(sys.argv[1])
+if cores: os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:cores])
+import preflash, torch
 from preflash.testing import Case, MaskKind, build, runner
-case = Case("threads", (1, 70, 130), (600, 300, 130), 8, 2, 128, page_size=16, mask=MaskKind.CAUSAL,
-            fixed_split_size=128)
-inputs = build(case)
-wrapper = runner.make_wrapper(case, backend="cpu")
-runner.plan(wrapper, inputs)
-out, lse = runner.run(wrapper, inputs)
-print(hashlib.sha256(out.view(torch.int16).numpy().tobytes() + lse.numpy().tobytes()).hexdigest())
+from preflash.testing.pod_trial import plan_decode
+mixed = Case("ragged", (1, 70, 130), (2600, 300, 130), 8, 2, 64, dtype=torch.float32,
+             mask=MaskKind.CAUSAL)
+decode = dataclasses.replace(mixed, name="decode", qo_lens=(1, 1, 1), kv_lens=(4000, 90, 1300),
+                             page_size=16)
+cases = [mixed, decode, dataclasses.replace(mixed, name="paged", page_size=16),
+         dataclasses.replace(mixed, name="fixed_split_size", fixed_split_size=128),
+         dataclasses.replace(mixed, name="disable_split_kv", disable_split_kv=True)]
+digests = {}
+def tell(name, *tensors):
+    parts = b"".join(tensor.numpy().tobytes() for tensor in tensors)
+    digests[name] = hashlib.sha256(parts).hexdigest()
+for case in cases:
+    inputs = build(case)
+    wrapper = runner.make_wrapper(case, backend="cpu")
+    runner.plan(wrapper, inputs)
+    tell(case.name, *runner.run(wrapper, inputs))
+    assert (wrapper._plan_info.float_bytes > 0) == (case.name != "disable_split_kv"), case.name
+one = build(dataclasses.replace(mixed, name="single", qo_lens=(5,), kv_lens=(3000,)))
+tell("single", *runner.single(one, backend="cpu"))
+d = build(decode)
+k, v = (x.flatten(0, 1)[:3000] for x in (d.k, d.v))
+k, v = k.nan_to_num(0.0, 0.0, 0.0), v.nan_to_num(0.0, 0.0, 0.0)
+tell("single decode", preflash.single_decode_with_kv_cache(d.q[0], k, v))
+pod = preflash.PODWithPagedKVCacheWrapper(runner.workspace(), backend="cpu")
+plan_decode(pod, decode, (d.kv_indptr, d.indices, d.last_page_len))
+tell("pod", *pod.run(one.q, one.k[:3000], one.v[:3000], d.q, d.cache, causal_p=True))
+print(json.dumps(digests))
 """
-    digests = set()
-    for count in ("1", "2"):
+
+
+def test_bits_do_not_depend_on_the_machine():
+    """In new processes on one core and on all, with OMP_NUM_THREADS=1, 2 and 16."""
+
+    def digests(threads, cores=0):
         done = subprocess.run(
-            [sys.executable, "-c", code],
-            env={**os.environ, "OMP_NUM_THREADS": count},
+            [sys.executable, "-c", DIGESTS, str(cores)],
+            env={**os.environ, "OMP_NUM_THREADS": str(threads)},
             capture_output=True,
             text=True,
             timeout=120,
         )
         assert done.returncode == 0, done.stderr
-        digests.add(done.stdout.strip())
-    assert len(digests) == 1
+        return json.loads(done.stdout)
+
+    first = digests(threads=1, cores=1)
+    assert len(first) == 8
+    for threads in (1, 2, 16):
+        assert digests(threads) == first, threads
+    assert digests(threads=2, cores=2) == first
 
 
 COMPANY = Case("alone", (1, 40, 5), (333, 200, 64), 4, 2, 64, page_size=16, mask=MaskKind.CAUSAL)
