@@ -124,7 +124,7 @@ def test_memory_of_the_caller(target, problems):
     problems[0].plan(wrapper)
     problems[3].plan(wrapper)
     for _ in range(3):
-        # As much as the largest needs: with less, keys are split otherwise, and the bits are others.
+        # As much as the largest needs: with less, keys are split otherwise, which changes bits.
         sizes = []
         for problem in problems:
             positional, options = runner.plan_arguments(problem.inputs)

@@ -47,8 +47,8 @@ def test_threads_under_a_fixed_split(case):
     assert same(results[0], results[2])
 
 
-# Prints a digest of the bits of every kind of call, by name; float32, where no rounding of an output
-# hides an order of additions.
+# Prints a digest of the bits of every kind of call, by name; float32, where the output's rounding
+# hides no order of additions.
 DIGESTS = """
 import dataclasses, hashlib, json, os, sys
 cores = int(sys.argv[1])
