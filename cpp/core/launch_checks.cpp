@@ -162,12 +162,13 @@ void Launch::check_outputs(int index, int other_index, const RunArguments& argum
   const char* side = side_of(other_index, num_segments);
   const bool same = index == other_index;
 
-  const MemorySpan partials = span_of_bytes(plan_->float_bytes());
+  // The whole of it, however much this plan uses: the next one may use what this one leaves.
+  const MemorySpan scratch = span_of_bytes(arguments.float_workspace_bytes);
   const MemorySpan work_list = span_of_bytes(plan_->int_bytes());
   const Placed read[] = {
       {{side, "k"}, other.k, spans.k},
       {{side, "v"}, other.v, spans.v},
-      {{"", "float_workspace_buffer"}, arguments.float_workspace, partials},
+      {{"", "float_workspace_buffer"}, arguments.float_workspace, scratch},
       {{"", "int_workspace_buffer"}, place_->memory(), work_list},
   };
   const Placed q{{side, "q"}, other.q, spans.q};

@@ -41,7 +41,7 @@ def checked(a: CudnnArguments) -> Call:
         qo_lens=_lengths(a, "actual_seq_lens_q", "batch_offsets_q", batch_size),
         kv_lens=kv_lens,
         maybe_keyless=not kv_lens.is_cpu or bool((kv_lens == 0).any()),
-        block_tables=_block_tables(a, batch_size, max_kv_len),
+        block_tables=_block_tables(a, kv_lens, max_kv_len),
         causal=check.flag("causal", a.causal),
         **_all_offsets(a, batch_size),
         out=a.out,
@@ -146,7 +146,8 @@ def _index_array(name: str, value: Any, device: torch.device) -> torch.Tensor:
     return value.reshape(-1)
 
 
-def _block_tables(a: CudnnArguments, batch_size: int, max_kv_len: int) -> torch.Tensor | None:
+def _block_tables(a: CudnnArguments, kv_lens: torch.Tensor, max_kv_len: int) -> torch.Tensor | None:
+    """As wide as the lengths need, or as their bound needs where the GPU has them."""
     if a.block_tables is None:
         return None
     table = check.tensor("block_tables", a.block_tables)
@@ -156,12 +157,14 @@ def _block_tables(a: CudnnArguments, batch_size: int, max_kv_len: int) -> torch.
     page_size = a.k_cache.shape[2]
     if page_size == 0:
         raise ValueError(f"k_cache has shape {tuple(a.k_cache.shape)}; page_size must be positive")
-    pages = -(-max_kv_len // page_size)
+    longest, what = max_kv_len, "max_sequence_kv"
+    if _readable(kv_lens) and int(kv_lens.max()) <= max_kv_len:
+        longest, what = int(kv_lens.max()), "the longest of actual_seq_lens_kv"
+    pages, batch_size = -(-longest // page_size), kv_lens.numel()
     if table.dim() != 2 or table.shape[0] != batch_size or table.shape[1] < pages:
         raise ValueError(
             f"block_tables has shape {tuple(table.shape)}; must be [batch_size, pages] = "
-            f"[{batch_size}, at least {pages}]: max_sequence_kv={max_kv_len} in pages of "
-            f"{page_size}"
+            f"[{batch_size}, at least {pages}]: {what} is {longest}, in pages of {page_size}"
         )
     return table
 

@@ -104,7 +104,11 @@ def _check_not_captured(call: Call, why_not_cudnn: str) -> None:
 
 
 def _check_apart(call: Call, in_place: bool) -> None:
-    """Of outputs that are copied from what a run returned: as that run would refuse them."""
+    """Of outputs that are copied from what a run returned, as that run would refuse them; of the
+    whole workspace, by the name that it has here."""
+    for name, value in (("out", call.out), ("lse", call.lse)):
+        if value is not None:
+            refuse_shared(name, value, "workspace_buffer", call.workspace)
     if call.out is not None and not in_place:
         refuse_shared("out", call.out, "k_cache", call.k)
         refuse_shared("out", call.out, "v_cache", call.v)

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -43,6 +44,15 @@ def data_types(q_data_type: Any, kv_data_type: Any, data_type: Any) -> tuple[Any
                 f"nor kv_data_type={kv_data_type}; leave it None"
             )
     return "float16" if q_data_type is None else q_data_type, kv_data_type
+
+
+_RUN_OPTIONS = {
+    name
+    for name, parameter in inspect.signature(
+        BatchPrefillWithPagedKVCacheWrapper.run
+    ).parameters.items()
+    if parameter.kind is parameter.KEYWORD_ONLY
+}
 
 
 class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
@@ -236,6 +246,11 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
         """
         check.nothing_more("run", args)
         check.neutral("q_len_per_req", q_len_per_req, 1)
+        if options and (unknown := options.keys() - _RUN_OPTIONS):
+            raise TypeError(
+                "BatchDecodeWithPagedKVCacheWrapper.run() got an unexpected keyword argument "
+                f"{min(unknown)!r}"
+            )
         return super().run(
             q,
             paged_kv_cache,

@@ -12,7 +12,7 @@ from . import _validate as check
 from ._arguments import PerHead
 from ._fmha_operands import Operands, operands_of
 from ._scales import Scales
-from ._tensors import check_per_head
+from ._tensors import check_per_head, refuse_shared
 from ._workspace import check_buffer
 
 MASK_MODES = ("causal", "sliding_window", "chunked", "padding")
@@ -85,13 +85,16 @@ def checked(a: FmhaArguments) -> FmhaCall:
         # The maximum of a row is that of one pass over its keys.
         options = options.replace(disable_split=True)
     out_dtype = _out_dtype(a, q.dtype)
+    out = _checked_out(a.out, out_dtype, operands)
+    if out is not None:
+        refuse_shared("out", out, "workspace_buffer", workspace)
     return FmhaCall(
         operands=operands,
         options=options,
         scales=Scales(bmm1, bmm2),
         per_head=a.per_head,
         workspace=workspace,
-        out=_checked_out(a.out, out_dtype, operands),
+        out=out,
         out_dtype=out_dtype,
         wants_stats=wants_stats,
         stats_scale=stats_scale,

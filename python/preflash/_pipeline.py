@@ -143,7 +143,7 @@ def place(
         kept.append(Buffer(request.mask))
     for buffer in kept:
         buffer.used_on_current_stream(device_stream)
-    partials = workspace.float_buffer if plan.float_bytes > 0 else None
+    partials = workspace.float_buffer
     memory = None
     if partials is not None or request.mask is not None:
         memory = Memory(None if partials is None else partials.tensor, request.mask)

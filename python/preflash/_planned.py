@@ -57,7 +57,8 @@ def _require_grad(*outputs: torch.Tensor | None) -> bool:
 class Memory(NamedTuple):
     """What launches use beside the work list and the caller's tensors."""
 
-    partials: torch.Tensor | None = None  # of split KV; None: the plan has none
+    # The float workspace: for partials of split KV. Outputs keep out of it under every plan.
+    partials: torch.Tensor | None = None
     mask: torch.Tensor | None = None
     per_head: PerHead = PerHead()  # the caller's: of one run, like q
     mask_classes: torch.Tensor | None = None  # of a mask of one run, which that run fills

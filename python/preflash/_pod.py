@@ -98,7 +98,10 @@ class InSequence:
             k, v = kv_of(run.kv)
             for name, value in (("q", run.q[:rows]), ("k", k), ("v", v)):
                 read.append((side, name, value))
+        scratch = self._variants[1].float_workspace  # of both
         for i, (side, name, value) in enumerate(written):
+            if scratch is not None:
+                refuse_shared(f"{side}'s {name}", value, "float_workspace_buffer", scratch)
             for other_side, other_name, other in (*read, *written[i + 1 :]):
                 # q itself may be written to: the kernel that reads it knows whether.
                 if side != other_side or (name, other_name) != ("out", "q"):

@@ -164,7 +164,7 @@ class PlannedSegments:
             buffer.used_on_current_stream(self._device_stream)
         floats = self._workspace.float_buffer
         self._held = held_memory(self.place, requests)
-        self._partials = floats.tensor if plan.float_bytes > 0 and floats is not None else None
+        self._partials = None if floats is None else floats.tensor
 
     def _bind(self, key: tuple | None, runs: Sequence[SegmentRun]) -> _Bound:
         strides, segments = [], []

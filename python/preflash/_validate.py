@@ -100,13 +100,13 @@ def one_of(name: str, value: Any, allowed: Sequence[str]) -> str:
 
 
 def flag(name: str, value: Any) -> bool:
-    """A bool, or what stands for one: 0, 1, and numpy's."""
+    """A bool, or numpy's. An integer is refused: in its place it means another argument."""
     if isinstance(value, bool):
         return value
-    number = plain(value)
-    if not isinstance(number, int) or number not in (0, 1):
+    found = plain(value)
+    if not isinstance(found, bool):
         raise TypeError(f"{name} must be True or False; got {kind_of(value)}")
-    return bool(number)
+    return found
 
 
 def window_left(value: Any, name: str = "window_left") -> int:
@@ -320,7 +320,7 @@ def neutral(name: str, value: Any, *values: Any) -> None:
     """An option of other kernels that changes nothing if it is None or one of `values`."""
     if value is None:
         return
-    if isinstance(value, Tensor) or not any(_equal(value, other) for other in values):
+    if isinstance(value, Tensor) or not any(_is_neutral(value, v) for v in values):
         allowed = " or ".join(repr(v) for v in (None, *values))
         raise NotImplementedError(
             f"{name}={start_of(value)} is not served by this build; leave it {allowed}"
@@ -346,6 +346,11 @@ def alias(name: str, value: Any, other_name: str, other_value: Any) -> Any:
             "of one argument; give one of them"
         )
     return other_value
+
+
+def _is_neutral(value: Any, other: Any) -> bool:
+    """A bool is no number here, nor a number a bool."""
+    return isinstance(plain(value), bool) == isinstance(other, bool) and _equal(value, other)
 
 
 def _equal(value: Any, other: Any) -> bool:

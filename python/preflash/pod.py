@@ -275,6 +275,7 @@ class PODWithPagedKVCacheWrapper(PodWrapper):
                 f"{name}: plan() made the decode side without a mask; leave it None, or plan these "
                 "requests with BatchPrefillWithPagedKVCacheWrapper, which takes one"
             )
+        check.flag("causal_p", causal_p)
         check.flag("return_lse_p", return_lse_p)
         check.flag("return_lse_d", return_lse_d)
         repeated = RepeatedOptions(

@@ -660,6 +660,20 @@ PAGE_MISTAKES = {
 }  # fmt: skip
 
 
+def test_a_table_as_wide_as_the_lengths_need(backend):
+    """max_sequence_kv is a bound of lengths that the host knows."""
+    inputs = build(make_case(page_size=16))
+    kwargs = arguments(inputs) | {"max_sequence_kv": 4096, "backend": backend}
+    longest = max(inputs.case.kv_lens)
+    pages = -(-longest // 16)
+    table = kwargs["block_tables"]
+    out, lse = call(**kwargs | {"block_tables": table[:, :pages].clone()})
+    check(inputs, out, rows_of(inputs.case, lse))
+    message = f"at least {pages}\\]: the longest of actual_seq_lens_kv is {longest}"
+    with pytest.raises(ValueError, match=message):
+        call(**kwargs | {"block_tables": table[:, : pages - 1].clone()})
+
+
 @pytest.mark.parametrize("mistake", PAGE_MISTAKES)
 def test_refusals_of_pages(backend, mistake):
     change, error, message = PAGE_MISTAKES[mistake]

@@ -242,6 +242,9 @@ def test_refusals(target):
         wrapper.run(inputs.q, inputs.cache, q_len_per_req=2)
     with pytest.raises(TypeError, match=r"run\(\) got"):
         wrapper.run(inputs.q, inputs.cache, 0.5)
+    for name in ("foo", "k", "args"):
+        with pytest.raises(TypeError, match=r"BatchDecode\w+\.run\(\) got .*'" + name):
+            wrapper.run(inputs.q, inputs.cache, **{name: 1})
     runner.compare(inputs, *runner.run(wrapper, inputs)).check()
 
 

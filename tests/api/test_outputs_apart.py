@@ -1,9 +1,13 @@
 """out and lse need memory of their own; q itself may be written to, and packed tensors shared."""
 
+import dataclasses
+
 import preflash
 import pytest
 import torch
-from preflash.testing import Case, MaskKind, build, runner
+from preflash.testing import Case, MaskKind, build, fmha_problems, runner
+
+attention = preflash.trtllm_fmha_v2_prefill
 
 HEADS, HEAD_DIM = 4, 64
 CASE = Case("apart", (200, 3, 0, 70), (300, 90, 7, 70), HEADS, HEADS, HEAD_DIM,
@@ -59,6 +63,28 @@ def test_out_in_the_workspace_of_a_split(target):
     out = buffer[: inputs.q.numel() * 2].view(case.dtype).view(inputs.q.shape)
     with pytest.raises(ValueError, match="out shares memory with float_workspace_buffer"):
         wrapper.run(inputs.q, inputs.k, inputs.v, out=out)
+
+
+@pytest.mark.parametrize("at", [0, 1 << 20])
+@pytest.mark.parametrize("name", ["out", "lse"])
+def test_outputs_in_a_workspace_that_the_plan_does_not_use(target, name, at):
+    """A later plan may, and a graph's buffers have room for one."""
+    case = dataclasses.replace(CASE, disable_split_kv=True)
+    inputs = build(case, device=target.device)
+    buffer = runner.workspace(target.device)
+    wrapper = runner.make_wrapper(case, backend=target.backend, device=target.device, buffer=buffer)
+    runner.plan(wrapper, inputs)
+    assert wrapper._plan_info.float_bytes == 0
+    shape, dtype = inputs.q.shape, case.dtype
+    if name == "lse":
+        shape, dtype = shape[:2], torch.float32
+    inside = buffer[at:].view(dtype)[: shape.numel()].view(shape)
+    for _ in range(3):
+        with pytest.raises(ValueError, match=f"{name} shares memory with float_workspace_buffer"):
+            wrapper.run(inputs.q, inputs.k, inputs.v, **{name: inside})
+        out = torch.empty_like(inputs.q)
+        wrapper.run(inputs.q, inputs.k, inputs.v, out=out)
+        runner.compare(inputs, out, None).check()
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v"])
@@ -144,6 +170,25 @@ def test_single_refuses_too(target):
     for name, value in (("k", k), ("v", v)):
         with pytest.raises(ValueError, match=f"out shares memory with {name}"):
             preflash.single_prefill_with_kv_cache(q, k, v, out=value, backend=target.backend)
+
+
+def test_functions_with_a_workspace_refuse_too(target):
+    q = torch.ones(3, 2, 128, dtype=torch.float16, device=target.device)
+    memory = runner.workspace(target.device)
+    inside = memory.view(q.dtype)[1024:][: q.numel()].view(q.shape)
+    lengths = torch.tensor([3], dtype=torch.int32)
+    with pytest.raises(ValueError, match="out shares memory with workspace_buffer"):
+        preflash.cudnn_batch_prefill_with_kv_cache(
+            q, q, q, 0.1, memory, max_token_per_sequence=3, max_sequence_kv=3,
+            actual_seq_lens_q=lengths, actual_seq_lens_kv=lengths, causal=True, return_lse=False,
+            out=inside, backend=target.backend,
+        )  # fmt: skip
+    inputs = fmha_problems.build(fmha_problems.FmhaCase((3,), (5,)), target.device)
+    arguments = inputs.arguments | {"workspace_buffer": memory}
+    out = attention(**arguments, backend=target.backend)
+    inside = memory[1024:].view(out.dtype)[: out.numel()].view(out.shape)
+    with pytest.raises(ValueError, match="out shares memory with workspace_buffer"):
+        attention(**arguments | {"out": inside}, backend=target.backend)
 
 
 def test_workspaces_share_no_memory(target):

@@ -130,6 +130,21 @@ def test_nothing_is_launched_for_what_requires_grad(pod, runs_before):
         assert not any(bool(output.isnan().any()) for output in written), name
 
 
+def test_outputs_in_the_workspace(pod):
+    """Which no plan of theirs uses; refused before either side is launched."""
+    memory = pod.wrapper._decode._float_workspace_buffer
+    for name, side, rows in (("out_p", "prefill", ROWS), ("out_d", "decode", 2)):
+        other = {"out_p": "out_d", "out_d": "out_p"}[name]
+        out = torch.full((ROWS + 2 - rows, HEADS, HEAD_DIM), torch.nan, device=pod.device).half()
+        inside = on(memory, rows, HEADS, HEAD_DIM)
+        with pytest.raises(
+            ValueError, match=f"{side} side's out shares memory with float_workspace_buffer"
+        ):
+            pod.run(**{name: inside, other: out})
+        assert bool(out.isnan().all())
+    pod.run()
+
+
 @pytest.mark.parametrize(
     ("option", "value", "message"),
     [
