@@ -22,15 +22,20 @@ def policy() -> str:
     return _given
 
 
-def applied_to(options: _core.AttentionOptions) -> _core.AttentionOptions:
-    """Raises ValueError where the environment holds another word."""
-    if _given == "auto":
-        return options
+def check_environment() -> None:
+    """Raises ValueError where it holds another word."""
     if _given not in _POLICIES:
         raise ValueError(
             f"{SWITCH}={_given!r} in the environment: must be unset, or one of "
             f"{', '.join(_POLICIES)}"
         )
+
+
+def applied_to(options: _core.AttentionOptions) -> _core.AttentionOptions:
+    """Raises ValueError where the environment holds another word."""
+    if _given == "auto":
+        return options
+    check_environment()
     return options.replace(staging=_POLICIES[_given])
 
 

@@ -220,7 +220,7 @@ def test_numbers_of_other_types(target, case):
         "num_qo_heads": np.int64(4),
         "num_kv_heads": np.int32(2),
         "head_dim": torch.tensor(64),
-        "causal": 1,
+        "causal": np.bool_(True),
         "sm_scale": torch.tensor([SCALE]),
         "window_left": np.int32(WINDOW),
         "logits_soft_cap": np.float32(CAP),
@@ -254,7 +254,7 @@ def test_numbers_of_other_types_for_one_request(target):
     compare(out, lse, reference(inputs, pipeline=Pipeline(float(scale), True))).check()
 
 
-@pytest.mark.parametrize("value", [2, -1, "yes", 1.0, None])
+@pytest.mark.parametrize("value", [0, 1, 2, -1, "yes", 1.0, None])
 def test_what_is_no_flag(target, value):
     inputs, wrapper = made(RAGGED, target)
     with pytest.raises(TypeError, match="causal"):

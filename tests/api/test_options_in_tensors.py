@@ -53,7 +53,7 @@ def test_arrays_of_numpys(target, tensors, pod):
     options = {"causal": np.array(True), "logits_soft_cap": np.array(2.0)}
     plain = {"causal": True, "logits_soft_cap": 2.0}
     assert torch.equal(single(target, tensors, **options), single(target, tensors, **plain))
-    assert torch.equal(pod(causal_p=np.array(1)), pod(causal_p=True))
+    assert torch.equal(pod(causal_p=np.array(True)), pod(causal_p=True))
 
 
 def test_what_is_no_integer_is_still_refused(target, tensors, pod):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections.abc import Sequence
@@ -69,8 +70,7 @@ class Progress:
     def __exit__(self, *exc: object) -> None:
         if self._live:
             self._draw()
-            self._stream.write("\n")
-            self._stream.flush()
+            self._write("\n")
 
     def step(self, note: str = "") -> None:
         """One more step is done; `note` says which one is under way."""
@@ -84,16 +84,19 @@ class Progress:
         quarter = 4 * self._done // self._total
         if quarter > self._quarter:
             self._quarter = quarter
-            self._stream.write(f"{self._title}: {self._done}/{self._total} ({self._elapsed()})\n")
-            self._stream.flush()
+            self._write(f"{self._title}: {self._done}/{self._total} ({self._elapsed()})\n")
 
     def _draw(self, note: str = "") -> None:
         filled = self._WIDTH * self._done // self._total
         bar = "#" * filled + "." * (self._WIDTH - filled)
         text = f"{self._title} [{bar}] {self._done}/{self._total} {self._elapsed()} {note}"
         # \033[K clears what a longer note left behind.
-        self._stream.write(f"\r{text[:110].rstrip()}\033[K")
-        self._stream.flush()
+        self._write(f"\r{text[:110].rstrip()}\033[K")
+
+    def _write(self, text: str) -> None:
+        with contextlib.suppress(OSError):  # a progress bar nobody can see ends no work
+            self._stream.write(text)
+            self._stream.flush()
 
     def _elapsed(self) -> str:
         return f"{time.monotonic() - self._start:.1f} s"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .. import _backends, _core, _cudnn_graph
+from .. import _backends, _core, _cudnn_graph, _staging
 from . import CommandError
 
 _DTYPES = {
@@ -78,21 +78,37 @@ def cudnn_place() -> Place | str:
     return Place(_backends.CUDNN, device, torch.cuda.get_device_name(device))
 
 
+def _override() -> str | None:
+    """The backend that the environment puts in the place of every other one."""
+    try:
+        _staging.check_environment()
+        name = _backends.requested("auto").name
+    except ValueError as error:
+        raise CommandError(str(error)) from None
+    return None if name == "auto" else name
+
+
 def choose_places(backend: str | None) -> list[Place]:
     """All places, or those of one backend. Raises CommandError where it cannot run."""
+    override, asked = _override(), f"--backend {backend}"
+    if override is not None:
+        by_environment = f"{_backends.OVERRIDE}={override} in the environment"
+        if backend not in (None, override):
+            raise CommandError(f"{asked}: {by_environment} replaces it; unset one of them")
+        backend, asked = override, by_environment
     found = places()
     if backend is None:
         if cpu_refusal():
             raise CommandError(cpu_refusal())
         return found
     if backend not in _BACKENDS:
-        raise CommandError(f"--backend {backend}: must be one of {', '.join(_BACKENDS)}")
+        raise CommandError(f"{asked}: must be one of {', '.join(_BACKENDS)}")
     chosen = [place for place in found if place.backend == backend]
     if not chosen:
         here = ", ".join(place.backend for place in found) or "none"
         absent = cpu_refusal() if backend == "cpu" else gpu_absent()
         reason = f" ({absent})" if absent else ""
-        raise CommandError(f"--backend {backend} cannot run here{reason}; there is: {here}")
+        raise CommandError(f"{asked} cannot run here{reason}; there is: {here}")
     return chosen
 
 

@@ -113,7 +113,7 @@ class Case:
             raise ValueError(
                 f"{self.name}: {len(self.qo_lens)} qo_lens, {len(self.kv_lens)} kv_lens"
             )
-        if self.num_qo_heads % self.num_kv_heads:
+        if self.num_kv_heads < 1 or self.num_qo_heads % self.num_kv_heads:
             raise ValueError(f"{self.name}: {self.num_qo_heads} heads over {self.num_kv_heads}")
         if self.form is KvForm.FLAT and self.page_size != 1:
             raise ValueError(f"{self.name}: the flat form is for page_size 1")

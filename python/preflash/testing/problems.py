@@ -14,6 +14,7 @@ import typing
 
 import torch
 
+from . import problem_limits as limits
 from .case import DTYPE_NAMES, Case, KvForm, MaskKind, Position, Sinks
 from .random_cases import Limits, random_case
 
@@ -181,10 +182,13 @@ def parse(text: str) -> Problem:
     rest = _take(Problem, words)
     if words:
         raise ValueError(f"there is no field {', '.join(words)}")
+    for values in parts.values():
+        limits.check_fields(values)
     try:
         case = Case("problem", **parts["case"])
     except TypeError as error:
         raise ValueError(f"{text!r}: {error}") from error
+    limits.check_size(case)
     return Problem(case, Call(**parts["call"]), **rest)
 
 

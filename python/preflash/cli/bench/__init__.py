@@ -13,7 +13,7 @@ import torch
 import preflash
 
 from ...testing.case import flops
-from .. import CommandError
+from .. import CommandError, check_writable
 from ..console import Progress, Table
 from ..machine import Place, choose_places, torch_dtype
 from .fmha import FmhaResult, FmhaRow, fmha_rows_for, fmha_table, measure_fmha
@@ -97,6 +97,7 @@ def _check_report(args: argparse.Namespace) -> None:
     if path.is_dir() or not path.parent.is_dir():
         why = "it is a directory" if path.is_dir() else f"there is no directory {path.parent}"
         raise CommandError(f"--json {path}: {why}")
+    check_writable("--json", path)
 
 
 def _trace(args: argparse.Namespace, place: Place, rows: list[Row | PodRow]) -> int:

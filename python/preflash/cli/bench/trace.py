@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 
 from ... import _core
-from .. import CommandError
+from .. import CommandError, check_writable
 from ..batches import BatchMaker
 from ..machine import Place
 from . import gantt, measure
@@ -53,14 +53,20 @@ class TraceFiles:
             raise CommandError(f"--trace {name}: {missing}, or write --trace {instead}")
         if not path.parent.is_dir():
             raise CommandError(f"--trace {name}: there is no directory {path.parent}")
+        for written in files.paths:
+            check_writable("--trace", written)
         return files
+
+    @property
+    def paths(self) -> list[pathlib.Path]:
+        return [path for path in (self.trace, self.picture) if path is not None]
 
     def write(self, timeline: Timeline) -> list[pathlib.Path]:
         if self.trace is not None:
             self.trace.write_text(json.dumps(chrome_trace(timeline)) + "\n")
         if self.picture is not None:
             gantt.draw(timeline, self.picture)
-        return [path for path in (self.trace, self.picture) if path is not None]
+        return self.paths
 
 
 def trace_row(row: Row | PodRow, place: Place) -> Timeline:

@@ -1,0 +1,163 @@
+"""What is no fault of the kernels: output that goes nowhere, problems that are none, an environment
+that says nonsense. One line, exit code 2, and before any work."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from preflash import _staging, cli
+from preflash.cli.machine import choose_places
+from preflash.testing import problems
+from preflash.testing.random_cases import Limits
+
+PYTHON = f"{sys.executable} -m preflash"
+
+
+def shell(command: str, **environment: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        ["bash", "-o", "pipefail", "-c", command],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def is_one_line(done, *parts: str) -> None:
+    assert done.returncode == 2, done
+    assert done.stderr.startswith("preflash ")
+    assert done.stderr.count("\n") == 1, done.stderr
+    assert "FAILED" not in done.stdout
+    for part in parts:
+        assert part in done.stderr
+
+
+@pytest.mark.parametrize("redirect", ["2>&-", "2>/dev/full"])
+def test_check_without_a_stderr(redirect):
+    done = shell(f"{PYTHON} check --fuzz 1 --backend cpu {redirect}")
+    assert done.returncode == 0
+    assert done.stdout.endswith("all good\n")
+
+
+def test_a_message_without_a_stderr():
+    """It does not go to stdout instead."""
+    done = shell(f"{PYTHON} check --backend fa9 2>&-")
+    assert (done.returncode, done.stdout) == (2, "")
+
+
+@pytest.mark.parametrize("command", ["variants", "info"])
+def test_a_closed_pipe(command):
+    """The reader is gone before the first byte."""
+    done = shell(f"{PYTHON} {command} | exec true")
+    assert done.returncode == 128 + 13
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize("command", ["info", "check --fuzz 1 --backend cpu"])
+def test_a_full_disk(command):
+    done = shell(f"{PYTHON} {command} 2>&1 >/dev/full | grep -v '^fuzz: ' >&2; exit $PIPESTATUS")
+    is_one_line(done, "cannot write its output: No space left on device")
+
+
+def refused(capsys, command: str, *parts: str) -> None:
+    """In this process: for what does not matter how the process was started."""
+    assert cli.main(command.split()) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.count("\n") == 1
+    for part in parts:
+        assert part in said.err
+
+
+SENSE = {"qo_lens": "3", "kv_lens": "5"}
+NONSENSE = {
+    "num_kv_heads": "0",
+    "num_qo_heads": "0",
+    "head_dim": "0",
+    "head_dim_vo": "12",
+    "qo_lens": "-1",
+    "kv_lens": "100000000000",
+    "page_size": "-3",
+    "window_left": "-2",
+    "soft_cap": "-1.0",
+    "sm_scale": "nan",
+    "rope_theta": "0.0",
+    "fixed_split_size": "-64",
+    "layout": "DHN",
+    "lse_base": "10",
+    "lse_layout": "NN",
+    "threads": "0",
+    "padding": "-1",
+}
+
+
+def words(**fields: str) -> str:
+    return " ".join(f"{name}={value}" for name, value in fields.items())
+
+
+@pytest.mark.parametrize("name", NONSENSE)
+def test_a_problem_that_is_none(capsys, name):
+    text = words(**SENSE | {name: NONSENSE[name]})
+    assert cli.main(["check", "--backend", "cpu", "--problem", text]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith(f"preflash check: --problem: {name}={NONSENSE[name]}: must be ")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"qo_lens": "1000000", "kv_lens": "1000"},
+        {"kv_lens": "1000000", "head_dim": "512"},
+        {"kv_lens": ",".join(["1"] * 600), "qo_lens": ",".join(["1"] * 600), "page_size": "65536"},
+    ],
+    ids=["pairs", "keys", "pages"],
+)
+def test_a_problem_that_is_too_large(capsys, fields):
+    assert cli.main(["check", "--backend", "cpu", "--problem", words(**SENSE | fields)]) == 2
+    assert "must be at most" in capsys.readouterr().err
+
+
+def test_every_random_problem_can_be_spelled_out():
+    """The limits are for what nobody draws."""
+    limits = Limits(700, 2e7, (torch.bfloat16, torch.float32))
+    for index in range(300):
+        drawn = problems.draw(5, index, limits)
+        assert problems.parse(drawn.text) == drawn
+
+
+@pytest.mark.parametrize("command", ["check --quick", "check --fuzz 1", "bench --quick", "demo"])
+@pytest.mark.parametrize("name", ["PREFLASH_BACKEND", "PREFLASH_STAGING"])
+def test_an_environment_that_says_nonsense(monkeypatch, capsys, name, command):
+    monkeypatch.setenv(name, "bogus")
+    monkeypatch.setattr(_staging, "_given", os.environ.get("PREFLASH_STAGING") or "auto")
+    refused(capsys, command, f"{name}='bogus' in the environment")
+
+
+def test_an_environment_that_replaces_the_backend(monkeypatch, capsys):
+    """Which is what is checked: cpu passes for no other one, and nothing at all is no success."""
+    monkeypatch.setenv("PREFLASH_BACKEND", "cpu")
+    assert [place.backend for place in choose_places(None)] == ["cpu"]
+    refused(capsys, "check --quick --backend fa2", "--backend fa2: PREFLASH_BACKEND=cpu in the env")
+    monkeypatch.setenv("PREFLASH_BACKEND", "fa2")
+    refused(capsys, "check --quick --backend cpu", "--backend cpu: PREFLASH_BACKEND=fa2 in the env")
+
+
+@pytest.mark.parametrize("option", ["--trace", "--json"])
+@pytest.mark.parametrize("file", ["/proc/report.json", "directory.json"])
+def test_a_report_that_cannot_be_written(monkeypatch, tmp_path, capsys, option, file):
+    """It is told before anything is measured."""
+    (tmp_path / "directory.json").mkdir()
+    monkeypatch.chdir(tmp_path)
+    refused(capsys, f"bench --quick --backend cpu {option} {file}", f"{option} {file}: ")
+
+
+def test_what_is_tried_is_not_left(tmp_path):
+    cli.check_writable("--json", tmp_path / "new.json")
+    assert list(tmp_path.iterdir()) == []
+    old = tmp_path / "old.json"
+    old.write_text("old")
+    cli.check_writable("--json", old)
+    assert old.read_text() == "old"
