@@ -34,14 +34,14 @@ OPTIONS_cpu = -DPREFLASH_CUDA=OFF
 OPTIONS_prebuilt = -DPREFLASH_CUDA=OFF "-DPREFLASH_KERNELS=$(abspath $(KERNELS))"
 
 BUILD_TOOLS := "cmake>=3.24" "ninja>=1.11" "pybind11>=2.12"
-TEST_TOOLS := "pytest>=8" pytest-timeout numpy "tomli; python_version < '3.11'"
+TEST_TOOLS := "pytest>=8" pytest-timeout pytest-xdist numpy "tomli; python_version < '3.11'"
 CUTLASS := nvidia-cutlass==4.2.0.0
 DISASSEMBLER := nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm
 # Exactly this one where there is no GPU: it is the CPU build, a range would fetch gigabytes.
 TORCH := $(if $(GPU_ARCHS),torch,torch==2.13.0)
 PIP := $(BIN)/python -m pip install -q --disable-pip-version-check
 
-.PHONY: demo test build sanitize kernels wheel lint format clean
+.PHONY: demo test test-gpu build sanitize kernels wheel lint format clean
 .DEFAULT_GOAL := build
 
 demo: build
@@ -50,6 +50,15 @@ demo: build
 test: build $(if $(filter cuda,$(SIDE)),$(VENV)/disassembler)
 	$(if $(filter cuda,$(SIDE)),ctest --test-dir $(BUILD) --output-on-failure)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# Every test that concerns a GPU, on the first one that is visible, in N processes; the report is
+# docs/dev/gpu_suite.md. SEED: of the order; COMMIT: of a copy without .git;
+# N: 12 take two minutes on an H100.
+N ?= 12
+test-gpu: build
+	$(BIN)/python tests/gpu_suite.py --workers $(N) $(if $(SEED),--seed $(SEED)) \
+		$(if $(COMMIT),--commit "$(COMMIT)") \
+		--variants $(or $(KERNELS),$(BUILD)/lib)/variants.json $(PYTEST_ARGS)
 
 # Installs into $(STAGE) and points the virtual environment at it.
 build: $(VENV)/ready $(if $(NVCC),$(VENV)/cutlass)

@@ -1,5 +1,5 @@
-"""What a problem that is spelled out may be: what makes no sense, or is more than a machine computes,
-is refused before anything is computed, with the field, its value and the rule."""
+"""What a problem that is spelled out may be: what makes no sense, or is too much to compute, is
+refused before anything is computed, with the field, its value and the rule."""
 
 from __future__ import annotations
 
