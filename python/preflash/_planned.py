@@ -253,6 +253,11 @@ class PlannedVariant:
         return self.place.buffer
 
     @property
+    def float_workspace(self) -> torch.Tensor | None:
+        """The wrapper's; None where a run brings its own."""
+        return None if self._memory is None else self._memory.partials
+
+    @property
     def buffers(self) -> Sequence[Buffer]:
         """All memory of ours, or of the plan's arguments, that its runs read."""
         return self._kept
@@ -363,6 +368,6 @@ class PlannedVariant:
             out=outputs.out,
             v_offset=v_offset,
             make_out=make_out,
-            partials=None if self._memory is None else self._memory.partials,
+            partials=self.float_workspace,
             extras=self._extras,
         )
