@@ -37,6 +37,11 @@ class Decoding:
 def interpreter_steps(call) -> int:
     """Bytecodes that Python executes for a call, and for nothing that others left to be collected:
     finalizers and callbacks of weak references run where the collector happens to."""
+    _traced_steps(lambda: None)  # NOTE: the first trace of a process sees no opcodes on Python 3.12
+    return _traced_steps(call)
+
+
+def _traced_steps(call) -> int:
     steps = 0
 
     def trace(frame, event, argument):
