@@ -61,7 +61,7 @@ test-gpu: build
 		--variants $(or $(KERNELS),$(BUILD)/lib)/variants.json $(PYTEST_ARGS)
 
 # Installs into $(STAGE) and points the virtual environment at it.
-build: $(VENV)/ready $(if $(NVCC),$(VENV)/cutlass)
+build: $(VENV)/ready $(if $(filter cuda,$(SIDE)),$(VENV)/cutlass)
 	@mkdir -p build
 	@echo "preflash: $(BUILD)$(if $(filter cuda,$(SIDE)), for $(ARCHS))$(if $(filter cpu,$(SIDE)), (no CUDA))"
 	@cmake -G Ninja -S . -B $(BUILD) -DPython_EXECUTABLE=$(BIN)/python $(OPTIONS_$(SIDE)) >$(BUILD).log \
