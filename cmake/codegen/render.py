@@ -79,6 +79,7 @@ def _traits(family: Family) -> str:
         "short_tiles": f"ShortTiles::{SHORT_TILES[family.short_tiles]}",
         "short_rows": family.short_rows,
         "schedule": f"Schedule::{SCHEDULES[family.schedule]}",
+        "joint_head_dim": family.joint_head_dim,
         "item_keys": family.item_keys,
         "flops_per_byte": family.flops_per_byte,
         "most_prefill": family.most_prefill,

@@ -41,6 +41,7 @@ class Family:
     flops_per_byte: int = 0
     most_prefill: int = 0
     most_decode: int = 0
+    joint_head_dim: int = 0
     architecture: str = ""  # code of this one alone; "": of every architecture that is asked for
     compiled_for: str = ""  # its full name
 

@@ -9,9 +9,13 @@ namespace preflash {
 namespace {
 
 // Below, of the time of both in microseconds by the estimate, that between two launches counts for
-// more.
+// more than all else; where one launch gains nothing else, it pays below the second.
 constexpr double kWorthTelling = 90.0;
+constexpr double kBetweenLaunches = 10.0;
 constexpr double kBytesPerMicrosecond = 2.95e6;
+// Rows of Q that give every SM of an H100 a tile. The items of fewer hold their CTAs to the end of a
+// persistent launch, and the decode batch has the others alone.
+constexpr std::int64_t kRowsOfAllSms = 128 * 128;
 
 std::int64_t length(const KeySpan& keys) { return std::max(keys.end - keys.begin, 0); }
 
@@ -35,6 +39,12 @@ double time_alone(const PlanRequest& request, int flops_per_byte) {
   return std::max(flops, bytes * flops_per_byte);
 }
 
+std::int64_t query_rows(const PlanRequest& request) {
+  std::int64_t tokens = 0;
+  for (int r = 0; r < request.batch->num_requests(); ++r) tokens += request.batch->qo_len(r);
+  return tokens * request.options.num_qo_heads;
+}
+
 }  // namespace
 
 bool faster_apart(const FamilyTraits& family, const PlanRequest& prefill,
@@ -42,10 +52,13 @@ bool faster_apart(const FamilyTraits& family, const PlanRequest& prefill,
   if (family.flops_per_byte == 0) return false;
   const double of_prefill = time_alone(prefill, family.flops_per_byte);
   const double of_decode = time_alone(decode, family.flops_per_byte);
-  const double telling = kWorthTelling * kBytesPerMicrosecond * family.flops_per_byte;
-  if (of_prefill + of_decode < telling) return false;
+  const double microseconds =
+      (of_prefill + of_decode) / (kBytesPerMicrosecond * family.flops_per_byte);
+  if (prefill.options.head_dim_qk < family.joint_head_dim) return microseconds > kBetweenLaunches;
+  if (microseconds < kWorthTelling) return false;
   return of_prefill > family.most_prefill * of_decode ||
-         of_decode > family.most_decode * of_prefill;
+         of_decode > family.most_decode * of_prefill ||
+         (family.schedule == Schedule::kPersistent && query_rows(prefill) < kRowsOfAllSms);
 }
 
 }  // namespace preflash

@@ -75,6 +75,27 @@ def test_each_family_has_its_own_bounds():
     assert not apart(*mix, FAMILIES.sm90)
 
 
+def test_narrow_heads_on_fa3():
+    """One launch gains the time between two there and nothing else."""
+    narrow = {"head_dim_qk": 64, "head_dim_vo": 64}
+    mix = (1, 4096), (128, 2048)
+    assert not apart(*mix, FAMILIES.sm90)
+    assert apart(*mix, FAMILIES.sm90, **narrow)
+    assert not apart(*mix, FAMILIES.sm80, **narrow)
+    assert not apart((1, 512), (2, 512), FAMILIES.sm90, **narrow)
+
+
+def test_a_prefill_that_leaves_sms_idle():
+    """Chunks of 400 tokens behind many keys, 12,800 rows, beside few long requests; twice as many
+    are beside them again."""
+    few = batch(5, 1, 12_000)
+    for tokens, expected in ((400, True), (800, False)):
+        chunk = batch(1, tokens, tokens + 5000)
+        sides = options(True), chunk, options(False), few
+        assert _core.faster_apart(FAMILIES.sm90, *sides) is expected
+        assert not _core.faster_apart(FAMILIES.sm80, *sides)
+
+
 def test_little_work_is_one_launch():
     assert not apart((1, 512), (1, 1))
     assert not apart((1, 16), (8, 1024))

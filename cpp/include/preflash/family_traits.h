@@ -59,6 +59,9 @@ struct FamilyTraits {
   ShortTiles short_tiles = ShortTiles::kSameBits;
   int short_rows = 64;                        // packed rows of a short tile
   Schedule schedule = Schedule::kOnePerItem;  // never kAuto
+  // The smallest head_dim at which prefill and decode gain by being one launch beyond the time
+  // between two.
+  std::uint8_t joint_head_dim = 0;
   int item_keys = 0;  // an item costs as much as so many keys; 0: CostModel::kItem tiles
   // What its kernels compute while memory delivers a byte, where prefill and decode run one after
   // the other if that is faster (faster_apart()); 0: always as one launch. They do where the one
