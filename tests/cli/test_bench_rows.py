@@ -24,7 +24,9 @@ def test_rows_are_named_once_and_refer_to_earlier_rows(device_type, quick):
         seen.add(row.name)
         if row.relative_to is not None:
             assert row.relative_to.name in seen
-            assert (row.relative_to.page_size, row.case.page_size > 0) == (0, True)
+            splits = row.case.fixed_split_size is not None or row.case.disable_split_kv
+            assert splits == row.name.startswith("invariant ")
+            assert (row.relative_to.page_size > 0, row.case.page_size > 0) == (splits, True)
             assert row.relative_to.kv_lens == row.case.kv_lens
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -157,10 +158,15 @@ def _base_calls(case: Case, place: Place, repeats: int) -> list[Call]:
 def _planned(result: Result, trial: _Trial):
     """Our wrapper, planned; its first result has been compared with the oracle's."""
     first, place = trial.sets[0], trial.place
-    buffer = runner.workspace(place.device, _WORKSPACE_BYTES)
-    wrapper = runner.make_wrapper(
-        first.case, backend=place.backend, device=place.device, buffer=buffer
+    make = functools.partial(
+        runner.make_wrapper, first.case, backend=place.backend, device=place.device
     )
+    size = _WORKSPACE_BYTES
+    if first.case.fixed_split_size is not None:  # may need gigabytes
+        probe = make(buffer=runner.workspace(place.device, 0))
+        positional, options = runner.plan_arguments(first)
+        size = max(size, probe.workspace_size(*positional, **options)[0])
+    wrapper = make(buffer=runner.workspace(place.device, size))
     runner.plan(wrapper, first)
     result.variant = wrapper.variant
     out, lse = runner.run(wrapper, first)

@@ -126,9 +126,10 @@ def gpu_rows() -> list[Row]:
     rows += _cudnn_rows()
     decodes = [_decode("decode 64x4k", 64, 4096, 8), _decode("decode 4x32k", 4, 32768, 8)]
     small = _paged(_grouped("small 16 on 2k x32", (16,) * 32, (2048,) * 32, 8), 16)
+    small = dataclasses.replace(small, relative_to=None)
     paged = [_paged(row, 16) for row in (mixed, append, chunk)]
     invariant = [_batch_invariant(row) for row in (*paged, small, *decodes)]
-    return [*rows, *decodes, *itertools.chain(*invariant)]
+    return [*rows, small, *decodes, *itertools.chain(*invariant)]
 
 
 def cpu_rows() -> list[Row]:
@@ -140,9 +141,9 @@ def cpu_rows() -> list[Row]:
     ]
     mixed = tuple(length // 8 for length in _MIXED)
     rows += _with_pages(_grouped("mixed", mixed, mixed, 2), 1, 16, 64)
-    rows += _with_pages(_grouped("append 64 on 1k x4", (64,) * 4, (1024,) * 4, 2), 16)
-    rows += [_decode("decode 8x1k", 8, 1024, 2)]
-    return rows
+    append = _with_pages(_grouped("append 64 on 1k x4", (64,) * 4, (1024,) * 4, 2), 16)
+    decode = _decode("decode 8x1k", 8, 1024, 2)
+    return [*rows, *append, decode, *_batch_invariant(append[1])]
 
 
 def quick_rows() -> list[Row]:
