@@ -103,7 +103,7 @@ def test_bench_does_not_time_a_wrong_result(monkeypatch, capsys):
 
 
 def test_bench_fails_where_a_launch_fails_while_it_is_timed(monkeypatch):
-    """Our own launch and the one that a paged row is compared with; a baseline's is only absent."""
+    """Our own launch and the one that a row is compared with; a baseline's is only absent."""
 
     def refuse(call, calls):
         raise RuntimeError("launch refused")
@@ -111,7 +111,7 @@ def test_bench_fails_where_a_launch_fails_while_it_is_timed(monkeypatch):
     monkeypatch.setattr(measure.timing, "GraphReplay", refuse)
     cuda = types.SimpleNamespace(device=torch.device("cuda"))
     trial = types.SimpleNamespace(place=cuda, repeats=1, rotation=lambda calls: calls)
-    for name, failure in (("preflash", True), ("ragged", True), ("cudnn", False)):
+    for name, failure in (("preflash", True), ("base", True), ("cudnn", False)):
         result = measure.Result(row=None)
         measure._time(result, trial, {name: []})
         assert (result.failure == "launch refused") == failure
