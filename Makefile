@@ -25,11 +25,14 @@ CUDA_JOBS ?= $(shell awk -v n=$(JOBS) '/^MemTotal/ {m = int($$2 / 8388608); m = 
 # to check the generated code and ptxas's report.
 SIDE ?= $(if $(KERNELS),prebuilt,$(if $(NVCC),cuda,cpu))
 demo: SIDE := $(if $(KERNELS),prebuilt,$(if $(and $(NVCC),$(GPU_ARCHS)),cuda,cpu))
+# The module through which the tests reach the planner; the demo has no use for it.
+HARNESS ?= ON
+demo: HARNESS := OFF
 
 BUILD = build/$(if $(filter cuda,$(SIDE)),$(PRESET),$(SIDE))
 STAGE = $(BUILD)/stage
 OPTIONS_cuda = -DPREFLASH_CUDA=ON -DPREFLASH_PRESET=$(PRESET) "-DPREFLASH_ARCHS=$(ARCHS)" \
-	-DPREFLASH_CUDA_JOBS=$(CUDA_JOBS) -DPREFLASH_CPP_TESTS=ON
+	-DPREFLASH_CUDA_JOBS=$(CUDA_JOBS) -DPREFLASH_CPP_TESTS=$(HARNESS)
 OPTIONS_cpu = -DPREFLASH_CUDA=OFF
 OPTIONS_prebuilt = -DPREFLASH_CUDA=OFF "-DPREFLASH_KERNELS=$(abspath $(KERNELS))"
 
@@ -41,7 +44,7 @@ DISASSEMBLER := nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm
 TORCH := $(if $(GPU_ARCHS),torch,torch==2.13.0)
 PIP := $(BIN)/python -m pip install -q --disable-pip-version-check
 
-.PHONY: demo test test-gpu build sanitize kernels wheel lint format clean
+.PHONY: demo test test-gpu build stage sanitize kernels wheel lint format clean
 .DEFAULT_GOAL := build
 
 demo: build
@@ -60,11 +63,16 @@ test-gpu: build
 		$(if $(COMMIT),--commit "$(COMMIT)") \
 		--variants $(or $(KERNELS),$(BUILD)/lib)/variants.json $(PYTEST_ARGS)
 
+# The compiler works while torch arrives.
+build:
+	@$(MAKE) --no-print-directory -j2 SIDE=$(SIDE) HARNESS=$(HARNESS) $(VENV)/ready stage
+
 # Installs into $(STAGE) and points the virtual environment at it.
-build: $(VENV)/ready $(if $(filter cuda,$(SIDE)),$(VENV)/cutlass)
+stage: $(VENV)/tools $(if $(filter cuda,$(SIDE)),$(VENV)/cutlass)
 	@mkdir -p build
 	@echo "preflash: $(BUILD)$(if $(filter cuda,$(SIDE)), for $(ARCHS))$(if $(filter cpu,$(SIDE)), (no CUDA))"
-	@cmake -G Ninja -S . -B $(BUILD) -DPython_EXECUTABLE=$(BIN)/python $(OPTIONS_$(SIDE)) >$(BUILD).log \
+	@cmake -G Ninja -S . -B $(BUILD) -DPython_EXECUTABLE=$(BIN)/python $(OPTIONS_$(SIDE)) \
+		-DPREFLASH_TEST_HARNESS=$(HARNESS) >$(BUILD).log \
 		|| { cat $(BUILD).log; exit 1; }
 	cmake --build $(BUILD) --parallel $(JOBS)
 	@rm -rf $(STAGE) && cmake --install $(BUILD) --prefix $(STAGE) >>$(BUILD).log
@@ -91,7 +99,7 @@ sanitize: $(VENV)/ready
 	$(BIN)/python -m pytest $(or $(PYTEST_ARGS),$(SANITIZE_TESTS))
 
 # The kernel libraries alone: for wheels, or for a machine without nvcc (PREFLASH_KERNELS=<dir>).
-kernels: $(VENV)/ready $(VENV)/cutlass
+kernels: $(VENV)/tools $(VENV)/cutlass
 	@mkdir -p build
 	@cmake -G Ninja -S . -B build/kernels-$(PRESET) -DPython_EXECUTABLE=$(BIN)/python \
 		$(OPTIONS_cuda) -DPREFLASH_BINDINGS=OFF -DPREFLASH_CPP_TESTS=OFF >build/kernels-$(PRESET).log \
@@ -122,19 +130,23 @@ clean:
 	rm -rf build dist
 
 # A machine with a GPU often has a torch for it: that one is used rather than a second one fetched.
-$(VENV)/ready: Makefile
+$(VENV)/tools: Makefile
 	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 10))" \
 		|| { echo "preflash needs Python 3.10 or newer; name one: make PYTHON=python3.12"; exit 1; }
 	@[ -x $(BIN)/python ] || $(PYTHON) -m venv $(VENV) \
 		$$($(PYTHON) -c "import torch; assert torch.version.cuda" 2>/dev/null \
 			&& echo --system-site-packages)
-	@echo "preflash: installing torch and the build tools into $(VENV)"
+	@$(PIP) $(BUILD_TOOLS)
+	@touch $@
+
+$(VENV)/ready: $(VENV)/tools $(if $(filter cuda,$(SIDE)),$(VENV)/cutlass)
+	@echo "preflash: installing torch and the test tools into $(VENV)"
 	@$(BIN)/python -c "import torch" 2>/dev/null || $(PIP) "$(TORCH)"
-	@$(PIP) $(BUILD_TOOLS) $(TEST_TOOLS)
-	@mkdir -p build && touch $@
+	@$(PIP) $(TEST_TOOLS)
+	@touch $@
 
 # Headers alone: what the package depends on is for its Python tools.
-$(VENV)/cutlass: $(VENV)/ready
+$(VENV)/cutlass: $(VENV)/tools
 	@$(PIP) --no-deps $(CUTLASS) && touch $@
 
 # For the tests that read the kernels' machine code; without it they are skipped.

@@ -77,17 +77,22 @@ def architectures_of(family: Family, architectures: Sequence[str]) -> list[str]:
 
 
 def sources(variants: Sequence[Variant]) -> list[Source]:
-    """One file per family, dtypes and head_dim, split by further axes where it would be long."""
-    groups: dict[str, list[Variant]] = {}
-    for variant in variants:
-        groups.setdefault(_group_name(variant), []).append(variant)
-
+    """Of kernels one file per family, dtypes and head_dim, split by further axes where it would be
+    long. On the CPU a variant is a line of the registry and no code: one file has them all."""
     result = []
+    groups: dict[str, list[Variant]] = {}
+    of_cpu = [variant for variant in variants if variant.family_facts.on_cpu]
+    if of_cpu:
+        family = of_cpu[0].family_facts
+        result.append(Source(family, f"{family.name}/variants.cpp", of_cpu))
+    for variant in variants:
+        if not variant.family_facts.on_cpu:
+            groups.setdefault(_group_name(variant), []).append(variant)
+
     for name, members in groups.items():
         for part, of_part in _short_parts(name, members).items():
             family = of_part[0].family_facts
-            suffix = "cpp" if family.on_cpu else "cu"
-            result.append(Source(family, f"{family.name}/{part}.{suffix}", of_part))
+            result.append(Source(family, f"{family.name}/{part}.cu", of_part))
     return result
 
 
