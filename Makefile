@@ -44,7 +44,7 @@ DISASSEMBLER := nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm
 TORCH := $(if $(GPU_ARCHS),torch,torch==2.13.0)
 PIP := $(BIN)/python -m pip install -q --disable-pip-version-check
 
-.PHONY: demo test test-gpu build stage sanitize kernels wheel lint format clean
+.PHONY: demo test test-gpu fuzz build stage sanitize kernels wheel lint format clean
 .DEFAULT_GOAL := build
 
 demo: build
@@ -62,6 +62,13 @@ test-gpu: build
 	$(BIN)/python tests/gpu_suite.py --workers $(N) $(if $(SEED),--seed $(SEED)) \
 		$(if $(COMMIT),--commit "$(COMMIT)") \
 		--variants $(or $(KERNELS),$(BUILD)/lib)/variants.json $(PYTEST_ARGS)
+
+# N random problems against the oracle, or one that it printed (CONTRIBUTING.md, Look for faults).
+fuzz: N = 2000
+fuzz: build
+	$(BIN)/python tests/fuzz $(if $(BACKEND),--backend $(BACKEND)) \
+		$(if $(PROBLEM),--problem "$$PROBLEM",--fuzz $(N)) $(if $(SEED),--seed $(SEED)) \
+		$(if $(CALL),--call $(CALL)) $(if $(ALSO),--also $(ALSO))
 
 # The compiler works while torch arrives.
 build:

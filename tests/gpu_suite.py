@@ -21,7 +21,12 @@ import time
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 REPORT = ROOT / "docs" / "dev" / "gpu_suite.md"
 # Of the folders beside the first two, what looks at the GPU or at what is compiled for it.
-TESTS = ("tests/gpu", "tests/api", "tests/cli/test_fuzz_calls.py", "tests/codegen/test_registry.py")
+TESTS = (
+    "tests/gpu",
+    "tests/api",
+    "tests/fuzz/test_fuzz_calls.py",
+    "tests/codegen/test_registry.py",
+)
 _SETTINGS = "PREFLASH_GPU_SUITE"  # JSON, for the plugin in every process
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import preflash
 import torch
+from fuzz.guarded import bits
 from preflash.testing import Case, KvForm, build, runner
-from preflash.testing.guarded import bits
 
 PAGED = Case("paged", (33, 5, 0), (40, 90, 7), 4, 2, 64, page_size=4)
 WHOLE = dataclasses.replace(PAGED, name="whole", form=KvForm.COMBINED)

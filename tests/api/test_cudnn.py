@@ -10,19 +10,18 @@ import preflash
 import pytest
 import torch
 from fake_cudnn import FakeCudnn, install
+from fuzz import cudnn_problems, cudnn_trial
+from fuzz.random_cases import Limits
 from preflash import _cudnn_graph, _cudnn_run
 from preflash.testing import (
     Case,
     MaskKind,
     build,
     compare,
-    cudnn_problems,
-    cudnn_trial,
     poison,
     reference,
     runner,
 )
-from preflash.testing.random_cases import Limits
 
 LENGTHS = {
     "odd": ((5, 37, 1, 70), (17, 37, 90, 64)),
@@ -742,7 +741,7 @@ def test_offsets_that_the_host_can_read(backend, change, message):
 
 
 def test_random_problems(fake):
-    """What `check --fuzz` draws for cuDNN itself, on the fake."""
+    """What the fuzzer draws for cuDNN itself, on the fake."""
     limits = Limits(400, 3e6, (torch.bfloat16, torch.float16))
     for index in range(150):
         problem = cudnn_problems.draw(5, index, limits, for_cudnn=True)

@@ -7,8 +7,7 @@ import types
 import preflash
 import pytest
 import torch
-from preflash import _fmha_lengths
-from preflash.testing.fmha_problems import (
+from fuzz.fmha_problems import (
     E4M3,
     LAYOUTS,
     SPARE,
@@ -19,6 +18,7 @@ from preflash.testing.fmha_problems import (
     judge,
     random_case,
 )
+from preflash import _fmha_lengths
 
 attention = preflash.trtllm_fmha_v2_prefill
 CASE = FmhaCase((33, 5, 0, 70), (40, 90, 7, 70), stats=True)

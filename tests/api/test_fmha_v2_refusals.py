@@ -7,7 +7,7 @@ from collections.abc import Callable
 import preflash
 import pytest
 import torch
-from preflash.testing.fmha_problems import SPARE, FmhaCase, build
+from fuzz.fmha_problems import SPARE, FmhaCase, build
 
 attention = preflash.trtllm_fmha_v2_prefill
 

@@ -5,7 +5,8 @@ import dataclasses
 import preflash
 import pytest
 import torch
-from preflash.testing import Case, MaskKind, build, fmha_problems, runner
+from fuzz import fmha_problems
+from preflash.testing import Case, MaskKind, build, runner
 
 attention = preflash.trtllm_fmha_v2_prefill
 

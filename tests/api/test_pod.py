@@ -9,12 +9,12 @@ import weakref
 import preflash
 import pytest
 import torch
+from fuzz.pod_trial import plan_decode
 from graph_stage import capture, recorder  # noqa: F401
 from preflash import _backends, _pod
 from preflash.testing import Case, KvForm, MaskKind, build, compare, poison, reference, runner
 from preflash.testing.case import Position
 from preflash.testing.oracle import Pipeline
-from preflash.testing.pod_trial import plan_decode
 
 PREFILL = Case("prefill", (150,), (333,), 8, 2, 128, mask=MaskKind.CAUSAL)
 DECODE = Case("decode", (1,) * 5, (90, 0, 17, 1, 1333), 8, 2, 128, page_size=16)

@@ -11,10 +11,10 @@ import preflash
 import pytest
 import torch
 from fake_cudnn import FakeCudnn, install
+from fuzz.pod_trial import plan_decode
 from graph_stage import Limits, Stage, capture, recorder  # noqa: F401
 from preflash.testing import Case, MaskKind, build, runner
 from preflash.testing.case import Sinks
-from preflash.testing.pod_trial import plan_decode
 
 PAGED = Case("paged", (9, 3), (700, 90), 4, 2, 64, page_size=16, fixed_split_size=64)
 RAGGED = dataclasses.replace(PAGED, name="ragged", page_size=0)

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from fuzz.random_cases import random_cases
 from preflash.testing import Case, KvForm, MaskKind, build, cases, runner
-from preflash.testing.random_cases import random_cases
 
 DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}
 CORE = [case.with_dtype(dtype) for case in cases.core() for dtype in DTYPES.values()]

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pathlib
 import subprocess
 import sys
 
@@ -55,7 +56,7 @@ cores = int(sys.argv[1])
 if cores: os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:cores])
 import preflash, torch
 from preflash.testing import Case, MaskKind, build, runner
-from preflash.testing.pod_trial import plan_decode
+from fuzz.pod_trial import plan_decode
 mixed = Case("ragged", (1, 70, 130), (2600, 300, 130), 8, 2, 64, dtype=torch.float32,
              mask=MaskKind.CAUSAL)
 decode = dataclasses.replace(mixed, name="decode", qo_lens=(1, 1, 1), kv_lens=(4000, 90, 1300),
@@ -88,11 +89,13 @@ print(json.dumps(digests))
 
 def test_bits_do_not_depend_on_the_machine():
     """In new processes on one core and on all, with OMP_NUM_THREADS=1, 2 and 16."""
+    tests = str(pathlib.Path(__file__).parents[1])  # where `fuzz` is
+    path = os.pathsep.join(filter(None, [tests, os.environ.get("PYTHONPATH")]))
 
     def digests(threads, cores=0):
         done = subprocess.run(
             [sys.executable, "-c", DIGESTS, str(cores)],
-            env={**os.environ, "OMP_NUM_THREADS": str(threads)},
+            env={**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": path},
             capture_output=True,
             text=True,
             timeout=120,

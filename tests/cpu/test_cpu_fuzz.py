@@ -5,9 +5,10 @@ import enum
 
 import pytest
 import torch
-from preflash.testing import Case, KvForm, MaskKind, Position, Sinks, fuzz, problems, shrinking
-from preflash.testing.problems import Also, Brought, Call, Entry, Problem, Scratch, draw, parse
-from preflash.testing.random_cases import Limits
+from fuzz import problems, shrinking, wrapper_trial
+from fuzz.problems import Also, Brought, Call, Entry, Problem, Scratch, draw, parse
+from fuzz.random_cases import Limits
+from preflash.testing import Case, KvForm, MaskKind, Position, Sinks
 
 SEED = 20261121
 LIMITS = Limits(700, 1e7, (torch.float16, torch.bfloat16, torch.float32))
@@ -18,7 +19,7 @@ DRAWN = [draw(SEED, index, LIMITS) for index in range(300)]
 def test_random_problems(first):
     wrong = []
     for problem in DRAWN[first : first + 50]:
-        verdict = fuzz.examine(problem, backend="cpu")
+        verdict = wrapper_trial.examine(problem, backend="cpu")
         wrong += [f"{problem.text}: {failure}" for failure in verdict.failures]
         assert not verdict.not_compiled
     assert not wrong, "\n".join(wrong)
@@ -120,7 +121,7 @@ def test_text_of_no_problem_is_refused(text, message):
 
 def test_a_problem_may_have_no_keys_and_no_rows():
     for text in ("qo_lens=0 kv_lens=0", "qo_lens=3 kv_lens=0 page_size=3", "qo_lens=0 kv_lens=9"):
-        assert fuzz.examine(parse(text), backend="cpu").failures == []
+        assert wrapper_trial.examine(parse(text), backend="cpu").failures == []
 
 
 BUSY = Problem(

@@ -4,6 +4,8 @@ import dataclasses
 
 import pytest
 import torch
+from fuzz.guarded import bits
+from fuzz.random_cases import random_cases
 from preflash import _core
 from preflash._arguments import PerHead
 from preflash._outputs import Outputs
@@ -12,9 +14,7 @@ from preflash._workspace import Workspace
 from preflash.testing import runner
 from preflash.testing.case import Case, KvForm, MaskKind, Position, Sinks
 from preflash.testing.comparison import poison
-from preflash.testing.guarded import bits
 from preflash.testing.inputs import Inputs, build
-from preflash.testing.random_cases import random_cases
 
 CPU = torch.device("cpu")
 

@@ -5,10 +5,10 @@ import dataclasses
 
 import pytest
 import torch
+from fuzz.random_cases import random_staged_cases
 from preflash import _staging
 from preflash.testing import Case, KvForm, MaskKind, Sinks, build, runner
 from preflash.testing.case import Position
-from preflash.testing.random_cases import random_staged_cases
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BASE = Case("staged", (40, 0, 130, 3), (170, 9, 130, 0), 4, 2, 64, mask=MaskKind.CAUSAL)

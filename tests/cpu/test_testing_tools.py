@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from fuzz.random_cases import random_cases
 from preflash.testing import (
     Case,
     MaskKind,
@@ -20,7 +21,6 @@ from preflash.testing import (
 )
 from preflash.testing.comparison import unit_roundoff
 from preflash.testing.oracle import Pipeline
-from preflash.testing.random_cases import random_cases
 
 
 def keeps(case: Case, request, row: int, key: int) -> bool:

@@ -7,9 +7,10 @@ import random
 import pytest
 import torch
 from backends import on_every_backend
-from preflash.testing import Case, MaskKind, fuzz, problems
+from fuzz import problems, wrapper_trial
+from fuzz.problems import Also, Call, Copies, Problem
+from preflash.testing import Case, MaskKind
 from preflash.testing.case import Position
-from preflash.testing.problems import Also, Call, Copies, Problem
 
 pytestmark = pytest.mark.gpu
 
@@ -40,7 +41,7 @@ SEEN = (
 
 
 def check(problem, backend):
-    verdict = fuzz.examine(problem, backend=backend, device="cuda")
+    verdict = wrapper_trial.examine(problem, backend=backend, device="cuda")
     if verdict.not_compiled:
         pytest.skip(verdict.not_compiled)
     assert verdict.failures == []

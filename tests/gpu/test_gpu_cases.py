@@ -3,8 +3,8 @@
 import pytest
 import torch
 from backends import backends_and_cases, on_every_backend
+from fuzz.random_cases import random_cases
 from preflash.testing import Case, KvForm, MaskKind, build, cases, reference, runner
-from preflash.testing.random_cases import random_cases
 
 pytestmark = pytest.mark.gpu
 

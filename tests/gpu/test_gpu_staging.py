@@ -7,10 +7,10 @@ import random
 import pytest
 import torch
 from backends import on_every_backend
+from fuzz.random_cases import random_staged_cases
 from preflash import _staging
 from preflash.testing import Case, KvForm, MaskKind, Sinks, build, runner
 from preflash.testing.case import Position
-from preflash.testing.random_cases import random_staged_cases
 
 pytestmark = pytest.mark.gpu
 

@@ -1,5 +1,4 @@
-"""`check`: a short self-test of every backend that this machine has, against the float64 oracle;
-with --fuzz, random problems instead."""
+"""`check`: a short self-test of every backend that this machine has, against the float64 oracle."""
 
 from __future__ import annotations
 
@@ -17,7 +16,6 @@ import preflash
 
 from ..testing import Case, KvForm, MaskKind, build, oracle, runner
 from ..testing.inputs import indptr
-from . import fuzz
 from .console import Progress, Table
 from .machine import Place, choose_places
 
@@ -71,12 +69,9 @@ class Outcome:
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--backend", help="check this backend alone: cpu, fa2, fa3")
     parser.add_argument("--quick", action="store_true", help="one dtype per backend")
-    fuzz.configure(parser)
 
 
 def execute(args: argparse.Namespace) -> int:
-    if fuzz.asked_for(args):
-        return fuzz.execute(args)
     places = choose_places(args.backend)
     plan = [(place, area, test) for place in places for area, test in _tests(place, args.quick)]
     outcomes: dict[tuple[str, str], Outcome] = {}

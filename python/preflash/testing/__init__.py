@@ -1,13 +1,12 @@
-"""What tests and benchmarks share: named cases, inputs built from them, and a float64 oracle.
+"""What the self-test, the benchmarks and the tests share: named cases, inputs built from them, and
+a float64 oracle.
 
-Everything here needs torch alone. A `case` says what to compute: `cases` lists named ones,
-`random_cases` draws others. `inputs` makes the tensors (poisoned wherever no request owns them),
-`oracle` computes the answer in float64, `comparison` compares a result with it, `runner` drives the
-public wrappers, `timing` measures. `problems` draws random cases with everything that decides how
-they are called, `fuzz` examines them, `shrinking` makes smaller ones of those that fail.
+Everything here needs torch alone. A `case` says what to compute; `cases` lists named ones. `inputs`
+makes the tensors (poisoned wherever no request owns them), `oracle` computes the answer in float64,
+`comparison` compares a result with it, `runner` drives the public wrappers, `timing` measures.
 """
 
-from . import cases, comparison, fuzz, inputs, oracle, problems, runner, timing
+from . import cases, comparison, inputs, oracle, runner, timing
 from .case import Case, Garbage, KvForm, Magnitude, MaskKind, Position, Sinks
 from .comparison import Report, compare, poison
 from .inputs import Inputs, build
@@ -29,11 +28,9 @@ __all__ = [
     "cases",
     "compare",
     "comparison",
-    "fuzz",
     "inputs",
     "oracle",
     "poison",
-    "problems",
     "reference",
     "runner",
     "timing",

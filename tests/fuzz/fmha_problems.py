@@ -8,13 +8,18 @@ import enum
 import math
 import random
 
-import torch
-
 import preflash
+import torch
+from preflash.testing.comparison import (
+    FLOAT32_ROUNDOFF,
+    LSE_SLACK,
+    Report,
+    compare,
+    logit_roundings,
+)
+from preflash.testing.oracle import Expected, Pipeline, alibi_slopes, attend, concatenate
 
-from .comparison import FLOAT32_ROUNDOFF, LSE_SLACK, Report, compare, logit_roundings
-from .fuzz import Verdict, verdict_of
-from .oracle import Expected, Pipeline, alibi_slopes, attend, concatenate
+from .wrapper_trial import Verdict, verdict_of
 
 E4M3 = torch.float8_e4m3fn
 DTYPES = (torch.float16, torch.bfloat16, E4M3)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import torch
-
-from .inputs import Inputs, as_nhd, attach_masks, fill_poison, indptr, pages_of
+from preflash.testing.inputs import Inputs, as_nhd, attach_masks, fill_poison, indptr, pages_of
 
 
 def surrounded(inputs: Inputs, before: int, behind: int) -> Inputs:

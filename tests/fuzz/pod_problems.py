@@ -9,8 +9,8 @@ import random
 from collections.abc import Sequence
 
 import torch
+from preflash.testing.case import Case, KvForm, MaskKind, Sinks
 
-from .case import Case, KvForm, MaskKind, Sinks
 from .problems import Brought
 from .random_cases import Limits, random_case
 

@@ -8,7 +8,7 @@ import torch
 
 def commands(printed: str) -> list[list[str]]:
     """The arguments of every command that the fuzzer printed."""
-    lines = re.findall(r"^(?:FAILED|smaller:) python -m preflash (.*)$", printed, re.MULTILINE)
+    lines = re.findall(r"^(?:FAILED|smaller:) python tests/fuzz (.*)$", printed, re.MULTILINE)
     return [shlex.split(line) for line in lines]
 
 

@@ -6,8 +6,7 @@ import dataclasses
 import random
 
 import torch
-
-from .case import Case, Garbage, KvForm, Magnitude, MaskKind, Position, Sinks
+from preflash.testing.case import Case, Garbage, KvForm, Magnitude, MaskKind, Position, Sinks
 
 _MASKS = (
     [MaskKind.NONE] * 2

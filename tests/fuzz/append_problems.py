@@ -7,16 +7,15 @@ import dataclasses
 import itertools
 import random
 
-import torch
-
 import preflash
+import torch
+from preflash.testing import inputs
+from preflash.testing.case import Case, KvForm
+from preflash.testing.inputs import SPARE_PAGES
 
-from . import inputs
-from .case import Case, KvForm
-from .fuzz import Verdict, verdict_of
 from .guarded import bits
-from .inputs import SPARE_PAGES
 from .random_cases import Limits, random_case
+from .wrapper_trial import Verdict, verdict_of
 
 
 @dataclasses.dataclass(frozen=True)

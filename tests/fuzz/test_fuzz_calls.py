@@ -1,4 +1,4 @@
-"""`check --fuzz --call NAME`: problems of every NAME pass, faults of it are found, and the printed
+"""`--call NAME`: problems of every NAME pass, faults of it are found, and the printed
 commands find them again."""
 
 import functools
@@ -7,14 +7,14 @@ import re
 import preflash
 import pytest
 import torch
-from preflash import cli
-from preflash.cli import fuzz, fuzz_calls
-from printed import commands, out_of
+
+from . import calls, command
+from .printed import commands, out_of
 
 
 def test_problems_of_the_fmha_call(monkeypatch, capsys):
     call = ["--call", "trtllm_fmha_v2_prefill"]
-    assert cli.main(["check", "--backend", "cpu", *call, "--fuzz", "5", "--seed", "8:40"]) == 0
+    assert command.main(["--backend", "cpu", *call, "--fuzz", "5", "--seed", "8:40"]) == 0
     assert "cpu on cpu: 5 passed, 0 failed" in capsys.readouterr().out
 
     def halved(**arguments):
@@ -23,12 +23,12 @@ def test_problems_of_the_fmha_call(monkeypatch, capsys):
         return (out * 0.5, *stats) if stats else out * 0.5
 
     monkeypatch.setattr(preflash, "trtllm_fmha_v2_prefill", halved)
-    assert cli.main(["check", "--backend", "cpu", *call, "--fuzz", "9", "--seed", "8:40"]) == 1
+    assert command.main(["--backend", "cpu", *call, "--fuzz", "9", "--seed", "8:40"]) == 1
     printed = capsys.readouterr().out
     assert "outside their bound" in printed
     again = commands(printed)[0]
-    assert again[:5] == ["check", "--backend", "cpu", *call]
-    assert cli.main(again) == 1
+    assert again[:4] == ["--backend", "cpu", *call]
+    assert command.main(again) == 1
 
 
 CUDNN_CALL = "cudnn_batch_prefill_with_kv_cache"
@@ -78,28 +78,28 @@ def cudnn_faults():
 
 @pytest.mark.parametrize("fault", cudnn_faults(), ids=lambda fault: fault.__name__)
 def test_a_fault_of_the_cudnn_call_is_found(monkeypatch, capsys, fault):
-    call = ["check", "--backend", "cpu", "--call", CUDNN_CALL]
-    monkeypatch.setattr(fuzz, "_MOST_FAILURES", 1)
-    monkeypatch.setattr(fuzz_calls, "_WORK", 1e6)
+    call = ["--backend", "cpu", "--call", CUDNN_CALL]
+    monkeypatch.setattr(command, "_MOST_FAILURES", 1)
+    monkeypatch.setattr(calls, "_WORK", 1e6)
     monkeypatch.setattr(preflash, CUDNN_CALL, fault)
-    assert cli.main([*call, "--fuzz", "100", "--seed", "3"]) == 1
+    assert command.main([*call, "--fuzz", "100", "--seed", "3"]) == 1
     printed = capsys.readouterr().out
     messages = {found.__name__: message for found, message in cudnn_faults().items()}
     assert re.search(messages[fault.__name__], printed), printed
     (again,) = commands(printed)
-    assert again[:5] == call
-    assert cli.main(again) == 1
+    assert again[:4] == call
+    assert command.main(again) == 1
     monkeypatch.setattr(preflash, CUDNN_CALL, preflash.prefill.cudnn_batch_prefill_with_kv_cache)
-    assert cli.main(again) == 0
+    assert command.main(again) == 0
 
 
 def test_problems_of_the_cudnn_call(monkeypatch, capsys):
-    monkeypatch.setattr(fuzz_calls, "_WORK", 3e6)
-    call = ["check", "--call", CUDNN_CALL]
-    assert cli.main([*call, "--backend", "cpu", "--fuzz", "80", "--seed", "21"]) == 0
+    monkeypatch.setattr(calls, "_WORK", 3e6)
+    call = ["--call", CUDNN_CALL]
+    assert command.main([*call, "--backend", "cpu", "--fuzz", "80", "--seed", "21"]) == 0
     assert "80 passed, 0 failed" in capsys.readouterr().out
     if not torch.cuda.is_available():
-        assert cli.main([*call, "--backend", "cudnn", "--fuzz", "1"]) == 2
+        assert command.main([*call, "--backend", "cudnn", "--fuzz", "1"]) == 2
         assert "--backend cudnn cannot run here" in capsys.readouterr().err
 
 
@@ -154,9 +154,9 @@ def pod_faults():
 
 @pytest.mark.parametrize("fault", pod_faults(), ids=lambda fault: fault.__name__)
 def test_a_fault_beside_decode_is_found(monkeypatch, capsys, fault):
-    call = ["check", "--backend", "cpu", "--call", "pod"]
-    monkeypatch.setattr(fuzz, "_MOST_FAILURES", 1)
-    monkeypatch.setattr(fuzz_calls, "_WORK", 2e6)
+    call = ["--backend", "cpu", "--call", "pod"]
+    monkeypatch.setattr(command, "_MOST_FAILURES", 1)
+    monkeypatch.setattr(calls, "_WORK", 2e6)
     with monkeypatch.context() as patch:
         for name in ("PODWithPagedKVCacheWrapper", "BatchPODWithPagedKVCacheWrapper"):
             made = getattr(preflash, name)
@@ -165,20 +165,20 @@ def test_a_fault_beside_decode_is_found(monkeypatch, capsys, fault):
                 return fault(functools.partial(honest, self), *args, **options)
 
             patch.setattr(made, "run", run)
-        assert cli.main([*call, "--fuzz", "100", "--seed", "3"]) == 1
+        assert command.main([*call, "--fuzz", "100", "--seed", "3"]) == 1
         printed = capsys.readouterr().out
         messages = {found.__name__: message for found, message in pod_faults().items()}
         assert re.search(messages[fault.__name__], printed), printed
         (again,) = commands(printed)
-        assert again[:5] == call
-        assert cli.main(again) == 1
-    assert cli.main(again) == 0
+        assert again[:4] == call
+        assert command.main(again) == 1
+    assert command.main(again) == 0
 
 
 def test_problems_beside_decode(monkeypatch, capsys):
-    monkeypatch.setattr(fuzz_calls, "_WORK", 3e6)
-    call = ["check", "--backend", "cpu", "--call", "pod"]
-    assert cli.main([*call, "--fuzz", "50", "--seed", "21"]) == 0
+    monkeypatch.setattr(calls, "_WORK", 3e6)
+    call = ["--backend", "cpu", "--call", "pod"]
+    assert command.main([*call, "--fuzz", "50", "--seed", "21"]) == 0
     assert "50 passed, 0 failed" in capsys.readouterr().out
 
 
@@ -187,8 +187,8 @@ def bytes_of(t):
 
 
 def test_problems_of_an_append(monkeypatch, capsys):
-    call = ["check", "--backend", "cpu", "--call", "append_paged_kv_cache"]
-    assert cli.main([*call, "--fuzz", "60", "--seed", "21"]) == 0
+    call = ["--backend", "cpu", "--call", "append_paged_kv_cache"]
+    assert command.main([*call, "--fuzz", "60", "--seed", "21"]) == 0
     assert "60 passed, 0 failed" in capsys.readouterr().out
     honest = preflash.page.append_paged_kv_cache
 
@@ -203,18 +203,18 @@ def test_problems_of_an_append(monkeypatch, capsys):
 
     for fault in (spilled, without_last):
         monkeypatch.setattr(preflash, "append_paged_kv_cache", fault)
-        assert cli.main([*call, "--fuzz", "20", "--seed", "3"]) == 1
+        assert command.main([*call, "--fuzz", "20", "--seed", "3"]) == 1
         printed = capsys.readouterr().out
         assert "bytes differ from a loop's" in printed
-        assert cli.main(commands(printed)[0]) == 1
+        assert command.main(commands(printed)[0]) == 1
         capsys.readouterr()
 
 
 @pytest.mark.parametrize("name", ["window_left", "logits_soft_cap", "sm_scale", "sinks", "k_scale"])
 def test_a_fault_of_decode_is_found(monkeypatch, capsys, name):
-    call = ["check", "--backend", "cpu", "--call", "decode"]
-    monkeypatch.setattr(fuzz, "_MOST_FAILURES", 1)
-    monkeypatch.setattr(fuzz_calls, "_WORK", 2e6)
+    call = ["--backend", "cpu", "--call", "decode"]
+    monkeypatch.setattr(command, "_MOST_FAILURES", 1)
+    monkeypatch.setattr(calls, "_WORK", 2e6)
     neutral = {"window_left": -1}.get(name)
     made = preflash.BatchDecodeWithPagedKVCacheWrapper
     method = "run" if name in ("sinks", "k_scale") else "plan"
@@ -225,17 +225,17 @@ def test_a_fault_of_decode_is_found(monkeypatch, capsys, name):
 
     with monkeypatch.context() as patch:
         patch.setattr(made, method, fault)
-        assert cli.main([*call, "--fuzz", "150", "--seed", "3"]) == 1
+        assert command.main([*call, "--fuzz", "150", "--seed", "3"]) == 1
         printed = capsys.readouterr().out
         assert re.search("out:|lse:", printed), printed
         (again,) = commands(printed)
-        assert again[:5] == call
-        assert cli.main(again) == 1
-    assert cli.main(again) == 0
+        assert again[:4] == call
+        assert command.main(again) == 1
+    assert command.main(again) == 0
 
 
 def test_problems_of_decode(monkeypatch, capsys):
-    monkeypatch.setattr(fuzz_calls, "_WORK", 3e6)
-    call = ["check", "--backend", "cpu", "--call", "decode"]
-    assert cli.main([*call, "--fuzz", "80", "--seed", "21"]) == 0
+    monkeypatch.setattr(calls, "_WORK", 3e6)
+    call = ["--backend", "cpu", "--call", "decode"]
+    assert command.main([*call, "--fuzz", "80", "--seed", "21"]) == 0
     assert "80 passed, 0 failed" in capsys.readouterr().out

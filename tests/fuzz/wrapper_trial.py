@@ -14,14 +14,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
+from preflash import _staging
+from preflash.testing import runner
+from preflash.testing.case import MaskKind
+from preflash.testing.inputs import Inputs, build
+from preflash.testing.oracle import Expected, reference
 
-from .. import _staging
-from . import guarded, refusals, runner
+from . import guarded, refusals
 from .altered_inputs import lone, spoil, surrounded
-from .case import MaskKind
 from .guarded import Guarded, Padding, Untouched
-from .inputs import Inputs, build
-from .oracle import Expected, reference
 from .outputs import GivenOutputs, Result
 from .problems import Also, Call, Entry, Problem, Scratch
 

@@ -1,4 +1,4 @@
-"""`check --fuzz N` and `check --problem TEXT`: random problems against the oracle."""
+"""`python tests/fuzz --fuzz N` and `--problem TEXT`: random problems against the oracle."""
 
 from __future__ import annotations
 
@@ -6,26 +6,28 @@ import argparse
 import dataclasses
 import itertools
 import shlex
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from preflash.cli import CommandError
+from preflash.cli.console import Progress
+from preflash.cli.machine import Place
 
-from ..testing import fuzz, problems, shrinking
-from ..testing.problems import Also, Problem
-from . import CommandError
-from .console import Progress
-from .fuzz_calls import CALLS, WRAPPERS, Call, places_for
-from .machine import Place
+from . import problems, shrinking
+from .calls import CALLS, WRAPPERS, Call, places_for
+from .problems import Also, Problem
+from .wrapper_trial import Verdict
 
 _MOST_FAILURES = 5
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A problem, how it is computed, and the arguments of `check` that ask for it."""
+    """A problem, how it is computed, and the arguments that ask for it."""
 
     problem: Any
     call: Call
@@ -42,7 +44,7 @@ class Tally:
     refusal: str = ""  # the last one for what is not compiled
     worst: float = 0.0
 
-    def count(self, verdict: fuzz.Verdict) -> None:
+    def count(self, verdict: Verdict) -> None:
         self.failed += bool(verdict.failures)
         self.not_compiled += bool(verdict.not_compiled)
         self.refusal = verdict.not_compiled or self.refusal
@@ -50,12 +52,25 @@ class Tally:
         self.worst = max(self.worst, verdict.worst)
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
+def main(argv: Sequence[str] | None = None) -> int:
+    """The exit code: 0 fine, 1 a problem failed, 2 it could not run."""
+    try:
+        return _execute(_parser().parse_args(argv))
+    except CommandError as error:
+        print(f"fuzz: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python tests/fuzz", description="Random problems against the float64 oracle."
+    )
+    parser.add_argument("--backend", help="on this backend alone: cpu, fa2, fa3, cudnn")
     parser.add_argument(
         "--fuzz",
         type=int,
         metavar="N",
-        help="instead: N random problems, the same for the same seed and backend",
+        help="N random problems, the same for the same seed and backend",
     )
     parser.add_argument(
         "--seed", metavar="S", help="with --fuzz: S, or S:I to begin with problem I"
@@ -72,26 +87,24 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="with --fuzz, of the wrappers: what is looked at in every problem beside its numbers; "
         "problems in which it has no meaning are left out",
     )
-    parser.add_argument("--problem", metavar="TEXT", help="instead: a problem that --fuzz printed")
+    parser.add_argument("--problem", metavar="TEXT", help="a problem that --fuzz printed")
+    return parser
 
 
-def asked_for(args: argparse.Namespace) -> bool:
-    """Whether the arguments ask for problems of this module."""
+def _check(args: argparse.Namespace) -> None:
     if args.fuzz is None and args.seed is not None:
-        raise CommandError(f"--seed {args.seed}: it is for --fuzz; the self-test has no seed")
+        raise CommandError(f"--seed {args.seed}: it is for --fuzz; a problem has its own")
     if args.fuzz is None and args.call != WRAPPERS:
         raise CommandError(f"--call {args.call}: it is for --fuzz")
     if args.also is not None and (args.fuzz is None or args.call != WRAPPERS):
         raise CommandError(f"--also {args.also}: it is for --fuzz without --call")
-    return args.fuzz is not None or args.problem is not None
-
-
-def execute(args: argparse.Namespace) -> int:
-    places = places_for(args.call, args.backend)
-    if args.quick:
-        raise CommandError("--quick is for the self-test; give --fuzz a smaller number")
-    if args.fuzz is not None and args.problem is not None:
+    if (args.fuzz is None) == (args.problem is None):
         raise CommandError("--fuzz and --problem: give one of them")
+
+
+def _execute(args: argparse.Namespace) -> int:
+    _check(args)
+    places = places_for(args.call, args.backend)
     failed, refusals = 0, []
     for place in places:
         start = time.perf_counter()
@@ -190,7 +203,7 @@ def _lost(place: Place) -> bool:
     return False
 
 
-def _report(asked: Asked, verdict: fuzz.Verdict, place: Place) -> None:
+def _report(asked: Asked, verdict: Verdict, place: Place) -> None:
     """The command that computes the problem again, what is wrong, and the same of a small one."""
     _print_failure("FAILED", asked, verdict, place)
     # A lost GPU fails every other problem, too.
@@ -202,7 +215,7 @@ def _report(asked: Asked, verdict: fuzz.Verdict, place: Place) -> None:
         _print_failure("smaller:", _spelled_out(smaller), examine(smaller, place), place)
 
 
-def _print_failure(title: str, asked: Asked, verdict: fuzz.Verdict, place: Place) -> None:
-    print(f"{title} python -m preflash check --backend {place.backend} {asked.arguments}")
+def _print_failure(title: str, asked: Asked, verdict: Verdict, place: Place) -> None:
+    print(f"{title} python tests/fuzz --backend {place.backend} {asked.arguments}")
     for failure in verdict.failures:
         print(f"    {failure}", flush=True)

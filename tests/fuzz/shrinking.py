@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 
-from .case import Case
+from preflash.testing.case import Case
+
 from .problems import Also, Problem
 
 _TRIES = 250

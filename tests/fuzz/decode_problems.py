@@ -7,16 +7,16 @@ from __future__ import annotations
 import dataclasses
 import random
 
-import torch
-
 import preflash
+import torch
+from preflash.testing import runner
+from preflash.testing.case import Case, KvForm, MaskKind, Sinks
 
-from . import fuzz, guarded, runner
-from .case import Case, KvForm, MaskKind, Sinks
-from .fuzz import Trial, Verdict, verdict_of
+from . import guarded, wrapper_trial
 from .problems import Also, Brought, Call, Entry, Problem, Scratch
 from .problems import draw as draw_problem
 from .random_cases import Limits
+from .wrapper_trial import Trial, Verdict, verdict_of
 
 _LOOKED_AT = (Also.NOTHING, Also.REPEAT, Also.SPOILT, Also.ALONE)
 
@@ -82,7 +82,9 @@ def examine(problem: DecodeProblem, *, backend: str, device: torch.device | str 
     def make(of: Problem, inputs, backend: str) -> Trial:
         return _DecodeTrial(of, inputs, backend, problem)
 
-    return verdict_of(lambda: fuzz.examine_with(make, problem.problem, backend, device), backend)
+    return verdict_of(
+        lambda: wrapper_trial.examine_with(make, problem.problem, backend, device), backend
+    )
 
 
 class _DecodeTrial(Trial):

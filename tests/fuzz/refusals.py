@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from preflash.testing.inputs import Inputs
 
 from . import guarded
-from .inputs import Inputs
 
 _REFUSED = (TypeError, ValueError, NotImplementedError)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 
-from .case import Case
+from preflash.testing.case import Case
 
 _LONGEST = 1 << 20
 _HEADS = (1, 1024)

@@ -6,20 +6,20 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 
-import torch
-
 import preflash
+import torch
+from preflash import _pod
+from preflash.testing import runner
+from preflash.testing.case import Case
+from preflash.testing.inputs import Inputs, build
+from preflash.testing.oracle import reference
 
-from .. import _pod
-from . import fuzz, guarded, runner
+from . import guarded, wrapper_trial
 from .altered_inputs import surrounded
-from .case import Case
-from .fuzz import Verdict, verdict_of
 from .guarded import Guarded, Padding, Untouched
-from .inputs import Inputs, build
-from .oracle import reference
 from .outputs import GivenOutputs, Result
 from .pod_problems import Kind, PodProblem
+from .wrapper_trial import Verdict, verdict_of
 
 _ROOM_FOR_COPIES = 1 << 26
 
@@ -95,7 +95,7 @@ class _Side:
         self._call, self._index = problem.call, index
         case, seed = (problem.prefill, problem.decode)[index], problem.seed + index
         self.inputs = build(case, device=device, index_device="cpu", seed=seed)
-        fuzz.add_garbage(self.inputs)
+        wrapper_trial.add_garbage(self.inputs)
         self._padding = _padding_of(problem, index)
         self.given = surrounded(self.inputs, self._padding.before, self._padding.behind)
         self.renew()

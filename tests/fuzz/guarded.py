@@ -6,9 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-
-from .case import Garbage
-from .inputs import PAD_COLUMNS, fill_poison
+from preflash.testing.case import Garbage
+from preflash.testing.inputs import PAD_COLUMNS, fill_poison
 
 _BESIDE = 256  # bytes on each side of a workspace
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

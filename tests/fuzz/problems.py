@@ -13,9 +13,9 @@ import types
 import typing
 
 import torch
+from preflash.testing.case import DTYPE_NAMES, Case, KvForm, MaskKind, Position, Sinks
 
 from . import problem_limits as limits
-from .case import DTYPE_NAMES, Case, KvForm, MaskKind, Position, Sinks
 from .random_cases import Limits, random_case
 
 

@@ -1,14 +1,19 @@
-"""`check --fuzz` notices faults: each is put between the library and the fuzzer, and the printed
+"""The fuzzer notices faults: each is put between the library and the fuzzer, and the printed
 commands find it again, and find nothing once it is gone."""
 
+import os
+import pathlib
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
-from preflash import cli
-from preflash.cli import fuzz, fuzz_calls
-from preflash.testing import problems, runner
-from printed import commands, out_of
+from preflash.testing import runner
+
+from . import calls, command, problems, wrapper_trial
+from .printed import commands, out_of
+from .random_cases import Limits
 
 HONEST_PLAN, HONEST_RUN = runner.plan, runner.run
 
@@ -194,23 +199,23 @@ def finds_again(monkeypatch, capsys):
     """The fault is found, the printed commands find it again, and do not without it."""
 
     def find(function: str, fault, message: str) -> list[list[str]]:
-        monkeypatch.setattr(fuzz, "_MOST_FAILURES", 1)
-        monkeypatch.setattr(fuzz_calls, "_WORK", 3e6)
+        monkeypatch.setattr(command, "_MOST_FAILURES", 1)
+        monkeypatch.setattr(calls, "_WORK", 3e6)
         monkeypatch.setattr(runner, function, fault)
-        assert cli.main(["check", "--backend", "cpu", "--fuzz", "250", "--seed", "3"]) == 1
+        assert command.main(["--backend", "cpu", "--fuzz", "250", "--seed", "3"]) == 1
         printed = capsys.readouterr().out
         found = commands(printed)
         assert len(found) in (1, 2), printed
         assert re.search(message, printed), printed
         for arguments in found:
-            assert cli.main(arguments) == 1, arguments
+            assert command.main(arguments) == 1, arguments
             again = capsys.readouterr().out
             assert "FAILED" in again
             assert commands(again)[0] == arguments
         monkeypatch.setattr(runner, "plan", HONEST_PLAN)
         monkeypatch.setattr(runner, "run", HONEST_RUN)
         for arguments in found:
-            assert cli.main(arguments) == 0, arguments
+            assert command.main(arguments) == 0, arguments
         capsys.readouterr()
         return found
 
@@ -238,16 +243,16 @@ def test_a_wrong_number_is_shrunk(finds_again):
 
 
 def test_a_command_line_that_passes(capsys):
-    assert cli.main(["check", "--backend", "cpu", "--fuzz", "5", "--seed", "8:40"]) == 0
+    assert command.main(["--backend", "cpu", "--fuzz", "5", "--seed", "8:40"]) == 0
     out = capsys.readouterr().out
     assert "cpu on cpu: 5 passed, 0 failed" in out
     assert "all good" in out
 
 
 def test_problems_that_no_kernel_serves_are_no_success(monkeypatch, capsys):
-    verdict = fuzz.fuzz.Verdict(not_compiled="head_dim 512 is not compiled")
-    monkeypatch.setattr(fuzz.fuzz, "examine", lambda problem, **place: verdict)
-    assert cli.main(["check", "--backend", "cpu", "--fuzz", "3"]) == 2
+    verdict = wrapper_trial.Verdict(not_compiled="head_dim 512 is not compiled")
+    monkeypatch.setattr(wrapper_trial, "examine", lambda problem, **place: verdict)
+    assert command.main(["--backend", "cpu", "--fuzz", "3"]) == 2
     assert "head_dim 512 is not compiled" in capsys.readouterr().err
 
 
@@ -257,7 +262,7 @@ def test_problems_that_no_kernel_serves_are_no_success(monkeypatch, capsys):
         (["--fuzz", "0"], "--fuzz 0"),
         (["--fuzz", "1", "--seed", "one"], "--seed one"),
         (["--fuzz", "1", "--seed", "1:-2"], "--seed 1:-2"),
-        (["--fuzz", "1", "--quick"], "--quick"),
+        ([], "one of them"),
         (["--problem", "qo_lens=1"], "--problem"),
         (["--problem", "qo_lens=1 kv_lens=2", "--fuzz", "1"], "one of them"),
         (["--seed", "4"], "--seed"),
@@ -265,5 +270,82 @@ def test_problems_that_no_kernel_serves_are_no_success(monkeypatch, capsys):
     ],
 )
 def test_what_makes_no_sense_is_refused(capsys, arguments, message):
-    assert cli.main(["check", "--backend", "cpu", *arguments]) == 2
+    assert command.main(["--backend", "cpu", *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+SENSE = {"qo_lens": "3", "kv_lens": "5"}
+NONSENSE = {
+    "num_kv_heads": "0",
+    "num_qo_heads": "0",
+    "head_dim": "0",
+    "head_dim_vo": "12",
+    "qo_lens": "-1",
+    "kv_lens": "100000000000",
+    "page_size": "-3",
+    "window_left": "-2",
+    "soft_cap": "-1.0",
+    "sm_scale": "nan",
+    "rope_theta": "0.0",
+    "fixed_split_size": "-64",
+    "layout": "DHN",
+    "lse_base": "10",
+    "lse_layout": "NN",
+    "threads": "0",
+    "padding": "-1",
+}
+
+
+def words(**fields: str) -> str:
+    return " ".join(f"{name}={value}" for name, value in fields.items())
+
+
+@pytest.mark.parametrize("name", NONSENSE)
+def test_a_problem_that_is_none(capsys, name):
+    text = words(**SENSE | {name: NONSENSE[name]})
+    assert command.main(["--backend", "cpu", "--problem", text]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith(f"fuzz: --problem: {name}={NONSENSE[name]}: must be ")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"qo_lens": "1000000", "kv_lens": "1000"},
+        {"kv_lens": "1000000", "head_dim": "512"},
+        {"kv_lens": ",".join(["1"] * 600), "qo_lens": ",".join(["1"] * 600), "page_size": "65536"},
+    ],
+    ids=["pairs", "keys", "pages"],
+)
+def test_a_problem_that_is_too_large(capsys, fields):
+    assert command.main(["--backend", "cpu", "--problem", words(**SENSE | fields)]) == 2
+    assert "must be at most" in capsys.readouterr().err
+
+
+def test_every_random_problem_can_be_spelled_out():
+    """The limits are for what nobody draws."""
+    limits = Limits(700, 2e7, (torch.bfloat16, torch.float32))
+    for index in range(300):
+        drawn = problems.draw(5, index, limits)
+        assert problems.parse(drawn.text) == drawn
+
+
+TESTS = pathlib.Path(__file__).parents[1]
+
+
+@pytest.mark.parametrize("started", [[str(TESTS / "fuzz")], ["-m", "fuzz"]], ids=["folder", "-m"])
+def test_a_process_of_its_own(tmp_path, started):
+    """From anywhere, with a `problems` beside it that is not the package's."""
+    (tmp_path / "problems.py").write_text("raise AssertionError")
+    path = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))
+    done = subprocess.run(
+        [sys.executable, *started, "--backend", "cpu", "--fuzz", "1"],
+        env={**os.environ, "PYTHONPATH": path} if "-m" in started else None,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("all good\n")

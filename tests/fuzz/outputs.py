@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
+from preflash.testing.inputs import Inputs
 
 from . import guarded
 from .guarded import Guarded, Padding, bits
-from .inputs import Inputs
 from .problems import Brought
 
 

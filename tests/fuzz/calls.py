@@ -1,4 +1,4 @@
-"""What `check --fuzz --call NAME` draws and computes for each NAME."""
+"""What `--call NAME` draws and computes for each NAME."""
 
 from __future__ import annotations
 
@@ -6,20 +6,22 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from ..testing import (
+from preflash.cli import CommandError
+from preflash.cli.machine import Place, choose_places, cudnn_place
+
+from . import (
     append_problems,
     cudnn_problems,
     cudnn_trial,
     decode_problems,
     fmha_problems,
-    fuzz,
     pod_problems,
     pod_trial,
     problems,
+    wrapper_trial,
 )
-from ..testing.random_cases import Limits
-from . import CommandError
-from .machine import Place, choose_places, cudnn_place
+from .random_cases import Limits
+from .wrapper_trial import Verdict
 
 _LONGEST = 700
 # Milliseconds in the oracle, and several tiles, splits and requests all the same.
@@ -34,7 +36,7 @@ class Call:
     """Random problems for something that is called."""
 
     draw: Callable[[int, int, Place], Any]  # of a seed and an index
-    examine: Callable[[Any, Place], fuzz.Verdict]
+    examine: Callable[[Any, Place], Verdict]
 
 
 def _limits(place: Place) -> Limits:
@@ -52,7 +54,7 @@ def _of(drawn: Any, computed: Any = None) -> Call:
     )
 
 
-def _examine_fmha(problem: fmha_problems.FmhaCase, place: Place) -> fuzz.Verdict:
+def _examine_fmha(problem: fmha_problems.FmhaCase, place: Place) -> Verdict:
     # On a GPU lengths are there or on the host, by turns.
     lengths_on = "cpu" if problem.seed % 2 == 0 else None
     return fmha_problems.examine(
@@ -66,7 +68,7 @@ def _draw_for_cudnn(seed: int, index: int, place: Place) -> cudnn_problems.Cudnn
 
 
 CALLS = {
-    WRAPPERS: _of(problems, fuzz),
+    WRAPPERS: _of(problems, wrapper_trial),
     "trtllm_fmha_v2_prefill": Call(
         draw=lambda seed, index, place: fmha_problems.draw(seed, index),
         examine=_examine_fmha,

@@ -8,19 +8,19 @@ import itertools
 import random
 from collections.abc import Sequence
 
-import torch
-
 import preflash
+import torch
+from preflash.testing import inputs, runner
+from preflash.testing.case import KvForm, MaskKind
+from preflash.testing.inputs import PAD_COLUMNS, SPARE_PAGES, SPARE_ROWS, fill_poison
+from preflash.testing.oracle import Expected, attend, concatenate
 
-from . import guarded, inputs, runner
-from .case import KvForm, MaskKind
+from . import guarded
 from .cudnn_problems import CudnnCall, CudnnProblem, Ends, Lse
-from .fuzz import Verdict, verdict_of
 from .guarded import Guarded, Untouched, bits
-from .inputs import PAD_COLUMNS, SPARE_PAGES, SPARE_ROWS, fill_poison
-from .oracle import Expected, attend, concatenate
 from .outputs import Result
 from .problems import Brought
+from .wrapper_trial import Verdict, verdict_of
 
 # What of a refusal says that cuDNN serves no such call.
 _OF_CUDNN = ("cuDNN has no kernel", "there are no keys at all")

@@ -7,9 +7,9 @@ import enum
 import random
 
 import torch
+from preflash.testing.case import Case, Garbage, KvForm, Magnitude, MaskKind, Position, Sinks
+from preflash.testing.oracle import Pipeline
 
-from .case import Case, Garbage, KvForm, Magnitude, MaskKind, Position, Sinks
-from .oracle import Pipeline
 from .problems import Brought
 from .random_cases import Limits, random_case
 
