@@ -6,8 +6,11 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import torch
+from preflash import _cudnn_graph
+from preflash._backends import CUDNN
 from preflash.cli import CommandError
-from preflash.cli.machine import Place, choose_places, cudnn_place
+from preflash.cli.machine import Place, choose_places, gpu_absent
 
 from . import (
     append_problems,
@@ -28,7 +31,7 @@ _LONGEST = 700
 _WORK = 2e7
 
 WRAPPERS = "wrappers"
-_CUDNN = "cudnn_batch_prefill_with_kv_cache"
+_CUDNN_CALL = "cudnn_batch_prefill_with_kv_cache"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +66,7 @@ def _examine_fmha(problem: fmha_problems.FmhaCase, place: Place) -> Verdict:
 
 
 def _draw_for_cudnn(seed: int, index: int, place: Place) -> cudnn_problems.CudnnProblem:
-    itself = place.backend == "cudnn"
+    itself = place.backend == CUDNN
     return cudnn_problems.draw(seed, index, _limits(place), for_cudnn=itself)
 
 
@@ -76,15 +79,27 @@ CALLS = {
     "decode": _of(decode_problems),
     "pod": _of(pod_problems, pod_trial),
     "append_paged_kv_cache": _of(append_problems),
-    _CUDNN: Call(draw=_draw_for_cudnn, examine=_of(cudnn_trial).examine),
+    _CUDNN_CALL: Call(draw=_draw_for_cudnn, examine=_of(cudnn_trial).examine),
 }
+
+
+class _CudnnPlace(Place):
+    dtypes = (torch.bfloat16, torch.float16)
+
+
+def _cudnn_place() -> Place | str:
+    """cuDNN itself on the current GPU, or why there is none."""
+    if absent := gpu_absent() or _cudnn_graph.why_missing():
+        return absent
+    device = torch.device("cuda", torch.cuda.current_device())
+    return _CudnnPlace(CUDNN, device, torch.cuda.get_device_name(device))
 
 
 def places_for(call: str, backend: str | None) -> list[Place]:
     """Where problems for it are computed. Raises CommandError."""
-    if call != _CUDNN or backend not in (None, "cudnn"):
+    if call != _CUDNN_CALL or backend not in (None, CUDNN):
         return choose_places(backend)
-    itself = cudnn_place()
+    itself = _cudnn_place()
     if isinstance(itself, Place):
         return [itself] if backend else [itself, *choose_places(None)]
     if backend:

@@ -6,18 +6,15 @@ from dataclasses import dataclass
 
 import torch
 
-from .. import _backends, _core, _cudnn_graph, _staging
+from .. import _backends, _core, _staging
 from . import CommandError
 
 _DTYPES = {
     "cpu": (torch.bfloat16, torch.float16, torch.float32),
     "fa2": (torch.bfloat16, torch.float16),
     "fa3": (torch.bfloat16, torch.float16),
-    "cudnn": (torch.bfloat16, torch.float16),
 }
-
-
-_BACKENDS = tuple(backend for backend in _DTYPES if backend != "cudnn")
+_BACKENDS = tuple(_DTYPES)
 
 
 @dataclass(frozen=True)
@@ -68,14 +65,6 @@ def places() -> list[Place]:
     if not cpu_refusal():
         found.append(Place("cpu", torch.device("cpu"), "CPU"))
     return found
-
-
-def cudnn_place() -> Place | str:
-    """cuDNN itself on the current GPU, or why there is none."""
-    if absent := gpu_absent() or _cudnn_graph.why_missing():
-        return absent
-    device = torch.device("cuda", torch.cuda.current_device())
-    return Place(_backends.CUDNN, device, torch.cuda.get_device_name(device))
 
 
 def _override() -> str | None:
