@@ -52,7 +52,7 @@ demo: build
 
 test: build $(if $(filter cuda,$(SIDE)),$(VENV)/disassembler)
 	$(if $(filter cuda,$(SIDE)),ctest --test-dir $(BUILD) --output-on-failure)
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(PYTEST_ARGS)
 
 # Every test that concerns a GPU, on the first one that is visible, in N processes; the report is
 # docs/dev/gpu_suite.md. SEED: of the order; COMMIT: of a copy without .git;

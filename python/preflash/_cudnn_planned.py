@@ -215,8 +215,8 @@ class CudnnVariant:
             if prepared is None:
                 prepared = _cudnn_run.prepare(call)
             else:
-                _cudnn_run.check_apart(call)
                 _cudnn_run.check_workspace(call, prepared.graph)
+                _cudnn_run.check_apart(call)
         except RefusedError as refusal:
             message = str(refusal).replace("workspace_buffer", "float_workspace_buffer")
             if isinstance(refusal, SmallWorkspaceError) and refusal.there < self._workspace_bytes:
