@@ -2,6 +2,7 @@
 
 import json
 
+import preflash
 import pytest
 
 
@@ -10,6 +11,11 @@ def test_help_lists_the_commands(preflash_command):
     assert done.code == 0
     for name in ("info", "variants", "check", "bench", "demo"):
         assert name in done.out
+
+
+def test_version(preflash_command):
+    done = preflash_command("--version")
+    assert (done.code, done.out, done.err) == (0, f"preflash {preflash.__version__}\n", "")
 
 
 @pytest.mark.parametrize("name", ["info", "variants", "check", "bench", "demo"])

@@ -11,6 +11,8 @@ import os
 import sys
 from collections.abc import Sequence
 
+from .. import _core
+
 _COMMANDS = {
     "info": "version, libraries, GPUs, CPU, and what backend='auto' picks here and why",
     "variants": "the compiled kernel matrix",
@@ -24,6 +26,8 @@ def _parser(command: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m preflash", description="Prebuilt flash attention for prefill and append."
     )
+    version = f"preflash {_core.__version__}"
+    parser.add_argument("--version", action="version", version=version, help="print it and exit")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     for name, summary in _COMMANDS.items():
         sub = commands.add_parser(name, help=summary, description=f"preflash {name}: {summary}.")
