@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 
 from .. import _core
 from . import CommandError, support
 from .console import Table
+
+# What a row of _core.kernels() says beside the options of its variant.
+_NO_OPTIONS = ("id", "head_dim_qk", "head_dim_vo", "tile", "smem_bytes")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     families = [f"{f.name} ({_core.traits_of(f).backend})" for f in _core.families()]
     parser.add_argument("--family", help=f"or its backend: {', '.join(families)}")
     parser.add_argument("--dtype", help="of q: f16, bf16, f32, e4m3")
-    parser.add_argument("--head-dim", help="64, 128, 192x128, ...")
+    parser.add_argument("--head-dim", help="what serves it: 64, 128, 192x128, ...")
     parser.add_argument("--json", action="store_true", help="print a JSON array instead of a table")
     parser.add_argument(
         "--support", action="store_true", help="print what a full build serves, as docs/support.md"
@@ -26,14 +30,16 @@ def execute(args: argparse.Namespace) -> int:
         print(support.table(), end="")
         return 0
     kernels = sorted(_core.kernels(), key=lambda kernel: kernel["id"])
-    chosen = [kernel for kernel in kernels if _matches(kernel, args)]
+    serving = None if args.head_dim is None else _ids_that_serve(args.head_dim, kernels)
+    chosen = [kernel for kernel in kernels if _matches(kernel, args, serving)]
     if not chosen:
         raise CommandError(_nothing_left(kernels, args))
     if args.json:
         print(json.dumps(chosen, indent=2))
         return 0
     print(_table(chosen))
-    print(f"{len(chosen)} of {len(kernels)} compiled variants")
+    serve = f" serve head_dim {args.head_dim}" if serving is not None else ""
+    print(f"{len(chosen)} of {len(kernels)} compiled variants{serve}")
     if absent := _core.cuda_error():
         print(f"no GPU kernels: {absent}")
     return 0
@@ -45,11 +51,33 @@ def head_dim(kernel: dict) -> str:
     return str(qk) if qk == vo else f"{qk}x{vo}"
 
 
-def _matches(kernel: dict, args: argparse.Namespace) -> bool:
+def _ids_that_serve(size: str, kernels: list[dict]) -> set[str]:
+    """What plan() takes for head_dim `size`, for each combination of the other options: the
+    smallest size that covers it. 192 stands for 192x192 and for 192x128, if that is compiled."""
+    parsed = re.fullmatch(r"([0-9]+)(?:x([0-9]+))?", size)
+    qk, vo = (int(part) if part else None for part in parsed.groups()) if parsed else (0, None)
+    if not qk or vo == 0 or qk % 8 or (vo or 0) % 8:
+        raise CommandError(
+            f"--head-dim {size}: must be a multiple of 8, as in 128, or two of them, that of q and "
+            "k and that of v, as in 192x128"
+        )
+    wanted = {(qk, vo or qk)}
+    if vo is None:
+        wanted |= {(qk, kernel["head_dim_vo"]) for kernel in kernels if kernel["head_dim_qk"] == qk}
+    smallest: dict[tuple, dict] = {}
+    for kernel in sorted(kernels, key=lambda k: k["head_dim_qk"] + k["head_dim_vo"]):
+        options = tuple(v for name, v in kernel.items() if name not in _NO_OPTIONS)
+        for sizes in wanted:
+            if kernel["head_dim_qk"] >= sizes[0] and kernel["head_dim_vo"] >= sizes[1]:
+                smallest.setdefault((options, sizes), kernel)
+    return {kernel["id"] for kernel in smallest.values()}
+
+
+def _matches(kernel: dict, args: argparse.Namespace, serving: set[str] | None) -> bool:
     return (
         args.family in (None, kernel["family"], kernel["backend"])
         and args.dtype in (None, kernel["q_dtype"])
-        and args.head_dim in (None, head_dim(kernel))
+        and (serving is None or kernel["id"] in serving)
     )
 
 
