@@ -4,6 +4,7 @@ import json
 
 import preflash
 import pytest
+from preflash import _core
 
 
 def test_help_lists_the_commands(preflash_command):
@@ -37,6 +38,19 @@ def test_info(preflash_command):
     assert done.code == 0
     assert "backend='auto'" in done.out
     assert "  cpu: cpu" in done.out
+
+
+def test_info_tells_what_the_installation_lacks(preflash_command):
+    alone = (
+        "this installation has the CPU backend alone, without GPU kernels; pip install with nvcc"
+    )
+    compiled = {kernel["family"] for kernel in _core.kernels()} > {"cpu"}
+    said = preflash_command("info").out
+    assert (alone in said) == (not compiled)
+    assert "does not exist" not in said
+    facts = json.loads(preflash_command("info", "--json").out)
+    assert facts["build"] == ("gpu and cpu" if compiled else "cpu alone")
+    assert (alone in preflash_command("variants").out) == (not compiled)
 
 
 def test_info_tells_what_the_environment_overrides(preflash_command, monkeypatch):

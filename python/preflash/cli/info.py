@@ -14,7 +14,7 @@ import preflash
 
 from .. import _backends, _core, _cudnn_graph
 from .console import Table
-from .machine import cpu_refusal, gpu_absent
+from .machine import cpu_refusal, gpu_absent, has_gpu_kernels
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -38,6 +38,7 @@ def collect() -> dict:
         "platform": f"{platform.system()} {platform.machine()}",
         "torch": torch.__version__,
         "torch_cuda": torch.version.cuda,
+        "build": "gpu and cpu" if has_gpu_kernels() else "cpu alone",
         "cuda": _core.cuda_version() or None,
         "cudnn_absent": _cudnn_graph.why_missing(),
         "gpu_absent": gpu_absent() or None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -15,6 +16,12 @@ _DTYPES = {
     "fa3": (torch.bfloat16, torch.float16),
 }
 _BACKENDS = tuple(_DTYPES)
+
+
+NO_GPU_KERNELS = (
+    "this installation has the CPU backend alone, without GPU kernels; pip install with nvcc on "
+    "PATH compiles them"
+)
 
 
 @dataclass(frozen=True)
@@ -34,9 +41,19 @@ class Place:
         return _DTYPES[self.backend]
 
 
+def has_gpu_kernels() -> bool:
+    """Whether this installation was built with them; they may still not load."""
+    return (Path(__file__).parents[1] / "lib" / "libpreflash_kernels_common.so").exists()
+
+
+def gpu_kernels_absent() -> str:
+    """Why no GPU kernels are loaded; empty where they are."""
+    return _core.cuda_error() if has_gpu_kernels() else NO_GPU_KERNELS
+
+
 def gpu_absent() -> str:
     """Why no GPU can be used; empty where one can."""
-    if error := _core.cuda_error():
+    if error := gpu_kernels_absent():
         return error
     if not _core.cuda_device_count():
         return "no NVIDIA GPU or driver on this machine"

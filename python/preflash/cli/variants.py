@@ -9,6 +9,7 @@ import re
 from .. import _core
 from . import CommandError, support
 from .console import Table
+from .machine import gpu_kernels_absent
 
 # What a row of _core.kernels() says beside the options of its variant.
 _NO_OPTIONS = ("id", "head_dim_qk", "head_dim_vo", "tile", "smem_bytes")
@@ -40,7 +41,7 @@ def execute(args: argparse.Namespace) -> int:
     print(_table(chosen))
     serve = f" serve head_dim {args.head_dim}" if serving is not None else ""
     print(f"{len(chosen)} of {len(kernels)} compiled variants{serve}")
-    if absent := _core.cuda_error():
+    if absent := gpu_kernels_absent():
         print(f"no GPU kernels: {absent}")
     return 0
 
