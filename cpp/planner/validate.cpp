@@ -12,6 +12,8 @@
 namespace preflash {
 namespace {
 
+constexpr std::int32_t kMaxHeadDim = 512;
+
 using Indptr32 = std::span<const std::int32_t>;
 
 std::string_view kv_indptr_name(const SegmentProblem& problem) {
@@ -33,9 +35,19 @@ void check_heads(const SegmentProblem& problem) {
 }
 
 void check_head_dim(std::string_view name, std::int32_t value) {
-  if (value < 8 || value > 512 || value % 8 != 0) {
-    refuse(name, " = ", value, ": must be a multiple of 8 from 8 to 512; pad the last dimension");
+  if (value >= 8 && value <= kMaxHeadDim && value % 8 == 0) return;
+  const auto rule = ": must be a multiple of 8 from 8 to ";
+  if (value < 1) refuse(name, " = ", value, rule, kMaxHeadDim);
+  if (value > kMaxHeadDim) {
+    refuse(name, " = ", value, rule, kMaxHeadDim,
+           ", of which there are kernels. What would work: torch's scaled_dot_product_attention; "
+           "for latent attention (576, with 512 for v) keys and values that are expanded to "
+           "head_dim 192, with 128 for v");
   }
+  refuse(name, " = ", value, rule, kMaxHeadDim,
+         ". What would work: q, k and v padded with zeros to ", (value + 7) / 8 * 8,
+         " columns, a scale (sm_scale) of 1 / sqrt(", value, ") as before, and the first ", value,
+         " columns of the output");
 }
 
 void check_rope(const SegmentProblem& problem) {

@@ -545,6 +545,23 @@ def test_messages_tell_value_and_way_out():
             assert word in str(caught.value), (spoiled, str(caught.value))
 
 
+def test_what_would_work_for_a_head_dim_of_100_works(target):
+    """The padding that the message asks for computes what it is asked for."""
+    generator = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(n, 2, 100, generator=generator).half() for n in (5, 9, 9))
+    with pytest.raises(ValueError, match=r"padded with zeros to 104 columns.* 1 / sqrt\(100\)"):
+        preflash.single_prefill_with_kv_cache(
+            *(t.to(target.device) for t in (q, k, v)), backend=target.backend
+        )
+    padded = [torch.nn.functional.pad(t, (0, 4)).to(target.device) for t in (q, k, v)]
+    out = preflash.single_prefill_with_kv_cache(
+        *padded, sm_scale=1 / math.sqrt(100), backend=target.backend
+    )
+    logits = torch.einsum("qhd,khd->hqk", q.double(), k.double()) / 10
+    expected = torch.einsum("hqk,khd->qhd", logits.softmax(-1), v.double())
+    torch.testing.assert_close(out[..., :100].cpu().double(), expected, rtol=2e-3, atol=2e-3)
+
+
 def test_there_are_enough_refusals():
     distinct = {
         (group, m.id)

@@ -26,10 +26,19 @@ BAD_RAGGED = {
     "negative KV heads": ({"num_kv_heads": -2}, r"num_kv_heads = -2"),
     "too many KV heads": ({"num_qo_heads": 32768, "num_kv_heads": 32768}, r"num_kv_heads = 32768"),
     "head ratio": ({"num_qo_heads": 5}, r"num_qo_heads = 5 .*num_kv_heads = 2"),
-    "head_dim_qk 4": ({"head_dim_qk": 4, "head_dim_vo": 64}, r"head_dim_qk = 4"),
-    "head_dim_qk 100": ({"head_dim_qk": 100}, r"head_dim_qk = 100.*multiple of 8"),
-    "head_dim_qk 520": ({"head_dim_qk": 520}, r"head_dim_qk = 520.*512"),
-    "head_dim_vo 0": ({"head_dim_vo": 0}, r"head_dim_vo = 0"),
+    "head_dim_qk 4": ({"head_dim_qk": 4, "head_dim_vo": 64}, r"head_dim_qk = 4.* to 8 columns"),
+    "head_dim_qk 100": (
+        {"head_dim_qk": 100},
+        r"head_dim_qk = 100.*padded with zeros to 104 .*sqrt\(100\)",
+    ),
+    "head_dim_qk 520": (
+        {"head_dim_qk": 520},
+        r"head_dim_qk = 520.*512.*scaled_dot_product_attention",
+    ),
+    "head_dim_vo 0": (
+        {"head_dim_vo": 0},
+        r"head_dim_vo = 0: must be a multiple of 8 from 8 to 512$",
+    ),
     "head_dim_vo 12": ({"head_dim_vo": 12}, r"head_dim_vo = 12"),
     "window_left -2": ({"window_left": -2}, r"window_left = -2"),
     "chunk_size -4": ({"chunk_size": -4}, r"chunk_size = -4.*power of two"),
