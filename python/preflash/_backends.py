@@ -252,11 +252,9 @@ def requested(name: object, *, with_cudnn: bool = False) -> Requested:
     """
     override = os.environ.get(OVERRIDE)
     if not override:
-        if with_cudnn and name == CUDNN:
-            return Requested(CUDNN)
-        return Requested(check_name(name))
+        return Requested(_checked_name(name, with_cudnn))
     if not isinstance(name, str):
-        raise TypeError(f"backend must be a str, one of {', '.join(NAMES)}; got {name!r}")
+        check.one_of("backend", name, _names(with_cudnn))
     if override not in NAMES:
         raise ValueError(
             f"{OVERRIDE}={override!r} in the environment: must be unset, or one of "
@@ -265,14 +263,17 @@ def requested(name: object, *, with_cudnn: bool = False) -> Requested:
     return Requested(override, None if override == name else name)
 
 
-def check_name(name: object) -> str:
-    """The `backend` argument of wrappers and functions."""
-    if name == CUDNN:
+def _names(with_cudnn: bool) -> tuple[str, ...]:
+    return (*NAMES, CUDNN) if with_cudnn else NAMES
+
+
+def _checked_name(name: object, with_cudnn: bool) -> str:
+    if name == CUDNN and not with_cudnn:
         raise NotImplementedError(
             "backend='cudnn' is served by cudnn_batch_prefill_with_kv_cache and by the paged and "
             f"the ragged batch wrapper; use one of {', '.join(NAMES)}"
         )
-    return check.one_of("backend", name, NAMES)
+    return check.one_of("backend", name, _names(with_cudnn))
 
 
 def candidates(name: str, device: torch.device) -> tuple[Backend, ...]:

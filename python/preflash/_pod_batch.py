@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import _core
+from . import _backends, _core
 from . import _validate as check
 from ._arguments import (
     GivenScales,
@@ -57,6 +57,7 @@ class BatchPODWithPagedKVCacheWrapper(PodWrapper):
         *,
         backend: str = "auto",
     ) -> None:
+        _backends.requested(backend)  # cuDNN serves each side, not both
         both = [
             BatchPrefillWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout, backend=backend)
             for _ in SIDES
