@@ -13,6 +13,7 @@ from ._device_stream import DeviceStream, sent
 # Kernels read the bits of a row in words of 8 bytes; what lies behind the last request is zero.
 PADDING = 16
 OVERREAD = 8
+DENSE_DTYPES = (torch.bool, torch.uint8, torch.int32, torch.int64, torch.int16, torch.int8)
 
 
 class MaskSource(NamedTuple):
@@ -23,7 +24,10 @@ class MaskSource(NamedTuple):
 
     def write(self, buffer: torch.Tensor, batch: _core.Batch, device_stream: DeviceStream) -> None:
         """Puts the packed form into a uint8 buffer on the stream's device."""
-        values = sent(self.values, device_stream.device) if self.values.is_cpu else self.values
+        values = self.values
+        if values.dtype.itemsize > 1:  # packed as bytes
+            values = values != 0
+        values = sent(values, device_stream.device) if values.is_cpu else values
         if self.packed:
             buffer[: batch.mask_bytes].copy_(values)
             return
@@ -55,8 +59,11 @@ def check_mask(
     if custom_mask is None:
         return None
     mask = check.tensor("custom_mask", custom_mask)
-    if mask.dtype not in (torch.bool, torch.uint8):
-        raise TypeError(f"custom_mask is {mask.dtype}; must be torch.bool or torch.uint8")
+    if mask.dtype not in DENSE_DTYPES:
+        raise TypeError(
+            f"custom_mask is {mask.dtype}; must be torch.bool, or an integer dtype, of which all "
+            "but 0 keeps"
+        )
     return _leading(
         "custom_mask",
         mask,

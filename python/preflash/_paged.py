@@ -162,8 +162,8 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillWrapper, PagedEngineAttrib
             head_dim, head_dim_qk: of q and k, a multiple of 8 up to 512.
             head_dim_vo: of v and the output; head_dim by default.
             page_size: tokens per page, at least 1.
-            custom_mask: every request's [qo_len, kv_len] flattened and concatenated, bool or uint8;
-                of any shape, and longer than needed if you like.
+            custom_mask: every request's [qo_len, kv_len] flattened and concatenated, of a dtype as
+                in single_prefill_with_kv_cache; of any shape, and longer than needed if you like.
             packed_custom_mask: the same in bits, every request starting on a byte
                 (`segment_packbits(..., bitorder="little")`). Takes precedence over custom_mask.
             causal, sm_scale, window_left, logits_soft_cap, pos_encoding_mode, rope_scale,

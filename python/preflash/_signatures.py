@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from ._masks import DENSE_DTYPES
+
 Arguments = TypeVar("Arguments")
 
 _NEWER_MASK_TO_SCALES = ("custom_mask", "packed_custom_mask", "causal")
@@ -142,7 +144,7 @@ def _is_flag(value: Any) -> bool:
 
 
 def _is_mask(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.dtype in (torch.bool, torch.uint8)
+    return isinstance(value, torch.Tensor) and value.dtype in DENSE_DTYPES
 
 
 def _is_packed_mask(value: Any) -> bool:

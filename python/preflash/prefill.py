@@ -93,7 +93,8 @@ def single_prefill_with_kv_cache(
             with "HND"; q's dtype, or under wider queries float8_e4m3fn or float8_e5m2. Only the
             last dimension must be contiguous.
         v: like k, of its dtype; its head_dim may differ where q has 192 and v 128.
-        custom_mask: [qo_len, kv_len] bool or uint8, or flat and maybe longer; True keeps.
+        custom_mask: [qo_len, kv_len] bool, or flat and maybe longer; True keeps. Of uint8, int8,
+            int16, int32 or int64, all but 0 keeps.
         packed_custom_mask: uint8, ceil(qo_len * kv_len / 8) bytes in little bit order
             (`packbits(mask.flatten(), bitorder="little")`). Takes precedence over custom_mask.
         causal: keep keys up to the diagonal that ends at the last key. Ignored with a custom mask.

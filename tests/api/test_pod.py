@@ -203,6 +203,13 @@ def test_a_packed_mask_takes_precedence(target):
     check_sides(both, run(wrapper, *both, custom_mask_p=None, packed_custom_mask_p=packed))
 
 
+def test_a_mask_of_integers(target):
+    both = built(PAIRS["masked"], target)
+    wrapper = made(target, both[1].case)
+    plan(wrapper, both[1])
+    check_sides(both, run(wrapper, *both, custom_mask_p=both[0].masks[0].int() * 256))
+
+
 def test_returns_what_is_asked_for(target):
     both = built((PREFILL, DECODE), target)
     wrapper = made(target, DECODE)

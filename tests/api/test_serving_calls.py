@@ -276,9 +276,9 @@ def test_sglang_slot_pool_of_tokens(target):
     runner.compare(inputs, out, lse).check()
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int32])
 def test_sglang_tree_mask(target, dtype):
-    """Speculative verification: a flattened mask, bool or uint8, with causal=False in forward."""
+    """Speculative verification: a flat mask, bool or integers, with causal=False in forward."""
     case = Case("tree", (5, 5, 5), (60, 33, 200), 8, 2, 128, page_size=1, mask=MaskKind.CUSTOM)
     inputs = build(case, device=target.device)
     wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(

@@ -1,0 +1,73 @@
+"""Dense masks of integers: 0 leaves out, everything else keeps, wherever the mask is."""
+
+import dataclasses
+
+import preflash
+import pytest
+import torch
+from preflash.testing import Case, MaskKind, build, runner
+
+SINGLE = Case("single", (9,), (70,), 4, 2, 64, mask=MaskKind.CUSTOM)
+PAGED = Case("paged", (5, 0, 33), (60, 7, 200), 4, 2, 64, page_size=16, mask=MaskKind.CUSTOM)
+RAGGED = dataclasses.replace(PAGED, name="ragged", page_size=0)
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.int8, torch.int16, torch.int32, torch.int64])
+PLACES = pytest.mark.parametrize("on_host", [False, True], ids=["beside q", "on the host"])
+
+
+def integers(mask: torch.Tensor, dtype: torch.dtype, on_host: bool) -> torch.Tensor:
+    """Values whose low byte, or sign, would mean another mask."""
+    kept = [1, -1, torch.iinfo(dtype).min, torch.iinfo(dtype).max]
+    kept += [256] if torch.iinfo(dtype).bits > 8 else []
+    kept += [1 << 32] if torch.iinfo(dtype).bits > 32 else []
+    values = torch.tensor(kept, dtype=dtype)[torch.arange(mask.numel()) % len(kept)]
+    values = values.view(mask.shape).to(mask.device) * mask
+    return values.cpu() if on_host else values
+
+
+@DTYPES
+@PLACES
+@pytest.mark.parametrize("flat", [False, True])
+def test_single(target, dtype, on_host, flat):
+    inputs = build(SINGLE, device=target.device)
+    mask = integers(inputs.masks[0], dtype, on_host)
+    out, lse = runner.single(
+        inputs, backend=target.backend, custom_mask=mask.flatten() if flat else mask
+    )
+    runner.compare(inputs, out, lse).check()
+
+
+def test_single_by_position(target):
+    inputs = build(SINGLE, device=target.device)
+    q, k, v = inputs.q[:9], inputs.k[:70], inputs.v[:70]
+    mask = integers(inputs.masks[0], torch.int32, False)
+    out = preflash.single_prefill_with_kv_cache(q, k, v, mask)
+    assert torch.equal(out, preflash.single_prefill_with_kv_cache(q, k, v, inputs.masks[0]))
+    assert not torch.equal(out, preflash.single_prefill_with_kv_cache(q, k, v))
+
+
+@DTYPES
+@PLACES
+@pytest.mark.parametrize("case", [PAGED, RAGGED], ids=lambda case: case.name)
+def test_batches(target, case, dtype, on_host):
+    inputs = build(case, device=target.device)
+    mask = integers(inputs.custom_mask, dtype, on_host)
+    spare = torch.ones(7, dtype=dtype, device=mask.device)
+    runner.check(inputs, backend=target.backend, custom_mask=torch.cat([mask, spare]))
+
+
+@pytest.mark.parametrize("case", [PAGED, RAGGED], ids=lambda case: case.name)
+def test_into_the_buffer_of_a_graph(target, case):
+    inputs = build(case, device=target.device)
+    buffers = runner.graph_options(inputs)
+    wrapper = runner.make_wrapper(case, backend=target.backend, device=target.device, **buffers)
+    mask = integers(inputs.custom_mask, torch.int32, False)
+    runner.plan(wrapper, inputs, custom_mask=mask)
+    runner.compare(inputs, *runner.run(wrapper, inputs)).check()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.complex64])
+def test_other_dtypes_are_refused(target, dtype):
+    inputs = build(SINGLE, device=target.device)
+    with pytest.raises(TypeError, match=f"custom_mask is {dtype}; .*an integer dtype"):
+        runner.single(inputs, backend=target.backend, custom_mask=inputs.masks[0].to(dtype))
