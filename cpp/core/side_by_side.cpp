@@ -13,8 +13,8 @@ namespace {
 constexpr double kWorthTelling = 90.0;
 constexpr double kBetweenLaunches = 10.0;
 constexpr double kBytesPerMicrosecond = 2.95e6;
-// Rows of Q that give every SM of an H100 a tile. The items of fewer hold their CTAs to the end of a
-// persistent launch, and the decode batch has the others alone.
+// Rows of Q that give every SM of an H100 a tile. The items of fewer hold their CTAs to the end of
+// a persistent launch, and the decode batch has the others alone.
 constexpr std::int64_t kRowsOfAllSms = 128 * 128;
 
 std::int64_t length(const KeySpan& keys) { return std::max(keys.end - keys.begin, 0); }
