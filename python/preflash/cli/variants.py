@@ -12,7 +12,7 @@ from .console import Table
 from .machine import gpu_kernels_absent
 
 # What a row of _core.kernels() says beside the options of its variant.
-_NO_OPTIONS = ("id", "head_dim_qk", "head_dim_vo", "tile", "smem_bytes")
+_NO_OPTIONS = ("id", "head_dim_qk", "head_dim_vo", "tile", "second_tile", "smem_bytes")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
