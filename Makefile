@@ -36,7 +36,7 @@ OPTIONS_cuda = -DPREFLASH_CUDA=ON -DPREFLASH_PRESET=$(PRESET) "-DPREFLASH_ARCHS=
 OPTIONS_cpu = -DPREFLASH_CUDA=OFF
 OPTIONS_prebuilt = -DPREFLASH_CUDA=OFF "-DPREFLASH_KERNELS=$(abspath $(KERNELS))"
 
-BUILD_TOOLS := "cmake>=3.24" "ninja>=1.11" "pybind11>=2.12"
+BUILD_TOOLS := "cmake>=3.26" "ninja>=1.11" "pybind11>=2.12"
 TEST_TOOLS := "pytest>=8" pytest-timeout pytest-xdist numpy "tomli; python_version < '3.11'"
 CUTLASS := nvidia-cutlass==4.2.0.0
 DISASSEMBLER := nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm
