@@ -82,10 +82,6 @@ void Launch::bind_copies() {
   } else {
     segment.v.num_tokens -= stage_.kv_begin;
   }
-  if (form.kernel_rotates_q()) {
-    segment.position = options.position;
-    segment.rope = options.rope;
-  }
   if (form.q() == StagedPlace::kCaller) return;
   RowTensor q = segment.o;
   if (form.q() == StagedPlace::kWorkspace) {

@@ -155,7 +155,7 @@ std::shared_ptr<const StagedForm> stage(Family family, const PlanRequest& reques
   static_cast<AttentionOptions&>(described) = *options;
   const FoundKernel found = find_kernel(family, described, facts);
   if (found.kernel == nullptr) return nullptr;
-  if (can_do_without && !prefers_staging(segment, *transforming.kernel, *found.kernel)) {
+  if (can_do_without && !prefers_staging(segment, *transforming.kernel)) {
     return nullptr;
   }
   if (reason != nullptr) {

@@ -19,9 +19,6 @@ constexpr double widened_key(Widening widening) {
   return widening == Widening::kToFloat16 ? 0.19 : 0.46;
 }
 
-// What a row of Q costs an ordinary kernel that rotates it itself, in the same units.
-constexpr double kRotatedQuery = 0.12;
-
 constexpr double kRowElements = 128.0;
 
 bool is_rotated(const AttentionOptions& options) { return options.position == Position::kRope; }
@@ -30,18 +27,6 @@ bool is_rotated(const AttentionOptions& options) { return options.position == Po
 bool rounds_more(const AttentionOptions& options) {
   return is_rotated(options) && size_of(options.q_dtype) == 1 &&
          options.o_dtype == DType::kBFloat16;
-}
-
-// Whether the kernel of the copies takes Q as the caller has it and rotates it. Heads of a group
-// share the angles that it makes; without groups that takes as long as the copy. So it does where
-// CTAs have an item or two, none of which hides under another's products.
-bool rotates_q(const SegmentProblem& problem, const ForwardKernel& kernel) {
-  constexpr std::int64_t kManyRows = 1 << 16;
-  if (!is_rotated(problem) || !kernel.rotates_queries) return false;
-  if (problem.q_dtype != kernel.variant.q_dtype) return false;
-  if (problem.staging == Staging::kAlways) return true;
-  const std::int64_t tokens = std::int64_t{problem.qo_indptr.back()} - problem.qo_indptr.front();
-  return problem.gqa_ratio() > 1 && tokens * problem.num_qo_heads >= kManyRows;
 }
 
 std::int64_t copy_bytes(std::int64_t rows, std::int64_t heads, std::int64_t head_dim) {
@@ -65,8 +50,7 @@ double keys_of_tiles(const SegmentProblem& problem, std::size_t request, std::in
 }
 
 // Whether copies take less time than they save.
-bool pays(const SegmentProblem& problem, const ForwardKernel& transforming,
-          const ForwardKernel& kernel) {
+bool pays(const SegmentProblem& problem, const ForwardKernel& transforming) {
   const bool narrow = size_of(problem.kv_dtype) == 1;
   const double of_k = problem.head_dim_qk / kRowElements;
   const double of_v = problem.head_dim_vo / kRowElements;
@@ -82,10 +66,7 @@ bool pays(const SegmentProblem& problem, const ForwardKernel& transforming,
                        transforming.tile.m / 128;
   const double of_key = of_k + (narrow || problem.paged() ? of_v : 0.0);
   double cost = keys * problem.num_kv_heads * of_key * (narrow ? 0.75 : 1.0);
-  if (is_rotated(problem)) {
-    const double of_query = rotates_q(problem, kernel) ? kRotatedQuery : 1.0;
-    cost += queries * problem.num_qo_heads * of_k * of_query;
-  }
+  if (is_rotated(problem)) cost += queries * problem.num_qo_heads * of_k;
   return saved > cost;
 }
 
@@ -103,14 +84,13 @@ std::optional<AttentionOptions> staged_options(AttentionOptions options) {
   return options;
 }
 
-bool prefers_staging(const SegmentProblem& problem, const ForwardKernel& transforming,
-                     const ForwardKernel& kernel) {
+bool prefers_staging(const SegmentProblem& problem, const ForwardKernel& transforming) {
   if (problem.staging != Staging::kAuto) return problem.staging == Staging::kAlways;
   // NOTE: copies change the last bits, and a fixed split promises the same ones in every batch.
   if (problem.split.disable || problem.split.fixed_split_size > 0) return false;
   // Neither where they are rounded to fewer bits than the kernel would leave them.
   if (rounds_more(problem)) return false;
-  return transforming.traits.operands == Operands::kComputed && pays(problem, transforming, kernel);
+  return transforming.traits.operands == Operands::kComputed && pays(problem, transforming);
 }
 
 StagedForm::StagedForm(const SegmentProblem& problem, const AttentionOptions& options,
@@ -131,8 +111,6 @@ StagedForm::StagedForm(const SegmentProblem& problem, const AttentionOptions& op
     v_bytes_ = copy_bytes(keys, problem.num_kv_heads, problem.head_dim_vo);
   }
   if (!is_rotated(problem) && problem.q_dtype == options.q_dtype) return;
-  kernel_rotates_q_ = rotates_q(problem, kernel);
-  if (kernel_rotates_q_) return;
   // An item that has its rows to itself reads them before it writes as many in their place.
   const bool own_rows = kernel.ctas_per_item == 1 && problem.head_dim_qk == problem.head_dim_vo;
   q_ = own_rows ? StagedPlace::kOut : StagedPlace::kWorkspace;

@@ -1,8 +1,7 @@
 // Staging: a pass of its own, right before the attention kernel on the same stream, copies what
 // that would otherwise transform again for every query tile: K rotated (RoPE) and widened (fp8), V
 // widened, Q rotated or widened, K and V gathered into contiguous rows where they are paged. An
-// ordinary kernel then computes on the copies, and rotates Q itself where it can. plan() decides
-// whether it is worth it.
+// ordinary kernel then computes on the copies. plan() decides whether it is worth it.
 #pragma once
 
 #include <cstdint>
@@ -19,16 +18,14 @@ namespace preflash {
 // where no kernel would write the output's dtype.
 std::optional<AttentionOptions> staged_options(AttentionOptions options);
 
-// Whether copies for `kernel` are wanted where `transforming`, which transforms what arrives, can
-// do without.
-bool prefers_staging(const SegmentProblem& problem, const ForwardKernel& transforming,
-                     const ForwardKernel& kernel);
+// Whether copies are wanted where `transforming`, which transforms what arrives, can do without.
+bool prefers_staging(const SegmentProblem& problem, const ForwardKernel& transforming);
 
 inline constexpr std::int64_t kCopyAlignment = 128;  // bytes: sectors and TMA's boxes begin there
 
 // Where the kernel finds an operand's rows. K's copy is always in the workspace.
 enum class StagedPlace : std::uint8_t {
-  kCaller,     // where they were: they need no change, or the kernel rotates them itself
+  kCaller,     // where they were: they need no change
   kWorkspace,  // a copy
   kOut,        // in the rows of the output that their own results replace
 };
@@ -45,7 +42,6 @@ class StagedForm {
   std::int32_t num_requests() const { return static_cast<std::int32_t>(kv_indptr_.size()) - 1; }
   std::int32_t num_keys() const { return kv_indptr_.back(); }
   StagedPlace q() const { return q_; }
-  bool kernel_rotates_q() const { return kernel_rotates_q_; }
   StagedPlace v() const { return v_; }
 
   // Of the copies of k, v and q, one behind the other in the float workspace.
@@ -65,7 +61,6 @@ class StagedForm {
   std::int64_t k_bytes_ = 0;
   std::int64_t v_bytes_ = 0;
   std::int64_t q_bytes_ = 0;
-  bool kernel_rotates_q_ = false;
 };
 
 }  // namespace preflash

@@ -121,27 +121,6 @@ void count_lists(std::int32_t num_ctas, Assignment& assignment) {
   std::partial_sum(begin.begin(), begin.end(), begin.begin());
 }
 
-// Where an item's cost depends on its head. Running order is that of the items' full costs still:
-// the last ones are short with either, and what counts is that loads are equal in the end.
-Assignment assign_by_head(const WorkList& work, std::span<const OrderedUnit> order,
-                          const AssignProblem& problem) {
-  Assignment result;
-  result.cta_of_item.resize(work.num_items);
-  LeastLoaded ctas(problem.num_ctas, work.longest);
-  std::int32_t* next = result.cta_of_item.data();
-  for_each_run(work, order, [&](std::span<const OrderedUnit> run) {
-    const WorkUnit& unit = work.units[run.front().unit];
-    for (int head = run.front().head_begin; head < run.front().head_end; ++head) {
-      const std::int32_t far = std::max(unit.kv_tiles - problem.near_tiles[head], 0);
-      ctas.give(unit.cost - ItemCost::saved_by_far(far), std::ssize(run), next);
-      next += std::ssize(run);
-    }
-  });
-  result.makespan = ctas.makespan();
-  count_lists(problem.num_ctas, result);
-  return result;
-}
-
 }  // namespace
 
 std::int64_t late_cost_of(const WorkList& work, std::int32_t num_ctas) {
@@ -156,7 +135,6 @@ Assignment assign(const WorkList& work, std::span<const OrderedUnit> order,
   if (work.num_items == 0) {
     return {.cta_begin = std::vector<std::int32_t>(problem.num_ctas + 1), .cta_of_item = {}};
   }
-  if (!problem.near_tiles.empty()) return assign_by_head(work, order, problem);
   if (work.costs_are_equal() && problem.late_cost == 0) {
     return assign_in_turns(work, problem.num_ctas);
   }

@@ -51,9 +51,6 @@ struct AssignProblem {
   // order as slots become free, so that errors of the cost model even out; but a CTA takes longer
   // to begin than an item.
   std::int64_t late_cost = 0;
-  // Of each KV head: the tiles of an item beyond so many cost less (ItemCost::saved_by_far). Empty:
-  // all cost the same.
-  std::span<const std::int32_t> near_tiles = {};
 };
 
 // The cost of what begins late. Prefill beside decode: how fast either kind is depends on what the

@@ -87,7 +87,6 @@ void Planner::read_segment(const SegmentProblem& problem, const ForwardKernel& k
     if (problem.mask == Mask::kCustom) info.mask_begin = problem.mask_indptr[i];
     info.segment = index;
   }
-  if (leaves_far_tiles(kernel.variant)) segment.near_tiles = near_tiles(problem, segment.tile);
   if (problem.mask == Mask::kCustom && kernel.tile_classes == TileClasses::kUsed) {
     count_classes(problem, segment);
   }
@@ -200,10 +199,9 @@ void Planner::schedule(const Problem& problem, const DeviceFacts& facts, std::in
     const auto num_ctas = static_cast<std::int32_t>(std::min(cta_slots, item_capacity_));
     // NOTE: a CUDA graph has a fixed grid.
     const bool graph = problem.segments[0].graph_max_rows > 0;
-    assignment_ = assign(work_, order_,
-                         {.num_ctas = num_ctas,
-                          .late_cost = graph ? 0 : late_cost_of(work_, num_ctas),
-                          .near_tiles = segments_[0].near_tiles});
+    assignment_ =
+        assign(work_, order_,
+               {.num_ctas = num_ctas, .late_cost = graph ? 0 : late_cost_of(work_, num_ctas)});
     sizes_.num_ctas = assignment_.num_ctas();
     sizes_.makespan_kv_tiles = ceil_div(assignment_.makespan, std::int64_t{ItemCost::kTile});
     return;

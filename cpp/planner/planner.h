@@ -91,7 +91,6 @@ class Planner {
     SegmentLimits capacity = {};  // room: what is used, or the most that a CUDA graph may use
     std::vector<std::int64_t> class_begin = {};  // [num_requests + 1]; empty: no classes
     std::int64_t class_capacity = 0;
-    std::vector<std::int32_t> near_tiles = {};  // AssignProblem::near_tiles
   };
 
   void read_segment(const SegmentProblem& problem, const ForwardKernel& kernel);

@@ -1,9 +1,6 @@
 #include "planner/work.h"
 
 #include <algorithm>
-#include <numbers>
-
-#include "preflash/alibi.h"
 
 namespace preflash {
 
@@ -11,20 +8,6 @@ ItemCost item_cost(const FamilyTraits& family, std::int32_t tile_n) {
   ItemCost cost;
   if (family.item_keys > 0) cost.item = (family.item_keys * ItemCost::kTile + tile_n / 2) / tile_n;
   return cost;
-}
-
-std::vector<std::int32_t> near_tiles(const SegmentProblem& problem, const TileExtent& tile) {
-  const std::int32_t group_size = problem.gqa_ratio();
-  const std::int32_t tokens = ceil_div(tile.rows, group_size);
-  std::vector<std::int32_t> result;
-  for (std::int32_t head = 0; head < problem.num_qo_heads; ++head) {
-    const float bits_per_key =
-        alibi_slope(head, problem.num_qo_heads) * std::numbers::log2e_v<float>;
-    const std::int32_t near = ceil_div(tokens + weightless_distance(bits_per_key), tile.keys) + 1;
-    if (head % group_size == 0) result.push_back(0);
-    result.back() = std::max(result.back(), near);
-  }
-  return result;
 }
 
 namespace {

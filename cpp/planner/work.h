@@ -36,9 +36,6 @@ struct ItemCost {
   std::int32_t of(std::int32_t kv_tiles, bool is_partial) const {
     return kv_tiles * kTile + item + (is_partial ? partial : 0);
   }
-  // How much less of it far tiles take whose P V is left out (leaves_far_tiles()): two fifths, on
-  // an H100.
-  static constexpr std::int32_t saved_by_far(std::int32_t tiles) { return tiles * kTile * 2 / 5; }
 };
 ItemCost item_cost(const FamilyTraits& family, std::int32_t tile_n);
 
@@ -132,10 +129,6 @@ struct TileExtent {
   std::int32_t rows = 0;
   std::int32_t keys = 0;
 };
-
-// Of each KV head, the last tiles of an item whose keys commonly have weight beside their biases,
-// for one of its query heads at least, and the first one, which is always computed.
-std::vector<std::int32_t> near_tiles(const SegmentProblem& problem, const TileExtent& tile);
 
 // One segment while it is planned. Its requests are numbered from first_request on.
 struct SegmentPlan {

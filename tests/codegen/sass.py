@@ -239,10 +239,3 @@ def local_accesses_of_main_loops(code: list[Instruction]) -> int:
     if not loops:
         raise ValueError("no loop holds both matrix products and exponentials")
     return flow.count(LOCAL, set().union(*loops))
-
-
-def main_loop_addresses(code: list[Instruction]) -> list[int]:
-    """Where each of them begins in the kernel, in bytes."""
-    flow = Flow(code)
-    begins = [min(flow.blocks[block].start for block in body) for body in flow.main_loops()]
-    return sorted(code[begin].address for begin in begins)

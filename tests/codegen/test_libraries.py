@@ -177,17 +177,6 @@ ALLOWED_SPILLS = [
 ]
 
 
-# A variant's kernel that rotates queries (RotatesQueries in forward_traits.cuh) may spill so much
-# more than its ordinary one: where items begin and end, and at head_dim 64 with a soft cap five
-# accesses of a tile, most of them where it is masked.
-# 7 of sm90_f16_d64_softcap, 5 before its products were fused by name.
-MORE_OF_ROTATION = AllowedSpill({"family": "sm90"}, 96, "words of the rotation and around it", 7)
-
-
-def rotates_queries(symbol: str) -> bool:
-    return "14RotatesQueriesI" in symbol
-
-
 @dataclass(frozen=True)
 class PtxasEntry:
     """One kernel for one architecture in ptxas's report."""
@@ -230,8 +219,6 @@ def excess_spills(variant: spec.Variant | None, entry: PtxasEntry) -> bool:
     """None is a kernel of the common library, none of which spills."""
     covering = [spill for spill in ALLOWED_SPILLS if variant and spill.covers(variant)]
     allowed = max((spill.spill_bytes for spill in covering), default=0)
-    if rotates_queries(entry.kernel):
-        allowed += MORE_OF_ROTATION.spill_bytes
     return max(entry.spill_stores, entry.spill_loads) > allowed
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 import sass
-from test_libraries import ALLOWED_SPILLS, MORE_OF_ROTATION, kernel_id, rotates_queries
+from test_libraries import ALLOWED_SPILLS, kernel_id
 
 
 def code_of(text: str) -> list[sass.Instruction]:
@@ -60,17 +60,11 @@ def test_loops_without_exponentials_are_others():
         sass.local_accesses_of_main_loops(code_of(slices))
 
 
-# The kernels with padding in front of the main loop, ForwardTraits::kPadding.
-PADDED = ("sm90_f16_d128", "sm90_bf16_d128")
-
-
 @dataclass(frozen=True)
 class MainLoops:
     variant: str
     arch: str
-    rotates_queries: bool
     local_accesses: int
-    addresses: list[int]  # of padded kernels
 
 
 @pytest.fixture(scope="module")
@@ -85,10 +79,7 @@ def main_loops(kernel_libraries) -> list[MainLoops]:
             if variant is None:
                 continue
             accesses = sass.local_accesses_of_main_loops(kernel.code)
-            rotates = rotates_queries(kernel.symbol)
-            padded = variant in PADDED and not rotates
-            addresses = sass.main_loop_addresses(kernel.code) if padded else []
-            found.append(MainLoops(variant, kernel.arch, rotates, accesses, addresses))
+            found.append(MainLoops(variant, kernel.arch, accesses))
     return found
 
 
@@ -98,25 +89,8 @@ def test_main_loops_hold_no_spills(main_loops, matrix):
     for kernel in main_loops:
         covering = [spill for spill in ALLOWED_SPILLS if spill.covers(variants[kernel.variant])]
         allowed = max((spill.loop_accesses for spill in covering), default=0)
-        if kernel.rotates_queries:
-            allowed += MORE_OF_ROTATION.loop_accesses
         if kernel.local_accesses > allowed:
             found = f"{kernel.variant} ({kernel.arch}): {kernel.local_accesses}"
             excess.append(f"{found}, of {allowed}")
     assert main_loops
     assert not excess, "\n".join(excess)
-
-
-def test_a_loops_address_is_its_first_instructions():
-    assert sass.main_loop_addresses(code_of(LOOP)) == [0x10]
-
-
-@pytest.mark.parametrize("variant", PADDED)
-def test_padded_main_loops_begin_at_128_bytes(main_loops, variant):
-    """Another compiler, or other code in front of the loop, takes other padding."""
-    kernels = [one for one in main_loops if one.variant == variant and not one.rotates_queries]
-    if not kernels:
-        pytest.skip(f"{variant} is not built")
-    for kernel in kernels:
-        (address,) = kernel.addresses
-        assert address % 128 == 0, f"kPadding lacks {-address % 128 // 16} instructions"

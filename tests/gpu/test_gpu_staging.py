@@ -159,7 +159,7 @@ def test_positions_beyond_2_17(backend):
     [(128, torch.bfloat16), (80, torch.float16), (64, torch.float16), (40, torch.bfloat16)],
 )
 def test_queries_of_groups(backend, heads, head_dim, dtype):
-    """Kernels of fa3 rotate them themselves, and make an angle once for the heads of a group."""
+    """Copies of queries lie where their results will be."""
     case = dataclasses.replace(BASE, num_qo_heads=heads[0], num_kv_heads=heads[1], dtype=dtype,
                                head_dim=head_dim, position=Position.ROPE)  # fmt: skip
     wrapper, inputs = staged(case, backend)
@@ -175,7 +175,7 @@ def test_queries_of_groups(backend, heads, head_dim, dtype):
                                     {"rope_theta": 5e5}, {"fixed_split_size": 128},
                                     {"qo_lens": (1, 33, 600), "kv_lens": (3000, 2000, 5000)}],
                          ids=str)  # fmt: skip
-def test_queries_that_the_kernel_rotates(backend, change):
+def test_rotated_queries(backend, change):
     """Signs of the scale that Q takes, other angles, and items that share rows of Q."""
     wrapper, inputs = staged(dataclasses.replace(BASE, position=Position.ROPE, **change), backend)
     runner.compare(inputs, *runner.run(wrapper, inputs)).check()
@@ -183,8 +183,8 @@ def test_queries_that_the_kernel_rotates(backend, change):
 
 @on_every_backend
 @pytest.mark.parametrize("heads", [(32, 8), (32, 32)], ids=str)
-def test_who_rotates_many_queries(backend, heads):
-    """The kernel or the pass, as plan() finds best: to the same bits."""
+def test_many_rotated_queries(backend, heads):
+    """plan() finds that copies pay, and they have the bits of copies that were asked for."""
     case = Case("many", (2100,), (2100,), *heads, 128, position=Position.ROPE,
                 mask=MaskKind.CAUSAL)  # fmt: skip
     inputs = build(case, device="cuda")

@@ -1,14 +1,12 @@
 """Order and assignment of items: longest first, even load, K/V of one head close in time."""
 
 import heapq
-import math
 from itertools import pairwise
 
 import numpy as np
 import pytest
 from planned import check, indptr, plan, ragged
 from preflash import _core
-from preflash.testing.oracle import alibi_slopes
 
 GQA = {"num_qo_heads": 32, "num_kv_heads": 8}
 
@@ -51,50 +49,6 @@ def test_persistent_lists_are_longest_first_and_even(seed):
     # Longest-first list scheduling: 4/3 of the best at most, which no bound below can exceed.
     bound = max(costs.max(), np.ceil(costs.sum() / made.sizes["num_ctas"]))
     assert loads.max() <= bound + costs.min() or loads.max() <= 4 / 3 * bound + 1
-
-
-def far_tiles(made, slopes):
-    """Of each item: the tiles beyond those whose keys commonly have weight beside ALiBi."""
-    group, tile_n = len(slopes) // made.case["num_kv_heads"], made.case["tile_n"]
-    tokens = -(-made.tile_rows // group)
-    found = []
-    for item in made.items:
-        head = int(item["kv_head"])
-        gentlest = min(slopes[head * group : (head + 1) * group])
-        reach = int(72 / (gentlest * math.log2(math.e))) + 1  # 64 bits and a spread of 8
-        found.append(max(made.kv_tiles_of(item) - -(-(tokens + reach) // tile_n) - 1, 0))
-    return np.array(found)
-
-
-@pytest.mark.parametrize("heads", [(8, 8), (12, 4), (16, 1)], ids=str)
-@pytest.mark.parametrize("causal", [True, False])
-def test_alibi_makes_far_tiles_cheap(heads, causal):
-    """Loads are even with what heads leave out; where nothing is left out every tile counts."""
-    case = ragged(
-        [4096, 2000],
-        [4096, 6000],
-        num_qo_heads=heads[0],
-        num_kv_heads=heads[1],
-        causal=causal,
-        tile_m=128,
-        tile_n=128,
-        ctas_per_sm=1,
-        num_sms=20,
-        schedule="persistent",
-    )
-    position = {"position": _core.Position.alibi}
-    made = plan(**case, **position, family="sm90")
-    check(made)
-    far = far_tiles(made, alibi_slopes(heads[0]).tolist())
-    costs = made.costs() - far * 4 * 2 // 5 / 4  # in quarters of a tile
-    begins = np.concatenate([[0], np.cumsum(costs)])[made.cta_begin]
-    loads = np.diff(begins)
-    assert np.ceil(loads.max()) == made.sizes["makespan_kv_tiles"]
-    assert loads.max() <= loads.mean() + costs.max() / 2
-    whole = loads_of(plan(**case, family="sm90"))
-    assert (whole.max() > loads.max()) == far.any()
-    with_alibi, without = (plan(**case, **more, family="sm80") for more in (position, {}))
-    assert with_alibi.items.tolist() == without.items.tolist()
 
 
 @pytest.mark.parametrize(("batch", "num_sms"), [(3, 4), (11, 4), (12, 4), (40, 9), (7, 60)])

@@ -55,26 +55,6 @@ def test_copies_with_fewer_bits_than_a_kernel_would_leave_are_not_made(what, out
     assert prefers([16384], [16384], causal=True, **dtypes, **what) != fewer
 
 
-def test_kernels_that_rotate_queries_are_staged_where_less_is_saved():
-    """Copies of the queries are a part of what a pass costs, unless the kernel needs none."""
-    lengths = {"qo_lens": [256] * 8, "kv_lens": [256] * 8, "causal": True, "family": "sm90"}
-    lengths |= {"num_qo_heads": 32, "num_kv_heads": 8}
-    assert not prefers(**lengths, **ROPE)
-    assert prefers(**lengths, **ROPE, rotates_queries=True)
-    without_groups = lengths | {"num_kv_heads": 32, "qo_lens": [256], "kv_lens": [256]}
-    assert not prefers(**without_groups, **ROPE, rotates_queries=True)
-    # Queries of 8 bits are widened, which no kernel of copies does.
-    of_8_bits = {
-        "q_dtype": _core.DType.float8_e4m3fn,
-        "kv_dtype": _core.DType.float8_e4m3fn,
-        "o_dtype": _core.DType.float16,
-    }
-    before = prefers(**lengths, **ROPE, **of_8_bits)
-    assert prefers(**lengths, **ROPE, **of_8_bits, rotates_queries=True) == before
-    # It has no part in what 8-bit keys cost beside queries that are not rotated.
-    assert prefers(**lengths, **FP8, rotates_queries=True) == prefers(**lengths, **FP8)
-
-
 @pytest.mark.parametrize("split", [{"fixed_split_size": 2048}, {"disable_split_kv": True}])
 def test_results_that_no_batch_changes_are_not_staged(split):
     assert not prefers([16384], [16384], **ROPE, **split)

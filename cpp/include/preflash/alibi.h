@@ -17,15 +17,4 @@ PREFLASH_HD inline float alibi_slope(int head, int num_heads) {
   return exp2f(power * inverse);
 }
 
-// Far keys whose weights the bias takes. In base 2: what is below 2^-kWeightlessBits of a row's
-// largest weight is none, since 2^20 such keys change nothing that float32 shows of a sum. A far
-// key's logit is commonly no more than kLogitSpread above the nearest ones'.
-inline constexpr float kWeightlessBits = 64.0f;
-inline constexpr float kLogitSpread = 8.0f;
-
-// How far away keys are that commonly have no weight. bits_per_key: the slope in base 2.
-PREFLASH_HD inline int weightless_distance(float bits_per_key) {
-  return static_cast<int>((kWeightlessBits + kLogitSpread) / bits_per_key) + 1;
-}
-
 }  // namespace preflash

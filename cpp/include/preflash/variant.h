@@ -44,13 +44,11 @@ constexpr Variant compiled_form(Variant wanted) {
   return wanted;
 }
 
-// Whether a kernel with a bias starts products from it, and leaves out P V of far tiles that it
-// leaves no weight. NOTE: the bias is added to raw scores, which neither a soft cap nor factors of
-// heads may change afterwards. Other head_dims have not been seen to be right with it.
-constexpr bool leaves_far_tiles(const Variant& variant) {
-  return variant.family == Family::kSm90 && variant.position != Position::kNone &&
-         variant.logits == Logits::kPlain && variant.mask == Mask::kBounds &&
-         variant.arrival == Arrival::kDirect && variant.head_dim_qk == 128;
+// Whether a kernel takes logits, position and mask as launches tell it: one of several options.
+constexpr bool options_at_run_time(const Variant& variant) {
+  return (variant.logits != Logits::kPlain) + (variant.position != Position::kNone) +
+             (variant.mask != Mask::kBounds) >
+         1;
 }
 
 struct TileShape {
@@ -89,9 +87,7 @@ struct ForwardKernel {
   int smem_bytes = 0;  // dynamic shared memory of one CTA
   ForwardLaunch launch = nullptr;
   FamilyTraits traits = traits_of(variant.family);  // what the planner goes by
-  int ctas_per_item = 1;  // each reads the item's rows of q and makes a part of o's columns
-  // Whether a launch with position kRope takes k rotated and rotates q itself.
-  bool rotates_queries = false;
+  int ctas_per_item = 1;       // each reads the item's rows of q and makes a part of o's columns
   TileShape second_tile = {};  // of the second segment, where the kernel has two
   TileClasses tile_classes = TileClasses::kUnused;
   Tracing tracing = Tracing::kNone;

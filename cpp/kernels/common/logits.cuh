@@ -55,6 +55,13 @@ __device__ __forceinline__ float reciprocal_approx(float x) {
   return y;
 }
 
+// Relative error 2^-11.
+__device__ __forceinline__ float tanh_approx(float x) {
+  float y;
+  asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // tanh(u * kTanhRange / 2) for |u| < 2: the odd polynomial of degree 7 with the smallest relative
 // error, 2e-7, besides the rounding of its last two products.
 inline constexpr double kTanhC1 = 2.187499571e-01;

@@ -5,6 +5,7 @@
 #include "kernels/common/dependent_launch.cuh"
 #include "kernels/common/item_timer.cuh"
 #include "kernels/sm90/decode_merge.cuh"
+#include "kernels/sm90/scores.cuh"
 
 namespace preflash::sm90 {
 
@@ -61,7 +62,7 @@ struct DecodeWarp {
       // All lanes' copies are there, and all have read the slice before, whose place is free.
       __syncwarp();
       loader.request();
-      if constexpr (!Traits::kTransforms) {
+      if constexpr (!Traits::kConverts) {
         run_slice<Traits::kProducts>(state, slice);
       } else if (segment().kv_dtype == DType::kFloat8E4M3) {
         run_slice<DType::kFloat8E4M3>(state, slice);
@@ -77,7 +78,7 @@ struct DecodeWarp {
     Coordinates of_item{segment(), state, 0, state.tiles.begin};
     query.load(segment(), state);
     bias = ScoreBias<Traits>::of(of_item);
-    if constexpr (Traits::kTransforms) {
+    if constexpr (Traits::kConverts) {
       factors = HeadFactors<Traits>::of(of_item);
       CUTE_UNROLL
       for (int r = 0; r < 2; ++r) factors.row[r] *= query.factor[r];
@@ -93,7 +94,7 @@ struct DecodeWarp {
     auto rows_of_s = products.rows_of_s();
     factors.apply(rows_of_s);
     transform(rows_of_s);
-    bias.add_to(rows_of_s, {0, size<1>(rows_of_s)});
+    bias.add_to(rows_of_s);
     if (state.tiles.needs_mask(slice)) {
       TileMask<Traits>::of_bounds(Coordinates{segment(), state, 0, slice}).apply(rows_of_s);
     }

@@ -38,7 +38,7 @@ struct DecodeQuery {
   }
 
   __device__ __forceinline__ void load(const HopperSegment& params, const ItemState& state) {
-    if constexpr (!Traits::kTransforms) {
+    if constexpr (!Traits::kConverts) {
       load_rows<Traits::kProducts>(params, state);
     } else if (params.q_dtype == DType::kFloat8E4M3) {
       load_rows<DType::kFloat8E4M3>(params, state);

@@ -15,15 +15,16 @@ struct DecodeTraits {
   static constexpr TileShape kTile = V::kTile;
   static constexpr DType kProducts = kVariant.q_dtype;
 
-  static constexpr bool kTransforms = kVariant.arrival == Arrival::kTransformed;
-  static_assert(!kTransforms || kProducts == DType::kFloat16, "8 bits widen to float16");
+  static constexpr bool kConverts = kVariant.arrival == Arrival::kTransformed;
+  static constexpr bool kHasFactors = kConverts;
+  static constexpr bool kChoosesOutput = kConverts;
+  static_assert(!kConverts || kProducts == DType::kFloat16, "8 bits widen to float16");
   static constexpr bool kHasMaskBits = false;
-  static constexpr bool kStartsFromBias = false;
   static constexpr int kSegments = 1;
   static constexpr int kColumnParts = 1;
   static_assert(kVariant.mask == Mask::kBounds && kVariant.segments == Segments::kOne);
   __host__ __device__ static constexpr bool narrows_query(DType q_dtype) {
-    return kTransforms && q_dtype == DType::kBFloat16;
+    return kConverts && q_dtype == DType::kBFloat16;
   }
 
   using ElementP = Element<kProducts>;
@@ -42,14 +43,14 @@ struct DecodeTraits {
   static constexpr int kStages = kTile.stages;
   static_assert(kTileN * kWarps == kTile.n && (kTileN == 16 || kTileN == 32));
 
-  static constexpr int kStoredBytes = kTransforms ? 1 : 2;  // of an element of K or V
+  static constexpr int kStoredBytes = kConverts ? 1 : 2;  // of an element of K or V
   static constexpr int kSliceBytesK = kTileN * kHeadQk * kStoredBytes;
   static constexpr int kSliceBytesV = kTileN * kHeadVo * kStoredBytes;
   static constexpr int kSliceBytes = kSliceBytesK + kSliceBytesV;
 
   // Over 16 bits the planner takes these kernels for batches whose requests are one query tile each
   // (choose_tile_class()).
-  static constexpr bool kReadsOnce = !kTransforms;
+  static constexpr bool kReadsOnce = !kConverts;
 
   // The warps' parts of O are added up 8 rows at a time, those of one row of a lane.
   static constexpr int kMergedRows = kWarpRows / 2;

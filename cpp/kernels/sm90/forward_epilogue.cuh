@@ -157,10 +157,10 @@ struct ForwardEpilogue {
 
   // An element of o: what the products compute in, unless 8-bit queries let the caller choose.
   __device__ __forceinline__ int output_bytes() const {
-    return Traits::kTransforms ? size_of(params.o_dtype) : sizeof(Element);
+    return Traits::kChoosesOutput ? size_of(params.o_dtype) : sizeof(Element);
   }
   __device__ __forceinline__ float out_scale() const {
-    if constexpr (!Traits::kTransforms) return params.out_scale;
+    if constexpr (!Traits::kHasFactors) return params.out_scale;
     const float* of_v = params.extras.scale_v;
     return of_v == nullptr ? params.out_scale : params.out_scale * __ldg(of_v + item.kv_head);
   }
@@ -233,7 +233,7 @@ struct ForwardEpilogue {
   template <class AccumulatorO>
   __device__ __forceinline__ auto rounded(const AccumulatorO& tOrO) const {
     Tensor tOrO_out = convert_fragment<Element>(tOrO);
-    if constexpr (Traits::kTransforms && is_same_v<Element, cutlass::half_t>) {
+    if constexpr (Traits::kChoosesOutput && is_same_v<Element, cutlass::half_t>) {
       if (params.o_dtype == DType::kBFloat16) {
         Tensor as_bf16 = recast<cutlass::bfloat16_t>(tOrO_out);
         round_to(tOrO, as_bf16);

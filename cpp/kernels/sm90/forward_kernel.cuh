@@ -14,7 +14,7 @@ namespace preflash::sm90 {
 // that writes the tile arrives.
 template <class Traits>
 __device__ __forceinline__ int arrivals_of_tile(const HopperSegment& segment, bool gather) {
-  if constexpr (Traits::kTransforms) {
+  if constexpr (Traits::kConverts) {
     return only_widens<Traits>(segment) ? kWarpgroupWarps : Traits::kProducerWarps;
   }
   return gather ? Traits::kProducerThreads : 1;
@@ -79,9 +79,8 @@ __global__ void __launch_bounds__(ForwardTraits<V>::kThreads, V::kTile.ctas_per_
   // The first item needs the tensor maps and its range of the work list: both are requested before
   // the barriers are initialized.
   // NOTE: all segments are gathered, or none (launch_forward()).
-  // Copies, which is what has been rotated before, are ragged.
-  bool gather = Traits::kTransforms || (!Traits::kRotatesQ && params.segments[0].box.kv_rows == 0);
-  if (!Traits::kTransforms && threadIdx.x == 0) {
+  bool gather = Traits::kConverts || params.segments[0].box.kv_rows == 0;
+  if (!Traits::kConverts && threadIdx.x == 0) {
     CUTE_UNROLL
     for (int s = 0; s < Traits::kSegments; ++s) {
       const TensorMaps& maps = params.segments[s].maps;
@@ -94,15 +93,14 @@ __global__ void __launch_bounds__(ForwardTraits<V>::kThreads, V::kTile.ctas_per_
   }
   auto [begin, end] = items_of_cta<Traits>(params);
   if (threadIdx.x == kWarpgroupThreads) init_barriers(params.segments[0], smem, gather);
-  if constexpr (Traits::kTransforms) fill_rotary_tables(params.segments[0].rotary, smem);
-  if constexpr (Traits::kRotatesQ) fill_query_frequencies(params.segments[0].rotary, smem);
+  if constexpr (Traits::kConverts) fill_rotary_tables(params.segments[0].rotary, smem);
   let_next_kernel_begin();
   __syncthreads();
 
   int warpgroup = cutlass::canonical_warp_group_idx();
   if (warpgroup < Traits::kProducers) {
     cutlass::arch::warpgroup_reg_dealloc<Traits::kProducerRegisters>();
-    if constexpr (Traits::kTransforms) {
+    if constexpr (Traits::kConverts) {
       produce_transformed(params, smem, begin, end);
     } else if constexpr (Traits::kHasMaskBits) {
       if (gather) {

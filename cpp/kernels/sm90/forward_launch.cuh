@@ -21,7 +21,7 @@ HopperSegment make_segment(const ForwardSegment& segment, const BoxShape& box) {
           box,
           rows_per_tile(kTileRows<V>, ForwardTraits<V>::kTileM, segment.group_size),
           kLog2E / kernel.logits.scale_log2,
-          SpeculativeSoftmax::max_sum(segment.lse.form),
+          SpeculativeSoftmax::max_sum(segment.lse.form, V::kVariant.q_dtype),
           {}};
 }
 
@@ -57,8 +57,7 @@ TransformSegment make_transformed(const ForwardSegment& segment) {
 }
 
 template <class V>
-LaunchError launch_kernel_of(const ForwardParams& params, int num_ctas,
-                             const LaunchTarget& target) {
+LaunchError launch_forward(const ForwardParams& params, int num_ctas, const LaunchTarget& target) {
   using Traits = ForwardTraits<V>;
   static_assert(kSmemBytes<V> <= kMaxSharedBytes);
   ParamsOf<Traits> hopper{.segments = {},
@@ -66,15 +65,11 @@ LaunchError launch_kernel_of(const ForwardParams& params, int num_ctas,
                           .items = params.items,
                           .cta_begin = params.cta_begin,
                           .num_lists = num_ctas};
-  if constexpr (Traits::kTransforms) {
+  if constexpr (Traits::kConverts) {
     static_cast<TransformSegment&>(hopper.segments[0]) = make_transformed<V>(params.segments[0]);
   } else {
     const char* refusal = make_direct<V>(params, hopper);
     if (refusal != nullptr) return refusal;
-  }
-  if constexpr (Traits::kRotatesQ) {
-    const ForwardSegment& segment = params.segments[0];
-    hopper.segments[0].rotary = rotary_frequencies(segment.rope, segment.head_dim_qk);
   }
   if constexpr (Traits::kCaps) hopper.segments[0].set_cap();
   pass_records(params, hopper);
@@ -83,16 +78,6 @@ LaunchError launch_kernel_of(const ForwardParams& params, int num_ctas,
   const int ctas = ceil_div(num_ctas, parts) * parts;
   LaunchShape shape{ctas, Traits::kThreads, kSmemBytes<V>};
   return launch_kernel<&forward_kernel<V>>(hopper, shape, target.stream);
-}
-
-template <class V>
-LaunchError launch_forward(const ForwardParams& params, int num_ctas, const LaunchTarget& target) {
-  if constexpr (has_rotating_kernel(V::kVariant)) {
-    if (params.segments[0].position == Position::kRope) {
-      return launch_kernel_of<RotatesQueries<V>>(params, num_ctas, target);
-    }
-  }
-  return launch_kernel_of<V>(params, num_ctas, target);
 }
 
 template <class V>
@@ -112,7 +97,7 @@ LaunchError launch_decode(const ForwardParams& params, int num_ctas, const Launc
                     BoxShape{},
                     rows_per_tile(kTileRows<V>, Traits::kTileM, segment.group_size),
                     kLog2E / kernel.logits.scale_log2,
-                    SpeculativeSoftmax::max_sum(segment.lse.form),
+                    SpeculativeSoftmax::max_sum(segment.lse.form, V::kVariant.q_dtype),
                     {}}},
       .requests = params.requests,
       .items = params.items,
@@ -142,7 +127,6 @@ ForwardKernel forward_kernel_entry() {
                       .smem_bytes = kSmemBytes<V>,
                       .launch = &launch_forward<V>,
                       .ctas_per_item = ForwardTraits<V>::kColumnParts,
-                      .rotates_queries = has_rotating_kernel(V::kVariant),
                       .tracing = kTracing};
   if constexpr (ForwardTraits<V>::kHasMaskBits) entry.tile_classes = TileClasses::kUsed;
   if constexpr (ForwardTraits<V>::kSegments == 2) entry.second_tile = V::kSecondTile;

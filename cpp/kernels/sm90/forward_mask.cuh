@@ -1,6 +1,6 @@
 // Where the scores of a consumer warpgroup's tile stand and which of them its rows keep. What
-// treats scores by their place is a policy on ScoreCoordinates: masks, factors of heads, and in
-// score_bias.cuh biases.
+// treats scores by their place is a policy on ScoreCoordinates: masks here, factors of heads and
+// biases in scores.cuh.
 #pragma once
 
 #include "kernels/common/mask.cuh"
@@ -178,6 +178,9 @@ struct TileMask {
   __device__ __forceinline__ static MaskWords words_at(const Coordinates& coordinates, int r,
                                                        int key) {
     const RequestInfo& request = coordinates.state.request;
+    if (options_at_run_time(Traits::kVariant) && coordinates.params.extras.mask_bits == nullptr) {
+      return {0xffffffffu, 0xffffffffu, 0};
+    }
     const std::uint8_t* bits = coordinates.params.extras.mask_bits + request.mask_begin;
     // NOTE: neither rows past the item's end nor keys past the request's have bits.
     std::int64_t token = min(coordinates.token(r), request.qo_len - 1);
@@ -212,63 +215,5 @@ struct TileMask {
     return __byte_perm(bytes, other, lane_id() % 4 < 2 ? 0x5410 : 0x3276);
   }
 };
-
-// What per-head factors of 8-bit queries and keys make of the raw scores of one item's rows, and
-// the powers of two of rows of Q that were narrowed.
-template <class Traits>
-struct HeadFactors {
-  using Coordinates = ScoreCoordinates<Traits>;
-
-  float row[Coordinates::kRows];
-
-  __device__ __forceinline__ static HeadFactors of(const Coordinates& coordinates,
-                                                   const SharedStorage<Traits>& smem) {
-    HeadFactors factors = of(coordinates);
-    if (!Traits::narrows_query(coordinates.params.q_dtype)) return factors;
-    CUTE_UNROLL
-    for (int r = 0; r < Coordinates::kRows; ++r) {
-      factors.row[r] *= smem.query_scale[coordinates.row(r)];
-    }
-    return factors;
-  }
-  // Of the heads alone.
-  __device__ __forceinline__ static HeadFactors of(const Coordinates& coordinates) {
-    const RunExtras& extras = coordinates.params.extras;
-    float of_k = 1.0f;
-    if (extras.scale_k != nullptr) of_k = __ldg(extras.scale_k + coordinates.state.item.kv_head);
-    HeadFactors factors;
-    CUTE_UNROLL
-    for (int r = 0; r < Coordinates::kRows; ++r) {
-      factors.row[r] = of_k;
-      if (extras.scale_q != nullptr) {
-        factors.row[r] *= __ldg(extras.scale_q + coordinates.head(r));
-      }
-    }
-    return factors;
-  }
-
-  template <class Scores>
-  __device__ __forceinline__ void apply(Scores&& scores) const {
-    if (!__any_sync(0xffffffffu, row[0] != 1.0f || row[1] != 1.0f)) return;
-    CUTE_UNROLL
-    for (int c = 0; c < size<1>(scores); ++c) {
-      CUTE_UNROLL
-      for (int r = 0; r < size<0>(scores); ++r) scores(r, c) *= row[r];
-    }
-  }
-};
-
-template <class Traits>
-struct NoHeadFactors {
-  __device__ __forceinline__ static NoHeadFactors of(const ScoreCoordinates<Traits>&,
-                                                     const SharedStorage<Traits>&) {
-    return {};
-  }
-  template <class Scores>
-  __device__ __forceinline__ static void apply(Scores&&) {}
-};
-
-template <class Traits>
-using ScoreFactors = conditional_t<Traits::kTransforms, HeadFactors<Traits>, NoHeadFactors<Traits>>;
 
 }  // namespace preflash::sm90

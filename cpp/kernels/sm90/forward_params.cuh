@@ -17,14 +17,13 @@ struct HopperSegment : KernelSegment {
   TensorMaps maps;
 };
 
-// Of kernels that transform their operands, or rotate their queries.
+// Of kernels that convert their operands.
 struct TransformSegment : HopperSegment {
   RotaryFrequencies rotary;  // all 0 without RoPE
 };
 
 template <class Traits>
-using UncappedSegmentOf =
-    cute::conditional_t<Traits::kTransforms || Traits::kRotatesQ, TransformSegment, HopperSegment>;
+using UncappedSegmentOf = cute::conditional_t<Traits::kConverts, TransformSegment, HopperSegment>;
 template <class Traits>
 using SegmentOf = cute::conditional_t<Traits::kCaps, CappedSegment<UncappedSegmentOf<Traits>>,
                                       UncappedSegmentOf<Traits>>;

@@ -9,7 +9,6 @@
 
 #include "kernels/common/element.cuh"
 #include "kernels/common/rotary.cuh"
-#include "kernels/sm90/rotating_kernel.cuh"
 #include "preflash/mask_range.h"
 #include "preflash/variant.h"
 
@@ -35,22 +34,19 @@ struct ForwardTraits {
   static constexpr Variant kVariant = V::kVariant;
   static constexpr TileShape kTile = V::kTile;
 
-  // Whether Q, K and V may lie in memory in another form than they are multiplied in: 8 bits wide,
-  // or not rotated yet (forward_transform.cuh).
-  static constexpr bool kTransforms = kVariant.arrival == Arrival::kTransformed;
+  // Where Q, K and V may lie in memory in another form than they are multiplied in, 8 bits wide or
+  // not rotated yet (forward_transform.cuh): producers gather and convert K and V, consumers load
+  // Q, scores and outputs may have factors of heads, and the output's dtype is the caller's.
+  static constexpr bool kConverts = kVariant.arrival == Arrival::kTransformed;
+  static constexpr bool kConsumersLoadQ = kConverts;
+  static constexpr bool kHasFactors = kConverts;
+  static constexpr bool kChoosesOutput = kConverts;
 
   static constexpr bool kCaps = kVariant.logits == Logits::kSoftCap;
-  // Whether a tile without a mask makes its exponents of raw scores (capped_tile.cuh). A bias is
-  // added to scores that have been capped, and producers that transform leave too few registers.
-  static constexpr bool kCapsInExponents =
-      kCaps && kVariant.position != Position::kAlibi && !kTransforms;
-
-  // Whether consumers rotate Q themselves. Keys arrive as they are multiplied.
-  static constexpr bool kRotatesQ = requires { V::kRotatesQueries; };
 
   // Of a launch. Where there are two, every item may be of either.
   static constexpr int kSegments = kVariant.segments == Segments::kTwo ? 2 : 1;
-  static_assert(kSegments == 1 || !kTransforms, "rotary tables in shared memory are one segment's");
+  static_assert(kSegments == 1 || !kConverts, "rotary tables in shared memory are one segment's");
   static_assert(kSegments == 1 || kVariant.head_dim_vo <= 256,
                 "the readers of slices know one segment");
   static_assert(kSegments == 1 || kVariant.mask == Mask::kBounds,
@@ -58,12 +54,12 @@ struct ForwardTraits {
 
   // Whether 8 bits become this kernel's dtype.
   static constexpr bool kWidens =
-      kTransforms && (kVariant.q_dtype == DType::kFloat16 ||
-                      traits_of(kVariant.family).widening == Widening::kToQueries);
+      kConverts && (kVariant.q_dtype == DType::kFloat16 ||
+                    traits_of(kVariant.family).widening == Widening::kToQueries);
   // Whether queries of q_dtype do not fit the range of the products' dtype: a row of theirs then
   // has a power of two of its own (load_query.cuh).
   __host__ __device__ static constexpr bool narrows_query(DType q_dtype) {
-    return kTransforms && kVariant.q_dtype == DType::kFloat16 && q_dtype == DType::kBFloat16;
+    return kConverts && kVariant.q_dtype == DType::kFloat16 && q_dtype == DType::kBFloat16;
   }
 
   using ElementQ = Element<kVariant.q_dtype>;
@@ -107,7 +103,7 @@ struct ForwardTraits {
   static constexpr int kProducerThreads = kProducers * kWarpgroupThreads;
   static constexpr int kThreads = kConsumerThreads + kProducerThreads;
   static_assert(kTileM % kWarpgroupRows == 0 && kTile.warps * 32 == kThreads);
-  static_assert(kProducers == 1 || (kTransforms && kProducers == 2));
+  static_assert(kProducers == 1 || (kConverts && kProducers == 2));
   static_assert(kConsumers == 2 || kConsumers == kMaxConsumers);
   static constexpr int kBlocksQ = kHeadQk / kBlockColumns<ElementQ>;
   static constexpr int kBlocksK = kHeadQk / kBlockColumns<ElementKv>;
@@ -133,14 +129,10 @@ struct ForwardTraits {
   static constexpr bool kSkipsTiles = !kSliced && !kHasMaskBits && kTileN <= kWarpgroupRows &&
                                       (kConsumers - 1) * kWarpgroupRows <= (kStages - 1) * kTileN;
 
-  // Whether a tile's products of Q and K are added to a bias (score_bias.cuh).
-  static constexpr bool kStartsFromBias = leaves_far_tiles(kVariant);
-  static_assert(!kStartsFromBias || !(kSliced || kTransforms || kHasMaskBits));
-
   // K and V as they are stored, where they are transformed: a tile of both in 8 bits, or of K alone
   // in 16 bits, whose V needs no transform.
   static constexpr int kRawBytes =
-      kTransforms ? kTileN * std::max(kHeadQk + kHeadVo, 2 * kHeadQk) : 0;
+      kConverts ? kTileN * std::max(kHeadQk + kHeadVo, 2 * kHeadQk) : 0;
   static constexpr int kPairs = kHeadQk / 2;  // of dimensions that RoPE rotates
 
   // With two buffers the next item's Q is loaded during this item's last tiles, with one buffer
@@ -149,9 +141,8 @@ struct ForwardTraits {
   static constexpr int kBytesKv = kTileN * (kHeadQk + kHeadVo) * sizeof(ElementKv);
   static constexpr int kBytesO = kConsumerWarps * kWarpRows * kBlockRowBytes;
   static constexpr int kQStages =
-      !kTransforms && 2 * kBytesQ + kStages * kBytesKv + kBytesO + kOtherBytes <= kMaxSharedBytes
-          ? 2
-          : 1;
+      !kConverts && 2 * kBytesQ + kStages * kBytesKv + kBytesO + kOtherBytes <= kMaxSharedBytes ? 2
+                                                                                                : 1;
 
   // The step of an item in which a warpgroup prepares the transition to the next: its last, or its
   // first (measured: docs/dev/experiments.md). NOTE: the item that follows is announced only behind
@@ -163,26 +154,17 @@ struct ForwardTraits {
   // docs/dev/experiments.md).
   static constexpr bool kMakesPFirst = kPartVo <= 128;
 
-  // Instructions in front of everything that do nothing but move the main loop to a multiple of 128
-  // bytes, where it is 0.4 % faster (measured: docs/dev/experiments.md). How many that takes
-  // depends on the code before it: tests/codegen/test_main_loops.py.
-  static constexpr bool kIsPlain =
-      kVariant.logits == Logits::kPlain && kVariant.position == Position::kNone && !kHasMaskBits &&
-      !kTransforms && !kRotatesQ && kSegments == 1 && kVariant.sparsity == Sparsity::kDense;
-  static constexpr int kPadding = kIsPlain && kHeadQk == 128 ? 2 : 0;
-
   // The launch bounds divide the 65536 registers evenly, in multiples of 8; setmaxnreg then moves
   // the producers' share to the consumers.
   static constexpr int kLaunchRegisters = 65536 / (kThreads * kTile.ctas_per_sm) / 8 * 8;
   // Warpgroups that transform take some more, from the consumers.
-  static constexpr int kTakenRegisters = !kTransforms      ? 0
+  static constexpr int kTakenRegisters = !kConverts        ? 0
                                          : kProducers == 2 ? 24
                                          : kHeadVo <= 128  ? 8
                                                            : 16;
-  // A soft cap's coefficients take some, from a producer that only loads.
-  static constexpr int kConsumerRegisters = (kConsumers == 4                             ? 112
-                                             : kHeadVo <= 128 && (!kCaps || kTransforms) ? 224
-                                                                                         : 232) -
+  static constexpr int kConsumerRegisters = (kConsumers == 4  ? 112
+                                             : kHeadVo <= 128 ? 224
+                                                              : 232) -
                                             kTakenRegisters;
   static constexpr int kProducerRegisters =
       (kLaunchRegisters * (kConsumers + kProducers) - kConsumers * kConsumerRegisters) /
@@ -314,7 +296,7 @@ struct alignas(16) TmaCoordinates {
 };
 
 // What the transform of operands needs beside them.
-template <class Traits, bool kTransforms = Traits::kTransforms>
+template <class Traits, bool kConverts = Traits::kConverts>
 struct TransformStorage {};
 template <class Traits>
 struct TransformStorage<Traits, true> {
@@ -349,7 +331,6 @@ struct SharedStorage : KvBuffers<Traits>, TransformStorage<Traits> {
   TmaCoordinates v_coordinates[Traits::kMaxBoxes];
   Barriers<Traits::kQStages, Traits::kStages> barriers;
   conditional_t<Traits::kHasMaskBits, KeptTiles<Traits>, NoKeptTiles> kept;
-  conditional_t<Traits::kRotatesQ, QueryRotationStorage<Traits::kPairs>, NoQueryRotation> rotary;
 };
 
 __device__ __forceinline__ int lane_id() { return threadIdx.x % 32; }

@@ -73,37 +73,4 @@ struct KeptTileReader {
 template <class Traits>
 using KeptTileLoader = KeptTileReader<ProducerPipelineState<Traits::kTileSlots>>;
 
-// How a consumer warp follows: a tile ahead, so that the bits of one that is kept in part have a
-// step's time to arrive.
-template <class Traits>
-struct KeptTileConsumer {
-  using Coordinates = ScoreCoordinates<Traits>;
-  using Mask = TileMask<Traits>;
-
-  KeptTile tile = {};  // that the step computes
-  Mask mask = {};      // unless it is whole
-  KeptTileReader<ConsumerPipelineState<Traits::kTileSlots>> reader = {};
-  KeptTile ahead = {};  // the next one
-  typename Mask::RawBits ahead_bits = {};
-
-  // coordinates(tile): of the item whose tile comes next.
-  template <class CoordinatesOf>
-  __device__ __forceinline__ void look_ahead(SharedStorage<Traits>& smem,
-                                             const CoordinatesOf& coordinates) {
-    ahead = reader.take(smem);
-    if (!ahead.is_whole()) ahead_bits = Mask::read_bits(coordinates(ahead.index()));
-  }
-  __device__ __forceinline__ void begin_step() { tile = ahead; }
-  // bounds: the tiles whose mask is more than bits.
-  __device__ __forceinline__ void make_mask(const Coordinates& coordinates,
-                                            const TileRange& bounds) {
-    if (tile.is_whole()) return;
-    if (bounds.needs_mask(tile.index())) {
-      mask = Mask::of_bits_and_bounds(coordinates, ahead_bits);
-    } else {
-      mask = Mask::of_bits(ahead_bits);
-    }
-  }
-};
-
 }  // namespace preflash::sm90

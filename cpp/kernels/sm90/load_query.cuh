@@ -1,5 +1,6 @@
-// Loads of Q in kernels that transform their operands: a consumer warpgroup reads its 64 rows of an
-// item from memory, widens and rotates them, and writes them where its products read them.
+// How a consumer warpgroup comes by its 64 rows of an item's Q: policies, of which QueryOf is the
+// variant's. prefetch() asks for them ahead of time, arrive() has them where the products read
+// them.
 #pragma once
 
 #include <bit>
@@ -18,6 +19,7 @@ __device__ __forceinline__ float narrowing_factor(float maximum) {
   return __uint_as_float(static_cast<unsigned>(127 + min(14 - exponent, 126)) << 23);
 }
 
+// The warpgroup reads them from memory, widens and rotates them.
 template <class Traits>
 struct QueryLoader {
   static constexpr DType kTo = Traits::kVariant.q_dtype;
@@ -30,7 +32,7 @@ struct QueryLoader {
   int warpgroup;  // among consumers
   int thread;     // of the warpgroup
 
-  // Asks for the rows ahead of time, so that run() finds them in the L2.
+  // arrive() finds them in the L2 then.
   __device__ __forceinline__ void prefetch() const {
     constexpr int kLineBytes = 128;
     constexpr int kThreadsPerRow = kWarpgroupThreads / kWarpgroupRows;
@@ -44,7 +46,8 @@ struct QueryLoader {
     }
   }
 
-  __device__ __forceinline__ void run() const {
+  template <class Read>
+  __device__ __forceinline__ void arrive(const Read&) const {
     // Every warp's products with the rows of the last item are complete.
     sync();
     if (Traits::kWidens && params.q_dtype == DType::kFloat8E4M3) {
@@ -127,5 +130,42 @@ struct QueryLoader {
     four.store<kTo>(q + swizzled<Traits::kTileM>(row, column));
   }
 };
+
+// A producer loads them (load_tma.cuh).
+template <class Traits>
+struct ArrivingQuery {
+  const HopperSegment& params;
+  SharedStorage<Traits>& smem;
+  const ItemState& state;
+  int warpgroup;  // among consumers
+  int thread;     // of the warpgroup
+
+  __device__ __forceinline__ static void prefetch() {}
+
+  template <class Read>
+  __device__ __forceinline__ void arrive(const Read& q_read) const {
+    smem.barriers.q_full[q_read.index()].wait(q_read.phase());
+    order_memory_accesses();
+    multiply(params.logits.q_factor, q_read.index());
+  }
+
+ private:
+  // NOTE: sm_scale <= 0 is applied through Q's sign (LogitsParams).
+  __device__ __forceinline__ void multiply(const float& factor, int stage) const {
+    if (factor == 1.0f) return;
+    using Element = typename Traits::ElementQ;
+    Tensor sQ = make_tensor(make_smem_ptr(smem.q), typename Traits::LayoutQ{});
+    for (int i = thread; i < kWarpgroupRows * Traits::kHeadQk; i += kWarpgroupThreads) {
+      Element& q = sQ(warpgroup * kWarpgroupRows + i / Traits::kHeadQk, i % Traits::kHeadQk, stage);
+      q = static_cast<Element>(static_cast<float>(q) * factor);
+    }
+    order_memory_accesses();
+    cutlass::arch::fence_view_async_shared();
+    cutlass::arch::NamedBarrier::sync(kWarpgroupThreads, NamedBarriers::kWarpgroup + warpgroup);
+  }
+};
+
+template <class Traits>
+using QueryOf = conditional_t<Traits::kConsumersLoadQ, QueryLoader<Traits>, ArrivingQuery<Traits>>;
 
 }  // namespace preflash::sm90

@@ -4,7 +4,7 @@
 // tile, by much.
 //
 // The row sums, which the softmax needs anyway, show whether the speculation failed: if a thread's
-// part of a row sum exceeds kMaxSum, the reference of that row moves to its true row max, O is
+// part of a row sum exceeds max_sum(), the reference of that row moves to its true row max, O is
 // rescaled, and the tile's exponentials are computed again. The scores are still there, because P
 // has registers of its own.
 //
@@ -50,15 +50,19 @@ struct NoShift {
 
 struct SpeculativeSoftmax : OnlineSoftmax<2> {
   static constexpr int kRows = 2;
-  // P <= 2^15 stays below float16's largest number, 65504; float32 sums millions of such terms.
-  static constexpr float kMaxSum = 32768.0f;
+  // P <= 2^15 stays below float16's largest number, 65504; float32 sums millions of such terms. Of
+  // bfloat16, which has float32's range, P may be larger: references then move where logits vary by
+  // 2^32 and more, and values of V up to 2^95 do not overflow.
+  static constexpr float max_sum_of(DType p_dtype) {
+    return p_dtype == DType::kBFloat16 ? 0x1p32f : 0x1p15f;
+  }
   // A weight above 1 makes its part of the sum larger than 1: where the maximum itself is asked for
   // every such tile is looked at, and the reference follows the maximum.
   static constexpr float kMaxSumOfMaximum = 1.0f;
 
   // What a thread's part of a row sum may reach before the row's reference is looked at.
-  __host__ __device__ static constexpr float max_sum(LseForm form) {
-    return form == LseForm::kMaxAndSum ? kMaxSumOfMaximum : kMaxSum;
+  static constexpr float max_sum(LseForm form, DType p_dtype) {
+    return form == LseForm::kMaxAndSum ? kMaxSumOfMaximum : max_sum_of(p_dtype);
   }
 
   // |reference| * scale_log2 where rounding it may shift the exponents of a row by 2^3: P <= 2^8
@@ -102,35 +106,6 @@ struct SpeculativeSoftmax : OnlineSoftmax<2> {
       bool moved = move(tile_max, out, moves, scale_log2);
       if (moved) exponentiate(scores, shift, p, tile_sum, scale_log2);
     }
-    CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r) sum[r] += tile_sum[r];
-  }
-
-  // The same for a tile that makes the exponents of its scores itself (CappedTile): by a form of
-  // which it knows behind the fact whether it held.
-  template <class Tile, class P, class Out>
-  __device__ __forceinline__ void update(Tile& tile, P& p, Out& out, float scale_log2,
-                                         float max_sum) {
-    float tile_max[kRows];
-    if (!settled) {
-      tile.maxima(tile_max);
-      settle(tile_max);
-    }
-    float tile_sum[kRows];
-    for (;;) {
-      float origin[kRows];
-      CUTE_UNROLL
-      for (int r = 0; r < kRows; ++r) origin[r] = scaled_reference(reference[r], scale_log2);
-      tile.exponentiate(origin, p, tile_sum);
-      bool moves[kRows];
-      CUTE_UNROLL
-      for (int r = 0; r < kRows; ++r) moves[r] = tile_sum[r] > max_sum;
-      if (!__any_sync(0xffffffffu, moves[0] || moves[1] || tile.left_range())) break;
-      if (tile.widen_range()) continue;
-      tile.maxima(tile_max);
-      if (!move(tile_max, out, moves, scale_log2)) break;
-    }
-    tile.expect_next();
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) sum[r] += tile_sum[r];
   }

@@ -127,7 +127,6 @@ void fill_segment(Keywords& given, CaseSegment& out, SegmentProblem& problem) {
   problem.graph_max_rows = given.take("graph_max_rows", 0);
   problem.graph_mask_bytes = given.take("graph_mask_bytes", std::int64_t{0});
   if (given.take("classed", false)) out.kernel.tile_classes = TileClasses::kUsed;
-  out.kernel.rotates_queries = given.take("rotates_queries", false);
   out.kernel.variant.position = problem.position;
   out.kernel.variant.mask = problem.mask;
   out.kernel.variant.head_dim_qk = problem.head_dim_qk;
@@ -258,7 +257,7 @@ bool prefers(const py::kwargs& kwargs) {
   fill_case(kwargs, given);
   // One kernel stands for both: the facts that count of either are no facts of the other.
   const ForwardKernel& kernel = given.segments[0].kernel;
-  return prefers_staging(given.problem.segments[0], kernel, kernel);
+  return prefers_staging(given.problem.segments[0], kernel);
 }
 
 void check(const py::kwargs& kwargs) {

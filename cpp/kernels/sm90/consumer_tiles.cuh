@@ -1,0 +1,136 @@
+// The tiles of keys of an item as a consumer warpgroup goes through them, the last one first.
+// Policies, of which TilesOf is the variant's:
+//
+//   look_ahead(item)    the item comes next: what its first step needs ahead of time
+//   begin_step()        the tile that was looked ahead to is the step's
+//   meanwhile(item)     while the products of an item's first step run
+//   first(), is_last()  of an item's tiles
+//   for_others(step)    the item's steps behind its first one: step(tile, work beside the products)
+//   mask(), mask_first()
+//
+// at(tile): the coordinates of a tile of the item (ScoreCoordinates).
+#pragma once
+
+#include "kernels/sm90/forward_mask.cuh"
+#include "kernels/sm90/kept_tiles.cuh"
+
+namespace preflash::sm90 {
+
+// All tiles in which a row of the warpgroup may keep a key, by length, causal and window.
+template <class Traits>
+struct DenseTiles {
+  using Mask = TileMask<Traits>;
+
+  Mask first_mask;  // of the item whose scores come next
+
+  template <class Item, class At>
+  __device__ __forceinline__ void look_ahead(const Item& item, const At& at) {
+    first_mask = {};
+    if (item.any() && item.own.needs_mask(first(item)))
+      first_mask = Mask::of_bounds(at(first(item)));
+  }
+  __device__ __forceinline__ static void begin_step() {}
+  template <class Item, class At>
+  __device__ __forceinline__ static void meanwhile(const Item&, const At&) {}
+
+  template <class Item>
+  __device__ __forceinline__ static int first(const Item& item) {
+    return item.own.end - 1;
+  }
+  template <class Item>
+  __device__ __forceinline__ static bool is_last(const Item& item, int tile) {
+    return tile == item.own.begin;
+  }
+  // Whether the transition to the next item is prepared in the item's first step.
+  template <class Item>
+  __device__ __forceinline__ static bool prepares_in_first_step(const Item& item) {
+    return !Traits::kPreparesInLastStep || item.own.count() == 1;
+  }
+  template <class Item, class At, class Step, class Prepare>
+  __device__ __forceinline__ static void for_others(const Item& item, const At&, const Step& step,
+                                                    const Prepare& prepare) {
+    int tile = first(item) - 1;
+    for (; tile >= item.own.begin + Traits::kPreparesInLastStep; --tile) step(tile, [] {});
+    if (Traits::kPreparesInLastStep && tile >= item.own.begin) step(tile, prepare);
+  }
+
+  template <class Item, class Scores>
+  __device__ __forceinline__ void mask_first(const Item& item, Scores&& scores) const {
+    if (item.own.needs_mask(first(item))) first_mask.apply(scores);
+  }
+  template <class Item, class At, class Scores>
+  __device__ __forceinline__ static void mask(const Item& item, int tile, const At& at,
+                                              Scores&& scores) {
+    if (item.own.needs_mask(tile)) Mask::of_bounds(at(tile)).apply(scores);
+  }
+};
+
+// Those of them that a custom mask leaves, as they are announced (kept_tiles.cuh). They are read a
+// tile ahead, so that the bits of one that is kept in part have a step's time to arrive.
+template <class Traits>
+struct KeptTilesInTurn {
+  using Mask = TileMask<Traits>;
+
+  KeptTile tile = {};   // the step's
+  Mask tile_mask = {};  // unless it is whole
+  KeptTileReader<ConsumerPipelineState<Traits::kTileSlots>> reader = {};
+  KeptTile ahead = {};  // the next one
+  typename Mask::RawBits ahead_bits = {};
+
+  template <class Item, class At>
+  __device__ __forceinline__ void look_ahead(const Item& item, const At& at) {
+    if (!item.any()) return;
+    ahead = reader.take(at.smem());
+    if (!ahead.is_whole()) ahead_bits = Mask::read_bits(at(ahead.index()));
+  }
+  __device__ __forceinline__ void begin_step() { tile = ahead; }
+  template <class Item, class At>
+  __device__ __forceinline__ void meanwhile(const Item& item, const At& at) {
+    if (!tile.is_whole()) {
+      // NOTE: the mask is more than bits only where the bounds keep a part of the tile.
+      tile_mask = item.own.needs_mask(tile.index())
+                      ? Mask::of_bits_and_bounds(at(tile.index()), ahead_bits)
+                      : Mask::of_bits(ahead_bits);
+    }
+    if (!tile.is_last()) look_ahead(item, at);
+  }
+
+  template <class Item>
+  __device__ __forceinline__ int first(const Item&) const {
+    return tile.index();
+  }
+  template <class Item>
+  __device__ __forceinline__ bool is_last(const Item&, int) const {
+    return tile.is_last();
+  }
+  // NOTE: the item that follows is announced only behind an item's last tile.
+  template <class Item>
+  __device__ __forceinline__ bool prepares_in_first_step(const Item&) const {
+    return tile.is_last();
+  }
+  template <class Item, class At, class Step, class Prepare>
+  __device__ __forceinline__ void for_others(const Item& item, const At& at, const Step& step,
+                                             const Prepare& prepare) {
+    while (!tile.is_last()) {
+      begin_step();
+      step(tile.index(), [&] {
+        meanwhile(item, at);
+        if (tile.is_last()) prepare();
+      });
+    }
+  }
+
+  template <class Item, class Scores>
+  __device__ __forceinline__ void mask_first(const Item&, Scores&& scores) const {
+    if (!tile.is_whole()) tile_mask.apply(scores);
+  }
+  template <class Item, class At, class Scores>
+  __device__ __forceinline__ void mask(const Item& item, int, const At&, Scores&& scores) const {
+    mask_first(item, scores);
+  }
+};
+
+template <class Traits>
+using TilesOf = conditional_t<Traits::kHasMaskBits, KeptTilesInTurn<Traits>, DenseTiles<Traits>>;
+
+}  // namespace preflash::sm90

@@ -1,0 +1,99 @@
+// Everything between a tile's products of Q and K and its mask: factors of heads, the soft cap, the
+// bias of a position encoding.
+#pragma once
+
+#include "kernels/sm90/score_bias.cuh"
+#include "kernels/sm90/soft_cap.cuh"
+
+namespace preflash::sm90 {
+
+// What per-head factors of 8-bit queries and keys make of the raw scores of one item's rows, and
+// the powers of two of rows of Q that were narrowed.
+template <class Traits>
+struct HeadFactors {
+  using Coordinates = ScoreCoordinates<Traits>;
+
+  float row[Coordinates::kRows];
+
+  __device__ __forceinline__ static HeadFactors of(const Coordinates& coordinates,
+                                                   const SharedStorage<Traits>& smem) {
+    HeadFactors factors = of(coordinates);
+    if (!Traits::narrows_query(coordinates.params.q_dtype)) return factors;
+    CUTE_UNROLL
+    for (int r = 0; r < Coordinates::kRows; ++r) {
+      factors.row[r] *= smem.query_scale[coordinates.row(r)];
+    }
+    return factors;
+  }
+  // Of the heads alone.
+  __device__ __forceinline__ static HeadFactors of(const Coordinates& coordinates) {
+    const RunExtras& extras = coordinates.params.extras;
+    float of_k = 1.0f;
+    if (extras.scale_k != nullptr) of_k = __ldg(extras.scale_k + coordinates.state.item.kv_head);
+    HeadFactors factors;
+    CUTE_UNROLL
+    for (int r = 0; r < Coordinates::kRows; ++r) {
+      factors.row[r] = of_k;
+      if (extras.scale_q != nullptr) {
+        factors.row[r] *= __ldg(extras.scale_q + coordinates.head(r));
+      }
+    }
+    return factors;
+  }
+
+  template <class Rows>
+  __device__ __forceinline__ void apply(Rows&& scores) const {
+    if (!__any_sync(0xffffffffu, row[0] != 1.0f || row[1] != 1.0f)) return;
+    CUTE_UNROLL
+    for (int c = 0; c < size<1>(scores); ++c) {
+      CUTE_UNROLL
+      for (int r = 0; r < size<0>(scores); ++r) scores(r, c) *= row[r];
+    }
+  }
+};
+
+template <class Traits>
+struct NoHeadFactors {
+  __device__ __forceinline__ static NoHeadFactors of(const ScoreCoordinates<Traits>&,
+                                                     const SharedStorage<Traits>&) {
+    return {};
+  }
+  template <class Rows>
+  __device__ __forceinline__ static void apply(Rows&&) {}
+};
+
+template <class Traits>
+using ScoreFactors = conditional_t<Traits::kHasFactors, HeadFactors<Traits>, NoHeadFactors<Traits>>;
+
+// Of one item's rows, in a thread's registers.
+template <class Traits>
+struct Scores {
+  using Coordinates = ScoreCoordinates<Traits>;
+  using Segment = SegmentOf<Traits>;
+
+  ScoreBias<Traits> bias;
+  ScoreFactors<Traits> factors;
+
+  __device__ __forceinline__ static Scores of(const Coordinates& of_item,
+                                              const SharedStorage<Traits>& smem) {
+    return {ScoreBias<Traits>::of(of_item), ScoreFactors<Traits>::of(of_item, smem)};
+  }
+
+  // scores: (row, column) view of a whole accumulator.
+  template <class Rows>
+  __device__ __forceinline__ void finish(const Segment& segment, Rows&& scores) const {
+    factors.apply(scores);
+    if constexpr (Traits::kCaps) segment.cap(scores);
+    bias.add_to(scores);
+  }
+  // Of an item's first tile.
+  template <class Rows>
+  __device__ __forceinline__ void finish_first(const Segment& segment,
+                                               const Coordinates& coordinates,
+                                               Rows&& scores) const {
+    finish(segment, scores);
+    bias.add_tail(coordinates, scores);
+  }
+};
+
+}  // namespace preflash::sm90

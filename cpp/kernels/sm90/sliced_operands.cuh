@@ -1,0 +1,81 @@
+// K and V in slices of 128 columns (slice_ring.cuh), with the hooks of WholeOperands. The
+// warpgroups use each slice at about the same time: they take no turns, and skip no tiles, because
+// the ring is shorter than one. The last slice of K stays until S is complete; so do those of V
+// for O.
+#pragma once
+
+#include "kernels/sm90/slice_ring.cuh"
+#include "kernels/sm90/whole_operands.cuh"
+
+namespace preflash::sm90 {
+
+template <class Traits>
+struct SlicedOperands : Accumulators<Traits> {
+  using Base = Accumulators<Traits>;
+  using Base::smem;
+  using Base::thread;
+  using typename Base::MmaPv;
+  using typename Base::MmaQk;
+
+  SliceReader<Traits> slices;
+
+  __device__ __forceinline__ SlicedOperands(const HopperSegment& params,
+                                            SharedStorage<Traits>& smem, int warpgroup, int thread)
+      : Base(smem, warpgroup, thread), slices(params, smem) {}
+
+  __device__ __forceinline__ static void begin_products() {}
+  __device__ __forceinline__ static void end_products() {}
+
+  template <class Q>
+  __device__ __forceinline__ void issue_qk(const Q& tSrQ) {
+    issue_qk_slice(tSrQ, 0, slices.wait());
+#pragma unroll 1
+    for (int slice = 1; slice < slices.num_k; ++slice) {
+      issue_qk_slice(tSrQ, slice, slices.wait());
+      warpgroup_wait<1>();
+      slices.release_one();
+    }
+  }
+  __device__ __forceinline__ void issue_pv() {
+    CUTE_UNROLL
+    for (int slice = 0; slice < Traits::kSlicesV; ++slice) issue_pv_slice(slice, slices.wait());
+  }
+  template <bool kPvBehind>
+  __device__ __forceinline__ void wait_for_s() {
+    wait_for_product<kPvBehind ? Traits::kSlicesV : 0>(this->tSrS);
+  }
+  __device__ __forceinline__ void wait_for_o() { wait_for_product<0>(this->tOrO); }
+
+  __device__ __forceinline__ void release_k() { slices.release_one(); }
+  __device__ __forceinline__ void release_v() {
+    CUTE_UNROLL
+    for (int slice = 0; slice < Traits::kSlicesV; ++slice) slices.release_one();
+  }
+  __device__ __forceinline__ static void skip_k() {}
+  __device__ __forceinline__ static void skip_v() {}
+
+ private:
+  // The slice's part of S = Q K^T
+  template <class Q>
+  __device__ __forceinline__ void issue_qk_slice(const Q& tSrQ, int slice, int slot) {
+    constexpr int kDepth = Traits::kSliceColumns / 16;
+    MmaQk mma;
+    Tensor sK = make_tensor(make_smem_ptr(&smem.slices[0][0]),
+                            typename Traits::LayoutSliceK{});      // (n, columns, slots)
+    Tensor tSrK = mma.get_slice(thread).partition_fragment_B(sK);  // (MMA, MMA_N, MMA_K, slots)
+    multiply_async<kDepth>(mma, tSrQ, slice * kDepth, tSrK(_, _, _, slot), this->tSrS,
+                           slice == 0 ? GMMA::ScaleOut::Zero : GMMA::ScaleOut::One);
+  }
+  // The slice's columns of O += P V
+  __device__ __forceinline__ void issue_pv_slice(int slice, int slot) {
+    using Part = decltype(partition_fragment_C(MmaPv{}, Shape<_64, Int<Traits::kMmaColumnsPv>>{}));
+    MmaPv mma;
+    Tensor sV = make_tensor(make_smem_ptr(&smem.slices[0][0]),
+                            typename Traits::LayoutSliceV{});      // (columns, n, slots)
+    Tensor tOrV = mma.get_slice(thread).partition_fragment_B(sV);  // (MMA, MMA_N, MMA_K, slots)
+    Tensor part = make_tensor(&this->tOrO(0) + slice * size(Part{}), typename Part::layout_type{});
+    multiply_async(mma, this->tOrP, tOrV(_, _, _, slot), part, this->first_pv);
+  }
+};
+
+}  // namespace preflash::sm90

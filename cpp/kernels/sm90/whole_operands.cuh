@@ -1,0 +1,127 @@
+// Q, K and V in whole tiles, as a consumer warpgroup waits for them, multiplies and releases them,
+// and its accumulators. SlicedOperands (sliced_operands.cuh) has the same hooks:
+//
+//   begin_products(), end_products()   the warpgroup's turn at the tensor core
+//   issue_qk(), issue_pv()             S = Q K^T, O (+)= P V, when the operands are there
+//   wait_for_s(), wait_for_o()         the products that come before so many later ones
+//   release_*()                        the operand's buffer may be filled again
+//   skip_k(), skip_v()                 of a tile that other warpgroups compute
+#pragma once
+
+#include "kernels/sm90/forward_params.cuh"
+#include "kernels/sm90/forward_traits.cuh"
+#include "kernels/sm90/warpgroup_mma.cuh"
+
+namespace preflash::sm90 {
+
+// The accumulators of a consumer warpgroup, and its Q.
+template <class Traits>
+struct Accumulators {
+  using MmaQk = typename Traits::MmaQk;
+  using MmaPv = typename Traits::MmaPv;
+  using AccumulatorS = decltype(partition_fragment_C(MmaQk{}, Shape<_64, Int<Traits::kTileN>>{}));
+  using AccumulatorO = decltype(partition_fragment_C(MmaPv{}, Shape<_64, Int<Traits::kPartVo>>{}));
+  using OperandP = decltype(make_tensor<typename Traits::ElementP>(
+      as_operand_a(typename AccumulatorS::layout_type{})));
+
+  SharedStorage<Traits>& smem;
+  int warpgroup;                                   // among consumers
+  int thread;                                      // of the warpgroup
+  AccumulatorS tSrS;                               // ((2, 2, N / 8), 1, 1)
+  OperandP tOrP;                                   // ((2, 2, 2), 1, N / 16)
+  AccumulatorO tOrO;                               // ((2, 2, D / 8), 1, slices of V, or 1)
+  GMMA::ScaleOut first_pv = GMMA::ScaleOut::Zero;  // what the next P V does with the old O
+  ConsumerPipelineState<Traits::kQStages> q_read = {};
+
+  __device__ __forceinline__ Accumulators(SharedStorage<Traits>& smem, int warpgroup, int thread)
+      : smem(smem), warpgroup(warpgroup), thread(thread) {}
+
+  // (rows, columns) of this thread
+  __device__ __forceinline__ auto rows_of_s() {
+    return make_tensor(tSrS.data(), as_rows_and_columns(tSrS.layout()));
+  }
+  __device__ __forceinline__ auto rows_of_o() {
+    return make_tensor(tOrO.data(), as_rows_and_columns(tOrO.layout()));
+  }
+
+  // This warpgroup's rows of the Q buffer: (MMA, MMA_M, MMA_K)
+  __device__ __forceinline__ auto q() const {
+    Tensor sQ = local_tile(make_tensor(make_smem_ptr(smem.q), typename Traits::LayoutQ{}),
+                           Shape<_64, Int<Traits::kHeadQk>, Int<Traits::kQStages>>{},
+                           make_coord(warpgroup, 0, 0));  // (64, d, q stages)
+    return MmaQk{}.get_slice(thread).partition_fragment_A(sQ)(_, _, _, q_read.index());
+  }
+  // NOTE: q_read advances later, when the warpgroup has come to the item's end.
+  __device__ __forceinline__ void release_q() { release(smem.barriers.q_empty[q_read.index()]); }
+};
+
+template <class Traits>
+struct WholeOperands : Accumulators<Traits> {
+  using Base = Accumulators<Traits>;
+  using Base::smem;
+  using Base::thread;
+  using Base::warpgroup;
+  using typename Base::MmaPv;
+  using typename Base::MmaQk;
+
+  ConsumerPipelineState<Traits::kStages> k_read = {};
+  ConsumerPipelineState<Traits::kStages> v_read = {};
+
+  // One warpgroup at a time issues its products: 0, 1, ... and 0 again. At the start the last
+  // warpgroup ends its turn for warpgroup 0.
+  __device__ __forceinline__ WholeOperands(const HopperSegment&, SharedStorage<Traits>& smem,
+                                           int warpgroup, int thread)
+      : Base(smem, warpgroup, thread) {
+    if (warpgroup == Traits::kConsumers - 1) end_products();
+  }
+  __device__ __forceinline__ void begin_products() const {
+    smem.barriers.k_full[k_read.index()].wait(k_read.phase());
+    cutlass::arch::NamedBarrier::sync(2 * kWarpgroupThreads, NamedBarriers::kOrder + warpgroup);
+  }
+  __device__ __forceinline__ void end_products() const {
+    int next = warpgroup + 1 == Traits::kConsumers ? 0 : warpgroup + 1;
+    cutlass::arch::NamedBarrier::arrive(2 * kWarpgroupThreads, NamedBarriers::kOrder + next);
+  }
+
+  template <class Q>
+  __device__ __forceinline__ void issue_qk(const Q& tSrQ) {
+    MmaQk mma;
+    Tensor sK = make_tensor(make_smem_ptr(smem.k), typename Traits::LayoutK{});  // (n, d, stages)
+    Tensor tSrK = mma.get_slice(thread).partition_fragment_B(sK);  // (MMA, MMA_N, MMA_K, stages)
+    multiply_async(mma, tSrQ, tSrK(_, _, _, k_read.index()), this->tSrS, GMMA::ScaleOut::Zero);
+  }
+  __device__ __forceinline__ void issue_pv() {
+    smem.barriers.v_full[v_read.index()].wait(v_read.phase());
+    MmaPv mma;
+    Tensor sV = make_tensor(make_smem_ptr(smem.v), typename Traits::LayoutV{});  // (d, n, stages)
+    Tensor tOrV = mma.get_slice(thread).partition_fragment_B(sV);  // (MMA, MMA_N, MMA_K, stages)
+    multiply_async(mma, this->tOrP, tOrV(_, _, _, v_read.index()), this->tOrO, this->first_pv);
+  }
+  // kPvBehind: whether O += P V has been issued behind.
+  template <bool kPvBehind>
+  __device__ __forceinline__ void wait_for_s() {
+    wait_for_product<kPvBehind>(this->tSrS);
+  }
+  __device__ __forceinline__ void wait_for_o() { wait_for_product<0>(this->tOrO); }
+
+  __device__ __forceinline__ void release_k() {
+    release(smem.barriers.k_empty[k_read.index()]);
+    k_read.advance();
+  }
+  __device__ __forceinline__ void release_v() {
+    release(smem.barriers.v_empty[v_read.index()]);
+    v_read.advance();
+  }
+  __device__ __forceinline__ void skip_k() {
+    begin_products();
+    end_products();
+    release_k();
+  }
+  __device__ __forceinline__ void skip_v() {
+    smem.barriers.v_full[v_read.index()].wait(v_read.phase());
+    __syncwarp();  // no lane may still wait for this phase when the buffer is filled again
+    release_v();
+  }
+};
+
+}  // namespace preflash::sm90
