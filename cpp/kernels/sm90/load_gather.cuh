@@ -8,6 +8,7 @@
 
 #include "kernels/sm90/forward_params.cuh"
 #include "kernels/sm90/forward_traits.cuh"
+#include "kernels/sm90/tile_stream.cuh"
 
 namespace preflash::sm90 {
 
@@ -44,50 +45,29 @@ struct GatherLoader {
       : params(params), smem(smem) {}
 
   // Loads K(last), then K(t - 1) and V(t) for each tile: the consumers compute S(t - 1) = Q K^T
-  // before O += P V(t). The page lookup runs two tiles ahead. Calls after_first() once K(last) has
-  // been issued.
-  template <class AfterFirst>
-  __device__ __forceinline__ void load_item(const ItemState& state, AfterFirst&& after_first) {
+  // before O += P V(t). The page lookup runs two tiles ahead of V. Calls after_first() once K(last)
+  // has been issued.
+  template <class Tiles, class AfterFirst>
+  __device__ __forceinline__ void load_item(const ItemState& state, Tiles& tiles,
+                                            const AfterFirst& after_first) {
     item = ItemKeys::of(state);
-    const int begin = warp_uniform(state.tiles.begin);
-    const int first = warp_uniform(state.tiles.end) - 1;
-    RowSlots rows = find_rows(first);
-    RowSlots next = find_rows(first - 1);
-    fetch_k(rows, first);
+    int tile = tiles.first(state);
+    RowSlots rows = find_rows(tile);
+    int next = tiles.next();
+    RowSlots next_rows = find_rows(next);
+    fetch_k(rows, tile);
     after_first();
-    for (int tile = first; tile > begin; --tile) {
-      RowSlots ahead = find_rows(tile - 2);
-      fetch_k(next, tile - 1);
+    while (next != kNoTile) {
+      const int ahead = tiles.next();
+      RowSlots ahead_rows = find_rows(ahead);
+      fetch_k(next_rows, next);
       fetch_v(rows, tile);
-      rows = next;
-      next = ahead;
-    }
-    fetch_v(rows, begin);
-  }
-
-  // The same for the tiles that a custom mask leaves; take() waits for the next one. The page
-  // lookup runs one tile ahead.
-  template <class Take, class AfterFirst>
-  __device__ __forceinline__ void load_kept_tiles(const ItemState& state, Take&& take,
-                                                  AfterFirst&& after_first) {
-    item = ItemKeys::of(state);
-    auto current = take();
-    RowSlots rows = find_rows(current.index());
-    auto next = current.is_last() ? current : take();
-    RowSlots next_rows = find_rows(next.index());
-    fetch_k(rows, current.index());
-    after_first();
-    while (!current.is_last()) {
-      auto ahead = next.is_last() ? next : take();
-      RowSlots ahead_rows = find_rows(ahead.index());
-      fetch_k(next_rows, next.index());
-      fetch_v(rows, current.index());
-      current = next;
+      tile = next;
       rows = next_rows;
       next = ahead;
       next_rows = ahead_rows;
     }
-    fetch_v(rows, current.index());
+    fetch_v(rows, tile);
   }
 
   __device__ __forceinline__ void drain() {

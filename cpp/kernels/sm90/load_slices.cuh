@@ -36,46 +36,19 @@ struct SliceTmaLoader {
       : params(params), write{smem}, turns(loader) {}
 
   // Calls after_first() once K of the first tile has been issued.
-  template <class AfterFirst>
-  __device__ __forceinline__ void load_item(const ItemState& state, AfterFirst&& after_first) {
+  template <class Tiles, class AfterFirst>
+  __device__ __forceinline__ void load_item(const ItemState& state, Tiles& tiles,
+                                            const AfterFirst& after_first) {
     ItemKeys item = ItemKeys::of(state);
-    const int begin = warp_uniform(state.tiles.begin);
-    const int first = warp_uniform(state.tiles.end) - 1;
-    TmaCoordinates box = box_coordinates<Traits>(params, item, first);
-    for (int tile = first; tile >= begin; --tile) {
-      TmaCoordinates next{};
-      if (tile > begin) next = box_coordinates<Traits>(params, item, tile - 1);
-      Tile now{box, item.kv_head};
-      fetch(&params.maps.k, now, 0, slices_of_k<Traits>(params));
-      if (tile == first) after_first();
-      drain();
-      before = now;
-      any_before = true;
-      box = next;
-    }
-  }
-  // The same for the tiles that a custom mask leaves; take() waits for the next one, a tile ahead.
-  template <class Take, class AfterFirst>
-  __device__ __forceinline__ void load_kept_tiles(const ItemState& state, Take&& take,
-                                                  AfterFirst&& after_first) {
-    ItemKeys item = ItemKeys::of(state);
-    auto tile = take();
-    TmaCoordinates box = box_coordinates<Traits>(params, item, tile.index());
-    for (bool is_first = true, is_last = false; !is_last; is_first = false) {
-      is_last = tile.is_last();
-      TmaCoordinates next{};
-      if (!is_last) {
-        tile = take();
-        next = box_coordinates<Traits>(params, item, tile.index());
-      }
+    auto look_up = [&](int tile) { return box_coordinates<Traits>(params, item, tile); };
+    for_each_tile(tiles, state, look_up, [&](int, const TmaCoordinates& box, bool is_first) {
       Tile now{box, item.kv_head};
       fetch(&params.maps.k, now, 0, slices_of_k<Traits>(params));
       if (is_first) after_first();
       drain();
       before = now;
       any_before = true;
-      box = next;
-    }
+    });
   }
   // V of the last tile.
   __device__ __forceinline__ void drain() {
@@ -147,51 +120,24 @@ struct SliceGatherLoader : GatherLoader<Traits> {
                                                SharedStorage<Traits>& smem)
       : Base(params, smem), write{smem} {}
 
-  // The page lookup runs a tile ahead. Calls after_first() once K of the first tile has been
-  // issued.
-  template <class AfterFirst>
-  __device__ __forceinline__ void load_item(const ItemState& state, AfterFirst&& after_first) {
+  // Calls after_first() once K of the first tile has been issued.
+  template <class Tiles, class AfterFirst>
+  __device__ __forceinline__ void load_item(const ItemState& state, Tiles& tiles,
+                                            const AfterFirst& after_first) {
     const ItemKeys item = ItemKeys::of(state);
-    const int begin = warp_uniform(state.tiles.begin);
-    const int first = warp_uniform(state.tiles.end) - 1;
-    this->item = item;
-    RowSlots rows = this->find_rows(first);
-    for (int tile = first; tile >= begin; --tile) {
+    auto look_up = [&](int tile) {
       this->item = item;
-      RowSlots next = this->find_rows(tile - 1);
+      return this->find_rows(tile);
+    };
+    for_each_tile(tiles, state, look_up, [&](int tile, const RowSlots& rows, bool is_first) {
       Tile now{item, rows, tile};
-      const HopperSegment& segment = this->segment();
-      fetch(now, segment.k, segment.head_dim_qk, 0, slices_of_k<Traits>(segment));
-      if (tile == first) after_first();
-      fetch_v_before();
-      before = now;
-      any_before = true;
-      rows = next;
-    }
-  }
-  // The same for the tiles that a custom mask leaves; take() waits for the next one.
-  template <class Take, class AfterFirst>
-  __device__ __forceinline__ void load_kept_tiles(const ItemState& state, Take&& take,
-                                                  AfterFirst&& after_first) {
-    const ItemKeys item = ItemKeys::of(state);
-    this->item = item;
-    auto tile = take();
-    RowSlots rows = this->find_rows(tile.index());
-    for (bool is_first = true, is_last = false; !is_last; is_first = false) {
-      const int index = tile.index();
-      is_last = tile.is_last();
-      if (!is_last) tile = take();
-      this->item = item;
-      RowSlots next = this->find_rows(tile.index());
-      Tile now{item, rows, index};
       const HopperSegment& segment = this->segment();
       fetch(now, segment.k, segment.head_dim_qk, 0, slices_of_k<Traits>(segment));
       if (is_first) after_first();
       fetch_v_before();
       before = now;
       any_before = true;
-      rows = next;
-    }
+    });
   }
   __device__ __forceinline__ void drain() {
     fetch_v_before();

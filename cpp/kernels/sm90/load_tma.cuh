@@ -6,6 +6,7 @@
 
 #include "kernels/sm90/forward_params.cuh"
 #include "kernels/sm90/forward_traits.cuh"
+#include "kernels/sm90/tile_stream.cuh"
 
 namespace preflash::sm90 {
 
@@ -93,37 +94,18 @@ struct TmaLoader {
       : params(params), smem(smem) {}
 
   // Calls after_first() once the first tile has been issued.
-  template <class AfterFirst>
-  __device__ __forceinline__ void load_item(const ItemState& state, AfterFirst&& after_first) {
+  template <class Tiles, class AfterFirst>
+  __device__ __forceinline__ void load_item(const ItemState& state, Tiles& tiles,
+                                            const AfterFirst& after_first) {
     item = ItemKeys::of(state);
     hint = cache_hint(state);
-    const int begin = warp_uniform(state.tiles.begin);
-    const int first = warp_uniform(state.tiles.end) - 1;
-    TmaCoordinates coordinates = find_coordinates(first);
-    for (int tile = first; tile >= begin; --tile) {
-      TmaCoordinates next = tile > begin ? find_coordinates(tile - 1) : TmaCoordinates{};
+    auto look_up = [&](int tile) { return box_coordinates<Traits>(segment(), item, tile); };
+    for_each_tile(tiles, state, look_up, [&](int, const TmaCoordinates& boxes, bool is_first) {
       empty(write.index()).wait(write.phase() ^ 1);
-      fetch(coordinates);
-      write.advance();
-      coordinates = next;
-      if (tile == first) after_first();
-    }
-  }
-
-  // The same for the tiles that a custom mask leaves; take() waits for the next one.
-  template <class Take, class AfterFirst>
-  __device__ __forceinline__ void load_kept_tiles(const ItemState& state, Take&& take,
-                                                  AfterFirst&& after_first) {
-    item = ItemKeys::of(state);
-    for (bool is_first = true, is_last = false; !is_last; is_first = false) {
-      auto next = take();
-      TmaCoordinates coordinates = find_coordinates(next.index());
-      empty(write.index()).wait(write.phase() ^ 1);
-      fetch(coordinates);
+      fetch(boxes);
       write.advance();
       if (is_first) after_first();
-      is_last = next.is_last();
-    }
+    });
   }
 
  private:
@@ -138,10 +120,6 @@ struct TmaLoader {
   }
   __device__ __forceinline__ Barrier& empty(int stage) const {
     return kOperand == Operand::kK ? smem.barriers.k_empty[stage] : smem.barriers.v_empty[stage];
-  }
-
-  __device__ __forceinline__ TmaCoordinates find_coordinates(int tile) const {
-    return box_coordinates<Traits>(segment(), item, tile);
   }
 
   // NOTE: elect_one_sync() tells the compiler that a single lane issues; `lane == 0` would not.

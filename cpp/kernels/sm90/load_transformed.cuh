@@ -32,30 +32,38 @@ struct TransformLoader {
   // Publishes K(last), then K(t - 1) and V(t) for each tile, in the order in which the consumers
   // need them. Copies run a tile ahead of that in each operand, lookups of pages two. Every copy is
   // a group, an empty one too where there is no tile, so that one group may always be in flight.
-  __device__ __forceinline__ void load_item(const ItemState& state) {
+  template <class Tiles, class AfterFirst>
+  __device__ __forceinline__ void load_item(const ItemState& state, Tiles& tiles,
+                                            const AfterFirst& after_first) {
     item = ItemKeys::of(state);
-    const int begin = warp_uniform(state.tiles.begin);
-    const int end = warp_uniform(state.tiles.end);
-    KeySlot slot = find_slot_of_lane(end - 1);
-    KeySlot next = find_slot_of_lane(end - 2);
-    copy_k(slot, end - 1, begin);
+    int tile = tiles.first(state);
+    KeySlot slot = find_slot_of_lane(tile);
+    int next = tiles.next();
+    KeySlot next_slot = find_slot_of_lane(next);
+    copy_k(slot, tile);
     cp_async_fence();
+    after_first();
+    // The iteration behind the last tile publishes the last V.
 #pragma unroll 1
-    for (int tile = end; tile >= begin; --tile) {
-      KeySlot ahead = find_slot_of_lane(tile - 3);
-      if (tile > begin) {
-        publish_k(tile - 1, [&] { copy_k(next, tile - 2, begin); });
-      } else {
+    for (bool is_first = true, is_last = false; !is_last; is_first = false) {
+      const int ahead = tiles.next();
+      KeySlot ahead_slot = find_slot_of_lane(ahead);
+      is_last = tile == kNoTile;
+      if (is_last) {
         cp_async_fence();
-      }
-      auto copy_next = [&] { copy_v(slot, tile - 1, begin); };
-      if (tile < end) {
-        publish_v(copy_next);
       } else {
-        copy_next();
+        publish_k(tile, [&] { copy_k(next_slot, next); });
       }
-      slot = next;
+      auto copy_next = [&] { copy_v(slot, tile); };
+      if (is_first) {
+        copy_next();
+      } else {
+        publish_v(copy_next);
+      }
+      tile = next;
+      slot = next_slot;
       next = ahead;
+      next_slot = ahead_slot;
     }
   }
 
@@ -85,8 +93,8 @@ struct TransformLoader {
     return find_slot(params, item.kv_begin, max(min(key, item.keys.end - 1), item.keys.begin));
   }
 
-  __device__ __forceinline__ void copy_k(KeySlot slot, int tile, int begin) const {
-    if (tile >= begin) {
+  __device__ __forceinline__ void copy_k(KeySlot slot, int tile) const {
+    if (tile != kNoTile) {
       if (stored_in_8_bits()) {
         copy_rows<Traits::kHeadQk, 1, Place::kRaw>(slot, tile, params.k, params.head_dim_qk,
                                                    raw_k());
@@ -97,8 +105,8 @@ struct TransformLoader {
     }
     cp_async_fence();
   }
-  __device__ __forceinline__ void copy_v(KeySlot slot, int tile, int begin) const {
-    if (tile >= begin) {
+  __device__ __forceinline__ void copy_v(KeySlot slot, int tile) const {
+    if (tile != kNoTile) {
       if (stored_in_8_bits()) {
         copy_rows<Traits::kHeadVo, 1, Place::kRaw>(slot, tile, params.v, params.head_dim_vo,
                                                    raw_v());

@@ -60,20 +60,26 @@ struct WideningLoader {
 
   // A part of the next tile is requested as soon as this tile's has been read. Rows of the tile
   // behind that are asked into the L2.
-  __device__ __forceinline__ void load_item(const ItemState& state) {
+  template <class Tiles, class AfterFirst>
+  __device__ __forceinline__ void load_item(const ItemState& state, Tiles& tiles,
+                                            const AfterFirst& after_first) {
     item = ItemKeys::of(state);
-    const int begin = warp_uniform(state.tiles.begin);
-    int tile = warp_uniform(state.tiles.end) - 1;
+    int tile = tiles.first(state);
     KeySlot slot = find_slot_of_lane(tile);
-    KeySlot next = find_slot_of_lane(tile - 1);
-    copy<0>(slot, tile, begin);
-    copy<1>(slot, tile, begin);
+    int next = tiles.next();
+    KeySlot next_slot = find_slot_of_lane(next);
+    copy<0>(slot, tile);
+    copy<1>(slot, tile);
+    after_first();
 #pragma unroll 1
-    for (; tile >= begin; --tile) {
-      KeySlot ahead = find_slot_of_lane(tile - 2);
-      publish([&](auto part) { copy<part>(next, tile - 1, begin); });
-      prefetch(ahead);
+    while (tile != kNoTile) {
+      const int ahead = tiles.next();
+      KeySlot ahead_slot = find_slot_of_lane(ahead);
+      publish([&](auto part) { copy<part>(next_slot, next); });
+      prefetch(ahead_slot);
+      tile = next;
       next = ahead;
+      next_slot = ahead_slot;
     }
   }
 
@@ -119,8 +125,8 @@ struct WideningLoader {
 
   // Requests a part of a tile: a group, an empty one where there is no such tile.
   template <int kPart>
-  __device__ __forceinline__ void copy(KeySlot slot, int tile, int begin) const {
-    if (tile >= begin) {
+  __device__ __forceinline__ void copy(KeySlot slot, int tile) const {
+    if (tile != kNoTile) {
       int first_key = tile * Traits::kTileN;
       bool whole = first_key >= item.keys.begin && first_key + Traits::kTileN <= item.keys.end &&
                    head_dim() == kHead;
