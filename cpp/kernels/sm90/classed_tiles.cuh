@@ -1,5 +1,6 @@
 // Which KV tiles of an item a custom mask leaves, as the classes of its tiles tell
-// (preflash/mask_classes.h), for the producer warp that announces them.
+// (preflash/mask_classes.h), for the producer warp that announces them. Without classes, in a
+// launch without a mask, all are left.
 #pragma once
 
 #include "kernels/sm90/forward_params.cuh"
@@ -13,7 +14,7 @@ namespace preflash::sm90 {
 struct ClassedTiles {
   static constexpr int kWarpTiles = 32 * MaskClasses::kWordTiles;
 
-  const std::uint32_t* row;  // of classes; null: the segment has no mask bits, which keep all
+  const std::uint32_t* row;  // of classes; null: all keys of all tiles are kept
   TileRange tiles;           // that the bounds leave, and those of which they keep everything
   int first = 0;             // the first tile of lane 0's word; tiles from here on have been read
   std::uint32_t word = 0;    // this lane's, without tiles before tiles.begin

@@ -35,9 +35,13 @@ struct AnnouncesNothing {
 };
 
 // ... or, where all warps load, the leader everything, between its copies: an item while the one
-// before it is still to be loaded, and a tile right before it is taken.
+// before it is still to be loaded, a tile that a custom mask leaves right before it is taken.
 // NOTE: with a custom mask an item is announced only once the one before it has been loaded,
 // because all of that one's tiles come first.
+// NOTE: a consumer takes its next tile's announcement while it holds buffers for which the leader
+// may wait. It finds the announcement there: a tile is loaded after the next one has been
+// announced, and published with the load that follows. Behind an item's last tile the next item's
+// first one is announced before any load.
 template <class Traits>
 struct LeaderAnnounces {
   static constexpr bool kRunsAhead = !Traits::kHasMaskBits;
@@ -53,7 +57,7 @@ struct LeaderAnnounces {
   }
 };
 
-// How a loading warp goes through a CTA's items. load_q(item) follows the first tile's load.
+// How a loading warp goes through a CTA's items. load_q(item) follows the load of the first tile.
 template <class Traits, class Announces, class Loader, class LoadQ>
 __device__ __forceinline__ void load_items(SharedStorage<Traits>& smem, Announces&& announces,
                                            Loader&& loader, const LoadQ& load_q) {

@@ -10,12 +10,12 @@ namespace preflash::sm90 {
 inline constexpr int kNoTile = -1;
 
 // All tiles that the bounds leave.
-template <class Traits, class Announcer>
+template <class Traits, class Announces>
 struct DenseTileStream {
   int begin;
   int tile;
 
-  __device__ __forceinline__ DenseTileStream(SharedStorage<Traits>&, Announcer&) {}
+  __device__ __forceinline__ DenseTileStream(SharedStorage<Traits>&, Announces&) {}
 
   __device__ __forceinline__ int first(const ItemState& state) {
     begin = warp_uniform(state.tiles.begin);
@@ -24,34 +24,34 @@ struct DenseTileStream {
   __device__ __forceinline__ int next() { return tile = tile > begin ? tile - 1 : kNoTile; }
 };
 
-// The tiles that are announced. Announcer: what this warp itself announces (forward_load.cuh).
-template <class Traits, class Announcer>
+// The tiles that are announced. Announces: what this warp itself announces (forward_load.cuh).
+template <class Traits, class Announces>
 struct KeptTileStream {
   SharedStorage<Traits>& smem;
-  Announcer& announcer;
+  Announces& announces;
   KeptTileReader<ProducerPipelineState<Traits::kTileSlots>> reader = {};
   bool is_last;  // the tile taken last
 
-  __device__ __forceinline__ KeptTileStream(SharedStorage<Traits>& smem, Announcer& announcer)
-      : smem(smem), announcer(announcer) {}
+  __device__ __forceinline__ KeptTileStream(SharedStorage<Traits>& smem, Announces& announces)
+      : smem(smem), announces(announces) {}
 
   __device__ __forceinline__ int first(const ItemState&) { return take(); }
   __device__ __forceinline__ int next() { return is_last ? kNoTile : take(); }
 
  private:
   __device__ __forceinline__ int take() {
-    announcer.announce_tile();
+    announces.announce_tile();
     KeptTile tile = reader.take(smem);
     is_last = tile.is_last();
     return tile.index();
   }
 };
 
-template <class Traits, class Announcer>
-using TileStream = conditional_t<Traits::kHasMaskBits, KeptTileStream<Traits, Announcer>,
-                                 DenseTileStream<Traits, Announcer>>;
+template <class Traits, class Announces>
+using TileStream = conditional_t<Traits::kHasMaskBits, KeptTileStream<Traits, Announces>,
+                                 DenseTileStream<Traits, Announces>>;
 
-// Calls load(tile, look_up(tile), is_first) for each tile of an item. The lookup runs a tile ahead,
+// Calls load(look_up(tile), is_first) for each tile of an item. The lookup runs a tile ahead,
 // because a page index comes from the L2.
 template <class Tiles, class LookUp, class Load>
 __device__ __forceinline__ void for_each_tile(Tiles& tiles, const ItemState& state,
@@ -61,7 +61,7 @@ __device__ __forceinline__ void for_each_tile(Tiles& tiles, const ItemState& sta
   for (bool is_first = true; tile != kNoTile; is_first = false) {
     const int next = tiles.next();
     auto ahead = look_up(next);
-    load(tile, found, is_first);
+    load(found, is_first);
     tile = next;
     found = ahead;
   }
