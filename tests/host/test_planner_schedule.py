@@ -6,7 +6,6 @@ from itertools import pairwise
 import numpy as np
 import pytest
 from planned import check, indptr, plan, ragged
-from preflash import _core
 
 GQA = {"num_qo_heads": 32, "num_kv_heads": 8}
 

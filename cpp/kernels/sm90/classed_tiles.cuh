@@ -1,5 +1,6 @@
 // Which KV tiles of an item a custom mask leaves, as the classes of its tiles tell
-// (preflash/mask_classes.h), for the producer warp that announces them.
+// (preflash/mask_classes.h), for the producer warp that announces them. Without classes, in a
+// launch without a mask, all are left.
 #pragma once
 
 #include "kernels/sm90/forward_params.cuh"
@@ -13,7 +14,7 @@ namespace preflash::sm90 {
 struct ClassedTiles {
   static constexpr int kWarpTiles = 32 * MaskClasses::kWordTiles;
 
-  const std::uint32_t* row;  // of classes
+  const std::uint32_t* row;  // of classes; null: all keys of all tiles are kept
   TileRange tiles;           // that the bounds leave, and those of which they keep everything
   int first = 0;             // the first tile of lane 0's word; tiles from here on have been read
   std::uint32_t word = 0;    // this lane's, without tiles before tiles.begin
@@ -23,10 +24,12 @@ struct ClassedTiles {
                                                     const WorkItem& item,
                                                     const RequestInfo& request,
                                                     const TileRange& tiles) {
-    const MaskClassShape shape{params.rows_per_tile, Traits::kTileN, params.group_size};
-    const std::int64_t index = item.row_begin / params.rows_per_tile * shape.row_words(request);
-    const std::int64_t begin = __ldg(params.class_begin + item.request);
-    ClassedTiles classed{params.extras.mask_classes + begin + index, tiles};
+    ClassedTiles classed{params.extras.mask_classes, tiles};
+    if (classed.row != nullptr) {
+      const MaskClassShape shape{params.rows_per_tile, Traits::kTileN, params.group_size};
+      const std::int64_t index = item.row_begin / params.rows_per_tile * shape.row_words(request);
+      classed.row += __ldg(params.class_begin + item.request) + index;
+    }
     classed.read((tiles.end - 1) / kWarpTiles * kWarpTiles);
     return classed;
   }
@@ -62,7 +65,7 @@ struct ClassedTiles {
     first = first_tile;
     const int tile = first_of_lane();
     const bool in_range = tile < tiles.end && tile + MaskClasses::kWordTiles > tiles.begin;
-    word = in_range ? __ldg(row + tile / MaskClasses::kWordTiles) : 0u;
+    word = !in_range ? 0u : row == nullptr ? ~0u : __ldg(row + tile / MaskClasses::kWordTiles);
     word &= ~MaskClasses::before(tiles.begin - tile);
   }
 };

@@ -102,12 +102,6 @@ __global__ void __launch_bounds__(ForwardTraits<V>::kThreads, V::kTile.ctas_per_
     cutlass::arch::warpgroup_reg_dealloc<Traits::kProducerRegisters>();
     if constexpr (Traits::kConverts) {
       produce_transformed(params, smem, begin, end);
-    } else if constexpr (Traits::kHasMaskBits) {
-      if (gather) {
-        produce_kept_gather(params, smem, begin, end);
-      } else {
-        produce_kept_tma(params, smem, begin, end);
-      }
     } else if (gather) {
       produce_gather(params, smem, begin, end);
     } else {

@@ -12,220 +12,135 @@
 // the items announces them, too.
 #pragma once
 
-#include "kernels/sm90/kept_tiles.cuh"
 #include "kernels/sm90/load_gather.cuh"
 #include "kernels/sm90/load_slices.cuh"
 #include "kernels/sm90/load_tma.cuh"
 #include "kernels/sm90/load_transformed.cuh"
 #include "kernels/sm90/load_widened.cuh"
-#include "kernels/sm90/work_items.cuh"
+#include "kernels/sm90/tile_stream.cuh"
 
 namespace preflash::sm90 {
+
+// Announces a CTA's items, and the tiles that a custom mask leaves of them.
+template <class Traits>
+using Announcer =
+    conditional_t<Traits::kHasMaskBits, KeptTileProducer<Traits>, ItemProducer<Traits>>;
+
+// What a loading warp announces: nothing, where a warp of its own does it all ...
+struct AnnouncesNothing {
+  static constexpr bool kRunsAhead = false;
+
+  __device__ __forceinline__ void announce_item() const {}
+  __device__ __forceinline__ void announce_tile() const {}
+};
+
+// ... or, where all warps load, the leader everything, between its copies: an item while the one
+// before it is still to be loaded, a tile that a custom mask leaves right before it is taken.
+// NOTE: with a custom mask an item is announced only once the one before it has been loaded,
+// because all of that one's tiles come first.
+// NOTE: a consumer takes its next tile's announcement while it holds buffers for which the leader
+// may wait. It finds the announcement there: a tile is loaded after the next one has been
+// announced, and published with the load that follows. Behind an item's last tile the next item's
+// first one is announced before any load.
+template <class Traits>
+struct LeaderAnnounces {
+  static constexpr bool kRunsAhead = !Traits::kHasMaskBits;
+
+  Announcer<Traits> announcer;
+  bool is_leader;
+
+  __device__ __forceinline__ void announce_item() {
+    if (is_leader && !announcer.done()) announcer.announce_item();
+  }
+  __device__ __forceinline__ void announce_tile() {
+    if (is_leader) announcer.announce_tile();
+  }
+};
+
+// How a loading warp goes through a CTA's items. load_q(item) follows the load of the first tile.
+template <class Traits, class Announces, class Loader, class LoadQ>
+__device__ __forceinline__ void load_items(SharedStorage<Traits>& smem, Announces&& announces,
+                                           Loader&& loader, const LoadQ& load_q) {
+  ItemReader<Traits> items{smem};
+  TileStream<Traits, Announces> tiles(smem, announces);
+  // NOTE: announce_item() is a large function, which is to be inlined once.
+  for (bool runs_ahead = announces.kRunsAhead;; runs_ahead = false) {
+    announces.announce_item();
+    if (runs_ahead) continue;
+    const ItemState* state = items.wait();
+    if (state == nullptr) break;
+    loader.load_item(*state, tiles, [&] { load_q(*state); });
+    items.release();
+  }
+  if constexpr (requires { loader.drain(); }) loader.drain();
+}
+
+// One warp announces one CTA's share of the work list, others load it: two, or where tiles come in
+// slices three, which take turns at them.
+template <class Traits>
+__device__ __forceinline__ void produce_tma(const ParamsOf<Traits>& params,
+                                            SharedStorage<Traits>& smem, int begin, int end) {
+  constexpr int kLoaders = Traits::kSliced ? kSliceLoaders : 2;
+  static_assert(kLoaders < kWarpgroupWarps);
+  const int warp = cutlass::canonical_warp_idx_sync();
+  QLoader<Traits> q{params, smem};
+  auto load_q = [&](const ItemState& state) {
+    if (warp == 0) q.load(state);
+  };
+  if (warp == kLoaders) {
+    Announcer<Traits> announcer{params, smem, begin, end};
+    while (!announcer.done()) {
+      announcer.announce_item();
+      while (announcer.has_tile()) announcer.announce_tile();
+    }
+  } else if constexpr (Traits::kSliced) {
+    SliceTmaLoader<Traits> slices(params.segments[0], smem, warp);
+    load_items(smem, AnnouncesNothing{}, slices, load_q);
+  } else if (warp == 0) {
+    load_items(smem, AnnouncesNothing{}, TmaLoader<Traits, Operand::kK>(params, smem), load_q);
+  } else if (warp == 1) {
+    load_items(smem, AnnouncesNothing{}, TmaLoader<Traits, Operand::kV>(params, smem), load_q);
+  }
+}
 
 // Gathers the rows of tiles, or of their slices.
 template <class Traits>
 using RowGatherer = conditional_t<Traits::kSliced, SliceGatherLoader<Traits>, GatherLoader<Traits>>;
-
-// Announces a CTA's items and the tiles that a custom mask leaves of them.
-template <class Traits>
-__device__ __forceinline__ void announce_kept_items(const ParamsOf<Traits>& params,
-                                                    SharedStorage<Traits>& smem, int begin,
-                                                    int end) {
-  KeptTileProducer<Traits> producer{params, smem, {params, smem, begin, end}};
-  while (!producer.done()) {
-    producer.announce_item();
-    while (producer.has_tile()) producer.announce_tile();
-  }
-}
-
-// What the warps of produce_tma() do with a custom mask: where tiles come in slices...
-template <class Traits>
-  requires(Traits::kSliced)
-__device__ __forceinline__ void produce_kept_tma(const ParamsOf<Traits>& params,
-                                                 SharedStorage<Traits>& smem, int begin, int end) {
-  int warp = cutlass::canonical_warp_idx_sync();
-  if (warp == kSliceLoaders) {
-    announce_kept_items(params, smem, begin, end);
-    return;
-  }
-  ItemReader<Traits> items{smem};
-  KeptTileLoader<Traits> tiles;
-  QLoader<Traits> q{params, smem};
-  SliceTmaLoader<Traits> slices(params.segments[0], smem, warp);
-  auto take = [&] { return tiles.take(smem); };
-  while (const ItemState* state = items.wait()) {
-    slices.load_kept_tiles(*state, take, [&] {
-      if (warp == 0) q.load(*state);
-    });
-    items.release();
-  }
-  slices.drain();
-}
-
-// ... and where they come whole.
-template <class Traits>
-__device__ __forceinline__ void produce_kept_tma(const ParamsOf<Traits>& params,
-                                                 SharedStorage<Traits>& smem, int begin, int end) {
-  int warp = cutlass::canonical_warp_idx_sync();
-  ItemReader<Traits> items{smem};
-  KeptTileLoader<Traits> tiles;
-  auto take = [&] { return tiles.take(smem); };
-  if (warp == 0) {
-    QLoader<Traits> q{params, smem};
-    TmaLoader<Traits, Operand::kK> k(params, smem);
-    while (const ItemState* state = items.wait()) {
-      k.load_kept_tiles(*state, take, [&] { q.load(*state); });
-      items.release();
-    }
-  } else if (warp == 1) {
-    TmaLoader<Traits, Operand::kV> v(params, smem);
-    while (const ItemState* state = items.wait()) {
-      v.load_kept_tiles(*state, take, [] {});
-      items.release();
-    }
-  } else if (warp == 2) {
-    announce_kept_items(params, smem, begin, end);
-  }
-}
-
-// Where tiles come in slices, three warps take turns at them; the first also loads Q.
-template <class Traits>
-  requires(Traits::kSliced)
-__device__ __forceinline__ void produce_tma(const ParamsOf<Traits>& params,
-                                            SharedStorage<Traits>& smem, int begin, int end) {
-  constexpr int kItemWarp = kSliceLoaders;
-  static_assert(kItemWarp < kWarpgroupWarps);
-  int warp = cutlass::canonical_warp_idx_sync();
-  if (warp == kItemWarp) {
-    ItemProducer<Traits> items{params, smem, begin, end};
-    while (!items.done()) items.announce();
-    return;
-  }
-  ItemReader<Traits> items{smem};
-  QLoader<Traits> q{params, smem};
-  SliceTmaLoader<Traits> slices(params.segments[0], smem, warp);
-  while (const ItemState* state = items.wait()) {
-    slices.load_item(*state, [&] {
-      if (warp == 0) q.load(*state);
-    });
-    items.release();
-  }
-  slices.drain();
-}
-
-// Three warps load one CTA's share of the work list.
-template <class Traits>
-__device__ __forceinline__ void produce_tma(const ParamsOf<Traits>& params,
-                                            SharedStorage<Traits>& smem, int begin, int end) {
-  int warp = cutlass::canonical_warp_idx_sync();
-  if (warp == 0) {
-    ItemReader<Traits> items{smem};
-    QLoader<Traits> q{params, smem};
-    TmaLoader<Traits, Operand::kK> k(params, smem);
-    while (const ItemState* state = items.wait()) {
-      k.load_item(*state, [&] { q.load(*state); });
-      items.release();
-    }
-  } else if (warp == 1) {
-    ItemReader<Traits> items{smem};
-    TmaLoader<Traits, Operand::kV> v(params, smem);
-    while (const ItemState* state = items.wait()) {
-      v.load_item(*state, [] {});
-      items.release();
-    }
-  } else if (warp == 2) {
-    ItemProducer<Traits> items{params, smem, begin, end};
-    while (!items.done()) items.announce();
-  }
-}
-
-// What the warps of produce_gather() do with a custom mask. NOTE: an item is announced only once
-// the one before it has been loaded, because all of that one's tiles come first.
-template <class Traits>
-__device__ __forceinline__ void produce_kept_gather(const ParamsOf<Traits>& params,
-                                                    SharedStorage<Traits>& smem, int begin,
-                                                    int end) {
-  bool is_leader = cutlass::canonical_warp_idx_sync() == 0;
-  KeptTileProducer<Traits> producer{params, smem, {params, smem, begin, end}};
-  ItemReader<Traits> items{smem};
-  KeptTileLoader<Traits> tiles;
-  QLoader<Traits> q{params, smem};
-  RowGatherer<Traits> rows(params, smem);
-  auto take = [&] {
-    if (is_leader) producer.announce_tile();
-    return tiles.take(smem);
-  };
-  for (;;) {
-    if (is_leader) producer.announce_item();
-    const ItemState* state = items.wait();
-    if (state == nullptr) break;
-    rows.load_kept_tiles(*state, take, [&] {
-      if (is_leader) q.load(*state);
-    });
-    items.release();
-  }
-  rows.drain();
-}
 
 // The whole warpgroup loads one CTA's share: every warp copies rows, warp 0 also prepares the items
 // and loads Q.
 template <class Traits>
 __device__ __forceinline__ void produce_gather(const ParamsOf<Traits>& params,
                                                SharedStorage<Traits>& smem, int begin, int end) {
-  bool is_leader = cutlass::canonical_warp_idx_sync() == 0;
-  ItemProducer<Traits> producer{params, smem, begin, end};
-  ItemReader<Traits> items{smem};
+  const bool is_leader = cutlass::canonical_warp_idx_sync() == 0;
   QLoader<Traits> q{params, smem};
-  RowGatherer<Traits> rows(params, smem);
-  // Each iteration announces an item and loads the one announced before it.
-  for (bool first = true;; first = false) {
-    if (is_leader && !producer.done()) producer.announce();
-    if (first) continue;
-    const ItemState* state = items.wait();
-    if (state == nullptr) break;
-    rows.load_item(*state, [&] {
-      if (is_leader) q.load(*state);
-    });
-    items.release();
-  }
-  rows.drain();
+  LeaderAnnounces<Traits> announces{{params, smem, begin, end}, is_leader};
+  load_items(smem, announces, RowGatherer<Traits>(params, smem), [&](const ItemState& state) {
+    if (is_leader) q.load(state);
+  });
 }
 
-// Loads one CTA's share by a loader whose warps work on tiles alone; warp 0 also prepares the
-// items.
-template <class Traits, class Loader>
-__device__ __forceinline__ void load_items(const ParamsOf<Traits>& params,
-                                           SharedStorage<Traits>& smem, int begin, int end) {
-  bool is_leader = cutlass::canonical_warp_idx_sync() == 0;
-  ItemProducer<Traits> producer{params, smem, begin, end};
-  ItemReader<Traits> items{smem};
-  Loader loader(params.segments[0], smem);
-  for (bool first = true;; first = false) {
-    if (is_leader && !producer.done()) producer.announce();
-    if (first) continue;
-    const ItemState* state = items.wait();
-    if (state == nullptr) break;
-    loader.load_item(*state);
-    items.release();
-  }
-}
-
-// The consumers load Q themselves (load_query.cuh); all else is as above.
+// Warp 0 also prepares the items. The consumers load Q themselves (load_query.cuh).
 template <class Traits>
 __device__ __forceinline__ void produce_transformed(const ParamsOf<Traits>& params,
                                                     SharedStorage<Traits>& smem, int begin,
                                                     int end) {
+  const HopperSegment& segment = params.segments[0];
+  const bool is_leader = cutlass::canonical_warp_idx_sync() == 0;
+  auto no_q = [](const ItemState&) {};
+  LeaderAnnounces<Traits> announces{{params, smem, begin, end}, is_leader};
   if constexpr (Traits::kWidens && Traits::kProducers == 2) {
-    if (only_widens<Traits>(params.segments[0])) {
+    if (only_widens<Traits>(segment)) {
       if (threadIdx.x < kWarpgroupThreads) {
-        load_items<Traits, WideningLoader<Traits, Operand::kK>>(params, smem, begin, end);
+        load_items(smem, announces, WideningLoader<Traits, Operand::kK>(segment, smem), no_q);
       } else {
-        load_items<Traits, WideningLoader<Traits, Operand::kV>>(params, smem, begin, end);
+        WideningLoader<Traits, Operand::kV> v(segment, smem);
+        load_items(smem, AnnouncesNothing{}, v, no_q);
       }
       return;
     }
   }
-  load_items<Traits, TransformLoader<Traits>>(params, smem, begin, end);
+  load_items(smem, announces, TransformLoader<Traits>(segment, smem), no_q);
 }
 
 }  // namespace preflash::sm90

@@ -13,20 +13,15 @@ namespace preflash::sm90 {
 // One warp announces items and the tiles that are kept of them: all tiles of an item before the
 // next item. It writes the output of items that keep no key itself.
 template <class Traits>
-struct KeptTileProducer {
-  const ParamsOf<Traits>& params;
-  SharedStorage<Traits>& smem;
-  ItemProducer<Traits> items;
-  ProducerPipelineState<Traits::kTileSlots> write = {};
+struct KeptTileProducer : ItemProducer<Traits> {
+  ProducerPipelineState<Traits::kTileSlots> tile_write = {};
   ClassedTiles classed = {};  // of the item announced last
   int next = -1;  // its tile to announce next; before classed.tiles.begin: there is none
 
-  __device__ __forceinline__ bool done() const { return items.done(); }
-
   __device__ __forceinline__ void announce_item() {
-    items.announce([&](const WorkItem& item, const RequestInfo& request, const TileRange& tiles) {
+    this->announce([&](const WorkItem& item, const RequestInfo& request, const TileRange& tiles) {
       if (tiles.count() == 0) return tiles;
-      classed = ClassedTiles::of<Traits>(params.segment_of(request), item, request, tiles);
+      classed = ClassedTiles::of<Traits>(this->params.segment_of(request), item, request, tiles);
       next = classed.last_kept_before(tiles.end);
       return has_tile() ? tiles : TileRange{};
     });
@@ -35,18 +30,19 @@ struct KeptTileProducer {
   __device__ __forceinline__ bool has_tile() const { return next >= classed.tiles.begin; }
 
   __device__ __forceinline__ void announce_tile() {
+    auto& kept = this->smem.kept;
     int word = next * 4 | (classed.is_whole(next) ? KeptTile::kWhole : 0);
     next = classed.last_kept_before(next);
     if (!has_tile()) word |= KeptTile::kLast;
-    int slot = write.index();
-    smem.kept.tile_empty[slot].wait(write.phase() ^ 1);
+    int slot = tile_write.index();
+    kept.tile_empty[slot].wait(tile_write.phase() ^ 1);
     if (elect_one_sync()) {
-      smem.kept.tiles[slot] = {word};
+      kept.tiles[slot] = {word};
       order_memory_accesses();
-      smem.kept.tile_full[slot].arrive();
+      kept.tile_full[slot].arrive();
     }
     __syncwarp();
-    write.advance();
+    tile_write.advance();
   }
 };
 
@@ -69,8 +65,5 @@ struct KeptTileReader {
     return kept;
   }
 };
-
-template <class Traits>
-using KeptTileLoader = KeptTileReader<ProducerPipelineState<Traits::kTileSlots>>;
 
 }  // namespace preflash::sm90

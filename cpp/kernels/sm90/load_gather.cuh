@@ -4,10 +4,9 @@
 
 #include <cutlass/arch/barrier.h>
 
-#include <cute/arch/copy_sm80.hpp>
-
-#include "kernels/sm90/forward_params.cuh"
-#include "kernels/sm90/forward_traits.cuh"
+#include "kernels/sm90/copy_rows.cuh"
+#include "kernels/sm90/tile_ring.cuh"
+#include "kernels/sm90/tile_stream.cuh"
 
 namespace preflash::sm90 {
 
@@ -22,9 +21,7 @@ struct GatherLoader {
   static constexpr int kRowsPerPass = 4;
   static constexpr int kPasses = kWarpKeys / kRowsPerPass;
   static_assert(kWarpKeys % kRowsPerPass == 0);
-  static constexpr int kElementsPerCopy = 16 / sizeof(Element);
-
-  enum class Fill { kWhole, kPartial };  // whether the tile has all of its rows and columns
+  static constexpr int kElementsPerCopy = kCopyBytes / sizeof(Element);
 
   // Rows i * 32 + lane_id() of the warp's quarter. The lookup runs ahead of the copies, because the
   // page index comes from L2.
@@ -33,61 +30,39 @@ struct GatherLoader {
   };
 
   const ParamsOf<Traits>& params;
-  SharedStorage<Traits>& smem;
+  TileWriter<Traits, Operand::kK> k;
+  TileWriter<Traits, Operand::kV> v;
   ItemKeys item;
-  ProducerPipelineState<Traits::kStages> k_write;
-  ProducerPipelineState<Traits::kStages> v_write;
   TransactionBarrier* unpublished = nullptr;  // the rows that it announces are in flight
 
   __device__ __forceinline__ GatherLoader(const ParamsOf<Traits>& params,
                                           SharedStorage<Traits>& smem)
-      : params(params), smem(smem) {}
+      : params(params), k{smem}, v{smem} {}
 
   // Loads K(last), then K(t - 1) and V(t) for each tile: the consumers compute S(t - 1) = Q K^T
-  // before O += P V(t). The page lookup runs two tiles ahead. Calls after_first() once K(last) has
-  // been issued.
-  template <class AfterFirst>
-  __device__ __forceinline__ void load_item(const ItemState& state, AfterFirst&& after_first) {
+  // before O += P V(t). The page lookup runs two tiles ahead of V. Calls after_first() once K(last)
+  // has been issued.
+  template <class Tiles, class AfterFirst>
+  __device__ __forceinline__ void load_item(const ItemState& state, Tiles& tiles,
+                                            const AfterFirst& after_first) {
     item = ItemKeys::of(state);
-    const int begin = warp_uniform(state.tiles.begin);
-    const int first = warp_uniform(state.tiles.end) - 1;
-    RowSlots rows = find_rows(first);
-    RowSlots next = find_rows(first - 1);
-    fetch_k(rows, first);
+    int tile = tiles.first(state);
+    RowSlots rows = find_rows(tile);
+    int next = tiles.next();
+    RowSlots next_rows = find_rows(next);
+    load(k, rows, tile);
     after_first();
-    for (int tile = first; tile > begin; --tile) {
-      RowSlots ahead = find_rows(tile - 2);
-      fetch_k(next, tile - 1);
-      fetch_v(rows, tile);
-      rows = next;
-      next = ahead;
-    }
-    fetch_v(rows, begin);
-  }
-
-  // The same for the tiles that a custom mask leaves; take() waits for the next one. The page
-  // lookup runs one tile ahead.
-  template <class Take, class AfterFirst>
-  __device__ __forceinline__ void load_kept_tiles(const ItemState& state, Take&& take,
-                                                  AfterFirst&& after_first) {
-    item = ItemKeys::of(state);
-    auto current = take();
-    RowSlots rows = find_rows(current.index());
-    auto next = current.is_last() ? current : take();
-    RowSlots next_rows = find_rows(next.index());
-    fetch_k(rows, current.index());
-    after_first();
-    while (!current.is_last()) {
-      auto ahead = next.is_last() ? next : take();
-      RowSlots ahead_rows = find_rows(ahead.index());
-      fetch_k(next_rows, next.index());
-      fetch_v(rows, current.index());
-      current = next;
+    while (next != kNoTile) {
+      const int ahead = tiles.next();
+      RowSlots ahead_rows = find_rows(ahead);
+      load(k, next_rows, next);
+      load(v, rows, tile);
+      tile = next;
       rows = next_rows;
       next = ahead;
       next_rows = ahead_rows;
     }
-    fetch_v(rows, current.index());
+    load(v, rows, tile);
   }
 
   __device__ __forceinline__ void drain() {
@@ -101,32 +76,23 @@ struct GatherLoader {
   }
   __device__ __forceinline__ static int warp_row() { return threadIdx.x / 32 * kWarpKeys; }
 
-  // A row outside the item's keys gets the slot of a row inside: its address is valid, and nothing
-  // is read from it.
   __device__ __forceinline__ RowSlots find_rows(int tile) const {
     RowSlots rows;
     CUTE_UNROLL
     for (int i = 0; i < kOwned; ++i) {
       int key = tile * Traits::kTileN + warp_row() + i * 32 + lane_id();
-      rows.slot[i] =
-          find_slot(segment(), item.kv_begin, max(min(key, item.keys.end - 1), item.keys.begin));
+      rows.slot[i] = find_slot_within(segment(), item, key);
     }
     return rows;
   }
 
-  __device__ __forceinline__ void fetch_k(const RowSlots& rows, int tile) {
-    smem.barriers.k_empty[k_write.index()].wait(k_write.phase() ^ 1);
-    fetch<Traits::kBlocksK>(rows, tile, segment().k, segment().head_dim_qk,
-                            smem.k + k_write.index() * (Traits::kTileN * Traits::kHeadQk));
-    publish_before(smem.barriers.k_full[k_write.index()]);
-    k_write.advance();
-  }
-  __device__ __forceinline__ void fetch_v(const RowSlots& rows, int tile) {
-    smem.barriers.v_empty[v_write.index()].wait(v_write.phase() ^ 1);
-    fetch<Traits::kBlocksV>(rows, tile, segment().v, segment().head_dim_vo,
-                            smem.v + v_write.index() * (Traits::kTileN * Traits::kHeadVo));
-    publish_before(smem.barriers.v_full[v_write.index()]);
-    v_write.advance();
+  template <class Writer>
+  __device__ __forceinline__ void load(Writer& write, const RowSlots& rows, int tile) {
+    write.wait();
+    fetch<Writer::kBlocks>(rows, tile, Writer::tensor(segment()), Writer::head_dim(segment()),
+                           write.tile());
+    publish_before(write.full());
+    write.next.advance();
   }
 
   // Announces the tile before this one; this one stays in flight.
@@ -151,16 +117,12 @@ struct GatherLoader {
     CUTE_UNROLL
     for (int i = 0; i < kOwned; ++i) offsets[i] = slot_offset(tensor, rows.slot[i]);
     int key = tile * Traits::kTileN;
-    bool whole = key >= item.keys.begin && key + Traits::kTileN <= item.keys.end &&
-                 head_dim >= kBlocks * kColumns;
-    if (whole) {
-      copy_rows<kBlocks, Fill::kWhole>(offsets, key, tensor, head_dim, target);
-    } else {
-      copy_rows<kBlocks, Fill::kPartial>(offsets, key, tensor, head_dim, target);
-    }
+    copy_tile<Traits>(item, key, head_dim >= kBlocks * kColumns, [&](auto rows) {
+      copy_rows<kBlocks, rows>(offsets, key, tensor, head_dim, target);
+    });
   }
 
-  template <int kBlocks, Fill kFill>
+  template <int kBlocks, Rows kRows>
   __device__ __forceinline__ void copy_rows(const std::int64_t (&offsets)[kOwned], int tile_key,
                                             const KvTensor& tensor, int head_dim,
                                             Element* tile) const {
@@ -186,17 +148,12 @@ struct GatherLoader {
       for (int block = 0; block < kBlocks; ++block) {
         std::uint32_t block_target = target + block * Traits::kTileN * kBlockRowBytes;
         const Element* block_source = source + block * kColumns;
-        if constexpr (kFill == Fill::kWhole) {
-          asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(block_target),
-                       "l"(block_source)
-                       : "memory");
+        if constexpr (kRows == Rows::kWhole) {
+          copy_piece(block_target, block_source);
         } else {
-          // NOTE: with 0 source bytes nothing is read; the address need not be mapped.
           bool kept = key >= item.keys.begin && key < item.keys.end;
-          int bytes = kept && block * kColumns + column < head_dim ? 16 : 0;
-          asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(block_target),
-                       "l"(block_source), "r"(bytes)
-                       : "memory");
+          bool is_there = kept && block * kColumns + column < head_dim;
+          copy_piece(block_target, block_source, is_there ? kCopyBytes : 0);
         }
       }
     }

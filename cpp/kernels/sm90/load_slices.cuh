@@ -12,8 +12,45 @@ namespace preflash::sm90 {
 // too slow for one where pages are small.
 inline constexpr int kSliceLoaders = 3;
 
+// Copies: one of the two forms of copying below.
+template <class Traits, class Copies>
+struct KvSliceLoader : Copies {
+  using Tile = typename Copies::Tile;
+  using Copies::Copies;
+
+  Tile before = {};  // whose V is still to be loaded
+  bool any_before = false;
+
+  // Calls after_first() once K of the first tile has been issued.
+  template <class Tiles, class AfterFirst>
+  __device__ __forceinline__ void load_item(const ItemState& state, Tiles& tiles,
+                                            const AfterFirst& after_first) {
+    const ItemKeys item = ItemKeys::of(state);
+    auto look_up = [&](int tile) { return this->find(item, tile); };
+    for_each_tile(tiles, state, look_up, [&](const Tile& tile, bool is_first) {
+      Copies::template copy<Operand::kK>(tile, 0, slices_of_k<Traits>(this->segment()));
+      if (is_first) after_first();
+      copy_v_before();
+      before = tile;
+      any_before = true;
+    });
+  }
+  __device__ __forceinline__ void drain() {
+    copy_v_before();
+    this->finish();
+  }
+
+ private:
+  __device__ __forceinline__ void copy_v_before() {
+    if (!any_before) return;
+    const int column = first_column<Traits>(this->segment().head_dim_vo);
+    Copies::template copy<Operand::kV>(before, column, Traits::kSlicesV);
+  }
+};
+
+// Slices as TMA boxes.
 template <class Traits>
-struct SliceTmaLoader {
+struct SliceBoxes {
   using Element = typename Traits::ElementKv;
   static constexpr int kColumns = kBlockColumns<Element>;
   static constexpr int kSliceBytes = Traits::kSliceElements * sizeof(Element);
@@ -26,71 +63,29 @@ struct SliceTmaLoader {
 
   const HopperSegment& params;
   SliceWriter<Traits> write;
-  int turns;         // of other loaders until it is this one's
-  Tile before = {};  // whose V is still to be loaded
-  bool any_before = false;
+  int turns;  // of other loaders until it is this one's
 
   // loader: of kSliceLoaders
-  __device__ __forceinline__ SliceTmaLoader(const HopperSegment& params,
-                                            SharedStorage<Traits>& smem, int loader)
+  __device__ __forceinline__ SliceBoxes(const HopperSegment& params, SharedStorage<Traits>& smem,
+                                        int loader)
       : params(params), write{smem}, turns(loader) {}
 
-  // Calls after_first() once K of the first tile has been issued.
-  template <class AfterFirst>
-  __device__ __forceinline__ void load_item(const ItemState& state, AfterFirst&& after_first) {
-    ItemKeys item = ItemKeys::of(state);
-    const int begin = warp_uniform(state.tiles.begin);
-    const int first = warp_uniform(state.tiles.end) - 1;
-    TmaCoordinates box = box_coordinates<Traits>(params, item, first);
-    for (int tile = first; tile >= begin; --tile) {
-      TmaCoordinates next{};
-      if (tile > begin) next = box_coordinates<Traits>(params, item, tile - 1);
-      Tile now{box, item.kv_head};
-      fetch(&params.maps.k, now, 0, slices_of_k<Traits>(params));
-      if (tile == first) after_first();
-      drain();
-      before = now;
-      any_before = true;
-      box = next;
-    }
+ protected:
+  __device__ __forceinline__ const HopperSegment& segment() const { return params; }
+  __device__ __forceinline__ Tile find(const ItemKeys& item, int tile) const {
+    return {box_coordinates<Traits>(params, item, tile), item.kv_head};
   }
-  // The same for the tiles that a custom mask leaves; take() waits for the next one, a tile ahead.
-  template <class Take, class AfterFirst>
-  __device__ __forceinline__ void load_kept_tiles(const ItemState& state, Take&& take,
-                                                  AfterFirst&& after_first) {
-    ItemKeys item = ItemKeys::of(state);
-    auto tile = take();
-    TmaCoordinates box = box_coordinates<Traits>(params, item, tile.index());
-    for (bool is_first = true, is_last = false; !is_last; is_first = false) {
-      is_last = tile.is_last();
-      TmaCoordinates next{};
-      if (!is_last) {
-        tile = take();
-        next = box_coordinates<Traits>(params, item, tile.index());
-      }
-      Tile now{box, item.kv_head};
-      fetch(&params.maps.k, now, 0, slices_of_k<Traits>(params));
-      if (is_first) after_first();
-      drain();
-      before = now;
-      any_before = true;
-      box = next;
-    }
-  }
-  // V of the last tile.
-  __device__ __forceinline__ void drain() {
-    if (!any_before) return;
-    fetch(&params.maps.v, before, first_column<Traits>(params.head_dim_vo), Traits::kSlicesV);
-  }
+  __device__ __forceinline__ static void finish() {}
 
- private:
-  __device__ __forceinline__ void fetch(const CUtensorMap* map, const Tile& tile, int column,
-                                        int num_slices) {
+  template <Operand kOperand>
+  __device__ __forceinline__ void copy(const Tile& tile, int column, int num_slices) {
+    const TensorMaps& maps = params.maps;
 #pragma unroll 1
     for (int slice = 0; slice < num_slices; ++slice) {
       if (turns == 0) {
         write.wait();
-        issue(map, tile, column + slice * Traits::kSliceColumns);
+        issue(kOperand == Operand::kK ? &maps.k : &maps.v, tile,
+              column + slice * Traits::kSliceColumns);
         turns = kSliceLoaders;
       }
       --turns;
@@ -98,6 +93,7 @@ struct SliceTmaLoader {
     }
   }
 
+ private:
   __device__ __forceinline__ void issue(const CUtensorMap* map, const Tile& tile,
                                         int column) const {
     Element* target = write.slice();
@@ -127,99 +123,51 @@ struct SliceTmaLoader {
 // copied. NOTE: its consumers may wait for it, so a slot must come free without it: those of V and
 // of K's last slice come free with V's second slice, which lies two slots behind at most.
 template <class Traits>
-struct SliceGatherLoader : GatherLoader<Traits> {
+struct SliceRows : GatherLoader<Traits> {
   using Base = GatherLoader<Traits>;
   using typename Base::Element;
-  using typename Base::RowSlots;
   static constexpr int kBlocks = Traits::kSliceColumns / Base::kColumns;
 
   struct Tile {
     ItemKeys item;
-    RowSlots rows;
+    typename Base::RowSlots rows;
     int index;
   };
 
   SliceWriter<Traits> write;
-  Tile before = {};  // whose V is still to be loaded
-  bool any_before = false;
 
-  __device__ __forceinline__ SliceGatherLoader(const ParamsOf<Traits>& params,
-                                               SharedStorage<Traits>& smem)
+  __device__ __forceinline__ SliceRows(const ParamsOf<Traits>& params, SharedStorage<Traits>& smem)
       : Base(params, smem), write{smem} {}
 
-  // The page lookup runs a tile ahead. Calls after_first() once K of the first tile has been
-  // issued.
-  template <class AfterFirst>
-  __device__ __forceinline__ void load_item(const ItemState& state, AfterFirst&& after_first) {
-    const ItemKeys item = ItemKeys::of(state);
-    const int begin = warp_uniform(state.tiles.begin);
-    const int first = warp_uniform(state.tiles.end) - 1;
+ protected:
+  __device__ __forceinline__ Tile find(const ItemKeys& item, int tile) {
     this->item = item;
-    RowSlots rows = this->find_rows(first);
-    for (int tile = first; tile >= begin; --tile) {
-      this->item = item;
-      RowSlots next = this->find_rows(tile - 1);
-      Tile now{item, rows, tile};
-      const HopperSegment& segment = this->segment();
-      fetch(now, segment.k, segment.head_dim_qk, 0, slices_of_k<Traits>(segment));
-      if (tile == first) after_first();
-      fetch_v_before();
-      before = now;
-      any_before = true;
-      rows = next;
-    }
+    return {item, this->find_rows(tile), tile};
   }
-  // The same for the tiles that a custom mask leaves; take() waits for the next one.
-  template <class Take, class AfterFirst>
-  __device__ __forceinline__ void load_kept_tiles(const ItemState& state, Take&& take,
-                                                  AfterFirst&& after_first) {
-    const ItemKeys item = ItemKeys::of(state);
-    this->item = item;
-    auto tile = take();
-    RowSlots rows = this->find_rows(tile.index());
-    for (bool is_first = true, is_last = false; !is_last; is_first = false) {
-      const int index = tile.index();
-      is_last = tile.is_last();
-      if (!is_last) tile = take();
-      this->item = item;
-      RowSlots next = this->find_rows(tile.index());
-      Tile now{item, rows, index};
-      const HopperSegment& segment = this->segment();
-      fetch(now, segment.k, segment.head_dim_qk, 0, slices_of_k<Traits>(segment));
-      if (is_first) after_first();
-      fetch_v_before();
-      before = now;
-      any_before = true;
-      rows = next;
-    }
-  }
-  __device__ __forceinline__ void drain() {
-    fetch_v_before();
-    Base::drain();
-  }
+  __device__ __forceinline__ void finish() { Base::drain(); }
 
- private:
-  __device__ __forceinline__ void fetch_v_before() {
-    if (!any_before) return;
-    const HopperSegment& segment = this->segment();
-    fetch(before, segment.v, segment.head_dim_vo, first_column<Traits>(segment.head_dim_vo),
-          Traits::kSlicesV);
-  }
-
-  __device__ __forceinline__ void fetch(const Tile& tile, const KvTensor& tensor, int head_dim,
-                                        int column, int num_slices) {
+  template <Operand kOperand>
+  __device__ __forceinline__ void copy(const Tile& tile, int column, int num_slices) {
+    using Writer = TileWriter<Traits, kOperand>;
     this->item = tile.item;
+    const HopperSegment& segment = this->segment();
+    const KvTensor& tensor = Writer::tensor(segment);
     KvTensor columns = tensor;
 #pragma unroll 1
     for (int slice = 0; slice < num_slices; ++slice, column += Traits::kSliceColumns) {
       columns.data = static_cast<const Element*>(tensor.data) + column;
       write.wait();
-      Base::template fetch<kBlocks>(tile.rows, tile.index, columns, head_dim - column,
-                                    write.slice());
+      Base::template fetch<kBlocks>(tile.rows, tile.index, columns,
+                                    Writer::head_dim(segment) - column, write.slice());
       this->publish_before(write.full());
       write.next.advance();
     }
   }
 };
+
+template <class Traits>
+using SliceTmaLoader = KvSliceLoader<Traits, SliceBoxes<Traits>>;
+template <class Traits>
+using SliceGatherLoader = KvSliceLoader<Traits, SliceRows<Traits>>;
 
 }  // namespace preflash::sm90

@@ -4,8 +4,8 @@
 #include <cute/arch/cluster_sm90.hpp>
 #include <cute/arch/copy_sm90_tma.hpp>
 
-#include "kernels/sm90/forward_params.cuh"
-#include "kernels/sm90/forward_traits.cuh"
+#include "kernels/sm90/tile_ring.cuh"
+#include "kernels/sm90/tile_stream.cuh"
 
 namespace preflash::sm90 {
 
@@ -50,8 +50,6 @@ struct QLoader {
   }
 };
 
-enum class Operand { kK, kV };
-
 // The coordinates of box lane_id() of a K/V tile. Only rows of kept keys are fetched: the pages
 // below a window may have been recycled, and the rows past the request's end belong to nobody or to
 // another.
@@ -78,52 +76,32 @@ __device__ __forceinline__ TmaCoordinates box_coordinates(const HopperSegment& p
 template <class Traits, Operand kOperand>
 struct TmaLoader {
   using Element = typename Traits::ElementKv;
+  using Writer = TileWriter<Traits, kOperand>;
   static constexpr int kColumns = kBlockColumns<Element>;
-  static constexpr int kBlocks = kOperand == Operand::kK ? Traits::kBlocksK : Traits::kBlocksV;
-  static constexpr int kTileElements = Traits::kTileN * kBlocks * kColumns;
+  static constexpr int kTileBytes = Traits::kTileN * Writer::kHead * sizeof(Element);
   static_assert(Traits::kMaxBoxes <= 32, "each lane finds the coordinates of one box");
 
   const ParamsOf<Traits>& params;
-  SharedStorage<Traits>& smem;
+  Writer write;
   ItemKeys item;
-  ProducerPipelineState<Traits::kStages> write;
   TMA::CacheHintSm90 hint = TMA::CacheHintSm90::EVICT_LAST;  // other query tiles read them, too
 
   __device__ __forceinline__ TmaLoader(const ParamsOf<Traits>& params, SharedStorage<Traits>& smem)
-      : params(params), smem(smem) {}
+      : params(params), write{smem} {}
 
   // Calls after_first() once the first tile has been issued.
-  template <class AfterFirst>
-  __device__ __forceinline__ void load_item(const ItemState& state, AfterFirst&& after_first) {
+  template <class Tiles, class AfterFirst>
+  __device__ __forceinline__ void load_item(const ItemState& state, Tiles& tiles,
+                                            const AfterFirst& after_first) {
     item = ItemKeys::of(state);
     hint = cache_hint(state);
-    const int begin = warp_uniform(state.tiles.begin);
-    const int first = warp_uniform(state.tiles.end) - 1;
-    TmaCoordinates coordinates = find_coordinates(first);
-    for (int tile = first; tile >= begin; --tile) {
-      TmaCoordinates next = tile > begin ? find_coordinates(tile - 1) : TmaCoordinates{};
-      empty(write.index()).wait(write.phase() ^ 1);
-      fetch(coordinates);
-      write.advance();
-      coordinates = next;
-      if (tile == first) after_first();
-    }
-  }
-
-  // The same for the tiles that a custom mask leaves; take() waits for the next one.
-  template <class Take, class AfterFirst>
-  __device__ __forceinline__ void load_kept_tiles(const ItemState& state, Take&& take,
-                                                  AfterFirst&& after_first) {
-    item = ItemKeys::of(state);
-    for (bool is_first = true, is_last = false; !is_last; is_first = false) {
-      auto next = take();
-      TmaCoordinates coordinates = find_coordinates(next.index());
-      empty(write.index()).wait(write.phase() ^ 1);
-      fetch(coordinates);
-      write.advance();
+    auto look_up = [&](int tile) { return box_coordinates<Traits>(segment(), item, tile); };
+    for_each_tile(tiles, state, look_up, [&](const TmaCoordinates& boxes, bool is_first) {
+      write.wait();
+      fetch(boxes);
+      write.next.advance();
       if (is_first) after_first();
-      is_last = next.is_last();
-    }
+    });
   }
 
  private:
@@ -136,35 +114,27 @@ struct TmaLoader {
     bool once = state.request.qo_len * segment().group_size <= segment().rows_per_tile;
     return once ? TMA::CacheHintSm90::EVICT_FIRST : TMA::CacheHintSm90::EVICT_LAST;
   }
-  __device__ __forceinline__ Barrier& empty(int stage) const {
-    return kOperand == Operand::kK ? smem.barriers.k_empty[stage] : smem.barriers.v_empty[stage];
-  }
-
-  __device__ __forceinline__ TmaCoordinates find_coordinates(int tile) const {
-    return box_coordinates<Traits>(segment(), item, tile);
-  }
 
   // NOTE: elect_one_sync() tells the compiler that a single lane issues; `lane == 0` would not.
   __device__ __forceinline__ void fetch(const TmaCoordinates& coordinates) const {
-    TransactionBarrier& full = kOperand == Operand::kK ? smem.barriers.k_full[write.index()]
-                                                       : smem.barriers.v_full[write.index()];
-    auto* tile = (kOperand == Operand::kK ? smem.k : smem.v) + write.index() * kTileElements;
+    TransactionBarrier& full = write.full();
+    Element* tile = write.tile();
     const int box_rows = segment().box.kv_rows;
     if (box_rows == Traits::kTileN) {
       TmaCoordinates only{warp_uniform(coordinates.page), warp_uniform(coordinates.x),
                           warp_uniform(coordinates.r)};
       if (elect_one_sync()) {
-        full.arrive_and_expect_tx(kTileElements * sizeof(Element));
+        full.arrive_and_expect_tx(kTileBytes);
         issue(only, tile, full);
       }
       __syncwarp();
       return;
     }
-    TmaCoordinates* shared = kOperand == Operand::kK ? smem.k_coordinates : smem.v_coordinates;
+    auto* shared = Writer::kIsK ? write.smem.k_coordinates : write.smem.v_coordinates;
     if (lane_id() < Traits::kMaxBoxes) shared[lane_id()] = coordinates;
     __syncwarp();
     if (elect_one_sync()) {
-      full.arrive_and_expect_tx(kTileElements * sizeof(Element));
+      full.arrive_and_expect_tx(kTileBytes);
       // In groups: moving one box's coordinates to uniform registers overlaps with the next box's.
       constexpr int kGroup = 4;
       static_assert(Traits::kMaxBoxes % kGroup == 0);
@@ -185,9 +155,9 @@ struct TmaLoader {
   __device__ __forceinline__ void issue(const TmaCoordinates& coordinates, Element* target,
                                         TransactionBarrier& full) const {
     const TensorMaps& maps = segment().maps;
-    const CUtensorMap* map = kOperand == Operand::kK ? &maps.k : &maps.v;
+    const CUtensorMap* map = Writer::kIsK ? &maps.k : &maps.v;
     CUTE_UNROLL
-    for (int block = 0; block < kBlocks; ++block) {
+    for (int block = 0; block < Writer::kBlocks; ++block) {
       SM90_TMA_LOAD_5D::copy(map, reinterpret_cast<std::uint64_t*>(&full),
                              static_cast<std::uint64_t>(hint),
                              target + block * (Traits::kTileN * kColumns), block * kColumns,

@@ -5,9 +5,10 @@
 
 #include <cutlass/arch/barrier.h>
 
-#include <cute/arch/copy_sm80.hpp>
-
+#include "kernels/sm90/copy_rows.cuh"
 #include "kernels/sm90/forward_transform.cuh"
+#include "kernels/sm90/tile_ring.cuh"
+#include "kernels/sm90/tile_stream.cuh"
 
 namespace preflash::sm90 {
 
@@ -17,45 +18,53 @@ template <class Traits>
 struct TransformLoader {
   static constexpr int kWarpKeys = Traits::kTileN / Traits::kProducerWarps;
   static_assert(kWarpKeys <= 32, "a lane looks up the page of one row");
-  static constexpr int kPieceBytes = 16;  // of one copy
 
   const HopperSegment& params;
   SharedStorage<Traits>& smem;
+  TileWriter<Traits, Operand::kK> k;
+  TileWriter<Traits, Operand::kV> v;
   ItemKeys item;
-  ProducerPipelineState<Traits::kStages> k_write;
-  ProducerPipelineState<Traits::kStages> v_write;
 
   __device__ __forceinline__ TransformLoader(const HopperSegment& params,
                                              SharedStorage<Traits>& smem)
-      : params(params), smem(smem) {}
+      : params(params), smem(smem), k{smem}, v{smem} {}
 
   // Publishes K(last), then K(t - 1) and V(t) for each tile, in the order in which the consumers
   // need them. Copies run a tile ahead of that in each operand, lookups of pages two. Every copy is
   // a group, an empty one too where there is no tile, so that one group may always be in flight.
-  __device__ __forceinline__ void load_item(const ItemState& state) {
+  // Calls after_first() once K(last) has been requested.
+  template <class Tiles, class AfterFirst>
+  __device__ __forceinline__ void load_item(const ItemState& state, Tiles& tiles,
+                                            const AfterFirst& after_first) {
     item = ItemKeys::of(state);
-    const int begin = warp_uniform(state.tiles.begin);
-    const int end = warp_uniform(state.tiles.end);
-    KeySlot slot = find_slot_of_lane(end - 1);
-    KeySlot next = find_slot_of_lane(end - 2);
-    copy_k(slot, end - 1, begin);
+    int tile = tiles.first(state);
+    KeySlot slot = find_slot_of_lane(tile);
+    int next = tiles.next();
+    KeySlot next_slot = find_slot_of_lane(next);
+    copy_k(slot, tile);
     cp_async_fence();
+    after_first();
+    // The iteration behind the last tile publishes the last V.
 #pragma unroll 1
-    for (int tile = end; tile >= begin; --tile) {
-      KeySlot ahead = find_slot_of_lane(tile - 3);
-      if (tile > begin) {
-        publish_k(tile - 1, [&] { copy_k(next, tile - 2, begin); });
-      } else {
+    for (bool is_first = true, is_last = false; !is_last; is_first = false) {
+      const int ahead = tiles.next();
+      KeySlot ahead_slot = find_slot_of_lane(ahead);
+      is_last = tile == kNoTile;
+      if (is_last) {
         cp_async_fence();
-      }
-      auto copy_next = [&] { copy_v(slot, tile - 1, begin); };
-      if (tile < end) {
-        publish_v(copy_next);
       } else {
-        copy_next();
+        publish_k(tile, [&] { copy_k(next_slot, next); });
       }
-      slot = next;
+      auto copy_next = [&] { copy_v(slot, tile); };
+      if (is_first) {
+        copy_next();
+      } else {
+        publish_v(copy_next);
+      }
+      tile = next;
+      slot = next_slot;
       next = ahead;
+      next_slot = ahead_slot;
     }
   }
 
@@ -69,43 +78,29 @@ struct TransformLoader {
   __device__ __forceinline__ unsigned char* raw_v() const {
     return smem.raw + Traits::kTileN * Traits::kHeadQk;
   }
-  __device__ __forceinline__ unsigned char* k_tile() const {
-    return reinterpret_cast<unsigned char*>(smem.k +
-                                            k_write.index() * (Traits::kTileN * Traits::kHeadQk));
-  }
-  __device__ __forceinline__ unsigned char* v_tile() const {
-    return reinterpret_cast<unsigned char*>(smem.v +
-                                            v_write.index() * (Traits::kTileN * Traits::kHeadVo));
-  }
 
-  // Of row lane_id() of the warp's. A row outside the item's keys gets the slot of a row inside:
-  // its address is valid, and nothing is read from it.
+  // Of row lane_id() of the warp's.
   __device__ __forceinline__ KeySlot find_slot_of_lane(int tile) const {
-    int key = tile * Traits::kTileN + first_row() + lane_id();
-    return find_slot(params, item.kv_begin, max(min(key, item.keys.end - 1), item.keys.begin));
+    return find_slot_within(params, item, tile * Traits::kTileN + first_row() + lane_id());
   }
 
-  __device__ __forceinline__ void copy_k(KeySlot slot, int tile, int begin) const {
-    if (tile >= begin) {
+  __device__ __forceinline__ void copy_k(KeySlot slot, int tile) const {
+    if (tile != kNoTile) {
       if (stored_in_8_bits()) {
-        copy_rows<Traits::kHeadQk, 1, Place::kRaw>(slot, tile, params.k, params.head_dim_qk,
-                                                   raw_k());
+        copy_rows<1, Place::kRaw>(k, slot, tile, raw_k());
       } else {
-        copy_rows<Traits::kHeadQk, 2, Place::kRaw>(slot, tile, params.k, params.head_dim_qk,
-                                                   raw_k());
+        copy_rows<2, Place::kRaw>(k, slot, tile, raw_k());
       }
     }
     cp_async_fence();
   }
-  __device__ __forceinline__ void copy_v(KeySlot slot, int tile, int begin) const {
-    if (tile >= begin) {
+  __device__ __forceinline__ void copy_v(KeySlot slot, int tile) const {
+    if (tile != kNoTile) {
       if (stored_in_8_bits()) {
-        copy_rows<Traits::kHeadVo, 1, Place::kRaw>(slot, tile, params.v, params.head_dim_vo,
-                                                   raw_v());
+        copy_rows<1, Place::kRaw>(v, slot, tile, raw_v());
       } else {
-        smem.barriers.v_empty[v_write.index()].wait(v_write.phase() ^ 1);
-        copy_rows<Traits::kHeadVo, 2, Place::kTile>(slot, tile, params.v, params.head_dim_vo,
-                                                    v_tile());
+        v.wait();
+        copy_rows<2, Place::kTile>(v, slot, tile, v.bytes());
       }
     }
     cp_async_fence();
@@ -118,10 +113,12 @@ struct TransformLoader {
   }
   // NOTE: the warp writes through the generic proxy and wgmma reads through the async one. Nor may
   // a lane's next copy overwrite what another one still reads.
-  __device__ __forceinline__ static void announce(TransactionBarrier& full) {
+  template <class Writer>
+  __device__ __forceinline__ static void announce(Writer& write) {
     cutlass::arch::fence_view_async_shared();
     __syncwarp();
-    if (lane_id() == 0) full.arrive();
+    if (lane_id() == 0) write.full().arrive();
+    write.next.advance();
   }
 
   // Publish a tile, and call copy_next() as soon as its part of the raw ring is free.
@@ -129,16 +126,14 @@ struct TransformLoader {
   __device__ __forceinline__ void publish_k(int tile, const CopyNext& copy_next) {
     await_rows();
     RowTransform<Traits> rows{raw_k(), first_row()};
-    auto await_tile = [&] { smem.barriers.k_empty[k_write.index()].wait(k_write.phase() ^ 1); };
     const bool rotates = !stored_in_8_bits() || params.position == Position::kRope;
     if (rotates) {
-      await_tile();
+      k.wait();
       rotate_rows(rows, tile * Traits::kTileN);
     } else {
-      widen_rows<Traits::kHeadQk>(rows, k_tile(), await_tile, copy_next);
+      widen_rows(rows, k, copy_next);
     }
-    announce(smem.barriers.k_full[k_write.index()]);
-    k_write.advance();
+    announce(k);
     if (rotates) copy_next();
   }
   __device__ __forceinline__ void rotate_rows(const RowTransform<Traits>& rows,
@@ -146,37 +141,35 @@ struct TransformLoader {
     constexpr DType kE4M3 = DType::kFloat8E4M3, kE5M2 = DType::kFloat8E5M2;
     const int head_dim = params.head_dim_qk;
     if (!stored_in_8_bits()) {
-      rows.template rotate<Traits::kVariant.kv_dtype>(smem, first_key, head_dim, k_tile());
+      rows.template rotate<Traits::kVariant.kv_dtype>(smem, first_key, head_dim, k.bytes());
     } else if (params.kv_dtype == kE4M3) {
-      rows.template rotate<kE4M3>(smem, first_key, head_dim, k_tile());
+      rows.template rotate<kE4M3>(smem, first_key, head_dim, k.bytes());
     } else {
-      rows.template rotate<kE5M2>(smem, first_key, head_dim, k_tile());
+      rows.template rotate<kE5M2>(smem, first_key, head_dim, k.bytes());
     }
   }
   template <class CopyNext>
   __device__ __forceinline__ void publish_v(const CopyNext& copy_next) {
     await_rows();
     if (!stored_in_8_bits()) {
-      announce(smem.barriers.v_full[v_write.index()]);
-      v_write.advance();
+      announce(v);
       copy_next();
       return;
     }
     RowTransform<Traits> rows{raw_v(), first_row()};
-    auto await_tile = [&] { smem.barriers.v_empty[v_write.index()].wait(v_write.phase() ^ 1); };
-    widen_rows<Traits::kHeadVo>(rows, v_tile(), await_tile, copy_next);
-    announce(smem.barriers.v_full[v_write.index()]);
-    v_write.advance();
+    widen_rows(rows, v, copy_next);
+    announce(v);
   }
 
-  template <int kHead, class AwaitTile, class CopyNext>
-  __device__ __forceinline__ void widen_rows(const RowTransform<Traits>& rows, unsigned char* tile,
-                                             const AwaitTile& await_tile,
+  template <class Writer, class CopyNext>
+  __device__ __forceinline__ void widen_rows(const RowTransform<Traits>& rows, const Writer& write,
                                              const CopyNext& copy_next) const {
+    constexpr int kHead = Writer::kHead;
     auto narrow = rows.template read<kHead>();
     __syncwarp();
     copy_next();
-    await_tile();
+    write.wait();
+    unsigned char* tile = write.bytes();
     if (params.kv_dtype == DType::kFloat8E4M3) {
       rows.template write<DType::kFloat8E4M3, kHead>(narrow, tile);
     } else {
@@ -185,32 +178,28 @@ struct TransformLoader {
   }
 
   enum class Place { kRaw, kTile };
-  enum class Rows { kWhole, kPartial };  // whether all are there, with all of their columns
 
   // Copies the warp's rows of a tile. What is no kept key's, or past head_dim, becomes zeros.
-  template <int kHead, int kElementBytes, Place kPlace>
-  __device__ __forceinline__ void copy_rows(KeySlot slot, int tile, const KvTensor& tensor,
-                                            int head_dim, unsigned char* target) const {
+  template <int kElementBytes, Place kPlace, class Writer>
+  __device__ __forceinline__ void copy_rows(const Writer&, KeySlot slot, int tile,
+                                            unsigned char* target) const {
+    const KvTensor& tensor = Writer::tensor(params);
+    int head_dim = Writer::head_dim(params);
     int first_key = tile * Traits::kTileN;
-    bool whole = first_key >= item.keys.begin && first_key + Traits::kTileN <= item.keys.end &&
-                 head_dim == kHead;
-    if (whole) {
-      copy_rows<kHead, kElementBytes, kPlace, Rows::kWhole>(slot, first_key, tensor, head_dim,
+    copy_tile<Traits>(item, first_key, head_dim == Writer::kHead, [&](auto rows) {
+      copy_rows<Writer::kHead, kElementBytes, kPlace, rows>(slot, first_key, tensor, head_dim,
                                                             target);
-    } else {
-      copy_rows<kHead, kElementBytes, kPlace, Rows::kPartial>(slot, first_key, tensor, head_dim,
-                                                              target);
-    }
+    });
   }
   template <int kHead, int kElementBytes, Place kPlace, Rows kRows>
   __device__ __forceinline__ void copy_rows(KeySlot slot, int first_key, const KvTensor& tensor,
                                             int head_dim, unsigned char* target) const {
     constexpr int kRowBytes = kHead * kElementBytes;
-    constexpr int kPieces = kRowBytes / kPieceBytes;
+    constexpr int kPieces = kRowBytes / kCopyBytes;
     constexpr int kLanes = kPieces % 8 == 0 ? 8 : 4;  // for one row
     constexpr int kRowsAtOnce = 32 / kLanes;
     static_assert(kPieces % kLanes == 0 && kWarpKeys % kRowsAtOnce == 0);
-    int lane_byte = lane_id() % kLanes * kPieceBytes;
+    int lane_byte = lane_id() % kLanes * kCopyBytes;
     const auto* head = static_cast<const unsigned char*>(tensor.data) +
                        item.kv_head * tensor.stride_head * kElementBytes + lane_byte;
     std::int64_t lane_offset = slot_offset(tensor, slot) * kElementBytes;
@@ -223,32 +212,17 @@ struct TransformLoader {
       int bytes_left = key >= item.keys.begin && key < item.keys.end ? head_dim * kElementBytes : 0;
       CUTE_UNROLL
       for (int i = 0; i < kPieces / kLanes; ++i) {
-        int byte = i * kLanes * kPieceBytes;
+        int byte = i * kLanes * kCopyBytes;
         int place = kPlace == Place::kRaw ? row * kRowBytes + lane_byte + byte
                                           : swizzled<Traits::kTileN>(row, (lane_byte + byte) / 2);
         if constexpr (kRows == Rows::kWhole) {
-          copy_piece(target + place, source + byte);
+          copy_piece(cast_smem_ptr_to_uint(target + place), source + byte);
         } else {
-          copy_piece(target + place, source + byte,
-                     min(max(bytes_left - lane_byte - byte, 0), kPieceBytes));
+          copy_piece(cast_smem_ptr_to_uint(target + place), source + byte,
+                     min(max(bytes_left - lane_byte - byte, 0), kCopyBytes));
         }
       }
     }
-  }
-  __device__ __forceinline__ static void copy_piece(unsigned char* target,
-                                                    const unsigned char* source) {
-    asm volatile(
-        "cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(cast_smem_ptr_to_uint(target)),
-        "l"(source)
-        : "memory");
-  }
-  // NOTE: with 0 source bytes nothing is read; the address need not be mapped.
-  __device__ __forceinline__ static void copy_piece(unsigned char* target,
-                                                    const unsigned char* source, int bytes) {
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(
-                     cast_smem_ptr_to_uint(target)),
-                 "l"(source), "r"(bytes)
-                 : "memory");
   }
 };
 

@@ -5,12 +5,10 @@
 // while the other one is widened.
 #pragma once
 
-#include <cute/arch/copy_sm80.hpp>
-
 #include "kernels/common/widen.cuh"
-#include "kernels/sm90/forward_params.cuh"
-#include "kernels/sm90/forward_traits.cuh"
-#include "kernels/sm90/load_tma.cuh"
+#include "kernels/sm90/copy_rows.cuh"
+#include "kernels/sm90/tile_ring.cuh"
+#include "kernels/sm90/tile_stream.cuh"
 
 namespace preflash::sm90 {
 
@@ -40,7 +38,8 @@ struct WideningLanes {
 
 template <class Traits, Operand kOperand>
 struct WideningLoader {
-  static constexpr int kHead = kOperand == Operand::kK ? Traits::kHeadQk : Traits::kHeadVo;
+  using Writer = TileWriter<Traits, kOperand>;
+  static constexpr int kHead = Writer::kHead;
   static constexpr int kWarpKeys = Traits::kTileN / kWarpgroupWarps;
   using Lanes = WideningLanes<kHead>;
   static constexpr int kParts = 2;
@@ -50,65 +49,52 @@ struct WideningLoader {
   static_assert(kPartRows % 8 == 0 && kPasses * Lanes::kRowsAtOnce == kPartRows);
 
   const HopperSegment& params;
-  SharedStorage<Traits>& smem;
+  Writer write;
   ItemKeys item;
-  ProducerPipelineState<Traits::kStages> write;
 
   __device__ __forceinline__ WideningLoader(const HopperSegment& params,
                                             SharedStorage<Traits>& smem)
-      : params(params), smem(smem) {}
+      : params(params), write{smem} {}
 
   // A part of the next tile is requested as soon as this tile's has been read. Rows of the tile
-  // behind that are asked into the L2.
-  __device__ __forceinline__ void load_item(const ItemState& state) {
+  // behind that are asked into the L2. Calls after_first() once the first tile has been requested.
+  template <class Tiles, class AfterFirst>
+  __device__ __forceinline__ void load_item(const ItemState& state, Tiles& tiles,
+                                            const AfterFirst& after_first) {
     item = ItemKeys::of(state);
-    const int begin = warp_uniform(state.tiles.begin);
-    int tile = warp_uniform(state.tiles.end) - 1;
+    int tile = tiles.first(state);
     KeySlot slot = find_slot_of_lane(tile);
-    KeySlot next = find_slot_of_lane(tile - 1);
-    copy<0>(slot, tile, begin);
-    copy<1>(slot, tile, begin);
+    int next = tiles.next();
+    KeySlot next_slot = find_slot_of_lane(next);
+    copy<0>(slot, tile);
+    copy<1>(slot, tile);
+    after_first();
 #pragma unroll 1
-    for (; tile >= begin; --tile) {
-      KeySlot ahead = find_slot_of_lane(tile - 2);
-      publish([&](auto part) { copy<part>(next, tile - 1, begin); });
-      prefetch(ahead);
+    while (tile != kNoTile) {
+      const int ahead = tiles.next();
+      KeySlot ahead_slot = find_slot_of_lane(ahead);
+      publish([&](auto part) { copy<part>(next_slot, next); });
+      prefetch(ahead_slot);
+      tile = next;
       next = ahead;
+      next_slot = ahead_slot;
     }
   }
 
  private:
   __device__ __forceinline__ static int warp() { return threadIdx.x / 32 % kWarpgroupWarps; }
   __device__ __forceinline__ static int first_row() { return warp() * kWarpKeys; }
-  __device__ __forceinline__ const KvTensor& tensor() const {
-    return kOperand == Operand::kK ? params.k : params.v;
-  }
-  __device__ __forceinline__ int head_dim() const {
-    return kOperand == Operand::kK ? params.head_dim_qk : params.head_dim_vo;
-  }
-  __device__ __forceinline__ Barrier& empty() const {
-    return kOperand == Operand::kK ? smem.barriers.k_empty[write.index()]
-                                   : smem.barriers.v_empty[write.index()];
-  }
-  __device__ __forceinline__ TransactionBarrier& full() const {
-    return kOperand == Operand::kK ? smem.barriers.k_full[write.index()]
-                                   : smem.barriers.v_full[write.index()];
-  }
-  __device__ __forceinline__ unsigned char* buffer() const {
-    auto* tiles = kOperand == Operand::kK ? smem.k : smem.v;
-    return reinterpret_cast<unsigned char*>(tiles + write.index() * (Traits::kTileN * kHead));
-  }
+  __device__ __forceinline__ const KvTensor& tensor() const { return Writer::tensor(params); }
+  __device__ __forceinline__ int head_dim() const { return Writer::head_dim(params); }
   // [part, pass, lane] of the warp's pieces, from this lane's first one on
   __device__ __forceinline__ uint4* raw() const {
-    constexpr int kOffset = kOperand == Operand::kK ? 0 : Traits::kTileN * Traits::kHeadQk;
-    return reinterpret_cast<uint4*>(smem.raw + kOffset + first_row() * kHead) + lane_id();
+    constexpr int kOffset = Writer::kIsK ? 0 : Traits::kTileN * Traits::kHeadQk;
+    return reinterpret_cast<uint4*>(write.smem.raw + kOffset + first_row() * kHead) + lane_id();
   }
 
-  // Of row lane_id() of the warp's. A row outside the item's keys gets the slot of a row inside:
-  // its address is valid, and nothing is read from it.
+  // Of row lane_id() of the warp's.
   __device__ __forceinline__ KeySlot find_slot_of_lane(int tile) const {
-    int key = tile * Traits::kTileN + first_row() + lane_id();
-    return find_slot(params, item.kv_begin, max(min(key, item.keys.end - 1), item.keys.begin));
+    return find_slot_within(params, item, tile * Traits::kTileN + first_row() + lane_id());
   }
   __device__ __forceinline__ const unsigned char* head() const {
     return static_cast<const unsigned char*>(tensor().data) + item.kv_head * tensor().stride_head;
@@ -119,21 +105,14 @@ struct WideningLoader {
 
   // Requests a part of a tile: a group, an empty one where there is no such tile.
   template <int kPart>
-  __device__ __forceinline__ void copy(KeySlot slot, int tile, int begin) const {
-    if (tile >= begin) {
+  __device__ __forceinline__ void copy(KeySlot slot, int tile) const {
+    if (tile != kNoTile) {
       int first_key = tile * Traits::kTileN;
-      bool whole = first_key >= item.keys.begin && first_key + Traits::kTileN <= item.keys.end &&
-                   head_dim() == kHead;
-      if (whole) {
-        copy_rows<kPart, Rows::kWhole>(slot, first_key);
-      } else {
-        copy_rows<kPart, Rows::kPartial>(slot, first_key);
-      }
+      copy_tile<Traits>(item, first_key, head_dim() == kHead,
+                        [&](auto rows) { copy_rows<kPart, rows>(slot, first_key); });
     }
     cp_async_fence();
   }
-
-  enum class Rows { kWhole, kPartial };  // whether all are there, with all of their columns
 
   // What is no kept key's, or past head_dim, becomes zeros.
   template <int kPart, Rows kRows>
@@ -152,25 +131,21 @@ struct WideningLoader {
         bool kept = key >= item.keys.begin && key < item.keys.end;
         bytes = kept ? min(max(head_dim() - column, 0), Lanes::kPiece) : 0;
       }
-      // NOTE: with 0 source bytes nothing is read; the address need not be mapped.
-      asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(
-                       target + (kPart * kPasses + pass) * 32 * Lanes::kPiece),
-                   "l"(address), "r"(bytes)
-                   : "memory");
+      copy_piece(target + (kPart * kPasses + pass) * 32 * Lanes::kPiece, address, bytes);
     }
   }
 
   // Writes a tile, and calls copy_next(part) as soon as that part of the raw ring is free.
   template <class CopyNext>
   __device__ __forceinline__ void publish(const CopyNext& copy_next) {
-    empty().wait(write.phase() ^ 1);
+    write.wait();
     write_part<0>(copy_next);
     write_part<1>(copy_next);
     // NOTE: the warp writes through the generic proxy and wgmma reads through the async one.
     cutlass::arch::fence_view_async_shared();
     __syncwarp();
-    if (lane_id() == 0) full().arrive();
-    write.advance();
+    if (lane_id() == 0) write.full().arrive();
+    write.next.advance();
   }
   template <int kPart, class CopyNext>
   __device__ __forceinline__ void write_part(const CopyNext& copy_next) const {
@@ -188,7 +163,8 @@ struct WideningLoader {
   template <int kPart, DType kFrom>
   __device__ __forceinline__ void write_rows(const uint4 (&stored)[kPasses]) const {
     int lane_row = first_row() + Lanes::row();
-    unsigned char* rows = buffer() + (Lanes::block() * Traits::kTileN + lane_row) * kBlockRowBytes;
+    unsigned char* rows =
+        write.bytes() + (Lanes::block() * Traits::kTileN + lane_row) * kBlockRowBytes;
     int piece = Lanes::column() / 8 ^ lane_row % 8;
     CUTE_UNROLL
     for (int pass = 0; pass < kPasses; ++pass) {

@@ -37,7 +37,7 @@ struct SliceReader {
   }
 };
 
-// Where a producer warp stands.
+// Where a producer warp stands; TileWriter (tile_ring.cuh) with whole tiles.
 template <class Traits>
 struct SliceWriter {
   SharedStorage<Traits>& smem;

@@ -47,9 +47,16 @@ struct ItemProducer {
   ProducerPipelineState<kItemSlots> write = {};
 
   // Announces the next item, or an item without tiles at the end of the work list.
-  __device__ __forceinline__ void announce() {
+  __device__ __forceinline__ void announce_item() {
     announce([](const WorkItem&, const RequestInfo&, const TileRange& tiles) { return tiles; });
   }
+  // Tiles themselves are announced only with mask bits (KeptTileProducer).
+  __device__ __forceinline__ static constexpr bool has_tile() { return false; }
+  __device__ __forceinline__ static constexpr void announce_tile() {}
+
+  __device__ __forceinline__ bool done() const { return index > end; }
+
+ protected:
   // With mask bits, kept(item, request, tiles) returns the tiles, which the bounds leave, or none
   // if the bits leave nothing of them.
   template <class Kept>
@@ -97,7 +104,6 @@ struct ItemProducer {
     __syncwarp();
     write.advance();
   }
-  __device__ __forceinline__ bool done() const { return index > end; }
 
  private:
   // Of the item at `index`: each CTA that shares it has its own.

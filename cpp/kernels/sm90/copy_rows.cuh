@@ -1,0 +1,45 @@
+// What loads by cp.async have in common, of rows as they are and of those that are transformed.
+#pragma once
+
+#include <cute/arch/copy_sm80.hpp>
+
+#include "kernels/sm90/forward_params.cuh"
+#include "kernels/sm90/forward_traits.cuh"
+
+namespace preflash::sm90 {
+
+// A row outside the item's keys gets the slot of a row inside: its address is valid, and nothing is
+// read from it.
+__device__ __forceinline__ KeySlot find_slot_within(const HopperSegment& params,
+                                                    const ItemKeys& item, int key) {
+  return find_slot(params, item.kv_begin, max(min(key, item.keys.end - 1), item.keys.begin));
+}
+
+enum class Rows { kWhole, kPartial };  // whether all are there, with all of their columns
+
+// Calls copy(rows) with a constant that says which rows those of a tile are.
+template <class Traits, class Copy>
+__device__ __forceinline__ void copy_tile(const ItemKeys& item, int first_key, bool all_columns,
+                                          const Copy& copy) {
+  if (first_key >= item.keys.begin && first_key + Traits::kTileN <= item.keys.end && all_columns) {
+    copy(C<Rows::kWhole>{});
+  } else {
+    copy(C<Rows::kPartial>{});
+  }
+}
+
+inline constexpr int kCopyBytes = 16;
+
+__device__ __forceinline__ void copy_piece(std::uint32_t target, const void* source) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(target), "l"(source)
+               : "memory");
+}
+// The first `bytes`; the others become zeros.
+// NOTE: with 0 source bytes nothing is read; the address need not be mapped.
+__device__ __forceinline__ void copy_piece(std::uint32_t target, const void* source, int bytes) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(target), "l"(source),
+               "r"(bytes)
+               : "memory");
+}
+
+}  // namespace preflash::sm90

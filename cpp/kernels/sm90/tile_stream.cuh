@@ -1,0 +1,70 @@
+// The KV tiles of one item as every loading warp takes them, the last one first: TileStream is a
+// dense range, or what a custom mask leaves of it (kept_tiles.cuh).
+#pragma once
+
+#include "kernels/sm90/kept_tiles.cuh"
+
+namespace preflash::sm90 {
+
+// Behind an item's first tile. It holds no key, so that looking it up is allowed.
+inline constexpr int kNoTile = -1;
+
+// All tiles that the bounds leave.
+template <class Traits, class Announces>
+struct DenseTileStream {
+  int begin;
+  int tile;
+
+  __device__ __forceinline__ DenseTileStream(SharedStorage<Traits>&, Announces&) {}
+
+  __device__ __forceinline__ int first(const ItemState& state) {
+    begin = warp_uniform(state.tiles.begin);
+    return tile = warp_uniform(state.tiles.end) - 1;
+  }
+  __device__ __forceinline__ int next() { return tile = tile > begin ? tile - 1 : kNoTile; }
+};
+
+// The tiles that are announced. Announces: what this warp itself announces (forward_load.cuh).
+template <class Traits, class Announces>
+struct KeptTileStream {
+  SharedStorage<Traits>& smem;
+  Announces& announces;
+  KeptTileReader<ProducerPipelineState<Traits::kTileSlots>> reader = {};
+  bool is_last;  // the tile taken last
+
+  __device__ __forceinline__ KeptTileStream(SharedStorage<Traits>& smem, Announces& announces)
+      : smem(smem), announces(announces) {}
+
+  __device__ __forceinline__ int first(const ItemState&) { return take(); }
+  __device__ __forceinline__ int next() { return is_last ? kNoTile : take(); }
+
+ private:
+  __device__ __forceinline__ int take() {
+    announces.announce_tile();
+    KeptTile tile = reader.take(smem);
+    is_last = tile.is_last();
+    return tile.index();
+  }
+};
+
+template <class Traits, class Announces>
+using TileStream = conditional_t<Traits::kHasMaskBits, KeptTileStream<Traits, Announces>,
+                                 DenseTileStream<Traits, Announces>>;
+
+// Calls load(look_up(tile), is_first) for each tile of an item. The lookup runs a tile ahead,
+// because a page index comes from the L2.
+template <class Tiles, class LookUp, class Load>
+__device__ __forceinline__ void for_each_tile(Tiles& tiles, const ItemState& state,
+                                              const LookUp& look_up, const Load& load) {
+  int tile = tiles.first(state);
+  auto found = look_up(tile);
+  for (bool is_first = true; tile != kNoTile; is_first = false) {
+    const int next = tiles.next();
+    auto ahead = look_up(next);
+    load(found, is_first);
+    tile = next;
+    found = ahead;
+  }
+}
+
+}  // namespace preflash::sm90
