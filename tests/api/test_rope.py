@@ -193,8 +193,8 @@ def test_planned_again(target, page_size):
         if rope is not None:
             options = {"rope_scale": rope.scale, "rope_theta": rope.theta}
         runner.plan(wrapper, inputs, **options)
-        rotates = any(word in wrapper.variant for word in ("rope", "transformed"))
-        assert rotates == (rope is not None)
+        if target.backend != "cpu":  # whose one kernel rotates where it is asked to
+            assert ("transformed" in wrapper.variant) == (rope is not None)
         pipeline = dataclasses.replace(inputs.pipeline, rope=rope)
         expected = reference(inputs, pipeline=pipeline)
         runner.compare(inputs, *runner.run(wrapper, inputs), expected).check()

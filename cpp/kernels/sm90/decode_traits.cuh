@@ -17,6 +17,8 @@ struct DecodeTraits {
 
   static constexpr bool kTransforms = kVariant.arrival == Arrival::kTransformed;
   static_assert(!kTransforms || kProducts == DType::kFloat16, "8 bits widen to float16");
+  // Whether the kernel branches around the options that a launch goes without.
+  static constexpr bool kOptionsAtRunTime = options_at_run_time(kVariant);
   static constexpr bool kHasMaskBits = false;
   static constexpr bool kStartsFromBias = false;
   static constexpr int kSegments = 1;
