@@ -184,7 +184,7 @@ def test_logits_by_hand(target, row_is_key):
 
 @pytest.mark.parametrize("page_size", [0, 16])
 def test_planned_again(target, page_size):
-    """Each plan() says which encoding counts; the variant tells."""
+    """Each plan() says which encoding counts; on a GPU the variant tells."""
     case = Case("again", (9, 3), (30, 5), 4, 2, 64, page_size=page_size, position=ROPE)
     inputs = build(case, device=target.device)
     wrapper = runner.make_wrapper(case, backend=target.backend, device=target.device)
