@@ -112,6 +112,7 @@ kernels: $(VENV)/tools $(VENV)/cutlass
 		$(OPTIONS_cuda) -DPREFLASH_BINDINGS=OFF -DPREFLASH_CPP_TESTS=OFF >build/kernels-$(PRESET).log \
 		|| { cat build/kernels-$(PRESET).log; exit 1; }
 	cmake --build build/kernels-$(PRESET) --parallel $(JOBS)
+	@$(BIN)/python cmake/compile_report.py build/kernels-$(PRESET)/report --sum
 	@mkdir -p "$(OUT)"
 	@[ "$(abspath $(OUT))" = "$(abspath build/kernels-$(PRESET)/lib)" ] \
 		|| cp build/kernels-$(PRESET)/lib/libpreflash_kernels_*.so \

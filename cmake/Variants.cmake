@@ -33,10 +33,15 @@ foreach(line IN LISTS lines)
 endforeach()
 set(PREFLASH_CUDA_FAMILIES ${families})
 list(REMOVE_ITEM PREFLASH_CUDA_FAMILIES cpu)
-# What an earlier configuration built here of other families must not pass for this build's.
+# What an earlier configuration built here of other families or sources must not pass for this
+# build's.
 file(GLOB stale ${PROJECT_BINARY_DIR}/lib/libpreflash_kernels_*.so ${PROJECT_BINARY_DIR}/report/sm*)
 foreach(family common ${PREFLASH_CUDA_FAMILIES})
-  list(FILTER stale EXCLUDE REGEX "/(libpreflash_kernels_${family}\\.so|${family}_[^/]*)$")
+  list(FILTER stale EXCLUDE REGEX "/libpreflash_kernels_${family}\\.so$")
+  foreach(source IN LISTS PREFLASH_SOURCES_${family})
+    cmake_path(GET source STEM name)
+    list(FILTER stale EXCLUDE REGEX "/${name}\\.(json|ptxas)$")
+  endforeach()
 endforeach()
 if(stale)
   file(REMOVE ${stale})

@@ -171,7 +171,7 @@ def vocabulary_text(vocabulary: Vocabulary) -> str:
         preference=render.family_list(vocabulary, vocabulary.preference),
         traits=render.family_cases(vocabulary),
         fields=render.variant_fields(vocabulary),
-        branching_steps=render.branching_steps(vocabulary),
+        option_count=render.option_count(vocabulary),
         hash_steps=render.hash_steps(vocabulary),
     )
 

@@ -72,7 +72,7 @@ def _traits(family: Family) -> str:
         "highest_capability": "FamilyTraits::kAnyLater" if highest is None else highest,
         "architecture": f'"{family.architecture}"',
         "operands": f"Operands::{OPERANDS[family.operands]}",
-        "transformed_options": f"OptionChoice::{OPTION_CHOICES[family.transformed_options]}",
+        "options": f"OptionChoice::{OPTION_CHOICES[family.options]}",
         "segments": f"OptionChoice::{OPTION_CHOICES[family.segments]}",
         "widening": f"Widening::{WIDENING[family.widening]}",
         "tile_rows": f"TileRows::{TILE_ROWS[family.tile_rows]}",
@@ -114,11 +114,11 @@ def variant_fields(vocabulary: Vocabulary) -> str:
     )
 
 
-def branching_steps(vocabulary: Vocabulary) -> str:
-    return "\n".join(
-        f"  wanted.{axis.fields[0]} = {vocabulary.enums[axis.type].cpp(axis.branching)};"
-        for axis in vocabulary.axes.values()
-        if axis.branching is not None
+def option_count(vocabulary: Vocabulary) -> str:
+    """The expression that counts a variant's options: Vocabulary.num_options(), in C++."""
+    return " + ".join(
+        f"(variant.{axis.fields[0]} != {vocabulary.enums[axis.type].cpp(axis.default)})"
+        for axis in vocabulary.option_axes
     )
 
 
@@ -166,13 +166,17 @@ def axis_rows(vocabulary: Vocabulary) -> str:
 def _axis_row(vocabulary: Vocabulary, axis: Axis) -> str:
     operator = ">=" if axis.match == "covers" else "=="
     serves = " && ".join(f"c.{field} {operator} w.{field}" for field in axis.fields)
+    if axis.option:
+        default = vocabulary.enums[axis.type].cpp(axis.default)
+        serves = f"serves_option(c, c.{axis.fields[0]}, w.{axis.fields[0]}, {default})"
     if axis.type == SIZES:
         value = f"sizes_text({', '.join(f'v.{field}' for field in axis.fields)})"
     else:
         function = "python_name_of" if vocabulary.enums[axis.type].renamed else "name_of"
         value = f"std::string({function}(v.{axis.fields[0]}))"
     return (
-        f'      {{"{axis.in_messages}", [](const Variant& v) {{ return {value}; }},\n'
+        f'      {{"{axis.in_messages}", {str(axis.option).lower()}, '
+        f"[](const Variant& v) {{ return {value}; }},\n"
         f"       [](const Variant& c, const Variant& w) {{ return {serves}; }}}},"
     )
 

@@ -28,8 +28,10 @@ TWO_SEGMENTS = {"segments": "two"}
 SECOND_SEGMENT = {"tile_class": "decode"}
 # The rows of tiles.toml that may say most_keys.
 OF_SHORT_TILES = {"tile_class": "decode"}
-# Which kernels the families' transformed_options is about.
-TRANSFORMED = {"arrival": "transformed"}
+# What a row of [[options]] may name beside the kernel of all options, by how many each has.
+BESIDE = {"none": 0, "single": 1}
+# Kernels with so many options have them at run time (options_at_run_time() in variant.h).
+AT_RUN_TIME = 2
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,12 @@ class Variant:
         return self.vocabulary.id_of(self.values)
 
     @property
+    def options_at_run_time(self) -> bool:
+        """As preflash::options_at_run_time() says it."""
+        every = self.family_facts.options == "run_time"
+        return every or self.vocabulary.num_options(self.values) >= AT_RUN_TIME
+
+    @property
     def family_facts(self) -> Family:
         return self.vocabulary.families[self.values["family"]]
 
@@ -103,6 +111,14 @@ class Exclusion:
 
     match: Match
     reason: str
+
+
+@dataclass(frozen=True)
+class Options:
+    """A row of [[options]]: how many options the kernels have that the one of all stands beside."""
+
+    match: Match
+    beside: Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -154,8 +170,10 @@ def load_matrix(directory: Path = VARIANTS_DIR) -> Matrix:
     forward = _read(directory / "forward.toml")
     vocabulary = read_vocabulary(forward)
     exclusions = [_exclusion(row, vocabulary.axes) for row in forward.get("exclude", [])]
-    exclusions += _served_by_branching(vocabulary)
+    exclusions += _served_at_run_time(vocabulary)
     rows = _expand(vocabulary.axes, exclusions)
+    options = [_options(row, vocabulary.axes) for row in forward.get("options", [])]
+    rows = _with_options(rows, options, vocabulary)
     variants = _with_tiles(rows, _read(directory / "tiles.toml").get("tile", []), vocabulary)
     ids = [variant.id for variant in variants]
     if len(set(ids)) != len(ids):
@@ -195,27 +213,75 @@ def _exclusion(row: Mapping[str, object], axes: Mapping[str, Axis]) -> Exclusion
     return Exclusion(match_of(match, axes, "forward.toml: [[exclude]]"), reason)
 
 
-def _served_by_branching(vocabulary: Vocabulary) -> list[Exclusion]:
-    """Of each axis with a value that branches, the others: in families with one such kernel."""
-    reason = "the one kernel that transforms has every option and branches at run time"
+def _served_at_run_time(vocabulary: Vocabulary) -> list[Exclusion]:
+    """Every option, in families whose kernels take any."""
     return [
         Exclusion(
             match_of(
                 {
                     "family": family.name,
-                    **TRANSFORMED,
-                    axis.name: [value for value in axis.values if value != axis.branching],
+                    axis.name: [value for value in axis.values if value != axis.default],
                 },
                 vocabulary.axes,
-                f"forward.toml: [axes.{axis.name}]",
+                f"forward.toml: [family.{family.name}]",
             ),
-            f"{reason} (transformed_options)",
+            "a kernel of this family takes every option at run time",
         )
         for family in vocabulary.families.values()
-        if family.transformed_options == "run_time"
-        for axis in vocabulary.axes.values()
-        if axis.branching is not None
+        if family.options == "run_time"
+        for axis in vocabulary.option_axes
     ]
+
+
+def _options(row: Mapping[str, object], axes: Mapping[str, Axis]) -> Options:
+    match = {key: value for key, value in row.items() if key not in ("beside", "reason")}
+    where = f"forward.toml: [[options]] of {match}"
+    if not str(row.get("reason", "")).strip():
+        raise SpecError(f"{where} gives no reason")
+    for name in row.get("beside", [None]):
+        if name not in BESIDE:
+            raise SpecError(f"{where}: beside: {name!r} is not one of {', '.join(BESIDE)}")
+    return Options(match_of(match, axes, where), [BESIDE[name] for name in row["beside"]])
+
+
+def _with_options(
+    rows: Sequence[dict[str, str]], options: Sequence[Options], vocabulary: Vocabulary
+) -> list[dict[str, str]]:
+    """Without the combinations of options that the kernel of all serves at run time."""
+    names = {axis.name for axis in vocabulary.option_axes}
+
+    def kind(row: Mapping[str, str]) -> tuple[str, ...]:
+        return tuple(value for name, value in row.items() if name not in names)
+
+    most: dict[tuple[str, ...], list[int]] = {}  # options of the kernels of a kind, fewest first
+    for row in rows:
+        most.setdefault(kind(row), []).append(vocabulary.num_options(row))
+    for counts in most.values():
+        counts.sort()
+    used = set()
+
+    def compiled(row: Mapping[str, str]) -> bool:
+        found = [i for i, one in enumerate(options) if one.match.covers(row)]
+        in_row = vocabulary.families[row["family"]].options == "compiled"
+        if len(found) != in_row:
+            raise SpecError(
+                f"forward.toml: {len(found)} rows of [[options]] match {row}; "
+                f"{'one' if in_row else 'none'} must"
+            )
+        if not in_row:
+            return True
+        used.add(found[0])
+        counts = most[kind(row)]
+        if counts[-1] >= AT_RUN_TIME and counts.count(counts[-1]) > 1:
+            raise SpecError(f"forward.toml: [[options]]: no kernel like {row} has all the options")
+        number = vocabulary.num_options(row)
+        return number in options[found[0]].beside or number == max(counts[-1], AT_RUN_TIME)
+
+    result = [row for row in rows if compiled(row)]
+    for i, one in enumerate(options):
+        if i not in used:
+            raise SpecError(f"forward.toml: [[options]] of {one.match.axes} matches no variant")
+    return result
 
 
 def _expand(axes: Mapping[str, Axis], exclusions: Sequence[Exclusion]) -> list[dict[str, str]]:

@@ -32,7 +32,7 @@ class Family:
     tile_rows: str
     schedule: str
     highest_capability: int | None = None  # None: all later ones
-    transformed_options: str = "compiled"
+    options: str = "compiled"
     segments: str = "compiled"
     widening: str = "to_queries"
     short_tiles: str = "same_bits"
@@ -95,7 +95,7 @@ class Axis:
     same_as: str | None = None  # the axis whose value "same" stands for
     id: str = "{}"
     match: str = "equal"
-    branching: str | None = None  # what serves every value where options are chosen at run time
+    option: bool = False  # whether its values but the default are options of a call
     title: str = ""  # in messages; "": its name
 
     @property
@@ -114,6 +114,13 @@ class Vocabulary:
     preference: Sequence[str]  # family names, what backend="auto" tries first at the front
     enums: Mapping[str, Enum]
     axes: Mapping[str, Axis]
+
+    @property
+    def option_axes(self) -> Sequence[Axis]:
+        return [axis for axis in self.axes.values() if axis.option]
+
+    def num_options(self, values: Mapping[str, str]) -> int:
+        return sum(values[axis.name] != axis.default for axis in self.option_axes)
 
     def id_of(self, values: Mapping[str, str]) -> str:
         parts = [axis.part_of_id(values[axis.name]) for axis in self.axes.values()]
@@ -162,7 +169,7 @@ def _one_of(where: str, value: object, known: Sequence[str]) -> None:
 def _checked_family(family: Family) -> Family:
     where = f"[family.{family.name}]"
     _one_of(f"{where} operands", family.operands, list(OPERANDS))
-    _one_of(f"{where} transformed_options", family.transformed_options, list(OPTION_CHOICES))
+    _one_of(f"{where} options", family.options, list(OPTION_CHOICES))
     _one_of(f"{where} segments", family.segments, list(OPTION_CHOICES))
     _one_of(f"{where} widening", family.widening, list(WIDENING))
     _one_of(f"{where} short_tiles", family.short_tiles, list(SHORT_TILES))
@@ -204,6 +211,6 @@ def _axis(name: str, row: Mapping, enums: Mapping[str, Enum], before: Mapping[st
     if axis.default is not None:
         _one_of(f"{where} default", axis.default, axis.values)
     _one_of(f"{where} match", axis.match, MATCHES)
-    if axis.branching is not None:
-        _one_of(f"{where} branching", axis.branching, axis.values)
+    if axis.option and (axis.default is None or axis.type == SIZES):
+        raise SpecError(f"forward.toml: {where}: an option needs a default, the value without it")
     return axis

@@ -25,7 +25,7 @@ constexpr int kPrefetchKeys = 8;  // how far ahead of the copy into scratch a ke
 // What all items of a segment have in common.
 struct Segment {
   const ForwardSegment& params;
-  const Variant& variant;
+  Family family;
   const TileShape& tile;
   const IsaKernels& isa;
   LogitRule logits;
@@ -34,8 +34,8 @@ struct Segment {
   ScratchShape shape = {};
 };
 
-LogitRule logit_rule(const Variant& variant, const ForwardSegment& params) {
-  if (variant.logits == Logits::kSoftCap && params.soft_cap > 0.0f) {
+LogitRule logit_rule(const ForwardSegment& params) {
+  if (params.soft_cap > 0.0f) {
     return {.cap = static_cast<float>(params.soft_cap * kLog2E),
             .scale_in_cap = params.sm_scale / params.soft_cap};
   }
@@ -48,14 +48,15 @@ LogitRule logit_rule(const Variant& variant, const ForwardSegment& params) {
   return {.scale = scale};
 }
 
-Segment make_segment(const Variant& variant, const TileShape& tile, const ForwardSegment& params) {
+Segment make_segment(const ForwardKernel& kernel, const ForwardSegment& params) {
+  const TileShape& tile = kernel.tile;
   Segment segment{.params = params,
-                  .variant = variant,
+                  .family = kernel.variant.family,
                   .tile = tile,
                   .isa = isa_kernels(),
-                  .logits = logit_rule(variant, params)};
+                  .logits = logit_rule(params)};
   const int lanes = segment.isa.lanes, panel_rows = kRowVecs * lanes;
-  const bool rotated = variant.position == Position::kRope;
+  const bool rotated = params.position == Position::kRope;
   if (rotated) {
     segment.rotary.emplace(params.rope, params.head_dim_qk, std::max(tile.m, tile.n));
   }
@@ -107,8 +108,7 @@ class Item {
               .first_head = item.kv_head * params_.group_size,
               .group_size = params_.group_size},
         num_rows_(static_cast<int>(std::min<std::int64_t>(
-            rows_per_tile(traits_of(segment.variant.family).tile_rows, segment.tile.m,
-                          params_.group_size),
+            rows_per_tile(traits_of(segment.family).tile_rows, segment.tile.m, params_.group_size),
             std::int64_t{request_.qo_len} * params_.group_size - item.row_begin))) {}
 
   void run() {
@@ -116,7 +116,7 @@ class Item {
     const KeySpan chunk = chunk_of(item_, request_);
     const RowSpan span = rows_.tokens(0, num_rows_);
     const TileRange tiles =
-        touched_tiles(keep_.bounds(), span, chunk, shape_.tile_keys, segment_.variant.mask);
+        touched_tiles(keep_.bounds(), span, chunk, shape_.tile_keys, params_.mask);
     const KeySpan touched = touched_keys(keep_.bounds(), span);
     const KeySpan wanted{std::max(touched.begin, chunk.begin), std::min(touched.end, chunk.end)};
     std::fill_n(scratch_.row_max, shape_.tile_rows, -kInfinity);
@@ -343,8 +343,7 @@ LaunchError run_forward(const ForwardParams& params, int num_threads) {
   return guarded([&] {
     std::optional<Segment> segments[kMaxSegments];
     for (int s = 0; s < params.num_segments; ++s) {
-      const ForwardKernel& kernel = *params.kernels[s];
-      segments[s].emplace(make_segment(kernel.variant, kernel.tile, params.segments[s]));
+      segments[s].emplace(make_segment(*params.kernels[s], params.segments[s]));
     }
     parallel_for(params.num_items, num_threads, [&](int index) {
       const WorkItem& item = params.items[index];

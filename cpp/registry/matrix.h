@@ -16,6 +16,7 @@ std::span<const Variant> every_variant();
 // One axis of the matrix as a caller reads it.
 struct Axis {
   const char* name;
+  bool option;  // one that families may leave to the run time
   std::string (*value)(const Variant&);
   bool (*serves)(const Variant& compiled, const Variant& wanted);
 };

@@ -41,7 +41,10 @@ std::string compiled_values(std::span<const Variant> compiled) {
   std::vector<std::string> parts;
   for (const Axis& axis : reported_axes()) {
     std::vector<std::string> values;
-    for (const Variant& variant : compiled) add_once(values, axis.value(variant));
+    for (const Variant& variant : compiled) {
+      const bool any = axis.option && traits_of(variant.family).options == OptionChoice::kRunTime;
+      add_once(values, any ? "any" : axis.value(variant));
+    }
     parts.push_back(std::string(axis.name) + " " + joined(values, "/"));
   }
   return joined(parts, ", ");
@@ -104,7 +107,8 @@ bool serves_better(const Variant& a, const Variant& b, const Variant& wanted) {
   const int size_b = b.head_dim_qk + b.head_dim_vo;
   if (size_a != size_b) return size_a < size_b;
   const TileClass tile_class = compiled_form(wanted).tile_class;
-  return a.tile_class == tile_class && b.tile_class != tile_class;
+  if (a.tile_class != b.tile_class) return a.tile_class == tile_class;
+  return !options_at_run_time(a) && options_at_run_time(b);
 }
 
 const Variant* find_in_matrix(const Variant& wanted) {

@@ -52,9 +52,9 @@ class Registry {
   std::string cuda_error();
 
   // The kernel for `wanted`, whose head dims are the caller's: the smallest compiled size that
-  // covers them is taken. Family, dtypes, logits and mask are met exactly. The tile class is a
-  // preference: another one computes the same result, so it is taken where the wanted one is not
-  // compiled.
+  // covers them is taken. Family and dtypes are met exactly, options also by kernels that have them
+  // at run time. The tile class is a preference: another one computes the same result, so it is
+  // taken where the wanted one is not compiled.
   FoundKernel find(const Variant& wanted);
 
   // The kernel that is compiled for both segments of a launch, in a family whose kernels do not

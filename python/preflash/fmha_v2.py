@@ -98,8 +98,8 @@ def trtllm_fmha_v2_prefill(
             and 0 in a row that keeps no key. Needs bmm1_scale > 0.
         skip_softmax_threshold_scale_factor: f > 0 leaves out tiles of keys whose every logit l has
             exp(l - maximum so far) < min(f / seq_lens[i], 1), of every row that is computed
-            together: neither their exponentials nor their products with v are computed. For plain
-            logits of 16-bit tensors.
+            together: neither their exponentials nor their products with v are computed. On a GPU
+            for plain logits of 16-bit tensors.
         backend: "auto", "fa2", "fa3" or "cpu".
 
     Returns:

@@ -327,6 +327,28 @@ def test_every_row_of_a_tile_must_agree(target):
     compare_out(inputs, out, inputs.expected()).check()
 
 
+@pytest.mark.parametrize("other", ["soft_cap", "alibi"])
+def test_skipping_beside_other_logits(target, other):
+    """Where logits are bent or biased, too; on a GPU that is not compiled."""
+    inputs = decaying(target)
+    options = {"soft_cap": {"soft_cap": 50.0}, "alibi": {"alibi": True}}[other]
+    inputs.case = dataclasses.replace(inputs.case, **options)
+    names = {"logits_soft_cap_scale": inputs.case.soft_cap} if other == "soft_cap" else {}
+    names |= {"pos_encoding_mode": "alibi"} if other == "alibi" else {}
+    arguments = inputs.arguments | names
+    if target.backend != "cpu":
+        with pytest.raises(NotImplementedError, match="sparsity skipping"):
+            attention(**arguments | {FACTOR: 1.0}, backend=target.backend)
+        return
+    expected = inputs.expected()
+    out = attention(**arguments | {FACTOR: 1e-6}, backend=target.backend)
+    compare_out(inputs, out, expected).check()
+    if other == "soft_cap":  # a bias makes later keys heavier than all before them
+        inputs.arguments["qkv"][2][MIDDLE] = math.nan
+        out = attention(**arguments | {FACTOR: 1.0}, backend=target.backend)
+        compare_out(inputs, out, expected).check()
+
+
 # --- lengths on a GPU ----------------------------------------------------------
 
 

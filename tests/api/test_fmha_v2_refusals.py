@@ -291,17 +291,6 @@ def test_a_converted_output_of_any_stride():
     assert torch.equal(got, wanted)
 
 
-@pytest.mark.parametrize(
-    "option",
-    [{"logits_soft_cap_scale": 5.0}, {"pos_encoding_mode": "alibi"}],
-    ids=["soft cap", "alibi"],
-)
-def test_skipping_beside_other_logits_is_not_compiled(option):
-    inputs = build(dataclasses.replace(SEPARATE, stats=False, brings_out=False))
-    with pytest.raises(NotImplementedError, match="sparsity skipping"):
-        attention(**inputs.arguments | {FACTOR: 5.0} | option)
-
-
 def test_inputs_that_require_grad_are_refused():
     inputs = build(SEPARATE)
     q, k, v = inputs.arguments["qkv"]

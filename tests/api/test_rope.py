@@ -184,7 +184,7 @@ def test_logits_by_hand(target, row_is_key):
 
 @pytest.mark.parametrize("page_size", [0, 16])
 def test_planned_again(target, page_size):
-    """Each plan() says which encoding counts; the variant tells."""
+    """Each plan() says which encoding counts; on a GPU the variant tells."""
     case = Case("again", (9, 3), (30, 5), 4, 2, 64, page_size=page_size, position=ROPE)
     inputs = build(case, device=target.device)
     wrapper = runner.make_wrapper(case, backend=target.backend, device=target.device)
@@ -193,8 +193,8 @@ def test_planned_again(target, page_size):
         if rope is not None:
             options = {"rope_scale": rope.scale, "rope_theta": rope.theta}
         runner.plan(wrapper, inputs, **options)
-        rotates = any(word in wrapper.variant for word in ("rope", "transformed"))
-        assert rotates == (rope is not None)
+        if target.backend != "cpu":  # whose one kernel rotates where it is asked to
+            assert ("transformed" in wrapper.variant) == (rope is not None)
         pipeline = dataclasses.replace(inputs.pipeline, rope=rope)
         expected = reference(inputs, pipeline=pipeline)
         runner.compare(inputs, *runner.run(wrapper, inputs), expected).check()

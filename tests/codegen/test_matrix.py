@@ -57,7 +57,7 @@ def test_ids_of_the_contract_exist(matrix):
     assert {
         "sm80_bf16_d128",
         "sm80_bf16_d128_decode",
-        "sm80_f16_d192x128_decode_softcap_custom",
+        "sm80_f16_d192x128_decode_softcap_alibi_custom",
         "cpu_f32_d512",
         "sm90_bf16_d128",
         "sm90_f16_d192x128_softcap",
@@ -147,7 +147,7 @@ def test_files_hold_at_most_four_kernels(matrix):
         # Without options, on sm90 without masks: one alone.
         first = source.variants[0]
         short = (first.family, first.tile_class, first.arrival) == ("sm90", "decode", "direct")
-        plain = first.segments == "two" or short
+        plain = first.segments == "two" or short or first.sparsity == "skipping"
         assert (1 if plain else 2) <= len(source.variants) <= 4, source.name
 
 
@@ -170,13 +170,21 @@ def test_hopper_kernels_cover_every_head_dim_dtype_and_option(matrix):
     one = [v for v in tall if v.segments == "one" and v.sparsity == "dense"]
     found = [(v.q_dtype, v.head_dim, v.logits, v.position, v.mask, v.arrival) for v in one]
     heads = ("64", "128", "192x128", "256", "512")
-    options = (("plain", "softcap"), ("none", "alibi"))
-    masks_and_arrivals = [("bounds", "direct"), ("bounds", "transformed"), ("custom", "direct")]
+    direct = [
+        ("plain", "none", "bounds"),
+        ("softcap", "none", "bounds"),
+        ("plain", "alibi", "bounds"),
+        ("plain", "none", "custom"),
+        ("softcap", "alibi", "custom"),
+    ]
+    transformed = [("plain", "none", "bounds"), ("softcap", "alibi", "bounds")]
+    kinds = [(*options, "direct") for options in direct]
+    kinds += [(*options, "transformed") for options in transformed]
     expected = [
-        (*row, *last)
-        for row in itertools.product(("f16", "bf16"), heads, *options)
-        for last in masks_and_arrivals
-        if row[1] != "512" or last[1] == "direct"
+        (*row, *kind)
+        for row in itertools.product(("f16", "bf16"), heads)
+        for kind in kinds
+        if row[1] != "512" or kind[-1] == "direct"
     ]
     assert sorted(found) == sorted(expected)
     two = [(v.q_dtype, v.head_dim, v.mask) for v in full if v.segments == "two"]
@@ -191,14 +199,13 @@ def test_hopper_kernels_cover_every_head_dim_dtype_and_option(matrix):
         assert variant.tile.n % 16 == 0
 
 
-def test_short_hopper_kernels_widen_with_every_option_and_are_plain_over_16_bits(matrix):
+def test_short_hopper_kernels_widen_with_options_and_are_plain_over_16_bits(matrix):
     short = [v for v in matrix.select("full", ["sm90"]) if v.tile_class == "decode"]
-    found = [(v.arrival, v.q_dtype, v.head_dim, v.logits, v.position) for v in short]
+    found = [(v.arrival, v.q_dtype, v.head_dim, (v.logits, v.position)) for v in short]
     heads = ("64", "128", "192x128", "256")
-    widening = itertools.product(
-        ["transformed"], ["f16"], heads, ("plain", "softcap"), ("none", "alibi")
-    )
-    direct = itertools.product(["direct"], ("f16", "bf16"), ("64", "128"), ["plain"], ["none"])
+    none, every = ("plain", "none"), ("softcap", "alibi")
+    widening = itertools.product(["transformed"], ["f16"], heads, [none, every])
+    direct = itertools.product(["direct"], ("f16", "bf16"), ("64", "128"), [none])
     assert sorted(found) == sorted([*widening, *direct])
     for v in short:
         assert (v.mask, v.segments, v.sparsity) == ("bounds", "one", "dense")
@@ -348,7 +355,12 @@ BAD_EDITS = [
     ("forward.toml", 'title = "q dtype"', 'name_of_it = "q dtype"', "name_of_it"),
     ("forward.toml", 'operands = "computed"', 'operands = "imagined"', "imagined"),
     ("forward.toml", 'options = "run_time"', 'options = "some_time"', "some_time"),
-    ("forward.toml", 'branching = "softcap"', 'branching = "all"', "all"),
+    ("forward.toml", 'options = "run_time"', "", "0 rows of .*options"),
+    ("forward.toml", 'beside = ["none", "single"]', 'beside = ["none", "pair"]', "pair"),
+    ("forward.toml", 'beside = ["none", "single"]', "", "beside"),
+    ("forward.toml", 'arrival = "direct"\nbeside', "beside", "2 rows of .*options"),
+    ("forward.toml", '[[options]]\nfamily = "sm80"', '[[options]]\nfamily = "cpu"', "rows of"),
+    ("forward.toml", 'default = "plain"\n', "", "needs a default"),
     ("forward.toml", 'schedule = "persistent"', 'schedule = "forever"', "forever"),
     ("forward.toml", 'compiled_for = "90a"', "", "go together"),
     ("forward.toml", 'preference = ["sm90", ', "preference = [", "each family"),
@@ -376,40 +388,71 @@ def test_contradictions_are_refused(tmp_path, name, old, new, message):
     assert name in str(refused.value)
 
 
-def test_options_that_are_chosen_at_run_time_have_one_kernel(tmp_path, matrix):
-    branching = {
-        axis.name: axis.branching for axis in matrix.vocabulary.axes.values() if axis.branching
-    }
-    assert set(branching) == {"logits", "position", "mask"}
+def test_the_matrix_stays_small(matrix):
+    assert len(matrix.select("full")) <= 300
 
-    def of_run_time(variant):
-        choice = variant.family_facts.transformed_options
-        return variant.arrival == "transformed" and choice == "run_time"
 
-    served = [variant for variant in matrix.variants if of_run_time(variant)]
-    assert served
-    for variant in served:
-        assert {name: variant.values[name] for name in branching} == branching
-    more = edited_matrix(tmp_path, "forward.toml", 'branching = "custom"', "")
-    assert len([v for v in more.variants if of_run_time(v)]) == 2 * len(served)
+def kinds_of(matrix: spec.Matrix, family: str, **axes: str) -> dict[tuple, set[tuple]]:
+    """Kernels that differ in options alone: the options of each."""
+    names = [axis.name for axis in matrix.vocabulary.option_axes]
+    kinds: dict[tuple, set[tuple]] = {}
+    for v in matrix.select("full", [family]):
+        if axes.items() <= v.values.items():
+            kind = tuple(value for name, value in v.values.items() if name not in names)
+            kinds.setdefault(kind, set()).add(tuple(v.values[name] for name in names))
+    return kinds
+
+
+PLAIN = ("plain", "none", "bounds", "dense")
+EVERY = ("softcap", "alibi", "custom", "dense")
+SKIPPING = (*PLAIN[:3], "skipping")
+SINGLE = {
+    ("softcap", *PLAIN[1:]),
+    ("plain", "alibi", *PLAIN[2:]),
+    ("plain", "none", "custom", "dense"),
+    SKIPPING,
+}
+
+
+def test_options_together_are_at_run_time(matrix):
+    """Of each kind of kernel one has them all; beside it stand those that a row of [[options]]
+    says."""
+    tall = kinds_of(matrix, "sm80", segments="one", tile_class="prefill", arrival="direct")
+    of_512 = {kind for kind in tall if "512" in kind}
+    assert {kind for kind in tall if tall[kind] == {PLAIN, EVERY, *SINGLE}} == set(tall) - of_512
+    assert {kind for kind in tall if tall[kind] == {PLAIN, EVERY, *SINGLE} - {SKIPPING}} == of_512
+    short = kinds_of(matrix, "sm80", tile_class="decode", arrival="direct")
+    assert short
+    assert all(options == {PLAIN, EVERY} for options in short.values())
+    transformed = kinds_of(matrix, "sm80", arrival="transformed")
+    assert transformed
+    assert all(options == {EVERY} for options in transformed.values())
+    hopper = kinds_of(matrix, "sm90", arrival="transformed")
+    assert hopper
+    assert all(o == {PLAIN, (*EVERY[:2], *PLAIN[2:])} for o in hopper.values())
+    assert all(options == {PLAIN} for options in kinds_of(matrix, "cpu").values())
+    for v in matrix.variants:
+        assert v.options_at_run_time == (
+            v.family == "cpu" or v.logits + v.position == "softcapalibi"
+        )
 
 
 def test_an_exclusion_takes_out_exactly_what_it_matches(tmp_path, matrix):
     row = (
         '[[exclude]]\nfamily = "sm80"\nhead_dim = ["256", "128"]\nq_dtype = "f16"\n'
-        'mask = "custom"\nlogits = "softcap"\narrival = "direct"\n'
-        'reason = "a test leaves this out"\n\n'
+        'logits = "softcap"\narrival = "direct"\nreason = "a test leaves this out"\n\n'
     )
     shrunk = edited_matrix(
         tmp_path, "forward.toml", "[[exclude]]\nfamily", f"{row}[[exclude]]\nfamily"
     )
-    gone = {v.id for v in matrix.variants} - {v.id for v in shrunk.variants}
-    assert gone == {
-        f"sm80_f16_d{head_dim}{tile}_softcap{position}_custom"
-        for head_dim in (128, 256)
-        for tile in ("", "_decode")
-        for position in ("", "_alibi")
+    ids, before = ({v.id for v in m.variants} for m in (shrunk, matrix))
+    sizes, tiles = (128, 256), ("", "_decode")
+    assert before - ids == {
+        *(f"sm80_f16_d{d}{tile}_softcap_alibi_custom" for d in sizes for tile in tiles),
+        *(f"sm80_f16_d{d}_softcap" for d in sizes),
     }
+    # The options that are left are together in another kernel.
+    assert ids - before == {f"sm80_f16_d{d}{tile}_alibi_custom" for d in sizes for tile in tiles}
 
 
 # What adding an axis takes, before any kernel implements its value: one edit of forward.toml.

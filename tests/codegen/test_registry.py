@@ -60,7 +60,7 @@ def test_one_cpu_kernel_serves_every_head_dim_and_tile_class(head_dims, tile_cla
     wanted = variant(
         head_dim_qk=head_dims[0], head_dim_vo=head_dims[1], tile_class=tile_class, mask="custom"
     )
-    assert _core.find_id(wanted) == "cpu_f16_d512_custom"
+    assert _core.find_id(wanted) == "cpu_f16_d512"
     assert _core.find_error(wanted) is None
 
 
@@ -253,6 +253,7 @@ def test_a_miss_names_what_was_asked_what_is_compiled_and_a_way_out(changes, nam
     assert _core.find_id(wanted) is None
     sentence = _core.find_error(wanted)
     assert "Compiled for it" in sentence
+    assert "logits any, position any, mask any" in sentence  # of the CPU, which has all at run time
     for name in names:
         assert name in sentence
 
@@ -335,6 +336,68 @@ def test_a_miss_is_told_in_the_dtypes_of_the_tensors(family, changes, names):
     sentence = _core.find_error(variant(family=family, head_dim_qk=520, head_dim_vo=520, **changes))
     for name in names:
         assert name in sentence
+
+
+CAP, ALIBI, CUSTOM = {"logits": "softcap"}, {"position": "alibi"}, {"mask": "custom"}
+DECODE = {"tile_class": "decode"}
+E4M3 = {"kv_dtype": "float8_e4m3fn"}
+D256, D512 = ({"head_dim_qk": d, "head_dim_vo": d} for d in (256, 512))
+
+
+@pytest.mark.parametrize(
+    ("changes", "kernel"),
+    [
+        ({}, ""),
+        (CAP, "_softcap"),
+        (ALIBI, "_alibi"),
+        (CUSTOM, "_custom"),
+        (CAP | ALIBI, "_softcap_alibi_custom"),
+        (CAP | CUSTOM, "_softcap_alibi_custom"),
+        (ALIBI | CUSTOM, "_softcap_alibi_custom"),
+        (CAP | ALIBI | CUSTOM, "_softcap_alibi_custom"),
+        ({"sparsity": "skipping"}, "_skipping"),
+        ({"sparsity": "skipping"} | CAP, None),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("family", ["sm80", "sm90"])
+def test_two_options_are_served_at_run_time(family, changes, kernel):
+    """In the whole matrix, whatever is compiled here."""
+    found = _core.find_in_matrix(variant(family=family, **changes))
+    assert (found and found.id) == (kernel if kernel is None else f"{family}_f16_d128{kernel}")
+
+
+@pytest.mark.parametrize(
+    ("changes", "kernel"),
+    [
+        (DECODE | CAP, "sm80_f16_d128_decode_softcap_alibi_custom"),
+        (DECODE | ALIBI, "sm80_f16_d128_decode_softcap_alibi_custom"),
+        (DECODE | CUSTOM, "sm80_f16_d128_decode_softcap_alibi_custom"),
+        (DECODE, "sm80_f16_d128_decode"),
+        # No short tiles there: the tall ones have each option alone.
+        (DECODE | CAP | D512, "sm80_f16_d512_softcap"),
+        (DECODE | CAP | ALIBI | D512, "sm80_f16_d512_softcap_alibi_custom"),
+        (E4M3, "sm80_f16_d128_softcap_alibi_custom_transformed"),
+        ({"family": "sm90"} | E4M3, "sm90_f16_d128_transformed"),
+        ({"family": "sm90"} | E4M3 | CAP, "sm90_f16_d128_softcap_alibi_transformed"),
+        ({"family": "sm90"} | E4M3 | ALIBI | D256, "sm90_f16_d256_softcap_alibi_transformed"),
+        ({"family": "sm90"} | E4M3 | CUSTOM, None),
+        ({"family": "sm90"} | E4M3 | DECODE, "sm90_f16_d128_decode_transformed"),
+        (
+            {"family": "sm90"} | E4M3 | DECODE | ALIBI,
+            "sm90_f16_d128_decode_softcap_alibi_transformed",
+        ),
+        ({"family": "sm90"} | DECODE | CAP, "sm90_f16_d128_softcap"),
+        ({"family": "sm90"} | DECODE | CAP | ALIBI, "sm90_f16_d128_softcap_alibi_custom"),
+        ({"family": "sm90", "position": "rope"} | CAP, "sm90_f16_d128_softcap_alibi_transformed"),
+        ({"family": "cpu"} | CAP | ALIBI | CUSTOM, "cpu_f16_d512"),
+        ({"family": "cpu", "position": "rope", "sparsity": "skipping"}, "cpu_f16_d512"),
+    ],
+    ids=str,
+)
+def test_which_kernel_has_options_at_run_time(changes, kernel):
+    found = _core.find_in_matrix(variant(**{"family": "sm80"} | changes))
+    assert (found and found.id) == kernel
 
 
 @pytest.mark.parametrize("tile_class", ["prefill", "decode"])

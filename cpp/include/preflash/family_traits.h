@@ -51,8 +51,8 @@ struct FamilyTraits {
   // The entry of PREFLASH_ARCHS that asks for it, where it is code of one architecture alone.
   const char* architecture = "";
   Operands operands = Operands::kStored;
-  // In kernels that transform their operands: soft cap, bias and mask, or none.
-  OptionChoice transformed_options = OptionChoice::kCompiled;
+  // Soft cap, position, mask and skipped tiles.
+  OptionChoice options = OptionChoice::kCompiled;
   OptionChoice segments = OptionChoice::kCompiled;  // of which a kernel takes items
   Widening widening = Widening::kToQueries;
   TileRows tile_rows = TileRows::kFull;

@@ -37,18 +37,21 @@ constexpr Variant compiled_form(Variant wanted) {
       wanted.tile_class = TileClass::kPrefill;
     }
   }
-  if (wanted.arrival == Arrival::kTransformed &&
-      traits_of(wanted.family).transformed_options == OptionChoice::kRunTime) {
-    wanted = branching_form(wanted);
-  }
   return wanted;
 }
 
-// Whether a kernel takes logits, position and mask as launches tell it: one of several options.
-constexpr bool options_at_run_time(const Variant& variant) {
-  return (variant.logits != Logits::kPlain) + (variant.position != Position::kNone) +
-             (variant.mask != Mask::kBounds) >
-         1;
+// Whether a kernel has its options only where the launch asks for them: those of two and more,
+// which serve every combination of theirs ([[options]] of forward.toml), and all of some families.
+constexpr bool options_at_run_time(const Variant& compiled) {
+  return traits_of(compiled.family).options == OptionChoice::kRunTime || num_options(compiled) > 1;
+}
+
+// Whether a kernel whose value on the axis of an option is `has` serves a launch that wants
+// `wanted`; `without`: the value of neither.
+template <class Value>
+constexpr bool serves_option(const Variant& compiled, Value has, Value wanted, Value without) {
+  if (has == wanted || traits_of(compiled.family).options == OptionChoice::kRunTime) return true;
+  return wanted == without && options_at_run_time(compiled);
 }
 
 struct TileShape {
@@ -111,6 +114,6 @@ struct KernelLibrary {
   ForwardLaunch launch_segments = nullptr;
 };
 
-inline constexpr int kKernelAbiVersion = 12;
+inline constexpr int kKernelAbiVersion = 13;
 
 }  // namespace preflash

@@ -27,8 +27,8 @@ struct LogitsParams {
   // NaN. Q itself is multiplied by this sign, exact in every dtype: -1 or 0 for such scales.
   float q_factor = 1.0f;
 
-  static LogitsParams make(Logits logits, float sm_scale, float soft_cap) {
-    if (logits == Logits::kSoftCap) {
+  static LogitsParams make(float sm_scale, float soft_cap) {
+    if (soft_cap > 0.0f) {
       return {soft_cap * kLog2E, sm_scale / soft_cap * (2.0f / kTanhRange), 1.0f};
     }
     if (sm_scale > 0.0f) return {sm_scale * kLog2E, 1.0f, 1.0f};

@@ -18,10 +18,10 @@ struct KernelSegment : ForwardSegment {
   cutlass::FastDivmod page;   // by page_size
   LogitsParams logits;
 
-  static KernelSegment make(const ForwardSegment& segment, Logits logits) {
+  static KernelSegment make(const ForwardSegment& segment) {
     return {segment, cutlass::FastDivmod(segment.group_size),
             cutlass::FastDivmod(segment.page_size),
-            LogitsParams::make(logits, segment.sm_scale, segment.soft_cap)};
+            LogitsParams::make(segment.sm_scale, segment.soft_cap)};
   }
 };
 

@@ -21,10 +21,9 @@ inline constexpr int kSmemBytes = smem_bytes<V>();
 template <class V>
 typename ForwardTraits<V>::Segment make_segment(const ForwardSegment& segment) {
   if constexpr (!ForwardTraits<V>::kTransforms) {
-    return KernelSegment::make(segment, V::kVariant.logits);
+    return KernelSegment::make(segment);
   } else {
-    Logits logits = segment.soft_cap > 0.0f ? Logits::kSoftCap : Logits::kPlain;
-    TransformSegment made{KernelSegment::make(segment, logits), {}};
+    TransformSegment made{KernelSegment::make(segment), {}};
     if (segment.position == Position::kRope) {
       made.rotary = rotary_frequencies(segment.rope, segment.head_dim_qk);
     }

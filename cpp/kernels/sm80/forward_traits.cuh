@@ -39,9 +39,11 @@ struct ForwardTraits {
   static constexpr Variant kVariant = V::kVariant;
   static constexpr TileShape kTile = V::kTile;
 
-  // Whether operands may arrive in another form than the products take. Such kernels are few: they
-  // are compiled with every option, and branch around what a launch goes without.
+  // Whether operands may arrive in another form than the products take.
   static constexpr bool kTransforms = kVariant.arrival == Arrival::kTransformed;
+  // Whether the kernel branches around the options that a launch goes without.
+  static constexpr bool kOptionsAtRunTime = options_at_run_time(kVariant);
+  static_assert(!kTransforms || kOptionsAtRunTime);
   using Segment = std::conditional_t<kTransforms, TransformSegment, KernelSegment>;
   static constexpr int kSegments = kVariant.segments == Segments::kTwo ? 2 : 1;
   using Params = LaunchParams<Segment, kSegments>;
@@ -120,11 +122,11 @@ struct ForwardTraits {
   static_assert(kTileN % kRowsPerPass == 0 && kTileM % kRowsPerPass == 0);
 };
 
-// Whether this launch has what its kernel is compiled for.
+// Whether this launch has what its kernel is compiled for: of an option alone, always.
 template <class Traits>
 __device__ __forceinline__ bool has_soft_cap(const KernelSegment& params) {
   return Traits::kVariant.logits == Logits::kSoftCap &&
-         (!Traits::kTransforms || params.soft_cap > 0.0f);
+         (!Traits::kOptionsAtRunTime || params.soft_cap > 0.0f);
 }
 template <class Traits>
 __device__ __forceinline__ bool has_head_factors(const KernelSegment& params) {
@@ -134,12 +136,12 @@ __device__ __forceinline__ bool has_head_factors(const KernelSegment& params) {
 // Most launches need one branch to know that nothing is between the product and the mask.
 template <class Traits>
 __device__ __forceinline__ bool changes_scores(const KernelSegment& params) {
-  return !Traits::kTransforms || has_soft_cap<Traits>(params) ||
+  return !Traits::kOptionsAtRunTime || has_soft_cap<Traits>(params) ||
          ScoreBias<Traits>::present(params) || has_head_factors<Traits>(params);
 }
 template <class Traits>
 __device__ __forceinline__ Mask mask_of(const KernelSegment& params) {
-  return Traits::kTransforms ? params.mask : Traits::kVariant.mask;
+  return Traits::kOptionsAtRunTime ? params.mask : Traits::kVariant.mask;
 }
 
 // Keys that one row keeps, [first, end): empty for rows past the request's end.

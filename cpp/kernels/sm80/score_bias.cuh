@@ -2,7 +2,7 @@
 // the loaders and the epilogue know their hooks alone.
 //
 //   Rows            what shared memory holds of a tile's rows for it
-//   present()       whether this launch has it: kernels that transform operands branch
+//   present()       whether this launch has it: kernels with options at run time branch
 //   note_row()      fills Rows, once for each row as Q is fetched
 //   add_to()        adds it to the scores of one tile, or all but a part that rows share
 //   count_in_lse()  gives a row's LSE what add_to() left out
@@ -61,7 +61,7 @@ struct AlibiBias {
   };
 
   __device__ static __forceinline__ bool present(const KernelSegment& params) {
-    return !Traits::kTransforms || params.position == Position::kAlibi;
+    return !Traits::kOptionsAtRunTime || params.position == Position::kAlibi;
   }
 
   __device__ static __forceinline__ void note_row(Rows& rows, const LoadedRow& row,

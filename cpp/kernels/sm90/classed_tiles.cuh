@@ -24,7 +24,9 @@ struct ClassedTiles {
                                                     const WorkItem& item,
                                                     const RequestInfo& request,
                                                     const TileRange& tiles) {
-    ClassedTiles classed{params.extras.mask_classes, tiles};
+    // NOTE: a run may bring a mask that its plan does not use.
+    const bool has_mask = params.mask == Mask::kCustom;
+    ClassedTiles classed{has_mask ? params.extras.mask_classes : nullptr, tiles};
     if (classed.row != nullptr) {
       const MaskClassShape shape{params.rows_per_tile, Traits::kTileN, params.group_size};
       const std::int64_t index = item.row_begin / params.rows_per_tile * shape.row_words(request);

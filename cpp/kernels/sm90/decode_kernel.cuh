@@ -54,6 +54,14 @@ struct DecodeWarp {
 
   __device__ __forceinline__ const HopperSegment& segment() const { return params.segments[0]; }
 
+  // Whether this launch has what its kernel is compiled for.
+  __device__ __forceinline__ bool has_soft_cap() const {
+    return !Traits::kOptionsAtRunTime || segment().soft_cap > 0.0f;
+  }
+  __device__ __forceinline__ bool has_bias() const {
+    return !Traits::kOptionsAtRunTime || segment().position == Position::kAlibi;
+  }
+
   __device__ __forceinline__ void run_item(const ItemState& state) {
     begin_item(state);
     for (int slice = state.tiles.end - 1 - warp; slice >= state.tiles.begin;
@@ -77,7 +85,7 @@ struct DecodeWarp {
   __device__ __forceinline__ void begin_item(const ItemState& state) {
     Coordinates of_item{segment(), state, 0, state.tiles.begin};
     query.load(segment(), state);
-    bias = ScoreBias<Traits>::of(of_item);
+    bias = has_bias() ? ScoreBias<Traits>::of(of_item) : ScoreBias<Traits>{};
     if constexpr (Traits::kConverts) {
       factors = HeadFactors<Traits>::of(of_item);
       CUTE_UNROLL
@@ -93,8 +101,8 @@ struct DecodeWarp {
     products.template multiply_qk<kFrom>(query, k);
     auto rows_of_s = products.rows_of_s();
     factors.apply(rows_of_s);
-    transform(rows_of_s);
-    bias.add_to(rows_of_s);
+    if (has_soft_cap()) transform(rows_of_s);
+    if (has_bias()) bias.add_to(rows_of_s);
     if (state.tiles.needs_mask(slice)) {
       TileMask<Traits>::of_bounds(Coordinates{segment(), state, 0, slice}).apply(rows_of_s);
     }

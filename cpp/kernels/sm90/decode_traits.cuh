@@ -19,6 +19,8 @@ struct DecodeTraits {
   static constexpr bool kHasFactors = kConverts;
   static constexpr bool kChoosesOutput = kConverts;
   static_assert(!kConverts || kProducts == DType::kFloat16, "8 bits widen to float16");
+  // Whether the kernel branches around the options that a launch goes without.
+  static constexpr bool kOptionsAtRunTime = options_at_run_time(kVariant);
   static constexpr bool kHasMaskBits = false;
   static constexpr int kSegments = 1;
   static constexpr int kColumnParts = 1;

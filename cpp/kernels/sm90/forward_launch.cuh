@@ -16,7 +16,7 @@ inline constexpr TileRows kTileRows = traits_of(V::kVariant.family).tile_rows;
 
 template <class V>
 HopperSegment make_segment(const ForwardSegment& segment, const BoxShape& box) {
-  KernelSegment kernel = KernelSegment::make(segment, V::kVariant.logits);
+  KernelSegment kernel = KernelSegment::make(segment);
   return {kernel,
           box,
           rows_per_tile(kTileRows<V>, ForwardTraits<V>::kTileM, segment.group_size),
@@ -91,7 +91,7 @@ LaunchError launch_decode(const ForwardParams& params, int num_ctas, const Launc
     return "the short tiles of fa3 take keys of the size that they were compiled for, and rotate "
            "none";
   }
-  KernelSegment kernel = KernelSegment::make(segment, V::kVariant.logits);
+  KernelSegment kernel = KernelSegment::make(segment);
   LaunchParams<HopperSegment> decode{
       .segments = {{kernel,
                     BoxShape{},

@@ -178,7 +178,7 @@ struct TileMask {
   __device__ __forceinline__ static MaskWords words_at(const Coordinates& coordinates, int r,
                                                        int key) {
     const RequestInfo& request = coordinates.state.request;
-    if (options_at_run_time(Traits::kVariant) && coordinates.params.extras.mask_bits == nullptr) {
+    if (Traits::kOptionsAtRunTime && coordinates.params.mask != Mask::kCustom) {
       return {0xffffffffu, 0xffffffffu, 0};
     }
     const std::uint8_t* bits = coordinates.params.extras.mask_bits + request.mask_begin;

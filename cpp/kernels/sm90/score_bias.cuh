@@ -39,10 +39,10 @@ struct AlibiBias {
     PackedRow packed = coordinates.packed(coordinates.warp_row + lane_id() % kWarpRows);
     int head = query_head(params, coordinates.state.item, packed);
     float slope = alibi_slope(head, params.num_qo_heads) * params.x_per_logit;
-    if (options_at_run_time(Traits::kVariant) && params.position != Position::kAlibi) slope = 0.0f;
+    if (Traits::kOptionsAtRunTime && params.position != Position::kAlibi) slope = 0.0f;
     // NOTE: what a custom mask leaves usually ends at the diagonal, too.
     MaskBounds bounds = coordinates.bounds();
-    bounds.causal |= Traits::kHasMaskBits && params.extras.mask_bits != nullptr;
+    bounds.causal |= params.mask == Mask::kCustom;
     int last_key = bounds.end_key(packed.token) - 1;
     AlibiBias bias;
     CUTE_UNROLL
