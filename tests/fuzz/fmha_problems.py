@@ -14,6 +14,7 @@ from preflash.testing.comparison import (
     FLOAT32_ROUNDOFF,
     LSE_SLACK,
     Report,
+    capped_by_hardware,
     compare,
     logit_roundings,
 )
@@ -345,6 +346,7 @@ def compare_out(inputs: FmhaInputs, out: torch.Tensor, expected: Expected) -> Re
         # 8 bits are multiplied in float16, of whose exponentials the weights are made.
         p_dtype=torch.float16 if case.dtype == E4M3 else case.dtype,
         soft_cap=case.soft_cap or 0.0,
+        hardware_cap=out.is_cuda and not case.stats and capped_by_hardware(),
         logit_rounding=logit_roundings(case.head_dim),
         equal_values=case.dtype == E4M3 and max(case.kv_lens) == 1,
     )

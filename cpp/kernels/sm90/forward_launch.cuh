@@ -71,7 +71,10 @@ LaunchError launch_forward(const ForwardParams& params, int num_ctas, const Laun
     const char* refusal = make_direct<V>(params, hopper);
     if (refusal != nullptr) return refusal;
   }
-  if constexpr (Traits::kCaps) hopper.segments[0].set_cap();
+  if constexpr (Traits::kCaps) {
+    const char* refusal = hopper.segments[0].set_cap();
+    if (refusal != nullptr) return refusal;
+  }
   pass_records(params, hopper);
   // Lists of items that share their columns out come in whole groups of CTAs.
   const int parts = ceil_div(params.segments[0].head_dim_vo, Traits::kPartVo);

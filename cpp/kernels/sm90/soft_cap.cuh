@@ -7,7 +7,7 @@
 #pragma once
 
 #include <cstdlib>
-#include <cstring>
+#include <string_view>
 
 #include "kernels/common/logits.cuh"
 #include "preflash/params.h"
@@ -22,14 +22,18 @@ struct CappedSegment : Segment {
   float y_per_s;  // sm_scale / c
   CapForm form;
 
-  void set_cap() {
-    form = CapForm::kNone;
-    if (!(this->soft_cap > 0.0f)) return;
+  // Returns nullptr, or what is wrong with PREFLASH_SOFT_CAP.
+  const char* set_cap() {
     const char* asked = std::getenv("PREFLASH_SOFT_CAP");
-    const bool exact = this->lse.form == LseForm::kMaxAndSum ||
-                       (asked != nullptr && std::strcmp(asked, "exact") == 0);
-    form = exact ? CapForm::kExact : CapForm::kHardware;
-    y_per_s = this->sm_scale / this->soft_cap;
+    const std::string_view value = asked == nullptr ? "hardware" : asked;
+    if (value != "hardware" && value != "exact") {
+      return "PREFLASH_SOFT_CAP is neither hardware nor exact";
+    }
+    const bool exact = value == "exact" || this->lse.form == LseForm::kMaxAndSum;
+    const bool caps = this->soft_cap > 0.0f;
+    form = !caps ? CapForm::kNone : exact ? CapForm::kExact : CapForm::kHardware;
+    y_per_s = caps ? this->sm_scale / this->soft_cap : 0.0f;
+    return nullptr;
   }
   // Of a whole tile, in place.
   template <class Scores>

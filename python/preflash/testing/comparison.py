@@ -8,6 +8,7 @@ rounded once. With unit roundoffs u_o (output format), u_p (format of p in P @ V
   error is at most d = `logit_rounding` * e * X, X = |sm_scale| |q| |k| (tensor cores truncate, 16
   terms a step: 32 covers head_dim 256, and `logit_roundings()` what is longer). A soft cap c adds
   8 e c for its tanh, a bias of at most b 3 e b: its slope, its product and the sum are rounded.
+  Where a GPU's own tanh caps (`HARDWARE_TANH_ERROR`), d has that part of min(X, c), too.
 * Operands that a kernel rotates (RoPE) it rounds to the format of its products, u_r. The error of a
   logit adds up from independent ones of its products: t = sqrt(2) u_r |sm_scale| sqrt(sum_d
   (q_d k_d)^2). It is 0 where operands are multiplied as they were stored, or in float32.
@@ -35,6 +36,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 
 import torch
 
@@ -43,6 +45,13 @@ from .oracle import LOG2_E, Expected
 FLOAT32_ROUNDOFF = 2.0**-24
 LSE_SLACK = 2.0**-13
 EXP_ERROR = 2.0**-19
+# Relative, of tanh.approx.f32 (PTX ISA, tanh).
+HARDWARE_TANH_ERROR = 2.0**-10.987
+
+
+def capped_by_hardware() -> bool:
+    """Whether fa3 caps logits by the GPU's own tanh (docs/guide.md, Scale, soft cap, LSE)."""
+    return os.environ.get("PREFLASH_SOFT_CAP", "hardware") == "hardware"
 
 
 def unit_roundoff(dtype: torch.dtype) -> float:
@@ -126,11 +135,14 @@ def _roundoffs(
     soft_cap: float,
     logit_rounding: float,
     rotated_dtype: torch.dtype | None,
+    hardware_cap: bool,
 ) -> tuple[float, torch.Tensor, torch.Tensor]:
     """u_o, r and 2 d + 3 t of the module's formulas; the last two are per row and head."""
     d = FLOAT32_ROUNDOFF * (
         logit_rounding * expected.logit_bound + 8 * soft_cap + 3 * expected.bias_bound
     )
+    if soft_cap > 0 and hardware_cap:
+        d = d + HARDWARE_TANH_ERROR * torch.as_tensor(expected.logit_bound).clamp(max=soft_cap)
     u_rotated = 0.0 if rotated_dtype is None else unit_roundoff(rotated_dtype)
     t = math.sqrt(2) * u_rotated * expected.logit_spread
     r = unit_roundoff(p_dtype) + t + 2 * d + EXP_ERROR
@@ -148,12 +160,14 @@ def compare(
     rotated_dtype: torch.dtype | None = None,
     lse_base: str = "log2",
     equal_values: bool = False,
+    hardware_cap: bool | None = None,
 ) -> Report:
     """`out` [rows, heads, dim] and `lse` [rows, heads] against the oracle's answer for those rows.
 
     `p_dtype` is the format of the probabilities in P @ V; the output's by default. `logit_rounding`
     counts the float32 roundings of a logit; fewer for inputs whose products and sums are exact.
     `rotated_dtype` is what RoPE's rotated operands are rounded to; None: they are not.
+    `hardware_cap`: whether a GPU's own tanh caps logits; where `out` is on one, if it may.
     `equal_values`: the output is made of few values, 8-bit ones times one weight each. Equal ones
     round equally, so that over a tensor u stands for itself.
     """
@@ -170,7 +184,13 @@ def compare(
         return report
 
     u_out, r, of_logits = _roundoffs(
-        expected, out.dtype, p_dtype or out.dtype, soft_cap, logit_rounding, rotated_dtype
+        expected,
+        out.dtype,
+        p_dtype or out.dtype,
+        soft_cap,
+        logit_rounding,
+        rotated_dtype,
+        out.is_cuda and capped_by_hardware() if hardware_cap is None else hardware_cap,
     )
     _compare_out(report, out, expected, u_out, r, 1.0 if equal_values else 0.6)
     if lse is not None:
