@@ -1,7 +1,7 @@
 // The tiles of keys of an item as a consumer warpgroup goes through them, the last one first.
 // Policies, of which TilesOf is the variant's:
 //
-//   look_ahead(item)    the item comes next: what its first step needs ahead of time
+//   look_ahead(item)    the item comes next: what mask_first() takes, made ahead of time
 //   begin_step()        the tile that was looked ahead to is the step's
 //   meanwhile(item)     while the products of an item's first step run
 //   first(), is_last()  of an item's tiles
@@ -21,13 +21,15 @@ template <class Traits>
 struct DenseTiles {
   using Mask = TileMask<Traits>;
 
-  Mask first_mask;  // of the item whose scores come next
+  // What an item's first step needs ahead of time.
+  struct First {
+    Mask mask = {};
+  };
 
   template <class Item, class At>
-  __device__ __forceinline__ void look_ahead(const Item& item, const At& at) {
-    first_mask = {};
-    if (item.any() && item.own.needs_mask(first(item)))
-      first_mask = Mask::of_bounds(at(first(item)));
+  __device__ __forceinline__ static First look_ahead(const Item& item, const At& at) {
+    if (!item.any() || !item.own.needs_mask(first(item))) return {};
+    return {Mask::of_bounds(at(first(item)))};
   }
   __device__ __forceinline__ static void begin_step() {}
   template <class Item, class At>
@@ -55,8 +57,9 @@ struct DenseTiles {
   }
 
   template <class Item, class Scores>
-  __device__ __forceinline__ void mask_first(const Item& item, Scores&& scores) const {
-    if (item.own.needs_mask(first(item))) first_mask.apply(scores);
+  __device__ __forceinline__ static void mask_first(const Item& item, const First& ahead,
+                                                    Scores&& scores) {
+    if (item.own.needs_mask(first(item))) ahead.mask.apply(scores);
   }
   template <class Item, class At, class Scores>
   __device__ __forceinline__ static void mask(const Item& item, int tile, const At& at,
@@ -77,11 +80,14 @@ struct KeptTilesInTurn {
   KeptTile ahead = {};  // the next one
   typename Mask::RawBits ahead_bits = {};
 
+  struct First {};
+
   template <class Item, class At>
-  __device__ __forceinline__ void look_ahead(const Item& item, const At& at) {
-    if (!item.any()) return;
+  __device__ __forceinline__ First look_ahead(const Item& item, const At& at) {
+    if (!item.any()) return {};
     ahead = reader.take(at.smem());
     if (!ahead.is_whole()) ahead_bits = Mask::read_bits(at(ahead.index()));
+    return {};
   }
   __device__ __forceinline__ void begin_step() { tile = ahead; }
   template <class Item, class At>
@@ -121,12 +127,12 @@ struct KeptTilesInTurn {
   }
 
   template <class Item, class Scores>
-  __device__ __forceinline__ void mask_first(const Item&, Scores&& scores) const {
+  __device__ __forceinline__ void mask_first(const Item&, const First&, Scores&& scores) const {
     if (!tile.is_whole()) tile_mask.apply(scores);
   }
   template <class Item, class At, class Scores>
   __device__ __forceinline__ void mask(const Item& item, int, const At&, Scores&& scores) const {
-    mask_first(item, scores);
+    mask_first(item, {}, scores);
   }
 };
 

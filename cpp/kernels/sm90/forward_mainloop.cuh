@@ -50,14 +50,14 @@ struct ForwardMainloop {
 
   __device__ __forceinline__ void run() {
     Item item = read_item(0);
-    tiles.look_ahead(item, at(item));
+    FirstTile first = tiles.look_ahead(item, at(item));
     while (item.any()) {
       if (item.rests) {
         item = sit_out(item);
-        tiles.look_ahead(item, at(item));
+        first = tiles.look_ahead(item, at(item));
         continue;
       }
-      Transition transition = begin(item);
+      Transition transition = begin(item, first);
       for (;;) {
         run_steps(item, transition);
         operands.q_read.advance();
@@ -71,12 +71,14 @@ struct ForwardMainloop {
       }
       end(item, transition);
       item = transition.next;
+      first = transition.next_first;
     }
   }
 
  private:
   using Epilogue = ForwardEpilogue<Traits>;
   using Coordinates = ScoreCoordinates<Traits>;
+  using FirstTile = typename TilesOf<Traits>::First;
 
   // A work item as one warpgroup sees it.
   struct Item : ItemOf<Traits::kSegments> {
@@ -93,6 +95,7 @@ struct ForwardMainloop {
   // in kernels where that copy costs more than it gains.
   struct Transition {
     Item next;
+    FirstTile next_first;
     RowTarget target;  // of this item's row
   };
 
@@ -154,7 +157,7 @@ struct ForwardMainloop {
   }
 
   // An item's first S and P, where no item comes right before.
-  __device__ __forceinline__ Transition begin(const Item& item) {
+  __device__ __forceinline__ Transition begin(const Item& item, const FirstTile& first) {
     timer.start();
     for (int i = 0; i < item.skipped_first; ++i) {
       operands.skip_k();
@@ -170,7 +173,7 @@ struct ForwardMainloop {
     Transition transition;
     if (tiles.prepares_in_first_step(item)) transition = prepare_transition(item);
     operands.template wait_for_s<false>();
-    finish_first_scores(item);
+    finish_first_scores(item, first);
     make_first_p(item);
     return transition;
   }
@@ -192,7 +195,7 @@ struct ForwardMainloop {
     Transition next_transition;
     if (tiles.prepares_in_first_step(next)) next_transition = prepare_transition(next);
     operands.template wait_for_s<true>();
-    finish_first_scores(next);
+    finish_first_scores(next, transition.next_first);
     operands.wait_for_o();
     operands.release_v();
     if constexpr (Traits::kMakesPFirst) make_first_p(next);
@@ -238,7 +241,7 @@ struct ForwardMainloop {
     transition.target = epilogue(item).target_of(warp() * kWarpRows + lane_id() % kWarpRows);
     transition.next = read_item(next_slot(item));
     if (transition.next.any()) query(transition.next).prefetch();
-    tiles.look_ahead(transition.next, at(transition.next));
+    transition.next_first = tiles.look_ahead(transition.next, at(transition.next));
     return transition;
   }
 
@@ -255,12 +258,12 @@ struct ForwardMainloop {
     weightless.look_at(operands.rows_of_s(), tiles.is_last(item, tile), warpgroup);
   }
   // Also sets the rows' first references, which does not need O.
-  __device__ __forceinline__ void finish_first_scores(const Item& item) {
+  __device__ __forceinline__ void finish_first_scores(const Item& item, const FirstTile& first) {
     int tile = tiles.first(item);
     Coordinates coordinates = at(item)(tile);
     release_k(item, tile);
     scores.finish_first(segment(item), coordinates, operands.rows_of_s());
-    tiles.mask_first(item, operands.rows_of_s());
+    tiles.mask_first(item, first, operands.rows_of_s());
     weightless.begin(coordinates, operands.rows_of_s());
     softmax.begin(operands.rows_of_s(), scores.bias.shift(tile));
     operands.first_pv = GMMA::ScaleOut::Zero;
