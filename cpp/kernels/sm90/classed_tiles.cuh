@@ -4,7 +4,7 @@
 #pragma once
 
 #include "kernels/sm90/forward_params.cuh"
-#include "kernels/sm90/forward_traits.cuh"
+#include "kernels/sm90/shared_storage.cuh"
 #include "preflash/mask_classes.h"
 
 namespace preflash::sm90 {

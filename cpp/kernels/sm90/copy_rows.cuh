@@ -4,7 +4,7 @@
 #include <cute/arch/copy_sm80.hpp>
 
 #include "kernels/sm90/forward_params.cuh"
-#include "kernels/sm90/forward_traits.cuh"
+#include "kernels/sm90/shared_storage.cuh"
 
 namespace preflash::sm90 {
 

@@ -5,7 +5,7 @@
 
 #include "kernels/common/mask.cuh"
 #include "kernels/sm90/forward_params.cuh"
-#include "kernels/sm90/forward_traits.cuh"
+#include "kernels/sm90/shared_storage.cuh"
 #include "kernels/sm90/speculative_softmax.cuh"
 
 namespace preflash::sm90 {

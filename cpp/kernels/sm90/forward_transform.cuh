@@ -9,7 +9,7 @@
 
 #include "kernels/common/widen.cuh"
 #include "kernels/sm90/forward_params.cuh"
-#include "kernels/sm90/forward_traits.cuh"
+#include "kernels/sm90/shared_storage.cuh"
 
 namespace preflash::sm90 {
 

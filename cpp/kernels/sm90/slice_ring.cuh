@@ -1,8 +1,8 @@
-// The ring of slices of K and V (KvBuffers in forward_traits.cuh), as its two sides see it.
+// The ring of slices of K and V (KvBuffers in shared_storage.cuh), as its two sides see it.
 #pragma once
 
 #include "kernels/sm90/forward_params.cuh"
-#include "kernels/sm90/forward_traits.cuh"
+#include "kernels/sm90/shared_storage.cuh"
 
 namespace preflash::sm90 {
 

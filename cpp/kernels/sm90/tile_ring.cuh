@@ -2,7 +2,7 @@
 #pragma once
 
 #include "kernels/sm90/forward_params.cuh"
-#include "kernels/sm90/forward_traits.cuh"
+#include "kernels/sm90/shared_storage.cuh"
 
 namespace preflash::sm90 {
 

@@ -1,0 +1,183 @@
+// What the warps of a CTA share: items, operands, barriers, and the state of their pipelines.
+#pragma once
+
+#include <cutlass/arch/barrier.h>
+
+#include "kernels/common/rotary.cuh"
+#include "kernels/sm90/forward_traits.cuh"
+#include "preflash/mask_range.h"
+#include "preflash/plan.h"
+
+namespace preflash::sm90 {
+
+// A work item in shared memory. One producer warp prepares it, items ahead; the other warps read it
+// when they need it, so that it costs no registers in their loops. An item without tiles ends the
+// CTA's work list.
+struct ItemState {
+  WorkItem item;
+  RequestInfo request;
+  TileRange tiles;
+  KeySpan keys;  // from the first key that any row keeps to the request's end
+  int num_rows;  // rows of the tile in use; the others hold stale data
+  // The part of `tiles` that the rows of each consumer warpgroup touch: at least one tile.
+  TileRange warpgroup_tiles[kMaxConsumers];
+#ifdef PREFLASH_TRACE
+  int record;  // of ForwardParams::records
+#endif
+};
+
+// Where a loader finds an item's keys. It needs them for every tile, so they stay in registers.
+struct ItemKeys {
+  int kv_begin;
+  KeySpan keys;
+  int kv_head;
+  int segment;
+
+  __device__ __forceinline__ static ItemKeys of(const ItemState& state) {
+    return {state.request.kv_begin, state.keys, state.item.kv_head, state.request.segment};
+  }
+};
+
+using Barrier = cutlass::arch::ClusterBarrier;
+using TransactionBarrier = cutlass::arch::ClusterTransactionBarrier;
+
+inline constexpr int kItemSlots = 4;
+
+// Barriers are named by the event that they announce. Who arrives:
+//   *_full      one producer thread (and the bytes of its TMA); with gathered loads every producer
+//               thread arrives at k_full and v_full
+//   *_empty     one lane of each consumer warp: only the tensor core has read the buffer
+//   item_full   one thread
+//   item_empty  every thread that has read the item: the consumers and the loading warps
+//   tile_full   one thread; tile_empty one lane of each warp that consumes or loads tiles
+template <int kQStages, int kStages>
+struct Barriers {
+  TransactionBarrier q_full[kQStages];
+  Barrier q_empty[kQStages];
+  TransactionBarrier k_full[kStages];
+  Barrier k_empty[kStages];
+  TransactionBarrier v_full[kStages];
+  Barrier v_empty[kStages];
+  Barrier item_full[kItemSlots];
+  Barrier item_empty[kItemSlots];
+};
+
+// Hardware barriers among the consumer warpgroups w.
+struct NamedBarriers {
+  static constexpr int kOrder = 0;                  // + w: warpgroup w may issue its products
+  static constexpr int kWarpgroup = kMaxConsumers;  // + w: the threads of warpgroup w
+  static constexpr int kReserved = 8;               // CUTLASS's own come first
+  static_assert(kReserved + kWarpgroup + kMaxConsumers <= 16);
+};
+
+// A KV tile of which a custom mask keeps something, in one word of shared memory and one register.
+struct KeptTile {
+  enum Flags { kLast = 1, kWhole = 2 };
+
+  int word = 0;
+
+  __device__ __forceinline__ int index() const { return word / 4; }
+  __device__ __forceinline__ bool is_last() const { return word & kLast; }    // of its item
+  __device__ __forceinline__ bool is_whole() const { return word & kWhole; }  // all rows keep all
+};
+
+// The pipeline of kept tiles.
+template <class Traits>
+struct KeptTiles {
+  KeptTile tiles[Traits::kTileSlots];
+  Barrier tile_full[Traits::kTileSlots];
+  Barrier tile_empty[Traits::kTileSlots];
+};
+
+struct NoKeptTiles {};
+
+// The coordinates at which a TMA box of K or V begins (tensor_map.h).
+struct alignas(16) TmaCoordinates {
+  int page;
+  int x;
+  int r;
+};
+
+// What the transform of operands needs beside them.
+template <class Traits, bool kConverts = Traits::kConverts>
+struct TransformStorage {};
+template <class Traits>
+struct TransformStorage<Traits, true> {
+  alignas(128) unsigned char raw[Traits::kRawBytes];
+  std::uint64_t frequency[Traits::kPairs];  // RotaryFrequencies
+  Rotation row_step[Traits::kPairs];        // from a key to the next that the same lane rotates
+  float query_scale[Traits::kTileM];        // of each row's scores, where Q is narrowed
+};
+
+// K and V in shared memory: whole tiles of each, or slices of both in the order in which the
+// consumers use them, K(0), K(1), V(0), K(2), V(1), ... (tiles in the order of the loop).
+template <class Traits, bool kSliced = Traits::kSliced>
+struct KvBuffers {
+  alignas(1024) typename Traits::ElementKv k[cosize_v<typename Traits::LayoutK>];
+  alignas(1024) typename Traits::ElementKv v[cosize_v<typename Traits::LayoutV>];
+};
+template <class Traits>
+struct KvBuffers<Traits, true> {
+  alignas(1024) typename Traits::ElementKv slices[Traits::kSliceSlots][Traits::kSliceElements];
+  TransactionBarrier slice_full[Traits::kSliceSlots];  // arrivals as for k_full and k_empty
+  Barrier slice_empty[Traits::kSliceSlots];
+};
+
+template <class Traits>
+struct SharedStorage : KvBuffers<Traits>, TransformStorage<Traits> {
+  using ElementO = typename Traits::ElementO;
+  alignas(1024) typename Traits::ElementQ q[cosize_v<typename Traits::LayoutQ>];
+  // Each warp stages its 16 rows of O here, one block of columns at a time.
+  alignas(1024) ElementO o[Traits::kConsumerWarps][kWarpRows * kBlockColumns<ElementO>];
+  ItemState items[kItemSlots];
+  TmaCoordinates k_coordinates[Traits::kMaxBoxes];  // of the tile whose boxes are being issued
+  TmaCoordinates v_coordinates[Traits::kMaxBoxes];
+  Barriers<Traits::kQStages, Traits::kStages> barriers;
+  conditional_t<Traits::kHasMaskBits, KeptTiles<Traits>, NoKeptTiles> kept;
+};
+
+__device__ __forceinline__ int lane_id() { return threadIdx.x % 32; }
+
+__device__ __forceinline__ void release(Barrier& empty) {
+  if (lane_id() == 0) empty.arrive();
+}
+
+// NOTE: CUTLASS does not tell the compiler that its barriers and fences order memory. This does.
+__device__ __forceinline__ void order_memory_accesses() { asm volatile("" ::: "memory"); }
+
+// Tells the compiler that all lanes hold the same value: loops and addresses that depend on it stay
+// in uniform registers.
+__device__ __forceinline__ int warp_uniform(int value) {
+  return __shfl_sync(0xffffffffu, value, 0);
+}
+
+// The state of a pipeline of buffers: the stage to use next and its barrier's phase. A reader waits
+// for `phase`; a writer, which finds all buffers empty at first, waits for `phase ^ 1`. There are
+// two forms: consumer warps keep stage and phase apart, which makes their loop shorter; producer
+// warps have few registers and derive both from one counter.
+template <int kSize>
+struct ConsumerPipelineState {
+  int stage = 0;
+  std::uint32_t parity = 0;
+
+  __device__ __forceinline__ int index() const { return stage; }
+  __device__ __forceinline__ std::uint32_t phase() const { return parity; }
+  __device__ __forceinline__ void advance() {
+    if (++stage == kSize) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+template <int kSize>
+struct ProducerPipelineState {
+  static_assert((kSize & (kSize - 1)) == 0);
+  std::uint32_t count = 0;
+
+  __device__ __forceinline__ int index() const { return count % kSize; }
+  __device__ __forceinline__ std::uint32_t phase() const { return count / kSize % 2; }
+  __device__ __forceinline__ void advance() { ++count; }
+};
+
+}  // namespace preflash::sm90
