@@ -42,14 +42,6 @@ _IN_SCAN = (
     "words of the producer that looks through a mask's bits, above all where it also gathers; "
     "consumers of d64 and d256 reload addresses of the bits for a tile, and store them for an item"
 )
-_OF_ITEMS = (
-    "where items begin and end, and the first tile of each, whose logits may be small or large "
-    "under a soft cap"
-)
-_OF_BIAS = (
-    "where items begin and end, and where scores are capped in place, which ALiBi asks of every "
-    "tile; most of them where logits are large"
-)
 _OF_BOTH = (
     "what kernels of one segment with either tile spill, and words that both need between items; "
     "the prefill's loop reloads six words a tile"
@@ -89,48 +81,16 @@ ALLOWED_SPILLS = [
         76,
         _IN_GATHER + "; and words of a consumer between items",
     ),
-    AllowedSpill({"family": "sm90", "head_dim": "128", "position": "alibi"}, 52, _BETWEEN_ITEMS),
-    AllowedSpill(
-        {"family": "sm90", "head_dim": "192x128", "position": "alibi"}, 44, _BETWEEN_ITEMS
-    ),
     AllowedSpill({"family": "sm90", "head_dim": "256"}, 320, _BETWEEN_ITEMS),
     AllowedSpill({"family": "sm90", "head_dim": "256", "segments": "two"}, 480, _BETWEEN_ITEMS),
-    AllowedSpill({"family": "sm90", "sparsity": "skipping"}, 48, _BETWEEN_ITEMS),
     AllowedSpill({"family": "sm90", "head_dim": "64", "sparsity": "skipping"}, 96, _BETWEEN_ITEMS),
-    AllowedSpill({"family": "sm90", "arrival": "transformed"}, 1600, _IN_TRANSFORM, 12),
+    AllowedSpill({"family": "sm90", "arrival": "transformed"}, 1600, _IN_TRANSFORM, 4),
     AllowedSpill(
-        {"family": "sm90", "head_dim": "256", "arrival": "transformed"}, 2300, _IN_TRANSFORM, 13
+        {"family": "sm90", "head_dim": "256", "arrival": "transformed"}, 2300, _IN_TRANSFORM, 11
     ),
-    AllowedSpill(
-        {
-            "family": "sm90",
-            "head_dim": "128",
-            "logits": "softcap",
-            "position": "alibi",
-            "arrival": "transformed",
-        },
-        1680,
-        _IN_TRANSFORM + " and with ALiBi beside it",
-        63,
-    ),
-    AllowedSpill(
-        {"family": "sm90", "head_dim": "128", "logits": "softcap", "arrival": "transformed"},
-        1680,
-        _IN_TRANSFORM + "; most of them where logits are large",
-        53,
-    ),
-    AllowedSpill({"family": "sm90", "mask": "custom"}, 320, _IN_SCAN, 2),
-    AllowedSpill({"family": "sm90", "head_dim": "64", "mask": "custom"}, 320, _IN_SCAN, 16),
-    AllowedSpill({"family": "sm90", "head_dim": "256", "mask": "custom"}, 320, _IN_SCAN, 10),
-    AllowedSpill({"family": "sm90", "head_dim": "512"}, 320, _BETWEEN_ITEMS),
-    AllowedSpill({"family": "sm90", "logits": "softcap"}, 500, _OF_ITEMS, 1),
-    AllowedSpill({"family": "sm90", "logits": "softcap", "position": "alibi"}, 500, _OF_BIAS, 6),
-    AllowedSpill(
-        {"family": "sm90", "logits": "softcap", "position": "alibi", "mask": "custom"},
-        500,
-        _OF_BIAS,
-        16,
-    ),
+    AllowedSpill({"family": "sm90", "mask": "custom"}, 320, _IN_SCAN, 1),
+    AllowedSpill({"family": "sm90", "head_dim": "256", "mask": "custom"}, 320, _IN_SCAN, 8),
+    AllowedSpill({"family": "sm90", "head_dim": "64", "mask": "custom"}, 320, _IN_SCAN, 8),
     AllowedSpill(
         {
             "family": "sm90",
@@ -139,35 +99,11 @@ ALLOWED_SPILLS = [
             "position": "alibi",
             "mask": "custom",
         },
-        500,
-        _OF_BIAS,
-        59,
-    ),
-    AllowedSpill(
-        {"family": "sm90", "head_dim": "64", "logits": "softcap", "mask": "custom"},
-        500,
-        _IN_SCAN + "; most of them where a tile is masked, and capped apart from its exponents",
-        46,
-    ),
-    AllowedSpill(
-        {"family": "sm90", "head_dim": "192x128", "logits": "softcap", "mask": "custom"},
-        500,
-        _IN_SCAN,
-        10,
-    ),
-    AllowedSpill({"family": "sm90", "head_dim": "256", "logits": "softcap"}, 500, _OF_ITEMS),
-    AllowedSpill(
-        {"family": "sm90", "head_dim": "256", "logits": "softcap", "mask": "custom"},
-        500,
-        _IN_SCAN,
-        13,
-    ),
-    AllowedSpill(
-        {"family": "sm90", "head_dim": "512", "logits": "softcap", "mask": "custom"},
         320,
-        _BETWEEN_ITEMS.split(";")[0] + "; the main loop reloads two to four words",
-        6,
+        _IN_SCAN + "; every option is a run-time value",
+        15,
     ),
+    AllowedSpill({"family": "sm90", "head_dim": "512"}, 320, _BETWEEN_ITEMS),
 ]
 
 

@@ -55,7 +55,7 @@ def test_the_environment_chooses(monkeypatch):
     monkeypatch.setenv("PREFLASH_SOFT_CAP", "exact")
     by_float32 = logits_of_keys(logits, 50.0)
     assert (by_float32 - exact).abs().max() <= 3e-5
-    assert (by_hardware - exact).abs().max() > 1e-3
+    assert (by_hardware - exact).abs().max() > 1e-4
     monkeypatch.setenv("PREFLASH_SOFT_CAP", "roughly")
     with pytest.raises(RuntimeError, match="PREFLASH_SOFT_CAP"):
         logits_of_keys(logits, 50.0)

@@ -1,14 +1,9 @@
-// The tiles of keys of an item as a consumer warpgroup goes through them, the last one first.
-// Policies, of which TilesOf is the variant's:
-//
+// The tiles of keys of an item as a consumer warpgroup goes through them, the last one first:
+// policies, of which TilesOf is the variant's. at(tile): the coordinates of a tile of the item.
 //   look_ahead(item)    the item comes next: what mask_first() takes, made ahead of time
 //   begin_step()        the tile that was looked ahead to is the step's
 //   meanwhile(item)     while the products of an item's first step run
-//   first(), is_last()  of an item's tiles
 //   for_others(step)    the item's steps behind its first one: step(tile, work beside the products)
-//   mask(), mask_first()
-//
-// at(tile): the coordinates of a tile of the item (ScoreCoordinates).
 #pragma once
 
 #include "kernels/sm90/forward_mask.cuh"
