@@ -240,7 +240,7 @@ def test_negative_scales_in_many_items(backend, dims, page_size):
 @pytest.mark.parametrize("cap", [0.01, 10.0, 30.0, 50.0, 1000.0, 2e4, 1e30])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_soft_caps_of_small_and_large_logits(backend, head_dim, cap):
-    """From tiles whose logits a polynomial caps to tiles full of others, of rows that are large
+    """Exact caps, from tiles of small logits to tiles full of large ones, of rows that are large
     throughout and of single keys: the outputs' rounding and the LSE's own tell how well."""
     dtype = torch.bfloat16 if head_dim == 256 else torch.float16
     torch.manual_seed(head_dim)

@@ -4,7 +4,8 @@
 // cap x is the raw dot product and scale_log2 = sm_scale * log2(e); with one, x = tanh(sm_scale *
 // qk / c) and scale_log2 = c * log2(e).
 //
-// Soft caps seldom bend a logit by much, so the tanh of a tile is a polynomial on the FMA pipes,
+// The tall tiles of fa3 cap by the GPU's own tanh unless asked not to (sm90/soft_cap.cuh). Elsewhere
+// soft caps seldom bend a logit by much, so the tanh of a tile is a polynomial on the FMA pipes,
 // unless one of its logits is larger than kTanhRange caps: MUFU, which the softmax needs itself,
 // would take three operations for each score.
 #pragma once

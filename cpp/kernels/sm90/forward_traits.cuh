@@ -1,6 +1,6 @@
-// The compile-time shape of one fa3 kernel: roles, tiles, registers, layouts. The one type parameter
-// is the variant's generated type, which carries kVariant and kTile. README.md beside this file
-// explains the whole kernel.
+// The compile-time shape of one fa3 kernel: roles, tiles, registers, layouts. The one type
+// parameter is the variant's generated type, which carries kVariant and kTile. README.md beside
+// this file explains the whole kernel.
 #pragma once
 
 #include <cute/tensor.hpp>
