@@ -4,10 +4,10 @@
 // cap x is the raw dot product and scale_log2 = sm_scale * log2(e); with one, x = tanh(sm_scale *
 // qk / c) and scale_log2 = c * log2(e).
 //
-// The tall tiles of fa3 cap by the GPU's own tanh unless asked not to (sm90/soft_cap.cuh). Elsewhere
-// soft caps seldom bend a logit by much, so the tanh of a tile is a polynomial on the FMA pipes,
-// unless one of its logits is larger than kTanhRange caps: MUFU, which the softmax needs itself,
-// would take three operations for each score.
+// The tall tiles of fa3 cap by the GPU's own tanh unless asked not to (sm90/soft_cap.cuh).
+// Elsewhere soft caps seldom bend a logit by much, so the tanh of a tile is a polynomial on the FMA
+// pipes, unless one of its logits is larger than kTanhRange caps: MUFU, which the softmax needs
+// itself, would take three operations for each score.
 #pragma once
 
 #include <cute/tensor.hpp>
