@@ -221,7 +221,7 @@ struct ForwardEpilogue {
       CUTE_UNROLL
       for (int c = 0; c < size<1>(rows_of_o); c += 2) {
         int column = c / 2 * 8 + lane_id() % 4 * 2;
-        if (column < params.head_dim_vo) {
+        if (column < num_columns()) {
           *reinterpret_cast<__nv_fp8x2_storage_t*>(target + column) = __nv_cvt_float2_to_fp8x2(
               make_float2(rows_of_o(r, c), rows_of_o(r, c + 1)), __NV_SATFINITE, __NV_E4M3);
         }

@@ -12,8 +12,8 @@
 // the items announces them, too.
 #pragma once
 
+#include "kernels/sm90/load_converted_slices.cuh"
 #include "kernels/sm90/load_gather.cuh"
-#include "kernels/sm90/load_slices.cuh"
 #include "kernels/sm90/load_tma.cuh"
 #include "kernels/sm90/load_transformed.cuh"
 #include "kernels/sm90/load_widened.cuh"
@@ -129,6 +129,10 @@ __device__ __forceinline__ void produce_transformed(const ParamsOf<Traits>& para
   const bool is_leader = cutlass::canonical_warp_idx_sync() == 0;
   auto no_q = [](const ItemState&) {};
   LeaderAnnounces<Traits> announces{{params, smem, begin, end}, is_leader};
+  if constexpr (Traits::kSliced) {
+    load_items(smem, announces, SliceTransformLoader<Traits>(params, smem), no_q);
+    return;
+  }
   if constexpr (Traits::kWidens && Traits::kProducers == 2) {
     if (only_widens<Traits>(segment)) {
       if (threadIdx.x < kWarpgroupThreads) {
@@ -140,7 +144,9 @@ __device__ __forceinline__ void produce_transformed(const ParamsOf<Traits>& para
       return;
     }
   }
-  load_items(smem, announces, TransformLoader<Traits>(segment, smem), no_q);
+  if constexpr (!Traits::kSliced) {
+    load_items(smem, announces, TransformLoader<Traits>(segment, smem), no_q);
+  }
 }
 
 }  // namespace preflash::sm90

@@ -84,7 +84,7 @@ struct ForwardTraits {
   // many columns, all keys of the tile each, through one ring.
   static constexpr bool kSliced = kColumnParts > 1;
   static constexpr int kSliceColumns = 128;
-  static constexpr int kSliceSlots = 5;
+  static constexpr int kSliceSlots = kConverts ? 4 : 5;  // raw rows take the fifth's place
   static constexpr int kSlicesK = kHeadQk / kSliceColumns;
   static constexpr int kSlicesV = kPartVo / kSliceColumns;
   static constexpr int kSliceElements = kTileN * kSliceColumns;
@@ -128,9 +128,10 @@ struct ForwardTraits {
                                       (kConsumers - 1) * kWarpgroupRows <= (kStages - 1) * kTileN;
 
   // K and V as they are stored, where they are transformed: a tile of both in 8 bits, or of K alone
-  // in 16 bits, whose V needs no transform.
-  static constexpr int kRawBytes =
-      kConverts ? kTileN * std::max(kHeadQk + kHeadVo, 2 * kHeadQk) : 0;
+  // in 16 bits, whose V needs no transform; or a slice in 8 bits.
+  static constexpr int kRawBytes = !kConverts ? 0
+                                   : kSliced  ? kSliceElements
+                                              : kTileN * std::max(kHeadQk + kHeadVo, 2 * kHeadQk);
   static constexpr int kPairs = kHeadQk / 2;  // of dimensions that RoPE rotates
 
   // With two buffers the next item's Q is loaded during this item's last tiles, with one buffer
@@ -156,10 +157,11 @@ struct ForwardTraits {
   // the producers' share to the consumers.
   static constexpr int kLaunchRegisters = 65536 / (kThreads * kTile.ctas_per_sm) / 8 * 8;
   // Warpgroups that transform take some more, from the consumers.
-  static constexpr int kTakenRegisters = !kConverts        ? 0
-                                         : kProducers == 2 ? 24
-                                         : kHeadVo <= 128  ? 8
-                                                           : 16;
+  static constexpr int kTakenRegisters = !kConverts                      ? 0
+                                         : kSliced && !kOptionsAtRunTime ? 24
+                                         : kProducers == 2               ? 24
+                                         : kHeadVo <= 128                ? 8
+                                                                         : 16;
   static constexpr int kConsumerRegisters = (kConsumers == 4  ? 112
                                              : kHeadVo <= 128 ? 224
                                                               : 232) -

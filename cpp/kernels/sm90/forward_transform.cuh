@@ -143,6 +143,14 @@ struct SteppedAngles {
       twice_cosine[i] = 2.0f * back.cosine;
     }
   }
+  // Turns the other way: rotate() then makes the second of its arguments' pair from the first.
+  __device__ __forceinline__ void reverse() {
+    CUTE_UNROLL
+    for (int i = 0; i < kLanePairs; ++i) {
+      now.by[i].sine = -now.by[i].sine;
+      last.by[i].sine = -last.by[i].sine;
+    }
+  }
   __device__ __forceinline__ void advance() {
     CUTE_UNROLL
     for (int i = 0; i < kLanePairs; ++i) {

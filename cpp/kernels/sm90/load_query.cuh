@@ -24,7 +24,8 @@ template <class Traits>
 struct QueryLoader {
   static constexpr DType kTo = Traits::kVariant.q_dtype;
   static constexpr int kUnits = Traits::kPairs / kLanePairs;  // of one row
-  static constexpr int kLanes = std::bit_ceil(unsigned{kUnits});
+  static constexpr int kLanes = std::min(32, static_cast<int>(std::bit_ceil(unsigned{kUnits})));
+  static constexpr int kTurns = ceil_div(kUnits, kLanes);  // units of a lane, in one row
 
   const HopperSegment& params;
   SharedStorage<Traits>& smem;
@@ -79,17 +80,45 @@ struct QueryLoader {
   __device__ __forceinline__ void load_rows() const {
     constexpr int kRowsAtOnce = kWarpgroupThreads / kLanes;
     static_assert(kWarpgroupRows % kRowsAtOnce == 0);
-#pragma unroll 2
+#pragma unroll(kTurns == 1 ? 2 : 1)
     for (int i = thread / kLanes; i < kWarpgroupRows; i += kRowsAtOnce) {
-      load_unit<kFrom>(warpgroup * kWarpgroupRows + i, thread % kLanes);
+      load_row<kFrom>(warpgroup * kWarpgroupRows + i, thread % kLanes);
     }
   }
 
-  // Four pairs of dimensions of one row. All lanes of a row come here, whether it exists or not.
+  // Units first_unit + i * kLanes of one row, four pairs of dimensions each. All lanes of a row
+  // come here, whether it exists or not.
   template <DType kFrom>
-  __device__ __forceinline__ void load_unit(int row, int unit) const {
-    PairColumns columns = PairColumns::of(unit, params.head_dim_qk);
-    FourFloats low = {}, high = {};
+  __device__ __forceinline__ void load_row(int row, int first_unit) const {
+    FourFloats low[kTurns], high[kTurns];
+    float maximum = 0.0f;
+    CUTE_UNROLL
+    for (int i = 0; i < kTurns; ++i) {
+      load_unit<kFrom>(row, first_unit + i * kLanes, low[i], high[i]);
+      maximum = fmaxf(maximum, fmaxf(low[i].maximum(), high[i].maximum()));
+    }
+    float factor = 1.0f;
+    if constexpr (kFrom == DType::kBFloat16 && kTo == DType::kFloat16) {
+      factor = narrowing_factor(row_maximum(maximum));
+      if (first_unit == 0) smem.query_scale[row] = 1.0f / factor;
+    }
+    if (row >= state.num_rows) return;
+    CUTE_UNROLL
+    for (int i = 0; i < kTurns; ++i) {
+      const int unit = first_unit + i * kLanes;
+      if (unit >= kUnits) return;
+      const PairColumns columns = PairColumns::of(unit, params.head_dim_qk);
+      low[i].multiply(factor);
+      high[i].multiply(factor);
+      store(low[i], row, columns.low);
+      store(high[i], row, columns.high);
+    }
+  }
+  template <DType kFrom>
+  __device__ __forceinline__ void load_unit(int row, int unit, FourFloats& low,
+                                            FourFloats& high) const {
+    const PairColumns columns = PairColumns::of(unit, params.head_dim_qk);
+    low = high = {};
     if (row < state.num_rows && columns.low < params.head_dim_qk) {
       const unsigned char* source = row_of(row);
       low = load<kFrom>(source + columns.low * size_of(kFrom));
@@ -103,15 +132,6 @@ struct QueryLoader {
     // NOTE: sm_scale <= 0 is applied through Q's sign (LogitsParams).
     low.multiply(params.logits.q_factor);
     high.multiply(params.logits.q_factor);
-    if constexpr (kFrom == DType::kBFloat16 && kTo == DType::kFloat16) {
-      float factor = narrowing_factor(row_maximum(fmaxf(low.maximum(), high.maximum())));
-      low.multiply(factor);
-      high.multiply(factor);
-      if (unit == 0) smem.query_scale[row] = 1.0f / factor;
-    }
-    if (row >= state.num_rows || unit >= kUnits) return;
-    store(low, row, columns.low);
-    store(high, row, columns.high);
   }
 
   __device__ __forceinline__ static float row_maximum(float x) {

@@ -1,8 +1,7 @@
-// Loads of K and V whose elements have 8 bits, where RoPE has nothing to do: a warpgroup for each
-// operand. A warp has its rows of a tile for itself, in two parts, and a lane has its pieces of
-// them: it copies them from memory into the raw ring, reads them from there, and writes them to the
-// tile, widened. So a warp waits for nothing but the buffer of the tile, and a part is on its way
-// while the other one is widened.
+// Loads of K and V whose elements have 8 bits, where RoPE has nothing to do. A warp has its rows of
+// a tile for itself, in two parts, and a lane has its pieces of them: it copies them from memory
+// into the raw ring, reads them from there, and writes them to the tile, widened. So a warp waits
+// for nothing but the buffer of the tile, and a part is on its way while the other one is widened.
 #pragma once
 
 #include "kernels/common/widen.cuh"
@@ -36,135 +35,100 @@ struct WideningLanes {
   __device__ __forceinline__ static int column() { return lane_id() % 4 * kPiece; }  // of a block
 };
 
-template <class Traits, Operand kOperand>
-struct WideningLoader {
-  using Writer = TileWriter<Traits, kOperand>;
-  static constexpr int kHead = Writer::kHead;
+// A warp's rows of kColumns columns, on their way from memory to a tile.
+template <class Traits, int kColumns>
+struct WideningRows {
+  static constexpr DType kTo = Traits::kVariant.kv_dtype;
   static constexpr int kWarpKeys = Traits::kTileN / kWarpgroupWarps;
-  using Lanes = WideningLanes<kHead>;
+  using Lanes = WideningLanes<kColumns>;
   static constexpr int kParts = 2;
   static constexpr int kPartRows = kWarpKeys / kParts;
   static constexpr int kPasses = kPartRows / Lanes::kRowsAtOnce;  // of a part: pieces of a lane
   static_assert(kWarpKeys <= 32, "a lane looks up the page of one row");
   static_assert(kPartRows % 8 == 0 && kPasses * Lanes::kRowsAtOnce == kPartRows);
 
-  const HopperSegment& params;
-  Writer write;
-  ItemKeys item;
+  uint4* raw;  // [part, pass, lane] of the warp's pieces, from this lane's first one on
 
-  __device__ __forceinline__ WideningLoader(const HopperSegment& params,
-                                            SharedStorage<Traits>& smem)
-      : params(params), write{smem} {}
+  // ring: [tile n, kColumns] of all warps
+  __device__ __forceinline__ explicit WideningRows(unsigned char* ring)
+      : raw(reinterpret_cast<uint4*>(ring + first_row() * kColumns) + lane_id()) {}
 
-  // A part of the next tile is requested as soon as this tile's has been read. Rows of the tile
-  // behind that are asked into the L2. Calls after_first() once the first tile has been requested.
-  template <class Tiles, class AfterFirst>
-  __device__ __forceinline__ void load_item(const ItemState& state, Tiles& tiles,
-                                            const AfterFirst& after_first) {
-    item = ItemKeys::of(state);
-    int tile = tiles.first(state);
-    KeySlot slot = find_slot_of_lane(tile);
-    int next = tiles.next();
-    KeySlot next_slot = find_slot_of_lane(next);
-    copy<0>(slot, tile);
-    copy<1>(slot, tile);
-    after_first();
-#pragma unroll 1
-    while (tile != kNoTile) {
-      const int ahead = tiles.next();
-      KeySlot ahead_slot = find_slot_of_lane(ahead);
-      publish([&](auto part) { copy<part>(next_slot, next); });
-      prefetch(ahead_slot);
-      tile = next;
-      next = ahead;
-      next_slot = ahead_slot;
-    }
+  __device__ __forceinline__ static int first_row() {
+    return threadIdx.x / 32 % kWarpgroupWarps * kWarpKeys;
   }
 
- private:
-  __device__ __forceinline__ static int warp() { return threadIdx.x / 32 % kWarpgroupWarps; }
-  __device__ __forceinline__ static int first_row() { return warp() * kWarpKeys; }
-  __device__ __forceinline__ const KvTensor& tensor() const { return Writer::tensor(params); }
-  __device__ __forceinline__ int head_dim() const { return Writer::head_dim(params); }
-  // [part, pass, lane] of the warp's pieces, from this lane's first one on
-  __device__ __forceinline__ uint4* raw() const {
-    constexpr int kOffset = Writer::kIsK ? 0 : Traits::kTileN * Traits::kHeadQk;
-    return reinterpret_cast<uint4*>(write.smem.raw + kOffset + first_row() * kHead) + lane_id();
-  }
-
-  // Of row lane_id() of the warp's.
-  __device__ __forceinline__ KeySlot find_slot_of_lane(int tile) const {
-    return find_slot_within(params, item, tile * Traits::kTileN + first_row() + lane_id());
-  }
-  __device__ __forceinline__ const unsigned char* head() const {
-    return static_cast<const unsigned char*>(tensor().data) + item.kv_head * tensor().stride_head;
-  }
-  __device__ __forceinline__ void prefetch(KeySlot slot) const {
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(head() + slot_offset(tensor(), slot)));
-  }
+  // Rows of a tile in memory, from `column` of the head on.
+  struct Source {
+    const KvTensor& tensor;
+    int head_dim;
+    int column;
+    const ItemKeys& item;
+    KeySlot slot;  // of row lane_id() of the warp's
+    int tile;
+  };
 
   // Requests a part of a tile: a group, an empty one where there is no such tile.
   template <int kPart>
-  __device__ __forceinline__ void copy(KeySlot slot, int tile) const {
-    if (tile != kNoTile) {
-      int first_key = tile * Traits::kTileN;
-      copy_tile<Traits>(item, first_key, head_dim() == kHead,
-                        [&](auto rows) { copy_rows<kPart, rows>(slot, first_key); });
+  __device__ __forceinline__ void copy(const Source& from) const {
+    if (from.tile != kNoTile) {
+      const bool all_columns = from.column + kColumns <= from.head_dim;
+      copy_tile<Traits>(from.item, from.tile * Traits::kTileN, all_columns,
+                        [&](auto rows) { copy_rows<kPart, rows>(from); });
     }
     cp_async_fence();
   }
 
+  // Writes a tile, and calls copy_next(part) as soon as that part of the raw ring is free.
+  template <class CopyNext>
+  __device__ __forceinline__ void write(DType from, unsigned char* tile,
+                                        const CopyNext& copy_next) const {
+    write_part<0>(from, tile, copy_next);
+    write_part<1>(from, tile, copy_next);
+  }
+
+ private:
   // What is no kept key's, or past head_dim, becomes zeros.
   template <int kPart, Rows kRows>
-  __device__ __forceinline__ void copy_rows(KeySlot slot, int first_key) const {
-    int column = Lanes::block() * 64 + Lanes::column();
-    const unsigned char* source = head() + column;
-    std::int64_t lane_offset = slot_offset(tensor(), slot);
-    std::uint32_t target = cast_smem_ptr_to_uint(raw());
+  __device__ __forceinline__ void copy_rows(const Source& from) const {
+    const KvTensor& tensor = from.tensor;
+    int column = from.column + Lanes::block() * 64 + Lanes::column();
+    const unsigned char* source = static_cast<const unsigned char*>(tensor.data) +
+                                  from.item.kv_head * tensor.stride_head + column;
+    std::int64_t lane_offset = slot_offset(tensor, from.slot);
+    std::uint32_t target = cast_smem_ptr_to_uint(raw);
     CUTE_UNROLL
     for (int pass = 0; pass < kPasses; ++pass) {
       int row = kPart * kPartRows + pass * Lanes::kRowsAtOnce + Lanes::row();
       const unsigned char* address = source + __shfl_sync(0xffffffffu, lane_offset, row);
       int bytes = Lanes::kPiece;
       if constexpr (kRows == Rows::kPartial) {
-        int key = first_key + first_row() + row;
-        bool kept = key >= item.keys.begin && key < item.keys.end;
-        bytes = kept ? min(max(head_dim() - column, 0), Lanes::kPiece) : 0;
+        int key = from.tile * Traits::kTileN + first_row() + row;
+        bool kept = key >= from.item.keys.begin && key < from.item.keys.end;
+        bytes = kept ? min(max(from.head_dim - column, 0), Lanes::kPiece) : 0;
       }
       copy_piece(target + (kPart * kPasses + pass) * 32 * Lanes::kPiece, address, bytes);
     }
   }
 
-  // Writes a tile, and calls copy_next(part) as soon as that part of the raw ring is free.
-  template <class CopyNext>
-  __device__ __forceinline__ void publish(const CopyNext& copy_next) {
-    write.wait();
-    write_part<0>(copy_next);
-    write_part<1>(copy_next);
-    // NOTE: the warp writes through the generic proxy and wgmma reads through the async one.
-    cutlass::arch::fence_view_async_shared();
-    __syncwarp();
-    if (lane_id() == 0) write.full().arrive();
-    write.next.advance();
-  }
   template <int kPart, class CopyNext>
-  __device__ __forceinline__ void write_part(const CopyNext& copy_next) const {
+  __device__ __forceinline__ void write_part(DType from, unsigned char* tile,
+                                             const CopyNext& copy_next) const {
     cp_async_wait<kParts - 1>();
     uint4 stored[kPasses];
     CUTE_UNROLL
-    for (int pass = 0; pass < kPasses; ++pass) stored[pass] = raw()[(kPart * kPasses + pass) * 32];
+    for (int pass = 0; pass < kPasses; ++pass) stored[pass] = raw[(kPart * kPasses + pass) * 32];
     copy_next(Int<kPart>{});
-    if (params.kv_dtype == DType::kFloat8E4M3) {
-      write_rows<kPart, DType::kFloat8E4M3>(stored);
+    if (from == DType::kFloat8E4M3) {
+      write_rows<kPart, DType::kFloat8E4M3>(stored, tile);
     } else {
-      write_rows<kPart, DType::kFloat8E5M2>(stored);
+      write_rows<kPart, DType::kFloat8E5M2>(stored, tile);
     }
   }
   template <int kPart, DType kFrom>
-  __device__ __forceinline__ void write_rows(const uint4 (&stored)[kPasses]) const {
+  __device__ __forceinline__ static void write_rows(const uint4 (&stored)[kPasses],
+                                                    unsigned char* tile) {
     int lane_row = first_row() + Lanes::row();
-    unsigned char* rows =
-        write.bytes() + (Lanes::block() * Traits::kTileN + lane_row) * kBlockRowBytes;
+    unsigned char* rows = tile + (Lanes::block() * Traits::kTileN + lane_row) * kBlockRowBytes;
     int piece = Lanes::column() / 8 ^ lane_row % 8;
     CUTE_UNROLL
     for (int pass = 0; pass < kPasses; ++pass) {
@@ -181,11 +145,75 @@ struct WideningLoader {
   template <DType kFrom>
   __device__ __forceinline__ static void store(unsigned char* target, std::uint32_t low,
                                                std::uint32_t high) {
-    constexpr DType kTo = Traits::kVariant.kv_dtype;
     FourElements first = widen<kFrom, kTo>(low);
     FourElements second = widen<kFrom, kTo>(high);
     *reinterpret_cast<uint4*>(target) =
         make_uint4(first.pair[0], first.pair[1], second.pair[0], second.pair[1]);
+  }
+};
+
+// Whole tiles of an operand.
+template <class Traits, Operand kOperand>
+struct WideningLoader {
+  using Writer = TileWriter<Traits, kOperand>;
+  using Rows = WideningRows<Traits, Writer::kHead>;
+
+  const HopperSegment& params;
+  Writer write;
+  Rows rows;
+  ItemKeys item;
+
+  __device__ __forceinline__ WideningLoader(const HopperSegment& params,
+                                            SharedStorage<Traits>& smem)
+      : params(params),
+        write{smem},
+        rows(smem.raw + (Writer::kIsK ? 0 : Traits::kTileN * Traits::kHeadQk)) {}
+
+  // A part of the next tile is requested as soon as this tile's has been read. Rows of the tile
+  // behind that are asked into the L2. Calls after_first() once the first tile has been requested.
+  template <class Tiles, class AfterFirst>
+  __device__ __forceinline__ void load_item(const ItemState& state, Tiles& tiles,
+                                            const AfterFirst& after_first) {
+    item = ItemKeys::of(state);
+    int tile = tiles.first(state);
+    KeySlot slot = find_slot_of_lane(tile);
+    int next = tiles.next();
+    KeySlot next_slot = find_slot_of_lane(next);
+    rows.template copy<0>(source(slot, tile));
+    rows.template copy<1>(source(slot, tile));
+    after_first();
+#pragma unroll 1
+    while (tile != kNoTile) {
+      const int ahead = tiles.next();
+      KeySlot ahead_slot = find_slot_of_lane(ahead);
+      write.wait();
+      rows.write(params.kv_dtype, write.bytes(),
+                 [&](auto part) { rows.template copy<part>(source(next_slot, next)); });
+      // NOTE: the warp writes through the generic proxy and wgmma reads through the async one.
+      cutlass::arch::fence_view_async_shared();
+      __syncwarp();
+      if (lane_id() == 0) write.full().arrive();
+      write.next.advance();
+      prefetch(ahead_slot);
+      tile = next;
+      next = ahead;
+      next_slot = ahead_slot;
+    }
+  }
+
+ private:
+  __device__ __forceinline__ const KvTensor& tensor() const { return Writer::tensor(params); }
+  __device__ __forceinline__ typename Rows::Source source(KeySlot slot, int tile) const {
+    return {tensor(), Writer::head_dim(params), 0, item, slot, tile};
+  }
+  // Of row lane_id() of the warp.
+  __device__ __forceinline__ KeySlot find_slot_of_lane(int tile) const {
+    return find_slot_within(params, item, tile * Traits::kTileN + Rows::first_row() + lane_id());
+  }
+  __device__ __forceinline__ void prefetch(KeySlot slot) const {
+    const auto* head =
+        static_cast<const unsigned char*>(tensor().data) + item.kv_head * tensor().stride_head;
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(head + slot_offset(tensor(), slot)));
   }
 };
 
