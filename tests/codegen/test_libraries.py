@@ -88,6 +88,12 @@ ALLOWED_SPILLS = [
     AllowedSpill(
         {"family": "sm90", "head_dim": "256", "arrival": "transformed"}, 2300, _IN_TRANSFORM, 11
     ),
+    AllowedSpill(
+        {"family": "sm90", "head_dim": "128", "mask": "custom", "arrival": "transformed"},
+        2000,
+        _IN_TRANSFORM + "; a tile reads eight words of its own, five before its products' turn",
+        8,
+    ),
     AllowedSpill({"family": "sm90", "mask": "custom"}, 320, _IN_SCAN, 1),
     AllowedSpill({"family": "sm90", "head_dim": "256", "mask": "custom"}, 320, _IN_SCAN, 8),
     AllowedSpill({"family": "sm90", "head_dim": "64", "mask": "custom"}, 320, _IN_SCAN, 8),
