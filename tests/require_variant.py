@@ -16,7 +16,6 @@ _ABOVE_256 = r"head_dim \(?(25[7-9]|2[6-9]\d|[3-9]\d\d)"
 # Not holes in a build: an [[exclude]] of forward.toml says why there is no such kernel.
 # A backend, and what together it does not serve: patterns of what was asked.
 NOT_IN_THE_MATRIX = (
-    ("fa3", "mask custom", "arrival transformed"),
     ("fa2", _ABOVE_256, "arrival transformed"),
     ("fa3", _ABOVE_256, "arrival transformed"),
 )

@@ -115,10 +115,10 @@ class Exclusion:
 
 @dataclass(frozen=True)
 class Options:
-    """A row of [[options]]: how many options the kernels have that the one of all stands beside."""
+    """A row of [[options]]: which kernels the one of all options stands beside."""
 
     match: Match
-    beside: Sequence[int]
+    beside: Sequence[int | frozenset[str]]  # how many options they have, or the axes of these
 
 
 @dataclass(frozen=True)
@@ -238,10 +238,17 @@ def _options(row: Mapping[str, object], axes: Mapping[str, Axis]) -> Options:
     where = f"forward.toml: [[options]] of {match}"
     if not str(row.get("reason", "")).strip():
         raise SpecError(f"{where} gives no reason")
+    option_axes = {name for name, axis in axes.items() if axis.option}
+    beside: list[int | frozenset[str]] = []
     for name in row.get("beside", [None]):
-        if name not in BESIDE:
-            raise SpecError(f"{where}: beside: {name!r} is not one of {', '.join(BESIDE)}")
-    return Options(match_of(match, axes, where), [BESIDE[name] for name in row["beside"]])
+        if isinstance(name, list) and option_axes.issuperset(name):
+            beside.append(frozenset(name))
+        elif isinstance(name, str) and name in BESIDE:
+            beside.append(BESIDE[name])
+        else:
+            expected = f"{', '.join(BESIDE)} or a list of axes with `option`"
+            raise SpecError(f"{where}: beside: {name!r} is not one of {expected}")
+    return Options(match_of(match, axes, where), beside)
 
 
 def _with_options(
@@ -274,8 +281,9 @@ def _with_options(
         counts = most[kind(row)]
         if counts[-1] >= AT_RUN_TIME and counts.count(counts[-1]) > 1:
             raise SpecError(f"forward.toml: [[options]]: no kernel like {row} has all the options")
-        number = vocabulary.num_options(row)
-        return number in options[found[0]].beside or number == max(counts[-1], AT_RUN_TIME)
+        has = vocabulary.options_of(row)
+        beside = options[found[0]].beside
+        return has in beside or len(has) in beside or len(has) == max(counts[-1], AT_RUN_TIME)
 
     result = [row for row in rows if compiled(row)]
     for i, one in enumerate(options):

@@ -119,8 +119,13 @@ class Vocabulary:
     def option_axes(self) -> Sequence[Axis]:
         return [axis for axis in self.axes.values() if axis.option]
 
+    def options_of(self, values: Mapping[str, str]) -> frozenset[str]:
+        """The axes on which it has an option."""
+        axes = self.option_axes
+        return frozenset(axis.name for axis in axes if values[axis.name] != axis.default)
+
     def num_options(self, values: Mapping[str, str]) -> int:
-        return sum(values[axis.name] != axis.default for axis in self.option_axes)
+        return len(self.options_of(values))
 
     def id_of(self, values: Mapping[str, str]) -> str:
         parts = [axis.part_of_id(values[axis.name]) for axis in self.axes.values()]

@@ -142,10 +142,10 @@ LaunchError set_lengths(const RequestLengths& lengths, const LaunchTarget& targe
 LaunchError class_mask(const MaskClassParams& params, const LaunchTarget& target) {
   constexpr int kMaxTileKeys = 512;  // threads of a CTA, 32 of a word's keys each
   const MaskClassShape& shape = params.shape;
-  if (shape.tile_keys <= 0 || shape.tile_keys % 32 != 0 || shape.tile_keys > kMaxTileKeys ||
+  if (shape.tile_keys <= 0 || shape.tile_keys % 16 != 0 || shape.tile_keys > kMaxTileKeys ||
       shape.rows_per_tile <= 0 || shape.group_size <= 0) {
     return usage_error(
-        "class_mask: tile_keys %d must be a multiple of 32 up to %d, rows_per_tile %d and "
+        "class_mask: tile_keys %d must be a multiple of 16 up to %d, rows_per_tile %d and "
         "group_size %d positive",
         shape.tile_keys, kMaxTileKeys, shape.rows_per_tile, shape.group_size);
   }

@@ -108,7 +108,7 @@ bool serves_better(const Variant& a, const Variant& b, const Variant& wanted) {
   if (size_a != size_b) return size_a < size_b;
   const TileClass tile_class = compiled_form(wanted).tile_class;
   if (a.tile_class != b.tile_class) return a.tile_class == tile_class;
-  return !options_at_run_time(a) && options_at_run_time(b);
+  return num_options(a) < num_options(b);
 }
 
 const Variant* find_in_matrix(const Variant& wanted) {

@@ -40,7 +40,7 @@ _IN_BRANCHES = (
 )
 _IN_SCAN = (
     "words of the producer that looks through a mask's bits, above all where it also gathers; "
-    "consumers of d64 and d256 reload addresses of the bits for a tile, and store them for an item"
+    "consumers of d64 and d256 reload a word or two for a tile"
 )
 _OF_BOTH = (
     "what kernels of one segment with either tile spill, and words that both need between items; "
@@ -88,21 +88,13 @@ ALLOWED_SPILLS = [
     AllowedSpill(
         {"family": "sm90", "head_dim": "256", "arrival": "transformed"}, 2300, _IN_TRANSFORM, 11
     ),
-    AllowedSpill({"family": "sm90", "mask": "custom"}, 320, _IN_SCAN, 1),
-    AllowedSpill({"family": "sm90", "head_dim": "256", "mask": "custom"}, 320, _IN_SCAN, 8),
-    AllowedSpill({"family": "sm90", "head_dim": "64", "mask": "custom"}, 320, _IN_SCAN, 8),
     AllowedSpill(
-        {
-            "family": "sm90",
-            "head_dim": "64",
-            "logits": "softcap",
-            "position": "alibi",
-            "mask": "custom",
-        },
-        320,
-        _IN_SCAN + "; every option is a run-time value",
-        15,
+        {"family": "sm90", "head_dim": "128", "mask": "custom", "arrival": "transformed"},
+        2000,
+        _IN_TRANSFORM + "; a tile reads eight words of its own, five before its products' turn",
+        8,
     ),
+    AllowedSpill({"family": "sm90", "mask": "custom"}, 320, _IN_SCAN, 2),
     AllowedSpill({"family": "sm90", "head_dim": "512"}, 320, _BETWEEN_ITEMS),
 ]
 

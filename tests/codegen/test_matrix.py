@@ -177,7 +177,11 @@ def test_hopper_kernels_cover_every_head_dim_dtype_and_option(matrix):
         ("plain", "none", "custom"),
         ("softcap", "alibi", "custom"),
     ]
-    transformed = [("plain", "none", "bounds"), ("softcap", "alibi", "bounds")]
+    transformed = [
+        ("plain", "none", "bounds"),
+        ("softcap", "alibi", "bounds"),
+        ("softcap", "alibi", "custom"),
+    ]
     kinds = [(*options, "direct") for options in direct]
     kinds += [(*options, "transformed") for options in transformed]
     expected = [
@@ -358,6 +362,7 @@ BAD_EDITS = [
     ("forward.toml", 'options = "run_time"', "", "0 rows of .*options"),
     ("forward.toml", 'beside = ["none", "single"]', 'beside = ["none", "pair"]', "pair"),
     ("forward.toml", 'beside = ["none", "single"]', "", "beside"),
+    ("forward.toml", '["logits", "position"]', '["logits", "arrival"]', "list of axes"),
     ("forward.toml", 'arrival = "direct"\nbeside', "beside", "2 rows of .*options"),
     ("forward.toml", '[[options]]\nfamily = "sm80"', '[[options]]\nfamily = "cpu"', "rows of"),
     ("forward.toml", 'default = "plain"\n', "", "needs a default"),
@@ -405,6 +410,7 @@ def kinds_of(matrix: spec.Matrix, family: str, **axes: str) -> dict[tuple, set[t
 
 PLAIN = ("plain", "none", "bounds", "dense")
 EVERY = ("softcap", "alibi", "custom", "dense")
+NO_MASK = (*EVERY[:2], *PLAIN[2:])
 SKIPPING = (*PLAIN[:3], "skipping")
 SINGLE = {
     ("softcap", *PLAIN[1:]),
@@ -427,9 +433,12 @@ def test_options_together_are_at_run_time(matrix):
     transformed = kinds_of(matrix, "sm80", arrival="transformed")
     assert transformed
     assert all(options == {EVERY} for options in transformed.values())
-    hopper = kinds_of(matrix, "sm90", arrival="transformed")
+    hopper = kinds_of(matrix, "sm90", arrival="transformed", tile_class="prefill")
     assert hopper
-    assert all(o == {PLAIN, (*EVERY[:2], *PLAIN[2:])} for o in hopper.values())
+    assert all(options == {PLAIN, NO_MASK, EVERY} for options in hopper.values())
+    hopper = kinds_of(matrix, "sm90", arrival="transformed", tile_class="decode")
+    assert hopper
+    assert all(options == {PLAIN, NO_MASK} for options in hopper.values())
     assert all(options == {PLAIN} for options in kinds_of(matrix, "cpu").values())
     for v in matrix.variants:
         assert v.options_at_run_time == (

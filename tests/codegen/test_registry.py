@@ -381,7 +381,11 @@ def test_two_options_are_served_at_run_time(family, changes, kernel):
         ({"family": "sm90"} | E4M3, "sm90_f16_d128_transformed"),
         ({"family": "sm90"} | E4M3 | CAP, "sm90_f16_d128_softcap_alibi_transformed"),
         ({"family": "sm90"} | E4M3 | ALIBI | D256, "sm90_f16_d256_softcap_alibi_transformed"),
-        ({"family": "sm90"} | E4M3 | CUSTOM, None),
+        ({"family": "sm90"} | E4M3 | CUSTOM, "sm90_f16_d128_softcap_alibi_custom_transformed"),
+        (
+            {"family": "sm90", "position": "rope"} | CUSTOM | DECODE,
+            "sm90_f16_d128_softcap_alibi_custom_transformed",
+        ),
         ({"family": "sm90"} | E4M3 | DECODE, "sm90_f16_d128_decode_transformed"),
         (
             {"family": "sm90"} | E4M3 | DECODE | ALIBI,

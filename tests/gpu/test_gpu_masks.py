@@ -7,6 +7,7 @@ import preflash
 import pytest
 import torch
 from backends import on_every_backend
+from preflash import _staging
 from preflash.testing import Case, MaskKind, Position, Sinks, build, runner
 from repetition import assert_twenty_runs_are_equal
 
@@ -57,7 +58,18 @@ def sparse(i, j, delta, num_keys):
     return (i * 40503 + j * 30011) % 977 == 0
 
 
-SHAPES = [causal, blocks, tree, stripes, first_keys, ladder, nothing, everything, sparse]
+def every_other_tile(i, j, delta, num_keys):
+    """Tiles of 48 keys that keep all or nothing, and larger ones that keep a part."""
+    return (j // 48 % 2 == 1) & (i >= 0)
+
+
+def some_rows(i, j, delta, num_keys):
+    """Of several tiles of rows one keeps nothing."""
+    return (i // 64 % 2 == 0) & (j > num_keys // 3)
+
+
+SHAPES = [causal, blocks, tree, stripes, first_keys, ladder, nothing, everything, sparse,
+          every_other_tile, some_rows]  # fmt: skip
 
 on_every_shape = pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.__name__)
 
@@ -154,6 +166,120 @@ def test_more_tiles_than_slots(backend, dims, page_size):
     runner.check(shaped(case, sparse), backend=backend)
 
 
+# --- operands that are transformed on arrival ------------------------------------
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+ARRIVALS = {
+    "rope": {"position": Position.ROPE},
+    "e4m3": {"kv_dtype": E4M3},
+    "e5m2": {"kv_dtype": E5M2, "dtype": torch.float16},
+    "rope_e4m3": {"position": Position.ROPE, "kv_dtype": E4M3},
+    "e4m3_queries": {"dtype": E4M3},
+}
+UP_TO_256 = DIMS[:-1]
+
+on_every_arrival = pytest.mark.parametrize("arrival", ARRIVALS.values(), ids=ARRIVALS)
+
+
+def check_without_copies(case: Case, shape, backend: str) -> None:
+    inputs = shaped(case, shape)
+    with _staging.forced("never"):
+        runner.check(inputs, backend=backend)
+
+
+@on_every_backend
+@on_every_shape
+@on_every_arrival
+@pytest.mark.parametrize("page_size", [0, 1, 16])
+@pytest.mark.parametrize("dims", UP_TO_256, ids=str)
+def test_shapes_over_transformed_operands(backend, dims, page_size, arrival, shape):
+    how = {"page_size": page_size, "mask": MaskKind.CUSTOM, **arrival}
+    check_without_copies(Case("shape", *LENS, 6, 2, *dims, **how), shape, backend)
+
+
+@on_every_backend
+@on_every_shape
+@on_every_arrival
+@pytest.mark.parametrize("dims", [(80, 48), (128, 128), (256, 256)], ids=str)
+def test_split_keys_over_transformed_operands(backend, dims, arrival, shape):
+    """Chunks of which a mask leaves nothing; (80, 48) is padded."""
+    how = {"mask": MaskKind.CUSTOM, "page_size": 5, "fixed_split_size": 256, **arrival}
+    check_without_copies(Case("split", *LENS, 6, 2, *dims, **how), shape, backend)
+
+
+@on_every_backend
+@on_every_shape
+@on_every_arrival
+@pytest.mark.parametrize("dims", UP_TO_256, ids=str)
+def test_few_rows_over_transformed_operands(backend, dims, arrival, shape):
+    """Decode, and drafts: short tiles know no mask."""
+    lens = (1, 1, 4, 1, 0, 7), (1700, 1, 513, 40, 90, 3001)
+    how = {"mask": MaskKind.CUSTOM, "page_size": 16, **arrival}
+    check_without_copies(Case("few", *lens, 8, 1, *dims, **how), shape, backend)
+
+
+@on_every_backend
+@on_every_shape
+@on_every_arrival
+@pytest.mark.parametrize("window_left", [0, 100])
+def test_windows_over_transformed_operands(backend, window_left, arrival, shape):
+    how = {"mask": MaskKind.CUSTOM, "window_left": window_left, "page_size": 16, **arrival}
+    check_without_copies(Case("window", *LENS, 6, 2, 128, **how), shape, backend)
+
+
+@on_every_backend
+@on_every_shape
+@on_every_arrival
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("soft_cap", [None, 20.0])
+def test_logits_over_transformed_operands(backend, soft_cap, head_dim, arrival, shape):
+    how = {"soft_cap": soft_cap, "sinks": Sinks.MIXED, "mask": MaskKind.CUSTOM, **arrival}
+    narrow = "kv_dtype" in arrival or arrival.get("dtype") is E4M3
+    if "position" not in arrival:
+        how["position"] = Position.ALIBI
+    case = Case("logits", *LENS, 6, 2, head_dim, head_scales=narrow, **how)
+    check_without_copies(case, shape, backend)
+
+
+@on_every_backend
+@on_every_arrival
+@pytest.mark.sanitizer
+@pytest.mark.parametrize("shape", [sparse, every_other_tile], ids=lambda shape: shape.__name__)
+@pytest.mark.parametrize("dims", UP_TO_256, ids=str)
+def test_more_tiles_than_slots_over_transformed_operands(backend, dims, shape, arrival):
+    """Each CTA's pipelines of items and tiles go round, in items of one tile, too."""
+    lens = (3, 1, 2, 1, 5, 4), (300, 1, 150, 37, 1260, 97)
+    how = {"mask": MaskKind.CUSTOM, "page_size": 1, **arrival}
+    check_without_copies(Case("items", *lens, 64, 64, *dims, **how), shape, backend)
+
+
+@on_every_backend
+@on_every_arrival
+def test_twenty_runs_over_transformed_operands_are_equal(backend, arrival):
+    case = Case("repeat", *LENS, 8, 2, 128, page_size=16, mask=MaskKind.CUSTOM, **arrival)
+    inputs = shaped(case, ladder)
+    wrapper = runner.make_wrapper(case, backend=backend, device="cuda")
+    with _staging.forced("never"):
+        runner.plan(wrapper, inputs)
+    assert_twenty_runs_are_equal(wrapper, inputs)
+
+
+@on_every_backend
+@on_every_arrival
+def test_masks_need_no_room_for_copies(backend, arrival):
+    """A prefill that copies would make faster, with a workspace that does not hold them."""
+    how = {"mask": MaskKind.CUSTOM, "page_size": 16, **arrival}
+    inputs = shaped(Case("room", (3000,), (6133,), 8, 8, 128, **how), causal)
+    buffer = runner.workspace("cuda", 8 << 20)
+    wrapper = runner.make_wrapper(inputs.case, backend=backend, device="cuda", buffer=buffer)
+    runner.plan(wrapper, inputs)
+    assert not wrapper._state.planned.primary.plan.staged
+    runner.compare(inputs, *runner.run(wrapper, inputs)).check()
+
+
+# --- where masks come from and when ----------------------------------------------
+
+
 def bits_of(inputs) -> torch.Tensor:
     packed = [preflash.packbits(mask.flatten(), bitorder="little") for mask in inputs.masks]
     return torch.cat(packed)
@@ -200,11 +326,12 @@ def test_single(backend, shape):
 
 
 @on_every_backend
-def test_masks_of_a_graph(backend):
+@pytest.mark.parametrize("arrival", ["direct", *ARRIVALS])
+def test_masks_of_a_graph(backend, arrival):
     """Between replays the mask changes by a plan, and by the caller in its buffer."""
     batch, pages, page_size = 4, 128, 16
     case = Case("graph", (70, 1, 0, 40), (300, 77, 9, 700), 6, 2, 128, mask=MaskKind.CUSTOM)
-    case = dataclasses.replace(case, page_size=page_size)
+    case = dataclasses.replace(case, page_size=page_size, **ARRIVALS.get(arrival, {}))
     mask_buffer = torch.zeros(16384, dtype=torch.uint8, device="cuda")
 
     def ints(count: int) -> torch.Tensor:

@@ -1,5 +1,6 @@
 // One CTA makes one word of classes at a time: it looks through the bits of a tile's tokens at the
-// keys of sixteen tiles. A thread has 32 of these keys, of some of the tokens.
+// keys of sixteen tiles. A thread has 32 of these keys, of some of the tokens. Tiles have multiples
+// of 16 keys, so each half of them is one tile's.
 #include "kernels/common/mask.cuh"
 #include "kernels/common/mask_classes.h"
 
@@ -9,6 +10,7 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kUnroll = 8;
 constexpr int kWordKeys = 32;
+constexpr int kHalfKeys = kWordKeys / 2;
 
 // The request whose classes word `word` is one of: the last that begins at or before it.
 __device__ __forceinline__ int find_request(const MaskClassParams& params, std::int64_t word) {
@@ -29,6 +31,11 @@ __device__ __forceinline__ int find_request(const MaskClassParams& params, std::
 struct Seen {
   std::uint32_t some = 0;     // kept by a token
   std::uint32_t missing = 0;  // not kept by a token
+
+  __device__ __forceinline__ Seen of_half(int half) const {
+    const std::uint32_t keys = 0xffffu << half * kHalfKeys;
+    return {some & keys, missing & keys};
+  }
 };
 
 __device__ __forceinline__ Seen look(const MaskClassParams& params, const RequestInfo& request,
@@ -62,7 +69,6 @@ __global__ void __launch_bounds__(kThreads) mask_classes_kernel(const MaskClassP
   const int step = kThreads / columns;  // threads that share a column
   const int column = threadIdx.x % columns;
   const int share = threadIdx.x / columns;
-  const std::uint32_t tile_bit = 1u << column * kWordKeys / tile_keys * MaskClasses::kBits;
   const std::int64_t end = params.class_begin[params.num_requests];
   for (std::int64_t word = blockIdx.x; word < end; word += gridDim.x) {
     if (threadIdx.x == 0) some = missing = 0;
@@ -77,8 +83,13 @@ __global__ void __launch_bounds__(kThreads) mask_classes_kernel(const MaskClassP
     if (share < step) {
       const Seen seen =
           look(params, request, tokens, first_tile * tile_keys + column * kWordKeys, step);
-      if (seen.some != 0) atomicOr(&some, tile_bit);
-      if (seen.missing != 0) atomicOr(&missing, tile_bit);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int tile = (column * kWordKeys + half * kHalfKeys) / tile_keys;
+        const std::uint32_t tile_bit = 1u << tile * MaskClasses::kBits;
+        if (seen.of_half(half).some != 0) atomicOr(&some, tile_bit);
+        if (seen.of_half(half).missing != 0) atomicOr(&missing, tile_bit);
+      }
     }
     __syncthreads();
     if (threadIdx.x == 0) params.classes[word] = MaskClasses::word_of(some, missing);

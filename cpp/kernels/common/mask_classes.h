@@ -7,7 +7,7 @@
 
 namespace preflash {
 
-// num_requests > 0; tile_keys is a multiple of 32 up to 512. The lengths stay on the device.
+// num_requests > 0; tile_keys is a multiple of 16 up to 512. The lengths stay on the device.
 cudaError_t launch_mask_classes(const MaskClassParams& params, int num_sms, cudaStream_t stream);
 
 }  // namespace preflash

@@ -112,13 +112,14 @@ struct KeptTilesInTurn {
   template <class Item, class At, class Step, class Prepare>
   __device__ __forceinline__ void for_others(const Item& item, const At& at, const Step& step,
                                              const Prepare& prepare) {
-    while (!tile.is_last()) {
-      begin_step();
-      step(tile.index(), [&] {
-        meanwhile(item, at);
-        if (tile.is_last()) prepare();
-      });
+    if (tile.is_last()) return;
+    for (begin_step(); !tile.is_last(); begin_step()) {
+      step(tile.index(), [&] { meanwhile(item, at); });
     }
+    step(tile.index(), [&] {
+      meanwhile(item, at);
+      prepare();
+    });
   }
 
   template <class Item, class Scores>

@@ -39,9 +39,10 @@ struct AnnouncesNothing {
 // NOTE: with a custom mask an item is announced only once the one before it has been loaded,
 // because all of that one's tiles come first.
 // NOTE: a consumer takes its next tile's announcement while it holds buffers for which the leader
-// may wait. It finds the announcement there: a tile is loaded after the next one has been
-// announced, and published with the load that follows. Behind an item's last tile the next item's
-// first one is announced before any load.
+// may wait. It finds the announcement there: a tile is loaded, or transformed, after the next one
+// has been announced, and published then or with the load that follows. Behind an item's last tile
+// the next item's first one is announced before any load, and the last tiles before it wait for
+// none of the last step's buffers.
 template <class Traits>
 struct LeaderAnnounces {
   static constexpr bool kRunsAhead = !Traits::kHasMaskBits;

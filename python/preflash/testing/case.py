@@ -163,8 +163,7 @@ class Case:
     @property
     def may_need_copies(self) -> bool:
         """Whether a GPU backend may have no kernel that transforms what arrives."""
-        wide = max(self.head_dim, self.dim_vo) > 256
-        return self.has_staged_form and (wide or self.has_custom_mask)
+        return self.has_staged_form and max(self.head_dim, self.dim_vo) > 256
 
     @property
     def contradiction(self) -> str:
