@@ -34,14 +34,10 @@ typename ForwardTraits<V>::Segment make_segment(const ForwardSegment& segment) {
 template <class V>
 LaunchError launch_forward(const ForwardParams& params, int num_ctas, const LaunchTarget& target) {
   LaunchShape shape{num_ctas, ForwardTraits<V>::kThreads, kSmemBytes<V>};
-  typename ForwardTraits<V>::Params kernel{.segments = {make_segment<V>(params.segments[0])},
-                                           .requests = params.requests,
-                                           .items = params.items,
-                                           .cta_begin = params.cta_begin};
-  if constexpr (ForwardTraits<V>::kSegments == 2) {
-    kernel.segments[1] = make_segment<V>(params.segments[1]);
+  auto kernel = ForwardTraits<V>::Params::make(params, num_ctas);
+  for (int s = 0; s < ForwardTraits<V>::kSegments; ++s) {
+    kernel.segments[s] = make_segment<V>(params.segments[s]);
   }
-  pass_records(params, kernel);
   return launch_kernel<&forward_kernel<V>>(kernel, shape, target.stream);
 }
 
