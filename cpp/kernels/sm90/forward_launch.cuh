@@ -11,10 +11,10 @@ namespace preflash::sm90 {
 template <class V>
 inline constexpr int kSmemBytes = sizeof(SharedStorage<ForwardTraits<V>>);
 
-// What a kernel reads of a segment, but for its boxes and tensor maps. Returns nullptr, or why that
-// cannot be.
+// What a kernel reads of a segment, but for its tensor maps and their boxes. Returns nullptr, or
+// why that cannot be.
 template <class Traits, class Segment>
-const char* make(const ForwardSegment& from, Segment& to) {
+const char* make_segment(const ForwardSegment& from, Segment& to) {
   constexpr Variant kVariant = Traits::kVariant;
   static_cast<KernelSegment&>(to) = KernelSegment::make(from);
   to.rows_per_tile =
@@ -57,7 +57,7 @@ LaunchError launch_forward(const ForwardParams& params, int num_ctas, const Laun
   auto hopper = ParamsOf<Traits>::make(params, num_ctas);
   const char* refusal = nullptr;
   for (int s = 0; s < Traits::kSegments && refusal == nullptr; ++s) {
-    refusal = make<Traits>(params.segments[s], hopper.segments[s]);
+    refusal = make_segment<Traits>(params.segments[s], hopper.segments[s]);
   }
   if constexpr (!Traits::kConverts) {
     if (refusal == nullptr) refusal = make_maps<Traits>(params, hopper);
@@ -82,7 +82,7 @@ LaunchError launch_decode(const ForwardParams& params, int num_ctas, const Launc
            "none";
   }
   auto decode = LaunchParams<HopperSegment>::make(params, num_ctas);
-  if (const char* refusal = make<Traits>(segment, decode.segments[0])) return refusal;
+  if (const char* refusal = make_segment<Traits>(segment, decode.segments[0])) return refusal;
   LaunchShape shape{num_ctas, Traits::kThreads, kBytes};
   return launch_kernel<&decode_kernel<V>>(decode, shape, target.stream);
 }
