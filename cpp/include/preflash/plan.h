@@ -24,10 +24,9 @@ struct alignas(16) RequestInfo {
 };
 static_assert(sizeof(RequestInfo) == 32);
 
-// Which keys the rows of a request keep, custom masks aside. Options: AttentionOptions, or a
-// kernel's copy of these.
-template <class Options>
-PREFLASH_HD constexpr MaskBounds bounds_of(const Options& options, const RequestInfo& request) {
+// Which keys the rows of a request keep, custom masks aside.
+PREFLASH_HD constexpr MaskBounds bounds_of(const AttentionOptions& options,
+                                           const RequestInfo& request) {
   return {.qo_len = request.qo_len,
           .kv_len = request.kv_len,
           .window_left = options.window_left,

@@ -34,9 +34,7 @@ struct KernelSegment {
   std::int32_t num_qo_heads;
   std::int32_t head_dim_qk;
   std::int32_t head_dim_vo;
-  std::int32_t window_left;
-  std::int32_t chunk_size;
-  bool causal;
+  MaskBounds bounds;  // without lengths
   Position position;
 
   // Loads.
@@ -69,9 +67,7 @@ struct KernelSegment {
             .num_qo_heads = segment.num_qo_heads,
             .head_dim_qk = segment.head_dim_qk,
             .head_dim_vo = segment.head_dim_vo,
-            .window_left = segment.window_left,
-            .chunk_size = segment.chunk_size,
-            .causal = segment.causal,
+            .bounds = bounds_of(segment, {}),
             .position = segment.position,
             .q_dtype = segment.q_dtype,
             .kv_dtype = segment.kv_dtype,
@@ -93,6 +89,14 @@ struct KernelSegment {
             .out_scale = segment.out_scale};
   }
 };
+
+__device__ __forceinline__ MaskBounds bounds_of(const KernelSegment& segment,
+                                                const RequestInfo& request) {
+  MaskBounds bounds = segment.bounds;
+  bounds.qo_len = request.qo_len;
+  bounds.kv_len = request.kv_len;
+  return bounds;
+}
 
 // ForwardParams as a kernel of so many segments takes them. Segment: the family's own.
 template <class Segment, int kSegments = 1>
