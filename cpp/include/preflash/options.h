@@ -49,15 +49,14 @@ struct AttentionOptions {
   std::int32_t chunk_size = 0;  // MaskBounds::chunk_size
   Mask mask = Mask::kBounds;
   Position position = Position::kNone;
-  Staging staging = Staging::kAuto;  // NOTE: it fills padding, like skip_factor
-  RopeOptions rope;                  // with Position::kRope
-  float soft_cap = 0.0f;             // c: logit = c * tanh(sm_scale * qk / c); 0: off
+  Staging staging = Staging::kAuto;
+  RopeOptions rope;       // with Position::kRope
+  float soft_cap = 0.0f;  // c: logit = c * tanh(sm_scale * qk / c); 0: off
 
   SplitPolicy split;
 
   // f > 0: a tile of keys whose logits all lie so far below their row's maximum so far that
-  // exp(logit - maximum) < f / kv_len may be left out; 0: off. NOTE: it fills what padding there is
-  // before the tensors, whose places the kernels' speed depends on (row_map.cuh).
+  // exp(logit - maximum) < f / kv_len may be left out; 0: off.
   float skip_factor = 0.0f;
 
   constexpr std::int32_t gqa_ratio() const { return num_qo_heads / num_kv_heads; }

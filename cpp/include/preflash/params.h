@@ -40,7 +40,7 @@ enum class LseForm : std::uint8_t {
 };
 
 // [token, head]; base-2 logarithms, or logits in base 2, times `scale` (ln 2 gives natural ones).
-// data may be null. NOTE: `form` lies where there was padding.
+// data may be null.
 struct LseTensor {
   float* data = nullptr;
   std::int64_t stride_token = 0;

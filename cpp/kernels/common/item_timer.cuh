@@ -10,11 +10,6 @@ namespace preflash {
 
 inline constexpr Tracing kTracing = Tracing::kItems;
 
-template <class Params>
-void pass_records(const ForwardParams& from, Params& to) {
-  to.records = from.records;
-}
-
 // Times of one item after the other, by one thread of a CTA.
 class ItemTimer {
  public:
@@ -62,9 +57,6 @@ __device__ __forceinline__ void note_record(State& state, int record) {
 #else
 
 inline constexpr Tracing kTracing = Tracing::kNone;
-
-template <class Params>
-void pass_records(const ForwardParams&, Params&) {}
 
 struct ItemTimer {
   __device__ __forceinline__ void start() const {}

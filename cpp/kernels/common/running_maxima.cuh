@@ -9,8 +9,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "kernels/common/logits.cuh"
-#include "preflash/plan.h"
+#include "kernels/common/launch_params.cuh"
 
 namespace preflash {
 
@@ -21,14 +20,13 @@ struct RunningMaxima {
 
   // exists(r): whether row r of this thread does.
   template <class Exists>
-  __device__ __forceinline__ static RunningMaxima of(const AttentionOptions& options,
+  __device__ __forceinline__ static RunningMaxima of(const KernelSegment& segment,
                                                      const RequestInfo& request,
-                                                     const LogitsParams& logits,
                                                      const Exists& exists) {
     RunningMaxima maxima;
     // NOTE: a factor of kv_len or more would leave out what raises the maximum; it stays.
-    float bits = log2_approx(options.skip_factor / static_cast<float>(request.kv_len));
-    maxima.margin = fminf(bits, 0.0f) * reciprocal_approx(logits.scale_log2);
+    float bits = log2_approx(segment.skip_factor / static_cast<float>(request.kv_len));
+    maxima.margin = fminf(bits, 0.0f) * reciprocal_approx(segment.logits.scale_log2);
 #pragma unroll
     for (int r = 0; r < kRows; ++r) maxima.top[r] = exists(r) ? -INFINITY : INFINITY;
     return maxima;

@@ -20,28 +20,22 @@ inline constexpr int kSmemBytes = smem_bytes<V>();
 
 template <class V>
 typename ForwardTraits<V>::Segment make_segment(const ForwardSegment& segment) {
-  if constexpr (!ForwardTraits<V>::kTransforms) {
-    return KernelSegment::make(segment);
-  } else {
-    TransformSegment made{KernelSegment::make(segment), {}};
+  typename ForwardTraits<V>::Segment made{KernelSegment::make(segment)};
+  if constexpr (ForwardTraits<V>::kTransforms) {
     if (segment.position == Position::kRope) {
       made.rotary = rotary_frequencies(segment.rope, segment.head_dim_qk);
     }
-    return made;
   }
+  return made;
 }
 
 template <class V>
 LaunchError launch_forward(const ForwardParams& params, int num_ctas, const LaunchTarget& target) {
   LaunchShape shape{num_ctas, ForwardTraits<V>::kThreads, kSmemBytes<V>};
-  typename ForwardTraits<V>::Params kernel{.segments = {make_segment<V>(params.segments[0])},
-                                           .requests = params.requests,
-                                           .items = params.items,
-                                           .cta_begin = params.cta_begin};
-  if constexpr (ForwardTraits<V>::kSegments == 2) {
-    kernel.segments[1] = make_segment<V>(params.segments[1]);
+  auto kernel = ForwardTraits<V>::Params::make(params, num_ctas);
+  for (int s = 0; s < ForwardTraits<V>::kSegments; ++s) {
+    kernel.segments[s] = make_segment<V>(params.segments[s]);
   }
-  pass_records(params, kernel);
   return launch_kernel<&forward_kernel<V>>(kernel, shape, target.stream);
 }
 

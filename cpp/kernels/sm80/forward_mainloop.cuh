@@ -83,7 +83,7 @@ struct ForwardMainloop {
     if constexpr (Traits::kVariant.sparsity == Sparsity::kSkipping) {
       RowCoordinates<Traits> rows(params, request, item, thread);
       softmax.maxima_so_far = RunningMaxima<Traits::kRowsPerThread>::of(
-          params, request, params.logits, [&](int r) { return rows.exists(r); });
+          params, request, [&](int r) { return rows.exists(r); });
     }
 
     auto step = [&](int tile, int stage) {

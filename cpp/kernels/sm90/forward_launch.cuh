@@ -11,71 +11,58 @@ namespace preflash::sm90 {
 template <class V>
 inline constexpr int kSmemBytes = sizeof(SharedStorage<ForwardTraits<V>>);
 
-template <class V>
-inline constexpr TileRows kTileRows = traits_of(V::kVariant.family).tile_rows;
-
-template <class V>
-HopperSegment make_segment(const ForwardSegment& segment, const BoxShape& box) {
-  KernelSegment kernel = KernelSegment::make(segment);
-  return {kernel,
-          box,
-          rows_per_tile(kTileRows<V>, ForwardTraits<V>::kTileM, segment.group_size),
-          kLog2E / kernel.logits.scale_log2,
-          SpeculativeSoftmax::max_sum(segment.lse.form, V::kVariant.q_dtype),
-          {}};
+// What a kernel reads of a segment, but for its tensor maps and their boxes. Returns nullptr, or
+// why that cannot be.
+template <class Traits, class Segment>
+const char* make_segment(const ForwardSegment& from, Segment& to) {
+  constexpr Variant kVariant = Traits::kVariant;
+  static_cast<KernelSegment&>(to) = KernelSegment::make(from);
+  to.rows_per_tile =
+      rows_per_tile(traits_of(kVariant.family).tile_rows, Traits::kTileM, from.group_size);
+  to.class_begin = from.class_begin;
+  to.x_per_logit = kLog2E / to.logits.scale_log2;
+  to.max_sum = SpeculativeSoftmax::max_sum(from.lse.form, kVariant.q_dtype);
+  if constexpr (requires { to.rotary; }) {
+    if (from.position == Position::kRope) {
+      to.rotary = rotary_frequencies(from.rope, from.head_dim_qk);
+    }
+  }
+  if constexpr (Traits::kCaps) return to.cap.set(from);
+  return nullptr;
 }
 
 // Operands that arrive by TMA, or are gathered. Returns nullptr, or why that cannot be.
 // NOTE: a launch gathers the keys of all segments or of none: the roles of the producer warps and
 // the arrivals at its barriers are the same for every item. A gathered segment may have any pages.
-template <class V>
-const char* make_direct(const ForwardParams& params, ParamsOf<ForwardTraits<V>>& hopper) {
-  using Traits = ForwardTraits<V>;
-  BoxShape boxes[Traits::kSegments];
+template <class Traits>
+const char* make_maps(const ForwardParams& params, ParamsOf<Traits>& hopper) {
   bool gather = false;
   for (int s = 0; s < Traits::kSegments; ++s) {
-    boxes[s] = box_shape(params.segments[s], Traits::kTileM, Traits::kTileN);
-    gather |= boxes[s].kv_rows == 0;
+    hopper.segments[s].box = box_shape(params.segments[s], Traits::kTileM, Traits::kTileN);
+    gather |= hopper.segments[s].box.kv_rows == 0;
   }
   for (int s = 0; s < Traits::kSegments; ++s) {
-    const ForwardSegment& segment = params.segments[s];
-    if (gather) boxes[s].kv_rows = 0;
-    static_cast<HopperSegment&>(hopper.segments[s]) = make_segment<V>(segment, boxes[s]);
-    const char* refusal = encode_tensor_maps(segment, boxes[s], hopper.segments[s].maps);
+    HopperSegment& segment = hopper.segments[s];
+    if (gather) segment.box.kv_rows = 0;
+    const char* refusal = encode_tensor_maps(params.segments[s], segment.box, segment.maps);
     if (refusal != nullptr) return refusal;
   }
   return nullptr;
 }
 
 template <class V>
-TransformSegment make_transformed(const ForwardSegment& segment) {
-  TransformSegment transform{make_segment<V>(segment, BoxShape{}), {}};
-  if (segment.position == Position::kRope) {
-    transform.rotary = rotary_frequencies(segment.rope, segment.head_dim_qk);
-  }
-  return transform;
-}
-
-template <class V>
 LaunchError launch_forward(const ForwardParams& params, int num_ctas, const LaunchTarget& target) {
   using Traits = ForwardTraits<V>;
   static_assert(kSmemBytes<V> <= kMaxSharedBytes);
-  ParamsOf<Traits> hopper{.segments = {},
-                          .requests = params.requests,
-                          .items = params.items,
-                          .cta_begin = params.cta_begin,
-                          .num_lists = num_ctas};
-  if constexpr (Traits::kConverts) {
-    static_cast<TransformSegment&>(hopper.segments[0]) = make_transformed<V>(params.segments[0]);
-  } else {
-    const char* refusal = make_direct<V>(params, hopper);
-    if (refusal != nullptr) return refusal;
+  auto hopper = ParamsOf<Traits>::make(params, num_ctas);
+  const char* refusal = nullptr;
+  for (int s = 0; s < Traits::kSegments && refusal == nullptr; ++s) {
+    refusal = make_segment<Traits>(params.segments[s], hopper.segments[s]);
   }
-  if constexpr (Traits::kCaps) {
-    const char* refusal = hopper.segments[0].set_cap();
-    if (refusal != nullptr) return refusal;
+  if constexpr (!Traits::kConverts) {
+    if (refusal == nullptr) refusal = make_maps<Traits>(params, hopper);
   }
-  pass_records(params, hopper);
+  if (refusal != nullptr) return refusal;
   // Lists of items that share their columns out come in whole groups of CTAs.
   const int parts = ceil_div(params.segments[0].head_dim_vo, Traits::kPartVo);
   const int ctas = ceil_div(num_ctas, parts) * parts;
@@ -94,19 +81,8 @@ LaunchError launch_decode(const ForwardParams& params, int num_ctas, const Launc
     return "the short tiles of fa3 take keys of the size that they were compiled for, and rotate "
            "none";
   }
-  KernelSegment kernel = KernelSegment::make(segment);
-  LaunchParams<HopperSegment> decode{
-      .segments = {{kernel,
-                    BoxShape{},
-                    rows_per_tile(kTileRows<V>, Traits::kTileM, segment.group_size),
-                    kLog2E / kernel.logits.scale_log2,
-                    SpeculativeSoftmax::max_sum(segment.lse.form, V::kVariant.q_dtype),
-                    {}}},
-      .requests = params.requests,
-      .items = params.items,
-      .cta_begin = params.cta_begin,
-      .num_lists = num_ctas};
-  pass_records(params, decode);
+  auto decode = LaunchParams<HopperSegment>::make(params, num_ctas);
+  if (const char* refusal = make_segment<Traits>(segment, decode.segments[0])) return refusal;
   LaunchShape shape{num_ctas, Traits::kThreads, kBytes};
   return launch_kernel<&decode_kernel<V>>(decode, shape, target.stream);
 }

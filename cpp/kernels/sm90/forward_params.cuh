@@ -1,5 +1,4 @@
-// The parameters of an fa3 kernel: those of a segment, which item-level code takes, are the shared
-// ones and the tensor maps.
+// The parameters of an fa3 kernel, which forward_launch.cuh fills.
 #pragma once
 
 #include "kernels/common/rotary.cuh"
@@ -10,11 +9,17 @@
 namespace preflash::sm90 {
 
 struct HopperSegment : KernelSegment {
-  BoxShape box;
   std::int32_t rows_per_tile;  // token-aligned, except where a group exceeds the tile
-  float x_per_logit;           // 1 in units of x, which times scale_log2 is a base-2 exponent
-  float max_sum;               // SpeculativeSoftmax::max_sum()
+
+  // Loads.
   TensorMaps maps;
+  BoxShape box;
+  const std::int64_t* class_begin;
+
+  // Scores.
+  float x_per_logit;  // 1 in units of x, which times scale_log2 is a base-2 exponent
+  float max_sum;      // SpeculativeSoftmax::max_sum()
+  SoftCap cap;        // of kernels with Traits::kCaps
 };
 
 // Of kernels that convert their operands.
@@ -23,10 +28,7 @@ struct TransformSegment : HopperSegment {
 };
 
 template <class Traits>
-using UncappedSegmentOf = cute::conditional_t<Traits::kConverts, TransformSegment, HopperSegment>;
-template <class Traits>
-using SegmentOf = cute::conditional_t<Traits::kCaps, CappedSegment<UncappedSegmentOf<Traits>>,
-                                      UncappedSegmentOf<Traits>>;
+using SegmentOf = cute::conditional_t<Traits::kConverts, TransformSegment, HopperSegment>;
 
 template <class Traits>
 using ParamsOf = LaunchParams<SegmentOf<Traits>, Traits::kSegments>;

@@ -3,7 +3,6 @@
 #pragma once
 
 #include "kernels/sm90/score_bias.cuh"
-#include "kernels/sm90/soft_cap.cuh"
 
 namespace preflash::sm90 {
 
@@ -69,7 +68,6 @@ using ScoreFactors = conditional_t<Traits::kHasFactors, HeadFactors<Traits>, NoH
 template <class Traits>
 struct Scores {
   using Coordinates = ScoreCoordinates<Traits>;
-  using Segment = SegmentOf<Traits>;
 
   ScoreBias<Traits> bias;
   ScoreFactors<Traits> factors;
@@ -81,14 +79,14 @@ struct Scores {
 
   // scores: (row, column) view of a whole accumulator.
   template <class Rows>
-  __device__ __forceinline__ void finish(const Segment& segment, Rows&& scores) const {
+  __device__ __forceinline__ void finish(const HopperSegment& segment, Rows&& scores) const {
     factors.apply(scores);
-    if constexpr (Traits::kCaps) segment.cap(scores);
+    if constexpr (Traits::kCaps) segment.cap.apply(scores, segment.logits);
     bias.add_to(scores);
   }
   // Of an item's first tile.
   template <class Rows>
-  __device__ __forceinline__ void finish_first(const Segment& segment,
+  __device__ __forceinline__ void finish_first(const HopperSegment& segment,
                                                const Coordinates& coordinates,
                                                Rows&& scores) const {
     finish(segment, scores);

@@ -16,33 +16,31 @@ namespace preflash::sm90 {
 
 enum class CapForm : std::uint8_t { kNone, kHardware, kExact };
 
-// Of kernels with a soft cap.
-template <class Segment>
-struct CappedSegment : Segment {
+struct SoftCap {
   float y_per_s;  // sm_scale / c
   CapForm form;
 
   // Returns nullptr, or what is wrong with PREFLASH_SOFT_CAP.
-  const char* set_cap() {
+  const char* set(const ForwardSegment& segment) {
     const char* asked = std::getenv("PREFLASH_SOFT_CAP");
     const std::string_view value = asked == nullptr ? "hardware" : asked;
     if (value != "hardware" && value != "exact") {
       return "PREFLASH_SOFT_CAP is neither hardware nor exact";
     }
-    const bool exact = value == "exact" || this->lse.form == LseForm::kMaxAndSum;
-    const bool caps = this->soft_cap > 0.0f;
+    const bool exact = value == "exact" || segment.lse.form == LseForm::kMaxAndSum;
+    const bool caps = segment.soft_cap > 0.0f;
     form = !caps ? CapForm::kNone : exact ? CapForm::kExact : CapForm::kHardware;
-    y_per_s = caps ? this->sm_scale / this->soft_cap : 0.0f;
+    y_per_s = caps ? segment.sm_scale / segment.soft_cap : 0.0f;
     return nullptr;
   }
   // Of a whole tile, in place.
   template <class Scores>
-  __device__ __forceinline__ void cap(Scores&& scores) const {
+  __device__ __forceinline__ void apply(Scores&& scores, const LogitsParams& logits) const {
     if (form == CapForm::kHardware) {
       CUTE_UNROLL
       for (int i = 0; i < cute::size(scores); ++i) scores(i) = tanh_approx(scores(i) * y_per_s);
     } else if (form == CapForm::kExact) {
-      transform_logits<Logits::kSoftCap>(scores, this->logits);
+      transform_logits<Logits::kSoftCap>(scores, logits);
     }
   }
 };

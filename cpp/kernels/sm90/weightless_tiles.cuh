@@ -38,7 +38,7 @@ struct WeightlessTiles {
   // An item's first tile is computed.
   template <class Scores>
   __device__ __forceinline__ void begin(const ScoreCoordinates<Traits>& at, const Scores& scores) {
-    maxima = RunningMaxima<2>::of(at.params, at.state.request, at.params.logits,
+    maxima = RunningMaxima<2>::of(at.params, at.state.request,
                                   [&](int r) { return at.row(r) < at.state.num_rows; });
     float tile_max[2];
     SpeculativeSoftmax::maxima(scores, NoShift{}, tile_max);
