@@ -82,8 +82,7 @@ struct Scores {
   // scores: (row, column) view of a whole accumulator.
   template <class Rows>
   __device__ __forceinline__ void finish(const Segment& segment, Rows&& scores) const {
-    factors.apply(scores);
-    if constexpr (Traits::kCaps) segment.cap(scores);
+    apply_factors_and_cap(segment, scores);
     bias.add_to(scores);
   }
   // Of an item's first tile.
@@ -91,8 +90,16 @@ struct Scores {
   __device__ __forceinline__ void finish_first(const Segment& segment,
                                                const Coordinates& coordinates,
                                                Rows&& scores) const {
-    finish(segment, scores);
-    bias.add_tail(coordinates, scores);
+    apply_factors_and_cap(segment, scores);
+    bias.add_to_first(coordinates, scores);
+  }
+
+ private:
+  template <class Rows>
+  __device__ __forceinline__ void apply_factors_and_cap(const Segment& segment,
+                                                        Rows&& scores) const {
+    factors.apply(scores);
+    if constexpr (Traits::kCaps) segment.cap(scores);
   }
 };
 

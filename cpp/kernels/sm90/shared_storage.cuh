@@ -91,6 +91,14 @@ struct KeptTiles {
 
 struct NoKeptTiles {};
 
+// The B operand of ALiBi's step of S: column_step() of each of the tile's columns, 16 times.
+template <class Traits>
+struct BiasSteps {
+  alignas(128) typename Traits::ElementBias steps[cosize_v<typename Traits::LayoutSteps>];
+};
+
+struct NoBiasSteps {};
+
 // The coordinates at which a TMA box of K or V begins (tensor_map.h).
 struct alignas(16) TmaCoordinates {
   int page;
@@ -134,6 +142,7 @@ struct SharedStorage : KvBuffers<Traits>, TransformStorage<Traits> {
   TmaCoordinates v_coordinates[Traits::kMaxBoxes];
   Barriers<Traits::kQStages, Traits::kStages> barriers;
   conditional_t<Traits::kHasMaskBits, KeptTiles<Traits>, NoKeptTiles> kept;
+  conditional_t<Traits::kBiasByProduct, BiasSteps<Traits>, NoBiasSteps> bias;
 };
 
 __device__ __forceinline__ int lane_id() { return threadIdx.x % 32; }
