@@ -82,7 +82,8 @@ struct Scores {
   // scores: (row, column) view of a whole accumulator.
   template <class Rows>
   __device__ __forceinline__ void finish(const Segment& segment, Rows&& scores) const {
-    apply_factors_and_cap(segment, scores);
+    factors.apply(scores);
+    if constexpr (Traits::kCaps) segment.cap(scores);
     bias.add_to(scores);
   }
   // Of an item's first tile.
@@ -90,16 +91,8 @@ struct Scores {
   __device__ __forceinline__ void finish_first(const Segment& segment,
                                                const Coordinates& coordinates,
                                                Rows&& scores) const {
-    apply_factors_and_cap(segment, scores);
+    finish(segment, scores);
     bias.add_to_first(coordinates, scores);
-  }
-
- private:
-  template <class Rows>
-  __device__ __forceinline__ void apply_factors_and_cap(const Segment& segment,
-                                                        Rows&& scores) const {
-    factors.apply(scores);
-    if constexpr (Traits::kCaps) segment.cap(scores);
   }
 };
 
