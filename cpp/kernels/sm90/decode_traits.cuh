@@ -23,6 +23,7 @@ struct DecodeTraits {
   static constexpr bool kOptionsAtRunTime = options_at_run_time(kVariant);
   static constexpr bool kHasMaskBits = false;
   static constexpr bool kCaps = false;  // by SoftCap
+  static constexpr bool kBiasByProduct = false;
   static constexpr int kSegments = 1;
   static constexpr int kColumnParts = 1;
   static_assert(kVariant.mask == Mask::kBounds && kVariant.segments == Segments::kOne);

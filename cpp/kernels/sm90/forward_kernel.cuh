@@ -94,6 +94,7 @@ __global__ void __launch_bounds__(ForwardTraits<V>::kThreads, V::kTile.ctas_per_
   auto [begin, end] = items_of_cta<Traits>(params);
   if (threadIdx.x == kWarpgroupThreads) init_barriers(params.segments[0], smem, gather);
   if constexpr (Traits::kConverts) fill_rotary_tables(params.segments[0].rotary, smem);
+  if constexpr (Traits::kBiasByProduct) ScoreBias<Traits>::fill_steps(smem);
   let_next_kernel_begin();
   __syncthreads();
 

@@ -123,6 +123,7 @@ struct ForwardMainloop {
     } else {
       operands.begin_products();  // K(t) is there, and it is this warpgroup's turn
       operands.issue_qk(tSrQ);
+      scores.bias.issue(smem, operands.tSrS);
       operands.issue_pv();  // V(t - 1) is there
       operands.end_products();
       meanwhile();
@@ -140,6 +141,7 @@ struct ForwardMainloop {
                                                     const Meanwhile& meanwhile) {
     operands.begin_products();
     operands.issue_qk(tSrQ);
+    scores.bias.issue(smem, operands.tSrS);
     operands.end_products();
     operands.skip_v();
     meanwhile();

@@ -180,6 +180,16 @@ struct ForwardTraits {
       GMMA::rs_op_selector<ElementP, ElementKv, float, Shape<_64, Int<kMmaColumnsPv>, Int<kTileN>>,
                            GMMA::Major::K, GMMA::Major::MN>()));
 
+  // Whether ALiBi's bias is one more step of S = Q K^T (AlibiProduct), in bfloat16 for its range.
+  // Wider products leave time for an FMA a score; a soft cap or factors come before the bias.
+  static constexpr bool kBiasByProduct =
+      kVariant.position == Position::kAlibi && !kCaps && !kHasFactors && kHeadQk <= 128;
+  using MmaBias = decltype(make_tiled_mma(
+      GMMA::rs_op_selector<bfloat16_t, bfloat16_t, float, Shape<_64, Int<kTileN>, _16>>()));
+  using LayoutSteps =
+      decltype(tile_to_shape(GMMA::Layout_K_INTER_Atom<bfloat16_t>{}, Shape<Int<kTileN>, _16>{}));
+  using BiasSteps = array_aligned<bfloat16_t, kTileN * 16, 128>;
+
   // Blocks of kBlockColumns, each with all rows of the tile: the layout that TMA boxes write.
   using AtomQ = GMMA::Layout_K_SW128_Atom<ElementQ>;
   using AtomK = GMMA::Layout_K_SW128_Atom<ElementKv>;

@@ -1,13 +1,15 @@
 // What a position encoding adds to scores: policies, of which ScoreBias is the variant's.
 //
 //   of()        the rows of one item, in a thread's registers
-//   add_to()    adds what differs among a thread's scores of a row; add_tail(), what else in an
-//               item's first tile
+//   issue()     has the tensor core add what differs among a thread's scores of a row, or nothing
+//   add_to()    adds that where issue() does not; add_to_first(), what else in an item's first
+//               tile, behind which issue() begins
 //   shift()     what that leaves out of a tile's scores, the same for all of a row
 //   missing()   what both leave out of all of a row's logits: the LSE's concern
 #pragma once
 
 #include "kernels/sm90/forward_mask.cuh"
+#include "kernels/sm90/warpgroup_mma.cuh"
 #include "preflash/alibi.h"
 
 namespace preflash::sm90 {
@@ -54,6 +56,8 @@ struct AlibiBias {
     return bias;
   }
 
+  template <class S>
+  __device__ __forceinline__ static void issue(SharedStorage<Traits>&, S&) {}
   // Adds what differs among a thread's scores of a row: nothing to its first column.
   template <class Scores>
   __device__ __forceinline__ void add_to(Scores&& scores) const {
@@ -68,7 +72,8 @@ struct AlibiBias {
   }
   // An item's first tile may hold the request's tail, whose keys stand further right.
   template <class Scores>
-  __device__ __forceinline__ void add_tail(const Coordinates& coordinates, Scores&& scores) const {
+  __device__ __forceinline__ void add_to_first(const Coordinates& coordinates,
+                                               Scores&& scores) const {
     auto tail = coordinates.tail();
     if (tail.shift == 0) return;
     CUTE_UNROLL
@@ -105,21 +110,87 @@ struct AlibiBias {
   }
 };
 
+// The same, where the tensor core adds what add_to() would, behind an item's first tile: an FMA
+// beside the products delays them as much, and the exponentials by its own time.
+//
+// A row of its A operand is the row's coefficient in three parts of 8 bits, which have all of its
+// 24. One of its B operand is the column's step, an integer below 2^8, in every place. So the
+// products are exact, and the accumulator rounds them as it does those of Q and K.
+template <class Traits>
+struct AlibiProduct : AlibiBias<Traits> {
+  using Coordinates = ScoreCoordinates<Traits>;
+  using Base = AlibiBias<Traits>;
+
+  std::uint32_t parts[Coordinates::kRows];  // two columns of the A operand
+
+  __device__ __forceinline__ static AlibiProduct of(const Coordinates& coordinates) {
+    AlibiProduct bias{Base::of(coordinates), {}};
+    CUTE_UNROLL
+    for (int r = 0; r < Coordinates::kRows; ++r) {
+      // Lane i of a quad has part i. Nothing is left for lane 3.
+      float part = bias.coefficient[r];
+      CUTE_UNROLL
+      for (int i = 0; i < 3; ++i) {
+        float first = __uint_as_float(__float_as_uint(part) & 0xffff0000u);
+        if (i < lane_id() % 4) part -= first;
+      }
+      bias.parts[r] = __float_as_uint(part) >> 16;
+    }
+    return bias;
+  }
+  __device__ __forceinline__ static void fill_steps(SharedStorage<Traits>& smem) {
+    for (int i = threadIdx.x; i < Traits::kTileN * 16; i += Traits::kThreads) {
+      int column = i % Traits::kTileN;
+      steps(smem)(column, i / Traits::kTileN) = bfloat16_t(column / 8 * 8 + column % 2);
+    }
+    cutlass::arch::fence_view_async_shared();
+  }
+
+  // tSrS: the accumulator of Q K^T, which may be in flight.
+  template <class S>
+  __device__ __forceinline__ void issue(SharedStorage<Traits>& smem, S& tSrS) const {
+    typename Traits::MmaBias mma;
+    Tensor a = make_tensor<bfloat16_t>(Shape<Shape<_2, _2, _2>, _1, _1>{});  // (MMA, MMA_M, MMA_K)
+    Tensor words = recast<std::uint32_t>(a);
+    CUTE_UNROLL
+    for (int i = 0; i < size(words); ++i) words(i) = i < Coordinates::kRows ? parts[i] : 0u;
+    Tensor b = mma.get_slice(0).partition_fragment_B(steps(smem));
+    multiply_async(mma, a, b, tSrS, GMMA::ScaleOut::One);
+  }
+  template <class Scores>
+  __device__ __forceinline__ static void add_to(Scores&&) {}
+  template <class Scores>
+  __device__ __forceinline__ void add_to_first(const Coordinates& coordinates,
+                                               Scores&& scores) const {
+    Base::add_to(scores);
+    Base::add_to_first(coordinates, scores);
+  }
+
+ private:
+  // (n, 16)
+  __device__ __forceinline__ static auto steps(SharedStorage<Traits>& smem) {
+    return make_tensor(make_smem_ptr(smem.bias_steps.data()), typename Traits::LayoutSteps{});
+  }
+};
+
 template <class Traits>
 struct NoBias {
   using Coordinates = ScoreCoordinates<Traits>;
 
   __device__ __forceinline__ static NoBias of(const Coordinates&) { return {}; }
+  template <class S>
+  __device__ __forceinline__ static void issue(SharedStorage<Traits>&, S&) {}
   template <class Scores>
   __device__ __forceinline__ static void add_to(Scores&&) {}
   template <class Scores>
-  __device__ __forceinline__ static void add_tail(const Coordinates&, Scores&&) {}
+  __device__ __forceinline__ static void add_to_first(const Coordinates&, Scores&&) {}
   __device__ __forceinline__ static NoShift shift(int) { return {}; }
   __device__ __forceinline__ static NoShift missing(const Coordinates&) { return {}; }
 };
 
 template <class Traits>
-using ScoreBias =
-    conditional_t<Traits::kVariant.position == Position::kAlibi, AlibiBias<Traits>, NoBias<Traits>>;
+using ScoreBias = conditional_t<Traits::kBiasByProduct, AlibiProduct<Traits>,
+                                conditional_t<Traits::kVariant.position == Position::kAlibi,
+                                              AlibiBias<Traits>, NoBias<Traits>>>;
 
 }  // namespace preflash::sm90

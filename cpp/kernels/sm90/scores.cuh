@@ -90,7 +90,7 @@ struct Scores {
                                                const Coordinates& coordinates,
                                                Rows&& scores) const {
     finish(segment, scores);
-    bias.add_tail(coordinates, scores);
+    bias.add_to_first(coordinates, scores);
   }
 };
 

@@ -89,7 +89,7 @@ struct KeptTiles {
   Barrier tile_empty[Traits::kTileSlots];
 };
 
-struct NoKeptTiles {};
+struct Nothing {};
 
 // The coordinates at which a TMA box of K or V begins (tensor_map.h).
 struct alignas(16) TmaCoordinates {
@@ -133,7 +133,8 @@ struct SharedStorage : KvBuffers<Traits>, TransformStorage<Traits> {
   TmaCoordinates k_coordinates[Traits::kMaxBoxes];  // of the tile whose boxes are being issued
   TmaCoordinates v_coordinates[Traits::kMaxBoxes];
   Barriers<Traits::kQStages, Traits::kStages> barriers;
-  conditional_t<Traits::kHasMaskBits, KeptTiles<Traits>, NoKeptTiles> kept;
+  conditional_t<Traits::kHasMaskBits, KeptTiles<Traits>, Nothing> kept;
+  conditional_t<Traits::kBiasByProduct, typename Traits::BiasSteps, Nothing> bias_steps;
 };
 
 __device__ __forceinline__ int lane_id() { return threadIdx.x % 32; }
