@@ -27,7 +27,9 @@ const char* make_segment(const ForwardSegment& from, Segment& to) {
       to.rotary = rotary_frequencies(from.rope, from.head_dim_qk);
     }
   }
-  if constexpr (Traits::kCaps) return to.cap.set(from);
+  if constexpr (Traits::kCaps) {
+    return to.cap.set(from, kVariant.q_dtype, to.logits.scale_log2);
+  }
   return nullptr;
 }
 

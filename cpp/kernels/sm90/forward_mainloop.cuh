@@ -12,12 +12,12 @@
 // skips (as under a window), the item's last O and the next item's first S run by themselves.
 #pragma once
 
+#include "kernels/sm90/capped_softmax.cuh"
 #include "kernels/sm90/consumer_tiles.cuh"
 #include "kernels/sm90/forward_epilogue.cuh"
 #include "kernels/sm90/load_query.cuh"
 #include "kernels/sm90/scores.cuh"
 #include "kernels/sm90/sliced_operands.cuh"
-#include "kernels/sm90/speculative_softmax.cuh"
 #include "kernels/sm90/weightless_tiles.cuh"
 #include "kernels/sm90/whole_operands.cuh"
 
@@ -35,7 +35,7 @@ struct ForwardMainloop {
   OperandsOf<Traits> operands;
   TilesOf<Traits> tiles;  // of the item whose scores come next, as are its scores
   Scores<Traits> scores;
-  SpeculativeSoftmax softmax = {};
+  SoftmaxOf<Traits> softmax = {};
   TilesLeftOut<Traits> weightless;
   std::uint32_t item_phase = 0;
   ItemTimer timer;
@@ -129,6 +129,7 @@ struct ForwardMainloop {
       meanwhile();
       operands.template wait_for_s<true>();
       finish_scores(item, tile);
+      softmax.before_o(operands.rows_of_s(), scores.bias.shift(tile), segment(item));
       operands.wait_for_o();
       operands.release_v();
       operands.first_pv = GMMA::ScaleOut::One;
@@ -267,18 +268,18 @@ struct ForwardMainloop {
     scores.finish_first(segment(item), coordinates, operands.rows_of_s());
     tiles.mask_first(item, first, operands.rows_of_s());
     weightless.begin(coordinates, operands.rows_of_s());
-    softmax.begin(operands.rows_of_s(), scores.bias.shift(tile));
+    softmax.begin(operands.rows_of_s(), scores.bias.shift(tile), segment(item));
     operands.first_pv = GMMA::ScaleOut::Zero;
   }
 
   __device__ __forceinline__ void make_p(const Item& item, int tile) {
     auto rows_of_o = operands.rows_of_o();
     softmax.update(operands.rows_of_s(), scores.bias.shift(tile), operands.tOrP, rows_of_o,
-                   segment(item).logits.scale_log2, segment(item).max_sum);
+                   segment(item));
   }
   __device__ __forceinline__ void make_first_p(const Item& item) {
     softmax.make_first(operands.rows_of_s(), scores.bias.shift(tiles.first(item)), operands.tOrP,
-                       segment(item).logits.scale_log2);
+                       segment(item));
   }
 
   __device__ __forceinline__ typename Epilogue::Prepared prepare_o(

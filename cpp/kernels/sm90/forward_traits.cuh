@@ -41,6 +41,7 @@ struct ForwardTraits {
   static constexpr bool kCaps = kVariant.logits == Logits::kSoftCap;
   // Whether the kernel takes soft cap, bias and mask bits as the launch tells.
   static constexpr bool kOptionsAtRunTime = options_at_run_time(kVariant);
+  static constexpr bool kCapsAlone = kCaps && !kOptionsAtRunTime;
 
   // Of a launch. Where there are two, every item may be of either.
   static constexpr int kSegments = kVariant.segments == Segments::kTwo ? 2 : 1;

@@ -6,6 +6,7 @@
 // float32's accuracy for up to three times the time (docs/dev/experiments.md).
 #pragma once
 
+#include <cmath>
 #include <cstdlib>
 #include <string_view>
 
@@ -17,11 +18,19 @@ namespace preflash::sm90 {
 enum class CapForm : std::uint8_t { kNone, kHardware, kExact };
 
 struct SoftCap {
-  float y_per_s;  // sm_scale / c
+  // Of a row in base 2, where P is bfloat16 and the cap at most kLargestBounded: P is between 2^-89
+  // and 2^57 then, and values of V up to 2^50 do not overflow.
+  static constexpr float kReference = 16.0f;
+  static constexpr float kLargestBounded = 50.0f;
+
+  float y_per_s;    // sm_scale / c
+  float reference;  // of every row, in units of x; -inf: its maximum so far
   CapForm form;
 
+  __host__ __device__ bool is_bounded() const { return reference != -INFINITY; }
+
   // Returns nullptr, or what is wrong with PREFLASH_SOFT_CAP.
-  const char* set(const ForwardSegment& segment) {
+  const char* set(const ForwardSegment& segment, DType p_dtype, float scale_log2) {
     const char* asked = std::getenv("PREFLASH_SOFT_CAP");
     const std::string_view value = asked == nullptr ? "hardware" : asked;
     if (value != "hardware" && value != "exact") {
@@ -31,6 +40,9 @@ struct SoftCap {
     const bool caps = segment.soft_cap > 0.0f;
     form = !caps ? CapForm::kNone : exact ? CapForm::kExact : CapForm::kHardware;
     y_per_s = caps ? segment.sm_scale / segment.soft_cap : 0.0f;
+    const bool bounded = form == CapForm::kHardware && p_dtype == DType::kBFloat16 &&
+                         segment.soft_cap <= kLargestBounded;
+    reference = bounded ? kReference / scale_log2 : -INFINITY;
     return nullptr;
   }
   // Of a whole tile, in place.

@@ -73,24 +73,29 @@ struct SpeculativeSoftmax : OnlineSoftmax<2> {
   bool settled = false;  // whether every row of the warp has a reference
 
   // A row's first tile: its row max becomes the reference, so the speculation cannot fail.
-  template <class Scores, class Shift>
-  __device__ __forceinline__ void begin(const Scores& scores, const Shift& shift) {
+  template <class Scores, class Shift, class Segment>
+  __device__ __forceinline__ void begin(const Scores& scores, const Shift& shift, const Segment&) {
     *this = {};
     float tile_max[kRows];
     maxima(scores, shift, tile_max);
     settle(tile_max);
   }
-  template <class Scores, class Shift, class P>
+  template <class Scores, class Shift, class P, class Segment>
   __device__ __forceinline__ void make_first(const Scores& scores, const Shift& shift, P& p,
-                                             float scale_log2) {
-    exponentiate(scores, shift, p, sum, scale_log2);
+                                             const Segment& segment) {
+    exponentiate(scores, shift, p, sum, segment.logits.scale_log2);
   }
 
+  // What becomes of a later tile while O is still being made.
+  template <class Scores, class Shift, class Segment>
+  __device__ __forceinline__ static void before_o(Scores&&, const Shift&, const Segment&) {}
   // scores: (row, column) view of a whole accumulator of x, without `shift`. p: 16-bit, in the
   // scores' storage order. out: (row, column) view of O, without this tile.
-  template <class Scores, class Shift, class P, class Out>
+  template <class Scores, class Shift, class P, class Out, class Segment>
   __device__ __forceinline__ void update(const Scores& scores, const Shift& shift, P& p, Out& out,
-                                         float scale_log2, float max_sum) {
+                                         const Segment& segment) {
+    const float scale_log2 = segment.logits.scale_log2;
+    const float max_sum = segment.max_sum;
     float tile_max[kRows];
     if (!settled) {
       maxima(scores, shift, tile_max);

@@ -1,7 +1,7 @@
 // Q, K and V in whole tiles, as a consumer warpgroup waits for them, multiplies and releases them,
 // and its accumulators. SlicedOperands (sliced_operands.cuh) has the same hooks:
 //
-//   begin_products(), end_products()   the warpgroup's turn at the tensor core
+//   begin_products(), end_products()   between them the products are issued
 //   issue_qk(), issue_pv()             S = Q K^T, O (+)= P V, when the operands are there
 //   wait_for_s(), wait_for_o()         the products that come before so many later ones
 //   release_*()                        the operand's buffer may be filled again
@@ -64,6 +64,12 @@ struct WholeOperands : Accumulators<Traits> {
   using typename Base::MmaPv;
   using typename Base::MmaQk;
 
+  // A turn at the tensor core ends with the issue of the products. Where a soft cap makes the scores
+  // take as long as those it ends with them, so that the two warpgroups alternate.
+  static constexpr bool kTurnEndsWithO =
+      Traits::kCapsAlone && Traits::kConsumers == 2 && Traits::kPartVo <= 128;
+
+  bool in_turn = false;
   ConsumerPipelineState<Traits::kStages> k_read = {};
   ConsumerPipelineState<Traits::kStages> v_read = {};
 
@@ -72,13 +78,18 @@ struct WholeOperands : Accumulators<Traits> {
   __device__ __forceinline__ WholeOperands(const HopperSegment&, SharedStorage<Traits>& smem,
                                            int warpgroup, int thread)
       : Base(smem, warpgroup, thread) {
-    if (warpgroup == Traits::kConsumers - 1) end_products();
+    if (warpgroup == Traits::kConsumers - 1) end_turn();
   }
-  __device__ __forceinline__ void begin_products() const {
+  __device__ __forceinline__ void begin_products() {
+    in_turn = true;
     smem.barriers.k_full[k_read.index()].wait(k_read.phase());
     cutlass::arch::NamedBarrier::sync(2 * kWarpgroupThreads, NamedBarriers::kOrder + warpgroup);
   }
-  __device__ __forceinline__ void end_products() const {
+  __device__ __forceinline__ void end_products() {
+    if (!kTurnEndsWithO) end_turn();
+  }
+  __device__ __forceinline__ void end_turn() {
+    in_turn = false;
     int next = warpgroup + 1 == Traits::kConsumers ? 0 : warpgroup + 1;
     cutlass::arch::NamedBarrier::arrive(2 * kWarpgroupThreads, NamedBarriers::kOrder + next);
   }
@@ -101,8 +112,12 @@ struct WholeOperands : Accumulators<Traits> {
   template <bool kPvBehind>
   __device__ __forceinline__ void wait_for_s() {
     wait_for_product<kPvBehind>(this->tSrS);
+    if (!kPvBehind && in_turn) end_turn();
   }
-  __device__ __forceinline__ void wait_for_o() { wait_for_product<0>(this->tOrO); }
+  __device__ __forceinline__ void wait_for_o() {
+    wait_for_product<0>(this->tOrO);
+    if (in_turn) end_turn();
+  }
 
   __device__ __forceinline__ void release_k() {
     release(smem.barriers.k_empty[k_read.index()]);
@@ -114,7 +129,7 @@ struct WholeOperands : Accumulators<Traits> {
   }
   __device__ __forceinline__ void skip_k() {
     begin_products();
-    end_products();
+    end_turn();
     release_k();
   }
   __device__ __forceinline__ void skip_v() {

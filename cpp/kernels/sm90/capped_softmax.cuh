@@ -1,0 +1,107 @@
+// The softmax of scores that a soft cap has bounded. A tile's exponentials are made in place, and
+// before O is complete: the tensor core works while the special-function unit, which makes two
+// operations of each score here, does.
+//
+// In bfloat16, whose P has float32's range, a bounded row needs no maximum: its reference is the
+// same whatever its scores are (SoftCap::reference). Elsewhere the reference is the row max so far.
+#pragma once
+
+#include "kernels/sm90/soft_cap.cuh"
+#include "kernels/sm90/speculative_softmax.cuh"
+
+namespace preflash::sm90 {
+
+// With the hooks of SpeculativeSoftmax.
+struct CappedSoftmax : SpeculativeSoftmax {
+  float change[kRows];  // of O, from the last tile's references to this one's
+
+  template <class Scores, class Shift, class Segment>
+  __device__ __forceinline__ void begin(const Scores& scores, const Shift& shift,
+                                        const Segment& segment) {
+    *this = {};
+    set_references(scores, shift, segment);
+  }
+  template <class Scores, class Shift, class P, class Segment>
+  __device__ __forceinline__ void make_first(Scores&& scores, const Shift& shift, P& p,
+                                             const Segment& segment) {
+    exponentiate(scores, shift, segment.logits.scale_log2);
+    round_to_p(scores, p);
+  }
+  template <class Scores, class Shift, class Segment>
+  __device__ __forceinline__ void before_o(Scores&& scores, const Shift& shift,
+                                           const Segment& segment) {
+    set_references(scores, shift, segment);
+    exponentiate(scores, shift, segment.logits.scale_log2);
+  }
+  template <class Scores, class Shift, class P, class Out, class Segment>
+  __device__ __forceinline__ void update(const Scores& scores, const Shift&, P& p, Out& out,
+                                         const Segment& segment) {
+    if (!segment.cap.is_bounded() && __any_sync(0xffffffffu, change[0] < 1.0f || change[1] < 1.0f)) {
+      CUTE_UNROLL
+      for (int r = 0; r < kRows; ++r) {
+        CUTE_UNROLL
+        for (int c = 0; c < cute::size<1>(out); ++c) out(r, c) *= change[r];
+      }
+    }
+    round_to_p(scores, p);
+  }
+
+ private:
+  template <class Scores, class Shift, class Segment>
+  __device__ __forceinline__ void set_references(const Scores& scores, const Shift& shift,
+                                                 const Segment& segment) {
+    if (segment.cap.is_bounded()) {
+      CUTE_UNROLL
+      for (float& of_row : reference) of_row = segment.cap.reference;
+      return;
+    }
+    float tile_max[kRows];
+    maxima(scores, shift, tile_max);
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      const float next = fmaxf(reference[r], tile_max[r]);
+      change[r] = change_of_reference(reference[r], next, segment.logits.scale_log2);
+      sum[r] *= change[r];
+      reference[r] = next;
+    }
+  }
+  template <class Scores, class Shift>
+  __device__ __forceinline__ void exponentiate(Scores&& scores, const Shift& shift,
+                                               float scale_log2) {
+    float offset[kRows];
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      offset[r] = shift.origin(r, scaled_reference(reference[r], scale_log2), scale_log2);
+    }
+    CUTE_UNROLL
+    for (int c = 0; c < cute::size<1>(scores); ++c) {
+      CUTE_UNROLL
+      for (int r = 0; r < kRows; ++r) {
+        scores(r, c) = exp2_approx(fmaf(scores(r, c), scale_log2, -offset[r]));
+        sum[r] += scores(r, c);
+      }
+    }
+  }
+  // p: in the scores' storage order
+  template <class Scores, class P>
+  __device__ __forceinline__ static void round_to_p(const Scores& scores, P& p) {
+    using Element = typename P::value_type;
+    auto pairs = cute::recast<cutlass::Array<Element, 2>>(p);
+    cutlass::NumericArrayConverter<Element, float, 2> convert;
+    CUTE_UNROLL
+    for (int c = 0; c < cute::size<1>(scores); c += 2) {
+      CUTE_UNROLL
+      for (int r = 0; r < kRows; ++r) {
+        cutlass::Array<float, 2> x;
+        x[0] = scores(r, c);
+        x[1] = scores(r, c + 1);
+        pairs(c / 2 * kRows + r) = convert(x);
+      }
+    }
+  }
+};
+
+template <class Traits>
+using SoftmaxOf = conditional_t<Traits::kCapsAlone, CappedSoftmax, SpeculativeSoftmax>;
+
+}  // namespace preflash::sm90
