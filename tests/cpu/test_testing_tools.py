@@ -123,14 +123,6 @@ def test_rotated_operands_may_be_rounded_once(dtype):
     assert not compare(*rotated(0, torch.float8_e4m3fn), expected, rotated_dtype=dtype).ok
 
 
-@pytest.mark.parametrize("mask", [MaskKind.CUSTOM, MaskKind.CUSTOM_UINT8, MaskKind.PACKED])
-def test_whatever_masks_look_like_copies_may_be_needed(mask):
-    """Kernels that widen and rotate know no custom masks; copies are rounded to the output's."""
-    fp8 = {"dtype": torch.float8_e4m3fn, "position": Position.ROPE}
-    assert Case("masked", (1,), (2,), 2, 1, 128, mask=mask, **fp8).may_need_copies
-    assert not Case("causal", (1,), (2,), 2, 1, 128, mask=MaskKind.CAUSAL, **fp8).may_need_copies
-
-
 def test_oracle_sinks_by_hand():
     q, k = torch.tensor([[[1.0]], [[2.0]]]), torch.tensor([[[3.0]]])
     v = torch.tensor([[[10.0]]])
