@@ -5,7 +5,7 @@
 // Whatever the width, a thread fetches the elements of whole 16-byte chunks of a tile, and the
 // chunks of a row are fetched by neighbours of one warp. So each thread widens its own chunks and
 // each warp rotates its own rows, behind its own wait and before the barrier that tells of the tile
-// anyway.
+// anyway. Which warps multiply a row, one or two (row_peers.cuh), is of no account.
 #pragma once
 
 #include <bit>
@@ -105,6 +105,7 @@ template <class Traits>
 struct RotaryLanes {
   static constexpr int kPairs = 4;  // head_dim is a multiple of 8
   static constexpr unsigned kUnits = Traits::kHeadQk / (2 * kPairs);
+  // Above head_dim 256 a lane takes a second unit of the same row.
   static constexpr int kPerRow = std::min(32u, std::bit_ceil(kUnits));
   static constexpr int kRowsAtOnce = 32 / kPerRow;
   // Of a tile's first so many rows angles are computed; those of the others follow by steps of as
@@ -113,6 +114,9 @@ struct RotaryLanes {
   static constexpr int kSpan = 16;
   static constexpr int kSpansOfPass = Traits::kRowsPerPass / kSpan;
   static_assert(Traits::kRowsPerPass % kSpan == 0);
+  // A warp rotates the rows that it has fetched: whole rows, a few at a time.
+  static_assert(32 / Traits::kThreadsPerRow % kRowsAtOnce == 0);
+  static_assert(Traits::kHeadQk / 2 <= kMaxRotaryPairs);
 };
 
 // The angles of a lane's pairs of dimensions.
