@@ -86,7 +86,7 @@ def cases() -> Iterator[Case]:
                 )
 
 
-CASES = list(cases())
+CASES = random.Random(26).sample(list(cases()), 320)  # on two backends they take a minute
 
 
 def large_prefill(head_dim: int, **options) -> Case:
