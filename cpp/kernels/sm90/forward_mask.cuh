@@ -21,7 +21,7 @@ struct ScoreCoordinates {
   int tile;
 
   // In the tile with the request's last key the columns from `edge` on lie `shift` further right,
-  // because TMA puts the rows of a partial box at its end (tensor_map.h).
+  // because TMA puts the rows of a partial box at its end (cuda/tma/tensor_map.h).
   struct Tail {
     int edge;
     int shift;
