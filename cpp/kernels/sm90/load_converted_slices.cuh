@@ -159,8 +159,9 @@ struct ConvertedSlices : SliceRows<Traits> {
               __ldg(reinterpret_cast<const Stored*>(row + (lane_column + to_other) * kBytes));
         }
       }
-      SteppedAngles angles(LaneAngles::at(first_key + span, smem.frequency + pair),
-                           smem.row_step + pair);
+      SteppedAngles angles(
+          LaneAngles::at<fast_rotation_by>(first_key + span, smem.frequency + pair),
+          smem.row_step + pair);
       if (is_high) angles.reverse();
       CUTE_UNROLL
       for (int i = 0; i < kSpan; ++i) {
