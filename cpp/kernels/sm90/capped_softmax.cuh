@@ -37,7 +37,8 @@ struct CappedSoftmax : SpeculativeSoftmax {
   template <class Scores, class Shift, class P, class Out, class Segment>
   __device__ __forceinline__ void update(const Scores& scores, const Shift&, P& p, Out& out,
                                          const Segment& segment) {
-    if (!segment.cap.is_bounded() && __any_sync(0xffffffffu, change[0] < 1.0f || change[1] < 1.0f)) {
+    if (!segment.cap.is_bounded() &&
+        __any_sync(0xffffffffu, change[0] < 1.0f || change[1] < 1.0f)) {
       CUTE_UNROLL
       for (int r = 0; r < kRows; ++r) {
         CUTE_UNROLL

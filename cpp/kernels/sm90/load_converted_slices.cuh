@@ -86,13 +86,6 @@ struct ConvertedSlices : SliceRows<Traits> {
     this->write.wait();
     return reinterpret_cast<unsigned char*>(this->write.slice());
   }
-  // NOTE: the warp writes through the generic proxy and wgmma reads through the async one.
-  __device__ __forceinline__ void publish() {
-    cutlass::arch::fence_view_async_shared();
-    __syncwarp();
-    if (lane_id() == 0) this->write.full().arrive();
-    this->write.next.advance();
-  }
 
   // Writes the slice that is in flight, and requests the next one.
   template <class CopyNext>
@@ -100,7 +93,7 @@ struct ConvertedSlices : SliceRows<Traits> {
     if (!in_flight) return;
     in_flight = false;
     narrow.write(this->segment().kv_dtype, wait_for_slot(), copy_next);
-    publish();
+    publish_rows(this->write);
   }
 
   // V of 16 bits: all slices at once.
@@ -120,7 +113,7 @@ struct ConvertedSlices : SliceRows<Traits> {
     cp_async_wait<0>();
     this->write.next = first;
     CUTE_UNROLL
-    for (int slice = 0; slice < Traits::kSlicesV; ++slice) publish();
+    for (int slice = 0; slice < Traits::kSlicesV; ++slice) publish_rows(this->write);
   }
 
   // A slice of K. A lane takes four neighbouring columns of every row of the warp's, and reads
@@ -173,7 +166,7 @@ struct ConvertedSlices : SliceRows<Traits> {
         if (i + 1 < kSpan) angles.advance();
       }
     }
-    publish();
+    publish_rows(this->write);
   }
 };
 

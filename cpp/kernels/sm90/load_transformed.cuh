@@ -3,8 +3,6 @@
 // widened and rotated (forward_transform.cuh). V of 16 bits goes to its tile at once.
 #pragma once
 
-#include <cutlass/arch/barrier.h>
-
 #include "kernels/sm90/copy_rows.cuh"
 #include "kernels/sm90/forward_transform.cuh"
 #include "kernels/sm90/tile_ring.cuh"
@@ -111,15 +109,6 @@ struct TransformLoader {
     cp_async_wait<1>();
     __syncwarp();
   }
-  // NOTE: the warp writes through the generic proxy and wgmma reads through the async one. Nor may
-  // a lane's next copy overwrite what another one still reads.
-  template <class Writer>
-  __device__ __forceinline__ static void announce(Writer& write) {
-    cutlass::arch::fence_view_async_shared();
-    __syncwarp();
-    if (lane_id() == 0) write.full().arrive();
-    write.next.advance();
-  }
 
   // Publish a tile, and call copy_next() as soon as its part of the raw ring is free.
   template <class CopyNext>
@@ -133,7 +122,7 @@ struct TransformLoader {
     } else {
       widen_rows(rows, k, copy_next);
     }
-    announce(k);
+    publish_rows(k);
     if (rotates) copy_next();
   }
   __device__ __forceinline__ void rotate_rows(const RowTransform<Traits>& rows,
@@ -152,13 +141,13 @@ struct TransformLoader {
   __device__ __forceinline__ void publish_v(const CopyNext& copy_next) {
     await_rows();
     if (!stored_in_8_bits()) {
-      announce(v);
+      publish_rows(v);
       copy_next();
       return;
     }
     RowTransform<Traits> rows{raw_v(), first_row()};
     widen_rows(rows, v, copy_next);
-    announce(v);
+    publish_rows(v);
   }
 
   template <class Writer, class CopyNext>
@@ -179,7 +168,7 @@ struct TransformLoader {
 
   enum class Place { kRaw, kTile };
 
-  // Copies the warp's rows of a tile. What is no kept key's, or past head_dim, becomes zeros.
+  // Copies the warp's rows of a tile.
   template <int kElementBytes, Place kPlace, class Writer>
   __device__ __forceinline__ void copy_rows(const Writer&, KeySlot slot, int tile,
                                             unsigned char* target) const {
@@ -208,19 +197,13 @@ struct TransformLoader {
       int warp_row = pass * kRowsAtOnce + lane_id() / kLanes;
       const unsigned char* source = head + __shfl_sync(0xffffffffu, lane_offset, warp_row);
       int row = first_row() + warp_row;
-      int key = first_key + row;
-      int bytes_left = key >= item.keys.begin && key < item.keys.end ? head_dim * kElementBytes : 0;
       CUTE_UNROLL
       for (int i = 0; i < kPieces / kLanes; ++i) {
         int byte = i * kLanes * kCopyBytes;
         int place = kPlace == Place::kRaw ? row * kRowBytes + lane_byte + byte
                                           : swizzled<Traits::kTileN>(row, (lane_byte + byte) / 2);
-        if constexpr (kRows == Rows::kWhole) {
-          copy_piece(cast_smem_ptr_to_uint(target + place), source + byte);
-        } else {
-          copy_piece(cast_smem_ptr_to_uint(target + place), source + byte,
-                     min(max(bytes_left - lane_byte - byte, 0), kCopyBytes));
-        }
+        copy_piece_of<kRows>(item, first_key + row, head_dim * kElementBytes - lane_byte - byte,
+                             cast_smem_ptr_to_uint(target + place), source + byte);
       }
     }
   }

@@ -87,7 +87,6 @@ struct WideningRows {
   }
 
  private:
-  // What is no kept key's, or past head_dim, becomes zeros.
   template <int kPart, Rows kRows>
   __device__ __forceinline__ void copy_rows(const Source& from) const {
     const KvTensor& tensor = from.tensor;
@@ -100,13 +99,9 @@ struct WideningRows {
     for (int pass = 0; pass < kPasses; ++pass) {
       int row = kPart * kPartRows + pass * Lanes::kRowsAtOnce + Lanes::row();
       const unsigned char* address = source + __shfl_sync(0xffffffffu, lane_offset, row);
-      int bytes = Lanes::kPiece;
-      if constexpr (kRows == Rows::kPartial) {
-        int key = from.tile * Traits::kTileN + first_row() + row;
-        bool kept = key >= from.item.keys.begin && key < from.item.keys.end;
-        bytes = kept ? min(max(from.head_dim - column, 0), Lanes::kPiece) : 0;
-      }
-      copy_piece(target + (kPart * kPasses + pass) * 32 * Lanes::kPiece, address, bytes);
+      int key = from.tile * Traits::kTileN + first_row() + row;
+      copy_piece_of<kRows>(from.item, key, from.head_dim - column,
+                           target + (kPart * kPasses + pass) * 32 * Lanes::kPiece, address);
     }
   }
 
@@ -189,11 +184,7 @@ struct WideningLoader {
       write.wait();
       rows.write(params.kv_dtype, write.bytes(),
                  [&](auto part) { rows.template copy<part>(source(next_slot, next)); });
-      // NOTE: the warp writes through the generic proxy and wgmma reads through the async one.
-      cutlass::arch::fence_view_async_shared();
-      __syncwarp();
-      if (lane_id() == 0) write.full().arrive();
-      write.next.advance();
+      publish_rows(write);
       prefetch(ahead_slot);
       tile = next;
       next = ahead;
