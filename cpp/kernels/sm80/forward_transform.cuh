@@ -11,6 +11,7 @@
 #include <bit>
 
 #include "kernels/common/lane_angles.cuh"
+#include "kernels/common/swizzle.cuh"
 #include "kernels/sm80/forward_load.cuh"
 
 namespace preflash::sm80 {
@@ -34,9 +35,7 @@ struct OwnRows {
 
   // `row` of the first pass; those of the others are kPassElements apart.
   __device__ __forceinline__ Element* place(int row, int column) const {
-    int chunk = (column % kBlockColumns / kChunkElements) ^ (row % 8);
-    return tile + (column / kBlockColumns * kTileRows + row) * kBlockColumns +
-           chunk * kChunkElements + column % kChunkElements;
+    return tile + swizzled<kTileRows>(row, column) / sizeof(Element);
   }
 };
 
@@ -49,11 +48,7 @@ struct RowWidening {
   Rows rows;
 
   __device__ __forceinline__ void run(DType from) const {
-    if (from == DType::kFloat8E4M3) {
-      run<DType::kFloat8E4M3>();
-    } else {
-      run<DType::kFloat8E5M2>();
-    }
+    dispatch_8_bits(from, [&](auto narrow) { run<narrow>(); });
   }
 
  private:
@@ -82,7 +77,7 @@ struct RowWidening {
         CUTE_UNROLL
         for (int block = 0; block < kBlocks; ++block) {
           *reinterpret_cast<uint4*>(own + offset(pass + i, block)) =
-              eight_elements<kFrom>(bytes[i][block]);
+              widen<kFrom, kTo>(bytes[i][block]);
         }
       }
     }
@@ -90,12 +85,6 @@ struct RowWidening {
 
   __device__ __forceinline__ static int offset(int pass, int block) {
     return (pass * Traits::kRowsPerPass + block * kTileRows) * kBlockRowBytes;
-  }
-  template <DType kFrom>
-  __device__ __forceinline__ static uint4 eight_elements(uint2 bytes) {
-    FourElements low = widen<kFrom, kTo>(bytes.x);
-    FourElements high = widen<kFrom, kTo>(bytes.y);
-    return make_uint4(low.pair[0], low.pair[1], high.pair[0], high.pair[1]);
   }
 };
 

@@ -70,12 +70,10 @@ struct DecodeWarp {
       // All lanes' copies are there, and all have read the slice before, whose place is free.
       __syncwarp();
       loader.request();
-      if constexpr (!Traits::kConverts) {
-        run_slice<Traits::kProducts>(state, slice);
-      } else if (segment().kv_dtype == DType::kFloat8E4M3) {
-        run_slice<DType::kFloat8E4M3>(state, slice);
+      if constexpr (Traits::kConverts) {
+        dispatch_8_bits(segment().kv_dtype, [&](auto from) { run_slice<from>(state, slice); });
       } else {
-        run_slice<DType::kFloat8E5M2>(state, slice);
+        run_slice<Traits::kProducts>(state, slice);
       }
       stage = stage + 1 == Traits::kStages ? 0 : stage + 1;
     }

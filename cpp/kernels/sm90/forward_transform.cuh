@@ -8,6 +8,7 @@
 #pragma once
 
 #include "kernels/common/lane_angles.cuh"
+#include "kernels/common/swizzle.cuh"
 #include "kernels/sm90/forward_params.cuh"
 #include "kernels/sm90/shared_storage.cuh"
 
@@ -33,33 +34,6 @@ struct PairColumns {
     if (unit * kLanePairs < half) return {unit * kLanePairs, half + unit * kLanePairs};
     int padding = head_dim + (unit - half / kLanePairs) * 2 * kLanePairs;
     return {padding, padding + kLanePairs};
-  }
-};
-
-// The byte of an element in a tile of kRows rows, 128 bytes wide blocks of which are swizzled as
-// wgmma reads them.
-// NOTE: unsigned, because a remainder of what may be negative takes three instructions.
-template <unsigned kRows>
-__device__ __forceinline__ unsigned swizzled(unsigned row, unsigned column) {
-  constexpr unsigned kColumns = kBlockRowBytes / 2;
-  unsigned piece = (column % kColumns / 8) ^ (row % 8);
-  return (column / kColumns * kRows + row) * kBlockRowBytes + piece * 16 + column % 8 * 2;
-}
-
-// A column of such a tile, in the rows first_row + offset. NOTE: the swizzle of a row follows from
-// that of the first one where no bit of both that it looks at is set, or where it is the highest:
-// first_row is a multiple of 4, and of 8 where the offsets are not below it.
-template <unsigned kRows>
-struct SwizzledColumn {
-  unsigned char* block;  // from first_row on
-  unsigned in_row;       // of first_row
-
-  __device__ __forceinline__ SwizzledColumn(unsigned char* tile, unsigned first_row,
-                                            unsigned column)
-      : block(tile + (column / 64 * kRows + first_row) * kBlockRowBytes),
-        in_row(column % 64 * 2 ^ first_row % 8 * 16) {}
-  __device__ __forceinline__ unsigned char* at(unsigned offset) const {
-    return block + offset * kBlockRowBytes + (in_row ^ offset % 8 * 16);
   }
 };
 
@@ -120,10 +94,8 @@ struct RowTransform {
       unsigned char* target = tile + swizzled<Traits::kTileN>(row, lane_id() % 8 * 8);
       CUTE_UNROLL
       for (int block = 0; block < Rows::kBlocks; ++block) {
-        FourElements low = widen<kFrom, kTo>(rows.unit[pass][block].x);
-        FourElements high = widen<kFrom, kTo>(rows.unit[pass][block].y);
         *reinterpret_cast<uint4*>(target + block * Traits::kTileN * kBlockRowBytes) =
-            make_uint4(low.pair[0], low.pair[1], high.pair[0], high.pair[1]);
+            widen<kFrom, kTo>(rows.unit[pass][block]);
       }
     }
   }

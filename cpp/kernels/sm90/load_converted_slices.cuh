@@ -17,7 +17,6 @@ struct ConvertedSlices : SliceRows<Traits> {
   using typename Base::Tile;
   using Narrow = WideningRows<Traits, Traits::kSliceColumns>;
   static constexpr DType kTo = Traits::kVariant.kv_dtype;
-  static constexpr DType kE4M3 = DType::kFloat8E4M3, kE5M2 = DType::kFloat8E5M2;
   static constexpr int kWarpKeys = Base::kWarpKeys;
 
   Narrow narrow;
@@ -63,12 +62,10 @@ struct ConvertedSlices : SliceRows<Traits> {
     if constexpr (kOperand == Operand::kK) {
 #pragma unroll 1
       for (int slice = 0; slice < num_slices; ++slice, column += Traits::kSliceColumns) {
-        if (!is_narrow) {
-          rotate<kTo>(tile, column);
-        } else if (segment.kv_dtype == kE4M3) {
-          rotate<kE4M3>(tile, column);
+        if (is_narrow) {
+          dispatch_8_bits(segment.kv_dtype, [&](auto from) { rotate<from>(tile, column); });
         } else {
-          rotate<kE5M2>(tile, column);
+          rotate<kTo>(tile, column);
         }
       }
     } else {

@@ -127,14 +127,13 @@ struct TransformLoader {
   }
   __device__ __forceinline__ void rotate_rows(const RowTransform<Traits>& rows,
                                               int first_key) const {
-    constexpr DType kE4M3 = DType::kFloat8E4M3, kE5M2 = DType::kFloat8E5M2;
-    const int head_dim = params.head_dim_qk;
-    if (!stored_in_8_bits()) {
-      rows.template rotate<Traits::kVariant.kv_dtype>(smem, first_key, head_dim, k.bytes());
-    } else if (params.kv_dtype == kE4M3) {
-      rows.template rotate<kE4M3>(smem, first_key, head_dim, k.bytes());
+    auto rotate = [&](auto from) {
+      rows.template rotate<from>(smem, first_key, params.head_dim_qk, k.bytes());
+    };
+    if (stored_in_8_bits()) {
+      dispatch_8_bits(params.kv_dtype, rotate);
     } else {
-      rows.template rotate<kE5M2>(smem, first_key, head_dim, k.bytes());
+      rotate(C<Traits::kVariant.kv_dtype>{});
     }
   }
   template <class CopyNext>
@@ -158,12 +157,8 @@ struct TransformLoader {
     __syncwarp();
     copy_next();
     write.wait();
-    unsigned char* tile = write.bytes();
-    if (params.kv_dtype == DType::kFloat8E4M3) {
-      rows.template write<DType::kFloat8E4M3, kHead>(narrow, tile);
-    } else {
-      rows.template write<DType::kFloat8E5M2, kHead>(narrow, tile);
-    }
+    dispatch_8_bits(params.kv_dtype,
+                    [&](auto from) { rows.template write<from, kHead>(narrow, write.bytes()); });
   }
 
   enum class Place { kRaw, kTile };
