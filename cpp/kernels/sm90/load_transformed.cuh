@@ -23,9 +23,9 @@ struct TransformLoader {
   TileWriter<Traits, Operand::kV> v;
   ItemKeys item;
 
-  __device__ __forceinline__ TransformLoader(const HopperSegment& params,
+  __device__ __forceinline__ TransformLoader(const ParamsOf<Traits>& params,
                                              SharedStorage<Traits>& smem)
-      : params(params), smem(smem), k{smem}, v{smem} {}
+      : params(params.segments[0]), smem(smem), k{smem}, v{smem} {}
 
   // Publishes K(last), then K(t - 1) and V(t) for each tile, in the order in which the consumers
   // need them. Copies run a tile ahead of that in each operand, lookups of pages two. Every copy is
@@ -39,7 +39,7 @@ struct TransformLoader {
     KeySlot slot = find_slot_of_lane(tile);
     int next = tiles.next();
     KeySlot next_slot = find_slot_of_lane(next);
-    copy_k(slot, tile);
+    copy(k, slot, tile);
     cp_async_fence();
     after_first();
     // The iteration behind the last tile publishes the last V.
@@ -51,9 +51,9 @@ struct TransformLoader {
       if (is_last) {
         cp_async_fence();
       } else {
-        publish_k(tile, [&] { copy_k(next_slot, next); });
+        publish_k(tile, [&] { copy(k, next_slot, next); });
       }
-      auto copy_next = [&] { copy_v(slot, tile); };
+      auto copy_next = [&] { copy(v, slot, tile); };
       if (is_first) {
         copy_next();
       } else {
@@ -82,23 +82,16 @@ struct TransformLoader {
     return find_slot_within(params, item, tile * Traits::kTileN + first_row() + lane_id());
   }
 
-  __device__ __forceinline__ void copy_k(KeySlot slot, int tile) const {
+  template <class Writer>
+  __device__ __forceinline__ void copy(const Writer& write, KeySlot slot, int tile) const {
     if (tile != kNoTile) {
       if (stored_in_8_bits()) {
-        copy_rows<1, Place::kRaw>(k, slot, tile, raw_k());
+        copy_rows<1, Place::kRaw>(write, slot, tile, Writer::kIsK ? raw_k() : raw_v());
+      } else if constexpr (Writer::kIsK) {
+        copy_rows<2, Place::kRaw>(write, slot, tile, raw_k());
       } else {
-        copy_rows<2, Place::kRaw>(k, slot, tile, raw_k());
-      }
-    }
-    cp_async_fence();
-  }
-  __device__ __forceinline__ void copy_v(KeySlot slot, int tile) const {
-    if (tile != kNoTile) {
-      if (stored_in_8_bits()) {
-        copy_rows<1, Place::kRaw>(v, slot, tile, raw_v());
-      } else {
-        v.wait();
-        copy_rows<2, Place::kTile>(v, slot, tile, v.bytes());
+        write.wait();
+        copy_rows<2, Place::kTile>(write, slot, tile, write.bytes());
       }
     }
     cp_async_fence();
