@@ -17,7 +17,6 @@ struct ConvertedSlices : SliceRows<Traits> {
   using typename Base::Tile;
   using Narrow = WideningRows<Traits, Traits::kSliceColumns>;
   static constexpr DType kTo = Traits::kVariant.kv_dtype;
-  static constexpr DType kE4M3 = DType::kFloat8E4M3, kE5M2 = DType::kFloat8E5M2;
   static constexpr int kWarpKeys = Base::kWarpKeys;
 
   Narrow narrow;
@@ -63,12 +62,10 @@ struct ConvertedSlices : SliceRows<Traits> {
     if constexpr (kOperand == Operand::kK) {
 #pragma unroll 1
       for (int slice = 0; slice < num_slices; ++slice, column += Traits::kSliceColumns) {
-        if (!is_narrow) {
-          rotate<kTo>(tile, column);
-        } else if (segment.kv_dtype == kE4M3) {
-          rotate<kE4M3>(tile, column);
+        if (is_narrow) {
+          dispatch_8_bits(segment.kv_dtype, [&](auto from) { rotate<from>(tile, column); });
         } else {
-          rotate<kE5M2>(tile, column);
+          rotate<kTo>(tile, column);
         }
       }
     } else {
@@ -86,13 +83,6 @@ struct ConvertedSlices : SliceRows<Traits> {
     this->write.wait();
     return reinterpret_cast<unsigned char*>(this->write.slice());
   }
-  // NOTE: the warp writes through the generic proxy and wgmma reads through the async one.
-  __device__ __forceinline__ void publish() {
-    cutlass::arch::fence_view_async_shared();
-    __syncwarp();
-    if (lane_id() == 0) this->write.full().arrive();
-    this->write.next.advance();
-  }
 
   // Writes the slice that is in flight, and requests the next one.
   template <class CopyNext>
@@ -100,7 +90,7 @@ struct ConvertedSlices : SliceRows<Traits> {
     if (!in_flight) return;
     in_flight = false;
     narrow.write(this->segment().kv_dtype, wait_for_slot(), copy_next);
-    publish();
+    publish_rows(this->write);
   }
 
   // V of 16 bits: all slices at once.
@@ -120,7 +110,7 @@ struct ConvertedSlices : SliceRows<Traits> {
     cp_async_wait<0>();
     this->write.next = first;
     CUTE_UNROLL
-    for (int slice = 0; slice < Traits::kSlicesV; ++slice) publish();
+    for (int slice = 0; slice < Traits::kSlicesV; ++slice) publish_rows(this->write);
   }
 
   // A slice of K. A lane takes four neighbouring columns of every row of the warp's, and reads
@@ -159,8 +149,9 @@ struct ConvertedSlices : SliceRows<Traits> {
               __ldg(reinterpret_cast<const Stored*>(row + (lane_column + to_other) * kBytes));
         }
       }
-      SteppedAngles angles(LaneAngles::at(first_key + span, smem.frequency + pair),
-                           smem.row_step + pair);
+      SteppedAngles angles(
+          LaneAngles::at<fast_rotation_by>(first_key + span, smem.frequency + pair),
+          smem.row_step + pair);
       if (is_high) angles.reverse();
       CUTE_UNROLL
       for (int i = 0; i < kSpan; ++i) {
@@ -172,7 +163,7 @@ struct ConvertedSlices : SliceRows<Traits> {
         if (i + 1 < kSpan) angles.advance();
       }
     }
-    publish();
+    publish_rows(this->write);
   }
 };
 

@@ -19,19 +19,46 @@ __device__ __forceinline__ float narrowing_factor(float maximum) {
   return __uint_as_float(static_cast<unsigned>(127 + min(14 - exponent, 126)) << 23);
 }
 
-// The warpgroup reads them from memory, widens and rotates them.
-template <class Traits>
-struct QueryLoader {
-  static constexpr DType kTo = Traits::kVariant.q_dtype;
-  static constexpr int kUnits = Traits::kPairs / kLanePairs;  // of one row
-  static constexpr int kLanes = std::min(32, static_cast<int>(std::bit_ceil(unsigned{kUnits})));
-  static constexpr int kTurns = ceil_div(kUnits, kLanes);  // units of a lane, in one row
+// A row of an item's Q in memory.
+__device__ __forceinline__ const unsigned char* query_row(const HopperSegment& params,
+                                                          const ItemState& state, int row,
+                                                          int element_bytes) {
+  PackedRow packed = unpack_row(params, state.item.row_begin + row);
+  std::int64_t token = std::int64_t{state.request.qo_begin} + packed.token;
+  std::int64_t offset =
+      token * params.q.stride_token + query_head(params, state.item, packed) * params.q.stride_head;
+  return static_cast<const unsigned char*>(params.q.data) + offset * element_bytes;
+}
 
+// The rows of a warpgroup.
+template <class Traits>
+struct WarpgroupQuery {
   const HopperSegment& params;
   SharedStorage<Traits>& smem;
   const ItemState& state;
   int warpgroup;  // among consumers
   int thread;     // of the warpgroup
+
+  __device__ __forceinline__ void sync() const {
+    cutlass::arch::NamedBarrier::sync(kWarpgroupThreads, NamedBarriers::kWarpgroup + warpgroup);
+  }
+  // Behind stores to them.
+  __device__ __forceinline__ void publish() const {
+    order_memory_accesses();
+    cutlass::arch::fence_view_async_shared();
+    sync();
+  }
+};
+
+// The warpgroup reads them from memory, widens and rotates them.
+template <class Traits>
+struct QueryLoader : WarpgroupQuery<Traits> {
+  using Base = WarpgroupQuery<Traits>;
+  using Base::params, Base::smem, Base::state, Base::warpgroup, Base::thread;
+  static constexpr DType kTo = Traits::kVariant.q_dtype;
+  static constexpr int kUnits = Traits::kPairs / kLanePairs;  // of one row
+  static constexpr int kLanes = std::min(32, static_cast<int>(std::bit_ceil(unsigned{kUnits})));
+  static constexpr int kTurns = ceil_div(kUnits, kLanes);  // units of a lane, in one row
 
   // arrive() finds them in the L2 then.
   __device__ __forceinline__ void prefetch() const {
@@ -39,7 +66,7 @@ struct QueryLoader {
     constexpr int kThreadsPerRow = kWarpgroupThreads / kWarpgroupRows;
     int row = warpgroup * kWarpgroupRows + thread / kThreadsPerRow;
     if (row >= state.num_rows) return;
-    const unsigned char* source = row_of(row);
+    const unsigned char* source = query_row(params, state, row, size_of(params.q_dtype));
     int row_bytes = params.head_dim_qk * size_of(params.q_dtype);
     for (int byte = thread % kThreadsPerRow * kLineBytes; byte < row_bytes;
          byte += kThreadsPerRow * kLineBytes) {
@@ -50,7 +77,7 @@ struct QueryLoader {
   template <class Read>
   __device__ __forceinline__ void arrive(const Read&) const {
     // Every warp's products with the rows of the last item are complete.
-    sync();
+    this->sync();
     if (Traits::kWidens && params.q_dtype == DType::kFloat8E4M3) {
       load_rows<DType::kFloat8E4M3>();
     } else if (Traits::narrows_query(params.q_dtype)) {
@@ -58,24 +85,10 @@ struct QueryLoader {
     } else {
       load_rows<kTo>();
     }
-    order_memory_accesses();
-    cutlass::arch::fence_view_async_shared();
-    sync();
+    this->publish();
   }
 
  private:
-  __device__ __forceinline__ void sync() const {
-    cutlass::arch::NamedBarrier::sync(kWarpgroupThreads, NamedBarriers::kWarpgroup + warpgroup);
-  }
-
-  __device__ __forceinline__ const unsigned char* row_of(int row) const {
-    PackedRow packed = unpack_row(params, state.item.row_begin + row);
-    std::int64_t token = std::int64_t{state.request.qo_begin} + packed.token;
-    std::int64_t offset = token * params.q.stride_token +
-                          query_head(params, state.item, packed) * params.q.stride_head;
-    return static_cast<const unsigned char*>(params.q.data) + offset * size_of(params.q_dtype);
-  }
-
   template <DType kFrom>
   __device__ __forceinline__ void load_rows() const {
     constexpr int kRowsAtOnce = kWarpgroupThreads / kLanes;
@@ -120,14 +133,15 @@ struct QueryLoader {
     const PairColumns columns = PairColumns::of(unit, params.head_dim_qk);
     low = high = {};
     if (row < state.num_rows && columns.low < params.head_dim_qk) {
-      const unsigned char* source = row_of(row);
+      const unsigned char* source = query_row(params, state, row, size_of(kFrom));
       low = load<kFrom>(source + columns.low * size_of(kFrom));
       high = load<kFrom>(source + columns.high * size_of(kFrom));
     }
     if (params.position == Position::kRope && unit < kUnits) {
       int token = unpack_row(params, state.item.row_begin + row).token;
       int position = state.request.kv_len - state.request.qo_len + token;
-      LaneAngles::at(position, smem.frequency + unit * kLanePairs).rotate(low, high);
+      LaneAngles::at<fast_rotation_by>(position, smem.frequency + unit * kLanePairs)
+          .rotate(low, high);
     }
     // NOTE: sm_scale <= 0 is applied through Q's sign (LogitsParams).
     low.multiply(params.logits.q_factor);
@@ -153,12 +167,9 @@ struct QueryLoader {
 
 // A producer loads them (load_tma.cuh).
 template <class Traits>
-struct ArrivingQuery {
-  const HopperSegment& params;
-  SharedStorage<Traits>& smem;
-  const ItemState& state;
-  int warpgroup;  // among consumers
-  int thread;     // of the warpgroup
+struct ArrivingQuery : WarpgroupQuery<Traits> {
+  using Base = WarpgroupQuery<Traits>;
+  using Base::params, Base::smem, Base::warpgroup, Base::thread;
 
   __device__ __forceinline__ static void prefetch() {}
 
@@ -179,9 +190,7 @@ struct ArrivingQuery {
       Element& q = sQ(warpgroup * kWarpgroupRows + i / Traits::kHeadQk, i % Traits::kHeadQk, stage);
       q = static_cast<Element>(static_cast<float>(q) * factor);
     }
-    order_memory_accesses();
-    cutlass::arch::fence_view_async_shared();
-    cutlass::arch::NamedBarrier::sync(kWarpgroupThreads, NamedBarriers::kWarpgroup + warpgroup);
+    this->publish();
   }
 };
 
