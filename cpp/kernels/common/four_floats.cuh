@@ -39,4 +39,14 @@ struct FourFloats {
   }
 };
 
+// The power of two that brings a row of bfloat16 into float16's range: 1 where its largest
+// element lies in [2^-4, 2^15), and what it takes to bring that below 2^15 otherwise. What
+// float16 then rounds is less than 2^-21 of the largest. The scores are divided by it
+// (sm90/scores.cuh).
+__device__ __forceinline__ float narrowing_factor(float maximum) {
+  if (maximum == 0.0f || (maximum >= 0x1p-4f && maximum < 0x1p15f)) return 1.0f;
+  int exponent = static_cast<int>(__float_as_uint(maximum) >> 23) - 127;  // 128: inf
+  return __uint_as_float(static_cast<unsigned>(127 + min(14 - exponent, 126)) << 23);
+}
+
 }  // namespace preflash

@@ -9,6 +9,20 @@ namespace preflash {
 
 inline constexpr int kLanePairs = 4;  // head_dim is a multiple of 8
 
+// The columns of four pairs: low ... low + 3 and high ... high + 3. Units past the head_dim's last
+// share its padding, which must become zeros.
+struct PairColumns {
+  int low;
+  int high;
+
+  __device__ __forceinline__ static PairColumns of(int unit, int head_dim) {
+    int half = head_dim / 2;
+    if (unit * kLanePairs < half) return {unit * kLanePairs, half + unit * kLanePairs};
+    int padding = head_dim + (unit - half / kLanePairs) * 2 * kLanePairs;
+    return {padding, padding + kLanePairs};
+  }
+};
+
 // By the special function unit: off by 5e-7 at most.
 __device__ __forceinline__ Rotation fast_rotation_by(std::uint32_t turns) {
   constexpr float kRadians = 1.4629180792671596e-9f;  // 2 pi / 2^32

@@ -23,20 +23,6 @@ struct RotaryLanes {
   static constexpr int kRowsAtOnce = 32 / kPerRow;
 };
 
-// The columns of four pairs: low ... low + 3 and high ... high + 3. Units past the head_dim's last
-// share its padding, which must become zeros.
-struct PairColumns {
-  int low;
-  int high;
-
-  __device__ __forceinline__ static PairColumns of(int unit, int head_dim) {
-    int half = head_dim / 2;
-    if (unit * kLanePairs < half) return {unit * kLanePairs, half + unit * kLanePairs};
-    int padding = head_dim + (unit - half / kLanePairs) * 2 * kLanePairs;
-    return {padding, padding + kLanePairs};
-  }
-};
-
 // All threads of the CTA write the tables; whoever reads them waits for the CTA first.
 template <class Traits>
 __device__ __forceinline__ void fill_rotary_tables(const RotaryFrequencies& frequencies,

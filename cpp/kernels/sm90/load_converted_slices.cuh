@@ -37,7 +37,8 @@ struct ConvertedSlices : SliceRows<Traits> {
     this->item = tile.item;
     const HopperSegment& segment = this->segment();
     const bool is_narrow = Traits::kWidens && size_of(segment.kv_dtype) == 1;
-    const bool rotates = kOperand == Operand::kK && (!is_narrow || is_rotated());
+    const bool rotates =
+        kOperand == Operand::kK && (!is_narrow || segment.position == Position::kRope);
     if (is_narrow && !rotates) {
       typename Narrow::Source from{Writer::tensor(segment),
                                    Writer::head_dim(segment),
@@ -74,22 +75,13 @@ struct ConvertedSlices : SliceRows<Traits> {
   }
 
  private:
-  __device__ __forceinline__ bool is_rotated() const {
-    return this->segment().position == Position::kRope;
-  }
-
-  // Waits for the next slot.
-  __device__ __forceinline__ unsigned char* wait_for_slot() const {
-    this->write.wait();
-    return reinterpret_cast<unsigned char*>(this->write.slice());
-  }
-
   // Writes the slice that is in flight, and requests the next one.
   template <class CopyNext>
   __device__ __forceinline__ void write_narrow(const CopyNext& copy_next) {
     if (!in_flight) return;
     in_flight = false;
-    narrow.write(this->segment().kv_dtype, wait_for_slot(), copy_next);
+    this->write.wait();
+    narrow.write(this->segment().kv_dtype, this->write.bytes(), copy_next);
     publish_rows(this->write);
   }
 
@@ -133,7 +125,8 @@ struct ConvertedSlices : SliceRows<Traits> {
         tile.item.kv_head * k.stride_head + slot_offset(k, tile.rows.slot[0]) + column;
     const int first_key = tile.index * Traits::kTileN + this->warp_row();
     const auto& smem = this->write.smem;
-    unsigned char* slice = wait_for_slot();
+    this->write.wait();
+    unsigned char* slice = this->write.bytes();
 #pragma unroll 1
     for (int span = 0; span < kWarpKeys; span += kSpan) {
       Stored own[kSpan], other[kSpan];
