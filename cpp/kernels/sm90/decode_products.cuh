@@ -56,7 +56,8 @@ struct DecodeQuery {
   __device__ __forceinline__ void load_row(const HopperSegment& params, const ItemState& state,
                                            int r) {
     int row = lane_id() / 4 + r * 8;
-    const unsigned char* source = query_row(params, state, row, size_of(kFrom));
+    const auto* source = static_cast<const unsigned char*>(params.q.data) +
+                         query_offset(params, state, row) * size_of(kFrom);
     FourStored<kFrom> stored[kSteps];
     CUTE_UNROLL
     for (int step = 0; step < kSteps; ++step) {

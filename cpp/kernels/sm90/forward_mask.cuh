@@ -118,12 +118,11 @@ struct TileMask {
   // Of a tile of which the bounds keep everything.
   __device__ __forceinline__ static TileMask of_bits(const RawBits& raw) {
     static_assert(kWords == 1);
-    std::uint32_t columns[Coordinates::kRows];
-    CUTE_UNROLL
-    for (int r = 0; r < Coordinates::kRows; ++r) columns[r] = group_columns(raw.columns(r));
     TileMask mask;
     CUTE_UNROLL
-    for (int r = 0; r < Coordinates::kRows; ++r) mask.bits[r][0] = exchange_columns(columns[r]);
+    for (int r = 0; r < Coordinates::kRows; ++r) {
+      mask.bits[r][0] = exchange_columns(group_columns(raw.columns(r)));
+    }
     return mask;
   }
   // Of any other, where the request's tail may be, and the bounds join.

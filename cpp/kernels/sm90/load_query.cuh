@@ -9,46 +9,28 @@
 
 namespace preflash::sm90 {
 
-// A row of an item's Q in memory.
-__device__ __forceinline__ const unsigned char* query_row(const HopperSegment& params,
-                                                          const ItemState& state, int row,
-                                                          int element_bytes) {
+// The first element of a row of an item's Q.
+__device__ __forceinline__ std::int64_t query_offset(const HopperSegment& params,
+                                                     const ItemState& state, int row) {
   PackedRow packed = unpack_row(params, state.item.row_begin + row);
   std::int64_t token = std::int64_t{state.request.qo_begin} + packed.token;
-  std::int64_t offset =
-      token * params.q.stride_token + query_head(params, state.item, packed) * params.q.stride_head;
-  return static_cast<const unsigned char*>(params.q.data) + offset * element_bytes;
+  return token * params.q.stride_token +
+         query_head(params, state.item, packed) * params.q.stride_head;
 }
 
-// The rows of a warpgroup.
+// The warpgroup reads them from memory, widens and rotates them.
 template <class Traits>
-struct WarpgroupQuery {
+struct QueryLoader {
+  static constexpr DType kTo = Traits::kVariant.q_dtype;
+  static constexpr int kUnits = Traits::kPairs / kLanePairs;  // of one row
+  static constexpr int kLanes = std::min(32, static_cast<int>(std::bit_ceil(unsigned{kUnits})));
+  static constexpr int kTurns = ceil_div(kUnits, kLanes);  // units of a lane, in one row
+
   const HopperSegment& params;
   SharedStorage<Traits>& smem;
   const ItemState& state;
   int warpgroup;  // among consumers
   int thread;     // of the warpgroup
-
-  __device__ __forceinline__ void sync() const {
-    cutlass::arch::NamedBarrier::sync(kWarpgroupThreads, NamedBarriers::kWarpgroup + warpgroup);
-  }
-  // Behind stores to them.
-  __device__ __forceinline__ void publish() const {
-    order_memory_accesses();
-    cutlass::arch::fence_view_async_shared();
-    sync();
-  }
-};
-
-// The warpgroup reads them from memory, widens and rotates them.
-template <class Traits>
-struct QueryLoader : WarpgroupQuery<Traits> {
-  using Base = WarpgroupQuery<Traits>;
-  using Base::params, Base::smem, Base::state, Base::warpgroup, Base::thread;
-  static constexpr DType kTo = Traits::kVariant.q_dtype;
-  static constexpr int kUnits = Traits::kPairs / kLanePairs;  // of one row
-  static constexpr int kLanes = std::min(32, static_cast<int>(std::bit_ceil(unsigned{kUnits})));
-  static constexpr int kTurns = ceil_div(kUnits, kLanes);  // units of a lane, in one row
 
   // arrive() finds them in the L2 then.
   __device__ __forceinline__ void prefetch() const {
@@ -56,7 +38,7 @@ struct QueryLoader : WarpgroupQuery<Traits> {
     constexpr int kThreadsPerRow = kWarpgroupThreads / kWarpgroupRows;
     int row = warpgroup * kWarpgroupRows + thread / kThreadsPerRow;
     if (row >= state.num_rows) return;
-    const unsigned char* source = query_row(params, state, row, size_of(params.q_dtype));
+    const unsigned char* source = row_of(row);
     int row_bytes = params.head_dim_qk * size_of(params.q_dtype);
     for (int byte = thread % kThreadsPerRow * kLineBytes; byte < row_bytes;
          byte += kThreadsPerRow * kLineBytes) {
@@ -67,7 +49,7 @@ struct QueryLoader : WarpgroupQuery<Traits> {
   template <class Read>
   __device__ __forceinline__ void arrive(const Read&) const {
     // Every warp's products with the rows of the last item are complete.
-    this->sync();
+    sync();
     if (Traits::kWidens && params.q_dtype == DType::kFloat8E4M3) {
       load_rows<DType::kFloat8E4M3>();
     } else if (Traits::narrows_query(params.q_dtype)) {
@@ -75,10 +57,20 @@ struct QueryLoader : WarpgroupQuery<Traits> {
     } else {
       load_rows<kTo>();
     }
-    this->publish();
+    order_memory_accesses();
+    cutlass::arch::fence_view_async_shared();
+    sync();
   }
 
  private:
+  __device__ __forceinline__ void sync() const {
+    cutlass::arch::NamedBarrier::sync(kWarpgroupThreads, NamedBarriers::kWarpgroup + warpgroup);
+  }
+  __device__ __forceinline__ const unsigned char* row_of(int row) const {
+    return static_cast<const unsigned char*>(params.q.data) +
+           query_offset(params, state, row) * size_of(params.q_dtype);
+  }
+
   template <DType kFrom>
   __device__ __forceinline__ void load_rows() const {
     constexpr int kRowsAtOnce = kWarpgroupThreads / kLanes;
@@ -123,7 +115,7 @@ struct QueryLoader : WarpgroupQuery<Traits> {
     const PairColumns columns = PairColumns::of(unit, params.head_dim_qk);
     low = high = {};
     if (row < state.num_rows && columns.low < params.head_dim_qk) {
-      const unsigned char* source = query_row(params, state, row, size_of(kFrom));
+      const unsigned char* source = row_of(row);
       low = load<kFrom>(source + columns.low * size_of(kFrom));
       high = load<kFrom>(source + columns.high * size_of(kFrom));
     }
@@ -157,9 +149,12 @@ struct QueryLoader : WarpgroupQuery<Traits> {
 
 // A producer loads them (load_tma.cuh).
 template <class Traits>
-struct ArrivingQuery : WarpgroupQuery<Traits> {
-  using Base = WarpgroupQuery<Traits>;
-  using Base::params, Base::smem, Base::warpgroup, Base::thread;
+struct ArrivingQuery {
+  const HopperSegment& params;
+  SharedStorage<Traits>& smem;
+  const ItemState& state;
+  int warpgroup;  // among consumers
+  int thread;     // of the warpgroup
 
   __device__ __forceinline__ static void prefetch() {}
 
@@ -180,7 +175,9 @@ struct ArrivingQuery : WarpgroupQuery<Traits> {
       Element& q = sQ(warpgroup * kWarpgroupRows + i / Traits::kHeadQk, i % Traits::kHeadQk, stage);
       q = static_cast<Element>(static_cast<float>(q) * factor);
     }
-    this->publish();
+    order_memory_accesses();
+    cutlass::arch::fence_view_async_shared();
+    cutlass::arch::NamedBarrier::sync(kWarpgroupThreads, NamedBarriers::kWarpgroup + warpgroup);
   }
 };
 
