@@ -9,7 +9,7 @@ namespace {
 
 // What a transform on arrival adds to the time of one key in one query tile of 128 rows, in units
 // of what a row of 128 elements takes to be copied in 16 bits, 0.2 ns. Fitted to an H100
-// (docs/dev/experiments.md, "Staging"). The pass's own launch counts nothing: it takes what the
+// (docs/dev/experiments/fp8-and-rope.md). The pass's own launch counts nothing: it takes what the
 // first tiles of a kernel that transforms wait longer.
 constexpr double kRotatedKey = 0.40;
 constexpr double widened_key(Widening widening) {

@@ -185,7 +185,7 @@ struct ForwardMainloop {
 
   // tSrS += Q K^T. K and V fragments are loaded where they are used: prefetching them by one, two
   // or three blocks costs registers, which ptxas takes back with spills and later loads
-  // (docs/dev/experiments.md).
+  // (docs/dev/experiments/fa2.md).
   __device__ __forceinline__ void multiply_qk(AccumulatorS& tSrS, QFragments& q, int stage) const {
     TileK tile_k = sK;
     tile_k.base += stage * static_cast<int>(sizeof(smem.k[0]));

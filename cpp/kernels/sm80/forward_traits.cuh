@@ -86,7 +86,7 @@ struct ForwardTraits {
   // Fragments of Q (4 * kMmaM registers for each 16 columns) stay in registers as far as O, S and
   // the loop's own kLoopRegisters leave room; the rest is read again for every tile. Shared memory
   // is what binds at head_dim 256, and Q is a ninth of its traffic there, a fifth at 64
-  // (docs/dev/experiments.md).
+  // (docs/dev/experiments/fa2.md).
   static constexpr int kRegisters = std::min(255, 65536 / (kThreads * kTile.ctas_per_sm) / 8 * 8);
   // Above head_dim 256 P comes back whole.
   static constexpr int kLoopRegisters = (kTransforms ? 96 : 79) + (kColumnWarps == 1 ? 0 : 24);
