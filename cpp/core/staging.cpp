@@ -13,7 +13,7 @@ namespace {
 // first tiles of a kernel that transforms wait longer.
 constexpr double kRotatedKey = 0.40;
 constexpr double widened_key(Widening widening) {
-  // NOTE: warps of their own widen to float16, in two instructions for four elements.
+  // Dequantising to float16 takes two instructions for four elements, in warps of its own.
   return widening == Widening::kToFloat16 ? 0.19 : 0.46;
 }
 
@@ -28,7 +28,7 @@ bool rounds_more(const AttentionOptions& options) {
 }
 
 std::int64_t copy_bytes(std::int64_t rows, std::int64_t heads, std::int64_t head_dim) {
-  // NOTE: of one row at least, so that a copy of nothing has an address.
+  // Of one row at least, so that a copy of nothing has an address.
   const std::int64_t bytes = std::max<std::int64_t>(rows, 1) * heads * head_dim * 2;
   return ceil_div(bytes, kCopyAlignment) * kCopyAlignment;
 }
@@ -84,7 +84,7 @@ std::optional<AttentionOptions> staged_options(AttentionOptions options) {
 
 bool prefers_staging(const SegmentProblem& problem, const ForwardKernel& transforming) {
   if (problem.staging != Staging::kAuto) return problem.staging == Staging::kAlways;
-  // NOTE: copies change the last bits, and a fixed split promises the same ones in every batch.
+  // Copies change the last bits, and a fixed split promises the same ones in every batch.
   if (problem.split.disable || problem.split.fixed_split_size > 0) return false;
   // Neither where they are rounded to fewer bits than the kernel would leave them.
   if (rounds_more(problem)) return false;

@@ -12,7 +12,7 @@
 // and row = x + r. The kept rows end up at the end of the box. In a box that begins below a window
 // they belong there; in the box with a request's last key the kernel's mask takes it into account
 // (kernels/sm90/forward_mask.cuh).
-// NOTE: to put the zeros at the end, the tensor would have to begin before its first byte; TMA
+// To put the zeros at the end, the tensor would have to begin before its first byte; TMA
 // faults if nothing is mapped there.
 #pragma once
 

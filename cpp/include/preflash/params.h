@@ -70,7 +70,7 @@ struct RunExtras {
 
 enum class Heads : std::uint8_t { kQuery, kKeyValue };
 
-// NOTE: an alias, because nvcc adds parentheses to a member of such a type, of which g++ warns.
+// An alias, because nvcc adds parentheses to a member of such a type, of which g++ warns.
 using HeadTensorField = const float* RunExtras::*;
 
 // The tensors of a run that hold one float32 for each head, as the binding takes them and a launch

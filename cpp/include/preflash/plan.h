@@ -55,8 +55,8 @@ struct alignas(16) WorkItem {
 };
 static_assert(sizeof(WorkItem) == 16);
 
-// The keys of an item's chunk. NOTE: no product of chunk and chunk_keys past the request's end,
-// which int32 might not hold.
+// The keys of an item's chunk. A product of chunk and chunk_keys past the request's end might
+// overflow int32.
 PREFLASH_HD constexpr KeySpan chunk_of(const WorkItem& item, const RequestInfo& request) {
   KeySpan chunk{item.chunk * request.chunk_keys, request.kv_len};
   if (request.kv_len - chunk.begin > request.chunk_keys) {

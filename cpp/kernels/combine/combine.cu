@@ -78,7 +78,7 @@ __device__ __forceinline__ RowSum sum_chunks(const PartialRow& row, float keyles
   for (int chunk = lane; chunk < row.num_chunks; chunk += kWarpSize) {
     largest = larger(largest, row.lse[chunk * row.stride_lse]);
   }
-  // NOTE: every lane adds it to the warp's results, so that it counts once.
+  // Every lane adds it to the warp's results, so that it counts once.
   const PartialLse keyless_lse{.high = 0.0f, .low = keyless};
   largest = larger(warp_max(largest), keyless_lse);
   RowSum total{.base = largest.low == -INFINITY ? PartialLse{} : largest, .sum = 0.0f};

@@ -89,8 +89,9 @@ struct OnlineSoftmax {
   }
   // total: the row's sum, counted from 2^origin.
   __device__ static __forceinline__ RowResult result_of(float total, float origin) {
-    // NOTE: 0 only for a row that kept nothing, since P is about 1 at the reference or larger. So
-    // the approximate logarithm and reciprocal meet no small number, and have its last bit.
+    // The total is 0 only for a row without keys, because P is about 1 at the reference or larger.
+    // So the approximate logarithm and reciprocal get no small number, and are accurate to the last
+    // bit.
     RowResult result;
     result.empty = total == 0.0f;
     result.factor = result.empty ? 0.0f : reciprocal_approx(total);

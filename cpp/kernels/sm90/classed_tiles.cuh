@@ -24,7 +24,7 @@ struct ClassedTiles {
                                                     const WorkItem& item,
                                                     const RequestInfo& request,
                                                     const TileRange& tiles) {
-    // NOTE: a run may bring a mask that its plan does not use.
+    // A run may bring a mask that its plan does not use.
     const bool has_mask = params.mask == Mask::kCustom;
     ClassedTiles classed{has_mask ? params.extras.mask_classes : nullptr, tiles};
     if (classed.row != nullptr) {

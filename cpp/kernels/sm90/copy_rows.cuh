@@ -37,7 +37,7 @@ __device__ __forceinline__ void copy_piece(std::uint32_t target, const void* sou
                : "memory");
 }
 // The first `bytes`; the others become zeros.
-// NOTE: with 0 source bytes nothing is read; the address need not be mapped.
+// With 0 source bytes nothing is read; the address need not be mapped.
 __device__ __forceinline__ void copy_piece(std::uint32_t target, const void* source, int bytes) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(target), "l"(source),
                "r"(bytes)

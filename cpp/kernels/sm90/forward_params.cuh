@@ -43,7 +43,7 @@ struct ItemOf {
 template <>
 struct ItemOf<1> {
   static constexpr int segment = 0;
-  // NOTE: in a decode batch alone memory is the limit, with both warpgroups at work.
+  // A decode batch alone is bound by memory, with one warpgroup or two.
   static constexpr bool rests = false;
 };
 

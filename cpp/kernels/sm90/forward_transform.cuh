@@ -34,9 +34,8 @@ __device__ __forceinline__ void fill_rotary_tables(const RotaryFrequencies& freq
   }
 }
 
-// One warp's rows of a tile of K or V, from the raw ring to the tile. NOTE: the compiler keeps
-// every load behind the stores before it, so that each method reads what it can hold before it
-// writes.
+// One warp's rows of a tile of K or V, from the raw ring to the tile. The compiler does not move a
+// load before an earlier store, so each method reads as much as it can hold before it writes.
 template <class Traits>
 struct RowTransform {
   static constexpr DType kTo = Traits::kVariant.kv_dtype;

@@ -125,7 +125,7 @@ struct QueryLoader {
       LaneAngles::at<fast_rotation_by>(position, smem.frequency + unit * kLanePairs)
           .rotate(low, high);
     }
-    // NOTE: sm_scale <= 0 is applied through Q's sign (LogitsParams).
+    // sm_scale <= 0 is applied through Q's sign (LogitsParams).
     low.multiply(params.logits.q_factor);
     high.multiply(params.logits.q_factor);
   }
@@ -166,7 +166,7 @@ struct ArrivingQuery {
   }
 
  private:
-  // NOTE: sm_scale <= 0 is applied through Q's sign (LogitsParams).
+  // sm_scale <= 0 is applied through Q's sign (LogitsParams).
   __device__ __forceinline__ void multiply(const float& factor, int stage) const {
     if (factor == 1.0f) return;
     using Element = typename Traits::ElementQ;

@@ -72,7 +72,7 @@ struct TransformLoader {
     return Traits::kWidens && size_of(params.kv_dtype) == 1;
   }
   __device__ __forceinline__ unsigned char* raw_k() const { return smem.raw; }
-  // NOTE: in 16 bits K takes the ring for itself.
+  // In 16 bits K takes the ring for itself.
   __device__ __forceinline__ unsigned char* raw_v() const {
     return smem.raw + Traits::kTileN * Traits::kHeadQk;
   }

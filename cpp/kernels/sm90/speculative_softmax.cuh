@@ -134,7 +134,7 @@ struct SpeculativeSoftmax : OnlineSoftmax<2> {
     return result;
   }
 
-  // NOTE: the lanes of a row may have different shifts, so they come before the quad's maximum.
+  // The lanes of a row may have different shifts, so they come before the quad's maximum.
   template <class Scores, class Shift>
   __device__ __forceinline__ static void maxima(const Scores& scores, const Shift& shift,
                                                 float (&result)[kRows]) {

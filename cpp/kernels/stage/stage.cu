@@ -190,7 +190,7 @@ __device__ __forceinline__ void stage_rows(const StageParams& params, const Stag
 template <DType kTo>
 __global__ void __launch_bounds__(kThreads, kCtasPerSm)
     stage_kernel(const __grid_constant__ StageLaunch launch) {
-  // NOTE: not from the parameters, which a warp reads one address at a time.
+  // In shared memory, because a warp reads parameters one address at a time.
   __shared__ std::uint64_t frequency[kMaxRotaryPairs];
   const StageParams& params = launch.params;
   if (params.k.position == Position::kRope) {
