@@ -199,8 +199,7 @@ void Launch::stage(const RunArguments& arguments, ForwardSegment& segment,
   const RunExtras& extras = given.extras;
   if (extras.scale_q != nullptr || extras.scale_k != nullptr || extras.scale_v != nullptr) {
     throw std::logic_error(
-        "factors of heads are for kernels that transform what arrives: plan "
-        "with Staging::kNever");
+        "factors of heads are for kernels that convert on load: plan with Staging::kNever");
   }
   const PlannedSegment& planned = plan_->segments()[0];
   const StagedForm& form = *planned.staged;

@@ -139,7 +139,7 @@ ForwardKernel joint_kernel(const SegmentKernels& kernels, const char* id) {
   return joint;
 }
 
-// The staged form of the only segment where copies pay and fit, or null: its kernel reads the
+// The form on copies of the only segment where copies pay and fit, or null: its kernel reads the
 // caller's tensors.
 std::shared_ptr<const StagedForm> stage(Family family, const PlanRequest& request,
                                         const Problem& problem, const DeviceFacts& facts) {

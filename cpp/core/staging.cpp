@@ -7,10 +7,10 @@
 namespace preflash {
 namespace {
 
-// What a transform on arrival adds to the time of one key in one query tile of 128 rows, in units
+// What a conversion on load adds to the time of one key in one query tile of 128 rows, in units
 // of what a row of 128 elements takes to be copied in 16 bits, 0.2 ns. Fitted to an H100
 // (docs/dev/experiments/fp8-and-rope.md). The pass's own launch counts nothing: it takes what the
-// first tiles of a kernel that transforms wait longer.
+// first tiles of a kernel that converts on load wait longer.
 constexpr double kRotatedKey = 0.40;
 constexpr double widened_key(Widening widening) {
   // Dequantising to float16 takes two instructions for four elements, in warps of its own.
@@ -21,7 +21,7 @@ constexpr double kRowElements = 128.0;
 
 bool is_rotated(const AttentionOptions& options) { return options.position == Position::kRope; }
 
-// A kernel that transforms rotates 8 bits into float16, whatever it writes.
+// A kernel that converts on load rotates 8 bits into float16, whatever it writes.
 bool rounds_more(const AttentionOptions& options) {
   return is_rotated(options) && size_of(options.q_dtype) == 1 &&
          options.o_dtype == DType::kBFloat16;

@@ -49,7 +49,7 @@ struct MergedLse {
 
   template <class LseOfState>
   MergedLse(int num_states, const LseOfState& lse_of_state) {
-    // NaN is kept: the row's result is then NaN, as it is when one pass computes it.
+    // NaN stays NaN: the row's result is then NaN, as it is when one pass computes it.
     for (int i = 0; i < num_states; ++i) {
       const bool stays = difference(largest, lse_of_state(i)) >= 0.0f;
       if (!stays) largest = lse_of_state(i);

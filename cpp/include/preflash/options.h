@@ -27,7 +27,7 @@ struct RopeOptions {
   friend bool operator==(const RopeOptions&, const RopeOptions&) = default;
 };
 
-// Whether a launch may first write copies of what its kernel would transform again for every query
+// Whether a launch may first make copies of what its kernel would convert again for every query
 // tile (core/staging.h).
 enum class Staging : std::uint8_t {
   kAuto,    // where it is faster, as far as the workspace reaches

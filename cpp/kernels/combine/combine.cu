@@ -63,7 +63,7 @@ __device__ __forceinline__ float warp_sum(float value) {
 // The row's log-sum-exp is base + log2(sum), and chunk i's share is 2^(lse[i] - base) / sum.
 struct RowSum {
   PartialLse base;  // the largest term; 0 where all are -inf, so that no difference is NaN
-  float sum;        // 0: nothing was kept anywhere, and there is no logit beside the keys'
+  float sum;        // 0: no key in any chunk, and no logit beside the keys'
 
   __device__ float weight(const PartialLse& lse) const { return exp2f(difference(lse, base)); }
   __device__ float lse() const {

@@ -1,4 +1,4 @@
-// Tiles of keys without weight: those whose logits all lie so far below the maximum that their row
+// Skipped tiles: those whose logits all lie so far below the maximum that their row
 // has had so far that AttentionOptions::skip_factor leaves them out. They are neither
 // exponentiated nor multiplied by V.
 //

@@ -13,7 +13,7 @@ namespace preflash::sm80 {
 // kWhole: every row and column of the tile exists. kPartial: some do not.
 enum class TileFill { kWhole, kPartial };
 
-// Elements in global memory: as wide as the tile's, or 8 bits, which OperandTransform widens.
+// Elements in global memory: as wide as the tile's, or 8 bits, which OperandTransform dequantises.
 enum class Stored { kAsInTile, k8Bits };
 
 template <class Traits>

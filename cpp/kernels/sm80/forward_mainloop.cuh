@@ -7,8 +7,8 @@
 //   offsets(t')
 //            row maxima, wait V(t) | fetch K(t')            | softmax, O += P V(t)
 // The barrier behind each wait also tells that nobody reads the buffer which the next fetch
-// overwrites, and that the offsets it uses have been stored. Operands that are transformed are so
-// between wait and barrier.
+// overwrites, and that the offsets it uses have been stored. Operands that are converted on load
+// are so between wait and barrier.
 #pragma once
 
 #include "kernels/common/convert.cuh"

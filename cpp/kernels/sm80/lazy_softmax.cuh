@@ -63,7 +63,7 @@ struct LazySoftmax : OnlineSoftmax<kRowsPerThread> {
     }
     CUTE_UNROLL
     for (int r = 0; r < kRowsPerThread; ++r) {
-      // True also for the first kept key of a row: x - (-inf) is +inf. -inf - (-inf) is NaN: false.
+      // True also for a row's first key: x - (-inf) is +inf. -inf - (-inf) is NaN: false.
       bool moves = (tile_max[r] - reference[r]) * scale_log2 > params.lazy_bits;
       next[r] = moves ? tile_max[r] : reference[r];
       offset[r] = Base::scaled_reference(next[r], scale_log2);

@@ -11,7 +11,7 @@
 
 namespace preflash::sm90 {
 
-// All tiles in which a row of the warpgroup may keep a key, by length, causal and window.
+// All tiles in which a row of the warpgroup may see a key, by length, causal and window.
 template <class Traits>
 struct DenseTiles {
   using Mask = TileMask<Traits>;
@@ -63,8 +63,8 @@ struct DenseTiles {
   }
 };
 
-// Those of them that a custom mask leaves, as they are announced (kept_tiles.cuh). They are read a
-// tile ahead, so that the bits of one that is kept in part have a step's time to arrive.
+// The full and partial tiles of a custom mask, as they are announced (kept_tiles.cuh). An
+// announcement is read a tile ahead, so that loading the bits of a partial tile has a step's time.
 template <class Traits>
 struct KeptTilesInTurn {
   using Mask = TileMask<Traits>;

@@ -38,7 +38,7 @@ using ParamsOf = LaunchParams<SegmentOf<Traits>, Traits::kSegments>;
 template <int kSegments>
 struct ItemOf {
   int segment = 0;
-  bool rests = false;  // none of the item's rows are this warpgroup's
+  bool rests = false;  // idle: the warpgroup has no row of the item
 };
 template <>
 struct ItemOf<1> {

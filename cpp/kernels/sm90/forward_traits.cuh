@@ -65,7 +65,7 @@ struct ForwardTraits {
   using ElementKv = Element<kVariant.kv_dtype>;  // as K and V are multiplied
   using ElementP = ElementQ;                     // what the softmax rounds P to
   using ElementO = ElementQ;
-  // wgmma multiplies operands of one type, and takes V one row per key in 16 bits alone.
+  // NOTE: wgmma multiplies operands of one type, and takes V one row per key in 16 bits alone.
   static_assert(is_same_v<ElementQ, ElementKv> && is_same_v<ElementP, ElementKv>,
                 "fa3 multiplies in one dtype");
   static_assert(sizeof(ElementKv) == 2 && sizeof(ElementO) == 2);

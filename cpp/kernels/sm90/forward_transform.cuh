@@ -1,7 +1,7 @@
 // What becomes of operands that lie in memory in another form than they are multiplied in: elements
-// of 8 bits are widened to the kernel's 16, exactly, and rows of Q and K rotated by their positions
-// (RoPE). The tensors' dtypes and the position encoding are run-time values: a kernel branches once
-// for each tile.
+// of 8 bits are dequantised to the kernel's 16, exactly, and rows of Q and K rotated by their
+// positions (RoPE). The tensors' dtypes and the position encoding are run-time values: a kernel
+// branches once for each tile.
 //
 // Of Q and K a lane takes four pairs of dimensions (lane_angles.cuh): twice 8 bytes in 16 bits, 4
 // in 8 bits, and aligned to that whatever the head_dim.

@@ -18,7 +18,7 @@ __device__ __forceinline__ std::int64_t query_offset(const HopperSegment& params
          query_head(params, state.item, packed) * params.q.stride_head;
 }
 
-// The warpgroup reads them from memory, widens and rotates them.
+// The warpgroup reads them from memory, dequantises and rotates them.
 template <class Traits>
 struct QueryLoader {
   static constexpr DType kTo = Traits::kVariant.q_dtype;

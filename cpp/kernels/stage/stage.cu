@@ -1,8 +1,8 @@
-// One pass over the rows of K, V and Q that a staged plan copies: gathered through the page table,
-// widened to the kernel's 16 bits, rotated. Memory is the limit: a thread has one position and 8
-// dimensions of two heads, whose angles it makes once. (More heads to a thread, with more or fewer
-// loads in flight, gain nothing.) The CTAs of all operands are one launch, one operand's behind the
-// other's.
+// The pre-pass over the rows of K, V and Q that a plan copies: gathered through the page table,
+// dequantised to the kernel's 16 bits, rotated. Memory is the limit: a thread has one position and
+// 8 dimensions of two heads, whose angles it makes once. (More heads to a thread, with more or
+// fewer loads in flight, gain nothing.) The CTAs of all operands are one launch, one operand's
+// behind the other's.
 #include <cstdint>
 
 #include "kernels/common/rotary.cuh"
