@@ -13,6 +13,8 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
+from math import ceil
 from pathlib import Path
 from string import Template
 
@@ -27,17 +29,9 @@ STUB = ROOT / "python" / "preflash" / "_core.pyi"
 STUB_BEGIN = "# From cpp/variants/forward.toml, by cmake/codegen/generate.py --refresh:\n"
 STUB_END = "# End of what forward.toml says.\n"
 
-# Fewer kernels per file waste the seconds that the headers cost, more make rebuilds slow.
-MAX_KERNELS_PER_FILE = 4
-_SPLITTING_AXES = (
-    "segments",
-    "arrival",
-    "tile_class",
-    "position",
-    "logits",
-    "mask",
-    "sparsity",
-)
+# Headers and the templates that kernels share cost a file as much as one or two kernels do; above
+# five the longest file holds up a build on 16 cores.
+MAX_KERNELS_PER_FILE = 5
 
 
 @dataclass(frozen=True)
@@ -77,8 +71,8 @@ def architectures_of(family: Family, architectures: Sequence[str]) -> list[str]:
 
 
 def sources(variants: Sequence[Variant]) -> list[Source]:
-    """Of kernels one file per family, dtypes and head_dim, split by further axes where it would be
-    long. On the CPU a variant is a line of the registry and no code: one file has them all."""
+    """Of kernels one file per family, dtypes and head_dim, or several where it would be long. On
+    the CPU a variant is a line of the registry and no code: one file has them all."""
     result = []
     groups: dict[str, list[Variant]] = {}
     of_cpu = [variant for variant in variants if variant.family_facts.on_cpu]
@@ -90,28 +84,19 @@ def sources(variants: Sequence[Variant]) -> list[Source]:
             groups.setdefault(_group_name(variant), []).append(variant)
 
     for name, members in groups.items():
-        for part, of_part in _short_parts(name, members).items():
-            family = of_part[0].family_facts
-            result.append(Source(family, f"{family.name}/{part}.cu", of_part))
+        family = members[0].family_facts
+        parts = _even_parts(members)
+        for i, part in enumerate(parts):
+            of_several = f"_{i + 1}of{len(parts)}" if len(parts) > 1 else ""
+            result.append(Source(family, f"{family.name}/{name}{of_several}.cu", part))
     return result
 
 
-def _short_parts(name: str, members: Sequence[Variant]) -> dict[str, list[Variant]]:
-    """In parts of MAX_KERNELS_PER_FILE at most, named by the axes that tell them apart."""
-    parts = {name: list(members)}
-    for axis in _SPLITTING_AXES:
-        if max(map(len, parts.values())) <= MAX_KERNELS_PER_FILE:
-            break
-        finer: dict[str, list[Variant]] = {}
-        for part, of_part in parts.items():
-            if len(of_part) <= MAX_KERNELS_PER_FILE:
-                finer[part] = of_part
-                continue
-            for variant in of_part:
-                finer.setdefault(f"{part}_{variant.values[axis]}", []).append(variant)
-        if len(finer) > len(parts):
-            parts = finer
-    return parts
+def _even_parts(members: Sequence[Variant]) -> list[Sequence[Variant]]:
+    """In runs of MAX_KERNELS_PER_FILE at most, equally long: neighbours share most templates."""
+    count = ceil(len(members) / MAX_KERNELS_PER_FILE)
+    ends = [len(members) * i // count for i in range(count + 1)]
+    return [members[begin:end] for begin, end in pairwise(ends)]
 
 
 def source_text(source: Source) -> str:
