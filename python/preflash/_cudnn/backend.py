@@ -14,10 +14,12 @@ from .._check import values as check
 from .._check.arguments import GivenScales, KvCache, PerHead, Result
 from .._check.lengths import Lengths
 from .._check.outputs import DEFAULT_OUTPUTS, Outputs
+from .._check.request import Request, expected_of
 from .._check.scales import Scales
 from .._device import backends
 from .._device.buffers import Buffer
-from .._device.stream import DeviceStream, sent
+from .._device.stream import sent
+from .._device.workspace import Workspace
 from . import execution
 from .call import Call, Offsets
 from .execution import Prepared, RefusedError, SmallWorkspaceError
@@ -26,36 +28,50 @@ _KEPT = 64  # prepared graphs of a plan
 _WAY_OUT = "use backend='auto', 'fa3' or 'fa2'"
 
 
+class CudnnPlan(NamedTuple):
+    """In the place of a _core.Plan: cuDNN has no work list."""
+
+    id: str
+
+    int_bytes = 0
+    staged = False
+
+    @property
+    def float_bytes(self) -> int:
+        raise NotImplementedError(
+            "workspace_size() with backend='cudnn': cuDNN tells its needs when it has seen the "
+            "tensors of run(); 128 MB of float_workspace_buffer is plenty"
+        )
+
+
 class CudnnBackend:
-    """In the place of a backends.Backend of kernels."""
+    """cuDNN as a backends.Backend: a graph is built at the first run() with new strides."""
 
     name = backends.CUDNN
 
+    def plan(
+        self,
+        device: torch.device,
+        options: _core.AttentionOptions,
+        batch: _core.Batch,
+        room: backends.PlanRoom,
+    ) -> CudnnPlan:
+        _check_options(device, options, batch.page_size)
+        # The planner checks the batch.
+        host = torch.device("cpu")
+        backends.choose("cpu", host, options).plan(host, options, batch, backends.PlanRoom(1 << 40))
+        dims = f"d{options.head_dim_qk}"
+        if options.head_dim_vo != options.head_dim_qk:
+            dims += f"_{options.head_dim_vo}"
+        return CudnnPlan(f"cudnn_{options.q_dtype.name}_{dims}")
+
+    def place(
+        self, workspace: Workspace, plan: CudnnPlan, request: Request, where: None = None
+    ) -> CudnnVariant:
+        return CudnnVariant(self, plan, request, workspace)
+
     def __repr__(self) -> str:
         return f"<preflash backend {self.name!r}>"
-
-
-class CudnnPlan(NamedTuple):
-    """In the place of a _core.Plan."""
-
-    id: str
-    # Of the work list, which cuDNN has none of. The workspace is checked when a graph is built.
-    int_bytes: int = 0
-    float_bytes: int = 0
-    staged: bool = False
-
-
-def plan(device: torch.device, options: _core.AttentionOptions, batch: _core.Batch) -> CudnnPlan:
-    """Raises ValueError for a batch that is not well formed, NotImplementedError for what cuDNN
-    does not serve."""
-    _check_options(device, options, batch.page_size)
-    # The planner checks the batch.
-    host = torch.device("cpu")
-    backends.choose("cpu", host, options).plan(host, options, batch, backends.PlanRoom(1 << 40))
-    dims = f"d{options.head_dim_qk}"
-    if options.head_dim_vo != options.head_dim_qk:
-        dims += f"_{options.head_dim_vo}"
-    return CudnnPlan(f"cudnn_{options.q_dtype.name}_{dims}")
 
 
 def _check_options(device: torch.device, o: _core.AttentionOptions, page_size: int) -> None:
@@ -92,20 +108,20 @@ class CudnnVariant:
 
     def __init__(
         self,
-        cudnn_plan: CudnnPlan,
-        expected: _tensors.Expected,
-        lengths: Lengths,
-        device_stream: DeviceStream,
-        workspace: torch.Tensor,
+        backend: CudnnBackend,
+        plan: CudnnPlan,
+        request: Request,
+        workspace: Workspace,
     ) -> None:
-        self.plan = cudnn_plan
-        self.backend = CudnnBackend()
-        self.expected = expected
+        self.plan = plan
+        self.backend = backend
+        device_stream = workspace.device_stream
+        self.expected = expected_of(request, device_stream.device)
         self.shared = False  # whether a CUDA graph or a copied wrapper reads the arrays
         self._device_stream = device_stream
-        self._workspace = workspace
-        self._workspace_bytes = workspace.nbytes
-        self._arrays = _Arrays.of(lengths, device_stream.device)
+        self._workspace = workspace.float_buffer.tensor
+        self._workspace_bytes = self._workspace.nbytes
+        self._arrays = _Arrays.of(request.lengths, device_stream.device)
         self._buffers = [Buffer(value) for value in self._arrays.tensors()]
         self._stream = device_stream.stream()
         self._ready: torch.cuda.Event | None = None
