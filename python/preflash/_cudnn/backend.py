@@ -1,9 +1,8 @@
-"""Plans of the batch wrappers for cuDNN: they plan nothing on the host but the arrays that cuDNN
-reads, and build a graph at the first run() with new strides."""
+"""cuDNN as a backend of the batch wrappers. On the host it plans nothing but the arrays that cuDNN
+reads; a graph is built at the first run() with new strides."""
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -11,7 +10,7 @@ import torch
 from .. import _core
 from .._check import tensors as _tensors
 from .._check import values as check
-from .._check.arguments import GivenScales, KvCache, PerHead, Result
+from .._check.arguments import KvCache, PerHead, Result
 from .._check.lengths import Lengths
 from .._check.outputs import DEFAULT_OUTPUTS, Outputs
 from .._check.request import Request, expected_of
@@ -21,10 +20,9 @@ from .._device.buffers import Buffer
 from .._device.stream import sent
 from .._device.workspace import Workspace
 from . import execution
-from .call import Call, Offsets
-from .execution import Prepared, RefusedError, SmallWorkspaceError
+from .call import Batch, Call, Starts
+from .graph import RefusedError
 
-_KEPT = 64  # prepared graphs of a plan
 _WAY_OUT = "use backend='auto', 'fa3' or 'fa2'"
 
 
@@ -45,7 +43,7 @@ class CudnnPlan(NamedTuple):
 
 
 class CudnnBackend:
-    """cuDNN as a backends.Backend: a graph is built at the first run() with new strides."""
+    """A backends.Backend."""
 
     name = backends.CUDNN
 
@@ -67,11 +65,15 @@ class CudnnBackend:
 
     def place(
         self, workspace: Workspace, plan: CudnnPlan, request: Request, where: None = None
-    ) -> CudnnVariant:
-        return CudnnVariant(self, plan, request, workspace)
+    ) -> CudnnRun:
+        return CudnnRun(self, workspace, plan, request)
 
     def __repr__(self) -> str:
         return f"<preflash backend {self.name!r}>"
+
+
+def _refused(why: str) -> NotImplementedError:
+    return NotImplementedError(f"backend='cudnn': {why}; {_WAY_OUT}")
 
 
 def _check_options(device: torch.device, o: _core.AttentionOptions, page_size: int) -> None:
@@ -90,7 +92,7 @@ def _check_options(device: torch.device, o: _core.AttentionOptions, page_size: i
     if refusal is None and page_size & (page_size - 1):
         refusal = f"page_size={page_size} must be a power of two"
     if refusal is not None:
-        raise NotImplementedError(f"backend='cudnn': {refusal}; {_WAY_OUT}")
+        raise _refused(refusal)
 
 
 class _Place:
@@ -99,45 +101,35 @@ class _Place:
     captured = None
 
 
-class CudnnVariant:
-    """In the place of a PlannedVariant."""
+class CudnnRun:
+    """A backends.Run."""
 
     device_plan = None  # nothing to upload
     again = None  # cuDNN's graphs are looked up for every run
     place = _Place()
 
     def __init__(
-        self,
-        backend: CudnnBackend,
-        plan: CudnnPlan,
-        request: Request,
-        workspace: Workspace,
+        self, backend: CudnnBackend, workspace: Workspace, plan: CudnnPlan, request: Request
     ) -> None:
+        device_stream = workspace.device_stream
         self.plan = plan
         self.backend = backend
-        device_stream = workspace.device_stream
         self.expected = expected_of(request, device_stream.device)
         self.shared = False  # whether a CUDA graph or a copied wrapper reads the arrays
         self._device_stream = device_stream
         self._workspace = workspace.float_buffer.tensor
-        self._workspace_bytes = self._workspace.nbytes
-        self._arrays = _Arrays.of(request.lengths, device_stream.device)
-        self._buffers = [Buffer(value) for value in self._arrays.tensors()]
+        self._batch = _batch(request.lengths, device_stream.device)
+        self.buffers = [Buffer(array) for array in self._batch.arrays().values()]
         self._stream = device_stream.stream()
         self._ready: torch.cuda.Event | None = None
         if device_stream.ordinal >= 0:
             self._ready = torch.cuda.Event()
             self._ready.record(device_stream.owner_stream())
-        self._prepared: dict[tuple, Prepared] = {}
-        self._captured: list[Prepared] = []  # what CUDA graphs replay
+        self._runs = execution.Runs(self._workspace, "float_workspace_buffer")
 
     @property
     def int_buffer(self) -> Buffer:
-        return self._buffers[0]
-
-    @property
-    def buffers(self) -> list[Buffer]:
-        return self._buffers
+        return self.buffers[0]
 
     def memory_with(self, per_head: PerHead) -> None:
         _tensors.check_per_head(per_head, self.expected.options, self.expected.device)
@@ -153,7 +145,6 @@ class CudnnVariant:
         outputs: Outputs = DEFAULT_OUTPUTS,
         memory: None = None,
     ) -> Result:
-        """One run, as PlannedVariant has it."""
         check.forward_only(q=q)
         _tensors.bind(q, kv, outputs, self.expected)
         keys = kv if isinstance(kv, (tuple, list)) else (kv,)
@@ -161,13 +152,34 @@ class CudnnVariant:
         if scales.output != 1.0:
             raise NotImplementedError(f"backend='cudnn' does not serve v_scale; {_WAY_OUT}")
         self._follow_stream()
-        call = self._call(q, kv, scales, outputs)
-        out, lse = self._computed(call)
-        if outputs.lse is not None and outputs.lse is not lse:
-            lse = outputs.lse.copy_(lse if outputs.lse_layout == "NH" else lse.T)
-        elif lse is not None and outputs.lse_layout == "HN":
-            lse = lse.T.contiguous()
-        return (out, lse) if outputs.return_lse else out
+        options, heads_first = self.expected.options, outputs.lse_layout == "HN"
+        lse = outputs.lse
+        k, v = _keys(kv, self.expected)
+        call = Call(
+            q=q,
+            k=k,
+            v=v,
+            out=outputs.out,
+            lse=lse.T if lse is not None and heads_first else lse,
+            batch=self._batch,
+            workspace=self._workspace,
+            sm_scale=scales.logits,
+            causal=options.causal,
+            o_dtype=check.TORCH_DTYPES[options.o_dtype],
+            lse_base=outputs.lse_base,
+            lse_shape=(q.shape[0], options.num_qo_heads),
+            return_lse=outputs.return_lse,
+        )
+        try:
+            out, made = self._runs.attend(call)
+        except RefusedError as refusal:
+            raise _refused(str(refusal)) from None
+        self.shared = self.shared or self._device_stream.is_capturing()
+        if not outputs.return_lse:
+            return out
+        if lse is None:
+            lse = made.T.contiguous() if heads_first else made
+        return out, lse
 
     def _follow_stream(self) -> None:
         # A capture begins with a wait for the device: what other streams prepared is there.
@@ -176,130 +188,36 @@ class CudnnVariant:
             return
         if self._ready is not None:
             self._ready.wait(self._device_stream.owner_stream())
-        for buffer in self._buffers:
+        for buffer in self.buffers:
             buffer.used_on_current_stream(self._device_stream)
-        self._prepared.clear()  # on the other stream
+        self._runs.forget()  # what is on the other stream
         self._stream = stream
 
-    def _call(self, q: torch.Tensor, kv: KvCache, scales: Scales, outputs: Outputs) -> Call:
-        expected, arrays = self.expected, self._arrays
-        k, v = _keys(kv, expected)
-        paged = expected.page_size > 0
-        tokens, heads = q.shape[0], expected.options.num_qo_heads
-        lse = None
-        if outputs.return_lse or outputs.lse is not None:
-            lse = q.new_empty((tokens, heads), dtype=torch.float32)
-            if outputs.lse is not None:  # rows that no request has stay as they are
-                given = outputs.lse if outputs.lse_layout == "NH" else outputs.lse.T
-                lse = given if given.is_contiguous() else lse.copy_(given)
-        out_token = heads * expected.options.head_dim_vo
-        out_token = out_token if outputs.out is None else outputs.out.stride(0)
-        return Call(
-            q=q,
-            k=k,
-            v=v,
-            sm_scale=scales.logits,
-            scales=GivenScales(),
-            workspace=self._workspace,
-            batch_size=arrays.qo_lens.numel(),
-            max_qo_len=arrays.max_qo_len,
-            max_kv_len=arrays.max_kv_len,
-            qo_lens=arrays.qo_lens,
-            kv_lens=arrays.kv_lens,
-            maybe_keyless=arrays.maybe_keyless,
-            block_tables=arrays.page_table,
-            causal=expected.options.causal,
-            q_at=Offsets("qo_indptr", arrays.qo_indptr, q.stride(0), True),
-            out_at=Offsets("qo_indptr", arrays.qo_indptr, out_token, True),
-            k_at=Offsets("kv_indptr", None if paged else arrays.kv_indptr, k.stride(0), True),
-            v_at=Offsets("kv_indptr", None if paged else arrays.kv_indptr, v.stride(0), True),
-            stats_at=None if lse is None else Offsets("qo_indptr", arrays.qo_indptr, heads, True),
-            out=outputs.out,
-            lse=lse,
-            return_lse=lse is not None,
-            lse_base=outputs.lse_base,
-            o_dtype=check.TORCH_DTYPES[expected.options.o_dtype],
-            capturable=False,
-            backend=backends.Requested(backends.CUDNN),
-        )
 
-    def _computed(self, call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if call.max_qo_len == 0 or call.max_kv_len == 0 or call.k.numel() == 0:
-            return self._without_keys(call)
-        given = [call.q, call.k, call.v, call.out]
-        layout = tuple(None if t is None else (t.shape, t.stride()) for t in given)
-        key = (layout, call.lse is None, call.sm_scale)
-        prepared = self._prepared.get(key)
-        try:
-            if prepared is None:
-                prepared = execution.prepare(call)
-            else:
-                execution.check_workspace(call, prepared.graph)
-                execution.check_apart(call)
-        except RefusedError as refusal:
-            message = str(refusal).replace("workspace_buffer", "float_workspace_buffer")
-            if isinstance(refusal, SmallWorkspaceError) and refusal.there < self._workspace_bytes:
-                raise ValueError(
-                    f"backend='cudnn': {message}: it was given other memory after plan()"
-                ) from None
-            raise NotImplementedError(f"backend='cudnn': {message}; {_WAY_OUT}") from None
-        if self._device_stream.is_capturing():
-            self.shared = True
-            self._captured.append(prepared)  # a replay reads its arrays, or makes them
-        elif key not in self._prepared:
-            if len(self._prepared) >= _KEPT:
-                self._prepared.clear()
-            self._prepared[key] = prepared
-        return execution.compute(call, prepared)
-
-    def _without_keys(self, call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """No request keeps a key: 0 and -inf."""
-        begin, end = self._arrays.rows
-        out = call.out
-        if out is None:
-            out = torch.empty(call.out_shape, dtype=call.o_dtype, device=call.q.device)
-        out[begin:end] = 0.0
-        if call.lse is not None:
-            call.lse[begin:end] = -math.inf
-        return out, call.lse
-
-
-class _Arrays(NamedTuple):
+def _batch(lengths: Lengths, device: torch.device) -> Batch:
     """What cuDNN reads of a batch, on the device."""
+    batch = lengths.batch
+    requests = range(batch.num_requests)
+    kv_lens = [batch.kv_len(i) for i in requests]
 
-    qo_lens: torch.Tensor  # [batch_size] int32
-    kv_lens: torch.Tensor  # [batch_size] int32
-    qo_indptr: torch.Tensor  # [batch_size + 1] int64
-    kv_indptr: torch.Tensor  # [batch_size + 1] int64
-    page_table: torch.Tensor | None  # [batch_size, pages of max_kv_len] int32
-    max_qo_len: int
-    max_kv_len: int
-    maybe_keyless: bool
-    rows: tuple[int, int]  # of q, from the first request's first to the last one's last
+    def array(values: list[int], dtype: torch.dtype) -> torch.Tensor:
+        return sent(torch.tensor(values, dtype=dtype, device="cpu"), device)
 
-    def tensors(self) -> list[torch.Tensor]:
-        return [value for value in self if isinstance(value, torch.Tensor)]
-
-    @classmethod
-    def of(cls, lengths: Lengths, device: torch.device) -> _Arrays:
-        batch = lengths.batch
-        requests = range(batch.num_requests)
-        kv_lens = [batch.kv_len(i) for i in requests]
-
-        def array(values: list[int], dtype: torch.dtype) -> torch.Tensor:
-            return sent(torch.tensor(values, dtype=dtype, device="cpu"), device)
-
-        return cls(
-            qo_lens=array([batch.qo_len(i) for i in requests], torch.int32),
-            kv_lens=array(kv_lens, torch.int32),
-            qo_indptr=array(batch.qo_indptr, torch.int64),
-            kv_indptr=array(batch.kv_indptr, torch.int64),
-            page_table=_page_table(lengths, device),
-            max_qo_len=batch.max_qo_len,
-            max_kv_len=batch.max_kv_len,
-            maybe_keyless=0 in kv_lens,
-            rows=(batch.qo_begin, batch.qo_end),
-        )
+    queries = Starts("qo_indptr", array(batch.qo_indptr, torch.int64), in_tokens=True)
+    keys = None
+    if lengths.pages is None:
+        keys = Starts("kv_indptr", array(batch.kv_indptr, torch.int64), in_tokens=True)
+    return Batch(
+        size=batch.num_requests,
+        max_qo_len=batch.max_qo_len,
+        max_kv_len=batch.max_kv_len,
+        qo_lens=array([batch.qo_len(i) for i in requests], torch.int32),
+        kv_lens=array(kv_lens, torch.int32),
+        maybe_keyless=0 in kv_lens,
+        block_tables=_page_table(lengths, device),
+        starts={"q": queries, "out": queries, "k": keys, "v": keys, "stats": queries},
+        rows=slice(batch.qo_begin, batch.qo_end),
+    )
 
 
 def _page_table(lengths: Lengths, device: torch.device) -> torch.Tensor | None:
@@ -320,7 +238,7 @@ def _page_table(lengths: Lengths, device: torch.device) -> torch.Tensor | None:
 
 def _keys(kv: KvCache, expected: _tensors.Expected) -> tuple[torch.Tensor, torch.Tensor]:
     """[tokens, heads, head_dim], or [pages, heads, page_size, head_dim]."""
-    k, v = (kv[:, 0], kv[:, 1]) if isinstance(kv, torch.Tensor) else kv
+    k, v = _tensors.kv_of(kv)
     nhd = expected.kv_layout == "NHD"
     if expected.page_size == 0:
         return (k, v) if nhd else (k.transpose(0, 1), v.transpose(0, 1))
