@@ -3,6 +3,7 @@ in for cuDNN. Its arrays may be on the GPU, where only cuDNN reads them without 
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -93,7 +94,10 @@ class Call(NamedTuple):
                         "tokens"
                     )
             begins = [start // max(width, 1) for start in begins]
-        tokens = self._tokens(name)
+        if name == "stats":
+            tokens = math.prod((self.lse_shape if self.lse is None else self.lse.shape)[:-1])
+        else:
+            tokens = (self.q if name == "out" else getattr(self, name)).shape[0]
         for request, (start, length) in enumerate(zip(begins, lengths, strict=False)):
             if length and not 0 <= start <= tokens - length:
                 raise ValueError(
@@ -112,10 +116,3 @@ class Call(NamedTuple):
             if any(start + n > following for (start, n), (following, _) in pairwise(used)):
                 raise ValueError(f"{at.name}: requests overlap in {written}, which is written")
         return begins[:size]
-
-    def _tokens(self, name: str) -> int:
-        if name != "stats":
-            return (self.q if name == "out" else getattr(self, name)).shape[0]
-        if self.lse is None:
-            return self.batch.size * self.batch.max_qo_len
-        return self.lse.numel() // self.q.shape[1]

@@ -9,7 +9,7 @@ import torch
 
 from .._check import values as check
 from .._check.arguments import GivenScales
-from .._check.pages import may_be_read
+from .._check.pages import check_page_table, may_be_read
 from .._check.tensors import reaches_into
 from .._device.workspace import check_buffer
 from .call import Batch, Call, Starts
@@ -59,12 +59,16 @@ def refuse_host_arrays(call: Call, when: str) -> None:
             )
 
 
+def _paged(a: SimpleNamespace) -> bool:
+    return a.block_tables is not None
+
+
 def _check_tensors(a: SimpleNamespace) -> None:
     q, k, v = check.tensor("q", a.q), a.k_cache, a.v_cache
     if q.dim() != 3:
         raise ValueError(f"q has shape {tuple(q.shape)}; must be [tokens, num_qo_heads, head_dim]")
     check.query_dtype("q", q.dtype)
-    paged = a.block_tables is not None
+    paged = _paged(a)
     shape = "[pages, num_kv_heads, page_size, head_dim] with block_tables"
     if not paged:
         shape = "[tokens, num_kv_heads, head_dim] without block_tables"
@@ -106,17 +110,8 @@ def _check_factors(a: SimpleNamespace) -> None:
 def _batch(a: SimpleNamespace) -> Batch:
     max_qo_len = check.integer("max_token_per_sequence", a.max_token_per_sequence, at_least=0)
     max_kv_len = check.integer("max_sequence_kv", a.max_sequence_kv, at_least=0)
-    in_tokens = a.batch_offsets_units == "tokens"
-    if a.actual_seq_lens_q is not None:
-        size = check.tensor("actual_seq_lens_q", a.actual_seq_lens_q).numel()
-    elif in_tokens and a.batch_offsets_q is not None:
-        size = check.tensor("batch_offsets_q", a.batch_offsets_q).numel() - 1
-    else:
-        raise ValueError(
-            "actual_seq_lens_q is missing; it may be left out only where batch_offsets_q of "
-            "batch_size + 1 elements tells it, with batch_offsets_units='tokens'"
-        )
-    qo_lens = _lengths(a, "actual_seq_lens_q", "batch_offsets_q", size)
+    qo_lens = _lengths(a, "actual_seq_lens_q", "batch_offsets_q")
+    size = qo_lens.numel()
     kv_lens = _lengths(a, "actual_seq_lens_kv", "batch_offsets_k", size)
     return Batch(
         size=size,
@@ -126,33 +121,31 @@ def _batch(a: SimpleNamespace) -> Batch:
         kv_lens=kv_lens,
         maybe_keyless=not kv_lens.is_cpu or bool((kv_lens == 0).any()),
         block_tables=_block_tables(a, kv_lens, max_kv_len),
-        starts=_all_starts(a, size, in_tokens),
+        starts=_all_starts(a, size),
     )
 
 
-def _lengths(a: SimpleNamespace, name: str, offsets: str, batch_size: int) -> torch.Tensor:
+def _lengths(
+    a: SimpleNamespace, name: str, offsets: str, batch_size: int | None = None
+) -> torch.Tensor:
     """[batch_size]: given, or what the offsets of requests that lie side by side say."""
-    if getattr(a, name) is not None:
-        value = _index_array(a, name, getattr(a, name))
-        if value.numel() != batch_size:
+    source, told = name, getattr(a, name) is None
+    if told:
+        paged = offsets == "batch_offsets_k" and _paged(a)
+        if getattr(a, offsets) is None or a.batch_offsets_units != "tokens" or paged:
             raise ValueError(
-                f"{name} has {value.numel()} elements; must have batch_size = {batch_size}"
+                f"{name} is missing; it may be left out only where {offsets} of batch_size + 1 "
+                "elements tells it, with batch_offsets_units='tokens'"
+                + (" and without block_tables" if paged else "")
             )
-        return value
-    ragged = offsets == "batch_offsets_q" or a.block_tables is None
-    if getattr(a, offsets) is None or a.batch_offsets_units != "tokens" or not ragged:
+        source = offsets
+    value = _index_array(a, source, getattr(a, source))
+    if batch_size is not None and value.numel() != batch_size + told:
         raise ValueError(
-            f"{name} is missing; it may be left out only where {offsets} of batch_size + 1 "
-            "elements tells it, with batch_offsets_units='tokens'"
-            + ("" if ragged else " and without block_tables")
+            f"{source} has {value.numel()} elements; must have "
+            + (f"batch_size + 1 = {batch_size + 1}" if told else f"batch_size = {batch_size}")
         )
-    at = _index_array(a, offsets, getattr(a, offsets))
-    if at.numel() != batch_size + 1:
-        raise ValueError(
-            f"{offsets} has {at.numel()} elements; without {name} it must have batch_size + 1 = "
-            f"{batch_size + 1}"
-        )
-    return at.diff()
+    return value.diff() if told else value
 
 
 def _index_array(a: SimpleNamespace, name: str, value: Any) -> torch.Tensor:
@@ -179,43 +172,38 @@ def _block_tables(
     return check.page_table("block_tables", a.block_tables, shape, a.q.device, why)
 
 
-def _all_starts(a: SimpleNamespace, batch_size: int, in_tokens: bool) -> dict[str, Starts | None]:
+def _all_starts(a: SimpleNamespace, batch_size: int) -> dict[str, Starts | None]:
+    in_tokens = a.batch_offsets_units == "tokens"
     given = {name: getattr(a, f"batch_offsets_{name[0]}") for name in ("q", "out", "k", "v")}
     if in_tokens:  # the same for both: tokens have no width
         given["out"] = given["q"] if given["out"] is None else given["out"]
         given["v"] = given["k"] if given["v"] is None else given["v"]
+    given["stats"] = a.batch_offsets_stats
     found: dict[str, Starts | None] = {}
     for tensor, value in given.items():
-        name = f"batch_offsets_{tensor[0]}"
-        if a.block_tables is not None and tensor in "kv":
+        name = "batch_offsets_" + (tensor if tensor == "stats" else tensor[0])
+        found[tensor] = None
+        if tensor in "kv" and _paged(a):
             if value is not None:
                 raise ValueError(f"{name}: pages have no offsets; leave it None with block_tables")
-            found[tensor] = None
             continue
-        if value is None and batch_size > 1:
+        if value is not None:
+            value = _index_array(a, name, value)
+            if value.numel() not in (batch_size, batch_size + 1):
+                raise ValueError(
+                    f"{name} has {value.numel()} elements; must have batch_size + 1 = "
+                    f"{batch_size + 1} (or batch_size)"
+                )
+        elif tensor == "stats":
+            continue
+        elif batch_size > 1:
             raise ValueError(
                 f"{name} is missing; with more than one request it says where each begins, in "
                 f"{a.batch_offsets_units}: [batch_size + 1], the cumulated lengths"
                 + ("" if in_tokens else " times heads times head_dim")
             )
-        found[tensor] = _starts(a, name, value, batch_size, in_tokens)
-    stats = a.batch_offsets_stats
-    name = "batch_offsets_stats"
-    found["stats"] = None if stats is None else _starts(a, name, stats, batch_size, in_tokens)
+        found[tensor] = Starts(name, value, in_tokens)
     return found
-
-
-def _starts(
-    a: SimpleNamespace, name: str, given: torch.Tensor | None, batch_size: int, in_tokens: bool
-) -> Starts:
-    if given is not None:
-        given = _index_array(a, name, given)
-        if given.numel() not in (batch_size, batch_size + 1):
-            raise ValueError(
-                f"{name} has {given.numel()} elements; must have batch_size + 1 = "
-                f"{batch_size + 1} (or batch_size)"
-            )
-    return Starts(name, given, in_tokens)
 
 
 def _check_outputs(call: Call) -> None:
@@ -262,21 +250,9 @@ def _check_host_values(call: Call) -> None:
             call.first_tokens(name, lens.tolist())
     table = batch.block_tables
     if table is not None and _readable(table) and _readable(batch.kv_lens):
-        _check_pages(table.cpu(), batch.kv_lens.cpu(), *call.k.shape[::2][:2])
+        count, _, page_size, _ = call.k.shape
+        check_page_table("block_tables", table, batch.kv_lens, page_size, count)
 
 
 def _readable(array: torch.Tensor) -> bool:
     return array.numel() > 0 and may_be_read(array)
-
-
-def _check_pages(table: torch.Tensor, kv_lens: torch.Tensor, count: int, page_size: int) -> None:
-    """Those of requests; what lies behind them in the table is not followed."""
-    columns = torch.arange(table.shape[1], device="cpu")
-    used = columns < ((kv_lens + (page_size - 1)) // page_size)[:, None]
-    wrong = used & ((table < 0) | (table >= count))
-    if bool(wrong.any()):
-        request, column = wrong.nonzero()[0].tolist()
-        raise ValueError(
-            f"block_tables[{request}, {column}] = {int(table[request, column])}: must be in "
-            f"[0, {count}), the pages of k_cache"
-        )

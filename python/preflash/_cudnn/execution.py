@@ -253,12 +253,13 @@ class _Prepared:
 
     def _described(self, call: Call) -> Graph:
         batch_size, max_qo_len, max_kv_len = self._room
-        _, heads, head_dim_vo = call.out_shape
+        table = self._arrays["page_table"]
 
-        def tokens(
-            name: str, longest: int, shape: tuple[int, ...], stride: tuple[int, ...]
-        ) -> Described:
+        def described(name: str, shape: tuple[int, ...], stride: tuple[int, ...]) -> Described:
+            if len(shape) == 4:
+                return Described(tuple(shape), (*stride[:3], 1))
             (_, heads, dim), (token, head, _) = shape, stride
+            longest = max_kv_len if name in "kv" else max_qo_len
             offsets = self._arrays[f"{name}_offsets"]
             return Described(
                 (batch_size, heads, longest, dim),
@@ -266,29 +267,20 @@ class _Prepared:
                 None if offsets is None else offsets.dtype,
             )
 
-        def keys(name: str, value: torch.Tensor) -> Described:
-            if call.batch.block_tables is None:
-                return tokens(name, max_kv_len, value.shape, value.stride())
-            return Described(tuple(value.shape), (*value.stride()[:3], 1))
-
-        out_stride = (heads * head_dim_vo, head_dim_vo, 1)
-        if call.out is not None:
-            out_stride = call.out.stride()
-        stats = None
-        if call.with_lse:
-            stats = tokens("stats", max_qo_len, (0, heads, 1), (heads, 1, 1))
-        table = self._arrays["page_table"]
+        shape = call.out_shape
+        stride = (shape[1] * shape[2], shape[2], 1) if call.out is None else call.out.stride()
+        stats = (shape[0], shape[1], 1), (shape[1], 1, 1)
         return Graph(
             device=call.q.device,
             dtype=call.q.dtype,
             scale=call.sm_scale,
             causal=call.causal,
             max_kv_len=max_kv_len,
-            q=tokens("q", max_qo_len, call.q.shape, call.q.stride()),
-            k=keys("k", call.k),
-            v=keys("v", call.v),
-            out=tokens("out", max_qo_len, call.out_shape, out_stride),
-            stats=stats,
+            q=described("q", call.q.shape, call.q.stride()),
+            k=described("k", call.k.shape, call.k.stride()),
+            v=described("v", call.v.shape, call.v.stride()),
+            out=described("out", shape, stride),
+            stats=described("stats", *stats) if call.with_lse else None,
             table_width=0 if table is None else table.shape[1],
         )
 

@@ -115,14 +115,13 @@ def _current(device: torch.device) -> AbstractContextManager:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-class BuiltGraph:
+class BuiltGraph(NamedTuple):
     """A graph that cuDNN has a kernel for."""
 
-    def __init__(self, cudnn: ModuleType, graph: Any, device: torch.device) -> None:
-        self._cudnn = cudnn
-        self._graph = graph
-        self._device = device
-        self.workspace_bytes = int(graph.get_workspace_size())
+    cudnn: ModuleType
+    graph: Any
+    device: torch.device
+    workspace_bytes: int
 
     def run(self, operands: Mapping[str, torch.Tensor | None], workspace: torch.Tensor) -> None:
         """On the device's current stream. Nothing is allocated and nobody waits.
@@ -133,9 +132,9 @@ class BuiltGraph:
         """
         given = {name: tensor for name, tensor in operands.items() if tensor is not None}
         addresses = {_UIDS[name]: tensor.data_ptr() for name, tensor in given.items()}
-        handle = _handle(self._cudnn, self._device)
-        with _current(self._device):
-            self._graph.execute(addresses, workspace.data_ptr(), handle=handle)
+        handle = _handle(self.cudnn, self.device)
+        with _current(self.device):
+            self.graph.execute(addresses, workspace.data_ptr(), handle=handle)
 
 
 # The graphs used last, or why cuDNN refuses them.
@@ -186,7 +185,7 @@ def _build(description: Graph) -> BuiltGraph | str:
             graph.build_plans()
     except (cudnn.cudnnGraphNotSupportedError, RuntimeError, ValueError) as error:
         return f"{type(error).__name__}: {error}"
-    return BuiltGraph(cudnn, graph, description.device)
+    return BuiltGraph(cudnn, graph, description.device, int(graph.get_workspace_size()))
 
 
 def _declared(cudnn: ModuleType, d: Graph, handle: Any) -> Any:
@@ -215,19 +214,20 @@ def _declared(cudnn: ModuleType, d: Graph, handle: Any) -> Any:
     def array(name: str, rows: int, width: int = 1, dtype: torch.dtype = torch.int32) -> Any:
         return declare(name, (rows, 1, width, 1), (width, width, 1, 1), dtype)
 
-    def placed(name: str, tensor: Any, offsets: torch.dtype | None) -> Any:
-        if offsets is not None:
-            tensor.set_ragged_offset(array(f"{name}_offsets", batch_size + 1, dtype=offsets))
-        return tensor
+    def place(name: str, tensor: Any, t: Described) -> None:
+        if t.offsets is not None:
+            tensor.set_ragged_offset(array(f"{name}_offsets", batch_size + 1, dtype=t.offsets))
 
     def read(name: str, t: Described) -> Any:
-        return placed(name, declare(name, t.dim, t.stride, d.dtype), t.offsets)
+        tensor = declare(name, t.dim, t.stride, d.dtype)
+        place(name, tensor, t)
+        return tensor
 
     def write(name: str, tensor: Any, t: Described, dtype: torch.dtype) -> None:
         tensor.set_output(True).set_uid(_UIDS[name]).set_data_type(types[dtype])
         tensor.set_dim(list(t.dim))
         tensor.set_stride(list(t.stride))
-        placed(name, tensor, t.offsets)
+        place(name, tensor, t)
 
     q, k, v = read("q", d.q), read("k", d.k), read("v", d.v)
     paging = {}
