@@ -4,7 +4,6 @@ other kernels. The host reads nothing back."""
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 from torch.nn.functional import pad
@@ -159,11 +158,8 @@ def _refuse_shared(call: Call, workspace_bytes: int) -> None:
                 raise RefusedError(f"{name} and {other} are not apart in memory")
 
 
-class _Rows(NamedTuple):
-    """Of each row of a tensor, bool."""
-
-    owned: torch.Tensor  # some request has it
-    live: torch.Tensor  # and it keeps a key
+# Rows of results: no request has it; one has, and it keeps no key; it keeps one.
+_NOBODYS, _KEYLESS, _LIVE = range(3)
 
 
 class _Prepared:
@@ -192,7 +188,7 @@ class _Prepared:
             "page_table": table,
             "v_page_table": table,
         }
-        self._rows: dict[str, _Rows] = {}
+        self._kinds: dict[str, torch.Tensor] = {}  # of rows
         self.graph = _graph.built(self._described(call))
 
     def compute(self, call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -286,54 +282,55 @@ class _Prepared:
 
     # The results.
 
-    def _rows_of(self, call: Call, name: str, count: int) -> _Rows:
-        """The rows of out or stats; padded stats: [batch_size, max_qo_len] that there is room for.
+    def _kinds_of(self, call: Call, name: str, count: int) -> torch.Tensor:
+        """Of the rows of out or stats, uint8; padded stats: [batch_size, max_qo_len] that there is
+        room for.
 
         Of what a wrapper has planned they are computed once, for all layers.
         """
-        if name in self._rows:
-            return self._rows[name]
+        if name in self._kinds:
+            return self._kinds[name]
         row = torch.arange(self._room[1], device=self._device)
         qo_len, kv_len = self._arrays["qo_lens"][:, None], self._arrays["kv_lens"][:, None]
         owned = row < qo_len
         live = owned & (kv_len > 0)
         if call.causal:
             live = live & (row + kv_len >= qo_len)
+        kinds = owned.to(torch.uint8) + live
         offsets = self._arrays[f"{name}_offsets"]
         if offsets is not None:
             at = row + offsets[:-1, None].to(torch.int64) // max(call.per_token(name), 1)
             at = torch.where(owned, at, count)  # one row more, for those that no request has
-            kind = torch.zeros(count + 1, dtype=torch.uint8, device=self._device)
-            kind.scatter_(0, at.reshape(-1), (owned.to(torch.uint8) + live).view(-1))
-            owned, live = kind[:count] > 0, kind[:count] > 1
-        self._rows[name] = _Rows(owned, live)
-        return self._rows[name]
+            placed = torch.zeros(count + 1, dtype=torch.uint8, device=self._device)
+            kinds = placed.scatter_(0, at.reshape(-1), kinds.view(-1))[:count]
+        self._kinds[name] = kinds
+        return kinds
 
     def _prepared_out(self, call: Call) -> torch.Tensor:
         """out, where the rows of requests without keys are 0: cuDNN does not write them."""
-        keyless = call.batch.maybe_keyless
-        if call.out is None:
+        keyless, out = call.batch.maybe_keyless, call.out
+        if out is None:
             new = torch.zeros if keyless else torch.empty
             return new(call.out_shape, dtype=call.o_dtype, device=self._device)
         if keyless:
-            rows = self._rows_of(call, "out", call.out.shape[0])
-            call.out.masked_fill_((rows.owned & ~rows.live)[:, None, None], 0.0)
-        return call.out
+            kinds = self._kinds_of(call, "out", out.shape[0])
+            out.masked_fill_((kinds == _KEYLESS)[:, None, None], 0.0)
+        return out
 
     def _finished_lse(self, call: Call, stats: torch.Tensor) -> torch.Tensor:
         """cuDNN's natural logarithms in the base asked for, and -inf where no key is kept."""
         if call.lse_base == "log2":
             stats *= 1.0 / math.log(2.0)
         heads = call.q.shape[1]
-        rows = self._rows_of(call, "stats", stats.numel() // heads)
+        kinds = self._kinds_of(call, "stats", stats.numel() // heads)
+        flat = stats.view(*kinds.shape, heads)
+        flat.masked_fill_((kinds != _LIVE)[..., None], -math.inf)
         if call.batch.starts["stats"] is None:
-            used = (slice(call.batch.size), slice(call.batch.max_qo_len))
-            padded = torch.where(rows.live[used][:, :, None], stats[used], -math.inf)
-            return padded if call.lse is None else call.lse.copy_(padded)
-        flat = stats.view(-1, heads)
-        flat.masked_fill_(~rows.live[:, None], -math.inf)
+            flat = flat[: call.batch.size, : call.batch.max_qo_len]
+            lse = stats.new_empty(call.lse_shape) if call.lse is None else call.lse
+            return lse.copy_(flat)
         if call.lse is None:
             return stats
         lse = call.lse.view(-1, heads)
-        lse.copy_(torch.where(rows.owned[:, None], flat, lse))
+        lse.copy_(torch.where((kinds != _NOBODYS)[:, None], flat, lse))
         return call.lse

@@ -13,6 +13,7 @@ from .._check import values as check
 from .._check.tensors import refuse_shared
 from .._cudnn.call import Call
 from .._device.stream import DeviceStream, sent
+from .._plan.pages import listed
 from .paged import BatchPrefillWithPagedKVCacheWrapper
 from .ragged import BatchPrefillWithRaggedKVCacheWrapper
 
@@ -49,14 +50,17 @@ def attend(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The result, and lse or None."""
     _refuse_capture(call, why_not_cudnn)
-    qo_lens, kv_lens = call.batch.qo_lens.tolist(), call.batch.kv_lens.tolist()
+    qo_lens, kv_lens = call.batch.qo_lens.tolist(), call.batch.kv_lens.cpu()
     q_at = _placed(call, "q", qo_lens)
     wrapper = _wrapper(call, backend)
     if call.batch.block_tables is None:
-        k, v, kv_indptr = _side_by_side(call, kv_lens)
+        k, v, kv_indptr = _side_by_side(call, kv_lens.tolist())
         keys, planned = (k, v), {"kv_indptr": _int32(kv_indptr)}
     else:
-        keys, planned = ((call.k, call.v),), _page_list(call, kv_lens)
+        page_size = call.k.shape[2]
+        pages = listed(call.batch.block_tables, kv_lens, page_size)
+        keys, planned = ((call.k, call.v),), {"page_size": page_size}
+        planned |= {f"paged_kv_{name}": array for name, array in pages._asdict().items()}
     wrapper.plan(
         qo_indptr=_int32(q_at.indptr),
         num_qo_heads=call.q.shape[1],
@@ -143,20 +147,6 @@ def _wrapper(call: Call, backend: str) -> Wrapper:
 
 def _int32(values: list[int]) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32, device="cpu")
-
-
-def _page_list(call: Call, kv_lens: list[int]) -> dict:
-    """block_tables as the wrapper has them: rows cut to their pages, one after the other."""
-    page_size, table = call.k.shape[2], call.batch.block_tables
-    pages = [-(-length // page_size) for length in kv_lens]
-    rows = _rows([request * table.shape[1] for request in range(len(pages))], pages)
-    last = [length - (n - 1) * page_size for n, length in zip(pages, kv_lens, strict=True)]
-    return {
-        "paged_kv_indptr": _int32(_cumulated(pages)),
-        "paged_kv_indices": table.reshape(-1)[sent(rows, table.device)],
-        "paged_kv_last_page_len": _int32(last),
-        "page_size": page_size,
-    }
 
 
 def _side_by_side(call: Call, kv_lens: list[int]) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
