@@ -56,32 +56,27 @@ def attend(call: Call, *, explicit: bool) -> tuple[torch.Tensor, torch.Tensor | 
     Raises:
         RefusedError: cuDNN does not serve the call. Nothing was launched.
     """
-    q, k, v = call.q, call.k, call.v
-    refusal = why_not(q.device, q.dtype, k.dtype, (q.shape[2], v.shape[-1]))
-    if refusal is None:
-        refusal = _why_not_keys(call, explicit)
-    if refusal is None and call.scales.v_scale is not None:
-        refusal = "it has no factor of v, and v_scale is given"
+    dtypes, head_dims = (call.q.dtype, call.k.dtype), (call.q.shape[2], call.v.shape[-1])
+    refusal = why_not(call.q.device, *dtypes, head_dims) or _why_not(call, explicit)
     if refusal is not None:
         raise RefusedError(refusal)
     scale = folded_scales(call.sm_scale, call.scales, None).logits
-    runs = Runs(call.workspace, "workspace_buffer")
-    return runs.attend(call._replace(sm_scale=scale))
+    return Runs(call.workspace, "workspace_buffer").attend(call._replace(sm_scale=scale))
 
 
-def _why_not_keys(call: Call, explicit: bool) -> str | None:
+def _why_not(call: Call, explicit: bool) -> str | None:
     if call.k.numel() == 0 or call.batch.max_kv_len == 0:
         return "there are no keys at all"
-    if call.batch.block_tables is None:
-        return None
-    page_size = call.k.shape[2]
-    if page_size & (page_size - 1):
+    paged, page_size = call.batch.block_tables is not None, call.k.shape[-2]
+    if paged and page_size & (page_size - 1):
         return f"its pages have a power of two of tokens, and page_size is {page_size}"
-    if not explicit:
+    if paged and not explicit:
         return (
             "with pages its outputs are NaN where the rest of a request's last page holds NaN or "
             "infinity, so that it runs for backend='cudnn' alone"
         )
+    if call.scales.v_scale is not None:
+        return "it has no factor of v, and v_scale is given"
     return None
 
 

@@ -69,7 +69,8 @@ class Run(Protocol):
 
 
 class Backend(Protocol):
-    """One way to plan and to run."""
+    """One way to plan and to run. Families of kernels, which "auto" chooses from, say more of
+    themselves: _run.kernels."""
 
     name: str
 
@@ -93,51 +94,6 @@ class Backend(Protocol):
         """
 
 
-class KernelBackend(Backend, Protocol):
-    """A family of the kernels of this package: what "auto" chooses from."""
-
-    def refusal(self, device: torch.device) -> str | None:
-        """Why the backend cannot compute on this device at all, or None."""
-
-    def supports(self, device: torch.device, options: _core.AttentionOptions) -> str | None:
-        """None, or the sentence that says why it cannot serve the options on this device."""
-
-    def separates(
-        self,
-        device: torch.device,
-        first: _core.AttentionOptions,
-        second: _core.AttentionOptions,
-    ) -> str | None:
-        """None, or the sentence that says why it cannot run both in one launch."""
-
-    def faster_apart(
-        self,
-        prefill: tuple[_core.AttentionOptions, _core.Batch],
-        decode: tuple[_core.AttentionOptions, _core.Batch],
-    ) -> bool:
-        """Whether one launch for both is expected to take more time than two."""
-
-    def plan_segments(
-        self,
-        device: torch.device,
-        segments: list[tuple[_core.AttentionOptions, _core.Batch, int]],
-        float_bytes: int,
-    ) -> _core.Plan:
-        """plan() for one launch of several segments."""
-
-    @property
-    def num_threads(self) -> Callable[[], int] | None:
-        """Asked for every launch; None: not on the CPU."""
-
-    def runner(self, launch: _core.Launch, memory: _core.HeldMemory) -> Callable[..., bool]:
-        """The function that starts a prepared launch."""
-
-    def runner_of_segments(
-        self, launch: _core.Launch, memory: _core.HeldMemory
-    ) -> Callable[..., bool]:
-        """The same of a launch of several segments."""
-
-
 @functools.cache  # plan() asks more than once, and the facts of a device come as a dict
 def compute_capability(device: torch.device) -> int:
     """90 for sm_90; 0 is the CPU."""
@@ -146,7 +102,7 @@ def compute_capability(device: torch.device) -> int:
     return _core.device_facts(device.index)["compute_capability"]
 
 
-_OF_FAMILY: dict[_core.Family, KernelBackend] = {}
+_OF_FAMILY: dict[_core.Family, Backend] = {}
 _EXPLICIT: dict[str, Backend] = {}
 NAMES = ("auto", *(_core.traits_of(family).backend for family in _core.families()))
 CUDNN = "cudnn"  # no family of kernels of this package
@@ -209,13 +165,13 @@ def _checked_name(name: object, with_cudnn: bool) -> str:
     return check.one_of("backend", name, _names(with_cudnn))
 
 
-def candidates(name: str, device: torch.device) -> tuple[KernelBackend, ...]:
+def candidates(name: str, device: torch.device) -> tuple[Backend, ...]:
     """The backends to try, best first. An explicit name is never replaced by another backend."""
     return _preferred(device) if name == "auto" else (_EXPLICIT[name],)
 
 
 @functools.cache
-def _preferred(device: torch.device) -> tuple[KernelBackend, ...]:
+def _preferred(device: torch.device) -> tuple[Backend, ...]:
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"no backend computes on {device}; use CPU or CUDA tensors")
     families = _core.families_for(compute_capability(device))

@@ -20,7 +20,7 @@ from .variant import PlannedVariant
 class KernelBackend:
     """The kernels of one family."""
 
-    num_threads: Callable[[], int] | None = None
+    num_threads: Callable[[], int] | None = None  # asked for every launch; None: not on the CPU
 
     def __init__(self, family: _core.Family) -> None:
         self._family = family
@@ -28,6 +28,7 @@ class KernelBackend:
         self.name: str = self._traits.backend
 
     def refusal(self, device: torch.device) -> str | None:
+        """Why the backend cannot compute on this device at all, or None."""
         raise NotImplementedError
 
     def missing_kernel(self, options: _core.AttentionOptions) -> str | None:
@@ -35,6 +36,7 @@ class KernelBackend:
         return _core.find_error(self._family, options)
 
     def supports(self, device: torch.device, options: _core.AttentionOptions) -> str | None:
+        """None, or the sentence that says why it cannot serve the options on this device."""
         return self.refusal(device) or self.missing_kernel(options)
 
     def separates(
@@ -43,6 +45,7 @@ class KernelBackend:
         first: _core.AttentionOptions,
         second: _core.AttentionOptions,
     ) -> str | None:
+        """None, or the sentence that says why it cannot run both in one launch."""
         return self.refusal(device) or _core.find_joint_error(self._family, first, second)
 
     def faster_apart(
@@ -50,6 +53,7 @@ class KernelBackend:
         prefill: tuple[_core.AttentionOptions, _core.Batch],
         decode: tuple[_core.AttentionOptions, _core.Batch],
     ) -> bool:
+        """Whether one launch for both is expected to take more time than two."""
         return _core.faster_apart(self._family, *prefill, *decode)
 
     def plan(
@@ -96,6 +100,7 @@ class KernelBackend:
         segments: list[tuple[_core.AttentionOptions, _core.Batch, int]],
         float_bytes: int,
     ) -> _core.Plan:
+        """plan() for one launch of several segments."""
         refusal = self.refusal(device)
         if refusal is not None:
             raise ValueError(refusal)
@@ -106,11 +111,13 @@ class KernelBackend:
         return ValueError(refusal)
 
     def runner(self, launch: _core.Launch, memory: _core.HeldMemory) -> Callable[..., bool]:
+        """The function that starts a prepared launch."""
         return launch.starter(memory, self.num_threads)
 
     def runner_of_segments(
         self, launch: _core.Launch, memory: _core.HeldMemory
     ) -> Callable[..., bool]:
+        """The same of a launch of several segments."""
         return functools.partial(launch.run_segments, memory)
 
     def __repr__(self) -> str:
