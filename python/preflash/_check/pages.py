@@ -126,23 +126,6 @@ def places(batch_indices: torch.Tensor, positions: torch.Tensor, lengths: torch.
         )
 
 
-def check_page_table(
-    name: str, table: torch.Tensor, kv_lens: torch.Tensor, page_size: int, count: int
-) -> None:
-    """Rows [batch_size, pages] of requests of these lengths; what lies behind the pages of one is
-    not followed."""
-    table, kv_lens = table.cpu(), kv_lens.cpu()
-    columns = torch.arange(table.shape[1], device="cpu")
-    used = columns < ((kv_lens + (page_size - 1)) // page_size)[:, None]
-    wrong = used & ((table < 0) | (table >= count))
-    if bool(wrong.any()):
-        request, column = wrong.nonzero()[0].tolist()
-        raise ValueError(
-            f"{name}[{request}, {column}] = {int(table[request, column])}: must be in [0, {count}),"
-            " the pages of k_cache"
-        )
-
-
 def pages(used: torch.Tensor, count: int) -> None:
     if used.numel() > 0 and (int(used.min()) < 0 or int(used.max()) >= count):
         raise ValueError(

@@ -125,7 +125,7 @@ class CudnnRun:
         if device_stream.ordinal >= 0:
             self._ready = torch.cuda.Event()
             self._ready.record(device_stream.owner_stream())
-        self._runs = execution.Runs(self._workspace, "float_workspace_buffer")
+        self._attention = execution.Attention(self._workspace, "float_workspace_buffer")
 
     @property
     def int_buffer(self) -> Buffer:
@@ -152,6 +152,7 @@ class CudnnRun:
         if scales.output != 1.0:
             raise NotImplementedError(f"backend='cudnn' does not serve v_scale; {_WAY_OUT}")
         self._follow_stream()
+        self.shared = self.shared or self._device_stream.is_capturing()
         options, heads_first = self.expected.options, outputs.lse_layout == "HN"
         lse = outputs.lse
         k, v = _keys(kv, self.expected)
@@ -171,10 +172,9 @@ class CudnnRun:
             return_lse=outputs.return_lse,
         )
         try:
-            out, made = self._runs.attend(call)
+            out, made = self._attention.of(call)
         except RefusedError as refusal:
             raise _refused(str(refusal)) from None
-        self.shared = self.shared or self._device_stream.is_capturing()
         if not outputs.return_lse:
             return out
         if lse is None:
@@ -190,7 +190,7 @@ class CudnnRun:
             self._ready.wait(self._device_stream.owner_stream())
         for buffer in self.buffers:
             buffer.used_on_current_stream(self._device_stream)
-        self._runs.forget()  # what is on the other stream
+        self._attention.forget()  # what is on the other stream
         self._stream = stream
 
 

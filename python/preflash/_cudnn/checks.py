@@ -9,7 +9,7 @@ import torch
 
 from .._check import values as check
 from .._check.arguments import GivenScales
-from .._check.pages import check_page_table, may_be_read
+from .._check.pages import may_be_read
 from .._check.tensors import reaches_into
 from .._device.workspace import check_buffer
 from .call import Batch, Call, Starts
@@ -250,9 +250,22 @@ def _check_host_values(call: Call) -> None:
             call.first_tokens(name, lens.tolist())
     table = batch.block_tables
     if table is not None and _readable(table) and _readable(batch.kv_lens):
-        count, _, page_size, _ = call.k.shape
-        check_page_table("block_tables", table, batch.kv_lens, page_size, count)
+        _check_pages(table.cpu(), batch.kv_lens.cpu(), call.k.shape)
 
 
 def _readable(array: torch.Tensor) -> bool:
     return array.numel() > 0 and may_be_read(array)
+
+
+def _check_pages(table: torch.Tensor, kv_lens: torch.Tensor, cache: torch.Size) -> None:
+    """Those of requests; what lies behind them in the table is not followed."""
+    count, _, page_size, _ = cache
+    columns = torch.arange(table.shape[1], device="cpu")
+    used = columns < ((kv_lens + (page_size - 1)) // page_size)[:, None]
+    wrong = used & ((table < 0) | (table >= count))
+    if bool(wrong.any()):
+        request, column = wrong.nonzero()[0].tolist()
+        raise ValueError(
+            f"block_tables[{request}, {column}] = {int(table[request, column])}: must be in "
+            f"[0, {count}), the pages of k_cache"
+        )

@@ -61,7 +61,8 @@ def attend(call: Call, *, explicit: bool) -> tuple[torch.Tensor, torch.Tensor | 
     if refusal is not None:
         raise RefusedError(refusal)
     scale = folded_scales(call.sm_scale, call.scales, None).logits
-    return Runs(call.workspace, "workspace_buffer").attend(call._replace(sm_scale=scale))
+    attention = Attention(call.workspace, "workspace_buffer")
+    return attention.of(call._replace(sm_scale=scale))
 
 
 def _why_not(call: Call, explicit: bool) -> str | None:
@@ -80,8 +81,8 @@ def _why_not(call: Call, explicit: bool) -> str | None:
     return None
 
 
-class Runs:
-    """Of one batch, for any layers: what is made for tensors is kept for others that differ in
+class Attention:
+    """Of one batch, for any layers. What is made for tensors is kept for others that differ in
     their addresses alone."""
 
     def __init__(self, workspace: torch.Tensor, workspace_name: str) -> None:
@@ -94,7 +95,7 @@ class Runs:
         """All but what CUDA graphs replay."""
         self._kept.clear()
 
-    def attend(self, call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def of(self, call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The result, and lse or None. Raises RefusedError."""
         batch, q, k = call.batch, call.q, call.k
         if 0 in (q.shape[0], batch.size, batch.max_qo_len, batch.max_kv_len, k.numel()):

@@ -200,8 +200,8 @@ def _placed_lse(call: Call, rows: torch.Tensor, lse: torch.Tensor) -> torch.Tens
     """Padded to the longest request with -inf, or where batch_offsets_stats has it."""
     result = call.lse
     if result is None:
-        result = lse.new_full(call.lse_shape, -torch.inf)
-    elif call.batch.starts["stats"] is None:
+        result = lse.new_empty(call.lse_shape)
+    if call.lse is None or call.batch.starts["stats"] is None:
         result.fill_(-torch.inf)
     result.view(-1, call.q.shape[1]).index_copy_(0, sent(rows, lse.device), lse)
     return result
