@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from .._plan import staging
@@ -143,18 +145,30 @@ def compare(inputs: Inputs, out, lse, expected: Expected | None = None, **option
     return comparison.compare(out, lse, expected, soft_cap=case.soft_cap or 0.0, **options)
 
 
+def planned(inputs: Inputs, *, backend: str, size: int = WORKSPACE_BYTES, **plan_overrides):
+    """A fresh wrapper, planned; its workspace has `size` bytes, or what a fixed split takes."""
+    case, device = inputs.case, inputs.q.device
+    if case.fixed_split_size:  # which is kept whatever it costs
+        probe = make_wrapper(case, backend=backend, device=device)
+        positional, options = plan_arguments(inputs)
+        size = max(size, probe.workspace_size(*positional, **{**options, **plan_overrides})[0])
+    wrapper = make_wrapper(case, backend=backend, device=device, buffer=workspace(device, size))
+    plan(wrapper, inputs, **plan_overrides)
+    return wrapper
+
+
+def launcher(wrapper, inputs: Inputs) -> Callable[[], torch.Tensor]:
+    """A call of run() on the inputs with an output of its own, for timing."""
+    out = inputs.q.new_empty(*inputs.q.shape[:2], inputs.case.dim_vo, dtype=inputs.case.dtype_o)
+    tensors = (inputs.q, inputs.cache) if inputs.case.paged else (inputs.q, inputs.k, inputs.v)
+    return lambda: wrapper.run(*tensors, out=out)
+
+
 def check(
     inputs: Inputs, *, backend: str, expected: Expected | None = None, **plan_overrides
 ) -> Report:
     """Plans and runs a fresh wrapper and raises unless output and LSE are right."""
-    wrapper = make_wrapper(inputs.case, backend=backend, device=inputs.q.device)
-    if inputs.case.fixed_split_size:
-        # A fixed split is kept whatever it costs: as much as the wrapper says that it takes.
-        positional, options = plan_arguments(inputs)
-        needed, _ = wrapper.workspace_size(*positional, **{**options, **plan_overrides})
-        buffer = workspace(inputs.q.device, max(needed, WORKSPACE_BYTES))
-        wrapper = make_wrapper(inputs.case, backend=backend, device=inputs.q.device, buffer=buffer)
-    plan(wrapper, inputs, **plan_overrides)
+    wrapper = planned(inputs, backend=backend, **plan_overrides)
     out, lse = run(wrapper, inputs)
     report = compare(inputs, out, lse, expected)
     report.check()
