@@ -16,8 +16,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from string import Template
 
+import options
 import render
-from spec import Matrix, SpecError, Tile, Variant, load_matrix
+from spec import Matrix, SpecError, Tile, Variant, load_matrix, load_options
 from vocabulary import SIZES, Family, Vocabulary
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,6 +27,8 @@ DOCS = ROOT / "docs" / "variants.md"
 STUB = ROOT / "python" / "preflash" / "_core.pyi"
 STUB_BEGIN = "# From cpp/variants/forward.toml, by cmake/codegen/generate.py --refresh:\n"
 STUB_END = "# End of what forward.toml says.\n"
+
+CALLS = "python/preflash/_check/calls.py"
 
 # Fewer kernels per file waste the seconds that the headers cost, more make rebuilds slow.
 MAX_KERNELS_PER_FILE = 4
@@ -253,6 +256,15 @@ def refresh(matrix: Matrix) -> None:
     STUB.write_text(stub_text(matrix.vocabulary))
 
 
+def calls_text(table: options.Table) -> str:
+    """preflash/_check/calls.py."""
+    return _template("calls.py.in").substitute(
+        classes=options.classes(table),
+        checked_alone=options.checked_alone(table),
+        aliases=options.aliases(table),
+    )
+
+
 def outputs(build: Build, matrix: Matrix) -> dict[str, str]:
     """Every generated file: name relative to the output directory -> text."""
     files = {source.name: source_text(source) for source in sources(build.variants)}
@@ -262,6 +274,7 @@ def outputs(build: Build, matrix: Matrix) -> dict[str, str]:
     files["bindings/bind_vocabulary.inl"] = bind_vocabulary_text(matrix.vocabulary)
     files["matrix.cpp"] = matrix_text(matrix)
     files["variants.json"] = variants_json(build)
+    files[CALLS] = calls_text(load_options())
     return files
 
 

@@ -5,7 +5,7 @@ import inspect
 
 import preflash
 import pytest
-from preflash._check import arguments as _arguments
+from preflash._check import calls as _calls
 from preflash._wrap.batch import BatchPrefillWrapper
 
 REQUIRED = inspect.Parameter.empty
@@ -275,9 +275,9 @@ def test_every_public_function_is_documented(name):
 @pytest.mark.parametrize(
     ("wrapper", "arguments"),
     [
-        (preflash.BatchPrefillWithPagedKVCacheWrapper, _arguments.PagedPlanArguments),
-        (preflash.BatchPrefillWithRaggedKVCacheWrapper, _arguments.RaggedPlanArguments),
-        (preflash.BatchDecodeWithPagedKVCacheWrapper, _arguments.DecodePlanArguments),
+        (preflash.BatchPrefillWithPagedKVCacheWrapper, _calls.PagedPlanArguments),
+        (preflash.BatchPrefillWithRaggedKVCacheWrapper, _calls.RaggedPlanArguments),
+        (preflash.BatchDecodeWithPagedKVCacheWrapper, _calls.DecodePlanArguments),
     ],
 )
 def test_every_argument_of_plan_is_handed_on(wrapper, arguments, monkeypatch):
