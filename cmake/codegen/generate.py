@@ -261,6 +261,7 @@ def calls_text(table: options.Table) -> str:
     return _template("calls.py.in").substitute(
         classes=options.classes(table),
         checked_alone=options.checked_alone(table),
+        neutral=options.neutral(table),
         aliases=options.aliases(table),
     )
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from vocabulary import SpecError
@@ -132,36 +131,45 @@ def _check_known(where: str, names: Sequence[str], known: Sequence[str]) -> None
 
 
 def classes(table: Table) -> str:
-    """A dataclass for each call: its signature is the call's."""
-    return "\n\n".join(_class(table, call) for call in table.calls.values())
+    """A class for each call, whose constructor has the call's signature. NOTE: dataclasses would be
+    compiled whenever they are imported, a tenth of what importing takes."""
+    return "\n\n\n".join(_class(table, call) for call in table.calls.values())
 
 
 def _class(table: Table, call: Call) -> str:
     options = {option.name: option for option in table.options_of(call)}
-    deciding = [f'"{option.name}"' for option in options.values() if option.check]
-    neutral = [
-        f'"{option.name}": {option.neutral}' for option in options.values() if option.neutral
-    ]
-    lines = ["@dataclass(slots=True)", f"class {call.class_name}:", f'    """{call.about}"""', ""]
-    lines += [f"    {options[name].declaration}" for name in call.positional]
-    if keywords := table.keywords(call):
-        lines += ["    _: KW_ONLY"] + [f"    {options[name].declaration}" for name in keywords]
-    lines += ["", _fact("NEWER", [f'"{name}"' for name in call.newer], "()")]
-    lines += [_fact("OPTIONS", deciding, "()"), _fact("NEUTRAL", neutral, "{}")]
+    keywords = table.keywords(call)
+    names = [*call.positional, *keywords]
+    parameters = ["self", *(options[name].declaration for name in call.positional)]
+    if keywords:
+        parameters += ["*", *(options[name].declaration for name in keywords)]
+    deciding = [option.name for option in options.values() if option.check or option.neutral]
+    lines = [f"class {call.class_name}:", f'    """{call.about}"""', ""]
+    lines += ["    __slots__ = (", *_packed(map(_quoted, names)), "    )"]
+    if call.newer:
+        lines += ["    NEWER = (", *_packed(map(_quoted, call.newer)), "    )"]
+    lines += ["    OPTIONS = (", *_packed(map(_quoted, deciding)), "    )"]
     if call.operator:
-        parts = {option.name: option.of_operator for option in options.values()}
-        schema = [f'"{name}": {part!r}' for name, part in parts.items() if part]
-        lines += ["    OPERATOR: ClassVar = {", *(f"        {one}," for one in schema), "    }"]
-    lines += [""]
+        parts = {name: option.of_operator for name, option in options.items()}
+        schema = (f"{_quoted(name)}: {part!r}" for name, part in parts.items() if part)
+        lines += ["    OPERATOR = {", *_packed(schema), "    }"]
+    lines += ["", "    def __init__(", *_packed(parameters), "    ) -> None:"]
+    lines += _packed((f"self.{name} = {name}" for name in names), ";")
     return "\n".join(lines)
 
 
-def _fact(name: str, items: Sequence[str], brackets: str) -> str:
-    begin, end = brackets
-    if not items:
-        return f"    {name}: ClassVar = {brackets}"
-    text = textwrap.fill(", ".join(items), 92, break_long_words=False)
-    return f"    {name}: ClassVar = {begin}\n{textwrap.indent(text, ' ' * 8)},\n    {end}"
+def _quoted(name: str) -> str:
+    return f'"{name}"'
+
+
+def _packed(items: Iterable[str], separator: str = ",") -> list[str]:
+    """In lines of up to 100 columns, none of which breaks an item."""
+    lines = [""]
+    for item in items:
+        if len(lines[-1]) + len(item) > 90:
+            lines.append("")
+        lines[-1] += f"{item}{separator} "
+    return [" " * 8 + line.rstrip(" ;") for line in lines]
 
 
 def checked_alone(table: Table) -> str:
@@ -173,9 +181,12 @@ def checked_alone(table: Table) -> str:
     )
 
 
+def neutral(table: Table) -> str:
+    options = [option for option in table.options.values() if option.neutral]
+    return "\n".join(f"    {_quoted(option.name)}: {option.neutral}," for option in options)
+
+
 def aliases(table: Table) -> str:
     return ", ".join(
-        f'"{option.name}": "{option.alias_of}"'
-        for option in table.options.values()
-        if option.alias_of
+        f"{_quoted(o.name)}: {_quoted(o.alias_of)}" for o in table.options.values() if o.alias_of
     )

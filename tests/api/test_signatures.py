@@ -1,6 +1,5 @@
 """The public functions have the documented parameters: names, order, defaults."""
 
-import dataclasses
 import inspect
 
 import preflash
@@ -289,4 +288,6 @@ def test_every_argument_of_plan_is_handed_on(wrapper, arguments, monkeypatch):
     wrapper.plan(object.__new__(wrapper), **{name: f"that of {name}" for name in names[1:]})
     (got,) = received
     assert type(got) is arguments
-    assert dataclasses.asdict(got) == {name: f"that of {name}" for name in names[1:]}
+    assert {name: getattr(got, name) for name in got.__slots__} == {
+        name: f"that of {name}" for name in names[1:]
+    }

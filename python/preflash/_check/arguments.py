@@ -26,7 +26,7 @@ class CheckedAlone(NamedTuple):
 
 def converted(a: Any, kind: type[Arguments], **given: Any) -> Arguments:
     """A call as one of another kind: what is given, what both have, and defaults."""
-    both = (name for name in type(a).__slots__ if name in kind.__dataclass_fields__)
+    both = (name for name in type(a).__slots__ if name in kind.__slots__)
     return kind(**{**{name: getattr(a, name) for name in both}, **given})
 
 

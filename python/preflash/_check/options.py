@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -12,37 +13,47 @@ import torch
 from .. import _core
 from . import values as check
 from .arguments import UnservedRunOptions
-from .calls import ALIASES, CHECKED_ALONE, BatchArguments, PagedPlanArguments, SingleArguments
+from .calls import (
+    ALIASES,
+    CHECKED_ALONE,
+    NEUTRAL,
+    BatchArguments,
+    PagedPlanArguments,
+    RaggedPlanArguments,
+    SingleArguments,
+)
 
-_OF_PLAN = PagedPlanArguments.OPTIONS  # both wrappers have the same
-_given_to_plan = operator.attrgetter(*_OF_PLAN)
-_given_to_single = operator.attrgetter(*SingleArguments.OPTIONS)
+# The options of a call, as a tuple.
+_given_to: dict[type, Callable[[Any], tuple]] = {
+    kind: operator.attrgetter(*kind.OPTIONS)
+    for kind in (PagedPlanArguments, RaggedPlanArguments, SingleArguments)
+}
 _CONSTANT = frozenset((int, float, bool, str, type(None), torch.dtype))
 
 
 def batch_options(a: BatchArguments) -> _core.AttentionOptions:
     """The options in the arguments of a wrapper's plan()."""
     check.not_traced()
-    check_neutral(a)
     masked = has_mask(a)
-    given = _given_to_plan(a)
+    kind = type(a)
+    given = _given_to[kind](a)
     try:
-        return _remembered(masked, *given)
+        return _remembered(kind, masked, *given)
     except TypeError:  # not to be remembered, or wrong: the checks say so
-        return _checked(masked, given)
+        return _checked(kind, masked, *given)
 
 
 # Steps differ in their lengths, not in these: checking them again would be a tenth of plan(). By
 # type as well as by value, because 1, 1.0 and True are equal and not all of them accepted.
 @functools.lru_cache(maxsize=256, typed=True)
-def _remembered(masked: bool, *given: Any) -> _core.AttentionOptions:
+def _remembered(kind: type, masked: bool, *given: Any) -> _core.AttentionOptions:
     if not _CONSTANT.issuperset(map(type, given)):
         raise TypeError("what is equal by identity, as tensors are, may hold another value by then")
-    return _checked(masked, given)
+    return _checked(kind, masked, *given)
 
 
-def _checked(masked: bool, given: tuple) -> _core.AttentionOptions:
-    options = _in_one_spelling(_OF_PLAN, given)
+def _checked(kind: type, masked: bool, *given: Any) -> _core.AttentionOptions:
+    options = _in_one_spelling(dict(zip(kind.OPTIONS, given, strict=True)))
     head_dim = check.positive("head_dim", check.required("head_dim", options["head_dim"]))
     head_dim_vo = options["head_dim_vo"]
     return _attention_options(
@@ -65,7 +76,7 @@ def single_options(a: SingleArguments) -> _core.AttentionOptions:
                 f"{name} has shape {tuple(value.shape)}; must be three-dimensional: "
                 "tokens, heads and head_dim"
             )
-    options = _in_one_spelling(SingleArguments.OPTIONS, _given_to_single(a))
+    options = _in_one_spelling(options_of(a))
     check.one_of("kv_layout", a.kv_layout, check.KV_LAYOUTS)
     tokens, heads = (0, 1) if a.kv_layout == "NHD" else (1, 0)
     if v.shape[tokens] != k.shape[tokens]:
@@ -86,7 +97,7 @@ def single_key(a: SingleArguments) -> tuple:
     """The options of a single request as a key holds them: with their types, because 1, 1.0 and
     True are equal and not all of them accepted, and by value, because an integer in a tensor or in
     an array of numpy's may be another one by the next call."""
-    values = _given_to_single(a)
+    values = _given_to[SingleArguments](a)
     types = tuple(map(type, values))
     if not _CONSTANT.issuperset(types):
         given = dict(zip(SingleArguments.OPTIONS, map(check.plain, values), strict=True))
@@ -105,14 +116,19 @@ def has_mask(a: Any) -> bool:
     return a.custom_mask is not None or a.packed_custom_mask is not None
 
 
-def check_neutral(a: Any) -> None:
-    """Refuses, by name, the options of a call that are not served."""
-    for name, value in a.NEUTRAL.items():
-        given = getattr(a, name)
+def check_neutral(options: dict[str, Any]) -> None:
+    """Refuses, by name, those that are not served."""
+    for name, value in NEUTRAL.items():
+        given = options.get(name, value)
         if given is not value:
             if value is None:
                 check.absent(**{name: given})
             check.neutral(name, given, value)
+
+
+def options_of(a: Any) -> dict[str, Any]:
+    """What decides the plan of a call, by name."""
+    return {name: getattr(a, name) for name in a.OPTIONS}
 
 
 def check_unserved(a: UnservedRunOptions) -> None:
@@ -132,9 +148,8 @@ class _Asked(NamedTuple):
     value: Any
 
 
-def _in_one_spelling(names: tuple[str, ...], given: tuple) -> dict[str, Any]:
-    """Options by name; where one has two names, by the first."""
-    options = dict(zip(names, given, strict=True))
+def _in_one_spelling(options: dict[str, Any]) -> dict[str, Any]:
+    """Where an option has two names, by the first."""
     for alias, name in ALIASES.items():
         if alias in options:
             options[name] = check.alias(name, options[name], alias, options.pop(alias))
@@ -145,6 +160,7 @@ def _attention_options(
     options: dict[str, Any], masked: bool, q: _Asked, kv: _Asked, **known: int
 ) -> _core.AttentionOptions:
     """known: fields that no option of the call says."""
+    check_neutral(options)
     encoding = check.position_encoding(
         options["pos_encoding_mode"], options["rope_scale"], options["rope_theta"]
     )

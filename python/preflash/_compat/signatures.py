@@ -9,6 +9,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
+from .._check.calls import NEUTRAL
 from .._plan.masks import DENSE_DTYPES
 
 P = ParamSpec("P")
@@ -75,11 +76,10 @@ class _Orders:
     """Both orders of one call's positional parameters."""
 
     def __init__(self, kind: type) -> None:
-        parameters = inspect.signature(kind).parameters.values()
+        parameters = _parameters(kind)
         self._types = {parameter.name: parameter.annotation for parameter in parameters}
-        self._neutral = kind.NEUTRAL
         self._documented = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
-        self._newer = kind.NEWER or self._documented
+        self._newer = getattr(kind, "NEWER", self._documented)
         # Calls with no more positional arguments than this mean the same in either order.
         same = [a == b for a, b in zip(self._documented, self._newer, strict=False)]
         self.num_same = same.index(False) if False in same else len(self._newer)
@@ -111,7 +111,7 @@ class _Orders:
     def _fits(self, name: str, value: Any) -> bool:
         of_type = self._types[name]
         if value is None:
-            return "None" in of_type or name in self._neutral or of_type not in _NEVER_NONE
+            return "None" in of_type or name in NEUTRAL or of_type not in _NEVER_NONE
         fits = _FITS.get(name) or _FITS.get(of_type.removesuffix(" | None"))
         return fits is None or fits(value)
 
@@ -170,6 +170,11 @@ def _collector(kind: type, function: Callable, defaults: dict[str, Any]) -> Call
     return collect
 
 
+@functools.cache
+def _parameters(kind: type) -> tuple[inspect.Parameter, ...]:
+    return tuple(inspect.signature(kind).parameters.values())
+
+
 def _refuse(kind: type, function: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
     """Says what is missing, unknown or too much, in the name of the function that was called."""
     try:
@@ -185,8 +190,8 @@ def _with_signature(
     own = inspect.signature(function)
     first = list(own.parameters.values())[:-1]
     of_call = [
-        parameter.replace(default=defaults.get(name, parameter.default))
-        for name, parameter in inspect.signature(kind).parameters.items()
+        parameter.replace(default=defaults.get(parameter.name, parameter.default))
+        for parameter in _parameters(kind)
     ]
     call.__signature__ = own.replace(parameters=[*first, *of_call])
     named = {p.name: p.annotation for p in (*first, *of_call) if p.annotation is not p.empty}

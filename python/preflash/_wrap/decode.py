@@ -12,7 +12,7 @@ import torch
 from .._check import values as check
 from .._check.arguments import KvCache, Result, Scale, converted
 from .._check.calls import DecodeForwardArguments, DecodePlanArguments, PagedPlanArguments
-from .._check.options import check_neutral
+from .._check.options import check_neutral, options_of
 from .._check.outputs import DEFAULT_OUTPUTS, Outputs
 from .._compat.signatures import takes
 from .paged import BatchPrefillWithPagedKVCacheWrapper
@@ -140,7 +140,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
         return super()._workspace_size(self._as_prefill(a))
 
     def _as_prefill(self, a: DecodePlanArguments) -> PagedPlanArguments:
-        check_neutral(a)
+        check_neutral(options_of(a))
         q_data_type, kv_data_type = data_types(a.q_data_type, a.kv_data_type, a.data_type)
         qo_indptr = _one_query_each(a.last_page_len)
         # Here, where the two have the names that the caller knows.

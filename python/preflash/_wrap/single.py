@@ -16,7 +16,7 @@ from .._check import values as check
 from .._check.arguments import PerHead, Qkv, Result, per_head_of, scales_of
 from .._check.calls import SingleArguments
 from .._check.lengths import single_lengths
-from .._check.options import check_neutral, has_mask, single_key, single_options
+from .._check.options import has_mask, single_key, single_options
 from .._check.outputs import Outputs, outputs_of
 from .._check.request import Request
 from .._check.scales import Scales, folded_scales, softmax_scale
@@ -66,7 +66,6 @@ def attention_of_one(a: SingleArguments) -> Result:
 @check.eager
 def prefill(a: SingleArguments) -> Result:
     """Attention of one request."""
-    check_neutral(a)
     outputs, per_head = outputs_of(a), per_head_of(a)
     q, k, v = a.q, a.k, a.v
     try:

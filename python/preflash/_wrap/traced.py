@@ -19,7 +19,7 @@ import torch
 from .._check import values as check
 from .._check.arguments import KvCache, Result, RunArguments
 from .._check.calls import CHECKED_ALONE, ForwardArguments, SingleArguments
-from .._check.options import check_neutral
+from .._check.options import check_neutral, options_of
 from .._check.outputs import Outputs, outputs_of
 
 _wrappers: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
@@ -99,7 +99,7 @@ def forward(
 
 def single(a: SingleArguments) -> Result:
     """single_prefill_with_kv_cache()."""
-    check_neutral(a)
+    check_neutral(options_of(a))
     outputs = outputs_of(a)
     tensors = (a.q, a.k, a.v)
     options = _options(a)
