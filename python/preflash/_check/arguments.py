@@ -26,8 +26,14 @@ class CheckedAlone(NamedTuple):
 
 def converted(a: Any, kind: type[Arguments], **given: Any) -> Arguments:
     """A call as one of another kind: what is given, what both have, and defaults."""
-    both = (name for name in type(a).__slots__ if name in kind.__slots__)
+    pair = (type(a), kind)
+    both = _in_both.get(pair)
+    if both is None:
+        both = _in_both[pair] = tuple(name for name in pair[0].__slots__ if name in kind.__slots__)
     return kind(**{**{name: getattr(a, name) for name in both}, **given})
+
+
+_in_both: dict[tuple[type, type], tuple[str, ...]] = {}
 
 
 class GivenScales(NamedTuple):
