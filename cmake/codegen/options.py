@@ -54,6 +54,15 @@ class Option:
 
 
 @dataclass(frozen=True)
+class Field:
+    """A row of [field]."""
+
+    name: str
+    type: str
+    member: str = ""
+
+
+@dataclass(frozen=True)
 class Call:
     """A [call.*] table, and the options that name it."""
 
@@ -75,6 +84,7 @@ class Table:
     """All of options.toml."""
 
     options: Mapping[str, Option]
+    fields: Mapping[str, Field]
     calls: Mapping[str, Call]
 
     def keywords(self, call: Call) -> list[str]:
@@ -100,6 +110,7 @@ def read_table(document: Mapping) -> Table:
     """Of a parsed options.toml. Raises SpecError for a name that it does not explain."""
     table = Table(
         {name: _row(Option, name, row) for name, row in document["option"].items()},
+        {name: _row(Field, name, row) for name, row in document["field"].items()},
         {name: _row(Call, name, row) for name, row in document["call"].items()},
     )
     for call in table.calls.values():
@@ -112,12 +123,14 @@ def read_table(document: Mapping) -> Table:
         _check_known(f"newer of [call.{call.name}]", call.newer, of_call)
     for option in table.options.values():
         _check_known(f"keyword_of of {option.name}", option.keyword_of, table.calls)
+        if option.field:
+            _check_known(f"field of {option.name}", [option.field], table.fields)
         if option.alias_of:
             _check_known(f"alias_of of {option.name}", [option.alias_of], table.options)
     return table
 
 
-def _row(kind: type, name: str, row: Mapping) -> Option | Call:
+def _row(kind: type, name: str, row: Mapping) -> Option | Field | Call:
     try:
         return kind(name=name, **row)
     except TypeError as error:
@@ -190,3 +203,22 @@ def aliases(table: Table) -> str:
     return ", ".join(
         f"{_quoted(o.name)}: {_quoted(o.alias_of)}" for o in table.options.values() if o.alias_of
     )
+
+
+def visits(table: Table) -> str:
+    """Every field of AttentionOptions, for the binding."""
+    return "\n".join(
+        f"  visit({_quoted(field.name)}, [](auto& options) -> auto& "
+        f"{{ return options.{field.member or field.name}; }});"
+        for field in table.fields.values()
+    )
+
+
+def stub(table: Table) -> str:
+    """The same for _core.pyi."""
+    fields = [f"{one.name}: {one.type}" for one in table.fields.values()]
+    lines = ["def __init__(", "    self,", "    *,", *(f"    {one} = ...," for one in fields)]
+    lines += [") -> None: ..."]
+    for one in table.fields.values():
+        lines += ["@property", f"def {one.name}(self) -> {one.type}: ..."]
+    return "".join(f"    {line}\n" for line in lines)
