@@ -60,16 +60,18 @@ class Inputs:
         if case.position is Position.ROPE:
             # None stands for the defaults of the interface, not for those of the oracle.
             rope = Rope(case.rope_scale or 1.0, case.rope_theta or 1e4)
-        return Pipeline(
-            sm_scale=case.scale,
-            causal=case.mask is MaskKind.CAUSAL,
-            window_left=case.window_left,
-            soft_cap=case.soft_cap or 0.0,
-            slopes=alibi_slopes(case.num_qo_heads) if case.position is Position.ALIBI else None,
-            rope=rope,
-            sinks=self.sinks,
-            scales=self.scales,
-        )
+        steps = {field.name for field in dataclasses.fields(Pipeline)}
+        same = {name: value for name, value in vars(case).items() if name in steps}
+        changes = {
+            "sm_scale": case.scale,
+            "causal": case.mask is MaskKind.CAUSAL,
+            "soft_cap": case.soft_cap or 0.0,
+            "slopes": alibi_slopes(case.num_qo_heads) if case.position is Position.ALIBI else None,
+            "rope": rope,
+            "sinks": self.sinks,
+            "scales": self.scales,
+        }
+        return Pipeline(**{**same, **changes})
 
     def request(self, i: int) -> Request:
         """Gathers request i out of the storage, following the page table."""

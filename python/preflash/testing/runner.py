@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import torch
 
+from .._check.calls import PagedPlanArguments, RaggedPlanArguments, SingleArguments
 from .._plan import staging
 from . import comparison
 from .case import Case, Magnitude, Position
@@ -47,20 +49,19 @@ def plan_arguments(inputs: Inputs) -> tuple[tuple, dict]:
         "packed_custom_mask": inputs.packed_custom_mask,
         "causal": inputs.pipeline.causal,
         "pos_encoding_mode": case.position.value,
-        "rope_scale": case.rope_scale,
-        "rope_theta": case.rope_theta,
-        "sm_scale": case.sm_scale,
-        "window_left": case.window_left,
         "logits_soft_cap": case.soft_cap,
         "q_data_type": case.dtype,
         "kv_data_type": case.dtype_kv,
-        "o_data_type": case.o_dtype,
-        "fixed_split_size": case.fixed_split_size,
-        "disable_split_kv": case.disable_split_kv,
     }
-    if case.head_dim_vo is not None:
-        options["head_dim_vo"] = case.head_dim_vo
-    return positional, options
+    kind = PagedPlanArguments if case.paged else RaggedPlanArguments
+    return positional, {**_options_of(case, kind), **options}
+
+
+def _options_of(case: Case, kind: type) -> dict:
+    """Those that a case and a call have by the same name."""
+    by_position = {"num_qo_heads", "num_kv_heads", "head_dim", "page_size"}
+    names = {field.name for field in dataclasses.fields(case)} - by_position
+    return {name: getattr(case, name) for name in kind.__slots__ if name in names}
 
 
 def plan(wrapper, inputs: Inputs, **overrides) -> None:
@@ -99,20 +100,16 @@ def single(inputs: Inputs, *, backend: str, **options):
     kv_len = case.kv_lens[0]
     tokens = 0 if case.layout == "NHD" else 1
     arguments = {
+        **_options_of(case, SingleArguments),
         "custom_mask": None if inputs.custom_mask is None else inputs.masks[0],
         "packed_custom_mask": inputs.packed_custom_mask,
         "causal": inputs.pipeline.causal,
         "pos_encoding_mode": case.position.value,
-        "rope_scale": case.rope_scale,
-        "rope_theta": case.rope_theta,
         "kv_layout": case.layout,
-        "sm_scale": case.sm_scale,
-        "window_left": case.window_left,
         "logits_soft_cap": case.soft_cap,
         "return_lse": True,
         "backend": backend,
         "sinks": inputs.sinks,
-        "o_dtype": case.o_dtype,
         **_scale_arguments(inputs),
     }
     return preflash.single_prefill_with_kv_cache(
