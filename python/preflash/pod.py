@@ -20,6 +20,7 @@ from ._check import values as check
 from ._check.arguments import GivenScales, KvCache, Result, Scale, converted
 from ._check.calls import DecodePlanArguments, PodPlanArguments, SingleArguments
 from ._check.lengths import single_lengths
+from ._check.names import tells_nearest
 from ._check.options import has_mask, single_key, single_options
 from ._check.outputs import Outputs, outputs_of, run_outputs
 from ._check.request import Request
@@ -68,6 +69,7 @@ class PODWithPagedKVCacheWrapper(PodWrapper):
         NotImplementedError: backend="cudnn".
     """
 
+    @tells_nearest
     def __init__(
         self,
         float_workspace_buffer: torch.Tensor,

@@ -13,6 +13,7 @@ from .._check import values as check
 from .._check.arguments import GivenScales, KvCache, Result, Scale, converted
 from .._check.calls import BatchPodPlanArguments, PagedPlanArguments
 from .._check.lengths import Lengths
+from .._check.names import tells_nearest
 from .._check.outputs import run_outputs
 from .._check.scales import folded_scales
 from .._compat.signatures import takes
@@ -47,6 +48,7 @@ class BatchPODWithPagedKVCacheWrapper(PodWrapper):
         NotImplementedError: backend="cudnn".
     """
 
+    @tells_nearest
     def __init__(
         self,
         float_workspace_buffer: torch.Tensor,

@@ -19,6 +19,7 @@ from .._check.arguments import (
     UnservedRunOptions,
 )
 from .._check.calls import PagedForwardArguments, PagedPlanArguments
+from .._check.names import tells_nearest
 from .._check.outputs import DEFAULT_OUTPUTS, Outputs, run_outputs
 from .._compat.engine_attributes import PagedEngineAttributes
 from .._compat.signatures import takes
@@ -63,6 +64,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillWrapper, PagedEngineAttrib
         NotImplementedError: backend="cudnn" with use_cuda_graph=True.
     """
 
+    @tells_nearest
     def __init__(
         self,
         float_workspace_buffer: torch.Tensor,

@@ -18,6 +18,7 @@ from .._check.arguments import (
     UnservedRunOptions,
 )
 from .._check.calls import RaggedForwardArguments, RaggedPlanArguments
+from .._check.names import tells_nearest
 from .._check.outputs import DEFAULT_OUTPUTS, Outputs, run_outputs
 from .._compat.engine_attributes import RaggedEngineAttributes
 from .._compat.signatures import takes
@@ -59,6 +60,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillWrapper, RaggedEngineAttr
         NotImplementedError: backend="cudnn" with use_cuda_graph=True.
     """
 
+    @tells_nearest
     def __init__(
         self,
         float_workspace_buffer: torch.Tensor,
