@@ -18,16 +18,18 @@ from math import ceil
 from pathlib import Path
 from string import Template
 
+import options
 import render
-from spec import Matrix, SpecError, Tile, Variant, load_matrix
+from spec import Matrix, SpecError, Tile, Variant, load_matrix, load_options
 from vocabulary import SIZES, Family, Vocabulary
 
 ROOT = Path(__file__).resolve().parents[2]
 TEMPLATES = Path(__file__).resolve().parent / "templates"
 DOCS = ROOT / "docs" / "variants.md"
 STUB = ROOT / "python" / "preflash" / "_core.pyi"
-STUB_BEGIN = "# From cpp/variants/forward.toml, by cmake/codegen/generate.py --refresh:\n"
-STUB_END = "# End of what forward.toml says.\n"
+STUB_END = "# End of what {} says.\n"
+STUB_BEGIN = "# From cpp/variants/{}, by cmake/codegen/generate.py --refresh:\n"
+CALLS = "python/preflash/_check/calls.py"
 
 # Headers and the templates that kernels share cost a file as much as one or two kernels do; above
 # five the longest file holds up a build on 16 cores.
@@ -225,17 +227,38 @@ def _of_segments(variant: Variant, text: str) -> str:
     return " + ".join(text.format(tile) for tile in tiles)
 
 
-def stub_text(vocabulary: Vocabulary) -> str:
-    """_core.pyi with the vocabulary that forward.toml has now."""
-    text = STUB.read_text()
-    before, _, rest = text.partition(STUB_BEGIN)
-    _, _, after = rest.partition(STUB_END)
-    return f"{before}{STUB_BEGIN}{render.stub(vocabulary)}{STUB_END}{after}"
+def stub_text(vocabulary: Vocabulary, table: options.Table) -> str:
+    """_core.pyi with the vocabulary that forward.toml has, and the fields that options.toml has."""
+    text = _replaced(STUB.read_text(), "forward.toml", render.stub(vocabulary))
+    return _replaced(text, "options.toml", options.stub(table))
+
+
+def _replaced(text: str, source: str, part: str) -> str:
+    """The text with another part between the lines that name its source."""
+    end = STUB_END.format(source)
+    before, begin, rest = text.partition(STUB_BEGIN.format(source))
+    margin = before[before.rindex("\n") + 1 :]  # of the line that begins it
+    _, _, after = rest.partition(margin + end)
+    return f"{before}{begin}{part}{margin}{end}{after}"
 
 
 def refresh(matrix: Matrix) -> None:
     DOCS.write_text(docs_text(matrix))
-    STUB.write_text(stub_text(matrix.vocabulary))
+    STUB.write_text(stub_text(matrix.vocabulary, load_options()))
+
+
+def calls_text(table: options.Table) -> str:
+    """preflash/_check/calls.py."""
+    return _template("calls.py.in").substitute(
+        classes=options.classes(table),
+        checked_alone=options.checked_alone(table),
+        neutral=options.neutral(table),
+        aliases=options.aliases(table),
+    )
+
+
+def bind_options_text(table: options.Table) -> str:
+    return _template("bind_options.in").substitute(visits=options.visits(table))
 
 
 def outputs(build: Build, matrix: Matrix) -> dict[str, str]:
@@ -247,6 +270,9 @@ def outputs(build: Build, matrix: Matrix) -> dict[str, str]:
     files["bindings/bind_vocabulary.inl"] = bind_vocabulary_text(matrix.vocabulary)
     files["matrix.cpp"] = matrix_text(matrix)
     files["variants.json"] = variants_json(build)
+    table = load_options()
+    files["bindings/bind_options.inl"] = bind_options_text(table)
+    files[CALLS] = calls_text(table)
     return files
 
 

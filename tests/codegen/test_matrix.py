@@ -274,7 +274,7 @@ def test_ci_covers_every_axis_value_of_every_family(matrix):
     ("path", "text"),
     [
         (generate.DOCS, generate.docs_text),
-        (generate.STUB, lambda matrix: generate.stub_text(matrix.vocabulary)),
+        (generate.STUB, lambda matrix: generate.stub_text(matrix.vocabulary, spec.load_options())),
     ],
     ids=["docs", "stub"],
 )
@@ -492,7 +492,7 @@ def test_an_added_axis_renames_no_kernel(tmp_path, matrix):
     assert "  kSparse,  // those of little weight" in header
     assert "Skip skip = Skip::kNone;" in header
     assert '"skip"' in generate.matrix_text(grown)
-    assert "sparse: Skip" in generate.stub_text(grown.vocabulary)
+    assert "sparse: Skip" in generate.stub_text(grown.vocabulary, spec.load_options())
     assert "`sparse`" in generate.docs_text(grown)
     write_vocabulary(tmp_path, grown)
     (tmp_path / "matrix.cpp").write_text(generate.matrix_text(grown))
