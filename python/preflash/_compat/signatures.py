@@ -118,19 +118,19 @@ class _Orders:
 
 
 def takes(
-    kind: Callable[P, Arguments], **defaults: Any
+    kind: Callable[P, Arguments],
 ) -> Callable[[Callable[[Self, Arguments], Result]], Callable[Concatenate[Self, P], Result]]:
-    """Gives a method the parameters of a call, with these defaults instead of its own. It receives
-    them as one object, in whichever order they came; `head_dim_qk` may stand for `head_dim`."""
+    """Gives a method the parameters of a call. It receives them as one object, in whichever order
+    they came; `head_dim_qk` may stand for `head_dim`."""
 
     def decorate(method: Callable) -> Callable:
-        collect = _collector(kind, method, defaults)
+        collect = _collector(kind, method, {})
 
         @functools.wraps(method)
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
             return method(self, collect(args, kwargs))
 
-        return _with_signature(call, method, kind, defaults)
+        return _with_signature(call, method, kind, {})
 
     return decorate
 
@@ -138,7 +138,7 @@ def takes(
 def function_takes(
     kind: Callable[P, Arguments], **defaults: Any
 ) -> Callable[[Callable[[Arguments], Result]], Callable[P, Result]]:
-    """takes() for a function that is no method."""
+    """takes() for a function that is no method, with these defaults instead of the call's."""
 
     def decorate(function: Callable) -> Callable:
         collect = _collector(kind, function, defaults)
