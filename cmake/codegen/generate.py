@@ -29,9 +29,9 @@ STUB = ROOT / "python" / "preflash" / "_core.pyi"
 STUB_BEGIN = "# From cpp/variants/forward.toml, by cmake/codegen/generate.py --refresh:\n"
 STUB_END = "# End of what forward.toml says.\n"
 
-# Headers and the templates that kernels share cost a file as much as one or two kernels do; above
-# five the longest file holds up a build on 16 cores.
-MAX_KERNELS_PER_FILE = 5
+# Headers and the templates that kernels share cost a file as much as two to five kernels do; above
+# six the longest file holds up a build on 16 cores.
+MAX_KERNELS_PER_FILE = 6
 
 
 @dataclass(frozen=True)
@@ -280,9 +280,12 @@ def _initialiser(variant: Variant) -> str:
 
 
 def _group_name(variant: Variant) -> str:
-    """The id up to the head_dim."""
+    """The id up to the head_dim, and which tiles where short ones are kernels of their own: beside
+    others the compiler makes other machine code of those."""
     axes = variant.vocabulary.axes
     names = list(axes)[: list(axes).index("head_dim") + 1]
+    if variant.family_facts.short_tiles == "own":
+        names.append("tile_class")
     parts = [axes[name].part_of_id(variant.values[name]) for name in names]
     return "_".join(part for part in parts if part)
 
