@@ -31,9 +31,21 @@ STUB_END = "# End of what {} says.\n"
 STUB_BEGIN = "# From cpp/variants/{}, by cmake/codegen/generate.py --refresh:\n"
 CALLS = "python/preflash/_check/calls.py"
 
-# Headers and the templates that kernels share cost a file as much as one or two kernels do; above
-# five the longest file holds up a build on 16 cores.
-MAX_KERNELS_PER_FILE = 5
+# Headers and the templates that kernels share cost a file as much as two to five kernels do; above
+# six the longest file holds up a build on 16 cores.
+MAX_KERNELS_PER_FILE = 6
+# NOTE: the machine code of sm90's kernels depends on their neighbours in a file, in a few scalar
+# instructions; sm80's does not. Other files for sm90 are other kernels, to be measured again.
+MAX_HOPPER_KERNELS_PER_FILE = 4
+_SPLITTING_AXES = (
+    "segments",
+    "arrival",
+    "tile_class",
+    "position",
+    "logits",
+    "mask",
+    "sparsity",
+)
 
 
 @dataclass(frozen=True)
@@ -87,18 +99,38 @@ def sources(variants: Sequence[Variant]) -> list[Source]:
 
     for name, members in groups.items():
         family = members[0].family_facts
-        parts = _even_parts(members)
-        for i, part in enumerate(parts):
-            of_several = f"_{i + 1}of{len(parts)}" if len(parts) > 1 else ""
-            result.append(Source(family, f"{family.name}/{name}{of_several}.cu", part))
+        split = _parts_by_axes if family.short_tiles == "own" else _even_parts
+        for part, of_part in split(name, members).items():
+            result.append(Source(family, f"{family.name}/{part}.cu", of_part))
     return result
 
 
-def _even_parts(members: Sequence[Variant]) -> list[Sequence[Variant]]:
-    """In runs of MAX_KERNELS_PER_FILE at most, equally long: neighbours share most templates."""
+def _even_parts(name: str, members: Sequence[Variant]) -> dict[str, Sequence[Variant]]:
+    """In runs of MAX_KERNELS_PER_FILE at most, equally long."""
     count = ceil(len(members) / MAX_KERNELS_PER_FILE)
     ends = [len(members) * i // count for i in range(count + 1)]
-    return [members[begin:end] for begin, end in pairwise(ends)]
+    return {
+        f"{name}_{i + 1}of{count}": members[begin:end]
+        for i, (begin, end) in enumerate(pairwise(ends))
+    }
+
+
+def _parts_by_axes(name: str, members: Sequence[Variant]) -> dict[str, list[Variant]]:
+    """In parts of MAX_HOPPER_KERNELS_PER_FILE at most, named by the axes that tell them apart."""
+    parts = {name: list(members)}
+    for axis in _SPLITTING_AXES:
+        if max(map(len, parts.values())) <= MAX_HOPPER_KERNELS_PER_FILE:
+            break
+        finer: dict[str, list[Variant]] = {}
+        for part, of_part in parts.items():
+            if len(of_part) <= MAX_HOPPER_KERNELS_PER_FILE:
+                finer[part] = of_part
+                continue
+            for variant in of_part:
+                finer.setdefault(f"{part}_{variant.values[axis]}", []).append(variant)
+        if len(finer) > len(parts):
+            parts = finer
+    return parts
 
 
 def source_text(source: Source) -> str:
