@@ -72,6 +72,7 @@ __device__ __forceinline__ ItemSpan items_of_cta(const ParamsOf<Traits>& params)
 template <class V>
 __global__ void __launch_bounds__(ForwardTraits<V>::kThreads, V::kTile.ctas_per_sm)
     forward_kernel(const __grid_constant__ ParamsOf<ForwardTraits<V>> params) {
+#ifdef __CUDA_ARCH__  // the host compiles the signature alone
   using Traits = ForwardTraits<V>;
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
   auto& smem = *reinterpret_cast<SharedStorage<Traits>*>(smem_bytes);
@@ -113,6 +114,7 @@ __global__ void __launch_bounds__(ForwardTraits<V>::kThreads, V::kTile.ctas_per_
     int thread = threadIdx.x % kWarpgroupThreads;
     ForwardMainloop<Traits>(params, smem, warpgroup - Traits::kProducers, thread).run();
   }
+#endif
 }
 
 }  // namespace preflash::sm90

@@ -10,7 +10,7 @@ import torch
 
 from .. import _core
 from . import values as check
-from .arguments import BatchArguments, PagedPlanArguments, RaggedPlanArguments
+from .calls import BatchArguments, PagedPlanArguments, RaggedPlanArguments
 
 # The batch of usual arrays on the CPU; None: look at them one by one.
 _paged_batch = _core.paged_batches(check.TORCH, torch.Tensor, torch.int32)
