@@ -1,9 +1,9 @@
-"""Turns cpp/variants into the vocabulary, kernel sources and tables, variants.json and docs.
+"""Turns cpp/variants into the vocabulary, kernels, arguments of calls, variants.json and docs.
 
 generate.py --list       one line per kernel source: family, its architectures, file, ids
 generate.py --write DIR  writes them; files that are already right are not touched
 generate.py --refresh    rewrites what the repository holds of it: docs/variants.md and the
-                         vocabulary in python/preflash/_core.pyi
+                         vocabulary and AttentionOptions in python/preflash/_core.pyi
 """
 
 from __future__ import annotations
