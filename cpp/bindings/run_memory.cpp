@@ -2,11 +2,11 @@
 
 #include <algorithm>
 #include <exception>
+#include <iterator>
 #include <stdexcept>
 #include <utility>
 
 #include "bindings/fast_call.h"
-#include "core/device_plan.h"
 
 namespace preflash {
 
@@ -27,9 +27,7 @@ TensorMemory seen(const dlpack::Tensor& tensor) {
 }
 
 TensorMemory seen(const Torch& torch, py::handle tensor) {
-  if (torch.exchange != nullptr) {
-    if (const auto read = torch.read(tensor.ptr())) return seen(*read);
-  }
+  if (const auto read = torch.read(tensor.ptr())) return seen(*read);
   const bool contiguous = tensor.attr("is_contiguous")().cast<bool>();
   return {.address = tensor.attr("data_ptr")().cast<Address>(),
           .bytes = contiguous ? tensor.attr("nbytes").cast<std::int64_t>() : -1};
@@ -88,6 +86,29 @@ TensorMemory memory_of(const Torch& torch, std::string_view name, py::handle ten
   return memory;
 }
 
+RunMemory RunMemory::of(const Torch& torch, py::object partials, py::dict of_extras) {
+  RunMemory memory;
+  memory.partials = std::move(partials);
+  memory.owners = of_extras;
+  RunExtras& extras = memory.extras;
+  for (const auto& [key, tensor] : of_extras) {
+    const auto name = key.cast<std::string>();
+    const Address address = tensor.is_none() ? 0 : torch.address_of(tensor.ptr());
+    if (name == "mask_bits") {
+      extras.mask_bits = pointer<const std::uint8_t>(address);
+    } else if (name == "mask_classes") {
+      extras.mask_classes = pointer<std::uint32_t>(address);
+    } else {
+      const auto* of_heads = std::ranges::find(kHeadTensors, name, &HeadTensor::name);
+      if (of_heads == std::end(kHeadTensors)) {
+        throw py::type_error("RunMemory has no tensor named " + name);
+      }
+      extras.*of_heads->address = pointer<const float>(address);
+    }
+  }
+  return memory;
+}
+
 void HeldMemory::hold(std::string name, py::object tensor, TensorMemory memory) {
   if (memory.bytes == 0) return;
   held_.push_back({.name = std::move(name), .tensor = std::move(tensor), .memory = memory});
@@ -119,22 +140,16 @@ void HeldMemory::refuse(const Held& held) const {
 }
 
 void bind_run_memory(py::module_& m) {
+  py::class_<RunMemory>(m, "RunMemory")
+      .def(py::init([](const Torch& torch, py::object partials, const py::kwargs& of_extras) {
+             return RunMemory::of(torch, std::move(partials), of_extras);
+           }),
+           py::arg("torch"), py::arg("partials"));
   m.attr("bytes_of") =
       py::reinterpret_steal<py::object>(PyCFunction_New(&bytes_definition, nullptr));
   py::class_<HeldMemory, std::shared_ptr<HeldMemory>>(m, "HeldMemory")
       .def(py::init<std::shared_ptr<const Torch>, std::string, std::string>(), py::arg("torch"),
            py::arg("since"), py::arg("way_out"))
-      .def_static(
-          "of_plan",
-          [](std::shared_ptr<const Torch> torch, const DevicePlan& place, py::object tensor) {
-            auto held =
-                std::make_shared<HeldMemory>(std::move(torch), "plan()", "call plan() again");
-            held->hold("int_workspace_buffer", std::move(tensor),
-                       {.address = reinterpret_cast<Address>(place.memory()),
-                        .bytes = place.plan()->int_bytes()});
-            return held;
-          },
-          py::arg("torch"), py::arg("place"), py::arg("tensor"))
       .def(
           "hold",
           [](HeldMemory& held, std::string name, py::object tensor, Address address,

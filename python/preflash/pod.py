@@ -30,7 +30,7 @@ from ._pod.batch import BatchPODWithPagedKVCacheWrapper
 from ._pod.joint import SIDES, Joints
 from ._pod.options import RepeatedOptions
 from ._pod.wrapper import PodWrapper
-from ._run.segments import SegmentRun, of_side
+from ._run.variant import SegmentRun, of_side
 from ._wrap.decode import BatchDecodeWithPagedKVCacheWrapper
 from ._wrap.graph import check_captured
 
@@ -168,8 +168,7 @@ class PODWithPagedKVCacheWrapper(PodWrapper):
         if decode.is_cuda_graph_enabled:
             request = drafted.asked.request
             for _, joint in joints.joined():
-                launch = joint.launch
-                check_captured(launch.place, launch.captured[1], request.lengths)
+                check_captured(joint.launch.place, 1, request.lengths)
             graph_drafts = joints.drafts(request)
             joints.order_behind_runs()
         decode._install(drafted)
@@ -333,10 +332,10 @@ class PODWithPagedKVCacheWrapper(PodWrapper):
             mask = self._mask(given.custom_mask, given.packed_custom_mask, request)
         q, k, v = given.tensors
         runs = [
-            SegmentRun(q, (k, v), scales_p, given.outputs, mask=mask),
+            SegmentRun(q, (k, v), scales_p, given.outputs),
             SegmentRun(q_d, kv_d, scales_d, outputs),
         ]
-        return self._joints.run(key, joint, runs)
+        return self._joints.run(key, joint, runs, mask)
 
     def _prefill_request(self, given: _SingleRun, decode: _core.AttentionOptions) -> Request:
         q, k, v = given.tensors

@@ -73,19 +73,17 @@ class Backend(Protocol):
     def num_threads(self) -> Callable[[], int] | None:
         """Asked for every launch; None: not on the CPU."""
 
-    def runner(self, launch: _core.Launch, memory: _core.HeldMemory) -> Callable[..., bool]:
-        """The function that starts a prepared launch."""
-
-    def runner_of_segments(
-        self, launch: _core.Launch, memory: _core.HeldMemory
-    ) -> Callable[..., bool]:
-        """The same of a launch of several segments."""
+    @property
+    def launched_by(self) -> Callable[[Callable[[], bool]], bool] | None:
+        """Called with the function that starts a launch, instead of that, for tests that record
+        launches. Says as that does whether the launch was captured into a CUDA graph."""
 
 
 class _KernelBackend:
     """The kernels of one family."""
 
     num_threads: Callable[[], int] | None = None
+    launched_by: Callable[[Callable[[], bool]], bool] | None = None
 
     def __init__(self, family: _core.Family) -> None:
         self._family = family
@@ -143,14 +141,6 @@ class _KernelBackend:
     def _refused(self, refusal: str, options: _core.AttentionOptions) -> Exception:
         """What plan() raises on a device that is not the backend's."""
         return ValueError(refusal)
-
-    def runner(self, launch: _core.Launch, memory: _core.HeldMemory) -> Callable[..., bool]:
-        return launch.starter(memory, self.num_threads)
-
-    def runner_of_segments(
-        self, launch: _core.Launch, memory: _core.HeldMemory
-    ) -> Callable[..., bool]:
-        return functools.partial(launch.run_segments, memory)
 
     def __repr__(self) -> str:
         return f"<preflash backend {self.name!r}>"

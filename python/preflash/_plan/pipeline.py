@@ -2,20 +2,21 @@
 
 check   arguments -> Request             _check: options, lengths, scales, outputs; masks here
 plan    Request -> Draft                 here, with _device.backends
-place   Draft -> PlannedVariant          here, with _device.workspace and _run.place
-bind    shapes and strides -> Launch     _run.variant, with _check.tensors
-run     addresses -> result              _run.variant
+place   Draft -> PlannedVariant          here, with _device.workspace
+bind    shapes and strides -> launch     _core.BoundRun asks _run.variant, with _check.tensors
+run     addresses -> result              _core.BoundRun
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 
 from .. import _core
+from .._check import values as check
 from .._check.lengths import Lengths
 from .._check.request import Request, expected_of
 from .._cudnn import planned
@@ -23,7 +24,6 @@ from .._cudnn.planned import CudnnBackend, CudnnPlan, CudnnVariant
 from .._device import backends
 from .._device.buffers import Buffer
 from .._device.workspace import Workspace
-from .._run.place import Memory, Place
 from .._run.variant import PlannedVariant
 from . import staging
 
@@ -66,12 +66,17 @@ def plan(workspace: Workspace, backend_name: str, request: Request) -> Draft:
         # Without a split the work list is shorter.
         unsplit = options.replace(disable_split=True)
         counted = backend.plan(device, unsplit, batch, limits)
-        if counted.int_bytes <= room:
-            return Draft(backend, counted)
-    raise ValueError(
-        f"int_workspace_buffer has {room} bytes; this plan needs {counted.int_bytes} "
-        "(workspace_size tells the sizes beforehand)"
-    )
+    _check_room(workspace, counted)
+    return Draft(backend, counted)
+
+
+def _check_room(workspace: Workspace, plan: _core.Plan) -> None:
+    room = workspace.int_room
+    if room is not None and plan.int_bytes > room:
+        raise ValueError(
+            f"int_workspace_buffer has {room} bytes; this plan needs {plan.int_bytes} "
+            "(workspace_size tells the sizes beforehand)"
+        )
 
 
 def workspace_size(device: torch.device, backend_name: str, request: Request) -> tuple[int, int]:
@@ -97,7 +102,7 @@ def workspace_size(device: torch.device, backend_name: str, request: Request) ->
 
 
 def place(
-    workspace: Workspace, draft: Draft, request: Request, where: Place | None = None
+    workspace: Workspace, draft: Draft, request: Request, where: _core.Place | None = None
 ) -> PlannedVariant | CudnnVariant:
     """Gives a plan its memory. Nothing is written there before upload().
 
@@ -109,46 +114,95 @@ def place(
         buffer = workspace.float_buffer.tensor
         return CudnnVariant(plan, expected, request.lengths, device_stream, buffer)
     if where is None:
-        where = Place(workspace.int_buffer(plan.int_bytes), workspace.uploader())
-    kept = [where.buffer]
-    if workspace.float_buffer is not None:
-        kept.append(workspace.float_buffer)
-    if request.page_indices is not None:
-        kept.append(Buffer(request.page_indices))
-    if request.mask is not None:
-        kept.append(Buffer(request.mask))
-    for buffer in kept:
-        buffer.used_on_current_stream(device_stream)
-    partials = workspace.float_buffer
-    memory = None
-    if partials is not None or request.mask is not None:
-        memory = Memory(None if partials is None else partials.tensor, request.mask)
-    expected = expected_of(request, device_stream.device)
-    return PlannedVariant(
-        plan, where, draft.backend, request, expected, device_stream, kept, memory
-    )
+        where = new_place(workspace, plan)
+    return _placed(workspace, draft, (request,), where)
+
+
+def new_place(workspace: Workspace, plan: _core.Plan) -> _core.Place:
+    """Memory for a work list that nothing else uses."""
+    return place_in(workspace.int_buffer(plan.int_bytes), workspace)
+
+
+def place_in(buffer: Buffer, workspace: Workspace) -> _core.Place:
+    uploader = workspace.uploader()
+    return _core.Place(uploader, check.TORCH, buffer, buffer.tensor, buffer.num_bytes)
+
+
+def _placed(
+    workspace: Workspace,
+    draft: Draft,
+    requests: Sequence[Request],
+    where: _core.Place,
+    names: Sequence[str] = ("",),
+) -> PlannedVariant:
+    device_stream = workspace.device_stream
+    buffers = [where.buffer, workspace.float_buffer]
+    for request in requests:
+        buffers += [Buffer(t) for t in (request.page_indices, request.mask) if t is not None]
+    for buffer in buffers:
+        if buffer is not None:
+            buffer.used_on_current_stream(device_stream)
+    return PlannedVariant(draft.plan, where, draft.backend, requests, device_stream, buffers, names)
 
 
 def upload(
     workspace: Workspace,
     variants: Iterable[PlannedVariant | CudnnVariant],
     request: Request,
-    owner: object = None,
-    state: object = None,
+    then: Callable[[], None] | None = None,
 ) -> None:
     """Starts the copies of placed plans' work lists to the device. Nobody waits for them: the
     staging memory is the uploader's own, and a run on another stream is ordered behind it.
 
-    owner, state: an object and its next `_state`, which is set in the same breath as a copy is
-    started, before any signal handler can raise: what an interrupted plan() leaves is either the
-    old state with its work list or the new one with its own.
+    then: called in the same breath as the last copy is started, before any signal handler can
+    raise: what an interrupted plan() leaves is either the old state with its work list or the new
+    one with its own. NOTE: it must run no bytecode, between which handlers run; a partial of
+    setattr() runs none.
     """
-    page_indices = request.page_indices
-    _core.write_plans(
-        [(variant.device_plan, variant.plan) for variant in variants if variant.device_plan],
-        0 if page_indices is None else page_indices.data_ptr(),
-        request.mask_bits,
-        workspace.device_stream.stream(),
-        owner,
-        state,
-    )
+    placed = [(variant.device_plan, variant.plan) for variant in variants if variant.device_plan]
+    _write(workspace, placed, (request,), request.mask_bits, then)
+
+
+def _write(
+    workspace: Workspace,
+    placed: list[tuple[_core.Place, _core.Plan]],
+    requests: Sequence[Request],
+    mask_bits: int = 0,
+    then: Callable[[], None] | None = None,
+) -> None:
+    pages = [request.page_indices for request in requests]
+    addresses = [0 if indices is None else indices.data_ptr() for indices in pages]
+    _core.write_plans(placed, addresses, mask_bits, workspace.device_stream.stream(), then)
+
+
+# Two batches in one launch, each a segment.
+
+
+def draft_segments(
+    workspace: Workspace, backend: str | backends.Backend, requests: Sequence[Request]
+) -> Draft:
+    """Raises everything that a public plan() raises once its arguments are checked."""
+    device = workspace.device_stream.device
+    if isinstance(backend, str):
+        backend = backends.choose(backend, device, *(request.options for request in requests))
+    segments = [(one.options, one.lengths.batch, one.graph_rows) for one in requests]
+    plan = backend.plan_segments(device, segments, workspace.float_bytes)
+    _check_room(workspace, plan)
+    return Draft(backend, plan)
+
+
+def plan_segments(
+    workspace: Workspace,
+    draft: Draft,
+    requests: Sequence[Request],
+    names: Sequence[str],
+    where: _core.Place | None = None,
+) -> PlannedVariant:
+    """Places and uploads. names: of the segments, in messages. where: the place of an earlier plan,
+    which a CUDA graph runs."""
+    if where is None:
+        where = new_place(workspace, draft.plan)
+    variant = _placed(workspace, draft, requests, where, names)
+    # NOTE: no kernel of two segments goes by the classes of a mask's tiles.
+    _write(workspace, [(where, draft.plan)], requests)
+    return variant

@@ -24,8 +24,7 @@ from .._device import backends
 from .._device.stream import DeviceStream, device_stream_of
 from .._device.workspace import Workspace
 from .._plan import masks, pipeline, staging
-from .._run.place import Memory
-from .._run.variant import PlannedVariant
+from .._run.variant import PlannedVariant, run_memory
 
 _PLANS_KEPT = 64
 # Enough to split the keys of one request over any machine, and for its copies (staging); allocated
@@ -145,7 +144,7 @@ def _run_planned(planned: _Planned, tensors: Qkv, call: SingleCall, outputs: Out
         device = variant.expected.device
         partials = torch.empty(num_bytes, dtype=torch.uint8, device=device) if num_bytes else None
         classes = None if mask is None else variant.mask_classes()
-        memory = Memory(partials, mask, call.per_head, classes)
+        memory = run_memory(partials, mask, call.per_head, classes)
     was_shared = variant.shared
     result = variant.attend_to(q, (k, v), scales, outputs, memory)
     if variant.shared and not was_shared:  # with a CUDA graph
@@ -162,7 +161,8 @@ def _mask(planned: _Planned, tensors: Qkv, call: SingleCall, outputs: Outputs) -
         masks.check_rows(call.custom_mask, (expected.qo_tokens, expected.kv_tokens))
     mask = masks.check_mask(call.custom_mask, call.packed_custom_mask, batch)
     masks.check_mask_device(mask, expected.device)
-    variant.check_tensors(tensors, outputs)
+    q, k, v = tensors
+    variant.check_run(q, (k, v), planned.usual_scales, outputs, None)
     if variant.device_stream.is_capturing() and not (packed and mask.is_cuda):
         raise RuntimeError(
             "a dense mask, or one on the CPU, cannot be packed while the stream is being captured "
