@@ -76,6 +76,12 @@ class WithoutInterpreter {
   PyThreadState* state_;
 };
 
+py::object made(const py::object& make, PyObject* q) {
+  PyObject* const result = PyObject_CallOneArg(make.ptr(), q);
+  if (result == nullptr) throw py::error_already_set();
+  return py::reinterpret_steal<py::object>(result);
+}
+
 // The current stream, which is null on the CPU.
 void* current_stream(const Place& place, const py::object& ask) {
   if (place.device() == kCpuDevice) return nullptr;
@@ -211,12 +217,12 @@ py::object BoundRun::make_outputs(Call* call, int segment) const {
   py::object lse = py::reinterpret_borrow<py::object>(given.lse);
   try {
     if (!out) {
-      out = bound.make_out(py::handle(given.q));
+      out = made(bound.make_out, given.q);
       seen.out = torch_.address_of(out.ptr());
     }
     if (!given.wants_lse()) return out;
     if (!lse) {
-      lse = bound.make_lse(py::handle(given.q));
+      lse = made(bound.make_lse, given.q);
       seen.see_lse(torch_, lse.ptr());
     }
     if (seen.lse_is_unbacked()) throw std::invalid_argument("lse has no memory behind it");
@@ -253,7 +259,8 @@ bool BoundRun::launch(const std::shared_ptr<Bound>& bound, const RunArguments& a
 bool BoundRun::start(Bound& bound, RunArguments arguments, const py::object& partials) const {
   held_.check();
   if (!partials.is_none()) {
-    const TensorMemory memory = memory_of(torch_, "float_workspace_buffer", partials);
+    const auto& look = place_->plan()->float_bytes() > 0 ? memory_of : reach_of;
+    const TensorMemory memory = look(torch_, "float_workspace_buffer", partials);
     arguments.float_workspace = pointer<void>(memory.address);
     arguments.float_workspace_bytes = memory.bytes;
   }

@@ -76,12 +76,17 @@ PyMethodDef bytes_definition =
 
 }  // namespace
 
-TensorMemory memory_of(const Torch& torch, std::string_view name, py::handle tensor) {
-  TensorMemory memory = seen(torch, tensor);
+TensorMemory reach_of(const Torch& torch, std::string_view name, py::handle tensor) {
+  const TensorMemory memory = seen(torch, tensor);
   if (memory.bytes < 0) {
     throw std::invalid_argument(std::string(name) +
                                 " was given memory that is not contiguous; must be contiguous");
   }
+  return memory;
+}
+
+TensorMemory memory_of(const Torch& torch, std::string_view name, py::handle tensor) {
+  TensorMemory memory = reach_of(torch, name, tensor);
   memory.bytes = std::clamp<std::int64_t>(room_of(tensor), 0, memory.bytes);
   return memory;
 }

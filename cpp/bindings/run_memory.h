@@ -24,6 +24,8 @@ struct TensorMemory {
 
 // Throws std::invalid_argument for a tensor that is not contiguous.
 TensorMemory memory_of(const Torch& torch, std::string_view name, pybind11::handle tensor);
+// The same as the tensor's shape says, for memory that is only kept out of.
+TensorMemory reach_of(const Torch& torch, std::string_view name, pybind11::handle tensor);
 
 // What a launch uses beside the work list and the tensors of a segment.
 struct RunMemory {

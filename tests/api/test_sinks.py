@@ -109,7 +109,8 @@ def extras(monkeypatch):
     original = _core.RunMemory
 
     def spy(*arguments, mask_bits, sinks, **others):
-        seen.append({"masked": mask_bits is not None, "sinks": sinks.data_ptr()})
+        address = 0 if sinks is None else sinks.data_ptr()
+        seen.append({"masked": mask_bits is not None, "sinks": address})
         return original(*arguments, mask_bits=mask_bits, sinks=sinks, **others)
 
     monkeypatch.setattr(_core, "RunMemory", spy)
