@@ -30,17 +30,51 @@ PyObject* run(PyObject* self, PyObject* const* given, Py_ssize_t count) {
   }
 }
 
-PyObject* check(PyObject* self, PyObject* const* given, Py_ssize_t count) {
+PyMethodDef run_definition = fast_definition("run", &run, "Starts a launch for these tensors.");
+
+// (run, its arguments)
+PyObject* check_run(PyObject*, PyObject* const* given, Py_ssize_t count) {
+  if (count == 0 || !PyCFunction_Check(given[0]) ||
+      PyCFunction_GET_FUNCTION(given[0]) != run_definition.ml_meth) {
+    return PyErr_Format(PyExc_TypeError, "check_run takes a bound run and its arguments");
+  }
   try {
-    state_of<Shared>(self)->check(given, count);
+    state_of<Shared>(PyCFunction_GET_SELF(given[0]))->check(given + 1, count - 1);
     Py_RETURN_NONE;
   } catch (...) {
     return raise(std::current_exception());
   }
 }
 
-PyMethodDef run_definition = fast_definition("run", &run, "Starts a launch for these tensors.");
-PyMethodDef check_definition = fast_definition("check", &check, "The checks of run() alone.");
+PyMethodDef check_definition =
+    fast_definition("check_run", &check_run, "The checks of a bound run alone.");
+
+// (place, plan, partials, masks, held, functions, context, num_threads, launched_by)
+PyObject* bound_run(PyObject*, PyObject* const* given, Py_ssize_t count) {
+  if (count != 9) return PyErr_Format(PyExc_TypeError, "bound_run takes 9 arguments");
+  const auto object = [given](int i) { return py::reinterpret_borrow<py::object>(given[i]); };
+  try {
+    auto place = object(0).cast<std::shared_ptr<Place>>();
+    std::vector<RunMemory> memory;
+    for (const py::handle mask : object(3)) {
+      memory.push_back(RunMemory::of_plan(*place->torch, object(2), mask));
+    }
+    auto bound = std::make_shared<BoundRun>(
+        std::move(place), object(1).cast<const Plan&>(), std::move(memory),
+        object(5).cast<std::shared_ptr<RunFunctions>>(), object(6),
+        Starting{.num_threads = object(7), .launched_by = object(8)});
+    for (const py::handle held : object(4)) {
+      auto [name, tensor, bytes] = held.cast<std::tuple<std::string, py::object, std::int64_t>>();
+      bound->hold(name, tensor, bytes);
+    }
+    return fast_callable(run_definition, std::move(bound)).release().ptr();
+  } catch (...) {
+    return raise(std::current_exception());
+  }
+}
+
+PyMethodDef bound_definition = fast_definition(
+    "bound_run", &bound_run, "The function that runs a placed plan, for any layer.");
 
 // Address, (stride, count) of the dimensions before the last, and the bytes of a row.
 using Strided =
@@ -66,34 +100,20 @@ bool tensors_may_overlap(const Strided& a, const Strided& b) {
 
 void bind_run(py::module_& m) {
   m.def("may_overlap", &tensors_may_overlap, py::arg("a"), py::arg("b"));
-  py::class_<BoundRun, Shared>(m, "BoundRun")
-      .def(py::init([](std::shared_ptr<Place> place, const Plan& plan, const py::object& partials,
-                       const py::sequence& masks, py::object check, py::object refuse,
-                       py::object stream, py::object stream_changed, py::object num_threads,
-                       py::object launched_by) {
-             return std::make_shared<BoundRun>(
-                 std::move(place), plan, partials, masks,
+  py::class_<RunFunctions, std::shared_ptr<RunFunctions>>(m, "RunFunctions")
+      .def(py::init([](py::object check, py::object refuse, py::object stream,
+                       py::object stream_changed) {
+             return std::make_shared<RunFunctions>(
                  RunFunctions{.check = std::move(check),
                               .refuse = std::move(refuse),
                               .stream = std::move(stream),
-                              .stream_changed = std::move(stream_changed),
-                              .num_threads = std::move(num_threads),
-                              .launched_by = std::move(launched_by)});
+                              .stream_changed = std::move(stream_changed)});
            }),
-           py::arg("place"), py::arg("plan"), py::arg("partials"), py::arg("masks"),
-           py::arg("check"), py::arg("refuse"), py::arg("stream"), py::arg("stream_changed"),
-           py::arg("num_threads"), py::arg("launched_by"))
-      .def(
-          "hold",
-          [](BoundRun& self, std::string name, py::object tensor, Address address,
-             std::int64_t bytes) {
-            self.hold(std::move(name), std::move(tensor), {.address = address, .bytes = bytes});
-          },
-          py::arg("name"), py::arg("tensor"), py::arg("address"), py::arg("bytes"))
-      .def_property_readonly("run",
-                             [](const Shared& self) { return fast_callable(run_definition, self); })
-      .def_property_readonly(
-          "check", [](const Shared& self) { return fast_callable(check_definition, self); });
+           py::arg("check"), py::arg("refuse"), py::arg("stream"), py::arg("stream_changed"));
+  for (PyMethodDef* definition : {&bound_definition, &check_definition}) {
+    m.attr(definition->ml_name) =
+        py::reinterpret_steal<py::object>(PyCFunction_New(definition, nullptr));
+  }
 }
 
 }  // namespace preflash

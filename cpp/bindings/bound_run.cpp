@@ -82,26 +82,20 @@ py::object made(const py::object& make, PyObject* q) {
   return py::reinterpret_steal<py::object>(result);
 }
 
-// The current stream, which is null on the CPU.
-void* current_stream(const Place& place, const py::object& ask) {
-  if (place.device() == kCpuDevice) return nullptr;
-  if (const auto stream = place.torch->current_stream(place.device())) return *stream;
-  return pointer<void>(ask().cast<Address>());
-}
-
 }  // namespace
 
-BoundRun::BoundRun(std::shared_ptr<Place> place, const Plan& plan, const py::object& partials,
-                   const py::sequence& masks, RunFunctions functions)
+BoundRun::BoundRun(std::shared_ptr<Place> place, const Plan& plan, std::vector<RunMemory> memory,
+                   std::shared_ptr<const RunFunctions> functions, py::object context,
+                   Starting starting)
     : place_(std::move(place)),
       torch_(*place_->torch),
       num_segments_(plan.segments().size()),
+      memory_(std::move(memory)),
       functions_(std::move(functions)),
+      context_(std::move(context)),
+      starting_(std::move(starting)),
       held_(place_->torch, "plan()", "call plan() again"),
-      stream_(current_stream(*place_, functions_.stream)) {
-  for (const py::handle mask : masks) {
-    memory_.push_back(RunMemory::of(torch_, partials, py::dict(py::arg("mask_bits") = mask)));
-  }
+      stream_(current_stream()) {
   held_.hold("int_workspace_buffer", place_->tensor,
              {.address = reinterpret_cast<Address>(place_->memory()), .bytes = plan.int_bytes()});
 }
@@ -114,28 +108,25 @@ BoundRun::Call BoundRun::checked(PyObject* const* arguments, Py_ssize_t count) {
                                 " segments; got tensors for " + std::to_string(count / kArguments));
   }
   Call call;
-  call.arguments = arguments;
-  call.given.reserve(num_segments_);
-  call.seen.reserve(num_segments_);
-  for (int s = 0; s < num_segments_; ++s) call.given.emplace_back(arguments + s * kArguments);
-  try {
-    for (const GivenSegment& given : call.given) call.seen.emplace_back(torch_, given);
-  } catch (const std::exception&) {
-    ask(functions_.check, call);  // says which argument is no ordinary tensor
-    throw;
+  call.segments.reserve(num_segments_);
+  for (int s = 0; s < num_segments_; ++s) {
+    const GivenSegment given(arguments + s * kArguments);
+    try {
+      call.segments.push_back({given, SeenSegment(torch_, given)});
+    } catch (const std::exception&) {
+      ask(functions_->check, arguments);  // says which argument is no ordinary tensor
+      throw;
+    }
   }
-  call.bound = bound_to(call);
-  std::vector<PyObject*> tensors;
-  tensors.reserve(num_segments_ * kArguments);
-  for (const GivenSegment& given : call.given) given.add_tensors(&tensors);
-  if (torch_.records(tensors)) ask(functions_.refuse, call);
+  call.bound = bound_to(call, arguments);
+  if (records(call)) ask(functions_->refuse, arguments);
   return call;
 }
 
-std::shared_ptr<BoundRun::Bound> BoundRun::bound_to(const Call& call) {
+std::shared_ptr<BoundRun::Bound> BoundRun::bound_to(const Call& call, PyObject* const* arguments) {
   const auto fits = [&](const std::shared_ptr<Bound>& bound) {
     for (int s = 0; s < num_segments_; ++s) {
-      if (bound->facts[s] != call.seen[s].facts) return false;
+      if (bound->facts[s] != call.segments[s].seen.facts) return false;
     }
     return true;
   };
@@ -144,19 +135,20 @@ std::shared_ptr<BoundRun::Bound> BoundRun::bound_to(const Call& call) {
     std::swap(*found, bound_.front());  // where the next layer looks first
     return bound_.front();
   }
-  std::shared_ptr<Bound> bound = bind(call);
+  std::shared_ptr<Bound> bound = bind(call, arguments);
   if (bound_.size() >= kLaunchesKept) bound_.clear();
   bound_.push_back(bound);
   std::swap(bound_.back(), bound_.front());
   return bound;
 }
 
-std::shared_ptr<BoundRun::Bound> BoundRun::bind(const Call& call) const {
+std::shared_ptr<BoundRun::Bound> BoundRun::bind(const Call& call,
+                                                PyObject* const* arguments) const {
   PerSegment<SegmentFacts> facts;
   PerSegment<RunTensors> tensors;
   std::vector<BoundSegment> segments;
-  for (const SeenSegment& seen : call.seen) facts.add(seen.facts);
-  for (const py::handle segment : ask(functions_.check, call)) {
+  for (const CalledSegment& segment : call.segments) facts.add(segment.seen.facts);
+  for (const py::handle segment : ask(functions_->check, arguments)) {
     auto [numbers, v_offset, make_out, make_lse] =
         segment.cast<std::tuple<SegmentNumbers, std::int64_t, py::object, py::object>>();
     tensors.add(run_tensors(numbers));
@@ -168,9 +160,23 @@ std::shared_ptr<BoundRun::Bound> BoundRun::bind(const Call& call) const {
   return bound;
 }
 
-py::object BoundRun::ask(const py::object& function, const Call& call) const {
-  const std::size_t count = call.given.size() * GivenSegment::kArguments;
-  PyObject* const result = PyObject_Vectorcall(function.ptr(), call.arguments, count, nullptr);
+// Of what is read or written, without what is made for the run.
+bool BoundRun::records(const Call& call) const {
+  std::array<PyObject*, 5 * kMaxSegments> tensors;
+  std::size_t count = 0;
+  for (const auto& [given, _] : call.segments) {
+    PyObject* const v = given.one_cache ? nullptr : given.v;
+    for (PyObject* tensor : {given.q, given.k, v, given.out, given.lse}) {
+      if (tensor != nullptr) tensors[count++] = tensor;
+    }
+  }
+  return torch_.records({tensors.data(), count});
+}
+
+py::object BoundRun::ask(const py::object& function, PyObject* const* arguments) const {
+  std::vector<PyObject*> given{context_.ptr()};
+  given.insert(given.end(), arguments, arguments + num_segments_ * GivenSegment::kArguments);
+  PyObject* const result = PyObject_Vectorcall(function.ptr(), given.data(), given.size(), nullptr);
   if (result == nullptr) throw py::error_already_set();
   return py::reinterpret_steal<py::object>(result);
 }
@@ -180,13 +186,18 @@ py::object BoundRun::run(PyObject* const* arguments, Py_ssize_t count) {
   RunArguments launched;
   std::array<py::object, kMaxSegments> results;
   for (int s = 0; s < num_segments_; ++s) {
-    results[s] = make_outputs(&call, s);
-    const GivenSegment& given = call.given[s];
-    const SeenSegment& seen = call.seen[s];
+    const BoundSegment& bound = call.bound->segments[s];
+    try {
+      results[s] = make_outputs(bound, &call.segments[s]);
+    } catch (const std::exception&) {
+      ask(functions_->check, arguments);  // what looks like the tensors before, as in torch.vmap
+      throw;
+    }
+    const auto& [given, seen] = call.segments[s];
     launched.segments.add(
         {.q = pointer<const void>(seen.q),
          .k = pointer<const void>(seen.k),
-         .v = pointer<const void>(seen.v + call.bound->segments[s].v_offset),
+         .v = pointer<const void>(seen.v + bound.v_offset),
          .o = pointer<void>(seen.out),
          .lse = pointer<float>(seen.lse),
          .extras = given.memory == nullptr ? memory_[s].extras : given.memory->extras,
@@ -196,52 +207,51 @@ py::object BoundRun::run(PyObject* const* arguments, Py_ssize_t count) {
   }
   launched.stream = follow_stream();
   // One float workspace is for all segments.
-  const RunMemory* const memory = call.given[0].memory;
+  const RunMemory* const memory = call.segments[0].given.memory;
   const py::object& partials = (memory == nullptr ? memory_[0] : *memory).partials;
   if (launch(call.bound, launched, partials)) place_->note_capture(call.bound->tensors, partials);
-  for (const GivenSegment& given : call.given) {
-    for (PyObject* written : {given.out, given.lse}) {
-      if (written != nullptr) torch_.tell_written(written);
-    }
+  for (const auto& [given, _] : call.segments) {
+    if (given.out != nullptr) torch_.tell_written(given.out);
+    if (given.lse != nullptr) torch_.tell_written(given.lse);
   }
   return num_segments_ == 1 ? results[0] : py::make_tuple(results[0], results[1]);
 }
 
 void BoundRun::check(PyObject* const* arguments, Py_ssize_t count) { checked(arguments, count); }
 
-py::object BoundRun::make_outputs(Call* call, int segment) const {
-  const GivenSegment& given = call->given[segment];
-  const BoundSegment& bound = call->bound->segments[segment];
-  SeenSegment& seen = call->seen[segment];
+py::object BoundRun::make_outputs(const BoundSegment& bound, CalledSegment* segment) const {
+  const GivenSegment& given = segment->given;
+  SeenSegment& seen = segment->seen;
   py::object out = py::reinterpret_borrow<py::object>(given.out);
-  py::object lse = py::reinterpret_borrow<py::object>(given.lse);
-  try {
-    if (!out) {
-      out = made(bound.make_out, given.q);
-      seen.out = torch_.address_of(out.ptr());
-    }
-    if (!given.wants_lse()) return out;
-    if (!lse) {
-      lse = made(bound.make_lse, given.q);
-      seen.see_lse(torch_, lse.ptr());
-    }
-    if (seen.lse_is_unbacked()) throw std::invalid_argument("lse has no memory behind it");
-  } catch (const std::exception&) {
-    ask(functions_.check, *call);  // what looks like the tensors before, as in torch.vmap
-    throw;
+  if (!out) {
+    out = made(bound.make_out, given.q);
+    seen.out = torch_.address_of(out.ptr());
   }
+  if (!given.wants_lse()) return out;
+  py::object lse = py::reinterpret_borrow<py::object>(given.lse);
+  if (!lse) {
+    lse = made(bound.make_lse, given.q);
+    seen.see_lse(torch_, lse.ptr());
+  }
+  if (seen.lse_is_unbacked()) throw std::invalid_argument("lse has no memory behind it");
   return given.return_lse ? py::make_tuple(out, lse) : out;
 }
 
+void* BoundRun::current_stream() const {
+  if (place_->device() == kCpuDevice) return nullptr;
+  if (const auto stream = torch_.current_stream(place_->device())) return *stream;
+  return pointer<void>(functions_->stream(context_).cast<Address>());
+}
+
 void* BoundRun::follow_stream() {
-  void* const stream = current_stream(*place_, functions_.stream);
+  void* const stream = current_stream();
   if (stream != stream_) {
     {
       // All that plan() put on the device is complete when its upload is.
       py::gil_scoped_release release;
       place_->arrive_before(stream);
     }
-    functions_.stream_changed();
+    functions_->stream_changed(context_);
     stream_ = stream;
   }
   return stream;
@@ -249,11 +259,11 @@ void* BoundRun::follow_stream() {
 
 bool BoundRun::launch(const std::shared_ptr<Bound>& bound, const RunArguments& arguments,
                       const py::object& partials) const {
-  if (functions_.launched_by.is_none()) return start(*bound, arguments, partials);
+  if (starting_.launched_by.is_none()) return start(*bound, arguments, partials);
   const py::cpp_function start_it([self = shared_from_this(), bound, arguments, partials] {
     return self->start(*bound, arguments, partials);
   });
-  return functions_.launched_by(start_it).cast<bool>();
+  return starting_.launched_by(start_it).cast<bool>();
 }
 
 bool BoundRun::start(Bound& bound, RunArguments arguments, const py::object& partials) const {
@@ -264,11 +274,11 @@ bool BoundRun::start(Bound& bound, RunArguments arguments, const py::object& par
     arguments.float_workspace = pointer<void>(memory.address);
     arguments.float_workspace_bytes = memory.bytes;
   }
-  if (functions_.num_threads.is_none()) {
+  if (starting_.num_threads.is_none()) {
     const WithoutInterpreter others_run;
     return bound.launch.run(arguments);
   }
-  arguments.num_threads = functions_.num_threads().cast<int>();
+  arguments.num_threads = starting_.num_threads().cast<int>();
   check_num_threads(arguments.num_threads);
   const WithoutInterpreter others_run;
   return run_interruptibly(bound.launch, arguments);

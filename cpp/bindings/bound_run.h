@@ -13,16 +13,20 @@
 
 namespace preflash {
 
-// Plain functions of Python that a run calls, none of them for an ordinary one but num_threads.
-// NOTE: they must not hold what holds the run.
+// Plain functions of Python that a run calls where it is no ordinary one. All get the run's context
+// first. NOTE: that must not hold what holds the run.
 struct RunFunctions {
   pybind11::object check;   // (arguments of run): the numbers of BoundSegment, of each segment
   pybind11::object refuse;  // (arguments of run): raises where a gradient or trace is lost
   pybind11::object stream;  // the address of the current one
   pybind11::object stream_changed;  // before the first run on another stream than the last one's
-  pybind11::object num_threads;     // of the CPU; None: not on the CPU
-  pybind11::object launched_by;     // called with each launch, which says whether it was captured,
-                                    // instead of starting it; None: started
+};
+
+// How launches start.
+struct Starting {
+  pybind11::object num_threads;  // called for every launch; None: not on the CPU
+  pybind11::object launched_by;  // called with each launch, which says whether it was captured,
+                                 // instead of starting it; None: started
 };
 
 // What checks found out about the tensors of one segment.
@@ -34,13 +38,15 @@ struct BoundSegment {
 
 class BoundRun : public std::enable_shared_from_this<BoundRun> {
  public:
-  // partials, masks: the plan's own, tensors or None; a mask for each segment.
-  BoundRun(std::shared_ptr<Place> place, const Plan& plan, const pybind11::object& partials,
-           const pybind11::sequence& masks, RunFunctions functions);
+  // memory: the plan's own, of each segment.
+  BoundRun(std::shared_ptr<Place> place, const Plan& plan, std::vector<RunMemory> memory,
+           std::shared_ptr<const RunFunctions> functions, pybind11::object context,
+           Starting starting);
 
   // The plan left something in a tensor that callers hold, too, and runs look for it there.
-  void hold(std::string name, pybind11::object tensor, TensorMemory memory) {
-    held_.hold(std::move(name), std::move(tensor), memory);
+  void hold(std::string name, const pybind11::object& tensor, std::int64_t bytes) {
+    held_.hold(std::move(name), tensor,
+               {.address = torch_.address_of(tensor.ptr()), .bytes = bytes});
   }
 
   // arguments: those of GivenSegment, for each segment. Raises all that a run() raises of its
@@ -57,19 +63,23 @@ class BoundRun : public std::enable_shared_from_this<BoundRun> {
     std::vector<BoundSegment> segments;
     Launch launch;
   };
+  struct CalledSegment {
+    GivenSegment given;
+    SeenSegment seen;
+  };
   struct Call {
-    PyObject* const* arguments;
-    std::vector<GivenSegment> given;
-    std::vector<SeenSegment> seen;
+    std::vector<CalledSegment> segments;
     std::shared_ptr<Bound> bound;
   };
 
   Call checked(PyObject* const* arguments, Py_ssize_t count);
-  std::shared_ptr<Bound> bound_to(const Call& call);
-  std::shared_ptr<Bound> bind(const Call& call) const;
-  pybind11::object ask(const pybind11::object& function, const Call& call) const;
+  std::shared_ptr<Bound> bound_to(const Call& call, PyObject* const* arguments);
+  std::shared_ptr<Bound> bind(const Call& call, PyObject* const* arguments) const;
+  bool records(const Call& call) const;
+  pybind11::object ask(const pybind11::object& function, PyObject* const* arguments) const;
   // What a segment returns; the addresses of what is made for it are filled in.
-  pybind11::object make_outputs(Call* call, int segment) const;
+  pybind11::object make_outputs(const BoundSegment& bound, CalledSegment* segment) const;
+  void* current_stream() const;
   void* follow_stream();
   bool launch(const std::shared_ptr<Bound>& bound, const RunArguments& arguments,
               const pybind11::object& partials) const;
@@ -79,7 +89,9 @@ class BoundRun : public std::enable_shared_from_this<BoundRun> {
   const Torch& torch_;
   int num_segments_;
   std::vector<RunMemory> memory_;  // of each segment
-  RunFunctions functions_;
+  std::shared_ptr<const RunFunctions> functions_;
+  pybind11::object context_;
+  Starting starting_;
   HeldMemory held_;
   void* stream_;  // of the last run
   std::vector<std::shared_ptr<Bound>> bound_;

@@ -65,13 +65,6 @@ GivenSegment::GivenSegment(PyObject* const* arguments) : q(arguments[0]) {
   memory = arguments[4] == Py_None ? nullptr : py::handle(arguments[4]).cast<const RunMemory*>();
 }
 
-void GivenSegment::add_tensors(std::vector<PyObject*>* tensors) const {
-  tensors->insert(tensors->end(), {q, k});
-  for (PyObject* tensor : {one_cache ? nullptr : v, out, lse}) {
-    if (tensor != nullptr) tensors->push_back(tensor);
-  }
-}
-
 SeenSegment::SeenSegment(const Torch& torch, const GivenSegment& given) {
   const auto see = [&](PyObject* tensor, TensorFacts* facts) {
     const SeenTensor seen = torch.see(tensor);

@@ -3,9 +3,6 @@
 
 #include <pybind11/pybind11.h>
 
-#include <string_view>
-#include <vector>
-
 #include "bindings/run_memory.h"
 #include "bindings/torch_tensors.h"
 #include "core/launch.h"
@@ -37,8 +34,6 @@ struct GivenSegment {
   explicit GivenSegment(PyObject* const* arguments);
 
   bool wants_lse() const { return return_lse || lse != nullptr; }
-  // Those that are read or written, without what is made for the run.
-  void add_tensors(std::vector<PyObject*>* tensors) const;
 };
 
 // Where the tensors of a segment are now, and what they look like.

@@ -91,6 +91,16 @@ TensorMemory memory_of(const Torch& torch, std::string_view name, py::handle ten
   return memory;
 }
 
+RunMemory RunMemory::of_plan(const Torch& torch, py::object partials, py::handle mask) {
+  RunMemory memory;
+  memory.partials = std::move(partials);
+  if (!mask.is_none()) {
+    memory.extras.mask_bits = pointer<const std::uint8_t>(torch.address_of(mask.ptr()));
+    memory.owners = py::reinterpret_borrow<py::object>(mask);
+  }
+  return memory;
+}
+
 RunMemory RunMemory::of(const Torch& torch, py::object partials, py::dict of_extras) {
   RunMemory memory;
   memory.partials = std::move(partials);

@@ -33,6 +33,7 @@ struct RunMemory {
   RunExtras extras;
   pybind11::object owners;  // of what extras points at
 
+  static RunMemory of_plan(const Torch& torch, pybind11::object partials, pybind11::handle mask);
   // of_extras: tensors or None, by the names of their fields in RunExtras. Throws pybind11's
   // type_error for others.
   static RunMemory of(const Torch& torch, pybind11::object partials, pybind11::dict of_extras);

@@ -411,47 +411,52 @@ class RunMemory:
 
     def __init__(self, torch: Torch, partials: Any | None, **tensors: Any | None) -> None: ...
 
-class BoundRun:
-    """A placed plan and the launches that are bound to it. Functions must not hold what holds this.
+class RunFunctions:
+    """What runs ask of Python where they are no ordinary ones. Each is given a run's context first;
+    check and refuse are given its arguments, too.
 
-    partials, masks: the plan's own tensors or None; a mask for each segment.
-    check: of the arguments of run(), raises all that is wrong with tensors; returns for each
-        segment strides and extents of (q, k, v, out, lse), where V begins in bytes, and the
-        functions that make out and lse of q. Strides are of [token, head], of q with the number of tokens, of lse
-        with the values of each (2: maximum and sum); of k and v of [page, token, head], with the
-        numbers of pages and of tokens in one.
-    refuse: of the arguments of run(), raises where a gradient or a trace would miss it.
+    check: raises all that is wrong with the tensors; returns for each segment the strides and
+        extents of (q, k, v, out, lse), where V begins in bytes, and the functions that make out and
+        lse of q. Strides are of [token, head], of q with the number of tokens, of lse with the
+        values of each (2: maximum and sum); of k and v of [page, token, head], with the numbers of
+        pages and of tokens in one.
+    refuse: raises where a gradient or a trace would miss the run.
     stream: the address of the current one. stream_changed: before a run on another than the last.
-    num_threads: asked for every launch; None: not on the CPU.
-    launched_by: called with each launch instead of starting it; None: they are started.
     """
 
     def __init__(
         self,
-        place: Place,
-        plan: Plan,
-        partials: Any | None,
-        masks: Sequence[Any | None],
         check: Callable[..., Sequence[tuple]],
         refuse: Callable[..., None],
-        stream: Callable[[], int],
-        stream_changed: Callable[[], None],
-        num_threads: Callable[[], int] | None,
-        launched_by: Callable[[Callable[[], bool]], bool] | None,
+        stream: Callable[[Any], int],
+        stream_changed: Callable[[Any], None],
     ) -> None: ...
-    def hold(self, name: str, tensor: Any, address: int, bytes: int) -> None:
-        """Every run looks at whether the tensor has this memory still."""
 
-    @property
-    def run(self) -> Callable[..., Any]:
-        """The function (q, kv, scales, outputs, memory), again for a second segment, that starts a
-        launch and returns the result, or that of each. kv: a cache that holds both, or a pair.
-        scales: of the logits and of the output. outputs: out or None, lse or None, return_lse,
-        lse_base, lse_layout. memory: of this run alone; None: the plan's."""
+def bound_run(
+    place: Place,
+    plan: Plan,
+    partials: Any | None,
+    masks: Sequence[Any | None],
+    held: Sequence[tuple[str, Any, int]],
+    functions: RunFunctions,
+    context: Any,
+    num_threads: Callable[[], int] | None,
+    launched_by: Callable[[Callable[[], bool]], bool] | None,
+    /,
+) -> Callable[..., Any]:
+    """The function (q, kv, scales, outputs, memory), again for a second segment, that starts a
+    launch of a placed plan and returns the result, or that of each segment. kv: a cache that holds
+    both, or a pair. scales: of the logits and of the output. outputs: out or None, lse or None,
+    return_lse, lse_base, lse_layout. memory: a RunMemory of this run alone; None: the plan's.
 
-    @property
-    def check(self) -> Callable[..., None]:
-        """The checks of run() alone."""
+    partials, masks: the plan's own tensors or None; a mask for each segment. held: name, tensor and
+    bytes of what the plan left elsewhere, which every run looks for where it is now. context: must
+    not hold what holds the run. num_threads: asked for every launch; None: not on the CPU.
+    launched_by: called with each launch instead of starting it; None: they are started.
+    """
+
+def check_run(run: Callable[..., Any], /, *arguments: Any) -> None:
+    """The checks of a bound run alone."""
 
 # Address, (stride, count) of the dimensions before the last, bytes of a row; strides in bytes.
 _Strided = tuple[int, Sequence[tuple[int, int]], int]

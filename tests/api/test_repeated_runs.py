@@ -11,8 +11,9 @@ import preflash
 import pytest
 import torch
 from preflash import _core
+from preflash._check import tensors as _tensors
+from preflash._check import values as check
 from preflash._check.outputs import DEFAULT_OUTPUTS
-from preflash._run import variant as _variant
 from preflash.testing import Case, KvForm, MaskKind, build, runner
 from torch.autograd import forward_ad
 
@@ -53,13 +54,13 @@ def copied(given):
 def checks(monkeypatch):
     """Counts the runs whose tensors are checked."""
     counted = []
-    original = _variant._bound_to
+    original = _tensors.bind
 
-    def bound_to(*arguments):
+    def bind(*arguments):
         counted.append(arguments)
         return original(*arguments)
 
-    monkeypatch.setattr(_variant, "_bound_to", bound_to)
+    monkeypatch.setattr(_tensors, "bind", bind)
     return counted
 
 
@@ -67,7 +68,7 @@ def checks(monkeypatch):
 def reading(request, monkeypatch):
     """Both ways in which C++ reads tensors, of which an older torch has the second alone."""
     if not request.param:
-        monkeypatch.setattr(_variant.check, "TORCH", older_torch())
+        monkeypatch.setattr(check, "TORCH", older_torch())
 
 
 def older_torch():
@@ -165,7 +166,7 @@ CHANGES = {
 def by_methods(case, target):
     """A wrapper whose tensors are asked, as those of an older torch are."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_variant.check, "TORCH", older_torch())
+        patch.setattr(check, "TORCH", older_torch())
         return planned(case, target)[1]
 
 

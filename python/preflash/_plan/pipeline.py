@@ -114,41 +114,20 @@ def place(
         buffer = workspace.float_buffer.tensor
         return CudnnVariant(plan, expected, request.lengths, device_stream, buffer)
     if where is None:
-        where = new_place(workspace, plan)
-    return _placed(workspace, draft, (request,), where)
-
-
-def new_place(workspace: Workspace, plan: _core.Plan) -> _core.Place:
-    """Memory for a work list that nothing else uses."""
-    return place_in(workspace.int_buffer(plan.int_bytes), workspace)
+        where = place_in(workspace.int_buffer(plan.int_bytes), workspace)
+    return PlannedVariant(plan, where, draft.backend, (request,), workspace)
 
 
 def place_in(buffer: Buffer, workspace: Workspace) -> _core.Place:
+    """For a work list, in memory that nothing else uses."""
     uploader = workspace.uploader()
     return _core.Place(uploader, check.TORCH, buffer, buffer.tensor, buffer.num_bytes)
-
-
-def _placed(
-    workspace: Workspace,
-    draft: Draft,
-    requests: Sequence[Request],
-    where: _core.Place,
-    names: Sequence[str] = ("",),
-) -> PlannedVariant:
-    device_stream = workspace.device_stream
-    buffers = [where.buffer, workspace.float_buffer]
-    for request in requests:
-        buffers += [Buffer(t) for t in (request.page_indices, request.mask) if t is not None]
-    for buffer in buffers:
-        if buffer is not None:
-            buffer.used_on_current_stream(device_stream)
-    return PlannedVariant(draft.plan, where, draft.backend, requests, device_stream, buffers, names)
 
 
 def upload(
     workspace: Workspace,
     variants: Iterable[PlannedVariant | CudnnVariant],
-    request: Request,
+    *requests: Request,
     then: Callable[[], None] | None = None,
 ) -> None:
     """Starts the copies of placed plans' work lists to the device. Nobody waits for them: the
@@ -159,20 +138,18 @@ def upload(
     one with its own. NOTE: it must run no bytecode, between which handlers run; a partial of
     setattr() runs none.
     """
-    placed = [(variant.device_plan, variant.plan) for variant in variants if variant.device_plan]
-    _write(workspace, placed, (request,), request.mask_bits, then)
-
-
-def _write(
-    workspace: Workspace,
-    placed: list[tuple[_core.Place, _core.Plan]],
-    requests: Sequence[Request],
-    mask_bits: int = 0,
-    then: Callable[[], None] | None = None,
-) -> None:
-    pages = [request.page_indices for request in requests]
-    addresses = [0 if indices is None else indices.data_ptr() for indices in pages]
-    _core.write_plans(placed, addresses, mask_bits, workspace.device_stream.stream(), then)
+    addresses = []
+    for request in requests:
+        indices = request.page_indices
+        addresses.append(0 if indices is None else indices.data_ptr())
+    _core.write_plans(
+        [(one.place, one.plan) for one in variants if isinstance(one, PlannedVariant)],
+        addresses,
+        # NOTE: no kernel of two segments goes by the classes of a mask's tiles.
+        requests[0].mask_bits if len(requests) == 1 else 0,
+        workspace.device_stream.stream(),
+        then,
+    )
 
 
 # Two batches in one launch, each a segment.
@@ -201,8 +178,7 @@ def plan_segments(
     """Places and uploads. names: of the segments, in messages. where: the place of an earlier plan,
     which a CUDA graph runs."""
     if where is None:
-        where = new_place(workspace, draft.plan)
-    variant = _placed(workspace, draft, requests, where, names)
-    # NOTE: no kernel of two segments goes by the classes of a mask's tiles.
-    _write(workspace, [(where, draft.plan)], requests)
+        where = place_in(workspace.int_buffer(draft.plan.int_bytes), workspace)
+    variant = PlannedVariant(draft.plan, where, draft.backend, requests, workspace, names)
+    upload(workspace, (variant,), *requests)
     return variant

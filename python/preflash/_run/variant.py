@@ -19,6 +19,7 @@ from .._check.scales import Scales
 from .._device.backends import Backend
 from .._device.buffers import Buffer
 from .._device.stream import DeviceStream
+from .._device.workspace import Workspace
 
 _NO_HEADS = PerHead()
 
@@ -37,13 +38,21 @@ class PlannedVariant:
     """One batch, or two in one launch, each a segment with its own tensors, page table, mask and
     options. Placed and uploaded by _plan.pipeline; run any number of times, for any layer."""
 
+    __slots__ = (
+        "__weakref__",
+        "_mask",
+        # attend_to(q, kv, scales, outputs, memory), those of SegmentRun, for one segment after the
+        # other: the result, or that of each segment.
+        "attend_to",
+        "backend",
+        "buffers",
+        "device_stream",
+        "expected",
+        "float_workspace",
+        "place",
+        "plan",
+    )
     launches = 1
-
-    # attend_to(q, kv, scales, outputs, memory), those of SegmentRun, for one segment after the
-    # other: the result, or that of each segment. check_run() has its arguments, and its checks of
-    # tensors.
-    attend_to: Callable[..., Any]
-    check_run: Callable[..., None]
 
     def __init__(
         self,
@@ -51,45 +60,52 @@ class PlannedVariant:
         place: _core.Place,
         backend: Backend,
         requests: Sequence[Request],
-        device_stream: DeviceStream,
-        buffers: Sequence[Buffer],
+        workspace: Workspace,
         names: Sequence[str] = ("",),
     ) -> None:
-        """buffers: the work list, the float workspace or None, and all else that launches use; the
-        allocator knows that the current stream uses them. names: of the segments, in messages."""
+        """names: of the segments, in messages."""
         self.plan = plan
         self.place = place
         self.backend = backend
-        self.device_stream = device_stream
-        self.buffers = [buffer for buffer in buffers if buffer is not None]
-        self.float_workspace = None if buffers[1] is None else buffers[1].tensor
-        self._requests = requests
-        expected = [expected_of(request, device_stream.device) for request in requests]
-        self.expected = expected[0]  # of the one segment
-        bound = _core.BoundRun(
-            place,
-            plan,
-            partials=self.float_workspace,
-            masks=[request.mask for request in requests],
-            check=functools.partial(_bound_to, expected, names),
-            refuse=functools.partial(_refuse_gradients, names),
-            stream=device_stream.stream,
-            stream_changed=functools.partial(_use, self.buffers, device_stream),
-            num_threads=backend.num_threads,
-            launched_by=backend.launched_by,
-        )
+        self.device_stream = device_stream = workspace.device_stream
+        # The work list and all else that launches use; the allocator knows that the current stream
+        # uses it.
+        self.buffers = buffers = [place.buffer]
+        self.float_workspace = None
+        if workspace.float_buffer is not None:
+            self.float_workspace = workspace.float_buffer.tensor
+            buffers.append(workspace.float_buffer)
+        expected, masks = [], []
+        held = []  # what the plan leaves in tensors that callers hold, too
         for request in requests:
-            _hold(bound, request)
-        self.attend_to = bound.run
-        self.check_run = bound.check
+            indices, mask, batch = request.page_indices, request.mask, request.lengths.batch
+            expected.append(expected_of(request, device_stream.device))
+            masks.append(mask)
+            if indices is not None:
+                buffers.append(Buffer(indices))
+                name = "paged_kv_indices_buf" if request.graph_rows else "paged_kv_indices"
+                held.append((name, indices, batch.kv_end * indices.itemsize))
+            if mask is not None:
+                buffers.append(Buffer(mask))
+                if request.graph_rows:
+                    held.append(("custom_mask_buf", mask, batch.mask_bytes))
+        for buffer in buffers:
+            buffer.used_on_current_stream(device_stream)
+        self.expected = expected[0]  # of the one segment
+        self._mask = masks[0]
+        self.attend_to = _core.bound_run(
+            place, plan, self.float_workspace, masks, held, _FUNCTIONS,
+            _Context(expected, names, buffers, device_stream),
+            backend.num_threads, backend.launched_by,
+        )  # fmt: skip
+
+    def check_run(self, *arguments: Any) -> None:
+        """The checks of attend_to() alone."""
+        _core.check_run(self.attend_to, *arguments)
 
     @property
     def id(self) -> str:
         return self.plan.id
-
-    @property
-    def device_plan(self) -> _core.Place:
-        return self.place
 
     @property
     def int_buffer(self) -> Buffer:
@@ -108,7 +124,7 @@ class PlannedVariant:
     def memory_with(self, per_head: PerHead) -> _core.RunMemory:
         """The plan's own, and what one run brings."""
         _tensors.check_per_head(per_head, self.expected.options, self.expected.device)
-        return run_memory(self.float_workspace, self._requests[0].mask, per_head)
+        return run_memory(self.float_workspace, self._mask, per_head)
 
     def memory_with_mask(self, mask: torch.Tensor) -> _core.RunMemory:
         """The plan's own, and the mask of one run."""
@@ -149,7 +165,16 @@ def of_side(name: str) -> Iterator[None]:
         raise type(error)(f"{name}: {error}") from error
 
 
-# What a run asks of Python: module-level functions, so that no launch holds its variant.
+# What a run asks of Python.
+
+
+class _Context(NamedTuple):
+    """NOTE: it must not hold the variant, which its run would keep alive."""
+
+    expected: list[_tensors.Expected]
+    names: Sequence[str]
+    buffers: Sequence[Buffer]
+    device_stream: DeviceStream
 
 
 def _segments(names: Sequence[str], given: tuple) -> Iterator[tuple[str, SegmentRun]]:
@@ -160,13 +185,12 @@ def _segments(names: Sequence[str], given: tuple) -> Iterator[tuple[str, Segment
 
 
 @check.eager
-def _bound_to(
-    expected: Sequence[_tensors.Expected], names: Sequence[str], *given: Any
-) -> list[tuple]:
+def _bound_to(context: _Context, *given: Any) -> list[tuple]:
     """Every check of a run's tensors, and what launches for others like them are bound to: strides
     and extents, where V begins, and what makes out and lse of q, for each segment."""
     found = []
-    for one, (name, run) in zip(expected, _segments(names, given), strict=True):
+    segments = _segments(context.names, given)
+    for one, (name, run) in zip(context.expected, segments, strict=True):
         q, outputs = run.q, run.outputs
         with of_side(name):
             check.forward_only(q=q)  # before anything is remembered of a traced tensor
@@ -187,24 +211,22 @@ def _maker(shape: tuple[int, ...], dtype: torch.dtype) -> Callable[[torch.Tensor
 
 
 @check.eager
-def _refuse_gradients(names: Sequence[str], *given: Any) -> None:
+def _refuse_gradients(context: _Context, *given: Any) -> None:
     """Refuses a run whose gradient or trace would miss it, before it is launched."""
-    for name, (q, kv, _, outputs, _) in _segments(names, given):
+    for name, (q, kv, _, outputs, _) in _segments(context.names, given):
         keys = {"k": kv[0], "v": kv[1]} if isinstance(kv, (tuple, list)) else {"paged_kv_cache": kv}
         with of_side(name):
             check.forward_only(q=q, **keys, out=outputs.out, lse=outputs.lse)
 
 
-def _use(buffers: Sequence[Buffer], device_stream: DeviceStream) -> None:
-    for buffer in buffers:
-        buffer.used_on_current_stream(device_stream)
+def _stream_changed(context: _Context) -> None:
+    for buffer in context.buffers:
+        buffer.used_on_current_stream(context.device_stream)
 
 
-def _hold(bound: _core.BoundRun, request: Request) -> None:
-    """What a plan leaves in tensors that callers hold, too, and its runs look for there."""
-    batch, indices, mask = request.lengths.batch, request.page_indices, request.mask
-    if indices is not None:
-        name = "paged_kv_indices_buf" if request.graph_rows else "paged_kv_indices"
-        bound.hold(name, indices, indices.data_ptr(), batch.kv_end * indices.itemsize)
-    if request.graph_rows and mask is not None:
-        bound.hold("custom_mask_buf", mask, mask.data_ptr(), batch.mask_bytes)
+_FUNCTIONS = _core.RunFunctions(
+    check=_bound_to,
+    refuse=_refuse_gradients,
+    stream=lambda context: context.device_stream.stream(),
+    stream_changed=_stream_changed,
+)

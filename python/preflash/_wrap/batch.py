@@ -220,7 +220,7 @@ class BatchPrefillWrapper(EngineAttributes):
             if copy_in is not None:
                 copy_in()
         then = functools.partial(setattr, self, "_state", after)
-        pipeline.upload(workspace, (primary, *others.values()), request, then)
+        pipeline.upload(workspace, (primary, *others.values()), request, then=then)
         if before.planned is not None and not before.planned.primary.shared:
             replaced = before.planned.primary
             before.workspace.give_back(replaced.int_buffer, replaced)
