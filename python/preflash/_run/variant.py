@@ -40,14 +40,13 @@ class PlannedVariant:
 
     __slots__ = (
         "__weakref__",
-        "_mask",
+        "_requests",
         # attend_to(q, kv, scales, outputs, memory), those of SegmentRun, for one segment after the
         # other: the result, or that of each segment.
         "attend_to",
         "backend",
         "buffers",
         "device_stream",
-        "expected",
         "float_workspace",
         "place",
         "plan",
@@ -75,11 +74,10 @@ class PlannedVariant:
         if workspace.float_buffer is not None:
             self.float_workspace = workspace.float_buffer.tensor
             buffers.append(workspace.float_buffer)
-        expected, masks = [], []
+        masks = []
         held = []  # what the plan leaves in tensors that callers hold, too
         for request in requests:
             indices, mask, batch = request.page_indices, request.mask, request.lengths.batch
-            expected.append(expected_of(request, device_stream.device))
             masks.append(mask)
             if indices is not None:
                 buffers.append(Buffer(indices))
@@ -91,11 +89,10 @@ class PlannedVariant:
                     held.append(("custom_mask_buf", mask, batch.mask_bytes))
         for buffer in buffers:
             buffer.used_on_current_stream(device_stream)
-        self.expected = expected[0]  # of the one segment
-        self._mask = masks[0]
+        self._requests = requests
         self.attend_to = _core.bound_run(
             place, plan, self.float_workspace, masks, held, _FUNCTIONS,
-            _Context(expected, names, buffers, device_stream),
+            (requests, names, buffers, device_stream),
             backend.num_threads, backend.launched_by,
         )  # fmt: skip
 
@@ -106,6 +103,11 @@ class PlannedVariant:
     @property
     def id(self) -> str:
         return self.plan.id
+
+    @property
+    def expected(self) -> _tensors.Expected:
+        """Of the tensors of the first segment."""
+        return expected_of(self._requests[0], self.device_stream.device)
 
     @property
     def int_buffer(self) -> Buffer:
@@ -123,8 +125,9 @@ class PlannedVariant:
 
     def memory_with(self, per_head: PerHead) -> _core.RunMemory:
         """The plan's own, and what one run brings."""
-        _tensors.check_per_head(per_head, self.expected.options, self.expected.device)
-        return run_memory(self.float_workspace, self._mask, per_head)
+        request = self._requests[0]
+        _tensors.check_per_head(per_head, request.options, self.device_stream.device)
+        return run_memory(self.float_workspace, request.mask, per_head)
 
     def memory_with_mask(self, mask: torch.Tensor) -> _core.RunMemory:
         """The plan's own, and the mask of one run."""
@@ -135,7 +138,7 @@ class PlannedVariant:
         words = self.plan.mask_class_words
         if words == 0:
             return None
-        return torch.empty(words, dtype=torch.int32, device=self.expected.device)
+        return torch.empty(words, dtype=torch.int32, device=self.device_stream.device)
 
 
 def run_memory(
@@ -168,13 +171,9 @@ def of_side(name: str) -> Iterator[None]:
 # What a run asks of Python.
 
 
-class _Context(NamedTuple):
-    """NOTE: it must not hold the variant, which its run would keep alive."""
-
-    expected: list[_tensors.Expected]
-    names: Sequence[str]
-    buffers: Sequence[Buffer]
-    device_stream: DeviceStream
+# Of one variant: its requests, the names of its segments, its buffers, where it runs. NOTE: not the
+# variant, which its own run would keep alive.
+_Context = tuple[Sequence[Request], Sequence[str], Sequence[Buffer], DeviceStream]
 
 
 def _segments(names: Sequence[str], given: tuple) -> Iterator[tuple[str, SegmentRun]]:
@@ -188,9 +187,10 @@ def _segments(names: Sequence[str], given: tuple) -> Iterator[tuple[str, Segment
 def _bound_to(context: _Context, *given: Any) -> list[tuple]:
     """Every check of a run's tensors, and what launches for others like them are bound to: strides
     and extents, where V begins, and what makes out and lse of q, for each segment."""
+    requests, names, _, device_stream = context
     found = []
-    segments = _segments(context.names, given)
-    for one, (name, run) in zip(context.expected, segments, strict=True):
+    for request, (name, run) in zip(requests, _segments(names, given), strict=True):
+        one = expected_of(request, device_stream.device)
         q, outputs = run.q, run.outputs
         with of_side(name):
             check.forward_only(q=q)  # before anything is remembered of a traced tensor
@@ -213,20 +213,21 @@ def _maker(shape: tuple[int, ...], dtype: torch.dtype) -> Callable[[torch.Tensor
 @check.eager
 def _refuse_gradients(context: _Context, *given: Any) -> None:
     """Refuses a run whose gradient or trace would miss it, before it is launched."""
-    for name, (q, kv, _, outputs, _) in _segments(context.names, given):
+    for name, (q, kv, _, outputs, _) in _segments(context[1], given):
         keys = {"k": kv[0], "v": kv[1]} if isinstance(kv, (tuple, list)) else {"paged_kv_cache": kv}
         with of_side(name):
             check.forward_only(q=q, **keys, out=outputs.out, lse=outputs.lse)
 
 
 def _stream_changed(context: _Context) -> None:
-    for buffer in context.buffers:
-        buffer.used_on_current_stream(context.device_stream)
+    _, _, buffers, device_stream = context
+    for buffer in buffers:
+        buffer.used_on_current_stream(device_stream)
 
 
 _FUNCTIONS = _core.RunFunctions(
     check=_bound_to,
     refuse=_refuse_gradients,
-    stream=lambda context: context.device_stream.stream(),
+    stream=lambda context: context[3].stream(),
     stream_changed=_stream_changed,
 )
