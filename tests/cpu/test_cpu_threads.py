@@ -9,15 +9,16 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import attention_cases
 import preflash
 import pytest
 import torch
-from preflash._device import backends
-from preflash.testing import Case, MaskKind, build, cases, runner
+from preflash._run import kernels
+from preflash.testing import Case, MaskKind, build, runner
 from preflash_harness import threads
 
 CASE = Case("mixed", (1, 70, 130), (600, 300, 130), 8, 2, 64, page_size=16, mask=MaskKind.CAUSAL)
-SOME = [CASE, *(case for i, case in enumerate(cases.core()) if i % 16 == 3)]
+SOME = [CASE, *(case for i, case in enumerate(attention_cases.core()) if i % 16 == 3)]
 
 
 @pytest.fixture(autouse=True)
@@ -97,7 +98,7 @@ def test_a_short_call_does_not_wait_for_a_long_one():
 def test_every_call_has_its_own_number_of_threads(monkeypatch):
     """Two calls that are under way at once; neither changes the other's number."""
     both_inside = threading.Barrier(2, timeout=60)
-    original = backends._CpuBackend.num_threads
+    original = kernels.CpuBackend.num_threads
     seen = {}
 
     def num_threads():
@@ -105,7 +106,7 @@ def test_every_call_has_its_own_number_of_threads(monkeypatch):
         both_inside.wait()
         return number
 
-    monkeypatch.setattr(backends._CpuBackend, "num_threads", staticmethod(num_threads))
+    monkeypatch.setattr(kernels.CpuBackend, "num_threads", staticmethod(num_threads))
     inputs = build(CASE)
 
     def call(num_threads):

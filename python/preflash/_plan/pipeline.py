@@ -1,10 +1,10 @@
 """The one way from arguments to a launch, for every public function:
 
 check   arguments -> Request             _check: options, lengths, scales, outputs; masks here
-plan    Request -> Draft                 here, with _device.backends
-place   Draft -> PlannedVariant          here, with _device.workspace
-bind    shapes and strides -> launch     _core.BoundRun asks _run.variant, with _check.tensors
-run     addresses -> result              _core.BoundRun
+plan    Request -> Draft                 here, by a backend: _run.kernels or _cudnn.backend
+place   Draft -> Run                     the same backend, with _device.workspace
+bind    shapes and strides -> launch     _core.bound_run asks _run.variant, with _check.tensors
+run     addresses -> result              _core.bound_run
 """
 
 from __future__ import annotations
@@ -16,16 +16,18 @@ from typing import NamedTuple
 import torch
 
 from .. import _core
-from .._check import values as check
 from .._check.lengths import Lengths
-from .._check.request import Request, expected_of
-from .._cudnn import planned
-from .._cudnn.planned import CudnnBackend, CudnnPlan, CudnnVariant
+from .._check.request import Request
+from .._cudnn.backend import CudnnBackend
 from .._device import backends
-from .._device.buffers import Buffer
 from .._device.workspace import Workspace
-from .._run.variant import PlannedVariant
+from .._run.kernels import KernelBackend, backend_of
+from .._run.variant import PlannedVariant, place_in
 from . import staging
+
+for _family in _core.families():
+    backends.register(backend_of(_family), _family)
+backends.register(CudnnBackend())
 
 
 def make_request(
@@ -47,16 +49,14 @@ def make_request(
 class Draft(NamedTuple):
     """A plan that is counted and fits its workspace, where it has no place yet."""
 
-    backend: backends.Backend | CudnnBackend
-    plan: _core.Plan | CudnnPlan
+    backend: backends.Backend
+    plan: backends.Plan
 
 
 def plan(workspace: Workspace, backend_name: str, request: Request) -> Draft:
     """Raises everything that a public plan() raises once its arguments are checked."""
     device, options = workspace.device_stream.device, request.options
     batch, room = request.lengths.batch, workspace.int_room
-    if backend_name == backends.CUDNN:
-        return Draft(CudnnBackend(), planned.plan(device, options, batch))
     backend = backends.choose(backend_name, device, options)
     limits = backends.PlanRoom(workspace.float_bytes, request.graph_rows, request.graph_mask_bytes)
     counted = backend.plan(device, options, batch, limits)
@@ -70,7 +70,7 @@ def plan(workspace: Workspace, backend_name: str, request: Request) -> Draft:
     return Draft(backend, counted)
 
 
-def _check_room(workspace: Workspace, plan: _core.Plan) -> None:
+def _check_room(workspace: Workspace, plan: backends.Plan) -> None:
     room = workspace.int_room
     if room is not None and plan.int_bytes > room:
         raise ValueError(
@@ -81,11 +81,6 @@ def _check_room(workspace: Workspace, plan: _core.Plan) -> None:
 
 def workspace_size(device: torch.device, backend_name: str, request: Request) -> tuple[int, int]:
     """(float_bytes, int_bytes) that plan() takes of workspaces as large as it likes."""
-    if backend_name == backends.CUDNN:
-        raise NotImplementedError(
-            "workspace_size() with backend='cudnn': cuDNN tells its needs when it has seen the "
-            "tensors of run(); 128 MB of float_workspace_buffer is plenty"
-        )
     room = Workspace(device, None, float_bytes=1 << 40)
     if request.graph_rows and request.options.fixed_split_size:
         # All that there is would be for the longer keys of later plans: what these need.
@@ -103,30 +98,17 @@ def workspace_size(device: torch.device, backend_name: str, request: Request) ->
 
 def place(
     workspace: Workspace, draft: Draft, request: Request, where: _core.Place | None = None
-) -> PlannedVariant | CudnnVariant:
+) -> backends.Run:
     """Gives a plan its memory. Nothing is written there before upload().
 
     where: the place of an earlier plan, which a CUDA graph runs.
     """
-    plan, device_stream = draft.plan, workspace.device_stream
-    if isinstance(plan, CudnnPlan):
-        expected = expected_of(request, device_stream.device)
-        buffer = workspace.float_buffer.tensor
-        return CudnnVariant(plan, expected, request.lengths, device_stream, buffer)
-    if where is None:
-        where = place_in(workspace.int_buffer(plan.int_bytes), workspace)
-    return PlannedVariant(plan, where, draft.backend, (request,), workspace)
-
-
-def place_in(buffer: Buffer, workspace: Workspace) -> _core.Place:
-    """For a work list, in memory that nothing else uses."""
-    uploader = workspace.uploader()
-    return _core.Place(uploader, check.TORCH, buffer, buffer.tensor, buffer.num_bytes)
+    return draft.backend.place(workspace, draft.plan, request, where)
 
 
 def upload(
     workspace: Workspace,
-    variants: Iterable[PlannedVariant | CudnnVariant],
+    runs: Iterable[backends.Run],
     *requests: Request,
     then: Callable[[], None] | None = None,
 ) -> None:
@@ -143,7 +125,7 @@ def upload(
         indices = request.page_indices
         addresses.append(0 if indices is None else indices.data_ptr())
     _core.write_plans(
-        [(one.place, one.plan) for one in variants if isinstance(one, PlannedVariant)],
+        [(run.place, run.plan) for run in runs if run.place is not None],
         addresses,
         # NOTE: no kernel of two segments goes by the classes of a mask's tiles.
         requests[0].mask_bits if len(requests) == 1 else 0,
@@ -156,7 +138,7 @@ def upload(
 
 
 def draft_segments(
-    workspace: Workspace, backend: str | backends.Backend, requests: Sequence[Request]
+    workspace: Workspace, backend: str | KernelBackend, requests: Sequence[Request]
 ) -> Draft:
     """Raises everything that a public plan() raises once its arguments are checked."""
     device = workspace.device_stream.device

@@ -62,7 +62,7 @@ class PlannedVariant:
         workspace: Workspace,
         names: Sequence[str] = ("",),
     ) -> None:
-        """names: of the segments, in messages."""
+        """backend: of kernels. names: of the segments, in messages."""
         self.plan = plan
         self.place = place
         self.backend = backend
@@ -139,6 +139,12 @@ class PlannedVariant:
         if words == 0:
             return None
         return torch.empty(words, dtype=torch.int32, device=self.device_stream.device)
+
+
+def place_in(buffer: Buffer, workspace: Workspace) -> _core.Place:
+    """For a work list, in memory that nothing else uses."""
+    uploader = workspace.uploader()
+    return _core.Place(uploader, check.TORCH, buffer, buffer.tensor, buffer.num_bytes)
 
 
 def run_memory(

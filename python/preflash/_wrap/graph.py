@@ -16,7 +16,7 @@ import torch
 
 from .. import _core
 from .._check import values as check
-from .._check.arguments import BatchArguments, PagedPlanArguments
+from .._check.calls import BatchArguments, PagedPlanArguments
 from .._check.lengths import Lengths
 from .._check.request import Request
 from .._device.buffers import Buffer
@@ -25,7 +25,7 @@ from .._device.workspace import Workspace, check_apart
 from .._plan import pipeline
 from .._plan.masks import OVERREAD, MaskSource
 from .._plan.pipeline import Draft
-from .._run.variant import PlannedVariant
+from .._run.variant import PlannedVariant, place_in
 
 # Work lists that options first asked for during a capture may take; memory that is allocated then
 # belongs to the graph, which reuses it.
@@ -259,7 +259,7 @@ class GraphMode:
         self, workspace: Workspace, draft: Draft, request: Request
     ) -> PlannedVariant:
         """Uploads at once, while the host waits, what a graph will only find there."""
-        where = pipeline.place_in(self._take_reserved(draft.plan.int_bytes), workspace)
+        where = place_in(self._take_reserved(draft.plan.int_bytes), workspace)
         found = pipeline.place(workspace, draft, request, where)
         stream = self._device_stream.stream()
         where.arrive_before(stream)  # waits: from then on nobody uses the reserve

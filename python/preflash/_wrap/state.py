@@ -101,13 +101,17 @@ class State(NamedTuple):
         if planned is None or not (planned.primary.shared or planned.others):
             return self.shared
         # A copied wrapper keeps what it shares by itself.
-        replayed = (v for v in planned.variants() if v.place.captured is not None)
+        replayed = (v for v in planned.variants() if _is_captured(v))
         return (*self.shared, *replayed)
 
     def captured_so_far(self) -> Mapping[_core.AttentionOptions, _core.Place]:
         variants = () if self.planned is None else self.planned.variants()
-        new = {v.expected.options: v.place for v in variants if v.place.captured is not None}
+        new = {v.expected.options: v.place for v in variants if _is_captured(v)}
         return {**self.captured, **new} if new else self.captured
+
+
+def _is_captured(variant: PlannedVariant) -> bool:
+    return variant.place is not None and variant.place.captured is not None
 
 
 class Drafted(NamedTuple):
