@@ -45,13 +45,6 @@ class Expected(NamedTuple):
         return self.batch.page_size
 
 
-def signature(value: torch.Tensor | None) -> tuple | None:
-    """Everything of a tensor that its checks look at, except its address."""
-    if value is None:
-        return None
-    return (value.shape, value.stride(), value.dtype, value.device, value.is_neg())
-
-
 def effective_strides(value: torch.Tensor) -> tuple[int, ...]:
     """Strides of all dimensions but the last; 0 where a dimension has one element."""
     return tuple(value.stride(dim) if value.shape[dim] > 1 else 0 for dim in range(value.dim() - 1))
@@ -60,7 +53,7 @@ def effective_strides(value: torch.Tensor) -> tuple[int, ...]:
 class Bound(NamedTuple):
     """What a launch is bound to."""
 
-    strides: tuple[tuple[int, ...], ...]  # q, k, v, o, lse, as _core.Launch takes them
+    strides: tuple[tuple[int, ...], ...]  # q, k, v, o, lse, as _core.RunFunctions.check tells them
     v_offset: int  # bytes, where K and V are halves of one tensor
 
 

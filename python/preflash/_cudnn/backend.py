@@ -95,18 +95,10 @@ def _check_options(device: torch.device, o: _core.AttentionOptions, page_size: i
         raise _refused(refusal)
 
 
-class _Place:
-    """No graph captures a work list there."""
-
-    captured = None
-
-
 class CudnnRun:
     """A backends.Run."""
 
-    device_plan = None  # nothing to upload
-    again = None  # cuDNN's graphs are looked up for every run
-    place = _Place()
+    place = None  # nothing to upload
 
     def __init__(
         self, backend: CudnnBackend, workspace: Workspace, plan: CudnnPlan, request: Request

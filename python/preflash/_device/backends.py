@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -43,10 +43,8 @@ class Run(Protocol):
     plan: Plan
     backend: Backend
     expected: Expected
-    device_plan: _core.DevicePlan | None  # what upload() fills; None: nothing
+    place: _core.Place | None  # what upload() fills; None: nothing
     shared: bool  # whether anybody else may still run it: a CUDA graph, a copied wrapper
-    # A run like the last one in a tenth of the steps; None: attend_to() alone.
-    again: Callable[..., torch.Tensor | None] | None
 
     @property
     def int_buffer(self) -> Buffer:
@@ -57,11 +55,11 @@ class Run(Protocol):
         """All memory of ours, or of the plan's arguments, that its runs read."""
 
     def attend_to(
-        self, q: torch.Tensor, kv: KvCache, scales: Scales, outputs: Outputs, memory: Any = None
+        self, q: torch.Tensor, kv: KvCache, scales: Scales, outputs: Outputs, memory: Any
     ) -> Result:
         """One run. kv is (k, v), or one paged cache that holds both.
 
-        memory: of this call alone, from memory_with().
+        memory: of this call alone, from memory_with(); None: the plan's.
         """
 
     def memory_with(self, per_head: PerHead) -> Any:

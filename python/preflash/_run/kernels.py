@@ -8,19 +8,20 @@ from collections.abc import Callable
 import torch
 
 from .. import _core
-from .._check.request import Request, expected_of
+from .._check.request import Request
 from .._device import backends
-from .._device.buffers import Buffer
 from .._device.stream import ordinal_of
 from .._device.workspace import Workspace
-from .place import Memory, Place
-from .variant import PlannedVariant
+from .variant import PlannedVariant, place_in
 
 
 class KernelBackend:
     """The kernels of one family."""
 
     num_threads: Callable[[], int] | None = None  # asked for every launch; None: not on the CPU
+    # Called with the function that starts a launch, instead of that, for tests that record
+    # launches. Says as that does whether the launch was captured into a CUDA graph.
+    launched_by: Callable[[Callable[[], bool]], bool] | None = None
 
     def __init__(self, family: _core.Family) -> None:
         self._family = family
@@ -73,26 +74,11 @@ class KernelBackend:
         workspace: Workspace,
         plan: _core.Plan,
         request: Request,
-        where: Place | None = None,
+        where: _core.Place | None = None,
     ) -> PlannedVariant:
-        device_stream = workspace.device_stream
         if where is None:
-            where = Place(workspace.int_buffer(plan.int_bytes), workspace.uploader())
-        kept = [where.buffer]
-        if workspace.float_buffer is not None:
-            kept.append(workspace.float_buffer)
-        if request.page_indices is not None:
-            kept.append(Buffer(request.page_indices))
-        if request.mask is not None:
-            kept.append(Buffer(request.mask))
-        for buffer in kept:
-            buffer.used_on_current_stream(device_stream)
-        partials = workspace.float_buffer
-        memory = None
-        if partials is not None or request.mask is not None:
-            memory = Memory(None if partials is None else partials.tensor, request.mask)
-        expected = expected_of(request, device_stream.device)
-        return PlannedVariant(plan, where, self, request, expected, device_stream, kept, memory)
+            where = place_in(workspace.int_buffer(plan.int_bytes), workspace)
+        return PlannedVariant(plan, where, self, (request,), workspace)
 
     def plan_segments(
         self,
@@ -109,16 +95,6 @@ class KernelBackend:
     def _refused(self, refusal: str, options: _core.AttentionOptions) -> Exception:
         """What plan() raises on a device that is not the backend's."""
         return ValueError(refusal)
-
-    def runner(self, launch: _core.Launch, memory: _core.HeldMemory) -> Callable[..., bool]:
-        """The function that starts a prepared launch."""
-        return launch.starter(memory, self.num_threads)
-
-    def runner_of_segments(
-        self, launch: _core.Launch, memory: _core.HeldMemory
-    ) -> Callable[..., bool]:
-        """The same of a launch of several segments."""
-        return functools.partial(launch.run_segments, memory)
 
     def __repr__(self) -> str:
         return f"<preflash backend {self.name!r}>"

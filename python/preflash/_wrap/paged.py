@@ -248,19 +248,8 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillWrapper, PagedEngineAttrib
                 ),
             )  # fmt: skip
             return super()._run(q, paged_kv_cache, a)
-        usual, scales = planned.usual, planned.scales
-        if (
-            usual.again is not None
-            and lse is None
-            and return_lse is False
-            and lse_base == "log2"
-            and lse_layout == "NH"
-        ):
-            result = usual.again(q, paged_kv_cache, out, scales, usual)
-            if result is not None:
-                return result
         outputs = run_outputs(out, lse, return_lse, lse_base, lse_layout)
-        return usual.attend_to(q, paged_kv_cache, scales, outputs)
+        return planned.usual.attend_to(q, paged_kv_cache, planned.scales, outputs, None)
 
     def run_return_lse(
         self, q: torch.Tensor, paged_kv_cache: KvCache, *args: Any, **options: Any

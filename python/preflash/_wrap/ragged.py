@@ -211,19 +211,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillWrapper, RaggedEngineAttr
                 ),
             )  # fmt: skip
             return super()._run(q, (k, v), a)
-        usual, scales = planned.usual, planned.scales
-        if (
-            usual.again is not None
-            and lse is None
-            and return_lse is False
-            and lse_base == "log2"
-            and lse_layout == "NH"
-        ):
-            result = usual.again(q, (k, v), out, scales, usual)
-            if result is not None:
-                return result
         outputs = run_outputs(out, lse, return_lse, lse_base, lse_layout)
-        return usual.attend_to(q, (k, v), scales, outputs)
+        return planned.usual.attend_to(q, (k, v), planned.scales, outputs, None)
 
     def run_return_lse(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any
