@@ -52,7 +52,7 @@ import preflash, torch
 q = torch.zeros(1, 1, 1024)
 try:
     preflash.single_prefill_with_kv_cache(q, q, q)
-except NotImplementedError as error:
+except (NotImplementedError, ValueError) as error:
     print(error)
 """
 
