@@ -14,7 +14,7 @@ import preflash
 import pytest
 import torch
 from preflash import _core
-from preflash._device import backends
+from preflash._run import kernels
 from preflash.testing import Case, Inputs, build, runner
 
 NAN = float("nan")
@@ -48,7 +48,7 @@ def _repeater_on_gpus(original):
 @pytest.fixture
 def recorder(monkeypatch) -> _Recorder:
     made = _Recorder()
-    kind = backends._CpuBackend
+    kind = kernels.CpuBackend
     monkeypatch.setattr(kind, "runner", made.wrap(kind.runner))
     monkeypatch.setattr(kind, "runner_of_segments", made.wrap(kind.runner_of_segments))
     monkeypatch.setattr(_core, "repeater", _repeater_on_gpus(_core.repeater))

@@ -13,31 +13,27 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
+from math import ceil
 from pathlib import Path
 from string import Template
 
+import options
 import render
-from spec import Matrix, SpecError, Tile, Variant, load_matrix
+from spec import Matrix, SpecError, Tile, Variant, load_matrix, load_options
 from vocabulary import SIZES, Family, Vocabulary
 
 ROOT = Path(__file__).resolve().parents[2]
 TEMPLATES = Path(__file__).resolve().parent / "templates"
 DOCS = ROOT / "docs" / "variants.md"
 STUB = ROOT / "python" / "preflash" / "_core.pyi"
-STUB_BEGIN = "# From cpp/variants/forward.toml, by cmake/codegen/generate.py --refresh:\n"
-STUB_END = "# End of what forward.toml says.\n"
+STUB_END = "# End of what {} says.\n"
+STUB_BEGIN = "# From cpp/variants/{}, by cmake/codegen/generate.py --refresh:\n"
+CALLS = "python/preflash/_check/calls.py"
 
-# Fewer kernels per file waste the seconds that the headers cost, more make rebuilds slow.
-MAX_KERNELS_PER_FILE = 4
-_SPLITTING_AXES = (
-    "segments",
-    "arrival",
-    "tile_class",
-    "position",
-    "logits",
-    "mask",
-    "sparsity",
-)
+# Headers and the templates that kernels share cost a file as much as one or two kernels do; above
+# five the longest file holds up a build on 16 cores.
+MAX_KERNELS_PER_FILE = 5
 
 
 @dataclass(frozen=True)
@@ -77,8 +73,8 @@ def architectures_of(family: Family, architectures: Sequence[str]) -> list[str]:
 
 
 def sources(variants: Sequence[Variant]) -> list[Source]:
-    """Of kernels one file per family, dtypes and head_dim, split by further axes where it would be
-    long. On the CPU a variant is a line of the registry and no code: one file has them all."""
+    """Of kernels one file per family, dtypes and head_dim, or several where it would be long. On
+    the CPU a variant is a line of the registry and no code: one file has them all."""
     result = []
     groups: dict[str, list[Variant]] = {}
     of_cpu = [variant for variant in variants if variant.family_facts.on_cpu]
@@ -90,28 +86,19 @@ def sources(variants: Sequence[Variant]) -> list[Source]:
             groups.setdefault(_group_name(variant), []).append(variant)
 
     for name, members in groups.items():
-        for part, of_part in _short_parts(name, members).items():
-            family = of_part[0].family_facts
-            result.append(Source(family, f"{family.name}/{part}.cu", of_part))
+        family = members[0].family_facts
+        parts = _even_parts(members)
+        for i, part in enumerate(parts):
+            of_several = f"_{i + 1}of{len(parts)}" if len(parts) > 1 else ""
+            result.append(Source(family, f"{family.name}/{name}{of_several}.cu", part))
     return result
 
 
-def _short_parts(name: str, members: Sequence[Variant]) -> dict[str, list[Variant]]:
-    """In parts of MAX_KERNELS_PER_FILE at most, named by the axes that tell them apart."""
-    parts = {name: list(members)}
-    for axis in _SPLITTING_AXES:
-        if max(map(len, parts.values())) <= MAX_KERNELS_PER_FILE:
-            break
-        finer: dict[str, list[Variant]] = {}
-        for part, of_part in parts.items():
-            if len(of_part) <= MAX_KERNELS_PER_FILE:
-                finer[part] = of_part
-                continue
-            for variant in of_part:
-                finer.setdefault(f"{part}_{variant.values[axis]}", []).append(variant)
-        if len(finer) > len(parts):
-            parts = finer
-    return parts
+def _even_parts(members: Sequence[Variant]) -> list[Sequence[Variant]]:
+    """In runs of MAX_KERNELS_PER_FILE at most, equally long: neighbours share most templates."""
+    count = ceil(len(members) / MAX_KERNELS_PER_FILE)
+    ends = [len(members) * i // count for i in range(count + 1)]
+    return [members[begin:end] for begin, end in pairwise(ends)]
 
 
 def source_text(source: Source) -> str:
@@ -240,17 +227,38 @@ def _of_segments(variant: Variant, text: str) -> str:
     return " + ".join(text.format(tile) for tile in tiles)
 
 
-def stub_text(vocabulary: Vocabulary) -> str:
-    """_core.pyi with the vocabulary that forward.toml has now."""
-    text = STUB.read_text()
-    before, _, rest = text.partition(STUB_BEGIN)
-    _, _, after = rest.partition(STUB_END)
-    return f"{before}{STUB_BEGIN}{render.stub(vocabulary)}{STUB_END}{after}"
+def stub_text(vocabulary: Vocabulary, table: options.Table) -> str:
+    """_core.pyi with the vocabulary that forward.toml has, and the fields that options.toml has."""
+    text = _replaced(STUB.read_text(), "forward.toml", render.stub(vocabulary))
+    return _replaced(text, "options.toml", options.stub(table))
+
+
+def _replaced(text: str, source: str, part: str) -> str:
+    """The text with another part between the lines that name its source."""
+    end = STUB_END.format(source)
+    before, begin, rest = text.partition(STUB_BEGIN.format(source))
+    margin = before[before.rindex("\n") + 1 :]  # of the line that begins it
+    _, _, after = rest.partition(margin + end)
+    return f"{before}{begin}{part}{margin}{end}{after}"
 
 
 def refresh(matrix: Matrix) -> None:
     DOCS.write_text(docs_text(matrix))
-    STUB.write_text(stub_text(matrix.vocabulary))
+    STUB.write_text(stub_text(matrix.vocabulary, load_options()))
+
+
+def calls_text(table: options.Table) -> str:
+    """preflash/_check/calls.py."""
+    return _template("calls.py.in").substitute(
+        classes=options.classes(table),
+        checked_alone=options.checked_alone(table),
+        neutral=options.neutral(table),
+        aliases=options.aliases(table),
+    )
+
+
+def bind_options_text(table: options.Table) -> str:
+    return _template("bind_options.in").substitute(visits=options.visits(table))
 
 
 def outputs(build: Build, matrix: Matrix) -> dict[str, str]:
@@ -262,6 +270,9 @@ def outputs(build: Build, matrix: Matrix) -> dict[str, str]:
     files["bindings/bind_vocabulary.inl"] = bind_vocabulary_text(matrix.vocabulary)
     files["matrix.cpp"] = matrix_text(matrix)
     files["variants.json"] = variants_json(build)
+    table = load_options()
+    files["bindings/bind_options.inl"] = bind_options_text(table)
+    files[CALLS] = calls_text(table)
     return files
 
 

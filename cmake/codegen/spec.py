@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+from options import Table, read_table
 from vocabulary import SIZES, Axis, Family, SpecError, Vocabulary, read_vocabulary
 
 if sys.version_info >= (3, 11):
@@ -183,6 +184,11 @@ def load_matrix(directory: Path = VARIANTS_DIR) -> Matrix:
         for name, row in _read(directory / "presets.toml").items()
     }
     return Matrix(vocabulary, exclusions, presets, variants)
+
+
+def load_options(directory: Path = VARIANTS_DIR) -> Table:
+    """Reads options.toml. Raises SpecError for a name that it does not explain."""
+    return read_table(_read(directory / "options.toml"))
 
 
 def match_of(row: Mapping[str, object], axes: Mapping[str, Axis], where: str) -> Match:

@@ -19,29 +19,7 @@ namespace {
 
 namespace py = pybind11;
 
-// Visits every option with its name in Python and an accessor.
-template <class Visit>
-void for_each_option(Visit&& visit) {
-  visit("num_qo_heads", [](auto& options) -> auto& { return options.num_qo_heads; });
-  visit("num_kv_heads", [](auto& options) -> auto& { return options.num_kv_heads; });
-  visit("head_dim_qk", [](auto& options) -> auto& { return options.head_dim_qk; });
-  visit("head_dim_vo", [](auto& options) -> auto& { return options.head_dim_vo; });
-  visit("q_dtype", [](auto& options) -> auto& { return options.q_dtype; });
-  visit("kv_dtype", [](auto& options) -> auto& { return options.kv_dtype; });
-  visit("o_dtype", [](auto& options) -> auto& { return options.o_dtype; });
-  visit("causal", [](auto& options) -> auto& { return options.causal; });
-  visit("window_left", [](auto& options) -> auto& { return options.window_left; });
-  visit("chunk_size", [](auto& options) -> auto& { return options.chunk_size; });
-  visit("mask", [](auto& options) -> auto& { return options.mask; });
-  visit("position", [](auto& options) -> auto& { return options.position; });
-  visit("staging", [](auto& options) -> auto& { return options.staging; });
-  visit("rope_scale", [](auto& options) -> auto& { return options.rope.scale; });
-  visit("rope_theta", [](auto& options) -> auto& { return options.rope.theta; });
-  visit("soft_cap", [](auto& options) -> auto& { return options.soft_cap; });
-  visit("fixed_split_size", [](auto& options) -> auto& { return options.split.fixed_split_size; });
-  visit("disable_split", [](auto& options) -> auto& { return options.split.disable; });
-  visit("skip_factor", [](auto& options) -> auto& { return options.skip_factor; });
-}
+#include "bindings/bind_options.inl"
 
 std::size_t hash_of(const AttentionOptions& options) {
   std::size_t hash = 0;
@@ -99,35 +77,7 @@ void bind_options(py::module_& m) {
   options.def(py::self == py::self)
       .def("__hash__", &hash_of)
       .def("replace", &replace)
-      .def(py::init([](int num_qo_heads, int num_kv_heads, int head_dim_qk, int head_dim_vo,
-                       DType q_dtype, DType kv_dtype, DType o_dtype, bool causal, int window_left,
-                       Mask mask, Position position, double rope_scale, double rope_theta,
-                       float soft_cap, int fixed_split_size, bool disable_split, int chunk_size,
-                       float skip_factor) {
-             return AttentionOptions{
-                 .num_qo_heads = num_qo_heads,
-                 .num_kv_heads = num_kv_heads,
-                 .head_dim_qk = head_dim_qk,
-                 .head_dim_vo = head_dim_vo,
-                 .q_dtype = q_dtype,
-                 .kv_dtype = kv_dtype,
-                 .o_dtype = o_dtype,
-                 .causal = causal,
-                 .window_left = window_left,
-                 .chunk_size = chunk_size,
-                 .mask = mask,
-                 .position = position,
-                 .rope = {.scale = rope_scale, .theta = rope_theta},
-                 .soft_cap = soft_cap,
-                 .split = {.fixed_split_size = fixed_split_size, .disable = disable_split},
-                 .skip_factor = skip_factor};
-           }),
-           py::arg("num_qo_heads"), py::arg("num_kv_heads"), py::arg("head_dim_qk"),
-           py::arg("head_dim_vo"), py::arg("q_dtype"), py::arg("kv_dtype"), py::arg("o_dtype"),
-           py::arg("causal"), py::arg("window_left"), py::arg("mask"), py::arg("position"),
-           py::arg("rope_scale"), py::arg("rope_theta"), py::arg("soft_cap"),
-           py::arg("fixed_split_size"), py::arg("disable_split"), py::arg("chunk_size") = 0,
-           py::arg("skip_factor") = 0.0f);
+      .def(py::init([](const py::kwargs& given) { return replace({}, given); }));
   py::class_<RunExtras>(m, "RunExtras")
       .def(py::init(&extras_of), py::arg("mask_bits") = 0, py::arg("mask_classes") = 0)
       .def_property_readonly("mask_bits", [](const RunExtras& extras) {

@@ -1,9 +1,14 @@
 // The threads of the CPU backend. Every caller works on its own job from the first moment; helper
-// threads, started when first needed and kept until the process ends, spread over all the jobs that
+// threads, started when first needed, running until the process ends, spread over all the jobs that
 // are running.
 #pragma once
 
+#include <cstdint>
+
 namespace preflash::cpu {
+
+// Elements to widen or move in one task: below, a thread is not worth waking.
+inline constexpr std::int64_t kTaskElements = std::int64_t{1} << 15;
 
 // Calls function(context, i) for every i in [0, count), each once, handed out in rising order, on
 // at most `num_threads` threads, the caller's included. Returns when all are done; rethrows one

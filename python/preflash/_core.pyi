@@ -219,26 +219,29 @@ class Staging(enum.Enum):
 class AttentionOptions:
     """Immutable and hashable: plans of one batch are remembered by their options."""
 
+    # From cpp/variants/options.toml, by cmake/codegen/generate.py --refresh:
     def __init__(
         self,
-        num_qo_heads: int,
-        num_kv_heads: int,
-        head_dim_qk: int,
-        head_dim_vo: int,
-        q_dtype: DType,
-        kv_dtype: DType,
-        o_dtype: DType,
-        causal: bool,
-        window_left: int,
-        mask: Mask,
-        position: Position,
-        rope_scale: float,
-        rope_theta: float,
-        soft_cap: float,
-        fixed_split_size: int,
-        disable_split: bool,
-        chunk_size: int = 0,
-        skip_factor: float = 0.0,
+        *,
+        num_qo_heads: int = ...,
+        num_kv_heads: int = ...,
+        head_dim_qk: int = ...,
+        head_dim_vo: int = ...,
+        q_dtype: DType = ...,
+        kv_dtype: DType = ...,
+        o_dtype: DType = ...,
+        causal: bool = ...,
+        window_left: int = ...,
+        chunk_size: int = ...,
+        mask: Mask = ...,
+        position: Position = ...,
+        staging: Staging = ...,
+        rope_scale: float = ...,
+        rope_theta: float = ...,
+        soft_cap: float = ...,
+        fixed_split_size: int = ...,
+        disable_split: bool = ...,
+        skip_factor: float = ...,
     ) -> None: ...
     @property
     def num_qo_heads(self) -> int: ...
@@ -259,6 +262,8 @@ class AttentionOptions:
     @property
     def window_left(self) -> int: ...
     @property
+    def chunk_size(self) -> int: ...
+    @property
     def mask(self) -> Mask: ...
     @property
     def position(self) -> Position: ...
@@ -275,9 +280,8 @@ class AttentionOptions:
     @property
     def disable_split(self) -> bool: ...
     @property
-    def chunk_size(self) -> int: ...
-    @property
     def skip_factor(self) -> float: ...
+    # End of what options.toml says.
     def __hash__(self) -> int: ...
     def replace(self, **changes: Any) -> AttentionOptions:
         """A copy in which the named options have other values. Raises TypeError for other names."""

@@ -12,13 +12,14 @@ from ._check import values as check
 from ._check.arguments import (
     GivenScales,
     KvCache,
-    PagedPlanArguments,
     PerHead,
     Result,
     RunArguments,
     Scale,
     UnservedRunOptions,
 )
+from ._check.calls import PagedPlanArguments
+from ._check.names import tells_nearest
 from ._check.options import check_unserved
 from ._check.outputs import run_outputs
 from .prefill import BatchPrefillWithPagedKVCacheWrapper
@@ -44,6 +45,7 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
 
     _serves_cudnn = False
 
+    @tells_nearest
     def __init__(
         self,
         float_workspace_buffer: torch.Tensor,
@@ -75,7 +77,7 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
             "head_dim_qk": check.integer("head_dim_qk", head_dim_qk, at_least=1),
             "head_dim_vo": check.integer("head_dim_vo", head_dim_vo, at_least=1),
         }
-        window_left = check.window_left(window_left)
+        window_left = check.window_left("window_left", window_left)
         if window_left >= 0:
             self._announced["window_left"] = window_left
         super().__init__(

@@ -15,7 +15,10 @@ import torch
 
 from . import _core
 from ._check import values as check
-from ._check.arguments import KvCache
+from ._check.arguments import KvCache, converted
+from ._check.calls import CascadePlanArguments, PagedPlanArguments
+from ._check.names import tells_nearest
+from ._compat.signatures import takes
 from ._device.stream import DeviceStream
 from ._device.workspace import check_levels_apart
 from .prefill import BatchPrefillWithPagedKVCacheWrapper
@@ -202,6 +205,7 @@ class MultiLevelCascadeAttentionWrapper:
         TypeError, ValueError: an argument is wrong.
     """
 
+    @tells_nearest
     def __init__(
         self,
         num_levels: int,
@@ -261,28 +265,9 @@ class MultiLevelCascadeAttentionWrapper:
         for level, draft in zip(self._levels, drafted, strict=True):
             level._reset(draft)
 
+    @takes(CascadePlanArguments)
     @check.eager
-    def plan(
-        self,
-        qo_indptr_arr: Sequence[torch.Tensor],
-        paged_kv_indptr_arr: Sequence[torch.Tensor],
-        paged_kv_indices_arr: Sequence[torch.Tensor],
-        paged_kv_last_page_len: Sequence[torch.Tensor],
-        num_qo_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        page_size: int,
-        causal: bool = False,
-        pos_encoding_mode: str = "NONE",
-        use_fp16_qk_reduction: bool = False,
-        sm_scale: float | torch.Tensor | None = None,
-        window_left: int = -1,
-        logits_soft_cap: float | None = None,
-        rope_scale: float | None = None,
-        rope_theta: float | None = None,
-        q_data_type: str | torch.dtype = "float16",
-        kv_data_type: str | torch.dtype | None = None,
-    ) -> None:
+    def plan(self, a: CascadePlanArguments) -> None:
         """Plans every level.
 
         Args:
@@ -301,34 +286,23 @@ class MultiLevelCascadeAttentionWrapper:
         """
         count = len(self._levels)
         tables = {
-            "qo_indptr": _per_level("qo_indptr_arr", qo_indptr_arr, count),
-            "paged_kv_indptr": _per_level("paged_kv_indptr_arr", paged_kv_indptr_arr, count),
-            "paged_kv_indices": _per_level("paged_kv_indices_arr", paged_kv_indices_arr, count),
+            "qo_indptr": _per_level("qo_indptr_arr", a.qo_indptr_arr, count),
+            "paged_kv_indptr": _per_level("paged_kv_indptr_arr", a.paged_kv_indptr_arr, count),
+            "paged_kv_indices": _per_level("paged_kv_indices_arr", a.paged_kv_indices_arr, count),
             "paged_kv_last_page_len": _per_level(
-                "paged_kv_last_page_len", paged_kv_last_page_len, count
+                "paged_kv_last_page_len", a.paged_kv_last_page_len, count
             ),
         }
-        check.flag("causal", causal)
+        check.flag("causal", a.causal)
         if count > 1:
-            _check_free_of_distances(window_left, pos_encoding_mode)
+            _check_free_of_distances(a.window_left, a.pos_encoding_mode)
         drafted = []
         for i, level in enumerate(self._levels):
-            arguments = level._paged_arguments(
+            arguments = converted(
+                a,
+                PagedPlanArguments,
                 **{name: arrays[i] for name, arrays in tables.items()},
-                num_qo_heads=num_qo_heads,
-                num_kv_heads=num_kv_heads,
-                head_dim=head_dim,
-                page_size=page_size,
-                causal=causal if i == count - 1 else False,
-                pos_encoding_mode=pos_encoding_mode,
-                use_fp16_qk_reduction=use_fp16_qk_reduction,
-                sm_scale=sm_scale,
-                window_left=window_left,
-                logits_soft_cap=logits_soft_cap,
-                rope_scale=rope_scale,
-                rope_theta=rope_theta,
-                q_data_type=q_data_type,
-                kv_data_type=kv_data_type,
+                causal=a.causal if i == count - 1 else False,
             )
             drafted.append(level._drafted(arguments))
         _check_same_queries([d.asked.request.lengths.batch for d in drafted])
@@ -376,7 +350,7 @@ def _per_level(name: str, arrays: Any, num_levels: int) -> Sequence[torch.Tensor
 
 
 def _check_free_of_distances(window_left: int, pos_encoding_mode: str) -> None:
-    if check.window_left(window_left) >= 0:
+    if check.window_left("window_left", window_left) >= 0:
         raise NotImplementedError(
             f"window_left={window_left}: a level does not know how many keys come after its own, "
             "so it cannot tell where a window begins; use -1, or one level"

@@ -4,16 +4,22 @@ The planner cuts a batch of short queries into short tiles and splits long keys 
 there are no kernels for decode alone, and `use_tensor_cores` chooses nothing.
 """
 
-# NOTE: the API fixes long signatures; see prefill.py.
-
 from __future__ import annotations
 
 import torch
 
 from ._check import values as check
-from ._check.arguments import Result, Scale
+from ._check.arguments import Result, converted
+from ._check.calls import (
+    DecodePlanArguments,
+    FastDecodePlanArguments,
+    SingleArguments,
+    SingleDecodeArguments,
+)
+from ._check.names import tells_nearest
+from ._compat.signatures import function_takes, takes
 from ._wrap.decode import BatchDecodeWithPagedKVCacheWrapper
-from .prefill import single_prefill_with_kv_cache
+from ._wrap.single import attention_of_one
 
 __all__ = [
     "BatchDecodeWithPagedKVCacheWrapper",
@@ -23,23 +29,8 @@ __all__ = [
 ]
 
 
-def single_decode_with_kv_cache(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    kv_layout: str = "NHD",
-    pos_encoding_mode: str = "NONE",
-    use_tensor_cores: bool = False,
-    q_scale: Scale = None,
-    k_scale: Scale = None,
-    v_scale: Scale = None,
-    window_left: int = -1,
-    logits_soft_cap: float | None = None,
-    sm_scale: Scale = None,
-    rope_scale: float | None = None,
-    rope_theta: float | None = None,
-    return_lse: bool = False,
-) -> Result:
+@function_takes(SingleDecodeArguments)
+def single_decode_with_kv_cache(a: SingleDecodeArguments) -> Result:
     """Attention of one query.
 
     Args:
@@ -54,27 +45,13 @@ def single_decode_with_kv_cache(
         TypeError, ValueError: an argument is wrong; nothing was launched.
         NotImplementedError: no compiled kernel serves it, or an option of a later release.
     """
-    check.permission("use_tensor_cores", use_tensor_cores)
+    check.permission("use_tensor_cores", a.use_tensor_cores)
+    q = a.q
     if not check.traced():
         check.tensor("q", q)
     if q.dim() != 2:
         raise ValueError(f"q has shape {tuple(q.shape)}; must be [num_qo_heads, head_dim]")
-    result = single_prefill_with_kv_cache(
-        q.unsqueeze(0),
-        k,
-        v,
-        kv_layout=kv_layout,
-        pos_encoding_mode=pos_encoding_mode,
-        sm_scale=sm_scale,
-        window_left=window_left,
-        logits_soft_cap=logits_soft_cap,
-        rope_scale=rope_scale,
-        rope_theta=rope_theta,
-        return_lse=return_lse,
-        q_scale=q_scale,
-        k_scale=k_scale,
-        v_scale=v_scale,
-    )
+    result = attention_of_one(converted(a, SingleArguments, q=q.unsqueeze(0)))
     if isinstance(result, tuple):
         out, lse = result
         return out.squeeze(0), lse.squeeze(0)
@@ -92,6 +69,7 @@ class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWra
         TypeError, ValueError: an argument is wrong.
     """
 
+    @tells_nearest
     def __init__(
         self,
         workspace_buffer: torch.Tensor,
@@ -112,30 +90,8 @@ class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWra
         )
 
 
-def fast_decode_plan(
-    self: BatchDecodeWithPagedKVCacheWrapper,
-    indptr: torch.Tensor,
-    indices: torch.Tensor,
-    last_page_len: torch.Tensor,
-    num_qo_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    page_size: int,
-    pos_encoding_mode: str = "NONE",
-    window_left: int = -1,
-    logits_soft_cap: float | None = None,
-    q_data_type: str | torch.dtype | None = None,
-    kv_data_type: str | torch.dtype | None = None,
-    data_type: str | torch.dtype | None = None,
-    sm_scale: Scale = None,
-    rope_scale: float | None = None,
-    rope_theta: float | None = None,
-    non_blocking: bool = True,
-    fixed_split_size: int | None = None,
-    disable_split_kv: bool = False,
-    q_len_per_req: int | torch.Tensor | None = 1,
-    global_override_indptr_cpu: torch.Tensor | None = None,
-) -> None:
+@takes(FastDecodePlanArguments)
+def fast_decode_plan(self: BatchDecodeWithPagedKVCacheWrapper, a: FastDecodePlanArguments) -> None:
     """begin_forward() as a function, which engines put in its place:
     `wrapper.begin_forward = functools.partial(fast_decode_plan, wrapper)`.
 
@@ -154,29 +110,9 @@ def fast_decode_plan(
             "BatchDecodeWithPagedKVCacheWrapper: under patch_flashinfer(), patch before wrappers "
             "are constructed"
         )
-    if isinstance(q_len_per_req, torch.Tensor) and global_override_indptr_cpu is None:
-        q_len_per_req, global_override_indptr_cpu = 1, q_len_per_req
-    # Of the class: the instance's begin_forward may be this function.
-    BatchDecodeWithPagedKVCacheWrapper.begin_forward(
-        self,
-        indptr if global_override_indptr_cpu is None else global_override_indptr_cpu,
-        indices,
-        last_page_len,
-        num_qo_heads,
-        num_kv_heads,
-        head_dim,
-        page_size,
-        pos_encoding_mode,
-        window_left,
-        logits_soft_cap,
-        q_data_type,
-        kv_data_type,
-        data_type,
-        sm_scale,
-        rope_scale,
-        rope_theta,
-        non_blocking,
-        fixed_split_size=fixed_split_size,
-        disable_split_kv=disable_split_kv,
-        q_len_per_req=q_len_per_req,
-    )
+    q_len_per_req, on_host = a.q_len_per_req, a.global_override_indptr_cpu
+    if isinstance(q_len_per_req, torch.Tensor) and on_host is None:
+        q_len_per_req, on_host = 1, q_len_per_req
+    indptr = a.indptr if on_host is None else on_host
+    plan = converted(a, DecodePlanArguments, indptr=indptr, q_len_per_req=q_len_per_req)
+    self._begin_forward(self._as_prefill(plan))

@@ -11,19 +11,21 @@ the same results; `variant` and repr() tell.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from . import _core
 from ._check import values as check
-from ._check.arguments import DecodePlanArguments, GivenScales, KvCache, Qkv, Result, Scale
-from ._check.arguments import SingleArguments as PrefillArguments
+from ._check.arguments import GivenScales, KvCache, Result, Scale, converted
+from ._check.calls import DecodePlanArguments, PodPlanArguments, SingleArguments
 from ._check.lengths import single_lengths
-from ._check.options import single_key, single_options
-from ._check.outputs import Outputs, run_outputs
+from ._check.names import tells_nearest
+from ._check.options import has_mask, single_key, single_options
+from ._check.outputs import Outputs, outputs_of, run_outputs
 from ._check.request import Request
 from ._check.scales import Scales, folded_scales, softmax_scale
+from ._compat.signatures import takes
 from ._plan import pipeline
 from ._plan.masks import check_rows
 from ._pod.batch import BatchPODWithPagedKVCacheWrapper
@@ -35,17 +37,6 @@ from ._wrap.decode import BatchDecodeWithPagedKVCacheWrapper
 from ._wrap.graph import check_captured
 
 __all__ = ["BatchPODWithPagedKVCacheWrapper", "PODWithPagedKVCacheWrapper"]
-
-
-class _SingleRun(NamedTuple):
-    """What run() was given for a prefill of one request."""
-
-    tensors: Qkv
-    arguments: PrefillArguments
-    custom_mask: torch.Tensor | None
-    packed_custom_mask: torch.Tensor | None
-    sm_scale: Scale
-    outputs: Outputs
 
 
 class PODWithPagedKVCacheWrapper(PodWrapper):
@@ -78,6 +69,7 @@ class PODWithPagedKVCacheWrapper(PodWrapper):
         NotImplementedError: backend="cudnn".
     """
 
+    @tells_nearest
     def __init__(
         self,
         float_workspace_buffer: torch.Tensor,
@@ -103,25 +95,8 @@ class PODWithPagedKVCacheWrapper(PodWrapper):
         )
         self._joints = Joints(self._decode._requested_backend)
 
-    def plan(
-        self,
-        indptr: torch.Tensor,
-        indices: torch.Tensor,
-        last_page_len: torch.Tensor,
-        num_qo_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        page_size: int,
-        pos_encoding_mode: str = "NONE",
-        window_left: int = -1,
-        q_data_type: str | torch.dtype | None = "float16",
-        kv_data_type: str | torch.dtype | None = None,
-        data_type: str | torch.dtype | None = None,
-        sm_scale: Scale = None,
-        rope_scale: float | None = None,
-        rope_theta: float | None = None,
-        non_blocking: bool = True,
-    ) -> None:
+    @takes(PodPlanArguments)
+    def plan(self, a: PodPlanArguments) -> None:
         """Plans the decode side. The arguments are those of
         BatchDecodeWithPagedKVCacheWrapper.plan(), and the options hold for the decode side alone.
 
@@ -130,33 +105,7 @@ class PODWithPagedKVCacheWrapper(PodWrapper):
             NotImplementedError: no compiled kernel serves it, or it is recorded by torch.compile.
             The wrapper keeps the plan it had.
         """
-        self._plan(
-            DecodePlanArguments(
-                indptr=indptr,
-                indices=indices,
-                last_page_len=last_page_len,
-                num_qo_heads=num_qo_heads,
-                num_kv_heads=num_kv_heads,
-                head_dim=head_dim,
-                page_size=page_size,
-                pos_encoding_mode=pos_encoding_mode,
-                window_left=window_left,
-                logits_soft_cap=None,
-                q_data_type=q_data_type,
-                kv_data_type=kv_data_type,
-                data_type=data_type,
-                sm_scale=sm_scale,
-                rope_scale=rope_scale,
-                rope_theta=rope_theta,
-                non_blocking=non_blocking,
-                block_tables=None,
-                seq_lens=None,
-                fixed_split_size=None,
-                disable_split_kv=False,
-                o_data_type=None,
-                q_len_per_req=1,
-            )
-        )
+        self._plan(converted(a, DecodePlanArguments))
 
     begin_forward = plan
 
@@ -275,19 +224,11 @@ class PODWithPagedKVCacheWrapper(PodWrapper):
         repeated = RepeatedOptions(
             kv_layout_d, pos_encoding_mode_d, sm_scale_d, window_left_d, rope_scale_d, rope_theta_d
         )
-        masked = custom_mask_p is not None or packed_custom_mask_p is not None
-        arguments = PrefillArguments(
-            causal_p, kv_layout_p, pos_encoding_mode_p, False, None, window_left_p, None,
-            rope_scale_p, rope_theta_p, "auto", None, masked,
+        prefill = SingleArguments(
+            q_p, k_p, v_p, custom_mask_p, packed_custom_mask_p, causal_p, kv_layout_p,
+            pos_encoding_mode_p, False, sm_scale_p, window_left_p, None, rope_scale_p, rope_theta_p,
+            out=out_p, lse=lse_p, return_lse=return_lse_p, lse_base=lse_base, lse_layout=lse_layout,
         )  # fmt: skip
-        prefill = _SingleRun(
-            Qkv(q_p, k_p, v_p),
-            arguments,
-            custom_mask_p,
-            packed_custom_mask_p,
-            sm_scale_p,
-            run_outputs(out_p, lse_p, return_lse_p, lse_base, lse_layout),
-        )
         scales = GivenScales(q_scale, k_scale, v_scale)
         outputs = run_outputs(out_d, lse_d, return_lse_d, lse_base, lse_layout)
         return self._run(prefill, q_d, paged_kv_cache_d, repeated, scales, outputs)
@@ -297,13 +238,14 @@ class PODWithPagedKVCacheWrapper(PodWrapper):
     @check.eager
     def _run(
         self,
-        given: _SingleRun,
+        given: SingleArguments,
         q_d: torch.Tensor,
         kv_d: KvCache,
         repeated: RepeatedOptions,
         scales: GivenScales,
         outputs: Outputs,
     ) -> tuple[Result, Result]:
+        outputs_p = outputs_of(given)
         planned = self._decode._planned()
         decode_options = planned.asked.request.options
         if repeated.anything:
@@ -325,40 +267,39 @@ class PODWithPagedKVCacheWrapper(PodWrapper):
         if scales.given:
             scales_d = folded_scales(planned.scales.logits, scales, decode_options)
         mask = None
-        if given.arguments.masked:
+        if has_mask(given):
             batch = request.lengths.batch
             if given.packed_custom_mask is None:
                 with of_side(SIDES[0]):
                     check_rows(given.custom_mask, (batch.qo_end, batch.kv_end))
             mask = self._mask(given.custom_mask, given.packed_custom_mask, request)
-        q, k, v = given.tensors
         runs = [
-            SegmentRun(q, (k, v), scales_p, given.outputs, mask=mask),
+            SegmentRun(given.q, (given.k, given.v), scales_p, outputs_p, mask=mask),
             SegmentRun(q_d, kv_d, scales_d, outputs),
         ]
         return self._joints.run(key, joint, runs)
 
-    def _prefill_request(self, given: _SingleRun, decode: _core.AttentionOptions) -> Request:
-        q, k, v = given.tensors
+    def _prefill_request(self, given: SingleArguments, decode: _core.AttentionOptions) -> Request:
+        q, k, v = given.q, given.k, given.v
         for name, value in (("q_p", q), ("k_p", k), ("v_p", v)):
             check.tensor(name, value)
             check.on_device(name, value, self.device)
         check.forward_only(q=q, k=k, v=v)
-        options = single_options(given.tensors, given.arguments)
+        options = single_options(given)
         for name in ("num_qo_heads", "num_kv_heads", "head_dim_qk", "head_dim_vo"):
             if getattr(options, name) != getattr(decode, name):
                 raise ValueError(
                     f"{name} = {getattr(options, name)}: the decode side was planned with "
                     f"{getattr(decode, name)}, and both sides have the same"
                 )
-        layout = given.arguments.kv_layout
+        layout = given.kv_layout
         tokens = q.shape[0]
         lengths = single_lengths(tokens, k.shape[0 if layout == "NHD" else 1])
         return pipeline.make_request(
             options,
             lengths,
             layout,
-            masked=given.arguments.masked,
+            masked=has_mask(given),
             graph_rows=max(tokens, 1) if self.is_cuda_graph_enabled else 0,
         )
 
@@ -376,7 +317,6 @@ def _prefill_scales(sm_scale: Scale, options: _core.AttentionOptions) -> Scales:
         return Scales(softmax_scale(sm_scale, options), 1.0)
 
 
-def _key(given: _SingleRun) -> tuple:
-    q, k, v = given.tensors
-    options = single_key(given.arguments)
-    return (q.shape, k.shape, v.shape, q.dtype, k.dtype, q.device, options)
+def _key(given: SingleArguments) -> tuple:
+    q, k, v = given.q, given.k, given.v
+    return (q.shape, k.shape, v.shape, q.dtype, k.dtype, q.device, single_key(given))

@@ -18,22 +18,14 @@ Inside torch.compile every call is one operator of the graph. plan() stays outsi
 function sees each new one without being compiled again.
 """
 
-# NOTE: the API fixes long signatures, which are repeated where callers look for them, so functions
-# here are over 80 lines. Their bodies are short: check, convert and hand over.
-
 from __future__ import annotations
 
-from typing import Any
-
-import torch
-
-from ._check import values as check
-from ._check.arguments import GivenScales, PerHead, Qkv, Result, SingleArguments, SingleCall
-from ._check.outputs import run_outputs
-from ._compat.signatures import NEWER_SINGLE_ORDER, newer_spellings, same_signature_as
-from ._wrap import single, traced
+from ._check.arguments import Result
+from ._check.calls import SingleArguments
+from ._compat.signatures import function_takes
 from ._wrap.paged import BatchPrefillWithPagedKVCacheWrapper
 from ._wrap.ragged import BatchPrefillWithRaggedKVCacheWrapper
+from ._wrap.single import attention_of_one
 from .cudnn import cudnn_batch_prefill_with_kv_cache
 from .fmha_v2 import trtllm_fmha_v2_prefill
 
@@ -47,42 +39,8 @@ __all__ = [
 ]
 
 
-@newer_spellings(NEWER_SINGLE_ORDER)
-def single_prefill_with_kv_cache(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    custom_mask: torch.Tensor | None = None,
-    packed_custom_mask: torch.Tensor | None = None,
-    causal: bool = False,
-    kv_layout: str = "NHD",
-    pos_encoding_mode: str = "NONE",
-    allow_fp16_qk_reduction: bool = False,
-    sm_scale: float | torch.Tensor | None = None,
-    window_left: int = -1,
-    logits_soft_cap: float | None = None,
-    rope_scale: float | None = None,
-    rope_theta: float | None = None,
-    *,
-    return_lse: bool = False,
-    use_fp16_qk_reduction: bool | None = None,
-    backend: str = "auto",
-    out: torch.Tensor | None = None,
-    lse: torch.Tensor | None = None,
-    lse_base: str = "log2",
-    lse_layout: str = "NH",
-    q_scale: float | torch.Tensor | None = None,
-    k_scale: float | torch.Tensor | None = None,
-    v_scale: float | torch.Tensor | None = None,
-    scale_q: torch.Tensor | None = None,
-    scale_k: torch.Tensor | None = None,
-    scale_v: torch.Tensor | None = None,
-    o_dtype: str | torch.dtype | None = None,
-    o_data_type: str | torch.dtype | None = None,
-    kv_cache_sf: None = None,
-    sinks: torch.Tensor | None = None,
-    enable_pdl: bool | None = None,
-) -> Result:
+@function_takes(SingleArguments)
+def single_prefill_with_kv_cache(a: SingleArguments) -> Result:
     """Attention of one request; see this module for the definition.
 
     Args:
@@ -138,30 +96,13 @@ def single_prefill_with_kv_cache(
         TypeError, ValueError: an argument is wrong; nothing was launched.
         NotImplementedError: no compiled kernel serves it, or an option of a later release.
     """
-    if kv_cache_sf is not None or enable_pdl is not None:
-        check.absent(kv_cache_sf=kv_cache_sf)
-        check.permission("enable_pdl", enable_pdl)
-    if o_data_type is not None:
-        o_dtype = check.alias("o_dtype", o_dtype, "o_data_type", o_data_type)
-    # By position: names would cost half a microsecond.
-    arguments = SingleArguments(
-        causal, kv_layout, pos_encoding_mode, allow_fp16_qk_reduction, use_fp16_qk_reduction,
-        window_left, logits_soft_cap, rope_scale, rope_theta, backend, o_dtype,
-        custom_mask is not None or packed_custom_mask is not None,
-    )  # fmt: skip
-    scales = GivenScales(q_scale, k_scale, v_scale)
-    per_head = PerHead(sinks, scale_q, scale_k, scale_v)
-    call = SingleCall(custom_mask, packed_custom_mask, sm_scale, scales, per_head)
-    outputs = run_outputs(out, lse, return_lse, lse_base, lse_layout)
-    prefill = traced.single if check.traced() else single.prefill
-    return prefill(Qkv(q, k, v), arguments, call, outputs)
+    return attention_of_one(a)
 
 
-@same_signature_as(single_prefill_with_kv_cache, return_lse=True)
-def single_prefill_with_kv_cache_return_lse(*args: Any, **kwargs: Any) -> Result:
+@function_takes(SingleArguments, return_lse=True)
+def single_prefill_with_kv_cache_return_lse(a: SingleArguments) -> Result:
     """single_prefill_with_kv_cache with return_lse=True: returns (out, lse).
 
     Takes the same arguments and raises the same errors.
     """
-    kwargs.setdefault("return_lse", True)
-    return single_prefill_with_kv_cache(*args, **kwargs)
+    return attention_of_one(a)

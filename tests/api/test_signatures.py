@@ -1,11 +1,10 @@
 """The public functions have the documented parameters: names, order, defaults."""
 
-import dataclasses
 import inspect
 
 import preflash
 import pytest
-from preflash._check import arguments as _arguments
+from preflash._check import calls as _calls
 from preflash._wrap.batch import BatchPrefillWrapper
 
 REQUIRED = inspect.Parameter.empty
@@ -275,9 +274,9 @@ def test_every_public_function_is_documented(name):
 @pytest.mark.parametrize(
     ("wrapper", "arguments"),
     [
-        (preflash.BatchPrefillWithPagedKVCacheWrapper, _arguments.PagedPlanArguments),
-        (preflash.BatchPrefillWithRaggedKVCacheWrapper, _arguments.RaggedPlanArguments),
-        (preflash.BatchDecodeWithPagedKVCacheWrapper, _arguments.DecodePlanArguments),
+        (preflash.BatchPrefillWithPagedKVCacheWrapper, _calls.PagedPlanArguments),
+        (preflash.BatchPrefillWithRaggedKVCacheWrapper, _calls.RaggedPlanArguments),
+        (preflash.BatchDecodeWithPagedKVCacheWrapper, _calls.DecodePlanArguments),
     ],
 )
 def test_every_argument_of_plan_is_handed_on(wrapper, arguments, monkeypatch):
@@ -289,4 +288,6 @@ def test_every_argument_of_plan_is_handed_on(wrapper, arguments, monkeypatch):
     wrapper.plan(object.__new__(wrapper), **{name: f"that of {name}" for name in names[1:]})
     (got,) = received
     assert type(got) is arguments
-    assert dataclasses.asdict(got) == {name: f"that of {name}" for name in names[1:]}
+    assert {name: getattr(got, name) for name in got.__slots__} == {
+        name: f"that of {name}" for name in names[1:]
+    }

@@ -26,7 +26,7 @@ def refusal(call, name, error=ValueError):
 def test_huge_numbers(value):
     refusal(lambda: check.real("sm_scale", value), "sm_scale")
     refusal(lambda: check.scale("q_scale", value), "q_scale")
-    refusal(lambda: check.soft_cap(value), "logits_soft_cap")
+    refusal(lambda: check.soft_cap("logits_soft_cap", value), "logits_soft_cap")
     if isinstance(value, int):
         refusal(lambda: check.integer("head_dim", value, at_least=1), "head_dim")
 

@@ -9,15 +9,16 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import attention_cases
 import preflash
 import pytest
 import torch
 from preflash import _core
-from preflash.testing import Case, MaskKind, build, cases, runner
+from preflash.testing import Case, MaskKind, build, runner
 from preflash_harness import threads
 
 CASE = Case("mixed", (1, 70, 130), (600, 300, 130), 8, 2, 64, page_size=16, mask=MaskKind.CAUSAL)
-SOME = [CASE, *(case for i, case in enumerate(cases.core()) if i % 16 == 3)]
+SOME = [CASE, *(case for i, case in enumerate(attention_cases.core()) if i % 16 == 3)]
 
 
 @pytest.fixture(autouse=True)

@@ -8,6 +8,8 @@ import random
 import torch
 from preflash.testing.case import Case, Garbage, KvForm, Magnitude, MaskKind, Position, Sinks
 
+from .problem_limits import contradiction
+
 _MASKS = (
     [MaskKind.NONE] * 2
     + [MaskKind.CAUSAL] * 3
@@ -142,7 +144,7 @@ def random_case(rng: random.Random, name: str, limits: Limits) -> Case:
         disable_split_kv=split > 0.85,
         **storage,
         **logits,
-        # NOTE: not choice(), which takes a number of draws that depends on how many there are.
+        # Not choice(), which takes a number of draws that depends on how many there are.
         dtype=limits.dtypes[int(rng.random() * len(limits.dtypes))],
     )
     for served, share, options in (
@@ -151,7 +153,7 @@ def random_case(rng: random.Random, name: str, limits: Limits) -> Case:
     ):
         if rng.random() < share and served:
             changed = dataclasses.replace(case, **options)
-            case = changed if not changed.contradiction else case
+            case = changed if not contradiction(changed) else case
     return case
 
 

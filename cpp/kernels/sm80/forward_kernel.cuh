@@ -41,6 +41,7 @@ __device__ __forceinline__ void run_item_in(unsigned char* smem_bytes, const Seg
 template <class V>
 __global__ void __launch_bounds__(ForwardTraits<V>::kThreads, V::kTile.ctas_per_sm)
     forward_kernel(const __grid_constant__ typename ForwardTraits<V>::Params params) {
+#ifdef __CUDA_ARCH__  // the host compiles the signature alone
   using Traits = ForwardTraits<V>;
   extern __shared__ __align__(128) unsigned char smem_bytes[];
   [[maybe_unused]] auto& smem = *reinterpret_cast<SharedStorage<Traits>*>(smem_bytes);
@@ -80,6 +81,7 @@ __global__ void __launch_bounds__(ForwardTraits<V>::kThreads, V::kTile.ctas_per_
     }
     if (thread == 0) timer.stop(params, index, item);
   }
+#endif
 }
 
 }  // namespace preflash::sm80

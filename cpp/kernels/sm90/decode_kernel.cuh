@@ -113,6 +113,7 @@ struct DecodeWarp {
 template <class V>
 __global__ void __launch_bounds__(DecodeTraits<V>::kThreads, V::kTile.ctas_per_sm)
     decode_kernel(const __grid_constant__ LaunchParams<HopperSegment> params) {
+#ifdef __CUDA_ARCH__  // the host compiles the signature alone
   using Traits = DecodeTraits<V>;
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
   auto& smem = *reinterpret_cast<DecodeStorage<Traits>*>(smem_bytes);
@@ -124,6 +125,7 @@ __global__ void __launch_bounds__(DecodeTraits<V>::kThreads, V::kTile.ctas_per_s
   }
   int warp = cutlass::canonical_warp_idx_sync();
   DecodeWarp<Traits>(params, smem, warp, begin, end).run(begin, end);
+#endif
 }
 
 }  // namespace preflash::sm90

@@ -72,13 +72,14 @@ __device__ __forceinline__ ItemSpan items_of_cta(const ParamsOf<Traits>& params)
 template <class V>
 __global__ void __launch_bounds__(ForwardTraits<V>::kThreads, V::kTile.ctas_per_sm)
     forward_kernel(const __grid_constant__ ParamsOf<ForwardTraits<V>> params) {
+#ifdef __CUDA_ARCH__  // the host compiles the signature alone
   using Traits = ForwardTraits<V>;
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
   auto& smem = *reinterpret_cast<SharedStorage<Traits>*>(smem_bytes);
 
   // The first item needs the tensor maps and its range of the work list: both are requested before
   // the barriers are initialized.
-  // NOTE: all segments are gathered, or none (launch_forward()).
+  // All segments are gathered, or none (launch_forward()).
   bool gather = Traits::kConverts || params.segments[0].box.kv_rows == 0;
   if (!Traits::kConverts && threadIdx.x == 0) {
     CUTE_UNROLL
@@ -113,6 +114,7 @@ __global__ void __launch_bounds__(ForwardTraits<V>::kThreads, V::kTile.ctas_per_
     int thread = threadIdx.x % kWarpgroupThreads;
     ForwardMainloop<Traits>(params, smem, warpgroup - Traits::kProducers, thread).run();
   }
+#endif
 }
 
 }  // namespace preflash::sm90

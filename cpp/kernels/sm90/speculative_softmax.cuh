@@ -67,7 +67,7 @@ struct SpeculativeSoftmax : OnlineSoftmax<2> {
 
   // |reference| * scale_log2 where rounding it may shift the exponents of a row by 2^3: P <= 2^8
   // from there still, and beyond that soon an overflow. An exact origin, as on sm80, would keep
-  // such rows right and cost 1 % of short rows (docs/dev/experiments.md).
+  // such rows right and cost 1 % of short rows (docs/dev/experiments/fa3-softmax-and-options.md).
   static constexpr float kMaxOrigin = 0x1p27f;
 
   bool settled = false;  // whether every row of the warp has a reference
@@ -134,7 +134,7 @@ struct SpeculativeSoftmax : OnlineSoftmax<2> {
     return result;
   }
 
-  // NOTE: the lanes of a row may have different shifts, so they come before the quad's maximum.
+  // The lanes of a row may have different shifts, so they come before the quad's maximum.
   template <class Scores, class Shift>
   __device__ __forceinline__ static void maxima(const Scores& scores, const Shift& shift,
                                                 float (&result)[kRows]) {

@@ -1,6 +1,7 @@
 """The arguments of public calls: what they may be, and what is wrong with them.
 
-arguments   one field per parameter of the public functions, with what each is for
+calls       the arguments of each call, generated from cpp/variants/options.toml
+arguments   what calls have in common; the arguments of run()
 values      checks of numbers, names, dtypes and tensors; tensor_checks, recording and spelling are
             its parts
 options     arguments -> AttentionOptions, which decide a kernel and a work list

@@ -1,109 +1,39 @@
-"""What callers gave, before any check: one field per parameter of the public functions.
-
-Defaults are those of the public signatures, so that each is written once.
-"""
+"""What callers gave, before any check. calls.py has the parameters of plan(), forward() and the
+single functions; here are those of run(), and what calls have in common."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
+import operator
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 Scale = float | torch.Tensor | None
 KvCache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+Arguments = TypeVar("Arguments")
 
 
-@dataclass(slots=True)
-class PlanArguments:
-    """Those of plan() that both wrappers have.
+class CheckedAlone(NamedTuple):
+    """An option that one check takes, without others."""
 
-    NOTE: nobody writes to it, but of so many fields a frozen one costs plan() 3 us more, and names
-    in its call another one. A test sees to it that every argument gets into its field.
-    """
-
-    qo_indptr: torch.Tensor
-    num_qo_heads: int
-    num_kv_heads: int
-    head_dim: int | None
-    custom_mask: torch.Tensor | None
-    packed_custom_mask: torch.Tensor | None
-    causal: bool
-    pos_encoding_mode: str
-    allow_fp16_qk_reduction: bool
-    sm_scale: Scale
-    window_left: int
-    logits_soft_cap: float | None
-    rope_scale: float | None
-    rope_theta: float | None
-    q_data_type: str | torch.dtype
-    kv_data_type: str | torch.dtype | None
-    non_blocking: bool
-    head_dim_qk: int | None
-    head_dim_vo: int | None
-    use_fp16_qk_reduction: bool | None
-    o_data_type: str | torch.dtype | None
-    o_dtype: str | torch.dtype | None
-    prefix_len_ptr: torch.Tensor | None
-    token_pos_in_items_ptr: torch.Tensor | None
-    token_pos_in_items_len: int
-    max_item_len_ptr: torch.Tensor | None
-    seq_lens: torch.Tensor | None
-    seq_lens_q: torch.Tensor | None
-    max_token_per_sequence: int | None
-    max_sequence_kv: int | None
-    fixed_split_size: int | None
-    disable_split_kv: bool
-    uniform_q_len: int | None
+    name: str
+    check: Callable[[str, Any], Any]
+    field: str  # of AttentionOptions, which the check returns; "": none
+    default: Any  # of a call that has no such parameter
 
 
-@dataclass(slots=True)
-class RaggedPlanArguments(PlanArguments):
-    kv_indptr: torch.Tensor
-    v_indptr: torch.Tensor | None
-    o_indptr: torch.Tensor | None
+def converted(a: Any, kind: type[Arguments], **given: Any) -> Arguments:
+    """A call as one of another kind: what is given, what both have, and defaults."""
+    pair = (type(a), kind)
+    both = _in_both.get(pair)
+    if both is None:
+        both = _in_both[pair] = tuple(name for name in pair[0].__slots__ if name in kind.__slots__)
+    return kind(**{**{name: getattr(a, name) for name in both}, **given})
 
 
-@dataclass(slots=True)
-class PagedPlanArguments(PlanArguments):
-    paged_kv_indptr: torch.Tensor
-    paged_kv_indices: torch.Tensor
-    paged_kv_last_page_len: torch.Tensor
-    page_size: int
-    block_tables: torch.Tensor | None
-
-
-@dataclass(slots=True)
-class DecodePlanArguments:
-    """Those of the decode wrapper's plan()."""
-
-    indptr: torch.Tensor
-    indices: torch.Tensor
-    last_page_len: torch.Tensor
-    num_qo_heads: int
-    num_kv_heads: int
-    head_dim: int
-    page_size: int
-    pos_encoding_mode: str
-    window_left: int
-    logits_soft_cap: float | None
-    q_data_type: str | torch.dtype | None
-    kv_data_type: str | torch.dtype | None
-    data_type: str | torch.dtype | None
-    sm_scale: Scale
-    rope_scale: float | None
-    rope_theta: float | None
-    non_blocking: bool
-    block_tables: torch.Tensor | None
-    seq_lens: torch.Tensor | None
-    fixed_split_size: int | None
-    disable_split_kv: bool
-    o_data_type: str | torch.dtype | None
-    q_len_per_req: int | None
-
-
-BatchArguments = RaggedPlanArguments | PagedPlanArguments
+_in_both: dict[tuple[type, type], tuple[str, ...]] = {}
 
 
 class GivenScales(NamedTuple):
@@ -117,21 +47,6 @@ class GivenScales(NamedTuple):
     def given(self) -> bool:
         q_scale, k_scale, v_scale = self
         return not (q_scale is None and k_scale is None and v_scale is None)
-
-
-class ForwardArguments(NamedTuple):
-    """The options that the deprecated forward() has of its own."""
-
-    causal: bool
-    pos_encoding_mode: str
-    allow_fp16_qk_reduction: bool | None
-    use_fp16_qk_reduction: bool
-    window_left: int
-    logits_soft_cap: float | None
-    sm_scale: Scale
-    rope_scale: float | None
-    rope_theta: float | None
-    scales: GivenScales
 
 
 class PerHead(NamedTuple):
@@ -151,6 +66,19 @@ class PerHead(NamedTuple):
     def scaled(self) -> bool:
         """Whether heads have factors."""
         return not (self.scale_q is None and self.scale_k is None and self.scale_v is None)
+
+
+def scales_of(a: Any) -> GivenScales:
+    """Those of a call that has all three."""
+    return GivenScales(a.q_scale, a.k_scale, a.v_scale)
+
+
+def per_head_of(a: Any) -> PerHead:
+    """Those of a call that has all of them."""
+    return PerHead(*_per_head_of(a))
+
+
+_per_head_of = operator.attrgetter(*PerHead._fields)
 
 
 class HeadTensor(NamedTuple):
@@ -218,30 +146,3 @@ class Qkv(NamedTuple):
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
-
-
-class SingleArguments(NamedTuple):
-    """What decides the plan of a single request; hence, with the shapes, its key."""
-
-    causal: bool
-    kv_layout: str
-    pos_encoding_mode: str
-    allow_fp16_qk_reduction: bool
-    use_fp16_qk_reduction: bool | None
-    window_left: int
-    logits_soft_cap: float | None
-    rope_scale: float | None
-    rope_theta: float | None
-    backend: str
-    o_dtype: str | torch.dtype | None
-    masked: bool
-
-
-class SingleCall(NamedTuple):
-    """What may differ between single requests that share a plan."""
-
-    custom_mask: torch.Tensor | None
-    packed_custom_mask: torch.Tensor | None
-    sm_scale: Scale
-    scales: GivenScales
-    per_head: PerHead

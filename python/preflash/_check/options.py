@@ -5,160 +5,91 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
 from .. import _core
 from . import values as check
-from .arguments import PlanArguments, Qkv, RaggedPlanArguments, SingleArguments, UnservedRunOptions
+from .arguments import UnservedRunOptions
+from .calls import (
+    ALIASES,
+    CHECKED_ALONE,
+    NEUTRAL,
+    BatchArguments,
+    PagedPlanArguments,
+    RaggedPlanArguments,
+    SingleArguments,
+)
+
+# The options of a call, as a tuple.
+_given_to: dict[type, Callable[[Any], tuple]] = {
+    kind: operator.attrgetter(*kind.OPTIONS)
+    for kind in (PagedPlanArguments, RaggedPlanArguments, SingleArguments)
+}
+_CONSTANT = frozenset((int, float, bool, str, type(None), torch.dtype))
 
 
-def batch_options(a: PlanArguments) -> _core.AttentionOptions:
+def batch_options(a: BatchArguments) -> _core.AttentionOptions:
     """The options in the arguments of a wrapper's plan()."""
     check.not_traced()
-    if (
-        a.prefix_len_ptr is not None
-        or a.token_pos_in_items_ptr is not None
-        or type(a.token_pos_in_items_len) is not int
-        or a.token_pos_in_items_len != 0
-        or a.max_item_len_ptr is not None
-    ):
-        check.absent(
-            prefix_len_ptr=a.prefix_len_ptr,
-            token_pos_in_items_ptr=a.token_pos_in_items_ptr,
-            max_item_len_ptr=a.max_item_len_ptr,
-        )
-        check.neutral("token_pos_in_items_len", a.token_pos_in_items_len, 0)
-    if isinstance(a, RaggedPlanArguments):
-        check.absent(v_indptr=a.v_indptr, o_indptr=a.o_indptr)
-    masked = a.custom_mask is not None or a.packed_custom_mask is not None
+    masked = has_mask(a)
+    kind = type(a)
+    given = _given_to[kind](a)
     try:
-        return _remembered(
-            a.num_qo_heads, a.num_kv_heads, a.head_dim, a.head_dim_qk, a.head_dim_vo,
-            a.q_data_type, a.kv_data_type, a.o_data_type, a.o_dtype, masked,
-            a.causal, a.window_left, a.pos_encoding_mode, a.rope_scale, a.rope_theta,
-            a.logits_soft_cap, a.fixed_split_size, a.disable_split_kv,
-            a.allow_fp16_qk_reduction, a.use_fp16_qk_reduction, a.non_blocking,
-        )  # fmt: skip
+        return _remembered(kind, masked, *given)
     except TypeError:  # not to be remembered, or wrong: the checks say so
-        return _checked(_Given(masked=masked, **{name: getattr(a, name) for name in _ARGUMENTS}))
-
-
-class _Given(NamedTuple):
-    """What of a plan's arguments decides its options, as the caller gave it."""
-
-    num_qo_heads: Any
-    num_kv_heads: Any
-    head_dim: Any
-    head_dim_qk: Any
-    head_dim_vo: Any
-    q_data_type: Any
-    kv_data_type: Any
-    o_data_type: Any
-    o_dtype: Any
-    masked: bool
-    causal: Any
-    window_left: Any
-    pos_encoding_mode: Any
-    rope_scale: Any
-    rope_theta: Any
-    logits_soft_cap: Any
-    fixed_split_size: Any
-    disable_split_kv: Any
-    allow_fp16_qk_reduction: Any
-    use_fp16_qk_reduction: Any
-    non_blocking: Any
-
-
-_ARGUMENTS = tuple(name for name in _Given._fields if name != "masked")
-_CONSTANT = (int, float, bool, str, type(None), torch.dtype)
+        return _checked(kind, masked, *given)
 
 
 # Steps differ in their lengths, not in these: checking them again would be a tenth of plan(). By
 # type as well as by value, because 1, 1.0 and True are equal and not all of them accepted.
 @functools.lru_cache(maxsize=256, typed=True)
-def _remembered(*given: Any) -> _core.AttentionOptions:
-    if not all(type(value) in _CONSTANT for value in given):
+def _remembered(kind: type, masked: bool, *given: Any) -> _core.AttentionOptions:
+    if not _CONSTANT.issuperset(map(type, given)):
         raise TypeError("what is equal by identity, as tensors are, may hold another value by then")
-    return _checked(_Given(*given))
+    return _checked(kind, masked, *given)
 
 
-def _checked(a: _Given) -> _core.AttentionOptions:
-    encoding = check.position_encoding(a.pos_encoding_mode, a.rope_scale, a.rope_theta)
-    check.permission("allow_fp16_qk_reduction", a.allow_fp16_qk_reduction)
-    check.permission("use_fp16_qk_reduction", a.use_fp16_qk_reduction)
-    # Both values get what False promises: the caller's arrays may change, and nobody waits.
-    check.flag("non_blocking", a.non_blocking)
-    head_dim = check.alias("head_dim", a.head_dim, "head_dim_qk", a.head_dim_qk)
-    head_dim = check.integer("head_dim", check.required("head_dim", head_dim), at_least=1)
-    head_dim_vo = head_dim if a.head_dim_vo is None else a.head_dim_vo
-    dtypes = _data_types(
-        _Asked("q_data_type", a.q_data_type),
-        _Asked("kv_data_type", a.kv_data_type),
-        a.o_data_type,
-        a.o_dtype,
-    )
-    split = a.fixed_split_size
-    return _core.AttentionOptions(
-        num_qo_heads=check.integer("num_qo_heads", a.num_qo_heads, at_least=1),
-        num_kv_heads=check.integer("num_kv_heads", a.num_kv_heads, at_least=1),
+def _checked(kind: type, masked: bool, *given: Any) -> _core.AttentionOptions:
+    options = _in_one_spelling(dict(zip(kind.OPTIONS, given, strict=True)))
+    head_dim = check.positive("head_dim", check.required("head_dim", options["head_dim"]))
+    head_dim_vo = options["head_dim_vo"]
+    return _attention_options(
+        options,
+        masked,
+        _Asked("q_data_type", options["q_data_type"]),
+        _Asked("kv_data_type", options["kv_data_type"]),
         head_dim_qk=head_dim,
-        head_dim_vo=check.integer("head_dim_vo", head_dim_vo, at_least=1),
-        q_dtype=dtypes.q,
-        kv_dtype=dtypes.kv,
-        o_dtype=dtypes.o,
-        # causal is ignored when a custom mask is given; a window is not.
-        causal=check.flag("causal", a.causal) and not a.masked,
-        window_left=check.window_left(a.window_left),
-        mask=_mask_kind(a.masked),
-        position=encoding.position,
-        rope_scale=encoding.rope_scale,
-        rope_theta=encoding.rope_theta,
-        soft_cap=check.soft_cap(a.logits_soft_cap),
-        # -1, 0 and None all mean that the planner chooses.
-        fixed_split_size=0
-        if split is None
-        else max(check.integer("fixed_split_size", split, at_least=-1), 0),
-        disable_split=check.flag("disable_split_kv", a.disable_split_kv),
+        head_dim_vo=head_dim if head_dim_vo is None else check.positive("head_dim_vo", head_dim_vo),
     )
 
 
-def single_options(tensors: Qkv, a: SingleArguments) -> _core.AttentionOptions:
+def single_options(a: SingleArguments) -> _core.AttentionOptions:
     """The options in the arguments of a single request. Of its tensors only what decides the
     variant is looked at: binding checks the rest."""
-    q, k, v = tensors
+    q, k, v = a.q, a.k, a.v
     for name, value in (("q", q), ("k", k), ("v", v)):
         if value.dim() != 3:
             raise ValueError(
                 f"{name} has shape {tuple(value.shape)}; must be three-dimensional: "
                 "tokens, heads and head_dim"
             )
+    options = _in_one_spelling(options_of(a))
     check.one_of("kv_layout", a.kv_layout, check.KV_LAYOUTS)
-    encoding = check.position_encoding(a.pos_encoding_mode, a.rope_scale, a.rope_theta)
-    check.permission("allow_fp16_qk_reduction", a.allow_fp16_qk_reduction)
-    check.permission("use_fp16_qk_reduction", a.use_fp16_qk_reduction)
-    dtypes = _data_types(_Asked("q", q.dtype), _Asked("k", k.dtype), a.o_dtype, None)
     tokens, heads = (0, 1) if a.kv_layout == "NHD" else (1, 0)
     if v.shape[tokens] != k.shape[tokens]:
         raise ValueError(f"v has {v.shape[tokens]} tokens and k {k.shape[tokens]}; must be equal")
-    return _core.AttentionOptions(
+    return _attention_options(
+        options,
+        has_mask(a),
+        _Asked("q", q.dtype),
+        _Asked("k", k.dtype),
         num_qo_heads=q.shape[1],
         num_kv_heads=k.shape[heads],
         head_dim_qk=q.shape[2],
         head_dim_vo=v.shape[2],
-        q_dtype=dtypes.q,
-        kv_dtype=dtypes.kv,
-        o_dtype=dtypes.o,
-        causal=check.flag("causal", a.causal) and not a.masked,
-        window_left=check.window_left(a.window_left),
-        mask=_mask_kind(a.masked),
-        position=encoding.position,
-        rope_scale=encoding.rope_scale,
-        rope_theta=encoding.rope_theta,
-        soft_cap=check.soft_cap(a.logits_soft_cap),
-        fixed_split_size=0,
-        disable_split=False,
     )
 
 
@@ -166,14 +97,38 @@ def single_key(a: SingleArguments) -> tuple:
     """The options of a single request as a key holds them: with their types, because 1, 1.0 and
     True are equal and not all of them accepted, and by value, because an integer in a tensor or in
     an array of numpy's may be another one by the next call."""
-    if not all(type(value) in _CONSTANT for value in a):
-        a = SingleArguments(*map(check.plain, a))
-        window = a.window_left
+    values = _given_to[SingleArguments](a)
+    types = tuple(map(type, values))
+    if not _CONSTANT.issuperset(types):
+        given = dict(zip(SingleArguments.OPTIONS, map(check.plain, values), strict=True))
+        window = given["window_left"]
         if isinstance(window, torch.Tensor) and window.dtype != torch.bool:
-            a = a._replace(window_left=operator.index(check.tensor("window_left", window)))
-        if any(isinstance(value, torch.Tensor) for value in a):
+            given["window_left"] = operator.index(check.tensor("window_left", window))
+        values = tuple(given.values())
+        types = tuple(map(type, values))
+        if any(isinstance(value, torch.Tensor) for value in values):
             raise TypeError("no other option may be a tensor, and comparing keys would read it")
-    return (a, *map(type, a))
+    return (values, types, has_mask(a))
+
+
+def has_mask(a: Any) -> bool:
+    """Whether a call has a custom mask."""
+    return a.custom_mask is not None or a.packed_custom_mask is not None
+
+
+def check_neutral(options: dict[str, Any]) -> None:
+    """Refuses, by name, those that are not served."""
+    for name, value in NEUTRAL.items():
+        given = options.get(name, value)
+        if given is not value:
+            if value is None:
+                check.absent(**{name: given})
+            check.neutral(name, given, value)
+
+
+def options_of(a: Any) -> dict[str, Any]:
+    """What decides the plan of a call, by name."""
+    return {name: getattr(a, name) for name in a.OPTIONS}
 
 
 def check_unserved(a: UnservedRunOptions) -> None:
@@ -186,12 +141,6 @@ def check_unserved(a: UnservedRunOptions) -> None:
     check.neutral("uses_spcompress", a.uses_spcompress, False)
 
 
-class _DataTypes(NamedTuple):
-    q: _core.DType
-    kv: _core.DType
-    o: _core.DType
-
-
 class _Asked(NamedTuple):
     """A dtype as it was given, and by which argument."""
 
@@ -199,13 +148,39 @@ class _Asked(NamedTuple):
     value: Any
 
 
-def _data_types(q: _Asked, kv: _Asked, o: Any, o_alias: Any) -> _DataTypes:
+def _in_one_spelling(options: dict[str, Any]) -> dict[str, Any]:
+    """Where an option has two names, by the first."""
+    for alias, name in ALIASES.items():
+        if alias in options:
+            options[name] = check.alias(name, options[name], alias, options.pop(alias))
+    return options
+
+
+def _attention_options(
+    options: dict[str, Any], masked: bool, q: _Asked, kv: _Asked, **known: int
+) -> _core.AttentionOptions:
+    """known: fields that no option of the call says."""
+    check_neutral(options)
+    encoding = check.position_encoding(
+        options["pos_encoding_mode"], options["rope_scale"], options["rope_theta"]
+    )
+    for name, check_alone, field, default in CHECKED_ALONE:
+        if field not in known:
+            value = check_alone(name, options.get(name, default))
+            if field:
+                known[field] = value
     q_dtype = check.query_dtype(q.name, q.value)
     kv_dtype = q_dtype if kv.value is None else check.kv_dtype(kv.name, kv.value, q_dtype)
-    o = check.alias("o_data_type", o, "o_dtype", o_alias)
-    o_dtype = check.output_dtype("o_data_type", o, q_dtype)
-    return _DataTypes(*(check.CORE_DTYPES[one] for one in (q_dtype, kv_dtype, o_dtype)))
-
-
-def _mask_kind(masked: bool) -> _core.Mask:
-    return _core.Mask.custom if masked else _core.Mask.bounds
+    o_dtype = check.output_dtype("o_data_type", options["o_data_type"], q_dtype)
+    return _core.AttentionOptions(
+        q_dtype=check.CORE_DTYPES[q_dtype],
+        kv_dtype=check.CORE_DTYPES[kv_dtype],
+        o_dtype=check.CORE_DTYPES[o_dtype],
+        # causal is ignored when a custom mask is given; a window is not.
+        causal=check.flag("causal", options["causal"]) and not masked,
+        mask=_core.Mask.custom if masked else _core.Mask.bounds,
+        position=encoding.position,
+        rope_scale=encoding.rope_scale,
+        rope_theta=encoding.rope_theta,
+        **known,
+    )

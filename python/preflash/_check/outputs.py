@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,6 +18,11 @@ class Outputs(NamedTuple):
 
 
 DEFAULT_OUTPUTS = Outputs()
+
+
+def outputs_of(a: Any) -> Outputs:
+    """Those of a call that has all of run()'s."""
+    return run_outputs(a.out, a.lse, a.return_lse, a.lse_base, a.lse_layout)
 
 
 def run_outputs(

@@ -203,18 +203,9 @@ def _check_dtype_and_device(name: str, value: torch.Tensor, expected: Expected) 
 def check_out(out: torch.Tensor, tokens: int, expected: Expected) -> tuple[int, int]:
     """The strides of out [tokens, num_qo_heads, head_dim_vo], where q has so many tokens."""
     options = expected.options
-    check.tensor("out", out)
-    check.has_shape(
-        "out",
-        out,
-        (tokens, options.num_qo_heads, options.head_dim_vo),
-        "[rows of q, num_qo_heads, head_dim_vo] as planned",
-    )
-    o_dtype = check.TORCH_DTYPES[options.o_dtype]
-    check.has_dtype("out", out, o_dtype, "o_data_type, which is q's dtype but for fp8")
-    check.on_device("out", out, expected.device)
-    check.rows("out", out)
-    check.not_overlapping("out", out)
+    shape = (tokens, options.num_qo_heads, options.head_dim_vo)
+    meaning = "[rows of q, num_qo_heads, head_dim_vo] as planned"
+    check.output(out, shape, meaning, check.TORCH_DTYPES[options.o_dtype], expected.device)
     return effective_strides(out)
 
 
@@ -226,7 +217,7 @@ def check_lse(
     check.tensor("lse", lse)
     order = _LSE_ORDERS[layout]
     check.has_shape("lse", lse, shape, f"{order} for lse_layout={layout!r}")
-    check.has_dtype("lse", lse, torch.float32, "the log-sum-exp is always float32")
+    check.has_dtype("lse", lse, torch.float32, check.WHY_FLOAT32)
     check.on_device("lse", lse, expected.device)
     check.not_overlapping("lse", lse)
     return lse_strides(lse, layout)

@@ -33,14 +33,19 @@ from .recording import (  # noqa: F401, all checks go by one name
 from .spelling import digits_of, kind_of, start_of
 from .tensor_checks import (  # noqa: F401
     ALIGNMENT,
+    WHY_FLOAT32,
     address,
     apart,
     bytes_reached,
     has_dtype,
     has_shape,
+    index_array,
     is_tensor,
     not_overlapping,
+    on_cpu_or,
     on_device,
+    output,
+    page_table,
     rows,
     tensor,
 )
@@ -109,7 +114,7 @@ def flag(name: str, value: Any) -> bool:
     return found
 
 
-def window_left(value: Any, name: str = "window_left") -> int:
+def window_left(name: str, value: Any) -> int:
     """-1 is none. What is wider than the longest request that there can be is as wide as that."""
     return min(integer(name, value, at_least=-1), LARGEST_WINDOW)
 
@@ -133,6 +138,15 @@ def integer(name: str, value: Any, *, at_least: int, at_most: int = 2**31 - 1) -
     if not at_least <= value <= at_most:
         raise ValueError(f"{name}={digits_of(value)}: must be in [{at_least}, {at_most}]")
     return value
+
+
+def positive(name: str, value: Any) -> int:
+    return integer(name, value, at_least=1)
+
+
+def split_size(name: str, value: Any) -> int:
+    """-1, 0 and None all mean that the planner chooses."""
+    return 0 if value is None else max(integer(name, value, at_least=-1), 0)
 
 
 def real(name: str, value: Any) -> float:
@@ -197,22 +211,22 @@ def logits_scale(name: str, value: float, options: _core.AttentionOptions | None
     return value
 
 
-def soft_cap(value: Any) -> float:
-    """logits_soft_cap as a float; 0.0 is off."""
+def soft_cap(name: str, value: Any) -> float:
+    """As a float; 0.0 is off."""
     if value is None:
         return 0.0
-    value = real("logits_soft_cap", value) + 0.0  # -0.0 is 0.0
+    value = real(name, value) + 0.0  # -0.0 is 0.0
     if value < 0.0:
-        raise ValueError(f"logits_soft_cap={value}: must be positive, or 0 or None for none")
+        raise ValueError(f"{name}={value}: must be positive, or 0 or None for none")
     if 0.0 < value < SMALLEST_SOFT_CAP:
         raise ValueError(
-            f"logits_soft_cap={value}: must be at least {SMALLEST_SOFT_CAP}, or 0 or None for "
+            f"{name}={value}: must be at least {SMALLEST_SOFT_CAP}, or 0 or None for "
             "none; smaller ones vanish in float32"
         )
     if value > LARGEST_SOFT_CAP:
         raise ValueError(
-            f"logits_soft_cap={value}: must be at most {LARGEST_SOFT_CAP}, or 0 or None for none; "
-            "with larger ones sm_scale / logits_soft_cap loses its bits in float32"
+            f"{name}={value}: must be at most {LARGEST_SOFT_CAP}, or 0 or None for none; "
+            f"with larger ones sm_scale / {name} loses its bits in float32"
         )
     return value
 

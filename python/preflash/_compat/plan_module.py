@@ -8,6 +8,7 @@ import torch
 
 from .. import _core
 from .._check import values as check
+from .._check.calls import PagedPlanArguments
 
 MODE_OF = {position: mode for mode, position in check.POSITIONS.items()}
 
@@ -77,7 +78,7 @@ class PlanModule:
         for value in more:
             check.neutral("num_colocated_ctas", value, 0)
         masked = options.mask == _core.Mask.custom
-        arguments = wrapper._paged_arguments(
+        arguments = PagedPlanArguments(
             qo_indptr,
             kv_indptr,
             buffers.indices,

@@ -110,7 +110,7 @@ def _options(a: FmhaArguments, operands: Operands) -> _core.AttentionOptions:
     q = operands.q
     mode = a.mask_mode.lower() if isinstance(a.mask_mode, str) else a.mask_mode
     check.one_of("mask_mode", mode, MASK_MODES)
-    window = check.window_left(a.window_left)
+    window = check.window_left("window_left", a.window_left)
     return _core.AttentionOptions(
         num_qo_heads=q.shape[1],
         num_kv_heads=operands.num_kv_heads,

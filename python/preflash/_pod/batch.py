@@ -10,10 +10,13 @@ import torch
 
 from .. import _core
 from .._check import values as check
-from .._check.arguments import GivenScales, KvCache, PagedPlanArguments, Result, Scale
+from .._check.arguments import GivenScales, KvCache, Result, Scale, converted
+from .._check.calls import BatchPodPlanArguments, PagedPlanArguments
 from .._check.lengths import Lengths
+from .._check.names import tells_nearest
 from .._check.outputs import run_outputs
 from .._check.scales import folded_scales
+from .._compat.signatures import takes
 from .._device import backends
 from .._run.segments import SegmentRun, of_side
 from .._wrap.decode import data_types
@@ -45,6 +48,7 @@ class BatchPODWithPagedKVCacheWrapper(PodWrapper):
         NotImplementedError: backend="cudnn".
     """
 
+    @tells_nearest
     def __init__(
         self,
         float_workspace_buffer: torch.Tensor,
@@ -62,30 +66,8 @@ class BatchPODWithPagedKVCacheWrapper(PodWrapper):
         self._prefill_asked: Any = None  # of the plan that the decode side has, or gets next
         self._both: _BothPlanned | None = None
 
-    def plan(
-        self,
-        qo_indptr_p: torch.Tensor,
-        kv_indptr_p: torch.Tensor,
-        kv_indices_p: torch.Tensor,
-        last_page_len_p: torch.Tensor,
-        qo_indptr_d: torch.Tensor,
-        kv_indptr_d: torch.Tensor,
-        kv_indices_d: torch.Tensor,
-        last_page_len_d: torch.Tensor,
-        num_qo_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        page_size: int,
-        pos_encoding_mode: str = "NONE",
-        window_left: int = -1,
-        q_data_type: str | torch.dtype | None = "float16",
-        kv_data_type: str | torch.dtype | None = None,
-        data_type: str | torch.dtype | None = None,
-        sm_scale: Scale = None,
-        rope_scale: float | None = None,
-        rope_theta: float | None = None,
-        non_blocking: bool = True,
-    ) -> None:
+    @takes(BatchPodPlanArguments)
+    def plan(self, a: BatchPodPlanArguments) -> None:
         """Plans both sides.
 
         Args:
@@ -100,26 +82,21 @@ class BatchPODWithPagedKVCacheWrapper(PodWrapper):
             NotImplementedError: no compiled kernel serves it, or it is recorded by torch.compile.
             The wrapper keeps the plan it had.
         """
-        q_data_type, kv_data_type = data_types(q_data_type, kv_data_type, data_type)
+        q_data_type, kv_data_type = data_types(a.q_data_type, a.kv_data_type, a.data_type)
         prefill, decode = (
-            self._decode._paged_arguments(
-                *arrays,
-                num_qo_heads,
-                num_kv_heads,
-                head_dim,
-                page_size,
-                pos_encoding_mode=pos_encoding_mode,
-                window_left=window_left,
+            converted(
+                a,
+                PagedPlanArguments,
+                qo_indptr=qo_indptr,
+                paged_kv_indptr=kv_indptr,
+                paged_kv_indices=kv_indices,
+                paged_kv_last_page_len=last_page_len,
                 q_data_type=q_data_type,
                 kv_data_type=kv_data_type,
-                sm_scale=sm_scale,
-                rope_scale=rope_scale,
-                rope_theta=rope_theta,
-                non_blocking=non_blocking,
             )
-            for arrays in (
-                (qo_indptr_p, kv_indptr_p, kv_indices_p, last_page_len_p),
-                (qo_indptr_d, kv_indptr_d, kv_indices_d, last_page_len_d),
+            for qo_indptr, kv_indptr, kv_indices, last_page_len in (
+                (a.qo_indptr_p, a.kv_indptr_p, a.kv_indices_p, a.last_page_len_p),
+                (a.qo_indptr_d, a.kv_indptr_d, a.kv_indices_d, a.last_page_len_d),
             )
         )
         self._plan(prefill, decode)

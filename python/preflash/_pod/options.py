@@ -65,7 +65,7 @@ def _read(name: str, value: Any) -> Any:
     if name == "sm_scale_d":
         return check.scale(name, value)
     if name == "window_left_d":
-        return check.window_left(value, name)
+        return check.window_left(name, value)
     if name in ("rope_scale_d", "rope_theta_d"):
         return check.real(name, value)
     allowed = check.KV_LAYOUTS if name == "kv_layout_d" else check.ENCODING_MODES

@@ -2,5 +2,6 @@
 
 place       memory of a work list, and of all that a launch uses beside it
 variant     one batch: PlannedVariant.attend_to()
+kernels     each family of kernels as a backend
 segments    two batches in one launch: PlannedSegments.attend_to()
 """

@@ -15,15 +15,12 @@ import torch
 from .. import cascade, page, quantization
 from .._check import values as check
 from .._check.arguments import (
-    ForwardArguments,
     GivenScales,
     PerHead,
-    Qkv,
     Result,
     RunArguments,
-    SingleArguments,
-    SingleCall,
 )
+from .._check.calls import ForwardArguments, SingleArguments
 from .._check.outputs import Outputs
 from .._wrap import single
 from .._wrap.traced import find_wrapper, lse_shape, out_shape
@@ -62,13 +59,8 @@ def _define(
 # Attention: each in three forms, because an operator returns always the same and either makes its
 # results or writes into given ones.
 
-_SCALES = ", ".join(
-    f"float? {name}=None, Tensor? {name}_tensor=None"
-    for name in ("q_scale", "k_scale", "v_scale", "sm_scale")
-)
-_PER_HEAD = ", ".join(f"Tensor? {name}=None" for name in PerHead._fields)
+_OF_RUN = (*GivenScales._fields, "sm_scale", *PerHead._fields)
 _LSE = "str lse_base='log2', str lse_layout='NH'"
-_ENCODING = "float? logits_soft_cap=None, float? rope_scale=None, float? rope_theta=None"
 
 
 def _define_attention(name: str, arguments: str, attend: Callable[..., Result]) -> None:
@@ -136,13 +128,14 @@ def _run(
     v: torch.Tensor | None,
     *,
     o_dtype: torch.dtype | None = None,
-    window_left: int | None = None,
     **options: Any,
 ) -> Result:
     wrapper = _found(name, q, o_dtype)
-    arguments = RunArguments(
-        _given_scales(options), window_left, _per_head(options), _scale("sm_scale", options)
+    given = {**dict.fromkeys(_OF_RUN), **_by_name(options)}
+    scales, per_head = (
+        kind(*(given[name] for name in kind._fields)) for kind in (GivenScales, PerHead)
     )
+    arguments = RunArguments(scales, given.get("window_left"), per_head, given["sm_scale"])
     return wrapper._run_with(q, k if v is None else (k, v), arguments, outputs)
 
 
@@ -153,78 +146,24 @@ def _forward(
     k: torch.Tensor,
     v: torch.Tensor | None,
     *,
-    causal: bool,
-    pos_encoding_mode: str,
-    window_left: int,
     o_dtype: torch.dtype | None = None,
-    logits_soft_cap: float | None = None,
-    rope_scale: float | None = None,
-    rope_theta: float | None = None,
     **options: Any,
 ) -> Result:
     wrapper = _found(name, q, o_dtype)
-    arguments = ForwardArguments(
-        causal=causal,
-        pos_encoding_mode=pos_encoding_mode,
-        allow_fp16_qk_reduction=None,
-        use_fp16_qk_reduction=False,
-        window_left=window_left,
-        logits_soft_cap=logits_soft_cap,
-        sm_scale=_scale("sm_scale", options),
-        rope_scale=rope_scale,
-        rope_theta=rope_theta,
-        scales=_given_scales(options),
-    )
+    arguments = ForwardArguments(**_by_name(options))
     return wrapper._forward(q, k if v is None else (k, v), arguments, outputs)
 
 
 def _single_prefill(
-    outputs: Outputs,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    custom_mask: torch.Tensor | None = None,
-    packed_custom_mask: torch.Tensor | None = None,
-    **options: Any,
+    outputs: Outputs, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any
 ) -> Result:
     _refuse_blind_capture(q)
-    call = SingleCall(
-        custom_mask,
-        packed_custom_mask,
-        _scale("sm_scale", options),
-        _given_scales(options),
-        _per_head(options),
-    )
-    arguments = SingleArguments(
-        allow_fp16_qk_reduction=False,
-        use_fp16_qk_reduction=None,
-        masked=custom_mask is not None or packed_custom_mask is not None,
-        **{**_SINGLE_DEFAULTS, **options},
-    )
-    return single.prefill(Qkv(q, k, v), arguments, call, outputs)
+    return single.prefill(SingleArguments(q, k, v, **outputs._asdict(), **_by_name(options)))
 
 
-# An operator does not hand on what is equal to its schema's default.
-_SINGLE_DEFAULTS = {
-    "logits_soft_cap": None,
-    "rope_scale": None,
-    "rope_theta": None,
-    "o_dtype": None,
-}
-
-
-def _scale(name: str, options: dict[str, Any]) -> float | torch.Tensor | None:
-    value, tensor = options.pop(name, None), options.pop(f"{name}_tensor", None)
-    return value if tensor is None else tensor
-
-
-def _given_scales(options: dict[str, Any]) -> GivenScales:
-    return GivenScales(*(_scale(name, options) for name in GivenScales._fields))
-
-
-def _per_head(options: dict[str, Any]) -> PerHead:
-    return PerHead(*(options.pop(name, None) for name in PerHead._fields))
+def _by_name(options: dict[str, Any]) -> dict[str, Any]:
+    """An option is a float or a tensor of one element; an operator has an argument for either."""
+    return {name.removesuffix("_tensor"): value for name, value in options.items()}
 
 
 def _found(name: str, q: torch.Tensor, o_dtype: torch.dtype | None) -> Any:
@@ -252,19 +191,17 @@ def _refuse_blind_capture(q: torch.Tensor) -> None:
 
 
 _QKV = "Tensor q, Tensor k, Tensor? v"
-_RUN = (
-    f"str wrapper, {_QKV}, *, ScalarType? o_dtype=None, SymInt? window_left=None, "
-    f"{_SCALES}, {_PER_HEAD}"
+_RUN = ", ".join(
+    (f"str wrapper, {_QKV}, *, ScalarType? o_dtype=None, SymInt? window_left=None",
+     *(SingleArguments.OPERATOR[name] for name in _OF_RUN))
+)  # fmt: skip
+_FORWARD = ", ".join(
+    (f"str wrapper, {_QKV}, *, ScalarType? o_dtype=None", *ForwardArguments.OPERATOR.values())
 )
-_FORWARD = (
-    f"str wrapper, {_QKV}, *, bool causal, str pos_encoding_mode, SymInt window_left, "
-    f"ScalarType? o_dtype=None, {_ENCODING}, {_SCALES}"
-)
-_SINGLE = (
-    "Tensor q, Tensor k, Tensor v, *, bool causal, str kv_layout, str pos_encoding_mode, "
-    "SymInt window_left, str backend, Tensor? custom_mask=None, Tensor? packed_custom_mask=None, "
-    f"ScalarType? o_dtype=None, {_ENCODING}, {_SCALES}, {_PER_HEAD}"
-)
+_SINGLE = ", ".join(
+    ("Tensor q, Tensor k, Tensor v, *, ScalarType? o_dtype=None",
+     *SingleArguments.OPERATOR.values())
+)  # fmt: skip
 _define_attention("run", _RUN, _run)
 _define_attention_into("run", _RUN, _run)
 _define_attention("forward", _FORWARD, _forward)

@@ -13,13 +13,14 @@ from .. import _core
 from .._check import lengths as _lengths
 from .._check import values as check
 from .._check.arguments import (
-    BatchArguments,
-    ForwardArguments,
     KvCache,
     Result,
     RunArguments,
     RunCall,
+    converted,
+    scales_of,
 )
+from .._check.calls import BatchArguments, ForwardArguments
 from .._check.options import batch_options, check_unserved
 from .._check.outputs import Outputs, run_outputs
 from .._check.request import Request
@@ -122,7 +123,7 @@ class BatchPrefillWrapper(EngineAttributes):
             ),
             Scales(softmax_scale(a.sm_scale, options), 1.0),
             check.flag("causal", a.causal),
-            check.soft_cap(a.logits_soft_cap),
+            check.soft_cap("logits_soft_cap", a.logits_soft_cap),
         )
 
     @check.eager
@@ -287,7 +288,7 @@ class BatchPrefillWrapper(EngineAttributes):
         planned = self._planned()
         options = planned.asked.request.options
         if a.window_left is not None:
-            window_left = check.window_left(a.window_left)
+            window_left = check.window_left("window_left", a.window_left)
             options = options.replace(window_left=window_left)
         variant = planned.usual
         if variant is None or a.window_left is not None:
@@ -307,10 +308,9 @@ class BatchPrefillWrapper(EngineAttributes):
             self._state = self._state._replace(planned=planned, last_forward=None)
         return result
 
-    def _forward(
-        self, q: torch.Tensor, kv: KvCache, a: ForwardArguments, outputs: Outputs
-    ) -> Result:
+    def _forward(self, q: torch.Tensor, kv: KvCache, given: Any, outputs: Outputs) -> Result:
         """The deprecated call: its own options count, defaults included, not those of plan()."""
+        a = converted(given, ForwardArguments)
         if check.traced():
             return traced.forward(self._recorded_name, q, kv, a, outputs)
         encoding = check.position_encoding(a.pos_encoding_mode, a.rope_scale, a.rope_theta)
@@ -318,14 +318,14 @@ class BatchPrefillWrapper(EngineAttributes):
         check.permission("allow_fp16_qk_reduction", a.allow_fp16_qk_reduction)
         forward = ForwardOptions(
             check.flag("causal", a.causal),
-            check.window_left(a.window_left),
+            check.window_left("window_left", a.window_left),
             encoding,
-            check.soft_cap(a.logits_soft_cap),
+            check.soft_cap("logits_soft_cap", a.logits_soft_cap),
         )
         planned = self._planned()
         options = forward.applied_to(planned.asked.request.options)
         variant = self._select(planned, options)
-        scales = folded_scales(softmax_scale(a.sm_scale, options), a.scales, options)
+        scales = folded_scales(softmax_scale(a.sm_scale, options), scales_of(a), options)
         result = variant.attend_to(q, kv, scales, outputs)
         if self._state.last_forward != forward:
             self._state = self._state._replace(last_forward=forward)

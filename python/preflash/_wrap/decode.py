@@ -10,17 +10,12 @@ from typing import Any
 import torch
 
 from .._check import values as check
-from .._check.arguments import (
-    DecodePlanArguments,
-    ForwardArguments,
-    GivenScales,
-    KvCache,
-    PagedPlanArguments,
-    Result,
-    Scale,
-)
+from .._check.arguments import KvCache, Result, Scale, converted
+from .._check.calls import DecodeForwardArguments, DecodePlanArguments, PagedPlanArguments
+from .._check.names import tells_nearest, with_nearest
+from .._check.options import check_neutral, options_of
 from .._check.outputs import DEFAULT_OUTPUTS, Outputs
-from .._compat.signatures import NEWER_DECODE_ORDER, newer_spellings, same_arguments_as
+from .._compat.signatures import takes
 from .paged import BatchPrefillWithPagedKVCacheWrapper
 
 
@@ -73,6 +68,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
 
     _serves_cudnn = False
 
+    @tells_nearest
     def __init__(
         self,
         float_workspace_buffer: torch.Tensor,
@@ -109,34 +105,8 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
         """As the constructor was told."""
         return self._use_tensor_cores
 
-    @newer_spellings(NEWER_DECODE_ORDER)
-    def plan(
-        self,
-        indptr: torch.Tensor,
-        indices: torch.Tensor,
-        last_page_len: torch.Tensor,
-        num_qo_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        page_size: int,
-        pos_encoding_mode: str = "NONE",
-        window_left: int = -1,
-        logits_soft_cap: float | None = None,
-        q_data_type: str | torch.dtype | None = "float16",
-        kv_data_type: str | torch.dtype | None = None,
-        data_type: str | torch.dtype | None = None,
-        sm_scale: Scale = None,
-        rope_scale: float | None = None,
-        rope_theta: float | None = None,
-        non_blocking: bool = True,
-        block_tables: torch.Tensor | None = None,
-        seq_lens: torch.Tensor | None = None,
-        fixed_split_size: int | None = None,
-        disable_split_kv: bool = False,
-        *,
-        o_data_type: str | torch.dtype | None = None,
-        q_len_per_req: int | None = 1,
-    ) -> None:
+    @takes(DecodePlanArguments)
+    def plan(self, a: DecodePlanArguments) -> None:
         """Chooses a kernel and makes its work list for a batch of these KV lengths.
 
         Args:
@@ -155,21 +125,15 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
             NotImplementedError: no compiled kernel serves it, or an option of a later release.
             The wrapper keeps the plan it had.
         """
-        a = DecodePlanArguments(
-            indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size,
-            pos_encoding_mode, window_left, logits_soft_cap, q_data_type, kv_data_type, data_type,
-            sm_scale, rope_scale, rope_theta, non_blocking, block_tables, seq_lens,
-            fixed_split_size, disable_split_kv, o_data_type, q_len_per_req,
-        )  # fmt: skip
         super()._plan(self._as_prefill(a))
 
-    @same_arguments_as(plan, DecodePlanArguments)
+    @takes(DecodePlanArguments)
     def begin_forward(self, a: DecodePlanArguments) -> None:
         """plan(), but made for what forward() last asked for, as in
         BatchPrefillWithPagedKVCacheWrapper.begin_forward()."""
         super()._begin_forward(self._as_prefill(a))
 
-    @same_arguments_as(plan, DecodePlanArguments)
+    @takes(DecodePlanArguments)
     def workspace_size(self, a: DecodePlanArguments) -> tuple[int, int]:
         """(float_bytes, int_bytes) that plan() with these arguments uses at most. Plans nothing.
 
@@ -178,7 +142,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
         return super()._workspace_size(self._as_prefill(a))
 
     def _as_prefill(self, a: DecodePlanArguments) -> PagedPlanArguments:
-        check.neutral("q_len_per_req", a.q_len_per_req, 1)
+        check_neutral(options_of(a))
         q_data_type, kv_data_type = data_types(a.q_data_type, a.kv_data_type, a.data_type)
         qo_indptr = _one_query_each(a.last_page_len)
         # Here, where the two have the names that the caller knows.
@@ -187,29 +151,15 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
                 f"indptr has {a.indptr.numel()} elements and last_page_len "
                 f"{a.last_page_len.numel()}; must have batch_size + 1 and batch_size"
             )
-        return self._paged_arguments(
-            qo_indptr,
-            a.indptr,
-            a.indices,
-            a.last_page_len,
-            a.num_qo_heads,
-            a.num_kv_heads,
-            a.head_dim,
-            a.page_size,
-            pos_encoding_mode=a.pos_encoding_mode,
-            window_left=a.window_left,
-            logits_soft_cap=a.logits_soft_cap,
+        return converted(
+            a,
+            PagedPlanArguments,
+            qo_indptr=qo_indptr,
+            paged_kv_indptr=a.indptr,
+            paged_kv_indices=a.indices,
+            paged_kv_last_page_len=a.last_page_len,
             q_data_type=q_data_type,
             kv_data_type=kv_data_type,
-            sm_scale=a.sm_scale,
-            rope_scale=a.rope_scale,
-            rope_theta=a.rope_theta,
-            non_blocking=a.non_blocking,
-            block_tables=a.block_tables,
-            seq_lens=a.seq_lens,
-            fixed_split_size=a.fixed_split_size,
-            disable_split_kv=a.disable_split_kv,
-            o_data_type=a.o_data_type,
         )
 
     def run(
@@ -247,10 +197,8 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
         check.nothing_more("run", args)
         check.neutral("q_len_per_req", q_len_per_req, 1)
         if options and (unknown := options.keys() - _RUN_OPTIONS):
-            raise TypeError(
-                "BatchDecodeWithPagedKVCacheWrapper.run() got an unexpected keyword argument "
-                f"{min(unknown)!r}"
-            )
+            says = "BatchDecodeWithPagedKVCacheWrapper.run() got an unexpected keyword argument"
+            raise TypeError(with_nearest(f"{says} {min(unknown)!r}", _RUN_OPTIONS))
         return super().run(
             q,
             paged_kv_cache,
@@ -271,72 +219,16 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
         """The backend that the last plan() chose; before one, what the constructor was given."""
         return self._backend
 
-    def forward(
-        self,
-        q: torch.Tensor,
-        paged_kv_cache: KvCache,
-        pos_encoding_mode: str = "NONE",
-        q_scale: Scale = None,
-        k_scale: Scale = None,
-        v_scale: Scale = None,
-        window_left: int = -1,
-        logits_soft_cap: float | None = None,
-        sm_scale: Scale = None,
-        rope_scale: float | None = None,
-        rope_theta: float | None = None,
-    ) -> torch.Tensor:
+    @takes(DecodeForwardArguments)
+    def forward(self, a: DecodeForwardArguments) -> torch.Tensor:
         """Deprecated: run() with its own options; they replace those of plan(), defaults
         included."""
-        return super()._forward(
-            q,
-            paged_kv_cache,
-            ForwardArguments(
-                causal=False,
-                pos_encoding_mode=pos_encoding_mode,
-                allow_fp16_qk_reduction=None,
-                use_fp16_qk_reduction=False,
-                window_left=window_left,
-                logits_soft_cap=logits_soft_cap,
-                sm_scale=sm_scale,
-                rope_scale=rope_scale,
-                rope_theta=rope_theta,
-                scales=GivenScales(q_scale, k_scale, v_scale),
-            ),
-            DEFAULT_OUTPUTS,
-        )
+        return super()._forward(a.q, a.paged_kv_cache, a, DEFAULT_OUTPUTS)
 
-    def forward_return_lse(
-        self,
-        q: torch.Tensor,
-        paged_kv_cache: KvCache,
-        pos_encoding_mode: str = "NONE",
-        q_scale: Scale = None,
-        k_scale: Scale = None,
-        v_scale: Scale = None,
-        window_left: int = -1,
-        logits_soft_cap: float | None = None,
-        sm_scale: Scale = None,
-        rope_scale: float | None = None,
-        rope_theta: float | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    @takes(DecodeForwardArguments)
+    def forward_return_lse(self, a: DecodeForwardArguments) -> tuple[torch.Tensor, torch.Tensor]:
         """Deprecated: forward() that returns (out, lse), lse base 2 and [tokens, num_qo_heads]."""
-        return super()._forward(
-            q,
-            paged_kv_cache,
-            ForwardArguments(
-                causal=False,
-                pos_encoding_mode=pos_encoding_mode,
-                allow_fp16_qk_reduction=None,
-                use_fp16_qk_reduction=False,
-                window_left=window_left,
-                logits_soft_cap=logits_soft_cap,
-                sm_scale=sm_scale,
-                rope_scale=rope_scale,
-                rope_theta=rope_theta,
-                scales=GivenScales(q_scale, k_scale, v_scale),
-            ),
-            Outputs(return_lse=True),
-        )
+        return super()._forward(a.q, a.paged_kv_cache, a, Outputs(return_lse=True))
 
 
 def _one_query_each(last_page_len: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ import torch
 
 from .. import _core
 from .._check import values as check
-from .._check.arguments import BatchArguments, PagedPlanArguments
+from .._check.calls import BatchArguments, PagedPlanArguments
 from .._check.lengths import Lengths
 from .._check.request import Request
 from .._device.buffers import Buffer

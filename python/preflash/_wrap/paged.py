@@ -11,18 +11,18 @@ import torch
 
 from .._check import values as check
 from .._check.arguments import (
-    ForwardArguments,
     GivenScales,
     KvCache,
-    PagedPlanArguments,
     PerHead,
     Result,
     RunCall,
     UnservedRunOptions,
 )
+from .._check.calls import PagedForwardArguments, PagedPlanArguments
+from .._check.names import tells_nearest
 from .._check.outputs import DEFAULT_OUTPUTS, Outputs, run_outputs
 from .._compat.engine_attributes import PagedEngineAttributes
-from .._compat.signatures import NEWER_PAGED_ORDER, newer_spellings, same_arguments_as
+from .._compat.signatures import takes
 from .batch import BatchPrefillWrapper
 
 # Names of their own for what every run() asks; see check.traced().
@@ -64,6 +64,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillWrapper, PagedEngineAttrib
         NotImplementedError: backend="cudnn" with use_cuda_graph=True.
     """
 
+    @tells_nearest
     def __init__(
         self,
         float_workspace_buffer: torch.Tensor,
@@ -101,49 +102,8 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillWrapper, PagedEngineAttrib
             },
         )
 
-    @newer_spellings(NEWER_PAGED_ORDER)
-    def plan(
-        self,
-        qo_indptr: torch.Tensor,
-        paged_kv_indptr: torch.Tensor,
-        paged_kv_indices: torch.Tensor,
-        paged_kv_last_page_len: torch.Tensor,
-        num_qo_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        page_size: int,
-        custom_mask: torch.Tensor | None = None,
-        packed_custom_mask: torch.Tensor | None = None,
-        causal: bool = False,
-        pos_encoding_mode: str = "NONE",
-        allow_fp16_qk_reduction: bool = False,
-        sm_scale: float | torch.Tensor | None = None,
-        window_left: int = -1,
-        logits_soft_cap: float | None = None,
-        rope_scale: float | None = None,
-        rope_theta: float | None = None,
-        q_data_type: str | torch.dtype = "float16",
-        kv_data_type: str | torch.dtype | None = None,
-        non_blocking: bool = False,
-        *,
-        head_dim_qk: int | None = None,
-        head_dim_vo: int | None = None,
-        use_fp16_qk_reduction: bool | None = None,
-        o_data_type: str | torch.dtype | None = None,
-        o_dtype: str | torch.dtype | None = None,
-        prefix_len_ptr: None = None,
-        token_pos_in_items_ptr: None = None,
-        token_pos_in_items_len: int = 0,
-        max_item_len_ptr: None = None,
-        seq_lens: torch.Tensor | None = None,
-        seq_lens_q: torch.Tensor | None = None,
-        block_tables: torch.Tensor | None = None,
-        max_token_per_sequence: int | None = None,
-        max_sequence_kv: int | None = None,
-        fixed_split_size: int | None = None,
-        disable_split_kv: bool = False,
-        uniform_q_len: int | None = None,
-    ) -> None:
+    @takes(PagedPlanArguments)
+    def plan(self, a: PagedPlanArguments) -> None:
         """Chooses a kernel and makes its work list for a batch of these lengths.
 
         Index arrays are int32, on the CPU or on the wrapper's device; those on the CPU cost no
@@ -190,31 +150,16 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillWrapper, PagedEngineAttrib
             NotImplementedError: no compiled kernel serves it, or an option of a later release.
             The wrapper keeps the plan it had.
         """
-        a = PagedPlanArguments(
-            qo_indptr, num_qo_heads, num_kv_heads, head_dim, custom_mask, packed_custom_mask,
-            causal, pos_encoding_mode, allow_fp16_qk_reduction, sm_scale, window_left,
-            logits_soft_cap, rope_scale, rope_theta, q_data_type, kv_data_type, non_blocking,
-            head_dim_qk, head_dim_vo, use_fp16_qk_reduction, o_data_type, o_dtype, prefix_len_ptr,
-            token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr, seq_lens, seq_lens_q,
-            max_token_per_sequence, max_sequence_kv, fixed_split_size, disable_split_kv,
-            uniform_q_len, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, page_size,
-            block_tables,
-        )  # fmt: skip
         super()._plan(a)
 
-    @same_arguments_as(plan, PagedPlanArguments)
-    def _paged_arguments(self, a: PagedPlanArguments) -> PagedPlanArguments:
-        """plan()'s arguments, with its defaults."""
-        return a
-
-    @same_arguments_as(plan, PagedPlanArguments)
+    @takes(PagedPlanArguments)
     def begin_forward(self, a: PagedPlanArguments) -> None:
         """plan(), but made for what forward() last asked for: its causal, window_left, soft cap and
         position encoding replace these arguments where they differ, so that one plan serves both
         calls. run() still means these arguments, and plans for them if it has to."""
         super()._begin_forward(a)
 
-    @same_arguments_as(plan, PagedPlanArguments)
+    @takes(PagedPlanArguments)
     def workspace_size(self, a: PagedPlanArguments) -> tuple[int, int]:
         """(float_bytes, int_bytes) that plan() with these arguments uses at most. Plans nothing.
 
@@ -323,54 +268,16 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillWrapper, PagedEngineAttrib
         """run() with return_lse=True."""
         return self.run(q, paged_kv_cache, *args, return_lse=True, **options)
 
-    def forward(
-        self,
-        q: torch.Tensor,
-        paged_kv_cache: KvCache,
-        causal: bool = False,
-        pos_encoding_mode: str = "NONE",
-        use_fp16_qk_reduction: bool = False,
-        k_scale: float | torch.Tensor | None = None,
-        v_scale: float | torch.Tensor | None = None,
-        window_left: int = -1,
-        logits_soft_cap: float | None = None,
-        sm_scale: float | torch.Tensor | None = None,
-        rope_scale: float | None = None,
-        rope_theta: float | None = None,
-        *,
-        allow_fp16_qk_reduction: bool | None = None,
-    ) -> torch.Tensor:
+    @takes(PagedForwardArguments)
+    def forward(self, a: PagedForwardArguments) -> torch.Tensor:
         """Deprecated: run() with its own options; they replace those of plan(), defaults included.
 
         Where they differ from the plan, the variant is selected and planned again, once for all
         layers. A custom mask of plan() stays.
         """
-        a = ForwardArguments(
-            causal, pos_encoding_mode, allow_fp16_qk_reduction, use_fp16_qk_reduction, window_left,
-            logits_soft_cap, sm_scale, rope_scale, rope_theta, GivenScales(None, k_scale, v_scale),
-        )  # fmt: skip
-        return super()._forward(q, paged_kv_cache, a, DEFAULT_OUTPUTS)
+        return super()._forward(a.q, a.paged_kv_cache, a, DEFAULT_OUTPUTS)
 
-    def forward_return_lse(
-        self,
-        q: torch.Tensor,
-        paged_kv_cache: KvCache,
-        causal: bool = False,
-        pos_encoding_mode: str = "NONE",
-        use_fp16_qk_reduction: bool = False,
-        k_scale: float | torch.Tensor | None = None,
-        v_scale: float | torch.Tensor | None = None,
-        window_left: int = -1,
-        logits_soft_cap: float | None = None,
-        sm_scale: float | torch.Tensor | None = None,
-        rope_scale: float | None = None,
-        rope_theta: float | None = None,
-        *,
-        allow_fp16_qk_reduction: bool | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    @takes(PagedForwardArguments)
+    def forward_return_lse(self, a: PagedForwardArguments) -> tuple[torch.Tensor, torch.Tensor]:
         """Deprecated: forward() that returns (out, lse), lse base 2 and [tokens, num_qo_heads]."""
-        a = ForwardArguments(
-            causal, pos_encoding_mode, allow_fp16_qk_reduction, use_fp16_qk_reduction, window_left,
-            logits_soft_cap, sm_scale, rope_scale, rope_theta, GivenScales(None, k_scale, v_scale),
-        )  # fmt: skip
-        return super()._forward(q, paged_kv_cache, a, Outputs(return_lse=True))
+        return super()._forward(a.q, a.paged_kv_cache, a, Outputs(return_lse=True))

@@ -13,10 +13,11 @@ from typing import NamedTuple
 import torch
 
 from .._check import values as check
-from .._check.arguments import Qkv, Result, SingleArguments, SingleCall
+from .._check.arguments import PerHead, Qkv, Result, per_head_of, scales_of
+from .._check.calls import SingleArguments
 from .._check.lengths import single_lengths
-from .._check.options import single_key, single_options
-from .._check.outputs import Outputs
+from .._check.options import has_mask, single_key, single_options
+from .._check.outputs import Outputs, outputs_of
 from .._check.request import Request
 from .._check.scales import Scales, folded_scales, softmax_scale
 from .._check.tensors import check_per_head
@@ -26,6 +27,7 @@ from .._device.workspace import Workspace
 from .._plan import masks, pipeline, staging
 from .._run.place import Memory
 from .._run.variant import PlannedVariant
+from . import traced
 
 _PLANS_KEPT = 64
 # Enough to split the keys of one request over any machine, and for its copies (staging); allocated
@@ -56,13 +58,19 @@ _cache = _Cache()
 _captured: list[_Planned] = []  # what CUDA graphs replay; nobody tells when they are gone
 
 
+def attention_of_one(a: SingleArguments) -> Result:
+    """single_prefill_with_kv_cache()."""
+    return traced.single(a) if check.traced() else prefill(a)
+
+
 @check.eager
-def prefill(tensors: Qkv, a: SingleArguments, call: SingleCall, outputs: Outputs) -> Result:
-    """Attention of q, k, v."""
-    q, k, v = tensors
+def prefill(a: SingleArguments) -> Result:
+    """Attention of one request."""
+    outputs, per_head = outputs_of(a), per_head_of(a)
+    q, k, v = a.q, a.k, a.v
     try:
         device_stream = device_stream_of(q.device)
-        key = _key(tensors, a, call, device_stream)
+        key = _key(a, per_head, device_stream)
         last_key, planned = _cache.last
         if key != last_key:  # comparing takes half of what hashing does
             planned = _cache.plans.get(key)
@@ -77,32 +85,21 @@ def prefill(tensors: Qkv, a: SingleArguments, call: SingleCall, outputs: Outputs
         for name, value in (("q", q), ("k", k), ("v", v)):
             check.tensor(name, value)
         device_stream = device_stream_of(q.device)
-        planned = _plan(tensors, a, call, device_stream)
-        _cache.plans[_key(tensors, a, call, device_stream)] = planned
+        planned = _plan(a, per_head, device_stream)
+        _cache.plans[_key(a, per_head, device_stream)] = planned
         if len(_cache.plans) > _PLANS_KEPT:
             _cache.plans.popitem(last=False)
-    return _run_planned(planned, tensors, call, outputs)
+    return _run_planned(planned, a, per_head, outputs)
 
 
-def _key(tensors: Qkv, a: SingleArguments, call: SingleCall, device_stream: DeviceStream) -> tuple:
-    q, k, v = tensors
-    usual = (
-        type(a.causal) is bool
-        and type(a.allow_fp16_qk_reduction) is bool
-        and type(a.window_left) is int
-        and a.use_fp16_qk_reduction is None
-        and (a.logits_soft_cap is None or type(a.logits_soft_cap) is float)
-        and (a.rope_scale is None or type(a.rope_scale) is float)
-        and (a.rope_theta is None or type(a.rope_theta) is float)
-    )
-    return (q.shape, k.shape, v.shape, q.dtype, k.dtype, a if usual else single_key(a), q.device,
-            device_stream.stream(), call.per_head.scaled, staging.policy())  # fmt: skip
+def _key(a: SingleArguments, per_head: PerHead, device_stream: DeviceStream) -> tuple:
+    q, k, v = a.q, a.k, a.v
+    return (q.shape, k.shape, v.shape, q.dtype, k.dtype, single_key(a), q.device,
+            device_stream.stream(), per_head.scaled, staging.policy())  # fmt: skip
 
 
-def _plan(
-    tensors: Qkv, a: SingleArguments, call: SingleCall, device_stream: DeviceStream
-) -> _Planned:
-    options = single_options(tensors, a)
+def _plan(a: SingleArguments, per_head: PerHead, device_stream: DeviceStream) -> _Planned:
+    options = single_options(a)
     check.not_traced()
     if device_stream.is_capturing():
         raise RuntimeError(
@@ -110,10 +107,10 @@ def _plan(
             "a CUDA graph: call it once before, with the same shapes and options on the stream "
             "of the capture (torch.cuda.graph(graph, stream=...))"
         )
-    lengths = single_lengths(tensors.q.shape[0], tensors.k.shape[0 if a.kv_layout == "NHD" else 1])
-    request = pipeline.make_request(options, lengths, a.kv_layout, masked=a.masked)
-    if call.per_head.scaled:
-        check_per_head(call.per_head, options, device_stream.device)
+    lengths = single_lengths(a.q.shape[0], a.k.shape[0 if a.kv_layout == "NHD" else 1])
+    request = pipeline.make_request(options, lengths, a.kv_layout, masked=has_mask(a))
+    if per_head.scaled:
+        check_per_head(per_head, options, device_stream.device)
         request = request._replace(options=staging.without(options))
     # One pair of pinned buffers per thread and device.
     device = device_stream.device
@@ -126,18 +123,18 @@ def _plan(
     return _Planned(request, variant, Scales(softmax_scale(None, options), 1.0))
 
 
-def _run_planned(planned: _Planned, tensors: Qkv, call: SingleCall, outputs: Outputs) -> Result:
+def _run_planned(
+    planned: _Planned, a: SingleArguments, per_head: PerHead, outputs: Outputs
+) -> Result:
     request, variant, scales = planned
-    q, k, v = tensors
-    if call.sm_scale is not None or call.scales.given:
+    given = scales_of(a)
+    if a.sm_scale is not None or given.given:
         options = request.options
-        scales = folded_scales(softmax_scale(call.sm_scale, options), call.scales, options)
-    per_head_given = call.per_head.given
+        scales = folded_scales(softmax_scale(a.sm_scale, options), given, options)
+    per_head_given = per_head.given
     if per_head_given:
-        check_per_head(call.per_head, request.options, q.device)
-    mask = None
-    if call.custom_mask is not None or call.packed_custom_mask is not None:
-        mask = _mask(planned, tensors, call, outputs)
+        check_per_head(per_head, request.options, a.q.device)
+    mask = _mask(planned, a, outputs) if has_mask(a) else None
     num_bytes = variant.plan.float_bytes
     memory = None
     if mask is not None or num_bytes > 0 or per_head_given:
@@ -145,24 +142,24 @@ def _run_planned(planned: _Planned, tensors: Qkv, call: SingleCall, outputs: Out
         device = variant.expected.device
         partials = torch.empty(num_bytes, dtype=torch.uint8, device=device) if num_bytes else None
         classes = None if mask is None else variant.mask_classes()
-        memory = Memory(partials, mask, call.per_head, classes)
+        memory = Memory(partials, mask, per_head, classes)
     was_shared = variant.shared
-    result = variant.attend_to(q, (k, v), scales, outputs, memory)
+    result = variant.attend_to(a.q, (a.k, a.v), scales, outputs, memory)
     if variant.shared and not was_shared:  # with a CUDA graph
         _captured.append(planned)
     return result
 
 
-def _mask(planned: _Planned, tensors: Qkv, call: SingleCall, outputs: Outputs) -> torch.Tensor:
+def _mask(planned: _Planned, a: SingleArguments, outputs: Outputs) -> torch.Tensor:
     """The call's mask, checked and packed; after the other checks, because packing is a launch."""
     batch, variant = planned.request.lengths.batch, planned.variant
     expected = variant.expected
-    packed = call.packed_custom_mask is not None
+    packed = a.packed_custom_mask is not None
     if not packed:
-        masks.check_rows(call.custom_mask, (expected.qo_tokens, expected.kv_tokens))
-    mask = masks.check_mask(call.custom_mask, call.packed_custom_mask, batch)
+        masks.check_rows(a.custom_mask, (expected.qo_tokens, expected.kv_tokens))
+    mask = masks.check_mask(a.custom_mask, a.packed_custom_mask, batch)
     masks.check_mask_device(mask, expected.device)
-    variant.check_tensors(tensors, outputs)
+    variant.check_tensors(Qkv(a.q, a.k, a.v), outputs)
     if variant.device_stream.is_capturing() and not (packed and mask.is_cuda):
         raise RuntimeError(
             "a dense mask, or one on the CPU, cannot be packed while the stream is being captured "

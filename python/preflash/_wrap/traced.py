@@ -17,17 +17,10 @@ from typing import Any
 import torch
 
 from .._check import values as check
-from .._check.arguments import (
-    ForwardArguments,
-    KvCache,
-    PerHead,
-    Qkv,
-    Result,
-    RunArguments,
-    SingleArguments,
-    SingleCall,
-)
-from .._check.outputs import Outputs
+from .._check.arguments import KvCache, Result, RunArguments
+from .._check.calls import CHECKED_ALONE, ForwardArguments, SingleArguments
+from .._check.options import check_neutral, options_of
+from .._check.outputs import Outputs, outputs_of
 
 _wrappers: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 _ordinals = itertools.count()
@@ -72,10 +65,7 @@ planned_o_dtype._dynamo_marked_constant = True  # torch.compiler.assume_constant
 
 def run(name: str, q: torch.Tensor, kv: KvCache, a: RunArguments, outputs: Outputs) -> Result:
     """run() of the wrapper of this name."""
-    options: dict[str, Any] = {
-        **_scale_options(**a.scales._asdict(), sm_scale=a.sm_scale),
-        **_per_head_options(a.per_head),
-    }
+    options = _by_type(**a.scales._asdict(), sm_scale=a.sm_scale, **a.per_head._asdict())
     if a.window_left is not None:
         options["window_left"] = a.window_left
     k, v = (kv, None) if isinstance(kv, torch.Tensor) else kv
@@ -98,17 +88,7 @@ def forward(
     name: str, q: torch.Tensor, kv: KvCache, a: ForwardArguments, outputs: Outputs
 ) -> Result:
     """The deprecated forward() and forward_return_lse()."""
-    check.permission("use_fp16_qk_reduction", a.use_fp16_qk_reduction)
-    check.permission("allow_fp16_qk_reduction", a.allow_fp16_qk_reduction)
-    options: dict[str, Any] = {
-        "causal": check.flag("causal", a.causal),
-        "pos_encoding_mode": a.pos_encoding_mode,
-        "window_left": a.window_left,
-        "logits_soft_cap": a.logits_soft_cap,
-        "rope_scale": a.rope_scale,
-        "rope_theta": a.rope_theta,
-        **_scale_options(**a.scales._asdict(), sm_scale=a.sm_scale),
-    }
+    options = _options(a)
     if q.dtype not in check.WIDE_DTYPES:
         options["o_dtype"] = planned_o_dtype(name)
     k, v = (kv, None) if isinstance(kv, torch.Tensor) else kv
@@ -117,32 +97,19 @@ def forward(
     return operator(_recorded_name(name), q, k, v, **options)
 
 
-def single(tensors: Qkv, a: SingleArguments, call: SingleCall, outputs: Outputs) -> Result:
+def single(a: SingleArguments) -> Result:
     """single_prefill_with_kv_cache()."""
-    q, _, v = tensors
-    check.permission("allow_fp16_qk_reduction", a.allow_fp16_qk_reduction)
-    check.permission("use_fp16_qk_reduction", a.use_fp16_qk_reduction)
-    options: dict[str, Any] = {
-        "causal": check.flag("causal", a.causal),
-        "kv_layout": a.kv_layout,
-        "pos_encoding_mode": a.pos_encoding_mode,
-        "window_left": a.window_left,
-        "logits_soft_cap": a.logits_soft_cap,
-        "rope_scale": a.rope_scale,
-        "rope_theta": a.rope_theta,
-        "backend": a.backend,
-        "custom_mask": call.custom_mask,
-        "packed_custom_mask": call.packed_custom_mask,
-        **_scale_options(**call.scales._asdict(), sm_scale=call.sm_scale),
-        **_per_head_options(call.per_head),
-    }
-    o_dtype = None if a.o_dtype is None else check.dtype("o_dtype", a.o_dtype)
-    options["o_dtype"] = o_dtype
+    check_neutral(options_of(a))
+    outputs = outputs_of(a)
+    tensors = (a.q, a.k, a.v)
+    options = _options(a)
+    o_dtype = check.alias("o_data_type", a.o_data_type, "o_dtype", a.o_dtype)
+    options["o_dtype"] = o_dtype = None if o_dtype is None else check.dtype("o_dtype", o_dtype)
     if outputs.out is None and outputs.lse is None:
         if not outputs.return_lse:
             return torch.ops.preflash.single(*tensors, **options)
         return torch.ops.preflash.single_return_lse(*tensors, **options, **_lse_options(outputs))
-    outputs = _allocated(q, v, check.output_dtype("o_dtype", o_dtype, q.dtype), outputs)
+    outputs = _allocated(a.q, a.v, check.output_dtype("o_dtype", o_dtype, a.q.dtype), outputs)
     torch.ops.preflash.single_into(
         *tensors, output=outputs.out, lse=outputs.lse, **options, **_lse_options(outputs)
     )
@@ -177,19 +144,26 @@ def _returned(outputs: Outputs) -> Result:
     return (outputs.out, outputs.lse) if outputs.return_lse else outputs.out
 
 
-def _scale_options(**scales: Any) -> dict[str, Any]:
-    """A factor is a float or a tensor of one element; an operator has an argument for either."""
-    floats, tensors = {}, {}
-    for name, value in scales.items():
-        if isinstance(value, torch.Tensor):
-            tensors[f"{name}_tensor"] = value
-        elif value is not None:
-            floats[name] = value
-    return {**floats, **tensors}
+def _options(a: ForwardArguments | SingleArguments) -> dict[str, Any]:
+    """As the operator of the call has them."""
+    for name, check_alone, field, _ in CHECKED_ALONE:
+        if not field and name in a.OPTIONS:
+            check_alone(name, getattr(a, name))
+    given = {name: getattr(a, name) for name in a.OPERATOR}
+    return {**_by_type(**given), "causal": check.flag("causal", a.causal)}
 
 
-def _per_head_options(per_head: PerHead) -> dict[str, torch.Tensor]:
-    return {name: value for name, value in per_head._asdict().items() if value is not None}
+def _by_type(**options: Any) -> dict[str, Any]:
+    """What is not None. A factor is a float or a tensor of one element; an operator has an argument
+    for either."""
+    schema = SingleArguments.OPERATOR
+    return {
+        f"{name}_tensor"
+        if isinstance(value, torch.Tensor) and f"{name}_tensor" in schema[name]
+        else name: value
+        for name, value in options.items()
+        if value is not None
+    }
 
 
 def _lse_options(outputs: Outputs) -> dict[str, str]:

@@ -1,0 +1,224 @@
+"""cpp/variants/options.toml: the options of the public calls, and what Python makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from vocabulary import SpecError
+
+TOGETHER = "together"  # the check of an option that is not checked alone
+PERMISSION = "permission"  # the check of what changes no result
+
+# The types that an operator's argument may have, and what torch calls them.
+_OF_OPERATORS = {
+    "bool": "bool {}",
+    "int": "SymInt {}",
+    "str": "str {}",
+    "float | None": "float? {}",
+    "torch.Tensor | None": "Tensor? {}",
+    "float | torch.Tensor | None": "float? {}=None, Tensor? {}_tensor",
+}
+
+
+@dataclass(frozen=True)
+class Option:
+    """A row of [option]."""
+
+    name: str
+    type: str
+    default: str = ""  # "": None where the type has it, or else required
+    check: str = ""
+    field: str = ""
+    alias_of: str = ""
+    neutral: str = ""
+    keyword_of: Sequence[str] = ()
+    result: bool = False
+
+    @property
+    def declaration(self) -> str:
+        return f"{self.name}: {self.type}" + (f" = {self.initial}" if self.initial else "")
+
+    @property
+    def initial(self) -> str:
+        """What it is where it is not given; "": it is required."""
+        return self.default or ("None" if "None" in self.type else "")
+
+    @property
+    def of_operator(self) -> str:
+        """Its part of an operator's schema; "": none."""
+        elsewhere = self.result or self.neutral or self.check == PERMISSION
+        if elsewhere or self.type not in _OF_OPERATORS:
+            return ""
+        return _OF_OPERATORS[self.type].format(self.name, self.name) + f"={self.initial}"
+
+
+@dataclass(frozen=True)
+class Field:
+    """A row of [field]."""
+
+    name: str
+    type: str
+    member: str = ""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A [call.*] table, and the options that name it."""
+
+    name: str
+    about: str
+    positional: Sequence[str]
+    newer: Sequence[str] = ()
+    operator: bool = False
+    type: Mapping[str, str] = field(default_factory=dict)
+    default: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def class_name(self) -> str:
+        return "".join(part.capitalize() for part in self.name.split("_")) + "Arguments"
+
+
+@dataclass(frozen=True)
+class Table:
+    """All of options.toml."""
+
+    options: Mapping[str, Option]
+    fields: Mapping[str, Field]
+    calls: Mapping[str, Call]
+
+    def keywords(self, call: Call) -> list[str]:
+        return [option.name for option in self.options.values() if call.name in option.keyword_of]
+
+    def options_of(self, call: Call) -> list[Option]:
+        """In the order of the rows, as this call has them."""
+        names = {*call.positional, *self.keywords(call)}
+        changes = {
+            name: {
+                key: of[name] for key in ("type", "default") if name in (of := getattr(call, key))
+            }
+            for name in names
+        }
+        return [
+            Option(**{**vars(option), **changes[option.name]})
+            for option in self.options.values()
+            if option.name in names
+        ]
+
+
+def read_table(document: Mapping) -> Table:
+    """Of a parsed options.toml. Raises SpecError for a name that it does not explain."""
+    table = Table(
+        {name: _row(Option, name, row) for name, row in document["option"].items()},
+        {name: _row(Field, name, row) for name, row in document["field"].items()},
+        {name: _row(Call, name, row) for name, row in document["call"].items()},
+    )
+    for call in table.calls.values():
+        _check_known(
+            f"[call.{call.name}]", [*call.positional, *call.type, *call.default], table.options
+        )
+        of_call = [*call.positional, *table.keywords(call)]
+        if len(set(of_call)) != len(of_call):
+            raise SpecError(f"options.toml: [call.{call.name}] has an option twice")
+        _check_known(f"newer of [call.{call.name}]", call.newer, of_call)
+    for option in table.options.values():
+        _check_known(f"keyword_of of {option.name}", option.keyword_of, table.calls)
+        if option.field:
+            _check_known(f"field of {option.name}", [option.field], table.fields)
+        if option.alias_of:
+            _check_known(f"alias_of of {option.name}", [option.alias_of], table.options)
+    return table
+
+
+def _row(kind: type, name: str, row: Mapping) -> Option | Field | Call:
+    try:
+        return kind(name=name, **row)
+    except TypeError as error:
+        raise SpecError(f"options.toml: {name}: {error}") from None
+
+
+def _check_known(where: str, names: Sequence[str], known: Sequence[str]) -> None:
+    for name in names:
+        if name not in known:
+            raise SpecError(f"options.toml: {where}: {name!r} is unknown")
+
+
+def classes(table: Table) -> str:
+    """A class for each call, whose constructor has the call's signature. NOTE: dataclasses would be
+    compiled whenever they are imported, a tenth of what importing takes."""
+    return "\n\n\n".join(_class(table, call) for call in table.calls.values())
+
+
+def _class(table: Table, call: Call) -> str:
+    options = {option.name: option for option in table.options_of(call)}
+    keywords = table.keywords(call)
+    names = [*call.positional, *keywords]
+    parameters = ["self", *(options[name].declaration for name in call.positional)]
+    if keywords:
+        parameters += ["*", *(options[name].declaration for name in keywords)]
+    deciding = [option.name for option in options.values() if option.check or option.neutral]
+    lines = [f"class {call.class_name}:", f'    """{call.about}"""', ""]
+    lines += ["    __slots__ = (", *_packed(map(_quoted, names)), "    )"]
+    if call.newer:
+        lines += ["    NEWER = (", *_packed(map(_quoted, call.newer)), "    )"]
+    lines += ["    OPTIONS = (", *_packed(map(_quoted, deciding)), "    )"]
+    if call.operator:
+        parts = {name: option.of_operator for name, option in options.items()}
+        schema = (f"{_quoted(name)}: {part!r}" for name, part in parts.items() if part)
+        lines += ["    OPERATOR = {", *_packed(schema), "    }"]
+    lines += ["", "    def __init__(", *_packed(parameters), "    ) -> None:"]
+    lines += _packed((f"self.{name} = {name}" for name in names), ";")
+    return "\n".join(lines)
+
+
+def _quoted(name: str) -> str:
+    return f'"{name}"'
+
+
+def _packed(items: Iterable[str], separator: str = ",") -> list[str]:
+    """In lines of up to 100 columns, none of which breaks an item."""
+    lines = [""]
+    for item in items:
+        if len(lines[-1]) + len(item) > 90:
+            lines.append("")
+        lines[-1] += f"{item}{separator} "
+    return [" " * 8 + line.rstrip(" ;") for line in lines]
+
+
+def checked_alone(table: Table) -> str:
+    """The options that one check takes, without others."""
+    return "\n".join(
+        f'    CheckedAlone("{one.name}", check.{one.check}, "{one.field}", {one.initial or None}),'
+        for one in table.options.values()
+        if one.check not in ("", TOGETHER)
+    )
+
+
+def neutral(table: Table) -> str:
+    options = [option for option in table.options.values() if option.neutral]
+    return "\n".join(f"    {_quoted(option.name)}: {option.neutral}," for option in options)
+
+
+def aliases(table: Table) -> str:
+    return ", ".join(
+        f"{_quoted(o.name)}: {_quoted(o.alias_of)}" for o in table.options.values() if o.alias_of
+    )
+
+
+def visits(table: Table) -> str:
+    """Every field of AttentionOptions, for the binding."""
+    return "\n".join(
+        f"  visit({_quoted(field.name)}, [](auto& options) -> auto& "
+        f"{{ return options.{field.member or field.name}; }});"
+        for field in table.fields.values()
+    )
+
+
+def stub(table: Table) -> str:
+    """The same for _core.pyi."""
+    fields = [f"{one.name}: {one.type}" for one in table.fields.values()]
+    lines = ["def __init__(", "    self,", "    *,", *(f"    {one} = ...," for one in fields)]
+    lines += [") -> None: ..."]
+    for one in table.fields.values():
+        lines += ["@property", f"def {one.name}(self) -> {one.type}: ..."]
+    return "".join(f"    {line}\n" for line in lines)
