@@ -25,9 +25,11 @@ CUDA_JOBS ?= $(shell awk -v n=$(JOBS) '/^MemTotal/ {m = int($$2 / 8388608); m = 
 # to check the generated code and ptxas's report.
 SIDE ?= $(if $(KERNELS),prebuilt,$(if $(NVCC),cuda,cpu))
 demo: SIDE := $(if $(KERNELS),prebuilt,$(if $(and $(NVCC),$(GPU_ARCHS)),cuda,cpu))
-# The module through which the tests reach the planner; the demo has no use for it.
+# The module through which the tests reach the planner, and pytest; the demo has no use for them.
 HARNESS ?= ON
 demo: HARNESS := OFF
+NEEDED = $(VENV)/ready
+demo: NEEDED := $(VENV)/torch
 
 BUILD = build/$(if $(filter cuda,$(SIDE)),$(PRESET),$(SIDE))
 STAGE = $(BUILD)/stage
@@ -37,14 +39,15 @@ OPTIONS_cpu = -DPREFLASH_CUDA=OFF
 OPTIONS_prebuilt = -DPREFLASH_CUDA=OFF "-DPREFLASH_KERNELS=$(abspath $(KERNELS))"
 
 BUILD_TOOLS := "cmake>=3.26" "ninja>=1.11" "pybind11>=2.12"
-TEST_TOOLS := "pytest>=8" pytest-timeout pytest-xdist numpy "tomli; python_version < '3.11'"
+TEST_TOOLS := "pytest>=8" pytest-timeout pytest-xdist numpy pyelftools "tomli; python_version < '3.11'"
 CUTLASS := nvidia-cutlass==4.2.0.0
 DISASSEMBLER := nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm
 # Exactly this one where there is no GPU: it is the CPU build, a range would fetch gigabytes.
 TORCH := $(if $(GPU_ARCHS),torch,torch==2.13.0)
-PIP := $(BIN)/python -m pip install -q --disable-pip-version-check
+# pip would compile all Python files of torch, where an import compiles the third that it reads.
+PIP := $(BIN)/python -m pip install -q --no-compile --disable-pip-version-check
 
-.PHONY: demo test test-gpu fuzz build stage sanitize kernels wheel lint format clean
+.PHONY: demo test test-gpu fuzz build stage sanitize kernels wheels release-check lint format clean
 .DEFAULT_GOAL := build
 
 demo: build
@@ -72,7 +75,7 @@ fuzz: build
 
 # The compiler works while torch arrives.
 build:
-	@$(MAKE) --no-print-directory -j2 SIDE=$(SIDE) HARNESS=$(HARNESS) $(VENV)/ready stage
+	@$(MAKE) --no-print-directory -j2 SIDE=$(SIDE) HARNESS=$(HARNESS) $(NEEDED) stage
 
 # Installs into $(STAGE) and points the virtual environment at it.
 stage: $(VENV)/tools $(if $(filter cuda,$(SIDE)),$(VENV)/cutlass)
@@ -119,9 +122,16 @@ kernels: $(VENV)/tools $(VENV)/cutlass
 			build/kernels-$(PRESET)/lib/variants.json "$(OUT)"
 	@ls -l "$(OUT)"
 
-wheel: $(VENV)/ready $(VENV)/cutlass
-	@$(PIP) wheel
+# All wheels that this machine can build (wheels/README.md). WHEEL_ARGS: --cuda 13.0 --python 3.12 ...
+wheels: $(VENV)/tools
+	@$(PIP) pyelftools "tomli; python_version < '3.11'"
 	$(BIN)/python wheels/build.py $(WHEEL_ARGS)
+
+# What has to hold before a tag: the tests, the wheels, each on a bare machine, an index of them.
+release-check: lint test wheels
+	@grep -q "^## \[$$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)\]" CHANGELOG.md \
+		|| { echo "CHANGELOG.md has no section of the version in pyproject.toml"; exit 1; }
+	$(BIN)/python wheels/index.py dist build/index
 
 lint: $(VENV)/lint
 	ruff check .
@@ -138,18 +148,26 @@ clean:
 	rm -rf build dist
 
 # A machine with a GPU often has a torch for it: that one is used rather than a second one fetched.
-$(VENV)/tools: Makefile
+$(VENV)/python: Makefile
 	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 10))" \
 		|| { echo "preflash needs Python 3.10 or newer; name one: make PYTHON=python3.12"; exit 1; }
 	@[ -x $(BIN)/python ] || $(PYTHON) -m venv $(VENV) \
 		$$($(PYTHON) -c "import torch; assert torch.version.cuda" 2>/dev/null \
 			&& echo --system-site-packages)
+	@touch $@
+
+$(VENV)/tools: $(VENV)/python
 	@$(PIP) $(BUILD_TOOLS)
 	@touch $@
 
-$(VENV)/ready: $(VENV)/tools $(if $(filter cuda,$(SIDE)),$(VENV)/cutlass)
-	@echo "preflash: installing torch and the test tools into $(VENV)"
-	@$(BIN)/python -c "import torch" 2>/dev/null || $(PIP) "$(TORCH)"
+# torch warns where there is no numpy.
+$(VENV)/torch: $(VENV)/python
+	@echo "preflash: installing torch into $(VENV)"
+	@$(BIN)/python -c "import torch" 2>/dev/null || $(PIP) "$(TORCH)" numpy
+	@$(BIN)/python -c "import torch"
+	@touch $@
+
+$(VENV)/ready: $(VENV)/torch $(VENV)/tools $(if $(filter cuda,$(SIDE)),$(VENV)/cutlass)
 	@$(PIP) $(TEST_TOOLS)
 	@touch $@
 

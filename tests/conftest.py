@@ -1,8 +1,9 @@
-"""Marks alone: tests marked `gpu` are skipped where there is no GPU or no kernel library."""
+"""Tests marked `gpu` are skipped where there is no GPU or no kernel library."""
 
 from __future__ import annotations
 
 import functools
+import gc
 import os
 
 import pytest
@@ -29,3 +30,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.gpu)
         if item.get_closest_marker("gpu") and _why_no_gpu():
             item.add_marker(pytest.mark.skip(reason=_why_no_gpu()))
+
+
+def pytest_collection_finish() -> None:
+    """Collecting garbage, which some tests do often, need not go through all tests each time."""
+    gc.collect()
+    gc.freeze()

@@ -13,8 +13,7 @@ import random
 import preflash
 import pytest
 import torch
-from preflash import _core
-from preflash._device import backends
+from preflash._run import kernels
 from preflash.testing import Case, Inputs, build, runner
 
 NAN = float("nan")
@@ -25,33 +24,17 @@ class _Recorder:
 
     calls: list | None = None
 
-    def wrap(self, original):
-        def make(backend, launch, memory):
-            start = original(backend, launch, memory)
-
-            def run(*arguments):
-                if self.calls is None:
-                    return start(*arguments)
-                self.calls.append((start, arguments))
-                return True
-
-            return run
-
-        return make
-
-
-def _repeater_on_gpus(original):
-    """Where every run of the CPU calls the backend's runner, the second as the first."""
-    return lambda **inputs: original(**inputs) if inputs["q"].is_cuda else None
+    def launch(self, start) -> bool:
+        if self.calls is None:
+            return start()
+        self.calls.append(start)
+        return True
 
 
 @pytest.fixture
 def recorder(monkeypatch) -> _Recorder:
     made = _Recorder()
-    kind = backends._CpuBackend
-    monkeypatch.setattr(kind, "runner", made.wrap(kind.runner))
-    monkeypatch.setattr(kind, "runner_of_segments", made.wrap(kind.runner_of_segments))
-    monkeypatch.setattr(_core, "repeater", _repeater_on_gpus(_core.repeater))
+    monkeypatch.setattr(kernels.CpuBackend, "launched_by", made.launch)
     return made
 
 
@@ -60,8 +43,8 @@ class _Recorded:
         self._calls = calls
 
     def replay(self) -> None:
-        for start, arguments in self._calls:
-            start(*arguments)
+        for start in self._calls:
+            start()
 
 
 @contextlib.contextmanager

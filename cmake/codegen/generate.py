@@ -13,6 +13,8 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
+from math import ceil
 from pathlib import Path
 from string import Template
 
@@ -29,8 +31,12 @@ STUB_END = "# End of what {} says.\n"
 STUB_BEGIN = "# From cpp/variants/{}, by cmake/codegen/generate.py --refresh:\n"
 CALLS = "python/preflash/_check/calls.py"
 
-# Fewer kernels per file waste the seconds that the headers cost, more make rebuilds slow.
-MAX_KERNELS_PER_FILE = 4
+# Headers and the templates that kernels share cost a file as much as two to five kernels do; above
+# six the longest file holds up a build on 16 cores.
+MAX_KERNELS_PER_FILE = 6
+# NOTE: the machine code of sm90's kernels depends on their neighbours in a file, in a few scalar
+# instructions; sm80's does not. Other files for sm90 are other kernels, to be measured again.
+MAX_HOPPER_KERNELS_PER_FILE = 4
 _SPLITTING_AXES = (
     "segments",
     "arrival",
@@ -79,8 +85,8 @@ def architectures_of(family: Family, architectures: Sequence[str]) -> list[str]:
 
 
 def sources(variants: Sequence[Variant]) -> list[Source]:
-    """Of kernels one file per family, dtypes and head_dim, split by further axes where it would be
-    long. On the CPU a variant is a line of the registry and no code: one file has them all."""
+    """Of kernels one file per family, dtypes and head_dim, or several where it would be long. On
+    the CPU a variant is a line of the registry and no code: one file has them all."""
     result = []
     groups: dict[str, list[Variant]] = {}
     of_cpu = [variant for variant in variants if variant.family_facts.on_cpu]
@@ -92,21 +98,32 @@ def sources(variants: Sequence[Variant]) -> list[Source]:
             groups.setdefault(_group_name(variant), []).append(variant)
 
     for name, members in groups.items():
-        for part, of_part in _short_parts(name, members).items():
-            family = of_part[0].family_facts
+        family = members[0].family_facts
+        split = _parts_by_axes if family.short_tiles == "own" else _even_parts
+        for part, of_part in split(name, members).items():
             result.append(Source(family, f"{family.name}/{part}.cu", of_part))
     return result
 
 
-def _short_parts(name: str, members: Sequence[Variant]) -> dict[str, list[Variant]]:
-    """In parts of MAX_KERNELS_PER_FILE at most, named by the axes that tell them apart."""
+def _even_parts(name: str, members: Sequence[Variant]) -> dict[str, Sequence[Variant]]:
+    """In runs of MAX_KERNELS_PER_FILE at most, equally long."""
+    count = ceil(len(members) / MAX_KERNELS_PER_FILE)
+    ends = [len(members) * i // count for i in range(count + 1)]
+    return {
+        f"{name}_{i + 1}of{count}": members[begin:end]
+        for i, (begin, end) in enumerate(pairwise(ends))
+    }
+
+
+def _parts_by_axes(name: str, members: Sequence[Variant]) -> dict[str, list[Variant]]:
+    """In parts of MAX_HOPPER_KERNELS_PER_FILE at most, named by the axes that tell them apart."""
     parts = {name: list(members)}
     for axis in _SPLITTING_AXES:
-        if max(map(len, parts.values())) <= MAX_KERNELS_PER_FILE:
+        if max(map(len, parts.values())) <= MAX_HOPPER_KERNELS_PER_FILE:
             break
         finer: dict[str, list[Variant]] = {}
         for part, of_part in parts.items():
-            if len(of_part) <= MAX_KERNELS_PER_FILE:
+            if len(of_part) <= MAX_HOPPER_KERNELS_PER_FILE:
                 finer[part] = of_part
                 continue
             for variant in of_part:

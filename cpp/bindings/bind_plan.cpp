@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "bindings/bindings.h"
-#include "core/device_plan.h"
+#include "bindings/place.h"
 
 namespace preflash {
 namespace {
@@ -50,20 +50,6 @@ AttentionOptions replace(AttentionOptions options, const py::kwargs& changes) {
   return options;
 }
 
-RunExtras extras_of(Address mask_bits, Address mask_classes, const py::kwargs& per_head) {
-  RunExtras extras{.mask_bits = pointer<const std::uint8_t>(mask_bits),
-                   .mask_classes = pointer<std::uint32_t>(mask_classes)};
-  for (const auto& [key, address] : per_head) {
-    const auto name = key.cast<std::string>();
-    const auto* tensor = std::ranges::find(kHeadTensors, name, &HeadTensor::name);
-    if (tensor == std::end(kHeadTensors)) {
-      throw py::type_error("RunExtras has no tensor named " + name);
-    }
-    extras.*tensor->address = pointer<const float>(address.cast<Address>());
-  }
-  return extras;
-}
-
 void bind_options(py::module_& m) {
   py::enum_<Staging>(m, "Staging")
       .value("auto", Staging::kAuto)
@@ -78,11 +64,6 @@ void bind_options(py::module_& m) {
       .def("__hash__", &hash_of)
       .def("replace", &replace)
       .def(py::init([](const py::kwargs& given) { return replace({}, given); }));
-  py::class_<RunExtras>(m, "RunExtras")
-      .def(py::init(&extras_of), py::arg("mask_bits") = 0, py::arg("mask_classes") = 0)
-      .def_property_readonly("mask_bits", [](const RunExtras& extras) {
-        return reinterpret_cast<Address>(extras.mask_bits);
-      });
 }
 
 std::shared_ptr<Plan> make_plan(Family family, int device, const PerSegment<PlanRequest>& requests,
@@ -98,28 +79,26 @@ PlanRequest plan_request(const py::handle& given) {
 }
 
 // A plan and where it goes.
-using Placement = std::pair<std::shared_ptr<DevicePlan>, std::shared_ptr<Plan>>;
+using Placement = std::pair<std::shared_ptr<Place>, std::shared_ptr<Plan>>;
 
-// NOTE: the state changes hands here, where no signal handler can run and raise between the work
-// lists' arrival in memory that the old state may still own and the new state that describes them.
-void write(const std::vector<Placement>& placements, const py::object& page_indices,
-           Address mask_bits, Address stream, const py::object& owner, const py::object& state) {
-  auto address = [](const py::handle& given) {
-    return pointer<const std::int32_t>(given.cast<Address>());
-  };
-  Upload upload{.stream = pointer<void>(stream)};
+// NOTE: the caller's state changes hands in `then`, where no signal handler can run and raise
+// between the work lists' arrival in memory that the old state may still own and the new state that
+// describes them. It must not run bytecode of Python, since handlers run between those.
+void write(const std::vector<Placement>& placements, const py::sequence& page_indices,
+           Address mask_bits, Address stream, const py::object& then) {
+  Upload upload{.page_indices = per_segment<const std::int32_t*>(
+                    page_indices,
+                    [](const py::handle& given) {
+                      return pointer<const std::int32_t>(given.cast<Address>());
+                    }),
+                .stream = pointer<void>(stream)};
   if (mask_bits != 0) upload.mask_bits = pointer<const std::uint8_t>(mask_bits);
-  if (py::isinstance<py::int_>(page_indices)) {
-    upload.page_indices = address(page_indices);
-  } else {
-    upload.page_indices = per_segment<const std::int32_t*>(page_indices, address);
-  }
   {
     // Staging may be busy with an earlier copy.
     py::gil_scoped_release release;
     for (const auto& [place, plan] : placements) place->write(plan, upload);
   }
-  if (!owner.is_none()) py::setattr(owner, "_state", state);
+  if (!then.is_none()) then();
 }
 
 void bind_plans(py::module_& m) {
@@ -169,15 +148,28 @@ void bind_places(py::module_& m) {
   py::class_<Uploader, std::shared_ptr<Uploader>>(m, "Uploader")
       .def(py::init<int>(), py::arg("device"))
       .def_property_readonly("device", &Uploader::device);
-  py::class_<DevicePlan, std::shared_ptr<DevicePlan>>(m, "DevicePlan")
-      .def(py::init([](std::shared_ptr<Uploader> uploader, Address memory, std::int64_t capacity) {
-             return std::make_shared<DevicePlan>(std::move(uploader), pointer<void>(memory),
-                                                 capacity);
-           }),
-           py::arg("uploader"), py::arg("memory"), py::arg("capacity"))
+  py::class_<Captured>(m, "Captured")
+      .def_readonly("q_tokens", &Captured::q_tokens)
+      .def_readonly("kv_extent", &Captured::kv_extent)
+      .def_readonly("page_size", &Captured::page_size);
+  py::class_<Place, std::shared_ptr<Place>>(m, "Place")
+      .def(py::init<std::shared_ptr<Uploader>, std::shared_ptr<Torch>, py::object, py::object,
+                    std::int64_t>(),
+           py::arg("uploader"), py::arg("torch"), py::arg("buffer"), py::arg("tensor"),
+           py::arg("capacity"))
+      .def_readonly("buffer", &Place::buffer)
+      .def_readwrite("shared", &Place::shared)
+      .def_property_readonly("held", &Place::held)
+      .def_property_readonly("captured",
+                             [](const Place& place) -> py::object {
+                               if (!place.captured()) return py::none();
+                               py::list captured;
+                               for (const Captured& one : *place.captured()) captured.append(one);
+                               return captured;
+                             })
       .def(
           "set_lengths",
-          [](const DevicePlan& place, Address qo_indptr, Address kv_indptr, Address kv_lens,
+          [](const Place& place, Address qo_indptr, Address kv_indptr, Address kv_lens,
              int table_stride, std::int64_t qo_tokens, std::int64_t kv_tokens, Address stream) {
             place.set_lengths({.qo_indptr = pointer<const std::int32_t>(qo_indptr),
                                .kv_indptr = pointer<const std::int32_t>(kv_indptr),
@@ -191,16 +183,8 @@ void bind_places(py::module_& m) {
           py::arg("qo_tokens"), py::arg("kv_tokens"), py::arg("stream"),
           py::call_guard<py::gil_scoped_release>())
       .def(
-          "page_indices",
-          [](const DevicePlan& place, int segment) {
-            return reinterpret_cast<Address>(place.page_indices(segment));
-          },
-          py::arg("segment"))
-      .def(
           "arrive_before",
-          [](const DevicePlan& place, Address stream) {
-            place.arrive_before(pointer<void>(stream));
-          },
+          [](const Place& place, Address stream) { place.arrive_before(pointer<void>(stream)); },
           py::arg("stream"), py::call_guard<py::gil_scoped_release>());
 }
 
@@ -211,7 +195,7 @@ void bind_plan(py::module_& m) {
   bind_plans(m);
   bind_places(m);
   m.def("write_plans", &write, py::arg("placements"), py::arg("page_indices"), py::arg("mask_bits"),
-        py::arg("stream"), py::arg("owner"), py::arg("state"));
+        py::arg("stream"), py::arg("then"));
 }
 
 }  // namespace preflash

@@ -89,7 +89,7 @@ std::optional<Indices> by_methods(const HostArrays& torch, PyObject* value) {
 // The elements of a usual array. A storage that is too small was freed.
 std::optional<Indices> elements(const HostArrays& torch, PyObject* value) {
   const std::optional<Indices> found =
-      torch.torch->exchange != nullptr ? by_table(*torch.torch, value) : by_methods(torch, value);
+      torch.torch->reads() ? by_table(*torch.torch, value) : by_methods(torch, value);
   if (!found || found->data() == nullptr) return {};
   if (call(torch.is_neg, value).ptr() != Py_False) return {};
   const std::int64_t end = integer(torch.storage_offset, value) + std::ssize(*found);

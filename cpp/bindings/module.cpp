@@ -19,8 +19,7 @@ PYBIND11_MODULE(_core, m) {
   preflash::bind_batch(m);
   preflash::bind_plan(m);
   preflash::bind_run_memory(m);
-  preflash::bind_launch(m);
-  preflash::bind_repeat(m);
+  preflash::bind_run(m);
   preflash::bind_host_arrays(m);
   preflash::bind_ops(m);
   preflash::bind_trace(m);

@@ -2,11 +2,11 @@
 
 #include <algorithm>
 #include <exception>
+#include <iterator>
 #include <stdexcept>
 #include <utility>
 
 #include "bindings/fast_call.h"
-#include "core/device_plan.h"
 
 namespace preflash {
 
@@ -27,9 +27,7 @@ TensorMemory seen(const dlpack::Tensor& tensor) {
 }
 
 TensorMemory seen(const Torch& torch, py::handle tensor) {
-  if (torch.exchange != nullptr) {
-    if (const auto read = torch.read(tensor.ptr())) return seen(*read);
-  }
+  if (const auto read = torch.read(tensor.ptr())) return seen(*read);
   const bool contiguous = tensor.attr("is_contiguous")().cast<bool>();
   return {.address = tensor.attr("data_ptr")().cast<Address>(),
           .bytes = contiguous ? tensor.attr("nbytes").cast<std::int64_t>() : -1};
@@ -78,13 +76,51 @@ PyMethodDef bytes_definition =
 
 }  // namespace
 
-TensorMemory memory_of(const Torch& torch, std::string_view name, py::handle tensor) {
-  TensorMemory memory = seen(torch, tensor);
+TensorMemory reach_of(const Torch& torch, std::string_view name, py::handle tensor) {
+  const TensorMemory memory = seen(torch, tensor);
   if (memory.bytes < 0) {
     throw std::invalid_argument(std::string(name) +
                                 " was given memory that is not contiguous; must be contiguous");
   }
+  return memory;
+}
+
+TensorMemory memory_of(const Torch& torch, std::string_view name, py::handle tensor) {
+  TensorMemory memory = reach_of(torch, name, tensor);
   memory.bytes = std::clamp<std::int64_t>(room_of(tensor), 0, memory.bytes);
+  return memory;
+}
+
+RunMemory RunMemory::of_plan(const Torch& torch, py::object partials, py::handle mask) {
+  RunMemory memory;
+  memory.partials = std::move(partials);
+  if (!mask.is_none()) {
+    memory.extras.mask_bits = pointer<const std::uint8_t>(torch.address_of(mask.ptr()));
+    memory.owners = py::reinterpret_borrow<py::object>(mask);
+  }
+  return memory;
+}
+
+RunMemory RunMemory::of(const Torch& torch, py::object partials, py::dict of_extras) {
+  RunMemory memory;
+  memory.partials = std::move(partials);
+  memory.owners = of_extras;
+  RunExtras& extras = memory.extras;
+  for (const auto& [key, tensor] : of_extras) {
+    const auto name = key.cast<std::string>();
+    const Address address = tensor.is_none() ? 0 : torch.address_of(tensor.ptr());
+    if (name == "mask_bits") {
+      extras.mask_bits = pointer<const std::uint8_t>(address);
+    } else if (name == "mask_classes") {
+      extras.mask_classes = pointer<std::uint32_t>(address);
+    } else {
+      const auto* of_heads = std::ranges::find(kHeadTensors, name, &HeadTensor::name);
+      if (of_heads == std::end(kHeadTensors)) {
+        throw py::type_error("RunMemory has no tensor named " + name);
+      }
+      extras.*of_heads->address = pointer<const float>(address);
+    }
+  }
   return memory;
 }
 
@@ -119,22 +155,16 @@ void HeldMemory::refuse(const Held& held) const {
 }
 
 void bind_run_memory(py::module_& m) {
+  py::class_<RunMemory>(m, "RunMemory")
+      .def(py::init([](const Torch& torch, py::object partials, const py::kwargs& of_extras) {
+             return RunMemory::of(torch, std::move(partials), of_extras);
+           }),
+           py::arg("torch"), py::arg("partials"));
   m.attr("bytes_of") =
       py::reinterpret_steal<py::object>(PyCFunction_New(&bytes_definition, nullptr));
   py::class_<HeldMemory, std::shared_ptr<HeldMemory>>(m, "HeldMemory")
       .def(py::init<std::shared_ptr<const Torch>, std::string, std::string>(), py::arg("torch"),
            py::arg("since"), py::arg("way_out"))
-      .def_static(
-          "of_plan",
-          [](std::shared_ptr<const Torch> torch, const DevicePlan& place, py::object tensor) {
-            auto held =
-                std::make_shared<HeldMemory>(std::move(torch), "plan()", "call plan() again");
-            held->hold("int_workspace_buffer", std::move(tensor),
-                       {.address = reinterpret_cast<Address>(place.memory()),
-                        .bytes = place.plan()->int_bytes()});
-            return held;
-          },
-          py::arg("torch"), py::arg("place"), py::arg("tensor"))
       .def(
           "hold",
           [](HeldMemory& held, std::string name, py::object tensor, Address address,

@@ -12,6 +12,7 @@
 
 #include "bindings/bindings.h"
 #include "bindings/torch_tensors.h"
+#include "preflash/params.h"
 
 namespace preflash {
 
@@ -23,6 +24,20 @@ struct TensorMemory {
 
 // Throws std::invalid_argument for a tensor that is not contiguous.
 TensorMemory memory_of(const Torch& torch, std::string_view name, pybind11::handle tensor);
+// The same as the tensor's shape says, for memory that is only kept out of.
+TensorMemory reach_of(const Torch& torch, std::string_view name, pybind11::handle tensor);
+
+// What a launch uses beside the work list and the tensors of a segment.
+struct RunMemory {
+  pybind11::object partials = pybind11::none();  // a tensor, or None: the plan has none
+  RunExtras extras;
+  pybind11::object owners;  // of what extras points at
+
+  static RunMemory of_plan(const Torch& torch, pybind11::object partials, pybind11::handle mask);
+  // of_extras: tensors or None, by the names of their fields in RunExtras. Throws pybind11's
+  // type_error for others.
+  static RunMemory of(const Torch& torch, pybind11::object partials, pybind11::dict of_extras);
+};
 
 // Tensors whose memory has to stay where it is, because kernels go by its address.
 class HeldMemory {

@@ -1,8 +1,7 @@
 #include "bindings/torch_tensors.h"
 
 #include <algorithm>
-
-#include "bindings/bindings.h"
+#include <string>
 
 namespace preflash {
 
@@ -43,7 +42,7 @@ bool is_true(const py::object& value) {
 Torch::Torch(const py::object& tensor_type, const py::object& is_tracing,
              const py::object& is_grad_enabled, const py::object& forward_ad,
              const py::object& increment_version)
-    : exchange(find_exchange(tensor_type)),
+    : exchange_(find_exchange(tensor_type)),
       tensor_type_(tensor_type),
       is_tracing_(is_tracing),
       is_grad_enabled_(is_grad_enabled),
@@ -54,9 +53,11 @@ Torch::Torch(const py::object& tensor_type, const py::object& is_tracing,
       is_neg_(py::getattr(tensor_type, "is_neg", py::none())) {}
 
 std::optional<dlpack::Tensor> Torch::read(PyObject* object) const {
-  if (reinterpret_cast<PyObject*>(Py_TYPE(object)) != tensor_type_.ptr()) return {};
+  if (exchange_ == nullptr || reinterpret_cast<PyObject*>(Py_TYPE(object)) != tensor_type_.ptr()) {
+    return {};
+  }
   dlpack::Tensor tensor;
-  if (exchange->read(object, &tensor) != 0) {
+  if (exchange_->read(object, &tensor) != 0) {
     PyErr_Clear();
     return {};
   }
@@ -67,47 +68,67 @@ bool Torch::is_negative(PyObject* tensor) const {
   return is_true(checked(PyObject_Vectorcall(is_neg_.ptr(), &tensor, 1, nullptr)));
 }
 
-std::optional<void*> Torch::current_stream(const dlpack::Device& device) const {
+SeenTensor Torch::see(PyObject* object) const {
+  SeenTensor seen;
+  TensorFacts& facts = seen.facts;
+  if (const auto tensor = read(object); tensor && tensor->ndim <= TensorFacts::kMaxDims) {
+    const auto& [code, bits, lanes] = tensor->dtype;
+    facts.dtype = code | std::uint64_t{bits} << 8 | std::uint64_t{lanes} << 16;
+    facts.device = static_cast<std::uint64_t>(tensor->device.type) << 32 |
+                   static_cast<std::uint32_t>(tensor->device.id);
+    facts.ndim = tensor->ndim;
+    facts.negative = is_negative(object);
+    std::copy_n(tensor->shape, facts.ndim, facts.shape.begin());
+    std::copy_n(tensor->strides, facts.ndim, facts.strides.begin());
+    seen.address = tensor->address();
+    return seen;
+  }
+  const py::handle tensor(object);
+  const py::tuple shape = tensor.attr("shape"), strides = tensor.attr("stride")();
+  if (shape.size() > TensorFacts::kMaxDims || shape.size() != strides.size()) {
+    throw py::value_error("a tensor of " + std::to_string(shape.size()) + " dimensions");
+  }
+  facts.dtype = reinterpret_cast<Address>(tensor.attr("dtype").ptr());  // each is one object
+  facts.device = static_cast<std::uint64_t>(py::hash(tensor.attr("device")));
+  facts.ndim = static_cast<std::int32_t>(shape.size());
+  facts.negative = is_true(tensor.attr("is_neg")());
+  for (int i = 0; i < facts.ndim; ++i) {
+    facts.shape[i] = shape[i].cast<std::int64_t>();
+    facts.strides[i] = strides[i].cast<std::int64_t>();
+  }
+  seen.address = tensor.attr("data_ptr")().cast<Address>();
+  return seen;
+}
+
+Address Torch::address_of(PyObject* object) const {
+  if (const auto tensor = read(object)) return tensor->address();
+  return py::handle(object).attr("data_ptr")().cast<Address>();
+}
+
+std::optional<void*> Torch::current_stream(int device) const {
   void* stream = nullptr;
-  if (device.type == dlpack::kCpu) return stream;
-  if (exchange->current_stream(device.type, device.id, &stream) != 0) {
+  if (exchange_ == nullptr) return {};
+  if (exchange_->current_stream(dlpack::kCuda, device, &stream) != 0) {
     PyErr_Clear();
     return {};
   }
   return stream;
 }
 
-bool Torch::records(std::initializer_list<PyObject*> tensors) const {
+bool Torch::records(std::span<PyObject* const> tensors) const {
   if (is_true(checked(PyObject_CallNoArgs(is_tracing_.ptr())))) return true;
   const py::object level = checked(PyObject_GetAttr(forward_ad_.ptr(), current_level_.ptr()));
   const long differentiated = PyLong_AsLong(level.ptr());
   if (differentiated == -1 && PyErr_Occurred()) throw py::error_already_set();
   if (differentiated >= 0) return true;
   if (!is_true(checked(PyObject_CallNoArgs(is_grad_enabled_.ptr())))) return false;
-  return std::any_of(tensors.begin(), tensors.end(), [&](PyObject* tensor) {
+  return std::ranges::any_of(tensors, [&](PyObject* tensor) {
     return is_true(checked(PyObject_GetAttr(tensor, requires_grad_.ptr())));
   });
 }
 
 void Torch::tell_written(PyObject* tensor) const {
   checked(PyObject_CallOneArg(increment_version_.ptr(), tensor));
-}
-
-std::optional<TensorFacts> TensorFacts::of(const dlpack::Tensor& tensor) {
-  if (tensor.ndim > kMaxDims) return {};
-  TensorFacts facts;
-  facts.device_ = tensor.device;
-  facts.dtype_ = tensor.dtype;
-  facts.ndim_ = tensor.ndim;
-  std::copy_n(tensor.shape, tensor.ndim, facts.shape_.begin());
-  std::copy_n(tensor.strides, tensor.ndim, facts.strides_.begin());
-  return facts;
-}
-
-bool TensorFacts::fit(const dlpack::Tensor& tensor) const {
-  return tensor.ndim == ndim_ && tensor.dtype == dtype_ && tensor.device == device_ &&
-         std::equal(tensor.shape, tensor.shape + ndim_, shape_.begin()) &&
-         std::equal(tensor.strides, tensor.strides + ndim_, strides_.begin());
 }
 
 void bind_torch(py::module_& m) {

@@ -4,10 +4,12 @@
 
 #include <pybind11/pybind11.h>
 
-#include <array>
 #include <cstdint>
-#include <initializer_list>
 #include <optional>
+#include <span>
+
+#include "bindings/bindings.h"
+#include "core/tensor_facts.h"
 
 namespace preflash {
 
@@ -52,9 +54,16 @@ struct ExchangeApi {
 };
 
 constexpr std::int32_t kCpu = 1;  // a Device's type
+constexpr std::int32_t kCuda = 2;
 constexpr std::uint8_t kInt = 0;  // a DataType's code: signed integers
 
 }  // namespace dlpack
+
+// A tensor as it is now.
+struct SeenTensor {
+  TensorFacts facts;
+  Address address = 0;
+};
 
 // What a run asks torch for, and what it tells it.
 struct Torch {
@@ -64,40 +73,29 @@ struct Torch {
         const pybind11::object& is_grad_enabled, const pybind11::object& forward_ad,
         const pybind11::object& increment_version);
 
-  // A plain tensor as it is now; none for all that is not one, subclasses included, and for tensors
-  // without memory, without strides or of a dtype that the protocol does not know.
+  // A plain tensor as it is now; none for all that is not one, subclasses included, for tensors
+  // without memory, without strides or of a dtype that the protocol does not know, and where torch
+  // is too old for it.
   std::optional<dlpack::Tensor> read(PyObject* object) const;
-  // Whether a tensor means its memory with the other sign, of which the protocol says nothing.
-  bool is_negative(PyObject* tensor) const;
-  // The stream that is current on a device; null on the CPU. None where torch does not say.
-  std::optional<void*> current_stream(const dlpack::Device& device) const;
+  // The same of any tensor, by its methods where it cannot be read. Throws what those raise.
+  SeenTensor see(PyObject* object) const;
+  // Whether torch is new enough for read().
+  bool reads() const { return exchange_ != nullptr; }
+  // Where it begins.
+  Address address_of(PyObject* object) const;
+  // The stream that is current on a CUDA device. None where torch does not say.
+  std::optional<void*> current_stream(int device) const;
   // Whether jit traces, or autograd has a say in these tensors, read or written.
-  bool records(std::initializer_list<PyObject*> tensors) const;
+  bool records(std::span<PyObject* const> tensors) const;
   // Autograd hears of what was written past it: what saved the tensor for its gradient has lost it.
   void tell_written(PyObject* tensor) const;
 
-  const dlpack::ExchangeApi* exchange = nullptr;  // null: an older torch, which is not read
-
  private:
+  bool is_negative(PyObject* tensor) const;
+
+  const dlpack::ExchangeApi* exchange_ = nullptr;  // null: an older torch
   pybind11::object tensor_type_, is_tracing_, is_grad_enabled_, forward_ad_, increment_version_;
   pybind11::object requires_grad_, current_level_, is_neg_;  // names
-};
-
-// All of a tensor that checks look at, except its address.
-class TensorFacts {
- public:
-  // None: more dimensions than any tensor of a run has.
-  static std::optional<TensorFacts> of(const dlpack::Tensor& tensor);
-  bool fit(const dlpack::Tensor& tensor) const;
-
- private:
-  static constexpr int kMaxDims = 5;
-
-  dlpack::Device device_;
-  dlpack::DataType dtype_;
-  std::int32_t ndim_ = 0;
-  std::array<std::int64_t, kMaxDims> shape_;
-  std::array<std::int64_t, kMaxDims> strides_;
 };
 
 }  // namespace preflash

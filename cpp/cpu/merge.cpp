@@ -13,8 +13,6 @@ namespace preflash::cpu {
 namespace {
 
 constexpr int kColumns = 256;  // of a row at a time: what a merge holds on the stack
-// Below, a thread is not worth waking.
-constexpr std::int64_t kTaskElements = std::int64_t{1} << 15;
 
 // One row of `width` columns from num_states rows. A state of weight 0 is not read.
 template <class LseOfState, class RowOf>

@@ -14,8 +14,6 @@ namespace preflash::cpu {
 namespace {
 
 constexpr int kMaxHeadDim = 512;
-// Below, a thread is not worth waking.
-constexpr std::int64_t kTaskElements = std::int64_t{1} << 15;
 
 struct Stage {
   const StageParams& params;

@@ -3,7 +3,12 @@
 // are running.
 #pragma once
 
+#include <cstdint>
+
 namespace preflash::cpu {
+
+// Elements to widen or move in one task: below, a thread is not worth waking.
+inline constexpr std::int64_t kTaskElements = std::int64_t{1} << 15;
 
 // Calls function(context, i) for every i in [0, count), each once, handed out in rising order, on
 // at most `num_threads` threads, the caller's included. Returns when all are done; rethrows one

@@ -14,6 +14,13 @@
 #include "registry/shared_library.h"
 
 namespace preflash {
+
+template <class Table>
+struct Loaded {
+  const Table* table = nullptr;
+  std::string error = {};
+};
+
 namespace {
 
 std::string library_path(const std::string& dir, std::string_view suffix) {
@@ -31,12 +38,6 @@ template <class Table>
 constexpr int kAbiOf = kKernelAbiVersion;
 template <>
 constexpr int kAbiOf<DeviceServices> = kServicesAbiVersion;
-
-template <class Table>
-struct Loaded {
-  const Table* table = nullptr;
-  std::string error = {};
-};
 
 // Calls the library's exported `const Table* symbol()`.
 template <class Table>

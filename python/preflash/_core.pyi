@@ -286,19 +286,6 @@ class AttentionOptions:
     def replace(self, **changes: Any) -> AttentionOptions:
         """A copy in which the named options have other values. Raises TypeError for other names."""
 
-class RunExtras:
-    """Device addresses of what few runs bring beside q, k and v; 0 is absent. per_head: of the
-    tensors of preflash._arguments.PerHead, by their names."""
-
-    def __init__(
-        self,
-        mask_bits: int = 0,
-        mask_classes: int = 0,
-        **per_head: int,
-    ) -> None: ...
-    @property
-    def mask_bits(self) -> int: ...
-
 class Uploader:
     def __init__(self, device: int) -> None: ...
     @property
@@ -351,10 +338,32 @@ class Plan:
     @property
     def makespan_kv_tiles(self) -> int: ...
 
-class DevicePlan:
-    """The place of a plan: `capacity` bytes of device memory at the address `memory`."""
+class Captured:
+    """What CUDA graphs hold of the tensors of one segment of their runs, the largest of each."""
 
-    def __init__(self, uploader: Uploader, memory: int, capacity: int) -> None: ...
+    q_tokens: int
+    kv_extent: int  # pages, or tokens where there are none
+    page_size: int  # 0: ragged
+
+class Place:
+    """Memory for a work list, where one plan at a time is: `capacity` bytes of a device tensor.
+    buffer: whatever owns the tensor."""
+
+    def __init__(
+        self, uploader: Uploader, torch: Torch, buffer: Any, tensor: Any, capacity: int
+    ) -> None: ...
+    buffer: Any
+    # Whether anybody else may still run what is here: a CUDA graph that captured it, a copied
+    # wrapper.
+    shared: bool
+    @property
+    def captured(self) -> list[Captured] | None:
+        """Of each segment; None: no graph has captured a run."""
+
+    @property
+    def held(self) -> HeldMemory | None:
+        """What graphs hold the addresses of; None: no graph does."""
+
     def set_lengths(
         self,
         qo_indptr: int,
@@ -368,25 +377,21 @@ class DevicePlan:
         """Puts lengths that are on the device into a plan of bounds. kv_indptr: 0 where paged, with
         so many entries of a page table for each request. Rows from qo_tokens on are nobody's."""
 
-    def page_indices(self, segment: int) -> int:
-        """Where kernels find those of the plan that is here."""
-
     def arrive_before(self, stream: int) -> None:
         """What is launched on `stream` from now on finds the copy complete. The host does not wait,
         unless the stream is being captured into a CUDA graph, which cannot wait for what is not
         in it."""
 
 def write_plans(
-    placements: list[tuple[DevicePlan, Plan]],
-    page_indices: int | Sequence[int],
+    placements: list[tuple[Place, Plan]],
+    page_indices: Sequence[int],
     mask_bits: int,
     stream: int,
-    owner: object,
-    state: object,
+    then: Callable[[], object] | None,
 ) -> None:
-    """Starts the copy of each plan to its place. page_indices: of the one segment, or of each.
-    mask_bits: of the one segment, packed, where every run has the same; 0: there are none. With
-    an owner, its attribute `_state` becomes `state` once all of them have been started."""
+    """Starts the copy of each plan to its place. page_indices: of each segment. mask_bits: of the
+    one segment, packed, where every run has the same; 0: there are none. then: called once all of
+    them have been started; no signal handler comes between where it runs no bytecode."""
 
 def bytes_of(torch: Torch, name: str, tensor: Any, /) -> int:
     """The bytes behind a contiguous tensor now, which its storage may have fewer of than its shape
@@ -397,54 +402,65 @@ class HeldMemory:
     way_out: when it was as it has to be, and what to do where it is not, in errors."""
 
     def __init__(self, torch: Torch, since: str, way_out: str) -> None: ...
-    @staticmethod
-    def of_plan(torch: Torch, place: DevicePlan, tensor: Any) -> HeldMemory:
-        """Holds the tensor in which the plan is that a place has."""
-
     def hold(self, name: str, tensor: Any, address: int, bytes: int) -> None:
         """Raises ValueError as check() does, where the storage has less by now."""
 
     def check(self) -> None:
         """Raises ValueError for the first that has less memory or other memory by now."""
 
-class Launch:
-    """q, o, lse: strides of [token, head], then of q the number of tokens and of lse the values of
-    each (2: maximum and sum). k, v: strides of [page, token, head], then the numbers of pages and
-    of tokens in one."""
+class RunMemory:
+    """What a launch uses beside the work list and the tensors of a segment. partials: the float
+    workspace. tensors: mask_bits, mask_classes and those of preflash._check.arguments.PerHead, by
+    their names; None is absent."""
+
+    def __init__(self, torch: Torch, partials: Any | None, **tensors: Any | None) -> None: ...
+
+class RunFunctions:
+    """What runs ask of Python where they are no ordinary ones. Each is given a run's context first;
+    check and refuse are given its arguments, too.
+
+    check: raises all that is wrong with the tensors; returns for each segment the strides and
+        extents of (q, k, v, out, lse), where V begins in bytes, and the functions that make out and
+        lse of q. Strides are of [token, head], of q with the number of tokens, of lse with the
+        values of each (2: maximum and sum); of k and v of [page, token, head], with the numbers of
+        pages and of tokens in one.
+    refuse: raises where a gradient or a trace would miss the run.
+    stream: the address of the current one. stream_changed: before a run on another than the last.
+    """
 
     def __init__(
         self,
-        place: DevicePlan,
-        q: tuple[int, int, int],
-        k: tuple[int, int, int, int, int],
-        v: tuple[int, int, int, int, int],
-        o: tuple[int, int],
-        lse: tuple[int, int, int],
+        check: Callable[..., Sequence[tuple]],
+        refuse: Callable[..., None],
+        stream: Callable[[Any], int],
+        stream_changed: Callable[[Any], None],
     ) -> None: ...
-    @staticmethod
-    def of_segments(place: DevicePlan, segments: Sequence[tuple]) -> Launch:
-        """segments: (q, k, v, o, lse) of each."""
 
-    def starter(
-        self, memory: HeldMemory, num_threads: Callable[[], int] | None
-    ) -> Callable[..., bool]:
-        """The function (q, k, v, o, lse: int, float_workspace: Tensor | None, stream: int,
-        sm_scale, out_scale, lse_scale: float, extras: RunExtras | None) that starts it; True where
-        the launch was captured into a CUDA graph.
+def bound_run(
+    place: Place,
+    plan: Plan,
+    partials: Any | None,
+    masks: Sequence[Any | None],
+    held: Sequence[tuple[str, Any, int]],
+    functions: RunFunctions,
+    context: Any,
+    num_threads: Callable[[], int] | None,
+    launched_by: Callable[[Callable[[], bool]], bool] | None,
+    /,
+) -> Callable[..., Any]:
+    """The function (q, kv, scales, outputs, memory), again for a second segment, that starts a
+    launch of a placed plan and returns the result, or that of each segment. kv: a cache that holds
+    both, or a pair. scales: of the logits and of the output. outputs: out or None, lse or None,
+    return_lse, lse_base, lse_layout. memory: a RunMemory of this run alone; None: the plan's.
 
-        memory: looked at before every start. num_threads: asked at every call; None: not on the
-        CPU.
-        """
+    partials, masks: the plan's own tensors or None; a mask for each segment. held: name, tensor and
+    bytes of what the plan left elsewhere, which every run looks for where it is now. context: must
+    not hold what holds the run. num_threads: asked for every launch; None: not on the CPU.
+    launched_by: called with each launch instead of starting it; None: they are started.
+    """
 
-    def run_segments(
-        self,
-        memory: HeldMemory,
-        segments: Sequence[tuple],
-        float_workspace: Any | None,
-        stream: int,
-        num_threads: int,
-    ) -> bool:
-        """segments: (q, k, v, o, lse, sm_scale, out_scale, lse_scale, extras) of each."""
+def check_run(run: Callable[..., Any], /, *arguments: Any) -> None:
+    """The checks of a bound run alone."""
 
 # Address, (stride, count) of the dimensions before the last, bytes of a row; strides in bytes.
 _Strided = tuple[int, Sequence[tuple[int, int]], int]
@@ -464,26 +480,6 @@ class Trace:
     @property
     def launches(self) -> list[tuple[str, int, int]]:
         """Kernel, first record and number of records of each."""
-
-def repeater(
-    launch: Launch,
-    memory: HeldMemory,
-    torch: Torch,
-    num_threads: Callable[[], int] | None,
-    q: Any,
-    kv: Any,
-    out: Any | None,
-    v_offset: int,
-    make_out: Callable[[Any], Any],
-    partials: Any | None,
-    extras: RunExtras | None,
-) -> Callable[..., Any] | None:
-    """The function (q, kv, out, scales, variant) that starts the launch for tensors which are like
-    these in all but their addresses, and returns out; None where they are not, or would have to be
-    recorded, or the stream is another one than variant's last: nothing has been done then.
-
-    None: these tensors cannot be read, or torch has no table of functions for that (2.11 has).
-    """
 
 class MergeStatesParams:
     def __init__(

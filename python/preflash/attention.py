@@ -19,6 +19,7 @@ from ._check.arguments import (
     UnservedRunOptions,
 )
 from ._check.calls import PagedPlanArguments
+from ._check.names import tells_nearest
 from ._check.options import check_unserved
 from ._check.outputs import run_outputs
 from .prefill import BatchPrefillWithPagedKVCacheWrapper
@@ -44,6 +45,7 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
 
     _serves_cudnn = False
 
+    @tells_nearest
     def __init__(
         self,
         float_workspace_buffer: torch.Tensor,

@@ -17,6 +17,7 @@ from . import _core
 from ._check import values as check
 from ._check.arguments import KvCache, converted
 from ._check.calls import CascadePlanArguments, PagedPlanArguments
+from ._check.names import tells_nearest
 from ._compat.signatures import takes
 from ._device.stream import DeviceStream
 from ._device.workspace import check_levels_apart
@@ -204,6 +205,7 @@ class MultiLevelCascadeAttentionWrapper:
         TypeError, ValueError: an argument is wrong.
     """
 
+    @tells_nearest
     def __init__(
         self,
         num_levels: int,

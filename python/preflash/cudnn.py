@@ -4,13 +4,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import torch
 
 from ._check import values as check
-from ._check.arguments import GivenScales
 from ._cudnn import execution
-from ._cudnn.call import CudnnArguments
 from ._cudnn.checks import checked
+from ._cudnn.graph import RefusedError
+from ._device import backends
 from ._wrap import cudnn_kernels
 
 __all__ = ["cudnn_batch_prefill_with_kv_cache"]
@@ -106,44 +108,17 @@ def cudnn_batch_prefill_with_kv_cache(
         NotImplementedError: cuDNN was asked for and is not there or has no kernel for the call, or
             nothing serves it; the message says why.
     """
-    call = checked(
-        CudnnArguments(
-            q=q,
-            k_cache=k_cache,
-            v_cache=v_cache,
-            scale=scale,
-            workspace_buffer=workspace_buffer,
-            max_token_per_sequence=max_token_per_sequence,
-            max_sequence_kv=max_sequence_kv,
-            actual_seq_lens_q=actual_seq_lens_q,
-            actual_seq_lens_kv=actual_seq_lens_kv,
-            block_tables=block_tables,
-            causal=causal,
-            return_lse=return_lse,
-            scales=GivenScales(q_scale, k_scale, v_scale),
-            batch_offsets_q=batch_offsets_q,
-            batch_offsets_o=batch_offsets_o,
-            batch_offsets_k=batch_offsets_k,
-            batch_offsets_v=batch_offsets_v,
-            batch_offsets_stats=batch_offsets_stats,
-            batch_offsets_units=batch_offsets_units,
-            out=out,
-            lse=lse,
-            is_cuda_graph_compatible=is_cuda_graph_compatible,
-            backend=backend,
-            o_data_type=o_data_type,
-            lse_base=lse_base,
+    a = SimpleNamespace(**locals())
+    name = backends.requested("auto" if backend is None else backend, with_cudnn=True).name
+    call = checked(a)
+    why_not_cudnn = f"backend={name!r} is not cuDNN"
+    if name in ("auto", backends.CUDNN):
+        try:
+            return execution.attend(call, explicit=name == backends.CUDNN)
+        except RefusedError as refusal:
+            why_not_cudnn = str(refusal)
+    if name == backends.CUDNN:
+        raise NotImplementedError(
+            f"backend='cudnn': {why_not_cudnn}; backend='auto' computes it with other kernels"
         )
-    )
-    name = call.backend.name
-    if name not in ("auto", "cudnn"):
-        return cudnn_kernels.attend(call, f"backend={name!r} is not cuDNN")
-    try:
-        return execution.attend(call)
-    except execution.RefusedError as refusal:
-        if name == "cudnn":
-            raise NotImplementedError(
-                f"backend='cudnn': {refusal}; backend='auto' computes it with other kernels"
-            ) from None
-        why = str(refusal)
-    return cudnn_kernels.attend(call, why)
+    return cudnn_kernels.attend(call, name, why_not_cudnn)

@@ -16,6 +16,7 @@ from ._check.calls import (
     SingleArguments,
     SingleDecodeArguments,
 )
+from ._check.names import tells_nearest
 from ._compat.signatures import function_takes, takes
 from ._wrap.decode import BatchDecodeWithPagedKVCacheWrapper
 from ._wrap.single import attention_of_one
@@ -68,6 +69,7 @@ class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWra
         TypeError, ValueError: an argument is wrong.
     """
 
+    @tells_nearest
     def __init__(
         self,
         workspace_buffer: torch.Tensor,

@@ -20,6 +20,7 @@ from ._check import values as check
 from ._check.arguments import GivenScales, KvCache, Result, Scale, converted
 from ._check.calls import DecodePlanArguments, PodPlanArguments, SingleArguments
 from ._check.lengths import single_lengths
+from ._check.names import tells_nearest
 from ._check.options import has_mask, single_key, single_options
 from ._check.outputs import Outputs, outputs_of, run_outputs
 from ._check.request import Request
@@ -31,7 +32,7 @@ from ._pod.batch import BatchPODWithPagedKVCacheWrapper
 from ._pod.joint import SIDES, Joints
 from ._pod.options import RepeatedOptions
 from ._pod.wrapper import PodWrapper
-from ._run.segments import SegmentRun, of_side
+from ._run.variant import SegmentRun, of_side
 from ._wrap.decode import BatchDecodeWithPagedKVCacheWrapper
 from ._wrap.graph import check_captured
 
@@ -68,6 +69,7 @@ class PODWithPagedKVCacheWrapper(PodWrapper):
         NotImplementedError: backend="cudnn".
     """
 
+    @tells_nearest
     def __init__(
         self,
         float_workspace_buffer: torch.Tensor,
@@ -115,8 +117,7 @@ class PODWithPagedKVCacheWrapper(PodWrapper):
         if decode.is_cuda_graph_enabled:
             request = drafted.asked.request
             for _, joint in joints.joined():
-                launch = joint.launch
-                check_captured(launch.place, launch.captured[1], request.lengths)
+                check_captured(joint.launch.place, 1, request.lengths)
             graph_drafts = joints.drafts(request)
             joints.order_behind_runs()
         decode._install(drafted)
@@ -272,10 +273,10 @@ class PODWithPagedKVCacheWrapper(PodWrapper):
                     check_rows(given.custom_mask, (batch.qo_end, batch.kv_end))
             mask = self._mask(given.custom_mask, given.packed_custom_mask, request)
         runs = [
-            SegmentRun(given.q, (given.k, given.v), scales_p, outputs_p, mask=mask),
+            SegmentRun(given.q, (given.k, given.v), scales_p, outputs_p),
             SegmentRun(q_d, kv_d, scales_d, outputs),
         ]
-        return self._joints.run(key, joint, runs)
+        return self._joints.run(key, joint, runs, mask)
 
     def _prefill_request(self, given: SingleArguments, decode: _core.AttentionOptions) -> Request:
         q, k, v = given.q, given.k, given.v

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import enum
 import math
+from collections import OrderedDict
 from types import SimpleNamespace
 
 import torch
@@ -103,7 +104,7 @@ def install(monkeypatch, module):
     """Makes it the cuDNN of tensors on the CPU."""
     monkeypatch.setattr(graph, "_load", lambda: (module, None))
     monkeypatch.setattr(graph, "_handles", graph._Handles())
-    monkeypatch.setattr(graph, "_cache", graph._Cache())
+    monkeypatch.setattr(graph, "_graphs", OrderedDict())
     monkeypatch.setattr(execution, "DEVICE_TYPE", "cpu")
     return module
 

@@ -237,6 +237,14 @@ def test_element_offsets_follow_the_strides(backend):
     check(inputs, out, rows_of(inputs.case, lse))
 
 
+def test_rows_of_q_in_one_place(backend):
+    """A stride of 0 from token to token."""
+    inputs = build(make_case())
+    inputs.q = inputs.q[:1].expand(inputs.q.shape[0], -1, -1)
+    out, lse = call(**arguments(inputs, "tokens"), backend=backend)
+    check(inputs, out, rows_of(inputs.case, lse))
+
+
 @pytest.mark.parametrize("lengths", LENGTHS)
 def test_lse_at_offsets_of_a_fresh_tensor(backend, lengths):
     inputs = build(make_case(lengths))

@@ -4,6 +4,7 @@ import preflash
 import pytest
 import torch
 from preflash import _core
+from preflash._check import values as check
 from preflash._check.arguments import PER_HEAD, PerHead
 
 HEADS = {"num_qo_heads": 8, "num_kv_heads": 4}
@@ -11,12 +12,12 @@ HEADS = {"num_qo_heads": 8, "num_kv_heads": 4}
 
 @pytest.mark.parametrize("name", PerHead._fields)
 def test_the_binding_takes_them_by_name(name):
-    _core.RunExtras(**{name: 4096})
+    _core.RunMemory(check.TORCH, None, **{name: torch.ones(4)})
 
 
 def test_the_binding_takes_no_others():
-    with pytest.raises(TypeError, match="RunExtras has no tensor named slopes"):
-        _core.RunExtras(mask_bits=4096, slopes=4096)
+    with pytest.raises(TypeError, match="RunMemory has no tensor named slopes"):
+        _core.RunMemory(check.TORCH, None, mask_bits=torch.ones(4), slopes=torch.ones(4))
 
 
 @pytest.mark.parametrize("name", PerHead._fields)

@@ -5,6 +5,7 @@ import dataclasses
 import preflash
 import pytest
 import torch
+import wrapper_options
 from preflash.testing import Case, MaskKind, build, runner
 
 SINGLE = Case("single", (9,), (70,), 4, 2, 64, mask=MaskKind.CUSTOM)
@@ -59,7 +60,7 @@ def test_batches(target, case, dtype, on_host):
 @pytest.mark.parametrize("case", [PAGED, RAGGED], ids=lambda case: case.name)
 def test_into_the_buffer_of_a_graph(target, case):
     inputs = build(case, device=target.device)
-    buffers = runner.graph_options(inputs)
+    buffers = wrapper_options.graph_options(inputs)
     wrapper = runner.make_wrapper(case, backend=target.backend, device=target.device, **buffers)
     mask = integers(inputs.custom_mask, torch.int32, False)
     runner.plan(wrapper, inputs, custom_mask=mask)

@@ -10,7 +10,7 @@ import weakref
 
 import pytest
 import torch
-from preflash._device import backends
+from preflash._run import kernels
 from preflash.testing import Case, MaskKind, build, runner
 
 OLD = Case("old", (33, 5, 0, 70), (40, 90, 7, 70), 4, 2, 64, page_size=16, mask=MaskKind.CAUSAL)
@@ -148,7 +148,7 @@ def test_plans_during_a_run(monkeypatch, page_size, runs_before):
             handlers.pop()()
         return 2
 
-    monkeypatch.setattr(backends._CpuBackend, "num_threads", staticmethod(num_threads))
+    monkeypatch.setattr(kernels.CpuBackend, "num_threads", staticmethod(num_threads))
     wrapper = runner.make_wrapper(old.case, backend="cpu")
     tensors = (old.q, (old.k, old.v)) if page_size else (old.q, old.k, old.v)
     for _ in range(2):

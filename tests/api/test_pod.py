@@ -11,8 +11,8 @@ import pytest
 import torch
 from fuzz.pod_trial import plan_decode
 from graph_stage import capture, recorder  # noqa: F401
-from preflash._device import backends
 from preflash._pod import joint
+from preflash._run import kernels
 from preflash.testing import Case, KvForm, MaskKind, build, compare, poison, reference, runner
 from preflash.testing.case import Position
 from preflash.testing.oracle import Pipeline
@@ -180,7 +180,7 @@ def test_two_launches_where_those_are_faster(target, monkeypatch):
         asked.extend(sides)
         return len(asked) == 2
 
-    monkeypatch.setattr(backends._KernelBackend, "faster_apart", faster_apart)
+    monkeypatch.setattr(kernels.KernelBackend, "faster_apart", faster_apart)
     for launches in (2, 1):
         wrapper = made(target, both[1].case)
         plan(wrapper, both[1])

@@ -1,15 +1,19 @@
-"""A run like the one before it takes a shorter way through C++. Whatever is different takes the
-long one, so that nothing that is computed or refused depends on what ran before."""
+"""What tensors look like is checked once, and a run for others like them finds its launch in C++.
+Whatever is different is checked, so that nothing that is computed or refused depends on what ran
+before."""
 
 import dataclasses
 import gc
+import math
 import weakref
 
 import preflash
 import pytest
 import torch
 from preflash import _core
-from preflash._run import variant as _variant
+from preflash._check import tensors as _tensors
+from preflash._check import values as check
+from preflash._check.outputs import DEFAULT_OUTPUTS
 from preflash.testing import Case, KvForm, MaskKind, build, runner
 from torch.autograd import forward_ad
 
@@ -20,10 +24,6 @@ SPLIT = Case("split", (3, 5), (400, 90), 4, 2, 64, page_size=16, fixed_split_siz
 NARROW_V = Case("narrow_v", (33, 5), (40, 90), 4, 2, 64, head_dim_vo=32)
 MASKED = Case("masked", (33, 5), (40, 90), 4, 2, 64, mask=MaskKind.CUSTOM)
 CASES = [RAGGED, PAGED, SPLIT, NARROW_V, MASKED]
-
-reads_tensors = pytest.mark.skipif(
-    not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"), reason="a torch that has no table"
-)
 
 
 @pytest.fixture(params=CASES, ids=lambda case: case.name)
@@ -51,41 +51,73 @@ def copied(given):
 
 
 @pytest.fixture
-def long_ways(monkeypatch):
-    """Counts the runs that are checked from scratch."""
+def checks(monkeypatch):
+    """Counts the runs whose tensors are checked."""
     counted = []
-    original = _variant.PlannedVariant.attend_to
+    original = _tensors.bind
 
-    def attend_to(*arguments):
+    def bind(*arguments):
         counted.append(arguments)
         return original(*arguments)
 
-    monkeypatch.setattr(_variant.PlannedVariant, "attend_to", attend_to)
+    monkeypatch.setattr(_tensors, "bind", bind)
     return counted
 
 
-@reads_tensors
-def test_another_layer_takes_the_short_way(case, target, long_ways):
+@pytest.fixture(params=[True, False], ids=["by table", "by methods"])
+def reading(request, monkeypatch):
+    """Both ways in which C++ reads tensors, of which an older torch has the second alone."""
+    if not request.param:
+        monkeypatch.setattr(check, "TORCH", older_torch())
+
+
+def older_torch():
+    increment_version = torch.autograd.graph.increment_version
+    asked = torch.jit.is_tracing, torch.is_grad_enabled, forward_ad, increment_version
+    return _core.Torch(object, *asked)
+
+
+def test_another_layer_is_not_checked_again(case, target, reading, checks):
     inputs, wrapper = planned(case, target)
     for _ in range(3):
         out = wrapper.run(*copied(tensors(inputs)))
         runner.compare(inputs, out, None).check()
-    assert len(long_ways) == 1
+    assert len(checks) == 1
     for _ in range(3):
         into = torch.full_like(out, float("nan"))
         assert wrapper.run(*copied(tensors(inputs)), out=into) is into
         runner.compare(inputs, into, None).check()
-    assert len(long_ways) == 2
+    assert len(checks) == 2
 
 
-@reads_tensors
-def test_an_lse_takes_the_long_way(case, target, long_ways):
+def test_runs_of_several_kinds_by_turns(case, target, reading, checks):
+    """A launch for each, whatever ran between: with an LSE, in either order of its dimensions."""
     inputs, wrapper = planned(case, target)
-    for _ in range(2):
-        wrapper.run(*tensors(inputs))
+    shape = (*inputs.q.shape[:2],)
+    for _ in range(3):
+        runner.compare(inputs, wrapper.run(*tensors(inputs)), None).check()
         out, lse = wrapper.run(*tensors(inputs), return_lse=True)
         runner.compare(inputs, out, lse).check()
-    assert len(long_ways) == 4
+        out, turned = wrapper.run(*tensors(inputs), return_lse=True, lse_layout="HN")
+        assert torch.equal(turned, lse.T)
+        into = torch.full(shape, float("nan"), device=target.device)
+        out = wrapper.run(*tensors(inputs), lse=into)
+        runner.compare(inputs, out, into).check()
+        natural = wrapper.run(*tensors(inputs), return_lse=True, lse_base="ln")[1]
+        torch.testing.assert_close(natural, lse * math.log(2.0))
+    assert len(checks) == 4  # a base is a factor, not a launch
+
+
+def test_the_cache_of_launches_is_bounded(target, checks):
+    inputs, wrapper = planned(RAGGED, target)
+    q, k, v = tensors(inputs)
+    longer = [torch.cat([q, q.new_zeros(n, *q.shape[1:])]) for n in range(70)]
+    for n in (0, *range(70), 69, 68):
+        found = wrapper.run(longer[n], k, v)
+        runner.compare(inputs, found[: q.shape[0]], None).check()
+    assert len(checks) == 70
+    wrapper.run(q, k, v)
+    assert len(checks) == 71
 
 
 def wider(t):
@@ -131,11 +163,11 @@ CHANGES = {
 }
 
 
-def always_long(case, target):
-    """A wrapper that looks at every run in Python, as it does with an older torch."""
-    wrapper = planned(case, target)[1]
-    wrapper._state.planned.usual._repeater = lambda *arguments: None
-    return wrapper
+def by_methods(case, target):
+    """A wrapper whose tensors are asked, as those of an older torch are."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(check, "TORCH", older_torch())
+        return planned(case, target)[1]
 
 
 def outcome(wrapper, arguments, **options):
@@ -162,7 +194,7 @@ def test_another_q(target, change, into):
     options = {"out": torch.empty_like(q)} if into else {}
     changed = change(q)
     found = []
-    for one in (wrapper, always_long(RAGGED, target)):
+    for one in (wrapper, by_methods(RAGGED, target)):
         for _ in range(2):
             one.run(q, k, v, **options)
         found.append(outcome(one, (changed, k, v), **options))
@@ -176,7 +208,7 @@ def test_another_q(target, change, into):
 def test_another_out(target, change):
     inputs, wrapper = planned(RAGGED, target)
     found = []
-    for one in (wrapper, always_long(RAGGED, target)):
+    for one in (wrapper, by_methods(RAGGED, target)):
         out = torch.full_like(inputs.q, float("nan"))
         for _ in range(2):
             one.run(*tensors(inputs), out=out)
@@ -214,7 +246,7 @@ def test_another_cache(target, change, which):
         where = 2 if which == "v" else 1
         changed[where] = change(usual[where])
     found = []
-    for one in (wrapper, always_long(inputs.case, target)):
+    for one in (wrapper, by_methods(inputs.case, target)):
         for _ in range(2):
             one.run(*usual)
         found.append(outcome(one, changed))
@@ -282,15 +314,6 @@ def test_another_plan_forgets_the_run(target):
         runner.compare(other, wrapper.run(*tensors(other)), None).check()
 
 
-def test_an_older_torch(case, target, monkeypatch, long_ways):
-    nothing = _core.Torch(object, *(lambda: False,) * 2, forward_ad, lambda _: None)
-    monkeypatch.setattr(_variant.check, "TORCH", nothing)
-    inputs, wrapper = planned(case, target)
-    for _ in range(3):
-        runner.compare(inputs, wrapper.run(*copied(tensors(inputs))), None).check()
-    assert len(long_ways) == 3
-
-
 def test_nothing_keeps_a_plan_alive(target):
     inputs, wrapper = planned(PAGED, target)
     for _ in range(3):
@@ -304,15 +327,17 @@ def test_nothing_keeps_a_plan_alive(target):
         gc.enable()
 
 
-def test_wrong_calls_of_what_repeats():
+def test_wrong_calls_of_what_runs():
     inputs = build(PAGED)
     wrapper = preflash.BatchPrefillWithPagedKVCacheWrapper(torch.empty(1 << 20, dtype=torch.uint8))
     runner.plan(wrapper, inputs)
-    wrapper.run(*tensors(inputs))
-    again = wrapper._state.planned.usual.again
-    if again is None:
-        pytest.skip("a torch that has no table")
-    with pytest.raises(TypeError, match="a repeated run takes"):
-        again(*tensors(inputs))
-    with pytest.raises(TypeError, match="a repeated run takes"):
-        again(*tensors(inputs), None, 1.0, None)
+    attend_to = wrapper._state.planned.usual.attend_to
+    usual = (*tensors(inputs), (1.0, 1.0), DEFAULT_OUTPUTS, None)
+    attend_to(*usual)
+    for wrong in (usual[:4], (*usual[:2], 1.0, *usual[3:]), (*usual[:3], None, None)):
+        with pytest.raises(TypeError, match="a run takes q, kv, scales, outputs and memory"):
+            attend_to(*wrong)
+    with pytest.raises(ValueError, match="the plan has 1 segments; got tensors for 2"):
+        attend_to(*usual, *usual)
+    with pytest.raises((RuntimeError, TypeError)):
+        attend_to(*usual[:4], inputs.q)

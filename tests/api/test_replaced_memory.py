@@ -10,6 +10,7 @@ import threading
 import preflash
 import pytest
 import torch
+import wrapper_options
 from fake_cudnn import FakeCudnn, install
 from fuzz.pod_trial import plan_decode
 from graph_stage import Limits, Stage, capture, recorder  # noqa: F401
@@ -71,7 +72,7 @@ class Planned:
 
     def _make_graphs(self):
         inputs = build(PAGED, device=self.target.device)
-        self._of_batch(PAGED, **runner.graph_options(inputs))
+        self._of_batch(PAGED, **wrapper_options.graph_options(inputs))
 
     _plan_paged = _plan_ragged = _plan_graphs = _plan_wrapper
     _check_paged = _check_ragged = _check_graphs = _check_wrapper

@@ -4,6 +4,7 @@ oracle and results are made under them and must still be right."""
 import contextlib
 import math
 
+import attention_cases
 import numpy
 import preflash
 import pytest
@@ -11,7 +12,7 @@ import torch
 from preflash.cli import check as self_test
 from preflash.cli.batches import BatchMaker, Sample
 from preflash.cli.machine import Place
-from preflash.testing import Case, KvForm, MaskKind, build, cases, oracle, runner
+from preflash.testing import Case, KvForm, MaskKind, build, oracle, runner
 
 HOST = {"dtype": torch.float32, "device": "cpu"}
 
@@ -69,7 +70,7 @@ NAMES = [
     "custom_paged",
     "split",
 ]
-CASES = [case for case in cases.core() if case.name in NAMES]
+CASES = [case for case in attention_cases.core() if case.name in NAMES]
 
 
 def test_the_cases_are_there():

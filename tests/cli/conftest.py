@@ -1,10 +1,11 @@
-"""The command line in a process of its own, as a user calls it."""
+"""The command line, called in this process, or in one of its own, as a user calls it."""
 
 import subprocess
 import sys
 from dataclasses import dataclass
 
 import pytest
+from preflash import cli
 
 
 @dataclass(frozen=True)
@@ -15,7 +16,22 @@ class Finished:
 
 
 @pytest.fixture
-def preflash_command(tmp_path):
+def preflash_command(tmp_path, monkeypatch, capsys):
+    """Runs a command in this process, which has imported torch, outside the source tree."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*arguments: str) -> Finished:
+        try:
+            code = cli.main(arguments)
+        except SystemExit as end:  # as argparse ends --help and what it refuses
+            code = end.code
+        return Finished(code, *capsys.readouterr())
+
+    return call
+
+
+@pytest.fixture
+def preflash_process(tmp_path):
     """Runs `python -m preflash <arguments>` outside the source tree."""
 
     def call(*arguments: str) -> Finished:

@@ -3,7 +3,7 @@
 import preflash
 import pytest
 import torch
-from preflash.cli.bench import fmha, pod
+from preflash.cli.bench import fmha, measure, pod
 from preflash.cli.bench import rows as bench_rows
 from preflash.cli.bench.rows import Baseline, Metric
 from preflash.cli.machine import choose_places
@@ -54,16 +54,16 @@ def test_rows_of_prefill_beside_decode():
     assert {"pod 2x2048 + 128x2048 page 16", "pod 1x8192 + 32x1024 page 1"} <= set(names)
     for row in rows:
         assert set(row.decode.qo_lens) == {1}
-        assert (row.prefill.num_qo_heads, row.prefill.num_kv_heads) == (32, 8)
+        assert (row.case.num_qo_heads, row.case.num_kv_heads) == (32, 8)
 
 
 def test_prefill_beside_decode_is_checked_and_timed():
     (row,) = pod.pod_rows_for("cpu", quick=True)
     place = choose_places("cpu")[0]
-    result = pod.measure_pod(row.with_dtype(torch.bfloat16), place, 1)
-    assert result.failure == result.absent == ""
+    result = measure.measured(pod.pod_calls, row.with_dtype(torch.bfloat16), place, 1)
+    assert (result.failure, result.absent) == ("", {})
     assert (result.launches, set(result.us)) == (1, {pod.BOTH, pod.PREFILL, pod.DECODE})
-    assert row.name in str(pod.pod_table([result]))
+    assert row.name in pod.pod_table([result])
 
 
 def test_rows_beside_cudnn():
@@ -91,12 +91,12 @@ def test_rows_of_the_fmha_call():
 def test_modes_of_the_fmha_call_are_checked_and_timed(monkeypatch):
     (row,) = fmha.fmha_rows_for("cpu", quick=True)
     place = choose_places("cpu")[0]
-    result = fmha.measure_fmha(row.with_dtype(torch.float16), place, 1)
+    result = measure.measured(fmha.fmha_calls, row.with_dtype(torch.float16), place, 1)
     assert result.failure == ""
     assert not result.absent
     assert set(result.us) == {mode.name for mode in row.modes}
     assert 0 < result.distance["skip 10000"] < 1
-    table = str(fmha.fmha_table([result]))
+    table = fmha.fmha_table([result])
     assert "chunks of 64" in table
     honest = preflash.trtllm_fmha_v2_prefill
 
@@ -104,9 +104,9 @@ def test_modes_of_the_fmha_call_are_checked_and_timed(monkeypatch):
         return honest(*args, **{**options, "window_left": -1})
 
     monkeypatch.setattr(preflash, "trtllm_fmha_v2_prefill", without_window)
-    wrong = fmha.measure_fmha(row, place, 1)
+    wrong = measure.measured(fmha.fmha_calls, row, place, 1)
     assert "window 16: out:" in wrong.failure
-    assert "WRONG" in str(fmha.fmha_table([wrong]))
+    assert "WRONG" in fmha.fmha_table([wrong])
 
 
 def test_flops_count_causal_as_half():

@@ -1,4 +1,5 @@
-"""Every command in a process of its own: exit codes, and output that a program can read."""
+"""Every command: exit codes, and output that a program can read. What computes or is meant for
+programs runs in a process of its own."""
 
 import json
 
@@ -14,8 +15,8 @@ def test_help_lists_the_commands(preflash_command):
         assert name in done.out
 
 
-def test_version(preflash_command):
-    done = preflash_command("--version")
+def test_version(preflash_process):
+    done = preflash_process("--version")
     assert (done.code, done.out, done.err) == (0, f"preflash {preflash.__version__}\n", "")
 
 
@@ -79,19 +80,19 @@ def test_info_json(preflash_command):
     assert all(choice["why"] for choice in picked.values())
 
 
-def test_variants_json(preflash_command):
-    rows = json.loads(preflash_command("variants", "--family", "cpu", "--json").out)
+def test_variants_json(preflash_process):
+    rows = json.loads(preflash_process("variants", "--family", "cpu", "--json").out)
     assert "cpu_bf16_d512" in {row["id"] for row in rows}
 
 
-def test_check(preflash_command):
-    done = preflash_command("check", "--backend", "cpu")
+def test_check(preflash_process):
+    done = preflash_process("check", "--backend", "cpu")
     assert done.code == 0, done.out + done.err
     assert "all good" in done.out
 
 
-def test_demo(preflash_command):
-    done = preflash_command("demo", "--quick", "--backend", "cpu")
+def test_demo(preflash_process):
+    done = preflash_process("demo", "--quick", "--backend", "cpu")
     assert done.code == 0, done.out + done.err
     assert "all verified" in done.out
     assert "documented example" in done.out
@@ -117,9 +118,9 @@ def test_a_report_that_could_not_be_written(preflash_command, tmp_path, path, op
     assert "Traceback" not in done.err + done.out
 
 
-def test_bench_of_one_row(preflash_command, tmp_path):
+def test_bench_of_one_row(preflash_process, tmp_path):
     report = tmp_path / "bench.json"
-    done = preflash_command(
+    done = preflash_process(
         *("bench", "--quick", "--backend", "cpu", "--dtype", "f32", "--rows", "d64"),
         *("--repeats", "1", "--json", str(report)),
     )

@@ -8,9 +8,16 @@ import pytest
 import torch
 from preflash import _core
 from preflash.cli import main
-from preflash.cli.bench import gantt
-from preflash.cli.bench.chrome_trace import chrome_trace
-from preflash.cli.bench.timeline import Kind, Launch, Span, Timeline, lanes, read_spans
+from preflash.cli.bench.timeline import (
+    Kind,
+    Launch,
+    Span,
+    Timeline,
+    chrome_trace,
+    draw,
+    lanes,
+    read_spans,
+)
 
 _WORDS = 4
 has_matplotlib = importlib.util.find_spec("matplotlib") is not None
@@ -181,7 +188,7 @@ def test_chrome_trace():
 @pytest.mark.parametrize("ending", [".png", ".svg", ".pdf"])
 def test_picture(tmp_path, ending):
     path = tmp_path / f"gantt{ending}"
-    gantt.draw(timeline(span(0.0, 10.0, 1), span(4.0, 12.0, 1, Kind.DECODE)), path)
+    draw(timeline(span(0.0, 10.0, 1), span(4.0, 12.0, 1, Kind.DECODE)), path)
     magic = {".png": b"\x89PNG", ".svg": b"<?xml", ".pdf": b"%PDF"}[ending]
     content = path.read_bytes()
     assert content.startswith(magic)

@@ -2,13 +2,14 @@
 way from the wrapper to the comparison."""
 
 import re
-import types
 
 import pytest
 import torch
 from preflash import cli
 from preflash.cli import check, demo
 from preflash.cli.bench import measure
+from preflash.cli.bench.rows import quick_rows
+from preflash.cli.machine import Place
 from preflash.testing import runner
 
 
@@ -93,7 +94,7 @@ def test_demo_fails_on_a_wrong_row(monkeypatch, capsys):
 @pytest.mark.usefixtures("corrupted_runs")
 def test_bench_does_not_time_a_wrong_result(monkeypatch, capsys):
     timed = []
-    monkeypatch.setattr(measure, "_time", lambda result, trial, calls: timed.extend(calls))
+    monkeypatch.setattr(measure, "_time", lambda *arguments: timed.extend(arguments[-1]))
     arguments = ["bench", "--quick", "--backend", "cpu", "--rows", "d64", "--repeats", "1"]
     assert cli.main(arguments) == 1
     out = capsys.readouterr().out
@@ -109,11 +110,10 @@ def test_bench_fails_where_a_launch_fails_while_it_is_timed(monkeypatch):
         raise RuntimeError("launch refused")
 
     monkeypatch.setattr(measure.timing, "GraphReplay", refuse)
-    cuda = types.SimpleNamespace(device=torch.device("cuda"))
-    trial = types.SimpleNamespace(place=cuda, repeats=1, rotation=lambda calls: calls)
+    gpu = Place("fa2", torch.device("cuda"), "a GPU")
     for name, failure in (("preflash", True), ("base", True), ("cudnn", False)):
-        result = measure.Result(row=None)
-        measure._time(result, trial, {name: []})
+        result = measure.Result(quick_rows()[0], baselines=["cudnn"])
+        measure._time(result, gpu, 1, {name: []})
         assert (result.failure == "launch refused") == failure
         assert result.absent == ({} if failure else {"cudnn": "launch refused"})
         assert result.us == {}

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import pytest
 from preflash import _core
+from preflash._check.outputs import DEFAULT_OUTPUTS
+from preflash._plan import pipeline
+from preflash.testing import Case, build, runner
 
 BASE = {
     "family": "cpu",
@@ -489,6 +492,12 @@ def test_the_library_directory_is_fixed_once_used():
 
 
 def test_a_place_without_a_plan_cannot_be_launched():
-    place = _core.DevicePlan(_core.Uploader(-1), memory=0, capacity=0)
+    inputs = build(Case("never uploaded", (3,), (5,), 4, 2, 64))
+    wrapper = runner.make_wrapper(inputs.case, backend="cpu")
+    runner.plan(wrapper, inputs)
+    planned = wrapper._state.planned
+    workspace = wrapper._state.workspace
+    draft = pipeline.Draft(planned.usual.backend, planned.usual.plan)
+    placed = pipeline.place(workspace, draft, planned.asked.request)
     with pytest.raises(RuntimeError, match="without a plan"):
-        _core.Launch(place, q=(1, 1, 1), k=(1,) * 5, v=(1,) * 5, o=(1, 1), lse=(0, 0, 1))
+        placed.attend_to(inputs.q, (inputs.k, inputs.v), planned.scales, DEFAULT_OUTPUTS, None)

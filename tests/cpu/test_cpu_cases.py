@@ -1,12 +1,13 @@
 """The CPU backend against the oracle: every core case in every dtype, and random ones."""
 
+import attention_cases
 import pytest
 import torch
 from fuzz.random_cases import random_cases
-from preflash.testing import Case, KvForm, MaskKind, build, cases, runner
+from preflash.testing import Case, KvForm, MaskKind, build, runner
 
 DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}
-CORE = [case.with_dtype(dtype) for case in cases.core() for dtype in DTYPES.values()]
+CORE = [case.with_dtype(dtype) for case in attention_cases.core() for dtype in DTYPES.values()]
 
 
 @pytest.mark.parametrize("case", CORE, ids=lambda case: case.id)

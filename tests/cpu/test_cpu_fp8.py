@@ -3,11 +3,12 @@
 import dataclasses
 import math
 
+import attention_cases
 import preflash
 import pytest
 import torch
 from instruction_sets import on_every_instruction_set, run_again
-from preflash.testing import Magnitude, build, cases, runner
+from preflash.testing import Magnitude, build, runner
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FLOAT = torch.float32
@@ -109,7 +110,7 @@ def test_every_rounding_to_e4m3():
 # Where rows are multiples of 16 bytes, and numbers those that 8 bits hold.
 CORE = [
     case
-    for case in cases.core()
+    for case in attention_cases.core()
     if case.head_dim % 16 == 0
     and case.dim_vo % 16 == 0
     and case.magnitude is not Magnitude.VERY_NEGATIVE

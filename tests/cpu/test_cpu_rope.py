@@ -40,6 +40,8 @@ def test_far_positions_keep_their_bits(qo_len, split, rope):
         **split,
     )
     out, lse = wrapper.run(q, k, v, return_lse=True)
+    # A logit depends on how far apart its row and key are: the keys that any row keeps are enough.
+    k, v = k[-qo_len - 300 :], v[-qo_len - 300 :]
     expected = attend(q, k, v, Pipeline(1.0, causal=True, window_left=300, rope=rope))
     torch.testing.assert_close(out.double(), expected.out, rtol=3e-5, atol=3e-5)
     torch.testing.assert_close(lse.double(), expected.lse, rtol=1e-6, atol=3e-5)

@@ -1,6 +1,7 @@
 """Two batches in one launch on the CPU: each is compared with the oracle, and with itself alone."""
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -10,13 +11,15 @@ from preflash import _core
 from preflash._check.arguments import PerHead
 from preflash._check.outputs import Outputs
 from preflash._device.workspace import Workspace
-from preflash._run.segments import PlannedSegments, SegmentRun, plan_segments
+from preflash._plan import pipeline
+from preflash._run.variant import PlannedVariant, SegmentRun, run_memory
 from preflash.testing import runner
 from preflash.testing.case import Case, KvForm, MaskKind, Position, Sinks
 from preflash.testing.comparison import poison
 from preflash.testing.inputs import Inputs, build
 
 CPU = torch.device("cpu")
+SIDES = ("first", "second")
 
 # A prefill beside what it might meet: decode with other lengths, heads, dtypes and options.
 PREFILL = Case(
@@ -59,7 +62,7 @@ PAIRS = [
 ]
 
 
-def planned(inputs: list[Inputs], float_bytes: int = 32 << 20) -> tuple[PlannedSegments, list]:
+def planned(inputs: list[Inputs], float_bytes: int = 32 << 20) -> tuple[PlannedVariant, list]:
     """The plan of both, and what a wrapper of each was asked."""
     asked = []
     for one in inputs:
@@ -68,10 +71,15 @@ def planned(inputs: list[Inputs], float_bytes: int = 32 << 20) -> tuple[PlannedS
         asked.append(wrapper._state.planned.asked)
     partials = torch.full((float_bytes // 4,), torch.nan).view(torch.uint8)
     workspace = Workspace(CPU, partials)
-    return plan_segments(workspace, "cpu", [one.request for one in asked]), asked
+    return plan_segments(workspace, [one.request for one in asked]), asked
 
 
-def poisoned_run(inputs: Inputs, asked) -> SegmentRun:
+def plan_segments(workspace: Workspace, requests: list) -> PlannedVariant:
+    draft = pipeline.draft_segments(workspace, "cpu", requests)
+    return pipeline.plan_segments(workspace, draft, requests, SIDES)
+
+
+def poisoned_run(inputs: Inputs, asked, plan: PlannedVariant) -> SegmentRun:
     case, shape = inputs.case, (inputs.q.shape[0], inputs.case.num_qo_heads)
     kv = inputs.cache if case.paged else (inputs.k, inputs.v)
     outputs = Outputs(
@@ -80,13 +88,18 @@ def poisoned_run(inputs: Inputs, asked) -> SegmentRun:
         return_lse=True,
     )
     of_heads = PerHead(inputs.sinks, inputs.scales.q, inputs.scales.k, inputs.scales.v)
-    return SegmentRun(inputs.q, kv, asked.scales, outputs, of_heads)
+    memory = run_memory(plan.float_workspace, asked.request.mask, of_heads)
+    return SegmentRun(inputs.q, kv, asked.scales, outputs, memory)
 
 
-def check(cases: tuple[Case, Case]) -> tuple[PlannedSegments, list]:
+def attend(plan: PlannedVariant, *runs: SegmentRun) -> tuple:
+    return plan.attend_to(*itertools.chain(*runs))
+
+
+def check(cases: tuple[Case, Case]) -> tuple[PlannedVariant, list]:
     inputs = [build(case, seed=index) for index, case in enumerate(cases)]
     plan, asked = planned(inputs)
-    results = plan.attend_to([poisoned_run(*one) for one in zip(inputs, asked, strict=True)])
+    results = attend(plan, *(poisoned_run(*one, plan) for one in zip(inputs, asked, strict=True)))
     for one, (out, lse) in zip(inputs, results, strict=True):
         if one.case.batch_size > 0:
             runner.compare(one, out, lse).check()
@@ -133,10 +146,10 @@ def planned_alone(case: Case) -> _core.Plan:
     return wrapper._state.planned.primary.plan
 
 
-def pair_of_runs() -> tuple[PlannedSegments, list[SegmentRun]]:
+def pair_of_runs() -> tuple[PlannedVariant, list[SegmentRun]]:
     inputs = [build(case, seed=index) for index, case in enumerate((PREFILL, DECODE))]
     plan, asked = planned(inputs)
-    return plan, [poisoned_run(*one) for one in zip(inputs, asked, strict=True)]
+    return plan, [poisoned_run(*one, plan) for one in zip(inputs, asked, strict=True)]
 
 
 def test_outputs_may_not_lie_on_the_other_segment():
@@ -146,41 +159,41 @@ def test_outputs_may_not_lie_on_the_other_segment():
     q = memory[: second.q.numel()].view(second.q.shape).copy_(second.q)
     lying = first.outputs._replace(out=memory[: rows * 6 * 128].view(rows, 6, 128))
     with pytest.raises(ValueError, match="prefill side's out shares memory with decode side's q"):
-        plan.attend_to([first._replace(outputs=lying), second._replace(q=q)])
+        attend(plan, first._replace(outputs=lying), second._replace(q=q))
     both = second.outputs._replace(lse=first.outputs.lse.view(-1)[: second.outputs.lse.numel()])
     both = both._replace(lse=both.lse.view(second.outputs.lse.shape))
     with pytest.raises(ValueError, match="prefill side's lse shares memory with decode side's lse"):
-        plan.attend_to([first, second._replace(outputs=both)])
+        attend(plan, first, second._replace(outputs=both))
 
 
 def test_in_place_is_allowed_within_a_segment():
     plan, (first, second) = pair_of_runs()
-    expected, _ = plan.attend_to([first, second])[0]
+    expected, _ = attend(plan, first, second)[0]
     expected = expected.clone()
     q = first.q.clone()
     in_place = first._replace(q=q, outputs=first.outputs._replace(out=q))
-    (out, _), _ = plan.attend_to([in_place, second])
+    (out, _), _ = attend(plan, in_place, second)
     assert torch.equal(bits(out), bits(expected))
 
 
 def test_a_run_brings_every_segment():
     plan, (first, _) = pair_of_runs()
     with pytest.raises(ValueError, match="the plan has 2 segments; got tensors for 1"):
-        plan.attend_to([first])
+        attend(plan, first)
 
 
 @pytest.mark.parametrize("count", [0, 3])
 def test_one_or_two_segments(count):
     _, asked = planned([build(DECODE, seed=0)])
     with pytest.raises(ValueError, match=f"a launch has one or two segments, not {count}"):
-        plan_segments(Workspace(CPU, None), "cpu", [asked[0].request] * count)
+        plan_segments(Workspace(CPU, None), [asked[0].request] * count)
 
 
 def test_errors_name_the_segment():
     good = planned([build(DECODE, seed=0)])[1][0].request
     bad = good._replace(options=good.options.replace(num_qo_heads=9))
     with pytest.raises(ValueError, match="segment 1: num_qo_heads = 9 is not a multiple of"):
-        plan_segments(Workspace(CPU, None), "cpu", [good, bad])
+        plan_segments(Workspace(CPU, None), [good, bad])
 
 
 def test_other_backends_refuse_two_segments():
@@ -208,6 +221,6 @@ def test_wrappers_go_on_with_their_batches():
     for wrapper, one in zip(wrappers, inputs, strict=True):
         runner.plan(wrapper, one)
     requests = [wrapper._state.planned.asked.request for wrapper in wrappers]
-    plan_segments(Workspace(CPU, runner.workspace()), "cpu", requests)
+    plan_segments(Workspace(CPU, runner.workspace()), requests)
     for wrapper, one in zip(wrappers, inputs, strict=True):
         runner.compare(one, *runner.run(wrapper, one)).check()

@@ -9,15 +9,16 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import attention_cases
 import preflash
 import pytest
 import torch
-from preflash import _core
-from preflash.testing import Case, MaskKind, build, cases, runner
+from preflash._run import kernels
+from preflash.testing import Case, MaskKind, build, runner
 from preflash_harness import threads
 
 CASE = Case("mixed", (1, 70, 130), (600, 300, 130), 8, 2, 64, page_size=16, mask=MaskKind.CAUSAL)
-SOME = [CASE, *(case for i, case in enumerate(cases.core()) if i % 16 == 3)]
+SOME = [CASE, *(case for i, case in enumerate(attention_cases.core()) if i % 16 == 3)]
 
 
 @pytest.fixture(autouse=True)
@@ -97,18 +98,15 @@ def test_a_short_call_does_not_wait_for_a_long_one():
 def test_every_call_has_its_own_number_of_threads(monkeypatch):
     """Two calls that are under way at once; neither changes the other's number."""
     both_inside = threading.Barrier(2, timeout=60)
-    original = _core.Launch.starter
+    original = kernels.CpuBackend.num_threads
     seen = {}
 
-    def starter(launch, memory, num_threads):
-        def spy():
-            seen[threading.get_ident()] = number = num_threads()
-            both_inside.wait()
-            return number
+    def num_threads():
+        seen[threading.get_ident()] = number = original()
+        both_inside.wait()
+        return number
 
-        return original(launch, memory, spy)
-
-    monkeypatch.setattr(_core.Launch, "starter", starter)
+    monkeypatch.setattr(kernels.CpuBackend, "num_threads", staticmethod(num_threads))
     inputs = build(CASE)
 
     def call(num_threads):

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from preflash.testing.case import Case, KvForm, MaskKind, Sinks
 
+from .problem_limits import contradiction
 from .problems import Brought
 from .random_cases import Limits, random_case
 
@@ -144,11 +145,11 @@ def _possible(case: Case) -> Case:
     form = case.form
     if form is KvForm.FLAT and case.page_size != 1:
         case = dataclasses.replace(case, form=KvForm.SEPARATE)
-    if not case.contradiction:
+    if not contradiction(case):
         return case
     magnitude = type(case.magnitude).NORMAL
     case = dataclasses.replace(case, magnitude=magnitude)
-    if case.contradiction:
+    if contradiction(case):
         dtype = torch.bfloat16 if case.dtype.itemsize == 1 else case.dtype
         case = dataclasses.replace(case, dtype=dtype, kv_dtype=None)
     return case

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 
-from preflash.testing.case import Case
+from preflash.testing.case import Case, Magnitude, Position
 
 _LONGEST = 1 << 20
 _HEADS = (1, 1024)
@@ -75,3 +75,25 @@ def check_size(case: Case) -> None:
                 f"qo_lens, kv_lens, heads and head_dim make {count} numbers of {what}; must be at "
                 f"most {_MOST_NUMBERS}, which the float64 oracle has room for"
             )
+
+
+def contradiction(case: Case) -> str:
+    """The rule of numbers that the dtypes and the position break together, if they do.
+
+    Wrappers refuse some of this. The rest they compute, but no bound would tell right numbers
+    from wrong ones.
+    """
+    fp8 = case.dtype_kv.itemsize == 1
+    exact = case.magnitude is Magnitude.VERY_NEGATIVE
+    if fp8 and (case.head_dim % 16 or case.dim_vo % 16):
+        return "rows of 8 bits start on multiples of 16 bytes"
+    if exact and (fp8 or case.position is Position.ROPE):
+        return "logits that must be exact are not rotated, nor of 8 bits"
+    if case.head_scales and not fp8:
+        return "factors of heads are for fp8"
+    if case.dtype.itemsize > 1 and case.o_dtype not in (None, case.dtype):
+        return "the output has q's dtype, but for fp8"
+    has_rope_options = case.rope_scale is not None or case.rope_theta is not None
+    if has_rope_options and case.position is not Position.ROPE:
+        return "rope_scale and rope_theta are for RoPE"
+    return ""

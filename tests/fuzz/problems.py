@@ -119,7 +119,7 @@ class Problem:
             _must(call.lse_base == "log2" and call.lse_layout == "NH", "options of run()")
             _must(self.also not in (Also.ALONE, Also.REFUSALS), "looked at with run()")
             _must(not case.head_scales, "options of run()")
-        _must(not case.contradiction, case.contradiction)
+        _must(not limits.contradiction(case), limits.contradiction(case))
         _must(not call.other_mask or case.mask is MaskKind.PACKED, "beside a packed mask")
         _must(not call.long_mask or case.has_custom_mask, "there is no mask")
         _must(not call.window_at_run or entry is Entry.BATCH, "an option of run()")

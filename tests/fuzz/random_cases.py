@@ -8,6 +8,8 @@ import random
 import torch
 from preflash.testing.case import Case, Garbage, KvForm, Magnitude, MaskKind, Position, Sinks
 
+from .problem_limits import contradiction
+
 _MASKS = (
     [MaskKind.NONE] * 2
     + [MaskKind.CAUSAL] * 3
@@ -151,7 +153,7 @@ def random_case(rng: random.Random, name: str, limits: Limits) -> Case:
     ):
         if rng.random() < share and served:
             changed = dataclasses.replace(case, **options)
-            case = changed if not changed.contradiction else case
+            case = changed if not contradiction(changed) else case
     return case
 
 

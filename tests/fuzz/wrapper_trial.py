@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
+import wrapper_options
 from preflash._plan import staging
 from preflash.testing import runner
 from preflash.testing.case import MaskKind
@@ -185,11 +186,11 @@ class Trial:
             self._plan_something_else()
         overrides = self._plan_overrides()
         if self.problem.call.hints:
-            overrides |= runner.hints(self.inputs)
+            overrides |= wrapper_options.hints(self.inputs)
         runner.plan(self.wrapper, self.given, **overrides)
 
     def _wrapper(self, buffer: torch.Tensor):
-        graph = runner.graph_options(self.given) if self.problem.call.graph else {}
+        graph = wrapper_options.graph_options(self.given) if self.problem.call.graph else {}
         device = self.inputs.q.device
         return runner.make_wrapper(
             self.inputs.case, backend=self.backend, device=device, buffer=buffer, **graph

@@ -1,15 +1,16 @@
 """The GPU backends against the oracle and each other: core cases, random ones, every axis."""
 
+import attention_cases
 import pytest
 import torch
 from backends import backends_and_cases, on_every_backend
 from fuzz.random_cases import random_cases
-from preflash.testing import Case, KvForm, MaskKind, build, cases, reference, runner
+from preflash.testing import Case, KvForm, MaskKind, build, reference, runner
 
 pytestmark = pytest.mark.gpu
 
 DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16}
-CORE = [case.with_dtype(dtype) for case in cases.core() for dtype in DTYPES.values()]
+CORE = [case.with_dtype(dtype) for case in attention_cases.core() for dtype in DTYPES.values()]
 
 
 @pytest.mark.parametrize(("backend", "case"), backends_and_cases(CORE))
@@ -31,12 +32,12 @@ def test_fuzz_long(backend, case):
 
 
 @pytest.mark.sanitizer
-@pytest.mark.parametrize(("backend", "case"), backends_and_cases(cases.tiny()))
+@pytest.mark.parametrize(("backend", "case"), backends_and_cases(attention_cases.tiny()))
 def test_tiny(backend, case):
     runner.check(build(case, device="cuda"), backend=backend)
 
 
-@pytest.mark.parametrize(("backend", "case"), backends_and_cases(cases.core()[::3]))
+@pytest.mark.parametrize(("backend", "case"), backends_and_cases(attention_cases.core()[::3]))
 def test_the_cpu_agrees(backend, case):
     """Both within their bounds of one oracle, on the same numbers."""
     on_gpu = build(case, device="cuda")

@@ -4,6 +4,7 @@ import dataclasses
 import gc
 import math
 
+import attention_cases
 import preflash
 import pytest
 import torch
@@ -15,7 +16,6 @@ from preflash.testing import (
     MaskKind,
     Sinks,
     build,
-    cases,
     compare,
     reference,
     runner,
@@ -127,7 +127,7 @@ def test_short_tiles_over_16_bits(fa3, head_dim, page_size, dtype):
 # --- the same answers ----------------------------------------------------------
 
 AGREE = [
-    *cases.core()[1::2],
+    *attention_cases.core()[1::2],
     Case("long", (700, 1), (3000, 5000), 8, 1, 128, page_size=16, mask=MaskKind.CAUSAL),
     Case("group7", (130, 40), (700, 40), 7, 1, 64, mask=MaskKind.CAUSAL),
 ]

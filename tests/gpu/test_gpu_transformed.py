@@ -5,6 +5,7 @@ import dataclasses
 
 import pytest
 import torch
+import wrapper_options
 from backends import backends_and_cases, on_every_backend
 from preflash._plan import staging
 from preflash.testing import Case, MaskKind, build, runner
@@ -54,7 +55,7 @@ def test_captured_runs(backend, what, head_dim, mask, page_size):
     case = Case("graph", (190, 0, 77, 3), (470, 9, 77, 0), 4, 2, head_dim, mask=mask,
                 page_size=page_size, **what)  # fmt: skip
     inputs = build(case, device="cuda")
-    options = runner.graph_options(inputs)
+    options = wrapper_options.graph_options(inputs)
     wrapper, _ = planned(case, backend, policy="always", **options)
     out, lse = runner.run(wrapper, inputs)
     runner.compare(inputs, out, lse).check()

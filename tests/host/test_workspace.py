@@ -5,11 +5,11 @@ from pathlib import Path
 
 import preflash
 import pytest
+import support_table
 import torch
 from planned import indptr, planner, ragged
 from preflash import _core
 from preflash._plan import staging
-from preflash.cli import support
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "cmake" / "codegen"))
 
@@ -19,7 +19,7 @@ ROOM = 128 << 20
 ANY_TILE = spec.Tile(m=64, n=64, stages=1, warps=4, ctas_per_sm=1)
 FAMILIES = {"sm90": 132, "sm80": 108}  # and SMs: an H100, an A100
 # The cpu backend alone has float32.
-DTYPES = [dtypes for dtypes in support._DTYPES if _core.DType.float32 not in dtypes]
+DTYPES = [dtypes for dtypes in support_table._DTYPES if _core.DType.float32 not in dtypes]
 HEADS = {"num_qo_heads": 32, "num_kv_heads": 8}
 CACHES = {
     "64x128k": ([1] * 64, [131072] * 64),
@@ -79,12 +79,12 @@ def case_of(family: str, tile: spec.Tile, options, cache: str) -> dict:
 
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("dtypes", DTYPES, ids=lambda dtypes: str(dtypes).replace(" ", ""))
-@pytest.mark.parametrize("feature", support._FEATURES, ids=lambda feature: feature.name)
+@pytest.mark.parametrize("feature", support_table._FEATURES, ids=lambda feature: feature.name)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_row_and_column(family, feature, dtypes, cache, tiles):
     """On kernels that read the cache where it is, in captured graphs and outside."""
-    for dims in support._HEAD_DIMS:
-        options = support._usual(dtypes, *dims).replace(**feature.options)
+    for dims in support_table._HEAD_DIMS:
+        options = support_table._usual(dtypes, *dims).replace(**feature.options)
         assert _core.in_matrix(getattr(_core.Family, family), options), dims
         case = case_of(family, ANY_TILE, options, cache)
         tile_class = getattr(_core.TileClass, planner.tile_class(**case))

@@ -133,16 +133,8 @@ def _index_array(name: str, value: Any, device: torch.device) -> torch.Tensor:
             return value
     except (RuntimeError, ValueError):
         pass  # as in check.tensor()
-    value = check.tensor(name, value)
-    if value.dtype != torch.int32:
-        raise TypeError(f"{name} is {value.dtype}; must be torch.int32")
-    if value.dim() != 1:
-        raise ValueError(f"{name} has shape {tuple(value.shape)}; must be one-dimensional")
-    if value.is_cpu:
-        return value.contiguous()
-    if value.device != device:
-        raise ValueError(f"{name} is on {value.device}; must be on the CPU or on {device}")
-    return value
+    value = check.index_array(name, value, device)
+    return value.contiguous() if value.is_cpu else value
 
 
 def _on_host(*arrays: torch.Tensor) -> list[torch.Tensor]:
@@ -272,8 +264,7 @@ def _check_longest(name: str, value: Any, longest: int) -> None:
 def _check_lengths(name: str, value: Any, batch: _core.Batch, device: torch.device) -> None:
     """seq_lens or seq_lens_q; those on the wrapper's own GPU are not read to compare."""
     check.is_tensor(name, value)
-    if not value.is_cpu and value.device != device:
-        raise ValueError(f"{name} is on {value.device}; must be on the CPU or on {device}")
+    check.on_cpu_or(name, value, device)
     value = check.tensor(name, value)
     if value.dtype not in _INTEGERS:
         raise TypeError(f"{name} is {value.dtype}; must be an integer dtype")
@@ -300,17 +291,8 @@ def _check_lengths(name: str, value: Any, batch: _core.Batch, device: torch.devi
 def _check_block_tables(block_tables: Any, lengths: Lengths, device: torch.device) -> None:
     """block_tables [batch_size, max pages] repeats paged_kv_indices, which are what is used."""
     batch, pages = lengths
-    table = check.tensor("block_tables", block_tables)
-    if table.dtype != torch.int32:
-        raise TypeError(f"block_tables is {table.dtype}; must be torch.int32")
-    longest = -(-batch.max_kv_len // batch.page_size)
-    if table.dim() != 2 or table.shape[0] != batch.num_requests or table.shape[1] < longest:
-        raise ValueError(
-            f"block_tables has shape {tuple(table.shape)}; must be [batch_size, max pages] = "
-            f"[{batch.num_requests}, at least {longest}]"
-        )
-    if not table.is_cpu and table.device != device:
-        raise ValueError(f"block_tables is on {table.device}; must be on the CPU or on {device}")
+    shape = (batch.num_requests, -(-batch.max_kv_len // batch.page_size))
+    table = check.page_table("block_tables", block_tables, shape, device)
     on_host = table.is_cpu and pages.given.is_cpu
     if not on_host and not debugging():
         return

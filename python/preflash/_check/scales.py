@@ -23,7 +23,9 @@ def softmax_scale(sm_scale: Scale, options: _core.AttentionOptions) -> float:
     return check.logits_scale("sm_scale", check.scale("sm_scale", sm_scale), options)
 
 
-def folded_scales(sm_scale: float, given: GivenScales, options: _core.AttentionOptions) -> Scales:
+def folded_scales(
+    sm_scale: float, given: GivenScales, options: _core.AttentionOptions | None
+) -> Scales:
     q_scale, k_scale, v_scale = given
     if q_scale is not None:
         sm_scale *= check.scale("q_scale", q_scale)

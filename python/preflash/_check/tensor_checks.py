@@ -12,6 +12,7 @@ from .recording import eager
 from .spelling import kind_of
 
 ALIGNMENT = 16
+WHY_FLOAT32 = "the log-sum-exp is always float32"
 
 
 def is_tensor(name: str, value: Any) -> torch.Tensor:
@@ -142,6 +143,59 @@ def _same_place(value: torch.Tensor, other: torch.Tensor) -> bool:
 def on_device(name: str, value: torch.Tensor, device: torch.device) -> None:
     if value.device != device:
         raise ValueError(f"{name} is on {value.device}; the workspace and q, k, v are on {device}")
+
+
+def on_cpu_or(name: str, value: torch.Tensor, device: torch.device) -> None:
+    if not value.is_cpu and value.device != device:
+        raise ValueError(f"{name} is on {value.device}; must be on the CPU or on {device}")
+
+
+def index_array(
+    name: str,
+    value: Any,
+    device: torch.device,
+    dtypes: Sequence[torch.dtype] = (torch.int32,),
+) -> torch.Tensor:
+    """Lengths, an indptr or pages: one-dimensional, on the CPU or on `device`."""
+    value = tensor(name, value)
+    if value.dtype not in dtypes:
+        raise TypeError(f"{name} is {value.dtype}; must be {' or '.join(map(str, dtypes))}")
+    if value.dim() != 1:
+        raise ValueError(f"{name} has shape {tuple(value.shape)}; must be one-dimensional")
+    on_cpu_or(name, value, device)
+    return value
+
+
+def page_table(
+    name: str, value: Any, shape: tuple[int, int], device: torch.device, why: str = ""
+) -> torch.Tensor:
+    """int32 on the CPU or on `device`; shape: [batch_size, the pages that it has at least]."""
+    table = tensor(name, value)
+    has_dtype(name, table, torch.int32, "page numbers")
+    batch_size, pages = shape
+    if table.dim() != 2 or table.shape[0] != batch_size or table.shape[1] < pages:
+        raise ValueError(
+            f"{name} has shape {tuple(table.shape)}; must be [batch_size, pages] = "
+            f"[{batch_size}, at least {pages}]{why}"
+        )
+    on_cpu_or(name, table, device)
+    return table
+
+
+def output(
+    value: torch.Tensor,
+    shape: tuple[int, ...],
+    meaning: str,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    """out, where a kernel writes it."""
+    tensor("out", value)
+    has_shape("out", value, shape, meaning)
+    has_dtype("out", value, dtype, "o_data_type, which is q's dtype but for fp8")
+    on_device("out", value, device)
+    rows("out", value)
+    not_overlapping("out", value)
 
 
 def has_dtype(name: str, value: torch.Tensor, wanted: torch.dtype, why: str) -> None:

@@ -45,13 +45,6 @@ class Expected(NamedTuple):
         return self.batch.page_size
 
 
-def signature(value: torch.Tensor | None) -> tuple | None:
-    """Everything of a tensor that its checks look at, except its address."""
-    if value is None:
-        return None
-    return (value.shape, value.stride(), value.dtype, value.device, value.is_neg())
-
-
 def effective_strides(value: torch.Tensor) -> tuple[int, ...]:
     """Strides of all dimensions but the last; 0 where a dimension has one element."""
     return tuple(value.stride(dim) if value.shape[dim] > 1 else 0 for dim in range(value.dim() - 1))
@@ -60,7 +53,7 @@ def effective_strides(value: torch.Tensor) -> tuple[int, ...]:
 class Bound(NamedTuple):
     """What a launch is bound to."""
 
-    strides: tuple[tuple[int, ...], ...]  # q, k, v, o, lse, as _core.Launch takes them
+    strides: tuple[tuple[int, ...], ...]  # q, k, v, o, lse, as _core.RunFunctions.check tells them
     v_offset: int  # bytes, where K and V are halves of one tensor
 
 
@@ -203,18 +196,9 @@ def _check_dtype_and_device(name: str, value: torch.Tensor, expected: Expected) 
 def check_out(out: torch.Tensor, tokens: int, expected: Expected) -> tuple[int, int]:
     """The strides of out [tokens, num_qo_heads, head_dim_vo], where q has so many tokens."""
     options = expected.options
-    check.tensor("out", out)
-    check.has_shape(
-        "out",
-        out,
-        (tokens, options.num_qo_heads, options.head_dim_vo),
-        "[rows of q, num_qo_heads, head_dim_vo] as planned",
-    )
-    o_dtype = check.TORCH_DTYPES[options.o_dtype]
-    check.has_dtype("out", out, o_dtype, "o_data_type, which is q's dtype but for fp8")
-    check.on_device("out", out, expected.device)
-    check.rows("out", out)
-    check.not_overlapping("out", out)
+    shape = (tokens, options.num_qo_heads, options.head_dim_vo)
+    meaning = "[rows of q, num_qo_heads, head_dim_vo] as planned"
+    check.output(out, shape, meaning, check.TORCH_DTYPES[options.o_dtype], expected.device)
     return effective_strides(out)
 
 
@@ -226,7 +210,7 @@ def check_lse(
     check.tensor("lse", lse)
     order = _LSE_ORDERS[layout]
     check.has_shape("lse", lse, shape, f"{order} for lse_layout={layout!r}")
-    check.has_dtype("lse", lse, torch.float32, "the log-sum-exp is always float32")
+    check.has_dtype("lse", lse, torch.float32, check.WHY_FLOAT32)
     check.on_device("lse", lse, expected.device)
     check.not_overlapping("lse", lse)
     return lse_strides(lse, layout)

@@ -33,14 +33,19 @@ from .recording import (  # noqa: F401, all checks go by one name
 from .spelling import digits_of, kind_of, start_of
 from .tensor_checks import (  # noqa: F401
     ALIGNMENT,
+    WHY_FLOAT32,
     address,
     apart,
     bytes_reached,
     has_dtype,
     has_shape,
+    index_array,
     is_tensor,
     not_overlapping,
+    on_cpu_or,
     on_device,
+    output,
+    page_table,
     rows,
     tensor,
 )

@@ -10,6 +10,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 
 from .._check.calls import NEUTRAL
+from .._check.names import with_nearest
 from .._plan.masks import DENSE_DTYPES
 
 P = ParamSpec("P")
@@ -180,7 +181,8 @@ def _refuse(kind: type, function: Callable, args: tuple, kwargs: dict[str, Any])
     try:
         inspect.signature(kind).bind(*args, **kwargs)
     except TypeError as error:
-        raise TypeError(f"{function.__qualname__}(): {error}") from None
+        says = with_nearest(str(error), [parameter.name for parameter in _parameters(kind)])
+        raise TypeError(f"{function.__qualname__}(): {says}") from None
 
 
 def _with_signature(

@@ -1,8 +1,8 @@
 """NVIDIA's cuDNN, through its frontend package where that is installed: backend="cudnn".
 
-call        the arguments of cudnn_batch_prefill_with_kv_cache
-checks      what is wrong with them
+call        one form of a call, for all who run it
+checks      of the arguments of cudnn_batch_prefill_with_kv_cache
 graph       one cuDNN graph: its tensors and its workspace
-execution   graphs that are built, remembered and run
-planned     cuDNN as a backend: plan, place, run
+execution   what a graph reads, its run, and the results
+backend     cuDNN as a backend: plan, place, run
 """

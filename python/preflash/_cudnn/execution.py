@@ -1,37 +1,28 @@
-"""A checked call of cudnn_batch_prefill_with_kv_cache on cuDNN. The host reads nothing back."""
+"""Calls on cuDNN: its graphs, the arrays that they read, and what makes their results those of the
+other kernels. The host reads nothing back."""
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 from torch.nn.functional import pad
 
 from .. import _core
 from .._check import values as check
+from .._check.scales import folded_scales
 from .._check.tensors import reaches_into
-from .._device import backends
 from .._device.stream import DeviceStream, sent
 from . import graph as _graph
-from .call import Call, Offsets
-from .graph import Graph, Operands, Pages, Rows, Stats
+from .call import Call
+from .checks import refuse_host_arrays
+from .graph import Described, Graph, RefusedError
 
 HEAD_DIMS = ((128, 128), (192, 128))  # of q and k, of v
 DTYPES = (torch.float16, torch.bfloat16)
 DEVICE_TYPE = "cuda"
 
-
-class RefusedError(Exception):
-    """Why cuDNN does not serve a call; a sentence without an end."""
-
-
-class SmallWorkspaceError(RefusedError):
-    """The one reason that changes where the caller gives a workspace other memory."""
-
-    def __init__(self, there: int, needed: int) -> None:
-        super().__init__(f"workspace_buffer has {there} bytes and cuDNN needs {needed}")
-        self.there = there
+_KEPT = 64  # layouts of tensors that are prepared for
 
 
 def why_not(
@@ -59,127 +50,102 @@ def why_not(
     return None
 
 
-class Prepared(NamedTuple):
-    """What calls share whose tensors differ in their addresses alone."""
-
-    graph: _graph.BuiltGraph
-    where: _Where
-
-
-def attend(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The result, and lse or None.
+def attend(call: Call, *, explicit: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The result of one call, and lse or None. explicit: it asks for cuDNN and nothing else.
 
     Raises:
         RefusedError: cuDNN does not serve the call. Nothing was launched.
     """
     dtypes, head_dims = (call.q.dtype, call.k.dtype), (call.q.shape[2], call.v.shape[-1])
-    refusal = why_not(call.q.device, *dtypes, head_dims) or _why_not_keys(call)
-    if refusal is None and call.scales.v_scale is not None:
-        refusal = "it has no factor of v, and v_scale is given"
+    refusal = why_not(call.q.device, *dtypes, head_dims) or _why_not(call, explicit)
     if refusal is not None:
         raise RefusedError(refusal)
-    scale = call.sm_scale
-    for name, value in (("q_scale", call.scales.q_scale), ("k_scale", call.scales.k_scale)):
-        scale *= 1.0 if value is None else check.scale(name, value)
-    check.logits_scale("scale * q_scale * k_scale", scale)
-    if call.q.shape[0] == 0 or call.batch_size == 0 or call.max_qo_len == 0:
-        return _nothing(call)
-    call = call._replace(sm_scale=scale)
-    return compute(call, prepare(call))
+    scale = folded_scales(call.sm_scale, call.scales, None).logits
+    attention = Attention(call.workspace, "workspace_buffer")
+    return attention.of(call._replace(sm_scale=scale))
 
 
-def prepare(call: Call) -> Prepared:
-    """Everything but the launch. Raises RefusedError."""
-    capturing = DeviceStream(call.q.device).is_capturing()
-    _check_arrays(call, capturing)
-    where = _Where(call)
-    description = _describe(call, where)
-    if capturing and not _graph.is_known(description):
-        raise RuntimeError(
-            "this call needs a graph of cuDNN's, which cannot be built while its stream is being "
-            "captured into a CUDA graph: call it once before, with the same shapes, maxima and "
-            "scale"
-        )
-    try:
-        graph = _graph.built(description)
-    except _graph.UnsupportedError as error:
-        raise RefusedError(f"cuDNN has no kernel for it ({error})") from None
-    check_workspace(call, graph)
-    return Prepared(graph, where)
-
-
-def check_workspace(call: Call, graph: _graph.BuiltGraph) -> None:
-    """Raises SmallWorkspaceError. NOTE: the first run of a plan is not the only one to come here:
-    a wrapper's workspace may be given other memory in between."""
-    there = _core.bytes_of(check.TORCH, "workspace_buffer", call.workspace)
-    if there < graph.workspace_bytes:
-        raise SmallWorkspaceError(there, graph.workspace_bytes)
-
-
-def compute(call: Call, prepared: Prepared) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """One launch, and what makes cuDNN's results those of the other kernels."""
-    graph, where = prepared
-    out = _prepared_out(call, where)
-    stats = None
-    if call.with_lse:
-        shape = call.lse_shape if call.lse is None else call.lse.shape
-        if call.stats_at is None:
-            shape = (where.room.batch_size, where.room.max_qo_len, call.q.shape[1])
-        stats = torch.empty(shape, dtype=torch.float32, device=call.q.device)
-    graph.run(Operands(call.q, call.k, call.v, out, stats, **where.arrays), call.workspace)
-    check.written(call.out)
-    lse = None if stats is None else _finished_lse(call, where, stats)
-    return out, lse if call.return_lse else None
-
-
-def _why_not_keys(call: Call) -> str | None:
-    if call.k.numel() == 0 or call.max_kv_len == 0:
+def _why_not(call: Call, explicit: bool) -> str | None:
+    if call.k.numel() == 0 or call.batch.max_kv_len == 0:
         return "there are no keys at all"
-    if call.block_tables is None:
-        return None
-    page_size = call.k.shape[2]
-    if page_size & (page_size - 1):
+    paged, page_size = call.batch.block_tables is not None, call.k.shape[-2]
+    if paged and page_size & (page_size - 1):
         return f"its pages have a power of two of tokens, and page_size is {page_size}"
-    if call.backend.name != backends.CUDNN:
+    if paged and not explicit:
         return (
             "with pages its outputs are NaN where the rest of a request's last page holds NaN or "
             "infinity, so that it runs for backend='cudnn' alone"
         )
+    if call.scales.v_scale is not None:
+        return "it has no factor of v, and v_scale is given"
     return None
 
 
-def _nothing(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The result where no request has a query."""
-    out = call.out
+class Attention:
+    """Of one batch, for any layers. What is made for tensors is kept for others that differ in
+    their addresses alone."""
+
+    def __init__(self, workspace: torch.Tensor, workspace_name: str) -> None:
+        self._name = workspace_name
+        self._bytes = workspace.nbytes
+        self._kept: dict[tuple, _Prepared] = {}
+        self._captured: list[_Prepared] = []  # what CUDA graphs replay: they read its arrays
+
+    def forget(self) -> None:
+        """All but what CUDA graphs replay."""
+        self._kept.clear()
+
+    def of(self, call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The result, and lse or None. Raises RefusedError."""
+        batch, q, k = call.batch, call.q, call.k
+        if 0 in (q.shape[0], batch.size, batch.max_qo_len, batch.max_kv_len, k.numel()):
+            return _without_launch(call)
+        capturing = DeviceStream(q.device).is_capturing()
+        if capturing:
+            refuse_host_arrays(call, "while a CUDA graph captures the call")
+        there = _core.bytes_of(check.TORCH, self._name, call.workspace)
+        _refuse_shared(call, there)
+        given = (q, k, call.v, call.out)
+        layout = tuple(None if t is None else (t.shape, t.stride()) for t in given)
+        key = (layout, call.with_lse, call.sm_scale)
+        prepared = self._kept.get(key) or _Prepared(call)
+        needed = prepared.graph.workspace_bytes
+        if there < needed:
+            small = f"{self._name} has {there} bytes and cuDNN needs {needed}"
+            if there < self._bytes:
+                raise ValueError(
+                    f"backend='cudnn': {small}: it was given other memory after plan()"
+                )
+            raise RefusedError(small)
+        if capturing:
+            self._captured.append(prepared)
+        elif key not in self._kept:
+            if len(self._kept) >= _KEPT:
+                self._kept.clear()
+            self._kept[key] = prepared
+        return prepared.compute(call)
+
+
+def _without_launch(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """0 and -inf: no request keeps a key."""
+    out, lse, rows = call.out, call.lse, call.batch.rows
     if out is None:
         out = torch.empty(call.out_shape, dtype=call.o_dtype, device=call.q.device)
-    lse = call.lse
+    out[rows] = 0.0
     if lse is None and call.return_lse:
         lse = torch.full(call.lse_shape, -math.inf, dtype=torch.float32, device=call.q.device)
-    elif lse is not None and call.stats_at is None:
-        lse.fill_(-math.inf)
+    elif lse is not None:
+        lse[rows if call.batch.starts["stats"] else ...] = -math.inf
     return out, lse if call.return_lse else None
 
 
-def _check_arrays(call: Call, capturing: bool) -> None:
-    if capturing:
-        for name, value in call.arrays().items():
-            if value.is_cpu:
-                raise ValueError(
-                    f"{name} is on the CPU; while a CUDA graph captures the call it must be on "
-                    f"{call.q.device}, where a replay reads it"
-                )
-    check_apart(call)
-
-
-def check_apart(call: Call) -> None:
+def _refuse_shared(call: Call, workspace_bytes: int) -> None:
     """Raises RefusedError where an output may be on an input."""
     if call.out is None and call.lse is None:
         return
-    read = {"q": call.q, "k_cache": call.k, "v_cache": call.v, **call.arrays()}
+    read = {"q": call.q, "k_cache": call.k, "v_cache": call.v, **call.batch.arrays()}
     # What its shape promises behind the end of its storage is another tensor's by now.
-    there = _core.bytes_of(check.TORCH, "workspace_buffer", call.workspace)
-    if there == call.workspace.nbytes:
+    if workspace_bytes == call.workspace.nbytes:
         read["workspace_buffer"] = call.workspace
     for name, written in (("out", call.out), ("lse", call.lse)):
         for other, value in read.items():
@@ -188,197 +154,179 @@ def check_apart(call: Call) -> None:
                 raise RefusedError(f"{name} and {other} are not apart in memory")
 
 
-class _Where:
-    """The arrays of a call as cuDNN reads them: on the device, offsets in elements.
+# Rows of results: no request has it; one has, and it keeps no key; it keeps one.
+_NOBODYS, _KEYLESS, _LIVE = range(3)
+
+
+class _Prepared:
+    """A graph, and the arrays of a call as it reads them: on the device, offsets in elements.
 
     NOTE: wrappers keep it for as long as their plan, so it holds none of the call's tensors.
     """
 
     def __init__(self, call: Call) -> None:
+        batch = call.batch
+        max_qo_len = batch.max_qo_len
+        if call.with_lse and batch.starts["stats"] is not None:
+            # In graphs of one row cuDNN writes statistics elsewhere than at the offsets.
+            max_qo_len = max(max_qo_len, 2)
+        # Powers of two, so that serving builds few graphs. Requests that nobody has are of length
+        # 0.
+        sizes = (batch.size, max_qo_len, batch.max_kv_len)
+        self._room = tuple(1 << (size - 1).bit_length() for size in sizes)
         self._device = call.q.device
-        self._batch_size = call.batch_size
-        self.room = _room(call)
-        self._causal, self._padded_stats = call.causal, call.stats_at is None
-        paged = call.block_tables is not None
-        self.arrays: dict[str, torch.Tensor | None] = {
-            "qo_lens": self._lengths(call.qo_lens),
-            "kv_lens": self._lengths(call.kv_lens),
-            "q_offsets": self._offsets(call.q_at, call.qo_lens),
-            "out_offsets": self._offsets(call.out_at, call.qo_lens),
-            "k_offsets": None if paged else self._offsets(call.k_at, call.kv_lens),
-            "v_offsets": None if paged else self._offsets(call.v_at, call.kv_lens),
-            "stats_offsets": None,
-            "page_table": self._page_table(call) if paged else None,
+        self._spare = self._room[0] - batch.size  # requests
+        table = self._page_table(call)
+        self._arrays = {
+            "qo_lens": self._lengths(batch.qo_lens),
+            "kv_lens": self._lengths(batch.kv_lens),
+            **{f"{name}_offsets": self._offsets(call, name) for name in batch.starts},
+            "page_table": table,
+            "v_page_table": table,
         }
-        if call.stats_at is not None and call.with_lse:
-            self.arrays["stats_offsets"] = self._offsets(call.stats_at, call.qo_lens)
-        self._found: dict[str, _RowKinds] = {}
+        self._kinds: dict[str, torch.Tensor] = {}  # of rows
+        self.graph = _graph.built(self._described(call))
 
-    def row_kinds(self, name: str, per_token: int, rows: int) -> _RowKinds:
-        """Of the rows of `out` or `stats`, [rows] bool; padded stats: those that there is room for.
+    def compute(self, call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """One launch, and what makes cuDNN's results those of the other kernels."""
+        out, stats = self._prepared_out(call), None
+        if call.with_lse:
+            shape = call.lse_shape if call.lse is None else call.lse.shape
+            if call.batch.starts["stats"] is None:
+                shape = (*self._room[:2], call.q.shape[1])
+            stats = torch.empty(shape, dtype=torch.float32, device=self._device)
+        operands = {"q": call.q, "k": call.k, "v": call.v, "out": out, "stats": stats}
+        self.graph.run(operands | self._arrays, call.workspace)
+        check.written(call.out)
+        lse = None if stats is None else self._finished_lse(call, stats)
+        return out, lse if call.return_lse else None
 
-        Of what a wrapper has planned they are computed once, for all layers.
-        """
-        found = self._found.get(name)
-        if found is None:
-            found = self._of_requests()
-            if name == "out" or not self._padded_stats:
-                found = _kinds_at(found, self.arrays[f"{name}_offsets"], per_token, rows)
-            self._found[name] = found
-        return found
-
-    def _of_requests(self) -> _RowKinds:
-        """[batch_size, max_qo_len] of the room."""
-        row = torch.arange(self.room.max_qo_len, device=self._device)
-        qo_len, kv_len = self.arrays["qo_lens"][:, None], self.arrays["kv_lens"][:, None]
-        owned = row < qo_len
-        live = owned & (kv_len > 0)
-        if self._causal:
-            live = live & (row + kv_len >= qo_len)
-        return _RowKinds(owned, live)
+    # The arrays.
 
     def _sent(self, value: torch.Tensor) -> torch.Tensor:
         return (sent(value, self._device) if value.is_cpu else value).contiguous()
 
     def _lengths(self, lengths: torch.Tensor) -> torch.Tensor:
-        spare = self.room.batch_size - self._batch_size
-        return self._sent(pad(lengths.to(torch.int32), (0, spare)) if spare else lengths.int())
+        lengths = lengths.int()
+        return self._sent(pad(lengths, (0, self._spare)) if self._spare else lengths)
 
-    def _page_table(self, call: Call) -> torch.Tensor:
+    def _page_table(self, call: Call) -> torch.Tensor | None:
         """As wide as cuDNN wants it: the pages of the longest request that there is room for. What
         lies behind those of a request is not followed."""
-        table = call.block_tables
-        pages = -(-self.room.max_kv_len // call.k.shape[2])
-        spare = (pages - table.shape[1], self.room.batch_size - self._batch_size)
-        table = pad(table[:, :pages], (0, max(spare[0], 0), 0, spare[1]))
-        return self._sent(table)
+        table = call.batch.block_tables
+        if table is None:
+            return None
+        pages = -(-self._room[2] // call.k.shape[2])
+        spare = max(pages - table.shape[1], 0)
+        return self._sent(pad(table[:, :pages], (0, spare, 0, self._spare)))
 
-    def _offsets(self, at: Offsets, lengths: torch.Tensor) -> torch.Tensor:
-        """Elements, in 64 bits where they are computed.
+    def _offsets(self, call: Call, name: str) -> torch.Tensor | None:
+        """[batch_size + 1] elements, in 64 bits where they are computed.
 
         The one request that needs none gets them, too: without offsets cuDNN writes all rows that
         a graph has room for, also behind the end of `out`.
         """
+        at, batch, width = call.batch.starts[name], call.batch, call.per_token(name)
+        if at is None or (name == "stats" and not call.with_lse):
+            return None
+        lengths = batch.kv_lens if name in ("k", "v") else batch.qo_lens
         given = at.given
         if given is None:
             given = torch.zeros(1, dtype=torch.int64, device=lengths.device)
-        width = at.per_token
         if at.in_tokens:
             given = given.to(torch.int64) * width
-        if given.numel() == self._batch_size:
+        if given.numel() == batch.size:
             given = self._sent(given).to(torch.int64)
             end = given[-1:] + self._sent(lengths)[-1:] * width
             given = torch.cat([given, end])
-        spare = self.room.batch_size - self._batch_size
-        if spare:
-            given = torch.cat([given, given[-1:].expand(spare)])
+        if self._spare:
+            given = torch.cat([given, given[-1:].expand(self._spare)])
         return self._sent(given)
 
+    def _described(self, call: Call) -> Graph:
+        batch_size, max_qo_len, max_kv_len = self._room
+        table = self._arrays["page_table"]
 
-class _Room(NamedTuple):
-    """What a graph is built for: powers of two, so that serving builds few of them. Requests that
-    nobody has are of length 0."""
+        def described(name: str, shape: tuple[int, ...], stride: tuple[int, ...]) -> Described:
+            if len(shape) == 4:
+                return Described(tuple(shape), (*stride[:3], 1))
+            (_, heads, dim), (token, head, _) = shape, stride
+            longest = max_kv_len if name in "kv" else max_qo_len
+            offsets = self._arrays[f"{name}_offsets"]
+            return Described(
+                (batch_size, heads, longest, dim),
+                (longest * token, head, token, 1),
+                None if offsets is None else offsets.dtype,
+            )
 
-    batch_size: int
-    max_qo_len: int
-    max_kv_len: int
+        shape = call.out_shape
+        stride = (shape[1] * shape[2], shape[2], 1) if call.out is None else call.out.stride()
+        stats = (shape[0], shape[1], 1), (shape[1], 1, 1)
+        return Graph(
+            device=call.q.device,
+            dtype=call.q.dtype,
+            scale=call.sm_scale,
+            causal=call.causal,
+            max_kv_len=max_kv_len,
+            q=described("q", call.q.shape, call.q.stride()),
+            k=described("k", call.k.shape, call.k.stride()),
+            v=described("v", call.v.shape, call.v.stride()),
+            out=described("out", shape, stride),
+            stats=described("stats", *stats) if call.with_lse else None,
+            table_width=0 if table is None else table.shape[1],
+        )
 
+    # The results.
 
-def _room(call: Call) -> _Room:
-    max_qo_len = call.max_qo_len
-    if call.with_lse and call.stats_at is not None:
-        # In graphs of one row cuDNN writes statistics elsewhere than at the offsets.
-        max_qo_len = max(max_qo_len, 2)
-    sizes = (call.batch_size, max_qo_len, call.max_kv_len)
-    return _Room(*(1 << (size - 1).bit_length() for size in sizes))
+    def _kinds_of(self, call: Call, name: str, count: int) -> torch.Tensor:
+        """Of the rows of out or stats, uint8; padded stats: [batch_size, max_qo_len] that there is
+        room for.
 
+        Of what a wrapper has planned they are computed once, for all layers.
+        """
+        if name in self._kinds:
+            return self._kinds[name]
+        row = torch.arange(self._room[1], device=self._device)
+        qo_len, kv_len = self._arrays["qo_lens"][:, None], self._arrays["kv_lens"][:, None]
+        owned = row < qo_len
+        live = owned & (kv_len > 0)
+        if call.causal:
+            live = live & (row + kv_len >= qo_len)
+        kinds = owned.to(torch.uint8) + live
+        offsets = self._arrays[f"{name}_offsets"]
+        if offsets is not None:
+            at = row + offsets[:-1, None].to(torch.int64) // max(call.per_token(name), 1)
+            at = torch.where(owned, at, count)  # one row more, for those that no request has
+            placed = torch.zeros(count + 1, dtype=torch.uint8, device=self._device)
+            kinds = placed.scatter_(0, at.reshape(-1), kinds.view(-1))[:count]
+        self._kinds[name] = kinds
+        return kinds
 
-def _describe(call: Call, where: _Where) -> Graph:
-    paged = call.block_tables is not None
-    k, v = (_pages if paged else _rows)(call.k), (_pages if paged else _rows)(call.v)
-    _, num_qo_heads, head_dim_vo = call.out_shape
-    out = Rows(num_qo_heads * head_dim_vo, head_dim_vo) if call.out is None else _rows(call.out)
-    stats = Stats.NONE
-    if call.with_lse:
-        stats = Stats.PADDED if call.stats_at is None else Stats.AT_OFFSETS
-    names = ("q_offsets", "out_offsets", "k_offsets", "v_offsets", "stats_offsets")
-    offsets = [where.arrays[name] for name in names]
-    return Graph(
-        device=call.q.device,
-        dtype=call.q.dtype,
-        **where.room._asdict(),
-        num_qo_heads=num_qo_heads,
-        num_kv_heads=call.k.shape[1],
-        head_dim_qk=call.q.shape[2],
-        head_dim_vo=head_dim_vo,
-        scale=call.sm_scale,
-        causal=call.causal,
-        q=_rows(call.q),
-        out=out,
-        k=k,
-        v=v,
-        stats=stats,
-        offsets=tuple(None if array is None else array.dtype for array in offsets),
-        table_width=where.arrays["page_table"].shape[1] if paged else 0,
-    )
+    def _prepared_out(self, call: Call) -> torch.Tensor:
+        """out, where the rows of requests without keys are 0: cuDNN does not write them."""
+        keyless, out = call.batch.maybe_keyless, call.out
+        if out is None:
+            new = torch.zeros if keyless else torch.empty
+            return new(call.out_shape, dtype=call.o_dtype, device=self._device)
+        if keyless:
+            kinds = self._kinds_of(call, "out", out.shape[0])
+            out.masked_fill_((kinds == _KEYLESS)[:, None, None], 0.0)
+        return out
 
-
-def _rows(value: torch.Tensor) -> Rows:
-    return Rows(token=value.stride(0), head=value.stride(1))
-
-
-def _pages(pool: torch.Tensor) -> Pages:
-    page, head, token, _ = pool.stride()
-    return Pages(count=pool.shape[0], size=pool.shape[2], page=page, head=head, token=token)
-
-
-class _RowKinds(NamedTuple):
-    """Of each row, bool."""
-
-    owned: torch.Tensor  # some request has it
-    live: torch.Tensor  # and it keeps a key
-
-
-def _kinds_at(
-    kinds: _RowKinds, offsets: torch.Tensor | None, per_token: int, rows: int
-) -> _RowKinds:
-    """The same for the rows of a tensor where requests begin at offsets, [rows] bool."""
-    owned = kinds.owned
-    batch_size, max_qo_len = owned.shape
-    at = torch.arange(max_qo_len, device=owned.device).expand(batch_size, -1)
-    if offsets is not None:
-        at = at + offsets[:batch_size, None].to(torch.int64) // per_token
-    at = torch.where(owned, at, rows)  # one row more, for those that no request has
-    kind = torch.zeros(rows + 1, dtype=torch.uint8, device=owned.device)
-    kind.scatter_(0, at.reshape(-1), (owned.to(torch.uint8) + kinds.live).view(-1))
-    return _RowKinds(kind[:rows] > 0, kind[:rows] > 1)
-
-
-def _prepared_out(call: Call, where: _Where) -> torch.Tensor:
-    """out, where the rows of requests without keys are 0: cuDNN does not write them."""
-    if call.out is None:
-        new = torch.zeros if call.maybe_keyless else torch.empty
-        return new(call.out_shape, dtype=call.o_dtype, device=call.q.device)
-    if call.maybe_keyless:
-        kinds = where.row_kinds("out", call.out_at.per_token, call.out.shape[0])
-        call.out.masked_fill_((kinds.owned & ~kinds.live)[:, None, None], 0.0)
-    return call.out
-
-
-def _finished_lse(call: Call, where: _Where, stats: torch.Tensor) -> torch.Tensor:
-    """cuDNN's natural logarithms in the base asked for, and -inf where no key is kept."""
-    if call.lse_base == "log2":
-        stats *= 1.0 / math.log(2.0)
-    heads = call.q.shape[1]
-    kinds = where.row_kinds("stats", heads, stats.numel() // heads)
-    if call.stats_at is None:
-        used = (slice(call.batch_size), slice(call.max_qo_len))
-        padded = torch.where(kinds.live[used][:, :, None], stats[used], -math.inf)
-        return padded if call.lse is None else call.lse.copy_(padded)
-    flat = stats.view(-1, heads)
-    flat.masked_fill_(~kinds.live[:, None], -math.inf)
-    if call.lse is None:
-        return stats
-    lse = call.lse.view(-1, heads)
-    lse.copy_(torch.where(kinds.owned[:, None], flat, lse))
-    return call.lse
+    def _finished_lse(self, call: Call, stats: torch.Tensor) -> torch.Tensor:
+        """cuDNN's natural logarithms in the base asked for, and -inf where no key is kept."""
+        if call.lse_base == "log2":
+            stats *= 1.0 / math.log(2.0)
+        heads = call.q.shape[1]
+        kinds = self._kinds_of(call, "stats", stats.numel() // heads)
+        flat = stats.view(*kinds.shape, heads)
+        flat.masked_fill_((kinds != _LIVE)[..., None], -math.inf)
+        if call.batch.starts["stats"] is None:
+            flat = flat[: call.batch.size, : call.batch.max_qo_len]
+            lse = stats.new_empty(call.lse_shape) if call.lse is None else call.lse
+            return lse.copy_(flat)
+        if call.lse is None:
+            return stats
+        lse = call.lse.view(-1, heads)
+        lse.copy_(torch.where((kinds != _NOBODYS)[:, None], flat, lse))
+        return call.lse

@@ -1,17 +1,23 @@
-"""Backends: objects that say what they support, plan and run. Only they know a backend's name."""
+"""Backends: objects that plan a batch and place the plan. Only they know a backend's name."""
 
 from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from .. import _core
 from .._check import values as check
-from .stream import ordinal_of
+from .._check.arguments import KvCache, PerHead, Result
+from .._check.outputs import Outputs
+from .._check.request import Request
+from .._check.scales import Scales
+from .._check.tensors import Expected
+from .buffers import Buffer
+from .workspace import Workspace
 
 
 class PlanRoom(NamedTuple):
@@ -22,183 +28,68 @@ class PlanRoom(NamedTuple):
     graph_mask_bytes: int = 0  # the same of the packed mask
 
 
+class Plan(Protocol):
+    """What a backend has decided for a batch, before it has memory."""
+
+    id: str
+    int_bytes: int  # of the work list; 0: there is none
+    float_bytes: int
+    staged: bool  # copies of K or V are a part of it
+
+
+class Run(Protocol):
+    """A plan that has its memory: run any number of times, for any layer."""
+
+    plan: Plan
+    backend: Backend
+    expected: Expected
+    place: _core.Place | None  # what upload() fills; None: nothing
+    shared: bool  # whether anybody else may still run it: a CUDA graph, a copied wrapper
+
+    @property
+    def int_buffer(self) -> Buffer:
+        """What give_back() hands to the next plan."""
+
+    @property
+    def buffers(self) -> Sequence[Buffer]:
+        """All memory of ours, or of the plan's arguments, that its runs read."""
+
+    def attend_to(
+        self, q: torch.Tensor, kv: KvCache, scales: Scales, outputs: Outputs, memory: Any
+    ) -> Result:
+        """One run. kv is (k, v), or one paged cache that holds both.
+
+        memory: of this call alone, from memory_with(); None: the plan's.
+        """
+
+    def memory_with(self, per_head: PerHead) -> Any:
+        """The plan's own, and what one run brings."""
+
+
 class Backend(Protocol):
-    """One way to run a plan."""
+    """One way to plan and to run. Families of kernels, which "auto" chooses from, say more of
+    themselves: _run.kernels."""
 
     name: str
 
-    def refusal(self, device: torch.device) -> str | None:
-        """Why the backend cannot compute on this device at all, or None."""
-
-    def supports(self, device: torch.device, options: _core.AttentionOptions) -> str | None:
-        """None, or the sentence that says why it cannot serve the options on this device."""
-
-    def separates(
-        self,
-        device: torch.device,
-        first: _core.AttentionOptions,
-        second: _core.AttentionOptions,
-    ) -> str | None:
-        """None, or the sentence that says why it cannot run both in one launch."""
-
-    def faster_apart(
-        self,
-        prefill: tuple[_core.AttentionOptions, _core.Batch],
-        decode: tuple[_core.AttentionOptions, _core.Batch],
-    ) -> bool:
-        """Whether one launch for both is expected to take more time than two."""
-
     def plan(
         self,
         device: torch.device,
         options: _core.AttentionOptions,
         batch: _core.Batch,
         room: PlanRoom,
-    ) -> _core.Plan:
+    ) -> Plan:
         """A plan that is counted and not uploaded.
 
         Raises ValueError for a device that is not the backend's and for a batch that is not well
-        formed, NotImplementedError for options that no compiled kernel serves.
+        formed, NotImplementedError for options that it does not serve.
         """
 
-    def plan_segments(
-        self,
-        device: torch.device,
-        segments: list[tuple[_core.AttentionOptions, _core.Batch, int]],
-        float_bytes: int,
-    ) -> _core.Plan:
-        """The same for one launch of several segments."""
+    def place(self, workspace: Workspace, plan: Plan, request: Request, where: Any = None) -> Run:
+        """Gives a plan its memory. Nothing is written there before the upload.
 
-    @property
-    def num_threads(self) -> Callable[[], int] | None:
-        """Asked for every launch; None: not on the CPU."""
-
-    def runner(self, launch: _core.Launch, memory: _core.HeldMemory) -> Callable[..., bool]:
-        """The function that starts a prepared launch."""
-
-    def runner_of_segments(
-        self, launch: _core.Launch, memory: _core.HeldMemory
-    ) -> Callable[..., bool]:
-        """The same of a launch of several segments."""
-
-
-class _KernelBackend:
-    """The kernels of one family."""
-
-    num_threads: Callable[[], int] | None = None
-
-    def __init__(self, family: _core.Family) -> None:
-        self._family = family
-        self._traits = _core.traits_of(family)
-        self.name: str = self._traits.backend
-
-    def refusal(self, device: torch.device) -> str | None:
-        raise NotImplementedError
-
-    def missing_kernel(self, options: _core.AttentionOptions) -> str | None:
-        """Why no compiled kernel of the family serves the options, or None."""
-        return _core.find_error(self._family, options)
-
-    def supports(self, device: torch.device, options: _core.AttentionOptions) -> str | None:
-        return self.refusal(device) or self.missing_kernel(options)
-
-    def separates(
-        self,
-        device: torch.device,
-        first: _core.AttentionOptions,
-        second: _core.AttentionOptions,
-    ) -> str | None:
-        return self.refusal(device) or _core.find_joint_error(self._family, first, second)
-
-    def faster_apart(
-        self,
-        prefill: tuple[_core.AttentionOptions, _core.Batch],
-        decode: tuple[_core.AttentionOptions, _core.Batch],
-    ) -> bool:
-        return _core.faster_apart(self._family, *prefill, *decode)
-
-    def plan(
-        self,
-        device: torch.device,
-        options: _core.AttentionOptions,
-        batch: _core.Batch,
-        room: PlanRoom,
-    ) -> _core.Plan:
-        refusal = self.refusal(device)
-        if refusal is not None:
-            raise self._refused(refusal, options)
-        return _core.Plan(self._family, ordinal_of(device), options, batch, *room)
-
-    def plan_segments(
-        self,
-        device: torch.device,
-        segments: list[tuple[_core.AttentionOptions, _core.Batch, int]],
-        float_bytes: int,
-    ) -> _core.Plan:
-        refusal = self.refusal(device)
-        if refusal is not None:
-            raise ValueError(refusal)
-        return _core.Plan.of_segments(self._family, ordinal_of(device), segments, float_bytes)
-
-    def _refused(self, refusal: str, options: _core.AttentionOptions) -> Exception:
-        """What plan() raises on a device that is not the backend's."""
-        return ValueError(refusal)
-
-    def runner(self, launch: _core.Launch, memory: _core.HeldMemory) -> Callable[..., bool]:
-        return launch.starter(memory, self.num_threads)
-
-    def runner_of_segments(
-        self, launch: _core.Launch, memory: _core.HeldMemory
-    ) -> Callable[..., bool]:
-        return functools.partial(launch.run_segments, memory)
-
-    def __repr__(self) -> str:
-        return f"<preflash backend {self.name!r}>"
-
-
-@functools.cache
-def _why_no_isa() -> str | None:
-    """What is wrong with PREFLASH_CPU_ISA, which is read once."""
-    try:
-        _core.cpu_isa()
-    except ValueError as error:
-        return str(error)
-    return None
-
-
-class _CpuBackend(_KernelBackend):
-    num_threads = staticmethod(torch.get_num_threads)
-
-    @functools.cache  # noqa: B019, backends live as long as the process
-    def refusal(self, device: torch.device) -> str | None:
-        if device.type != "cpu":
-            return f"backend='cpu' computes on CPU tensors; the workspace is on {device}"
-        return _why_no_isa()
-
-
-class _CudaBackend(_KernelBackend):
-    @functools.cache  # noqa: B019
-    def refusal(self, device: torch.device) -> str | None:
-        if device.type != "cuda":
-            return (
-                f"backend={self.name!r} computes on CUDA tensors; the workspace is on {device}: "
-                "use backend='auto' or 'cpu' there"
-            )
-        if not self._traits.runs_on(compute_capability(device)):
-            return (
-                f"backend={self.name!r} does not run on {device}, which has compute capability "
-                f"{compute_capability(device)}: use backend='auto'"
-            )
-        return None
-
-    def _refused(self, refusal: str, options: _core.AttentionOptions) -> Exception:
-        # A build without the kernels of one architecture says so wherever it is asked for them,
-        # also on other devices.
-        if self._traits.one_architecture:
-            missing = self.missing_kernel(options)
-            if missing is not None:
-                return NotImplementedError(f"backend={self.name!r}: {missing}")
-        return super()._refused(refusal, options)
+        where: the place of an earlier plan, which a CUDA graph runs.
+        """
 
 
 @functools.cache  # plan() asks more than once, and the facts of a device come as a dict
@@ -209,16 +100,18 @@ def compute_capability(device: torch.device) -> int:
     return _core.device_facts(device.index)["compute_capability"]
 
 
-def _backend(family: _core.Family) -> Backend:
-    on_cpu = _core.traits_of(family).on_cpu
-    return _CpuBackend(family) if on_cpu else _CudaBackend(family)
-
-
-_OF_FAMILY = {family: _backend(family) for family in _core.families()}
-_EXPLICIT = {backend.name: backend for backend in _OF_FAMILY.values()}
-NAMES = ("auto", *_EXPLICIT)
+_OF_FAMILY: dict[_core.Family, Backend] = {}
+_EXPLICIT: dict[str, Backend] = {}
+NAMES = ("auto", *(_core.traits_of(family).backend for family in _core.families()))
 CUDNN = "cudnn"  # no family of kernels of this package
 OVERRIDE = "PREFLASH_BACKEND"
+
+
+def register(backend: Backend, family: _core.Family | None = None) -> None:
+    """Makes a backend the one of its name, and of a family of kernels."""
+    _EXPLICIT[backend.name] = backend
+    if family is not None:
+        _OF_FAMILY[family] = backend
 
 
 class Requested(NamedTuple):

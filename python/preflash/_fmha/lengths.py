@@ -12,6 +12,7 @@ from .. import _core
 from .._check import values as check
 from .._check.lengths import debugging
 from .._device.stream import sent
+from .._plan.pages import listed
 from .arguments import FmhaArguments, FmhaCall
 
 _INT32_MAX = 2**31 - 1
@@ -73,29 +74,17 @@ def checked(a: FmhaArguments, call: FmhaCall) -> FmhaLengths:
 
 
 def _array(name: str, value: Any, numel: int, meaning: str, device: torch.device) -> torch.Tensor:
-    value = check.tensor(name, value)
-    if value.dtype != torch.int32:
-        raise TypeError(f"{name} is {value.dtype}; must be torch.int32")
-    if value.dim() != 1 or value.numel() != numel:
+    value = check.index_array(name, value, device)
+    if value.numel() != numel:
         raise ValueError(f"{name} has shape {tuple(value.shape)}; must be [{meaning}] = [{numel}]")
-    if not value.is_cpu and value.device != device:
-        raise ValueError(f"{name} is on {value.device}; must be on the CPU or on {device}")
     return value.contiguous()
 
 
 def _pages(block_tables: Any, lengths: FmhaLengths, device: torch.device) -> torch.Tensor:
     if block_tables is None:
         raise ValueError("block_tables=None: must be given where k and v are in pages")
-    table = check.tensor("block_tables", block_tables)
-    if table.dtype != torch.int32:
-        raise TypeError(f"block_tables is {table.dtype}; must be torch.int32")
-    if table.dim() != 2 or table.shape[0] != lengths.batch_size:
-        raise ValueError(
-            f"block_tables has shape {tuple(table.shape)}; must be [batch_size, pages of the "
-            f"longest request] = [{lengths.batch_size}, ...]"
-        )
-    if not table.is_cpu and table.device != device:
-        raise ValueError(f"block_tables is on {table.device}; must be on the CPU or on {device}")
+    shape = (lengths.batch_size, 0)
+    table = check.page_table("block_tables", block_tables, shape, device)
     return table[:, : lengths.pages_each]
 
 
@@ -190,22 +179,15 @@ def exact_batch(lengths: FmhaLengths) -> tuple[_core.Batch, torch.Tensor | None]
             lengths.qo_indptr.data_ptr(), kv_indptr.data_ptr(), 0, lengths.batch_size, 0
         )
         return batch, None
-    size = lengths.page_size
-    counts = (kv_lens + (size - 1)) // size
-    kv_indptr = torch.zeros(lengths.batch_size + 1, dtype=torch.int32, device="cpu")
-    kv_indptr[1:] = counts.cumsum(0)
-    last = torch.where(counts > 0, kv_lens - (counts - 1) * size, 1).to(torch.int32).contiguous()
+    pages = listed(lengths.pages, kv_lens, lengths.page_size)
     batch = _core.Batch(
         lengths.qo_indptr.data_ptr(),
-        kv_indptr.data_ptr(),
-        last.data_ptr(),
+        pages.indptr.data_ptr(),
+        pages.last_page_len.data_ptr(),
         lengths.batch_size,
-        size,
+        lengths.page_size,
     )
-    columns = torch.arange(lengths.pages.shape[1], dtype=torch.int32, device="cpu")
-    used = (columns[None, :] < counts[:, None]).reshape(-1).nonzero().squeeze(1)
-    table = lengths.pages
-    return batch, table.reshape(-1).index_select(0, sent(used, table.device))
+    return batch, pages.indices
 
 
 def bounds_batch(lengths: FmhaLengths, qo_tokens: int, kv_tokens: int | None) -> _core.Batch:

@@ -18,8 +18,7 @@ from .._check.tensors import kv_of, refuse_shared
 from .._device.stream import DeviceStream
 from .._device.workspace import Workspace
 from .._plan import pipeline
-from .._run.place import Memory
-from .._run.variant import PlannedVariant
+from .._run.variant import PlannedVariant, run_memory
 from . import lengths as fmha_lengths
 from .arguments import FmhaCall
 from .lengths import FmhaLengths
@@ -104,7 +103,7 @@ def _run_within_bounds(call: FmhaCall, lengths: FmhaLengths, device_stream: Devi
     if kept.pages is not None:
         kept.pages.copy_(lengths.pages, non_blocking=True)
     pages_each = lengths.pages_each if paged else 0
-    variant.device_plan.set_lengths(
+    variant.place.set_lengths(
         lengths.qo_indptr.data_ptr(),
         0 if paged else lengths.kv_indptr.data_ptr(),
         lengths.kv_lens.data_ptr(),
@@ -172,7 +171,7 @@ def _attend(call: FmhaCall, lengths: FmhaLengths, variant: PlannedVariant) -> Re
         stats = torch.empty((*q.shape[:2], 2), dtype=torch.float32, device=q.device)
         outputs = outputs._replace(lse=stats, lse_layout="STATS", lse_base=call.stats_scale)
     partials = call.workspace if variant.plan.float_bytes > 0 else None
-    memory = Memory(partials, None, call.per_head)
+    memory = run_memory(partials, per_head=call.per_head)
     # NOTE: bmm2_scale may take a result out of the range of q's dtype, and the conversion back.
     scales = call.scales._replace(output=1.0) if converts else call.scales
     result = variant.attend_to(q, operands.kv, scales, outputs, memory)

@@ -2,5 +2,6 @@
 
 pipeline    request -> draft -> place -> upload; workspace_size
 masks       custom masks: packed, owned, classified by tile
+pages       page tables as lists of pages
 staging     which plans rotate or dequantise in a pre-pass
 """

@@ -1,31 +1,33 @@
 """The one way from arguments to a launch, for every public function:
 
 check   arguments -> Request             _check: options, lengths, scales, outputs; masks here
-plan    Request -> Draft                 here, with _device.backends
-place   Draft -> PlannedVariant          here, with _device.workspace and _run.place
-bind    shapes and strides -> Launch     _run.variant, with _check.tensors
-run     addresses -> result              _run.variant
+plan    Request -> Draft                 here, by a backend: _run.kernels or _cudnn.backend
+place   Draft -> Run                     the same backend, with _device.workspace
+bind    shapes and strides -> launch     _core.bound_run asks _run.variant, with _check.tensors
+run     addresses -> result              _core.bound_run
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 
 from .. import _core
 from .._check.lengths import Lengths
-from .._check.request import Request, expected_of
-from .._cudnn import planned
-from .._cudnn.planned import CudnnBackend, CudnnPlan, CudnnVariant
+from .._check.request import Request
+from .._cudnn.backend import CudnnBackend
 from .._device import backends
-from .._device.buffers import Buffer
 from .._device.workspace import Workspace
-from .._run.place import Memory, Place
-from .._run.variant import PlannedVariant
+from .._run.kernels import KernelBackend, backend_of
+from .._run.variant import PlannedVariant, place_in
 from . import staging
+
+for _family in _core.families():
+    backends.register(backend_of(_family), _family)
+backends.register(CudnnBackend())
 
 
 def make_request(
@@ -47,16 +49,14 @@ def make_request(
 class Draft(NamedTuple):
     """A plan that is counted and fits its workspace, where it has no place yet."""
 
-    backend: backends.Backend | CudnnBackend
-    plan: _core.Plan | CudnnPlan
+    backend: backends.Backend
+    plan: backends.Plan
 
 
 def plan(workspace: Workspace, backend_name: str, request: Request) -> Draft:
     """Raises everything that a public plan() raises once its arguments are checked."""
     device, options = workspace.device_stream.device, request.options
     batch, room = request.lengths.batch, workspace.int_room
-    if backend_name == backends.CUDNN:
-        return Draft(CudnnBackend(), planned.plan(device, options, batch))
     backend = backends.choose(backend_name, device, options)
     limits = backends.PlanRoom(workspace.float_bytes, request.graph_rows, request.graph_mask_bytes)
     counted = backend.plan(device, options, batch, limits)
@@ -66,21 +66,21 @@ def plan(workspace: Workspace, backend_name: str, request: Request) -> Draft:
         # Without a split the work list is shorter.
         unsplit = options.replace(disable_split=True)
         counted = backend.plan(device, unsplit, batch, limits)
-        if counted.int_bytes <= room:
-            return Draft(backend, counted)
-    raise ValueError(
-        f"int_workspace_buffer has {room} bytes; this plan needs {counted.int_bytes} "
-        "(workspace_size tells the sizes beforehand)"
-    )
+    _check_room(workspace, counted)
+    return Draft(backend, counted)
+
+
+def _check_room(workspace: Workspace, plan: backends.Plan) -> None:
+    room = workspace.int_room
+    if room is not None and plan.int_bytes > room:
+        raise ValueError(
+            f"int_workspace_buffer has {room} bytes; this plan needs {plan.int_bytes} "
+            "(workspace_size tells the sizes beforehand)"
+        )
 
 
 def workspace_size(device: torch.device, backend_name: str, request: Request) -> tuple[int, int]:
     """(float_bytes, int_bytes) that plan() takes of workspaces as large as it likes."""
-    if backend_name == backends.CUDNN:
-        raise NotImplementedError(
-            "workspace_size() with backend='cudnn': cuDNN tells its needs when it has seen the "
-            "tensors of run(); 128 MB of float_workspace_buffer is plenty"
-        )
     room = Workspace(device, None, float_bytes=1 << 40)
     if request.graph_rows and request.options.fixed_split_size:
         # All that there is would be for the longer keys of later plans: what these need.
@@ -97,58 +97,70 @@ def workspace_size(device: torch.device, backend_name: str, request: Request) ->
 
 
 def place(
-    workspace: Workspace, draft: Draft, request: Request, where: Place | None = None
-) -> PlannedVariant | CudnnVariant:
+    workspace: Workspace, draft: Draft, request: Request, where: _core.Place | None = None
+) -> backends.Run:
     """Gives a plan its memory. Nothing is written there before upload().
 
     where: the place of an earlier plan, which a CUDA graph runs.
     """
-    plan, device_stream = draft.plan, workspace.device_stream
-    if isinstance(plan, CudnnPlan):
-        expected = expected_of(request, device_stream.device)
-        buffer = workspace.float_buffer.tensor
-        return CudnnVariant(plan, expected, request.lengths, device_stream, buffer)
-    if where is None:
-        where = Place(workspace.int_buffer(plan.int_bytes), workspace.uploader())
-    kept = [where.buffer]
-    if workspace.float_buffer is not None:
-        kept.append(workspace.float_buffer)
-    if request.page_indices is not None:
-        kept.append(Buffer(request.page_indices))
-    if request.mask is not None:
-        kept.append(Buffer(request.mask))
-    for buffer in kept:
-        buffer.used_on_current_stream(device_stream)
-    partials = workspace.float_buffer
-    memory = None
-    if partials is not None or request.mask is not None:
-        memory = Memory(None if partials is None else partials.tensor, request.mask)
-    expected = expected_of(request, device_stream.device)
-    return PlannedVariant(
-        plan, where, draft.backend, request, expected, device_stream, kept, memory
-    )
+    return draft.backend.place(workspace, draft.plan, request, where)
 
 
 def upload(
     workspace: Workspace,
-    variants: Iterable[PlannedVariant | CudnnVariant],
-    request: Request,
-    owner: object = None,
-    state: object = None,
+    runs: Iterable[backends.Run],
+    *requests: Request,
+    then: Callable[[], None] | None = None,
 ) -> None:
     """Starts the copies of placed plans' work lists to the device. Nobody waits for them: the
     staging memory is the uploader's own, and a run on another stream is ordered behind it.
 
-    owner, state: an object and its next `_state`, which is set in the same breath as a copy is
-    started, before any signal handler can raise: what an interrupted plan() leaves is either the
-    old state with its work list or the new one with its own.
+    then: called in the same breath as the last copy is started, before any signal handler can
+    raise: what an interrupted plan() leaves is either the old state with its work list or the new
+    one with its own. NOTE: it must run no bytecode, between which handlers run; a partial of
+    setattr() runs none.
     """
-    page_indices = request.page_indices
+    addresses = []
+    for request in requests:
+        indices = request.page_indices
+        addresses.append(0 if indices is None else indices.data_ptr())
     _core.write_plans(
-        [(variant.device_plan, variant.plan) for variant in variants if variant.device_plan],
-        0 if page_indices is None else page_indices.data_ptr(),
-        request.mask_bits,
+        [(run.place, run.plan) for run in runs if run.place is not None],
+        addresses,
+        # NOTE: no kernel of two segments goes by the classes of a mask's tiles.
+        requests[0].mask_bits if len(requests) == 1 else 0,
         workspace.device_stream.stream(),
-        owner,
-        state,
+        then,
     )
+
+
+# Two batches in one launch, each a segment.
+
+
+def draft_segments(
+    workspace: Workspace, backend: str | KernelBackend, requests: Sequence[Request]
+) -> Draft:
+    """Raises everything that a public plan() raises once its arguments are checked."""
+    device = workspace.device_stream.device
+    if isinstance(backend, str):
+        backend = backends.choose(backend, device, *(request.options for request in requests))
+    segments = [(one.options, one.lengths.batch, one.graph_rows) for one in requests]
+    plan = backend.plan_segments(device, segments, workspace.float_bytes)
+    _check_room(workspace, plan)
+    return Draft(backend, plan)
+
+
+def plan_segments(
+    workspace: Workspace,
+    draft: Draft,
+    requests: Sequence[Request],
+    names: Sequence[str],
+    where: _core.Place | None = None,
+) -> PlannedVariant:
+    """Places and uploads. names: of the segments, in messages. where: the place of an earlier plan,
+    which a CUDA graph runs."""
+    if where is None:
+        where = place_in(workspace.int_buffer(draft.plan.int_bytes), workspace)
+    variant = PlannedVariant(draft.plan, where, draft.backend, requests, workspace, names)
+    upload(workspace, (variant,), *requests)
+    return variant

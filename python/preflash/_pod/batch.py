@@ -13,11 +13,12 @@ from .._check import values as check
 from .._check.arguments import GivenScales, KvCache, Result, Scale, converted
 from .._check.calls import BatchPodPlanArguments, PagedPlanArguments
 from .._check.lengths import Lengths
+from .._check.names import tells_nearest
 from .._check.outputs import run_outputs
 from .._check.scales import folded_scales
 from .._compat.signatures import takes
 from .._device import backends
-from .._run.segments import SegmentRun, of_side
+from .._run.variant import SegmentRun, of_side
 from .._wrap.decode import data_types
 from .._wrap.paged import BatchPrefillWithPagedKVCacheWrapper
 from .joint import SIDES, Joint, Joints
@@ -47,6 +48,7 @@ class BatchPODWithPagedKVCacheWrapper(PodWrapper):
         NotImplementedError: backend="cudnn".
     """
 
+    @tells_nearest
     def __init__(
         self,
         float_workspace_buffer: torch.Tensor,
@@ -196,10 +198,10 @@ class BatchPODWithPagedKVCacheWrapper(PodWrapper):
         if joint.prefill.options.mask == _core.Mask.custom:
             packed = self._mask(*mask, joint.prefill)
         runs = [
-            SegmentRun(q_p, paged_kv_cache_p, both.prefill.scales, outputs_p, mask=packed),
+            SegmentRun(q_p, paged_kv_cache_p, both.prefill.scales, outputs_p),
             SegmentRun(q_d, paged_kv_cache_d, scales_d, outputs_d),
         ]
-        return self._joints.run(_key_of(causal, joint), joint, runs)
+        return self._joints.run(_key_of(causal, joint), joint, runs, packed)
 
     forward = run
 

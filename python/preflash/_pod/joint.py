@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,15 +24,7 @@ from .._device import backends
 from .._device.stream import DeviceStream
 from .._device.workspace import Workspace
 from .._plan import masks, pipeline
-from .._run.segments import (
-    PlannedSegments,
-    SegmentRun,
-    key_of_run,
-    of_side,
-    plan_segments,
-    refuse_gradients_of,
-)
-from .._run.variant import PlannedVariant
+from .._run.variant import PlannedVariant, SegmentRun, of_side
 
 SIDES = ("prefill side", "decode side")
 _JOINTS_KEPT = 64
@@ -45,7 +37,6 @@ class InSequence:
 
     def __init__(self, prefill: PlannedVariant, decode: PlannedVariant) -> None:
         self._variants = (prefill, decode)
-        self._checked: set[tuple] = set()
 
     @property
     def id(self) -> str:
@@ -62,33 +53,25 @@ class InSequence:
         decode side is the wrapper's, and captured beside other prefills, too."""
         return self._variants[0].shared
 
-    def attend_to(self, runs: list[SegmentRun]) -> tuple[Result, ...]:
-        self._check(runs)
-        results = []
-        for run, variant, side in zip(runs, self._variants, SIDES, strict=True):
-            memory = None if run.mask is None else variant.memory_with_mask(run.mask)
-            with of_side(side):
-                results.append(variant.attend_to(run.q, run.kv, run.scales, run.outputs, memory))
-        return tuple(results)
+    def memory_with_mask(self, mask: torch.Tensor) -> _core.RunMemory:
+        """The prefill's, with its mask of one run."""
+        return self._variants[0].memory_with_mask(mask)
 
-    def _check(self, runs: list[SegmentRun]) -> None:
+    def attend_to(self, *given: Any) -> tuple[Result, ...]:
         """Refuses what is wrong on either side before one of them is launched, and what one launch
         of both would refuse."""
-        try:
-            key = tuple(map(key_of_run, runs))
-        except (AttributeError, TypeError, ValueError, RuntimeError):
-            key = None  # no ordinary tensors: the checks say which argument it is
-        if key is None or key not in self._checked:
-            for run, variant, side in zip(runs, self._variants, SIDES, strict=True):
-                with of_side(side):
-                    variant.check_run(run.q, run.kv, run.outputs)
-            if key is not None:
-                if len(self._checked) >= _JOINTS_KEPT:
-                    self._checked.clear()
-                self._checked.add(key)
-        refuse_gradients_of(runs, SIDES)
+        size = len(SegmentRun._fields)
+        runs = [SegmentRun(*given[:size]), SegmentRun(*given[size:])]
+        for run, variant, side in zip(runs, self._variants, SIDES, strict=True):
+            with of_side(side):
+                variant.check_run(*run)
         if any(run.outputs.out is not None or run.outputs.lse is not None for run in runs):
             self._check_apart(runs)
+        results = []
+        for run, variant, side in zip(runs, self._variants, SIDES, strict=True):
+            with of_side(side):
+                results.append(variant.attend_to(*run))
+        return tuple(results)
 
     def _check_apart(self, runs: list[SegmentRun]) -> None:
         """Outputs that were given need memory of their own, on both sides together."""
@@ -125,7 +108,8 @@ class Joint(NamedTuple):
     of: object  # what plan() left when it was made; None: a plan with other options came since
     prefill: Request
     decode_options: _core.AttentionOptions
-    launch: PlannedSegments | InSequence
+    workspace: Workspace
+    launch: PlannedVariant | InSequence
 
 
 class Asked(NamedTuple):
@@ -160,16 +144,24 @@ class Joints:
         check.not_traced()
         refuse_capture(asked.workspace.device_stream)
         options = asked.decode_request.options
-        joint = Joint(asked.of, asked.prefill, options, self._launch(asked))
+        workspace = asked.workspace.beside()
+        launch = self._launch(asked, workspace)
+        joint = Joint(asked.of, asked.prefill, options, workspace, launch)
         self._kept[key] = joint
         self._kept.move_to_end(key)
         if len(self._kept) > _JOINTS_KEPT:
             self._kept.popitem(last=False)
         return joint
 
-    def run(self, key: Hashable, joint: Joint, runs: list[SegmentRun]) -> tuple[Result, ...]:
+    def run(
+        self, key: Hashable, joint: Joint, runs: list[SegmentRun], mask: torch.Tensor | None
+    ) -> tuple[Result, ...]:
+        """mask: the prefill's, packed, of this run alone."""
+        prefill, decode = runs
+        if mask is not None:
+            prefill = prefill._replace(memory=joint.launch.memory_with_mask(mask))
         was_shared = joint.launch.shared
-        results = joint.launch.attend_to(runs)
+        results = joint.launch.attend_to(*prefill, *decode)
         if joint.launch.shared and not was_shared:
             captured = (key, joint.decode_options)
             before = self._captured.get(captured)
@@ -184,7 +176,7 @@ class Joints:
         kept, self._kept = self._kept, OrderedDict()
         self.last = None
         for joint in kept.values():
-            if isinstance(joint.launch, PlannedSegments) and not joint.launch.shared:
+            if isinstance(joint.launch, PlannedVariant) and not joint.launch.shared:
                 workspace.give_back(joint.launch.place.buffer, joint.launch)
 
     # use_cuda_graph=True: plan() changes what a captured run() replays, but for its options.
@@ -192,46 +184,51 @@ class Joints:
     def joined(self) -> Iterator[tuple[Hashable, Joint]]:
         """Those of graphs that read the decode side's lengths."""
         for (key, _), joint in self._captured.items():
-            if isinstance(joint.launch, PlannedSegments):
+            if isinstance(joint.launch, PlannedVariant):
                 yield key, joint
 
-    def drafts(self, decode: Request) -> list[tuple[Hashable, Joint, _core.Plan]]:
+    def drafts(self, decode: Request) -> list[tuple[Hashable, Joint, pipeline.Draft]]:
         """The plans of everything captured, for another decode batch. Changes nothing."""
-        return [
-            (key, joint, joint.launch.draft(_both_sides(joint, decode)))
-            for key, joint in self.joined()
-        ]
+        found = []
+        for key, joint in self.joined():
+            sides, backend = _both_sides(joint, decode), joint.launch.backend
+            found.append((key, joint, pipeline.draft_segments(joint.workspace, backend, sides)))
+        return found
 
     def order_behind_runs(self) -> None:
+        """What the current stream does from now on comes after the runs of other streams."""
         for _, joint in self.joined():
-            joint.launch.order_behind_runs()
+            for buffer in joint.launch.buffers:
+                buffer.order_behind_users(joint.launch.device_stream)
 
     def write(
-        self, drafts: list[tuple[Hashable, Joint, _core.Plan]], of: object, decode: Request
+        self, drafts: list[tuple[Hashable, Joint, pipeline.Draft]], of: object, decode: Request
     ) -> None:
-        for key, joint, plan in drafts:
-            joint.launch.write(plan, _both_sides(joint, decode))
+        for key, joint, draft in drafts:
+            sides, where = _both_sides(joint, decode), joint.launch.place
+            launch = pipeline.plan_segments(joint.workspace, draft, sides, SIDES, where)
             as_planned = joint.decode_options == decode.options
-            joint = joint._replace(of=of if as_planned else None)
+            joint = joint._replace(of=of if as_planned else None, launch=launch)
             self._captured[key, joint.decode_options] = joint
             if as_planned:
                 self._kept[key] = joint
 
-    def _launch(self, asked: Asked) -> PlannedSegments | InSequence:
+    def _launch(self, asked: Asked, workspace: Workspace) -> PlannedVariant | InSequence:
         """NOTE: the one place that decides whether both sides are one launch."""
         device = asked.workspace.device_stream.device
         prefill, decode = asked.prefill, asked.decode_request
-        workspace = asked.workspace.beside()
         name = self._requested.name
         apart = _forced_apart or _has_no_query(prefill) or _has_no_query(decode)
         backend = backends.choose(name, device, prefill.options, decode.options)
-        sides = [(side.options, side.lengths.batch) for side in (prefill, decode)]
+        batches = [(side.options, side.lengths.batch) for side in (prefill, decode)]
         if (
             not apart
             and backend.separates(device, prefill.options, decode.options) is None
-            and not backend.faster_apart(*sides)
+            and not backend.faster_apart(*batches)
         ):
-            return plan_segments(workspace, backend, [prefill, decode], SIDES)
+            sides = [prefill, decode]
+            draft = pipeline.draft_segments(workspace, backend, sides)
+            return pipeline.plan_segments(workspace, draft, sides, SIDES)
         with of_side(SIDES[0]):
             alone = prefill._replace(graph_rows=0)
             draft = pipeline.plan(workspace, name, alone)

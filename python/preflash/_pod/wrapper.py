@@ -8,7 +8,7 @@ import torch
 
 from .._check import values as check
 from .._check.request import Request
-from .._run.segments import of_side
+from .._run.variant import of_side
 from .._wrap.paged import BatchPrefillWithPagedKVCacheWrapper
 from .joint import SIDES, Asked, Joints, mask_of_run
 

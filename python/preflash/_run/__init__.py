@@ -1,6 +1,5 @@
 """From a placed plan and tensors to a launch.
 
-place       memory of a work list, and of all that a launch uses beside it
-variant     one batch: PlannedVariant.attend_to()
-segments    two batches in one launch: PlannedSegments.attend_to()
+variant     PlannedVariant.attend_to(), of one batch or of two in one launch
+kernels     each family of kernels as a backend
 """

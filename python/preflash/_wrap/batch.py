@@ -32,7 +32,6 @@ from .._device.workspace import Workspace, check_apart, check_buffer
 from .._plan import masks, pipeline, staging
 from .._plan.masks import MaskSource
 from .._plan.pipeline import Draft
-from .._run.place import Place
 from .._run.variant import PlannedVariant
 from .._wrap import traced
 from . import graph as _graph
@@ -179,7 +178,7 @@ class BatchPrefillWrapper(EngineAttributes):
             request = request._replace(mask=graph.buffers.mask)
         refreshed = {}
         for options, place in self._state.captured_so_far().items():
-            _graph.check_captured(place, place.captured, request.lengths)
+            _graph.check_captured(place, 0, request.lengths)
             _graph.check_captured_mask(options.mask == _core.Mask.custom, mask is not None)
             if options != drafted.options:
                 refreshed[options] = self._draft(request._replace(options=options))
@@ -221,7 +220,8 @@ class BatchPrefillWrapper(EngineAttributes):
             self._graph.reserve(draft.plan.int_bytes)
             if copy_in is not None:
                 copy_in()
-        pipeline.upload(workspace, (primary, *others.values()), request, self, after)
+        then = functools.partial(setattr, self, "_state", after)
+        pipeline.upload(workspace, (primary, *others.values()), request, then=then)
         if before.planned is not None and not before.planned.primary.shared:
             replaced = before.planned.primary
             before.workspace.give_back(replaced.int_buffer, replaced)
@@ -231,7 +231,7 @@ class BatchPrefillWrapper(EngineAttributes):
         workspace: Workspace,
         draft: Draft,
         request: Request,
-        captured: Mapping[_core.AttentionOptions, Place],
+        captured: Mapping[_core.AttentionOptions, _core.Place],
     ) -> PlannedVariant:
         """Where a graph looks for it, if one does; else in memory that no graph looks at."""
         where = None
@@ -326,7 +326,7 @@ class BatchPrefillWrapper(EngineAttributes):
         options = forward.applied_to(planned.asked.request.options)
         variant = self._select(planned, options)
         scales = folded_scales(softmax_scale(a.sm_scale, options), scales_of(a), options)
-        result = variant.attend_to(q, kv, scales, outputs)
+        result = variant.attend_to(q, kv, scales, outputs, None)
         if self._state.last_forward != forward:
             self._state = self._state._replace(last_forward=forward)
         return result

@@ -4,30 +4,29 @@ run of the batch wrappers, with rows moved where offsets put them as no wrapper 
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
 
 from .._check import values as check
 from .._check.tensors import refuse_shared
-from .._cudnn.call import Call, Offsets
+from .._cudnn.call import Call
 from .._device.stream import DeviceStream, sent
+from .._plan.pages import listed
 from .paged import BatchPrefillWithPagedKVCacheWrapper
 from .ragged import BatchPrefillWithRaggedKVCacheWrapper
 
 _WRAPPERS_KEPT = 2  # of a thread, with their workspaces
 
 Wrapper = BatchPrefillWithPagedKVCacheWrapper | BatchPrefillWithRaggedKVCacheWrapper
-CudnnResult = tuple[torch.Tensor, torch.Tensor | None]
 
 
 class _Wrappers(threading.local):
-    """Those of this thread, by what their constructors were given."""
+    """Those of this thread, by what their constructors were given; the last used is the last."""
 
     def __init__(self) -> None:
-        self.of: OrderedDict[tuple, Wrapper] = OrderedDict()
+        self.of: dict[tuple, Wrapper] = {}
 
 
 _wrappers = _Wrappers()
@@ -46,21 +45,36 @@ class _Placed(NamedTuple):
 
 
 @check.eager
-def attend(call: Call, why_not_cudnn: str) -> CudnnResult:
+def attend(
+    call: Call, backend: str, why_not_cudnn: str
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The result, and lse or None."""
-    _check_not_captured(call, why_not_cudnn)
-    qo_lens, kv_lens = call.qo_lens.tolist(), call.kv_lens.tolist()
-    q_at = _placed(call.q_at, qo_lens, call.q.shape[0])
-    wrapper = _wrapper(call)
-    if call.block_tables is None:
-        k, v, kv_indptr = _side_by_side(call, kv_lens)
-        wrapper.plan(**_plan_options(call, q_at), kv_indptr=_int32(kv_indptr))
-        keys = (k, v)
+    _refuse_capture(call, why_not_cudnn)
+    qo_lens, kv_lens = call.batch.qo_lens.tolist(), call.batch.kv_lens.cpu()
+    q_at = _placed(call, "q", qo_lens)
+    wrapper = _wrapper(call, backend)
+    if call.batch.block_tables is None:
+        k, v, kv_indptr = _side_by_side(call, kv_lens.tolist())
+        keys, planned = (k, v), {"kv_indptr": _int32(kv_indptr)}
     else:
-        wrapper.plan(**_plan_options(call, q_at), **_page_list(call, kv_lens))
-        keys = ((call.k, call.v),)
-    q = call.q if q_at.rows is None else _taken(call.q, q_at.rows)
-    out_at = _placed(call.out_at, qo_lens, call.q.shape[0], written="out")
+        page_size = call.k.shape[2]
+        pages = listed(call.batch.block_tables, kv_lens, page_size)
+        keys, planned = ((call.k, call.v),), {"page_size": page_size}
+        planned |= {f"paged_kv_{name}": array for name, array in pages._asdict().items()}
+    wrapper.plan(
+        qo_indptr=_int32(q_at.indptr),
+        num_qo_heads=call.q.shape[1],
+        num_kv_heads=call.k.shape[1],
+        head_dim=call.q.shape[2],
+        head_dim_vo=call.v.shape[-1],
+        causal=call.causal,
+        sm_scale=call.sm_scale,
+        q_data_type=call.q.dtype,
+        kv_data_type=call.k.dtype,
+        o_data_type=call.o_dtype,
+        **planned,
+    )
+    out_at = _placed(call, "out", qo_lens)
     lse_rows = _lse_rows(call, qo_lens) if call.with_lse else None
     out = call.out
     if out is None:
@@ -68,7 +82,7 @@ def attend(call: Call, why_not_cudnn: str) -> CudnnResult:
     in_place = q_at.rows is None and out_at.rows is None and out_at.indptr == q_at.indptr
     _check_apart(call, in_place)
     computed = wrapper.run(
-        q,
+        call.q if q_at.rows is None else _taken(call.q, q_at.rows),
         *keys,
         **call.scales._asdict(),
         out=out if in_place else None,
@@ -85,51 +99,49 @@ def attend(call: Call, why_not_cudnn: str) -> CudnnResult:
     return out, lse if call.return_lse else None
 
 
-def _check_not_captured(call: Call, why_not_cudnn: str) -> None:
-    if call.q.device.type != "cuda":
+def _refuse_capture(call: Call, why_not_cudnn: str) -> None:
+    if not call.q.is_cuda:
         return
+    way_out = (
+        "use BatchPrefillWithPagedKVCacheWrapper or BatchPrefillWithRaggedKVCacheWrapper with "
+        "use_cuda_graph=True"
+    )
     if call.capturable:
         raise NotImplementedError(
             "is_cuda_graph_compatible=True reads lengths on the GPU, which cuDNN alone does, and "
-            f"{why_not_cudnn}; use BatchPrefillWithPagedKVCacheWrapper or "
-            "BatchPrefillWithRaggedKVCacheWrapper with use_cuda_graph=True"
+            f"{why_not_cudnn}; {way_out}"
         )
     if DeviceStream(call.q.device).is_capturing():
         raise RuntimeError(
             "this call makes a plan on the host, which cannot be while its stream is being "
-            f"captured into a CUDA graph ({why_not_cudnn}); use "
-            "BatchPrefillWithPagedKVCacheWrapper or BatchPrefillWithRaggedKVCacheWrapper with "
-            "use_cuda_graph=True"
+            f"captured into a CUDA graph ({why_not_cudnn}); {way_out}"
         )
 
 
 def _check_apart(call: Call, in_place: bool) -> None:
     """Of outputs that are copied from what a run returned, as that run would refuse them; of the
     whole workspace, by the name that it has here."""
-    for name, value in (("out", call.out), ("lse", call.lse)):
-        if value is not None:
-            refuse_shared(name, value, "workspace_buffer", call.workspace)
-    if call.out is not None and not in_place:
-        refuse_shared("out", call.out, "k_cache", call.k)
-        refuse_shared("out", call.out, "v_cache", call.v)
-    if call.lse is not None:
-        for name, value in (("q", call.q), ("k_cache", call.k), ("v_cache", call.v)):
-            refuse_shared("lse", call.lse, name, value)
+    read = [("k_cache", call.k), ("v_cache", call.v)]
+    apart = [("workspace_buffer", call.workspace)]
+    for name, value, inputs in (
+        ("out", call.out, [] if in_place else read),
+        ("lse", call.lse, [("q", call.q), *read]),
+    ):
+        for other_name, other in [*apart, *inputs] if value is not None else []:
+            refuse_shared(name, value, other_name, other)
 
 
-def _wrapper(call: Call) -> Wrapper:
-    workspace, paged = call.workspace, call.block_tables is not None
-    key = (workspace.device, workspace.data_ptr(), workspace.nbytes, call.backend.name, paged)
-    found = _wrappers.of.get(key)
-    if found is None:
-        if paged:
-            found = BatchPrefillWithPagedKVCacheWrapper(workspace, "HND", backend=key[3])
-        else:
-            found = BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD", backend=key[3])
-        _wrappers.of[key] = found
-        if len(_wrappers.of) > _WRAPPERS_KEPT:
-            _wrappers.of.popitem(last=False)
-    _wrappers.of.move_to_end(key)
+def _wrapper(call: Call, backend: str) -> Wrapper:
+    workspace, paged = call.workspace, call.batch.block_tables is not None
+    key = (workspace.device, workspace.data_ptr(), workspace.nbytes, backend, paged)
+    found = _wrappers.of.pop(key, None)
+    if found is None and paged:
+        found = BatchPrefillWithPagedKVCacheWrapper(workspace, "HND", backend=backend)
+    elif found is None:
+        found = BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD", backend=backend)
+    _wrappers.of[key] = found
+    if len(_wrappers.of) > _WRAPPERS_KEPT:
+        del _wrappers.of[next(iter(_wrappers.of))]
     return found
 
 
@@ -137,39 +149,9 @@ def _int32(values: list[int]) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32, device="cpu")
 
 
-def _plan_options(call: Call, q_at: _Placed) -> dict:
-    return {
-        "qo_indptr": _int32(q_at.indptr),
-        "num_qo_heads": call.q.shape[1],
-        "num_kv_heads": call.k.shape[1],
-        "head_dim": call.q.shape[2],
-        "head_dim_vo": call.v.shape[-1],
-        "causal": call.causal,
-        "sm_scale": call.sm_scale,
-        "q_data_type": call.q.dtype,
-        "kv_data_type": call.k.dtype,
-        "o_data_type": call.o_dtype,
-    }
-
-
-def _page_list(call: Call, kv_lens: list[int]) -> dict:
-    """block_tables as the wrapper has them: rows cut to their pages, one after the other."""
-    page_size, table = call.k.shape[2], call.block_tables
-    pages = [-(-length // page_size) for length in kv_lens]
-    rows = _rows([request * table.shape[1] for request in range(call.batch_size)], pages)
-    last = [length - (n - 1) * page_size for n, length in zip(pages, kv_lens, strict=True)]
-    return {
-        "paged_kv_indptr": _int32(_cumulated(pages)),
-        "paged_kv_indices": table.reshape(-1)[sent(rows, table.device)],
-        "paged_kv_last_page_len": _int32(last),
-        "page_size": page_size,
-    }
-
-
 def _side_by_side(call: Call, kv_lens: list[int]) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
     """k and v with every request at the same tokens of both, and the tokens."""
-    k_at = _placed(call.k_at, kv_lens, call.k.shape[0])
-    v_at = _placed(call.v_at, kv_lens, call.v.shape[0])
+    k_at, v_at = _placed(call, "k", kv_lens), _placed(call, "v", kv_lens)
     if k_at.rows is None and v_at.rows is None and k_at.indptr == v_at.indptr:
         used = k_at.indptr[-1]
         return call.k[:used], call.v[:used], k_at.indptr
@@ -188,10 +170,7 @@ def _taken(tensor: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 
 
 def _cumulated(lengths: list[int], begin: int = 0) -> list[int]:
-    indptr = [begin]
-    for length in lengths:
-        indptr.append(indptr[-1] + length)
-    return indptr
+    return list(accumulate(lengths, initial=begin))
 
 
 def _rows(starts: list[int], lengths: list[int]) -> torch.Tensor:
@@ -202,30 +181,27 @@ def _rows(starts: list[int], lengths: list[int]) -> torch.Tensor:
     return torch.repeat_interleave(first, counts) + every
 
 
-def _placed(at: Offsets, lengths: list[int], tokens: int, *, written: str | None = None) -> _Placed:
-    starts = at.check(lengths, tokens, written=written)
+def _placed(call: Call, name: str, lengths: list[int]) -> _Placed:
+    starts = call.first_tokens(name, lengths)
     used = [(start, length) for start, length in zip(starts, lengths, strict=True) if length]
-    indptr = _cumulated(lengths, used[0][0] if used else 0)
     if all(a + length == b for (a, length), (b, _) in pairwise(used)):
-        return _Placed(indptr, None)
+        return _Placed(_cumulated(lengths, used[0][0] if used else 0), None)
     return _Placed(_cumulated(lengths), _rows(starts, lengths))
 
 
 def _lse_rows(call: Call, qo_lens: list[int]) -> torch.Tensor:
     """Rows of lse, seen as [rows, num_qo_heads]."""
-    at = call.stats_at
-    if at is None:
-        starts = [request * call.max_qo_len for request in range(call.batch_size)]
-        return _rows(starts, qo_lens)
-    return _placed(at, qo_lens, call.stats_rows, written="lse").every_row()
+    if call.batch.starts["stats"] is not None:
+        return _placed(call, "stats", qo_lens).every_row()
+    return _rows([request * call.batch.max_qo_len for request in range(len(qo_lens))], qo_lens)
 
 
 def _placed_lse(call: Call, rows: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
     """Padded to the longest request with -inf, or where batch_offsets_stats has it."""
     result = call.lse
     if result is None:
-        result = lse.new_full(call.lse_shape, -torch.inf)
-    elif call.stats_at is None:
+        result = lse.new_empty(call.lse_shape)
+    if call.lse is None or call.batch.starts["stats"] is None:
         result.fill_(-torch.inf)
     result.view(-1, call.q.shape[1]).index_copy_(0, sent(rows, lse.device), lse)
     return result

@@ -12,6 +12,7 @@ import torch
 from .._check import values as check
 from .._check.arguments import KvCache, Result, Scale, converted
 from .._check.calls import DecodeForwardArguments, DecodePlanArguments, PagedPlanArguments
+from .._check.names import tells_nearest, with_nearest
 from .._check.options import check_neutral, options_of
 from .._check.outputs import DEFAULT_OUTPUTS, Outputs
 from .._compat.signatures import takes
@@ -67,6 +68,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
 
     _serves_cudnn = False
 
+    @tells_nearest
     def __init__(
         self,
         float_workspace_buffer: torch.Tensor,
@@ -195,10 +197,8 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
         check.nothing_more("run", args)
         check.neutral("q_len_per_req", q_len_per_req, 1)
         if options and (unknown := options.keys() - _RUN_OPTIONS):
-            raise TypeError(
-                "BatchDecodeWithPagedKVCacheWrapper.run() got an unexpected keyword argument "
-                f"{min(unknown)!r}"
-            )
+            says = "BatchDecodeWithPagedKVCacheWrapper.run() got an unexpected keyword argument"
+            raise TypeError(with_nearest(f"{says} {min(unknown)!r}", _RUN_OPTIONS))
         return super().run(
             q,
             paged_kv_cache,

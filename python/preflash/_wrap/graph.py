@@ -25,8 +25,7 @@ from .._device.workspace import Workspace, check_apart
 from .._plan import pipeline
 from .._plan.masks import OVERREAD, MaskSource
 from .._plan.pipeline import Draft
-from .._run.place import Captured, Place
-from .._run.variant import PlannedVariant
+from .._run.variant import PlannedVariant, place_in
 
 # Work lists that options first asked for during a capture may take; memory that is allocated then
 # belongs to the graph, which reuses it.
@@ -214,7 +213,9 @@ class GraphMode:
 
     # What plan() does once nothing is refused any more.
 
-    def order_behind_runs(self, ran: Iterable[PlannedVariant], captured: Iterable[Place]) -> None:
+    def order_behind_runs(
+        self, ran: Iterable[PlannedVariant], captured: Iterable[_core.Place]
+    ) -> None:
         """What the current stream does from now on comes after the runs that read what plan() is
         about to overwrite, where they were on other streams. NOTE: nobody tells us of a replay."""
         # Page indices and mask bits are read where the caller's buffers are: each variant knows the
@@ -258,13 +259,13 @@ class GraphMode:
         self, workspace: Workspace, draft: Draft, request: Request
     ) -> PlannedVariant:
         """Uploads at once, while the host waits, what a graph will only find there."""
-        where = Place(self._take_reserved(draft.plan.int_bytes), workspace.uploader())
+        where = place_in(self._take_reserved(draft.plan.int_bytes), workspace)
         found = pipeline.place(workspace, draft, request, where)
         stream = self._device_stream.stream()
-        where.device_plan.arrive_before(stream)  # waits: from then on nobody uses the reserve
+        where.arrive_before(stream)  # waits: from then on nobody uses the reserve
         with torch.cuda.stream(self._stream_beside_captures()):
             pipeline.upload(workspace, (found,), request)
-        where.device_plan.arrive_before(stream)
+        where.arrive_before(stream)
         return found
 
     def _stream_beside_captures(self) -> torch.cuda.Stream:
@@ -289,9 +290,10 @@ class GraphMode:
         )
 
 
-def check_captured(place: Place, captured: Captured, lengths: Lengths) -> None:
+def check_captured(place: _core.Place, segment: int, lengths: Lengths) -> None:
     """Whether a batch stays within the tensors that a graph holds."""
     place.held.check()
+    captured = place.captured[segment]
     batch, pages = lengths
     largest_page = None if pages is None else pages.largest
     if batch.qo_end > captured.q_tokens:

@@ -19,6 +19,7 @@ from .._check.arguments import (
     UnservedRunOptions,
 )
 from .._check.calls import PagedForwardArguments, PagedPlanArguments
+from .._check.names import tells_nearest
 from .._check.outputs import DEFAULT_OUTPUTS, Outputs, run_outputs
 from .._compat.engine_attributes import PagedEngineAttributes
 from .._compat.signatures import takes
@@ -63,6 +64,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillWrapper, PagedEngineAttrib
         NotImplementedError: backend="cudnn" with use_cuda_graph=True.
     """
 
+    @tells_nearest
     def __init__(
         self,
         float_workspace_buffer: torch.Tensor,
@@ -246,19 +248,8 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillWrapper, PagedEngineAttrib
                 ),
             )  # fmt: skip
             return super()._run(q, paged_kv_cache, a)
-        usual, scales = planned.usual, planned.scales
-        if (
-            usual.again is not None
-            and lse is None
-            and return_lse is False
-            and lse_base == "log2"
-            and lse_layout == "NH"
-        ):
-            result = usual.again(q, paged_kv_cache, out, scales, usual)
-            if result is not None:
-                return result
         outputs = run_outputs(out, lse, return_lse, lse_base, lse_layout)
-        return usual.attend_to(q, paged_kv_cache, scales, outputs)
+        return planned.usual.attend_to(q, paged_kv_cache, planned.scales, outputs, None)
 
     def run_return_lse(
         self, q: torch.Tensor, paged_kv_cache: KvCache, *args: Any, **options: Any

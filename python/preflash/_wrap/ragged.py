@@ -18,6 +18,7 @@ from .._check.arguments import (
     UnservedRunOptions,
 )
 from .._check.calls import RaggedForwardArguments, RaggedPlanArguments
+from .._check.names import tells_nearest
 from .._check.outputs import DEFAULT_OUTPUTS, Outputs, run_outputs
 from .._compat.engine_attributes import RaggedEngineAttributes
 from .._compat.signatures import takes
@@ -59,6 +60,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillWrapper, RaggedEngineAttr
         NotImplementedError: backend="cudnn" with use_cuda_graph=True.
     """
 
+    @tells_nearest
     def __init__(
         self,
         float_workspace_buffer: torch.Tensor,
@@ -209,19 +211,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillWrapper, RaggedEngineAttr
                 ),
             )  # fmt: skip
             return super()._run(q, (k, v), a)
-        usual, scales = planned.usual, planned.scales
-        if (
-            usual.again is not None
-            and lse is None
-            and return_lse is False
-            and lse_base == "log2"
-            and lse_layout == "NH"
-        ):
-            result = usual.again(q, (k, v), out, scales, usual)
-            if result is not None:
-                return result
         outputs = run_outputs(out, lse, return_lse, lse_base, lse_layout)
-        return usual.attend_to(q, (k, v), scales, outputs)
+        return planned.usual.attend_to(q, (k, v), planned.scales, outputs, None)
 
     def run_return_lse(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any

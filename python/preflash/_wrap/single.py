@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from .._check import values as check
-from .._check.arguments import PerHead, Qkv, Result, per_head_of, scales_of
+from .._check.arguments import PerHead, Result, per_head_of, scales_of
 from .._check.calls import SingleArguments
 from .._check.lengths import single_lengths
 from .._check.options import has_mask, single_key, single_options
@@ -25,8 +25,7 @@ from .._device import backends
 from .._device.stream import DeviceStream, device_stream_of
 from .._device.workspace import Workspace
 from .._plan import masks, pipeline, staging
-from .._run.place import Memory
-from .._run.variant import PlannedVariant
+from .._run.variant import PlannedVariant, run_memory
 from . import traced
 
 _PLANS_KEPT = 64
@@ -142,7 +141,7 @@ def _run_planned(
         device = variant.expected.device
         partials = torch.empty(num_bytes, dtype=torch.uint8, device=device) if num_bytes else None
         classes = None if mask is None else variant.mask_classes()
-        memory = Memory(partials, mask, per_head, classes)
+        memory = run_memory(partials, mask, per_head, classes)
     was_shared = variant.shared
     result = variant.attend_to(a.q, (a.k, a.v), scales, outputs, memory)
     if variant.shared and not was_shared:  # with a CUDA graph
@@ -159,7 +158,7 @@ def _mask(planned: _Planned, a: SingleArguments, outputs: Outputs) -> torch.Tens
         masks.check_rows(a.custom_mask, (expected.qo_tokens, expected.kv_tokens))
     mask = masks.check_mask(a.custom_mask, a.packed_custom_mask, batch)
     masks.check_mask_device(mask, expected.device)
-    variant.check_tensors(Qkv(a.q, a.k, a.v), outputs)
+    variant.check_run(a.q, (a.k, a.v), planned.usual_scales, outputs, None)
     if variant.device_stream.is_capturing() and not (packed and mask.is_cuda):
         raise RuntimeError(
             "a dense mask, or one on the CPU, cannot be packed while the stream is being captured "

@@ -12,7 +12,6 @@ from .._check.request import Request
 from .._check.scales import Scales
 from .._device.workspace import Workspace
 from .._plan.pipeline import Draft
-from .._run.place import Place
 from .._run.variant import PlannedVariant
 
 _VARIANTS_KEPT = 8
@@ -82,7 +81,7 @@ class State(NamedTuple):
     # With use_cuda_graph=True: the most query rows of any plan, as the first one has them, and
     # where the runs are that graphs have captured.
     graph_rows: int = 0
-    captured: Mapping[_core.AttentionOptions, Place] = MappingProxyType({})
+    captured: Mapping[_core.AttentionOptions, _core.Place] = MappingProxyType({})
     # What the last forward() asked for, until a run() shows that the caller does not forward().
     last_forward: ForwardOptions | None = None
 
@@ -102,13 +101,17 @@ class State(NamedTuple):
         if planned is None or not (planned.primary.shared or planned.others):
             return self.shared
         # A copied wrapper keeps what it shares by itself.
-        replayed = (v for v in planned.variants() if v.place.captured is not None)
+        replayed = (v for v in planned.variants() if _is_captured(v))
         return (*self.shared, *replayed)
 
-    def captured_so_far(self) -> Mapping[_core.AttentionOptions, Place]:
+    def captured_so_far(self) -> Mapping[_core.AttentionOptions, _core.Place]:
         variants = () if self.planned is None else self.planned.variants()
-        new = {v.expected.options: v.place for v in variants if v.place.captured is not None}
+        new = {v.expected.options: v.place for v in variants if _is_captured(v)}
         return {**self.captured, **new} if new else self.captured
+
+
+def _is_captured(variant: PlannedVariant) -> bool:
+    return variant.place is not None and variant.place.captured is not None
 
 
 class Drafted(NamedTuple):

@@ -16,7 +16,7 @@ import preflash
 
 from ..testing import Case, KvForm, MaskKind, build, oracle, runner
 from ..testing.inputs import indptr
-from .console import Progress, Table
+from .console import Progress, Table, number
 from .machine import Place, choose_places
 
 _CAUSAL = MaskKind.CAUSAL
@@ -110,8 +110,7 @@ def _perform(test: Test, outcome: Outcome, area: str) -> None:
 
 def _attention(place: Place, case: Case, outcome: Outcome) -> None:
     inputs = build(case, device=place.device, index_device="cpu")
-    wrapper = runner.make_wrapper(case, backend=place.backend, device=place.device)
-    runner.plan(wrapper, inputs)
+    wrapper = runner.planned(inputs, backend=place.backend)
     outcome.variants.add(wrapper.variant)
     out, lse = runner.run(wrapper, inputs)
     _settle(runner.compare(inputs, out, lse), case.id, outcome)
@@ -139,25 +138,26 @@ def _merge(place: Place, dtype: torch.dtype, outcome: Outcome) -> None:
     s[1, 1] = -math.inf
     # The output's rounding, and a few float32 ones in the weights and in their sum.
     tolerance = torch.finfo(dtype).eps + 8 * torch.finfo(torch.float32).eps
-    expected_v, expected_s = oracle.merge(v, s)
-    got_v, got_s = preflash.merge_states(v, s)
-    _close(outcome, "merge_states v", got_v, expected_v, tolerance)
-    _close(outcome, "merge_states s", got_s, expected_s, 1e-5)
-    pair_v, pair_s = preflash.merge_state(v[:, 0], s[:, 0], v[:, 1], s[:, 1])
-    expected_v, expected_s = oracle.merge(v[:, :2], s[:, :2])
-    _close(outcome, "merge_state v", pair_v, expected_v, tolerance)
-    _close(outcome, "merge_state s", pair_s, expected_s, 1e-5)
+    merged = {
+        "merge_states": (preflash.merge_states(v, s), oracle.merge(v, s)),
+        "merge_state": (
+            preflash.merge_state(v[:, 0], s[:, 0], v[:, 1], s[:, 1]),
+            oracle.merge(v[:, :2], s[:, :2]),
+        ),
+    }
+    for name, ((got_v, got_s), (expected_v, expected_s)) in merged.items():
+        _close(outcome, f"{name} v", got_v, expected_v, tolerance)
+        _close(outcome, f"{name} s", got_s, expected_s, 1e-5)
 
 
 def _close(
     outcome: Outcome, name: str, got: torch.Tensor, expected: torch.Tensor, tolerance: float
 ) -> None:
     """|error| <= tolerance * (1 + |expected|), infinities in the same places."""
-    got = got.double()
-    if not torch.equal(got.isfinite(), expected.isfinite()):
-        raise AssertionError(f"{name}: infinities or NaN in other places than the oracle's")
     finite = expected.isfinite()
-    ratio = ((got - expected).abs() / (tolerance * (1 + expected.abs())))[finite].max()
+    if not torch.equal(got.isfinite(), finite):
+        raise AssertionError(f"{name}: infinities or NaN in other places than the oracle's")
+    ratio = ((got.double() - expected).abs() / (tolerance * (1 + expected.abs())))[finite].max()
     outcome.worst = max(outcome.worst, float(ratio))
     if not ratio <= 1:
         raise AssertionError(f"{name}: error {float(ratio):.3g} times the allowed one")
@@ -167,45 +167,35 @@ def _packbits(place: Place, outcome: Outcome) -> None:
     lengths = [0, 1, 7, 8, 9, 0, 131]
     random = torch.Generator().manual_seed(0)
     bits = torch.rand(sum(lengths), generator=random, device="cpu") < 0.5
-    begins = indptr(lengths)
+    there, begins = bits.to(place.device), indptr(lengths).to(place.device)
     for bitorder in ("little", "big"):
-        segments = [_bytes_of(part.tolist(), bitorder) for part in bits.split(lengths)]
-        packed, new_indptr = preflash.segment_packbits(
-            bits.to(place.device), begins.to(place.device), bitorder
-        )
-        _same(f"segment_packbits {bitorder}", packed, list(itertools.chain(*segments)))
-        ends = indptr([len(segment) for segment in segments]).tolist()
-        _same(f"segment_packbits {bitorder} indptr", new_indptr, ends)
-        whole = preflash.packbits(bits.to(place.device), bitorder)
-        _same(f"packbits {bitorder}", whole, _bytes_of(bits.tolist(), bitorder))
+        segments = [_bytes_of(part, bitorder) for part in bits.split(lengths)]
+        sizes = indptr([len(segment) for segment in segments])
+        packed, ends = preflash.segment_packbits(there, begins, bitorder)
+        whole = preflash.packbits(there, bitorder)
+        got = [packed.tolist(), ends.tolist(), whole.tolist()]
+        expected = [[*itertools.chain(*segments)], sizes.tolist(), _bytes_of(bits, bitorder)]
+        if got != expected:
+            raise AssertionError(f"packbits {bitorder}: {got} instead of {expected}")
 
 
-def _bytes_of(bits: list[bool], bitorder: str) -> list[int]:
-    order = range(8) if bitorder == "little" else range(7, -1, -1)
-    places = list(order)
-    chunks = [bits[begin : begin + 8] for begin in range(0, len(bits), 8)]
-    return [sum(int(bit) << places[i] for i, bit in enumerate(chunk)) for chunk in chunks]
-
-
-def _same(name: str, got: torch.Tensor, expected: list[int]) -> None:
-    if got.tolist() != expected:
-        raise AssertionError(f"{name}: {got.tolist()} instead of {expected}")
+def _bytes_of(bits: torch.Tensor, bitorder: str) -> list[int]:
+    size = -(-len(bits) // 8)
+    digits = "".join("01"[bit] for bit in bits.int()).ljust(8 * size, "0")
+    octets = [digits[8 * i : 8 * i + 8] for i in range(size)]
+    return [int(octet if bitorder == "big" else octet[::-1], 2) for octet in octets]
 
 
 def _report(outcomes: dict[tuple[str, str], Outcome]) -> int:
     headers = ["where", "what", "result", "passed", "not compiled", "error / allowed", "seconds"]
     table = Table(headers, frozenset(headers[3:]))
     for (label, area), outcome in outcomes.items():
-        worst = f"{outcome.worst:.2f}" if outcome.worst else None
-        skipped = outcome.not_compiled or None
-        table.add(
-            label, area, outcome.verdict, outcome.passed, skipped, worst, f"{outcome.seconds:.2f}"
-        )
+        counts = (outcome.passed, outcome.not_compiled or None)
+        worst = number(outcome.worst or None, ".2f")
+        table.add(label, area, outcome.verdict, *counts, worst, f"{outcome.seconds:.2f}")
     print(table)
     variants = sorted(set().union(*(outcome.variants for outcome in outcomes.values())))
-    print(f"\n{len(variants)} variants ran:")
-    for variant in variants:
-        print(f"  {variant}")
+    print("\n  ".join([f"\n{len(variants)} variants ran:", *variants]))
     failures = [failure for outcome in outcomes.values() for failure in outcome.failures]
     for failure in failures:
         print(f"FAILED {failure}")

@@ -12,6 +12,11 @@ from typing import TextIO
 _ABSENT = "-"
 
 
+def number(value: float | None, spec: str) -> str | None:
+    """A cell of a table."""
+    return None if value is None else format(value, spec)
+
+
 @dataclass
 class Table:
     """Rows of text under headers. Columns named in `right` are right-aligned, the others left."""

@@ -62,22 +62,9 @@ class Scale:
 
 # (new tokens, keys) of 16 requests: fresh prompts, chunks appended to long contexts, decoding ones.
 _SERVING = (
-    (4096, 4096),
-    (2048, 2048),
-    (1500, 1500),
-    (1024, 1024),
-    (777, 777),
-    (64, 64),
-    (33, 33),
-    (512, 8192),
-    (512, 4096),
-    (256, 2048),
-    (128, 1024),
-    (16, 2000),
-    (4, 1000),
-    (1, 4096),
-    (1, 1777),
-    (1, 1),
+    *((n, n) for n in (4096, 2048, 1500, 1024, 777, 64, 33)),
+    *((512, 8192), (512, 4096), (256, 2048), (128, 1024), (16, 2000), (4, 1000)),
+    *((1, n) for n in (4096, 1777, 1)),
 )
 
 
@@ -118,8 +105,9 @@ class Demo:
     verdicts: list[Verdict] = dataclasses.field(default_factory=list)
     left_out: list[str] = dataclasses.field(default_factory=list)
 
-    def workspace(self) -> torch.Tensor:
-        return torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=self.place.device)
+    def wrapper(self) -> flashinfer.BatchPrefillWithPagedKVCacheWrapper:
+        buffer = runner.workspace(self.place.device, _WORKSPACE_BYTES)
+        return flashinfer.BatchPrefillWithPagedKVCacheWrapper(buffer, "NHD", backend=self.backend)
 
     def timed(self, call: Callable[[], object]) -> tuple[object, float]:
         """The call's result and its wall time, the device's work included."""
@@ -176,29 +164,21 @@ def _example(demo: Demo) -> None:
 
     qo_lens = qo_indptr.diff().tolist()
     kv_lens = (page_size * (paged_kv_indptr.diff() - 1) + paged_kv_last_page_len).tolist()
-    case = Case(
-        "documented example",
-        tuple(qo_lens),
-        tuple(kv_lens),
-        num_qo_heads,
-        num_kv_heads,
-        head_dim,
-        dtype=torch.float16,
-        page_size=page_size,
-        form=KvForm.COMBINED,
-        mask=MaskKind.CAUSAL,
-    )
+    lengths = (tuple(qo_lens), tuple(kv_lens))
+    stored = {"dtype": torch.float16, "page_size": page_size, "form": KvForm.COMBINED}
+    case = Case("documented example", *lengths, *heads[:3], mask=MaskKind.CAUSAL, **stored)
+    ends = paged_kv_indptr.tolist()
+    pages = [list(range(begin, end)) for begin, end in itertools.pairwise(ends)]
     layers = []
     for _ in range(num_layers):
         q = torch.randn(100, num_qo_heads, head_dim, dtype=torch.float16, device=device)
         shape = (max_num_pages, 2, page_size, num_kv_heads, head_dim)
         cache = torch.randn(shape, dtype=torch.float16, device=device)
-        layers.append(_example_inputs(case, q, cache, table))
+        layers.append(Inputs(case, q, qo_indptr, paged_kv_indptr, cache[:, 0], cache[:, 1], cache))
+        layers[-1].page_table = pages
         demo.progress.step("example: inputs")
 
-    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
-        demo.workspace(), "NHD", backend=demo.backend
-    )
+    wrapper = demo.wrapper()
     plan_seconds = demo.timed_plan(lambda: wrapper.plan(*table, *heads, causal=True))
     outputs = _run_layers(demo, wrapper, layers, case.name, plan_seconds)
     _compare_rows(demo, "example, causal", layers, outputs)
@@ -220,49 +200,18 @@ def _example(demo: Demo) -> None:
     _compare_outputs(demo, "example, custom mask = causal", masked, outputs)
 
 
-def _example_inputs(
-    case: Case, q: torch.Tensor, cache: torch.Tensor, table: tuple[torch.Tensor, ...]
-) -> Inputs:
-    qo_indptr, kv_indptr, indices, last_page_len = table
-    pages = indices.tolist()
-    ends = kv_indptr.tolist()
-    return Inputs(
-        case=case,
-        q=q,
-        qo_indptr=qo_indptr,
-        kv_indptr=kv_indptr,
-        k=cache[:, 0],
-        v=cache[:, 1],
-        cache=cache,
-        indices=indices,
-        last_page_len=last_page_len,
-        page_table=[pages[begin:end] for begin, end in itertools.pairwise(ends)],
-    )
-
-
 def _serving(demo: Demo) -> None:
     """16 requests of mixed lengths, GQA 32/8, head_dim 128, page 16, bfloat16, shuffled pages."""
     divisor = demo.scale.serving_divisor
-    lengths = [(-(-n // divisor), -(-s // divisor)) for n, s in _SERVING]
-    case = Case(
-        "serving batch",
-        tuple(n for n, _ in lengths),
-        tuple(s for _, s in lengths),
-        num_qo_heads=32,
-        num_kv_heads=8,
-        head_dim=128,
-        page_size=16,
-        form=KvForm.COMBINED,
-        mask=MaskKind.CAUSAL,
-    )
+    lengths = [tuple(-(-n // divisor) for n in side) for side in zip(*_SERVING, strict=True)]
+    stored = {"page_size": 16, "form": KvForm.COMBINED}
+    case = Case("serving batch", *lengths, 32, 8, 128, mask=MaskKind.CAUSAL, **stored)
     maker = BatchMaker(case, demo.place.device)
     layers = []
     for _ in range(demo.scale.serving_layers):
         layers.append(maker.make())
         demo.progress.step("serving: inputs")
-    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
-        demo.workspace(), "NHD", backend=demo.backend
-    )
+    wrapper = demo.wrapper()
     plan_seconds = demo.timed_plan(lambda: runner.plan(wrapper, layers[0]))
     outputs = _run_layers(demo, wrapper, layers, case.name, plan_seconds)
     _compare_rows(demo, "serving", layers, outputs)
@@ -306,51 +255,45 @@ def _compare_rows(demo: Demo, name: str, layers: list[Inputs], outputs: list[Res
     demo.verdicts.append(Verdict(what, amount, f"{worst:.2f} of the bound", failures))
 
 
+def _millions(outputs: list[Result]) -> str:
+    return f"{sum(out.numel() for out, _ in outputs) / 1e6:.1f}M values"
+
+
 def _compare_outputs(demo: Demo, name: str, got: list[Result], expected: list[Result]) -> None:
     """Every value, with the tolerance of the documented example."""
-    worst, failures, count = 0.0, [], 0
+    worst, failures = 0.0, []
     for index, ((out, _), (other, _)) in enumerate(zip(got, expected, strict=True)):
         worst = max(worst, float((out.float() - other.float()).abs().max()))
-        count += out.numel()
         if not torch.allclose(out, other, rtol=1e-3, atol=1e-3):
             failures.append(f"layer {index}: outputs differ by {worst:.3g}")
-    demo.verdicts.append(
-        Verdict(name, f"{count / 1e6:.1f}M values", f"{worst:.1e} apart", failures)
-    )
+    demo.verdicts.append(Verdict(name, _millions(got), f"{worst:.1e} apart", failures))
 
 
 def _compare_finite(demo: Demo, outputs: list[Result]) -> None:
     """The pages and slots that no request owns hold NaN: none may show."""
-    count = sum(out.numel() for out, _ in outputs)
     bad = sum(int((~out.isfinite()).sum()) for out, _ in outputs)
     failures = [f"{bad} values are NaN or Inf"] if bad else []
     what = "serving: NaN in slots that no request owns stays out"
-    demo.verdicts.append(Verdict(what, f"{count / 1e6:.1f}M values", f"{bad} bad", failures))
+    demo.verdicts.append(Verdict(what, _millions(outputs), f"{bad} bad", failures))
 
 
 def _compare_repeat(demo: Demo, wrapper, layer: Inputs, first: Result) -> None:
     again = wrapper.run(layer.q, layer.cache, return_lse=True)
     same = all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
     failures = [] if same else ["two runs of one plan differ"]
-    count = f"{first[0].numel() / 1e6:.1f}M values"
-    worst = "equal" if same else "differ"
-    demo.verdicts.append(Verdict("serving: a second run, bit by bit", count, worst, failures))
+    worst, what = "equal" if same else "differ", "serving: a second run, bit by bit"
+    demo.verdicts.append(Verdict(what, _millions([first]), worst, failures))
 
 
 def _report(demo: Demo, seconds: float) -> int:
     headers = ["batch", "layers", "tokens", "keys", "plan us", "run ms/layer", "TFLOP/s", "variant"]
     ran = Table(headers, frozenset(headers[1:-1]))
     for part in demo.parts:
-        ran.add(
-            part.name,
-            len(part.run_seconds),
-            sum(part.case.qo_lens),
-            sum(part.case.kv_lens),
-            f"{part.plan_seconds * 1e6:.0f}",
-            f"{part.median_run * 1e3:.3g}",
-            f"{flops(part.case) / part.median_run / 1e12:.3g}",
-            part.variant,
-        )
+        case, seconds_of_one = part.case, part.median_run
+        speed = f"{flops(case) / seconds_of_one / 1e12:.3g}"
+        times = (f"{part.plan_seconds * 1e6:.0f}", f"{seconds_of_one * 1e3:.3g}", speed)
+        sizes = (len(part.run_seconds), sum(case.qo_lens), sum(case.kv_lens))
+        ran.add(part.name, *sizes, *times, part.variant)
     print(f"\n{ran}\n")
     verified = Table(["verified", "on", "worst", "result"])
     for verdict in demo.verdicts:

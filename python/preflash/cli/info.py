@@ -99,14 +99,19 @@ def _auto(device: torch.device) -> dict:
 
 def _text(facts: dict) -> str:
     kernels = ", ".join(f"{family}: {count}" for family, count in facts["kernels"].items())
+    cpu, gpu, cudnn = facts["cpu"], facts["gpu_absent"], facts["cudnn_absent"]
+    cuda = [f"kernel libraries of CUDA {facts['cuda']}"] if facts["cuda"] else []
+    cuda += [f"not used: {gpu}"] if gpu else []
+    in_wrappers = "backend='cudnn' of the batch wrappers"
+    on_cpu = f"{cpu['isa']}, {cpu['threads']} threads"
     lines = [
         f"preflash  {facts['preflash']}, kernel ABI {facts['kernel_abi']}",
         f"kernels   {kernels} (python -m preflash variants)",
-        f"CUDA      {_cuda_line(facts)}",
-        f"cuDNN     {_cudnn_line(facts)}",
+        f"CUDA      {'; '.join(cuda)}",
+        f"cuDNN     {_unless(cudnn, in_wrappers)}",
         f"torch     {facts['torch']}, CUDA {facts['torch_cuda'] or 'none: a CPU build'}",
         f"Python    {facts['python']}, {facts['platform']}",
-        f"CPU       {_cpu_line(facts['cpu'])}",
+        f"CPU       {_unless(cpu['refusal'], on_cpu)}",
     ]
     for name, value in facts["environment"].items():
         lines.append(f"{name}={value} in the environment")
@@ -119,34 +124,15 @@ def _text(facts: dict) -> str:
     return "\n".join(lines)
 
 
-def _cpu_line(cpu: dict) -> str:
-    if cpu["refusal"]:
-        return f"not used: {cpu['refusal']}"
-    return f"{cpu['isa']}, {cpu['threads']} threads"
-
-
-def _cuda_line(facts: dict) -> str:
-    libraries = f"kernel libraries of CUDA {facts['cuda']}" if facts["cuda"] else ""
-    absent = f"not used: {facts['gpu_absent']}" if facts["gpu_absent"] else ""
-    return "; ".join(part for part in (libraries, absent) if part)
-
-
-def _cudnn_line(facts: dict) -> str:
-    absent = facts["cudnn_absent"]
-    return f"not used: {absent}" if absent else "backend='cudnn' of the batch wrappers"
+def _unless(refusal: str | None, fact: str) -> str:
+    return f"not used: {refusal}" if refusal else fact
 
 
 def _gpu_table(gpus: list[dict]) -> Table:
     headers = ["GPU", "name", "compute capability", "SMs", "L2 MiB", "smem/block KiB"]
     table = Table(headers, frozenset(headers[2:]))
     for gpu in gpus:
-        capability = gpu["compute_capability"]
-        table.add(
-            gpu["device"],
-            gpu["name"],
-            f"{capability // 10}.{capability % 10}",
-            gpu["num_sms"],
-            gpu["l2_bytes"] // 2**20,
-            gpu["smem_per_block"] // 2**10,
-        )
+        capability = "{}.{}".format(*divmod(gpu["compute_capability"], 10))
+        sizes = (gpu["l2_bytes"] // 2**20, gpu["smem_per_block"] // 2**10)
+        table.add(gpu["device"], gpu["name"], capability, gpu["num_sms"], *sizes)
     return table

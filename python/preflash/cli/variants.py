@@ -7,7 +7,7 @@ import json
 import re
 
 from .. import _core
-from . import CommandError, support
+from . import CommandError
 from .console import Table
 from .machine import gpu_kernels_absent
 
@@ -21,15 +21,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", help="of q: f16, bf16, f32, e4m3")
     parser.add_argument("--head-dim", help="what serves it: 64, 128, 192x128, ...")
     parser.add_argument("--json", action="store_true", help="print a JSON array instead of a table")
-    parser.add_argument(
-        "--support", action="store_true", help="print what a full build serves, as docs/support.md"
-    )
 
 
 def execute(args: argparse.Namespace) -> int:
-    if args.support:
-        print(support.table(), end="")
-        return 0
     kernels = sorted(_core.kernels(), key=lambda kernel: kernel["id"])
     serving = None if args.head_dim is None else _ids_that_serve(args.head_dim, kernels)
     chosen = [kernel for kernel in kernels if _matches(kernel, args, serving)]
@@ -98,9 +92,8 @@ def _nothing_left(kernels: list[dict], args: argparse.Namespace) -> str:
 
 
 def _table(kernels: list[dict]) -> Table:
-    right = frozenset({"head_dim", "stages", "warps", "smem"})
     headers = ["id", "backend", "q", "kv", "head_dim", "tile m x n", "stages", "warps", "smem"]
-    table = Table(headers, right)
+    table = Table(headers, frozenset({"head_dim", "stages", "warps", "smem"}))
     for kernel in kernels:
         tile = kernel["tile"]
         table.add(

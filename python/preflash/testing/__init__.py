@@ -1,12 +1,12 @@
-"""What the self-test, the benchmarks and the tests share: named cases, inputs built from them, and
-a float64 oracle.
+"""What the self-test, the benchmarks and the tests share: inputs built from a case, and a float64
+oracle.
 
-Everything here needs torch alone. A `case` says what to compute; `cases` lists named ones. `inputs`
-makes the tensors (poisoned wherever no request owns them), `oracle` computes the answer in float64,
-`comparison` compares a result with it, `runner` drives the public wrappers, `timing` measures.
+Everything here needs torch alone. A `case` says what to compute, `inputs` makes the tensors
+(poisoned wherever no request owns them), `oracle` computes the answer in float64, `comparison`
+compares a result with it, `runner` drives the public wrappers, `timing` measures.
 """
 
-from . import cases, comparison, inputs, oracle, runner, timing
+from . import comparison, inputs, oracle, runner, timing
 from .case import Case, Garbage, KvForm, Magnitude, MaskKind, Position, Sinks
 from .comparison import Report, compare, poison
 from .inputs import Inputs, build
@@ -25,7 +25,6 @@ __all__ = [
     "Sinks",
     "attend",
     "build",
-    "cases",
     "compare",
     "comparison",
     "inputs",

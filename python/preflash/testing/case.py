@@ -161,28 +161,6 @@ class Case:
         return changes and products.itemsize == 2 and self.dtype_o == products
 
     @property
-    def contradiction(self) -> str:
-        """The rule of numbers that the dtypes and the position break together, if they do.
-
-        Wrappers refuse some of this. The rest they compute, but no bound would tell right numbers
-        from wrong ones.
-        """
-        fp8 = self.dtype_kv.itemsize == 1
-        exact = self.magnitude is Magnitude.VERY_NEGATIVE
-        if fp8 and (self.head_dim % 16 or self.dim_vo % 16):
-            return "rows of 8 bits start on multiples of 16 bytes"
-        if exact and (fp8 or self.position is Position.ROPE):
-            return "logits that must be exact are not rotated, nor of 8 bits"
-        if self.head_scales and not fp8:
-            return "factors of heads are for fp8"
-        if self.dtype.itemsize > 1 and self.o_dtype not in (None, self.dtype):
-            return "the output has q's dtype, but for fp8"
-        has_rope_options = self.rope_scale is not None or self.rope_theta is not None
-        if has_rope_options and self.position is not Position.ROPE:
-            return "rope_scale and rope_theta are for RoPE"
-        return ""
-
-    @property
     def id(self) -> str:
         """Readable and unique within a list: the name, then what decides the kernel."""
         dims = f"d{self.head_dim}" + (f"x{self.dim_vo}" if self.dim_vo != self.head_dim else "")

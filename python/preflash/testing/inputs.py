@@ -9,6 +9,7 @@ needed.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -132,6 +133,8 @@ def storage(
     rows = [heads, tokens] if hnd else [tokens, heads]
 
     def make(*shape: int) -> torch.Tensor:
+        if case.garbage is Garbage.NAN:  # the same everywhere: nothing to draw
+            return torch.empty(shape, dtype=case.dtype_kv, device=device).fill_(math.nan)
         blank = torch.empty(shape, dtype=case.dtype_kv, device="cpu")
         return fill_poison(blank, generator, case.garbage).to(device)
 
@@ -163,32 +166,30 @@ def storage(
 def values(
     case: Case, kind: str, rows: int, heads: int, dim: int, generator: torch.Generator
 ) -> torch.Tensor:
-    """Random contents of one request's q, k or v: [rows, heads, dim]."""
-    host = {"dtype": torch.float32, "device": "cpu"}
-    values = torch.randn(rows, heads, dim, generator=generator, **host)
+    """Random contents of one request's q, k or v: [rows, heads, dim], where the generator is."""
+    there = {"dtype": torch.float32, "device": generator.device}
+    values = torch.randn(rows, heads, dim, generator=generator, **there)
     if kind == "v" or case.magnitude is Magnitude.NORMAL:
         return values
     if case.magnitude is Magnitude.IDENTICAL:
         return values[:1].expand(rows, heads, dim) if kind == "k" else values
     # -500 * 500 plus a small integer: exact in every format and in float32 sums.
-    values = torch.zeros(rows, heads, dim, **host)
+    values = torch.zeros(rows, heads, dim, **there)
     values[..., 0] = -500.0 if kind == "q" else 500.0
     values[..., 1] = 1.0 if kind == "q" else 0.0
     if kind == "k":
-        draws = torch.randint(-3, 4, (rows, heads), generator=generator, device="cpu")
+        draws = torch.randint(-3, 4, (rows, heads), generator=generator, device=generator.device)
         values[..., 1] = draws.float()
     return values
 
 
-def _page_table(case: Case, generator: torch.Generator) -> tuple[list[list[int]], int]:
+def page_table(case: Case, generator: torch.Generator) -> list[list[int]]:
+    """The pages of each request, out of a pool with SPARE_PAGES more."""
     counts = [-(-kv_len // case.page_size) for kv_len in case.kv_lens]
     num_pages = sum(counts) + SPARE_PAGES
     shuffled = torch.randperm(num_pages, generator=generator, device="cpu").tolist()
-    table, begin = [], 0
-    for count in counts:
-        table.append(shuffled[begin : begin + count])
-        begin += count
-    return table, num_pages
+    ends = itertools.accumulate(counts, initial=0)
+    return [shuffled[begin:end] for begin, end in itertools.pairwise(ends)]
 
 
 def _masks(case: Case, generator: torch.Generator) -> list[torch.Tensor]:
@@ -216,9 +217,7 @@ def pack_little(mask: torch.Tensor) -> torch.Tensor:
 
 def indptr(lengths: Sequence[int], device: torch.device | str = "cpu") -> torch.Tensor:
     """int32 [len + 1]: 0 and the running sums."""
-    sums = [0]
-    for length in lengths:
-        sums.append(sums[-1] + length)
+    sums = list(itertools.accumulate(lengths, initial=0))
     return torch.tensor(sums, dtype=torch.int32, device=device)
 
 
@@ -226,7 +225,7 @@ def _query(case: Case, generator: torch.Generator, device: torch.device | str) -
     shape = (sum(case.qo_lens), case.num_qo_heads, case.head_dim)
     q = torch.cat(
         [values(case, "q", n, *shape[1:], generator) for n in case.qo_lens]
-        or [torch.zeros(0, *shape[1:], device="cpu")]
+        or [torch.zeros(0, *shape[1:], device=device)]
     ).to(case.dtype)
     if case.form is not KvForm.PADDED:
         return q.to(device)
@@ -277,6 +276,18 @@ def build(
 ) -> Inputs:
     """Makes the tensors of a case on `device`; indptr, indices and lengths on `index_device`."""
     generator = torch.Generator().manual_seed(seed)
+    return build_by(generator, case, device, index_device)
+
+
+def build_by(
+    generator: torch.Generator,
+    case: Case,
+    device: torch.device | str,
+    index_device: torch.device | str | None = None,
+    table: list[list[int]] | None = None,
+) -> Inputs:
+    """build() with numbers that the generator draws, on its own device, and a given page table. One
+    on a GPU takes cases whose garbage is NaN, without a custom mask, sinks and factors of heads."""
     index_device = device if index_device is None else index_device
     q = _query(case, generator, device)
     contents = []
@@ -296,7 +307,8 @@ def build(
         masks=masks,
     )
     if case.paged:
-        _fill_paged(inputs, contents, generator, device, index_device)
+        table = page_table(case, generator) if table is None else table
+        _fill_paged(inputs, contents, table, generator, index_device)
     else:
         _fill_ragged(inputs, contents, generator, device)
     if masks is not None:
@@ -318,9 +330,9 @@ def _fill_ragged(inputs: Inputs, contents, generator, device) -> None:
         begin += k.shape[0]
 
 
-def _fill_paged(inputs: Inputs, contents, generator, device, index_device) -> None:
-    case = inputs.case
-    table, num_pages = _page_table(case, generator)
+def _fill_paged(inputs: Inputs, contents, table, generator, index_device) -> None:
+    case, device = inputs.case, inputs.q.device
+    num_pages = sum(map(len, table)) + SPARE_PAGES
     leading = (num_pages,) if case.form is KvForm.FLAT else (num_pages, case.page_size)
     inputs.k, inputs.v, both = storage(case, leading, generator, device)
     inputs.cache = (inputs.k, inputs.v) if both is None else both

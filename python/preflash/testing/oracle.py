@@ -74,14 +74,6 @@ class HeadScales:
     k: torch.Tensor | None = None  # [num_kv_heads]
     v: torch.Tensor | None = None  # [num_kv_heads]
 
-    def of_heads(self, qo: slice, kv: slice) -> HeadScales:
-        return HeadScales(
-            *(
-                None if scale is None else scale[heads]
-                for scale, heads in ((self.q, qo), (self.k, kv), (self.v, kv))
-            )
-        )
-
 
 def _scaled(x: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
     """float64 [tokens, heads, dim]."""
@@ -100,19 +92,9 @@ class Pipeline:
     slopes: torch.Tensor | None = None  # [num_qo_heads], ALiBi
     rope: Rope | None = None
     sinks: torch.Tensor | None = None  # [num_qo_heads], natural logarithms
-
     scales: HeadScales = HeadScales()
     chunk_size: int = 0
     bias_from_key_0: bool = False  # ALiBi's distances count from there, not from the row
-
-    def of_heads(self, begin: int, end: int, group: int) -> Pipeline:
-        """What the query heads [begin, end) see of it, whole groups of them."""
-        slopes, sinks = (
-            None if per_head is None else per_head[begin:end]
-            for per_head in (self.slopes, self.sinks)
-        )
-        scales = self.scales.of_heads(slice(begin, end), slice(begin // group, end // group))
-        return dataclasses.replace(self, slopes=slopes, sinks=sinks, scales=scales)
 
 
 def alibi_slopes(num_heads: int) -> torch.Tensor:
@@ -238,19 +220,12 @@ def attend(
 
 def concatenate(parts: Sequence[Expected]) -> Expected:
     """The rows of several requests one after the other, as the batch wrappers return them."""
-    return Expected(
-        out=torch.cat([part.out for part in parts]),
-        lse=torch.cat([part.lse for part in parts]),
-        largest=torch.cat([part.largest for part in parts]),
-        total=torch.cat([part.total for part in parts]),
-        empty=torch.cat([part.empty for part in parts]),
-        spread=torch.cat([part.spread for part in parts]),
-        logit_bound=torch.cat([part.logit_bound for part in parts]),
-        logit_spread=torch.cat([part.logit_spread for part in parts]),
-        bias_bound=torch.cat([part.bias_bound for part in parts]),
-        value_bound=max(part.value_bound for part in parts),
-        longest_kv=max(part.longest_kv for part in parts),
-    )
+
+    def joined(values: list) -> torch.Tensor | float:
+        return torch.cat(values) if isinstance(values[0], torch.Tensor) else max(values)
+
+    names = [field.name for field in dataclasses.fields(Expected)]
+    return Expected(**{name: joined([getattr(part, name) for part in parts]) for name in names})
 
 
 def reference(
@@ -258,51 +233,17 @@ def reference(
     *,
     pipeline: Pipeline | None = None,
     rows: Sequence[torch.Tensor | None] | None = None,
-    head_block: int = 0,
 ) -> Expected:
-    """The expected result of `Inputs`; `rows[i]` picks local rows of request i (None: all of them).
-
-    `head_block` > 0 computes that many KV heads at a time, which bounds memory on large problems.
-    """
-    case = inputs.case
+    """The expected result of `Inputs`; `rows[i]` picks local rows of request i (None: all)."""
     pipeline = inputs.pipeline if pipeline is None else pipeline
     parts = []
-    for i in range(case.batch_size):
+    for i in range(inputs.case.batch_size):
         request = inputs.request(i)
         picked = None if rows is None else rows[i]
-        step = head_block or case.num_kv_heads
-        blocks = []
-        for head in range(0, case.num_kv_heads, step):
-            end = min(head + step, case.num_kv_heads)
-            qo_begin, qo_end = head * case.group_size, end * case.group_size
-            blocks.append(
-                attend(
-                    request.q[:, qo_begin:qo_end],
-                    request.k[:, head:end],
-                    request.v[:, head:end],
-                    pipeline.of_heads(qo_begin, qo_end, case.group_size),
-                    custom=request.mask,
-                    rows=picked,
-                )
-            )
-        parts.append(blocks[0] if len(blocks) == 1 else _join_heads(blocks))
+        parts.append(
+            attend(request.q, request.k, request.v, pipeline, custom=request.mask, rows=picked)
+        )
     return concatenate(parts)
-
-
-def _join_heads(blocks: Sequence[Expected]) -> Expected:
-    return Expected(
-        out=torch.cat([block.out for block in blocks], 1),
-        lse=torch.cat([block.lse for block in blocks], 1),
-        largest=torch.cat([block.largest for block in blocks], 1),
-        total=torch.cat([block.total for block in blocks], 1),
-        empty=torch.cat([block.empty for block in blocks], 1),
-        spread=torch.cat([block.spread for block in blocks], 1),
-        logit_bound=torch.cat([block.logit_bound for block in blocks], 1),
-        logit_spread=torch.cat([block.logit_spread for block in blocks], 1),
-        bias_bound=torch.cat([block.bias_bound for block in blocks], 1),
-        value_bound=max(block.value_bound for block in blocks),
-        longest_kv=blocks[0].longest_kv,
-    )
 
 
 def merge(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

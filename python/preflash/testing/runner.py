@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import torch
 
@@ -32,45 +33,6 @@ def make_wrapper(
     if case.paged:
         kind = preflash.BatchPrefillWithPagedKVCacheWrapper
     return kind(buffer, case.layout, backend=backend, **options)
-
-
-def graph_options(inputs: Inputs) -> dict:
-    """use_cuda_graph=True for a wrapper of such batches, with buffers, of which those that may be
-    too large are."""
-    case, device = inputs.case, inputs.q.device
-    ints = {"dtype": torch.int32, "device": device}
-    indptr = torch.full((case.batch_size + 1,), -7, **ints)
-    found = {"use_cuda_graph": True, "qo_indptr_buf": indptr.clone()}
-    if case.paged:
-        found["paged_kv_indptr_buf"] = indptr.clone()
-        found["paged_kv_indices_buf"] = torch.full((inputs.indices.numel() + 3,), -7, **ints)
-        found["paged_kv_last_page_len_buf"] = indptr[1:].clone()
-    else:
-        found["kv_indptr_buf"] = indptr.clone()
-    pairs = sum(a * b for a, b in zip(case.qo_lens, case.kv_lens, strict=True))
-    room = pairs // 8 + case.batch_size + 8
-    found["custom_mask_buf"] = torch.full((room,), 255, dtype=torch.uint8, device=device)
-    found["mask_indptr_buf"] = indptr.clone()
-    return found
-
-
-def hints(inputs: Inputs) -> dict:
-    """What plan() may be told of the lengths and pages in other forms."""
-    case, device = inputs.case, inputs.qo_indptr.device
-    found = {
-        "seq_lens_q": torch.tensor(case.qo_lens, dtype=torch.int32, device=device),
-        "seq_lens": torch.tensor(case.kv_lens, dtype=torch.int64, device=device),
-        "max_token_per_sequence": max(case.qo_lens),
-        "max_sequence_kv": max(case.kv_lens) + 1,
-        "uniform_q_len": case.qo_lens[0] if len(set(case.qo_lens)) == 1 else -1,
-    }
-    if case.paged:
-        widest = max(map(len, inputs.page_table)) + 1
-        table = torch.full((case.batch_size, widest), -7, dtype=torch.int32, device="cpu")
-        for row, pages in zip(table, inputs.page_table, strict=True):
-            row[: len(pages)] = torch.tensor(pages, dtype=torch.int32)
-        found["block_tables"] = table.to(device)
-    return found
 
 
 def plan_arguments(inputs: Inputs) -> tuple[tuple, dict]:
@@ -180,18 +142,30 @@ def compare(inputs: Inputs, out, lse, expected: Expected | None = None, **option
     return comparison.compare(out, lse, expected, soft_cap=case.soft_cap or 0.0, **options)
 
 
+def planned(inputs: Inputs, *, backend: str, size: int = WORKSPACE_BYTES, **plan_overrides):
+    """A fresh wrapper, planned; its workspace has `size` bytes, or what a fixed split takes."""
+    case, device = inputs.case, inputs.q.device
+    if case.fixed_split_size:  # which is kept whatever it costs
+        probe = make_wrapper(case, backend=backend, device=device)
+        positional, options = plan_arguments(inputs)
+        size = max(size, probe.workspace_size(*positional, **{**options, **plan_overrides})[0])
+    wrapper = make_wrapper(case, backend=backend, device=device, buffer=workspace(device, size))
+    plan(wrapper, inputs, **plan_overrides)
+    return wrapper
+
+
+def launcher(wrapper, inputs: Inputs) -> Callable[[], torch.Tensor]:
+    """A call of run() on the inputs with an output of its own, for timing."""
+    out = inputs.q.new_empty(*inputs.q.shape[:2], inputs.case.dim_vo, dtype=inputs.case.dtype_o)
+    tensors = (inputs.q, inputs.cache) if inputs.case.paged else (inputs.q, inputs.k, inputs.v)
+    return lambda: wrapper.run(*tensors, out=out)
+
+
 def check(
     inputs: Inputs, *, backend: str, expected: Expected | None = None, **plan_overrides
 ) -> Report:
     """Plans and runs a fresh wrapper and raises unless output and LSE are right."""
-    wrapper = make_wrapper(inputs.case, backend=backend, device=inputs.q.device)
-    if inputs.case.fixed_split_size:
-        # A fixed split is kept whatever it costs: as much as the wrapper says that it takes.
-        positional, options = plan_arguments(inputs)
-        needed, _ = wrapper.workspace_size(*positional, **{**options, **plan_overrides})
-        buffer = workspace(inputs.q.device, max(needed, WORKSPACE_BYTES))
-        wrapper = make_wrapper(inputs.case, backend=backend, device=inputs.q.device, buffer=buffer)
-    plan(wrapper, inputs, **plan_overrides)
+    wrapper = planned(inputs, backend=backend, **plan_overrides)
     out, lse = run(wrapper, inputs)
     report = compare(inputs, out, lse, expected)
     report.check()

@@ -1,11 +1,10 @@
 """Timers: kernel time by CUDA-graph replay, CPU time of a call, and wall time on the CPU.
 
-All report the median, in microseconds.
+All give the median of several samples, in microseconds of one call.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import random
 import statistics
 import time
@@ -13,26 +12,14 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-
-@dataclasses.dataclass(frozen=True)
-class Timing:
-    """Microseconds of one call, over several samples."""
-
-    median_us: float
-    fastest_us: float
-    slowest_us: float
-    samples: int
-
-    @classmethod
-    def of(cls, samples_us: list[float]) -> Timing:
-        return cls(statistics.median(samples_us), min(samples_us), max(samples_us), len(samples_us))
+Call = Callable[[], object]
 
 
 class GraphReplay:
     """One `call`, which must be capturable once it ran on the stream of the capture, launched
     `calls` times in one CUDA graph."""
 
-    def __init__(self, call: Callable[[], object], calls: int) -> None:
+    def __init__(self, call: Call, calls: int) -> None:
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -56,7 +43,7 @@ class GraphReplay:
         return begin.elapsed_time(end) * 1000 / self._calls
 
 
-def interleaved(replays: Mapping[str, GraphReplay], samples: int) -> dict[str, Timing]:
+def interleaved(replays: Mapping[str, GraphReplay], samples: int) -> dict[str, float]:
     """Interleaved times: `samples` rounds, each of which takes one sample of every replay.
 
     A GPU at its power limit slows down and recovers, so a sample depends on what ran before it.
@@ -69,33 +56,27 @@ def interleaved(replays: Mapping[str, GraphReplay], samples: int) -> dict[str, T
         shuffle(order)
         for name in order:
             taken[name].append(replays[name].sample())
-    return {name: Timing.of(values) for name, values in taken.items()}
+    return {name: statistics.median(values) for name, values in taken.items()}
 
 
-def cpu_call_time(
-    call: Callable[[], object], *, calls: int = 50, samples: int = 11, device: str = "cuda"
-) -> Timing:
+def cpu_call_time(call: Call, *, calls: int = 50, samples: int = 11, device: str = "cuda") -> float:
     """Time the CPU spends in one `call`; the GPU is drained between samples, so that its
     queue never fills."""
-    cuda = device.startswith("cuda")
+    drain = torch.cuda.synchronize if device.startswith("cuda") else lambda: None
     for _ in range(5):
         call()
     taken = []
     for _ in range(samples):
-        if cuda:
-            torch.cuda.synchronize()
+        drain()
         begin = time.perf_counter()
         for _ in range(calls):
             call()
         taken.append((time.perf_counter() - begin) * 1e6 / calls)
-    if cuda:
-        torch.cuda.synchronize()
-    return Timing.of(taken)
+    drain()
+    return statistics.median(taken)
 
 
-def cpu_wall_time(
-    call: Callable[[], object], *, min_seconds: float = 0.3, min_samples: int = 3
-) -> Timing:
+def cpu_wall_time(call: Call, *, min_seconds: float = 0.3, min_samples: int = 3) -> float:
     """Wall time of one `call` that computes on the CPU; samples until `min_seconds` have passed."""
     call()
     taken: list[float] = []
@@ -104,4 +85,4 @@ def cpu_wall_time(
         begin = time.perf_counter()
         call()
         taken.append((time.perf_counter() - begin) * 1e6)
-    return Timing.of(taken)
+    return statistics.median(taken)

@@ -59,11 +59,10 @@ def baselines_of(row: Row, device: torch.device) -> list[BaselineCall]:
 
 def _sdpa(inputs: Inputs, backend: SDPBackend) -> Call:
     case = inputs.case
-
-    def batched(x: torch.Tensor) -> torch.Tensor:
-        return x.unflatten(0, (case.batch_size, -1)).transpose(1, 2)
-
-    q, k, v = batched(inputs.q), batched(inputs.k), batched(inputs.v)
+    q, k, v = (
+        x.unflatten(0, (case.batch_size, -1)).transpose(1, 2)
+        for x in (inputs.q, inputs.k, inputs.v)
+    )
     causal = case.mask is MaskKind.CAUSAL
 
     def call() -> torch.Tensor:
@@ -75,28 +74,17 @@ def _sdpa(inputs: Inputs, backend: SDPBackend) -> Call:
 
 
 def _varlen(inputs: Inputs) -> Call:
-    case = inputs.case
-    device = inputs.q.device
-    qo_indptr = indptr(case.qo_lens, device)
-    kv_indptr = indptr(case.kv_lens, device)
-    causal = case.mask is MaskKind.CAUSAL
-
-    def call() -> torch.Tensor:
-        return torch.ops.aten._flash_attention_forward(
-            inputs.q,
-            inputs.k,
-            inputs.v,
-            qo_indptr,
-            kv_indptr,
-            max(case.qo_lens),
-            max(case.kv_lens),
-            0.0,
-            causal,
-            False,
-            scale=case.scale,
-        )[0]
-
-    return call
+    case, device = inputs.case, inputs.q.device
+    lengths = (
+        indptr(case.qo_lens, device),
+        indptr(case.kv_lens, device),
+        max(case.qo_lens),
+        max(case.kv_lens),
+    )
+    tensors = (inputs.q, inputs.k, inputs.v)
+    options = (0.0, case.mask is MaskKind.CAUSAL, False)  # dropout, causal, debug mask
+    forward = torch.ops.aten._flash_attention_forward
+    return lambda: forward(*tensors, *lengths, *options, scale=case.scale)[0]
 
 
 class _Frontend:
@@ -107,15 +95,9 @@ class _Frontend:
         self._wrapper = None
 
     def prepare(self, inputs: Inputs) -> Call:
-        case, device = inputs.case, inputs.q.device
         if self._wrapper is None:
-            buffer = runner.workspace(device, _FRONTEND_WORKSPACE)
-            self._wrapper = runner.make_wrapper(case, backend="cudnn", device=device, buffer=buffer)
-            runner.plan(self._wrapper, inputs)
-        run = self._wrapper.run
-        out = inputs.q.new_empty(inputs.q.shape[0], case.num_qo_heads, case.dim_vo)
-        keys = (inputs.cache,) if case.paged else (inputs.k, inputs.v)
-        return lambda: run(inputs.q, *keys, out=out)
+            self._wrapper = runner.planned(inputs, backend="cudnn", size=_FRONTEND_WORKSPACE)
+        return runner.launcher(self._wrapper, inputs)
 
 
 def _plain_read(row: Row, inputs: Inputs) -> Call:

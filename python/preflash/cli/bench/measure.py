@@ -1,43 +1,48 @@
-"""One row: make inputs, check the results of preflash and of every baseline, then time them."""
+"""How a row is measured: every call is checked against the oracle, then all are timed together."""
 
 from __future__ import annotations
 
-import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-from ...testing import Expected, Inputs, runner, timing
+from ...testing import Expected, Inputs, Report, runner, timing
 from ...testing.case import Case, flops
 from ..batches import BatchMaker, Sample
+from ..console import Table, number
 from ..machine import Place
-from .baselines import BaselineCall, baselines_of
-from .rows import Metric, Row
+from .baselines import baselines_of
+from .rows import BenchRow, Metric, Row
 
 Call = Callable[[], torch.Tensor]
+Calls = dict[str, Sequence[Call]]  # by name; each has one for every set of inputs
 
 OURS = "preflash"
 BASE = "base"  # ours, on the case that the row is relative to
 
-_WORKSPACE_BYTES = 256 * 1024 * 1024
+WORKSPACE_BYTES = 256 * 1024 * 1024
 # The calls rotate over sets of inputs that together exceed every last-level cache.
 _ROTATION_BYTES = 192 * 1024 * 1024
 _MAX_SETS = 16
 _ROWS_PER_REQUEST = 3
 # A baseline may round where preflash does not; beyond four times the bound it is another function.
 _BASELINE_SLACK = 4.0
+_LEGEND = "(1.20x): preflash is 1.20 times as fast. TFLOP/s counts kept pairs: half for causal."
 
 
 @dataclass
 class Result:
     """The measurements of one row; `absent` says why a call was not timed."""
 
-    row: Row
+    row: BenchRow
     variant: str = ""
-    us: dict[str, float] = field(default_factory=dict)  # by name: OURS, BASE and the baselines
+    launches: int = 0  # of a row of prefill beside decode
+    us: dict[str, float] = field(default_factory=dict)  # by the name of the call
     absent: dict[str, str] = field(default_factory=dict)
+    baselines: list[str] = field(default_factory=list)  # the names of those that are not ours
+    distance: dict[str, float] = field(default_factory=dict)
     plan_us: float | None = None
     run_cpu_us: float | None = None  # on a GPU: time of the calling thread
     error_ratio: float | None = None  # of ours: largest error divided by its bound
@@ -51,146 +56,173 @@ class Result:
         return flops(self.row.case) / seconds / 1e12
 
 
-@dataclass(frozen=True)
-class _Trial:
-    """What all calls of a row share: inputs, expected results and the way they are timed."""
-
-    row: Row
-    place: Place
-    repeats: int
-    sets: list[Inputs]
-    sample: Sample
-    expected: Expected  # of the sampled rows of the first set
-
-    @classmethod
-    def prepare(cls, row: Row, place: Place, repeats: int) -> _Trial:
-        maker = BatchMaker(row.case, place.device)
-        num_sets = min(_MAX_SETS, max(1, -(-_ROTATION_BYTES // row.bytes())))
-        sets = [maker.make() for _ in range(num_sets)]
-        sample = Sample(row.case.qo_lens, _ROWS_PER_REQUEST)
-        return cls(row, place, repeats, sets, sample, sample.expected(sets[0]))
-
-    def rotation(self, calls: Sequence[Call]) -> Callable[[], None]:
-        """A call that runs the given ones one after another, again and again."""
-        rotated = itertools.cycle(calls)
-
-        def call() -> None:
-            next(rotated)()
-
-        return call
-
-
-def measure_row(row: Row, place: Place, repeats: int) -> Result:
-    """Checks preflash and every baseline on the same inputs, then times them: the median of
-    interleaved kernel times on a GPU, of wall times on the CPU."""
-    result = Result(row)
-    trial = _Trial.prepare(row, place, repeats)
-    calls: dict[str, list[Call]] = {}
-    try:
-        calls[OURS] = _our_calls(result, trial)
-        if row.relative_to is not None:
-            calls[BASE] = _base_calls(row.relative_to, place, repeats)
-    except NotImplementedError as error:
-        result.absent[OURS] = str(error)
-    except (RuntimeError, WrongResultError) as error:  # the rows that follow still count
-        result.failure = str(error)
-    for baseline in baselines_of(row, place.device):
-        try:
-            calls[baseline.name] = _baseline_calls(baseline, trial)
-        except (RuntimeError, WrongResultError) as error:
-            result.absent[baseline.name] = str(error).splitlines()[0]
-    _time(result, trial, calls)
-    return result
-
-
 class WrongResultError(Exception):
     """A call computed something else than attention."""
 
 
-def _time(result: Result, trial: _Trial, calls: dict[str, list[Call]]) -> None:
-    if trial.place.device.type == "cpu":
-        for name, rotated in calls.items():
-            call = trial.rotation(rotated)
-            result.us[name] = timing.cpu_wall_time(call, min_samples=trial.repeats).median_us
-        return
+def measured(
+    calls_of: Callable[[Result, Place, int], Calls], row: BenchRow, place: Place, repeats: int
+) -> Result:
+    """Times what `calls_of` has checked: the medians of interleaved kernel times on a GPU, of wall
+    times on the CPU."""
+    result = Result(row)
+    try:
+        _time(result, place, repeats, calls_of(result, place, repeats))
+    except NotImplementedError as error:
+        result.absent[OURS] = str(error)
+    except (RuntimeError, WrongResultError) as error:  # the rows that follow still count
+        result.failure = str(error)
+    return result
+
+
+def _time(result: Result, place: Place, repeats: int, calls: Mapping[str, Sequence[Call]]) -> None:
     replays = {}
     for name, rotated in calls.items():
+        turns = itertools.cycle(rotated)
+
+        def call(turns=turns) -> None:
+            next(turns)()
+
+        if place.device.type == "cpu":
+            result.us[name] = timing.cpu_wall_time(call, min_samples=repeats)
+            continue
         try:
-            replays[name] = timing.GraphReplay(trial.rotation(rotated), max(10, len(rotated)))
+            replays[name] = timing.GraphReplay(call, max(result.row.calls_per_graph, len(rotated)))
         except RuntimeError as error:
-            if name in (OURS, BASE):
+            if name not in result.baselines:
                 result.failure = str(error)
             else:
                 result.absent[name] = str(error).splitlines()[0]
-    for name, taken in timing.interleaved(replays, trial.repeats).items():
-        result.us[name] = taken.median_us
+    result.us |= timing.interleaved(replays, repeats)
 
 
-def _our_calls(result: Result, trial: _Trial) -> list[Call]:
-    wrapper = _planned(result, trial)
-    calls = [_our_call(wrapper, inputs) for inputs in trial.sets]
-    plan = timing.cpu_call_time(
-        lambda: runner.plan(wrapper, trial.sets[0], non_blocking=True),
-        calls=5,
-        samples=trial.repeats,
-        device=trial.place.device.type,
-    )
-    result.plan_us = plan.median_us
-    if trial.place.device.type == "cuda":
-        run = timing.cpu_call_time(calls[0], calls=20, samples=trial.repeats)
-        result.run_cpu_us = run.median_us
+@dataclass(frozen=True)
+class Trial:
+    """Sets of inputs of one case, and the oracle's answer for sampled rows of the first one."""
+
+    place: Place
+    sets: list[Inputs]
+    sample: Sample
+    expected: Expected
+
+    @classmethod
+    def of(cls, case: Case, place: Place, num_sets: int = 1) -> Trial:
+        maker = BatchMaker(case, place.device)
+        sets = [maker.make() for _ in range(num_sets)]
+        sample = Sample(case.qo_lens, _ROWS_PER_REQUEST)
+        return cls(place, sets, sample, sample.expected(sets[0]))
+
+    def report(self, out: torch.Tensor, lse: torch.Tensor | None = None) -> Report:
+        """Of a result of the first set."""
+        lse = None if lse is None else self.sample.of(lse)
+        return runner.compare(self.sets[0], self.sample.of(out), lse, self.expected)
+
+    def check(self, out: torch.Tensor, lse: torch.Tensor) -> float:
+        """The largest error divided by its bound."""
+        report = self.report(out, lse)
+        if not report.ok:
+            raise WrongResultError(f"{self.sets[0].case.name}: {report}")
+        return report.worst
+
+    def planned(self, result: Result):
+        """Our wrapper; its first result is right."""
+        wrapper = runner.planned(self.sets[0], backend=self.place.backend, size=WORKSPACE_BYTES)
+        result.variant = wrapper.variant
+        result.error_ratio = self.check(*runner.run(wrapper, self.sets[0]))
+        return wrapper
+
+    def launchers(self, wrapper) -> list[Call]:
+        return [runner.launcher(wrapper, inputs) for inputs in self.sets]
+
+
+def row_calls(result: Result, place: Place, repeats: int) -> Calls:
+    """preflash and every baseline on the same inputs. Where ours fails, baselines count."""
+    row, calls = result.row, {}
+    num_sets = min(_MAX_SETS, -(-_ROTATION_BYTES // row.bytes()))
+    trial = Trial.of(row.case, place, num_sets)
+    try:
+        wrapper = trial.planned(result)
+        calls[OURS] = trial.launchers(wrapper)
+        _time_the_cpu(result, wrapper, trial, repeats)
+        if row.relative_to is not None:
+            base = Trial.of(row.relative_to, place, num_sets)
+            calls[BASE] = base.launchers(base.planned(Result(row)))
+    except NotImplementedError as error:
+        result.absent[OURS] = str(error)
+    except (RuntimeError, WrongResultError) as error:
+        result.failure = str(error)
+    for baseline in baselines_of(row, place.device):
+        result.baselines.append(baseline.name)
+        try:
+            calls[baseline.name] = [baseline.prepare(inputs) for inputs in trial.sets]
+            out = calls[baseline.name][0]()
+            report = trial.report(out) if baseline.checked else Report()
+            if not bool(out.isfinite().all()) or report.worst_ratio > _BASELINE_SLACK:
+                raise WrongResultError(f"differs from the oracle: {report}")
+        except (RuntimeError, WrongResultError) as error:
+            calls.pop(baseline.name, None)
+            result.absent[baseline.name] = str(error).splitlines()[0]
     return calls
+
+
+def _time_the_cpu(result: Result, wrapper, trial: Trial, repeats: int) -> None:
+    first, device = trial.sets[0], trial.place.device.type
+    result.plan_us = timing.cpu_call_time(
+        lambda: runner.plan(wrapper, first, non_blocking=True),
+        calls=5,
+        samples=repeats,
+        device=device,
+    )
+    if device == "cuda":
+        run = runner.launcher(wrapper, first)
+        result.run_cpu_us = timing.cpu_call_time(run, calls=20, samples=repeats)
 
 
 def checked_call(row: Row, place: Place) -> Call:
-    """Our run of the row, planned; its first result has been compared with the oracle's."""
-    trial = _Trial.prepare(row, place, repeats=1)
-    return _our_call(_planned(Result(row), trial), trial.sets[0])
+    """Our run of the row, planned; its first result is right."""
+    trial = Trial.of(row.case, place)
+    return trial.launchers(trial.planned(Result(row)))[0]
 
 
-def _base_calls(case: Case, place: Place, repeats: int) -> list[Call]:
-    row = Row(case)
-    trial = _Trial.prepare(row, place, repeats)
-    wrapper = _planned(Result(row), trial)
-    return [_our_call(wrapper, inputs) for inputs in trial.sets]
+def row_table(results: list[Result]) -> str:
+    names = [name for result in results for name in result.baselines]
+    baselines = list(dict.fromkeys(names))  # in the order in which they first appear
+    headers = ["row", "dtype", "unit", OURS, *baselines, "of base", "us", "plan us", "run CPU us"]
+    headers += ["error / allowed"]
+    table = Table(headers, frozenset(headers[3:]))
+    for result in results:
+        us = result.us.get(OURS)
+        of_base = result.us[BASE] / us if us and BASE in result.us else None
+        table.add(
+            result.row.name,
+            result.row.dtype_name,
+            result.row.metric.value,
+            _our_cell(result),
+            *(_baseline_cell(result, name) for name in baselines),
+            number(of_base, ".2f"),
+            number(us, ".1f"),
+            number(result.plan_us, ".0f"),
+            number(result.run_cpu_us, ".1f"),
+            number(result.error_ratio, ".2f"),
+        )
+    notes = [
+        "\n(1.20x): preflash is 1.20 times as fast. TFLOP/s counts kept pairs: half for causal."
+    ]
+    reasons = {f"{name}: {reason}" for result in results for name, reason in result.absent.items()}
+    notes += [f"not timed: {reason}" for reason in sorted(reasons)]
+    return "\n".join([str(table.without_empty_columns()), *notes])
 
 
-def _planned(result: Result, trial: _Trial):
-    """Our wrapper, planned; its first result has been compared with the oracle's."""
-    first, place = trial.sets[0], trial.place
-    make = functools.partial(
-        runner.make_wrapper, first.case, backend=place.backend, device=place.device
-    )
-    size = _WORKSPACE_BYTES
-    if first.case.fixed_split_size is not None:  # may need gigabytes
-        probe = make(buffer=runner.workspace(place.device, 0))
-        positional, options = runner.plan_arguments(first)
-        size = max(size, probe.workspace_size(*positional, **options)[0])
-    wrapper = make(buffer=runner.workspace(place.device, size))
-    runner.plan(wrapper, first)
-    result.variant = wrapper.variant
-    out, lse = runner.run(wrapper, first)
-    report = runner.compare(first, trial.sample.of(out), trial.sample.of(lse), trial.expected)
-    result.error_ratio = report.worst
-    if not report.ok:
-        raise WrongResultError(f"{first.case.name}: {report}")
-    return wrapper
+def _our_cell(result: Result) -> str:
+    if result.failure:
+        return "WRONG"
+    return f"{result.speed(OURS):.4g}" if OURS in result.us else "not compiled"
 
 
-def _our_call(wrapper, inputs: Inputs) -> Call:
-    case = inputs.case
-    out = inputs.q.new_empty(inputs.q.shape[0], case.num_qo_heads, case.dim_vo)
-    if case.paged:
-        return lambda: wrapper.run(inputs.q, inputs.cache, out=out)
-    return lambda: wrapper.run(inputs.q, inputs.k, inputs.v, out=out)
-
-
-def _baseline_calls(baseline: BaselineCall, trial: _Trial) -> list[Call]:
-    calls = [baseline.prepare(inputs) for inputs in trial.sets]
-    out = calls[0]()
-    if baseline.checked:
-        out = trial.sample.of(out)
-        report = runner.compare(trial.sets[0], out, None, trial.expected)
-        if not bool(out.isfinite().all()) or report.worst_ratio > _BASELINE_SLACK:
-            raise WrongResultError(f"differs from the oracle: {report}")
-    return calls
+def _baseline_cell(result: Result, name: str) -> str | None:
+    """A baseline's speed and, in brackets, how many times as fast preflash is."""
+    if name not in result.us:
+        return None
+    speed = result.speed(name)
+    ratio = f" ({result.speed(OURS) / speed:.2f}x)" if OURS in result.us else ""
+    return f"{speed:.4g}{ratio}"

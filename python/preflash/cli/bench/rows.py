@@ -5,10 +5,13 @@ from __future__ import annotations
 import dataclasses
 import enum
 import itertools
+from typing import TypeVar
 
 import torch
 
 from ...testing.case import Case, KvForm, MaskKind
+
+AnyRow = TypeVar("AnyRow", bound="BenchRow")
 
 
 class Metric(enum.Enum):
@@ -28,22 +31,38 @@ class Baseline(enum.Enum):
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
-    """One line of the table; `relative_to` is the same case without pages, or, where it splits keys
-    as batch invariance wants it, as the planner would."""
+class BenchRow:
+    """What is measured together: a case, and what further fields say."""
 
     case: Case
-    metric: Metric = Metric.TFLOPS
-    baselines: tuple[Baseline, ...] = ()
-    relative_to: Case | None = None
 
     @property
     def name(self) -> str:
         return self.case.name
 
-    def with_dtype(self, dtype: torch.dtype) -> Row:
-        base = self.relative_to and self.relative_to.with_dtype(dtype)
-        return dataclasses.replace(self, case=self.case.with_dtype(dtype), relative_to=base)
+    @property
+    def dtype_name(self) -> str:
+        return str(self.case.dtype).removeprefix("torch.")
+
+    @property
+    def calls_per_graph(self) -> int:
+        """How often a CUDA graph holds the call that is timed."""
+        return 10
+
+    def with_dtype(self: AnyRow, dtype: torch.dtype) -> AnyRow:
+        cases = {name: case for name, case in vars(self).items() if isinstance(case, Case)}
+        changed = {name: case.with_dtype(dtype) for name, case in cases.items()}
+        return dataclasses.replace(self, **changed)
+
+
+@dataclasses.dataclass(frozen=True)
+class Row(BenchRow):
+    """A row of the wrappers; `relative_to` is the same case without pages, or, where it splits keys
+    as batch invariance wants it, as the planner would."""
+
+    metric: Metric = Metric.TFLOPS
+    baselines: tuple[Baseline, ...] = ()
+    relative_to: Case | None = None
 
     def bytes(self) -> int:
         """Bytes that have to move: K and V once, q and o once."""

@@ -1,10 +1,13 @@
-"""When and where each work item of a launch ran, read from the records that the launch wrote."""
+"""When and where each work item of a launch ran, read from the records that the launch wrote, and
+how that is drawn: as a picture, and as a trace that ui.perfetto.dev opens."""
 
 from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Iterable, Sequence
+import importlib.util
+import pathlib
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
@@ -12,6 +15,10 @@ import torch
 class Kind(enum.Enum):
     PREFILL = "prefill"
     DECODE = "decode"  # of a request with one token
+
+
+# Told apart by every kind of eye, and in grey.
+_COLOURS = {Kind.PREFILL: "#1f6fb4", Kind.DECODE: "#f5a623"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,28 +48,27 @@ class Timeline:
     def end_us(self) -> float:
         return max((span.end_us for span in self.spans), default=0.0)
 
-    def of_processor(self, processor: int) -> list[Span]:
-        return [span for span in self.spans if span.processor == processor]
+    def of_processors(self) -> list[list[Span]]:
+        """The spans of each processor."""
+        return [[span for span in self.spans if span.processor == one] for one in self.processors]
 
     def summary(self) -> str:
         """How the time of the processors was spent."""
         if not self.spans:
             return "no work item ran"
         room = self.end_us * len(self.processors)
-        by_processor = [self.of_processor(one) for one in self.processors]
+        by_processor, name = self.of_processors(), self.processor_name
 
-        def share(kinds: Iterable[Kind]) -> float:
-            wanted = frozenset(kinds)
-            busy = sum(_covered(s for s in spans if s.kind in wanted) for spans in by_processor)
+        def share(*kinds: Kind) -> float:
+            busy = sum(_covered(s for s in spans if s.kind in kinds) for spans in by_processor)
             return 100.0 * busy / room if room else 0.0
 
-        shares = [f"{kind.value} {share([kind]):.1f} %" for kind in Kind]
-        ends = [max((span.end_us for span in spans), default=0.0) for spans in by_processor]
+        shares = [f"{kind.value} {share(kind):.1f} %" for kind in Kind]
+        ends = sorted(max((span.end_us for span in spans), default=0.0) for spans in by_processor)
         return (
-            f"{len(self.spans)} items in {self.end_us:.1f} us on {len(self.processors)} "
-            f"{self.processor_name}s: {', '.join(shares)}, idle {100.0 - share(Kind):.1f} %; "
-            f"the first {self.processor_name} is done at {min(ends):.1f} us, "
-            f"half of them at {sorted(ends)[len(ends) // 2]:.1f} us"
+            f"{len(self.spans)} items in {self.end_us:.1f} us on {len(ends)} {name}s: "
+            f"{', '.join(shares)}, idle {100.0 - share(*Kind):.1f} %; the first {name} is done at "
+            f"{ends[0]:.1f} us, half of them at {ends[len(ends) // 2]:.1f} us"
         )
 
 
@@ -117,3 +123,77 @@ def _covered(spans: Iterable[Span]) -> float:
         covered += max(end - max(begin, until), 0.0)
         until = max(until, end)
     return covered
+
+
+def chrome_trace(timeline: Timeline) -> dict:
+    """The Chrome trace event format: one thread for each processor, and further ones where it holds
+    several CTAs. Times are in microseconds, as the format wants them."""
+    events = [_metadata("process_name", 0, name=timeline.title)]
+    for thread, (name, lane) in enumerate(_threads(timeline)):
+        events.append(_metadata("thread_name", thread, name=name))
+        events.append(_metadata("thread_sort_index", thread, sort_index=thread))
+        for span in lane:
+            kind = span.kind.value
+            args = {"kernel": timeline.launches[span.launch], "launch": span.launch}
+            args |= {name: getattr(span, name) for name in ("cta", "request", "kv_head", "chunk")}
+            times = {
+                "ts": round(span.begin_us, 3),
+                "dur": round(span.end_us - span.begin_us, 3),
+            }
+            event = {"ph": "X", "name": kind, "cat": kind, "pid": 1, "tid": thread}
+            events.append({**event, **times, "args": args})
+    return {
+        "traceEvents": events,
+        "displayTimeUnit": "ns",
+        "otherData": {"title": timeline.title, "summary": timeline.summary()},
+    }
+
+
+def _threads(timeline: Timeline) -> Iterator[tuple[str, list[Span]]]:
+    for processor, spans in zip(timeline.processors, timeline.of_processors(), strict=True):
+        of_processor = lanes(spans) or [[]]
+        for number, lane in enumerate(of_processor):
+            cta = f" CTA {number}" if len(of_processor) > 1 else ""
+            yield f"{timeline.processor_name} {processor:03}{cta}", lane
+
+
+def _metadata(what: str, thread: int, **args: object) -> dict:
+    return {"ph": "M", "name": what, "pid": 1, "tid": thread, "args": args}
+
+
+def why_no_picture() -> str:
+    """Empty where one can be drawn."""
+    if importlib.util.find_spec("matplotlib") is None:
+        return "a picture takes matplotlib, which is not installed: pip install 'preflash[trace]'"
+    return ""
+
+
+def draw(timeline: Timeline, path: pathlib.Path) -> None:
+    """One row for each processor, in the format that the file's name ends with."""
+    from matplotlib.figure import Figure  # an extra, and slow to import
+    from matplotlib.patches import Patch
+
+    rows = len(timeline.processors)
+    figure = Figure(figsize=(12.0, min(max(1.6 + 0.055 * rows, 3.0), 12.0)), layout="constrained")
+    axes = figure.subplots()
+    for row, spans in enumerate(timeline.of_processors()):
+        of_processor = lanes(spans)
+        height = 0.9 / max(len(of_processor), 1)
+        for number, lane in enumerate(of_processor):
+            for kind, colour in _COLOURS.items():
+                bars = [(s.begin_us, s.end_us - s.begin_us) for s in lane if s.kind is kind]
+                place = (row - 0.45 + number * height, height)
+                axes.broken_barh(bars, place, facecolor=colour, edgecolor="white", linewidth=0.25)
+    kinds = {span.kind for span in timeline.spans}
+    handles = [Patch(color=_COLOURS[kind], label=kind.value) for kind in Kind if kind in kinds]
+    above = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0)}
+    axes.legend(handles=handles, ncols=2, frameon=False, **above)
+    axes.set_xlim(0.0, timeline.end_us or 1.0)
+    axes.set_ylim(rows - 0.5, -0.5)
+    ticks = range(0, rows, max(rows // 12, 1))
+    axes.set_yticks(list(ticks), [str(timeline.processors[tick]) for tick in ticks])
+    axes.set_ylabel(timeline.processor_name)
+    axes.set_xlabel("microseconds since the first work item began")
+    axes.set_title(timeline.title, fontsize=10, loc="left")
+    axes.margins(0)
+    figure.savefig(path, dpi=100)

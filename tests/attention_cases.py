@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from .case import Case, KvForm, Magnitude, MaskKind, Position, Sinks
+from preflash.testing import Case, KvForm, Magnitude, MaskKind, Position, Sinks
 
 _C = MaskKind.CAUSAL
 _CUSTOM = MaskKind.CUSTOM

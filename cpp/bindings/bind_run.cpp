@@ -1,0 +1,119 @@
+// Runs for Python. One of the wrappers comes through here for every layer, so that its call is one
+// of CPython's own.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <exception>
+#include <memory>
+#include <stdexcept>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "bindings/bindings.h"
+#include "bindings/bound_run.h"
+#include "bindings/fast_call.h"
+#include "core/memory_span.h"
+
+namespace preflash {
+namespace {
+
+namespace py = pybind11;
+
+using Shared = std::shared_ptr<BoundRun>;
+
+PyObject* run(PyObject* self, PyObject* const* given, Py_ssize_t count) {
+  try {
+    return state_of<Shared>(self)->run(given, count).release().ptr();
+  } catch (...) {
+    return raise(std::current_exception());
+  }
+}
+
+PyMethodDef run_definition = fast_definition("run", &run, "Starts a launch for these tensors.");
+
+// (run, its arguments)
+PyObject* check_run(PyObject*, PyObject* const* given, Py_ssize_t count) {
+  if (count == 0 || !PyCFunction_Check(given[0]) ||
+      PyCFunction_GET_FUNCTION(given[0]) != run_definition.ml_meth) {
+    return PyErr_Format(PyExc_TypeError, "check_run takes a bound run and its arguments");
+  }
+  try {
+    state_of<Shared>(PyCFunction_GET_SELF(given[0]))->check(given + 1, count - 1);
+    Py_RETURN_NONE;
+  } catch (...) {
+    return raise(std::current_exception());
+  }
+}
+
+PyMethodDef check_definition =
+    fast_definition("check_run", &check_run, "The checks of a bound run alone.");
+
+// (place, plan, partials, masks, held, functions, context, num_threads, launched_by)
+PyObject* bound_run(PyObject*, PyObject* const* given, Py_ssize_t count) {
+  if (count != 9) return PyErr_Format(PyExc_TypeError, "bound_run takes 9 arguments");
+  const auto object = [given](int i) { return py::reinterpret_borrow<py::object>(given[i]); };
+  try {
+    auto place = object(0).cast<std::shared_ptr<Place>>();
+    std::vector<RunMemory> memory;
+    for (const py::handle mask : object(3)) {
+      memory.push_back(RunMemory::of_plan(*place->torch, object(2), mask));
+    }
+    auto bound = std::make_shared<BoundRun>(
+        std::move(place), object(1).cast<const Plan&>(), std::move(memory),
+        object(5).cast<std::shared_ptr<RunFunctions>>(), object(6),
+        Starting{.num_threads = object(7), .launched_by = object(8)});
+    for (const py::handle held : object(4)) {
+      auto [name, tensor, bytes] = held.cast<std::tuple<std::string, py::object, std::int64_t>>();
+      bound->hold(name, tensor, bytes);
+    }
+    return fast_callable(run_definition, std::move(bound)).release().ptr();
+  } catch (...) {
+    return raise(std::current_exception());
+  }
+}
+
+PyMethodDef bound_definition = fast_definition(
+    "bound_run", &bound_run, "The function that runs a placed plan, for any layer.");
+
+// Address, (stride, count) of the dimensions before the last, and the bytes of a row.
+using Strided =
+    std::tuple<Address, std::vector<std::pair<std::int64_t, std::int64_t>>, std::int64_t>;
+
+MemorySpan span_of(const Strided& tensor) {
+  const auto& [address, dimensions, row_bytes] = tensor;
+  MemorySpan span{.row_bytes = row_bytes};
+  if (dimensions.size() > span.dimensions.size())
+    throw std::invalid_argument("too many dimensions");
+  for (std::size_t i = 0; i < dimensions.size(); ++i) {
+    span.dimensions[i] = {.stride = dimensions[i].first, .count = dimensions[i].second};
+  }
+  return span;
+}
+
+bool tensors_may_overlap(const Strided& a, const Strided& b) {
+  return may_overlap(pointer<void>(std::get<0>(a)), span_of(a), pointer<void>(std::get<0>(b)),
+                     span_of(b));
+}
+
+}  // namespace
+
+void bind_run(py::module_& m) {
+  m.def("may_overlap", &tensors_may_overlap, py::arg("a"), py::arg("b"));
+  py::class_<RunFunctions, std::shared_ptr<RunFunctions>>(m, "RunFunctions")
+      .def(py::init([](py::object check, py::object refuse, py::object stream,
+                       py::object stream_changed) {
+             return std::make_shared<RunFunctions>(
+                 RunFunctions{.check = std::move(check),
+                              .refuse = std::move(refuse),
+                              .stream = std::move(stream),
+                              .stream_changed = std::move(stream_changed)});
+           }),
+           py::arg("check"), py::arg("refuse"), py::arg("stream"), py::arg("stream_changed"));
+  for (PyMethodDef* definition : {&bound_definition, &check_definition}) {
+    m.attr(definition->ml_name) =
+        py::reinterpret_steal<py::object>(PyCFunction_New(definition, nullptr));
+  }
+}
+
+}  // namespace preflash

@@ -1,0 +1,287 @@
+#include "bindings/bound_run.h"
+
+#include <algorithm>
+#include <array>
+#include <stdexcept>
+#include <tuple>
+#include <utility>
+
+#include "core/device.h"
+#include "cpu/interrupt.h"
+
+namespace preflash {
+
+namespace py = pybind11;
+
+namespace {
+
+constexpr std::size_t kLaunchesKept = 64;
+
+// What is bound of one segment, as Python tells it. Strides are those of [token, head]; of q with
+// the number of tokens, of lse with the values of a row (LseTensor::values()). Of k and v they are
+// those of [page, token, head], with the numbers of pages and of tokens in one.
+using QNumbers = std::array<std::int64_t, 3>;
+using KvNumbers = std::array<std::int64_t, 5>;
+using OutNumbers = std::array<std::int64_t, 2>;
+using LseNumbers = std::array<std::int64_t, 3>;
+using SegmentNumbers = std::tuple<QNumbers, KvNumbers, KvNumbers, OutNumbers, LseNumbers>;
+
+KvTensor kv_tensor(const KvNumbers& numbers) {
+  return {.stride_page = numbers[0],
+          .stride_token = numbers[1],
+          .stride_head = numbers[2],
+          .num_pages = numbers[3],
+          .num_tokens = numbers[4]};
+}
+
+RunTensors run_tensors(const SegmentNumbers& numbers) {
+  const auto& [q, k, v, out, lse] = numbers;
+  return {.q = {.stride_token = q[0], .stride_head = q[1], .num_tokens = q[2]},
+          .k = kv_tensor(k),
+          .v = kv_tensor(v),
+          .o = {.stride_token = out[0], .stride_head = out[1]},
+          .lse = {.stride_token = lse[0],
+                  .stride_head = lse[1],
+                  .form = lse[2] == 2 ? LseForm::kMaxAndSum : LseForm::kLogSum}};
+}
+
+// Runs Python's signal handlers, as the interpreter does between bytecodes: Ctrl-C raises there.
+bool signal_handler_raised() {
+  py::gil_scoped_acquire acquire;
+  return PyErr_CheckSignals() != 0;
+}
+
+// Throws what a signal handler raised meanwhile.
+bool run_interruptibly(Launch& launch, const RunArguments& arguments) {
+  const cpu::InterruptScope interruptible(&signal_handler_raised);
+  try {
+    return launch.run(arguments);
+  } catch (const std::runtime_error&) {
+    py::gil_scoped_acquire acquire;
+    if (PyErr_Occurred() != nullptr) throw py::error_already_set();
+    throw;
+  }
+}
+
+// Other Python threads go on meanwhile: on the CPU this is the computation, and on a GPU a launch
+// waits where the queue is full, maybe for a host callback that needs the interpreter.
+class WithoutInterpreter {
+ public:
+  WithoutInterpreter() : state_(PyEval_SaveThread()) {}
+  ~WithoutInterpreter() { PyEval_RestoreThread(state_); }
+  WithoutInterpreter(const WithoutInterpreter&) = delete;
+  WithoutInterpreter& operator=(const WithoutInterpreter&) = delete;
+
+ private:
+  PyThreadState* state_;
+};
+
+py::object made(const py::object& make, PyObject* q) {
+  PyObject* const result = PyObject_CallOneArg(make.ptr(), q);
+  if (result == nullptr) throw py::error_already_set();
+  return py::reinterpret_steal<py::object>(result);
+}
+
+}  // namespace
+
+BoundRun::BoundRun(std::shared_ptr<Place> place, const Plan& plan, std::vector<RunMemory> memory,
+                   std::shared_ptr<const RunFunctions> functions, py::object context,
+                   Starting starting)
+    : place_(std::move(place)),
+      torch_(*place_->torch),
+      num_segments_(plan.segments().size()),
+      memory_(std::move(memory)),
+      functions_(std::move(functions)),
+      context_(std::move(context)),
+      starting_(std::move(starting)),
+      held_(place_->torch, "plan()", "call plan() again"),
+      stream_(current_stream()) {
+  held_.hold("int_workspace_buffer", place_->tensor,
+             {.address = reinterpret_cast<Address>(place_->memory()), .bytes = plan.int_bytes()});
+}
+
+BoundRun::Call BoundRun::checked(PyObject* const* arguments, Py_ssize_t count) {
+  constexpr int kArguments = GivenSegment::kArguments;
+  if (count % kArguments != 0) refuse_arguments();
+  if (count != num_segments_ * kArguments) {
+    throw std::invalid_argument("the plan has " + std::to_string(num_segments_) +
+                                " segments; got tensors for " + std::to_string(count / kArguments));
+  }
+  Call call;
+  call.segments.reserve(num_segments_);
+  for (int s = 0; s < num_segments_; ++s) {
+    const GivenSegment given(arguments + s * kArguments);
+    try {
+      call.segments.push_back({given, SeenSegment(torch_, given)});
+    } catch (const std::exception&) {
+      ask(functions_->check, arguments);  // says which argument is no ordinary tensor
+      throw;
+    }
+  }
+  call.bound = bound_to(call, arguments);
+  if (records(call)) ask(functions_->refuse, arguments);
+  return call;
+}
+
+std::shared_ptr<BoundRun::Bound> BoundRun::bound_to(const Call& call, PyObject* const* arguments) {
+  const auto fits = [&](const std::shared_ptr<Bound>& bound) {
+    for (int s = 0; s < num_segments_; ++s) {
+      if (bound->facts[s] != call.segments[s].seen.facts) return false;
+    }
+    return true;
+  };
+  const auto found = std::ranges::find_if(bound_, fits);
+  if (found != bound_.end()) {
+    std::swap(*found, bound_.front());  // where the next layer looks first
+    return bound_.front();
+  }
+  std::shared_ptr<Bound> bound = bind(call, arguments);
+  if (bound_.size() >= kLaunchesKept) bound_.clear();
+  bound_.push_back(bound);
+  std::swap(bound_.back(), bound_.front());
+  return bound;
+}
+
+std::shared_ptr<BoundRun::Bound> BoundRun::bind(const Call& call,
+                                                PyObject* const* arguments) const {
+  PerSegment<SegmentFacts> facts;
+  PerSegment<RunTensors> tensors;
+  std::vector<BoundSegment> segments;
+  for (const CalledSegment& segment : call.segments) facts.add(segment.seen.facts);
+  for (const py::handle segment : ask(functions_->check, arguments)) {
+    auto [numbers, v_offset, make_out, make_lse] =
+        segment.cast<std::tuple<SegmentNumbers, std::int64_t, py::object, py::object>>();
+    tensors.add(run_tensors(numbers));
+    segments.push_back({v_offset, std::move(make_out), std::move(make_lse)});
+  }
+  auto bound =
+      std::make_shared<Bound>(Bound{facts, tensors, std::move(segments), Launch(place_, tensors)});
+  held_.check_storage();
+  return bound;
+}
+
+// Of what is read or written, without what is made for the run.
+bool BoundRun::records(const Call& call) const {
+  std::array<PyObject*, 5 * kMaxSegments> tensors;
+  std::size_t count = 0;
+  for (const auto& [given, _] : call.segments) {
+    PyObject* const v = given.one_cache ? nullptr : given.v;
+    for (PyObject* tensor : {given.q, given.k, v, given.out, given.lse}) {
+      if (tensor != nullptr) tensors[count++] = tensor;
+    }
+  }
+  return torch_.records({tensors.data(), count});
+}
+
+py::object BoundRun::ask(const py::object& function, PyObject* const* arguments) const {
+  std::vector<PyObject*> given{context_.ptr()};
+  given.insert(given.end(), arguments, arguments + num_segments_ * GivenSegment::kArguments);
+  PyObject* const result = PyObject_Vectorcall(function.ptr(), given.data(), given.size(), nullptr);
+  if (result == nullptr) throw py::error_already_set();
+  return py::reinterpret_steal<py::object>(result);
+}
+
+py::object BoundRun::run(PyObject* const* arguments, Py_ssize_t count) {
+  Call call = checked(arguments, count);
+  RunArguments launched;
+  std::array<py::object, kMaxSegments> results;
+  for (int s = 0; s < num_segments_; ++s) {
+    const BoundSegment& bound = call.bound->segments[s];
+    try {
+      results[s] = make_outputs(bound, &call.segments[s]);
+    } catch (const std::exception&) {
+      ask(functions_->check, arguments);  // what looks like the tensors before, as in torch.vmap
+      throw;
+    }
+    const auto& [given, seen] = call.segments[s];
+    launched.segments.add(
+        {.q = pointer<const void>(seen.q),
+         .k = pointer<const void>(seen.k),
+         .v = pointer<const void>(seen.v + bound.v_offset),
+         .o = pointer<void>(seen.out),
+         .lse = pointer<float>(seen.lse),
+         .extras = given.memory == nullptr ? memory_[s].extras : given.memory->extras,
+         .sm_scale = given.sm_scale,
+         .out_scale = given.out_scale,
+         .lse_scale = given.lse_scale});
+  }
+  launched.stream = follow_stream();
+  // One float workspace is for all segments.
+  const RunMemory* const memory = call.segments[0].given.memory;
+  const py::object& partials = (memory == nullptr ? memory_[0] : *memory).partials;
+  if (launch(call.bound, launched, partials)) place_->note_capture(call.bound->tensors, partials);
+  for (const auto& [given, _] : call.segments) {
+    if (given.out != nullptr) torch_.tell_written(given.out);
+    if (given.lse != nullptr) torch_.tell_written(given.lse);
+  }
+  return num_segments_ == 1 ? results[0] : py::make_tuple(results[0], results[1]);
+}
+
+void BoundRun::check(PyObject* const* arguments, Py_ssize_t count) { checked(arguments, count); }
+
+py::object BoundRun::make_outputs(const BoundSegment& bound, CalledSegment* segment) const {
+  const GivenSegment& given = segment->given;
+  SeenSegment& seen = segment->seen;
+  py::object out = py::reinterpret_borrow<py::object>(given.out);
+  if (!out) {
+    out = made(bound.make_out, given.q);
+    seen.out = torch_.address_of(out.ptr());
+  }
+  if (!given.wants_lse()) return out;
+  py::object lse = py::reinterpret_borrow<py::object>(given.lse);
+  if (!lse) {
+    lse = made(bound.make_lse, given.q);
+    seen.see_lse(torch_, lse.ptr());
+  }
+  if (seen.lse_is_unbacked()) throw std::invalid_argument("lse has no memory behind it");
+  return given.return_lse ? py::make_tuple(out, lse) : out;
+}
+
+void* BoundRun::current_stream() const {
+  if (place_->device() == kCpuDevice) return nullptr;
+  if (const auto stream = torch_.current_stream(place_->device())) return *stream;
+  return pointer<void>(functions_->stream(context_).cast<Address>());
+}
+
+void* BoundRun::follow_stream() {
+  void* const stream = current_stream();
+  if (stream != stream_) {
+    {
+      // All that plan() put on the device is complete when its upload is.
+      py::gil_scoped_release release;
+      place_->arrive_before(stream);
+    }
+    functions_->stream_changed(context_);
+    stream_ = stream;
+  }
+  return stream;
+}
+
+bool BoundRun::launch(const std::shared_ptr<Bound>& bound, const RunArguments& arguments,
+                      const py::object& partials) const {
+  if (starting_.launched_by.is_none()) return start(*bound, arguments, partials);
+  const py::cpp_function start_it([self = shared_from_this(), bound, arguments, partials] {
+    return self->start(*bound, arguments, partials);
+  });
+  return starting_.launched_by(start_it).cast<bool>();
+}
+
+bool BoundRun::start(Bound& bound, RunArguments arguments, const py::object& partials) const {
+  held_.check();
+  if (!partials.is_none()) {
+    const auto& look = place_->plan()->float_bytes() > 0 ? memory_of : reach_of;
+    const TensorMemory memory = look(torch_, "float_workspace_buffer", partials);
+    arguments.float_workspace = pointer<void>(memory.address);
+    arguments.float_workspace_bytes = memory.bytes;
+  }
+  if (starting_.num_threads.is_none()) {
+    const WithoutInterpreter others_run;
+    return bound.launch.run(arguments);
+  }
+  arguments.num_threads = starting_.num_threads().cast<int>();
+  check_num_threads(arguments.num_threads);
+  const WithoutInterpreter others_run;
+  return run_interruptibly(bound.launch, arguments);
+}
+
+}  // namespace preflash

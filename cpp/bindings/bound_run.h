@@ -1,0 +1,100 @@
+// A placed plan and the launches that are bound to it: run() is one call, for every layer. What its
+// tensors look like is checked once for each combination of shapes, strides, dtypes and devices.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "bindings/given_segment.h"
+#include "bindings/place.h"
+
+namespace preflash {
+
+// Plain functions of Python that a run calls where it is no ordinary one. All get the run's context
+// first. NOTE: that must not hold what holds the run.
+struct RunFunctions {
+  pybind11::object check;   // (arguments of run): the numbers of BoundSegment, of each segment
+  pybind11::object refuse;  // (arguments of run): raises where a gradient or trace is lost
+  pybind11::object stream;  // the address of the current one
+  pybind11::object stream_changed;  // before the first run on another stream than the last one's
+};
+
+// How launches start.
+struct Starting {
+  pybind11::object num_threads;  // called for every launch; None: not on the CPU
+  pybind11::object launched_by;  // called with each launch, which says whether it was captured,
+                                 // instead of starting it; None: started
+};
+
+// What checks found out about the tensors of one segment.
+struct BoundSegment {
+  std::int64_t v_offset;      // bytes, where K and V are halves of one tensor
+  pybind11::object make_out;  // of q
+  pybind11::object make_lse;
+};
+
+class BoundRun : public std::enable_shared_from_this<BoundRun> {
+ public:
+  // memory: the plan's own, of each segment.
+  BoundRun(std::shared_ptr<Place> place, const Plan& plan, std::vector<RunMemory> memory,
+           std::shared_ptr<const RunFunctions> functions, pybind11::object context,
+           Starting starting);
+
+  // The plan left something in a tensor that callers hold, too, and runs look for it there.
+  void hold(std::string name, const pybind11::object& tensor, std::int64_t bytes) {
+    held_.hold(std::move(name), tensor,
+               {.address = torch_.address_of(tensor.ptr()), .bytes = bytes});
+  }
+
+  // arguments: those of GivenSegment, for each segment. Raises all that a run() raises of its
+  // tensors; returns what it returns.
+  pybind11::object run(PyObject* const* arguments, Py_ssize_t count);
+  // The checks of it alone.
+  void check(PyObject* const* arguments, Py_ssize_t count);
+
+ private:
+  // A launch for tensors that look like these.
+  struct Bound {
+    PerSegment<SegmentFacts> facts;
+    PerSegment<RunTensors> tensors;
+    std::vector<BoundSegment> segments;
+    Launch launch;
+  };
+  struct CalledSegment {
+    GivenSegment given;
+    SeenSegment seen;
+  };
+  struct Call {
+    std::vector<CalledSegment> segments;
+    std::shared_ptr<Bound> bound;
+  };
+
+  Call checked(PyObject* const* arguments, Py_ssize_t count);
+  std::shared_ptr<Bound> bound_to(const Call& call, PyObject* const* arguments);
+  std::shared_ptr<Bound> bind(const Call& call, PyObject* const* arguments) const;
+  bool records(const Call& call) const;
+  pybind11::object ask(const pybind11::object& function, PyObject* const* arguments) const;
+  // What a segment returns; the addresses of what is made for it are filled in.
+  pybind11::object make_outputs(const BoundSegment& bound, CalledSegment* segment) const;
+  void* current_stream() const;
+  void* follow_stream();
+  bool launch(const std::shared_ptr<Bound>& bound, const RunArguments& arguments,
+              const pybind11::object& partials) const;
+  bool start(Bound& bound, RunArguments arguments, const pybind11::object& partials) const;
+
+  std::shared_ptr<Place> place_;
+  const Torch& torch_;
+  int num_segments_;
+  std::vector<RunMemory> memory_;  // of each segment
+  std::shared_ptr<const RunFunctions> functions_;
+  pybind11::object context_;
+  Starting starting_;
+  HeldMemory held_;
+  void* stream_;  // of the last run
+  std::vector<std::shared_ptr<Bound>> bound_;
+};
+
+}  // namespace preflash

@@ -1,0 +1,51 @@
+// What a run brings for one segment.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include "bindings/run_memory.h"
+#include "bindings/torch_tensors.h"
+#include "core/launch.h"
+
+namespace preflash {
+
+// Throws pybind11's type_error: so many arguments belong to no run.
+[[noreturn]] void refuse_arguments();
+
+// Its arguments, of which all are alive while the call is.
+struct GivenSegment {
+  // q, kv (a cache that holds both, or a pair), scales (of the logits, of the output), outputs
+  // (out or None, lse or None, return_lse, lse_base, lse_layout), memory or None.
+  static constexpr int kArguments = 5;
+
+  PyObject* q;
+  PyObject* k;
+  PyObject* v;
+  PyObject* out;  // null: made for the run
+  PyObject* lse;
+  bool one_cache;  // k and v are one tensor
+  bool return_lse;
+  char lse_layout;
+  float sm_scale, out_scale, lse_scale;
+  const RunMemory* memory;  // null: the plan's
+  pybind11::object pair;    // holds k and v
+
+  // Throws pybind11's type_error for what is no such tuple.
+  explicit GivenSegment(PyObject* const* arguments);
+
+  bool wants_lse() const { return return_lse || lse != nullptr; }
+};
+
+// Where the tensors of a segment are now, and what they look like.
+struct SeenSegment {
+  SegmentFacts facts;
+  Address q = 0, k = 0, v = 0, out = 0, lse = 0;
+
+  // Throws what torch raises of values that are no ordinary tensors.
+  SeenSegment(const Torch& torch, const GivenSegment& given);
+  void see_lse(const Torch& torch, PyObject* tensor);
+  // Whether the lse has elements and no memory.
+  bool lse_is_unbacked() const;
+};
+
+}  // namespace preflash

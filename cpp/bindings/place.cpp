@@ -1,0 +1,36 @@
+#include "bindings/place.h"
+
+#include <utility>
+
+namespace preflash {
+
+namespace py = pybind11;
+
+Place::Place(std::shared_ptr<const Uploader> uploader, std::shared_ptr<const Torch> torch,
+             py::object buffer, py::object tensor, std::int64_t capacity)
+    : DevicePlan(std::move(uploader), pointer<void>(torch->address_of(tensor.ptr())), capacity),
+      torch(std::move(torch)),
+      buffer(std::move(buffer)),
+      tensor(std::move(tensor)),
+      capacity_(capacity) {}
+
+void Place::note_capture(const PerSegment<RunTensors>& tensors, const py::object& partials) {
+  PerSegment<Captured> now;
+  for (int s = 0; s < tensors.size(); ++s) {
+    const Captured one = Captured::of(tensors[s], plan()->segments()[s].batch->page_size());
+    now.add(captured_ ? one.or_larger((*captured_)[s]) : one);
+  }
+  captured_ = now;
+  shared = true;
+  held_ = std::make_shared<HeldMemory>(torch, "a CUDA graph has captured a run()",
+                                       "the graph holds its address: construct another wrapper");
+  held_->hold("int_workspace_buffer", tensor,
+              {.address = reinterpret_cast<Address>(memory()), .bytes = capacity_});
+  if (!partials.is_none()) {
+    held_->hold("float_workspace_buffer", partials,
+                {.address = torch->address_of(partials.ptr()), .bytes = plan()->float_bytes()});
+  }
+  held_->check_storage();
+}
+
+}  // namespace preflash

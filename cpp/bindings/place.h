@@ -1,0 +1,42 @@
+// Where the plan of a wrapper is, and who else may run it.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <memory>
+#include <optional>
+
+#include "bindings/run_memory.h"
+#include "core/captured.h"
+#include "core/device_plan.h"
+
+namespace preflash {
+
+// Memory for a work list. One plan at a time is there.
+class Place : public DevicePlan {
+ public:
+  // buffer: Python's, which owns the tensor.
+  Place(std::shared_ptr<const Uploader> uploader, std::shared_ptr<const Torch> torch,
+        pybind11::object buffer, pybind11::object tensor, std::int64_t capacity);
+
+  // A CUDA graph has captured a run: from now on plans go where it looks for them.
+  void note_capture(const PerSegment<RunTensors>& tensors, const pybind11::object& partials);
+
+  // Whether anybody else may still run what is here: a CUDA graph that captured it, a copied
+  // wrapper.
+  bool shared = false;
+  const std::shared_ptr<const Torch> torch;
+  const pybind11::object buffer, tensor;
+
+  // Of each segment; none: no graph has captured a run.
+  const std::optional<PerSegment<Captured>>& captured() const { return captured_; }
+  // What graphs hold the addresses of; null: no graph does.
+  const std::shared_ptr<HeldMemory>& held() const { return held_; }
+
+ private:
+  std::int64_t capacity_;
+  std::optional<PerSegment<Captured>> captured_;
+  std::shared_ptr<HeldMemory> held_;
+};
+
+}  // namespace preflash

@@ -1,0 +1,33 @@
+// What a tensor looks like, in numbers: launches are bound to that, and runs bring the addresses.
+#pragma once
+
+#include <array>
+#include <cstdint>
+
+namespace preflash {
+
+// All of a tensor that checks look at, except its address.
+struct TensorFacts {
+  static constexpr int kMaxDims = 5;  // more than any tensor of a run has
+
+  std::uint64_t dtype = 0;   // whatever tells dtypes apart
+  std::uint64_t device = 0;  // the same of devices
+  std::int32_t ndim = -1;    // -1: no tensor
+  bool negative = false;     // a view that means its memory with the other sign
+  std::array<std::int64_t, kMaxDims> shape = {};
+  std::array<std::int64_t, kMaxDims> strides = {};  // in elements
+
+  friend bool operator==(const TensorFacts&, const TensorFacts&) = default;
+};
+
+// Of the tensors of one segment. Where the run brings no out or no lse, that is made for it.
+struct SegmentFacts {
+  TensorFacts q, k, v;
+  bool one_cache = false;  // holds K and V
+  TensorFacts out, lse;
+  char lse_layout = 0;  // the first letter of its name; 0: no lse is wanted
+
+  friend bool operator==(const SegmentFacts&, const SegmentFacts&) = default;
+};
+
+}  // namespace preflash

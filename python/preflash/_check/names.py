@@ -1,0 +1,40 @@
+"""Keyword arguments that a call does not have: what was probably meant."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+_UNKNOWN = re.compile(r"unexpected keyword argument '(\w+)'$")
+
+
+def with_nearest(message: str, names: Iterable[str]) -> str:
+    """A TypeError's message about an unknown keyword with the nearest name, as Python 3.13 has it;
+    every other message as it is."""
+    import difflib  # needed once something is wrong
+
+    unknown = _UNKNOWN.search(message)
+    near = difflib.get_close_matches(unknown[1], names, n=1) if unknown else []
+    return f"{message}. Did you mean {near[0]!r}?" if near else message
+
+
+def tells_nearest(function: Function) -> Function:
+    """Adds the nearest name to what a call says of an unknown keyword. It costs every call a call
+    of Python's: for constructors, not for run()."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except TypeError as error:
+            if error.__traceback__.tb_next is None:  # not of the function's body
+                names = inspect.signature(function).parameters
+                raise TypeError(with_nearest(str(error), names)) from None
+            raise
+
+    return call
