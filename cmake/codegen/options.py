@@ -15,10 +15,13 @@ _OF_OPERATORS = {
     "bool": "bool {}",
     "int": "SymInt {}",
     "str": "str {}",
+    "float": "float {}",
     "float | None": "float? {}",
     "torch.Tensor | None": "Tensor? {}",
     "float | torch.Tensor | None": "float? {}=None, Tensor? {}_tensor",
 }
+# Required tensors and dtypes, of which _torch/operators.py has its own.
+_BESIDE_OPTIONS = ("torch.Tensor", "str | torch.dtype | None")
 
 
 @dataclass(frozen=True)
@@ -48,8 +51,10 @@ class Option:
     def of_operator(self) -> str:
         """Its part of an operator's schema; "": none."""
         elsewhere = self.result or self.neutral or self.check == PERMISSION
-        if elsewhere or self.type not in _OF_OPERATORS:
+        if elsewhere or self.type in _BESIDE_OPTIONS:
             return ""
+        if self.type not in _OF_OPERATORS:
+            raise SpecError(f"options.toml: {self.name}: an operator has no {self.type!r}")
         return _OF_OPERATORS[self.type].format(self.name, self.name) + f"={self.initial}"
 
 

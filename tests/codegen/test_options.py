@@ -46,6 +46,25 @@ def test_a_row_is_an_option_of_the_calls_it_names(tmp_path):
     assert checked == ("temperature", preflash._check.values.real, "soft_cap", None)
 
 
+@pytest.mark.parametrize(
+    ("of", "part"),
+    [
+        ('"float", default = "1.0"', "float temperature=1.0"),
+        ('"float | torch.Tensor | None"',
+         "float? temperature=None, Tensor? temperature_tensor=None"),
+        ('"bytes"', None),
+    ],
+)  # fmt: skip
+def test_an_operator_has_every_option(tmp_path, of, part):
+    row = f'temperature = {{type = {of}, keyword_of = ["single"]}}\n'
+    table = edited(tmp_path, FIRST, FIRST + row)
+    if part is not None:
+        assert table.options["temperature"].of_operator == part
+        return
+    with pytest.raises(spec.SpecError, match="temperature: an operator has no 'bytes'"):
+        generate.calls_text(table)
+
+
 def test_a_field_is_bound_and_in_the_stub(tmp_path):
     row = 'temperature = {type = "float", member = "logits.temperature"}\n'
     table = edited(tmp_path, "[field]\n", f"[field]\n{row}")

@@ -52,15 +52,18 @@ def plan_arguments(inputs: Inputs) -> tuple[tuple, dict]:
         "logits_soft_cap": case.soft_cap,
         "q_data_type": case.dtype,
         "kv_data_type": case.dtype_kv,
+        "o_data_type": case.o_dtype,
     }
+    if case.head_dim_vo is not None:
+        options["head_dim_vo"] = case.head_dim_vo
     kind = PagedPlanArguments if case.paged else RaggedPlanArguments
     return positional, {**_options_of(case, kind), **options}
 
 
 def _options_of(case: Case, kind: type) -> dict:
     """Those that a case and a call have by the same name."""
-    by_position = {"num_qo_heads", "num_kv_heads", "head_dim", "page_size"}
-    names = {field.name for field in dataclasses.fields(case)} - by_position
+    elsewhere = {"num_qo_heads", "num_kv_heads", "head_dim", "head_dim_vo", "page_size", "o_dtype"}
+    names = {field.name for field in dataclasses.fields(case)} - elsewhere
     return {name: getattr(case, name) for name in kind.__slots__ if name in names}
 
 
@@ -110,6 +113,7 @@ def single(inputs: Inputs, *, backend: str, **options):
         "return_lse": True,
         "backend": backend,
         "sinks": inputs.sinks,
+        "o_dtype": case.o_dtype,
         **_scale_arguments(inputs),
     }
     return preflash.single_prefill_with_kv_cache(
