@@ -136,9 +136,7 @@ std::shared_ptr<BoundRun::Bound> BoundRun::bound_to(const Call& call, PyObject* 
   }
   std::shared_ptr<Bound> bound = bind(call, arguments);
   if (bound_.size() >= kLaunchesKept) bound_.clear();
-  bound_.push_back(bound);
-  std::swap(bound_.back(), bound_.front());
-  return bound;
+  return *bound_.insert(bound_.begin(), std::move(bound));
 }
 
 std::shared_ptr<BoundRun::Bound> BoundRun::bind(const Call& call,
