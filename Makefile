@@ -39,7 +39,7 @@ OPTIONS_cpu = -DPREFLASH_CUDA=OFF
 OPTIONS_prebuilt = -DPREFLASH_CUDA=OFF "-DPREFLASH_KERNELS=$(abspath $(KERNELS))"
 
 BUILD_TOOLS := "cmake>=3.26" "ninja>=1.11" "pybind11>=2.12"
-TEST_TOOLS := "pytest>=8" pytest-timeout pytest-xdist numpy "tomli; python_version < '3.11'"
+TEST_TOOLS := "pytest>=8" pytest-timeout pytest-xdist numpy pyelftools "tomli; python_version < '3.11'"
 CUTLASS := nvidia-cutlass==4.2.0.0
 DISASSEMBLER := nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm
 # Exactly this one where there is no GPU: it is the CPU build, a range would fetch gigabytes.
@@ -47,7 +47,7 @@ TORCH := $(if $(GPU_ARCHS),torch,torch==2.13.0)
 # pip would compile all Python files of torch, where an import compiles the third that it reads.
 PIP := $(BIN)/python -m pip install -q --no-compile --disable-pip-version-check
 
-.PHONY: demo test test-gpu fuzz build stage sanitize kernels wheel lint format clean
+.PHONY: demo test test-gpu fuzz build stage sanitize kernels wheels release-check lint format clean
 .DEFAULT_GOAL := build
 
 demo: build
@@ -122,9 +122,16 @@ kernels: $(VENV)/tools $(VENV)/cutlass
 			build/kernels-$(PRESET)/lib/variants.json "$(OUT)"
 	@ls -l "$(OUT)"
 
-wheel: $(VENV)/ready $(VENV)/cutlass
-	@$(PIP) wheel
+# All wheels that this machine can build (wheels/README.md). WHEEL_ARGS: --cuda 13.0 --python 3.12 ...
+wheels: $(VENV)/tools
+	@$(PIP) pyelftools "tomli; python_version < '3.11'"
 	$(BIN)/python wheels/build.py $(WHEEL_ARGS)
+
+# What has to hold before a tag: the tests, the wheels, each on a bare machine, an index of them.
+release-check: lint test wheels
+	@grep -q "^## \[$$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)\]" CHANGELOG.md \
+		|| { echo "CHANGELOG.md has no section of the version in pyproject.toml"; exit 1; }
+	$(BIN)/python wheels/index.py dist build/index
 
 lint: $(VENV)/lint
 	ruff check .

@@ -17,7 +17,7 @@ if(PREFLASH_CUDA AND PREFLASH_KERNELS)
   message(FATAL_ERROR "PREFLASH_CUDA=ON compiles the kernel libraries, PREFLASH_KERNELS takes "
           "prebuilt ones: choose one.")
 endif()
-if(NOT PREFLASH_CUDA AND NOT PREFLASH_BINDINGS)
+if(NOT PREFLASH_CUDA AND NOT PREFLASH_BINDINGS AND NOT PREFLASH_CORE)
   message(FATAL_ERROR "PREFLASH_BINDINGS=OFF builds kernel libraries alone, which need "
           "PREFLASH_CUDA=ON and nvcc.")
 endif()

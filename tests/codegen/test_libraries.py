@@ -18,7 +18,6 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "wheels"))
 
 import check  # noqa: E402
-import elf  # noqa: E402
 
 # Why a kernel may spill, and what of it lies in a main loop.
 _OUTSIDE = (
@@ -190,13 +189,13 @@ def test_kernels_fit_into_shared_memory(kernel_libraries):
 
 def test_kernel_libraries_need_neither_cuda_nor_torch_nor_python(kernel_libraries):
     for path in kernel_libraries:
-        libraries = elf.needed(path)
+        libraries, _ = check.needed(path)
         assert "libc.so.6" in libraries, path.name
         assert not [name for name in libraries if name.startswith(check.FORBIDDEN)], path.name
 
 
 def test_the_module_needs_neither_cuda_nor_torch():
-    libraries = elf.needed(Path(_core.__file__))
+    libraries, _ = check.needed(Path(_core.__file__))
     assert "libc.so.6" in libraries
     assert not [name for name in libraries if name.startswith(check.FORBIDDEN)]
 

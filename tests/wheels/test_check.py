@@ -16,25 +16,35 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "wheels"))
 
 import check  # noqa: E402
-import elf  # noqa: E402
 
 TAG = f"cp3{sys.version_info.minor}-cp3{sys.version_info.minor}"
+METADATA = "Metadata-Version: 2.1\nName: preflash\nVersion: 0.1.0+cu130\nRequires-Python: >=3.10\n"
 
 
 def packed(directory: Path, package: Path, tag: str = f"{TAG}-linux_x86_64") -> Path:
-    wheel = directory / f"preflash-0.1.0-{tag}.whl"
+    wheel = directory / f"preflash-0.1.0+cu130-{tag}.whl"
+    info = "preflash-0.1.0+cu130.dist-info"
     with zipfile.ZipFile(wheel, "w") as archive:
         for path in package.rglob("*"):
             if path.is_file() and "__pycache__" not in path.parts:
                 archive.write(path, f"preflash/{path.relative_to(package)}")
+        for name in check.LICENSES:
+            archive.writestr(f"{info}/licenses/{name}", "")
+        archive.writestr(f"{info}/METADATA", METADATA)
+        archive.writestr(
+            f"{info}/WHEEL",
+            f"Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: false\nTag: {tag}\n",
+        )
+        archive.writestr(f"{info}/RECORD", "")
     return wheel
 
 
 @pytest.fixture
-def package(package_dir, kernel_libraries, tmp_path) -> Path:
-    copy = tmp_path / "package"
-    shutil.copytree(package_dir, copy)
-    return copy
+def package(tmp_path) -> Path:
+    installed = Path(_core.__file__).parent
+    if not list((installed / "lib").glob("libpreflash_kernels_*.so")):
+        pytest.skip("built without kernel libraries (PREFLASH_CUDA=OFF)")
+    return Path(shutil.copytree(installed, tmp_path / "package"))
 
 
 def test_the_installed_package_would_pass(package, tmp_path):
@@ -65,23 +75,24 @@ def test_wrong_tags_are_named(package, tmp_path, tag):
     assert check.problems(packed(tmp_path, package, tag))
 
 
-def test_size_is_limited(package, tmp_path, monkeypatch):
-    monkeypatch.setattr(check, "MAX_BYTES", 1000)
-    (found,) = check.problems(packed(tmp_path, package))
-    assert "more than PyPI's 1000" in found
-
-
 def test_needed_is_what_readelf_lists():
     readelf = shutil.which("readelf")
     if readelf is None:
         pytest.skip("no readelf to compare with")
     for path in (Path(_core.__file__), Path(sys.executable).resolve()):
         text = subprocess.run([readelf, "-d", path], capture_output=True, text=True).stdout
-        assert elf.needed(path) == re.findall(r"\(NEEDED\)\s+Shared library: \[(.+)\]", text)
+        libraries, paths = check.needed(path)
+        assert libraries == re.findall(r"\(NEEDED\)\s+Shared library: \[(.+)\]", text)
+        assert paths == re.findall(r"\((?:RUN|R)PATH\)\s+Library r\w+: \[(.+)\]", text)
 
 
-def test_other_files_are_refused(tmp_path):
-    path = tmp_path / "libx.so"
-    path.write_bytes(b"\x7fELF\x01\x01" + bytes(100))
-    with pytest.raises(ValueError, match="64-bit"):
-        elf.needed(path)
+def test_a_missing_licence_is_named(package, tmp_path, monkeypatch):
+    wheel = packed(tmp_path, package)
+    monkeypatch.setattr(check, "LICENSES", (*check.LICENSES, "LICENSE.other"))
+    assert check.problems(wheel) == ["lacks the licence LICENSE.other"]
+
+
+def test_size_is_limited(package, tmp_path, monkeypatch):
+    monkeypatch.setattr(check, "MAX_BYTES", 1000)
+    (found,) = check.problems(packed(tmp_path, package))
+    assert "more than 1000" in found

@@ -1,0 +1,72 @@
+"""wheels/index.py: pip installs from what it writes, out of the folder of one CUDA version."""
+
+from __future__ import annotations
+
+import functools
+import http.server
+import subprocess
+import sys
+import threading
+import zipfile
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "wheels"))
+
+import index
+
+
+def wheel(directory: Path, version: str) -> Path:
+    """A wheel that any Python takes, with one module that says its version."""
+    path = directory / f"preflash-{version}-py3-none-any.whl"
+    info = f"preflash-{version}.dist-info"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("preflash.py", f"version = {version!r}\n")
+        archive.writestr(
+            f"{info}/METADATA",
+            f"Metadata-Version: 2.1\nName: preflash\nVersion: {version}\nRequires-Python: >=3.10\n",
+        )
+        tags = "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        archive.writestr(f"{info}/WHEEL", tags)
+        archive.writestr(f"{info}/RECORD", "")
+    return path
+
+
+@pytest.fixture
+def served(tmp_path):
+    wheels = [wheel(tmp_path, f"0.1.0+{local}") for local in ("cu129", "cu130")]
+    index.write(wheels, tmp_path / "public")
+    handler = functools.partial(
+        http.server.SimpleHTTPRequestHandler, directory=str(tmp_path / "public")
+    )
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@pytest.mark.parametrize("local", ["cu129", "cu130"])
+def test_pip_installs_the_cuda_version_of_the_folder(served, tmp_path, local):
+    target = tmp_path / local
+    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(target)]
+    run = subprocess.run(
+        [*pip, "--index-url", f"{served}/{local}", "preflash"], capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr
+    assert (target / "preflash.py").read_text() == f"version = '0.1.0+{local}'\n"
+
+
+def test_a_wheel_without_a_cuda_version_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"1\.0\+cu130"):
+        index.write([wheel(tmp_path, "0.1.0")], tmp_path / "public")
+
+
+def test_a_changed_wheel_is_noticed(served, tmp_path):
+    (path,) = (tmp_path / "public" / "cu130" / "preflash").glob("*.whl")
+    path.write_bytes(path.read_bytes() + b"\0")
+    pip = [sys.executable, "-m", "pip", "install", "--no-deps", "--target", str(tmp_path / "t")]
+    command = [*pip, "--no-cache-dir", "--index-url", f"{served}/cu130", "preflash"]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.returncode != 0
+    assert "DO NOT MATCH THE HASHES" in run.stderr

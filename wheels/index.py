@@ -1,0 +1,71 @@
+"""A package index (PEP 503, PEP 658's hashes) of dist/, for any server of static files:
+
+    python wheels/index.py dist public
+    pip install preflash --extra-index-url https://HOST/public/cu130
+
+One folder for each CUDA version, because pip would take the largest local version of one index.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import html
+import shutil
+import sys
+from email.parser import HeaderParser
+from pathlib import Path
+from urllib.parse import quote
+from zipfile import ZipFile
+
+PAGE = """<!DOCTYPE html>
+<html><head><meta name="pypi:repository-version" content="1.0"><title>{title}</title></head>
+<body>
+{links}
+</body></html>
+"""
+
+
+def write(wheels: list[Path], out: Path) -> list[Path]:
+    """Copies the wheels and writes the pages; the folders to give to --extra-index-url.
+
+    Raises:
+        ValueError: a wheel has no local version, such as +cu130.
+    """
+    by_cuda: dict[str, list[Path]] = {}
+    for wheel in sorted(wheels):
+        _, plus, local = wheel.name.split("-")[1].partition("+")
+        if not plus:
+            raise ValueError(f"{wheel.name}: its version names no CUDA version, as 1.0+cu130")
+        by_cuda.setdefault(local, []).append(wheel)
+    for local, own in by_cuda.items():
+        folder = out / local / "preflash"
+        folder.mkdir(parents=True, exist_ok=True)
+        links = [_link(Path(shutil.copy2(wheel, folder / wheel.name))) for wheel in own]
+        (folder / "index.html").write_text(PAGE.format(title="preflash", links="\n".join(links)))
+        root = '<a href="preflash/">preflash</a>'
+        (folder.parent / "index.html").write_text(PAGE.format(title=local, links=root))
+    return [out / local for local in by_cuda]
+
+
+def _link(wheel: Path) -> str:
+    digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    with ZipFile(wheel) as archive:
+        (name,) = (n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
+        python = HeaderParser().parsestr(archive.read(name).decode())["Requires-Python"]
+    needs = f' data-requires-python="{html.escape(python)}"' if python else ""
+    return f'<a href="{quote(wheel.name)}#sha256={digest}"{needs}>{html.escape(wheel.name)}</a><br>'
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("dist", type=Path, help="where the wheels are")
+    parser.add_argument("out", type=Path, help="what the server serves")
+    arguments = parser.parse_args()
+    for folder in write(list(arguments.dist.glob("*.whl")), arguments.out):
+        print(folder)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,73 @@
+"""glibc 2.28 to link against, on a build machine that has a newer one.
+
+manylinux_2_28 (PEP 600) promises that a library asks for no symbol version behind GLIBC_2.28. The
+zig compiler of PyPI writes stub libraries of any glibc; gcc compiles as ever and links with those,
+with libstdc++ inside. auditwheel then looks at every symbol.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+GLIBC = "2.28"
+_SHIM = Path(__file__).with_name("glibc_2_28.c")
+_STUBS = {"m": "libm.so.6", "pthread": "libpthread.so.0", "dl": "libdl.so.2", "rt": "librt.so.1"}
+
+_TOOLCHAIN = """\
+# Written by wheels/sysroot.py.
+set(flags "-L{stubs} {shim} -static-libstdc++ -Wl,--exclude-libs,ALL")
+set(CMAKE_SHARED_LINKER_FLAGS_INIT "${{flags}} -Wl,-z,defs")
+set(CMAKE_MODULE_LINKER_FLAGS_INIT "${{flags}}")
+# The same bytes wherever the sources are.
+set(map "-ffile-prefix-map=${{CMAKE_BINARY_DIR}}=build -ffile-prefix-map=${{CMAKE_SOURCE_DIR}}=.")
+set(CMAKE_CXX_FLAGS_INIT "${{map}}")
+string(REPLACE " " "," map "${{map}}")
+set(CMAKE_CUDA_FLAGS_INIT "-Xcompiler=${{map}}")
+"""
+
+
+def prepare(directory: Path, python: str) -> Path:
+    """Makes the stubs and a CMake toolchain file that links with them.
+
+    Args:
+        directory: where; what is there already is kept.
+        python: an interpreter with the package `ziglang`.
+
+    Returns:
+        The toolchain file.
+    """
+    directory = directory.resolve()
+    toolchain = directory / "toolchain.cmake"
+    if toolchain.exists():
+        return toolchain
+    stubs = directory / "stubs"
+    stubs.mkdir(parents=True, exist_ok=True)
+    _write_stubs(stubs, directory / "zig", python)
+    shim = directory / "glibc_2_28.o"
+    subprocess.run(["gcc", "-O2", "-fPIC", "-c", str(_SHIM), "-o", str(shim)], check=True)
+    toolchain.write_text(_TOOLCHAIN.format(stubs=stubs, shim=shim))
+    return toolchain
+
+
+def _write_stubs(stubs: Path, cache: Path, python: str) -> None:
+    """zig writes stubs of all of glibc into its cache when it links anything."""
+    cache.mkdir(parents=True, exist_ok=True)
+    source = cache / "empty.c"
+    source.write_text("int preflash_empty;\n")
+    command = [python, "-m", "ziglang", "cc", "-target", f"x86_64-linux-gnu.{GLIBC}", "-shared"]
+    caches = {name: str(cache) for name in ("ZIG_GLOBAL_CACHE_DIR", "ZIG_LOCAL_CACHE_DIR")}
+    command += [str(source), "-o", str(cache / "empty.so")]
+    subprocess.run(command, check=True, env={**os.environ, **caches})
+    (found,) = cache.glob("o/*/libc.so.6")
+    for name in ("libc.so.6", "libld.so.2", *_STUBS.values()):
+        (stubs / name).write_bytes((found.parent / name).read_bytes())
+    for name, stub in _STUBS.items():
+        (stubs / f"lib{name}.so").symlink_to(stub)
+    # Few functions, such as atexit(), are not in libc.so.6: every library has its own.
+    nonshared = subprocess.run(
+        ["gcc", "-print-file-name=libc_nonshared.a"], check=True, capture_output=True, text=True
+    ).stdout.strip()
+    parts = f"{stubs / 'libc.so.6'} {nonshared} AS_NEEDED({stubs / 'libld.so.2'})"
+    (stubs / "libc.so").write_text(f"INPUT({parts})\n")
