@@ -108,11 +108,10 @@ BoundRun::Call BoundRun::checked(PyObject* const* arguments, Py_ssize_t count) {
                                 " segments; got tensors for " + std::to_string(count / kArguments));
   }
   Call call;
-  call.segments.reserve(num_segments_);
   for (int s = 0; s < num_segments_; ++s) {
     const GivenSegment given(arguments + s * kArguments);
     try {
-      call.segments.push_back({given, SeenSegment(torch_, given)});
+      call.in_place[s].emplace(given, SeenSegment(torch_, given));
     } catch (const std::exception&) {
       ask(functions_->check, arguments);  // says which argument is no ordinary tensor
       throw;
@@ -126,7 +125,7 @@ BoundRun::Call BoundRun::checked(PyObject* const* arguments, Py_ssize_t count) {
 std::shared_ptr<BoundRun::Bound> BoundRun::bound_to(const Call& call, PyObject* const* arguments) {
   const auto fits = [&](const std::shared_ptr<Bound>& bound) {
     for (int s = 0; s < num_segments_; ++s) {
-      if (bound->facts[s] != call.segments[s].seen.facts) return false;
+      if (bound->facts[s] != call.segment(s).seen.facts) return false;
     }
     return true;
   };
@@ -137,9 +136,7 @@ std::shared_ptr<BoundRun::Bound> BoundRun::bound_to(const Call& call, PyObject* 
   }
   std::shared_ptr<Bound> bound = bind(call, arguments);
   if (bound_.size() >= kLaunchesKept) bound_.clear();
-  bound_.push_back(bound);
-  std::swap(bound_.back(), bound_.front());
-  return bound;
+  return *bound_.insert(bound_.begin(), std::move(bound));
 }
 
 std::shared_ptr<BoundRun::Bound> BoundRun::bind(const Call& call,
@@ -147,7 +144,7 @@ std::shared_ptr<BoundRun::Bound> BoundRun::bind(const Call& call,
   PerSegment<SegmentFacts> facts;
   PerSegment<RunTensors> tensors;
   std::vector<BoundSegment> segments;
-  for (const CalledSegment& segment : call.segments) facts.add(segment.seen.facts);
+  for (int s = 0; s < num_segments_; ++s) facts.add(call.segment(s).seen.facts);
   for (const py::handle segment : ask(functions_->check, arguments)) {
     auto [numbers, v_offset, make_out, make_lse] =
         segment.cast<std::tuple<SegmentNumbers, std::int64_t, py::object, py::object>>();
@@ -164,7 +161,8 @@ std::shared_ptr<BoundRun::Bound> BoundRun::bind(const Call& call,
 bool BoundRun::records(const Call& call) const {
   std::array<PyObject*, 5 * kMaxSegments> tensors;
   std::size_t count = 0;
-  for (const auto& [given, _] : call.segments) {
+  for (int s = 0; s < num_segments_; ++s) {
+    const GivenSegment& given = call.segment(s).given;
     PyObject* const v = given.one_cache ? nullptr : given.v;
     for (PyObject* tensor : {given.q, given.k, v, given.out, given.lse}) {
       if (tensor != nullptr) tensors[count++] = tensor;
@@ -188,12 +186,12 @@ py::object BoundRun::run(PyObject* const* arguments, Py_ssize_t count) {
   for (int s = 0; s < num_segments_; ++s) {
     const BoundSegment& bound = call.bound->segments[s];
     try {
-      results[s] = make_outputs(bound, &call.segments[s]);
+      results[s] = make_outputs(bound, &call.segment(s));
     } catch (const std::exception&) {
       ask(functions_->check, arguments);  // what looks like the tensors before, as in torch.vmap
       throw;
     }
-    const auto& [given, seen] = call.segments[s];
+    const auto& [given, seen] = call.segment(s);
     launched.segments.add(
         {.q = pointer<const void>(seen.q),
          .k = pointer<const void>(seen.k),
@@ -207,10 +205,11 @@ py::object BoundRun::run(PyObject* const* arguments, Py_ssize_t count) {
   }
   launched.stream = follow_stream();
   // One float workspace is for all segments.
-  const RunMemory* const memory = call.segments[0].given.memory;
+  const RunMemory* const memory = call.segment(0).given.memory;
   const py::object& partials = (memory == nullptr ? memory_[0] : *memory).partials;
   if (launch(call.bound, launched, partials)) place_->note_capture(call.bound->tensors, partials);
-  for (const auto& [given, _] : call.segments) {
+  for (int s = 0; s < num_segments_; ++s) {
+    const GivenSegment& given = call.segment(s).given;
     if (given.out != nullptr) torch_.tell_written(given.out);
     if (given.lse != nullptr) torch_.tell_written(given.lse);
   }
@@ -268,12 +267,25 @@ bool BoundRun::launch(const std::shared_ptr<Bound>& bound, const RunArguments& a
 
 bool BoundRun::start(Bound& bound, RunArguments arguments, const py::object& partials) const {
   held_.check();
-  if (!partials.is_none()) {
-    const auto& look = place_->plan()->float_bytes() > 0 ? memory_of : reach_of;
-    const TensorMemory memory = look(torch_, "float_workspace_buffer", partials);
+  if (partials.is_none()) return start_now(bound, arguments);
+  const auto use = [&arguments](const TensorMemory& memory) {
     arguments.float_workspace = pointer<void>(memory.address);
     arguments.float_workspace_bytes = memory.bytes;
+  };
+  if (place_->plan()->float_bytes() == 0) {
+    // Outputs keep out of it, that is all. What its shape says costs no look at its storage, which
+    // may have less by now: that is looked at where the launch is refused.
+    use(reach_of(torch_, "float_workspace_buffer", partials));
+    try {
+      return start_now(bound, arguments);
+    } catch (const std::invalid_argument&) {  // before anything was launched
+    }
   }
+  use(memory_of(torch_, "float_workspace_buffer", partials));
+  return start_now(bound, arguments);
+}
+
+bool BoundRun::start_now(Bound& bound, RunArguments arguments) const {
   if (starting_.num_threads.is_none()) {
     const WithoutInterpreter others_run;
     return bound.launch.run(arguments);

@@ -5,6 +5,7 @@
 #include <pybind11/pybind11.h>
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -64,12 +65,17 @@ class BoundRun : public std::enable_shared_from_this<BoundRun> {
     Launch launch;
   };
   struct CalledSegment {
+    CalledSegment(const GivenSegment& given, const SeenSegment& seen) : given(given), seen(seen) {}
+
     GivenSegment given;
     SeenSegment seen;
   };
   struct Call {
-    std::vector<CalledSegment> segments;
+    std::optional<CalledSegment> in_place[kMaxSegments];
     std::shared_ptr<Bound> bound;
+
+    CalledSegment& segment(int s) { return *in_place[s]; }
+    const CalledSegment& segment(int s) const { return *in_place[s]; }
   };
 
   Call checked(PyObject* const* arguments, Py_ssize_t count);
@@ -84,6 +90,7 @@ class BoundRun : public std::enable_shared_from_this<BoundRun> {
   bool launch(const std::shared_ptr<Bound>& bound, const RunArguments& arguments,
               const pybind11::object& partials) const;
   bool start(Bound& bound, RunArguments arguments, const pybind11::object& partials) const;
+  bool start_now(Bound& bound, RunArguments arguments) const;
 
   std::shared_ptr<Place> place_;
   const Torch& torch_;
