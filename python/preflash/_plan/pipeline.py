@@ -81,19 +81,26 @@ def _check_room(workspace: Workspace, plan: backends.Plan) -> None:
 
 def workspace_size(device: torch.device, backend_name: str, request: Request) -> tuple[int, int]:
     """(float_bytes, int_bytes) that plan() takes of workspaces as large as it likes."""
+    counted = _counted(device, backend_name, request)
+    sizes = [(counted.float_bytes, counted.int_bytes)]
+    if counted.staged:
+        # With less of a float workspace the plan makes no copies, if a kernel fits this device, nor
+        # where a run brings factors of heads.
+        direct = request._replace(options=staging.without(request.options))
+        with contextlib.suppress(NotImplementedError):
+            other = _counted(device, backend_name, direct)
+            sizes.append((other.float_bytes, other.int_bytes))
+    float_bytes, int_bytes = map(max, zip(*sizes, strict=True))
+    return float_bytes, int_bytes
+
+
+def _counted(device: torch.device, backend_name: str, request: Request) -> backends.Plan:
     room = Workspace(device, None, float_bytes=1 << 40)
     if request.graph_rows and request.options.fixed_split_size:
         # All that there is would be for the longer keys of later plans: what these need.
         alone = plan(room, backend_name, request._replace(graph_rows=0)).plan
         room.float_bytes = alone.float_bytes
-    counted = plan(room, backend_name, request).plan
-    int_bytes = counted.int_bytes
-    if counted.staged:
-        # With less of a float workspace the plan makes no copies, if a kernel fits this device.
-        direct = request._replace(options=staging.without(request.options))
-        with contextlib.suppress(NotImplementedError):
-            int_bytes = max(int_bytes, plan(room, backend_name, direct).plan.int_bytes)
-    return counted.float_bytes, int_bytes
+    return plan(room, backend_name, request).plan
 
 
 def place(
