@@ -81,26 +81,26 @@ def _check_room(workspace: Workspace, plan: backends.Plan) -> None:
 
 def workspace_size(device: torch.device, backend_name: str, request: Request) -> tuple[int, int]:
     """(float_bytes, int_bytes) that plan() takes of workspaces as large as it likes."""
-    counted = _counted(device, backend_name, request)
-    sizes = [(counted.float_bytes, counted.int_bytes)]
-    if counted.staged:
-        # With less of a float workspace the plan makes no copies, if a kernel fits this device, nor
-        # where a run brings factors of heads.
-        direct = request._replace(options=staging.without(request.options))
-        with contextlib.suppress(NotImplementedError):
-            other = _counted(device, backend_name, direct)
-            sizes.append((other.float_bytes, other.int_bytes))
-    float_bytes, int_bytes = map(max, zip(*sizes, strict=True))
-    return float_bytes, int_bytes
-
-
-def _counted(device: torch.device, backend_name: str, request: Request) -> backends.Plan:
     room = Workspace(device, None, float_bytes=1 << 40)
     if request.graph_rows and request.options.fixed_split_size:
         # All that there is would be for the longer keys of later plans: what these need.
-        alone = plan(room, backend_name, request._replace(graph_rows=0)).plan
-        room.float_bytes = alone.float_bytes
-    return plan(room, backend_name, request).plan
+        alone = _with_and_without_copies(room, backend_name, request._replace(graph_rows=0))
+        room.float_bytes = max(one.float_bytes for one in alone)
+    counted = _with_and_without_copies(room, backend_name, request)
+    return max(one.float_bytes for one in counted), max(one.int_bytes for one in counted)
+
+
+def _with_and_without_copies(
+    room: Workspace, backend_name: str, request: Request
+) -> list[backends.Plan]:
+    """The plan and, where it makes copies, the one that makes none: that of a smaller float
+    workspace, of some CUDA graphs, and of runs with factors of heads."""
+    plans = [plan(room, backend_name, request).plan]
+    if plans[0].staged:
+        direct = request._replace(options=staging.without(request.options))
+        with contextlib.suppress(NotImplementedError):  # no kernel fits this device without them
+            plans.append(plan(room, backend_name, direct).plan)
+    return plans
 
 
 def place(
