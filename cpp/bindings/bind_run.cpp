@@ -49,9 +49,10 @@ PyObject* check_run(PyObject*, PyObject* const* given, Py_ssize_t count) {
 PyMethodDef check_definition =
     fast_definition("check_run", &check_run, "The checks of a bound run alone.");
 
-// (place, plan, partials, masks, held, functions, context, num_threads, launched_by)
+// (place, plan, partials, masks, largest_pages, held, known, functions, context, num_threads,
+// launched_by)
 PyObject* bound_run(PyObject*, PyObject* const* given, Py_ssize_t count) {
-  if (count != 9) return PyErr_Format(PyExc_TypeError, "bound_run takes 9 arguments");
+  if (count != 11) return PyErr_Format(PyExc_TypeError, "bound_run takes 11 arguments");
   const auto object = [given](int i) { return py::reinterpret_borrow<py::object>(given[i]); };
   try {
     auto place = object(0).cast<std::shared_ptr<Place>>();
@@ -59,11 +60,13 @@ PyObject* bound_run(PyObject*, PyObject* const* given, Py_ssize_t count) {
     for (const py::handle mask : object(3)) {
       memory.push_back(RunMemory::of_plan(*place->torch, object(2), mask));
     }
-    auto bound = std::make_shared<BoundRun>(
-        std::move(place), object(1).cast<const Plan&>(), std::move(memory),
-        object(5).cast<std::shared_ptr<RunFunctions>>(), object(6),
-        Starting{.num_threads = object(7), .launched_by = object(8)});
-    for (const py::handle held : object(4)) {
+    auto bound =
+        std::make_shared<BoundRun>(std::move(place), object(1).cast<std::shared_ptr<Plan>>(),
+                                   std::move(memory), object(4).cast<std::vector<std::int64_t>>(),
+                                   object(6).cast<std::shared_ptr<KnownTensors>>(),
+                                   object(7).cast<std::shared_ptr<RunFunctions>>(), object(8),
+                                   Starting{.num_threads = object(9), .launched_by = object(10)});
+    for (const py::handle held : object(5)) {
       auto [name, tensor, bytes] = held.cast<std::tuple<std::string, py::object, std::int64_t>>();
       bound->hold(name, tensor, bytes);
     }
@@ -99,6 +102,7 @@ bool tensors_may_overlap(const Strided& a, const Strided& b) {
 }  // namespace
 
 void bind_run(py::module_& m) {
+  py::class_<KnownTensors, std::shared_ptr<KnownTensors>>(m, "KnownTensors").def(py::init());
   m.def("may_overlap", &tensors_may_overlap, py::arg("a"), py::arg("b"));
   py::class_<RunFunctions, std::shared_ptr<RunFunctions>>(m, "RunFunctions")
       .def(py::init([](py::object check, py::object refuse, py::object stream,

@@ -84,20 +84,25 @@ py::object made(const py::object& make, PyObject* q) {
 
 }  // namespace
 
-BoundRun::BoundRun(std::shared_ptr<Place> place, const Plan& plan, std::vector<RunMemory> memory,
+BoundRun::BoundRun(std::shared_ptr<Place> place, std::shared_ptr<const Plan> plan,
+                   std::vector<RunMemory> memory, std::vector<std::int64_t> largest_pages,
+                   std::shared_ptr<KnownTensors> known,
                    std::shared_ptr<const RunFunctions> functions, py::object context,
                    Starting starting)
     : place_(std::move(place)),
       torch_(*place_->torch),
-      num_segments_(plan.segments().size()),
+      plan_(std::move(plan)),
+      num_segments_(plan_->segments().size()),
       memory_(std::move(memory)),
+      largest_pages_(std::move(largest_pages)),
+      known_(std::move(known)),
       functions_(std::move(functions)),
       context_(std::move(context)),
       starting_(std::move(starting)),
       held_(place_->torch, "plan()", "call plan() again"),
       stream_(current_stream()) {
   held_.hold("int_workspace_buffer", place_->tensor,
-             {.address = reinterpret_cast<Address>(place_->memory()), .bytes = plan.int_bytes()});
+             {.address = reinterpret_cast<Address>(place_->memory()), .bytes = plan_->int_bytes()});
 }
 
 BoundRun::Call BoundRun::checked(PyObject* const* arguments, Py_ssize_t count) {
@@ -123,38 +128,63 @@ BoundRun::Call BoundRun::checked(PyObject* const* arguments, Py_ssize_t count) {
 }
 
 std::shared_ptr<BoundRun::Bound> BoundRun::bound_to(const Call& call, PyObject* const* arguments) {
-  const auto fits = [&](const std::shared_ptr<Bound>& bound) {
-    for (int s = 0; s < num_segments_; ++s) {
-      if (bound->facts[s] != call.segment(s).seen.facts) return false;
-    }
-    return true;
-  };
-  const auto found = std::ranges::find_if(bound_, fits);
+  const auto found = std::ranges::find_if(bound_, [&](const std::shared_ptr<Bound>& bound) {
+    return looks_like(*bound->checked, call);
+  });
   if (found != bound_.end()) {
     std::swap(*found, bound_.front());  // where the next layer looks first
     return bound_.front();
   }
-  std::shared_ptr<Bound> bound = bind(call, arguments);
+  const auto checked = tensors_of(call, arguments);
+  auto bound = std::make_shared<Bound>(Bound{checked, Launch(place_, checked->tensors)});
+  held_.check_storage();
   if (bound_.size() >= kLaunchesKept) bound_.clear();
   return *bound_.insert(bound_.begin(), std::move(bound));
 }
 
-std::shared_ptr<BoundRun::Bound> BoundRun::bind(const Call& call,
-                                                PyObject* const* arguments) const {
-  PerSegment<SegmentFacts> facts;
-  PerSegment<RunTensors> tensors;
-  std::vector<BoundSegment> segments;
-  for (int s = 0; s < num_segments_; ++s) facts.add(call.segment(s).seen.facts);
+bool BoundRun::looks_like(const CheckedTensors& checked, const Call& call) const {
+  for (int s = 0; s < num_segments_; ++s) {
+    if (checked.facts[s] != call.segment(s).seen.facts) return false;
+  }
+  return true;
+}
+
+bool BoundRun::holds_plan(const CheckedTensors& checked) const {
+  for (int s = 0; s < num_segments_; ++s) {
+    const Batch& batch = *plan_->segments()[s].batch;
+    const RunTensors& tensors = checked.tensors[s];
+    const bool paged = batch.page_size() > 0;
+    if (paged && tensors.k.num_pages <= largest_pages_[s]) return false;
+    if (batch.are_bounds()) continue;
+    if (tensors.q.num_tokens < batch.qo_end()) return false;
+    if (!paged && std::min(tensors.k.num_tokens, tensors.v.num_tokens) < batch.kv_end())
+      return false;
+  }
+  return true;
+}
+
+std::shared_ptr<const CheckedTensors> BoundRun::tensors_of(const Call& call,
+                                                           PyObject* const* arguments) {
+  for (const auto& checked : known_->checked) {
+    if (looks_like(*checked, call) && holds_plan(*checked)) return checked;
+  }
+  auto checked = check_tensors(call, arguments);
+  if (known_->checked.size() >= kLaunchesKept) known_->checked.clear();
+  known_->checked.push_back(checked);
+  return checked;
+}
+
+std::shared_ptr<const CheckedTensors> BoundRun::check_tensors(const Call& call,
+                                                              PyObject* const* arguments) const {
+  CheckedTensors checked;
+  for (int s = 0; s < num_segments_; ++s) checked.facts.add(call.segment(s).seen.facts);
   for (const py::handle segment : ask(functions_->check, arguments)) {
     auto [numbers, v_offset, make_out, make_lse] =
         segment.cast<std::tuple<SegmentNumbers, std::int64_t, py::object, py::object>>();
-    tensors.add(run_tensors(numbers));
-    segments.push_back({v_offset, std::move(make_out), std::move(make_lse)});
+    checked.tensors.add(run_tensors(numbers));
+    checked.segments.push_back({v_offset, std::move(make_out), std::move(make_lse)});
   }
-  auto bound =
-      std::make_shared<Bound>(Bound{facts, tensors, std::move(segments), Launch(place_, tensors)});
-  held_.check_storage();
-  return bound;
+  return std::make_shared<CheckedTensors>(std::move(checked));
 }
 
 // Of what is read or written, without what is made for the run.
@@ -184,7 +214,7 @@ py::object BoundRun::run(PyObject* const* arguments, Py_ssize_t count) {
   RunArguments launched;
   std::array<py::object, kMaxSegments> results;
   for (int s = 0; s < num_segments_; ++s) {
-    const BoundSegment& bound = call.bound->segments[s];
+    const BoundSegment& bound = call.bound->checked->segments[s];
     try {
       results[s] = make_outputs(bound, &call.segment(s));
     } catch (const std::exception&) {
@@ -207,7 +237,8 @@ py::object BoundRun::run(PyObject* const* arguments, Py_ssize_t count) {
   // One float workspace is for all segments.
   const RunMemory* const memory = call.segment(0).given.memory;
   const py::object& partials = (memory == nullptr ? memory_[0] : *memory).partials;
-  if (launch(call.bound, launched, partials)) place_->note_capture(call.bound->tensors, partials);
+  if (launch(call.bound, launched, partials))
+    place_->note_capture(call.bound->checked->tensors, partials);
   for (int s = 0; s < num_segments_; ++s) {
     const GivenSegment& given = call.segment(s).given;
     if (given.out != nullptr) torch_.tell_written(given.out);

@@ -37,12 +37,27 @@ struct BoundSegment {
   pybind11::object make_lse;
 };
 
+// Tensors that have passed the checks of a run, by what they look like.
+struct CheckedTensors {
+  PerSegment<SegmentFacts> facts;
+  PerSegment<RunTensors> tensors;
+  std::vector<BoundSegment> segments;
+};
+
+// Those of plans with the same options and layouts: plan() of the next step finds them here. The
+// lengths of a plan are its own, and are compared for every plan.
+struct KnownTensors {
+  std::vector<std::shared_ptr<const CheckedTensors>> checked;
+};
+
 class BoundRun : public std::enable_shared_from_this<BoundRun> {
  public:
-  // memory: the plan's own, of each segment.
-  BoundRun(std::shared_ptr<Place> place, const Plan& plan, std::vector<RunMemory> memory,
-           std::shared_ptr<const RunFunctions> functions, pybind11::object context,
-           Starting starting);
+  // memory: the plan's own, of each segment. largest_pages: the largest page index of each; -1: not
+  // known here, or ragged.
+  BoundRun(std::shared_ptr<Place> place, std::shared_ptr<const Plan> plan,
+           std::vector<RunMemory> memory, std::vector<std::int64_t> largest_pages,
+           std::shared_ptr<KnownTensors> known, std::shared_ptr<const RunFunctions> functions,
+           pybind11::object context, Starting starting);
 
   // The plan left something in a tensor that callers hold, too, and runs look for it there.
   void hold(std::string name, const pybind11::object& tensor, std::int64_t bytes) {
@@ -59,9 +74,7 @@ class BoundRun : public std::enable_shared_from_this<BoundRun> {
  private:
   // A launch for tensors that look like these.
   struct Bound {
-    PerSegment<SegmentFacts> facts;
-    PerSegment<RunTensors> tensors;
-    std::vector<BoundSegment> segments;
+    std::shared_ptr<const CheckedTensors> checked;
     Launch launch;
   };
   struct CalledSegment {
@@ -80,7 +93,13 @@ class BoundRun : public std::enable_shared_from_this<BoundRun> {
 
   Call checked(PyObject* const* arguments, Py_ssize_t count);
   std::shared_ptr<Bound> bound_to(const Call& call, PyObject* const* arguments);
-  std::shared_ptr<Bound> bind(const Call& call, PyObject* const* arguments) const;
+  // The tensors of a call as an earlier plan's run or this one's checks left them.
+  std::shared_ptr<const CheckedTensors> tensors_of(const Call& call, PyObject* const* arguments);
+  std::shared_ptr<const CheckedTensors> check_tensors(const Call& call,
+                                                      PyObject* const* arguments) const;
+  bool looks_like(const CheckedTensors& checked, const Call& call) const;
+  // Whether the plan finds all its tokens and pages in them.
+  bool holds_plan(const CheckedTensors& checked) const;
   bool records(const Call& call) const;
   pybind11::object ask(const pybind11::object& function, PyObject* const* arguments) const;
   // What a segment returns; the addresses of what is made for it are filled in.
@@ -94,8 +113,11 @@ class BoundRun : public std::enable_shared_from_this<BoundRun> {
 
   std::shared_ptr<Place> place_;
   const Torch& torch_;
+  std::shared_ptr<const Plan> plan_;
   int num_segments_;
   std::vector<RunMemory> memory_;  // of each segment
+  std::vector<std::int64_t> largest_pages_;
+  std::shared_ptr<KnownTensors> known_;
   std::shared_ptr<const RunFunctions> functions_;
   pybind11::object context_;
   Starting starting_;

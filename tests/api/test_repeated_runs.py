@@ -314,6 +314,53 @@ def test_another_plan_forgets_the_run(target):
         runner.compare(other, wrapper.run(*tensors(other)), None).check()
 
 
+def test_the_next_plan_checks_no_tensor_again(case, target, reading, checks):
+    inputs, wrapper = planned(case, target)
+    wrapper.run(*tensors(inputs))
+    for _ in range(2):
+        runner.plan(wrapper, inputs)
+        runner.compare(inputs, wrapper.run(*copied(tensors(inputs))), None).check()
+    assert len(checks) == 1
+    runner.plan(wrapper, inputs, sm_scale=0.5)  # a factor of runs
+    wrapper.run(*tensors(inputs))
+    assert len(checks) == 1
+    runner.plan(wrapper, inputs, window_left=20)
+    wrapper.run(*tensors(inputs))
+    assert len(checks) == 2
+
+
+@pytest.mark.parametrize(
+    ("qo_lens", "kv_lens", "message"),
+    [
+        ((33, 5, 0, 71), (40, 90, 7, 71), r"q has shape \(108, 4, 64\); must be \(109, 4, 64\)"),
+        ((33, 5, 0, 70), (40, 90, 99, 70), r"k has \d+ tokens; the plan uses kv_indptr\[-1\] = 299"),
+    ],
+)
+def test_longer_than_tensors_that_passed(target, qo_lens, kv_lens, message):
+    """The lengths of each plan are compared with tensors that an earlier plan has checked."""
+    inputs, wrapper = planned(RAGGED, target)
+    wrapper.run(*tensors(inputs))
+    longer = dataclasses.replace(RAGGED, qo_lens=qo_lens, kv_lens=kv_lens)
+    runner.plan(wrapper, build(longer, device=target.device))
+    with pytest.raises(ValueError, match=message):
+        wrapper.run(*tensors(inputs))
+    runner.plan(wrapper, inputs)
+    runner.compare(inputs, wrapper.run(*tensors(inputs)), None).check()
+
+
+def test_pages_beyond_a_cache_that_passed(target):
+    """Page indices of each plan, too."""
+    inputs, wrapper = planned(PAGED, target)
+    q, cache = tensors(inputs)
+    wrapper.run(q, cache)
+    (qo_indptr, kv_indptr, pages, *others), options = runner.plan_arguments(inputs)
+    beyond = pages.cpu().clone()
+    beyond[3] = cache.shape[0]
+    wrapper.plan(qo_indptr, kv_indptr, beyond, *others, **options)
+    with pytest.raises(ValueError, match=f"paged_kv_indices holds {cache.shape[0]}; "):
+        wrapper.run(q, cache)
+
+
 def test_nothing_keeps_a_plan_alive(target):
     inputs, wrapper = planned(PAGED, target)
     for _ in range(3):

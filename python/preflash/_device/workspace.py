@@ -73,6 +73,16 @@ class Workspace:
         # Memory of a plan that was replaced, and what may still be running it.
         self._spare: tuple[Buffer, Callable[[], object | None]] | None = None
         self._uploader: _core.Uploader | None = None
+        self._known: tuple[Any, _core.KnownTensors | None] = (None, None)
+
+    def known_tensors(self, alike: Any) -> _core.KnownTensors:
+        """Tensors that runs of earlier plans have checked. alike: what those plans have in common;
+        all but their lengths."""
+        before, known = self._known
+        if before != alike:
+            known = _core.KnownTensors()
+            self._known = (alike, known)
+        return known
 
     @property
     def float_bytes(self) -> int:

@@ -75,24 +75,30 @@ class PlannedVariant:
             self.float_workspace = workspace.float_buffer.tensor
             buffers.append(workspace.float_buffer)
         masks = []
+        largest_pages = []
         held = []  # what the plan leaves in tensors that callers hold, too
-        for request in requests:
-            indices, mask, batch = request.page_indices, request.mask, request.lengths.batch
+        alike = []
+        for options, (batch, pages), kv_layout, mask, graph_rows, _ in requests:
             masks.append(mask)
+            alike.append((options, kv_layout, batch.page_size))
+            indices = largest_page = None
+            if pages is not None:
+                _, indices, largest_page = pages
+            largest_pages.append(-1 if largest_page is None else largest_page)
             if indices is not None:
                 buffers.append(Buffer(indices))
-                name = "paged_kv_indices_buf" if request.graph_rows else "paged_kv_indices"
+                name = "paged_kv_indices_buf" if graph_rows else "paged_kv_indices"
                 held.append((name, indices, batch.kv_end * indices.itemsize))
             if mask is not None:
                 buffers.append(Buffer(mask))
-                if request.graph_rows:
+                if graph_rows:
                     held.append(("custom_mask_buf", mask, batch.mask_bytes))
         for buffer in buffers:
             buffer.used_on_current_stream(device_stream)
         self._requests = requests
         self.attend_to = _core.bound_run(
-            place, plan, self.float_workspace, masks, held, _FUNCTIONS,
-            (requests, names, buffers, device_stream),
+            place, plan, self.float_workspace, masks, largest_pages, held,
+            workspace.known_tensors(alike), _FUNCTIONS, (requests, names, buffers, device_stream),
             backend.num_threads, backend.launched_by,
         )  # fmt: skip
 
