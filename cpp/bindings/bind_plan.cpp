@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "bindings/bindings.h"
+#include "bindings/fast_call.h"
 #include "bindings/place.h"
 
 namespace preflash {
@@ -78,6 +79,59 @@ PlanRequest plan_request(const py::handle& given) {
   return {.options = options, .batch = std::move(batch), .graph_max_rows = graph_max_rows};
 }
 
+// (family, device, options, batch, float_workspace_bytes, graph_max_rows, graph_mask_bytes)
+PyObject* plan(PyObject*, PyObject* const* given, Py_ssize_t count) {
+  if (count != 7) return PyErr_Format(PyExc_TypeError, "plan takes 7 arguments");
+  try {
+    const PlanRequest request{.options = argument<const AttentionOptions&>(given, 2),
+                              .batch = argument<std::shared_ptr<Batch>>(given, 3),
+                              .graph_max_rows = argument<std::int32_t>(given, 5),
+                              .graph_mask_bytes = argument<std::int64_t>(given, 6)};
+    return py::cast(make_plan(argument<Family>(given, 0), argument<int>(given, 1), request,
+                              argument<std::int64_t>(given, 4)))
+        .release()
+        .ptr();
+  } catch (...) {
+    return raise(std::current_exception());
+  }
+}
+
+PyMethodDef plan_definition = fast_definition("plan", &plan, "A plan of one segment.");
+
+// (uploader, torch, buffer, tensor, capacity)
+PyObject* place(PyObject*, PyObject* const* given, Py_ssize_t count) {
+  if (count != 5) return PyErr_Format(PyExc_TypeError, "place takes 5 arguments");
+  try {
+    return py::cast(std::make_shared<Place>(
+                        argument<std::shared_ptr<Uploader>>(given, 0),
+                        argument<std::shared_ptr<Torch>>(given, 1), argument<py::object>(given, 2),
+                        argument<py::object>(given, 3), argument<std::int64_t>(given, 4)))
+        .release()
+        .ptr();
+  } catch (...) {
+    return raise(std::current_exception());
+  }
+}
+
+PyMethodDef place_definition = fast_definition("place", &place, "Where a plan goes.");
+
+// (a, b): whether two tuples hold the same objects, whatever those say of themselves. 1 is not
+// True.
+PyObject* same_objects(PyObject*, PyObject* const* given, Py_ssize_t count) {
+  if (count != 2 || !PyTuple_Check(given[0]) || !PyTuple_Check(given[1])) {
+    return PyErr_Format(PyExc_TypeError, "same_objects takes 2 tuples");
+  }
+  const Py_ssize_t size = PyTuple_GET_SIZE(given[0]);
+  if (PyTuple_GET_SIZE(given[1]) != size) Py_RETURN_FALSE;
+  for (Py_ssize_t i = 0; i < size; ++i) {
+    if (PyTuple_GET_ITEM(given[0], i) != PyTuple_GET_ITEM(given[1], i)) Py_RETURN_FALSE;
+  }
+  Py_RETURN_TRUE;
+}
+
+PyMethodDef same_definition =
+    fast_definition("same_objects", &same_objects, "Whether tuples hold the same objects.");
+
 // A plan and where it goes.
 using Placement = std::pair<std::shared_ptr<Place>, std::shared_ptr<Plan>>;
 
@@ -103,19 +157,6 @@ void write(const std::vector<Placement>& placements, const py::sequence& page_in
 
 void bind_plans(py::module_& m) {
   py::class_<Plan, std::shared_ptr<Plan>>(m, "Plan")
-      .def(py::init([](Family family, int device, const AttentionOptions& options,
-                       std::shared_ptr<Batch> batch, std::int64_t float_workspace_bytes,
-                       std::int32_t graph_max_rows, std::int64_t graph_mask_bytes) {
-             return make_plan(family, device,
-                              PlanRequest{.options = options,
-                                          .batch = std::move(batch),
-                                          .graph_max_rows = graph_max_rows,
-                                          .graph_mask_bytes = graph_mask_bytes},
-                              float_workspace_bytes);
-           }),
-           py::arg("family"), py::arg("device"), py::arg("options"), py::arg("batch"),
-           py::arg("float_workspace_bytes"), py::arg("graph_max_rows"),
-           py::arg("graph_mask_bytes") = 0)
       .def_static(
           "of_segments",
           [](Family family, int device, const py::sequence& segments,
@@ -153,10 +194,6 @@ void bind_places(py::module_& m) {
       .def_readonly("kv_extent", &Captured::kv_extent)
       .def_readonly("page_size", &Captured::page_size);
   py::class_<Place, std::shared_ptr<Place>>(m, "Place")
-      .def(py::init<std::shared_ptr<Uploader>, std::shared_ptr<Torch>, py::object, py::object,
-                    std::int64_t>(),
-           py::arg("uploader"), py::arg("torch"), py::arg("buffer"), py::arg("tensor"),
-           py::arg("capacity"))
       .def_readonly("buffer", &Place::buffer)
       .def_readwrite("shared", &Place::shared)
       .def_property_readonly("held", &Place::held)
@@ -194,6 +231,7 @@ void bind_plan(py::module_& m) {
   bind_options(m);
   bind_plans(m);
   bind_places(m);
+  add_functions(m, {&plan_definition, &place_definition, &same_definition});
   m.def("write_plans", &write, py::arg("placements"), py::arg("page_indices"), py::arg("mask_bits"),
         py::arg("stream"), py::arg("then"));
 }

@@ -114,10 +114,7 @@ void bind_run(py::module_& m) {
                               .stream_changed = std::move(stream_changed)});
            }),
            py::arg("check"), py::arg("refuse"), py::arg("stream"), py::arg("stream_changed"));
-  for (PyMethodDef* definition : {&bound_definition, &check_definition}) {
-    m.attr(definition->ml_name) =
-        py::reinterpret_steal<py::object>(PyCFunction_New(definition, nullptr));
-  }
+  add_functions(m, {&bound_definition, &check_definition});
 }
 
 }  // namespace preflash

@@ -15,4 +15,11 @@ PyObject* raise(std::exception_ptr thrown) {
   return nothing;
 }
 
+void add_functions(py::module_& m, std::initializer_list<PyMethodDef*> definitions) {
+  for (PyMethodDef* definition : definitions) {
+    m.attr(definition->ml_name) =
+        py::reinterpret_steal<py::object>(PyCFunction_New(definition, nullptr));
+  }
+}
+
 }  // namespace preflash

@@ -5,6 +5,7 @@
 #include <pybind11/pybind11.h>
 
 #include <exception>
+#include <initializer_list>
 #include <memory>
 #include <utility>
 
@@ -29,6 +30,15 @@ pybind11::object fast_callable(PyMethodDef& definition, State state) {
 }
 
 using FastFunction = PyObject* (*)(PyObject* self, PyObject* const* given, Py_ssize_t count);
+
+// What is given, as C++ has it: `given[i]` cast to T.
+template <class T>
+T argument(PyObject* const* given, int i) {
+  return pybind11::handle(given[i]).cast<T>();
+}
+
+// Makes the functions of the module. definitions: of static lifetime.
+void add_functions(pybind11::module_& m, std::initializer_list<PyMethodDef*> definitions);
 
 inline PyMethodDef fast_definition(const char* name, FastFunction function, const char* doc) {
   return {name, reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(function)), METH_FASTCALL,

@@ -160,8 +160,7 @@ void bind_run_memory(py::module_& m) {
              return RunMemory::of(torch, std::move(partials), of_extras);
            }),
            py::arg("torch"), py::arg("partials"));
-  m.attr("bytes_of") =
-      py::reinterpret_steal<py::object>(PyCFunction_New(&bytes_definition, nullptr));
+  add_functions(m, {&bytes_definition});
   py::class_<HeldMemory, std::shared_ptr<HeldMemory>>(m, "HeldMemory")
       .def(py::init<std::shared_ptr<const Torch>, std::string, std::string>(), py::arg("torch"),
            py::arg("since"), py::arg("way_out"))

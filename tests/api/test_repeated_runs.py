@@ -333,7 +333,11 @@ def test_the_next_plan_checks_no_tensor_again(case, target, reading, checks):
     ("qo_lens", "kv_lens", "message"),
     [
         ((33, 5, 0, 71), (40, 90, 7, 71), r"q has shape \(108, 4, 64\); must be \(109, 4, 64\)"),
-        ((33, 5, 0, 70), (40, 90, 99, 70), r"k has \d+ tokens; the plan uses kv_indptr\[-1\] = 299"),
+        (
+            (33, 5, 0, 70),
+            (40, 90, 99, 70),
+            r"k has \d+ tokens; the plan uses kv_indptr\[-1\] = 299",
+        ),
     ],
 )
 def test_longer_than_tensors_that_passed(target, qo_lens, kv_lens, message):

@@ -237,9 +237,10 @@ def _largest_page(batch: _core.Batch, indices: torch.Tensor) -> int | None:
 def check_hints(a: BatchArguments, lengths: Lengths, device: torch.device) -> None:
     """Arguments that repeat what the lengths say: they must agree with them."""
     batch = lengths.batch
-    for name, value in (("seq_lens_q", a.seq_lens_q), ("seq_lens", a.seq_lens)):
-        if value is not None:
-            _check_lengths(name, value, batch, device)
+    if a.seq_lens_q is not None:
+        _check_lengths("seq_lens_q", a.seq_lens_q, batch, device)
+    if a.seq_lens is not None:
+        _check_lengths("seq_lens", a.seq_lens, batch, device)
     if a.max_token_per_sequence is not None:
         _check_longest("max_token_per_sequence", a.max_token_per_sequence, batch.max_qo_len)
     if a.max_sequence_kv is not None:

@@ -33,14 +33,24 @@ _CONSTANT = frozenset((int, float, bool, str, type(None), torch.dtype))
 
 def batch_options(a: BatchArguments) -> _core.AttentionOptions:
     """The options in the arguments of a wrapper's plan()."""
+    global _last
     check.not_traced()
     masked = has_mask(a)
     kind = type(a)
-    given = _given_to[kind](a)
+    given = (kind, masked, *_given_to[kind](a))
+    last, options = _last
+    if _core.same_objects(given, last):
+        return options
     try:
-        return _remembered(kind, masked, *given)
+        options = _remembered(*given)
     except TypeError:  # not to be remembered, or wrong: the checks say so
-        return _checked(kind, masked, *given)
+        return _checked(*given)
+    _last = (given, options)
+    return options
+
+
+# What _remembered() was asked last, and its answer: the same objects cost no hash.
+_last: tuple[tuple, _core.AttentionOptions | None] = ((), None)
 
 
 # Steps differ in their lengths, not in these: checking them again would be a tenth of plan(). By

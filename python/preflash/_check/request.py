@@ -28,12 +28,6 @@ class Request(NamedTuple):
         may be changed on the device after plan()."""
         return 0 if self.mask is None or self.graph_rows else self.mask.data_ptr()
 
-    @property
-    def page_indices(self) -> torch.Tensor | None:
-        """Those on the device; others travel with the work list."""
-        pages = self.lengths.pages
-        return None if pages is None else pages.on_device
-
 
 def expected_of(request: Request, device: torch.device) -> Expected:
     """What run() may find."""

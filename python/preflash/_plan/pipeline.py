@@ -34,7 +34,6 @@ def make_request(
     options: _core.AttentionOptions,
     lengths: Lengths,
     kv_layout: str,
-    *,
     masked: bool,
     graph_rows: int = 0,
     graph_mask_bytes: int = 0,
@@ -129,7 +128,8 @@ def upload(
     """
     addresses = []
     for request in requests:
-        indices = request.page_indices
+        pages = request.lengths.pages
+        indices = None if pages is None else pages.on_device
         addresses.append(0 if indices is None else indices.data_ptr())
     _core.write_plans(
         [(run.place, run.plan) for run in runs if run.place is not None],

@@ -67,7 +67,7 @@ class KernelBackend:
         refusal = self.refusal(device)
         if refusal is not None:
             raise self._refused(refusal, options)
-        return _core.Plan(self._family, ordinal_of(device), options, batch, *room)
+        return _core.plan(self._family, ordinal_of(device), options, batch, *room)
 
     def place(
         self,

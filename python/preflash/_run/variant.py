@@ -150,7 +150,7 @@ class PlannedVariant:
 def place_in(buffer: Buffer, workspace: Workspace) -> _core.Place:
     """For a work list, in memory that nothing else uses."""
     uploader = workspace.uploader()
-    return _core.Place(uploader, check.TORCH, buffer, buffer.tensor, buffer.num_bytes)
+    return _core.place(uploader, check.TORCH, buffer, buffer.tensor, buffer.num_bytes)
 
 
 def run_memory(

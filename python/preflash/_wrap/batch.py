@@ -21,7 +21,7 @@ from .._check.arguments import (
     scales_of,
 )
 from .._check.calls import BatchArguments, ForwardArguments
-from .._check.options import batch_options, check_unserved
+from .._check.options import batch_options, check_unserved, has_mask
 from .._check.outputs import Outputs, run_outputs
 from .._check.request import Request
 from .._check.scales import Scales, folded_scales, softmax_scale
@@ -103,22 +103,17 @@ class BatchPrefillWrapper(EngineAttributes):
         graph_rows = graph_mask_bytes = 0
         if self._graph is None:
             workspace = self._state.workspace
-            lengths = _lengths.batch_lengths(a, self.device, uploader=workspace.known_uploader)
+            device = workspace.device_stream.device
+            lengths = _lengths.batch_lengths(a, device, None, workspace.known_uploader)
         else:
             lengths = _lengths.batch_lengths(a, self.device, self._graph.buffers.indices)
             batch = lengths.batch
             self._graph.check_batch(batch)
             graph_rows = self._state.graph_rows or max(batch.qo_end - batch.qo_begin, 1)
             graph_mask_bytes = self._graph.mask_bytes
-        masked = a.custom_mask is not None or a.packed_custom_mask is not None
         return Asked(
             pipeline.make_request(
-                options,
-                lengths,
-                self._kv_layout,
-                masked=masked,
-                graph_rows=graph_rows,
-                graph_mask_bytes=graph_mask_bytes,
+                options, lengths, self._kv_layout, has_mask(a), graph_rows, graph_mask_bytes
             ),
             Scales(softmax_scale(a.sm_scale, options), 1.0),
             check.flag("causal", a.causal),
@@ -153,12 +148,14 @@ class BatchPrefillWrapper(EngineAttributes):
         if draft is None:
             options = request.options
             draft = self._draft(request)
-        _lengths.check_hints(a, request.lengths, self.device)
+        device = workspace.device_stream.device
+        _lengths.check_hints(a, request.lengths, device)
         batch = request.lengths.batch
+        source = None
         mask = masks.check_mask(a.custom_mask, a.packed_custom_mask, batch)
         if mask is not None:
-            masks.check_mask_device(mask, self.device)
-        source = None if mask is None else MaskSource(mask, a.packed_custom_mask is not None)
+            masks.check_mask_device(mask, device)
+            source = MaskSource(mask, a.packed_custom_mask is not None)
         if self._graph is not None:
             return self._drafted_for_graphs(Drafted(workspace, draft, asked, options), source, a)
         if source is not None:
@@ -222,9 +219,10 @@ class BatchPrefillWrapper(EngineAttributes):
                 copy_in()
         then = functools.partial(setattr, self, "_state", after)
         pipeline.upload(workspace, (primary, *others.values()), request, then=then)
-        if before.planned is not None and not before.planned.primary.shared:
+        if before.planned is not None:
             replaced = before.planned.primary
-            before.workspace.give_back(replaced.int_buffer, replaced)
+            if not replaced.shared:
+                before.workspace.give_back(replaced.int_buffer, replaced)
 
     def _placed(
         self,
