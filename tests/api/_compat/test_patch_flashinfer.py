@@ -439,7 +439,7 @@ def test_preflash_under_that_name(no_flashinfer):
 
 def test_the_documented_sitecustomize_reaches_every_process(flashinfer, tmp_path):
     """The code block of docs/flashinfer.md, in a process and in one that it starts."""
-    document = Path(__file__).parents[2] / "docs" / "flashinfer.md"
+    document = Path(__file__).parents[3] / "docs" / "flashinfer.md"
     blocks = re.findall(r"```python\n(.*?)```", document.read_text(), re.DOTALL)
     (block,) = (block for block in blocks if block.startswith("# sitecustomize.py"))
     (tmp_path / "sitecustomize.py").write_text(block)
@@ -459,7 +459,7 @@ def test_the_documented_sitecustomize_reaches_every_process(flashinfer, tmp_path
 
 
 def test_the_documented_block_runs(flashinfer, capsys):
-    document = Path(__file__).parents[2] / "docs" / "flashinfer.md"
+    document = Path(__file__).parents[3] / "docs" / "flashinfer.md"
     block = re.findall(r"```python\n(.*?)```", document.read_text(), re.DOTALL)[0]
     before = attributes()
     exec(compile(block, document.name, "exec"), {})
