@@ -271,14 +271,6 @@ def test_last_page_longer_than_a_page_is_refused(target):
         runner.plan(wrapper, inputs)
 
 
-def test_last_page_len_of_a_request_without_pages_does_not_count(target):
-    """Its KV length is 0 by definition only when last_page_len says so: pages are what counts."""
-    case = Case("nopage", (9, 3), (33, 0), 4, 2, 64, page_size=16, mask=MaskKind.CAUSAL)
-    inputs = build(case, device=target.device)
-    assert inputs.last_page_len.tolist() == [1, 0]
-    runner.check(inputs, backend=target.backend)
-
-
 @pytest.mark.parametrize("heads", [(4, 4), (8, 2), (3, 1)])
 @pytest.mark.parametrize("form", [KvForm.SEPARATE, KvForm.TRANSPOSED, KvForm.PADDED])
 def test_ragged_hnd(target, heads, form):

@@ -3,6 +3,7 @@
 import preflash
 import pytest
 import torch
+from planned_cases import planned
 from preflash.testing import Case, build, reference, runner
 
 RAGGED = Case("ragged", (9, 3), (30, 5), 4, 2, 64)
@@ -29,13 +30,6 @@ RUN = {
 ONCE = {
     "fp8_out": ({"o_dtype": torch.float8_e4m3fn}, "o_dtype|o_data_type"),
 }
-
-
-def planned(case, target):
-    inputs = build(case, device=target.device)
-    wrapper = runner.make_wrapper(case, backend=target.backend, device=target.device)
-    runner.plan(wrapper, inputs)
-    return inputs, wrapper
 
 
 @pytest.mark.parametrize(("options", "name"), PLAN.values(), ids=PLAN)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import preflash
 import pytest
 import torch
+from planned_cases import planned
 from preflash.testing import Case, MaskKind, build, poison, reference, runner
 
 REFUSED = (ValueError, TypeError)
@@ -244,13 +245,6 @@ RAGGED_RUN = [
 
 def ids(mistakes: list[Mistake]) -> list[str]:
     return [mistake.id for mistake in mistakes]
-
-
-def planned(case: Case, target):
-    inputs = build(case, device=target.device)
-    wrapper = runner.make_wrapper(case, backend=target.backend, device=target.device)
-    runner.plan(wrapper, inputs)
-    return inputs, wrapper
 
 
 def plan_arguments(inputs) -> dict:

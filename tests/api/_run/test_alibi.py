@@ -1,14 +1,13 @@
 """pos_encoding_mode="ALIBI": slope(head) * (key - row) on top of each logit, and in the LSE."""
 
 import dataclasses
-import itertools
 import math
 
 import preflash
 import pytest
 import torch
-from dims_and_singles import DIMS, MASKS, SINGLE, check_single
-from preflash.testing import Case, KvForm, Magnitude, MaskKind, Position, build, reference, runner
+from dims_and_singles import SINGLE, check_single, grid, on_split_keys
+from preflash.testing import Case, Magnitude, MaskKind, Position, build, reference, runner
 from preflash.testing.oracle import alibi_slopes
 
 ALIBI = Position.ALIBI
@@ -17,34 +16,7 @@ HALF, BFLOAT = torch.float16, torch.bfloat16
 LOG2_E = math.log2(math.e)
 
 
-def grid():
-    """Dims x masks x soft caps; dtype, storage and layout take turns."""
-    turns = itertools.cycle(
-        itertools.product((0, 16), (BFLOAT, HALF), ("NHD", "HND"), (KvForm.SEPARATE, KvForm.PADDED))
-    )
-    for (dim, dim_vo), name, cap in itertools.product(DIMS.items(), MASKS, (None, 15.0)):
-        page_size, dtype, layout, form = next(turns)
-        mask, window_left = MASKS[name]
-        yield Case(
-            name,
-            (1, 70, 0, 33),
-            (40, 131, 9, 33),
-            6,
-            2,
-            dim,
-            dim_vo,
-            dtype,
-            page_size,
-            layout,
-            form,
-            mask,
-            window_left,
-            cap,
-            position=ALIBI,
-        )
-
-
-@pytest.mark.parametrize("case", list(grid()), ids=lambda case: case.id)
+@pytest.mark.parametrize("case", list(grid(position=ALIBI)), ids=lambda case: case.id)
 def test_batches(target, case):
     runner.check(build(case, device=target.device), backend=target.backend)
 
@@ -63,15 +35,7 @@ def test_head_counts(target, heads, mask, page_size):
     runner.check(build(case, device=target.device), backend=target.backend)
 
 
-@pytest.mark.parametrize(
-    ("qo_lens", "kv_lens"),
-    [((1, 1, 1), (700, 64, 333)), ((3, 0, 70), (512, 9, 250)), ((7, 5), (0, 900))],
-    ids=["decode", "append", "no_keys"],
-)
-@pytest.mark.parametrize(
-    ("mask", "split", "dtype"),
-    [(MaskKind.NONE, 64, HALF), (CAUSAL, 128, BFLOAT), (CAUSAL, 1, HALF)],
-)
+@on_split_keys
 def test_split_keys(target, qo_lens, kv_lens, mask, split, dtype):
     """Chunks agree on what their weights are relative to."""
     case = Case("split", qo_lens, kv_lens, 6, 2, 128, dtype=dtype, page_size=16, mask=mask)

@@ -6,6 +6,7 @@ import preflash
 import pytest
 import torch
 from fuzz import fmha_problems
+from planned_cases import planned as planned_case
 from preflash.testing import Case, MaskKind, build, runner
 
 attention = preflash.trtllm_fmha_v2_prefill
@@ -18,10 +19,7 @@ TOKENS = sum(CASE.qo_lens)
 
 @pytest.fixture
 def planned(target):
-    inputs = build(CASE, device=target.device)
-    wrapper = runner.make_wrapper(CASE, backend=target.backend, device=target.device)
-    runner.plan(wrapper, inputs)
-    return inputs, wrapper
+    return planned_case(CASE, target)
 
 
 def test_out_on_k_or_v(planned):

@@ -10,6 +10,7 @@ import weakref
 import preflash
 import pytest
 import torch
+from planned_cases import planned
 from preflash import _core
 from preflash._check import tensors as _tensors
 from preflash._check import values as check
@@ -29,13 +30,6 @@ CASES = [RAGGED, PAGED, SPLIT, NARROW_V, MASKED]
 @pytest.fixture(params=CASES, ids=lambda case: case.name)
 def case(request):
     return request.param
-
-
-def planned(case, target):
-    inputs = build(case, device=target.device)
-    wrapper = runner.make_wrapper(case, backend=target.backend, device=target.device)
-    runner.plan(wrapper, inputs)
-    return inputs, wrapper
 
 
 def tensors(inputs):

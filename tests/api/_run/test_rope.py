@@ -1,13 +1,12 @@
 """pos_encoding_mode="ROPE_LLAMA": queries and keys are rotated by their positions in the kernel."""
 
 import dataclasses
-import itertools
 import math
 
 import preflash
 import pytest
 import torch
-from dims_and_singles import DIMS, MASKS, SINGLE, check_single
+from dims_and_singles import SINGLE, check_single, grid, on_split_keys
 from preflash.testing import (
     Case,
     KvForm,
@@ -26,42 +25,16 @@ CAUSAL = MaskKind.CAUSAL
 HALF, BFLOAT = torch.float16, torch.bfloat16
 
 
-def grid():
-    """Dims x masks x soft caps; dtype, storage, layout and frequencies take turns."""
-    turns = itertools.cycle(
-        itertools.product(
-            (0, 16),
-            (BFLOAT, HALF),
-            ("NHD", "HND"),
-            (KvForm.SEPARATE, KvForm.PADDED),
-            ((None, None), (8.0, 5e5), (0.25, None)),
-        )
-    )
-    for (dim, dim_vo), name, cap in itertools.product(DIMS.items(), MASKS, (None, 15.0)):
-        page_size, dtype, layout, form, (scale, theta) = next(turns)
-        mask, window_left = MASKS[name]
-        yield Case(
-            name,
-            (1, 70, 0, 33),
-            (40, 131, 9, 33),
-            6,
-            2,
-            dim,
-            dim_vo,
-            dtype,
-            page_size,
-            layout,
-            form,
-            mask,
-            window_left,
-            cap,
-            position=ROPE,
-            rope_scale=scale,
-            rope_theta=theta,
-        )
+FREQUENCIES_IN_TURN = [
+    {},
+    {"rope_scale": 8.0, "rope_theta": 5e5},
+    {"rope_scale": 0.25},
+]
 
 
-@pytest.mark.parametrize("case", list(grid()), ids=lambda case: case.id)
+@pytest.mark.parametrize(
+    "case", list(grid(*FREQUENCIES_IN_TURN, position=ROPE)), ids=lambda case: case.id
+)
 def test_batches(target, case):
     runner.check(build(case, device=target.device), backend=target.backend)
 
@@ -82,15 +55,7 @@ def test_head_counts(target, heads):
     runner.check(build(case, device=target.device), backend=target.backend)
 
 
-@pytest.mark.parametrize(
-    ("qo_lens", "kv_lens"),
-    [((1, 1, 1), (700, 64, 333)), ((3, 0, 70), (512, 9, 250)), ((7, 5), (0, 900))],
-    ids=["decode", "append", "no_keys"],
-)
-@pytest.mark.parametrize(
-    ("mask", "split", "dtype"),
-    [(MaskKind.NONE, 64, HALF), (CAUSAL, 128, BFLOAT), (CAUSAL, 1, HALF)],
-)
+@on_split_keys
 def test_split_keys(target, qo_lens, kv_lens, mask, split, dtype):
     case = Case("split", qo_lens, kv_lens, 6, 2, 128, dtype=dtype, page_size=16, mask=mask)
     case = dataclasses.replace(case, position=ROPE, fixed_split_size=split, sinks=Sinks.MIXED)

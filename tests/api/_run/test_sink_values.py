@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import math
 
+import planned_cases
 import preflash
 import pytest
 import torch
@@ -122,11 +123,7 @@ def test_rows_without_keys(target, name, page_size, split, base):
 
 def planned(target, **changes):
     case = Case("run", (9, 40), (30, 333), 4, 2, 128, page_size=16, sinks=Sinks.ORDINARY)
-    case = dataclasses.replace(case, **changes)
-    inputs = build(case, device=target.device)
-    wrapper = runner.make_wrapper(case, backend=target.backend, device=target.device)
-    runner.plan(wrapper, inputs)
-    return inputs, wrapper
+    return planned_cases.planned(dataclasses.replace(case, **changes), target)
 
 
 @pytest.mark.parametrize("split", [None, 64])

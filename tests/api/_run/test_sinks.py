@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+from planned_cases import planned
 from preflash import _core
 from preflash.testing import Case, MaskKind, build, runner
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -38,13 +39,6 @@ refused = pytest.mark.parametrize(("spoil", "error", "why"), REFUSED.values(), i
 
 def sinks_on(device) -> torch.Tensor:
     return torch.tensor([0.5, -1.0, -float("inf"), 30.0], device=device)
-
-
-def planned(case, target, **options):
-    inputs = build(case, device=target.device)
-    wrapper = runner.make_wrapper(case, backend=target.backend, device=target.device)
-    runner.plan(wrapper, inputs, **options)
-    return inputs, wrapper
 
 
 def named(error, why):

@@ -6,6 +6,7 @@ import math
 import preflash
 import pytest
 import torch
+from planned_cases import planned as planned_case
 from preflash import _core
 from preflash.testing import Case, KvForm, MaskKind, build, compare, poison, reference, runner
 from preflash.testing.oracle import Pipeline
@@ -19,10 +20,7 @@ LN2 = math.log(2.0)
 @pytest.fixture(params=[RAGGED, PAGED, SPLIT_KV], ids=lambda case: case.name)
 def planned(request, target):
     """(inputs, wrapper) with plan done."""
-    inputs = build(request.param, device=target.device)
-    wrapper = runner.make_wrapper(request.param, backend=target.backend, device=target.device)
-    runner.plan(wrapper, inputs)
-    return inputs, wrapper
+    return planned_case(request.param, target)
 
 
 def tensors(inputs):
