@@ -149,7 +149,7 @@ def _check_known(where: str, names: Sequence[str], known: Sequence[str]) -> None
 
 
 def classes(table: Table) -> str:
-    """A class for each call, whose constructor has the call's signature. NOTE: dataclasses would be
+    """A class for each call, whose constructor has the call's signature. Dataclasses would be
     compiled whenever they are imported, a tenth of what importing takes."""
     return "\n\n\n".join(_class(table, call) for call in table.calls.values())
 

@@ -1,7 +1,5 @@
 """Attention with sinks, as serving engines ask for it."""
 
-# NOTE: the API fixes long signatures; see prefill.py.
-
 from __future__ import annotations
 
 from typing import Any

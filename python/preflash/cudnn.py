@@ -1,6 +1,6 @@
 """Batch prefill under cuDNN's calling convention, on cuDNN or on the kernels of this package."""
 
-# NOTE: the API fixes the long signature, so the function is over 80 lines.
+# The function is over 80 lines because the API fixes a long signature.
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def cudnn_batch_prefill_with_kv_cache(
     above those before, builds a graph (up to a second), which is kept.
     Elsewhere, or where backend asks for it, the kernels of this package: same results.
 
-    NOTE: with pages cuDNN runs for backend="cudnn" alone. It multiplies what lies in the rest of a
+    With pages cuDNN runs for backend="cudnn" alone. It multiplies what lies in the rest of a
     request's last page by 0, so that NaN or infinity there (of memory that was never written)
     reaches the output; the kernels of this package do not read it.
 

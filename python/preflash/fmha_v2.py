@@ -1,7 +1,6 @@
 """TensorRT-LLM's call for prefill attention, preflash.prefill.trtllm_fmha_v2_prefill."""
 
-# NOTE: the API fixes a long signature, so the function is over 80 lines. Its body is short: check,
-# convert and hand over.
+# The function is over 80 lines because the API fixes a long signature; its body is short.
 
 from __future__ import annotations
 

@@ -7,8 +7,6 @@ differ in dtypes or one has an option that those kernels lack (fp8, ALiBi, RoPE,
 the same results; `variant` and repr() tell.
 """
 
-# NOTE: the API fixes long signatures; see prefill.py.
-
 from __future__ import annotations
 
 from typing import Any

@@ -119,7 +119,7 @@ def _index_array(name: str, value: Any, device: torch.device) -> torch.Tensor:
     Those on the CPU come back contiguous."""
     try:
         # Four arrays of every plan(): first what all of them are, in the order of the usual array,
-        # and else check by check for the one to name. NOTE: of one dimension none is nested.
+        # and else check by check for the one to name. Of one dimension none is nested.
         if (
             isinstance(value, _Tensor)
             and value.dtype is _int32

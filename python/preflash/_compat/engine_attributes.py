@@ -55,8 +55,8 @@ _ITEMS = "multi-item scoring is not served; leave _prefix_len_ptr and what goes 
 
 
 class PlannedValues(torch.Tensor):
-    """A copy of an array that was given to plan(). NOTE: the kernels have another one, so a write
-    here would be lost; it raises, through views too."""
+    """A copy of an array that was given to plan(). The kernels have another one, so a write here
+    would be lost; it raises, through views too."""
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -132,7 +132,7 @@ class EngineAttributes:
 
     @repeated
     def _rope_scale(self) -> float | None:
-        """NOTE: flashinfer's BatchDecodeWithSharedPrefixPagedKVCacheWrapper gives this and
+        """flashinfer's BatchDecodeWithSharedPrefixPagedKVCacheWrapper gives this and
         _rope_theta to the attention over its prefix."""
         planned = self._state.planned
         return None if planned is None else planned.asked.request.options.rope_scale
@@ -241,7 +241,8 @@ class EngineAttributes:
 
     @told
     def _custom_mask_buf(self) -> torch.Tensor | None:
-        """The packed mask. NOTE: without graphs a copy: plan() has classed the tiles of its own."""
+        """The packed mask; without graphs a copy, because plan() knows the full and the empty tiles of
+        its own."""
         if self._graph is not None:
             return self._graph.buffers.mask
         planned = self._state.planned

@@ -45,7 +45,7 @@ class FlashInferPatch:
     def undo(self) -> None:
         """Puts back what was replaced, also in modules of flashinfer that were imported since.
 
-        An attribute that somebody else has set since is left alone. NOTE: another module that was
+        An attribute that somebody else has set since is left alone. Another module that was
         imported since and did `from flashinfer import X` keeps preflash's X, which cannot be told
         from that of `from preflash import X`. A second call does nothing.
         """

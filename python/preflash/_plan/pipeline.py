@@ -134,7 +134,7 @@ def upload(
     _core.write_plans(
         [(run.place, run.plan) for run in runs if run.place is not None],
         addresses,
-        # NOTE: no kernel of two segments goes by the classes of a mask's tiles.
+        # No kernel of two segments asks which tiles of a mask are full, partial or empty.
         requests[0].mask_bits if len(requests) == 1 else 0,
         workspace.device_stream.stream(),
         then,

@@ -1,7 +1,5 @@
 """A batch of prefills beside a batch of decode requests; preflash.pod exports it."""
 
-# NOTE: the API fixes long signatures; see prefill.py.
-
 from __future__ import annotations
 
 from typing import Any, NamedTuple

@@ -214,7 +214,7 @@ class Joints:
                 self._kept[key] = joint
 
     def _launch(self, asked: Asked, workspace: Workspace) -> PlannedVariant | InSequence:
-        """NOTE: the one place that decides whether both sides are one launch."""
+        """The one place that decides whether both sides are one launch."""
         device = asked.workspace.device_stream.device
         prefill, decode = asked.prefill, asked.decode_request
         name = self._requested.name

@@ -1,7 +1,5 @@
 """The wrapper of decode batches, preflash.decode.BatchDecodeWithPagedKVCacheWrapper."""
 
-# NOTE: the API fixes long signatures; see prefill.py.
-
 from __future__ import annotations
 
 import inspect
@@ -22,7 +20,7 @@ from .paged import BatchPrefillWithPagedKVCacheWrapper
 def data_types(q_data_type: Any, kv_data_type: Any, data_type: Any) -> tuple[Any, Any]:
     """Those of q and of the cache, where the deprecated data_type may stand for both."""
     if data_type is not None:
-        # NOTE: "float16" is q_data_type's default, so it cannot be told from its absence. An 8-bit
+        # "float16" is q_data_type's default, so it cannot be told from its absence. An 8-bit
         # one is then that of the cache alone.
         checked = check.dtype("data_type", data_type)
         eight_bits = checked in check.FP8_DTYPES

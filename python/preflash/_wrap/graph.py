@@ -164,8 +164,8 @@ class GraphMode:
         self._held = buffers.held()
         self._device_stream = device_stream
         self._reserve: list[Buffer] = []
-        # Made now: nothing is created during a capture. NOTE: torch has 32 streams and hands them
-        # out in turns, so that any of these may be one that is captured.
+        # Made now: nothing is created during a capture. torch has 32 streams and hands them out in
+        # turns, so that any of these may be one that is captured.
         device = device_stream.device
         count = _STREAMS if device.type == "cuda" else 0
         self._beside_captures = [torch.cuda.Stream(device) for _ in range(count)]
@@ -217,7 +217,7 @@ class GraphMode:
         self, ran: Iterable[PlannedVariant], captured: Iterable[_core.Place]
     ) -> None:
         """What the current stream does from now on comes after the runs that read what plan() is
-        about to overwrite, where they were on other streams. NOTE: nobody tells us of a replay."""
+        about to overwrite, where they were on other streams. Of a replay nobody tells."""
         # Page indices and mask bits are read where the caller's buffers are: each variant knows the
         # streams of its own runs.
         buffers = [buffer for variant in ran for buffer in variant.buffers]
@@ -244,8 +244,8 @@ class GraphMode:
         _copy([pair for pair in pairs if not _is_start_of(*pair)])
 
     def reserve(self, num_bytes: int) -> None:
-        """Memory for work lists of about this size. NOTE: it comes before the plan's own upload, so
-        that it is free once that upload is over."""
+        """Memory for work lists of about this size. NOTE: call it before the plan's own upload, so that
+        the memory is free once that upload is over."""
         if not self._beside_captures:
             return
         self._reserve = [buffer for buffer in self._reserve if buffer.num_bytes >= num_bytes]
@@ -364,8 +364,8 @@ def _copy(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 
 def _copy_on_host(target: torch.Tensor, source: torch.Tensor) -> None:
-    """To the beginning of a contiguous target. NOTE: not copy_(), which takes all threads of torch
-    for some thousand elements and waits for them, on a loaded machine for milliseconds."""
+    """To the beginning of a contiguous target. copy_() would take all threads of torch for
+    some thousand elements and wait for them, on a loaded machine for milliseconds."""
     source = source.contiguous()
     ctypes.memmove(target.data_ptr(), source.data_ptr(), source.numel() * source.element_size())
 

@@ -1,7 +1,6 @@
 """The wrapper of ragged KV caches, preflash.prefill.BatchPrefillWithRaggedKVCacheWrapper."""
 
-# NOTE: the API fixes long signatures, which are repeated where callers look for them, so functions
-# here are over 80 lines. Their bodies are short: check, convert and hand over.
+# Functions are over 80 lines where the API fixes a long signature; their bodies are short.
 
 from __future__ import annotations
 
