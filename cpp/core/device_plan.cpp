@@ -116,7 +116,8 @@ void DevicePlan::class_mask(int segment, const RunExtras& mask, const LaunchTarg
       .mask_bits = mask.mask_bits,
       .classes = mask.mask_classes,
       .num_requests = planned.batch->num_requests()};
-  check_launch(services_of(device()).class_mask(params, target), "classing the mask's tiles");
+  check_launch(services_of(device()).class_mask(params, target),
+               "finding full and empty tiles of the mask");
 }
 
 void DevicePlan::set_lengths(RequestLengths lengths, const LaunchTarget& target) const {

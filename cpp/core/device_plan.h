@@ -80,7 +80,8 @@ class DevicePlan {
   // Orders what is launched on another stream than the upload's from now on behind the upload.
   void arrive_before(void* stream) const;
 
-  // Classes the tiles of a segment's mask, for the launches that follow on the stream.
+  // Finds the full and the empty tiles of a segment's mask, for the launches that follow on the
+  // stream.
   void class_mask(int segment, const RunExtras& mask, const LaunchTarget& target) const;
   // Of a segment: whether the launch's kernel reads tile classes; the classes that write() made, or
   // null.

@@ -1,6 +1,5 @@
-// What a kernel is told of a custom mask beside its bits: which tiles keep no key, which keep all
-// of them, and which keep some. A class is a property of the bits alone; bounds are the kernel's
-// own.
+// What a kernel is told of a custom mask beside its bits: the class of each tile, which is empty,
+// full or partial. A class is a property of the bits alone; bounds are the kernel's own.
 //
 // A request has a row of classes for each of its tiles of packed rows, the same for every KV head,
 // and a row has whole words. The rows of a request follow each other, request after request.

@@ -241,8 +241,7 @@ class EngineAttributes:
 
     @told
     def _custom_mask_buf(self) -> torch.Tensor | None:
-        """The packed mask; without graphs a copy, because plan() knows the full and the empty tiles of
-        its own."""
+        """The packed mask; without graphs a copy: plan() knows the full tiles of its own."""
         if self._graph is not None:
             return self._graph.buffers.mask
         planned = self._state.planned

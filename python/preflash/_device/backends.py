@@ -34,7 +34,7 @@ class Plan(Protocol):
     id: str
     int_bytes: int  # of the work list; 0: there is none
     float_bytes: int
-    staged: bool  # copies of K or V are a part of it
+    staged: bool  # it has a pre-pass, which copies K or V
 
 
 class Run(Protocol):

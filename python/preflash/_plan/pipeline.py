@@ -83,16 +83,16 @@ def workspace_size(device: torch.device, backend_name: str, request: Request) ->
     room = Workspace(device, None, float_bytes=1 << 40)
     if request.graph_rows and request.options.fixed_split_size:
         # All that there is would be for the longer keys of later plans: what these need.
-        alone = _with_and_without_copies(room, backend_name, request._replace(graph_rows=0))
+        alone = _with_and_without_prepass(room, backend_name, request._replace(graph_rows=0))
         room.float_bytes = max(one.float_bytes for one in alone)
-    counted = _with_and_without_copies(room, backend_name, request)
+    counted = _with_and_without_prepass(room, backend_name, request)
     return max(one.float_bytes for one in counted), max(one.int_bytes for one in counted)
 
 
-def _with_and_without_copies(
+def _with_and_without_prepass(
     room: Workspace, backend_name: str, request: Request
 ) -> list[backends.Plan]:
-    """The plan and, where it makes copies, the one that makes none: that of a smaller float
+    """The plan and, where it has a pre-pass, the one that has none: that of a smaller float
     workspace, of some CUDA graphs, and of runs with factors of heads."""
     plans = [plan(room, backend_name, request).plan]
     if plans[0].staged:

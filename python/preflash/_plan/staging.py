@@ -1,4 +1,5 @@
-"""Whether plans may copy what a kernel would transform for every query tile (RoPE, fp8)."""
+"""Whether plans may have a pre-pass (RoPE, fp8): it rotates or dequantises once what a kernel would
+rotate or dequantise on load, for every query tile."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ def applied_to(options: _core.AttentionOptions) -> _core.AttentionOptions:
 
 
 def without(options: _core.AttentionOptions) -> _core.AttentionOptions:
-    """For runs with factors of heads, which are applied where operands are transformed."""
+    """For runs with factors of heads, which are applied where operands are dequantised on load."""
     return options.replace(staging=_core.Staging.never)
 
 

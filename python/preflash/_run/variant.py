@@ -140,7 +140,7 @@ class PlannedVariant:
         return run_memory(self.float_workspace, mask, classes=self.mask_classes())
 
     def mask_classes(self) -> torch.Tensor | None:
-        """Memory for the classes of the tiles of one run's mask, where the kernel goes by them."""
+        """Memory for which tiles of a run's mask are full or empty, where kernels ask."""
         words = self.plan.mask_class_words
         if words == 0:
             return None

@@ -244,8 +244,8 @@ class GraphMode:
         _copy([pair for pair in pairs if not _is_start_of(*pair)])
 
     def reserve(self, num_bytes: int) -> None:
-        """Memory for work lists of about this size. NOTE: call it before the plan's own upload, so that
-        the memory is free once that upload is over."""
+        """Memory for work lists of about this size. NOTE: call it before the plan's own upload, so
+        that the memory is free once that upload is over."""
         if not self._beside_captures:
             return
         self._reserve = [buffer for buffer in self._reserve if buffer.num_bytes >= num_bytes]

@@ -155,7 +155,7 @@ class Case:
 
     @property
     def has_staged_form(self) -> bool:
-        """Whether copies of k, v and q may serve it: RoPE or fp8, in the dtype of the output."""
+        """Whether a pre-pass may copy k, v and q: RoPE or fp8, in the dtype of the output."""
         products = self.dtype_o if self.dtype.itemsize == 1 else self.dtype
         changes = self.position is Position.ROPE or self.dtype_kv.itemsize == 1
         return changes and products.itemsize == 2 and self.dtype_o == products
