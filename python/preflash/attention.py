@@ -13,8 +13,8 @@ from ._check.arguments import (
     PerHead,
     Result,
     RunArguments,
+    RunOptions,
     Scale,
-    UnservedRunOptions,
 )
 from ._check.calls import PagedPlanArguments
 from ._check.names import tells_nearest
@@ -151,10 +151,9 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
         """
         check.nothing_more("run", args)
         check_unserved(
-            UnservedRunOptions(
+            RunOptions(
                 enable_pdl=enable_pdl,
                 kv_cache_sf=kv_cache_sf,
-                o_scale=None,
                 skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
                 use_fp16_softmax=use_fp16_softmax,
                 uses_spcompress=uses_spcompress,

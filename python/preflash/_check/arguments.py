@@ -114,30 +114,26 @@ class RunArguments(NamedTuple):
     sm_scale: Scale = None  # None: that of the plan
 
 
-class UnservedRunOptions(NamedTuple):
-    """Options of run() of which this build serves the neutral values alone."""
+class RunOptions(NamedTuple):
+    """What run() of the batch wrappers has beside tensors of the batch and outputs, as it was
+    called."""
 
-    enable_pdl: bool | None
-    kv_cache_sf: torch.Tensor | None
-    o_scale: float | None
-    skip_softmax_threshold_scale_factor: float | None
-    use_fp16_softmax: bool | None
-    uses_spcompress: bool | None
-
-
-class RunCall(NamedTuple):
-    """A run() of the batch wrappers as it was called, tensors of the batch apart."""
-
-    extra: tuple[None, ...]  # positional arguments for kernels that are compiled at run time
-    return_lse: bool | None
-    out: torch.Tensor | None
-    lse: torch.Tensor | None
-    lse_base: str
-    lse_layout: str
-    window_left: int | None
-    scales: GivenScales
-    per_head: PerHead
-    unserved: UnservedRunOptions
+    extra: tuple[None, ...] = ()  # positional arguments for kernels that are compiled at run time
+    window_left: int | None = None
+    q_scale: Scale = None
+    k_scale: Scale = None
+    v_scale: Scale = None
+    sinks: torch.Tensor | None = None
+    scale_q: torch.Tensor | None = None
+    scale_k: torch.Tensor | None = None
+    scale_v: torch.Tensor | None = None
+    # Of these this build serves the neutral values alone.
+    enable_pdl: bool | None = None
+    kv_cache_sf: torch.Tensor | None = None
+    o_scale: float | None = None
+    skip_softmax_threshold_scale_factor: float | None = None
+    use_fp16_softmax: bool | None = None
+    uses_spcompress: bool | None = None
 
 
 class Qkv(NamedTuple):

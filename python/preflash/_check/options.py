@@ -12,7 +12,7 @@ import torch
 
 from .. import _core
 from . import values as check
-from .arguments import UnservedRunOptions
+from .arguments import RunOptions
 from .calls import (
     ALIASES,
     CHECKED_ALONE,
@@ -141,7 +141,7 @@ def options_of(a: Any) -> dict[str, Any]:
     return {name: getattr(a, name) for name in a.OPTIONS}
 
 
-def check_unserved(a: UnservedRunOptions) -> None:
+def check_unserved(a: RunOptions) -> None:
     """Refuses, by name, what would change a result and is not served."""
     check.permission("enable_pdl", a.enable_pdl)
     check.absent(kv_cache_sf=a.kv_cache_sf)

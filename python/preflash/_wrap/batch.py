@@ -13,10 +13,12 @@ from .. import _core
 from .._check import lengths as _lengths
 from .._check import values as check
 from .._check.arguments import (
+    GivenScales,
     KvCache,
+    PerHead,
     Result,
     RunArguments,
-    RunCall,
+    RunOptions,
     converted,
     scales_of,
 )
@@ -269,15 +271,17 @@ class BatchPrefillWrapper(EngineAttributes):
 
     # Running.
 
-    def _run(self, q: torch.Tensor, kv: KvCache, call: RunCall) -> Result:
+    def _run(self, q: torch.Tensor, kv: KvCache, given: RunOptions, outputs: Outputs) -> Result:
         """Any run. The usual ones, planned and with scales of plan() alone, go straight to the
-        variant."""
-        check.nothing_more("run", call.extra)
-        check_unserved(call.unserved)
-        return_lse = False if call.return_lse is None else call.return_lse
-        outputs = run_outputs(call.out, call.lse, return_lse, call.lse_base, call.lse_layout)
-        arguments = RunArguments(call.scales, call.window_left, call.per_head)
-        return self._run_with(q, kv, arguments, outputs)
+        variant. outputs: not checked."""
+        check.nothing_more("run", given.extra)
+        check_unserved(given)
+        if outputs.return_lse is None:
+            outputs = outputs._replace(return_lse=False)
+        outputs = run_outputs(*outputs)
+        per_head = PerHead(given.sinks, given.scale_q, given.scale_k, given.scale_v)
+        scales = GivenScales(given.q_scale, given.k_scale, given.v_scale)
+        return self._run_with(q, kv, RunArguments(scales, given.window_left, per_head), outputs)
 
     def _run_with(self, q: torch.Tensor, kv: KvCache, a: RunArguments, outputs: Outputs) -> Result:
         """A run that is not the usual one, not planned, or recorded."""

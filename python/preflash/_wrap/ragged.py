@@ -9,13 +9,7 @@ from typing import Any
 import torch
 
 from .._check import values as check
-from .._check.arguments import (
-    GivenScales,
-    PerHead,
-    Result,
-    RunCall,
-    UnservedRunOptions,
-)
+from .._check.arguments import Result, RunOptions
 from .._check.calls import RaggedForwardArguments, RaggedPlanArguments
 from .._check.names import tells_nearest
 from .._check.outputs import DEFAULT_OUTPUTS, Outputs, run_outputs
@@ -200,16 +194,13 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillWrapper, RaggedEngineAttr
             or (planned := self._state.planned) is None
             or planned.usual is None
         ):
-            a = RunCall(
-                args, return_lse, out, lse, lse_base, lse_layout, window_left,
-                GivenScales(q_scale, k_scale, v_scale),
-                PerHead(sinks, scale_q, scale_k, scale_v),
-                UnservedRunOptions(
-                    enable_pdl, kv_cache_sf, o_scale, skip_softmax_threshold_scale_factor,
-                    use_fp16_softmax, uses_spcompress,
-                ),
+            given = RunOptions(
+                args, window_left, q_scale, k_scale, v_scale, sinks, scale_q, scale_k, scale_v,
+                enable_pdl, kv_cache_sf, o_scale, skip_softmax_threshold_scale_factor,
+                use_fp16_softmax, uses_spcompress,
             )  # fmt: skip
-            return super()._run(q, (k, v), a)
+            outputs = Outputs(out, lse, return_lse, lse_base, lse_layout)
+            return super()._run(q, (k, v), given, outputs)
         outputs = run_outputs(out, lse, return_lse, lse_base, lse_layout)
         return planned.usual.attend_to(q, (k, v), planned.scales, outputs, None)
 
