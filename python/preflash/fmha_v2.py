@@ -81,6 +81,8 @@ def trtllm_fmha_v2_prefill(
             than seq_lens, and may be None.
         block_tables: int32 [batch_size, pages of the longest request], the pages of each request;
             with pages only. Those of max_kv_len keys count, and may be fewer than it would need.
+            With pools apart, [batch_size, 2, pages] too, where [:, 1] counts the same pages of v
+            from the beginning of k, v's pool being whole pages behind it.
         out: [tokens, num_heads, head_dim of v] to write into.
         out_dtype: float16, bfloat16 or float8_e4m3fn (448 stands for all that is larger), also as
             "fp16", "bf16" and "fp8"; by default that of out, or of q. What 16-bit queries do not

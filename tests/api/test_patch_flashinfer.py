@@ -503,7 +503,6 @@ def test_the_real_package(real):
 OTHER_DEFAULTS = {
     "head_dim_qk": "head_dim is another name for it, so that neither is required",
     "use_fp16_qk_reduction": "allow_fp16_qk_reduction is another name for it",
-    "non_blocking": "both values promise the same",
     "q_len_per_req": "None and 1 are the same",
 }
 

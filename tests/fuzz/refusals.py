@@ -59,7 +59,7 @@ def of_plan(inputs: Inputs) -> list[Mistake]:
     other = torch.float16 if case.dtype is not torch.float16 else torch.bfloat16
     found = [
         Mistake("window_left", -2),
-        Mistake("logits_soft_cap", -1.0),
+        Mistake("logits_soft_cap", 1e31),
         Mistake("logits_soft_cap", math.nan),
         Mistake("sm_scale", math.inf),
         Mistake("pos_encoding_mode", "SINUS"),

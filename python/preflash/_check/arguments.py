@@ -140,6 +140,25 @@ class RunCall(NamedTuple):
     unserved: UnservedRunOptions
 
 
+def with_scales_by_position(call: RunCall) -> RunCall:
+    """A run() in the newer order, with scale_q, scale_k and scale_v of an fp8 batch behind the
+    tensors: what stands where return_lse would is one of them."""
+    scales = call.scales
+    if call.extra:  # a ragged run(): return_lse is the first of the three
+        found = (call.return_lse, *call.extra)
+    else:  # a paged one: k_scale, v_scale, return_lse
+        found = (scales.k_scale, scales.v_scale, call.return_lse)
+        scales = scales._replace(k_scale=None, v_scale=None)
+    given = (call.per_head.scale_q, call.per_head.scale_k, call.per_head.scale_v)
+    if len(found) != 3 or any(value is not None for value in given):
+        raise TypeError(
+            "run(): a tensor stands where return_lse would. By position, q, k and v may be followed "
+            "by scale_q, scale_k and scale_v, all three of them; or give them by name"
+        )
+    per_head = PerHead(call.per_head.sinks, *found)
+    return call._replace(extra=(), return_lse=None, scales=scales, per_head=per_head)
+
+
 class Qkv(NamedTuple):
     """The tensors of one request."""
 

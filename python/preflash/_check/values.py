@@ -212,20 +212,18 @@ def logits_scale(name: str, value: float, options: _core.AttentionOptions | None
 
 
 def soft_cap(name: str, value: Any) -> float:
-    """As a float; 0.0 is off."""
+    """As a float; 0.0 is off, as is all below it."""
     if value is None:
         return 0.0
-    value = real(name, value) + 0.0  # -0.0 is 0.0
-    if value < 0.0:
-        raise ValueError(f"{name}={value}: must be positive, or 0 or None for none")
+    value = max(real(name, value), 0.0) + 0.0  # -0.0 is 0.0
     if 0.0 < value < SMALLEST_SOFT_CAP:
         raise ValueError(
-            f"{name}={value}: must be at least {SMALLEST_SOFT_CAP}, or 0 or None for "
+            f"{name}={value}: must be at least {SMALLEST_SOFT_CAP}, or None, 0 or less for "
             "none; smaller ones vanish in float32"
         )
     if value > LARGEST_SOFT_CAP:
         raise ValueError(
-            f"{name}={value}: must be at most {LARGEST_SOFT_CAP}, or 0 or None for none; "
+            f"{name}={value}: must be at most {LARGEST_SOFT_CAP}, or None, 0 or less for none; "
             f"with larger ones sm_scale / {name} loses its bits in float32"
         )
     return value
