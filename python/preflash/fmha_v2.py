@@ -102,7 +102,8 @@ def trtllm_fmha_v2_prefill(
         skip_softmax_threshold_scale_factor: f > 0 leaves out tiles of keys whose every logit l has
             exp(l - maximum so far) < min(f / seq_lens[i], 1), of every row that is computed
             together: neither their exponentials nor their products with v are computed. On a GPU
-            for plain logits of 16-bit tensors.
+            for plain logits, and 8-bit tensors are converted to 16 bits for it, which takes memory
+            for the keys and values of all requests.
         backend: "auto", "fa2", "fa3" or "cpu".
 
     Returns:

@@ -68,7 +68,6 @@ def of_plan(inputs: Inputs) -> list[Mistake]:
         Mistake("fixed_split_size", -2),
         Mistake("kv_data_type", other),
         Mistake("q_data_type", torch.int8),
-        Mistake("q_data_type", torch.float8_e5m2),
         Mistake("o_data_type", torch.float8_e5m2),
         Mistake("causal", 2),
     ]

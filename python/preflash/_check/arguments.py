@@ -152,8 +152,8 @@ def with_scales_by_position(call: RunCall) -> RunCall:
     given = (call.per_head.scale_q, call.per_head.scale_k, call.per_head.scale_v)
     if len(found) != 3 or any(value is not None for value in given):
         raise TypeError(
-            "run(): a tensor stands where return_lse would. By position, q, k and v may be followed "
-            "by scale_q, scale_k and scale_v, all three of them; or give them by name"
+            "run(): a tensor stands where return_lse would. By position, q, k and v may be "
+            "followed by scale_q, scale_k and scale_v, all three of them; or give them by name"
         )
     per_head = PerHead(call.per_head.sinks, *found)
     return call._replace(extra=(), return_lse=None, scales=scales, per_head=per_head)

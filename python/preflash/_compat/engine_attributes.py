@@ -288,7 +288,9 @@ class EngineAttributes:
 
     @repeated
     def _cached_q_data_type(self) -> torch.dtype | None:
-        return self._planned_dtype("q_dtype")
+        planned = self._state.planned
+        given = None if planned is None else planned.asked.request.q_given
+        return self._planned_dtype("q_dtype") if given is None else given
 
     @repeated
     def _cached_kv_data_type(self) -> torch.dtype | None:

@@ -1,5 +1,5 @@
-"""jit_args of FlashInfer's variant with attention sinks: what they say, and the run() that goes with
-them. Nothing is compiled; sinks are an option of every kernel."""
+"""jit_args of FlashInfer's variant with attention sinks: what they say, and the run() that goes
+with them. Nothing is compiled; sinks are an option of every kernel."""
 
 from __future__ import annotations
 

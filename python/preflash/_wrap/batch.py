@@ -23,11 +23,12 @@ from .._check.arguments import (
     with_scales_by_position,
 )
 from .._check.calls import BatchArguments, ForwardArguments
-from .._check.options import batch_options, check_unserved
+from .._check.options import batch_options, check_unserved, converted_from
 from .._check.outputs import Outputs, run_outputs
 from .._check.request import Request
 from .._check.scales import Scales, folded_scales, softmax_scale
 from .._check.tensors import check_per_head
+from .._compat.cudnn_offsets import in_tokens
 from .._compat.engine_attributes import EngineAttributes
 from .._device import backends
 from .._device.workspace import Workspace, check_apart, check_buffer
@@ -65,6 +66,7 @@ class BatchPrefillWrapper(EngineAttributes):
         self._state = State(Workspace(buffer.device, buffer))
         self._graph: GraphMode | None = None
         self._given_buffers = graph_buffers
+        self._written_for_cudnn = backend == backends.CUDNN  # whatever the environment replaces
         self._set_graph_mode(check.flag("use_cuda_graph", use_cuda_graph))
         if self._awaits_buffers:
             self._take_graph_buffers()
@@ -121,6 +123,9 @@ class BatchPrefillWrapper(EngineAttributes):
     def _asked(self, a: BatchArguments) -> Asked:
         """Checks everything but hints, the mask, and the values of indptr (the planner does)."""
         options = batch_options(a)
+        kv_layout = self._kv_layout
+        if self._written_for_cudnn:
+            a, kv_layout = in_tokens(a, options, kv_layout, self.device)
         graph_rows = graph_mask_bytes = 0
         if self._graph is None:
             workspace = self._state.workspace
@@ -134,15 +139,17 @@ class BatchPrefillWrapper(EngineAttributes):
         masked = a.custom_mask is not None or a.packed_custom_mask is not None
         if self._announced:
             self._check_announced(a, options)
+        request = pipeline.make_request(
+            options,
+            lengths,
+            kv_layout,
+            masked=masked,
+            graph_rows=graph_rows,
+            graph_mask_bytes=graph_mask_bytes,
+        )
+        q_given = converted_from(a.q_data_type, options)
         return Asked(
-            pipeline.make_request(
-                options,
-                lengths,
-                self._kv_layout,
-                masked=masked,
-                graph_rows=graph_rows,
-                graph_mask_bytes=graph_mask_bytes,
-            ),
+            request if q_given is None else request._replace(q_given=q_given),
             Scales(softmax_scale(a.sm_scale, options), 1.0),
             check.flag("causal", a.causal),
             check.soft_cap("logits_soft_cap", a.logits_soft_cap),
@@ -341,7 +348,7 @@ class BatchPrefillWrapper(EngineAttributes):
         if variant is None or a.window_left is not None:
             variant = self._select(planned, options)
         if a.per_head.scaled and variant.plan.staged:
-            check_per_head(a.per_head, options, self.device)
+            check_per_head(a.per_head, options, self.device, planned.asked.request.q_given)
             variant = self._select(planned, staging.without(options))
         sm_scale = planned.scales.logits
         if a.sm_scale is not None:
