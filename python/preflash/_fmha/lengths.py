@@ -98,8 +98,8 @@ def _tables_of_k(block_tables: Any, operands: Operands, device: torch.device) ->
     if k.stride(0) != v.stride(0) or page_bytes == 0 or apart % page_bytes:
         raise ValueError(
             f"block_tables has shape {tuple(block_tables.shape)}, and v begins {apart} bytes "
-            f"behind k: must be a multiple of a page's {page_bytes}, so that one table counts both; or "
-            "give block_tables as [batch_size, pages]"
+            f"behind k: must be a multiple of a page's {page_bytes}, so that one table counts "
+            "both; or give block_tables as [batch_size, pages]"
         )
     block_tables = check.tensor("block_tables", block_tables)
     of_k, of_v = block_tables.unbind(1)

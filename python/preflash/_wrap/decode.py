@@ -70,6 +70,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
     """
 
     _serves_cudnn = False
+    _had_several = False  # whether any plan() asked for several queries per request
 
     @tells_nearest
     def __init__(
@@ -178,6 +179,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
         return asked
 
     def _check_q_len(self, q_len: int, batch: _core.Batch) -> None:
+        self._had_several = True
         shortest = min(batch.kv_len(i) for i in range(batch.num_requests))
         if shortest < q_len:
             raise ValueError(
@@ -231,7 +233,8 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
             launched. NotImplementedError: an option of a later release.
         """
         check.nothing_more("run", args)
-        self._check_queries(q, q_len_per_req)
+        if self._had_several or q_len_per_req is not None:
+            self._check_queries(q, q_len_per_req)
         if options and (unknown := options.keys() - _RUN_OPTIONS):
             says = "BatchDecodeWithPagedKVCacheWrapper.run() got an unexpected keyword argument"
             raise TypeError(with_nearest(f"{says} {min(unknown)!r}", _RUN_OPTIONS))
