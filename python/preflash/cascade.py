@@ -462,6 +462,10 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper:
             float_workspace_buffer, int_workspace_buffer
         )
 
+    def prewarm_paged_kv_stride_variant(self, variant: str = "independent") -> None:
+        """Does nothing; see BatchPrefillWithPagedKVCacheWrapper."""
+        self._batch_prefill_wrapper.prewarm_paged_kv_stride_variant(variant)
+
     @tells_nearest
     def begin_forward(
         self,

@@ -45,8 +45,8 @@ def single_prefill_with_kv_cache(a: SingleArguments) -> Result:
 
     Args:
         q: [qo_len, num_qo_heads, head_dim], float16, bfloat16, float8_e4m3fn or float8_e5m2 (which
-            is converted to the output's dtype), on the CPU also float32. head_dim is a multiple of 8 up to 512; rows lie multiples of 16 bytes
-            apart.
+            is converted to the output's dtype), on the CPU also float32. head_dim is a multiple of
+            8 up to 512; rows lie multiples of 16 bytes apart.
         k: [kv_len, num_kv_heads, head_dim] with kv_layout "NHD", [num_kv_heads, kv_len, head_dim]
             with "HND"; q's dtype, or under wider or float8_e5m2 queries float8_e4m3fn or
             float8_e5m2. Only the last dimension must be contiguous.
@@ -67,7 +67,8 @@ def single_prefill_with_kv_cache(a: SingleArguments) -> Result:
         sm_scale: factor of the logits, 1/sqrt(head_dim) by default. With q_scale and k_scale
             folded in, at most 2.358e38 in size; with ALiBi 0 or at least 1e-30.
         window_left: how many keys left of the diagonal are kept; -1 is all.
-        logits_soft_cap: c > 0 turns logits x into c * tanh(x / c), 1e-6 to 1e30; None, 0 or less is off.
+        logits_soft_cap: c > 0 turns logits x into c * tanh(x / c), 1e-6 to 1e30; None, 0 or less is
+            off.
         rope_scale, rope_theta: positive floats, 1 and 10000 by default; others with "ROPE_LLAMA"
             only. No position may turn a row by more than 1024 radians.
         return_lse: also return the log-sum-exp.
