@@ -3,6 +3,7 @@ jit_args, scales by position, prefixes beside pages, offsets in elements."""
 
 import copy
 import dataclasses
+import functools
 import math
 
 import preflash
@@ -126,6 +127,8 @@ def test_what_contradicts_jit_args_is_refused(target, case):
     runner.plan(wrapper, inputs)
     with pytest.raises(TypeError, match="sink"):
         wrapper.run(inputs.q, *tensors_of(inputs))
+    with pytest.raises(TypeError, match="takes no sink"):
+        wrapper.forward(inputs.q, *tensors_of(inputs))
     with pytest.raises(TypeError, match="too many"):
         wrapper.run(inputs.q, *tensors_of(inputs), inputs.sinks, 0.1, 0.2)
     with pytest.raises(TypeError, match="Did you mean 'v_scale'"):
@@ -194,6 +197,27 @@ def test_queries_of_e5m2_with_scales_of_heads(target, case):
 
     scaled = dataclasses.replace(inputs, scales=HeadScales(**factors))
     runner.compare(inputs, out, lse, reference(scaled)).check()
+
+
+def test_queries_of_e5m2_with_buffers_of_graphs_and_beside_prefills(target):
+    inputs, q = of_e5m2(PAGED, target)
+    new = functools.partial(torch.zeros, dtype=torch.int32, device=target.device)
+    wrapper = preflash.BatchPrefillWithPagedKVCacheWrapper(
+        runner.workspace(target.device), "NHD", True, new(5), new(5), new(64), new(4),
+        backend=target.backend,
+    )  # fmt: skip
+    for _ in range(2):
+        runner.plan(wrapper, inputs, q_data_type=E5M2, kv_data_type=E5M2)
+        out, lse = wrapper.run(q, inputs.cache, return_lse=True)
+        runner.compare(inputs, out, lse).check()
+    pod = preflash.PODWithPagedKVCacheWrapper(
+        runner.workspace(target.device), backend=target.backend
+    )
+    table = (inputs.kv_indptr, inputs.indices, inputs.last_page_len)
+    pod.plan(*table, 8, 2, 128, 16, q_data_type=E5M2, kv_data_type=E5M2)
+    k, v = (t.flatten(0, 1)[:9] for t in (inputs.k, inputs.v))
+    with pytest.raises(TypeError, match="float8_e5m2"):
+        pod.run(q[:9], k, v, q[:4], inputs.cache)
 
 
 @pytest.mark.parametrize("o_dtype", [None, HALF])

@@ -364,6 +364,11 @@ class BatchPrefillWrapper(EngineAttributes):
 
     def _forward(self, q: torch.Tensor, kv: KvCache, given: Any, outputs: Outputs) -> Result:
         """The deprecated call: its own options count, defaults included, not those of plan()."""
+        if "run" in self.__dict__:  # with jit_args of sinks, which would be lost
+            raise TypeError(
+                "forward() takes no sink, and the wrapper was constructed with jit_args of "
+                "'AttentionSink': call run(..., sink, sm_scale)"
+            )
         a = converted(given, ForwardArguments)
         if check.traced():
             return traced.forward(self._recorded_name, q, kv, a, outputs)
