@@ -18,6 +18,8 @@ from ._compat.patch import patch_flashinfer  # noqa: E402
 from ._torch import operators  # noqa: E402, F401
 from .attention import BatchAttentionWithAttentionSinkWrapper  # noqa: E402
 from .cascade import (  # noqa: E402
+    BatchDecodeWithSharedPrefixPagedKVCacheWrapper,
+    BatchPrefillWithSharedPrefixPagedKVCacheWrapper,
     MultiLevelCascadeAttentionWrapper,
     merge_state,
     merge_state_in_place,
@@ -46,9 +48,11 @@ __version__: str = _core.__version__
 __all__ = [
     "BatchAttentionWithAttentionSinkWrapper",
     "BatchDecodeWithPagedKVCacheWrapper",
+    "BatchDecodeWithSharedPrefixPagedKVCacheWrapper",
     "BatchPODWithPagedKVCacheWrapper",
     "BatchPrefillWithPagedKVCacheWrapper",
     "BatchPrefillWithRaggedKVCacheWrapper",
+    "BatchPrefillWithSharedPrefixPagedKVCacheWrapper",
     "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
     "MultiLevelCascadeAttentionWrapper",
     "PODWithPagedKVCacheWrapper",

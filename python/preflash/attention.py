@@ -16,7 +16,6 @@ from ._check.arguments import (
     RunOptions,
     Scale,
 )
-from ._check.calls import PagedPlanArguments
 from ._check.names import tells_nearest
 from ._check.options import check_unserved
 from ._check.outputs import run_outputs
@@ -66,7 +65,7 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
     ) -> None:
         check.permission("use_fp16_qk_reduction", use_fp16_qk_reduction)
         q_dtype = check.query_dtype("q_data_type", q_data_type)
-        self._announced = {
+        announced = {
             "pos_encoding_mode": check.one_of(
                 "pos_encoding_mode", pos_encoding_mode, check.ENCODING_MODES
             ),
@@ -77,7 +76,7 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
         }
         window_left = check.window_left("window_left", window_left)
         if window_left >= 0:
-            self._announced["window_left"] = window_left
+            announced["window_left"] = window_left
         super().__init__(
             float_workspace_buffer,
             kv_layout,
@@ -90,25 +89,7 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
             mask_indptr_buf,
             backend,
         )
-
-    def _asked(self, a: PagedPlanArguments) -> Any:
-        asked = super()._asked(a)
-        options = asked.request.options
-        planned = {
-            "pos_encoding_mode": a.pos_encoding_mode,
-            "q_data_type": check.TORCH_DTYPES[options.q_dtype],
-            "kv_data_type": check.TORCH_DTYPES[options.kv_dtype],
-            "head_dim_qk": options.head_dim_qk,
-            "head_dim_vo": options.head_dim_vo,
-            "window_left": options.window_left,
-        }
-        for name, announced in self._announced.items():
-            if planned[name] != announced:
-                raise ValueError(
-                    f"{name}={planned[name]} in plan() contradicts the constructor's {announced}: "
-                    "give both the same, or construct another wrapper"
-                )
-        return asked
+        self._announced = announced
 
     def run(
         self,

@@ -21,9 +21,12 @@ from ._check.names import tells_nearest
 from ._compat.signatures import takes
 from ._device.stream import DeviceStream
 from ._device.workspace import check_levels_apart
-from .prefill import BatchPrefillWithPagedKVCacheWrapper
+from .decode import BatchDecodeWithPagedKVCacheWrapper
+from .prefill import BatchPrefillWithPagedKVCacheWrapper, single_prefill_with_kv_cache
 
 __all__ = [
+    "BatchDecodeWithSharedPrefixPagedKVCacheWrapper",
+    "BatchPrefillWithSharedPrefixPagedKVCacheWrapper",
     "MultiLevelCascadeAttentionWrapper",
     "merge_state",
     "merge_state_in_place",
@@ -244,6 +247,15 @@ class MultiLevelCascadeAttentionWrapper:
         return other
 
     @property
+    def _batch_prefill_wrappers(self) -> list[BatchPrefillWithPagedKVCacheWrapper]:
+        """The wrapper of each level, for callers that look into it."""
+        return list(self._levels)
+
+    @property
+    def _num_levels(self) -> int:
+        return len(self._levels)
+
+    @property
     def is_cuda_graph_enabled(self) -> bool:
         return self._levels[0].is_cuda_graph_enabled
 
@@ -337,6 +349,215 @@ class MultiLevelCascadeAttentionWrapper:
 
     def end_forward(self) -> None:
         """Does nothing; kept for callers of older releases."""
+
+
+class BatchDecodeWithSharedPrefixPagedKVCacheWrapper:
+    """Decode attention over a prefix that all requests share and over pages of their own.
+
+    MultiLevelCascadeAttentionWrapper does the same with the prefix in pages, too.
+
+    Args:
+        float_workspace_buffer, kv_layout: as in BatchPrefillWithPagedKVCacheWrapper; kv_layout is
+            that of the prefix, too.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong.
+    """
+
+    @tells_nearest
+    def __init__(self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD") -> None:
+        self._batch_decode_wrapper = BatchDecodeWithPagedKVCacheWrapper(
+            float_workspace_buffer, kv_layout
+        )
+        self._kv_layout = kv_layout
+
+    def reset_workspace_buffer(
+        self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor
+    ) -> None:
+        """As in BatchPrefillWithPagedKVCacheWrapper."""
+        self._batch_decode_wrapper.reset_workspace_buffer(
+            float_workspace_buffer, int_workspace_buffer
+        )
+
+    @tells_nearest
+    def begin_forward(
+        self,
+        unique_kv_indptr: torch.Tensor,
+        unique_kv_indices: torch.Tensor,
+        unique_kv_last_page_len: torch.Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        data_type: str | torch.dtype = "float16",
+    ) -> None:
+        """Plans the requests' own pages; the arguments are those of
+        BatchDecodeWithPagedKVCacheWrapper.plan() and raise the same."""
+        self._batch_decode_wrapper.plan(
+            unique_kv_indptr,
+            unique_kv_indices,
+            unique_kv_last_page_len,
+            num_qo_heads,
+            num_kv_heads,
+            head_dim,
+            page_size,
+            data_type=data_type,
+        )
+
+    @tells_nearest
+    def forward(
+        self,
+        q: torch.Tensor,
+        k_shared: torch.Tensor,
+        v_shared: torch.Tensor,
+        unique_kv_cache: KvCache,
+    ) -> torch.Tensor:
+        """Attention over the prefix and the requests' own keys.
+
+        Args:
+            q: [batch_size, num_qo_heads, head_dim].
+            k_shared, v_shared: [prefix length, num_kv_heads, head_dim], or with "HND"
+                [num_kv_heads, prefix length, head_dim].
+            unique_kv_cache: as in BatchPrefillWithPagedKVCacheWrapper.run().
+
+        Returns:
+            out [batch_size, num_qo_heads, head_dim].
+
+        Raises:
+            TypeError, ValueError: not planned, or a tensor is not what was planned.
+            NotImplementedError: no compiled kernel serves it.
+        """
+        wrapper = self._batch_decode_wrapper
+        own = wrapper.run(q, unique_kv_cache, return_lse=True)
+        return _with_prefix(wrapper, own, q, k_shared, v_shared)
+
+    def end_forward(self) -> None:
+        """Does nothing; kept for callers of older releases."""
+
+
+class BatchPrefillWithSharedPrefixPagedKVCacheWrapper:
+    """Prefill attention over a prefix that all requests share and over pages of their own.
+
+    MultiLevelCascadeAttentionWrapper does the same with the prefix in pages, too.
+
+    Args:
+        float_workspace_buffer, kv_layout: as in BatchDecodeWithSharedPrefixPagedKVCacheWrapper.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong.
+    """
+
+    @tells_nearest
+    def __init__(self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD") -> None:
+        self._batch_prefill_wrapper = BatchPrefillWithPagedKVCacheWrapper(
+            float_workspace_buffer, kv_layout
+        )
+        self._kv_layout = kv_layout
+
+    def reset_workspace_buffer(
+        self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor
+    ) -> None:
+        """As in BatchPrefillWithPagedKVCacheWrapper."""
+        self._batch_prefill_wrapper.reset_workspace_buffer(
+            float_workspace_buffer, int_workspace_buffer
+        )
+
+    def prewarm_paged_kv_stride_variant(self, variant: str = "independent") -> None:
+        """Does nothing; see BatchPrefillWithPagedKVCacheWrapper."""
+        self._batch_prefill_wrapper.prewarm_paged_kv_stride_variant(variant)
+
+    @tells_nearest
+    def begin_forward(
+        self,
+        qo_indptr: torch.Tensor,
+        paged_kv_indptr: torch.Tensor,
+        paged_kv_indices: torch.Tensor,
+        paged_kv_last_page_len: torch.Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        *,
+        q_data_type: str | torch.dtype = "float16",
+        kv_data_type: str | torch.dtype | None = None,
+    ) -> None:
+        """Plans the requests' own pages; the arguments are those of
+        BatchPrefillWithPagedKVCacheWrapper.plan() and raise the same."""
+        self._batch_prefill_wrapper.begin_forward(
+            qo_indptr,
+            paged_kv_indptr,
+            paged_kv_indices,
+            paged_kv_last_page_len,
+            num_qo_heads,
+            num_kv_heads,
+            head_dim,
+            page_size,
+            q_data_type=q_data_type,
+            kv_data_type=kv_data_type,
+        )
+
+    @tells_nearest
+    def forward(
+        self,
+        q: torch.Tensor,
+        k_shared: torch.Tensor,
+        v_shared: torch.Tensor,
+        unique_kv_cache: KvCache,
+        causal: bool = False,
+        use_fp16_qk_reduction: bool = False,
+        sm_scale: float | torch.Tensor | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+    ) -> torch.Tensor:
+        """Attention over the prefix and the requests' own keys.
+
+        Args:
+            q: [qo_indptr[-1], num_qo_heads, head_dim].
+            k_shared, v_shared, unique_kv_cache: as in
+                BatchDecodeWithSharedPrefixPagedKVCacheWrapper.forward().
+            causal: among the requests' own keys; those of the prefix come before.
+            use_fp16_qk_reduction: a permission.
+            sm_scale: factor of the logits, 1/sqrt(head_dim) by default.
+            rope_scale, rope_theta: None, or 1 and 10000: keys have no positions here.
+
+        Returns:
+            out [qo_indptr[-1], num_qo_heads, head_dim].
+
+        Raises:
+            TypeError, ValueError: not planned, or a tensor is not what was planned.
+            NotImplementedError: no compiled kernel serves it.
+        """
+        wrapper = self._batch_prefill_wrapper
+        own = wrapper.forward_return_lse(
+            q,
+            unique_kv_cache,
+            causal,
+            use_fp16_qk_reduction=use_fp16_qk_reduction,
+            sm_scale=sm_scale,
+            rope_scale=rope_scale,
+            rope_theta=rope_theta,
+        )
+        return _with_prefix(wrapper, own, q, k_shared, v_shared, sm_scale)
+
+    def end_forward(self) -> None:
+        """Does nothing; kept for callers of older releases."""
+
+
+def _with_prefix(
+    wrapper: BatchPrefillWithPagedKVCacheWrapper,
+    own: tuple[torch.Tensor, torch.Tensor],
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sm_scale: float | torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The requests' own attention, merged in place with that over the prefix."""
+    out, lse = own
+    prefix = single_prefill_with_kv_cache(
+        q, k, v, kv_layout=wrapper._kv_layout, sm_scale=sm_scale, o_dtype=out.dtype, return_lse=True
+    )
+    merge_state_in_place(out, lse, *prefix)
+    return out
 
 
 def _per_level(name: str, arrays: Any, num_levels: int) -> Sequence[torch.Tensor]:

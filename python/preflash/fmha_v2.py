@@ -80,6 +80,8 @@ def trtllm_fmha_v2_prefill(
             than seq_lens, and may be None.
         block_tables: int32 [batch_size, pages of the longest request], the pages of each request;
             with pages only. Those of max_kv_len keys count, and may be fewer than it would need.
+            With pools apart, [batch_size, 2, pages] too, where [:, 1] counts the same pages of v
+            from the beginning of k, v's pool being whole pages behind it.
         out: [tokens, num_heads, head_dim of v] to write into.
         out_dtype: float16, bfloat16 or float8_e4m3fn (448 stands for all that is larger), also as
             "fp16", "bf16" and "fp8"; by default that of out, or of q. What 16-bit queries do not
@@ -99,7 +101,8 @@ def trtllm_fmha_v2_prefill(
         skip_softmax_threshold_scale_factor: f > 0 leaves out tiles of keys whose every logit l has
             exp(l - maximum so far) < min(f / seq_lens[i], 1), of every row that is computed
             together: neither their exponentials nor their products with v are computed. On a GPU
-            for plain logits of 16-bit tensors.
+            for plain logits, and 8-bit tensors are converted to 16 bits for it, which takes memory
+            for the keys and values of all requests.
         backend: "auto", "fa2", "fa3" or "cpu".
 
     Returns:

@@ -23,6 +23,7 @@ from ._check.options import has_mask, single_key, single_options
 from ._check.outputs import Outputs, outputs_of, run_outputs
 from ._check.request import Request
 from ._check.scales import Scales, folded_scales, softmax_scale
+from ._compat.engine_attributes import forwarded
 from ._compat.signatures import takes
 from ._plan import pipeline
 from ._plan.masks import check_rows
@@ -80,6 +81,7 @@ class PODWithPagedKVCacheWrapper(PodWrapper):
         *,
         backend: str = "auto",
     ) -> None:
+        check.neutral("jit_args", jit_args)
         self._decode = BatchDecodeWithPagedKVCacheWrapper(
             float_workspace_buffer,
             kv_layout,
@@ -89,9 +91,20 @@ class PODWithPagedKVCacheWrapper(PodWrapper):
             paged_kv_indices_buffer,
             paged_kv_last_page_len_buffer,
             backend=backend,
-            jit_args=jit_args,
         )
         self._joints = Joints(self._decode._requested_backend)
+
+    # Attributes that callers read.
+    _fixed_batch_size = forwarded("_decode")
+    _use_tensor_cores = forwarded("_decode")
+    _plan_info = forwarded("_decode")
+    _float_workspace_buffer = forwarded("_decode")
+    _int_workspace_buffer = forwarded("_decode")
+    _pin_memory_int_workspace_buffer = forwarded("_decode")
+    _qo_indptr_buf = forwarded("_decode")
+    _paged_kv_indptr_buf = forwarded("_decode")
+    _paged_kv_indices_buf = forwarded("_decode")
+    _paged_kv_last_page_len_buf = forwarded("_decode")
 
     @takes(PodPlanArguments)
     def plan(self, a: PodPlanArguments) -> None:

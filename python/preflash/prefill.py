@@ -44,12 +44,12 @@ def single_prefill_with_kv_cache(a: SingleArguments) -> Result:
     """Attention of one request; see this module for the definition.
 
     Args:
-        q: [qo_len, num_qo_heads, head_dim], float16, bfloat16 or float8_e4m3fn, on the CPU also
-            float32. head_dim is a multiple of 8 up to 512; rows lie multiples of 16 bytes
-            apart.
+        q: [qo_len, num_qo_heads, head_dim], float16, bfloat16, float8_e4m3fn or float8_e5m2 (which
+            is converted to the output's dtype), on the CPU also float32. head_dim is a multiple of
+            8 up to 512; rows lie multiples of 16 bytes apart.
         k: [kv_len, num_kv_heads, head_dim] with kv_layout "NHD", [num_kv_heads, kv_len, head_dim]
-            with "HND"; q's dtype, or under wider queries float8_e4m3fn or float8_e5m2. Only the
-            last dimension must be contiguous.
+            with "HND"; q's dtype, or under wider or float8_e5m2 queries float8_e4m3fn or
+            float8_e5m2. Only the last dimension must be contiguous.
         v: like k, of its dtype; its head_dim may differ where q has 192 and v 128.
         custom_mask: [qo_len, kv_len] bool, or flat and maybe longer; True keeps. Of uint8, int8,
             int16, int32 or int64, all but 0 keeps.
@@ -67,7 +67,8 @@ def single_prefill_with_kv_cache(a: SingleArguments) -> Result:
         sm_scale: factor of the logits, 1/sqrt(head_dim) by default. With q_scale and k_scale
             folded in, at most 2.358e38 in size; with ALiBi 0 or at least 1e-30.
         window_left: how many keys left of the diagonal are kept; -1 is all.
-        logits_soft_cap: c > 0 turns logits x into c * tanh(x / c), 1e-6 to 1e30; None or 0 is off.
+        logits_soft_cap: c > 0 turns logits x into c * tanh(x / c), 1e-6 to 1e30; None, 0 or less is
+            off.
         rope_scale, rope_theta: positive floats, 1 and 10000 by default; others with "ROPE_LLAMA"
             only. No position may turn a row by more than 1024 radians.
         return_lse: also return the log-sum-exp.
@@ -86,8 +87,8 @@ def single_prefill_with_kv_cache(a: SingleArguments) -> Result:
         sinks: float32 [num_qo_heads]: to every row of query head h one more logit, sinks[h], which
             has no value and which sm_scale does not multiply. It takes its part of the softmax
             and of lse, also in a row that keeps no key; -inf is as if it were not there.
-        o_dtype, o_data_type: of the output, q's dtype. With float8_e4m3fn queries bfloat16 by
-            default, or float16 or float8_e4m3fn, in which 448 stands for all that is larger.
+        o_dtype, o_data_type: of the output, q's dtype. With 8-bit queries bfloat16 by default, or
+            float16, or with float8_e4m3fn queries that, in which 448 stands for all that is larger.
 
     Returns:
         out, or (out, lse) with return_lse.

@@ -79,7 +79,7 @@ def test_a_field_is_bound_and_in_the_stub(tmp_path):
         ('"single"]', '"singel"]', "keyword_of of .*'singel' is unknown"),
         ('field = "soft_cap"', 'field = "cap"', "field of logits_soft_cap: 'cap' is unknown"),
         ('alias_of = "head_dim"', 'alias_of = "dim"', "alias_of of head_dim_qk: 'dim' is unknown"),
-        ('default.non_blocking', "default.blocking", "decode_plan.*'blocking' is unknown"),
+        ('type.use_fp16_qk', "type.fp16_qk", "cascade_plan.*'fp16_qk_reduction' is unknown"),
         ('"last_page_len", "num_qo', '"indptr", "num_qo', "decode_plan. has an option twice"),
         ('"max_item_len_ptr", "seq_lens"', '"max_item_len_ptr", "sequence"',
          "newer of .call.paged_plan.: 'sequence' is unknown"),

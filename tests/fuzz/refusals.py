@@ -59,7 +59,7 @@ def of_plan(inputs: Inputs) -> list[Mistake]:
     other = torch.float16 if case.dtype is not torch.float16 else torch.bfloat16
     found = [
         Mistake("window_left", -2),
-        Mistake("logits_soft_cap", -1.0),
+        Mistake("logits_soft_cap", 1e31),
         Mistake("logits_soft_cap", math.nan),
         Mistake("sm_scale", math.inf),
         Mistake("pos_encoding_mode", "SINUS"),
@@ -68,7 +68,6 @@ def of_plan(inputs: Inputs) -> list[Mistake]:
         Mistake("fixed_split_size", -2),
         Mistake("kv_data_type", other),
         Mistake("q_data_type", torch.int8),
-        Mistake("q_data_type", torch.float8_e5m2),
         Mistake("o_data_type", torch.float8_e5m2),
         Mistake("causal", 2),
     ]

@@ -136,6 +136,24 @@ class RunOptions(NamedTuple):
     uses_spcompress: bool | None = None
 
 
+def with_scales_by_position(given: RunOptions, scale: torch.Tensor) -> RunOptions:
+    """A run() in the newer order, with scale_q, scale_k and scale_v of an fp8 batch behind the
+    tensors. scale: the one of them that stands where return_lse would."""
+    if given.extra:  # a ragged run(): return_lse is the first of the three
+        found = (scale, *given.extra)
+    else:  # a paged one: k_scale, v_scale, return_lse
+        found = (given.k_scale, given.v_scale, scale)
+        given = given._replace(k_scale=None, v_scale=None)
+    named = (given.scale_q, given.scale_k, given.scale_v)
+    if len(found) != 3 or any(value is not None for value in named):
+        raise TypeError(
+            "run(): a tensor stands where return_lse would. By position, q, k and v may be "
+            "followed by scale_q, scale_k and scale_v, all three of them; or give them by name"
+        )
+    scale_q, scale_k, scale_v = found
+    return given._replace(extra=(), scale_q=scale_q, scale_k=scale_k, scale_v=scale_v)
+
+
 class Qkv(NamedTuple):
     """The tensors of one request."""
 

@@ -76,6 +76,14 @@ def _checked(kind: type, masked: bool, *given: Any) -> _core.AttentionOptions:
     )
 
 
+def converted_from(given: Any, options: _core.AttentionOptions) -> torch.dtype | None:
+    """The dtype of queries that every run converts; None: of none. given: q_data_type."""
+    if options.q_dtype == options.kv_dtype:
+        return None
+    same = check.dtype("q_data_type", given) == check.CONVERTED_QUERY
+    return check.CONVERTED_QUERY if same else None
+
+
 def single_options(a: SingleArguments) -> _core.AttentionOptions:
     """The options in the arguments of a single request. Of its tensors only what decides the
     variant is looked at: binding checks the rest."""
@@ -179,8 +187,13 @@ def _attention_options(
             value = check_alone(name, options.get(name, default))
             if field:
                 known[field] = value
-    q_dtype = check.query_dtype(q.name, q.value)
-    kv_dtype = q_dtype if kv.value is None else check.kv_dtype(kv.name, kv.value, q_dtype)
+    q_dtype = check.dtype(q.name, q.value)
+    if q_dtype == check.CONVERTED_QUERY:
+        kv_dtype = q_dtype if kv.value is None else check.dtype(kv.name, kv.value)
+        q_dtype = check.converted_query_dtype("o_data_type", options["o_data_type"], kv_dtype)
+    else:
+        q_dtype = check.query_dtype(q.name, q.value)
+        kv_dtype = q_dtype if kv.value is None else check.kv_dtype(kv.name, kv.value, q_dtype)
     o_dtype = check.output_dtype("o_data_type", options["o_data_type"], q_dtype)
     return _core.AttentionOptions(
         q_dtype=check.CORE_DTYPES[q_dtype],

@@ -21,6 +21,8 @@ class Request(NamedTuple):
     # CUDA graphs: the most query rows of any plan; 0: sizes are this batch's own.
     graph_rows: int = 0
     graph_mask_bytes: int = 0  # the most that the packed mask of any plan has
+    # Of the queries of run(), which are converted to that of the options; None: they are not.
+    q_given: torch.dtype | None = None
 
     @property
     def mask_bits(self) -> int:

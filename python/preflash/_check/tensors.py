@@ -216,14 +216,22 @@ def check_lse(
     return lse_strides(lse, layout)
 
 
-def check_per_head(given: PerHead, options: _core.AttentionOptions, device: torch.device) -> None:
-    """Asked for every run: the addresses of these tensors are all that a launch gets."""
+def check_per_head(
+    given: PerHead,
+    options: _core.AttentionOptions,
+    device: torch.device,
+    q_given: torch.dtype | None = None,
+) -> None:
+    """Asked for every run: the addresses of these tensors are all that a launch gets. q_given: of
+    queries that the run converts."""
     for name, value, tensor in zip(given._fields, given, PER_HEAD, strict=True):
         if value is None:
             continue
         if tensor.of is not None:
-            dtype = options.q_dtype if tensor.of == "q" else options.kv_dtype
-            _check_scaled(name, tensor.of, check.TORCH_DTYPES[dtype])
+            dtype = check.TORCH_DTYPES[options.q_dtype if tensor.of == "q" else options.kv_dtype]
+            if tensor.of == "q" and q_given is not None:
+                dtype = q_given
+            _check_scaled(name, tensor.of, dtype)
         check.forward_only(**{name: value})
         check.tensor(name, value)
         check.has_dtype(name, value, torch.float32, tensor.why_float32)

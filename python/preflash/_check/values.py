@@ -61,6 +61,8 @@ TORCH_DTYPES = {core: dtype for dtype, core in CORE_DTYPES.items()}
 WIDE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 FP8_QUERY = torch.float8_e4m3fn
+# Queries of this dtype are converted, which is exact, to that of the output.
+CONVERTED_QUERY = torch.float8_e5m2
 # What is written for such queries, the default first.
 FP8_OUTPUTS = (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 POSITIONS = {
@@ -212,20 +214,18 @@ def logits_scale(name: str, value: float, options: _core.AttentionOptions | None
 
 
 def soft_cap(name: str, value: Any) -> float:
-    """As a float; 0.0 is off."""
+    """As a float; 0.0 is off, as is all below it."""
     if value is None:
         return 0.0
-    value = real(name, value) + 0.0  # -0.0 is 0.0
-    if value < 0.0:
-        raise ValueError(f"{name}={value}: must be positive, or 0 or None for none")
+    value = max(real(name, value), 0.0) + 0.0  # -0.0 is 0.0
     if 0.0 < value < SMALLEST_SOFT_CAP:
         raise ValueError(
-            f"{name}={value}: must be at least {SMALLEST_SOFT_CAP}, or 0 or None for "
+            f"{name}={value}: must be at least {SMALLEST_SOFT_CAP}, or None, 0 or less for "
             "none; smaller ones vanish in float32"
         )
     if value > LARGEST_SOFT_CAP:
         raise ValueError(
-            f"{name}={value}: must be at most {LARGEST_SOFT_CAP}, or 0 or None for none; "
+            f"{name}={value}: must be at most {LARGEST_SOFT_CAP}, or None, 0 or less for none; "
             f"with larger ones sm_scale / {name} loses its bits in float32"
         )
     return value
@@ -248,9 +248,22 @@ def query_dtype(name: str, value: Any) -> torch.dtype:
     if found in WIDE_DTYPES or found == FP8_QUERY:
         return found
     raise TypeError(
-        f"{name}={found}: must be float16, bfloat16 or float8_e4m3fn, or float32 with the cpu "
-        "backend"
+        f"{name}={found}: must be float16, bfloat16, float8_e4m3fn or float8_e5m2, or float32 with "
+        "the cpu backend"
     )
+
+
+def converted_query_dtype(name: str, value: Any, kv: torch.dtype) -> torch.dtype:
+    """That which queries of float8_e5m2 are converted to: the output's."""
+    found = FP8_OUTPUTS[0] if value is None else dtype(name, value)
+    if found not in (torch.bfloat16, torch.float16):
+        raise NotImplementedError(
+            f"{name}={value}: for float8_e5m2 queries this build writes bfloat16 or float16; "
+            "leave it None and convert"
+        )
+    if kv not in FP8_DTYPES:
+        raise TypeError(f"kv_data_type={kv}: must be 8-bit, as q_data_type=float8_e5m2 is")
+    return found
 
 
 def kv_dtype(name: str, value: Any, q: torch.dtype) -> torch.dtype:

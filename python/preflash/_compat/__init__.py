@@ -3,5 +3,7 @@
 patch               patch_flashinfer(): our functions in an installed flashinfer
 signatures          positional orders of later flashinfer releases; signatures that editors see
 engine_attributes   attributes with an underscore that engines read
+sink_variant        jit_args of flashinfer's variant with attention sinks
+cudnn_offsets       plan() of backend="cudnn" with offsets in elements
 plan_module         wrapper._cached_module.plan(), which SGLang calls
 """

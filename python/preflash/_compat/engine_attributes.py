@@ -11,6 +11,7 @@ import torch
 
 from .. import _core
 from .._check import values as check
+from .._check.lengths import Lengths
 from .plan_module import MODE_OF, PlanModule
 
 _REPLAN = "call plan() with what should change, or construct another wrapper"
@@ -39,6 +40,42 @@ class repeated(told):  # noqa: N801, used like property
                 f"{type(instance).__name__}.{self.fget.__name__} is {now!r} and cannot become "
                 f"{value!r}: {_REPLAN}"
             )
+
+
+class announced(told):  # noqa: N801, used like property
+    """A told property that engines set, between replays of a graph, to what the plan that they are
+    about to make will tell."""
+
+    def __set__(self, instance: object, value: Any) -> None:
+        if not instance.is_cuda_graph_enabled:
+            super().__set__(instance, value)
+
+
+class graph_buffer(told):  # noqa: N801, used like property
+    """A told property that may be set after `_use_cuda_graph = True`, up to the first plan()."""
+
+    def __set__(self, instance: object, value: Any) -> None:
+        if not instance._awaits_buffers:
+            super().__set__(instance, value)
+        name = self.fget.__name__.removeprefix("_")
+        instance._given_buffers = {**instance._given_buffers, name: value}
+
+
+class forwarded:  # noqa: N801, used like property
+    """An attribute of a part of the wrapper: to read, and to set as there."""
+
+    def __init__(self, part: str, name: str | None = None) -> None:
+        self._part = part
+        self._name = name
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = self._name or name
+
+    def __get__(self, instance: object, owner: type | None = None) -> Any:
+        return self if instance is None else getattr(getattr(instance, self._part), self._name)
+
+    def __set__(self, instance: object, value: Any) -> None:
+        setattr(getattr(instance, self._part), self._name, value)
 
 
 def only(neutral: Any, why: str) -> property:
@@ -87,13 +124,35 @@ def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
         return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
+def planned_array(values: list[int], device: torch.device) -> torch.Tensor:
+    """What plan() was given, on the device where engines expect it."""
+    host = torch.tensor(values, dtype=torch.int32, device="cpu")
+    return host.to(device).as_subclass(PlannedValues)
+
+
+def planned_pages(lengths: Lengths, device: torch.device) -> torch.Tensor:
+    """The page indices of a batch. Those that plan() got on the GPU are the kernels' own."""
+    batch, pages = lengths
+    if pages.on_device is not None:
+        return pages.on_device
+    return planned_array(batch.page_indices, device)
+
+
 class EngineAttributes:
-    """Of both wrappers; `_state`, `_requested_backend` and `device` are theirs."""
+    """Of both wrappers; `_state`, `_graph`, `_given_buffers`, `_requested_backend` and `device` are
+    theirs."""
 
     def _array(self, values: list[int]) -> torch.Tensor:
-        """What plan() was given, on the device where engines expect it."""
-        host = torch.tensor(values, dtype=torch.int32, device="cpu")
-        return host.to(self.device).as_subclass(PlannedValues)
+        return planned_array(values, self.device)
+
+    @property
+    def _awaits_buffers(self) -> bool:
+        """Whether the first plan() will take the graph buffers from `_given_buffers`."""
+        return self._graph is None and self.is_cuda_graph_enabled
+
+    def _buffer(self, name: str) -> torch.Tensor | None:
+        """A buffer that the first plan() will keep its arrays in."""
+        return self._given_buffers.get(name) if self._awaits_buffers else None
 
     @property
     def _batch(self) -> _core.Batch | None:
@@ -157,14 +216,36 @@ class EngineAttributes:
         batch = self._batch
         return None if batch is None else batch.num_requests
 
-    @told
-    def _use_cuda_graph(self) -> bool:
-        return self._graph is not None
+    _jit_module = only(None, "nothing is compiled at run time; _jit_module stays None")
 
-    @told
+    @property
+    def _use_cuda_graph(self) -> bool:
+        """NOTE: RTP-LLM sets it, the buffers and _fixed_batch_size after the constructor."""
+        return self.is_cuda_graph_enabled
+
+    @_use_cuda_graph.setter
+    def _use_cuda_graph(self, value: bool) -> None:
+        value = check.flag("_use_cuda_graph", value)
+        if value == self._use_cuda_graph:
+            return
+        if self._graph is not None or self._state.planned is not None:
+            raise AttributeError(
+                f"{type(self).__name__}._use_cuda_graph = {value} after plan(): set it and the "
+                "buffers before the first plan(), or construct another wrapper"
+            )
+        self._set_graph_mode(value)
+
+    @graph_buffer
     def _fixed_batch_size(self) -> int:
         """0: batches of any size, as always without CUDA graphs."""
-        return 0 if self._graph is None else self._graph.buffers.batch_size
+        if self._graph is None:
+            return self._buffer("fixed_batch_size") or 0
+        return self._graph.buffers.batch_size
+
+    @announced
+    def _qo_indptr_last(self) -> int | None:
+        batch = self._batch
+        return None if batch is None else batch.qo_end
 
     @told
     def _max_total_num_rows(self) -> int | None:
@@ -207,7 +288,9 @@ class EngineAttributes:
 
     @repeated
     def _cached_q_data_type(self) -> torch.dtype | None:
-        return self._planned_dtype("q_dtype")
+        planned = self._state.planned
+        given = None if planned is None else planned.asked.request.q_given
+        return self._planned_dtype("q_dtype") if given is None else given
 
     @repeated
     def _cached_kv_data_type(self) -> torch.dtype | None:
@@ -232,14 +315,14 @@ class EngineAttributes:
         """None: the staging memory is not a tensor."""
         return None
 
-    @told
+    @graph_buffer
     def _qo_indptr_buf(self) -> torch.Tensor | None:
         if self._graph is not None:
             return self._graph.buffers.qo_indptr
         batch = self._batch
-        return None if batch is None else self._array(batch.qo_indptr)
+        return self._buffer("qo_indptr_buf") if batch is None else self._array(batch.qo_indptr)
 
-    @told
+    @graph_buffer
     def _custom_mask_buf(self) -> torch.Tensor | None:
         """The packed mask; without graphs a copy: plan() knows the full tiles of its own."""
         if self._graph is not None:
@@ -247,52 +330,60 @@ class EngineAttributes:
         planned = self._state.planned
         mask = None if planned is None else planned.asked.request.mask
         if mask is None:
-            return None
+            return self._buffer("custom_mask_buf")
         return mask[: self._batch.mask_bytes].clone().as_subclass(PlannedValues)
 
-    @told
+    @graph_buffer
     def _mask_indptr_buf(self) -> torch.Tensor | None:
         """First byte of every request in the packed mask."""
         if self._graph is not None:
             return self._graph.buffers.mask_indptr
-        if self._custom_mask_buf is None:
-            return None
+        if self._custom_mask_buf is None or self._awaits_buffers:
+            return self._buffer("mask_indptr_buf")
         return self._array(self._batch.mask_indptr)
 
 
 class PagedEngineAttributes(EngineAttributes):
     @told
+    def _kv_lens_buffer(self) -> torch.Tensor | None:
+        """The keys of every request."""
+        batch = self._batch
+        if batch is None:
+            return None
+        return self._array([batch.kv_len(i) for i in range(batch.num_requests)])
+
+    @graph_buffer
     def _paged_kv_indptr_buf(self) -> torch.Tensor | None:
         if self._graph is not None:
             return self._graph.buffers.kv_indptr
         batch = self._batch
-        return None if batch is None else self._array(batch.kv_indptr)
+        if batch is None:
+            return self._buffer("paged_kv_indptr_buf")
+        return self._array(batch.kv_indptr)
 
-    @told
+    @graph_buffer
     def _paged_kv_indices_buf(self) -> torch.Tensor | None:
-        """Indices that plan() got on the GPU are the kernels' own."""
         if self._graph is not None:
             return self._graph.buffers.indices
         planned = self._state.planned
         if planned is None:
-            return None
-        pages = planned.asked.request.lengths.pages
-        if pages.on_device is not None:
-            return pages.on_device
-        return self._array(self._batch.page_indices)
+            return self._buffer("paged_kv_indices_buf")
+        return planned_pages(planned.asked.request.lengths, self.device)
 
-    @told
+    @graph_buffer
     def _paged_kv_last_page_len_buf(self) -> torch.Tensor | None:
         if self._graph is not None:
             return self._graph.buffers.last_page_len
         batch = self._batch
-        return None if batch is None else self._array(batch.last_page_len)
+        if batch is None:
+            return self._buffer("paged_kv_last_page_len_buf")
+        return self._array(batch.last_page_len)
 
 
 class RaggedEngineAttributes(EngineAttributes):
-    @told
+    @graph_buffer
     def _kv_indptr_buf(self) -> torch.Tensor | None:
         if self._graph is not None:
             return self._graph.buffers.kv_indptr
         batch = self._batch
-        return None if batch is None else self._array(batch.kv_indptr)
+        return self._buffer("kv_indptr_buf") if batch is None else self._array(batch.kv_indptr)

@@ -95,7 +95,7 @@ class PlanModule:
             logits_soft_cap=planned.asked.logits_soft_cap,
             rope_scale=options.rope_scale,
             rope_theta=options.rope_theta,
-            q_data_type=check.TORCH_DTYPES[options.q_dtype],
+            q_data_type=wrapper._cached_q_data_type,
             kv_data_type=check.TORCH_DTYPES[options.kv_dtype],
             o_data_type=check.TORCH_DTYPES[options.o_dtype],
             head_dim_vo=head_dim_vo,

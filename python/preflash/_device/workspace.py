@@ -25,8 +25,9 @@ def check_buffer(name: str, value: Any, device: torch.device | None = None) -> t
         raise ValueError(f"{name} has strides {tuple(buffer.stride())}; must be contiguous")
     if buffer.data_ptr() % check.ALIGNMENT != 0:
         raise ValueError(
-            f"{name} starts {buffer.data_ptr() % check.ALIGNMENT} bytes past a multiple of "
-            f"{check.ALIGNMENT}; pass a buffer that was not sliced"
+            f"{name} must be {check.ALIGNMENT}-byte aligned; it starts "
+            f"{buffer.data_ptr() % check.ALIGNMENT} bytes past a multiple of {check.ALIGNMENT}: "
+            "pass a buffer that was not sliced"
         )
     return buffer
 

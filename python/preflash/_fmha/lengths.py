@@ -14,6 +14,7 @@ from .._check.lengths import debugging
 from .._device.stream import sent
 from .._plan.pages import listed
 from .arguments import FmhaArguments, FmhaCall
+from .operands import Operands
 
 _INT32_MAX = 2**31 - 1
 
@@ -56,7 +57,8 @@ def checked(a: FmhaArguments, call: FmhaCall) -> FmhaLengths:
         qo_indptr, kv_indptr, kv_lens, None, batch_size, max_q_len, max_kv_len, operands.page_size
     )
     if paged:
-        lengths = lengths._replace(pages=_pages(a.block_tables, lengths, device))
+        tables = _tables_of_k(a.block_tables, operands, device)
+        lengths = lengths._replace(pages=_pages(tables, lengths, device))
     elif a.block_tables is not None:
         raise ValueError(
             f"block_tables is given with input_layout={a.input_layout!r}, which has no pages"
@@ -78,6 +80,35 @@ def _array(name: str, value: Any, numel: int, meaning: str, device: torch.device
     if value.numel() != numel:
         raise ValueError(f"{name} has shape {tuple(value.shape)}; must be [{meaning}] = [{numel}]")
     return value.contiguous()
+
+
+def _tables_of_k(block_tables: Any, operands: Operands, device: torch.device) -> Any:
+    """Tables [batch_size, 2, pages] of separate pools count the pages of v from the first of k; the
+    launch has both pools and needs one table."""
+    if not isinstance(block_tables, torch.Tensor) or block_tables.dim() != 3:
+        return block_tables
+    if not isinstance(operands.kv, (tuple, list)) or block_tables.shape[1] != 2:
+        raise ValueError(
+            f"block_tables has shape {tuple(block_tables.shape)}; must be [batch_size, pages], or "
+            "[batch_size, 2, pages] where k and v are pools of their own"
+        )
+    k, v = operands.kv
+    apart = v.data_ptr() - k.data_ptr()
+    page_bytes = k.stride(0) * k.element_size()
+    if k.stride(0) != v.stride(0) or page_bytes == 0 or apart % page_bytes:
+        raise ValueError(
+            f"block_tables has shape {tuple(block_tables.shape)}, and v begins {apart} bytes "
+            f"behind k: must be a multiple of a page's {page_bytes}, so that one table counts "
+            "both; or give block_tables as [batch_size, pages]"
+        )
+    block_tables = check.tensor("block_tables", block_tables)
+    of_k, of_v = block_tables.unbind(1)
+    if (block_tables.is_cpu or debugging()) and not of_v.equal(of_k + apart // page_bytes):
+        raise ValueError(
+            f"block_tables[:, 1] differs from block_tables[:, 0] + {apart // page_bytes}: v begins "
+            "so many pages behind k, and its pages must be those of k"
+        )
+    return of_k
 
 
 def _pages(block_tables: Any, lengths: FmhaLengths, device: torch.device) -> torch.Tensor:

@@ -15,6 +15,7 @@ from .._check.arguments import Result
 from .._check.lengths import Lengths, PageList
 from .._check.outputs import Outputs
 from .._check.tensors import kv_of, refuse_shared
+from .._device import backends
 from .._device.stream import DeviceStream
 from .._device.workspace import Workspace
 from .._plan import pipeline
@@ -46,9 +47,34 @@ _captured: list[_Kept] = []  # what CUDA graphs replay; nobody tells when they a
 
 def run(call: FmhaCall, lengths: FmhaLengths) -> Result:
     device_stream = DeviceStream(call.operands.q.device)
+    if call.options.skip_factor > 0.0 and call.operands.q.dtype == check.FP8_QUERY:
+        backend = backends.choose(call.backend, device_stream.device, call.options)
+        if backend.supports(device_stream.device, call.options) is not None:
+            call, lengths = _in_16_bits(call, lengths)
     if lengths.on_host:
         return _run_exact(call, lengths, device_stream)
     return _run_within_bounds(call, lengths, device_stream)
+
+
+def _in_16_bits(call: FmhaCall, lengths: FmhaLengths) -> tuple[FmhaCall, FmhaLengths]:
+    """The same of converted tensors, which is exact: kernels of 16 bits skip tiles. Pages are
+    converted one request after the other; with lengths on the GPU, all that max_kv_len takes."""
+    operands = call.operands
+    dtype = call.out_dtype if call.out_dtype.itemsize == 2 else torch.bfloat16
+    k, v = kv_of(operands.kv)
+    if lengths.pages is not None:
+        pages = lengths.pages
+        used = pages.flatten().clamp(0, max(operands.kv_extent - 1, 0)).to(k.device)
+        k, v = (pool.view(torch.uint8)[used].view(pool.dtype) for pool in (k, v))
+        numbers = torch.arange(pages.numel(), dtype=torch.int32, device=pages.device)
+        lengths = lengths._replace(pages=numbers.view(pages.shape))
+        operands = operands._replace(kv_extent=pages.numel())
+    operands = operands._replace(
+        q=operands.q.to(dtype), kv=(k.to(dtype), v.to(dtype)), kv_dtype=dtype
+    )
+    core = check.CORE_DTYPES[dtype]
+    options = call.options.replace(q_dtype=core, kv_dtype=core, o_dtype=core)
+    return call._replace(operands=operands, options=options), lengths
 
 
 def _run_exact(call: FmhaCall, lengths: FmhaLengths, device_stream: DeviceStream) -> Result:

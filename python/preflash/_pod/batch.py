@@ -14,6 +14,13 @@ from .._check.lengths import Lengths
 from .._check.names import tells_nearest
 from .._check.outputs import run_outputs
 from .._check.scales import folded_scales
+from .._compat.engine_attributes import (
+    forwarded,
+    only,
+    planned_array,
+    planned_pages,
+    told,
+)
 from .._compat.signatures import takes
 from .._device import backends
 from .._run.variant import SegmentRun, of_side
@@ -21,6 +28,21 @@ from .._wrap.decode import data_types
 from .._wrap.paged import BatchPrefillWithPagedKVCacheWrapper
 from .joint import SIDES, Joint, Joints
 from .wrapper import PodWrapper
+
+
+def _prefill_array(name: str) -> told:
+    """What plan() got for the prefills; None before."""
+
+    def tell(self: BatchPODWithPagedKVCacheWrapper) -> torch.Tensor | None:
+        if self._decode._state.planned is None:
+            return None
+        lengths = self._planned().prefill.request.lengths
+        if name == "page_indices":
+            return planned_pages(lengths, self.device)
+        return planned_array(getattr(lengths.batch, name), self.device)
+
+    tell.__name__ = name
+    return told(tell)
 
 
 class _BothPlanned(NamedTuple):
@@ -63,6 +85,23 @@ class BatchPODWithPagedKVCacheWrapper(PodWrapper):
         self._joints = Joints(self._decode._requested_backend)
         self._prefill_asked: Any = None  # of the plan that the decode side has, or gets next
         self._both: _BothPlanned | None = None
+
+    # Attributes that callers read, of the prefills and of the decode requests.
+    _use_cuda_graph = only(False, "CUDA graphs need a fixed batch: use PODWithPagedKVCacheWrapper")
+    _plan_info_d = forwarded("_decode", "_plan_info")
+    _float_workspace_buffer_p = forwarded("_decode", "_float_workspace_buffer")
+    _float_workspace_buffer_d = forwarded("_decode", "_float_workspace_buffer")
+    _int_workspace_buffer_d = forwarded("_decode", "_int_workspace_buffer")
+    _pin_memory_int_workspace_buffer_p = None
+    _pin_memory_int_workspace_buffer_d = None
+    _qo_indptr_buf_p = _prefill_array("qo_indptr")
+    _qo_indptr_buf_d = forwarded("_decode", "_qo_indptr_buf")
+    _kv_indptr_buf_p = _prefill_array("kv_indptr")
+    _kv_indptr_buf_d = forwarded("_decode", "_paged_kv_indptr_buf")
+    _kv_indices_buf_p = _prefill_array("page_indices")
+    _kv_indices_buf_d = forwarded("_decode", "_paged_kv_indices_buf")
+    _kv_last_page_len_buf_p = _prefill_array("last_page_len")
+    _kv_last_page_len_buf_d = forwarded("_decode", "_paged_kv_last_page_len_buf")
 
     @takes(BatchPodPlanArguments)
     def plan(self, a: BatchPodPlanArguments) -> None:

@@ -8,6 +8,7 @@ import torch
 
 from .._check import values as check
 from .._check.request import Request
+from .._compat.engine_attributes import forwarded
 from .._run.variant import of_side
 from .._wrap.paged import BatchPrefillWithPagedKVCacheWrapper
 from .joint import SIDES, Asked, Joints, mask_of_run
@@ -56,21 +57,19 @@ class PodWrapper:
         last = self._joints.last
         return self._decode._backend if last is None else last.launch.backend.name
 
-    @property
-    def _window_left(self) -> int:
-        return self._decode._window_left
-
-    @property
-    def _logits_soft_cap(self) -> float:
-        return self._decode._logits_soft_cap
-
-    @property
-    def _sm_scale(self) -> float | None:
-        return self._decode._sm_scale
-
-    @property
-    def _kv_layout(self) -> str:
-        return self._decode._kv_layout
+    # Attributes that callers read: those of the decode side.
+    _kv_layout = forwarded("_decode")
+    _window_left = forwarded("_decode")
+    _logits_soft_cap = forwarded("_decode")
+    _sm_scale = forwarded("_decode")
+    _pos_encoding_mode = forwarded("_decode")
+    _rope_scale = forwarded("_decode")
+    _rope_theta = forwarded("_decode")
+    _jit_module = forwarded("_decode")
+    _use_cuda_graph = forwarded("_decode")
+    _cached_q_data_type = forwarded("_decode")
+    _cached_kv_data_type = forwarded("_decode")
+    _indptr_type = torch.int32
 
     def __repr__(self) -> str:
         name, decode = type(self).__name__, self._decode

@@ -40,6 +40,7 @@ class PlannedVariant:
 
     __slots__ = (
         "__weakref__",
+        "_bound",
         "_requests",
         # attend_to(q, kv, scales, outputs, memory), those of SegmentRun, for one segment after the
         # other: the result, or that of each segment.
@@ -78,7 +79,7 @@ class PlannedVariant:
         largest_pages = []
         held = []  # what the plan leaves in tensors that callers hold, too
         alike = []
-        for options, (batch, pages), kv_layout, mask, graph_rows, _ in requests:
+        for options, (batch, pages), kv_layout, mask, graph_rows, *_ in requests:
             masks.append(mask)
             alike.append((options, kv_layout, batch.page_size))
             indices = largest_page = None
@@ -96,15 +97,20 @@ class PlannedVariant:
         for buffer in buffers:
             buffer.used_on_current_stream(device_stream)
         self._requests = requests
-        self.attend_to = _core.bound_run(
+        self._bound = self.attend_to = _core.bound_run(
             place, plan, self.float_workspace, masks, largest_pages, held,
             workspace.known_tensors(alike), _FUNCTIONS, (requests, names, buffers, device_stream),
             backend.num_threads, backend.launched_by,
         )  # fmt: skip
+        if requests[0].q_given is not None:
+            self.attend_to = functools.partial(_attend_converted, self._bound, requests[0])
 
     def check_run(self, *arguments: Any) -> None:
         """The checks of attend_to() alone."""
-        _core.check_run(self.attend_to, *arguments)
+        request = self._requests[0]
+        if request.q_given is not None:
+            arguments = (converted_query(arguments[0], request), *arguments[1:])
+        _core.check_run(self._bound, *arguments)
 
     @property
     def id(self) -> str:
@@ -132,7 +138,8 @@ class PlannedVariant:
     def memory_with(self, per_head: PerHead) -> _core.RunMemory:
         """The plan's own, and what one run brings."""
         request = self._requests[0]
-        _tensors.check_per_head(per_head, request.options, self.device_stream.device)
+        device = self.device_stream.device
+        _tensors.check_per_head(per_head, request.options, device, request.q_given)
         return run_memory(self.float_workspace, request.mask, per_head)
 
     def memory_with_mask(self, mask: torch.Tensor) -> _core.RunMemory:
@@ -145,6 +152,18 @@ class PlannedVariant:
         if words == 0:
             return None
         return torch.empty(words, dtype=torch.int32, device=self.device_stream.device)
+
+
+def converted_query(q: torch.Tensor, request: Request) -> torch.Tensor:
+    """q in the dtype that kernels read. Exact: float8_e5m2 has fewer bits of either kind."""
+    check.tensor("q", q)
+    check.has_dtype("q", q, request.q_given, "q_data_type of plan")
+    check.forward_only(q=q)
+    return q.to(check.TORCH_DTYPES[request.options.q_dtype])
+
+
+def _attend_converted(bound: Callable, request: Request, q: torch.Tensor, *more: Any) -> Any:
+    return bound(converted_query(q, request), *more)
 
 
 def place_in(buffer: Buffer, workspace: Workspace) -> _core.Place:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import types
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,13 +22,15 @@ from .._check.arguments import (
     RunOptions,
     converted,
     scales_of,
+    with_scales_by_position,
 )
 from .._check.calls import BatchArguments, ForwardArguments
-from .._check.options import batch_options, check_unserved, has_mask
+from .._check.options import batch_options, check_unserved, converted_from, has_mask
 from .._check.outputs import Outputs, run_outputs
 from .._check.request import Request
 from .._check.scales import Scales, folded_scales, softmax_scale
 from .._check.tensors import check_per_head
+from .._compat.cudnn_offsets import in_tokens
 from .._compat.engine_attributes import EngineAttributes
 from .._device import backends
 from .._device.workspace import Workspace, check_apart, check_buffer
@@ -45,6 +48,7 @@ class BatchPrefillWrapper(EngineAttributes):
     """Base of the public wrappers. Subclasses turn arguments into a batch and a (k, v) pair."""
 
     _serves_cudnn = True  # backend="cudnn"
+    _announced: dict[str, Any] | None = None  # what plan() must not contradict
 
     def __init__(
         self,
@@ -57,29 +61,25 @@ class BatchPrefillWrapper(EngineAttributes):
         buffer = check_buffer("float_workspace_buffer", float_workspace_buffer)
         self._kv_layout = check.one_of("kv_layout", kv_layout, check.KV_LAYOUTS)
         self._requested_backend = backends.requested(backend, with_cudnn=self._serves_cudnn)
-        workspace = Workspace(buffer.device, buffer)
-        self._graph: GraphMode | None = None
-        if check.flag("use_cuda_graph", use_cuda_graph):
-            if self._requested_backend.name == backends.CUDNN:
-                raise NotImplementedError(
-                    "backend='cudnn' does not serve use_cuda_graph=True; use backend='auto', or "
-                    "cudnn_batch_prefill_with_kv_cache with is_cuda_graph_compatible=True"
-                )
-            buffers = _graph.check_graph_buffers(graph_buffers, buffer)
-            self._graph = GraphMode(buffers, workspace.device_stream)
         for name, value in graph_buffers.items():
             # Documented as effective with use_cuda_graph only.
             if value is not None:
                 check.tensor(name, value)
-        self._state = State(workspace)
+        self._state = State(Workspace(buffer.device, buffer))
+        self._graph: GraphMode | None = None
+        self._given_buffers = graph_buffers
+        self._written_for_cudnn = backend == backends.CUDNN  # whatever the environment replaces
+        self._set_graph_mode(check.flag("use_cuda_graph", use_cuda_graph))
+        if self._awaits_buffers:
+            self._take_graph_buffers()
         self._recorded_name = traced.name_wrapper(self)
 
     def __copy__(self) -> BatchPrefillWrapper:
         """Another wrapper with the same plan and float workspace; each plans for itself."""
         workspace = self._state.workspace
-        if workspace.int_room is not None or self._graph is not None:
+        if workspace.int_room is not None or self._graph_enabled:
             where = "buffers of its constructor"
-            if self._graph is None:
+            if not self._graph_enabled:
                 where = "int_workspace_buffer of reset_workspace_buffer()"
             raise TypeError(
                 f"{type(self).__name__} plans into the {where}, which a copy would overwrite; "
@@ -89,6 +89,8 @@ class BatchPrefillWrapper(EngineAttributes):
         other.__dict__.update(self.__dict__)
         other._recorded_name = traced.name_wrapper(other)
         other._state = self._state.of_copy()
+        if "run" in self.__dict__:
+            other.run = types.MethodType(self.run.__func__, other)
         return other
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -97,11 +99,35 @@ class BatchPrefillWrapper(EngineAttributes):
             "construct another wrapper and plan it"
         )
 
+    def _set_graph_mode(self, enabled: bool) -> None:
+        if enabled and self._requested_backend.name == backends.CUDNN:
+            raise NotImplementedError(
+                "backend='cudnn' does not serve use_cuda_graph=True; use backend='auto', or "
+                "cudnn_batch_prefill_with_kv_cache with is_cuda_graph_compatible=True"
+            )
+        self._graph_enabled = enabled
+
+    def _take_graph_buffers(self) -> None:
+        """From here on plan() keeps its arrays in the given buffers."""
+        given = dict(self._given_buffers)
+        batch_size = given.pop("fixed_batch_size", None)
+        workspace = self._state.workspace
+        buffers = _graph.check_graph_buffers(given, workspace.float_buffer.tensor)
+        if batch_size is not None and batch_size != buffers.batch_size:
+            raise ValueError(
+                f"_fixed_batch_size={batch_size}: the buffers are for batches of "
+                f"{buffers.batch_size} requests"
+            )
+        self._graph = GraphMode(buffers, workspace.device_stream)
+
     # Planning.
 
     def _asked(self, a: BatchArguments) -> Asked:
         """Checks everything but hints, the mask, and the values of indptr (the planner does)."""
         options = batch_options(a)
+        kv_layout = self._kv_layout
+        if self._written_for_cudnn:
+            a, kv_layout = in_tokens(a, options, kv_layout, self.device)
         graph_rows = graph_mask_bytes = 0
         if self._graph is None:
             workspace = self._state.workspace
@@ -113,14 +139,36 @@ class BatchPrefillWrapper(EngineAttributes):
             self._graph.check_batch(batch)
             graph_rows = self._state.graph_rows or max(batch.qo_end - batch.qo_begin, 1)
             graph_mask_bytes = self._graph.mask_bytes
+        if self._announced:
+            self._check_announced(a, options)
+        request = pipeline.make_request(
+            options, lengths, kv_layout, has_mask(a), graph_rows, graph_mask_bytes
+        )
+        q_given = converted_from(a.q_data_type, options)
         return Asked(
-            pipeline.make_request(
-                options, lengths, self._kv_layout, has_mask(a), graph_rows, graph_mask_bytes
-            ),
+            request if q_given is None else request._replace(q_given=q_given),
             Scales(softmax_scale(a.sm_scale, options), 1.0),
             check.flag("causal", a.causal),
             check.soft_cap("logits_soft_cap", a.logits_soft_cap),
         )
+
+    def _check_announced(self, a: BatchArguments, options: _core.AttentionOptions) -> None:
+        """plan() must not contradict what the constructor was told of it."""
+        planned = {
+            "pos_encoding_mode": a.pos_encoding_mode,
+            "q_data_type": check.TORCH_DTYPES[options.q_dtype],
+            "kv_data_type": check.TORCH_DTYPES[options.kv_dtype],
+            "o_data_type": check.TORCH_DTYPES[options.o_dtype],
+            "head_dim_qk": options.head_dim_qk,
+            "head_dim_vo": options.head_dim_vo,
+            "window_left": options.window_left,
+        }
+        for name, announced in self._announced.items():
+            if planned[name] != announced:
+                raise ValueError(
+                    f"{name}={planned[name]} in plan() contradicts the constructor's {announced}: "
+                    "give both the same, or construct another wrapper"
+                )
 
     @check.eager
     def _plan(self, a: BatchArguments) -> None:
@@ -137,6 +185,8 @@ class BatchPrefillWrapper(EngineAttributes):
         it is for forward() to refuse them, not for this call.
         """
         workspace = self._state.workspace
+        if self._awaits_buffers:
+            self._take_graph_buffers()
         if self._graph is not None:
             self._graph.check_may_plan()
         asked = self._asked(a)
@@ -267,6 +317,8 @@ class BatchPrefillWrapper(EngineAttributes):
 
     def _workspace_size(self, a: BatchArguments) -> tuple[int, int]:
         name = self._requested_backend.name
+        if self._awaits_buffers:
+            self._take_graph_buffers()
         return pipeline.workspace_size(self.device, name, self._asked(a).request)
 
     # Running.
@@ -274,6 +326,9 @@ class BatchPrefillWrapper(EngineAttributes):
     def _run(self, q: torch.Tensor, kv: KvCache, given: RunOptions, outputs: Outputs) -> Result:
         """Any run. The usual ones, planned and with scales of plan() alone, go straight to the
         variant. outputs: not checked."""
+        if isinstance(outputs.return_lse, torch.Tensor):
+            given = with_scales_by_position(given, outputs.return_lse)
+            outputs = outputs._replace(return_lse=False)
         check.nothing_more("run", given.extra)
         check_unserved(given)
         if outputs.return_lse is None:
@@ -296,7 +351,7 @@ class BatchPrefillWrapper(EngineAttributes):
         if variant is None or a.window_left is not None:
             variant = self._select(planned, options)
         if a.per_head.scaled and variant.plan.staged:
-            check_per_head(a.per_head, options, self.device)
+            check_per_head(a.per_head, options, self.device, planned.asked.request.q_given)
             variant = self._select(planned, staging.without(options))
         sm_scale = planned.scales.logits
         if a.sm_scale is not None:
@@ -312,6 +367,11 @@ class BatchPrefillWrapper(EngineAttributes):
 
     def _forward(self, q: torch.Tensor, kv: KvCache, given: Any, outputs: Outputs) -> Result:
         """The deprecated call: its own options count, defaults included, not those of plan()."""
+        if "run" in self.__dict__:  # with jit_args of sinks, which would be lost
+            raise TypeError(
+                "forward() takes no sink, and the wrapper was constructed with jit_args of "
+                "'AttentionSink': call run(..., sink, sm_scale)"
+            )
         a = converted(given, ForwardArguments)
         if check.traced():
             return traced.forward(self._recorded_name, q, kv, a, outputs)
@@ -393,7 +453,7 @@ class BatchPrefillWrapper(EngineAttributes):
 
     @property
     def is_cuda_graph_enabled(self) -> bool:
-        return self._graph is not None
+        return self._graph_enabled
 
     @property
     def variant(self) -> str | None:

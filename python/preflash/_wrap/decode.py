@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from .. import _core
 from .._check import values as check
 from .._check.arguments import KvCache, Result, Scale, converted
 from .._check.calls import DecodeForwardArguments, DecodePlanArguments, PagedPlanArguments
@@ -15,6 +17,7 @@ from .._check.options import check_neutral, options_of
 from .._check.outputs import DEFAULT_OUTPUTS, Outputs
 from .._compat.signatures import takes
 from .paged import BatchPrefillWithPagedKVCacheWrapper
+from .state import Asked
 
 
 def data_types(q_data_type: Any, kv_data_type: Any, data_type: Any) -> tuple[Any, Any]:
@@ -65,6 +68,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
     """
 
     _serves_cudnn = False
+    _had_several = False  # whether any plan() asked for several queries per request
 
     @tells_nearest
     def __init__(
@@ -77,26 +81,27 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
         paged_kv_indices_buffer: torch.Tensor | None = None,
         paged_kv_last_page_len_buffer: torch.Tensor | None = None,
         backend: str = "auto",
-        jit_args: None = None,
+        jit_args: Sequence[Any] | None = None,
     ) -> None:
         self._use_tensor_cores = check.flag("use_tensor_cores", use_tensor_cores)
-        qo_indptr = None
-        if check.flag("use_cuda_graph", use_cuda_graph) and isinstance(
-            paged_kv_last_page_len_buffer, torch.Tensor
-        ):
-            qo_indptr = _one_query_each(paged_kv_last_page_len_buffer)
-            qo_indptr = qo_indptr.to(paged_kv_last_page_len_buffer.device)
         super().__init__(
             float_workspace_buffer,
             kv_layout,
             use_cuda_graph,
-            qo_indptr,
             paged_kv_indptr_buf=paged_kv_indptr_buffer,
             paged_kv_indices_buf=paged_kv_indices_buffer,
             paged_kv_last_page_len_buf=paged_kv_last_page_len_buffer,
             backend=backend,
             jit_args=jit_args,
         )
+
+    def _take_graph_buffers(self) -> None:
+        given = self._given_buffers
+        last_page_len = given["paged_kv_last_page_len_buf"]
+        if given["qo_indptr_buf"] is None and isinstance(last_page_len, torch.Tensor):
+            qo_indptr = _one_query_each(last_page_len).to(last_page_len.device)
+            self._given_buffers = {**given, "qo_indptr_buf": qo_indptr}
+        super()._take_graph_buffers()
 
     @property
     def use_tensor_cores(self) -> bool:
@@ -114,7 +119,8 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
             data_type: deprecated; that of q and of k and v, where q_data_type is None or "float16"
                 and kv_data_type is None. An fp8 one is that of q where q_data_type is None only.
             o_data_type: as in BatchPrefillWithPagedKVCacheWrapper.plan().
-            q_len_per_req: 1 or None; more queries per request are for the prefill wrapper.
+            q_len_per_req: queries of every request, 1 by default. More than one are causal among
+                themselves, the last of the request's keys; no request may then have fewer keys.
             The others are those of BatchPrefillWithPagedKVCacheWrapper.plan(), fixed_split_size
             (in keys) included.
 
@@ -142,7 +148,8 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
     def _as_prefill(self, a: DecodePlanArguments) -> PagedPlanArguments:
         check_neutral(options_of(a))
         q_data_type, kv_data_type = data_types(a.q_data_type, a.kv_data_type, a.data_type)
-        qo_indptr = _one_query_each(a.last_page_len)
+        q_len = 1 if a.q_len_per_req is None else check.positive("q_len_per_req", a.q_len_per_req)
+        qo_indptr = _one_query_each(a.last_page_len) * q_len
         # Here, where the two have the names that the caller knows.
         if check.is_tensor("indptr", a.indptr).numel() != qo_indptr.numel():
             raise ValueError(
@@ -156,9 +163,39 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
             paged_kv_indptr=a.indptr,
             paged_kv_indices=a.indices,
             paged_kv_last_page_len=a.last_page_len,
+            causal=q_len > 1,
             q_data_type=q_data_type,
             kv_data_type=kv_data_type,
         )
+
+    def _asked(self, a: PagedPlanArguments) -> Asked:
+        asked = super()._asked(a)
+        batch = asked.request.lengths.batch
+        q_len = batch.max_qo_len
+        if q_len > 1:
+            self._check_q_len(q_len, batch)
+        return asked
+
+    def _check_q_len(self, q_len: int, batch: _core.Batch) -> None:
+        self._had_several = True
+        shortest = min(batch.kv_len(i) for i in range(batch.num_requests))
+        if shortest < q_len:
+            raise ValueError(
+                f"q_len_per_req={q_len}: a request has {shortest} keys, so that its first queries "
+                "would see an empty KV range; every request must have q_len_per_req keys at least"
+            )
+        before = self._batch
+        if self._graph is not None and before is not None and before.max_qo_len != q_len:
+            raise ValueError(
+                f"q_len_per_req={q_len}: with use_cuda_graph=True it is frozen, and the first "
+                f"plan() had {before.max_qo_len}; use another wrapper"
+            )
+
+    @property
+    def _q_len_per_req(self) -> int | None:
+        """Of the plan; None before."""
+        batch = self._batch
+        return None if batch is None else max(batch.max_qo_len, 1)
 
     def run(
         self,
@@ -174,15 +211,16 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
         enable_pdl: bool | None = None,
         window_left: int | None = None,
         sinks: torch.Tensor | None = None,
-        q_len_per_req: int | None = 1,
+        q_len_per_req: int | None = None,
         **options: Any,
     ) -> Result:
         """Computes one layer of the planned batch on the current stream.
 
         Args:
             q: [at least batch_size, num_qo_heads, head_dim]; rows behind the last request are
-                neither read nor written.
-            q_len_per_req: 1 or None.
+                neither read nor written. With q_len_per_req in plan(), exactly
+                batch_size * q_len_per_req rows.
+            q_len_per_req: None, or that of plan().
             The others are those of BatchPrefillWithPagedKVCacheWrapper.run(), all of them.
 
         Returns:
@@ -193,7 +231,8 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
             launched. NotImplementedError: an option of a later release.
         """
         check.nothing_more("run", args)
-        check.neutral("q_len_per_req", q_len_per_req, 1)
+        if self._had_several or q_len_per_req is not None:
+            self._check_queries(q, q_len_per_req)
         if options and (unknown := options.keys() - _RUN_OPTIONS):
             says = "BatchDecodeWithPagedKVCacheWrapper.run() got an unexpected keyword argument"
             raise TypeError(with_nearest(f"{says} {min(unknown)!r}", _RUN_OPTIONS))
@@ -211,6 +250,19 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
             sinks=sinks,
             **options,
         )
+
+    def _check_queries(self, q: torch.Tensor, q_len_per_req: int | None) -> None:
+        batch = self._batch
+        planned = 1 if batch is None else max(batch.max_qo_len, 1)
+        if q_len_per_req is not None and q_len_per_req != planned:
+            raise ValueError(
+                f"q_len_per_req={q_len_per_req} in run(), and plan() had {planned}: plan again"
+            )
+        if planned > 1 and q.dim() > 0 and q.shape[0] != batch.qo_end:
+            raise ValueError(
+                f"q has {q.shape[0]} rows; must be batch_size * q_len_per_req = {batch.qo_end} as "
+                "planned: plan again with another q_len_per_req"
+            )
 
     @property
     def resolved_backend(self) -> str:

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from .._check.arguments import KvCache, Result, RunOptions
 from .._check.calls import PagedForwardArguments, PagedPlanArguments
 from .._check.names import tells_nearest
 from .._check.outputs import DEFAULT_OUTPUTS, Outputs, run_outputs
+from .._compat import sink_variant
 from .._compat.engine_attributes import PagedEngineAttributes
 from .._compat.signatures import takes
 from .batch import BatchPrefillWrapper
@@ -48,12 +50,14 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillWrapper, PagedEngineAttrib
             imports: float16 or bfloat16, head_dim 128, or 192 with 128 for v, causal or full, no
             other option; see cudnn_batch_prefill_with_kv_cache. An explicit one never becomes
             another, unless PREFLASH_BACKEND in the environment names the one to use instead of all.
-        jit_args, jit_kwargs, variant_owns_mask: None, None and False only: nothing is compiled at
-            run time.
+        jit_args, jit_kwargs: None, or those of FlashInfer's variant "AttentionSink", whose dtypes
+            and head_dims plan() must then have. Nothing is compiled at run time. run() takes sink
+            and sm_scale by position behind the tensors, everything else by name.
+        variant_owns_mask: False only.
 
     Raises:
         TypeError, ValueError: an argument is wrong.
-        NotImplementedError: backend="cudnn" with use_cuda_graph=True.
+        NotImplementedError: backend="cudnn" with use_cuda_graph=True, or another variant.
     """
 
     @tells_nearest
@@ -71,12 +75,11 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillWrapper, PagedEngineAttrib
         backend: str = "auto",
         *,
         mask_indptr_buf: torch.Tensor | None = None,
-        jit_args: None = None,
-        jit_kwargs: None = None,
+        jit_args: Sequence[Any] | None = None,
+        jit_kwargs: dict[str, Any] | None = None,
         variant_owns_mask: bool = False,
     ) -> None:
-        check.neutral("jit_args", jit_args)
-        check.neutral("jit_kwargs", jit_kwargs)
+        self._announced = sink_variant.announced(jit_args, jit_kwargs)
         check.neutral("variant_owns_mask", variant_owns_mask, False)
         super().__init__(
             float_workspace_buffer,
@@ -93,6 +96,8 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillWrapper, PagedEngineAttrib
                 "mask_indptr_buf": mask_indptr_buf,
             },
         )
+        if jit_args is not None:
+            sink_variant.give_run(self, paged=True)
 
     @takes(PagedPlanArguments)
     def plan(self, a: PagedPlanArguments) -> None:
@@ -196,6 +201,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillWrapper, PagedEngineAttrib
             window_left: another window than the planned one; planned when first asked for.
             k_scale, v_scale, q_scale, return_lse, out, lse, lse_base, lse_layout, enable_pdl,
             scale_q, scale_k, scale_v, sinks, kv_cache_sf: as in single_prefill_with_kv_cache.
+                The three scales may also follow the cache by position.
             o_scale, skip_softmax_threshold_scale_factor, use_fp16_softmax, uses_spcompress: None,
             or 1.0, 0.0, False and False, only.
 
@@ -244,6 +250,9 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillWrapper, PagedEngineAttrib
         self, q: torch.Tensor, paged_kv_cache: KvCache, *args: Any, **options: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """run() with return_lse=True."""
+        if len(args) == 3:  # scale_q, scale_k, scale_v
+            options = dict(zip(("scale_q", "scale_k", "scale_v"), args, strict=True)) | options
+            args = ()
         return self.run(q, paged_kv_cache, *args, return_lse=True, **options)
 
     @takes(PagedForwardArguments)

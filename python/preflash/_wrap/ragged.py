@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from .._check.arguments import Result, RunOptions
 from .._check.calls import RaggedForwardArguments, RaggedPlanArguments
 from .._check.names import tells_nearest
 from .._check.outputs import DEFAULT_OUTPUTS, Outputs, run_outputs
+from .._compat import sink_variant
 from .._compat.engine_attributes import RaggedEngineAttributes
 from .._compat.signatures import takes
 from .batch import BatchPrefillWrapper
@@ -45,12 +47,14 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillWrapper, RaggedEngineAttr
             imports: float16 or bfloat16, head_dim 128, or 192 with 128 for v, causal or full, no
             other option; see cudnn_batch_prefill_with_kv_cache. An explicit one never becomes
             another, unless PREFLASH_BACKEND in the environment names the one to use instead of all.
-        jit_args, jit_kwargs, variant_owns_mask: None, None and False only: nothing is compiled at
-            run time.
+        jit_args, jit_kwargs: None, or those of FlashInfer's variant "AttentionSink", whose dtypes
+            and head_dims plan() must then have. Nothing is compiled at run time. run() takes sink
+            and sm_scale by position behind the tensors, everything else by name.
+        variant_owns_mask: False only.
 
     Raises:
         TypeError, ValueError: an argument is wrong.
-        NotImplementedError: backend="cudnn" with use_cuda_graph=True.
+        NotImplementedError: backend="cudnn" with use_cuda_graph=True, or another variant.
     """
 
     @tells_nearest
@@ -66,12 +70,11 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillWrapper, RaggedEngineAttr
         backend: str = "auto",
         *,
         mask_indptr_buf: torch.Tensor | None = None,
-        jit_args: None = None,
-        jit_kwargs: None = None,
+        jit_args: Sequence[Any] | None = None,
+        jit_kwargs: dict[str, Any] | None = None,
         variant_owns_mask: bool = False,
     ) -> None:
-        check.neutral("jit_args", jit_args)
-        check.neutral("jit_kwargs", jit_kwargs)
+        self._announced = sink_variant.announced(jit_args, jit_kwargs)
         check.neutral("variant_owns_mask", variant_owns_mask, False)
         super().__init__(
             float_workspace_buffer,
@@ -86,6 +89,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillWrapper, RaggedEngineAttr
                 "mask_indptr_buf": mask_indptr_buf,
             },
         )
+        if jit_args is not None:
+            sink_variant.give_run(self, paged=False)
 
     @takes(RaggedPlanArguments)
     def plan(self, a: RaggedPlanArguments) -> None:
@@ -160,6 +165,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillWrapper, RaggedEngineAttr
             window_left: another window than the planned one; planned when first asked for.
             q_scale, k_scale, v_scale, return_lse, out, lse, lse_base, lse_layout, enable_pdl,
             scale_q, scale_k, scale_v, sinks, kv_cache_sf: as in single_prefill_with_kv_cache.
+                The three scales may also follow v by position.
             o_scale, skip_softmax_threshold_scale_factor, use_fp16_softmax, uses_spcompress: None,
             or 1.0, 0.0, False and False, only.
 
@@ -205,9 +211,15 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillWrapper, RaggedEngineAttr
         return planned.usual.attend_to(q, (k, v), planned.scales, outputs, None)
 
     def run_return_lse(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **options: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """run() with return_lse=True."""
+        if len(args) == 3:  # scale_q, scale_k, scale_v
+            options = dict(zip(("scale_q", "scale_k", "scale_v"), args, strict=True)) | options
+        elif args and "run" not in self.__dict__:
+            check.nothing_more("run_return_lse", args)
+        else:
+            return self.run(q, k, v, *args, return_lse=True, **options)
         return self.run(q, k, v, return_lse=True, **options)
 
     @takes(RaggedForwardArguments)

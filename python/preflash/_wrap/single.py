@@ -16,7 +16,7 @@ from .._check import values as check
 from .._check.arguments import PerHead, Result, per_head_of, scales_of
 from .._check.calls import SingleArguments
 from .._check.lengths import single_lengths
-from .._check.options import has_mask, single_key, single_options
+from .._check.options import converted_from, has_mask, single_key, single_options
 from .._check.outputs import Outputs, outputs_of
 from .._check.request import Request
 from .._check.scales import Scales, folded_scales, softmax_scale
@@ -108,8 +108,9 @@ def _plan(a: SingleArguments, per_head: PerHead, device_stream: DeviceStream) ->
         )
     lengths = single_lengths(a.q.shape[0], a.k.shape[0 if a.kv_layout == "NHD" else 1])
     request = pipeline.make_request(options, lengths, a.kv_layout, masked=has_mask(a))
+    request = request._replace(q_given=converted_from(a.q.dtype, options))
     if per_head.scaled:
-        check_per_head(per_head, options, device_stream.device)
+        check_per_head(per_head, options, device_stream.device, request.q_given)
         request = request._replace(options=staging.without(options))
     # One pair of pinned buffers per thread and device.
     device = device_stream.device
@@ -132,7 +133,7 @@ def _run_planned(
         scales = folded_scales(softmax_scale(a.sm_scale, options), given, options)
     per_head_given = per_head.given
     if per_head_given:
-        check_per_head(per_head, request.options, a.q.device)
+        check_per_head(per_head, request.options, a.q.device, request.q_given)
     mask = _mask(planned, a, outputs) if has_mask(a) else None
     num_bytes = variant.plan.float_bytes
     memory = None

@@ -71,7 +71,7 @@ PACKAGE = {
 
         merge_states = None
 
-        class BatchDecodeWithSharedPrefixPagedKVCacheWrapper:
+        class DecodeBesideAPrefix:
             def __init__(self, float_workspace_buffer, kv_layout="NHD"):
                 self._batch_decode_wrapper = BatchDecodeWithPagedKVCacheWrapper(
                     float_workspace_buffer, kv_layout
@@ -270,11 +270,11 @@ def oracle_rows(tensor, layout):
     return tensor if layout == "NHD" else tensor.transpose(-3, -2)
 
 
-def decode_beside_a_shared_prefix(module, layout):
+def decode_beside_a_shared_prefix(
+    module, layout, name="BatchDecodeWithSharedPrefixPagedKVCacheWrapper"
+):
     shared = SharedPrefix(layout)
-    wrapper = module.BatchDecodeWithSharedPrefixPagedKVCacheWrapper(
-        torch.empty(1 << 20, dtype=torch.uint8), layout
-    )
+    wrapper = getattr(module, name)(torch.empty(1 << 20, dtype=torch.uint8), layout)
     own = wrapper._batch_decode_wrapper
     assert isinstance(own, preflash.BatchDecodeWithPagedKVCacheWrapper)
     assert own._rope_scale is own._rope_theta is own._pos_encoding_mode is None
@@ -288,7 +288,8 @@ def decode_beside_a_shared_prefix(module, layout):
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 def test_a_class_of_flashinfer_that_builds_on_our_decode_wrapper(flashinfer, layout):
     with preflash.patch_flashinfer():
-        decode_beside_a_shared_prefix(importlib.import_module("flashinfer.cascade"), layout)
+        module = importlib.import_module("flashinfer.cascade")
+        decode_beside_a_shared_prefix(module, layout, "DecodeBesideAPrefix")
 
 
 def test_a_patched_engine_computes_attention(flashinfer):
@@ -503,8 +504,6 @@ def test_the_real_package(real):
 OTHER_DEFAULTS = {
     "head_dim_qk": "head_dim is another name for it, so that neither is required",
     "use_fp16_qk_reduction": "allow_fp16_qk_reduction is another name for it",
-    "non_blocking": "both values promise the same",
-    "q_len_per_req": "None and 1 are the same",
 }
 
 

@@ -48,7 +48,7 @@ PAGED_PLAN = {
     **ROPE,
     "q_data_type": "float16",
     "kv_data_type": NONE,
-    "non_blocking": False,
+    "non_blocking": True,
 }
 # Here the window and the cap precede the scale, the reverse of the paged order.
 RAGGED_PLAN = {

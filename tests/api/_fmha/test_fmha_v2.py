@@ -79,6 +79,34 @@ def test_a_table_of_fewer_pages_than_the_maximum(target, monkeypatch, lengths):
         assert judge(inputs, result).failures == []
 
 
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("layout", ["Q_PAGED_KV_NHD", "Q_PAGED_KV_HND"])
+def test_tables_of_both_pools(target, layout, lengths):
+    """[batch_size, 2, pages]: the second counts v's pages from the beginning of k."""
+    case = dataclasses.replace(CASE, layout=layout, pools=Pools.PAIR)
+    inputs = build(case, target.device, "cpu" if lengths == "host" else target.device)
+    q, *pools = inputs.arguments["qkv"]
+    k, v = pools if len(pools) == 2 else pools[0]
+    pages = k.shape[0]
+    fused = torch.empty((2 * pages + 3, *k.shape[1:]), dtype=k.dtype, device=k.device)
+    fused[:pages], fused[pages + 3 :] = k, v
+    inputs.arguments["qkv"] = (q, (fused[:pages], fused[pages + 3 :]))
+    table = inputs.arguments["block_tables"]
+    both = torch.stack([table, table + pages + 3], dim=1)
+    result = attention(**inputs.arguments | {"block_tables": both}, backend=target.backend)
+    assert judge(inputs, result).failures == []
+    if both.is_cpu:
+        wrong = torch.stack([table, table + pages], dim=1)
+        with pytest.raises(ValueError, match=r"block_tables\[:, 1\] differs"):
+            attention(**inputs.arguments | {"block_tables": wrong}, backend=target.backend)
+    inputs.arguments["qkv"] = (q, (k, v.clone()))
+    with pytest.raises(ValueError, match=r"bytes behind k|differs"):
+        attention(**inputs.arguments | {"block_tables": both}, backend=target.backend)
+    stacked = {"qkv": (q, torch.stack([k, v], dim=1)), "block_tables": both}
+    with pytest.raises(ValueError, match="of their own"):
+        attention(**inputs.arguments | stacked, backend=target.backend)
+
+
 @pytest.mark.parametrize("mode", ["causal", "Sliding_Window", "CHUNKED", "padding"])
 @pytest.mark.parametrize("page_size", [1, 16, 24])
 def test_every_mask_with_past_keys(target, mode, page_size):
@@ -260,7 +288,7 @@ def decaying(target, dtype=torch.float16, head_dim=128, kv_len=2048):
     q, k, _ = inputs.arguments["qkv"]
     rows, keys = slice(SPARE, SPARE + 200), slice(SPARE, SPARE + kv_len)
     for tensor, span in ((q, rows), (k, keys)):
-        tensor[span] = tensor[span] * 0.1
+        tensor[span] = (tensor[span].float() * 0.1).to(dtype)
     q[rows, :, 0] = 4.0
     k[keys, :, 0] = 0.0
     k[SPARE + 256 : SPARE + 1536, :, 0] = -5.0
@@ -273,7 +301,7 @@ def decaying(target, dtype=torch.float16, head_dim=128, kv_len=2048):
     return inputs
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, E4M3])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_tiles_without_weight_are_left_out(target, dtype, head_dim):
     """They are not even looked at: NaN among their values reaches nothing. All others count."""
@@ -284,6 +312,34 @@ def test_tiles_without_weight_are_left_out(target, dtype, head_dim):
     compare_out(inputs, skipped, expected).check()
     everything = attention(**inputs.arguments, backend=target.backend)
     assert inputs.of_requests(everything).float().isnan().all()
+
+
+@pytest.mark.parametrize("bounds", [False, True], ids=["exact", "within bounds"])
+@pytest.mark.parametrize("out_dtype", [None, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_skipping_where_no_kernel_has_8_bits(monkeypatch, layout, out_dtype, bounds):
+    """What a GPU does, on the CPU: the tensors are converted, pages one request after the other."""
+    from preflash._fmha import run as _run
+    from preflash._run.kernels import CpuBackend
+
+    monkeypatch.setattr(_lengths.FmhaLengths, "on_host", not bounds)
+    supports = CpuBackend.supports
+
+    def refuse(self, device, options):
+        eight = options.q_dtype == preflash._core.DType.float8_e4m3fn
+        return "none" if eight and options.skip_factor > 0 else supports(self, device, options)
+
+    monkeypatch.setattr(CpuBackend, "supports", refuse)
+    converted = []
+    convert = _run._in_16_bits
+    monkeypatch.setattr(_run, "_in_16_bits", lambda *a: converted.append(1) or convert(*a))
+    case = dataclasses.replace(CASE, layout=layout, dtype=E4M3, out_dtype=out_dtype, stats=False)
+    if layout == "PACKED_QKV":
+        case = dataclasses.replace(case, kv_lens=case.qo_lens, num_kv_heads=case.num_heads)
+    inputs = build(case, "cpu", "cpu")
+    result = attention(**inputs.arguments | {FACTOR: 1e-12}, backend="cpu")
+    assert judge(inputs, result).failures == []
+    assert converted == [1]
 
 
 def test_a_small_factor_leaves_out_nothing(target):

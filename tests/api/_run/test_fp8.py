@@ -161,7 +161,12 @@ def test_single_plans_are_kept_apart(target):
 # ---- what is refused
 
 PLAN = {
-    "q_e5m2": ({"q_data_type": E5M2, "kv_data_type": None}, TypeError, "q_data_type=.*e5m2: must"),
+    "kv_16_of_e5m2": ({"q_data_type": E5M2, "kv_data_type": HALF}, TypeError, "must be 8-bit"),
+    "out_of_e5m2": (
+        {"q_data_type": E5M2, "kv_data_type": None, "o_data_type": E4M3},
+        NotImplementedError,
+        "o_data_type=torch.float8_e4m3fn: for float8_e5m2 queries",
+    ),
     "q_fnuz": ({"q_data_type": torch.float8_e4m3fnuz}, TypeError, "q_data_type=.*e4m3fnuz: must"),
     "kv_wider": ({"q_data_type": E4M3, "kv_data_type": HALF}, TypeError, "kv_data_type=.*float16"),
     "kv_e5m2": ({"q_data_type": E4M3, "kv_data_type": E5M2}, TypeError, "kv_data_type=.*e5m2"),

@@ -168,12 +168,10 @@ def test_newer_keywords(target):
     runner.compare(inputs, *runner.run(wrapper, inputs)).check()
     preflash.fast_decode_plan(wrapper, *arrays(inputs), q_data_type=CASE.dtype, q_len_per_req=1)
     runner.compare(inputs, *runner.run(wrapper, inputs)).check()
-    for wrong in ({"o_data_type": torch.float8_e4m3fn}, {"q_len_per_req": 2}):
-        (name,) = wrong
-        with pytest.raises(NotImplementedError, match=name):
-            wrapper.plan(*arrays(inputs), **{**newer, **wrong})
-    with pytest.raises(NotImplementedError, match="q_len_per_req"):
-        preflash.fast_decode_plan(wrapper, *arrays(inputs), q_len_per_req=2)
+    with pytest.raises(NotImplementedError, match="o_data_type"):
+        wrapper.plan(*arrays(inputs), **{**newer, "o_data_type": torch.float8_e4m3fn})
+    with pytest.raises(ValueError, match="q_len_per_req"):
+        wrapper.plan(*arrays(inputs), **{**newer, "q_len_per_req": 0})
     runner.compare(inputs, *runner.run(wrapper, inputs)).check()
 
 
@@ -238,7 +236,7 @@ def test_refusals(target):
     with pytest.raises(TypeError, match=r"^indptr must be a torch.Tensor"):
         wrapper.plan(None, *arrays(inputs)[1:], q_data_type=CASE.dtype)
     wrapper.plan(*arrays(inputs), q_data_type=CASE.dtype)
-    with pytest.raises(NotImplementedError, match="q_len_per_req"):
+    with pytest.raises(ValueError, match="q_len_per_req=2 in run"):
         wrapper.run(inputs.q, inputs.cache, q_len_per_req=2)
     with pytest.raises(TypeError, match=r"run\(\) got"):
         wrapper.run(inputs.q, inputs.cache, 0.5)

@@ -1,0 +1,137 @@
+"""jit_args of FlashInfer's variant with attention sinks: what they say, and the run() that goes
+with them. Nothing is compiled; sinks are an option of every kernel."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import torch
+
+from .._check import values as check
+from .._check.arguments import (
+    GivenScales,
+    KvCache,
+    PerHead,
+    Result,
+    RunArguments,
+    RunOptions,
+    Scale,
+)
+from .._check.names import with_nearest
+from .._check.options import check_unserved
+from .._check.outputs import run_outputs
+
+# Names and types of the variant's tensors and scalars, in the order of jit_args.
+_TAKES = (("sink",), ("float",), ("sm_scale",), ("double",))
+_POSITION_MODES = ("NONE", "ROPE_LLAMA", "ALIBI")  # by number in jit_kwargs
+_KWARGS = ("use_sliding_window", "use_fp16_qk_reduction", "use_logits_soft_cap")
+_OUTPUTS = {"out": None, "lse": None, "return_lse": False, "lse_base": "log2", "lse_layout": "NH"}
+
+
+def announced(jit_args: Any, jit_kwargs: Any) -> dict[str, Any] | None:
+    """What plan() must not contradict; None without jit_args.
+
+    jit_args: (uri, dtypes of q, k and v, output and indices, two head_dims, names and types of
+    tensors, names and types of scalars, the variant's name, its source). The source is not read.
+
+    Raises NotImplementedError for every variant but "AttentionSink".
+    """
+    if jit_args is None:
+        check.neutral("jit_kwargs", jit_kwargs)
+        return None
+    given = list(jit_args) if isinstance(jit_args, (tuple, list)) else []
+    served = len(given) == 13 and given[11] == "AttentionSink" and given[4] == torch.int32
+    if not served or tuple(tuple(names) for names in given[7:11]) != _TAKES:
+        raise NotImplementedError(
+            "jit_args: this build compiles nothing at run time and serves one variant, "
+            "'AttentionSink' with a tensor 'sink' (float) and a scalar 'sm_scale' (double) over "
+            "int32 indices; leave it None"
+        )
+    kwargs = dict(jit_kwargs or {})
+    mode = check.integer(
+        "jit_kwargs['pos_encoding_mode']", kwargs.pop("pos_encoding_mode", 0), at_least=0, at_most=2
+    )
+    for name in _KWARGS:
+        check.permission(f"jit_kwargs[{name!r}]", kwargs.pop(name, None))
+    if kwargs:
+        raise NotImplementedError(
+            f"jit_kwargs[{min(kwargs)!r}] is not served by this build; it takes "
+            f"{', '.join(_KWARGS)} and pos_encoding_mode"
+        )
+    return {
+        "pos_encoding_mode": _POSITION_MODES[mode],
+        "q_data_type": check.dtype("jit_args[1]", given[1]),
+        "kv_data_type": check.dtype("jit_args[2]", given[2]),
+        "o_data_type": check.dtype("jit_args[3]", given[3]),
+        "head_dim_qk": check.positive("jit_args[5]", given[5]),
+        "head_dim_vo": check.positive("jit_args[6]", given[6]),
+    }
+
+
+def give_run(wrapper: Any, *, paged: bool) -> None:
+    """run(), with sink and sm_scale by position behind the tensors."""
+    wrapper.run = types.MethodType(_run_paged if paged else _run_ragged, wrapper)
+
+
+def _run_paged(
+    self: Any,
+    q: torch.Tensor,
+    paged_kv_cache: KvCache,
+    sink: torch.Tensor | None = None,
+    sm_scale: Scale = None,
+    *args: None,
+    **options: Any,
+) -> Result:
+    """run() of a wrapper with jit_args of "AttentionSink".
+
+    Args:
+        sink: [num_qo_heads] float32, as sinks in single_prefill_with_kv_cache.
+        sm_scale: factor of the logits instead of plan()'s; None is plan()'s.
+        The others are those of the wrapper's run(), by name.
+    """
+    return _run(self, q, paged_kv_cache, sink, sm_scale, args, options)
+
+
+def _run_ragged(
+    self: Any,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sink: torch.Tensor | None = None,
+    sm_scale: Scale = None,
+    *args: None,
+    **options: Any,
+) -> Result:
+    return _run(self, q, (k, v), sink, sm_scale, args, options)
+
+
+_run_ragged.__doc__ = _run_paged.__doc__
+
+
+def _run(
+    wrapper: Any,
+    q: torch.Tensor,
+    kv: KvCache,
+    sink: torch.Tensor | None,
+    sm_scale: Scale,
+    args: tuple,
+    options: dict[str, Any],
+) -> Result:
+    check.nothing_more("run", args)
+    names = RunOptions._fields[1:]
+    given = RunOptions(**{name: options.pop(name) for name in names if name in options})
+    check_unserved(given)
+    sink = check.alias("sink", sink, "sinks", given.sinks)
+    if sink is None:
+        raise TypeError(
+            "run() missing sink: the wrapper was constructed with jit_args of 'AttentionSink'"
+        )
+    scales = GivenScales(given.q_scale, given.k_scale, given.v_scale)
+    per_head = PerHead(sink, given.scale_q, given.scale_k, given.scale_v)
+    outputs = run_outputs(*(options.pop(name, default) for name, default in _OUTPUTS.items()))
+    if options:
+        says = f"run() got an unexpected keyword argument {min(options)!r}"
+        raise TypeError(with_nearest(says, (*names, *_OUTPUTS)))
+    a = RunArguments(scales, given.window_left, per_head, sm_scale)
+    return wrapper._run_with(q, kv, a, outputs)
