@@ -21,7 +21,7 @@ from .._check.arguments import (
     scales_of,
 )
 from .._check.calls import BatchArguments, ForwardArguments
-from .._check.options import batch_options, check_unserved
+from .._check.options import batch_options, check_unserved, has_mask
 from .._check.outputs import Outputs, run_outputs
 from .._check.request import Request
 from .._check.scales import Scales, folded_scales, softmax_scale
@@ -29,7 +29,7 @@ from .._check.tensors import check_per_head
 from .._compat.engine_attributes import EngineAttributes
 from .._device import backends
 from .._device.workspace import Workspace, check_apart, check_buffer
-from .._plan import masks, pipeline, staging
+from .._plan import items, masks, pipeline, staging
 from .._plan.masks import MaskSource
 from .._plan.pipeline import Draft
 from .._run.variant import PlannedVariant
@@ -110,13 +110,12 @@ class BatchPrefillWrapper(EngineAttributes):
             self._graph.check_batch(batch)
             graph_rows = self._state.graph_rows or max(batch.qo_end - batch.qo_begin, 1)
             graph_mask_bytes = self._graph.mask_bytes
-        masked = a.custom_mask is not None or a.packed_custom_mask is not None
         return Asked(
             pipeline.make_request(
                 options,
                 lengths,
                 self._kv_layout,
-                masked=masked,
+                masked=has_mask(a),
                 graph_rows=graph_rows,
                 graph_mask_bytes=graph_mask_bytes,
             ),
@@ -155,7 +154,9 @@ class BatchPrefillWrapper(EngineAttributes):
             draft = self._draft(request)
         _lengths.check_hints(a, request.lengths, self.device)
         batch = request.lengths.batch
-        mask = masks.check_mask(a.custom_mask, a.packed_custom_mask, batch)
+        mask = items.mask_of(a, batch, self.device)
+        if mask is None:
+            mask = masks.check_mask(a.custom_mask, a.packed_custom_mask, batch)
         if mask is not None:
             masks.check_mask_device(mask, self.device)
         source = None if mask is None else MaskSource(mask, a.packed_custom_mask is not None)
