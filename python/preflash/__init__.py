@@ -13,7 +13,17 @@ from . import _core
 
 _core.set_library_dir(str(Path(__file__).parent / "lib"))
 
-from . import attention, cascade, cudnn, decode, page, pod, prefill, quantization  # noqa: E402
+from . import (  # noqa: E402
+    attention,
+    cascade,
+    cudnn,
+    decode,
+    page,
+    pod,
+    prefill,
+    quantization,
+    sparse,
+)
 from ._compat.patch import patch_flashinfer  # noqa: E402
 from ._torch import operators  # noqa: E402, F401
 from .attention import BatchAttentionWithAttentionSinkWrapper  # noqa: E402
@@ -40,6 +50,7 @@ from .prefill import (  # noqa: E402
     trtllm_fmha_v2_prefill,
 )
 from .quantization import packbits, segment_packbits  # noqa: E402
+from .sparse import BlockSparseAttentionWrapper, VariableBlockSparseAttentionWrapper  # noqa: E402
 
 __version__: str = _core.__version__
 
@@ -49,9 +60,11 @@ __all__ = [
     "BatchPODWithPagedKVCacheWrapper",
     "BatchPrefillWithPagedKVCacheWrapper",
     "BatchPrefillWithRaggedKVCacheWrapper",
+    "BlockSparseAttentionWrapper",
     "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
     "MultiLevelCascadeAttentionWrapper",
     "PODWithPagedKVCacheWrapper",
+    "VariableBlockSparseAttentionWrapper",
     "__version__",
     "append_paged_kv_cache",
     "attention",
@@ -75,5 +88,6 @@ __all__ = [
     "single_decode_with_kv_cache",
     "single_prefill_with_kv_cache",
     "single_prefill_with_kv_cache_return_lse",
+    "sparse",
     "trtllm_fmha_v2_prefill",
 ]

@@ -17,6 +17,7 @@ __all__ = ["FlashInferPatch", "Replacement", "patch_flashinfer"]
 # Whose names are flashinfer's. By name, because these modules stand on top of this one.
 _PACKAGE = __package__.partition(".")[0]
 _MODULES = ("attention", "cascade", "cudnn", "decode", "page", "pod", "prefill", "quantization")
+_MODULES += ("sparse",)
 
 
 class Replacement(NamedTuple):

@@ -43,7 +43,7 @@ def mask_of(a: Any, batch: _core.Batch, device: torch.device) -> torch.Tensor | 
             ("max_item_len_ptr", None),
         ):
             value = getattr(a, name)
-            if value is not None and not (neutral == 0 and check.integer(name, value) == 0):
+            if value is not None and not (neutral == 0 and check.integer(name, value, at_least=0) == 0):
                 raise ValueError(f"{name} is given without prefix_len_ptr, which it goes with")
         return None
     for name in ("custom_mask", "packed_custom_mask"):
