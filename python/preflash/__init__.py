@@ -26,7 +26,11 @@ from . import (  # noqa: E402
 )
 from ._compat.patch import patch_flashinfer  # noqa: E402
 from ._torch import operators  # noqa: E402, F401
-from .attention import BatchAttentionWithAttentionSinkWrapper  # noqa: E402
+from .attention import (  # noqa: E402
+    BatchAttention,
+    BatchAttentionWithAttentionSinkWrapper,
+    BatchPrefillWithCausalBidirectionalRangesWrapper,
+)
 from .cascade import (  # noqa: E402
     MultiLevelCascadeAttentionWrapper,
     merge_state,
@@ -55,9 +59,11 @@ from .sparse import BlockSparseAttentionWrapper, VariableBlockSparseAttentionWra
 __version__: str = _core.__version__
 
 __all__ = [
+    "BatchAttention",
     "BatchAttentionWithAttentionSinkWrapper",
     "BatchDecodeWithPagedKVCacheWrapper",
     "BatchPODWithPagedKVCacheWrapper",
+    "BatchPrefillWithCausalBidirectionalRangesWrapper",
     "BatchPrefillWithPagedKVCacheWrapper",
     "BatchPrefillWithRaggedKVCacheWrapper",
     "BlockSparseAttentionWrapper",

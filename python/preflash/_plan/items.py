@@ -20,15 +20,16 @@ Keeps = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
 
 def written_out(batch: _core.Batch, device: torch.device, keeps: Keeps) -> torch.Tensor:
     """The masks of all requests, flat bool, one request after the other."""
-    mask = torch.empty(batch.mask_elements, dtype=torch.bool, device=device)
+    sizes = [batch.qo_len(i) * batch.kv_len(i) for i in range(batch.num_requests)]
+    mask = torch.empty(sum(sizes), dtype=torch.bool, device=device)
     begin = 0
-    for request in range(batch.num_requests):
-        rows, columns = batch.qo_len(request), batch.kv_len(request)
-        if rows * columns == 0:
+    for request, size in enumerate(sizes):
+        if size == 0:
             continue
+        rows, columns = batch.qo_len(request), batch.kv_len(request)
         keys = torch.arange(columns, device=device)
         positions = torch.arange(columns - rows, columns, device=device)
-        end = begin + rows * columns
+        end = begin + size
         mask[begin:end].view(rows, columns).copy_(keeps(request, positions[:, None], keys[None]))
         begin = end
     return mask
