@@ -40,8 +40,10 @@ from .cascade import (  # noqa: E402
 from .decode import (  # noqa: E402
     BatchDecodeWithPagedKVCacheWrapper,
     CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
+    cudnn_batch_decode_with_kv_cache,
     fast_decode_plan,
     single_decode_with_kv_cache,
+    trtllm_batch_decode_with_kv_cache,
 )
 from .page import append_paged_kv_cache, get_batch_indices_positions, get_seq_lens  # noqa: E402
 from .pod import BatchPODWithPagedKVCacheWrapper, PODWithPagedKVCacheWrapper  # noqa: E402
@@ -49,8 +51,10 @@ from .prefill import (  # noqa: E402
     BatchPrefillWithPagedKVCacheWrapper,
     BatchPrefillWithRaggedKVCacheWrapper,
     cudnn_batch_prefill_with_kv_cache,
+    fmha_varlen,
     single_prefill_with_kv_cache,
     single_prefill_with_kv_cache_return_lse,
+    trtllm_batch_context_with_kv_cache,
     trtllm_fmha_v2_prefill,
 )
 from .quantization import packbits, segment_packbits  # noqa: E402
@@ -76,9 +80,11 @@ __all__ = [
     "attention",
     "cascade",
     "cudnn",
+    "cudnn_batch_decode_with_kv_cache",
     "cudnn_batch_prefill_with_kv_cache",
     "decode",
     "fast_decode_plan",
+    "fmha_varlen",
     "get_batch_indices_positions",
     "get_seq_lens",
     "merge_state",
@@ -95,5 +101,7 @@ __all__ = [
     "single_prefill_with_kv_cache",
     "single_prefill_with_kv_cache_return_lse",
     "sparse",
+    "trtllm_batch_context_with_kv_cache",
+    "trtllm_batch_decode_with_kv_cache",
     "trtllm_fmha_v2_prefill",
 ]

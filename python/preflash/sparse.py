@@ -325,9 +325,7 @@ class VariableBlockSparseAttentionWrapper(_BlockSparse):
         heights = _on_host("block_row_sz", block_row_sz, 2)
         widths = _on_host("block_col_sz", block_col_sz, 2)
         shape = (heads, heights.shape[1], widths.shape[1])
-        check.has_shape(
-            "block_mask_map", kept, shape, "[num_kv_heads, row blocks, column blocks]"
-        )
+        check.has_shape("block_mask_map", kept, shape, "[num_kv_heads, row blocks, column blocks]")
         rows = _same_sum("block_row_sz", heights, heads)
         keys = _same_sum("block_col_sz", widths, heads)
         # A page is the largest piece that every block of keys is made of.

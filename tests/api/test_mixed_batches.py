@@ -10,8 +10,15 @@ import torch
 from preflash.testing import Case, MaskKind, build, comparison, runner
 
 MIXED = Case(
-    "mixed", (1, 9, 1, 0, 33), (30, 9, 77, 5, 40), 4, 2, 64, dtype=torch.float16,
-    mask=MaskKind.CAUSAL, page_size=8
+    "mixed",
+    (1, 9, 1, 0, 33),
+    (30, 9, 77, 5, 40),
+    4,
+    2,
+    64,
+    dtype=torch.float16,
+    mask=MaskKind.CAUSAL,
+    page_size=8,
 )
 
 
@@ -91,9 +98,7 @@ def test_batch_attention_refuses(target):
     longer = lengths(inputs)
     longer[1] += 100
     with pytest.raises(ValueError, match=r"kv_len_arr\[1\] = 109"):
-        wrapper.plan(
-            inputs.qo_indptr, inputs.kv_indptr, inputs.indices, longer, 4, 2, 64, 64, 8
-        )
+        wrapper.plan(inputs.qo_indptr, inputs.kv_indptr, inputs.indices, longer, 4, 2, 64, 64, 8)
 
 
 # Ranges.
@@ -109,14 +114,14 @@ def ranges_of(inputs) -> torch.Tensor:
     return ranges.to(inputs.q.device)
 
 
-def masks_of(case: Case, causal_window: int, range_window: int) -> list[torch.Tensor]:
+def masks_of(case: Case, causal_window=-1, range_window=-1, spans=SPANS) -> list[torch.Tensor]:
     masks = []
     for request, (rows, keys) in enumerate(zip(case.qo_lens, case.kv_lens, strict=True)):
         behind = torch.arange(rows)[:, None] + (keys - rows) - torch.arange(keys)[None]
         kept = behind >= 0
         if causal_window >= 0:
             kept &= behind <= causal_window
-        for row, first, last in SPANS.get(request, []):
+        for row, first, last in spans.get(request, []):
             for key in range(first, last + 1):
                 if range_window <= 0 or behind[row, key] < range_window:
                     kept[row, key] = True
@@ -165,8 +170,8 @@ def test_ranges_that_change_between_runs(target):
     assert torch.equal(first, again)
     assert not torch.equal(first, windowed)
     ranges.fill_(-1)
-    causal = build(MIXED, device=target.device)
-    runner.compare(causal, wrapper.forward(causal.q, causal.cache, ranges), None).check()
+    inputs.masks = masks_of(inputs.case, spans={})
+    runner.compare(inputs, wrapper.forward(inputs.q, inputs.cache, ranges), None).check()
 
 
 REFUSED = {

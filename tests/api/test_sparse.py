@@ -36,9 +36,7 @@ def bsr(rows: int, keys: int, block: tuple[int, int], density: float):
 
 def planned(target, indptr, indices, block, heads, **options):
     wrapper = preflash.BlockSparseAttentionWrapper(workspace(target.device), target.backend)
-    wrapper.plan(
-        indptr, indices, ROWS, KEYS, *block, *heads, 64, **{"sm_scale": 0.2, **options}
-    )
+    wrapper.plan(indptr, indices, ROWS, KEYS, *block, *heads, 64, **{"sm_scale": 0.2, **options})
     return wrapper
 
 
@@ -136,8 +134,10 @@ def sizes(total: int, count: int, heads: int, unit: int, seed: int) -> torch.Ten
     rows = []
     for _ in range(heads):
         cuts = torch.randperm(total // unit - 1, generator=made)[: count - 1].sort().values + 1
-        rows.append(torch.diff(cuts, prepend=torch.zeros(1).long(),
-                               append=torch.tensor([total // unit])) * unit)
+        rows.append(
+            torch.diff(cuts, prepend=torch.zeros(1).long(), append=torch.tensor([total // unit]))
+            * unit
+        )
     return torch.stack(rows).to(torch.int32)
 
 
@@ -169,9 +169,7 @@ def test_blocks_of_any_size(target, heads, unit):
         dense = kept[head].repeat_interleave(heights[head], 0)
         dense = dense.repeat_interleave(widths[head], 1)
         own = slice(head * group, (head + 1) * group)
-        expected = expected_of(
-            q[:, own], k[:, head : head + 1], v[:, head : head + 1], dense, 0.2
-        )
+        expected = expected_of(q[:, own], k[:, head : head + 1], v[:, head : head + 1], dense, 0.2)
         got = out[own].transpose(0, 1), lse[own].transpose(0, 1)
         comparison.compare(*got, expected).check()
 

@@ -44,7 +44,9 @@ def mask_of(a: Any, batch: _core.Batch, device: torch.device) -> torch.Tensor | 
             ("max_item_len_ptr", None),
         ):
             value = getattr(a, name)
-            if value is not None and not (neutral == 0 and check.integer(name, value, at_least=0) == 0):
+            if value is not None and not (
+                neutral == 0 and check.integer(name, value, at_least=0) == 0
+            ):
                 raise ValueError(f"{name} is given without prefix_len_ptr, which it goes with")
         return None
     for name in ("custom_mask", "packed_custom_mask"):
@@ -57,7 +59,9 @@ def mask_of(a: Any, batch: _core.Batch, device: torch.device) -> torch.Tensor | 
         _integers("max_item_len_ptr", a.max_item_len_ptr, requests, device)
     if a.token_pos_in_items_ptr is None:
         raise ValueError("token_pos_in_items_ptr=None: must be given with prefix_len_ptr")
-    in_items = _integers("token_pos_in_items_ptr", a.token_pos_in_items_ptr, requests * each, device)
+    in_items = _integers(
+        "token_pos_in_items_ptr", a.token_pos_in_items_ptr, requests * each, device
+    )
     # Behind the last of each request a delimiter, which is what tokens without a position are.
     in_items = torch.nn.functional.pad(in_items.view(requests, each), (0, 1))
 
