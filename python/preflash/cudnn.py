@@ -1,4 +1,5 @@
-"""Batch prefill and decode under cuDNN's calling convention, on cuDNN or on the kernels of this package."""
+"""Batch prefill and decode under cuDNN's calling convention, on cuDNN or on the kernels of this
+package."""
 
 # NOTE: the API fixes the long signature, so the function is over 80 lines.
 

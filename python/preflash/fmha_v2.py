@@ -196,7 +196,8 @@ def fmha_varlen(
     for name, value in zip(("qo", "kv"), offsets, strict=True):
         if value.numel() < 1 or value.numel() != offsets[0].numel():
             raise ValueError(
-                f"{name}_segment_offsets has {value.numel()} elements; both must have batch_size + 1"
+                f"{name}_segment_offsets has {value.numel()} elements; both must have batch_size "
+                "+ 1"
             )
     if max_qo_len is None:
         offsets = [value.cpu() for value in offsets]

@@ -6,6 +6,7 @@ keeps, so that nothing that is left out is read or computed."""
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -496,7 +497,7 @@ def _by_rows(
     begins = at.tolist()
     pieces = [
         mask[begin:end].transpose(0, 1)[: rows - i * height].reshape(-1)
-        for i, (begin, end) in enumerate(zip(begins, begins[1:], strict=False))
+        for i, (begin, end) in enumerate(pairwise(begins))
         if end > begin
     ]
     return torch.cat(pieces) if pieces else mask.reshape(-1)

@@ -1,8 +1,8 @@
 """TensorRT-LLM's calls over a paged KV cache, preflash.prefill.trtllm_batch_context_with_kv_cache
 and preflash.decode.trtllm_batch_decode_with_kv_cache."""
 
-# NOTE: the API fixes long signatures, so functions are over 80 lines. Their bodies are short: check,
-# convert and hand over.
+# NOTE: the API fixes long signatures, so functions are over 80 lines. Their bodies are short:
+# check, convert and hand over.
 
 from __future__ import annotations
 
@@ -164,8 +164,8 @@ def trtllm_batch_decode_with_kv_cache(
     """Attention of one or a few queries per request in one call, without plan(), on every GPU from
     SM80 on and on the CPU; see trtllm_fmha_v2_prefill for lengths on the GPU and CUDA graphs.
 
-    NOTE: with lengths on the GPU keys are not split over the machine. With few requests of long keys
-    BatchDecodeWithPagedKVCacheWrapper is faster.
+    NOTE: with lengths on the GPU keys are not split over the machine. With few requests of long
+    keys BatchDecodeWithPagedKVCacheWrapper is faster.
 
     Args:
         query: [batch_size * q_len_per_req, num_qo_heads, head_dim]; the queries of a request are

@@ -1,4 +1,4 @@
-"""BatchAttention and BatchPrefillWithCausalBidirectionalRangesWrapper against the float64 oracle."""
+"""BatchAttention, and causal attention with two-way spans, against the float64 oracle."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ def test_ranges_refuse(target, name, options):
 def test_ranges_refuse_in_run(target):
     inputs, wrapper = ranges_planned(target)
     ranges = ranges_of(inputs)
-    with pytest.raises(TypeError, match="bidirectional_ranges is torch.int64"):
+    with pytest.raises(TypeError, match=r"bidirectional_ranges is torch\.int64"):
         wrapper.run(inputs.q, inputs.cache, ranges.long())
     with pytest.raises(ValueError, match="rows of q"):
         wrapper.run(inputs.q, inputs.cache, ranges[1:])

@@ -94,5 +94,5 @@ def check_one_after_the_other(name: str, offsets: Any, begins: torch.Tensor, of_
     wanted = begins.cpu().to(torch.int64)[: offsets.numel()] * of_row
     if not torch.equal(offsets.cpu().to(torch.int64), wanted):
         raise ValueError(
-            f"{name}: requests must lie one after the other, each at a multiple of {of_row} elements"
+            f"{name}: requests must lie one after the other, {of_row} elements from row to row"
         )

@@ -148,7 +148,8 @@ class BatchAttention:
         """Computes one layer of the planned batch on the current stream.
 
         Args:
-            q, kv_cache, out, lse, k_scale, v_scale: as in BatchPrefillWithPagedKVCacheWrapper.run().
+            q, kv_cache, out, lse, k_scale, v_scale: those of
+                BatchPrefillWithPagedKVCacheWrapper.run().
             logits_soft_cap: plan()'s, or 0 for it.
             profiler_buffer, kv_cache_sf: None only.
 
