@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 
 import preflash
 import pytest
 import torch
+from preflash._fmha.lengths import FmhaLengths
 from preflash.testing import Case, MaskKind, Sinks, build, comparison, reference, runner
+
+
+@dataclasses.dataclass
+class Target:
+    """As the fixture."""
+
+    device: str
+    backend: str
+
 
 CONTEXT = Case(
     "context",
@@ -38,8 +49,15 @@ def table_of(inputs) -> torch.Tensor:
 
 
 def arrays(inputs, device) -> dict[str, torch.Tensor]:
+    """On a device, or those that are given."""
+    if isinstance(device, dict):
+        return device
     kv_lens = torch.tensor(inputs.case.kv_lens, dtype=torch.int32)
     return {"block_tables": table_of(inputs).to(device), "seq_lens": kv_lens.to(device)}
+
+
+def rows_of(inputs, on) -> torch.Tensor:
+    return inputs.qo_indptr if isinstance(on, dict) else inputs.qo_indptr.to(on)
 
 
 def context(inputs, target, on="cpu", **options):
@@ -50,7 +68,7 @@ def context(inputs, target, on="cpu", **options):
         "bmm1_scale": case.scale,
         "bmm2_scale": 1.0,
         "batch_size": case.batch_size,
-        "cum_seq_lens_q": inputs.qo_indptr.to(on),
+        "cum_seq_lens_q": rows_of(inputs, on),
         "cum_seq_lens_kv": None,
         "kv_layout": case.layout,
         "causal": case.mask is MaskKind.CAUSAL,
@@ -274,3 +292,50 @@ def test_fmha_varlen_refuses(target):
         varlen(inputs, target, max_qo_len=3)
     with pytest.raises(ValueError, match="kv_segment_offsets"):
         preflash.fmha_varlen(inputs.q, inputs.k, inputs.v, inputs.qo_indptr, inputs.kv_indptr[:-1])
+
+
+# Lengths on a GPU.
+
+
+@pytest.mark.parametrize("changes", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_plans_for_the_longest_requests(call, changes, monkeypatch):
+    """What a GPU does with lengths that the host does not read, with those of a CPU."""
+    monkeypatch.setattr(FmhaLengths, "on_host", property(lambda self: False))
+    test_calls(Target("cpu", "cpu"), call, changes)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["fa2", "fa3"])
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_a_graph_replays_other_lengths(call, backend):
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    attend, case = call
+    target = Target("cuda", backend)
+    inputs = build(case, device="cuda")
+    kv_lens = tuple(reversed(case.kv_lens))
+    other = build(dataclasses.replace(case, kv_lens=kv_lens), device="cuda")
+    kept, expected = arrays(inputs, "cuda"), copy.copy(inputs)
+    inputs.qo_indptr = inputs.qo_indptr.to("cuda")
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        attend(inputs, target, kept, return_lse=True)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            out, lse = attend(inputs, target, kept, return_lse=True)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        check(expected, (out, lse))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            out, lse = attend(inputs, target, kept, return_lse=True)
+        graph.replay()
+        check(expected, (out, lse))
+        for name, value in arrays(other, "cuda").items():
+            kept[name].copy_(value)
+        inputs.q.copy_(other.q)
+        for mine, theirs in zip(inputs.cache, other.cache, strict=True):
+            mine.copy_(theirs)
+        graph.replay()
+        check(other, (out, lse))
