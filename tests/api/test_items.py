@@ -42,9 +42,10 @@ def made(case: Case, target):
 
 def items(device, kind=torch.uint16) -> dict:
     padded = [[*row, *[0] * (ROWS - len(row))] for row in IN_ITEMS]
+    flat = torch.tensor(padded).flatten()[: ROWS + len(IN_ITEMS[1])]
     return {
         "prefix_len_ptr": torch.tensor(PREFIX).to(torch.uint32).to(device),
-        "token_pos_in_items_ptr": torch.tensor(padded).flatten().to(kind).to(device),
+        "token_pos_in_items_ptr": flat.to(kind).to(device),
         "token_pos_in_items_len": ROWS,
         "max_item_len_ptr": torch.tensor([18, 8]).to(kind).to(device),
     }
@@ -84,7 +85,7 @@ REFUSED = {
     "prefix_len_ptr has shape": {"prefix_len_ptr": torch.ones(1).int()},
     "prefix_len_ptr is": {"prefix_len_ptr": torch.ones(2)},
     "token_pos_in_items_ptr=None": {"token_pos_in_items_ptr": None},
-    "token_pos_in_items_ptr has": {"token_pos_in_items_len": 41},
+    "token_pos_in_items_ptr is": {"token_pos_in_items_ptr": torch.ones(80)},
     "token_pos_in_items_len must": {"token_pos_in_items_len": 1.5},
     "max_item_len_ptr": {"max_item_len_ptr": torch.ones(1).int()},
     "custom_mask": {"custom_mask": torch.ones(37 * 54 + 11 * 29, dtype=torch.bool)},

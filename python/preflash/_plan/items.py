@@ -59,10 +59,10 @@ def mask_of(a: Any, batch: _core.Batch, device: torch.device) -> torch.Tensor | 
         _integers("max_item_len_ptr", a.max_item_len_ptr, requests, device)
     if a.token_pos_in_items_ptr is None:
         raise ValueError("token_pos_in_items_ptr=None: must be given with prefix_len_ptr")
-    in_items = _integers(
-        "token_pos_in_items_ptr", a.token_pos_in_items_ptr, requests * each, device
-    )
-    # Behind the last of each request a delimiter, which is what tokens without a position are.
+    in_items = _integers("token_pos_in_items_ptr", a.token_pos_in_items_ptr, 0, device)
+    # Tokens without a position are delimiters: those that the array does not have, and one more.
+    missing = max(requests * each - in_items.numel(), 0)
+    in_items = torch.nn.functional.pad(in_items, (0, missing))[: requests * each]
     in_items = torch.nn.functional.pad(in_items.view(requests, each), (0, 1))
 
     def keeps(request: int, positions: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
@@ -75,7 +75,7 @@ def mask_of(a: Any, batch: _core.Batch, device: torch.device) -> torch.Tensor | 
 
 
 def _integers(name: str, value: Any, count: int, device: torch.device) -> torch.Tensor:
-    """At least `count` of them, as int64 on the device."""
+    """At least `count` of them, flat, as int64 on the device."""
     check.is_tensor(name, value)
     check.on_cpu_or(name, value, device)
     value = check.tensor(name, value)
@@ -83,4 +83,4 @@ def _integers(name: str, value: Any, count: int, device: torch.device) -> torch.
         raise TypeError(f"{name} is {value.dtype}; must be an integer dtype")
     if value.numel() < count:
         raise ValueError(f"{name} has shape {tuple(value.shape)}; must have {count} elements")
-    return value.reshape(-1)[:count].to(device).to(torch.int64)
+    return value.reshape(-1).to(device).to(torch.int64)
