@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 import torch
+from graph_stage import Limits, Stage, capture, recorder  # noqa: F401
 from preflash.testing import Case, MaskKind, Position, build, runner
 
 # 17 tokens of prefix, two items between delimiters; 12, of which some lie before the queries.
@@ -78,6 +79,22 @@ def test_tokens_behind_the_last_position_are_delimiters(target):
     inputs.masks[0][16:, 17:] = False
     inputs.masks[1][10:, 12:] = False
     runner.compare(inputs, *runner.run(wrapper, inputs)).check()
+
+
+def test_a_graph_replays_other_items(target, recorder):  # noqa: F811
+    stage = Stage(PAGED, Limits(2, rows=48, pages=64), target, masked=True)
+    plain = stage.make(PAGED.qo_lens, PAGED.kv_lens)
+    stage.plan(plain)
+    stage.run()
+    graph = capture(recorder, target.device, stage.run)
+    graph.replay()
+    stage.check(plain)
+    inputs = stage.make(PAGED.qo_lens, PAGED.kv_lens, seed=1)
+    lengths = zip(PAGED.qo_lens, PAGED.kv_lens, strict=True)
+    inputs.masks = [mask_of(i, *pair) for i, pair in enumerate(lengths)]
+    stage.plan(inputs, custom_mask=None, **items(target.device))
+    graph.replay()
+    stage.check(inputs)
 
 
 REFUSED = {
