@@ -13,10 +13,24 @@ from . import _core
 
 _core.set_library_dir(str(Path(__file__).parent / "lib"))
 
-from . import attention, cascade, cudnn, decode, page, pod, prefill, quantization  # noqa: E402
+from . import (  # noqa: E402
+    attention,
+    cascade,
+    cudnn,
+    decode,
+    page,
+    pod,
+    prefill,
+    quantization,
+    sparse,
+)
 from ._compat.patch import patch_flashinfer  # noqa: E402
 from ._torch import operators  # noqa: E402, F401
-from .attention import BatchAttentionWithAttentionSinkWrapper  # noqa: E402
+from .attention import (  # noqa: E402
+    BatchAttention,
+    BatchAttentionWithAttentionSinkWrapper,
+    BatchPrefillWithCausalBidirectionalRangesWrapper,
+)
 from .cascade import (  # noqa: E402
     BatchDecodeWithSharedPrefixPagedKVCacheWrapper,
     BatchPrefillWithSharedPrefixPagedKVCacheWrapper,
@@ -28,8 +42,10 @@ from .cascade import (  # noqa: E402
 from .decode import (  # noqa: E402
     BatchDecodeWithPagedKVCacheWrapper,
     CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
+    cudnn_batch_decode_with_kv_cache,
     fast_decode_plan,
     single_decode_with_kv_cache,
+    trtllm_batch_decode_with_kv_cache,
 )
 from .page import append_paged_kv_cache, get_batch_indices_positions, get_seq_lens  # noqa: E402
 from .pod import BatchPODWithPagedKVCacheWrapper, PODWithPagedKVCacheWrapper  # noqa: E402
@@ -37,33 +53,42 @@ from .prefill import (  # noqa: E402
     BatchPrefillWithPagedKVCacheWrapper,
     BatchPrefillWithRaggedKVCacheWrapper,
     cudnn_batch_prefill_with_kv_cache,
+    fmha_varlen,
     single_prefill_with_kv_cache,
     single_prefill_with_kv_cache_return_lse,
+    trtllm_batch_context_with_kv_cache,
     trtllm_fmha_v2_prefill,
 )
 from .quantization import packbits, segment_packbits  # noqa: E402
+from .sparse import BlockSparseAttentionWrapper, VariableBlockSparseAttentionWrapper  # noqa: E402
 
 __version__: str = _core.__version__
 
 __all__ = [
+    "BatchAttention",
     "BatchAttentionWithAttentionSinkWrapper",
     "BatchDecodeWithPagedKVCacheWrapper",
     "BatchDecodeWithSharedPrefixPagedKVCacheWrapper",
     "BatchPODWithPagedKVCacheWrapper",
+    "BatchPrefillWithCausalBidirectionalRangesWrapper",
     "BatchPrefillWithPagedKVCacheWrapper",
     "BatchPrefillWithRaggedKVCacheWrapper",
     "BatchPrefillWithSharedPrefixPagedKVCacheWrapper",
+    "BlockSparseAttentionWrapper",
     "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
     "MultiLevelCascadeAttentionWrapper",
     "PODWithPagedKVCacheWrapper",
+    "VariableBlockSparseAttentionWrapper",
     "__version__",
     "append_paged_kv_cache",
     "attention",
     "cascade",
     "cudnn",
+    "cudnn_batch_decode_with_kv_cache",
     "cudnn_batch_prefill_with_kv_cache",
     "decode",
     "fast_decode_plan",
+    "fmha_varlen",
     "get_batch_indices_positions",
     "get_seq_lens",
     "merge_state",
@@ -79,5 +104,8 @@ __all__ = [
     "single_decode_with_kv_cache",
     "single_prefill_with_kv_cache",
     "single_prefill_with_kv_cache_return_lse",
+    "sparse",
+    "trtllm_batch_context_with_kv_cache",
+    "trtllm_batch_decode_with_kv_cache",
     "trtllm_fmha_v2_prefill",
 ]

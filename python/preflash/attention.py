@@ -1,4 +1,4 @@
-"""Attention with sinks, as serving engines ask for it."""
+"""Attention with sinks, of mixed batches and with two-way spans, as serving engines ask for it."""
 
 from __future__ import annotations
 
@@ -19,9 +19,15 @@ from ._check.arguments import (
 from ._check.names import tells_nearest
 from ._check.options import check_unserved
 from ._check.outputs import run_outputs
+from ._wrap.mixed import BatchAttention
+from ._wrap.ranges import BatchPrefillWithCausalBidirectionalRangesWrapper
 from .prefill import BatchPrefillWithPagedKVCacheWrapper
 
-__all__ = ["BatchAttentionWithAttentionSinkWrapper"]
+__all__ = [
+    "BatchAttention",
+    "BatchAttentionWithAttentionSinkWrapper",
+    "BatchPrefillWithCausalBidirectionalRangesWrapper",
+]
 
 
 class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper):

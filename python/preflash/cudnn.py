@@ -1,4 +1,5 @@
-"""Batch prefill under cuDNN's calling convention, on cuDNN or on the kernels of this package."""
+"""Batch prefill and decode under cuDNN's calling convention, on cuDNN or on the kernels of this
+package."""
 
 # The function is over 80 lines because the API fixes a long signature.
 
@@ -13,9 +14,10 @@ from ._cudnn import execution
 from ._cudnn.checks import checked
 from ._cudnn.graph import RefusedError
 from ._device import backends
+from ._fmha import direct
 from ._wrap import cudnn_kernels
 
-__all__ = ["cudnn_batch_prefill_with_kv_cache"]
+__all__ = ["cudnn_batch_decode_with_kv_cache", "cudnn_batch_prefill_with_kv_cache"]
 
 
 @check.eager
@@ -122,3 +124,111 @@ def cudnn_batch_prefill_with_kv_cache(
             f"backend='cudnn': {why_not_cudnn}; backend='auto' computes it with other kernels"
         )
     return cudnn_kernels.attend(call, name, why_not_cudnn)
+
+
+@check.eager
+def cudnn_batch_decode_with_kv_cache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    scale: float,
+    workspace_buffer: torch.Tensor,
+    *,
+    max_sequence_kv: int,
+    actual_seq_lens_kv: torch.Tensor | None = None,
+    block_tables: torch.Tensor | None = None,
+    is_cuda_graph_compatible: bool = False,
+    batch_offsets_q: torch.Tensor | None = None,
+    batch_offsets_o: torch.Tensor | None = None,
+    batch_offsets_k: None = None,
+    batch_offsets_v: None = None,
+    out: torch.Tensor | None = None,
+    return_lse: bool = False,
+    lse: torch.Tensor | None = None,
+    q_len_per_req: int = 1,
+    window_left: int = -1,
+    sinks: torch.Tensor | None = None,
+    backend: str | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attention of one or a few queries per request over a paged KV cache, on the kernels of this
+    package: cuDNN lets NaN in the rest of a request's last page reach the output.
+
+    Lengths on the GPU are not waited for, and such a call can be captured into a CUDA graph, as in
+    trtllm_fmha_v2_prefill; keys are then not split over the machine.
+
+    Args:
+        q: [batch_size * q_len_per_req, num_qo_heads, head_dim], the rows of a request one after the
+            other.
+        k_cache, v_cache: [pages, num_kv_heads, page_size, head_dim], any strides but the last.
+        scale: factor of the logits.
+        workspace_buffer: scratch memory on q's device, any dtype.
+        max_sequence_kv: no request has more keys.
+        actual_seq_lens_kv: int32 or int64 [batch_size] or [batch_size, 1, 1, 1], keys of each
+            request.
+        block_tables: [batch_size, pages] int32.
+        is_cuda_graph_compatible: either value promises the same.
+        batch_offsets_q, batch_offsets_o: where each request begins in q and out, in elements: one
+            after the other. Those on the GPU are compared only with PREFLASH_DEBUG=1 in the
+            environment, because it takes a wait.
+        batch_offsets_k, batch_offsets_v: None only; pages have none.
+        out: of q's shape, with the head_dim of v_cache, to write into.
+        return_lse, lse: base 2, float32 [batch_size * q_len_per_req, num_qo_heads].
+        q_len_per_req: queries of each request, which are causal among themselves.
+        window_left: how many keys left of the diagonal are kept; -1 is all.
+        sinks: float32 [num_qo_heads], as in single_prefill_with_kv_cache.
+        backend: None or "auto", "fa2", "fa3" or "cpu".
+
+    Returns:
+        out, or (out, lse) with return_lse.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong; nothing was launched.
+        NotImplementedError: no compiled kernel serves it.
+        RuntimeError: the call needs a plan while its stream is being captured.
+    """
+    check.absent(batch_offsets_k=batch_offsets_k, batch_offsets_v=batch_offsets_v)
+    check.flag("is_cuda_graph_compatible", is_cuda_graph_compatible)
+    lengths = direct.lengths_of("actual_seq_lens_kv", actual_seq_lens_kv)
+    each = check.integer("q_len_per_req", q_len_per_req, at_least=1)
+    if check.is_tensor("q", q).dim() != 3 or q.shape[0] != lengths.numel() * each:
+        raise ValueError(
+            f"q has shape {tuple(q.shape)}; must be [batch_size * q_len_per_req, num_qo_heads, "
+            f"head_dim], with {lengths.numel() * each} rows"
+        )
+    begins = direct.uniform_indptr(lengths.numel(), each, lengths)
+    width = q.shape[1] * check.is_tensor("v_cache", v_cache).shape[-1]
+    for name, offsets, of_row in (
+        ("batch_offsets_q", batch_offsets_q, q.stride(0)),
+        ("batch_offsets_o", batch_offsets_o, width),
+    ):
+        if offsets is not None:
+            direct.check_one_after_the_other(name, offsets, begins, of_row)
+    cache, layout = direct.paged("k_cache", (k_cache, v_cache), "HND")
+    return direct.attend(
+        {
+            "qkv": "q, k_cache, v_cache",
+            "seq_lens": "actual_seq_lens_kv",
+            "max_kv_len": "max_sequence_kv",
+            "bmm1_scale": "scale",
+        },
+        qkv=(q, cache),
+        input_layout=layout,
+        workspace_buffer=workspace_buffer,
+        seq_lens=lengths,
+        max_q_len=each,
+        max_kv_len=max_sequence_kv,
+        bmm1_scale=scale,
+        bmm2_scale=1.0,
+        batch_size=lengths.numel(),
+        cum_seq_lens_q=begins,
+        cum_seq_lens_kv=None,
+        block_tables=block_tables,
+        out=out,
+        causal=True,
+        window_left=window_left,
+        sinks=sinks,
+        skip_softmax_threshold_scale_factor=None,
+        backend="auto" if backend is None else backend,
+        lse=lse,
+        return_lse=return_lse,
+    )

@@ -20,12 +20,16 @@ from ._check.names import tells_nearest
 from ._compat.signatures import function_takes, takes
 from ._wrap.decode import BatchDecodeWithPagedKVCacheWrapper
 from ._wrap.single import attention_of_one
+from .cudnn import cudnn_batch_decode_with_kv_cache
+from .trtllm import trtllm_batch_decode_with_kv_cache
 
 __all__ = [
     "BatchDecodeWithPagedKVCacheWrapper",
     "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
+    "cudnn_batch_decode_with_kv_cache",
     "fast_decode_plan",
     "single_decode_with_kv_cache",
+    "trtllm_batch_decode_with_kv_cache",
 ]
 
 

@@ -1,21 +1,25 @@
-"""TensorRT-LLM's call for prefill attention, preflash.prefill.trtllm_fmha_v2_prefill."""
+"""TensorRT-LLM's call for prefill attention, preflash.prefill.trtllm_fmha_v2_prefill, and
+fmha_varlen, a plain one."""
 
 # The function is over 80 lines because the API fixes a long signature; its body is short.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 
 from ._check import values as check
 from ._check.arguments import PerHead
-from ._fmha import arguments, run
+from ._fmha import arguments, direct, run
 from ._fmha import lengths as _lengths
 from ._fmha.arguments import FmhaArguments
 from ._fmha.operands import Qkv, one_tensor
 
-__all__ = ["trtllm_fmha_v2_prefill"]
+__all__ = ["fmha_varlen", "trtllm_fmha_v2_prefill"]
+
+_VARLEN_BYTES = 32 * 1024 * 1024
 
 
 @check.eager
@@ -124,3 +128,117 @@ def trtllm_fmha_v2_prefill(
     call = arguments.checked(a)
     lengths = _lengths.checked(a, call)
     return run.run(call, lengths)
+
+
+@check.eager
+def fmha_varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    qo_segment_offsets: torch.Tensor,
+    kv_segment_offsets: torch.Tensor,
+    plan_info: None = None,
+    max_qo_len: int | None = None,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    causal: bool = False,
+    sm_scale: float | None = None,
+    q_scale: float | torch.Tensor | None = None,
+    k_scale: float | torch.Tensor | None = None,
+    v_scale: float | torch.Tensor | None = None,
+    o_scale: None = None,
+    return_lse: bool = False,
+    *,
+    backend: str = "auto",
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Attention of a batch of requests, of one tensor each of queries, keys and values, without
+    plan().
+
+    With max_qo_len, offsets on the GPU are not waited for, as in trtllm_fmha_v2_prefill; without it
+    they are read.
+
+    Args:
+        q: [tokens, num_qo_heads, head_dim].
+        k, v: [kv tokens, num_kv_heads, head_dim].
+        qo_segment_offsets, kv_segment_offsets: [batch_size + 1] int32, first row of each request.
+        plan_info: None only; the call plans by itself.
+        max_qo_len: no request has more queries.
+        out: [tokens, num_qo_heads, head_dim of v] to write into.
+        lse: [tokens, num_qo_heads] float32 to write into; written also without return_lse.
+        causal: keep keys up to the diagonal that ends at the last key.
+        sm_scale: factor of the logits, 1/sqrt(head_dim) by default.
+        q_scale, k_scale, v_scale: floats or one-element tensors. q_scale and k_scale multiply the
+            logits, v_scale the output.
+        o_scale: None or 1 only.
+        backend: "auto", "fa2", "fa3" or "cpu".
+
+    Returns:
+        (out, lse), always two: lse is base 2, and None where it is not asked for. 8-bit queries
+        give bfloat16 where out does not say otherwise.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong; nothing was launched.
+        NotImplementedError: no compiled kernel serves it, or one of the options above.
+        RuntimeError: the call needs a plan while its stream is being captured.
+    """
+    check.absent(plan_info=plan_info)
+    check.neutral("o_scale", o_scale, 1.0)
+    for name, value in (("q", q), ("k", k), ("v", v)):
+        if check.is_tensor(name, value).dim() != 3:
+            raise ValueError(
+                f"{name} has shape {tuple(value.shape)}; must be [tokens, heads, head_dim]"
+            )
+    offsets = [
+        check.index_array(name, value, q.device)
+        for name, value in (
+            ("qo_segment_offsets", qo_segment_offsets),
+            ("kv_segment_offsets", kv_segment_offsets),
+        )
+    ]
+    for name, value in zip(("qo", "kv"), offsets, strict=True):
+        if value.numel() < 1 or value.numel() != offsets[0].numel():
+            raise ValueError(
+                f"{name}_segment_offsets has {value.numel()} elements; both must have batch_size "
+                "+ 1"
+            )
+    if max_qo_len is None:
+        offsets = [value.cpu() for value in offsets]
+        max_qo_len = max([0, *offsets[0].diff().tolist()])
+    softmax = 1.0 / math.sqrt(max(q.shape[2], 1))
+    logits = softmax if sm_scale is None else check.scale("sm_scale", sm_scale)
+    for name, value in (("q_scale", q_scale), ("k_scale", k_scale)):
+        logits *= 1.0 if value is None else check.scale(name, value)
+    wide = torch.bfloat16 if q.dtype.itemsize == 1 and out is None else None
+    result = direct.attend(
+        {
+            "qkv": "q, k, v",
+            "cum_seq_lens_q": "qo_segment_offsets",
+            "cum_seq_lens_kv": "kv_segment_offsets",
+            "seq_lens": "kv_segment_offsets",
+            "max_q_len": "max_qo_len",
+            "bmm1_scale": "sm_scale",
+            "bmm2_scale": "v_scale",
+        },
+        qkv=(q, k, v),
+        input_layout="SEPARATE_Q_K_V",
+        workspace_buffer=torch.empty(_VARLEN_BYTES, dtype=torch.uint8, device=q.device),
+        seq_lens=offsets[1].diff(),
+        max_q_len=max_qo_len,
+        max_kv_len=k.shape[0],
+        bmm1_scale=logits,
+        bmm2_scale=1.0 if v_scale is None else v_scale,
+        batch_size=offsets[0].numel() - 1,
+        cum_seq_lens_q=offsets[0],
+        cum_seq_lens_kv=offsets[1],
+        block_tables=None,
+        out=out,
+        out_dtype=wide,
+        causal=check.flag("causal", causal),
+        window_left=-1,
+        sinks=None,
+        skip_softmax_threshold_scale_factor=None,
+        backend=backend,
+        lse=lse,
+        return_lse=return_lse,
+    )
+    return result if isinstance(result, tuple) else (result, lse)

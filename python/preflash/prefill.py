@@ -27,14 +27,17 @@ from ._wrap.paged import BatchPrefillWithPagedKVCacheWrapper
 from ._wrap.ragged import BatchPrefillWithRaggedKVCacheWrapper
 from ._wrap.single import attention_of_one
 from .cudnn import cudnn_batch_prefill_with_kv_cache
-from .fmha_v2 import trtllm_fmha_v2_prefill
+from .fmha_v2 import fmha_varlen, trtllm_fmha_v2_prefill
+from .trtllm import trtllm_batch_context_with_kv_cache
 
 __all__ = [
     "BatchPrefillWithPagedKVCacheWrapper",
     "BatchPrefillWithRaggedKVCacheWrapper",
     "cudnn_batch_prefill_with_kv_cache",
+    "fmha_varlen",
     "single_prefill_with_kv_cache",
     "single_prefill_with_kv_cache_return_lse",
+    "trtllm_batch_context_with_kv_cache",
     "trtllm_fmha_v2_prefill",
 ]
 

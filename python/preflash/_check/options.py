@@ -130,8 +130,10 @@ def single_key(a: SingleArguments) -> tuple:
 
 
 def has_mask(a: Any) -> bool:
-    """Whether a call has a custom mask."""
-    return a.custom_mask is not None or a.packed_custom_mask is not None
+    """Whether a call has a custom mask, or items that are one."""
+    if a.custom_mask is not None or a.packed_custom_mask is not None:
+        return True
+    return getattr(a, "prefix_len_ptr", None) is not None
 
 
 def check_neutral(options: dict[str, Any]) -> None:

@@ -88,7 +88,7 @@ def only(neutral: Any, why: str) -> property:
     return property(lambda instance: neutral, refuse_others)
 
 
-_ITEMS = "multi-item scoring is not served; leave _prefix_len_ptr and what goes with it as it is"
+_ITEMS = "multi-item scoring is planned by plan(prefix_len_ptr=...); leave this as it is"
 
 
 class PlannedValues(torch.Tensor):

@@ -17,6 +17,7 @@ __all__ = ["FlashInferPatch", "Replacement", "patch_flashinfer"]
 # Whose names are flashinfer's. By name, because these modules stand on top of this one.
 _PACKAGE = __package__.partition(".")[0]
 _MODULES = ("attention", "cascade", "cudnn", "decode", "page", "pod", "prefill", "quantization")
+_MODULES += ("sparse",)
 
 
 class Replacement(NamedTuple):
@@ -90,8 +91,8 @@ def patch_flashinfer() -> FlashInferPatch:
     They are replaced in every module that is imported by now and holds flashinfer's object: in
     flashinfer's own, in engines that did `from flashinfer.decode import ...`, in the caller's. A
     module that is imported later gets them from flashinfer. What preflash does not serve stays
-    flashinfer's: MLA, trtllm functions but for `trtllm_fmha_v2_prefill`, cudnn's for decoding, and
-    `BatchAttention`; where such a function of flashinfer calls a replaced one, it calls preflash's.
+    flashinfer's: MLA, other trtllm functions, and kernels of one architecture; where such a
+    function of flashinfer calls a replaced one, it calls preflash's.
 
     Call it before an engine constructs its wrappers. Instances that exist, subclasses of
     flashinfer's classes and references inside containers, closures and default arguments stay as

@@ -105,6 +105,8 @@ _EXPLICIT: dict[str, Backend] = {}
 NAMES = ("auto", *(_core.traits_of(family).backend for family in _core.families()))
 CUDNN = "cudnn"  # no family of kernels of this package
 OVERRIDE = "PREFLASH_BACKEND"
+# Names that engines write into their code, of kernels of other packages.
+FOREIGN = ("cute-dsl", "cutlass", "trtllm-gen", "xqa")
 
 
 def register(backend: Backend, family: _core.Family | None = None) -> None:
@@ -160,7 +162,12 @@ def _checked_name(name: object, with_cudnn: bool) -> str:
             "backend='cudnn' is served by cudnn_batch_prefill_with_kv_cache and by the paged and "
             f"the ragged batch wrapper; use one of {', '.join(NAMES)}"
         )
-    return check.one_of("backend", name, _names(with_cudnn))
+    try:
+        return check.one_of("backend", name, _names(with_cudnn))
+    except ValueError as error:
+        if name not in FOREIGN:
+            raise
+        raise ValueError(f"{error}; {OVERRIDE}=auto in the environment takes this name") from None
 
 
 def candidates(name: str, device: torch.device) -> tuple[Backend, ...]:

@@ -1,1 +1,6 @@
-"""trtllm_fmha_v2_prefill: its arguments, operands, lengths and run."""
+"""Calls that plan for themselves: trtllm_fmha_v2_prefill and those that are like it.
+
+arguments, operands, lengths   checked
+run                            planned, kept and run
+direct                         the same under the names of other calls
+"""

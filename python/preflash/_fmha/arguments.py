@@ -47,6 +47,9 @@ class FmhaArguments(NamedTuple):
     save_softmax_stats: Any
     skip_softmax_threshold_scale_factor: Any
     backend: Any
+    lse: Any = None
+    return_lse: Any = False
+    mixed: bool = False  # whether k and v may have a dtype of their own
 
 
 class FmhaCall(NamedTuple):
@@ -62,10 +65,12 @@ class FmhaCall(NamedTuple):
     wants_stats: bool
     stats_scale: float | None  # of the maxima in base 2; None: the kernels tell no statistics
     backend: str
+    lse: torch.Tensor | None = None
+    return_lse: bool = False
 
 
 def checked(a: FmhaArguments) -> FmhaCall:
-    operands = operands_of(a.qkv, a.input_layout)
+    operands = operands_of(a.qkv, a.input_layout, mixed=a.mixed)
     q = operands.q
     device = q.device
     workspace = check_buffer("workspace_buffer", a.workspace_buffer, device)
@@ -89,6 +94,9 @@ def checked(a: FmhaArguments) -> FmhaCall:
     out = _checked_out(a.out, out_dtype, operands)
     if out is not None:
         refuse_shared("out", out, "workspace_buffer", workspace)
+    if a.lse is not None:
+        check.tensor("lse", a.lse)
+        refuse_shared("lse", a.lse, "workspace_buffer", workspace)
     return FmhaCall(
         operands=operands,
         options=options,
@@ -100,6 +108,8 @@ def checked(a: FmhaArguments) -> FmhaCall:
         wants_stats=wants_stats,
         stats_scale=stats_scale,
         backend=backends.requested(a.backend).name,
+        lse=a.lse,
+        return_lse=check.flag("return_lse", a.return_lse),
     )
 
 

@@ -9,6 +9,7 @@ import torch
 
 from .._check import values as check
 from .._check.arguments import KvCache
+from .._check.tensors import kv_of
 
 Qkv = (
     torch.Tensor
@@ -40,7 +41,13 @@ class Operands(NamedTuple):
     packed: bool  # a request's keys are its own rows
 
 
-def operands_of(qkv: Any, layout: Any) -> Operands:
+def operands_of(qkv: Any, layout: Any, *, mixed: bool) -> Operands:
+    """mixed: whether k and v may have a dtype of their own."""
+    operands = _operands_of(qkv, layout)
+    return _of_one_kind(operands, *kv_of(operands.kv), mixed=mixed)
+
+
+def _operands_of(qkv: Any, layout: Any) -> Operands:
     check.one_of("input_layout", layout, LAYOUTS)
     if layout == "PACKED_QKV":
         packed = check.tensor("qkv", qkv) if isinstance(qkv, torch.Tensor) else _wrong(layout, qkv)
@@ -115,9 +122,7 @@ def _ragged(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, packed: bool) 
             f"qkv: v has shape {tuple(v.shape)} and k {tuple(k.shape)}; must have as many tokens "
             "and heads"
         )
-    return _of_one_kind(
-        Operands(q, (k, v), "NHD", 0, k.shape[1], v.shape[2], k.shape[0], k.dtype, packed), k, v
-    )
+    return Operands(q, (k, v), "NHD", 0, k.shape[1], v.shape[2], k.shape[0], k.dtype, packed)
 
 
 def _paged(parts: Sequence[Any], layout: str) -> Operands:
@@ -148,17 +153,19 @@ def _paged(parts: Sequence[Any], layout: str) -> Operands:
         )
     if k.shape[tokens] < 1:
         raise ValueError(f"qkv: pages of {k.shape[tokens]} tokens; must hold at least 1")
-    operands = Operands(
+    return Operands(
         q, cache, kv_layout, k.shape[tokens], k.shape[heads], v.shape[3], k.shape[0], k.dtype, False
     )
-    return _of_one_kind(operands, k, v)
 
 
-def _of_one_kind(operands: Operands, k: torch.Tensor, v: torch.Tensor) -> Operands:
+def _of_one_kind(operands: Operands, k: torch.Tensor, v: torch.Tensor, *, mixed: bool) -> Operands:
     q = operands.q
     check.query_dtype("qkv", q.dtype)
+    if mixed:
+        check.kv_dtype("qkv", k.dtype, q.dtype)
+        check.has_dtype("qkv: v", v, k.dtype, "k's")
     for name, part in (("k", k), ("v", v)):
-        if part.dtype != q.dtype:
+        if part.dtype != q.dtype and not mixed:
             raise TypeError(f"qkv: {name} is {part.dtype} and q {q.dtype}; must be of one dtype")
         if part.device != q.device:
             raise ValueError(f"qkv: {name} is on {part.device} and q on {q.device}")

@@ -18,7 +18,7 @@ from .._check.tensors import kv_of, refuse_shared
 from .._device import backends
 from .._device.stream import DeviceStream
 from .._device.workspace import Workspace
-from .._plan import pipeline
+from .._plan import pipeline, staging
 from .._run.variant import PlannedVariant, run_memory
 from . import lengths as fmha_lengths
 from .arguments import FmhaCall
@@ -112,6 +112,8 @@ def _run_within_bounds(call: FmhaCall, lengths: FmhaLengths, device_stream: Devi
     paged = operands.page_size > 0
     # Chunks of the keys would be those of the longest requests, and empty in most others.
     options = call.options.replace(disable_split=True)
+    if options.kv_dtype != options.q_dtype:  # copies would be of keys that the plan knows of
+        options = staging.without(options)
     key = (
         options, lengths.batch_size, lengths.max_q_len, lengths.max_kv_len, lengths.page_size,
         operands.q.shape[0], operands.kv_extent, operands.kv_layout, call.backend,
@@ -189,7 +191,7 @@ def _attend(call: FmhaCall, lengths: FmhaLengths, variant: PlannedVariant) -> Re
     kernel_writes = variant.expected.options.o_dtype
     converts = check.CORE_DTYPES[call.out_dtype] != kernel_writes
     stats = None
-    outputs = Outputs(out=None if converts else call.out)
+    outputs = Outputs(out=None if converts else call.out, lse=call.lse, return_lse=call.return_lse)
     if converts and call.out is not None:
         for name, value in zip("kv", kv_of(operands.kv), strict=True):
             refuse_shared("out", call.out, name, value)
@@ -201,9 +203,11 @@ def _attend(call: FmhaCall, lengths: FmhaLengths, variant: PlannedVariant) -> Re
     # bmm2_scale may take a result out of the range of q's dtype, and the conversion back.
     scales = call.scales._replace(output=1.0) if converts else call.scales
     result = variant.attend_to(q, operands.kv, scales, outputs, memory)
+    if call.return_lse:
+        result, stats = result
     if converts:
         result = _converted(call, lengths, result)
-    return (result, stats) if call.wants_stats else result
+    return (result, stats) if call.wants_stats or call.return_lse else result
 
 
 def _converted(call: FmhaCall, lengths: FmhaLengths, result: torch.Tensor) -> torch.Tensor:

@@ -34,7 +34,7 @@ from .._compat.cudnn_offsets import in_tokens
 from .._compat.engine_attributes import EngineAttributes
 from .._device import backends
 from .._device.workspace import Workspace, check_apart, check_buffer
-from .._plan import masks, pipeline, staging
+from .._plan import items, masks, pipeline, staging
 from .._plan.masks import MaskSource
 from .._plan.pipeline import Draft
 from .._run.variant import PlannedVariant
@@ -204,7 +204,9 @@ class BatchPrefillWrapper(EngineAttributes):
         _lengths.check_hints(a, request.lengths, device)
         batch = request.lengths.batch
         source = None
-        mask = masks.check_mask(a.custom_mask, a.packed_custom_mask, batch)
+        mask = items.mask_of(a, batch, device)
+        if mask is None:
+            mask = masks.check_mask(a.custom_mask, a.packed_custom_mask, batch)
         if mask is not None:
             masks.check_mask_device(mask, device)
             source = MaskSource(mask, a.packed_custom_mask is not None)

@@ -139,8 +139,15 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillWrapper, PagedEngineAttrib
             uniform_q_len:
                 repeat what the arrays say, and must agree with it. Tensors on the GPU are compared
                 only with PREFLASH_DEBUG=1 in the environment, because it takes a wait.
-            prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len,
-            max_item_len_ptr: None (0) only.
+            prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr:
+                multi-item scoring, several items behind one prefix, instead of another mask.
+                [batch_size] integers, the tokens of each request's prefix; [batch_size *
+                token_pos_in_items_len] integers, of each request's tokens behind its prefix, padded
+                to token_pos_in_items_len with 0, which the last request may lack; [batch_size], no
+                item is longer. A token of the prefix keeps what causal keeps. Another one keeps the
+                prefix and, of position p, the last p tokens up to itself: p counts from 1 in every
+                item, and is 0 at a delimiter. Made into a custom mask: plan() takes and writes
+                sum(qo_len * kv_len) bytes on the wrapper's device, of which an eighth stays.
 
         Raises:
             TypeError, ValueError: an argument is wrong, or a workspace too small.

@@ -12,17 +12,6 @@ SINGLE = Case("single", (9,), (30,), 4, 2, 64)
 
 PLAN = {
     "fp8_out": ({"o_data_type": torch.float8_e4m3fn}, "o_data_type"),
-    "multi_item_prefix": ({"prefix_len_ptr": torch.zeros(2).int()}, "prefix_len_ptr"),
-    "multi_item_positions": (
-        {"token_pos_in_items_ptr": torch.zeros(2).to(torch.uint16)},
-        "token_pos_in_items_ptr",
-    ),
-    "multi_item_length": ({"token_pos_in_items_len": 3}, "token_pos_in_items_len"),
-    "multi_item_lengths": ({"token_pos_in_items_len": torch.ones(2)}, "token_pos_in_items_len"),
-    "multi_item_longest": (
-        {"max_item_len_ptr": torch.zeros(2).to(torch.uint16)},
-        "max_item_len_ptr",
-    ),
 }
 RUN = {
     "kv_cache_sf": ({"kv_cache_sf": torch.zeros(4)}, "kv_cache_sf"),

@@ -95,5 +95,5 @@ def test_tensors_without_memory(target, tensors, pod, kind):
     indptr = torch.tensor([0, 3], dtype=torch.int32)
     with pytest.raises(ValueError, match=r"^num_qo_heads has no memory"):
         wrapper.plan(indptr, indptr, integer, KV_HEADS, HEAD_DIM)
-    with pytest.raises(NotImplementedError, match=r"^token_pos_in_items_len=.* not served"):
-        wrapper.plan(indptr, indptr, HEADS, KV_HEADS, HEAD_DIM, token_pos_in_items_len=real)
+    with pytest.raises(ValueError, match=r"^token_pos_in_items_len has no memory"):
+        wrapper.plan(indptr, indptr, HEADS, KV_HEADS, HEAD_DIM, token_pos_in_items_len=integer)

@@ -21,7 +21,7 @@ from preflash.testing.oracle import Pipeline
 PACKAGE = {
     "flashinfer/__init__.py": """
         __version__ = "9.8.7"
-        from . import pod
+        from . import attention, pod, sparse
         from .cascade import merge_state
         from .decode import BatchDecodeWithPagedKVCacheWrapper, fast_decode_plan
         from .decode import CUDAGraphBatchDecodeWithPagedKVCacheWrapper
@@ -42,6 +42,12 @@ PACKAGE = {
         )
 
         def trtllm_batch_context_with_kv_cache():
+            return "flashinfer's"
+
+        def trtllm_ragged_attention_deepseek():
+            return "flashinfer's"
+
+        def fmha_varlen():
             return "flashinfer's"
     """,
     "flashinfer/decode.py": """
@@ -97,6 +103,20 @@ PACKAGE = {
                 more = own.forward_return_lse(q, unique_kv_cache, pos_encoding_mode="NONE")
                 merge_state_in_place(v, s, *more)
                 return v
+    """,
+    "flashinfer/attention/__init__.py": """
+        from ._core import BatchAttention
+    """,
+    "flashinfer/attention/_core.py": """
+        class BatchAttention:
+            pass
+    """,
+    "flashinfer/sparse.py": """
+        class BlockSparseAttentionWrapper:
+            pass
+
+        class VariableBlockSparseAttentionWrapper:
+            pass
     """,
     "flashinfer/pod.py": """
         from .quantization import packbits
@@ -194,6 +214,8 @@ def test_every_module_that_holds_a_name_gets_ours(flashinfer, engine):
         ("flashinfer", "merge_state"),
         ("flashinfer", "packbits"),
         ("flashinfer", "single_prefill_with_kv_cache"),
+        ("flashinfer.attention", "BatchAttention"),
+        ("flashinfer.attention._core", "BatchAttention"),
         ("flashinfer.cascade", "BatchDecodeWithPagedKVCacheWrapper"),
         ("flashinfer.cascade", "merge_state"),
         ("flashinfer.cascade", "merge_state_in_place"),
@@ -201,15 +223,21 @@ def test_every_module_that_holds_a_name_gets_ours(flashinfer, engine):
         ("flashinfer.decode", "BatchDecodeWithPagedKVCacheWrapper"),
         ("flashinfer.decode", "CUDAGraphBatchDecodeWithPagedKVCacheWrapper"),
         ("flashinfer.decode", "BatchPrefillWithPagedKVCacheWrapper"),
+        ("flashinfer.decode", "cudnn_batch_decode_with_kv_cache"),
         ("flashinfer.decode", "fast_decode_plan"),
         ("flashinfer.pod", "PODWithPagedKVCacheWrapper"),
         ("flashinfer.pod", "packbits"),
         ("flashinfer.prefill", "BatchPrefillWithPagedKVCacheWrapper"),
+        ("flashinfer.prefill", "fmha_varlen"),
         ("flashinfer.prefill", "single_prefill_with_kv_cache"),
         ("flashinfer.prefill", "single_prefill_with_kv_cache_return_lse"),
+        ("flashinfer.prefill", "trtllm_batch_context_with_kv_cache"),
         ("flashinfer.quantization", "packbits"),
         ("flashinfer.quantization.packbits", "packbits"),
         ("serving_engine", "BatchDecodeWithPagedKVCacheWrapper"),
+        ("flashinfer.sparse", "BlockSparseAttentionWrapper"),
+        ("flashinfer.sparse", "VariableBlockSparseAttentionWrapper"),
+        ("serving_engine", "cudnn_batch_decode_with_kv_cache"),
         ("serving_engine", "fast_decode_plan"),
         ("serving_engine", "merge"),
         ("serving_engine", "_pack"),
@@ -225,8 +253,7 @@ def test_what_is_not_served_stays(flashinfer, engine):
     assert {key for key in before if before[key] != after[key]} == changed
     untouched = {name for _, name in before} - {name for _, name in changed}
     assert {
-        "trtllm_batch_context_with_kv_cache",
-        "cudnn_batch_decode_with_kv_cache",
+        "trtllm_ragged_attention_deepseek",
         "segment_packbits",
         "merge_states",
     } <= untouched
@@ -493,7 +520,7 @@ def test_the_real_package(real):
             else:
                 assert getattr(real, name, ours) is ours
         assert missing == []
-        for kept in ("BatchAttention", "BatchMLAPagedAttentionWrapper"):
+        for kept in ("BatchMLAPagedAttentionWrapper",):
             assert getattr(real, kept).__module__.startswith("flashinfer.")
     # Modules that were imported meanwhile are new.
     after = attributes()
@@ -504,6 +531,7 @@ def test_the_real_package(real):
 OTHER_DEFAULTS = {
     "head_dim_qk": "head_dim is another name for it, so that neither is required",
     "use_fp16_qk_reduction": "allow_fp16_qk_reduction is another name for it",
+    "trtllm_batch_context_with_kv_cache(backend)": "'trtllm-gen' there is one of several names",
 }
 
 
@@ -533,7 +561,7 @@ def test_the_real_signatures(real):
             if parameter.kind in (kinds.VAR_POSITIONAL, kinds.VAR_KEYWORD):
                 continue
             assert key in own or more, f"{name}({key})"
-            if key in own and key not in OTHER_DEFAULTS:
+            if key in own and not {key, f"{name}({key})"} & OTHER_DEFAULTS.keys():
                 assert own[key].default == parameter.default, f"{name}({key})"
             seen += 1
     assert seen > 500

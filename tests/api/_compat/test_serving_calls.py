@@ -1,5 +1,6 @@
 """Call sequences of serving engines, argument by argument as they make them."""
 
+import dataclasses
 import math
 
 import preflash as flashinfer
@@ -393,14 +394,34 @@ def test_sglang_mla_ragged(target):
     runner.compare(inputs, out, None).check()
 
 
-def test_multi_item_scoring_is_refused(target):
+def test_sglang_multi_item_scoring(target):
+    """enable_mis: prefixes, then positions in items for all tokens behind them, padded."""
     inputs = build(SGLANG, device=target.device)
     wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
         runner.workspace(target.device), "NHD", backend=target.backend
     )
-    some = torch.zeros(4, dtype=torch.int32, device=target.device)
-    with pytest.raises(NotImplementedError, match="prefix_len_ptr"):
-        sglang_begin(wrapper, inputs, prefix_len_ptr=some)
+    longest = max(SGLANG.kv_lens)
+    prefix = torch.tensor([kv_len // 2 for kv_len in SGLANG.kv_lens])
+    tokens = torch.arange(longest).expand(len(prefix), -1) % 7
+    sglang_begin(
+        wrapper,
+        inputs,
+        prefix_len_ptr=prefix.to(torch.uint32).to(target.device),
+        token_pos_in_items_ptr=tokens.flatten().to(torch.uint16).to(target.device),
+        token_pos_in_items_len=longest,
+        max_item_len_ptr=torch.full_like(prefix, 6).to(torch.uint16).to(target.device),
+    )
+    out = wrapper.forward(
+        inputs.q, inputs.cache, causal=True, sm_scale=inputs.case.scale, window_left=-1
+    )
+    inputs.masks = []
+    for request, (rows, keys) in enumerate(zip(SGLANG.qo_lens, SGLANG.kv_lens, strict=True)):
+        at = torch.arange(keys - rows, keys)[:, None]
+        other, first = torch.arange(keys)[None], int(prefix[request])
+        own = other > at - tokens[request][(at - first).clamp(min=0)]
+        inputs.masks.append((other <= at) & ((at < first) | (other < first) | own))
+    inputs.case = dataclasses.replace(inputs.case, mask=MaskKind.CUSTOM, window_left=-1)
+    runner.compare(inputs, out, None).check()
 
 
 def test_huggingface_paged_varlen(target):

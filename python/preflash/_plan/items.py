@@ -1,0 +1,86 @@
+"""Masks that calls describe in fewer numbers, written out: [qo_len, kv_len] of every request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .. import _core
+from .._check import values as check
+
+_INTEGERS = (torch.int32, torch.int64, torch.int16, torch.uint8)
+_INTEGERS += tuple(getattr(torch, name) for name in ("uint16", "uint32") if hasattr(torch, name))
+
+# What one request keeps, [qo_len, kv_len]: of its number, the positions of its queries among its
+# keys, [qo_len, 1], and its keys, [1, kv_len].
+Keeps = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def written_out(batch: _core.Batch, device: torch.device, keeps: Keeps) -> torch.Tensor:
+    """The masks of all requests, flat bool, one request after the other."""
+    sizes = [batch.qo_len(i) * batch.kv_len(i) for i in range(batch.num_requests)]
+    mask = torch.empty(sum(sizes), dtype=torch.bool, device=device)
+    begin = 0
+    for request, size in enumerate(sizes):
+        if size == 0:
+            continue
+        rows, columns = batch.qo_len(request), batch.kv_len(request)
+        keys = torch.arange(columns, device=device)
+        positions = torch.arange(columns - rows, columns, device=device)
+        end = begin + size
+        mask[begin:end].view(rows, columns).copy_(keeps(request, positions[:, None], keys[None]))
+        begin = end
+    return mask
+
+
+def mask_of(a: Any, batch: _core.Batch, device: torch.device) -> torch.Tensor | None:
+    """The mask of multi-item scoring; None: plan() was not given any."""
+    if a.prefix_len_ptr is None:
+        for name, neutral in (
+            ("token_pos_in_items_ptr", None),
+            ("token_pos_in_items_len", 0),
+            ("max_item_len_ptr", None),
+        ):
+            value = getattr(a, name)
+            if value is not None and not (
+                neutral == 0 and check.integer(name, value, at_least=0) == 0
+            ):
+                raise ValueError(f"{name} is given without prefix_len_ptr, which it goes with")
+        return None
+    for name in ("custom_mask", "packed_custom_mask"):
+        if getattr(a, name) is not None:
+            raise ValueError(f"{name} is given with prefix_len_ptr, which is another mask")
+    each = check.integer("token_pos_in_items_len", a.token_pos_in_items_len, at_least=0)
+    requests = batch.num_requests
+    prefix = _integers("prefix_len_ptr", a.prefix_len_ptr, requests, device)
+    if a.max_item_len_ptr is not None:
+        _integers("max_item_len_ptr", a.max_item_len_ptr, requests, device)
+    if a.token_pos_in_items_ptr is None:
+        raise ValueError("token_pos_in_items_ptr=None: must be given with prefix_len_ptr")
+    in_items = _integers("token_pos_in_items_ptr", a.token_pos_in_items_ptr, 0, device)
+    # Tokens without a position are delimiters: those that the array does not have, and one more.
+    missing = max(requests * each - in_items.numel(), 0)
+    in_items = torch.nn.functional.pad(in_items, (0, missing))[: requests * each]
+    in_items = torch.nn.functional.pad(in_items.view(requests, each), (0, 1))
+
+    def keeps(request: int, positions: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        first = prefix[request]
+        last = in_items[request][(positions - first).clamp(0, each)]
+        in_prefix = (positions < first) | (keys < first)
+        return (keys <= positions) & (in_prefix | (keys > positions - last))
+
+    return written_out(batch, device, keeps)
+
+
+def _integers(name: str, value: Any, count: int, device: torch.device) -> torch.Tensor:
+    """At least `count` of them, flat, as int64 on the device."""
+    check.is_tensor(name, value)
+    check.on_cpu_or(name, value, device)
+    value = check.tensor(name, value)
+    if value.dtype not in _INTEGERS:
+        raise TypeError(f"{name} is {value.dtype}; must be an integer dtype")
+    if value.numel() < count:
+        raise ValueError(f"{name} has shape {tuple(value.shape)}; must have {count} elements")
+    return value.reshape(-1).to(device).to(torch.int64)

@@ -1,0 +1,180 @@
+"""Decodes and prefills in one launch, preflash.attention.BatchAttention."""
+
+from __future__ import annotations
+
+import torch
+
+from .._check import values as check
+from .._check.arguments import KvCache, Scale
+from .._check.names import tells_nearest
+from .paged import BatchPrefillWithPagedKVCacheWrapper
+
+_FLOAT_BYTES = 128 * 1024 * 1024
+
+
+class _Paged(BatchPrefillWithPagedKVCacheWrapper):
+    _serves_cudnn = False
+
+
+class BatchAttention:
+    """Attention of a batch of requests, each with any number of queries, over a paged KV cache in
+    one launch: every kernel of this package takes such batches, and this is another way to ask.
+
+    Args:
+        kv_layout: "NHD" or "HND", the order inside a page.
+        device: of all tensors, where the workspace of 128 MB is allocated.
+        backend: "auto", "fa2", "fa3" or "cpu".
+
+    Raises:
+        TypeError, ValueError: an argument is wrong.
+    """
+
+    @tells_nearest
+    def __init__(
+        self,
+        kv_layout: str = "NHD",
+        device: str | torch.device = "cuda",
+        *,
+        backend: str = "auto",
+    ) -> None:
+        check.one_of("kv_layout", kv_layout, check.KV_LAYOUTS)
+        buffer = torch.empty(_FLOAT_BYTES, dtype=torch.uint8, device=device)
+        self._paged = _Paged(buffer, kv_layout, backend=backend)
+        self._logits_soft_cap = 0.0
+
+    @property
+    def float_workspace_buffer(self) -> torch.Tensor:
+        """What split keys are merged in."""
+        return self._paged._float_workspace_buffer
+
+    @property
+    def device(self) -> torch.device:
+        """Where the workspace and every tensor of run() are."""
+        return self._paged.device
+
+    @property
+    def variant(self) -> str | None:
+        """The id of the kernel that plan() chose; None before."""
+        return self._paged.variant
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._paged!r})"
+
+    def prewarm_paged_kv_stride_variant(self, variant: str = "independent") -> None:
+        """Does nothing; see BatchPrefillWithPagedKVCacheWrapper."""
+        self._paged.prewarm_paged_kv_stride_variant(variant)
+
+    def plan(
+        self,
+        qo_indptr: torch.Tensor,
+        kv_indptr: torch.Tensor,
+        kv_indices: torch.Tensor,
+        kv_len_arr: torch.Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim_qk: int,
+        head_dim_vo: int,
+        page_size: int,
+        causal: bool = False,
+        sm_scale: float | None = None,
+        logits_soft_cap: float | None = None,
+        q_data_type: str | torch.dtype = torch.bfloat16,
+        kv_data_type: str | torch.dtype = torch.bfloat16,
+        use_profiler: bool = False,
+    ) -> None:
+        """Chooses a kernel and makes its work list for a batch of these lengths.
+
+        Args:
+            qo_indptr: [batch_size + 1] int32, first token of each request in q.
+            kv_indptr: [batch_size + 1] int32, first entry of each request in kv_indices.
+            kv_indices: at least [kv_indptr[-1]] int32, pages.
+            kv_len_arr: [batch_size] integers, keys of each request; read on the host, like the
+                indptr arrays. A request may have more pages than its keys need.
+            use_profiler: False only.
+            The others are those of BatchPrefillWithPagedKVCacheWrapper.plan().
+
+        Raises:
+            TypeError, ValueError: an argument is wrong, or a workspace too small.
+            NotImplementedError: no compiled kernel serves it, or use_profiler.
+            The wrapper keeps the plan it had. A CUDA graph replays the plan that it captured.
+        """
+        check.neutral("use_profiler", use_profiler, False)
+        page = check.integer("page_size", page_size, at_least=1)
+        for name, value in (("kv_indptr", kv_indptr), ("kv_indices", kv_indices)):
+            check.index_array(name, value, self.device)
+        lengths = check.tensor("kv_len_arr", check.is_tensor("kv_len_arr", kv_len_arr)).cpu()
+        if lengths.dtype not in (torch.int32, torch.int64) or lengths.dim() != 1:
+            raise TypeError(
+                f"kv_len_arr is {lengths.dtype} {tuple(lengths.shape)}; must be [batch_size] "
+                "torch.int32"
+            )
+        at = kv_indptr.cpu()
+        if at.numel() != lengths.numel() + 1:
+            raise ValueError(
+                f"kv_indptr has {at.numel()} elements and kv_len_arr {lengths.numel()}; must have "
+                "batch_size + 1 and batch_size"
+            )
+        given, needed = at.diff(), (lengths + (page - 1)) // page
+        wrong = ((lengths < 0) | (needed > given)).nonzero()
+        if wrong.numel():
+            request = int(wrong[0])
+            raise ValueError(
+                f"kv_len_arr[{request}] = {int(lengths[request])}: must be in [0, "
+                f"{int(given[request]) * page}], what the request's pages hold"
+            )
+        if bool((needed < given).any()):
+            at, kv_indices = _used_pages(at, needed, kv_indices)
+        last = torch.where(needed > 0, lengths - (needed - 1) * page, 1).to(torch.int32)
+        cap = check.soft_cap("logits_soft_cap", logits_soft_cap)
+        self._paged.plan(
+            qo_indptr, at, kv_indices, last, num_qo_heads, num_kv_heads, head_dim_qk, page,
+            causal=causal, sm_scale=sm_scale, logits_soft_cap=cap, q_data_type=q_data_type,
+            kv_data_type=kv_data_type, head_dim_vo=head_dim_vo, non_blocking=True,
+        )  # fmt: skip
+        self._logits_soft_cap = cap
+
+    def run(
+        self,
+        q: torch.Tensor,
+        kv_cache: KvCache,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+        k_scale: Scale = None,
+        v_scale: Scale = None,
+        logits_soft_cap: float = 0.0,
+        profiler_buffer: None = None,
+        kv_cache_sf: None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Computes one layer of the planned batch on the current stream.
+
+        Args:
+            q, kv_cache, out, lse, k_scale, v_scale: those of
+                BatchPrefillWithPagedKVCacheWrapper.run().
+            logits_soft_cap: plan()'s, or 0 for it.
+            profiler_buffer, kv_cache_sf: None only.
+
+        Returns:
+            (out, lse), lse base 2 and [rows of q, num_qo_heads].
+
+        Raises:
+            TypeError, ValueError: not planned, or a tensor is not what was planned.
+        """
+        check.absent(profiler_buffer=profiler_buffer, kv_cache_sf=kv_cache_sf)
+        cap = check.soft_cap("logits_soft_cap", logits_soft_cap)
+        if cap not in (0.0, self._logits_soft_cap):
+            raise ValueError(
+                f"logits_soft_cap={cap} in run() and {self._logits_soft_cap} in plan(); must be "
+                "the same, or 0 in run()"
+            )
+        return self._paged.run(q, kv_cache, k_scale, v_scale, return_lse=True, out=out, lse=lse)
+
+
+def _used_pages(
+    at: torch.Tensor, needed: torch.Tensor, indices: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The lists without pages behind a request's keys: their indptr, on the CPU, and pages."""
+    indptr = torch.zeros(at.numel(), dtype=torch.int32, device="cpu")
+    indptr[1:] = needed.cumsum(0)
+    first = torch.repeat_interleave((at[:-1] - indptr[:-1]).long(), needed)
+    entries = first + torch.arange(first.numel(), device="cpu")
+    return indptr, indices[entries.to(indices.device)]

@@ -1,0 +1,521 @@
+"""Block-sparse attention: every block of query rows is a request whose keys are the pages that it
+keeps, so that nothing that is left out is read or computed."""
+
+# NOTE: the API fixes long signatures; see prefill.py.
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from ._check import values as check
+from ._check.arguments import Result
+from ._check.names import tells_nearest
+from .prefill import BatchPrefillWithPagedKVCacheWrapper
+
+__all__ = ["BlockSparseAttentionWrapper", "VariableBlockSparseAttentionWrapper"]
+
+
+class _BlockSparse:
+    """What both wrappers share: a paged wrapper whose pages are blocks of keys."""
+
+    @tells_nearest
+    def __init__(self, float_workspace_buffer: torch.Tensor, backend: str = "auto") -> None:
+        self._pages = _Pages(float_workspace_buffer, backend=backend)
+        self._causal = False
+
+    @property
+    def device(self) -> torch.device:
+        """Where the workspace and every tensor of run() are."""
+        return self._pages.device
+
+    @property
+    def variant(self) -> str | None:
+        """The id of the kernel that plan() chose; None before."""
+        return self._pages.variant
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._pages!r})"
+
+    def reset_workspace_buffer(
+        self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor
+    ) -> None:
+        """As in BatchPrefillWithPagedKVCacheWrapper."""
+        self._pages.reset_workspace_buffer(float_workspace_buffer, int_workspace_buffer)
+
+    def end_forward(self) -> None:
+        """Does nothing; kept for callers of older releases."""
+
+
+class _Pages(BatchPrefillWithPagedKVCacheWrapper):
+    _serves_cudnn = False
+
+
+class BlockSparseAttentionWrapper(_BlockSparse):
+    """Attention under a mask in BSR form, the same one for all heads.
+
+    Args:
+        float_workspace_buffer, backend: as in BatchPrefillWithPagedKVCacheWrapper, without "cudnn".
+
+    Raises:
+        TypeError, ValueError: an argument is wrong.
+    """
+
+    def plan(
+        self,
+        indptr: torch.Tensor,
+        indices: torch.Tensor,
+        M: int,  # noqa: N803, the API's
+        N: int,  # noqa: N803
+        R: int,  # noqa: N803
+        C: int,  # noqa: N803
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        mask: torch.Tensor | None = None,
+        packed_mask: torch.Tensor | None = None,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        q_data_type: str | torch.dtype = "float16",
+        kv_data_type: str | torch.dtype | None = None,
+        o_data_type: str | torch.dtype = "float16",
+        non_blocking: bool = True,
+        block_mask: None = None,
+        kv_block_lens: None = None,
+        q2k_indices: None = None,
+        q2k_num: None = None,
+        kv_splits: None = None,
+        use_clc: None = None,
+        q_scale: None = None,
+        k_scale: None = None,
+        v_scale: None = None,
+    ) -> None:
+        """Plans for a matrix of M query rows and N keys, in blocks of R rows and C keys.
+
+        Args:
+            indptr: [ceil(M / R) + 1] integers, first entry of each row of blocks in indices.
+            indices: [indptr[-1]] integers: the blocks of keys that a row of blocks keeps.
+            M, N: rows of q, and of k and v. N is a multiple of C.
+            R, C: rows and keys of a block; the last row of blocks may be shorter.
+            mask: [number of blocks, R, C] bool: what is kept of each. Copied: sum(rows * keys) of
+                the kept blocks, once a byte and then a bit for each.
+            packed_mask: the bits of that, every row of blocks as [R, its blocks, C] and on a byte
+                of its own (`segment_packbits`). Takes precedence over mask.
+            causal: row r of a row of blocks keeps all of its keys but the last (rows - 1 - r):
+                positions count among the keys that it keeps, which are aligned with its last row.
+                Ignored with a mask.
+            pos_encoding_mode: positions count as those of causal.
+            use_fp16_qk_reduction, logits_soft_cap, sm_scale, rope_scale, rope_theta, q_data_type,
+            kv_data_type, non_blocking: as in BatchPrefillWithPagedKVCacheWrapper.plan().
+            o_data_type: of the output. One that q_data_type does not give is converted to.
+            The others: None only; they are for kernels of SM100 and SM120.
+
+        Raises:
+            TypeError, ValueError: an argument is wrong, or a workspace too small.
+            NotImplementedError: no compiled kernel serves it, or an argument that is for others.
+        """
+        check.absent(
+            block_mask=block_mask, kv_block_lens=kv_block_lens, q2k_indices=q2k_indices,
+            q2k_num=q2k_num, kv_splits=kv_splits, use_clc=use_clc, q_scale=q_scale,
+            k_scale=k_scale, v_scale=v_scale,
+        )  # fmt: skip
+        rows, keys = check.integer("M", M, at_least=0), check.integer("N", N, at_least=0)
+        height, width = check.integer("R", R, at_least=1), check.integer("C", C, at_least=1)
+        if keys % width:
+            raise ValueError(f"N={keys}: must be a multiple of C = {width}")
+        at, blocks = _on_host("indptr", indptr, 1), _on_host("indices", indices, 1)
+        count = -(-rows // height)
+        if at.numel() != count + 1:
+            raise ValueError(
+                f"indptr has {at.numel()} elements; must have ceil(M / R) + 1 = {count + 1}"
+            )
+        if blocks.numel() and not 0 <= int(blocks.min()) <= int(blocks.max()) < keys // width:
+            raise ValueError(
+                f"indices holds {int(blocks.min())} to {int(blocks.max())}; must be in "
+                f"[0, N / C) = [0, {keys // width})"
+            )
+        if mask is not None and packed_mask is None:
+            mask = _by_rows(mask, at, (height, width), rows)
+        q_dtype = check.query_dtype("q_data_type", q_data_type)
+        o_dtype = check.dtype("o_data_type", o_data_type)
+        converts = o_dtype != q_dtype and q_dtype != check.FP8_QUERY
+        if converts and o_dtype not in check.WIDE_DTYPES:
+            raise TypeError(f"o_data_type is {o_dtype}; must be float16, bfloat16 or float32")
+        qo_indptr = torch.arange(count + 1, dtype=torch.int32, device="cpu") * height
+        self._pages.plan(
+            qo_indptr.clamp_(max=rows),
+            at,
+            blocks,
+            torch.full((count,), width, dtype=torch.int32, device="cpu"),
+            num_qo_heads,
+            num_kv_heads,
+            head_dim,
+            width,
+            mask,
+            packed_mask,
+            causal,
+            pos_encoding_mode,
+            use_fp16_qk_reduction,
+            sm_scale,
+            -1,
+            logits_soft_cap,
+            rope_scale,
+            rope_theta,
+            q_dtype,
+            kv_data_type,
+            non_blocking,
+            o_data_type=None if converts else o_dtype,
+        )
+        self._rows, self._keys, self._width = rows, keys, width
+        self._causal, self._o_dtype = causal, o_dtype if converts else None
+
+    begin_forward = plan
+
+    def run(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale_q: torch.Tensor | None = None,
+        scale_k: torch.Tensor | None = None,
+        scale_v: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+        return_lse: bool = False,
+        enable_pdl: bool | None = None,
+    ) -> Result:
+        """Attention under the planned mask.
+
+        Args:
+            q: [M, num_qo_heads, head_dim].
+            k, v: [N, num_kv_heads, head_dim].
+            out: [M, num_qo_heads, head_dim] to write into, of o_data_type.
+            scale_q, scale_k, scale_v, lse, return_lse, enable_pdl: as in
+            single_prefill_with_kv_cache.
+
+        Returns:
+            out, or (out, lse) with return_lse, lse base 2 and [M, num_qo_heads].
+
+        Raises:
+            TypeError, ValueError: not planned, or a tensor is not what was planned.
+        """
+        cache = self._in_blocks(k, v)
+        if self._o_dtype is not None and out is not None:
+            check.tensor("out", out)
+            check.has_dtype("out", out, self._o_dtype, "plan()'s o_data_type")
+            check.has_shape("out", out, tuple(q.shape), "q's")
+        result = self._pages.run(
+            q, cache, scale_q=scale_q, scale_k=scale_k, scale_v=scale_v,
+            out=out if self._o_dtype is None else None, lse=lse, return_lse=return_lse,
+            enable_pdl=enable_pdl,
+        )  # fmt: skip
+        return result if self._o_dtype is None else self._converted(result, out)
+
+    def run_return_lse(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """run() with return_lse=True."""
+        return self.run(q, k, v, return_lse=True, **options)
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale_q: None = None,
+        scale_k: None = None,
+        scale_v: None = None,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+    ) -> torch.Tensor:
+        """Deprecated: run() with its own options, which replace those of plan(), defaults included.
+        Factors of heads are run()'s alone."""
+        check.absent(scale_q=scale_q, scale_k=scale_k, scale_v=scale_v)
+        result = self._pages.forward(
+            q, self._in_blocks(k, v), self._causal, pos_encoding_mode, use_fp16_qk_reduction,
+            None, None, -1, logits_soft_cap, sm_scale, rope_scale, rope_theta,
+        )  # fmt: skip
+        return result if self._o_dtype is None else self._converted(result, None)
+
+    def _in_blocks(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._pages.variant is None:
+            raise ValueError("run() before plan(): call plan() with the blocks first")
+        for name, value in (("k", k), ("v", v)):
+            check.tensor(name, value)
+            if value.dim() != 3 or value.shape[0] != self._keys:
+                raise ValueError(
+                    f"{name} has shape {tuple(value.shape)}; must be [N, num_kv_heads, head_dim] "
+                    f"with N = {self._keys}"
+                )
+        blocks = (self._keys // self._width, self._width)
+        return k.unflatten(0, blocks), v.unflatten(0, blocks)
+
+    def _converted(self, result: Result, out: torch.Tensor | None) -> Result:
+        computed = result[0] if isinstance(result, tuple) else result
+        converted = computed.to(self._o_dtype) if out is None else out.copy_(computed)
+        return (converted, result[1]) if isinstance(result, tuple) else converted
+
+
+class VariableBlockSparseAttentionWrapper(_BlockSparse):
+    """Attention under a mask of blocks of any sizes, another one for each KV head.
+
+    Args:
+        float_workspace_buffer, backend: as in BatchPrefillWithPagedKVCacheWrapper, without "cudnn".
+
+    Raises:
+        TypeError, ValueError: an argument is wrong.
+    """
+
+    def plan(
+        self,
+        block_mask_map: torch.Tensor,
+        block_row_sz: torch.Tensor,
+        block_col_sz: torch.Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        non_blocking: bool = True,
+        q_data_type: str | torch.dtype = "float16",
+        kv_data_type: str | torch.dtype | None = None,
+    ) -> None:
+        """Plans for the blocks. All three arrays are read on the host: on a GPU that takes a wait.
+
+        The list of keys has an entry for each key that a row of blocks keeps, of each KV head, or,
+        where all column sizes have a common divisor, one for as many keys: on a GPU a multiple of
+        8 is fetched fastest.
+
+        Args:
+            block_mask_map: [num_kv_heads, row blocks, column blocks] bool or integer.
+            block_row_sz: [num_kv_heads, row blocks] integers, rows of each, the same sum for each
+                head.
+            block_col_sz: [num_kv_heads, column blocks] integers, keys of each, the same sum for
+                each head.
+            causal, pos_encoding_mode: as in BlockSparseAttentionWrapper.plan().
+            The others are those of BatchPrefillWithPagedKVCacheWrapper.plan().
+
+        Raises:
+            TypeError, ValueError: an argument is wrong, or a workspace too small.
+            NotImplementedError: no compiled kernel serves it.
+        """
+        heads = check.positive("num_kv_heads", num_kv_heads)
+        group, rest = divmod(check.positive("num_qo_heads", num_qo_heads), heads)
+        if rest or not group:
+            raise ValueError(
+                f"num_qo_heads={num_qo_heads}: must be a multiple of num_kv_heads = {heads}"
+            )
+        kept = _on_host("block_mask_map", block_mask_map, 3) != 0
+        heights = _on_host("block_row_sz", block_row_sz, 2)
+        widths = _on_host("block_col_sz", block_col_sz, 2)
+        shape = (heads, heights.shape[1], widths.shape[1])
+        check.has_shape("block_mask_map", kept, shape, "[num_kv_heads, row blocks, column blocks]")
+        rows = _same_sum("block_row_sz", heights, heads)
+        keys = _same_sum("block_col_sz", widths, heads)
+        # A page is the largest piece that every block of keys is made of.
+        page = max(math.gcd(*widths.unique().tolist()), 1)
+        counts = (widths // page).to(torch.int64)
+        begins = counts.flatten().cumsum(0).view_as(counts) - counts
+        head, _, column = kept.nonzero(as_tuple=True)
+        lengths = counts[head, column]
+        ends = lengths.cumsum(0)
+        first = torch.repeat_interleave(begins[head, column] - (ends - lengths), lengths)
+        pages = first + torch.arange(first.numel(), device="cpu")
+        requests = heads * heights.shape[1]
+        self._pages.plan(
+            _indptr(heights.flatten()),
+            _indptr((kept * counts[:, None]).sum(-1).flatten()),
+            pages.to(torch.int32),
+            torch.full((requests,), page, dtype=torch.int32, device="cpu"),
+            group,
+            1,
+            head_dim,
+            page,
+            None,
+            None,
+            causal,
+            pos_encoding_mode,
+            use_fp16_qk_reduction,
+            sm_scale,
+            -1,
+            logits_soft_cap,
+            rope_scale,
+            rope_theta,
+            q_data_type,
+            kv_data_type,
+            non_blocking,
+        )
+        self._heads, self._group, self._causal = heads, group, causal
+        self._rows, self._keys, self._page = rows, keys, page
+
+    begin_forward = plan
+
+    def run(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+        return_lse: bool = False,
+        enable_pdl: bool | None = None,
+    ) -> Result:
+        """Attention under the planned mask. With more than one query head for each KV head q and
+        the outputs are copied, and so are k and v that are not contiguous.
+
+        Args:
+            q: [num_qo_heads, rows, head_dim].
+            k, v: [num_kv_heads, keys, head_dim].
+            out: to write into, of q's shape, or [num_kv_heads * rows, group, head_dim].
+            lse: float32 to write into, [num_qo_heads, rows] or [num_kv_heads * rows, group].
+            return_lse, enable_pdl: as in single_prefill_with_kv_cache.
+
+        Returns:
+            out [num_qo_heads, rows, head_dim], or (out, lse) with return_lse, lse base 2 and
+            [num_qo_heads, rows].
+
+        Raises:
+            TypeError, ValueError: not planned, or a tensor is not what was planned.
+        """
+        q, cache = self._by_head(q, k, v)
+        for name, value, of in (("out", out, q.shape), ("lse", lse, q.shape[:2])):
+            if value is not None:
+                check.tensor(name, value)
+                check.forward_only(**{name: value})
+                by_head = (self._heads * self._group, self._rows, *of[2:])
+                if tuple(value.shape) not in (tuple(of), by_head):
+                    raise ValueError(
+                        f"{name} has shape {tuple(value.shape)}; must be {by_head} or {tuple(of)}"
+                    )
+                wanted = q.dtype if name == "out" else torch.float32
+                check.has_dtype(name, value, wanted, "as it is computed")
+                check.on_device(name, value, q.device)
+        wants_lse = return_lse or lse is not None
+        result = self._pages.run(q, cache, return_lse=wants_lse, enable_pdl=enable_pdl)
+        computed, sums = result if wants_lse else (result, None)
+        computed = self._placed(computed, out)
+        if not wants_lse:
+            return computed
+        sums = self._placed(sums, lse)
+        return (computed, sums) if return_lse else computed
+
+    def run_return_lse(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """run() with return_lse=True."""
+        return self.run(q, k, v, return_lse=True, **options)
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+    ) -> torch.Tensor:
+        """Deprecated: run() with its own options, which replace those of plan(), defaults
+        included."""
+        q, cache = self._by_head(q, k, v)
+        result = self._pages.forward(
+            q, cache, self._causal, pos_encoding_mode, use_fp16_qk_reduction, None, None, -1,
+            logits_soft_cap, sm_scale, rope_scale, rope_theta,
+        )  # fmt: skip
+        return self._placed(result, None)
+
+    def _by_head(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+        """q as [num_kv_heads * rows, group, head_dim], k and v as pages of one head each."""
+        if self._pages.variant is None:
+            raise ValueError("run() before plan(): call plan() with the blocks first")
+        for name, value, heads, tokens in (
+            ("q", q, self._heads * self._group, self._rows),
+            ("k", k, self._heads, self._keys),
+            ("v", v, self._heads, self._keys),
+        ):
+            check.tensor(name, value)
+            if value.dim() != 3 or tuple(value.shape[:2]) != (heads, tokens):
+                raise ValueError(
+                    f"{name} has shape {tuple(value.shape)}; must be [{heads}, {tokens}, head_dim]"
+                )
+        check.forward_only(q=q, k=k, v=v)
+        q = q.unflatten(0, (self._heads, self._group)).transpose(1, 2).flatten(0, 1)
+        pages = self._heads * self._keys // self._page
+        k, v = (x.reshape(pages, self._page, 1, x.shape[-1]) for x in (k, v))
+        return q, (k, v)
+
+    def _placed(self, computed: torch.Tensor, into: torch.Tensor | None) -> torch.Tensor:
+        """[num_kv_heads * rows, group, ...] as [num_qo_heads, rows, ...]."""
+        by_head = computed.unflatten(0, (self._heads, self._rows)).transpose(1, 2).flatten(0, 1)
+        if into is None:
+            return by_head.contiguous()
+        if into.shape == by_head.shape:
+            return into.copy_(by_head)
+        into.copy_(computed)
+        return by_head.contiguous()
+
+
+def _on_host(name: str, value: Any, dims: int) -> torch.Tensor:
+    """int32 (bool stays), contiguous, on the CPU."""
+    value = check.tensor(name, check.is_tensor(name, value))
+    if value.dtype.is_floating_point or value.dtype.is_complex:
+        raise TypeError(f"{name} is {value.dtype}; must be an integer dtype")
+    if value.dim() != dims:
+        raise ValueError(f"{name} has shape {tuple(value.shape)}; must have {dims} dimensions")
+    value = value.cpu()
+    return (value if value.dtype == torch.bool else value.to(torch.int32)).contiguous()
+
+
+def _by_rows(
+    mask: torch.Tensor, at: torch.Tensor, block: tuple[int, int], rows: int
+) -> torch.Tensor:
+    """The [blocks, R, C] of every row of blocks as [its rows, blocks, C], flat."""
+    mask = check.tensor("mask", check.is_tensor("mask", mask))
+    check.has_shape("mask", mask, (int(at[-1]), *block), "[number of blocks, R, C]")
+    height = block[0]
+    begins = at.tolist()
+    pieces = [
+        mask[begin:end].transpose(0, 1)[: rows - i * height].reshape(-1)
+        for i, (begin, end) in enumerate(pairwise(begins))
+        if end > begin
+    ]
+    return torch.cat(pieces) if pieces else mask.reshape(-1)
+
+
+def _same_sum(name: str, sizes: torch.Tensor, heads: int) -> int:
+    if sizes.shape[0] != heads:
+        raise ValueError(f"{name} has shape {tuple(sizes.shape)}; must have num_kv_heads rows")
+    if sizes.numel() and int(sizes.min()) < 0:
+        raise ValueError(f"{name} holds {int(sizes.min())}; must not be negative")
+    sums = sizes.sum(-1).tolist()
+    if len(set(sums)) > 1:
+        raise ValueError(f"{name} adds up to {sums}; must be the same for every KV head")
+    return sums[0]
+
+
+def _indptr(lengths: torch.Tensor) -> torch.Tensor:
+    """int32, on the CPU."""
+    indptr = torch.zeros(lengths.numel() + 1, dtype=torch.int32, device="cpu")
+    indptr[1:] = lengths.cumsum(0)
+    return indptr

@@ -1,0 +1,288 @@
+"""TensorRT-LLM's calls over a paged KV cache, preflash.prefill.trtllm_batch_context_with_kv_cache
+and preflash.decode.trtllm_batch_decode_with_kv_cache."""
+
+# NOTE: the API fixes long signatures, so functions are over 80 lines. Their bodies are short:
+# check, convert and hand over.
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ._check import values as check
+from ._check.arguments import KvCache, Result
+from ._fmha import direct
+
+__all__ = ["trtllm_batch_context_with_kv_cache", "trtllm_batch_decode_with_kv_cache"]
+
+_NAMES = {"qkv": "query, kv_cache"}
+
+
+@check.eager
+def trtllm_batch_context_with_kv_cache(
+    query: torch.Tensor,
+    kv_cache: KvCache,
+    workspace_buffer: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    max_q_len: int,
+    max_kv_len: int,
+    bmm1_scale: float | torch.Tensor,
+    bmm2_scale: float | torch.Tensor,
+    batch_size: int,
+    cum_seq_lens_q: torch.Tensor,
+    cum_seq_lens_kv: torch.Tensor | None,
+    window_left: int = -1,
+    out: torch.Tensor | None = None,
+    out_dtype: str | torch.dtype | None = None,
+    o_sf_scale: None = None,
+    o_sf_vec_size: None = None,
+    kv_layout: str = "HND",
+    enable_pdl: bool | None = None,
+    sinks: torch.Tensor | Sequence[torch.Tensor] | None = None,
+    kv_cache_sf: None = None,
+    skip_softmax_threshold_scale_factor: float | None = None,
+    uses_shared_paged_kv_idx: bool = True,
+    causal: bool = True,
+    lse: torch.Tensor | None = None,
+    return_lse: bool = False,
+    multi_ctas_kv_counter_buffer: torch.Tensor | None = None,
+    use_fp16_softmax: bool | None = None,
+    uses_spcompress: bool | None = None,
+    backend: str = "auto",
+) -> Result:
+    """Attention of a batch over a paged KV cache in one call, without plan(), on every GPU from
+    SM80 on and on the CPU; see trtllm_fmha_v2_prefill for lengths on the GPU and CUDA graphs.
+
+    Args:
+        query: [tokens, num_qo_heads, head_dim].
+        kv_cache: [pages, 2, num_kv_heads, page_size, head_dim] with kv_layout "HND", [pages, 2,
+            page_size, num_kv_heads, head_dim] with "NHD"; with 1 instead of 2 keys are values; or a
+            tuple of two without that dimension. Of query's dtype or, under wider queries, 8 bits.
+        block_tables: [batch_size, pages of the longest request] int32.
+        seq_lens: [batch_size] int32 or uint32, keys of each request.
+        window_left: how many keys left of the diagonal are kept, with causal=True; -1 is all.
+        out_dtype: by default that of out, or of query.
+        o_sf_scale, o_sf_vec_size, kv_cache_sf: None only.
+        uses_shared_paged_kv_idx: True only.
+        causal: keep keys up to the diagonal that ends at the last key.
+        lse, return_lse: base 2, [tokens, num_qo_heads] float32; lse is written also without
+            return_lse.
+        multi_ctas_kv_counter_buffer: not needed, neither read nor written.
+        enable_pdl: a permission.
+        use_fp16_softmax, uses_spcompress: None or False only.
+        backend: "auto", "fa2", "fa3" or "cpu".
+        The others are those of trtllm_fmha_v2_prefill.
+
+    Returns:
+        out, or (out, lse) with return_lse. Rows that no request has are not written.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong; nothing was launched.
+        NotImplementedError: no compiled kernel serves it, or one of the options above.
+        RuntimeError: the call needs a plan while its stream is being captured.
+    """
+    _check_unserved(enable_pdl, kv_cache_sf, uses_shared_paged_kv_idx, multi_ctas_kv_counter_buffer)
+    check.absent(o_sf_scale=o_sf_scale, o_sf_vec_size=o_sf_vec_size)
+    check.neutral("use_fp16_softmax", use_fp16_softmax, False)
+    check.neutral("uses_spcompress", uses_spcompress, False)
+    if not check.flag("causal", causal) and check.window_left("window_left", window_left) >= 0:
+        raise NotImplementedError(
+            f"window_left={window_left} with causal=False: use -1, or "
+            "BatchPrefillWithPagedKVCacheWrapper"
+        )
+    _refuse_nvfp4(out_dtype)
+    cache, layout = direct.paged("kv_cache", kv_cache, kv_layout)
+    return direct.attend(
+        _NAMES,
+        qkv=(query, cache),
+        input_layout=layout,
+        workspace_buffer=workspace_buffer,
+        seq_lens=direct.lengths_of("seq_lens", seq_lens),
+        max_q_len=max_q_len,
+        max_kv_len=max_kv_len,
+        bmm1_scale=bmm1_scale,
+        bmm2_scale=bmm2_scale,
+        batch_size=batch_size,
+        cum_seq_lens_q=cum_seq_lens_q,
+        cum_seq_lens_kv=None,
+        block_tables=block_tables,
+        out=out,
+        out_dtype=out_dtype,
+        causal=causal,
+        window_left=window_left,
+        sinks=sinks,
+        skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
+        backend=backend,
+        lse=lse,
+        return_lse=return_lse,
+    )
+
+
+@check.eager
+def trtllm_batch_decode_with_kv_cache(
+    query: torch.Tensor,
+    kv_cache: KvCache,
+    workspace_buffer: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    max_seq_len: int,
+    bmm1_scale: float | torch.Tensor = 1.0,
+    bmm2_scale: float | torch.Tensor = 1.0,
+    window_left: int = -1,
+    out: torch.Tensor | None = None,
+    out_dtype: str | torch.dtype | None = None,
+    o_sf_scale: None = None,
+    o_sf_vec_size: None = None,
+    sinks: torch.Tensor | Sequence[torch.Tensor] | None = None,
+    kv_layout: str = "HND",
+    enable_pdl: bool | None = None,
+    backend: str = "auto",
+    q_len_per_req: int | None = 1,
+    o_scale: float | None = 1.0,
+    mask: None = None,
+    max_q_len: int | None = None,
+    cum_seq_lens_q: torch.Tensor | None = None,
+    skip_softmax_threshold_scale_factor: float | None = None,
+    kv_cache_sf: None = None,
+    uses_shared_paged_kv_idx: bool = True,
+    lse: torch.Tensor | None = None,
+    return_lse: bool = False,
+    bmm1_scale_log2: torch.Tensor | None = None,
+    multi_ctas_kv_counter_buffer: torch.Tensor | None = None,
+    enable_block_sparse_attention: bool = False,
+    cp_world: int = 1,
+    cp_rank: int = 0,
+    causal_seqlens_kv_global: None = None,
+    bf16q_fp8kv_transform_mode: str | None = None,
+    request_order: None = None,
+    request_order_plan: None = None,
+) -> Result:
+    """Attention of one or a few queries per request in one call, without plan(), on every GPU from
+    SM80 on and on the CPU; see trtllm_fmha_v2_prefill for lengths on the GPU and CUDA graphs.
+
+    NOTE: with lengths on the GPU keys are not split over the machine. With few requests of long
+    keys BatchDecodeWithPagedKVCacheWrapper is faster.
+
+    Args:
+        query: [batch_size * q_len_per_req, num_qo_heads, head_dim]; the queries of a request are
+            causal among themselves.
+        kv_cache, block_tables, seq_lens: as in trtllm_batch_context_with_kv_cache.
+        max_seq_len: no request has more keys.
+        bmm1_scale, bmm2_scale: as in trtllm_fmha_v2_prefill.
+        bmm1_scale_log2: one-element tensor, log2(e) times a bmm1_scale that it replaces.
+        q_len_per_req: queries of each request; with cum_seq_lens_q 1 or None.
+        max_q_len, cum_seq_lens_q: int32 [batch_size + 1], first row of each request, where their
+            numbers of queries differ, and the largest.
+        o_scale: 8-bit outputs are divided by it; 1 or None with others.
+        mask: None only: the mask that the queries have.
+        enable_block_sparse_attention, cp_world, cp_rank, causal_seqlens_kv_global, request_order,
+        request_order_plan: their defaults only.
+        bf16q_fp8kv_transform_mode: None, "k_only" or "separate_kv", without effect.
+        The others are those of trtllm_batch_context_with_kv_cache.
+
+    Returns:
+        out, or (out, lse) with return_lse.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong; nothing was launched.
+        NotImplementedError: no compiled kernel serves it, or one of the options above.
+        RuntimeError: the call needs a plan while its stream is being captured.
+    """
+    _check_unserved(enable_pdl, kv_cache_sf, uses_shared_paged_kv_idx, multi_ctas_kv_counter_buffer)
+    check.absent(
+        o_sf_scale=o_sf_scale, o_sf_vec_size=o_sf_vec_size, mask=mask,
+        causal_seqlens_kv_global=causal_seqlens_kv_global, request_order=request_order,
+        request_order_plan=request_order_plan,
+    )  # fmt: skip
+    check.neutral("enable_block_sparse_attention", enable_block_sparse_attention, False)
+    check.neutral("cp_world", cp_world, 1)
+    check.neutral("cp_rank", cp_rank, 0)
+    if bf16q_fp8kv_transform_mode is not None:
+        check.one_of(
+            "bf16q_fp8kv_transform_mode", bf16q_fp8kv_transform_mode, ("k_only", "separate_kv")
+        )
+    _refuse_nvfp4(out_dtype)
+    lengths = direct.lengths_of("seq_lens", seq_lens)
+    batch_size = lengths.numel()
+    if cum_seq_lens_q is None:
+        max_q_len = _uniform(max_q_len, q_len_per_req, query, batch_size)
+        cum_seq_lens_q = direct.uniform_indptr(batch_size, max_q_len, lengths)
+    elif max_q_len is None or q_len_per_req not in (None, 1):
+        raise ValueError(
+            f"cum_seq_lens_q is given with max_q_len={max_q_len} and q_len_per_req="
+            f"{q_len_per_req}; must be with max_q_len, and without q_len_per_req"
+        )
+    if bmm1_scale_log2 is not None:
+        bmm1_scale = check.scale("bmm1_scale_log2", bmm1_scale_log2) * math.log(2.0)
+    cache, layout = direct.paged("kv_cache", kv_cache, kv_layout)
+    return direct.attend(
+        {**_NAMES, "max_kv_len": "max_seq_len"},
+        qkv=(query, cache),
+        input_layout=layout,
+        workspace_buffer=workspace_buffer,
+        seq_lens=lengths,
+        max_q_len=max_q_len,
+        max_kv_len=max_seq_len,
+        bmm1_scale=bmm1_scale,
+        bmm2_scale=_over_o_scale(bmm2_scale, o_scale, query, out, out_dtype),
+        batch_size=batch_size,
+        cum_seq_lens_q=cum_seq_lens_q,
+        cum_seq_lens_kv=None,
+        block_tables=block_tables,
+        out=out,
+        out_dtype=out_dtype,
+        causal=True,
+        window_left=window_left,
+        sinks=sinks,
+        skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
+        backend=backend,
+        lse=lse,
+        return_lse=return_lse,
+    )
+
+
+def _check_unserved(enable_pdl: Any, kv_cache_sf: Any, shared: Any, counters: Any) -> None:
+    check.permission("enable_pdl", enable_pdl)
+    check.absent(kv_cache_sf=kv_cache_sf)
+    check.neutral("uses_shared_paged_kv_idx", shared, True)
+    if counters is not None:
+        check.is_tensor("multi_ctas_kv_counter_buffer", counters)
+
+
+def _refuse_nvfp4(out_dtype: Any) -> None:
+    if out_dtype == "nvfp4":
+        raise NotImplementedError("out_dtype='nvfp4': 4 bits are not served; use 8 or 16")
+
+
+def _uniform(max_q_len: Any, q_len_per_req: Any, query: Any, batch_size: int) -> int:
+    if q_len_per_req is None:
+        raise ValueError("q_len_per_req=None: must be given without cum_seq_lens_q")
+    each = check.integer("q_len_per_req", q_len_per_req, at_least=1)
+    if max_q_len is not None and check.integer("max_q_len", max_q_len, at_least=0) < each:
+        raise ValueError(f"max_q_len={max_q_len}: every request has q_len_per_req = {each} queries")
+    rows = check.is_tensor("query", query).shape[0]
+    if rows < batch_size * each:
+        raise ValueError(
+            f"query has {rows} rows; seq_lens of {batch_size} requests with q_len_per_req = {each} "
+            f"need {batch_size * each}"
+        )
+    return each
+
+
+def _over_o_scale(bmm2_scale: Any, o_scale: Any, query: Any, out: Any, out_dtype: Any) -> Any:
+    """bmm2_scale / o_scale."""
+    scale = 1.0 if o_scale is None else check.real("o_scale", o_scale)
+    if scale == 1.0:
+        return bmm2_scale
+    wanted = query if out is None else out
+    wanted = wanted.dtype if out_dtype is None else check.dtype("out_dtype", out_dtype)
+    if wanted not in check.FP8_DTYPES or not scale > 0.0:
+        raise ValueError(
+            f"o_scale={o_scale} with an output of {wanted}: must be positive, and 1 or None where "
+            "the output has more than 8 bits"
+        )
+    return check.scale("bmm2_scale", bmm2_scale) / scale

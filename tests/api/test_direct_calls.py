@@ -1,0 +1,341 @@
+"""trtllm_batch_context_with_kv_cache and the calls like it against the float64 oracle."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+
+import preflash
+import pytest
+import torch
+from preflash._fmha.lengths import FmhaLengths
+from preflash.testing import Case, MaskKind, Sinks, build, comparison, reference, runner
+
+
+@dataclasses.dataclass
+class Target:
+    """As the fixture."""
+
+    device: str
+    backend: str
+
+
+CONTEXT = Case(
+    "context",
+    (9, 1, 33),
+    (30, 77, 40),
+    4,
+    2,
+    64,
+    dtype=torch.float16,
+    mask=MaskKind.CAUSAL,
+    page_size=16,
+    layout="HND",
+)
+DECODE = dataclasses.replace(CONTEXT, name="decode", qo_lens=(1, 1, 1))
+SHORT = dataclasses.replace(CONTEXT, name="short", qo_lens=(3, 3, 3))
+
+
+def table_of(inputs) -> torch.Tensor:
+    """[batch_size, pages + 1], int32; what no request uses is no page."""
+    indptr, indices = inputs.kv_indptr.cpu(), inputs.indices.cpu()
+    most = int(indptr.diff().max())
+    table = torch.full((inputs.case.batch_size, most + 1), 10**6, dtype=torch.int32)
+    for i in range(inputs.case.batch_size):
+        own = indices[indptr[i] : indptr[i + 1]]
+        table[i, : own.numel()] = own
+    return table
+
+
+def arrays(inputs, device) -> dict[str, torch.Tensor]:
+    """On a device, or those that are given."""
+    if isinstance(device, dict):
+        return device
+    kv_lens = torch.tensor(inputs.case.kv_lens, dtype=torch.int32)
+    return {"block_tables": table_of(inputs).to(device), "seq_lens": kv_lens.to(device)}
+
+
+def rows_of(inputs, on) -> torch.Tensor:
+    return inputs.qo_indptr if isinstance(on, dict) else inputs.qo_indptr.to(on)
+
+
+def context(inputs, target, on="cpu", **options):
+    case = inputs.case
+    usual = {
+        "max_q_len": max(case.qo_lens),
+        "max_kv_len": max(case.kv_lens) + 5,
+        "bmm1_scale": case.scale,
+        "bmm2_scale": 1.0,
+        "batch_size": case.batch_size,
+        "cum_seq_lens_q": rows_of(inputs, on),
+        "cum_seq_lens_kv": None,
+        "kv_layout": case.layout,
+        "causal": case.mask is MaskKind.CAUSAL,
+        "window_left": case.window_left,
+        "sinks": None if inputs.sinks is None else [inputs.sinks],
+        "backend": target.backend,
+        **arrays(inputs, on),
+    }
+    return preflash.trtllm_batch_context_with_kv_cache(
+        inputs.q, inputs.cache, runner.workspace(target.device), **{**usual, **options}
+    )
+
+
+def decode(inputs, target, on="cpu", **options):
+    case = inputs.case
+    usual = {
+        "max_seq_len": max(case.kv_lens),
+        "bmm1_scale": case.scale,
+        "kv_layout": case.layout,
+        "window_left": case.window_left,
+        "q_len_per_req": max(case.qo_lens),
+        "sinks": inputs.sinks,
+        "backend": target.backend,
+        **arrays(inputs, on),
+    }
+    return preflash.trtllm_batch_decode_with_kv_cache(
+        inputs.q, inputs.cache, runner.workspace(target.device), **{**usual, **options}
+    )
+
+
+def cudnn_decode(inputs, target, on="cpu", **options):
+    case = inputs.case
+    given = arrays(inputs, on)
+    usual = {
+        "max_sequence_kv": max(case.kv_lens),
+        "actual_seq_lens_kv": given["seq_lens"],
+        "block_tables": given["block_tables"],
+        "q_len_per_req": max(case.qo_lens),
+        "window_left": case.window_left,
+        "sinks": inputs.sinks,
+        "backend": target.backend,
+    }
+    cache = inputs.cache
+    k, v = cache if isinstance(cache, tuple) else (cache[:, 0], cache[:, 1])
+    buffer = runner.workspace(target.device)
+    return preflash.cudnn_batch_decode_with_kv_cache(
+        inputs.q, k, v, case.scale, buffer, **{**usual, **options}
+    )
+
+
+def places(target) -> list[str]:
+    """Where lengths may be."""
+    return ["cpu"] if target.device == "cpu" else ["cpu", target.device]
+
+
+def check(inputs, result) -> None:
+    runner.compare(inputs, *(result if isinstance(result, tuple) else (result, None))).check()
+
+
+OPTIONS = {
+    "usual": {},
+    "NHD": {"layout": "NHD", "page_size": 8},
+    "window": {"window_left": 7},
+    "sinks": {"sinks": Sinks.MIXED},
+    "bfloat16": {"dtype": torch.bfloat16},
+    "wide q": {"dtype": torch.bfloat16, "kv_dtype": torch.float8_e4m3fn},
+}
+CALLS = {
+    "context": (context, CONTEXT),
+    "decode": (decode, DECODE),
+    "decode of three": (decode, SHORT),
+    "cudnn": (cudnn_decode, DECODE),
+    "cudnn of three": (cudnn_decode, SHORT),
+}
+
+
+@pytest.mark.parametrize("changes", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_calls(target, call, changes):
+    attend, case = call
+    case = dataclasses.replace(case, **changes)
+    if attend is cudnn_decode and case.layout == "NHD":
+        case = dataclasses.replace(case, layout="HND")
+    inputs = build(case, device=target.device)
+    for place in places(target):
+        check(inputs, attend(inputs, target, place, return_lse=True))
+        out = comparison.poison(inputs.q.shape, case.dtype, inputs.q.device)
+        lse = comparison.poison(inputs.q.shape[:2], torch.float32, inputs.q.device)
+        assert attend(inputs, target, place, out=out, lse=lse) is out
+        check(inputs, (out, lse))
+
+
+def test_context_without_a_mask(target):
+    case = dataclasses.replace(CONTEXT, mask=MaskKind.NONE)
+    inputs = build(case, device=target.device)
+    for place in places(target):
+        check(inputs, context(inputs, target, place, return_lse=True))
+    with pytest.raises(NotImplementedError, match="window_left=3"):
+        context(inputs, target, window_left=3)
+
+
+def test_decode_of_other_numbers_of_queries(target):
+    inputs = build(CONTEXT, device=target.device)
+    for place in places(target):
+        rows = {"max_q_len": 33, "cum_seq_lens_q": inputs.qo_indptr.to(place)}
+        result = decode(inputs, target, place, **rows, q_len_per_req=None, return_lse=True)
+        check(inputs, result)
+    with pytest.raises(ValueError, match="max_q_len=None"):
+        decode(inputs, target, cum_seq_lens_q=inputs.qo_indptr, q_len_per_req=None)
+
+
+def test_scales(target):
+    inputs = build(DECODE, device=target.device)
+    expected = decode(inputs, target, bmm2_scale=0.5)
+    log2 = torch.tensor([DECODE.scale * math.log2(math.e)], dtype=torch.float64)
+    same = decode(inputs, target, bmm1_scale=3.0, bmm1_scale_log2=log2, bmm2_scale=0.5)
+    torch.testing.assert_close(same, expected)
+    eight = decode(inputs, target, o_scale=2.0, out_dtype=torch.float8_e4m3fn)
+    wanted = decode(inputs, target, bmm2_scale=0.5, out_dtype=torch.float8_e4m3fn)
+    assert torch.equal(eight.view(torch.uint8), wanted.view(torch.uint8))
+    with pytest.raises(ValueError, match="o_scale=2"):
+        decode(inputs, target, o_scale=2.0)
+
+
+def test_one_cache_for_keys_and_values(target):
+    inputs = build(DECODE, device=target.device)
+    cache = inputs.cache if isinstance(inputs.cache, tuple) else inputs.cache.unbind(1)
+    one = decode(dataclasses.replace(inputs, cache=cache[0][:, None]), target)
+    two = decode(dataclasses.replace(inputs, cache=(cache[0], cache[0])), target)
+    assert torch.equal(one, two)
+
+
+def test_shapes_of_lengths(target):
+    inputs = build(DECODE, device=target.device)
+    kv_lens = torch.tensor(DECODE.kv_lens)
+    expected = cudnn_decode(inputs, target)
+    for lengths in (kv_lens, kv_lens.int()[:, None, None, None]):
+        assert torch.equal(cudnn_decode(inputs, target, actual_seq_lens_kv=lengths), expected)
+    unsigned = kv_lens.to(torch.uint32)
+    assert torch.equal(decode(inputs, target, seq_lens=unsigned), expected)
+    elements = torch.arange(4) * 4 * 64
+    offsets = {"batch_offsets_q": elements, "batch_offsets_o": elements[:3]}
+    assert torch.equal(cudnn_decode(inputs, target, **offsets), expected)
+    with pytest.raises(ValueError, match="batch_offsets_o: requests must"):
+        cudnn_decode(inputs, target, batch_offsets_o=elements * 2)
+
+
+REFUSED = {
+    "mask": (decode, NotImplementedError, {"mask": torch.ones(1)}),
+    "o_sf_scale": (decode, NotImplementedError, {"o_sf_scale": 1.0}),
+    "cp_world": (decode, NotImplementedError, {"cp_world": 2}),
+    "out_dtype": (context, NotImplementedError, {"out_dtype": "nvfp4"}),
+    "uses_shared_paged_kv_idx": (context, NotImplementedError, {"uses_shared_paged_kv_idx": False}),
+    "use_fp16_softmax": (context, NotImplementedError, {"use_fp16_softmax": True}),
+    "kv_cache_sf": (context, NotImplementedError, {"kv_cache_sf": torch.ones(1)}),
+    "kv_layout": (context, ValueError, {"kv_layout": "other"}),
+    "max_seq_len": (decode, ValueError, {"max_seq_len": 3}),
+    "query has 3 rows": (decode, ValueError, {"q_len_per_req": 2}),
+    "actual_seq_lens_kv": (cudnn_decode, TypeError, {"actual_seq_lens_kv": None}),
+    "max_sequence_kv": (cudnn_decode, ValueError, {"max_sequence_kv": 3}),
+    "batch_offsets_k": (cudnn_decode, NotImplementedError, {"batch_offsets_k": torch.ones(1)}),
+    "trtllm-gen": (decode, ValueError, {"backend": "trtllm-gen"}),
+}
+
+
+@pytest.mark.parametrize(("name", "given"), REFUSED.items(), ids=REFUSED)
+def test_refusals(target, name, given):
+    attend, error, options = given
+    inputs = build(CONTEXT if attend is context else DECODE, device=target.device)
+    out = comparison.poison(inputs.q.shape, inputs.q.dtype, inputs.q.device)
+    before = out.clone()
+    with pytest.raises(error, match=name):
+        attend(inputs, target, out=out, **options)
+    assert torch.equal(out.view(torch.int16), before.view(torch.int16))
+
+
+VARLEN = dataclasses.replace(CONTEXT, name="varlen", page_size=0, layout="NHD")
+
+
+def varlen(inputs, target, on="cpu", **options):
+    case = inputs.case
+    usual = {
+        "causal": case.mask is MaskKind.CAUSAL,
+        "sm_scale": case.scale,
+        "backend": target.backend,
+    }
+    return preflash.fmha_varlen(
+        inputs.q,
+        inputs.k,
+        inputs.v,
+        inputs.qo_indptr.to(on),
+        inputs.kv_indptr.to(on),
+        **{**usual, **options},
+    )
+
+
+@pytest.mark.parametrize("mask", [MaskKind.CAUSAL, MaskKind.NONE])
+def test_fmha_varlen(target, mask):
+    inputs = build(dataclasses.replace(VARLEN, mask=mask), device=target.device)
+    for place in places(target):
+        for longest in (None, 33):
+            out, lse = varlen(inputs, target, place, max_qo_len=longest, return_lse=True)
+            runner.compare(inputs, out, lse).check()
+        plain, none = varlen(inputs, target, place)
+        assert none is None
+        runner.compare(inputs, plain, None).check()
+    scaled, _ = varlen(
+        inputs, target, sm_scale=inputs.case.scale / 6.0, q_scale=2.0, k_scale=3.0, v_scale=1.0
+    )
+    expected = reference(inputs)
+    comparison.compare(scaled, None, expected, logit_rounding=48.0).check()
+
+
+def test_fmha_varlen_refuses(target):
+    inputs = build(VARLEN, device=target.device)
+    with pytest.raises(NotImplementedError, match="plan_info"):
+        varlen(inputs, target, plan_info=[inputs.q])
+    with pytest.raises(NotImplementedError, match="o_scale"):
+        varlen(inputs, target, o_scale=2.0)
+    with pytest.raises(ValueError, match="max_qo_len=3"):
+        varlen(inputs, target, max_qo_len=3)
+    with pytest.raises(ValueError, match="kv_segment_offsets"):
+        preflash.fmha_varlen(inputs.q, inputs.k, inputs.v, inputs.qo_indptr, inputs.kv_indptr[:-1])
+
+
+# Lengths on a GPU.
+
+
+@pytest.mark.parametrize("changes", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_plans_for_the_longest_requests(call, changes, monkeypatch):
+    """What a GPU does with lengths that the host does not read, with those of a CPU."""
+    monkeypatch.setattr(FmhaLengths, "on_host", property(lambda self: False))
+    test_calls(Target("cpu", "cpu"), call, changes)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["fa2", "fa3"])
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_a_graph_replays_other_lengths(call, backend):
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    attend, case = call
+    target = Target("cuda", backend)
+    inputs = build(case, device="cuda")
+    kv_lens = tuple(reversed(case.kv_lens))
+    other = build(dataclasses.replace(case, kv_lens=kv_lens), device="cuda")
+    kept, expected = arrays(inputs, "cuda"), copy.copy(inputs)
+    inputs.qo_indptr = inputs.qo_indptr.to("cuda")
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        attend(inputs, target, kept, return_lse=True)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            out, lse = attend(inputs, target, kept, return_lse=True)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        check(expected, (out, lse))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            out, lse = attend(inputs, target, kept, return_lse=True)
+        graph.replay()
+        check(expected, (out, lse))
+        for name, value in arrays(other, "cuda").items():
+            kept[name].copy_(value)
+        inputs.q.copy_(other.q)
+        for mine, theirs in zip(inputs.cache, other.cache, strict=True):
+            mine.copy_(theirs)
+        graph.replay()
+        check(other, (out, lse))

@@ -1,0 +1,186 @@
+"""Block-sparse wrappers against the float64 oracle: blocks are a custom mask of every head."""
+
+from __future__ import annotations
+
+import preflash
+import pytest
+import torch
+from preflash.testing import comparison
+from preflash.testing.oracle import Pipeline, attend
+from preflash.testing.runner import workspace
+
+ROWS, KEYS = 37, 48
+
+
+def expected_of(q, k, v, dense, sm_scale):
+    return attend(q, k, v, Pipeline(sm_scale), custom=dense)
+
+
+def tensors(device, heads: int, kv_heads: int, dtype=torch.float16, rows=ROWS, keys=KEYS, dim=64):
+    made = torch.Generator().manual_seed(3)
+    shapes = ((rows, heads, dim), (keys, kv_heads, dim), (keys, kv_heads, dim))
+    return [torch.randn(*s, generator=made).to(device=device, dtype=dtype) for s in shapes]
+
+
+def bsr(rows: int, keys: int, block: tuple[int, int], density: float):
+    """indptr, indices and the dense mask; the first row of blocks keeps nothing."""
+    made = torch.Generator().manual_seed(11)
+    count = (-(-rows // block[0]), keys // block[1])
+    kept = torch.rand(count, generator=made) < density
+    kept[0] = False
+    indptr = torch.zeros(count[0] + 1, dtype=torch.int32)
+    indptr[1:] = kept.sum(1).cumsum(0)
+    dense = kept.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
+    return indptr, kept.nonzero()[:, 1].to(torch.int32), dense[:rows]
+
+
+def planned(target, indptr, indices, block, heads, **options):
+    wrapper = preflash.BlockSparseAttentionWrapper(workspace(target.device), target.backend)
+    wrapper.plan(indptr, indices, ROWS, KEYS, *block, *heads, 64, **{"sm_scale": 0.2, **options})
+    return wrapper
+
+
+@pytest.mark.parametrize("heads", [(4, 2), (3, 3)])
+@pytest.mark.parametrize("block", [(1, 1), (4, 16), (16, 8), (5, 3)])
+def test_blocks(target, block, heads):
+    q, k, v = tensors(target.device, *heads)
+    indptr, indices, dense = bsr(ROWS, KEYS, block, 0.4)
+    wrapper = planned(target, indptr.to(target.device), indices.to(target.device), block, heads)
+    out = comparison.poison(q.shape, q.dtype, q.device)
+    result, lse = wrapper.run(q, k, v, out=out, return_lse=True)
+    assert result is out
+    comparison.compare(out, lse, expected_of(q, k, v, dense, 0.2)).check()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_masks_inside_blocks(target, packed):
+    block, heads = (5, 8), (4, 2)
+    q, k, v = tensors(target.device, *heads)
+    indptr, indices, dense = bsr(ROWS, KEYS, block, 0.6)
+    inside = torch.rand(indices.numel(), *block, generator=torch.Generator().manual_seed(1)) > 0.5
+    flat, lengths = [], []
+    for i in range(indptr.numel() - 1):
+        rows = slice(5 * i, min(5 * i + 5, ROWS))
+        lengths.append(0)
+        for n in range(int(indptr[i]), int(indptr[i + 1])):
+            columns = slice(8 * int(indices[n]), 8 * int(indices[n]) + 8)
+            dense[rows, columns] &= inside[n][: rows.stop - rows.start]
+        kept = inside[indptr[i] : indptr[i + 1]].transpose(0, 1)[: rows.stop - rows.start]
+        flat.append(kept.reshape(-1))
+        lengths[-1] = flat[-1].numel()
+    given = {"mask": inside}
+    if packed:
+        ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0).to(torch.int32)
+        bits, _ = preflash.segment_packbits(torch.cat(flat), ends, bitorder="little")
+        given = {"packed_mask": bits}
+    given = {name: value.to(target.device) for name, value in given.items()}
+    wrapper = planned(target, indptr, indices, block, heads, **given)
+    out, lse = wrapper.run_return_lse(q, k, v)
+    comparison.compare(out, lse, expected_of(q, k, v, dense, 0.2)).check()
+
+
+def test_output_dtype(target):
+    q, k, v = tensors(target.device, 4, 2, torch.bfloat16)
+    indptr, indices, _ = bsr(ROWS, KEYS, (4, 16), 0.5)
+    dtypes = {"q_data_type": torch.bfloat16}
+    other = planned(target, indptr, indices, (4, 16), (4, 2), **dtypes)
+    same = planned(target, indptr, indices, (4, 16), (4, 2), **dtypes, o_data_type=torch.bfloat16)
+    out = torch.empty(q.shape, dtype=torch.float16, device=q.device)
+    assert other.run(q, k, v, out=out) is out
+    assert torch.equal(out, same.run(q, k, v).to(torch.float16))
+    forward = other.forward(q, k, v, sm_scale=0.2)
+    assert torch.equal(forward, out)
+
+
+def test_causal_among_the_kept_keys(target):
+    q, k, v = tensors(target.device, 4, 2)
+    indptr = torch.tensor([0, *[1] * 8], dtype=torch.int32)
+    wrapper = planned(target, indptr, torch.tensor([2]), (5, 16), (4, 2), causal=True)
+    dense = torch.zeros(ROWS, KEYS, dtype=torch.bool)
+    for row in range(5):
+        dense[row, 32 : 32 + 12 + row] = True
+    out, lse = wrapper.run(q, k, v, return_lse=True)
+    comparison.compare(out, lse, expected_of(q, k, v, dense, 0.2)).check()
+
+
+REFUSED = {
+    "N": ({"N": 47}, ValueError, "N=47"),
+    "indptr": ({"indptr": torch.zeros(3, dtype=torch.int32)}, ValueError, "indptr has 3"),
+    "indices": ({"indices": torch.tensor([3])}, ValueError, r"\[0, 3\)"),
+    "mask": ({"mask": torch.ones(1, 5, 15)}, ValueError, "mask has shape"),
+    "other": ({"block_mask": torch.ones(1)}, NotImplementedError, "block_mask"),
+    "o_data_type": ({"o_data_type": torch.float8_e4m3fn}, TypeError, "o_data_type"),
+}
+
+
+@pytest.mark.parametrize(("options", "error", "message"), REFUSED.values(), ids=REFUSED)
+def test_refusals(target, options, error, message):
+    indptr = torch.tensor([0, *[1] * 8], dtype=torch.int32)
+    usual = {"indptr": indptr, "indices": torch.tensor([2]), "M": ROWS, "N": KEYS, "R": 5, "C": 16}
+    wrapper = preflash.BlockSparseAttentionWrapper(workspace(target.device), target.backend)
+    heads = {"num_qo_heads": 4, "num_kv_heads": 2, "head_dim": 64}
+    q, k, v = tensors(target.device, 4, 2)
+    with pytest.raises(error, match=message):
+        wrapper.plan(**{**usual, **heads, **options})
+    with pytest.raises(ValueError, match="before plan"):
+        wrapper.run(q, k, v)
+    wrapper.plan(**usual, **heads)
+    with pytest.raises(ValueError, match="N = 48"):
+        wrapper.run(q, k[1:], v)
+
+
+def sizes(total: int, count: int, heads: int, unit: int, seed: int) -> torch.Tensor:
+    made = torch.Generator().manual_seed(seed)
+    rows = []
+    for _ in range(heads):
+        cuts = torch.randperm(total // unit - 1, generator=made)[: count - 1].sort().values + 1
+        rows.append(
+            torch.diff(cuts, prepend=torch.zeros(1).long(), append=torch.tensor([total // unit]))
+            * unit
+        )
+    return torch.stack(rows).to(torch.int32)
+
+
+@pytest.mark.parametrize("unit", [1, 8])
+@pytest.mark.parametrize("heads", [(4, 2), (3, 3), (6, 1)])
+def test_blocks_of_any_size(target, heads, unit):
+    qo_heads, kv_heads = heads
+    q, k, v = tensors(target.device, *heads)
+    heights, widths = sizes(ROWS, 5, kv_heads, 1, 1), sizes(KEYS, 4, kv_heads, unit, 2)
+    kept = torch.rand(kv_heads, 5, 4, generator=torch.Generator().manual_seed(4)) > 0.4
+    kept[0, 1] = False
+    wrapper = preflash.VariableBlockSparseAttentionWrapper(
+        workspace(target.device), backend=target.backend
+    )
+    arrays = [array.to(target.device) for array in (kept, heights, widths)]
+    wrapper.plan(*arrays, *heads, 64, sm_scale=0.2)
+    by_head = [x.transpose(0, 1).contiguous() for x in (q, k, v)]
+    out = comparison.poison(by_head[0].shape, q.dtype, q.device)
+    lse = comparison.poison(out.shape[:2], torch.float32, q.device)
+    assert wrapper.run(*by_head, out=out, lse=lse) is out
+    fresh, sums = wrapper.run(*by_head, return_lse=True)
+    assert torch.equal(fresh, out)
+    assert torch.equal(sums, lse)
+    flat = torch.empty(kv_heads * ROWS, qo_heads // kv_heads, 64, dtype=q.dtype, device=q.device)
+    assert torch.equal(wrapper.run(*by_head, out=flat), out)
+    assert torch.equal(flat.view(kv_heads, ROWS, -1, 64).transpose(1, 2).flatten(0, 1), out)
+    group = qo_heads // kv_heads
+    for head in range(kv_heads):
+        dense = kept[head].repeat_interleave(heights[head], 0)
+        dense = dense.repeat_interleave(widths[head], 1)
+        own = slice(head * group, (head + 1) * group)
+        expected = expected_of(q[:, own], k[:, head : head + 1], v[:, head : head + 1], dense, 0.2)
+        got = out[own].transpose(0, 1), lse[own].transpose(0, 1)
+        comparison.compare(*got, expected).check()
+
+
+def test_sizes_of_heads_must_agree(target):
+    wrapper = preflash.VariableBlockSparseAttentionWrapper(workspace(target.device), target.backend)
+    kept = torch.ones(2, 1, 1, dtype=torch.bool)
+    heights = torch.tensor([[3], [3]])
+    with pytest.raises(ValueError, match=r"block_col_sz adds up to \[4, 5\]"):
+        wrapper.plan(kept, heights, torch.tensor([[4], [5]]), 4, 2, 64)
+    with pytest.raises(ValueError, match="multiple of num_kv_heads"):
+        wrapper.plan(kept, heights, heights, 3, 2, 64)
+    with pytest.raises(ValueError, match="block_mask_map"):
+        wrapper.plan(kept[:, :, :0], heights, heights, 4, 2, 64)
