@@ -1,0 +1,279 @@
+"""A two-layer model, a float32 reference of it, and the steps that a serving engine schedules."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+PAGE = 16
+
+
+@dataclass(frozen=True)
+class Shape:
+    num_layers: int = 2
+    num_qo_heads: int = 8
+    num_kv_heads: int = 2
+    head_dim: int = 128
+    hidden: int = 256
+    vocabulary: int = 97
+    dtype: torch.dtype = torch.float16
+    sliding_window: int | None = None
+    soft_cap: float | None = None
+
+    @property
+    def scale(self) -> float:
+        return self.head_dim**-0.5
+
+
+@dataclass
+class Request:
+    """slots: where each token's keys lie in the pool, in pages of 16."""
+
+    tokens: list[int]
+    index: int = 0
+    slots: list[int] = field(default_factory=list)
+    computed: int = 0
+
+    @property
+    def pages(self) -> list[int]:
+        return [slot // PAGE for slot in self.slots[::PAGE]]
+
+
+@dataclass
+class Batch:
+    """One step: decodes come first."""
+
+    requests: list[Request]
+    new: list[int]
+    graph: bool = False
+
+    @property
+    def total(self) -> list[int]:
+        return [r.computed + n for r, n in zip(self.requests, self.new, strict=True)]
+
+    def inputs(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Token ids, positions and slots of the new tokens."""
+        spans = [(r, r.computed, r.computed + n) for r, n in zip(self.requests, self.new, strict=True)]
+        lists = (
+            [t for r, a, b in spans for t in r.tokens[a:b]],
+            [p for _, a, b in spans for p in range(a, b)],
+            [s for r, a, b in spans for s in r.slots[a:b]],
+        )
+        return tuple(torch.tensor(values, device=device) for values in lists)
+
+    def last_rows(self) -> list[int]:
+        ends = torch.tensor(self.new).cumsum(0) - 1
+        return ends.tolist()
+
+
+class Engine(Protocol):
+    """An engine's attention, driven by this harness."""
+
+    def begin(self, batch: Batch, slots: torch.Tensor) -> None:
+        """Builds the metadata of a step. slots: where the new tokens' keys go."""
+
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
+        """[tokens, num_qo_heads, head_dim]; writes k and v into the cache."""
+
+
+class Model:
+    def __init__(self, shape: Shape, device: torch.device, seed: int = 0) -> None:
+        self.shape, self.device = shape, device
+        generator = torch.Generator().manual_seed(seed)
+
+        def weight(rows: int, columns: int, gain: float = 1.0) -> torch.Tensor:
+            values = torch.randn(rows, columns, generator=generator) * (gain / rows**0.5)
+            return values.to(device)
+
+        s = shape
+        self.embedding = weight(s.vocabulary, s.hidden, s.vocabulary**0.5)
+        self.layers = [
+            {
+                "q": weight(s.hidden, s.num_qo_heads * s.head_dim),
+                "k": weight(s.hidden, s.num_kv_heads * s.head_dim),
+                "v": weight(s.hidden, s.num_kv_heads * s.head_dim),
+                "o": weight(s.num_qo_heads * s.head_dim, s.hidden, 2.0),
+                "up": weight(s.hidden, 2 * s.hidden),
+                "down": weight(2 * s.hidden, s.hidden),
+            }
+            for _ in range(s.num_layers)
+        ]
+        self.head = weight(s.hidden, s.vocabulary, 4.0)
+
+    def __call__(self, tokens: torch.Tensor, positions: torch.Tensor, attend) -> torch.Tensor:
+        """The logits of every token. attend(layer, q, k, v) takes and gives the cache's dtype."""
+        s = self.shape
+        x = self.embedding[tokens]
+        for index, w in enumerate(self.layers):
+            h = _norm(x)
+            q, k, v = ((h @ w[n]).view(len(tokens), -1, s.head_dim) for n in "qkv")
+            q, k, v = (t.to(s.dtype) for t in (_rotated(q, positions), _rotated(k, positions), v))
+            x = x + attend(index, q, k, v).reshape(len(tokens), -1).float() @ w["o"]
+            x = x + torch.nn.functional.silu(_norm(x) @ w["up"]) @ w["down"]
+        return _norm(x) @ self.head
+
+
+def _norm(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
+
+
+def _rotated(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    half = x.shape[-1] // 2
+    frequencies = 10000.0 ** (-torch.arange(half, device=x.device) / half)
+    angles = positions[:, None, None] * frequencies
+    a, b = x[..., :half], x[..., half:]
+    return torch.cat([a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()], -1)
+
+
+def reference_attention(shape: Shape):
+    """attend() of one whole sequence, in float32."""
+
+    def attend(_layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        group = shape.num_qo_heads // shape.num_kv_heads
+        k, v = (t.float().repeat_interleave(group, 1) for t in (k, v))
+        logits = torch.einsum("qhd,khd->hqk", q.float(), k) * shape.scale
+        if shape.soft_cap:
+            logits = shape.soft_cap * torch.tanh(logits / shape.soft_cap)
+        rows = torch.arange(len(q), device=q.device)
+        distance = rows[:, None] - rows[None, :]
+        hidden = distance < 0
+        if shape.sliding_window:
+            hidden = hidden | (distance >= shape.sliding_window)
+        weights = logits.masked_fill(hidden, -torch.inf).softmax(-1)
+        return torch.einsum("hqk,khd->qhd", weights, v)
+
+    return attend
+
+
+class Pool:
+    """Pages in shuffled order."""
+
+    def __init__(self, num_pages: int) -> None:
+        order = torch.randperm(num_pages - 1, generator=torch.Generator().manual_seed(7)) + 1
+        self.free = order.tolist()
+
+    def grow(self, request: Request, length: int) -> None:
+        while len(request.slots) < length:
+            page = self.free.pop()
+            request.slots += range(page * PAGE, (page + 1) * PAGE)
+
+
+PROMPTS = (37, 5, 64, 130)
+GENERATED = 6
+NUM_PAGES = 96
+
+
+def prompts(vocabulary: int, shared: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(3)
+    lists = [
+        torch.randint(vocabulary, (n,), generator=generator).tolist() for n in PROMPTS
+    ]
+    if shared:
+        lists = [lists[-1][:shared] + tokens for tokens in lists[:-1]] + [lists[-1]]
+    return lists
+
+
+def generate(engine: Engine, model: Model, path: str) -> tuple[list[Request], list[torch.Tensor]]:
+    """Serves the prompts. path: "eager", "chunked", "prefix", "graph". The logits are those of each
+    request's generated tokens."""
+    shape = model.shape
+    shared = 64 if path == "prefix" else 0
+    requests = [
+        Request(tokens, index) for index, tokens in enumerate(prompts(shape.vocabulary, shared))
+    ]
+    pool = Pool(NUM_PAGES)
+    goals = [len(r.tokens) + GENERATED for r in requests]
+    logits: list[list[torch.Tensor]] = [[] for _ in requests]
+    graph = None
+
+    def step(chosen: list[tuple[Request, int]]) -> None:
+        nonlocal graph
+        chosen = sorted(chosen, key=lambda pair: pair[1] > 1)
+        batch = Batch([r for r, _ in chosen], [n for _, n in chosen])
+        for request, total in zip(batch.requests, batch.total, strict=True):
+            pool.grow(request, total)
+        decodes = all(n == 1 for n in batch.new)
+        batch.graph = path == "graph" and decodes
+        tokens, positions, slots = batch.inputs(model.device)
+        if batch.graph:
+            graph = graph or Replay(engine, model, len(chosen))
+            found = graph(batch, tokens, positions, slots)
+        else:
+            engine.begin(batch, slots)
+            found = model(tokens, positions, engine.attend)
+        for request, n, row in zip(batch.requests, batch.new, batch.last_rows(), strict=True):
+            request.computed += n
+            if request.computed == len(request.tokens):
+                logits[request.index].append(found[row].clone())
+                request.tokens.append(int(found[row].argmax()))
+
+    if shared:
+        first = requests[-1]
+        step([(first, len(first.tokens))])
+        for request in requests[:-1]:
+            request.slots, request.computed = first.slots[:shared], shared
+    budget = 48 if path == "chunked" else 1 << 30
+    while True:
+        left, chosen = budget, []
+        open_ = [r for r, goal in zip(requests, goals, strict=True) if len(r.tokens) < goal]
+        for request in sorted(open_, key=lambda r: len(r.tokens) - r.computed):
+            n = min(left, len(request.tokens) - request.computed)
+            if n:
+                chosen.append((request, n))
+                left -= n
+        if not chosen:
+            break
+        step(chosen)
+    return requests, [torch.stack(rows) for rows in logits]
+
+
+class Replay:
+    """Decode steps of one batch size: captured in a CUDA graph, or on the CPU the same calls
+    without the capture."""
+
+    def __init__(self, engine: Engine, model: Model, size: int) -> None:
+        self._engine, self._model = engine, model
+        zeros = torch.zeros(size, dtype=torch.int64, device=model.device)
+        self._inputs = [zeros.clone() for _ in range(3)]
+        self._graph, self._logits = None, None
+
+    def _run(self) -> torch.Tensor:
+        tokens, positions, _ = self._inputs
+        return self._model(tokens, positions, self._engine.attend)
+
+    def __call__(self, batch: Batch, *inputs: torch.Tensor) -> torch.Tensor:
+        for buffer, values in zip(self._inputs, inputs, strict=True):
+            buffer.copy_(values)
+        self._engine.begin(batch, self._inputs[2])
+        if self._model.device.type != "cuda":
+            return self._run()
+        if self._graph is None:
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                self._run()
+            torch.cuda.current_stream().wait_stream(stream)
+            self._graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._graph):
+                self._logits = self._run()
+        self._graph.replay()
+        return self._logits
+
+
+def check(model: Model, requests: list[Request], logits: list[torch.Tensor]) -> float:
+    """Compares with the reference; the largest difference of a logit."""
+    worst = 0.0
+    attend = reference_attention(model.shape)
+    for request, found in zip(requests, logits, strict=True):
+        tokens = torch.tensor(request.tokens[:-1], device=model.device)
+        positions = torch.arange(len(tokens), device=model.device)
+        wanted = model(tokens, positions, attend)[-len(found) :]
+        worst = max(worst, float((wanted - found).abs().max()))
+        assert wanted.argmax(-1).tolist() == request.tokens[-len(found) :], "tokens differ"
+    tolerance = {torch.float16: 0.02, torch.bfloat16: 0.16}[model.shape.dtype]
+    assert worst < tolerance, f"a logit is off by {worst}"
+    return worst
