@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import os
 import sys
 import time
 import traceback
@@ -39,6 +40,8 @@ def main() -> int:
     from . import flashinfer_name
 
     device = torch.device(options.device)
+    if device.type != "cuda":
+        os.environ.setdefault("PREFLASH_BACKEND", "auto")  # SGLang writes "fa2" into its code
     print("flashinfer's kernels" if options.peer else flashinfer_name.install(), flush=True)
     kind, root = engines[0]
     loaded = importlib.import_module(f"{__package__}.{kind}_engine").load(root, device)
