@@ -6,16 +6,21 @@ import argparse
 import importlib
 import json
 import os
+import subprocess
 import sys
-import time
 import traceback
 from pathlib import Path
 
 import torch
 
-from .serving import GENERATED, Model, Shape, check, generate
+from . import flashinfer_name
+from .serving import Load, Model, Scheduler, Shape, check
 
+SEED = 8  # no near tie of two tokens
 PATHS = ("eager", "chunked", "prefix", "graph")
+# Of --time: attention is most of the work.
+LONG = Load(prompts=(8000, 4000, 4000, 2000, 2000, 1000, 500, 100), generated=33, shared=1024, chunk=4096)
+LONG_SHAPE = {"num_qo_heads": 32, "num_kv_heads": 8, "dtype": torch.bfloat16}
 OPTIONS = {
     "fp16": {},
     "bf16": {"dtype": torch.bfloat16},
@@ -25,46 +30,45 @@ OPTIONS = {
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.engines")
-    parser.add_argument("--vllm", type=Path, nargs="*", default=[], help="directories with vllm/")
-    parser.add_argument("--sglang", type=Path, nargs="*", default=[], help="directories with sglang/")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.engines", description=__doc__, epilog="fetch.py fetches the releases"
+    )
+    parser.add_argument("releases", type=Path, nargs="+", help="directories such as vllm-0.33.0")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--peer", action="store_true", help="FlashInfer's kernels, for comparison")
+    parser.add_argument("--peer", action="store_true", help="FlashInfer's own kernels")
+    parser.add_argument("--paths", nargs="+", choices=PATHS, default=PATHS)
     parser.add_argument("--time", type=int, default=0, metavar="N", help="times N runs of each path")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--trace", action="store_true", help="print tracebacks")
+    parser.add_argument("--seed", type=int, default=SEED, help="of the weights")
+    parser.add_argument("--json", type=Path, help="appends the rows, one a line")
+    parser.add_argument("--trace", action="store_true", help="prints tracebacks")
     options = parser.parse_args()
-    engines = [("vllm", p) for p in options.vllm] + [("sglang", p) for p in options.sglang]
-    if len(engines) != 1:
-        parser.error("one engine a process: its modules have one name")
-    from . import flashinfer_name
+    if len(options.releases) > 1:  # a process each, because their modules have the same names
+        others = sys.argv[1:]
+        for release in options.releases:
+            others.remove(str(release))
+        command = [sys.executable, "-m", "tests.engines", *others]
+        return max(subprocess.run([*command, str(r)]).returncode for r in options.releases)
+    return serve(options.releases[0], options)
 
+
+def serve(root: Path, options: argparse.Namespace) -> int:
+    kind, version = root.name.split("-")[:2]
     device = torch.device(options.device)
     if device.type != "cuda":
         os.environ.setdefault("PREFLASH_BACKEND", "auto")  # SGLang writes "fa2" into its code
     print("flashinfer's kernels" if options.peer else flashinfer_name.install(), flush=True)
-    kind, root = engines[0]
     loaded = importlib.import_module(f"{__package__}.{kind}_engine").load(root, device)
-    version = next(
-        (p.name.split("-")[1].removesuffix(".dist") for p in root.glob(f"{kind}-*.dist-info")), "?"
-    )
-    version = version.removesuffix(".dist-info")
-    print(f"{kind} {version}, its own modules: {', '.join(loaded.loaded)}", flush=True)
+    print(f"{root.name}, its own modules: {', '.join(loaded.loaded)}", flush=True)
     rows, failed = [], 0
-    for name, extra in OPTIONS.items():
+    models = {"bf16, 32 of 8 heads": LONG_SHAPE} if options.time else OPTIONS
+    for name, extra in models.items():
         shape = Shape(**extra)
-        for path in PATHS:
+        for path in options.paths:
             row = {"engine": kind, "version": version, "model": name, "path": path}
+            row["kernels"] = "flashinfer" if options.peer else "preflash"
             row["device"] = device.type
             try:
-                model = Model(shape, device)
-                engine = loaded.engine(loaded, shape, device, path)
-                with torch.inference_mode():
-                    requests, logits = generate(engine, model, path)
-                    row["worst logit"] = round(check(model, requests, logits), 5)
-                row["wrappers"] = [_brief(w) for w in engine.wrappers()]
-                if options.time:
-                    row.update(_timed(engine, model, path, options.time))
+                row.update(_run(loaded, shape, device, path, options))
                 row["result"] = "ok"
             except Exception as error:
                 if options.trace:
@@ -74,31 +78,33 @@ def main() -> int:
             rows.append(row)
             print(json.dumps(row), flush=True)
     if options.json:
-        options.json.write_text(json.dumps(rows, indent=1))
+        with options.json.open("a") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
     return failed > 0
 
 
 def _brief(wrapper: object) -> str:
-    return f"{type(wrapper).__module__.partition('.')[0]}.{type(wrapper).__name__}:{wrapper._backend}"
+    kind = type(wrapper)
+    return f"{kind.__module__.partition('.')[0]}.{kind.__name__}: {wrapper._backend}"
 
 
-def _timed(engine, model: Model, path: str, runs: int) -> dict[str, float]:
-    """Whole generations, medians."""
-    seconds = []
-    for _ in range(runs):
-        _wait(model.device)
-        begin = time.perf_counter()
-        with torch.inference_mode():
-            requests, _ = generate(engine, model, path)
-        _wait(model.device)
-        seconds.append(time.perf_counter() - begin)
-    median = sorted(seconds)[len(seconds) // 2]
-    return {"tokens/s": round(len(requests) * GENERATED / median, 1)}
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+def _run(loaded, shape: Shape, device: torch.device, path: str, options) -> dict:
+    model = Model(shape, device, options.seed)
+    load = LONG if options.time else Load()
+    engine = loaded.engine(loaded, shape, device, path, load)
+    replays = {}
+    with torch.inference_mode():
+        served = Scheduler(engine, model, path, load).serve(replays)
+        row = check(model, served, tokens=not options.time)
+        row["wrappers"] = sorted({_brief(w) for w in engine.wrappers()})
+        if options.time:
+            runs = [Scheduler(engine, model, path, load).serve(replays) for _ in range(options.time)]
+            median = sorted(runs, key=lambda r: r.total_s)[options.time // 2]
+            first = sorted(r.first_token_s for r in runs)[options.time // 2]
+            decoded = len(load.prompts) * (load.generated - 1)
+            row["ttft_ms"] = round(1e3 * first, 2)
+            row["decode_tokens_per_s"] = round(decoded / (median.total_s - median.first_token_s))
+    return row
 
 
 if __name__ == "__main__":

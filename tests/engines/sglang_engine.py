@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import torch
 
-from .serving import NUM_PAGES, PAGE, Batch, Shape
+from .serving import PAGE, Batch, Load, Shape
 from .stand_ins import Finder
 
 # What computes here is SGLang's own code.
@@ -20,7 +20,6 @@ REAL = (
 )
 BACKEND = "sglang.srt.layers.attention.flashinfer_backend"
 MAX_REQUESTS = 16
-MAX_LENGTH = 512
 ENVIRONMENT = {"SGLANG_FLASHINFER_WORKSPACE_SIZE": 32 << 20}
 
 
@@ -91,8 +90,8 @@ class _Translator:
 class _Pool:
     """token_to_kv_pool: [slots, heads, dim] of each layer."""
 
-    def __init__(self, shape: Shape, device: torch.device) -> None:
-        size = (NUM_PAGES * PAGE, shape.num_kv_heads, shape.head_dim)
+    def __init__(self, shape: Shape, device: torch.device, load: Load) -> None:
+        size = (load.num_pages * PAGE, shape.num_kv_heads, shape.head_dim)
         # What the engine never wrote must not matter.
         self._buffers = [
             [torch.full(size, float("nan"), dtype=shape.dtype, device=device) for _ in range(2)]
@@ -108,7 +107,9 @@ class _Pool:
 
     def get_kv_cache_quant_method(self) -> SimpleNamespace:
         access = SimpleNamespace(kind=None, scale_recipe=None)
-        return SimpleNamespace(resolve_attention_access=lambda *_: access, name="none")
+        return SimpleNamespace(
+            resolve_attention_access=lambda *_: access, needs_global_scale=lambda: False
+        )
 
 
 def load(root: Path, device: torch.device):
@@ -172,13 +173,13 @@ def load(root: Path, device: torch.device):
 
 
 class SglangEngine:
-    def __init__(self, loaded, shape: Shape, device: torch.device, path: str) -> None:
+    def __init__(self, loaded, shape: Shape, device: torch.device, path: str, load: Load) -> None:
         # Its ragged prefill of requests without a prefix does not hand on the window.
         ENVIRONMENT["SGLANG_FLASHINFER_USE_PAGED"] = shape.sliding_window is not None
         self._module, self._device, self._path = loaded.module, device, path
         self._modes = importlib.import_module(f"{REAL[3]}").ForwardMode
-        self._table = torch.zeros(MAX_REQUESTS, MAX_LENGTH, dtype=torch.int32, device=device)
-        self._pool = _Pool(shape, device)
+        self._table = torch.zeros(MAX_REQUESTS, load.max_length, dtype=torch.int32, device=device)
+        self._pool = _Pool(shape, device, load)
         window = None if shape.sliding_window is None else shape.sliding_window - 1
         config = SimpleNamespace(
             num_attention_heads=shape.num_qo_heads,
@@ -186,7 +187,7 @@ class SglangEngine:
             get_num_kv_heads=lambda *_: shape.num_kv_heads,
             head_dim=shape.head_dim,
             v_head_dim=shape.head_dim,
-            context_len=MAX_LENGTH,
+            context_len=load.max_length,
             is_multimodal=False,
             is_encoder_decoder=False,
             hf_config=SimpleNamespace(architectures=["LlamaForCausalLM"]),

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import torch
 
-from .serving import NUM_PAGES, PAGE, Batch, Shape
+from .serving import PAGE, Batch, Load, Shape
 from .stand_ins import Finder
 
 # What computes here is vLLM's own code.
@@ -25,7 +25,6 @@ REAL = (
 ABSENT = ("uvloop", "zmq", "msgspec", "pydantic", "cachetools", "regex", "cloudpickle", "numba")
 BACKEND = "vllm.v1.attention.backends.flashinfer"
 MAX_REQUESTS = 16
-MAX_LENGTH = 512
 
 
 class _Buffer:
@@ -189,9 +188,9 @@ def load(root: Path, device: torch.device):
 
 
 class VllmEngine:
-    def __init__(self, loaded, shape: Shape, device: torch.device, path: str) -> None:
+    def __init__(self, loaded, shape: Shape, device: torch.device, path: str, load: Load) -> None:
         module = loaded.module
-        self._device = device
+        self._device, self._load = device, load
         interface = importlib.import_module("vllm.v1.kv_cache_interface")
         self._common = importlib.import_module("vllm.v1.attention.backend").CommonAttentionMetadata
         layout = self._layout(module)
@@ -203,7 +202,7 @@ class VllmEngine:
             ),
             model_config=SimpleNamespace(
                 dtype=shape.dtype,
-                max_model_len=MAX_LENGTH,
+                max_model_len=load.max_length,
                 get_num_attention_heads=lambda _p: shape.num_qo_heads,
                 get_num_kv_heads=lambda _p: shape.num_kv_heads,
                 get_head_size=lambda: shape.head_dim,
@@ -218,7 +217,7 @@ class VllmEngine:
                 static_forward_context=loaded.layers,
             ),
             scheduler_config=SimpleNamespace(
-                max_num_batched_tokens=1024, max_num_seqs=MAX_REQUESTS
+                max_num_batched_tokens=max(1024, sum(load.prompts) + len(load.prompts) * load.shared), max_num_seqs=MAX_REQUESTS
             ),
             parallel_config=SimpleNamespace(
                 cp_kv_cache_interleave_size=1,
@@ -253,7 +252,7 @@ class VllmEngine:
             _v_scale_float=1.0, _o_scale_float=None,
         )  # fmt: skip
         self._builder = module.FlashInferMetadataBuilder(spec, names, config, device)
-        size = (NUM_PAGES, shape.num_kv_heads, PAGE, 2 * shape.head_dim)
+        size = (load.num_pages, shape.num_kv_heads, PAGE, 2 * shape.head_dim)
         # What the engine never wrote must not matter.
         self._caches = [
             torch.full(size, float("nan"), dtype=shape.dtype, device=device) for _ in names
@@ -269,7 +268,7 @@ class VllmEngine:
         new = torch.tensor([0, *batch.new], dtype=torch.int32)
         starts = new.cumsum(0, dtype=torch.int32)
         lengths = torch.tensor(batch.total, dtype=torch.int32)
-        table = torch.zeros(len(batch.new), MAX_LENGTH // PAGE, dtype=torch.int32)
+        table = torch.zeros(len(batch.new), self._load.max_length // PAGE, dtype=torch.int32)
         for row, request in enumerate(batch.requests):
             table[row, : len(request.pages)] = torch.tensor(request.pages)
         self._metadata = self._builder.build(
