@@ -19,7 +19,9 @@ from .serving import Load, Model, Scheduler, Shape, check
 SEED = 8  # no near tie of two tokens
 PATHS = ("eager", "chunked", "prefix", "graph")
 # Of --time: attention is most of the work.
-LONG = Load(prompts=(8000, 4000, 4000, 2000, 2000, 1000, 500, 100), generated=33, shared=1024, chunk=4096)
+LONG = Load(
+    prompts=(8000, 4000, 4000, 2000, 2000, 1000, 500, 100), generated=33, shared=1024, chunk=4096
+)
 LONG_SHAPE = {"num_qo_heads": 32, "num_kv_heads": 8, "dtype": torch.bfloat16}
 OPTIONS = {
     "fp16": {},
@@ -37,7 +39,9 @@ def main() -> int:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--peer", action="store_true", help="FlashInfer's own kernels")
     parser.add_argument("--paths", nargs="+", choices=PATHS, default=PATHS)
-    parser.add_argument("--time", type=int, default=0, metavar="N", help="times N runs of each path")
+    parser.add_argument(
+        "--time", type=int, default=0, metavar="N", help="times N runs of each path"
+    )
     parser.add_argument("--seed", type=int, default=SEED, help="of the weights")
     parser.add_argument("--json", type=Path, help="appends the rows, one a line")
     parser.add_argument("--trace", action="store_true", help="prints tracebacks")
@@ -98,7 +102,9 @@ def _run(loaded, shape: Shape, device: torch.device, path: str, options) -> dict
         row = check(model, served, tokens=not options.time)
         row["wrappers"] = sorted({_brief(w) for w in engine.wrappers()})
         if options.time:
-            runs = [Scheduler(engine, model, path, load).serve(replays) for _ in range(options.time)]
+            runs = [
+                Scheduler(engine, model, path, load).serve(replays) for _ in range(options.time)
+            ]
             median = sorted(runs, key=lambda r: r.total_s)[options.time // 2]
             first = sorted(r.first_token_s for r in runs)[options.time // 2]
             decoded = len(load.prompts) * (load.generated - 1)

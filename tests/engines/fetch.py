@@ -17,7 +17,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path, help="a directory; each release gets one in it")
     parser.add_argument("releases", nargs="*", default=NEWEST, help="such as vllm==0.33.0")
-    parser.add_argument("--archive", type=Path, help="the same as a .txz, for a machine without PyPI")
+    parser.add_argument(
+        "--archive", type=Path, help="the same as a .txz, for a machine without PyPI"
+    )
     parser.add_argument("--wheels", type=Path, help="keeps wheels here, and takes those that are")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:

@@ -56,7 +56,9 @@ class Batch:
 
     def inputs(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Token ids, positions and slots of the new tokens."""
-        spans = [(r, r.computed, r.computed + n) for r, n in zip(self.requests, self.new, strict=True)]
+        spans = [
+            (r, r.computed, r.computed + n) for r, n in zip(self.requests, self.new, strict=True)
+        ]
         lists = (
             [t for r, a, b in spans for t in r.tokens[a:b]],
             [p for _, a, b in spans for p in range(a, b)],
@@ -75,9 +77,7 @@ class Engine(Protocol):
     def begin(self, batch: Batch, slots: torch.Tensor) -> None:
         """Builds the metadata of a step. slots: where the new tokens' keys go."""
 
-    def attend(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> torch.Tensor:
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """[tokens, num_qo_heads, head_dim]; writes k and v into the cache."""
 
 
@@ -312,7 +312,9 @@ def check(model: Model, served: Served, tokens: bool = True) -> dict[str, float]
         best = wanted.topk(2).values
         margin = min(margin, float((best[:, 0] - best[:, 1]).min()))
         greedy = wanted.argmax(-1).tolist()
-        assert not tokens or greedy == request.tokens[-len(found) :], f"tokens differ: {worst=}, {margin=}"
+        assert not tokens or greedy == request.tokens[-len(found) :], (
+            f"tokens differ: {worst=}, {margin=}"
+        )
     tolerance = {torch.float16: 0.02, torch.bfloat16: 0.16}[model.shape.dtype]
     assert worst < tolerance, f"a logit is off by {worst}"
     return {"worst": round(worst, 5), "margin": round(margin, 3)}

@@ -34,6 +34,9 @@ class _Environment:
 
 
 class _WriteLoc:
+    def __new__(cls, loc: torch.Tensor, _swa_loc=None) -> torch.Tensor:
+        return loc
+
     @staticmethod
     def for_layer(forward_batch, _layer, swa_loc=None) -> torch.Tensor:
         return forward_batch.out_cache_loc
@@ -83,6 +86,11 @@ class _Translator:
 
     def pack_read_stream(
         self, _plan, *, req_pool_indices, seq_lens, indptr, out, kv_start_idx=None, kind=None
+    ) -> None:
+        _pack_stream(self._table, req_pool_indices, seq_lens, indptr, out, kv_start_idx)
+
+    def fill_packed_read_stream(
+        self, *, req_pool_indices, seq_lens, indptr, out, kv_start_idx=None, **_kwargs
     ) -> None:
         _pack_stream(self._table, req_pool_indices, seq_lens, indptr, out, kv_start_idx)
 
@@ -161,7 +169,10 @@ def load(root: Path, device: torch.device):
             "create_flashinfer_kv_indices_triton": _Launch(),
             "assert_buffer_fits": lambda *_, **__: None,
         }
-    piecewise = {"is_in_tc_piecewise_cuda_graph": lambda: False, "is_in_piecewise_cuda_graph": lambda: False}
+    piecewise = {
+        "is_in_tc_piecewise_cuda_graph": lambda: False,
+        "is_in_piecewise_cuda_graph": lambda: False,
+    }
     runner = "sglang.srt.model_executor"
     values[f"{runner}.runner_backend_utils.tc_piecewise_cuda_graph"] = piecewise
     values["sglang.srt.compilation.piecewise_context_manager"] = piecewise
@@ -297,9 +308,7 @@ class SglangEngine:
                 backend.decode_cuda_graph_metadata[size]
             )
 
-    def attend(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> torch.Tensor:
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         forward = self._backend.forward_decode if self._decode else self._backend.forward_extend
         q, k, v = (t.reshape(len(t), -1) for t in (q, k, v))
         return forward(q, k, v, self._layers[layer], self._forward)

@@ -27,7 +27,11 @@ class Anything:
         return value
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if len(args) == 1 and not kwargs and (callable(args[0]) and not isinstance(args[0], Anything)):
+        if (
+            len(args) == 1
+            and not kwargs
+            and (callable(args[0]) and not isinstance(args[0], Anything))
+        ):
             return args[0]  # a decorator
         return Anything(f"{self.__name__}()")
 

@@ -43,7 +43,9 @@ class _Platform:
     device_type = "cuda"
 
     def __init__(self, device: torch.device) -> None:
-        self._capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
+        self._capability = (
+            torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
+        )
 
     def fp8_dtype(self) -> torch.dtype:
         return torch.float8_e4m3fn
@@ -148,6 +150,9 @@ def load(root: Path, device: torch.device):
         "get_dcp_group": lambda: group,
         "get_dcp_world_size_and_rank": lambda *_: (1, 0),
     }
+    values["vllm.distributed.kv_transfer.kv_connector.utils"] = {
+        "get_kv_connector_cache_layout": lambda *_: "NHD"
+    }
     values["vllm.utils.flashinfer"] = {
         "can_use_trtllm_attention": no,
         "use_trtllm_attention": no,
@@ -180,7 +185,9 @@ def load(root: Path, device: torch.device):
             "reshape_and_cache_flash(Tensor key, Tensor value, Tensor(a!) k_cache, "
             "Tensor(b!) v_cache, Tensor slots, str dtype, Tensor k_scale, Tensor v_scale) -> ()"
         )
-        library.impl("reshape_and_cache_flash", _reshape_and_cache_flash, "CompositeExplicitAutograd")
+        library.impl(
+            "reshape_and_cache_flash", _reshape_and_cache_flash, "CompositeExplicitAutograd"
+        )
         module._kept_library = library
     return SimpleNamespace(
         module=module, modes=CUDAGraphMode, layers=layers, loaded=finder.loaded, engine=VllmEngine
@@ -211,16 +218,22 @@ class VllmEngine:
                 disable_flashinfer_q_quantization=False, use_trtllm_attention=False
             ),
             num_speculative_tokens=0,
+            use_v2_model_runner=False,
             speculative_config=None,
             compilation_config=SimpleNamespace(
-                cudagraph_mode=mode, max_cudagraph_capture_size=MAX_REQUESTS,
+                cudagraph_mode=mode,
+                max_cudagraph_capture_size=MAX_REQUESTS,
                 static_forward_context=loaded.layers,
             ),
             scheduler_config=SimpleNamespace(
-                max_num_batched_tokens=max(1024, sum(load.prompts) + len(load.prompts) * load.shared), max_num_seqs=MAX_REQUESTS
+                max_num_batched_tokens=max(
+                    1024, sum(load.prompts) + len(load.prompts) * load.shared
+                ),
+                max_num_seqs=MAX_REQUESTS,
             ),
             parallel_config=SimpleNamespace(
                 cp_kv_cache_interleave_size=1,
+                dcp_kv_cache_interleave_size=1,
                 dcp_comm_backend="ag_rs",
                 decode_context_parallel_size=1,
             ),
@@ -244,6 +257,7 @@ class VllmEngine:
                 shape.soft_cap,
             )
             impl.dcp_world_size, impl.dcp_rank = 1, 0
+            impl.cache_config = config.cache_config
             self._impls.append(impl)
             loaded.layers[name] = SimpleNamespace(impl=impl)
         one = torch.ones((), device=device)
@@ -260,6 +274,8 @@ class VllmEngine:
 
     @staticmethod
     def _layout(module):
+        if not hasattr(module.FlashInferBackend, "supported_kv_cache_layouts"):
+            return None  # its backend asks get_kv_cache_layout() instead
         layouts = module.FlashInferBackend.supported_kv_cache_layouts()
         interface = importlib.import_module("vllm.v1.kv_cache_interface")
         return layouts[0] if layouts else next(iter(interface.KVCacheLayout))
@@ -288,9 +304,7 @@ class VllmEngine:
         )
         self._slots = slots
 
-    def attend(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> torch.Tensor:
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         impl, cache = self._impls[layer], self._caches[layer]
         impl.do_kv_cache_update(self._layer, k, v, cache, self._slots)
         out = torch.empty_like(q)

@@ -24,8 +24,7 @@ def unserved() -> str | None:
     compiled = {
         family: architectures
         for family in _core.families()
-        if not _core.traits_of(family).on_cpu
-        and (architectures := _core.architectures(family))
+        if not _core.traits_of(family).on_cpu and (architectures := _core.architectures(family))
     }
     if not compiled:
         why = _core.cuda_error() or "it has CPU kernels alone"
