@@ -413,7 +413,7 @@ def test_names_one_by_one(flashinfer, engine):
     with preflash.patch_flashinfer(names=["merge_state"]) as patch:
         assert {r.new for r in patch.replaced} == {preflash.merge_state}
         assert engine.merge is preflash.merge_state
-        assert engine._pack() == "flashinfer's"
+        assert engine._pack(0) == "flashinfer's"
         with preflash.patch_flashinfer(names=("merge_state", "packbits")) as more:
             assert {r.new for r in more.replaced} == {preflash.packbits}
     with pytest.raises(ValueError, match=r"no 'merge_stats' of.*Did you mean 'merge_state'"):
@@ -471,15 +471,19 @@ def test_a_torch_without_cuda_uses_no_gpu(flashinfer, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("value", "merge", "pack"),
+    ("group", "value", "merge", "pack"),
     [
-        (None, "serving_engine's", "serving_engine's"),
-        ("0", "serving_engine's", "serving_engine's"),
-        ("1", "preflash.cascade", "preflash.quantization"),
-        ("merge_state, merge_states", "preflash.cascade", "serving_engine's"),
+        ("vllm.general_plugins", None, "serving_engine's", "serving_engine's"),
+        ("vllm.general_plugins", "1", "preflash.cascade", "preflash.quantization"),
+        ("sglang.srt.plugins", "0", "serving_engine's", "serving_engine's"),
+        (
+            "sglang.srt.plugins",
+            "merge_state, merge_states",
+            "preflash.cascade",
+            "serving_engine's",
+        ),
     ],
 )
-@pytest.mark.parametrize("group", ["vllm.general_plugins", "sglang.srt.plugins"])
 def test_the_plugins_of_the_engines(flashinfer, tmp_path, group, value, merge, pack):
     """Found and called as both engines do: importlib.metadata, load(), a call without arguments."""
     project = (Path(__file__).parents[2] / "pyproject.toml").read_text()
@@ -517,7 +521,7 @@ def test_the_plugins_of_the_engines(flashinfer, tmp_path, group, value, merge, p
 
 def test_a_wrong_name_in_the_environment_is_said(flashinfer, monkeypatch):
     monkeypatch.setenv("PREFLASH_PATCH", "yes")
-    with pytest.raises(ValueError, match="PREFLASH_PATCH='yes' in the environment: names: .*'yes'"):
+    with pytest.raises(ValueError, match=r"PREFLASH_PATCH='yes' in the environment: .*'yes'"):
         preflash._compat.patch.patch_engine()
 
 

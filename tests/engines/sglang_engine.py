@@ -124,6 +124,8 @@ def load(root: Path, device: torch.device):
     """The module of SGLang's backend, from the directory that holds `sglang`."""
     finder = Finder(root, "sglang", REAL, ("msgspec", "pybase64", "orjson", "zmq"))
     environment = _Environment()
+    if device.type == "cuda":
+        ENVIRONMENT["SGLANG_FLASHINFER_WORKSPACE_SIZE"] = 384 << 20
     values = finder.values
     values["sglang.srt.environ"] = {"envs": environment}
     off = SimpleNamespace(enable_mis=False)

@@ -1,5 +1,5 @@
-"""An engine's attention backend without the engine: the modules that a backend computes with are the
-engine's own files, every other module of the engine is a stand-in that only lets them import."""
+"""An engine's attention backend without the engine: the modules that a backend computes with are
+the engine's own files, every other module of the engine is a stand-in that lets them import."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ class _StandIn(ModuleType):
 
 
 class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds `real` modules of a package as its files, everything else in it and in `absent` packages
-    as stand-ins."""
+    """Finds `real` modules of a package as its files, and all else in it and in `absent` packages as
+    stand-ins."""
 
     def __init__(self, root: Path, package: str, real: Collection[str], absent: Collection[str]):
         self._root, self._package, self._real = root, package, set(real)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+from contextlib import nullcontext
+from enum import Enum
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,6 +27,10 @@ REAL = (
 ABSENT = ("uvloop", "zmq", "msgspec", "pydantic", "cachetools", "regex", "cloudpickle", "numba")
 BACKEND = "vllm.v1.attention.backends.flashinfer"
 MAX_REQUESTS = 16
+
+
+def no(*_args, **_kwargs) -> bool:
+    return False
 
 
 class _Buffer:
@@ -98,7 +104,7 @@ class _Kernel:
 
 
 def _reshape_and_cache_flash(key, value, k_cache, v_cache, slots, _dtype, _k_scale, _v_scale):
-    """_C_cache_ops.reshape_and_cache_flash for caches of the keys' dtype: [pages, tokens, heads, dim]."""
+    """Of _C_cache_ops; caches are [pages, tokens, heads, dim] of the keys' dtype."""
     page, offset = slots // k_cache.shape[1], slots % k_cache.shape[1]
     k_cache.index_put_((page, offset), key[: len(slots)])
     v_cache.index_put_((page, offset), value[: len(slots)])
@@ -114,13 +120,7 @@ def load(root: Path, device: torch.device):
         VLLM_USE_TRTLLM_ATTENTION=None,
     )
     platform = _Platform(device)
-    no = lambda *_, **__: False  # noqa: E731
     group = SimpleNamespace(world_size=1, rank_in_group=0)
-
-    class Modes:
-        pass
-
-    from enum import Enum
 
     class CUDAGraphMode(Enum):
         NONE = 0
@@ -169,7 +169,7 @@ def load(root: Path, device: torch.device):
         "is_torch_equal": no,
     }
     values["vllm.v1.utils"] = {"CpuGpuBuffer": _Buffer}
-    values["vllm.utils.gpu_sync_debug"] = {"gpu_sync_allowed": __import__("contextlib").nullcontext}
+    values["vllm.utils.gpu_sync_debug"] = {"gpu_sync_allowed": nullcontext}
     if device.type == "cuda":
         import triton
         import triton.language as tl
