@@ -416,7 +416,7 @@ def test_names_one_by_one(flashinfer, engine):
         assert engine._pack(0) == "flashinfer's"
         with preflash.patch_flashinfer(names=("merge_state", "packbits")) as more:
             assert {r.new for r in more.replaced} == {preflash.packbits}
-    with pytest.raises(ValueError, match=r"no 'merge_stats' of.*Did you mean 'merge_state'"):
+    with pytest.raises(ValueError, match=r"no 'merge_stats' of.*Did you mean 'merge_state"):
         preflash.patch_flashinfer(names=["merge_stats"])
     with pytest.raises(TypeError, match="list of names, got the string 'merge_state'"):
         preflash.patch_flashinfer(names="merge_state")

@@ -66,7 +66,7 @@ class _StandIn(ModuleType):
 
 
 class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds `real` modules of a package as its files, and all else in it and in `absent` packages as
+    """Finds `real` modules of a package as its files, the rest and `absent` packages as
     stand-ins."""
 
     def __init__(self, root: Path, package: str, real: Collection[str], absent: Collection[str]):
