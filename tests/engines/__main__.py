@@ -28,6 +28,7 @@ OPTIONS = {
     "bf16": {"dtype": torch.bfloat16},
     "capped": {"soft_cap": 30.0},
     "window": {"sliding_window": 33},
+    "fp8 cache": {"dtype": torch.bfloat16, "fp8_cache": True},
 }
 
 

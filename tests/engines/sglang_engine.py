@@ -95,6 +95,10 @@ class _Translator:
         _pack_stream(self._table, req_pool_indices, seq_lens, indptr, out, kv_start_idx)
 
 
+def _cache_dtype(shape: Shape) -> torch.dtype:
+    return torch.float8_e4m3fn if shape.fp8_cache else shape.dtype
+
+
 class _Pool:
     """token_to_kv_pool: [slots, heads, dim] of each layer."""
 
@@ -102,7 +106,10 @@ class _Pool:
         size = (load.num_pages * PAGE, shape.num_kv_heads, shape.head_dim)
         # What the engine never wrote must not matter.
         self._buffers = [
-            [torch.full(size, float("nan"), dtype=shape.dtype, device=device) for _ in range(2)]
+            [
+                torch.full(size, float("nan"), device=device).to(_cache_dtype(shape))
+                for _ in range(2)
+            ]
             for _ in range(shape.num_layers)
         ]
 
@@ -111,7 +118,10 @@ class _Pool:
 
     def set_kv_buffer(self, layer, loc, k, v, *_scales, **_kwargs) -> None:
         for buffer, values in zip(self._buffers[layer.layer_id], (k, v), strict=True):
-            buffer[loc] = values.view(-1, *buffer.shape[1:])
+            new = values.view(-1, *buffer.shape[1:]).to(buffer.dtype)
+            if buffer.element_size() == 1:
+                buffer, new = buffer.view(torch.uint8), new.view(torch.uint8)
+            buffer[loc] = new
 
     def get_kv_cache_quant_method(self) -> SimpleNamespace:
         access = SimpleNamespace(kind=None, scale_recipe=None)
@@ -221,7 +231,7 @@ class SglangEngine:
             model_config=config,
             prefill_attention_backend_str="flashinfer",
             decode_attention_backend_str="flashinfer",
-            kv_cache_dtype=shape.dtype,
+            kv_cache_dtype=_cache_dtype(shape),
             dtype=shape.dtype,
             page_size=1,
             sliding_window_size=window,

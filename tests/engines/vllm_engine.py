@@ -104,10 +104,17 @@ class _Kernel:
 
 
 def _reshape_and_cache_flash(key, value, k_cache, v_cache, slots, _dtype, _k_scale, _v_scale):
-    """Of _C_cache_ops; caches are [pages, tokens, heads, dim] of the keys' dtype."""
+    """Of _C_cache_ops, with scales of 1; caches are [pages, tokens, heads, dim]."""
     page, offset = slots // k_cache.shape[1], slots % k_cache.shape[1]
-    k_cache.index_put_((page, offset), key[: len(slots)])
-    v_cache.index_put_((page, offset), value[: len(slots)])
+    for cache, new in ((k_cache, key), (v_cache, value)):
+        if cache.dtype == torch.uint8:
+            new = new.to(torch.float8_e4m3fn).view(torch.uint8)
+        cache.index_put_((page, offset), new[: len(slots)])
+
+
+def _to_fp8(x: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """scaled_fp8_quant with a scale of 1."""
+    return x.to(torch.float8_e4m3fn), scale
 
 
 def load(root: Path, device: torch.device):
@@ -135,7 +142,7 @@ def load(root: Path, device: torch.device):
 
     layers: dict[str, object] = {}
     values = finder.values
-    values["vllm"] = {"envs": environment}
+    values["vllm"] = {"envs": environment, "_custom_ops": SimpleNamespace(scaled_fp8_quant=_to_fp8)}
     values["vllm.envs"] = vars(environment)
     values["vllm.config"] = {
         "CUDAGraphMode": CUDAGraphMode,
@@ -203,9 +210,12 @@ class VllmEngine:
         layout = self._layout(module)
         names = [f"layer.{index}" for index in range(shape.num_layers)]
         mode = loaded.modes.FULL if path == "graph" else loaded.modes.NONE
+        cache_dtype = "fp8_e4m3" if shape.fp8_cache else "auto"
         config = SimpleNamespace(
             cache_config=SimpleNamespace(
-                cache_dtype="auto", get_resolved_kv_cache_layout=lambda: layout, block_size=PAGE
+                cache_dtype=cache_dtype,
+                get_resolved_kv_cache_layout=lambda: layout,
+                block_size=PAGE,
             ),
             model_config=SimpleNamespace(
                 dtype=shape.dtype,
@@ -242,7 +252,8 @@ class VllmEngine:
             block_size=PAGE,
             num_kv_heads=shape.num_kv_heads,
             head_size=shape.head_dim,
-            dtype=shape.dtype,
+            dtype=torch.uint8 if shape.fp8_cache else shape.dtype,
+            **({"kv_quant_mode": interface.KVQuantMode.FP8_PER_TENSOR} if shape.fp8_cache else {}),
         )
         self._impls = []
         for name in names:
@@ -253,7 +264,7 @@ class VllmEngine:
                 shape.num_kv_heads,
                 None,
                 shape.sliding_window,
-                "auto",
+                cache_dtype,
                 shape.soft_cap,
             )
             impl.dcp_world_size, impl.dcp_rank = 1, 0
@@ -267,10 +278,10 @@ class VllmEngine:
         )  # fmt: skip
         self._builder = module.FlashInferMetadataBuilder(spec, names, config, device)
         size = (load.num_pages, shape.num_kv_heads, PAGE, 2 * shape.head_dim)
-        # What the engine never wrote must not matter.
-        self._caches = [
-            torch.full(size, float("nan"), dtype=shape.dtype, device=device) for _ in names
-        ]
+        # What the engine never wrote must not matter: NaN, also as bytes.
+        bits = torch.uint8 if shape.fp8_cache else shape.dtype
+        rest = 0x7F if shape.fp8_cache else float("nan")
+        self._caches = [torch.full(size, rest, dtype=bits, device=device) for _ in names]
 
     @staticmethod
     def _layout(module):
