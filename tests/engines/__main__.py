@@ -20,7 +20,7 @@ SEED = 8  # no near tie of two tokens
 PATHS = ("eager", "chunked", "prefix", "graph")
 # Of --time: attention is most of the work.
 LONG = Load(
-    prompts=(8000, 4000, 4000, 2000, 2000, 1000, 500, 100), generated=33, shared=1024, chunk=4096
+    prompts=(8000, 4000, 4000, 2000, 1000, 500, 100, 2000), generated=33, shared=1024, chunk=4096
 )
 LONG_SHAPE = {"num_qo_heads": 32, "num_kv_heads": 8, "dtype": torch.bfloat16}
 OPTIONS = {

@@ -169,12 +169,17 @@ class Pool:
 
 @dataclass(frozen=True)
 class Load:
-    """What is served. shared: tokens of the last prompt that are the others' prefix in "prefix"."""
+    """What is served. shared: tokens of the last prompt that are the others' prefix in "prefix"; a
+    multiple of the page size."""
 
     prompts: tuple[int, ...] = (37, 5, 64, 130)
     generated: int = 6
     shared: int = 64
     chunk: int = 48
+
+    def __post_init__(self) -> None:
+        assert self.shared % PAGE == 0
+        assert self.shared <= self.prompts[-1]
 
     @property
     def max_length(self) -> int:
@@ -314,6 +319,7 @@ def check(model: Model, served: Served, tokens: bool = True) -> dict[str, float]
     for request, found in zip(served.requests, served.logits, strict=True):
         ids = torch.tensor(request.tokens[:-1], device=model.device)
         wanted = model(ids, torch.arange(len(ids), device=model.device), attend)[-len(found) :]
+        assert found.isfinite().all(), "a logit is not finite"
         worst = max(worst, float((wanted - found).abs().max()))
         best = wanted.topk(2).values
         margin = min(margin, float((best[:, 0] - best[:, 1]).min()))
