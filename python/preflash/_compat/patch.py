@@ -202,7 +202,9 @@ def _pairs(root: ModuleType, wanted: frozenset[str]) -> _Pairs:
             pass  # a release without this module, or one that no engine can import either
         else:
             homes.append(home)
-        for name in wanted.intersection(module.__all__):
+        for name in module.__all__:
+            if name not in wanted:
+                continue
             new = getattr(module, name)
             for home in homes:
                 old = getattr(home, name, None)
