@@ -35,8 +35,8 @@ struct FoundLibrary {
 // the GPU families, whose refusals say why.
 std::vector<Family> families_for(int compute_capability);
 
-// Whether a GPU runs a library that was compiled for these architectures, as in "80;90+PTX". Machine
-// code runs on its own generation only, from the minor version that it was built for; PTX
+// Whether a GPU runs a library that was compiled for these architectures, as in "80;90+PTX".
+// Machine code runs on its own generation only, from the minor version that it was built for; PTX
 // ("90+PTX") on everything later; code of a feature set ("90a") nowhere else.
 bool compiled_for(std::string_view architectures, int compute_capability);
 
