@@ -119,6 +119,14 @@ void bind_introspection(py::module_& m) {
   bind_families(m);
   m.attr("__version__") = PREFLASH_VERSION;
   m.attr("abi_version") = kKernelAbiVersion;
+  m.def("compiled_for", &compiled_for, py::arg("architectures"), py::arg("compute_capability"));
+  m.def(
+      "architectures",
+      [](Family family) {
+        FoundLibrary found = Registry::instance().library(family);
+        return std::string(found.table == nullptr ? "" : found.table->architectures);
+      },
+      py::arg("family"), "What the family's kernels were compiled for; empty where none are here.");
   m.def("set_library_dir",
         [](const std::string& directory) { Registry::instance().set_library_dir(directory); });
   m.def("kernels", &kernels, "Every compiled kernel that was found, one dict each.");

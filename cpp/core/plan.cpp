@@ -1,7 +1,6 @@
 #include "core/plan.h"
 
 #include <algorithm>
-#include <charconv>
 #include <cstring>
 #include <optional>
 #include <string>
@@ -24,25 +23,12 @@ bool fits(const ForwardKernel& kernel, const DeviceFacts& facts) {
   return facts.smem_per_block == 0 || kernel.smem_bytes <= facts.smem_per_block;
 }
 
-// A library of machine code runs on its own generation only, from the minor version that it was
-// built for; PTX ("90+PTX") on everything later; code of a feature set ("90a") nowhere else.
 void check_architecture(Family family, const DeviceFacts& facts) {
   if (facts.compute_capability == 0) return;
   FoundLibrary found = Registry::instance().library(family);
   if (found.table == nullptr) return;  // find() says what is missing and what would work
   const std::string_view list = found.table->architectures;
-  for (std::size_t begin = 0; begin < list.size();) {
-    std::size_t end = std::min(list.find(';', begin), list.size());
-    std::string_view name = list.substr(begin, end - begin);
-    int built_for = 0;
-    std::from_chars(name.data(), name.data() + name.size(), built_for);
-    bool ptx = name.find("PTX") != std::string_view::npos;
-    bool nowhere_else = name.back() == 'a';
-    bool same_generation = built_for / 10 == facts.compute_capability / 10;
-    if (built_for == facts.compute_capability) return;
-    if (built_for < facts.compute_capability && !nowhere_else && (same_generation || ptx)) return;
-    begin = end + 1;
-  }
+  if (compiled_for(list, facts.compute_capability)) return;
   throw NotCompiledError(
       "backend \"" + std::string(backend_of(family)) + "\": its kernels were compiled for sm " +
       std::string(list) + "; device " + std::to_string(facts.device) + " (" + facts.name +

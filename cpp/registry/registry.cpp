@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <charconv>
 #include <iterator>
 #include <mutex>
 #include <optional>
@@ -134,6 +135,22 @@ struct Registry::State {
     return families;
   }
 };
+
+bool compiled_for(std::string_view architectures, int compute_capability) {
+  for (std::size_t begin = 0; begin < architectures.size();) {
+    std::size_t end = std::min(architectures.find(';', begin), architectures.size());
+    std::string_view name = architectures.substr(begin, end - begin);
+    int built_for = 0;
+    std::from_chars(name.data(), name.data() + name.size(), built_for);
+    bool ptx = name.find("PTX") != std::string_view::npos;
+    bool nowhere_else = name.back() == 'a';
+    bool same_generation = built_for / 10 == compute_capability / 10;
+    if (built_for == compute_capability) return true;
+    if (built_for < compute_capability && !nowhere_else && (same_generation || ptx)) return true;
+    begin = end + 1;
+  }
+  return false;
+}
 
 Registry& Registry::instance() {
   static Registry registry;

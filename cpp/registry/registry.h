@@ -4,6 +4,7 @@
 #pragma once
 
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "preflash/device_services.h"
@@ -33,6 +34,11 @@ struct FoundLibrary {
 // What backend="auto" tries on a device, best first; 0 is the CPU. A GPU that none runs on gets all
 // the GPU families, whose refusals say why.
 std::vector<Family> families_for(int compute_capability);
+
+// Whether a GPU runs a library that was compiled for these architectures, as in "80;90+PTX".
+// Machine code runs on its own generation only, from the minor version that it was built for; PTX
+// ("90+PTX") on everything later; code of a feature set ("90a") nowhere else.
+bool compiled_for(std::string_view architectures, int compute_capability);
 
 // Process-wide and thread-safe. Tables and kernels live as long as the process.
 class Registry {

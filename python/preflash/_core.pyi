@@ -91,6 +91,12 @@ def families() -> list[Family]:
 def families_for(compute_capability: int) -> list[Family]:
     """What backend="auto" tries on a device, best first; 0 is the CPU."""
 
+def compiled_for(architectures: str, compute_capability: int) -> bool:
+    """Whether a GPU runs a library that was compiled for these architectures, as in "80;90+PTX"."""
+
+def architectures(family: Family) -> str:
+    """What the family's kernels were compiled for; empty where none are here."""
+
 def set_library_dir(directory: str) -> None: ...
 def kernels() -> list[dict[str, Any]]:
     """Every compiled kernel that was found: id, family, backend, q_dtype, kv_dtype, head_dim_qk,

@@ -6,11 +6,16 @@ in flashinfer alone would not reach it: every imported module is searched for th
 
 from __future__ import annotations
 
+import difflib
 import importlib
+import inspect
+import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import ModuleType, TracebackType
 from typing import Any, NamedTuple
+
+from .._device import gpus
 
 __all__ = ["FlashInferPatch", "Replacement", "patch_flashinfer"]
 
@@ -40,6 +45,7 @@ class FlashInferPatch:
     def __init__(self, target: str, replaced: list[Replacement], reason: str | None) -> None:
         self._target = target
         self._undone = False
+        self._added = _add_extras(replaced)
         self.replaced = replaced
         self.reason = reason
 
@@ -58,6 +64,8 @@ class FlashInferPatch:
                 names[name] = old
         own = {id(r.new): (r.new, r.old) for r in self.replaced if _is_flashinfer(r.module)}
         _replace([r for r in _references(own) if _is_flashinfer(r.module)])
+        for holder, name in self._added:
+            delattr(holder, name)
         self._undone = True
 
     def __enter__(self) -> FlashInferPatch:
@@ -85,7 +93,7 @@ class FlashInferPatch:
         return "\n".join([head, *lines]) + ">"
 
 
-def patch_flashinfer() -> FlashInferPatch:
+def patch_flashinfer(names: Iterable[str] | None = None) -> FlashInferPatch:
     """Replaces the names that preflash serves in the installed flashinfer, in place.
 
     They are replaced in every module that is imported by now and holds flashinfer's object: in
@@ -99,12 +107,23 @@ def patch_flashinfer() -> FlashInferPatch:
     they are.
 
     Calling it again replaces only what is not preflash's yet, most often nothing. Where flashinfer
-    is absent or does not import, nothing is replaced and `reason` says so.
+    is absent or does not import, and where torch uses GPUs of which this build serves none, nothing
+    is replaced and `reason` says so. Attributes that flashinfer gives its functions (`fi_trace`,
+    `fi_init`) are given to preflash's.
+
+    Args:
+        names: replaces these alone, as in ["BatchPrefillWithPagedKVCacheWrapper"]; None: all.
+
+    Raises:
+        ValueError: one of `names` is not a name that preflash serves.
 
     Returns:
         FlashInferPatch: `replaced` lists (module, name, old, new), `reason` says why there is none,
         repr() shows all of it, undo() or the end of a `with` block puts everything back.
     """
+    wanted = _checked_names(names)
+    if unserved := gpus.unserved():
+        return FlashInferPatch("flashinfer", [], unserved)
     try:
         root = importlib.import_module("flashinfer")
     except ModuleNotFoundError as error:
@@ -117,7 +136,7 @@ def patch_flashinfer() -> FlashInferPatch:
     target = f"flashinfer {getattr(root, '__version__', 'of unknown version')}"
     if _names(root).get("patch_flashinfer") is patch_flashinfer:
         return FlashInferPatch(target, [], "flashinfer is preflash under that name")
-    pairs = _pairs(root)
+    pairs = _pairs(root, wanted)
     replaced = list(_references(pairs.to_replace))
     reason = None
     if not replaced:
@@ -131,6 +150,36 @@ def patch_flashinfer() -> FlashInferPatch:
     return patch
 
 
+def patch_engine() -> None:
+    """patch_flashinfer() as PREFLASH_PATCH in the environment says: the entry point that vLLM and
+    SGLang call in each of their processes."""
+    value = os.environ.get("PREFLASH_PATCH", "").strip()
+    if value in ("", "0"):
+        return
+    names = None if value == "1" else [name.strip() for name in value.split(",") if name.strip()]
+    try:
+        patch = patch_flashinfer(names)
+    except ValueError as error:
+        raise ValueError(f"PREFLASH_PATCH={value!r} in the environment: {error}") from None
+    print(patch, file=sys.stderr)
+
+
+def _checked_names(names: Iterable[str] | None) -> frozenset[str]:
+    served: set[str] = set()
+    for module_name in _MODULES:
+        served.update(importlib.import_module(f"{_PACKAGE}.{module_name}").__all__)
+    if names is None:
+        return frozenset(served)
+    if isinstance(names, str):
+        raise TypeError(f"names: must be a list of names, got the string {names!r}")
+    wanted = frozenset(names)
+    for name in sorted(wanted - served):
+        near = difflib.get_close_matches(name, served, n=1)
+        hint = f". Did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"names: preflash serves no {name!r} of flashinfer{hint}")
+    return wanted
+
+
 def _broken(error: Exception) -> FlashInferPatch:
     reason = f"it does not import: {type(error).__name__}: {error}"
     return FlashInferPatch("flashinfer", [], reason)
@@ -141,7 +190,7 @@ class _Pairs(NamedTuple):
     already: bool  # some name is ours
 
 
-def _pairs(root: ModuleType) -> _Pairs:
+def _pairs(root: ModuleType, wanted: frozenset[str]) -> _Pairs:
     """Which objects of flashinfer stand for which of ours, wherever it keeps them."""
     to_replace = {}
     already = False
@@ -155,6 +204,8 @@ def _pairs(root: ModuleType) -> _Pairs:
         else:
             homes.append(home)
         for name in module.__all__:
+            if name not in wanted:
+                continue
             new = getattr(module, name)
             for home in homes:
                 old = getattr(home, name, None)
@@ -182,6 +233,25 @@ def _references(pairs: dict[int, tuple[Any, Any]]) -> Iterator[Replacement]:
 def _replace(replacements: list[Replacement]) -> None:
     for module, name, _, new in replacements:
         _names(module)[name] = new
+
+
+def _add_extras(replaced: list[Replacement]) -> list[tuple[Any, str]]:
+    """Gives our functions and methods the attributes that flashinfer's have beside Python's own,
+    and tells which."""
+    added = []
+    for old, new in {id(r.old): (r.old, r.new) for r in replaced}.values():
+        both = [(old, new)]
+        if isinstance(new, type):
+            own = vars(new)
+            both = [(theirs, own[name]) for name, theirs in vars(old).items() if name in own]
+        for theirs, ours in both:
+            if not (inspect.isfunction(theirs) and inspect.isfunction(ours)):
+                continue
+            for name, value in vars(theirs).items():
+                if not name.startswith("_") and not hasattr(ours, name):
+                    setattr(ours, name, value)
+                    added.append((ours, name))
+    return added
 
 
 def _names(module: ModuleType) -> dict[str, Any]:

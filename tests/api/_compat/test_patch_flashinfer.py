@@ -18,6 +18,11 @@ import torch
 from preflash.testing import Case, build, compare, oracle, reference
 from preflash.testing.oracle import Pipeline
 
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
 PACKAGE = {
     "flashinfer/__init__.py": """
         __version__ = "9.8.7"
@@ -430,6 +435,122 @@ def test_an_interrupted_patch_changes_nothing(flashinfer, engine, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         preflash.patch_flashinfer()
     assert attributes() == before
+
+
+def test_names_one_by_one(flashinfer, engine):
+    with preflash.patch_flashinfer(names=["merge_state"]) as patch:
+        assert {r.new for r in patch.replaced} == {preflash.merge_state}
+        assert engine.merge is preflash.merge_state
+        assert engine._pack(0) == "flashinfer's"
+        with preflash.patch_flashinfer(names=("merge_state", "packbits")) as more:
+            assert {r.new for r in more.replaced} == {preflash.packbits}
+    with pytest.raises(ValueError, match=r"no 'merge_stats' of.*Did you mean 'merge_state"):
+        preflash.patch_flashinfer(names=["merge_stats"])
+    with pytest.raises(TypeError, match="list of names, got the string 'merge_state'"):
+        preflash.patch_flashinfer(names="merge_state")
+
+
+def test_extra_attributes_are_kept_while_patched(flashinfer):
+    flashinfer.merge_state.fi_trace = trace = object()
+    theirs = flashinfer.BatchPrefillWithPagedKVCacheWrapper
+    theirs.run = lambda self: None
+    theirs.run.fi_trace = of_run = object()
+    with preflash.patch_flashinfer(), preflash.patch_flashinfer():
+        assert flashinfer.merge_state is preflash.merge_state
+        assert preflash.merge_state.fi_trace is trace
+        assert preflash.BatchPrefillWithPagedKVCacheWrapper.run.fi_trace is of_run
+    assert not hasattr(preflash.merge_state, "fi_trace")
+    assert not hasattr(preflash.BatchPrefillWithPagedKVCacheWrapper.run, "fi_trace")
+
+
+@pytest.mark.parametrize(
+    ("architectures", "capability", "why"),
+    [
+        ("", 90, r"this build of preflash has no kernel for a GPU \(sm 90\): "),
+        ("80;90", 100, r"no kernel .* serves a GPU here \(sm 100\): it has .*fa2 for sm 80;90$"),
+        ("80;90+PTX", 100, None),
+        ("80;90a", 100, "no kernel"),
+        ("80", 89, None),
+        ("80", 75, "no kernel"),
+    ],
+)
+def test_refused_where_no_kernel_serves_the_gpu(
+    flashinfer, monkeypatch, architectures, capability, why
+):
+    gpus = preflash._device.gpus
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(gpus, "capabilities", lambda: [capability])
+    monkeypatch.setattr(gpus._core, "architectures", lambda family: architectures)
+    before = attributes()
+    with preflash.patch_flashinfer() as patch:
+        if why is None:
+            assert patch.replaced
+        else:
+            assert attributes() == before
+            assert re.search(why, patch.reason)
+            assert "nothing replaced" in repr(patch)
+
+
+def test_a_torch_without_cuda_uses_no_gpu(flashinfer, monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(preflash._device.gpus, "capabilities", lambda: [100])
+    with preflash.patch_flashinfer() as patch:
+        assert patch.replaced
+
+
+@pytest.mark.parametrize(
+    ("group", "value", "merge", "pack"),
+    [
+        ("vllm.general_plugins", None, "serving_engine's", "serving_engine's"),
+        ("vllm.general_plugins", "1", "preflash.cascade", "preflash.quantization"),
+        ("sglang.srt.plugins", "0", "serving_engine's", "serving_engine's"),
+        (
+            "sglang.srt.plugins",
+            "merge_state, merge_states",
+            "preflash.cascade",
+            "serving_engine's",
+        ),
+    ],
+)
+def test_the_plugins_of_the_engines(flashinfer, tmp_path, group, value, merge, pack):
+    """Found and called as both engines do: importlib.metadata, load(), a call without arguments."""
+    project = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    entries = tomllib.loads(project)["project"]["entry-points"]
+    info = tmp_path / "preflash_of_this_test-1.dist-info"
+    info.mkdir()
+    lines = [
+        f"[{name}]\n{key} = {target}\n"
+        for name, entry in entries.items()
+        for key, target in entry.items()
+    ]
+    (info / "entry_points.txt").write_text("".join(lines))
+    (info / "METADATA").write_text("Name: preflash-of-this-test\nVersion: 1\n")
+    code = f"""
+        from importlib.metadata import entry_points
+        for entry in entry_points(group={group!r}):
+            if entry.value.startswith("preflash."):
+                entry.load()()
+        import serving_engine as e
+        for f in (e.merge, e._pack):
+            print(f.__module__ if f.__module__.startswith("preflash.") else "serving_engine's")
+    """
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    environment.pop("PREFLASH_PATCH", None)
+    if value is not None:
+        environment["PREFLASH_PATCH"] = value
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env=environment, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split("\n")[:2] == [merge, pack]
+    assert ("patch of flashinfer 9.8.7" in done.stderr) == (value not in (None, "0"))
+
+
+def test_a_wrong_name_in_the_environment_is_said(flashinfer, monkeypatch):
+    monkeypatch.setenv("PREFLASH_PATCH", "yes")
+    with pytest.raises(ValueError, match=r"PREFLASH_PATCH='yes' in the environment: .*'yes'"):
+        preflash._compat.patch.patch_engine()
 
 
 def test_absent(no_flashinfer):

@@ -1,0 +1,118 @@
+"""Runs engines' FlashInfer backends: python -m tests.engines --help."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import subprocess
+import sys
+import traceback
+from pathlib import Path
+
+import torch
+
+from . import flashinfer_name
+from .serving import Load, Model, Scheduler, Shape, check
+
+SEED = 8  # no near tie of two tokens
+PATHS = ("eager", "chunked", "prefix", "graph")
+# Of --time: attention is most of the work.
+LONG = Load(
+    prompts=(8000, 4000, 4000, 2000, 1000, 500, 100, 2000), generated=33, shared=1024, chunk=4096
+)
+LONG_SHAPE = {"num_qo_heads": 32, "num_kv_heads": 8, "dtype": torch.bfloat16}
+OPTIONS = {
+    "fp16": {},
+    "bf16": {"dtype": torch.bfloat16},
+    "capped": {"soft_cap": 30.0},
+    "window": {"sliding_window": 33},
+    "fp8 cache": {"dtype": torch.bfloat16, "fp8_cache": True},
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.engines", description=__doc__, epilog="fetch.py fetches the releases"
+    )
+    parser.add_argument("releases", type=Path, nargs="+", help="directories such as vllm-0.33.0")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--peer", action="store_true", help="FlashInfer's own kernels")
+    parser.add_argument("--paths", nargs="+", choices=PATHS, default=PATHS)
+    parser.add_argument(
+        "--time", type=int, default=0, metavar="N", help="times N runs of each path"
+    )
+    parser.add_argument("--seed", type=int, default=SEED, help="of the weights")
+    parser.add_argument("--json", type=Path, help="appends the rows, one a line")
+    parser.add_argument("--trace", action="store_true", help="prints tracebacks")
+    options = parser.parse_args()
+    if len(options.releases) > 1:  # a process each, because their modules have the same names
+        others = sys.argv[1:]
+        for release in options.releases:
+            others.remove(str(release))
+        command = [sys.executable, "-m", "tests.engines", *others]
+        return max(subprocess.run([*command, str(r)]).returncode for r in options.releases)
+    return serve(options.releases[0], options)
+
+
+def serve(root: Path, options: argparse.Namespace) -> int:
+    kind, version = root.name.split("-")[:2]
+    device = torch.device(options.device)
+    if device.type != "cuda":
+        os.environ.setdefault("PREFLASH_BACKEND", "auto")  # SGLang writes "fa2" into its code
+    print("flashinfer's kernels" if options.peer else flashinfer_name.install(), flush=True)
+    loaded = importlib.import_module(f"{__package__}.{kind}_engine").load(root, device)
+    print(f"{root.name}, its own modules: {', '.join(loaded.loaded)}", flush=True)
+    rows, failed = [], 0
+    models = {"bf16, 32 of 8 heads": LONG_SHAPE} if options.time else OPTIONS
+    for name, extra in models.items():
+        shape = Shape(**extra)
+        for path in options.paths:
+            row = {"engine": kind, "version": version, "model": name, "path": path}
+            row["kernels"] = "flashinfer" if options.peer else "preflash"
+            row["device"] = device.type
+            try:
+                row.update(_run(loaded, shape, device, path, options))
+                row["result"] = "ok"
+            except Exception as error:
+                if options.trace:
+                    traceback.print_exc()
+                row["result"] = f"{type(error).__name__}: {error}"[:300]
+                failed += 1
+            rows.append(row)
+            print(json.dumps(row), flush=True)
+    if options.json:
+        with options.json.open("a") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+    return failed > 0
+
+
+def _brief(wrapper: object) -> str:
+    kind = type(wrapper)
+    return f"{kind.__module__.partition('.')[0]}.{kind.__name__}: {wrapper._backend}"
+
+
+def _run(loaded, shape: Shape, device: torch.device, path: str, options) -> dict:
+    model = Model(shape, device, options.seed)
+    load = LONG if options.time else Load()
+    engine = loaded.engine(loaded, shape, device, path, load)
+    replays = {}
+    with torch.inference_mode():
+        served = Scheduler(engine, model, path, load).serve(replays)
+        row = check(model, served, tokens=not options.time)
+        row["wrappers"] = sorted({_brief(w) for w in engine.wrappers()})
+        if options.time:
+            runs = [
+                Scheduler(engine, model, path, load).serve(replays) for _ in range(options.time)
+            ]
+            median = sorted(runs, key=lambda r: r.total_s)[options.time // 2]
+            first = sorted(r.first_token_s for r in runs)[options.time // 2]
+            decoded = len(load.prompts) * (load.generated - 1)
+            row["ttft_ms"] = round(1e3 * first, 2)
+            row["decode_tokens_per_s"] = round(decoded / (median.total_s - median.first_token_s))
+    return row
+
+
+if __name__ == "__main__":
+    sys.exit(main())

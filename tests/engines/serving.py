@@ -1,0 +1,332 @@
+"""A two-layer model, a float32 reference of it, and the steps that a serving engine schedules."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+PAGE = 16
+
+
+@dataclass(frozen=True)
+class Shape:
+    num_layers: int = 2
+    num_qo_heads: int = 8
+    num_kv_heads: int = 2
+    head_dim: int = 128
+    hidden: int = 256
+    vocabulary: int = 97
+    dtype: torch.dtype = torch.float16
+    sliding_window: int | None = None
+    soft_cap: float | None = None
+    fp8_cache: bool = False
+
+    @property
+    def scale(self) -> float:
+        return self.head_dim**-0.5
+
+
+@dataclass
+class Request:
+    """slots: where each token's keys lie in the pool, in pages of 16."""
+
+    tokens: list[int]
+    index: int = 0
+    slots: list[int] = field(default_factory=list)
+    computed: int = 0
+
+    @property
+    def pages(self) -> list[int]:
+        return [slot // PAGE for slot in self.slots[::PAGE]]
+
+
+@dataclass
+class Batch:
+    """One step: decodes come first."""
+
+    requests: list[Request]
+    new: list[int]
+    graph: bool = False
+
+    @property
+    def total(self) -> list[int]:
+        return [r.computed + n for r, n in zip(self.requests, self.new, strict=True)]
+
+    def inputs(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Token ids, positions and slots of the new tokens."""
+        spans = [
+            (r, r.computed, r.computed + n) for r, n in zip(self.requests, self.new, strict=True)
+        ]
+        lists = (
+            [t for r, a, b in spans for t in r.tokens[a:b]],
+            [p for _, a, b in spans for p in range(a, b)],
+            [s for r, a, b in spans for s in r.slots[a:b]],
+        )
+        return tuple(torch.tensor(values, device=device) for values in lists)
+
+    def last_rows(self) -> list[int]:
+        ends = torch.tensor(self.new).cumsum(0) - 1
+        return ends.tolist()
+
+
+class Engine(Protocol):
+    """An engine's attention, driven by this harness."""
+
+    def begin(self, batch: Batch, slots: torch.Tensor) -> None:
+        """Builds the metadata of a step. slots: where the new tokens' keys go."""
+
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """[tokens, num_qo_heads, head_dim]; writes k and v into the cache."""
+
+
+class Model:
+    def __init__(self, shape: Shape, device: torch.device, seed: int = 0) -> None:
+        self.shape, self.device = shape, device
+        generator = torch.Generator().manual_seed(seed)
+
+        def weight(rows: int, columns: int, gain: float = 1.0) -> torch.Tensor:
+            values = torch.randn(rows, columns, generator=generator) * (gain / rows**0.5)
+            return values.to(device)
+
+        s = shape
+        self.embedding = weight(s.vocabulary, s.hidden, s.vocabulary**0.5)
+        self.layers = [
+            {
+                "q": weight(s.hidden, s.num_qo_heads * s.head_dim),
+                "k": weight(s.hidden, s.num_kv_heads * s.head_dim),
+                "v": weight(s.hidden, s.num_kv_heads * s.head_dim),
+                "o": weight(s.num_qo_heads * s.head_dim, s.hidden, 2.0),
+                "up": weight(s.hidden, 2 * s.hidden),
+                "down": weight(2 * s.hidden, s.hidden),
+            }
+            for _ in range(s.num_layers)
+        ]
+        self.head = weight(s.hidden, s.vocabulary, 4.0)
+
+    def __call__(self, tokens: torch.Tensor, positions: torch.Tensor, attend) -> torch.Tensor:
+        """The logits of every token. attend(layer, q, k, v) takes and gives the cache's dtype."""
+        s = self.shape
+        x = self.embedding[tokens]
+        for index, w in enumerate(self.layers):
+            h = _norm(x)
+            q, k, v = ((h @ w[n]).view(len(tokens), -1, s.head_dim) for n in "qkv")
+            q, k, v = (_rotated(q, positions), _rotated(k, positions), v)
+            if s.fp8_cache:  # values that quantization keeps as they are
+                q, k, v = (t.to(torch.float8_e4m3fn) for t in (q, k, v))
+            q, k, v = (t.to(s.dtype) for t in (q, k, v))
+            x = x + attend(index, q, k, v).reshape(len(tokens), -1).float() @ w["o"]
+            x = x + torch.nn.functional.silu(_norm(x) @ w["up"]) @ w["down"]
+        return _norm(x) @ self.head
+
+
+def _norm(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
+
+
+def _rotated(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    half = x.shape[-1] // 2
+    frequencies = 10000.0 ** (-torch.arange(half, device=x.device) / half)
+    angles = positions[:, None, None] * frequencies
+    a, b = x[..., :half], x[..., half:]
+    return torch.cat([a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()], -1)
+
+
+def reference_attention(shape: Shape):
+    """attend() of one whole sequence, in float32."""
+
+    def attend(_layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        group = shape.num_qo_heads // shape.num_kv_heads
+        k, v = (t.float().repeat_interleave(group, 1) for t in (k, v))
+        logits = torch.einsum("qhd,khd->hqk", q.float(), k) * shape.scale
+        if shape.soft_cap:
+            logits = shape.soft_cap * torch.tanh(logits / shape.soft_cap)
+        rows = torch.arange(len(q), device=q.device)
+        distance = rows[:, None] - rows[None, :]
+        hidden = distance < 0
+        if shape.sliding_window:
+            hidden = hidden | (distance >= shape.sliding_window)
+        weights = logits.masked_fill(hidden, -torch.inf).softmax(-1)
+        return torch.einsum("hqk,khd->qhd", weights, v)
+
+    return attend
+
+
+class Pool:
+    """Pages in shuffled order."""
+
+    def __init__(self, num_pages: int) -> None:
+        order = torch.randperm(num_pages - 1, generator=torch.Generator().manual_seed(7)) + 1
+        self.free = order.tolist()
+
+    def grow(self, request: Request, length: int) -> None:
+        while len(request.slots) < length:
+            page = self.free.pop()
+            request.slots += range(page * PAGE, (page + 1) * PAGE)
+
+
+@dataclass(frozen=True)
+class Load:
+    """What is served. shared: tokens of the last prompt that are the others' prefix in "prefix"; a
+    multiple of the page size."""
+
+    prompts: tuple[int, ...] = (37, 5, 64, 130)
+    generated: int = 6
+    shared: int = 64
+    chunk: int = 48
+
+    def __post_init__(self) -> None:
+        assert self.shared % PAGE == 0
+        assert self.shared <= self.prompts[-1]
+
+    @property
+    def max_length(self) -> int:
+        longest = max(self.prompts) + self.shared + self.generated
+        return -(-longest // PAGE) * PAGE
+
+    @property
+    def num_pages(self) -> int:
+        return len(self.prompts) * self.max_length // PAGE + 8
+
+    def tokens(self, vocabulary: int, path: str) -> list[list[int]]:
+        generator = torch.Generator().manual_seed(3)
+        lists = [
+            torch.randint(vocabulary, (n,), generator=generator).tolist() for n in self.prompts
+        ]
+        if path == "prefix":
+            lists = [lists[-1][: self.shared] + tokens for tokens in lists[:-1]] + [lists[-1]]
+        return lists
+
+
+@dataclass
+class Served:
+    """logits: of each request's generated tokens. Seconds are measured with a clock alone: until
+    every request has its first token, and of the whole."""
+
+    requests: list[Request]
+    logits: list[torch.Tensor]
+    first_token_s: float
+    total_s: float
+
+
+class Scheduler:
+    def __init__(self, engine: Engine, model: Model, path: str, load: Load) -> None:
+        """path: "eager", "chunked", "prefix" or "graph"."""
+        self._engine, self._model, self._path, self._load = engine, model, path, load
+        prompts = load.tokens(model.shape.vocabulary, path)
+        self.requests = [Request(tokens, index) for index, tokens in enumerate(prompts)]
+        self._goals = [len(tokens) + load.generated for tokens in prompts]
+        self._pool = Pool(load.num_pages)
+        self._logits: list[list[torch.Tensor]] = [[] for _ in prompts]
+
+    def step(self, chosen: list[tuple[Request, int]], replays: dict[int, Replay]) -> None:
+        engine, model = self._engine, self._model
+        chosen = sorted(chosen, key=lambda pair: pair[1] > 1)
+        batch = Batch([r for r, _ in chosen], [n for _, n in chosen])
+        for request, total in zip(batch.requests, batch.total, strict=True):
+            self._pool.grow(request, total)
+        batch.graph = self._path == "graph" and all(n == 1 for n in batch.new)
+        inputs = batch.inputs(model.device)
+        if batch.graph:
+            size = len(chosen)
+            replay = replays.setdefault(size, Replay(engine, model, size))
+            found = replay(batch, *inputs)
+        else:
+            tokens, positions, slots = inputs
+            engine.begin(batch, slots)
+            found = model(tokens, positions, engine.attend)
+        rows = found[batch.last_rows()]
+        picked = rows.argmax(-1).tolist()
+        for i, (request, n) in enumerate(zip(batch.requests, batch.new, strict=True)):
+            request.computed += n
+            if request.computed == len(request.tokens):
+                self._logits[request.index].append(rows[i].clone())
+                request.tokens.append(picked[i])
+
+    def _chosen(self) -> list[tuple[Request, int]]:
+        left = self._load.chunk if self._path == "chunked" else 1 << 30
+        chosen = []
+        unfinished = [
+            r for r, goal in zip(self.requests, self._goals, strict=True) if len(r.tokens) < goal
+        ]
+        for request in sorted(unfinished, key=lambda r: len(r.tokens) - r.computed):
+            n = min(left, len(request.tokens) - request.computed)
+            if n:
+                chosen.append((request, n))
+                left -= n
+        return chosen
+
+    def serve(self, replays: dict[int, Replay]) -> Served:
+        begin = time.perf_counter()
+        first_token_s = 0.0
+        if self._path == "prefix":
+            first = self.requests[-1]
+            self.step([(first, len(first.tokens))], replays)
+            for request in self.requests[:-1]:
+                request.slots = first.slots[: self._load.shared]
+                request.computed = self._load.shared
+        while chosen := self._chosen():
+            self.step(chosen, replays)
+            if not first_token_s and all(self._logits):
+                first_token_s = time.perf_counter() - begin
+        logits = [torch.stack(rows) for rows in self._logits]
+        return Served(self.requests, logits, first_token_s, time.perf_counter() - begin)
+
+
+class Replay:
+    """Decode steps of one batch size: captured in a CUDA graph, or on the CPU the same calls
+    without the capture."""
+
+    def __init__(self, engine: Engine, model: Model, size: int) -> None:
+        self._engine, self._model = engine, model
+        zeros = torch.zeros(size, dtype=torch.int64, device=model.device)
+        self._inputs = [zeros.clone() for _ in range(3)]
+        self._graph, self._logits = None, None
+
+    def _run(self) -> torch.Tensor:
+        tokens, positions, _ = self._inputs
+        return self._model(tokens, positions, self._engine.attend)
+
+    def __call__(self, batch: Batch, *inputs: torch.Tensor) -> torch.Tensor:
+        for buffer, values in zip(self._inputs, inputs, strict=True):
+            buffer.copy_(values)
+        self._engine.begin(batch, self._inputs[2])
+        if self._model.device.type != "cuda":
+            return self._run()
+        if self._graph is None:
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                self._run()
+            torch.cuda.current_stream().wait_stream(stream)
+            self._graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._graph):
+                self._logits = self._run()
+        self._graph.replay()
+        return self._logits
+
+
+def check(model: Model, served: Served, tokens: bool = True) -> dict[str, float]:
+    """Compares with the reference, the tokens too unless so many are served that some are nearly
+    ties. Gives the largest difference of a logit, and how far the
+    reference's best token is from its second at the least."""
+    worst, margin = 0.0, float("inf")
+    # Kernels over 8 bits round the weights of the softmax to 4 bits, so tokens may differ.
+    coarse = model.shape.fp8_cache and model.device.type == "cuda"
+    attend = reference_attention(model.shape)
+    for request, found in zip(served.requests, served.logits, strict=True):
+        ids = torch.tensor(request.tokens[:-1], device=model.device)
+        wanted = model(ids, torch.arange(len(ids), device=model.device), attend)[-len(found) :]
+        assert found.isfinite().all(), "a logit is not finite"
+        worst = max(worst, float((wanted - found).abs().max()))
+        best = wanted.topk(2).values
+        margin = min(margin, float((best[:, 0] - best[:, 1]).min()))
+        greedy = wanted.argmax(-1).tolist()
+        assert coarse or not tokens or greedy == request.tokens[-len(found) :], (
+            f"tokens differ: {worst=}, {margin=}"
+        )
+    tolerance = 1.0 if coarse else {torch.float16: 0.02, torch.bfloat16: 0.16}[model.shape.dtype]
+    assert worst < tolerance, f"a logit is off by {worst}"
+    return {"worst": round(worst, 5), "margin": round(margin, 3)}

@@ -1,0 +1,332 @@
+"""SGLang's FlashInferAttnBackend: extend, decode, and what its CUDA graphs do around decode."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+
+from .serving import PAGE, Batch, Load, Shape
+from .stand_ins import Finder
+
+# What computes here is SGLang's own code.
+REAL = (
+    "sglang.srt.layers.attention.base_attn_backend",
+    "sglang.srt.layers.attention.flashinfer_backend",
+    "sglang.srt.layers.radix_attention",
+    "sglang.srt.model_executor.forward_batch_info",
+)
+BACKEND = "sglang.srt.layers.attention.flashinfer_backend"
+MAX_REQUESTS = 16
+ENVIRONMENT = {"SGLANG_FLASHINFER_WORKSPACE_SIZE": 32 << 20}
+
+
+class _Environment:
+    """sglang.srt.environ.envs, where everything but ENVIRONMENT is off."""
+
+    def __getattr__(self, name: str) -> SimpleNamespace:
+        return SimpleNamespace(
+            get=lambda: ENVIRONMENT.get(name, False),
+            set=lambda value: ENVIRONMENT.__setitem__(name, value),
+        )
+
+
+class _WriteLoc:
+    def __new__(cls, loc: torch.Tensor, _swa_loc=None) -> torch.Tensor:
+        return loc
+
+    @staticmethod
+    def for_layer(forward_batch, _layer, swa_loc=None) -> torch.Tensor:
+        return forward_batch.out_cache_loc
+
+
+class _TorchWithoutCuda:
+    """torch for a backend that writes device="cuda" into its code."""
+
+    def __getattr__(self, name: str):
+        value = getattr(torch, name)
+        if name not in ("empty", "zeros", "ones", "tensor", "arange", "full"):
+            return value
+
+        def make(*args, **kwargs):
+            if kwargs.get("device") == "cuda":
+                kwargs["device"] = "cpu"
+            return value(*args, **kwargs)
+
+        return make
+
+
+def _pack_stream(table, rows, lengths, indptr, out, starts=None) -> None:
+    """The slots of each request's keys, one request after another."""
+    for i, (row, length) in enumerate(zip(rows.tolist(), lengths.tolist(), strict=True)):
+        start = 0 if starts is None else int(starts[i])
+        begin = int(indptr[i])
+        out[begin : begin + length] = table[row, start : start + length]
+
+
+class _Launch:
+    """create_flashinfer_kv_indices_triton, the kernel of earlier releases."""
+
+    def __getitem__(self, _grid):
+        def launch(table, rows, lengths, indptr, starts, out, _stride, *_args, **_kwargs) -> None:
+            _pack_stream(table, rows, lengths, indptr, out, starts)
+
+        return launch
+
+
+class _Translator:
+    """kv_index_translator where slots of the table are those of the pool."""
+
+    reads_are_translated = False
+
+    def __init__(self, table: torch.Tensor) -> None:
+        self._table = table
+
+    def pack_read_stream(
+        self, _plan, *, req_pool_indices, seq_lens, indptr, out, kv_start_idx=None, kind=None
+    ) -> None:
+        _pack_stream(self._table, req_pool_indices, seq_lens, indptr, out, kv_start_idx)
+
+    def fill_packed_read_stream(
+        self, *, req_pool_indices, seq_lens, indptr, out, kv_start_idx=None, **_kwargs
+    ) -> None:
+        _pack_stream(self._table, req_pool_indices, seq_lens, indptr, out, kv_start_idx)
+
+
+def _cache_dtype(shape: Shape) -> torch.dtype:
+    return torch.float8_e4m3fn if shape.fp8_cache else shape.dtype
+
+
+class _Pool:
+    """token_to_kv_pool: [slots, heads, dim] of each layer."""
+
+    def __init__(self, shape: Shape, device: torch.device, load: Load) -> None:
+        size = (load.num_pages * PAGE, shape.num_kv_heads, shape.head_dim)
+        # What the engine never wrote must not matter.
+        self._buffers = [
+            [
+                torch.full(size, float("nan"), device=device).to(_cache_dtype(shape))
+                for _ in range(2)
+            ]
+            for _ in range(shape.num_layers)
+        ]
+
+    def get_kv_buffer(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return tuple(self._buffers[layer_id])
+
+    def set_kv_buffer(self, layer, loc, k, v, *_scales, **_kwargs) -> None:
+        for buffer, values in zip(self._buffers[layer.layer_id], (k, v), strict=True):
+            new = values.view(-1, *buffer.shape[1:]).to(buffer.dtype)
+            if buffer.element_size() == 1:
+                buffer, new = buffer.view(torch.uint8), new.view(torch.uint8)
+            buffer[loc] = new
+
+    def get_kv_cache_quant_method(self) -> SimpleNamespace:
+        access = SimpleNamespace(kind=None, scale_recipe=None)
+        return SimpleNamespace(
+            resolve_attention_access=lambda *_: access, needs_global_scale=lambda: False
+        )
+
+
+def load(root: Path, device: torch.device):
+    """The module of SGLang's backend, from the directory that holds `sglang`."""
+    finder = Finder(root, "sglang", REAL, ("msgspec", "pybase64", "orjson", "zmq"))
+    environment = _Environment()
+    if device.type == "cuda":
+        ENVIRONMENT["SGLANG_FLASHINFER_WORKSPACE_SIZE"] = 384 << 20
+    values = finder.values
+    values["sglang.srt.environ"] = {"envs": environment}
+    off = SimpleNamespace(enable_mis=False)
+    values["sglang.srt.runtime_context"] = {
+        "get_buffer": lambda _name, make: make(),
+        "get_exec": lambda: SimpleNamespace(
+            features=off, deterministic=SimpleNamespace(enable_deterministic_inference=False)
+        ),
+        "get_parallel": lambda: SimpleNamespace(attn_tp_size=1, attn_dcp_size=1),
+        "get_platform": lambda: SimpleNamespace(is_sm100=False),
+    }
+    values["sglang.kernels.kernel_api_logging"] = {"debug_kernel_api": lambda f: f}
+    values["sglang.srt.dllm.config"] = {
+        "DllmConfig": SimpleNamespace(from_server_args=lambda _a: None)
+    }
+    values["sglang.srt.layers.dp_attention"] = {
+        "get_attention_tp_size": lambda: 1,
+        "DpPaddingMode": SimpleNamespace(),
+    }
+    values["sglang.srt.mem_cache.base_swa_memory_pool"] = {"BaseSWAKVPool": type("Swa", (), {})}
+    values["sglang.srt.mem_cache.swa_memory_pool"] = {
+        "SWAKVPool": type("Swa", (), {}),
+        "SWATokenToKVPoolAllocator": type("Swa", (), {}),
+    }
+    values["sglang.srt.mem_cache.memory_pool"] = {"KVWriteLoc": _WriteLoc}
+    common = {
+        "is_flashinfer_available": lambda: True,
+        "is_sm100_supported": lambda: False,
+        "is_npu": lambda: False,
+        "is_hip": lambda: False,
+        "is_cpu": lambda: False,
+        "get_int_env_var": lambda _name, default=0: default,
+        "get_bool_env_var": lambda _name, default="false": default == "true",
+        "get_cuda_graph_max_batch_size": lambda size: max(size, MAX_REQUESTS),
+        "next_power_of_2": lambda n: 1 << (n - 1).bit_length(),
+        "get_compiler_backend": lambda *_, **__: "inductor",
+        "support_triton": lambda _name: True,
+    }
+    values["sglang.srt.utils"] = common
+    values["sglang.srt.utils.common"] = common
+    for name in ("sglang.srt.layers.attention.utils", "sglang.kernels.ops.attention.kv_indices"):
+        values[name] = {
+            "create_flashinfer_kv_indices_triton": _Launch(),
+            "assert_buffer_fits": lambda *_, **__: None,
+        }
+    piecewise = {
+        "is_in_tc_piecewise_cuda_graph": lambda: False,
+        "is_in_piecewise_cuda_graph": lambda: False,
+    }
+    runner = "sglang.srt.model_executor"
+    values[f"{runner}.runner_backend_utils.tc_piecewise_cuda_graph"] = piecewise
+    values["sglang.srt.compilation.piecewise_context_manager"] = piecewise
+    finder.install()
+    module = importlib.import_module(BACKEND)
+    if device.type != "cuda":
+        module.torch = _TorchWithoutCuda()
+    return SimpleNamespace(module=module, loaded=finder.loaded, engine=SglangEngine)
+
+
+class SglangEngine:
+    def __init__(self, loaded, shape: Shape, device: torch.device, path: str, load: Load) -> None:
+        # Its ragged prefill of requests without a prefix does not hand on the window.
+        ENVIRONMENT["SGLANG_FLASHINFER_USE_PAGED"] = shape.sliding_window is not None
+        self._module, self._device, self._path = loaded.module, device, path
+        self._modes = importlib.import_module(f"{REAL[3]}").ForwardMode
+        self._table = torch.zeros(MAX_REQUESTS, load.max_length, dtype=torch.int32, device=device)
+        self._pool = _Pool(shape, device, load)
+        window = None if shape.sliding_window is None else shape.sliding_window - 1
+        config = SimpleNamespace(
+            num_attention_heads=shape.num_qo_heads,
+            get_max_num_attention_heads=lambda: shape.num_qo_heads,
+            get_num_kv_heads=lambda *_: shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            v_head_dim=shape.head_dim,
+            context_len=load.max_length,
+            is_multimodal=False,
+            is_encoder_decoder=False,
+            hf_config=SimpleNamespace(architectures=["LlamaForCausalLM"]),
+        )
+        none = SimpleNamespace(is_frozen_kv_mtp=lambda: False)
+        self._runner = SimpleNamespace(
+            req_to_token_pool=SimpleNamespace(req_to_token=self._table, size=MAX_REQUESTS),
+            token_to_kv_pool=self._pool,
+            token_to_kv_pool_allocator=SimpleNamespace(get_kvcache=lambda: self._pool),
+            kv_index_translator=_Translator(self._table),
+            server_args=SimpleNamespace(
+                enable_deterministic_inference=False,
+                disable_piecewise_cuda_graph=True,
+                enable_mis=False,
+                multi_item_scoring_delimiter=None,
+                attention_backend="flashinfer",
+            ),
+            model_config=config,
+            prefill_attention_backend_str="flashinfer",
+            decode_attention_backend_str="flashinfer",
+            kv_cache_dtype=_cache_dtype(shape),
+            dtype=shape.dtype,
+            page_size=1,
+            sliding_window_size=window,
+            device=str(device),
+            is_draft_worker=False,
+            spec_algorithm=none,
+        )
+        self._backend = loaded.module.FlashInferAttnBackend(self._runner)
+        if path == "graph":
+            self._backend.init_cuda_graph_state(MAX_REQUESTS, MAX_REQUESTS)
+        kinds = importlib.import_module(REAL[2]).AttentionType
+        self._layers = [
+            SimpleNamespace(
+                layer_id=index,
+                tp_q_head_num=shape.num_qo_heads,
+                tp_k_head_num=shape.num_kv_heads,
+                tp_v_head_num=shape.num_kv_heads,
+                head_dim=shape.head_dim,
+                v_head_dim=shape.head_dim,
+                scaling=shape.scale,
+                logit_cap=shape.soft_cap or 0.0,
+                sliding_window_size=-1 if window is None else window,
+                is_cross_attention=False,
+                attn_type=kinds.DECODER,
+                k_scale=None,
+                v_scale=None,
+                k_scale_float=None,
+                v_scale_float=None,
+            )
+            for index in range(shape.num_layers)
+        ]
+        self._captured: set[int] = set()
+
+    def begin(self, batch: Batch, slots: torch.Tensor) -> None:
+        for request in batch.requests:
+            row = torch.tensor(request.slots, dtype=torch.int32)
+            self._table[request.index, : len(row)] = row.to(self._device)
+        decode = all(n == 1 for n in batch.new)
+        # The scheduler's device tensors keep their addresses between replays.
+        lengths = torch.tensor(batch.total, dtype=torch.int64)
+        prefixes = [r.computed for r in batch.requests]
+        self._forward = SimpleNamespace(
+            forward_mode=self._modes.DECODE if decode else self._modes.EXTEND,
+            batch_size=len(batch.new),
+            req_pool_indices=torch.tensor([r.index for r in batch.requests], device=self._device),
+            seq_lens=lengths.to(self._device),
+            seq_lens_cpu=lengths,
+            seq_lens_sum=int(lengths.sum()),
+            out_cache_loc=slots,
+            positions=slots,
+            input_ids=slots,
+            extend_prefix_lens=torch.tensor(prefixes, device=self._device),
+            extend_prefix_lens_cpu=prefixes,
+            extend_seq_lens=torch.tensor(batch.new, device=self._device),
+            extend_seq_lens_cpu=batch.new,
+            encoder_lens=None,
+            spec_info=None,
+            cross_attention_custom_mask=None,
+            multi_item_delimiter_indices=None,
+            kv_loc_plan=None,
+        )
+        self._decode = decode
+        if not batch.graph:
+            self._backend.init_forward_metadata(self._forward)
+            return
+        size = len(batch.new)
+        self._plan_graph(size, in_capture=size not in self._captured)
+        self._captured.add(size)
+
+    def _plan_graph(self, size: int, in_capture: bool) -> None:
+        backend, forward = self._backend, self._forward
+        if hasattr(backend, "init_forward_metadata_out_graph"):
+            backend.init_forward_metadata_out_graph(forward, in_capture=in_capture)
+        elif in_capture:
+            backend.init_forward_metadata_capture_cuda_graph(
+                size, size, forward.req_pool_indices, forward.seq_lens, None,
+                forward.forward_mode, None,
+            )  # fmt: skip
+        else:
+            backend.init_forward_metadata_replay_cuda_graph(
+                size, forward.req_pool_indices, forward.seq_lens, forward.seq_lens_sum, None,
+                forward.forward_mode, None, forward.seq_lens_cpu,
+            )  # fmt: skip
+        if self._device.type != "cuda":  # where nothing was captured, the calls are made again
+            backend.forward_metadata = self._module.DecodeMetadata(
+                backend.decode_cuda_graph_metadata[size]
+            )
+
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        forward = self._backend.forward_decode if self._decode else self._backend.forward_extend
+        q, k, v = (t.reshape(len(t), -1) for t in (q, k, v))
+        return forward(q, k, v, self._layers[layer], self._forward)
+
+    def wrappers(self) -> list:
+        backend = self._backend
+        found = [backend.prefill_wrapper_ragged, *backend.prefill_wrappers_paged]
+        graph = [w for wrappers in backend.decode_cuda_graph_metadata.values() for w in wrappers]
+        return found + backend.decode_wrappers + graph

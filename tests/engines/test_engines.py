@@ -1,0 +1,42 @@
+"""Engines' own attention backends on preflash, where their files are: CONTRIBUTING.md says how."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FETCHED = os.environ.get("PREFLASH_ENGINES")
+RELEASES = sorted(Path(FETCHED).glob("*-*")) if FETCHED else []
+
+pytestmark = [
+    pytest.mark.engines,
+    pytest.mark.skipif(not RELEASES, reason="PREFLASH_ENGINES names no directory of releases"),
+]
+
+
+REFUSALS = (
+    "FlashInfer backend on SM90 currently crashes with sliding-window",  # says vLLM 0.27
+    "RTP-LLM's wrappers pass neither",
+    # Ours, of RTP-LLM's calls.
+    "_use_cuda_graph tells what is planned and cannot be set",
+    "positional arguments too many: they belong to kernels",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("release", RELEASES, ids=lambda path: path.name)
+def test_outputs_and_tokens_are_the_references(release, device, tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    command = [sys.executable, "-m", "tests.engines", str(release), "--device", device]
+    command += ["--json", str(rows)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
+    results = [json.loads(row) for row in rows.read_text().splitlines()]
+    assert results, done.stderr
+    ours = [row for row in results if not any(text in row["result"] for text in REFUSALS)]
+    assert {row["path"] for row in ours} >= {"eager", "chunked", "prefix"}
+    assert all(row["result"] == "ok" for row in ours), [row["result"] for row in ours]

@@ -1,0 +1,328 @@
+"""vLLM's FlashInfer backend: FlashInferMetadataBuilder.build() and FlashInferImpl.forward()."""
+
+from __future__ import annotations
+
+import importlib
+from contextlib import nullcontext
+from enum import Enum
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+
+from .serving import PAGE, Batch, Load, Shape
+from .stand_ins import Finder
+
+# What computes here is vLLM's own code.
+REAL = (
+    "vllm.utils.math_utils",
+    "vllm.utils.torch_utils",
+    "vllm.v1.attention.backend",
+    "vllm.v1.attention.backends.flashinfer",
+    "vllm.v1.attention.backends.utils",
+    "vllm.v1.kv_cache_interface",
+    "vllm.v1.kv_cache_layout",
+    "vllm.v1.kv_cache_spec_registry",
+)
+ABSENT = ("uvloop", "zmq", "msgspec", "pydantic", "cachetools", "regex", "cloudpickle", "numba")
+BACKEND = "vllm.v1.attention.backends.flashinfer"
+MAX_REQUESTS = 16
+
+
+def no(*_args, **_kwargs) -> bool:
+    return False
+
+
+class _Buffer:
+    """CpuGpuBuffer of vllm.v1.utils, which imports its whole engine."""
+
+    def __init__(self, *size, dtype, device, pin_memory=False, with_numpy=True) -> None:
+        self.cpu = torch.zeros(*size, dtype=dtype, pin_memory=pin_memory)
+        self.gpu = torch.zeros(*size, dtype=dtype, device=device)
+        self.np = self.cpu.numpy()
+
+    def copy_to_gpu(self, n: int | None = None) -> torch.Tensor:
+        return self.gpu[:n].copy_(self.cpu[:n], non_blocking=True)
+
+
+class _Platform:
+    device_type = "cuda"
+
+    def __init__(self, device: torch.device) -> None:
+        self._capability = (
+            torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
+        )
+
+    def fp8_dtype(self) -> torch.dtype:
+        return torch.float8_e4m3fn
+
+    def get_device_capability(self, _id: int = 0) -> SimpleNamespace:
+        major, minor = self._capability
+        return SimpleNamespace(major=major, minor=minor, to_int=lambda: 10 * major + minor)
+
+    def is_device_capability(self, value, _id: int = 0) -> bool:
+        number = value if isinstance(value, int) else 10 * value[0] + value[1]
+        return number == 10 * self._capability[0] + self._capability[1]
+
+    def is_device_capability_family(self, value: int, _id: int = 0) -> bool:
+        return value // 10 == self._capability[0]
+
+    def has_device_capability(self, value, _id: int = 0) -> bool:
+        number = value if isinstance(value, int) else 10 * value[0] + value[1]
+        return number <= 10 * self._capability[0] + self._capability[1]
+
+    def is_cuda(self) -> bool:
+        return True
+
+    def is_cuda_alike(self) -> bool:
+        return True
+
+    def is_pin_memory_available(self) -> bool:
+        return self.device_type == "cuda" and torch.cuda.is_available()
+
+    def __getattr__(self, name: str):
+        if name.startswith("is_"):
+            return lambda *_, **__: False
+        raise AttributeError(name)
+
+
+class _Logger:
+    def __getattr__(self, name: str):
+        return lambda *_, **__: None
+
+
+class _Kernel:
+    """_copy_page_indices_kernel on the CPU."""
+
+    def __getitem__(self, grid: tuple[int, ...]):
+        def launch(indices, table, _stride, indptr, BLOCK_SIZE=0, **_) -> None:  # noqa: N803
+            for request in range(grid[0]):
+                begin, end = indptr[request : request + 2].tolist()
+                indices[begin:end] = table[request, : end - begin]
+
+        return launch
+
+
+def _reshape_and_cache_flash(key, value, k_cache, v_cache, slots, _dtype, _k_scale, _v_scale):
+    """Of _C_cache_ops, with scales of 1; caches are [pages, tokens, heads, dim]."""
+    page, offset = slots // k_cache.shape[1], slots % k_cache.shape[1]
+    for cache, new in ((k_cache, key), (v_cache, value)):
+        if cache.dtype == torch.uint8:
+            new = new.to(torch.float8_e4m3fn).view(torch.uint8)
+        cache.index_put_((page, offset), new[: len(slots)])
+
+
+def _to_fp8(x: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """scaled_fp8_quant with a scale of 1."""
+    return x.to(torch.float8_e4m3fn), scale
+
+
+def load(root: Path, device: torch.device):
+    """The module of vLLM's backend, from the directory that holds `vllm`."""
+    finder = Finder(root, "vllm", REAL, ABSENT)
+    environment = SimpleNamespace(
+        VLLM_BATCH_INVARIANT=False,
+        VLLM_FLASHINFER_WORKSPACE_BUFFER_SIZE=(394 if device.type == "cuda" else 8) << 20,
+        VLLM_KV_CACHE_LAYOUT=None,
+        VLLM_USE_TRTLLM_ATTENTION=None,
+    )
+    platform = _Platform(device)
+    group = SimpleNamespace(world_size=1, rank_in_group=0)
+
+    class CUDAGraphMode(Enum):
+        NONE = 0
+        PIECEWISE = 1
+        FULL = 2
+
+        def decode_mode(self):
+            return self
+
+        def has_full_cudagraphs(self):
+            return self is CUDAGraphMode.FULL
+
+    layers: dict[str, object] = {}
+    values = finder.values
+    values["vllm"] = {"envs": environment, "_custom_ops": SimpleNamespace(scaled_fp8_quant=_to_fp8)}
+    values["vllm.envs"] = vars(environment)
+    values["vllm.config"] = {
+        "CUDAGraphMode": CUDAGraphMode,
+        "get_current_vllm_config_or_none": lambda: None,
+        "get_layers_from_vllm_config": lambda _config, _kind, names=None: {
+            name: layers[name] for name in (names or layers)
+        },
+    }
+    values["vllm.logger"] = {"init_logger": lambda _name: _Logger()}
+    values["vllm.platforms"] = {"current_platform": platform}
+    values["vllm.distributed.parallel_state"] = {
+        "get_dcp_group": lambda: group,
+        "get_dcp_world_size_and_rank": lambda *_: (1, 0),
+    }
+    values["vllm.distributed.kv_transfer.kv_connector.utils"] = {
+        "get_kv_connector_cache_layout": lambda *_: "NHD"
+    }
+    values["vllm.utils.flashinfer"] = {
+        "can_use_trtllm_attention": no,
+        "use_trtllm_attention": no,
+        "supports_trtllm_attention": no,
+        "force_use_trtllm_attention": lambda: False,
+        "pin_host_range_buf": lambda *_: None,
+    }
+    values["vllm.utils.platform_utils"] = {
+        "is_pin_memory_available": lambda: device.type == "cuda",
+        "num_compute_units": lambda *_: 1,
+    }
+    values["vllm.utils.torch_version"] = {
+        "is_torch_equal_or_newer": lambda _v: True,
+        "is_torch_equal": no,
+    }
+    values["vllm.v1.utils"] = {"CpuGpuBuffer": _Buffer}
+    values["vllm.utils.gpu_sync_debug"] = {"gpu_sync_allowed": nullcontext}
+    if device.type == "cuda":
+        import triton
+        import triton.language as tl
+
+        values["vllm.triton_utils"] = {"triton": triton, "tl": tl}
+    finder.install()
+    module = importlib.import_module(BACKEND)
+    if device.type != "cuda":
+        module._copy_page_indices_kernel = _Kernel()
+    if not hasattr(torch.ops._C_cache_ops, "reshape_and_cache_flash"):
+        library = torch.library.Library("_C_cache_ops", "DEF")
+        library.define(
+            "reshape_and_cache_flash(Tensor key, Tensor value, Tensor(a!) k_cache, "
+            "Tensor(b!) v_cache, Tensor slots, str dtype, Tensor k_scale, Tensor v_scale) -> ()"
+        )
+        library.impl(
+            "reshape_and_cache_flash", _reshape_and_cache_flash, "CompositeExplicitAutograd"
+        )
+        module._kept_library = library
+    return SimpleNamespace(
+        module=module, modes=CUDAGraphMode, layers=layers, loaded=finder.loaded, engine=VllmEngine
+    )
+
+
+class VllmEngine:
+    def __init__(self, loaded, shape: Shape, device: torch.device, path: str, load: Load) -> None:
+        module = loaded.module
+        self._device, self._load = device, load
+        interface = importlib.import_module("vllm.v1.kv_cache_interface")
+        self._common = importlib.import_module("vllm.v1.attention.backend").CommonAttentionMetadata
+        layout = self._layout(module)
+        names = [f"layer.{index}" for index in range(shape.num_layers)]
+        mode = loaded.modes.FULL if path == "graph" else loaded.modes.NONE
+        cache_dtype = "fp8_e4m3" if shape.fp8_cache else "auto"
+        config = SimpleNamespace(
+            cache_config=SimpleNamespace(
+                cache_dtype=cache_dtype,
+                get_resolved_kv_cache_layout=lambda: layout,
+                block_size=PAGE,
+            ),
+            model_config=SimpleNamespace(
+                dtype=shape.dtype,
+                max_model_len=load.max_length,
+                get_num_attention_heads=lambda _p: shape.num_qo_heads,
+                get_num_kv_heads=lambda _p: shape.num_kv_heads,
+                get_head_size=lambda: shape.head_dim,
+            ),
+            attention_config=SimpleNamespace(
+                disable_flashinfer_q_quantization=False, use_trtllm_attention=False
+            ),
+            num_speculative_tokens=0,
+            use_v2_model_runner=False,
+            speculative_config=None,
+            compilation_config=SimpleNamespace(
+                cudagraph_mode=mode,
+                max_cudagraph_capture_size=MAX_REQUESTS,
+                static_forward_context=loaded.layers,
+            ),
+            scheduler_config=SimpleNamespace(
+                max_num_batched_tokens=max(
+                    1024, sum(load.prompts) + len(load.prompts) * load.shared
+                ),
+                max_num_seqs=MAX_REQUESTS,
+            ),
+            parallel_config=SimpleNamespace(
+                cp_kv_cache_interleave_size=1,
+                dcp_kv_cache_interleave_size=1,
+                dcp_comm_backend="ag_rs",
+                decode_context_parallel_size=1,
+            ),
+        )
+        spec = interface.FullAttentionSpec(
+            block_size=PAGE,
+            num_kv_heads=shape.num_kv_heads,
+            head_size=shape.head_dim,
+            dtype=torch.uint8 if shape.fp8_cache else shape.dtype,
+            **({"kv_quant_mode": interface.KVQuantMode.FP8_PER_TENSOR} if shape.fp8_cache else {}),
+        )
+        self._impls = []
+        for name in names:
+            impl = module.FlashInferImpl(
+                shape.num_qo_heads,
+                shape.head_dim,
+                shape.scale,
+                shape.num_kv_heads,
+                None,
+                shape.sliding_window,
+                cache_dtype,
+                shape.soft_cap,
+            )
+            impl.dcp_world_size, impl.dcp_rank = 1, 0
+            impl.cache_config = config.cache_config
+            self._impls.append(impl)
+            loaded.layers[name] = SimpleNamespace(impl=impl)
+        one = torch.ones((), device=device)
+        self._layer = SimpleNamespace(
+            _q_scale=one, _k_scale=one, _v_scale=one, _q_scale_float=1.0, _k_scale_float=1.0,
+            _v_scale_float=1.0, _o_scale_float=None,
+        )  # fmt: skip
+        self._builder = module.FlashInferMetadataBuilder(spec, names, config, device)
+        size = (load.num_pages, shape.num_kv_heads, PAGE, 2 * shape.head_dim)
+        # What the engine never wrote must not matter: NaN, also as bytes.
+        bits = torch.uint8 if shape.fp8_cache else shape.dtype
+        rest = 0x7F if shape.fp8_cache else float("nan")
+        self._caches = [torch.full(size, rest, dtype=bits, device=device) for _ in names]
+
+    @staticmethod
+    def _layout(module):
+        if not hasattr(module.FlashInferBackend, "supported_kv_cache_layouts"):
+            return None  # its backend asks get_kv_cache_layout() instead
+        layouts = module.FlashInferBackend.supported_kv_cache_layouts()
+        interface = importlib.import_module("vllm.v1.kv_cache_interface")
+        return layouts[0] if layouts else next(iter(interface.KVCacheLayout))
+
+    def begin(self, batch: Batch, slots: torch.Tensor) -> None:
+        new = torch.tensor([0, *batch.new], dtype=torch.int32)
+        starts = new.cumsum(0, dtype=torch.int32)
+        lengths = torch.tensor(batch.total, dtype=torch.int32)
+        table = torch.zeros(len(batch.new), self._load.max_length // PAGE, dtype=torch.int32)
+        for row, request in enumerate(batch.requests):
+            table[row, : len(request.pages)] = torch.tensor(request.pages)
+        self._metadata = self._builder.build(
+            common_prefix_len=0,
+            common_attn_metadata=self._common(
+                query_start_loc=starts.to(self._device),
+                query_start_loc_cpu=starts,
+                seq_lens=lengths.to(self._device),
+                num_reqs=len(batch.new),
+                num_actual_tokens=int(starts[-1]),
+                max_query_len=max(batch.new),
+                max_seq_len=max(batch.total),
+                block_table_tensor=table.to(self._device),
+                slot_mapping=slots,
+                seq_lens_cpu_upper_bound=lengths,
+            ),
+        )
+        self._slots = slots
+
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        impl, cache = self._impls[layer], self._caches[layer]
+        impl.do_kv_cache_update(self._layer, k, v, cache, self._slots)
+        out = torch.empty_like(q)
+        impl.forward(self._layer, q, k, v, cache, self._metadata, out)
+        return out
+
+    def wrappers(self) -> list:
+        found = [self._builder._prefill_wrapper, self._builder._decode_wrapper]
+        found += getattr(self._builder, "_decode_wrappers_cudagraph", {}).values()
+        return [wrapper for wrapper in found if wrapper is not None]
