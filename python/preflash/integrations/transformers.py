@@ -18,9 +18,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import masking_utils, modeling_flash_attention_utils
+from transformers import masking_utils
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 
 from ..prefill import (
     BatchPrefillWithPagedKVCacheWrapper,
@@ -53,25 +53,21 @@ def register(backend: str = "auto") -> None:
 
 
 def _name_needs_no_hub() -> None:
-    """transformers looks for names with "flash" in them on the hub; this name is here."""
-    look_up = modeling_flash_attention_utils._lazy_imports
-    if getattr(look_up, "knows_preflash", False):
+    """transformers looks on the hub for what has "flash" in its name, also where a model lists the
+    implementations that know its sinks; this one is here and knows them."""
+    check = PreTrainedModel._check_and_adjust_attn_implementation
+    if getattr(check, "knows_preflash", False):
         return
 
-    def only_by_interface(*args: Any, **kwargs: Any) -> None:
-        raise NotImplementedError("preflash is called through ALL_ATTENTION_FUNCTIONS only")
+    def check_and_adjust(self: PreTrainedModel, name: str | None, *args: Any, **kwargs: Any) -> Any:
+        if name not in (NAME, f"paged|{NAME}"):
+            return check(self, name, *args, **kwargs)
+        if not (self._supports_attention_backend or self._supports_flash_attn):
+            raise ValueError(f"{type(self).__name__} has an attention of its own, not {NAME!r}")
+        return NAME
 
-    def lazy_imports(implementation: str | None, *args: Any, **kwargs: Any) -> tuple:
-        if implementation is None or implementation.removeprefix("paged|") != NAME:
-            return look_up(implementation, *args, **kwargs)
-        utils = modeling_flash_attention_utils
-        kernels = (only_by_interface, only_by_interface, None)
-        if not hasattr(utils, "_flash_with_kvcache_fn"):
-            kernels = kernels[:2]
-        return (*kernels, utils._pad_input, utils._unpad_input)
-
-    lazy_imports.knows_preflash = True
-    modeling_flash_attention_utils._lazy_imports = lazy_imports
+    check_and_adjust.knows_preflash = True
+    PreTrainedModel._check_and_adjust_attn_implementation = check_and_adjust
 
 
 # Masks.
@@ -100,8 +96,7 @@ def attention_mask(
         )  # fmt: skip
         return _remember(mask, _requests.of_dense(mask, batch_size))
     if packed is not None:
-        numbers = packed.expand(batch_size, -1) + 1
-        return _remember(numbers, _requests.of_ids(numbers.cpu(), q_length, causal))
+        return packed.expand(batch_size, -1) + 1  # the host reads it where no cu_seq_lens come
     slots = kv_length
     if causal:  # a static cache has slots behind the last query
         if attention_mask is not None and isinstance(q_offset, torch.Tensor):
@@ -261,7 +256,7 @@ def _find(
 ) -> Requests:
     """The requests of a forward pass; its first layer looks at tensors, the others remember."""
     qo_indptr, kv_indptr = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")
-    if mask is None and qo_indptr is not None:
+    if qo_indptr is not None and (mask is None or mask.dim() == 2):
         kv_indptr = qo_indptr if kv_indptr is None else kv_indptr
         requests = _remembered(kv_indptr)
         if requests is None:
