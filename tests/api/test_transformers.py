@@ -130,19 +130,23 @@ def test_padded_batches(name, target, dtype, side):
 
 
 @causal
-def test_packed_batches(name, target, dtype):
-    ids, _ = tokens(target, 29)
-    positions = target.to(torch.cat([torch.arange(n) for n in (12, 1, 16)])[None])
-    packed = compare(
-        name, target, dtype,
-        lambda model: model(input_ids=ids, position_ids=positions, use_cache=False).logits,
-    )  # fmt: skip
-    model = pair(name, target, dtype)[1]
-    lengths = target.to(torch.tensor([0, 12, 13, 29], dtype=torch.int32))
-    options = {"cu_seq_lens_q": lengths, "cu_seq_lens_k": lengths}
-    options |= {"max_length_q": 16, "max_length_k": 16}
-    given = model(input_ids=ids, position_ids=positions, use_cache=False, **options).logits
-    torch.testing.assert_close(given, packed)
+@pytest.mark.parametrize("known_by", ["position_ids", "cu_seq_lens"])
+def test_packed_batches(name, target, dtype, known_by):
+    lengths = (12, 1, 16)
+    ids, _ = tokens(target, sum(lengths))
+    positions = target.to(torch.cat([torch.arange(n) for n in lengths])[None])
+    ends = target.to(torch.tensor([0, *lengths]).cumsum(0).int())
+    options = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 16, "max_length_k": 16}
+
+    def logits(model):
+        attention = model.config._attn_implementation
+        if known_by == "position_ids":
+            return model(input_ids=ids, position_ids=positions, use_cache=False).logits
+        if attention == "eager":
+            return torch.cat([model(input_ids=part).logits for part in ids.split(lengths, 1)], 1)
+        return model(input_ids=ids, position_ids=positions, use_cache=False, **options).logits
+
+    compare(name, target, dtype, logits)
 
 
 @causal
