@@ -7,7 +7,7 @@ import functools
 import pytest
 import torch
 
-transformers = pytest.importorskip("transformers", minversion="5.0")
+transformers = pytest.importorskip("transformers", minversion="5.20")
 
 from preflash.integrations import transformers as integration  # noqa: E402
 from transformers import AutoModel, AutoModelForCausalLM  # noqa: E402

@@ -1,4 +1,4 @@
-"""preflash as an attention of Hugging Face transformers (5.x; tested with 5.23).
+"""preflash as an attention of Hugging Face transformers, 5.20 and later.
 
     from preflash.integrations.transformers import register
 
@@ -131,12 +131,15 @@ def _bounds_of(mask_function: Callable) -> tuple[bool | None, torch.Tensor | Non
     names = set(named)
     if names == {"sliding_window_overlay", "causal_mask_function"}:
         return True, None
-    if names == {"packed_sequence_mask_function", "remap_positions_for_packed_sequence"}:
-        inner = inspect.getclosurevars(named["remap_positions_for_packed_sequence"]).nonlocals
-        outer = inspect.getclosurevars(named["packed_sequence_mask_function"]).nonlocals
-        causal, nested = _bounds_of(inner["mask_function"])
+    packed = named.pop("packed_sequence_mask_function", None)
+    if packed is not None and len(named) == 1:
+        (inner,) = named.values()
+        if inner.__qualname__.startswith("remap_positions_for_packed_sequence."):
+            inner = inspect.getclosurevars(inner).nonlocals["mask_function"]
+        causal, nested = _bounds_of(inner)
         if causal is not None and nested is None:
-            return causal, outer["packed_sequence_mask"]
+            numbers = inspect.getclosurevars(packed).nonlocals["packed_sequence_mask"]
+            return causal, numbers
     return None, None
 
 
@@ -207,8 +210,10 @@ def attention(
             "preflash plans every batch, which CUDA graphs cannot record; give "
             "ContinuousBatchingConfig(use_cuda_graph=False)"
         )
-    if cache is not None:
-        key, value = _update(cache, key, value, module.layer_idx, kwargs)
+    if cache is not None:  # writes the keys, gives those of the batch, and their cu_seq_lens_k
+        states = {"key_states": key, "value_states": value, "layer_idx": module.layer_idx}
+        key, value = cache.update(**states, kwargs=kwargs)
+        attention_mask = None
     batch, num_qo_heads, qo_len, _ = query.shape
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     requests = _find(attention_mask, batch, qo_len, key.shape[2], causal, kwargs)
@@ -232,25 +237,6 @@ def attention(
     return out.view(batch, qo_len, num_qo_heads, -1), None
 
 
-def _update(
-    cache: Any, key: torch.Tensor, value: torch.Tensor, layer: int, kwargs: dict[str, Any]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Writes new keys into the paged cache; all keys of the batch, [1, heads, tokens, head_dim]."""
-    if "kwargs" in inspect.signature(cache.update).parameters:
-        return cache.update(key_states=key, value_states=value, layer_idx=layer, kwargs=kwargs)
-    indices = {name: kwargs[name] for name in ("read_index", "write_index")}
-    key, value = cache.update(key_states=key, value_states=value, layer_idx=layer, **indices)
-    lengths = kwargs["cu_seq_lens_k"]
-    if isinstance(lengths, dict):
-        group = cache.layer_index_to_group_indices[layer][0]
-        windowed = cache.sliding_windows[layer] not in (None, 0, 1)
-        kind = "sliding_attention" if windowed else "full_attention"
-        kwargs["cu_seq_lens_k"] = lengths.get(kind, lengths.get(group))
-    if key.dim() == 3:
-        key, value = (x.transpose(0, 1).unsqueeze(0) for x in (key, value))
-    return key, value
-
-
 def _find(
     mask: torch.Tensor | None, batch: int, qo_len: int, kv_len: int, causal: bool, kwargs: dict
 ) -> Requests:
@@ -259,7 +245,7 @@ def _find(
     if qo_indptr is not None and (mask is None or mask.dim() == 2):
         kv_indptr = qo_indptr if kv_indptr is None else kv_indptr
         requests = _remembered(kv_indptr)
-        if requests is None:
+        if requests is None or sum(requests.qo_lens) != batch * qo_len:
             both = torch.stack((qo_indptr, kv_indptr)).tolist()
             requests = _requests.of_lengths(*both, rows=batch * qo_len)
             _remember(kv_indptr, requests)
