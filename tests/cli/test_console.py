@@ -1,6 +1,7 @@
 """Tables line up; the progress bar redraws on a terminal and stays short in a log."""
 
 import io
+import sys
 
 import pytest
 from preflash.cli.console import Progress, Table
@@ -52,7 +53,8 @@ def test_progress_in_a_log_prints_one_line_per_quarter():
     assert "\r" not in log.getvalue()
 
 
-def test_progress_on_a_terminal_redraws_one_line():
+def test_progress_on_a_terminal_redraws_one_line(monkeypatch):
+    monkeypatch.setitem(sys.modules, "rich", None)  # as where it is not installed
     terminal = Terminal()
     with Progress(3, "layers", terminal) as progress:
         for layer in range(3):
@@ -70,3 +72,14 @@ def test_progress_over_nothing():
     with Progress(0, "layers", log):
         pass
     assert log.getvalue() == ""
+
+
+def test_a_terminal_shows_the_bar_of_rich():
+    pytest.importorskip("rich")
+    terminal = Terminal()
+    with Progress(3, "layers", terminal) as progress:
+        for layer in range(3):
+            progress.step(f"layer [{layer}]")
+    assert "layers" in terminal.getvalue()
+    assert "3/3" in terminal.getvalue()
+    assert "layer [2]" in terminal.getvalue()

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TextIO
+from typing import Any, TextIO
 
 _ABSENT = "-"
 
@@ -53,8 +53,9 @@ class Table:
 
 
 class Progress:
-    """A progress bar over a known number of steps. On a terminal it redraws one line; elsewhere (a
-    pipe, a log) it prints a line per quarter, so that logs stay short."""
+    """A progress bar over a known number of steps. On a terminal it redraws one line, by rich where
+    that is installed; elsewhere (a pipe, a log) it prints a line per quarter, so that logs stay
+    short."""
 
     _WIDTH = 28
     _REDRAW_SECONDS = 0.1
@@ -68,18 +69,26 @@ class Progress:
         self._quarter = 0
         self._start = time.monotonic()
         self._drawn = -1.0
+        self._rich = _rich_bar(title, self._total, self._stream) if self._live else None
 
     def __enter__(self) -> Progress:
+        if self._rich is not None:
+            self._rich.start()
         return self
 
     def __exit__(self, *exc: object) -> None:
-        if self._live:
+        if self._rich is not None:
+            self._rich.stop()
+        elif self._live:
             self._draw()
             self._write("\n")
 
     def step(self, note: str = "") -> None:
         """One more step is done; `note` says which one is under way."""
         self._done = min(self._done + 1, self._total)
+        if self._rich is not None:
+            self._rich.update(self._rich.task_ids[0], completed=self._done, note=note[:40])
+            return
         if self._live:
             now = time.monotonic()
             if now - self._drawn >= self._REDRAW_SECONDS:
@@ -105,3 +114,21 @@ class Progress:
 
     def _elapsed(self) -> str:
         return f"{time.monotonic() - self._start:.1f} s"
+
+
+def _rich_bar(title: str, total: int, stream: TextIO) -> Any:
+    """A bar of rich, not started; None where rich is not installed."""
+    try:
+        from rich import console, progress
+    except ImportError:
+        return None
+    columns = (
+        progress.TextColumn(title),
+        progress.BarColumn(),
+        progress.MofNCompleteColumn(),
+        progress.TimeElapsedColumn(),
+        progress.TextColumn("{task.fields[note]}", markup=False),
+    )
+    bar = progress.Progress(*columns, console=console.Console(file=stream))
+    bar.add_task(title, total=total, note="")
+    return bar

@@ -19,6 +19,7 @@ import preflash as flashinfer
 
 from ..testing import Case, Inputs, KvForm, MaskKind, runner
 from ..testing.case import flops
+from . import CommandError, text
 from .batches import BatchMaker, Sample
 from .console import Progress, Table
 from .machine import Place, choose_places
@@ -131,9 +132,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--backend", help="cpu, fa2 or fa3; by default auto, which picks one for each batch"
     )
     parser.add_argument("--quick", action="store_true", help="two layers, short requests")
+    parser.add_argument(
+        "--text", metavar="FILE", help="embed and search the lines of a text instead, real weights"
+    )
+    parser.add_argument("--find", metavar="WORDS", help="what to search for; the first line")
 
 
 def execute(args: argparse.Namespace) -> int:
+    if args.text is not None:
+        return text.execute(args)
+    if args.find is not None:
+        raise CommandError("--find needs --text FILE")
     place = choose_places(args.backend)[0]
     scale = Scale.of(place.device, args.quick)
     backend = args.backend or "auto"

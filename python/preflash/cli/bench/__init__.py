@@ -20,7 +20,9 @@ from ..machine import Place, choose_places, torch_dtype
 from .fmha import fmha_calls, fmha_rows_for, fmha_table
 from .measure import Calls, Result, measured, row_calls, row_table
 from .pod import pod_calls, pod_rows_for, pod_table
+from .reports import compare, draw, roof
 from .rows import BenchRow, Row, rows_for
+from .timeline import why_no_picture
 from .trace import trace
 
 
@@ -51,6 +53,19 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", help="bf16, f16, f32, or several with commas")
     parser.add_argument("--json", metavar="FILE", type=pathlib.Path, help="write results to FILE")
     parser.add_argument(
+        "--plot",
+        metavar="FILE",
+        type=pathlib.Path,
+        help="draw the results into FILE.png, .svg or .pdf (pip install 'preflash[trace]')",
+    )
+    parser.add_argument(
+        "--compare",
+        metavar=("A.json", "B.json"),
+        nargs=2,
+        type=pathlib.Path,
+        help="measure nothing: how much faster report B is than report A, row by row",
+    )
+    parser.add_argument(
         "--trace",
         metavar="FILE",
         help="measure nothing: record when and where each work item of one launch ran. The row is "
@@ -71,6 +86,9 @@ def _positive(text: str) -> int:
 
 
 def execute(args: argparse.Namespace) -> int:
+    if args.compare is not None:
+        print(compare(args.compare))
+        return 0
     place = choose_places(args.backend)[0]
     _check_report(args)
     rows, pods, fmhas = chosen = _chosen_rows(args, place)
@@ -89,10 +107,15 @@ def execute(args: argparse.Namespace) -> int:
     for kind in _KINDS:
         if tables[kind.key]:
             print(kind.table(tables[kind.key]))
-    if args.json is not None:
+    if args.json is not None or args.plot is not None:
         document = {key: [_as_json(one) for one in results] for key, results in tables.items()}
         document = {"machine": _machine(place, repeats), **document}
+    if args.json is not None:
         args.json.write_text(json.dumps(document, indent=2) + "\n")
+    if args.plot is not None:
+        dtype = rows[0].case.dtype if rows else torch.bfloat16
+        document["machine"]["roof"] = roof(place, dtype)
+        draw(document, args.plot)
     failures = [one for results in tables.values() for one in results if one.failure]
     for result in failures:
         print(f"FAILED {result.row.name}: {result.failure}")
@@ -101,15 +124,19 @@ def execute(args: argparse.Namespace) -> int:
 
 def _check_report(args: argparse.Namespace) -> None:
     """Refuses what could not be written once the work is done."""
-    path = args.json
-    if path is None:
-        return
-    if args.trace is not None:
-        raise CommandError(f"--json {path}: --trace measures nothing; leave one of them out")
-    if path.is_dir() or not path.parent.is_dir():
-        why = "it is a directory" if path.is_dir() else f"there is no directory {path.parent}"
-        raise CommandError(f"--json {path}: {why}")
-    check_writable("--json", path)
+    if args.plot is not None and (why := why_no_picture()):
+        raise CommandError(f"--plot {args.plot}: {why}")
+    for option, path in (("--json", args.json), ("--plot", args.plot)):
+        if path is None:
+            continue
+        if args.trace is not None:
+            raise CommandError(f"{option} {path}: --trace measures nothing; leave one of them out")
+        if path.is_dir() or not path.parent.is_dir():
+            why = "it is a directory" if path.is_dir() else f"there is no directory {path.parent}"
+            raise CommandError(f"{option} {path}: {why}")
+        if option == "--plot" and path.suffix not in (".png", ".svg", ".pdf"):
+            raise CommandError(f"--plot {path}: must end with .png, .svg or .pdf")
+        check_writable(option, path)
 
 
 def _chosen_rows(args: argparse.Namespace, place: Place) -> list[list[BenchRow]]:

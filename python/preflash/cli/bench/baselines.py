@@ -13,6 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from ..._cudnn import graph
 from ...testing import Inputs, MaskKind, runner
 from ...testing.inputs import indptr
+from .others import others_of
 from .rows import Baseline, Row
 
 Call = Callable[[], torch.Tensor]
@@ -52,6 +53,8 @@ def baselines_of(row: Row, device: torch.device) -> list[BaselineCall]:
         found.append(BaselineCall("varlen", _varlen))
     if Baseline.FRONTEND in row.baselines and gpu and graph.why_missing() is None:
         found.append(BaselineCall("cudnn frontend", _Frontend().prepare))
+    if gpu:
+        found += [BaselineCall(name, prepare) for name, prepare in others_of(row).items()]
     if Baseline.READ in row.baselines and gpu:
         found.append(BaselineCall("read", lambda inputs: _plain_read(row, inputs), checked=False))
     return found

@@ -1,0 +1,111 @@
+"""Padded, packed and densely masked sequences as requests over query rows and key slots."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, eq=False)
+class Requests:
+    """The requests of one batch, in the order of the query rows, all of which they cover.
+
+    Request i has qo_lens[i] query rows and key slots spans[i] = (sequence, begin, end); its last
+    query is at slot end - 1. A run of padding is a request without keys.
+    """
+
+    qo_lens: tuple[int, ...]
+    spans: tuple[tuple[int, int, int], ...]
+    causal: bool | None = None  # None: as the attention module says
+    mask: torch.Tensor | None = None  # bool, of all requests one after the other; replaces bounds
+
+    def same(self, other: Requests | None) -> bool:
+        """Whether a plan of one serves the other."""
+        if other is None or self is other:
+            return self is other
+        masked = self.mask is not None or other.mask is not None
+        return not masked and (self.qo_lens, self.spans) == (other.qo_lens, other.spans)
+
+    @functools.cached_property
+    def kv_indptr(self) -> list[int] | None:
+        """Where the keys of one sequence follow each other in order; else None."""
+        filled = [(begin, end) for _, begin, end in self.spans if end > begin]
+        if any(sequence for sequence, _, _ in self.spans):
+            return None
+        if any(a[1] != b[0] for a, b in itertools.pairwise(filled)):
+            return None
+        indptr = [filled[0][0] if filled else 0]
+        for _, begin, end in self.spans:
+            indptr.append(indptr[-1] + end - begin)
+        return indptr
+
+    @functools.cached_property
+    def at_first_slot(self) -> bool:
+        """Whether the keys of every request begin at slot 0 of their sequence."""
+        return all(begin == 0 for _, begin, end in self.spans if end)
+
+
+@functools.lru_cache(maxsize=16)
+def even(batch: int, qo_len: int, kv_len: int, causal: bool | None = None) -> Requests:
+    """Sequences of one length, whose keys begin at slot 0."""
+    return Requests((qo_len,) * batch, tuple((i, 0, kv_len) for i in range(batch)), causal)
+
+
+def of_lengths(qo_indptr: list[int], kv_indptr: list[int], rows: int) -> Requests:
+    """Packed sequences, and rows of padding behind them."""
+    qo_lens = [end - begin for begin, end in itertools.pairwise(qo_indptr)]
+    spans = [(0, begin, end) for begin, end in itertools.pairwise(kv_indptr)]
+    if rows > qo_indptr[-1]:
+        qo_lens.append(rows - qo_indptr[-1])
+        spans.append((0, 0, 0))
+    return Requests(tuple(qo_lens), tuple(spans))
+
+
+def of_ids(ids: torch.Tensor, qo_len: int, causal: bool) -> Requests:
+    """Padded or packed sequences.
+
+    ids: [batch, slots] on the CPU, bool or int. 0 is padding. Slots of one number are one sequence.
+    With causal, or where there are several sequences in a row, the queries are the last slots.
+
+    Raises: NotImplementedError: a sequence with holes.
+    """
+    qo_lens, spans = [], []
+    for i, row in enumerate(ids.to(torch.int32)):
+        numbers, counts = torch.unique_consecutive(row, return_counts=True)
+        runs = list(zip(numbers.tolist(), counts.tolist(), strict=True))
+        filled = [number for number, _ in runs if number]
+        if len(set(filled)) < len(filled):
+            raise NotImplementedError(
+                f"attention_mask[{i}] has padding inside a sequence; give a 4-D bool mask"
+            )
+        end, first = 0, len(row) - qo_len
+        for number, count in runs:
+            begin, end = end, end + count
+            keys = (i, begin, end) if number else (i, 0, 0)
+            if not causal and len(filled) <= 1:
+                if number:
+                    qo_lens.append(qo_len)
+                    spans.append(keys)
+            elif end > first:
+                qo_lens.append(end - max(begin, first))
+                spans.append(keys)
+        if not causal and not filled:
+            qo_lens.append(qo_len)
+            spans.append((i, 0, 0))
+    return Requests(tuple(qo_lens), tuple(spans), causal)
+
+
+def of_dense(mask: torch.Tensor, batch: int) -> Requests:
+    """Any mask: bool [batch or 1, 1, queries, keys], True where a query sees a key."""
+    if mask.shape[1] != 1:
+        raise NotImplementedError(
+            f"attention_mask is {tuple(mask.shape)}: one mask for each head is not served; "
+            "it must be [batch, 1, queries, keys]"
+        )
+    qo_len, kv_len = mask.shape[2:]
+    mask = mask.expand(batch, -1, -1, -1).reshape(-1)
+    spans = tuple((i, 0, kv_len) for i in range(batch))
+    return Requests((qo_len,) * batch, spans, False, mask)

@@ -1,0 +1,71 @@
+"""`bench --plot`, `bench --compare` and the baselines that join by themselves."""
+
+from __future__ import annotations
+
+import json
+import sys
+import types
+
+import preflash
+import pytest
+import torch
+from preflash.cli.bench import others, rows
+from preflash.testing import build, runner
+
+
+def test_plots_and_compares(preflash_command, tmp_path):
+    pytest.importorskip("matplotlib")
+    options = ("--quick", "--repeats", "1", "--backend", "cpu", "--rows", "dense,decode")
+    done = preflash_command("bench", *options, "--json", "a.json", "--plot", "a.png")
+    assert done.code == 0, done.err
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    report = json.loads((tmp_path / "a.json").read_text())
+    for row in report["rows"]:
+        row["us"] = {name: us / 2 for name, us in row["us"].items()}
+    (tmp_path / "b.json").write_text(json.dumps(report))
+    done = preflash_command("bench", "--compare", "a.json", "b.json")
+    assert done.code == 0
+    assert done.out.count("2.000x") == len(report["rows"]) + 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (("--compare", "none.json", "none.json"), "none.json: cannot be read"),
+        (("--plot", "a.gif", "--quick"), "must end with .png, .svg or .pdf"),
+        (("--plot", "no/a.png", "--quick"), "there is no directory no"),
+    ],
+)
+def test_refuses(preflash_command, arguments, why):
+    if "--plot" in arguments:
+        pytest.importorskip("matplotlib")
+    done = preflash_command("bench", *arguments)
+    assert done.code == 2
+    assert why in done.err
+
+
+def _fa3():
+    """FlashAttention-3's call, by a wrapper of ours."""
+
+    def flash_attn_varlen_func(q, k, v, qo, kv, most_q, most_kv, *, softmax_scale, causal):
+        wrapper = preflash.BatchPrefillWithRaggedKVCacheWrapper(runner.workspace(), "NHD")
+        heads = (q.shape[1], k.shape[1], q.shape[2])
+        options = {"causal": causal, "sm_scale": softmax_scale, "q_data_type": q.dtype}
+        wrapper.plan(qo, kv, *heads, **options)
+        return wrapper.run(q, k, v)
+
+    return types.SimpleNamespace(flash_attn_varlen_func=flash_attn_varlen_func)
+
+
+def test_other_packages_join_where_they_import(monkeypatch):
+    monkeypatch.setitem(sys.modules, "flashinfer", preflash)
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", _fa3())
+    others._imported.cache_clear()
+    for row in rows.quick_rows():
+        row = row.with_dtype(torch.float32)
+        calls = others.others_of(row)
+        assert set(calls) == {"flashinfer"} | (set() if row.case.paged else {"flash_attn_3"})
+        inputs = build(row.case)
+        for prepare in calls.values():
+            assert runner.compare(inputs, prepare(inputs)(), None).ok
+    others._imported.cache_clear()
