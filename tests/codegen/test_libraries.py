@@ -9,6 +9,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import fa2_memory
 import generate
 import pytest
 import spec
@@ -176,6 +177,13 @@ def test_the_whole_preset_is_compiled(compiled, matrix, kernel_libraries):
         or generate.architectures_of(variant.family_facts, compiled["architectures"])
     }
     assert {kernel["id"] for kernel in _core.kernels()} == expected
+
+
+def test_shared_memory_of_fa2_is_what_plans_are_tested_with(matrix, kernel_libraries):
+    variants = {variant.id: variant for variant in matrix.variants}
+    for kernel in _core.kernels():
+        if kernel["family"] == "sm80":
+            assert kernel["smem_bytes"] == fa2_memory.smem_bytes(variants[kernel["id"]])
 
 
 def test_kernels_fit_into_shared_memory(kernel_libraries):
