@@ -15,6 +15,7 @@ _core.set_library_dir(str(Path(__file__).parent / "lib"))
 
 from . import attention, cascade, cudnn, decode, page, pod, prefill, quantization  # noqa: E402
 from ._compat.patch import patch_flashinfer  # noqa: E402
+from ._device import cuda_versions as _cuda_versions  # noqa: E402
 from ._torch import operators  # noqa: E402, F401
 from .attention import BatchAttentionWithAttentionSinkWrapper  # noqa: E402
 from .cascade import (  # noqa: E402
@@ -42,6 +43,7 @@ from .prefill import (  # noqa: E402
 from .quantization import packbits, segment_packbits  # noqa: E402
 
 __version__: str = _core.__version__
+_cuda_versions.warn(__version__)
 
 __all__ = [
     "BatchAttentionWithAttentionSinkWrapper",

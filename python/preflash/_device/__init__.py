@@ -4,4 +4,5 @@ stream      the current stream of a device
 buffers     memory that several streams may use
 workspace   the float and int workspaces of a wrapper
 backends    "auto", "fa2", "fa3", "cpu": which one serves which device
+cuda_versions   whether wheel, torch and driver go together
 """
