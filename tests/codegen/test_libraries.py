@@ -72,6 +72,7 @@ ALLOWED_SPILLS = [
         2,
     ),
     AllowedSpill({"family": "sm80", "head_dim": "256", "tile_class": "decode"}, 48, _OUTSIDE),
+    AllowedSpill({"family": "sm80", "head_dim": "512", "tile_class": "compact"}, 32, _OUTSIDE),
     AllowedSpill({"family": "sm80", "arrival": "transformed"}, 904, _IN_BRANCHES, 35),
     AllowedSpill({"family": "sm80", "segments": "two", "mask": "bounds"}, 364, _OF_BOTH, 9),
     AllowedSpill({"family": "sm80", "segments": "two", "mask": "custom"}, 690, _OF_BOTH, 59),
