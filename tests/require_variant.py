@@ -20,6 +20,8 @@ def why_no_fa3() -> str:
     capability = _core.device_facts(torch.cuda.current_device())["compute_capability"]
     if capability != 90:
         return f"fa3 needs compute capability 9.0; this GPU has {capability / 10}"
+    if "PREFLASH_GPU_FACTS" in os.environ:
+        return "PREFLASH_GPU_FACTS: another GPU's facts are for fa2"
     compiled = any(kernel["backend"] == "fa3" for kernel in _core.kernels())
     if not compiled and not os.environ.get("PREFLASH_REQUIRE_ALL"):
         return "fa3 is not compiled in this build"

@@ -148,13 +148,14 @@ def compile_all(
 
 
 def sources(row: Row) -> Path:
-    """A copy of the sources whose version names the CUDA version."""
+    """A copy of the sources whose version names the CUDA version; no file of an earlier copy."""
     directory = WORK / f"cuda{row.version}" / "source"
-    directory.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
     for name in SOURCES:
         if (ROOT / name).is_dir():
             ignore = shutil.ignore_patterns("__pycache__")
-            shutil.copytree(ROOT / name, directory / name, dirs_exist_ok=True, ignore=ignore)
+            shutil.copytree(ROOT / name, directory / name, ignore=ignore)
         else:
             shutil.copy2(ROOT / name, directory / name)
     project = directory / "pyproject.toml"

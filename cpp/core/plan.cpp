@@ -41,7 +41,7 @@ std::string too_large(const ForwardKernel& kernel, const DeviceFacts& facts) {
   return std::string(kernel.id) + " needs " + std::to_string(kernel.smem_bytes) +
          " bytes of shared memory; device " + std::to_string(facts.device) + " (" + facts.name +
          ") gives a block " + std::to_string(facts.smem_per_block) +
-         ". What would work: a smaller head_dim";
+         ". What would work: a build with kernels of tile class \"compact\", or a smaller head_dim";
 }
 
 // A kernel with short tiles, or one with tall tiles where those are faster for so long requests.
@@ -54,22 +54,17 @@ const ForwardKernel* for_lengths(const ForwardKernel* kernel, Family family,
   return tall.kernel != nullptr && fits(*tall.kernel, facts) ? tall.kernel : kernel;
 }
 
-// The wanted tile class, or the smaller one where the device's shared memory ends before.
+// The wanted tile class, or a smaller one where the device's shared memory ends before.
 FoundKernel find_kernel(Family family, const SegmentProblem& problem, const DeviceFacts& facts) {
   TileClass wanted = choose_tile_class(problem, traits_of(family));
   FoundKernel found;
-  for (TileClass tile_class : {wanted, TileClass::kDecode}) {
+  for (TileClass tile_class : {wanted, TileClass::kDecode, TileClass::kCompact}) {
     found = Registry::instance().find(variant_of(problem, family, tile_class));
     if (found.kernel == nullptr) return found;
     const ForwardKernel* kernel = for_lengths(found.kernel, family, problem, facts);
     if (fits(*kernel, facts)) return {.kernel = kernel};
   }
   return {.error = too_large(*found.kernel, facts)};
-}
-
-// Whether a kernel serves it on some device, if not on this one.
-bool is_compiled(Family family, const AttentionOptions& options) {
-  return Registry::instance().find(variant_of(options, family)).kernel != nullptr;
 }
 
 const ForwardKernel* require_kernel(const FoundKernel& found) {
@@ -135,10 +130,7 @@ std::shared_ptr<const StagedForm> stage(Family family, const PlanRequest& reques
   const std::optional<AttentionOptions> options = staged_options(segment);
   if (segment.staging == Staging::kNever || !options) return nullptr;
   const FoundKernel transforming = find_kernel(family, segment, facts);
-  // Above head_dim 192 no kernel that converts on load fits where a block has 99 KiB (SM86, SM89):
-  // copies serve it there.
-  const bool fits = transforming.kernel != nullptr;
-  if (fits ? !prefers_staging(segment, *transforming.kernel) : !is_compiled(family, segment)) {
+  if (transforming.kernel == nullptr || !prefers_staging(segment, *transforming.kernel)) {
     return nullptr;
   }
   SegmentProblem described = segment;
@@ -146,10 +138,7 @@ std::shared_ptr<const StagedForm> stage(Family family, const PlanRequest& reques
   const FoundKernel ordinary = find_kernel(family, described, facts);
   if (ordinary.kernel == nullptr || !has_staged_rows(segment)) return nullptr;
   auto form = std::make_shared<const StagedForm>(segment, *options, *ordinary.kernel);
-  if (form->bytes() <= problem.float_workspace_bytes) return form;
-  if (fits) return nullptr;
-  throw NotCompiledError(transforming.error + ", or a float_workspace_buffer of " +
-                         std::to_string(form->bytes()) + " bytes, for copies");
+  return form->bytes() <= problem.float_workspace_bytes ? form : nullptr;
 }
 
 // The spans point into the batches.

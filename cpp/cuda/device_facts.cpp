@@ -55,6 +55,17 @@ LaunchError query_device(int device, DeviceFacts* facts) {
   FactsCache& cache = facts_cache();
   std::lock_guard lock(cache.mutex);
   if (cache.devices.empty()) cache.devices.resize(device_count());
+  if (cache.devices.empty()) {
+    int driver = 0;  // 0: there is none
+    cudaDriverGetVersion(&driver);
+    if (driver > 0 && driver / 1000 < CUDART_VERSION / 1000) {
+      return usage_error(
+          "device %d: the NVIDIA driver serves CUDA %d.%d at most, and these kernels were built "
+          "with CUDA %d.%d: install a newer driver, or a preflash for CUDA %d",
+          device, driver / 1000, driver % 1000 / 10, CUDART_VERSION / 1000,
+          CUDART_VERSION % 1000 / 10, driver / 1000);
+    }
+  }
   if (device < 0 || device >= static_cast<int>(cache.devices.size())) {
     return usage_error("device %d does not exist: this machine shows %d CUDA devices", device,
                        static_cast<int>(cache.devices.size()));

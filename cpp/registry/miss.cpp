@@ -98,6 +98,9 @@ bool serves(const Variant& compiled, const Variant& wanted) {
       traits_of(compiled.family).short_tiles == ShortTiles::kOwn) {
     return false;
   }
+  if (compiled.tile_class == TileClass::kCompact && form.tile_class != TileClass::kCompact) {
+    return false;
+  }
   return std::all_of(axes.begin(), axes.end(),
                      [&](const Axis& axis) { return axis.serves(compiled, form); });
 }

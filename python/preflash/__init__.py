@@ -25,6 +25,7 @@ from . import (  # noqa: E402
     sparse,
 )
 from ._compat.patch import patch_flashinfer  # noqa: E402
+from ._device import cuda_versions as _cuda_versions  # noqa: E402
 from ._torch import operators  # noqa: E402, F401
 from .attention import (  # noqa: E402
     BatchAttention,
@@ -63,6 +64,7 @@ from .quantization import packbits, segment_packbits  # noqa: E402
 from .sparse import BlockSparseAttentionWrapper, VariableBlockSparseAttentionWrapper  # noqa: E402
 
 __version__: str = _core.__version__
+_cuda_versions.warn(__version__)
 
 __all__ = [
     "BatchAttention",

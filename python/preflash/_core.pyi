@@ -18,6 +18,7 @@ class DType:
 class TileClass:
     prefill: TileClass
     decode: TileClass
+    compact: TileClass
 
 class Logits:
     plain: Logits

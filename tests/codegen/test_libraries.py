@@ -9,6 +9,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import fa2_memory
 import generate
 import pytest
 import spec
@@ -71,6 +72,7 @@ ALLOWED_SPILLS = [
         2,
     ),
     AllowedSpill({"family": "sm80", "head_dim": "256", "tile_class": "decode"}, 48, _OUTSIDE),
+    AllowedSpill({"family": "sm80", "head_dim": "512", "tile_class": "compact"}, 32, _OUTSIDE),
     AllowedSpill({"family": "sm80", "arrival": "transformed"}, 904, _IN_BRANCHES, 35),
     AllowedSpill({"family": "sm80", "segments": "two", "mask": "bounds"}, 364, _OF_BOTH, 9),
     AllowedSpill({"family": "sm80", "segments": "two", "mask": "custom"}, 690, _OF_BOTH, 59),
@@ -176,6 +178,13 @@ def test_the_whole_preset_is_compiled(compiled, matrix, kernel_libraries):
         or generate.architectures_of(variant.family_facts, compiled["architectures"])
     }
     assert {kernel["id"] for kernel in _core.kernels()} == expected
+
+
+def test_shared_memory_of_fa2_is_what_plans_are_tested_with(matrix, kernel_libraries):
+    variants = {variant.id: variant for variant in matrix.variants}
+    for kernel in _core.kernels():
+        if kernel["family"] == "sm80":
+            assert kernel["smem_bytes"] == fa2_memory.smem_bytes(variants[kernel["id"]])
 
 
 def test_kernels_fit_into_shared_memory(kernel_libraries):

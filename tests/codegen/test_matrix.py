@@ -147,7 +147,7 @@ def test_files_hold_few_kernels_of_one_kind(matrix):
             source.family.on_cpu
         )
         lengths.setdefault(source.family.name, []).append(len(source.variants))
-    assert min(lengths["sm80"]) >= 5
+    assert min(lengths["sm80"]) >= 4
     assert max(lengths["sm80"]) <= 6
     assert max(lengths["sm90"]) <= 4
 
@@ -233,7 +233,7 @@ def test_tile_classes_differ_in_rows_alone(matrix):
     keys, shared = {}, set()
     same_bits = [name for name, f in matrix.families.items() if f.short_tiles == "same_bits"]
     for v in matrix.variants:
-        if v.family not in same_bits:
+        if v.family not in same_bits or v.tile_class == "compact":  # which no plan has a choice of
             continue
         kernel = tuple(value for axis, value in v.values.items() if axis != "tile_class")
         assert v.tile.m >= 64, v.id

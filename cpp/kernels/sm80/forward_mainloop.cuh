@@ -28,11 +28,14 @@ struct ForwardMainloop {
   using Bias = ScoreBias<Traits>;
   using Softmax = LazySoftmax<Traits::kRowsPerThread, Traits::kVariant.sparsity>;
   using AccumulatorS = decltype(partition_fragment_C(
-      Mma{}, Shape<Int<Traits::kTileM>, Int<Traits::kTileN>>{}));  // ((2, 2), MMA_M, MMA_N)
+      typename Traits::MmaS{},
+      Shape<Int<Traits::kTileM>, Int<Traits::kTileN>>{}));  // ((2, 2), MMA_M, MMA_N)
   using AccumulatorO = decltype(partition_fragment_C(
       Mma{}, Shape<Int<Traits::kTileM>, Int<Traits::kHeadVo>>{}));  // ((2, 2), MMA_M, MMA_N)
   using TileQ = OperandTile<typename Traits::ElementQ, Traits::kTileM, MatrixOrder::kRowsFirst>;
-  using TileK = OperandTile<typename Traits::ElementKv, Traits::kTileN, MatrixOrder::kChunksFirst>;
+  using TileK =
+      OperandTile<typename Traits::ElementKv, Traits::kTileN,
+                  Traits::kNarrowKeys ? MatrixOrder::kFourChunks : MatrixOrder::kChunksFirst>;
   using TileV = OperandTile<typename Traits::ElementKv, Traits::kTileN, MatrixOrder::kRowsFirst>;
 
   const KernelSegment& params;
@@ -54,7 +57,7 @@ struct ForwardMainloop {
         smem(smem),
         thread(thread),
         sQ(smem.q, thread / 32 % Traits::kRowWarps * 16, thread % 32),
-        sK(smem.k[0], column_warp(thread) * 16, thread % 32),
+        sK(smem.k[0], column_warp(thread) * Traits::kWarpKeys, thread % 32),
         sV(smem.v[0], 0, thread % 32, column_warp(thread) * 2),
         peers(smem, thread) {}
 
@@ -190,6 +193,16 @@ struct ForwardMainloop {
     TileK tile_k = sK;
     tile_k.base += stage * static_cast<int>(sizeof(smem.k[0]));
     if constexpr (Traits::kKeptQ == 0) load_q(q.at[q_buffer(0)], 0);
+    if constexpr (Traits::kNarrowKeys) {
+      multiply_8_keys(tSrS, q, tile_k);
+    } else {
+      multiply_16_keys(tSrS, q, tile_k);
+    }
+  }
+
+  // Of a warp with 16 keys of every kMmaColumns.
+  __device__ __forceinline__ void multiply_16_keys(AccumulatorS& tSrS, QFragments& q,
+                                                   const TileK& tile_k) const {
     CUTE_UNROLL
     for (int depth = 0; depth < kBlocksQk; ++depth) {
       CUTE_UNROLL
@@ -204,6 +217,24 @@ struct ForwardMainloop {
           mma_16x16x16<MmaOp>(tSrS(_, m, 2 * n), tSrS(_, m, 2 * n + 1), q.at[q_buffer(depth)][m],
                               k);
         }
+      }
+    }
+  }
+
+  // Of a warp with 8 keys of the tile.
+  __device__ __forceinline__ void multiply_8_keys(AccumulatorS& tSrS, QFragments& q,
+                                                  const TileK& tile_k) const {
+    std::uint32_t k[4];
+    CUTE_UNROLL
+    for (int depth = 0; depth < kBlocksQk; ++depth) {
+      const int half = depth % 2 * 2;
+      if (half == 0) tile_k.load(k, 0, depth * 16);
+      if (depth + 1 < kBlocksQk && depth + 1 >= Traits::kKeptQ) {
+        load_q(q.at[q_buffer(depth + 1)], depth + 1);
+      }
+      CUTE_UNROLL
+      for (int m = 0; m < Traits::kMmaM; ++m) {
+        mma_16x8x16<MmaOp>(tSrS(_, m, 0), q.at[q_buffer(depth)][m], k[half], k[half + 1]);
       }
     }
   }

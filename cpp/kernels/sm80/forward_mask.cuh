@@ -21,7 +21,9 @@ __device__ constexpr auto as_rows_and_columns(L layout) {
 template <class Traits, int kColumns>
 __device__ __forceinline__ auto accumulator_places(int thread) {
   Tensor tile = make_identity_tensor(Shape<Int<Traits::kTileM>, Int<kColumns>>{});
-  Tensor mine = typename Traits::Mma{}.get_slice(thread).partition_C(tile);  // ((2, 2), M, N)
+  using Mma =
+      std::conditional_t<kColumns == Traits::kTileN, typename Traits::MmaS, typename Traits::Mma>;
+  Tensor mine = Mma{}.get_slice(thread).partition_C(tile);  // ((2, 2), M, N)
   return make_tensor(mine.data(), as_rows_and_columns(mine.layout()));
 }
 

@@ -69,7 +69,11 @@ struct ForwardTraits {
   static constexpr int kColumnWarps = kHeadVo > 256 ? 2 : 1;
   static constexpr int kRowWarps = kTile.warps / kColumnWarps;
   static constexpr int kMmaColumns = 16 * kColumnWarps;
-  static_assert(kTileM % (16 * kRowWarps) == 0 && kTileN % kMmaColumns == 0 && kTileN <= kThreads);
+  // Of a tile of 16 keys each of two warps has 8.
+  static constexpr bool kNarrowKeys = kTileN < kMmaColumns;
+  static constexpr int kWarpKeys = kNarrowKeys ? 8 : 16;  // side by side
+  static_assert(kTileM % (16 * kRowWarps) == 0 && kTileN % (kWarpKeys * kColumnWarps) == 0 &&
+                kTileN <= kThreads);
 
   // mma.sync.m16n8k16. Row warp w holds rows w * 16 + i * 16 * kRowWarps + [0, 16), column warp c
   // columns c * 16 + i * 16 * kColumnWarps + [0, 16).
@@ -81,6 +85,11 @@ struct ForwardTraits {
                          Layout<Shape<_8, Int<kColumnWarps>, _2>, Stride<_1, _16, _8>>>;
   using Mma = TiledMMA<MMA_Atom<MmaOp>, Layout<Shape<Int<kRowWarps>, Int<kColumnWarps>, _1>>,
                        Tile<Int<kMmaRows>, MmaColumns, _16>>;
+  using MmaS = std::conditional_t<
+      kNarrowKeys,
+      TiledMMA<MMA_Atom<MmaOp>, Layout<Shape<Int<kRowWarps>, Int<kColumnWarps>, _1>>,
+               Tile<Int<kMmaRows>, Int<8 * kColumnWarps>, _16>>,
+      Mma>;
   static constexpr int kMmaM = kTileM / kMmaRows;
   static constexpr int kRowsPerThread = 2 * kMmaM;
   // Fragments of Q (4 * kMmaM registers for each 16 columns) stay in registers as far as O, S and
@@ -89,7 +98,8 @@ struct ForwardTraits {
   // (docs/dev/experiments/fa2.md).
   static constexpr int kRegisters = std::min(255, 65536 / (kThreads * kTile.ctas_per_sm) / 8 * 8);
   // Above head_dim 256 P comes back whole.
-  static constexpr int kLoopRegisters = (kTransforms ? 96 : 79) + (kColumnWarps == 1 ? 0 : 24);
+  static constexpr int kLoopRegisters =
+      (kTransforms ? 96 : 79) + (kColumnWarps == 1 ? 0 : 24) + (kNarrowKeys ? 32 : 0);
   // Beside decode-like items run others that want the tensor core: warps without a row leave it to
   // them.
   static constexpr bool kIdleWarps = kSegments == 2 && kVariant.tile_class == TileClass::kDecode;

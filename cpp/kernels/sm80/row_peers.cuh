@@ -42,6 +42,7 @@ template <class Traits>
 struct RowPeers<Traits, 2> {
   using Storage = PeerStorage<Traits>;
   static constexpr int kRowBytes = sizeof(Storage::p[0]);
+  static constexpr int kWarpBytes = Traits::kWarpKeys * sizeof(Storage::p[0][0]);
   static constexpr int kFirstBarrier = 1;  // __syncthreads() has 0
 
   Storage& storage;
@@ -84,7 +85,7 @@ struct RowPeers<Traits, 2> {
   template <class Pairs>
   __device__ __forceinline__ void exchange(const Pairs& pairs, OperandP<Traits>& p) const {
     std::uint32_t base = cast_smem_ptr_to_uint(storage.p);
-    std::uint32_t store = base + tile_row(0) * kRowBytes + column_warp * 32 + lane % 4 * 4;
+    std::uint32_t store = base + tile_row(0) * kRowBytes + column_warp * kWarpBytes + lane % 4 * 4;
     CUTE_UNROLL
     for (int m = 0; m < Traits::kMmaM; ++m) {
       CUTE_UNROLL

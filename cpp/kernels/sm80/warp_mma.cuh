@@ -20,8 +20,9 @@ inline constexpr int kBlockColumns = kBlockRowBytes / static_cast<int>(sizeof(El
 
 // Which rows and 16-byte chunks the four 8x8 matrices of an ldmatrix.x4 cover.
 enum class MatrixOrder {
-  kRowsFirst,   // rows 0-7, 8-15, then the next chunk: A operands, and B through .trans
-  kChunksFirst  // chunk 0, 1, then the next 8 rows: B operands stored (n, k)
+  kRowsFirst,    // rows 0-7, 8-15, then the next chunk: A operands, and B through .trans
+  kChunksFirst,  // chunk 0, 1, then the next 8 rows: B operands stored (n, k)
+  kFourChunks    // chunks 0 to 3 of 8 rows: two such operands
 };
 
 __device__ __forceinline__ void load_matrices(std::uint32_t (&r)[4], std::uint32_t address) {
@@ -37,11 +38,19 @@ struct OperandTile {
 
   std::uint32_t base;  // this lane's row and chunk of the first 16x16 block
 
-  // first_chunk: even. Columns are counted from there, in multiples of what is added to it.
+  // first_chunk: even, 0 for four chunks. Columns are counted from there, in multiples of what is
+  // added to it.
   __device__ __forceinline__ OperandTile(const void* smem, int first_row, int lane,
                                          int first_chunk = 0) {
-    int row = kOrder == MatrixOrder::kRowsFirst ? lane % 16 : lane % 8 + lane / 16 * 8;
-    int chunk = first_chunk + (kOrder == MatrixOrder::kRowsFirst ? lane / 16 : lane / 8 % 2);
+    int row = lane % 16;
+    int chunk = first_chunk + lane / 16;
+    if (kOrder == MatrixOrder::kChunksFirst) {
+      row = lane % 8 + lane / 16 * 8;
+      chunk = first_chunk + lane / 8 % 2;
+    } else if (kOrder == MatrixOrder::kFourChunks) {
+      row = lane % 8;
+      chunk = lane / 8;
+    }
     base = cute::cast_smem_ptr_to_uint(smem) + (first_row + row) * kBlockRowBytes +
            ((chunk ^ (row % 8)) * kChunkBytes);
   }
@@ -64,15 +73,20 @@ struct OperandTile {
   }
 };
 
+// c (16x8) += a (16x16) * b (16x8)
+template <class MmaOp, class C>
+__device__ __forceinline__ void mma_16x8x16(C&& c, const std::uint32_t (&a)[4], std::uint32_t b0,
+                                            std::uint32_t b1) {
+  MmaOp::fma(c(0), c(1), c(2), c(3), a[0], a[1], a[2], a[3], b0, b1, c(0), c(1), c(2), c(3));
+}
+
 // c (16x16, two 16x8 accumulators) += a (16x16) * b (two 16x8 operands)
 template <class MmaOp, class Left, class Right>
 __device__ __forceinline__ void mma_16x16x16(Left&& left, Right&& right,
                                              const std::uint32_t (&a)[4],
                                              const std::uint32_t (&b)[4]) {
-  MmaOp::fma(left(0), left(1), left(2), left(3), a[0], a[1], a[2], a[3], b[0], b[1], left(0),
-             left(1), left(2), left(3));
-  MmaOp::fma(right(0), right(1), right(2), right(3), a[0], a[1], a[2], a[3], b[2], b[3], right(0),
-             right(1), right(2), right(3));
+  mma_16x8x16<MmaOp>(left, a, b[0], b[1]);
+  mma_16x8x16<MmaOp>(right, a, b[2], b[3]);
 }
 
 }  // namespace preflash::sm80

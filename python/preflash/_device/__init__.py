@@ -5,4 +5,5 @@ buffers     memory that several streams may use
 workspace   the float and int workspaces of a wrapper
 backends    "auto", "fa2", "fa3", "cpu": which one serves which device
 gpus        whether this build has kernels for the GPUs of the machine
+cuda_versions   whether wheel, torch and driver go together
 """

@@ -1,0 +1,138 @@
+"""Every row of docs/support.md plans on fa2 with the facts of each GPU, in a build of everything,
+of which the tables alone are compiled."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "cmake" / "codegen"))
+
+import fa2_memory
+import spec
+
+ROOT = Path(__file__).resolve().parents[2]
+KB = 1024
+# compute capability, SMs, shared memory of a block and of an SM: CUDA C++ Programming Guide.
+GPUS = {
+    "A10": (86, 72, 99 * KB, 100 * KB),
+    "A40": (86, 84, 99 * KB, 100 * KB),
+    "L4": (89, 58, 99 * KB, 100 * KB),
+    "L40S": (89, 142, 99 * KB, 100 * KB),
+    "RTX 3090": (86, 82, 99 * KB, 100 * KB),
+    "RTX 4090": (89, 128, 99 * KB, 100 * KB),
+    "RTX Pro 6000 Blackwell": (120, 188, 99 * KB, 100 * KB),
+    "A100": (80, 108, 163 * KB, 164 * KB),
+}
+FACTS = ("compute_capability", "num_sms", "smem_per_block", "smem_per_sm")
+ARCHITECTURES = ["80", "90+PTX"]  # of a release
+
+PLANS = """
+import json, sys
+import numpy as np
+import preflash
+import support_table
+from preflash import _core
+
+_core.set_library_dir(sys.argv[1])
+plans = []
+for feature in support_table._FEATURES:
+    for dtypes in support_table._DTYPES:
+        if dtypes.q == _core.DType.float32:
+            continue
+        for dims in support_table._HEAD_DIMS:
+            options = support_table._usual(dtypes, *dims).replace(
+                num_qo_heads=32, num_kv_heads=8, **feature.options
+            )
+            for qo, kv in ((1, 4096), (700, 900)):
+                lengths = [np.arange(5, dtype=np.int32) * n for n in (qo, kv)]
+                addresses = [array.ctypes.data for array in lengths]
+                batch = _core.Batch(*addresses, 0, 4, 0)
+                mask_bytes = 0
+                if options.mask == _core.Mask.custom:
+                    batch = batch.with_mask()
+                    mask_bytes = batch.mask_bytes
+                for rows in (0, 4 * qo):
+                    plan = _core.Plan(
+                        _core.Family.sm80, 0, options, batch, 128 << 20, rows, mask_bytes
+                    )
+                    plans.append(
+                        [f"{feature.name}, {dtypes}, {dims}, {qo}", plan.id, plan.num_items]
+                    )
+print(json.dumps(plans))
+"""
+
+
+@pytest.fixture(scope="module")
+def kernels():
+    return {v.id: v for v in spec.load_matrix().select("full", ["sm80"])}
+
+
+@pytest.fixture(scope="module")
+def tables(tmp_path_factory, kernels):
+    """A directory of kernel libraries without kernels."""
+    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
+    if compiler is None:
+        pytest.skip("no C++ compiler")
+    out = tmp_path_factory.mktemp("tables")
+    generate = [sys.executable, ROOT / "cmake" / "codegen" / "generate.py", "--write", out]
+    options = ["--preset", "full", "--families", "sm80", "--archs", ";".join(ARCHITECTURES)]
+    subprocess.run([*generate, *options], check=True)
+    bytes_of = {name: fa2_memory.smem_bytes(variant) for name, variant in kernels.items()}
+    lines = [f'{{"{name}", {size}}},\n' for name, size in bytes_of.items()]
+    (out / "fake_smem.inl").write_text("".join(lines))
+    fakes = ROOT / "tests" / "cpp"
+    sources = [fakes / "fake_gpu.cpp", *sorted(out.glob("sm80/*"))]
+    everything = out / "everything.cpp"
+    everything.write_text("".join(f'#include "{source}"\n' for source in sources))
+    folders = (fakes / "fake_gpu", out, ROOT / "cpp", ROOT / "cpp" / "include")
+    library = out / "lib" / "libpreflash_kernels_sm80.so"
+    library.parent.mkdir()
+    flags = ["-std=c++20", "-O0", "-shared", "-fPIC", *[f"-I{folder}" for folder in folders]]
+    subprocess.run([compiler, *flags, everything, "-o", library], check=True)
+    shutil.copy(library, library.with_name("libpreflash_kernels_common.so"))
+    return library.parent
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+def test_every_row_plans(gpu, tables, kernels):
+    facts = dict(zip(FACTS, GPUS[gpu], strict=True))
+    given = ",".join(f"{name}={value}" for name, value in facts.items())
+    paths = [str(ROOT / "tests"), *sys.path]
+    done = subprocess.run(
+        [sys.executable, "-c", PLANS, str(tables)],
+        env={**os.environ, "PREFLASH_GPU_FACTS": given, "PYTHONPATH": os.pathsep.join(paths)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    plans = json.loads(done.stdout)
+    assert len(plans) == 10 * 7 * 5 * 2 * 2  # features, dtypes, head dims, lengths, graphs
+    used = set()
+    for row, name, items in plans:
+        used.add(name.removeprefix("copies+"))
+        assert items > 0, row
+    for name in used:
+        assert fa2_memory.smem_bytes(kernels[name]) <= facts["smem_per_block"], name
+    compact = {name for name in used if kernels[name].tile_class == "compact"}
+    if facts["smem_per_block"] > 99 * KB:
+        assert not compact
+    else:
+        assert compact == {name for name in kernels if "_compact" in name}
+
+
+@pytest.mark.parametrize("given", ["smem=1", "num_sms", "num_sms=-3", "num_sms=x"])
+def test_facts_that_are_none(given, tables):
+    done = subprocess.run(
+        [sys.executable, "-c", PLANS, str(tables)],
+        env={**os.environ, "PREFLASH_GPU_FACTS": given, "PYTHONPATH": str(ROOT / "tests")},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode != 0
+    assert re.search(rf"PREFLASH_GPU_FACTS={given}: '{given}' must be", done.stderr), done.stderr
