@@ -67,7 +67,9 @@ def trtllm_batch_context_with_kv_cache(
         window_left: how many keys left of the diagonal are kept, with causal=True; -1 is all.
         out_dtype: by default that of out, or of query.
         o_sf_scale, o_sf_vec_size, kv_cache_sf: None only.
-        uses_shared_paged_kv_idx: True only.
+        uses_shared_paged_kv_idx: False: block_tables are [batch_size, 2, pages], of k's pool and of
+            v's, which may be one. The pages of v are those of k plus one number. Tables on the GPU
+            are waited for, so that such a call cannot be captured.
         causal: keep keys up to the diagonal that ends at the last key.
         lse, return_lse: base 2, [tokens, num_qo_heads] float32; lse is written also without
             return_lse.
@@ -85,7 +87,7 @@ def trtllm_batch_context_with_kv_cache(
         NotImplementedError: no compiled kernel serves it, or one of the options above.
         RuntimeError: the call needs a plan while its stream is being captured.
     """
-    _check_unserved(enable_pdl, kv_cache_sf, uses_shared_paged_kv_idx, multi_ctas_kv_counter_buffer)
+    _check_unserved(enable_pdl, kv_cache_sf, multi_ctas_kv_counter_buffer)
     check.absent(o_sf_scale=o_sf_scale, o_sf_vec_size=o_sf_vec_size)
     check.neutral("use_fp16_softmax", use_fp16_softmax, False)
     check.neutral("uses_spcompress", uses_spcompress, False)
@@ -95,13 +97,16 @@ def trtllm_batch_context_with_kv_cache(
             "BatchPrefillWithPagedKVCacheWrapper"
         )
     _refuse_nvfp4(out_dtype)
-    cache, layout = direct.paged("kv_cache", kv_cache, kv_layout)
+    lengths = direct.lengths_of("seq_lens", seq_lens)
+    cache, layout, block_tables = direct.paged_by_tables(
+        "kv_cache", kv_cache, kv_layout, block_tables, lengths, uses_shared_paged_kv_idx
+    )
     return direct.attend(
         _NAMES,
         qkv=(query, cache),
         input_layout=layout,
         workspace_buffer=workspace_buffer,
-        seq_lens=direct.lengths_of("seq_lens", seq_lens),
+        seq_lens=lengths,
         max_q_len=max_q_len,
         max_kv_len=max_kv_len,
         bmm1_scale=bmm1_scale,
@@ -192,7 +197,7 @@ def trtllm_batch_decode_with_kv_cache(
         NotImplementedError: no compiled kernel serves it, or one of the options above.
         RuntimeError: the call needs a plan while its stream is being captured.
     """
-    _check_unserved(enable_pdl, kv_cache_sf, uses_shared_paged_kv_idx, multi_ctas_kv_counter_buffer)
+    _check_unserved(enable_pdl, kv_cache_sf, multi_ctas_kv_counter_buffer)
     check.absent(
         o_sf_scale=o_sf_scale, o_sf_vec_size=o_sf_vec_size, mask=mask,
         causal_seqlens_kv_global=causal_seqlens_kv_global, request_order=request_order,
@@ -218,7 +223,9 @@ def trtllm_batch_decode_with_kv_cache(
         )
     if bmm1_scale_log2 is not None:
         bmm1_scale = check.scale("bmm1_scale_log2", bmm1_scale_log2) * math.log(2.0)
-    cache, layout = direct.paged("kv_cache", kv_cache, kv_layout)
+    cache, layout, block_tables = direct.paged_by_tables(
+        "kv_cache", kv_cache, kv_layout, block_tables, lengths, uses_shared_paged_kv_idx
+    )
     return direct.attend(
         {**_NAMES, "max_kv_len": "max_seq_len"},
         qkv=(query, cache),
@@ -245,10 +252,9 @@ def trtllm_batch_decode_with_kv_cache(
     )
 
 
-def _check_unserved(enable_pdl: Any, kv_cache_sf: Any, shared: Any, counters: Any) -> None:
+def _check_unserved(enable_pdl: Any, kv_cache_sf: Any, counters: Any) -> None:
     check.permission("enable_pdl", enable_pdl)
     check.absent(kv_cache_sf=kv_cache_sf)
-    check.neutral("uses_shared_paged_kv_idx", shared, True)
     if counters is not None:
         check.is_tensor("multi_ctas_kv_counter_buffer", counters)
 

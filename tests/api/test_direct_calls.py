@@ -221,7 +221,7 @@ REFUSED = {
     "o_sf_scale": (decode, NotImplementedError, {"o_sf_scale": 1.0}),
     "cp_world": (decode, NotImplementedError, {"cp_world": 2}),
     "out_dtype": (context, NotImplementedError, {"out_dtype": "nvfp4"}),
-    "uses_shared_paged_kv_idx": (context, NotImplementedError, {"uses_shared_paged_kv_idx": False}),
+    "uses_shared_paged_kv_idx": (context, ValueError, {"uses_shared_paged_kv_idx": False}),
     "use_fp16_softmax": (context, NotImplementedError, {"use_fp16_softmax": True}),
     "kv_cache_sf": (context, NotImplementedError, {"kv_cache_sf": torch.ones(1)}),
     "kv_layout": (context, ValueError, {"kv_layout": "other"}),
@@ -243,6 +243,27 @@ def test_refusals(target, name, given):
     with pytest.raises(error, match=name):
         attend(inputs, target, out=out, **options)
     assert torch.equal(out.view(torch.int16), before.view(torch.int16))
+
+
+@pytest.mark.parametrize("first", [0, 1], ids=["k first", "v first"])
+@pytest.mark.parametrize("call", [context, decode])
+def test_tables_of_k_and_of_v(target, call, first):
+    """One pool of alternate pages of k and of v, as TensorRT-LLM has it."""
+    inputs = build(CONTEXT if call is context else DECODE, device=target.device)
+    pools = inputs.cache if isinstance(inputs.cache, tuple) else inputs.cache.unbind(1)
+    pool = torch.stack(pools if first == 0 else pools[::-1], dim=1).flatten(0, 1)
+    interleaved = dataclasses.replace(inputs, cache=(pool, pool))
+    table = table_of(inputs)
+    tables = torch.stack([2 * table + first, 2 * table + 1 - first], dim=1)
+    tables[tables > 10**6] = 7 - first  # what no request uses
+    for place in places(target):
+        given = {"uses_shared_paged_kv_idx": False, "block_tables": tables.to(place)}
+        check(inputs, call(interleaved, target, place, return_lse=True, **given))
+    tables[0, 1, 0] += 2
+    with pytest.raises(NotImplementedError, match="takes several values"):
+        call(interleaved, target, uses_shared_paged_kv_idx=False, block_tables=tables)
+    with pytest.raises(ValueError, match=r"must be \[batch_size, pages\] with"):
+        call(inputs, target, block_tables=tables)
 
 
 VARLEN = dataclasses.replace(CONTEXT, name="varlen", page_size=0, layout="NHD")
