@@ -163,7 +163,7 @@ def test_what_stands_by_position_is_not_given_twice(target, case):
     inputs = build(case, device=target.device)
     wrapper = runner.planned(inputs, backend=target.backend)
     before = (0.5, 2.0) if case.paged else ()  # k_scale and v_scale
-    out, lse = wrapper.run(inputs.q, *tensors_of(inputs), *before, True)
+    out, _ = wrapper.run(inputs.q, *tensors_of(inputs), *before, True)
     same = dict(zip(("k_scale", "v_scale"), before, strict=False))
     assert torch.equal(out, wrapper.run(inputs.q, *tensors_of(inputs), **same))
     with pytest.raises(TypeError, match="multiple values for argument 'return_lse'"):

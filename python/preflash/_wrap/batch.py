@@ -151,6 +151,7 @@ class BatchPrefillWrapper(EngineAttributes):
             Scales(softmax_scale(a.sm_scale, options), 1.0),
             check.flag("causal", a.causal),
             check.soft_cap("logits_soft_cap", a.logits_soft_cap),
+            items.NO_ITEMS if a.prefix_len_ptr is None else items.items_of(a),
         )
 
     def _check_announced(self, a: BatchArguments, options: _core.AttentionOptions) -> None:
