@@ -151,6 +151,14 @@ def test_scales_by_position(target, case):
     runner.compare(inputs, out, lse, expected).check()
     named = wrapper.run(inputs.q, *tensors_of(inputs), *scales, return_lse=True, lse_base="ln")
     runner.compare(inputs, named[0], named[1] / math.log(2), expected).check()
+    out, lse = wrapper.run(inputs.q, *tensors_of(inputs), *scales[:2], 2.0, return_lse=True)
+    of_v = dataclasses.replace(inputs.scales, v=torch.full_like(inputs.scales.v, 2.0))
+    runner.compare(inputs, out, lse, reference(dataclasses.replace(inputs, scales=of_v))).check()
+    out = wrapper.run(inputs.q, *tensors_of(inputs), 2.0, 0.25, 2.0)
+    same = wrapper.run(inputs.q, *tensors_of(inputs), q_scale=2.0, k_scale=0.25, v_scale=2.0)
+    assert torch.equal(out, same)
+    with pytest.raises(TypeError, match="q_scale beside scales"):
+        wrapper.run(inputs.q, *tensors_of(inputs), *scales, q_scale=2.0)
     for wrong in (scales[:1], scales[:2], (*scales, scales[0])):
         with pytest.raises((TypeError, ValueError)):
             wrapper.run(inputs.q, *tensors_of(inputs), *wrong)
@@ -190,7 +198,7 @@ def test_scales_by_position_in_decode(target):
     scales = (inputs.scales.q, inputs.scales.k, inputs.scales.v)
     out, lse = wrapper.run(inputs.q, inputs.cache, *scales, return_lse=True)
     runner.compare(inputs, out, lse).check()
-    for wrong in (scales[:2], (1.0, 1.0, True)):
+    for wrong in (scales[:2], (1.0, 1.0, True), (1.0, 1.0)):
         with pytest.raises(TypeError, match="too many"):
             wrapper.run(inputs.q, inputs.cache, *wrong)
 

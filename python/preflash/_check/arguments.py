@@ -143,16 +143,22 @@ def taken_by_position(
     which return_lse is the last, or in the newer order scale_q, scale_k and scale_v."""
     args = given.extra
     last = len(names) - 1
-    if len(args) > last and isinstance(args[last], torch.Tensor):
-        named = (given.scale_q, given.scale_k, given.scale_v)
-        if len(args) != 3 or any(value is not None for value in named):
+    if len(args) > last and isinstance(args[last], (torch.Tensor, float)):
+        if len(args) != 3:
             raise TypeError(
-                "run(): a tensor stands where return_lse would. By position, q, k and v may be "
+                "run(): a factor stands where return_lse would. By position, q, k and v may be "
                 "followed by scale_q, scale_k and scale_v, all three of them; or give them by name"
             )
-        scale_q, scale_k, scale_v = args
-        given = given._replace(extra=(), scale_q=scale_q, scale_k=scale_k, scale_v=scale_v)
-        return given, return_lse
+        # A tensor has a factor for each head, a float one for all.
+        both = [(f"scale_{x}", f"{x}_scale") for x in "qkv"]
+        twice = [n for pair in both for n in pair if getattr(given, n) is not None]
+        if twice:
+            raise TypeError(f"run(): {twice[0]} beside scales by position; give them once")
+        found = {
+            name if isinstance(value, torch.Tensor) else of_all: value
+            for (name, of_all), value in zip(both, args, strict=True)
+        }
+        return given._replace(extra=(), **found), return_lse
     found = {n: value for n, value in zip(names, args, strict=False) if value is not None}
     for name in found:
         # return_lse=False by name cannot be told from its default.

@@ -230,7 +230,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
             TypeError, ValueError: not planned, or a tensor is not what was planned. Nothing is
             launched. NotImplementedError: an option of a later release.
         """
-        if len(args) != 3 or not isinstance(args[2], torch.Tensor):
+        if len(args) != 3 or not isinstance(args[2], (torch.Tensor, float)):
             check.nothing_more("run", args)
         if self._had_several or q_len_per_req is not None:
             self._check_queries(q, q_len_per_req)
