@@ -186,7 +186,7 @@ def test_scales(target):
     log2 = torch.tensor([DECODE.scale * math.log2(math.e)], dtype=torch.float64)
     same = decode(inputs, target, bmm1_scale=3.0, bmm1_scale_log2=log2, bmm2_scale=0.5)
     torch.testing.assert_close(same, expected)
-    eight = decode(inputs, target, o_scale=2.0, out_dtype=torch.float8_e4m3fn)
+    eight = decode(inputs, target, bmm2_scale=0.5, o_scale=2.0, out_dtype=torch.float8_e4m3fn)
     wanted = decode(inputs, target, bmm2_scale=0.5, out_dtype=torch.float8_e4m3fn)
     assert torch.equal(eight.view(torch.uint8), wanted.view(torch.uint8))
     with pytest.raises(ValueError, match="o_scale=2"):
@@ -214,6 +214,22 @@ def test_shapes_of_lengths(target):
     assert torch.equal(cudnn_decode(inputs, target, **offsets), expected)
     with pytest.raises(ValueError, match="batch_offsets_o: requests must"):
         cudnn_decode(inputs, target, batch_offsets_o=elements * 2)
+
+
+def test_masks_of_queries_that_are_causal(target):
+    inputs = build(SHORT, device=target.device)
+    expected = decode(inputs, target)
+    causal = torch.tensor([1, 3, 7]).repeat(3, 1)  # a word of 32 bits each
+    words = causal.to(torch.int32)[..., None].view(torch.uint16)
+    for mask in (words, words.view(torch.uint32), words.to(target.device)):
+        assert torch.equal(decode(inputs, target, mask=mask), expected)
+    causal[1, 0] = 3  # query 0 of request 1 keeps key 1
+    for mask in (causal.to(torch.int32)[..., None].view(torch.uint16), words[:2]):
+        with pytest.raises(NotImplementedError, match="mask: only the causal one"):
+            decode(inputs, target, mask=mask)
+    rows = {"max_q_len": 3, "cum_seq_lens_q": inputs.qo_indptr}
+    with pytest.raises(NotImplementedError, match="mask with cum_seq_lens_q"):
+        decode(inputs, target, **rows, q_len_per_req=None, mask=words)
 
 
 REFUSED = {

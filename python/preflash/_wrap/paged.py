@@ -211,8 +211,8 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillWrapper, PagedEngineAttrib
             window_left: another window than the planned one; planned when first asked for.
             k_scale, v_scale, q_scale, return_lse, out, lse, lse_base, lse_layout, enable_pdl,
             scale_q, scale_k, scale_v, sinks, kv_cache_sf: as in single_prefill_with_kv_cache.
-                The three scales may also follow the cache by position; a float is then that of all heads,
-                q_scale, k_scale or v_scale.
+                The three scales may also follow the cache by position; a float is then that of all
+                heads, q_scale, k_scale or v_scale.
             o_scale, skip_softmax_threshold_scale_factor, use_fp16_softmax, uses_spcompress: None,
             or 1.0, 0.0, False and False, only.
 
