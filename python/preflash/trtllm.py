@@ -14,7 +14,7 @@ import torch
 
 from ._check import values as check
 from ._check.arguments import KvCache, Result
-from ._fmha import direct
+from ._fmha import arguments, direct
 
 __all__ = ["trtllm_batch_context_with_kv_cache", "trtllm_batch_decode_with_kv_cache"]
 
@@ -182,8 +182,8 @@ def trtllm_batch_decode_with_kv_cache(
         q_len_per_req: queries of each request; with cum_seq_lens_q 1 or None.
         max_q_len, cum_seq_lens_q: int32 [batch_size + 1], first row of each request, where their
             numbers of queries differ, and the largest.
-        o_scale: without effect: bmm2_scale has it already, as that of v over that of the output.
-            Must be 1 or None where the output has more than 8 bits.
+        o_scale: what 8-bit outputs are to be multiplied by later. bmm2_scale is divided by it
+            already: without effect. 1 or None with other outputs.
         mask: None, or that which the queries have: [batch_size, q_len_per_req, words], bits of key
             j of the request's last q_len_per_req in words of 16 or 32. Not read where backend is
             "trtllm-gen", as there; elsewhere one on the GPU is waited for.
@@ -214,7 +214,8 @@ def trtllm_batch_decode_with_kv_cache(
             "bf16q_fp8kv_transform_mode", bf16q_fp8kv_transform_mode, ("k_only", "separate_kv")
         )
     _refuse_nvfp4(out_dtype)
-    _check_o_scale(o_scale, query, out, out_dtype)
+    q_dtype = check.is_tensor("query", query).dtype
+    _check_o_scale(o_scale, arguments.out_dtype_of(out, out_dtype, q_dtype))
     lengths = direct.lengths_of("seq_lens", seq_lens)
     batch_size = lengths.numel()
     if cum_seq_lens_q is None:
@@ -307,13 +308,9 @@ def _check_causal(mask: Any, batch_size: int, q_len: int) -> None:
         )
 
 
-def _check_o_scale(o_scale: Any, query: Any, out: Any, out_dtype: Any) -> None:
+def _check_o_scale(o_scale: Any, wanted: torch.dtype) -> None:
     scale = 1.0 if o_scale is None else check.real("o_scale", o_scale)
-    if scale == 1.0:
-        return
-    wanted = query if out is None else out
-    wanted = wanted.dtype if out_dtype is None else check.dtype("out_dtype", out_dtype)
-    if wanted not in check.FP8_DTYPES or not scale > 0.0:
+    if scale != 1.0 and (wanted not in check.FP8_DTYPES or not scale > 0.0):
         raise ValueError(
             f"o_scale={o_scale} with an output of {wanted}: must be positive, and 1 or None where "
             "the output has more than 8 bits"

@@ -101,11 +101,14 @@ def _tables_of_k(block_tables: Any, operands: Operands, device: torch.device) ->
             f"behind k: must be a multiple of a page's {page_bytes}, so that one table counts "
             "both; or give block_tables as [batch_size, pages]"
         )
+    if apart == 0:  # the pages of v are others than those of k, wherever the tables are
+        raise NotImplementedError(
+            f"block_tables has shape {tuple(block_tables.shape)}, and k and v are one pool: use "
+            "trtllm_batch_context_with_kv_cache with uses_shared_paged_kv_idx=False"
+        )
     block_tables = check.tensor("block_tables", block_tables)
     of_k, of_v = block_tables.unbind(1)
-    # One pool for both needs tables that differ, which one table does not serve.
-    seen = block_tables.is_cpu or apart == 0 or debugging()
-    if seen and not of_v.equal(of_k + apart // page_bytes):
+    if (block_tables.is_cpu or debugging()) and not of_v.equal(of_k + apart // page_bytes):
         raise ValueError(
             f"block_tables[:, 1] differs from block_tables[:, 0] + {apart // page_bytes}: v begins "
             "so many pages behind k, and its pages must be those of k"
