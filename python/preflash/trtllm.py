@@ -297,7 +297,7 @@ def _check_causal(mask: Any, batch_size: int, q_len: int) -> None:
             "of a request are causal among themselves"
         )
     mask = mask.cpu().contiguous().view(torch.uint8)
-    bits = ((mask[..., None] >> torch.arange(8, dtype=torch.uint8)) & 1).flatten(-2)
+    bits = ((mask[..., None] >> torch.arange(8, dtype=torch.uint8, device="cpu")) & 1).flatten(-2)
     causal = torch.ones(q_len, q_len, dtype=torch.uint8, device="cpu").tril()
     if bits.shape[:-1] != (batch_size, q_len) or not torch.equal(
         bits[..., :q_len], causal.expand(batch_size, -1, -1)
