@@ -14,6 +14,7 @@ import torch
 from ._check import values as check
 from ._check.arguments import Result
 from ._check.names import tells_nearest
+from ._check.tensors import refuse_shared
 from .prefill import BatchPrefillWithPagedKVCacheWrapper
 
 __all__ = ["BlockSparseAttentionWrapper", "VariableBlockSparseAttentionWrapper"]
@@ -208,10 +209,13 @@ class BlockSparseAttentionWrapper(_BlockSparse):
             TypeError, ValueError: not planned, or a tensor is not what was planned.
         """
         cache = self._in_blocks(k, v)
-        if self._o_dtype is not None and out is not None:
-            check.tensor("out", out)
-            check.has_dtype("out", out, self._o_dtype, "plan()'s o_data_type")
-            check.has_shape("out", out, tuple(q.shape), "q's")
+        if self._o_dtype is not None:
+            shape = tuple(check.tensor("q", q).shape)
+            _check_copied_into(
+                {"k": k, "v": v},
+                lse=(lse, torch.float32, [shape[:-1]]),
+                out=(out, self._o_dtype, [shape]),
+            )
         result = self._pages.run(
             q, cache, scale_q=scale_q, scale_k=scale_k, scale_v=scale_v,
             out=out if self._o_dtype is None else None, lse=lse, return_lse=return_lse,
@@ -394,19 +398,14 @@ class VariableBlockSparseAttentionWrapper(_BlockSparse):
         Raises:
             TypeError, ValueError: not planned, or a tensor is not what was planned.
         """
+        by_head = tuple(check.tensor("q", q).shape)
         q, cache = self._by_head(q, k, v)
-        for name, value, of in (("out", out, q.shape), ("lse", lse, q.shape[:2])):
-            if value is not None:
-                check.tensor(name, value)
-                check.forward_only(**{name: value})
-                by_head = (self._heads * self._group, self._rows, *of[2:])
-                if tuple(value.shape) not in (tuple(of), by_head):
-                    raise ValueError(
-                        f"{name} has shape {tuple(value.shape)}; must be {by_head} or {tuple(of)}"
-                    )
-                wanted = q.dtype if name == "out" else torch.float32
-                check.has_dtype(name, value, wanted, "as it is computed")
-                check.on_device(name, value, q.device)
+        flat = tuple(q.shape)
+        _check_copied_into(
+            {"k": k, "v": v},
+            lse=(lse, torch.float32, [by_head[:-1], flat[:-1]]),
+            out=(out, q.dtype, [by_head, flat]),
+        )
         wants_lse = return_lse or lse is not None
         result = self._pages.run(q, cache, return_lse=wants_lse, enable_pdl=enable_pdl)
         computed, sums = result if wants_lse else (result, None)
@@ -483,8 +482,35 @@ def _on_host(name: str, value: Any, dims: int) -> torch.Tensor:
         raise TypeError(f"{name} is {value.dtype}; must be an integer dtype")
     if value.dim() != dims:
         raise ValueError(f"{name} has shape {tuple(value.shape)}; must have {dims} dimensions")
-    value = value.cpu()
-    return (value if value.dtype == torch.bool else value.to(torch.int32)).contiguous()
+    value = value.cpu().contiguous()
+    if value.dtype in (torch.bool, torch.int32):
+        return value
+    narrow = value.to(torch.int32)
+    if not narrow.to(torch.int64).equal(value.to(torch.int64)):
+        raise ValueError(f"{name} holds numbers beyond those of torch.int32")
+    return narrow
+
+
+def _check_copied_into(
+    read: dict[str, torch.Tensor],
+    **written: tuple[torch.Tensor | None, torch.dtype, list[tuple[int, ...]]],
+) -> None:
+    """What results are copied into, with its dtype and the shapes that it may have."""
+    others = dict(read)
+    for name, (value, dtype, shapes) in written.items():
+        if value is None:
+            continue
+        check.tensor(name, value)
+        check.forward_only(**{name: value})
+        if tuple(value.shape) not in shapes:
+            allowed = " or ".join(map(str, shapes))
+            raise ValueError(f"{name} has shape {tuple(value.shape)}; must be {allowed}")
+        check.has_dtype(name, value, dtype, "as it is computed")
+        check.on_device(name, value, read["k"].device)
+        check.not_overlapping(name, value)
+        for other, tensor in others.items():
+            refuse_shared(name, value, other, tensor)
+        others[name] = value
 
 
 def _by_rows(

@@ -114,7 +114,14 @@ class BatchAttention:
                 f"kv_indptr has {at.numel()} elements and kv_len_arr {lengths.numel()}; must have "
                 "batch_size + 1 and batch_size"
             )
-        given, needed = at.diff(), (lengths + (page - 1)) // page
+        given, lengths = at.to(torch.int64).diff(), lengths.to(torch.int64)
+        begin, end, room = int(at[0]), int(at[-1]), kv_indices.numel()
+        if begin < 0 or end > room or bool((given < 0).any()):
+            raise ValueError(
+                f"kv_indptr goes from {begin} to {end}; must not decrease, and be in [0, {room}], "
+                "what kv_indices has"
+            )
+        needed = (lengths + (page - 1)) // page
         wrong = ((lengths < 0) | (needed > given)).nonzero()
         if wrong.numel():
             request = int(wrong[0])
