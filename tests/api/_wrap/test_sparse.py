@@ -107,6 +107,7 @@ REFUSED = {
     "N": ({"N": 47}, ValueError, "N=47"),
     "indptr": ({"indptr": torch.zeros(3, dtype=torch.int32)}, ValueError, "indptr has 3"),
     "indices": ({"indices": torch.tensor([3])}, ValueError, r"\[0, 3\)"),
+    "indices of int64": ({"indices": torch.tensor([2**32])}, ValueError, "beyond those of"),
     "mask": ({"mask": torch.ones(1, 5, 15)}, ValueError, "mask has shape"),
     "other": ({"block_mask": torch.ones(1)}, NotImplementedError, "block_mask"),
     "o_data_type": ({"o_data_type": torch.float8_e4m3fn}, TypeError, "o_data_type"),
@@ -127,6 +128,43 @@ def test_refusals(target, options, error, message):
     wrapper.plan(**usual, **heads)
     with pytest.raises(ValueError, match="N = 48"):
         wrapper.run(q, k[1:], v)
+
+
+def refuses_outputs(run, q, wide: torch.Tensor, lse: torch.Tensor) -> None:
+    """run(q=, out=, lse=), out like `wide` and lse like `lse`."""
+    bits = torch.empty(wide.nbytes, dtype=torch.uint8, device=wide.device)
+    shared = bits.view(wide.dtype).view(wide.shape)
+    refused = [
+        (NotImplementedError, "out requires grad", {"out": wide.clone().requires_grad_()}),
+        (ValueError, "out has strides", {"out": wide[:1].expand_as(wide)}),
+        (ValueError, "lse has strides", {"lse": lse[:1].expand_as(lse)}),
+        (TypeError, "out is", {"out": wide.to(torch.float64)}),
+        (ValueError, "out has shape", {"out": wide[1:]}),
+        (TypeError, "q must be", {"q": None, "out": wide}),
+        (
+            ValueError,
+            "shares memory with lse",
+            {"out": shared, "lse": bits[: lse.nbytes].view(lse.dtype).view(lse.shape)},
+        ),
+    ]
+    for error, message, options in refused:
+        with pytest.raises(error, match=message):
+            run(**{"q": q, **options})
+
+
+def test_outputs_that_are_converted(target):
+    q, k, v = tensors(target.device, 4, 2)
+    indptr, indices, _ = bsr(ROWS, KEYS, (4, 16), 0.5)
+    wrapper = planned(target, indptr, indices, (4, 16), (4, 2), o_data_type=torch.float32)
+    wide = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+
+    def run(q, **outputs):
+        return wrapper.run(q, k, v, **outputs)
+
+    refuses_outputs(run, q, wide, wide[..., 0].contiguous())
+    k = wide.view(torch.float16).flatten()[: k.numel()].view(k.shape)
+    with pytest.raises(ValueError, match="out shares memory with k"):
+        run(q, out=wide)
 
 
 def sizes(total: int, count: int, heads: int, unit: int, seed: int) -> torch.Tensor:
@@ -174,6 +212,19 @@ def test_blocks_of_any_size(target, heads, unit):
         comparison.compare(*got, expected).check()
 
 
+def test_outputs_of_blocks_of_any_size(target):
+    q, k, v = (x.transpose(0, 1).contiguous() for x in tensors(target.device, 4, 2))
+    wrapper = preflash.VariableBlockSparseAttentionWrapper(workspace(target.device), target.backend)
+    heights = torch.tensor([[ROWS], [ROWS]])
+    widths = torch.tensor([[KEYS], [KEYS]])
+    wrapper.plan(torch.ones(2, 1, 1, dtype=torch.bool), heights, widths, 4, 2, 64)
+
+    def run(q, **outputs):
+        return wrapper.run(q, k, v, **outputs)
+
+    refuses_outputs(run, q, torch.zeros_like(q), torch.zeros(q.shape[:2], device=q.device))
+
+
 def test_sizes_of_heads_must_agree(target):
     wrapper = preflash.VariableBlockSparseAttentionWrapper(workspace(target.device), target.backend)
     kept = torch.ones(2, 1, 1, dtype=torch.bool)
@@ -184,3 +235,8 @@ def test_sizes_of_heads_must_agree(target):
         wrapper.plan(kept, heights, heights, 3, 2, 64)
     with pytest.raises(ValueError, match="block_mask_map"):
         wrapper.plan(kept[:, :, :0], heights, heights, 4, 2, 64)
+    for at in range(3):  # no number becomes another one in int32
+        arrays = [kept.long(), heights.clone(), heights.clone()]
+        arrays[at] += 2**32
+        with pytest.raises(ValueError, match=r"block_.* holds numbers beyond"):
+            wrapper.plan(*arrays, 4, 2, 64)
