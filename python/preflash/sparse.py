@@ -13,11 +13,20 @@ import torch
 
 from ._check import values as check
 from ._check.arguments import Result
-from ._check.names import tells_nearest
+from ._check.names import renamed, tells_nearest
 from ._check.tensors import refuse_shared
 from .prefill import BatchPrefillWithPagedKVCacheWrapper
 
 __all__ = ["BlockSparseAttentionWrapper", "VariableBlockSparseAttentionWrapper"]
+
+
+# What the pages' wrapper calls the arguments of plan().
+_NAMES = {
+    "paged_kv_indptr": "indptr",
+    "paged_kv_indices": "indices",
+    "custom_mask": "mask",
+    "packed_custom_mask": "packed_mask",
+}
 
 
 class _BlockSparse:
@@ -151,30 +160,31 @@ class BlockSparseAttentionWrapper(_BlockSparse):
         if converts and o_dtype not in check.WIDE_DTYPES:
             raise TypeError(f"o_data_type is {o_dtype}; must be float16, bfloat16 or float32")
         qo_indptr = torch.arange(count + 1, dtype=torch.int32, device="cpu") * height
-        self._pages.plan(
-            qo_indptr.clamp_(max=rows),
-            at,
-            blocks,
-            torch.full((count,), width, dtype=torch.int32, device="cpu"),
-            num_qo_heads,
-            num_kv_heads,
-            head_dim,
-            width,
-            mask,
-            packed_mask,
-            causal,
-            pos_encoding_mode,
-            use_fp16_qk_reduction,
-            sm_scale,
-            -1,
-            logits_soft_cap,
-            rope_scale,
-            rope_theta,
-            q_dtype,
-            kv_data_type,
-            non_blocking,
-            o_data_type=None if converts else o_dtype,
-        )
+        with renamed(_NAMES):
+            self._pages.plan(
+                qo_indptr.clamp_(max=rows),
+                at,
+                blocks,
+                torch.full((count,), width, dtype=torch.int32, device="cpu"),
+                num_qo_heads,
+                num_kv_heads,
+                head_dim,
+                width,
+                mask,
+                packed_mask,
+                causal,
+                pos_encoding_mode,
+                use_fp16_qk_reduction,
+                sm_scale,
+                -1,
+                logits_soft_cap,
+                rope_scale,
+                rope_theta,
+                q_dtype,
+                kv_data_type,
+                non_blocking,
+                o_data_type=None if converts else o_dtype,
+            )
         self._rows, self._keys, self._width = rows, keys, width
         self._causal, self._o_dtype = causal, o_dtype if converts else None
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 
 from .._check import values as check
 from .._check.arguments import PerHead, Result
+from .._check.names import renamed
 from . import arguments, run
 from . import lengths as _lengths
 from .arguments import FmhaArguments
@@ -30,7 +30,7 @@ def attend(
 ) -> Result:
     """names: what the caller calls the arguments of FmhaArguments, which errors name."""
     check.not_traced()
-    try:
+    with renamed(names):
         if window_left is None or check.window_left("window_left", window_left) < 0:
             mode = "causal" if causal else "padding"
         else:
@@ -46,11 +46,6 @@ def attend(
         )
         call = arguments.checked(given)
         return run.run(call, _lengths.checked(given, call))
-    except (TypeError, ValueError, NotImplementedError) as error:
-        says = re.sub(r"\w+", lambda word: names.get(word[0], word[0]), str(error))
-        if says == str(error):
-            raise
-        raise type(error)(says) from None
 
 
 def paged(name: str, kv_cache: Any, kv_layout: Any) -> tuple[Any, str]:

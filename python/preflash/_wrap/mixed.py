@@ -6,7 +6,7 @@ import torch
 
 from .._check import values as check
 from .._check.arguments import KvCache, Scale
-from .._check.names import tells_nearest
+from .._check.names import renamed, tells_nearest
 from .paged import BatchPrefillWithPagedKVCacheWrapper
 
 _FLOAT_BYTES = 128 * 1024 * 1024
@@ -133,11 +133,12 @@ class BatchAttention:
             at, kv_indices = _used_pages(at, needed, kv_indices)
         last = torch.where(needed > 0, lengths - (needed - 1) * page, 1).to(torch.int32)
         cap = check.soft_cap("logits_soft_cap", logits_soft_cap)
-        self._paged.plan(
-            qo_indptr, at, kv_indices, last, num_qo_heads, num_kv_heads, head_dim_qk, page,
-            causal=causal, sm_scale=sm_scale, logits_soft_cap=cap, q_data_type=q_data_type,
-            kv_data_type=kv_data_type, head_dim_vo=head_dim_vo, non_blocking=True,
-        )  # fmt: skip
+        with renamed({"paged_kv_indptr": "kv_indptr", "paged_kv_indices": "kv_indices"}):
+            self._paged.plan(
+                qo_indptr, at, kv_indices, last, num_qo_heads, num_kv_heads, head_dim_qk, page,
+                causal=causal, sm_scale=sm_scale, logits_soft_cap=cap, q_data_type=q_data_type,
+                kv_data_type=kv_data_type, head_dim_vo=head_dim_vo, non_blocking=True,
+            )  # fmt: skip
         self._logits_soft_cap = cap
 
     def run(

@@ -106,7 +106,9 @@ def test_causal_among_the_kept_keys(target):
 REFUSED = {
     "N": ({"N": 47}, ValueError, "N=47"),
     "indptr": ({"indptr": torch.zeros(3, dtype=torch.int32)}, ValueError, "indptr has 3"),
+    "falling": ({"indptr": torch.tensor([0, 1, *[0] * 7])}, ValueError, r"^indptr\[2\] = 0"),
     "indices": ({"indices": torch.tensor([3])}, ValueError, r"\[0, 3\)"),
+    "too few": ({"indptr": torch.full((9,), 2)}, ValueError, "^indices has 1"),
     "indices of int64": ({"indices": torch.tensor([2**32])}, ValueError, "beyond those of"),
     "mask": ({"mask": torch.ones(1, 5, 15)}, ValueError, "mask has shape"),
     "other": ({"block_mask": torch.ones(1)}, NotImplementedError, "block_mask"),
