@@ -184,6 +184,19 @@ def test_ranges_that_change_between_runs(target):
     runner.compare(inputs, wrapper.forward(inputs.q, inputs.cache, ranges), None).check()
 
 
+def test_arrays_that_change_after_plan(target):
+    inputs, wrapper = expected(target), ranges_wrapper(target)
+    arrays = [
+        array.to(target.device, copy=True)
+        for array in (inputs.qo_indptr, inputs.kv_indptr, inputs.last_page_len)
+    ]
+    wrapper.plan(arrays[0], arrays[1], inputs.indices, arrays[2], 4, 2, 64, 8, sm_scale=MIXED.scale)
+    for array in arrays:
+        array.fill_(1)
+    out, lse = wrapper.run(inputs.q, inputs.cache, ranges_of(inputs), return_lse=True)
+    runner.compare(inputs, out, lse).check()
+
+
 REFUSED = {
     "causal": {"causal": True},
     "custom_mask": {"custom_mask": torch.ones(3)},
