@@ -220,7 +220,7 @@ class BlockSparseAttentionWrapper(_BlockSparse):
         """
         cache = self._in_blocks(k, v)
         if self._o_dtype is not None:
-            shape = tuple(check.tensor("q", q).shape)
+            shape = tuple(check.is_tensor("q", q).shape)
             _check_copied_into(
                 {"k": k, "v": v},
                 lse=(lse, torch.float32, [shape[:-1]]),
@@ -267,7 +267,7 @@ class BlockSparseAttentionWrapper(_BlockSparse):
         if self._pages.variant is None:
             raise ValueError("run() before plan(): call plan() with the blocks first")
         for name, value in (("k", k), ("v", v)):
-            check.tensor(name, value)
+            check.is_tensor(name, value)
             if value.dim() != 3 or value.shape[0] != self._keys:
                 raise ValueError(
                     f"{name} has shape {tuple(value.shape)}; must be [N, num_kv_heads, head_dim] "
@@ -408,7 +408,7 @@ class VariableBlockSparseAttentionWrapper(_BlockSparse):
         Raises:
             TypeError, ValueError: not planned, or a tensor is not what was planned.
         """
-        by_head = tuple(check.tensor("q", q).shape)
+        by_head = tuple(check.is_tensor("q", q).shape)
         q, cache = self._by_head(q, k, v)
         flat = tuple(q.shape)
         _check_copied_into(
@@ -463,12 +463,13 @@ class VariableBlockSparseAttentionWrapper(_BlockSparse):
             ("k", k, self._heads, self._keys),
             ("v", v, self._heads, self._keys),
         ):
-            check.tensor(name, value)
+            check.is_tensor(name, value)
+            if not check.traced():  # it may be copied
+                check.tensor(name, value)
             if value.dim() != 3 or tuple(value.shape[:2]) != (heads, tokens):
                 raise ValueError(
                     f"{name} has shape {tuple(value.shape)}; must be [{heads}, {tokens}, head_dim]"
                 )
-        check.forward_only(q=q, k=k, v=v)
         q = q.unflatten(0, (self._heads, self._group)).transpose(1, 2).flatten(0, 1)
         pages = self._heads * self._keys // self._page
         k, v = (x.reshape(pages, self._page, 1, x.shape[-1]) for x in (k, v))
@@ -510,13 +511,15 @@ def _check_copied_into(
     for name, (value, dtype, shapes) in written.items():
         if value is None:
             continue
-        check.tensor(name, value)
-        check.forward_only(**{name: value})
-        if tuple(value.shape) not in shapes:
-            allowed = " or ".join(map(str, shapes))
-            raise ValueError(f"{name} has shape {tuple(value.shape)}; must be {allowed}")
+        shape = tuple(check.is_tensor(name, value).shape)
+        if shape not in shapes:
+            raise ValueError(f"{name} has shape {shape}; must be {' or '.join(map(str, shapes))}")
         check.has_dtype(name, value, dtype, "as it is computed")
         check.on_device(name, value, read["k"].device)
+        if check.traced():
+            continue
+        check.tensor(name, value)
+        check.forward_only(**{name: value})
         check.not_overlapping(name, value)
         for other, tensor in others.items():
             refuse_shared(name, value, other, tensor)
