@@ -201,9 +201,9 @@ def blocks(target) -> Iterator[tuple[str, Call]]:
     blocks = preflash.BlockSparseAttentionWrapper(buffer, target.backend)
     indptr, indices = torch.tensor([0, 1, 3]), torch.tensor([1, 0, 4])
     blocks.plan(
-        indptr, indices, 32, 40, 16, 8, 4, 2, 64, q_data_type=ONE.dtype, o_data_type=torch.bfloat16
+        indptr, indices, 32, 40, 16, 8, 4, 2, 64, q_data_type=ONE.dtype, o_data_type=torch.float32
     )
-    out = torch.zeros(q.shape, dtype=torch.bfloat16, device=q.device)
+    out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
     yield (
         "blocks",
         Call(
