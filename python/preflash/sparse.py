@@ -488,7 +488,7 @@ class VariableBlockSparseAttentionWrapper(_BlockSparse):
 
 def _on_host(name: str, value: Any, dims: int) -> torch.Tensor:
     """int32 (bool stays), contiguous, on the CPU."""
-    value = check.tensor(name, check.is_tensor(name, value))
+    value = check.tensor(name, value)
     if value.dtype.is_floating_point or value.dtype.is_complex:
         raise TypeError(f"{name} is {value.dtype}; must be an integer dtype")
     if value.dim() != dims:
@@ -530,7 +530,7 @@ def _by_rows(
     mask: torch.Tensor, at: torch.Tensor, block: tuple[int, int], rows: int
 ) -> torch.Tensor:
     """The [blocks, R, C] of every row of blocks as [its rows, blocks, C], flat."""
-    mask = check.tensor("mask", check.is_tensor("mask", mask))
+    mask = check.tensor("mask", mask)
     check.has_shape("mask", mask, (int(at[-1]), *block), "[number of blocks, R, C]")
     height = block[0]
     begins = at.tolist()

@@ -76,9 +76,8 @@ def mask_of(a: Any, batch: _core.Batch, device: torch.device) -> torch.Tensor | 
 
 def _integers(name: str, value: Any, count: int, device: torch.device) -> torch.Tensor:
     """At least `count` of them, flat, as int64 on the device."""
-    check.is_tensor(name, value)
-    check.on_cpu_or(name, value, device)
     value = check.tensor(name, value)
+    check.on_cpu_or(name, value, device)
     if value.dtype not in _INTEGERS:
         raise TypeError(f"{name} is {value.dtype}; must be an integer dtype")
     if value.numel() < count:

@@ -100,15 +100,10 @@ class BatchAttention:
         """
         check.neutral("use_profiler", use_profiler, False)
         page = check.integer("page_size", page_size, at_least=1)
-        for name, value in (("kv_indptr", kv_indptr), ("kv_indices", kv_indices)):
-            check.index_array(name, value, self.device)
-        lengths = check.tensor("kv_len_arr", check.is_tensor("kv_len_arr", kv_len_arr)).cpu()
-        if lengths.dtype not in (torch.int32, torch.int64) or lengths.dim() != 1:
-            raise TypeError(
-                f"kv_len_arr is {lengths.dtype} {tuple(lengths.shape)}; must be [batch_size] "
-                "torch.int32"
-            )
-        at = kv_indptr.cpu()
+        check.index_array("kv_indices", kv_indices, self.device)
+        at = check.index_array("kv_indptr", kv_indptr, self.device).cpu()
+        integers = (torch.int32, torch.int64)
+        lengths = check.index_array("kv_len_arr", kv_len_arr, self.device, integers).cpu()
         if at.numel() != lengths.numel() + 1:
             raise ValueError(
                 f"kv_indptr has {at.numel()} elements and kv_len_arr {lengths.numel()}; must have "

@@ -266,9 +266,7 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
             TypeError, ValueError: not planned, or a tensor is not what was planned. Nothing is
             launched. RuntimeError: the stream is being captured.
         """
-        ranges = check.tensor(
-            "bidirectional_ranges", check.is_tensor("bidirectional_ranges", bidirectional_ranges)
-        )
+        ranges = check.tensor("bidirectional_ranges", bidirectional_ranges)
         check.has_dtype("bidirectional_ranges", ranges, torch.int32, "positions of keys")
         check.has_shape(
             "bidirectional_ranges", ranges, (check.is_tensor("q", q).shape[0], 2), "[rows of q, 2]"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import random
+
 import preflash
 import pytest
 import torch
@@ -76,6 +79,43 @@ def test_masks_inside_blocks(target, packed):
     given = {name: value.to(target.device) for name, value in given.items()}
     wrapper = planned(target, indptr, indices, block, heads, **given)
     out, lse = wrapper.run_return_lse(q, k, v)
+    comparison.compare(out, lse, expected_of(q, k, v, dense, 0.2)).check()
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_random_blocks(target, seed):
+    """Blocks in any order, none of them, no rows and no keys, masks in a last row of blocks that is
+    shorter, causal among kept keys; the arrays change after plan()."""
+    draw = random.Random(seed)
+    made = torch.Generator().manual_seed(seed)
+    (height, width), heads = draw.choice([(1, 1), (3, 16), (7, 3), (16, 8)]), (4, 2)
+    rows, columns = draw.choice([0, 1, 16, 33]), draw.choice([0, 1, 6])
+    q, k, v = tensors(target.device, *heads, rows=rows, keys=columns * width)
+    kept = torch.rand(-(-rows // height), columns, generator=made) < draw.choice([0.0, 0.5, 1.0])
+    chosen = [row.nonzero().flatten().tolist() for row in kept]
+    for row in chosen:
+        draw.shuffle(row)
+    indptr = torch.tensor([0, *itertools.accumulate(map(len, chosen))])
+    indices = torch.tensor([*itertools.chain.from_iterable(chosen)], dtype=torch.int64)
+    inside = torch.rand(indices.numel(), height, width, generator=made) < 0.6
+    masked, causal = draw.random() < 0.5, draw.random() < 0.5
+    dense = torch.zeros(rows, columns * width, dtype=torch.bool)
+    for i, row in enumerate(chosen):
+        for r in range(i * height, min(i * height + height, rows)):
+            after = min(i * height + height, rows) - 1 - r  # rows behind it in its block
+            for n, (block, key) in enumerate(itertools.product(row, range(width))):
+                entry = inside[int(indptr[i]) + n // width, r - i * height, key]
+                hidden = not entry if masked else causal and n >= len(row) * width - after
+                dense[r, block * width + key] = not hidden
+    wrapper = preflash.BlockSparseAttentionWrapper(workspace(target.device), target.backend)
+    arrays = [x.to(target.device) for x in (indptr, indices, inside)]
+    wrapper.plan(
+        arrays[0], arrays[1], rows, columns * width, height, width, *heads, 64,
+        mask=arrays[2] if masked else None, causal=causal, sm_scale=0.2,
+    )  # fmt: skip
+    for array in arrays:
+        array.zero_()
+    out, lse = wrapper.run(q, k, v, return_lse=True)
     comparison.compare(out, lse, expected_of(q, k, v, dense, 0.2)).check()
 
 
