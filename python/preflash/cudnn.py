@@ -209,6 +209,8 @@ def cudnn_batch_decode_with_kv_cache(
     return direct.attend(
         {
             "qkv": "q, k_cache, v_cache",
+            "k": "k_cache",
+            "v": "v_cache",
             "seq_lens": "actual_seq_lens_kv",
             "max_kv_len": "max_sequence_kv",
             "bmm1_scale": "scale",

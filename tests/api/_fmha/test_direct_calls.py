@@ -240,6 +240,15 @@ def test_offsets_follow_strides(target):
     assert torch.equal(cudnn_decode(one, target, batch_offsets_q=elements[:2]), expected)
 
 
+def test_errors_name_the_arguments_of_the_call(target):
+    inputs = build(DECODE, device=target.device)
+    k, v = inputs.cache if isinstance(inputs.cache, tuple) else inputs.cache.unbind(1)
+    with pytest.raises(TypeError, match=r"^k_cache must be a torch"):
+        cudnn_decode(dataclasses.replace(inputs, cache=(None, v)), target)
+    with pytest.raises(ValueError, match=r"^q, k_cache, v_cache: k_cache has head_dim 32"):
+        cudnn_decode(dataclasses.replace(inputs, cache=(k[..., :32], v)), target)
+
+
 def test_lengths_beyond_int32(target):
     inputs = build(DECODE, device=target.device)
     lengths = torch.tensor(DECODE.kv_lens)
