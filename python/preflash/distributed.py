@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from ._check import values as check
 from .cascade import merge_state_in_place
 from .prefill import single_prefill_with_kv_cache_return_lse
 
@@ -68,14 +69,16 @@ def context_parallel_prefill(
         number of tokens.
     """
     world, rank = dist.get_world_size(group), dist.get_rank(group)
+    for name, value in (("q", q), ("k", k), ("v", v)):
+        check.is_tensor(name, value)
     tokens = q.shape[0]
     if tokens % 2 or k.shape[0] != tokens:
         raise ValueError(f"q has {tokens} tokens and k {k.shape[0]}; must be equal and even")
     half = tokens // 2
     options = {"sm_scale": sm_scale, "logits_soft_cap": logits_soft_cap, "backend": backend}
     out = lse = None
-    if v.shape != k.shape:
-        raise ValueError(f"v is {tuple(v.shape)}; must have k's shape, {tuple(k.shape)}")
+    check.has_shape("v", v, tuple(k.shape), "k's")
+    check.has_dtype("v", v, k.dtype, "k's")
     kv = torch.stack((k, v))
     for step in range(world):
         coming, waits = (None, []) if step == world - 1 else _pass_on(kv, world, rank, group)
@@ -87,18 +90,18 @@ def context_parallel_prefill(
         elif causal and owner < rank:
             keys = slice(0, half)  # its first chunk is before both of ours, its last behind both
         elif causal:
-            rows = slice(
-                half, None
-            )  # our last chunk is behind both of its chunks, our first before
-        part = single_prefill_with_kv_cache_return_lse(
-            q[rows], kv[0, keys], kv[1, keys], causal=aligned, **options
-        )
-        if out is None:
-            out, lse = part
-        else:
-            merge_state_in_place(out[rows], lse[rows], *part)
-        for wait in waits:
-            wait.wait()
+            rows = slice(half, None)  # our last chunk is behind both of its, our first before
+        try:
+            part = single_prefill_with_kv_cache_return_lse(
+                q[rows], kv[0, keys], kv[1, keys], causal=aligned, **options
+            )
+            if out is None:
+                out, lse = part
+            else:
+                merge_state_in_place(out[rows], lse[rows], *part)
+        finally:  # also of a call that is refused: the group's next call would wait for ever
+            for wait in waits:
+                wait.wait()
         kv = coming
     return out, lse
 

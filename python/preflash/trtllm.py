@@ -14,7 +14,7 @@ import torch
 
 from ._check import values as check
 from ._check.arguments import KvCache, Result
-from ._fmha import direct
+from ._fmha import arguments, direct
 
 __all__ = ["trtllm_batch_context_with_kv_cache", "trtllm_batch_decode_with_kv_cache"]
 
@@ -67,6 +67,7 @@ def trtllm_batch_context_with_kv_cache(
         window_left: how many keys left of the diagonal are kept, with causal=True; -1 is all.
         out_dtype: by default that of out, or of query.
         o_sf_scale, o_sf_vec_size, kv_cache_sf: None only.
+        cum_seq_lens_kv: not needed and not read: seq_lens says it.
         uses_shared_paged_kv_idx: True only.
         causal: keep keys up to the diagonal that ends at the last key.
         lse, return_lse: base 2, [tokens, num_qo_heads] float32; lse is written also without
@@ -87,6 +88,8 @@ def trtllm_batch_context_with_kv_cache(
     """
     _check_unserved(enable_pdl, kv_cache_sf, uses_shared_paged_kv_idx, multi_ctas_kv_counter_buffer)
     check.absent(o_sf_scale=o_sf_scale, o_sf_vec_size=o_sf_vec_size)
+    if cum_seq_lens_kv is not None:
+        check.is_tensor("cum_seq_lens_kv", cum_seq_lens_kv)
     check.neutral("use_fp16_softmax", use_fp16_softmax, False)
     check.neutral("uses_spcompress", uses_spcompress, False)
     if not check.flag("causal", causal) and check.window_left("window_left", window_left) >= 0:
@@ -177,7 +180,8 @@ def trtllm_batch_decode_with_kv_cache(
         q_len_per_req: queries of each request; with cum_seq_lens_q 1 or None.
         max_q_len, cum_seq_lens_q: int32 [batch_size + 1], first row of each request, where their
             numbers of queries differ, and the largest.
-        o_scale: 8-bit outputs are divided by it; 1 or None with others.
+        o_scale: what 8-bit outputs are to be multiplied by later. bmm2_scale is divided by it
+            already: without effect. 1 or None with other outputs.
         mask: None only: the mask that the queries have.
         enable_block_sparse_attention, cp_world, cp_rank, causal_seqlens_kv_global, request_order,
         request_order_plan: their defaults only.
@@ -206,6 +210,8 @@ def trtllm_batch_decode_with_kv_cache(
             "bf16q_fp8kv_transform_mode", bf16q_fp8kv_transform_mode, ("k_only", "separate_kv")
         )
     _refuse_nvfp4(out_dtype)
+    q_dtype = check.is_tensor("query", query).dtype
+    _check_o_scale(o_scale, arguments.out_dtype_of(out, out_dtype, q_dtype))
     lengths = direct.lengths_of("seq_lens", seq_lens)
     batch_size = lengths.numel()
     if cum_seq_lens_q is None:
@@ -228,7 +234,7 @@ def trtllm_batch_decode_with_kv_cache(
         max_q_len=max_q_len,
         max_kv_len=max_seq_len,
         bmm1_scale=bmm1_scale,
-        bmm2_scale=_over_o_scale(bmm2_scale, o_scale, query, out, out_dtype),
+        bmm2_scale=bmm2_scale,
         batch_size=batch_size,
         cum_seq_lens_q=cum_seq_lens_q,
         cum_seq_lens_kv=None,
@@ -273,16 +279,10 @@ def _uniform(max_q_len: Any, q_len_per_req: Any, query: Any, batch_size: int) ->
     return each
 
 
-def _over_o_scale(bmm2_scale: Any, o_scale: Any, query: Any, out: Any, out_dtype: Any) -> Any:
-    """bmm2_scale / o_scale."""
+def _check_o_scale(o_scale: Any, wanted: torch.dtype) -> None:
     scale = 1.0 if o_scale is None else check.real("o_scale", o_scale)
-    if scale == 1.0:
-        return bmm2_scale
-    wanted = query if out is None else out
-    wanted = wanted.dtype if out_dtype is None else check.dtype("out_dtype", out_dtype)
-    if wanted not in check.FP8_DTYPES or not scale > 0.0:
+    if scale != 1.0 and (wanted not in check.FP8_DTYPES or not scale > 0.0):
         raise ValueError(
             f"o_scale={o_scale} with an output of {wanted}: must be positive, and 1 or None where "
             "the output has more than 8 bits"
         )
-    return check.scale("bmm2_scale", bmm2_scale) / scale

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 
@@ -44,6 +45,13 @@ def ranks_of(rank, world, port, device_type, dtype, cases, tolerance):
             own_chunks(torch.zeros(2 * world + 1))
         with pytest.raises(ValueError, match="must be equal and even"):
             context_parallel_prefill(*(x[1:] for x in own))
+        with pytest.raises(TypeError, match=r"v is torch\.float64"):
+            context_parallel_prefill(own[0], own[1], own[2].double())
+        # Every rank's call is refused, and leaves nothing behind that the next one waits for.
+        with pytest.raises(ValueError, match="sm_scale=nan"):
+            context_parallel_prefill(*own, sm_scale=math.nan)
+        out, _ = context_parallel_prefill(*own, causal=causal, logits_soft_cap=soft_cap)
+        torch.testing.assert_close(join_chunks(out), expected, **tolerance)
     finally:
         dist.destroy_process_group()
 
