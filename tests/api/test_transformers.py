@@ -256,19 +256,25 @@ def test_mask_functions_that_bounds_do_not_describe(target, dtype):
 def test_one_plan_for_each_form_and_forward_pass(target, dtype):
     model = pair("Gemma3Text", target, dtype)[1]
     ids, mask = tokens(target, 27, 14, seed=5)
-    before = integration._forms().plans
+    before = integration._forms.plans
     model(input_ids=ids, attention_mask=mask)
-    assert integration._forms().plans == before + 2  # sliding and full, in four layers
+    assert integration._forms.plans == before + 2  # sliding and full, in four layers
     model(input_ids=ids, attention_mask=mask)
-    assert integration._forms().plans == before + 2  # the same lengths again
+    assert integration._forms.plans == before + 2  # the same lengths again
 
 
 def test_refusals(target, dtype):
     model = pair("Mistral", target, dtype)[1]
-    ids, mask = tokens(target, 9)
-    mask[0, 4] = 0
-    with pytest.raises(NotImplementedError, match="padding inside a sequence"):
-        model(input_ids=ids, attention_mask=mask)
+    ids, _ = tokens(target, 9)
     bias = torch.full((1, 1, 9, 9), 0.5, device=target.device, dtype=dtype)
     with pytest.raises(NotImplementedError, match="bias"):
         model(input_ids=ids, attention_mask=bias)
+    with pytest.raises(NotImplementedError, match="no attention weights"):
+        model(input_ids=ids, output_attentions=True)
+    with torch.enable_grad(), pytest.raises(NotImplementedError, match="no gradients"):
+        model(input_ids=ids)
+    dropping = AutoModelForCausalLM.from_config(
+        transformers.LlamaConfig(**GROUPED, attention_dropout=0.5), attn_implementation="preflash"
+    ).train()
+    with pytest.raises(NotImplementedError, match="dropout must be 0"):
+        dropping(input_ids=ids.cpu())
