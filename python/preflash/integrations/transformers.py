@@ -61,8 +61,12 @@ def _name_needs_no_hub() -> None:
     def check_and_adjust(self: PreTrainedModel, name: str | None, *args: Any, **kwargs: Any) -> Any:
         if name not in (NAME, f"paged|{NAME}"):
             return check(self, name, *args, **kwargs)
-        if not (self._supports_attention_backend or self._supports_flash_attn):
-            raise ValueError(f"{type(self).__name__} has an attention of its own, not {NAME!r}")
+        calls_us = self._supports_attention_backend or self._can_set_attn_implementation()
+        if not (self._supports_flash_attn and calls_us):
+            raise ValueError(
+                f"{type(self).__name__} takes no attn_implementation={NAME!r}: in transformers it "
+                "has an attention of its own, or none with the masks of flash attention"
+            )
         return NAME
 
     check_and_adjust.knows_preflash = True
@@ -115,8 +119,7 @@ def attention_mask(
     config, device = kwargs.get("config"), kwargs.get("device")
     facts = _facts(mask_function)
     causal, window = facts.get("causal"), facts.get("window")
-    indexed = "indexed_attention" in (getattr(config, "layer_types", None) or ())
-    if causal is not None and not indexed and (causal or window is None):
+    if causal is not None and (causal or window is None):
         if "packed" in facts:  # the host reads the numbers where no cu_seq_lens come
             numbers = facts["packed"].expand(batch_size, -1) + 1
             return _Mask.of(numbers, _Bounds(causal, window))
