@@ -457,6 +457,41 @@ def test_ends_that_change_in_place(target, dtype):
         assert torch.equal(got, model(input_ids=ids, **fresh).logits)
 
 
+def test_masks_of_other_code(target, dtype):
+    """Plain [batch, slots] tensors, which no mask function made."""
+    model = pair("Mistral", target, dtype)[1]
+    layer = model.model.layers[0].self_attn
+    q, k, v = (target.to(torch.randn(2, heads, 19, 32).to(dtype)) for heads in (4, 2, 2))
+    known = tokens(target, 19, 12)[1]
+
+    def attention(mask, *operands):
+        options = {"scaling": 0.2, "sliding_window": 9}
+        return integration.attention(layer, *(operands or (q, k, v)), mask, **options)[0]
+
+    ours = transformers.masking_utils.create_sliding_window_causal_mask(
+        model.config, target.to(torch.zeros(2, 19, 4)), known, None
+    )
+    assert torch.equal(attention(known), attention(ours))
+    with pytest.raises(ValueError, match="20 slots for 19 keys"):
+        attention(torch.nn.functional.pad(known, (0, 1), value=1))
+    hole = known.clone()
+    hole[0, 4] = 0
+    with pytest.raises(NotImplementedError, match="padding inside a sequence"):
+        attention(hole)
+    with pytest.raises(ValueError, match="3 dimensions"):
+        attention(known[None])
+    with pytest.raises(NotImplementedError, match="one mask for each head"):
+        attention(torch.ones(2, 4, 19, 19, dtype=torch.bool, device=target.device))
+    with pytest.raises(TypeError, match=r"kv_data_type=torch\.float16: must be q's dtype"):
+        attention(known, q, k.half(), v.half())
+    layer.is_causal = False
+    try:
+        with pytest.raises(NotImplementedError, match="a window without causal"):
+            attention(None)
+    finally:
+        layer.is_causal = True
+
+
 def test_refusals(target, dtype):
     model = pair("Mistral", target, dtype)[1]
     ids, _ = tokens(target, 9)

@@ -41,6 +41,11 @@ class Requests:
         return indptr
 
     @functools.cached_property
+    def slots(self) -> int:
+        """Which the keys of a sequence have at least."""
+        return max((end for _, _, end in self.spans), default=0)
+
+    @functools.cached_property
     def at_first_slot(self) -> bool:
         """Whether the keys of every request begin at slot 0 of their sequence."""
         return all(begin == 0 for _, begin, end in self.spans if end)

@@ -316,6 +316,8 @@ class _Forms(threading.local):
         stream = torch.cuda.current_stream(q.device).cuda_stream if q.is_cuda else 0
         place = (q.device, stream, _backend)
         heads = (q.shape[1], k.shape[1], q.shape[2])
+        if requests.slots > k.shape[2]:
+            raise ValueError(f"attention_mask has {requests.slots} slots for {k.shape[2]} keys")
         if requests.kv_indptr is not None:
             operands, table = (k[0].transpose(0, 1), v[0].transpose(0, 1)), ("ragged", 0)
         elif requests.at_first_slot:  # a sequence is a page
@@ -362,17 +364,15 @@ def _plan(
         wrapper.plan(qo_indptr, torch.tensor(requests.kv_indptr).int(), *heads, **options)
         return
     lengths = [end - begin for _, begin, end in requests.spans]
+    some = [min(n, 1) for n in lengths]
     if kind == "page":
-        kv_indptr, indices = (
-            _indptr(min(n, 1) for n in lengths),
-            [i for i, _, e in requests.spans if e],
-        )
-        last, page_size = lengths, slots
+        counts, last, page_size = some, lengths, slots
+        indices = torch.tensor([i for i, _, end in requests.spans if end])
     else:
-        kv_indptr, last, page_size = _indptr(lengths), [min(n, 1) for n in lengths], 1
+        counts, last, page_size = lengths, some, 1
         indices = torch.cat([torch.arange(b, e) + i * slots for i, b, e in requests.spans])
-    pages = (torch.as_tensor(indices).int(), torch.tensor(last).int())
-    wrapper.plan(qo_indptr, kv_indptr, *pages, *heads, page_size, **options)
+    pages = (_indptr(counts), indices.int(), torch.tensor(last).int())
+    wrapper.plan(qo_indptr, *pages, *heads, page_size, **options)
 
 
 def _indptr(lengths: Iterable[int]) -> torch.Tensor:
