@@ -498,7 +498,7 @@ def test_refusals(target, dtype):
     bias = torch.full((1, 1, 9, 9), 0.5, device=target.device, dtype=dtype)
     with pytest.raises(NotImplementedError, match="bias"):
         model(input_ids=ids, attention_mask=bias)
-    with pytest.raises(NotImplementedError, match="no attention weights"):
+    with pytest.raises(NotImplementedError, match="output_attentions: attn_implementation"):
         model(input_ids=ids, output_attentions=True)
     with torch.enable_grad(), pytest.raises(NotImplementedError, match="no gradients"):
         model(input_ids=ids)

@@ -201,13 +201,9 @@ def attention(
     """
     if dropout:
         raise NotImplementedError("preflash serves inference only: dropout must be 0")
-    if kwargs.get("position_bias") is not None:
-        raise NotImplementedError("preflash serves no position_bias")
-    if kwargs.get("output_attentions"):
-        raise NotImplementedError(
-            "output_attentions=True: preflash has no attention weights; take "
-            'attn_implementation="eager"'
-        )
+    for name in ("position_bias", "output_attentions"):
+        if kwargs.get(name) not in (None, False):
+            raise NotImplementedError(f'{name}: attn_implementation="eager" serves it')
     if query.is_cuda and torch.cuda.is_current_stream_capturing():
         raise NotImplementedError(
             "preflash plans every batch, which CUDA graphs cannot record; give "
@@ -226,7 +222,7 @@ def attention(
     else:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         bounds = _Bounds(bool(causal), sliding_window)
-    requests = bounds.requests
+    causal, window, requests = bounds
     qo_indptr, kv_indptr = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")
     if qo_indptr is not None and (attention_mask is None or attention_mask.dim() == 2):
         ends = (qo_indptr, qo_indptr if kv_indptr is None else kv_indptr)
@@ -234,8 +230,7 @@ def attention(
     elif attention_mask is None:
         requests = _requests.even(batch, qo_len, key.shape[2])
     elif requests is None:
-        requests = _read_once(module, (attention_mask,), _of_mask, batch, qo_len, bounds.causal)
-    causal, window = bounds.causal, bounds.window
+        requests = _read_once(module, (attention_mask,), _of_mask, batch, qo_len, causal)
     if requests.mask is not None:
         causal, window = False, None
     if window is not None and not causal:
@@ -319,81 +314,77 @@ class _Forms(threading.local):
         if requests.slots > k.shape[2]:
             raise ValueError(f"attention_mask has {requests.slots} slots for {k.shape[2]} keys")
         if requests.kv_indptr is not None:
-            operands, table = (k[0].transpose(0, 1), v[0].transpose(0, 1)), ("ragged", 0)
-        elif requests.at_first_slot:  # a sequence is a page
-            operands, table = ((k, v),), ("page", k.shape[2])
+            kind, operands, table = "ragged", (k[0].transpose(0, 1), v[0].transpose(0, 1)), None
+        elif requests.at_first_slot:
+            kind, operands, table = "sequences", ((k, v),), (k.shape[2], 1)
         else:
-            pages, first = _slots_as_pages(k, v)
-            operands, table = (pages,), ("slot", first)
-        form = (place, heads, table[0], *options.values(), requests.mask is not None)
+            pages, step = _slots_as_pages(k, v)
+            kind, operands, table = "slots", (pages,), (1, step)
+        form = (place, heads, kind, *options.values(), requests.mask is not None)
         wrapper, *planned = self._planned.pop(form, (None,))
         if wrapper is None:
-            wrapper = self._wrapper(place, table[0])
+            if place not in self._workspaces:
+                memory = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=q.device)
+                self._workspaces[place] = memory
+            wrapper = _WRAPPERS[kind](
+                self._workspaces[place], "HND" if table else "NHD", backend=_backend
+            )
         if planned != [table, requests]:
             self.plans += 1
-            _plan(wrapper, requests, *table, heads, options)
+            _plan(wrapper, requests, table, heads, options)
         self._planned[form] = (wrapper, table, requests)
         if len(self._planned) > _MOST_FORMS:
             del self._planned[next(iter(self._planned))]
         return wrapper.run(q, *operands, sinks=sinks)
 
-    def _wrapper(self, place: Any, kind: str) -> Any:
-        if place not in self._workspaces:
-            memory = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=place[0])
-            self._workspaces[place] = memory
-        memory = self._workspaces[place]
-        if kind == "ragged":
-            return BatchPrefillWithRaggedKVCacheWrapper(memory, "NHD", backend=_backend)
-        return BatchPrefillWithPagedKVCacheWrapper(memory, "HND", backend=_backend)
-
 
 _forms = _Forms()
+_WRAPPERS = {
+    "ragged": BatchPrefillWithRaggedKVCacheWrapper,
+    "sequences": BatchPrefillWithPagedKVCacheWrapper,  # a page for each
+    "slots": BatchPrefillWithPagedKVCacheWrapper,  # a page for each
+}
 
 
 def _plan(
     wrapper: Any,
     requests: Requests,
-    kind: str,
-    slots: int,
+    table: tuple[int, int] | None,
     heads: tuple[int, int, int],
     options: dict[str, Any],
 ) -> None:
-    """slots: of a page, or from one sequence to the next."""
-    qo_indptr, options = _indptr(requests.qo_lens), {**options, "custom_mask": requests.mask}
-    if kind == "ragged":
-        wrapper.plan(qo_indptr, torch.tensor(requests.kv_indptr).int(), *heads, **options)
-        return
-    lengths = [end - begin for _, begin, end in requests.spans]
-    some = [min(n, 1) for n in lengths]
-    if kind == "page":
-        counts, last, page_size = some, lengths, slots
-        indices = torch.tensor([i for i, _, end in requests.spans if end])
+    """table: the page size, and the pages from one sequence to the next; None without pages."""
+    sizes, arrays = heads, [_indptr(requests.qo_lens)]
+    if table is None:
+        arrays.append(torch.tensor(requests.kv_indptr).int())
     else:
-        counts, last, page_size = lengths, some, 1
-        indices = torch.cat([torch.arange(b, e) + i * slots for i, b, e in requests.spans])
-    pages = (_indptr(counts), indices.int(), torch.tensor(last).int())
-    wrapper.plan(qo_indptr, *pages, *heads, page_size, **options)
+        page_size, step = table
+        sizes = (*heads, page_size)
+        begins = [i * step + begin // page_size for i, begin, _ in requests.spans]
+        lengths = torch.tensor([end - begin for _, begin, end in requests.spans])
+        counts = (lengths + page_size - 1) // page_size
+        indptr = _indptr(counts.tolist())
+        shifts = (torch.tensor(begins) - indptr[:-1]).repeat_interleave(counts)
+        last = torch.where(lengths > 0, (lengths - 1) % page_size + 1, 0)
+        arrays += [indptr, (torch.arange(len(shifts)) + shifts).int(), last.int()]
+    wrapper.plan(*arrays, *sizes, **options, custom_mask=requests.mask)
 
 
 def _indptr(lengths: Iterable[int]) -> torch.Tensor:
     return torch.tensor([0, *lengths]).cumsum(0).int()
 
 
-def _slots_as_pages(
-    k: torch.Tensor, v: torch.Tensor
-) -> tuple[tuple[torch.Tensor, torch.Tensor], int]:
+def _slots_as_pages(k: torch.Tensor, v: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], int]:
     """k and v [batch, heads, slots, head_dim] as pages of one slot, [pages, heads, 1, head_dim],
     without a copy; and the pages from one sequence to the next."""
-    if _step(k) != _step(v) or _step(k) is None:  # new_empty(): dimensions of 1 keep odd strides
-        k, v = (x.new_empty(x.shape).copy_(x) for x in (k, v))
+    if None in (_step(k), _step(v)) or _step(k) != _step(v):
+        k, v = (x.new_empty(x.shape).copy_(x) for x in (k, v))  # dimensions of 1 had odd strides
     step = _step(k)
-    pages = []
-    for x in (k, v):
-        batch, heads, slots, head_dim = x.shape
-        count = (batch - 1) * step + slots
-        strides = (x.stride(2), x.stride(1), head_dim, 1)
-        pages.append(x.as_strided((count, heads, 1, head_dim), strides))
-    return (pages[0], pages[1]), step
+    shape = ((k.shape[0] - 1) * step + k.shape[2], k.shape[1], 1)
+    return tuple(
+        x.as_strided((*shape, x.shape[3]), (x.stride(2), x.stride(1), x.shape[3], 1))
+        for x in (k, v)
+    ), step
 
 
 def _step(x: torch.Tensor) -> int | None:
