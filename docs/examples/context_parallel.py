@@ -18,6 +18,7 @@ from preflash import distributed
 
 HEADS, KV_HEADS, DIM, REPEATS = 32, 8, 128, 5
 
+os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")  # the ring gets its SMs before the products
 on_gpu = torch.cuda.is_available()
 device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
 if on_gpu:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 
 import pytest
@@ -455,6 +456,30 @@ def test_ends_that_change_in_place(target, dtype):
         got = model(input_ids=ids, **options).logits
         fresh = {**options, "cu_seq_lens_q": ends.clone(), "cu_seq_lens_k": ends.clone()}
         assert torch.equal(got, model(input_ids=ids, **fresh).logits)
+
+
+def test_names(target, dtype):
+    config, ids = config_of("GptOss"), tokens(target, 9)[0]
+    for name in ("preflash", "paged|preflash"):
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=name, dtype=dtype)
+        model.set_attn_implementation("eager")
+        model.set_attn_implementation(name)
+        assert model.config._attn_implementation == "preflash"
+        assert model.to(target.device)(input_ids=ids).logits.shape == (1, 9, 61)
+
+
+def test_models_on_two_gpus(target, dtype):
+    if target.device == "cpu" or torch.cuda.device_count() < 2:
+        pytest.skip("one device")
+    here = pair("Gemma3Text", target, dtype)[1]
+    there = copy.deepcopy(here).to("cuda:1")
+    ids, mask = tokens(target, 25, 11)
+    for _ in range(2):
+        expected, got = (
+            model(input_ids=ids.to(device), attention_mask=mask.to(device)).logits
+            for model, device in ((here, "cuda:0"), (there, "cuda:1"))
+        )
+        assert torch.equal(got.cpu(), expected.cpu())
 
 
 def test_masks_of_other_code(target, dtype):
