@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
+import random
 
 import pytest
 import torch
@@ -214,6 +216,41 @@ def test_static_cache(name, target, dtype, masked):
         return torch.cat(parts, 1)
 
     compare(name, target, dtype, decoded, slice(None) if masked is None else mask[:, :20].bool())
+
+
+@causal
+@pytest.mark.parametrize("seed", range(4))
+def test_random_calls(name, seed, target, dtype):
+    """Prompts that come in parts, with any padding, on either cache or none."""
+    draw = random.Random(f"{name} {seed}")
+    batch, length = draw.randint(1, 3), draw.randint(2, 40)
+    ids, mask = tokens(target, *[length] * batch, seed=seed)
+    padding = draw.choice([None, "left", "right", "anywhere"])
+    for row in mask:
+        n = draw.randrange(length)
+        if padding == "left":
+            row[:n] = 0
+        if padding == "right":
+            row[length - n :] = 0
+        if padding == "anywhere":
+            row[1:] = target.to(torch.rand(length - 1) < 0.7)
+    ends = [*sorted(draw.sample(range(1, length), min(length - 1, draw.randint(0, 4)))), length]
+    kind = draw.choice(["dynamic", "static"] + ["none"] * (len(ends) == 1))
+
+    def logits(model):
+        options = {"use_cache": False}
+        if kind == "dynamic":
+            options = {"past_key_values": transformers.DynamicCache(config=model.config)}
+        if kind == "static":
+            cache = transformers.StaticCache(config=model.config, max_cache_len=length)
+            options = {"past_key_values": cache}
+        parts = []
+        for begin, end in itertools.pairwise([0, *ends]):
+            seen = None if padding is None else mask[:, :end]
+            parts.append(model(input_ids=ids[:, begin:end], attention_mask=seen, **options).logits)
+        return torch.cat(parts, 1)
+
+    compare(name, target, dtype, logits, mask.bool())
 
 
 @pytest.mark.parametrize("name", ["Llama", "Gemma3Text", "GptOss"])
