@@ -154,9 +154,11 @@ class BlockSparseAttentionWrapper(_BlockSparse):
             )
         if mask is not None and packed_mask is None:
             mask = _by_rows(mask, at, (height, width), rows)
-        q_dtype = check.query_dtype("q_data_type", q_data_type)
+        q_dtype = check.dtype("q_data_type", q_data_type)
+        if q_dtype != check.CONVERTED_QUERY:
+            check.query_dtype("q_data_type", q_dtype)
         o_dtype = check.dtype("o_data_type", o_data_type)
-        converts = o_dtype != q_dtype and q_dtype != check.FP8_QUERY
+        converts = o_dtype != q_dtype and q_dtype not in check.FP8_DTYPES
         if converts and o_dtype not in check.WIDE_DTYPES:
             raise TypeError(f"o_data_type is {o_dtype}; must be float16, bfloat16 or float32")
         qo_indptr = torch.arange(count + 1, dtype=torch.int32, device="cpu") * height

@@ -60,6 +60,52 @@ def paged(name: str, kv_cache: Any, kv_layout: Any) -> tuple[Any, str]:
     return kv_cache, f"Q_PAGED_KV_{kv_layout}"
 
 
+def paged_by_tables(
+    name: str, kv_cache: Any, kv_layout: Any, block_tables: Any, seq_lens: torch.Tensor, shared: Any
+) -> tuple[Any, str, Any]:
+    """paged(), and block tables [batch_size, pages] that serve k and v. Where they are not shared,
+    [batch_size, 2, pages], a request's pages of v are to be its pages of k plus one number, by
+    which one of the pools is then moved; to find it tables on the GPU are waited for."""
+    cache, layout = paged(name, kv_cache, kv_layout)
+    shared = check.flag("uses_shared_paged_kv_idx", shared)
+    if check.is_tensor("block_tables", block_tables).dim() != (2 if shared else 3):
+        shape = "[batch_size, pages]" if shared else "[batch_size, 2, pages]"
+        raise ValueError(
+            f"block_tables has shape {tuple(block_tables.shape)}; must be {shape} with "
+            f"uses_shared_paged_kv_idx={shared}"
+        )
+    if shared:
+        return cache, layout, block_tables
+    if block_tables.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "uses_shared_paged_kv_idx=False: block_tables are read on the host, which a capture "
+            "does not allow; give tables [batch_size, pages]"
+        )
+    k, v = cache if isinstance(cache, tuple) else cache.unbind(1)
+    for pool in (check.is_tensor("k", k), check.is_tensor("v", v)):
+        if pool.dim() != 4:
+            raise ValueError(f"{name} has a pool of shape {tuple(pool.shape)}; must have 4 dims")
+    page_size = max(k.shape[1 if kv_layout == "NHD" else 2], 1)
+    if block_tables.shape[:2] != (seq_lens.numel(), 2):
+        raise ValueError(
+            f"block_tables has shape {tuple(block_tables.shape)}; must be [{seq_lens.numel()}, 2, "
+            "pages]"
+        )
+    of_k, of_v = block_tables.unbind(1)
+    held = -(-seq_lens.to(of_k.device) // page_size)
+    used = torch.arange(of_k.shape[1], device=of_k.device) < held[:, None]
+    apart = (of_v - of_k)[used].unique().tolist()
+    if len(apart) > 1:
+        raise NotImplementedError(
+            "block_tables[:, 1] - block_tables[:, 0] takes several values; the kernels have one "
+            "page index for k and v, so it must be one number"
+        )
+    move = apart[0] if apart else 0
+    k, v = k[max(-move, 0) :], v[max(move, 0) :]
+    pages = min(len(k), len(v))
+    return (k[:pages], v[:pages]), layout, of_k if move >= 0 else of_v
+
+
 def lengths_of(name: str, value: Any) -> torch.Tensor:
     """int32 [batch_size], of an integer dtype and with dimensions of 1 behind it."""
     value = check.tensor(name, value)

@@ -101,6 +101,11 @@ def _tables_of_k(block_tables: Any, operands: Operands, kv_lens: torch.Tensor) -
             f"behind k: must be a multiple of a page's {page_bytes}, so that one table counts "
             "both; or give block_tables as [batch_size, pages]"
         )
+    if apart == 0:  # the pages of v are others than those of k, wherever the tables are
+        raise NotImplementedError(
+            f"block_tables has shape {tuple(block_tables.shape)}, and k and v are one pool: use "
+            "trtllm_batch_context_with_kv_cache with uses_shared_paged_kv_idx=False"
+        )
     block_tables = check.tensor("block_tables", block_tables)
     of_k, of_v = block_tables.unbind(1)
     if (block_tables.is_cpu and kv_lens.is_cpu) or debugging():

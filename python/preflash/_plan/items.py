@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,6 +16,22 @@ _INTEGERS += tuple(getattr(torch, name) for name in ("uint16", "uint32") if hasa
 # What one request keeps, [qo_len, kv_len]: of its number, the positions of its queries among its
 # keys, [qo_len, 1], and its keys, [1, kv_len].
 Keeps = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class Items(NamedTuple):
+    """Multi-item scoring as plan() was given it; prefix_len_ptr is None without."""
+
+    prefix_len_ptr: torch.Tensor | None = None
+    token_pos_in_items_ptr: torch.Tensor | None = None
+    token_pos_in_items_len: int = 0
+    max_item_len_ptr: torch.Tensor | None = None
+
+
+NO_ITEMS = Items()
+
+
+def items_of(a: Any) -> Items:
+    return Items(*(getattr(a, name) for name in Items._fields))
 
 
 def written_out(batch: _core.Batch, device: torch.device, keeps: Keeps) -> torch.Tensor:

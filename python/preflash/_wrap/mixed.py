@@ -169,7 +169,9 @@ class BatchAttention:
                 f"logits_soft_cap={cap} in run() and {self._logits_soft_cap} in plan(); must be "
                 "the same, or 0 in run()"
             )
-        return self._paged.run(q, kv_cache, k_scale, v_scale, return_lse=True, out=out, lse=lse)
+        return self._paged.run(
+            q, kv_cache, k_scale=k_scale, v_scale=v_scale, return_lse=True, out=out, lse=lse
+        )
 
 
 def _used_pages(

@@ -281,8 +281,8 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
             max(check.integer("range_window_left", range_window_left, at_least=-(2**31)), 0),
         )
         return self._with_mask(ranges, windows).run(
-            q, paged_kv_cache, k_scale, v_scale, return_lse, q_scale=q_scale, out=out, lse=lse,
-            enable_pdl=enable_pdl, kv_cache_sf=kv_cache_sf,
+            q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse,
+            q_scale=q_scale, out=out, lse=lse, enable_pdl=enable_pdl, kv_cache_sf=kv_cache_sf,
         )  # fmt: skip
 
     def run_return_lse(self, *args: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -257,12 +257,28 @@ def test_lengths_beyond_int32(target):
             decode(inputs, target, seq_lens=lengths + beyond)
 
 
+def test_masks_of_queries_that_are_causal(target):
+    inputs = build(SHORT, device=target.device)
+    expected = decode(inputs, target)
+    causal = torch.tensor([1, 3, 7]).repeat(3, 1)  # a word of 32 bits each
+    words = causal.to(torch.int32)[..., None].view(torch.uint16)
+    for mask in (words, words.view(torch.uint32), words.to(target.device)):
+        assert torch.equal(decode(inputs, target, mask=mask), expected)
+    causal[1, 0] = 3  # query 0 of request 1 keeps key 1
+    for mask in (causal.to(torch.int32)[..., None].view(torch.uint16), words[:2]):
+        with pytest.raises(NotImplementedError, match="mask: only the causal one"):
+            decode(inputs, target, mask=mask)
+    rows = {"max_q_len": 3, "cum_seq_lens_q": inputs.qo_indptr}
+    with pytest.raises(NotImplementedError, match="mask with cum_seq_lens_q"):
+        decode(inputs, target, **rows, q_len_per_req=None, mask=words)
+
+
 REFUSED = {
     "mask": (decode, NotImplementedError, {"mask": torch.ones(1)}),
     "o_sf_scale": (decode, NotImplementedError, {"o_sf_scale": 1.0}),
     "cp_world": (decode, NotImplementedError, {"cp_world": 2}),
     "out_dtype": (context, NotImplementedError, {"out_dtype": "nvfp4"}),
-    "uses_shared_paged_kv_idx": (context, NotImplementedError, {"uses_shared_paged_kv_idx": False}),
+    "uses_shared_paged_kv_idx": (context, ValueError, {"uses_shared_paged_kv_idx": False}),
     "use_fp16_softmax": (context, NotImplementedError, {"use_fp16_softmax": True}),
     "kv_cache_sf": (context, NotImplementedError, {"kv_cache_sf": torch.ones(1)}),
     "kv_layout": (context, ValueError, {"kv_layout": "other"}),
@@ -285,6 +301,27 @@ def test_refusals(target, name, given):
     with pytest.raises(error, match=name):
         attend(inputs, target, out=out, **options)
     assert torch.equal(out.view(torch.int16), before.view(torch.int16))
+
+
+@pytest.mark.parametrize("first", [0, 1], ids=["k first", "v first"])
+@pytest.mark.parametrize("call", [context, decode])
+def test_tables_of_k_and_of_v(target, call, first):
+    """One pool of alternate pages of k and of v, as TensorRT-LLM has it."""
+    inputs = build(CONTEXT if call is context else DECODE, device=target.device)
+    pools = inputs.cache if isinstance(inputs.cache, tuple) else inputs.cache.unbind(1)
+    pool = torch.stack(pools if first == 0 else pools[::-1], dim=1).flatten(0, 1)
+    interleaved = dataclasses.replace(inputs, cache=(pool, pool))
+    table = table_of(inputs)
+    tables = torch.stack([2 * table + first, 2 * table + 1 - first], dim=1)
+    tables[tables > 10**6] = 7 - first  # what no request uses
+    for place in places(target):
+        given = {"uses_shared_paged_kv_idx": False, "block_tables": tables.to(place)}
+        check(inputs, call(interleaved, target, place, return_lse=True, **given))
+    tables[0, 1, 0] += 2
+    with pytest.raises(NotImplementedError, match="takes several values"):
+        call(interleaved, target, uses_shared_paged_kv_idx=False, block_tables=tables)
+    with pytest.raises(ValueError, match=r"must be \[batch_size, pages\] with"):
+        call(inputs, target, block_tables=tables)
 
 
 VARLEN = dataclasses.replace(CONTEXT, name="varlen", page_size=0, layout="NHD")

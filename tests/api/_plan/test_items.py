@@ -105,6 +105,21 @@ def test_a_graph_replays_other_items(target, recorder):  # noqa: F811
     stage.check(inputs)
 
 
+@pytest.mark.parametrize("case", [PAGED, RAGGED], ids=["paged", "ragged"])
+def test_attributes_show_the_arrays(target, case):
+    inputs, wrapper = made(case, target)
+    given = items(target.device)
+    neutral = {name: 0 if name.endswith("_len") else None for name in given}
+    for planned in (neutral, given, neutral):
+        runner.plan(wrapper, inputs, causal=True, **planned)
+        for name, value in planned.items():
+            assert getattr(wrapper, f"_{name}") is value
+            setattr(wrapper, f"_{name}", value)
+            other = neutral[name] if planned is given else given[name]
+            with pytest.raises(NotImplementedError, match="multi-item"):
+                setattr(wrapper, f"_{name}", other)
+
+
 REFUSED = {
     "prefix_len_ptr": {"prefix_len_ptr": None},
     "prefix_len_ptr has shape": {"prefix_len_ptr": torch.ones(1).int()},

@@ -132,6 +132,20 @@ def test_output_dtype(target):
     assert torch.equal(forward, out)
 
 
+def test_queries_of_e5m2(target):
+    eight = torch.float8_e5m2
+    wide = tensors(target.device, 4, 2)
+    q, k, v = (t.to(eight) for t in wide)
+    indptr, indices, dense = bsr(ROWS, KEYS, (4, 16), 0.5)
+    for o_dtype in (torch.float16, torch.bfloat16):
+        dtypes = {"q_data_type": eight, "kv_data_type": eight, "o_data_type": o_dtype}
+        wrapper = planned(target, indptr, indices, (4, 16), (4, 2), **dtypes)
+        out, lse = wrapper.run(q, k, v, return_lse=True)
+        assert out.dtype == o_dtype
+        expected = expected_of(*(t.to(torch.float16) for t in (q, k, v)), dense, 0.2)
+        comparison.compare(out, lse, expected).check()
+
+
 def test_causal_among_the_kept_keys(target):
     q, k, v = tensors(target.device, 4, 2)
     indptr = torch.tensor([0, *[1] * 8], dtype=torch.int32)
