@@ -126,7 +126,7 @@ kernels: $(VENV)/tools $(VENV)/cutlass
 
 # All wheels that this machine can build (wheels/README.md). WHEEL_ARGS: --cuda 13.0 --python 3.12 ...
 wheels: $(VENV)/tools
-	@$(PIP) pyelftools "tomli; python_version < '3.11'"
+	@$(PIP) "pip>=25" pyelftools "tomli; python_version < '3.11'"
 	$(BIN)/python wheels/build.py $(WHEEL_ARGS)
 
 # What has to hold before a tag: the tests, the wheels, each on a bare machine, an index of them.
