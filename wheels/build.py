@@ -1,4 +1,4 @@
-"""Builds the wheels of matrix.toml, repairs their tags with auditwheel, and checks each.
+"""Builds the wheels of matrix.toml, repairs their tags with auditwheel, and checks each; the sdist.
 
     python wheels/build.py [--cuda 13.0] [--python 3.12 ...] [--interpreters DIR] [--kernels DIR]
 
@@ -291,6 +291,7 @@ def main() -> int:
     matrix = tomllib.loads((ROOT / "wheels" / "matrix.toml").read_text())
     arguments = parsed(matrix)
     os.environ.setdefault("SOURCE_DATE_EPOCH", commit_time())
+    os.environ.setdefault("CMAKE_BUILD_PARALLEL_LEVEL", str(arguments.jobs))  # of bindings
     tools = environment(WORK / "tools", sys.executable, *TOOLS)
     os.environ["PATH"] = f"{tools.parent}{os.pathsep}{os.environ['PATH']}"
     install(tools, *BUILD_BACKEND)
@@ -330,6 +331,9 @@ def main() -> int:
             found = check.problems(wheel, python if row.native else None)
             verdict = "; ".join(found) or ("ok" if row.native else "ok, not run")
             built.append(Built(wheel.name, wheel.stat().st_size / 1e6, seconds, verdict))
+    say("sources")
+    sdist = (tools, "-m", "build", "-q", "--sdist", "--no-isolation", "--skip-dependency-check")
+    run(*sdist, ROOT, "-o", arguments.out)
     print("\n| wheel | MB | seconds | check |\n|---|---|---|---|")
     for one in built:
         print(f"| {one.name} | {one.megabytes:.1f} | {one.seconds:.0f} | {one.verdict} |")
