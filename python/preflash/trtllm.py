@@ -67,6 +67,7 @@ def trtllm_batch_context_with_kv_cache(
         window_left: how many keys left of the diagonal are kept, with causal=True; -1 is all.
         out_dtype: by default that of out, or of query.
         o_sf_scale, o_sf_vec_size, kv_cache_sf: None only.
+        cum_seq_lens_kv: not needed and not read: seq_lens says it.
         uses_shared_paged_kv_idx: False: block_tables are [batch_size, 2, pages], of k's pool and of
             v's, which may be one. The pages of v are those of k plus one number. Tables on the GPU
             are waited for, so that such a call cannot be captured.
@@ -89,6 +90,8 @@ def trtllm_batch_context_with_kv_cache(
     """
     _check_unserved(enable_pdl, kv_cache_sf, multi_ctas_kv_counter_buffer)
     check.absent(o_sf_scale=o_sf_scale, o_sf_vec_size=o_sf_vec_size)
+    if cum_seq_lens_kv is not None:
+        check.is_tensor("cum_seq_lens_kv", cum_seq_lens_kv)
     check.neutral("use_fp16_softmax", use_fp16_softmax, False)
     check.neutral("uses_spcompress", uses_spcompress, False)
     if not check.flag("causal", causal) and check.window_left("window_left", window_left) >= 0:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 
 from .._check import values as check
 from .._check.arguments import PerHead, Result
+from .._check.names import renamed
 from . import arguments, run
 from . import lengths as _lengths
 from .arguments import FmhaArguments
@@ -30,7 +30,7 @@ def attend(
 ) -> Result:
     """names: what the caller calls the arguments of FmhaArguments, which errors name."""
     check.not_traced()
-    try:
+    with renamed(names):
         if window_left is None or check.window_left("window_left", window_left) < 0:
             mode = "causal" if causal else "padding"
         else:
@@ -46,11 +46,6 @@ def attend(
         )
         call = arguments.checked(given)
         return run.run(call, _lengths.checked(given, call))
-    except (TypeError, ValueError, NotImplementedError) as error:
-        says = re.sub(r"\w+", lambda word: names.get(word[0], word[0]), str(error))
-        if says == str(error):
-            raise
-        raise type(error)(says) from None
 
 
 def paged(name: str, kv_cache: Any, kv_layout: Any) -> tuple[Any, str]:
@@ -58,7 +53,7 @@ def paged(name: str, kv_cache: Any, kv_layout: Any) -> tuple[Any, str]:
     check.one_of("kv_layout", kv_layout, check.KV_LAYOUTS)
     if isinstance(kv_cache, torch.Tensor) and kv_cache.dim() == 5 and kv_cache.shape[1] == 1:
         kv_cache = (kv_cache[:, 0], kv_cache[:, 0])
-    elif isinstance(kv_cache, (tuple, list)):
+    elif isinstance(kv_cache, (tuple, list)) and len(kv_cache) == 2:
         kv_cache = tuple(kv_cache)
     elif not isinstance(kv_cache, torch.Tensor):
         raise TypeError(f"{name} must be a tensor or a tuple of two; got {type(kv_cache).__name__}")
@@ -113,13 +108,15 @@ def paged_by_tables(
 
 def lengths_of(name: str, value: Any) -> torch.Tensor:
     """int32 [batch_size], of an integer dtype and with dimensions of 1 behind it."""
-    value = check.tensor(name, check.is_tensor(name, value))
+    value = check.tensor(name, value)
     if value.dim() == 0 or value.numel() != value.shape[0]:
         raise ValueError(f"{name} has shape {tuple(value.shape)}; must be [batch_size]")
     value = value.reshape(-1)
     if value.dtype == getattr(torch, "uint32", None):
         return value.view(torch.int32)
-    return value.to(torch.int32) if value.dtype == torch.int64 else value
+    if value.dtype == torch.int64:  # what int32 does not hold is refused, or cut off, as any other
+        return value.clamp(-1, 2**31 - 1).to(torch.int32)
+    return value
 
 
 def uniform_indptr(batch_size: int, each: int, like: torch.Tensor) -> torch.Tensor:
@@ -131,7 +128,8 @@ def check_one_after_the_other(name: str, offsets: Any, begins: torch.Tensor, of_
     """Offsets of requests, in elements; those on the GPU are not read to compare.
 
     begins: [batch_size + 1], their rows. of_row: elements from one row to the next."""
-    offsets = check.tensor(name, check.is_tensor(name, offsets)).reshape(-1)
+    offsets = check.tensor(name, offsets).reshape(-1)
+    offsets = check.index_array(name, offsets, begins.device, (torch.int32, torch.int64))
     count = begins.numel() - 1
     if offsets.numel() not in (count, count + 1):
         raise ValueError(f"{name} has {offsets.numel()} elements; must have {count} or {count + 1}")

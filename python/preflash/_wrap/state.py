@@ -44,13 +44,15 @@ class Planned(NamedTuple):
 
     def variants(self) -> set[PlannedVariant]:
         """Each once: `usual` is `primary`, or one of the others unless it was pushed out."""
-        return {self.primary, self.usual or self.primary, *self.others.values()}
+        # NOTE: other threads may add to the others; a list of them is made at once.
+        return {self.primary, self.usual or self.primary, *list(self.others.values())}
 
     def keep(self, options: _core.AttentionOptions, variant: PlannedVariant) -> None:
         """One more of the others. Makes room for it; those that a CUDA graph replays stay."""
         if len(self.others) >= _VARIANTS_KEPT:
-            for surplus in [o for o, other in self.others.items() if not other.shared]:
-                del self.others[surplus]
+            for surplus, other in list(self.others.items()):
+                if not other.shared:
+                    self.others.pop(surplus, None)
         self.others[options] = variant
 
 

@@ -186,9 +186,13 @@ def test_scales(target):
     log2 = torch.tensor([DECODE.scale * math.log2(math.e)], dtype=torch.float64)
     same = decode(inputs, target, bmm1_scale=3.0, bmm1_scale_log2=log2, bmm2_scale=0.5)
     torch.testing.assert_close(same, expected)
-    eight = decode(inputs, target, bmm2_scale=0.5, o_scale=2.0, out_dtype=torch.float8_e4m3fn)
+    # Callers divide bmm2_scale by o_scale, and multiply the output by it.
     wanted = decode(inputs, target, bmm2_scale=0.5, out_dtype=torch.float8_e4m3fn)
-    assert torch.equal(eight.view(torch.uint8), wanted.view(torch.uint8))
+    for eight in (torch.float8_e4m3fn, "fp8"):
+        out = decode(inputs, target, bmm2_scale=0.5, o_scale=2.0, out_dtype=eight)
+        assert torch.equal(out.view(torch.uint8), wanted.view(torch.uint8))
+    back = (out.float() * 2.0).to(DECODE.dtype)
+    torch.testing.assert_close(back, decode(inputs, target), rtol=0.1, atol=0.02)
     with pytest.raises(ValueError, match="o_scale=2"):
         decode(inputs, target, o_scale=2.0)
 
@@ -199,6 +203,8 @@ def test_one_cache_for_keys_and_values(target):
     one = decode(dataclasses.replace(inputs, cache=cache[0][:, None]), target)
     two = decode(dataclasses.replace(inputs, cache=(cache[0], cache[0])), target)
     assert torch.equal(one, two)
+    with pytest.raises(TypeError, match="kv_cache must be a tensor or a tuple of two"):
+        decode(dataclasses.replace(inputs, cache=(*cache, cache[0])), target)
 
 
 def test_shapes_of_lengths(target):
@@ -214,6 +220,41 @@ def test_shapes_of_lengths(target):
     assert torch.equal(cudnn_decode(inputs, target, **offsets), expected)
     with pytest.raises(ValueError, match="batch_offsets_o: requests must"):
         cudnn_decode(inputs, target, batch_offsets_o=elements * 2)
+    with pytest.raises(TypeError, match=r"batch_offsets_q is torch\.float32"):
+        cudnn_decode(inputs, target, batch_offsets_q=elements.float())
+
+
+def test_offsets_follow_strides(target):
+    inputs = build(DECODE, device=target.device)
+    expected = cudnn_decode(inputs, target)
+    elements = torch.arange(4) * 4 * 64
+    wide = torch.empty(3, 4, 128, dtype=DECODE.dtype, device=target.device)[..., :64]
+    cudnn_decode(inputs, target, out=wide, batch_offsets_o=elements * 2)
+    assert torch.equal(wide, expected)
+    with pytest.raises(ValueError, match="512 elements from row to row"):
+        cudnn_decode(inputs, target, out=wide, batch_offsets_o=elements)
+    # The stride of one row says nothing.
+    one = build(dataclasses.replace(DECODE, qo_lens=(1,), kv_lens=(30,)), device=target.device)
+    expected = cudnn_decode(one, target)
+    one.q = one.q.as_strided(one.q.shape, (10**4, 64, 1))
+    assert torch.equal(cudnn_decode(one, target, batch_offsets_q=elements[:2]), expected)
+
+
+def test_errors_name_the_arguments_of_the_call(target):
+    inputs = build(DECODE, device=target.device)
+    k, v = inputs.cache if isinstance(inputs.cache, tuple) else inputs.cache.unbind(1)
+    with pytest.raises(TypeError, match=r"^k_cache must be a torch"):
+        cudnn_decode(dataclasses.replace(inputs, cache=(None, v)), target)
+    with pytest.raises(ValueError, match=r"^q, k_cache, v_cache: k_cache has head_dim 32"):
+        cudnn_decode(dataclasses.replace(inputs, cache=(k[..., :32], v)), target)
+
+
+def test_lengths_beyond_int32(target):
+    inputs = build(DECODE, device=target.device)
+    lengths = torch.tensor(DECODE.kv_lens)
+    for beyond in (2**32, -(2**32)):
+        with pytest.raises(ValueError, match=r"max_seq_len|negative"):
+            decode(inputs, target, seq_lens=lengths + beyond)
 
 
 def test_masks_of_queries_that_are_causal(target):
@@ -241,6 +282,7 @@ REFUSED = {
     "use_fp16_softmax": (context, NotImplementedError, {"use_fp16_softmax": True}),
     "kv_cache_sf": (context, NotImplementedError, {"kv_cache_sf": torch.ones(1)}),
     "kv_layout": (context, ValueError, {"kv_layout": "other"}),
+    "cum_seq_lens_kv": (context, TypeError, {"cum_seq_lens_kv": "none"}),
     "max_seq_len": (decode, ValueError, {"max_seq_len": 3}),
     "query has 3 rows": (decode, ValueError, {"q_len_per_req": 2}),
     "actual_seq_lens_kv": (cudnn_decode, TypeError, {"actual_seq_lens_kv": None}),

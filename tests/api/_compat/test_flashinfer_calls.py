@@ -93,6 +93,7 @@ REFUSED_VARIANTS = {
     "scalars": {"jit_args": jit_args(scalars=["logits_scale", "sigmoid_bias"])},
     "int64": {"jit_args": jit_args(indices=torch.int64)},
     "short": {"jit_args": jit_args()[:7]},
+    "no names": {"jit_args": jit_args(tensors=None)},
     "text": {"jit_args": "AttentionSink"},
     "kwargs": {"jit_args": jit_args(), "jit_kwargs": {"fp8_enabled": True}},
     "kwargs_alone": {"jit_args": None, "jit_kwargs": {"use_sliding_window": True}},
