@@ -11,6 +11,7 @@ from .._check import values as check
 from .._check.request import Request
 from .._check.scales import Scales
 from .._device.workspace import Workspace
+from .._plan.items import NO_ITEMS, Items
 from .._plan.pipeline import Draft
 from .._run.variant import PlannedVariant
 
@@ -24,6 +25,7 @@ class Asked(NamedTuple):
     scales: Scales
     causal: bool  # as given: the options have none beside a custom mask
     logits_soft_cap: float  # as given: the options have it in float32
+    items: Items = NO_ITEMS
 
 
 class Planned(NamedTuple):
