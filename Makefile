@@ -133,7 +133,7 @@ wheels: $(VENV)/tools
 # also beside each of TORCHES, the first and the last that README.md names. Takes WHEEL_ARGS, too.
 TORCHES := torch==2.4.1 torch==2.13.0
 release-check: changelog lint test wheels
-	tag=$$($(BIN)/python -c "import sys; print('cp%d%d' % sys.version_info[:2])"); \
+	@tag=$$($(BIN)/python -c "import sys; print('cp%d%d' % sys.version_info[:2])"); \
 	for torch in $(TORCHES); do \
 		$(BIN)/python wheels/check.py --torch $$torch dist/*-$$tag-$$tag-*_$$(uname -m).whl || exit 1; \
 	done
