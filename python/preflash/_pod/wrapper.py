@@ -8,12 +8,17 @@ import torch
 
 from .._check import values as check
 from .._check.request import Request
-from .._compat.engine_attributes import forwarded
+from .._compat.engine_attributes import forwards
 from .._run.variant import of_side
 from .._wrap.paged import BatchPrefillWithPagedKVCacheWrapper
 from .joint import SIDES, Asked, Joints, mask_of_run
 
 
+@forwards(
+    "_decode", "_kv_layout", "_window_left", "_logits_soft_cap", "_sm_scale", "_pos_encoding_mode",
+    "_rope_scale", "_rope_theta", "_jit_module", "_use_cuda_graph", "_cached_q_data_type",
+    "_cached_kv_data_type",
+)  # fmt: skip
 class PodWrapper:
     """What both wrappers tell of themselves. `_decode` is the decode side alone: it owns the float
     workspace, the buffers of graphs and the plan that every run() goes by."""
@@ -57,18 +62,6 @@ class PodWrapper:
         last = self._joints.last
         return self._decode._backend if last is None else last.launch.backend.name
 
-    # Attributes that callers read: those of the decode side.
-    _kv_layout = forwarded("_decode")
-    _window_left = forwarded("_decode")
-    _logits_soft_cap = forwarded("_decode")
-    _sm_scale = forwarded("_decode")
-    _pos_encoding_mode = forwarded("_decode")
-    _rope_scale = forwarded("_decode")
-    _rope_theta = forwarded("_decode")
-    _jit_module = forwarded("_decode")
-    _use_cuda_graph = forwarded("_decode")
-    _cached_q_data_type = forwarded("_decode")
-    _cached_kv_data_type = forwarded("_decode")
     _indptr_type = torch.int32
 
     def __repr__(self) -> str:
