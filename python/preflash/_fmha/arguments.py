@@ -34,19 +34,19 @@ class FmhaArguments(NamedTuple):
     bmm2_scale: Any
     batch_size: Any
     cum_seq_lens_q: Any
-    cum_seq_lens_kv: Any
-    block_tables: Any
-    out: Any
-    out_dtype: Any
-    per_head: PerHead
-    pos_encoding_mode: Any
-    logits_soft_cap_scale: Any
-    mask_mode: Any
-    window_left: Any
-    chunked_attention_size: Any
-    save_softmax_stats: Any
-    skip_softmax_threshold_scale_factor: Any
-    backend: Any
+    cum_seq_lens_kv: Any = None
+    block_tables: Any = None
+    out: Any = None
+    out_dtype: Any = None
+    per_head: PerHead = PerHead()
+    pos_encoding_mode: Any = None
+    logits_soft_cap_scale: Any = None
+    mask_mode: Any = "causal"
+    window_left: Any = -1
+    chunked_attention_size: Any = 0
+    save_softmax_stats: Any = False
+    skip_softmax_threshold_scale_factor: Any = 0.0
+    backend: Any = "auto"
     lse: Any = None
     return_lse: Any = False
     mixed: bool = False  # whether k and v may have a dtype of their own

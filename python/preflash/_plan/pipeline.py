@@ -112,6 +112,14 @@ def place(
     return draft.backend.place(workspace, draft.plan, request, where)
 
 
+def made(workspace: Workspace, backend_name: str, request: Request) -> backends.Run:
+    """Planned, placed and uploaded."""
+    draft = plan(workspace, backend_name, request)
+    run = place(workspace, draft, request)
+    upload(workspace, (run,), request)
+    return run
+
+
 def upload(
     workspace: Workspace,
     runs: Iterable[backends.Run],

@@ -230,10 +230,7 @@ class Joints:
             draft = pipeline.draft_segments(workspace, backend, sides)
             return pipeline.plan_segments(workspace, draft, sides, SIDES)
         with of_side(SIDES[0]):
-            alone = prefill._replace(graph_rows=0)
-            draft = pipeline.plan(workspace, name, alone)
-            variant = pipeline.place(workspace, draft, alone)
-            pipeline.upload(workspace, (variant,), alone)
+            variant = pipeline.made(workspace, name, prefill._replace(graph_rows=0))
         return InSequence(variant, asked.decode)
 
 
