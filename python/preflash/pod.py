@@ -263,7 +263,8 @@ class PODWithPagedKVCacheWrapper(PodWrapper):
             with of_side(SIDES[0]):
                 request = self._prefill_request(given, decode_options)
             key = _key(given)
-            joint = self._joints.make(key, self._asked(planned, planned, request))
+            workspace = self._decode._state.workspace
+            joint = self._joints.make(key, planned, request, planned, workspace)
         request = joint.prefill
         scales_p = _prefill_scales(given.sm_scale, request.options)
         scales_d = planned.scales

@@ -252,7 +252,8 @@ class BatchPODWithPagedKVCacheWrapper(PodWrapper):
             batch, pages = request.lengths
             lengths = Lengths(batch.with_mask() if masked else batch, pages)
             request = request._replace(options=options, lengths=lengths)
-            joint = self._joints.make(key, self._asked(both, both.decode, request))
+            workspace = self._decode._state.workspace
+            joint = self._joints.make(key, both, request, both.decode, workspace)
         return both, joint
 
     def run_return_lse(self, *args: Any, **kwargs: Any) -> tuple[Result, Result]:

@@ -9,9 +9,10 @@ import torch
 from .._check import values as check
 from .._check.request import Request
 from .._compat.engine_attributes import forwards
+from .._plan import masks
 from .._run.variant import of_side
 from .._wrap.paged import BatchPrefillWithPagedKVCacheWrapper
-from .joint import SIDES, Asked, Joints, mask_of_run
+from .joint import SIDES, Joints
 
 
 @forwards(
@@ -76,17 +77,21 @@ class PodWrapper:
             f"variant={self.variant!r}, {launches}, {where})"
         )
 
-    def _asked(self, of: object, planned: Any, prefill: Request) -> Asked:
-        """planned: the decode side."""
-        request = planned.asked.request
-        return Asked(of, prefill, planned.primary, request, self._decode._state.workspace)
-
     def _mask(
         self, dense: torch.Tensor | None, packed: torch.Tensor | None, request: Request
     ) -> torch.Tensor:
-        """The prefill side's mask of one run."""
+        """The prefill side's mask of one run, checked and packed."""
+        device_stream = self._decode._state.workspace.device_stream
+        batch, given_packed = request.lengths.batch, packed is not None
         with of_side(SIDES[0]):
-            return mask_of_run(dense, packed, request, self._decode._state.workspace.device_stream)
+            mask = masks.check_mask(dense, packed, batch)
+            masks.check_mask_device(mask, self.device)
+            if device_stream.is_capturing() and not (given_packed and mask.is_cuda):
+                raise RuntimeError(
+                    "a dense mask, or one on the CPU, cannot be packed while the stream is being "
+                    "captured into a CUDA graph: pass packed_custom_mask_p (packbits) on the GPU"
+                )
+            return masks.owned_mask(mask, given_packed, batch, device_stream)
 
     def _check_not_recorded(self) -> None:
         if check.traced():

@@ -57,13 +57,16 @@ class PlannedVariant:
     def __init__(
         self,
         plan: _core.Plan,
-        place: _core.Place,
+        place: _core.Place | None,
         backend: Backend,
         requests: Sequence[Request],
         workspace: Workspace,
         names: Sequence[str] = ("",),
     ) -> None:
-        """backend: of kernels. names: of the segments, in messages."""
+        """place: of an earlier plan, which a CUDA graph runs. backend: of kernels. names: of the
+        segments, in messages."""
+        if place is None:
+            place = place_in(workspace.int_buffer(plan.int_bytes), workspace)
         self.plan = plan
         self.place = place
         self.backend = backend
