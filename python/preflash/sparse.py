@@ -46,8 +46,18 @@ class _BlockSparse:
         """As in BatchPrefillWithPagedKVCacheWrapper."""
         self._pages.reset_workspace_buffer(float_workspace_buffer, int_workspace_buffer)
 
+    def run_return_lse(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """run() with return_lse=True."""
+        return self.run(q, k, v, return_lse=True, **options)
+
     def end_forward(self) -> None:
         """Does nothing; kept for callers of older releases."""
+
+    def _check_planned(self) -> None:
+        if self._pages.variant is None:
+            raise ValueError("run() before plan(): call plan() with the blocks first")
 
 
 class _Pages(BatchPrefillWithPagedKVCacheWrapper):
@@ -151,29 +161,12 @@ class BlockSparseAttentionWrapper(_BlockSparse):
             raise TypeError(f"o_data_type is {o_dtype}; must be float16, bfloat16 or float32")
         qo_indptr = torch.arange(count + 1, dtype=torch.int32, device="cpu") * height
         self._pages.plan(
-            qo_indptr.clamp_(max=rows),
-            at,
-            blocks,
-            torch.full((count,), width, dtype=torch.int32, device="cpu"),
-            num_qo_heads,
-            num_kv_heads,
-            head_dim,
-            width,
-            mask,
-            packed_mask,
-            causal,
-            pos_encoding_mode,
-            use_fp16_qk_reduction,
-            sm_scale,
-            -1,
-            logits_soft_cap,
-            rope_scale,
-            rope_theta,
-            q_dtype,
-            kv_data_type,
-            non_blocking,
-            o_data_type=None if converts else o_dtype,
-        )
+            qo_indptr.clamp_(max=rows), at, blocks,
+            torch.full((count,), width, dtype=torch.int32, device="cpu"), num_qo_heads,
+            num_kv_heads, head_dim, width, mask, packed_mask, causal, pos_encoding_mode,
+            use_fp16_qk_reduction, sm_scale, -1, logits_soft_cap, rope_scale, rope_theta, q_dtype,
+            kv_data_type, non_blocking, o_data_type=None if converts else o_dtype,
+        )  # fmt: skip
         self._rows, self._keys, self._width = rows, keys, width
         self._causal, self._o_dtype = causal, o_dtype if converts else None
 
@@ -219,12 +212,6 @@ class BlockSparseAttentionWrapper(_BlockSparse):
         )  # fmt: skip
         return result if self._o_dtype is None else self._converted(result, out)
 
-    def run_return_lse(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """run() with return_lse=True."""
-        return self.run(q, k, v, return_lse=True, **options)
-
     def forward(
         self,
         q: torch.Tensor,
@@ -250,8 +237,7 @@ class BlockSparseAttentionWrapper(_BlockSparse):
         return result if self._o_dtype is None else self._converted(result, None)
 
     def _in_blocks(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        if self._pages.variant is None:
-            raise ValueError("run() before plan(): call plan() with the blocks first")
+        self._check_planned()
         for name, value in (("k", k), ("v", v)):
             check.tensor(name, value)
             if value.dim() != 3 or value.shape[0] != self._keys:
@@ -343,25 +329,10 @@ class VariableBlockSparseAttentionWrapper(_BlockSparse):
             _indptr(heights.flatten()),
             _indptr((kept * counts[:, None]).sum(-1).flatten()),
             pages.to(torch.int32),
-            torch.full((requests,), page, dtype=torch.int32, device="cpu"),
-            group,
-            1,
-            head_dim,
-            page,
-            None,
-            None,
-            causal,
-            pos_encoding_mode,
-            use_fp16_qk_reduction,
-            sm_scale,
-            -1,
-            logits_soft_cap,
-            rope_scale,
-            rope_theta,
-            q_data_type,
-            kv_data_type,
-            non_blocking,
-        )
+            torch.full((requests,), page, dtype=torch.int32, device="cpu"), group, 1, head_dim,
+            page, None, None, causal, pos_encoding_mode, use_fp16_qk_reduction, sm_scale, -1,
+            logits_soft_cap, rope_scale, rope_theta, q_data_type, kv_data_type, non_blocking,
+        )  # fmt: skip
         self._heads, self._group, self._causal = heads, group, causal
         self._rows, self._keys, self._page = rows, keys, page
 
@@ -416,12 +387,6 @@ class VariableBlockSparseAttentionWrapper(_BlockSparse):
         sums = self._placed(sums, lse)
         return (computed, sums) if return_lse else computed
 
-    def run_return_lse(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """run() with return_lse=True."""
-        return self.run(q, k, v, return_lse=True, **options)
-
     def forward(
         self,
         q: torch.Tensor,
@@ -447,8 +412,7 @@ class VariableBlockSparseAttentionWrapper(_BlockSparse):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
         """q as [num_kv_heads * rows, group, head_dim], k and v as pages of one head each."""
-        if self._pages.variant is None:
-            raise ValueError("run() before plan(): call plan() with the blocks first")
+        self._check_planned()
         for name, value, heads, tokens in (
             ("q", q, self._heads * self._group, self._rows),
             ("k", k, self._heads, self._keys),

@@ -14,12 +14,7 @@ import torch
 
 from .. import cascade, page, quantization
 from .._check import values as check
-from .._check.arguments import (
-    GivenScales,
-    PerHead,
-    Result,
-    RunArguments,
-)
+from .._check.arguments import GivenScales, KvCache, PerHead, Result, RunArguments
 from .._check.calls import ForwardArguments, SingleArguments
 from .._check.outputs import Outputs
 from .._wrap import single
@@ -120,38 +115,38 @@ def _fake_nothing(*args: Any, **options: Any) -> None:
     """Of an operator that writes into its arguments."""
 
 
-def _run(
-    outputs: Outputs,
-    name: str,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor | None,
-    *,
-    o_dtype: torch.dtype | None = None,
-    **options: Any,
-) -> Result:
-    wrapper = _found(name, q, o_dtype)
-    given = {**dict.fromkeys(_OF_RUN), **_by_name(options)}
+def _on_wrapper(attend: Callable[..., Result]) -> Callable[..., Result]:
+    """attend(wrapper, q, kv, options, outputs), of a wrapper's name, q, k and v."""
+
+    def found(
+        outputs: Outputs,
+        name: str,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor | None,
+        *,
+        o_dtype: torch.dtype | None = None,
+        **options: Any,
+    ) -> Result:
+        kv = k if v is None else (k, v)
+        return attend(_found(name, q, o_dtype), q, kv, _by_name(options), outputs)
+
+    return found
+
+
+@_on_wrapper
+def _run(wrapper: Any, q: torch.Tensor, kv: KvCache, options: dict, outputs: Outputs) -> Result:
+    given = {**dict.fromkeys(_OF_RUN), **options}
     scales, per_head = (
         kind(*(given[name] for name in kind._fields)) for kind in (GivenScales, PerHead)
     )
     arguments = RunArguments(scales, given.get("window_left"), per_head, given["sm_scale"])
-    return wrapper._run_with(q, k if v is None else (k, v), arguments, outputs)
+    return wrapper._run_with(q, kv, arguments, outputs)
 
 
-def _forward(
-    outputs: Outputs,
-    name: str,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor | None,
-    *,
-    o_dtype: torch.dtype | None = None,
-    **options: Any,
-) -> Result:
-    wrapper = _found(name, q, o_dtype)
-    arguments = ForwardArguments(**_by_name(options))
-    return wrapper._forward(q, k if v is None else (k, v), arguments, outputs)
+@_on_wrapper
+def _forward(wrapper: Any, q: torch.Tensor, kv: KvCache, options: dict, outputs: Outputs) -> Result:
+    return wrapper._forward(q, kv, ForwardArguments(**options), outputs)
 
 
 def _single_prefill(
@@ -288,14 +283,8 @@ def _append(
     )
 
 
-def _indices_into(
-    append_indptr: torch.Tensor,
-    seq_lens: torch.Tensor,
-    nnz: int,
-    batch_indices: torch.Tensor,
-    positions: torch.Tensor,
-) -> None:
-    page.get_batch_indices_positions(append_indptr, seq_lens, nnz, batch_indices, positions)
+def _indices_into(*arguments: Any) -> None:
+    page.get_batch_indices_positions(*arguments)
 
 
 def _fake_seq_lens(
