@@ -14,11 +14,7 @@ from . import values as check
 from .calls import BatchArguments, PagedPlanArguments, RaggedPlanArguments
 
 # The batch of usual arrays on the CPU; None: look at them one by one.
-_paged_batch = _core.paged_batches(check.TORCH, torch.Tensor, torch.int32)
-
-# Names of their own for what every plan() asks.
-_Tensor = torch.Tensor
-_int32 = torch.int32
+_batch_of_usual = _core.paged_batches(check.TORCH, torch.Tensor, torch.int32)
 
 
 def debugging() -> bool:
@@ -62,14 +58,12 @@ def batch_lengths(
 
 
 def _ragged(a: RaggedPlanArguments, device: torch.device) -> Lengths:
-    batch = _make_batch(
-        _index_array("qo_indptr", a.qo_indptr, device),
-        _index_array("kv_indptr", a.kv_indptr, device),
-        None,
-        0,
-        kv_name="kv_indptr",
-    )
-    return Lengths(batch, None)
+    found = _batch_of_usual(a.qo_indptr, a.kv_indptr, None, None, 0, None)
+    if found is not None:
+        return Lengths(found[0], None)
+    qo_indptr = _index_array("qo_indptr", a.qo_indptr, device)
+    kv_indptr = _index_array("kv_indptr", a.kv_indptr, device)
+    return Lengths(_make_batch(qo_indptr, kv_indptr, None, 0, kv_name="kv_indptr"), None)
 
 
 def _paged(
@@ -80,7 +74,7 @@ def _paged(
 ) -> Lengths:
     page_size = check.integer("page_size", a.page_size, at_least=1)
     to_upload = a.paged_kv_indices if indices_buf is None else None
-    found = _paged_batch(
+    found = _batch_of_usual(
         a.qo_indptr, a.paged_kv_indptr, a.paged_kv_last_page_len, to_upload, page_size, uploader
     )
     if found is not None:
@@ -114,22 +108,6 @@ def single_lengths(qo_len: int, kv_len: int) -> Lengths:
 def _index_array(name: str, value: Any, device: torch.device) -> torch.Tensor:
     """An indptr, a list of pages or of last page lengths: 1-D int32, on the CPU or on `device`.
     Those on the CPU come back contiguous."""
-    try:
-        # Four arrays of every plan(): first what all of them are, in the order of the usual array,
-        # and else check by check for the one to name. Of one dimension none is nested.
-        if (
-            isinstance(value, _Tensor)
-            and value.dtype is _int32
-            and value.dim() == 1
-            and value.is_cpu
-            and value.is_contiguous()
-            and not value.is_neg()
-            and value.data_ptr()
-            and 4 * (value.storage_offset() + value.numel()) <= len(value.untyped_storage())
-        ):
-            return value
-    except (RuntimeError, ValueError):
-        pass  # as in check.tensor()
     value = check.index_array(name, value, device)
     return value.contiguous() if value.is_cpu else value
 
