@@ -247,13 +247,11 @@ def reaches_into(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether the stretches of memory that two tensors lie in meet."""
     if a.device != b.device or a.numel() == 0 or b.numel() == 0:
         return False
-    (a_begin, a_end), (b_begin, b_end) = _reach(a), _reach(b)
-    return a_begin < b_end and b_begin < a_end
+    return a.data_ptr() < _end(b) and b.data_ptr() < _end(a)
 
 
-def _reach(value: torch.Tensor) -> tuple[int, int]:
-    begin = value.data_ptr()
-    return begin, begin + check.bytes_reached(value) - value.storage_offset() * value.element_size()
+def _end(value: torch.Tensor) -> int:
+    return value.data_ptr() + check.bytes_reached(value) - value.storage_offset() * value.itemsize
 
 
 def kv_of(kv: KvCache) -> tuple[torch.Tensor, torch.Tensor]:
@@ -261,14 +259,10 @@ def kv_of(kv: KvCache) -> tuple[torch.Tensor, torch.Tensor]:
     return tuple(kv) if isinstance(kv, (tuple, list)) else (kv[:, 0], kv[:, 1])
 
 
-def share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors may have an element in common; parts of one packed tensor have none."""
-    return reaches_into(a, b) and _core.may_overlap(_strided(a), _strided(b))
-
-
 def refuse_shared(name: str, written: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
-    """As the launch itself refuses it, where there are several."""
-    if share_memory(written, other):
+    """As the launch itself refuses it, where there are several: elements that two tensors have in
+    common. Parts of one packed tensor have none."""
+    if reaches_into(written, other) and _core.may_overlap(_strided(written), _strided(other)):
         raise ValueError(
             f"{name} shares memory with {other_name}, which would be overwritten while it is in "
             f"use: give {name} memory of its own"

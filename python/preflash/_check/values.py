@@ -15,43 +15,11 @@ import torch
 from torch import Tensor
 
 from .. import _core
-from .recording import (  # noqa: F401, all checks go by one name
-    TORCH,
-    eager,
-    forward_ad,
-    forward_only,
-    function_mode_is_active,
-    is_dynamo_compiling,
-    is_grad_enabled,
-    jit_is_tracing,
-    not_differentiated,
-    not_traced,
-    num_dispatch_modes,
-    traced,
-    written,
-)
+from .recording import *  # noqa: F403, all checks go by one name
+from .recording import not_differentiated
 from .spelling import digits_of, kind_of, start_of
-from .tensor_checks import (  # noqa: F401
-    ALIGNMENT,
-    WHY_FLOAT32,
-    address,
-    apart,
-    bytes_reached,
-    contiguous,
-    has_dims,
-    has_dtype,
-    has_shape,
-    index_array,
-    integers,
-    is_tensor,
-    not_overlapping,
-    on_cpu_or,
-    on_device,
-    output,
-    page_table,
-    rows,
-    tensor,
-)
+from .tensor_checks import *  # noqa: F403
+from .tensor_checks import tensor
 
 CORE_DTYPES = {
     torch.float16: _core.DType.float16,

@@ -132,13 +132,8 @@ def _options(a: FmhaArguments, operands: Operands) -> _core.AttentionOptions:
         causal=mode != "padding",
         window_left=window if mode == "sliding_window" else -1,
         chunk_size=_chunk_size(a.chunked_attention_size, mode == "chunked"),
-        mask=_core.Mask.bounds,
         position=_position(a.pos_encoding_mode),
-        rope_scale=check.ROPE_SCALE,
-        rope_theta=check.ROPE_THETA,
         soft_cap=_soft_cap(a.logits_soft_cap_scale),
-        fixed_split_size=0,
-        disable_split=False,
         skip_factor=_skip_factor(a),
     )
 

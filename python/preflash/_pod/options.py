@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 
 from .._check import values as check
 from .._check.arguments import Scale
+from .._compat.plan_module import MODE_OF
 from .._wrap.state import Planned
-
-_MODE_OF = {position: mode for mode, position in check.POSITIONS.items()}
 
 
 class RepeatedOptions(NamedTuple):
@@ -37,7 +36,7 @@ class RepeatedOptions(NamedTuple):
         options = planned.asked.request.options
         told = RepeatedOptions(
             kv_layout,
-            _MODE_OF[options.position],
+            MODE_OF[options.position],
             planned.scales.logits,
             options.window_left,
             options.rope_scale,
