@@ -12,7 +12,7 @@ import inspect
 import os
 import sys
 from collections.abc import Iterable, Iterator
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import Any, NamedTuple
 
 from .._device import gpus
@@ -71,12 +71,7 @@ class FlashInferPatch:
     def __enter__(self) -> FlashInferPatch:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.undo()
 
     def __repr__(self) -> str:

@@ -227,14 +227,13 @@ class BatchPODWithPagedKVCacheWrapper(PodWrapper):
         if q_scale is not None or k_scale is not None or v_scale is not None:
             given = GivenScales(q_scale, k_scale, v_scale)
             scales_d = folded_scales(scales_d.logits, given, decode.asked.request.options)
-        packed = None
-        if joint.prefill.options.mask == _core.Mask.custom:
-            packed = self._mask(*mask, joint.prefill)
+        masked = joint.prefill.options.mask == _core.Mask.custom
+        packed = self._mask(*mask, joint.prefill) if masked else None
         runs = [
             SegmentRun(q_p, paged_kv_cache_p, both.prefill.scales, outputs_p),
             SegmentRun(q_d, paged_kv_cache_d, scales_d, outputs_d),
         ]
-        return self._joints.run(_key_of(causal, joint), joint, runs, packed)
+        return self._joints.run((causal, masked), joint, runs, packed)
 
     forward = run
 
@@ -261,7 +260,3 @@ class BatchPODWithPagedKVCacheWrapper(PodWrapper):
         return self.run(*args, **{"return_lse": True, **kwargs})
 
     forward_return_lse = run_return_lse
-
-
-def _key_of(causal: bool, joint: Joint) -> tuple[bool, bool]:
-    return (causal, joint.prefill.options.mask == _core.Mask.custom)

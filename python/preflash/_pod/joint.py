@@ -8,7 +8,6 @@ when it is first seen, and kept: further layers only launch.
 
 from __future__ import annotations
 
-import contextlib
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator
 from typing import Any, NamedTuple
@@ -21,7 +20,6 @@ from .._check.arguments import Result
 from .._check.request import Request
 from .._check.tensors import kv_of, refuse_shared
 from .._device import backends
-from .._device.stream import DeviceStream
 from .._device.workspace import Workspace
 from .._plan import pipeline
 from .._run.variant import PlannedVariant, SegmentRun, of_side
@@ -135,7 +133,12 @@ class Joints:
         """Plans both sides, for the plan `of` of a wrapper and in its workspace. Raises everything
         that a plan() raises once its arguments are checked."""
         check.not_traced()
-        refuse_capture(workspace.device_stream)
+        if workspace.device_stream.is_capturing():
+            raise RuntimeError(
+                "this run() needs a plan, which cannot be made while its stream is being captured "
+                "into a CUDA graph: call it once before the capture, with a prefill of the same "
+                "shapes and options"
+            )
         workspace = workspace.beside()
         launch = self._launch(prefill, decode, workspace)
         joint = Joint(of, prefill, decode.asked.request.options, workspace, launch)
@@ -231,24 +234,4 @@ def _both_sides(joint: Joint, decode: Request) -> list[Request]:
     return [joint.prefill, decode._replace(options=joint.decode_options)]
 
 
-_forced_apart = False
-
-
-@contextlib.contextmanager
-def forced_apart() -> Iterator[None]:
-    """Two launches inside whatever the sides are, for tests."""
-    global _forced_apart
-    before, _forced_apart = _forced_apart, True
-    try:
-        yield
-    finally:
-        _forced_apart = before
-
-
-def refuse_capture(device_stream: DeviceStream) -> None:
-    if device_stream.is_capturing():
-        raise RuntimeError(
-            "this run() needs a plan, which cannot be made while its stream is being captured into "
-            "a CUDA graph: call it once before the capture, with a prefill of the same shapes and "
-            "options"
-        )
+_forced_apart = False  # two launches whatever the sides are, for tests

@@ -206,23 +206,13 @@ _define_attention_into("single", _SINGLE, _single_prefill)
 
 # Merging.
 
-
-def _fake_merge_state(
-    v_a: torch.Tensor, s_a: torch.Tensor, v_b: torch.Tensor, s_b: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return v_a.new_empty(v_a.shape), v_a.new_empty(s_a.shape, dtype=torch.float32)
-
-
-def _fake_merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    tokens, _, heads, head_dim = v.shape
-    merged = v.new_empty((tokens, heads, head_dim))
-    return merged, v.new_empty((tokens, heads), dtype=torch.float32)
-
-
 _define(
     "merge_state(Tensor v_a, Tensor s_a, Tensor v_b, Tensor s_b) -> (Tensor, Tensor)",
     cascade.merge_state,
-    _fake_merge_state,
+    lambda v_a, s_a, v_b, s_b: (
+        v_a.new_empty(v_a.shape),
+        v_a.new_empty(s_a.shape, dtype=torch.float32),
+    ),
 )
 _define(
     "merge_state_in_place(Tensor(a!) v, Tensor(b!) s, Tensor v_other, Tensor s_other, "
@@ -233,34 +223,28 @@ _define(
 _define(
     "merge_states(Tensor v, Tensor s) -> (Tensor, Tensor)",
     cascade.merge_states,
-    _fake_merge_states,
+    lambda v, s: (
+        v.new_empty((v.shape[0], *v.shape[2:])),
+        v.new_empty((v.shape[0], v.shape[2]), dtype=torch.float32),
+    ),
 )
 
 
 # Masks. Both send an array from the host, which is not there when a CUDA graph is replayed.
 
-
-def _fake_packbits(x: torch.Tensor, bitorder: str) -> torch.Tensor:
-    return x.new_empty((x.numel() + 7) // 8, dtype=torch.uint8)
-
-
-def _fake_segment_packbits(
-    x: torch.Tensor, indptr: torch.Tensor, bitorder: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    packed = x.new_empty(torch.library.get_ctx().new_dynamic_size(), dtype=torch.uint8)
-    return packed, indptr.new_empty(indptr.shape, dtype=torch.int32)
-
-
 _define(
     "packbits(Tensor x, str bitorder) -> Tensor",
     quantization.packbits,
-    _fake_packbits,
+    lambda x, bitorder: x.new_empty((x.numel() + 7) // 8, dtype=torch.uint8),
     _UNSAFE_TAGS,
 )
 _define(
     "segment_packbits(Tensor x, Tensor indptr, str bitorder) -> (Tensor, Tensor)",
     quantization.segment_packbits,
-    _fake_segment_packbits,
+    lambda x, indptr, bitorder: (
+        x.new_empty(torch.library.get_ctx().new_dynamic_size(), dtype=torch.uint8),
+        indptr.new_empty(indptr.shape, dtype=torch.int32),
+    ),
     _UNSAFE_TAGS,
 )
 
@@ -283,14 +267,8 @@ def _append(
     )
 
 
-def _indices_into(*arguments: Any) -> None:
-    page.get_batch_indices_positions(*arguments)
-
-
-def _fake_seq_lens(
-    kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor, page_size: int
-) -> torch.Tensor:
-    return kv_last_page_len.new_empty(kv_last_page_len.shape, dtype=torch.int32)
+def _indices_into(*given: Any) -> None:
+    page.get_batch_indices_positions(*given)
 
 
 _define(
@@ -309,5 +287,7 @@ _define(
 _define(
     "get_seq_lens(Tensor kv_indptr, Tensor kv_last_page_len, SymInt page_size) -> Tensor",
     page.get_seq_lens,
-    _fake_seq_lens,
+    lambda kv_indptr, kv_last_page_len, page_size: kv_last_page_len.new_empty(
+        kv_last_page_len.shape, dtype=torch.int32
+    ),
 )
