@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .names import kind_of
 from .recording import eager
-from .spelling import kind_of
 
 ALIGNMENT = 16
 WHY_FLOAT32 = "the log-sum-exp is always float32"
@@ -213,13 +213,17 @@ def has_dtype(name: str, value: torch.Tensor, wanted: torch.dtype, why: str) -> 
         raise TypeError(f"{name} is {value.dtype}; must be {wanted} ({why})")
 
 
-def rows(name: str, value: torch.Tensor) -> None:
-    """Contiguous last dimension and 16-byte strides: what a kernel that loads 16 bytes needs."""
+def contiguous_rows(name: str, value: torch.Tensor) -> None:
     if value.shape[-1] > 1 and value.stride(-1) != 1:
         raise ValueError(
             f"{name} has stride {value.stride(-1)} in its last dimension; must be contiguous there "
             "(strides of the other dimensions are free)"
         )
+
+
+def rows(name: str, value: torch.Tensor) -> None:
+    """Contiguous last dimension and 16-byte strides: what a kernel that loads 16 bytes needs."""
+    contiguous_rows(name, value)
     item = value.element_size()
     for dim in range(value.dim() - 1):
         stride = value.stride(dim)
