@@ -77,23 +77,21 @@ def _paged(
     found = _batch_of_usual(
         a.qo_indptr, a.paged_kv_indptr, a.paged_kv_last_page_len, to_upload, page_size, uploader
     )
-    if found is not None:
-        batch, largest = found
-        if largest is not None:
-            return Lengths(batch, PageList(to_upload, None, largest))
+    batch, largest = found or (None, None)
+    if largest is not None:
+        return Lengths(batch, PageList(to_upload, None, largest))
     indices = _index_array("paged_kv_indices", a.paged_kv_indices, device)
-    if found is not None:
-        return Lengths(batch, _attach_page_indices(batch, indices, indices_buf, uploader))
-    qo_indptr = _index_array("qo_indptr", a.qo_indptr, device)
-    kv_indptr = _index_array("paged_kv_indptr", a.paged_kv_indptr, device)
-    last_page_len = _index_array("paged_kv_last_page_len", a.paged_kv_last_page_len, device)
-    alone = not last_page_len.is_cpu and qo_indptr.is_cpu and kv_indptr.is_cpu
-    if alone and page_size == 1 and not debugging():
-        # A page of one token holds one: no wait to hear it from the GPU.
-        last_page_len = torch.ones(last_page_len.numel(), dtype=torch.int32, device="cpu")
-    batch = _make_batch(qo_indptr, kv_indptr, last_page_len, page_size, kv_name="paged_kv_indptr")
-    pages = _attach_page_indices(batch, indices, indices_buf, uploader)
-    return Lengths(batch, pages)
+    if batch is None:
+        qo_indptr = _index_array("qo_indptr", a.qo_indptr, device)
+        kv_indptr = _index_array("paged_kv_indptr", a.paged_kv_indptr, device)
+        last_page_len = _index_array("paged_kv_last_page_len", a.paged_kv_last_page_len, device)
+        alone = not last_page_len.is_cpu and qo_indptr.is_cpu and kv_indptr.is_cpu
+        if alone and page_size == 1 and not debugging():
+            # A page of one token holds one: no wait to hear it from the GPU.
+            last_page_len = torch.ones(last_page_len.numel(), dtype=torch.int32, device="cpu")
+        name = "paged_kv_indptr"
+        batch = _make_batch(qo_indptr, kv_indptr, last_page_len, page_size, kv_name=name)
+    return Lengths(batch, _attach_page_indices(batch, indices, indices_buf, uploader))
 
 
 def single_lengths(qo_len: int, kv_len: int) -> Lengths:

@@ -47,15 +47,11 @@ def effective_strides(value: torch.Tensor) -> tuple[int, ...]:
     return tuple(value.stride(dim) if value.shape[dim] > 1 else 0 for dim in range(value.dim() - 1))
 
 
-class Bound(NamedTuple):
-    """What a launch is bound to."""
-
-    strides: tuple[tuple[int, ...], ...]  # q, k, v, o, lse, as _core.RunFunctions.check tells them
-    v_offset: int  # bytes, where K and V are halves of one tensor
-
-
-def bind(q: Any, kv: KvCache, outputs: Outputs, expected: Expected) -> Bound:
-    """Every check of one run's tensors."""
+def bind(
+    q: Any, kv: KvCache, outputs: Outputs, expected: Expected
+) -> tuple[tuple[tuple[int, ...], ...], int]:
+    """Every check of one run's tensors. Tells what a launch is bound to: the strides and extents of
+    q, k, v, out and lse, as _core.RunFunctions.check does, and where V begins in bytes."""
     options = expected.options
     q_strides = check_q(q, expected)
     v_offset = 0
@@ -76,7 +72,7 @@ def bind(q: Any, kv: KvCache, outputs: Outputs, expected: Expected) -> Bound:
         of_lse = _check_lse(outputs.lse, outputs.lse_layout, tokens, expected)
     elif outputs.return_lse:
         of_lse = (heads, 1, 1) if outputs.lse_layout == "NH" else (1, tokens, 1)
-    return Bound(((*q_strides, tokens), k, v, out_strides, of_lse), v_offset)
+    return ((*q_strides, tokens), k, v, out_strides, of_lse), v_offset
 
 
 def check_q(q: Any, expected: Expected) -> tuple[int, int]:

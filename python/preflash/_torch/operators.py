@@ -58,9 +58,11 @@ _OF_RUN = (*GivenScales._fields, "sm_scale", *PerHead._fields)
 _LSE = "str lse_base='log2', str lse_layout='NH'"
 
 
-def _define_attention(name: str, arguments: str, attend: Callable[..., Result]) -> None:
-    """The two forms that make their results. attend(outputs, *arguments) is the call; its arguments
-    are q, k and v, or a wrapper's name before them, and options."""
+def _define_attention(
+    name: str, arguments: str, attend: Callable[..., Result], *, into: bool = True
+) -> None:
+    """attend(outputs, *arguments) is the call; its arguments are q, k and v, or a wrapper's name
+    before them, and options. into: it also has the form that writes into given tensors."""
 
     def run(*args: Any, **options: Any) -> torch.Tensor:
         return attend(Outputs(), *args, **options)
@@ -77,12 +79,10 @@ def _define_attention(name: str, arguments: str, attend: Callable[..., Result]) 
         _fake_out_and_lse,
         _UNSAFE_TAGS,
     )
+    if not into:
+        return
 
-
-def _define_attention_into(name: str, arguments: str, attend: Callable[..., Result]) -> None:
-    """The form that writes into given tensors. NOTE: of an argument called `out`, dynamo demands
-    that it is contiguous."""
-
+    # NOTE: of an argument called `out`, dynamo demands that it is contiguous.
     def run_into(
         *args: Any,
         output: torch.Tensor,
@@ -198,10 +198,8 @@ _SINGLE = ", ".join(
      *SingleArguments.OPERATOR.values())
 )  # fmt: skip
 _define_attention("run", _RUN, _run)
-_define_attention_into("run", _RUN, _run)
-_define_attention("forward", _FORWARD, _forward)
+_define_attention("forward", _FORWARD, _forward, into=False)
 _define_attention("single", _SINGLE, _single_prefill)
-_define_attention_into("single", _SINGLE, _single_prefill)
 
 
 # Merging.
