@@ -55,10 +55,6 @@ class _BlockSparse:
     def end_forward(self) -> None:
         """Does nothing; kept for callers of older releases."""
 
-    def _check_planned(self) -> None:
-        if self._pages.variant is None:
-            raise ValueError("run() before plan(): call plan() with the blocks first")
-
 
 class _Pages(BatchPrefillWithPagedKVCacheWrapper):
     _serves_cudnn = False
@@ -161,12 +157,29 @@ class BlockSparseAttentionWrapper(_BlockSparse):
             raise TypeError(f"o_data_type is {o_dtype}; must be float16, bfloat16 or float32")
         qo_indptr = torch.arange(count + 1, dtype=torch.int32, device="cpu") * height
         self._pages.plan(
-            qo_indptr.clamp_(max=rows), at, blocks,
-            torch.full((count,), width, dtype=torch.int32, device="cpu"), num_qo_heads,
-            num_kv_heads, head_dim, width, mask, packed_mask, causal, pos_encoding_mode,
-            use_fp16_qk_reduction, sm_scale, -1, logits_soft_cap, rope_scale, rope_theta, q_dtype,
-            kv_data_type, non_blocking, o_data_type=None if converts else o_dtype,
-        )  # fmt: skip
+            qo_indptr.clamp_(max=rows),
+            at,
+            blocks,
+            torch.full((count,), width, dtype=torch.int32, device="cpu"),
+            num_qo_heads,
+            num_kv_heads,
+            head_dim,
+            width,
+            mask,
+            packed_mask,
+            causal,
+            pos_encoding_mode,
+            use_fp16_qk_reduction,
+            sm_scale,
+            -1,
+            logits_soft_cap,
+            rope_scale,
+            rope_theta,
+            q_dtype,
+            kv_data_type,
+            non_blocking,
+            o_data_type=None if converts else o_dtype,
+        )
         self._rows, self._keys, self._width = rows, keys, width
         self._causal, self._o_dtype = causal, o_dtype if converts else None
 
@@ -237,7 +250,8 @@ class BlockSparseAttentionWrapper(_BlockSparse):
         return result if self._o_dtype is None else self._converted(result, None)
 
     def _in_blocks(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        self._check_planned()
+        if self._pages.variant is None:
+            raise ValueError("run() before plan(): call plan() with the blocks first")
         for name, value in (("k", k), ("v", v)):
             check.tensor(name, value)
             if value.dim() != 3 or value.shape[0] != self._keys:
@@ -329,10 +343,25 @@ class VariableBlockSparseAttentionWrapper(_BlockSparse):
             _indptr(heights.flatten()),
             _indptr((kept * counts[:, None]).sum(-1).flatten()),
             pages.to(torch.int32),
-            torch.full((requests,), page, dtype=torch.int32, device="cpu"), group, 1, head_dim,
-            page, None, None, causal, pos_encoding_mode, use_fp16_qk_reduction, sm_scale, -1,
-            logits_soft_cap, rope_scale, rope_theta, q_data_type, kv_data_type, non_blocking,
-        )  # fmt: skip
+            torch.full((requests,), page, dtype=torch.int32, device="cpu"),
+            group,
+            1,
+            head_dim,
+            page,
+            None,
+            None,
+            causal,
+            pos_encoding_mode,
+            use_fp16_qk_reduction,
+            sm_scale,
+            -1,
+            logits_soft_cap,
+            rope_scale,
+            rope_theta,
+            q_data_type,
+            kv_data_type,
+            non_blocking,
+        )
         self._heads, self._group, self._causal = heads, group, causal
         self._rows, self._keys, self._page = rows, keys, page
 
@@ -412,7 +441,8 @@ class VariableBlockSparseAttentionWrapper(_BlockSparse):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
         """q as [num_kv_heads * rows, group, head_dim], k and v as pages of one head each."""
-        self._check_planned()
+        if self._pages.variant is None:
+            raise ValueError("run() before plan(): call plan() with the blocks first")
         for name, value, heads, tokens in (
             ("q", q, self._heads * self._group, self._rows),
             ("k", k, self._heads, self._keys),
