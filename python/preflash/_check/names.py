@@ -1,4 +1,4 @@
-"""What errors say: values as they are spelled, and the names that were probably meant."""
+"""Keyword arguments that a call does not have: what was probably meant."""
 
 from __future__ import annotations
 
@@ -8,34 +8,9 @@ import re
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
-import torch
-
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _UNKNOWN = re.compile(r"unexpected keyword argument '(\w+)'$")
-
-
-def kind_of(value: Any) -> str:
-    return f"{type(value).__name__} {start_of(value)}".rstrip()
-
-
-def start_of(value: Any) -> str:
-    """repr, but of a tensor what it is: its numbers may lie in freed memory, or be waited for."""
-    try:
-        if isinstance(value, torch.Tensor):
-            return f"{tuple(value.shape)} {value.dtype}"
-        return f"{value!r:.60}"
-    except Exception:
-        return ""
-
-
-def digits_of(value: Any) -> str:
-    """repr, but not the hundreds of digits that a number may have."""
-    try:
-        text = repr(value)
-    except ValueError:  # Python's own limit
-        return f"(a very long {type(value).__name__})"
-    return text if len(text) <= 40 else f"{text[:20]}... ({len(text)} characters)"
 
 
 def with_nearest(message: str, names: Iterable[str]) -> str:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .names import kind_of
 from .recording import eager
+from .spelling import kind_of
 
 ALIGNMENT = 16
 WHY_FLOAT32 = "the log-sum-exp is always float32"

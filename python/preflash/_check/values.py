@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from .. import _core
-from .names import digits_of, kind_of, start_of
 from .recording import *  # noqa: F403, all checks go by one name
 from .recording import not_differentiated
+from .spelling import digits_of, kind_of, start_of
 from .tensor_checks import *  # noqa: F403
 from .tensor_checks import tensor
 
