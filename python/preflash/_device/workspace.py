@@ -72,8 +72,7 @@ class Workspace:
         self._given = None if int_buffer is None else Buffer(int_buffer)
         # Memory of a plan that was replaced, and what may still be running it.
         self._spare: tuple[Buffer, Callable[[], object | None]] | None = None
-        # None before the first plan(): nothing says before that there is a kernel library.
-        self.known_uploader: _core.Uploader | None = None
+        self._uploader: _core.Uploader | None = None
         self._known: tuple[Any, _core.KnownTensors | None] = (None, None)
 
     def known_tensors(self, alike: Any) -> _core.KnownTensors:
@@ -109,7 +108,7 @@ class Workspace:
             return self
         other = Workspace(self.device_stream.device, None, float_bytes=self._float_bytes)
         other.float_buffer = self.float_buffer
-        other.known_uploader = self.uploader()
+        other._uploader = self.uploader()
         return other
 
     def int_buffer(self, num_bytes: int) -> Buffer:
@@ -135,7 +134,12 @@ class Workspace:
         if self._given is None:
             self._spare = (int_buffer, weakref.ref(variant))
 
+    @property
+    def known_uploader(self) -> _core.Uploader | None:
+        """None before the first plan: nothing says before that there is a kernel library."""
+        return self._uploader
+
     def uploader(self) -> _core.Uploader:
-        if self.known_uploader is None:
-            self.known_uploader = _core.Uploader(self.device_stream.ordinal)
-        return self.known_uploader
+        if self._uploader is None:
+            self._uploader = _core.Uploader(self.device_stream.ordinal)
+        return self._uploader
