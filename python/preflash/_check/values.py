@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import torch
@@ -69,7 +69,7 @@ LSE_SCALES = {"log2": 1.0, "ln": math.log(2.0)}
 LSE_LAYOUTS = ("NH", "HN")
 
 
-def one_of(name: str, value: Any, allowed: Sequence[str]) -> str:
+def one_of(name: str, value: Any, allowed: Collection[str]) -> str:
     if not isinstance(value, str):
         raise TypeError(f"{name} must be a str, one of {', '.join(allowed)}; got {kind_of(value)}")
     if value not in allowed:

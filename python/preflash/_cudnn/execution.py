@@ -12,7 +12,7 @@ from .. import _core
 from .._check import values as check
 from .._check.scales import folded_scales
 from .._check.tensors import reaches_into
-from .._device.stream import DeviceStream, sent
+from .._device.stream import device_stream_of, sent
 from . import graph as _graph
 from .call import Call
 from .checks import refuse_host_arrays
@@ -92,7 +92,7 @@ class Attention:
         batch, q, k = call.batch, call.q, call.k
         if 0 in (q.shape[0], batch.size, batch.max_qo_len, batch.max_kv_len, k.numel()):
             return _without_launch(call)
-        capturing = DeviceStream(q.device).is_capturing()
+        capturing = device_stream_of(q.device).is_capturing()
         if capturing:
             refuse_host_arrays(call, "while a CUDA graph captures the call")
         there = _core.bytes_of(check.TORCH, self._name, call.workspace)

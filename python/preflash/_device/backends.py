@@ -183,7 +183,9 @@ def _preferred(device: torch.device) -> tuple[Backend, ...]:
 def choose(name: str, device: torch.device, *options: _core.AttentionOptions) -> Backend:
     """The first candidate that serves the options, those of each segment, or the last; its plan()
     then says why not."""
-    *others, last = candidates(name, device)
+    if name != "auto":
+        return _EXPLICIT[name]
+    *others, last = _preferred(device)
     for backend in others:
         if all(backend.supports(device, one) is None for one in options):
             return backend

@@ -50,7 +50,7 @@ def operands_of(qkv: Any, layout: Any, *, mixed: bool) -> Operands:
 
 
 def _operands_of(qkv: Any, layout: Any) -> Operands:
-    check.one_of("input_layout", layout, tuple(LAYOUTS))
+    check.one_of("input_layout", layout, LAYOUTS)
     if layout == "PACKED_QKV":
         packed = check.tensor("qkv", qkv) if isinstance(qkv, torch.Tensor) else _wrong(layout, qkv)
         _shaped("qkv", packed, 4, "[tokens, 3, num_heads, head_dim]", layout, planes=3)

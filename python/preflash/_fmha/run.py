@@ -15,7 +15,7 @@ from .._check.lengths import Lengths, PageList
 from .._check.outputs import Outputs
 from .._check.tensors import kv_of, refuse_shared
 from .._device import backends
-from .._device.stream import DeviceStream
+from .._device.stream import DeviceStream, device_stream_of
 from .._device.workspace import Workspace
 from .._plan import pipeline, staging
 from .._run.variant import PlannedVariant, run_memory
@@ -45,7 +45,7 @@ _captured: list[_Kept] = []  # what CUDA graphs replay; nobody tells when they a
 
 
 def run(call: FmhaCall, lengths: FmhaLengths) -> Result:
-    device_stream = DeviceStream(call.operands.q.device)
+    device_stream = device_stream_of(call.operands.q.device)
     if call.options.skip_factor > 0.0 and call.operands.q.dtype == check.FP8_QUERY:
         backend = backends.choose(call.backend, device_stream.device, call.options)
         if backend.supports(device_stream.device, call.options) is not None:
@@ -160,7 +160,10 @@ def _plan_within_bounds(call: FmhaCall, lengths: FmhaLengths, device_stream: Dev
 
 def _workspace(device_stream: DeviceStream) -> Workspace:
     device = device_stream.device
-    return _cache.workspaces.setdefault(device, Workspace(device, None, float_bytes=0))
+    found = _cache.workspaces.get(device)
+    if found is None:
+        found = _cache.workspaces[device] = Workspace(device, None, float_bytes=0)
+    return found
 
 
 def _attend(call: FmhaCall, lengths: FmhaLengths, variant: PlannedVariant) -> Result:
