@@ -5,6 +5,7 @@ import gc
 import inspect
 import random
 import weakref
+from unittest import mock
 
 import preflash
 import pytest
@@ -162,7 +163,7 @@ def test_one_launch(target):
 def test_two_launches_agree(target, monkeypatch, pair):
     """What no kernel takes as one runs as two, with the same results up to rounding."""
     both = built(pair, target)
-    monkeypatch.setattr(joint, "_has_no_query", lambda request: True)
+    monkeypatch.setattr(joint, "_forced_apart", True)
     wrapper = made(target, both[1].case)
     plan(wrapper, both[1])
     check_sides(both, run(wrapper, *both))
@@ -526,7 +527,7 @@ def test_a_pool_is_compared_with_the_last_plan(target, recorder, monkeypatch):  
 @pytest.mark.parametrize("for_graphs", [True, False], ids=["use_cuda_graph", "without"])
 def test_graphs_of_two_launches_keep_their_prefills(target, recorder, monkeypatch, for_graphs):  # noqa: F811
     """Several are captured beside one decode batch, whose part of them has one place."""
-    monkeypatch.setattr(joint, "_has_no_query", lambda request: True)
+    monkeypatch.setattr(joint, "_forced_apart", True)
     decode = build(DECODE, seed=2, device=target.device)
     wrapper = GraphStage(target, DECODE).wrapper if for_graphs else made(target, DECODE)
     plan(wrapper, decode)
@@ -645,7 +646,7 @@ def test_an_interrupted_plan_of_batches(target, monkeypatch, installed, runs_bef
             install(drafted)
         raise KeyboardInterrupt
 
-    with joint.forced_apart():
+    with mock.patch.object(joint, "_forced_apart", True):
         plan_batches(wrapper, *old)
         for _ in range(runs_before):
             check_sides(old, run_batches(wrapper, *old))
