@@ -9,7 +9,7 @@ import types
 import preflash
 import pytest
 import torch
-from preflash.cli.bench import others, rows
+from preflash.cli.bench import baselines, rows
 from preflash.testing import build, runner
 
 
@@ -60,12 +60,12 @@ def _fa3():
 def test_other_packages_join_where_they_import(monkeypatch):
     monkeypatch.setitem(sys.modules, "flashinfer", preflash)
     monkeypatch.setitem(sys.modules, "flash_attn_interface", _fa3())
-    others._imported.cache_clear()
+    baselines._imported.cache_clear()
     for row in rows.quick_rows():
         row = row.with_dtype(torch.float32)
-        calls = others.others_of(row)
+        calls = baselines.others_of(row)
         assert set(calls) == {"flashinfer"} | (set() if row.case.paged else {"flash_attn_3"})
         inputs = build(row.case)
         for prepare in calls.values():
             assert runner.compare(inputs, prepare(inputs)(), None).ok
-    others._imported.cache_clear()
+    baselines._imported.cache_clear()

@@ -16,7 +16,7 @@ import preflash
 
 from ..testing import Case, KvForm, MaskKind, build, oracle, runner
 from ..testing.inputs import indptr
-from .console import Progress, Table, number
+from .console import Table, progress
 from .machine import Place, choose_places
 
 _CAUSAL = MaskKind.CAUSAL
@@ -75,10 +75,10 @@ def execute(args: argparse.Namespace) -> int:
     places = choose_places(args.backend)
     plan = [(place, area, test) for place in places for area, test in _tests(place, args.quick)]
     outcomes: dict[tuple[str, str], Outcome] = {}
-    with Progress(len(plan), "check") as progress:
+    with progress(len(plan), "check") as step:
         for place, area, test in plan:
             _perform(test, outcomes.setdefault((place.label, area), Outcome()), area)
-            progress.step(f"{place.label} {area}")
+            step(f"{place.label} {area}")
     return _report(outcomes)
 
 
@@ -187,12 +187,12 @@ def _bytes_of(bits: torch.Tensor, bitorder: str) -> list[int]:
 
 
 def _report(outcomes: dict[tuple[str, str], Outcome]) -> int:
-    headers = ["where", "what", "result", "passed", "not compiled", "error / allowed", "seconds"]
-    table = Table(headers, frozenset(headers[3:]))
+    counted = {"passed": "d", "not compiled": "d", "error / allowed": ".2f", "seconds": ".2f"}
+    table = Table({"where": "", "what": "", "result": "", **counted})
     for (label, area), outcome in outcomes.items():
         counts = (outcome.passed, outcome.not_compiled or None)
-        worst = number(outcome.worst or None, ".2f")
-        table.add(label, area, outcome.verdict, *counts, worst, f"{outcome.seconds:.2f}")
+        worst = outcome.worst or None
+        table.add(label, area, outcome.verdict, *counts, worst, outcome.seconds)
     print(table)
     variants = sorted(set().union(*(outcome.variants for outcome in outcomes.values())))
     print("\n  ".join([f"\n{len(variants)} variants ran:", *variants]))

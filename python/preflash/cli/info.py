@@ -129,8 +129,8 @@ def _unless(refusal: str | None, fact: str) -> str:
 
 
 def _gpu_table(gpus: list[dict]) -> Table:
-    headers = ["GPU", "name", "compute capability", "SMs", "L2 MiB", "smem/block KiB"]
-    table = Table(headers, frozenset(headers[2:]))
+    sizes = dict.fromkeys(["compute capability", "SMs", "L2 MiB", "smem/block KiB"], "d")
+    table = Table({"GPU": "", "name": "", **sizes})
     for gpu in gpus:
         capability = "{}.{}".format(*divmod(gpu["compute_capability"], 10))
         sizes = (gpu["l2_bytes"] // 2**20, gpu["smem_per_block"] // 2**10)

@@ -8,13 +8,14 @@ import importlib.util
 import os
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from . import CommandError
-from .console import Progress, Table
+from .console import Table, progress
 from .machine import Place, choose_places
 
 _LEAST_COSINE = 0.9999
@@ -37,16 +38,17 @@ def execute(args: argparse.Namespace) -> int:
     print(
         f"{args.text}: {len(lines)} lines, {tokens} tokens; all-MiniLM-L6-v2, batches of {_BATCH}"
     )
-    table = Table(["attention", "device", "dtype", "tokens/s", "worst cosine to eager"])
+    text = dict.fromkeys(["attention", "device", "dtype"], "")
+    table = Table({**text, "tokens/s": ",.0f", "worst cosine to eager": ".7f"})
     worst, found = 1.0, None
     repeats = 1 if args.quick else 3
     devices = list(dict.fromkeys(place.device for place in places))
-    with Progress((len(places) + len(devices)) * len(batches) * repeats, "embed") as progress:
+    with progress((len(places) + len(devices)) * len(batches) * repeats, "embed") as step:
         for device in devices:
             eager = None
             for place in (None, *(place for place in places if place.device == device)):
                 model = _model(folder, device, place)
-                vectors, rate = _embed(model, batches, device, tokens, repeats, progress)
+                vectors, rate = _embed(model, batches, device, tokens, repeats, step)
                 name = "eager" if place is None else f"preflash {place.backend}"
                 cosine = None
                 if place is None:
@@ -55,9 +57,8 @@ def execute(args: argparse.Namespace) -> int:
                     cosine = float((vectors * eager).sum(-1).min())
                     worst = min(worst, cosine)
                     found = found or (model, vectors, device)
-                cell = None if cosine is None else f"{cosine:.7f}"
                 dtype = str(model.dtype).removeprefix("torch.")
-                table.add(name, device, dtype, f"{rate:,.0f}", cell)
+                table.add(name, str(device), dtype, rate, cosine)
     print(f"\n{table}\n")
     _search(args.find or lines[0], lines, tokenizer, *found)
     if worst < _LEAST_COSINE:
@@ -129,7 +130,7 @@ def _embed(
     device: torch.device,
     tokens: int,
     repeats: int,
-    progress: Progress,
+    step: Callable[[str], None],
 ) -> tuple[torch.Tensor, float]:
     """Vectors of all lines, on the CPU, and tokens per second, the median of the repeats."""
     moved = [(part, {k: v.to(device) for k, v in batch.items()}) for part, batch in batches]
@@ -140,7 +141,7 @@ def _embed(
         start = time.perf_counter()
         for part, batch in moved:
             vectors[part] = _vectors(model, batch).cpu()
-            progress.step()
+            step("")
         seconds.append(time.perf_counter() - start)
     return vectors, tokens / statistics.median(seconds)
 

@@ -92,8 +92,9 @@ def _nothing_left(kernels: list[dict], args: argparse.Namespace) -> str:
 
 
 def _table(kernels: list[dict]) -> Table:
-    headers = ["id", "backend", "q", "kv", "head_dim", "tile m x n", "stages", "warps", "smem"]
-    table = Table(headers, frozenset({"head_dim", "stages", "warps", "smem"}))
+    text = dict.fromkeys(["id", "backend", "q", "kv"], "")
+    sizes = {"head_dim": "d", "tile m x n": "", "stages": "d", "warps": "d", "smem KiB": ".0f"}
+    table = Table({**text, **sizes})
     for kernel in kernels:
         tile = kernel["tile"]
         table.add(
@@ -105,6 +106,6 @@ def _table(kernels: list[dict]) -> Table:
             f"{tile['m']} x {tile['n']}",
             tile["stages"],
             tile["warps"],
-            f"{kernel['smem_bytes'] / 1024:.0f} KiB" if kernel["smem_bytes"] else None,
+            kernel["smem_bytes"] / 1024 or None,
         )
     return table

@@ -15,7 +15,7 @@ from ...testing.comparison import compare, logit_roundings
 from ...testing.inputs import indptr
 from ...testing.oracle import Pipeline, attend
 from ..batches import BatchMaker
-from ..console import Table, number
+from ..console import Table
 from ..machine import Place
 from .measure import Call, Calls, Result, WrongResultError
 from .rows import BenchRow
@@ -164,8 +164,8 @@ def _check(inputs: Inputs, mode: Mode, out: torch.Tensor) -> None:
 
 
 def fmha_table(results: list[Result]) -> str:
-    headers = ["row", "mode", "us", "TFLOP/s", "of causal's time", "of its pairs", "distance"]
-    table = Table(headers, frozenset(headers[2:]))
+    measured = {"us": ".1f", "TFLOP/s": ".4g", "of causal's time": ".3f"}
+    table = Table({"row": "", "mode": "", **measured, "of its pairs": ".3f", "distance": ".2g"})
     for result in results:
         row = result.row
         for mode in row.modes:
@@ -176,11 +176,11 @@ def fmha_table(results: list[Result]) -> str:
             table.add(
                 row.name,
                 name + state,
-                number(us, ".1f"),
-                number(us and flops / us / 1e6, ".4g"),
-                number(us and us / result.us[CAUSAL.name], ".3f"),
-                f"{pairs / CAUSAL.pairs(row.tokens):.3f}",
-                number(result.distance.get(name), ".2g"),
+                us,
+                us and flops / us / 1e6,
+                us and us / result.us[CAUSAL.name],
+                pairs / CAUSAL.pairs(row.tokens),
+                result.distance.get(name),
             )
-    note = "\n\npairs: of a query and a key that the mask keeps. distance: to causal's output."
-    return f"{table.without_empty_columns()}{note}"
+    note = "pairs: of a query and a key that the mask keeps. distance: to causal's output."
+    return f"{table}\n\n{note}"

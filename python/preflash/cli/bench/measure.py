@@ -11,7 +11,7 @@ import torch
 from ...testing import Expected, Inputs, Report, runner, timing
 from ...testing.case import Case, flops
 from ..batches import BatchMaker, Sample
-from ..console import Table, number
+from ..console import Table
 from ..machine import Place
 from .baselines import baselines_of
 from .rows import BenchRow, Metric, Row
@@ -187,9 +187,10 @@ def checked_call(row: Row, place: Place) -> Call:
 def row_table(results: list[Result]) -> str:
     names = [name for result in results for name in result.baselines]
     baselines = list(dict.fromkeys(names))  # in the order in which they first appear
-    headers = ["row", "dtype", "unit", OURS, *baselines, "of base", "us", "plan us", "run CPU us"]
-    headers += ["error / allowed"]
-    table = Table(headers, frozenset(headers[3:]))
+    speeds = dict.fromkeys([OURS, *baselines], ".4g")
+    times = {"of base": ".2f", "us": ".1f", "plan us": ".0f", "run CPU us": ".1f"}
+    text = dict.fromkeys(["row", "dtype", "unit"], "")
+    table = Table({**text, **speeds, **times, "error / allowed": ".2f"})
     for result in results:
         us = result.us.get(OURS)
         of_base = result.us[BASE] / us if us and BASE in result.us else None
@@ -199,24 +200,21 @@ def row_table(results: list[Result]) -> str:
             result.row.metric.value,
             _our_cell(result),
             *(_baseline_cell(result, name) for name in baselines),
-            number(of_base, ".2f"),
-            number(us, ".1f"),
-            number(result.plan_us, ".0f"),
-            number(result.run_cpu_us, ".1f"),
-            number(result.error_ratio, ".2f"),
+            of_base,
+            us,
+            result.plan_us,
+            result.run_cpu_us,
+            result.error_ratio,
         )
-    notes = [
-        "\n(1.20x): preflash is 1.20 times as fast. TFLOP/s counts kept pairs: half for causal."
-    ]
     reasons = {f"{name}: {reason}" for result in results for name, reason in result.absent.items()}
-    notes += [f"not timed: {reason}" for reason in sorted(reasons)]
-    return "\n".join([str(table.without_empty_columns()), *notes])
+    notes = [f"not timed: {reason}" for reason in sorted(reasons)]
+    return "\n".join([f"{table}\n", _LEGEND, *notes])
 
 
-def _our_cell(result: Result) -> str:
+def _our_cell(result: Result) -> str | float:
     if result.failure:
         return "WRONG"
-    return f"{result.speed(OURS):.4g}" if OURS in result.us else "not compiled"
+    return result.speed(OURS) if OURS in result.us else "not compiled"
 
 
 def _baseline_cell(result: Result, name: str) -> str | None:

@@ -52,8 +52,6 @@ def _paths(name: str) -> list[pathlib.Path]:
     if paths[-1].suffix in _PICTURES and (missing := why_no_picture()):
         instead = path.with_suffix(".json")
         raise CommandError(f"--trace {name}: {missing}, or write --trace {instead}")
-    if not path.parent.is_dir():
-        raise CommandError(f"--trace {name}: there is no directory {path.parent}")
     for written in paths:
         check_writable("--trace", written)
     return paths
