@@ -56,21 +56,20 @@ class Inputs:
     @property
     def pipeline(self) -> Pipeline:
         case = self.case
-        rope = None
-        if case.position is Position.ROPE:
-            # None stands for the defaults of the interface, not for those of the oracle.
-            rope = Rope(case.rope_scale or 1.0, case.rope_theta or 1e4)
         steps = {field.name for field in dataclasses.fields(Pipeline)}
         same = {name: value for name, value in vars(case).items() if name in steps}
         changes = {
             "sm_scale": case.scale,
             "causal": case.mask is MaskKind.CAUSAL,
             "soft_cap": case.soft_cap or 0.0,
-            "slopes": alibi_slopes(case.num_qo_heads) if case.position is Position.ALIBI else None,
-            "rope": rope,
             "sinks": self.sinks,
             "scales": self.scales,
         }
+        if case.position is Position.ALIBI:
+            changes["slopes"] = alibi_slopes(case.num_qo_heads)
+        if case.position is Position.ROPE:
+            # None stands for the defaults of the interface, not for those of the oracle.
+            changes["rope"] = Rope(case.rope_scale or 1.0, case.rope_theta or 1e4)
         return Pipeline(**{**same, **changes})
 
     def request(self, i: int) -> Request:
@@ -139,15 +138,9 @@ def storage(
         return fill_poison(blank, generator, case.garbage).to(device)
 
     if form is KvForm.COMBINED:
-        if case.paged:
-            both = make(*outer, 2, *rows, case.head_dim)
-            return both[:, 0], both[:, 1], both
-        both = (
-            make(tokens, 2, heads, case.head_dim)
-            if not hnd
-            else make(heads, 2, tokens, case.head_dim)
-        )
-        return both[:, 0], both[:, 1], None
+        first, *others = [*outer, *rows]
+        both = make(first, 2, *others, case.head_dim)
+        return both[:, 0], both[:, 1], both if case.paged else None
     if form is KvForm.HALVES:
         both = make(*outer, *rows, case.head_dim + case.dim_vo)
         return both[..., : case.head_dim], both[..., case.head_dim :], None
@@ -195,10 +188,10 @@ def page_table(case: Case, generator: torch.Generator) -> list[list[int]]:
 def _masks(case: Case, generator: torch.Generator) -> list[torch.Tensor]:
     """Random masks; some rows keep nothing, some everything, and whole blocks are uniform."""
     masks = []
-    host = {"dtype": torch.float32, "device": "cpu"}
+    host = {"generator": generator, "dtype": torch.float32, "device": "cpu"}
     for qo_len, kv_len in zip(case.qo_lens, case.kv_lens, strict=True):
-        mask = torch.rand(qo_len, kv_len, generator=generator, **host) < 0.6
-        draw = torch.rand(qo_len, 1, generator=generator, **host)
+        mask = torch.rand(qo_len, kv_len, **host) < 0.6
+        draw = torch.rand(qo_len, 1, **host)
         mask = (mask & (draw > 0.05)) | (draw > 0.9)
         if kv_len > 96:
             mask[:, 32:64] = False
@@ -297,15 +290,8 @@ def build_by(
         contents.append((k.to(case.dtype_kv).to(device), v.to(case.dtype_kv).to(device)))
     masks = [m.to(device) for m in _masks(case, generator)] if case.has_custom_mask else None
 
-    inputs = Inputs(
-        case=case,
-        q=q,
-        qo_indptr=indptr(case.qo_lens, index_device),
-        kv_indptr=indptr(case.kv_lens, index_device),
-        k=q,
-        v=q,
-        masks=masks,
-    )
+    offsets = (indptr(case.qo_lens, index_device), indptr(case.kv_lens, index_device))
+    inputs = Inputs(case, q, *offsets, k=q, v=q, masks=masks)
     if case.paged:
         table = page_table(case, generator) if table is None else table
         _fill_paged(inputs, contents, table, generator, index_device)
@@ -323,11 +309,8 @@ def _fill_ragged(inputs: Inputs, contents, generator, device) -> None:
     case = inputs.case
     total = sum(case.kv_lens)
     inputs.k, inputs.v, _ = storage(case, (total + SPARE_ROWS,), generator, device)
-    begin = 0
-    for k, v in contents:
-        as_nhd(inputs.k, case.layout)[begin : begin + k.shape[0]] = k
-        as_nhd(inputs.v, case.layout)[begin : begin + v.shape[0]] = v
-        begin += k.shape[0]
+    for pool, rows in zip((inputs.k, inputs.v), zip(*contents, strict=True), strict=False):
+        as_nhd(pool, case.layout)[:total] = torch.cat(rows)
 
 
 def _fill_paged(inputs: Inputs, contents, table, generator, index_device) -> None:

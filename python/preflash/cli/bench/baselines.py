@@ -1,5 +1,5 @@
-"""The baselines, [tokens, num_qo_heads, head_dim] each: torch's own calls for the same problem, cuDNN
-through the wrappers, and flashinfer and FlashAttention-3 where they import."""
+"""The baselines, [tokens, num_qo_heads, head_dim] each: torch's own calls for the same problem,
+cuDNN through the wrappers, and flashinfer and FlashAttention-3 where they import."""
 
 from __future__ import annotations
 
