@@ -15,7 +15,7 @@ import torch
 import preflash
 
 from ..testing import Case, KvForm, MaskKind, build, oracle, runner
-from ..testing.inputs import indptr
+from ..testing.inputs import indptr, pack_little
 from .console import Table, progress
 from .machine import Place, choose_places
 
@@ -132,22 +132,18 @@ def _settle(report, name: str, outcome: Outcome) -> None:
 def _merge(place: Place, dtype: torch.dtype, outcome: Outcome) -> None:
     random = torch.Generator().manual_seed(0)
     host = {"generator": random, "dtype": torch.float32, "device": "cpu"}
-    v = torch.randn(19, 3, 4, 128, **host).to(dtype).to(place.device)
+    v = torch.randn(19, 3, 4, 128, **host).to(place.device, dtype)
     s = torch.randn(19, 3, 4, **host).mul(8).to(place.device)
     s[0] = -math.inf
     s[1, 1] = -math.inf
     # The output's rounding, and a few float32 ones in the weights and in their sum.
     tolerance = torch.finfo(dtype).eps + 8 * torch.finfo(torch.float32).eps
-    merged = {
-        "merge_states": (preflash.merge_states(v, s), oracle.merge(v, s)),
-        "merge_state": (
-            preflash.merge_state(v[:, 0], s[:, 0], v[:, 1], s[:, 1]),
-            oracle.merge(v[:, :2], s[:, :2]),
-        ),
-    }
-    for name, ((got_v, got_s), (expected_v, expected_s)) in merged.items():
-        _close(outcome, f"{name} v", got_v, expected_v, tolerance)
-        _close(outcome, f"{name} s", got_s, expected_s, 1e-5)
+    both = (preflash.merge_states(v, s), oracle.merge(v, s))
+    two = preflash.merge_state(v[:, 0], s[:, 0], v[:, 1], s[:, 1])
+    merged = {"merge_states": both, "merge_state": (two, oracle.merge(v[:, :2], s[:, :2]))}
+    for name, (got, expected) in merged.items():
+        _close(outcome, f"{name} v", got[0], expected[0], tolerance)
+        _close(outcome, f"{name} s", got[1], expected[1], 1e-5)
 
 
 def _close(
@@ -180,10 +176,8 @@ def _packbits(place: Place, outcome: Outcome) -> None:
 
 
 def _bytes_of(bits: torch.Tensor, bitorder: str) -> list[int]:
-    size = -(-len(bits) // 8)
-    digits = "".join("01"[bit] for bit in bits.int()).ljust(8 * size, "0")
-    octets = [digits[8 * i : 8 * i + 8] for i in range(size)]
-    return [int(octet if bitorder == "big" else octet[::-1], 2) for octet in octets]
+    octets = torch.nn.functional.pad(bits.byte(), (0, -len(bits) % 8)).view(-1, 8)
+    return pack_little(octets if bitorder == "little" else octets.flip(1)).tolist()
 
 
 def _report(outcomes: dict[tuple[str, str], Outcome]) -> int:

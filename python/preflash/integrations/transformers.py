@@ -22,10 +22,7 @@ from transformers import masking_utils
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 
-from ..prefill import (
-    BatchPrefillWithPagedKVCacheWrapper,
-    BatchPrefillWithRaggedKVCacheWrapper,
-)
+from ..prefill import BatchPrefillWithPagedKVCacheWrapper, BatchPrefillWithRaggedKVCacheWrapper
 from . import _requests
 from ._requests import Requests
 
@@ -324,17 +321,16 @@ class _Forms:
             kv_indptr = torch.tensor(requests.kv_indptr, dtype=torch.int32)
             wrapper.plan(qo_indptr, kv_indptr, *heads, **options)
             return
-        lengths = [end - begin for _, begin, end in requests.spans]
-        if table[0] == "page":
-            indices = [i for i, _, end in requests.spans if end]
-            pages = (_indptr([min(n, 1) for n in lengths]), torch.tensor(indices).int())
-            last, page_size = torch.tensor(lengths).int(), table[1]
+        kind, size = table
+        if kind == "page":  # a sequence each
+            ranges = [(i, i + (end > 0)) for i, _, end in requests.spans]
         else:
-            ranges = [
-                torch.arange(i * table[1] + b, i * table[1] + e) for i, b, e in requests.spans
-            ]
-            pages = (_indptr(lengths), torch.cat(ranges).int())
-            last, page_size = torch.tensor([min(n, 1) for n in lengths]).int(), 1
+            ranges = [(i * size + b, i * size + e) for i, b, e in requests.spans]
+        indices = torch.cat([torch.arange(*one) for one in ranges]).int()
+        pages = (_indptr([end - begin for begin, end in ranges]), indices)
+        page_size = size if kind == "page" else 1
+        lengths = [end - begin for _, begin, end in requests.spans]
+        last = torch.tensor([min(n, page_size) for n in lengths]).int()
         wrapper.plan(qo_indptr, *pages, last, *heads, page_size, **options)
 
 

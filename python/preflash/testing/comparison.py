@@ -137,27 +137,6 @@ def _elements(
     return error, worst
 
 
-def _roundoffs(
-    expected: Expected,
-    dtype: torch.dtype,
-    p_dtype: torch.dtype,
-    soft_cap: float,
-    logit_rounding: float,
-    rotated_dtype: torch.dtype | None,
-    hardware_cap: bool,
-) -> tuple[float, torch.Tensor, torch.Tensor]:
-    """u_o, r and 2 d + 3 t of the module's formulas; the last two are per row and head."""
-    d = FLOAT32_ROUNDOFF * (
-        logit_rounding * expected.logit_bound + 8 * soft_cap + 3 * expected.bias_bound
-    )
-    if soft_cap > 0 and hardware_cap:
-        d = d + HARDWARE_TANH_ERROR * torch.as_tensor(expected.logit_bound).clamp(max=soft_cap)
-    u_rotated = 0.0 if rotated_dtype is None else unit_roundoff(rotated_dtype)
-    t = math.sqrt(2) * u_rotated * expected.logit_spread
-    r = unit_roundoff(p_dtype) + t + 2 * d + EXP_ERROR
-    return unit_roundoff(dtype), r, 2 * d + 3 * t
-
-
 def compare(
     out: torch.Tensor,
     lse: torch.Tensor | None,
@@ -191,34 +170,32 @@ def compare(
     if report.failures or out.numel() == 0:
         return report
 
-    u_out, r, of_logits = _roundoffs(
-        expected,
-        out.dtype,
-        p_dtype or out.dtype,
-        soft_cap,
-        logit_rounding,
-        rotated_dtype,
-        out.is_cuda and capped_by_hardware() if hardware_cap is None else hardware_cap,
+    # d, t and r of the module's formulas, per row and head.
+    d = FLOAT32_ROUNDOFF * (
+        logit_rounding * expected.logit_bound + 8 * soft_cap + 3 * expected.bias_bound
     )
-    _compare_out(report, out, expected, u_out, r, 1.0 if equal_values else 0.6)
+    if hardware_cap is None:
+        hardware_cap = out.is_cuda and capped_by_hardware()
+    if soft_cap > 0 and hardware_cap:
+        d = d + HARDWARE_TANH_ERROR * expected.logit_bound.clamp(max=soft_cap)
+    u_rotated = 0.0 if rotated_dtype is None else unit_roundoff(rotated_dtype)
+    t = math.sqrt(2) * u_rotated * expected.logit_spread
+    r = unit_roundoff(p_dtype or out.dtype) + t + 2 * d + EXP_ERROR
+    _compare_out(report, out, expected, r, 1.0 if equal_values else 0.6)
     if lse is not None:
         unit = 1.0 if lse_base == "log2" else 1.0 / LOG2_E
         size = expected.lse.abs().nan_to_num(posinf=0.0)
-        bound = LOG2_E * of_logits + LSE_SLACK + 4 * FLOAT32_ROUNDOFF * size
+        bound = LOG2_E * (2 * d + 3 * t) + LSE_SLACK + 4 * FLOAT32_ROUNDOFF * size
         errors, report.lse_ratio = _elements(report, "lse", lse, expected.lse * unit, bound * unit)
         report.max_lse_error = float(errors.abs().max())
     return report
 
 
 def _compare_out(
-    report: Report,
-    out: torch.Tensor,
-    expected: Expected,
-    u_out: float,
-    r: torch.Tensor,
-    typical: float,
+    report: Report, out: torch.Tensor, expected: Expected, r: torch.Tensor, typical: float
 ) -> None:
     """typical: rounding errors over a tensor as a part of the largest."""
+    u_out = unit_roundoff(out.dtype)
     wanted, size, n, r = expected.out, expected.out.abs(), expected.spread, r[..., None]
     tiny = 2.0**-25 * (1 + math.sqrt(max(expected.longest_kv, 1)) * expected.value_bound)
     if out.dtype.itemsize == 1:

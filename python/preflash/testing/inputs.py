@@ -98,9 +98,7 @@ def pages_of(pool: torch.Tensor, case: Case) -> torch.Tensor:
 
 
 def fill_poison(
-    t: torch.Tensor,
-    generator: torch.Generator | None = None,
-    garbage: Garbage = Garbage.NON_FINITE,
+    t: torch.Tensor, generator: torch.Generator | None = None, garbage: Garbage = Garbage.NON_FINITE
 ) -> torch.Tensor:
     """Fills `t` with garbage, by default NaN, +Inf and -Inf in random places."""
     huge = min(1e30, torch.finfo(t.dtype).max)
@@ -144,13 +142,9 @@ def storage(
     if form is KvForm.HALVES:
         both = make(*outer, *rows, case.head_dim + case.dim_vo)
         return both[..., : case.head_dim], both[..., case.head_dim :], None
-    if form is KvForm.PADDED:
-        k = make(*outer, *rows, case.head_dim + PAD_COLUMNS)[..., : case.head_dim]
-        v = make(*outer, *rows, case.dim_vo + PAD_COLUMNS)[..., : case.dim_vo]
-        return k, v, None
-    if form is KvForm.FLAT:
-        return make(tokens, heads, case.head_dim), make(tokens, heads, case.dim_vo), None
-    k, v = make(*outer, *rows, case.head_dim), make(*outer, *rows, case.dim_vo)
+    leading = [tokens, heads] if form is KvForm.FLAT else [*outer, *rows]
+    padding = PAD_COLUMNS if form is KvForm.PADDED else 0
+    k, v = (make(*leading, dim + padding)[..., :dim] for dim in (case.head_dim, case.dim_vo))
     if form is KvForm.TRANSPOSED:
         k, v = k.transpose(-3, -2), v.transpose(-3, -2)
     return k, v, None
@@ -232,27 +226,25 @@ def _sinks(case: Case, generator: torch.Generator) -> torch.Tensor | None:
     """float32 [num_qo_heads]. No logit of a case is larger than 3e5."""
     if case.sinks is Sinks.NONE:
         return None
-    host = {"dtype": torch.float32, "device": "cpu"}
-    ordinary = 3 * torch.randn(case.num_qo_heads, generator=generator, **host)
-    choices = {
-        Sinks.ORDINARY: ordinary,
-        Sinks.ABOVE: ordinary + 1e6,
-        Sinks.BELOW: ordinary - 1e6,
-        Sinks.OFF: torch.full_like(ordinary, -math.inf),
-    }
+    host = {"generator": generator, "dtype": torch.float32, "device": "cpu"}
+    ordinary = 3 * torch.randn(case.num_qo_heads, **host)
+    off = torch.full_like(ordinary, -math.inf)
+    kinds = (Sinks.ORDINARY, Sinks.ABOVE, Sinks.BELOW, Sinks.OFF)
+    choices = torch.stack([ordinary, ordinary + 1e6, ordinary - 1e6, off])
     if case.sinks is not Sinks.MIXED:
-        return choices[case.sinks]
+        return choices[kinds.index(case.sinks)]
     heads = torch.arange(case.num_qo_heads, device="cpu")
-    return torch.stack(list(choices.values()))[heads % len(choices), heads]
+    return choices[heads % len(kinds), heads]
 
 
 def _head_scales(case: Case, generator: torch.Generator, device) -> HeadScales:
     """Positive and negative factors of the fp8 tensors, none near zero."""
 
+    host = {"generator": generator, "device": "cpu"}
+
     def draw(heads: int) -> torch.Tensor:
-        sizes = torch.rand(heads, generator=generator, dtype=torch.float32, device="cpu") + 0.5
-        signs = torch.randint(0, 2, (heads,), generator=generator, device="cpu") * 2 - 1
-        return (sizes * signs).to(device)
+        sizes = torch.rand(heads, dtype=torch.float32, **host) + 0.5
+        return (sizes * (torch.randint(0, 2, (heads,), **host) * 2 - 1)).to(device)
 
     if not case.head_scales:
         return HeadScales()

@@ -232,10 +232,7 @@ def concatenate(parts: Sequence[Expected]) -> Expected:
 
 
 def reference(
-    inputs,
-    *,
-    pipeline: Pipeline | None = None,
-    rows: Sequence[torch.Tensor | None] | None = None,
+    inputs, *, pipeline: Pipeline | None = None, rows: Sequence[torch.Tensor | None] | None = None
 ) -> Expected:
     """The expected result of `Inputs`; `rows[i]` picks local rows of request i (None: all)."""
     pipeline = inputs.pipeline if pipeline is None else pipeline

@@ -22,7 +22,7 @@ from .measure import Calls, Result, measured, row_calls, row_table
 from .pod import pod_calls, pod_rows_for, pod_table
 from .reports import compare, draw, roof
 from .rows import BenchRow, Row, rows_for
-from .timeline import why_no_picture
+from .timeline import PICTURES, why_no_picture
 from .trace import trace
 
 
@@ -126,7 +126,7 @@ def _check_report(args: argparse.Namespace) -> None:
             raise CommandError(f"{option} {path}: --trace measures nothing; leave one of them out")
         if path.is_dir():
             raise CommandError(f"{option} {path}: it is a directory")
-        if option == "--plot" and path.suffix not in (".png", ".svg", ".pdf"):
+        if option == "--plot" and path.suffix not in PICTURES:
             raise CommandError(f"--plot {path}: must end with .png, .svg or .pdf")
         check_writable(option, path)
 
@@ -147,15 +147,13 @@ def _chosen_rows(args: argparse.Namespace, place: Place) -> list[list[BenchRow]]
 
 
 def _headline(place: Place, repeats: int) -> str:
-    parts = [f"preflash {preflash.__version__}", place.label, place.device_name]
-    parts.append(f"torch {torch.__version__}")
+    about, clock = f"{torch.get_num_threads()} threads", "wall time"
     if place.device.type == "cuda":
-        parts += [f"CUDA {torch.version.cuda}", f"cuDNN {torch.backends.cudnn.version()}"]
+        about = f"CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}"
         clock = "interleaved kernel times by graph replay"
-    else:
-        parts += [f"{torch.get_num_threads()} threads"]
-        clock = "wall time"
-    return f"{', '.join(parts)}; {clock}, median of {repeats}"
+    where = f"{place.label}, {place.device_name}"
+    versions = f"preflash {preflash.__version__}, {where}, torch {torch.__version__}"
+    return f"{versions}, {about}; {clock}, median of {repeats}"
 
 
 def _machine(place: Place, repeats: int) -> dict:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -79,10 +80,7 @@ def _time(result: Result, place: Place, repeats: int, calls: Mapping[str, Sequen
     replays = {}
     for name, rotated in calls.items():
         turns = itertools.cycle(rotated)
-
-        def call(turns=turns) -> None:
-            next(turns)()
-
+        call = functools.partial(lambda turns: next(turns)(), turns)
         if place.device.type == "cpu":
             result.us[name] = timing.cpu_wall_time(call, min_samples=repeats)
             continue
@@ -167,12 +165,8 @@ def row_calls(result: Result, place: Place, repeats: int) -> Calls:
 
 def _time_the_cpu(result: Result, wrapper, trial: Trial, repeats: int) -> None:
     first, device = trial.sets[0], trial.place.device.type
-    result.plan_us = timing.cpu_call_time(
-        lambda: runner.plan(wrapper, first, non_blocking=True),
-        calls=5,
-        samples=repeats,
-        device=device,
-    )
+    plan = functools.partial(runner.plan, wrapper, first, non_blocking=True)
+    result.plan_us = timing.cpu_call_time(plan, calls=5, samples=repeats, device=device)
     if device == "cuda":
         run = runner.launcher(wrapper, first)
         result.run_cpu_us = timing.cpu_call_time(run, calls=20, samples=repeats)
@@ -187,25 +181,17 @@ def checked_call(row: Row, place: Place) -> Call:
 def row_table(results: list[Result]) -> str:
     names = [name for result in results for name in result.baselines]
     baselines = list(dict.fromkeys(names))  # in the order in which they first appear
+    text = dict.fromkeys(["row", "dtype", "unit"], "")
     speeds = dict.fromkeys([OURS, *baselines], ".4g")
     times = {"of base": ".2f", "us": ".1f", "plan us": ".0f", "run CPU us": ".1f"}
-    text = dict.fromkeys(["row", "dtype", "unit"], "")
     table = Table({**text, **speeds, **times, "error / allowed": ".2f"})
     for result in results:
-        us = result.us.get(OURS)
+        us, row = result.us.get(OURS), result.row
         of_base = result.us[BASE] / us if us and BASE in result.us else None
-        table.add(
-            result.row.name,
-            result.row.dtype_name,
-            result.row.metric.value,
-            _our_cell(result),
-            *(_baseline_cell(result, name) for name in baselines),
-            of_base,
-            us,
-            result.plan_us,
-            result.run_cpu_us,
-            result.error_ratio,
-        )
+        speeds = (_our_cell(result), *(_baseline_cell(result, name) for name in baselines))
+        about = (row.name, row.dtype_name, row.metric.value)
+        times = (of_base, us, result.plan_us, result.run_cpu_us)
+        table.add(*about, *speeds, *times, result.error_ratio)
     reasons = {f"{name}: {reason}" for result in results for name, reason in result.absent.items()}
     notes = [f"not timed: {reason}" for reason in sorted(reasons)]
     return "\n".join([f"{table}\n", _LEGEND, *notes])

@@ -81,11 +81,8 @@ def _checked(result: Result, sides: list[Trial]) -> Call:
     buffer = runner.workspace(place.device, WORKSPACE_BYTES)
     wrapper = preflash.BatchPODWithPagedKVCacheWrapper(buffer, backend=place.backend)
     heads = (case.num_qo_heads, case.num_kv_heads, case.head_dim, case.page_size)
-    tables = [
-        table
-        for one in inputs
-        for table in (one.qo_indptr, one.kv_indptr, one.indices, one.last_page_len)
-    ]
+    names = ("qo_indptr", "kv_indptr", "indices", "last_page_len")
+    tables = [getattr(one, name) for one in inputs for name in names]
 
     def plan() -> None:
         wrapper.plan(*tables, *heads, q_data_type=case.dtype)
