@@ -40,7 +40,8 @@ def test_a_table_is_plain_lines():
 
 
 @pytest.mark.usefixtures("with_rich")
-def test_rich_lines_columns_up():
+def test_rich_lines_columns_up(monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
     assert table().splitlines() == [
         "| name          |  us | of base |",
         "|---------------|-----|---------|",
@@ -50,15 +51,11 @@ def test_rich_lines_columns_up():
 
 
 @pytest.mark.usefixtures("with_rich")
-@pytest.mark.parametrize("terminal", [False, True])
-def test_only_a_terminal_breaks_long_cells(monkeypatch, terminal):
+def test_no_terminal_breaks_a_row(monkeypatch):
     made = Table({"name": ""})
     made.add("x" * 300)
-    monkeypatch.setattr(sys, "stdout", Terminal() if terminal else io.StringIO())
     monkeypatch.setenv("COLUMNS", "40")
-    lines = str(made).splitlines()
-    assert (len(lines) > 3) == terminal
-    assert (max(map(len, lines)) <= 40) == terminal
+    assert len(str(made).splitlines()) == 3
 
 
 def test_a_row_of_another_width_is_refused():

@@ -14,7 +14,8 @@ import torch
 
 import preflash
 
-from ..testing import Case, KvForm, MaskKind, build, oracle, runner
+from ..testing import Case, KvForm, MaskKind, Report, build, oracle, runner
+from ..testing.comparison import elements
 from ..testing.inputs import indptr, pack_little
 from .console import Table, progress
 from .machine import Place, choose_places
@@ -141,22 +142,13 @@ def _merge(place: Place, dtype: torch.dtype, outcome: Outcome) -> None:
     both = (preflash.merge_states(v, s), oracle.merge(v, s))
     two = preflash.merge_state(v[:, 0], s[:, 0], v[:, 1], s[:, 1])
     merged = {"merge_states": both, "merge_state": (two, oracle.merge(v[:, :2], s[:, :2]))}
-    for name, (got, expected) in merged.items():
-        _close(outcome, f"{name} v", got[0], expected[0], tolerance)
-        _close(outcome, f"{name} s", got[1], expected[1], 1e-5)
-
-
-def _close(
-    outcome: Outcome, name: str, got: torch.Tensor, expected: torch.Tensor, tolerance: float
-) -> None:
-    """|error| <= tolerance * (1 + |expected|), infinities in the same places."""
-    finite = expected.isfinite()
-    if not torch.equal(got.isfinite(), finite):
-        raise AssertionError(f"{name}: infinities or NaN in other places than the oracle's")
-    ratio = ((got.double() - expected).abs() / (tolerance * (1 + expected.abs())))[finite].max()
-    outcome.worst = max(outcome.worst, float(ratio))
-    if not ratio <= 1:
-        raise AssertionError(f"{name}: error {float(ratio):.3g} times the allowed one")
+    report = Report()
+    for name, pairs in merged.items():
+        for part, got, expected, u in zip("vs", *pairs, (tolerance, 1e-5), strict=True):
+            bound = u * (1 + expected.abs())
+            _, worst = elements(report, f"{name} {part}", got, expected, bound)
+            report.worst_ratio = max(report.worst_ratio, worst)
+    _settle(report, "merge", outcome)
 
 
 def _packbits(place: Place, outcome: Outcome) -> None:

@@ -35,16 +35,14 @@ class Table:
             return "\n".join(f"| {' | '.join(row)} |" for row in grid)
         drawn = table.Table(box=box.MARKDOWN)
         for header, spec in formats:
-            drawn.add_column(header, justify="right" if spec else "left", overflow="fold")
+            drawn.add_column(header, justify="right" if spec else "left")
         for row in rows:
             drawn.add_row(*row)
-        terminal = sys.stdout is not None and sys.stdout.isatty()
-        # As wide as a terminal, whose lines a reader sees; in a file no cell is broken.
-        screen = console.Console(
-            file=io.StringIO(), width=None if terminal else 10_000, markup=False, emoji=False
-        )
-        screen.print(drawn)
-        return screen.file.getvalue().strip()
+        # So wide that no cell is broken: a line is for programs, too.
+        plain = {"color_system": None, "markup": False, "emoji": False}
+        page = console.Console(file=io.StringIO(), width=10_000, **plain)
+        page.print(drawn)
+        return page.file.getvalue().strip()
 
 
 def _text(cell: object, spec: str) -> str:

@@ -111,7 +111,7 @@ def _kind(t: torch.Tensor) -> torch.Tensor:
     return t.isnan() + 2 * t.isposinf().byte() + 3 * t.isneginf().byte()
 
 
-def _elements(
+def elements(
     report: Report, name: str, got: torch.Tensor, expected: torch.Tensor, bound: torch.Tensor
 ) -> tuple[torch.Tensor, float]:
     """The errors, 0 where either is not finite, and the largest in units of its bound. Describes
@@ -186,7 +186,7 @@ def compare(
         unit = 1.0 if lse_base == "log2" else 1.0 / LOG2_E
         size = expected.lse.abs().nan_to_num(posinf=0.0)
         bound = LOG2_E * (2 * d + 3 * t) + LSE_SLACK + 4 * FLOAT32_ROUNDOFF * size
-        errors, report.lse_ratio = _elements(report, "lse", lse, expected.lse * unit, bound * unit)
+        errors, report.lse_ratio = elements(report, "lse", lse, expected.lse * unit, bound * unit)
         report.max_lse_error = float(errors.abs().max())
     return report
 
@@ -205,7 +205,7 @@ def _compare_out(
     bound = (u_out + r) * size + 3 * r * n + tiny
     if bool((out[expected.empty] != 0).any()):
         report.failures.append("out: a row that keeps no key is not exactly zero")
-    error, report.worst_ratio = _elements(report, "out", out, wanted, bound)
+    error, report.worst_ratio = elements(report, "out", out, wanted, bound)
     report.max_abs_error = float(error.abs().max())
     variance = (u_out * size).square() + (r * size).square() + (r * n).square()
     allowed = typical * float(variance.nan_to_num().sum().sqrt()) + tiny * math.sqrt(error.numel())
