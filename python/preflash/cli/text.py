@@ -53,7 +53,8 @@ def execute(args: argparse.Namespace) -> int:
             else:
                 name = f"preflash {place.backend}"
                 cosine = float((vectors * eager).sum(-1).min())
-                worst, found = min(worst, cosine), found or (model, vectors, device)
+                worst = min(worst, cosine)
+                found = (model, vectors, device)  # whose backend is registered
             dtype = str(model.dtype).removeprefix("torch.")
             table.add(name, device, dtype, rate, cosine)
     print(f"\n{table}\n")
