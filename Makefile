@@ -173,11 +173,12 @@ $(VENV)/tools: $(VENV)/python
 	@$(PIP) $(BUILD_TOOLS)
 	@touch $@
 
-# torch warns where there is no numpy.
+# torch warns where there is no numpy; rich lines up the tables of the demo.
 $(VENV)/torch: $(VENV)/python
 	@echo "preflash: installing torch into $(VENV)"
 	@$(BIN)/python -c "import torch" 2>/dev/null || $(PIP) "$(TORCH)" numpy
 	@$(BIN)/python -c "import torch"
+	@$(PIP) "rich>=13" || echo "preflash: no rich, so tables are plain lines"
 	@touch $@
 
 $(VENV)/ready: $(VENV)/torch $(VENV)/tools $(if $(filter cuda,$(SIDE)),$(VENV)/cutlass)
