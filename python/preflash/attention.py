@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ._check import values as check
-from ._check.arguments import (
-    GivenScales,
-    KvCache,
-    PerHead,
-    Result,
-    RunArguments,
-    RunOptions,
-    Scale,
-)
+from ._check.arguments import KvCache, Result, RunKeywords, Scale
 from ._check.names import tells_nearest
-from ._check.options import check_unserved
-from ._check.outputs import run_outputs
+from ._check.outputs import Outputs
+from ._wrap.batch import lists_options
 from ._wrap.mixed import BatchAttention
 from ._wrap.ranges import BatchPrefillWithCausalBidirectionalRangesWrapper
 from .prefill import BatchPrefillWithPagedKVCacheWrapper
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = [
     "BatchAttention",
@@ -97,6 +92,7 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
         )
         self._announced = announced
 
+    @lists_options
     def run(
         self,
         q: torch.Tensor,
@@ -104,23 +100,14 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
         sinks: torch.Tensor | None = None,
         sm_scale: Scale = None,
         *args: None,
-        q_scale: Scale = None,
         k_scale: Scale = None,
         v_scale: Scale = None,
-        scale_q: torch.Tensor | None = None,
-        scale_k: torch.Tensor | None = None,
-        scale_v: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
         return_lse: bool = False,
         lse_base: str = "log2",
         lse_layout: str = "NH",
-        enable_pdl: bool | None = None,
-        window_left: int | None = None,
-        kv_cache_sf: None = None,
-        skip_softmax_threshold_scale_factor: float | None = None,
-        use_fp16_softmax: bool | None = None,
-        uses_spcompress: bool | None = None,
+        **options: Unpack[RunKeywords],
     ) -> Result:
         """Computes one layer of the planned batch on the current stream.
 
@@ -136,24 +123,9 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
             TypeError, ValueError: not planned, or a tensor is not what was planned. Nothing is
             launched. NotImplementedError: an option of a later release.
         """
-        check.nothing_more("run", args)
-        check_unserved(
-            RunOptions(
-                enable_pdl=enable_pdl,
-                kv_cache_sf=kv_cache_sf,
-                skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
-                use_fp16_softmax=use_fp16_softmax,
-                uses_spcompress=uses_spcompress,
-            )
-        )
-        given = GivenScales(q_scale, k_scale, v_scale)
-        per_head = PerHead(sinks, scale_q, scale_k, scale_v)
-        return super()._run_with(
-            q,
-            paged_kv_cache,
-            RunArguments(given, window_left, per_head, sm_scale),
-            run_outputs(out, lse, return_lse, lse_base, lse_layout),
-        )
+        given = self._given((args, k_scale, v_scale, sinks), options)
+        outputs = Outputs(out, lse, return_lse, lse_base, lse_layout)
+        return super()._run_given(q, paged_kv_cache, given, outputs, sm_scale)
 
     def run_return_lse(
         self, q: torch.Tensor, paged_kv_cache: KvCache, *args: Any, **options: Any

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import types
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import torch
 
@@ -19,12 +20,15 @@ from .._check.arguments import (
     PerHead,
     Result,
     RunArguments,
+    RunKeywords,
     RunOptions,
+    Scale,
     converted,
     scales_of,
     with_scales_by_position,
 )
 from .._check.calls import BatchArguments, ForwardArguments
+from .._check.names import with_nearest
 from .._check.options import batch_options, check_unserved, converted_from, has_mask
 from .._check.outputs import Outputs, run_outputs
 from .._check.request import Request
@@ -42,6 +46,23 @@ from .._wrap import traced
 from . import graph as _graph
 from .graph import GraphMode
 from .state import Asked, Drafted, ForwardOptions, Planned, State
+
+Run = TypeVar("Run", bound=Callable[..., Any])
+
+
+def lists_options(run: Run) -> Run:
+    """Shows RunKeywords in the signature of a run() that takes them as **options."""
+    own = inspect.signature(run)
+    *named, options = own.parameters.values()
+    for name, of_type in RunKeywords.__annotations__.items():
+        annotation = getattr(of_type, "__forward_arg__", of_type)
+        named.append(
+            inspect.Parameter(name, options.KEYWORD_ONLY, default=None, annotation=annotation)
+        )
+    if options.annotation == "Any":  # it takes more than those
+        named.append(options)
+    run.__signature__ = own.replace(parameters=named)
+    return run
 
 
 class BatchPrefillWrapper(EngineAttributes):
@@ -325,20 +346,43 @@ class BatchPrefillWrapper(EngineAttributes):
 
     # Running.
 
+    def _given(self, first: tuple, options: RunKeywords) -> RunOptions:
+        """The options of a run(). first: those that are no keywords."""
+        try:
+            given = RunOptions(*first, **options)
+        except TypeError:
+            unknown = min(options.keys() - RunKeywords.__annotations__.keys())
+            says = f"{type(self).__name__}.run() got an unexpected keyword argument {unknown!r}"
+            raise TypeError(with_nearest(says, inspect.signature(self.run).parameters)) from None
+        if options:
+            check_unserved(given)
+        return given
+
     def _run(self, q: torch.Tensor, kv: KvCache, given: RunOptions, outputs: Outputs) -> Result:
         """Any run. The usual ones, planned and with scales of plan() alone, go straight to the
         variant. outputs: not checked."""
         if isinstance(outputs.return_lse, torch.Tensor):
             given = with_scales_by_position(given, outputs.return_lse)
             outputs = outputs._replace(return_lse=False)
-        check.nothing_more("run", given.extra)
-        check_unserved(given)
         if outputs.return_lse is None:
             outputs = outputs._replace(return_lse=False)
+        return self._run_given(q, kv, given, outputs)
+
+    def _run_given(
+        self,
+        q: torch.Tensor,
+        kv: KvCache,
+        given: RunOptions,
+        outputs: Outputs,
+        sm_scale: Scale = None,
+    ) -> Result:
+        if given.extra:
+            check.nothing_more("run", given.extra)
         outputs = run_outputs(*outputs)
         per_head = PerHead(given.sinks, given.scale_q, given.scale_k, given.scale_v)
         scales = GivenScales(given.q_scale, given.k_scale, given.v_scale)
-        return self._run_with(q, kv, RunArguments(scales, given.window_left, per_head), outputs)
+        a = RunArguments(scales, given.window_left, per_head, sm_scale)
+        return self._run_with(q, kv, a, outputs)
 
     def _run_with(self, q: torch.Tensor, kv: KvCache, a: RunArguments, outputs: Outputs) -> Result:
         """A run that is not the usual one, not planned, or recorded."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,10 +11,11 @@ from .. import _core
 from .._check import values as check
 from .._check.arguments import KvCache, Result, Scale, converted
 from .._check.calls import DecodeForwardArguments, DecodePlanArguments, PagedPlanArguments
-from .._check.names import tells_nearest, with_nearest
+from .._check.names import tells_nearest
 from .._check.options import check_neutral, options_of
 from .._check.outputs import DEFAULT_OUTPUTS, Outputs
 from .._compat.signatures import takes
+from .batch import lists_options
 from .paged import BatchPrefillWithPagedKVCacheWrapper
 from .state import Asked
 
@@ -40,15 +40,6 @@ def data_types(q_data_type: Any, kv_data_type: Any, data_type: Any) -> tuple[Any
                 f"nor kv_data_type={kv_data_type}; leave it None"
             )
     return "float16" if q_data_type is None else q_data_type, kv_data_type
-
-
-_RUN_OPTIONS = {
-    name
-    for name, parameter in inspect.signature(
-        BatchPrefillWithPagedKVCacheWrapper.run
-    ).parameters.items()
-    if parameter.kind is parameter.KEYWORD_ONLY
-}
 
 
 class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
@@ -197,19 +188,17 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
         batch = self._batch
         return None if batch is None else max(batch.max_qo_len, 1)
 
+    @lists_options
     def run(
         self,
         q: torch.Tensor,
         paged_kv_cache: KvCache,
         *args: None,
-        q_scale: Scale = None,
         k_scale: Scale = None,
         v_scale: Scale = None,
         out: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
         return_lse: bool = False,
-        enable_pdl: bool | None = None,
-        window_left: int | None = None,
         sinks: torch.Tensor | None = None,
         q_len_per_req: int | None = None,
         **options: Any,
@@ -233,23 +222,10 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
         check.nothing_more("run", args)
         if self._had_several or q_len_per_req is not None:
             self._check_queries(q, q_len_per_req)
-        if options and (unknown := options.keys() - _RUN_OPTIONS):
-            says = "BatchDecodeWithPagedKVCacheWrapper.run() got an unexpected keyword argument"
-            raise TypeError(with_nearest(f"{says} {min(unknown)!r}", _RUN_OPTIONS))
         return super().run(
-            q,
-            paged_kv_cache,
-            k_scale,
-            v_scale,
-            return_lse,
-            q_scale=q_scale,
-            out=out,
-            lse=lse,
-            enable_pdl=enable_pdl,
-            window_left=window_left,
-            sinks=sinks,
+            q, paged_kv_cache, k_scale, v_scale, return_lse, out=out, lse=lse, sinks=sinks,
             **options,
-        )
+        )  # fmt: skip
 
     def _check_queries(self, q: torch.Tensor, q_len_per_req: int | None) -> None:
         batch = self._batch

@@ -5,19 +5,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .._check import values as check
-from .._check.arguments import Result, RunOptions
+from .._check.arguments import Result, RunKeywords, Scale
 from .._check.calls import RaggedForwardArguments, RaggedPlanArguments
 from .._check.names import tells_nearest
 from .._check.outputs import DEFAULT_OUTPUTS, Outputs, run_outputs
 from .._compat import sink_variant
 from .._compat.engine_attributes import RaggedEngineAttributes
 from .._compat.signatures import takes
-from .batch import BatchPrefillWrapper
+from .batch import BatchPrefillWrapper, lists_options
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 # Names of their own for what every run() asks; see check.traced().
 _dynamo_compiles = check.is_dynamo_compiling
@@ -128,6 +131,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillWrapper, RaggedEngineAttr
         is for longer keys of later plans: what these arguments need."""
         return super()._workspace_size(a)
 
+    @lists_options
     def run(
         self,
         q: torch.Tensor,
@@ -135,24 +139,14 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillWrapper, RaggedEngineAttr
         v: torch.Tensor,
         return_lse: bool = False,
         *args: None,
-        q_scale: float | torch.Tensor | None = None,
-        k_scale: float | torch.Tensor | None = None,
-        v_scale: float | torch.Tensor | None = None,
-        scale_q: torch.Tensor | None = None,
-        scale_k: torch.Tensor | None = None,
-        scale_v: torch.Tensor | None = None,
+        k_scale: Scale = None,
+        v_scale: Scale = None,
         out: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
         lse_base: str = "log2",
         lse_layout: str = "NH",
-        enable_pdl: bool | None = None,
-        window_left: int | None = None,
         sinks: torch.Tensor | None = None,
-        kv_cache_sf: None = None,
-        o_scale: float | None = None,
-        skip_softmax_threshold_scale_factor: float | None = None,
-        use_fp16_softmax: bool | None = None,
-        uses_spcompress: bool | None = None,
+        **options: Unpack[RunKeywords],
     ) -> Result:
         """Computes one layer of the planned batch on the current stream.
 
@@ -179,32 +173,18 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillWrapper, RaggedEngineAttr
         """
         if (
             args
+            or options
             or return_lse is None
-            or enable_pdl is not None
-            or kv_cache_sf is not None
-            or o_scale is not None
-            or skip_softmax_threshold_scale_factor is not None
-            or use_fp16_softmax is not None
-            or uses_spcompress is not None
-            or window_left is not None
-            or sinks is not None
-            or q_scale is not None
             or k_scale is not None
             or v_scale is not None
-            or scale_q is not None
-            or scale_k is not None
-            or scale_v is not None
+            or sinks is not None
             or _dynamo_compiles()
             or _function_modes()
             or _dispatch_modes()
             or (planned := self._state.planned) is None
             or planned.usual is None
         ):
-            given = RunOptions(
-                args, window_left, q_scale, k_scale, v_scale, sinks, scale_q, scale_k, scale_v,
-                enable_pdl, kv_cache_sf, o_scale, skip_softmax_threshold_scale_factor,
-                use_fp16_softmax, uses_spcompress,
-            )  # fmt: skip
+            given = self._given((args, k_scale, v_scale, sinks), options)
             outputs = Outputs(out, lse, return_lse, lse_base, lse_layout)
             return super()._run(q, (k, v), given, outputs)
         outputs = run_outputs(out, lse, return_lse, lse_base, lse_layout)
