@@ -65,6 +65,29 @@ def lists_options(run: Run) -> Run:
     return run
 
 
+def _told_before(a: BatchArguments, options: _core.AttentionOptions) -> dict[str, Any]:
+    """What constructors may have been told of a plan, as it has it."""
+    return {
+        "pos_encoding_mode": a.pos_encoding_mode,
+        "q_data_type": check.TORCH_DTYPES[options.q_dtype],
+        "kv_data_type": check.TORCH_DTYPES[options.kv_dtype],
+        "o_data_type": check.TORCH_DTYPES[options.o_dtype],
+        "head_dim_qk": options.head_dim_qk,
+        "head_dim_vo": options.head_dim_vo,
+        "window_left": options.window_left,
+    }
+
+
+def check_announced(announced: Mapping[str, Any], planned: Mapping[str, Any]) -> None:
+    """plan() must not contradict what the constructor was told of it."""
+    for name, value in announced.items():
+        if planned[name] != value:
+            raise ValueError(
+                f"{name}={planned[name]} in plan() contradicts the constructor's {value}: "
+                "give both the same, or construct another wrapper"
+            )
+
+
 class BatchPrefillWrapper(EngineAttributes):
     """Base of the public wrappers. Subclasses turn arguments into a batch and a (k, v) pair."""
 
@@ -161,7 +184,7 @@ class BatchPrefillWrapper(EngineAttributes):
             graph_rows = self._state.graph_rows or max(batch.qo_end - batch.qo_begin, 1)
             graph_mask_bytes = self._graph.mask_bytes
         if self._announced:
-            self._check_announced(a, options)
+            check_announced(self._announced, _told_before(a, options))
         request = pipeline.make_request(
             options, lengths, kv_layout, has_mask(a), graph_rows, graph_mask_bytes
         )
@@ -172,24 +195,6 @@ class BatchPrefillWrapper(EngineAttributes):
             check.flag("causal", a.causal),
             check.soft_cap("logits_soft_cap", a.logits_soft_cap),
         )
-
-    def _check_announced(self, a: BatchArguments, options: _core.AttentionOptions) -> None:
-        """plan() must not contradict what the constructor was told of it."""
-        planned = {
-            "pos_encoding_mode": a.pos_encoding_mode,
-            "q_data_type": check.TORCH_DTYPES[options.q_dtype],
-            "kv_data_type": check.TORCH_DTYPES[options.kv_dtype],
-            "o_data_type": check.TORCH_DTYPES[options.o_dtype],
-            "head_dim_qk": options.head_dim_qk,
-            "head_dim_vo": options.head_dim_vo,
-            "window_left": options.window_left,
-        }
-        for name, announced in self._announced.items():
-            if planned[name] != announced:
-                raise ValueError(
-                    f"{name}={planned[name]} in plan() contradicts the constructor's {announced}: "
-                    "give both the same, or construct another wrapper"
-                )
 
     @check.eager
     def _plan(self, a: BatchArguments) -> None:
