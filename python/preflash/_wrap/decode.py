@@ -130,10 +130,8 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
 
     @takes(DecodePlanArguments)
     def workspace_size(self, a: DecodePlanArguments) -> tuple[int, int]:
-        """(float_bytes, int_bytes) that plan() with these arguments uses at most. Plans nothing.
-
-        With use_cuda_graph and fixed_split_size both grow with the float workspace, all of which
-        is for longer keys of later plans: what these arguments need."""
+        """(float_bytes, int_bytes) that plan() with these arguments uses at most, as in
+        BatchPrefillWithPagedKVCacheWrapper.workspace_size()."""
         return super()._workspace_size(self._as_prefill(a))
 
     def _as_prefill(self, a: DecodePlanArguments) -> PagedPlanArguments:

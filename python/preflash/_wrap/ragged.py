@@ -34,26 +34,10 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillWrapper, RaggedEngineAttr
     The keys of request i are rows kv_indptr[i] to kv_indptr[i + 1] of one tensor.
 
     Args:
-        float_workspace_buffer: scratch memory for split-KV partials, any dtype; 128 MB is plenty,
-            and with less (even with none) keys are split less. Its device is the device of all
-            tensors.
         kv_layout: "NHD": k and v are [tokens, num_kv_heads, head_dim]; "HND": [num_kv_heads,
             tokens, head_dim].
-        use_cuda_graph: plan() keeps its arrays in the buffers that follow, and a captured run()
-            replays what was planned last. The batch size is fixed, and no plan may have more query
-            rows than the first. Without it the buffers have no effect.
         qo_indptr_buf, kv_indptr_buf: int32 [batch_size + 1], on the wrapper's device.
-        custom_mask_buf: uint8, for the packed bits of any batch and 8 bytes more; needed, like
-            qk_indptr_buf, where plan() is given a custom mask.
-        qk_indptr_buf, mask_indptr_buf: int32 [batch_size + 1], two names of one buffer.
-        backend: "auto", "fa2", "fa3", "cpu", or "cudnn" where the nvidia-cudnn-frontend package
-            imports: float16 or bfloat16, head_dim 128, or 192 with 128 for v, causal or full, no
-            other option; see cudnn_batch_prefill_with_kv_cache. An explicit one never becomes
-            another, unless PREFLASH_BACKEND in the environment names the one to use instead of all.
-        jit_args, jit_kwargs: None, or those of FlashInfer's variant "AttentionSink", whose dtypes
-            and head_dims plan() must then have. Nothing is compiled at run time. run() takes sink
-            and sm_scale by position behind the tensors, everything else by name.
-        variant_owns_mask: False only.
+        The others are those of BatchPrefillWithPagedKVCacheWrapper.
 
     Raises:
         TypeError, ValueError: an argument is wrong.
@@ -118,17 +102,14 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillWrapper, RaggedEngineAttr
 
     @takes(RaggedPlanArguments)
     def begin_forward(self, a: RaggedPlanArguments) -> None:
-        """plan(), but made for what forward() last asked for: its causal, window_left, soft cap and
-        position encoding replace these arguments where they differ, so that one plan serves both
-        calls. run() still means these arguments, and plans for them if it has to."""
+        """plan(), but made for what forward() last asked for, as in
+        BatchPrefillWithPagedKVCacheWrapper.begin_forward()."""
         super()._begin_forward(a)
 
     @takes(RaggedPlanArguments)
     def workspace_size(self, a: RaggedPlanArguments) -> tuple[int, int]:
-        """(float_bytes, int_bytes) that plan() with these arguments uses at most. Plans nothing.
-
-        With use_cuda_graph and fixed_split_size both grow with the float workspace, all of which
-        is for longer keys of later plans: what these arguments need."""
+        """(float_bytes, int_bytes) that plan() with these arguments uses at most, as in
+        BatchPrefillWithPagedKVCacheWrapper.workspace_size()."""
         return super()._workspace_size(a)
 
     @lists_options
@@ -156,12 +137,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillWrapper, RaggedEngineAttr
             k: [at least kv_indptr[-1], num_kv_heads, head_dim] (NHD) or [num_kv_heads, at least
                 kv_indptr[-1], head_dim] (HND); any strides but a contiguous last dimension.
             v: like k with head_dim_vo.
-            window_left: another window than the planned one; planned when first asked for.
-            q_scale, k_scale, v_scale, return_lse, out, lse, lse_base, lse_layout, enable_pdl,
-            scale_q, scale_k, scale_v, sinks, kv_cache_sf: as in single_prefill_with_kv_cache.
-                The three scales may also follow v by position.
-            o_scale, skip_softmax_threshold_scale_factor, use_fp16_softmax, uses_spcompress: None,
-            or 1.0, 0.0, False and False, only.
+            The others are those of BatchPrefillWithPagedKVCacheWrapper.run(); scale_q, scale_k and
+                scale_v may also follow v by position.
 
         Returns:
             out [rows of q, num_qo_heads, head_dim_vo], or (out, lse) with return_lse. Rows that
@@ -196,19 +173,16 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillWrapper, RaggedEngineAttr
         """run() with return_lse=True."""
         if len(args) == 3:  # scale_q, scale_k, scale_v
             options = dict(zip(("scale_q", "scale_k", "scale_v"), args, strict=True)) | options
-        elif args and "run" not in self.__dict__:
+            args = ()
+        elif "run" not in self.__dict__:
             check.nothing_more("run_return_lse", args)
-        else:
-            return self.run(q, k, v, *args, return_lse=True, **options)
-        return self.run(q, k, v, return_lse=True, **options)
+            args = ()
+        return self.run(q, k, v, *args, return_lse=True, **options)
 
     @takes(RaggedForwardArguments)
     def forward(self, a: RaggedForwardArguments) -> torch.Tensor:
-        """Deprecated: run() with its own options; they replace those of plan(), defaults included.
-
-        Where they differ from the plan, the variant is selected and planned again, once for all
-        layers. A custom mask of plan() stays.
-        """
+        """Deprecated: run() with its own options, as
+        BatchPrefillWithPagedKVCacheWrapper.forward()."""
         return super()._forward(a.q, (a.k, a.v), a, DEFAULT_OUTPUTS)
 
     @takes(RaggedForwardArguments)
