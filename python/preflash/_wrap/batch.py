@@ -45,7 +45,7 @@ from .._run.variant import PlannedVariant
 from .._wrap import traced
 from . import graph as _graph
 from .graph import GraphMode
-from .state import Asked, Drafted, ForwardOptions, Planned, State
+from .state import Asked, Drafted, Planned, State
 
 Run = TypeVar("Run", bound=Callable[..., Any])
 
@@ -76,6 +76,14 @@ def _told_before(a: BatchArguments, options: _core.AttentionOptions) -> dict[str
         "head_dim_vo": options.head_dim_vo,
         "window_left": options.window_left,
     }
+
+
+def _with_forward(
+    options: _core.AttentionOptions, forward: Mapping[str, Any]
+) -> _core.AttentionOptions:
+    """forward: the options of forward() that choose a variant. causal counts without a mask."""
+    causal = forward["causal"] and options.mask != _core.Mask.custom
+    return options.replace(**{**forward, "causal": causal})
 
 
 def check_announced(announced: Mapping[str, Any], planned: Mapping[str, Any]) -> None:
@@ -121,10 +129,14 @@ class BatchPrefillWrapper(EngineAttributes):
     def __copy__(self) -> BatchPrefillWrapper:
         """Another wrapper with the same plan and float workspace; each plans for itself."""
         workspace = self._state.workspace
-        if workspace.int_room is not None or self._graph_enabled:
+        where = (
+            None
+            if workspace.int_room is None
+            else "int_workspace_buffer of reset_workspace_buffer()"
+        )
+        if self._graph_enabled:
             where = "buffers of its constructor"
-            if not self._graph_enabled:
-                where = "int_workspace_buffer of reset_workspace_buffer()"
+        if where is not None:
             raise TypeError(
                 f"{type(self).__name__} plans into the {where}, which a copy would overwrite; "
                 "construct another wrapper"
@@ -172,17 +184,16 @@ class BatchPrefillWrapper(EngineAttributes):
         kv_layout = self._kv_layout
         if self._written_for_cudnn:
             a, kv_layout = in_tokens(a, options, kv_layout, self.device)
+        graph, workspace = self._graph, self._state.workspace
+        indices_buf = None if graph is None else graph.buffers.indices
+        device = workspace.device_stream.device
+        lengths = _lengths.batch_lengths(a, device, indices_buf, workspace.known_uploader)
         graph_rows = graph_mask_bytes = 0
-        if self._graph is None:
-            workspace = self._state.workspace
-            device = workspace.device_stream.device
-            lengths = _lengths.batch_lengths(a, device, None, workspace.known_uploader)
-        else:
-            lengths = _lengths.batch_lengths(a, self.device, self._graph.buffers.indices)
+        if graph is not None:
             batch = lengths.batch
-            self._graph.check_batch(batch)
+            graph.check_batch(batch)
             graph_rows = self._state.graph_rows or max(batch.qo_end - batch.qo_begin, 1)
-            graph_mask_bytes = self._graph.mask_bytes
+            graph_mask_bytes = graph.mask_bytes
         if self._announced:
             check_announced(self._announced, _told_before(a, options))
         request = pipeline.make_request(
@@ -204,7 +215,7 @@ class BatchPrefillWrapper(EngineAttributes):
     def _begin_forward(self, a: BatchArguments) -> None:
         self._install(self._drafted(a, self._state.last_forward))
 
-    def _drafted(self, a: BatchArguments, forward: ForwardOptions | None = None) -> Drafted:
+    def _drafted(self, a: BatchArguments, forward: Mapping[str, Any] | None = None) -> Drafted:
         """A plan that has passed every check; the wrapper is as it was.
 
         forward: plan for these options of a forward() that will follow, where they can be served;
@@ -220,7 +231,7 @@ class BatchPrefillWrapper(EngineAttributes):
         options = request.options
         draft = None
         if forward is not None:
-            options = forward.applied_to(options)
+            options = _with_forward(options, forward)
             with contextlib.suppress(ValueError, NotImplementedError):
                 draft = self._draft(request._replace(options=options))
         if draft is None:
@@ -265,8 +276,9 @@ class BatchPrefillWrapper(EngineAttributes):
             copy_in=functools.partial(graph.copy_in, a, batch, mask),
         )
 
-    def _draft(self, request: Request) -> Draft:
-        return pipeline.plan(self._state.workspace, self._requested_backend.name, request)
+    def _draft(self, request: Request, workspace: Workspace | None = None) -> Draft:
+        workspace = workspace or self._state.workspace
+        return pipeline.plan(workspace, self._requested_backend.name, request)
 
     def _install(self, drafted: Drafted) -> None:
         """Uploads a plan that has passed every check and makes it the wrapper's."""
@@ -334,7 +346,7 @@ class BatchPrefillWrapper(EngineAttributes):
         if found is None:
             workspace = self._state.workspace.beside()
             request = request._replace(options=options)
-            draft = pipeline.plan(workspace, self._requested_backend.name, request)
+            draft = self._draft(request, workspace)
             if self._graph is not None and workspace.device_stream.is_capturing():
                 found = self._graph.planned_beside_capture(workspace, draft, request)
             else:
@@ -429,14 +441,14 @@ class BatchPrefillWrapper(EngineAttributes):
         encoding = check.position_encoding(a.pos_encoding_mode, a.rope_scale, a.rope_theta)
         check.permission("use_fp16_qk_reduction", a.use_fp16_qk_reduction)
         check.permission("allow_fp16_qk_reduction", a.allow_fp16_qk_reduction)
-        forward = ForwardOptions(
-            check.flag("causal", a.causal),
-            check.window_left("window_left", a.window_left),
-            encoding,
-            check.soft_cap("logits_soft_cap", a.logits_soft_cap),
-        )
+        forward = {
+            "causal": check.flag("causal", a.causal),
+            "window_left": check.window_left("window_left", a.window_left),
+            "soft_cap": check.soft_cap("logits_soft_cap", a.logits_soft_cap),
+            **encoding._asdict(),
+        }
         planned = self._planned()
-        options = forward.applied_to(planned.asked.request.options)
+        options = _with_forward(planned.asked.request.options, forward)
         variant = self._select(planned, options)
         scales = folded_scales(softmax_scale(a.sm_scale, options), scales_of(a), options)
         result = variant.attend_to(q, kv, scales, outputs, None)
@@ -486,7 +498,7 @@ class BatchPrefillWrapper(EngineAttributes):
         if planned is None:
             return workspace
         request = planned.asked.request
-        draft = pipeline.plan(workspace, self._requested_backend.name, request)
+        draft = self._draft(request, workspace)
         return Drafted(workspace, draft, planned.asked, request.options)
 
     def _reset(self, drafted: Workspace | Drafted) -> None:
