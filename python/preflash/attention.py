@@ -64,32 +64,24 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
         head_dim_vo: int = 128,
         window_left: int = -1,
     ) -> None:
+        check.one_of("pos_encoding_mode", pos_encoding_mode, check.ENCODING_MODES)
         check.permission("use_fp16_qk_reduction", use_fp16_qk_reduction)
         q_dtype = check.query_dtype("q_data_type", q_data_type)
         announced = {
-            "pos_encoding_mode": check.one_of(
-                "pos_encoding_mode", pos_encoding_mode, check.ENCODING_MODES
-            ),
+            "pos_encoding_mode": pos_encoding_mode,
             "q_data_type": q_dtype,
             "kv_data_type": check.kv_dtype("kv_data_type", kv_data_type, q_dtype),
-            "head_dim_qk": check.integer("head_dim_qk", head_dim_qk, at_least=1),
-            "head_dim_vo": check.integer("head_dim_vo", head_dim_vo, at_least=1),
+            "head_dim_qk": check.positive("head_dim_qk", head_dim_qk),
+            "head_dim_vo": check.positive("head_dim_vo", head_dim_vo),
         }
         window_left = check.window_left("window_left", window_left)
         if window_left >= 0:
             announced["window_left"] = window_left
         super().__init__(
-            float_workspace_buffer,
-            kv_layout,
-            use_cuda_graph,
-            qo_indptr_buf,
-            paged_kv_indptr_buf,
-            paged_kv_indices_buf,
-            paged_kv_last_page_len_buf,
-            custom_mask_buf,
-            mask_indptr_buf,
+            float_workspace_buffer, kv_layout, use_cuda_graph, qo_indptr_buf, paged_kv_indptr_buf,
+            paged_kv_indices_buf, paged_kv_last_page_len_buf, custom_mask_buf, mask_indptr_buf,
             backend,
-        )
+        )  # fmt: skip
         self._announced = announced
 
     @lists_options
@@ -114,14 +106,8 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
         Args:
             sinks: [num_qo_heads] float32, as in single_prefill_with_kv_cache.
             sm_scale: factor of the logits instead of plan()'s; None is plan()'s.
-            The others are those of BatchPrefillWithPagedKVCacheWrapper.run().
-
-        Returns:
-            out [rows of q, num_qo_heads, head_dim_vo], or (out, lse) with return_lse.
-
-        Raises:
-            TypeError, ValueError: not planned, or a tensor is not what was planned. Nothing is
-            launched. NotImplementedError: an option of a later release.
+            The others, the result and the errors are those of
+            BatchPrefillWithPagedKVCacheWrapper.run().
         """
         given = self._given((args, k_scale, v_scale, sinks), options)
         outputs = Outputs(out, lse, return_lse, lse_base, lse_layout)

@@ -127,12 +127,7 @@ def merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.
         v: [seq_len, num_states, num_heads, head_dim] float16, bfloat16 or float32.
         s: [seq_len, num_states, num_heads], base 2, float32 or another float dtype.
 
-    Returns:
-        v [seq_len, num_heads, head_dim] and s [seq_len, num_heads].
-
-    Raises:
-        TypeError, ValueError: an argument is wrong.
-        NotImplementedError: a gradient is wanted, or torch.jit.trace is recording.
+    Returns and raises as merge_state().
     """
     if check.traced():
         return torch.ops.preflash.merge_states(v, s)
@@ -291,12 +286,8 @@ class MultiLevelCascadeAttentionWrapper:
             causal: of the last level; the others' keys all come before.
             window_left, pos_encoding_mode: -1 and "NONE" only with more than one level: a level
                 does not know how many keys come after its own.
-            The others are those of BatchPrefillWithPagedKVCacheWrapper.plan().
-
-        Raises:
-            TypeError, ValueError: an argument is wrong, or a workspace too small.
-            NotImplementedError: no compiled kernel serves it, or an option of a later release.
-            The wrapper keeps the plans it had.
+            The others, and the errors, are those of BatchPrefillWithPagedKVCacheWrapper.plan();
+            the wrapper keeps the plans it had.
         """
         count = len(self._levels)
         tables = {

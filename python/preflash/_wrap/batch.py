@@ -108,7 +108,7 @@ class BatchPrefillWrapper(EngineAttributes):
         kv_layout: str,
         use_cuda_graph: bool,
         backend: str,
-        graph_buffers: dict[str, Any],
+        **graph_buffers: Any,
     ) -> None:
         buffer = check_buffer("float_workspace_buffer", float_workspace_buffer)
         self._kv_layout = check.one_of("kv_layout", kv_layout, check.KV_LAYOUTS)

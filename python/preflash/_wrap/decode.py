@@ -48,8 +48,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
     Args:
         float_workspace_buffer, kv_layout, backend, jit_args: as in
             BatchPrefillWithPagedKVCacheWrapper.
-        use_cuda_graph: plan() keeps its arrays in the buffers, and a captured run() replays what
-            was planned last, as in BatchPrefillWithPagedKVCacheWrapper. The batch size is
+        use_cuda_graph: as in BatchPrefillWithPagedKVCacheWrapper. The batch size is
             len(paged_kv_last_page_len_buffer).
         use_tensor_cores: a permission; the same kernels serve both.
 
@@ -76,15 +75,10 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
     ) -> None:
         self._use_tensor_cores = check.flag("use_tensor_cores", use_tensor_cores)
         super().__init__(
-            float_workspace_buffer,
-            kv_layout,
-            use_cuda_graph,
-            paged_kv_indptr_buf=paged_kv_indptr_buffer,
-            paged_kv_indices_buf=paged_kv_indices_buffer,
-            paged_kv_last_page_len_buf=paged_kv_last_page_len_buffer,
-            backend=backend,
+            float_workspace_buffer, kv_layout, use_cuda_graph, None, paged_kv_indptr_buffer,
+            paged_kv_indices_buffer, paged_kv_last_page_len_buffer, backend=backend,
             jit_args=jit_args,
-        )
+        )  # fmt: skip
 
     def _take_graph_buffers(self) -> None:
         given = self._given_buffers
@@ -112,13 +106,8 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
             o_data_type: as in BatchPrefillWithPagedKVCacheWrapper.plan().
             q_len_per_req: queries of every request, 1 by default. More than one are causal among
                 themselves, the last of the request's keys; no request may then have fewer keys.
-            The others are those of BatchPrefillWithPagedKVCacheWrapper.plan(), fixed_split_size
-            (in keys) included.
-
-        Raises:
-            TypeError, ValueError: an argument is wrong, or a workspace too small.
-            NotImplementedError: no compiled kernel serves it, or an option of a later release.
-            The wrapper keeps the plan it had.
+            The others, fixed_split_size (in keys) included, and the errors are those of
+            BatchPrefillWithPagedKVCacheWrapper.plan().
         """
         super()._plan(self._as_prefill(a))
 
@@ -146,16 +135,10 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
                 f"{a.last_page_len.numel()}; must have batch_size + 1 and batch_size"
             )
         return converted(
-            a,
-            PagedPlanArguments,
-            qo_indptr=qo_indptr,
-            paged_kv_indptr=a.indptr,
-            paged_kv_indices=a.indices,
-            paged_kv_last_page_len=a.last_page_len,
-            causal=q_len > 1,
-            q_data_type=q_data_type,
-            kv_data_type=kv_data_type,
-        )
+            a, PagedPlanArguments, qo_indptr=qo_indptr, paged_kv_indptr=a.indptr,
+            paged_kv_indices=a.indices, paged_kv_last_page_len=a.last_page_len, causal=q_len > 1,
+            q_data_type=q_data_type, kv_data_type=kv_data_type,
+        )  # fmt: skip
 
     def _asked(self, a: PagedPlanArguments) -> Asked:
         asked = super()._asked(a)
@@ -183,8 +166,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
     @property
     def _q_len_per_req(self) -> int | None:
         """Of the plan; None before."""
-        batch = self._batch
-        return None if batch is None else max(batch.max_qo_len, 1)
+        return None if self._batch is None else max(self._batch.max_qo_len, 1)
 
     @lists_options
     def run(
@@ -208,14 +190,8 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
                 neither read nor written. With q_len_per_req in plan(), exactly
                 batch_size * q_len_per_req rows.
             q_len_per_req: None, or that of plan().
-            The others are those of BatchPrefillWithPagedKVCacheWrapper.run(), all of them.
-
-        Returns:
-            out [rows of q, num_qo_heads, head_dim], or (out, lse) with return_lse.
-
-        Raises:
-            TypeError, ValueError: not planned, or a tensor is not what was planned. Nothing is
-            launched. NotImplementedError: an option of a later release.
+            The others, all of them, the result and the errors are those of
+            BatchPrefillWithPagedKVCacheWrapper.run().
         """
         check.nothing_more("run", args)
         if self._had_several or q_len_per_req is not None:
@@ -226,16 +202,15 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
         )  # fmt: skip
 
     def _check_queries(self, q: torch.Tensor, q_len_per_req: int | None) -> None:
-        batch = self._batch
-        planned = 1 if batch is None else max(batch.max_qo_len, 1)
+        planned = self._q_len_per_req or 1
         if q_len_per_req is not None and q_len_per_req != planned:
             raise ValueError(
                 f"q_len_per_req={q_len_per_req} in run(), and plan() had {planned}: plan again"
             )
-        if planned > 1 and q.dim() > 0 and q.shape[0] != batch.qo_end:
+        if planned > 1 and q.dim() > 0 and q.shape[0] != self._batch.qo_end:
             raise ValueError(
-                f"q has {q.shape[0]} rows; must be batch_size * q_len_per_req = {batch.qo_end} as "
-                "planned: plan again with another q_len_per_req"
+                f"q has {q.shape[0]} rows; must be batch_size * q_len_per_req = "
+                f"{self._batch.qo_end} as planned: plan again with another q_len_per_req"
             )
 
     @property
@@ -245,8 +220,8 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
 
     @takes(DecodeForwardArguments)
     def forward(self, a: DecodeForwardArguments) -> torch.Tensor:
-        """Deprecated: run() with its own options; they replace those of plan(), defaults
-        included."""
+        """Deprecated: run() with its own options, as
+        BatchPrefillWithPagedKVCacheWrapper.forward()."""
         return super()._forward(a.q, a.paged_kv_cache, a, DEFAULT_OUTPUTS)
 
     @takes(DecodeForwardArguments)

@@ -91,12 +91,9 @@ class BatchAttention:
             kv_len_arr: [batch_size] integers, keys of each request; read on the host, like the
                 indptr arrays. A request may have more pages than its keys need.
             use_profiler: False only.
-            The others are those of BatchPrefillWithPagedKVCacheWrapper.plan().
+            The others, and the errors, are those of BatchPrefillWithPagedKVCacheWrapper.plan().
 
-        Raises:
-            TypeError, ValueError: an argument is wrong, or a workspace too small.
-            NotImplementedError: no compiled kernel serves it, or use_profiler.
-            The wrapper keeps the plan it had. A CUDA graph replays the plan that it captured.
+        A CUDA graph replays the plan that it captured.
         """
         check.neutral("use_profiler", use_profiler, False)
         page = check.integer("page_size", page_size, at_least=1)

@@ -85,20 +85,11 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillWrapper, PagedEngineAttrib
         self._announced = sink_variant.announced(jit_args, jit_kwargs)
         check.neutral("variant_owns_mask", variant_owns_mask, False)
         super().__init__(
-            float_workspace_buffer,
-            kv_layout,
-            use_cuda_graph,
-            backend,
-            {
-                "qo_indptr_buf": qo_indptr_buf,
-                "paged_kv_indptr_buf": paged_kv_indptr_buf,
-                "paged_kv_indices_buf": paged_kv_indices_buf,
-                "paged_kv_last_page_len_buf": paged_kv_last_page_len_buf,
-                "custom_mask_buf": custom_mask_buf,
-                "qk_indptr_buf": qk_indptr_buf,
-                "mask_indptr_buf": mask_indptr_buf,
-            },
-        )
+            float_workspace_buffer, kv_layout, use_cuda_graph, backend, qo_indptr_buf=qo_indptr_buf,
+            paged_kv_indptr_buf=paged_kv_indptr_buf, paged_kv_indices_buf=paged_kv_indices_buf,
+            paged_kv_last_page_len_buf=paged_kv_last_page_len_buf, custom_mask_buf=custom_mask_buf,
+            qk_indptr_buf=qk_indptr_buf, mask_indptr_buf=mask_indptr_buf,
+        )  # fmt: skip
         if jit_args is not None:
             sink_variant.give_run(self, paged=True)
 

@@ -64,18 +64,10 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillWrapper, RaggedEngineAttr
         self._announced = sink_variant.announced(jit_args, jit_kwargs)
         check.neutral("variant_owns_mask", variant_owns_mask, False)
         super().__init__(
-            float_workspace_buffer,
-            kv_layout,
-            use_cuda_graph,
-            backend,
-            {
-                "qo_indptr_buf": qo_indptr_buf,
-                "kv_indptr_buf": kv_indptr_buf,
-                "custom_mask_buf": custom_mask_buf,
-                "qk_indptr_buf": qk_indptr_buf,
-                "mask_indptr_buf": mask_indptr_buf,
-            },
-        )
+            float_workspace_buffer, kv_layout, use_cuda_graph, backend, qo_indptr_buf=qo_indptr_buf,
+            kv_indptr_buf=kv_indptr_buf, custom_mask_buf=custom_mask_buf,
+            qk_indptr_buf=qk_indptr_buf, mask_indptr_buf=mask_indptr_buf,
+        )  # fmt: skip
         if jit_args is not None:
             sink_variant.give_run(self, paged=False)
 
@@ -91,12 +83,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillWrapper, RaggedEngineAttr
                 costs no wait for the GPU) or on the wrapper's device (copied back once).
             kv_indptr: [batch_size + 1] int32, first token of each request in k and v.
             v_indptr, o_indptr: None only; those of k and q serve.
-            The others are those of BatchPrefillWithPagedKVCacheWrapper.plan().
-
-        Raises:
-            TypeError, ValueError: an argument is wrong, or a workspace too small.
-            NotImplementedError: no compiled kernel serves it, or an option of a later release.
-            The wrapper keeps the plan it had.
+            The others, and the errors, are those of BatchPrefillWithPagedKVCacheWrapper.plan().
         """
         super()._plan(a)
 
@@ -137,16 +124,9 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillWrapper, RaggedEngineAttr
             k: [at least kv_indptr[-1], num_kv_heads, head_dim] (NHD) or [num_kv_heads, at least
                 kv_indptr[-1], head_dim] (HND); any strides but a contiguous last dimension.
             v: like k with head_dim_vo.
-            The others are those of BatchPrefillWithPagedKVCacheWrapper.run(); scale_q, scale_k and
-                scale_v may also follow v by position.
-
-        Returns:
-            out [rows of q, num_qo_heads, head_dim_vo], or (out, lse) with return_lse. Rows that
-            no request has are not written: in a fresh out they hold anything.
-
-        Raises:
-            TypeError, ValueError: not planned, or a tensor is not what was planned. Nothing is
-            launched. NotImplementedError: an option of a later release.
+            The others, the result and the errors are those of
+            BatchPrefillWithPagedKVCacheWrapper.run(); scale_q, scale_k and scale_v may also follow
+            v by position.
         """
         if (
             args

@@ -114,15 +114,9 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
         check.neutral("pos_encoding_mode", pos_encoding_mode, "NONE")
         q_dtype = check.query_dtype("q_data_type", q_data_type)
         super().__init__(
-            float_workspace_buffer,
-            kv_layout,
-            False,
-            qo_indptr_buf,
-            paged_kv_indptr_buf,
-            paged_kv_indices_buf,
-            paged_kv_last_page_len_buf,
-            backend=backend,
-        )
+            float_workspace_buffer, kv_layout, False, qo_indptr_buf, paged_kv_indptr_buf,
+            paged_kv_indices_buf, paged_kv_last_page_len_buf, backend=backend,
+        )  # fmt: skip
         self._constructed_with = {
             "q_data_type": q_dtype,
             "kv_data_type": check.kv_dtype("kv_data_type", kv_data_type, q_dtype),
@@ -172,12 +166,9 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
             token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr, pos_encoding_mode,
             logits_soft_cap:
                 their defaults only (of the cap also 0): run() has the mask and its windows.
-            The others are those of BatchPrefillWithPagedKVCacheWrapper.plan().
+            The others, and the errors, are those of BatchPrefillWithPagedKVCacheWrapper.plan().
 
-        Raises:
-            TypeError, ValueError: an argument is wrong, or contradicts the constructor.
-            NotImplementedError: no compiled kernel serves it.
-            The wrapper keeps the plan it had.
+        Raises ValueError, too: an argument contradicts the constructor.
         """
         a = self._arguments(locals())
         super()._plan(a)
@@ -243,14 +234,10 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
                 is all.
             range_window_left: how many keys the span keeps up to the diagonal, that of the diagonal
                 included; what lies behind the diagonal is kept. 0 and below: all.
-            The others are those of BatchPrefillWithPagedKVCacheWrapper.run().
+            The others, the result and the errors are those of
+            BatchPrefillWithPagedKVCacheWrapper.run().
 
-        Returns:
-            out [rows of q, num_qo_heads, head_dim_vo], or (out, lse) with return_lse.
-
-        Raises:
-            TypeError, ValueError: not planned, or a tensor is not what was planned. Nothing is
-            launched. RuntimeError: the stream is being captured.
+        Raises RuntimeError, too: the stream is being captured.
         """
         ranges = check.tensor(
             "bidirectional_ranges", check.is_tensor("bidirectional_ranges", bidirectional_ranges)

@@ -71,7 +71,7 @@ def run(name: str, q: torch.Tensor, kv: KvCache, a: RunArguments, outputs: Outpu
     o_dtype = None
     if q.dtype not in check.WIDE_DTYPES and outputs.out is None:
         options["o_dtype"] = o_dtype = planned_o_dtype(name)
-    arguments = (_recorded_name(name), q, *_pools(kv))
+    arguments = (_recorded_name(name), q, *pools_of(kv))
     return _recorded("run", arguments, o_dtype, outputs, options)
 
 
@@ -84,7 +84,7 @@ def forward(
         options["o_dtype"] = planned_o_dtype(name)
     operators = torch.ops.preflash
     operator = operators.forward_return_lse if outputs.return_lse else operators.forward
-    return operator(_recorded_name(name), q, *_pools(kv), **options)
+    return operator(_recorded_name(name), q, *pools_of(kv), **options)
 
 
 def single(a: SingleArguments) -> Result:
@@ -125,7 +125,7 @@ def _recorded(
     return (out, lse) if return_lse else out
 
 
-def _pools(kv: KvCache) -> tuple[torch.Tensor, torch.Tensor | None]:
+def pools_of(kv: KvCache) -> tuple[torch.Tensor, torch.Tensor | None]:
     """k and v, or one cache that holds both."""
     return (kv, None) if isinstance(kv, torch.Tensor) else kv
 
