@@ -87,9 +87,7 @@ def context_parallel_prefill(
         elif causal and owner < rank:
             keys = slice(0, half)  # its first chunk is before both of ours, its last behind both
         elif causal:
-            rows = slice(
-                half, None
-            )  # our last chunk is behind both of its chunks, our first before
+            rows = slice(half, None)  # our last chunk is behind both of its, our first before
         part = single_prefill_with_kv_cache_return_lse(
             q[rows], kv[0, keys], kv[1, keys], causal=aligned, **options
         )

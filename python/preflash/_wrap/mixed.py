@@ -7,6 +7,7 @@ import torch
 from .._check import values as check
 from .._check.arguments import KvCache, Scale
 from .._check.names import tells_nearest
+from .._plan.pages import picked
 from .paged import BatchPrefillWithPagedKVCacheWrapper
 
 _FLOAT_BYTES = 128 * 1024 * 1024
@@ -120,7 +121,7 @@ class BatchAttention:
                 f"{int(given[request]) * page}], what the request's pages hold"
             )
         if bool((needed < given).any()):
-            at, kv_indices = _used_pages(at, needed, kv_indices)
+            at, kv_indices, _ = picked(kv_indices, at[:-1], lengths, page)
         last = torch.where(needed > 0, lengths - (needed - 1) * page, 1).to(torch.int32)
         cap = check.soft_cap("logits_soft_cap", logits_soft_cap)
         self._paged.plan(
@@ -164,14 +165,3 @@ class BatchAttention:
                 "the same, or 0 in run()"
             )
         return self._paged.run(q, kv_cache, k_scale, v_scale, return_lse=True, out=out, lse=lse)
-
-
-def _used_pages(
-    at: torch.Tensor, needed: torch.Tensor, indices: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The lists without pages behind a request's keys: their indptr, on the CPU, and pages."""
-    indptr = torch.zeros(at.numel(), dtype=torch.int32, device="cpu")
-    indptr[1:] = needed.cumsum(0)
-    first = torch.repeat_interleave((at[:-1] - indptr[:-1]).long(), needed)
-    entries = first + torch.arange(first.numel(), device="cpu")
-    return indptr, indices[entries.to(indices.device)]
