@@ -10,8 +10,8 @@ from ._check import values as check
 from ._check.arguments import KvCache, Result, RunKeywords, Scale
 from ._check.names import tells_nearest
 from ._check.outputs import Outputs
-from ._wrap.batch import lists_options
 from ._wrap.mixed import BatchAttention
+from ._wrap.options import lists_options, run_options
 from ._wrap.ranges import BatchPrefillWithCausalBidirectionalRangesWrapper
 from .prefill import BatchPrefillWithPagedKVCacheWrapper
 
@@ -109,7 +109,7 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
             The others, the result and the errors are those of
             BatchPrefillWithPagedKVCacheWrapper.run().
         """
-        given = self._given((args, k_scale, v_scale, sinks), options)
+        given = run_options(self, (args, k_scale, v_scale, sinks), options)
         outputs = Outputs(out, lse, return_lse, lse_base, lse_layout)
         return super()._run_given(q, paged_kv_cache, given, outputs, sm_scale)
 

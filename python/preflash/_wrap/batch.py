@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import types
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -20,7 +19,6 @@ from .._check.arguments import (
     PerHead,
     Result,
     RunArguments,
-    RunKeywords,
     RunOptions,
     Scale,
     converted,
@@ -28,8 +26,7 @@ from .._check.arguments import (
     with_scales_by_position,
 )
 from .._check.calls import BatchArguments, ForwardArguments
-from .._check.names import with_nearest
-from .._check.options import batch_options, check_unserved, converted_from, has_mask
+from .._check.options import batch_options, converted_from, has_mask
 from .._check.outputs import Outputs, run_outputs
 from .._check.request import Request
 from .._check.scales import Scales, folded_scales, softmax_scale
@@ -45,55 +42,8 @@ from .._run.variant import PlannedVariant
 from .._wrap import traced
 from . import graph as _graph
 from .graph import GraphMode
+from .options import check_announced, told_before, with_forward
 from .state import Asked, Drafted, Planned, State
-
-Run = TypeVar("Run", bound=Callable[..., Any])
-
-
-def lists_options(run: Run) -> Run:
-    """Shows RunKeywords in the signature of a run() that takes them as **options."""
-    own = inspect.signature(run)
-    *named, options = own.parameters.values()
-    for name, of_type in RunKeywords.__annotations__.items():
-        annotation = getattr(of_type, "__forward_arg__", of_type)
-        named.append(
-            inspect.Parameter(name, options.KEYWORD_ONLY, default=None, annotation=annotation)
-        )
-    if options.annotation == "Any":  # it takes more than those
-        named.append(options)
-    run.__signature__ = own.replace(parameters=named)
-    return run
-
-
-def _told_before(a: BatchArguments, options: _core.AttentionOptions) -> dict[str, Any]:
-    """What constructors may have been told of a plan, as it has it."""
-    return {
-        "pos_encoding_mode": a.pos_encoding_mode,
-        "q_data_type": check.TORCH_DTYPES[options.q_dtype],
-        "kv_data_type": check.TORCH_DTYPES[options.kv_dtype],
-        "o_data_type": check.TORCH_DTYPES[options.o_dtype],
-        "head_dim_qk": options.head_dim_qk,
-        "head_dim_vo": options.head_dim_vo,
-        "window_left": options.window_left,
-    }
-
-
-def _with_forward(
-    options: _core.AttentionOptions, forward: Mapping[str, Any]
-) -> _core.AttentionOptions:
-    """forward: the options of forward() that choose a variant. causal counts without a mask."""
-    causal = forward["causal"] and options.mask != _core.Mask.custom
-    return options.replace(**{**forward, "causal": causal})
-
-
-def check_announced(announced: Mapping[str, Any], planned: Mapping[str, Any]) -> None:
-    """plan() must not contradict what the constructor was told of it."""
-    for name, value in announced.items():
-        if planned[name] != value:
-            raise ValueError(
-                f"{name}={planned[name]} in plan() contradicts the constructor's {value}: "
-                "give both the same, or construct another wrapper"
-            )
 
 
 class BatchPrefillWrapper(EngineAttributes):
@@ -195,7 +145,7 @@ class BatchPrefillWrapper(EngineAttributes):
             graph_rows = self._state.graph_rows or max(batch.qo_end - batch.qo_begin, 1)
             graph_mask_bytes = graph.mask_bytes
         if self._announced:
-            check_announced(self._announced, _told_before(a, options))
+            check_announced(self._announced, told_before(a, options))
         request = pipeline.make_request(
             options, lengths, kv_layout, has_mask(a), graph_rows, graph_mask_bytes
         )
@@ -231,7 +181,7 @@ class BatchPrefillWrapper(EngineAttributes):
         options = request.options
         draft = None
         if forward is not None:
-            options = _with_forward(options, forward)
+            options = with_forward(options, forward)
             with contextlib.suppress(ValueError, NotImplementedError):
                 draft = self._draft(request._replace(options=options))
         if draft is None:
@@ -363,18 +313,6 @@ class BatchPrefillWrapper(EngineAttributes):
 
     # Running.
 
-    def _given(self, first: tuple, options: RunKeywords) -> RunOptions:
-        """The options of a run(). first: those that are no keywords."""
-        try:
-            given = RunOptions(*first, **options)
-        except TypeError:
-            unknown = min(options.keys() - RunKeywords.__annotations__.keys())
-            says = f"{type(self).__name__}.run() got an unexpected keyword argument {unknown!r}"
-            raise TypeError(with_nearest(says, inspect.signature(self.run).parameters)) from None
-        if options:
-            check_unserved(given)
-        return given
-
     def _run(self, q: torch.Tensor, kv: KvCache, given: RunOptions, outputs: Outputs) -> Result:
         """Any run. The usual ones, planned and with scales of plan() alone, go straight to the
         variant. outputs: not checked."""
@@ -448,7 +386,7 @@ class BatchPrefillWrapper(EngineAttributes):
             **encoding._asdict(),
         }
         planned = self._planned()
-        options = _with_forward(planned.asked.request.options, forward)
+        options = with_forward(planned.asked.request.options, forward)
         variant = self._select(planned, options)
         scales = folded_scales(softmax_scale(a.sm_scale, options), scales_of(a), options)
         result = variant.attend_to(q, kv, scales, outputs, None)

@@ -15,7 +15,7 @@ from .._check.names import tells_nearest
 from .._check.options import check_neutral, options_of
 from .._check.outputs import DEFAULT_OUTPUTS, Outputs
 from .._compat.signatures import takes
-from .batch import lists_options
+from .options import lists_options
 from .paged import BatchPrefillWithPagedKVCacheWrapper
 from .state import Asked
 

@@ -14,18 +14,15 @@ from .._check.arguments import KvCache, Result, RunKeywords, Scale
 from .._check.calls import PagedForwardArguments, PagedPlanArguments
 from .._check.names import tells_nearest
 from .._check.outputs import DEFAULT_OUTPUTS, Outputs, run_outputs
+from .._check.recording import function_mode_is_active, is_dynamo_compiling, num_dispatch_modes
 from .._compat import sink_variant
 from .._compat.engine_attributes import PagedEngineAttributes
 from .._compat.signatures import takes
-from .batch import BatchPrefillWrapper, lists_options
+from .batch import BatchPrefillWrapper
+from .options import lists_options, run_options
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-# Names of their own for what every run() asks; see check.traced().
-_dynamo_compiles = check.is_dynamo_compiling
-_function_modes = check.function_mode_is_active
-_dispatch_modes = check.num_dispatch_modes
 
 
 class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillWrapper, PagedEngineAttributes):
@@ -212,13 +209,13 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillWrapper, PagedEngineAttrib
             or k_scale is not None
             or v_scale is not None
             or sinks is not None
-            or _dynamo_compiles()
-            or _function_modes()
-            or _dispatch_modes()
+            or is_dynamo_compiling()
+            or function_mode_is_active()
+            or num_dispatch_modes()
             or (planned := self._state.planned) is None
             or planned.usual is None
         ):
-            given = self._given((args, k_scale, v_scale, sinks), options)
+            given = run_options(self, (args, k_scale, v_scale, sinks), options)
             outputs = Outputs(out, lse, return_lse, lse_base, lse_layout)
             return super()._run(q, paged_kv_cache, given, outputs)
         outputs = run_outputs(out, lse, return_lse, lse_base, lse_layout)

@@ -17,7 +17,7 @@ from .._check.arguments import KvCache, Result, Scale, converted
 from .._check.calls import PagedPlanArguments
 from .._check.names import tells_nearest
 from .._plan.items import written_out
-from .batch import check_announced
+from .options import check_announced
 from .paged import BatchPrefillWithPagedKVCacheWrapper
 
 _WINDOWS_KEPT = 4
