@@ -1,7 +1,5 @@
 """The wrapper of ragged KV caches, preflash.prefill.BatchPrefillWithRaggedKVCacheWrapper."""
 
-# Functions are over 80 lines where the API fixes a long signature; their bodies are short.
-
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -1,8 +1,6 @@
 """Causal attention with spans that see themselves both ways,
 preflash.attention.BatchPrefillWithCausalBidirectionalRangesWrapper."""
 
-# NOTE: the API fixes long signatures; see paged.py.
-
 from __future__ import annotations
 
 import functools
