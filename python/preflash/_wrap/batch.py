@@ -134,10 +134,12 @@ class BatchPrefillWrapper(EngineAttributes):
         kv_layout = self._kv_layout
         if self._written_for_cudnn:
             a, kv_layout = in_tokens(a, options, kv_layout, self.device)
-        graph, workspace = self._graph, self._state.workspace
-        indices_buf = None if graph is None else graph.buffers.indices
+        graph = self._graph
+        workspace = self._state.workspace
         device = workspace.device_stream.device
-        lengths = _lengths.batch_lengths(a, device, indices_buf, workspace.known_uploader)
+        lengths = _lengths.batch_lengths(
+            a, device, graph and graph.buffers.indices, workspace.known_uploader
+        )
         graph_rows = graph_mask_bytes = 0
         if graph is not None:
             batch = lengths.batch
@@ -174,8 +176,9 @@ class BatchPrefillWrapper(EngineAttributes):
         workspace = self._state.workspace
         if self._awaits_buffers:
             self._take_graph_buffers()
-        if self._graph is not None:
-            self._graph.check_may_plan()
+        graph = self._graph
+        if graph is not None:
+            graph.check_may_plan()
         asked = self._asked(a)
         request = asked.request
         options = request.options
@@ -183,10 +186,10 @@ class BatchPrefillWrapper(EngineAttributes):
         if forward is not None:
             options = with_forward(options, forward)
             with contextlib.suppress(ValueError, NotImplementedError):
-                draft = self._draft(request._replace(options=options))
+                draft = self._draft(workspace, request._replace(options=options))
         if draft is None:
             options = request.options
-            draft = self._draft(request)
+            draft = self._draft(workspace, request)
         device = workspace.device_stream.device
         _lengths.check_hints(a, request.lengths, device)
         batch = request.lengths.batch
@@ -197,7 +200,7 @@ class BatchPrefillWrapper(EngineAttributes):
         if mask is not None:
             masks.check_mask_device(mask, device)
             source = MaskSource(mask, a.packed_custom_mask is not None)
-        if self._graph is not None:
+        if graph is not None:
             return self._drafted_for_graphs(Drafted(workspace, draft, asked, options), source, a)
         if source is not None:
             mask = masks.owned_mask(*source, batch, workspace.device_stream)
@@ -219,15 +222,15 @@ class BatchPrefillWrapper(EngineAttributes):
             _graph.check_captured(place, 0, request.lengths)
             _graph.check_captured_mask(options.mask == _core.Mask.custom, mask is not None)
             if options != drafted.options:
-                refreshed[options] = self._draft(request._replace(options=options))
+                again = request._replace(options=options)
+                refreshed[options] = self._draft(drafted.workspace, again)
         return drafted._replace(
             asked=asked._replace(request=request),
             refreshed=refreshed,
             copy_in=functools.partial(graph.copy_in, a, batch, mask),
         )
 
-    def _draft(self, request: Request, workspace: Workspace | None = None) -> Draft:
-        workspace = workspace or self._state.workspace
+    def _draft(self, workspace: Workspace, request: Request) -> Draft:
         return pipeline.plan(workspace, self._requested_backend.name, request)
 
     def _install(self, drafted: Drafted) -> None:
@@ -296,7 +299,7 @@ class BatchPrefillWrapper(EngineAttributes):
         if found is None:
             workspace = self._state.workspace.beside()
             request = request._replace(options=options)
-            draft = self._draft(request, workspace)
+            draft = self._draft(workspace, request)
             if self._graph is not None and workspace.device_stream.is_capturing():
                 found = self._graph.planned_beside_capture(workspace, draft, request)
             else:
@@ -436,7 +439,7 @@ class BatchPrefillWrapper(EngineAttributes):
         if planned is None:
             return workspace
         request = planned.asked.request
-        draft = self._draft(request, workspace)
+        draft = self._draft(workspace, request)
         return Drafted(workspace, draft, planned.asked, request.options)
 
     def _reset(self, drafted: Workspace | Drafted) -> None:

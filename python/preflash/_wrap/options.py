@@ -16,12 +16,14 @@ from .._check.options import check_unserved
 
 Run = TypeVar("Run", bound=Callable[..., Any])
 
+_RUN_KEYWORDS = RunKeywords.__annotations__
+
 
 def lists_options(run: Run) -> Run:
     """Shows RunKeywords in the signature of a run() that takes them as **options."""
     own = inspect.signature(run)
     *named, options = own.parameters.values()
-    for name, of_type in RunKeywords.__annotations__.items():
+    for name, of_type in _RUN_KEYWORDS.items():
         annotation = getattr(of_type, "__forward_arg__", of_type)
         named.append(
             inspect.Parameter(name, options.KEYWORD_ONLY, default=None, annotation=annotation)
@@ -63,12 +65,20 @@ def check_announced(announced: Mapping[str, Any], planned: Mapping[str, Any]) ->
             )
 
 
+def any_given(options: RunKeywords) -> bool:
+    """Whether one of them says something, or is for run_options() to refuse."""
+    for name, value in options.items():  # noqa: SIM110, a generator takes time
+        if value is not None or name not in _RUN_KEYWORDS:
+            return True
+    return False
+
+
 def run_options(wrapper: Any, first: tuple, options: RunKeywords) -> RunOptions:
     """The options of one run(). first: those that are no RunKeywords."""
     try:
         given = RunOptions(*first, **options)
     except TypeError:
-        unknown = min(options.keys() - RunKeywords.__annotations__.keys())
+        unknown = min(options.keys() - _RUN_KEYWORDS.keys())
         says = f"{type(wrapper).__name__}.run() got an unexpected keyword argument {unknown!r}"
         parameters = inspect.signature(wrapper.run).parameters
         raise TypeError(with_nearest(says, parameters)) from None

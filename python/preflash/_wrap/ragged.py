@@ -17,7 +17,7 @@ from .._compat import sink_variant
 from .._compat.engine_attributes import RaggedEngineAttributes
 from .._compat.signatures import takes
 from .batch import BatchPrefillWrapper
-from .options import lists_options, run_options
+from .options import any_given, lists_options, run_options
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -125,7 +125,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillWrapper, RaggedEngineAttr
         """
         if (
             args
-            or options
+            or (options and any_given(options))
             or return_lse is None
             or k_scale is not None
             or v_scale is not None
