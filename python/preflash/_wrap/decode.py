@@ -173,7 +173,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
         self,
         q: torch.Tensor,
         paged_kv_cache: KvCache,
-        *args: None,
+        *args: Any,
         k_scale: Scale = None,
         v_scale: Scale = None,
         out: torch.Tensor | None = None,
@@ -193,12 +193,13 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
             The others, all of them, the result and the errors are those of
             BatchPrefillWithPagedKVCacheWrapper.run().
         """
-        check.nothing_more("run", args)
+        if len(args) != 3 or not isinstance(args[2], (torch.Tensor, float)):
+            check.nothing_more("run", args)
         if self._had_several or q_len_per_req is not None:
             self._check_queries(q, q_len_per_req)
         return super().run(
-            q, paged_kv_cache, k_scale, v_scale, return_lse, out=out, lse=lse, sinks=sinks,
-            **options,
+            q, paged_kv_cache, *args, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse,
+            out=out, lse=lse, sinks=sinks, **options,
         )  # fmt: skip
 
     def _check_queries(self, q: torch.Tensor, q_len_per_req: int | None) -> None:

@@ -15,7 +15,7 @@ from .._check.outputs import DEFAULT_OUTPUTS, Outputs, run_outputs
 from .._check.recording import function_mode_is_active, is_dynamo_compiling, num_dispatch_modes
 from .._compat import sink_variant
 from .._compat.engine_attributes import RaggedEngineAttributes
-from .._compat.signatures import takes
+from .._compat.signatures import by_position, takes
 from .batch import BatchPrefillWrapper
 from .options import any_given, lists_options, run_options
 
@@ -77,7 +77,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillWrapper, RaggedEngineAttr
             qo_indptr: [batch_size + 1] int32, first token of each request in q, on the CPU (which
                 costs no wait for the GPU) or on the wrapper's device (copied back once).
             kv_indptr: [batch_size + 1] int32, first token of each request in k and v.
-            v_indptr, o_indptr: None only; those of k and q serve.
+            v_indptr, o_indptr: where each request begins in v and the output: kv_indptr and
+                qo_indptr again, in tokens or in elements. Those on the GPU are waited for.
             The others, and the errors, are those of BatchPrefillWithPagedKVCacheWrapper.plan().
         """
         super()._plan(a)
@@ -94,14 +95,17 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillWrapper, RaggedEngineAttr
         BatchPrefillWithPagedKVCacheWrapper.workspace_size()."""
         return super()._workspace_size(a)
 
+    _by_position = ("return_lse",)
+
+    @by_position(*_by_position)
     @lists_options
     def run(
         self,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
+        *args: Any,
         return_lse: bool = False,
-        *args: None,
         k_scale: Scale = None,
         v_scale: Scale = None,
         out: torch.Tensor | None = None,
@@ -121,7 +125,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillWrapper, RaggedEngineAttr
             v: like k with head_dim_vo.
             The others, the result and the errors are those of
             BatchPrefillWithPagedKVCacheWrapper.run(); scale_q, scale_k and scale_v may also follow
-            v by position.
+            v by position, a float for all heads.
         """
         if (
             args
@@ -146,12 +150,6 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillWrapper, RaggedEngineAttr
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **options: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """run() with return_lse=True."""
-        if len(args) == 3:  # scale_q, scale_k, scale_v
-            options = dict(zip(("scale_q", "scale_k", "scale_v"), args, strict=True)) | options
-            args = ()
-        elif "run" not in self.__dict__:
-            check.nothing_more("run_return_lse", args)
-            args = ()
         return self.run(q, k, v, *args, return_lse=True, **options)
 
     @takes(RaggedForwardArguments)

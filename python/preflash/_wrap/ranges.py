@@ -170,9 +170,11 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
         """
         a = self._arguments(locals())
         super()._plan(a)
-        arrays = ("qo_indptr", "paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len")
-        # The caller may change those on the CPU once plan() has returned.
-        own = {name: array.clone() for name in arrays if (array := getattr(a, name)).is_cpu}
+        # The caller may change his arrays. Pages on a GPU stay there, as in every plan.
+        names = ["qo_indptr", "paged_kv_indptr", "paged_kv_last_page_len"]
+        if a.paged_kv_indices.is_cpu:
+            names.append("paged_kv_indices")
+        own = {name: getattr(a, name).to("cpu", copy=True) for name in names}
         self._plan_given = converted(a, PagedPlanArguments, **own)
         self._masked = {}
 
@@ -237,9 +239,7 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
 
         Raises RuntimeError, too: the stream is being captured.
         """
-        ranges = check.tensor(
-            "bidirectional_ranges", check.is_tensor("bidirectional_ranges", bidirectional_ranges)
-        )
+        ranges = check.tensor("bidirectional_ranges", bidirectional_ranges)
         check.has_dtype("bidirectional_ranges", ranges, torch.int32, "positions of keys")
         check.has_shape(
             "bidirectional_ranges", ranges, (check.is_tensor("q", q).shape[0], 2), "[rows of q, 2]"
@@ -254,8 +254,8 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
             max(check.integer("range_window_left", range_window_left, at_least=-(2**31)), 0),
         )
         return self._with_mask(ranges, windows).run(
-            q, paged_kv_cache, k_scale, v_scale, return_lse, q_scale=q_scale, out=out, lse=lse,
-            enable_pdl=enable_pdl, kv_cache_sf=kv_cache_sf,
+            q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse,
+            q_scale=q_scale, out=out, lse=lse, enable_pdl=enable_pdl, kv_cache_sf=kv_cache_sf,
         )  # fmt: skip
 
     def run_return_lse(self, *args: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -10,6 +10,7 @@ from .. import _core
 from .._check.request import Request
 from .._check.scales import Scales
 from .._device.workspace import Workspace
+from .._plan.items import NO_ITEMS, Items
 from .._plan.pipeline import Draft
 from .._run.variant import PlannedVariant
 
@@ -23,6 +24,7 @@ class Asked(NamedTuple):
     scales: Scales
     causal: bool  # as given: the options have none beside a custom mask
     logits_soft_cap: float  # as given: the options have it in float32
+    items: Items = NO_ITEMS
 
 
 class Planned(NamedTuple):
@@ -41,13 +43,15 @@ class Planned(NamedTuple):
 
     def variants(self) -> set[PlannedVariant]:
         """Each once: `usual` is `primary`, or one of the others unless it was pushed out."""
-        return {self.primary, self.usual or self.primary, *self.others.values()}
+        # NOTE: other threads may add to the others; a list of them is made at once.
+        return {self.primary, self.usual or self.primary, *list(self.others.values())}
 
     def keep(self, options: _core.AttentionOptions, variant: PlannedVariant) -> None:
         """One more of the others. Makes room for it; those that a CUDA graph replays stay."""
         if len(self.others) >= _VARIANTS_KEPT:
-            for surplus in [o for o, other in self.others.items() if not other.shared]:
-                del self.others[surplus]
+            for surplus, other in list(self.others.items()):
+                if not other.shared:
+                    self.others.pop(surplus, None)
         self.others[options] = variant
 
 
