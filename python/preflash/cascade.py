@@ -290,17 +290,15 @@ class MultiLevelCascadeAttentionWrapper:
             the wrapper keeps the plans it had.
         """
         count = len(self._levels)
-        tables = {
-            name: _per_level(given, getattr(a, given), count) for name, given in _TABLES.items()
-        }
+        arrays = [_per_level(name, getattr(a, name), count) for name in _TABLES.values()]
         check.flag("causal", a.causal)
         if count > 1:
             _check_free_of_distances(a.window_left, a.pos_encoding_mode)
         drafted = []
-        for i, level in enumerate(self._levels):
-            table = {name: arrays[i] for name, arrays in tables.items()}
-            causal = a.causal if i == count - 1 else False
-            drafted.append(level._drafted(converted(a, PagedPlanArguments, **table, causal=causal)))
+        for level, *of_level in zip(self._levels, *arrays, strict=True):
+            table = dict(zip(_TABLES, of_level, strict=True))
+            table["causal"] = a.causal if level is self._levels[-1] else False
+            drafted.append(level._drafted(converted(a, PagedPlanArguments, **table)))
         _check_same_queries([d.asked.request.lengths.batch for d in drafted])
         # Nothing is refused from here on, but an interrupt may leave levels with the batch before.
         self._in_step = False

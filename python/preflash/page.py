@@ -87,7 +87,8 @@ def get_batch_indices_positions(
     outputs = []
     for name, given in (("batch_indices", batch_indices), ("positions", positions)):
         if given is None:
-            given = torch.empty(nnz, dtype=torch.int32, device=device)
+            outputs.append(torch.empty(nnz, dtype=torch.int32, device=device))
+            continue
         check.tensor(name, given)
         check.has_shape(name, given, (nnz,), "[nnz]")
         check.has_dtype(name, given, torch.int32, "as it is without a given tensor")
@@ -158,11 +159,11 @@ def append_paged_kv_cache(
         )
     of_tokens = {"batch_indices": batch_indices, "positions": positions}
     table = {"kv_indices": kv_indices, "kv_indptr": kv_indptr, "kv_last_page_len": kv_last_page_len}
-    for name, value in {**of_tokens, **table}.items():
+    for name, value in (*of_tokens.items(), *table.items()):
         checks.index_array(name, value)
-        if name in of_tokens:
-            check.has_shape(name, value, (tokens,), "[nnz], one per token of append_key")
         check.on_device(name, value, device)
+    for name, value in of_tokens.items():
+        check.has_shape(name, value, (tokens,), "[nnz], one per token of append_key")
     checks.one_per_request("kv_last_page_len", kv_last_page_len, "kv_indptr", kv_indptr)
     if checks.may_be_read(kv_indptr):
         lengths = get_seq_lens(kv_indptr, kv_last_page_len, k_cache.shape[1])
