@@ -88,15 +88,9 @@ class PODWithPagedKVCacheWrapper(PodWrapper):
     ) -> None:
         check.neutral("jit_args", jit_args)
         self._decode = BatchDecodeWithPagedKVCacheWrapper(
-            float_workspace_buffer,
-            kv_layout,
-            use_cuda_graph,
-            False,
-            paged_kv_indptr_buffer,
-            paged_kv_indices_buffer,
-            paged_kv_last_page_len_buffer,
-            backend=backend,
-        )
+            float_workspace_buffer, kv_layout, use_cuda_graph, False, paged_kv_indptr_buffer,
+            paged_kv_indices_buffer, paged_kv_last_page_len_buffer, backend=backend,
+        )  # fmt: skip
         self._joints = Joints(self._decode._requested_backend)
 
     @takes(PodPlanArguments)
