@@ -6,7 +6,7 @@ attends with its queries to the keys that it has; the partial results merge exac
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -117,22 +117,9 @@ def context_parallel_prefill(
         owner = (rank - step) % world  # of the keys that are here
         coming, waits = (None, []) if step == world - 1 else _pass_on(kv, held[owner - 1], group)
         try:
-            row = key = 0
-            for i, (own, others) in enumerate(zip(lens[rank], lens[owner], strict=True)):
-                rows, keys = slice(row, row + sum(own)), slice(key, key + sum(others))
-                row, key, skipped = rows.stop, keys.stop, 0
-                # Own tokens are in order: causal by index is causal by position. Of an owner before
-                # us the first chunk is before both of ours, the last behind; behind both of a later
-                # owner's is our last chunk, before them our first.
-                if causal and owner < rank:
-                    keys = slice(keys.start, keys.start + others[0])
-                elif causal and owner > rank:
-                    skipped = own[0]
+            for i, (rows, skipped, keys) in enumerate(_visible(lens, rank, owner, causal)):
                 part = single_prefill_with_kv_cache_return_lse(
-                    q[rows][skipped:],
-                    *(x[keys] for x in kv),
-                    causal=causal and step == 0,
-                    **options,
+                    q[rows], *(x[keys] for x in kv), causal=causal and step == 0, **options
                 )
                 if step == 0:
                     results.append(part)
@@ -145,6 +132,23 @@ def context_parallel_prefill(
     if len(results) == 1:
         return results[0]
     return tuple(torch.cat(x) for x in zip(*results, strict=True))
+
+
+def _visible(
+    lens: list[list[tuple[int, int]]], rank: int, owner: int, causal: bool
+) -> Iterator[tuple[slice, int, slice]]:
+    """For each request the rows of a rank that see keys of the owner, how many rows of the request
+    are before these, and the keys that they see. A rank's own tokens are in order: for these,
+    causal by index is causal by position."""
+    row = key = 0
+    for own, others in zip(lens[rank], lens[owner], strict=True):
+        last_row, last_key = row + sum(own), key + sum(others)
+        # Of a rank before ours the first chunk is before both of ours, and the last behind both.
+        seen = key + others[0] if causal and owner < rank else last_key
+        # Of a rank behind ours both chunks are before our last one, and behind our first.
+        skipped = own[0] if causal and owner > rank else 0
+        yield slice(row + skipped, last_row), skipped, slice(key, seen)
+        row, key = last_row, last_key
 
 
 def _chunk_lens(length: int, world: int, rank: int) -> tuple[int, int]:
