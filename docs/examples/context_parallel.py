@@ -21,7 +21,7 @@ if on_gpu:
 dist.init_process_group("nccl" if on_gpu else "gloo")
 world = dist.get_world_size()
 dtype = torch.bfloat16 if on_gpu else torch.float32
-for length in map(int, sys.argv[1:] or ["65536"]):
+for length in map(int, sys.argv[1:] or ["65536" if on_gpu else "1024"]):
     shapes = [(length // world, heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
     q, k, v = (torch.randn(shape, device=device).to(dtype) for shape in shapes)
     times = []
