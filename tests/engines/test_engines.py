@@ -22,7 +22,6 @@ REFUSALS = (
     "FlashInfer backend on SM90 currently crashes with sliding-window",  # says vLLM 0.27
     "RTP-LLM's wrappers pass neither",
     # Ours, of RTP-LLM's calls.
-    "_use_cuda_graph tells what is planned and cannot be set",
     "positional arguments too many: they belong to kernels",
 )
 
