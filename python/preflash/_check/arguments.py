@@ -25,7 +25,8 @@ class CheckedAlone(NamedTuple):
 
 
 def converted(a: Any, kind: type[Arguments], **given: Any) -> Arguments:
-    """A call as one of another kind: what is given, what both have, and defaults."""
+    """A call converted to another kind: the given values, the arguments that both have, defaults
+    for the rest."""
     pair = (type(a), kind)
     both = _in_both.get(pair)
     if both is None:
@@ -69,12 +70,12 @@ class PerHead(NamedTuple):
 
 
 def scales_of(a: Any) -> GivenScales:
-    """Those of a call that has all three."""
+    """From a call that has all three arguments."""
     return GivenScales(a.q_scale, a.k_scale, a.v_scale)
 
 
 def per_head_of(a: Any) -> PerHead:
-    """Those of a call that has all of them."""
+    """From a call that has all of these arguments."""
     return PerHead(*_per_head_of(a))
 
 
@@ -82,7 +83,7 @@ _per_head_of = operator.attrgetter(*PerHead._fields)
 
 
 class HeadTensor(NamedTuple):
-    """What a tensor of PerHead is: by this its checks go, and the table of features."""
+    """Describes a tensor of PerHead, for its checks and for the table of features."""
 
     heads: str  # the option that tells how many elements it has
     element: str
@@ -96,7 +97,7 @@ _LOGITS = HeadTensor(
     "num_qo_heads", "one logit per query head", "natural logarithms, like logits", of=None
 )
 
-# NOTE: what C++ has to know of them is kHeadTensors in params.h.
+# NOTE: kHeadTensors in params.h is the C++ side.
 PER_HEAD = PerHead(
     sinks=_LOGITS,
     scale_q=_OF_QUERY_HEADS,
@@ -138,7 +139,7 @@ class RunOptions(NamedTuple):
 
 def with_scales_by_position(given: RunOptions, scale: torch.Tensor) -> RunOptions:
     """A run() in the newer order, with scale_q, scale_k and scale_v of an fp8 batch behind the
-    tensors. scale: the one of them that stands where return_lse would."""
+    tensors. scale: the scale in the place of return_lse."""
     if given.extra:  # a ragged run(): return_lse is the first of the three
         found = (scale, *given.extra)
     else:  # a paged one: k_scale, v_scale, return_lse

@@ -19,8 +19,8 @@ class KernelBackend:
     """The kernels of one family."""
 
     num_threads: Callable[[], int] | None = None  # asked for every launch; None: not on the CPU
-    # Called with the function that starts a launch, instead of that, for tests that record
-    # launches. Says as that does whether the launch was captured into a CUDA graph.
+    # For tests that record launches: called with the function that starts a launch, in its place.
+    # Returns, as that function does, whether a CUDA graph captured the launch.
     launched_by: Callable[[Callable[[], bool]], bool] | None = None
 
     def __init__(self, family: _core.Family) -> None:
@@ -136,8 +136,7 @@ class CudaBackend(KernelBackend):
         return None
 
     def _refused(self, refusal: str, options: _core.AttentionOptions) -> Exception:
-        # A build without the kernels of one architecture says so wherever it is asked for them,
-        # also on other devices.
+        # A build without an architecture's kernels says so on every device.
         if self._traits.one_architecture:
             missing = self.missing_kernel(options)
             if missing is not None:

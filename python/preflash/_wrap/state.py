@@ -31,8 +31,8 @@ class Planned(NamedTuple):
 
     asked: Asked
     scales: Scales  # those asked for
-    # The variant that run() means where it names no options; None where begin_forward() planned
-    # another and no run() has wanted this one yet.
+    # The variant of a run() without options; None if begin_forward() planned another one and no
+    # run() has used this one yet.
     usual: PlannedVariant | None
     # The variant that plan() or begin_forward() made, for these options.
     primary: PlannedVariant
@@ -41,7 +41,7 @@ class Planned(NamedTuple):
     others: dict[_core.AttentionOptions, PlannedVariant]
 
     def variants(self) -> set[PlannedVariant]:
-        """Each once: `usual` is `primary`, or one of the others unless it was pushed out."""
+        """Each once: `usual` is `primary` or, unless it was dropped, one of the others."""
         return {self.primary, self.usual or self.primary, *self.others.values()}
 
     def keep(self, options: _core.AttentionOptions, variant: PlannedVariant) -> None:
