@@ -284,7 +284,7 @@ NONSENSE = {
     "kv_lens": "100000000000",
     "page_size": "-3",
     "window_left": "-2",
-    "soft_cap": "1e31",
+    "soft_cap": "1e+31",
     "sm_scale": "nan",
     "rope_theta": "0.0",
     "fixed_split_size": "-64",

@@ -58,7 +58,7 @@ for feature in support_table._FEATURES:
                     batch = batch.with_mask()
                     mask_bytes = batch.mask_bytes
                 for rows in (0, 4 * qo):
-                    plan = _core.Plan(
+                    plan = _core.plan(
                         _core.Family.sm80, 0, options, batch, 128 << 20, rows, mask_bytes
                     )
                     plans.append(

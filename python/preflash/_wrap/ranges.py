@@ -75,7 +75,7 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
         check.neutral("use_cuda_graph", use_cuda_graph, False)
         check.neutral("pos_encoding_mode", pos_encoding_mode, "NONE")
         q_dtype = check.query_dtype("q_data_type", q_data_type)
-        self._announced = {
+        self._constructed_with = {
             "q_data_type": q_dtype,
             "kv_data_type": check.kv_dtype("kv_data_type", kv_data_type, q_dtype),
             "o_data_type": check.output_dtype("o_data_type", o_data_type, q_dtype),
@@ -207,8 +207,8 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
         ):
             check.neutral(name, given[name], neutral)
         check.neutral("logits_soft_cap", given["logits_soft_cap"], 0.0)
-        options = dict(self._announced)
-        for name, announced in self._announced.items():
+        options = dict(self._constructed_with)
+        for name, announced in self._constructed_with.items():
             value = given[name]
             if value is None:
                 continue

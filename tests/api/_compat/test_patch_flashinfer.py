@@ -514,7 +514,7 @@ def test_a_torch_without_cuda_uses_no_gpu(flashinfer, monkeypatch):
 )
 def test_the_plugins_of_the_engines(flashinfer, tmp_path, group, value, merge, pack):
     """Found and called as both engines do: importlib.metadata, load(), a call without arguments."""
-    project = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    project = (Path(__file__).parents[3] / "pyproject.toml").read_text()
     entries = tomllib.loads(project)["project"]["entry-points"]
     info = tmp_path / "preflash_of_this_test-1.dist-info"
     info.mkdir()
