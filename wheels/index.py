@@ -1,6 +1,6 @@
 """A package index (PEP 503, PEP 658's hashes) of dist/, for any server of static files:
 
-    python wheels/index.py dist public
+    python wheels/index.py [--install] dist public
     pip install preflash --extra-index-url https://HOST/public/cu130
 
 One folder for each CUDA version, because pip would take the largest local version of one index.
@@ -9,11 +9,16 @@ One folder for each CUDA version, because pip would take the largest local versi
 from __future__ import annotations
 
 import argparse
+import functools
 import hashlib
 import html
 import shutil
+import subprocess
 import sys
+import tempfile
+import threading
 from email.parser import HeaderParser
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import quote
 from zipfile import ZipFile
@@ -57,13 +62,39 @@ def _link(wheel: Path) -> str:
     return f'<a href="{quote(wheel.name)}#sha256={digest}"{needs}>{html.escape(wheel.name)}</a><br>'
 
 
+def installed(folder: Path) -> str:
+    """What pip installs for this Python from a server of the folder, on the loopback: a file name.
+
+    Raises:
+        subprocess.CalledProcessError: pip finds no wheel, or one that its hash does not fit.
+    """
+    handler = functools.partial(SimpleHTTPRequestHandler, directory=str(folder.parent))
+    with (
+        ThreadingHTTPServer(("127.0.0.1", 0), handler) as server,
+        tempfile.TemporaryDirectory() as target,
+    ):
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", target]
+        url = f"http://127.0.0.1:{server.server_port}/{folder.name}"
+        # NOTE: the index of other packages stays in force, as for a user.
+        run = [*pip, "--no-cache-dir", "--extra-index-url", url, "preflash"]
+        subprocess.run(run, check=True)
+        server.shutdown()
+        (module,) = Path(target).glob("preflash/_core.*.so")
+        (info,) = Path(target).glob("preflash-*.dist-info")
+        return f"{info.name.removesuffix('.dist-info')}, {module.name}"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("dist", type=Path, help="where the wheels are")
     parser.add_argument("out", type=Path, help="what the server serves")
+    parser.add_argument(
+        "--install", action="store_true", help="let pip install each for this Python, then"
+    )
     arguments = parser.parse_args()
     for folder in write(list(arguments.dist.glob("*.whl")), arguments.out):
-        print(folder)
+        print(f"{folder}: pip installs {installed(folder)}" if arguments.install else folder)
     return 0
 
 

@@ -8,6 +8,7 @@ with libstdc++ inside. auditwheel then looks at every symbol.
 from __future__ import annotations
 
 import os
+import platform
 import subprocess
 from pathlib import Path
 
@@ -15,9 +16,17 @@ GLIBC = "2.28"
 _SHIM = Path(__file__).with_name("glibc_2_28.c")
 _STUBS = {"m": "libm.so.6", "pthread": "libpthread.so.0", "dl": "libdl.so.2", "rt": "librt.so.1"}
 
+# For machines other than this one: nvcc finds its headers and libraries by this compiler's name.
+_CROSS = """\
+set(CMAKE_SYSTEM_NAME Linux)
+set(CMAKE_SYSTEM_PROCESSOR {machine})
+set(CMAKE_CXX_COMPILER {prefix}g++)
+set(CMAKE_CUDA_HOST_COMPILER {prefix}g++)
+"""
+
 _TOOLCHAIN = """\
 # Written by wheels/sysroot.py.
-set(flags "-L{stubs} {shim} -static-libstdc++ -Wl,--exclude-libs,ALL")
+{cross}set(flags "-L{stubs} {shim} -static-libstdc++ -Wl,--exclude-libs,ALL")
 set(CMAKE_SHARED_LINKER_FLAGS_INIT "${{flags}} -Wl,-z,defs")
 set(CMAKE_MODULE_LINKER_FLAGS_INIT "${{flags}}")
 # The same bytes wherever the sources are.
@@ -28,12 +37,18 @@ set(CMAKE_CUDA_FLAGS_INIT "-Xcompiler=${{map}}")
 """
 
 
-def prepare(directory: Path, python: str) -> Path:
+def prefix_of(machine: str) -> str:
+    """Of the names of its compilers; Debian's packages g++-aarch64-linux-gnu have them."""
+    return "" if machine == platform.machine() else f"{machine}-linux-gnu-"
+
+
+def prepare(directory: Path, python: str, machine: str) -> Path:
     """Makes the stubs and a CMake toolchain file that links with them.
 
     Args:
         directory: where; what is there already is kept.
         python: an interpreter with the package `ziglang`.
+        machine: what is compiled for, "x86_64" or "aarch64".
 
     Returns:
         The toolchain file.
@@ -44,19 +59,22 @@ def prepare(directory: Path, python: str) -> Path:
         return toolchain
     stubs = directory / "stubs"
     stubs.mkdir(parents=True, exist_ok=True)
-    _write_stubs(stubs, directory / "zig", python)
+    prefix = prefix_of(machine)
+    _write_stubs(stubs, directory / "zig", python, machine)
     shim = directory / "glibc_2_28.o"
-    subprocess.run(["gcc", "-O2", "-fPIC", "-c", str(_SHIM), "-o", str(shim)], check=True)
-    toolchain.write_text(_TOOLCHAIN.format(stubs=stubs, shim=shim))
+    compiler = [f"{prefix}gcc", "-O2", "-fPIC", "-c"]
+    subprocess.run([*compiler, str(_SHIM), "-o", str(shim)], check=True)
+    cross = _CROSS.format(machine=machine, prefix=prefix) if prefix else ""
+    toolchain.write_text(_TOOLCHAIN.format(cross=cross, stubs=stubs, shim=shim))
     return toolchain
 
 
-def _write_stubs(stubs: Path, cache: Path, python: str) -> None:
+def _write_stubs(stubs: Path, cache: Path, python: str, machine: str) -> None:
     """zig writes stubs of all of glibc into its cache when it links anything."""
     cache.mkdir(parents=True, exist_ok=True)
     source = cache / "empty.c"
     source.write_text("int preflash_empty;\n")
-    command = [python, "-m", "ziglang", "cc", "-target", f"x86_64-linux-gnu.{GLIBC}", "-shared"]
+    command = [python, "-m", "ziglang", "cc", "-target", f"{machine}-linux-gnu.{GLIBC}", "-shared"]
     caches = {name: str(cache) for name in ("ZIG_GLOBAL_CACHE_DIR", "ZIG_LOCAL_CACHE_DIR")}
     command += [str(source), "-o", str(cache / "empty.so")]
     subprocess.run(command, check=True, env={**os.environ, **caches})
@@ -66,8 +84,7 @@ def _write_stubs(stubs: Path, cache: Path, python: str) -> None:
     for name, stub in _STUBS.items():
         (stubs / f"lib{name}.so").symlink_to(stub)
     # Few functions, such as atexit(), are not in libc.so.6: every library has its own.
-    nonshared = subprocess.run(
-        ["gcc", "-print-file-name=libc_nonshared.a"], check=True, capture_output=True, text=True
-    ).stdout.strip()
+    ask = [f"{prefix_of(machine)}gcc", "-print-file-name=libc_nonshared.a"]
+    nonshared = subprocess.run(ask, check=True, capture_output=True, text=True).stdout.strip()
     parts = f"{stubs / 'libc.so.6'} {nonshared} AS_NEEDED({stubs / 'libld.so.2'})"
     (stubs / "libc.so").write_text(f"INPUT({parts})\n")

@@ -194,13 +194,16 @@ void bind_places(py::module_& m) {
       .def_readonly("page_size", &Captured::page_size);
   py::class_<Place, std::shared_ptr<Place>>(m, "Place")
       .def_readonly("buffer", &Place::buffer)
-      .def_readwrite("shared", &Place::shared)
+      .def_property(
+          "shared", [](const Place& place) { return place.shared.load(); },
+          [](Place& place, bool shared) { place.shared = shared; })
       .def_property_readonly("held", &Place::held)
       .def_property_readonly("captured",
                              [](const Place& place) -> py::object {
-                               if (!place.captured()) return py::none();
+                               const auto segments = place.captured();
+                               if (!segments) return py::none();
                                py::list captured;
-                               for (const Captured& one : *place.captured()) captured.append(one);
+                               for (const Captured& one : *segments) captured.append(one);
                                return captured;
                              })
       .def(

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <mutex>
 #include <stdexcept>
 #include <tuple>
 #include <utility>
@@ -127,19 +128,26 @@ BoundRun::Call BoundRun::checked(PyObject* const* arguments, Py_ssize_t count) {
   return call;
 }
 
-std::shared_ptr<BoundRun::Bound> BoundRun::bound_to(const Call& call, PyObject* const* arguments) {
+std::shared_ptr<BoundRun::Bound> BoundRun::find_bound(const Call& call) {
+  const std::lock_guard lock(guard_);
   const auto found = std::ranges::find_if(bound_, [&](const std::shared_ptr<Bound>& bound) {
     return looks_like(*bound->checked, call);
   });
-  if (found != bound_.end()) {
-    std::swap(*found, bound_.front());  // where the next layer looks first
-    return bound_.front();
-  }
+  if (found == bound_.end()) return nullptr;
+  std::swap(*found, bound_.front());  // where the next layer looks first
+  return bound_.front();
+}
+
+std::shared_ptr<BoundRun::Bound> BoundRun::bound_to(const Call& call, PyObject* const* arguments) {
+  if (auto found = find_bound(call)) return found;
   const auto checked = tensors_of(call, arguments);
-  auto bound = std::make_shared<Bound>(Bound{checked, Launch(place_, checked->tensors)});
+  const auto bound = std::make_shared<Bound>(Bound{checked, Launch(place_, checked->tensors)});
   held_.check_storage();
-  if (bound_.size() >= kLaunchesKept) bound_.clear();
-  return *bound_.insert(bound_.begin(), std::move(bound));
+  std::vector<std::shared_ptr<Bound>> dropped;  // once others may go on
+  const std::lock_guard lock(guard_);
+  if (bound_.size() >= kLaunchesKept) dropped.swap(bound_);
+  bound_.insert(bound_.begin(), bound);
+  return bound;
 }
 
 bool BoundRun::looks_like(const CheckedTensors& checked, const Call& call) const {
@@ -163,13 +171,21 @@ bool BoundRun::holds_plan(const CheckedTensors& checked) const {
   return true;
 }
 
-std::shared_ptr<const CheckedTensors> BoundRun::tensors_of(const Call& call,
-                                                           PyObject* const* arguments) {
+std::shared_ptr<const CheckedTensors> BoundRun::find_known(const Call& call) const {
+  const std::lock_guard lock(known_->guard);
   for (const auto& checked : known_->checked) {
     if (looks_like(*checked, call) && holds_plan(*checked)) return checked;
   }
-  auto checked = check_tensors(call, arguments);
-  if (known_->checked.size() >= kLaunchesKept) known_->checked.clear();
+  return nullptr;
+}
+
+std::shared_ptr<const CheckedTensors> BoundRun::tensors_of(const Call& call,
+                                                           PyObject* const* arguments) {
+  if (auto known = find_known(call)) return known;
+  const auto checked = check_tensors(call, arguments);
+  std::vector<std::shared_ptr<const CheckedTensors>> dropped;  // once others may go on
+  const std::lock_guard lock(known_->guard);
+  if (known_->checked.size() >= kLaunchesKept) dropped.swap(known_->checked);
   known_->checked.push_back(checked);
   return checked;
 }

@@ -4,12 +4,14 @@
 
 #include <pybind11/pybind11.h>
 
+#include <atomic>
 #include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "bindings/given_segment.h"
+#include "bindings/guard.h"
 #include "bindings/place.h"
 
 namespace preflash {
@@ -47,9 +49,11 @@ struct CheckedTensors {
 // Those of plans with the same options and layouts: the next plan() finds them here. Each plan's
 // own lengths are compared with them.
 struct KnownTensors {
+  Guard guard;
   std::vector<std::shared_ptr<const CheckedTensors>> checked;
 };
 
+// Any number of threads may run it at once.
 class BoundRun : public std::enable_shared_from_this<BoundRun> {
  public:
   // memory: the plan's own, of each segment. largest_pages: the largest page index of each; -1: not
@@ -92,7 +96,11 @@ class BoundRun : public std::enable_shared_from_this<BoundRun> {
   };
 
   Call checked(PyObject* const* arguments, Py_ssize_t count);
+  // Null: none yet.
+  std::shared_ptr<Bound> find_bound(const Call& call);
   std::shared_ptr<Bound> bound_to(const Call& call, PyObject* const* arguments);
+  // Null: no run has checked such tensors yet.
+  std::shared_ptr<const CheckedTensors> find_known(const Call& call) const;
   // The tensors of a call as the checks of this or an earlier plan's run left them.
   std::shared_ptr<const CheckedTensors> tensors_of(const Call& call, PyObject* const* arguments);
   std::shared_ptr<const CheckedTensors> check_tensors(const Call& call,
@@ -122,7 +130,8 @@ class BoundRun : public std::enable_shared_from_this<BoundRun> {
   pybind11::object context_;
   Starting starting_;
   HeldMemory held_;
-  void* stream_;  // of the last run
+  std::atomic<void*> stream_;  // of the last run
+  Guard guard_;                // of what follows
   std::vector<std::shared_ptr<Bound>> bound_;
 };
 

@@ -1,12 +1,16 @@
 #include "bindings/fast_call.h"
 
+#include "bindings/guard.h"
+
 namespace preflash {
 
 namespace py = pybind11;
 
 PyObject* raise(std::exception_ptr thrown) {
-  static const auto& rethrow = *new py::cpp_function([](const py::capsule& held) {
-    std::rethrow_exception(*held.get_pointer<std::exception_ptr>());
+  const auto& rethrow = made_once<py::cpp_function>([] {
+    return py::cpp_function([](const py::capsule& held) {
+      std::rethrow_exception(*held.get_pointer<std::exception_ptr>());
+    });
   });
   PyObject* held = PyCapsule_New(&thrown, nullptr, nullptr);
   if (held == nullptr) return nullptr;

@@ -4,7 +4,7 @@
 #include "bindings/bindings.h"
 #include "core/device.h"
 
-PYBIND11_MODULE(_core, m) {
+PYBIND11_MODULE(_core, m, pybind11::mod_gil_not_used()) {
   m.doc() =
       "Planner, registry and launches of preflash. Private: use preflash.prefill and its peers.";
   pybind11::register_exception_translator([](std::exception_ptr raised) {

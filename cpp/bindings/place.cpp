@@ -15,22 +15,27 @@ Place::Place(std::shared_ptr<const Uploader> uploader, std::shared_ptr<const Tor
       capacity_(capacity) {}
 
 void Place::note_capture(const PerSegment<RunTensors>& tensors, const py::object& partials) {
-  PerSegment<Captured> now;
-  for (int s = 0; s < tensors.size(); ++s) {
-    const Captured one = Captured::of(tensors[s], plan()->segments()[s].batch->page_size());
-    now.add(captured_ ? one.or_larger((*captured_)[s]) : one);
-  }
-  captured_ = now;
-  shared = true;
-  held_ = std::make_shared<HeldMemory>(torch, "a CUDA graph has captured a run()",
-                                       "the graph holds its address: construct another wrapper");
-  held_->hold("int_workspace_buffer", tensor,
-              {.address = reinterpret_cast<Address>(memory()), .bytes = capacity_});
+  auto held =
+      std::make_shared<HeldMemory>(torch, "a CUDA graph has captured a run()",
+                                   "the graph holds its address: construct another wrapper");
+  held->hold("int_workspace_buffer", tensor,
+             {.address = reinterpret_cast<Address>(memory()), .bytes = capacity_});
   if (!partials.is_none()) {
-    held_->hold("float_workspace_buffer", partials,
-                {.address = torch->address_of(partials.ptr()), .bytes = plan()->float_bytes()});
+    held->hold("float_workspace_buffer", partials,
+               {.address = torch->address_of(partials.ptr()), .bytes = plan()->float_bytes()});
   }
-  held_->check_storage();
+  shared = true;
+  {
+    const std::lock_guard lock(guard_);
+    PerSegment<Captured> now;
+    for (int s = 0; s < tensors.size(); ++s) {
+      const Captured one = Captured::of(tensors[s], plan()->segments()[s].batch->page_size());
+      now.add(captured_ ? one.or_larger((*captured_)[s]) : one);
+    }
+    captured_ = now;
+    held_.swap(held);
+  }
+  this->held()->check_storage();
 }
 
 }  // namespace preflash

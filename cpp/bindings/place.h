@@ -3,9 +3,12 @@
 
 #include <pybind11/pybind11.h>
 
+#include <atomic>
 #include <memory>
+#include <mutex>
 #include <optional>
 
+#include "bindings/guard.h"
 #include "bindings/run_memory.h"
 #include "core/captured.h"
 #include "core/device_plan.h"
@@ -23,17 +26,24 @@ class Place : public DevicePlan {
   void note_capture(const PerSegment<RunTensors>& tensors, const pybind11::object& partials);
 
   // Whether a CUDA graph that captured the plan, or a copied wrapper, may still run it.
-  bool shared = false;
+  std::atomic<bool> shared = false;
   const std::shared_ptr<const Torch> torch;
   const pybind11::object buffer, tensor;
 
   // Of each segment; none: no graph has captured a run.
-  const std::optional<PerSegment<Captured>>& captured() const { return captured_; }
+  std::optional<PerSegment<Captured>> captured() const {
+    const std::lock_guard lock(guard_);
+    return captured_;
+  }
   // What graphs hold the addresses of; null: no graph does.
-  const std::shared_ptr<HeldMemory>& held() const { return held_; }
+  std::shared_ptr<HeldMemory> held() const {
+    const std::lock_guard lock(guard_);
+    return held_;
+  }
 
  private:
   std::int64_t capacity_;
+  mutable Guard guard_;  // of what follows
   std::optional<PerSegment<Captured>> captured_;
   std::shared_ptr<HeldMemory> held_;
 };

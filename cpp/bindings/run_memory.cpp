@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "bindings/fast_call.h"
+#include "bindings/guard.h"
 
 namespace preflash {
 
@@ -44,19 +45,23 @@ std::int64_t number_of(py::handle object, PyObject* method) {
   return number;
 }
 
+struct Names {
+  PyObject* untyped_storage = PyUnicode_InternFromString("untyped_storage");
+  PyObject* nbytes = PyUnicode_InternFromString("nbytes");
+  PyObject* storage_offset = PyUnicode_InternFromString("storage_offset");
+  PyObject* itemsize = PyUnicode_InternFromString("itemsize");
+};
+
 // From the tensor's first element to the end of its storage.
 std::int64_t room_of(py::handle tensor) {
-  static PyObject* const untyped_storage = PyUnicode_InternFromString("untyped_storage");
-  static PyObject* const nbytes = PyUnicode_InternFromString("nbytes");
-  static PyObject* const storage_offset = PyUnicode_InternFromString("storage_offset");
-  static PyObject* const itemsize = PyUnicode_InternFromString("itemsize");
+  const Names& names = made_once<Names>([] { return Names{}; });
   PyObject* const given[] = {tensor.ptr()};
   const auto storage = py::reinterpret_steal<py::object>(
-      PyObject_VectorcallMethod(untyped_storage, given, 1, nullptr));
+      PyObject_VectorcallMethod(names.untyped_storage, given, 1, nullptr));
   if (!storage) throw py::error_already_set();
-  const std::int64_t bytes = number_of(storage, nbytes);
-  const std::int64_t offset = number_of(tensor, storage_offset);
-  return offset == 0 ? bytes : bytes - offset * tensor.attr(itemsize).cast<std::int64_t>();
+  const std::int64_t bytes = number_of(storage, names.nbytes);
+  const std::int64_t offset = number_of(tensor, names.storage_offset);
+  return offset == 0 ? bytes : bytes - offset * tensor.attr(names.itemsize).cast<std::int64_t>();
 }
 
 // (torch, name, tensor)

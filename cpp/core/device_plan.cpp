@@ -65,6 +65,7 @@ void DevicePlan::write(std::shared_ptr<const Plan> plan, const Upload& upload) {
                            " that launches otherwise needs another place");
   }
   const DeviceServices& services = services_of(device());
+  const auto lock = uploader_->lock();
   void* staging = nullptr;
   const std::int64_t image_bytes = plan->image_bytes();
   check_launch(services.uploader_acquire(uploader_->get(), image_bytes, &staging), "plan staging");
@@ -91,7 +92,7 @@ void DevicePlan::class_masks(const Upload& upload) {
   }
   if (!any) return;
   // NOTE: the mask may be an earlier plan's, which wrote it on another stream before its own copy.
-  arrive_before(upload.stream);
+  join(upload.stream);
   for (int s = 0; s < plan_->segments().size(); ++s) {
     if (!has_classes_[s]) continue;
     class_mask(s, {.mask_bits = upload.mask_bits[s], .mask_classes = mask_classes(s)}, target);
@@ -133,6 +134,11 @@ void DevicePlan::set_lengths(RequestLengths lengths, const LaunchTarget& target)
 }
 
 void DevicePlan::arrive_before(void* stream) const {
+  const auto lock = uploader_->lock();
+  join(stream);
+}
+
+void DevicePlan::join(void* stream) const {
   check_launch(services_of(device()).uploader_join(uploader_->get(), stream), "plan upload");
 }
 

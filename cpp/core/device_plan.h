@@ -5,6 +5,7 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 
 #include "core/memory_claim.h"
 #include "core/plan.h"
@@ -12,7 +13,7 @@
 
 namespace preflash {
 
-// Pinned staging memory, one per wrapper. Not thread-safe.
+// Pinned staging memory, one per wrapper. Thread-safe but for get().
 class Uploader {
  public:
   // A launch of a wrapper's plans, for as long as the host is busy with it.
@@ -37,7 +38,9 @@ class Uploader {
   Uploader& operator=(const Uploader&) = delete;
 
   int device() const { return device_; }
+  // To be used under its lock(), which may wait for another thread's upload.
   PlanUploader* get() const { return uploader_; }
+  std::unique_lock<std::mutex> lock() const { return std::unique_lock(mutex_); }
   // For the page indices of the wrapper's batches. Thread-safe.
   const PageMemory& page_memory() const { return page_memory_; }
 
@@ -47,6 +50,7 @@ class Uploader {
   PlanUploader* uploader_;
   PageMemory page_memory_;
   mutable std::atomic<int> num_running_ = 0;
+  mutable std::mutex mutex_;
 };
 
 // How a plan reaches its place.
@@ -110,6 +114,7 @@ class DevicePlan {
 
  private:
   void class_masks(const Upload& upload);
+  void join(void* stream) const;
 
   std::shared_ptr<const Uploader> uploader_;
   void* memory_;

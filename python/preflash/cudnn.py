@@ -196,17 +196,21 @@ def cudnn_batch_decode_with_kv_cache(
             f"head_dim], with {lengths.numel() * each} rows"
         )
     begins = direct.uniform_indptr(lengths.numel(), each, lengths)
-    width = q.shape[1] * check.is_tensor("v_cache", v_cache).shape[-1]
-    for name, offsets, of_row in (
-        ("batch_offsets_q", batch_offsets_q, q.stride(0)),
-        ("batch_offsets_o", batch_offsets_o, width),
+    out_dim = check.is_tensor("v_cache", v_cache).shape[-1]
+    for name, offsets, rows, head_dim in (
+        ("batch_offsets_q", batch_offsets_q, q, q.shape[2]),
+        ("batch_offsets_o", batch_offsets_o, out, out_dim),
     ):
         if offsets is not None:
+            strided = rows is not None and q.shape[0] > 1
+            of_row = check.is_tensor("out", rows).stride(0) if strided else q.shape[1] * head_dim
             direct.check_one_after_the_other(name, offsets, begins, of_row)
     cache, layout = direct.paged("k_cache", (k_cache, v_cache), "HND")
     return direct.attend(
         {
             "qkv": "q, k_cache, v_cache",
+            "k": "k_cache",
+            "v": "v_cache",
             "seq_lens": "actual_seq_lens_kv",
             "max_kv_len": "max_sequence_kv",
             "bmm1_scale": "scale",

@@ -13,10 +13,20 @@ import torch
 
 from ._check import values as check
 from ._check.arguments import Result
-from ._check.names import tells_nearest
+from ._check.names import renamed, tells_nearest
+from ._check.tensors import refuse_shared
 from .prefill import BatchPrefillWithPagedKVCacheWrapper
 
 __all__ = ["BlockSparseAttentionWrapper", "VariableBlockSparseAttentionWrapper"]
+
+
+# What the pages' wrapper calls the arguments of plan().
+_NAMES = {
+    "paged_kv_indptr": "indptr",
+    "paged_kv_indices": "indices",
+    "custom_mask": "mask",
+    "packed_custom_mask": "packed_mask",
+}
 
 
 class _BlockSparse:
@@ -144,36 +154,39 @@ class BlockSparseAttentionWrapper(_BlockSparse):
             )
         if mask is not None and packed_mask is None:
             mask = _by_rows(mask, at, (height, width), rows)
-        q_dtype = check.query_dtype("q_data_type", q_data_type)
+        q_dtype = check.dtype("q_data_type", q_data_type)
+        if q_dtype != check.CONVERTED_QUERY:
+            check.query_dtype("q_data_type", q_dtype)
         o_dtype = check.dtype("o_data_type", o_data_type)
-        converts = o_dtype != q_dtype and q_dtype != check.FP8_QUERY
+        converts = o_dtype != q_dtype and q_dtype not in check.FP8_DTYPES
         if converts and o_dtype not in check.WIDE_DTYPES:
             raise TypeError(f"o_data_type is {o_dtype}; must be float16, bfloat16 or float32")
         qo_indptr = torch.arange(count + 1, dtype=torch.int32, device="cpu") * height
-        self._pages.plan(
-            qo_indptr.clamp_(max=rows),
-            at,
-            blocks,
-            torch.full((count,), width, dtype=torch.int32, device="cpu"),
-            num_qo_heads,
-            num_kv_heads,
-            head_dim,
-            width,
-            mask,
-            packed_mask,
-            causal,
-            pos_encoding_mode,
-            use_fp16_qk_reduction,
-            sm_scale,
-            -1,
-            logits_soft_cap,
-            rope_scale,
-            rope_theta,
-            q_dtype,
-            kv_data_type,
-            non_blocking,
-            o_data_type=None if converts else o_dtype,
-        )
+        with renamed(_NAMES):
+            self._pages.plan(
+                qo_indptr.clamp_(max=rows),
+                at,
+                blocks,
+                torch.full((count,), width, dtype=torch.int32, device="cpu"),
+                num_qo_heads,
+                num_kv_heads,
+                head_dim,
+                width,
+                mask,
+                packed_mask,
+                causal,
+                pos_encoding_mode,
+                use_fp16_qk_reduction,
+                sm_scale,
+                -1,
+                logits_soft_cap,
+                rope_scale,
+                rope_theta,
+                q_dtype,
+                kv_data_type,
+                non_blocking,
+                o_data_type=None if converts else o_dtype,
+            )
         self._rows, self._keys, self._width = rows, keys, width
         self._causal, self._o_dtype = causal, o_dtype if converts else None
 
@@ -208,10 +221,13 @@ class BlockSparseAttentionWrapper(_BlockSparse):
             TypeError, ValueError: not planned, or a tensor is not what was planned.
         """
         cache = self._in_blocks(k, v)
-        if self._o_dtype is not None and out is not None:
-            check.tensor("out", out)
-            check.has_dtype("out", out, self._o_dtype, "plan()'s o_data_type")
-            check.has_shape("out", out, tuple(q.shape), "q's")
+        if self._o_dtype is not None:
+            shape = tuple(check.is_tensor("q", q).shape)
+            _check_copied_into(
+                {"k": k, "v": v},
+                lse=(lse, torch.float32, [shape[:-1]]),
+                out=(out, self._o_dtype, [shape]),
+            )
         result = self._pages.run(
             q, cache, scale_q=scale_q, scale_k=scale_k, scale_v=scale_v,
             out=out if self._o_dtype is None else None, lse=lse, return_lse=return_lse,
@@ -253,7 +269,7 @@ class BlockSparseAttentionWrapper(_BlockSparse):
         if self._pages.variant is None:
             raise ValueError("run() before plan(): call plan() with the blocks first")
         for name, value in (("k", k), ("v", v)):
-            check.tensor(name, value)
+            check.is_tensor(name, value)
             if value.dim() != 3 or value.shape[0] != self._keys:
                 raise ValueError(
                     f"{name} has shape {tuple(value.shape)}; must be [N, num_kv_heads, head_dim] "
@@ -394,19 +410,14 @@ class VariableBlockSparseAttentionWrapper(_BlockSparse):
         Raises:
             TypeError, ValueError: not planned, or a tensor is not what was planned.
         """
+        by_head = tuple(check.is_tensor("q", q).shape)
         q, cache = self._by_head(q, k, v)
-        for name, value, of in (("out", out, q.shape), ("lse", lse, q.shape[:2])):
-            if value is not None:
-                check.tensor(name, value)
-                check.forward_only(**{name: value})
-                by_head = (self._heads * self._group, self._rows, *of[2:])
-                if tuple(value.shape) not in (tuple(of), by_head):
-                    raise ValueError(
-                        f"{name} has shape {tuple(value.shape)}; must be {by_head} or {tuple(of)}"
-                    )
-                wanted = q.dtype if name == "out" else torch.float32
-                check.has_dtype(name, value, wanted, "as it is computed")
-                check.on_device(name, value, q.device)
+        flat = tuple(q.shape)
+        _check_copied_into(
+            {"k": k, "v": v},
+            lse=(lse, torch.float32, [by_head[:-1], flat[:-1]]),
+            out=(out, q.dtype, [by_head, flat]),
+        )
         wants_lse = return_lse or lse is not None
         result = self._pages.run(q, cache, return_lse=wants_lse, enable_pdl=enable_pdl)
         computed, sums = result if wants_lse else (result, None)
@@ -454,12 +465,13 @@ class VariableBlockSparseAttentionWrapper(_BlockSparse):
             ("k", k, self._heads, self._keys),
             ("v", v, self._heads, self._keys),
         ):
-            check.tensor(name, value)
+            check.is_tensor(name, value)
+            if not check.traced():  # it may be copied
+                check.tensor(name, value)
             if value.dim() != 3 or tuple(value.shape[:2]) != (heads, tokens):
                 raise ValueError(
                     f"{name} has shape {tuple(value.shape)}; must be [{heads}, {tokens}, head_dim]"
                 )
-        check.forward_only(q=q, k=k, v=v)
         q = q.unflatten(0, (self._heads, self._group)).transpose(1, 2).flatten(0, 1)
         pages = self._heads * self._keys // self._page
         k, v = (x.reshape(pages, self._page, 1, x.shape[-1]) for x in (k, v))
@@ -478,20 +490,49 @@ class VariableBlockSparseAttentionWrapper(_BlockSparse):
 
 def _on_host(name: str, value: Any, dims: int) -> torch.Tensor:
     """int32 (bool stays), contiguous, on the CPU."""
-    value = check.tensor(name, check.is_tensor(name, value))
+    value = check.tensor(name, value)
     if value.dtype.is_floating_point or value.dtype.is_complex:
         raise TypeError(f"{name} is {value.dtype}; must be an integer dtype")
     if value.dim() != dims:
         raise ValueError(f"{name} has shape {tuple(value.shape)}; must have {dims} dimensions")
-    value = value.cpu()
-    return (value if value.dtype == torch.bool else value.to(torch.int32)).contiguous()
+    value = value.cpu().contiguous()
+    if value.dtype in (torch.bool, torch.int32):
+        return value
+    narrow = value.to(torch.int32)
+    if not narrow.to(torch.int64).equal(value.to(torch.int64)):
+        raise ValueError(f"{name} holds numbers beyond those of torch.int32")
+    return narrow
+
+
+def _check_copied_into(
+    read: dict[str, torch.Tensor],
+    **written: tuple[torch.Tensor | None, torch.dtype, list[tuple[int, ...]]],
+) -> None:
+    """What results are copied into, with its dtype and the shapes that it may have."""
+    others = dict(read)
+    for name, (value, dtype, shapes) in written.items():
+        if value is None:
+            continue
+        shape = tuple(check.is_tensor(name, value).shape)
+        if shape not in shapes:
+            raise ValueError(f"{name} has shape {shape}; must be {' or '.join(map(str, shapes))}")
+        check.has_dtype(name, value, dtype, "as it is computed")
+        check.on_device(name, value, read["k"].device)
+        if check.traced():
+            continue
+        check.tensor(name, value)
+        check.forward_only(**{name: value})
+        check.not_overlapping(name, value)
+        for other, tensor in others.items():
+            refuse_shared(name, value, other, tensor)
+        others[name] = value
 
 
 def _by_rows(
     mask: torch.Tensor, at: torch.Tensor, block: tuple[int, int], rows: int
 ) -> torch.Tensor:
     """The [blocks, R, C] of every row of blocks as [its rows, blocks, C], flat."""
-    mask = check.tensor("mask", check.is_tensor("mask", mask))
+    mask = check.tensor("mask", mask)
     check.has_shape("mask", mask, (int(at[-1]), *block), "[number of blocks, R, C]")
     height = block[0]
     begins = at.tolist()

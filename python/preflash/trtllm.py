@@ -14,7 +14,7 @@ import torch
 
 from ._check import values as check
 from ._check.arguments import KvCache, Result
-from ._fmha import direct
+from ._fmha import arguments, direct
 
 __all__ = ["trtllm_batch_context_with_kv_cache", "trtllm_batch_decode_with_kv_cache"]
 
@@ -67,7 +67,10 @@ def trtllm_batch_context_with_kv_cache(
         window_left: how many keys left of the diagonal are kept, with causal=True; -1 is all.
         out_dtype: by default that of out, or of query.
         o_sf_scale, o_sf_vec_size, kv_cache_sf: None only.
-        uses_shared_paged_kv_idx: True only.
+        cum_seq_lens_kv: not needed and not read: seq_lens says it.
+        uses_shared_paged_kv_idx: False: block_tables are [batch_size, 2, pages], of k's pool and of
+            v's, which may be one. The pages of v are those of k plus one number. Tables on the GPU
+            are waited for, so that such a call cannot be captured.
         causal: keep keys up to the diagonal that ends at the last key.
         lse, return_lse: base 2, [tokens, num_qo_heads] float32; lse is written also without
             return_lse.
@@ -85,8 +88,10 @@ def trtllm_batch_context_with_kv_cache(
         NotImplementedError: no compiled kernel serves it, or one of the options above.
         RuntimeError: the call needs a plan while its stream is being captured.
     """
-    _check_unserved(enable_pdl, kv_cache_sf, uses_shared_paged_kv_idx, multi_ctas_kv_counter_buffer)
+    _check_unserved(enable_pdl, kv_cache_sf, multi_ctas_kv_counter_buffer)
     check.absent(o_sf_scale=o_sf_scale, o_sf_vec_size=o_sf_vec_size)
+    if cum_seq_lens_kv is not None:
+        check.is_tensor("cum_seq_lens_kv", cum_seq_lens_kv)
     check.neutral("use_fp16_softmax", use_fp16_softmax, False)
     check.neutral("uses_spcompress", uses_spcompress, False)
     if not check.flag("causal", causal) and check.window_left("window_left", window_left) >= 0:
@@ -95,13 +100,16 @@ def trtllm_batch_context_with_kv_cache(
             "BatchPrefillWithPagedKVCacheWrapper"
         )
     _refuse_nvfp4(out_dtype)
-    cache, layout = direct.paged("kv_cache", kv_cache, kv_layout)
+    lengths = direct.lengths_of("seq_lens", seq_lens)
+    cache, layout, block_tables = direct.paged_by_tables(
+        "kv_cache", kv_cache, kv_layout, block_tables, lengths, uses_shared_paged_kv_idx
+    )
     return direct.attend(
         _NAMES,
         qkv=(query, cache),
         input_layout=layout,
         workspace_buffer=workspace_buffer,
-        seq_lens=direct.lengths_of("seq_lens", seq_lens),
+        seq_lens=lengths,
         max_q_len=max_q_len,
         max_kv_len=max_kv_len,
         bmm1_scale=bmm1_scale,
@@ -143,7 +151,7 @@ def trtllm_batch_decode_with_kv_cache(
     backend: str = "auto",
     q_len_per_req: int | None = 1,
     o_scale: float | None = 1.0,
-    mask: None = None,
+    mask: torch.Tensor | None = None,
     max_q_len: int | None = None,
     cum_seq_lens_q: torch.Tensor | None = None,
     skip_softmax_threshold_scale_factor: float | None = None,
@@ -177,8 +185,11 @@ def trtllm_batch_decode_with_kv_cache(
         q_len_per_req: queries of each request; with cum_seq_lens_q 1 or None.
         max_q_len, cum_seq_lens_q: int32 [batch_size + 1], first row of each request, where their
             numbers of queries differ, and the largest.
-        o_scale: 8-bit outputs are divided by it; 1 or None with others.
-        mask: None only: the mask that the queries have.
+        o_scale: what 8-bit outputs are to be multiplied by later. bmm2_scale is divided by it
+            already: without effect. 1 or None with other outputs.
+        mask: None, or that which the queries have: [batch_size, q_len_per_req, words], bits of key
+            j of the request's last q_len_per_req in words of 16 or 32. Not read where backend is
+            "trtllm-gen", as there; elsewhere one on the GPU is waited for.
         enable_block_sparse_attention, cp_world, cp_rank, causal_seqlens_kv_global, request_order,
         request_order_plan: their defaults only.
         bf16q_fp8kv_transform_mode: None, "k_only" or "separate_kv", without effect.
@@ -192,9 +203,9 @@ def trtllm_batch_decode_with_kv_cache(
         NotImplementedError: no compiled kernel serves it, or one of the options above.
         RuntimeError: the call needs a plan while its stream is being captured.
     """
-    _check_unserved(enable_pdl, kv_cache_sf, uses_shared_paged_kv_idx, multi_ctas_kv_counter_buffer)
+    _check_unserved(enable_pdl, kv_cache_sf, multi_ctas_kv_counter_buffer)
     check.absent(
-        o_sf_scale=o_sf_scale, o_sf_vec_size=o_sf_vec_size, mask=mask,
+        o_sf_scale=o_sf_scale, o_sf_vec_size=o_sf_vec_size,
         causal_seqlens_kv_global=causal_seqlens_kv_global, request_order=request_order,
         request_order_plan=request_order_plan,
     )  # fmt: skip
@@ -206,11 +217,17 @@ def trtllm_batch_decode_with_kv_cache(
             "bf16q_fp8kv_transform_mode", bf16q_fp8kv_transform_mode, ("k_only", "separate_kv")
         )
     _refuse_nvfp4(out_dtype)
+    q_dtype = check.is_tensor("query", query).dtype
+    _check_o_scale(o_scale, arguments.out_dtype_of(out, out_dtype, q_dtype))
     lengths = direct.lengths_of("seq_lens", seq_lens)
     batch_size = lengths.numel()
     if cum_seq_lens_q is None:
         max_q_len = _uniform(max_q_len, q_len_per_req, query, batch_size)
         cum_seq_lens_q = direct.uniform_indptr(batch_size, max_q_len, lengths)
+        if mask is not None and backend != "trtllm-gen":
+            _check_causal(mask, batch_size, max_q_len)
+    elif mask is not None:
+        raise NotImplementedError("mask with cum_seq_lens_q: leave it None")
     elif max_q_len is None or q_len_per_req not in (None, 1):
         raise ValueError(
             f"cum_seq_lens_q is given with max_q_len={max_q_len} and q_len_per_req="
@@ -218,7 +235,9 @@ def trtllm_batch_decode_with_kv_cache(
         )
     if bmm1_scale_log2 is not None:
         bmm1_scale = check.scale("bmm1_scale_log2", bmm1_scale_log2) * math.log(2.0)
-    cache, layout = direct.paged("kv_cache", kv_cache, kv_layout)
+    cache, layout, block_tables = direct.paged_by_tables(
+        "kv_cache", kv_cache, kv_layout, block_tables, lengths, uses_shared_paged_kv_idx
+    )
     return direct.attend(
         {**_NAMES, "max_kv_len": "max_seq_len"},
         qkv=(query, cache),
@@ -228,7 +247,7 @@ def trtllm_batch_decode_with_kv_cache(
         max_q_len=max_q_len,
         max_kv_len=max_seq_len,
         bmm1_scale=bmm1_scale,
-        bmm2_scale=_over_o_scale(bmm2_scale, o_scale, query, out, out_dtype),
+        bmm2_scale=bmm2_scale,
         batch_size=batch_size,
         cum_seq_lens_q=cum_seq_lens_q,
         cum_seq_lens_kv=None,
@@ -245,10 +264,9 @@ def trtllm_batch_decode_with_kv_cache(
     )
 
 
-def _check_unserved(enable_pdl: Any, kv_cache_sf: Any, shared: Any, counters: Any) -> None:
+def _check_unserved(enable_pdl: Any, kv_cache_sf: Any, counters: Any) -> None:
     check.permission("enable_pdl", enable_pdl)
     check.absent(kv_cache_sf=kv_cache_sf)
-    check.neutral("uses_shared_paged_kv_idx", shared, True)
     if counters is not None:
         check.is_tensor("multi_ctas_kv_counter_buffer", counters)
 
@@ -273,16 +291,30 @@ def _uniform(max_q_len: Any, q_len_per_req: Any, query: Any, batch_size: int) ->
     return each
 
 
-def _over_o_scale(bmm2_scale: Any, o_scale: Any, query: Any, out: Any, out_dtype: Any) -> Any:
-    """bmm2_scale / o_scale."""
+def _check_causal(mask: Any, batch_size: int, q_len: int) -> None:
+    """Refuses another than the causal mask of the queries of a request."""
+    mask = check.tensor("mask", check.is_tensor("mask", mask))
+    if mask.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "mask is read on the host, which a capture does not allow; leave it None: the queries "
+            "of a request are causal among themselves"
+        )
+    mask = mask.cpu().contiguous().view(torch.uint8)
+    bits = ((mask[..., None] >> torch.arange(8, dtype=torch.uint8, device="cpu")) & 1).flatten(-2)
+    causal = torch.ones(q_len, q_len, dtype=torch.uint8, device="cpu").tril()
+    if bits.shape[:-1] != (batch_size, q_len) or not torch.equal(
+        bits[..., :q_len], causal.expand(batch_size, -1, -1)
+    ):
+        raise NotImplementedError(
+            "mask: only the causal one, [batch_size, q_len_per_req, words], is served; use "
+            "BatchPrefillWithPagedKVCacheWrapper with custom_mask"
+        )
+
+
+def _check_o_scale(o_scale: Any, wanted: torch.dtype) -> None:
     scale = 1.0 if o_scale is None else check.real("o_scale", o_scale)
-    if scale == 1.0:
-        return bmm2_scale
-    wanted = query if out is None else out
-    wanted = wanted.dtype if out_dtype is None else check.dtype("out_dtype", out_dtype)
-    if wanted not in check.FP8_DTYPES or not scale > 0.0:
+    if scale != 1.0 and (wanted not in check.FP8_DTYPES or not scale > 0.0):
         raise ValueError(
             f"o_scale={o_scale} with an output of {wanted}: must be positive, and 1 or None where "
             "the output has more than 8 bits"
         )
-    return check.scale("bmm2_scale", bmm2_scale) / scale

@@ -1,7 +1,8 @@
-"""Context-parallel prefill against one device: four processes with gloo, two GPUs with NCCL."""
+"""Context-parallel prefill against one device: processes with gloo, two GPUs with NCCL."""
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from preflash import distributed
 from preflash.distributed import context_parallel_prefill, join_chunks, own_chunks
 
 
@@ -17,6 +19,15 @@ def free_port() -> int:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return found.getsockname()[1]
+
+
+def expected_of(q, k, v, lengths, **options):
+    """Every request on this device alone."""
+    parts = [
+        preflash.single_prefill_with_kv_cache_return_lse(*one, **options)
+        for one in zip(*(x.split(lengths) for x in (q, k, v)), strict=True)
+    ]
+    return [torch.cat(x) for x in zip(*parts, strict=True)]
 
 
 def ranks_of(rank, world, port, device_type, dtype, cases, tolerance):
@@ -29,46 +40,100 @@ def ranks_of(rank, world, port, device_type, dtype, cases, tolerance):
     kind = "gloo" if device.type == "cpu" else "nccl"
     dist.init_process_group(kind, rank=rank, world_size=world)
     try:
-        for length, heads, kv_heads, dim, causal, soft_cap in cases:
-            generator = torch.Generator().manual_seed(length)
-            shapes = ((length, heads, dim), (length, kv_heads, dim), (length, kv_heads, dim))
-            q, k, v = (torch.randn(s, generator=generator).to(device, dtype) for s in shapes)
-            expected, expected_lse = preflash.single_prefill_with_kv_cache_return_lse(
-                q, k, v, causal=causal, logits_soft_cap=soft_cap
+        for lengths, heads, kv_heads, (dim, dim_vo), causal, soft_cap in cases:
+            generator = torch.Generator().manual_seed(sum(lengths))
+            shapes = ((heads, dim), (kv_heads, dim), (kv_heads, dim_vo))
+            q, k, v = (
+                torch.randn(sum(lengths), *s, generator=generator).to(device, dtype) for s in shapes
             )
-            own = [own_chunks(x) for x in (q, k, v)]
-            out, lse = context_parallel_prefill(*own, causal=causal, logits_soft_cap=soft_cap)
-            torch.testing.assert_close(join_chunks(out), expected, **tolerance)
-            torch.testing.assert_close(join_chunks(lse), expected_lse, rtol=1e-4, atol=1e-4)
-        with pytest.raises(ValueError, match="must be a multiple of"):
+            options = {"causal": causal, "logits_soft_cap": soft_cap}
+            expected, expected_lse = expected_of(q, k, v, lengths, **options)
+            spread = {"seq_lens": lengths}
+            if len(lengths) == 1 and lengths[0] % (2 * world) == 0:
+                spread = {}
+            own = [own_chunks(x, **spread) for x in (q, k, v)]
+            out, lse = context_parallel_prefill(*own, **spread, **options)
+            torch.testing.assert_close(join_chunks(out, **spread), expected, **tolerance)
+            lse = join_chunks(lse, **spread)
+            torch.testing.assert_close(lse, expected_lse, rtol=1e-4, atol=1e-4)
+        if world > 1:
+            check_overlap(own, spread)
+        with pytest.raises(ValueError, match=r"must be a multiple of .*or give seq_lens"):
             own_chunks(torch.zeros(2 * world + 1))
-        with pytest.raises(ValueError, match="must be equal and even"):
-            context_parallel_prefill(*(x[1:] for x in own))
+        with pytest.raises(TypeError, match=r"v is torch\.float64"):
+            context_parallel_prefill(own[0], own[1], own[2].double(), **spread)
+        # Every rank's call is refused, and leaves nothing behind that the next one waits for.
+        with pytest.raises(ValueError, match="sm_scale=nan"):
+            context_parallel_prefill(*own, sm_scale=math.nan, **spread)
+        out, _ = context_parallel_prefill(*own, **spread, **options)
+        torch.testing.assert_close(join_chunks(out, **spread), expected, **tolerance)
+        x = torch.zeros(5, 2, 64)
+        with pytest.raises(ValueError, match="q has 5 tokens; must be even"):
+            context_parallel_prefill(x, x, x)
+        with pytest.raises(ValueError, match=f"q has 5 tokens; rank {rank} of {world} has 2"):
+            context_parallel_prefill(x, x, x, seq_lens=[2 * world])
     finally:
         dist.destroy_process_group()
 
 
+def check_overlap(own, spread):
+    """Keys are on their way before the products of a step begin, and waited for behind them."""
+    events = []
+    prefill, pass_on = distributed.single_prefill_with_kv_cache_return_lse, distributed._pass_on
+
+    class Wait:
+        def __init__(self, work):
+            self._work = work
+
+        def wait(self):
+            events.append("wait")
+            self._work.wait()
+
+    def passed(*args):
+        events.append("send")
+        coming, waits = pass_on(*args)
+        return coming, [Wait(work) for work in waits]
+
+    def product(*args, **kwargs):
+        events.append("product")
+        return prefill(*args, **kwargs)
+
+    distributed.single_prefill_with_kv_cache_return_lse, distributed._pass_on = product, passed
+    try:
+        context_parallel_prefill(*own, **spread)
+    finally:
+        distributed.single_prefill_with_kv_cache_return_lse = prefill
+        distributed._pass_on = pass_on
+    once = [a for a, b in zip(events, [*events[1:], None], strict=True) if a != b]
+    assert once == ["send", "product", "wait"] * (dist.get_world_size() - 1) + ["product"]
+
+
 CASES = [
-    # length, heads, KV heads, head_dim, causal, soft cap
-    (8, 2, 1, 64, True, None),
-    (328, 4, 2, 64, True, None),
-    (328, 4, 2, 64, False, None),
-    (512, 2, 2, 40, True, 3.0),
+    # lengths, heads, KV heads, head_dim of k and v, causal, soft cap
+    ([8], 2, 1, (64, 64), True, None),
+    ([336], 4, 2, (64, 64), True, None),
+    ([336], 4, 1, (64, 64), False, None),
+    ([509], 2, 2, (40, 40), True, 3.0),
+    ([331], 8, 1, (64, 64), False, None),
+    ([75, 1, 200, 3], 4, 1, (64, 64), True, None),
+    ([130, 77], 4, 4, (192, 128), True, None),
+    ([5, 160], 4, 2, (64, 64), False, None),
 ]
 
 
 @pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
-def test_four_processes():
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_processes(world):
     tolerance = {"rtol": 1e-5, "atol": 1e-5}
-    arguments = (4, free_port(), "cpu", torch.float32, CASES, tolerance)
-    mp.start_processes(ranks_of, arguments, nprocs=4, start_method="fork")
+    arguments = (world, free_port(), "cpu", torch.float32, CASES, tolerance)
+    mp.start_processes(ranks_of, arguments, nprocs=world, start_method="fork")
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [1, 2, 4])
 def test_gpus(world):
     if torch.cuda.device_count() < world:
         pytest.skip(f"{torch.cuda.device_count()} GPU")
-    cases = [*CASES[1:], (8192, 32, 8, 128, True, None)]
+    cases = [*CASES[1:], ([8192], 32, 8, (128, 128), True, None)]
     arguments = (world, free_port(), "cuda", torch.bfloat16, cases, {"rtol": 0.02, "atol": 0.02})
     mp.start_processes(ranks_of, arguments, nprocs=world, start_method="spawn")

@@ -41,18 +41,8 @@ def test_tokens_equal_a_plain_loop(example, target, monkeypatch):
     on_cpu = target.device == "cpu"
     dtype = torch.float32 if on_cpu else torch.bfloat16
     torch.manual_seed(3)
-    lengths = (
-        5,
-        70,
-        33,
-        1,
-        17,
-        40,
-        64,
-        9,
-        16,
-        2,
-    )  # more than fit at once, chunks and whole prompts
+    # More than fit at once, chunks and whole prompts.
+    lengths = (5, 70, 33, 1, 17, 40, 64, 9, 16, 2)
     prompts = [torch.randint(example.VOCAB, (n,)).tolist() for n in lengths]
     goals = (7, 3, 9, 8, 1, 6, 5, 9, 4, 8)
     served = example.serve(prompts, goals, target.device, dtype)

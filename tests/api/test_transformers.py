@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import itertools
+import random
 
 import pytest
 import torch
@@ -30,7 +33,7 @@ CONFIGS = {
         "query_pre_attn_scalar": 32,
     },
     "Gemma3Text": {
-        **GROUPED, "sliding_window": 8, "layer_types": SLIDING, "query_pre_attn_scalar": 32,
+        **GROUPED, "sliding_window": 8, "layer_types": SLIDING, "query_pre_attn_scalar": 20,
     },
     "Gemma4Text": {
         **GROUPED, "sliding_window": 9, "layer_types": SLIDING, "global_head_dim": 512,
@@ -40,7 +43,22 @@ CONFIGS = {
         **GROUPED, "sliding_window": 9, "layer_types": SLIDING, "num_local_experts": 2,
         "num_experts_per_tok": 2,
     },
+    # Its attention is called without the window, which the mask alone has.
+    "Qwen2Moe": {
+        **GROUPED, "sliding_window": 9, "use_sliding_window": True, "max_window_layers": 2,
+        "num_experts": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 32,
+    },
 }  # fmt: skip
+OTHERS = {
+    "Bert": SMALL,
+    "Bart": {
+        "vocab_size": 61, "d_model": 64, "encoder_layers": 2, "decoder_layers": 2,
+        "encoder_attention_heads": 4, "decoder_attention_heads": 2, "encoder_ffn_dim": 64,
+        "decoder_ffn_dim": 64, "max_position_embeddings": 64, "init_std": 0.2,
+    },
+}  # fmt: skip
+NAMES = ("eager", "preflash")
 causal = pytest.mark.parametrize("name", CONFIGS)
 
 
@@ -61,7 +79,7 @@ def config_of(name: str):
     cls = getattr(transformers, f"{name}Config", None)
     if cls is None:
         pytest.skip(f"transformers {transformers.__version__} has no {name}")
-    return cls(**CONFIGS.get(name, SMALL))
+    return cls(**OTHERS.get(name) or CONFIGS[name])
 
 
 @functools.cache
@@ -77,9 +95,8 @@ def model_of(name: str, attention: str, device: str, dtype: torch.dtype):
 
 
 def pair(name, target, dtype):
-    return tuple(
-        model_of(name, attention, target.device, dtype) for attention in ("eager", "preflash")
-    )
+    """The model with eager attention, and with preflash."""
+    return tuple(model_of(name, attention, target.device, dtype) for attention in NAMES)
 
 
 def tokens(target, *lengths, seed=1):
@@ -131,13 +148,15 @@ def test_even_batches(name, target, dtype):
 
 
 @causal
-@pytest.mark.parametrize("side", ["left", "right", "both"])
-def test_padded_batches(name, target, dtype, side):
+@pytest.mark.parametrize("padding", ["left", "right", "both", "inside"])
+def test_padded_batches(name, target, dtype, padding):
     ids, mask = tokens(target, 29, 17, 1)
-    if side == "right":
+    if padding == "right":
         ids, mask = ids.flip(1), mask.flip(1)
-    if side == "both":
+    if padding == "both":
         mask[0, -3:] = 0
+    if padding == "inside":
+        mask[0, 7:11] = 0
     compare(
         name, target, dtype,
         lambda model: model(input_ids=ids, attention_mask=mask).logits, rows=mask.bool(),
@@ -178,15 +197,96 @@ def test_greedy_tokens(name, target, dtype, cache):
 
 
 @pytest.mark.parametrize("name", ["Llama", "Gemma2", "GptOss"])
-def test_static_cache_without_mask(name, target, dtype):
+@pytest.mark.parametrize("masked", [None, "so far", "as long as the cache"])
+def test_static_cache(name, target, dtype, masked):
     ids, _ = tokens(target, 20, 20)
+    mask = target.to(torch.ones(2, 40, dtype=torch.long))
+    mask[1, :4] = 0
 
     def decoded(model):
         cache = transformers.StaticCache(config=model.config, max_cache_len=40)
-        first = model(input_ids=ids[:, :13], past_key_values=cache).logits
-        return torch.cat([first, model(input_ids=ids[:, 13:], past_key_values=cache).logits], 1)
+        parts, end = [], 0
+        for part in ids.split((13, 6, 1), 1):
+            end += part.shape[1]
+            seen = mask.clone()
+            seen[:, end:] = 0
+            seen = {None: None, "so far": seen[:, :end]}.get(masked, seen)
+            out = model(input_ids=part, attention_mask=seen, past_key_values=cache)
+            parts.append(out.logits)
+        return torch.cat(parts, 1)
 
-    compare(name, target, dtype, decoded)
+    compare(name, target, dtype, decoded, slice(None) if masked is None else mask[:, :20].bool())
+
+
+@causal
+@pytest.mark.parametrize("seed", range(4))
+def test_random_calls(name, seed, target, dtype):
+    """Prompts that come in parts, with any padding, on either cache or none."""
+    draw = random.Random(f"{name} {seed}")
+    batch, length = draw.randint(1, 3), draw.randint(2, 40)
+    ids, mask = tokens(target, *[length] * batch, seed=seed)
+    padding = draw.choice([None, "left", "right", "anywhere"])
+    for row in mask:
+        n = draw.randrange(length)
+        if padding == "left":
+            row[:n] = 0
+        if padding == "right":
+            row[length - n :] = 0
+        if padding == "anywhere":
+            row[1:] = target.to(torch.rand(length - 1) < 0.7)
+    ends = [*sorted(draw.sample(range(1, length), min(length - 1, draw.randint(0, 4)))), length]
+    kind = draw.choice(["dynamic", "static"] + ["none"] * (len(ends) == 1))
+
+    def logits(model):
+        options = {"use_cache": False}
+        if kind == "dynamic":
+            options = {"past_key_values": transformers.DynamicCache(config=model.config)}
+        if kind == "static":
+            cache = transformers.StaticCache(config=model.config, max_cache_len=length)
+            options = {"past_key_values": cache}
+        parts = []
+        for begin, end in itertools.pairwise([0, *ends]):
+            seen = None if padding is None else mask[:, :end]
+            parts.append(model(input_ids=ids[:, begin:end], attention_mask=seen, **options).logits)
+        return torch.cat(parts, 1)
+
+    compare(name, target, dtype, logits, mask.bool())
+
+
+@pytest.mark.parametrize("name", ["Llama", "Gemma3Text", "GptOss"])
+@pytest.mark.parametrize("how", ["beams", "draft model", "prompt lookup"])
+def test_tokens_by(how, name, target, dtype):
+    if dtype != torch.float32 and how == "beams":
+        pytest.skip("beams of two roundings differ")
+    ids, mask = tokens(target, 21, *((13,) if how == "beams" else ()))
+    options = {"attention_mask": mask, "max_new_tokens": 9, "do_sample": False}
+    eager, model = pair(name, target, dtype)
+    if how == "beams":
+        options["num_beams"] = 3
+    expected = eager.generate(ids, **options)[:, 21:]
+    if how == "draft model":
+        options["assistant_model"] = pair("Mistral", target, dtype)[1]
+    if how == "prompt lookup":
+        options["prompt_lookup_num_tokens"] = 3
+    got = model.generate(ids, **options)[:, 21:]
+    assert_greedy(name, target, dtype, ids, mask, got, expected)
+
+
+@pytest.mark.parametrize("kv_heads", [8, 2, 1])
+def test_groups_of_heads(kv_heads, target, dtype):
+    config = transformers.LlamaConfig(
+        **{**GROUPED, "num_attention_heads": 8, "num_key_value_heads": kv_heads}
+    )
+    eager, model = (
+        AutoModelForCausalLM.from_config(config, attn_implementation=name) for name in NAMES
+    )
+    model.load_state_dict(eager.state_dict())
+    ids, mask = tokens(target, 19, 12)
+    exact, got, expected = (
+        m.eval().to(target.device, kind)(input_ids=ids, attention_mask=mask).logits[mask.bool()]
+        for m, kind in ((eager, torch.float32), (model, dtype), (eager, dtype))
+    )
+    assert_close(got, expected, dtype, exact)
 
 
 @pytest.mark.parametrize("name", ["Llama", "Gemma3Text", "GptOss"])
@@ -241,34 +341,233 @@ def test_masks_of_their_own(target, dtype):
     assert torch.equal(model(input_ids=ids, attention_mask=added).logits, got)
 
 
-def test_mask_functions_that_bounds_do_not_describe(target, dtype):
-    integration.register(target.backend)
-    config = model_of("Llama", "preflash", target.device, dtype).config
-    x = torch.zeros(2, 12, 4, device=target.device)
-    mask = transformers.masking_utils.create_causal_mask(
-        config, x, None, None, or_mask_function=lambda b, h, q, k: k == 11
+@pytest.mark.parametrize("padded", [False, True])
+def test_encoder_and_decoder(target, dtype, padded):
+    """Cross-attention: more queries than keys, and fewer."""
+    ids, mask = tokens(target, 23, 11 if padded else 23)
+    ids, mask = ids.flip(1), mask.flip(1)
+    for queries in (9, 31):
+        decoder_ids = tokens(target, queries, queries, seed=3)[0]
+        options = {"input_ids": ids, "attention_mask": mask, "decoder_input_ids": decoder_ids}
+        compare("Bart", target, dtype, lambda model: model(**options).last_hidden_state)  # noqa: B023
+
+
+@pytest.mark.parametrize("name", ["Llama", "Qwen2Moe"])
+def test_prefix_language_model(name, target, dtype):
+    """A mask function that bounds do not describe: the first 7 tokens see each other."""
+    ids, _ = tokens(target, 19, 19)
+
+    def logits(model):
+        mask = transformers.masking_utils.create_causal_mask(
+            model.config, model.get_input_embeddings()(ids), None, None,
+            or_mask_function=lambda b, h, q, k: k < 7,
+        )  # fmt: skip
+        masks = {"full_attention": mask, "sliding_attention": mask}
+        return model(input_ids=ids, attention_mask=masks if name == "Qwen2Moe" else mask).logits
+
+    compare(name, target, dtype, logits)
+
+
+@pytest.mark.parametrize("name", ["Llama", "Qwen3"])
+def test_causal_models_as_encoders(name, target, dtype):
+    """is_causal=False in the config, with a window on both sides in half of the layers of Qwen3."""
+    config = {**GROUPED, "is_causal": False}
+    if name == "Qwen3":
+        config |= {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2}
+    eager, model = (
+        AutoModel.from_config(
+            getattr(transformers, f"{name}Config")(**config), attn_implementation=n
+        )
+        for n in NAMES
     )
-    expected = torch.ones(12, 12, dtype=torch.bool).tril()
-    expected[:, 11] = True
-    assert torch.equal(mask.cpu(), expected.expand(2, 1, -1, -1))
+    model.load_state_dict(eager.state_dict())
+    ids, mask = tokens(target, 23, 11)
+    exact, got, expected = (
+        m.eval().to(target.device, kind)(input_ids=ids, attention_mask=mask)[0][mask.bool()]
+        for m, kind in ((eager, torch.float32), (model, dtype), (eager, dtype))
+    )
+    assert_close(got, expected, dtype, exact)
 
 
-def test_one_plan_for_each_form_and_forward_pass(target, dtype):
+def test_compiled(target, dtype):
+    """Every attention is a graph break, and the mask keeps what it knows."""
+    model = pair("Gemma3Text", target, dtype)[1]
+    ids, mask = tokens(target, 22, 9)
+    expected = model(input_ids=ids, attention_mask=mask).logits[mask.bool()]
+    compiled = torch.compile(model, backend="eager")
+    integration._forms._planned.clear()
+    plans = integration._forms.plans
+    got = compiled(input_ids=ids, attention_mask=mask).logits[mask.bool()]
+    assert integration._forms.plans == plans + 2
+    torch.testing.assert_close(got, expected)
+
+
+def test_autocast(target, dtype):
+    """Queries may be float32 there; products are not."""
+    eager, model = pair("Llama", target, torch.float32)
+    ids, _ = tokens(target, 25)
+    exact = eager(input_ids=ids).logits
+    with torch.autocast(target.device, torch.bfloat16):
+        got, expected = (m(input_ids=ids).logits for m in (model, eager))
+    assert got.dtype == expected.dtype
+    assert_close(got, expected, torch.bfloat16, exact)
+
+
+@pytest.fixture
+def waits(monkeypatch):
+    """Calls that wait for a GPU, while the switch is on."""
+    calls, switch = [], [False]
+    for name in ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__"):
+        method = getattr(torch.Tensor, name)
+
+        def counted(self, *args, _name=name, _method=method, **kwargs):
+            if switch[0]:
+                calls.append(_name)
+            return _method(self, *args, **kwargs)
+
+        monkeypatch.setattr(torch.Tensor, name, counted)
+    return calls, switch
+
+
+@pytest.mark.parametrize("batch", ["even", "padded", "packed", "packed by ends", "own mask"])
+@pytest.mark.parametrize("copies", [False, True])
+def test_one_plan_for_each_form_and_no_wait(batch, copies, target, dtype, waits):
+    """Sliding and full attention plan in the first layer of each; the layers after these wait for
+    nothing, also where a layer gets a copy of the mask as on another GPU."""
     model = pair("Gemma3Text", target, dtype)[1]
     ids, mask = tokens(target, 27, 14, seed=5)
-    before = integration._forms().plans
-    model(input_ids=ids, attention_mask=mask)
-    assert integration._forms().plans == before + 2  # sliding and full, in four layers
-    model(input_ids=ids, attention_mask=mask)
-    assert integration._forms().plans == before + 2  # the same lengths again
+    options = {"use_cache": False}
+    if batch == "padded":
+        options["attention_mask"] = mask
+    if batch.startswith("packed"):
+        ids = ids[:1]
+        options["position_ids"] = target.to(torch.arange(27) % 9)[None]
+    if batch == "packed by ends":
+        options["cu_seq_lens_q"] = options["cu_seq_lens_k"] = target.to(
+            torch.tensor([0, 9, 18, 27]).int()
+        )
+    if batch == "own mask":
+        seen = torch.rand(2, 1, 27, 27, device=target.device) < 0.5
+        options["attention_mask"] = dict.fromkeys(SLIDING, seen)
+    calls, switch = waits
+    layers, handles = model.model.layers, []
+
+    def turn(on):
+        switch[0] = on
+        if target.device == "cuda":
+            torch.cuda.set_sync_debug_mode("error" if on else "default")
+
+    def copied(module, args, kwargs):
+        if kwargs["attention_mask"] is not None:
+            kwargs["attention_mask"] = kwargs["attention_mask"].to(target.device, copy=True)
+        return args, kwargs
+
+    if copies and batch in ("even", "padded"):
+        for layer in layers:
+            handles.append(layer.self_attn.register_forward_pre_hook(copied, with_kwargs=True))
+    handles.append(layers[1].register_forward_hook(lambda *_: turn(True)))
+    handles.append(layers[3].register_forward_hook(lambda *_: turn(False)))
+    integration._forms._planned.clear()
+    before = integration._forms.plans
+    try:
+        for _ in range(2):  # the second time the plans have the same lengths
+            model(input_ids=ids, **options)
+            # A mask of one's own says all, so that a window makes no other form.
+            assert integration._forms.plans == before + (1 if batch == "own mask" else 2)
+    finally:
+        turn(False)
+        for handle in handles:
+            handle.remove()
+    assert calls == []
+
+
+def test_ends_that_change_in_place(target, dtype):
+    """Inference tensors count no writes; the next forward pass reads them again all the same."""
+    model = pair("Llama", target, dtype)[1]
+    ids, _ = tokens(target, 20)
+    with torch.inference_mode():
+        ends = target.to(torch.tensor([0, 5, 20]).int())
+        options = {"use_cache": False, "cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
+        model(input_ids=ids, **options)
+        ends[1] = 12
+        got = model(input_ids=ids, **options).logits
+        fresh = {**options, "cu_seq_lens_q": ends.clone(), "cu_seq_lens_k": ends.clone()}
+        assert torch.equal(got, model(input_ids=ids, **fresh).logits)
+
+
+def test_names(target, dtype):
+    config, ids = config_of("GptOss"), tokens(target, 9)[0]
+    for name in ("preflash", "paged|preflash"):
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=name, dtype=dtype)
+        model.set_attn_implementation("eager")
+        model.set_attn_implementation(name)
+        assert model.config._attn_implementation == "preflash"
+        assert model.to(target.device)(input_ids=ids).logits.shape == (1, 9, 61)
+
+
+def test_models_on_two_gpus(target, dtype):
+    if target.device == "cpu" or torch.cuda.device_count() < 2:
+        pytest.skip("one device")
+    here = pair("Gemma3Text", target, dtype)[1]
+    there = copy.deepcopy(here).to("cuda:1")
+    ids, mask = tokens(target, 25, 11)
+    for _ in range(2):
+        expected, got = (
+            model(input_ids=ids.to(device), attention_mask=mask.to(device)).logits
+            for model, device in ((here, "cuda:0"), (there, "cuda:1"))
+        )
+        assert torch.equal(got.cpu(), expected.cpu())
+
+
+def test_masks_of_other_code(target, dtype):
+    """Plain [batch, slots] tensors, which no mask function made."""
+    model = pair("Mistral", target, dtype)[1]
+    layer = model.model.layers[0].self_attn
+    q, k, v = (target.to(torch.randn(2, heads, 19, 32).to(dtype)) for heads in (4, 2, 2))
+    known = tokens(target, 19, 12)[1]
+
+    def attention(mask, *operands):
+        options = {"scaling": 0.2, "sliding_window": 9}
+        return integration.attention(layer, *(operands or (q, k, v)), mask, **options)[0]
+
+    ours = transformers.masking_utils.create_sliding_window_causal_mask(
+        model.config, target.to(torch.zeros(2, 19, 4)), known, None
+    )
+    assert torch.equal(attention(known), attention(ours))
+    with pytest.raises(ValueError, match="20 slots for 19 keys"):
+        attention(torch.nn.functional.pad(known, (0, 1), value=1))
+    hole = known.clone()
+    hole[0, 4] = 0
+    with pytest.raises(NotImplementedError, match="padding inside a sequence"):
+        attention(hole)
+    with pytest.raises(ValueError, match="3 dimensions"):
+        attention(known[None])
+    with pytest.raises(NotImplementedError, match="one mask for each head"):
+        attention(torch.ones(2, 4, 19, 19, dtype=torch.bool, device=target.device))
+    with pytest.raises(TypeError, match=r"kv_data_type=torch\.float16: must be q's dtype"):
+        attention(known, q, k.half(), v.half())
+    layer.is_causal = False
+    try:
+        with pytest.raises(NotImplementedError, match="a window without causal"):
+            attention(None)
+    finally:
+        layer.is_causal = True
 
 
 def test_refusals(target, dtype):
     model = pair("Mistral", target, dtype)[1]
-    ids, mask = tokens(target, 9)
-    mask[0, 4] = 0
-    with pytest.raises(NotImplementedError, match="padding inside a sequence"):
-        model(input_ids=ids, attention_mask=mask)
+    ids, _ = tokens(target, 9)
     bias = torch.full((1, 1, 9, 9), 0.5, device=target.device, dtype=dtype)
     with pytest.raises(NotImplementedError, match="bias"):
         model(input_ids=ids, attention_mask=bias)
+    with pytest.raises(NotImplementedError, match="output_attentions: attn_implementation"):
+        model(input_ids=ids, output_attentions=True)
+    with torch.enable_grad(), pytest.raises(NotImplementedError, match="no gradients"):
+        model(input_ids=ids)
+    dropping = AutoModelForCausalLM.from_config(
+        transformers.LlamaConfig(**GROUPED, attention_dropout=0.5), attn_implementation="preflash"
+    ).train()
+    with pytest.raises(NotImplementedError, match="dropout must be 0"):
+        dropping(input_ids=ids.cpu())
+    with pytest.raises(ValueError, match="attention of its own"):
+        AutoModel.from_config(transformers.FalconConfig(), attn_implementation="preflash")

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import sysconfig
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -154,6 +155,42 @@ def test_threads_that_share_a_wrapper():
         return all(same(results(others[i]), alone[i]) for _ in range(20))
 
     assert all(in_threads(*(lambda i=i: many(i) for i in range(len(others)))))
+
+
+def test_threads_that_bind_launches_of_one_wrapper():
+    """More strides, and more windows, than a wrapper keeps, each seen first by any thread."""
+    case = Case("shared", (3, 2), (40, 30), 2, 1, 32, mask=MaskKind.CAUSAL)
+    inputs = build(case)
+    wrapper = runner.make_wrapper(case, backend="cpu")
+    runner.plan(wrapper, inputs)
+    k, v = inputs.k, inputs.v
+    usual = wrapper.run(inputs.q, k, v)
+    windows = {window: wrapper.run(inputs.q, k, v, window_left=window) for window in range(12)}
+    ready = threading.Barrier(4, timeout=60)
+
+    def many(i):
+        use_threads(1)
+        for _ in range(3):
+            runner.plan(wrapper, inputs) if ready.wait() == 0 else None
+            ready.wait()
+            for j in range(150):
+                padding = (37 * i + j) % 150
+                q = inputs.q.new_empty(*inputs.q.shape[:2], 32 + 8 * padding)[..., :32]
+                window = (i + j) % 12
+                if not torch.equal(wrapper.run(q.copy_(inputs.q), k, v), usual):
+                    return False
+                narrow = wrapper.run(inputs.q, k, v, window_left=window)
+                if not torch.equal(narrow, windows[window]):
+                    return False
+        return True
+
+    assert all(in_threads(*(lambda i=i: many(i) for i in range(4))))
+
+
+def test_the_module_needs_no_interpreter_lock():
+    if not sysconfig.get_config_var("Py_GIL_DISABLED"):
+        pytest.skip("this interpreter always has its lock")
+    assert python("import sys, preflash; print(sys._is_gil_enabled())") == "False\n"
 
 
 def test_packing_and_merging_beside_other_callers():

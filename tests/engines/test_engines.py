@@ -21,8 +21,6 @@ pytestmark = [
 REFUSALS = (
     "FlashInfer backend on SM90 currently crashes with sliding-window",  # says vLLM 0.27
     "RTP-LLM's wrappers pass neither",
-    # Ours, of RTP-LLM's calls.
-    "positional arguments too many: they belong to kernels",
 )
 
 

@@ -57,10 +57,11 @@ struct KeptTileReader {
     int slot = read.index();
     smem.kept.tile_full[slot].wait(read.phase());
     order_memory_accesses();
-    // NOTE: lane 0 gives the slot back behind the shuffle, when every lane has read it.
     KeptTile kept{warp_uniform(smem.kept.tiles[slot].word)};
-    order_memory_accesses();
-    if (lane_id() == 0) smem.kept.tile_empty[slot].arrive();
+    // NOTE: lane 0 releases the slot after every lane's read: a shuffle orders no memory accesses,
+    // __syncwarp() does.
+    __syncwarp();
+    release(smem.kept.tile_empty[slot]);
     read.advance();
     return kept;
   }

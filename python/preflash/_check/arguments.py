@@ -119,7 +119,7 @@ class RunOptions(NamedTuple):
     """What run() of the batch wrappers has beside tensors of the batch and outputs, as it was
     called."""
 
-    extra: tuple[None, ...] = ()  # positional arguments for kernels that are compiled at run time
+    extra: tuple[Any, ...] = ()  # by position behind the tensors
     window_left: int | None = None
     q_scale: Scale = None
     k_scale: Scale = None
@@ -137,22 +137,36 @@ class RunOptions(NamedTuple):
     uses_spcompress: bool | None = None
 
 
-def with_scales_by_position(given: RunOptions, scale: torch.Tensor) -> RunOptions:
-    """A run() in the newer order, with scale_q, scale_k and scale_v of an fp8 batch behind the
-    tensors. scale: the scale in the place of return_lse."""
-    if given.extra:  # a ragged run(): return_lse is the first of the three
-        found = (scale, *given.extra)
-    else:  # a paged one: k_scale, v_scale, return_lse
-        found = (given.k_scale, given.v_scale, scale)
-        given = given._replace(k_scale=None, v_scale=None)
-    named = (given.scale_q, given.scale_k, given.scale_v)
-    if len(found) != 3 or any(value is not None for value in named):
-        raise TypeError(
-            "run(): a tensor stands where return_lse would. By position, q, k and v may be "
-            "followed by scale_q, scale_k and scale_v, all three of them; or give them by name"
-        )
-    scale_q, scale_k, scale_v = found
-    return given._replace(extra=(), scale_q=scale_q, scale_k=scale_k, scale_v=scale_v)
+def taken_by_position(
+    given: RunOptions, return_lse: Any, names: tuple[str, ...]
+) -> tuple[RunOptions, Any]:
+    """A run() with what stands behind the tensors by position, and its return_lse: `names`, of
+    which return_lse is the last, or in the newer order scale_q, scale_k and scale_v."""
+    args = given.extra
+    last = len(names) - 1
+    if len(args) > last and isinstance(args[last], (torch.Tensor, float)):
+        if len(args) != 3:
+            raise TypeError(
+                "run(): a factor stands where return_lse would. By position, q, k and v may be "
+                "followed by scale_q, scale_k and scale_v, all three of them; or give them by name"
+            )
+        # A tensor has a factor for each head, a float one for all.
+        both = [(f"scale_{x}", f"{x}_scale") for x in "qkv"]
+        twice = [n for pair in both for n in pair if getattr(given, n) is not None]
+        if twice:
+            raise TypeError(f"run(): {twice[0]} beside scales by position; give them once")
+        found = {
+            name if isinstance(value, torch.Tensor) else of_all: value
+            for (name, of_all), value in zip(both, args, strict=True)
+        }
+        return given._replace(extra=(), **found), return_lse
+    found = {n: value for n, value in zip(names, args, strict=False) if value is not None}
+    for name in found:
+        # return_lse=False by name cannot be told from its default.
+        if return_lse if name == "return_lse" else getattr(given, name) is not None:
+            raise TypeError(f"run() got multiple values for argument {name!r}")
+    return_lse = found.pop("return_lse", return_lse)
+    return given._replace(extra=args[len(names) :], **found), return_lse
 
 
 class Qkv(NamedTuple):

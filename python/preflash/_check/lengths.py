@@ -234,7 +234,9 @@ def _largest_page(batch: _core.Batch, indices: torch.Tensor) -> int | None:
     return largest
 
 
-def check_hints(a: BatchArguments, lengths: Lengths, device: torch.device) -> None:
+def check_hints(
+    a: BatchArguments, lengths: Lengths, options: _core.AttentionOptions, device: torch.device
+) -> None:
     """Arguments that repeat the lengths must agree with them."""
     batch = lengths.batch
     if a.seq_lens_q is not None:
@@ -253,8 +255,17 @@ def check_hints(a: BatchArguments, lengths: Lengths, device: torch.device) -> No
             raise ValueError(
                 f"uniform_q_len={uniform}: request {other} has {batch.qo_len(other)} query tokens"
             )
-    if isinstance(a, PagedPlanArguments) and a.block_tables is not None:
-        _check_block_tables(a.block_tables, lengths, device)
+    if isinstance(a, PagedPlanArguments):
+        if a.block_tables is not None:
+            _check_block_tables(a.block_tables, lengths, device)
+        return
+    width = options.head_dim_vo
+    if a.v_indptr is not None:
+        per_token = options.num_kv_heads * width
+        _check_indptr("v_indptr", a.v_indptr, "kv_indptr", batch.kv_indptr, per_token, device)
+    if a.o_indptr is not None:
+        per_token = options.num_qo_heads * width
+        _check_indptr("o_indptr", a.o_indptr, "qo_indptr", batch.qo_indptr, per_token, device)
 
 
 def _check_longest(name: str, value: Any, longest: int) -> None:
@@ -286,6 +297,20 @@ def _check_lengths(name: str, value: Any, batch: _core.Batch, device: torch.devi
         raise ValueError(
             f"{name}[{other}] = {int(value[other])}: the planned length of request {other} is "
             f"{planned}"
+        )
+
+
+def _check_indptr(
+    name: str, value: Any, of: str, planned: list[int], per_token: int, device: torch.device
+) -> None:
+    """In tokens or in elements. Those on the GPU are read: another layout would be another result,
+    not a mistake."""
+    given = check.index_array(name, value, device).cpu().to(torch.int64)
+    wanted = torch.tensor(planned, dtype=torch.int64, device="cpu")
+    if not given.equal(wanted) and not given.equal(wanted * per_token):
+        raise ValueError(
+            f"{name} must tell the requests that {of} tells, in tokens or in elements ({per_token} "
+            "of a token): v follows k, and the output q"
         )
 
 

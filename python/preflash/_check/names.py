@@ -1,11 +1,12 @@
-"""Keyword arguments that a call does not have: what was probably meant."""
+"""Names of arguments in errors: what a call does not have, and what its caller calls them."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -21,6 +22,18 @@ def with_nearest(message: str, names: Iterable[str]) -> str:
     unknown = _UNKNOWN.search(message)
     near = difflib.get_close_matches(unknown[1], names, n=1) if unknown else []
     return f"{message}. Did you mean {near[0]!r}?" if near else message
+
+
+@contextlib.contextmanager
+def renamed(names: Mapping[str, str]) -> Iterator[None]:
+    """Errors name the arguments as the caller's caller knows them."""
+    try:
+        yield
+    except (TypeError, ValueError, NotImplementedError) as error:
+        says = re.sub(r"\w+", lambda word: names.get(word[0], word[0]), str(error))
+        if says == str(error):
+            raise
+        raise type(error)(says) from None
 
 
 def tells_nearest(function: Function) -> Function:

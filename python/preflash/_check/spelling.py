@@ -16,6 +16,8 @@ def start_of(value: Any) -> str:
     try:
         if isinstance(value, torch.Tensor):
             return f"{tuple(value.shape)} {value.dtype}"
+        if isinstance(value, (list, tuple)) and any(isinstance(v, torch.Tensor) for v in value):
+            return f"of {len(value)}"
         return f"{value!r:.60}"
     except Exception:
         return ""

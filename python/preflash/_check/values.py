@@ -247,9 +247,9 @@ def query_dtype(name: str, value: Any) -> torch.dtype:
     found = dtype(name, value)
     if found in WIDE_DTYPES or found == FP8_QUERY:
         return found
+    eight = "float8_e4m3fn" if found == CONVERTED_QUERY else "float8_e4m3fn or float8_e5m2"
     raise TypeError(
-        f"{name}={found}: must be float16, bfloat16, float8_e4m3fn or float8_e5m2, or float32 with "
-        "the cpu backend"
+        f"{name}={found}: must be float16, bfloat16, {eight}, or float32 with the cpu backend"
     )
 
 

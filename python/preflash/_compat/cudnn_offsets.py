@@ -43,7 +43,8 @@ def _tokens(
     if not isinstance(lengths, torch.Tensor) or width == 1:
         return None
     begins = check.index_array(name, indptr, device).cpu().to(torch.int64)
-    lengths = check.tensor("lengths", lengths).reshape(-1).cpu().to(torch.int64)
+    name = "seq_lens_q" if name == "qo_indptr" else "seq_lens"
+    lengths = check.tensor(name, lengths).reshape(-1).cpu().to(torch.int64)
     if begins.numel() != lengths.numel() + 1 or not begins.diff().equal(lengths * width):
         return None
     if begins.diff().equal(lengths) or int(begins[0]) % width:

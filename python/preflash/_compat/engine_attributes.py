@@ -12,6 +12,7 @@ import torch
 from .. import _core
 from .._check import values as check
 from .._check.lengths import Lengths
+from .._plan.items import NO_ITEMS
 from .plan_module import MODE_OF, PlanModule
 
 _REPLAN = "call plan() with what should change, or construct another wrapper"
@@ -88,7 +89,22 @@ def only(neutral: Any, why: str) -> property:
     return property(lambda instance: neutral, refuse_others)
 
 
-_ITEMS = "multi-item scoring is planned by plan(prefix_len_ptr=...); leave this as it is"
+def of_items(name: str) -> property:
+    """An array of multi-item scoring, as plan() was given it. It may be set to what it is."""
+
+    def planned(instance: object) -> Any:
+        planned = instance._state.planned
+        return getattr(NO_ITEMS if planned is None else planned.asked.items, name)
+
+    def refuse_others(instance: object, value: Any) -> None:
+        now = planned(instance)
+        if value is not now and (isinstance(value, torch.Tensor) or now is None or value != now):
+            raise NotImplementedError(
+                f"{type(instance).__name__}: multi-item scoring is planned by "
+                "plan(prefix_len_ptr=...); leave this as it is"
+            )
+
+    return property(planned, refuse_others)
 
 
 class PlannedValues(torch.Tensor):
@@ -274,10 +290,10 @@ class EngineAttributes:
     def _cached_module(self) -> PlanModule:
         return PlanModule(self)
 
-    _prefix_len_ptr = only(None, _ITEMS)
-    _token_pos_in_items_ptr = only(None, _ITEMS)
-    _token_pos_in_items_len = only(0, _ITEMS)
-    _max_item_len_ptr = only(None, _ITEMS)
+    _prefix_len_ptr = of_items("prefix_len_ptr")
+    _token_pos_in_items_ptr = of_items("token_pos_in_items_ptr")
+    _token_pos_in_items_len = of_items("token_pos_in_items_len")
+    _max_item_len_ptr = of_items("max_item_len_ptr")
     _block_tables = only(None, "block tables are plan()'s to check, and not used")
 
     def _planned_dtype(self, name: str) -> torch.dtype | None:

@@ -61,6 +61,10 @@ class PlanModule:
     ) -> _core.Plan:
         wrapper = self._wrapper
         planned, buffers = wrapper._state.planned, wrapper._graph.buffers
+        if planned.asked.items.prefix_len_ptr is not None:
+            raise NotImplementedError(
+                "_cached_module.plan() does not write the mask of multi-item scoring; call plan()"
+            )
         options = planned.asked.request.options
         same = (options.num_qo_heads, options.num_kv_heads, wrapper._batch.page_size)
         if (num_qo_heads, num_kv_heads, page_size) != same:

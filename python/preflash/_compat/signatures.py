@@ -152,6 +152,21 @@ def function_takes(
     return decorate
 
 
+def by_position(*names: str) -> Callable[[Callable[P, Result]], Callable[P, Result]]:
+    """Documents parameters that a method takes by name and, out of its *args, by position."""
+
+    def decorate(method: Callable) -> Callable:
+        own = inspect.signature(method)
+        rest = [p for p in own.parameters.values() if p.name not in names]
+        at = next(i for i, p in enumerate(rest) if p.kind is p.VAR_POSITIONAL)
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        rest[at:at] = [own.parameters[name].replace(kind=kind) for name in names]
+        method.__signature__ = own.replace(parameters=rest)
+        return method
+
+    return decorate
+
+
 def _collector(kind: type, function: Callable, defaults: dict[str, Any]) -> Callable:
     """What makes the arguments of one call."""
     orders = _Orders(kind)

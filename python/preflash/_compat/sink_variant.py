@@ -23,7 +23,7 @@ from .._check.options import check_unserved
 from .._check.outputs import run_outputs
 
 # Names and types of the variant's tensors and scalars, in the order of jit_args.
-_TAKES = (("sink",), ("float",), ("sm_scale",), ("double",))
+_TAKES = [["sink"], ["float"], ["sm_scale"], ["double"]]
 _POSITION_MODES = ("NONE", "ROPE_LLAMA", "ALIBI")  # by number in jit_kwargs
 _KWARGS = ("use_sliding_window", "use_fp16_qk_reduction", "use_logits_soft_cap")
 _OUTPUTS = {"out": None, "lse": None, "return_lse": False, "lse_base": "log2", "lse_layout": "NH"}
@@ -42,7 +42,7 @@ def announced(jit_args: Any, jit_kwargs: Any) -> dict[str, Any] | None:
         return None
     given = list(jit_args) if isinstance(jit_args, (tuple, list)) else []
     served = len(given) == 13 and given[11] == "AttentionSink" and given[4] == torch.int32
-    if not served or tuple(tuple(names) for names in given[7:11]) != _TAKES:
+    if not served or [list(n) for n in given[7:11] if isinstance(n, (list, tuple))] != _TAKES:
         raise NotImplementedError(
             "jit_args: this build compiles nothing at run time and serves one variant, "
             "'AttentionSink' with a tensor 'sink' (float) and a scalar 'sm_scale' (double) over "

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -71,7 +73,7 @@ class Workspace:
         self._float_bytes = float_bytes
         self._given = None if int_buffer is None else Buffer(int_buffer)
         # Memory of a plan that was replaced, and what may still be running it.
-        self._spare: tuple[Buffer, Callable[[], object | None]] | None = None
+        self._spare: deque[tuple[Buffer, Callable[[], object | None]]] = deque(maxlen=1)
         self._uploader: _core.Uploader | None = None
         self._known: tuple[Any, _core.KnownTensors | None] = (None, None)
 
@@ -115,9 +117,8 @@ class Workspace:
         """Memory for a work list that nothing else uses."""
         if self._given is not None:
             return self._given
-        kept, self._spare = self._spare, None
-        if kept is not None:
-            spare, find_user = kept
+        with contextlib.suppress(IndexError):  # none, or another thread was faster
+            spare, find_user = self._spare.pop()
             if (
                 spare.num_bytes >= num_bytes
                 and find_user() is None
@@ -132,7 +133,7 @@ class Workspace:
         """Takes back the memory of a planned variant that no later run uses. NOTE: a run may be
         under way, for which the memory is kept."""
         if self._given is None:
-            self._spare = (int_buffer, weakref.ref(variant))
+            self._spare.append((int_buffer, weakref.ref(variant)))
 
     @property
     def known_uploader(self) -> _core.Uploader | None:

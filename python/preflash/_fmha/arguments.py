@@ -90,7 +90,7 @@ def checked(a: FmhaArguments) -> FmhaCall:
     if stats_scale is not None:
         # The maximum of a row is that of one pass over its keys.
         options = options.replace(disable_split=True)
-    out_dtype = _out_dtype(a, q.dtype)
+    out_dtype = out_dtype_of(a.out, a.out_dtype, q.dtype)
     out = _checked_out(a.out, out_dtype, operands)
     if out is not None:
         refuse_shared("out", out, "workspace_buffer", workspace)
@@ -128,7 +128,9 @@ def _options(a: FmhaArguments, operands: Operands) -> _core.AttentionOptions:
         head_dim_vo=operands.head_dim_vo,
         q_dtype=check.CORE_DTYPES[q.dtype],
         kv_dtype=check.CORE_DTYPES[operands.kv_dtype],
-        o_dtype=check.CORE_DTYPES[_kernel_dtype(_out_dtype(a, q.dtype), q.dtype)],
+        o_dtype=check.CORE_DTYPES[
+            _kernel_dtype(out_dtype_of(a.out, a.out_dtype, q.dtype), q.dtype)
+        ],
         causal=mode != "padding",
         window_left=window if mode == "sliding_window" else -1,
         chunk_size=_chunk_size(a.chunked_attention_size, mode == "chunked"),
@@ -205,19 +207,18 @@ def _stats_scale(bmm1: float, options: _core.AttentionOptions) -> float:
 # --- tensors -------------------------------------------------------------------
 
 
-def _out_dtype(a: FmhaArguments, q_dtype: torch.dtype) -> torch.dtype:
-    out = a.out
+def out_dtype_of(out: Any, out_dtype: Any, q_dtype: torch.dtype) -> torch.dtype:
     if out is not None:
         check.tensor("out", out)
-    if a.out_dtype is None:
+    if out_dtype is None:
         wanted = q_dtype if out is None else out.dtype
-    elif isinstance(a.out_dtype, str) and a.out_dtype in _SHORT_NAMES:
-        wanted = _SHORT_NAMES[a.out_dtype]
+    elif isinstance(out_dtype, str) and out_dtype in _SHORT_NAMES:
+        wanted = _SHORT_NAMES[out_dtype]
     else:
-        wanted = check.dtype("out_dtype", a.out_dtype)
+        wanted = check.dtype("out_dtype", out_dtype)
     if wanted not in _OUT_DTYPES and wanted != q_dtype:
         raise TypeError(
-            f"{'out' if a.out_dtype is None else 'out_dtype'} is {wanted}; must be float16, "
+            f"{'out' if out_dtype is None else 'out_dtype'} is {wanted}; must be float16, "
             "bfloat16 or float8_e4m3fn"
         )
     if out is not None and out.dtype != wanted:

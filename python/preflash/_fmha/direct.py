@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 
 from .._check import values as check
 from .._check.arguments import PerHead, Result
+from .._check.names import renamed
 from . import arguments, run
 from . import lengths as _lengths
 from .arguments import FmhaArguments
@@ -30,7 +30,7 @@ def attend(
 ) -> Result:
     """names: what the caller calls the arguments of FmhaArguments, which errors name."""
     check.not_traced()
-    try:
+    with renamed(names):
         if window_left is None or check.window_left("window_left", window_left) < 0:
             mode = "causal" if causal else "padding"
         else:
@@ -46,11 +46,6 @@ def attend(
         )
         call = arguments.checked(given)
         return run.run(call, _lengths.checked(given, call))
-    except (TypeError, ValueError, NotImplementedError) as error:
-        says = re.sub(r"\w+", lambda word: names.get(word[0], word[0]), str(error))
-        if says == str(error):
-            raise
-        raise type(error)(says) from None
 
 
 def paged(name: str, kv_cache: Any, kv_layout: Any) -> tuple[Any, str]:
@@ -58,22 +53,70 @@ def paged(name: str, kv_cache: Any, kv_layout: Any) -> tuple[Any, str]:
     check.one_of("kv_layout", kv_layout, check.KV_LAYOUTS)
     if isinstance(kv_cache, torch.Tensor) and kv_cache.dim() == 5 and kv_cache.shape[1] == 1:
         kv_cache = (kv_cache[:, 0], kv_cache[:, 0])
-    elif isinstance(kv_cache, (tuple, list)):
+    elif isinstance(kv_cache, (tuple, list)) and len(kv_cache) == 2:
         kv_cache = tuple(kv_cache)
     elif not isinstance(kv_cache, torch.Tensor):
         raise TypeError(f"{name} must be a tensor or a tuple of two; got {type(kv_cache).__name__}")
     return kv_cache, f"Q_PAGED_KV_{kv_layout}"
 
 
+def paged_by_tables(
+    name: str, kv_cache: Any, kv_layout: Any, block_tables: Any, seq_lens: torch.Tensor, shared: Any
+) -> tuple[Any, str, Any]:
+    """paged(), and block tables [batch_size, pages] that serve k and v. Where they are not shared,
+    [batch_size, 2, pages], a request's pages of v are to be its pages of k plus one number, by
+    which one of the pools is then moved; to find it tables on the GPU are waited for."""
+    cache, layout = paged(name, kv_cache, kv_layout)
+    shared = check.flag("uses_shared_paged_kv_idx", shared)
+    if check.is_tensor("block_tables", block_tables).dim() != (2 if shared else 3):
+        shape = "[batch_size, pages]" if shared else "[batch_size, 2, pages]"
+        raise ValueError(
+            f"block_tables has shape {tuple(block_tables.shape)}; must be {shape} with "
+            f"uses_shared_paged_kv_idx={shared}"
+        )
+    if shared:
+        return cache, layout, block_tables
+    if block_tables.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "uses_shared_paged_kv_idx=False: block_tables are read on the host, which a capture "
+            "does not allow; give tables [batch_size, pages]"
+        )
+    k, v = cache if isinstance(cache, tuple) else cache.unbind(1)
+    for pool in (check.is_tensor("k", k), check.is_tensor("v", v)):
+        if pool.dim() != 4:
+            raise ValueError(f"{name} has a pool of shape {tuple(pool.shape)}; must have 4 dims")
+    page_size = max(k.shape[1 if kv_layout == "NHD" else 2], 1)
+    if block_tables.shape[:2] != (seq_lens.numel(), 2):
+        raise ValueError(
+            f"block_tables has shape {tuple(block_tables.shape)}; must be [{seq_lens.numel()}, 2, "
+            "pages]"
+        )
+    of_k, of_v = block_tables.unbind(1)
+    held = -(-seq_lens.to(of_k.device) // page_size)
+    used = torch.arange(of_k.shape[1], device=of_k.device) < held[:, None]
+    apart = (of_v - of_k)[used].unique().tolist()
+    if len(apart) > 1:
+        raise NotImplementedError(
+            "block_tables[:, 1] - block_tables[:, 0] takes several values; the kernels have one "
+            "page index for k and v, so it must be one number"
+        )
+    move = apart[0] if apart else 0
+    k, v = k[max(-move, 0) :], v[max(move, 0) :]
+    pages = min(len(k), len(v))
+    return (k[:pages], v[:pages]), layout, of_k if move >= 0 else of_v
+
+
 def lengths_of(name: str, value: Any) -> torch.Tensor:
     """int32 [batch_size], of an integer dtype and with dimensions of 1 behind it."""
-    value = check.tensor(name, check.is_tensor(name, value))
+    value = check.tensor(name, value)
     if value.dim() == 0 or value.numel() != value.shape[0]:
         raise ValueError(f"{name} has shape {tuple(value.shape)}; must be [batch_size]")
     value = value.reshape(-1)
     if value.dtype == getattr(torch, "uint32", None):
         return value.view(torch.int32)
-    return value.to(torch.int32) if value.dtype == torch.int64 else value
+    if value.dtype == torch.int64:  # what int32 does not hold is refused, or cut off, as any other
+        return value.clamp(-1, 2**31 - 1).to(torch.int32)
+    return value
 
 
 def uniform_indptr(batch_size: int, each: int, like: torch.Tensor) -> torch.Tensor:
@@ -85,7 +128,8 @@ def check_one_after_the_other(name: str, offsets: Any, begins: torch.Tensor, of_
     """Offsets of requests, in elements; those on the GPU are not read to compare.
 
     begins: [batch_size + 1], their rows. of_row: elements from one row to the next."""
-    offsets = check.tensor(name, check.is_tensor(name, offsets)).reshape(-1)
+    offsets = check.tensor(name, offsets).reshape(-1)
+    offsets = check.index_array(name, offsets, begins.device, (torch.int32, torch.int64))
     count = begins.numel() - 1
     if offsets.numel() not in (count, count + 1):
         raise ValueError(f"{name} has {offsets.numel()} elements; must have {count} or {count + 1}")

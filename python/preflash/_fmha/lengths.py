@@ -57,7 +57,7 @@ def checked(a: FmhaArguments, call: FmhaCall) -> FmhaLengths:
         qo_indptr, kv_indptr, kv_lens, None, batch_size, max_q_len, max_kv_len, operands.page_size
     )
     if paged:
-        tables = _tables_of_k(a.block_tables, operands, device)
+        tables = _tables_of_k(a.block_tables, operands, kv_lens)
         lengths = lengths._replace(pages=_pages(tables, lengths, device))
     elif a.block_tables is not None:
         raise ValueError(
@@ -82,7 +82,7 @@ def _array(name: str, value: Any, numel: int, meaning: str, device: torch.device
     return value.contiguous()
 
 
-def _tables_of_k(block_tables: Any, operands: Operands, device: torch.device) -> Any:
+def _tables_of_k(block_tables: Any, operands: Operands, kv_lens: torch.Tensor) -> Any:
     """Tables [batch_size, 2, pages] of separate pools count the pages of v from the first of k; the
     launch has both pools and needs one table."""
     if not isinstance(block_tables, torch.Tensor) or block_tables.dim() != 3:
@@ -101,13 +101,22 @@ def _tables_of_k(block_tables: Any, operands: Operands, device: torch.device) ->
             f"behind k: must be a multiple of a page's {page_bytes}, so that one table counts "
             "both; or give block_tables as [batch_size, pages]"
         )
+    if apart == 0:  # the pages of v are others than those of k, wherever the tables are
+        raise NotImplementedError(
+            f"block_tables has shape {tuple(block_tables.shape)}, and k and v are one pool: use "
+            "trtllm_batch_context_with_kv_cache with uses_shared_paged_kv_idx=False"
+        )
     block_tables = check.tensor("block_tables", block_tables)
     of_k, of_v = block_tables.unbind(1)
-    if (block_tables.is_cpu or debugging()) and not of_v.equal(of_k + apart // page_bytes):
-        raise ValueError(
-            f"block_tables[:, 1] differs from block_tables[:, 0] + {apart // page_bytes}: v begins "
-            "so many pages behind k, and its pages must be those of k"
-        )
+    if (block_tables.is_cpu and kv_lens.is_cpu) or debugging():
+        first_keys = torch.arange(of_k.shape[1], device="cpu") * operands.page_size
+        used = first_keys < kv_lens.cpu()[:, None]
+        wrong = of_v.cpu() != of_k.cpu() + apart // page_bytes
+        if of_k.shape[0] == kv_lens.numel() and bool((used & wrong).any()):
+            raise ValueError(
+                f"block_tables[:, 1] differs from block_tables[:, 0] + {apart // page_bytes}: v "
+                "begins so many pages behind k, and its pages must be those of k"
+            )
     return of_k
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,6 +16,22 @@ _INTEGERS += tuple(getattr(torch, name) for name in ("uint16", "uint32") if hasa
 # What one request keeps, [qo_len, kv_len]: of its number, the positions of its queries among its
 # keys, [qo_len, 1], and its keys, [1, kv_len].
 Keeps = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class Items(NamedTuple):
+    """Multi-item scoring as plan() was given it; prefix_len_ptr is None without."""
+
+    prefix_len_ptr: torch.Tensor | None = None
+    token_pos_in_items_ptr: torch.Tensor | None = None
+    token_pos_in_items_len: int = 0
+    max_item_len_ptr: torch.Tensor | None = None
+
+
+NO_ITEMS = Items()
+
+
+def items_of(a: Any) -> Items:
+    return Items(*(getattr(a, name) for name in Items._fields))
 
 
 def written_out(batch: _core.Batch, device: torch.device, keeps: Keeps) -> torch.Tensor:
@@ -60,14 +76,14 @@ def mask_of(a: Any, batch: _core.Batch, device: torch.device) -> torch.Tensor | 
     if a.token_pos_in_items_ptr is None:
         raise ValueError("token_pos_in_items_ptr=None: must be given with prefix_len_ptr")
     in_items = _integers("token_pos_in_items_ptr", a.token_pos_in_items_ptr, 0, device)
-    # Tokens without a position are delimiters: those that the array does not have, and one more.
-    missing = max(requests * each - in_items.numel(), 0)
-    in_items = torch.nn.functional.pad(in_items, (0, missing))[: requests * each]
-    in_items = torch.nn.functional.pad(in_items.view(requests, each), (0, 1))
+    # Tokens without a position are delimiters, as is the last entry.
+    in_items = torch.nn.functional.pad(in_items, (0, 1))
 
     def keeps(request: int, positions: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        first = prefix[request]
-        last = in_items[request][(positions - first).clamp(0, each)]
+        first, begin = prefix[request], request * each
+        entries = begin + positions - first
+        end = min(begin + each, in_items.numel() - 1)
+        last = in_items[torch.where((entries >= begin) & (entries < end), entries, -1)]
         in_prefix = (positions < first) | (keys < first)
         return (keys <= positions) & (in_prefix | (keys > positions - last))
 
@@ -76,9 +92,8 @@ def mask_of(a: Any, batch: _core.Batch, device: torch.device) -> torch.Tensor | 
 
 def _integers(name: str, value: Any, count: int, device: torch.device) -> torch.Tensor:
     """At least `count` of them, flat, as int64 on the device."""
-    check.is_tensor(name, value)
-    check.on_cpu_or(name, value, device)
     value = check.tensor(name, value)
+    check.on_cpu_or(name, value, device)
     if value.dtype not in _INTEGERS:
         raise TypeError(f"{name} is {value.dtype}; must be an integer dtype")
     if value.numel() < count:

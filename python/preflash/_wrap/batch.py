@@ -22,7 +22,7 @@ from .._check.arguments import (
     RunOptions,
     converted,
     scales_of,
-    with_scales_by_position,
+    taken_by_position,
 )
 from .._check.calls import BatchArguments, ForwardArguments
 from .._check.options import batch_options, check_unserved, converted_from, has_mask
@@ -49,6 +49,7 @@ class BatchPrefillWrapper(EngineAttributes):
 
     _serves_cudnn = True  # backend="cudnn"
     _announced: dict[str, Any] | None = None  # what plan() must not contradict
+    _by_position: tuple[str, ...] = ()  # of run(), behind the tensors
 
     def __init__(
         self,
@@ -150,6 +151,7 @@ class BatchPrefillWrapper(EngineAttributes):
             Scales(softmax_scale(a.sm_scale, options), 1.0),
             check.flag("causal", a.causal),
             check.soft_cap("logits_soft_cap", a.logits_soft_cap),
+            items.NO_ITEMS if a.prefix_len_ptr is None else items.items_of(a),
         )
 
     def _check_announced(self, a: BatchArguments, options: _core.AttentionOptions) -> None:
@@ -201,7 +203,7 @@ class BatchPrefillWrapper(EngineAttributes):
             options = request.options
             draft = self._draft(request)
         device = workspace.device_stream.device
-        _lengths.check_hints(a, request.lengths, device)
+        _lengths.check_hints(a, request.lengths, request.options, device)
         batch = request.lengths.batch
         source = None
         mask = items.mask_of(a, batch, device)
@@ -327,9 +329,9 @@ class BatchPrefillWrapper(EngineAttributes):
     def _run(self, q: torch.Tensor, kv: KvCache, given: RunOptions, outputs: Outputs) -> Result:
         """Any run. The usual ones, planned and with scales of plan() alone, go straight to the
         variant. outputs: not checked."""
-        if isinstance(outputs.return_lse, torch.Tensor):
-            given = with_scales_by_position(given, outputs.return_lse)
-            outputs = outputs._replace(return_lse=False)
+        if given.extra:
+            given, return_lse = taken_by_position(given, outputs.return_lse, self._by_position)
+            outputs = outputs._replace(return_lse=return_lse)
         check.nothing_more("run", given.extra)
         check_unserved(given)
         if outputs.return_lse is None:

@@ -201,7 +201,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
         self,
         q: torch.Tensor,
         paged_kv_cache: KvCache,
-        *args: None,
+        *args: Any,
         q_scale: Scale = None,
         k_scale: Scale = None,
         v_scale: Scale = None,
@@ -230,7 +230,8 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
             TypeError, ValueError: not planned, or a tensor is not what was planned. Nothing is
             launched. NotImplementedError: an option of a later release.
         """
-        check.nothing_more("run", args)
+        if len(args) != 3 or not isinstance(args[2], (torch.Tensor, float)):
+            check.nothing_more("run", args)
         if self._had_several or q_len_per_req is not None:
             self._check_queries(q, q_len_per_req)
         if options and (unknown := options.keys() - _RUN_OPTIONS):
@@ -239,9 +240,10 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
         return super().run(
             q,
             paged_kv_cache,
-            k_scale,
-            v_scale,
-            return_lse,
+            *args,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            return_lse=return_lse,
             q_scale=q_scale,
             out=out,
             lse=lse,

@@ -6,7 +6,7 @@ import torch
 
 from .._check import values as check
 from .._check.arguments import KvCache, Scale
-from .._check.names import tells_nearest
+from .._check.names import renamed, tells_nearest
 from .paged import BatchPrefillWithPagedKVCacheWrapper
 
 _FLOAT_BYTES = 128 * 1024 * 1024
@@ -100,21 +100,23 @@ class BatchAttention:
         """
         check.neutral("use_profiler", use_profiler, False)
         page = check.integer("page_size", page_size, at_least=1)
-        for name, value in (("kv_indptr", kv_indptr), ("kv_indices", kv_indices)):
-            check.index_array(name, value, self.device)
-        lengths = check.tensor("kv_len_arr", check.is_tensor("kv_len_arr", kv_len_arr)).cpu()
-        if lengths.dtype not in (torch.int32, torch.int64) or lengths.dim() != 1:
-            raise TypeError(
-                f"kv_len_arr is {lengths.dtype} {tuple(lengths.shape)}; must be [batch_size] "
-                "torch.int32"
-            )
-        at = kv_indptr.cpu()
+        check.index_array("kv_indices", kv_indices, self.device)
+        at = check.index_array("kv_indptr", kv_indptr, self.device).cpu()
+        integers = (torch.int32, torch.int64)
+        lengths = check.index_array("kv_len_arr", kv_len_arr, self.device, integers).cpu()
         if at.numel() != lengths.numel() + 1:
             raise ValueError(
                 f"kv_indptr has {at.numel()} elements and kv_len_arr {lengths.numel()}; must have "
                 "batch_size + 1 and batch_size"
             )
-        given, needed = at.diff(), (lengths + (page - 1)) // page
+        given, lengths = at.to(torch.int64).diff(), lengths.to(torch.int64)
+        begin, end, room = int(at[0]), int(at[-1]), kv_indices.numel()
+        if begin < 0 or end > room or bool((given < 0).any()):
+            raise ValueError(
+                f"kv_indptr goes from {begin} to {end}; must not decrease, and be in [0, {room}], "
+                "what kv_indices has"
+            )
+        needed = (lengths + (page - 1)) // page
         wrong = ((lengths < 0) | (needed > given)).nonzero()
         if wrong.numel():
             request = int(wrong[0])
@@ -126,11 +128,12 @@ class BatchAttention:
             at, kv_indices = _used_pages(at, needed, kv_indices)
         last = torch.where(needed > 0, lengths - (needed - 1) * page, 1).to(torch.int32)
         cap = check.soft_cap("logits_soft_cap", logits_soft_cap)
-        self._paged.plan(
-            qo_indptr, at, kv_indices, last, num_qo_heads, num_kv_heads, head_dim_qk, page,
-            causal=causal, sm_scale=sm_scale, logits_soft_cap=cap, q_data_type=q_data_type,
-            kv_data_type=kv_data_type, head_dim_vo=head_dim_vo, non_blocking=True,
-        )  # fmt: skip
+        with renamed({"paged_kv_indptr": "kv_indptr", "paged_kv_indices": "kv_indices"}):
+            self._paged.plan(
+                qo_indptr, at, kv_indices, last, num_qo_heads, num_kv_heads, head_dim_qk, page,
+                causal=causal, sm_scale=sm_scale, logits_soft_cap=cap, q_data_type=q_data_type,
+                kv_data_type=kv_data_type, head_dim_vo=head_dim_vo, non_blocking=True,
+            )  # fmt: skip
         self._logits_soft_cap = cap
 
     def run(
@@ -166,7 +169,9 @@ class BatchAttention:
                 f"logits_soft_cap={cap} in run() and {self._logits_soft_cap} in plan(); must be "
                 "the same, or 0 in run()"
             )
-        return self._paged.run(q, kv_cache, k_scale, v_scale, return_lse=True, out=out, lse=lse)
+        return self._paged.run(
+            q, kv_cache, k_scale=k_scale, v_scale=v_scale, return_lse=True, out=out, lse=lse
+        )
 
 
 def _used_pages(

@@ -16,7 +16,7 @@ from .._check.names import tells_nearest
 from .._check.outputs import DEFAULT_OUTPUTS, Outputs, run_outputs
 from .._compat import sink_variant
 from .._compat.engine_attributes import PagedEngineAttributes
-from .._compat.signatures import takes
+from .._compat.signatures import by_position, takes
 from .batch import BatchPrefillWrapper
 
 # Names of their own for what every run() asks; see check.traced().
@@ -171,14 +171,17 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillWrapper, PagedEngineAttrib
         is for longer keys of later plans: what these arguments need."""
         return super()._workspace_size(a)
 
+    _by_position = ("k_scale", "v_scale", "return_lse")
+
+    @by_position(*_by_position)
     def run(
         self,
         q: torch.Tensor,
         paged_kv_cache: KvCache,
+        *args: Any,
         k_scale: float | torch.Tensor | None = None,
         v_scale: float | torch.Tensor | None = None,
         return_lse: bool = False,
-        *args: None,
         q_scale: float | torch.Tensor | None = None,
         scale_q: torch.Tensor | None = None,
         scale_k: torch.Tensor | None = None,
@@ -208,7 +211,8 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillWrapper, PagedEngineAttrib
             window_left: another window than the planned one; planned when first asked for.
             k_scale, v_scale, q_scale, return_lse, out, lse, lse_base, lse_layout, enable_pdl,
             scale_q, scale_k, scale_v, sinks, kv_cache_sf: as in single_prefill_with_kv_cache.
-                The three scales may also follow the cache by position.
+                The three scales may also follow the cache by position; a float is then that of all
+                heads, q_scale, k_scale or v_scale.
             o_scale, skip_softmax_threshold_scale_factor, use_fp16_softmax, uses_spcompress: None,
             or 1.0, 0.0, False and False, only.
 
@@ -257,9 +261,6 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillWrapper, PagedEngineAttrib
         self, q: torch.Tensor, paged_kv_cache: KvCache, *args: Any, **options: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """run() with return_lse=True."""
-        if len(args) == 3:  # scale_q, scale_k, scale_v
-            options = dict(zip(("scale_q", "scale_k", "scale_v"), args, strict=True)) | options
-            args = ()
         return self.run(q, paged_kv_cache, *args, return_lse=True, **options)
 
     @takes(PagedForwardArguments)

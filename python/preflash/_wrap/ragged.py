@@ -16,7 +16,7 @@ from .._check.names import tells_nearest
 from .._check.outputs import DEFAULT_OUTPUTS, Outputs, run_outputs
 from .._compat import sink_variant
 from .._compat.engine_attributes import RaggedEngineAttributes
-from .._compat.signatures import takes
+from .._compat.signatures import by_position, takes
 from .batch import BatchPrefillWrapper
 
 # Names of their own for what every run() asks; see check.traced().
@@ -103,7 +103,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillWrapper, RaggedEngineAttr
             qo_indptr: [batch_size + 1] int32, first token of each request in q, on the CPU (which
                 costs no wait for the GPU) or on the wrapper's device (copied back once).
             kv_indptr: [batch_size + 1] int32, first token of each request in k and v.
-            v_indptr, o_indptr: None only; those of k and q serve.
+            v_indptr, o_indptr: where each request begins in v and the output: kv_indptr and
+                qo_indptr again, in tokens or in elements. Those on the GPU are waited for.
             The others are those of BatchPrefillWithPagedKVCacheWrapper.plan().
 
         Raises:
@@ -128,13 +129,16 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillWrapper, RaggedEngineAttr
         is for longer keys of later plans: what these arguments need."""
         return super()._workspace_size(a)
 
+    _by_position = ("return_lse",)
+
+    @by_position(*_by_position)
     def run(
         self,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
+        *args: Any,
         return_lse: bool = False,
-        *args: None,
         q_scale: float | torch.Tensor | None = None,
         k_scale: float | torch.Tensor | None = None,
         v_scale: float | torch.Tensor | None = None,
@@ -165,7 +169,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillWrapper, RaggedEngineAttr
             window_left: another window than the planned one; planned when first asked for.
             q_scale, k_scale, v_scale, return_lse, out, lse, lse_base, lse_layout, enable_pdl,
             scale_q, scale_k, scale_v, sinks, kv_cache_sf: as in single_prefill_with_kv_cache.
-                The three scales may also follow v by position.
+                The three scales may also follow v by position; a float is then that of all heads,
+                q_scale, k_scale or v_scale.
             o_scale, skip_softmax_threshold_scale_factor, use_fp16_softmax, uses_spcompress: None,
             or 1.0, 0.0, False and False, only.
 
@@ -214,13 +219,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillWrapper, RaggedEngineAttr
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **options: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """run() with return_lse=True."""
-        if len(args) == 3:  # scale_q, scale_k, scale_v
-            options = dict(zip(("scale_q", "scale_k", "scale_v"), args, strict=True)) | options
-        elif args and "run" not in self.__dict__:
-            check.nothing_more("run_return_lse", args)
-        else:
-            return self.run(q, k, v, *args, return_lse=True, **options)
-        return self.run(q, k, v, return_lse=True, **options)
+        return self.run(q, k, v, *args, return_lse=True, **options)
 
     @takes(RaggedForwardArguments)
     def forward(self, a: RaggedForwardArguments) -> torch.Tensor:

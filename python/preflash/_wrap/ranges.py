@@ -190,8 +190,8 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
         return super()._workspace_size(self._arguments(locals()))
 
     def _arguments(self, given: dict[str, Any], *, own: bool = False) -> PagedPlanArguments:
-        """Those of a paged plan without a mask. own: with copies of what lies on the CPU, which the
-        caller may change."""
+        """Those of a paged plan without a mask. own: with copies of arrays that the caller may
+        change."""
         check.absent(
             **{
                 name: given[name]
@@ -221,8 +221,9 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
         head_dim = options.pop("head_dim_qk")
         for name in ("qo_indptr", "paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len"):
             array = given[name]
-            own_copy = own and array.is_cpu
-            options[name] = array.clone() if own_copy else array
+            # Pages on a GPU stay there, as in every plan.
+            stays = not own or (name == "paged_kv_indices" and not array.is_cpu)
+            options[name] = array if stays else array.to("cpu", copy=True)
         for name in (
             "num_qo_heads", "num_kv_heads", "page_size", "sm_scale", "use_fp16_qk_reduction",
             "max_token_per_sequence", "max_sequence_kv", "fixed_split_size", "disable_split_kv",
@@ -265,9 +266,7 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
             TypeError, ValueError: not planned, or a tensor is not what was planned. Nothing is
             launched. RuntimeError: the stream is being captured.
         """
-        ranges = check.tensor(
-            "bidirectional_ranges", check.is_tensor("bidirectional_ranges", bidirectional_ranges)
-        )
+        ranges = check.tensor("bidirectional_ranges", bidirectional_ranges)
         check.has_dtype("bidirectional_ranges", ranges, torch.int32, "positions of keys")
         check.has_shape(
             "bidirectional_ranges", ranges, (check.is_tensor("q", q).shape[0], 2), "[rows of q, 2]"
@@ -282,8 +281,8 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
             max(check.integer("range_window_left", range_window_left, at_least=-(2**31)), 0),
         )
         return self._with_mask(ranges, windows).run(
-            q, paged_kv_cache, k_scale, v_scale, return_lse, q_scale=q_scale, out=out, lse=lse,
-            enable_pdl=enable_pdl, kv_cache_sf=kv_cache_sf,
+            q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse,
+            q_scale=q_scale, out=out, lse=lse, enable_pdl=enable_pdl, kv_cache_sf=kv_cache_sf,
         )  # fmt: skip
 
     def run_return_lse(self, *args: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:

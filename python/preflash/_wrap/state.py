@@ -11,6 +11,7 @@ from .._check import values as check
 from .._check.request import Request
 from .._check.scales import Scales
 from .._device.workspace import Workspace
+from .._plan.items import NO_ITEMS, Items
 from .._plan.pipeline import Draft
 from .._run.variant import PlannedVariant
 
@@ -24,6 +25,7 @@ class Asked(NamedTuple):
     scales: Scales
     causal: bool  # as given: the options have none beside a custom mask
     logits_soft_cap: float  # as given: the options have it in float32
+    items: Items = NO_ITEMS
 
 
 class Planned(NamedTuple):
@@ -42,13 +44,15 @@ class Planned(NamedTuple):
 
     def variants(self) -> set[PlannedVariant]:
         """Each once: `usual` is `primary` or, unless it was dropped, one of the others."""
-        return {self.primary, self.usual or self.primary, *self.others.values()}
+        # NOTE: other threads may add to the others; list() copies them at once.
+        return {self.primary, self.usual or self.primary, *list(self.others.values())}
 
     def keep(self, options: _core.AttentionOptions, variant: PlannedVariant) -> None:
         """One more of the others. Makes room for it; those that a CUDA graph replays stay."""
         if len(self.others) >= _VARIANTS_KEPT:
-            for surplus in [o for o, other in self.others.items() if not other.shared]:
-                del self.others[surplus]
+            for surplus, other in list(self.others.items()):
+                if not other.shared:
+                    self.others.pop(surplus, None)
         self.others[options] = variant
 
 

@@ -54,7 +54,7 @@ def execute(args: argparse.Namespace) -> int:
                 else:
                     cosine = float((vectors * eager).sum(-1).min())
                     worst = min(worst, cosine)
-                    found = found or (model, vectors, device)
+                    found = (model, vectors, device)  # whose backend is registered
                 cell = None if cosine is None else f"{cosine:.7f}"
                 dtype = str(model.dtype).removeprefix("torch.")
                 table.add(name, device, dtype, f"{rate:,.0f}", cell)

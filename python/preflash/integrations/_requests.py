@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Requests:
     """The requests of one batch, in the order of the query rows, all of which they cover.
 
@@ -19,15 +19,13 @@ class Requests:
 
     qo_lens: tuple[int, ...]
     spans: tuple[tuple[int, int, int], ...]
-    causal: bool | None = None  # None: as the attention module says
     mask: torch.Tensor | None = None  # bool, of all requests one after the other; replaces bounds
 
-    def same(self, other: Requests | None) -> bool:
+    def __eq__(self, other: object) -> bool:
         """Whether a plan of one serves the other."""
-        if other is None or self is other:
-            return self is other
-        masked = self.mask is not None or other.mask is not None
-        return not masked and (self.qo_lens, self.spans) == (other.qo_lens, other.spans)
+        if not isinstance(other, Requests) or self.mask is not other.mask:
+            return False
+        return (self.qo_lens, self.spans) == (other.qo_lens, other.spans)
 
     @functools.cached_property
     def kv_indptr(self) -> list[int] | None:
@@ -43,15 +41,20 @@ class Requests:
         return indptr
 
     @functools.cached_property
+    def slots(self) -> int:
+        """Which the keys of a sequence have at least."""
+        return max((end for _, _, end in self.spans), default=0)
+
+    @functools.cached_property
     def at_first_slot(self) -> bool:
         """Whether the keys of every request begin at slot 0 of their sequence."""
         return all(begin == 0 for _, begin, end in self.spans if end)
 
 
 @functools.lru_cache(maxsize=16)
-def even(batch: int, qo_len: int, kv_len: int, causal: bool | None = None) -> Requests:
+def even(batch: int, qo_len: int, kv_len: int) -> Requests:
     """Sequences of one length, whose keys begin at slot 0."""
-    return Requests((qo_len,) * batch, tuple((i, 0, kv_len) for i in range(batch)), causal)
+    return Requests((qo_len,) * batch, tuple((i, 0, kv_len) for i in range(batch)))
 
 
 def of_lengths(qo_indptr: list[int], kv_indptr: list[int], rows: int) -> Requests:
@@ -64,38 +67,36 @@ def of_lengths(qo_indptr: list[int], kv_indptr: list[int], rows: int) -> Request
     return Requests(tuple(qo_lens), tuple(spans))
 
 
-def of_ids(ids: torch.Tensor, qo_len: int, causal: bool) -> Requests:
-    """Padded or packed sequences.
+def of_ids(ids: torch.Tensor, qo_len: int, causal: bool) -> Requests | None:
+    """Padded or packed sequences; None for a sequence with holes.
 
     ids: [batch, slots] on the CPU, bool or int. 0 is padding. Slots of one number are one sequence.
     With causal, or where there are several sequences in a row, the queries are the last slots.
-
-    Raises: NotImplementedError: a sequence with holes.
     """
-    qo_lens, spans = [], []
-    for i, row in enumerate(ids.to(torch.int32)):
-        numbers, counts = torch.unique_consecutive(row, return_counts=True)
-        runs = list(zip(numbers.tolist(), counts.tolist(), strict=True))
-        filled = [number for number, _ in runs if number]
+    if ids.dtype == torch.bool and ids.all():
+        return even(len(ids), qo_len, ids.shape[1])
+    ids = ids.int()
+    starts = (torch.nn.functional.pad(ids, (1, 0), value=-1).diff() != 0).nonzero()
+    numbers = ids[tuple(starts.t())].tolist()
+    runs = [[] for _ in ids]  # (number, begin, end) of each row
+    for (i, begin), number, (j, end) in zip(
+        starts.tolist(), numbers, [*starts[1:].tolist(), (-1, 0)], strict=True
+    ):
+        runs[i].append((number, begin, end if i == j else ids.shape[1]))
+    qo_lens, spans, first = [], [], ids.shape[1] - qo_len
+    for i, row in enumerate(runs):
+        filled = [number for number, _, _ in row if number]
         if len(set(filled)) < len(filled):
-            raise NotImplementedError(
-                f"attention_mask[{i}] has padding inside a sequence; give a 4-D bool mask"
-            )
-        end, first = 0, len(row) - qo_len
-        for number, count in runs:
-            begin, end = end, end + count
-            keys = (i, begin, end) if number else (i, 0, 0)
-            if not causal and len(filled) <= 1:
-                if number:
-                    qo_lens.append(qo_len)
-                    spans.append(keys)
-            elif end > first:
-                qo_lens.append(end - max(begin, first))
-                spans.append(keys)
-        if not causal and not filled:
+            return None
+        if not causal and len(filled) <= 1:  # every query sees it
             qo_lens.append(qo_len)
-            spans.append((i, 0, 0))
-    return Requests(tuple(qo_lens), tuple(spans), causal)
+            spans.append(next(((i, begin, end) for n, begin, end in row if n), (i, 0, 0)))
+            continue
+        for number, begin, end in row:
+            if end > first:
+                qo_lens.append(end - max(begin, first))
+                spans.append((i, begin, end) if number else (i, 0, 0))
+    return Requests(tuple(qo_lens), tuple(spans))
 
 
 def of_dense(mask: torch.Tensor, batch: int) -> Requests:
@@ -108,4 +109,4 @@ def of_dense(mask: torch.Tensor, batch: int) -> Requests:
     qo_len, kv_len = mask.shape[2:]
     mask = mask.expand(batch, -1, -1, -1).reshape(-1)
     spans = tuple((i, 0, kv_len) for i in range(batch))
-    return Requests((qo_len,) * batch, spans, False, mask)
+    return Requests((qo_len,) * batch, spans, mask)

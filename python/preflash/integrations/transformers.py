@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import torch
 from transformers import masking_utils
@@ -33,7 +33,6 @@ NAME = "preflash"
 _WORKSPACE_BYTES = 128 << 20
 _MOST_FORMS = 64  # of attention, in all models of a thread
 _backend = "auto"
-_memo = "_preflash_requests"  # attribute of a mask or cu_seq_lens tensor
 
 
 def register(backend: str = "auto") -> None:
@@ -62,8 +61,12 @@ def _name_needs_no_hub() -> None:
     def check_and_adjust(self: PreTrainedModel, name: str | None, *args: Any, **kwargs: Any) -> Any:
         if name not in (NAME, f"paged|{NAME}"):
             return check(self, name, *args, **kwargs)
-        if not (self._supports_attention_backend or self._supports_flash_attn):
-            raise ValueError(f"{type(self).__name__} has an attention of its own, not {NAME!r}")
+        calls_us = self._supports_attention_backend or self._can_set_attn_implementation()
+        if not (self._supports_flash_attn and calls_us):
+            raise ValueError(
+                f"{type(self).__name__} takes no attn_implementation={NAME!r}: in transformers it "
+                "has an attention of its own, or none with the masks of flash attention"
+            )
         return NAME
 
     check_and_adjust.knows_preflash = True
@@ -71,6 +74,30 @@ def _name_needs_no_hub() -> None:
 
 
 # Masks.
+
+
+class _Bounds(NamedTuple):
+    """What a mask says beside lengths."""
+
+    causal: bool
+    window: int | None = None  # tokens, the query's own among them
+    requests: Requests | None = None  # None: by the numbers in the mask
+
+
+class _Mask(torch.Tensor):
+    """A mask that knows its bounds, also after a copy to the GPU of other layers."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+    bounds: _Bounds
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, bounds: _Bounds) -> _Mask:
+        mask = tensor.as_subclass(cls)
+        mask.bounds = bounds
+        return mask
+
+    def to(self, *args: Any, **kwargs: Any) -> _Mask:
+        return self.of(super().to(*args, **kwargs), self.bounds)
 
 
 @torch.compiler.disable
@@ -87,89 +114,58 @@ def attention_mask(
     """What attention() takes as its mask: None; or [batch, slots], the number of each slot's
     sequence and 0 for padding; or, where lengths and a causal window do not say everything, bool
     [batch, 1, q_length, kv_length]."""
-    causal, packed = _bounds_of(mask_function)
-    if causal is None:
-        mask = sdpa_mask(
-            batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset,
-            kv_offset=kv_offset, mask_function=mask_function, attention_mask=attention_mask,
-            **{**kwargs, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False},
-        )  # fmt: skip
-        return _remember(mask, _requests.of_dense(mask, batch_size))
-    if packed is not None:
-        return packed.expand(batch_size, -1) + 1  # the host reads it where no cu_seq_lens come
-    slots = kv_length
-    if causal:  # a static cache has slots behind the last query
-        if attention_mask is not None and isinstance(q_offset, torch.Tensor):
-            last = attention_mask.shape[1]  # without asking the device
+    if isinstance(attention_mask, _Mask):  # generate() makes masks ahead of a static cache
+        return attention_mask
+    config, device = kwargs.get("config"), kwargs.get("device")
+    facts = _facts(mask_function)
+    causal, window = facts.get("causal"), facts.get("window")
+    if causal is not None and (causal or window is None):
+        if "packed" in facts:  # the host reads the numbers where no cu_seq_lens come
+            numbers = facts["packed"].expand(batch_size, -1) + 1
+            return _Mask.of(numbers, _Bounds(causal, window))
+        slots = kv_length
+        if causal:  # a static cache has slots behind the last query
+            slots = min(slots, int(q_offset) + q_length - kv_offset)
+        if attention_mask is None:
+            seen = torch.ones(batch_size, slots, dtype=torch.bool, device=device)
+            requests = _requests.even(batch_size, q_length, slots)
         else:
-            last = int(q_offset) + q_length
-        slots = min(kv_length, last - kv_offset)
-    if attention_mask is not None:
-        mask = attention_mask[:, kv_offset : kv_offset + slots].bool()
-        on_host = mask.cpu()
-        if not on_host.all():
-            return _remember(mask, _requests.of_ids(on_host, q_length, causal))
-    config = kwargs.get("config")
-    if slots == kv_length and (causal or getattr(config, "is_causal", None) is not False):
-        return None
-    device = kwargs.get("device")
-    mask = torch.ones(batch_size, slots, dtype=torch.bool, device=device)
-    return _remember(mask, _requests.even(batch_size, q_length, slots, causal))
+            seen = attention_mask[:, kv_offset : kv_offset + slots].bool()
+            seen = torch.nn.functional.pad(seen, (0, slots - seen.shape[1]))
+            requests = _requests.of_ids(seen.cpu(), q_length, causal)
+        plain = window is None and requests == _requests.even(batch_size, q_length, kv_length)
+        if plain and (causal or getattr(config, "is_causal", None) is not False):
+            return None  # as the attention module says
+        if requests is not None:
+            return _Mask.of(seen, _Bounds(causal, window, requests))
+    mask = sdpa_mask(
+        batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset,
+        kv_offset=kv_offset, mask_function=mask_function, attention_mask=attention_mask,
+        **{**kwargs, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False},
+    )  # fmt: skip
+    return _Mask.of(mask, _Bounds(False, None, _requests.of_dense(mask, batch_size)))
 
 
-def _bounds_of(mask_function: Callable) -> tuple[bool | None, torch.Tensor | None]:
-    """(causal, numbers of packed sequences) of a mask that lengths and a window describe, else
-    (None, None). The window itself comes with every call of attention()."""
+def _facts(mask_function: Callable) -> dict[str, Any]:
+    """causal, the window, and the numbers of packed sequences, by name, of a mask that these
+    describe; else nothing."""
     if mask_function is masking_utils.causal_mask_function:
-        return True, None
+        return {"causal": True}
     if mask_function is masking_utils.bidirectional_mask_function:
-        return False, None
-    if not mask_function.__qualname__.startswith("and_masks."):
-        return None, None
-    parts = inspect.getclosurevars(mask_function).nonlocals["mask_functions"]
-    named = {part.__qualname__.partition(".")[0]: part for part in parts}
-    names = set(named)
-    if names == {"sliding_window_overlay", "causal_mask_function"}:
-        return True, None
-    packed = named.pop("packed_sequence_mask_function", None)
-    if packed is not None and len(named) == 1:
-        (inner,) = named.values()
-        if inner.__qualname__.startswith("remap_positions_for_packed_sequence."):
-            inner = inspect.getclosurevars(inner).nonlocals["mask_function"]
-        causal, nested = _bounds_of(inner)
-        if causal is not None and nested is None:
-            numbers = inspect.getclosurevars(packed).nonlocals["packed_sequence_mask"]
-            return causal, numbers
-    return None, None
-
-
-def _remember(tensor: torch.Tensor, requests: Requests) -> torch.Tensor:
-    """The tensor, for all layers of a forward pass, with what it means to them."""
-    setattr(tensor, _memo, (_version(tensor), requests))
-    return tensor
-
-
-def _remembered(tensor: torch.Tensor) -> Requests | None:
-    version, requests = getattr(tensor, _memo, (None, None))
-    return requests if version == _version(tensor) else None
-
-
-def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
-
-
-def _of_mask(mask: torch.Tensor, batch: int, qo_len: int, causal: bool) -> Requests:
-    """Of a mask that attention_mask() did not make, or that was copied since: waits for the GPU."""
-    if mask.dim() == 2:
-        return _requests.of_ids(mask.cpu(), qo_len, causal)
-    if mask.dim() != 4:
-        raise ValueError(f"attention_mask has {mask.dim()} dimensions; it must have 2 or 4")
-    if mask.is_floating_point():
-        seen = mask == 0
-        if not (seen | (mask <= torch.finfo(torch.float16).min)).all():
-            raise NotImplementedError("attention_mask adds a bias; only 0 and -inf are served")
-        mask = seen
-    return _requests.of_dense(mask.bool(), batch)
+        return {"causal": False}
+    if mask_function.__module__ != masking_utils.__name__:
+        return {}
+    name = mask_function.__qualname__.partition(".")[0]
+    inside = inspect.getclosurevars(mask_function).nonlocals
+    if name == "sliding_window_overlay":
+        return {"window": inside["sliding_window"]}
+    if name == "packed_sequence_mask_function":
+        return {"packed": inside["packed_sequence_mask"]}
+    if name == "remap_positions_for_packed_sequence":
+        return _facts(inside["mask_function"])
+    parts = [_facts(part) for part in inside["mask_functions"]] if name == "and_masks" else [{}]
+    together = {key: value for part in parts for key, value in part.items()}
+    return together if all(parts) and len(together) == sum(map(len, parts)) else {}
 
 
 # Attention.
@@ -195,7 +191,9 @@ def attention(
 
     Args:
         query, key, value: [batch, heads, tokens, head_dim].
-        attention_mask: None, or what attention_mask() makes.
+        attention_mask: None, or what attention_mask() makes, or bool [batch, 1, queries, keys], or
+            0 and -inf in that shape.
+        sliding_window: tokens; where attention_mask() made the mask, it knows the window.
         cache: the paged cache of continuous batching.
 
     Returns:
@@ -203,8 +201,9 @@ def attention(
     """
     if dropout:
         raise NotImplementedError("preflash serves inference only: dropout must be 0")
-    if kwargs.get("position_bias") is not None:
-        raise NotImplementedError("preflash serves no position_bias")
+    for name in ("position_bias", "output_attentions"):
+        if kwargs.get(name) not in (None, False):
+            raise NotImplementedError(f'{name}: attn_implementation="eager" serves it')
     if query.is_cuda and torch.cuda.is_current_stream_capturing():
         raise NotImplementedError(
             "preflash plans every batch, which CUDA graphs cannot record; give "
@@ -214,17 +213,31 @@ def attention(
         states = {"key_states": key, "value_states": value, "layer_idx": module.layer_idx}
         key, value = cache.update(**states, kwargs=kwargs)
         attention_mask = None
+    if torch.is_autocast_enabled(query.device.type):
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     batch, num_qo_heads, qo_len, _ = query.shape
-    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-    requests = _find(attention_mask, batch, qo_len, key.shape[2], causal, kwargs)
-    if requests.causal is not None:
-        causal = requests.causal
-    windowed = sliding_window is not None and requests.mask is None
-    if windowed and not causal:
+    if isinstance(attention_mask, _Mask):
+        bounds = attention_mask.bounds
+    else:
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        bounds = _Bounds(bool(causal), sliding_window)
+    causal, window, requests = bounds
+    qo_indptr, kv_indptr = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")
+    if qo_indptr is not None and (attention_mask is None or attention_mask.dim() == 2):
+        ends = (qo_indptr, qo_indptr if kv_indptr is None else kv_indptr)
+        requests = _read_once(module, ends, _of_ends, batch * qo_len)
+    elif attention_mask is None:
+        requests = _requests.even(batch, qo_len, key.shape[2])
+    elif requests is None:
+        requests = _read_once(module, (attention_mask,), _of_mask, batch, qo_len, causal)
+    if requests.mask is not None:
+        causal, window = False, None
+    if window is not None and not causal:
         raise NotImplementedError("a window without causal needs a 4-D bool attention_mask")
     options = {
         "causal": causal,
-        "window_left": sliding_window - 1 if windowed else -1,
+        "window_left": -1 if window is None else window - 1,
         "logits_soft_cap": softcap or 0.0,
         "sm_scale": scaling,
         "q_data_type": query.dtype,
@@ -233,34 +246,52 @@ def attention(
     }
     q = query.transpose(1, 2).flatten(0, 1)
     sinks = None if s_aux is None else s_aux.float()
-    out = _forms().run(requests, q, key, value, options, sinks)
+    out = _forms.run(requests, q, key, value, options, sinks)
     return out.view(batch, qo_len, num_qo_heads, -1), None
 
 
-def _find(
-    mask: torch.Tensor | None, batch: int, qo_len: int, kv_len: int, causal: bool, kwargs: dict
+def _read_once(
+    module: torch.nn.Module, tensors: tuple[torch.Tensor, ...], read: Callable, *args: Any
 ) -> Requests:
-    """The requests of a forward pass; its first layer looks at tensors, the others remember."""
-    qo_indptr, kv_indptr = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")
-    if qo_indptr is not None and (mask is None or mask.dim() == 2):
-        kv_indptr = qo_indptr if kv_indptr is None else kv_indptr
-        requests = _remembered(kv_indptr)
-        if requests is None or sum(requests.qo_lens) != batch * qo_len:
-            both = torch.stack((qo_indptr, kv_indptr)).tolist()
-            requests = _requests.of_lengths(*both, rows=batch * qo_len)
-            _remember(kv_indptr, requests)
-        return requests
-    if mask is None:
-        return _requests.even(batch, qo_len, kv_len)
-    requests = _remembered(mask)
-    if requests is None:
-        requests = _of_mask(mask, batch, qo_len, causal)
-        _remember(mask, requests)
+    """read(*tensors, *args), which waits for the GPU, in the first layer of a forward pass. The
+    last tensor keeps it for the others. Inference tensors do not count what is written to them, so
+    that a layer no later than the last one begins another forward pass."""
+    layer = getattr(module, "layer_idx", None)
+    state = [(id(x), None if x.is_inference() else x._version) for x in tensors]
+    known, _, last, requests = getattr(tensors[-1], "_preflash", (None, (), None, None))
+    counted = not any(x.is_inference() for x in tensors)
+    later = None not in (layer, last) and layer > last
+    if known != (state, args) or not (counted or later):
+        requests = read(*tensors, *args)
+    tensors[-1]._preflash = ((state, args), tensors[:-1], layer, requests)
     return requests
 
 
-class _Forms:
-    """The wrappers of one thread: one for each form of attention on each stream."""
+def _of_ends(qo_indptr: torch.Tensor, kv_indptr: torch.Tensor, rows: int) -> Requests:
+    return _requests.of_lengths(*torch.stack((qo_indptr, kv_indptr)).tolist(), rows)
+
+
+def _of_mask(mask: torch.Tensor, batch: int, qo_len: int, causal: bool) -> Requests:
+    """Of numbers of sequences, or of a mask that attention_mask() did not make."""
+    if mask.dim() == 2:
+        requests = _requests.of_ids(mask.cpu(), qo_len, causal)
+        if requests is None:
+            raise NotImplementedError(
+                "attention_mask has padding inside a sequence; give a 4-D bool mask"
+            )
+        return requests
+    if mask.dim() != 4:
+        raise ValueError(f"attention_mask has {mask.dim()} dimensions; it must have 2 or 4")
+    if mask.is_floating_point():
+        seen = mask == 0
+        if not (seen | (mask <= torch.finfo(torch.float16).min)).all():
+            raise NotImplementedError("attention_mask adds a bias; only 0 and -inf are served")
+        mask = seen
+    return _requests.of_dense(mask.bool(), batch)
+
+
+class _Forms(threading.local):
+    """The wrappers of a thread: one for each form of attention on each stream."""
 
     def __init__(self) -> None:
         self._workspaces: dict[Any, torch.Tensor] = {}
@@ -280,86 +311,80 @@ class _Forms:
         stream = torch.cuda.current_stream(q.device).cuda_stream if q.is_cuda else 0
         place = (q.device, stream, _backend)
         heads = (q.shape[1], k.shape[1], q.shape[2])
+        if requests.slots > k.shape[2]:
+            raise ValueError(f"attention_mask has {requests.slots} slots for {k.shape[2]} keys")
         if requests.kv_indptr is not None:
-            operands = (k[0].transpose(0, 1), v[0].transpose(0, 1))
-            table: tuple = ("ragged",)
+            kind, operands, table = "ragged", (k[0].transpose(0, 1), v[0].transpose(0, 1)), None
         elif requests.at_first_slot:
-            operands, table = ((k, v),), ("page", k.shape[2])
+            kind, operands, table = "sequences", ((k, v),), (k.shape[2], 1)
         else:
-            pages, first = _slots_as_pages(k, v)
-            operands, table = (pages,), ("slot", first)
-        form = (place, heads, table[0], *options.values(), requests.mask is not None)
-        wrapper, planned_table, planned = self._planned.get(form, (None, None, None))
-        if wrapper is None or planned_table != table or not requests.same(planned):
-            if wrapper is None:
-                wrapper = self._wrapper(place, table[0])
-            self._plan(wrapper, requests, table, heads, options)
-            self._planned.pop(form, None)
-            self._planned[form] = (wrapper, table, requests)
-            if len(self._planned) > _MOST_FORMS:
-                del self._planned[next(iter(self._planned))]
+            pages, step = _slots_as_pages(k, v)
+            kind, operands, table = "slots", (pages,), (1, step)
+        form = (place, heads, kind, *options.values(), requests.mask is not None)
+        wrapper, *planned = self._planned.pop(form, (None,))
+        if wrapper is None:
+            if place not in self._workspaces:
+                memory = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=q.device)
+                self._workspaces[place] = memory
+            wrapper = _WRAPPERS[kind](
+                self._workspaces[place], "HND" if table else "NHD", backend=_backend
+            )
+        if planned != [table, requests]:
+            self.plans += 1
+            _plan(wrapper, requests, table, heads, options)
+        self._planned[form] = (wrapper, table, requests)
+        if len(self._planned) > _MOST_FORMS:
+            del self._planned[next(iter(self._planned))]
         return wrapper.run(q, *operands, sinks=sinks)
 
-    def _wrapper(self, place: Any, kind: str) -> Any:
-        if place not in self._workspaces:
-            memory = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=place[0])
-            self._workspaces[place] = memory
-        memory = self._workspaces[place]
-        if kind == "ragged":
-            return BatchPrefillWithRaggedKVCacheWrapper(memory, "NHD", backend=_backend)
-        return BatchPrefillWithPagedKVCacheWrapper(memory, "HND", backend=_backend)
 
-    def _plan(
-        self,
-        wrapper: Any,
-        requests: Requests,
-        table: tuple,
-        heads: tuple[int, int, int],
-        options: dict[str, Any],
-    ) -> None:
-        self.plans += 1
-        qo_indptr = _indptr(requests.qo_lens)
-        options = {**options, "custom_mask": requests.mask}
-        if table[0] == "ragged":
-            kv_indptr = torch.tensor(requests.kv_indptr, dtype=torch.int32)
-            wrapper.plan(qo_indptr, kv_indptr, *heads, **options)
-            return
-        lengths = [end - begin for _, begin, end in requests.spans]
-        if table[0] == "page":
-            indices = [i for i, _, end in requests.spans if end]
-            pages = (_indptr([min(n, 1) for n in lengths]), torch.tensor(indices).int())
-            last, page_size = torch.tensor(lengths).int(), table[1]
-        else:
-            ranges = [
-                torch.arange(i * table[1] + b, i * table[1] + e) for i, b, e in requests.spans
-            ]
-            pages = (_indptr(lengths), torch.cat(ranges).int())
-            last, page_size = torch.tensor([min(n, 1) for n in lengths]).int(), 1
-        wrapper.plan(qo_indptr, *pages, last, *heads, page_size, **options)
+_forms = _Forms()
+_WRAPPERS = {
+    "ragged": BatchPrefillWithRaggedKVCacheWrapper,
+    "sequences": BatchPrefillWithPagedKVCacheWrapper,  # a page for each
+    "slots": BatchPrefillWithPagedKVCacheWrapper,  # a page for each
+}
 
 
-def _indptr(lengths: Any) -> torch.Tensor:
-    sums = torch.tensor([0, *lengths]).cumsum(0)
-    return sums.int()
+def _plan(
+    wrapper: Any,
+    requests: Requests,
+    table: tuple[int, int] | None,
+    heads: tuple[int, int, int],
+    options: dict[str, Any],
+) -> None:
+    """table: the page size, and the pages from one sequence to the next; None without pages."""
+    sizes, arrays = heads, [_indptr(requests.qo_lens)]
+    if table is None:
+        arrays.append(torch.tensor(requests.kv_indptr).int())
+    else:
+        page_size, step = table
+        sizes = (*heads, page_size)
+        begins = [i * step + begin // page_size for i, begin, _ in requests.spans]
+        lengths = torch.tensor([end - begin for _, begin, end in requests.spans])
+        counts = (lengths + page_size - 1) // page_size
+        indptr = _indptr(counts.tolist())
+        shifts = (torch.tensor(begins) - indptr[:-1]).repeat_interleave(counts)
+        last = torch.where(lengths > 0, (lengths - 1) % page_size + 1, 0)
+        arrays += [indptr, (torch.arange(len(shifts)) + shifts).int(), last.int()]
+    wrapper.plan(*arrays, *sizes, **options, custom_mask=requests.mask)
 
 
-def _slots_as_pages(
-    k: torch.Tensor, v: torch.Tensor
-) -> tuple[tuple[torch.Tensor, torch.Tensor], int]:
+def _indptr(lengths: Iterable[int]) -> torch.Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).int()
+
+
+def _slots_as_pages(k: torch.Tensor, v: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], int]:
     """k and v [batch, heads, slots, head_dim] as pages of one slot, [pages, heads, 1, head_dim],
     without a copy; and the pages from one sequence to the next."""
-    if _step(k) != _step(v) or _step(k) is None:
-        k, v = (x.contiguous(memory_format=torch.contiguous_format) for x in (k, v))
-        if _step(k) is None or _step(k) != _step(v):  # dimensions of 1 keep odd strides
-            k, v = (x.new_empty(x.shape).copy_(x) for x in (k, v))
+    if None in (_step(k), _step(v)) or _step(k) != _step(v):
+        k, v = (x.new_empty(x.shape).copy_(x) for x in (k, v))  # dimensions of 1 had odd strides
     step = _step(k)
-    pages = []
-    for x in (k, v):
-        batch, heads, slots, head_dim = x.shape
-        count = (batch - 1) * step + slots
-        strides = (x.stride(2), x.stride(1), head_dim, 1)
-        pages.append(x.as_strided((count, heads, 1, head_dim), strides))
-    return (pages[0], pages[1]), step
+    shape = ((k.shape[0] - 1) * step + k.shape[2], k.shape[1], 1)
+    return tuple(
+        x.as_strided((*shape, x.shape[3]), (x.stride(2), x.stride(1), x.shape[3], 1))
+        for x in (k, v)
+    ), step
 
 
 def _step(x: torch.Tensor) -> int | None:
@@ -367,12 +392,3 @@ def _step(x: torch.Tensor) -> int | None:
     of_sequence, _, of_slot, of_element = x.stride()
     whole = of_slot > 0 and of_sequence % of_slot == 0 and of_element == 1
     return of_sequence // of_slot if whole else None
-
-
-_of_thread = threading.local()
-
-
-def _forms() -> _Forms:
-    if not hasattr(_of_thread, "forms"):
-        _of_thread.forms = _Forms()
-    return _of_thread.forms

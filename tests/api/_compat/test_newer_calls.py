@@ -204,9 +204,16 @@ def test_run_takes_nothing_by_position(target, case):
 def test_indptr_of_values_and_outputs(target):
     inputs, wrapper = made(RAGGED, target)
     runner.plan(wrapper, inputs, v_indptr=None, o_indptr=None)
-    for name in ("v_indptr", "o_indptr"):
-        with pytest.raises(NotImplementedError, match=name):
-            runner.plan(wrapper, inputs, **{name: inputs.kv_indptr})
+    tokens = {"v_indptr": inputs.kv_indptr, "o_indptr": inputs.qo_indptr}
+    heads = {"v_indptr": RAGGED.num_kv_heads, "o_indptr": RAGGED.num_qo_heads}
+    for place in {"cpu", target.device}:
+        for elements in (False, True):
+            given = {n: t.to(place) * (64 * heads[n] if elements else 1) for n, t in tokens.items()}
+            runner.plan(wrapper, inputs, **given)
+            runner.compare(inputs, *runner.run(wrapper, inputs)).check()
+    for name, indptr in tokens.items():
+        with pytest.raises(ValueError, match=name):
+            runner.plan(wrapper, inputs, **{name: indptr + 1})
 
 
 # Numbers of other types.

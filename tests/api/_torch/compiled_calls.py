@@ -194,6 +194,33 @@ def other_wrappers(target) -> Iterator[tuple[str, Call]]:
     )
 
 
+def blocks(target) -> Iterator[tuple[str, Call]]:
+    inputs = build(ONE, device=target.device)
+    q, k, v = inputs.q[:32], inputs.k[:40], inputs.v[:40]
+    buffer = runner.workspace(target.device)
+    blocks = preflash.BlockSparseAttentionWrapper(buffer, target.backend)
+    indptr, indices = torch.tensor([0, 1, 3]), torch.tensor([1, 0, 4])
+    blocks.plan(
+        indptr, indices, 32, 40, 16, 8, 4, 2, 64, q_data_type=ONE.dtype, o_data_type=torch.float32
+    )
+    out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+    yield (
+        "blocks",
+        Call(
+            lambda *t: blocks.run(*t[:3], out=t[3], return_lse=True),
+            [q, k, v, out],
+            {"run_return_lse"},
+            (3,),
+        ),
+    )
+    sizes = preflash.VariableBlockSparseAttentionWrapper(buffer, target.backend)
+    kept = torch.tensor([[[1, 0], [1, 1]], [[0, 0], [0, 1]]])
+    rows, columns = torch.tensor([[10, 22]] * 2), torch.tensor([[16, 24], [40, 0]])
+    sizes.plan(kept, rows, columns, 4, 2, 64, q_data_type=ONE.dtype)
+    by_head = [x.transpose(0, 1).contiguous() for x in (q, k, v)]
+    yield "block_sizes", Call(lambda q, k, v: sizes.run(q, k, v), by_head, {"run"})
+
+
 def merges(target) -> Iterator[tuple[str, Call]]:
     generator = torch.Generator().manual_seed(0)
     v = target.to(torch.randn(9, 2, 3, 16, generator=generator))
@@ -275,7 +302,7 @@ def pages(target) -> Iterator[tuple[str, Call]]:
 @functools.cache
 def calls_of(target) -> dict[str, Call]:
     """By name; made once."""
-    kinds = (paged, ragged, single, other_wrappers, merges, masks, pages)
+    kinds = (paged, ragged, single, other_wrappers, blocks, merges, masks, pages)
     return {name: call for kind in kinds for name, call in kind(target)}
 
 
@@ -284,7 +311,7 @@ NAMES = [
     "paged", "window", "forward", "forward_lse", "whole_cache", "sinks_and_scale",
     "lse", "lse_layout", "into", "into_q", "into_out", "into_lse",
     "single", "single_lse", "single_mask", "single_into", "single_decode",
-    "decode", "sink_wrapper", "cascade",
+    "decode", "sink_wrapper", "cascade", "blocks", "block_sizes",
     "merge_state", "merge_states", "in_place",
     "packbits", "segment_packbits",
     "seq_lens", "positions", "append", "append_whole", "append_halves",

@@ -81,6 +81,14 @@ def test_tokens_behind_the_last_position_are_delimiters(target):
     runner.compare(inputs, *runner.run(wrapper, inputs)).check()
 
 
+def test_a_length_beyond_the_array_takes_no_memory(target):
+    inputs, wrapper = made(dataclasses.replace(RAGGED, qo_lens=(37,), kv_lens=(54,)), target)
+    first = {name: value[:1] for name, value in items("cpu").items() if name.endswith("ptr")}
+    first["token_pos_in_items_ptr"] = torch.tensor(IN_ITEMS[0])
+    runner.plan(wrapper, inputs, **first, token_pos_in_items_len=2**31 - 1)
+    runner.compare(inputs, *runner.run(wrapper, inputs)).check()
+
+
 def test_a_graph_replays_other_items(target, recorder):  # noqa: F811
     stage = Stage(PAGED, Limits(2, rows=48, pages=64), target, masked=True)
     plain = stage.make(PAGED.qo_lens, PAGED.kv_lens)
@@ -95,6 +103,21 @@ def test_a_graph_replays_other_items(target, recorder):  # noqa: F811
     stage.plan(inputs, custom_mask=None, **items(target.device))
     graph.replay()
     stage.check(inputs)
+
+
+@pytest.mark.parametrize("case", [PAGED, RAGGED], ids=["paged", "ragged"])
+def test_attributes_show_the_arrays(target, case):
+    inputs, wrapper = made(case, target)
+    given = items(target.device)
+    neutral = {name: 0 if name.endswith("_len") else None for name in given}
+    for planned in (neutral, given, neutral):
+        runner.plan(wrapper, inputs, causal=True, **planned)
+        for name, value in planned.items():
+            assert getattr(wrapper, f"_{name}") is value
+            setattr(wrapper, f"_{name}", value)
+            other = neutral[name] if planned is given else given[name]
+            with pytest.raises(NotImplementedError, match="multi-item"):
+                setattr(wrapper, f"_{name}", other)
 
 
 REFUSED = {

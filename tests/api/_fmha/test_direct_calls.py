@@ -186,9 +186,13 @@ def test_scales(target):
     log2 = torch.tensor([DECODE.scale * math.log2(math.e)], dtype=torch.float64)
     same = decode(inputs, target, bmm1_scale=3.0, bmm1_scale_log2=log2, bmm2_scale=0.5)
     torch.testing.assert_close(same, expected)
-    eight = decode(inputs, target, o_scale=2.0, out_dtype=torch.float8_e4m3fn)
+    # Callers divide bmm2_scale by o_scale, and multiply the output by it.
     wanted = decode(inputs, target, bmm2_scale=0.5, out_dtype=torch.float8_e4m3fn)
-    assert torch.equal(eight.view(torch.uint8), wanted.view(torch.uint8))
+    for eight in (torch.float8_e4m3fn, "fp8"):
+        out = decode(inputs, target, bmm2_scale=0.5, o_scale=2.0, out_dtype=eight)
+        assert torch.equal(out.view(torch.uint8), wanted.view(torch.uint8))
+    back = (out.float() * 2.0).to(DECODE.dtype)
+    torch.testing.assert_close(back, decode(inputs, target), rtol=0.1, atol=0.02)
     with pytest.raises(ValueError, match="o_scale=2"):
         decode(inputs, target, o_scale=2.0)
 
@@ -199,6 +203,8 @@ def test_one_cache_for_keys_and_values(target):
     one = decode(dataclasses.replace(inputs, cache=cache[0][:, None]), target)
     two = decode(dataclasses.replace(inputs, cache=(cache[0], cache[0])), target)
     assert torch.equal(one, two)
+    with pytest.raises(TypeError, match="kv_cache must be a tensor or a tuple of two"):
+        decode(dataclasses.replace(inputs, cache=(*cache, cache[0])), target)
 
 
 def test_shapes_of_lengths(target):
@@ -214,6 +220,57 @@ def test_shapes_of_lengths(target):
     assert torch.equal(cudnn_decode(inputs, target, **offsets), expected)
     with pytest.raises(ValueError, match="batch_offsets_o: requests must"):
         cudnn_decode(inputs, target, batch_offsets_o=elements * 2)
+    with pytest.raises(TypeError, match=r"batch_offsets_q is torch\.float32"):
+        cudnn_decode(inputs, target, batch_offsets_q=elements.float())
+
+
+def test_offsets_follow_strides(target):
+    inputs = build(DECODE, device=target.device)
+    expected = cudnn_decode(inputs, target)
+    elements = torch.arange(4) * 4 * 64
+    wide = torch.empty(3, 4, 128, dtype=DECODE.dtype, device=target.device)[..., :64]
+    cudnn_decode(inputs, target, out=wide, batch_offsets_o=elements * 2)
+    assert torch.equal(wide, expected)
+    with pytest.raises(ValueError, match="512 elements from row to row"):
+        cudnn_decode(inputs, target, out=wide, batch_offsets_o=elements)
+    # The stride of one row says nothing.
+    one = build(dataclasses.replace(DECODE, qo_lens=(1,), kv_lens=(30,)), device=target.device)
+    expected = cudnn_decode(one, target)
+    one.q = one.q.as_strided(one.q.shape, (10**4, 64, 1))
+    assert torch.equal(cudnn_decode(one, target, batch_offsets_q=elements[:2]), expected)
+
+
+def test_errors_name_the_arguments_of_the_call(target):
+    inputs = build(DECODE, device=target.device)
+    k, v = inputs.cache if isinstance(inputs.cache, tuple) else inputs.cache.unbind(1)
+    with pytest.raises(TypeError, match=r"^k_cache must be a torch"):
+        cudnn_decode(dataclasses.replace(inputs, cache=(None, v)), target)
+    with pytest.raises(ValueError, match=r"^q, k_cache, v_cache: k_cache has head_dim 32"):
+        cudnn_decode(dataclasses.replace(inputs, cache=(k[..., :32], v)), target)
+
+
+def test_lengths_beyond_int32(target):
+    inputs = build(DECODE, device=target.device)
+    lengths = torch.tensor(DECODE.kv_lens)
+    for beyond in (2**32, -(2**32)):
+        with pytest.raises(ValueError, match=r"max_seq_len|negative"):
+            decode(inputs, target, seq_lens=lengths + beyond)
+
+
+def test_masks_of_queries_that_are_causal(target):
+    inputs = build(SHORT, device=target.device)
+    expected = decode(inputs, target)
+    causal = torch.tensor([1, 3, 7]).repeat(3, 1)  # a word of 32 bits each
+    words = causal.to(torch.int32)[..., None].view(torch.uint16)
+    for mask in (words, words.view(torch.uint32), words.to(target.device)):
+        assert torch.equal(decode(inputs, target, mask=mask), expected)
+    causal[1, 0] = 3  # query 0 of request 1 keeps key 1
+    for mask in (causal.to(torch.int32)[..., None].view(torch.uint16), words[:2]):
+        with pytest.raises(NotImplementedError, match="mask: only the causal one"):
+            decode(inputs, target, mask=mask)
+    rows = {"max_q_len": 3, "cum_seq_lens_q": inputs.qo_indptr}
+    with pytest.raises(NotImplementedError, match="mask with cum_seq_lens_q"):
+        decode(inputs, target, **rows, q_len_per_req=None, mask=words)
 
 
 REFUSED = {
@@ -221,10 +278,11 @@ REFUSED = {
     "o_sf_scale": (decode, NotImplementedError, {"o_sf_scale": 1.0}),
     "cp_world": (decode, NotImplementedError, {"cp_world": 2}),
     "out_dtype": (context, NotImplementedError, {"out_dtype": "nvfp4"}),
-    "uses_shared_paged_kv_idx": (context, NotImplementedError, {"uses_shared_paged_kv_idx": False}),
+    "uses_shared_paged_kv_idx": (context, ValueError, {"uses_shared_paged_kv_idx": False}),
     "use_fp16_softmax": (context, NotImplementedError, {"use_fp16_softmax": True}),
     "kv_cache_sf": (context, NotImplementedError, {"kv_cache_sf": torch.ones(1)}),
     "kv_layout": (context, ValueError, {"kv_layout": "other"}),
+    "cum_seq_lens_kv": (context, TypeError, {"cum_seq_lens_kv": "none"}),
     "max_seq_len": (decode, ValueError, {"max_seq_len": 3}),
     "query has 3 rows": (decode, ValueError, {"q_len_per_req": 2}),
     "actual_seq_lens_kv": (cudnn_decode, TypeError, {"actual_seq_lens_kv": None}),
@@ -243,6 +301,27 @@ def test_refusals(target, name, given):
     with pytest.raises(error, match=name):
         attend(inputs, target, out=out, **options)
     assert torch.equal(out.view(torch.int16), before.view(torch.int16))
+
+
+@pytest.mark.parametrize("first", [0, 1], ids=["k first", "v first"])
+@pytest.mark.parametrize("call", [context, decode])
+def test_tables_of_k_and_of_v(target, call, first):
+    """One pool of alternate pages of k and of v, as TensorRT-LLM has it."""
+    inputs = build(CONTEXT if call is context else DECODE, device=target.device)
+    pools = inputs.cache if isinstance(inputs.cache, tuple) else inputs.cache.unbind(1)
+    pool = torch.stack(pools if first == 0 else pools[::-1], dim=1).flatten(0, 1)
+    interleaved = dataclasses.replace(inputs, cache=(pool, pool))
+    table = table_of(inputs)
+    tables = torch.stack([2 * table + first, 2 * table + 1 - first], dim=1)
+    tables[tables > 10**6] = 7 - first  # what no request uses
+    for place in places(target):
+        given = {"uses_shared_paged_kv_idx": False, "block_tables": tables.to(place)}
+        check(inputs, call(interleaved, target, place, return_lse=True, **given))
+    tables[0, 1, 0] += 2
+    with pytest.raises(NotImplementedError, match="takes several values"):
+        call(interleaved, target, uses_shared_paged_kv_idx=False, block_tables=tables)
+    with pytest.raises(ValueError, match=r"must be \[batch_size, pages\] with"):
+        call(inputs, target, block_tables=tables)
 
 
 VARLEN = dataclasses.replace(CONTEXT, name="varlen", page_size=0, layout="NHD")

@@ -95,10 +95,20 @@ def test_batch_attention_refuses(target):
         wrapper.run(inputs.q, inputs.cache, logits_soft_cap=3.0)
     with pytest.raises(NotImplementedError, match="profiler_buffer"):
         wrapper.run(inputs.q, inputs.cache, profiler_buffer=inputs.q)
-    longer = lengths(inputs)
-    longer[1] += 100
-    with pytest.raises(ValueError, match=r"kv_len_arr\[1\] = 109"):
-        wrapper.plan(inputs.qo_indptr, inputs.kv_indptr, inputs.indices, longer, 4, 2, 64, 64, 8)
+    table = (inputs.qo_indptr, inputs.kv_indptr, inputs.indices)
+    sizes = (4, 2, 64, 64, 8)
+    for longest, text in ((9 + 100, 109), (2**31 - 1, 2**31 - 1)):
+        longer = lengths(inputs)
+        longer[1] = longest
+        with pytest.raises(ValueError, match=rf"kv_len_arr\[1\] = {text}"):
+            wrapper.plan(*table, longer, *sizes)
+    indptr = inputs.kv_indptr.cpu()
+    shorter = lengths(inputs)
+    shorter[0] = 0
+    for wrong in (indptr - 1, indptr + 1, indptr.flip(0)):
+        for given in (lengths(inputs), shorter):
+            with pytest.raises(ValueError, match="kv_indptr goes from"):
+                wrapper.plan(inputs.qo_indptr, wrong, inputs.indices, given, *sizes)
 
 
 # Ranges.
@@ -172,6 +182,19 @@ def test_ranges_that_change_between_runs(target):
     ranges.fill_(-1)
     inputs.masks = masks_of(inputs.case, spans={})
     runner.compare(inputs, wrapper.forward(inputs.q, inputs.cache, ranges), None).check()
+
+
+def test_arrays_that_change_after_plan(target):
+    inputs, wrapper = expected(target), ranges_wrapper(target)
+    arrays = [
+        array.to(target.device, copy=True)
+        for array in (inputs.qo_indptr, inputs.kv_indptr, inputs.last_page_len)
+    ]
+    wrapper.plan(arrays[0], arrays[1], inputs.indices, arrays[2], 4, 2, 64, 8, sm_scale=MIXED.scale)
+    for array in arrays:
+        array.fill_(1)
+    out, lse = wrapper.run(inputs.q, inputs.cache, ranges_of(inputs), return_lse=True)
+    runner.compare(inputs, out, lse).check()
 
 
 REFUSED = {

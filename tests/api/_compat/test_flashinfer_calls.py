@@ -93,6 +93,7 @@ REFUSED_VARIANTS = {
     "scalars": {"jit_args": jit_args(scalars=["logits_scale", "sigmoid_bias"])},
     "int64": {"jit_args": jit_args(indices=torch.int64)},
     "short": {"jit_args": jit_args()[:7]},
+    "no names": {"jit_args": jit_args(tensors=None)},
     "text": {"jit_args": "AttentionSink"},
     "kwargs": {"jit_args": jit_args(), "jit_kwargs": {"fp8_enabled": True}},
     "kwargs_alone": {"jit_args": None, "jit_kwargs": {"use_sliding_window": True}},
@@ -149,11 +150,58 @@ def test_scales_by_position(target, case):
     runner.compare(inputs, out, None, expected).check()
     out, lse = wrapper.run_return_lse(inputs.q, *tensors_of(inputs), *scales)
     runner.compare(inputs, out, lse, expected).check()
+    named = wrapper.run(inputs.q, *tensors_of(inputs), *scales, return_lse=True, lse_base="ln")
+    runner.compare(inputs, named[0], named[1] / math.log(2), expected).check()
+    out, lse = wrapper.run(inputs.q, *tensors_of(inputs), *scales[:2], 2.0, return_lse=True)
+    of_v = dataclasses.replace(inputs.scales, v=torch.full_like(inputs.scales.v, 2.0))
+    runner.compare(inputs, out, lse, reference(dataclasses.replace(inputs, scales=of_v))).check()
+    out = wrapper.run(inputs.q, *tensors_of(inputs), 2.0, 0.25, 2.0)
+    same = wrapper.run(inputs.q, *tensors_of(inputs), q_scale=2.0, k_scale=0.25, v_scale=2.0)
+    assert torch.equal(out, same)
+    with pytest.raises(TypeError, match="q_scale beside scales"):
+        wrapper.run(inputs.q, *tensors_of(inputs), *scales, q_scale=2.0)
     for wrong in (scales[:1], scales[:2], (*scales, scales[0])):
         with pytest.raises((TypeError, ValueError)):
             wrapper.run(inputs.q, *tensors_of(inputs), *wrong)
     with pytest.raises(TypeError, match="scale"):
         wrapper.run(inputs.q, *tensors_of(inputs), *scales, scale_k=inputs.scales.k)
+
+
+@BOTH
+def test_what_stands_by_position_is_not_given_twice(target, case):
+    inputs = build(case, device=target.device)
+    wrapper = runner.planned(inputs, backend=target.backend)
+    before = (0.5, 2.0) if case.paged else ()  # k_scale and v_scale
+    out, _ = wrapper.run(inputs.q, *tensors_of(inputs), *before, True)
+    same = dict(zip(("k_scale", "v_scale"), before, strict=False))
+    assert torch.equal(out, wrapper.run(inputs.q, *tensors_of(inputs), **same))
+    with pytest.raises(TypeError, match="multiple values for argument 'return_lse'"):
+        wrapper.run(inputs.q, *tensors_of(inputs), *before, True, return_lse=True)
+    for name in same:
+        with pytest.raises(TypeError, match=f"multiple values for argument {name!r}"):
+            wrapper.run(inputs.q, *tensors_of(inputs), *before, **{name: 1.0})
+
+
+def test_scales_by_position_in_decode(target):
+    case = dataclasses.replace(
+        PAGED, qo_lens=(1,) * len(PAGED.kv_lens), mask=MaskKind.NONE,
+        dtype=E4M3, kv_dtype=E4M3, head_scales=True,
+    )  # fmt: skip
+    inputs = build(case, device=target.device)
+    wrapper = preflash.BatchDecodeWithPagedKVCacheWrapper(
+        runner.workspace(target.device), case.layout, backend=target.backend
+    )
+    table = (inputs.kv_indptr, inputs.indices, inputs.last_page_len)
+    wrapper.plan(
+        *table, 8, 2, 128, 16, q_data_type=E4M3, kv_data_type=E4M3,
+        o_data_type=inputs.case.o_dtype, sm_scale=inputs.pipeline.sm_scale,
+    )  # fmt: skip
+    scales = (inputs.scales.q, inputs.scales.k, inputs.scales.v)
+    out, lse = wrapper.run(inputs.q, inputs.cache, *scales, return_lse=True)
+    runner.compare(inputs, out, lse).check()
+    for wrong in (scales[:2], (1.0, 1.0, True), (1.0, 1.0)):
+        with pytest.raises(TypeError, match="too many"):
+            wrapper.run(inputs.q, inputs.cache, *wrong)
 
 
 def of_e5m2(case, target, o_dtype=None, **options):

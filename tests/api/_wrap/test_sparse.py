@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import random
+
 import preflash
 import pytest
 import torch
@@ -79,6 +82,43 @@ def test_masks_inside_blocks(target, packed):
     comparison.compare(out, lse, expected_of(q, k, v, dense, 0.2)).check()
 
 
+@pytest.mark.parametrize("seed", range(24))
+def test_random_blocks(target, seed):
+    """Blocks in any order, none of them, no rows and no keys, masks in a last row of blocks that is
+    shorter, causal among kept keys; the arrays change after plan()."""
+    draw = random.Random(seed)
+    made = torch.Generator().manual_seed(seed)
+    (height, width), heads = draw.choice([(1, 1), (3, 16), (7, 3), (16, 8)]), (4, 2)
+    rows, columns = draw.choice([0, 1, 16, 33]), draw.choice([0, 1, 6])
+    q, k, v = tensors(target.device, *heads, rows=rows, keys=columns * width)
+    kept = torch.rand(-(-rows // height), columns, generator=made) < draw.choice([0.0, 0.5, 1.0])
+    chosen = [row.nonzero().flatten().tolist() for row in kept]
+    for row in chosen:
+        draw.shuffle(row)
+    indptr = torch.tensor([0, *itertools.accumulate(map(len, chosen))])
+    indices = torch.tensor([*itertools.chain.from_iterable(chosen)], dtype=torch.int64)
+    inside = torch.rand(indices.numel(), height, width, generator=made) < 0.6
+    masked, causal = draw.random() < 0.5, draw.random() < 0.5
+    dense = torch.zeros(rows, columns * width, dtype=torch.bool)
+    for i, row in enumerate(chosen):
+        for r in range(i * height, min(i * height + height, rows)):
+            after = min(i * height + height, rows) - 1 - r  # rows behind it in its block
+            for n, (block, key) in enumerate(itertools.product(row, range(width))):
+                entry = inside[int(indptr[i]) + n // width, r - i * height, key]
+                hidden = not entry if masked else causal and n >= len(row) * width - after
+                dense[r, block * width + key] = not hidden
+    wrapper = preflash.BlockSparseAttentionWrapper(workspace(target.device), target.backend)
+    arrays = [x.to(target.device) for x in (indptr, indices, inside)]
+    wrapper.plan(
+        arrays[0], arrays[1], rows, columns * width, height, width, *heads, 64,
+        mask=arrays[2] if masked else None, causal=causal, sm_scale=0.2,
+    )  # fmt: skip
+    for array in arrays:
+        array.zero_()
+    out, lse = wrapper.run(q, k, v, return_lse=True)
+    comparison.compare(out, lse, expected_of(q, k, v, dense, 0.2)).check()
+
+
 def test_output_dtype(target):
     q, k, v = tensors(target.device, 4, 2, torch.bfloat16)
     indptr, indices, _ = bsr(ROWS, KEYS, (4, 16), 0.5)
@@ -90,6 +130,20 @@ def test_output_dtype(target):
     assert torch.equal(out, same.run(q, k, v).to(torch.float16))
     forward = other.forward(q, k, v, sm_scale=0.2)
     assert torch.equal(forward, out)
+
+
+def test_queries_of_e5m2(target):
+    eight = torch.float8_e5m2
+    wide = tensors(target.device, 4, 2)
+    q, k, v = (t.to(eight) for t in wide)
+    indptr, indices, dense = bsr(ROWS, KEYS, (4, 16), 0.5)
+    for o_dtype in (torch.float16, torch.bfloat16):
+        dtypes = {"q_data_type": eight, "kv_data_type": eight, "o_data_type": o_dtype}
+        wrapper = planned(target, indptr, indices, (4, 16), (4, 2), **dtypes)
+        out, lse = wrapper.run(q, k, v, return_lse=True)
+        assert out.dtype == o_dtype
+        expected = expected_of(*(t.to(torch.float16) for t in (q, k, v)), dense, 0.2)
+        comparison.compare(out, lse, expected).check()
 
 
 def test_causal_among_the_kept_keys(target):
@@ -106,7 +160,10 @@ def test_causal_among_the_kept_keys(target):
 REFUSED = {
     "N": ({"N": 47}, ValueError, "N=47"),
     "indptr": ({"indptr": torch.zeros(3, dtype=torch.int32)}, ValueError, "indptr has 3"),
+    "falling": ({"indptr": torch.tensor([0, 1, *[0] * 7])}, ValueError, r"^indptr\[2\] = 0"),
     "indices": ({"indices": torch.tensor([3])}, ValueError, r"\[0, 3\)"),
+    "too few": ({"indptr": torch.full((9,), 2)}, ValueError, "^indices has 1"),
+    "indices of int64": ({"indices": torch.tensor([2**32])}, ValueError, "beyond those of"),
     "mask": ({"mask": torch.ones(1, 5, 15)}, ValueError, "mask has shape"),
     "other": ({"block_mask": torch.ones(1)}, NotImplementedError, "block_mask"),
     "o_data_type": ({"o_data_type": torch.float8_e4m3fn}, TypeError, "o_data_type"),
@@ -127,6 +184,43 @@ def test_refusals(target, options, error, message):
     wrapper.plan(**usual, **heads)
     with pytest.raises(ValueError, match="N = 48"):
         wrapper.run(q, k[1:], v)
+
+
+def refuses_outputs(run, q, wide: torch.Tensor, lse: torch.Tensor) -> None:
+    """run(q=, out=, lse=), out like `wide` and lse like `lse`."""
+    bits = torch.empty(wide.nbytes, dtype=torch.uint8, device=wide.device)
+    shared = bits.view(wide.dtype).view(wide.shape)
+    refused = [
+        (NotImplementedError, "out requires grad", {"out": wide.clone().requires_grad_()}),
+        (ValueError, "out has strides", {"out": wide[:1].expand_as(wide)}),
+        (ValueError, "lse has strides", {"lse": lse[:1].expand_as(lse)}),
+        (TypeError, "out is", {"out": wide.to(torch.float64)}),
+        (ValueError, "out has shape", {"out": wide[1:]}),
+        (TypeError, "q must be", {"q": None, "out": wide}),
+        (
+            ValueError,
+            "shares memory with lse",
+            {"out": shared, "lse": bits[: lse.nbytes].view(lse.dtype).view(lse.shape)},
+        ),
+    ]
+    for error, message, options in refused:
+        with pytest.raises(error, match=message):
+            run(**{"q": q, **options})
+
+
+def test_outputs_that_are_converted(target):
+    q, k, v = tensors(target.device, 4, 2)
+    indptr, indices, _ = bsr(ROWS, KEYS, (4, 16), 0.5)
+    wrapper = planned(target, indptr, indices, (4, 16), (4, 2), o_data_type=torch.float32)
+    wide = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+
+    def run(q, **outputs):
+        return wrapper.run(q, k, v, **outputs)
+
+    refuses_outputs(run, q, wide, wide[..., 0].contiguous())
+    k = wide.view(torch.float16).flatten()[: k.numel()].view(k.shape)
+    with pytest.raises(ValueError, match="out shares memory with k"):
+        run(q, out=wide)
 
 
 def sizes(total: int, count: int, heads: int, unit: int, seed: int) -> torch.Tensor:
@@ -174,6 +268,19 @@ def test_blocks_of_any_size(target, heads, unit):
         comparison.compare(*got, expected).check()
 
 
+def test_outputs_of_blocks_of_any_size(target):
+    q, k, v = (x.transpose(0, 1).contiguous() for x in tensors(target.device, 4, 2))
+    wrapper = preflash.VariableBlockSparseAttentionWrapper(workspace(target.device), target.backend)
+    heights = torch.tensor([[ROWS], [ROWS]])
+    widths = torch.tensor([[KEYS], [KEYS]])
+    wrapper.plan(torch.ones(2, 1, 1, dtype=torch.bool), heights, widths, 4, 2, 64)
+
+    def run(q, **outputs):
+        return wrapper.run(q, k, v, **outputs)
+
+    refuses_outputs(run, q, torch.zeros_like(q), torch.zeros(q.shape[:2], device=q.device))
+
+
 def test_sizes_of_heads_must_agree(target):
     wrapper = preflash.VariableBlockSparseAttentionWrapper(workspace(target.device), target.backend)
     kept = torch.ones(2, 1, 1, dtype=torch.bool)
@@ -184,3 +291,8 @@ def test_sizes_of_heads_must_agree(target):
         wrapper.plan(kept, heights, heights, 3, 2, 64)
     with pytest.raises(ValueError, match="block_mask_map"):
         wrapper.plan(kept[:, :, :0], heights, heights, 4, 2, 64)
+    for at in range(3):  # no number becomes another one in int32
+        arrays = [kept.long(), heights.clone(), heights.clone()]
+        arrays[at] += 2**32
+        with pytest.raises(ValueError, match=r"block_.* holds numbers beyond"):
+            wrapper.plan(*arrays, 4, 2, 64)
