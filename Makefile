@@ -133,7 +133,7 @@ wheels: $(VENV)/tools
 # also beside each of TORCHES, the first and the last that README.md names. Takes WHEEL_ARGS, too.
 TORCHES := torch==2.4.1 torch==2.13.0
 release-check: changelog lint test wheels
-	tag=$$($(BIN)/python -c "import sys; print('cp%d%d' % sys.version_info[:2])"); \
+	@tag=$$($(BIN)/python -c "import sys; print('cp%d%d' % sys.version_info[:2])"); \
 	for torch in $(TORCHES); do \
 		$(BIN)/python wheels/check.py --torch $$torch dist/*-$$tag-$$tag-*_$$(uname -m).whl || exit 1; \
 	done
@@ -173,11 +173,12 @@ $(VENV)/tools: $(VENV)/python
 	@$(PIP) $(BUILD_TOOLS)
 	@touch $@
 
-# torch warns where there is no numpy.
+# torch warns where there is no numpy; rich lines up the tables of the demo.
 $(VENV)/torch: $(VENV)/python
 	@echo "preflash: installing torch into $(VENV)"
 	@$(BIN)/python -c "import torch" 2>/dev/null || $(PIP) "$(TORCH)" numpy
 	@$(BIN)/python -c "import torch"
+	@$(PIP) "rich>=13" || echo "preflash: no rich, so tables are plain lines"
 	@touch $@
 
 $(VENV)/ready: $(VENV)/torch $(VENV)/tools $(if $(filter cuda,$(SIDE)),$(VENV)/cutlass)

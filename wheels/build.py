@@ -159,6 +159,7 @@ def build_kernels(row: Row, tools: Path, toolchain: Path, jobs: int) -> Path | N
         "PREFLASH_CUDA_JOBS": jobs,
     }
     compile_all(directory, tools, toolchain, jobs, options)
+    run(tools, ROOT / "cmake" / "compile_report.py", directory / "report", "--sum")
     return directory / "lib"
 
 

@@ -282,6 +282,7 @@ def refresh(matrix: Matrix) -> None:
 def calls_text(table: options.Table) -> str:
     """preflash/_check/calls.py."""
     return _template("calls.py.in").substitute(
+        deciding=options.deciding(table),
         classes=options.classes(table),
         checked_alone=options.checked_alone(table),
         neutral=options.neutral(table),

@@ -161,19 +161,24 @@ def _class(table: Table, call: Call) -> str:
     parameters = ["self", *(options[name].declaration for name in call.positional)]
     if keywords:
         parameters += ["*", *(options[name].declaration for name in keywords)]
-    deciding = [option.name for option in options.values() if option.check or option.neutral]
     lines = [f"class {call.class_name}:", f'    """{call.about}"""', ""]
-    lines += ["    __slots__ = (", *_packed(map(_quoted, names)), "    )"]
+    lines += ["    def __init__(", *_packed(parameters), "    ) -> None:"]
+    lines += _packed((f"self.{name} = {name}" for name in names), ";")
+    lines += ["", "    __slots__ = __init__.__code__.co_varnames[1:]"]
+    lines += ["    OPTIONS = tuple(filter(__slots__.__contains__, DECIDING))"]
     if call.newer:
         lines += ["    NEWER = (", *_packed(map(_quoted, call.newer)), "    )"]
-    lines += ["    OPTIONS = (", *_packed(map(_quoted, deciding)), "    )"]
     if call.operator:
         parts = {name: option.of_operator for name, option in options.items()}
         schema = (f"{_quoted(name)}: {part!r}" for name, part in parts.items() if part)
         lines += ["    OPERATOR = {", *_packed(schema), "    }"]
-    lines += ["", "    def __init__(", *_packed(parameters), "    ) -> None:"]
-    lines += _packed((f"self.{name} = {name}" for name in names), ";")
     return "\n".join(lines)
+
+
+def deciding(table: Table) -> str:
+    """The options that decide the kernel and the work list, or are refused."""
+    names = (one.name for one in table.options.values() if one.check or one.neutral)
+    return "\n".join(line.removeprefix("    ") for line in _packed(map(_quoted, names)))
 
 
 def _quoted(name: str) -> str:

@@ -121,27 +121,31 @@ py::object attach_pages(const HostArrays& torch, PyObject* given, const Uploader
 }
 
 // (qo_indptr, kv_indptr, last_page_len, page_indices, page_size, uploader): tensors but for the
-// last two, and an uploader or None.
+// last two, and an uploader or None. page_size 0: ragged, without tensors of pages.
 py::object batch_of(const HostArrays& torch, PyObject* const* given) {
+  const int page_size = static_cast<int>(PyLong_AsLong(given[4]));
+  const bool paged = page_size > 0;
   std::optional<Indices> arrays[3];
-  for (int i = 0; i < 3; ++i) {
+  for (int i = 0; i < (paged ? 3 : 2); ++i) {
     arrays[i] = elements(torch, given[i]);
     if (!arrays[i]) return py::none();
   }
   const auto& [qo_indptr, kv_indptr, last_page_len] = arrays;
   const std::size_t size = qo_indptr->size();
   if (size == 0 || size > std::numeric_limits<int>::max() || kv_indptr->size() != size ||
-      last_page_len->size() + 1 != size) {
+      (paged && last_page_len->size() + 1 != size)) {
     return py::none();
   }
   auto batch =
       std::make_shared<Batch>(BatchArrays{.qo_indptr = qo_indptr->data(),
                                           .kv_indptr = kv_indptr->data(),
-                                          .last_page_len = last_page_len->data(),
+                                          .last_page_len = paged ? last_page_len->data() : nullptr,
                                           .num_requests = static_cast<int>(size) - 1,
-                                          .page_size = static_cast<int>(PyLong_AsLong(given[4]))});
-  py::object largest =
-      attach_pages(torch, given[3], py::handle(given[5]).cast<const Uploader*>(), *batch);
+                                          .page_size = page_size});
+  py::object largest = py::none();
+  if (paged) {
+    largest = attach_pages(torch, given[3], py::handle(given[5]).cast<const Uploader*>(), *batch);
+  }
   return py::make_tuple(std::move(batch), std::move(largest));
 }
 

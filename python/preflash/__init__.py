@@ -27,87 +27,26 @@ from . import (  # noqa: E402
 from ._compat.patch import patch_flashinfer  # noqa: E402
 from ._device import cuda_versions as _cuda_versions  # noqa: E402
 from ._torch import operators  # noqa: E402, F401
-from .attention import (  # noqa: E402
-    BatchAttention,
-    BatchAttentionWithAttentionSinkWrapper,
-    BatchPrefillWithCausalBidirectionalRangesWrapper,
-)
-from .cascade import (  # noqa: E402
-    BatchDecodeWithSharedPrefixPagedKVCacheWrapper,
-    BatchPrefillWithSharedPrefixPagedKVCacheWrapper,
-    MultiLevelCascadeAttentionWrapper,
-    merge_state,
-    merge_state_in_place,
-    merge_states,
-)
-from .decode import (  # noqa: E402
-    BatchDecodeWithPagedKVCacheWrapper,
-    CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
-    cudnn_batch_decode_with_kv_cache,
-    fast_decode_plan,
-    single_decode_with_kv_cache,
-    trtllm_batch_decode_with_kv_cache,
-)
-from .page import append_paged_kv_cache, get_batch_indices_positions, get_seq_lens  # noqa: E402
-from .pod import BatchPODWithPagedKVCacheWrapper, PODWithPagedKVCacheWrapper  # noqa: E402
-from .prefill import (  # noqa: E402
-    BatchPrefillWithPagedKVCacheWrapper,
-    BatchPrefillWithRaggedKVCacheWrapper,
-    cudnn_batch_prefill_with_kv_cache,
-    fmha_varlen,
-    single_prefill_with_kv_cache,
-    single_prefill_with_kv_cache_return_lse,
-    trtllm_batch_context_with_kv_cache,
-    trtllm_fmha_v2_prefill,
-)
-from .quantization import packbits, segment_packbits  # noqa: E402
-from .sparse import BlockSparseAttentionWrapper, VariableBlockSparseAttentionWrapper  # noqa: E402
+from .attention import *  # noqa: E402, F403
+from .cascade import *  # noqa: E402, F403
+from .decode import *  # noqa: E402, F403
+from .page import *  # noqa: E402, F403
+from .pod import *  # noqa: E402, F403
+from .prefill import *  # noqa: E402, F403
+from .quantization import *  # noqa: E402, F403
+from .sparse import *  # noqa: E402, F403
 
 __version__: str = _core.__version__
 _cuda_versions.warn(__version__)
 
-__all__ = [
-    "BatchAttention",
-    "BatchAttentionWithAttentionSinkWrapper",
-    "BatchDecodeWithPagedKVCacheWrapper",
-    "BatchDecodeWithSharedPrefixPagedKVCacheWrapper",
-    "BatchPODWithPagedKVCacheWrapper",
-    "BatchPrefillWithCausalBidirectionalRangesWrapper",
-    "BatchPrefillWithPagedKVCacheWrapper",
-    "BatchPrefillWithRaggedKVCacheWrapper",
-    "BatchPrefillWithSharedPrefixPagedKVCacheWrapper",
-    "BlockSparseAttentionWrapper",
-    "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
-    "MultiLevelCascadeAttentionWrapper",
-    "PODWithPagedKVCacheWrapper",
-    "VariableBlockSparseAttentionWrapper",
-    "__version__",
-    "append_paged_kv_cache",
-    "attention",
-    "cascade",
-    "cudnn",
-    "cudnn_batch_decode_with_kv_cache",
-    "cudnn_batch_prefill_with_kv_cache",
-    "decode",
-    "fast_decode_plan",
-    "fmha_varlen",
-    "get_batch_indices_positions",
-    "get_seq_lens",
-    "merge_state",
-    "merge_state_in_place",
-    "merge_states",
-    "packbits",
-    "page",
-    "patch_flashinfer",
-    "pod",
-    "prefill",
-    "quantization",
-    "segment_packbits",
-    "single_decode_with_kv_cache",
-    "single_prefill_with_kv_cache",
-    "single_prefill_with_kv_cache_return_lse",
-    "sparse",
-    "trtllm_batch_context_with_kv_cache",
-    "trtllm_batch_decode_with_kv_cache",
-    "trtllm_fmha_v2_prefill",
-]
+__all__ = ["__version__", "patch_flashinfer"]
+__all__ += ["attention", "cascade", "cudnn", "decode", "page", "pod", "prefill", "quantization"]
+__all__ += ["sparse"]
+__all__ += attention.__all__
+__all__ += cascade.__all__
+__all__ += decode.__all__
+__all__ += page.__all__
+__all__ += pod.__all__
+__all__ += prefill.__all__
+__all__ += quantization.__all__
+__all__ += sparse.__all__

@@ -214,7 +214,7 @@ def paged_batches(
     """The function (qo_indptr, kv_indptr, last_page_len, page_indices, page_size, uploader) that
     makes a batch of them, as set_page_indices() does, and finds its largest page. None: the first
     three, or for the largest page the page indices, are not all contiguous one-dimensional int32
-    tensors on the CPU, of numbers that fit each other."""
+    tensors on the CPU, of numbers that fit each other. page_size 0: ragged, without the pages."""
 
 class Staging(enum.Enum):
     """Whether a pass of its own copies what a kernel would transform for every query tile."""

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ._check import values as check
-from ._check.arguments import (
-    GivenScales,
-    KvCache,
-    PerHead,
-    Result,
-    RunArguments,
-    RunOptions,
-    Scale,
-)
+from ._check.arguments import KvCache, Result, RunKeywords, Scale
 from ._check.names import tells_nearest
-from ._check.options import check_unserved
-from ._check.outputs import run_outputs
+from ._check.outputs import Outputs
 from ._wrap.mixed import BatchAttention
+from ._wrap.options import lists_options, run_options
 from ._wrap.ranges import BatchPrefillWithCausalBidirectionalRangesWrapper
 from .prefill import BatchPrefillWithPagedKVCacheWrapper
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = [
     "BatchAttention",
@@ -69,34 +64,27 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
         head_dim_vo: int = 128,
         window_left: int = -1,
     ) -> None:
+        check.one_of("pos_encoding_mode", pos_encoding_mode, check.ENCODING_MODES)
         check.permission("use_fp16_qk_reduction", use_fp16_qk_reduction)
         q_dtype = check.query_dtype("q_data_type", q_data_type)
         announced = {
-            "pos_encoding_mode": check.one_of(
-                "pos_encoding_mode", pos_encoding_mode, check.ENCODING_MODES
-            ),
+            "pos_encoding_mode": pos_encoding_mode,
             "q_data_type": q_dtype,
             "kv_data_type": check.kv_dtype("kv_data_type", kv_data_type, q_dtype),
-            "head_dim_qk": check.integer("head_dim_qk", head_dim_qk, at_least=1),
-            "head_dim_vo": check.integer("head_dim_vo", head_dim_vo, at_least=1),
+            "head_dim_qk": check.positive("head_dim_qk", head_dim_qk),
+            "head_dim_vo": check.positive("head_dim_vo", head_dim_vo),
         }
         window_left = check.window_left("window_left", window_left)
         if window_left >= 0:
             announced["window_left"] = window_left
         super().__init__(
-            float_workspace_buffer,
-            kv_layout,
-            use_cuda_graph,
-            qo_indptr_buf,
-            paged_kv_indptr_buf,
-            paged_kv_indices_buf,
-            paged_kv_last_page_len_buf,
-            custom_mask_buf,
-            mask_indptr_buf,
+            float_workspace_buffer, kv_layout, use_cuda_graph, qo_indptr_buf, paged_kv_indptr_buf,
+            paged_kv_indices_buf, paged_kv_last_page_len_buf, custom_mask_buf, mask_indptr_buf,
             backend,
-        )
+        )  # fmt: skip
         self._announced = announced
 
+    @lists_options
     def run(
         self,
         q: torch.Tensor,
@@ -104,56 +92,26 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
         sinks: torch.Tensor | None = None,
         sm_scale: Scale = None,
         *args: None,
-        q_scale: Scale = None,
         k_scale: Scale = None,
         v_scale: Scale = None,
-        scale_q: torch.Tensor | None = None,
-        scale_k: torch.Tensor | None = None,
-        scale_v: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
         return_lse: bool = False,
         lse_base: str = "log2",
         lse_layout: str = "NH",
-        enable_pdl: bool | None = None,
-        window_left: int | None = None,
-        kv_cache_sf: None = None,
-        skip_softmax_threshold_scale_factor: float | None = None,
-        use_fp16_softmax: bool | None = None,
-        uses_spcompress: bool | None = None,
+        **options: Unpack[RunKeywords],
     ) -> Result:
         """Computes one layer of the planned batch on the current stream.
 
         Args:
             sinks: [num_qo_heads] float32, as in single_prefill_with_kv_cache.
             sm_scale: factor of the logits instead of plan()'s; None is plan()'s.
-            The others are those of BatchPrefillWithPagedKVCacheWrapper.run().
-
-        Returns:
-            out [rows of q, num_qo_heads, head_dim_vo], or (out, lse) with return_lse.
-
-        Raises:
-            TypeError, ValueError: not planned, or a tensor is not what was planned. Nothing is
-            launched. NotImplementedError: an option of a later release.
+            The others, the result and the errors are those of
+            BatchPrefillWithPagedKVCacheWrapper.run().
         """
-        check.nothing_more("run", args)
-        check_unserved(
-            RunOptions(
-                enable_pdl=enable_pdl,
-                kv_cache_sf=kv_cache_sf,
-                skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
-                use_fp16_softmax=use_fp16_softmax,
-                uses_spcompress=uses_spcompress,
-            )
-        )
-        given = GivenScales(q_scale, k_scale, v_scale)
-        per_head = PerHead(sinks, scale_q, scale_k, scale_v)
-        return super()._run_with(
-            q,
-            paged_kv_cache,
-            RunArguments(given, window_left, per_head, sm_scale),
-            run_outputs(out, lse, return_lse, lse_base, lse_layout),
-        )
+        given = run_options(self, (args, k_scale, v_scale, sinks), options)
+        outputs = Outputs(out, lse, return_lse, lse_base, lse_layout)
+        return super()._run_given(q, paged_kv_cache, given, outputs, sm_scale)
 
     def run_return_lse(
         self, q: torch.Tensor, paged_kv_cache: KvCache, *args: Any, **options: Any

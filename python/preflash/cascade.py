@@ -33,6 +33,14 @@ __all__ = [
     "merge_states",
 ]
 
+# What plan() of one level takes, and what plan() of the cascade calls one for each level.
+_TABLES = {
+    "qo_indptr": "qo_indptr_arr",
+    "paged_kv_indptr": "paged_kv_indptr_arr",
+    "paged_kv_indices": "paged_kv_indices_arr",
+    "paged_kv_last_page_len": "paged_kv_last_page_len",
+}
+
 
 class _State(NamedTuple):
     v: torch.Tensor
@@ -119,12 +127,7 @@ def merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.
         v: [seq_len, num_states, num_heads, head_dim] float16, bfloat16 or float32.
         s: [seq_len, num_states, num_heads], base 2, float32 or another float dtype.
 
-    Returns:
-        v [seq_len, num_heads, head_dim] and s [seq_len, num_heads].
-
-    Raises:
-        TypeError, ValueError: an argument is wrong.
-        NotImplementedError: a gradient is wanted, or torch.jit.trace is recording.
+    Returns and raises as merge_state().
     """
     if check.traced():
         return torch.ops.preflash.merge_states(v, s)
@@ -178,15 +181,9 @@ def _merge(a: _State, b: _State | None, into: _State, mask: torch.Tensor | None)
         num_heads=a.v.shape[-2],
         head_dim=a.v.shape[-1],
     )
-    params.set_inputs(
-        check.address(a.v),
-        check.address(a.s),
-        0 if b is None else check.address(b.v),
-        0 if b is None else check.address(b.s),
-    )
-    params.set_outputs(
-        check.address(into.v), check.address(into.s), 0 if mask is None else check.address(mask)
-    )
+    others = (0, 0) if b is None else map(check.address, b)
+    params.set_inputs(*map(check.address, a), *others)
+    params.set_outputs(*map(check.address, into), 0 if mask is None else check.address(mask))
     params.launch(device=on.ordinal, stream=on.stream(), num_threads=on.num_threads())
 
 
@@ -289,34 +286,19 @@ class MultiLevelCascadeAttentionWrapper:
             causal: of the last level; the others' keys all come before.
             window_left, pos_encoding_mode: -1 and "NONE" only with more than one level: a level
                 does not know how many keys come after its own.
-            The others are those of BatchPrefillWithPagedKVCacheWrapper.plan().
-
-        Raises:
-            TypeError, ValueError: an argument is wrong, or a workspace too small.
-            NotImplementedError: no compiled kernel serves it, or an option of a later release.
-            The wrapper keeps the plans it had.
+            The others, and the errors, are those of BatchPrefillWithPagedKVCacheWrapper.plan();
+            the wrapper keeps the plans it had.
         """
         count = len(self._levels)
-        tables = {
-            "qo_indptr": _per_level("qo_indptr_arr", a.qo_indptr_arr, count),
-            "paged_kv_indptr": _per_level("paged_kv_indptr_arr", a.paged_kv_indptr_arr, count),
-            "paged_kv_indices": _per_level("paged_kv_indices_arr", a.paged_kv_indices_arr, count),
-            "paged_kv_last_page_len": _per_level(
-                "paged_kv_last_page_len", a.paged_kv_last_page_len, count
-            ),
-        }
+        arrays = [_per_level(name, getattr(a, name), count) for name in _TABLES.values()]
         check.flag("causal", a.causal)
         if count > 1:
             _check_free_of_distances(a.window_left, a.pos_encoding_mode)
         drafted = []
-        for i, level in enumerate(self._levels):
-            arguments = converted(
-                a,
-                PagedPlanArguments,
-                **{name: arrays[i] for name, arrays in tables.items()},
-                causal=a.causal if i == count - 1 else False,
-            )
-            drafted.append(level._drafted(arguments))
+        for level, *of_level in zip(self._levels, *arrays, strict=True):
+            table = dict(zip(_TABLES, of_level, strict=True))
+            table["causal"] = a.causal if level is self._levels[-1] else False
+            drafted.append(level._drafted(converted(a, PagedPlanArguments, **table)))
         _check_same_queries([d.asked.request.lengths.batch for d in drafted])
         # Nothing is refused from here on, but an interrupt may leave levels with the batch before.
         self._in_step = False
@@ -351,7 +333,43 @@ class MultiLevelCascadeAttentionWrapper:
         """Does nothing; kept for callers of older releases."""
 
 
-class BatchDecodeWithSharedPrefixPagedKVCacheWrapper:
+class _SharedPrefixWrapper:
+    """What both wrappers of a shared prefix have: one for the requests' own pages, and a merge."""
+
+    _kind: type[BatchPrefillWithPagedKVCacheWrapper]  # of the wrapper of the pages
+
+    @tells_nearest
+    def __init__(self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD") -> None:
+        self._own = self._kind(float_workspace_buffer, kv_layout)
+
+    def reset_workspace_buffer(
+        self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor
+    ) -> None:
+        """As in BatchPrefillWithPagedKVCacheWrapper."""
+        self._own.reset_workspace_buffer(float_workspace_buffer, int_workspace_buffer)
+
+    def end_forward(self) -> None:
+        """Does nothing; kept for callers of older releases."""
+
+    def _with_prefix(
+        self,
+        own: tuple[torch.Tensor, torch.Tensor],
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sm_scale: float | torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The requests' own attention, merged in place with that over the prefix."""
+        out, lse = own
+        prefix = single_prefill_with_kv_cache(
+            q, k, v, kv_layout=self._own._kv_layout, sm_scale=sm_scale, o_dtype=out.dtype,
+            return_lse=True,
+        )  # fmt: skip
+        merge_state_in_place(out, lse, *prefix)
+        return out
+
+
+class BatchDecodeWithSharedPrefixPagedKVCacheWrapper(_SharedPrefixWrapper):
     """Decode attention over a prefix that all requests share and over pages of their own.
 
     MultiLevelCascadeAttentionWrapper does the same with the prefix in pages, too.
@@ -364,20 +382,7 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper:
         TypeError, ValueError: an argument is wrong.
     """
 
-    @tells_nearest
-    def __init__(self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD") -> None:
-        self._batch_decode_wrapper = BatchDecodeWithPagedKVCacheWrapper(
-            float_workspace_buffer, kv_layout
-        )
-        self._kv_layout = kv_layout
-
-    def reset_workspace_buffer(
-        self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor
-    ) -> None:
-        """As in BatchPrefillWithPagedKVCacheWrapper."""
-        self._batch_decode_wrapper.reset_workspace_buffer(
-            float_workspace_buffer, int_workspace_buffer
-        )
+    _kind = BatchDecodeWithPagedKVCacheWrapper
 
     @tells_nearest
     def begin_forward(
@@ -393,16 +398,10 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper:
     ) -> None:
         """Plans the requests' own pages; the arguments are those of
         BatchDecodeWithPagedKVCacheWrapper.plan() and raise the same."""
-        self._batch_decode_wrapper.plan(
-            unique_kv_indptr,
-            unique_kv_indices,
-            unique_kv_last_page_len,
-            num_qo_heads,
-            num_kv_heads,
-            head_dim,
-            page_size,
-            data_type=data_type,
-        )
+        self._own.plan(
+            unique_kv_indptr, unique_kv_indices, unique_kv_last_page_len, num_qo_heads,
+            num_kv_heads, head_dim, page_size, data_type=data_type,
+        )  # fmt: skip
 
     @tells_nearest
     def forward(
@@ -427,44 +426,19 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper:
             TypeError, ValueError: not planned, or a tensor is not what was planned.
             NotImplementedError: no compiled kernel serves it.
         """
-        wrapper = self._batch_decode_wrapper
-        own = wrapper.run(q, unique_kv_cache, return_lse=True)
-        return _with_prefix(wrapper, own, q, k_shared, v_shared)
-
-    def end_forward(self) -> None:
-        """Does nothing; kept for callers of older releases."""
+        own = self._own.run(q, unique_kv_cache, return_lse=True)
+        return self._with_prefix(own, q, k_shared, v_shared)
 
 
-class BatchPrefillWithSharedPrefixPagedKVCacheWrapper:
-    """Prefill attention over a prefix that all requests share and over pages of their own.
+class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(_SharedPrefixWrapper):
+    """BatchDecodeWithSharedPrefixPagedKVCacheWrapper for any number of queries per request; the
+    constructor takes and raises the same."""
 
-    MultiLevelCascadeAttentionWrapper does the same with the prefix in pages, too.
-
-    Args:
-        float_workspace_buffer, kv_layout: as in BatchDecodeWithSharedPrefixPagedKVCacheWrapper.
-
-    Raises:
-        TypeError, ValueError: an argument is wrong.
-    """
-
-    @tells_nearest
-    def __init__(self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD") -> None:
-        self._batch_prefill_wrapper = BatchPrefillWithPagedKVCacheWrapper(
-            float_workspace_buffer, kv_layout
-        )
-        self._kv_layout = kv_layout
-
-    def reset_workspace_buffer(
-        self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor
-    ) -> None:
-        """As in BatchPrefillWithPagedKVCacheWrapper."""
-        self._batch_prefill_wrapper.reset_workspace_buffer(
-            float_workspace_buffer, int_workspace_buffer
-        )
+    _kind = BatchPrefillWithPagedKVCacheWrapper
 
     def prewarm_paged_kv_stride_variant(self, variant: str = "independent") -> None:
         """Does nothing; see BatchPrefillWithPagedKVCacheWrapper."""
-        self._batch_prefill_wrapper.prewarm_paged_kv_stride_variant(variant)
+        self._own.prewarm_paged_kv_stride_variant(variant)
 
     @tells_nearest
     def begin_forward(
@@ -483,18 +457,10 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper:
     ) -> None:
         """Plans the requests' own pages; the arguments are those of
         BatchPrefillWithPagedKVCacheWrapper.plan() and raise the same."""
-        self._batch_prefill_wrapper.begin_forward(
-            qo_indptr,
-            paged_kv_indptr,
-            paged_kv_indices,
-            paged_kv_last_page_len,
-            num_qo_heads,
-            num_kv_heads,
-            head_dim,
-            page_size,
-            q_data_type=q_data_type,
-            kv_data_type=kv_data_type,
-        )
+        self._own.begin_forward(
+            qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, num_qo_heads,
+            num_kv_heads, head_dim, page_size, q_data_type=q_data_type, kv_data_type=kv_data_type,
+        )  # fmt: skip
 
     @tells_nearest
     def forward(
@@ -509,12 +475,10 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper:
         rope_scale: float | None = None,
         rope_theta: float | None = None,
     ) -> torch.Tensor:
-        """Attention over the prefix and the requests' own keys.
+        """BatchDecodeWithSharedPrefixPagedKVCacheWrapper.forward(), which raises the same.
 
         Args:
             q: [qo_indptr[-1], num_qo_heads, head_dim].
-            k_shared, v_shared, unique_kv_cache: as in
-                BatchDecodeWithSharedPrefixPagedKVCacheWrapper.forward().
             causal: among the requests' own keys; those of the prefix come before.
             use_fp16_qk_reduction: a permission.
             sm_scale: factor of the logits, 1/sqrt(head_dim) by default.
@@ -522,42 +486,12 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper:
 
         Returns:
             out [qo_indptr[-1], num_qo_heads, head_dim].
-
-        Raises:
-            TypeError, ValueError: not planned, or a tensor is not what was planned.
-            NotImplementedError: no compiled kernel serves it.
         """
-        wrapper = self._batch_prefill_wrapper
-        own = wrapper.forward_return_lse(
-            q,
-            unique_kv_cache,
-            causal,
-            use_fp16_qk_reduction=use_fp16_qk_reduction,
-            sm_scale=sm_scale,
-            rope_scale=rope_scale,
-            rope_theta=rope_theta,
-        )
-        return _with_prefix(wrapper, own, q, k_shared, v_shared, sm_scale)
-
-    def end_forward(self) -> None:
-        """Does nothing; kept for callers of older releases."""
-
-
-def _with_prefix(
-    wrapper: BatchPrefillWithPagedKVCacheWrapper,
-    own: tuple[torch.Tensor, torch.Tensor],
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sm_scale: float | torch.Tensor | None = None,
-) -> torch.Tensor:
-    """The requests' own attention, merged in place with that over the prefix."""
-    out, lse = own
-    prefix = single_prefill_with_kv_cache(
-        q, k, v, kv_layout=wrapper._kv_layout, sm_scale=sm_scale, o_dtype=out.dtype, return_lse=True
-    )
-    merge_state_in_place(out, lse, *prefix)
-    return out
+        own = self._own.forward_return_lse(
+            q, unique_kv_cache, causal, use_fp16_qk_reduction=use_fp16_qk_reduction,
+            sm_scale=sm_scale, rope_scale=rope_scale, rope_theta=rope_theta,
+        )  # fmt: skip
+        return self._with_prefix(own, q, k_shared, v_shared, sm_scale)
 
 
 def _per_level(name: str, arrays: Any, num_levels: int) -> Sequence[torch.Tensor]:
@@ -571,16 +505,14 @@ def _per_level(name: str, arrays: Any, num_levels: int) -> Sequence[torch.Tensor
 
 
 def _check_free_of_distances(window_left: int, pos_encoding_mode: str) -> None:
+    why = "a level does not know how many keys come after its own, so it cannot tell"
     if check.window_left("window_left", window_left) >= 0:
         raise NotImplementedError(
-            f"window_left={window_left}: a level does not know how many keys come after its own, "
-            "so it cannot tell where a window begins; use -1, or one level"
+            f"window_left={window_left}: {why} where a window begins; use -1, or one level"
         )
-    check.one_of("pos_encoding_mode", pos_encoding_mode, check.ENCODING_MODES)
-    if pos_encoding_mode != "NONE":
+    if check.one_of("pos_encoding_mode", pos_encoding_mode, check.ENCODING_MODES) != "NONE":
         raise NotImplementedError(
-            f"pos_encoding_mode={pos_encoding_mode!r}: a level does not know how many keys come "
-            "after its own, so it cannot tell positions; use 'NONE', or one level"
+            f"pos_encoding_mode={pos_encoding_mode!r}: {why} positions; use 'NONE', or one level"
         )
 
 

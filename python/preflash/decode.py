@@ -84,14 +84,9 @@ class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWra
         use_tensor_cores: bool = False,
     ) -> None:
         super().__init__(
-            workspace_buffer,
-            kv_layout,
-            True,
-            use_tensor_cores,
-            paged_kv_indptr_buffer=indptr_buffer,
-            paged_kv_indices_buffer=indices_buffer,
-            paged_kv_last_page_len_buffer=last_page_len_buffer,
-        )
+            workspace_buffer, kv_layout, True, use_tensor_cores, indptr_buffer, indices_buffer,
+            last_page_len_buffer,
+        )  # fmt: skip
 
 
 @takes(FastDecodePlanArguments)

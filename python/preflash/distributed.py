@@ -121,14 +121,12 @@ def context_parallel_prefill(
             for i, (own, others) in enumerate(zip(lens[rank], lens[owner], strict=True)):
                 rows, keys = slice(row, row + sum(own)), slice(key, key + sum(others))
                 row, key, skipped = rows.stop, keys.stop, 0
-                # Own tokens are in order: causal by index is causal by position.
-                if (
-                    causal and owner < rank
-                ):  # its first chunk is before both of ours, its last behind
+                # Own tokens are in order: causal by index is causal by position. Of an owner before
+                # us the first chunk is before both of ours, the last behind; behind both of a later
+                # owner's is our last chunk, before them our first.
+                if causal and owner < rank:
                     keys = slice(keys.start, keys.start + others[0])
-                elif (
-                    causal and owner > rank
-                ):  # our last chunk is behind both of its, our first before
+                elif causal and owner > rank:
                     skipped = own[0]
                 part = single_prefill_with_kv_cache_return_lse(
                     q[rows][skipped:],

@@ -184,10 +184,7 @@ def fmha_varlen(
     check.absent(plan_info=plan_info)
     check.neutral("o_scale", o_scale, 1.0)
     for name, value in (("q", q), ("k", k), ("v", v)):
-        if check.is_tensor(name, value).dim() != 3:
-            raise ValueError(
-                f"{name} has shape {tuple(value.shape)}; must be [tokens, heads, head_dim]"
-            )
+        check.has_dims(name, check.is_tensor(name, value), 3, "[tokens, heads, head_dim]")
     offsets = [
         check.index_array(name, value, q.device)
         for name, value in (
@@ -230,13 +227,9 @@ def fmha_varlen(
         batch_size=offsets[0].numel() - 1,
         cum_seq_lens_q=offsets[0],
         cum_seq_lens_kv=offsets[1],
-        block_tables=None,
         out=out,
         out_dtype=wide,
         causal=check.flag("causal", causal),
-        window_left=-1,
-        sinks=None,
-        skip_softmax_threshold_scale_factor=None,
         backend=backend,
         lse=lse,
         return_lse=return_lse,

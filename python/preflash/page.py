@@ -14,6 +14,7 @@ from ._check import values as check
 from ._check.arguments import KvCache
 from ._check.tensors import effective_strides, reaches_into
 from ._device.stream import DeviceStream
+from ._wrap.traced import pools_of
 
 __all__ = ["append_paged_kv_cache", "get_batch_indices_positions", "get_seq_lens"]
 
@@ -67,19 +68,15 @@ def get_batch_indices_positions(
         batch_indices [nnz] int32, -1 for tokens that no request has, and positions [nnz] int32, 0
         for those.
 
-    Raises:
-        TypeError, ValueError: an argument is wrong. Values on the GPU are checked only with
-            PREFLASH_DEBUG=1 in the environment, because it takes a wait.
+    Raises as get_seq_lens().
     """
     if check.traced():
-        if batch_indices is None:
-            batch_indices = append_indptr.new_empty(nnz, dtype=torch.int32)
-        if positions is None:
-            positions = append_indptr.new_empty(nnz, dtype=torch.int32)
-        torch.ops.preflash.get_batch_indices_positions(
-            append_indptr, seq_lens, nnz, batch_indices, positions
-        )
-        return batch_indices, positions
+        outputs = [
+            append_indptr.new_empty(nnz, dtype=torch.int32) if given is None else given
+            for given in (batch_indices, positions)
+        ]
+        torch.ops.preflash.get_batch_indices_positions(append_indptr, seq_lens, nnz, *outputs)
+        return outputs[0], outputs[1]
     checks.index_array("append_indptr", append_indptr)
     checks.index_array("seq_lens", seq_lens)
     nnz = check.integer("nnz", nnz, at_least=0)
@@ -89,15 +86,15 @@ def get_batch_indices_positions(
     device = append_indptr.device
     outputs = []
     for name, given in (("batch_indices", batch_indices), ("positions", positions)):
-        if given is not None:
-            check.tensor(name, given)
-            check.has_shape(name, given, (nnz,), "[nnz]")
-            check.has_dtype(name, given, torch.int32, "as it is without a given tensor")
-            check.on_device(name, given, device)
-            check.not_overlapping(name, given)
-        outputs.append(
-            torch.empty(nnz, dtype=torch.int32, device=device) if given is None else given
-        )
+        if given is None:
+            outputs.append(torch.empty(nnz, dtype=torch.int32, device=device))
+            continue
+        check.tensor(name, given)
+        check.has_shape(name, given, (nnz,), "[nnz]")
+        check.has_dtype(name, given, torch.int32, "as it is without a given tensor")
+        check.on_device(name, given, device)
+        check.not_overlapping(name, given)
+        outputs.append(given)
     if reaches_into(*outputs):
         raise ValueError(
             "batch_indices shares memory with positions, and both are written; must be apart"
@@ -145,25 +142,13 @@ def append_paged_kv_cache(
         NotImplementedError: a gradient is wanted, or torch.jit.trace is recording.
     """
     if check.traced():
-        k_cache, v_cache = (
-            (paged_kv_cache, None) if isinstance(paged_kv_cache, torch.Tensor) else paged_kv_cache
-        )
         torch.ops.preflash.append_paged_kv_cache(
-            append_key,
-            append_value,
-            batch_indices,
-            positions,
-            k_cache,
-            v_cache,
-            kv_indices,
-            kv_indptr,
-            kv_last_page_len,
-            kv_layout,
-        )
+            append_key, append_value, batch_indices, positions, *pools_of(paged_kv_cache),
+            kv_indices, kv_indptr, kv_last_page_len, kv_layout,
+        )  # fmt: skip
         return
-    k_cache, v_cache = _pools(
-        paged_kv_cache, check.one_of("kv_layout", kv_layout, check.KV_LAYOUTS)
-    )
+    check.one_of("kv_layout", kv_layout, check.KV_LAYOUTS)
+    k_cache, v_cache = _pools(paged_kv_cache, kv_layout)
     check.forward_only(append_key, append_value, k_cache=k_cache, v_cache=v_cache)
     device = k_cache.device
     tokens = checks.rows("append_key", append_key, k_cache)
@@ -172,17 +157,13 @@ def append_paged_kv_cache(
             f"append_value has {append_value.shape[0]} tokens and append_key {tokens}; "
             "must be equal"
         )
-    for name, value in (("batch_indices", batch_indices), ("positions", positions)):
+    of_tokens = {"batch_indices": batch_indices, "positions": positions}
+    table = {"kv_indices": kv_indices, "kv_indptr": kv_indptr, "kv_last_page_len": kv_last_page_len}
+    for name, value in (*of_tokens.items(), *table.items()):
         checks.index_array(name, value)
+        check.on_device(name, value, device)
+    for name, value in of_tokens.items():
         check.has_shape(name, value, (tokens,), "[nnz], one per token of append_key")
-        check.on_device(name, value, device)
-    for name, value in (
-        ("kv_indices", kv_indices),
-        ("kv_indptr", kv_indptr),
-        ("kv_last_page_len", kv_last_page_len),
-    ):
-        checks.index_array(name, value)
-        check.on_device(name, value, device)
     checks.one_per_request("kv_last_page_len", kv_last_page_len, "kv_indptr", kv_indptr)
     if checks.may_be_read(kv_indptr):
         lengths = get_seq_lens(kv_indptr, kv_last_page_len, k_cache.shape[1])

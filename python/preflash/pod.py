@@ -23,7 +23,7 @@ from ._check.options import has_mask, single_key, single_options
 from ._check.outputs import Outputs, outputs_of, run_outputs
 from ._check.request import Request
 from ._check.scales import Scales, folded_scales, softmax_scale
-from ._compat.engine_attributes import forwarded
+from ._compat.engine_attributes import forwards
 from ._compat.signatures import takes
 from ._plan import pipeline
 from ._plan.masks import check_rows
@@ -38,6 +38,11 @@ from ._wrap.graph import check_captured
 __all__ = ["BatchPODWithPagedKVCacheWrapper", "PODWithPagedKVCacheWrapper"]
 
 
+@forwards(
+    "_decode", "_fixed_batch_size", "_use_tensor_cores", "_plan_info", "_float_workspace_buffer",
+    "_int_workspace_buffer", "_pin_memory_int_workspace_buffer", "_qo_indptr_buf",
+    "_paged_kv_indptr_buf", "_paged_kv_indices_buf", "_paged_kv_last_page_len_buf",
+)  # fmt: skip
 class PODWithPagedKVCacheWrapper(PodWrapper):
     """One prefill beside a batch of decode requests over a paged KV cache.
 
@@ -83,28 +88,10 @@ class PODWithPagedKVCacheWrapper(PodWrapper):
     ) -> None:
         check.neutral("jit_args", jit_args)
         self._decode = BatchDecodeWithPagedKVCacheWrapper(
-            float_workspace_buffer,
-            kv_layout,
-            use_cuda_graph,
-            False,
-            paged_kv_indptr_buffer,
-            paged_kv_indices_buffer,
-            paged_kv_last_page_len_buffer,
-            backend=backend,
-        )
+            float_workspace_buffer, kv_layout, use_cuda_graph, False, paged_kv_indptr_buffer,
+            paged_kv_indices_buffer, paged_kv_last_page_len_buffer, backend=backend,
+        )  # fmt: skip
         self._joints = Joints(self._decode._requested_backend)
-
-    # Attributes that callers read.
-    _fixed_batch_size = forwarded("_decode")
-    _use_tensor_cores = forwarded("_decode")
-    _plan_info = forwarded("_decode")
-    _float_workspace_buffer = forwarded("_decode")
-    _int_workspace_buffer = forwarded("_decode")
-    _pin_memory_int_workspace_buffer = forwarded("_decode")
-    _qo_indptr_buf = forwarded("_decode")
-    _paged_kv_indptr_buf = forwarded("_decode")
-    _paged_kv_indices_buf = forwarded("_decode")
-    _paged_kv_last_page_len_buf = forwarded("_decode")
 
     @takes(PodPlanArguments)
     def plan(self, a: PodPlanArguments) -> None:
@@ -270,7 +257,8 @@ class PODWithPagedKVCacheWrapper(PodWrapper):
             with of_side(SIDES[0]):
                 request = self._prefill_request(given, decode_options)
             key = _key(given)
-            joint = self._joints.make(key, self._asked(planned, planned, request))
+            workspace = self._decode._state.workspace
+            joint = self._joints.make(key, planned, request, planned, workspace)
         request = joint.prefill
         scales_p = _prefill_scales(given.sm_scale, request.options)
         scales_d = planned.scales

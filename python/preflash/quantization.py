@@ -52,9 +52,7 @@ def segment_packbits(
         packed: [sum of ceil(length / 8)] uint8 on x's device.
         new_indptr: [num_segments + 1] int32 on indptr's device, first byte of each segment.
 
-    Raises:
-        TypeError, ValueError: an argument is wrong.
-        NotImplementedError: torch.jit.trace is recording.
+    Raises as packbits().
     """
     if check.traced():
         return torch.ops.preflash.segment_packbits(x, indptr, bitorder)

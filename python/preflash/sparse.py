@@ -56,6 +56,12 @@ class _BlockSparse:
         """As in BatchPrefillWithPagedKVCacheWrapper."""
         self._pages.reset_workspace_buffer(float_workspace_buffer, int_workspace_buffer)
 
+    def run_return_lse(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """run() with return_lse=True."""
+        return self.run(q, k, v, return_lse=True, **options)
+
     def end_forward(self) -> None:
         """Does nothing; kept for callers of older releases."""
 
@@ -234,12 +240,6 @@ class BlockSparseAttentionWrapper(_BlockSparse):
             enable_pdl=enable_pdl,
         )  # fmt: skip
         return result if self._o_dtype is None else self._converted(result, out)
-
-    def run_return_lse(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """run() with return_lse=True."""
-        return self.run(q, k, v, return_lse=True, **options)
 
     def forward(
         self,
@@ -426,12 +426,6 @@ class VariableBlockSparseAttentionWrapper(_BlockSparse):
             return computed
         sums = self._placed(sums, lse)
         return (computed, sums) if return_lse else computed
-
-    def run_return_lse(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """run() with return_lse=True."""
-        return self.run(q, k, v, return_lse=True, **options)
 
     def forward(
         self,

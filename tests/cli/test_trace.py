@@ -231,14 +231,9 @@ def test_a_picture_without_matplotlib_is_refused(tmp_path, capsys, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [("pod.txt", ".txt is neither .json nor a picture"), ("no/pod.json", "there is no directory")],
-)
-def test_files_that_cannot_be_written_are_refused(tmp_path, capsys, name, message):
-    assert bench("--trace", str(tmp_path / name)) != 0
-    said = capsys.readouterr()
-    assert message in said.err + said.out
+def test_other_files_are_refused(tmp_path, capsys):
+    assert bench("--trace", str(tmp_path / "pod.txt")) == 2
+    assert ".txt is neither .json nor a picture" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(not has_matplotlib, reason="no matplotlib")

@@ -1,8 +1,6 @@
 """The commands that compare results must fail when a result is wrong: one value is corrupted on its
 way from the wrapper to the comparison."""
 
-import re
-
 import pytest
 import torch
 from preflash import cli
@@ -25,18 +23,6 @@ def corrupted_runs(monkeypatch):
         return out, lse
 
     monkeypatch.setattr(runner, "run", run)
-
-
-def test_check_passes(capsys):
-    assert cli.main(["check", "--quick", "--backend", "cpu"]) == 0
-    out = capsys.readouterr().out
-    assert "all good" in out
-    assert "FAILED" not in out
-    for area in ("prefill", "paged", "decode", "mask", "softcap", "split", "merge", "packbits"):
-        assert area in out
-    # It tells which kernels ran.
-    ran = set(re.findall(r"\bcpu_\w+", out))
-    assert "cpu_bf16_d512" in ran
 
 
 @pytest.mark.usefixtures("corrupted_runs")
@@ -122,7 +108,7 @@ def test_bench_fails_where_a_launch_fails_while_it_is_timed(monkeypatch):
 @pytest.mark.parametrize("command", ["check", "bench", "demo"])
 def test_a_backend_that_is_not_here_is_refused(capsys, command):
     assert cli.main([command, "--backend", "fa7"]) == 2
-    assert "--backend fa7" in capsys.readouterr().err
+    assert "--backend fa7: must be one of cpu, fa2, fa3" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

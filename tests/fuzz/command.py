@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from preflash.cli import CommandError
-from preflash.cli.console import Progress
+from preflash.cli.console import progress
 from preflash.cli.machine import Place
 
 from . import problems, shrinking
@@ -176,7 +176,7 @@ def _seed(text: str) -> tuple[int, int]:
 
 def _examine_all(place: Place, asked: Sequence[Asked]) -> Tally:
     tally = Tally()
-    with Progress(len(asked), "fuzz") as progress:
+    with progress(len(asked), "fuzz") as step:
         for one in asked:
             verdict = one.call.examine(one.problem, place)
             tally.count(verdict)
@@ -188,7 +188,7 @@ def _examine_all(place: Place, asked: Sequence[Asked]) -> Tally:
             if tally.failed == _MOST_FAILURES:
                 print(f"stopped after {_MOST_FAILURES} failures")
                 break
-            progress.step(place.label)
+            step(place.label)
     return tally
 
 

@@ -3,8 +3,8 @@ wrong."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+from unittest import mock
 
 import preflash
 import torch
@@ -24,7 +24,7 @@ from .wrapper_trial import Verdict, verdict_of
 
 def examine(problem: PodProblem, *, backend: str, device: torch.device | str = "cpu") -> Verdict:
     """Plans and runs the wrapper. What a broken backend raises is a failure like any other."""
-    with joint.forced_apart() if problem.call.two_launches else contextlib.nullcontext():
+    with mock.patch.object(joint, "_forced_apart", problem.call.two_launches):
         return verdict_of(lambda: _examine(problem, backend, device), backend)
 
 

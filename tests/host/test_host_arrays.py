@@ -42,6 +42,16 @@ def test_a_usual_batch(paged_batch):
     assert batch.page_indices == [-1, 7, 2, 9, 4, 5]  # the first is nobody's
 
 
+def test_a_ragged_batch(paged_batch):
+    given = arrays()
+    batch, largest = paged_batch(given["qo_indptr"], given["kv_indptr"], None, None, 0, None)
+    assert largest is None
+    assert (batch.num_requests, batch.page_size) == (2, 0)
+    assert (batch.qo_indptr, batch.kv_indptr) == ([0, 3, 5], [1, 3, 6])
+    assert batch.last_page_len == batch.page_indices == []
+    assert paged_batch(given["qo_indptr"], given["kv_indptr"][:-1], None, None, 0, None) is None
+
+
 def test_parts_of_larger_arrays(paged_batch):
     larger = {name: torch.cat([ints(77), value])[1:] for name, value in arrays().items()}
     larger["page_indices"] = torch.cat([larger["page_indices"], ints(1000, -1000)])

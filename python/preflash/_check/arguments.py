@@ -4,8 +4,9 @@ single functions; here are those of run(), and what calls have in common."""
 from __future__ import annotations
 
 import operator
+from collections import namedtuple
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypedDict, TypeVar
 
 import torch
 
@@ -115,26 +116,27 @@ class RunArguments(NamedTuple):
     sm_scale: Scale = None  # None: that of the plan
 
 
-class RunOptions(NamedTuple):
-    """What run() of the batch wrappers has beside tensors of the batch and outputs, as it was
-    called."""
+class RunKeywords(TypedDict, total=False):
+    """Options that run() of every batch wrapper takes by name alone, None by default."""
 
-    extra: tuple[Any, ...] = ()  # by position behind the tensors
-    window_left: int | None = None
-    q_scale: Scale = None
-    k_scale: Scale = None
-    v_scale: Scale = None
-    sinks: torch.Tensor | None = None
-    scale_q: torch.Tensor | None = None
-    scale_k: torch.Tensor | None = None
-    scale_v: torch.Tensor | None = None
+    q_scale: Scale
+    scale_q: torch.Tensor | None
+    scale_k: torch.Tensor | None
+    scale_v: torch.Tensor | None
+    window_left: int | None
     # Of these this build serves the neutral values alone.
-    enable_pdl: bool | None = None
-    kv_cache_sf: torch.Tensor | None = None
-    o_scale: float | None = None
-    skip_softmax_threshold_scale_factor: float | None = None
-    use_fp16_softmax: bool | None = None
-    uses_spcompress: bool | None = None
+    enable_pdl: bool | None
+    kv_cache_sf: torch.Tensor | None
+    o_scale: float | None
+    skip_softmax_threshold_scale_factor: float | None
+    use_fp16_softmax: bool | None
+    uses_spcompress: bool | None
+
+
+# What run() of the batch wrappers has beside tensors of the batch and outputs, as it was called.
+# extra: what stands behind the tensors by position.
+_GIVEN = ("extra", "k_scale", "v_scale", "sinks", *RunKeywords.__annotations__)
+RunOptions = namedtuple("RunOptions", _GIVEN, defaults=((), *[None] * (len(_GIVEN) - 1)))
 
 
 def taken_by_position(

@@ -4,6 +4,7 @@ and form, and copies them to the host."""
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,15 +14,7 @@ from . import values as check
 from .calls import BatchArguments, PagedPlanArguments, RaggedPlanArguments
 
 # The batch of usual arrays on the CPU; None: look at them one by one.
-_paged_batch = _core.paged_batches(check.TORCH, torch.Tensor, torch.int32)
-
-# Names of their own for what every plan() asks.
-_Tensor = torch.Tensor
-_int32 = torch.int32
-
-_INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
-if hasattr(torch, "uint32"):
-    _INTEGERS += (torch.uint32,)
+_batch_of_usual = _core.paged_batches(check.TORCH, torch.Tensor, torch.int32)
 
 
 def debugging() -> bool:
@@ -65,14 +58,12 @@ def batch_lengths(
 
 
 def _ragged(a: RaggedPlanArguments, device: torch.device) -> Lengths:
-    batch = _make_batch(
-        _index_array("qo_indptr", a.qo_indptr, device),
-        _index_array("kv_indptr", a.kv_indptr, device),
-        None,
-        0,
-        kv_name="kv_indptr",
-    )
-    return Lengths(batch, None)
+    found = _batch_of_usual(a.qo_indptr, a.kv_indptr, None, None, 0, None)
+    if found is not None:
+        return Lengths(found[0], None)
+    qo_indptr = _index_array("qo_indptr", a.qo_indptr, device)
+    kv_indptr = _index_array("kv_indptr", a.kv_indptr, device)
+    return Lengths(_make_batch(qo_indptr, kv_indptr, None, 0, kv_name="kv_indptr"), None)
 
 
 def _paged(
@@ -83,26 +74,24 @@ def _paged(
 ) -> Lengths:
     page_size = check.integer("page_size", a.page_size, at_least=1)
     to_upload = a.paged_kv_indices if indices_buf is None else None
-    found = _paged_batch(
+    found = _batch_of_usual(
         a.qo_indptr, a.paged_kv_indptr, a.paged_kv_last_page_len, to_upload, page_size, uploader
     )
-    if found is not None:
-        batch, largest = found
-        if largest is not None:
-            return Lengths(batch, PageList(to_upload, None, largest))
+    batch, largest = found or (None, None)
+    if largest is not None:
+        return Lengths(batch, PageList(to_upload, None, largest))
     indices = _index_array("paged_kv_indices", a.paged_kv_indices, device)
-    if found is not None:
-        return Lengths(batch, _attach_page_indices(batch, indices, indices_buf, uploader))
-    qo_indptr = _index_array("qo_indptr", a.qo_indptr, device)
-    kv_indptr = _index_array("paged_kv_indptr", a.paged_kv_indptr, device)
-    last_page_len = _index_array("paged_kv_last_page_len", a.paged_kv_last_page_len, device)
-    alone = not last_page_len.is_cpu and qo_indptr.is_cpu and kv_indptr.is_cpu
-    if alone and page_size == 1 and not debugging():
-        # A page of one token holds one: no wait to hear it from the GPU.
-        last_page_len = torch.ones(last_page_len.numel(), dtype=torch.int32, device="cpu")
-    batch = _make_batch(qo_indptr, kv_indptr, last_page_len, page_size, kv_name="paged_kv_indptr")
-    pages = _attach_page_indices(batch, indices, indices_buf, uploader)
-    return Lengths(batch, pages)
+    if batch is None:
+        qo_indptr = _index_array("qo_indptr", a.qo_indptr, device)
+        kv_indptr = _index_array("paged_kv_indptr", a.paged_kv_indptr, device)
+        last_page_len = _index_array("paged_kv_last_page_len", a.paged_kv_last_page_len, device)
+        alone = not last_page_len.is_cpu and qo_indptr.is_cpu and kv_indptr.is_cpu
+        if alone and page_size == 1 and not debugging():
+            # A page of one token holds one: no wait to hear it from the GPU.
+            last_page_len = torch.ones(last_page_len.numel(), dtype=torch.int32, device="cpu")
+        name = "paged_kv_indptr"
+        batch = _make_batch(qo_indptr, kv_indptr, last_page_len, page_size, kv_name=name)
+    return Lengths(batch, _attach_page_indices(batch, indices, indices_buf, uploader))
 
 
 def single_lengths(qo_len: int, kv_len: int) -> Lengths:
@@ -117,29 +106,15 @@ def single_lengths(qo_len: int, kv_len: int) -> Lengths:
 def _index_array(name: str, value: Any, device: torch.device) -> torch.Tensor:
     """An indptr, a list of pages or of last page lengths: 1-D int32, on the CPU or on `device`.
     Those on the CPU come back contiguous."""
-    try:
-        # Four arrays of every plan(): one test for a usual array, else check by check to name what
-        # is wrong. An array of one dimension is not nested.
-        if (
-            isinstance(value, _Tensor)
-            and value.dtype is _int32
-            and value.dim() == 1
-            and value.is_cpu
-            and value.is_contiguous()
-            and not value.is_neg()
-            and value.data_ptr()
-            and 4 * (value.storage_offset() + value.numel()) <= len(value.untyped_storage())
-        ):
-            return value
-    except (RuntimeError, ValueError):
-        pass  # as in check.tensor()
     value = check.index_array(name, value, device)
     return value.contiguous() if value.is_cpu else value
 
 
-def _on_host(*arrays: torch.Tensor) -> list[torch.Tensor]:
+def _on_host(*arrays: torch.Tensor) -> Sequence[torch.Tensor]:
     """Contiguous CPU copies. Those on the GPU come over together: one copy, one wait."""
     remote = [array for array in arrays if not array.is_cpu]
+    if not remote:
+        return arrays
     pieces = iter(torch.cat(remote).cpu().split([array.numel() for array in remote]))
     return [array if array.is_cpu else next(pieces) for array in arrays]
 
@@ -162,24 +137,30 @@ def _make_batch(
             "both must have batch_size + 1"
         )
     num_requests = elements - 1
-    if last_page_len is None:
-        if not (qo_indptr.is_cpu and kv_indptr.is_cpu):
-            qo_indptr, kv_indptr = _on_host(qo_indptr, kv_indptr)
-        return _core.Batch(qo_indptr.data_ptr(), kv_indptr.data_ptr(), 0, num_requests, page_size)
-    if last_page_len.numel() != num_requests:
-        raise ValueError(
-            f"paged_kv_last_page_len has {last_page_len.numel()} elements; must have "
-            f"batch_size = {num_requests}"
-        )
-    if not (qo_indptr.is_cpu and kv_indptr.is_cpu and last_page_len.is_cpu):
-        qo_indptr, kv_indptr, last_page_len = _on_host(qo_indptr, kv_indptr, last_page_len)
-    return _core.Batch(
-        qo_indptr.data_ptr(),
-        kv_indptr.data_ptr(),
-        last_page_len.data_ptr(),
-        num_requests,
-        page_size,
-    )
+    arrays = (qo_indptr, kv_indptr)
+    if last_page_len is not None:
+        if last_page_len.numel() != num_requests:
+            raise ValueError(
+                f"paged_kv_last_page_len has {last_page_len.numel()} elements; must have "
+                f"batch_size = {num_requests}"
+            )
+        arrays = (qo_indptr, kv_indptr, last_page_len)
+    return batch_of(*_on_host(*arrays), page_size=page_size)
+
+
+def batch_of(
+    qo_indptr: torch.Tensor,
+    kv_indptr: torch.Tensor,
+    last_page_len: torch.Tensor | None = None,
+    *,
+    page_size: int,
+    are_bounds: bool = False,
+) -> _core.Batch:
+    """Of contiguous int32 arrays on the CPU; page_size 0, without last_page_len: ragged."""
+    last = 0 if last_page_len is None else last_page_len.data_ptr()
+    requests = qo_indptr.numel() - 1
+    begins = qo_indptr.data_ptr(), kv_indptr.data_ptr()
+    return _core.Batch(*begins, last, requests, page_size, are_bounds)
 
 
 def _attach_page_indices(
@@ -202,21 +183,16 @@ def _attach_page_indices(
             )
         used = max(used, 0)
         indices = indices[:used]
-    if indices_buf is not None:
-        return _for_buffer(batch, indices.contiguous(), indices_buf)
-    if indices.is_cpu:
+    if indices_buf is None and indices.is_cpu:
         return PageList(indices, None, batch.set_page_indices(indices.data_ptr(), used, uploader))
     indices = indices.contiguous()
-    return PageList(indices, on_device=indices, largest=_largest_page(batch, indices))
-
-
-def _for_buffer(batch: _core.Batch, indices: torch.Tensor, indices_buf: torch.Tensor) -> PageList:
-    if batch.kv_end > indices_buf.numel():
+    if indices_buf is not None and used > indices_buf.numel():
         raise ValueError(
-            f"paged_kv_indptr[-1] = {batch.kv_end} pages are in use; paged_kv_indices_buf has room "
+            f"paged_kv_indptr[-1] = {used} pages are in use; paged_kv_indices_buf has room "
             f"for {indices_buf.numel()}: construct the wrapper with a larger one"
         )
-    return PageList(indices, on_device=indices_buf, largest=_largest_page(batch, indices))
+    on_device = indices if indices_buf is None else indices_buf
+    return PageList(indices, on_device, _largest_page(batch, indices))
 
 
 def _largest_page(batch: _core.Batch, indices: torch.Tensor) -> int | None:
@@ -275,11 +251,7 @@ def _check_longest(name: str, value: Any, longest: int) -> None:
 
 def _check_lengths(name: str, value: Any, batch: _core.Batch, device: torch.device) -> None:
     """seq_lens or seq_lens_q; those on the wrapper's own GPU are not read to compare."""
-    check.is_tensor(name, value)
-    check.on_cpu_or(name, value, device)
-    value = check.tensor(name, value)
-    if value.dtype not in _INTEGERS:
-        raise TypeError(f"{name} is {value.dtype}; must be an integer dtype")
+    value = check.integers(name, value, device)
     if value.numel() != batch.num_requests:
         raise ValueError(
             f"{name} has {value.numel()} elements; must have batch_size = {batch.num_requests}"

@@ -89,11 +89,7 @@ def single_options(a: SingleArguments) -> _core.AttentionOptions:
     variant is looked at: binding checks the rest."""
     q, k, v = a.q, a.k, a.v
     for name, value in (("q", q), ("k", k), ("v", v)):
-        if value.dim() != 3:
-            raise ValueError(
-                f"{name} has shape {tuple(value.shape)}; must be three-dimensional: "
-                "tokens, heads and head_dim"
-            )
+        check.has_dims(name, value, 3, "three-dimensional: tokens, heads and head_dim")
     options = _in_one_spelling(options_of(a))
     check.one_of("kv_layout", a.kv_layout, check.KV_LAYOUTS)
     tokens, heads = (0, 1) if a.kv_layout == "NHD" else (1, 0)

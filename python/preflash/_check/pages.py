@@ -76,11 +76,8 @@ def rows(name: str, given: torch.Tensor, pool: torch.Tensor) -> int:
                 "holds other numbers than it has, and memory is what is copied; pass "
                 "resolve_conj() or int_repr()"
             )
-        if value.dim() > 0 and value.shape[-1] > 1 and value.stride(-1) != 1:
-            raise ValueError(
-                f"{what} has stride {value.stride(-1)} in its last dimension; must be contiguous "
-                "there (strides of the other dimensions are free)"
-            )
+        if value.dim() > 0:
+            check.contiguous_rows(what, value)
     tokens = given.shape[0] if given.dim() > 0 else 0
     wanted = (tokens, *pool.shape[2:])
     check.has_shape(name, given, wanted, "[nnz, num_kv_heads, head_dim] of the cache")
@@ -93,8 +90,7 @@ def index_array(name: str, value: torch.Tensor) -> None:
     check.tensor(name, value)
     if value.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{name} is {value.dtype}; must be torch.int32 (or int64)")
-    if value.dim() != 1:
-        raise ValueError(f"{name} has shape {tuple(value.shape)}; must be one-dimensional")
+    check.has_dims(name, value, 1, "one-dimensional")
 
 
 def one_per_request(name: str, value: torch.Tensor, indptr_name: str, indptr: torch.Tensor) -> None:

@@ -13,6 +13,8 @@ from .spelling import kind_of
 
 ALIGNMENT = 16
 WHY_FLOAT32 = "the log-sum-exp is always float32"
+_INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
+_INTEGERS += tuple(getattr(torch, name) for name in ("uint16", "uint32") if hasattr(torch, name))
 
 
 def is_tensor(name: str, value: Any) -> torch.Tensor:
@@ -111,7 +113,7 @@ def apart(
     The same elements at the same addresses are one tensor with two names; whether that is right
     is for the caller to know.
     """
-    spans = [(name, value, *_span(value)) for name, value in (*written, *others)]
+    spans = [(name, x, x.data_ptr(), x.data_ptr() + x.nbytes) for name, x in (*written, *others)]
     for i, (name, value, begin, end) in enumerate(spans[: len(written)]):
         for other_name, other, other_begin, other_end in spans[i + 1 :]:
             # Empty ones lie nowhere.
@@ -124,19 +126,9 @@ def apart(
 
 
 @eager
-def _span(value: torch.Tensor) -> tuple[int, int]:
-    begin = value.data_ptr()
-    return begin, begin + value.nbytes
-
-
-@eager
 def _same_place(value: torch.Tensor, other: torch.Tensor) -> bool:
-    return (
-        value.data_ptr() == other.data_ptr()
-        and value.dtype == other.dtype
-        and value.shape == other.shape
-        and value.stride() == other.stride()
-    )
+    place, other_place = ((x.data_ptr(), x.dtype, x.shape, x.stride()) for x in (value, other))
+    return place == other_place
 
 
 def on_device(name: str, value: torch.Tensor, device: torch.device) -> None:
@@ -149,6 +141,15 @@ def on_cpu_or(name: str, value: torch.Tensor, device: torch.device) -> None:
         raise ValueError(f"{name} is on {value.device}; must be on the CPU or on {device}")
 
 
+def integers(name: str, value: Any, device: torch.device) -> torch.Tensor:
+    """Of any integer dtype and shape, on the CPU or on `device`."""
+    on_cpu_or(name, is_tensor(name, value), device)
+    tensor(name, value)
+    if value.dtype not in _INTEGERS:
+        raise TypeError(f"{name} is {value.dtype}; must be an integer dtype")
+    return value
+
+
 def index_array(
     name: str,
     value: Any,
@@ -159,8 +160,7 @@ def index_array(
     value = tensor(name, value)
     if value.dtype not in dtypes:
         raise TypeError(f"{name} is {value.dtype}; must be {' or '.join(map(str, dtypes))}")
-    if value.dim() != 1:
-        raise ValueError(f"{name} has shape {tuple(value.shape)}; must be one-dimensional")
+    has_dims(name, value, 1, "one-dimensional")
     on_cpu_or(name, value, device)
     return value
 
@@ -197,18 +197,32 @@ def output(
     not_overlapping("out", value)
 
 
+def has_dims(name: str, value: torch.Tensor, dims: int, wanted: str) -> None:
+    if value.dim() != dims:
+        raise ValueError(f"{name} has shape {tuple(value.shape)}; must be {wanted}")
+
+
+def contiguous(name: str, value: torch.Tensor) -> None:
+    if not value.is_contiguous():
+        raise ValueError(f"{name} has strides {tuple(value.stride())}; must be contiguous")
+
+
 def has_dtype(name: str, value: torch.Tensor, wanted: torch.dtype, why: str) -> None:
     if value.dtype != wanted:
         raise TypeError(f"{name} is {value.dtype}; must be {wanted} ({why})")
 
 
-def rows(name: str, value: torch.Tensor) -> None:
-    """Contiguous last dimension and 16-byte strides: what a kernel that loads 16 bytes needs."""
+def contiguous_rows(name: str, value: torch.Tensor) -> None:
     if value.shape[-1] > 1 and value.stride(-1) != 1:
         raise ValueError(
             f"{name} has stride {value.stride(-1)} in its last dimension; must be contiguous there "
             "(strides of the other dimensions are free)"
         )
+
+
+def rows(name: str, value: torch.Tensor) -> None:
+    """Contiguous last dimension and 16-byte strides: what a kernel that loads 16 bytes needs."""
+    contiguous_rows(name, value)
     item = value.element_size()
     for dim in range(value.dim() - 1):
         stride = value.stride(dim)
@@ -235,7 +249,6 @@ def not_overlapping(name: str, value: torch.Tensor) -> None:
             )
         if size > 1:
             reach = stride * (size - 1) + reach
-    return None
 
 
 def has_shape(name: str, value: torch.Tensor, wanted: tuple[int, ...], meaning: str) -> None:

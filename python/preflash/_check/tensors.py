@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,13 +12,9 @@ from . import values as check
 from .arguments import PER_HEAD, KvCache, PerHead
 from .outputs import Outputs
 
-
-class KvView(NamedTuple):
-    """K or V as the kernels see it: strides of [page, token, head] in elements."""
-
-    strides: tuple[int, int, int]
-    extents: tuple[int, int]  # pages, tokens in one of them; ragged: one page that holds all
-    offset: int  # bytes from the data pointer of the tensor that the caller passed
+# K or V as the kernels see it: strides of page, token and head in elements, then how many pages
+# there are and tokens in one of them. Ragged: one page that holds all.
+KvNumbers = tuple[int, int, int, int, int]
 
 
 class Expected(NamedTuple):
@@ -50,33 +47,32 @@ def effective_strides(value: torch.Tensor) -> tuple[int, ...]:
     return tuple(value.stride(dim) if value.shape[dim] > 1 else 0 for dim in range(value.dim() - 1))
 
 
-class Bound(NamedTuple):
-    """What a launch is bound to."""
-
-    strides: tuple[tuple[int, ...], ...]  # q, k, v, o, lse, as _core.RunFunctions.check tells them
-    v_offset: int  # bytes, where K and V are halves of one tensor
-
-
-def bind(q: Any, kv: KvCache, outputs: Outputs, expected: Expected) -> Bound:
-    """Every check of one run's tensors."""
+def bind(
+    q: Any, kv: KvCache, outputs: Outputs, expected: Expected
+) -> tuple[tuple[tuple[int, ...], ...], int]:
+    """Every check of one run's tensors. Tells what a launch is bound to: the strides and extents of
+    q, k, v, out and lse, as _core.RunFunctions.check does, and where V begins in bytes."""
+    options = expected.options
     q_strides = check_q(q, expected)
+    v_offset = 0
     if expected.page_size > 0:
-        k, v = check_paged(kv, expected)
+        k, v, v_offset = _check_paged(kv, expected)
     else:
-        k = check_ragged("k", kv[0], expected.options.head_dim_qk, expected)
-        v = check_ragged("v", kv[1], expected.options.head_dim_vo, expected)
-    tokens, heads = q.shape[0], expected.options.num_qo_heads
-    if outputs.out is None:
-        out_strides = contiguous_strides((tokens, heads, expected.options.head_dim_vo))
-    else:
-        out_strides = check_out(outputs.out, tokens, expected)
+        k = _check_ragged("k", kv[0], options.head_dim_qk, expected)
+        v = _check_ragged("v", kv[1], options.head_dim_vo, expected)
+    tokens, heads, head_dim_vo = q.shape[0], options.num_qo_heads, options.head_dim_vo
+    out_strides = (heads * head_dim_vo, head_dim_vo)
+    if outputs.out is not None:
+        shape, meaning = (tokens, heads, head_dim_vo), "[rows of q, num_qo_heads, head_dim_vo]"
+        dtype = check.TORCH_DTYPES[options.o_dtype]
+        check.output(outputs.out, shape, f"{meaning} as planned", dtype, expected.device)
+        out_strides = effective_strides(outputs.out)
     of_lse = (0, 0, 1)
     if outputs.lse is not None:
-        of_lse = check_lse(outputs.lse, outputs.lse_layout, tokens, expected)
+        of_lse = _check_lse(outputs.lse, outputs.lse_layout, tokens, expected)
     elif outputs.return_lse:
         of_lse = (heads, 1, 1) if outputs.lse_layout == "NH" else (1, tokens, 1)
-    k_numbers, v_numbers = (*k.strides, *k.extents), (*v.strides, *v.extents)
-    return Bound(((*q_strides, tokens), k_numbers, v_numbers, out_strides, of_lse), v.offset)
+    return ((*q_strides, tokens), k, v, out_strides, of_lse), v_offset
 
 
 def check_q(q: Any, expected: Expected) -> tuple[int, int]:
@@ -85,12 +81,9 @@ def check_q(q: Any, expected: Expected) -> tuple[int, int]:
     check.tensor("q", q)
     # Rows behind the last request are padding, which is neither read nor written.
     rows = max(q.shape[0], expected.qo_tokens) if q.dim() > 0 else expected.qo_tokens
-    check.has_shape(
-        "q",
-        q,
-        (rows, options.num_qo_heads, options.head_dim_qk),
-        "[at least qo_indptr[-1], num_qo_heads, head_dim] as planned",
-    )
+    wanted = (rows, options.num_qo_heads, options.head_dim_qk)
+    meaning = "[at least qo_indptr[-1], num_qo_heads, head_dim] as planned"
+    check.has_shape("q", q, wanted, meaning)
     q_dtype = check.TORCH_DTYPES[options.q_dtype]
     check.has_dtype("q", q, q_dtype, "q_data_type of plan, float16 unless given")
     check.on_device("q", q, expected.device)
@@ -98,15 +91,14 @@ def check_q(q: Any, expected: Expected) -> tuple[int, int]:
     return effective_strides(q)
 
 
-def check_ragged(name: str, value: Any, head_dim: int, expected: Expected) -> KvView:
+def _check_ragged(name: str, value: Any, head_dim: int, expected: Expected) -> KvNumbers:
     """k or v: [tokens, num_kv_heads, head_dim], or [num_kv_heads, tokens, head_dim] with HND."""
     check.tensor(name, value)
     _check_dtype_and_device(name, value, expected)
     heads = expected.options.num_kv_heads
     nhd = expected.kv_layout == "NHD"
     order = "[tokens, num_kv_heads, head_dim]" if nhd else "[num_kv_heads, tokens, head_dim]"
-    if value.dim() != 3:
-        raise ValueError(f"{name} has shape {tuple(value.shape)}; must be {order}")
+    check.has_dims(name, value, 3, order)
     tokens = value.shape[0 if nhd else 1]
     wanted = (tokens, heads, head_dim) if nhd else (heads, tokens, head_dim)
     check.has_shape(name, value, wanted, f"{order} as planned, kv_layout={expected.kv_layout}")
@@ -115,13 +107,14 @@ def check_ragged(name: str, value: Any, head_dim: int, expected: Expected) -> Kv
             f"{name} has {tokens} tokens; the plan uses kv_indptr[-1] = {expected.kv_tokens}"
         )
     check.rows(name, value)
-    token, head = effective_strides(value) if nhd else reversed(effective_strides(value))
-    return KvView(strides=(0, token, head), extents=(1, tokens), offset=0)
+    return (0, *_token_first(effective_strides(value), expected), 1, tokens)
 
 
-def check_paged(cache: Any, expected: Expected) -> tuple[KvView, KvView]:
-    """A 5-D cache that holds both, or a pair of 4-D caches; one dimension fewer at page_size 1."""
+def _check_paged(cache: Any, expected: Expected) -> tuple[KvNumbers, KvNumbers, int]:
+    """A 5-D cache that holds both, or a pair of 4-D caches; one dimension fewer at page_size 1.
+    Tells of K, of V, and where V begins in bytes."""
     options = expected.options
+    names, apart = ("k_cache", "v_cache"), 0
     if isinstance(cache, torch.Tensor):
         _check_dtype_and_device("paged_kv_cache", cache, expected)
         short = expected.page_size == 1 and cache.dim() == 4
@@ -131,32 +124,26 @@ def check_paged(cache: Any, expected: Expected) -> tuple[KvView, KvView]:
                 f"{_cache_shape(expected, 2)}, "
                 f"or a tuple (k_cache, v_cache) of {_cache_shape(expected, 1)}"
             )
-        k, v = cache[:, 0], cache[:, 1]
         names = ("paged_kv_cache[:, 0]", "paged_kv_cache[:, 1]")
         apart = cache.stride(1) * cache.element_size()
-    elif isinstance(cache, (tuple, list)) and len(cache) == 2:
-        k, v = cache
-        names = ("k_cache", "v_cache")
-        apart = 0
-    else:
+    elif not isinstance(cache, (tuple, list)) or len(cache) != 2:
         raise TypeError(
             "paged_kv_cache must be a tensor or a tuple (k_cache, v_cache); got "
             f"{type(cache).__name__}"
         )
-    views = (
-        _check_pages(names[0], k, options.head_dim_qk, expected, 0),
-        _check_pages(names[1], v, options.head_dim_vo, expected, apart),
-    )
+    k, v = kv_of(cache)
+    of_k = _check_pages(names[0], k, options.head_dim_qk, expected)
+    of_v = _check_pages(names[1], v, options.head_dim_vo, expected)
     # An index that is in range for the one must be for the other, also where it lies on the GPU.
     if k.shape[0] != v.shape[0]:
         raise ValueError(
             f"{names[0]} has {k.shape[0]} pages and {names[1]} {v.shape[0]}; the page table "
             "indexes both, so they must have as many"
         )
-    return views
+    return of_k, of_v, apart
 
 
-def _check_pages(name: str, value: Any, head_dim: int, expected: Expected, offset: int) -> KvView:
+def _check_pages(name: str, value: Any, head_dim: int, expected: Expected) -> KvNumbers:
     check.tensor(name, value)
     _check_dtype_and_device(name, value, expected)
     nhd = expected.kv_layout == "NHD"
@@ -165,21 +152,21 @@ def _check_pages(name: str, value: Any, head_dim: int, expected: Expected, offse
     heads, page_size = expected.options.num_kv_heads, expected.page_size
     pages = value.shape[0] if value.dim() > 0 else 0
     wanted = (page_size, heads, head_dim) if nhd else (heads, page_size, head_dim)
-    check.has_shape(
-        name,
-        value,
-        (pages, *wanted),
-        f"{_cache_shape(expected, 1)} as planned, {expected.kv_layout}",
-    )
+    meaning = f"{_cache_shape(expected, 1)} as planned, {expected.kv_layout}"
+    check.has_shape(name, value, (pages, *wanted), meaning)
     if expected.largest_page is not None and expected.largest_page >= pages:
         raise ValueError(
             f"paged_kv_indices holds {expected.largest_page}; {name} has {pages} pages, so an "
             f"index must be less than {pages}"
         )
     check.rows(name, value)
-    page, first, second = effective_strides(value)
-    token, head = (first, second) if nhd else (second, first)
-    return KvView(strides=(page, token, head), extents=(pages, page_size), offset=offset)
+    page, *inner = effective_strides(value)
+    return (page, *_token_first(inner, expected), pages, page_size)
+
+
+def _token_first(strides: Sequence[int], expected: Expected) -> Sequence[int]:
+    """[token, head] of those of two dimensions that the layout orders."""
+    return strides if expected.kv_layout == "NHD" else strides[::-1]
 
 
 def _cache_shape(expected: Expected, planes: int) -> str:
@@ -193,27 +180,20 @@ def _check_dtype_and_device(name: str, value: torch.Tensor, expected: Expected) 
     check.on_device(name, value, expected.device)
 
 
-def check_out(out: torch.Tensor, tokens: int, expected: Expected) -> tuple[int, int]:
-    """The strides of out [tokens, num_qo_heads, head_dim_vo], where q has so many tokens."""
-    options = expected.options
-    shape = (tokens, options.num_qo_heads, options.head_dim_vo)
-    meaning = "[rows of q, num_qo_heads, head_dim_vo] as planned"
-    check.output(out, shape, meaning, check.TORCH_DTYPES[options.o_dtype], expected.device)
-    return effective_strides(out)
-
-
-def check_lse(
+def _check_lse(
     lse: torch.Tensor, layout: str, tokens: int, expected: Expected
 ) -> tuple[int, int, int]:
     """The strides of [token, head] in lse, which is float32, and the values of each."""
-    shape = lse_shape(layout, tokens, expected)
     check.tensor("lse", lse)
-    order = _LSE_ORDERS[layout]
+    shape, order = lse_shape(layout, tokens, expected), _LSE_ORDERS[layout]
     check.has_shape("lse", lse, shape, f"{order} for lse_layout={layout!r}")
     check.has_dtype("lse", lse, torch.float32, check.WHY_FLOAT32)
     check.on_device("lse", lse, expected.device)
     check.not_overlapping("lse", lse)
-    return lse_strides(lse, layout)
+    first, second = lse.stride()[:2]
+    if layout == "HN":
+        return (second, first, 1)
+    return (first, second, 2 if layout == "STATS" else 1)
 
 
 def check_per_head(
@@ -231,7 +211,11 @@ def check_per_head(
             dtype = check.TORCH_DTYPES[options.q_dtype if tensor.of == "q" else options.kv_dtype]
             if tensor.of == "q" and q_given is not None:
                 dtype = q_given
-            _check_scaled(name, tensor.of, dtype)
+            if dtype not in check.FP8_DTYPES:
+                raise ValueError(
+                    f"{name}: only an fp8 tensor has a factor for each head, and {tensor.of} is "
+                    f"{dtype}; leave it None, and pass one factor as {tensor.of}_scale"
+                )
         check.forward_only(**{name: value})
         check.tensor(name, value)
         check.has_dtype(name, value, torch.float32, tensor.why_float32)
@@ -239,15 +223,7 @@ def check_per_head(
         check.has_shape(name, value, shape, f"[{tensor.heads}], {tensor.element}")
         check.on_device(name, value, device)
         if not value.is_contiguous():
-            raise ValueError(f"{name} has strides {tuple(value.stride())}; must be contiguous")
-
-
-def _check_scaled(name: str, operand: str, dtype: torch.dtype) -> None:
-    if dtype not in check.FP8_DTYPES:
-        raise ValueError(
-            f"{name}: only an fp8 tensor has a factor for each head, and {operand} is "
-            f"{dtype}; leave it None, and pass one factor as {operand}_scale"
-        )
+            check.contiguous(name, value)
 
 
 _LSE_ORDERS = {
@@ -264,29 +240,15 @@ def lse_shape(layout: str, tokens: int, expected: Expected) -> tuple[int, ...]:
     return shape if layout == "NH" else shape[::-1]
 
 
-def lse_strides(lse: torch.Tensor, layout: str) -> tuple[int, int, int]:
-    first, second = lse.stride()[:2]
-    if layout == "STATS":
-        return (first, second, 2)
-    return (first, second, 1) if layout == "NH" else (second, first, 1)
-
-
-def contiguous_strides(shape: tuple[int, int, int]) -> tuple[int, int]:
-    """The strides of [token, head] in a fresh [token, head, head_dim] tensor."""
-    return (shape[1] * shape[2], shape[2])
-
-
 def reaches_into(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether the stretches of memory that two tensors lie in meet."""
     if a.device != b.device or a.numel() == 0 or b.numel() == 0:
         return False
-    (a_begin, a_end), (b_begin, b_end) = _reach(a), _reach(b)
-    return a_begin < b_end and b_begin < a_end
+    return a.data_ptr() < _end(b) and b.data_ptr() < _end(a)
 
 
-def _reach(value: torch.Tensor) -> tuple[int, int]:
-    begin = value.data_ptr()
-    return begin, begin + check.bytes_reached(value) - value.storage_offset() * value.element_size()
+def _end(value: torch.Tensor) -> int:
+    return value.data_ptr() + check.bytes_reached(value) - value.storage_offset() * value.itemsize
 
 
 def kv_of(kv: KvCache) -> tuple[torch.Tensor, torch.Tensor]:
@@ -294,14 +256,10 @@ def kv_of(kv: KvCache) -> tuple[torch.Tensor, torch.Tensor]:
     return tuple(kv) if isinstance(kv, (tuple, list)) else (kv[:, 0], kv[:, 1])
 
 
-def share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors may have an element in common; parts of one packed tensor have none."""
-    return reaches_into(a, b) and _core.may_overlap(_strided(a), _strided(b))
-
-
 def refuse_shared(name: str, written: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
-    """As the launch itself refuses it, where there are several."""
-    if share_memory(written, other):
+    """As the launch itself refuses it, where there are several: elements that two tensors have in
+    common. Parts of one packed tensor have none."""
+    if reaches_into(written, other) and _core.may_overlap(_strided(written), _strided(other)):
         raise ValueError(
             f"{name} shares memory with {other_name}, which would be overwritten while it is in "
             f"use: give {name} memory of its own"

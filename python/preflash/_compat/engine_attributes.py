@@ -5,11 +5,12 @@ They show what is planned. Writing raises where the kernels would not see it.
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
 
-from .. import _core
 from .._check import values as check
 from .._check.lengths import Lengths
 from .._plan.items import NO_ITEMS
@@ -21,10 +22,15 @@ _REPLAN = "call plan() with what should change, or construct another wrapper"
 class told(property):  # noqa: N801, used like property
     """A property whose assignment says why there is none."""
 
+    name = ""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
     def __set__(self, instance: object, value: Any) -> NoReturn:
         raise AttributeError(
-            f"{type(instance).__name__}.{self.fget.__name__} tells what is planned and cannot be "
-            f"set: {_REPLAN}"
+            f"{type(instance).__name__}.{self.name} tells what is planned and cannot be set: "
+            f"{_REPLAN}"
         )
 
 
@@ -38,7 +44,7 @@ class repeated(told):  # noqa: N801, used like property
         now = self.__get__(instance)
         if value is not None and value is not now and value != now:
             raise AttributeError(
-                f"{type(instance).__name__}.{self.fget.__name__} is {now!r} and cannot become "
+                f"{type(instance).__name__}.{self.name} is {now!r} and cannot become "
                 f"{value!r}: {_REPLAN}"
             )
 
@@ -53,30 +59,67 @@ class announced(told):  # noqa: N801, used like property
 
 
 class graph_buffer(told):  # noqa: N801, used like property
-    """A told property that may be set after `_use_cuda_graph = True`, up to the first plan()."""
+    """A buffer of a wrapper for CUDA graphs, which may be set after `_use_cuda_graph = True`, up to
+    the first plan(); of other wrappers, a copy of what plan() was given.
+
+    part: of GraphBuffers. planned: what a wrapper without graphs tells; by default the batch's
+    array of that name. absent: told where there is neither.
+    """
+
+    def __init__(
+        self, part: str, planned: Callable[[Any], Any] | None = None, absent: Any = None
+    ) -> None:
+        def tell(wrapper: Any) -> Any:
+            if wrapper._graph is not None:
+                return getattr(wrapper._graph.buffers, part)
+            if wrapper._state.planned is None:
+                given = wrapper._given_buffers if wrapper._awaits_buffers else {}
+                return given.get(self._argument, absent)
+            if planned is not None:
+                return planned(wrapper)
+            return planned_array(getattr(wrapper._batch, part), wrapper.device)
+
+        super().__init__(tell)
+
+    @property
+    def _argument(self) -> str:
+        return self.name.removeprefix("_")
 
     def __set__(self, instance: object, value: Any) -> None:
         if not instance._awaits_buffers:
             super().__set__(instance, value)
-        name = self.fget.__name__.removeprefix("_")
-        instance._given_buffers = {**instance._given_buffers, name: value}
+        instance._given_buffers = {**instance._given_buffers, self._argument: value}
 
 
-class forwarded:  # noqa: N801, used like property
-    """An attribute of a part of the wrapper: to read, and to set as there."""
+def of_plan(path: str, before: Any = None) -> Callable[[Any], Any]:
+    """What a wrapper tells of its _wrap.state.Planned, by the attributes that lead there; before:
+    until the first plan()."""
+    find = operator.attrgetter(path)
 
-    def __init__(self, part: str, name: str | None = None) -> None:
-        self._part = part
-        self._name = name
+    def tell(wrapper: Any) -> Any:
+        planned = wrapper._state.planned
+        return before if planned is None else find(planned)
 
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = self._name or name
+    return tell
 
-    def __get__(self, instance: object, owner: type | None = None) -> Any:
-        return self if instance is None else getattr(getattr(instance, self._part), self._name)
 
-    def __set__(self, instance: object, value: Any) -> None:
-        setattr(getattr(instance, self._part), self._name, value)
+def forwards(part: str, *names: str, **renamed: str) -> Callable[[type], type]:
+    """Gives a class attributes of a part of it, to read and to set as there, under their names or
+    others."""
+
+    def decorate(owner: type) -> type:
+        for name, theirs in {**dict(zip(names, names, strict=True)), **renamed}.items():
+            setattr(owner, name, _forwarded(part, theirs))
+        return owner
+
+    return decorate
+
+
+def _forwarded(part: str, name: str) -> property:
+    def assign(instance: object, value: Any) -> None:
+        setattr(getattr(instance, part), name, value)
+
+    return property(operator.attrgetter(f"{part}.{name}"), assign)
 
 
 def only(neutral: Any, why: str) -> property:
@@ -154,85 +197,74 @@ def planned_pages(lengths: Lengths, device: torch.device) -> torch.Tensor:
     return planned_array(batch.page_indices, device)
 
 
+_BATCH = "asked.request.lengths.batch"
+_OPTIONS = "asked.request.options"
+
+
+def _planned_dtype(name: str) -> repeated:
+    def tell(wrapper: Any) -> torch.dtype | None:
+        planned = wrapper._state.planned
+        if planned is None:
+            return None
+        request = planned.asked.request
+        given = request.q_given if name == "q_dtype" else None
+        return given or check.TORCH_DTYPES[getattr(request.options, name)]
+
+    return repeated(tell)
+
+
+def _mask(wrapper: Any) -> torch.Tensor | None:
+    """A copy: plan() knows the full tiles of its own."""
+    mask = wrapper._state.planned.asked.request.mask
+    if mask is None:
+        return None
+    return mask[: wrapper._batch.mask_bytes].clone().as_subclass(PlannedValues)
+
+
+def _mask_indptr(wrapper: Any) -> torch.Tensor | None:
+    if wrapper._state.planned.asked.request.mask is None:
+        return None
+    return planned_array(wrapper._batch.mask_indptr, wrapper.device)
+
+
 class EngineAttributes:
     """Of both wrappers; `_state`, `_graph`, `_given_buffers`, `_requested_backend` and `device` are
     theirs."""
-
-    def _array(self, values: list[int]) -> torch.Tensor:
-        return planned_array(values, self.device)
 
     @property
     def _awaits_buffers(self) -> bool:
         """Whether the first plan() will take the graph buffers from `_given_buffers`."""
         return self._graph is None and self.is_cuda_graph_enabled
 
-    def _buffer(self, name: str) -> torch.Tensor | None:
-        """A buffer that the first plan() will keep its arrays in."""
-        return self._given_buffers.get(name) if self._awaits_buffers else None
-
-    @property
-    def _batch(self) -> _core.Batch | None:
-        planned = self._state.planned
-        return None if planned is None else planned.asked.request.lengths.batch
+    _batch = property(of_plan(_BATCH))
 
     @told
     def _backend(self) -> str:
         planned = self._state.planned
         return self._requested_backend.name if planned is None else planned.primary.backend.name
 
-    @told
-    def _causal(self) -> bool:
-        planned = self._state.planned
-        return False if planned is None else planned.asked.causal
-
-    @told
-    def _window_left(self) -> int:
-        planned = self._state.planned
-        return -1 if planned is None else planned.asked.request.options.window_left
-
-    @told
-    def _logits_soft_cap(self) -> float:
-        planned = self._state.planned
-        return 0.0 if planned is None else planned.asked.logits_soft_cap
-
-    @told
-    def _sm_scale(self) -> float | None:
-        planned = self._state.planned
-        return None if planned is None else planned.scales.logits
+    _causal = told(of_plan("asked.causal", False))
+    _window_left = told(of_plan(f"{_OPTIONS}.window_left", -1))
+    _logits_soft_cap = told(of_plan("asked.logits_soft_cap", 0.0))
+    _sm_scale = told(of_plan("scales.logits"))
 
     @repeated
     def _pos_encoding_mode(self) -> str | None:
         planned = self._state.planned
         return None if planned is None else MODE_OF[planned.asked.request.options.position]
 
-    @repeated
-    def _rope_scale(self) -> float | None:
-        """flashinfer's BatchDecodeWithSharedPrefixPagedKVCacheWrapper gives this and
-        _rope_theta to the attention over its prefix."""
-        planned = self._state.planned
-        return None if planned is None else planned.asked.request.options.rope_scale
-
-    @repeated
-    def _rope_theta(self) -> float | None:
-        planned = self._state.planned
-        return None if planned is None else planned.asked.request.options.rope_theta
-
-    @repeated
-    def _num_qo_heads(self) -> int | None:
-        planned = self._state.planned
-        return None if planned is None else planned.asked.request.options.num_qo_heads
-
-    @repeated
-    def _num_kv_heads(self) -> int | None:
-        planned = self._state.planned
-        return None if planned is None else planned.asked.request.options.num_kv_heads
-
-    @repeated
-    def _batch_size(self) -> int | None:
-        batch = self._batch
-        return None if batch is None else batch.num_requests
-
-    _jit_module = only(None, "nothing is compiled at run time; _jit_module stays None")
+    # flashinfer's BatchDecodeWithSharedPrefixPagedKVCacheWrapper gives these two to the attention
+    # over its prefix.
+    _rope_scale = repeated(of_plan(f"{_OPTIONS}.rope_scale"))
+    _rope_theta = repeated(of_plan(f"{_OPTIONS}.rope_theta"))
+    _num_qo_heads = repeated(of_plan(f"{_OPTIONS}.num_qo_heads"))
+    _num_kv_heads = repeated(of_plan(f"{_OPTIONS}.num_kv_heads"))
+    _batch_size = repeated(of_plan(f"{_BATCH}.num_requests"))
+    _cached_q_data_type = _planned_dtype("q_dtype")
+    _cached_kv_data_type = _planned_dtype("kv_dtype")
+    _cached_o_data_type = _planned_dtype("o_dtype")
+    _plan_info = repeated(of_plan("primary.plan"))
+    _qo_indptr_last = announced(of_plan(f"{_BATCH}.qo_end"))
 
     @property
     def _use_cuda_graph(self) -> bool:
@@ -251,17 +283,11 @@ class EngineAttributes:
             )
         self._set_graph_mode(value)
 
-    @graph_buffer
-    def _fixed_batch_size(self) -> int:
-        """0: batches of any size, as always without CUDA graphs."""
-        if self._graph is None:
-            return self._buffer("fixed_batch_size") or 0
-        return self._graph.buffers.batch_size
-
-    @announced
-    def _qo_indptr_last(self) -> int | None:
-        batch = self._batch
-        return None if batch is None else batch.qo_end
+    # 0: batches of any size, as always without CUDA graphs.
+    _fixed_batch_size = graph_buffer("batch_size", lambda wrapper: 0, absent=0)
+    _qo_indptr_buf = graph_buffer("qo_indptr")
+    _custom_mask_buf = graph_buffer("mask", _mask)  # packed
+    _mask_indptr_buf = graph_buffer("mask_indptr", _mask_indptr)  # first bytes in that
 
     @told
     def _max_total_num_rows(self) -> int | None:
@@ -281,82 +307,19 @@ class EngineAttributes:
                 f"{type(self).__name__}._sinks: run() does not look there; give it sinks="
             )
 
-    @repeated
-    def _plan_info(self) -> _core.Plan | None:
-        planned = self._state.planned
-        return None if planned is None else planned.primary.plan
-
-    @told
-    def _cached_module(self) -> PlanModule:
-        return PlanModule(self)
-
+    _cached_module = told(PlanModule)
+    _jit_module = only(None, "nothing is compiled at run time; _jit_module stays None")
     _prefix_len_ptr = of_items("prefix_len_ptr")
     _token_pos_in_items_ptr = of_items("token_pos_in_items_ptr")
     _token_pos_in_items_len = of_items("token_pos_in_items_len")
     _max_item_len_ptr = of_items("max_item_len_ptr")
     _block_tables = only(None, "block tables are plan()'s to check, and not used")
 
-    def _planned_dtype(self, name: str) -> torch.dtype | None:
-        planned = self._state.planned
-        if planned is None:
-            return None
-        return check.TORCH_DTYPES[getattr(planned.asked.request.options, name)]
-
-    @repeated
-    def _cached_q_data_type(self) -> torch.dtype | None:
-        planned = self._state.planned
-        given = None if planned is None else planned.asked.request.q_given
-        return self._planned_dtype("q_dtype") if given is None else given
-
-    @repeated
-    def _cached_kv_data_type(self) -> torch.dtype | None:
-        return self._planned_dtype("kv_dtype")
-
-    @repeated
-    def _cached_o_data_type(self) -> torch.dtype | None:
-        return self._planned_dtype("o_dtype")
-
-    @told
-    def _float_workspace_buffer(self) -> torch.Tensor:
-        return self._state.workspace.float_buffer.tensor
-
-    @told
-    def _int_workspace_buffer(self) -> torch.Tensor | None:
-        """The work list; None before plan(), which allocates it."""
-        planned = self._state.planned
-        return None if planned is None else planned.primary.int_buffer.tensor
-
-    @told
-    def _pin_memory_int_workspace_buffer(self) -> None:
-        """None: the staging memory is not a tensor."""
-        return None
-
-    @graph_buffer
-    def _qo_indptr_buf(self) -> torch.Tensor | None:
-        if self._graph is not None:
-            return self._graph.buffers.qo_indptr
-        batch = self._batch
-        return self._buffer("qo_indptr_buf") if batch is None else self._array(batch.qo_indptr)
-
-    @graph_buffer
-    def _custom_mask_buf(self) -> torch.Tensor | None:
-        """The packed mask; without graphs a copy: plan() knows the full tiles of its own."""
-        if self._graph is not None:
-            return self._graph.buffers.mask
-        planned = self._state.planned
-        mask = None if planned is None else planned.asked.request.mask
-        if mask is None:
-            return self._buffer("custom_mask_buf")
-        return mask[: self._batch.mask_bytes].clone().as_subclass(PlannedValues)
-
-    @graph_buffer
-    def _mask_indptr_buf(self) -> torch.Tensor | None:
-        """First byte of every request in the packed mask."""
-        if self._graph is not None:
-            return self._graph.buffers.mask_indptr
-        if self._custom_mask_buf is None or self._awaits_buffers:
-            return self._buffer("mask_indptr_buf")
-        return self._array(self._batch.mask_indptr)
+    _float_workspace_buffer = told(operator.attrgetter("_state.workspace.float_buffer.tensor"))
+    # The work list, which plan() allocates.
+    _int_workspace_buffer = told(of_plan("primary.int_buffer.tensor"))
+    # The staging memory is not a tensor.
+    _pin_memory_int_workspace_buffer = told(lambda wrapper: None)
 
 
 class PagedEngineAttributes(EngineAttributes):
@@ -366,40 +329,15 @@ class PagedEngineAttributes(EngineAttributes):
         batch = self._batch
         if batch is None:
             return None
-        return self._array([batch.kv_len(i) for i in range(batch.num_requests)])
+        return planned_array([batch.kv_len(i) for i in range(batch.num_requests)], self.device)
 
-    @graph_buffer
-    def _paged_kv_indptr_buf(self) -> torch.Tensor | None:
-        if self._graph is not None:
-            return self._graph.buffers.kv_indptr
-        batch = self._batch
-        if batch is None:
-            return self._buffer("paged_kv_indptr_buf")
-        return self._array(batch.kv_indptr)
-
-    @graph_buffer
-    def _paged_kv_indices_buf(self) -> torch.Tensor | None:
-        if self._graph is not None:
-            return self._graph.buffers.indices
-        planned = self._state.planned
-        if planned is None:
-            return self._buffer("paged_kv_indices_buf")
-        return planned_pages(planned.asked.request.lengths, self.device)
-
-    @graph_buffer
-    def _paged_kv_last_page_len_buf(self) -> torch.Tensor | None:
-        if self._graph is not None:
-            return self._graph.buffers.last_page_len
-        batch = self._batch
-        if batch is None:
-            return self._buffer("paged_kv_last_page_len_buf")
-        return self._array(batch.last_page_len)
+    _paged_kv_indptr_buf = graph_buffer("kv_indptr")
+    _paged_kv_indices_buf = graph_buffer(
+        "indices",
+        lambda wrapper: planned_pages(wrapper._state.planned.asked.request.lengths, wrapper.device),
+    )
+    _paged_kv_last_page_len_buf = graph_buffer("last_page_len")
 
 
 class RaggedEngineAttributes(EngineAttributes):
-    @graph_buffer
-    def _kv_indptr_buf(self) -> torch.Tensor | None:
-        if self._graph is not None:
-            return self._graph.buffers.kv_indptr
-        batch = self._batch
-        return self._buffer("kv_indptr_buf") if batch is None else self._array(batch.kv_indptr)
+    _kv_indptr_buf = graph_buffer("kv_indptr")

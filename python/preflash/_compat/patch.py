@@ -12,7 +12,7 @@ import inspect
 import os
 import sys
 from collections.abc import Iterable, Iterator
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import Any, NamedTuple
 
 from .._device import gpus
@@ -71,12 +71,7 @@ class FlashInferPatch:
     def __enter__(self) -> FlashInferPatch:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.undo()
 
     def __repr__(self) -> str:
@@ -136,11 +131,11 @@ def patch_flashinfer(names: Iterable[str] | None = None) -> FlashInferPatch:
     target = f"flashinfer {getattr(root, '__version__', 'of unknown version')}"
     if _names(root).get("patch_flashinfer") is patch_flashinfer:
         return FlashInferPatch(target, [], "flashinfer is preflash under that name")
-    pairs = _pairs(root, wanted)
-    replaced = list(_references(pairs.to_replace))
+    to_replace, already = _pairs(root, wanted)
+    replaced = list(_references(to_replace))
     reason = None
     if not replaced:
-        reason = "its names are preflash's already" if pairs.already else "it has none of the names"
+        reason = "its names are preflash's already" if already else "it has none of the names"
     patch = FlashInferPatch(target, replaced, reason)
     try:
         _replace(replaced)
@@ -185,13 +180,9 @@ def _broken(error: Exception) -> FlashInferPatch:
     return FlashInferPatch("flashinfer", [], reason)
 
 
-class _Pairs(NamedTuple):
-    to_replace: dict[int, tuple[Any, Any]]  # by the id of flashinfer's object: that, and ours
-    already: bool  # some name is ours
-
-
-def _pairs(root: ModuleType, wanted: frozenset[str]) -> _Pairs:
-    """Which objects of flashinfer stand for which of ours, wherever it keeps them."""
+def _pairs(root: ModuleType, wanted: frozenset[str]) -> tuple[dict[int, tuple[Any, Any]], bool]:
+    """Which objects of flashinfer stand for which of ours, wherever it keeps them, by the id of
+    flashinfer's; and whether some name is ours already."""
     to_replace = {}
     already = False
     for module_name in _MODULES:
@@ -214,7 +205,7 @@ def _pairs(root: ModuleType, wanted: frozenset[str]) -> _Pairs:
                 # A submodule may have a function's name.
                 elif callable(old) and isinstance(old, type) == isinstance(new, type):
                     to_replace[id(old)] = (old, new)
-    return _Pairs(to_replace, already)
+    return to_replace, already
 
 
 def _references(pairs: dict[int, tuple[Any, Any]]) -> Iterator[Replacement]:

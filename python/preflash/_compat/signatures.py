@@ -29,46 +29,34 @@ def _is_flag(value: Any) -> bool:
     return type(value).__name__ in ("bool", "bool_") or (_is_integer(value) and value in (0, 1))
 
 
-def _is_mask(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.dtype in DENSE_DTYPES
-
-
-def _is_packed_mask(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.dtype == torch.uint8
-
-
-def _is_scale_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.dtype.is_floating_point
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
 
 
 def _is_number(value: Any) -> bool:
-    if isinstance(value, torch.Tensor):
+    if _is_tensor(value):
         return value.numel() == 1 and value.dtype != torch.bool
     return hasattr(value, "__float__") and not isinstance(value, bool)
 
 
-def _is_dtype(value: Any) -> bool:
-    return isinstance(value, (str, torch.dtype))
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
+def _is_scale_tensor(value: Any) -> bool:
+    return _is_tensor(value) and value.dtype.is_floating_point
 
 
 # What a value must be to stand for a parameter, by its name or its type without None; others may be
 # anything.
 _FITS: dict[str, Callable[[Any], bool]] = {
-    "custom_mask": _is_mask,
-    "packed_custom_mask": _is_packed_mask,
+    "custom_mask": lambda value: _is_tensor(value) and value.dtype in DENSE_DTYPES,
+    "packed_custom_mask": lambda value: _is_tensor(value) and value.dtype == torch.uint8,
     "scale_q": _is_scale_tensor,
     "scale_k": _is_scale_tensor,
     "scale_v": _is_scale_tensor,
     "int": _is_integer,
     "bool": _is_flag,
-    "str": _is_text,
+    "str": lambda value: isinstance(value, str),
     "float": _is_number,
     "float | torch.Tensor": _is_number,
-    "str | torch.dtype": _is_dtype,
+    "str | torch.dtype": lambda value: isinstance(value, (str, torch.dtype)),
 }
 _NEVER_NONE = ("int", "bool", "str")
 

@@ -78,7 +78,10 @@ def _refused(why: str) -> NotImplementedError:
 
 def _check_options(device: torch.device, o: _core.AttentionOptions, page_size: int) -> None:
     dtypes = [check.TORCH_DTYPES[dtype] for dtype in (o.q_dtype, o.kv_dtype)]
-    refusal = execution.why_not(device, *dtypes, (o.head_dim_qk, o.head_dim_vo))
+    try:
+        execution.refuse_unserved(device, *dtypes, (o.head_dim_qk, o.head_dim_vo))
+    except RefusedError as refusal:
+        raise _refused(str(refusal)) from None
     for name, given in (
         ("custom_mask", o.mask == _core.Mask.custom),
         ("logits_soft_cap", o.soft_cap > 0.0),
@@ -87,12 +90,10 @@ def _check_options(device: torch.device, o: _core.AttentionOptions, page_size: i
         ("fixed_split_size", o.fixed_split_size > 0),
         ("disable_split_kv", o.disable_split),
     ):
-        if refusal is None and given:
-            refusal = f"it does not serve {name}"
-    if refusal is None and page_size & (page_size - 1):
-        refusal = f"page_size={page_size} must be a power of two"
-    if refusal is not None:
-        raise _refused(refusal)
+        if given:
+            raise _refused(f"it does not serve {name}")
+    if page_size & (page_size - 1):
+        raise _refused(f"page_size={page_size} must be a power of two")
 
 
 class CudnnRun:

@@ -59,24 +59,18 @@ def refuse_host_arrays(call: Call, when: str) -> None:
             )
 
 
-def _paged(a: SimpleNamespace) -> bool:
-    return a.block_tables is not None
-
-
 def _check_tensors(a: SimpleNamespace) -> None:
     q, k, v = check.tensor("q", a.q), a.k_cache, a.v_cache
-    if q.dim() != 3:
-        raise ValueError(f"q has shape {tuple(q.shape)}; must be [tokens, num_qo_heads, head_dim]")
+    check.has_dims("q", q, 3, "[tokens, num_qo_heads, head_dim]")
     check.query_dtype("q", q.dtype)
-    paged = _paged(a)
+    paged = a.block_tables is not None
     shape = "[pages, num_kv_heads, page_size, head_dim] with block_tables"
     if not paged:
         shape = "[tokens, num_kv_heads, head_dim] without block_tables"
     for name, value in (("k_cache", k), ("v_cache", v)):
         check.tensor(name, value)
         check.on_device(name, value, q.device)
-        if value.dim() != (4 if paged else 3):
-            raise ValueError(f"{name} has shape {tuple(value.shape)}; must be {shape}")
+        check.has_dims(name, value, 4 if paged else 3, shape)
         check.kv_dtype(name, value.dtype, q.dtype)
         check.rows(name, value)
     check.rows("q", q)
@@ -131,7 +125,7 @@ def _lengths(
     """[batch_size]: given, or what the offsets of requests that lie side by side say."""
     source, told = name, getattr(a, name) is None
     if told:
-        paged = offsets == "batch_offsets_k" and _paged(a)
+        paged = offsets == "batch_offsets_k" and a.block_tables is not None
         if getattr(a, offsets) is None or a.batch_offsets_units != "tokens" or paged:
             raise ValueError(
                 f"{name} is missing; it may be left out only where {offsets} of batch_size + 1 "
@@ -183,7 +177,7 @@ def _all_starts(a: SimpleNamespace, batch_size: int) -> dict[str, Starts | None]
     for tensor, value in given.items():
         name = "batch_offsets_" + (tensor if tensor == "stats" else tensor[0])
         found[tensor] = None
-        if tensor in "kv" and _paged(a):
+        if tensor in "kv" and a.block_tables is not None:
             if value is not None:
                 raise ValueError(f"{name}: pages have no offsets; leave it None with block_tables")
             continue
@@ -226,8 +220,7 @@ def _check_outputs(call: Call) -> None:
             f"num_qo_heads] = {call.lse_shape}"
             + (f", or {shapes[1]} with batch_offsets_stats" if shapes[1:] else "")
         )
-    if not lse.is_contiguous():
-        raise ValueError(f"lse has strides {tuple(lse.stride())}; must be contiguous")
+    check.contiguous("lse", lse)
     if call.out is not None and reaches_into(lse, call.out):
         raise ValueError("lse shares memory with out: give lse memory of its own")
 

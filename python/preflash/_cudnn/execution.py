@@ -12,7 +12,7 @@ from .. import _core
 from .._check import values as check
 from .._check.scales import folded_scales
 from .._check.tensors import reaches_into
-from .._device.stream import DeviceStream, sent
+from .._device.stream import device_stream_of, sent
 from . import graph as _graph
 from .call import Call
 from .checks import refuse_host_arrays
@@ -25,29 +25,28 @@ DEVICE_TYPE = "cuda"
 _KEPT = 64  # layouts of tensors that are prepared for
 
 
-def why_not(
+def refuse_unserved(
     device: torch.device,
     q_dtype: torch.dtype,
     kv_dtype: torch.dtype,
     head_dims: tuple[int, int],
-) -> str | None:
-    """What of a call no graph of cuDNN's takes, or None."""
+) -> None:
+    """Raises RefusedError for what no graph of cuDNN's takes."""
     if device.type != DEVICE_TYPE:
-        return f"cuDNN computes on CUDA tensors, and these are on {device}"
+        raise RefusedError(f"cuDNN computes on CUDA tensors, and these are on {device}")
     missing = _graph.why_missing()
     if missing is not None:
-        return missing
+        raise RefusedError(missing)
     if q_dtype not in DTYPES or kv_dtype != q_dtype:
-        return (
+        raise RefusedError(
             "it is served for float16 or bfloat16 in q, k and v alike, and they are "
             f"{q_dtype} and {kv_dtype}"
         )
     if head_dims not in HEAD_DIMS:
-        return (
+        raise RefusedError(
             "it is served for head_dim 128, or 192 for q and k with 128 for v, and they are "
             f"{head_dims[0]} and {head_dims[1]}"
         )
-    return None
 
 
 def attend(call: Call, *, explicit: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -56,29 +55,22 @@ def attend(call: Call, *, explicit: bool) -> tuple[torch.Tensor, torch.Tensor | 
     Raises:
         RefusedError: cuDNN does not serve the call. Nothing was launched.
     """
-    dtypes, head_dims = (call.q.dtype, call.k.dtype), (call.q.shape[2], call.v.shape[-1])
-    refusal = why_not(call.q.device, *dtypes, head_dims) or _why_not(call, explicit)
-    if refusal is not None:
-        raise RefusedError(refusal)
-    scale = folded_scales(call.sm_scale, call.scales, None).logits
-    attention = Attention(call.workspace, "workspace_buffer")
-    return attention.of(call._replace(sm_scale=scale))
-
-
-def _why_not(call: Call, explicit: bool) -> str | None:
-    if call.k.numel() == 0 or call.batch.max_kv_len == 0:
-        return "there are no keys at all"
-    paged, page_size = call.batch.block_tables is not None, call.k.shape[-2]
+    q, k = call.q, call.k
+    refuse_unserved(q.device, q.dtype, k.dtype, (q.shape[2], call.v.shape[-1]))
+    if k.numel() == 0 or call.batch.max_kv_len == 0:
+        raise RefusedError("there are no keys at all")
+    paged, page_size = call.batch.block_tables is not None, k.shape[-2]
     if paged and page_size & (page_size - 1):
-        return f"its pages have a power of two of tokens, and page_size is {page_size}"
+        raise RefusedError(f"its pages have a power of two of tokens, and page_size is {page_size}")
     if paged and not explicit:
-        return (
+        raise RefusedError(
             "with pages its outputs are NaN where the rest of a request's last page holds NaN or "
             "infinity, so that it runs for backend='cudnn' alone"
         )
     if call.scales.v_scale is not None:
-        return "it has no factor of v, and v_scale is given"
-    return None
+        raise RefusedError("it has no factor of v, and v_scale is given")
+    scale = folded_scales(call.sm_scale, call.scales, None).logits
+    return Attention(call.workspace, "workspace_buffer").of(call._replace(sm_scale=scale))
 
 
 class Attention:
@@ -100,7 +92,7 @@ class Attention:
         batch, q, k = call.batch, call.q, call.k
         if 0 in (q.shape[0], batch.size, batch.max_qo_len, batch.max_kv_len, k.numel()):
             return _without_launch(call)
-        capturing = DeviceStream(q.device).is_capturing()
+        capturing = device_stream_of(q.device).is_capturing()
         if capturing:
             refuse_host_arrays(call, "while a CUDA graph captures the call")
         there = _core.bytes_of(check.TORCH, self._name, call.workspace)

@@ -139,11 +139,12 @@ def requested(name: object, *, with_cudnn: bool = False) -> Requested:
 
     with_cudnn: "cudnn" is a choice, too.
     """
+    names = (*NAMES, CUDNN) if with_cudnn else NAMES
     override = os.environ.get(OVERRIDE)
     if not override:
-        return Requested(_checked_name(name, with_cudnn))
+        return Requested(_checked_name(name, names))
     if not isinstance(name, str):
-        check.one_of("backend", name, _names(with_cudnn))
+        check.one_of("backend", name, names)
     if override not in NAMES:
         raise ValueError(
             f"{OVERRIDE}={override!r} in the environment: must be unset, or one of "
@@ -152,18 +153,14 @@ def requested(name: object, *, with_cudnn: bool = False) -> Requested:
     return Requested(override, None if override == name else name)
 
 
-def _names(with_cudnn: bool) -> tuple[str, ...]:
-    return (*NAMES, CUDNN) if with_cudnn else NAMES
-
-
-def _checked_name(name: object, with_cudnn: bool) -> str:
-    if name == CUDNN and not with_cudnn:
+def _checked_name(name: object, names: tuple[str, ...]) -> str:
+    if name == CUDNN and CUDNN not in names:
         raise NotImplementedError(
             "backend='cudnn' is served by cudnn_batch_prefill_with_kv_cache and by the paged and "
             f"the ragged batch wrapper; use one of {', '.join(NAMES)}"
         )
     try:
-        return check.one_of("backend", name, _names(with_cudnn))
+        return check.one_of("backend", name, names)
     except ValueError as error:
         if name not in FOREIGN:
             raise
@@ -188,8 +185,8 @@ def choose(name: str, device: torch.device, *options: _core.AttentionOptions) ->
     then says why not."""
     if name != "auto":
         return _EXPLICIT[name]
-    preferred = _preferred(device)
-    for backend in preferred:
+    *others, last = _preferred(device)
+    for backend in others:
         if all(backend.supports(device, one) is None for one in options):
             return backend
-    return preferred[-1]
+    return last

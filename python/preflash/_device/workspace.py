@@ -23,8 +23,7 @@ def check_buffer(name: str, value: Any, device: torch.device | None = None) -> t
     buffer = check.tensor(name, value)
     if device is not None:
         check.on_device(name, buffer, device)
-    if not buffer.is_contiguous():
-        raise ValueError(f"{name} has strides {tuple(buffer.stride())}; must be contiguous")
+    check.contiguous(name, buffer)
     if buffer.data_ptr() % check.ALIGNMENT != 0:
         raise ValueError(
             f"{name} must be {check.ALIGNMENT}-byte aligned; it starts "

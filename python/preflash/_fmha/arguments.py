@@ -34,19 +34,19 @@ class FmhaArguments(NamedTuple):
     bmm2_scale: Any
     batch_size: Any
     cum_seq_lens_q: Any
-    cum_seq_lens_kv: Any
-    block_tables: Any
-    out: Any
-    out_dtype: Any
-    per_head: PerHead
-    pos_encoding_mode: Any
-    logits_soft_cap_scale: Any
-    mask_mode: Any
-    window_left: Any
-    chunked_attention_size: Any
-    save_softmax_stats: Any
-    skip_softmax_threshold_scale_factor: Any
-    backend: Any
+    cum_seq_lens_kv: Any = None
+    block_tables: Any = None
+    out: Any = None
+    out_dtype: Any = None
+    per_head: PerHead = PerHead()
+    pos_encoding_mode: Any = None
+    logits_soft_cap_scale: Any = None
+    mask_mode: Any = "causal"
+    window_left: Any = -1
+    chunked_attention_size: Any = 0
+    save_softmax_stats: Any = False
+    skip_softmax_threshold_scale_factor: Any = 0.0
+    backend: Any = "auto"
     lse: Any = None
     return_lse: Any = False
     mixed: bool = False  # whether k and v may have a dtype of their own
@@ -134,13 +134,8 @@ def _options(a: FmhaArguments, operands: Operands) -> _core.AttentionOptions:
         causal=mode != "padding",
         window_left=window if mode == "sliding_window" else -1,
         chunk_size=_chunk_size(a.chunked_attention_size, mode == "chunked"),
-        mask=_core.Mask.bounds,
         position=_position(a.pos_encoding_mode),
-        rope_scale=check.ROPE_SCALE,
-        rope_theta=check.ROPE_THETA,
         soft_cap=_soft_cap(a.logits_soft_cap_scale),
-        fixed_split_size=0,
-        disable_split=False,
         skip_factor=_skip_factor(a),
     )
 

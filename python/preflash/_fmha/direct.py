@@ -15,18 +15,15 @@ from . import lengths as _lengths
 from .arguments import FmhaArguments
 from .operands import one_tensor
 
-_NO_OPTIONS = {
-    "out": None,
-    "out_dtype": None,
-    "pos_encoding_mode": None,
-    "logits_soft_cap_scale": None,
-    "chunked_attention_size": 0,
-    "save_softmax_stats": False,
-}
-
 
 def attend(
-    names: Mapping[str, str], *, causal: bool, window_left: Any, sinks: Any, **a: Any
+    names: Mapping[str, str],
+    *,
+    causal: bool,
+    window_left: Any = -1,
+    sinks: Any = None,
+    skip_softmax_threshold_scale_factor: Any = None,
+    **a: Any,
 ) -> Result:
     """names: what the caller calls the arguments of FmhaArguments, which errors name."""
     check.not_traced()
@@ -35,10 +32,10 @@ def attend(
             mode = "causal" if causal else "padding"
         else:
             mode = "sliding_window"
-        if a["skip_softmax_threshold_scale_factor"] is None:
-            a["skip_softmax_threshold_scale_factor"] = 0.0
+        if skip_softmax_threshold_scale_factor is not None:
+            a["skip_softmax_threshold_scale_factor"] = skip_softmax_threshold_scale_factor
         given = FmhaArguments(
-            **{**_NO_OPTIONS, **a},
+            **a,
             per_head=PerHead(sinks=one_tensor("sinks", sinks)),
             mask_mode=mode,
             window_left=-1 if window_left is None else window_left,

@@ -10,7 +10,7 @@ import torch
 
 from .. import _core
 from .._check import values as check
-from .._check.lengths import debugging
+from .._check.lengths import Lengths, PageList, batch_of, debugging
 from .._device.stream import sent
 from .._plan.pages import listed
 from .arguments import FmhaArguments, FmhaCall
@@ -58,7 +58,10 @@ def checked(a: FmhaArguments, call: FmhaCall) -> FmhaLengths:
     )
     if paged:
         tables = _tables_of_k(a.block_tables, operands, kv_lens)
-        lengths = lengths._replace(pages=_pages(tables, lengths, device))
+        if tables is None:
+            raise ValueError("block_tables=None: must be given where k and v are in pages")
+        table = check.page_table("block_tables", tables, (batch_size, 0), device)
+        lengths = lengths._replace(pages=table[:, : lengths.pages_each])
     elif a.block_tables is not None:
         raise ValueError(
             f"block_tables is given with input_layout={a.input_layout!r}, which has no pages"
@@ -120,25 +123,11 @@ def _tables_of_k(block_tables: Any, operands: Operands, kv_lens: torch.Tensor) -
     return of_k
 
 
-def _pages(block_tables: Any, lengths: FmhaLengths, device: torch.device) -> torch.Tensor:
-    if block_tables is None:
-        raise ValueError("block_tables=None: must be given where k and v are in pages")
-    shape = (lengths.batch_size, 0)
-    table = check.page_table("block_tables", block_tables, shape, device)
-    return table[:, : lengths.pages_each]
-
-
 def _on_device(lengths: FmhaLengths, device: torch.device) -> FmhaLengths:
     """What is on the host yet follows the rest."""
-
-    def moved(array: torch.Tensor | None) -> torch.Tensor | None:
-        return sent(array, device) if array is not None and array.is_cpu else array
-
-    return lengths._replace(
-        qo_indptr=moved(lengths.qo_indptr),
-        kv_indptr=moved(lengths.kv_indptr),
-        kv_lens=moved(lengths.kv_lens),
-    )
+    arrays = {name: getattr(lengths, name) for name in ("qo_indptr", "kv_indptr", "kv_lens")}
+    behind = {name: a for name, a in arrays.items() if a is not None and a.is_cpu}
+    return lengths._replace(**{name: sent(array, device) for name, array in behind.items()})
 
 
 # --- values --------------------------------------------------------------------
@@ -209,25 +198,16 @@ def _check_page_numbers(lengths: FmhaLengths, keys: list[int], num_pages: int) -
 # --- batches -------------------------------------------------------------------
 
 
-def exact_batch(lengths: FmhaLengths) -> tuple[_core.Batch, torch.Tensor | None]:
-    """The batch of lengths on the host, and its pages, one request after the other, where the page
-    table is."""
-    kv_lens = lengths.kv_lens
+def exact(lengths: FmhaLengths) -> Lengths:
+    """What is planned for lengths on the host; the pages stay where the page table is."""
     if lengths.pages is None:
-        kv_indptr = lengths.kv_indptr
-        batch = _core.Batch(
-            lengths.qo_indptr.data_ptr(), kv_indptr.data_ptr(), 0, lengths.batch_size, 0
-        )
-        return batch, None
-    pages = listed(lengths.pages, kv_lens, lengths.page_size)
-    batch = _core.Batch(
-        lengths.qo_indptr.data_ptr(),
-        pages.indptr.data_ptr(),
-        pages.last_page_len.data_ptr(),
-        lengths.batch_size,
-        lengths.page_size,
-    )
-    return batch, pages.indices
+        return Lengths(batch_of(lengths.qo_indptr, lengths.kv_indptr, page_size=0), None)
+    indptr, indices, last_page_len = listed(lengths.pages, lengths.kv_lens, lengths.page_size)
+    batch = batch_of(lengths.qo_indptr, indptr, last_page_len, page_size=lengths.page_size)
+    if not indices.is_cpu:
+        return Lengths(batch, PageList(indices, on_device=indices, largest=None))
+    largest = batch.set_page_indices(indices.data_ptr(), indices.numel())
+    return Lengths(batch, PageList(indices, None, largest))
 
 
 def bounds_batch(lengths: FmhaLengths, qo_tokens: int, kv_tokens: int | None) -> _core.Batch:
@@ -243,14 +223,9 @@ def bounds_batch(lengths: FmhaLengths, qo_tokens: int, kv_tokens: int | None) ->
             )
     steps = torch.arange(lengths.batch_size + 1, dtype=torch.int32, device="cpu")
     qo_indptr, kv_indptr = steps * each_qo, steps * units
-    last = torch.full((lengths.batch_size,), 1, dtype=torch.int32, device="cpu")
-    if kv_tokens is None and units > 0:
-        last.fill_(each_kv - (units - 1) * lengths.page_size)
-    return _core.Batch(
-        qo_indptr.data_ptr(),
-        kv_indptr.data_ptr(),
-        last.data_ptr() if kv_tokens is None else 0,
-        lengths.batch_size,
-        lengths.page_size,
-        are_bounds=True,
-    )
+    last = None
+    if kv_tokens is None:
+        last = torch.ones(lengths.batch_size, dtype=torch.int32, device="cpu")
+        if units > 0:
+            last.fill_(each_kv - (units - 1) * lengths.page_size)
+    return batch_of(qo_indptr, kv_indptr, last, page_size=lengths.page_size, are_bounds=True)

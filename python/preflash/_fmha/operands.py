@@ -18,13 +18,15 @@ Qkv = (
     | tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 )
 
-LAYOUTS = (
-    "PACKED_QKV",
-    "CONTIGUOUS_Q_KV",
-    "SEPARATE_Q_K_V",
-    "Q_PAGED_KV_NHD",
-    "Q_PAGED_KV_HND",
-)
+
+_IN_PAGES = "a tuple (q, kv), (q, (k, v)) or (q, k, v)"
+LAYOUTS = {  # and what q, k and v are in them
+    "PACKED_QKV": "one tensor [tokens, 3, num_heads, head_dim]",
+    "CONTIGUOUS_Q_KV": "a tuple (q, kv)",
+    "SEPARATE_Q_K_V": "a tuple (q, k, v)",
+    "Q_PAGED_KV_NHD": _IN_PAGES,
+    "Q_PAGED_KV_HND": _IN_PAGES,
+}
 
 
 class Operands(NamedTuple):
@@ -51,7 +53,7 @@ def _operands_of(qkv: Any, layout: Any) -> Operands:
     check.one_of("input_layout", layout, LAYOUTS)
     if layout == "PACKED_QKV":
         packed = check.tensor("qkv", qkv) if isinstance(qkv, torch.Tensor) else _wrong(layout, qkv)
-        _shaped("qkv", packed, 4, 3, "[tokens, 3, num_heads, head_dim]", layout)
+        _shaped("qkv", packed, 4, "[tokens, 3, num_heads, head_dim]", layout, planes=3)
         q, k, v = packed.unbind(1)
         return _ragged(q, k, v, packed=True)
     parts = qkv if isinstance(qkv, (tuple, list)) else _wrong(layout, qkv)
@@ -61,17 +63,13 @@ def _operands_of(qkv: Any, layout: Any) -> Operands:
     if layout == "CONTIGUOUS_Q_KV":
         q, kv = parts if len(parts) == 2 else _wrong(layout, qkv)
         check.is_tensor("qkv[1]", kv)
-        _shaped("qkv[1]", kv, 4, 2, "[kv tokens, 2, num_kv_heads, head_dim]", layout)
+        _shaped("qkv[1]", kv, 4, "[kv tokens, 2, num_kv_heads, head_dim]", layout, planes=2)
         return _ragged(_query(q), *kv.unbind(1), packed=False)
     if layout == "SEPARATE_Q_K_V":
         q, k, v = parts if len(parts) == 3 else _wrong(layout, qkv)
         for name, part in (("qkv[1]", k), ("qkv[2]", v)):
             check.is_tensor(name, part)
-            if part.dim() != 3:
-                raise ValueError(
-                    f"{name} has shape {tuple(part.shape)}; must be [kv tokens, num_kv_heads, "
-                    f"head_dim] in {layout}"
-                )
+            check.has_dims(name, part, 3, f"[kv tokens, num_kv_heads, head_dim] in {layout}")
         return _ragged(_query(q), k, v, packed=False)
     return _paged(parts, layout)
 
@@ -85,23 +83,18 @@ def one_tensor(name: str, value: Any) -> Any:
     return value[0]
 
 
-_SHAPES = {
-    "PACKED_QKV": "one tensor [tokens, 3, num_heads, head_dim]",
-    "CONTIGUOUS_Q_KV": "a tuple (q, kv)",
-    "SEPARATE_Q_K_V": "a tuple (q, k, v)",
-}
-
-
 def _wrong(layout: str, qkv: Any) -> Any:
     got = type(qkv).__name__
     if isinstance(qkv, (tuple, list)):
         got += f" of {len(qkv)}"
-    wanted = _SHAPES.get(layout, "a tuple (q, kv), (q, (k, v)) or (q, k, v)")
-    raise TypeError(f"qkv must be {wanted} with input_layout={layout!r}; got {got}")
+    raise TypeError(f"qkv must be {LAYOUTS[layout]} with input_layout={layout!r}; got {got}")
 
 
-def _shaped(name: str, t: torch.Tensor, dims: int, planes: int, shape: str, layout: str) -> None:
-    if t.dim() != dims or t.shape[1] != planes:
+def _shaped(
+    name: str, t: torch.Tensor, dims: int, shape: str, layout: str, planes: int | None = None
+) -> None:
+    """planes: the size of dimension 1, which tells q, k and v, or k and v; None: it does not."""
+    if t.dim() != dims or planes not in (None, t.shape[1]):
         raise ValueError(
             f"{name} has shape {tuple(t.shape)}; must be {shape} with input_layout={layout!r}"
         )
@@ -109,10 +102,7 @@ def _shaped(name: str, t: torch.Tensor, dims: int, planes: int, shape: str, layo
 
 def _query(q: Any) -> torch.Tensor:
     check.is_tensor("qkv[0]", q)
-    if q.dim() != 3:
-        raise ValueError(
-            f"qkv[0] has shape {tuple(q.shape)}; must be [tokens, num_heads, head_dim]"
-        )
+    check.has_dims("qkv[0]", q, 3, "[tokens, num_heads, head_dim]")
     return q
 
 
@@ -136,14 +126,10 @@ def _paged(parts: Sequence[Any], layout: str) -> Operands:
         k, v = kv if len(kv) == 2 else _wrong(layout, parts)
         for name, pool in (("k", k), ("v", v)):
             check.tensor(name, pool)
-            if pool.dim() != 4:
-                raise ValueError(
-                    f"qkv: {name} has shape {tuple(pool.shape)}; must be [pages, {order}, "
-                    f"head_dim] with input_layout={layout!r}"
-                )
+            _shaped(f"qkv: {name}", pool, 4, f"[pages, {order}, head_dim]", layout)
         cache: KvCache = (k, v)
     else:
-        _shaped("qkv[1]", kv, 5, 2, f"[pages, 2, {order}, head_dim]", layout)
+        _shaped("qkv[1]", kv, 5, f"[pages, 2, {order}, head_dim]", layout, planes=2)
         k, v, cache = kv[:, 0], kv[:, 1], kv
     tokens, heads = (1, 2) if kv_layout == "NHD" else (2, 1)
     if k.shape[:3] != v.shape[:3]:

@@ -9,14 +9,13 @@ from typing import NamedTuple
 
 import torch
 
-from .. import _core
 from .._check import values as check
 from .._check.arguments import Result
 from .._check.lengths import Lengths, PageList
 from .._check.outputs import Outputs
 from .._check.tensors import kv_of, refuse_shared
 from .._device import backends
-from .._device.stream import DeviceStream
+from .._device.stream import DeviceStream, device_stream_of
 from .._device.workspace import Workspace
 from .._plan import pipeline, staging
 from .._run.variant import PlannedVariant, run_memory
@@ -46,7 +45,7 @@ _captured: list[_Kept] = []  # what CUDA graphs replay; nobody tells when they a
 
 
 def run(call: FmhaCall, lengths: FmhaLengths) -> Result:
-    device_stream = DeviceStream(call.operands.q.device)
+    device_stream = device_stream_of(call.operands.q.device)
     if call.options.skip_factor > 0.0 and call.operands.q.dtype == check.FP8_QUERY:
         backend = backends.choose(call.backend, device_stream.device, call.options)
         if backend.supports(device_stream.device, call.options) is not None:
@@ -86,25 +85,17 @@ def _run_exact(call: FmhaCall, lengths: FmhaLengths, device_stream: DeviceStream
             "its stream is being captured into a CUDA graph: pass seq_lens, cum_seq_lens_q and "
             "cum_seq_lens_kv on the GPU"
         )
-    batch, pages = fmha_lengths.exact_batch(lengths)
-    listed = None if pages is None else _page_list(batch, pages)
-    request = pipeline.make_request(
-        call.options, Lengths(batch, listed), call.operands.kv_layout, masked=False
-    )
     workspace = _workspace(device_stream)
-    workspace.float_bytes = call.workspace.numel() * call.workspace.element_size()
-    draft = pipeline.plan(workspace, call.backend, request)
-    variant = pipeline.place(workspace, draft, request)
-    pipeline.upload(workspace, (variant,), request)
+    workspace.float_bytes = call.workspace.nbytes
+    variant = _planned(call, fmha_lengths.exact(lengths), workspace)
     result = _attend(call, lengths, variant)
     workspace.give_back(variant.int_buffer, variant)
     return result
 
 
-def _page_list(batch: _core.Batch, pages: torch.Tensor) -> PageList:
-    if not pages.is_cpu:
-        return PageList(pages, on_device=pages, largest=None)
-    return PageList(pages, None, batch.set_page_indices(pages.data_ptr(), pages.numel()))
+def _planned(call: FmhaCall, lengths: Lengths, workspace: Workspace) -> PlannedVariant:
+    request = pipeline.make_request(call.options, lengths, call.operands.kv_layout, masked=False)
+    return pipeline.made(workspace, call.backend, request)
 
 
 def _run_within_bounds(call: FmhaCall, lengths: FmhaLengths, device_stream: DeviceStream) -> Result:
@@ -122,7 +113,7 @@ def _run_within_bounds(call: FmhaCall, lengths: FmhaLengths, device_stream: Devi
     )  # fmt: skip
     kept = _cache.plans.get(key)
     if kept is None:
-        kept = _plan_within_bounds(call, options, lengths, device_stream)
+        kept = _plan_within_bounds(call._replace(options=options), lengths, device_stream)
         _cache.plans[key] = kept
         if len(_cache.plans) > _PLANS_KEPT:
             _cache.plans.popitem(last=False)
@@ -148,12 +139,7 @@ def _run_within_bounds(call: FmhaCall, lengths: FmhaLengths, device_stream: Devi
     return result
 
 
-def _plan_within_bounds(
-    call: FmhaCall,
-    options: _core.AttentionOptions,
-    lengths: FmhaLengths,
-    device_stream: DeviceStream,
-) -> _Kept:
+def _plan_within_bounds(call: FmhaCall, lengths: FmhaLengths, device_stream: DeviceStream) -> _Kept:
     if device_stream.is_capturing():
         raise RuntimeError(
             "this call needs a plan, which cannot be made while its stream is being captured into "
@@ -165,25 +151,20 @@ def _plan_within_bounds(
     batch = fmha_lengths.bounds_batch(
         lengths, operands.q.shape[0], None if paged else operands.kv_extent
     )
-    pages = None
+    pages = listed = None
     if paged:
-        pages = torch.empty_like(
-            lengths.pages, device=device_stream.device, memory_format=torch.contiguous_format
-        )
-    listed = None if pages is None else PageList(pages, on_device=pages, largest=None)
-    request = pipeline.make_request(
-        options, Lengths(batch, listed), operands.kv_layout, masked=False
-    )
-    workspace = _workspace(device_stream)
-    draft = pipeline.plan(workspace, call.backend, request)
-    variant = pipeline.place(workspace, draft, request)
-    pipeline.upload(workspace, (variant,), request)
+        pages = torch.empty(lengths.pages.shape, dtype=torch.int32, device=device_stream.device)
+        listed = PageList(pages, on_device=pages, largest=None)
+    variant = _planned(call, Lengths(batch, listed), _workspace(device_stream))
     return _Kept(variant, pages)
 
 
 def _workspace(device_stream: DeviceStream) -> Workspace:
     device = device_stream.device
-    return _cache.workspaces.setdefault(device, Workspace(device, None, float_bytes=0))
+    found = _cache.workspaces.get(device)
+    if found is None:
+        found = _cache.workspaces[device] = Workspace(device, None, float_bytes=0)
+    return found
 
 
 def _attend(call: FmhaCall, lengths: FmhaLengths, variant: PlannedVariant) -> Result:

@@ -10,9 +10,6 @@ import torch
 from .. import _core
 from .._check import values as check
 
-_INTEGERS = (torch.int32, torch.int64, torch.int16, torch.uint8)
-_INTEGERS += tuple(getattr(torch, name) for name in ("uint16", "uint32") if hasattr(torch, name))
-
 # What one request keeps, [qo_len, kv_len]: of its number, the positions of its queries among its
 # keys, [qo_len, 1], and its keys, [1, kv_len].
 Keeps = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -92,10 +89,7 @@ def mask_of(a: Any, batch: _core.Batch, device: torch.device) -> torch.Tensor | 
 
 def _integers(name: str, value: Any, count: int, device: torch.device) -> torch.Tensor:
     """At least `count` of them, flat, as int64 on the device."""
-    value = check.tensor(name, value)
-    check.on_cpu_or(name, value, device)
-    if value.dtype not in _INTEGERS:
-        raise TypeError(f"{name} is {value.dtype}; must be an integer dtype")
+    value = check.integers(name, check.tensor(name, value), device)
     if value.numel() < count:
         raise ValueError(f"{name} has shape {tuple(value.shape)}; must have {count} elements")
     return value.reshape(-1).to(device).to(torch.int64)

@@ -22,7 +22,7 @@ from .._cudnn.backend import CudnnBackend
 from .._device import backends
 from .._device.workspace import Workspace
 from .._run.kernels import KernelBackend, backend_of
-from .._run.variant import PlannedVariant, place_in
+from .._run.variant import PlannedVariant
 from . import staging
 
 for _family in _core.families():
@@ -113,6 +113,14 @@ def place(
     return draft.backend.place(workspace, draft.plan, request, where)
 
 
+def made(workspace: Workspace, backend_name: str, request: Request) -> backends.Run:
+    """Planned, placed and uploaded."""
+    draft = plan(workspace, backend_name, request)
+    run = place(workspace, draft, request)
+    upload(workspace, (run,), request)
+    return run
+
+
 def upload(
     workspace: Workspace,
     runs: Iterable[backends.Run],
@@ -167,8 +175,6 @@ def plan_segments(
 ) -> PlannedVariant:
     """Places and uploads. names: of the segments, in messages. where: the place of an earlier plan,
     which a CUDA graph runs."""
-    if where is None:
-        where = place_in(workspace.int_buffer(draft.plan.int_bytes), workspace)
     variant = PlannedVariant(draft.plan, where, draft.backend, requests, workspace, names)
     upload(workspace, (variant,), *requests)
     return variant

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -14,13 +15,7 @@ from .._check.lengths import Lengths
 from .._check.names import tells_nearest
 from .._check.outputs import run_outputs
 from .._check.scales import folded_scales
-from .._compat.engine_attributes import (
-    forwarded,
-    only,
-    planned_array,
-    planned_pages,
-    told,
-)
+from .._compat.engine_attributes import forwards, only, planned_array, planned_pages, told
 from .._compat.signatures import takes
 from .._device import backends
 from .._run.variant import SegmentRun, of_side
@@ -30,19 +25,15 @@ from .joint import SIDES, Joint, Joints
 from .wrapper import PodWrapper
 
 
-def _prefill_array(name: str) -> told:
+def _prefill_array(tell: Callable[[Lengths, torch.device], torch.Tensor]) -> told:
     """What plan() got for the prefills; None before."""
 
-    def tell(self: BatchPODWithPagedKVCacheWrapper) -> torch.Tensor | None:
-        if self._decode._state.planned is None:
+    def find(wrapper: Any) -> torch.Tensor | None:
+        if wrapper._decode._state.planned is None:
             return None
-        lengths = self._planned().prefill.request.lengths
-        if name == "page_indices":
-            return planned_pages(lengths, self.device)
-        return planned_array(getattr(lengths.batch, name), self.device)
+        return tell(wrapper._planned().prefill.request.lengths, wrapper.device)
 
-    tell.__name__ = name
-    return told(tell)
+    return told(find)
 
 
 class _BothPlanned(NamedTuple):
@@ -52,6 +43,17 @@ class _BothPlanned(NamedTuple):
     decode: Any  # _wrapper_state.Planned
 
 
+@forwards(
+    "_decode",
+    _plan_info_d="_plan_info",
+    _float_workspace_buffer_p="_float_workspace_buffer",
+    _float_workspace_buffer_d="_float_workspace_buffer",
+    _int_workspace_buffer_d="_int_workspace_buffer",
+    _qo_indptr_buf_d="_qo_indptr_buf",
+    _kv_indptr_buf_d="_paged_kv_indptr_buf",
+    _kv_indices_buf_d="_paged_kv_indices_buf",
+    _kv_last_page_len_buf_d="_paged_kv_last_page_len_buf",
+)
 class BatchPODWithPagedKVCacheWrapper(PodWrapper):
     """A batch of prefills beside a batch of decode requests, both over paged KV caches.
 
@@ -88,20 +90,14 @@ class BatchPODWithPagedKVCacheWrapper(PodWrapper):
 
     # Attributes that callers read, of the prefills and of the decode requests.
     _use_cuda_graph = only(False, "CUDA graphs need a fixed batch: use PODWithPagedKVCacheWrapper")
-    _plan_info_d = forwarded("_decode", "_plan_info")
-    _float_workspace_buffer_p = forwarded("_decode", "_float_workspace_buffer")
-    _float_workspace_buffer_d = forwarded("_decode", "_float_workspace_buffer")
-    _int_workspace_buffer_d = forwarded("_decode", "_int_workspace_buffer")
     _pin_memory_int_workspace_buffer_p = None
     _pin_memory_int_workspace_buffer_d = None
-    _qo_indptr_buf_p = _prefill_array("qo_indptr")
-    _qo_indptr_buf_d = forwarded("_decode", "_qo_indptr_buf")
-    _kv_indptr_buf_p = _prefill_array("kv_indptr")
-    _kv_indptr_buf_d = forwarded("_decode", "_paged_kv_indptr_buf")
-    _kv_indices_buf_p = _prefill_array("page_indices")
-    _kv_indices_buf_d = forwarded("_decode", "_paged_kv_indices_buf")
-    _kv_last_page_len_buf_p = _prefill_array("last_page_len")
-    _kv_last_page_len_buf_d = forwarded("_decode", "_paged_kv_last_page_len_buf")
+    _qo_indptr_buf_p = _prefill_array(lambda of, on: planned_array(of.batch.qo_indptr, on))
+    _kv_indptr_buf_p = _prefill_array(lambda of, on: planned_array(of.batch.kv_indptr, on))
+    _kv_indices_buf_p = _prefill_array(planned_pages)
+    _kv_last_page_len_buf_p = _prefill_array(
+        lambda of, on: planned_array(of.batch.last_page_len, on)
+    )
 
     @takes(BatchPodPlanArguments)
     def plan(self, a: BatchPodPlanArguments) -> None:
@@ -231,14 +227,13 @@ class BatchPODWithPagedKVCacheWrapper(PodWrapper):
         if q_scale is not None or k_scale is not None or v_scale is not None:
             given = GivenScales(q_scale, k_scale, v_scale)
             scales_d = folded_scales(scales_d.logits, given, decode.asked.request.options)
-        packed = None
-        if joint.prefill.options.mask == _core.Mask.custom:
-            packed = self._mask(*mask, joint.prefill)
+        masked = joint.prefill.options.mask == _core.Mask.custom
+        packed = self._mask(*mask, joint.prefill) if masked else None
         runs = [
             SegmentRun(q_p, paged_kv_cache_p, both.prefill.scales, outputs_p),
             SegmentRun(q_d, paged_kv_cache_d, scales_d, outputs_d),
         ]
-        return self._joints.run(_key_of(causal, joint), joint, runs, packed)
+        return self._joints.run((causal, masked), joint, runs, packed)
 
     forward = run
 
@@ -256,7 +251,8 @@ class BatchPODWithPagedKVCacheWrapper(PodWrapper):
             batch, pages = request.lengths
             lengths = Lengths(batch.with_mask() if masked else batch, pages)
             request = request._replace(options=options, lengths=lengths)
-            joint = self._joints.make(key, self._asked(both, both.decode, request))
+            workspace = self._decode._state.workspace
+            joint = self._joints.make(key, both, request, both.decode, workspace)
         return both, joint
 
     def run_return_lse(self, *args: Any, **kwargs: Any) -> tuple[Result, Result]:
@@ -264,7 +260,3 @@ class BatchPODWithPagedKVCacheWrapper(PodWrapper):
         return self.run(*args, **{"return_lse": True, **kwargs})
 
     forward_return_lse = run_return_lse
-
-
-def _key_of(causal: bool, joint: Joint) -> tuple[bool, bool]:
-    return (causal, joint.prefill.options.mask == _core.Mask.custom)

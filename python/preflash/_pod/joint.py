@@ -8,7 +8,6 @@ side when first seen, and kept: further layers only launch.
 
 from __future__ import annotations
 
-import contextlib
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator
 from typing import Any, NamedTuple
@@ -21,10 +20,10 @@ from .._check.arguments import Result
 from .._check.request import Request
 from .._check.tensors import kv_of, refuse_shared
 from .._device import backends
-from .._device.stream import DeviceStream
 from .._device.workspace import Workspace
-from .._plan import masks, pipeline
+from .._plan import pipeline
 from .._run.variant import PlannedVariant, SegmentRun, of_side
+from .._wrap.state import Planned
 
 SIDES = ("prefill side", "decode side")
 _JOINTS_KEPT = 64
@@ -112,16 +111,6 @@ class Joint(NamedTuple):
     launch: PlannedVariant | InSequence
 
 
-class Asked(NamedTuple):
-    """What is planned together: for the wrapper's plan `of`, in its workspace."""
-
-    of: object
-    prefill: Request
-    decode: PlannedVariant
-    decode_request: Request
-    workspace: Workspace
-
-
 class Joints:
     """Of one wrapper."""
 
@@ -138,15 +127,21 @@ class Joints:
         found = self._kept.get(key)
         return found if found is not None and found.of is of else None
 
-    def make(self, key: Hashable, asked: Asked) -> Joint:
-        """Plans both sides. Raises everything that a plan() raises once its arguments are
-        checked."""
+    def make(
+        self, key: Hashable, of: object, prefill: Request, decode: Planned, workspace: Workspace
+    ) -> Joint:
+        """Plans both sides, for the plan `of` of a wrapper and in its workspace. Raises everything
+        that a plan() raises once its arguments are checked."""
         check.not_traced()
-        refuse_capture(asked.workspace.device_stream)
-        options = asked.decode_request.options
-        workspace = asked.workspace.beside()
-        launch = self._launch(asked, workspace)
-        joint = Joint(asked.of, asked.prefill, options, workspace, launch)
+        if workspace.device_stream.is_capturing():
+            raise RuntimeError(
+                "this run() needs a plan, which cannot be made while its stream is being captured "
+                "into a CUDA graph: call it once before the capture, with a prefill of the same "
+                "shapes and options"
+            )
+        workspace = workspace.beside()
+        launch = self._launch(prefill, decode, workspace)
+        joint = Joint(of, prefill, decode.asked.request.options, workspace, launch)
         self._kept[key] = joint
         self._kept.move_to_end(key)
         if len(self._kept) > _JOINTS_KEPT:
@@ -213,28 +208,25 @@ class Joints:
             if as_planned:
                 self._kept[key] = joint
 
-    def _launch(self, asked: Asked, workspace: Workspace) -> PlannedVariant | InSequence:
+    def _launch(
+        self, prefill: Request, planned: Planned, workspace: Workspace
+    ) -> PlannedVariant | InSequence:
         """The one place that decides whether both sides are one launch."""
-        device = asked.workspace.device_stream.device
-        prefill, decode = asked.prefill, asked.decode_request
-        name = self._requested.name
-        apart = _forced_apart or _has_no_query(prefill) or _has_no_query(decode)
-        backend = backends.choose(name, device, prefill.options, decode.options)
-        batches = [(side.options, side.lengths.batch) for side in (prefill, decode)]
+        sides = [prefill, planned.asked.request]
+        name, device = self._requested.name, workspace.device_stream.device
+        apart = _forced_apart or any(side.lengths.batch.max_qo_len == 0 for side in sides)
+        options = [side.options for side in sides]
+        backend = backends.choose(name, device, *options)
         if (
             not apart
-            and backend.separates(device, prefill.options, decode.options) is None
-            and not backend.faster_apart(*batches)
+            and backend.separates(device, *options) is None
+            and not backend.faster_apart(*((side.options, side.lengths.batch) for side in sides))
         ):
-            sides = [prefill, decode]
             draft = pipeline.draft_segments(workspace, backend, sides)
             return pipeline.plan_segments(workspace, draft, sides, SIDES)
         with of_side(SIDES[0]):
-            alone = prefill._replace(graph_rows=0)
-            draft = pipeline.plan(workspace, name, alone)
-            variant = pipeline.place(workspace, draft, alone)
-            pipeline.upload(workspace, (variant,), alone)
-        return InSequence(variant, asked.decode)
+            variant = pipeline.made(workspace, name, prefill._replace(graph_rows=0))
+        return InSequence(variant, planned.primary)
 
 
 def _both_sides(joint: Joint, decode: Request) -> list[Request]:
@@ -242,47 +234,4 @@ def _both_sides(joint: Joint, decode: Request) -> list[Request]:
     return [joint.prefill, decode._replace(options=joint.decode_options)]
 
 
-_forced_apart = False
-
-
-@contextlib.contextmanager
-def forced_apart() -> Iterator[None]:
-    """Two launches inside whatever the sides are, for tests."""
-    global _forced_apart
-    before, _forced_apart = _forced_apart, True
-    try:
-        yield
-    finally:
-        _forced_apart = before
-
-
-def _has_no_query(request: Request) -> bool:
-    return request.lengths.batch.max_qo_len == 0
-
-
-def refuse_capture(device_stream: DeviceStream) -> None:
-    if device_stream.is_capturing():
-        raise RuntimeError(
-            "this run() needs a plan, which cannot be made while its stream is being captured into "
-            "a CUDA graph: call it once before the capture, with a prefill of the same shapes and "
-            "options"
-        )
-
-
-def mask_of_run(
-    custom_mask: torch.Tensor | None,
-    packed_custom_mask: torch.Tensor | None,
-    request: Request,
-    device_stream: DeviceStream,
-) -> torch.Tensor:
-    """The prefill side's mask of one run, checked and packed."""
-    batch = request.lengths.batch
-    mask = masks.check_mask(custom_mask, packed_custom_mask, batch)
-    masks.check_mask_device(mask, device_stream.device)
-    packed = packed_custom_mask is not None
-    if device_stream.is_capturing() and not (packed and mask.is_cuda):
-        raise RuntimeError(
-            "a dense mask, or one on the CPU, cannot be packed while the stream is being captured "
-            "into a CUDA graph: pass packed_custom_mask_p (packbits) on the GPU"
-        )
-    return masks.owned_mask(mask, packed, batch, device_stream)
+_forced_apart = False  # two launches whatever the sides are, for tests

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from .._check import values as check
 from .._check.arguments import Scale
+from .._compat.plan_module import MODE_OF
 from .._wrap.state import Planned
-
-_MODE_OF = {position: mode for mode, position in check.POSITIONS.items()}
 
 
 class RepeatedOptions(NamedTuple):
@@ -37,7 +37,7 @@ class RepeatedOptions(NamedTuple):
         options = planned.asked.request.options
         told = RepeatedOptions(
             kv_layout,
-            _MODE_OF[options.position],
+            MODE_OF[options.position],
             planned.scales.logits,
             options.window_left,
             options.rope_scale,
@@ -46,7 +46,7 @@ class RepeatedOptions(NamedTuple):
         for name, value, default, now in zip(self._fields, self, _NOTHING, told, strict=True):
             if value is default:
                 continue
-            value = _read(f"{name}_d", value)
+            value = _READ[name](f"{name}_d", value)
             same = value == now
             if not same and name == "sm_scale":
                 same = math.isclose(value, now, rel_tol=1e-6)
@@ -60,13 +60,12 @@ class RepeatedOptions(NamedTuple):
 _NOTHING = RepeatedOptions()
 
 
-def _read(name: str, value: Any) -> Any:
-    """As plan() reads it."""
-    if name == "sm_scale_d":
-        return check.scale(name, value)
-    if name == "window_left_d":
-        return check.window_left(name, value)
-    if name in ("rope_scale_d", "rope_theta_d"):
-        return check.real(name, value)
-    allowed = check.KV_LAYOUTS if name == "kv_layout_d" else check.ENCODING_MODES
-    return check.one_of(name, value, allowed)
+# As plan() reads them.
+_READ: dict[str, Callable[[str, Any], Any]] = {
+    "kv_layout": lambda name, value: check.one_of(name, value, check.KV_LAYOUTS),
+    "pos_encoding_mode": lambda name, value: check.one_of(name, value, check.ENCODING_MODES),
+    "sm_scale": check.scale,
+    "window_left": check.window_left,
+    "rope_scale": check.real,
+    "rope_theta": check.real,
+}

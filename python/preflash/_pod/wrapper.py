@@ -8,12 +8,18 @@ import torch
 
 from .._check import values as check
 from .._check.request import Request
-from .._compat.engine_attributes import forwarded
+from .._compat.engine_attributes import forwards
+from .._plan import masks
 from .._run.variant import of_side
 from .._wrap.paged import BatchPrefillWithPagedKVCacheWrapper
-from .joint import SIDES, Asked, Joints, mask_of_run
+from .joint import SIDES, Joints
 
 
+@forwards(
+    "_decode", "_kv_layout", "_window_left", "_logits_soft_cap", "_sm_scale", "_pos_encoding_mode",
+    "_rope_scale", "_rope_theta", "_jit_module", "_use_cuda_graph", "_cached_q_data_type",
+    "_cached_kv_data_type",
+)  # fmt: skip
 class PodWrapper:
     """What both wrappers tell of themselves. `_decode` is the decode side alone: it owns the float
     workspace, the buffers of graphs and the plan that every run() goes by."""
@@ -57,18 +63,6 @@ class PodWrapper:
         last = self._joints.last
         return self._decode._backend if last is None else last.launch.backend.name
 
-    # Attributes that callers read: those of the decode side.
-    _kv_layout = forwarded("_decode")
-    _window_left = forwarded("_decode")
-    _logits_soft_cap = forwarded("_decode")
-    _sm_scale = forwarded("_decode")
-    _pos_encoding_mode = forwarded("_decode")
-    _rope_scale = forwarded("_decode")
-    _rope_theta = forwarded("_decode")
-    _jit_module = forwarded("_decode")
-    _use_cuda_graph = forwarded("_decode")
-    _cached_q_data_type = forwarded("_decode")
-    _cached_kv_data_type = forwarded("_decode")
     _indptr_type = torch.int32
 
     def __repr__(self) -> str:
@@ -83,17 +77,21 @@ class PodWrapper:
             f"variant={self.variant!r}, {launches}, {where})"
         )
 
-    def _asked(self, of: object, planned: Any, prefill: Request) -> Asked:
-        """planned: the decode side."""
-        request = planned.asked.request
-        return Asked(of, prefill, planned.primary, request, self._decode._state.workspace)
-
     def _mask(
         self, dense: torch.Tensor | None, packed: torch.Tensor | None, request: Request
     ) -> torch.Tensor:
-        """The prefill side's mask of one run."""
+        """The prefill side's mask of one run, checked and packed."""
+        device_stream = self._decode._state.workspace.device_stream
+        batch, given_packed = request.lengths.batch, packed is not None
         with of_side(SIDES[0]):
-            return mask_of_run(dense, packed, request, self._decode._state.workspace.device_stream)
+            mask = masks.check_mask(dense, packed, batch)
+            masks.check_mask_device(mask, self.device)
+            if device_stream.is_capturing() and not (given_packed and mask.is_cuda):
+                raise RuntimeError(
+                    "a dense mask, or one on the CPU, cannot be packed while the stream is being "
+                    "captured into a CUDA graph: pass packed_custom_mask_p (packbits) on the GPU"
+                )
+            return masks.owned_mask(mask, given_packed, batch, device_stream)
 
     def _check_not_recorded(self) -> None:
         if check.traced():

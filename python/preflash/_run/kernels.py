@@ -12,7 +12,7 @@ from .._check.request import Request
 from .._device import backends
 from .._device.stream import ordinal_of
 from .._device.workspace import Workspace
-from .variant import PlannedVariant, place_in
+from .variant import PlannedVariant
 
 
 class KernelBackend:
@@ -23,22 +23,16 @@ class KernelBackend:
     # Returns, as that function does, whether a CUDA graph captured the launch.
     launched_by: Callable[[Callable[[], bool]], bool] | None = None
 
+    refusal: Callable[[torch.device], str | None]  # why it cannot compute on a device at all
+
     def __init__(self, family: _core.Family) -> None:
         self._family = family
         self._traits = _core.traits_of(family)
         self.name: str = self._traits.backend
 
-    def refusal(self, device: torch.device) -> str | None:
-        """Why the backend cannot compute on this device at all, or None."""
-        raise NotImplementedError
-
-    def missing_kernel(self, options: _core.AttentionOptions) -> str | None:
-        """Why no compiled kernel of the family serves the options, or None."""
-        return _core.find_error(self._family, options)
-
     def supports(self, device: torch.device, options: _core.AttentionOptions) -> str | None:
         """None, or the sentence that says why it cannot serve the options on this device."""
-        return self.refusal(device) or self.missing_kernel(options)
+        return self.refusal(device) or _core.find_error(self._family, options)
 
     def separates(
         self,
@@ -66,7 +60,12 @@ class KernelBackend:
     ) -> _core.Plan:
         refusal = self.refusal(device)
         if refusal is not None:
-            raise self._refused(refusal, options)
+            # A build without the kernels of one architecture says so wherever it is asked for
+            # them, also on other devices.
+            one = self._traits.one_architecture
+            if one and (missing := _core.find_error(self._family, options)) is not None:
+                raise NotImplementedError(f"backend={self.name!r}: {missing}")
+            raise ValueError(refusal)
         return _core.plan(self._family, ordinal_of(device), options, batch, *room)
 
     def place(
@@ -76,8 +75,6 @@ class KernelBackend:
         request: Request,
         where: _core.Place | None = None,
     ) -> PlannedVariant:
-        if where is None:
-            where = place_in(workspace.int_buffer(plan.int_bytes), workspace)
         return PlannedVariant(plan, where, self, (request,), workspace)
 
     def plan_segments(
@@ -91,10 +88,6 @@ class KernelBackend:
         if refusal is not None:
             raise ValueError(refusal)
         return _core.Plan.of_segments(self._family, ordinal_of(device), segments, float_bytes)
-
-    def _refused(self, refusal: str, options: _core.AttentionOptions) -> Exception:
-        """What plan() raises on a device that is not the backend's."""
-        return ValueError(refusal)
 
     def __repr__(self) -> str:
         return f"<preflash backend {self.name!r}>"
@@ -128,20 +121,13 @@ class CudaBackend(KernelBackend):
                 f"backend={self.name!r} computes on CUDA tensors; the workspace is on {device}: "
                 "use backend='auto' or 'cpu' there"
             )
-        if not self._traits.runs_on(backends.compute_capability(device)):
+        capability = backends.compute_capability(device)
+        if not self._traits.runs_on(capability):
             return (
                 f"backend={self.name!r} does not run on {device}, which has compute capability "
-                f"{backends.compute_capability(device)}: use backend='auto'"
+                f"{capability}: use backend='auto'"
             )
         return None
-
-    def _refused(self, refusal: str, options: _core.AttentionOptions) -> Exception:
-        # A build without an architecture's kernels says so on every device.
-        if self._traits.one_architecture:
-            missing = self.missing_kernel(options)
-            if missing is not None:
-                return NotImplementedError(f"backend={self.name!r}: {missing}")
-        return super()._refused(refusal, options)
 
 
 def backend_of(family: _core.Family) -> KernelBackend:

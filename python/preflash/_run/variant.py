@@ -57,13 +57,16 @@ class PlannedVariant:
     def __init__(
         self,
         plan: _core.Plan,
-        place: _core.Place,
+        place: _core.Place | None,
         backend: Backend,
         requests: Sequence[Request],
         workspace: Workspace,
         names: Sequence[str] = ("",),
     ) -> None:
-        """backend: of kernels. names: of the segments, in messages."""
+        """place: of an earlier plan, which a CUDA graph runs. backend: of kernels. names: of the
+        segments, in messages."""
+        if place is None:
+            place = place_in(workspace.int_buffer(plan.int_bytes), workspace)
         self.plan = plan
         self.place = place
         self.backend = backend
@@ -225,7 +228,7 @@ def _bound_to(context: _Context, *given: Any) -> list[tuple]:
         q, outputs = run.q, run.outputs
         with of_side(name):
             check.forward_only(q=q)  # before anything is remembered of a traced tensor
-            numbers = _tensors.bind(q, run.kv, outputs, one)
+            strides, v_offset = _tensors.bind(q, run.kv, outputs, one)
         out_shape = (q.shape[0], one.options.num_qo_heads, one.options.head_dim_vo)
         out_dtype = check.TORCH_DTYPES[one.options.o_dtype]
         make_out = torch.empty_like
@@ -233,7 +236,7 @@ def _bound_to(context: _Context, *given: Any) -> list[tuple]:
             make_out = _maker(out_shape, out_dtype)
         lse_shape = _tensors.lse_shape(outputs.lse_layout, q.shape[0], one)
         make_lse = _maker(lse_shape, torch.float32)
-        found.append((numbers.strides, numbers.v_offset, make_out, make_lse))
+        found.append((strides, v_offset, make_out, make_lse))
     return found
 
 

@@ -14,12 +14,7 @@ import torch
 
 from .. import cascade, page, quantization
 from .._check import values as check
-from .._check.arguments import (
-    GivenScales,
-    PerHead,
-    Result,
-    RunArguments,
-)
+from .._check.arguments import GivenScales, KvCache, PerHead, Result, RunArguments
 from .._check.calls import ForwardArguments, SingleArguments
 from .._check.outputs import Outputs
 from .._wrap import single
@@ -63,9 +58,11 @@ _OF_RUN = (*GivenScales._fields, "sm_scale", *PerHead._fields)
 _LSE = "str lse_base='log2', str lse_layout='NH'"
 
 
-def _define_attention(name: str, arguments: str, attend: Callable[..., Result]) -> None:
-    """The two forms that make their results. attend(outputs, *arguments) is the call; its arguments
-    are q, k and v, or a wrapper's name before them, and options."""
+def _define_attention(
+    name: str, arguments: str, attend: Callable[..., Result], *, into: bool = True
+) -> None:
+    """attend(outputs, *arguments) is the call; its arguments are q, k and v, or a wrapper's name
+    before them, and options. into: it also has the form that writes into given tensors."""
 
     def run(*args: Any, **options: Any) -> torch.Tensor:
         return attend(Outputs(), *args, **options)
@@ -82,12 +79,10 @@ def _define_attention(name: str, arguments: str, attend: Callable[..., Result]) 
         _fake_out_and_lse,
         _UNSAFE_TAGS,
     )
+    if not into:
+        return
 
-
-def _define_attention_into(name: str, arguments: str, attend: Callable[..., Result]) -> None:
-    """The form that writes into given tensors. NOTE: of an argument called `out`, dynamo demands
-    that it is contiguous."""
-
+    # NOTE: of an argument called `out`, dynamo demands that it is contiguous.
     def run_into(
         *args: Any,
         output: torch.Tensor,
@@ -120,38 +115,38 @@ def _fake_nothing(*args: Any, **options: Any) -> None:
     """Of an operator that writes into its arguments."""
 
 
-def _run(
-    outputs: Outputs,
-    name: str,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor | None,
-    *,
-    o_dtype: torch.dtype | None = None,
-    **options: Any,
-) -> Result:
-    wrapper = _found(name, q, o_dtype)
-    given = {**dict.fromkeys(_OF_RUN), **_by_name(options)}
+def _on_wrapper(attend: Callable[..., Result]) -> Callable[..., Result]:
+    """attend(wrapper, q, kv, options, outputs), of a wrapper's name, q, k and v."""
+
+    def found(
+        outputs: Outputs,
+        name: str,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor | None,
+        *,
+        o_dtype: torch.dtype | None = None,
+        **options: Any,
+    ) -> Result:
+        kv = k if v is None else (k, v)
+        return attend(_found(name, q, o_dtype), q, kv, _by_name(options), outputs)
+
+    return found
+
+
+@_on_wrapper
+def _run(wrapper: Any, q: torch.Tensor, kv: KvCache, options: dict, outputs: Outputs) -> Result:
+    given = {**dict.fromkeys(_OF_RUN), **options}
     scales, per_head = (
         kind(*(given[name] for name in kind._fields)) for kind in (GivenScales, PerHead)
     )
     arguments = RunArguments(scales, given.get("window_left"), per_head, given["sm_scale"])
-    return wrapper._run_with(q, k if v is None else (k, v), arguments, outputs)
+    return wrapper._run_with(q, kv, arguments, outputs)
 
 
-def _forward(
-    outputs: Outputs,
-    name: str,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor | None,
-    *,
-    o_dtype: torch.dtype | None = None,
-    **options: Any,
-) -> Result:
-    wrapper = _found(name, q, o_dtype)
-    arguments = ForwardArguments(**_by_name(options))
-    return wrapper._forward(q, k if v is None else (k, v), arguments, outputs)
+@_on_wrapper
+def _forward(wrapper: Any, q: torch.Tensor, kv: KvCache, options: dict, outputs: Outputs) -> Result:
+    return wrapper._forward(q, kv, ForwardArguments(**options), outputs)
 
 
 def _single_prefill(
@@ -203,31 +198,19 @@ _SINGLE = ", ".join(
      *SingleArguments.OPERATOR.values())
 )  # fmt: skip
 _define_attention("run", _RUN, _run)
-_define_attention_into("run", _RUN, _run)
-_define_attention("forward", _FORWARD, _forward)
+_define_attention("forward", _FORWARD, _forward, into=False)
 _define_attention("single", _SINGLE, _single_prefill)
-_define_attention_into("single", _SINGLE, _single_prefill)
 
 
 # Merging.
 
-
-def _fake_merge_state(
-    v_a: torch.Tensor, s_a: torch.Tensor, v_b: torch.Tensor, s_b: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return v_a.new_empty(v_a.shape), v_a.new_empty(s_a.shape, dtype=torch.float32)
-
-
-def _fake_merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    tokens, _, heads, head_dim = v.shape
-    merged = v.new_empty((tokens, heads, head_dim))
-    return merged, v.new_empty((tokens, heads), dtype=torch.float32)
-
-
 _define(
     "merge_state(Tensor v_a, Tensor s_a, Tensor v_b, Tensor s_b) -> (Tensor, Tensor)",
     cascade.merge_state,
-    _fake_merge_state,
+    lambda v_a, s_a, v_b, s_b: (
+        v_a.new_empty(v_a.shape),
+        v_a.new_empty(s_a.shape, dtype=torch.float32),
+    ),
 )
 _define(
     "merge_state_in_place(Tensor(a!) v, Tensor(b!) s, Tensor v_other, Tensor s_other, "
@@ -238,34 +221,28 @@ _define(
 _define(
     "merge_states(Tensor v, Tensor s) -> (Tensor, Tensor)",
     cascade.merge_states,
-    _fake_merge_states,
+    lambda v, s: (
+        v.new_empty((v.shape[0], *v.shape[2:])),
+        v.new_empty((v.shape[0], v.shape[2]), dtype=torch.float32),
+    ),
 )
 
 
 # Masks. Both send an array from the host, which is not there when a CUDA graph is replayed.
 
-
-def _fake_packbits(x: torch.Tensor, bitorder: str) -> torch.Tensor:
-    return x.new_empty((x.numel() + 7) // 8, dtype=torch.uint8)
-
-
-def _fake_segment_packbits(
-    x: torch.Tensor, indptr: torch.Tensor, bitorder: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    packed = x.new_empty(torch.library.get_ctx().new_dynamic_size(), dtype=torch.uint8)
-    return packed, indptr.new_empty(indptr.shape, dtype=torch.int32)
-
-
 _define(
     "packbits(Tensor x, str bitorder) -> Tensor",
     quantization.packbits,
-    _fake_packbits,
+    lambda x, bitorder: x.new_empty((x.numel() + 7) // 8, dtype=torch.uint8),
     _UNSAFE_TAGS,
 )
 _define(
     "segment_packbits(Tensor x, Tensor indptr, str bitorder) -> (Tensor, Tensor)",
     quantization.segment_packbits,
-    _fake_segment_packbits,
+    lambda x, indptr, bitorder: (
+        x.new_empty(torch.library.get_ctx().new_dynamic_size(), dtype=torch.uint8),
+        indptr.new_empty(indptr.shape, dtype=torch.int32),
+    ),
     _UNSAFE_TAGS,
 )
 
@@ -288,20 +265,8 @@ def _append(
     )
 
 
-def _indices_into(
-    append_indptr: torch.Tensor,
-    seq_lens: torch.Tensor,
-    nnz: int,
-    batch_indices: torch.Tensor,
-    positions: torch.Tensor,
-) -> None:
-    page.get_batch_indices_positions(append_indptr, seq_lens, nnz, batch_indices, positions)
-
-
-def _fake_seq_lens(
-    kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor, page_size: int
-) -> torch.Tensor:
-    return kv_last_page_len.new_empty(kv_last_page_len.shape, dtype=torch.int32)
+def _indices_into(*given: Any) -> None:
+    page.get_batch_indices_positions(*given)
 
 
 _define(
@@ -320,5 +285,7 @@ _define(
 _define(
     "get_seq_lens(Tensor kv_indptr, Tensor kv_last_page_len, SymInt page_size) -> Tensor",
     page.get_seq_lens,
-    _fake_seq_lens,
+    lambda kv_indptr, kv_last_page_len, page_size: kv_last_page_len.new_empty(
+        kv_last_page_len.shape, dtype=torch.int32
+    ),
 )

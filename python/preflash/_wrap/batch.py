@@ -20,12 +20,13 @@ from .._check.arguments import (
     Result,
     RunArguments,
     RunOptions,
+    Scale,
     converted,
     scales_of,
     taken_by_position,
 )
 from .._check.calls import BatchArguments, ForwardArguments
-from .._check.options import batch_options, check_unserved, converted_from, has_mask
+from .._check.options import batch_options, converted_from, has_mask
 from .._check.outputs import Outputs, run_outputs
 from .._check.request import Request
 from .._check.scales import Scales, folded_scales, softmax_scale
@@ -41,7 +42,8 @@ from .._run.variant import PlannedVariant
 from .._wrap import traced
 from . import graph as _graph
 from .graph import GraphMode
-from .state import Asked, Drafted, ForwardOptions, Planned, State
+from .options import check_announced, told_before, with_forward
+from .state import Asked, Drafted, Planned, State
 
 
 class BatchPrefillWrapper(EngineAttributes):
@@ -57,7 +59,7 @@ class BatchPrefillWrapper(EngineAttributes):
         kv_layout: str,
         use_cuda_graph: bool,
         backend: str,
-        graph_buffers: dict[str, Any],
+        **graph_buffers: Any,
     ) -> None:
         buffer = check_buffer("float_workspace_buffer", float_workspace_buffer)
         self._kv_layout = check.one_of("kv_layout", kv_layout, check.KV_LAYOUTS)
@@ -78,10 +80,14 @@ class BatchPrefillWrapper(EngineAttributes):
     def __copy__(self) -> BatchPrefillWrapper:
         """Another wrapper with the same plan and float workspace; each plans for itself."""
         workspace = self._state.workspace
-        if workspace.int_room is not None or self._graph_enabled:
+        where = (
+            None
+            if workspace.int_room is None
+            else "int_workspace_buffer of reset_workspace_buffer()"
+        )
+        if self._graph_enabled:
             where = "buffers of its constructor"
-            if not self._graph_enabled:
-                where = "int_workspace_buffer of reset_workspace_buffer()"
+        if where is not None:
             raise TypeError(
                 f"{type(self).__name__} plans into the {where}, which a copy would overwrite; "
                 "construct another wrapper"
@@ -129,19 +135,20 @@ class BatchPrefillWrapper(EngineAttributes):
         kv_layout = self._kv_layout
         if self._written_for_cudnn:
             a, kv_layout = in_tokens(a, options, kv_layout, self.device)
+        graph = self._graph
+        workspace = self._state.workspace
+        device = workspace.device_stream.device
+        lengths = _lengths.batch_lengths(
+            a, device, graph and graph.buffers.indices, workspace.known_uploader
+        )
         graph_rows = graph_mask_bytes = 0
-        if self._graph is None:
-            workspace = self._state.workspace
-            device = workspace.device_stream.device
-            lengths = _lengths.batch_lengths(a, device, None, workspace.known_uploader)
-        else:
-            lengths = _lengths.batch_lengths(a, self.device, self._graph.buffers.indices)
+        if graph is not None:
             batch = lengths.batch
-            self._graph.check_batch(batch)
+            graph.check_batch(batch)
             graph_rows = self._state.graph_rows or max(batch.qo_end - batch.qo_begin, 1)
-            graph_mask_bytes = self._graph.mask_bytes
+            graph_mask_bytes = graph.mask_bytes
         if self._announced:
-            self._check_announced(a, options)
+            check_announced(self._announced, told_before(a, options))
         request = pipeline.make_request(
             options, lengths, kv_layout, has_mask(a), graph_rows, graph_mask_bytes
         )
@@ -154,24 +161,6 @@ class BatchPrefillWrapper(EngineAttributes):
             items.NO_ITEMS if a.prefix_len_ptr is None else items.items_of(a),
         )
 
-    def _check_announced(self, a: BatchArguments, options: _core.AttentionOptions) -> None:
-        """plan() must not contradict what the constructor was told of it."""
-        planned = {
-            "pos_encoding_mode": a.pos_encoding_mode,
-            "q_data_type": check.TORCH_DTYPES[options.q_dtype],
-            "kv_data_type": check.TORCH_DTYPES[options.kv_dtype],
-            "o_data_type": check.TORCH_DTYPES[options.o_dtype],
-            "head_dim_qk": options.head_dim_qk,
-            "head_dim_vo": options.head_dim_vo,
-            "window_left": options.window_left,
-        }
-        for name, announced in self._announced.items():
-            if planned[name] != announced:
-                raise ValueError(
-                    f"{name}={planned[name]} in plan() contradicts the constructor's {announced}: "
-                    "give both the same, or construct another wrapper"
-                )
-
     @check.eager
     def _plan(self, a: BatchArguments) -> None:
         self._install(self._drafted(a))
@@ -180,7 +169,7 @@ class BatchPrefillWrapper(EngineAttributes):
     def _begin_forward(self, a: BatchArguments) -> None:
         self._install(self._drafted(a, self._state.last_forward))
 
-    def _drafted(self, a: BatchArguments, forward: ForwardOptions | None = None) -> Drafted:
+    def _drafted(self, a: BatchArguments, forward: Mapping[str, Any] | None = None) -> Drafted:
         """A plan that has passed every check; the wrapper is as it was.
 
         forward: plan for these options of a forward() that will follow, where they can be served;
@@ -189,19 +178,20 @@ class BatchPrefillWrapper(EngineAttributes):
         workspace = self._state.workspace
         if self._awaits_buffers:
             self._take_graph_buffers()
-        if self._graph is not None:
-            self._graph.check_may_plan()
+        graph = self._graph
+        if graph is not None:
+            graph.check_may_plan()
         asked = self._asked(a)
         request = asked.request
         options = request.options
         draft = None
         if forward is not None:
-            options = forward.applied_to(options)
+            options = with_forward(options, forward)
             with contextlib.suppress(ValueError, NotImplementedError):
-                draft = self._draft(request._replace(options=options))
+                draft = self._draft(workspace, request._replace(options=options))
         if draft is None:
             options = request.options
-            draft = self._draft(request)
+            draft = self._draft(workspace, request)
         device = workspace.device_stream.device
         _lengths.check_hints(a, request.lengths, request.options, device)
         batch = request.lengths.batch
@@ -212,7 +202,7 @@ class BatchPrefillWrapper(EngineAttributes):
         if mask is not None:
             masks.check_mask_device(mask, device)
             source = MaskSource(mask, a.packed_custom_mask is not None)
-        if self._graph is not None:
+        if graph is not None:
             return self._drafted_for_graphs(Drafted(workspace, draft, asked, options), source, a)
         if source is not None:
             mask = masks.owned_mask(*source, batch, workspace.device_stream)
@@ -234,15 +224,16 @@ class BatchPrefillWrapper(EngineAttributes):
             _graph.check_captured(place, 0, request.lengths)
             _graph.check_captured_mask(options.mask == _core.Mask.custom, mask is not None)
             if options != drafted.options:
-                refreshed[options] = self._draft(request._replace(options=options))
+                again = request._replace(options=options)
+                refreshed[options] = self._draft(drafted.workspace, again)
         return drafted._replace(
             asked=asked._replace(request=request),
             refreshed=refreshed,
             copy_in=functools.partial(graph.copy_in, a, batch, mask),
         )
 
-    def _draft(self, request: Request) -> Draft:
-        return pipeline.plan(self._state.workspace, self._requested_backend.name, request)
+    def _draft(self, workspace: Workspace, request: Request) -> Draft:
+        return pipeline.plan(workspace, self._requested_backend.name, request)
 
     def _install(self, drafted: Drafted) -> None:
         """Uploads a plan that has passed every check and makes it the wrapper's."""
@@ -309,7 +300,7 @@ class BatchPrefillWrapper(EngineAttributes):
         if found is None:
             workspace = self._state.workspace.beside()
             request = request._replace(options=options)
-            draft = pipeline.plan(workspace, self._requested_backend.name, request)
+            draft = self._draft(workspace, request)
             if self._graph is not None and workspace.device_stream.is_capturing():
                 found = self._graph.planned_beside_capture(workspace, draft, request)
             else:
@@ -332,14 +323,25 @@ class BatchPrefillWrapper(EngineAttributes):
         if given.extra:
             given, return_lse = taken_by_position(given, outputs.return_lse, self._by_position)
             outputs = outputs._replace(return_lse=return_lse)
-        check.nothing_more("run", given.extra)
-        check_unserved(given)
         if outputs.return_lse is None:
             outputs = outputs._replace(return_lse=False)
+        return self._run_given(q, kv, given, outputs)
+
+    def _run_given(
+        self,
+        q: torch.Tensor,
+        kv: KvCache,
+        given: RunOptions,
+        outputs: Outputs,
+        sm_scale: Scale = None,
+    ) -> Result:
+        if given.extra:
+            check.nothing_more("run", given.extra)
         outputs = run_outputs(*outputs)
         per_head = PerHead(given.sinks, given.scale_q, given.scale_k, given.scale_v)
         scales = GivenScales(given.q_scale, given.k_scale, given.v_scale)
-        return self._run_with(q, kv, RunArguments(scales, given.window_left, per_head), outputs)
+        a = RunArguments(scales, given.window_left, per_head, sm_scale)
+        return self._run_with(q, kv, a, outputs)
 
     def _run_with(self, q: torch.Tensor, kv: KvCache, a: RunArguments, outputs: Outputs) -> Result:
         """A run that is not the usual one, not planned, or recorded."""
@@ -381,14 +383,14 @@ class BatchPrefillWrapper(EngineAttributes):
         encoding = check.position_encoding(a.pos_encoding_mode, a.rope_scale, a.rope_theta)
         check.permission("use_fp16_qk_reduction", a.use_fp16_qk_reduction)
         check.permission("allow_fp16_qk_reduction", a.allow_fp16_qk_reduction)
-        forward = ForwardOptions(
-            check.flag("causal", a.causal),
-            check.window_left("window_left", a.window_left),
-            encoding,
-            check.soft_cap("logits_soft_cap", a.logits_soft_cap),
-        )
+        forward = {
+            "causal": check.flag("causal", a.causal),
+            "window_left": check.window_left("window_left", a.window_left),
+            "soft_cap": check.soft_cap("logits_soft_cap", a.logits_soft_cap),
+            **encoding._asdict(),
+        }
         planned = self._planned()
-        options = forward.applied_to(planned.asked.request.options)
+        options = with_forward(planned.asked.request.options, forward)
         variant = self._select(planned, options)
         scales = folded_scales(softmax_scale(a.sm_scale, options), scales_of(a), options)
         result = variant.attend_to(q, kv, scales, outputs, None)
@@ -438,7 +440,7 @@ class BatchPrefillWrapper(EngineAttributes):
         if planned is None:
             return workspace
         request = planned.asked.request
-        draft = pipeline.plan(workspace, self._requested_backend.name, request)
+        draft = self._draft(workspace, request)
         return Drafted(workspace, draft, planned.asked, request.options)
 
     def _reset(self, drafted: Workspace | Drafted) -> None:

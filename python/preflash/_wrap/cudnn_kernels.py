@@ -13,7 +13,7 @@ from .._check import values as check
 from .._check.tensors import refuse_shared
 from .._cudnn.call import Call
 from .._device.stream import DeviceStream, sent
-from .._plan.pages import listed
+from .._plan.pages import listed, spans
 from .paged import BatchPrefillWithPagedKVCacheWrapper
 from .ragged import BatchPrefillWithRaggedKVCacheWrapper
 
@@ -173,12 +173,8 @@ def _cumulated(lengths: list[int], begin: int = 0) -> list[int]:
     return list(accumulate(lengths, initial=begin))
 
 
-def _rows(starts: list[int], lengths: list[int]) -> torch.Tensor:
-    """starts[0], starts[0] + 1, ... (lengths[0] of them), starts[1], ..."""
-    counts = torch.tensor(lengths, dtype=torch.int64, device="cpu")
-    first = torch.tensor(starts, dtype=torch.int64, device="cpu") - (counts.cumsum(0) - counts)
-    every = torch.arange(int(counts.sum()), device="cpu")
-    return torch.repeat_interleave(first, counts) + every
+def _spans(starts: list[int], lengths: list[int]) -> torch.Tensor:
+    return spans(*(torch.tensor(x, dtype=torch.int64, device="cpu") for x in (starts, lengths)))
 
 
 def _placed(call: Call, name: str, lengths: list[int]) -> _Placed:
@@ -186,14 +182,14 @@ def _placed(call: Call, name: str, lengths: list[int]) -> _Placed:
     used = [(start, length) for start, length in zip(starts, lengths, strict=True) if length]
     if all(a + length == b for (a, length), (b, _) in pairwise(used)):
         return _Placed(_cumulated(lengths, used[0][0] if used else 0), None)
-    return _Placed(_cumulated(lengths), _rows(starts, lengths))
+    return _Placed(_cumulated(lengths), _spans(starts, lengths))
 
 
 def _lse_rows(call: Call, qo_lens: list[int]) -> torch.Tensor:
     """Rows of lse, seen as [rows, num_qo_heads]."""
     if call.batch.starts["stats"] is not None:
         return _placed(call, "stats", qo_lens).every_row()
-    return _rows([request * call.batch.max_qo_len for request in range(len(qo_lens))], qo_lens)
+    return _spans([request * call.batch.max_qo_len for request in range(len(qo_lens))], qo_lens)
 
 
 def _placed_lse(call: Call, rows: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,10 +11,11 @@ from .. import _core
 from .._check import values as check
 from .._check.arguments import KvCache, Result, Scale, converted
 from .._check.calls import DecodeForwardArguments, DecodePlanArguments, PagedPlanArguments
-from .._check.names import tells_nearest, with_nearest
+from .._check.names import tells_nearest
 from .._check.options import check_neutral, options_of
 from .._check.outputs import DEFAULT_OUTPUTS, Outputs
 from .._compat.signatures import takes
+from .options import lists_options
 from .paged import BatchPrefillWithPagedKVCacheWrapper
 from .state import Asked
 
@@ -42,23 +42,13 @@ def data_types(q_data_type: Any, kv_data_type: Any, data_type: Any) -> tuple[Any
     return "float16" if q_data_type is None else q_data_type, kv_data_type
 
 
-_RUN_OPTIONS = {
-    name
-    for name, parameter in inspect.signature(
-        BatchPrefillWithPagedKVCacheWrapper.run
-    ).parameters.items()
-    if parameter.kind is parameter.KEYWORD_ONLY
-}
-
-
 class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
     """Attention of one query per request over a paged KV cache: plan() once, run() for every layer.
 
     Args:
         float_workspace_buffer, kv_layout, backend, jit_args: as in
             BatchPrefillWithPagedKVCacheWrapper.
-        use_cuda_graph: plan() keeps its arrays in the buffers, and a captured run() replays what
-            was planned last, as in BatchPrefillWithPagedKVCacheWrapper. The batch size is
+        use_cuda_graph: as in BatchPrefillWithPagedKVCacheWrapper. The batch size is
             len(paged_kv_last_page_len_buffer).
         use_tensor_cores: a permission; the same kernels serve both.
 
@@ -85,15 +75,10 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
     ) -> None:
         self._use_tensor_cores = check.flag("use_tensor_cores", use_tensor_cores)
         super().__init__(
-            float_workspace_buffer,
-            kv_layout,
-            use_cuda_graph,
-            paged_kv_indptr_buf=paged_kv_indptr_buffer,
-            paged_kv_indices_buf=paged_kv_indices_buffer,
-            paged_kv_last_page_len_buf=paged_kv_last_page_len_buffer,
-            backend=backend,
+            float_workspace_buffer, kv_layout, use_cuda_graph, None, paged_kv_indptr_buffer,
+            paged_kv_indices_buffer, paged_kv_last_page_len_buffer, backend=backend,
             jit_args=jit_args,
-        )
+        )  # fmt: skip
 
     def _take_graph_buffers(self) -> None:
         given = self._given_buffers
@@ -121,13 +106,8 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
             o_data_type: as in BatchPrefillWithPagedKVCacheWrapper.plan().
             q_len_per_req: queries of every request, 1 by default. More than one are causal among
                 themselves, the last of the request's keys; no request may then have fewer keys.
-            The others are those of BatchPrefillWithPagedKVCacheWrapper.plan(), fixed_split_size
-            (in keys) included.
-
-        Raises:
-            TypeError, ValueError: an argument is wrong, or a workspace too small.
-            NotImplementedError: no compiled kernel serves it, or an option of a later release.
-            The wrapper keeps the plan it had.
+            The others, fixed_split_size (in keys) included, and the errors are those of
+            BatchPrefillWithPagedKVCacheWrapper.plan().
         """
         super()._plan(self._as_prefill(a))
 
@@ -139,10 +119,8 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
 
     @takes(DecodePlanArguments)
     def workspace_size(self, a: DecodePlanArguments) -> tuple[int, int]:
-        """(float_bytes, int_bytes) that plan() with these arguments uses at most. Plans nothing.
-
-        With use_cuda_graph and fixed_split_size both grow with the float workspace, all of which
-        is for longer keys of later plans: what these arguments need."""
+        """(float_bytes, int_bytes) that plan() with these arguments uses at most, as in
+        BatchPrefillWithPagedKVCacheWrapper.workspace_size()."""
         return super()._workspace_size(self._as_prefill(a))
 
     def _as_prefill(self, a: DecodePlanArguments) -> PagedPlanArguments:
@@ -157,16 +135,10 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
                 f"{a.last_page_len.numel()}; must have batch_size + 1 and batch_size"
             )
         return converted(
-            a,
-            PagedPlanArguments,
-            qo_indptr=qo_indptr,
-            paged_kv_indptr=a.indptr,
-            paged_kv_indices=a.indices,
-            paged_kv_last_page_len=a.last_page_len,
-            causal=q_len > 1,
-            q_data_type=q_data_type,
-            kv_data_type=kv_data_type,
-        )
+            a, PagedPlanArguments, qo_indptr=qo_indptr, paged_kv_indptr=a.indptr,
+            paged_kv_indices=a.indices, paged_kv_last_page_len=a.last_page_len, causal=q_len > 1,
+            q_data_type=q_data_type, kv_data_type=kv_data_type,
+        )  # fmt: skip
 
     def _asked(self, a: PagedPlanArguments) -> Asked:
         asked = super()._asked(a)
@@ -194,22 +166,19 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
     @property
     def _q_len_per_req(self) -> int | None:
         """Of the plan; None before."""
-        batch = self._batch
-        return None if batch is None else max(batch.max_qo_len, 1)
+        return None if self._batch is None else max(self._batch.max_qo_len, 1)
 
+    @lists_options
     def run(
         self,
         q: torch.Tensor,
         paged_kv_cache: KvCache,
         *args: Any,
-        q_scale: Scale = None,
         k_scale: Scale = None,
         v_scale: Scale = None,
         out: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
         return_lse: bool = False,
-        enable_pdl: bool | None = None,
-        window_left: int | None = None,
         sinks: torch.Tensor | None = None,
         q_len_per_req: int | None = None,
         **options: Any,
@@ -221,49 +190,28 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
                 neither read nor written. With q_len_per_req in plan(), exactly
                 batch_size * q_len_per_req rows.
             q_len_per_req: None, or that of plan().
-            The others are those of BatchPrefillWithPagedKVCacheWrapper.run(), all of them.
-
-        Returns:
-            out [rows of q, num_qo_heads, head_dim], or (out, lse) with return_lse.
-
-        Raises:
-            TypeError, ValueError: not planned, or a tensor is not what was planned. Nothing is
-            launched. NotImplementedError: an option of a later release.
+            The others, all of them, the result and the errors are those of
+            BatchPrefillWithPagedKVCacheWrapper.run().
         """
         if len(args) != 3 or not isinstance(args[2], (torch.Tensor, float)):
             check.nothing_more("run", args)
         if self._had_several or q_len_per_req is not None:
             self._check_queries(q, q_len_per_req)
-        if options and (unknown := options.keys() - _RUN_OPTIONS):
-            says = "BatchDecodeWithPagedKVCacheWrapper.run() got an unexpected keyword argument"
-            raise TypeError(with_nearest(f"{says} {min(unknown)!r}", _RUN_OPTIONS))
         return super().run(
-            q,
-            paged_kv_cache,
-            *args,
-            k_scale=k_scale,
-            v_scale=v_scale,
-            return_lse=return_lse,
-            q_scale=q_scale,
-            out=out,
-            lse=lse,
-            enable_pdl=enable_pdl,
-            window_left=window_left,
-            sinks=sinks,
-            **options,
-        )
+            q, paged_kv_cache, *args, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse,
+            out=out, lse=lse, sinks=sinks, **options,
+        )  # fmt: skip
 
     def _check_queries(self, q: torch.Tensor, q_len_per_req: int | None) -> None:
-        batch = self._batch
-        planned = 1 if batch is None else max(batch.max_qo_len, 1)
+        planned = self._q_len_per_req or 1
         if q_len_per_req is not None and q_len_per_req != planned:
             raise ValueError(
                 f"q_len_per_req={q_len_per_req} in run(), and plan() had {planned}: plan again"
             )
-        if planned > 1 and q.dim() > 0 and q.shape[0] != batch.qo_end:
+        if planned > 1 and q.dim() > 0 and q.shape[0] != self._batch.qo_end:
             raise ValueError(
-                f"q has {q.shape[0]} rows; must be batch_size * q_len_per_req = {batch.qo_end} as "
-                "planned: plan again with another q_len_per_req"
+                f"q has {q.shape[0]} rows; must be batch_size * q_len_per_req = "
+                f"{self._batch.qo_end} as planned: plan again with another q_len_per_req"
             )
 
     @property
@@ -273,8 +221,8 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
 
     @takes(DecodeForwardArguments)
     def forward(self, a: DecodeForwardArguments) -> torch.Tensor:
-        """Deprecated: run() with its own options; they replace those of plan(), defaults
-        included."""
+        """Deprecated: run() with its own options, as
+        BatchPrefillWithPagedKVCacheWrapper.forward()."""
         return super()._forward(a.q, a.paged_kv_cache, a, DEFAULT_OUTPUTS)
 
     @takes(DecodeForwardArguments)

@@ -33,6 +33,9 @@ _RESERVED = 2
 # To choose one from that no capture has; a capture of one run has one, seldom two.
 _STREAMS = 3
 
+_INDICES, _LAST_PAGE_LEN = "paged_kv_indices_buf", "paged_kv_last_page_len_buf"
+_MASK = "custom_mask_buf"
+
 
 class GraphBuffers(NamedTuple):
     """The caller's memory in which plan() keeps its arrays, checked."""
@@ -55,15 +58,9 @@ class GraphBuffers(NamedTuple):
             since="the constructor",
             way_out="CUDA graphs hold its address: construct another wrapper",
         )
-        table = "" if self.indices is None else "paged_"
-        for name, tensor in (
-            ("qo_indptr_buf", self.qo_indptr),
-            (f"{table}kv_indptr_buf", self.kv_indptr),
-            ("paged_kv_indices_buf", self.indices),
-            ("paged_kv_last_page_len_buf", self.last_page_len),
-            ("custom_mask_buf", self.mask),
-            ("mask_indptr_buf", self.mask_indptr),
-        ):
+        kv_indptr = "kv_indptr_buf" if self.indices is None else "paged_kv_indptr_buf"
+        names = ("qo_indptr_buf", kv_indptr, _INDICES, _LAST_PAGE_LEN, _MASK, "mask_indptr_buf")
+        for name, tensor in zip(names, self, strict=True):
             if tensor is not None:
                 held.hold(name, tensor, tensor.data_ptr(), tensor.nbytes)
         return held
@@ -72,48 +69,45 @@ class GraphBuffers(NamedTuple):
 def check_graph_buffers(given: dict[str, Any], workspace: torch.Tensor) -> GraphBuffers:
     """The buffers among the constructor's arguments, by name."""
     device = workspace.device
-    kv_name = "paged_kv_indptr_buf" if "paged_kv_indptr_buf" in given else "kv_indptr_buf"
-    paged = kv_name != "kv_indptr_buf"
-    qo_indptr = _index_buffer("qo_indptr_buf", given["qo_indptr_buf"], device)
+    qo_indptr = _index_buffer("qo_indptr_buf", given, device)
     if qo_indptr.numel() == 0:
         raise ValueError("qo_indptr_buf is empty; must have batch_size + 1 elements")
     batch_size = qo_indptr.numel() - 1
-    kv_indptr = _index_buffer(kv_name, given[kv_name], device, batch_size + 1)
-    indices = last_page_len = None
-    if paged:
-        name = "paged_kv_indices_buf"
-        indices = _index_buffer(name, given[name], device)
-        name = "paged_kv_last_page_len_buf"
-        last_page_len = _index_buffer(name, given[name], device, batch_size)
-    mask_indptr = given["mask_indptr_buf"]
-    if mask_indptr is None:
-        mask_indptr = given["qk_indptr_buf"]
-    elif given["qk_indptr_buf"] is not None and given["qk_indptr_buf"] is not mask_indptr:
+    indices = last_page_len = mask_indptr = mask = None
+    if _INDICES in given:
+        kv_indptr = _index_buffer("paged_kv_indptr_buf", given, device, batch_size + 1)
+        indices = _index_buffer(_INDICES, given, device)
+        last_page_len = _index_buffer(_LAST_PAGE_LEN, given, device, batch_size)
+    else:
+        kv_indptr = _index_buffer("kv_indptr_buf", given, device, batch_size + 1)
+    name, alias = given["mask_indptr_buf"], given["qk_indptr_buf"]
+    if name is not None and alias is not None and name is not alias:
         raise TypeError(
             "mask_indptr_buf and qk_indptr_buf are two spellings of one argument; give one of them"
         )
-    if mask_indptr is not None:
-        mask_indptr = _index_buffer("mask_indptr_buf", mask_indptr, device)
+    if name is not None or alias is not None:
+        mask_indptr = _buffer(
+            "mask_indptr_buf", alias if name is None else name, torch.int32, device
+        )
         if mask_indptr.numel() < batch_size:
             raise ValueError(
                 f"mask_indptr_buf has {mask_indptr.numel()} elements; must have batch_size + 1 = "
                 f"{batch_size + 1}, as qo_indptr_buf has"
             )
-    mask = given["custom_mask_buf"]
-    if mask is not None:
-        mask = _mask_buffer(mask, device)
+    if given[_MASK] is not None:
+        mask = _buffer(_MASK, given[_MASK], torch.uint8, device)
+        if mask.data_ptr() % check.ALIGNMENT != 0:
+            raise ValueError(
+                f"{_MASK} starts {mask.data_ptr() % check.ALIGNMENT} bytes past a multiple of "
+                f"{check.ALIGNMENT}; pass a buffer that was not sliced"
+            )
+    # What kernels read at run time, nothing else may be put into.
     memory = {**given, "float_workspace_buffer": workspace}
-    for name in ("paged_kv_indices_buf", "custom_mask_buf"):
-        _check_own_memory(name, memory)
+    for read in (_INDICES, _MASK):
+        for other, value in memory.items():
+            if other != read and value is not None and given.get(read) is not None:
+                check_apart(**{other: value, read: given[read]})
     return GraphBuffers(qo_indptr, kv_indptr, indices, last_page_len, mask, mask_indptr)
-
-
-def _check_own_memory(name: str, given: dict[str, Any]) -> None:
-    """What kernels read at run time, nothing else may be put into."""
-    buffer = given.get(name)
-    for other, value in given.items():
-        if other != name and buffer is not None and value is not None:
-            check_apart(**{other: value, name: buffer})
 
 
 def _buffer(name: str, value: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -135,23 +129,13 @@ def _buffer(name: str, value: Any, dtype: torch.dtype, device: torch.device) -> 
 
 
 def _index_buffer(
-    name: str, value: Any, device: torch.device, numel: int | None = None
+    name: str, given: dict[str, Any], device: torch.device, numel: int | None = None
 ) -> torch.Tensor:
-    value = _buffer(name, value, torch.int32, device)
+    value = _buffer(name, given[name], torch.int32, device)
     if numel is not None and value.numel() != numel:
         raise ValueError(
             f"{name} has {value.numel()} elements; must have {numel}: the batch size, which is "
             "fixed, is len(qo_indptr_buf) - 1"
-        )
-    return value
-
-
-def _mask_buffer(value: Any, device: torch.device) -> torch.Tensor:
-    value = _buffer("custom_mask_buf", value, torch.uint8, device)
-    if value.data_ptr() % check.ALIGNMENT != 0:
-        raise ValueError(
-            f"custom_mask_buf starts {value.data_ptr() % check.ALIGNMENT} bytes past a multiple of "
-            f"{check.ALIGNMENT}; pass a buffer that was not sliced"
         )
     return value
 
@@ -198,7 +182,7 @@ class GraphMode:
         """A plan with a custom mask: there must be room for it."""
         for name in ("mask", "mask_indptr"):
             if getattr(self.buffers, name) is None:
-                argument = "custom_mask_buf" if name == "mask" else "mask_indptr_buf"
+                argument = _MASK if name == "mask" else "mask_indptr_buf"
                 raise ValueError(
                     f"a custom mask needs {argument} with use_cuda_graph=True, which the "
                     "constructor did not get"
@@ -229,10 +213,11 @@ class GraphMode:
         buffers = self.buffers
         pairs = [(buffers.qo_indptr, a.qo_indptr)]
         if isinstance(a, PagedPlanArguments):
-            used = a.paged_kv_indices[: batch.kv_end]
-            pairs.append((buffers.kv_indptr, a.paged_kv_indptr))
-            pairs.append((buffers.indices, used))
-            pairs.append((buffers.last_page_len, a.paged_kv_last_page_len))
+            pairs += [
+                (buffers.kv_indptr, a.paged_kv_indptr),
+                (buffers.indices, a.paged_kv_indices[: batch.kv_end]),
+                (buffers.last_page_len, a.paged_kv_last_page_len),
+            ]
         else:
             pairs.append((buffers.kv_indptr, a.kv_indptr))
         if mask is not None:
@@ -295,28 +280,28 @@ def check_captured(place: _core.Place, segment: int, lengths: Lengths) -> None:
     place.held.check()
     captured = place.captured[segment]
     batch, pages = lengths
-    largest_page = None if pages is None else pages.largest
+    paged = batch.page_size > 0
+    has = "a CUDA graph has captured a run() with"
+    larger = "capture it with as many as the largest batch has, or use another wrapper"
     if batch.qo_end > captured.q_tokens:
         raise ValueError(
-            f"qo_indptr[-1] = {batch.qo_end}: a CUDA graph has captured a run() with "
-            f"{captured.q_tokens} rows of q; capture it with as many as the largest batch has, or "
-            "use another wrapper"
+            f"qo_indptr[-1] = {batch.qo_end}: {has} {captured.q_tokens} rows of q; {larger}"
         )
     if captured.page_size != batch.page_size:
         raise ValueError(
-            f"page_size={batch.page_size}: a CUDA graph has captured a run() with pages of "
-            f"{captured.page_size}, which it holds on to; use another wrapper"
+            f"page_size={batch.page_size}: {has} pages of {captured.page_size}, which it holds on "
+            "to; use another wrapper"
         )
-    if batch.page_size == 0 and batch.kv_end > captured.kv_extent:
+    if not paged and batch.kv_end > captured.kv_extent:
         raise ValueError(
-            f"kv_indptr[-1] = {batch.kv_end}: a CUDA graph has captured a run() with "
-            f"{captured.kv_extent} tokens in k and v; capture it with as many as the largest batch "
-            "has, or use another wrapper"
+            f"kv_indptr[-1] = {batch.kv_end}: {has} {captured.kv_extent} tokens in k and v; "
+            f"{larger}"
         )
-    if batch.page_size > 0 and largest_page is not None and largest_page >= captured.kv_extent:
+    largest = pages.largest if paged else None
+    if largest is not None and largest >= captured.kv_extent:
         raise ValueError(
-            f"paged_kv_indices holds {largest_page}: a CUDA graph has captured a run() with "
-            f"{captured.kv_extent} pages, so an index must be less"
+            f"paged_kv_indices holds {largest}: {has} {captured.kv_extent} pages, so an index must "
+            "be less"
         )
 
 

@@ -7,6 +7,7 @@ import torch
 from .._check import values as check
 from .._check.arguments import KvCache, Scale
 from .._check.names import renamed, tells_nearest
+from .._plan.pages import picked
 from .paged import BatchPrefillWithPagedKVCacheWrapper
 
 _FLOAT_BYTES = 128 * 1024 * 1024
@@ -91,12 +92,9 @@ class BatchAttention:
             kv_len_arr: [batch_size] integers, keys of each request; read on the host, like the
                 indptr arrays. A request may have more pages than its keys need.
             use_profiler: False only.
-            The others are those of BatchPrefillWithPagedKVCacheWrapper.plan().
+            The others, and the errors, are those of BatchPrefillWithPagedKVCacheWrapper.plan().
 
-        Raises:
-            TypeError, ValueError: an argument is wrong, or a workspace too small.
-            NotImplementedError: no compiled kernel serves it, or use_profiler.
-            The wrapper keeps the plan it had. A CUDA graph replays the plan that it captured.
+        A CUDA graph replays the plan that it captured.
         """
         check.neutral("use_profiler", use_profiler, False)
         page = check.integer("page_size", page_size, at_least=1)
@@ -125,7 +123,7 @@ class BatchAttention:
                 f"{int(given[request]) * page}], what the request's pages hold"
             )
         if bool((needed < given).any()):
-            at, kv_indices = _used_pages(at, needed, kv_indices)
+            at, kv_indices, _ = picked(kv_indices, at[:-1], lengths, page)
         last = torch.where(needed > 0, lengths - (needed - 1) * page, 1).to(torch.int32)
         cap = check.soft_cap("logits_soft_cap", logits_soft_cap)
         with renamed({"paged_kv_indptr": "kv_indptr", "paged_kv_indices": "kv_indices"}):
@@ -172,14 +170,3 @@ class BatchAttention:
         return self._paged.run(
             q, kv_cache, k_scale=k_scale, v_scale=v_scale, return_lse=True, out=out, lse=lse
         )
-
-
-def _used_pages(
-    at: torch.Tensor, needed: torch.Tensor, indices: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The lists without pages behind a request's keys: their indptr, on the CPU, and pages."""
-    indptr = torch.zeros(at.numel(), dtype=torch.int32, device="cpu")
-    indptr[1:] = needed.cumsum(0)
-    first = torch.repeat_interleave((at[:-1] - indptr[:-1]).long(), needed)
-    entries = first + torch.arange(first.numel(), device="cpu")
-    return indptr, indices[entries.to(indices.device)]

@@ -1,28 +1,26 @@
 """The wrapper of paged KV caches, preflash.prefill.BatchPrefillWithPagedKVCacheWrapper."""
 
-# Functions are over 80 lines where the API fixes a long signature; their bodies are short.
-
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .._check import values as check
-from .._check.arguments import KvCache, Result, RunOptions
+from .._check.arguments import KvCache, Result, RunKeywords, Scale
 from .._check.calls import PagedForwardArguments, PagedPlanArguments
 from .._check.names import tells_nearest
 from .._check.outputs import DEFAULT_OUTPUTS, Outputs, run_outputs
+from .._check.recording import function_mode_is_active, is_dynamo_compiling, num_dispatch_modes
 from .._compat import sink_variant
 from .._compat.engine_attributes import PagedEngineAttributes
 from .._compat.signatures import by_position, takes
 from .batch import BatchPrefillWrapper
+from .options import any_given, lists_options, run_options
 
-# Names of their own for what every run() asks; see check.traced().
-_dynamo_compiles = check.is_dynamo_compiling
-_function_modes = check.function_mode_is_active
-_dispatch_modes = check.num_dispatch_modes
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillWrapper, PagedEngineAttributes):
@@ -82,20 +80,11 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillWrapper, PagedEngineAttrib
         self._announced = sink_variant.announced(jit_args, jit_kwargs)
         check.neutral("variant_owns_mask", variant_owns_mask, False)
         super().__init__(
-            float_workspace_buffer,
-            kv_layout,
-            use_cuda_graph,
-            backend,
-            {
-                "qo_indptr_buf": qo_indptr_buf,
-                "paged_kv_indptr_buf": paged_kv_indptr_buf,
-                "paged_kv_indices_buf": paged_kv_indices_buf,
-                "paged_kv_last_page_len_buf": paged_kv_last_page_len_buf,
-                "custom_mask_buf": custom_mask_buf,
-                "qk_indptr_buf": qk_indptr_buf,
-                "mask_indptr_buf": mask_indptr_buf,
-            },
-        )
+            float_workspace_buffer, kv_layout, use_cuda_graph, backend, qo_indptr_buf=qo_indptr_buf,
+            paged_kv_indptr_buf=paged_kv_indptr_buf, paged_kv_indices_buf=paged_kv_indices_buf,
+            paged_kv_last_page_len_buf=paged_kv_last_page_len_buf, custom_mask_buf=custom_mask_buf,
+            qk_indptr_buf=qk_indptr_buf, mask_indptr_buf=mask_indptr_buf,
+        )  # fmt: skip
         if jit_args is not None:
             sink_variant.give_run(self, paged=True)
 
@@ -174,30 +163,21 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillWrapper, PagedEngineAttrib
     _by_position = ("k_scale", "v_scale", "return_lse")
 
     @by_position(*_by_position)
+    @lists_options
     def run(
         self,
         q: torch.Tensor,
         paged_kv_cache: KvCache,
         *args: Any,
-        k_scale: float | torch.Tensor | None = None,
-        v_scale: float | torch.Tensor | None = None,
+        k_scale: Scale = None,
+        v_scale: Scale = None,
         return_lse: bool = False,
-        q_scale: float | torch.Tensor | None = None,
-        scale_q: torch.Tensor | None = None,
-        scale_k: torch.Tensor | None = None,
-        scale_v: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
         lse_base: str = "log2",
         lse_layout: str = "NH",
-        enable_pdl: bool | None = None,
-        window_left: int | None = None,
         sinks: torch.Tensor | None = None,
-        kv_cache_sf: None = None,
-        o_scale: float | None = None,
-        skip_softmax_threshold_scale_factor: float | None = None,
-        use_fp16_softmax: bool | None = None,
-        uses_spcompress: bool | None = None,
+        **options: Unpack[RunKeywords],
     ) -> Result:
         """Computes one layer of the planned batch on the current stream.
 
@@ -226,32 +206,18 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillWrapper, PagedEngineAttrib
         """
         if (
             args
+            or (options and any_given(options))
             or return_lse is None
-            or enable_pdl is not None
-            or kv_cache_sf is not None
-            or o_scale is not None
-            or skip_softmax_threshold_scale_factor is not None
-            or use_fp16_softmax is not None
-            or uses_spcompress is not None
-            or window_left is not None
-            or sinks is not None
-            or q_scale is not None
             or k_scale is not None
             or v_scale is not None
-            or scale_q is not None
-            or scale_k is not None
-            or scale_v is not None
-            or _dynamo_compiles()
-            or _function_modes()
-            or _dispatch_modes()
+            or sinks is not None
+            or is_dynamo_compiling()
+            or function_mode_is_active()
+            or num_dispatch_modes()
             or (planned := self._state.planned) is None
             or planned.usual is None
         ):
-            given = RunOptions(
-                args, window_left, q_scale, k_scale, v_scale, sinks, scale_q, scale_k, scale_v,
-                enable_pdl, kv_cache_sf, o_scale, skip_softmax_threshold_scale_factor,
-                use_fp16_softmax, uses_spcompress,
-            )  # fmt: skip
+            given = run_options(self, (args, k_scale, v_scale, sinks), options)
             outputs = Outputs(out, lse, return_lse, lse_base, lse_layout)
             return super()._run(q, paged_kv_cache, given, outputs)
         outputs = run_outputs(out, lse, return_lse, lse_base, lse_layout)

@@ -1,28 +1,26 @@
 """The wrapper of ragged KV caches, preflash.prefill.BatchPrefillWithRaggedKVCacheWrapper."""
 
-# Functions are over 80 lines where the API fixes a long signature; their bodies are short.
-
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .._check import values as check
-from .._check.arguments import Result, RunOptions
+from .._check.arguments import Result, RunKeywords, Scale
 from .._check.calls import RaggedForwardArguments, RaggedPlanArguments
 from .._check.names import tells_nearest
 from .._check.outputs import DEFAULT_OUTPUTS, Outputs, run_outputs
+from .._check.recording import function_mode_is_active, is_dynamo_compiling, num_dispatch_modes
 from .._compat import sink_variant
 from .._compat.engine_attributes import RaggedEngineAttributes
 from .._compat.signatures import by_position, takes
 from .batch import BatchPrefillWrapper
+from .options import any_given, lists_options, run_options
 
-# Names of their own for what every run() asks; see check.traced().
-_dynamo_compiles = check.is_dynamo_compiling
-_function_modes = check.function_mode_is_active
-_dispatch_modes = check.num_dispatch_modes
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillWrapper, RaggedEngineAttributes):
@@ -31,26 +29,10 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillWrapper, RaggedEngineAttr
     The keys of request i are rows kv_indptr[i] to kv_indptr[i + 1] of one tensor.
 
     Args:
-        float_workspace_buffer: scratch memory for split-KV partials, any dtype; 128 MB is plenty,
-            and with less (even with none) keys are split less. Its device is the device of all
-            tensors.
         kv_layout: "NHD": k and v are [tokens, num_kv_heads, head_dim]; "HND": [num_kv_heads,
             tokens, head_dim].
-        use_cuda_graph: plan() keeps its arrays in the buffers that follow, and a captured run()
-            replays what was planned last. The batch size is fixed, and no plan may have more query
-            rows than the first. Without it the buffers have no effect.
         qo_indptr_buf, kv_indptr_buf: int32 [batch_size + 1], on the wrapper's device.
-        custom_mask_buf: uint8, for the packed bits of any batch and 8 bytes more; needed, like
-            qk_indptr_buf, where plan() is given a custom mask.
-        qk_indptr_buf, mask_indptr_buf: int32 [batch_size + 1], two names of one buffer.
-        backend: "auto", "fa2", "fa3", "cpu", or "cudnn" where the nvidia-cudnn-frontend package
-            imports: float16 or bfloat16, head_dim 128, or 192 with 128 for v, causal or full, no
-            other option; see cudnn_batch_prefill_with_kv_cache. An explicit one never becomes
-            another, unless PREFLASH_BACKEND in the environment names the one to use instead of all.
-        jit_args, jit_kwargs: None, or those of FlashInfer's variant "AttentionSink", whose dtypes
-            and head_dims plan() must then have. Nothing is compiled at run time. run() takes sink
-            and sm_scale by position behind the tensors, everything else by name.
-        variant_owns_mask: False only.
+        The others are those of BatchPrefillWithPagedKVCacheWrapper.
 
     Raises:
         TypeError, ValueError: an argument is wrong.
@@ -77,18 +59,10 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillWrapper, RaggedEngineAttr
         self._announced = sink_variant.announced(jit_args, jit_kwargs)
         check.neutral("variant_owns_mask", variant_owns_mask, False)
         super().__init__(
-            float_workspace_buffer,
-            kv_layout,
-            use_cuda_graph,
-            backend,
-            {
-                "qo_indptr_buf": qo_indptr_buf,
-                "kv_indptr_buf": kv_indptr_buf,
-                "custom_mask_buf": custom_mask_buf,
-                "qk_indptr_buf": qk_indptr_buf,
-                "mask_indptr_buf": mask_indptr_buf,
-            },
-        )
+            float_workspace_buffer, kv_layout, use_cuda_graph, backend, qo_indptr_buf=qo_indptr_buf,
+            kv_indptr_buf=kv_indptr_buf, custom_mask_buf=custom_mask_buf,
+            qk_indptr_buf=qk_indptr_buf, mask_indptr_buf=mask_indptr_buf,
+        )  # fmt: skip
         if jit_args is not None:
             sink_variant.give_run(self, paged=False)
 
@@ -105,33 +79,26 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillWrapper, RaggedEngineAttr
             kv_indptr: [batch_size + 1] int32, first token of each request in k and v.
             v_indptr, o_indptr: where each request begins in v and the output: kv_indptr and
                 qo_indptr again, in tokens or in elements. Those on the GPU are waited for.
-            The others are those of BatchPrefillWithPagedKVCacheWrapper.plan().
-
-        Raises:
-            TypeError, ValueError: an argument is wrong, or a workspace too small.
-            NotImplementedError: no compiled kernel serves it, or an option of a later release.
-            The wrapper keeps the plan it had.
+            The others, and the errors, are those of BatchPrefillWithPagedKVCacheWrapper.plan().
         """
         super()._plan(a)
 
     @takes(RaggedPlanArguments)
     def begin_forward(self, a: RaggedPlanArguments) -> None:
-        """plan(), but made for what forward() last asked for: its causal, window_left, soft cap and
-        position encoding replace these arguments where they differ, so that one plan serves both
-        calls. run() still means these arguments, and plans for them if it has to."""
+        """plan(), but made for what forward() last asked for, as in
+        BatchPrefillWithPagedKVCacheWrapper.begin_forward()."""
         super()._begin_forward(a)
 
     @takes(RaggedPlanArguments)
     def workspace_size(self, a: RaggedPlanArguments) -> tuple[int, int]:
-        """(float_bytes, int_bytes) that plan() with these arguments uses at most. Plans nothing.
-
-        With use_cuda_graph and fixed_split_size both grow with the float workspace, all of which
-        is for longer keys of later plans: what these arguments need."""
+        """(float_bytes, int_bytes) that plan() with these arguments uses at most, as in
+        BatchPrefillWithPagedKVCacheWrapper.workspace_size()."""
         return super()._workspace_size(a)
 
     _by_position = ("return_lse",)
 
     @by_position(*_by_position)
+    @lists_options
     def run(
         self,
         q: torch.Tensor,
@@ -139,24 +106,14 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillWrapper, RaggedEngineAttr
         v: torch.Tensor,
         *args: Any,
         return_lse: bool = False,
-        q_scale: float | torch.Tensor | None = None,
-        k_scale: float | torch.Tensor | None = None,
-        v_scale: float | torch.Tensor | None = None,
-        scale_q: torch.Tensor | None = None,
-        scale_k: torch.Tensor | None = None,
-        scale_v: torch.Tensor | None = None,
+        k_scale: Scale = None,
+        v_scale: Scale = None,
         out: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
         lse_base: str = "log2",
         lse_layout: str = "NH",
-        enable_pdl: bool | None = None,
-        window_left: int | None = None,
         sinks: torch.Tensor | None = None,
-        kv_cache_sf: None = None,
-        o_scale: float | None = None,
-        skip_softmax_threshold_scale_factor: float | None = None,
-        use_fp16_softmax: bool | None = None,
-        uses_spcompress: bool | None = None,
+        **options: Unpack[RunKeywords],
     ) -> Result:
         """Computes one layer of the planned batch on the current stream.
 
@@ -166,50 +123,24 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillWrapper, RaggedEngineAttr
             k: [at least kv_indptr[-1], num_kv_heads, head_dim] (NHD) or [num_kv_heads, at least
                 kv_indptr[-1], head_dim] (HND); any strides but a contiguous last dimension.
             v: like k with head_dim_vo.
-            window_left: another window than the planned one; planned when first asked for.
-            q_scale, k_scale, v_scale, return_lse, out, lse, lse_base, lse_layout, enable_pdl,
-            scale_q, scale_k, scale_v, sinks, kv_cache_sf: as in single_prefill_with_kv_cache.
-                The three scales may also follow v by position; a float is then that of all heads,
-                q_scale, k_scale or v_scale.
-            o_scale, skip_softmax_threshold_scale_factor, use_fp16_softmax, uses_spcompress: None,
-            or 1.0, 0.0, False and False, only.
-
-        Returns:
-            out [rows of q, num_qo_heads, head_dim_vo], or (out, lse) with return_lse. Rows that
-            no request has are not written: in a fresh out they hold anything.
-
-        Raises:
-            TypeError, ValueError: not planned, or a tensor is not what was planned. Nothing is
-            launched. NotImplementedError: an option of a later release.
+            The others, the result and the errors are those of
+            BatchPrefillWithPagedKVCacheWrapper.run(); scale_q, scale_k and scale_v may also follow
+            v by position, a float for all heads.
         """
         if (
             args
+            or (options and any_given(options))
             or return_lse is None
-            or enable_pdl is not None
-            or kv_cache_sf is not None
-            or o_scale is not None
-            or skip_softmax_threshold_scale_factor is not None
-            or use_fp16_softmax is not None
-            or uses_spcompress is not None
-            or window_left is not None
-            or sinks is not None
-            or q_scale is not None
             or k_scale is not None
             or v_scale is not None
-            or scale_q is not None
-            or scale_k is not None
-            or scale_v is not None
-            or _dynamo_compiles()
-            or _function_modes()
-            or _dispatch_modes()
+            or sinks is not None
+            or is_dynamo_compiling()
+            or function_mode_is_active()
+            or num_dispatch_modes()
             or (planned := self._state.planned) is None
             or planned.usual is None
         ):
-            given = RunOptions(
-                args, window_left, q_scale, k_scale, v_scale, sinks, scale_q, scale_k, scale_v,
-                enable_pdl, kv_cache_sf, o_scale, skip_softmax_threshold_scale_factor,
-                use_fp16_softmax, uses_spcompress,
-            )  # fmt: skip
+            given = run_options(self, (args, k_scale, v_scale, sinks), options)
             outputs = Outputs(out, lse, return_lse, lse_base, lse_layout)
             return super()._run(q, (k, v), given, outputs)
         outputs = run_outputs(out, lse, return_lse, lse_base, lse_layout)
@@ -223,11 +154,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillWrapper, RaggedEngineAttr
 
     @takes(RaggedForwardArguments)
     def forward(self, a: RaggedForwardArguments) -> torch.Tensor:
-        """Deprecated: run() with its own options; they replace those of plan(), defaults included.
-
-        Where they differ from the plan, the variant is selected and planned again, once for all
-        layers. A custom mask of plan() stays.
-        """
+        """Deprecated: run() with its own options, as
+        BatchPrefillWithPagedKVCacheWrapper.forward()."""
         return super()._forward(a.q, (a.k, a.v), a, DEFAULT_OUTPUTS)
 
     @takes(RaggedForwardArguments)

@@ -1,10 +1,11 @@
 """Causal attention with spans that see themselves both ways,
 preflash.attention.BatchPrefillWithCausalBidirectionalRangesWrapper."""
 
-# NOTE: the API fixes long signatures; see paged.py.
-
 from __future__ import annotations
 
+import functools
+import inspect
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,9 +15,44 @@ from .._check.arguments import KvCache, Result, Scale, converted
 from .._check.calls import PagedPlanArguments
 from .._check.names import tells_nearest
 from .._plan.items import written_out
+from .options import check_announced
 from .paged import BatchPrefillWithPagedKVCacheWrapper
 
 _WINDOWS_KEPT = 4
+
+# What plan() takes in one form alone: run() has the mask and its windows.
+_NEUTRAL = {
+    "causal": False,
+    "pos_encoding_mode": "NONE",
+    "window_left": -1,
+    "token_pos_in_items_len": 0,
+    "logits_soft_cap": 0.0,
+}
+_ABSENT = (
+    "custom_mask", "packed_custom_mask", "prefix_len_ptr", "token_pos_in_items_ptr",
+    "max_item_len_ptr",
+)  # fmt: skip
+
+
+def _called_like(method: Callable, without: Sequence[str]) -> Callable[[Callable], Callable]:
+    """Gives a method the parameters of another but for some; it receives them all by name."""
+
+    def decorate(function: Callable) -> Callable:
+        own = inspect.signature(method)
+        parameters = [p for name, p in own.parameters.items() if name not in without]
+        returned = inspect.signature(function).return_annotation
+        signature = own.replace(parameters=parameters, return_annotation=returned)
+
+        @functools.wraps(function)
+        def call(*args: Any, **options: Any) -> Any:
+            given = signature.bind(*args, **options)
+            given.apply_defaults()
+            return function(**given.arguments)
+
+        call.__signature__ = signature
+        return call
+
+    return decorate
 
 
 class _Masked(NamedTuple):
@@ -75,6 +111,10 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
         check.neutral("use_cuda_graph", use_cuda_graph, False)
         check.neutral("pos_encoding_mode", pos_encoding_mode, "NONE")
         q_dtype = check.query_dtype("q_data_type", q_data_type)
+        super().__init__(
+            float_workspace_buffer, kv_layout, False, qo_indptr_buf, paged_kv_indptr_buf,
+            paged_kv_indices_buf, paged_kv_last_page_len_buf, backend=backend,
+        )  # fmt: skip
         self._constructed_with = {
             "q_data_type": q_dtype,
             "kv_data_type": check.kv_dtype("kv_data_type", kv_data_type, q_dtype),
@@ -82,17 +122,7 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
             "head_dim_qk": check.positive("head_dim_qk", head_dim_qk),
             "head_dim_vo": check.positive("head_dim_vo", head_dim_vo),
         }
-        super().__init__(
-            float_workspace_buffer,
-            kv_layout,
-            False,
-            qo_indptr_buf,
-            paged_kv_indptr_buf,
-            paged_kv_indices_buf,
-            paged_kv_last_page_len_buf,
-            backend=backend,
-        )
-        self._given: PagedPlanArguments | None = None
+        self._plan_given: PagedPlanArguments | None = None
         self._masked: dict[tuple[int, int], _Masked] = {}
 
     def plan(
@@ -134,15 +164,18 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
             token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr, pos_encoding_mode,
             logits_soft_cap:
                 their defaults only (of the cap also 0): run() has the mask and its windows.
-            The others are those of BatchPrefillWithPagedKVCacheWrapper.plan().
+            The others, and the errors, are those of BatchPrefillWithPagedKVCacheWrapper.plan().
 
-        Raises:
-            TypeError, ValueError: an argument is wrong, or contradicts the constructor.
-            NotImplementedError: no compiled kernel serves it.
-            The wrapper keeps the plan it had.
+        Raises ValueError, too: an argument contradicts the constructor.
         """
-        super()._plan(self._arguments(locals()))
-        self._given = self._arguments(locals(), own=True)
+        a = self._arguments(locals())
+        super()._plan(a)
+        # The caller may change his arrays. Pages on a GPU stay there, as in every plan.
+        names = ["qo_indptr", "paged_kv_indptr", "paged_kv_last_page_len"]
+        if a.paged_kv_indices.is_cpu:
+            names.append("paged_kv_indices")
+        own = {name: getattr(a, name).to("cpu", copy=True) for name in names}
+        self._plan_given = converted(a, PagedPlanArguments, **own)
         self._masked = {}
 
     begin_forward = plan
@@ -155,81 +188,25 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
         super().reset_workspace_buffer(float_workspace_buffer, int_workspace_buffer)
         self._masked = {}
 
-    def workspace_size(
-        self,
-        qo_indptr: torch.Tensor,
-        paged_kv_indptr: torch.Tensor,
-        paged_kv_indices: torch.Tensor,
-        paged_kv_last_page_len: torch.Tensor,
-        num_qo_heads: int,
-        num_kv_heads: int,
-        head_dim_qk: int,
-        page_size: int,
-        head_dim_vo: int | None = None,
-        custom_mask: None = None,
-        packed_custom_mask: None = None,
-        causal: bool = False,
-        pos_encoding_mode: str = "NONE",
-        use_fp16_qk_reduction: bool = False,
-        sm_scale: float | None = None,
-        window_left: int = -1,
-        logits_soft_cap: float | None = None,
-        q_data_type: str | torch.dtype | None = None,
-        kv_data_type: str | torch.dtype | None = None,
-        o_data_type: str | torch.dtype | None = None,
-        prefix_len_ptr: None = None,
-        token_pos_in_items_ptr: None = None,
-        token_pos_in_items_len: int = 0,
-        max_item_len_ptr: None = None,
-        max_token_per_sequence: int | None = None,
-        max_sequence_kv: int | None = None,
-        fixed_split_size: int | None = None,
-        disable_split_kv: bool = False,
-    ) -> tuple[int, int]:
+    @_called_like(plan, without=("non_blocking",))
+    def workspace_size(self, **given: Any) -> tuple[int, int]:
         """(float_bytes, int_bytes) that plan() with these arguments uses at most. Plans nothing."""
-        return super()._workspace_size(self._arguments(locals()))
+        return super()._workspace_size(self._arguments(given))
 
-    def _arguments(self, given: dict[str, Any], *, own: bool = False) -> PagedPlanArguments:
-        """Those of a paged plan without a mask. own: with copies of arrays that the caller may
-        change."""
-        check.absent(
-            **{
-                name: given[name]
-                for name in ("custom_mask", "packed_custom_mask", "prefix_len_ptr",
-                             "token_pos_in_items_ptr", "max_item_len_ptr")
-            }
-        )  # fmt: skip
-        for name, neutral in (
-            ("causal", False),
-            ("pos_encoding_mode", "NONE"),
-            ("window_left", -1),
-            ("token_pos_in_items_len", 0),
-        ):
+    def _arguments(self, given: dict[str, Any]) -> PagedPlanArguments:
+        """Those of a paged plan without a mask."""
+        for name, neutral in _NEUTRAL.items():
             check.neutral(name, given[name], neutral)
-        check.neutral("logits_soft_cap", given["logits_soft_cap"], 0.0)
-        options = dict(self._constructed_with)
+        check.absent(**{name: given[name] for name in _ABSENT})
+        options = {name: given[name] for name in PagedPlanArguments.__slots__ if name in given}
         for name, announced in self._constructed_with.items():
-            value = given[name]
-            if value is None:
-                continue
-            value = check.dtype(name, value) if name.endswith("type") else value
-            if value != announced:
-                raise ValueError(
-                    f"{name}={value} in plan() contradicts the constructor's {announced}: give "
-                    "both the same, or construct another wrapper"
-                )
-        head_dim = options.pop("head_dim_qk")
-        for name in ("qo_indptr", "paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len"):
-            array = given[name]
-            # Pages on a GPU stay there, as in every plan.
-            stays = not own or (name == "paged_kv_indices" and not array.is_cpu)
-            options[name] = array if stays else array.to("cpu", copy=True)
-        for name in (
-            "num_qo_heads", "num_kv_heads", "page_size", "sm_scale", "use_fp16_qk_reduction",
-            "max_token_per_sequence", "max_sequence_kv", "fixed_split_size", "disable_split_kv",
-        ):  # fmt: skip
-            options[name] = given[name]
-        return PagedPlanArguments(head_dim=head_dim, causal=True, **options)
+            if options[name] is None:
+                options[name] = announced
+            elif name.endswith("type"):
+                options[name] = check.dtype(name, options[name])
+        check_announced(self._constructed_with, options)
+        options |= {"head_dim": options.pop("head_dim_qk"), "causal": True}
+        return PagedPlanArguments(**options)
 
     def run(
         self,
@@ -257,14 +234,10 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
                 is all.
             range_window_left: how many keys the span keeps up to the diagonal, that of the diagonal
                 included; what lies behind the diagonal is kept. 0 and below: all.
-            The others are those of BatchPrefillWithPagedKVCacheWrapper.run().
+            The others, the result and the errors are those of
+            BatchPrefillWithPagedKVCacheWrapper.run().
 
-        Returns:
-            out [rows of q, num_qo_heads, head_dim_vo], or (out, lse) with return_lse.
-
-        Raises:
-            TypeError, ValueError: not planned, or a tensor is not what was planned. Nothing is
-            launched. RuntimeError: the stream is being captured.
+        Raises RuntimeError, too: the stream is being captured.
         """
         ranges = check.tensor("bidirectional_ranges", bidirectional_ranges)
         check.has_dtype("bidirectional_ranges", ranges, torch.int32, "positions of keys")
@@ -289,43 +262,15 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
         """run() with return_lse=True."""
         return self.run(*args, return_lse=True, **options)
 
-    def forward(
-        self,
-        q: torch.Tensor,
-        paged_kv_cache: KvCache,
-        bidirectional_ranges: torch.Tensor,
-        causal_window_left: int = -1,
-        range_window_left: int = -1,
-        q_scale: Scale = None,
-        k_scale: Scale = None,
-        v_scale: Scale = None,
-        enable_pdl: bool | None = None,
-        kv_cache_sf: None = None,
-    ) -> torch.Tensor:
+    @_called_like(run, without=("out", "lse", "return_lse"))
+    def forward(self, **given: Any) -> torch.Tensor:
         """run(), whose options it has."""
-        return self.run(
-            q, paged_kv_cache, bidirectional_ranges, causal_window_left, range_window_left,
-            q_scale, k_scale, v_scale, enable_pdl=enable_pdl, kv_cache_sf=kv_cache_sf,
-        )  # fmt: skip
+        return self.run(**given)
 
-    def forward_return_lse(
-        self,
-        q: torch.Tensor,
-        paged_kv_cache: KvCache,
-        bidirectional_ranges: torch.Tensor,
-        causal_window_left: int = -1,
-        range_window_left: int = -1,
-        q_scale: Scale = None,
-        k_scale: Scale = None,
-        v_scale: Scale = None,
-        enable_pdl: bool | None = None,
-        kv_cache_sf: None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    @_called_like(run, without=("out", "lse", "return_lse"))
+    def forward_return_lse(self, **given: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """run() with return_lse=True."""
-        return self.run_return_lse(
-            q, paged_kv_cache, bidirectional_ranges, causal_window_left, range_window_left,
-            q_scale, k_scale, v_scale, enable_pdl=enable_pdl, kv_cache_sf=kv_cache_sf,
-        )  # fmt: skip
+        return self.run(return_lse=True, **given)
 
     @check.eager
     def _with_mask(
@@ -363,7 +308,9 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
             self._float_workspace_buffer, self._kv_layout, backend=self._requested_backend.name
         )
         mask = written_out(batch, self.device, keeps)
-        wrapper._plan(converted(self._given, PagedPlanArguments, causal=False, custom_mask=mask))
+        wrapper._plan(
+            converted(self._plan_given, PagedPlanArguments, causal=False, custom_mask=mask)
+        )
         others = [(key, one) for key, one in self._masked.items() if key != windows]
         kept = dict(others[-_WINDOWS_KEPT + 1 :])
         self._masked = {**kept, windows: _Masked(wrapper, ranges.clone())}

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .. import _core
-from .._check import values as check
 from .._check.request import Request
 from .._check.scales import Scales
 from .._device.workspace import Workspace
@@ -56,25 +55,6 @@ class Planned(NamedTuple):
         self.others[options] = variant
 
 
-class ForwardOptions(NamedTuple):
-    """The options of forward() that choose a variant."""
-
-    causal: bool
-    window_left: int
-    encoding: check.PositionEncoding
-    soft_cap: float
-
-    def applied_to(self, options: _core.AttentionOptions) -> _core.AttentionOptions:
-        return options.replace(
-            causal=self.causal and options.mask != _core.Mask.custom,
-            window_left=self.window_left,
-            position=self.encoding.position,
-            rope_scale=self.encoding.rope_scale,
-            rope_theta=self.encoding.rope_theta,
-            soft_cap=self.soft_cap,
-        )
-
-
 class State(NamedTuple):
     """All of a wrapper that changes. Replaced as a whole, so that a refused or interrupted call
     changes nothing."""
@@ -86,8 +66,8 @@ class State(NamedTuple):
     # where the runs are that graphs have captured.
     graph_rows: int = 0
     captured: Mapping[_core.AttentionOptions, _core.Place] = MappingProxyType({})
-    # What the last forward() asked for, until a run() shows that the caller does not forward().
-    last_forward: ForwardOptions | None = None
+    # The options of the last forward(), until a run() shows that the caller does not forward().
+    last_forward: Mapping[str, Any] | None = None
 
     def of_copy(self) -> State:
         """What a copied wrapper begins with: the same plan, and work lists of its own from then

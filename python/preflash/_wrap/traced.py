@@ -69,20 +69,11 @@ def run(name: str, q: torch.Tensor, kv: KvCache, a: RunArguments, outputs: Outpu
     options = _by_type(**a.scales._asdict(), sm_scale=a.sm_scale, **a.per_head._asdict())
     if a.window_left is not None:
         options["window_left"] = a.window_left
-    k, v = (kv, None) if isinstance(kv, torch.Tensor) else kv
     o_dtype = None
     if q.dtype not in check.WIDE_DTYPES and outputs.out is None:
         options["o_dtype"] = o_dtype = planned_o_dtype(name)
-    arguments = (_recorded_name(name), q, k, v)
-    if outputs.out is None and outputs.lse is None:
-        if not outputs.return_lse:
-            return torch.ops.preflash.run(*arguments, **options)
-        return torch.ops.preflash.run_return_lse(*arguments, **options, **_lse_options(outputs))
-    outputs = _allocated(q, k if v is None else v, o_dtype, outputs)
-    torch.ops.preflash.run_into(
-        *arguments, output=outputs.out, lse=outputs.lse, **options, **_lse_options(outputs)
-    )
-    return _returned(outputs)
+    arguments = (_recorded_name(name), q, *pools_of(kv))
+    return _recorded("run", arguments, o_dtype, outputs, options)
 
 
 def forward(
@@ -92,29 +83,52 @@ def forward(
     options = _options(a)
     if q.dtype not in check.WIDE_DTYPES:
         options["o_dtype"] = planned_o_dtype(name)
-    k, v = (kv, None) if isinstance(kv, torch.Tensor) else kv
     operators = torch.ops.preflash
     operator = operators.forward_return_lse if outputs.return_lse else operators.forward
-    return operator(_recorded_name(name), q, k, v, **options)
+    return operator(_recorded_name(name), q, *pools_of(kv), **options)
 
 
 def single(a: SingleArguments) -> Result:
     """single_prefill_with_kv_cache()."""
     check_neutral(options_of(a))
     outputs = outputs_of(a)
-    tensors = (a.q, a.k, a.v)
     options = _options(a)
     o_dtype = check.alias("o_data_type", a.o_data_type, "o_dtype", a.o_dtype)
     options["o_dtype"] = o_dtype = None if o_dtype is None else check.dtype("o_dtype", o_dtype)
-    if outputs.out is None and outputs.lse is None:
-        if not outputs.return_lse:
-            return torch.ops.preflash.single(*tensors, **options)
-        return torch.ops.preflash.single_return_lse(*tensors, **options, **_lse_options(outputs))
-    outputs = _allocated(a.q, a.v, check.output_dtype("o_dtype", o_dtype, a.q.dtype), outputs)
-    torch.ops.preflash.single_into(
-        *tensors, output=outputs.out, lse=outputs.lse, **options, **_lse_options(outputs)
-    )
-    return _returned(outputs)
+    if outputs.out is not None or outputs.lse is not None:
+        o_dtype = check.output_dtype("o_dtype", o_dtype, a.q.dtype)
+    return _recorded("single", (a.q, a.k, a.v), o_dtype, outputs, options)
+
+
+def _recorded(
+    operator: str,
+    arguments: tuple[Any, ...],
+    o_dtype: torch.dtype | None,
+    outputs: Outputs,
+    options: dict[str, Any],
+) -> Result:
+    """The operator in the form that makes these outputs. The last arguments are q, k and v, or q, a
+    cache with both and None."""
+    operators = torch.ops.preflash
+    out, lse, return_lse, lse_base, lse_layout = outputs
+    of_lse = {"lse_base": lse_base, "lse_layout": lse_layout}
+    if out is None and lse is None:
+        if not return_lse:
+            return getattr(operators, operator)(*arguments, **options)
+        return getattr(operators, f"{operator}_return_lse")(*arguments, **options, **of_lse)
+    *_, q, k, v = arguments
+    if out is None:
+        out = q.new_empty(out_shape(q, k if v is None else v), dtype=o_dtype or q.dtype)
+    if lse is None and return_lse:
+        lse = q.new_empty(lse_shape(q, lse_layout), dtype=torch.float32)
+    into = getattr(operators, f"{operator}_into")
+    into(*arguments, output=out, lse=lse, **options, **of_lse)
+    return (out, lse) if return_lse else out
+
+
+def pools_of(kv: KvCache) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """k and v, or one cache that holds both."""
+    return (kv, None) if isinstance(kv, torch.Tensor) else kv
 
 
 def out_shape(q: torch.Tensor, v: torch.Tensor) -> tuple[int, int, int]:
@@ -127,22 +141,6 @@ def out_shape(q: torch.Tensor, v: torch.Tensor) -> tuple[int, int, int]:
 def lse_shape(q: torch.Tensor, lse_layout: str) -> tuple[int, int]:
     tokens, heads = q.shape[0], q.shape[1]
     return (tokens, heads) if lse_layout == "NH" else (heads, tokens)
-
-
-def _allocated(
-    q: torch.Tensor, v: torch.Tensor, o_dtype: torch.dtype | None, outputs: Outputs
-) -> Outputs:
-    """The outputs with a tensor for each that is wanted and not given."""
-    out, lse, return_lse, _, lse_layout = outputs
-    if out is None:
-        out = q.new_empty(out_shape(q, v), dtype=q.dtype if o_dtype is None else o_dtype)
-    if lse is None and return_lse:
-        lse = q.new_empty(lse_shape(q, lse_layout), dtype=torch.float32)
-    return outputs._replace(out=out, lse=lse)
-
-
-def _returned(outputs: Outputs) -> Result:
-    return (outputs.out, outputs.lse) if outputs.return_lse else outputs.out
 
 
 def _options(a: ForwardArguments | SingleArguments) -> dict[str, Any]:
@@ -165,7 +163,3 @@ def _by_type(**options: Any) -> dict[str, Any]:
         for name, value in options.items()
         if value is not None
     }
-
-
-def _lse_options(outputs: Outputs) -> dict[str, str]:
-    return {"lse_base": outputs.lse_base, "lse_layout": outputs.lse_layout}

@@ -82,7 +82,9 @@ def _drop_output() -> None:
 
 def check_writable(option: str, path: os.PathLike[str]) -> None:
     """Raises CommandError where a report could not be written to the path once the work is done."""
-    existed = os.path.lexists(path)
+    existed, folder = os.path.lexists(path), os.path.dirname(path) or os.curdir
+    if not os.path.isdir(folder):
+        raise CommandError(f"{option} {path}: there is no directory {folder}")
     try:
         with open(path, "ab"):
             pass

@@ -1,134 +1,82 @@
-"""What the commands print with: aligned tables and a progress bar."""
+"""Tables and progress: by rich where that is installed, else plain lines."""
 
 from __future__ import annotations
 
 import contextlib
+import io
 import sys
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, TextIO
+from collections.abc import Callable, Iterator, Mapping
 
 _ABSENT = "-"
 
 
-def number(value: float | None, spec: str) -> str | None:
-    """A cell of a table."""
-    return None if value is None else format(value, spec)
-
-
-@dataclass
 class Table:
-    """Rows of text under headers. Columns named in `right` are right-aligned, the others left."""
+    """Rows under headers, printed as a Markdown table; rich lines its columns up. A column has a
+    format: "" of text, which is on the left, or that of its numbers. Columns without any value are
+    left out."""
 
-    headers: Sequence[str]
-    right: frozenset[str] = frozenset()
-    rows: list[list[str]] = field(default_factory=list)
+    def __init__(self, columns: Mapping[str, str]) -> None:
+        self._columns = dict(columns)
+        self._rows: list[list[str]] = []
 
     def add(self, *cells: object) -> None:
-        """Appends one row; None prints as a dash."""
-        if len(cells) != len(self.headers):
-            raise ValueError(f"a row of {len(cells)} cells under {len(self.headers)} headers")
-        self.rows.append([_ABSENT if cell is None else str(cell) for cell in cells])
-
-    def without_empty_columns(self) -> Table:
-        """The same table less the columns that hold dashes alone."""
-        used = [c for c in range(len(self.headers)) if any(row[c] != _ABSENT for row in self.rows)]
-        headers = [self.headers[c] for c in used]
-        return Table(headers, self.right, [[row[c] for c in used] for row in self.rows])
+        """Appends one row; None prints as a dash, text as it is."""
+        formats = zip(cells, self._columns.values(), strict=True)
+        self._rows.append([_text(cell, spec) for cell, spec in formats])
 
     def __str__(self) -> str:
-        grid = [list(self.headers), *self.rows]
-        widths = [max(len(row[c]) for row in grid) for c in range(len(self.headers))]
-        lines = [self._line(row, widths) for row in grid]
-        lines.insert(1, "  ".join("-" * width for width in widths))
-        return "\n".join(lines)
-
-    def _line(self, row: Sequence[str], widths: Sequence[int]) -> str:
-        cells = (
-            cell.rjust(width) if header in self.right else cell.ljust(width)
-            for header, cell, width in zip(self.headers, row, widths, strict=True)
-        )
-        return "  ".join(cells).rstrip()
-
-
-class Progress:
-    """A progress bar over a known number of steps. On a terminal it redraws one line, by rich where
-    that is installed; elsewhere (a pipe, a log) it prints a line per quarter, so that logs stay
-    short."""
-
-    _WIDTH = 28
-    _REDRAW_SECONDS = 0.1
-
-    def __init__(self, total: int, title: str, stream: TextIO | None = None) -> None:
-        self._total = max(total, 1)
-        self._title = title
-        self._stream = sys.stderr if stream is None else stream
-        self._live = self._stream.isatty()
-        self._done = 0
-        self._quarter = 0
-        self._start = time.monotonic()
-        self._drawn = -1.0
-        self._rich = _rich_bar(title, self._total, self._stream) if self._live else None
-
-    def __enter__(self) -> Progress:
-        if self._rich is not None:
-            self._rich.start()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        if self._rich is not None:
-            self._rich.stop()
-        elif self._live:
-            self._draw()
-            self._write("\n")
-
-    def step(self, note: str = "") -> None:
-        """One more step is done; `note` says which one is under way."""
-        self._done = min(self._done + 1, self._total)
-        if self._rich is not None:
-            self._rich.update(self._rich.task_ids[0], completed=self._done, note=note[:40])
-            return
-        if self._live:
-            now = time.monotonic()
-            if now - self._drawn >= self._REDRAW_SECONDS:
-                self._drawn = now
-                self._draw(note)
-            return
-        quarter = 4 * self._done // self._total
-        if quarter > self._quarter:
-            self._quarter = quarter
-            self._write(f"{self._title}: {self._done}/{self._total} ({self._elapsed()})\n")
-
-    def _draw(self, note: str = "") -> None:
-        filled = self._WIDTH * self._done // self._total
-        bar = "#" * filled + "." * (self._WIDTH - filled)
-        text = f"{self._title} [{bar}] {self._done}/{self._total} {self._elapsed()} {note}"
-        # \033[K clears what a longer note left behind.
-        self._write(f"\r{text[:110].rstrip()}\033[K")
-
-    def _write(self, text: str) -> None:
-        with contextlib.suppress(OSError):  # a progress bar nobody can see ends no work
-            self._stream.write(text)
-            self._stream.flush()
-
-    def _elapsed(self) -> str:
-        return f"{time.monotonic() - self._start:.1f} s"
+        columns = zip(self._columns.items(), *self._rows, strict=True)
+        used = [column for column in columns if any(cell != _ABSENT for cell in column[1:])]
+        formats, *rows = zip(*used, strict=True)
+        try:
+            from rich import box, console, table
+        except ImportError:
+            grid = [[header for header, _ in formats], ["---"] * len(formats), *rows]
+            return "\n".join(f"| {' | '.join(row)} |" for row in grid)
+        drawn = table.Table(box=box.MARKDOWN)
+        for header, spec in formats:
+            drawn.add_column(header, justify="right" if spec else "left")
+        for row in rows:
+            drawn.add_row(*row)
+        # So wide that no cell is broken: a line is for programs, too.
+        plain = {"color_system": None, "markup": False, "emoji": False}
+        page = console.Console(file=io.StringIO(), width=10_000, **plain)
+        page.print(drawn)
+        return page.file.getvalue().strip()
 
 
-def _rich_bar(title: str, total: int, stream: TextIO) -> Any:
-    """A bar of rich, not started; None where rich is not installed."""
+def _text(cell: object, spec: str) -> str:
+    if cell is None:
+        return _ABSENT
+    return cell if isinstance(cell, str) else format(cell, spec)
+
+
+@contextlib.contextmanager
+def progress(total: int, title: str) -> Iterator[Callable[[str], None]]:
+    """A function to call after each of `total` steps, with what was done. It moves a bar of rich on
+    a terminal, and prints a line per quarter elsewhere, both on stderr."""
     try:
         from rich import console, progress
     except ImportError:
-        return None
-    columns = (
-        progress.TextColumn(title),
-        progress.BarColumn(),
-        progress.MofNCompleteColumn(),
-        progress.TimeElapsedColumn(),
-        progress.TextColumn("{task.fields[note]}", markup=False),
-    )
-    bar = progress.Progress(*columns, console=console.Console(file=stream))
-    bar.add_task(title, total=total, note="")
-    return bar
+        progress = None
+    if progress is None or not sys.stderr.isatty():
+        yield _lines(total, title)
+        return
+    columns = (progress.BarColumn(), progress.MofNCompleteColumn(), progress.TimeElapsedColumn())
+    note = progress.TextColumn("{task.description}", markup=False)
+    with progress.Progress(title, *columns, note, console=console.Console(stderr=True)) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda what: bar.update(task, advance=1, description=what)
+
+
+def _lines(total: int, title: str) -> Callable[[str], None]:
+    done = 0
+
+    def step(_: str) -> None:
+        nonlocal done
+        done += 1
+        if 4 * done // total > 4 * (done - 1) // total:
+            with contextlib.suppress(OSError):  # a line nobody can see ends no work
+                print(f"{title}: {done}/{total}", file=sys.stderr, flush=True)
+
+    return step

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -17,11 +16,11 @@ import torch
 
 import preflash as flashinfer
 
-from ..testing import Case, Inputs, KvForm, MaskKind, runner
+from ..testing import Case, Inputs, KvForm, MaskKind, oracle, runner
 from ..testing.case import flops
 from . import CommandError, text
 from .batches import BatchMaker, Sample
-from .console import Progress, Table
+from .console import Table, progress
 from .machine import Place, choose_places
 
 _WORKSPACE_BYTES = 128 * 1024 * 1024
@@ -69,46 +68,26 @@ _SERVING = (
 )
 
 
-@dataclasses.dataclass
-class Part:
-    """What one planned batch did: a line of the first table."""
-
-    name: str
-    case: Case
-    variant: str
-    plan_seconds: float
-    run_seconds: list[float]
-
-    @property
-    def median_run(self) -> float:
-        return statistics.median(self.run_seconds)
-
-
-@dataclasses.dataclass
-class Verdict:
-    """One thing that was verified: a line of the second table."""
-
-    what: str
-    amount: str
-    worst: str
-    failures: list[str]
-
-
-@dataclasses.dataclass
 class Demo:
-    """What the parts of the demo share and fill."""
+    """What the parts of the demo share, and the tables that they fill."""
 
-    place: Place
-    backend: str  # what the wrappers are asked for
-    scale: Scale
-    progress: Progress
-    parts: list[Part] = dataclasses.field(default_factory=list)
-    verdicts: list[Verdict] = dataclasses.field(default_factory=list)
-    left_out: list[str] = dataclasses.field(default_factory=list)
+    def __init__(self, place: Place, backend: str, scale: Scale, step: Callable[[str], None]):
+        self.place, self.scale, self.step = place, scale, step
+        self._backend = backend
+        sizes = dict.fromkeys(["layers", "tokens", "keys"], "d")
+        times = {"plan us": ".0f", "run ms/layer": ".3g", "TFLOP/s": ".3g"}
+        self.ran = Table({"batch": "", **sizes, **times, "variant": ""})
+        self.verified = Table(dict.fromkeys(["verified", "on", "worst", "result"], ""))
+        self.failures: list[str] = []
+        self.left_out: list[str] = []
+
+    def verify(self, what: str, amount: str, worst: str, failures: list[str]) -> None:
+        self.verified.add(what, amount, worst, "FAILED" if failures else "ok")
+        self.failures += failures
 
     def wrapper(self) -> flashinfer.BatchPrefillWithPagedKVCacheWrapper:
         buffer = runner.workspace(self.place.device, _WORKSPACE_BYTES)
-        return flashinfer.BatchPrefillWithPagedKVCacheWrapper(buffer, "NHD", backend=self.backend)
+        return flashinfer.BatchPrefillWithPagedKVCacheWrapper(buffer, "NHD", backend=self._backend)
 
     def timed(self, call: Callable[[], object]) -> tuple[object, float]:
         """The call's result and its wall time, the device's work included."""
@@ -119,8 +98,8 @@ class Demo:
         return result, time.perf_counter() - start
 
     def timed_plan(self, plan: Callable[[], object]) -> float:
-        """Median wall time; planning again replaces a plan by its equal."""
-        return statistics.median(self.timed(plan)[1] for _ in range(_PLAN_REPEATS))
+        """Median wall time in microseconds; planning again replaces a plan by its equal."""
+        return 1e6 * statistics.median(self.timed(plan)[1] for _ in range(_PLAN_REPEATS))
 
     def _settle(self) -> None:
         if self.place.device.type == "cuda":
@@ -151,61 +130,33 @@ def execute(args: argparse.Namespace) -> int:
     start = time.monotonic()
     # Per layer of a part: make inputs, run, compare; the example runs every layer twice.
     steps = 4 * scale.example_layers + 3 * scale.serving_layers
-    with Progress(steps, "demo") as progress:
-        demo = Demo(place, backend, scale, progress)
+    with progress(steps, "demo") as step:
+        demo = Demo(place, backend, scale, step)
         _example(demo)
         _serving(demo)
     return _report(demo, time.monotonic() - start)
 
 
+Result = tuple[torch.Tensor, torch.Tensor]
+_STORED = {"mask": MaskKind.CAUSAL, "page_size": 16, "form": KvForm.COMBINED}
+
+
 def _example(demo: Demo) -> None:
     """The example of the documentation: 7 requests, 64/16 heads, head_dim 128, page 16, float16."""
-    num_layers = demo.scale.example_layers
-    num_qo_heads, num_kv_heads, head_dim, max_num_pages, page_size = 64, 16, 128, 128, 16
-    device = demo.place.device
-    host = {"dtype": torch.int32, "device": "cpu"}
-    qo_indptr = torch.tensor([0, 33, 44, 55, 66, 77, 88, 100], **host)
-    paged_kv_indices = torch.arange(max_num_pages, dtype=torch.int32, device=device)
-    paged_kv_indptr = torch.tensor([0, 17, 29, 44, 48, 66, 100, 128], **host)
-    paged_kv_last_page_len = torch.tensor([1, 7, 14, 4, 3, 1, 16], **host)
-    table = (qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len)
-    heads = (num_qo_heads, num_kv_heads, head_dim, page_size)
-
-    qo_lens = qo_indptr.diff().tolist()
-    kv_lens = (page_size * (paged_kv_indptr.diff() - 1) + paged_kv_last_page_len).tolist()
-    lengths = (tuple(qo_lens), tuple(kv_lens))
-    stored = {"dtype": torch.float16, "page_size": page_size, "form": KvForm.COMBINED}
-    case = Case("documented example", *lengths, *heads[:3], mask=MaskKind.CAUSAL, **stored)
-    ends = paged_kv_indptr.tolist()
-    pages = [list(range(begin, end)) for begin, end in itertools.pairwise(ends)]
-    layers = []
-    for _ in range(num_layers):
-        q = torch.randn(100, num_qo_heads, head_dim, dtype=torch.float16, device=device)
-        shape = (max_num_pages, 2, page_size, num_kv_heads, head_dim)
-        cache = torch.randn(shape, dtype=torch.float16, device=device)
-        layers.append(Inputs(case, q, qo_indptr, paged_kv_indptr, cache[:, 0], cache[:, 1], cache))
-        layers[-1].page_table = pages
-        demo.progress.step("example: inputs")
-
-    wrapper = demo.wrapper()
-    plan_seconds = demo.timed_plan(lambda: wrapper.plan(*table, *heads, causal=True))
-    outputs = _run_layers(demo, wrapper, layers, case.name, plan_seconds)
-    _compare_rows(demo, "example, causal", layers, outputs)
-
-    mask = torch.cat(
-        [
-            torch.tril(torch.full((n, s), True, device=device), diagonal=s - n).flatten()
-            for n, s in zip(qo_lens, kv_lens, strict=True)
-        ]
-    )
+    lengths = ((33, 11, 11, 11, 11, 11, 12), (257, 183, 238, 52, 275, 529, 448))
+    case = Case("documented example", *lengths, 64, 16, 128, dtype=torch.float16, **_STORED)
+    wrapper, layers, outputs = _part(demo, "example, causal", case, demo.scale.example_layers)
+    pairs = zip(*lengths, strict=True)
+    masks = [oracle.kept(layers[0].pipeline, n, s, device=layers[0].q.device) for n, s in pairs]
+    options = {"custom_mask": torch.cat([mask.flatten() for mask in masks]), "causal": False}
     try:
-        plan_seconds = demo.timed_plan(lambda: wrapper.plan(*table, *heads, custom_mask=mask))
+        plan_us = demo.timed_plan(lambda: runner.plan(wrapper, layers[0], **options))
     except NotImplementedError as error:  # a build without that kernel
         demo.left_out.append(f"example, custom mask: {error}")
-        for _ in range(num_layers):
-            demo.progress.step("example: left out")
+        for _ in layers:
+            demo.step("example: left out")
         return
-    masked = _run_layers(demo, wrapper, layers, "the same, custom mask", plan_seconds)
+    masked = _run_layers(demo, wrapper, layers, "the same, custom mask", plan_us)
     _compare_outputs(demo, "example, custom mask = causal", masked, outputs)
 
 
@@ -213,26 +164,37 @@ def _serving(demo: Demo) -> None:
     """16 requests of mixed lengths, GQA 32/8, head_dim 128, page 16, bfloat16, shuffled pages."""
     divisor = demo.scale.serving_divisor
     lengths = [tuple(-(-n // divisor) for n in side) for side in zip(*_SERVING, strict=True)]
-    stored = {"page_size": 16, "form": KvForm.COMBINED}
-    case = Case("serving batch", *lengths, 32, 8, 128, mask=MaskKind.CAUSAL, **stored)
-    maker = BatchMaker(case, demo.place.device)
-    layers = []
-    for _ in range(demo.scale.serving_layers):
+    case = Case("serving batch", *lengths, 32, 8, 128, **_STORED)
+    wrapper, layers, outputs = _part(demo, "serving", case, demo.scale.serving_layers)
+    # The pages and slots that no request owns hold NaN.
+    bad = sum(int((~out.isfinite()).sum()) for out, _ in outputs)
+    failures = [f"{bad} values are NaN or Inf"] if bad else []
+    what = "serving: NaN in slots that no request owns stays out"
+    demo.verify(what, _millions(outputs), f"{bad} bad", failures)
+    again = wrapper.run(layers[0].q, layers[0].cache, return_lse=True)
+    same = all(map(torch.equal, outputs[0], again))
+    failures = [] if same else ["two runs of one plan differ"]
+    worst, what = "equal" if same else "differ", "serving: a second run, bit by bit"
+    demo.verify(what, _millions(outputs[:1]), worst, failures)
+
+
+def _part(
+    demo: Demo, name: str, case: Case, num_layers: int
+) -> tuple[flashinfer.BatchPrefillWithPagedKVCacheWrapper, list[Inputs], list[Result]]:
+    """Makes the layers of a batch, plans it once, runs and compares them all."""
+    maker, layers = BatchMaker(case, demo.place.device), []
+    for _ in range(num_layers):
         layers.append(maker.make())
-        demo.progress.step("serving: inputs")
+        demo.step(f"{name}: inputs")
     wrapper = demo.wrapper()
-    plan_seconds = demo.timed_plan(lambda: runner.plan(wrapper, layers[0]))
-    outputs = _run_layers(demo, wrapper, layers, case.name, plan_seconds)
-    _compare_rows(demo, "serving", layers, outputs)
-    _compare_finite(demo, outputs)
-    _compare_repeat(demo, wrapper, layers[0], outputs[0])
-
-
-Result = tuple[torch.Tensor, torch.Tensor]
+    plan_us = demo.timed_plan(lambda: runner.plan(wrapper, layers[0]))
+    outputs = _run_layers(demo, wrapper, layers, case.name, plan_us)
+    _compare_rows(demo, name, layers, outputs)
+    return wrapper, layers, outputs
 
 
 def _run_layers(
-    demo: Demo, wrapper, layers: list[Inputs], name: str, plan_seconds: float
+    demo: Demo, wrapper, layers: list[Inputs], name: str, plan_us: float
 ) -> list[Result]:
     """(output, LSE) of every layer; adds a line to the table of what ran."""
     outputs, seconds = [], []
@@ -242,8 +204,11 @@ def _run_layers(
         )
         outputs.append(result)
         seconds.append(taken)
-        demo.progress.step(f"{name}: layer {index}")
-    demo.parts.append(Part(name, layers[0].case, wrapper.variant, plan_seconds, seconds))
+        demo.step(f"{name}: layer {index}")
+    case, median = layers[0].case, statistics.median(seconds)
+    sizes = (len(layers), sum(case.qo_lens), sum(case.kv_lens))
+    speed = flops(case) / median / 1e12
+    demo.ran.add(name, *sizes, plan_us, median * 1e3, speed, wrapper.variant)
     return outputs
 
 
@@ -258,10 +223,10 @@ def _compare_rows(demo: Demo, name: str, layers: list[Inputs], outputs: list[Res
         worst = max(worst, report.worst)
         if not report.ok:
             failures.append(f"layer {index}: {report}")
-        demo.progress.step(f"{name}: oracle, layer {index}")
+        demo.step(f"{name}: oracle, layer {index}")
     amount = f"{rows} sampled rows of {len(layers)} layers"
     what = f"{name}: output and LSE against float64"
-    demo.verdicts.append(Verdict(what, amount, f"{worst:.2f} of the bound", failures))
+    demo.verify(what, amount, f"{worst:.2f} of the bound", failures)
 
 
 def _millions(outputs: list[Result]) -> str:
@@ -275,46 +240,16 @@ def _compare_outputs(demo: Demo, name: str, got: list[Result], expected: list[Re
         worst = max(worst, float((out.float() - other.float()).abs().max()))
         if not torch.allclose(out, other, rtol=1e-3, atol=1e-3):
             failures.append(f"layer {index}: outputs differ by {worst:.3g}")
-    demo.verdicts.append(Verdict(name, _millions(got), f"{worst:.1e} apart", failures))
-
-
-def _compare_finite(demo: Demo, outputs: list[Result]) -> None:
-    """The pages and slots that no request owns hold NaN: none may show."""
-    bad = sum(int((~out.isfinite()).sum()) for out, _ in outputs)
-    failures = [f"{bad} values are NaN or Inf"] if bad else []
-    what = "serving: NaN in slots that no request owns stays out"
-    demo.verdicts.append(Verdict(what, _millions(outputs), f"{bad} bad", failures))
-
-
-def _compare_repeat(demo: Demo, wrapper, layer: Inputs, first: Result) -> None:
-    again = wrapper.run(layer.q, layer.cache, return_lse=True)
-    same = all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
-    failures = [] if same else ["two runs of one plan differ"]
-    worst, what = "equal" if same else "differ", "serving: a second run, bit by bit"
-    demo.verdicts.append(Verdict(what, _millions([first]), worst, failures))
+    demo.verify(name, _millions(got), f"{worst:.1e} apart", failures)
 
 
 def _report(demo: Demo, seconds: float) -> int:
-    headers = ["batch", "layers", "tokens", "keys", "plan us", "run ms/layer", "TFLOP/s", "variant"]
-    ran = Table(headers, frozenset(headers[1:-1]))
-    for part in demo.parts:
-        case, seconds_of_one = part.case, part.median_run
-        speed = f"{flops(case) / seconds_of_one / 1e12:.3g}"
-        times = (f"{part.plan_seconds * 1e6:.0f}", f"{seconds_of_one * 1e3:.3g}", speed)
-        sizes = (len(part.run_seconds), sum(case.qo_lens), sum(case.kv_lens))
-        ran.add(part.name, *sizes, *times, part.variant)
-    print(f"\n{ran}\n")
-    verified = Table(["verified", "on", "worst", "result"])
-    for verdict in demo.verdicts:
-        result = "FAILED" if verdict.failures else "ok"
-        verified.add(verdict.what, verdict.amount, verdict.worst, result)
-    print(f"{verified}\n")
+    print(f"\n{demo.ran}\n\n{demo.verified}\n")
     for sentence in demo.left_out:
         print(f"left out: {sentence}")
     if not demo.scale.full:
         print(f"Scaled down: {demo.scale}.")
-    failures = [failure for verdict in demo.verdicts for failure in verdict.failures]
-    for failure in failures:
+    for failure in demo.failures:
         print(f"FAILED {failure}")
-    print(f"{'FAILED' if failures else 'all verified'} in {seconds:.1f} s")
-    return 1 if failures else 0
+    print(f"{'FAILED' if demo.failures else 'all verified'} in {seconds:.1f} s")
+    return 1 if demo.failures else 0

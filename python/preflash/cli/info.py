@@ -31,7 +31,9 @@ def execute(args: argparse.Namespace) -> int:
 
 def collect() -> dict:
     """Everything that `info` tells, as JSON types."""
-    gpus = _gpus()
+    absent, refusal = gpu_absent(), cpu_refusal()
+    gpus = [] if absent else [_core.device_facts(i) for i in range(_core.cuda_device_count())]
+    isa = None if refusal else _core.cpu_isa()
     devices = [torch.device("cuda", gpu["device"]) for gpu in gpus]
     return {
         "preflash": preflash.__version__,
@@ -43,50 +45,21 @@ def collect() -> dict:
         "build": "gpu and cpu" if has_gpu_kernels() else "cpu alone",
         "cuda": _core.cuda_version() or None,
         "cudnn_absent": graph.why_missing(),
-        "gpu_absent": gpu_absent() or None,
+        "gpu_absent": absent or None,
         "kernels": dict(collections.Counter(kernel["family"] for kernel in _core.kernels())),
         "gpus": gpus,
-        "cpu": _cpu(),
+        "cpu": {"isa": isa, "threads": torch.get_num_threads(), "refusal": refusal or None},
         "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith("PREFLASH_")},
         "auto": [_auto(device) for device in [*devices, torch.device("cpu")]],
     }
 
 
-def _gpus() -> list[dict]:
-    if gpu_absent():
-        return []
-    return [_core.device_facts(index) for index in range(_core.cuda_device_count())]
-
-
-def _cpu() -> dict:
-    refusal = cpu_refusal()
-    return {
-        "isa": None if refusal else _core.cpu_isa(),
-        "threads": torch.get_num_threads(),
-        "refusal": refusal or None,
-    }
-
-
 def _auto(device: torch.device) -> dict:
     """What auto picks for a plain bfloat16 problem of head_dim 128, and what it passed over."""
-    options = _core.AttentionOptions(
-        num_qo_heads=32,
-        num_kv_heads=8,
-        head_dim_qk=128,
-        head_dim_vo=128,
-        q_dtype=_core.DType.bfloat16,
-        kv_dtype=_core.DType.bfloat16,
-        o_dtype=_core.DType.bfloat16,
-        causal=True,
-        window_left=-1,
-        mask=_core.Mask.bounds,
-        position=_core.Position.none,
-        rope_scale=1.0,
-        rope_theta=1e4,
-        soft_cap=0.0,
-        fixed_split_size=0,
-        disable_split=False,
-    )
+    dtype = _core.DType.bfloat16
+    dtypes = dict.fromkeys(["q_dtype", "kv_dtype", "o_dtype"], dtype)
+    sizes = {"num_qo_heads": 32, "num_kv_heads": 8, "head_dim_qk": 128, "head_dim_vo": 128}
+    options = _core.AttentionOptions(**sizes, **dtypes, causal=True)
     reasons = []
     for backend in backends.candidates("auto", device):
         refusal = backend.supports(device, options)
@@ -129,8 +102,8 @@ def _unless(refusal: str | None, fact: str) -> str:
 
 
 def _gpu_table(gpus: list[dict]) -> Table:
-    headers = ["GPU", "name", "compute capability", "SMs", "L2 MiB", "smem/block KiB"]
-    table = Table(headers, frozenset(headers[2:]))
+    sizes = dict.fromkeys(["compute capability", "SMs", "L2 MiB", "smem/block KiB"], "d")
+    table = Table({"GPU": "", "name": "", **sizes})
     for gpu in gpus:
         capability = "{}.{}".format(*divmod(gpu["compute_capability"], 10))
         sizes = (gpu["l2_bytes"] // 2**20, gpu["smem_per_block"] // 2**10)

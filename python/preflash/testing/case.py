@@ -11,6 +11,8 @@ import enum
 
 import torch
 
+from .oracle import Pipeline, kept_pairs
+
 DTYPE_NAMES = {
     torch.float16: "f16",
     torch.bfloat16: "bf16",
@@ -163,31 +165,27 @@ class Case:
     @property
     def id(self) -> str:
         """Readable and unique within a list: the name, then what decides the kernel."""
-        dims = f"d{self.head_dim}" + (f"x{self.dim_vo}" if self.dim_vo != self.head_dim else "")
-        storage = f"p{self.page_size}" if self.paged else "ragged"
         dtype = DTYPE_NAMES[self.dtype]
         if self.kv_dtype is not None:
             dtype += f"_kv{DTYPE_NAMES[self.kv_dtype]}"
         if self.o_dtype is not None:
             dtype += f"_o{DTYPE_NAMES[self.o_dtype]}"
-        parts = [self.name, dtype, dims, f"h{self.num_qo_heads}k{self.num_kv_heads}", storage]
-        parts += [self.layout.lower(), self.form.value, self.mask.value]
-        if self.window_left >= 0:
-            parts.append(f"w{self.window_left}")
-        if self.soft_cap:
-            parts.append(f"cap{self.soft_cap:g}")
-        if self.position is not Position.NONE:
-            parts.append(self.position.name.lower())
-        if self.rope_scale is not None or self.rope_theta is not None:
-            parts.append(f"s{self.rope_scale or 1:g}t{self.rope_theta or 1e4:g}")
-        if self.sinks is not Sinks.NONE:
-            parts.append(f"sinks_{self.sinks.value}")
-        if self.head_scales:
-            parts.append("scales")
-        if self.fixed_split_size is not None:
-            parts.append(f"split{self.fixed_split_size}")
-        if self.disable_split_kv:
-            parts.append("nosplit")
+        dims = f"d{self.head_dim}" + (f"x{self.dim_vo}" if self.dim_vo != self.head_dim else "")
+        heads = f"h{self.num_qo_heads}k{self.num_kv_heads}"
+        storage = f"p{self.page_size}" if self.paged else "ragged"
+        rotated = self.rope_scale is not None or self.rope_theta is not None
+        options = {
+            f"w{self.window_left}": self.window_left >= 0,
+            f"cap{self.soft_cap or 0:g}": self.soft_cap,
+            self.position.name.lower(): self.position is not Position.NONE,
+            f"s{self.rope_scale or 1:g}t{self.rope_theta or 1e4:g}": rotated,
+            f"sinks_{self.sinks.value}": self.sinks is not Sinks.NONE,
+            "scales": self.head_scales,
+            f"split{self.fixed_split_size}": self.fixed_split_size is not None,
+            "nosplit": self.disable_split_kv,
+        }
+        parts = [self.name, dtype, dims, heads, storage, self.layout.lower(), self.form.value]
+        parts += [self.mask.value, *(name for name, given in options.items() if given)]
         return "-".join(parts)
 
     def with_dtype(self, dtype: torch.dtype) -> Case:
@@ -196,15 +194,7 @@ class Case:
 
 def flops(case: Case) -> float:
     """Multiply-adds counted twice, causal and window regions by the keys that are kept."""
-    total = 0
-    for qo_len, kv_len in zip(case.qo_lens, case.kv_lens, strict=True):
-        kept = qo_len * kv_len
-        if case.mask is MaskKind.CAUSAL or case.window_left >= 0:
-            delta = kv_len - qo_len
-            kept = 0
-            for row in range(qo_len):
-                last = row + delta if case.mask is MaskKind.CAUSAL else kv_len - 1
-                first = row + delta - case.window_left if case.window_left >= 0 else 0
-                kept += max(0, min(last, kv_len - 1) - max(first, 0) + 1)
-        total += 2 * kept * case.num_qo_heads * (case.head_dim + case.dim_vo)
-    return float(total)
+    bounds = Pipeline(case.scale, case.mask is MaskKind.CAUSAL, case.window_left)
+    lengths = zip(case.qo_lens, case.kv_lens, strict=True)
+    kept = sum(kept_pairs(bounds, *pair) for pair in lengths)
+    return 2.0 * kept * case.num_qo_heads * (case.head_dim + case.dim_vo)

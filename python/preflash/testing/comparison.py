@@ -103,50 +103,38 @@ def poison(shape, dtype: torch.dtype, device: torch.device | str = "cpu") -> tor
     return torch.full(tuple(shape), math.nan, dtype=dtype, device=device)
 
 
+_KINDS = ("finite", "NaN", "+Inf", "-Inf")
+
+
 def _kind(t: torch.Tensor) -> torch.Tensor:
-    """0 finite, 1 NaN, 2 +Inf, 3 -Inf."""
-    kind = torch.zeros(t.shape, dtype=torch.int8, device=t.device)
-    kind[t.isnan()] = 1
-    kind[t == math.inf] = 2
-    kind[t == -math.inf] = 3
-    return kind
+    """The place in _KINDS."""
+    return t.isnan() + 2 * t.isposinf().byte() + 3 * t.isneginf().byte()
 
 
-def _same_kinds(
-    name: str, got: torch.Tensor, expected: torch.Tensor, failures: list[str]
-) -> torch.Tensor:
-    """Where both are finite; a mismatch is described with its first place."""
-    got_kind, expected_kind = _kind(got), _kind(expected)
-    wrong = got_kind != expected_kind
+def elements(
+    report: Report, name: str, got: torch.Tensor, expected: torch.Tensor, bound: torch.Tensor
+) -> tuple[torch.Tensor, float]:
+    """The errors, 0 where either is not finite, and the largest in units of its bound. Describes
+    what is of the wrong kind or outside its bound with its first or worst place."""
+    kind, wanted = _kind(got), _kind(expected)
+    wrong = kind != wanted
     if bool(wrong.any()):
         place = tuple(wrong.nonzero()[0].tolist())
-        names = ["finite", "NaN", "+Inf", "-Inf"]
-        failures.append(
+        report.failures.append(
             f"{name}: {int(wrong.sum())} of {wrong.numel()} values are of the wrong kind, "
-            f"first at {place}: {names[got_kind[place]]} instead of {names[expected_kind[place]]}"
+            f"first at {place}: {_KINDS[kind[place]]} instead of {_KINDS[wanted[place]]}"
         )
-    return (got_kind == 0) & (expected_kind == 0)
-
-
-def _roundoffs(
-    expected: Expected,
-    dtype: torch.dtype,
-    p_dtype: torch.dtype,
-    soft_cap: float,
-    logit_rounding: float,
-    rotated_dtype: torch.dtype | None,
-    hardware_cap: bool,
-) -> tuple[float, torch.Tensor, torch.Tensor]:
-    """u_o, r and 2 d + 3 t of the module's formulas; the last two are per row and head."""
-    d = FLOAT32_ROUNDOFF * (
-        logit_rounding * expected.logit_bound + 8 * soft_cap + 3 * expected.bias_bound
-    )
-    if soft_cap > 0 and hardware_cap:
-        d = d + HARDWARE_TANH_ERROR * torch.as_tensor(expected.logit_bound).clamp(max=soft_cap)
-    u_rotated = 0.0 if rotated_dtype is None else unit_roundoff(rotated_dtype)
-    t = math.sqrt(2) * u_rotated * expected.logit_spread
-    r = unit_roundoff(p_dtype) + t + 2 * d + EXP_ERROR
-    return unit_roundoff(dtype), r, 2 * d + 3 * t
+    error = (got.double() - expected).masked_fill((kind + wanted) != 0, 0.0)
+    ratio = (error.abs() / bound).masked_fill((kind + wanted) != 0, 0.0)
+    worst = float(ratio.max())
+    if worst > 1:
+        place = tuple(int(i) for i in (ratio == worst).nonzero()[0])
+        report.failures.append(
+            f"{name}: {int((ratio > 1).sum())} of {ratio.numel()} values are outside their bound, "
+            f"worst at {place}: {float(got[place]):.8g} instead of {float(expected[place]):.8g} "
+            f"(bound {float(bound[place]):.3g})"
+        )
+    return error, worst
 
 
 def compare(
@@ -172,65 +160,53 @@ def compare(
     round equally, so that over a tensor u stands for itself.
     """
     report = Report()
-    failures = report.failures
-    if tuple(out.shape) != tuple(expected.out.shape):
-        failures.append(f"out: shape {tuple(out.shape)}, expected {tuple(expected.out.shape)}")
-        return report
+    pairs = [("out", out, expected.out), ("lse", lse, expected.lse)]
+    for name, got, wanted in pairs[: 1 if lse is None else 2]:
+        if got.shape != wanted.shape:
+            shapes = f"shape {tuple(got.shape)}, expected {tuple(wanted.shape)}"
+            report.failures.append(f"{name}: {shapes}")
     if lse is not None and lse.dtype != torch.float32:
-        failures.append(f"lse: dtype {lse.dtype}, expected torch.float32")
-    if out.numel() == 0:
-        if lse is not None and tuple(lse.shape) != tuple(expected.lse.shape):
-            failures.append(f"lse: shape {tuple(lse.shape)}, expected {tuple(expected.lse.shape)}")
+        report.failures.append(f"lse: dtype {lse.dtype}, expected torch.float32")
+    if report.failures or out.numel() == 0:
         return report
 
-    u_out, r, of_logits = _roundoffs(
-        expected,
-        out.dtype,
-        p_dtype or out.dtype,
-        soft_cap,
-        logit_rounding,
-        rotated_dtype,
-        out.is_cuda and capped_by_hardware() if hardware_cap is None else hardware_cap,
+    # d, t and r of the module's formulas, per row and head.
+    d = FLOAT32_ROUNDOFF * (
+        logit_rounding * expected.logit_bound + 8 * soft_cap + 3 * expected.bias_bound
     )
-    _compare_out(report, out, expected, u_out, r, 1.0 if equal_values else 0.6)
+    if hardware_cap is None:
+        hardware_cap = out.is_cuda and capped_by_hardware()
+    if soft_cap > 0 and hardware_cap:
+        d = d + HARDWARE_TANH_ERROR * expected.logit_bound.clamp(max=soft_cap)
+    u_rotated = 0.0 if rotated_dtype is None else unit_roundoff(rotated_dtype)
+    t = math.sqrt(2) * u_rotated * expected.logit_spread
+    r = unit_roundoff(p_dtype or out.dtype) + t + 2 * d + EXP_ERROR
+    _compare_out(report, out, expected, r, 1.0 if equal_values else 0.6)
     if lse is not None:
-        _compare_lse(report, lse, expected, of_logits, lse_base)
+        unit = 1.0 if lse_base == "log2" else 1.0 / LOG2_E
+        size = expected.lse.abs().nan_to_num(posinf=0.0)
+        bound = LOG2_E * (2 * d + 3 * t) + LSE_SLACK + 4 * FLOAT32_ROUNDOFF * size
+        errors, report.lse_ratio = elements(report, "lse", lse, expected.lse * unit, bound * unit)
+        report.max_lse_error = float(errors.abs().max())
     return report
 
 
 def _compare_out(
-    report: Report,
-    out: torch.Tensor,
-    expected: Expected,
-    u_out: float,
-    r: torch.Tensor,
-    typical: float,
+    report: Report, out: torch.Tensor, expected: Expected, r: torch.Tensor, typical: float
 ) -> None:
     """typical: rounding errors over a tensor as a part of the largest."""
-    fp8, wanted = out.dtype.itemsize == 1, expected.out
-    if fp8:
+    u_out = unit_roundoff(out.dtype)
+    wanted, size, n, r = expected.out, expected.out.abs(), expected.spread, r[..., None]
+    tiny = 2.0**-25 * (1 + math.sqrt(max(expected.longest_kv, 1)) * expected.value_bound)
+    if out.dtype.itemsize == 1:
         limits = torch.finfo(out.dtype)
         wanted, out = wanted.clamp(limits.min, limits.max), out.double()
-    finite = _same_kinds("out", out, wanted, report.failures)
-    error = torch.where(finite, out.double() - wanted, 0.0)
-    size, n, r = expected.out.abs(), expected.spread, r[..., None]
-    tiny = 2.0**-25 * (1 + math.sqrt(max(expected.longest_kv, 1)) * expected.value_bound)
-    if fp8:
         tiny += limits.smallest_normal * limits.eps / 2
     bound = (u_out + r) * size + 3 * r * n + tiny
-
     if bool((out[expected.empty] != 0).any()):
         report.failures.append("out: a row that keeps no key is not exactly zero")
-    ratio = torch.where(finite, error.abs() / bound, 0.0)
+    error, report.worst_ratio = elements(report, "out", out, wanted, bound)
     report.max_abs_error = float(error.abs().max())
-    report.worst_ratio = float(ratio.max())
-    if report.worst_ratio > 1:
-        place = tuple(int(i) for i in (ratio == ratio.max()).nonzero()[0])
-        report.failures.append(
-            f"out: {int((ratio > 1).sum())} of {ratio.numel()} values are outside their bound, "
-            f"worst at {place}: {float(out[place]):.6g} instead of "
-            f"{float(expected.out[place]):.6g} (bound {float(bound[place]):.3g})"
-        )
     variance = (u_out * size).square() + (r * size).square() + (r * n).square()
     allowed = typical * float(variance.nan_to_num().sum().sqrt()) + tiny * math.sqrt(error.numel())
     norm = float(expected.out.nan_to_num(posinf=0.0, neginf=0.0).norm())
@@ -240,27 +216,4 @@ def _compare_out(
     if report.frobenius_ratio > 1:
         report.failures.append(
             f"out: Frobenius error {total:.3g} of {norm:.3g} exceeds {allowed:.3g}"
-        )
-
-
-def _compare_lse(
-    report: Report, lse: torch.Tensor, expected: Expected, of_logits: torch.Tensor, lse_base: str
-) -> None:
-    unit = 1.0 if lse_base == "log2" else 1.0 / LOG2_E
-    expected_lse = expected.lse * unit
-    if tuple(lse.shape) != tuple(expected_lse.shape):
-        shapes = f"shape {tuple(lse.shape)}, expected {tuple(expected_lse.shape)}"
-        report.failures.append(f"lse: {shapes}")
-        return
-    finite = _same_kinds("lse", lse, expected_lse, report.failures)
-    error = torch.where(finite, (lse.double() - expected_lse).abs(), 0.0)
-    size = expected.lse.abs().nan_to_num(posinf=0.0)
-    bound = LOG2_E * of_logits + LSE_SLACK + 4 * FLOAT32_ROUNDOFF * size
-    ratio = torch.where(finite, error / (bound * unit), 0.0)
-    report.max_lse_error, report.lse_ratio = float(error.max()), float(ratio.max())
-    if report.lse_ratio > 1:
-        place = tuple(int(i) for i in (ratio == ratio.max()).nonzero()[0])
-        report.failures.append(
-            f"lse: {int((ratio > 1).sum())} of {ratio.numel()} values are outside their bound, "
-            f"worst at {place}: {float(lse[place]):.8g} instead of {float(expected_lse[place]):.8g}"
         )

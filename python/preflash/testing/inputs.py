@@ -56,21 +56,20 @@ class Inputs:
     @property
     def pipeline(self) -> Pipeline:
         case = self.case
-        rope = None
-        if case.position is Position.ROPE:
-            # None stands for the defaults of the interface, not for those of the oracle.
-            rope = Rope(case.rope_scale or 1.0, case.rope_theta or 1e4)
         steps = {field.name for field in dataclasses.fields(Pipeline)}
         same = {name: value for name, value in vars(case).items() if name in steps}
         changes = {
             "sm_scale": case.scale,
             "causal": case.mask is MaskKind.CAUSAL,
             "soft_cap": case.soft_cap or 0.0,
-            "slopes": alibi_slopes(case.num_qo_heads) if case.position is Position.ALIBI else None,
-            "rope": rope,
             "sinks": self.sinks,
             "scales": self.scales,
         }
+        if case.position is Position.ALIBI:
+            changes["slopes"] = alibi_slopes(case.num_qo_heads)
+        if case.position is Position.ROPE:
+            # None stands for the defaults of the interface, not for those of the oracle.
+            changes["rope"] = Rope(case.rope_scale or 1.0, case.rope_theta or 1e4)
         return Pipeline(**{**same, **changes})
 
     def request(self, i: int) -> Request:
@@ -99,9 +98,7 @@ def pages_of(pool: torch.Tensor, case: Case) -> torch.Tensor:
 
 
 def fill_poison(
-    t: torch.Tensor,
-    generator: torch.Generator | None = None,
-    garbage: Garbage = Garbage.NON_FINITE,
+    t: torch.Tensor, generator: torch.Generator | None = None, garbage: Garbage = Garbage.NON_FINITE
 ) -> torch.Tensor:
     """Fills `t` with garbage, by default NaN, +Inf and -Inf in random places."""
     huge = min(1e30, torch.finfo(t.dtype).max)
@@ -139,25 +136,15 @@ def storage(
         return fill_poison(blank, generator, case.garbage).to(device)
 
     if form is KvForm.COMBINED:
-        if case.paged:
-            both = make(*outer, 2, *rows, case.head_dim)
-            return both[:, 0], both[:, 1], both
-        both = (
-            make(tokens, 2, heads, case.head_dim)
-            if not hnd
-            else make(heads, 2, tokens, case.head_dim)
-        )
-        return both[:, 0], both[:, 1], None
+        first, *others = [*outer, *rows]
+        both = make(first, 2, *others, case.head_dim)
+        return both[:, 0], both[:, 1], both if case.paged else None
     if form is KvForm.HALVES:
         both = make(*outer, *rows, case.head_dim + case.dim_vo)
         return both[..., : case.head_dim], both[..., case.head_dim :], None
-    if form is KvForm.PADDED:
-        k = make(*outer, *rows, case.head_dim + PAD_COLUMNS)[..., : case.head_dim]
-        v = make(*outer, *rows, case.dim_vo + PAD_COLUMNS)[..., : case.dim_vo]
-        return k, v, None
-    if form is KvForm.FLAT:
-        return make(tokens, heads, case.head_dim), make(tokens, heads, case.dim_vo), None
-    k, v = make(*outer, *rows, case.head_dim), make(*outer, *rows, case.dim_vo)
+    leading = [tokens, heads] if form is KvForm.FLAT else [*outer, *rows]
+    padding = PAD_COLUMNS if form is KvForm.PADDED else 0
+    k, v = (make(*leading, dim + padding)[..., :dim] for dim in (case.head_dim, case.dim_vo))
     if form is KvForm.TRANSPOSED:
         k, v = k.transpose(-3, -2), v.transpose(-3, -2)
     return k, v, None
@@ -195,10 +182,10 @@ def page_table(case: Case, generator: torch.Generator) -> list[list[int]]:
 def _masks(case: Case, generator: torch.Generator) -> list[torch.Tensor]:
     """Random masks; some rows keep nothing, some everything, and whole blocks are uniform."""
     masks = []
-    host = {"dtype": torch.float32, "device": "cpu"}
+    host = {"generator": generator, "dtype": torch.float32, "device": "cpu"}
     for qo_len, kv_len in zip(case.qo_lens, case.kv_lens, strict=True):
-        mask = torch.rand(qo_len, kv_len, generator=generator, **host) < 0.6
-        draw = torch.rand(qo_len, 1, generator=generator, **host)
+        mask = torch.rand(qo_len, kv_len, **host) < 0.6
+        draw = torch.rand(qo_len, 1, **host)
         mask = (mask & (draw > 0.05)) | (draw > 0.9)
         if kv_len > 96:
             mask[:, 32:64] = False
@@ -239,27 +226,25 @@ def _sinks(case: Case, generator: torch.Generator) -> torch.Tensor | None:
     """float32 [num_qo_heads]. No logit of a case is larger than 3e5."""
     if case.sinks is Sinks.NONE:
         return None
-    host = {"dtype": torch.float32, "device": "cpu"}
-    ordinary = 3 * torch.randn(case.num_qo_heads, generator=generator, **host)
-    choices = {
-        Sinks.ORDINARY: ordinary,
-        Sinks.ABOVE: ordinary + 1e6,
-        Sinks.BELOW: ordinary - 1e6,
-        Sinks.OFF: torch.full_like(ordinary, -math.inf),
-    }
+    host = {"generator": generator, "dtype": torch.float32, "device": "cpu"}
+    ordinary = 3 * torch.randn(case.num_qo_heads, **host)
+    off = torch.full_like(ordinary, -math.inf)
+    kinds = (Sinks.ORDINARY, Sinks.ABOVE, Sinks.BELOW, Sinks.OFF)
+    choices = torch.stack([ordinary, ordinary + 1e6, ordinary - 1e6, off])
     if case.sinks is not Sinks.MIXED:
-        return choices[case.sinks]
+        return choices[kinds.index(case.sinks)]
     heads = torch.arange(case.num_qo_heads, device="cpu")
-    return torch.stack(list(choices.values()))[heads % len(choices), heads]
+    return choices[heads % len(kinds), heads]
 
 
 def _head_scales(case: Case, generator: torch.Generator, device) -> HeadScales:
     """Positive and negative factors of the fp8 tensors, none near zero."""
 
+    host = {"generator": generator, "device": "cpu"}
+
     def draw(heads: int) -> torch.Tensor:
-        sizes = torch.rand(heads, generator=generator, dtype=torch.float32, device="cpu") + 0.5
-        signs = torch.randint(0, 2, (heads,), generator=generator, device="cpu") * 2 - 1
-        return (sizes * signs).to(device)
+        sizes = torch.rand(heads, dtype=torch.float32, **host) + 0.5
+        return (sizes * (torch.randint(0, 2, (heads,), **host) * 2 - 1)).to(device)
 
     if not case.head_scales:
         return HeadScales()
@@ -297,15 +282,8 @@ def build_by(
         contents.append((k.to(case.dtype_kv).to(device), v.to(case.dtype_kv).to(device)))
     masks = [m.to(device) for m in _masks(case, generator)] if case.has_custom_mask else None
 
-    inputs = Inputs(
-        case=case,
-        q=q,
-        qo_indptr=indptr(case.qo_lens, index_device),
-        kv_indptr=indptr(case.kv_lens, index_device),
-        k=q,
-        v=q,
-        masks=masks,
-    )
+    offsets = (indptr(case.qo_lens, index_device), indptr(case.kv_lens, index_device))
+    inputs = Inputs(case, q, *offsets, k=q, v=q, masks=masks)
     if case.paged:
         table = page_table(case, generator) if table is None else table
         _fill_paged(inputs, contents, table, generator, index_device)
@@ -323,11 +301,8 @@ def _fill_ragged(inputs: Inputs, contents, generator, device) -> None:
     case = inputs.case
     total = sum(case.kv_lens)
     inputs.k, inputs.v, _ = storage(case, (total + SPARE_ROWS,), generator, device)
-    begin = 0
-    for k, v in contents:
-        as_nhd(inputs.k, case.layout)[begin : begin + k.shape[0]] = k
-        as_nhd(inputs.v, case.layout)[begin : begin + v.shape[0]] = v
-        begin += k.shape[0]
+    for pool, rows in zip((inputs.k, inputs.v), zip(*contents, strict=True), strict=False):
+        as_nhd(pool, case.layout)[:total] = torch.cat(rows)
 
 
 def _fill_paged(inputs: Inputs, contents, table, generator, index_device) -> None:

@@ -40,13 +40,8 @@ class Expected:
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Expected:
         """The same with `function` of every tensor: a selection of rows, a move to a device."""
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return Expected(
-            **{
-                name: function(value) if isinstance(value, torch.Tensor) else value
-                for name, value in fields.items()
-            }
-        )
+        tensors = {k: v for k, v in vars(self).items() if isinstance(v, torch.Tensor)}
+        return dataclasses.replace(self, **{k: function(v) for k, v in tensors.items()})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,6 +125,18 @@ def kept(
     return keep
 
 
+def kept_pairs(pipeline: Pipeline, qo_len: int, kv_len: int) -> int:
+    """How many pairs of a query and a key kept() keeps without a custom mask."""
+    diagonal = torch.arange(kv_len - qo_len, kv_len, device="cpu")
+    last = diagonal if pipeline.causal else torch.full_like(diagonal, kv_len - 1)
+    first = torch.zeros_like(diagonal)
+    if pipeline.window_left >= 0:
+        first = first.maximum(diagonal - pipeline.window_left)
+    if pipeline.chunk_size > 0:
+        first = first.maximum(diagonal // pipeline.chunk_size * pipeline.chunk_size)
+    return int((last - first + 1).clamp(min=0).sum())
+
+
 def attend(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -169,53 +176,49 @@ def attend(
         origin = 0 * rows if pipeline.bias_from_key_0 else rows
         bias = slopes * (torch.arange(kv_len, device=device) - origin[:, None])
         x += bias
-        if kv_len:
-            bias_bound = bias.abs().masked_fill(~keep, 0.0).amax(-1)
+        bias_bound = _most(bias.abs().masked_fill(~keep, 0.0), 0.0)
     x = x.masked_fill(~keep, -math.inf)
 
-    top = x.amax(-1, keepdim=True) if kv_len else x.new_full((*x.shape[:-1], 1), -math.inf)
-    largest_logit = top
-    sum_of_keys = torch.exp(x - top.masked_fill(top == -math.inf, 0.0)).sum(-1, keepdim=True)
-    sink = torch.full_like(top, -math.inf)
+    # [Hkv, G, rows] from here on, but for the probabilities and what is made with v.
+    largest = _most(x, -math.inf)
+    sink = torch.full_like(largest, -math.inf)
     if pipeline.sinks is not None:
-        sink.copy_(pipeline.sinks.view(num_kv_heads, group, 1, 1))
-    top = torch.maximum(top, sink)
-    anchor = top.masked_fill(top == -math.inf, 0.0)
-    p = torch.exp(x - anchor)
-    total = p.sum(-1, keepdim=True) + torch.exp(sink - anchor)
-    empty = ~keep.any(-1)[None, None, :, None].expand(top.shape)
-    p = torch.where(empty, torch.zeros_like(p), p / total.masked_fill(empty, 1.0))
-    out = p @ v64
-    spread = torch.sqrt(p.square() @ v64.square())
-    lse = torch.log2(total) + anchor * LOG2_E
-    lse = torch.where(empty, sink * LOG2_E, lse)
-
-    q_norm = q64.norm(dim=-1)
-    k_norm = (
-        k64.norm(dim=-1).amax(-1, keepdim=True) if kv_len else k64.new_zeros(num_kv_heads, 1, 1)
-    )
-    bound = abs(pipeline.sm_scale) * q_norm * k_norm
-    spread_of_logits = torch.zeros_like(bound)
-    if pipeline.rope is not None and kv_len:
-        largest = (q64.square() @ k64.square().transpose(-1, -2)).amax(-1)
-        spread_of_logits = abs(pipeline.sm_scale) * largest.sqrt()
-
-    def rows_first(t: torch.Tensor) -> torch.Tensor:
-        return t.permute(2, 0, 1, 3).flatten(1, 2)
-
+        sink.copy_(pipeline.sinks.view(num_kv_heads, group, 1))
+    anchor = _finite(torch.maximum(largest, sink))
+    weights = torch.exp(x - anchor[..., None])
+    total = weights.sum(-1) + torch.exp(sink - anchor)
+    empty = ~keep.any(-1).expand_as(total)
+    p = (weights / total[..., None]).masked_fill(empty[..., None], 0.0)
+    scale = abs(pipeline.sm_scale)
+    logit_bound = scale * q64.norm(dim=-1) * _most(k64.norm(dim=-1), 0.0)[..., None]
+    logit_spread = torch.zeros_like(logit_bound)
+    if pipeline.rope is not None:
+        logit_spread = scale * _most(q64.square() @ k64.square().transpose(-1, -2), 0.0).sqrt()
+    per_row = {
+        "out": p @ v64 * pipeline.out_scale,
+        "lse": torch.where(empty, sink, torch.log(total) + anchor) * LOG2_E,
+        "largest": largest,
+        "total": torch.exp(x - _finite(largest)[..., None]).sum(-1),
+        "empty": empty,
+        "spread": torch.sqrt(p.square() @ v64.square()) * abs(pipeline.out_scale),
+        "logit_bound": logit_bound,
+        "logit_spread": logit_spread,
+        "bias_bound": bias_bound,
+    }
     return Expected(
-        out=rows_first(out * pipeline.out_scale),
-        lse=rows_first(lse).squeeze(-1),
-        largest=rows_first(largest_logit).squeeze(-1),
-        total=rows_first(sum_of_keys).squeeze(-1),
-        empty=rows_first(empty).squeeze(-1),
-        spread=rows_first(spread * abs(pipeline.out_scale)),
-        logit_bound=rows_first(bound[..., None]).squeeze(-1),
-        logit_spread=rows_first(spread_of_logits[..., None]).squeeze(-1),
-        bias_bound=rows_first(bias_bound[..., None]).squeeze(-1),
+        **{name: value.movedim(2, 0).flatten(1, 2) for name, value in per_row.items()},
         value_bound=float(v64.abs().max()) * abs(pipeline.out_scale) if v64.numel() else 0.0,
         longest_kv=kv_len,
     )
+
+
+def _most(x: torch.Tensor, least: float) -> torch.Tensor:
+    """The largest along the last dimension, which may be empty, and `least` at least."""
+    return torch.nn.functional.pad(x, (0, 1), value=least).amax(-1)
+
+
+def _finite(x: torch.Tensor) -> torch.Tensor:
+    return x.masked_fill(x == -math.inf, 0.0)
 
 
 def concatenate(parts: Sequence[Expected]) -> Expected:
@@ -229,33 +232,29 @@ def concatenate(parts: Sequence[Expected]) -> Expected:
 
 
 def reference(
-    inputs,
-    *,
-    pipeline: Pipeline | None = None,
-    rows: Sequence[torch.Tensor | None] | None = None,
+    inputs, *, pipeline: Pipeline | None = None, rows: Sequence[torch.Tensor | None] | None = None
 ) -> Expected:
     """The expected result of `Inputs`; `rows[i]` picks local rows of request i (None: all)."""
     pipeline = inputs.pipeline if pipeline is None else pipeline
-    parts = []
-    for i in range(inputs.case.batch_size):
-        request = inputs.request(i)
-        picked = None if rows is None else rows[i]
-        parts.append(
-            attend(request.q, request.k, request.v, pipeline, custom=request.mask, rows=picked)
-        )
-    return concatenate(parts)
+    rows = [None] * inputs.case.batch_size if rows is None else rows
+    requests = [inputs.request(i) for i in range(inputs.case.batch_size)]
+    return concatenate(
+        [
+            attend(one.q, one.k, one.v, pipeline, custom=one.mask, rows=picked)
+            for one, picked in zip(requests, rows, strict=True)
+        ]
+    )
 
 
 def merge(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Merges v [tokens, states, heads, dim] with base-2 s [tokens, states, heads], in float64."""
     v64, s64 = v.double(), s.double()
-    top = s64.amax(1, keepdim=True)
-    anchor = top.masked_fill(top == -math.inf, 0.0)
+    anchor = _finite(s64.amax(1, keepdim=True))
     weight = torch.exp2(s64 - anchor)
     total = weight.sum(1)
     empty = total == 0
     # A state with weight zero contributes nothing, whatever it holds.
-    terms = torch.where(weight[..., None] > 0, weight[..., None] * v64, torch.zeros_like(v64))
+    terms = (weight[..., None] * v64).masked_fill(~(weight[..., None] > 0), 0.0)
     out = terms.sum(1) / total.masked_fill(empty, 1.0)[..., None]
     lse = (torch.log2(total) + anchor.squeeze(1)).masked_fill(empty, -math.inf)
     return out.masked_fill(empty[..., None], 0.0), lse

@@ -44,27 +44,31 @@ def plan_arguments(inputs: Inputs) -> tuple[tuple, dict]:
         positional = (*table, *heads, case.page_size)
     else:
         positional = (inputs.qo_indptr, inputs.kv_indptr, *heads)
+    kind = PagedPlanArguments if case.paged else RaggedPlanArguments
     options = {
+        **_options_of(inputs, kind),
         "custom_mask": inputs.custom_mask,
-        "packed_custom_mask": inputs.packed_custom_mask,
-        "causal": inputs.pipeline.causal,
-        "pos_encoding_mode": case.position.value,
-        "logits_soft_cap": case.soft_cap,
         "q_data_type": case.dtype,
         "kv_data_type": case.dtype_kv,
         "o_data_type": case.o_dtype,
     }
     if case.head_dim_vo is not None:
         options["head_dim_vo"] = case.head_dim_vo
-    kind = PagedPlanArguments if case.paged else RaggedPlanArguments
-    return positional, {**_options_of(case, kind), **options}
+    return positional, options
 
 
-def _options_of(case: Case, kind: type) -> dict:
-    """Those that a case and a call have by the same name."""
+def _options_of(inputs: Inputs, kind: type) -> dict:
+    """Those that plan() and the single function call the same."""
+    case = inputs.case
     elsewhere = {"num_qo_heads", "num_kv_heads", "head_dim", "head_dim_vo", "page_size", "o_dtype"}
     names = {field.name for field in dataclasses.fields(case)} - elsewhere
-    return {name: getattr(case, name) for name in kind.__slots__ if name in names}
+    return {
+        **{name: getattr(case, name) for name in kind.__slots__ if name in names},
+        "packed_custom_mask": inputs.packed_custom_mask,
+        "causal": inputs.pipeline.causal,
+        "pos_encoding_mode": case.position.value,
+        "logits_soft_cap": case.soft_cap,
+    }
 
 
 def plan(wrapper, inputs: Inputs, **overrides) -> None:
@@ -103,13 +107,9 @@ def single(inputs: Inputs, *, backend: str, **options):
     kv_len = case.kv_lens[0]
     tokens = 0 if case.layout == "NHD" else 1
     arguments = {
-        **_options_of(case, SingleArguments),
+        **_options_of(inputs, SingleArguments),
         "custom_mask": None if inputs.custom_mask is None else inputs.masks[0],
-        "packed_custom_mask": inputs.packed_custom_mask,
-        "causal": inputs.pipeline.causal,
-        "pos_encoding_mode": case.position.value,
         "kv_layout": case.layout,
-        "logits_soft_cap": case.soft_cap,
         "return_lse": True,
         "backend": backend,
         "sinks": inputs.sinks,

@@ -59,14 +59,22 @@ def interleaved(replays: Mapping[str, GraphReplay], samples: int) -> dict[str, f
     return {name: statistics.median(values) for name, values in taken.items()}
 
 
-def cpu_call_time(call: Call, *, calls: int = 50, samples: int = 11, device: str = "cuda") -> float:
-    """Time the CPU spends in one `call`; the GPU is drained between samples, so that its
-    queue never fills."""
+def cpu_call_time(
+    call: Call,
+    *,
+    calls: int = 50,
+    samples: int = 11,
+    device: str = "cuda",
+    min_seconds: float = 0.0,
+) -> float:
+    """Time the CPU spends in one `call`; the GPU is drained between samples, so that its queue
+    never fills. Takes further samples until `min_seconds` have passed."""
     drain = torch.cuda.synchronize if device.startswith("cuda") else lambda: None
-    for _ in range(5):
+    for _ in range(min(calls, 5)):
         call()
-    taken = []
-    for _ in range(samples):
+    taken: list[float] = []
+    deadline = time.perf_counter() + min_seconds
+    while len(taken) < samples or time.perf_counter() < deadline:
         drain()
         begin = time.perf_counter()
         for _ in range(calls):
@@ -76,13 +84,6 @@ def cpu_call_time(call: Call, *, calls: int = 50, samples: int = 11, device: str
     return statistics.median(taken)
 
 
-def cpu_wall_time(call: Call, *, min_seconds: float = 0.3, min_samples: int = 3) -> float:
-    """Wall time of one `call` that computes on the CPU; samples until `min_seconds` have passed."""
-    call()
-    taken: list[float] = []
-    deadline = time.perf_counter() + min_seconds
-    while len(taken) < min_samples or time.perf_counter() < deadline:
-        begin = time.perf_counter()
-        call()
-        taken.append((time.perf_counter() - begin) * 1e6)
-    return statistics.median(taken)
+def cpu_wall_time(call: Call, *, min_samples: int = 3) -> float:
+    """Wall time of one `call` that computes on the CPU, the median of samples of 0.3 s."""
+    return cpu_call_time(call, calls=1, samples=min_samples, device="cpu", min_seconds=0.3)

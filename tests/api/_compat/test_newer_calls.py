@@ -93,13 +93,6 @@ def test_a_bool_mask_behind_none_is_dense(target):
     runner.compare(inputs, *runner.run(wrapper, inputs)).check()
 
 
-def test_a_byte_mask_behind_none_is_packed(target):
-    """Both orders would take it; the documented one counts."""
-    inputs, wrapper = made(dataclasses.replace(PAGED, mask=MaskKind.PACKED), target)
-    wrapper.plan(*leading(inputs), None, inputs.packed_custom_mask, q_data_type=PAGED.dtype)
-    runner.compare(inputs, *runner.run(wrapper, inputs)).check()
-
-
 def test_mla_head_dims_by_position(target):
     case = Case("mla", (9, 3), (30, 5), 4, 4, 192, 128)
     inputs, wrapper = made(case, target)

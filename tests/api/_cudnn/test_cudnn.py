@@ -534,12 +534,6 @@ def test_cpu_tensors_are_no_business_of_cudnn():
         call(**arguments(inputs), backend="cudnn")
 
 
-def test_other_functions_have_no_cudnn():
-    q = torch.randn(3, 2, 64)
-    with pytest.raises(NotImplementedError, match="cudnn_batch_prefill_with_kv_cache"):
-        preflash.single_prefill_with_kv_cache(q, q, q, backend="cudnn")
-
-
 INT = {"dtype": torch.int32}
 MISTAKES = {
     "no lengths": ({"actual_seq_lens_q": None}, ValueError, "actual_seq_lens_q is missing"),

@@ -5,6 +5,7 @@ import gc
 import inspect
 import random
 import weakref
+from unittest import mock
 
 import preflash
 import pytest
@@ -65,7 +66,7 @@ PAIRS = {
     ),
 }
 PLAIN = {"causal", "full", "masked", "one row", "window", "page 1", "page 7", "HND", "group 7"}
-each_pair = pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS)
+TWO_LAUNCHES = {"no prefill", "no decode", "neither"}
 
 
 def made(target, decode, **options):
@@ -130,9 +131,10 @@ def built(pair, target):
     return [build(case, seed=i, device=target.device) for i, case in enumerate(pair)]
 
 
-@each_pair
-def test_pairs(target, pair):
-    both = built(pair, target)
+@pytest.mark.parametrize("name", PAIRS)
+def test_pairs(target, name):
+    """What the kernels of two segments serve is one launch, on the CPU everything."""
+    both = built(PAIRS[name], target)
     wrapper = made(target, both[1].case)
     plan(wrapper, both[1])
     first = run(wrapper, *both)
@@ -140,21 +142,10 @@ def test_pairs(target, pair):
     again = run(wrapper, *both)
     for one, other in zip(first, again, strict=True):
         assert all(map(torch.equal, one, other)), "two runs of one plan differ"
-
-
-def test_one_launch(target):
-    """What the kernels of two segments serve is one launch, on the CPU everything."""
-    served = (
-        PLAIN if target.backend != "cpu" else set(PAIRS) - {"no prefill", "no decode", "neither"}
-    )
-    if target.backend == "fa3":
-        pytest.skip("which of them fa3 has is for its own tests")
-    for name in served:
-        both = built(PAIRS[name], target)
-        wrapper = made(target, both[1].case)
-        plan(wrapper, both[1])
-        run(wrapper, *both)
-        assert "launches=1" in repr(wrapper), name
+    # Which of them fa3 has is for its own tests.
+    served = {"cpu": set(PAIRS) - TWO_LAUNCHES, "fa2": PLAIN, "fa3": set()}[target.backend]
+    if name in served:
+        assert "launches=1" in repr(wrapper)
         assert wrapper.variant.count("+" if target.backend == "cpu" else "_two") == 1
 
 
@@ -162,7 +153,7 @@ def test_one_launch(target):
 def test_two_launches_agree(target, monkeypatch, pair):
     """What no kernel takes as one runs as two, with the same results up to rounding."""
     both = built(pair, target)
-    monkeypatch.setattr(joint, "_has_no_query", lambda request: True)
+    monkeypatch.setattr(joint, "_forced_apart", True)
     wrapper = made(target, both[1].case)
     plan(wrapper, both[1])
     check_sides(both, run(wrapper, *both))
@@ -526,7 +517,7 @@ def test_a_pool_is_compared_with_the_last_plan(target, recorder, monkeypatch):  
 @pytest.mark.parametrize("for_graphs", [True, False], ids=["use_cuda_graph", "without"])
 def test_graphs_of_two_launches_keep_their_prefills(target, recorder, monkeypatch, for_graphs):  # noqa: F811
     """Several are captured beside one decode batch, whose part of them has one place."""
-    monkeypatch.setattr(joint, "_has_no_query", lambda request: True)
+    monkeypatch.setattr(joint, "_forced_apart", True)
     decode = build(DECODE, seed=2, device=target.device)
     wrapper = GraphStage(target, DECODE).wrapper if for_graphs else made(target, DECODE)
     plan(wrapper, decode)
@@ -645,7 +636,7 @@ def test_an_interrupted_plan_of_batches(target, monkeypatch, installed, runs_bef
             install(drafted)
         raise KeyboardInterrupt
 
-    with joint.forced_apart():
+    with mock.patch.object(joint, "_forced_apart", True):
         plan_batches(wrapper, *old)
         for _ in range(runs_before):
             check_sides(old, run_batches(wrapper, *old))

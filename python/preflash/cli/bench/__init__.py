@@ -15,14 +15,14 @@ import preflash
 
 from ...testing.case import flops
 from .. import CommandError, check_writable
-from ..console import Progress
+from ..console import progress
 from ..machine import Place, choose_places, torch_dtype
 from .fmha import fmha_calls, fmha_rows_for, fmha_table
 from .measure import Calls, Result, measured, row_calls, row_table
 from .pod import pod_calls, pod_rows_for, pod_table
 from .reports import compare, draw, roof
 from .rows import BenchRow, Row, rows_for
-from .timeline import why_no_picture
+from .timeline import PICTURES, why_no_picture
 from .trace import trace
 
 
@@ -44,20 +44,14 @@ _KINDS = (
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--rows",
-        default="",
-        help="only rows whose name contains this; or one of several with commas",
-    )
+    file = {"metavar": "FILE", "type": pathlib.Path}
+    named = "only rows whose name contains this; or one of several with commas"
+    parser.add_argument("--rows", default="", help=named)
     parser.add_argument("--backend", help="cpu, fa2 or fa3; by default the fastest on this machine")
     parser.add_argument("--dtype", help="bf16, f16, f32, or several with commas")
-    parser.add_argument("--json", metavar="FILE", type=pathlib.Path, help="write results to FILE")
-    parser.add_argument(
-        "--plot",
-        metavar="FILE",
-        type=pathlib.Path,
-        help="draw the results into FILE.png, .svg or .pdf (pip install 'preflash[trace]')",
-    )
+    parser.add_argument("--json", **file, help="write results to FILE")
+    drawn = "draw the results into FILE.png, .svg or .pdf (pip install 'preflash[trace]')"
+    parser.add_argument("--plot", **file, help=drawn)
     parser.add_argument(
         "--compare",
         metavar=("A.json", "B.json"),
@@ -98,18 +92,17 @@ def execute(args: argparse.Namespace) -> int:
     repeats = args.repeats or (3 if args.quick else 11 if place.device.type == "cuda" else 5)
     print(_headline(place, repeats))
     tables: dict[str, list[Result]] = {}
-    with Progress(len(rows) + len(pods) + len(fmhas), "bench") as progress:
+    with progress(len(rows) + len(pods) + len(fmhas), "bench") as step:
         for kind, of_kind in zip(_KINDS, chosen, strict=True):
             results = tables[kind.key] = []
             for row in of_kind:
                 results.append(measured(kind.calls_of, row, place, repeats))
-                progress.step(row.name)
+                step(row.name)
     for kind in _KINDS:
         if tables[kind.key]:
-            print(kind.table(tables[kind.key]))
-    if args.json is not None or args.plot is not None:
-        document = {key: [_as_json(one) for one in results] for key, results in tables.items()}
-        document = {"machine": _machine(place, repeats), **document}
+            print(f"\n{kind.table(tables[kind.key])}")
+    document = {key: [_as_json(one) for one in results] for key, results in tables.items()}
+    document = {"machine": _machine(place, repeats), **document}
     if args.json is not None:
         args.json.write_text(json.dumps(document, indent=2) + "\n")
     if args.plot is not None:
@@ -131,10 +124,9 @@ def _check_report(args: argparse.Namespace) -> None:
             continue
         if args.trace is not None:
             raise CommandError(f"{option} {path}: --trace measures nothing; leave one of them out")
-        if path.is_dir() or not path.parent.is_dir():
-            why = "it is a directory" if path.is_dir() else f"there is no directory {path.parent}"
-            raise CommandError(f"{option} {path}: {why}")
-        if option == "--plot" and path.suffix not in (".png", ".svg", ".pdf"):
+        if path.is_dir():
+            raise CommandError(f"{option} {path}: it is a directory")
+        if option == "--plot" and path.suffix not in PICTURES:
             raise CommandError(f"--plot {path}: must end with .png, .svg or .pdf")
         check_writable(option, path)
 
@@ -155,15 +147,13 @@ def _chosen_rows(args: argparse.Namespace, place: Place) -> list[list[BenchRow]]
 
 
 def _headline(place: Place, repeats: int) -> str:
-    parts = [f"preflash {preflash.__version__}", place.label, place.device_name]
-    parts += [f"torch {torch.__version__}"]
+    about, clock = f"{torch.get_num_threads()} threads", "wall time"
     if place.device.type == "cuda":
-        parts += [f"CUDA {torch.version.cuda}", f"cuDNN {torch.backends.cudnn.version()}"]
+        about = f"CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}"
         clock = "interleaved kernel times by graph replay"
-    else:
-        parts += [f"{torch.get_num_threads()} threads"]
-        clock = "wall time"
-    return f"{', '.join(parts)}; {clock}, median of {repeats}"
+    where = f"{place.label}, {place.device_name}"
+    versions = f"preflash {preflash.__version__}, {where}, torch {torch.__version__}"
+    return f"{versions}, {about}; {clock}, median of {repeats}"
 
 
 def _machine(place: Place, repeats: int) -> dict:

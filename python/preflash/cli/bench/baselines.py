@@ -1,10 +1,14 @@
-"""The baselines: torch's own calls for the same problem, and cuDNN through the wrappers, [tokens,
-num_qo_heads, head_dim] each."""
+"""The baselines, [tokens, num_qo_heads, head_dim] each: torch's own calls for the same problem,
+cuDNN through the wrappers, and flashinfer and FlashAttention-3 where they import."""
 
 from __future__ import annotations
 
+import functools
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -13,13 +17,12 @@ from torch.nn.functional import scaled_dot_product_attention
 from ..._cudnn import graph
 from ...testing import Inputs, MaskKind, runner
 from ...testing.inputs import indptr
-from .others import others_of
 from .rows import Baseline, Row
 
 Call = Callable[[], torch.Tensor]
+Prepare = Callable[[Inputs], Call]
 
-_FRONTEND_WORKSPACE = 128 * 1024 * 1024
-
+_WORKSPACE_BYTES = 256 * 1024 * 1024
 _GPU_BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -35,37 +38,57 @@ class BaselineCall:
     the call returns attention, which is compared with the oracle."""
 
     name: str
-    prepare: Callable[[Inputs], Call]
+    prepare: Prepare
     checked: bool = True
 
 
 def baselines_of(row: Row, device: torch.device) -> list[BaselineCall]:
     """The baselines of a row on this kind of device; trying one shows whether it takes the row."""
-    gpu = device.type == "cuda"
-    found = []
-    if Baseline.SDPA in row.baselines:
+    gpu, wanted = device.type == "cuda", row.baselines
+    found: dict[str, Prepare] = {}
+    if Baseline.SDPA in wanted:
         backends = _GPU_BACKENDS if gpu else _CPU_BACKENDS
-        found += [
-            BaselineCall(name, lambda inputs, backend=backend: _sdpa(inputs, backend))
-            for name, backend in backends.items()
-        ]
-    if Baseline.VARLEN in row.baselines and gpu:
-        found.append(BaselineCall("varlen", _varlen))
-    if Baseline.FRONTEND in row.baselines and gpu and graph.why_missing() is None:
-        found.append(BaselineCall("cudnn frontend", _Frontend().prepare))
+        found |= {name: functools.partial(_sdpa, one) for name, one in backends.items()}
     if gpu:
-        found += [BaselineCall(name, prepare) for name, prepare in others_of(row).items()]
-    if Baseline.READ in row.baselines and gpu:
-        found.append(BaselineCall("read", lambda inputs: _plain_read(row, inputs), checked=False))
+        if Baseline.VARLEN in wanted:
+            found["varlen"] = _torch_varlen
+        if Baseline.FRONTEND in wanted and graph.why_missing() is None:
+            found["cudnn frontend"] = _planned_once(_cudnn)
+        found |= others_of(row)
+    calls = [BaselineCall(*one) for one in found.items()]
+    if Baseline.READ in wanted and gpu:
+        calls.append(BaselineCall("read", functools.partial(_plain_read, row), checked=False))
+    return calls
+
+
+def others_of(row: Row) -> dict[str, Prepare]:
+    """Those of other packages, where they import."""
+    if row.case.fixed_split_size is not None or row.case.disable_split_kv:
+        return {}
+    found: dict[str, Prepare] = {}
+    if (flashinfer := _imported("flashinfer")) is not None:
+        found["flashinfer"] = _planned_once(functools.partial(_flashinfer, flashinfer))
+    fa3 = _imported("flash_attn_interface", "flash_attn_3.flash_attn_interface")
+    if fa3 is not None and not row.case.paged:
+        found["flash_attn_3"] = functools.partial(_fa3_varlen, fa3.flash_attn_varlen_func)
     return found
 
 
-def _sdpa(inputs: Inputs, backend: SDPBackend) -> Call:
+@functools.cache
+def _imported(*names: str) -> ModuleType | None:
+    """The first module that imports. A package that is broken is as good as none."""
+    for name in names:
+        try:
+            return importlib.import_module(name)
+        except Exception:  # whatever a broken package raises
+            continue
+    return None
+
+
+def _sdpa(backend: SDPBackend, inputs: Inputs) -> Call:
     case = inputs.case
-    q, k, v = (
-        x.unflatten(0, (case.batch_size, -1)).transpose(1, 2)
-        for x in (inputs.q, inputs.k, inputs.v)
-    )
+    tensors = (inputs.q, inputs.k, inputs.v)
+    q, k, v = (x.unflatten(0, (case.batch_size, -1)).transpose(1, 2) for x in tensors)
     causal = case.mask is MaskKind.CAUSAL
 
     def call() -> torch.Tensor:
@@ -76,31 +99,59 @@ def _sdpa(inputs: Inputs, backend: SDPBackend) -> Call:
     return call
 
 
-def _varlen(inputs: Inputs) -> Call:
+def _varlen(inputs: Inputs) -> tuple[tuple, bool]:
+    """What variable-length calls take, and whether they are causal."""
     case, device = inputs.case, inputs.q.device
-    lengths = (
-        indptr(case.qo_lens, device),
-        indptr(case.kv_lens, device),
-        max(case.qo_lens),
-        max(case.kv_lens),
-    )
-    tensors = (inputs.q, inputs.k, inputs.v)
-    options = (0.0, case.mask is MaskKind.CAUSAL, False)  # dropout, causal, debug mask
+    offsets = (indptr(case.qo_lens, device), indptr(case.kv_lens, device))
+    longest = (max(case.qo_lens), max(case.kv_lens))
+    return (inputs.q, inputs.k, inputs.v, *offsets, *longest), case.mask is MaskKind.CAUSAL
+
+
+def _torch_varlen(inputs: Inputs) -> Call:
+    arguments, causal = _varlen(inputs)
+    options = (0.0, causal, False)  # dropout, causal, debug mask
     forward = torch.ops.aten._flash_attention_forward
-    return lambda: forward(*tensors, *lengths, *options, scale=case.scale)[0]
+    return lambda: forward(*arguments, *options, scale=inputs.case.scale)[0]
 
 
-class _Frontend:
-    """The wrappers with backend="cudnn": one for all sets of a row, planned once, so that a call is
-    nothing but the launch after the first one."""
+def _fa3_varlen(forward: Callable, inputs: Inputs) -> Call:
+    arguments, causal = _varlen(inputs)
 
-    def __init__(self) -> None:
-        self._wrapper = None
+    def call() -> torch.Tensor:
+        out = forward(*arguments, softmax_scale=inputs.case.scale, causal=causal)
+        return out[0] if isinstance(out, tuple) else out
 
-    def prepare(self, inputs: Inputs) -> Call:
-        if self._wrapper is None:
-            self._wrapper = runner.planned(inputs, backend="cudnn", size=_FRONTEND_WORKSPACE)
-        return runner.launcher(self._wrapper, inputs)
+    return call
+
+
+def _planned_once(planned: Callable[[Inputs], Any]) -> Prepare:
+    """One wrapper for all sets of a row, so that a call is nothing but the launch."""
+    wrappers: list[Any] = []
+
+    def prepare(inputs: Inputs) -> Call:
+        if not wrappers:
+            wrappers.append(planned(inputs))
+        return runner.launcher(wrappers[0], inputs)
+
+    return prepare
+
+
+def _cudnn(inputs: Inputs) -> Any:
+    return runner.planned(inputs, backend="cudnn", size=_WORKSPACE_BYTES // 2)
+
+
+def _flashinfer(module: ModuleType, inputs: Inputs) -> Any:
+    """Its wrapper, of which preflash has the API."""
+    case, positional = inputs.case, runner.plan_arguments(inputs)[0]
+    kind = f"BatchPrefillWith{'Paged' if case.paged else 'Ragged'}KVCacheWrapper"
+    dtypes = {"q_data_type": case.dtype, "kv_data_type": case.dtype}
+    try:
+        buffer = runner.workspace(inputs.q.device, _WORKSPACE_BYTES)
+        wrapper = getattr(module, kind)(buffer, case.layout)
+        wrapper.plan(*positional, causal=case.mask is MaskKind.CAUSAL, **dtypes)
+    except Exception as error:  # a compiler that is missing, a package that does not fit
+        raise RuntimeError(f"{type(error).__name__}: {error}") from error
+    return wrapper
 
 
 def _plain_read(row: Row, inputs: Inputs) -> Call:

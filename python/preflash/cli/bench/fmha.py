@@ -13,9 +13,9 @@ from ...testing import Inputs, runner
 from ...testing.case import Case, MaskKind
 from ...testing.comparison import compare, logit_roundings
 from ...testing.inputs import indptr
-from ...testing.oracle import Pipeline, attend
+from ...testing.oracle import Pipeline, attend, kept_pairs
 from ..batches import BatchMaker
-from ..console import Table, number
+from ..console import Table
 from ..machine import Place
 from .measure import Call, Calls, Result, WrongResultError
 from .rows import BenchRow
@@ -59,13 +59,7 @@ class Mode:
 
     def pairs(self, tokens: int) -> int:
         """Of a query and a key that it keeps, tiles that are skipped included."""
-        position = torch.arange(tokens, device="cpu")
-        kept = position + 1
-        if self.window_left >= 0:
-            kept = kept.clamp(max=self.window_left + 1)
-        if self.chunk:
-            kept = position % self.chunk + 1
-        return int(kept.sum())
+        return kept_pairs(self.pipeline, tokens, tokens)
 
 
 CAUSAL = Mode()
@@ -140,11 +134,9 @@ def _add_peaks(inputs: Inputs) -> None:
 
 
 def _call(inputs: Inputs, mode: Mode, place: Place) -> Call:
-    tensors = (inputs.q, inputs.k, inputs.v)
-    tokens, scales = inputs.q.shape[0], (_HEAD_DIM**-0.5, 1.0)
+    tensors, tokens = (inputs.q, inputs.k, inputs.v), inputs.q.shape[0]
     offsets = indptr([tokens], place.device)  # lengths on a GPU, where a graph finds them
-    lengths = (offsets[1:], tokens, tokens)
-    further = (*lengths, *scales, 1, offsets, offsets)
+    further = (offsets[1:], tokens, tokens, _HEAD_DIM**-0.5, 1.0, 1, offsets, offsets)
     workspace = runner.workspace(place.device, _WORKSPACE_BYTES)
     options = {"out": torch.empty_like(inputs.q), "backend": place.backend, **mode.options}
     return lambda: preflash.trtllm_fmha_v2_prefill(
@@ -164,23 +156,19 @@ def _check(inputs: Inputs, mode: Mode, out: torch.Tensor) -> None:
 
 
 def fmha_table(results: list[Result]) -> str:
-    headers = ["row", "mode", "us", "TFLOP/s", "of causal's time", "of its pairs", "distance"]
-    table = Table(headers, frozenset(headers[2:]))
+    measured = {"us": ".1f", "TFLOP/s": ".4g", "of causal's time": ".3f"}
+    table = Table({"row": "", "mode": "", **measured, "of its pairs": ".3f", "distance": ".2g"})
     for result in results:
         row = result.row
         for mode in row.modes:
             name, us, pairs = mode.name, result.us.get(mode.name), mode.pairs(row.tokens)
-            state = "not compiled" if name in result.absent else ""
-            state = ": WRONG" if result.failure else state and f": {state}"
             flops = 4.0 * _HEAD_DIM * row.case.num_qo_heads * pairs
-            table.add(
-                row.name,
-                name + state,
-                number(us, ".1f"),
-                number(us and flops / us / 1e6, ".4g"),
-                number(us and us / result.us[CAUSAL.name], ".3f"),
-                f"{pairs / CAUSAL.pairs(row.tokens):.3f}",
-                number(result.distance.get(name), ".2g"),
-            )
-    note = "\n\npairs: of a query and a key that the mask keeps. distance: to causal's output."
-    return f"{table.without_empty_columns()}{note}"
+            times = (us, flops / us / 1e6, us / result.us[CAUSAL.name]) if us else (None,) * 3
+            if result.failure:
+                name += ": WRONG"
+            elif name in result.absent:
+                name += ": not compiled"
+            of_pairs = pairs / CAUSAL.pairs(row.tokens)
+            table.add(row.name, name, *times, of_pairs, result.distance.get(mode.name))
+    note = "pairs: of a query and a key that the mask keeps. distance: to causal's output."
+    return f"{table}\n\n{note}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ import torch
 from ...testing import Expected, Inputs, Report, runner, timing
 from ...testing.case import Case, flops
 from ..batches import BatchMaker, Sample
-from ..console import Table, number
+from ..console import Table
 from ..machine import Place
 from .baselines import baselines_of
 from .rows import BenchRow, Metric, Row
@@ -79,10 +80,7 @@ def _time(result: Result, place: Place, repeats: int, calls: Mapping[str, Sequen
     replays = {}
     for name, rotated in calls.items():
         turns = itertools.cycle(rotated)
-
-        def call(turns=turns) -> None:
-            next(turns)()
-
+        call = functools.partial(lambda turns: next(turns)(), turns)
         if place.device.type == "cpu":
             result.us[name] = timing.cpu_wall_time(call, min_samples=repeats)
             continue
@@ -167,12 +165,8 @@ def row_calls(result: Result, place: Place, repeats: int) -> Calls:
 
 def _time_the_cpu(result: Result, wrapper, trial: Trial, repeats: int) -> None:
     first, device = trial.sets[0], trial.place.device.type
-    result.plan_us = timing.cpu_call_time(
-        lambda: runner.plan(wrapper, first, non_blocking=True),
-        calls=5,
-        samples=repeats,
-        device=device,
-    )
+    plan = functools.partial(runner.plan, wrapper, first, non_blocking=True)
+    result.plan_us = timing.cpu_call_time(plan, calls=5, samples=repeats, device=device)
     if device == "cuda":
         run = runner.launcher(wrapper, first)
         result.run_cpu_us = timing.cpu_call_time(run, calls=20, samples=repeats)
@@ -187,36 +181,26 @@ def checked_call(row: Row, place: Place) -> Call:
 def row_table(results: list[Result]) -> str:
     names = [name for result in results for name in result.baselines]
     baselines = list(dict.fromkeys(names))  # in the order in which they first appear
-    headers = ["row", "dtype", "unit", OURS, *baselines, "of base", "us", "plan us", "run CPU us"]
-    headers += ["error / allowed"]
-    table = Table(headers, frozenset(headers[3:]))
+    text = dict.fromkeys(["row", "dtype", "unit"], "")
+    speeds = dict.fromkeys([OURS, *baselines], ".4g")
+    times = {"of base": ".2f", "us": ".1f", "plan us": ".0f", "run CPU us": ".1f"}
+    table = Table({**text, **speeds, **times, "error / allowed": ".2f"})
     for result in results:
-        us = result.us.get(OURS)
+        us, row = result.us.get(OURS), result.row
         of_base = result.us[BASE] / us if us and BASE in result.us else None
-        table.add(
-            result.row.name,
-            result.row.dtype_name,
-            result.row.metric.value,
-            _our_cell(result),
-            *(_baseline_cell(result, name) for name in baselines),
-            number(of_base, ".2f"),
-            number(us, ".1f"),
-            number(result.plan_us, ".0f"),
-            number(result.run_cpu_us, ".1f"),
-            number(result.error_ratio, ".2f"),
-        )
-    notes = [
-        "\n(1.20x): preflash is 1.20 times as fast. TFLOP/s counts kept pairs: half for causal."
-    ]
+        speeds = (_our_cell(result), *(_baseline_cell(result, name) for name in baselines))
+        about = (row.name, row.dtype_name, row.metric.value)
+        times = (of_base, us, result.plan_us, result.run_cpu_us)
+        table.add(*about, *speeds, *times, result.error_ratio)
     reasons = {f"{name}: {reason}" for result in results for name, reason in result.absent.items()}
-    notes += [f"not timed: {reason}" for reason in sorted(reasons)]
-    return "\n".join([str(table.without_empty_columns()), *notes])
+    notes = [f"not timed: {reason}" for reason in sorted(reasons)]
+    return "\n".join([f"{table}\n", _LEGEND, *notes])
 
 
-def _our_cell(result: Result) -> str:
+def _our_cell(result: Result) -> str | float:
     if result.failure:
         return "WRONG"
-    return f"{result.speed(OURS):.4g}" if OURS in result.us else "not compiled"
+    return result.speed(OURS) if OURS in result.us else "not compiled"
 
 
 def _baseline_cell(result: Result, name: str) -> str | None:

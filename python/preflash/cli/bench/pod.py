@@ -8,7 +8,7 @@ import preflash
 
 from ...testing import runner, timing
 from ...testing.case import Case, KvForm, MaskKind
-from ..console import Table, number
+from ..console import Table
 from ..machine import Place
 from .measure import WORKSPACE_BYTES, Call, Calls, Result, Trial
 from .rows import BenchRow
@@ -81,11 +81,8 @@ def _checked(result: Result, sides: list[Trial]) -> Call:
     buffer = runner.workspace(place.device, WORKSPACE_BYTES)
     wrapper = preflash.BatchPODWithPagedKVCacheWrapper(buffer, backend=place.backend)
     heads = (case.num_qo_heads, case.num_kv_heads, case.head_dim, case.page_size)
-    tables = [
-        table
-        for one in inputs
-        for table in (one.qo_indptr, one.kv_indptr, one.indices, one.last_page_len)
-    ]
+    names = ("qo_indptr", "kv_indptr", "indices", "last_page_len")
+    tables = [getattr(one, name) for one in inputs for name in names]
 
     def plan() -> None:
         wrapper.plan(*tables, *heads, q_data_type=case.dtype)
@@ -102,22 +99,16 @@ def _checked(result: Result, sides: list[Trial]) -> Call:
 
 
 def pod_table(results: list[Result]) -> str:
-    headers = ["row", "variant", "launches", "us", PREFILL, DECODE, "of sum", "of larger"]
-    headers += ["plan us", "run CPU us"]
-    table = Table(headers, frozenset(headers[2:]))
+    times = {"us": ".1f", PREFILL: ".1f", DECODE: ".1f", "of sum": ".2f", "of larger": ".2f"}
+    cpu_times = {"plan us": ".0f", "run CPU us": ".1f"}
+    table = Table({"row": "", "variant": "", "launches": "d", **times, **cpu_times})
     for result in results:
-        cells: list[str | None] = [None] * 5
+        cells: list[float | None] = [None] * 5
         if result.us:
             both, prefill, decode = (result.us[name] for name in (BOTH, PREFILL, DECODE))
-            cells = [f"{us:.1f}" for us in (both, prefill, decode)]
-            cells += [f"{both / (prefill + decode):.2f}", f"{both / max(prefill, decode):.2f}"]
-        table.add(
-            result.row.name,
-            "WRONG" if result.failure else result.variant or "not compiled",
-            result.launches or None,
-            *cells,
-            number(result.plan_us, ".0f"),
-            number(result.run_cpu_us, ".1f"),
-        )
-    note = "\n\nof sum, of larger: the time of both in that of the prefill and the decode alone."
-    return f"{table.without_empty_columns()}{note}"
+            cells = [both, prefill, decode, both / (prefill + decode), both / max(prefill, decode)]
+        verdict = "WRONG" if result.failure else result.variant or "not compiled"
+        about = (result.row.name, verdict, result.launches or None)
+        table.add(*about, *cells, result.plan_us, result.run_cpu_us)
+    note = "of sum, of larger: the time of both in that of the prefill and the decode alone."
+    return f"{table}\n\n{note}"

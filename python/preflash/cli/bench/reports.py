@@ -12,7 +12,7 @@ import torch
 
 from ...testing import timing
 from .. import CommandError
-from ..console import Table, number
+from ..console import Table
 from ..machine import Place
 
 OURS = "preflash"
@@ -84,24 +84,25 @@ def draw(document: dict[str, Any], path: pathlib.Path) -> None:
 def compare(paths: list[pathlib.Path]) -> str:
     """A table of two reports: microseconds of our calls, and how much faster the second is."""
     documents = [_read(path) for path in paths]
-    table = Table(["row", "dtype", "A us", "B us", "B is"], frozenset({"A us", "B us", "B is"}))
+    table = Table({"row": "", "dtype": "", "A us": ".1f", "B us": ".1f", "B is": ".3f"})
     ratios = []
     for kind in _KINDS:
-        a, b = ({_key(row): row for row in document.get(kind, [])} for document in documents)
+        a, b = (_by_key(document.get(kind, [])) for document in documents)
         for key in (key for key in a if key in b):
-            for name in _ours(a[key]["us"]):
-                if name not in b[key]["us"]:
-                    continue
-                times = (a[key]["us"][name], b[key]["us"][name])
+            us = [row[key]["us"] for row in (a, b)]
+            # preflash where a row has baselines, else every call of the row.
+            for name in (n for n in us[0] if n in us[1] and (n == OURS or OURS not in us[0])):
+                times = [one[name] for one in us]
                 ratios.append(times[0] / times[1])
                 title = key[0] if name == OURS else f"{key[0]}: {name}"
-                cells = [number(us, ".1f") for us in times]
-                table.add(title, key[1], *cells, f"{ratios[-1]:.3f}x")
+                table.add(title, key[1], *times, f"{ratios[-1]:.3f}x")
     if not ratios:
         raise CommandError("--compare: the two reports have no row in common")
-    lines = [f"{name}: {path}, {_about(document)}" for name, path, document in zip(
-        "AB", paths, documents, strict=True
-    )]  # fmt: skip
+    lines = []
+    for name, path, document in zip("AB", paths, documents, strict=True):
+        machine = document["machine"]
+        about = f"preflash {machine['preflash']} {machine['backend']} on {machine['name']}"
+        lines.append(f"{name}: {path}, {about}")
     mean = statistics.geometric_mean(ratios)
     return "\n".join([*lines, "", str(table), "", f"B is {mean:.3f}x as fast (geometric mean)"])
 
@@ -117,15 +118,5 @@ def _read(path: pathlib.Path) -> dict[str, Any]:
     return document
 
 
-def _key(row: dict[str, Any]) -> tuple[str, str]:
-    return row["name"], row["dtype"]
-
-
-def _ours(us: dict[str, float]) -> list[str]:
-    """preflash where a row has baselines, else every call of the row."""
-    return [OURS] if OURS in us else list(us)
-
-
-def _about(document: dict[str, Any]) -> str:
-    machine = document["machine"]
-    return f"preflash {machine['preflash']} {machine['backend']} on {machine['name']}"
+def _by_key(rows: list[dict[str, Any]]) -> dict[tuple[str, str], dict[str, Any]]:
+    return {(row["name"], row["dtype"]): row for row in rows}

@@ -17,6 +17,7 @@ class Kind(enum.Enum):
     DECODE = "decode"  # of a request with one token
 
 
+PICTURES = (".png", ".svg", ".pdf")
 # Told apart by every kind of eye, and in grey.
 _COLOURS = {Kind.PREFILL: "#1f6fb4", Kind.DECODE: "#f5a623"}
 
@@ -95,11 +96,11 @@ def read_spans(records: torch.Tensor, launches: Sequence[Launch]) -> tuple[Span,
             kind = Kind.DECODE if launch.qo_lens[request] == 1 else Kind.PREFILL
             spans.append(Span(begin, end, processor, number, kind, cta, request, kv_head, chunk))
     first = min((span.begin_us for span in spans), default=0)
+    spans.sort(key=lambda span: (span.begin_us, span.end_us))
+    since = ((span, span.begin_us - first, span.end_us - first) for span in spans)
     return tuple(
-        dataclasses.replace(
-            span, begin_us=(span.begin_us - first) / 1e3, end_us=(span.end_us - first) / 1e3
-        )
-        for span in sorted(spans, key=lambda span: (span.begin_us, span.end_us))
+        dataclasses.replace(span, begin_us=begin / 1e3, end_us=end / 1e3)
+        for span, begin, end in since
     )
 
 
@@ -133,15 +134,12 @@ def chrome_trace(timeline: Timeline) -> dict:
         events.append(_metadata("thread_name", thread, name=name))
         events.append(_metadata("thread_sort_index", thread, sort_index=thread))
         for span in lane:
-            kind = span.kind.value
-            args = {"kernel": timeline.launches[span.launch], "launch": span.launch}
-            args |= {name: getattr(span, name) for name in ("cta", "request", "kv_head", "chunk")}
-            times = {
-                "ts": round(span.begin_us, 3),
-                "dur": round(span.end_us - span.begin_us, 3),
-            }
-            event = {"ph": "X", "name": kind, "cat": kind, "pid": 1, "tid": thread}
-            events.append({**event, **times, "args": args})
+            places = ("launch", "cta", "request", "kv_head", "chunk")
+            args = {name: getattr(span, name) for name in places}
+            args["kernel"] = timeline.launches[span.launch]
+            event = {"ph": "X", "pid": 1, "tid": thread, "args": args}
+            times = {"ts": round(span.begin_us, 3), "dur": round(span.end_us - span.begin_us, 3)}
+            events.append({**event, **times, "name": span.kind.value, "cat": span.kind.value})
     return {
         "traceEvents": events,
         "displayTimeUnit": "ns",

@@ -15,11 +15,10 @@ from ..machine import Place
 from . import measure, pod
 from .pod import PodRow
 from .rows import BenchRow
-from .timeline import Launch, Timeline, chrome_trace, draw, read_spans, why_no_picture
+from .timeline import PICTURES, Launch, Timeline, chrome_trace, draw, read_spans, why_no_picture
 
 _MAX_ITEMS = 1 << 20
 _RECORD_WORDS = 4
-_PICTURES = (".png", ".svg", ".pdf")
 
 
 def trace(name: str, place: Place, rows: Sequence[BenchRow]) -> None:
@@ -43,17 +42,15 @@ def _paths(name: str) -> list[pathlib.Path]:
     """What to write: without one of the known endings, both. Refuses what could not be written once
     the work is done."""
     path = pathlib.Path(name)
-    if path.suffix not in ("", ".json", *_PICTURES):
+    if path.suffix not in ("", ".json", *PICTURES):
         raise CommandError(
             f"--trace {name}: {path.suffix} is neither .json nor a picture "
-            f"({', '.join(_PICTURES)}); a name without an ending writes NAME.json and NAME.png"
+            f"({', '.join(PICTURES)}); a name without an ending writes NAME.json and NAME.png"
         )
     paths = [path] if path.suffix else [path.with_suffix(".json"), path.with_suffix(".png")]
-    if paths[-1].suffix in _PICTURES and (missing := why_no_picture()):
+    if paths[-1].suffix in PICTURES and (missing := why_no_picture()):
         instead = path.with_suffix(".json")
         raise CommandError(f"--trace {name}: {missing}, or write --trace {instead}")
-    if not path.parent.is_dir():
-        raise CommandError(f"--trace {name}: there is no directory {path.parent}")
     for written in paths:
         check_writable("--trace", written)
     return paths

@@ -1,0 +1,87 @@
+"""Options of a wrapper's calls: those that run() takes by name, what constructors are told before
+plan(), and what forward() has instead of plan()'s."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from .. import _core
+from .._check import values as check
+from .._check.arguments import RunKeywords, RunOptions
+from .._check.calls import BatchArguments
+from .._check.names import with_nearest
+from .._check.options import check_unserved
+
+Run = TypeVar("Run", bound=Callable[..., Any])
+
+_RUN_KEYWORDS = RunKeywords.__annotations__
+
+
+def lists_options(run: Run) -> Run:
+    """Shows RunKeywords in the signature of a run() that takes them as **options."""
+    own = inspect.signature(run)
+    *named, options = own.parameters.values()
+    for name, of_type in _RUN_KEYWORDS.items():
+        annotation = getattr(of_type, "__forward_arg__", of_type)
+        named.append(
+            inspect.Parameter(name, options.KEYWORD_ONLY, default=None, annotation=annotation)
+        )
+    if options.annotation == "Any":  # it takes more than those
+        named.append(options)
+    run.__signature__ = own.replace(parameters=named)
+    return run
+
+
+def told_before(a: BatchArguments, options: _core.AttentionOptions) -> dict[str, Any]:
+    """What constructors may have been told of a plan, as it has it."""
+    return {
+        "pos_encoding_mode": a.pos_encoding_mode,
+        "q_data_type": check.TORCH_DTYPES[options.q_dtype],
+        "kv_data_type": check.TORCH_DTYPES[options.kv_dtype],
+        "o_data_type": check.TORCH_DTYPES[options.o_dtype],
+        "head_dim_qk": options.head_dim_qk,
+        "head_dim_vo": options.head_dim_vo,
+        "window_left": options.window_left,
+    }
+
+
+def with_forward(
+    options: _core.AttentionOptions, forward: Mapping[str, Any]
+) -> _core.AttentionOptions:
+    """forward: the options of forward() that choose a variant. causal counts without a mask."""
+    causal = forward["causal"] and options.mask != _core.Mask.custom
+    return options.replace(**{**forward, "causal": causal})
+
+
+def check_announced(announced: Mapping[str, Any], planned: Mapping[str, Any]) -> None:
+    """plan() must not contradict what the constructor was told of it."""
+    for name, value in announced.items():
+        if planned[name] != value:
+            raise ValueError(
+                f"{name}={planned[name]} in plan() contradicts the constructor's {value}: "
+                "give both the same, or construct another wrapper"
+            )
+
+
+def any_given(options: RunKeywords) -> bool:
+    """Whether one of them says something, or is for run_options() to refuse."""
+    for name, value in options.items():  # noqa: SIM110, a generator takes time
+        if value is not None or name not in _RUN_KEYWORDS:
+            return True
+    return False
+
+
+def run_options(wrapper: Any, first: tuple, options: RunKeywords) -> RunOptions:
+    """The options of one run(). first: those that are no RunKeywords."""
+    try:
+        given = RunOptions(*first, **options)
+    except TypeError:
+        unknown = min(options.keys() - _RUN_KEYWORDS.keys())
+        says = f"{type(wrapper).__name__}.run() got an unexpected keyword argument {unknown!r}"
+        parameters = inspect.signature(wrapper.run).parameters
+        raise TypeError(with_nearest(says, parameters)) from None
+    if options:
+        check_unserved(given)
+    return given
