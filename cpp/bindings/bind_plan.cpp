@@ -115,8 +115,7 @@ PyObject* place(PyObject*, PyObject* const* given, Py_ssize_t count) {
 
 PyMethodDef place_definition = fast_definition("place", &place, "Where a plan goes.");
 
-// (a, b): whether two tuples hold the same objects, whatever those say of themselves. 1 is not
-// True.
+// (a, b): whether two tuples hold the same objects, by identity: 1 is not True.
 PyObject* same_objects(PyObject*, PyObject* const* given, Py_ssize_t count) {
   if (count != 2 || !PyTuple_Check(given[0]) || !PyTuple_Check(given[1])) {
     return PyErr_Format(PyExc_TypeError, "same_objects takes 2 tuples");
@@ -135,9 +134,9 @@ PyMethodDef same_definition =
 // A plan and where it goes.
 using Placement = std::pair<std::shared_ptr<Place>, std::shared_ptr<Plan>>;
 
-// NOTE: the caller's state changes hands in `then`, where no signal handler can run and raise
-// between the work lists' arrival in memory that the old state may still own and the new state that
-// describes them. It must not run bytecode of Python, since handlers run between those.
+// NOTE: the caller's state changes in `then`. No signal handler may run and raise after the work
+// list has arrived in memory that the old state may still own and before the new state describes
+// it. So `then` must not run Python bytecode, between which handlers run.
 void write(const std::vector<Placement>& placements, const py::sequence& page_indices,
            Address mask_bits, Address stream, const py::object& then) {
   Upload upload{.page_indices = per_segment<const std::int32_t*>(

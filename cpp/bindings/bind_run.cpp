@@ -1,5 +1,5 @@
-// Runs for Python. One of the wrappers comes through here for every layer, so that its call is one
-// of CPython's own.
+// Runs for Python. The wrappers call this for every layer, so it is a CPython function without
+// pybind11's dispatcher.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 

@@ -1,5 +1,5 @@
-// pybind11 lives in this directory only: convert, call, return. Pointers, strides and streams cross
-// the border as integers, so that one kernel build serves every version of Python and of torch.
+// pybind11 is used in this directory only: convert, call, return. Pointers, strides and streams
+// cross the border as integers, so one kernel build serves every version of Python and of torch.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -34,7 +34,7 @@ PerSegment<T> per_segment(const pybind11::sequence& given, Convert&& convert) {
   return items;
 }
 
-// New memory for so many page indices. Lets other threads run meanwhile.
+// New memory for this many page indices. Releases the GIL meanwhile.
 std::shared_ptr<PageArray> make_page_array(const Uploader& uploader, std::int64_t count);
 
 void bind_torch(pybind11::module_& m);

@@ -46,7 +46,7 @@ RunTensors run_tensors(const SegmentNumbers& numbers) {
                   .form = lse[2] == 2 ? LseForm::kMaxAndSum : LseForm::kLogSum}};
 }
 
-// Runs Python's signal handlers, as the interpreter does between bytecodes: Ctrl-C raises there.
+// Runs Python's signal handlers, as the interpreter does between bytecodes: Ctrl-C raises here.
 bool signal_handler_raised() {
   py::gil_scoped_acquire acquire;
   return PyErr_CheckSignals() != 0;
@@ -64,8 +64,8 @@ bool run_interruptibly(Launch& launch, const RunArguments& arguments) {
   }
 }
 
-// Other Python threads go on meanwhile: on the CPU this is the computation, and on a GPU a launch
-// waits where the queue is full, maybe for a host callback that needs the interpreter.
+// Releases the GIL: on the CPU this is the computation, and on a GPU a launch waits where the queue
+// is full, perhaps for a host callback that needs the GIL.
 class WithoutInterpreter {
  public:
   WithoutInterpreter() : state_(PyEval_SaveThread()) {}
@@ -293,7 +293,7 @@ void* BoundRun::follow_stream() {
   void* const stream = current_stream();
   if (stream != stream_) {
     {
-      // All that plan() put on the device is complete when its upload is.
+      // When the plan's upload is complete, everything that plan() put on the device is.
       py::gil_scoped_release release;
       place_->arrive_before(stream);
     }
@@ -320,8 +320,8 @@ bool BoundRun::start(Bound& bound, RunArguments arguments, const py::object& par
     arguments.float_workspace_bytes = memory.bytes;
   };
   if (place_->plan()->float_bytes() == 0) {
-    // Outputs keep out of it, that is all. What its shape says costs no look at its storage, which
-    // may have less by now: that is looked at where the launch is refused.
+    // Outputs only must not overlap it. Its shape decides without a look at its storage, which may
+    // be smaller; the storage is looked at before the launch is refused.
     use(reach_of(torch_, "float_workspace_buffer", partials));
     try {
       return start_now(bound, arguments);

@@ -1,5 +1,5 @@
-// A placed plan and the launches that are bound to it: run() is one call, for every layer. What its
-// tensors look like is checked once for each combination of shapes, strides, dtypes and devices.
+// A placed plan and the launches bound to it: run() is one call for every layer. Each combination
+// of shapes, strides, dtypes and devices is checked once.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -16,8 +16,8 @@
 
 namespace preflash {
 
-// Plain functions of Python that a run calls where it is no ordinary one. All get the run's context
-// first. NOTE: that must not hold what holds the run.
+// Python functions for the rare paths of a run. Each gets the run's context first. NOTE: the
+// context must not hold the run.
 struct RunFunctions {
   pybind11::object check;   // (arguments of run): the numbers of BoundSegment, of each segment
   pybind11::object refuse;  // (arguments of run): raises where a gradient or trace is lost
@@ -46,8 +46,8 @@ struct CheckedTensors {
   std::vector<BoundSegment> segments;
 };
 
-// Those of plans with the same options and layouts: plan() of the next step finds them here. The
-// lengths of a plan are its own, and are compared for every plan.
+// Those of plans with the same options and layouts: the next plan() finds them here. Each plan's
+// own lengths are compared with them.
 struct KnownTensors {
   Guard guard;
   std::vector<std::shared_ptr<const CheckedTensors>> checked;
@@ -63,7 +63,7 @@ class BoundRun : public std::enable_shared_from_this<BoundRun> {
            std::shared_ptr<KnownTensors> known, std::shared_ptr<const RunFunctions> functions,
            pybind11::object context, Starting starting);
 
-  // The plan left something in a tensor that callers hold, too, and runs look for it there.
+  // The plan keeps something in a tensor that callers also hold, and runs look for it there.
   void hold(std::string name, const pybind11::object& tensor, std::int64_t bytes) {
     held_.hold(std::move(name), tensor,
                {.address = torch_.address_of(tensor.ptr()), .bytes = bytes});
@@ -101,16 +101,16 @@ class BoundRun : public std::enable_shared_from_this<BoundRun> {
   std::shared_ptr<Bound> bound_to(const Call& call, PyObject* const* arguments);
   // Null: no run has checked such tensors yet.
   std::shared_ptr<const CheckedTensors> find_known(const Call& call) const;
-  // The tensors of a call as an earlier plan's run or this one's checks left them.
+  // The tensors of a call as the checks of this or an earlier plan's run left them.
   std::shared_ptr<const CheckedTensors> tensors_of(const Call& call, PyObject* const* arguments);
   std::shared_ptr<const CheckedTensors> check_tensors(const Call& call,
                                                       PyObject* const* arguments) const;
   bool looks_like(const CheckedTensors& checked, const Call& call) const;
-  // Whether the plan finds all its tokens and pages in them.
+  // Whether these tensors contain all tokens and pages of the plan.
   bool holds_plan(const CheckedTensors& checked) const;
   bool records(const Call& call) const;
   pybind11::object ask(const pybind11::object& function, PyObject* const* arguments) const;
-  // What a segment returns; the addresses of what is made for it are filled in.
+  // A segment's results; fills in the addresses of tensors that it makes.
   pybind11::object make_outputs(const BoundSegment& bound, CalledSegment* segment) const;
   void* current_stream() const;
   void* follow_stream();

@@ -1,5 +1,5 @@
-// Functions that Python calls without pybind11's dispatcher, which takes longer than all that the
-// wrappers' hot calls do.
+// Python functions without pybind11's dispatcher, which would take longer than the hot calls
+// themselves.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -11,7 +11,8 @@
 
 namespace preflash {
 
-// Raises in Python what C++ has thrown, as every other function of the module does. Null.
+// Translates the current C++ exception into Python's, as for every other function of the module.
+// Returns null.
 PyObject* raise(std::exception_ptr thrown);
 
 template <class State>

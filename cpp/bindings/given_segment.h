@@ -9,7 +9,7 @@
 
 namespace preflash {
 
-// Throws pybind11's type_error: so many arguments belong to no run.
+// Throws pybind11's type_error: no run has this many arguments.
 [[noreturn]] void refuse_arguments();
 
 // Its arguments, of which all are alive while the call is.
@@ -30,18 +30,18 @@ struct GivenSegment {
   const RunMemory* memory;  // null: the plan's
   pybind11::object pair;    // holds k and v
 
-  // Throws pybind11's type_error for what is no such tuple.
+  // Throws pybind11's type_error for any other tuple.
   explicit GivenSegment(PyObject* const* arguments);
 
   bool wants_lse() const { return return_lse || lse != nullptr; }
 };
 
-// Where the tensors of a segment are now, and what they look like.
+// The current addresses of a segment's tensors, and what they look like.
 struct SeenSegment {
   SegmentFacts facts;
   Address q = 0, k = 0, v = 0, out = 0, lse = 0;
 
-  // Throws what torch raises of values that are no ordinary tensors.
+  // Throws what torch raises for values that are no ordinary tensors.
   SeenSegment(const Torch& torch, const GivenSegment& given);
   void see_lse(const Torch& torch, PyObject* tensor);
   // Whether the lse has elements and no memory.

@@ -1,5 +1,5 @@
-// The index arrays of plan(), where they are what they usually are: contiguous one-dimensional
-// int32 tensors on the CPU. Python looks at all others, and says what is wrong with them.
+// The index arrays of plan() in their usual form: contiguous one-dimensional int32 tensors on the
+// CPU. Python handles all others, and says what is wrong with them.
 #include <limits>
 #include <memory>
 #include <optional>
@@ -19,7 +19,7 @@ namespace py = pybind11;
 
 using Indices = std::span<const std::int32_t>;
 
-// What is asked of tensors, by torch's own methods, as from Python, where its table does not tell.
+// torch's methods, called as from Python, for what the protocol's table does not tell.
 struct HostArrays {
   std::shared_ptr<const Torch> torch;
   py::object tensor_type;
@@ -101,8 +101,8 @@ std::optional<Indices> elements(const HostArrays& torch, PyObject* value) {
 
 constexpr Py_ssize_t kArguments = 6;
 
-// The largest of the first `used` page indices, which the batch gets; None where they are not
-// usual.
+// The largest of the first `used` page indices, which the batch takes over; None if they are not in
+// the usual form.
 py::object attach_pages(const HostArrays& torch, PyObject* given, const Uploader* uploader,
                         Batch& batch) {
   const std::int32_t used = batch.kv_end();

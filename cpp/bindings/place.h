@@ -1,4 +1,4 @@
-// Where the plan of a wrapper is, and who else may run it.
+// Where a wrapper's plan is, and who else may run it.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -22,11 +22,10 @@ class Place : public DevicePlan {
   Place(std::shared_ptr<const Uploader> uploader, std::shared_ptr<const Torch> torch,
         pybind11::object buffer, pybind11::object tensor, std::int64_t capacity);
 
-  // A CUDA graph has captured a run: from now on plans go where it looks for them.
+  // A CUDA graph has captured a run: later plans go where it looks for them.
   void note_capture(const PerSegment<RunTensors>& tensors, const pybind11::object& partials);
 
-  // Whether anybody else may still run what is here: a CUDA graph that captured it, a copied
-  // wrapper.
+  // Whether a CUDA graph that captured the plan, or a copied wrapper, may still run it.
   std::atomic<bool> shared = false;
   const std::shared_ptr<const Torch> torch;
   const pybind11::object buffer, tensor;

@@ -15,7 +15,7 @@ namespace py = pybind11;
 
 namespace {
 
-// Of a contiguous tensor, whatever its storage has; bytes of -1: it is not contiguous.
+// Of a contiguous tensor, by its shape; bytes are -1 if it is not contiguous.
 TensorMemory seen(const dlpack::Tensor& tensor) {
   std::int64_t elements = 1;
   bool contiguous = true;

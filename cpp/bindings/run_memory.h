@@ -1,5 +1,5 @@
-// The memory that runs use beside their own tensors. Callers hold those tensors, too, and may give
-// them other memory at any time: `tensor.data = other`, set_(), resize_() of a storage.
+// Memory that runs use beside their own tensors. Callers hold these tensors too, and may give them
+// other memory at any time: `tensor.data = other`, set_(), resize_() of a storage.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -24,7 +24,7 @@ struct TensorMemory {
 
 // Throws std::invalid_argument for a tensor that is not contiguous.
 TensorMemory memory_of(const Torch& torch, std::string_view name, pybind11::handle tensor);
-// The same as the tensor's shape says, for memory that is only kept out of.
+// By the tensor's shape alone, for memory that outputs must not overlap.
 TensorMemory reach_of(const Torch& torch, std::string_view name, pybind11::handle tensor);
 
 // What a launch uses beside the work list and the tensors of a segment.
@@ -39,19 +39,19 @@ struct RunMemory {
   static RunMemory of(const Torch& torch, pybind11::object partials, pybind11::dict of_extras);
 };
 
-// Tensors whose memory has to stay where it is, because kernels go by its address.
+// Tensors whose memory must stay, because kernels use its address.
 class HeldMemory {
  public:
-  // since, way_out: when the memory was as it has to be, and what to do where it is not, in errors.
+  // since, way_out: for errors, when the memory was right, and what to do where it is not.
   HeldMemory(std::shared_ptr<const Torch> torch, std::string since, std::string way_out)
       : torch_(std::move(torch)), since_(std::move(since)), way_out_(std::move(way_out)) {}
 
   void hold(std::string name, pybind11::object tensor, TensorMemory memory);
-  // Throws std::invalid_argument for the first tensor that has less memory or other memory by now.
-  // NOTE: looks at addresses and shapes, because every run comes here. What was freed and
-  // allocated again at the same address passes.
+  // Throws std::invalid_argument for the first tensor with less memory or other memory.
+  // NOTE: compares addresses and shapes only, because every run comes here. Memory that was freed
+  // and allocated again at the same address passes.
   void check() const;
-  // The same of what their storages have now, for memory that may have been gone before hold().
+  // The same with the storages, for memory that may have been gone before hold().
   void check_storage() const;
   const Torch& torch() const { return *torch_; }
 

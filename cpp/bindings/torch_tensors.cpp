@@ -25,7 +25,7 @@ const dlpack::ExchangeApi* find_exchange(const py::object& tensor_type) {
   return api;
 }
 
-// Of a call that cannot fail but by an error of the caller's.
+// The result of a call that fails only by the caller's error.
 py::object checked(PyObject* result) {
   if (result == nullptr) throw py::error_already_set();
   return py::reinterpret_steal<py::object>(result);

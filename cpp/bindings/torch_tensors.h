@@ -73,11 +73,11 @@ struct Torch {
         const pybind11::object& is_grad_enabled, const pybind11::object& forward_ad,
         const pybind11::object& increment_version);
 
-  // A plain tensor as it is now; none for all that is not one, subclasses included, for tensors
-  // without memory, without strides or of a dtype that the protocol does not know, and where torch
-  // is too old for it.
+  // An ordinary tensor's state; none for subclasses, tensors without memory or strides, dtypes that
+  // the protocol does not know, and an older torch.
   std::optional<dlpack::Tensor> read(PyObject* object) const;
-  // The same of any tensor, by its methods where it cannot be read. Throws what those raise.
+  // The same for any tensor: through its methods where the protocol cannot read it. Throws what
+  // these raise.
   SeenTensor see(PyObject* object) const;
   // Whether torch is new enough for read().
   bool reads() const { return exchange_ != nullptr; }
@@ -85,9 +85,10 @@ struct Torch {
   Address address_of(PyObject* object) const;
   // The stream that is current on a CUDA device. None where torch does not say.
   std::optional<void*> current_stream(int device) const;
-  // Whether jit traces, or autograd has a say in these tensors, read or written.
+  // Whether jit traces, or autograd records these tensors, which are read or written.
   bool records(std::span<PyObject* const> tensors) const;
-  // Autograd hears of what was written past it: what saved the tensor for its gradient has lost it.
+  // Tells autograd of a write that it did not see: an operation that saved the tensor for its
+  // gradient raises in backward().
   void tell_written(PyObject* tensor) const;
 
  private:

@@ -20,8 +20,8 @@ struct BatchArrays {
   const std::int32_t* last_page_len = nullptr;  // null: ragged
   int num_requests = 0;
   int page_size = 0;  // 0: ragged
-  // Whether the lengths are only the longest that there may be: the device has its own, which
-  // DevicePlan::set_lengths() puts in their place before a run.
+  // Whether the lengths are only upper bounds: the device has the lengths, which
+  // DevicePlan::set_lengths() puts in place before a run.
   bool are_bounds = false;
 };
 
@@ -60,17 +60,17 @@ class Batch {
   // one.
   void write_mask_segments(std::int64_t* begin) const;
 
-  // Page indices that are on the host travel to the device with the plan's own upload: inside of
-  // it, or out of `into`, where that is not null. Returns the largest that a request owns, -1 where
-  // none does; throws std::invalid_argument for a negative one.
+  // Page indices on the host travel with the plan's own upload: inside of it, or from `into` if
+  // that is not null. Returns the largest index that a request owns, -1 if none; throws
+  // std::invalid_argument for a negative one.
   std::int32_t set_page_indices(const std::int32_t* indices, std::int64_t count,
                                 std::shared_ptr<PageArray> into = nullptr);
-  // The same of page indices that stay where they are.
+  // The same for page indices that stay where they are.
   std::int32_t largest_page_of(const std::int32_t* indices, std::int64_t count) const;
   std::span<const std::int32_t> page_indices() const {
     return {page_indices_.get(), static_cast<std::size_t>(num_page_indices_)};
   }
-  // Where they are, if they go to the device by themselves; null: inside the plan's upload.
+  // Where the page indices are, if they have an upload of their own; null: inside the plan's.
   PinnedArray* pinned_page_indices() const { return pinned_page_indices_; }
 
   // The first request whose length (or page list) differs from the caller's hint; -1: none does.
@@ -83,7 +83,7 @@ class Batch {
   void describe(SegmentProblem* problem) const;
 
  private:
-  // What lies before belongs to nobody.
+  // Entries before it belong to no request.
   std::int64_t first_used(std::int64_t count) const;
 
   std::vector<std::int32_t> qo_indptr_;

@@ -1,5 +1,5 @@
-// What CUDA graphs hold of the tensors of one segment of their runs, the largest of each: engines
-// capture one run for every number of rows, and replay the one that a batch fits.
+// The largest tensors of one segment that CUDA graphs captured. Engines capture one run for every
+// number of rows, and replay the one that a batch fits.
 #pragma once
 
 #include <algorithm>

@@ -1,5 +1,4 @@
-// Which service table a device ordinal means, and what is known of that device. Ordinal -1 is the
-// CPU.
+// The service table of a device ordinal, and the device's facts. Ordinal -1 is the CPU.
 #pragma once
 
 #include <cstdint>

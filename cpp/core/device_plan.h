@@ -1,5 +1,5 @@
-// Where a plan is on a device. Launches bind to the place, not to the plan: planning again writes
-// another Plan into the same DevicePlan, whose addresses stay as they are.
+// A place for plans on a device. Launches bind to the place, not to a plan: a new plan is written
+// into the same DevicePlan, whose addresses stay.
 #pragma once
 
 #include <atomic>
@@ -57,7 +57,7 @@ class Uploader {
 struct Upload {
   // Of each segment, on the device; null: those of the batch are uploaded.
   PerSegment<const std::int32_t*> page_indices = {};
-  // Of each segment, packed and on the device; null: every run brings its own, or may change it.
+  // Of each segment, packed and on the device; null: every run brings a mask, or may change it.
   PerSegment<const std::uint8_t*> mask_bits = {};
   void* stream = nullptr;
 };
@@ -72,16 +72,16 @@ class DevicePlan {
   // Null before the first write().
   const std::shared_ptr<const Plan>& plan() const { return plan_; }
 
-  // Puts the lengths that the device has in the place of the plan's, whose batch must be one of
-  // bounds: of q and of k and v as they are bound. `lengths` lacks what the plan says.
+  // Replaces the plan's lengths by those of the device. The plan's batch must consist of bounds: of
+  // q, and of k and v as they are bound. The plan fills in what `lengths` lacks.
   void set_lengths(RequestLengths lengths, const LaunchTarget& target) const;
 
-  // Writes the plan into pinned memory and starts its copy to the device, and behind it a launch
-  // that makes the tile classes of its masks, where the kernel reads them. Throws
-  // std::invalid_argument, and changes nothing, where the plan exceeds the capacity. What a CUDA
-  // graph may have captured here, a graph_safe() plan, is followed by plans that launch like it.
+  // Writes the plan into pinned memory, starts its copy to the device, and behind the copy a launch
+  // that makes the tile classes of its masks, if the kernel reads them. If the plan exceeds the
+  // capacity, throws std::invalid_argument and changes nothing. After a CUDA graph has captured a
+  // graph_safe() plan here, later plans launch in the same way.
   void write(std::shared_ptr<const Plan> plan, const Upload& upload);
-  // Orders what is launched on another stream than the upload's from now on behind the upload.
+  // Orders later launches on a stream other than the upload's behind the upload.
   void arrive_before(void* stream) const;
 
   // Finds the full and the empty tiles of a segment's mask, for the launches that follow on the
@@ -105,7 +105,7 @@ class DevicePlan {
     return plan_->layout().segments[segment].merges.in(memory_);
   }
   const void* memory() const { return memory_; }
-  // Whether the plan is no longer there, because another place's was written over it.
+  // Whether another place has overwritten the plan.
   bool overwritten() const { return claim_.lost(); }
   // Where kernels find the page indices of a segment; null: ragged.
   const std::int32_t* page_indices(int segment) const { return page_indices_[segment]; }

@@ -101,8 +101,8 @@ void Launch::bind_segment(int index) {
   const RunTensors& tensors = tensors_[index];
   ForwardSegment& segment = forward_.segments[index];
   segment.q = tensors.q;
-  // Rows behind the last request are padding. A CUDA graph may replay this launch for a plan whose
-  // last request ends later, and where the device has the lengths nobody here knows the last row.
+  // Rows behind the last request are padding. Unknown are the last row of a launch that a CUDA
+  // graph may replay for a longer plan, and that of lengths on the device.
   if (!plan_->graph_safe() && !planned.batch->are_bounds())
     segment.q.num_tokens = planned.batch->qo_end();
   segment.k = tensors.k;

@@ -41,22 +41,22 @@ struct RunArguments {
   int num_threads = 1;  // on the CPU
 };
 
-// A plan bound to the strides of its tensors: run() only fills in addresses. The Python wrappers
-// keep one per combination of shapes and strides, because checking those costs more than launching.
-// Not thread-safe while another thread writes a plan into the place.
+// A plan bound to the strides of its tensors: run() only fills in addresses. Wrappers keep one for
+// each combination of shapes and strides, because checking these takes longer than launching. Not
+// thread-safe while another thread writes a plan into the place.
 class Launch {
  public:
   // Throws std::invalid_argument for tensors of more or fewer segments than the plan has.
   Launch(std::shared_ptr<const DevicePlan> place, const PerSegment<RunTensors>& tensors);
 
-  // Throws std::invalid_argument for a tensor that has no memory behind it or starts at an address
-  // that is not a multiple of 16, for an output or a float workspace that shares memory with
-  // anything else, for a float workspace that is too small by now, for a place that another plan
-  // was written over, and on the CPU for page indices that the cache does not have. Says whether
-  // the launch was captured into a CUDA graph rather than started.
+  // Throws std::invalid_argument for a tensor without memory or at an address that is no multiple
+  // of 16, for an output or a float workspace that overlaps anything else, for a float workspace
+  // that has become too small, for a place that another plan has overwritten, and on the CPU for
+  // page indices outside of the cache. Returns whether the launch was captured into a CUDA graph
+  // instead of started.
   //
-  // On the CPU, where no stream puts the launches of several threads in order, one that begins
-  // while another of its wrapper computes has a float workspace of its own.
+  // On the CPU no stream orders the launches of several threads: a launch that begins while another
+  // one of its wrapper computes gets a float workspace of its own.
   bool run(const RunArguments& arguments);
 
  private:
@@ -66,17 +66,16 @@ class Launch {
   void bind_copies();
   void check(const RunArguments& arguments) const;
   void check_addresses(int index, const RunArguments& arguments) const;
-  // What plan() counted on and others may have changed since.
+  // What plan() relied on and callers may have changed.
   void check_workspaces(const RunArguments& arguments) const;
   void check_mask(int index, const RunExtras& extras) const;
   void check_page_indices(int index) const;
-  // What one segment reads against the copies and partial results that the launch writes.
+  // Checks what a segment reads against the copies and partial results that the launch writes.
   void check_inputs(int index, const RunArguments& arguments) const;
-  // What one segment writes against what it or the other one reads and writes.
+  // Checks what a segment writes against what both segments read and write.
   void check_outputs(int index, int other_index, const RunArguments& arguments) const;
-  // Where the kernel reads the mask's tile classes: those of the plan's own mask, which
-  // plan() made, or of one that the run brings or that may have changed since, which a launch makes
-  // now.
+  // Where the kernel reads the mask's tile classes: plan() made those of its own mask; for a mask
+  // that the run brings, or that may have changed, a launch makes them here.
   void class_mask(int index, ForwardSegment& segment, const LaunchTarget& target) const;
   // Makes the copies and points the kernel's segment at them.
   void stage(const RunArguments& arguments, ForwardSegment& segment,

@@ -9,8 +9,8 @@
 namespace preflash {
 namespace {
 
-// A view of storage that was freed lies at its offset from null. Nothing is ever mapped so low: on
-// a GPU below 4 GiB, in a process below the smallest address of a program.
+// A view of freed storage lies at its offset from null. No memory is mapped so low: on a GPU below
+// 4 GiB, in a process below the smallest address of a program.
 bool is_freed(const void* address, int device) {
   const std::uintptr_t lowest = std::uintptr_t{1} << (device == kCpuDevice ? 22 : 32);
   return reinterpret_cast<std::uintptr_t>(address) < lowest;
@@ -162,7 +162,7 @@ void Launch::check_outputs(int index, int other_index, const RunArguments& argum
   const char* side = side_of(other_index, num_segments);
   const bool same = index == other_index;
 
-  // The whole of it, however much this plan uses: the next one may use what this one leaves.
+  // All of it, even if this plan uses less: the next plan may use the rest.
   const MemorySpan scratch = span_of_bytes(arguments.float_workspace_bytes);
   const MemorySpan work_list = span_of_bytes(plan_->int_bytes());
   const Placed read[] = {
@@ -184,8 +184,8 @@ void Launch::check_outputs(int index, int other_index, const RunArguments& argum
     }
   };
   const Placed out{{own_side, "out"}, segment.o, spans_[index].o};
-  // q itself may be written to where an item has one CTA: that has read the item's rows of q, which
-  // nobody else reads, before it writes the same rows of out.
+  // out may be q where one CTA computes an item: it reads the item's rows of q, which no other CTA
+  // reads, before it writes the same rows of out.
   const bool in_place = same && segment.o == segment.q && spans.o == spans.q;
   if (!in_place || plan_->kernel().ctas_per_item > 1) check_apart(out, q);
   check_apart_from_read(out);

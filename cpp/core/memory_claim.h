@@ -1,5 +1,5 @@
-// Which plan a piece of memory holds: the one that was written there last. Two wrappers may be
-// given one int workspace; the work list that is there is then the other one's for one of them.
+// Which plan a piece of memory holds: the plan written last. If two wrappers share an int
+// workspace, the work list in it belongs to one of them.
 #pragma once
 
 #include <atomic>
@@ -16,9 +16,9 @@ class MemoryClaim {
   MemoryClaim(const MemoryClaim&) = delete;
   MemoryClaim& operator=(const MemoryClaim&) = delete;
 
-  // Whoever else had a part of it has lost it.
+  // Every other claim on a part of this memory is lost.
   void take(const void* memory, std::int64_t bytes);
-  // Whether another one took a part of it since.
+  // Whether another claim has taken a part since.
   bool lost() const { return lost_.load(std::memory_order_acquire); }
 
  private:

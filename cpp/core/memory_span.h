@@ -25,9 +25,9 @@ struct MemorySpan {
   friend bool operator==(const MemorySpan&, const MemorySpan&) = default;
 };
 
-// Whether two tensors may have a byte in common. Exact for tensors side by side, and for parts of
-// one packed tensor, such as q, k and v in the rows of [tokens, 3, heads, head_dim]; where strides
-// have nothing to do with each other, "true" may be said of tensors that merely interleave.
+// Whether two tensors may share a byte. Exact for tensors side by side, and for parts of one packed
+// tensor, such as q, k and v in the rows of [tokens, 3, heads, head_dim]. For unrelated strides it
+// may return true for tensors that merely interleave.
 bool may_overlap(const void* a, const MemorySpan& a_span, const void* b, const MemorySpan& b_span);
 
 }  // namespace preflash

@@ -1,5 +1,5 @@
-// Where large lists of page indices are kept on the host: in memory out of which they go straight
-// to the device, so that plan() copies them once.
+// Host memory for large lists of page indices, from which they upload directly: plan() copies them
+// once.
 #pragma once
 
 #include <cstdint>
@@ -30,16 +30,16 @@ class PageArray {
   std::int32_t* data_ = nullptr;
 };
 
-// The arrays of one wrapper, which its batches take in turns: a plan's is free once the next one
-// has replaced it, in whatever thread that is, and once its upload is over.
+// The arrays of one wrapper, which its batches use in turns. A batch's array is free once a later
+// plan has replaced the batch (in any thread) and its upload has ended.
 class PageMemory {
  public:
   explicit PageMemory(int device);
 
-  // Whether so many page indices are worth a copy to the device of their own.
+  // Whether this many page indices are worth an upload of their own.
   static bool pays_for(std::int64_t count);
-  // Room for so many, if there is some at once; null: make() it. It comes back when its last owner
-  // is gone, and may outlive this object.
+  // Memory for this many, if some is free at once; null: call make(). The memory returns when its
+  // last owner is gone, and may outlive this object.
   std::shared_ptr<PageArray> find(std::int64_t count) const;
   // Asks the device's driver, which may take long.
   std::shared_ptr<PageArray> make(std::int64_t count) const;

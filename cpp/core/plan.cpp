@@ -120,12 +120,12 @@ ForwardKernel joint_kernel(const SegmentKernels& kernels, const char* id) {
   return joint;
 }
 
-// The form on copies of the only segment where copies pay and fit, or null: its kernel reads the
-// caller's tensors.
+// The copies for the only segment, if they pay and fit; null: its kernel reads the caller's
+// tensors.
 std::shared_ptr<const StagedForm> stage(Family family, const PlanRequest& request,
                                         const Problem& problem, const DeviceFacts& facts) {
   const SegmentProblem& segment = problem.segments[0];
-  // Copies are laid out by the lengths of plan(), which the launches of a graph outlive.
+  // Copies are laid out by plan()'s lengths, and a graph's launches outlive these.
   if (request.graph_max_rows > 0 || request.batch->are_bounds()) return nullptr;
   const std::optional<AttentionOptions> options = staged_options(segment);
   if (segment.staging == Staging::kNever || !options) return nullptr;
@@ -208,8 +208,8 @@ void Plan::place_copies(const std::shared_ptr<const StagedForm>& staged) {
   int_bytes_ = segment.page_begin_offset + staged->num_requests() * std::int64_t{4};
 }
 
-// Those that write() copies, and behind them those that go there by themselves. What all need does
-// not depend on which do.
+// The pages that write() copies first, then those with an upload of their own. The bytes of both
+// together are the same either way.
 void Plan::place_page_indices() {
   auto place = [this](PlannedSegment& segment) {
     segment.page_indices_offset = round_up(int_bytes_);

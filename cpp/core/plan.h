@@ -55,17 +55,17 @@ class Plan {
 
   // The work list and, behind it, the page indices that are on the host.
   std::int64_t int_bytes() const { return int_bytes_; }
-  // So much of it as write() fills. Behind it are page indices that go there by themselves.
+  // The part that write() fills. Behind it are page indices with an upload of their own.
   std::int64_t image_bytes() const { return image_bytes_; }
   // The partials and, behind them, the copies of a segment that has some.
   std::int64_t float_bytes() const { return float_bytes_; }
   bool staged() const { return segments_[0].staged != nullptr; }
 
-  // Whether its sizes are those of every plan for a batch of this size: a CUDA graph may hold a
-  // launch of it while the place gets other plans.
+  // Whether every plan for a batch of this size has these sizes: a CUDA graph may then hold a
+  // launch of it while other plans are written into the place.
   bool graph_safe() const { return graph_safe_; }
-  // Whether a launch of the one, in the same place, is a launch of the other: nothing that a CUDA
-  // graph holds by value differs.
+  // Whether a launch of one plan also runs the other in the same place: no value that a CUDA graph
+  // holds differs.
   bool launches_like(const Plan& other) const;
 
   // Fills image_bytes() bytes at `image`, which is 16-byte aligned.

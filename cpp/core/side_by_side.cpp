@@ -8,13 +8,13 @@
 namespace preflash {
 namespace {
 
-// Below, of the time of both in microseconds by the estimate, that between two launches counts for
-// more than all else; where one launch gains nothing else, it pays below the second.
+// In microseconds, by the estimated time of both sides: below the first value the time between two
+// launches dominates; below the second, one launch pays even if it saves nothing else.
 constexpr double kWorthTelling = 90.0;
 constexpr double kBetweenLaunches = 10.0;
 constexpr double kBytesPerMicrosecond = 2.95e6;
-// Rows of Q that give every SM of an H100 a tile. The items of fewer hold their CTAs to the end of
-// a persistent launch, and the decode batch has the others alone.
+// Rows of Q that give every SM of an H100 a tile. Fewer rows hold their CTAs to the end of a
+// persistent launch, and the decode batch has only the other CTAs.
 constexpr std::int64_t kRowsOfAllSms = 128 * 128;
 
 std::int64_t length(const KeySpan& keys) { return std::max(keys.end - keys.begin, 0); }

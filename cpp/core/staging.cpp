@@ -72,7 +72,7 @@ bool pays(const SegmentProblem& problem, const ForwardKernel& transforming) {
 
 std::optional<AttentionOptions> staged_options(AttentionOptions options) {
   if (size_of(options.kv_dtype) > 1 && !is_rotated(options)) return std::nullopt;
-  // 8 bits are exact in either dtype of 16. What is rotated is rounded to that of the output, as
+  // 8 bits are exact in both 16-bit dtypes. Rotated rows are rounded to the output's dtype, as
   // queries of that dtype are.
   const DType product = size_of(options.q_dtype) == 1 ? options.o_dtype : options.q_dtype;
   if (size_of(product) != 2 || options.o_dtype != product) return std::nullopt;
@@ -84,9 +84,9 @@ std::optional<AttentionOptions> staged_options(AttentionOptions options) {
 
 bool prefers_staging(const SegmentProblem& problem, const ForwardKernel& transforming) {
   if (problem.staging != Staging::kAuto) return problem.staging == Staging::kAlways;
-  // Copies change the last bits, and a fixed split promises the same ones in every batch.
+  // Copies change the last bits, and a fixed split promises the same bits in every batch.
   if (problem.split.disable || problem.split.fixed_split_size > 0) return false;
-  // Neither where they are rounded to fewer bits than the kernel would leave them.
+  // No copies either if they are rounded to fewer bits than the kernel keeps.
   if (rounds_more(problem)) return false;
   return transforming.traits.operands == Operands::kComputed && pays(problem, transforming);
 }

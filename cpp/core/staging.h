@@ -15,8 +15,8 @@
 
 namespace preflash {
 
-// The options of the kernel that reads copies. Nothing where there is nothing to copy, or where no
-// kernel would write the output's dtype.
+// The options of the kernel that reads copies; none if there is nothing to copy, or if no kernel
+// writes the output's dtype.
 std::optional<AttentionOptions> staged_options(AttentionOptions options);
 
 // Whether copies are faster than `transforming`, which converts on load.

@@ -1,4 +1,4 @@
-"""Prebuilt flash attention for prefill and append, on NVIDIA GPUs and on the CPU.
+"""Prebuilt attention kernels for LLM inference, on NVIDIA GPUs and on the CPU.
 
 `import preflash as flashinfer` runs code written for flashinfer's prefill, decode, attention,
 cascade, page and quantization modules: the kernels are compiled ahead of time and are part of this

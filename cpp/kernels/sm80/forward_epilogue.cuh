@@ -30,7 +30,7 @@ struct ForwardEpilogue {
       float factor = result.factor * out_scale();
       CUTE_UNROLL
       for (int c = 0; c < size<1>(rows_of_o); ++c) {
-        // A row without keys is 0 even where 0 * V is not (inf, NaN).
+        // A row without keys is 0, also where 0 * V is inf or NaN.
         rows_of_o(r, c) = result.empty ? 0.0f : rows_of_o(r, c) * factor;
       }
       if (peers.first() && thread % 4 == 0) store_lse(at, r, result.lse);
@@ -52,7 +52,7 @@ struct ForwardEpilogue {
     return of_v == nullptr ? params.out_scale : params.out_scale * of_v[item.kv_head];
   }
 
-  // 8-bit queries leave their output in any dtype.
+  // With 8-bit queries the output has any dtype.
   template <class Rows>
   __device__ __forceinline__ void store_other(const AccumulatorO& tOrO, const Rows& rows_of_o,
                                               const RowCoordinates<Traits>& at) const {
@@ -65,7 +65,7 @@ struct ForwardEpilogue {
     }
   }
 
-  // What is too large becomes the largest number: the format has no infinity.
+  // Values beyond the largest number become the largest: the format has no infinity.
   template <class Rows>
   __device__ __forceinline__ void store_e4m3(const Rows& rows_of_o,
                                              const RowCoordinates<Traits>& at) const {
@@ -94,7 +94,7 @@ struct ForwardEpilogue {
     if (!result.empty && Bias::present(params)) {
       Bias::count_in_lse(result.lse, r, at, smem.bias_rows);
     }
-    // Not to a partial row: whoever merges the chunks adds it, once.
+    // Not in a partial row: the merge adds the sink once.
     if (has_keyless(params.extras) && final()) {
       add_keyless(result, params, at.query(r).head);
     }

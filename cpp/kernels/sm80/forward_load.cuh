@@ -1,6 +1,6 @@
 // Global -> shared by cp.async. Rows have arbitrary addresses (packed query heads, pages), so a
-// thread owns whole 16-byte columns of a few rows; what lies outside a request or past head_dim is
-// zero-filled and never read: a stranger's NaN must not meet a zero probability.
+// thread has 16-byte columns of a few rows. Rows outside a request and columns past head_dim are
+// zero-filled and never read, because 0 * NaN is NaN.
 #pragma once
 
 #include <cute/arch/copy_sm80.hpp>
@@ -40,8 +40,8 @@ struct TileCopy {
       : first_row(thread / Traits::kThreadsPerRow),
         column(thread % Traits::kThreadsPerRow * kChunkElements) {}
 
-  // Where 8-bit elements lie within the place of their chunk, in bytes: rows take turns, so that
-  // two of them meet no bank twice.
+  // Where 8-bit elements lie within the place of their chunk, in bytes. Rows alternate, so two rows
+  // meet no bank twice.
   __device__ __forceinline__ int narrow_offset() const { return first_row % 2 * kChunkElements; }
 
   // One row of 8-bit elements; as below. A copy has 8 bytes, because rows of an odd multiple of 8
@@ -120,7 +120,8 @@ struct KvLoader {
         cast_smem_ptr_to_uint(smem.k[0] + typename Traits::LayoutK{}(copy.first_row, copy.column));
   }
 
-  // A page-table read takes a trip to L2: find early, store late, fetch behind the next barrier.
+  // A page-table read goes to the L2: find offsets early, store them late, fetch behind the next
+  // barrier.
   __device__ __forceinline__ void find_offsets(int tile) {
     if (thread >= kTileN) return;
     int key = min(tile * kTileN + thread, kv_len - 1);
@@ -134,7 +135,7 @@ struct KvLoader {
     offsets[tile % 2].v[row][pass] = slot_offset(params.v, slot) * element_bytes();
   }
 
-  // kPartial: the tile may begin below the window, with keys that the caller has long recycled.
+  // kPartial: the tile may begin below the window, in pages that the caller has recycled.
   __device__ __forceinline__ void fetch_k(int tile, int stage, TileFill fill) const {
     fetch<Traits::kHeadQk>(k, offsets[tile % 2].k[copy.first_row], params.head_dim_qk, smem_k,
                            {tile, stage, fill});
@@ -159,7 +160,7 @@ struct KvLoader {
   __device__ __forceinline__ void fetch(const char* head, const std::int64_t* row_offsets,
                                         int head_dim, std::uint32_t smem, Fetch what) const {
     int tile = what.tile;
-    // All of them first: one latency, not one per row.
+    // Loads all rows first: one latency for all.
     std::int64_t rows[kPasses];
     load_row_offsets(row_offsets, rows);
     smem += what.stage * (kTileN * kHeadDim * static_cast<int>(sizeof(ElementKv)));
@@ -223,7 +224,7 @@ struct Heads {
   int kv;
 };
 
-// What the logits of a row are multiplied by: the scales of fp8 operands, where there are any.
+// The factor of a row's logits: the scales of fp8 operands, if any.
 __device__ __forceinline__ float head_factor(const KernelSegment& params, Heads heads,
                                              bool exists) {
   const float* of_q = params.extras.scale_q;

@@ -115,7 +115,7 @@ struct ForwardMainloop {
       float offset[Traits::kRowsPerThread];
       bool weighs = has_rows &&
                     softmax.refer(rows_of_s, rows_of_o, Softmax::params_of(params), peers, offset);
-      // Behind the maxima: by then few warps wait for one that is late with its products.
+      // Behind the maxima, because few warps then wait for one that is late with its products.
       wait_half_tile([&] { transform.values(stage); });  // K(tile) has been read
       if (fetch_next) loader.fetch_k(tile + kStages, stage, fill_of(tiles, tile + kStages));
       cp_async_fence();
@@ -129,7 +129,7 @@ struct ForwardMainloop {
       step(tile, stage);
       stage = stage + 1 == kStages ? 0 : stage + 1;
     }
-    // Q's copy is still in flight where there was no tile, and O is to leave through its bytes.
+    // Without a tile Q's copy may still be in flight, and O leaves through Q's bytes.
     cp_async_wait<0>();
     if (tiles.count() == 0) __syncthreads();
   }

@@ -1,5 +1,5 @@
-// Scores know where they are: what each element of a thread's score fragment is the score of, and
-// the policies that go by it: masks, and in score_bias.cuh biases.
+// The place of each score in a thread's fragment, and the policies that depend on it: masks here,
+// biases in score_bias.cuh.
 #pragma once
 
 #include "kernels/common/mask.cuh"

@@ -41,7 +41,7 @@ struct ForwardTraits {
 
   // Whether operands in memory may have another form than the products take.
   static constexpr bool kTransforms = kVariant.arrival == Arrival::kTransformed;
-  // Whether the kernel branches around the options that a launch goes without.
+  // Whether the kernel branches where a launch lacks one of its options.
   static constexpr bool kOptionsAtRunTime = options_at_run_time(kVariant);
   static_assert(!kTransforms || kOptionsAtRunTime);
   using Segment = std::conditional_t<kTransforms, TransformSegment, KernelSegment>;
@@ -64,8 +64,8 @@ struct ForwardTraits {
   static constexpr int kThreads = kTile.warps * 32;
   static_assert(kHeadQk % kBlockColumns<ElementQ> == 0 && kHeadQk % kBlockColumns<ElementKv> == 0);
   static_assert(kHeadVo % kBlockColumns<ElementO> == 0 && kHeadVo % kBlockColumns<ElementKv> == 0);
-  // Up to 256 columns of O each warp has rows of its own. 512 would leave it no registers: there
-  // two warps share rows and take every other 16 columns of O, and of S (row_peers.cuh).
+  // Up to 256 columns of O each warp has its own rows. For 512 its registers do not suffice: two
+  // warps share rows, and each takes every other 16 columns of O and of S (row_peers.cuh).
   static constexpr int kColumnWarps = kHeadVo > 256 ? 2 : 1;
   static constexpr int kRowWarps = kTile.warps / kColumnWarps;
   static constexpr int kMmaColumns = 16 * kColumnWarps;
@@ -100,8 +100,7 @@ struct ForwardTraits {
   // Above head_dim 256 P comes back whole.
   static constexpr int kLoopRegisters =
       (kTransforms ? 96 : 79) + (kColumnWarps == 1 ? 0 : 24) + (kNarrowKeys ? 32 : 0);
-  // Beside decode-like items run others that want the tensor core: warps without a row leave it to
-  // them.
+  // Beside decode items: warps without rows do nothing, so other items have the tensor core.
   static constexpr bool kIdleWarps = kSegments == 2 && kVariant.tile_class == TileClass::kDecode;
   static_assert(!kIdleWarps || (kColumnWarps == 1 && kTileM == kMmaRows));
   static constexpr int kSpareRegisters =

@@ -3,10 +3,10 @@
 // and Q and K rotated (RoPE), once for all warps and in the place of the tile where they are
 // wanted.
 //
-// Whatever the width, a thread fetches the elements of whole 16-byte chunks of a tile, and the
-// chunks of a row are fetched by neighbours of one warp. So each thread dequantises its own chunks
-// and each warp rotates its own rows, behind its own wait and before the barrier that tells of the
-// tile anyway. Which warps multiply a row, one or two (row_peers.cuh), is of no account.
+// A thread fetches whole 16-byte chunks of a tile, and neighbours in one warp fetch the chunks of a
+// row. So each thread dequantises its own chunks and each warp rotates its own rows, after its own
+// wait and before the barrier that announces the tile. That one or two warps multiply a row
+// (row_peers.cuh) changes nothing.
 #pragma once
 
 #include <bit>
@@ -96,9 +96,9 @@ struct RotaryLanes {
   // Above head_dim 256 a lane takes a second unit of the same row.
   static constexpr int kPerRow = std::min(32u, std::bit_ceil(kUnits));
   static constexpr int kRowsAtOnce = 32 / kPerRow;
-  // Of a tile's first so many rows angles are computed; those of the others follow by steps of as
-  // many rows. NOTE: a constant. Steps that followed the tile's warps would give a key other bits
-  // in a short tile than in a tall one.
+  // Angles are computed for this many first rows of a tile; further rows follow in steps of as many
+  // rows. NOTE: it must be a constant. If it depended on the tile's warps, a key would have other
+  // bits in a short tile than in a tall one.
   static constexpr int kSpan = 16;
   static constexpr int kSpansOfPass = Traits::kRowsPerPass / kSpan;
   static_assert(Traits::kRowsPerPass % kSpan == 0);

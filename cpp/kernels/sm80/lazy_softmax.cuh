@@ -37,10 +37,10 @@ struct LazySoftmax : OnlineSoftmax<kRowsPerThread> {
     return {segment.logits.scale_log2, exact ? 0.0f : kLazyBits};
   }
 
-  // Moves the references to where the tile's scores want them, and tells their offsets to weigh().
-  // scores, (row, column) view of this thread's fragment. out, (row, column) view of the
-  // accumulator, is rescaled where the reference moved. peers: the warps that share the rows.
-  // False: the tile has no weight in the warp's rows, and its scores are not touched.
+  // Moves the references to where the tile's scores want them, and passes the offsets to weigh().
+  // scores: (row, column) view of this thread's fragment. out: (row, column) view of the
+  // accumulator, rescaled where the reference moves. peers: the warps that share the rows. Returns
+  // false for a skipped tile, whose scores it leaves as they are.
   template <class Scores, class Out, class Peers>
   __device__ __forceinline__ bool refer(Scores& scores, Out& out, const LazyParams& params,
                                         const Peers& peers, float (&offset)[kRowsPerThread]) {
@@ -67,7 +67,7 @@ struct LazySoftmax : OnlineSoftmax<kRowsPerThread> {
       bool moves = (tile_max[r] - reference[r]) * scale_log2 > params.lazy_bits;
       next[r] = moves ? tile_max[r] : reference[r];
       offset[r] = Base::scaled_reference(next[r], scale_log2);
-      // Asked again for each tile: the products want the registers.
+      // Tested again for each tile, because the products need the registers.
       special |= moves | Base::is_huge(Base::scaled_reference(reference[r], scale_log2));
     }
     if (__any_sync(0xffffffffu, special)) move(next, offset, scores, out, scale_log2);
@@ -88,7 +88,7 @@ struct LazySoftmax : OnlineSoftmax<kRowsPerThread> {
     }
   }
 
-  // Where the maximum is returned too, the sum is that of the weights alone.
+  // If the maximum is an output too, the sum is of the weights alone.
   __device__ __forceinline__ RowResult finish(int r, float scale_log2, LseForm form) const {
     RowResult result = Base::finish(r, scale_log2);
     if (form == LseForm::kLogSum) Base::finish_huge(r, scale_log2, result.lse);

@@ -1,8 +1,8 @@
 // Two warps that share rows: each has half of the columns of O and of S. They exchange what the
 // softmax needs of whole rows, and P, whose columns are the depth of O += P V.
 //
-// A tile takes two barriers of the pair: one behind the row maxima, one behind P. Each also tells
-// that the peer has read what the other exchange left in shared memory the tile before.
+// A tile takes two barriers of the pair: one after the row maxima, one after P. Each barrier also
+// tells that the peer has read the other exchange of the tile before.
 #pragma once
 
 #include "kernels/sm80/forward_traits.cuh"

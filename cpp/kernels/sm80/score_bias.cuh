@@ -48,13 +48,13 @@ struct NoBias {
 
 // ALiBi: slope * (key - token) on top of each logit.
 //
-// A row's output does not depend on where distances are counted from. So the loop counts them from
-// one key, the last that any row of the tile keeps: rows share the distances, and they are small,
-// and the biases exact, for the keys that weigh most. The LSE gets the rest at the end, the same
-// rest whichever chunk of the keys it is of.
+// A row's output does not depend on the key from which distances count. So the loop counts from the
+// last key that any row of the tile keeps: all rows share the distances, and biases are small and
+// exact for the keys that weigh most. The LSE gets the rest at the end, for every chunk of keys the
+// same.
 template <class Traits>
 struct AlibiBias {
-  // Each tile needs them for a moment only: registers, short everywhere else, would hold them idle.
+  // Not kept in registers: a tile needs them only for a moment.
   struct Rows {
     float slope[Traits::kTileM];  // in units of x
     int key_origin;               // that distances are counted from

@@ -1,9 +1,9 @@
-// The softmax of scores that a soft cap has bounded. A tile's exponentials are made in place, and
-// before O is complete: the tensor core works while the special-function unit, which makes two
-// operations of each score here, does.
-//
-// In bfloat16, whose P has float32's range, a bounded row needs no maximum: its reference is the
-// same whatever its scores are (SoftCap::reference). Elsewhere the reference is the row max so far.
+// The softmax of scores under a soft cap. It makes a tile's exponentials in place before O is
+// complete, so the tensor core and the special-function unit, which has two operations for each
+// score here, work at the same time.
+// In bfloat16, where P has float32's range, the reference of every row is a constant
+// (SoftCap::reference): a capped row needs no maximum. Elsewhere the reference is the row max so
+// far.
 #pragma once
 
 #include "kernels/common/convert.cuh"
@@ -12,7 +12,7 @@
 
 namespace preflash::sm90 {
 
-// With the hooks of SpeculativeSoftmax.
+// Has the hooks of SpeculativeSoftmax.
 struct CappedSoftmax : SpeculativeSoftmax {
   float change[kRows];  // of O, from the last tile's references to this one's
 

@@ -36,7 +36,7 @@ struct ClassedTiles {
     return classed;
   }
 
-  // The last tile before `end` that is not empty; tiles.begin - 1: there is none.
+  // The last tile before `end` that is not empty; tiles.begin - 1 if there is none.
   __device__ __forceinline__ int last_kept_before(int end) {
     for (;;) {
       const std::uint32_t kept =
@@ -51,7 +51,7 @@ struct ClassedTiles {
       read(first - kWarpTiles);
     }
   }
-  // Whether all tokens keep all of a tile, the one that was found last.
+  // Whether the tile found last is full.
   __device__ __forceinline__ bool is_whole(int tile) const {
     const int lane = (tile - first) / MaskClasses::kWordTiles;
     const std::uint32_t of_lane = __shfl_sync(0xffffffffu, word, lane);

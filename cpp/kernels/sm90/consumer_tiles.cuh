@@ -38,7 +38,7 @@ struct DenseTiles {
   __device__ __forceinline__ static bool is_last(const Item& item, int tile) {
     return tile == item.own.begin;
   }
-  // Whether the transition to the next item is prepared in the item's first step.
+  // Whether an item's first step prepares the transition to the next item.
   template <class Item>
   __device__ __forceinline__ static bool prepares_in_first_step(const Item& item) {
     return !Traits::kPreparesInLastStep || item.own.count() == 1;
@@ -63,8 +63,8 @@ struct DenseTiles {
   }
 };
 
-// The full and partial tiles of a custom mask, as they are announced (kept_tiles.cuh). An
-// announcement is read a tile ahead, so that loading the bits of a partial tile has a step's time.
+// The full and partial tiles of a custom mask, as announced (kept_tiles.cuh). An announcement is
+// read a tile ahead, so the bits of a partial tile have a step's time to arrive.
 template <class Traits>
 struct KeptTilesInTurn {
   using Mask = TileMask<Traits>;
@@ -88,7 +88,7 @@ struct KeptTilesInTurn {
   template <class Item, class At>
   __device__ __forceinline__ void meanwhile(const Item& item, const At& at) {
     if (!tile.is_whole()) {
-      // The bounds are a part of the mask only where they cut the tile.
+      // The bounds apply only where they cut the tile.
       tile_mask = item.own.needs_mask(tile.index())
                       ? Mask::of_bits_and_bounds(at(tile.index()), ahead_bits)
                       : Mask::of_bits(ahead_bits);

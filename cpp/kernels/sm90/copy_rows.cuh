@@ -1,4 +1,4 @@
-// What loads by cp.async have in common, of rows as they are and of rows that are converted.
+// What all cp.async loads share, with and without conversion.
 #pragma once
 
 #include <cutlass/arch/barrier.h>
@@ -17,7 +17,7 @@ __device__ __forceinline__ KeySlot find_slot_within(const HopperSegment& params,
   return find_slot(params, item.kv_begin, max(min(key, item.keys.end - 1), item.keys.begin));
 }
 
-enum class Rows { kWhole, kPartial };  // whether all are there, with all of their columns
+enum class Rows { kWhole, kPartial };  // all rows and columns of the tile exist
 
 // Calls copy(rows) with a constant that says which rows those of a tile are.
 template <class Traits, class Copy>
@@ -36,8 +36,8 @@ __device__ __forceinline__ void copy_piece(std::uint32_t target, const void* sou
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(target), "l"(source)
                : "memory");
 }
-// The first `bytes`; the others become zeros.
-// With 0 source bytes nothing is read; the address need not be mapped.
+// Copies the first `bytes` bytes and writes zeros behind them. With 0 bytes nothing is read, so the
+// address need not be mapped.
 __device__ __forceinline__ void copy_piece(std::uint32_t target, const void* source, int bytes) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(target), "l"(source),
                "r"(bytes)
@@ -56,9 +56,9 @@ __device__ __forceinline__ void copy_piece_of(const ItemKeys& item, int key, int
   }
 }
 
-// Announces what a warp has written to a tile or slice, and goes on to the next.
-// NOTE: the warp writes through the generic proxy and wgmma reads through the async one. Nor may a
-// lane's next copy overwrite what another one still reads.
+// Announces the warp's part of a tile or slice, and goes on to the next.
+// NOTE: the warp writes through the generic proxy and wgmma reads through the async one. No lane's
+// next copy may overwrite what another lane still reads.
 template <class Writer>
 __device__ __forceinline__ void publish_rows(Writer& write) {
   cutlass::arch::fence_view_async_shared();

@@ -1,5 +1,5 @@
-// The decode kernel: every warp of a CTA works through its share of the keys of the CTA's items,
-// for itself but for the end of an item, where the warps' parts become one.
+// The decode kernel: every warp of a CTA computes its share of the keys of the CTA's items. Warps
+// meet only at the end of an item, to add up their parts.
 #pragma once
 
 #include "kernels/common/dependent_launch.cuh"
@@ -67,7 +67,8 @@ struct DecodeWarp {
     for (int slice = state.tiles.end - 1 - warp; slice >= state.tiles.begin;
          slice -= Traits::kWarps) {
       cute::cp_async_wait<Traits::kStages - 2>();
-      // All lanes' copies are there, and all have read the slice before, whose place is free.
+      // All lanes' copies have arrived, and all lanes have read the slice before, so its place is
+      // free.
       __syncwarp();
       loader.request();
       if constexpr (Traits::kConverts) {

@@ -1,6 +1,5 @@
-// How a warp of a decode kernel walks its slices of keys, and the loads of them: cp.async into a
-// ring of its own, some slices ahead. No other warp reads it, so a warp waits only for its own
-// copies.
+// How a warp of a decode kernel walks and loads its slices of keys: cp.async into a ring of its
+// own, some slices ahead. No other warp reads the ring, so a warp waits only for its own copies.
 #pragma once
 
 #include "kernels/sm90/copy_rows.cuh"
@@ -89,7 +88,7 @@ struct SliceLoader {
  private:
   __device__ __forceinline__ const HopperSegment& segment() const { return params.segments[0]; }
 
-  // 0, as a number of each lane's. NOTE: with an address that is the same in all lanes but for an
+  // 0, as a number of each lane's own. NOTE: if an address is the same in all lanes but for an
   // offset, ptxas 13.0 encodes a copy with a cache policy wrongly (illegal instruction).
   __device__ __forceinline__ static std::uint32_t lane_difference() {
     std::uint32_t lane;

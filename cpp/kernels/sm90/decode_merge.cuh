@@ -1,5 +1,5 @@
-// The end of a decode item: the warps' parts of its rows, each over keys of its own, become one and
-// are stored.
+// The end of a decode item: each warp has parts of all rows, over keys of its own. Here they are
+// added up and stored.
 #pragma once
 
 #include "kernels/sm90/decode_products.cuh"
@@ -31,7 +31,7 @@ struct DecodeMerge {
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
       if (r * Traits::kMergedRows >= state.num_rows) break;
-      // A row without keys is 0 even where 0 * V is not (inf, NaN).
+      // A row without keys is 0, also where 0 * V is inf or NaN.
       write_part(products, r, ready.empty[r] ? 0.0f : part[r] * ready.factor[r], ready.empty[r]);
       __syncthreads();
       store_rows(r);
@@ -49,7 +49,7 @@ struct DecodeMerge {
       if (lane_id() % 4 == 0) smem.rows[warp][row_of(r)] = {softmax.reference[r], total};
     }
   }
-  // The softmax over the keys of all warps, and what this warp's part of O is to be multiplied by.
+  // The softmax over the keys of all warps. part: the factors of this warp's part of O.
   __device__ __forceinline__ SpeculativeSoftmax merged(const SpeculativeSoftmax& softmax,
                                                        float (&part)[kRows]) const {
     const float scale_log2 = params.logits.scale_log2;

@@ -2,12 +2,12 @@
 // in registers, and a slice of keys. K and V go from shared memory to registers, where those of 8
 // bits become 16, and from there to the tensor core.
 //
-// What makes that work is that an operand's order is free where both sides share it:
-//   * S = Q K^T adds up over the dimensions in any order. A lane of a quad has a piece of 16 bytes,
-//     neighbouring dimensions, which are its part of four steps (8 bits) or two.
-//   * Each column of O may be any dimension. A lane that has a piece of two keys has columns of as
-//     many products, and their pairs of keys after a permutation of bytes. So no transpose of V is
-//     needed, and a lane gets twice as many neighbouring columns of O.
+// An operand's order is free where both sides of a product share it:
+// * S = Q K^T adds up over the dimensions in any order. A lane of a quad has 16 neighbouring bytes
+//   of a key, its part of four steps (8 bits) or two (16 bits).
+// * A column of O may be any dimension. A lane has 16 neighbouring bytes of two keys; a permutation
+//   of bytes makes pairs of keys from them. So V needs no transpose, and a lane ends with
+//   neighbouring columns of O.
 #pragma once
 
 #include <cute/arch/mma_sm80.hpp>

@@ -7,8 +7,8 @@
 
 namespace preflash::sm90 {
 
-// What the parts shared with the other kernels read of their traits is named as there. A tile of
-// keys is what one warp takes at a time here: a slice.
+// Names that other kernels' code reads are the same as in forward_traits.cuh. A tile of keys is
+// here what one warp takes at a time: a slice.
 template <class V>
 struct DecodeTraits {
   static constexpr Variant kVariant = V::kVariant;
@@ -19,7 +19,7 @@ struct DecodeTraits {
   static constexpr bool kHasFactors = kConverts;
   static constexpr bool kChoosesOutput = kConverts;
   static_assert(!kConverts || kProducts == DType::kFloat16, "8 bits widen to float16");
-  // Whether the kernel branches around the options that a launch goes without.
+  // Whether the kernel branches where a launch lacks one of its options.
   static constexpr bool kOptionsAtRunTime = options_at_run_time(kVariant);
   static constexpr bool kHasMaskBits = false;
   static constexpr bool kCaps = false;  // by SoftCap
@@ -61,7 +61,7 @@ struct DecodeTraits {
   static constexpr int kMergedStride = kHeadVo + 4;  // floats: no bank conflicts between rows
 };
 
-// What a warp's keys make of a row: the softmax's reference, and the sum from there.
+// What a warp's keys give for a row: the softmax's reference, and the sum relative to it.
 struct RowState {
   float reference;
   float sum;

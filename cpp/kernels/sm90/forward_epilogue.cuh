@@ -24,7 +24,7 @@ struct RowTarget {
   void* lse = nullptr;  // float, or PartialLse
 };
 
-// What rounds beyond 448 is 448.
+// Values beyond 448 become 448.
 __device__ __forceinline__ void store_e4m3(std::uint8_t* target, float2 x) {
   *reinterpret_cast<__nv_fp8x2_storage_t*>(target) =
       __nv_cvt_float2_to_fp8x2(x, __NV_SATFINITE, __NV_E4M3);
@@ -111,7 +111,7 @@ struct ForwardEpilogue {
       for (int c = 0; c < size<1>(rows_of_o); ++c) rows_of_o(r, c) *= ready.factor[r];
     }
     if (__any_sync(0xffffffffu, ready.empty[0] || ready.empty[1])) {
-      // A row without keys is 0 even where 0 * V is not (inf, NaN).
+      // A row without keys is 0, also where 0 * V is inf or NaN.
       CUTE_UNROLL
       for (int r = 0; r < size<0>(rows_of_o); ++r) {
         CUTE_UNROLL
@@ -163,7 +163,7 @@ struct ForwardEpilogue {
 
   __device__ __forceinline__ bool is_final() const { return item.partial_row == WorkItem::kFinal; }
 
-  // An element of o: what the products compute in, unless 8-bit queries let the caller choose.
+  // An element of o: the products' dtype, or with 8-bit queries the caller's.
   __device__ __forceinline__ int output_bytes() const {
     return Traits::kChoosesOutput ? size_of(params.o_dtype) : sizeof(Element);
   }
@@ -173,7 +173,7 @@ struct ForwardEpilogue {
     return of_v == nullptr ? params.out_scale : params.out_scale * __ldg(of_v + item.kv_head);
   }
 
-  // A split row gets its extra logit where its partials are merged.
+  // A split row gets its sink where the partials are merged.
   __device__ __forceinline__ bool adds_keyless() const {
     return has_keyless(params.extras) && is_final();
   }
@@ -219,7 +219,7 @@ struct ForwardEpilogue {
     }
   }
 
-  // O in 16 bits; its elements are Element's in name only where the output has another dtype.
+  // O has 16 bits; if the output has another dtype, Element only gives the size.
   template <class AccumulatorO>
   __device__ __forceinline__ auto rounded(const AccumulatorO& tOrO) const {
     Tensor tOrO_out = convert_fragment<Element>(tOrO);
@@ -280,7 +280,7 @@ struct ForwardEpilogue {
                                                    in_head && targets[pass] != nullptr);
       }
     }
-    // All lanes have read the staging buffer before the next item's store overwrites it.
+    // All lanes must have read the staging buffer before the next item overwrites it.
     __syncwarp();
   }
 };

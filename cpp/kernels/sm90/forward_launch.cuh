@@ -11,8 +11,8 @@ namespace preflash::sm90 {
 template <class V>
 inline constexpr int kSmemBytes = sizeof(SharedStorage<ForwardTraits<V>>);
 
-// What a kernel reads of a segment, but for its tensor maps and their boxes. Returns nullptr, or
-// why that cannot be.
+// Fills what a kernel reads of a segment, except tensor maps and boxes. Returns nullptr, or why it
+// cannot.
 template <class Traits, class Segment>
 const char* make_segment(const ForwardSegment& from, Segment& to) {
   constexpr Variant kVariant = Traits::kVariant;
@@ -33,9 +33,9 @@ const char* make_segment(const ForwardSegment& from, Segment& to) {
   return nullptr;
 }
 
-// Operands that arrive by TMA, or are gathered. Returns nullptr, or why that cannot be.
-// A launch gathers the keys of all segments or of none: the roles of the producer warps and
-// the arrivals at its barriers are the same for every item. A gathered segment may have any pages.
+// Operands that arrive by TMA, or are gathered. Returns nullptr, or why it cannot. All segments of
+// a launch are gathered, or none: the producers' roles and the arrivals at barriers are the same
+// for every item. A gathered segment may have any page size.
 template <class Traits>
 const char* make_maps(const ForwardParams& params, ParamsOf<Traits>& hopper) {
   bool gather = false;
@@ -65,7 +65,7 @@ LaunchError launch_forward(const ForwardParams& params, int num_ctas, const Laun
     if (refusal == nullptr) refusal = make_maps<Traits>(params, hopper);
   }
   if (refusal != nullptr) return refusal;
-  // Lists of items that share their columns out come in whole groups of CTAs.
+  // CTAs that share the columns of O come in whole groups.
   const int parts = ceil_div(params.segments[0].head_dim_vo, Traits::kPartVo);
   const int ctas = ceil_div(num_ctas, parts) * parts;
   LaunchShape shape{ctas, Traits::kThreads, kSmemBytes<V>};

@@ -8,8 +8,8 @@
 //   produce_transformed: where operands are transformed, cp.async gathers every tensor as it is
 //     stored. All four warps copy and transform their rows of both K and V.
 //
-// With a custom mask the tiles are those that it leaves (kept_tiles.cuh). The warp that prepares
-// the items announces them, too.
+// With a custom mask the tiles are the full and partial ones (kept_tiles.cuh). The warp that
+// prepares the items also announces these tiles.
 #pragma once
 
 #include "kernels/sm90/load_converted_slices.cuh"
@@ -21,12 +21,12 @@
 
 namespace preflash::sm90 {
 
-// Announces a CTA's items, and the tiles that a custom mask leaves of them.
+// Announces a CTA's items, and the full and partial tiles of a custom mask.
 template <class Traits>
 using Announcer =
     conditional_t<Traits::kHasMaskBits, KeptTileProducer<Traits>, ItemProducer<Traits>>;
 
-// What a loading warp announces: nothing, where a warp of its own does it all ...
+// What a loading warp announces: nothing, where another warp announces everything ...
 struct AnnouncesNothing {
   static constexpr bool kRunsAhead = false;
 
@@ -34,14 +34,14 @@ struct AnnouncesNothing {
   __device__ __forceinline__ void announce_tile() const {}
 };
 
-// ... or, where all warps load, the leader everything, between its copies: an item while the one
-// before it is still to be loaded, a tile that a custom mask leaves right before it is taken.
-// With a custom mask an item is announced only once the item before it has been loaded, because all
-// tiles of that item are announced first.
-// NOTE: a consumer takes its next tile's announcement while it holds buffers for which the leader
-// may wait. It finds the announcement there: a tile is loaded, or transformed, after the next one
-// has been announced, and published then or with the load that follows. Behind an item's last tile
-// the next item's first one is announced before any load, and the last tiles before it wait for
+// ... or everything, where all warps load: the leader announces between its copies. It announces an
+// item while the item before is still to be loaded, and a tile of a custom mask right before it
+// loads that tile. With a custom mask it announces an item only after it has loaded the item
+// before, because all tiles of an item are announced before the next item.
+// NOTE: a consumer waits for the announcement of its next tile while it holds buffers that the
+// leader may wait for. The announcement is there in time: a tile is published only after the next
+// tile has been announced. At an item's end the next item's first tile is announced before any of
+// its loads, and the last tiles' loads need no buffer of the last step.
 // none of the last step's buffers.
 template <class Traits>
 struct LeaderAnnounces {
@@ -64,7 +64,7 @@ __device__ __forceinline__ void load_items(SharedStorage<Traits>& smem, Announce
                                            Loader&& loader, const LoadQ& load_q) {
   ItemReader<Traits> items{smem};
   TileStream<Traits, Announces> tiles(smem, announces);
-  // announce_item() is a large function, which is to be inlined once.
+  // announce_item() is large, so it is inlined once.
   for (bool runs_ahead = announces.kRunsAhead;; runs_ahead = false) {
     announces.announce_item();
     if (runs_ahead) continue;
@@ -76,8 +76,8 @@ __device__ __forceinline__ void load_items(SharedStorage<Traits>& smem, Announce
   if constexpr (requires { loader.drain(); }) loader.drain();
 }
 
-// One warp announces one CTA's share of the work list, others load it: two, or where tiles come in
-// slices three, which take turns at them.
+// One warp announces a CTA's items, and others load them: two warps, or for slices three that take
+// turns.
 template <class Traits>
 __device__ __forceinline__ void produce_tma(const ParamsOf<Traits>& params,
                                             SharedStorage<Traits>& smem, int begin, int end) {

@@ -4,9 +4,9 @@
 // last PV product of the item before it. step() is the schedule; the rest is how items begin, meet
 // and end.
 //
-// What kernels differ in are policies: operands (whole_operands.cuh, sliced_operands.cuh), Q's
-// arrival (load_query.cuh), which tiles there are (consumer_tiles.cuh), what becomes of scores
-// (scores.cuh), which tiles have weight (weightless_tiles.cuh).
+// Kernels differ in policies: operands (whole_operands.cuh, sliced_operands.cuh), how Q arrives
+// (load_query.cuh), which tiles there are (consumer_tiles.cuh), what is done to scores
+// (scores.cuh), which tiles are skipped (weightless_tiles.cuh).
 //
 // A warpgroup skips the tiles that none of its rows touches. After an item whose last tiles it
 // skips (as under a window), the item's last O and the next item's first S run by themselves.
@@ -61,8 +61,8 @@ struct ForwardMainloop {
       for (;;) {
         run_steps(item, transition);
         operands.q_read.advance();
-        // NOTE: warpgroups whose turn comes after this one's may still hold Q, so it goes through
-        // the tiles that it skips before it waits for the next Q.
+        // NOTE: warpgroups whose turn is later may still hold Q, so this warpgroup passes the tiles
+        // that it skips before it waits for the next Q.
         const Item& next = transition.next;
         if (item.skipped_last > 0 || !next.any() || next.rests) break;
         Transition next_transition = pass_over(item, transition);
@@ -90,9 +90,9 @@ struct ForwardMainloop {
     __device__ __forceinline__ bool any() const { return own.count() > 0; }
   };
 
-  // What the step from an item to the next one needs. It is prepared while the products of an
-  // earlier step run: the item's last step, which is a copy of the loop's body, or its first step
-  // in kernels where that copy costs more than it gains.
+  // What the step from an item to the next needs. An earlier step prepares it while products run:
+  // the item's last step, which is a copy of the loop's body, or, in kernels where that copy costs
+  // more than it gains, its first step.
   struct Transition {
     Item next;
     FirstTile next_first;
@@ -111,9 +111,9 @@ struct ForwardMainloop {
   };
   __device__ __forceinline__ CoordinatesOf at(const Item& item) const { return {*this, item}; }
 
-  // S(t) and O += P V(t - 1) of one item: t is `tile`, t - 1 the one computed before. The products
-  // of the other warpgroups run under everything between two turns. meanwhile(): what the item's
-  // end prepares.
+  // S(t) and O += P V(t - 1) of one item: t is `tile`, t - 1 the tile computed before. Between two
+  // turns of this warpgroup the other warpgroups' products run. meanwhile() prepares the item's
+  // end.
   template <class Q, class Meanwhile>
   __device__ __forceinline__ void step(const Q& tSrQ, const Item& item, int tile,
                                        const Meanwhile& meanwhile) {
@@ -136,7 +136,7 @@ struct ForwardMainloop {
     }
     if (!weightless.left_out) make_p(item, tile);
   }
-  // Where tile t - 1 had no weight: there is no P V.
+  // Tile t - 1 was skipped: there is no P V.
   template <class Q, class Meanwhile>
   __device__ __forceinline__ void scores_without_pv(const Q& tSrQ, const Item& item, int tile,
                                                     const Meanwhile& meanwhile) {
@@ -149,7 +149,7 @@ struct ForwardMainloop {
     operands.template wait_for_s<false>();
     finish_scores(item, tile);
   }
-  // The steps of an item behind its first one.
+  // The steps of an item after its first one.
   __device__ __forceinline__ void run_steps(const Item& item, Transition& transition) {
     Tensor tSrQ = operands.q();
     tiles.for_others(
@@ -159,7 +159,7 @@ struct ForwardMainloop {
         [&] { transition = prepare_transition(item); });
   }
 
-  // An item's first S and P, where no item comes right before.
+  // An item's first S and P, if no item came right before.
   __device__ __forceinline__ Transition begin(const Item& item, const FirstTile& first) {
     timer.start();
     for (int i = 0; i < item.skipped_first; ++i) {
@@ -209,7 +209,7 @@ struct ForwardMainloop {
     return next_transition;
   }
 
-  // An item's last PV product and its O, where no item comes right behind.
+  // An item's last PV product and its O, if no item comes right behind.
   __device__ __forceinline__ void end(const Item& item, const Transition& transition) {
     operands.issue_pv();
     auto ready = prepare_o(item, transition);
@@ -222,10 +222,10 @@ struct ForwardMainloop {
     }
   }
 
-  // An item that has no rows for this warpgroup: it gives the buffers back, as early as it can.
-  // Returns the next item.
+  // An item in which this warpgroup has no rows: releases the buffers as early as possible, and
+  // returns the next item.
   __device__ __forceinline__ Item sit_out(const Item& item) {
-    // NOTE: not before Q is there: its buffer may still be counted for the item before.
+    // NOTE: Q must have arrived: until then its buffer may still count for the item before.
     smem.barriers.q_full[operands.q_read.index()].wait(operands.q_read.phase());
     __syncwarp();
     operands.release_q();
@@ -257,7 +257,7 @@ struct ForwardMainloop {
     release_k(item, tile);
     scores.finish(segment(item), operands.rows_of_s());
     tiles.mask(item, tile, at(item), operands.rows_of_s());
-    // An item's last tile is never skipped: the transition to the next item has its P V.
+    // An item's last tile is never skipped: the transition to the next item contains its P V.
     weightless.look_at(operands.rows_of_s(), tiles.is_last(item, tile), warpgroup);
   }
   // Also sets the rows' first references, which does not need O.

@@ -1,5 +1,5 @@
-// Where the scores of a consumer warpgroup's tile stand and which of them its rows keep. What
-// treats scores by their place is a policy on ScoreCoordinates: masks here, factors of heads and
+// Where the scores of a consumer warpgroup's tile stand, and which of them are kept. Whatever
+// depends on a score's place is a policy on ScoreCoordinates: masks here, factors of heads and
 // biases in scores.cuh.
 #pragma once
 
@@ -93,8 +93,8 @@ struct TileMask {
     return mask;
   }
 
-  // A custom mask's bits on their way: 32 columns of both rows to each lane of a quad. They live
-  // through a softmax, so the shifts share a register.
+  // A custom mask's bits before the exchange: 32 columns of both rows in each lane of a quad. They
+  // stay in registers through a softmax, so both shifts share one.
   struct RawBits {
     std::uint32_t low[Coordinates::kRows];
     std::uint32_t high[Coordinates::kRows];
@@ -115,7 +115,7 @@ struct TileMask {
     }
     return raw;
   }
-  // Of a tile of which the bounds keep everything.
+  // For a tile that the bounds keep whole.
   __device__ __forceinline__ static TileMask of_bits(const RawBits& raw) {
     static_assert(kWords == 1);
     TileMask mask;
@@ -125,7 +125,7 @@ struct TileMask {
     }
     return mask;
   }
-  // Of any other, where the request's tail may be, and the bounds join.
+  // For any other tile: the bounds apply, and the request's tail may be in it.
   __device__ __forceinline__ static TileMask of_bits_and_bounds(const Coordinates& coordinates,
                                                                 RawBits raw) {
     auto tail = coordinates.tail();
@@ -178,7 +178,7 @@ struct TileMask {
     std::int64_t token = min(coordinates.token(r), request.qo_len - 1);
     return load_mask_words(bits, token * request.kv_len + min(key, request.kv_len - 1));
   }
-  // `columns` are right before the tail's edge; behind it the keys stand further right.
+  // columns: right up to the tail's edge. Behind the edge keys stand further right.
   template <class Tail>
   __device__ __forceinline__ static std::uint32_t with_tail(const Coordinates& coordinates, int r,
                                                             const Tail& tail,

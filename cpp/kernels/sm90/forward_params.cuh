@@ -33,8 +33,8 @@ using SegmentOf = cute::conditional_t<Traits::kConverts, TransformSegment, Hoppe
 template <class Traits>
 using ParamsOf = LaunchParams<SegmentOf<Traits>, Traits::kSegments>;
 
-// What a consumer warpgroup knows of a work item in a launch of so many segments. With one these
-// are constants.
+// What a consumer warpgroup knows of a work item in a launch of this many segments. With one
+// segment these are constants.
 template <int kSegments>
 struct ItemOf {
   int segment = 0;
@@ -43,7 +43,7 @@ struct ItemOf {
 template <>
 struct ItemOf<1> {
   static constexpr int segment = 0;
-  // A decode batch alone is bound by memory, with one warpgroup or two.
+  // Not with one segment: memory limits a decode batch alone, with one warpgroup or two.
   static constexpr bool rests = false;
 };
 

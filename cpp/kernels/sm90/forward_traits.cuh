@@ -30,20 +30,20 @@ struct ForwardTraits {
   static constexpr Variant kVariant = V::kVariant;
   static constexpr TileShape kTile = V::kTile;
 
-  // Where Q, K and V may lie in memory in another form than they are multiplied in, 8 bits wide or
-  // not rotated yet (forward_transform.cuh): producers gather and convert K and V, consumers load
-  // Q, scores and outputs may have factors of heads, and the output's dtype is the caller's.
+  // Q, K and V may lie in memory with 8 bits or before rotation (forward_transform.cuh). Producers
+  // gather and convert K and V, consumers load Q, scores and outputs may have factors of heads, and
+  // the caller chooses the output's dtype.
   static constexpr bool kConverts = kVariant.arrival == Arrival::kTransformed;
   static constexpr bool kConsumersLoadQ = kConverts;
   static constexpr bool kHasFactors = kConverts;
   static constexpr bool kChoosesOutput = kConverts;
 
   static constexpr bool kCaps = kVariant.logits == Logits::kSoftCap;
-  // Whether the kernel takes soft cap, bias and mask bits as the launch tells.
+  // Whether soft cap, bias and mask bits are options of the launch.
   static constexpr bool kOptionsAtRunTime = options_at_run_time(kVariant);
   static constexpr bool kCapsAlone = kCaps && !kOptionsAtRunTime;
 
-  // Of a launch. Where there are two, every item may be of either.
+  // Of a launch. With two segments an item may be of either.
   static constexpr int kSegments = kVariant.segments == Segments::kTwo ? 2 : 1;
   static_assert(kSegments == 1 || !kConverts, "rotary tables in shared memory are one segment's");
   static_assert(kSegments == 1 || kVariant.head_dim_vo <= 256,
@@ -51,12 +51,12 @@ struct ForwardTraits {
   static_assert(kSegments == 1 || kVariant.mask == Mask::kBounds,
                 "a segment without mask bits has none to announce tiles by");
 
-  // Whether 8 bits become this kernel's dtype.
+  // Whether 8 bits are dequantised to this kernel's dtype.
   static constexpr bool kWidens =
       kConverts && (kVariant.q_dtype == DType::kFloat16 ||
                     traits_of(kVariant.family).widening == Widening::kToQueries);
-  // Whether queries of q_dtype do not fit the range of the products' dtype: a row of theirs then
-  // has a power of two of its own (load_query.cuh).
+  // Whether queries of q_dtype exceed the range of the products' dtype. A row that does not fit has
+  // a power of two of its own (load_query.cuh).
   __host__ __device__ static constexpr bool narrows_query(DType q_dtype) {
     return kConverts && kVariant.q_dtype == DType::kFloat16 && q_dtype == DType::kBFloat16;
   }
@@ -115,28 +115,29 @@ struct ForwardTraits {
   static_assert(kTileN % 16 == 0 && kTileN <= 256);
   static constexpr int kMaxBoxes = kTileN / 8;  // of a K or V tile: a box has at least 8 rows
 
-  // A custom mask's tiles are known only once its bits have been read: a producer warp announces
-  // those that it leaves (kept_tiles.cuh), a pipeline's depth before they are loaded.
+  // The tiles of a custom mask are known only after its bits have been read: a producer warp
+  // announces the full and partial ones (kept_tiles.cuh), a pipeline's depth before they are
+  // loaded.
   static constexpr bool kHasMaskBits = kVariant.mask == Mask::kCustom;
   static constexpr int kTileSlots = 4 * kStages;
 
   // Whether a warpgroup skips the tiles that none of its rows touches (the upper rows of a causal
-  // item do not touch its last tiles). Only tiles of few keys leave a warpgroup such tiles.
-  // Slices go through a ring that is shorter than a tile, so no warpgroup may run ahead.
+  // item do not touch its last tiles). Only narrow tiles leave it such tiles, and slices allow no
+  // warpgroup to run ahead: their ring is shorter than a tile.
   // NOTE: a warpgroup that skips an item's first tiles still holds V of the item before, while the
-  // others need a buffer for each of those tiles: V must have as many other buffers.
+  // other warpgroups need a buffer for each of those tiles: V must have that many more buffers.
   static constexpr bool kSkipsTiles = !kSliced && !kHasMaskBits && kTileN <= kWarpgroupRows &&
                                       (kConsumers - 1) * kWarpgroupRows <= (kStages - 1) * kTileN;
 
-  // K and V as they are stored, where they are transformed: a tile of both in 8 bits, or of K alone
-  // in 16 bits, whose V needs no transform; or a slice in 8 bits.
+  // Bytes of K and V as stored, where they are converted: a tile of both in 8 bits, or of K alone
+  // in 16 bits (V of 16 bits needs no conversion); or a slice in 8 bits.
   static constexpr int kRawBytes = !kConverts ? 0
                                    : kSliced  ? kSliceElements
                                               : kTileN * std::max(kHeadQk + kHeadVo, 2 * kHeadQk);
   static constexpr int kPairs = kHeadQk / 2;  // of dimensions that RoPE rotates
 
   // With two buffers the next item's Q is loaded during this item's last tiles, with one buffer
-  // only during its very last. Where Q is transformed each warpgroup loads its rows itself.
+  // only during its very last. Where Q is converted each warpgroup loads its own rows.
   static constexpr int kBytesQ = kTileM * kHeadQk * sizeof(ElementQ);
   static constexpr int kBytesKv = kTileN * (kHeadQk + kHeadVo) * sizeof(ElementKv);
   static constexpr int kBytesO = kConsumerWarps * kWarpRows * kBlockRowBytes;
@@ -149,15 +150,15 @@ struct ForwardTraits {
   // the next item is announced only behind the last tile of this one.
   static constexpr bool kPreparesInLastStep = !kSkipsTiles && !kSliced;
 
-  // Whether an item's first P is computed before O of the item before is stored: the next products
-  // wait for P, but for no store. At head_dim 256 that costs more than it gains (measured:
+  // Whether an item's first P is computed before O of the item before is stored: then no product
+  // waits for the store. At head_dim 256 that costs more than it gains (measured:
   // docs/dev/experiments/fa3-main-loop.md).
   static constexpr bool kMakesPFirst = kPartVo <= 128;
 
   // The launch bounds divide the 65536 registers evenly, in multiples of 8; setmaxnreg then moves
   // the producers' share to the consumers.
   static constexpr int kLaunchRegisters = 65536 / (kThreads * kTile.ctas_per_sm) / 8 * 8;
-  // Warpgroups that transform take some more, from the consumers.
+  // Warpgroups that convert take more registers, from the consumers.
   static constexpr int kTakenRegisters = !kConverts                     ? 0
                                          : kSliced && kOptionsAtRunTime ? 8
                                          : kSliced || kProducers == 2   ? 24

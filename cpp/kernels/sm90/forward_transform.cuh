@@ -1,10 +1,9 @@
-// What becomes of operands that lie in memory in another form than they are multiplied in: elements
-// of 8 bits are dequantised to the kernel's 16, exactly, and rows of Q and K rotated by their
-// positions (RoPE). The tensors' dtypes and the position encoding are run-time values: a kernel
-// branches once for each tile.
+// Converts operands on load: 8 bits are dequantised exactly to the kernel's 16, and rows of Q and K
+// are rotated by their positions (RoPE). The tensors' dtypes and the position encoding are run-time
+// values: a kernel branches once for each tile.
 //
-// Of Q and K a lane takes four pairs of dimensions (lane_angles.cuh): twice 8 bytes in 16 bits, 4
-// in 8 bits, and aligned to that whatever the head_dim.
+// A lane takes four pairs of dimensions of Q and K (lane_angles.cuh): two pieces of 8 bytes in 16
+// bits, of 4 bytes in 8 bits. Pieces are aligned to their size whatever the head_dim.
 #pragma once
 
 #include "kernels/common/lane_angles.cuh"

@@ -105,8 +105,8 @@ struct ConvertedSlices : SliceRows<Traits> {
     for (int slice = 0; slice < Traits::kSlicesV; ++slice) publish_rows(this->write);
   }
 
-  // A slice of K. A lane takes four neighbouring columns of every row of the warp's, and reads
-  // those half a head_dim away, too, since slices are written one by one.
+  // A slice of K. A lane takes four neighbouring columns of every row of the warp, and the columns
+  // half a head_dim away, because slices are written one by one.
   template <DType kFrom>
   __device__ __forceinline__ void rotate(const Tile& tile, int column) {
     using Stored = FourStored<kFrom>;

@@ -93,7 +93,7 @@ struct GatherLoader {
     write.next.advance();
   }
 
-  // Announces the tile before this one; this one stays in flight.
+  // Announces the tile before; the current tile stays in flight.
   __device__ __forceinline__ void publish_before(TransactionBarrier& full) {
     cp_async_fence();
     cp_async_wait<1>();

@@ -1,6 +1,5 @@
-// How a consumer warpgroup comes by its 64 rows of an item's Q: policies, of which QueryOf is the
-// variant's. prefetch() asks for them ahead of time, arrive() has them where the products read
-// them.
+// How the 64 rows of an item's Q reach a consumer warpgroup: policies, of which QueryOf is the
+// variant's. prefetch() requests the rows ahead of time. After arrive() the products may read them.
 #pragma once
 
 #include <bit>
@@ -32,7 +31,7 @@ struct QueryLoader {
   int warpgroup;  // among consumers
   int thread;     // of the warpgroup
 
-  // arrive() finds them in the L2 then.
+  // arrive() then finds the rows in the L2.
   __device__ __forceinline__ void prefetch() const {
     constexpr int kLineBytes = 128;
     constexpr int kThreadsPerRow = kWarpgroupThreads / kWarpgroupRows;
@@ -48,7 +47,7 @@ struct QueryLoader {
 
   template <class Read>
   __device__ __forceinline__ void arrive(const Read&) const {
-    // Every warp's products with the rows of the last item are complete.
+    // Every warp has completed its products with the last item's rows.
     sync();
     if (Traits::kWidens && params.q_dtype == DType::kFloat8E4M3) {
       load_rows<DType::kFloat8E4M3>();

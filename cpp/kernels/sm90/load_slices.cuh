@@ -8,8 +8,8 @@
 
 namespace preflash::sm90 {
 
-// Warps that load slices as TMA boxes, in turns: a warp issues a box in about 70 clocks, which is
-// too slow for one where pages are small.
+// Warps that load slices as TMA boxes, in turns. A warp takes about 70 clocks to issue a box: too
+// slow for one warp where pages are small.
 inline constexpr int kSliceLoaders = 3;
 
 // Copies: one of the two forms of copying below.
@@ -119,9 +119,10 @@ struct SliceBoxes {
   }
 };
 
-// The whole producer warpgroup gathers the rows of slices. One is in flight while the next is
-// copied. NOTE: its consumers may wait for it, so a slot must come free without it: those of V and
-// of K's last slice come free with V's second slice, which lies two slots behind at most.
+// The whole producer warpgroup gathers the rows of slices. One slice is in flight while the next is
+// copied.
+// NOTE: consumers may wait for the slice in flight, so the next slot must come free without it. The
+// slots of V and of K's last slice come free with V's second slice, at most two slots behind.
 template <class Traits>
 struct SliceRows : GatherLoader<Traits> {
   using Base = GatherLoader<Traits>;

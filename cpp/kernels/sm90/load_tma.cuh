@@ -50,9 +50,8 @@ struct QLoader {
   }
 };
 
-// The coordinates of box lane_id() of a K/V tile. Only rows of kept keys are fetched: the pages
-// below a window may have been recycled, and the rows past the request's end belong to nobody or to
-// another.
+// The coordinates of box lane_id() of a K/V tile. Only rows of keys in range are fetched: pages
+// below a window may have been recycled, and rows past the request's end may be another request's.
 template <class Traits>
 __device__ __forceinline__ TmaCoordinates box_coordinates(const HopperSegment& params,
                                                           const ItemKeys& item, int tile) {
@@ -108,8 +107,8 @@ struct TmaLoader {
   __device__ __forceinline__ const HopperSegment& segment() const {
     return params.segment(item.segment);
   }
-  // The keys of a decode batch are read once. Without the hint they would evict from the L2 what is
-  // read again: the prefill's keys, the page table, the next kernel's inputs.
+  // The keys of a decode batch are read once. Without the hint they would evict data from the L2
+  // that is read again: the prefill's keys, the page table, the next kernel's inputs.
   __device__ __forceinline__ TMA::CacheHintSm90 cache_hint(const ItemState& state) const {
     bool once = state.request.qo_len * segment().group_size <= segment().rows_per_tile;
     return once ? TMA::CacheHintSm90::EVICT_FIRST : TMA::CacheHintSm90::EVICT_LAST;

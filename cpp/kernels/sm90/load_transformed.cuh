@@ -1,6 +1,6 @@
-// Loads of K and V that are converted on load: cp.async gathers rows as they are stored into
-// the raw ring, whatever the layout, and the warps that copied them write them to their tiles,
-// dequantised and rotated (forward_transform.cuh). V of 16 bits goes to its tile at once.
+// Loads of K and V that are converted on load. For every layout cp.async gathers rows as stored
+// into the raw ring; the warps that copied them dequantise and rotate them into their tiles
+// (forward_transform.cuh). V of 16 bits goes to its tile at once.
 #pragma once
 
 #include "kernels/sm90/copy_rows.cuh"
@@ -27,10 +27,10 @@ struct TransformLoader {
                                              SharedStorage<Traits>& smem)
       : params(params.segments[0]), smem(smem), k{smem}, v{smem} {}
 
-  // Publishes K(last), then K(t - 1) and V(t) for each tile, in the order in which the consumers
-  // need them. Copies run a tile ahead of that in each operand, lookups of pages two. Every copy is
-  // a group, an empty one too where there is no tile, so that one group may always be in flight.
-  // Calls after_first() once K(last) has been requested.
+  // Publishes K(last), then K(t - 1) and V(t) for each tile, in the order of the consumers. In each
+  // operand copies run one tile ahead and page lookups two. Every copy is a group, an empty one
+  // where there is no tile, so one group is always in flight. Calls after_first() once K(last) has
+  // been requested.
   template <class Tiles, class AfterFirst>
   __device__ __forceinline__ void load_item(const ItemState& state, Tiles& tiles,
                                             const AfterFirst& after_first) {
@@ -72,7 +72,7 @@ struct TransformLoader {
     return Traits::kWidens && size_of(params.kv_dtype) == 1;
   }
   __device__ __forceinline__ unsigned char* raw_k() const { return smem.raw; }
-  // In 16 bits K takes the ring for itself.
+  // With V of 16 bits K has the whole ring.
   __device__ __forceinline__ unsigned char* raw_v() const {
     return smem.raw + Traits::kTileN * Traits::kHeadQk;
   }

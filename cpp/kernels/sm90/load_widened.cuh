@@ -1,7 +1,7 @@
-// Loads of K and V whose elements have 8 bits, where RoPE has nothing to do. A warp has its rows of
-// a tile for itself, in two parts, and a lane has its pieces of them: it copies them from memory
-// into the raw ring, reads them from there, dequantises them and writes them to the tile. So a warp
-// waits only for the buffer of the tile, and one part is in flight while the other is dequantised.
+// Loads of 8-bit K and V without RoPE. A warp has its rows of a tile for itself, in two parts: each
+// lane copies its pieces from memory to the raw ring, reads them there, dequantises them and writes
+// them to the tile. So a warp waits only for the tile's buffer, and one part is in flight while the
+// other is dequantised.
 #pragma once
 
 #include "kernels/common/swizzle.cuh"
@@ -12,7 +12,7 @@
 
 namespace preflash::sm90 {
 
-// Whether tiles are loaded as below: run-time options decide, the same for the whole launch.
+// Whether the launch loads tiles in this way, by its run-time options.
 template <class Traits>
 __device__ __forceinline__ bool only_widens(const HopperSegment& params) {
   return Traits::kWidens && Traits::kProducers == 2 && size_of(params.kv_dtype) == 1 &&
@@ -149,8 +149,9 @@ struct WideningLoader {
         write{smem},
         rows(smem.raw + (Writer::kIsK ? 0 : Traits::kTileN * Traits::kHeadQk)) {}
 
-  // A part of the next tile is requested as soon as this tile's has been read. Rows of the tile
-  // behind that are asked into the L2. Calls after_first() once the first tile has been requested.
+  // Requests a part of the next tile as soon as this tile's part has been read, and prefetches rows
+  // of the tile behind that into the L2. Calls after_first() once the first tile has been
+  // requested.
   template <class Tiles, class AfterFirst>
   __device__ __forceinline__ void load_item(const ItemState& state, Tiles& tiles,
                                             const AfterFirst& after_first) {

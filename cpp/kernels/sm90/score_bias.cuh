@@ -110,12 +110,11 @@ struct AlibiBias {
   }
 };
 
-// The same, where the tensor core adds what add_to() would, behind an item's first tile: an FMA
-// beside the products delays them as much, and the exponentials by its own time.
-//
-// A row of its A operand is the row's coefficient in three parts of 8 bits, which have all of its
-// 24. One of its B operand is the column's step, an integer below 2^8, in every place. So the
-// products are exact, and the accumulator rounds them as it does those of Q and K.
+// ALiBi's column part by the tensor core in place of add_to(), from an item's second tile on: FMAs
+// would delay the products and the exponentials.
+// A row of the A operand is the row's coefficient in three parts of 8 bits, which hold its 24 bits
+// exactly. A row of the B operand repeats the column's step, an integer below 2^8. So the products
+// are exact, and the accumulator rounds them as it rounds those of Q and K.
 template <class Traits>
 struct AlibiProduct : AlibiBias<Traits> {
   using Coordinates = ScoreCoordinates<Traits>;

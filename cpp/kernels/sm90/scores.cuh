@@ -1,4 +1,4 @@
-// Everything between a tile's products of Q and K and its mask: factors of heads, the soft cap, the
+// What is done to a tile's scores between Q K^T and the mask: factors of heads, the soft cap, the
 // bias of a position encoding.
 #pragma once
 
@@ -6,8 +6,8 @@
 
 namespace preflash::sm90 {
 
-// What per-head factors of 8-bit queries and keys make of the raw scores of one item's rows, and
-// the powers of two of rows of Q that were narrowed.
+// The factors of one item's rows: of heads, with 8-bit queries and keys, and the powers of two of
+// narrowed rows of Q.
 template <class Traits>
 struct HeadFactors {
   using Coordinates = ScoreCoordinates<Traits>;

@@ -6,8 +6,8 @@
 
 namespace preflash::sm90 {
 
-// Slices of a K tile that hold columns of the head. NOTE: V always has kSlicesV: a branch around a
-// product would make ptxas wait for those before it.
+// Slices of a K tile that hold columns of the head. NOTE: V always takes all kSlicesV: with a
+// branch around a product ptxas would wait for the products before it.
 template <class Traits>
 __device__ __forceinline__ int slices_of_k(const HopperSegment& params) {
   return ceil_div(params.head_dim_qk, Traits::kSliceColumns);

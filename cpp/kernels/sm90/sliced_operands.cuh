@@ -1,7 +1,6 @@
-// K and V in slices of 128 columns (slice_ring.cuh), with the hooks of WholeOperands. The
-// warpgroups use each slice at about the same time: they take no turns, and skip no tiles, because
-// the ring is shorter than one. The last slice of K stays until S is complete; so do those of V
-// for O.
+// K and V in slices of 128 columns (slice_ring.cuh), with the hooks of WholeOperands. All
+// warpgroups use a slice at about the same time: the ring is shorter than a tile, so there are no
+// turns and no skipped tiles. K's last slice is released when S is complete, V's slices when O is.
 #pragma once
 
 #include "kernels/sm90/slice_ring.cuh"

@@ -19,8 +19,8 @@ namespace preflash::sm90 {
 enum class CapForm : std::uint8_t { kNone, kHardware, kExact };
 
 struct SoftCap {
-  // Of a row in base 2, where P is bfloat16 and the cap at most kLargestBounded: P is between 2^-89
-  // and 2^57 then, and values of V up to 2^50 do not overflow.
+  // The reference of a row in base 2, where P is bfloat16 and the cap at most kLargestBounded: P is
+  // then between 2^-89 and 2^57, and values of V up to 2^50 do not overflow.
   static constexpr float kReference = 16.0f;
   static constexpr float kLargestBounded = 50.0f;
 

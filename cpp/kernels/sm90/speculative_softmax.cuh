@@ -50,24 +50,24 @@ struct NoShift {
 
 struct SpeculativeSoftmax : OnlineSoftmax<2> {
   static constexpr int kRows = 2;
-  // P <= 2^15 stays below float16's largest number, 65504; float32 sums millions of such terms. Of
-  // bfloat16, which has float32's range, P may be larger: references then move where logits vary by
-  // 2^32 and more, and values of V up to 2^95 do not overflow.
+  // P <= 2^15 stays below float16's largest number, 65504, and float32 sums millions of such terms.
+  // bfloat16 has float32's range, so its P may be larger: references move only where logits vary by
+  // 2^32, and values of V up to 2^95 do not overflow.
   static constexpr float max_sum_of(DType p_dtype) {
     return p_dtype == DType::kBFloat16 ? 0x1p32f : 0x1p15f;
   }
-  // A weight above 1 makes its part of the sum larger than 1: where the maximum itself is asked for
-  // every such tile is looked at, and the reference follows the maximum.
+  // With row maxima as output the reference must follow the maximum: a weight above 1 makes a sum
+  // larger than 1, and that tile's maximum is found.
   static constexpr float kMaxSumOfMaximum = 1.0f;
 
-  // What a thread's part of a row sum may reach before the row's reference is looked at.
+  // Above this sum of a thread's part of a row the row's true maximum is found.
   static constexpr float max_sum(LseForm form, DType p_dtype) {
     return form == LseForm::kMaxAndSum ? kMaxSumOfMaximum : max_sum_of(p_dtype);
   }
 
-  // |reference| * scale_log2 where rounding it may shift the exponents of a row by 2^3: P <= 2^8
-  // from there still, and beyond that soon an overflow. An exact origin, as on sm80, would keep
-  // such rows right and cost 1 % of short rows (docs/dev/experiments/fa3-softmax-and-options.md).
+  // Above this |reference| * scale_log2 rounding may shift a row's exponents by more than 2^3, and
+  // P soon overflows. An exact origin, as on sm80, would keep such rows right and cost 1 % of short
+  // rows (docs/dev/experiments/fa3-softmax-and-options.md).
   static constexpr float kMaxOrigin = 0x1p27f;
 
   bool settled = false;  // whether every row of the warp has a reference
@@ -115,15 +115,15 @@ struct SpeculativeSoftmax : OnlineSoftmax<2> {
     for (int r = 0; r < kRows; ++r) sum[r] += tile_sum[r];
   }
 
-  // What a sum counted from one reference is to be multiplied by to count from a larger one.
+  // The factor that converts a sum relative to `from` into one relative to a larger `to`.
   __device__ __forceinline__ static float change_of_reference(float from, float to,
                                                               float scale_log2) {
     if (from == -INFINITY) return 0.0f;
     return exp2_approx(scaled_reference(from, scale_log2) - scaled_reference(to, scale_log2));
   }
 
-  // NaN where the origin is out of range: the sum, 0 and infinity included, may mean anything
-  // there. shift: what every score of a row has lacked.
+  // NaN where the origin is out of range, because the sum is meaningless there. shift: what all
+  // scores of a row lack.
   template <class Shift>
   __device__ __forceinline__ RowResult finish(int r, const Shift& shift, float scale_log2,
                                               LseForm form) const {

@@ -1,6 +1,6 @@
-// Tiles that a warpgroup skips because all weights in its rows are small, where the caller asks for
-// that (running_maxima.cuh). The scores of a skipped tile are computed; P and O += P V are not. All
-// threads of a warpgroup decide together, because its warps share its products.
+// Skipped tiles: where the caller asks for it, a warpgroup computes the scores of a tile but not P
+// and O += P V if all weights in its rows are small (running_maxima.cuh). All threads of a
+// warpgroup decide together, because its warps share products.
 //
 // K and V of a skipped tile are still loaded, and the tile still takes its turn in the order
 // barrier: the producers and the other warpgroups work as if the tile were computed.

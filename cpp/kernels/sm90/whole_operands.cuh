@@ -64,8 +64,9 @@ struct WholeOperands : Accumulators<Traits> {
   using typename Base::MmaPv;
   using typename Base::MmaQk;
 
-  // A turn at the tensor core ends with the issue of the products. Where a soft cap makes the
-  // scores take as long as those it ends with them, so that the two warpgroups alternate.
+  // A turn at the tensor core ends when the products are issued. Under a soft cap, where scores
+  // take as long as products, it ends when the products are complete, so the two warpgroups
+  // alternate.
   static constexpr bool kTurnEndsWithO =
       Traits::kCapsAlone && Traits::kConsumers == 2 && Traits::kPartVo <= 128;
 

@@ -50,8 +50,8 @@ __device__ __forceinline__ TileRange tiles_of_warpgroup(const HopperSegment& par
   return {last, last, last, last + 1};
 }
 
-// One warp prepares the items and announces them. The warp itself writes the output of items
-// without keys, so no other warp sees an item without tiles.
+// One warp prepares and announces the items. It writes the output of items without keys itself, so
+// other warps see only items with tiles.
 template <class Traits>
 struct ItemProducer {
   const ParamsOf<Traits>& params;
@@ -64,7 +64,7 @@ struct ItemProducer {
   __device__ __forceinline__ void announce_item() {
     announce([](const WorkItem&, const RequestInfo&, const TileRange& tiles) { return tiles; });
   }
-  // Tiles themselves are announced only with mask bits (KeptTileProducer).
+  // Only with mask bits are tiles announced (KeptTileProducer).
   __device__ __forceinline__ static constexpr bool has_tile() { return false; }
   __device__ __forceinline__ static constexpr void announce_tile() {}
 

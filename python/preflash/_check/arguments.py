@@ -26,7 +26,8 @@ class CheckedAlone(NamedTuple):
 
 
 def converted(a: Any, kind: type[Arguments], **given: Any) -> Arguments:
-    """A call as one of another kind: what is given, what both have, and defaults."""
+    """A call converted to another kind: the given values, the arguments that both have, defaults
+    for the rest."""
     pair = (type(a), kind)
     both = _in_both.get(pair)
     if both is None:
@@ -70,12 +71,12 @@ class PerHead(NamedTuple):
 
 
 def scales_of(a: Any) -> GivenScales:
-    """Those of a call that has all three."""
+    """From a call that has all three arguments."""
     return GivenScales(a.q_scale, a.k_scale, a.v_scale)
 
 
 def per_head_of(a: Any) -> PerHead:
-    """Those of a call that has all of them."""
+    """From a call that has all of these arguments."""
     return PerHead(*_per_head_of(a))
 
 
@@ -83,7 +84,7 @@ _per_head_of = operator.attrgetter(*PerHead._fields)
 
 
 class HeadTensor(NamedTuple):
-    """What a tensor of PerHead is: by this its checks go, and the table of features."""
+    """Describes a tensor of PerHead, for its checks and for the table of features."""
 
     heads: str  # the option that tells how many elements it has
     element: str
@@ -97,7 +98,7 @@ _LOGITS = HeadTensor(
     "num_qo_heads", "one logit per query head", "natural logarithms, like logits", of=None
 )
 
-# NOTE: what C++ has to know of them is kHeadTensors in params.h.
+# NOTE: kHeadTensors in params.h is the C++ side.
 PER_HEAD = PerHead(
     sinks=_LOGITS,
     scale_q=_OF_QUERY_HEADS,

@@ -1,5 +1,5 @@
-"""The second half of the check: from the index arrays of plan() to its batch. Where they are, how
-they look, and the host copy that is planned."""
+"""The second half of the check: from the index arrays of plan() to its batch. Checks their device
+and form, and copies them to the host."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def debugging() -> bool:
 class PageList(NamedTuple):
     """The page indices that the batch uses.
 
-    given: the caller's, which may be more, and may change once plan() has returned. on_device:
-    where kernels read them; None: they travel with the plan.
+    given: the caller's array, which may be longer, and may change after plan(). on_device: where
+    kernels read the indices; None: the plan's upload contains them.
     """
 
     given: torch.Tensor
@@ -201,7 +201,7 @@ def _largest_page(batch: _core.Batch, indices: torch.Tensor) -> int | None:
         return batch.largest_page_of(indices.data_ptr(), indices.numel())
     if not debugging():
         return None
-    used = indices[batch.kv_begin :]  # what lies before belongs to nobody, like what lies behind
+    used = indices[batch.kv_begin :]  # pages before and behind belong to no request
     if used.numel() == 0:
         return None
     smallest, largest = torch.stack(torch.aminmax(used)).tolist()
@@ -213,7 +213,7 @@ def _largest_page(batch: _core.Batch, indices: torch.Tensor) -> int | None:
 def check_hints(
     a: BatchArguments, lengths: Lengths, options: _core.AttentionOptions, device: torch.device
 ) -> None:
-    """Arguments that repeat what the lengths say: they must agree with them."""
+    """Arguments that repeat the lengths must agree with them."""
     batch = lengths.batch
     if a.seq_lens_q is not None:
         _check_lengths("seq_lens_q", a.seq_lens_q, batch, device)

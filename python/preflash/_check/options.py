@@ -53,8 +53,8 @@ def batch_options(a: BatchArguments) -> _core.AttentionOptions:
 _last: tuple[tuple, _core.AttentionOptions | None] = ((), None)
 
 
-# Steps differ in their lengths, not in these: checking them again would be a tenth of plan(). By
-# type as well as by value, because 1, 1.0 and True are equal and not all of them accepted.
+# Steps of an engine differ in lengths, not in options, whose checks would be a tenth of plan().
+# Keys have types too, because 1, 1.0 and True are equal, but not all of them are accepted.
 @functools.lru_cache(maxsize=256, typed=True)
 def _remembered(kind: type, masked: bool, *given: Any) -> _core.AttentionOptions:
     if not _CONSTANT.issuperset(map(type, given)):
@@ -108,9 +108,9 @@ def single_options(a: SingleArguments) -> _core.AttentionOptions:
 
 
 def single_key(a: SingleArguments) -> tuple:
-    """The options of a single request as a key holds them: with their types, because 1, 1.0 and
-    True are equal and not all of them accepted, and by value, because an integer in a tensor or in
-    an array of numpy's may be another one by the next call."""
+    """The options of a single request as a key: with types, because 1, 1.0 and True are equal, but
+    not all of them are accepted; by value, because a tensor or numpy array may hold another number
+    at the next call."""
     values = _given_to[SingleArguments](a)
     types = tuple(map(type, values))
     if not _CONSTANT.issuperset(types):
@@ -133,7 +133,7 @@ def has_mask(a: Any) -> bool:
 
 
 def check_neutral(options: dict[str, Any]) -> None:
-    """Refuses, by name, those that are not served."""
+    """Refuses options that are not served, by name."""
     for name, value in NEUTRAL.items():
         given = options.get(name, value)
         if given is not value:
@@ -148,7 +148,7 @@ def options_of(a: Any) -> dict[str, Any]:
 
 
 def check_unserved(a: RunOptions) -> None:
-    """Refuses, by name, what would change a result and is not served."""
+    """Refuses by name every option that would change a result and is not served."""
     check.permission("enable_pdl", a.enable_pdl)
     check.absent(kv_cache_sf=a.kv_cache_sf)
     check.neutral("o_scale", a.o_scale, 1.0)

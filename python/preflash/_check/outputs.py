@@ -33,7 +33,7 @@ def run_outputs(
     lse_base: str,
     lse_layout: str,
 ) -> Outputs:
-    """The outputs of one run. Called for every layer: the usual forms are not looked at twice."""
+    """The outputs of one run. Called for every layer, so the usual forms take one test."""
     usual = lse_base == "log2" and lse_layout == "NH"
     if usual and out is None and lse is None and return_lse is False:
         return DEFAULT_OUTPUTS

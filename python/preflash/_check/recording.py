@@ -32,8 +32,8 @@ def eager(function: Function) -> Function:
     """Keeps torch.compile out of a function and of what it calls: they run as they are written,
     inside of an operator (_torch_ops) or at a graph break.
 
-    What is asked here (addresses, modes, storage) dynamo would answer for its own fake tensors.
-    Unlike torch.compiler.disable this costs an ordinary call nothing.
+    These functions ask for addresses, modes and storage, which dynamo would answer for its fake
+    tensors. Unlike torch.compiler.disable this costs an ordinary call nothing.
     """
     function._torchdynamo_disable = True  # not inlined
     dynamo = torch._C._dynamo.eval_frame
@@ -52,8 +52,8 @@ def forward_only(*tensors: torch.Tensor, **named: torch.Tensor | None) -> None:
 
     What is not a tensor is left to the checks that name it.
 
-    named: further tensors, which the message calls by name. Those that the call writes are among
-    them: autograd would go on with what they held.
+    named: further tensors, which the message names; among them those that the call writes, because
+    autograd would use their old values.
     """
     if jit_is_tracing() or function_mode_is_active() or num_dispatch_modes():
         not_traced()
@@ -109,7 +109,7 @@ def _is_recorded() -> bool:
 
 @eager
 def not_traced() -> None:
-    """Refuses to run where torch records operations: it would record nothing of ours.
+    """Refuses to run where torch records operations, because it would not record this call.
 
     Modes that only watch (counting, logging, checkpointing) are welcome.
     """

@@ -26,8 +26,8 @@ class Request(NamedTuple):
 
     @property
     def mask_bits(self) -> int:
-        """The address of bits that no run changes; 0: there are none. Those in a graph's buffer
-        may be changed on the device after plan()."""
+        """The address of mask bits that no run changes, else 0: the bits in a graph's buffer may
+        change on the device after plan()."""
         return 0 if self.mask is None or self.graph_rows else self.mask.data_ptr()
 
 

@@ -25,8 +25,7 @@ def is_tensor(name: str, value: Any) -> torch.Tensor:
 
 @eager
 def tensor(name: str, value: Any) -> torch.Tensor:
-    """A tensor with memory behind all of its elements, which it holds as they are: an address that
-    may be read."""
+    """A tensor whose elements all have memory that may be read as they are."""
     if not isinstance(value, Tensor):
         is_tensor(name, value)
     negative = False
@@ -40,7 +39,7 @@ def tensor(name: str, value: Any) -> torch.Tensor:
             elif value.numel() == 0:
                 return value
     except (RuntimeError, ValueError):
-        pass  # what has no address or no strides says so with one of these
+        pass  # tensors without address or strides raise one of these
     if negative:
         raise ValueError(
             f"{name} is a negative view, whose memory holds the numbers with the other sign; pass "
@@ -92,7 +91,7 @@ def _unbacked(value: torch.Tensor) -> str:
 
 @eager
 def address(value: torch.Tensor) -> int:
-    """Where a tensor lies that this package made: modes of torch may have had a say in it."""
+    """The address of a tensor that this package made, which torch's modes may have changed."""
     try:
         found = value.data_ptr()
         if found or value.numel() == 0:

@@ -41,7 +41,7 @@ POSITIONS = {
     "ROPE_LLAMA": _core.Position.rope,
     "ALIBI": _core.Position.alibi,
 }
-# An angle is computed in float64. With so many radians to a position it is off by 2^-25 at position
+# Angles are computed in float64. At 1024 radians a position an angle is off by 2^-25 at position
 # 2^17, as much as the rounding of its sine to float32.
 MOST_RADIANS = 1024.0
 ENCODING_MODES = tuple(POSITIONS)
@@ -88,7 +88,7 @@ def flag(name: str, value: Any) -> bool:
 
 
 def window_left(name: str, value: Any) -> int:
-    """-1 is none. What is wider than the longest request that there can be is as wide as that."""
+    """-1: no window. A window wider than the longest possible request is cut to that."""
     return min(integer(name, value, at_least=-1), LARGEST_WINDOW)
 
 
@@ -347,7 +347,7 @@ def alias(name: str, value: Any, other_name: str, other_value: Any) -> Any:
 
 
 def _is_neutral(value: Any, other: Any) -> bool:
-    """A bool is no number here, nor a number a bool."""
+    """Equal, with bools and numbers kept apart."""
     return isinstance(plain(value), bool) == isinstance(other, bool) and _equal(value, other)
 
 

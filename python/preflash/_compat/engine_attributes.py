@@ -1,6 +1,6 @@
-"""Attributes of wrappers that begin with an underscore and that serving engines read all the same.
+"""Attributes of wrappers with an underscore that serving engines read.
 
-They tell what is planned. What the kernels do not read back cannot be written: it raises.
+They show what is planned. Writing raises where the kernels would not see it.
 """
 
 from __future__ import annotations

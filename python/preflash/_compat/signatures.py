@@ -78,8 +78,8 @@ class _Orders:
             self.head_dim_at = self._documented.index("head_dim")
 
     def translated(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        """The call in the documented order. Where the values fit both orders, they mean the same
-        or the documented one counts; where they fit neither, its checks say why."""
+        """The call in the documented order. Where the values fit both orders, the documented one
+        counts; where they fit neither, its checks say why."""
         first = self.num_same
         if len(args) > first:
             tail, newer = args[first:], self._newer[first:]

@@ -1,5 +1,5 @@
-"""One form of a call of attention for cuDNN, for the batch wrappers and for the kernels that stand
-in for cuDNN. Its arrays may be on the GPU, where only cuDNN reads them without a wait."""
+"""A call of attention in one form, for cuDNN, the batch wrappers and the kernels that replace
+cuDNN. Its arrays may be on the GPU, where only cuDNN reads them without a wait."""
 
 from __future__ import annotations
 

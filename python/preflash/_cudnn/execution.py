@@ -1,5 +1,5 @@
-"""Calls on cuDNN: its graphs, the arrays that they read, and what makes their results those of the
-other kernels. The host reads nothing back."""
+"""Calls of cuDNN: its graphs, the arrays that these read, and corrections that make the results
+equal to those of other kernels. The host reads nothing back."""
 
 from __future__ import annotations
 

@@ -25,11 +25,11 @@ class Buffer:
         return cls(tensor, device_stream.stream())
 
     def is_free_on(self, stream: int) -> bool:
-        """Whether whatever used it is over before what this stream does next."""
+        """Whether all earlier uses end before the next operation of this stream."""
         return self._streams is None or self._streams == {stream}
 
     def order_behind_users(self, device_stream: DeviceStream) -> None:
-        """What the current stream does from now on comes after whatever used the memory."""
+        """Orders the current stream behind all earlier uses of the memory."""
         if self._streams is None:
             return
         device, current = device_stream.device, device_stream.stream()

@@ -54,10 +54,9 @@ _SMALLEST_INT_BUFFER = 64 * 1024
 class Workspace:
     """Where plans of one wrapper go.
 
-    A work list never overwrites the one before it, which stays whole until the new plan has
-    succeeded, and as long as anything runs it: two buffers take turns, and a plan that is made
-    while the one before last still runs, in another thread or around a signal handler, gets a third
-    one. Unless the caller brought an int buffer, which is used in place.
+    A work list stays whole until the next plan has succeeded, and as long as anything runs it. So
+    two buffers alternate, and a plan that is made while the plan before last still runs, in another
+    thread or around a signal handler, gets a third buffer. A caller's int buffer is used in place.
     """
 
     def __init__(
@@ -130,14 +129,14 @@ class Workspace:
         )
 
     def give_back(self, int_buffer: Buffer, variant: object) -> None:
-        """Takes back the memory of a planned variant that will not be run again. NOTE: it may be
-        running, for which it is held on to."""
+        """Takes back the memory of a planned variant that no later run uses. NOTE: a run may be
+        under way, for which the memory is kept."""
         if self._given is None:
             self._spare.append((int_buffer, weakref.ref(variant)))
 
     @property
     def known_uploader(self) -> _core.Uploader | None:
-        """None before the first plan: nothing says before that there is a kernel library."""
+        """None before the first plan: there may be no kernel library."""
         return self._uploader
 
     def uploader(self) -> _core.Uploader:

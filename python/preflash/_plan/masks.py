@@ -82,8 +82,8 @@ def _leading(name: str, mask: torch.Tensor, count: int, meaning: str) -> torch.T
 
 
 def check_rows(mask: torch.Tensor | None, rows: tuple[int, int]) -> None:
-    """The mask of a single request may come in any shape but that of another matrix: read flat, its
-    rows would be wrong."""
+    """The mask of a single request may have any shape but that of another matrix, whose rows would
+    be wrong when read flat."""
     if isinstance(mask, torch.Tensor) and check.tensor("custom_mask", mask).dim() == 2:
         check.has_shape(
             "custom_mask",

@@ -82,7 +82,8 @@ def workspace_size(device: torch.device, backend_name: str, request: Request) ->
     """(float_bytes, int_bytes) that plan() takes of workspaces as large as it likes."""
     room = Workspace(device, None, float_bytes=1 << 40)
     if request.graph_rows and request.options.fixed_split_size:
-        # All that there is would be for the longer keys of later plans: what these need.
+        # What these arguments need; the rest of a workspace would be for longer keys of later
+        # plans.
         alone = _with_and_without_prepass(room, backend_name, request._replace(graph_rows=0))
         room.float_bytes = max(one.float_bytes for one in alone)
     counted = _with_and_without_prepass(room, backend_name, request)
@@ -92,8 +93,8 @@ def workspace_size(device: torch.device, backend_name: str, request: Request) ->
 def _with_and_without_prepass(
     room: Workspace, backend_name: str, request: Request
 ) -> list[backends.Plan]:
-    """The plan and, where it has a pre-pass, the one that has none: that of a smaller float
-    workspace, of some CUDA graphs, and of runs with factors of heads."""
+    """The plan and, if it has a pre-pass, the plan without it: for a smaller float workspace, some
+    CUDA graphs, and runs with factors of heads."""
     plans = [plan(room, backend_name, request).plan]
     if plans[0].staged:
         direct = request._replace(options=staging.without(request.options))
@@ -129,10 +130,10 @@ def upload(
     """Starts the copies of placed plans' work lists to the device. Nobody waits for them: the
     staging memory is the uploader's own, and a run on another stream is ordered behind it.
 
-    then: called in the same breath as the last copy is started, before any signal handler can
-    raise: what an interrupted plan() leaves is either the old state with its work list or the new
-    one with its own. NOTE: it must run no bytecode, between which handlers run; a partial of
-    setattr() runs none.
+    then: called right after the last copy has started, before a signal handler can raise. So an
+    interrupted plan() leaves the old state with its work list or the new state with its own. NOTE:
+    it must run no bytecode, because handlers run between bytecodes; a partial of setattr() runs
+    none.
     """
     addresses = []
     for request in requests:

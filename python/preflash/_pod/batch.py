@@ -57,9 +57,9 @@ class _BothPlanned(NamedTuple):
 class BatchPODWithPagedKVCacheWrapper(PodWrapper):
     """A batch of prefills beside a batch of decode requests, both over paged KV caches.
 
-    plan() looks at the lengths of both, and its options hold for both; `causal_p` and the masks of
-    run() are the prefills'. What they ask for is planned when it is first seen. When both sides are
-    one launch, PODWithPagedKVCacheWrapper tells; the decode side may have any number of queries.
+    plan() takes the lengths and options of both sides; `causal_p` and the masks of run() are the
+    prefills' and are planned when first seen. PODWithPagedKVCacheWrapper says when both sides are
+    one launch. The decode side may have any number of queries.
 
     Args:
         float_workspace_buffer, kv_layout, backend: as in PODWithPagedKVCacheWrapper; kv_layout is
@@ -154,8 +154,8 @@ class BatchPODWithPagedKVCacheWrapper(PodWrapper):
             self._prefill_asked = self._planned().prefill
 
     def _planned(self) -> _BothPlanned:
-        """What the last plan() left. The decode side's plan is the one step of it: whatever
-        interrupts it, run() finds both sides of one plan()."""
+        """What the last plan() left. The decode side's plan changes in one step, so run() finds
+        both sides of one plan() after any interrupt."""
         decode = self._decode._planned()
         if self._both is None or self._both.decode is not decode:
             self._both = _BothPlanned(self._prefill_asked, decode)

@@ -1,9 +1,9 @@
 """Prefill beside decode: both sides of a run in one launch, or in two where no kernel takes both or
 two are faster.
 
-A plan() knows the decode side, and for a wrapper of batches the lengths of both. What a run()
-brings beside, the lengths of a prefill, its mask and its options, is planned together with that
-when it is first seen, and kept: further layers only launch.
+plan() gets the decode side, and in the wrapper of batches the lengths of both sides. run() brings
+the rest: lengths of a prefill, its mask and options. These are planned together with the decode
+side when first seen, and kept: further layers only launch.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class InSequence:
 
     @property
     def shared(self) -> bool:
-        """Whether a CUDA graph may still run the prefill, of which there is no other owner. The
-        decode side is the wrapper's, and captured beside other prefills, too."""
+        """Whether a CUDA graph may still run the prefill, which has no other owner. The wrapper
+        owns the decode side, which may be captured beside other prefills too."""
         return self._variants[0].shared
 
     def memory_with_mask(self, mask: torch.Tensor) -> _core.RunMemory:
@@ -167,7 +167,7 @@ class Joints:
         return results
 
     def forget(self, workspace: Workspace) -> None:
-        """A plan() makes the work lists of the one before useless, but for those of graphs."""
+        """A new plan() makes the work lists of the last one useless, except those of graphs."""
         kept, self._kept = self._kept, OrderedDict()
         self.last = None
         for joint in kept.values():

@@ -19,8 +19,8 @@ class KernelBackend:
     """The kernels of one family."""
 
     num_threads: Callable[[], int] | None = None  # asked for every launch; None: not on the CPU
-    # Called with the function that starts a launch, instead of that, for tests that record
-    # launches. Says as that does whether the launch was captured into a CUDA graph.
+    # For tests that record launches: called with the function that starts a launch, in its place.
+    # Returns, as that function does, whether a CUDA graph captured the launch.
     launched_by: Callable[[Callable[[], bool]], bool] | None = None
 
     refusal: Callable[[torch.device], str | None]  # why it cannot compute on a device at all

@@ -27,8 +27,8 @@ _TAGS = (
     torch.Tag.pt2_compliant_tag,
     getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order),
 )
-# A launch names the work list of a plan, which a later plan() replaces: a CUDA graph that torch
-# captures by itself would go on with the old one, so that torch keeps these out of its graphs.
+# A later plan() replaces the work list of a launch. A CUDA graph that torch captures by itself
+# would keep the old one, so torch keeps these operators out of its graphs.
 _CUDAGRAPH_UNSAFE = getattr(torch.Tag, "cudagraph_unsafe", None)
 _UNSAFE_TAGS = _TAGS if _CUDAGRAPH_UNSAFE is None else (*_TAGS, _CUDAGRAPH_UNSAFE)
 

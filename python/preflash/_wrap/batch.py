@@ -256,8 +256,7 @@ class BatchPrefillWrapper(EngineAttributes):
         # before._replace() takes a microsecond.
         after = State(workspace, planned, shared, request.graph_rows, captured, before.last_forward)
         if self._graph is not None:
-            # From here on the buffers are no longer those of the old plan: a call that is
-            # interrupted leaves none.
+            # From here on the old plan has lost its buffers: an interrupted call leaves no plan.
             self._state = before._replace(planned=None, captured=captured)
             ran = () if before.planned is None else before.planned.variants()
             self._graph.order_behind_runs(ran, captured.values())
@@ -366,7 +365,7 @@ class BatchPrefillWrapper(EngineAttributes):
         memory = variant.memory_with(a.per_head) if a.per_head.given else None
         result = variant.attend_to(q, kv, scales, outputs, memory)
         if planned.usual is None and a.window_left is None and self._state.planned is planned:
-            # The caller runs after all: from now on begin_forward() is plan() again.
+            # The caller uses run(): begin_forward() is plan() again.
             planned = planned._replace(usual=variant)
             self._state = self._state._replace(planned=planned, last_forward=None)
         return result

@@ -200,8 +200,8 @@ class GraphMode:
     def order_behind_runs(
         self, ran: Iterable[PlannedVariant], captured: Iterable[_core.Place]
     ) -> None:
-        """What the current stream does from now on comes after the runs that read what plan() is
-        about to overwrite, where they were on other streams. Of a replay nobody tells."""
+        """Orders the current stream behind runs on other streams that read what plan() is about to
+        overwrite. Replays are unknown here."""
         # Page indices and mask bits are read where the caller's buffers are: each variant knows the
         # streams of its own runs.
         buffers = [buffer for variant in ran for buffer in variant.buffers]
@@ -306,7 +306,7 @@ def check_captured(place: _core.Place, segment: int, lengths: Lengths) -> None:
 
 
 def check_captured_mask(captured_mask: bool, has_mask: bool) -> None:
-    """A graph that reads a mask must find one, and one that does not would leave it out."""
+    """A graph with a mask needs one in every plan; a graph without a mask would ignore one."""
     if captured_mask and not has_mask:
         raise ValueError(
             "custom_mask=None: a CUDA graph has captured a run() with a custom mask, whose bits "
@@ -349,8 +349,8 @@ def _copy(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 
 def _copy_on_host(target: torch.Tensor, source: torch.Tensor) -> None:
-    """To the beginning of a contiguous target. copy_() would take all threads of torch for
-    some thousand elements and wait for them, on a loaded machine for milliseconds."""
+    """Copies to the beginning of a contiguous target. copy_() would use all threads of torch for
+    some thousand elements, and on a loaded machine wait milliseconds for them."""
     source = source.contiguous()
     ctypes.memmove(target.data_ptr(), source.data_ptr(), source.numel() * source.element_size())
 

@@ -77,7 +77,7 @@ def prefill(a: SingleArguments) -> Result:
                 _cache.plans.move_to_end(key)
                 _cache.last = (key, planned)
     except (AttributeError, RuntimeError, TypeError, ValueError):
-        # No ordinary tensors, or an option that has no hash: the checks say which one it is.
+        # Unusual tensors, or an option without a hash: the checks name it.
         planned = None
     if planned is None:
         check.forward_only(q=q, k=k, v=v)

@@ -32,8 +32,8 @@ class Planned(NamedTuple):
 
     asked: Asked
     scales: Scales  # those asked for
-    # The variant that run() means where it names no options; None where begin_forward() planned
-    # another and no run() has wanted this one yet.
+    # The variant of a run() without options; None if begin_forward() planned another one and no
+    # run() has used this one yet.
     usual: PlannedVariant | None
     # The variant that plan() or begin_forward() made, for these options.
     primary: PlannedVariant
@@ -42,8 +42,8 @@ class Planned(NamedTuple):
     others: dict[_core.AttentionOptions, PlannedVariant]
 
     def variants(self) -> set[PlannedVariant]:
-        """Each once: `usual` is `primary`, or one of the others unless it was pushed out."""
-        # NOTE: other threads may add to the others; a list of them is made at once.
+        """Each once: `usual` is `primary` or, unless it was dropped, one of the others."""
+        # NOTE: other threads may add to the others; list() copies them at once.
         return {self.primary, self.usual or self.primary, *list(self.others.values())}
 
     def keep(self, options: _core.AttentionOptions, variant: PlannedVariant) -> None:

@@ -48,8 +48,9 @@ def find_wrapper(recorded: str) -> Any:
 
 
 def _recorded_name(name: str) -> str:
-    """A graph of torch.compile is guarded by the name, which is the same in the next process, for
-    torch's caches on disk. Graphs that may travel without guards tell their process."""
+    """A graph of torch.compile is guarded by the wrapper's name, which is the same in the next
+    process, for torch's caches on disk. Graphs that may travel without guards name their
+    process."""
     if check.is_dynamo_compiling() and not _is_exporting():
         return name
     return f"{name}@{_PROCESS}"

@@ -24,7 +24,7 @@ _COMMANDS = {
 
 def _parser(command: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m preflash", description="Prebuilt flash attention for prefill and append."
+        prog="python -m preflash", description="Prebuilt attention kernels for LLM inference."
     )
     version = f"preflash {_core.__version__}"
     parser.add_argument("--version", action="version", version=version, help="print it and exit")
