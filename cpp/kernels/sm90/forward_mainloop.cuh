@@ -6,7 +6,7 @@
 //
 // Kernels differ in policies: operands (whole_operands.cuh, sliced_operands.cuh), how Q arrives
 // (load_query.cuh), which tiles there are (consumer_tiles.cuh), what is done to scores
-// (scores.cuh), which tiles are skipped (weightless_tiles.cuh).
+// (scores.cuh), which tiles are skipped (skipped_tiles.cuh).
 //
 // A warpgroup skips the tiles that none of its rows touches. After an item whose last tiles it
 // skips (as under a window), the item's last O and the next item's first S run by themselves.
@@ -17,8 +17,8 @@
 #include "kernels/sm90/forward_epilogue.cuh"
 #include "kernels/sm90/load_query.cuh"
 #include "kernels/sm90/scores.cuh"
+#include "kernels/sm90/skipped_tiles.cuh"
 #include "kernels/sm90/sliced_operands.cuh"
-#include "kernels/sm90/weightless_tiles.cuh"
 #include "kernels/sm90/whole_operands.cuh"
 
 namespace preflash::sm90 {
@@ -36,7 +36,7 @@ struct ForwardMainloop {
   TilesOf<Traits> tiles;  // of the item whose scores come next, as are its scores
   Scores<Traits> scores;
   SoftmaxOf<Traits> softmax = {};
-  TilesLeftOut<Traits> weightless;
+  SkippedTilesOf<Traits> skipped;
   std::uint32_t item_phase = 0;
   ItemTimer timer;
 
@@ -52,8 +52,8 @@ struct ForwardMainloop {
     Item item = read_item(0);
     FirstTile first = tiles.look_ahead(item, at(item));
     while (item.any()) {
-      if (item.rests) {
-        item = sit_out(item);
+      if (item.idle) {
+        item = stay_idle(item);
         first = tiles.look_ahead(item, at(item));
         continue;
       }
@@ -64,7 +64,7 @@ struct ForwardMainloop {
         // NOTE: warpgroups whose turn is later may still hold Q, so this warpgroup passes the tiles
         // that it skips before it waits for the next Q.
         const Item& next = transition.next;
-        if (item.skipped_last > 0 || !next.any() || next.rests) break;
+        if (item.skipped_last > 0 || !next.any() || next.idle) break;
         Transition next_transition = pass_over(item, transition);
         item = transition.next;
         transition = next_transition;
@@ -118,7 +118,7 @@ struct ForwardMainloop {
   __device__ __forceinline__ void step(const Q& tSrQ, const Item& item, int tile,
                                        const Meanwhile& meanwhile) {
     // NOTE: no product is in flight where the branches part or meet: wgmma would be serialized.
-    if (weightless.left_out) {
+    if (skipped.this_tile) {
       scores_without_pv(tSrQ, item, tile, meanwhile);
     } else {
       operands.begin_products();  // K(t) is there, and it is this warpgroup's turn
@@ -134,7 +134,7 @@ struct ForwardMainloop {
       operands.release_v();
       operands.first_pv = GMMA::ScaleOut::One;
     }
-    if (!weightless.left_out) make_p(item, tile);
+    if (!skipped.this_tile) make_p(item, tile);
   }
   // Tile t - 1 was skipped: there is no P V.
   template <class Q, class Meanwhile>
@@ -224,7 +224,7 @@ struct ForwardMainloop {
 
   // An item in which this warpgroup has no rows: releases the buffers as early as possible, and
   // returns the next item.
-  __device__ __forceinline__ Item sit_out(const Item& item) {
+  __device__ __forceinline__ Item stay_idle(const Item& item) {
     // NOTE: Q must have arrived: until then its buffer may still count for the item before.
     smem.barriers.q_full[operands.q_read.index()].wait(operands.q_read.phase());
     __syncwarp();
@@ -258,7 +258,7 @@ struct ForwardMainloop {
     scores.finish(segment(item), operands.rows_of_s());
     tiles.mask(item, tile, at(item), operands.rows_of_s());
     // An item's last tile is never skipped: the transition to the next item contains its P V.
-    weightless.look_at(operands.rows_of_s(), tiles.is_last(item, tile), warpgroup);
+    skipped.look_at(operands.rows_of_s(), tiles.is_last(item, tile), warpgroup);
   }
   // Also sets the rows' first references, which does not need O.
   __device__ __forceinline__ void finish_first_scores(const Item& item, const FirstTile& first) {
@@ -267,7 +267,7 @@ struct ForwardMainloop {
     release_k(item, tile);
     scores.finish_first(segment(item), coordinates, operands.rows_of_s());
     tiles.mask_first(item, first, operands.rows_of_s());
-    weightless.begin(coordinates, operands.rows_of_s());
+    skipped.begin(coordinates, operands.rows_of_s());
     softmax.begin(operands.rows_of_s(), scores.bias.shift(tile), segment(item));
     operands.first_pv = GMMA::ScaleOut::Zero;
   }
@@ -312,8 +312,8 @@ struct ForwardMainloop {
     if (begin == end) return item;
     if constexpr (Traits::kSegments > 1) {
       item.segment = warp_uniform(state.request.segment);
-      item.rests = warp_uniform(state.num_rows) <= warpgroup * kWarpgroupRows;
-      if (item.rests) {
+      item.idle = warp_uniform(state.num_rows) <= warpgroup * kWarpgroupRows;
+      if (item.idle) {
         item.own = {begin, begin, end, end};
         return item;
       }

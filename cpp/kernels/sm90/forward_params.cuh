@@ -38,13 +38,13 @@ using ParamsOf = LaunchParams<SegmentOf<Traits>, Traits::kSegments>;
 template <int kSegments>
 struct ItemOf {
   int segment = 0;
-  bool rests = false;  // idle: the warpgroup has no row of the item
+  bool idle = false;  // the warpgroup has no row of the item
 };
 template <>
 struct ItemOf<1> {
   static constexpr int segment = 0;
   // Not with one segment: memory limits a decode batch alone, with one warpgroup or two.
-  static constexpr bool rests = false;
+  static constexpr bool idle = false;
 };
 
 __device__ __forceinline__ int query_head(const HopperSegment& params, const WorkItem& item,

@@ -30,9 +30,9 @@ __device__ __forceinline__ bool any_of_warpgroup(bool mine, int warpgroup) {
 }
 
 template <class Traits>
-struct WeightlessTiles {
+struct SkippedTiles {
   RunningMaxima<2> maxima;
-  bool left_out = false;  // the last tile that was looked at
+  bool this_tile = false;  // whether the tile that was looked at last is skipped
 
   // An item's first tile is computed.
   template <class Scores>
@@ -42,21 +42,21 @@ struct WeightlessTiles {
     float tile_max[2];
     SpeculativeSoftmax::maxima(scores, NoShift{}, tile_max);
     maxima.take(tile_max);
-    left_out = false;
+    this_tile = false;
   }
   // scores: masked. stays: whether the tile is computed in any case.
   template <class Scores>
   __device__ __forceinline__ void look_at(const Scores& scores, bool stays, int warpgroup) {
     float tile_max[2];
     SpeculativeSoftmax::maxima(scores, NoShift{}, tile_max);
-    left_out = !any_of_warpgroup(maxima.take(tile_max) || stays, warpgroup);
+    this_tile = !any_of_warpgroup(maxima.take(tile_max) || stays, warpgroup);
   }
 };
 
 // Of kernels that compute every tile.
 template <class Traits>
 struct EveryTile {
-  static constexpr bool left_out = false;
+  static constexpr bool this_tile = false;
 
   template <class Scores>
   __device__ __forceinline__ static void begin(const ScoreCoordinates<Traits>&, const Scores&) {}
@@ -65,7 +65,7 @@ struct EveryTile {
 };
 
 template <class Traits>
-using TilesLeftOut = conditional_t<Traits::kVariant.sparsity == Sparsity::kSkipping,
-                                   WeightlessTiles<Traits>, EveryTile<Traits>>;
+using SkippedTilesOf = conditional_t<Traits::kVariant.sparsity == Sparsity::kSkipping,
+                                     SkippedTiles<Traits>, EveryTile<Traits>>;
 
 }  // namespace preflash::sm90
