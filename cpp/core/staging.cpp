@@ -90,7 +90,9 @@ bool prefers_staging(const SegmentProblem& problem, const ForwardKernel& transfo
   if (problem.split.disable || problem.split.fixed_split_size > 0) return false;
   // Neither where they are rounded to fewer bits than the kernel would leave them.
   if (rounds_more(problem)) return false;
-  return transforming.traits.operands == Operands::kComputed && pays(problem, transforming);
+  if (transforming.traits.operands != Operands::kComputed) return false;
+  // Nor where it multiplies what it reads.
+  return transforming.variant.arrival == Arrival::kTransformed && pays(problem, transforming);
 }
 
 StagedForm::StagedForm(const SegmentProblem& problem, const AttentionOptions& options,

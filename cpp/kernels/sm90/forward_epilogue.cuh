@@ -72,7 +72,8 @@ struct ForwardEpilogue {
     auto missing = bias.missing(coordinates);
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
-      result[r] = softmax.finish(r, missing, params.logits.scale_log2, params.lse.form);
+      result[r] = softmax.template finish<Traits::kVariant.q_dtype>(
+          r, missing, params.logits.scale_log2, params.lse.form);
     }
     if (adds_keyless()) {
       CUTE_UNROLL

@@ -17,7 +17,7 @@ __device__ __forceinline__ int arrivals_of_tile(const HopperSegment& segment, bo
   if constexpr (Traits::kConverts) {
     return only_widens<Traits>(segment) ? kWarpgroupWarps : Traits::kProducerWarps;
   }
-  return gather ? Traits::kProducerThreads : 1;
+  return gather ? kWarpgroupThreads : 1;
 }
 
 template <class Traits>
@@ -25,7 +25,9 @@ __device__ __forceinline__ void init_barriers(const HopperSegment& segment,
                                               SharedStorage<Traits>& smem, bool gather) {
   auto& barriers = smem.barriers;
   int producers = arrivals_of_tile<Traits>(segment, gather);
-  int loading_warps = gather ? Traits::kProducerWarps : Traits::kSliced ? kSliceLoaders : 2;
+  int transposing_warps = Traits::kTransposesV ? kWarpgroupWarps : 0;
+  int loading_warps = gather ? Traits::kProducerWarps
+                             : (Traits::kSliced ? kSliceLoaders : 2) + transposing_warps;
   for (int stage = 0; stage < Traits::kQStages; ++stage) {
     barriers.q_full[stage].init(1);
     barriers.q_empty[stage].init(Traits::kConsumerWarps);
@@ -33,8 +35,12 @@ __device__ __forceinline__ void init_barriers(const HopperSegment& segment,
   for (int stage = 0; stage < Traits::kStages; ++stage) {
     barriers.k_full[stage].init(producers);
     barriers.k_empty[stage].init(Traits::kConsumerWarps);
-    barriers.v_full[stage].init(producers);
+    barriers.v_full[stage].init(Traits::kTransposesV ? transposing_warps : producers);
     barriers.v_empty[stage].init(Traits::kConsumerWarps);
+    if constexpr (Traits::kTransposesV) {
+      smem.raw_full[stage].init(producers);
+      smem.raw_empty[stage].init(transposing_warps);
+    }
   }
   if constexpr (Traits::kSliced) {
     for (int slot = 0; slot < Traits::kSliceSlots; ++slot) {
@@ -103,6 +109,8 @@ __global__ void __launch_bounds__(ForwardTraits<V>::kThreads, V::kTile.ctas_per_
     cutlass::arch::warpgroup_reg_dealloc<Traits::kProducerRegisters>();
     if constexpr (Traits::kConverts) {
       produce_transformed(params, smem, begin, end);
+    } else if (Traits::kTransposesV && warpgroup == 1) {
+      transpose_values(smem);
     } else if (gather) {
       produce_gather(params, smem, begin, end);
     } else {

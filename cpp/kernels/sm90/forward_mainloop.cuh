@@ -6,7 +6,7 @@
 //
 // What kernels differ in are policies: operands (whole_operands.cuh, sliced_operands.cuh), Q's
 // arrival (load_query.cuh), which tiles there are (consumer_tiles.cuh), what becomes of scores
-// (scores.cuh), which tiles have weight (weightless_tiles.cuh).
+// (scores.cuh), which tiles have weight (weightless_tiles.cuh), where O adds up (promoted_sums.cuh).
 //
 // A warpgroup skips the tiles that none of its rows touches. After an item whose last tiles it
 // skips (as under a window), the item's last O and the next item's first S run by themselves.
@@ -16,6 +16,7 @@
 #include "kernels/sm90/consumer_tiles.cuh"
 #include "kernels/sm90/forward_epilogue.cuh"
 #include "kernels/sm90/load_query.cuh"
+#include "kernels/sm90/promoted_sums.cuh"
 #include "kernels/sm90/scores.cuh"
 #include "kernels/sm90/sliced_operands.cuh"
 #include "kernels/sm90/weightless_tiles.cuh"
@@ -36,6 +37,7 @@ struct ForwardMainloop {
   TilesOf<Traits> tiles;  // of the item whose scores come next, as are its scores
   Scores<Traits> scores;
   SoftmaxOf<Traits> softmax = {};
+  SumsOf<Traits> sums = {};
   TilesLeftOut<Traits> weightless;
   std::uint32_t item_phase = 0;
   ItemTimer timer;
@@ -132,7 +134,8 @@ struct ForwardMainloop {
       softmax.before_o(operands.rows_of_s(), scores.bias.shift(tile), segment(item));
       operands.wait_for_o();
       operands.release_v();
-      operands.first_pv = GMMA::ScaleOut::One;
+      operands.first_pv = sums.add(sums_of(smem, warpgroup), softmax, segment(item),
+                                   operands.rows_of_o());
     }
     if (!weightless.left_out) make_p(item, tile);
   }
@@ -282,13 +285,16 @@ struct ForwardMainloop {
                        segment(item));
   }
 
-  __device__ __forceinline__ typename Epilogue::Prepared prepare_o(
-      const Item& item, const Transition& transition) const {
+  __device__ __forceinline__ typename Epilogue::Prepared prepare_o(const Item& item,
+                                                                   const Transition& transition) {
+    sums.prepare(softmax, segment(item));
     return epilogue(item).prepare(softmax, scores.bias, at(item)(item.own.begin),
                                   transition.target);
   }
   __device__ __forceinline__ void store_o(const Item& item,
                                           const typename Epilogue::Prepared& ready) {
+    auto rows_of_o = operands.rows_of_o();
+    sums.finish(sums_of(smem, warpgroup), rows_of_o);
     epilogue(item).store(ready, operands.tOrO, smem.o[warp()]);
     // The first warpgroup's rows always exist.
     if (warpgroup == 0 && thread == 0) timer.stop(params, smem.items[item.slot]);

@@ -35,8 +35,11 @@ struct ForwardTraits {
   // Q, scores and outputs may have factors of heads, and the output's dtype is the caller's.
   static constexpr bool kConverts = kVariant.arrival == Arrival::kTransformed;
   static constexpr bool kConsumersLoadQ = kConverts;
-  static constexpr bool kHasFactors = kConverts;
-  static constexpr bool kChoosesOutput = kConverts;
+  // Whether 8 bits are multiplied as they are stored. wgmma then takes V with its keys contiguous,
+  // so a producer warpgroup transposes it (transpose_values.cuh).
+  static constexpr bool kTransposesV = size_of(kVariant.q_dtype) == 1;
+  static constexpr bool kHasFactors = kConverts || kTransposesV;
+  static constexpr bool kChoosesOutput = kConverts || kTransposesV;
 
   static constexpr bool kCaps = kVariant.logits == Logits::kSoftCap;
   // Whether the kernel takes soft cap, bias and mask bits as the launch tells.
@@ -64,11 +67,11 @@ struct ForwardTraits {
   using ElementQ = Element<kVariant.q_dtype>;
   using ElementKv = Element<kVariant.kv_dtype>;  // as K and V are multiplied
   using ElementP = ElementQ;                     // what the softmax rounds P to
-  using ElementO = ElementQ;
+  using ElementO = conditional_t<kTransposesV, half_t, ElementQ>;
   // NOTE: wgmma multiplies operands of one type, and takes V one row per key in 16 bits alone.
   static_assert(is_same_v<ElementQ, ElementKv> && is_same_v<ElementP, ElementKv>,
                 "fa3 multiplies in one dtype");
-  static_assert(sizeof(ElementKv) == 2 && sizeof(ElementO) == 2);
+  static_assert(sizeof(ElementO) == 2 && !(kConverts && kTransposesV));
 
   static constexpr int kTileM = kTile.m;
   static constexpr int kTileN = kTile.n;
@@ -92,8 +95,8 @@ struct ForwardTraits {
   static_assert(!kSliced || (kSlicesK * kSliceColumns == kHeadQk &&
                              kSlicesV * kSliceColumns == kPartVo && kSlicesV < kSliceSlots));
 
-  // The first warpgroup is the producer, or two are, where they transform what they load; each
-  // consumer warpgroup computes 64 rows of the tile.
+  // The first warpgroup is the producer, or two are, where they transform what they load or the
+  // second transposes V; each consumer warpgroup computes 64 rows of the tile.
   static constexpr int kConsumers = kTileM / kWarpgroupRows;
   static constexpr int kConsumerWarps = kConsumers * kWarpgroupWarps;
   static constexpr int kConsumerThreads = kConsumers * kWarpgroupThreads;
@@ -102,7 +105,7 @@ struct ForwardTraits {
   static constexpr int kProducerThreads = kProducers * kWarpgroupThreads;
   static constexpr int kThreads = kConsumerThreads + kProducerThreads;
   static_assert(kTileM % kWarpgroupRows == 0 && kTile.warps * 32 == kThreads);
-  static_assert(kProducers == 1 || (kConverts && kProducers == 2));
+  static_assert(kTransposesV ? kProducers == 2 : kProducers == 1 || (kConverts && kProducers == 2));
   static_assert(kConsumers == 2 || kConsumers == kMaxConsumers);
   static constexpr int kBlocksQ = kHeadQk / kBlockColumns<ElementQ>;
   static constexpr int kBlocksK = kHeadQk / kBlockColumns<ElementKv>;
@@ -140,9 +143,14 @@ struct ForwardTraits {
   static constexpr int kBytesQ = kTileM * kHeadQk * sizeof(ElementQ);
   static constexpr int kBytesKv = kTileN * (kHeadQk + kHeadVo) * sizeof(ElementKv);
   static constexpr int kBytesO = kConsumerWarps * kWarpRows * kBlockRowBytes;
-  static constexpr int kQStages =
-      !kConverts && 2 * kBytesQ + kStages * kBytesKv + kBytesO + kOtherBytes <= kMaxSharedBytes ? 2
-                                                                                                : 1;
+  // V as it arrives, and the sums of O that products of 8 bits are added to (promoted_sums.cuh).
+  static constexpr int kBytesTransposing =
+      kTransposesV ? kStages * kTileN * kHeadVo + kTileM * kPartVo * 4 : 0;
+  static constexpr int kQStages = !kConverts && 2 * kBytesQ + kStages * kBytesKv + kBytesO +
+                                                        kBytesTransposing + kOtherBytes <=
+                                                    kMaxSharedBytes
+                                      ? 2
+                                      : 1;
 
   // The step of an item in which a warpgroup prepares the transition to the next: its last, or its
   // first (measured: docs/dev/experiments.md). NOTE: the item that follows is announced only behind
@@ -158,9 +166,9 @@ struct ForwardTraits {
   // the producers' share to the consumers.
   static constexpr int kLaunchRegisters = 65536 / (kThreads * kTile.ctas_per_sm) / 8 * 8;
   // Warpgroups that transform take some more, from the consumers.
-  static constexpr int kTakenRegisters = !kConverts                      ? 0
+  static constexpr int kTakenRegisters = kProducers == 2                 ? 24
+                                         : !kConverts                    ? 0
                                          : kSliced && !kOptionsAtRunTime ? 24
-                                         : kProducers == 2               ? 24
                                          : kHeadVo <= 128                ? 8
                                                                          : 16;
   static constexpr int kConsumerRegisters = (kConsumers == 4  ? 112
@@ -173,13 +181,13 @@ struct ForwardTraits {
   static_assert(kProducerRegisters >= 32);
 
   // S = Q K^T reads both operands from shared memory; O += P V reads P from registers and V as it
-  // is stored, one row per key.
+  // is stored, one row per key, or transposed.
   using MmaQk = decltype(make_tiled_mma(
       GMMA::ss_op_selector<ElementQ, ElementKv, float, Shape<_64, Int<kTileN>, Int<kHeadQk>>>()));
   static constexpr int kMmaColumnsPv = kSliced ? kSliceColumns : kHeadVo;
   using MmaPv = decltype(make_tiled_mma(
       GMMA::rs_op_selector<ElementP, ElementKv, float, Shape<_64, Int<kMmaColumnsPv>, Int<kTileN>>,
-                           GMMA::Major::K, GMMA::Major::MN>()));
+                           GMMA::Major::K, kTransposesV ? GMMA::Major::K : GMMA::Major::MN>()));
 
   // Whether ALiBi's bias is one more step of S = Q K^T (AlibiProduct), in bfloat16 for its range.
   // Wider products leave time for an FMA a score; a soft cap or factors come before the bias.
@@ -194,17 +202,19 @@ struct ForwardTraits {
   // Blocks of kBlockColumns, each with all rows of the tile: the layout that TMA boxes write.
   using AtomQ = GMMA::Layout_K_SW128_Atom<ElementQ>;
   using AtomK = GMMA::Layout_K_SW128_Atom<ElementKv>;
-  using AtomV = GMMA::Layout_MN_SW128_Atom<ElementKv>;
+  using AtomV = conditional_t<kTransposesV, GMMA::Layout_K_SW128_Atom<ElementKv>,
+                              GMMA::Layout_MN_SW128_Atom<ElementKv>>;
+  using StepV = conditional_t<kTransposesV, Step<_1, _2, _3>, Step<_2, _1, _3>>;
   using LayoutQ =
       decltype(tile_to_shape(AtomQ{}, Shape<Int<kTileM>, Int<kHeadQk>, Int<kQStages>>{}));
   using LayoutK =
       decltype(tile_to_shape(AtomK{}, Shape<Int<kTileN>, Int<kHeadQk>, Int<kStages>>{}));
   using LayoutV = decltype(tile_to_shape(AtomV{}, Shape<Int<kHeadVo>, Int<kTileN>, Int<kStages>>{},
-                                         Step<_2, _1, _3>{}));  // V^T: (d_vo, tile_n, stages)
+                                         StepV{}));  // V^T: (d_vo, tile_n, stages)
   using LayoutSliceK =
       decltype(tile_to_shape(AtomK{}, Shape<Int<kTileN>, Int<kSliceColumns>, Int<kSliceSlots>>{}));
   using LayoutSliceV = decltype(tile_to_shape(
-      AtomV{}, Shape<Int<kSliceColumns>, Int<kTileN>, Int<kSliceSlots>>{}, Step<_2, _1, _3>{}));
+      AtomV{}, Shape<Int<kSliceColumns>, Int<kTileN>, Int<kSliceSlots>>{}, StepV{}));
 };
 
 // The columns of O that this CTA makes.

@@ -50,11 +50,16 @@ struct NoShift {
 
 struct SpeculativeSoftmax : OnlineSoftmax<2> {
   static constexpr int kRows = 2;
+  // P of a row's reference is 2 to this. Of e4m3, whose numbers lie in [2^-9, 448], it leaves the
+  // 4.8 bits by which later logits may exceed the reference, and rounds weights below 2^-14 of it to
+  // 0. A thread's 32 weights of a tile reach max_sum() only where a logit does so, or where all of
+  // them are within 1.14 of the reference's weight: such rows look for their maxima in every tile.
+  static constexpr int exponent_of(DType p_dtype) { return size_of(p_dtype) == 1 ? 4 : 0; }
   // P <= 2^15 stays below float16's largest number, 65504; float32 sums millions of such terms. Of
   // bfloat16, which has float32's range, P may be larger: references then move where logits vary by
-  // 2^32 and more, and values of V up to 2^95 do not overflow.
+  // 2^32 and more, and values of V up to 2^95 do not overflow. 448 is the largest number of e4m3.
   static constexpr float max_sum_of(DType p_dtype) {
-    return p_dtype == DType::kBFloat16 ? 0x1p32f : 0x1p15f;
+    return size_of(p_dtype) == 1 ? 448.0f : p_dtype == DType::kBFloat16 ? 0x1p32f : 0x1p15f;
   }
   // A weight above 1 makes its part of the sum larger than 1: where the maximum itself is asked for
   // every such tile is looked at, and the reference follows the maximum.
@@ -62,13 +67,17 @@ struct SpeculativeSoftmax : OnlineSoftmax<2> {
 
   // What a thread's part of a row sum may reach before the row's reference is looked at.
   static constexpr float max_sum(LseForm form, DType p_dtype) {
-    return form == LseForm::kMaxAndSum ? kMaxSumOfMaximum : max_sum_of(p_dtype);
+    return form == LseForm::kMaxAndSum ? kMaxSumOfMaximum * (1 << exponent_of(p_dtype))
+                                       : max_sum_of(p_dtype);
   }
 
   // |reference| * scale_log2 where rounding it may shift the exponents of a row by 2^3: P <= 2^8
   // from there still, and beyond that soon an overflow. An exact origin, as on sm80, would keep
   // such rows right and cost 1 % of short rows (docs/dev/experiments.md).
-  static constexpr float kMaxOrigin = 0x1p27f;
+  // Of e4m3 the sum of the origin and exponent_of() is rounded, too: below 2^26 P <= 2^8 again.
+  static constexpr float max_origin_of(DType p_dtype) {
+    return size_of(p_dtype) == 1 ? 0x1p26f : 0x1p27f;
+  }
 
   bool settled = false;  // whether every row of the warp has a reference
 
@@ -89,8 +98,8 @@ struct SpeculativeSoftmax : OnlineSoftmax<2> {
   // What becomes of a later tile while O is still being made.
   template <class Scores, class Shift, class Segment>
   __device__ __forceinline__ static void before_o(Scores&&, const Shift&, const Segment&) {}
-  // scores: (row, column) view of a whole accumulator of x, without `shift`. p: 16-bit, in the
-  // scores' storage order. out: (row, column) view of O, without this tile.
+  // scores: (row, column) view of a whole accumulator of x, without `shift`. p: words of a row's
+  // next weights, of rows 0 and 1 in turn. out: (row, column) view of O, without this tile.
   template <class Scores, class Shift, class P, class Out, class Segment>
   __device__ __forceinline__ void update(const Scores& scores, const Shift& shift, P& p, Out& out,
                                          const Segment& segment) {
@@ -124,12 +133,13 @@ struct SpeculativeSoftmax : OnlineSoftmax<2> {
 
   // NaN where the origin is out of range: the sum, 0 and infinity included, may mean anything
   // there. shift: what every score of a row has lacked.
-  template <class Shift>
+  template <DType kP, class Shift>
   __device__ __forceinline__ RowResult finish(int r, const Shift& shift, float scale_log2,
                                               LseForm form) const {
     float origin = scaled_reference(reference[r], scale_log2);
     float total = quad_sum(sum[r]);
-    RowResult result = result_of(fabsf(origin) >= kMaxOrigin ? NAN : total, origin);
+    RowResult result = result_of(fabsf(origin) >= max_origin_of(kP) ? NAN : total, origin);
+    if constexpr (exponent_of(kP) != 0) result.lse.low -= exponent_of(kP);
     if (!result.empty) shift.add_to(r, result.lse, scale_log2, form);
     return result;
   }
@@ -183,25 +193,28 @@ struct SpeculativeSoftmax : OnlineSoftmax<2> {
                                                float (&tile_sum)[kRows], float scale_log2) const {
     using namespace cute;
     using Element = typename P::value_type;
-    Tensor pairs = recast<cutlass::Array<Element, 2>>(p);
-    cutlass::NumericArrayConverter<Element, float, 2> convert;
+    constexpr int kWord = 4 / sizeof(Element);
+    constexpr int kExponent = kWord == 4 ? exponent_of(DType::kFloat8E4M3) : 0;
+    Tensor words = recast<cutlass::Array<Element, kWord>>(p);
+    cutlass::NumericArrayConverter<Element, float, kWord> convert;
     float offset[kRows];
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
       offset[r] = shift.origin(r, scaled_reference(reference[r], scale_log2), scale_log2);
+      if constexpr (kExponent != 0) offset[r] -= kExponent;
       tile_sum[r] = 0.0f;
     }
     CUTE_UNROLL
-    for (int c = 0; c < size<1>(scores); c += 2) {
+    for (int c = 0; c < size<1>(scores); c += kWord) {
       CUTE_UNROLL
       for (int r = 0; r < kRows; ++r) {
-        cutlass::Array<float, 2> x;
+        cutlass::Array<float, kWord> x;
         CUTE_UNROLL
-        for (int i = 0; i < 2; ++i) {
+        for (int i = 0; i < kWord; ++i) {
           x[i] = exp2_approx(fmaf(scores(r, c + i), scale_log2, -offset[r]));
           tile_sum[r] += x[i];
         }
-        pairs(c / 2 * kRows + r) = convert(x);
+        words(c / kWord * kRows + r) = convert(x);
       }
     }
   }

@@ -1,4 +1,5 @@
-// The rings of whole tiles of K and of V, as a loader fills them. Slices: slice_ring.cuh.
+// The rings of whole tiles of K and of V, as a loader fills them: V as it arrives, where it is
+// transposed. Slices: slice_ring.cuh.
 #pragma once
 
 #include "kernels/sm90/forward_params.cuh"
@@ -18,18 +19,32 @@ struct TileWriter {
   SharedStorage<Traits>& smem;
   ProducerPipelineState<Traits::kStages> next = {};
 
+  static constexpr bool kIsRaw = !kIsK && Traits::kTransposesV;
+
   __device__ __forceinline__ void wait() const {
-    auto& empty = kIsK ? smem.barriers.k_empty : smem.barriers.v_empty;
-    empty[next.index()].wait(next.phase() ^ 1);
+    if constexpr (kIsRaw) {
+      smem.raw_empty[next.index()].wait(next.phase() ^ 1);
+    } else {
+      auto& empty = kIsK ? smem.barriers.k_empty : smem.barriers.v_empty;
+      empty[next.index()].wait(next.phase() ^ 1);
+    }
   }
   __device__ __forceinline__ auto* tile() const {
-    return (kIsK ? smem.k : smem.v) + next.index() * (Traits::kTileN * kHead);
+    if constexpr (kIsRaw) {
+      return smem.raw[next.index()];
+    } else {
+      return (kIsK ? smem.k : smem.v) + next.index() * (Traits::kTileN * kHead);
+    }
   }
   __device__ __forceinline__ unsigned char* bytes() const {
     return reinterpret_cast<unsigned char*>(tile());
   }
   __device__ __forceinline__ TransactionBarrier& full() const {
-    return (kIsK ? smem.barriers.k_full : smem.barriers.v_full)[next.index()];
+    if constexpr (kIsRaw) {
+      return smem.raw_full[next.index()];
+    } else {
+      return (kIsK ? smem.barriers.k_full : smem.barriers.v_full)[next.index()];
+    }
   }
 
   // What a tile is loaded from.

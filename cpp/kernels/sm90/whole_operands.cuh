@@ -22,13 +22,13 @@ struct Accumulators {
   using AccumulatorS = decltype(partition_fragment_C(MmaQk{}, Shape<_64, Int<Traits::kTileN>>{}));
   using AccumulatorO = decltype(partition_fragment_C(MmaPv{}, Shape<_64, Int<Traits::kPartVo>>{}));
   using OperandP = decltype(make_tensor<typename Traits::ElementP>(
-      as_operand_a(typename AccumulatorS::layout_type{})));
+      partition_shape_A(MmaPv{}, Shape<_64, Int<Traits::kTileN>>{})));
 
   SharedStorage<Traits>& smem;
   int warpgroup;                                   // among consumers
   int thread;                                      // of the warpgroup
   AccumulatorS tSrS;                               // ((2, 2, N / 8), 1, 1)
-  OperandP tOrP;                                   // ((2, 2, 2), 1, N / 16)
+  OperandP tOrP;                                   // ((2, 2, 2), 1, N / 16), or ((4, 2, 2), 1, N / 32)
   AccumulatorO tOrO;                               // ((2, 2, D / 8), 1, slices of V, or 1)
   GMMA::ScaleOut first_pv = GMMA::ScaleOut::Zero;  // what the next P V does with the old O
   ConsumerPipelineState<Traits::kQStages> q_read = {};
