@@ -1,6 +1,5 @@
 // The epilogue writes the accumulators to o and lse, or to split-KV partials. Each warp stores its
-// own 16 rows through its own shared memory. It needs no barrier beyond the warp, and the producers
-// load the next item's Q, K and V at the same time.
+// 16 rows through its own shared memory, without a barrier beyond it, while the next item is loaded.
 #pragma once
 
 #include <cuda_fp8.h>

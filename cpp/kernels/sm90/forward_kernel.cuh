@@ -26,8 +26,8 @@ __device__ __forceinline__ void init_barriers(const HopperSegment& segment,
   auto& barriers = smem.barriers;
   int producers = arrivals_of_tile<Traits>(segment, gather);
   int transposing_warps = Traits::kTransposesV ? kWarpgroupWarps : 0;
-  int loading_warps = gather ? Traits::kProducerWarps
-                             : (Traits::kSliced ? kSliceLoaders : 2) + transposing_warps;
+  int loading_warps =
+      gather ? Traits::kProducerWarps : (Traits::kSliced ? kSliceLoaders : 2) + transposing_warps;
   for (int stage = 0; stage < Traits::kQStages; ++stage) {
     barriers.q_full[stage].init(1);
     barriers.q_empty[stage].init(Traits::kConsumerWarps);

@@ -6,7 +6,8 @@
 //
 // What kernels differ in are policies: operands (whole_operands.cuh, sliced_operands.cuh), Q's
 // arrival (load_query.cuh), which tiles there are (consumer_tiles.cuh), what becomes of scores
-// (scores.cuh), which tiles have weight (weightless_tiles.cuh), where O adds up (promoted_sums.cuh).
+// (scores.cuh), which tiles have weight (weightless_tiles.cuh), where O adds up
+// (promoted_sums.cuh).
 //
 // A warpgroup skips the tiles that none of its rows touches. After an item whose last tiles it
 // skips (as under a window), the item's last O and the next item's first S run by themselves.
@@ -134,8 +135,8 @@ struct ForwardMainloop {
       softmax.before_o(operands.rows_of_s(), scores.bias.shift(tile), segment(item));
       operands.wait_for_o();
       operands.release_v();
-      operands.first_pv = sums.add(sums_of(smem, warpgroup), softmax, segment(item),
-                                   operands.rows_of_o());
+      operands.first_pv =
+          sums.add(sums_of(smem, warpgroup), softmax, segment(item), operands.rows_of_o());
     }
     if (!weightless.left_out) make_p(item, tile);
   }

@@ -146,11 +146,11 @@ struct ForwardTraits {
   // V as it arrives, and the sums of O that products of 8 bits are added to (promoted_sums.cuh).
   static constexpr int kBytesTransposing =
       kTransposesV ? kStages * kTileN * kHeadVo + kTileM * kPartVo * 4 : 0;
-  static constexpr int kQStages = !kConverts && 2 * kBytesQ + kStages * kBytesKv + kBytesO +
-                                                        kBytesTransposing + kOtherBytes <=
-                                                    kMaxSharedBytes
-                                      ? 2
-                                      : 1;
+  static constexpr int kQStages =
+      !kConverts && 2 * kBytesQ + kStages * kBytesKv + kBytesO + kBytesTransposing + kOtherBytes <=
+                        kMaxSharedBytes
+          ? 2
+          : 1;
 
   // The step of an item in which a warpgroup prepares the transition to the next: its last, or its
   // first (measured: docs/dev/experiments.md). NOTE: the item that follows is announced only behind

@@ -1,9 +1,10 @@
 // O over many keys, where products of 8 bits add up. Hopper's tensor core keeps 13 bits behind the
-// leading one of the largest of what it adds, and cuts the rest off: each product of e4m3 loses half
-// of 2^-13 of the sum so far, and from 2^13 equal ones on they vanish. So the accumulators hold so
-// many tiles at most; then they are added to sums of float32 and begin anew. The bias towards 0 that
-// this leaves where all values have one sign and all weights are equal is kTiles * 128 * 0.7 * 2^-14
-// of the result at most, 2 % with four tiles; where signs vary the losses do, too.
+// leading one of the largest of what it adds, and cuts the rest off: each product of e4m3 loses
+// half of 2^-13 of the sum so far, and from 2^13 equal ones on they vanish. So the accumulators
+// hold so many tiles at most; then they are added to sums of float32 and begin anew. The bias
+// towards 0 that this leaves where all values have one sign and all weights are equal is kTiles *
+// 128 * 0.7 * 2^-14 of the result at most, 2 % with four tiles; where signs vary the losses do,
+// too.
 //
 // The sums lie in shared memory, 64 numbers of a thread's own: beside S, P and O the registers have
 // no room for them.

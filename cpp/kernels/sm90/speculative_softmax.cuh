@@ -51,9 +51,10 @@ struct NoShift {
 struct SpeculativeSoftmax : OnlineSoftmax<2> {
   static constexpr int kRows = 2;
   // P of a row's reference is 2 to this. Of e4m3, whose numbers lie in [2^-9, 448], it leaves the
-  // 4.8 bits by which later logits may exceed the reference, and rounds weights below 2^-14 of it to
-  // 0. A thread's 32 weights of a tile reach max_sum() only where a logit does so, or where all of
-  // them are within 1.14 of the reference's weight: such rows look for their maxima in every tile.
+  // 4.8 bits by which later logits may exceed the reference, and rounds weights below 2^-14 of it
+  // to 0. A thread's 32 weights of a tile reach max_sum() only where a logit does so, or where all
+  // of them are within 1.14 of the reference's weight: such rows look for their maxima in every
+  // tile.
   static constexpr int exponent_of(DType p_dtype) { return size_of(p_dtype) == 1 ? 4 : 0; }
   // P <= 2^15 stays below float16's largest number, 65504; float32 sums millions of such terms. Of
   // bfloat16, which has float32's range, P may be larger: references then move where logits vary by

@@ -3,13 +3,13 @@
 // from the ring that TMA or cp.async fills to the ring that the products read.
 //
 // P needs no exchange among lanes: lane q of a quad has S of columns 8 j + 2 q and one more, and as
-// an operand takes four summed elements 4 q ... 4 q + 3 of 16. So element 4 q + 2 h + i of P's 16 is
-// key 8 h + 2 q + i, and V's keys come in that order, which is just what two transposed 8 x 8
+// an operand takes four summed elements 4 q ... 4 q + 3 of 16. So element 4 q + 2 h + i of P's 16
+// is key 8 h + 2 q + i, and V's keys come in that order, which is just what two transposed 8 x 8
 // matrices of 16 bits give a lane, two dimensions of two keys each:
 //
-//   ldmatrix.trans: keys 2 q, 2 q + 1 (h = 0) and 8 + 2 q, 9 + 2 q (h = 1) of dimensions 2 c, 2 c + 1
-//   prmt:           the four keys of dimension 2 c, and those of 2 c + 1
-//   stmatrix:       as bytes 4 q ... 4 q + 3 of a piece of 16 of these dimensions' rows
+//   ldmatrix.trans: keys 2 q, 2 q + 1 (h = 0) and 8 + 2 q, 9 + 2 q (h = 1) of dimensions 2 c, 2 c +
+//   1 prmt:           the four keys of dimension 2 c, and those of 2 c + 1 stmatrix:       as bytes
+//   4 q ... 4 q + 3 of a piece of 16 of these dimensions' rows
 #pragma once
 
 #include "kernels/sm90/work_items.cuh"
@@ -28,8 +28,8 @@ struct ValueTurner {
   static_assert(Traits::kTileN == kWarpgroupWarps * kWarpKeys && Traits::kTileN == kBlockRowBytes);
   static_assert(kPieces % kAtOnce == 0 && kBlockRowBytes / kPieceBytes % kAtOnce == 0);
 
-  std::uint32_t source;      // of this lane's row of V, from the tile's begin on
-  std::uint32_t target;      // of this lane's row of V^T, from the tile's begin on, its piece
+  std::uint32_t source;         // of this lane's row of V, from the tile's begin on
+  std::uint32_t target;         // of this lane's row of V^T, from the tile's begin on, its piece
   std::uint32_t first, second;  // byte selectors
 
   __host__ __device__ ValueTurner(int warp, int lane) {

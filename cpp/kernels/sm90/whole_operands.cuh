@@ -25,11 +25,11 @@ struct Accumulators {
       partition_shape_A(MmaPv{}, Shape<_64, Int<Traits::kTileN>>{})));
 
   SharedStorage<Traits>& smem;
-  int warpgroup;                                   // among consumers
-  int thread;                                      // of the warpgroup
-  AccumulatorS tSrS;                               // ((2, 2, N / 8), 1, 1)
-  OperandP tOrP;                                   // ((2, 2, 2), 1, N / 16), or ((4, 2, 2), 1, N / 32)
-  AccumulatorO tOrO;                               // ((2, 2, D / 8), 1, slices of V, or 1)
+  int warpgroup;      // among consumers
+  int thread;         // of the warpgroup
+  AccumulatorS tSrS;  // ((2, 2, N / 8), 1, 1)
+  OperandP tOrP;      // ((2, 2, 2), 1, N / 16), or ((4, 2, 2), 1, N / 32)
+  AccumulatorO tOrO;  // ((2, 2, D / 8), 1, slices of V, or 1)
   GMMA::ScaleOut first_pv = GMMA::ScaleOut::Zero;  // what the next P V does with the old O
   ConsumerPipelineState<Traits::kQStages> q_read = {};
 
@@ -64,8 +64,8 @@ struct WholeOperands : Accumulators<Traits> {
   using typename Base::MmaPv;
   using typename Base::MmaQk;
 
-  // A turn at the tensor core ends with the issue of the products. Where a soft cap makes the scores
-  // take as long as those it ends with them, so that the two warpgroups alternate.
+  // A turn at the tensor core ends with the issue of the products. Where a soft cap makes the
+  // scores take as long as those it ends with them, so that the two warpgroups alternate.
   static constexpr bool kTurnEndsWithO =
       Traits::kCapsAlone && Traits::kConsumers == 2 && Traits::kPartVo <= 128;
 

@@ -35,6 +35,10 @@ class Expected:
     # Like lse: |sm_scale| max_j sqrt(sum_d (q_id k_jd)^2); 0 without RoPE.
     logit_spread: torch.Tensor
     bias_bound: torch.Tensor  # like lse: the largest |bias| of a kept key
+    # Of queries of 8 bits, 0 elsewhere; what products of 8 bits lose (comparison.py).
+    # Like lse: |sm_scale| times the largest of the products q_d k_d and their sums over 32, 64, ...
+    product_bound: torch.Tensor
+    small: torch.Tensor  # like out: sum_j min(p_j, 2^-14 max_j p_j) |v_j|
     value_bound: float  # max |v|
     longest_kv: int
 
@@ -218,6 +222,11 @@ def attend(
         largest = (q64.square() @ k64.square().transpose(-1, -2)).amax(-1)
         spread_of_logits = abs(pipeline.sm_scale) * largest.sqrt()
 
+    product_bound, small = torch.zeros_like(bound), torch.zeros_like(out)
+    if q.dtype.itemsize == 1 and kv_len:
+        product_bound = abs(pipeline.sm_scale) * _largest_sum(q64, k64)
+        small = torch.minimum(p, 2.0**-14 * p.amax(-1, keepdim=True)) @ v64.abs()
+
     def rows_first(t: torch.Tensor) -> torch.Tensor:
         return t.permute(2, 0, 1, 3).flatten(1, 2)
 
@@ -231,9 +240,23 @@ def attend(
         logit_bound=rows_first(bound[..., None]).squeeze(-1),
         logit_spread=rows_first(spread_of_logits[..., None]).squeeze(-1),
         bias_bound=rows_first(bias_bound[..., None]).squeeze(-1),
+        product_bound=rows_first(product_bound[..., None]).squeeze(-1),
+        small=rows_first(small * abs(pipeline.out_scale)),
         value_bound=float(v64.abs().max()) * abs(pipeline.out_scale) if v64.numel() else 0.0,
         longest_kv=kv_len,
     )
+
+
+def _largest_sum(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """Of each row of q [..., rows, D] with any of k [..., S, D]: the largest of |q_d k_d|, bounded
+    by the maxima of both, and of the |sums| over the first 32, 64, ... dimensions."""
+    largest = (q.abs() * k.abs().amax(-2, keepdim=True)).amax(-1)
+    total = torch.zeros((), dtype=q.dtype, device=q.device)
+    for first in range(0, q.shape[-1], 32):
+        steps = slice(first, first + 32)
+        total = total + q[..., steps] @ k[..., steps].transpose(-1, -2)
+        largest = torch.maximum(largest, total.abs().amax(-1))
+    return largest
 
 
 def concatenate(parts: Sequence[Expected]) -> Expected:
@@ -248,6 +271,8 @@ def concatenate(parts: Sequence[Expected]) -> Expected:
         logit_bound=torch.cat([part.logit_bound for part in parts]),
         logit_spread=torch.cat([part.logit_spread for part in parts]),
         bias_bound=torch.cat([part.bias_bound for part in parts]),
+        product_bound=torch.cat([part.product_bound for part in parts]),
+        small=torch.cat([part.small for part in parts]),
         value_bound=max(part.value_bound for part in parts),
         longest_kv=max(part.longest_kv for part in parts),
     )
@@ -300,6 +325,8 @@ def _join_heads(blocks: Sequence[Expected]) -> Expected:
         logit_bound=torch.cat([block.logit_bound for block in blocks], 1),
         logit_spread=torch.cat([block.logit_spread for block in blocks], 1),
         bias_bound=torch.cat([block.bias_bound for block in blocks], 1),
+        product_bound=torch.cat([block.product_bound for block in blocks], 1),
+        small=torch.cat([block.small for block in blocks], 1),
         value_bound=max(block.value_bound for block in blocks),
         longest_kv=blocks[0].longest_kv,
     )

@@ -11,6 +11,8 @@ from .comparison import Report, poison
 from .inputs import Inputs
 from .oracle import Expected, reference
 
+# What the ids of kernels begin with that multiply 8 bits as they are stored.
+PRODUCTS_OF_8_BITS = "sm90_e4m3_"
 WORKSPACE_BYTES = 32 * 1024 * 1024
 
 
@@ -116,6 +118,7 @@ def run(wrapper, inputs: Inputs, **options):
         options.setdefault("sinks", inputs.sinks)
     if case.head_scales:
         options = {**_scale_arguments(inputs), **options}
+    inputs.variant = wrapper.variant
     if case.paged:
         return wrapper.run(inputs.q, inputs.cache, **options)
     return wrapper.run(inputs.q, inputs.k, inputs.v, **options)
@@ -168,6 +171,8 @@ def compare(inputs: Inputs, out, lse, expected: Expected | None = None, **option
         # Products and sums are exact there: only the multiplications by scale and log2 e round.
         options.setdefault("logit_rounding", 4.0)
     options.setdefault("logit_rounding", comparison.logit_roundings(case.head_dim))
+    if inputs.variant.startswith(PRODUCTS_OF_8_BITS):
+        options.setdefault("p_dtype", torch.float8_e4m3fn)
     if out.dtype.itemsize == 1:
         # Probabilities of 8 bits would be seen at the output's roundoff.
         options.setdefault("p_dtype", torch.bfloat16)
