@@ -165,10 +165,11 @@ struct ForwardTraits {
   // The launch bounds divide the 65536 registers evenly, in multiples of 8; setmaxnreg then moves
   // the producers' share to the consumers.
   static constexpr int kLaunchRegisters = 65536 / (kThreads * kTile.ctas_per_sm) / 8 * 8;
-  // Warpgroups that transform take some more, from the consumers.
-  static constexpr int kTakenRegisters = kProducers == 2                 ? 24
+  // Warpgroups that transform or transpose take some more, from the consumers.
+  static constexpr int kTakenRegisters = kTransposesV                    ? 8
                                          : !kConverts                    ? 0
                                          : kSliced && !kOptionsAtRunTime ? 24
+                                         : kProducers == 2               ? 24
                                          : kHeadVo <= 128                ? 8
                                                                          : 16;
   static constexpr int kConsumerRegisters = (kConsumers == 4  ? 112
@@ -180,10 +181,19 @@ struct ForwardTraits {
       kProducers / 8 * 8;
   static_assert(kProducerRegisters >= 32);
 
-  // S = Q K^T reads both operands from shared memory; O += P V reads P from registers and V as it
-  // is stored, one row per key, or transposed.
-  using MmaQk = decltype(make_tiled_mma(
-      GMMA::ss_op_selector<ElementQ, ElementKv, float, Shape<_64, Int<kTileN>, Int<kHeadQk>>>()));
+  // S = Q K^T reads K from shared memory, and Q too, unless it has 8 bits: a tile's products then
+  // take half of the time, for which shared memory has too much to deliver. O += P V reads P from
+  // registers and V as it is stored, one row per key, or transposed.
+  static constexpr bool kHoldsQ = kTransposesV;
+  using ShapeQk = Shape<_64, Int<kTileN>, Int<kHeadQk>>;
+  static constexpr auto op_of_qk() {
+    if constexpr (kHoldsQ) {
+      return GMMA::rs_op_selector<ElementQ, ElementKv, float, ShapeQk>();
+    } else {
+      return GMMA::ss_op_selector<ElementQ, ElementKv, float, ShapeQk>();
+    }
+  }
+  using MmaQk = decltype(make_tiled_mma(op_of_qk()));
   static constexpr int kMmaColumnsPv = kSliced ? kSliceColumns : kHeadVo;
   using MmaPv = decltype(make_tiled_mma(
       GMMA::rs_op_selector<ElementP, ElementKv, float, Shape<_64, Int<kMmaColumnsPv>, Int<kTileN>>,

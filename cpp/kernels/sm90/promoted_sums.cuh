@@ -20,10 +20,10 @@ template <class Traits>
 struct PromotedSums {
   static constexpr int kTiles = 4;
 
-  float reference[2];  // of the sums
-  float factor[2];     // which brings them to the item's last references
-  int tiles = 0;       // that the accumulators hold
-  bool any = false;    // whether there are sums
+  // Of the sums; from prepare() on, what brings them to the item's last references.
+  float reference[2];
+  int tiles = 0;     // that the accumulators hold
+  bool any = false;  // whether there are sums
 
   template <class Softmax, class Segment, class Out>
   __device__ __forceinline__ GMMA::ScaleOut add(float4 (*sums)[kWarpgroupThreads],
@@ -33,9 +33,12 @@ struct PromotedSums {
     prepare(softmax, segment);
     CUTE_UNROLL
     for (int i = 0; i < Traits::kPartVo / 8; ++i) {
-      float4& sum = sums[i][threadIdx.x % kWarpgroupThreads];
+      const std::uint32_t place = place_of(sums, i);
       float4 next = of_rows(out, i);
-      sum = any ? added(sum, next) : next;
+      if (any) next = added(place, next);
+      asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(place), "f"(next.x),
+                   "f"(next.y), "f"(next.z), "f"(next.w)
+                   : "memory");
     }
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) reference[r] = softmax.reference[r];
@@ -47,8 +50,8 @@ struct PromotedSums {
   __device__ __forceinline__ void prepare(const Softmax& softmax, const Segment& segment) {
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
-      factor[r] = SpeculativeSoftmax::change_of_reference(reference[r], softmax.reference[r],
-                                                          segment.logits.scale_log2);
+      reference[r] = SpeculativeSoftmax::change_of_reference(reference[r], softmax.reference[r],
+                                                             segment.logits.scale_log2);
     }
   }
   template <class Out>
@@ -56,7 +59,7 @@ struct PromotedSums {
     if (any) {
       CUTE_UNROLL
       for (int i = 0; i < Traits::kPartVo / 8; ++i) {
-        float4 whole = added(sums[i][threadIdx.x % kWarpgroupThreads], of_rows(out, i));
+        float4 whole = added(place_of(sums, i), of_rows(out, i));
         out(0, 2 * i) = whole.x;
         out(0, 2 * i + 1) = whole.y;
         out(1, 2 * i) = whole.z;
@@ -73,9 +76,19 @@ struct PromotedSums {
   __device__ __forceinline__ static float4 of_rows(const Out& out, int i) {
     return {out(0, 2 * i), out(0, 2 * i + 1), out(1, 2 * i), out(1, 2 * i + 1)};
   }
-  __device__ __forceinline__ float4 added(const float4& sum, const float4& out) const {
-    return {fmaf(sum.x, factor[0], out.x), fmaf(sum.y, factor[0], out.y),
-            fmaf(sum.z, factor[1], out.z), fmaf(sum.w, factor[1], out.w)};
+  // NOTE: the compiler would take these addresses for generic ones.
+  __device__ __forceinline__ static std::uint32_t place_of(const float4 (*sums)[kWarpgroupThreads],
+                                                           int i) {
+    return cast_smem_ptr_to_uint(&sums[i][threadIdx.x % kWarpgroupThreads]);
+  }
+  __device__ __forceinline__ float4 added(std::uint32_t place, const float4& out) const {
+    float4 sum;
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(sum.x), "=f"(sum.y), "=f"(sum.z), "=f"(sum.w)
+                 : "r"(place)
+                 : "memory");
+    return {fmaf(sum.x, reference[0], out.x), fmaf(sum.y, reference[0], out.y),
+            fmaf(sum.z, reference[1], out.z), fmaf(sum.w, reference[1], out.w)};
   }
 };
 

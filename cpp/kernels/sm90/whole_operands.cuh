@@ -45,11 +45,38 @@ struct Accumulators {
   }
 
   // This warpgroup's rows of the Q buffer: (MMA, MMA_M, MMA_K)
+  // NOTE: where registers hold them, those of an item of one tile come when the buffer may be
+  // filled again: nothing is made of them.
   __device__ __forceinline__ auto q() const {
-    Tensor sQ = local_tile(make_tensor(make_smem_ptr(smem.q), typename Traits::LayoutQ{}),
-                           Shape<_64, Int<Traits::kHeadQk>, Int<Traits::kQStages>>{},
-                           make_coord(warpgroup, 0, 0));  // (64, d, q stages)
-    return MmaQk{}.get_slice(thread).partition_fragment_A(sQ)(_, _, _, q_read.index());
+    if constexpr (Traits::kHoldsQ) {
+      return held_q();
+    } else {
+      Tensor sQ = local_tile(make_tensor(make_smem_ptr(smem.q), typename Traits::LayoutQ{}),
+                             Shape<_64, Int<Traits::kHeadQk>, Int<Traits::kQStages>>{},
+                             make_coord(warpgroup, 0, 0));  // (64, d, q stages)
+      return MmaQk{}.get_slice(thread).partition_fragment_A(sQ)(_, _, _, q_read.index());
+    }
+  }
+  // In registers, a lane's four words of 32 columns at a time: rows 0 and 8 of its own on, and
+  // again 16 columns further.
+  __device__ __forceinline__ auto held_q() const {
+    static_assert(Traits::kBlocksQ == 1);
+    auto tSrQ = make_tensor<typename Traits::ElementQ>(
+        partition_shape_A(MmaQk{}, Shape<_64, Int<Traits::kHeadQk>>{}));
+    Tensor words = recast<std::uint32_t>(tSrQ);
+    const int row = warpgroup * kWarpgroupRows + thread / 32 * kWarpRows + lane_id() % 16;
+    const std::uint32_t first =
+        cast_smem_ptr_to_uint(smem.q + q_read.index() * Traits::kTileM * Traits::kHeadQk) +
+        row * kBlockRowBytes + (lane_id() / 16 ^ row % 8) * 16;
+    CUTE_UNROLL
+    for (int k = 0; k < Traits::kHeadQk / 32; ++k) {
+      asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(words(4 * k)), "=r"(words(4 * k + 1)), "=r"(words(4 * k + 2)),
+                     "=r"(words(4 * k + 3))
+                   : "r"(first ^ k * 32)
+                   : "memory");
+    }
+    return tSrQ;
   }
   // NOTE: q_read advances later, when the warpgroup has come to the item's end.
   __device__ __forceinline__ void release_q() { release(smem.barriers.q_empty[q_read.index()]); }
