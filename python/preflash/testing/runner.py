@@ -118,7 +118,7 @@ def run(wrapper, inputs: Inputs, **options):
         options.setdefault("sinks", inputs.sinks)
     if case.head_scales:
         options = {**_scale_arguments(inputs), **options}
-    inputs.variant = wrapper.variant
+    inputs.variant = wrapper.variant or ""
     if case.paged:
         return wrapper.run(inputs.q, inputs.cache, **options)
     return wrapper.run(inputs.q, inputs.k, inputs.v, **options)
