@@ -7,18 +7,8 @@ other NotImplementedError is a failure in every build.
 
 import functools
 import os
-import re
 
 import pytest
-
-_ABOVE_256 = r"head_dim \(?(25[7-9]|2[6-9]\d|[3-9]\d\d)"
-
-# Not holes in a build: an [[exclude]] of forward.toml says why there is no such kernel.
-# A backend, and what together it does not serve: patterns of what was asked.
-NOT_IN_THE_MATRIX = (
-    ("fa2", _ABOVE_256, "arrival transformed"),
-    ("fa3", _ABOVE_256, "arrival transformed"),
-)
 
 
 @functools.cache
@@ -38,16 +28,7 @@ def why_no_fa3() -> str:
 
 def skip_unless_compiled(item: pytest.Item, error: NotImplementedError) -> None:
     """Skips `item` for a variant that this build does not hold, else raises the error again."""
-    for backend, *values in NOT_IN_THE_MATRIX:
-        missed = f'backend "{backend}" has no compiled kernel for' in str(error)
-        if missed and all(re.search(value, _asked(error)) for value in values):
-            pytest.skip(f"{backend} serves no {' with '.join(values)}")
     on_gpu = item.get_closest_marker("gpu") is not None
     if not on_gpu or "compiled" not in str(error) or os.environ.get("PREFLASH_REQUIRE_ALL"):
         raise error
     pytest.skip(f"not compiled in this build: {error}")
-
-
-def _asked(error: NotImplementedError) -> str:
-    """What the refusal says was looked for: its first sentence."""
-    return str(error).partition(". Compiled for it")[0]

@@ -198,7 +198,7 @@ void bind_plans(py::module_& m) {
           py::arg("device"), py::arg("segments"), py::arg("float_workspace_bytes"))
       .def_property_readonly("num_segments",
                              [](const Plan& plan) { return plan.segments().size(); })
-      .def_property_readonly("id", [](const Plan& plan) { return plan.kernel().id; })
+      .def_property_readonly("id", &Plan::id)
       .def_property_readonly("int_bytes", &Plan::int_bytes)
       .def_property_readonly("float_bytes", &Plan::float_bytes)
       .def_property_readonly("staged", &Plan::staged)

@@ -10,7 +10,6 @@
 #include "core/device.h"
 #include "core/plan.h"
 #include "core/side_by_side.h"
-#include "core/staging.h"
 #include "cpu/cpu_backend.h"
 #include "registry/matrix.h"
 #include "registry/miss.h"
@@ -84,21 +83,6 @@ py::object error_of(const Variant& wanted) {
   return found.kernel != nullptr ? py::object(py::none()) : py::object(py::str(found.error));
 }
 
-// Of what a caller asks for: a kernel that transforms what arrives serves it, or an ordinary one on
-// copies (core/staging.h).
-bool only_staged(Family family, const AttentionOptions& options) {
-  if (options.staging == Staging::kNever) return false;
-  const std::optional<AttentionOptions> staged = staged_options(options);
-  return staged && Registry::instance().find(variant_of(options, family)).kernel == nullptr &&
-         Registry::instance().find(variant_of(*staged, family)).kernel != nullptr;
-}
-
-bool in_matrix_of(Family family, const AttentionOptions& options) {
-  if (in_matrix(variant_of(options, family))) return true;
-  const std::optional<AttentionOptions> staged = staged_options(options);
-  return staged && in_matrix(variant_of(*staged, family));
-}
-
 py::object joint_error_of(Family family, const AttentionOptions& first,
                           const AttentionOptions& second) {
   const Variant wanted[] = {variant_of(first, family), variant_of(second, family)};
@@ -146,12 +130,9 @@ void bind_introspection(py::module_& m) {
   m.def(
       "find_error",
       [](Family family, const AttentionOptions& options) {
-        return only_staged(family, options) ? py::object(py::none())
-                                            : error_of(variant_of(options, family));
+        return error_of(variant_of(options, family));
       },
       py::arg("family"), py::arg("options"));
-  m.def("only_staged", &only_staged, py::arg("family"), py::arg("options"),
-        "Whether the family serves the options on copies in the workspace alone.");
   m.def("find_joint_error", &joint_error_of, py::arg("family"), py::arg("first"), py::arg("second"),
         "The same of one launch that runs two segments side by side.");
   m.def(
@@ -165,8 +146,12 @@ void bind_introspection(py::module_& m) {
       py::arg("family"), py::arg("prefill"), py::arg("prefill_batch"), py::arg("decode"),
       py::arg("decode_batch"),
       "Whether a launch for each is expected to take less time than one for both.");
-  m.def("in_matrix", &in_matrix_of, py::arg("family"), py::arg("options"),
-        "Whether a build of every variant serves them.");
+  m.def(
+      "in_matrix",
+      [](Family family, const AttentionOptions& options) {
+        return in_matrix(variant_of(options, family));
+      },
+      py::arg("family"), py::arg("options"), "Whether a build of every variant serves them.");
   m.def(
       "find_in_matrix",
       [](const Variant& wanted) {

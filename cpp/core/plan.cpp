@@ -81,6 +81,11 @@ FoundKernel find_kernel(Family family, const SegmentProblem& problem, const Devi
   return {.error = too_large(*found.kernel, facts)};
 }
 
+// Whether a kernel serves it on some device, if not on this one.
+bool is_compiled(Family family, const AttentionOptions& options) {
+  return Registry::instance().find(variant_of(options, family)).kernel != nullptr;
+}
+
 const ForwardKernel* require_kernel(const FoundKernel& found) {
   if (found.kernel == nullptr) throw NotCompiledError(found.error);
   return found.kernel;
@@ -134,41 +139,31 @@ ForwardKernel joint_kernel(const SegmentKernels& kernels, const char* id) {
   return joint;
 }
 
-// Why the batch cannot be staged, whatever its options; null: it can.
-const char* why_not_staged(const PlanRequest& request) {
-  if (request.graph_max_rows > 0) return "use_cuda_graph=True, where lengths change after plan()";
-  if (request.batch->are_bounds()) return "lengths that only the device knows";
-  return nullptr;
-}
-
-// The staged form of the only segment, or null where its kernel reads the caller's tensors.
+// The staged form of the only segment where copies pay and fit, or null: its kernel reads the
+// caller's tensors.
 std::shared_ptr<const StagedForm> stage(Family family, const PlanRequest& request,
                                         const Problem& problem, const DeviceFacts& facts) {
   const SegmentProblem& segment = problem.segments[0];
+  // Copies are laid out by the lengths of plan(), which the launches of a graph outlive.
+  if (request.graph_max_rows > 0 || request.batch->are_bounds()) return nullptr;
   const std::optional<AttentionOptions> options = staged_options(segment);
   if (segment.staging == Staging::kNever || !options) return nullptr;
   const FoundKernel transforming = find_kernel(family, segment, facts);
-  const bool can_do_without = transforming.kernel != nullptr;
-  const char* reason = why_not_staged(request);
-  if (can_do_without && reason != nullptr) return nullptr;
-  SegmentProblem described = segment;
-  static_cast<AttentionOptions&>(described) = *options;
-  const FoundKernel found = find_kernel(family, described, facts);
-  if (found.kernel == nullptr) return nullptr;
-  if (can_do_without && !prefers_staging(segment, *transforming.kernel)) {
+  // NOTE: none fits above head_dim 192 where a block has 99 KiB (SM86, SM89): copies serve it
+  // there.
+  const bool fits = transforming.kernel != nullptr;
+  if (fits ? !prefers_staging(segment, *transforming.kernel) : !is_compiled(family, segment)) {
     return nullptr;
   }
-  if (reason != nullptr) {
-    throw NotCompiledError(transforming.error + " Copies of k and v would serve it, but not with " +
-                           reason + ".");
-  }
-  auto form = std::make_shared<const StagedForm>(segment, *options, *found.kernel);
-  const std::int64_t room = problem.float_workspace_bytes;
-  if (form->bytes() <= room) return form;
-  if (can_do_without) return nullptr;
-  refuse("float_workspace_buffer has ", room, " bytes; ", found.kernel->id, " needs ",
-         form->bytes(), " for copies of what is widened or rotated, which no kernel of backend \"",
-         backend_of(family), "\" does on arrival here: enlarge it");
+  SegmentProblem described = segment;
+  static_cast<AttentionOptions&>(described) = *options;
+  const FoundKernel ordinary = find_kernel(family, described, facts);
+  if (ordinary.kernel == nullptr || !has_staged_rows(segment)) return nullptr;
+  auto form = std::make_shared<const StagedForm>(segment, *options, *ordinary.kernel);
+  if (form->bytes() <= problem.float_workspace_bytes) return form;
+  if (fits) return nullptr;
+  throw NotCompiledError(transforming.error + ", or a float_workspace_buffer of " +
+                         std::to_string(form->bytes()) + " bytes, for copies");
 }
 
 // The spans point into the batches.
@@ -213,7 +208,7 @@ Plan::Plan(Family family, int device, const PerSegment<PlanRequest>& requests,
 Plan::Plan(int device, const PerSegment<PlanRequest>& requests, const Choice& choice)
     : device_(device),
       kernels_(choice.kernels),
-      id_(joint_id(kernels_)),
+      id_((choice.staged != nullptr ? "copies+" : "") + joint_id(kernels_)),
       kernel_(joint_kernel(kernels_, id_.c_str())),
       planner_(choice.problem, facts_of(device), kernels_),
       graph_safe_(choice.problem.segments[0].graph_max_rows > 0),

@@ -44,6 +44,8 @@ class Plan {
   Plan(const Plan&) = delete;
   Plan& operator=(const Plan&) = delete;
 
+  // Of the launch: its kernel, or both, behind the copies that are made for it.
+  const std::string& id() const { return id_; }
   const PerSegment<PlannedSegment>& segments() const { return segments_; }
   // What runs them all: the kernel of the one segment or of both, or both kernels as one launch.
   const ForwardKernel& kernel() const { return kernel_; }
@@ -85,7 +87,7 @@ class Plan {
 
   int device_;
   SegmentKernels kernels_;
-  std::string id_;  // of the launch
+  std::string id_;
   ForwardKernel kernel_;
   Planner planner_;
   bool graph_safe_;

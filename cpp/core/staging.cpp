@@ -4,8 +4,6 @@
 #include <cmath>
 #include <limits>
 
-#include "planner/message.h"
-
 namespace preflash {
 namespace {
 
@@ -95,16 +93,18 @@ bool prefers_staging(const SegmentProblem& problem, const ForwardKernel& transfo
   return transforming.variant.arrival == Arrival::kTransformed && pays(problem, transforming);
 }
 
+bool has_staged_rows(const SegmentProblem& problem) {
+  std::int64_t keys = 0;
+  for (std::size_t i = 0; i + 1 < problem.qo_indptr.size(); ++i) keys += problem.kv_len(i);
+  return keys <= std::numeric_limits<std::int32_t>::max();
+}
+
 StagedForm::StagedForm(const SegmentProblem& problem, const AttentionOptions& options,
                        const ForwardKernel& kernel)
     : options_(options), kernel_(&kernel), kv_indptr_(1, 0) {
   std::int64_t keys = 0;
   for (std::size_t i = 0; i + 1 < problem.qo_indptr.size(); ++i) {
     keys += problem.kv_len(i);
-    if (keys > std::numeric_limits<std::int32_t>::max()) {
-      refuse("the batch has ", keys, " keys and more, all of which would be copied: at most ",
-             std::numeric_limits<std::int32_t>::max(), ": plan it in several parts");
-    }
     kv_indptr_.push_back(static_cast<std::int32_t>(keys));
   }
   k_bytes_ = copy_bytes(keys, problem.num_kv_heads, problem.head_dim_qk);

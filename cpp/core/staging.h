@@ -1,7 +1,8 @@
 // Staging: a pass of its own, right before the attention kernel on the same stream, copies what
 // that would otherwise transform again for every query tile: K rotated (RoPE) and widened (fp8), V
 // widened, Q rotated or widened, K and V gathered into contiguous rows where they are paged. An
-// ordinary kernel then computes on the copies. plan() decides whether it is worth it.
+// ordinary kernel then computes on the copies. plan() decides whether it is worth it, and does
+// without where the float workspace has no room: copies grow with the cache.
 #pragma once
 
 #include <cstdint>
@@ -18,8 +19,11 @@ namespace preflash {
 // where no kernel would write the output's dtype.
 std::optional<AttentionOptions> staged_options(AttentionOptions options);
 
-// Whether copies are wanted where `transforming`, which transforms what arrives, can do without.
+// Whether copies are wanted beside `transforming`, which transforms what arrives.
 bool prefers_staging(const SegmentProblem& problem, const ForwardKernel& transforming);
+
+// Whether int32 counts the keys of the batch, as the rows of its copies are counted.
+bool has_staged_rows(const SegmentProblem& problem);
 
 inline constexpr std::int64_t kCopyAlignment = 128;  // bytes: sectors and TMA's boxes begin there
 
@@ -33,7 +37,8 @@ enum class StagedPlace : std::uint8_t {
 // A batch whose keys and values are contiguous copies, one request behind the other.
 class StagedForm {
  public:
-  // options: staged_options() of the problem's. kernel: the ordinary one that serves them.
+  // options: staged_options() of the problem's, which has_staged_rows(). kernel: the ordinary one
+  // that serves them.
   StagedForm(const SegmentProblem& problem, const AttentionOptions& options,
              const ForwardKernel& kernel);
 

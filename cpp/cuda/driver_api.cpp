@@ -3,6 +3,7 @@
 #include <array>
 #include <atomic>
 
+#include "cuda/driver_function.h"
 #include "cuda/launch_error.h"
 
 namespace preflash {
@@ -10,32 +11,14 @@ namespace {
 
 constexpr int kMaxDevices = 64;
 
-template <class Function>
-void resolve(const char* symbol, Function* function) {
-  // CUDA 12.0 is the oldest driver interface that we use; its version also fixes each signature.
-  [[maybe_unused]] constexpr unsigned int kInterfaceVersion = 12000;
-  void* address = nullptr;
-  cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
-#if CUDART_VERSION >= 12050
-  cudaError_t status = cudaGetDriverEntryPointByVersion(symbol, &address, kInterfaceVersion,
-                                                        cudaEnableDefault, &found);
-#else
-  cudaError_t status = cudaGetDriverEntryPoint(symbol, &address, cudaEnableDefault, &found);
-#endif
-  if (status != cudaSuccess) cudaGetLastError();
-  if (status == cudaSuccess && found == cudaDriverEntryPointSuccess) {
-    *function = reinterpret_cast<Function>(address);
-  }
-}
-
 DriverApi load_driver() {
   DriverApi driver;
-  resolve("cuInit", &driver.init);
-  resolve("cuDeviceGet", &driver.device_get);
-  resolve("cuCtxGetCurrent", &driver.context_get_current);
-  resolve("cuCtxSetCurrent", &driver.context_set_current);
-  resolve("cuCtxGetDevice", &driver.context_get_device);
-  resolve("cuDevicePrimaryCtxRetain", &driver.primary_context_retain);
+  find_driver_function("cuInit", &driver.init);
+  find_driver_function("cuDeviceGet", &driver.device_get);
+  find_driver_function("cuCtxGetCurrent", &driver.context_get_current);
+  find_driver_function("cuCtxSetCurrent", &driver.context_set_current);
+  find_driver_function("cuCtxGetDevice", &driver.context_get_device);
+  find_driver_function("cuDevicePrimaryCtxRetain", &driver.primary_context_retain);
   if (driver.complete() && driver.init(0) != CUDA_SUCCESS) driver = {};
   return driver;
 }

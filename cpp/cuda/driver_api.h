@@ -1,5 +1,4 @@
-// The few driver functions that the device guard needs, found at run time: nothing here links
-// against libcuda, so that the library loads on a machine without a driver.
+// The few driver functions that the device guard needs (driver_function.h).
 #pragma once
 
 #include <cuda.h>

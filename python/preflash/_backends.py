@@ -33,9 +33,6 @@ class Backend(Protocol):
     def supports(self, device: torch.device, options: _core.AttentionOptions) -> str | None:
         """None, or the sentence that says why it cannot serve the options on this device."""
 
-    def only_staged(self, options: _core.AttentionOptions) -> bool:
-        """Whether it serves the options on copies in the float workspace alone."""
-
     def separates(
         self,
         device: torch.device,
@@ -104,9 +101,6 @@ class _KernelBackend:
 
     def supports(self, device: torch.device, options: _core.AttentionOptions) -> str | None:
         return self.refusal(device) or self.missing_kernel(options)
-
-    def only_staged(self, options: _core.AttentionOptions) -> bool:
-        return _core.only_staged(self._family, options)
 
     def separates(
         self,
@@ -295,21 +289,7 @@ def choose(name: str, device: torch.device, *options: _core.AttentionOptions) ->
     if name != "auto":
         return _EXPLICIT[name]
     preferred = _preferred(device)
-    serving = [
-        backend
-        for backend in preferred
-        if all(backend.supports(device, one) is None for one in options)
-    ]
-    # Copies take a workspace that may be too small, and a batch whose lengths the host knows.
-    for backend in serving:
-        if not any(backend.only_staged(one) for one in options):
+    for backend in preferred:
+        if all(backend.supports(device, one) is None for one in options):
             return backend
-    return serving[0] if serving else preferred[-1]
-
-
-def ahead_of(backend: Backend, device: torch.device, options: _core.AttentionOptions) -> Backend:
-    """What "auto" takes instead of `backend` for a batch whose copies pay and fit anyway."""
-    for preferred in _preferred(device):
-        if preferred is backend or preferred.supports(device, options) is None:
-            return preferred
-    return backend
+    return preferred[-1]

@@ -101,9 +101,6 @@ def find_id(wanted: Variant) -> str | None: ...
 def find_error(wanted: Variant) -> str | None: ...
 @overload
 def find_error(family: Family, options: AttentionOptions) -> str | None: ...
-def only_staged(family: Family, options: AttentionOptions) -> bool:
-    """Whether the family serves the options on copies in the workspace alone."""
-
 def faster_apart(
     family: Family,
     prefill: AttentionOptions,
@@ -326,7 +323,8 @@ class Plan:
     @property
     def num_segments(self) -> int: ...
     @property
-    def id(self) -> str: ...
+    def id(self) -> str:
+        """Of its kernels, behind "copies+" where it is staged."""
     @property
     def int_bytes(self) -> int: ...
     @property

@@ -80,10 +80,6 @@ def plan(workspace: Workspace, backend_name: str, request: Request) -> Draft:
     backend = _backends.choose(backend_name, device, options)
     limits = _backends.PlanRoom(workspace.float_bytes, request.graph_rows, request.graph_mask_bytes)
     counted = backend.plan(device, options, batch, limits)
-    if counted.staged and backend_name == "auto":
-        better = _backends.ahead_of(backend, device, options)
-        if better is not backend:
-            backend, counted = better, better.plan(device, options, batch, limits)
     if room is None or counted.int_bytes <= room:
         return Draft(backend, counted)
     if not options.fixed_split_size:
@@ -113,7 +109,7 @@ def workspace_size(device: torch.device, backend_name: str, request: Request) ->
     counted = plan(room, backend_name, request).plan
     int_bytes = counted.int_bytes
     if counted.staged:
-        # With less of a float workspace the plan may be another one.
+        # With less of a float workspace the plan makes no copies, if a kernel fits this device.
         direct = request._replace(options=_staging.without(request.options))
         with contextlib.suppress(NotImplementedError):
             int_bytes = max(int_bytes, plan(room, backend_name, direct).plan.int_bytes)

@@ -6,7 +6,6 @@ they were copied on. One that was used while a CUDA graph was captured is kept f
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections import OrderedDict
 from typing import NamedTuple
@@ -119,8 +118,7 @@ def _plan(
     workspace = _cache.workspaces.setdefault(
         device, Workspace(device, None, float_bytes=_FLOAT_BYTES)
     )
-    with _staging.of_factors() if call.per_head.scaled else contextlib.nullcontext():
-        draft = _pipeline.plan(workspace, _backends.requested(a.backend).name, request)
+    draft = _pipeline.plan(workspace, _backends.requested(a.backend).name, request)
     variant = _pipeline.place(workspace, draft, request)
     _pipeline.upload(workspace, (variant,), request)
     return _Planned(request, variant, Scales(softmax_scale(None, options), 1.0))

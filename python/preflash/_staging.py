@@ -10,7 +10,7 @@ from . import _core
 
 SWITCH = "PREFLASH_STAGING"
 _POLICIES = {
-    "auto": _core.Staging.auto,  # where it pays, or nothing else serves the request
+    "auto": _core.Staging.auto,  # where they pay and fit
     "never": _core.Staging.never,
     "always": _core.Staging.always,
 }
@@ -42,18 +42,6 @@ def applied_to(options: _core.AttentionOptions) -> _core.AttentionOptions:
 def without(options: _core.AttentionOptions) -> _core.AttentionOptions:
     """For runs with factors of heads, which are applied where operands are transformed."""
     return options.replace(staging=_core.Staging.never)
-
-
-@contextlib.contextmanager
-def of_factors() -> Iterator[None]:
-    """Names the options that such a run is refused for."""
-    try:
-        yield
-    except NotImplementedError as error:
-        raise NotImplementedError(
-            "with scale_q, scale_k or scale_v, which are for kernels that transform what arrives, "
-            f"not for copies: {error}"
-        ) from error
 
 
 @contextlib.contextmanager

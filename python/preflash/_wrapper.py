@@ -280,8 +280,7 @@ class BatchPrefillWrapper(EngineAttributes):
             variant = self._select(planned, options)
         if a.per_head.scaled and variant.plan.staged:
             check_per_head(a.per_head, options, self.device)
-            with _staging.of_factors():
-                variant = self._select(planned, _staging.without(options))
+            variant = self._select(planned, _staging.without(options))
         sm_scale = planned.scales.logits
         if a.sm_scale is not None:
             sm_scale = softmax_scale(a.sm_scale, options)

@@ -104,7 +104,7 @@ def single_prefill_with_kv_cache(
             rotated by position / rope_scale * rope_theta^(-2d/head_dim) radians (RoPE,
             arXiv:2104.09864); query i has position kv_len - qo_len + i, key j position j. The
             cache holds keys that are not rotated. On a GPU RoPE may turn float16 keys beyond 46000
-            to infinity, and above head_dim 256 RoPE and fp8 take a workspace for copies.
+            to infinity.
         allow_fp16_qk_reduction, use_fp16_qk_reduction: a permission; sums are float32 all the same.
         sm_scale: factor of the logits, 1/sqrt(head_dim) by default. With q_scale and k_scale
             folded in, at most 2.358e38 in size; with ALiBi 0 or at least 1e-30.

@@ -72,27 +72,30 @@ ALLOWED_SPILLS = [
         2,
     ),
     AllowedSpill({"family": "sm80", "head_dim": "256", "tile_class": "decode"}, 48, _OUTSIDE),
-    AllowedSpill({"family": "sm80", "arrival": "transformed"}, 904, _IN_BRANCHES, 27),
+    AllowedSpill({"family": "sm80", "arrival": "transformed"}, 904, _IN_BRANCHES, 35),
     AllowedSpill({"family": "sm80", "segments": "two", "mask": "bounds"}, 364, _OF_BOTH, 9),
     AllowedSpill({"family": "sm80", "segments": "two", "mask": "custom"}, 690, _OF_BOTH, 59),
     AllowedSpill({"family": "sm90", "head_dim": "64"}, 32, _IN_GATHER),
     AllowedSpill(
         {"family": "sm90", "head_dim": "64", "position": "alibi"},
-        76,
+        192,
         _IN_GATHER + "; and words of a consumer between items",
     ),
     AllowedSpill({"family": "sm90", "head_dim": "256"}, 320, _BETWEEN_ITEMS),
     AllowedSpill({"family": "sm90", "head_dim": "256", "segments": "two"}, 480, _BETWEEN_ITEMS),
     AllowedSpill({"family": "sm90", "head_dim": "64", "sparsity": "skipping"}, 96, _BETWEEN_ITEMS),
-    AllowedSpill({"family": "sm90", "arrival": "transformed"}, 1600, _IN_TRANSFORM, 4),
+    AllowedSpill({"family": "sm90", "arrival": "transformed"}, 1600, _IN_TRANSFORM, 6),
     AllowedSpill(
-        {"family": "sm90", "head_dim": "256", "arrival": "transformed"}, 2300, _IN_TRANSFORM, 11
+        {"family": "sm90", "head_dim": "256", "arrival": "transformed"}, 2300, _IN_TRANSFORM, 17
+    ),
+    AllowedSpill(
+        {"family": "sm90", "head_dim": "512", "arrival": "transformed"}, 2700, _IN_TRANSFORM, 24
     ),
     AllowedSpill(
         {"family": "sm90", "head_dim": "128", "mask": "custom", "arrival": "transformed"},
         2000,
-        _IN_TRANSFORM + "; a tile reads eight words of its own, five before its products' turn",
-        8,
+        _IN_TRANSFORM + "; a tile reads nine words of its own, most before its products' turn",
+        9,
     ),
     AllowedSpill({"family": "sm90", "mask": "custom"}, 320, _IN_SCAN, 2),
     AllowedSpill({"family": "sm90", "head_dim": "512"}, 320, _BETWEEN_ITEMS),

@@ -98,6 +98,8 @@ def test_the_workspace_is_large_enough_or_nothing_is_staged():
         wrapper = runner.make_wrapper(case, backend="cpu", buffer=buffer)
         runner.plan(wrapper, inputs)
         assert wrapper._state.planned.primary.plan.staged is staged
+        assert wrapper.variant.startswith("copies+cpu_bf16_d512" if staged else "cpu_bf16_kve4m3")
+        assert wrapper.variant in repr(wrapper)
         runner.compare(inputs, *runner.run(wrapper, inputs)).check()
 
 

@@ -123,14 +123,6 @@ def test_rotated_operands_may_be_rounded_once(dtype):
     assert not compare(*rotated(0, torch.float8_e4m3fn), expected, rotated_dtype=dtype).ok
 
 
-@pytest.mark.parametrize("mask", MaskKind, ids=str)
-def test_copies_may_be_needed_for_wide_heads_alone(mask):
-    """Copies are rounded to the output's dtype; up to 256 columns kernels widen and rotate."""
-    fp8 = {"dtype": torch.float8_e4m3fn, "position": Position.ROPE, "mask": mask}
-    assert Case("wide", (1,), (2,), 2, 1, 264, **fp8).may_need_copies
-    assert not Case("narrow", (1,), (2,), 2, 1, 256, **fp8).may_need_copies
-
-
 def test_oracle_sinks_by_hand():
     q, k = torch.tensor([[[1.0]], [[2.0]]]), torch.tensor([[[3.0]]])
     v = torch.tensor([[[10.0]]])

@@ -21,8 +21,6 @@ from .outputs import GivenOutputs, Result
 from .pod_problems import Kind, PodProblem
 from .wrapper_trial import Verdict, verdict_of
 
-_ROOM_FOR_COPIES = 1 << 26
-
 
 def examine(problem: PodProblem, *, backend: str, device: torch.device | str = "cpu") -> Verdict:
     """Plans and runs the wrapper. What a broken backend raises is a failure like any other."""
@@ -33,10 +31,7 @@ def examine(problem: PodProblem, *, backend: str, device: torch.device | str = "
 def _examine(problem: PodProblem, backend: str, device: torch.device | str) -> Verdict:
     sides = [_Side(problem, index, device) for index in (0, 1)]
     untouched = [Untouched(_tensors(side.inputs)) for side in sides]
-    num_bytes = problem.call.workspace
-    if problem.prefill.has_staged_form or problem.decode.has_staged_form:
-        num_bytes = _ROOM_FOR_COPIES  # what only copies serve is refused without
-    workspace = guarded.workspace(num_bytes, device)
+    workspace = guarded.workspace(problem.call.workspace, device)
     trial = _TRIALS[problem.kind](problem, sides, workspace, backend)
     verdict = Verdict()
     for side, result in zip(sides, trial.results(), strict=True):

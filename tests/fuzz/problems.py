@@ -13,7 +13,7 @@ import types
 import typing
 
 import torch
-from preflash.testing.case import DTYPE_NAMES, Case, KvForm, MaskKind, Position, Sinks
+from preflash.testing.case import DTYPE_NAMES, Case, KvForm, MaskKind, Sinks
 
 from . import problem_limits as limits
 from .random_cases import Limits, random_case
@@ -122,8 +122,6 @@ class Problem:
         _must(not case.contradiction, case.contradiction)
         _must(not call.other_mask or case.mask is MaskKind.PACKED, "beside a packed mask")
         _must(not call.long_mask or case.has_custom_mask, "there is no mask")
-        changes = case.position is Position.ROPE or case.dtype_kv.itemsize == 1
-        _must(not (call.graph and changes), "graphs have no copies, which some kernels need")
         _must(not call.window_at_run or entry is Entry.BATCH, "an option of run()")
         _must(
             call.scratch is Scratch.WHOLE or (entry is not Entry.SINGLE and not splits),
@@ -238,12 +236,10 @@ def _planned_call(rng: random.Random, case: Case, call: Call) -> Call:
     graph, hints, other_mask, long_mask = (rng.random() < share for share in (0.2, 0.3, 0.5, 0.3))
     if call.entry is Entry.SINGLE:
         return call
-    # NOTE: in a backend without them the case is another one, and the draws are the same.
-    changes = case.position is Position.ROPE or case.dtype_kv.itemsize == 1
     return dataclasses.replace(
         call,
         padding=padding,
-        graph=graph and not changes,
+        graph=graph,
         hints=hints,
         other_mask=other_mask and case.mask is MaskKind.PACKED,
         long_mask=long_mask and case.has_custom_mask,

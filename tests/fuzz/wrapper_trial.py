@@ -210,8 +210,6 @@ class Trial:
         return {"window_left": -1} if self.problem.call.window_at_run else {}
 
     def _given_bytes(self, needed: int) -> int:
-        if self.inputs.case.has_staged_form:
-            return needed  # a plan that only copies serve is refused without room for them
         part = {Scratch.WHOLE: 1.0, Scratch.HALF: 0.5, Scratch.NONE: 0.0}
         return int(needed * part[self.problem.call.scratch])
 

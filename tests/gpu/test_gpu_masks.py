@@ -2,6 +2,8 @@
 rows whose keys come late."""
 
 import dataclasses
+import itertools
+import random
 
 import preflash
 import pytest
@@ -176,9 +178,19 @@ ARRIVALS = {
     "rope_e4m3": {"position": Position.ROPE, "kv_dtype": E4M3},
     "e4m3_queries": {"dtype": E4M3},
 }
-UP_TO_256 = DIMS[:-1]
 
 on_every_arrival = pytest.mark.parametrize("arrival", ARRIVALS.values(), ids=ARRIVALS)
+
+
+def drawn(count: int, seed: int, **axes):
+    """`count` of all combinations of shapes, arrivals and `axes`: thousands together."""
+    axes = {"shape": SHAPES, "arrival": list(ARRIVALS), **axes}
+    every = list(itertools.product(*axes.values()))
+    return pytest.mark.parametrize(tuple(axes), random.Random(seed).sample(every, count), ids=named)
+
+
+def named(value: object) -> str:
+    return getattr(value, "__name__", str(value))
 
 
 def check_without_copies(case: Case, shape, backend: str) -> None:
@@ -188,54 +200,48 @@ def check_without_copies(case: Case, shape, backend: str) -> None:
 
 
 @on_every_backend
-@on_every_shape
-@on_every_arrival
-@pytest.mark.parametrize("page_size", [0, 1, 16])
-@pytest.mark.parametrize("dims", UP_TO_256, ids=str)
+@drawn(150, 1, page_size=[0, 1, 16], dims=DIMS)
 def test_shapes_over_transformed_operands(backend, dims, page_size, arrival, shape):
-    how = {"page_size": page_size, "mask": MaskKind.CUSTOM, **arrival}
+    how = {"page_size": page_size, "mask": MaskKind.CUSTOM, **ARRIVALS[arrival]}
     check_without_copies(Case("shape", *LENS, 6, 2, *dims, **how), shape, backend)
 
 
 @on_every_backend
-@on_every_shape
-@on_every_arrival
-@pytest.mark.parametrize("dims", [(80, 48), (128, 128), (256, 256)], ids=str)
+@drawn(60, 2, dims=[(80, 48), (128, 128), (256, 256), (512, 512)])
 def test_split_keys_over_transformed_operands(backend, dims, arrival, shape):
     """Chunks of which a mask leaves nothing; (80, 48) is padded."""
-    how = {"mask": MaskKind.CUSTOM, "page_size": 5, "fixed_split_size": 256, **arrival}
+    how = {"mask": MaskKind.CUSTOM, "page_size": 5, "fixed_split_size": 256, **ARRIVALS[arrival]}
     check_without_copies(Case("split", *LENS, 6, 2, *dims, **how), shape, backend)
 
 
 @on_every_backend
-@on_every_shape
-@on_every_arrival
-@pytest.mark.parametrize("dims", UP_TO_256, ids=str)
+@drawn(60, 3, dims=DIMS)
 def test_few_rows_over_transformed_operands(backend, dims, arrival, shape):
     """Decode, and drafts: short tiles know no mask."""
     lens = (1, 1, 4, 1, 0, 7), (1700, 1, 513, 40, 90, 3001)
-    how = {"mask": MaskKind.CUSTOM, "page_size": 16, **arrival}
+    how = {"mask": MaskKind.CUSTOM, "page_size": 16, **ARRIVALS[arrival]}
     check_without_copies(Case("few", *lens, 8, 1, *dims, **how), shape, backend)
 
 
 @on_every_backend
-@on_every_shape
-@on_every_arrival
-@pytest.mark.parametrize("window_left", [0, 100])
+@drawn(40, 4, window_left=[0, 100])
 def test_windows_over_transformed_operands(backend, window_left, arrival, shape):
-    how = {"mask": MaskKind.CUSTOM, "window_left": window_left, "page_size": 16, **arrival}
+    how = {
+        "mask": MaskKind.CUSTOM,
+        "window_left": window_left,
+        "page_size": 16,
+        **ARRIVALS[arrival],
+    }
     check_without_copies(Case("window", *LENS, 6, 2, 128, **how), shape, backend)
 
 
 @on_every_backend
-@on_every_shape
-@on_every_arrival
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("soft_cap", [None, 20.0])
+@drawn(80, 5, head_dim=[64, 128, 256, 512], soft_cap=[None, 20.0])
 def test_logits_over_transformed_operands(backend, soft_cap, head_dim, arrival, shape):
-    how = {"soft_cap": soft_cap, "sinks": Sinks.MIXED, "mask": MaskKind.CUSTOM, **arrival}
-    narrow = "kv_dtype" in arrival or arrival.get("dtype") is E4M3
-    if "position" not in arrival:
+    what = ARRIVALS[arrival]
+    how = {"soft_cap": soft_cap, "sinks": Sinks.MIXED, "mask": MaskKind.CUSTOM, **what}
+    narrow = "kv_dtype" in what or what.get("dtype") is E4M3
+    if "position" not in what:
         how["position"] = Position.ALIBI
     case = Case("logits", *LENS, 6, 2, head_dim, head_scales=narrow, **how)
     check_without_copies(case, shape, backend)
@@ -245,7 +251,7 @@ def test_logits_over_transformed_operands(backend, soft_cap, head_dim, arrival, 
 @on_every_arrival
 @pytest.mark.sanitizer
 @pytest.mark.parametrize("shape", [sparse, every_other_tile], ids=lambda shape: shape.__name__)
-@pytest.mark.parametrize("dims", UP_TO_256, ids=str)
+@pytest.mark.parametrize("dims", DIMS, ids=str)
 def test_more_tiles_than_slots_over_transformed_operands(backend, dims, shape, arrival):
     """Each CTA's pipelines of items and tiles go round, in items of one tile, too."""
     lens = (3, 1, 2, 1, 5, 4), (300, 1, 150, 37, 1260, 97)

@@ -109,7 +109,7 @@ def test_long_prefill_is_staged_without_being_told(backend, what):
 @pytest.mark.parametrize("page_size", [0, 3])
 @pytest.mark.parametrize("what", WHAT.values(), ids=WHAT)
 def test_masks_over_slices(backend, what, page_size):
-    """No kernel transforms 512 columns, with mask bits or without: copies serve both."""
+    """Slices and halves of 512 columns go by the masks of copies as of other tensors."""
     case = dataclasses.replace(
         BASE, head_dim=512, mask=MaskKind.CUSTOM, page_size=page_size, **what
     )
@@ -206,9 +206,9 @@ def test_single(backend, what):
     inputs = build(case, device="cuda")
     with _staging.forced("always"):
         runner.compare(inputs, *runner.single(inputs, backend=backend)).check()
-    wide = dataclasses.replace(case, head_dim=512, mask=MaskKind.CUSTOM)  # no kernel transforms it
+    wide = dataclasses.replace(case, head_dim=512, mask=MaskKind.CUSTOM)
     inputs = build(wide, device="cuda")
-    runner.compare(inputs, *runner.single(inputs, backend=backend)).check()
+    runner.compare(inputs, *runner.single(inputs, backend=backend)).check()  # without copies
 
 
 @on_every_backend
@@ -260,10 +260,17 @@ def test_factors_of_heads_take_the_kernel_that_transforms(backend):
 
 
 @on_every_backend
-def test_a_workspace_that_is_too_small_is_refused_by_its_bytes(backend):
+def test_the_name_of_a_plan_tells_of_its_copies(backend):
+    """Of the kernel that computes on them, or of the one that does without."""
     case = dataclasses.replace(BASE, head_dim=512, kv_dtype=E4M3)
-    inputs = build(case, device="cuda")
-    buffer = runner.workspace("cuda", 1 << 20)
-    wrapper = runner.make_wrapper(case, backend=backend, device="cuda", buffer=buffer)
-    with pytest.raises(ValueError, match=r"float_workspace_buffer has 1048576 bytes; .* needs"):
+    wrapper, inputs = staged(case, backend)
+    family = {"fa2": "sm80", "fa3": "sm90"}[backend]
+    assert wrapper.variant == f"copies+{family}_bf16_d512"
+    assert wrapper.variant in repr(wrapper)
+    small = runner.workspace("cuda", 1 << 20)
+    wrapper = runner.make_wrapper(case, backend=backend, device="cuda", buffer=small)
+    with _staging.forced("always"):
         runner.plan(wrapper, inputs)
+    assert wrapper.variant.startswith(f"{family}_bf16_d512" if backend == "fa2" else family)
+    assert wrapper.variant.endswith("_transformed")
+    runner.compare(inputs, *runner.run(wrapper, inputs)).check()

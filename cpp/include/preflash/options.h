@@ -30,9 +30,9 @@ struct RopeOptions {
 // Whether a launch may first write copies of what its kernel would transform again for every query
 // tile (core/staging.h).
 enum class Staging : std::uint8_t {
-  kAuto,    // where it is faster or no kernel transforms, as far as the workspace reaches
+  kAuto,    // where it is faster, as far as the workspace reaches
   kNever,   // results do not depend on the batch, or heads have factors
-  kAlways,  // wherever the options have such a form
+  kAlways,  // wherever the options have such a form and the workspace has room
 };
 
 struct AttentionOptions {

@@ -5,9 +5,8 @@
 // qk / c) and scale_log2 = c * log2(e).
 //
 // The tall tiles of fa3 cap by the GPU's own tanh unless asked not to (sm90/soft_cap.cuh).
-// Elsewhere soft caps seldom bend a logit by much, so the tanh of a tile is a polynomial on the FMA
-// pipes, unless one of its logits is larger than kTanhRange caps: MUFU, which the softmax needs
-// itself, would take three operations for each score.
+// Elsewhere tanh has float32's accuracy: a polynomial for logits below kTanhRange caps, where the
+// other form would lose bits, and an exponential and a reciprocal for larger ones.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -85,72 +84,7 @@ __device__ __forceinline__ float tanh_anywhere(float u) {
   return fabsf(u) < 2.0f ? tanh_polynomial(u) : t;
 }
 
-// Columns of a thread's scores.
-struct ColumnSpan {
-  int first;
-  int end;
-
-  __host__ __device__ constexpr bool holds(int column) const {
-    return first <= column && column < end;
-  }
-};
-
-// The transform of a tile's scores: begin() on all of them, then, on spans that cover them,
-// finish() where they are small and finish_large() elsewhere. scores: (row, column) view of a whole
-// accumulator.
-template <Logits kLogits>
-struct LogitsTransform {
-  static constexpr bool small = true;
-
-  template <class Scores>
-  __device__ __forceinline__ static void begin(Scores&&, const LogitsParams&) {}
-  template <class Scores>
-  __device__ __forceinline__ static void finish(Scores&&, ColumnSpan) {}
-  template <class Scores>
-  __device__ __forceinline__ static void finish_large(Scores&&) {}
-};
-
-template <>
-struct LogitsTransform<Logits::kSoftCap> {
-  bool small;  // all scores of the warp lie in the polynomial's range
-
-  template <class Scores>
-  __device__ __forceinline__ void begin(Scores&& scores, const LogitsParams& params) {
-    using namespace cute;
-    // Bit 30 is set in floats from 2 on, inf and NaN among them, and in no smaller one.
-    constexpr std::uint32_t kFrom2 = 0x40000000u;
-    std::uint32_t bits = 0;
-    CUTE_UNROLL
-    for (int i = 0; i < size(scores); ++i) {
-      scores(i) *= params.cap_scale;
-      bits |= __float_as_uint(scores(i));
-    }
-    small = !__any_sync(0xffffffffu, (bits & kFrom2) != 0);
-  }
-  template <class Scores>
-  __device__ __forceinline__ static void finish(Scores&& scores, ColumnSpan span) {
-    using namespace cute;
-    CUTE_UNROLL
-    for (int c = 0; c < size<1>(scores); ++c) {
-      if (!span.holds(c)) continue;
-      CUTE_UNROLL
-      for (int r = 0; r < size<0>(scores); ++r) scores(r, c) = tanh_polynomial(scores(r, c));
-    }
-  }
-  template <class Scores>
-  __device__ __forceinline__ static void finish_large(Scores&& scores) {
-    using namespace cute;
-    constexpr int kPart = 8;
-    CUTE_UNROLL
-    for (int i = 0; i < size(scores); ++i) {
-      // Keeps the compiler from computing more of them side by side than it has registers for.
-      if (i % kPart == 0) __syncwarp();
-      scores(i) = tanh_anywhere(scores(i));
-    }
-  }
-};
-
-// All of a tile's scores at once, small or not, without a branch.
+// All of a tile's scores.
 template <Logits kLogits, class Scores>
 __device__ __forceinline__ void transform_logits(Scores&& scores, const LogitsParams& params) {
   if constexpr (kLogits == Logits::kSoftCap) {

@@ -9,6 +9,7 @@
 
 #include <bit>
 #include <cstdint>
+#include <type_traits>
 
 #include "preflash/types.h"
 
@@ -131,6 +132,23 @@ PREFLASH_HD FourElements widen(std::uint32_t four) {
 #else
   return widen_by_bits<kFrom, kTo>(four);
 #endif
+}
+// Eight of them.
+template <DType kFrom, DType kTo>
+PREFLASH_HD uint4 widen(uint2 eight) {
+  FourElements low = widen<kFrom, kTo>(eight.x);
+  FourElements high = widen<kFrom, kTo>(eight.y);
+  return {low.pair[0], low.pair[1], high.pair[0], high.pair[1]};
+}
+
+// Calls visit(constant) with a dtype of 8 bits.
+template <class Visitor>
+PREFLASH_HD void dispatch_8_bits(DType dtype, const Visitor& visit) {
+  if (dtype == DType::kFloat8E4M3) {
+    visit(std::integral_constant<DType, DType::kFloat8E4M3>{});
+  } else {
+    visit(std::integral_constant<DType, DType::kFloat8E5M2>{});
+  }
 }
 
 }  // namespace preflash

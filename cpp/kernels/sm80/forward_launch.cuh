@@ -20,7 +20,8 @@ inline constexpr int kSmemBytes = smem_bytes<V>();
 
 template <class V>
 typename ForwardTraits<V>::Segment make_segment(const ForwardSegment& segment) {
-  typename ForwardTraits<V>::Segment made{KernelSegment::make(segment)};
+  typename ForwardTraits<V>::Segment made{};
+  static_cast<KernelSegment&>(made) = KernelSegment::make(segment);
   if constexpr (ForwardTraits<V>::kTransforms) {
     if (segment.position == Position::kRope) {
       made.rotary = rotary_frequencies(segment.rope, segment.head_dim_qk);

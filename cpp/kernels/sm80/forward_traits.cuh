@@ -89,7 +89,7 @@ struct ForwardTraits {
   // (docs/dev/experiments.md).
   static constexpr int kRegisters = std::min(255, 65536 / (kThreads * kTile.ctas_per_sm) / 8 * 8);
   // Above head_dim 256 P comes back whole.
-  static constexpr int kLoopRegisters = kTransforms ? 96 : kColumnWarps == 1 ? 79 : 103;
+  static constexpr int kLoopRegisters = (kTransforms ? 96 : 79) + (kColumnWarps == 1 ? 0 : 24);
   // Beside decode-like items run others that want the tensor core: warps without a row leave it to
   // them.
   static constexpr bool kIdleWarps = kSegments == 2 && kVariant.tile_class == TileClass::kDecode;

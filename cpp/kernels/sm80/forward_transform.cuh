@@ -5,12 +5,13 @@
 // Whatever the width, a thread fetches the elements of whole 16-byte chunks of a tile, and the
 // chunks of a row are fetched by neighbours of one warp. So each thread widens its own chunks and
 // each warp rotates its own rows, behind its own wait and before the barrier that tells of the tile
-// anyway.
+// anyway. Which warps multiply a row, one or two (row_peers.cuh), is of no account.
 #pragma once
 
 #include <bit>
 
-#include "kernels/common/widen.cuh"
+#include "kernels/common/lane_angles.cuh"
+#include "kernels/common/swizzle.cuh"
 #include "kernels/sm80/forward_load.cuh"
 
 namespace preflash::sm80 {
@@ -34,9 +35,7 @@ struct OwnRows {
 
   // `row` of the first pass; those of the others are kPassElements apart.
   __device__ __forceinline__ Element* place(int row, int column) const {
-    int chunk = (column % kBlockColumns / kChunkElements) ^ (row % 8);
-    return tile + (column / kBlockColumns * kTileRows + row) * kBlockColumns +
-           chunk * kChunkElements + column % kChunkElements;
+    return tile + swizzled<kTileRows>(row, column) / sizeof(Element);
   }
 };
 
@@ -49,11 +48,7 @@ struct RowWidening {
   Rows rows;
 
   __device__ __forceinline__ void run(DType from) const {
-    if (from == DType::kFloat8E4M3) {
-      run<DType::kFloat8E4M3>();
-    } else {
-      run<DType::kFloat8E5M2>();
-    }
+    dispatch_8_bits(from, [&](auto narrow) { run<narrow>(); });
   }
 
  private:
@@ -82,7 +77,7 @@ struct RowWidening {
         CUTE_UNROLL
         for (int block = 0; block < kBlocks; ++block) {
           *reinterpret_cast<uint4*>(own + offset(pass + i, block)) =
-              eight_elements<kFrom>(bytes[i][block]);
+              widen<kFrom, kTo>(bytes[i][block]);
         }
       }
     }
@@ -91,20 +86,13 @@ struct RowWidening {
   __device__ __forceinline__ static int offset(int pass, int block) {
     return (pass * Traits::kRowsPerPass + block * kTileRows) * kBlockRowBytes;
   }
-  template <DType kFrom>
-  __device__ __forceinline__ static uint4 eight_elements(uint2 bytes) {
-    FourElements low = widen<kFrom, kTo>(bytes.x);
-    FourElements high = widen<kFrom, kTo>(bytes.y);
-    return make_uint4(low.pair[0], low.pair[1], high.pair[0], high.pair[1]);
-  }
 };
 
-// How the lanes of a warp share the rows that they rotate: a lane takes four neighbouring pairs of
-// dimensions, 8 bytes of a row and the 8 bytes half a head further on.
+// How the lanes of a warp share the rows that they rotate.
 template <class Traits>
 struct RotaryLanes {
-  static constexpr int kPairs = 4;  // head_dim is a multiple of 8
-  static constexpr unsigned kUnits = Traits::kHeadQk / (2 * kPairs);
+  static constexpr unsigned kUnits = Traits::kHeadQk / (2 * kLanePairs);
+  // Above head_dim 256 a lane takes a second unit of the same row.
   static constexpr int kPerRow = std::min(32u, std::bit_ceil(kUnits));
   static constexpr int kRowsAtOnce = 32 / kPerRow;
   // Of a tile's first so many rows angles are computed; those of the others follow by steps of as
@@ -113,50 +101,9 @@ struct RotaryLanes {
   static constexpr int kSpan = 16;
   static constexpr int kSpansOfPass = Traits::kRowsPerPass / kSpan;
   static_assert(Traits::kRowsPerPass % kSpan == 0);
-};
-
-// The angles of a lane's pairs of dimensions.
-struct LaneAngles {
-  static constexpr int kPairs = 4;
-  Rotation by[kPairs];
-
-  __device__ __forceinline__ static LaneAngles at(int position, const std::uint64_t* frequency) {
-    LaneAngles angles;
-    CUTE_UNROLL
-    for (int i = 0; i < kPairs; ++i) angles.by[i] = rotation_by(turns_at(position, frequency[i]));
-    return angles;
-  }
-  __device__ __forceinline__ static LaneAngles load(const Rotation* by) {
-    LaneAngles angles;
-    CUTE_UNROLL
-    for (int i = 0; i < kPairs; ++i) angles.by[i] = by[i];
-    return angles;
-  }
-  __device__ __forceinline__ void turn(const LaneAngles& step, int times = 1) {
-    for (; times > 0; --times) {
-      CUTE_UNROLL
-      for (int i = 0; i < kPairs; ++i) by[i] = by[i] * step.by[i];
-    }
-  }
-
-  // low: elements d ..., high: elements d + head_dim / 2 ... of a row.
-  template <DType kDType>
-  __device__ __forceinline__ void rotate(uint2& low, uint2& high) const {
-    rotate_two<kDType>(low.x, high.x, by[0], by[1]);
-    rotate_two<kDType>(low.y, high.y, by[2], by[3]);
-  }
-
- private:
-  template <DType kDType>
-  __device__ __forceinline__ static void rotate_two(std::uint32_t& low, std::uint32_t& high,
-                                                    Rotation first, Rotation second) {
-    float2 a = Pair<kDType>::to_floats(low);
-    float2 b = Pair<kDType>::to_floats(high);
-    preflash::rotate(a.x, b.x, first);
-    preflash::rotate(a.y, b.y, second);
-    low = Pair<kDType>::from_floats(a);
-    high = Pair<kDType>::from_floats(b);
-  }
+  // A warp rotates the rows that it has fetched: whole rows, a few at a time.
+  static_assert(32 / Traits::kThreadsPerRow % kRowsAtOnce == 0);
+  static_assert(Traits::kHeadQk / 2 <= kMaxRotaryPairs);
 };
 
 template <class Traits>
@@ -187,7 +134,7 @@ struct RowRotation {
   __device__ __forceinline__ void run(int first_position) const {
     for_each_unit([&](int pair, int row) {
       LaneAngles angles =
-          LaneAngles::at(first_position + row % Lanes::kSpan, tables.frequency + pair);
+          LaneAngles::at<rotation_by>(first_position + row % Lanes::kSpan, tables.frequency + pair);
       LaneAngles span_step = LaneAngles::load(tables.span_step + pair);
 #pragma unroll 1
       for (int i = 0; i < Rows::kRowsOfPass; i += Lanes::kRowsAtOnce) {
@@ -204,9 +151,7 @@ struct RowRotation {
         of_pass.turn(span_step, Lanes::kSpansOfPass > 1 ? row / Lanes::kSpan : 0);
         CUTE_UNROLL
         for (int pass = 0; pass < Rows::kPasses; ++pass) {
-          of_pass.template rotate<kDType>(low[pass], high[pass]);
-          *at(low_place, pass) = low[pass];
-          *at(high_place, pass) = high[pass];
+          rotate(of_pass, low[pass], high[pass], at(low_place, pass), at(high_place, pass));
           if (pass + 1 < Rows::kPasses) of_pass.turn(span_step, Lanes::kSpansOfPass);
         }
         angles.turn(LaneAngles::load(tables.row_step + pair));
@@ -224,8 +169,8 @@ struct RowRotation {
         uint2* high = at(rows.place(first_row + i, pair + half), 0);
 #pragma unroll 1
         for (int row = first_row + i; row < min(end_row, kTileRows); row += Traits::kRowsPerPass) {
-          LaneAngles::at(position_of(row), tables.frequency + pair)
-              .template rotate<kDType>(*low, *high);
+          rotate(LaneAngles::at<rotation_by>(position_of(row), tables.frequency + pair), *low,
+                 *high, low, high);
           low += kPassStride;
           high += kPassStride;
         }
@@ -240,14 +185,23 @@ struct RowRotation {
     return reinterpret_cast<uint2*>(place) + pass * kPassStride;
   }
 
+  __device__ __forceinline__ static void rotate(const LaneAngles& angles, uint2 low, uint2 high,
+                                                uint2* low_target, uint2* high_target) {
+    FourFloats low_floats = FourFloats::of<kDType>(low);
+    FourFloats high_floats = FourFloats::of<kDType>(high);
+    angles.rotate(low_floats, high_floats);
+    low_floats.store<kDType>(low_target);
+    high_floats.store<kDType>(high_target);
+  }
+
   // Calls visit(pair, row) for what this lane has of the warp's rows, their first pair and row.
   template <class Visitor>
   __device__ __forceinline__ void for_each_unit(Visitor visit) const {
     int lane = rows.thread % 32;
     int row = rows.first_row() + lane / Lanes::kPerRow;
 #pragma unroll 1
-    for (int pair = lane % Lanes::kPerRow * Lanes::kPairs; pair < half;
-         pair += Lanes::kPerRow * Lanes::kPairs) {
+    for (int pair = lane % Lanes::kPerRow * kLanePairs; pair < half;
+         pair += Lanes::kPerRow * kLanePairs) {
       visit(pair, row);
     }
   }

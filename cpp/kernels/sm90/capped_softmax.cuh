@@ -6,6 +6,7 @@
 // same whatever its scores are (SoftCap::reference). Elsewhere the reference is the row max so far.
 #pragma once
 
+#include "kernels/common/convert.cuh"
 #include "kernels/sm90/soft_cap.cuh"
 #include "kernels/sm90/speculative_softmax.cuh"
 
@@ -25,7 +26,7 @@ struct CappedSoftmax : SpeculativeSoftmax {
   __device__ __forceinline__ void make_first(Scores&& scores, const Shift& shift, P& p,
                                              const Segment& segment) {
     exponentiate(scores, shift, segment.logits.scale_log2);
-    round_to_p(scores, p);
+    round_to(scores, p);
   }
   template <class Scores, class Shift, class Segment>
   __device__ __forceinline__ void before_o(Scores&& scores, const Shift& shift,
@@ -36,14 +37,15 @@ struct CappedSoftmax : SpeculativeSoftmax {
   template <class Scores, class Shift, class P, class Out, class Segment>
   __device__ __forceinline__ void update(const Scores& scores, const Shift&, P& p, Out& out,
                                          const Segment& segment) {
-    if (!segment.cap.is_bounded() && __any_sync(0xffffffffu, change[0] < 1.0f || change[1] < 1.0f)) {
+    if (!segment.cap.is_bounded() &&
+        __any_sync(0xffffffffu, change[0] < 1.0f || change[1] < 1.0f)) {
       CUTE_UNROLL
       for (int r = 0; r < kRows; ++r) {
         CUTE_UNROLL
         for (int c = 0; c < cute::size<1>(out); ++c) out(r, c) *= change[r];
       }
     }
-    round_to_p(scores, p);
+    round_to(scores, p);
   }
 
  private:
@@ -79,23 +81,6 @@ struct CappedSoftmax : SpeculativeSoftmax {
       for (int r = 0; r < kRows; ++r) {
         scores(r, c) = exp2_approx(fmaf(scores(r, c), scale_log2, -offset[r]));
         sum[r] += scores(r, c);
-      }
-    }
-  }
-  // p: in the scores' storage order
-  template <class Scores, class P>
-  __device__ __forceinline__ static void round_to_p(const Scores& scores, P& p) {
-    using Element = typename P::value_type;
-    auto pairs = cute::recast<cutlass::Array<Element, 2>>(p);
-    cutlass::NumericArrayConverter<Element, float, 2> convert;
-    CUTE_UNROLL
-    for (int c = 0; c < cute::size<1>(scores); c += 2) {
-      CUTE_UNROLL
-      for (int r = 0; r < kRows; ++r) {
-        cutlass::Array<float, 2> x;
-        x[0] = scores(r, c);
-        x[1] = scores(r, c + 1);
-        pairs(c / 2 * kRows + r) = convert(x);
       }
     }
   }

@@ -1,6 +1,8 @@
 // What loads by cp.async have in common, of rows as they are and of those that are transformed.
 #pragma once
 
+#include <cutlass/arch/barrier.h>
+
 #include <cute/arch/copy_sm80.hpp>
 
 #include "kernels/sm90/forward_params.cuh"
@@ -40,6 +42,29 @@ __device__ __forceinline__ void copy_piece(std::uint32_t target, const void* sou
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(target), "l"(source),
                "r"(bytes)
                : "memory");
+}
+// A piece of a key's row, from which on head_dim leaves `bytes_left`. What is no kept key's, or
+// past head_dim, becomes zeros.
+template <Rows kRows>
+__device__ __forceinline__ void copy_piece_of(const ItemKeys& item, int key, int bytes_left,
+                                              std::uint32_t target, const void* source) {
+  if constexpr (kRows == Rows::kWhole) {
+    copy_piece(target, source);
+  } else {
+    const bool kept = key >= item.keys.begin && key < item.keys.end;
+    copy_piece(target, source, kept ? min(max(bytes_left, 0), kCopyBytes) : 0);
+  }
+}
+
+// Announces what a warp has written to a tile or slice, and goes on to the next.
+// NOTE: the warp writes through the generic proxy and wgmma reads through the async one. Nor may a
+// lane's next copy overwrite what another one still reads.
+template <class Writer>
+__device__ __forceinline__ void publish_rows(Writer& write) {
+  cutlass::arch::fence_view_async_shared();
+  __syncwarp();
+  if (lane_id() == 0) write.full().arrive();
+  write.next.advance();
 }
 
 }  // namespace preflash::sm90

@@ -70,12 +70,10 @@ struct DecodeWarp {
       // All lanes' copies are there, and all have read the slice before, whose place is free.
       __syncwarp();
       loader.request();
-      if constexpr (!Traits::kConverts) {
-        run_slice<Traits::kProducts>(state, slice);
-      } else if (segment().kv_dtype == DType::kFloat8E4M3) {
-        run_slice<DType::kFloat8E4M3>(state, slice);
+      if constexpr (Traits::kConverts) {
+        dispatch_8_bits(segment().kv_dtype, [&](auto from) { run_slice<from>(state, slice); });
       } else {
-        run_slice<DType::kFloat8E5M2>(state, slice);
+        run_slice<Traits::kProducts>(state, slice);
       }
       stage = stage + 1 == Traits::kStages ? 0 : stage + 1;
     }
@@ -101,7 +99,7 @@ struct DecodeWarp {
     products.template multiply_qk<kFrom>(query, k);
     auto rows_of_s = products.rows_of_s();
     factors.apply(rows_of_s);
-    if (has_soft_cap()) transform(rows_of_s);
+    if (has_soft_cap()) transform_logits<Traits::kVariant.logits>(rows_of_s, segment().logits);
     if (has_bias()) bias.add_to(rows_of_s);
     if (state.tiles.needs_mask(slice)) {
       TileMask<Traits>::of_bounds(Coordinates{segment(), state, 0, slice}).apply(rows_of_s);
@@ -109,16 +107,6 @@ struct DecodeWarp {
     auto rows_of_o = products.rows_of_o();
     softmax.update(rows_of_s, bias.shift(slice), products.weights, rows_of_o, segment());
     products.template multiply_pv<kFrom>(k + Traits::kSliceBytesK);
-  }
-  template <class Scores>
-  __device__ __forceinline__ void transform(Scores&& rows_of_s) const {
-    LogitsTransform<Traits::kVariant.logits> transform;
-    transform.begin(rows_of_s, segment().logits);
-    if (transform.small) {
-      transform.finish(rows_of_s, {0, size<1>(rows_of_s)});
-    } else {
-      transform.finish_large(rows_of_s);
-    }
   }
 };
 

@@ -3,11 +3,10 @@
 // copies.
 #pragma once
 
-#include <cute/arch/copy_sm80.hpp>
-#include <cute/arch/copy_sm90_desc.hpp>
-
+#include "kernels/sm90/copy_rows.cuh"
 #include "kernels/sm90/decode_traits.cuh"
-#include "kernels/sm90/forward_params.cuh"
+#include "kernels/sm90/tile_ring.cuh"
+#include "kernels/sm90/work_items.cuh"
 
 namespace preflash::sm90 {
 
@@ -18,17 +17,11 @@ __device__ __forceinline__ ItemState read_decode_item(const Params& params, int 
   ItemState state;
   state.item = params.items[index];
   state.request = params.requests[state.item.request];
-  state.num_rows =
-      min(state.request.qo_len * segment.group_size - state.item.row_begin, segment.rows_per_tile);
+  state.num_rows = rows_in_use(segment, state.item, state.request);
   state.tiles = {};
-  // The plan was made for longer requests (RequestLengths).
   if (state.num_rows <= 0) return state;
-  MaskBounds bounds = bounds_of(segment, state.request);
-  RowSpan rows{unpack_row(segment, state.item.row_begin).token,
-               unpack_row(segment, state.item.row_begin + state.num_rows - 1).token};
-  state.tiles = touched_tiles(bounds, rows, chunk_of(state.item, state.request), Traits::kTileN,
-                              Mask::kBounds);
-  state.keys = {bounds.first_key(rows.first), state.request.kv_len};
+  state.tiles = tiles_of_rows<Traits>(segment, state.item, state.request, 0, state.num_rows);
+  state.keys = keys_of_item(segment, state.item, state.request);
   return state;
 }
 
@@ -52,8 +45,6 @@ struct SlicePlaces {
     return ((row * kPieces + piece) ^ turn) * 16;
   }
 };
-
-enum class SliceOperand { kK, kV };
 
 template <class Traits>
 struct SliceLoader {
@@ -85,14 +76,9 @@ struct SliceLoader {
   // Requests the next slice: a group of copies, an empty one where there is none.
   __device__ __forceinline__ void request() {
     if (any) {
-      bool whole = slice * kTileN >= item.keys.begin && (slice + 1) * kTileN <= item.keys.end &&
-                   segment().head_dim_qk == Traits::kHeadQk &&
-                   segment().head_dim_vo == Traits::kHeadVo;
-      if (whole) {
-        copy<Rows::kWhole>();
-      } else {
-        copy<Rows::kPartial>();
-      }
+      bool all_columns =
+          segment().head_dim_qk == Traits::kHeadQk && segment().head_dim_vo == Traits::kHeadVo;
+      copy_tile<Traits>(item, slice * kTileN, all_columns, [&](auto rows) { copy<rows>(); });
       slice -= Traits::kWarps;
       find_slice();
     }
@@ -101,8 +87,6 @@ struct SliceLoader {
   }
 
  private:
-  enum class Rows { kWhole, kPartial };  // whether all are there, with all of their columns
-
   __device__ __forceinline__ const HopperSegment& segment() const { return params.segments[0]; }
 
   // 0, as a number of each lane's. NOTE: with an address that is the same in all lanes but for an
@@ -125,24 +109,17 @@ struct SliceLoader {
       first = state.tiles.begin;
       slice = state.tiles.end - 1 - warp;
     }
-    find_slot_of_lane();
-  }
-  // NOTE: a row outside the item's keys gets the slot of a row inside: its address is valid, and
-  // nothing is read from it.
-  __device__ __forceinline__ void find_slot_of_lane() {
-    int key = slice * kTileN + lane_id() % kTileN;
-    slot = find_slot(segment(), item.kv_begin, max(min(key, item.keys.end - 1), item.keys.begin));
+    slot = find_slot_within(segment(), item, slice * kTileN + lane_id() % kTileN);
   }
 
   template <Rows kRows>
   __device__ __forceinline__ void copy() const {
     std::uint32_t target = ring + stage * Traits::kSliceBytes;
-    copy_rows<SliceOperand::kK, Traits::kHeadQk, kRows>(segment().k, segment().head_dim_qk, target);
-    copy_rows<SliceOperand::kV, Traits::kHeadVo, kRows>(segment().v, segment().head_dim_vo,
-                                                        target + Traits::kSliceBytesK);
+    copy_rows<Operand::kK, Traits::kHeadQk, kRows>(segment().k, segment().head_dim_qk, target);
+    copy_rows<Operand::kV, Traits::kHeadVo, kRows>(segment().v, segment().head_dim_vo,
+                                                   target + Traits::kSliceBytesK);
   }
-  // What is no kept key's, or past head_dim, becomes zeros.
-  template <SliceOperand kOperand, int kHead, Rows kRows>
+  template <Operand kOperand, int kHead, Rows kRows>
   __device__ __forceinline__ void copy_rows(const KvTensor& tensor, int head_dim,
                                             std::uint32_t target) const {
     constexpr int kBytes = Traits::kStoredBytes;
@@ -157,21 +134,12 @@ struct SliceLoader {
       int row = (pass * 32 + lane_id()) / Places::kPieces;
       int piece = (pass * 32 + lane_id()) % Places::kPieces;
       const unsigned char* source = head + __shfl_sync(0xffffffffu, lane_offset, row) + piece * 16;
-      int place =
-          kOperand == SliceOperand::kK ? Places::of_k(row, piece) : Places::of_v(row, piece);
+      int place = kOperand == Operand::kK ? Places::of_k(row, piece) : Places::of_v(row, piece);
       if constexpr (kRows == Rows::kWhole && Traits::kReadsOnce) {
         copy_once(target + place, source);
       } else {
-        int bytes = 16;
-        if constexpr (kRows == Rows::kPartial) {
-          int key = slice * kTileN + row;
-          bool kept = key >= item.keys.begin && key < item.keys.end;
-          bytes = kept ? min(max(head_dim * kBytes - piece * 16, 0), 16) : 0;
-        }
-        // NOTE: with 0 source bytes nothing is read; the address need not be mapped.
-        asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(target + place),
-                     "l"(source), "r"(bytes)
-                     : "memory");
+        copy_piece_of<kRows>(item, slice * kTileN + row, head_dim * kBytes - piece * kCopyBytes,
+                             target + place, source);
       }
     }
   }

@@ -141,10 +141,9 @@ struct DecodeMerge {
     } else if (params.o_dtype == DType::kBFloat16) {
       store_pairs<DType::kBFloat16>(row, column, x);
     } else {
-      // What rounds beyond 448 is 448.
-      auto* target = reinterpret_cast<__nv_fp8x2_storage_t*>(static_cast<char*>(row) + column);
-      target[0] = __nv_cvt_float2_to_fp8x2({x.x, x.y}, __NV_SATFINITE, __NV_E4M3);
-      target[1] = __nv_cvt_float2_to_fp8x2({x.z, x.w}, __NV_SATFINITE, __NV_E4M3);
+      auto* target = static_cast<std::uint8_t*>(row) + column;
+      store_e4m3(target, {x.x, x.y});
+      store_e4m3(target + 2, {x.z, x.w});
     }
   }
   template <DType kTo>

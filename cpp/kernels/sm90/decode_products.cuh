@@ -38,32 +38,26 @@ struct DecodeQuery {
   }
 
   __device__ __forceinline__ void load(const HopperSegment& params, const ItemState& state) {
-    if constexpr (!Traits::kConverts) {
-      load_rows<Traits::kProducts>(params, state);
-    } else if (params.q_dtype == DType::kFloat8E4M3) {
-      load_rows<DType::kFloat8E4M3>(params, state);
-    } else if (params.q_dtype == DType::kBFloat16) {
-      load_rows<DType::kBFloat16>(params, state);
+    auto load_rows = [&](auto from) {
+      CUTE_UNROLL
+      for (int r = 0; r < kRows; ++r) load_row<from>(params, state, r);
+    };
+    if (Traits::kConverts && params.q_dtype == DType::kFloat8E4M3) {
+      load_rows(C<DType::kFloat8E4M3>{});
+    } else if (Traits::narrows_query(params.q_dtype)) {
+      load_rows(C<DType::kBFloat16>{});
     } else {
-      load_rows<DType::kFloat16>(params, state);
+      load_rows(C<Traits::kProducts>{});
     }
   }
 
  private:
   template <DType kFrom>
-  __device__ __forceinline__ void load_rows(const HopperSegment& params, const ItemState& state) {
-    CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r) load_row<kFrom>(params, state, r);
-  }
-  template <DType kFrom>
   __device__ __forceinline__ void load_row(const HopperSegment& params, const ItemState& state,
                                            int r) {
     int row = lane_id() / 4 + r * 8;
-    PackedRow packed = unpack_row(params, state.item.row_begin + row);
-    std::int64_t token = std::int64_t{state.request.qo_begin} + packed.token;
-    std::int64_t offset = token * params.q.stride_token +
-                          query_head(params, state.item, packed) * params.q.stride_head;
-    const auto* source = static_cast<const unsigned char*>(params.q.data) + offset * size_of(kFrom);
+    const auto* source = static_cast<const unsigned char*>(params.q.data) +
+                         query_offset(params, state, row) * size_of(kFrom);
     FourStored<kFrom> stored[kSteps];
     CUTE_UNROLL
     for (int step = 0; step < kSteps; ++step) {

@@ -8,6 +8,7 @@
 #include <cute/arch/copy_sm90.hpp>
 
 #include "kernels/common/convert.cuh"
+#include "kernels/common/swizzle.cuh"
 #include "kernels/sm90/forward_mask.cuh"
 #include "kernels/sm90/score_bias.cuh"
 #include "kernels/sm90/speculative_softmax.cuh"
@@ -21,6 +22,12 @@ struct RowTarget {
   void* o = nullptr;    // Element, or float of a partial
   void* lse = nullptr;  // float, or PartialLse
 };
+
+// What rounds beyond 448 is 448.
+__device__ __forceinline__ void store_e4m3(std::uint8_t* target, float2 x) {
+  *reinterpret_cast<__nv_fp8x2_storage_t*>(target) =
+      __nv_cvt_float2_to_fp8x2(x, __NV_SATFINITE, __NV_E4M3);
+}
 
 template <class Traits>
 struct ForwardEpilogue {
@@ -114,9 +121,10 @@ struct ForwardEpilogue {
       }
     }
     if (!is_final()) {
-      store_partial(ready, rows_of_o);
+      store_pairs<float>(ready, rows_of_o,
+                         [](float* target, float2 x) { *reinterpret_cast<float2*>(target) = x; });
     } else if (output_bytes() == 1) {
-      store_8_bits(ready, rows_of_o);
+      store_pairs<std::uint8_t>(ready, rows_of_o, store_e4m3);
     } else {
       store_final(ready, tOrO, staging);
     }
@@ -193,37 +201,19 @@ struct ForwardEpilogue {
     return reinterpret_cast<T*>(__shfl_sync(0xffffffffu, address, row));
   }
 
-  template <class Rows>
-  __device__ __forceinline__ void store_partial(const Prepared& ready,
-                                                const Rows& rows_of_o) const {
+  // Calls store(target, pair) for the pairs of neighbouring elements of O that exist.
+  template <class T, class Rows, class Store>
+  __device__ __forceinline__ void store_pairs(const Prepared& ready, const Rows& rows_of_o,
+                                              const Store& store) const {
     CUTE_UNROLL
     for (int r = 0; r < size<0>(rows_of_o); ++r) {
-      float* target = target_row<float>(ready, lane_id() / 4 + r * 8);
+      T* target = target_row<T>(ready, lane_id() / 4 + r * 8);
       if (target == nullptr) continue;
       CUTE_UNROLL
       for (int c = 0; c < size<1>(rows_of_o); c += 2) {
         int column = c / 2 * 8 + lane_id() % 4 * 2;
         if (column < num_columns()) {
-          *reinterpret_cast<float2*>(target + column) =
-              make_float2(rows_of_o(r, c), rows_of_o(r, c + 1));
-        }
-      }
-    }
-  }
-
-  // What rounds beyond 448 is 448.
-  template <class Rows>
-  __device__ __forceinline__ void store_8_bits(const Prepared& ready, const Rows& rows_of_o) const {
-    CUTE_UNROLL
-    for (int r = 0; r < size<0>(rows_of_o); ++r) {
-      auto* target = target_row<std::uint8_t>(ready, lane_id() / 4 + r * 8);
-      if (target == nullptr) continue;
-      CUTE_UNROLL
-      for (int c = 0; c < size<1>(rows_of_o); c += 2) {
-        int column = c / 2 * 8 + lane_id() % 4 * 2;
-        if (column < num_columns()) {
-          *reinterpret_cast<__nv_fp8x2_storage_t*>(target + column) = __nv_cvt_float2_to_fp8x2(
-              make_float2(rows_of_o(r, c), rows_of_o(r, c + 1)), __NV_SATFINITE, __NV_E4M3);
+          store(target + column, make_float2(rows_of_o(r, c), rows_of_o(r, c + 1)));
         }
       }
     }
@@ -260,15 +250,13 @@ struct ForwardEpilogue {
     Tensor quads = recast<std::uint32_t>(tOrO_out);  // ((1, 2, D / 8), 1, 1)
     std::uint32_t base = cast_smem_ptr_to_uint(staging);
     // stmatrix: lane l gives the address of row l % 16 of the 8 columns l / 16 of a 16 x 16 block.
-    int store_row = lane_id() % 16;
-    int load_row = lane_id() / 8;
     CUTE_UNROLL
     for (int block = 0; block < Traits::kBlocksO; ++block) {
       if (block > 0) __syncwarp();
       CUTE_UNROLL
       for (int i = 0; i < kColumns / 16; ++i) {
-        int piece = 2 * i + lane_id() / 16;
-        std::uint32_t address = base + store_row * kBlockRowBytes + (piece ^ store_row % 8) * 16;
+        int column = 16 * i + lane_id() / 16 * 8;
+        std::uint32_t address = base + swizzled<kWarpRows>(lane_id() % 16, column);
         const auto* r = &quads(0) + (block * (kColumns / 16) + i) * 4;
         asm volatile(
             "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
@@ -279,10 +267,10 @@ struct ForwardEpilogue {
       uint128_t values[kPasses];
       CUTE_UNROLL
       for (int pass = 0; pass < kPasses; ++pass) {
-        int row = pass * kRowsPerPass + load_row;
-        int piece = lane_id() % 8 ^ row % 8;
-        values[pass] = *reinterpret_cast<const uint128_t*>(reinterpret_cast<const char*>(staging) +
-                                                           row * kBlockRowBytes + piece * 16);
+        int row = pass * kRowsPerPass + lane_id() / 8;
+        const auto* bytes = reinterpret_cast<const char*>(staging);
+        values[pass] =
+            *reinterpret_cast<const uint128_t*>(bytes + swizzled<kWarpRows>(row, column));
       }
       bool in_head = block * kColumns + column < num_columns();
       CUTE_UNROLL

@@ -133,11 +133,7 @@ __device__ __forceinline__ void produce_transformed(const ParamsOf<Traits>& para
   const bool is_leader = cutlass::canonical_warp_idx_sync() == 0;
   auto no_q = [](const ItemState&) {};
   LeaderAnnounces<Traits> announces{{params, smem, begin, end}, is_leader};
-  if constexpr (Traits::kSliced) {
-    load_items(smem, announces, SliceTransformLoader<Traits>(params, smem), no_q);
-    return;
-  }
-  if constexpr (Traits::kWidens && Traits::kProducers == 2) {
+  if constexpr (!Traits::kSliced && Traits::kWidens && Traits::kProducers == 2) {
     if (only_widens<Traits>(segment)) {
       if (threadIdx.x < kWarpgroupThreads) {
         load_items(smem, announces, WideningLoader<Traits, Operand::kK>(segment, smem), no_q);
@@ -148,9 +144,9 @@ __device__ __forceinline__ void produce_transformed(const ParamsOf<Traits>& para
       return;
     }
   }
-  if constexpr (!Traits::kSliced) {
-    load_items(smem, announces, TransformLoader<Traits>(segment, smem), no_q);
-  }
+  using Loader =
+      conditional_t<Traits::kSliced, SliceTransformLoader<Traits>, TransformLoader<Traits>>;
+  load_items(smem, announces, Loader(params, smem), no_q);
 }
 
 }  // namespace preflash::sm90

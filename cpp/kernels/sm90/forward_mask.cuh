@@ -21,7 +21,7 @@ struct ScoreCoordinates {
   int tile;
 
   // In the tile with the request's last key the columns from `edge` on lie `shift` further right,
-  // because TMA puts the rows of a partial box at its end (tensor_map.h).
+  // because TMA puts the rows of a partial box at its end (cuda/tma/tensor_map.h).
   struct Tail {
     int edge;
     int shift;
@@ -118,12 +118,11 @@ struct TileMask {
   // Of a tile of which the bounds keep everything.
   __device__ __forceinline__ static TileMask of_bits(const RawBits& raw) {
     static_assert(kWords == 1);
-    std::uint32_t columns[Coordinates::kRows];
-    CUTE_UNROLL
-    for (int r = 0; r < Coordinates::kRows; ++r) columns[r] = group_columns(raw.columns(r));
     TileMask mask;
     CUTE_UNROLL
-    for (int r = 0; r < Coordinates::kRows; ++r) mask.bits[r][0] = exchange_columns(columns[r]);
+    for (int r = 0; r < Coordinates::kRows; ++r) {
+      mask.bits[r][0] = exchange_columns(group_columns(raw.columns(r)));
+    }
     return mask;
   }
   // Of any other, where the request's tail may be, and the bounds join.
@@ -137,18 +136,11 @@ struct TileMask {
       }
       raw.shifts = 0;
     }
-    return of_bits(raw) & of_bounds(coordinates);
-  }
-  __device__ __forceinline__ TileMask operator&(const TileMask& other) const {
-    TileMask both;
+    TileMask mask = of_bits(raw);
+    TileMask bounds = of_bounds(coordinates);
     CUTE_UNROLL
-    for (int r = 0; r < Coordinates::kRows; ++r) {
-      CUTE_UNROLL
-      for (int word = 0; word < kWords; ++word) {
-        both.bits[r][word] = bits[r][word] & other.bits[r][word];
-      }
-    }
-    return both;
+    for (int r = 0; r < Coordinates::kRows; ++r) mask.bits[r][0] &= bounds.bits[r][0];
+    return mask;
   }
 
   template <class Scores>

@@ -1,10 +1,10 @@
 // The parameters of an fa3 kernel, which forward_launch.cuh fills.
 #pragma once
 
+#include "cuda/tma/tensor_map.h"
 #include "kernels/common/rotary.cuh"
 #include "kernels/common/row_map.cuh"
 #include "kernels/sm90/soft_cap.cuh"
-#include "kernels/sm90/tensor_map.h"
 
 namespace preflash::sm90 {
 

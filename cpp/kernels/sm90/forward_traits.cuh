@@ -166,12 +166,12 @@ struct ForwardTraits {
   // the producers' share to the consumers.
   static constexpr int kLaunchRegisters = 65536 / (kThreads * kTile.ctas_per_sm) / 8 * 8;
   // Warpgroups that transform or transpose take some more, from the consumers.
-  static constexpr int kTakenRegisters = kTransposesV                    ? 8
-                                         : !kConverts                    ? 0
-                                         : kSliced && !kOptionsAtRunTime ? 24
-                                         : kProducers == 2               ? 24
-                                         : kHeadVo <= 128                ? 8
-                                                                         : 16;
+  static constexpr int kTakenRegisters = kTransposesV                   ? 8
+                                         : !kConverts                   ? 0
+                                         : kSliced && kOptionsAtRunTime ? 8
+                                         : kSliced || kProducers == 2   ? 24
+                                         : kHeadVo <= 128               ? 8
+                                                                        : 16;
   static constexpr int kConsumerRegisters = (kConsumers == 4  ? 112
                                              : kHeadVo <= 128 ? 224
                                                               : 232) -

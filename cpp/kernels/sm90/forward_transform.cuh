@@ -3,17 +3,16 @@
 // (RoPE). The tensors' dtypes and the position encoding are run-time values: a kernel branches once
 // for each tile.
 //
-// Of Q and K a lane takes four pairs of dimensions, d ... d + 3 and as many half a head_dim further
-// on: 8 bytes of each in 16 bits, 4 in 8 bits, and aligned to that whatever the head_dim.
+// Of Q and K a lane takes four pairs of dimensions (lane_angles.cuh): twice 8 bytes in 16 bits, 4
+// in 8 bits, and aligned to that whatever the head_dim.
 #pragma once
 
-#include "kernels/common/widen.cuh"
+#include "kernels/common/lane_angles.cuh"
+#include "kernels/common/swizzle.cuh"
 #include "kernels/sm90/forward_params.cuh"
 #include "kernels/sm90/shared_storage.cuh"
 
 namespace preflash::sm90 {
-
-inline constexpr int kLanePairs = 4;  // head_dim is a multiple of 8
 
 // How the lanes of a warp share the rows of K that they rotate.
 template <class Traits>
@@ -22,144 +21,6 @@ struct RotaryLanes {
   static constexpr int kPerRow = std::min(32, kUnits & -kUnits);
   static constexpr int kTurns = kUnits / kPerRow;  // of a lane, for one row
   static constexpr int kRowsAtOnce = 32 / kPerRow;
-};
-
-// The columns of four pairs: low ... low + 3 and high ... high + 3. Units past the head_dim's last
-// share its padding, which must become zeros.
-struct PairColumns {
-  int low;
-  int high;
-
-  __device__ __forceinline__ static PairColumns of(int unit, int head_dim) {
-    int half = head_dim / 2;
-    if (unit * kLanePairs < half) return {unit * kLanePairs, half + unit * kLanePairs};
-    int padding = head_dim + (unit - half / kLanePairs) * 2 * kLanePairs;
-    return {padding, padding + kLanePairs};
-  }
-};
-
-// The byte of an element in a tile of kRows rows, 128 bytes wide blocks of which are swizzled as
-// wgmma reads them.
-// NOTE: unsigned, because a remainder of what may be negative takes three instructions.
-template <unsigned kRows>
-__device__ __forceinline__ unsigned swizzled(unsigned row, unsigned column) {
-  constexpr unsigned kColumns = kBlockRowBytes / 2;
-  unsigned piece = (column % kColumns / 8) ^ (row % 8);
-  return (column / kColumns * kRows + row) * kBlockRowBytes + piece * 16 + column % 8 * 2;
-}
-
-// A column of such a tile, in the rows first_row + offset. NOTE: the swizzle of a row follows from
-// that of the first one where no bit of both that it looks at is set, or where it is the highest:
-// first_row is a multiple of 4, and of 8 where the offsets are not below it.
-template <unsigned kRows>
-struct SwizzledColumn {
-  unsigned char* block;  // from first_row on
-  unsigned in_row;       // of first_row
-
-  __device__ __forceinline__ SwizzledColumn(unsigned char* tile, unsigned first_row,
-                                            unsigned column)
-      : block(tile + (column / 64 * kRows + first_row) * kBlockRowBytes),
-        in_row(column % 64 * 2 ^ first_row % 8 * 16) {}
-  __device__ __forceinline__ unsigned char* at(unsigned offset) const {
-    return block + offset * kBlockRowBytes + (in_row ^ offset % 8 * 16);
-  }
-};
-
-// Four neighbouring elements as they are stored.
-template <DType kDType>
-using FourStored = conditional_t<size_of(kDType) == 1, std::uint32_t, uint2>;
-
-// Four neighbouring elements as floats.
-struct FourFloats {
-  float2 pair[2];
-
-  template <DType kFrom>
-  __device__ __forceinline__ static FourFloats of(const FourStored<kFrom>& stored) {
-    if constexpr (size_of(kFrom) == 1) {
-      FourElements wide = widen<kFrom, DType::kFloat16>(stored);
-      return {Pair<DType::kFloat16>::to_floats(wide.pair[0]),
-              Pair<DType::kFloat16>::to_floats(wide.pair[1])};
-    } else {
-      return {Pair<kFrom>::to_floats(stored.x), Pair<kFrom>::to_floats(stored.y)};
-    }
-  }
-  __device__ __forceinline__ void multiply(float factor) {
-    CUTE_UNROLL
-    for (float2& x : pair) x = {x.x * factor, x.y * factor};
-  }
-  __device__ __forceinline__ float maximum() const {  // of the absolute values
-    return fmaxf(fmaxf(fabsf(pair[0].x), fabsf(pair[0].y)),
-                 fmaxf(fabsf(pair[1].x), fabsf(pair[1].y)));
-  }
-  template <DType kTo>
-  __device__ __forceinline__ void store(void* target) const {
-    *static_cast<uint2*>(target) =
-        make_uint2(Pair<kTo>::from_floats(pair[0]), Pair<kTo>::from_floats(pair[1]));
-  }
-};
-
-// By the special function unit: off by 5e-7 at most.
-__device__ __forceinline__ Rotation fast_rotation_by(std::uint32_t turns) {
-  constexpr float kRadians = 1.4629180792671596e-9f;  // 2 pi / 2^32
-  float x = static_cast<float>(static_cast<std::int32_t>(turns)) * kRadians;
-  return {__cosf(x), __sinf(x)};
-}
-
-// The angles of a lane's pairs at one position.
-struct LaneAngles {
-  Rotation by[kLanePairs];
-
-  __device__ __forceinline__ static LaneAngles at(int position, const std::uint64_t* frequency) {
-    LaneAngles angles;
-    CUTE_UNROLL
-    for (int i = 0; i < kLanePairs; ++i) {
-      angles.by[i] = fast_rotation_by(turns_at(position, frequency[i]));
-    }
-    return angles;
-  }
-  __device__ __forceinline__ void rotate(FourFloats& low, FourFloats& high) const {
-    CUTE_UNROLL
-    for (int i = 0; i < 2; ++i) {
-      preflash::rotate(low.pair[i].x, high.pair[i].x, by[2 * i]);
-      preflash::rotate(low.pair[i].y, high.pair[i].y, by[2 * i + 1]);
-    }
-  }
-};
-
-// Angles that grow by the same step from row to row. By the recurrence of Chebyshev, two operations
-// a step in place of a rotation's four: cos(a + d) = 2 cos(d) cos(a) - cos(a - d), and so the sine.
-// Its error grows with the square of the steps: 1e-5 at most in 12 of them.
-struct SteppedAngles {
-  LaneAngles now;
-  LaneAngles last;
-  float twice_cosine[kLanePairs];
-
-  __device__ __forceinline__ SteppedAngles(const LaneAngles& first, const Rotation* step)
-      : now(first) {
-    CUTE_UNROLL
-    for (int i = 0; i < kLanePairs; ++i) {
-      Rotation back = {step[i].cosine, -step[i].sine};
-      last.by[i] = now.by[i] * back;
-      twice_cosine[i] = 2.0f * back.cosine;
-    }
-  }
-  // Turns the other way: rotate() then makes the second of its arguments' pair from the first.
-  __device__ __forceinline__ void reverse() {
-    CUTE_UNROLL
-    for (int i = 0; i < kLanePairs; ++i) {
-      now.by[i].sine = -now.by[i].sine;
-      last.by[i].sine = -last.by[i].sine;
-    }
-  }
-  __device__ __forceinline__ void advance() {
-    CUTE_UNROLL
-    for (int i = 0; i < kLanePairs; ++i) {
-      Rotation next = {fmaf(twice_cosine[i], now.by[i].cosine, -last.by[i].cosine),
-                       fmaf(twice_cosine[i], now.by[i].sine, -last.by[i].sine)};
-      last.by[i] = now.by[i];
-      now.by[i] = next;
-    }
-  }
 };
 
 // All threads of the CTA write the tables; whoever reads them waits for the CTA first.
@@ -219,10 +80,8 @@ struct RowTransform {
       unsigned char* target = tile + swizzled<Traits::kTileN>(row, lane_id() % 8 * 8);
       CUTE_UNROLL
       for (int block = 0; block < Rows::kBlocks; ++block) {
-        FourElements low = widen<kFrom, kTo>(rows.unit[pass][block].x);
-        FourElements high = widen<kFrom, kTo>(rows.unit[pass][block].y);
         *reinterpret_cast<uint4*>(target + block * Traits::kTileN * kBlockRowBytes) =
-            make_uint4(low.pair[0], low.pair[1], high.pair[0], high.pair[1]);
+            widen<kFrom, kTo>(rows.unit[pass][block]);
       }
     }
   }
@@ -248,7 +107,8 @@ struct RowTransform {
       const unsigned char* high_source = source + columns.high * size_of(kFrom);
       SwizzledColumn<Traits::kTileN> low_target(tile, lane_row, columns.low);
       SwizzledColumn<Traits::kTileN> high_target(tile, lane_row, columns.high);
-      SteppedAngles angles(LaneAngles::at(first_key + lane_row, smem.frequency + unit * kLanePairs),
+      SteppedAngles angles(LaneAngles::at<fast_rotation_by>(first_key + lane_row,
+                                                            smem.frequency + unit * kLanePairs),
                            smem.row_step + unit * kLanePairs);
       CUTE_UNROLL
       for (int batch = 0; batch < kPasses; batch += kBatch) {

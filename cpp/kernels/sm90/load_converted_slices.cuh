@@ -17,7 +17,6 @@ struct ConvertedSlices : SliceRows<Traits> {
   using typename Base::Tile;
   using Narrow = WideningRows<Traits, Traits::kSliceColumns>;
   static constexpr DType kTo = Traits::kVariant.kv_dtype;
-  static constexpr DType kE4M3 = DType::kFloat8E4M3, kE5M2 = DType::kFloat8E5M2;
   static constexpr int kWarpKeys = Base::kWarpKeys;
 
   Narrow narrow;
@@ -38,7 +37,8 @@ struct ConvertedSlices : SliceRows<Traits> {
     this->item = tile.item;
     const HopperSegment& segment = this->segment();
     const bool is_narrow = Traits::kWidens && size_of(segment.kv_dtype) == 1;
-    const bool rotates = kOperand == Operand::kK && (!is_narrow || is_rotated());
+    const bool rotates =
+        kOperand == Operand::kK && (!is_narrow || segment.position == Position::kRope);
     if (is_narrow && !rotates) {
       typename Narrow::Source from{Writer::tensor(segment),
                                    Writer::head_dim(segment),
@@ -63,12 +63,10 @@ struct ConvertedSlices : SliceRows<Traits> {
     if constexpr (kOperand == Operand::kK) {
 #pragma unroll 1
       for (int slice = 0; slice < num_slices; ++slice, column += Traits::kSliceColumns) {
-        if (!is_narrow) {
-          rotate<kTo>(tile, column);
-        } else if (segment.kv_dtype == kE4M3) {
-          rotate<kE4M3>(tile, column);
+        if (is_narrow) {
+          dispatch_8_bits(segment.kv_dtype, [&](auto from) { rotate<from>(tile, column); });
         } else {
-          rotate<kE5M2>(tile, column);
+          rotate<kTo>(tile, column);
         }
       }
     } else {
@@ -77,30 +75,14 @@ struct ConvertedSlices : SliceRows<Traits> {
   }
 
  private:
-  __device__ __forceinline__ bool is_rotated() const {
-    return this->segment().position == Position::kRope;
-  }
-
-  // Waits for the next slot.
-  __device__ __forceinline__ unsigned char* wait_for_slot() const {
-    this->write.wait();
-    return reinterpret_cast<unsigned char*>(this->write.slice());
-  }
-  // NOTE: the warp writes through the generic proxy and wgmma reads through the async one.
-  __device__ __forceinline__ void publish() {
-    cutlass::arch::fence_view_async_shared();
-    __syncwarp();
-    if (lane_id() == 0) this->write.full().arrive();
-    this->write.next.advance();
-  }
-
   // Writes the slice that is in flight, and requests the next one.
   template <class CopyNext>
   __device__ __forceinline__ void write_narrow(const CopyNext& copy_next) {
     if (!in_flight) return;
     in_flight = false;
-    narrow.write(this->segment().kv_dtype, wait_for_slot(), copy_next);
-    publish();
+    this->write.wait();
+    narrow.write(this->segment().kv_dtype, this->write.bytes(), copy_next);
+    publish_rows(this->write);
   }
 
   // V of 16 bits: all slices at once.
@@ -120,7 +102,7 @@ struct ConvertedSlices : SliceRows<Traits> {
     cp_async_wait<0>();
     this->write.next = first;
     CUTE_UNROLL
-    for (int slice = 0; slice < Traits::kSlicesV; ++slice) publish();
+    for (int slice = 0; slice < Traits::kSlicesV; ++slice) publish_rows(this->write);
   }
 
   // A slice of K. A lane takes four neighbouring columns of every row of the warp's, and reads
@@ -143,7 +125,8 @@ struct ConvertedSlices : SliceRows<Traits> {
         tile.item.kv_head * k.stride_head + slot_offset(k, tile.rows.slot[0]) + column;
     const int first_key = tile.index * Traits::kTileN + this->warp_row();
     const auto& smem = this->write.smem;
-    unsigned char* slice = wait_for_slot();
+    this->write.wait();
+    unsigned char* slice = this->write.bytes();
 #pragma unroll 1
     for (int span = 0; span < kWarpKeys; span += kSpan) {
       Stored own[kSpan], other[kSpan];
@@ -159,8 +142,9 @@ struct ConvertedSlices : SliceRows<Traits> {
               __ldg(reinterpret_cast<const Stored*>(row + (lane_column + to_other) * kBytes));
         }
       }
-      SteppedAngles angles(LaneAngles::at(first_key + span, smem.frequency + pair),
-                           smem.row_step + pair);
+      SteppedAngles angles(
+          LaneAngles::at<fast_rotation_by>(first_key + span, smem.frequency + pair),
+          smem.row_step + pair);
       if (is_high) angles.reverse();
       CUTE_UNROLL
       for (int i = 0; i < kSpan; ++i) {
@@ -172,7 +156,7 @@ struct ConvertedSlices : SliceRows<Traits> {
         if (i + 1 < kSpan) angles.advance();
       }
     }
-    publish();
+    publish_rows(this->write);
   }
 };
 

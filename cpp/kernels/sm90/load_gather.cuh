@@ -2,8 +2,6 @@
 // serve (above all page size 1).
 #pragma once
 
-#include <cutlass/arch/barrier.h>
-
 #include "kernels/sm90/copy_rows.cuh"
 #include "kernels/sm90/tile_ring.cuh"
 #include "kernels/sm90/tile_stream.cuh"
@@ -148,13 +146,8 @@ struct GatherLoader {
       for (int block = 0; block < kBlocks; ++block) {
         std::uint32_t block_target = target + block * Traits::kTileN * kBlockRowBytes;
         const Element* block_source = source + block * kColumns;
-        if constexpr (kRows == Rows::kWhole) {
-          copy_piece(block_target, block_source);
-        } else {
-          bool kept = key >= item.keys.begin && key < item.keys.end;
-          bool is_there = kept && block * kColumns + column < head_dim;
-          copy_piece(block_target, block_source, is_there ? kCopyBytes : 0);
-        }
+        int bytes_left = block * kColumns + column < head_dim ? kCopyBytes : 0;
+        copy_piece_of<kRows>(item, key, bytes_left, block_target, block_source);
       }
     }
   }

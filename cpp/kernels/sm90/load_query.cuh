@@ -9,14 +9,13 @@
 
 namespace preflash::sm90 {
 
-// The power of two that brings a row of bfloat16 into float16's range: 1 where its largest
-// element lies in [2^-4, 2^15), and what it takes to bring that below 2^15 otherwise. What
-// float16 then rounds is less than 2^-21 of the largest. The scores are divided by it
-// (HeadFactors).
-__device__ __forceinline__ float narrowing_factor(float maximum) {
-  if (maximum == 0.0f || (maximum >= 0x1p-4f && maximum < 0x1p15f)) return 1.0f;
-  int exponent = static_cast<int>(__float_as_uint(maximum) >> 23) - 127;  // 128: inf
-  return __uint_as_float(static_cast<unsigned>(127 + min(14 - exponent, 126)) << 23);
+// The first element of a row of an item's Q.
+__device__ __forceinline__ std::int64_t query_offset(const HopperSegment& params,
+                                                     const ItemState& state, int row) {
+  PackedRow packed = unpack_row(params, state.item.row_begin + row);
+  std::int64_t token = std::int64_t{state.request.qo_begin} + packed.token;
+  return token * params.q.stride_token +
+         query_head(params, state.item, packed) * params.q.stride_head;
 }
 
 // The warpgroup reads them from memory, widens and rotates them.
@@ -67,13 +66,9 @@ struct QueryLoader {
   __device__ __forceinline__ void sync() const {
     cutlass::arch::NamedBarrier::sync(kWarpgroupThreads, NamedBarriers::kWarpgroup + warpgroup);
   }
-
   __device__ __forceinline__ const unsigned char* row_of(int row) const {
-    PackedRow packed = unpack_row(params, state.item.row_begin + row);
-    std::int64_t token = std::int64_t{state.request.qo_begin} + packed.token;
-    std::int64_t offset = token * params.q.stride_token +
-                          query_head(params, state.item, packed) * params.q.stride_head;
-    return static_cast<const unsigned char*>(params.q.data) + offset * size_of(params.q_dtype);
+    return static_cast<const unsigned char*>(params.q.data) +
+           query_offset(params, state, row) * size_of(params.q_dtype);
   }
 
   template <DType kFrom>
@@ -127,7 +122,8 @@ struct QueryLoader {
     if (params.position == Position::kRope && unit < kUnits) {
       int token = unpack_row(params, state.item.row_begin + row).token;
       int position = state.request.kv_len - state.request.qo_len + token;
-      LaneAngles::at(position, smem.frequency + unit * kLanePairs).rotate(low, high);
+      LaneAngles::at<fast_rotation_by>(position, smem.frequency + unit * kLanePairs)
+          .rotate(low, high);
     }
     // NOTE: sm_scale <= 0 is applied through Q's sign (LogitsParams).
     low.multiply(params.logits.q_factor);

@@ -3,8 +3,6 @@
 // widened and rotated (forward_transform.cuh). V of 16 bits goes to its tile at once.
 #pragma once
 
-#include <cutlass/arch/barrier.h>
-
 #include "kernels/sm90/copy_rows.cuh"
 #include "kernels/sm90/forward_transform.cuh"
 #include "kernels/sm90/tile_ring.cuh"
@@ -25,9 +23,9 @@ struct TransformLoader {
   TileWriter<Traits, Operand::kV> v;
   ItemKeys item;
 
-  __device__ __forceinline__ TransformLoader(const HopperSegment& params,
+  __device__ __forceinline__ TransformLoader(const ParamsOf<Traits>& params,
                                              SharedStorage<Traits>& smem)
-      : params(params), smem(smem), k{smem}, v{smem} {}
+      : params(params.segments[0]), smem(smem), k{smem}, v{smem} {}
 
   // Publishes K(last), then K(t - 1) and V(t) for each tile, in the order in which the consumers
   // need them. Copies run a tile ahead of that in each operand, lookups of pages two. Every copy is
@@ -41,7 +39,7 @@ struct TransformLoader {
     KeySlot slot = find_slot_of_lane(tile);
     int next = tiles.next();
     KeySlot next_slot = find_slot_of_lane(next);
-    copy_k(slot, tile);
+    copy(k, slot, tile);
     cp_async_fence();
     after_first();
     // The iteration behind the last tile publishes the last V.
@@ -53,9 +51,9 @@ struct TransformLoader {
       if (is_last) {
         cp_async_fence();
       } else {
-        publish_k(tile, [&] { copy_k(next_slot, next); });
+        publish_k(tile, [&] { copy(k, next_slot, next); });
       }
-      auto copy_next = [&] { copy_v(slot, tile); };
+      auto copy_next = [&] { copy(v, slot, tile); };
       if (is_first) {
         copy_next();
       } else {
@@ -84,23 +82,16 @@ struct TransformLoader {
     return find_slot_within(params, item, tile * Traits::kTileN + first_row() + lane_id());
   }
 
-  __device__ __forceinline__ void copy_k(KeySlot slot, int tile) const {
+  template <class Writer>
+  __device__ __forceinline__ void copy(const Writer& write, KeySlot slot, int tile) const {
     if (tile != kNoTile) {
       if (stored_in_8_bits()) {
-        copy_rows<1, Place::kRaw>(k, slot, tile, raw_k());
+        copy_rows<1, Place::kRaw>(write, slot, tile, Writer::kIsK ? raw_k() : raw_v());
+      } else if constexpr (Writer::kIsK) {
+        copy_rows<2, Place::kRaw>(write, slot, tile, raw_k());
       } else {
-        copy_rows<2, Place::kRaw>(k, slot, tile, raw_k());
-      }
-    }
-    cp_async_fence();
-  }
-  __device__ __forceinline__ void copy_v(KeySlot slot, int tile) const {
-    if (tile != kNoTile) {
-      if (stored_in_8_bits()) {
-        copy_rows<1, Place::kRaw>(v, slot, tile, raw_v());
-      } else {
-        v.wait();
-        copy_rows<2, Place::kTile>(v, slot, tile, v.bytes());
+        write.wait();
+        copy_rows<2, Place::kTile>(write, slot, tile, write.bytes());
       }
     }
     cp_async_fence();
@@ -110,15 +101,6 @@ struct TransformLoader {
   __device__ __forceinline__ static void await_rows() {
     cp_async_wait<1>();
     __syncwarp();
-  }
-  // NOTE: the warp writes through the generic proxy and wgmma reads through the async one. Nor may
-  // a lane's next copy overwrite what another one still reads.
-  template <class Writer>
-  __device__ __forceinline__ static void announce(Writer& write) {
-    cutlass::arch::fence_view_async_shared();
-    __syncwarp();
-    if (lane_id() == 0) write.full().arrive();
-    write.next.advance();
   }
 
   // Publish a tile, and call copy_next() as soon as its part of the raw ring is free.
@@ -133,32 +115,31 @@ struct TransformLoader {
     } else {
       widen_rows(rows, k, copy_next);
     }
-    announce(k);
+    publish_rows(k);
     if (rotates) copy_next();
   }
   __device__ __forceinline__ void rotate_rows(const RowTransform<Traits>& rows,
                                               int first_key) const {
-    constexpr DType kE4M3 = DType::kFloat8E4M3, kE5M2 = DType::kFloat8E5M2;
-    const int head_dim = params.head_dim_qk;
-    if (!stored_in_8_bits()) {
-      rows.template rotate<Traits::kVariant.kv_dtype>(smem, first_key, head_dim, k.bytes());
-    } else if (params.kv_dtype == kE4M3) {
-      rows.template rotate<kE4M3>(smem, first_key, head_dim, k.bytes());
+    auto rotate = [&](auto from) {
+      rows.template rotate<from>(smem, first_key, params.head_dim_qk, k.bytes());
+    };
+    if (stored_in_8_bits()) {
+      dispatch_8_bits(params.kv_dtype, rotate);
     } else {
-      rows.template rotate<kE5M2>(smem, first_key, head_dim, k.bytes());
+      rotate(C<Traits::kVariant.kv_dtype>{});
     }
   }
   template <class CopyNext>
   __device__ __forceinline__ void publish_v(const CopyNext& copy_next) {
     await_rows();
     if (!stored_in_8_bits()) {
-      announce(v);
+      publish_rows(v);
       copy_next();
       return;
     }
     RowTransform<Traits> rows{raw_v(), first_row()};
     widen_rows(rows, v, copy_next);
-    announce(v);
+    publish_rows(v);
   }
 
   template <class Writer, class CopyNext>
@@ -169,17 +150,13 @@ struct TransformLoader {
     __syncwarp();
     copy_next();
     write.wait();
-    unsigned char* tile = write.bytes();
-    if (params.kv_dtype == DType::kFloat8E4M3) {
-      rows.template write<DType::kFloat8E4M3, kHead>(narrow, tile);
-    } else {
-      rows.template write<DType::kFloat8E5M2, kHead>(narrow, tile);
-    }
+    dispatch_8_bits(params.kv_dtype,
+                    [&](auto from) { rows.template write<from, kHead>(narrow, write.bytes()); });
   }
 
   enum class Place { kRaw, kTile };
 
-  // Copies the warp's rows of a tile. What is no kept key's, or past head_dim, becomes zeros.
+  // Copies the warp's rows of a tile.
   template <int kElementBytes, Place kPlace, class Writer>
   __device__ __forceinline__ void copy_rows(const Writer&, KeySlot slot, int tile,
                                             unsigned char* target) const {
@@ -208,19 +185,13 @@ struct TransformLoader {
       int warp_row = pass * kRowsAtOnce + lane_id() / kLanes;
       const unsigned char* source = head + __shfl_sync(0xffffffffu, lane_offset, warp_row);
       int row = first_row() + warp_row;
-      int key = first_key + row;
-      int bytes_left = key >= item.keys.begin && key < item.keys.end ? head_dim * kElementBytes : 0;
       CUTE_UNROLL
       for (int i = 0; i < kPieces / kLanes; ++i) {
         int byte = i * kLanes * kCopyBytes;
         int place = kPlace == Place::kRaw ? row * kRowBytes + lane_byte + byte
                                           : swizzled<Traits::kTileN>(row, (lane_byte + byte) / 2);
-        if constexpr (kRows == Rows::kWhole) {
-          copy_piece(cast_smem_ptr_to_uint(target + place), source + byte);
-        } else {
-          copy_piece(cast_smem_ptr_to_uint(target + place), source + byte,
-                     min(max(bytes_left - lane_byte - byte, 0), kCopyBytes));
-        }
+        copy_piece_of<kRows>(item, first_key + row, head_dim * kElementBytes - lane_byte - byte,
+                             cast_smem_ptr_to_uint(target + place), source + byte);
       }
     }
   }

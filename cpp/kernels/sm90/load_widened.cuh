@@ -4,6 +4,7 @@
 // for nothing but the buffer of the tile, and a part is on its way while the other one is widened.
 #pragma once
 
+#include "kernels/common/swizzle.cuh"
 #include "kernels/common/widen.cuh"
 #include "kernels/sm90/copy_rows.cuh"
 #include "kernels/sm90/tile_ring.cuh"
@@ -87,7 +88,6 @@ struct WideningRows {
   }
 
  private:
-  // What is no kept key's, or past head_dim, becomes zeros.
   template <int kPart, Rows kRows>
   __device__ __forceinline__ void copy_rows(const Source& from) const {
     const KvTensor& tensor = from.tensor;
@@ -100,13 +100,9 @@ struct WideningRows {
     for (int pass = 0; pass < kPasses; ++pass) {
       int row = kPart * kPartRows + pass * Lanes::kRowsAtOnce + Lanes::row();
       const unsigned char* address = source + __shfl_sync(0xffffffffu, lane_offset, row);
-      int bytes = Lanes::kPiece;
-      if constexpr (kRows == Rows::kPartial) {
-        int key = from.tile * Traits::kTileN + first_row() + row;
-        bool kept = key >= from.item.keys.begin && key < from.item.keys.end;
-        bytes = kept ? min(max(from.head_dim - column, 0), Lanes::kPiece) : 0;
-      }
-      copy_piece(target + (kPart * kPasses + pass) * 32 * Lanes::kPiece, address, bytes);
+      int key = from.tile * Traits::kTileN + first_row() + row;
+      copy_piece_of<kRows>(from.item, key, from.head_dim - column,
+                           target + (kPart * kPasses + pass) * 32 * Lanes::kPiece, address);
     }
   }
 
@@ -118,37 +114,21 @@ struct WideningRows {
     CUTE_UNROLL
     for (int pass = 0; pass < kPasses; ++pass) stored[pass] = raw[(kPart * kPasses + pass) * 32];
     copy_next(Int<kPart>{});
-    if (from == DType::kFloat8E4M3) {
-      write_rows<kPart, DType::kFloat8E4M3>(stored, tile);
-    } else {
-      write_rows<kPart, DType::kFloat8E5M2>(stored, tile);
-    }
+    dispatch_8_bits(from, [&](auto narrow) { write_rows<kPart, narrow>(stored, tile); });
   }
   template <int kPart, DType kFrom>
   __device__ __forceinline__ static void write_rows(const uint4 (&stored)[kPasses],
                                                     unsigned char* tile) {
-    int lane_row = first_row() + Lanes::row();
-    unsigned char* rows = tile + (Lanes::block() * Traits::kTileN + lane_row) * kBlockRowBytes;
-    int piece = Lanes::column() / 8 ^ lane_row % 8;
+    const int row = first_row() + Lanes::row();
+    const int column = Lanes::block() * 64 + Lanes::column();
+    SwizzledColumn<Traits::kTileN> low(tile, row, column), high(tile, row, column + 8);
     CUTE_UNROLL
     for (int pass = 0; pass < kPasses; ++pass) {
-      // NOTE: lane_row % 8 is below the rows of a pass, so that the swizzle follows from the first
-      // row's.
-      constexpr int kPassRows = Lanes::kRowsAtOnce;
-      int row = kPart * kPartRows + pass * kPassRows;
-      int turned = piece ^ row % 8;
-      unsigned char* target = rows + row * kBlockRowBytes;
-      store<kFrom>(target + turned * 16, stored[pass].x, stored[pass].y);
-      store<kFrom>(target + (turned ^ 1) * 16, stored[pass].z, stored[pass].w);
+      const int offset = kPart * kPartRows + pass * Lanes::kRowsAtOnce;
+      const uint4& piece = stored[pass];
+      *reinterpret_cast<uint4*>(low.at(offset)) = widen<kFrom, kTo>(make_uint2(piece.x, piece.y));
+      *reinterpret_cast<uint4*>(high.at(offset)) = widen<kFrom, kTo>(make_uint2(piece.z, piece.w));
     }
-  }
-  template <DType kFrom>
-  __device__ __forceinline__ static void store(unsigned char* target, std::uint32_t low,
-                                               std::uint32_t high) {
-    FourElements first = widen<kFrom, kTo>(low);
-    FourElements second = widen<kFrom, kTo>(high);
-    *reinterpret_cast<uint4*>(target) =
-        make_uint4(first.pair[0], first.pair[1], second.pair[0], second.pair[1]);
   }
 };
 
@@ -189,11 +169,7 @@ struct WideningLoader {
       write.wait();
       rows.write(params.kv_dtype, write.bytes(),
                  [&](auto part) { rows.template copy<part>(source(next_slot, next)); });
-      // NOTE: the warp writes through the generic proxy and wgmma reads through the async one.
-      cutlass::arch::fence_view_async_shared();
-      __syncwarp();
-      if (lane_id() == 0) write.full().arrive();
-      write.next.advance();
+      publish_rows(write);
       prefetch(ahead_slot);
       tile = next;
       next = ahead;

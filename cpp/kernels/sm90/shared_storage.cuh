@@ -93,7 +93,7 @@ struct KeptTiles {
 
 struct Nothing {};
 
-// The coordinates at which a TMA box of K or V begins (tensor_map.h).
+// The coordinates at which a TMA box of K or V begins (cuda/tma/tensor_map.h).
 struct alignas(16) TmaCoordinates {
   int page;
   int x;

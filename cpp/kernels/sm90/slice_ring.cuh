@@ -47,6 +47,9 @@ struct SliceWriter {
     smem.slice_empty[next.index()].wait(next.phase() ^ 1);
   }
   __device__ __forceinline__ auto* slice() const { return smem.slices[next.index()]; }
+  __device__ __forceinline__ unsigned char* bytes() const {
+    return reinterpret_cast<unsigned char*>(slice());
+  }
   __device__ __forceinline__ TransactionBarrier& full() const {
     return smem.slice_full[next.index()];
   }

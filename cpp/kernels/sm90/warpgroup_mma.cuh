@@ -8,29 +8,15 @@ namespace preflash::sm90 {
 using namespace cute;
 
 // Issues c (+)= a b as one committed group, without waiting for it. a: (MMA, MMA_M, MMA_K) in
-// registers or as descriptors, b: (MMA, MMA_N, MMA_K) descriptors, c: (MMA, MMA_M, MMA_N). `first`
-// says whether c's old value counts.
-template <class Mma, class A, class B, class C>
-__device__ __forceinline__ void multiply_async(Mma& mma, const A& a, const B& b, C& c,
+// registers or as descriptors, of which the kDepth columns from first_k on count,
+// b: (MMA, MMA_N, MMA_K) descriptors, c: (MMA, MMA_M, MMA_N). `first` says whether c's old value
+// counts.
+template <int kDepth, class Mma, class A, class B, class C>
+__device__ __forceinline__ void multiply_async(Mma& mma, const A& a, int first_k, const B& b, C& c,
                                                GMMA::ScaleOut first) {
   constexpr bool kFromRegisters =
       !cute::is_base_of<GMMA::DescriptorIterator, typename Mma::FrgTypeA>::value;
   if constexpr (kFromRegisters) warpgroup_fence_operand(const_cast<A&>(a));
-  warpgroup_fence_operand(c);
-  warpgroup_arrive();
-  mma.accumulate_ = first;
-  CUTE_UNROLL
-  for (int k = 0; k < size<2>(a); ++k) {
-    gemm(mma, a(_, _, k), b(_, _, k), c);
-    mma.accumulate_ = GMMA::ScaleOut::One;
-  }
-  warpgroup_commit_batch();
-}
-
-// The same with the kDepth columns of a from first_k on.
-template <int kDepth, class Mma, class A, class B, class C>
-__device__ __forceinline__ void multiply_async(Mma& mma, const A& a, int first_k, const B& b, C& c,
-                                               GMMA::ScaleOut first) {
   warpgroup_fence_operand(c);
   warpgroup_arrive();
   mma.accumulate_ = first;
@@ -40,6 +26,13 @@ __device__ __forceinline__ void multiply_async(Mma& mma, const A& a, int first_k
     mma.accumulate_ = GMMA::ScaleOut::One;
   }
   warpgroup_commit_batch();
+}
+
+// The same with all columns of a.
+template <class Mma, class A, class B, class C>
+__device__ __forceinline__ void multiply_async(Mma& mma, const A& a, const B& b, C& c,
+                                               GMMA::ScaleOut first) {
+  multiply_async<decltype(size<2>(a))::value>(mma, a, 0, b, c, first);
 }
 
 // Waits until at most kPending later groups are in flight: c is complete then.

@@ -8,6 +8,20 @@
 
 namespace preflash::sm90 {
 
+// The rows of an item's tile in use: 0 or less where the plan was made for longer requests
+// (RequestLengths).
+__device__ __forceinline__ int rows_in_use(const HopperSegment& params, const WorkItem& item,
+                                           const RequestInfo& request) {
+  return min(request.qo_len * params.group_size - item.row_begin, params.rows_per_tile);
+}
+
+// ItemState::keys
+__device__ __forceinline__ KeySpan keys_of_item(const HopperSegment& params, const WorkItem& item,
+                                                const RequestInfo& request) {
+  int first_token = unpack_row(params, item.row_begin).token;
+  return {bounds_of(params, request).first_key(first_token), request.kv_len};
+}
+
 // The KV tiles that rows [first, end) of an item touch.
 template <class Traits>
 __device__ __forceinline__ TileRange tiles_of_rows(const HopperSegment& params,
@@ -69,8 +83,7 @@ struct ItemProducer {
       item = params.items[index];
       request = params.requests[item.request];
       const HopperSegment& segment = params.segment_of(request);
-      num_rows = min(request.qo_len * segment.group_size - item.row_begin, segment.rows_per_tile);
-      // The plan was made for longer requests (RequestLengths).
+      num_rows = rows_in_use(segment, item, request);
       if (num_rows <= 0) continue;
       tiles = tiles_of_rows<Traits>(segment, item, request, 0, num_rows);
       if constexpr (Traits::kHasMaskBits) tiles = kept(item, request, tiles);
@@ -86,12 +99,10 @@ struct ItemProducer {
     // One thread writes the item and announces it.
     if (elect_one_sync()) {
       const HopperSegment& segment = params.segment_of(request);
-      MaskBounds bounds = bounds_of(segment, request);
-      int first_token = unpack_row(segment, item.row_begin).token;
       state.item = item;
       state.request = request;
       state.tiles = tiles;
-      state.keys = {bounds.first_key(first_token), request.kv_len};
+      state.keys = keys_of_item(segment, item, request);
       state.num_rows = num_rows;
       note_record(state, record() - column_parts<Traits>(segment.head_dim_vo));
 #pragma unroll 1

@@ -56,9 +56,9 @@ largest head_dim, or pair of head_dim_qk x head_dim_vo, of each kernel; every sm
 runs through the smallest that covers it; "all" is $all. Every row
 goes with ragged and paged batches, single requests, NHD and HND, any page size, any ratio of query
 to KV heads and any strides.
-On a GPU RoPE and fp8 above head_dim 256, and with custom masks on `fa3`, are served by copies in
-the workspace ([guide](guide.md#copies-for-rope-and-fp8)), under 8-bit queries for
-an output of 16 bits.
+Every row plans and runs in 128 MB of float workspace however large the KV cache is, in CUDA graphs
+too. On a GPU RoPE and fp8 run on copies where they pay and fit
+([guide](guide.md#copies-for-rope-and-fp8)).
 """
 
 

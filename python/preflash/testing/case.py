@@ -161,11 +161,6 @@ class Case:
         return changes and products.itemsize == 2 and self.dtype_o == products
 
     @property
-    def may_need_copies(self) -> bool:
-        """Whether a GPU backend may have no kernel that transforms what arrives."""
-        return self.has_staged_form and max(self.head_dim, self.dim_vo) > 256
-
-    @property
     def contradiction(self) -> str:
         """The rule of numbers that the dtypes and the position break together, if they do.
 

@@ -181,7 +181,7 @@ def compare(inputs: Inputs, out, lse, expected: Expected | None = None, **option
         # Tensor cores and copies have 16 bits, the CPU float32. 8-bit queries are float16 by then,
         # in copies of the output's dtype.
         rotated = case.dtype if case.dtype.itemsize == 2 else torch.float16
-        if case.dtype.itemsize == 1 and (copied or case.may_need_copies):
+        if case.dtype.itemsize == 1 and copied:
             rotated = case.dtype_o
         options.setdefault("rotated_dtype", rotated)
     return comparison.compare(out, lse, expected, soft_cap=case.soft_cap or 0.0, **options)

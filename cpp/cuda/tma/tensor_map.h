@@ -10,8 +10,8 @@
 //   head    num_kv_heads
 //   page    num_pages
 // and row = x + r. The kept rows end up at the end of the box. In a box that begins below a window
-// they belong there; in the box with a request's last key the consumers' mask takes it into account
-// (forward_mask.cuh).
+// they belong there; in the box with a request's last key the kernel's mask takes it into account
+// (kernels/sm90/forward_mask.cuh).
 // NOTE: to put the zeros at the end, the tensor would have to begin before its first byte; TMA
 // faults if nothing is mapped there.
 #pragma once
@@ -21,7 +21,7 @@
 #include "preflash/params.h"
 #include "preflash/types.h"
 
-namespace preflash::sm90 {
+namespace preflash {
 
 struct TensorMaps {
   CUtensorMap q;  // [kv head, token, head in group, column]
@@ -41,4 +41,4 @@ BoxShape box_shape(const ForwardSegment& params, int tile_m, int tile_n);
 // Returns nullptr, or a message if the driver refuses.
 const char* encode_tensor_maps(const ForwardSegment& params, const BoxShape& box, TensorMaps& maps);
 
-}  // namespace preflash::sm90
+}  // namespace preflash

@@ -1,31 +1,20 @@
-#include "kernels/sm90/tensor_map.h"
-
-#include <cuda_runtime.h>
+#include "cuda/tma/tensor_map.h"
 
 #include <numeric>
 
-namespace preflash::sm90 {
+#include "cuda/driver_function.h"
+
+namespace preflash {
 namespace {
 
 constexpr int kBoxRowBytes = 128;  // of the swizzle
 
 using Encode = decltype(&cuTensorMapEncodeTiled);
 
-// The driver function is looked up at run time: the library must load on a machine without a
-// driver.
 Encode find_encode() {
-  void* function = nullptr;
-  cudaDriverEntryPointQueryResult result;
-#if CUDART_VERSION >= 12050
-  cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000,
-                                                       cudaEnableDefault, &result);
-#else
-  cudaError_t error =
-      cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &function, cudaEnableDefault, &result);
-#endif
-  if (error != cudaSuccess) cudaGetLastError();  // clears it: the next launch must not report it
-  if (error != cudaSuccess || result != cudaDriverEntryPointSuccess) return nullptr;
-  return reinterpret_cast<Encode>(function);
+  Encode encode = nullptr;
+  find_driver_function("cuTensorMapEncodeTiled", &encode);
+  return encode;
 }
 
 template <int kRank>
@@ -131,4 +120,4 @@ const char* encode_tensor_maps(const ForwardSegment& params, const BoxShape& box
   return encode_kv(function, params, params.v, params.head_dim_vo, box.kv_rows, maps.v);
 }
 
-}  // namespace preflash::sm90
+}  // namespace preflash

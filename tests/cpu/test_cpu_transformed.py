@@ -1,0 +1,15 @@
+"""What the cpu backend makes of the cases of kernels that rotate and widen (transformed_cases)."""
+
+import pytest
+from preflash.testing import build, runner
+from transformed_cases import CASES
+
+
+@pytest.mark.parametrize("case", CASES[::7], ids=lambda case: case.id)
+def test_numbers(case):
+    inputs = build(case)
+    buffer = runner.workspace("cpu", 256 << 20)  # a fixed split is kept whatever it takes
+    wrapper = runner.make_wrapper(case, backend="cpu", buffer=buffer)
+    runner.plan(wrapper, inputs)
+    assert not wrapper._state.planned.primary.plan.staged
+    runner.compare(inputs, *runner.run(wrapper, inputs)).check()
