@@ -13,7 +13,8 @@ import random
 import preflash
 import pytest
 import torch
-from preflash import _backends, _core
+from preflash import _core
+from preflash._device import backends
 from preflash.testing import Case, Inputs, build, runner
 
 NAN = float("nan")
@@ -47,7 +48,7 @@ def _repeater_on_gpus(original):
 @pytest.fixture
 def recorder(monkeypatch) -> _Recorder:
     made = _Recorder()
-    kind = _backends._CpuBackend
+    kind = backends._CpuBackend
     monkeypatch.setattr(kind, "runner", made.wrap(kind.runner))
     monkeypatch.setattr(kind, "runner_of_segments", made.wrap(kind.runner_of_segments))
     monkeypatch.setattr(_core, "repeater", _repeater_on_gpus(_core.repeater))

@@ -13,18 +13,9 @@ from . import _core
 
 _core.set_library_dir(str(Path(__file__).parent / "lib"))
 
-from . import (  # noqa: E402
-    _torch_ops,  # noqa: F401
-    attention,
-    cascade,
-    cudnn,
-    decode,
-    page,
-    pod,
-    prefill,
-    quantization,
-)
-from ._patch import patch_flashinfer  # noqa: E402
+from . import attention, cascade, cudnn, decode, page, pod, prefill, quantization  # noqa: E402
+from ._compat.patch import patch_flashinfer  # noqa: E402
+from ._torch import operators  # noqa: E402, F401
 from .attention import BatchAttentionWithAttentionSinkWrapper  # noqa: E402
 from .cascade import (  # noqa: E402
     MultiLevelCascadeAttentionWrapper,
@@ -38,11 +29,7 @@ from .decode import (  # noqa: E402
     fast_decode_plan,
     single_decode_with_kv_cache,
 )
-from .page import (  # noqa: E402
-    append_paged_kv_cache,
-    get_batch_indices_positions,
-    get_seq_lens,
-)
+from .page import append_paged_kv_cache, get_batch_indices_positions, get_seq_lens  # noqa: E402
 from .pod import BatchPODWithPagedKVCacheWrapper, PODWithPagedKVCacheWrapper  # noqa: E402
 from .prefill import (  # noqa: E402
     BatchPrefillWithPagedKVCacheWrapper,

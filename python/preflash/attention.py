@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from . import _validate as check
-from ._arguments import (
+from ._check import values as check
+from ._check.arguments import (
     GivenScales,
     KvCache,
     PagedPlanArguments,
@@ -19,8 +19,8 @@ from ._arguments import (
     Scale,
     UnservedRunOptions,
 )
-from ._options import check_unserved
-from ._outputs import run_outputs
+from ._check.options import check_unserved
+from ._check.outputs import run_outputs
 from .prefill import BatchPrefillWithPagedKVCacheWrapper
 
 __all__ = ["BatchAttentionWithAttentionSinkWrapper"]

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import torch
 
 from . import _core
-from . import _validate as check
-from ._arguments import KvCache
-from ._device_stream import DeviceStream
-from ._workspace import check_levels_apart
+from ._check import values as check
+from ._check.arguments import KvCache
+from ._device.stream import DeviceStream
+from ._device.workspace import check_levels_apart
 from .prefill import BatchPrefillWithPagedKVCacheWrapper
 
 __all__ = [

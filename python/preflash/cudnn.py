@@ -6,11 +6,12 @@ from __future__ import annotations
 
 import torch
 
-from . import _cudnn_kernels, _cudnn_run
-from . import _validate as check
-from ._arguments import GivenScales
-from ._cudnn_call import CudnnArguments
-from ._cudnn_checks import checked
+from ._check import values as check
+from ._check.arguments import GivenScales
+from ._cudnn import execution
+from ._cudnn.call import CudnnArguments
+from ._cudnn.checks import checked
+from ._wrap import cudnn_kernels
 
 __all__ = ["cudnn_batch_prefill_with_kv_cache"]
 
@@ -136,13 +137,13 @@ def cudnn_batch_prefill_with_kv_cache(
     )
     name = call.backend.name
     if name not in ("auto", "cudnn"):
-        return _cudnn_kernels.attend(call, f"backend={name!r} is not cuDNN")
+        return cudnn_kernels.attend(call, f"backend={name!r} is not cuDNN")
     try:
-        return _cudnn_run.attend(call)
-    except _cudnn_run.RefusedError as refusal:
+        return execution.attend(call)
+    except execution.RefusedError as refusal:
         if name == "cudnn":
             raise NotImplementedError(
                 f"backend='cudnn': {refusal}; backend='auto' computes it with other kernels"
             ) from None
         why = str(refusal)
-    return _cudnn_kernels.attend(call, why)
+    return cudnn_kernels.attend(call, why)

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import torch
 
-from . import _validate as check
-from ._arguments import Result, Scale
-from ._decode import BatchDecodeWithPagedKVCacheWrapper
+from ._check import values as check
+from ._check.arguments import Result, Scale
+from ._wrap.decode import BatchDecodeWithPagedKVCacheWrapper
 from .prefill import single_prefill_with_kv_cache
 
 __all__ = [

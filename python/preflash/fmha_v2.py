@@ -9,11 +9,12 @@ from collections.abc import Sequence
 
 import torch
 
-from . import _fmha_arguments, _fmha_lengths, _fmha_run
-from . import _validate as check
-from ._arguments import PerHead
-from ._fmha_arguments import FmhaArguments
-from ._fmha_operands import Qkv, one_tensor
+from ._check import values as check
+from ._check.arguments import PerHead
+from ._fmha import arguments, run
+from ._fmha import lengths as _lengths
+from ._fmha.arguments import FmhaArguments
+from ._fmha.operands import Qkv, one_tensor
 
 __all__ = ["trtllm_fmha_v2_prefill"]
 
@@ -118,6 +119,6 @@ def trtllm_fmha_v2_prefill(
         skip_softmax_threshold_scale_factor, backend,
     )  # fmt: skip
     check.not_traced()
-    call = _fmha_arguments.checked(a)
-    lengths = _fmha_lengths.checked(a, call)
-    return _fmha_run.run(call, lengths)
+    call = arguments.checked(a)
+    lengths = _lengths.checked(a, call)
+    return run.run(call, lengths)

@@ -9,11 +9,11 @@ from __future__ import annotations
 import torch
 
 from . import _core
-from . import _page_checks as checks
-from . import _validate as check
-from ._arguments import KvCache
-from ._device_stream import DeviceStream
-from ._tensors import effective_strides, reaches_into
+from ._check import pages as checks
+from ._check import values as check
+from ._check.arguments import KvCache
+from ._check.tensors import effective_strides, reaches_into
+from ._device.stream import DeviceStream
 
 __all__ = ["append_paged_kv_cache", "get_batch_indices_positions", "get_seq_lens"]
 

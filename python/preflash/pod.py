@@ -15,30 +15,24 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import _core, _pipeline
-from . import _validate as check
-from ._arguments import (
-    DecodePlanArguments,
-    GivenScales,
-    KvCache,
-    Qkv,
-    Result,
-    Scale,
-)
-from ._arguments import SingleArguments as PrefillArguments
-from ._decode import BatchDecodeWithPagedKVCacheWrapper
-from ._graph import check_captured
-from ._lengths import single_lengths
-from ._masks import check_rows
-from ._options import single_key, single_options
-from ._outputs import Outputs, run_outputs
-from ._pipeline import Request
-from ._pod import SIDES, Joints
-from ._pod_batch import BatchPODWithPagedKVCacheWrapper
-from ._pod_options import RepeatedOptions
-from ._pod_wrapper import PodWrapper
-from ._scales import Scales, folded_scales, softmax_scale
-from ._segments import SegmentRun, of_side
+from . import _core
+from ._check import values as check
+from ._check.arguments import DecodePlanArguments, GivenScales, KvCache, Qkv, Result, Scale
+from ._check.arguments import SingleArguments as PrefillArguments
+from ._check.lengths import single_lengths
+from ._check.options import single_key, single_options
+from ._check.outputs import Outputs, run_outputs
+from ._check.request import Request
+from ._check.scales import Scales, folded_scales, softmax_scale
+from ._plan import pipeline
+from ._plan.masks import check_rows
+from ._pod.batch import BatchPODWithPagedKVCacheWrapper
+from ._pod.joint import SIDES, Joints
+from ._pod.options import RepeatedOptions
+from ._pod.wrapper import PodWrapper
+from ._run.segments import SegmentRun, of_side
+from ._wrap.decode import BatchDecodeWithPagedKVCacheWrapper
+from ._wrap.graph import check_captured
 
 __all__ = ["BatchPODWithPagedKVCacheWrapper", "PODWithPagedKVCacheWrapper"]
 
@@ -360,7 +354,7 @@ class PODWithPagedKVCacheWrapper(PodWrapper):
         layout = given.arguments.kv_layout
         tokens = q.shape[0]
         lengths = single_lengths(tokens, k.shape[0 if layout == "NHD" else 1])
-        return _pipeline.make_request(
+        return pipeline.make_request(
             options,
             lengths,
             layout,

@@ -27,13 +27,13 @@ from typing import Any
 
 import torch
 
-from . import _single, _traced
-from . import _validate as check
-from ._arguments import GivenScales, PerHead, Qkv, Result, SingleArguments, SingleCall
-from ._outputs import run_outputs
-from ._paged import BatchPrefillWithPagedKVCacheWrapper
-from ._ragged import BatchPrefillWithRaggedKVCacheWrapper
-from ._signatures import NEWER_SINGLE_ORDER, newer_spellings, same_signature_as
+from ._check import values as check
+from ._check.arguments import GivenScales, PerHead, Qkv, Result, SingleArguments, SingleCall
+from ._check.outputs import run_outputs
+from ._compat.signatures import NEWER_SINGLE_ORDER, newer_spellings, same_signature_as
+from ._wrap import single, traced
+from ._wrap.paged import BatchPrefillWithPagedKVCacheWrapper
+from ._wrap.ragged import BatchPrefillWithRaggedKVCacheWrapper
 from .cudnn import cudnn_batch_prefill_with_kv_cache
 from .fmha_v2 import trtllm_fmha_v2_prefill
 
@@ -153,7 +153,7 @@ def single_prefill_with_kv_cache(
     per_head = PerHead(sinks, scale_q, scale_k, scale_v)
     call = SingleCall(custom_mask, packed_custom_mask, sm_scale, scales, per_head)
     outputs = run_outputs(out, lse, return_lse, lse_base, lse_layout)
-    prefill = _traced.single if check.traced() else _single.prefill
+    prefill = traced.single if check.traced() else single.prefill
     return prefill(Qkv(q, k, v), arguments, call, outputs)
 
 

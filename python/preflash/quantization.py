@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from . import _masks
-from . import _validate as check
-from ._device_stream import DeviceStream, sent
+from ._check import values as check
+from ._device.stream import DeviceStream, sent
+from ._plan import masks
 
 __all__ = ["packbits", "segment_packbits"]
 
@@ -98,5 +98,5 @@ def _pack(x: torch.Tensor, segments: torch.Tensor, little: bool) -> torch.Tensor
     packed = torch.empty(int(segments[-1]), dtype=torch.uint8, device=x.device)
     if packed.numel() > 0:
         segments = sent(segments, x.device)
-        _masks.pack_segments(x, packed, segments, device_stream, little=little)
+        masks.pack_segments(x, packed, segments, device_stream, little=little)
     return packed

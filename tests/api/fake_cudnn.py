@@ -13,7 +13,7 @@ import math
 from types import SimpleNamespace
 
 import torch
-from preflash import _cudnn_graph, _cudnn_run
+from preflash._cudnn import execution, graph
 
 DTYPES = {
     "HALF": torch.float16,
@@ -101,10 +101,10 @@ class FakeCudnn(SimpleNamespace):
 
 def install(monkeypatch, module):
     """Makes it the cuDNN of tensors on the CPU."""
-    monkeypatch.setattr(_cudnn_graph, "_load", lambda: (module, None))
-    monkeypatch.setattr(_cudnn_graph, "_handles", _cudnn_graph._Handles())
-    monkeypatch.setattr(_cudnn_graph, "_cache", _cudnn_graph._Cache())
-    monkeypatch.setattr(_cudnn_run, "DEVICE_TYPE", "cpu")
+    monkeypatch.setattr(graph, "_load", lambda: (module, None))
+    monkeypatch.setattr(graph, "_handles", graph._Handles())
+    monkeypatch.setattr(graph, "_cache", graph._Cache())
+    monkeypatch.setattr(execution, "DEVICE_TYPE", "cpu")
     return module
 
 

@@ -8,16 +8,7 @@ import preflash
 import pytest
 import torch
 from dims_and_singles import DIMS, MASKS, SINGLE, check_single
-from preflash.testing import (
-    Case,
-    KvForm,
-    Magnitude,
-    MaskKind,
-    Position,
-    build,
-    reference,
-    runner,
-)
+from preflash.testing import Case, KvForm, Magnitude, MaskKind, Position, build, reference, runner
 from preflash.testing.oracle import alibi_slopes
 
 ALIBI = Position.ALIBI

@@ -15,7 +15,7 @@ from compiled_calls import (
     calls_of,
     planned,
 )
-from preflash import _torch_ops
+from preflash._torch import operators
 from preflash.testing import Case, MaskKind, build, reference, runner
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -132,18 +132,18 @@ def test_cuda_graphs_leave_out_what_a_plan_changes():
 
 def test_a_torch_that_cannot_leave_them_out(monkeypatch):
     """Such a capture raises; a graph that replayed an old plan would be silently wrong."""
-    monkeypatch.setattr(_torch_ops, "_CUDAGRAPH_UNSAFE", None)
+    monkeypatch.setattr(operators, "_CUDAGRAPH_UNSAFE", None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
 
     class OnGpu:
         is_cuda = True
 
     for refuse in (
-        lambda: _torch_ops._run(None, "0", OnGpu(), None, None),
-        lambda: _torch_ops._forward(
+        lambda: operators._run(None, "0", OnGpu(), None, None),
+        lambda: operators._forward(
             None, "0", OnGpu(), None, None, causal=True, pos_encoding_mode="NONE", window_left=-1
         ),
-        lambda: _torch_ops._single_prefill(None, OnGpu(), None, None),
+        lambda: operators._single_prefill(None, OnGpu(), None, None),
     ):
         with pytest.raises(RuntimeError, match="captured into a CUDA graph"):
             refuse()

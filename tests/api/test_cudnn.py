@@ -12,16 +12,9 @@ import torch
 from fake_cudnn import FakeCudnn, install
 from fuzz import cudnn_problems, cudnn_trial
 from fuzz.random_cases import Limits
-from preflash import _cudnn_graph, _cudnn_run
-from preflash.testing import (
-    Case,
-    MaskKind,
-    build,
-    compare,
-    poison,
-    reference,
-    runner,
-)
+from preflash._cudnn import execution
+from preflash._cudnn import graph as _graph
+from preflash.testing import Case, MaskKind, build, compare, poison, reference, runner
 
 LENGTHS = {
     "odd": ((5, 37, 1, 70), (17, 37, 90, 64)),
@@ -514,17 +507,17 @@ def frontend(backend_version):
 )
 def test_why_cudnn_is_missing(monkeypatch, module, message):
     monkeypatch.setitem(sys.modules, "cudnn", module)
-    monkeypatch.setattr(_cudnn_run, "DEVICE_TYPE", "cpu")
-    _cudnn_graph._load.cache_clear()
+    monkeypatch.setattr(execution, "DEVICE_TYPE", "cpu")
+    _graph._load.cache_clear()
     try:
-        assert _cudnn_graph.why_missing() is not None
+        assert _graph.why_missing() is not None
         inputs = build(make_case())
         with pytest.raises(NotImplementedError, match=message):
             call(**arguments(inputs), backend="cudnn")
         out, lse = call(**arguments(inputs))
         check(inputs, out, rows_of(inputs.case, lse))
     finally:
-        _cudnn_graph._load.cache_clear()
+        _graph._load.cache_clear()
 
 
 def test_cpu_tensors_are_no_business_of_cudnn():
@@ -764,8 +757,8 @@ gpu = pytest.mark.gpu
 @pytest.fixture
 def cudnn():
     pytest.importorskip("cudnn", reason="nvidia-cudnn-frontend is not installed")
-    if _cudnn_graph.why_missing() is not None:
-        pytest.skip(_cudnn_graph.why_missing())
+    if _graph.why_missing() is not None:
+        pytest.skip(_graph.why_missing())
 
 
 @gpu

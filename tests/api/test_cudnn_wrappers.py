@@ -8,7 +8,7 @@ import preflash
 import pytest
 import torch
 from fake_cudnn import FakeCudnn, install
-from preflash import _cudnn_graph
+from preflash._cudnn import graph as _graph
 from preflash.cli.batches import BatchMaker
 from preflash.cli.bench import baselines
 from preflash.cli.bench.rows import Baseline, Row, quick_rows
@@ -225,8 +225,8 @@ def test_where_cudnn_is_not(case):
 @pytest.mark.parametrize("page_size", [0, 16])
 def test_cudnn_itself(page_size):
     pytest.importorskip("cudnn", reason="nvidia-cudnn-frontend is not installed")
-    if _cudnn_graph.why_missing() is not None:
-        pytest.skip(_cudnn_graph.why_missing())
+    if _graph.why_missing() is not None:
+        pytest.skip(_graph.why_missing())
     case = make_case(page_size)
     inputs = build(case, device="cuda")
     if page_size:  # cuDNN multiplies the rest of a last page by 0

@@ -18,7 +18,7 @@ from fuzz.fmha_problems import (
     judge,
     random_case,
 )
-from preflash import _fmha_lengths
+from preflash._fmha import lengths as _lengths
 
 attention = preflash.trtllm_fmha_v2_prefill
 CASE = FmhaCase((33, 5, 0, 70), (40, 90, 7, 70), stats=True)
@@ -43,7 +43,7 @@ def test_random_problems(target, seed):
 def test_plans_for_the_longest_requests(monkeypatch, seed):
     """What lengths on a GPU do, on the CPU: a plan for the most that there may be is kept, and each
     call replaces its lengths and pages."""
-    monkeypatch.setattr(_fmha_lengths.FmhaLengths, "on_host", False)
+    monkeypatch.setattr(_lengths.FmhaLengths, "on_host", False)
     case = dataclasses.replace(random_case(seed), spare_length=40)
     cpu = types.SimpleNamespace(device="cpu", backend="cpu")
     verify(case, cpu)
@@ -66,7 +66,7 @@ def test_a_table_of_fewer_pages_than_the_maximum(target, monkeypatch, lengths):
     """Callers round max_kv_len up, or give the longest that their model has; twice, because plans
     for the longest requests are kept."""
     if lengths == "within bounds":
-        monkeypatch.setattr(_fmha_lengths.FmhaLengths, "on_host", False)
+        monkeypatch.setattr(_lengths.FmhaLengths, "on_host", False)
         target = types.SimpleNamespace(device="cpu", backend="cpu")
     where = "cpu" if lengths == "host" else target.device
     for kv_lens in ((40, 90, 7, 70), (14, 90, 70, 70), (14, 32, 7, 70)):

@@ -6,16 +6,7 @@ import itertools
 import pytest
 import torch
 from dims_and_singles import DIMS, SINGLE, check_single
-from preflash.testing import (
-    Case,
-    KvForm,
-    MaskKind,
-    Position,
-    Sinks,
-    build,
-    reference,
-    runner,
-)
+from preflash.testing import Case, KvForm, MaskKind, Position, Sinks, build, reference, runner
 
 CAUSAL = MaskKind.CAUSAL
 HALF, BFLOAT = torch.float16, torch.bfloat16

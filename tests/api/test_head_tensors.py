@@ -4,7 +4,7 @@ import preflash
 import pytest
 import torch
 from preflash import _core
-from preflash._arguments import PER_HEAD, PerHead
+from preflash._check.arguments import PER_HEAD, PerHead
 
 HEADS = {"num_qo_heads": 8, "num_kv_heads": 4}
 

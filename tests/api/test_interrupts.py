@@ -10,7 +10,7 @@ import weakref
 
 import pytest
 import torch
-from preflash import _backends
+from preflash._device import backends
 from preflash.testing import Case, MaskKind, build, runner
 
 OLD = Case("old", (33, 5, 0, 70), (40, 90, 7, 70), 4, 2, 64, page_size=16, mask=MaskKind.CAUSAL)
@@ -148,7 +148,7 @@ def test_plans_during_a_run(monkeypatch, page_size, runs_before):
             handlers.pop()()
         return 2
 
-    monkeypatch.setattr(_backends._CpuBackend, "num_threads", staticmethod(num_threads))
+    monkeypatch.setattr(backends._CpuBackend, "num_threads", staticmethod(num_threads))
     wrapper = runner.make_wrapper(old.case, backend="cpu")
     tensors = (old.q, (old.k, old.v)) if page_size else (old.q, old.k, old.v)
     for _ in range(2):
@@ -172,7 +172,7 @@ def test_an_upload_that_fails_changes_nothing(target, monkeypatch):
     def fail(self):
         raise RuntimeError("no pinned memory")
 
-    monkeypatch.setattr("preflash._workspace.Workspace.uploader", fail)
+    monkeypatch.setattr("preflash._device.workspace.Workspace.uploader", fail)
     new_float = runner.workspace(target.device, 1 << 20)
     ints = torch.zeros(1 << 20, dtype=torch.uint8, device=target.device)
     for call in (

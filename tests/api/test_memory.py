@@ -7,8 +7,8 @@ import math
 import preflash
 import pytest
 import torch
-from preflash import _single
-from preflash import _validate as check
+from preflash._check import values as check
+from preflash._wrap import single
 from preflash.testing import Case, MaskKind, build, oracle, runner
 from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
@@ -261,7 +261,7 @@ def test_single(target, kind, name, seen):
         "k": target.to(torch.ones(9, 2, 64).half()),
         "v": target.to(torch.ones(9, 2, 64).half()),
     }
-    _single._cache.clear()
+    single._cache.clear()
     if seen == "cached":
         preflash.single_prefill_with_kv_cache(**arguments, backend=target.backend)
     with pytest.raises((TypeError, ValueError), match=rf"\b{name}\b"):

@@ -6,7 +6,7 @@ import functools
 import preflash
 import pytest
 import torch
-from preflash import _pipeline
+from preflash._plan import pipeline as _pipeline
 from preflash.testing import Case, MaskKind, build, compare, reference, runner
 from preflash.testing.oracle import Pipeline
 
@@ -447,7 +447,7 @@ def test_attributes_before_and_after_plan(target, case):
 
 
 def told_attributes(wrapper) -> list[str]:
-    from preflash._engine_attributes import told
+    from preflash._compat.engine_attributes import told
 
     return [name for name in dir(type(wrapper)) if isinstance(getattr(type(wrapper), name), told)]
 

@@ -391,14 +391,14 @@ def test_wrappers_made_before_are_refused(flashinfer):
 
 def test_an_interrupted_patch_changes_nothing(flashinfer, engine, monkeypatch):
     before = attributes()
-    replace = preflash._patch._replace
+    replace = preflash._compat.patch._replace
 
     def interrupted(replacements):
         replace(replacements[: len(replacements) // 2])
         monkeypatch.undo()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(preflash._patch, "_replace", interrupted)
+    monkeypatch.setattr(preflash._compat.patch, "_replace", interrupted)
     with pytest.raises(KeyboardInterrupt):
         preflash.patch_flashinfer()
     assert attributes() == before
@@ -474,9 +474,10 @@ def real():
 
 def served():
     """Every name that is replaced: its module's name and our object."""
-    for module in preflash._patch._MODULES:
+    for module_name in preflash._compat.patch._MODULES:
+        module = getattr(preflash, module_name)
         for name in module.__all__:
-            yield module.__name__.rpartition(".")[2], name, getattr(module, name)
+            yield module_name, name, getattr(module, name)
 
 
 def test_the_real_package(real):

@@ -11,7 +11,8 @@ import pytest
 import torch
 from fuzz.pod_trial import plan_decode
 from graph_stage import capture, recorder  # noqa: F401
-from preflash import _backends, _pod
+from preflash._device import backends
+from preflash._pod import joint
 from preflash.testing import Case, KvForm, MaskKind, build, compare, poison, reference, runner
 from preflash.testing.case import Position
 from preflash.testing.oracle import Pipeline
@@ -161,7 +162,7 @@ def test_one_launch(target):
 def test_two_launches_agree(target, monkeypatch, pair):
     """What no kernel takes as one runs as two, with the same results up to rounding."""
     both = built(pair, target)
-    monkeypatch.setattr(_pod, "_has_no_query", lambda request: True)
+    monkeypatch.setattr(joint, "_has_no_query", lambda request: True)
     wrapper = made(target, both[1].case)
     plan(wrapper, both[1])
     check_sides(both, run(wrapper, *both))
@@ -179,7 +180,7 @@ def test_two_launches_where_those_are_faster(target, monkeypatch):
         asked.extend(sides)
         return len(asked) == 2
 
-    monkeypatch.setattr(_backends._KernelBackend, "faster_apart", faster_apart)
+    monkeypatch.setattr(backends._KernelBackend, "faster_apart", faster_apart)
     for launches in (2, 1):
         wrapper = made(target, both[1].case)
         plan(wrapper, both[1])
@@ -260,10 +261,10 @@ def test_few_plans_are_kept(target):
     wrapper = made(target, DECODE)
     decode = build(DECODE, device=target.device)
     plan(wrapper, decode)
-    for n in range(1, _pod._JOINTS_KEPT + 9):
+    for n in range(1, joint._JOINTS_KEPT + 9):
         prefill = build(dataclasses.replace(PREFILL, qo_lens=(n,)), device=target.device)
         run(wrapper, prefill, decode)
-    assert len(wrapper._joints._kept) == _pod._JOINTS_KEPT
+    assert len(wrapper._joints._kept) == joint._JOINTS_KEPT
 
 
 def test_reset_workspace_buffer(target):
@@ -525,7 +526,7 @@ def test_a_pool_is_compared_with_the_last_plan(target, recorder, monkeypatch):  
 @pytest.mark.parametrize("for_graphs", [True, False], ids=["use_cuda_graph", "without"])
 def test_graphs_of_two_launches_keep_their_prefills(target, recorder, monkeypatch, for_graphs):  # noqa: F811
     """Several are captured beside one decode batch, whose part of them has one place."""
-    monkeypatch.setattr(_pod, "_has_no_query", lambda request: True)
+    monkeypatch.setattr(joint, "_has_no_query", lambda request: True)
     decode = build(DECODE, seed=2, device=target.device)
     wrapper = GraphStage(target, DECODE).wrapper if for_graphs else made(target, DECODE)
     plan(wrapper, decode)
@@ -644,7 +645,7 @@ def test_an_interrupted_plan_of_batches(target, monkeypatch, installed, runs_bef
             install(drafted)
         raise KeyboardInterrupt
 
-    with _pod.forced_apart():
+    with joint.forced_apart():
         plan_batches(wrapper, *old)
         for _ in range(runs_before):
             check_sides(old, run_batches(wrapper, *old))

@@ -4,7 +4,7 @@ nothing written."""
 import preflash
 import pytest
 import torch
-from preflash import _pod
+from preflash._pod import joint
 from preflash.testing import runner
 
 HEADS, KV_HEADS, HEAD_DIM, PAGE, ROWS, KEYS = 4, 2, 64, 16, 7, 40
@@ -13,7 +13,7 @@ HEADS, KV_HEADS, HEAD_DIM, PAGE, ROWS, KEYS = 4, 2, 64, 16, 7, 40
 @pytest.fixture(params=[1, 2], ids=["one launch", "two launches"])
 def pod(target, monkeypatch, request):
     if request.param == 2:
-        monkeypatch.setattr(_pod, "_has_no_query", lambda one: True)
+        monkeypatch.setattr(joint, "_has_no_query", lambda one: True)
     return Pod(target)
 
 

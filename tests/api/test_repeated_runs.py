@@ -8,7 +8,8 @@ import weakref
 import preflash
 import pytest
 import torch
-from preflash import _core, _planned
+from preflash import _core
+from preflash._run import variant as _variant
 from preflash.testing import Case, KvForm, MaskKind, build, runner
 from torch.autograd import forward_ad
 
@@ -53,13 +54,13 @@ def copied(given):
 def long_ways(monkeypatch):
     """Counts the runs that are checked from scratch."""
     counted = []
-    original = _planned.PlannedVariant.attend_to
+    original = _variant.PlannedVariant.attend_to
 
     def attend_to(*arguments):
         counted.append(arguments)
         return original(*arguments)
 
-    monkeypatch.setattr(_planned.PlannedVariant, "attend_to", attend_to)
+    monkeypatch.setattr(_variant.PlannedVariant, "attend_to", attend_to)
     return counted
 
 
@@ -283,7 +284,7 @@ def test_another_plan_forgets_the_run(target):
 
 def test_an_older_torch(case, target, monkeypatch, long_ways):
     nothing = _core.Torch(object, *(lambda: False,) * 2, forward_ad, lambda _: None)
-    monkeypatch.setattr(_planned.check, "TORCH", nothing)
+    monkeypatch.setattr(_variant.check, "TORCH", nothing)
     inputs, wrapper = planned(case, target)
     for _ in range(3):
         runner.compare(inputs, wrapper.run(*copied(tensors(inputs))), None).check()

@@ -5,8 +5,8 @@ import inspect
 
 import preflash
 import pytest
-from preflash import _arguments
-from preflash._wrapper import BatchPrefillWrapper
+from preflash._check import arguments as _arguments
+from preflash._wrap.batch import BatchPrefillWrapper
 
 REQUIRED = inspect.Parameter.empty
 NONE = None

@@ -6,7 +6,7 @@ from fractions import Fraction
 import preflash
 import pytest
 import torch
-from preflash import _validate as check
+from preflash._check import values as check
 from preflash.testing import Case, MaskKind, build, reference, runner
 from preflash.testing.case import Position
 

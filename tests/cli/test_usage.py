@@ -6,7 +6,8 @@ import subprocess
 import sys
 
 import pytest
-from preflash import _staging, cli
+from preflash import cli
+from preflash._plan import staging
 from preflash.cli.machine import choose_places
 
 PYTHON = f"{sys.executable} -m preflash"
@@ -79,7 +80,7 @@ def refused(capsys, command: str, *parts: str) -> None:
 @pytest.mark.parametrize("name", ["PREFLASH_BACKEND", "PREFLASH_STAGING"])
 def test_an_environment_that_says_nonsense(monkeypatch, capsys, name, command):
     monkeypatch.setenv(name, "bogus")
-    monkeypatch.setattr(_staging, "_given", os.environ.get("PREFLASH_STAGING") or "auto")
+    monkeypatch.setattr(staging, "_given", os.environ.get("PREFLASH_STAGING") or "auto")
     refused(capsys, command, f"{name}='bogus' in the environment")
 
 

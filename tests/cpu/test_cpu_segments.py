@@ -7,10 +7,10 @@ import torch
 from fuzz.guarded import bits
 from fuzz.random_cases import random_cases
 from preflash import _core
-from preflash._arguments import PerHead
-from preflash._outputs import Outputs
-from preflash._segments import PlannedSegments, SegmentRun, plan_segments
-from preflash._workspace import Workspace
+from preflash._check.arguments import PerHead
+from preflash._check.outputs import Outputs
+from preflash._device.workspace import Workspace
+from preflash._run.segments import PlannedSegments, SegmentRun, plan_segments
 from preflash.testing import runner
 from preflash.testing.case import Case, KvForm, MaskKind, Position, Sinks
 from preflash.testing.comparison import poison

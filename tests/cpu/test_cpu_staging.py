@@ -6,7 +6,7 @@ import dataclasses
 import pytest
 import torch
 from fuzz.random_cases import random_staged_cases
-from preflash import _staging
+from preflash._plan import staging
 from preflash.testing import Case, KvForm, MaskKind, Sinks, build, runner
 from preflash.testing.case import Position
 
@@ -44,7 +44,7 @@ def variations():
 
 @pytest.fixture(autouse=True)
 def staged():
-    with _staging.forced("always"):
+    with staging.forced("always"):
         yield
 
 
@@ -144,5 +144,5 @@ def test_a_wrapper_of_cuda_graphs_copies_nothing():
 
 def test_another_word_in_the_environment_is_refused():
     wrapper = runner.make_wrapper(BASE, backend="cpu")
-    with _staging.forced("sometimes"), pytest.raises(ValueError, match="PREFLASH_STAGING"):
+    with staging.forced("sometimes"), pytest.raises(ValueError, match="PREFLASH_STAGING"):
         runner.plan(wrapper, build(BASE))

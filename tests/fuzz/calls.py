@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from preflash import _cudnn_graph
-from preflash._backends import CUDNN
+from preflash._cudnn import graph
+from preflash._device.backends import CUDNN
 from preflash.cli import CommandError
 from preflash.cli.machine import Place, choose_places, gpu_absent
 
@@ -89,7 +89,7 @@ class _CudnnPlace(Place):
 
 def _cudnn_place() -> Place | str:
     """cuDNN itself on the current GPU, or why there is none."""
-    if absent := gpu_absent() or _cudnn_graph.why_missing():
+    if absent := gpu_absent() or graph.why_missing():
         return absent
     device = torch.device("cuda", torch.cuda.current_device())
     return _CudnnPlace(CUDNN, device, torch.cuda.get_device_name(device))

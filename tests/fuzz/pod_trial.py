@@ -8,7 +8,7 @@ import dataclasses
 
 import preflash
 import torch
-from preflash import _pod
+from preflash._pod import joint
 from preflash.testing import runner
 from preflash.testing.case import Case
 from preflash.testing.inputs import Inputs, build
@@ -24,7 +24,7 @@ from .wrapper_trial import Verdict, verdict_of
 
 def examine(problem: PodProblem, *, backend: str, device: torch.device | str = "cpu") -> Verdict:
     """Plans and runs the wrapper. What a broken backend raises is a failure like any other."""
-    with _pod.forced_apart() if problem.call.two_launches else contextlib.nullcontext():
+    with joint.forced_apart() if problem.call.two_launches else contextlib.nullcontext():
         return verdict_of(lambda: _examine(problem, backend, device), backend)
 
 

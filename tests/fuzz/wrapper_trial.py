@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
-from preflash import _staging
+from preflash._plan import staging
 from preflash.testing import runner
 from preflash.testing.case import MaskKind
 from preflash.testing.inputs import Inputs, build
@@ -40,7 +40,7 @@ class Verdict:
 
 def examine(problem: Problem, *, backend: str, device: torch.device | str = "cpu") -> Verdict:
     """Computes the problem."""
-    with _staging.forced(problem.call.copies.value):
+    with staging.forced(problem.call.copies.value):
         return verdict_of(lambda: examine_with(Trial, problem, backend, device), backend)
 
 

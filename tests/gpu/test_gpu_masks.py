@@ -9,7 +9,7 @@ import preflash
 import pytest
 import torch
 from backends import on_every_backend
-from preflash import _staging
+from preflash._plan import staging
 from preflash.testing import Case, MaskKind, Position, Sinks, build, runner
 from repetition import assert_twenty_runs_are_equal
 
@@ -195,7 +195,7 @@ def named(value: object) -> str:
 
 def check_without_copies(case: Case, shape, backend: str) -> None:
     inputs = shaped(case, shape)
-    with _staging.forced("never"):
+    with staging.forced("never"):
         runner.check(inputs, backend=backend)
 
 
@@ -265,7 +265,7 @@ def test_twenty_runs_over_transformed_operands_are_equal(backend, arrival):
     case = Case("repeat", *LENS, 8, 2, 128, page_size=16, mask=MaskKind.CUSTOM, **arrival)
     inputs = shaped(case, ladder)
     wrapper = runner.make_wrapper(case, backend=backend, device="cuda")
-    with _staging.forced("never"):
+    with staging.forced("never"):
         runner.plan(wrapper, inputs)
     assert_twenty_runs_are_equal(wrapper, inputs)
 

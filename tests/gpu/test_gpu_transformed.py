@@ -6,7 +6,7 @@ import dataclasses
 import pytest
 import torch
 from backends import backends_and_cases, on_every_backend
-from preflash import _staging
+from preflash._plan import staging
 from preflash.testing import Case, MaskKind, build, runner
 from transformed_cases import CASES, E4M3, ROPE, WHAT, large_prefill
 
@@ -18,7 +18,7 @@ def planned(case: Case, backend: str, size: int = 32 << 20, policy: str = "never
     inputs = build(case, device="cuda")
     buffer = runner.workspace("cuda", size).fill_(0xFF)
     wrapper = runner.make_wrapper(case, backend=backend, device="cuda", buffer=buffer, **options)
-    with _staging.forced(policy):
+    with staging.forced(policy):
         runner.plan(wrapper, inputs)
     assert not wrapper._state.planned.primary.plan.staged
     return wrapper, inputs

@@ -4,7 +4,7 @@ the checks that say what is wrong."""
 import pytest
 import torch
 from preflash import _core
-from preflash import _validate as check
+from preflash._check import values as check
 
 NOTHING = (lambda: False, lambda: False, torch, lambda _: None)
 OLDER_TORCH = _core.Torch(object, *NOTHING)  # which C++ cannot read

@@ -7,7 +7,8 @@ import preflash
 import pytest
 import torch
 from planned import indptr, planner, ragged
-from preflash import _core, _staging
+from preflash import _core
+from preflash._plan import staging
 from preflash.cli import support
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "cmake" / "codegen"))
@@ -127,7 +128,7 @@ def test_copies_are_no_condition(options, policy, lengths, use_cuda_graph):
         torch.empty(ROOM, dtype=torch.uint8), "NHD", use_cuda_graph, backend="cpu", **buffers
     )
     arguments = (*arrays.values(), 32, 8, 512, 16)
-    with _staging.forced(policy):
+    with staging.forced(policy):
         wrapper.plan(*arguments, **options)
         assert wrapper.variant.startswith("cpu_")
         assert "copies+" not in repr(wrapper)

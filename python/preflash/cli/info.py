@@ -12,7 +12,9 @@ import torch
 
 import preflash
 
-from .. import _backends, _core, _cudnn_graph
+from .. import _core
+from .._cudnn import graph
+from .._device import backends
 from .console import Table
 from .machine import cpu_refusal, gpu_absent, has_gpu_kernels
 
@@ -40,7 +42,7 @@ def collect() -> dict:
         "torch_cuda": torch.version.cuda,
         "build": "gpu and cpu" if has_gpu_kernels() else "cpu alone",
         "cuda": _core.cuda_version() or None,
-        "cudnn_absent": _cudnn_graph.why_missing(),
+        "cudnn_absent": graph.why_missing(),
         "gpu_absent": gpu_absent() or None,
         "kernels": dict(collections.Counter(kernel["family"] for kernel in _core.kernels())),
         "gpus": gpus,
@@ -86,7 +88,7 @@ def _auto(device: torch.device) -> dict:
         disable_split=False,
     )
     reasons = []
-    for backend in _backends.candidates("auto", device):
+    for backend in backends.candidates("auto", device):
         refusal = backend.supports(device, options)
         if refusal is None:
             rule = "CPU tensors" if device.type == "cpu" else "the best that serves this GPU"

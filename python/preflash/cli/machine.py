@@ -7,7 +7,9 @@ from pathlib import Path
 
 import torch
 
-from .. import _backends, _core, _staging
+from .. import _core
+from .._device import backends
+from .._plan import staging
 from . import CommandError
 
 _DTYPES = {
@@ -65,7 +67,7 @@ def gpu_absent() -> str:
 def cpu_refusal() -> str:
     """Why the CPU backend cannot be used; empty where it can."""
     device = torch.device("cpu")
-    refusals = [backend.refusal(device) for backend in _backends.candidates("auto", device)]
+    refusals = [backend.refusal(device) for backend in backends.candidates("auto", device)]
     return refusals[0] or ""
 
 
@@ -76,7 +78,7 @@ def places() -> list[Place]:
         device = torch.device("cuda", torch.cuda.current_device())
         compiled = {kernel["backend"] for kernel in _core.kernels()}
         name = torch.cuda.get_device_name(device)
-        for backend in _backends.candidates("auto", device):
+        for backend in backends.candidates("auto", device):
             if backend.name in compiled and backend.refusal(device) is None:
                 found.append(Place(backend.name, device, name))
     if not cpu_refusal():
@@ -87,8 +89,8 @@ def places() -> list[Place]:
 def _override() -> str | None:
     """The backend that the environment puts in the place of every other one."""
     try:
-        _staging.check_environment()
-        name = _backends.requested("auto").name
+        staging.check_environment()
+        name = backends.requested("auto").name
     except ValueError as error:
         raise CommandError(str(error)) from None
     return None if name == "auto" else name
@@ -98,7 +100,7 @@ def choose_places(backend: str | None) -> list[Place]:
     """All places, or those of one backend. Raises CommandError where it cannot run."""
     override, asked = _override(), f"--backend {backend}"
     if override is not None:
-        by_environment = f"{_backends.OVERRIDE}={override} in the environment"
+        by_environment = f"{backends.OVERRIDE}={override} in the environment"
         if backend not in (None, override):
             raise CommandError(f"{asked}: {by_environment} replaces it; unset one of them")
         backend, asked = override, by_environment

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from .. import _core
-from .._arguments import PER_HEAD
+from .._check.arguments import PER_HEAD
 
 _DType, _Mask, _Position = _core.DType, _core.Mask, _core.Position
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .. import _staging
+from .._plan import staging
 from . import comparison
 from .case import Case, Magnitude, Position
 from .comparison import Report, poison
@@ -176,7 +176,7 @@ def compare(inputs: Inputs, out, lse, expected: Expected | None = None, **option
     if out.dtype.itemsize == 1:
         # Probabilities of 8 bits would be seen at the output's roundoff.
         options.setdefault("p_dtype", torch.bfloat16)
-    copied = _staging.policy() == "always" and case.has_staged_form
+    copied = staging.policy() == "always" and case.has_staged_form
     if case.position is Position.ROPE and (out.is_cuda or copied):
         # Tensor cores and copies have 16 bits, the CPU float32. 8-bit queries are float16 by then,
         # in copies of the output's dtype.

@@ -10,7 +10,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from ... import _cudnn_graph
+from ..._cudnn import graph
 from ...testing import Inputs, MaskKind, runner
 from ...testing.inputs import indptr
 from .rows import Baseline, Row
@@ -50,7 +50,7 @@ def baselines_of(row: Row, device: torch.device) -> list[BaselineCall]:
         ]
     if Baseline.VARLEN in row.baselines and gpu:
         found.append(BaselineCall("varlen", _varlen))
-    if Baseline.FRONTEND in row.baselines and gpu and _cudnn_graph.why_missing() is None:
+    if Baseline.FRONTEND in row.baselines and gpu and graph.why_missing() is None:
         found.append(BaselineCall("cudnn frontend", _Frontend().prepare))
     if Baseline.READ in row.baselines and gpu:
         found.append(BaselineCall("read", lambda inputs: _plain_read(row, inputs), checked=False))

@@ -1,0 +1,134 @@
+"""The checks of preflash.page: what of its arguments can be seen without a wait for the GPU."""
+
+from __future__ import annotations
+
+import torch
+
+from . import values as check
+from .lengths import debugging
+
+_INT32_MAX = 2**31 - 1
+
+
+def may_be_read(array: torch.Tensor) -> bool:
+    """Whether its values are there without a wait, or the wait is wanted."""
+    return array.is_cpu or debugging()
+
+
+def _first(wrong: torch.Tensor) -> int | None:
+    """Where a mask is first true."""
+    return int(wrong.to(torch.uint8).argmax()) if bool(wrong.any()) else None
+
+
+def _rising(name: str, indptr: torch.Tensor) -> torch.Tensor:
+    """The steps of an indptr, none of which falls."""
+    steps = indptr.diff()
+    if int(indptr[0]) < 0 or bool((steps < 0).any()):
+        raise ValueError(
+            f"{name} goes from {int(indptr[0])} to {int(indptr[-1])} with a smallest step of "
+            f"{int(steps.min()) if steps.numel() else 0}; must rise from 0 or more"
+        )
+    return steps
+
+
+def appended(append_indptr: torch.Tensor, seq_lens: torch.Tensor) -> None:
+    appended = _rising("append_indptr", append_indptr)
+    request = _first((seq_lens < appended) | (seq_lens > _INT32_MAX))
+    if request is not None:
+        raise ValueError(
+            f"seq_lens[{request}] = {int(seq_lens[request])}: must be at least the "
+            f"{int(appended[request])} tokens that are appended to the request, because it is the "
+            "length after that, and at most 2^31 - 1"
+        )
+
+
+def page_table(indptr: torch.Tensor, last_page_len: torch.Tensor, page_size: int) -> None:
+    pages = _rising("kv_indptr", indptr)
+    request = _first((pages > 0) & ((last_page_len < 1) | (last_page_len > page_size)))
+    if request is not None:
+        raise ValueError(
+            f"kv_last_page_len[{request}] = {int(last_page_len[request])}: must be in "
+            f"[1, page_size] = [1, {page_size}]"
+        )
+    longest = int(pages.max()) if pages.numel() else 0
+    if longest * page_size > _INT32_MAX:
+        raise ValueError(
+            f"kv_indptr: a request has {longest} pages of {page_size} tokens; must be less than "
+            "2^31 tokens"
+        )
+
+
+def in_use(indices: torch.Tensor, indptr: torch.Tensor) -> None:
+    if int(indptr[-1]) > indices.numel():
+        raise ValueError(
+            f"kv_indices has {indices.numel()} elements; kv_indptr[-1] = {int(indptr[-1])} pages "
+            "are in use"
+        )
+
+
+def rows(name: str, given: torch.Tensor, pool: torch.Tensor) -> int:
+    """How many tokens are appended."""
+    check.tensor(name, given)
+    for what, value in ((name, given), ("the cache", pool)):
+        if value.is_conj() or value.is_quantized:
+            raise TypeError(
+                f"{what} is {'a conjugate view' if value.is_conj() else value.dtype}, whose memory "
+                "holds other numbers than it has, and memory is what is copied; pass "
+                "resolve_conj() or int_repr()"
+            )
+        if value.dim() > 0 and value.shape[-1] > 1 and value.stride(-1) != 1:
+            raise ValueError(
+                f"{what} has stride {value.stride(-1)} in its last dimension; must be contiguous "
+                "there (strides of the other dimensions are free)"
+            )
+    tokens = given.shape[0] if given.dim() > 0 else 0
+    wanted = (tokens, *pool.shape[2:])
+    check.has_shape(name, given, wanted, "[nnz, num_kv_heads, head_dim] of the cache")
+    check.has_dtype(name, given, pool.dtype, "the cache's")
+    check.on_device(name, given, pool.device)
+    return tokens
+
+
+def index_array(name: str, value: torch.Tensor) -> None:
+    check.tensor(name, value)
+    if value.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{name} is {value.dtype}; must be torch.int32 (or int64)")
+    if value.dim() != 1:
+        raise ValueError(f"{name} has shape {tuple(value.shape)}; must be one-dimensional")
+
+
+def one_per_request(name: str, value: torch.Tensor, indptr_name: str, indptr: torch.Tensor) -> None:
+    if value.numel() + 1 != indptr.numel():
+        raise ValueError(
+            f"{name} has {value.numel()} elements and {indptr_name} {indptr.numel()}; must be "
+            "batch_size and batch_size + 1"
+        )
+    check.on_device(name, value, indptr.device)
+
+
+def places(batch_indices: torch.Tensor, positions: torch.Tensor, lengths: torch.Tensor) -> None:
+    """Every token of a request lies within its length."""
+    owned = batch_indices >= 0
+    request, position = batch_indices[owned].long(), positions[owned]
+    if request.numel() == 0:
+        return
+    if int(request.max()) >= lengths.numel():
+        raise ValueError(
+            f"batch_indices holds {int(request.max())}; the page table has {lengths.numel()} "
+            "requests"
+        )
+    at = _first((position < 0) | (position >= lengths[request]))
+    if at is not None:
+        raise ValueError(
+            f"positions: {int(position[at])} for request {int(request[at])}, whose pages hold "
+            f"{int(lengths[request[at]])} tokens; the page table must have room for what is "
+            "appended"
+        )
+
+
+def pages(used: torch.Tensor, count: int) -> None:
+    if used.numel() > 0 and (int(used.min()) < 0 or int(used.max()) >= count):
+        raise ValueError(
+            f"kv_indices holds pages from {int(used.min())} to {int(used.max())}; must be in "
+            f"[0, {count}), the pages of the cache"
+        )

@@ -1,0 +1,150 @@
+"""Whether torch records a call instead of making it, or would differentiate it: preflash computes
+forward, and at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import is_grad_enabled
+from torch._C import _is_torch_function_mode_enabled as function_mode_is_active
+from torch._C import _is_tracing as jit_is_tracing
+from torch._C import _len_torch_dispatch_stack as num_dispatch_modes
+from torch.autograd import forward_ad
+from torch.compiler import is_dynamo_compiling
+
+from .. import _core
+
+# How C++ reads tensors, asks the same and tells what it has written.
+TORCH = _core.Torch(
+    torch.Tensor,
+    jit_is_tracing,
+    is_grad_enabled,
+    forward_ad,
+    torch.autograd.graph.increment_version,
+)
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def eager(function: Function) -> Function:
+    """Keeps torch.compile out of a function and of what it calls: they run as they are written,
+    inside of an operator (_torch_ops) or at a graph break.
+
+    What is asked here (addresses, modes, storage) dynamo would answer for its own fake tensors.
+    Unlike torch.compiler.disable this costs an ordinary call nothing.
+    """
+    function._torchdynamo_disable = True  # not inlined
+    dynamo = torch._C._dynamo.eval_frame
+    actions = getattr(dynamo, "_FrameAction", None)
+    strategy = getattr(dynamo, "_FrameExecStrategy", None)
+    if actions is not None and strategy is not None:
+        dynamo.set_code_exec_strategy(function.__code__, strategy(actions.SKIP, actions.SKIP))
+    elif hasattr(dynamo, "skip_code"):  # torch 2.5 and before
+        dynamo.skip_code(function.__code__)
+    return function
+
+
+@eager
+def forward_only(*tensors: torch.Tensor, **named: torch.Tensor | None) -> None:
+    """Refuses a call whose gradient or trace would miss it. Ordinary calls pay 0.1 us for it.
+
+    What is not a tensor is left to the checks that name it.
+
+    named: further tensors, which the message calls by name. Those that the call writes are among
+    them: autograd would go on with what they held.
+    """
+    if jit_is_tracing() or function_mode_is_active() or num_dispatch_modes():
+        not_traced()
+    not_differentiated(*tensors)
+    for name, value in named.items():
+        if value is not None:
+            not_differentiated(value, what=name)
+
+
+def not_differentiated(*tensors: torch.Tensor, what: str = "an input") -> None:
+    """Refuses a call whose gradient would miss it."""
+    try:
+        if is_grad_enabled():
+            for value in tensors:
+                if value.requires_grad:
+                    raise _no_gradient(f"{what} requires grad")
+        # NOTE: torch.no_grad() does not switch forward-mode differentiation off.
+        if forward_ad._current_level >= 0:
+            for value in tensors:
+                if forward_ad.unpack_dual(value).tangent is not None:
+                    raise _no_gradient(f"{what} has a tangent")
+    except (AttributeError, TypeError):
+        pass
+
+
+def written(*tensors: torch.Tensor | None) -> None:
+    """Tells autograd that a launch has written into tensors of the caller's: where another
+    operation saved one of them for its gradient, backward() raises, as after torch's own."""
+    for value in tensors:
+        if value is not None:
+            torch.autograd.graph.increment_version(value)
+
+
+def _no_gradient(why: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"{why}, and preflash computes no gradients: it is forward only. Call it under "
+        "torch.inference_mode() or torch.no_grad(), or detach() its inputs"
+    )
+
+
+def traced() -> bool:
+    """Whether torch records this call instead of making it (_wrap.traced): torch.compile, make_fx,
+    torch.export, FakeTensorMode. The first of them takes the first term for True."""
+    return is_dynamo_compiling() or (
+        (function_mode_is_active() or num_dispatch_modes() > 0) and _is_recorded()
+    )
+
+
+@eager
+def _is_recorded() -> bool:
+    return _proxy_mode() is not None or _dispatch_mode("FAKE") is not None
+
+
+@eager
+def not_traced() -> None:
+    """Refuses to run where torch records operations: it would record nothing of ours.
+
+    Modes that only watch (counting, logging, checkpointing) are welcome.
+    """
+    if jit_is_tracing():
+        raise _not_traceable("torch.jit.trace")
+    if not function_mode_is_active() and not num_dispatch_modes():
+        return
+    # Before dispatch, as torch.export traces, no dispatch mode shows; a function mode always does.
+    if _proxy_mode() is not None:
+        raise _not_traceable("make_fx or torch.export")
+    if _dispatch_mode("FAKE") is not None:
+        raise ValueError(
+            "a FakeTensorMode is active: a tensor that is made has no memory behind it; call "
+            "preflash outside of it"
+        )
+
+
+def _not_traceable(tracer: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"{tracer} is tracing, and the trace would hold none of this call; make it outside of what "
+        "is traced. torch.compile, torch.export and make_fx record run(), the single functions "
+        "and the merges"
+    )
+
+
+@eager
+def _proxy_mode() -> Any:
+    from torch.fx.experimental import proxy_tensor
+
+    find = getattr(proxy_tensor, "get_proxy_mode", None)
+    return _dispatch_mode("PROXY") if find is None else find()
+
+
+@eager
+def _dispatch_mode(key: str) -> Any:
+    """The active mode of one of torch's own kinds."""
+    keys = getattr(torch._C, "_TorchDispatchModeKey", None)
+    return None if keys is None else torch._C._get_dispatch_mode(getattr(keys, key))

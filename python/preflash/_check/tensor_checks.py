@@ -1,0 +1,190 @@
+"""Checks of one tensor: memory behind it, where it is, how it looks, what it shares."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .recording import eager
+from .spelling import kind_of
+
+ALIGNMENT = 16
+
+
+def is_tensor(name: str, value: Any) -> torch.Tensor:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor; got {kind_of(value)}")
+    return value
+
+
+@eager
+def tensor(name: str, value: Any) -> torch.Tensor:
+    """A tensor with memory behind all of its elements, which it holds as they are: an address that
+    may be read."""
+    if not isinstance(value, Tensor):
+        is_tensor(name, value)
+    negative = False
+    try:
+        # NOTE: a nested tensor has an address and a storage, but neither shape nor strides.
+        if not value.is_nested:
+            if value.data_ptr() and bytes_reached(value) <= len(value.untyped_storage()):
+                negative = value.is_neg()
+                if not negative:
+                    return value
+            elif value.numel() == 0:
+                return value
+    except (RuntimeError, ValueError):
+        pass  # what has no address or no strides says so with one of these
+    if negative:
+        raise ValueError(
+            f"{name} is a negative view, whose memory holds the numbers with the other sign; pass "
+            "resolve_neg()"
+        )
+    raise _no_memory(name, value)
+
+
+@eager
+def bytes_reached(value: torch.Tensor) -> int:
+    """How much of its storage a tensor needs: up to the end of its last element."""
+    last = value.storage_offset()
+    if value.is_contiguous():  # the usual case, and the fastest
+        return last * value.itemsize + value.nbytes if last else value.nbytes
+    for size, stride in zip(value.shape, value.stride()):  # noqa: B905, which takes time
+        last += (size - 1) * stride
+    return (last + 1) * value.itemsize
+
+
+@eager
+def _no_memory(name: str, value: torch.Tensor) -> Exception:
+    """Why `tensor` refuses, in words."""
+    if value.is_nested:
+        return TypeError(
+            f"{name} is a nested tensor ({value.layout}); must be a dense one, with strides: pass "
+            "its values, and the lengths as indptr"
+        )
+    if value.layout != torch.strided:
+        return TypeError(
+            f"{name} has the layout {value.layout}; must be dense, with strides (to_dense())"
+        )
+    return ValueError(f"{name} has no memory behind it that could be read: {_unbacked(value)}")
+
+
+@eager
+def _unbacked(value: torch.Tensor) -> str:
+    if value.is_meta:
+        return "it is on the device meta"
+    if torch._C._functorch.is_functorch_wrapped_tensor(value):
+        return "it stands for another tensor inside a transform of torch.func; call outside of it"
+    kind = type(value)
+    if kind not in (torch.Tensor, torch.nn.Parameter):
+        return f"it is a {kind.__name__}; pass the plain tensor that it stands for"
+    if torch._is_zerotensor(value):
+        return "it is a ZeroTensor, as autograd makes them; pass torch.zeros_like(...)"
+    room = len(value.untyped_storage())
+    return f"its storage has {room} bytes and it needs {bytes_reached(value)}; was it freed?"
+
+
+@eager
+def address(value: torch.Tensor) -> int:
+    """Where a tensor lies that this package made: modes of torch may have had a say in it."""
+    try:
+        found = value.data_ptr()
+        if found or value.numel() == 0:
+            return found
+    except RuntimeError:
+        pass
+    raise NotImplementedError(
+        "torch makes tensors without memory here, as transforms of torch.func do (grad, jvp, "
+        "functionalize); call preflash outside of them"
+    )
+
+
+@eager
+def apart(
+    written: Sequence[tuple[str, torch.Tensor]], others: Sequence[tuple[str, torch.Tensor]]
+) -> None:
+    """Contiguous tensors that are written must share no memory, with each other or with others.
+
+    The same elements at the same addresses are one tensor with two names; whether that is right
+    is for the caller to know.
+    """
+    spans = [(name, value, *_span(value)) for name, value in (*written, *others)]
+    for i, (name, value, begin, end) in enumerate(spans[: len(written)]):
+        for other_name, other, other_begin, other_end in spans[i + 1 :]:
+            # Empty ones lie nowhere.
+            shared = begin < end > other_begin < other_end > begin
+            if shared and not _same_place(value, other):
+                raise ValueError(
+                    f"{name} shares memory with {other_name}, and {name} is written; must be "
+                    "apart: pass a copy"
+                )
+
+
+@eager
+def _span(value: torch.Tensor) -> tuple[int, int]:
+    begin = value.data_ptr()
+    return begin, begin + value.nbytes
+
+
+@eager
+def _same_place(value: torch.Tensor, other: torch.Tensor) -> bool:
+    return (
+        value.data_ptr() == other.data_ptr()
+        and value.dtype == other.dtype
+        and value.shape == other.shape
+        and value.stride() == other.stride()
+    )
+
+
+def on_device(name: str, value: torch.Tensor, device: torch.device) -> None:
+    if value.device != device:
+        raise ValueError(f"{name} is on {value.device}; the workspace and q, k, v are on {device}")
+
+
+def has_dtype(name: str, value: torch.Tensor, wanted: torch.dtype, why: str) -> None:
+    if value.dtype != wanted:
+        raise TypeError(f"{name} is {value.dtype}; must be {wanted} ({why})")
+
+
+def rows(name: str, value: torch.Tensor) -> None:
+    """Contiguous last dimension and 16-byte strides: what a kernel that loads 16 bytes needs."""
+    if value.shape[-1] > 1 and value.stride(-1) != 1:
+        raise ValueError(
+            f"{name} has stride {value.stride(-1)} in its last dimension; must be contiguous there "
+            "(strides of the other dimensions are free)"
+        )
+    item = value.element_size()
+    for dim in range(value.dim() - 1):
+        stride = value.stride(dim)
+        if value.shape[dim] > 1 and stride * item % ALIGNMENT != 0:
+            raise ValueError(
+                f"{name} has a stride of {stride * item} bytes in dimension {dim}; must be a "
+                f"multiple of {ALIGNMENT}: pad the last dimension or make a contiguous copy"
+            )
+    if value.numel() > 0 and value.data_ptr() % ALIGNMENT != 0:
+        raise ValueError(
+            f"{name} starts {value.data_ptr() % ALIGNMENT} bytes past a multiple of {ALIGNMENT}; "
+            "make a contiguous copy"
+        )
+
+
+def not_overlapping(name: str, value: torch.Tensor) -> None:
+    """A tensor that is written must have one address per element."""
+    reach = 1
+    for stride, size in sorted(zip(value.stride(), value.shape, strict=True)):
+        if size > 1 and stride < reach:
+            raise ValueError(
+                f"{name} has strides {tuple(value.stride())} for shape {tuple(value.shape)}: its "
+                "elements overlap, so it cannot be written"
+            )
+        if size > 1:
+            reach = stride * (size - 1) + reach
+    return None
+
+
+def has_shape(name: str, value: torch.Tensor, wanted: tuple[int, ...], meaning: str) -> None:
+    if tuple(value.shape) != wanted:
+        raise ValueError(f"{name} has shape {tuple(value.shape)}; must be {wanted}: {meaning}")

@@ -1,0 +1,366 @@
+"""Checks shared by every public function. Each names the argument, its value and what is allowed.
+
+A wrong type or dtype raises TypeError, a wrong value ValueError, and an option that this build
+does not serve NotImplementedError.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import _core
+from .recording import (  # noqa: F401, all checks go by one name
+    TORCH,
+    eager,
+    forward_ad,
+    forward_only,
+    function_mode_is_active,
+    is_dynamo_compiling,
+    is_grad_enabled,
+    jit_is_tracing,
+    not_differentiated,
+    not_traced,
+    num_dispatch_modes,
+    traced,
+    written,
+)
+from .spelling import digits_of, kind_of, start_of
+from .tensor_checks import (  # noqa: F401
+    ALIGNMENT,
+    address,
+    apart,
+    bytes_reached,
+    has_dtype,
+    has_shape,
+    is_tensor,
+    not_overlapping,
+    on_device,
+    rows,
+    tensor,
+)
+
+CORE_DTYPES = {
+    torch.float16: _core.DType.float16,
+    torch.bfloat16: _core.DType.bfloat16,
+    torch.float32: _core.DType.float32,
+    torch.float8_e4m3fn: _core.DType.float8_e4m3fn,
+    torch.float8_e5m2: _core.DType.float8_e5m2,
+}
+TORCH_DTYPES = {core: dtype for dtype, core in CORE_DTYPES.items()}
+WIDE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+FP8_QUERY = torch.float8_e4m3fn
+# What is written for such queries, the default first.
+FP8_OUTPUTS = (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
+POSITIONS = {
+    "NONE": _core.Position.none,
+    "ROPE_LLAMA": _core.Position.rope,
+    "ALIBI": _core.Position.alibi,
+}
+# An angle is computed in float64. With so many radians to a position it is off by 2^-25 at position
+# 2^17, as much as the rounding of its sine to float32.
+MOST_RADIANS = 1024.0
+ENCODING_MODES = tuple(POSITIONS)
+KV_LAYOUTS = ("NHD", "HND")
+# What rope_scale=None and rope_theta=None stand for; callers pass them without RoPE, too.
+ROPE_SCALE = 1.0
+ROPE_THETA = 1e4
+FLOAT32_MAX = torch.finfo(torch.float32).max
+# The kernels multiply by log2(e), in float32, what they exponentiate: FLOAT32_MAX / log2(e) is
+# 2.3586e38, and beyond it infinity times a zero is NaN.
+LARGEST_LOGITS_SCALE = 2.358e38
+# The kernels compute c * tanh(x * (sm_scale / c)). Up to here sm_scale / c keeps all its bits for
+# every |sm_scale| from 1.2e-8 on. Measured with sm_scale=1e-8 on logits of ordinary size, the LSE
+# is off by 1e-6 with c=1e30, as without a cap, by 8e-4 with 1e34 and by 0.8 with 1e37. A larger
+# cap would change no logit below 1e25 anyway.
+LARGEST_SOFT_CAP = 1e30
+# The kernels add a bias of ALiBi to the product of q and k before the scale, divided by it: up to
+# 2^24 keys times a slope of 1, times 1e30, is 2e37.
+SMALLEST_BIASED_SCALE = 1e-30
+SMALLEST_SOFT_CAP = 1e-6
+# What takes a factor of each head where a scale of a run is one for the tensor.
+_OF_HEADS = {"q_scale": "scale_q", "k_scale": "scale_k", "v_scale": "scale_v"}
+LARGEST_WINDOW = 2**30  # kMaxRequestLength of the planner
+LSE_SCALES = {"log2": 1.0, "ln": math.log(2.0)}
+LSE_LAYOUTS = ("NH", "HN")
+
+
+def one_of(name: str, value: Any, allowed: Sequence[str]) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{name} must be a str, one of {', '.join(allowed)}; got {kind_of(value)}")
+    if value not in allowed:
+        raise ValueError(f"{name}={value!r}: must be one of {', '.join(allowed)}")
+    return value
+
+
+def flag(name: str, value: Any) -> bool:
+    """A bool, or numpy's. An integer is refused: in its place it means another argument."""
+    if isinstance(value, bool):
+        return value
+    found = plain(value)
+    if not isinstance(found, bool):
+        raise TypeError(f"{name} must be True or False; got {kind_of(value)}")
+    return found
+
+
+def window_left(value: Any, name: str = "window_left") -> int:
+    """-1 is none. What is wider than the longest request that there can be is as wide as that."""
+    return min(integer(name, value, at_least=-1), LARGEST_WINDOW)
+
+
+def plain(value: Any) -> Any:
+    """Python's own number for a scalar of numpy's, or an array that holds one."""
+    is_numpy_scalar = type(value).__module__ == "numpy" and getattr(value, "shape", None) == ()
+    return value.item() if is_numpy_scalar else value
+
+
+def integer(name: str, value: Any, *, at_least: int, at_most: int = 2**31 - 1) -> int:
+    if type(value) is not int:
+        if isinstance(value, bool) or (isinstance(value, Tensor) and value.dtype == torch.bool):
+            raise TypeError(f"{name} must be an integer; got bool")
+        if isinstance(value, Tensor):
+            tensor(name, value)
+        try:
+            value = operator.index(value)
+        except TypeError:
+            raise TypeError(f"{name} must be an integer; got {kind_of(value)}") from None
+    if not at_least <= value <= at_most:
+        raise ValueError(f"{name}={digits_of(value)}: must be in [{at_least}, {at_most}]")
+    return value
+
+
+def real(name: str, value: Any) -> float:
+    if type(value) is not float:
+        if isinstance(value, (bool, str, torch.Tensor)):
+            raise TypeError(f"{name} must be a float; got {kind_of(value)}")
+        try:
+            value = float(value)
+        except TypeError:
+            raise TypeError(f"{name} must be a float; got {kind_of(value)}") from None
+        except OverflowError:
+            raise ValueError(f"{name}={digits_of(value)}: must be finite in float32") from None
+        except ValueError as error:
+            raise TypeError(f"{name} must be a float; got {type(value).__name__}") from error
+    # The kernels compute in float32: what is finite here must be finite there.
+    if not abs(value) <= FLOAT32_MAX:
+        raise ValueError(f"{name}={value}: must be finite in float32")
+    return value
+
+
+def scale(name: str, value: Any) -> float:
+    """A scale of a run. A one-element tensor is read, which waits for a GPU that holds it."""
+    if type(value) is float and -FLOAT32_MAX <= value <= FLOAT32_MAX:
+        return value
+    if isinstance(value, torch.Tensor):
+        value = tensor(name, value)
+        if value.numel() != 1:
+            per_head = _OF_HEADS.get(name)
+            hint = f": one factor for each head of an fp8 tensor is {per_head}" if per_head else ""
+            raise ValueError(
+                f"{name} has {value.numel()} elements; must be a float or a one-element tensor"
+                + hint
+            )
+        not_differentiated(value, what=name)
+        value = value.item()
+    return real(name, value)
+
+
+def logits_scale(name: str, value: float, options: _core.AttentionOptions | None = None) -> float:
+    """A factor of the logits as the kernels get it, with everything folded in; options: whose soft
+    cap and position encoding it meets, None for neither."""
+    size = abs(value)
+    if SMALLEST_BIASED_SCALE <= size <= 1.0:
+        return value
+    if not size <= LARGEST_LOGITS_SCALE:
+        raise ValueError(
+            f"{name}={value}: must be in [{-LARGEST_LOGITS_SCALE}, {LARGEST_LOGITS_SCALE}], so "
+            "that it stays finite in float32 when it is multiplied by log2(e)"
+        )
+    cap = 0.0 if options is None else options.soft_cap
+    if cap > 0.0 and size > FLOAT32_MAX * cap:
+        raise ValueError(
+            f"{name}={value} with logits_soft_cap={cap:.7g}: "
+            "their quotient must be finite in float32"
+        )
+    biased = options is not None and cap == 0.0 and options.position == _core.Position.alibi
+    if biased and 0.0 < size < SMALLEST_BIASED_SCALE:
+        raise ValueError(
+            f"{name}={value} with ALiBi: must be 0 or at least {SMALLEST_BIASED_SCALE} in size, so "
+            "that a bias divided by it stays finite in float32; 0 leaves the biases alone"
+        )
+    return value
+
+
+def soft_cap(value: Any) -> float:
+    """logits_soft_cap as a float; 0.0 is off."""
+    if value is None:
+        return 0.0
+    value = real("logits_soft_cap", value) + 0.0  # -0.0 is 0.0
+    if value < 0.0:
+        raise ValueError(f"logits_soft_cap={value}: must be positive, or 0 or None for none")
+    if 0.0 < value < SMALLEST_SOFT_CAP:
+        raise ValueError(
+            f"logits_soft_cap={value}: must be at least {SMALLEST_SOFT_CAP}, or 0 or None for "
+            "none; smaller ones vanish in float32"
+        )
+    if value > LARGEST_SOFT_CAP:
+        raise ValueError(
+            f"logits_soft_cap={value}: must be at most {LARGEST_SOFT_CAP}, or 0 or None for none; "
+            "with larger ones sm_scale / logits_soft_cap loses its bits in float32"
+        )
+    return value
+
+
+def dtype(name: str, value: Any) -> torch.dtype:
+    """A torch.dtype, or its name, such as "float16"."""
+    if isinstance(value, torch.dtype):
+        return value
+    if isinstance(value, str):
+        found = getattr(torch, value.removeprefix("torch."), None)
+        if isinstance(found, torch.dtype):
+            return found
+        raise ValueError(f"{name}={value!r}: not the name of a torch dtype, such as 'float16'")
+    raise TypeError(f"{name} must be a torch.dtype or its name; got {kind_of(value)}")
+
+
+def query_dtype(name: str, value: Any) -> torch.dtype:
+    found = dtype(name, value)
+    if found in WIDE_DTYPES or found == FP8_QUERY:
+        return found
+    raise TypeError(
+        f"{name}={found}: must be float16, bfloat16 or float8_e4m3fn, or float32 with the cpu "
+        "backend"
+    )
+
+
+def kv_dtype(name: str, value: Any, q: torch.dtype) -> torch.dtype:
+    """Of k and v: q's, or 8 bits under wider queries."""
+    found = dtype(name, value)
+    if found == q or (found in FP8_DTYPES and q in WIDE_DTYPES):
+        return found
+    others = ", float8_e4m3fn or float8_e5m2" if q in WIDE_DTYPES else ""
+    raise TypeError(f"{name}={found}: must be q's dtype, {q}{others}")
+
+
+def output_dtype(name: str, value: Any, q: torch.dtype) -> torch.dtype:
+    """q's, or one of FP8_OUTPUTS for queries of 8 bits; None asks for the default."""
+    if value is None:
+        return q if q in WIDE_DTYPES else FP8_OUTPUTS[0]
+    found = dtype(name, value)
+    if q == FP8_QUERY and found not in FP8_OUTPUTS:
+        raise NotImplementedError(
+            f"{name}={value}: for float8_e4m3fn queries this build writes bfloat16, float16 or "
+            "float8_e4m3fn; leave it None and convert"
+        )
+    if q in WIDE_DTYPES and found != q:
+        raise NotImplementedError(
+            f"{name}={value}: this build writes q's dtype, {q}; leave it None and convert"
+        )
+    return found
+
+
+class PositionEncoding(NamedTuple):
+    position: _core.Position
+    rope_scale: float = ROPE_SCALE
+    rope_theta: float = ROPE_THETA
+
+
+def position_encoding(mode: Any, rope_scale: Any, rope_theta: Any) -> PositionEncoding:
+    """pos_encoding_mode, rope_scale and rope_theta; None is the default of the last two."""
+    encoding = PositionEncoding(POSITIONS[one_of("pos_encoding_mode", mode, tuple(POSITIONS))])
+    if rope_scale is not None:
+        encoding = encoding._replace(rope_scale=_rope_option("rope_scale", rope_scale))
+    if rope_theta is not None:
+        encoding = encoding._replace(rope_theta=_rope_option("rope_theta", rope_theta))
+    if encoding.position != _core.Position.rope:
+        neutral = PositionEncoding(encoding.position)
+        if encoding != neutral:
+            raise ValueError(
+                f"rope_scale={rope_scale!r}, rope_theta={rope_theta!r}: only "
+                f"pos_encoding_mode='ROPE_LLAMA' has them, and it is {mode!r}; leave them None"
+            )
+        return neutral
+    radians = max(1.0, 1.0 / encoding.rope_theta) / encoding.rope_scale
+    if radians > MOST_RADIANS:
+        raise ValueError(
+            f"rope_scale={encoding.rope_scale} with rope_theta={encoding.rope_theta}: a position "
+            f"would turn a row by up to {radians:.7g} radians; must be at most {MOST_RADIANS:g}, "
+            "or the angles of far positions lose their bits"
+        )
+    return encoding
+
+
+def _rope_option(name: str, value: Any) -> float:
+    value = real(name, value)
+    if value <= 0.0:
+        raise ValueError(f"{name}={value}: must be positive, or None for the default")
+    return value
+
+
+def permission(name: str, value: Any) -> None:
+    """enable_pdl and allow_fp16_qk_reduction permit something that the kernels may leave undone."""
+    if value is not None:
+        flag(name, value)
+
+
+def absent(**options: Any) -> None:
+    """Options of later releases: only their neutral values are accepted."""
+    for name, value in options.items():
+        if value is not None:
+            raise NotImplementedError(f"{name} is not served by this build; leave it None")
+
+
+def neutral(name: str, value: Any, *values: Any) -> None:
+    """An option of other kernels that changes nothing if it is None or one of `values`."""
+    if value is None:
+        return
+    if isinstance(value, Tensor) or not any(_is_neutral(value, v) for v in values):
+        allowed = " or ".join(repr(v) for v in (None, *values))
+        raise NotImplementedError(
+            f"{name}={start_of(value)} is not served by this build; leave it {allowed}"
+        )
+
+
+def nothing_more(function: str, extra: tuple[Any, ...]) -> None:
+    """Positional arguments that kernels compiled at run time would take; None says nothing."""
+    if any(value is not None for value in extra):
+        raise TypeError(
+            f"{function}() got {len(extra)} positional arguments too many: they belong to kernels "
+            "that are compiled at run time (jit_args); pass what is meant by its name"
+        )
+
+
+def alias(name: str, value: Any, other_name: str, other_value: Any) -> Any:
+    """One argument with two spellings."""
+    if other_value is None:
+        return value
+    if value is not None and not _equal(value, other_value):
+        raise TypeError(
+            f"{name}={start_of(value)} and {other_name}={start_of(other_value)} are two spellings "
+            "of one argument; give one of them"
+        )
+    return other_value
+
+
+def _is_neutral(value: Any, other: Any) -> bool:
+    """A bool is no number here, nor a number a bool."""
+    return isinstance(plain(value), bool) == isinstance(other, bool) and _equal(value, other)
+
+
+def _equal(value: Any, other: Any) -> bool:
+    try:
+        return bool(value == other)
+    except (RuntimeError, ValueError):  # arrays, of which neither has one truth
+        return value is other
+
+
+def required(name: str, value: Any) -> Any:
+    if value is None:
+        raise TypeError(f"missing required argument: {name}")
+    return value

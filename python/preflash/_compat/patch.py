@@ -1,0 +1,192 @@
+"""The names of an installed flashinfer, replaced in place by those of this package.
+
+An engine that did `from flashinfer.decode import X` holds a reference of its own, so a replacement
+in flashinfer alone would not reach it: every imported module is searched for the object itself.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from types import ModuleType, TracebackType
+from typing import Any, NamedTuple
+
+__all__ = ["FlashInferPatch", "Replacement", "patch_flashinfer"]
+
+# Whose names are flashinfer's. By name, because these modules stand on top of this one.
+_PACKAGE = __package__.partition(".")[0]
+_MODULES = ("attention", "cascade", "cudnn", "decode", "page", "pod", "prefill", "quantization")
+
+
+class Replacement(NamedTuple):
+    """One attribute of one module."""
+
+    module: ModuleType
+    name: str  # in that module; `from ... import X as Y` makes it Y
+    old: Any
+    new: Any
+
+
+class FlashInferPatch:
+    """What one call of patch_flashinfer() replaced. As a context manager it undoes that at the end.
+
+    Attributes:
+        replaced: every attribute that was replaced, in the order of the modules' imports.
+        reason: why nothing was replaced; None where something was.
+    """
+
+    def __init__(self, target: str, replaced: list[Replacement], reason: str | None) -> None:
+        self._target = target
+        self._undone = False
+        self.replaced = replaced
+        self.reason = reason
+
+    def undo(self) -> None:
+        """Puts back what was replaced, also in modules of flashinfer that were imported since.
+
+        An attribute that somebody else has set since is left alone. NOTE: another module that was
+        imported since and did `from flashinfer import X` keeps preflash's X, which cannot be told
+        from that of `from preflash import X`. A second call does nothing.
+        """
+        if self._undone:
+            return
+        for module, name, old, new in reversed(self.replaced):
+            names = _names(module)
+            if names.get(name) is new:
+                names[name] = old
+        own = {id(r.new): (r.new, r.old) for r in self.replaced if _is_flashinfer(r.module)}
+        _replace([r for r in _references(own) if _is_flashinfer(r.module)])
+        self._undone = True
+
+    def __enter__(self) -> FlashInferPatch:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.undo()
+
+    def __repr__(self) -> str:
+        if self.reason is not None:
+            return f"<patch of {self._target}: nothing replaced, {self.reason}>"
+        places: dict[str, list[str]] = {}
+        for module, name, _, new in self.replaced:
+            where = str(_names(module).get("__name__"))
+            where = where if name == new.__name__ else f"{where} (as {name})"
+            places.setdefault(f"{new.__module__}.{new.__name__}", []).append(where)
+        lines = [f"  {new} in {', '.join(modules)}" for new, modules in sorted(places.items())]
+        state = "undone" if self._undone else "in effect"
+        head = f"<patch of {self._target}, {state}: {len(self.replaced)} attributes"
+        return "\n".join([head, *lines]) + ">"
+
+
+def patch_flashinfer() -> FlashInferPatch:
+    """Replaces the names that preflash serves in the installed flashinfer, in place.
+
+    They are replaced in every module that is imported by now and holds flashinfer's object: in
+    flashinfer's own, in engines that did `from flashinfer.decode import ...`, in the caller's. A
+    module that is imported later gets them from flashinfer. What preflash does not serve stays
+    flashinfer's: MLA, trtllm functions but for `trtllm_fmha_v2_prefill`, cudnn's for decoding, and
+    `BatchAttention`; where such a function of flashinfer calls a replaced one, it calls preflash's.
+
+    Call it before an engine constructs its wrappers. Instances that exist, subclasses of
+    flashinfer's classes and references inside containers, closures and default arguments stay as
+    they are.
+
+    Calling it again replaces only what is not preflash's yet, most often nothing. Where flashinfer
+    is absent or does not import, nothing is replaced and `reason` says so.
+
+    Returns:
+        FlashInferPatch: `replaced` lists (module, name, old, new), `reason` says why there is none,
+        repr() shows all of it, undo() or the end of a `with` block puts everything back.
+    """
+    try:
+        root = importlib.import_module("flashinfer")
+    except ModuleNotFoundError as error:
+        if error.name == "flashinfer":
+            return FlashInferPatch("flashinfer", [], "flashinfer is not installed")
+        return _broken(error)
+    except Exception as error:
+        # What it raises is for whoever uses flashinfer; here there is no name to replace.
+        return _broken(error)
+    target = f"flashinfer {getattr(root, '__version__', 'of unknown version')}"
+    if _names(root).get("patch_flashinfer") is patch_flashinfer:
+        return FlashInferPatch(target, [], "flashinfer is preflash under that name")
+    pairs = _pairs(root)
+    replaced = list(_references(pairs.to_replace))
+    reason = None
+    if not replaced:
+        reason = "its names are preflash's already" if pairs.already else "it has none of the names"
+    patch = FlashInferPatch(target, replaced, reason)
+    try:
+        _replace(replaced)
+    except BaseException:  # an interrupt: all or nothing
+        patch.undo()
+        raise
+    return patch
+
+
+def _broken(error: Exception) -> FlashInferPatch:
+    reason = f"it does not import: {type(error).__name__}: {error}"
+    return FlashInferPatch("flashinfer", [], reason)
+
+
+class _Pairs(NamedTuple):
+    to_replace: dict[int, tuple[Any, Any]]  # by the id of flashinfer's object: that, and ours
+    already: bool  # some name is ours
+
+
+def _pairs(root: ModuleType) -> _Pairs:
+    """Which objects of flashinfer stand for which of ours, wherever it keeps them."""
+    to_replace = {}
+    already = False
+    for module_name in _MODULES:
+        module = importlib.import_module(f"{_PACKAGE}.{module_name}")
+        homes = [root]
+        try:
+            home = importlib.import_module(f"flashinfer.{module_name}")
+        except Exception:
+            pass  # a release without this module, or one that no engine can import either
+        else:
+            homes.append(home)
+        for name in module.__all__:
+            new = getattr(module, name)
+            for home in homes:
+                old = getattr(home, name, None)
+                if old is new:
+                    already = True
+                # A submodule may have a function's name.
+                elif callable(old) and isinstance(old, type) == isinstance(new, type):
+                    to_replace[id(old)] = (old, new)
+    return _Pairs(to_replace, already)
+
+
+def _references(pairs: dict[int, tuple[Any, Any]]) -> Iterator[Replacement]:
+    """Every attribute of an imported module that is the first object of a pair."""
+    # One module may be imported under several names.
+    modules = {id(module): module for module in list(sys.modules.values())}
+    for module in modules.values():
+        if not isinstance(module, ModuleType):
+            continue
+        for name, value in list(_names(module).items()):
+            old, new = pairs.get(id(value), (None, None))
+            if old is not None:
+                yield Replacement(module, name, old, new)
+
+
+def _replace(replacements: list[Replacement]) -> None:
+    for module, name, _, new in replacements:
+        _names(module)[name] = new
+
+
+def _names(module: ModuleType) -> dict[str, Any]:
+    """The module's attributes, without loading one that loads itself when it is looked at."""
+    return object.__getattribute__(module, "__dict__")
+
+
+def _is_flashinfer(module: ModuleType) -> bool:
+    return str(_names(module).get("__name__")).partition(".")[0] == "flashinfer"

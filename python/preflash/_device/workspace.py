@@ -1,0 +1,135 @@
+"""The memory that the plans of a wrapper go into."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from .. import _core
+from .._check import values as check
+from .._check.tensors import reaches_into
+from .buffers import Buffer
+from .stream import DeviceStream
+
+
+def check_buffer(name: str, value: Any, device: torch.device | None = None) -> torch.Tensor:
+    """A workspace: contiguous, 16-byte aligned, of any dtype."""
+    buffer = check.tensor(name, value)
+    if device is not None:
+        check.on_device(name, buffer, device)
+    if not buffer.is_contiguous():
+        raise ValueError(f"{name} has strides {tuple(buffer.stride())}; must be contiguous")
+    if buffer.data_ptr() % check.ALIGNMENT != 0:
+        raise ValueError(
+            f"{name} starts {buffer.data_ptr() % check.ALIGNMENT} bytes past a multiple of "
+            f"{check.ALIGNMENT}; pass a buffer that was not sliced"
+        )
+    return buffer
+
+
+def check_apart(**buffers: torch.Tensor) -> None:
+    """Memory that is in use at once, by the names of the arguments; that two of them are one tensor
+    is a mistake, too."""
+    for (name, value), (other_name, other) in itertools.combinations(buffers.items(), 2):
+        if reaches_into(value, other):
+            raise ValueError(
+                f"{other_name} shares memory with {name}, which is in use with it; must be apart"
+            )
+
+
+def check_levels_apart(name: str, buffers: Sequence[torch.Tensor]) -> None:
+    """The same of one argument's buffers, one for each level of a cascade."""
+    check_apart(**{f"{name}[{i}]": buffer for i, buffer in enumerate(buffers)})
+
+
+_SMALLEST_INT_BUFFER = 64 * 1024
+
+
+class Workspace:
+    """Where plans of one wrapper go.
+
+    A work list never overwrites the one before it, which stays whole until the new plan has
+    succeeded, and as long as anything runs it: two buffers take turns, and a plan that is made
+    while the one before last still runs, in another thread or around a signal handler, gets a third
+    one. Unless the caller brought an int buffer, which is used in place.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        float_buffer: torch.Tensor | None,
+        int_buffer: torch.Tensor | None = None,
+        float_bytes: int | None = None,
+    ) -> None:
+        self.device_stream = DeviceStream(device)
+        self.float_buffer = None if float_buffer is None else Buffer(float_buffer)
+        # Given apart from a buffer where the buffer is allocated after planning, or not at all.
+        self._float_bytes = float_bytes
+        self._given = None if int_buffer is None else Buffer(int_buffer)
+        # Memory of a plan that was replaced, and what may still be running it.
+        self._spare: tuple[Buffer, Callable[[], object | None]] | None = None
+        self._uploader: _core.Uploader | None = None
+
+    @property
+    def float_bytes(self) -> int:
+        """What plans may use. NOTE: a caller may have given his buffer other memory since."""
+        if self._float_bytes is not None or self.float_buffer is None:
+            return self._float_bytes or 0
+        return _core.bytes_of(check.TORCH, "float_workspace_buffer", self.float_buffer.tensor)
+
+    @float_bytes.setter
+    def float_bytes(self, value: int) -> None:
+        self._float_bytes = value
+
+    @property
+    def int_room(self) -> int | None:
+        """The bytes of the caller's int buffer, which cannot grow; None without one."""
+        if self._given is None:
+            return None
+        return _core.bytes_of(check.TORCH, "int_workspace_buffer", self._given.tensor)
+
+    def beside(self) -> Workspace:
+        """For other variants of a plan: the float buffer, but no int buffer of the caller's."""
+        if self._given is None:
+            return self
+        other = Workspace(self.device_stream.device, None, float_bytes=self._float_bytes)
+        other.float_buffer = self.float_buffer
+        other._uploader = self.uploader()
+        return other
+
+    def int_buffer(self, num_bytes: int) -> Buffer:
+        """Memory for a work list that nothing else uses."""
+        if self._given is not None:
+            return self._given
+        kept, self._spare = self._spare, None
+        if kept is not None:
+            spare, find_user = kept
+            if (
+                spare.num_bytes >= num_bytes
+                and find_user() is None
+                and spare.is_free_on(self.device_stream.stream())
+            ):
+                return spare
+        return Buffer.allocate(
+            max(num_bytes + num_bytes // 4, _SMALLEST_INT_BUFFER), self.device_stream
+        )
+
+    def give_back(self, int_buffer: Buffer, variant: object) -> None:
+        """Takes back the memory of a planned variant that will not be run again. NOTE: it may be
+        running, for which it is held on to."""
+        if self._given is None:
+            self._spare = (int_buffer, weakref.ref(variant))
+
+    @property
+    def known_uploader(self) -> _core.Uploader | None:
+        """None before the first plan: nothing says before that there is a kernel library."""
+        return self._uploader
+
+    def uploader(self) -> _core.Uploader:
+        if self._uploader is None:
+            self._uploader = _core.Uploader(self.device_stream.ordinal)
+        return self._uploader

@@ -1,0 +1,237 @@
+"""The arguments of trtllm_fmha_v2_prefill, checked: all but its lengths."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+
+from .. import _core
+from .._check import values as check
+from .._check.arguments import PerHead
+from .._check.scales import Scales
+from .._check.tensors import check_per_head, refuse_shared
+from .._device import backends
+from .._device.workspace import check_buffer
+from .operands import Operands, operands_of
+
+MASK_MODES = ("causal", "sliding_window", "chunked", "padding")
+_OUT_DTYPES = (torch.float16, torch.bfloat16, torch.float8_e4m3fn)
+_SHORT_NAMES = {"fp8": _OUT_DTYPES[2], "fp16": _OUT_DTYPES[0], "bf16": _OUT_DTYPES[1]}
+
+
+class FmhaArguments(NamedTuple):
+    """As the caller gave them, the tensors of heads apart."""
+
+    qkv: Any
+    input_layout: Any
+    workspace_buffer: Any
+    seq_lens: Any
+    max_q_len: Any
+    max_kv_len: Any
+    bmm1_scale: Any
+    bmm2_scale: Any
+    batch_size: Any
+    cum_seq_lens_q: Any
+    cum_seq_lens_kv: Any
+    block_tables: Any
+    out: Any
+    out_dtype: Any
+    per_head: PerHead
+    pos_encoding_mode: Any
+    logits_soft_cap_scale: Any
+    mask_mode: Any
+    window_left: Any
+    chunked_attention_size: Any
+    save_softmax_stats: Any
+    skip_softmax_threshold_scale_factor: Any
+    backend: Any
+
+
+class FmhaCall(NamedTuple):
+    """What is computed, and where it goes."""
+
+    operands: Operands
+    options: _core.AttentionOptions
+    scales: Scales
+    per_head: PerHead
+    workspace: torch.Tensor
+    out: torch.Tensor | None
+    out_dtype: torch.dtype
+    wants_stats: bool
+    stats_scale: float | None  # of the maxima in base 2; None: the kernels tell no statistics
+    backend: str
+
+
+def checked(a: FmhaArguments) -> FmhaCall:
+    operands = operands_of(a.qkv, a.input_layout)
+    q = operands.q
+    device = q.device
+    workspace = check_buffer("workspace_buffer", a.workspace_buffer, device)
+    options = _options(a, operands)
+    bmm1 = check.scale("bmm1_scale", a.bmm1_scale)
+    check.logits_scale("bmm1_scale", bmm1, options)
+    bmm2 = check.scale("bmm2_scale", a.bmm2_scale)
+    check_per_head(a.per_head, options, device)
+    wants_stats = check.flag("save_softmax_stats", a.save_softmax_stats)
+    stats_scale = None
+    if wants_stats:
+        stats_scale = _stats_scale(bmm1, options)
+    elif a.per_head.given and options.position != _core.Position.none:
+        # Beside a logit of no key it matters where biases count from, and with statistics that is
+        # key 0.
+        stats_scale = 1.0
+    if stats_scale is not None:
+        # The maximum of a row is that of one pass over its keys.
+        options = options.replace(disable_split=True)
+    out_dtype = _out_dtype(a, q.dtype)
+    out = _checked_out(a.out, out_dtype, operands)
+    if out is not None:
+        refuse_shared("out", out, "workspace_buffer", workspace)
+    return FmhaCall(
+        operands=operands,
+        options=options,
+        scales=Scales(bmm1, bmm2),
+        per_head=a.per_head,
+        workspace=workspace,
+        out=out,
+        out_dtype=out_dtype,
+        wants_stats=wants_stats,
+        stats_scale=stats_scale,
+        backend=backends.requested(a.backend).name,
+    )
+
+
+# --- options -------------------------------------------------------------------
+
+
+def _options(a: FmhaArguments, operands: Operands) -> _core.AttentionOptions:
+    q = operands.q
+    mode = a.mask_mode.lower() if isinstance(a.mask_mode, str) else a.mask_mode
+    check.one_of("mask_mode", mode, MASK_MODES)
+    window = check.window_left(a.window_left)
+    return _core.AttentionOptions(
+        num_qo_heads=q.shape[1],
+        num_kv_heads=operands.num_kv_heads,
+        head_dim_qk=q.shape[2],
+        head_dim_vo=operands.head_dim_vo,
+        q_dtype=check.CORE_DTYPES[q.dtype],
+        kv_dtype=check.CORE_DTYPES[operands.kv_dtype],
+        o_dtype=check.CORE_DTYPES[_kernel_dtype(_out_dtype(a, q.dtype), q.dtype)],
+        causal=mode != "padding",
+        window_left=window if mode == "sliding_window" else -1,
+        chunk_size=_chunk_size(a.chunked_attention_size, mode == "chunked"),
+        mask=_core.Mask.bounds,
+        position=_position(a.pos_encoding_mode),
+        rope_scale=check.ROPE_SCALE,
+        rope_theta=check.ROPE_THETA,
+        soft_cap=_soft_cap(a.logits_soft_cap_scale),
+        fixed_split_size=0,
+        disable_split=False,
+        skip_factor=_skip_factor(a),
+    )
+
+
+def _chunk_size(value: Any, effective: bool) -> int:
+    size = check.integer("chunked_attention_size", value, at_least=0, at_most=2**30)
+    if size & (size - 1):
+        raise ValueError(f"chunked_attention_size={size}: must be a power of two")
+    if effective and size == 0:
+        raise ValueError(
+            "chunked_attention_size=0 with mask_mode='chunked': must be a power of two; "
+            "mask_mode='causal' has no chunks"
+        )
+    return size if effective else 0
+
+
+def _position(mode: Any) -> _core.Position:
+    if mode is None:
+        return _core.Position.none
+    known = {"none": _core.Position.none, "alibi": _core.Position.alibi}
+    name = mode.lower() if isinstance(mode, str) else mode
+    return known[check.one_of("pos_encoding_mode", name, tuple(known))]
+
+
+def _soft_cap(value: Any) -> float:
+    if value is None:
+        return 0.0
+    cap = check.real("logits_soft_cap_scale", value)
+    if cap != 0.0 and not check.SMALLEST_SOFT_CAP <= cap <= check.LARGEST_SOFT_CAP:
+        raise ValueError(
+            f"logits_soft_cap_scale={cap}: must be in [{check.SMALLEST_SOFT_CAP}, "
+            f"{check.LARGEST_SOFT_CAP}], or None or 0 for none"
+        )
+    return cap
+
+
+def _skip_factor(a: FmhaArguments) -> float:
+    name = "skip_softmax_threshold_scale_factor"
+    factor = check.real(name, a.skip_softmax_threshold_scale_factor)
+    if factor < 0.0:
+        raise ValueError(f"{name}={factor}: must be positive, or 0 for off")
+    if factor > 0.0 and a.save_softmax_stats:
+        raise ValueError(
+            f"{name}={factor} with save_softmax_stats=True: the sum of a row whose tiles are left "
+            "out is not the sum of its weights; ask for one of the two"
+        )
+    return factor
+
+
+def _stats_scale(bmm1: float, options: _core.AttentionOptions) -> float:
+    """Of a logit in base 2, to what the statistics tell of it."""
+    if bmm1 <= 0.0:
+        raise ValueError(
+            f"bmm1_scale={bmm1} with save_softmax_stats=True: must be positive, so that the "
+            "largest product has the largest logit"
+        )
+    unscaled = 1.0 if options.soft_cap > 0.0 else 1.0 / bmm1
+    scale = math.log(2.0) * unscaled / math.sqrt(options.head_dim_qk)
+    if scale > check.FLOAT32_MAX:
+        raise ValueError(f"bmm1_scale={bmm1}: its inverse must be finite in float32")
+    return scale
+
+
+# --- tensors -------------------------------------------------------------------
+
+
+def _out_dtype(a: FmhaArguments, q_dtype: torch.dtype) -> torch.dtype:
+    out = a.out
+    if out is not None:
+        check.tensor("out", out)
+    if a.out_dtype is None:
+        wanted = q_dtype if out is None else out.dtype
+    elif isinstance(a.out_dtype, str) and a.out_dtype in _SHORT_NAMES:
+        wanted = _SHORT_NAMES[a.out_dtype]
+    else:
+        wanted = check.dtype("out_dtype", a.out_dtype)
+    if wanted not in _OUT_DTYPES and wanted != q_dtype:
+        raise TypeError(
+            f"{'out' if a.out_dtype is None else 'out_dtype'} is {wanted}; must be float16, "
+            "bfloat16 or float8_e4m3fn"
+        )
+    if out is not None and out.dtype != wanted:
+        raise TypeError(f"out is {out.dtype} and out_dtype {wanted}; must be equal")
+    return wanted
+
+
+def _kernel_dtype(wanted: torch.dtype, q_dtype: torch.dtype) -> torch.dtype:
+    """What kernels write: for queries of 8 bits any output dtype, else that of the queries."""
+    return wanted if q_dtype == check.FP8_QUERY else q_dtype
+
+
+def _checked_out(
+    out: torch.Tensor | None, dtype: torch.dtype, operands: Operands
+) -> torch.Tensor | None:
+    if out is None:
+        return None
+    check.forward_only(out=out)  # rows that are converted do not go through a run
+    q = operands.q
+    wanted = (q.shape[0], q.shape[1], operands.head_dim_vo)
+    check.has_shape("out", out, wanted, "[tokens, num_heads, head_dim of v]")
+    check.on_device("out", out, q.device)
+    # What a kernel does not write itself is copied there, which takes any strides.
+    if dtype == _kernel_dtype(dtype, q.dtype):
+        check.rows("out", out)
+    check.not_overlapping("out", out)
+    return out

@@ -1,0 +1,205 @@
+"""Plans and runs trtllm_fmha_v2_prefill. Plans for lengths on the GPU are kept, per thread and per
+stream: their work lists are on the device, and each call changes the lengths in them."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from typing import NamedTuple
+
+import torch
+
+from .. import _core
+from .._check import values as check
+from .._check.arguments import Result
+from .._check.lengths import Lengths, PageList
+from .._check.outputs import Outputs
+from .._check.tensors import kv_of, refuse_shared
+from .._device.stream import DeviceStream
+from .._device.workspace import Workspace
+from .._plan import pipeline
+from .._run.place import Memory
+from .._run.variant import PlannedVariant
+from . import lengths as fmha_lengths
+from .arguments import FmhaCall
+from .lengths import FmhaLengths
+
+_PLANS_KEPT = 64
+_E4M3_MAX = torch.finfo(torch.float8_e4m3fn).max
+
+
+class _Kept(NamedTuple):
+    """A plan for any lengths up to some."""
+
+    variant: PlannedVariant
+    pages: torch.Tensor | None  # [batch_size, pages], where the plan finds the page table
+
+
+class _Cache(threading.local):
+    def __init__(self) -> None:
+        self.plans: OrderedDict[tuple, _Kept] = OrderedDict()
+        self.workspaces: dict[torch.device, Workspace] = {}
+
+
+_cache = _Cache()
+_captured: list[_Kept] = []  # what CUDA graphs replay; nobody tells when they are gone
+
+
+def run(call: FmhaCall, lengths: FmhaLengths) -> Result:
+    device_stream = DeviceStream(call.operands.q.device)
+    if lengths.on_host:
+        return _run_exact(call, lengths, device_stream)
+    return _run_within_bounds(call, lengths, device_stream)
+
+
+def _run_exact(call: FmhaCall, lengths: FmhaLengths, device_stream: DeviceStream) -> Result:
+    """Lengths on the host: every call has a plan of its own."""
+    if device_stream.is_capturing():
+        raise RuntimeError(
+            "seq_lens is on the CPU, so that this call makes a plan, which cannot be done while "
+            "its stream is being captured into a CUDA graph: pass seq_lens, cum_seq_lens_q and "
+            "cum_seq_lens_kv on the GPU"
+        )
+    batch, pages = fmha_lengths.exact_batch(lengths)
+    listed = None if pages is None else _page_list(batch, pages)
+    request = pipeline.make_request(
+        call.options, Lengths(batch, listed), call.operands.kv_layout, masked=False
+    )
+    workspace = _workspace(device_stream)
+    workspace.float_bytes = call.workspace.numel() * call.workspace.element_size()
+    draft = pipeline.plan(workspace, call.backend, request)
+    variant = pipeline.place(workspace, draft, request)
+    pipeline.upload(workspace, (variant,), request)
+    result = _attend(call, lengths, variant)
+    workspace.give_back(variant.int_buffer, variant)
+    return result
+
+
+def _page_list(batch: _core.Batch, pages: torch.Tensor) -> PageList:
+    if not pages.is_cpu:
+        return PageList(pages, on_device=pages, largest=None)
+    return PageList(pages, None, batch.set_page_indices(pages.data_ptr(), pages.numel()))
+
+
+def _run_within_bounds(call: FmhaCall, lengths: FmhaLengths, device_stream: DeviceStream) -> Result:
+    """Lengths on the GPU: a plan for the longest requests, with the lengths put into it there."""
+    operands = call.operands
+    paged = operands.page_size > 0
+    # Chunks of the keys would be those of the longest requests, and empty in most others.
+    options = call.options.replace(disable_split=True)
+    key = (
+        options, lengths.batch_size, lengths.max_q_len, lengths.max_kv_len, lengths.page_size,
+        operands.q.shape[0], operands.kv_extent, operands.kv_layout, call.backend,
+        device_stream.device, device_stream.stream(),
+    )  # fmt: skip
+    kept = _cache.plans.get(key)
+    if kept is None:
+        kept = _plan_within_bounds(call, options, lengths, device_stream)
+        _cache.plans[key] = kept
+        if len(_cache.plans) > _PLANS_KEPT:
+            _cache.plans.popitem(last=False)
+    else:
+        _cache.plans.move_to_end(key)
+    variant = kept.variant
+    if kept.pages is not None:
+        kept.pages.copy_(lengths.pages, non_blocking=True)
+    pages_each = lengths.pages_each if paged else 0
+    variant.device_plan.set_lengths(
+        lengths.qo_indptr.data_ptr(),
+        0 if paged else lengths.kv_indptr.data_ptr(),
+        lengths.kv_lens.data_ptr(),
+        pages_each,
+        operands.q.shape[0],
+        pages_each * operands.page_size if paged else operands.kv_extent,
+        device_stream.stream(),
+    )
+    was_shared = variant.shared
+    result = _attend(call, lengths, variant)
+    if variant.shared and not was_shared:  # with a CUDA graph
+        _captured.append(kept)
+    return result
+
+
+def _plan_within_bounds(
+    call: FmhaCall,
+    options: _core.AttentionOptions,
+    lengths: FmhaLengths,
+    device_stream: DeviceStream,
+) -> _Kept:
+    if device_stream.is_capturing():
+        raise RuntimeError(
+            "this call needs a plan, which cannot be made while its stream is being captured into "
+            "a CUDA graph: call it once before, with the same shapes and options on the stream "
+            "of the capture (torch.cuda.graph(graph, stream=...))"
+        )
+    operands = call.operands
+    paged = operands.page_size > 0
+    batch = fmha_lengths.bounds_batch(
+        lengths, operands.q.shape[0], None if paged else operands.kv_extent
+    )
+    pages = None
+    if paged:
+        pages = torch.empty_like(
+            lengths.pages, device=device_stream.device, memory_format=torch.contiguous_format
+        )
+    listed = None if pages is None else PageList(pages, on_device=pages, largest=None)
+    request = pipeline.make_request(
+        options, Lengths(batch, listed), operands.kv_layout, masked=False
+    )
+    workspace = _workspace(device_stream)
+    draft = pipeline.plan(workspace, call.backend, request)
+    variant = pipeline.place(workspace, draft, request)
+    pipeline.upload(workspace, (variant,), request)
+    return _Kept(variant, pages)
+
+
+def _workspace(device_stream: DeviceStream) -> Workspace:
+    device = device_stream.device
+    return _cache.workspaces.setdefault(device, Workspace(device, None, float_bytes=0))
+
+
+def _attend(call: FmhaCall, lengths: FmhaLengths, variant: PlannedVariant) -> Result:
+    operands = call.operands
+    q = operands.q
+    kernel_writes = variant.expected.options.o_dtype
+    converts = check.CORE_DTYPES[call.out_dtype] != kernel_writes
+    stats = None
+    outputs = Outputs(out=None if converts else call.out)
+    if converts and call.out is not None:
+        for name, value in zip("kv", kv_of(operands.kv), strict=True):
+            refuse_shared("out", call.out, name, value)
+    if call.stats_scale is not None:
+        stats = torch.empty((*q.shape[:2], 2), dtype=torch.float32, device=q.device)
+        outputs = outputs._replace(lse=stats, lse_layout="STATS", lse_base=call.stats_scale)
+    partials = call.workspace if variant.plan.float_bytes > 0 else None
+    memory = Memory(partials, None, call.per_head)
+    # NOTE: bmm2_scale may take a result out of the range of q's dtype, and the conversion back.
+    scales = call.scales._replace(output=1.0) if converts else call.scales
+    result = variant.attend_to(q, operands.kv, scales, outputs, memory)
+    if converts:
+        result = _converted(call, lengths, result)
+    return (result, stats) if call.wants_stats else result
+
+
+def _converted(call: FmhaCall, lengths: FmhaLengths, result: torch.Tensor) -> torch.Tensor:
+    """Times bmm2_scale, in another dtype than that which the kernels write. What rounds beyond 448
+    is 448."""
+    if call.scales.output != 1.0:
+        result = result.to(torch.float32).mul_(call.scales.output)
+    if call.out_dtype == torch.float8_e4m3fn:
+        result = result.clamp(-_E4M3_MAX, _E4M3_MAX)
+    result = result.to(call.out_dtype)
+    out = call.out
+    if out is None:
+        return result
+    # Rows that no request has stay as they are: those before the first one's and behind the last's.
+    begin, end = lengths.qo_indptr[0], lengths.qo_indptr[-1]
+    if lengths.on_host:
+        out[begin:end] = result[begin:end]
+        return out
+    rows = torch.arange(out.shape[0], device=out.device)
+    owned = ((begin <= rows) & (rows < end))[:, None, None]
+    bits = torch.uint8 if out.itemsize == 1 else torch.int16
+    kept = torch.where(owned, result.view(bits), out.view(bits))
+    out.view(bits).copy_(kept)
+    return out

@@ -1,0 +1,55 @@
+"""Whether plans may copy what a kernel would transform for every query tile (RoPE, fp8)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+
+from .. import _core
+
+SWITCH = "PREFLASH_STAGING"
+_POLICIES = {
+    "auto": _core.Staging.auto,  # where they pay and fit
+    "never": _core.Staging.never,
+    "always": _core.Staging.always,
+}
+_given = os.environ.get(SWITCH) or "auto"
+
+
+def policy() -> str:
+    """What the environment says, which is read once."""
+    return _given
+
+
+def check_environment() -> None:
+    """Raises ValueError where it holds another word."""
+    if _given not in _POLICIES:
+        raise ValueError(
+            f"{SWITCH}={_given!r} in the environment: must be unset, or one of "
+            f"{', '.join(_POLICIES)}"
+        )
+
+
+def applied_to(options: _core.AttentionOptions) -> _core.AttentionOptions:
+    """Raises ValueError where the environment holds another word."""
+    if _given == "auto":
+        return options
+    check_environment()
+    return options.replace(staging=_POLICIES[_given])
+
+
+def without(options: _core.AttentionOptions) -> _core.AttentionOptions:
+    """For runs with factors of heads, which are applied where operands are transformed."""
+    return options.replace(staging=_core.Staging.never)
+
+
+@contextlib.contextmanager
+def forced(name: str) -> Iterator[None]:
+    """Other plans inside, for tests: "auto", "never" or "always"."""
+    global _given
+    before, _given = _given, name
+    try:
+        yield
+    finally:
+        _given = before

@@ -1,0 +1,412 @@
+"""What the paged and the ragged wrapper share: plan once, run for many layers, select again."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from .. import _core
+from .._check import lengths as _lengths
+from .._check import values as check
+from .._check.arguments import (
+    BatchArguments,
+    ForwardArguments,
+    KvCache,
+    Result,
+    RunArguments,
+    RunCall,
+)
+from .._check.options import batch_options, check_unserved
+from .._check.outputs import Outputs, run_outputs
+from .._check.request import Request
+from .._check.scales import Scales, folded_scales, softmax_scale
+from .._check.tensors import check_per_head
+from .._compat.engine_attributes import EngineAttributes
+from .._device import backends
+from .._device.workspace import Workspace, check_apart, check_buffer
+from .._plan import masks, pipeline, staging
+from .._plan.masks import MaskSource
+from .._plan.pipeline import Draft
+from .._run.place import Place
+from .._run.variant import PlannedVariant
+from .._wrap import traced
+from . import graph as _graph
+from .graph import GraphMode
+from .state import Asked, Drafted, ForwardOptions, Planned, State
+
+
+class BatchPrefillWrapper(EngineAttributes):
+    """Base of the public wrappers. Subclasses turn arguments into a batch and a (k, v) pair."""
+
+    _serves_cudnn = True  # backend="cudnn"
+
+    def __init__(
+        self,
+        float_workspace_buffer: torch.Tensor,
+        kv_layout: str,
+        use_cuda_graph: bool,
+        backend: str,
+        graph_buffers: dict[str, Any],
+    ) -> None:
+        buffer = check_buffer("float_workspace_buffer", float_workspace_buffer)
+        self._kv_layout = check.one_of("kv_layout", kv_layout, check.KV_LAYOUTS)
+        self._requested_backend = backends.requested(backend, with_cudnn=self._serves_cudnn)
+        workspace = Workspace(buffer.device, buffer)
+        self._graph: GraphMode | None = None
+        if check.flag("use_cuda_graph", use_cuda_graph):
+            if self._requested_backend.name == backends.CUDNN:
+                raise NotImplementedError(
+                    "backend='cudnn' does not serve use_cuda_graph=True; use backend='auto', or "
+                    "cudnn_batch_prefill_with_kv_cache with is_cuda_graph_compatible=True"
+                )
+            buffers = _graph.check_graph_buffers(graph_buffers, buffer)
+            self._graph = GraphMode(buffers, workspace.device_stream)
+        for name, value in graph_buffers.items():
+            # Documented as effective with use_cuda_graph only.
+            if value is not None:
+                check.tensor(name, value)
+        self._state = State(workspace)
+        self._recorded_name = traced.name_wrapper(self)
+
+    def __copy__(self) -> BatchPrefillWrapper:
+        """Another wrapper with the same plan and float workspace; each plans for itself."""
+        workspace = self._state.workspace
+        if workspace.int_room is not None or self._graph is not None:
+            where = "buffers of its constructor"
+            if self._graph is None:
+                where = "int_workspace_buffer of reset_workspace_buffer()"
+            raise TypeError(
+                f"{type(self).__name__} plans into the {where}, which a copy would overwrite; "
+                "construct another wrapper"
+            )
+        other = object.__new__(type(self))
+        other.__dict__.update(self.__dict__)
+        other._recorded_name = traced.name_wrapper(other)
+        other._state = self._state.of_copy()
+        return other
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            f"{type(self).__name__} holds device memory and cannot be pickled or deep-copied; "
+            "construct another wrapper and plan it"
+        )
+
+    # Planning.
+
+    def _asked(self, a: BatchArguments) -> Asked:
+        """Checks everything but hints, the mask, and the values of indptr (the planner does)."""
+        options = batch_options(a)
+        graph_rows = graph_mask_bytes = 0
+        if self._graph is None:
+            workspace = self._state.workspace
+            lengths = _lengths.batch_lengths(a, self.device, uploader=workspace.known_uploader)
+        else:
+            lengths = _lengths.batch_lengths(a, self.device, self._graph.buffers.indices)
+            batch = lengths.batch
+            self._graph.check_batch(batch)
+            graph_rows = self._state.graph_rows or max(batch.qo_end - batch.qo_begin, 1)
+            graph_mask_bytes = self._graph.mask_bytes
+        masked = a.custom_mask is not None or a.packed_custom_mask is not None
+        return Asked(
+            pipeline.make_request(
+                options,
+                lengths,
+                self._kv_layout,
+                masked=masked,
+                graph_rows=graph_rows,
+                graph_mask_bytes=graph_mask_bytes,
+            ),
+            Scales(softmax_scale(a.sm_scale, options), 1.0),
+            check.flag("causal", a.causal),
+            check.soft_cap(a.logits_soft_cap),
+        )
+
+    @check.eager
+    def _plan(self, a: BatchArguments) -> None:
+        self._install(self._drafted(a))
+
+    @check.eager
+    def _begin_forward(self, a: BatchArguments) -> None:
+        self._install(self._drafted(a, self._state.last_forward))
+
+    def _drafted(self, a: BatchArguments, forward: ForwardOptions | None = None) -> Drafted:
+        """A plan that has passed every check; the wrapper is as it was.
+
+        forward: plan for these options of a forward() that will follow, where they can be served;
+        it is for forward() to refuse them, not for this call.
+        """
+        workspace = self._state.workspace
+        if self._graph is not None:
+            self._graph.check_may_plan()
+        asked = self._asked(a)
+        request = asked.request
+        options = request.options
+        draft = None
+        if forward is not None:
+            options = forward.applied_to(options)
+            with contextlib.suppress(ValueError, NotImplementedError):
+                draft = self._draft(request._replace(options=options))
+        if draft is None:
+            options = request.options
+            draft = self._draft(request)
+        _lengths.check_hints(a, request.lengths, self.device)
+        batch = request.lengths.batch
+        mask = masks.check_mask(a.custom_mask, a.packed_custom_mask, batch)
+        if mask is not None:
+            masks.check_mask_device(mask, self.device)
+        source = None if mask is None else MaskSource(mask, a.packed_custom_mask is not None)
+        if self._graph is not None:
+            return self._drafted_for_graphs(Drafted(workspace, draft, asked, options), source, a)
+        if source is not None:
+            mask = masks.owned_mask(*source, batch, workspace.device_stream)
+            asked = asked._replace(request=request._replace(mask=mask))
+        return Drafted(workspace, draft, asked, options)
+
+    def _drafted_for_graphs(
+        self, drafted: Drafted, mask: MaskSource | None, a: BatchArguments
+    ) -> Drafted:
+        """Whatever graphs have captured has to be planned for the new batch, too."""
+        graph, asked = self._graph, drafted.asked
+        request = asked.request
+        batch = request.lengths.batch
+        if mask is not None:
+            graph.check_mask(batch)
+            request = request._replace(mask=graph.buffers.mask)
+        refreshed = {}
+        for options, place in self._state.captured_so_far().items():
+            _graph.check_captured(place, place.captured, request.lengths)
+            _graph.check_captured_mask(options.mask == _core.Mask.custom, mask is not None)
+            if options != drafted.options:
+                refreshed[options] = self._draft(request._replace(options=options))
+        return drafted._replace(
+            asked=asked._replace(request=request),
+            refreshed=refreshed,
+            copy_in=functools.partial(graph.copy_in, a, batch, mask),
+        )
+
+    def _draft(self, request: Request) -> Draft:
+        return pipeline.plan(self._state.workspace, self._requested_backend.name, request)
+
+    def _install(self, drafted: Drafted) -> None:
+        """Uploads a plan that has passed every check and makes it the wrapper's."""
+        before = self._state
+        workspace, draft, asked, options, refreshed, copy_in = drafted
+        # Without use_cuda_graph=True a graph goes on with the work list that it has captured.
+        captured = before.captured if self._graph is None else before.captured_so_far()
+        request = asked.request
+        as_asked = options is request.options or options == request.options
+        if not as_asked:
+            request = request._replace(options=options)
+        primary = self._placed(workspace, draft, request, captured)
+        others = {
+            other: self._placed(workspace, again, request._replace(options=other), captured)
+            for other, again in refreshed.items()
+        }
+        usual = primary if as_asked else others.get(asked.request.options)
+        planned = Planned(asked, asked.scales, usual, primary, options, others)
+        shared = before.shared_so_far() if self._graph is None else before.shared
+        # NOTE: not before._replace(), which takes a microsecond.
+        after = State(workspace, planned, shared, request.graph_rows, captured, before.last_forward)
+        if self._graph is not None:
+            # From here on the buffers are no longer those of the old plan: a call that is
+            # interrupted leaves none.
+            self._state = before._replace(planned=None, captured=captured)
+            ran = () if before.planned is None else before.planned.variants()
+            self._graph.order_behind_runs(ran, captured.values())
+            self._graph.reserve(draft.plan.int_bytes)
+            if copy_in is not None:
+                copy_in()
+        pipeline.upload(workspace, (primary, *others.values()), request, self, after)
+        if before.planned is not None and not before.planned.primary.shared:
+            replaced = before.planned.primary
+            before.workspace.give_back(replaced.int_buffer, replaced)
+
+    def _placed(
+        self,
+        workspace: Workspace,
+        draft: Draft,
+        request: Request,
+        captured: Mapping[_core.AttentionOptions, Place],
+    ) -> PlannedVariant:
+        """Where a graph looks for it, if one does; else in memory that no graph looks at."""
+        where = None
+        if captured:
+            where = captured.get(request.options)
+            if where is None:
+                workspace = workspace.beside()
+        return pipeline.place(workspace, draft, request, where)
+
+    def _planned(self) -> Planned:
+        planned = self._state.planned
+        if planned is None:
+            raise ValueError("run() before plan(): call plan() with the lengths of the batch first")
+        return planned
+
+    def _select(self, planned: Planned, options: _core.AttentionOptions) -> PlannedVariant:
+        """The variant for the planned batch with other options; planned when first asked for."""
+        request = planned.asked.request
+        if options == planned.options:
+            return planned.primary
+        found = planned.others.get(options)
+        if found is None:
+            workspace = self._state.workspace.beside()
+            request = request._replace(options=options)
+            draft = pipeline.plan(workspace, self._requested_backend.name, request)
+            if self._graph is not None and workspace.device_stream.is_capturing():
+                found = self._graph.planned_beside_capture(workspace, draft, request)
+            else:
+                found = pipeline.place(workspace, draft, request)
+                pipeline.upload(workspace, (found,), request)
+            planned.keep(options, found)
+        return found
+
+    def _workspace_size(self, a: BatchArguments) -> tuple[int, int]:
+        name = self._requested_backend.name
+        return pipeline.workspace_size(self.device, name, self._asked(a).request)
+
+    # Running.
+
+    def _run(self, q: torch.Tensor, kv: KvCache, call: RunCall) -> Result:
+        """Any run. The usual ones, planned and with scales of plan() alone, go straight to the
+        variant."""
+        check.nothing_more("run", call.extra)
+        check_unserved(call.unserved)
+        return_lse = False if call.return_lse is None else call.return_lse
+        outputs = run_outputs(call.out, call.lse, return_lse, call.lse_base, call.lse_layout)
+        arguments = RunArguments(call.scales, call.window_left, call.per_head)
+        return self._run_with(q, kv, arguments, outputs)
+
+    def _run_with(self, q: torch.Tensor, kv: KvCache, a: RunArguments, outputs: Outputs) -> Result:
+        """A run that is not the usual one, not planned, or recorded."""
+        if check.traced():
+            return traced.run(self._recorded_name, q, kv, a, outputs)
+        planned = self._planned()
+        options = planned.asked.request.options
+        if a.window_left is not None:
+            window_left = check.window_left(a.window_left)
+            options = options.replace(window_left=window_left)
+        variant = planned.usual
+        if variant is None or a.window_left is not None:
+            variant = self._select(planned, options)
+        if a.per_head.scaled and variant.plan.staged:
+            check_per_head(a.per_head, options, self.device)
+            variant = self._select(planned, staging.without(options))
+        sm_scale = planned.scales.logits
+        if a.sm_scale is not None:
+            sm_scale = softmax_scale(a.sm_scale, options)
+        scales = folded_scales(sm_scale, a.scales, options)
+        memory = variant.memory_with(a.per_head) if a.per_head.given else None
+        result = variant.attend_to(q, kv, scales, outputs, memory)
+        if planned.usual is None and a.window_left is None and self._state.planned is planned:
+            # The caller runs after all: from now on begin_forward() is plan() again.
+            planned = planned._replace(usual=variant)
+            self._state = self._state._replace(planned=planned, last_forward=None)
+        return result
+
+    def _forward(
+        self, q: torch.Tensor, kv: KvCache, a: ForwardArguments, outputs: Outputs
+    ) -> Result:
+        """The deprecated call: its own options count, defaults included, not those of plan()."""
+        if check.traced():
+            return traced.forward(self._recorded_name, q, kv, a, outputs)
+        encoding = check.position_encoding(a.pos_encoding_mode, a.rope_scale, a.rope_theta)
+        check.permission("use_fp16_qk_reduction", a.use_fp16_qk_reduction)
+        check.permission("allow_fp16_qk_reduction", a.allow_fp16_qk_reduction)
+        forward = ForwardOptions(
+            check.flag("causal", a.causal),
+            check.window_left(a.window_left),
+            encoding,
+            check.soft_cap(a.logits_soft_cap),
+        )
+        planned = self._planned()
+        options = forward.applied_to(planned.asked.request.options)
+        variant = self._select(planned, options)
+        scales = folded_scales(softmax_scale(a.sm_scale, options), a.scales, options)
+        result = variant.attend_to(q, kv, scales, outputs)
+        if self._state.last_forward != forward:
+            self._state = self._state._replace(last_forward=forward)
+        return result
+
+    def prewarm_paged_kv_stride_variant(self, variant: str = "independent") -> None:
+        """Does nothing: every kernel takes strides of k and of v, and none is loaded late."""
+        check.one_of("variant", variant, ("independent",))
+
+    def end_forward(self) -> None:
+        """Does nothing; kept for callers of older releases."""
+
+    def reset_workspace_buffer(
+        self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor
+    ) -> None:
+        """Replaces both workspaces. What is planned is planned again into the new ones.
+
+        Args:
+            float_workspace_buffer: scratch memory for split-KV partials, on the wrapper's device.
+            int_workspace_buffer: memory for the work list, on the wrapper's device. It is used as
+                it is and never grows; workspace_size() tells how many bytes a plan needs.
+
+        Raises:
+            ValueError: another device, not contiguous, not 16-byte aligned, not apart, or too small
+            for what is planned; the wrapper then keeps its buffers.
+            TypeError: not tensors.
+        """
+        self._reset(self._drafted_reset(float_workspace_buffer, int_workspace_buffer))
+
+    def _drafted_reset(
+        self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor
+    ) -> Workspace | Drafted:
+        """The new workspace, with what is planned drafted for it. Raises all that a reset raises,
+        and changes nothing."""
+        float_buffer = check_buffer("float_workspace_buffer", float_workspace_buffer, self.device)
+        int_buffer = check_buffer("int_workspace_buffer", int_workspace_buffer, self.device)
+        check_apart(float_workspace_buffer=float_buffer, int_workspace_buffer=int_buffer)
+        workspace = Workspace(self.device, float_buffer, int_buffer)
+        if self._graph is not None and self._state.captured_so_far():
+            raise ValueError(
+                "reset_workspace_buffer(): a CUDA graph has captured a run(), which holds on to "
+                "the workspaces; construct another wrapper"
+            )
+        planned = self._state.planned
+        if planned is None:
+            return workspace
+        request = planned.asked.request
+        draft = pipeline.plan(workspace, self._requested_backend.name, request)
+        return Drafted(workspace, draft, planned.asked, request.options)
+
+    def _reset(self, drafted: Workspace | Drafted) -> None:
+        if isinstance(drafted, Workspace):
+            self._state = self._state._replace(workspace=drafted)
+        else:
+            self._install(drafted)
+
+    # What callers read.
+
+    @property
+    def device(self) -> torch.device:
+        """Where the workspace and every tensor of run() are."""
+        return self._state.workspace.device_stream.device
+
+    @property
+    def is_cuda_graph_enabled(self) -> bool:
+        return self._graph is not None
+
+    @property
+    def variant(self) -> str | None:
+        """The id of the kernel that plan() chose; None before."""
+        planned = self._state.planned
+        return None if planned is None else planned.primary.plan.id
+
+    def __repr__(self) -> str:
+        name = type(self).__name__
+        where = f"kv_layout={self._kv_layout!r}, device='{self.device}'"
+        planned = self._state.planned
+        if planned is None:
+            return f"{name}(backend={self._requested_backend!r}, {where}, not planned)"
+        return (
+            f"{name}(backend={self._backend!r}{self._requested_backend.override}, "
+            f"variant={self.variant!r}, {where}, "
+            f"batch_size={planned.asked.request.lengths.batch.num_requests})"
+        )

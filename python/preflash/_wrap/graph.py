@@ -1,0 +1,374 @@
+"""use_cuda_graph=True: what plan() keeps in the caller's buffers, what a captured run holds on to.
+
+A graph holds addresses and sizes by value: of the work list, the page table and the mask, the
+number of CTAs, the extents of q, k and v. So the arrays live in the caller's buffers, the work list
+of a captured run is overwritten where it is, and a batch that would reach beyond what was captured
+is refused.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+
+from .. import _core
+from .._check import values as check
+from .._check.arguments import BatchArguments, PagedPlanArguments
+from .._check.lengths import Lengths
+from .._check.request import Request
+from .._device.buffers import Buffer
+from .._device.stream import DeviceStream
+from .._device.workspace import Workspace, check_apart
+from .._plan import pipeline
+from .._plan.masks import OVERREAD, MaskSource
+from .._plan.pipeline import Draft
+from .._run.place import Captured, Place
+from .._run.variant import PlannedVariant
+
+# Work lists that options first asked for during a capture may take; memory that is allocated then
+# belongs to the graph, which reuses it.
+_RESERVED = 2
+# To choose one from that no capture has; a capture of one run has one, seldom two.
+_STREAMS = 3
+
+
+class GraphBuffers(NamedTuple):
+    """The caller's memory in which plan() keeps its arrays, checked."""
+
+    qo_indptr: torch.Tensor  # [batch_size + 1]
+    kv_indptr: torch.Tensor  # [batch_size + 1]
+    indices: torch.Tensor | None  # as many as any batch has; None: ragged
+    last_page_len: torch.Tensor | None  # [batch_size]; None: ragged
+    mask: torch.Tensor | None  # packed
+    mask_indptr: torch.Tensor | None  # [batch_size + 1], of which engines leave out the last
+
+    @property
+    def batch_size(self) -> int:
+        return self.qo_indptr.numel() - 1
+
+    def held(self) -> _core.HeldMemory:
+        """Graphs hold the addresses of this memory, so that it has to stay as it is now."""
+        held = _core.HeldMemory(
+            check.TORCH,
+            since="the constructor",
+            way_out="CUDA graphs hold its address: construct another wrapper",
+        )
+        table = "" if self.indices is None else "paged_"
+        for name, tensor in (
+            ("qo_indptr_buf", self.qo_indptr),
+            (f"{table}kv_indptr_buf", self.kv_indptr),
+            ("paged_kv_indices_buf", self.indices),
+            ("paged_kv_last_page_len_buf", self.last_page_len),
+            ("custom_mask_buf", self.mask),
+            ("mask_indptr_buf", self.mask_indptr),
+        ):
+            if tensor is not None:
+                held.hold(name, tensor, tensor.data_ptr(), tensor.nbytes)
+        return held
+
+
+def check_graph_buffers(given: dict[str, Any], workspace: torch.Tensor) -> GraphBuffers:
+    """The buffers among the constructor's arguments, by name."""
+    device = workspace.device
+    kv_name = "paged_kv_indptr_buf" if "paged_kv_indptr_buf" in given else "kv_indptr_buf"
+    paged = kv_name != "kv_indptr_buf"
+    qo_indptr = _index_buffer("qo_indptr_buf", given["qo_indptr_buf"], device)
+    if qo_indptr.numel() == 0:
+        raise ValueError("qo_indptr_buf is empty; must have batch_size + 1 elements")
+    batch_size = qo_indptr.numel() - 1
+    kv_indptr = _index_buffer(kv_name, given[kv_name], device, batch_size + 1)
+    indices = last_page_len = None
+    if paged:
+        name = "paged_kv_indices_buf"
+        indices = _index_buffer(name, given[name], device)
+        name = "paged_kv_last_page_len_buf"
+        last_page_len = _index_buffer(name, given[name], device, batch_size)
+    mask_indptr = given["mask_indptr_buf"]
+    if mask_indptr is None:
+        mask_indptr = given["qk_indptr_buf"]
+    elif given["qk_indptr_buf"] is not None and given["qk_indptr_buf"] is not mask_indptr:
+        raise TypeError(
+            "mask_indptr_buf and qk_indptr_buf are two spellings of one argument; give one of them"
+        )
+    if mask_indptr is not None:
+        mask_indptr = _index_buffer("mask_indptr_buf", mask_indptr, device)
+        if mask_indptr.numel() < batch_size:
+            raise ValueError(
+                f"mask_indptr_buf has {mask_indptr.numel()} elements; must have batch_size + 1 = "
+                f"{batch_size + 1}, as qo_indptr_buf has"
+            )
+    mask = given["custom_mask_buf"]
+    if mask is not None:
+        mask = _mask_buffer(mask, device)
+    memory = {**given, "float_workspace_buffer": workspace}
+    for name in ("paged_kv_indices_buf", "custom_mask_buf"):
+        _check_own_memory(name, memory)
+    return GraphBuffers(qo_indptr, kv_indptr, indices, last_page_len, mask, mask_indptr)
+
+
+def _check_own_memory(name: str, given: dict[str, Any]) -> None:
+    """What kernels read at run time, nothing else may be put into."""
+    buffer = given.get(name)
+    for other, value in given.items():
+        if other != name and buffer is not None and value is not None:
+            check_apart(**{other: value, name: buffer})
+
+
+def _buffer(name: str, value: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    if value is None:
+        raise ValueError(
+            f"{name}=None with use_cuda_graph=True: plan() keeps its arrays in buffers of the "
+            "caller, where a captured run finds them; pass one"
+        )
+    value = check.tensor(name, value)
+    if value.dtype != dtype:
+        raise TypeError(f"{name} is {value.dtype}; must be {dtype}")
+    check.on_device(name, value, device)
+    if value.dim() != 1 or not value.is_contiguous():
+        raise ValueError(
+            f"{name} has shape {tuple(value.shape)} and strides {tuple(value.stride())}; must be "
+            "one-dimensional and contiguous"
+        )
+    return value
+
+
+def _index_buffer(
+    name: str, value: Any, device: torch.device, numel: int | None = None
+) -> torch.Tensor:
+    value = _buffer(name, value, torch.int32, device)
+    if numel is not None and value.numel() != numel:
+        raise ValueError(
+            f"{name} has {value.numel()} elements; must have {numel}: the batch size, which is "
+            "fixed, is len(qo_indptr_buf) - 1"
+        )
+    return value
+
+
+def _mask_buffer(value: Any, device: torch.device) -> torch.Tensor:
+    value = _buffer("custom_mask_buf", value, torch.uint8, device)
+    if value.data_ptr() % check.ALIGNMENT != 0:
+        raise ValueError(
+            f"custom_mask_buf starts {value.data_ptr() % check.ALIGNMENT} bytes past a multiple of "
+            f"{check.ALIGNMENT}; pass a buffer that was not sliced"
+        )
+    return value
+
+
+class GraphMode:
+    """Of one wrapper. Its buffers change with plan(), everything else is the wrapper's state."""
+
+    def __init__(self, buffers: GraphBuffers, device_stream: DeviceStream) -> None:
+        self.buffers = buffers
+        self._held = buffers.held()
+        self._device_stream = device_stream
+        self._reserve: list[Buffer] = []
+        # Made now: nothing is created during a capture. NOTE: torch has 32 streams and hands them
+        # out in turns, so that any of these may be one that is captured.
+        device = device_stream.device
+        count = _STREAMS if device.type == "cuda" else 0
+        self._beside_captures = [torch.cuda.Stream(device) for _ in range(count)]
+
+    @property
+    def mask_bytes(self) -> int:
+        """The most that the packed mask of any plan has."""
+        return 0 if self.buffers.mask is None else self.buffers.mask.numel()
+
+    # What plan() asks before anything changes.
+
+    def check_may_plan(self) -> None:
+        self._held.check()  # what was freed, or has other memory, nothing may be copied into
+        if self._device_stream.is_capturing():
+            raise RuntimeError(
+                "plan() cannot run while its stream is being captured into a CUDA graph: call it "
+                "before the capture, capture run() alone, and call plan() again before replays"
+            )
+
+    def check_batch(self, batch: _core.Batch) -> None:
+        if batch.num_requests != self.buffers.batch_size:
+            raise ValueError(
+                f"qo_indptr has {batch.num_requests + 1} elements, a batch of "
+                f"{batch.num_requests} requests; with use_cuda_graph=True the batch size is fixed, "
+                f"len(qo_indptr_buf) - 1 = {self.buffers.batch_size}: pad the batch with empty "
+                "requests, or use another wrapper"
+            )
+
+    def check_mask(self, batch: _core.Batch) -> None:
+        """A plan with a custom mask: there must be room for it."""
+        for name in ("mask", "mask_indptr"):
+            if getattr(self.buffers, name) is None:
+                argument = "custom_mask_buf" if name == "mask" else "mask_indptr_buf"
+                raise ValueError(
+                    f"a custom mask needs {argument} with use_cuda_graph=True, which the "
+                    "constructor did not get"
+                )
+        room = self.buffers.mask.numel()
+        if batch.mask_bytes + OVERREAD > room:
+            raise ValueError(
+                f"custom_mask_buf has {room} bytes; this batch's mask has {batch.mask_bytes}, and "
+                f"kernels, which read words, need {OVERREAD} bytes behind it: construct the "
+                "wrapper with a larger one"
+            )
+
+    # What plan() does once nothing is refused any more.
+
+    def order_behind_runs(self, ran: Iterable[PlannedVariant], captured: Iterable[Place]) -> None:
+        """What the current stream does from now on comes after the runs that read what plan() is
+        about to overwrite, where they were on other streams. NOTE: nobody tells us of a replay."""
+        # Page indices and mask bits are read where the caller's buffers are: each variant knows the
+        # streams of its own runs.
+        buffers = [buffer for variant in ran for buffer in variant.buffers]
+        for buffer in (*buffers, *(place.buffer for place in captured)):
+            buffer.order_behind_users(self._device_stream)
+
+    def copy_in(self, a: BatchArguments, batch: _core.Batch, mask: MaskSource | None) -> None:
+        """plan()'s arrays into the buffers; one that is its buffer already costs nothing."""
+        buffers = self.buffers
+        pairs = [(buffers.qo_indptr, a.qo_indptr)]
+        if isinstance(a, PagedPlanArguments):
+            used = a.paged_kv_indices[: batch.kv_end]
+            pairs.append((buffers.kv_indptr, a.paged_kv_indptr))
+            pairs.append((buffers.indices, used))
+            pairs.append((buffers.last_page_len, a.paged_kv_last_page_len))
+        else:
+            pairs.append((buffers.kv_indptr, a.kv_indptr))
+        if mask is not None:
+            begins = torch.tensor(batch.mask_indptr, dtype=torch.int32, device="cpu")
+            pairs.append((buffers.mask_indptr, begins[: buffers.mask_indptr.numel()]))
+            if not (mask.packed and _is_start_of(buffers.mask, mask.values)):
+                mask = mask._replace(values=_apart_from(buffers.mask, mask.values))
+                mask.write(buffers.mask, batch, self._device_stream)
+        _copy([pair for pair in pairs if not _is_start_of(*pair)])
+
+    def reserve(self, num_bytes: int) -> None:
+        """Memory for work lists of about this size. NOTE: it comes before the plan's own upload, so
+        that it is free once that upload is over."""
+        if not self._beside_captures:
+            return
+        self._reserve = [buffer for buffer in self._reserve if buffer.num_bytes >= num_bytes]
+        while len(self._reserve) < _RESERVED:
+            room = max(num_bytes + num_bytes // 4, 64 * 1024)
+            self._reserve.append(Buffer.allocate(room, self._device_stream))
+
+    # What a run with options that no run had asks for while it is being captured.
+
+    def planned_beside_capture(
+        self, workspace: Workspace, draft: Draft, request: Request
+    ) -> PlannedVariant:
+        """Uploads at once, while the host waits, what a graph will only find there."""
+        where = Place(self._take_reserved(draft.plan.int_bytes), workspace.uploader())
+        found = pipeline.place(workspace, draft, request, where)
+        stream = self._device_stream.stream()
+        where.device_plan.arrive_before(stream)  # waits: from then on nobody uses the reserve
+        with torch.cuda.stream(self._stream_beside_captures()):
+            pipeline.upload(workspace, (found,), request)
+        where.device_plan.arrive_before(stream)
+        return found
+
+    def _stream_beside_captures(self) -> torch.cuda.Stream:
+        for stream in self._beside_captures:
+            with torch.cuda.stream(stream):
+                if not torch.cuda.is_current_stream_capturing():
+                    return stream
+        raise RuntimeError(
+            "the stream is being captured into a CUDA graph together with others, and these "
+            "options need a plan of their own, for whose upload there is no stream left: call it "
+            "once before the capture"
+        )
+
+    def _take_reserved(self, num_bytes: int) -> Buffer:
+        for i, buffer in enumerate(self._reserve):
+            if buffer.num_bytes >= num_bytes:
+                return self._reserve.pop(i)
+        raise RuntimeError(
+            "the stream is being captured into a CUDA graph, and these options need a plan of "
+            f"their own, for which {len(self._reserve)} of {_RESERVED} reserved work lists are "
+            "left: call it once before the capture"
+        )
+
+
+def check_captured(place: Place, captured: Captured, lengths: Lengths) -> None:
+    """Whether a batch stays within the tensors that a graph holds."""
+    place.held.check()
+    batch, pages = lengths
+    largest_page = None if pages is None else pages.largest
+    if batch.qo_end > captured.q_tokens:
+        raise ValueError(
+            f"qo_indptr[-1] = {batch.qo_end}: a CUDA graph has captured a run() with "
+            f"{captured.q_tokens} rows of q; capture it with as many as the largest batch has, or "
+            "use another wrapper"
+        )
+    if captured.page_size != batch.page_size:
+        raise ValueError(
+            f"page_size={batch.page_size}: a CUDA graph has captured a run() with pages of "
+            f"{captured.page_size}, which it holds on to; use another wrapper"
+        )
+    if batch.page_size == 0 and batch.kv_end > captured.kv_extent:
+        raise ValueError(
+            f"kv_indptr[-1] = {batch.kv_end}: a CUDA graph has captured a run() with "
+            f"{captured.kv_extent} tokens in k and v; capture it with as many as the largest batch "
+            "has, or use another wrapper"
+        )
+    if batch.page_size > 0 and largest_page is not None and largest_page >= captured.kv_extent:
+        raise ValueError(
+            f"paged_kv_indices holds {largest_page}: a CUDA graph has captured a run() with "
+            f"{captured.kv_extent} pages, so an index must be less"
+        )
+
+
+def check_captured_mask(captured_mask: bool, has_mask: bool) -> None:
+    """A graph that reads a mask must find one, and one that does not would leave it out."""
+    if captured_mask and not has_mask:
+        raise ValueError(
+            "custom_mask=None: a CUDA graph has captured a run() with a custom mask, whose bits "
+            "would be those of an earlier batch; give a mask (of ones, if all is kept) or use "
+            "another wrapper"
+        )
+    if has_mask and not captured_mask:
+        raise ValueError(
+            "custom_mask: a CUDA graph has captured a run() without one and would leave it out; "
+            "use another wrapper"
+        )
+
+
+def _is_start_of(buffer: torch.Tensor, source: torch.Tensor) -> bool:
+    """Whether the caller passed the buffer itself, or its beginning."""
+    return (
+        source.data_ptr() == buffer.data_ptr()
+        and source.device == buffer.device
+        and source.dtype == buffer.dtype
+        and source.is_contiguous()
+    )
+
+
+def _copy(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """int32 sources to the beginning of their buffers. The host does not wait."""
+    uploads = [(buffer, source) for buffer, source in pairs if source.is_cpu and not buffer.is_cpu]
+    if uploads:
+        # torch keeps the pinned copy until the stream has read it.
+        sizes = [source.numel() for _, source in uploads]
+        pinned = torch.empty(sum(sizes), dtype=torch.int32, device="cpu", pin_memory=True)
+        for (buffer, source), piece in zip(uploads, pinned.split(sizes), strict=True):
+            _copy_on_host(piece, source)
+            buffer[: piece.numel()].copy_(piece, non_blocking=True)
+    for buffer, source in pairs:
+        if source.is_cpu:
+            if buffer.is_cpu:
+                _copy_on_host(buffer, source)
+            continue
+        buffer[: source.numel()].copy_(_apart_from(buffer, source))
+
+
+def _copy_on_host(target: torch.Tensor, source: torch.Tensor) -> None:
+    """To the beginning of a contiguous target. NOTE: not copy_(), which takes all threads of torch
+    for some thousand elements and waits for them, on a loaded machine for milliseconds."""
+    source = source.contiguous()
+    ctypes.memmove(target.data_ptr(), source.data_ptr(), source.numel() * source.element_size())
+
+
+def _apart_from(buffer: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """The source, or a copy where it is another part of the buffer."""
+    same = source.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
+    return source.clone() if same else source

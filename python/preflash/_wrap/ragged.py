@@ -1,0 +1,333 @@
+"""The wrapper of ragged KV caches, preflash.prefill.BatchPrefillWithRaggedKVCacheWrapper."""
+
+# NOTE: the API fixes long signatures, which are repeated where callers look for them, so functions
+# here are over 80 lines. Their bodies are short: check, convert and hand over.
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .._check import values as check
+from .._check.arguments import (
+    ForwardArguments,
+    GivenScales,
+    PerHead,
+    RaggedPlanArguments,
+    Result,
+    RunCall,
+    UnservedRunOptions,
+)
+from .._check.outputs import DEFAULT_OUTPUTS, Outputs, run_outputs
+from .._compat.engine_attributes import RaggedEngineAttributes
+from .._compat.signatures import NEWER_RAGGED_ORDER, newer_spellings, same_arguments_as
+from .batch import BatchPrefillWrapper
+
+# Names of their own for what every run() asks; see check.traced().
+_dynamo_compiles = check.is_dynamo_compiling
+_function_modes = check.function_mode_is_active
+_dispatch_modes = check.num_dispatch_modes
+
+
+class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillWrapper, RaggedEngineAttributes):
+    """Attention of a batch over a ragged KV cache: plan() once, run() for every layer.
+
+    The keys of request i are rows kv_indptr[i] to kv_indptr[i + 1] of one tensor.
+
+    Args:
+        float_workspace_buffer: scratch memory for split-KV partials, any dtype; 128 MB is plenty,
+            and with less (even with none) keys are split less. Its device is the device of all
+            tensors.
+        kv_layout: "NHD": k and v are [tokens, num_kv_heads, head_dim]; "HND": [num_kv_heads,
+            tokens, head_dim].
+        use_cuda_graph: plan() keeps its arrays in the buffers that follow, and a captured run()
+            replays what was planned last. The batch size is fixed, and no plan may have more query
+            rows than the first. Without it the buffers have no effect.
+        qo_indptr_buf, kv_indptr_buf: int32 [batch_size + 1], on the wrapper's device.
+        custom_mask_buf: uint8, for the packed bits of any batch and 8 bytes more; needed, like
+            qk_indptr_buf, where plan() is given a custom mask.
+        qk_indptr_buf, mask_indptr_buf: int32 [batch_size + 1], two names of one buffer.
+        backend: "auto", "fa2", "fa3", "cpu", or "cudnn" where the nvidia-cudnn-frontend package
+            imports: float16 or bfloat16, head_dim 128, or 192 with 128 for v, causal or full, no
+            other option; see cudnn_batch_prefill_with_kv_cache. An explicit one never becomes
+            another, unless PREFLASH_BACKEND in the environment names the one to use instead of all.
+        jit_args, jit_kwargs, variant_owns_mask: None, None and False only: nothing is compiled at
+            run time.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong.
+        NotImplementedError: backend="cudnn" with use_cuda_graph=True.
+    """
+
+    def __init__(
+        self,
+        float_workspace_buffer: torch.Tensor,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        qo_indptr_buf: torch.Tensor | None = None,
+        kv_indptr_buf: torch.Tensor | None = None,
+        custom_mask_buf: torch.Tensor | None = None,
+        qk_indptr_buf: torch.Tensor | None = None,
+        backend: str = "auto",
+        *,
+        mask_indptr_buf: torch.Tensor | None = None,
+        jit_args: None = None,
+        jit_kwargs: None = None,
+        variant_owns_mask: bool = False,
+    ) -> None:
+        check.neutral("jit_args", jit_args)
+        check.neutral("jit_kwargs", jit_kwargs)
+        check.neutral("variant_owns_mask", variant_owns_mask, False)
+        super().__init__(
+            float_workspace_buffer,
+            kv_layout,
+            use_cuda_graph,
+            backend,
+            {
+                "qo_indptr_buf": qo_indptr_buf,
+                "kv_indptr_buf": kv_indptr_buf,
+                "custom_mask_buf": custom_mask_buf,
+                "qk_indptr_buf": qk_indptr_buf,
+                "mask_indptr_buf": mask_indptr_buf,
+            },
+        )
+
+    @newer_spellings(NEWER_RAGGED_ORDER)
+    def plan(
+        self,
+        qo_indptr: torch.Tensor,
+        kv_indptr: torch.Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        custom_mask: torch.Tensor | None = None,
+        packed_custom_mask: torch.Tensor | None = None,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        allow_fp16_qk_reduction: bool = False,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | torch.Tensor | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        q_data_type: str | torch.dtype = "float16",
+        kv_data_type: str | torch.dtype | None = None,
+        *,
+        non_blocking: bool = False,
+        head_dim_qk: int | None = None,
+        head_dim_vo: int | None = None,
+        use_fp16_qk_reduction: bool | None = None,
+        o_data_type: str | torch.dtype | None = None,
+        o_dtype: str | torch.dtype | None = None,
+        prefix_len_ptr: None = None,
+        token_pos_in_items_ptr: None = None,
+        token_pos_in_items_len: int = 0,
+        max_item_len_ptr: None = None,
+        seq_lens: torch.Tensor | None = None,
+        seq_lens_q: torch.Tensor | None = None,
+        max_token_per_sequence: int | None = None,
+        max_sequence_kv: int | None = None,
+        fixed_split_size: int | None = None,
+        disable_split_kv: bool = False,
+        uniform_q_len: int | None = None,
+        v_indptr: None = None,
+        o_indptr: None = None,
+    ) -> None:
+        """Chooses a kernel and makes its work list for a batch of these lengths.
+
+        Note the order: window_left and logits_soft_cap come before sm_scale here, after it in the
+        paged wrapper.
+
+        Args:
+            qo_indptr: [batch_size + 1] int32, first token of each request in q, on the CPU (which
+                costs no wait for the GPU) or on the wrapper's device (copied back once).
+            kv_indptr: [batch_size + 1] int32, first token of each request in k and v.
+            v_indptr, o_indptr: None only; those of k and q serve.
+            The others are those of BatchPrefillWithPagedKVCacheWrapper.plan().
+
+        Raises:
+            TypeError, ValueError: an argument is wrong, or a workspace too small.
+            NotImplementedError: no compiled kernel serves it, or an option of a later release.
+            The wrapper keeps the plan it had.
+        """
+        a = RaggedPlanArguments(
+            qo_indptr, num_qo_heads, num_kv_heads, head_dim, custom_mask, packed_custom_mask,
+            causal, pos_encoding_mode, allow_fp16_qk_reduction, sm_scale, window_left,
+            logits_soft_cap, rope_scale, rope_theta, q_data_type, kv_data_type, non_blocking,
+            head_dim_qk, head_dim_vo, use_fp16_qk_reduction, o_data_type, o_dtype, prefix_len_ptr,
+            token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr, seq_lens, seq_lens_q,
+            max_token_per_sequence, max_sequence_kv, fixed_split_size, disable_split_kv,
+            uniform_q_len, kv_indptr, v_indptr, o_indptr,
+        )  # fmt: skip
+        super()._plan(a)
+
+    @same_arguments_as(plan, RaggedPlanArguments)
+    def begin_forward(self, a: RaggedPlanArguments) -> None:
+        """plan(), but made for what forward() last asked for: its causal, window_left, soft cap and
+        position encoding replace these arguments where they differ, so that one plan serves both
+        calls. run() still means these arguments, and plans for them if it has to."""
+        super()._begin_forward(a)
+
+    @same_arguments_as(plan, RaggedPlanArguments)
+    def workspace_size(self, a: RaggedPlanArguments) -> tuple[int, int]:
+        """(float_bytes, int_bytes) that plan() with these arguments uses at most. Plans nothing.
+
+        With use_cuda_graph and fixed_split_size both grow with the float workspace, all of which
+        is for longer keys of later plans: what these arguments need."""
+        return super()._workspace_size(a)
+
+    def run(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        return_lse: bool = False,
+        *args: None,
+        q_scale: float | torch.Tensor | None = None,
+        k_scale: float | torch.Tensor | None = None,
+        v_scale: float | torch.Tensor | None = None,
+        scale_q: torch.Tensor | None = None,
+        scale_k: torch.Tensor | None = None,
+        scale_v: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+        lse_base: str = "log2",
+        lse_layout: str = "NH",
+        enable_pdl: bool | None = None,
+        window_left: int | None = None,
+        sinks: torch.Tensor | None = None,
+        kv_cache_sf: None = None,
+        o_scale: float | None = None,
+        skip_softmax_threshold_scale_factor: float | None = None,
+        use_fp16_softmax: bool | None = None,
+        uses_spcompress: bool | None = None,
+    ) -> Result:
+        """Computes one layer of the planned batch on the current stream.
+
+        Args:
+            q: [at least qo_indptr[-1], num_qo_heads, head_dim]. Rows before the first request and
+                behind the last are neither read nor written.
+            k: [at least kv_indptr[-1], num_kv_heads, head_dim] (NHD) or [num_kv_heads, at least
+                kv_indptr[-1], head_dim] (HND); any strides but a contiguous last dimension.
+            v: like k with head_dim_vo.
+            window_left: another window than the planned one; planned when first asked for.
+            q_scale, k_scale, v_scale, return_lse, out, lse, lse_base, lse_layout, enable_pdl,
+            scale_q, scale_k, scale_v, sinks, kv_cache_sf: as in single_prefill_with_kv_cache.
+            o_scale, skip_softmax_threshold_scale_factor, use_fp16_softmax, uses_spcompress: None,
+            or 1.0, 0.0, False and False, only.
+
+        Returns:
+            out [rows of q, num_qo_heads, head_dim_vo], or (out, lse) with return_lse. Rows that
+            no request has are not written: in a fresh out they hold anything.
+
+        Raises:
+            TypeError, ValueError: not planned, or a tensor is not what was planned. Nothing is
+            launched. NotImplementedError: an option of a later release.
+        """
+        if (
+            args
+            or return_lse is None
+            or enable_pdl is not None
+            or kv_cache_sf is not None
+            or o_scale is not None
+            or skip_softmax_threshold_scale_factor is not None
+            or use_fp16_softmax is not None
+            or uses_spcompress is not None
+            or window_left is not None
+            or sinks is not None
+            or q_scale is not None
+            or k_scale is not None
+            or v_scale is not None
+            or scale_q is not None
+            or scale_k is not None
+            or scale_v is not None
+            or _dynamo_compiles()
+            or _function_modes()
+            or _dispatch_modes()
+            or (planned := self._state.planned) is None
+            or planned.usual is None
+        ):
+            a = RunCall(
+                args, return_lse, out, lse, lse_base, lse_layout, window_left,
+                GivenScales(q_scale, k_scale, v_scale),
+                PerHead(sinks, scale_q, scale_k, scale_v),
+                UnservedRunOptions(
+                    enable_pdl, kv_cache_sf, o_scale, skip_softmax_threshold_scale_factor,
+                    use_fp16_softmax, uses_spcompress,
+                ),
+            )  # fmt: skip
+            return super()._run(q, (k, v), a)
+        usual, scales = planned.usual, planned.scales
+        if (
+            usual.again is not None
+            and lse is None
+            and return_lse is False
+            and lse_base == "log2"
+            and lse_layout == "NH"
+        ):
+            result = usual.again(q, (k, v), out, scales, usual)
+            if result is not None:
+                return result
+        outputs = run_outputs(out, lse, return_lse, lse_base, lse_layout)
+        return usual.attend_to(q, (k, v), scales, outputs)
+
+    def run_return_lse(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """run() with return_lse=True."""
+        return self.run(q, k, v, return_lse=True, **options)
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | torch.Tensor | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        *,
+        k_scale: float | torch.Tensor | None = None,
+        v_scale: float | torch.Tensor | None = None,
+        allow_fp16_qk_reduction: bool | None = None,
+    ) -> torch.Tensor:
+        """Deprecated: run() with its own options; they replace those of plan(), defaults included.
+
+        Where they differ from the plan, the variant is selected and planned again, once for all
+        layers. A custom mask of plan() stays.
+        """
+        a = ForwardArguments(
+            causal, pos_encoding_mode, allow_fp16_qk_reduction, use_fp16_qk_reduction, window_left,
+            logits_soft_cap, sm_scale, rope_scale, rope_theta, GivenScales(None, k_scale, v_scale),
+        )  # fmt: skip
+        return super()._forward(q, (k, v), a, DEFAULT_OUTPUTS)
+
+    def forward_return_lse(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | torch.Tensor | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        *,
+        k_scale: float | torch.Tensor | None = None,
+        v_scale: float | torch.Tensor | None = None,
+        allow_fp16_qk_reduction: bool | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Deprecated: forward() that returns (out, lse), lse base 2 and [tokens, num_qo_heads]."""
+        a = ForwardArguments(
+            causal, pos_encoding_mode, allow_fp16_qk_reduction, use_fp16_qk_reduction, window_left,
+            logits_soft_cap, sm_scale, rope_scale, rope_theta, GivenScales(None, k_scale, v_scale),
+        )  # fmt: skip
+        return super()._forward(q, (k, v), a, Outputs(return_lse=True))

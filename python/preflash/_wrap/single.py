@@ -1,0 +1,171 @@
+"""Attention of one request: planned like a batch of one, and the plan remembered.
+
+Plans are kept per thread and per stream: their work lists are on the device, ordered by the stream
+they were copied on. One that was used while a CUDA graph was captured is kept for good.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from typing import NamedTuple
+
+import torch
+
+from .._check import values as check
+from .._check.arguments import Qkv, Result, SingleArguments, SingleCall
+from .._check.lengths import single_lengths
+from .._check.options import single_key, single_options
+from .._check.outputs import Outputs
+from .._check.request import Request
+from .._check.scales import Scales, folded_scales, softmax_scale
+from .._check.tensors import check_per_head
+from .._device import backends
+from .._device.stream import DeviceStream, device_stream_of
+from .._device.workspace import Workspace
+from .._plan import masks, pipeline, staging
+from .._run.place import Memory
+from .._run.variant import PlannedVariant
+
+_PLANS_KEPT = 64
+# Enough to split the keys of one request over any machine, and for its copies (staging); allocated
+# only as far as a plan asks.
+_FLOAT_BYTES = 1024 * 1024 * 1024
+
+
+class _Planned(NamedTuple):
+    request: Request
+    variant: PlannedVariant
+    usual_scales: Scales  # of a call that gives none
+
+
+class _Cache(threading.local):
+    """The most recently used plans of this thread, and its workspace of each device."""
+
+    def __init__(self) -> None:
+        self.plans: OrderedDict[tuple, _Planned] = OrderedDict()
+        self.last: tuple[tuple | None, _Planned | None] = (None, None)  # of plans
+        self.workspaces: dict[torch.device, Workspace] = {}
+
+    def clear(self) -> None:
+        self.plans.clear()
+        self.last = (None, None)
+
+
+_cache = _Cache()
+_captured: list[_Planned] = []  # what CUDA graphs replay; nobody tells when they are gone
+
+
+@check.eager
+def prefill(tensors: Qkv, a: SingleArguments, call: SingleCall, outputs: Outputs) -> Result:
+    """Attention of q, k, v."""
+    q, k, v = tensors
+    try:
+        device_stream = device_stream_of(q.device)
+        key = _key(tensors, a, call, device_stream)
+        last_key, planned = _cache.last
+        if key != last_key:  # comparing takes half of what hashing does
+            planned = _cache.plans.get(key)
+            if planned is not None:
+                _cache.plans.move_to_end(key)
+                _cache.last = (key, planned)
+    except (AttributeError, RuntimeError, TypeError, ValueError):
+        # No ordinary tensors, or an option that has no hash: the checks say which one it is.
+        planned = None
+    if planned is None:
+        check.forward_only(q=q, k=k, v=v)
+        for name, value in (("q", q), ("k", k), ("v", v)):
+            check.tensor(name, value)
+        device_stream = device_stream_of(q.device)
+        planned = _plan(tensors, a, call, device_stream)
+        _cache.plans[_key(tensors, a, call, device_stream)] = planned
+        if len(_cache.plans) > _PLANS_KEPT:
+            _cache.plans.popitem(last=False)
+    return _run_planned(planned, tensors, call, outputs)
+
+
+def _key(tensors: Qkv, a: SingleArguments, call: SingleCall, device_stream: DeviceStream) -> tuple:
+    q, k, v = tensors
+    usual = (
+        type(a.causal) is bool
+        and type(a.allow_fp16_qk_reduction) is bool
+        and type(a.window_left) is int
+        and a.use_fp16_qk_reduction is None
+        and (a.logits_soft_cap is None or type(a.logits_soft_cap) is float)
+        and (a.rope_scale is None or type(a.rope_scale) is float)
+        and (a.rope_theta is None or type(a.rope_theta) is float)
+    )
+    return (q.shape, k.shape, v.shape, q.dtype, k.dtype, a if usual else single_key(a), q.device,
+            device_stream.stream(), call.per_head.scaled, staging.policy())  # fmt: skip
+
+
+def _plan(
+    tensors: Qkv, a: SingleArguments, call: SingleCall, device_stream: DeviceStream
+) -> _Planned:
+    options = single_options(tensors, a)
+    check.not_traced()
+    if device_stream.is_capturing():
+        raise RuntimeError(
+            "this call needs a plan, which cannot be made while its stream is being captured into "
+            "a CUDA graph: call it once before, with the same shapes and options on the stream "
+            "of the capture (torch.cuda.graph(graph, stream=...))"
+        )
+    lengths = single_lengths(tensors.q.shape[0], tensors.k.shape[0 if a.kv_layout == "NHD" else 1])
+    request = pipeline.make_request(options, lengths, a.kv_layout, masked=a.masked)
+    if call.per_head.scaled:
+        check_per_head(call.per_head, options, device_stream.device)
+        request = request._replace(options=staging.without(options))
+    # One pair of pinned buffers per thread and device.
+    device = device_stream.device
+    workspace = _cache.workspaces.setdefault(
+        device, Workspace(device, None, float_bytes=_FLOAT_BYTES)
+    )
+    draft = pipeline.plan(workspace, backends.requested(a.backend).name, request)
+    variant = pipeline.place(workspace, draft, request)
+    pipeline.upload(workspace, (variant,), request)
+    return _Planned(request, variant, Scales(softmax_scale(None, options), 1.0))
+
+
+def _run_planned(planned: _Planned, tensors: Qkv, call: SingleCall, outputs: Outputs) -> Result:
+    request, variant, scales = planned
+    q, k, v = tensors
+    if call.sm_scale is not None or call.scales.given:
+        options = request.options
+        scales = folded_scales(softmax_scale(call.sm_scale, options), call.scales, options)
+    per_head_given = call.per_head.given
+    if per_head_given:
+        check_per_head(call.per_head, request.options, q.device)
+    mask = None
+    if call.custom_mask is not None or call.packed_custom_mask is not None:
+        mask = _mask(planned, tensors, call, outputs)
+    num_bytes = variant.plan.float_bytes
+    memory = None
+    if mask is not None or num_bytes > 0 or per_head_given:
+        # Freed in stream order: what was launched may still use them.
+        device = variant.expected.device
+        partials = torch.empty(num_bytes, dtype=torch.uint8, device=device) if num_bytes else None
+        classes = None if mask is None else variant.mask_classes()
+        memory = Memory(partials, mask, call.per_head, classes)
+    was_shared = variant.shared
+    result = variant.attend_to(q, (k, v), scales, outputs, memory)
+    if variant.shared and not was_shared:  # with a CUDA graph
+        _captured.append(planned)
+    return result
+
+
+def _mask(planned: _Planned, tensors: Qkv, call: SingleCall, outputs: Outputs) -> torch.Tensor:
+    """The call's mask, checked and packed; after the other checks, because packing is a launch."""
+    batch, variant = planned.request.lengths.batch, planned.variant
+    expected = variant.expected
+    packed = call.packed_custom_mask is not None
+    if not packed:
+        masks.check_rows(call.custom_mask, (expected.qo_tokens, expected.kv_tokens))
+    mask = masks.check_mask(call.custom_mask, call.packed_custom_mask, batch)
+    masks.check_mask_device(mask, expected.device)
+    variant.check_tensors(tensors, outputs)
+    if variant.device_stream.is_capturing() and not (packed and mask.is_cuda):
+        raise RuntimeError(
+            "a dense mask, or one on the CPU, cannot be packed while the stream is being captured "
+            "into a CUDA graph: pass packed_custom_mask (packbits) on the GPU"
+        )
+    return masks.owned_mask(mask, packed, batch, variant.device_stream)
