@@ -7,8 +7,7 @@
 //     both K and V; each lane looks up the page of one or two rows, two tiles ahead.
 //   produce_transformed: where operands are transformed, cp.async gathers every tensor as it is
 //     stored. All four warps copy and transform their rows of both K and V.
-//   transpose_values: beside either of the first two a second warpgroup, where products take 8
-//   bits.
+//   transpose_values: a second warpgroup beside either of the first two, for products of 8 bits.
 //
 // With a custom mask the tiles are those that it leaves (kept_tiles.cuh). The warp that prepares
 // the items announces them, too.

@@ -4,10 +4,9 @@
 // last PV product of the item before it. step() is the schedule; the rest is how items begin, meet
 // and end.
 //
-// What kernels differ in are policies: operands (whole_operands.cuh, sliced_operands.cuh), Q's
+// What kernels differ in are policies: operands ({whole,sliced,eight_bit}_operands.cuh), Q's
 // arrival (load_query.cuh), which tiles there are (consumer_tiles.cuh), what becomes of scores
-// (scores.cuh), which tiles have weight (weightless_tiles.cuh), where O adds up
-// (promoted_sums.cuh).
+// (scores.cuh), which tiles have weight (weightless_tiles.cuh).
 //
 // A warpgroup skips the tiles that none of its rows touches. After an item whose last tiles it
 // skips (as under a window), the item's last O and the next item's first S run by themselves.
@@ -15,18 +14,13 @@
 
 #include "kernels/sm90/capped_softmax.cuh"
 #include "kernels/sm90/consumer_tiles.cuh"
+#include "kernels/sm90/eight_bit_operands.cuh"
 #include "kernels/sm90/forward_epilogue.cuh"
 #include "kernels/sm90/load_query.cuh"
-#include "kernels/sm90/promoted_sums.cuh"
 #include "kernels/sm90/scores.cuh"
-#include "kernels/sm90/sliced_operands.cuh"
 #include "kernels/sm90/weightless_tiles.cuh"
-#include "kernels/sm90/whole_operands.cuh"
 
 namespace preflash::sm90 {
-
-template <class Traits>
-using OperandsOf = conditional_t<Traits::kSliced, SlicedOperands<Traits>, WholeOperands<Traits>>;
 
 template <class Traits>
 struct ForwardMainloop {
@@ -38,7 +32,6 @@ struct ForwardMainloop {
   TilesOf<Traits> tiles;  // of the item whose scores come next, as are its scores
   Scores<Traits> scores;
   SoftmaxOf<Traits> softmax = {};
-  SumsOf<Traits> sums = {};
   TilesLeftOut<Traits> weightless;
   std::uint32_t item_phase = 0;
   ItemTimer timer;
@@ -135,8 +128,7 @@ struct ForwardMainloop {
       softmax.before_o(operands.rows_of_s(), scores.bias.shift(tile), segment(item));
       operands.wait_for_o();
       operands.release_v();
-      operands.first_pv =
-          sums.add(sums_of(smem, warpgroup), softmax, segment(item), operands.rows_of_o());
+      operands.add_up(softmax, segment(item));
     }
     if (!weightless.left_out) make_p(item, tile);
   }
@@ -288,14 +280,13 @@ struct ForwardMainloop {
 
   __device__ __forceinline__ typename Epilogue::Prepared prepare_o(const Item& item,
                                                                    const Transition& transition) {
-    sums.prepare(softmax, segment(item));
+    operands.prepare_o(softmax, segment(item));
     return epilogue(item).prepare(softmax, scores.bias, at(item)(item.own.begin),
                                   transition.target);
   }
   __device__ __forceinline__ void store_o(const Item& item,
                                           const typename Epilogue::Prepared& ready) {
-    auto rows_of_o = operands.rows_of_o();
-    sums.finish(sums_of(smem, warpgroup), rows_of_o);
+    operands.finish_o();
     epilogue(item).store(ready, operands.tOrO, smem.o[warp()]);
     // The first warpgroup's rows always exist.
     if (warpgroup == 0 && thread == 0) timer.stop(params, smem.items[item.slot]);

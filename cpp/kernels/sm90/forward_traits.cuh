@@ -107,13 +107,16 @@ struct ForwardTraits {
   static_assert(kTileM % kWarpgroupRows == 0 && kTile.warps * 32 == kThreads);
   static_assert(kTransposesV ? kProducers == 2 : kProducers == 1 || (kConverts && kProducers == 2));
   static_assert(kConsumers == 2 || kConsumers == kMaxConsumers);
-  static constexpr int kBlocksQ = kHeadQk / kBlockColumns<ElementQ>;
-  static constexpr int kBlocksK = kHeadQk / kBlockColumns<ElementKv>;
-  static constexpr int kBlocksV = kHeadVo / kBlockColumns<ElementKv>;
+  // Rows arrive in whole blocks: 64 columns of 8 bits and 64 zeros.
+  static constexpr int kRowQk = std::max(kHeadQk, kBlockColumns<ElementKv>);
+  static constexpr int kRowVo = std::max(kHeadVo, kBlockColumns<ElementKv>);
+  static constexpr int kBlocksQ = kRowQk / kBlockColumns<ElementQ>;
+  static constexpr int kBlocksK = kRowQk / kBlockColumns<ElementKv>;
+  static constexpr int kBlocksV = kRowVo / kBlockColumns<ElementKv>;
   static constexpr int kBlocksO = kPartVo / kBlockColumns<ElementO>;
-  static_assert(kBlocksQ * kBlockColumns<ElementQ> == kHeadQk);
-  static_assert(kBlocksK * kBlockColumns<ElementKv> == kHeadQk);
-  static_assert(kBlocksV * kBlockColumns<ElementKv> == kHeadVo);
+  static_assert(kBlocksQ * kBlockColumns<ElementQ> == kRowQk);
+  static_assert(kBlocksK * kBlockColumns<ElementKv> == kRowQk);
+  static_assert(kBlocksV * kBlockColumns<ElementKv> == kRowVo);
   static_assert(kBlocksO * kBlockColumns<ElementO> == kPartVo);
   static_assert(kTileN % 16 == 0 && kTileN <= 256);
   static constexpr int kMaxBoxes = kTileN / 8;  // of a K or V tile: a box has at least 8 rows
@@ -140,12 +143,12 @@ struct ForwardTraits {
 
   // With two buffers the next item's Q is loaded during this item's last tiles, with one buffer
   // only during its very last. Where Q is transformed each warpgroup loads its rows itself.
-  static constexpr int kBytesQ = kTileM * kHeadQk * sizeof(ElementQ);
-  static constexpr int kBytesKv = kTileN * (kHeadQk + kHeadVo) * sizeof(ElementKv);
+  static constexpr int kBytesQ = kTileM * kRowQk * sizeof(ElementQ);
+  static constexpr int kBytesKv = kTileN * (kRowQk + kHeadVo) * sizeof(ElementKv);
   static constexpr int kBytesO = kConsumerWarps * kWarpRows * kBlockRowBytes;
-  // V as it arrives, and the sums of O that products of 8 bits are added to (promoted_sums.cuh).
+  // V as it arrives, and O's sums of float32.
   static constexpr int kBytesTransposing =
-      kTransposesV ? kStages * kTileN * kHeadVo + kTileM * kPartVo * 4 : 0;
+      kTransposesV ? kStages * kTileN * kRowVo + kTileM * kPartVo * 4 : 0;
   static constexpr int kQStages =
       !kConverts && 2 * kBytesQ + kStages * kBytesKv + kBytesO + kBytesTransposing + kOtherBytes <=
                         kMaxSharedBytes
@@ -216,9 +219,8 @@ struct ForwardTraits {
                               GMMA::Layout_MN_SW128_Atom<ElementKv>>;
   using StepV = conditional_t<kTransposesV, Step<_1, _2, _3>, Step<_2, _1, _3>>;
   using LayoutQ =
-      decltype(tile_to_shape(AtomQ{}, Shape<Int<kTileM>, Int<kHeadQk>, Int<kQStages>>{}));
-  using LayoutK =
-      decltype(tile_to_shape(AtomK{}, Shape<Int<kTileN>, Int<kHeadQk>, Int<kStages>>{}));
+      decltype(tile_to_shape(AtomQ{}, Shape<Int<kTileM>, Int<kRowQk>, Int<kQStages>>{}));
+  using LayoutK = decltype(tile_to_shape(AtomK{}, Shape<Int<kTileN>, Int<kRowQk>, Int<kStages>>{}));
   using LayoutV = decltype(tile_to_shape(AtomV{}, Shape<Int<kHeadVo>, Int<kTileN>, Int<kStages>>{},
                                          StepV{}));  // V^T: (d_vo, tile_n, stages)
   using LayoutSliceK =

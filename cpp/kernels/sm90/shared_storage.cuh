@@ -126,12 +126,12 @@ struct KvBuffers<Traits, true> {
 };
 
 // V as it arrives where it is transposed, one row per key, and the sums of O beside those in the
-// accumulators (promoted_sums.cuh), four of a thread at a time.
+// accumulators (eight_bit_operands.cuh), four of a thread at a time.
 template <class Traits, bool kTransposesV = Traits::kTransposesV>
 struct TransposeStorage {};
 template <class Traits>
 struct TransposeStorage<Traits, true> {
-  alignas(1024) typename Traits::ElementKv raw[Traits::kStages][Traits::kTileN * Traits::kHeadVo];
+  alignas(1024) typename Traits::ElementKv raw[Traits::kStages * Traits::kTileN * Traits::kRowVo];
   float4 sums[Traits::kConsumers][Traits::kPartVo / 8][kWarpgroupThreads];
   TransactionBarrier raw_full[Traits::kStages];
   Barrier raw_empty[Traits::kStages];

@@ -7,11 +7,13 @@
 // is key 8 h + 2 q + i, and V's keys come in that order, which is just what two transposed 8 x 8
 // matrices of 16 bits give a lane, two dimensions of two keys each:
 //
-//   ldmatrix.trans: keys 2 q, 2 q + 1 (h = 0) and 8 + 2 q, 9 + 2 q (h = 1) of dimensions 2 c, 2 c +
-//   1 prmt:           the four keys of dimension 2 c, and those of 2 c + 1 stmatrix:       as bytes
-//   4 q ... 4 q + 3 of a piece of 16 of these dimensions' rows
+//   ldmatrix.trans  keys 2 q, 2 q + 1 (h = 0) and 8 + 2 q, 9 + 2 q (h = 1) of dimensions 2 c,
+//                   2 c + 1
+//   prmt            the four keys of dimension 2 c, and those of 2 c + 1
+//   stmatrix        as bytes 4 q ... 4 q + 3 of a piece of 16 of these dimensions' rows
 #pragma once
 
+#include "kernels/common/matrices.cuh"
 #include "kernels/sm90/work_items.cuh"
 
 namespace preflash::sm90 {
@@ -21,36 +23,24 @@ namespace preflash::sm90 {
 // 0 to 15 (c < 4) give the first matrix an even dimension, the others an odd one.
 template <class Traits>
 struct ValueTurner {
-  static constexpr int kWarpKeys = 32;
   static constexpr int kPieceBytes = 16;
   static constexpr int kPieces = Traits::kHeadVo / kPieceBytes;  // of a key's row
   static constexpr int kAtOnce = 4;                              // so that reads overlap
-  static_assert(Traits::kTileN == kWarpgroupWarps * kWarpKeys && Traits::kTileN == kBlockRowBytes);
-  static_assert(kPieces % kAtOnce == 0 && kBlockRowBytes / kPieceBytes % kAtOnce == 0);
+  static_assert(Traits::kTileN == 128 && Traits::kRowVo == kBlockRowBytes &&
+                kPieces % kAtOnce == 0);
 
   std::uint32_t source;         // of this lane's row of V, from the tile's begin on
   std::uint32_t target;         // of this lane's row of V^T, from the tile's begin on, its piece
   std::uint32_t first, second;  // byte selectors
 
-  __host__ __device__ ValueTurner(int warp, int lane) {
-    const int key = warp * kWarpKeys + lane;
-    source = key * kBlockRowBytes;
+  __device__ __forceinline__ ValueTurner(int warp, int lane) {
     const int matrix = lane / 8, c = lane % 8;
     const int row = 2 * c + ((c >= 4) != (matrix % 2 == 1));  // dimension of 16
     const int piece = 2 * warp + matrix / 2;                  // of 16 keys
+    source = (warp * 32 + lane) * kBlockRowBytes + c * kPieceBytes;
     target = row * kBlockRowBytes + (piece ^ row % 8) * kPieceBytes;
-    const bool even_first = lane < 16;
-    first = even_first ? 0x6420 : 0x7531;
-    second = even_first ? 0x7531 : 0x6420;
-  }
-  // The byte of the lane's row of V at which a piece of dimensions lies; rows are blocks of 128.
-  __host__ __device__ std::uint32_t source_of(int lane, int piece) const {
-    constexpr int kInBlock = kBlockRowBytes / kPieceBytes;
-    return piece / kInBlock * (Traits::kTileN * kBlockRowBytes) + source +
-           ((piece % kInBlock) ^ lane % 8) * kPieceBytes;
-  }
-  __host__ __device__ std::uint32_t target_of(int piece) const {
-    return piece * (16 * kBlockRowBytes) + target;
+    first = lane < 16 ? 0x6420 : 0x7531;
+    second = lane < 16 ? 0x7531 : 0x6420;
   }
 
   // Calls read() when nothing is to be read any more.
@@ -62,20 +52,14 @@ struct ValueTurner {
       std::uint32_t r[kAtOnce][4];
       CUTE_UNROLL
       for (int i = 0; i < kAtOnce; ++i) {
-        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(r[i][0]), "=r"(r[i][1]), "=r"(r[i][2]), "=r"(r[i][3])
-                     : "r"(from + source_of(lane_id(), piece + i))
-                     : "memory");
+        load_transposed(r[i], (from + source) ^ (piece + i) * kPieceBytes);
       }
       if (piece + kAtOnce == kPieces) read();
       CUTE_UNROLL
       for (int i = 0; i < kAtOnce; ++i) {
-        asm volatile(
-            "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
-                to + target_of(piece + i)),
-            "r"(__byte_perm(r[i][0], r[i][1], first)), "r"(__byte_perm(r[i][0], r[i][1], second)),
-            "r"(__byte_perm(r[i][2], r[i][3], first)), "r"(__byte_perm(r[i][2], r[i][3], second))
-            : "memory");
+        store_matrices(to + target + (piece + i) * (16 * kBlockRowBytes),
+                       __byte_perm(r[i][0], r[i][1], first), __byte_perm(r[i][0], r[i][1], second),
+                       __byte_perm(r[i][2], r[i][3], first), __byte_perm(r[i][2], r[i][3], second));
       }
     }
   }
@@ -84,29 +68,27 @@ struct ValueTurner {
 // One warpgroup transposes all tiles of a CTA's items.
 template <class Traits>
 __device__ __forceinline__ void transpose_values(SharedStorage<Traits>& smem) {
-  if constexpr (Traits::kTransposesV) {
-    const ValueTurner<Traits> turner(threadIdx.x % kWarpgroupThreads / 32, lane_id());
-    ItemReader<Traits> items{smem};
-    ProducerPipelineState<Traits::kStages> next;  // of both rings
-    while (const ItemState* state = items.wait()) {
-      const int tiles = warp_uniform(state->tiles.count());
-      items.release();
+  const ValueTurner<Traits> turner(threadIdx.x % kWarpgroupThreads / 32, lane_id());
+  ItemReader<Traits> items{smem};
+  ProducerPipelineState<Traits::kStages> next;  // of both rings
+  while (const ItemState* state = items.wait()) {
+    const int tiles = warp_uniform(state->tiles.count());
+    items.release();
 #pragma unroll 1
-      for (int i = 0; i < tiles; ++i) {
-        const int stage = next.index();
-        smem.raw_full[stage].wait(next.phase());
-        smem.barriers.v_empty[stage].wait(next.phase() ^ 1);
-        auto* values = smem.v + stage * (Traits::kTileN * Traits::kHeadVo);
-        turner.turn(cast_smem_ptr_to_uint(smem.raw[stage]), cast_smem_ptr_to_uint(values), [&] {
-          __syncwarp();
-          release(smem.raw_empty[stage]);
-        });
-        // NOTE: stmatrix writes through the generic proxy and wgmma reads through the async one.
-        cutlass::arch::fence_view_async_shared();
-        __syncwarp();
-        release(smem.barriers.v_full[stage]);
-        next.advance();
-      }
+    for (int i = 0; i < tiles; ++i) {
+      const int stage = next.index();
+      smem.raw_full[stage].wait(next.phase());
+      smem.barriers.v_empty[stage].wait(next.phase() ^ 1);
+      turner.turn(cast_smem_ptr_to_uint(smem.raw + stage * Traits::kTileN * Traits::kRowVo),
+                  cast_smem_ptr_to_uint(smem.v + stage * Traits::kTileN * Traits::kHeadVo), [&] {
+                    __syncwarp();
+                    release(smem.raw_empty[stage]);
+                  });
+      // NOTE: stmatrix writes through the generic proxy and wgmma reads through the async one.
+      cutlass::arch::fence_view_async_shared();
+      __syncwarp();
+      release(smem.barriers.v_full[stage]);
+      next.advance();
     }
   }
 }

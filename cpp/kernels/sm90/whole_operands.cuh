@@ -1,9 +1,11 @@
 // Q, K and V in whole tiles, as a consumer warpgroup waits for them, multiplies and releases them,
-// and its accumulators. SlicedOperands (sliced_operands.cuh) has the same hooks:
+// and its accumulators. SlicedOperands (sliced_operands.cuh) and EightBitOperands
+// (eight_bit_operands.cuh) have the same hooks:
 //
 //   begin_products(), end_products()   between them the products are issued
 //   issue_qk(), issue_pv()             S = Q K^T, O (+)= P V, when the operands are there
 //   wait_for_s(), wait_for_o()         the products that come before so many later ones
+//   add_up(), prepare_o(), finish_o()  where O is added up
 //   release_*()                        the operand's buffer may be filled again
 //   skip_k(), skip_v()                 of a tile that other warpgroups compute
 #pragma once
@@ -25,11 +27,11 @@ struct Accumulators {
       partition_shape_A(MmaPv{}, Shape<_64, Int<Traits::kTileN>>{})));
 
   SharedStorage<Traits>& smem;
-  int warpgroup;      // among consumers
-  int thread;         // of the warpgroup
-  AccumulatorS tSrS;  // ((2, 2, N / 8), 1, 1)
-  OperandP tOrP;      // ((2, 2, 2), 1, N / 16), or ((4, 2, 2), 1, N / 32)
-  AccumulatorO tOrO;  // ((2, 2, D / 8), 1, slices of V, or 1)
+  int warpgroup;                                   // among consumers
+  int thread;                                      // of the warpgroup
+  AccumulatorS tSrS;                               // ((2, 2, N / 8), 1, 1)
+  OperandP tOrP;                                   // ((2, 2, 2), 1, N / 16); 8 bits: (4, ...)
+  AccumulatorO tOrO;                               // ((2, 2, D / 8), 1, slices of V, or 1)
   GMMA::ScaleOut first_pv = GMMA::ScaleOut::Zero;  // what the next P V does with the old O
   ConsumerPipelineState<Traits::kQStages> q_read = {};
 
@@ -45,41 +47,24 @@ struct Accumulators {
   }
 
   // This warpgroup's rows of the Q buffer: (MMA, MMA_M, MMA_K)
-  // NOTE: where registers hold them, those of an item of one tile come when the buffer may be
-  // filled again: nothing is made of them.
   __device__ __forceinline__ auto q() const {
-    if constexpr (Traits::kHoldsQ) {
-      return held_q();
-    } else {
-      Tensor sQ = local_tile(make_tensor(make_smem_ptr(smem.q), typename Traits::LayoutQ{}),
-                             Shape<_64, Int<Traits::kHeadQk>, Int<Traits::kQStages>>{},
-                             make_coord(warpgroup, 0, 0));  // (64, d, q stages)
-      return MmaQk{}.get_slice(thread).partition_fragment_A(sQ)(_, _, _, q_read.index());
-    }
-  }
-  // In registers, a lane's four words of 32 columns at a time: rows 0 and 8 of its own on, and
-  // again 16 columns further.
-  __device__ __forceinline__ auto held_q() const {
-    static_assert(Traits::kBlocksQ == 1);
-    auto tSrQ = make_tensor<typename Traits::ElementQ>(
-        partition_shape_A(MmaQk{}, Shape<_64, Int<Traits::kHeadQk>>{}));
-    Tensor words = recast<std::uint32_t>(tSrQ);
-    const int row = warpgroup * kWarpgroupRows + thread / 32 * kWarpRows + lane_id() % 16;
-    const std::uint32_t first =
-        cast_smem_ptr_to_uint(smem.q + q_read.index() * Traits::kTileM * Traits::kHeadQk) +
-        row * kBlockRowBytes + (lane_id() / 16 ^ row % 8) * 16;
-    CUTE_UNROLL
-    for (int k = 0; k < Traits::kHeadQk / 32; ++k) {
-      asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(words(4 * k)), "=r"(words(4 * k + 1)), "=r"(words(4 * k + 2)),
-                     "=r"(words(4 * k + 3))
-                   : "r"(first ^ k * 32)
-                   : "memory");
-    }
-    return tSrQ;
+    Tensor sQ = local_tile(make_tensor(make_smem_ptr(smem.q), typename Traits::LayoutQ{}),
+                           Shape<_64, Int<Traits::kHeadQk>, Int<Traits::kQStages>>{},
+                           make_coord(warpgroup, 0, 0));  // (64, d, q stages)
+    return MmaQk{}.get_slice(thread).partition_fragment_A(sQ)(_, _, _, q_read.index());
   }
   // NOTE: q_read advances later, when the warpgroup has come to the item's end.
   __device__ __forceinline__ void release_q() { release(smem.barriers.q_empty[q_read.index()]); }
+
+  // O is complete, but for an item's last P V.
+  template <class Softmax, class Segment>
+  __device__ __forceinline__ void add_up(const Softmax&, const Segment&) {
+    first_pv = GMMA::ScaleOut::One;
+  }
+  // Of an item: its last references are there; all of O is.
+  template <class Softmax, class Segment>
+  __device__ __forceinline__ static void prepare_o(const Softmax&, const Segment&) {}
+  __device__ __forceinline__ static void finish_o() {}
 };
 
 template <class Traits>
