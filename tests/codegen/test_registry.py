@@ -388,10 +388,10 @@ def test_two_options_are_served_at_run_time(family, changes, kernel):
             "sm90_f16_d128_softcap_alibi_custom_transformed",
         ),
         ({"family": "sm90"} | E4M3 | DECODE, "sm90_f16_d128_decode_transformed"),
-        # Queries of 8 bits: products of 8 bits in the plain case at head_dim 128.
+        # Queries of 8 bits: products of 8 bits in the plain case up to head_dim 128.
         ({"family": "sm90"} | ALL_E4M3, "sm90_e4m3_d128"),
         ({"family": "sm90"} | ALL_E4M3 | D96, "sm90_e4m3_d128"),
-        ({"family": "sm90"} | ALL_E4M3 | D64, "sm90_f16_d64_transformed"),
+        ({"family": "sm90"} | ALL_E4M3 | D64, "sm90_e4m3_d64"),
         ({"family": "sm90"} | ALL_E4M3 | D256, "sm90_f16_d256_transformed"),
         ({"family": "sm90"} | ALL_E4M3 | DECODE, "sm90_f16_d128_decode_transformed"),
         ({"family": "sm90"} | ALL_E4M3 | CAP, "sm90_f16_d128_softcap_alibi_transformed"),

@@ -14,7 +14,6 @@ from require_variant import why_no_fa3
 pytestmark = pytest.mark.gpu
 
 E4M3 = torch.float8_e4m3fn
-NATIVE = "sm90_e4m3_d128"
 CAUSAL, FULL = MaskKind.CAUSAL, MaskKind.NONE
 BASE = Case("native", (190, 0, 77, 3), (470, 9, 77, 0), 4, 2, 128, dtype=E4M3, mask=CAUSAL)
 
@@ -31,7 +30,7 @@ def planned(case, **overrides):
     inputs = build(case, device="cuda")
     wrapper = runner.make_wrapper(case, backend="fa3", device="cuda")
     runner.plan(wrapper, inputs, **overrides)
-    assert wrapper.variant == NATIVE
+    assert wrapper.variant == f"sm90_e4m3_d{64 if case.head_dim <= 64 else 128}"
     return wrapper, inputs
 
 
@@ -48,7 +47,7 @@ def changed(**changes) -> Case:
 
 
 @pytest.mark.sanitizer
-@pytest.mark.parametrize("head_dim", [80, 96, 112, 128])
+@pytest.mark.parametrize("head_dim", [16, 32, 64, 80, 96, 112, 128])
 @pytest.mark.parametrize("page_size", [0, 1, 3, 8, 16, 64, 128, 256])
 def test_storage(head_dim, page_size):
     check(changed(head_dim=head_dim, page_size=page_size))
@@ -58,15 +57,18 @@ def test_storage(head_dim, page_size):
     "kv_len", [1, 2, 7, 8, 15, 16, 17, 31, 33, 63, 65, 127, 128, 129, 255, 257]
 )
 @pytest.mark.parametrize("page_size", [0, 5, 16])
-def test_lengths_of_keys(kv_len, page_size):
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_lengths_of_keys(kv_len, page_size, head_dim):
     """Each place of a key in a tile, and what lies beside a request in memory."""
-    case = changed(qo_lens=(65, 1), kv_lens=(kv_len, 40), page_size=page_size, mask=FULL)
+    case = changed(qo_lens=(65, 1), kv_lens=(kv_len, 40), page_size=page_size, mask=FULL,
+                   head_dim=head_dim)  # fmt: skip
     check(dataclasses.replace(case, garbage=Garbage.ANY))
 
 
 @pytest.mark.parametrize("qo_len", [17, 63, 64, 65, 127, 129, 300])
-def test_lengths_of_queries(qo_len):
-    check(changed(qo_lens=(qo_len, 1), kv_lens=(333, 50)))
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_lengths_of_queries(qo_len, head_dim):
+    check(changed(qo_lens=(qo_len, 1), kv_lens=(333, 50), head_dim=head_dim))
 
 
 @pytest.mark.parametrize("heads", [(1, 1), (8, 1), (7, 1), (6, 3), (160, 1)], ids=str)
@@ -78,9 +80,10 @@ def test_groups(heads, mask):
 
 @pytest.mark.parametrize("window_left", [0, 1, 60, 127, 128, 300])
 @pytest.mark.parametrize("page_size", [0, 3, 16])
-def test_windows(window_left, page_size):
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_windows(window_left, page_size, head_dim):
     check(changed(window_left=window_left, page_size=page_size, qo_lens=(200, 90, 3, 1),
-                  kv_lens=(700, 90, 400, 5)))  # fmt: skip
+                  kv_lens=(700, 90, 400, 5), head_dim=head_dim))  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -115,8 +118,10 @@ def test_sinks(sinks, split):
 @pytest.mark.parametrize("o_dtype", [torch.bfloat16, torch.float16, E4M3], ids=str)
 @pytest.mark.parametrize("head_scales", [False, True])
 @pytest.mark.parametrize("page_size", [0, 16])
-def test_outputs(o_dtype, head_scales, page_size):
-    check(changed(o_dtype=o_dtype, head_scales=head_scales, page_size=page_size))
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_outputs(o_dtype, head_scales, page_size, head_dim):
+    check(changed(o_dtype=o_dtype, head_scales=head_scales, page_size=page_size,
+                  head_dim=head_dim))  # fmt: skip
 
 
 @pytest.mark.parametrize("as_tensors", [False, True])
@@ -161,9 +166,10 @@ def test_maxima_that_move(step, rising):
 
 
 @pytest.mark.parametrize("kv_len", [500, 513, 2048, 9000])
-def test_equal_logits(kv_len):
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_equal_logits(kv_len, head_dim):
     """Every weight is equal, so that O is the mean of V: no weight may saturate or vanish."""
-    case = changed(qo_lens=(70,), kv_lens=(kv_len,), mask=FULL)
+    case = changed(qo_lens=(70,), kv_lens=(kv_len,), mask=FULL, head_dim=head_dim)
     wrapper, inputs = planned(case)
     inputs.q.copy_(torch.zeros(inputs.q.shape))
     out, lse = runner.run(wrapper, inputs)
@@ -195,7 +201,7 @@ def test_outlier_channels(kv_len):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"head_dim": 64},
+        {"head_dim": 192, "head_dim_vo": 128},
         {"head_dim": 256},
         {"soft_cap": 20.0},
         {"mask": MaskKind.CUSTOM},
@@ -213,6 +219,8 @@ def test_the_rest_is_converted(changes):
 
 
 @pytest.mark.parametrize("page_size", [0, 1, 16])
-def test_twenty_runs_are_equal(page_size):
-    wrapper, inputs = planned(changed(page_size=page_size, qo_lens=(300, 5, 77, 3)))
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_twenty_runs_are_equal(page_size, head_dim):
+    case = changed(page_size=page_size, qo_lens=(300, 5, 77, 3), head_dim=head_dim)
+    wrapper, inputs = planned(case)
     assert_twenty_runs_are_equal(wrapper, inputs)

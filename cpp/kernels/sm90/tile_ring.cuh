@@ -12,6 +12,7 @@ enum class Operand { kK, kV };
 template <class Traits, Operand kOperand>
 struct TileWriter {
   static constexpr bool kIsK = kOperand == Operand::kK;
+  static constexpr bool kIsRaw = !kIsK && Traits::kTransposesV;
   static constexpr int kHead = kIsK ? Traits::kRowQk : Traits::kRowVo;  // columns of a row
   static constexpr int kBlocks = kIsK ? Traits::kBlocksK : Traits::kBlocksV;
 
@@ -19,15 +20,30 @@ struct TileWriter {
   ProducerPipelineState<Traits::kStages> next = {};
 
   __device__ __forceinline__ void wait() const {
-    ring().empty[next.index()].wait(next.phase() ^ 1);
+    if constexpr (kIsRaw) {
+      smem.raw_empty[next.index()].wait(next.phase() ^ 1);
+    } else {
+      auto& empty = kIsK ? smem.barriers.k_empty : smem.barriers.v_empty;
+      empty[next.index()].wait(next.phase() ^ 1);
+    }
   }
   __device__ __forceinline__ auto* tile() const {
-    return ring().tiles + next.index() * (Traits::kTileN * kHead);
+    if constexpr (kIsRaw) {
+      return smem.raw + next.index() * (Traits::kTileN * kHead);
+    } else {
+      return (kIsK ? smem.k : smem.v) + next.index() * (Traits::kTileN * kHead);
+    }
   }
   __device__ __forceinline__ unsigned char* bytes() const {
     return reinterpret_cast<unsigned char*>(tile());
   }
-  __device__ __forceinline__ TransactionBarrier& full() const { return ring().full[next.index()]; }
+  __device__ __forceinline__ TransactionBarrier& full() const {
+    if constexpr (kIsRaw) {
+      return smem.raw_full[next.index()];
+    } else {
+      return (kIsK ? smem.barriers.k_full : smem.barriers.v_full)[next.index()];
+    }
+  }
 
   // What a tile is loaded from.
   __device__ __forceinline__ static const KvTensor& tensor(const HopperSegment& params) {
@@ -35,19 +51,6 @@ struct TileWriter {
   }
   __device__ __forceinline__ static int head_dim(const HopperSegment& params) {
     return kIsK ? params.head_dim_qk : params.head_dim_vo;
-  }
-
- private:
-  struct Ring {
-    typename Traits::ElementKv* tiles;
-    TransactionBarrier* full;
-    Barrier* empty;
-  };
-  __device__ __forceinline__ Ring ring() const {
-    auto& barriers = smem.barriers;
-    if constexpr (kIsK) return {smem.k, barriers.k_full, barriers.k_empty};
-    if constexpr (Traits::kTransposesV) return {smem.raw, smem.raw_full, smem.raw_empty};
-    return {smem.v, barriers.v_full, barriers.v_empty};
   }
 };
 

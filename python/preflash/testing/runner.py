@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
+
 import torch
 
 from .._plan import staging
+from .._run.variant import PlannedVariant
 from . import comparison
 from .case import Case, Magnitude, Position
 from .comparison import Report, poison
@@ -124,6 +128,40 @@ def run(wrapper, inputs: Inputs, **options):
     return wrapper.run(inputs.q, inputs.k, inputs.v, **options)
 
 
+@contextlib.contextmanager
+def _variants_run() -> Iterator[list[str]]:
+    """The ids of the kernels that run meanwhile, for calls that do not tell theirs."""
+    found: list[str] = []
+    attend_to = PlannedVariant.attend_to
+
+    def noting(self: PlannedVariant, *args, **options):
+        found.append(self.plan.id)
+        return attend_to(self, *args, **options)
+
+    PlannedVariant.attend_to = noting
+    try:
+        yield found
+    finally:
+        PlannedVariant.attend_to = attend_to
+
+
+def noting_variant(inputs, call: Callable[[], object]):
+    """call(), whose kernel becomes inputs.variant where bounds depend on that."""
+    if inputs.case.dtype.itemsize > 1:
+        return call()
+    with _variants_run() as found:
+        result = call()
+    if found:  # a call like the last one may skip what tells
+        inputs.variant = found[-1]
+    return result
+
+
+def note_sides(wrapper, prefill: Inputs, decode: Inputs) -> None:
+    """Their variants, of a wrapper of prefill beside decode that has run in one launch or two."""
+    ids = wrapper.variant.split(", ")
+    prefill.variant, decode.variant = ids[0], ids[-1]
+
+
 def _scale_arguments(inputs: Inputs) -> dict:
     scales = inputs.scales
     return {"scale_q": scales.q, "scale_k": scales.k, "scale_v": scales.v}
@@ -155,11 +193,10 @@ def single(inputs: Inputs, *, backend: str, **options):
         "o_dtype": case.o_dtype,
         **_scale_arguments(inputs),
     }
-    return preflash.single_prefill_with_kv_cache(
-        inputs.q,
-        inputs.k.narrow(tokens, 0, kv_len),
-        inputs.v.narrow(tokens, 0, kv_len),
-        **{**arguments, **options},
+    tensors = (inputs.q, inputs.k.narrow(tokens, 0, kv_len), inputs.v.narrow(tokens, 0, kv_len))
+    return noting_variant(
+        inputs,
+        lambda: preflash.single_prefill_with_kv_cache(*tensors, **{**arguments, **options}),
     )
 
 
