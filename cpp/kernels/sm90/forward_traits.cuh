@@ -114,7 +114,6 @@ struct ForwardTraits {
   static constexpr int kBlocksK = kRowQk / kBlockColumns<ElementKv>;
   static constexpr int kBlocksV = kRowVo / kBlockColumns<ElementKv>;
   static constexpr int kBlocksO = kPartVo / kBlockColumns<ElementO>;
-  static_assert(kBlocksQ * kBlockColumns<ElementQ> == kRowQk);
   static_assert(kBlocksK * kBlockColumns<ElementKv> == kRowQk);
   static_assert(kBlocksV * kBlockColumns<ElementKv> == kRowVo);
   static_assert(kBlocksO * kBlockColumns<ElementO> == kPartVo);
@@ -147,13 +146,11 @@ struct ForwardTraits {
   static constexpr int kBytesKv = kTileN * (kRowQk + kHeadVo) * sizeof(ElementKv);
   static constexpr int kBytesO = kConsumerWarps * kWarpRows * kBlockRowBytes;
   // V as it arrives, and O's sums of float32.
-  static constexpr int kBytesTransposing =
+  static constexpr int kBytesV =
       kTransposesV ? kStages * kTileN * kRowVo + kTileM * kPartVo * 4 : 0;
+  static constexpr int kBytesBesideQ = kStages * kBytesKv + kBytesV + kBytesO + kOtherBytes;
   static constexpr int kQStages =
-      !kConverts && 2 * kBytesQ + kStages * kBytesKv + kBytesO + kBytesTransposing + kOtherBytes <=
-                        kMaxSharedBytes
-          ? 2
-          : 1;
+      !kConverts && 2 * kBytesQ + kBytesBesideQ <= kMaxSharedBytes ? 2 : 1;
 
   // The step of an item in which a warpgroup prepares the transition to the next: its last, or its
   // first (measured: docs/dev/experiments.md). NOTE: the item that follows is announced only behind
@@ -189,14 +186,9 @@ struct ForwardTraits {
   // registers and V as it is stored, one row per key, or transposed.
   static constexpr bool kHoldsQ = kTransposesV;
   using ShapeQk = Shape<_64, Int<kTileN>, Int<kHeadQk>>;
-  static constexpr auto op_of_qk() {
-    if constexpr (kHoldsQ) {
-      return GMMA::rs_op_selector<ElementQ, ElementKv, float, ShapeQk>();
-    } else {
-      return GMMA::ss_op_selector<ElementQ, ElementKv, float, ShapeQk>();
-    }
-  }
-  using MmaQk = decltype(make_tiled_mma(op_of_qk()));
+  using MmaQk = decltype(make_tiled_mma(
+      conditional_t<kHoldsQ, decltype(GMMA::rs_op_selector<ElementQ, ElementKv, float, ShapeQk>()),
+                    decltype(GMMA::ss_op_selector<ElementQ, ElementKv, float, ShapeQk>())>{}));
   static constexpr int kMmaColumnsPv = kSliced ? kSliceColumns : kHeadVo;
   using MmaPv = decltype(make_tiled_mma(
       GMMA::rs_op_selector<ElementP, ElementKv, float, Shape<_64, Int<kMmaColumnsPv>, Int<kTileN>>,

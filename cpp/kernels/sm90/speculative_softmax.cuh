@@ -140,7 +140,7 @@ struct SpeculativeSoftmax : OnlineSoftmax<2> {
     float origin = scaled_reference(reference[r], scale_log2);
     float total = quad_sum(sum[r]);
     RowResult result = result_of(fabsf(origin) >= max_origin_of(kP) ? NAN : total, origin);
-    if constexpr (exponent_of(kP) != 0) result.lse.low -= exponent_of(kP);
+    if (exponent_of(kP) != 0) result.lse.low -= exponent_of(kP);
     if (!result.empty) shift.add_to(r, result.lse, scale_log2, form);
     return result;
   }
@@ -202,7 +202,7 @@ struct SpeculativeSoftmax : OnlineSoftmax<2> {
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
       offset[r] = shift.origin(r, scaled_reference(reference[r], scale_log2), scale_log2);
-      if constexpr (kExponent != 0) offset[r] -= kExponent;
+      if (kExponent != 0) offset[r] -= kExponent;
       tile_sum[r] = 0.0f;
     }
     CUTE_UNROLL
