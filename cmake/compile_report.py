@@ -56,7 +56,7 @@ def main(report_dir: Path, command: Sequence[str]) -> int:
         cost = {
             "source": source.name,
             "seconds": round(seconds, 1),
-            # NOTE: kilobytes on Linux; the largest process of the compile, not their sum.
+            # Kilobytes on Linux; the largest process of the compile, not their sum.
             "peak_mib": resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss // 1024,
             "object_kib": target.stat().st_size // 1024 if target.is_file() else 0,
         }

@@ -21,8 +21,8 @@ struct PageRange {
   std::int32_t largest = -1;
 };
 
-// NOTE: vectors by hand. Compilers vectorise neither two reductions in one loop nor enough of one
-// for its comparisons not to wait for each other: twelve times as slow.
+// Vectors by hand: compilers do not vectorise two reductions in one loop, and unroll one reduction
+// too little. Their loop is twelve times as slow.
 constexpr std::int64_t kLanes = 16;
 using Lanes [[gnu::vector_size(kLanes * sizeof(std::int32_t))]] = std::int32_t;
 

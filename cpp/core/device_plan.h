@@ -73,7 +73,7 @@ class DevicePlan {
   void set_lengths(RequestLengths lengths, const LaunchTarget& target) const;
 
   // Writes the plan into pinned memory and starts its copy to the device, and behind it a launch
-  // that classes the tiles of its masks, where the kernel goes by classes. Throws
+  // that makes the tile classes of its masks, where the kernel reads them. Throws
   // std::invalid_argument, and changes nothing, where the plan exceeds the capacity. What a CUDA
   // graph may have captured here, a graph_safe() plan, is followed by plans that launch like it.
   void write(std::shared_ptr<const Plan> plan, const Upload& upload);
@@ -82,7 +82,8 @@ class DevicePlan {
 
   // Classes the tiles of a segment's mask, for the launches that follow on the stream.
   void class_mask(int segment, const RunExtras& mask, const LaunchTarget& target) const;
-  // Of a segment: whether the launch's kernel goes by classes; those that write() made, or null.
+  // Of a segment: whether the launch's kernel reads tile classes; the classes that write() made, or
+  // null.
   bool uses_classes(int segment) const {
     return plan_->layout().segments[segment].class_begin.present();
   }
@@ -93,7 +94,7 @@ class DevicePlan {
 
   // Everything of ForwardParams that no tensor decides.
   ForwardParams params() const;
-  // The same of StageParams, for a plan that is staged.
+  // The same of StageParams, for a plan with copies.
   StageParams stage_params() const;
   const MergeItem* merges(int segment) const {
     return plan_->layout().segments[segment].merges.in(memory_);

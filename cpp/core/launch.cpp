@@ -175,7 +175,7 @@ bool Launch::start(const RunArguments& arguments) const {
   check_launch(services_->launch_forward(plan_->kernel(), forward, sizes.num_ctas, target),
                plan_->kernel().id);
   const bool captured = services_->is_capturing(target);
-  // NOTE: one launch for each segment that was split, since its rows and dtype may be others.
+  // One launch for each segment that was split, because rows and dtype may differ.
   for (int s = 0; s < arguments.segments.size(); ++s) {
     if (sizes.segments[s].num_merges > 0) combine(s, forward.segments[s], target);
   }
@@ -199,8 +199,7 @@ void Launch::stage(const RunArguments& arguments, ForwardSegment& segment,
   const RunExtras& extras = given.extras;
   if (extras.scale_q != nullptr || extras.scale_k != nullptr || extras.scale_v != nullptr) {
     throw std::logic_error(
-        "factors of heads are for kernels that transform what arrives: plan "
-        "with Staging::kNever");
+        "factors of heads are for kernels that convert on load: plan with Staging::kNever");
   }
   const PlannedSegment& planned = plan_->segments()[0];
   const StagedForm& form = *planned.staged;

@@ -74,7 +74,7 @@ class Launch {
   void check_inputs(int index, const RunArguments& arguments) const;
   // What one segment writes against what it or the other one reads and writes.
   void check_outputs(int index, int other_index, const RunArguments& arguments) const;
-  // Where the kernel goes by classes of the mask's tiles: those of the plan's own mask, which
+  // Where the kernel reads the mask's tile classes: those of the plan's own mask, which
   // plan() made, or of one that the run brings or that may have changed since, which a launch makes
   // now.
   void class_mask(int index, ForwardSegment& segment, const LaunchTarget& target) const;
@@ -89,7 +89,7 @@ class Launch {
   TensorSpans spans_[kMaxSegments];
   const DeviceServices* services_;
   ForwardParams forward_;
-  StageParams stage_;  // of a plan that is staged
+  StageParams stage_;  // of a plan with copies
   CombineParams combine_[kMaxSegments];
 };
 

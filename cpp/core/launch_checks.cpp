@@ -111,7 +111,7 @@ void Launch::check_mask(int index, const RunExtras& extras) const {
   }
 }
 
-// NOTE: those of the plan's own memory were looked at when the tensors were bound.
+// Page indices in the plan's own memory were checked when the tensors were bound.
 void Launch::check_page_indices(int index) const {
   const Batch& batch = *plan_->segments()[index].batch;
   if (plan_->device() != kCpuDevice || !place_->page_indices_are_callers(index)) return;

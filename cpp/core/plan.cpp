@@ -139,7 +139,7 @@ ForwardKernel joint_kernel(const SegmentKernels& kernels, const char* id) {
   return joint;
 }
 
-// The staged form of the only segment where copies pay and fit, or null: its kernel reads the
+// The form on copies of the only segment where copies pay and fit, or null: its kernel reads the
 // caller's tensors.
 std::shared_ptr<const StagedForm> stage(Family family, const PlanRequest& request,
                                         const Problem& problem, const DeviceFacts& facts) {
@@ -149,8 +149,8 @@ std::shared_ptr<const StagedForm> stage(Family family, const PlanRequest& reques
   const std::optional<AttentionOptions> options = staged_options(segment);
   if (segment.staging == Staging::kNever || !options) return nullptr;
   const FoundKernel transforming = find_kernel(family, segment, facts);
-  // NOTE: none fits above head_dim 192 where a block has 99 KiB (SM86, SM89): copies serve it
-  // there.
+  // Above head_dim 192 no kernel that converts on load fits where a block has 99 KiB (SM86, SM89):
+  // copies serve it there.
   const bool fits = transforming.kernel != nullptr;
   if (fits ? !prefers_staging(segment, *transforming.kernel) : !is_compiled(family, segment)) {
     return nullptr;

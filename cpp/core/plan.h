@@ -57,7 +57,7 @@ class Plan {
   std::int64_t int_bytes() const { return int_bytes_; }
   // So much of it as write() fills. Behind it are page indices that go there by themselves.
   std::int64_t image_bytes() const { return image_bytes_; }
-  // The partials and, behind them, the copies of a staged segment.
+  // The partials and, behind them, the copies of a segment that has some.
   std::int64_t float_bytes() const { return float_bytes_; }
   bool staged() const { return segments_[0].staged != nullptr; }
 
@@ -72,7 +72,7 @@ class Plan {
   void write(void* image) const;
 
  private:
-  // What runs a problem, which is the staged form's where there is one.
+  // What runs a problem: the problem on copies, if there is one.
   struct Choice {
     SegmentKernels kernels;
     Problem problem;

@@ -7,13 +7,13 @@
 namespace preflash {
 namespace {
 
-// What a transform on arrival adds to the time of one key in one query tile of 128 rows, in units
+// What a conversion on load adds to the time of one key in one query tile of 128 rows, in units
 // of what a row of 128 elements takes to be copied in 16 bits, 0.2 ns. Fitted to an H100
-// (docs/dev/experiments.md, "Staging"). The pass's own launch counts nothing: it takes what the
-// first tiles of a kernel that transforms wait longer.
+// (docs/dev/experiments/fp8-and-rope.md). The pass's own launch counts nothing: it takes what the
+// first tiles of a kernel that converts on load wait longer.
 constexpr double kRotatedKey = 0.40;
 constexpr double widened_key(Widening widening) {
-  // NOTE: warps of their own widen to float16, in two instructions for four elements.
+  // Dequantising to float16 takes two instructions for four elements, in warps of its own.
   return widening == Widening::kToFloat16 ? 0.19 : 0.46;
 }
 
@@ -21,14 +21,14 @@ constexpr double kRowElements = 128.0;
 
 bool is_rotated(const AttentionOptions& options) { return options.position == Position::kRope; }
 
-// A kernel that transforms rotates 8 bits into float16, whatever it writes.
+// A kernel that converts on load rotates 8 bits into float16, whatever it writes.
 bool rounds_more(const AttentionOptions& options) {
   return is_rotated(options) && size_of(options.q_dtype) == 1 &&
          options.o_dtype == DType::kBFloat16;
 }
 
 std::int64_t copy_bytes(std::int64_t rows, std::int64_t heads, std::int64_t head_dim) {
-  // NOTE: of one row at least, so that a copy of nothing has an address.
+  // Of one row at least, so that a copy of nothing has an address.
   const std::int64_t bytes = std::max<std::int64_t>(rows, 1) * heads * head_dim * 2;
   return ceil_div(bytes, kCopyAlignment) * kCopyAlignment;
 }
@@ -84,7 +84,7 @@ std::optional<AttentionOptions> staged_options(AttentionOptions options) {
 
 bool prefers_staging(const SegmentProblem& problem, const ForwardKernel& transforming) {
   if (problem.staging != Staging::kAuto) return problem.staging == Staging::kAlways;
-  // NOTE: copies change the last bits, and a fixed split promises the same ones in every batch.
+  // Copies change the last bits, and a fixed split promises the same ones in every batch.
   if (problem.split.disable || problem.split.fixed_split_size > 0) return false;
   // Neither where they are rounded to fewer bits than the kernel would leave them.
   if (rounds_more(problem)) return false;

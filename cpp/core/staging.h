@@ -1,8 +1,8 @@
-// Staging: a pass of its own, right before the attention kernel on the same stream, copies what
-// that would otherwise transform again for every query tile: K rotated (RoPE) and widened (fp8), V
-// widened, Q rotated or widened, K and V gathered into contiguous rows where they are paged. An
-// ordinary kernel then computes on the copies. plan() decides whether it is worth it, and does
-// without where the float workspace has no room: copies grow with the cache.
+// Staging is the pre-pass: right before the attention kernel, on the same stream, it makes copies
+// of what the kernel would otherwise convert again for every query tile: K rotated (RoPE) and
+// dequantised (fp8), V dequantised, Q rotated or dequantised, paged K and V in contiguous rows. An
+// ordinary kernel then computes on the copies. plan() makes copies where they pay and where the
+// float workspace has room: copies grow with the cache.
 #pragma once
 
 #include <cstdint>
@@ -15,11 +15,11 @@
 
 namespace preflash {
 
-// What a kernel is told of tensors that were staged. Nothing where there is nothing to stage, or
-// where no kernel would write the output's dtype.
+// The options of the kernel that reads copies. Nothing where there is nothing to copy, or where no
+// kernel would write the output's dtype.
 std::optional<AttentionOptions> staged_options(AttentionOptions options);
 
-// Whether copies are wanted beside `transforming`, which transforms what arrives.
+// Whether copies are faster than `transforming`, which converts on load.
 bool prefers_staging(const SegmentProblem& problem, const ForwardKernel& transforming);
 
 // Whether int32 counts the keys of the batch, as the rows of its copies are counted.
@@ -29,7 +29,7 @@ inline constexpr std::int64_t kCopyAlignment = 128;  // bytes: sectors and TMA's
 
 // Where the kernel finds an operand's rows. K's copy is always in the workspace.
 enum class StagedPlace : std::uint8_t {
-  kCaller,     // where they were: they need no change
+  kCaller,     // in the caller's tensor: they need no change
   kWorkspace,  // a copy
   kOut,        // in the rows of the output that their own results replace
 };

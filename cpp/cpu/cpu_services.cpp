@@ -36,7 +36,8 @@ int device_count() { return 1; }
 
 // What plans divide the work among, whatever the machine has: where keys are split, and with it the
 // bits of a result, depends on no number of cores or threads. Many cores still have enough to do;
-// on one core the partials of the splits cost up to 3 % (docs/dev/experiments.md).
+// on one core the partials of the splits cost up to 3 %
+// (docs/dev/experiments/cpu-backend.md).
 constexpr int kNominalProcessors = 32;
 
 LaunchError query(int /*device*/, DeviceFacts* facts) {

@@ -39,7 +39,7 @@ LogitRule logit_rule(const ForwardSegment& params) {
     return {.cap = static_cast<float>(params.soft_cap * kLog2E),
             .scale_in_cap = params.sm_scale / params.soft_cap};
   }
-  // NOTE: a factor <= 0 would turn the -inf of a masked key into +inf or NaN, so the sign of such a
+  // A factor <= 0 would turn the -inf of a masked key into +inf or NaN, so the sign of such a
   // scale, 0 for 0, is multiplied into the scores: that is exact.
   const auto scale = static_cast<float>(params.sm_scale * kLog2E);
   if (!ScoreBias::allows_factor(params, std::abs(scale))) return {.scale = scale};
@@ -279,7 +279,7 @@ class Item {
     const float sum = scratch_.row_sum[row];
     const bool empty = sum == 0.0f;
     float* o = scratch_.o + std::int64_t{row} * shape_.ld_v;
-    // NOTE: a row that kept nothing may hold 0 * NaN from its neighbours' keys.
+    // A row without keys may hold 0 * NaN from its neighbours' keys.
     if (empty) std::fill_n(o, params_.head_dim_vo, 0.0f);
     const float scale = empty ? 1.0f : out_scale() / sum;
     const PartialLse lse = row_lse(segment_, scratch_.row_max[row], sum, left_out_of_logits(row));

@@ -54,7 +54,7 @@ struct PanelStep {
   int key_begin = 0;
   int key_end = 0;
 
-  // Bit j % 32 of keep[(j / 32) * ld + row]: whether the row keeps key j. Null: all are kept.
+  // Bit j % 32 of keep[(j / 32) * ld + row]: whether the row sees key j. Null: it sees all.
   const std::uint32_t* keep = nullptr;
 
   LogitRule logits;
@@ -69,7 +69,8 @@ struct PanelStep {
   float* rescale = nullptr;  // [ld] scratch
 
   // Running state of the online softmax, updated in place.
-  float* row_max = nullptr;  // [ld] of scores, before `factor`; -inf before the first kept key
+  float* row_max =
+      nullptr;  // [ld] of scores, before `factor`; -inf before the first key that the row sees
   float* row_sum = nullptr;  // [ld] of weights
   float* o = nullptr;        // [rows of the panel][ld_v], not normalised
 };

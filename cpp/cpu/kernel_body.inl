@@ -161,11 +161,11 @@ inline void mask_scores(const PanelStep& step) {
 
 // The maxima of one vector of rows, and their products with the factor.
 struct RowMaxima {
-  Vec raw;      // -inf: nothing kept yet
+  Vec raw;      // -inf: no key yet
   Vec product;  // rounded
 
   RowMaxima(Vec raw, Vec factor) : raw(raw), product(mul(raw, factor)) {}
-  // A row that has kept nothing yet has maximum -inf; subtracting 0 instead leaves its weights 0.
+  // A row without a key so far has maximum -inf; subtracting 0 instead leaves its weights 0.
   Vec reference() const {
     return where_less(broadcast(-__builtin_inff()), raw, product, broadcast(0.0f));
   }
@@ -284,7 +284,7 @@ inline void value_panel(const PanelStep& step) {
 // ---- the step
 
 // Whether a row comes within the margin of its maximum so far. Neither a NaN does nor a row that
-// has kept nothing, here or before.
+// has no key, here or before.
 inline bool has_weight(const PanelStep& step) {
   for (int row = 0; row < step.ld; row += kLanes) {
     Vec top = broadcast(-__builtin_inff());

@@ -21,7 +21,7 @@ inline PartialLse lse_of(double reference, float log2_sum) {
   constexpr double kLargest = std::numeric_limits<float>::max();
   const auto high = static_cast<float>(std::clamp(reference, -kLargest, kLargest));
   double rest = reference - high;
-  // NOTE: the rest, up to half an ulp of the reference, may not push the bits of log2_sum out of
+  // The rest, up to half an ulp of the reference, may not push the bits of log2_sum out of
   // `low`: equal keys in several chunks need those. From 2^30 on keys that differ do so by 64 at
   // least, so that only who is larger counts: the rest keeps its order when it is made to stay
   // below 64.
@@ -49,7 +49,7 @@ struct MergedLse {
 
   template <class LseOfState>
   MergedLse(int num_states, const LseOfState& lse_of_state) {
-    // NaN is kept: the row's result is then NaN, as it is when one pass computes it.
+    // NaN stays NaN: the row's result is then NaN, as it is when one pass computes it.
     for (int i = 0; i < num_states; ++i) {
       const bool stays = difference(largest, lse_of_state(i)) >= 0.0f;
       if (!stays) largest = lse_of_state(i);

@@ -2,7 +2,7 @@
 // into the tile. Offsets are the same in every tile, so that their cosines and sines are made once
 // for a launch; a tile makes those of its origin, and a row's angle is the sum of the two.
 //
-// NOTE: frequencies and their products with positions are doubles, and so are the sines: an angle
+// Frequencies and their products with positions are doubles, and so are the sines: an angle
 // of 2^17 radians in float32 would be off by 2^-8.
 #pragma once
 

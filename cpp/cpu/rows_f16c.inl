@@ -52,7 +52,7 @@ inline void narrow_eight_e4m3(__m256 x, uint8_t* p) {
 }
 inline void narrow_float(__m256 x, float* p) { _mm256_storeu_ps(p, x); }
 
-// NOTE: functions as template arguments: one that is passed may be called instead of inlined.
+// The function is a template argument, so that it is inlined.
 template <class Stored, __m256 (*widen_eight)(const Stored*)>
 inline void widen_row(const void* source, float* target, int n) {
   const auto* stored = static_cast<const Stored*>(source);

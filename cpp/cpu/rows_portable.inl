@@ -5,7 +5,7 @@ inline float widen_half(uint16_t half) {
   const uint32_t sign = static_cast<uint32_t>(half & 0x8000) << 16;
   const uint32_t rest = half & 0x7fff;
   if (rest >= 0x7c00) return float_from_bits(sign | 0x7f800000 | (rest & 0x3ff) << 13);
-  // NOTE: subnormals become floats as the integers that they are: where a thread takes subnormal
+  // Subnormals become floats as the integers that they are: where a thread takes subnormal
   // floats for zero (torch.set_flush_denormal), shifted bits would be lost.
   if (rest < 0x400) return float_from_bits(sign | bits_of(static_cast<float>(rest) * 0x1p-24f));
   return float_from_bits(sign | ((rest << 13) + (uint32_t{112} << 23)));
@@ -47,7 +47,7 @@ inline float widen_e5m2(uint8_t code) { return widen_half(static_cast<uint16_t>(
 
 inline float as_it_is(float x) { return x; }
 
-// NOTE: functions as template arguments: one that is passed may be called instead of inlined.
+// The function is a template argument, so that it is inlined.
 template <class Stored, float (*widen_one)(Stored)>
 inline void widen_row(const void* source, float* target, int n) {
   const auto* stored = static_cast<const Stored*>(source);

@@ -29,7 +29,7 @@ struct Panel {
   int ld = 0;    // rows that it is wide: whole vectors
 };
 
-// One thread's buffers, kept from launch to launch and grown when a launch needs more.
+// One thread's buffers, reused from launch to launch and grown when a launch needs more.
 class Scratch {
  public:
   float* q;             // [panels][units][panel rows], or [rows][ld_k] in a panel of few rows

@@ -1,4 +1,4 @@
-// Copies that a staged plan makes before its kernel, on the CPU.
+// The copies that the pre-pass makes before the kernel, on the CPU.
 #pragma once
 
 #include "preflash/params.h"

@@ -1,5 +1,5 @@
 // The threads of the CPU backend. Every caller works on its own job from the first moment; helper
-// threads, started when first needed and kept until the process ends, spread over all the jobs that
+// threads, started when first needed, running until the process ends, spread over all the jobs that
 // are running.
 #pragma once
 

@@ -7,8 +7,8 @@
 
 namespace preflash {
 
-// NOTE: contexts, not cudaSetDevice: a thread that has touched no device yet is left exactly so,
-// where cudaSetDevice(previous) would open a context on device 0 (hundreds of MB, and a wrong
+// Contexts, not cudaSetDevice: a thread that has used no device yet remains so. In contrast
+// cudaSetDevice(previous) would open a context on device 0 (hundreds of MB, and a wrong
 // current device for torch, whose own runtime reads the thread's context). Any current
 // context of the wanted device stays, even one that is not primary: its streams belong to it.
 class DeviceGuard {

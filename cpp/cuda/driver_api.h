@@ -24,7 +24,8 @@ struct DriverApi {
 // The driver, initialised; nullptr where there is none. Looked up once per process.
 const DriverApi* driver_api();
 
-// The primary context of `device`, the one that the runtime and torch use. Retained once and kept.
+// The primary context of `device`, the one that the runtime and torch use. Retained once, never
+// released.
 LaunchError primary_context(const DriverApi& driver, int device, CUcontext* context);
 
 }  // namespace preflash

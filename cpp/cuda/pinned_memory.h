@@ -28,8 +28,8 @@ class RelaxedCaptureScope {
   bool exchanged_ = false;
 };
 
-// NOTE: whoever calls makes the device current; release() alone, which an owner calls in its
-// destructor, does so by itself.
+// The caller makes the device current. Only release(), which an owner calls in its destructor,
+// makes the device current by itself.
 class PinnedMemory {
  public:
   PinnedMemory() = default;

@@ -48,7 +48,8 @@ LaunchError PlanUploader::submit(void* device_memory, std::size_t bytes,
   DeviceGuard guard(device_);
   if (guard.error() != nullptr) return guard.error();
   if (LaunchError error = refuse_capture(stream)) return error;
-  // NOTE: the staging comes last, so that its event, which join() goes by, stands for all of them.
+  // NOTE: the pinned memory comes last: join() waits for its event alone, which must cover all
+  // copies.
   for (const ArrayCopy& array : arrays) {
     if (LaunchError error = array.from->copy_to(array.to, array.bytes, stream)) return error;
   }
@@ -81,8 +82,8 @@ LaunchError PlanUploader::join(cudaStream_t stream) {
       if (LaunchError error = staging.wait_for_copy()) return error;
       continue;
     }
-    // NOTE: the event may stand for a later copy than the plan's. The plan's is complete then,
-    // because acquire() waited for it before it handed the staging out again.
+    // The event may belong to a later copy than the plan's. Then the plan's copy is complete,
+    // because acquire() waited for it before it handed the pinned memory out again.
     cudaError_t status = cudaStreamWaitEvent(stream, staging.copied(), 0);
     if (status != cudaSuccess) {
       return runtime_error(status, "plan upload: ordering a stream behind a copy");

@@ -18,8 +18,8 @@ class LeastLoaded {
 
   // Adds `cost` to the least loaded CTA and writes it to `out`, `count` times.
   void give(std::int32_t cost, std::int64_t count, std::int32_t* out) {
-    // NOTE: no members in the loop. Each store to a list might change them, as far as compilers
-    // know, and they would be read again for the next item, which waits for it.
+    // Locals, not members: a compiler must assume that each store to a list changes the members,
+    // and would read them again for the next item.
     Cta* const ctas = ctas_.data();
     std::int32_t current = current_;
     for (std::int32_t* const end = out + count; out < end; ++out) {

@@ -19,7 +19,7 @@ SplitLimits split_limits(const Problem& problem, std::span<const SegmentPlan> pl
 void check_item_count(const SegmentProblem& problem, std::int64_t items_per_head,
                       std::int64_t items);
 
-// A fixed split is a promise about results, so it is kept or refused, never weakened.
+// A fixed split is a promise about results, so the planner keeps it or refuses the plan.
 void check_fixed_splits(const Problem& problem, const SplitLimits& limits,
                         const SplitEstimate& needed);
 

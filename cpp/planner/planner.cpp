@@ -35,8 +35,8 @@ std::int64_t full_slots_of(const DeviceFacts& facts, const SegmentKernels& kerne
 }
 
 // KV tiles per chunk that the caller asks for, or kUnsplit; 0: the planner chooses.
-// NOTE: with `disable` a request stays whole, whatever fixed_split_size says: both promise results
-// that no batch changes, and serving engines ask for both at once.
+// With `disable` a request is not split, whatever fixed_split_size says: both promise results that
+// do not depend on the batch, and serving engines set both at once.
 std::int32_t asked_chunk(const SegmentProblem& problem, std::int32_t tile_n) {
   if (problem.split.disable) return kUnsplit;
   return ceil_div(std::min(problem.split.fixed_split_size, kMaxRequestLength), tile_n);
@@ -188,8 +188,8 @@ void Planner::reserve(const Problem& problem, const SplitLimits& limits) {
 
 void Planner::schedule(const Problem& problem, const DeviceFacts& facts, std::int64_t cta_slots,
                        Schedule schedule) {
-  // NOTE: of a custom mask the costs are guesses, and lists of several sections do not even out
-  // what was guessed wrong: a CTA that got early rows in one section may get them in the next.
+  // Under a custom mask the costs are guesses, and lists of several sections do not balance a wrong
+  // guess: a CTA that got early rows in one section may get early rows in the next.
   const bool guesses = schedule == Schedule::kPersistent &&
                        std::ranges::any_of(segments_, [](const Segment& segment) {
                          return segment.mask == Mask::kCustom;
@@ -197,7 +197,7 @@ void Planner::schedule(const Problem& problem, const DeviceFacts& facts, std::in
   order_ = order_units(work_, {.cta_slots = cta_slots, .l2_bytes = guesses ? 0 : facts.l2_bytes});
   if (schedule == Schedule::kPersistent) {
     const auto num_ctas = static_cast<std::int32_t>(std::min(cta_slots, item_capacity_));
-    // NOTE: a CUDA graph has a fixed grid.
+    // A CUDA graph has a fixed grid.
     const bool graph = problem.segments[0].graph_max_rows > 0;
     assignment_ =
         assign(work_, order_,
@@ -313,8 +313,8 @@ struct ItemPlace {
 
 }  // namespace
 
-// NOTE: a few lists at a time. All at once are more cache lines than a core has at hand where their
-// memory is one that a GPU has read; one at a time reads units all over the order.
+// A few lists at a time. All lists at once are more cache lines than a core can hold in memory that
+// a GPU has read; one list at a time reads units all over the order.
 void Planner::write_lists_in_turns(std::int32_t heads, WorkItem* items) const {
   constexpr std::int32_t kListsAtOnce = 8;
   const std::int32_t num_ctas = assignment_.num_ctas();

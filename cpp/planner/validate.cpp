@@ -276,8 +276,8 @@ struct ShortRequests {
   bool alone = false;     // no batch with other requests, however few
 };
 
-// NOTE: over 16 bits tall tiles of another kind have no stage that short ones do without. They read
-// long requests as fast, and more rows of a request in one go.
+// Over 16 bits tall tiles need no conversion on load, so short tiles save nothing. Tall tiles read
+// long requests as fast, and more rows of a request at once.
 ShortRequests short_requests(const SegmentProblem& problem, const FamilyTraits& family) {
   const bool as_stored = family.short_tiles == ShortTiles::kOwn && size_of(problem.kv_dtype) > 1;
   if (as_stored) return {.rows = family.short_rows / 2, .alone = true};
@@ -309,8 +309,8 @@ TileClass choose_tile_class(const SegmentProblem& problem, const FamilyTraits& f
     return rows <= wanted.rows ? TileClass::kDecode : TileClass::kPrefill;
   }
   // Work in short tiles times keys. The half that causal masking saves tall requests is left out:
-  // when it is that close, either class serves. NOTE: doubles, since pages that many requests share
-  // make more of it than int64 can count.
+  // when it is that close, either class serves. The work is a double, because requests that share
+  // pages may have more of it than int64 can count.
   double work_short = 0.0;
   double work_tall = 0.0;
   for (std::size_t i = 0; i + 1 < problem.qo_indptr.size(); ++i) {

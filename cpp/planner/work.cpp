@@ -32,7 +32,7 @@ std::size_t count_alike(std::span<const RequestInfo> requests, std::size_t first
 
 }  // namespace
 
-// NOTE: validate() bounds qo_len * group by kMaxRequestLength, so that int32 holds it.
+// validate() bounds qo_len * group by kMaxRequestLength, so that int32 holds it.
 std::int64_t count_query_tiles(const SegmentPlan& segment) {
   const std::int32_t group = segment.problem.gqa_ratio();
   std::int64_t total = 0;

@@ -37,7 +37,7 @@ class Decoding:
 def interpreter_steps(call) -> int:
     """Bytecodes that Python executes for a call, and for nothing that others left to be collected:
     finalizers and callbacks of weak references run where the collector happens to."""
-    _traced_steps(lambda: None)  # NOTE: the first trace of a process sees no opcodes on Python 3.12
+    _traced_steps(lambda: None)  # The first trace of a process sees no opcodes on Python 3.12
     return _traced_steps(call)
 
 

@@ -2,7 +2,7 @@
 // Every output is poisoned first and every allocation exact, so that compute-sanitizer sees a stray
 // access. Exits with 0, with 1 on a mismatch, with 77 where there is no GPU.
 //
-// NOTE: longer than other files, because it is one program: a check of each service of the library.
+// Longer than other files, because it is one program: a check of each service of the library.
 //
 //   nvcc -std=c++20 -O3 -arch=sm_90 -Icpp/include -Icpp -o services_check
 //        tests/cpp/services_check.cu cpp/cuda/*.cpp cpp/kernels/{combine,common,stage}/*.cu

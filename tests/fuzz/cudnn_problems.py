@@ -112,7 +112,7 @@ def _adapted(case: Case, rng: random.Random) -> Case:
 
 
 def _for_cudnn(rng: random.Random, case: Case, call: CudnnCall) -> tuple[Case, CudnnCall]:
-    """NOTE: cuDNN multiplies what lies behind a request's last key in its page by 0: no NaN there,
+    """cuDNN multiplies what lies behind a request's last key in its page by 0: no NaN there,
     nor infinities."""
     dims = rng.choice(_CUDNN_DIMS)
     form = case.form

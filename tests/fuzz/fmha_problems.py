@@ -303,7 +303,7 @@ def _pages(case: FmhaCase, requests, generator) -> tuple[list[torch.Tensor], tor
             number = numbers.pop()
             table[i, page] = number
             rows = slice(page * size, min((page + 1) * size, case.kv_lens[i]))
-            # NOTE: torch indexes no 8-bit floats on every release: bytes are the same.
+            # torch indexes no 8-bit floats on every release: bytes are the same.
             for pool, tensor in zip(pools, (k, v), strict=True):
                 pool[number, : rows.stop - rows.start] = tensor[rows]
     if case.layout.endswith("HND"):

@@ -142,7 +142,7 @@ def random_case(rng: random.Random, name: str, limits: Limits) -> Case:
         disable_split_kv=split > 0.85,
         **storage,
         **logits,
-        # NOTE: not choice(), which takes a number of draws that depends on how many there are.
+        # Not choice(), which takes a number of draws that depends on how many there are.
         dtype=limits.dtypes[int(rng.random() * len(limits.dtypes))],
     )
     for served, share, options in (

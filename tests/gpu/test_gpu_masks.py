@@ -168,7 +168,7 @@ def test_more_tiles_than_slots(backend, dims, page_size):
     runner.check(shaped(case, sparse), backend=backend)
 
 
-# --- operands that are transformed on arrival ------------------------------------
+# --- operands that are converted on load -----------------------------------------
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 ARRIVALS = {

@@ -550,7 +550,7 @@ def test_memory_does_not_grow(backend):
     taken()
     gc.collect()  # what earlier tests left would be freed meanwhile
     allocated = torch.cuda.memory_allocated()
-    # NOTE: free memory also moves with the GPU's other users, such as the tests of a neighbouring
+    # Free memory also moves with the GPU's other users, such as the tests of a neighbouring
     # worker. Theirs is missing after some rounds, what ours keep after every one.
     assert min(taken() for _ in range(50)) <= 0
     assert torch.cuda.memory_allocated() == allocated

@@ -1,7 +1,7 @@
 """Whether prefill beside decode is one launch or two, by the work of either side. The expectations
-are the tables of docs/dev/experiments.md, "Prefill beside decode" and "Which of the two": one
-launch takes 0.90 to 0.94 (fa2) and 0.85 to 0.94 (fa3) of the time of both at the first four mixes,
-and more than the time of both at the last."""
+are the tables of docs/dev/experiments/prefill-beside-decode.md: one launch takes 0.90 to 0.94 (fa2)
+and 0.85 to 0.94 (fa3) of the time of both at the first four mixes, and more than the time of both
+at the last."""
 
 import pytest
 import torch

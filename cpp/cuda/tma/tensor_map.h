@@ -1,18 +1,18 @@
 // The TMA tensor maps of one launch, which the host encodes.
 //
 // K and V, ragged or paged: a tile is loaded as boxes of `box_rows` keys. A box may reach past the
-// request's end or below a window. Those rows must arrive as zeros: another request's NaN times a
-// zero probability would be NaN. TMA fills with zeros what lies outside the tensor's dimensions,
+// request's end or below a window. Those rows must be loaded as zeros: another request's NaN times
+// a zero probability would be NaN. TMA fills with zeros what lies outside the tensor's dimensions,
 // but a request does not end where a dimension does. So the row appears twice, in two dimensions of
 //   column  head_dim            128 bytes of them a box
-//   r       box_rows            from -(box_rows - kept): rows below 0 are outside
-//   x       rows                first kept row, of the page or of the ragged tensor
+//   r       box_rows            from -(box_rows - used): rows below 0 are outside
+//   x       rows                first used row, of the page or of the ragged tensor
 //   head    num_kv_heads
 //   page    num_pages
-// and row = x + r. The kept rows end up at the end of the box. In a box that begins below a window
+// and row = x + r. The used rows are at the end of the box. In a box that begins below a window
 // they belong there; in the box with a request's last key the kernel's mask takes it into account
 // (kernels/sm90/forward_mask.cuh).
-// NOTE: to put the zeros at the end, the tensor would have to begin before its first byte; TMA
+// To put the zeros at the end, the tensor would have to begin before its first byte; TMA
 // faults if nothing is mapped there.
 #pragma once
 

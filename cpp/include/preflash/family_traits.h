@@ -38,7 +38,7 @@ enum class Schedule : std::uint8_t {
 // What kernels of TileClass::kDecode are beside the others of their family.
 enum class ShortTiles : std::uint8_t {
   kSameBits,  // the same but for the rows of a tile: those of a request have the same bits in both
-  kOwn,       // kernels of another kind, for keys and values that widen and are not rotated
+  kOwn,       // kernels of another kind, which dequantise and do not rotate
 };
 
 struct FamilyTraits {

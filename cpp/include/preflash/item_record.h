@@ -11,7 +11,7 @@ namespace preflash {
 enum class Tracing : std::uint8_t { kNone, kItems };
 
 // One work item, at its place in the work list; all 0: it did not run. python/preflash/cli/bench/
-// trace.py reads these bytes. NOTE: of a launch's items alone, so times are of one clock.
+// trace.py reads these bytes. All items are of one launch, so all times are of one clock.
 struct alignas(16) ItemRecord {
   std::int64_t begin_ns = 0;
   std::int64_t end_ns = 0;

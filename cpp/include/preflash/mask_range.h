@@ -1,5 +1,5 @@
 // The only tile arithmetic in the project: which KV tiles a block of query rows touches, which of
-// them need element masking, and whether one element is kept. The planner counts with it, the
+// them need element masking, and whether one element is masked. The planner counts with it, the
 // kernels loop with it, the CPU backend runs it. Indices are local to one request.
 #pragma once
 
@@ -20,7 +20,8 @@ struct MaskBounds {
 
   PREFLASH_HD constexpr int delta() const { return kv_len - qo_len; }
 
-  // Keys of row i form one interval [first_key, last_key + 1); it is empty when nothing is kept.
+  // Keys of row i form one interval [first_key, last_key + 1); it is empty when the row sees no
+  // key.
   PREFLASH_HD constexpr int first_key(int row) const {
     int position = row + delta();
     int first = window_left >= 0 ? position - window_left : 0;

@@ -20,14 +20,14 @@ struct SplitPolicy {
 // RoPE (Su et al., arXiv 2104.09864) in the form of Llama: dimension d of a row of D turns with
 // dimension d + D / 2, by position / scale * theta^(-2 d / D) radians.
 struct RopeOptions {
-  // NOTE: doubles. Half an ulp of a float32 scale is 2^-8 radians at position 2^17.
+  // Doubles: half an ulp of a float32 scale is 2^-8 radians at position 2^17.
   double scale = 1.0;
   double theta = 1e4;
 
   friend bool operator==(const RopeOptions&, const RopeOptions&) = default;
 };
 
-// Whether a launch may first write copies of what its kernel would transform again for every query
+// Whether a launch may first make copies of what its kernel would convert again for every query
 // tile (core/staging.h).
 enum class Staging : std::uint8_t {
   kAuto,    // where it is faster, as far as the workspace reaches

@@ -33,7 +33,7 @@ PREFLASH_HD inline PageSlot page_slot(const AppendParams& params, std::int64_t t
   if (position < 0 || position > INT32_MAX) return {};
   const std::int32_t nth = static_cast<std::int32_t>(position) / params.page_size;
   const std::int64_t entry = index_at(params.page_indptr, request) + nth;
-  // NOTE: the entry behind a request's last one is the next request's page.
+  // The entry behind a request's last one is the next request's page.
   if (entry < 0 || entry >= index_at(params.page_indptr, request + 1)) return {};
   if (entry >= params.page_indices.count) return {};
   const std::int64_t page = index_at(params.page_indices, entry);

@@ -56,7 +56,7 @@ struct RunExtras {
   // Packed custom mask, little bit order. 4-byte aligned, since kernels read words, and at least 8
   // readable bytes follow the last request's bits.
   const std::uint8_t* mask_bits = nullptr;
-  // Their classes (mask_classes.h), where the kernel goes by them. A run that brings its mask
+  // Their classes (mask_classes.h), where the kernel reads them. A run that brings its mask
   // brings memory for them, which the launch fills; null: those of the plan.
   std::uint32_t* mask_classes = nullptr;
   // [num_qo_heads], natural logarithms: one more logit of every row of a head, not scaled, whose
@@ -70,7 +70,7 @@ struct RunExtras {
 
 enum class Heads : std::uint8_t { kQuery, kKeyValue };
 
-// NOTE: an alias, because nvcc adds parentheses to a member of such a type, of which g++ warns.
+// An alias, because nvcc adds parentheses to a member of such a type, of which g++ warns.
 using HeadTensorField = const float* RunExtras::*;
 
 // The tensors of a run that hold one float32 for each head, as the binding takes them and a launch
@@ -141,7 +141,7 @@ struct RequestLengths {
   std::int64_t kv_tokens = 0;  // of k and v; paged: of the pages of one row of the table
 };
 
-// Rows of one operand that are copied, widened or rotated, before the kernel reads them.
+// Rows of one operand that are copied, dequantised or rotated, before the kernel reads them.
 struct StagedOperand {
   KvTensor from;  // q: one page
   DType from_dtype = DType::kFloat16;
@@ -151,7 +151,7 @@ struct StagedOperand {
   Position position = Position::kNone;  // kRope: rotated
 };
 
-// What comes before the kernel of a staged plan (core/staging.h). The copies of k and v are ragged
+// The pre-pass of a plan with copies (core/staging.h). The copies of k and v are ragged
 // and begin with the first request's first key, as the requests say.
 struct StageParams {
   StagedOperand q;

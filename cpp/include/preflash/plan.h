@@ -55,8 +55,8 @@ struct alignas(16) WorkItem {
 };
 static_assert(sizeof(WorkItem) == 16);
 
-// The keys of an item's chunk. NOTE: no product of chunk and chunk_keys past the request's end,
-// which int32 might not hold.
+// The keys of an item's chunk. A product of chunk and chunk_keys past the request's end might
+// overflow int32.
 PREFLASH_HD constexpr KeySpan chunk_of(const WorkItem& item, const RequestInfo& request) {
   KeySpan chunk{item.chunk * request.chunk_keys, request.kv_len};
   if (request.kv_len - chunk.begin > request.chunk_keys) {
@@ -78,7 +78,7 @@ struct alignas(16) MergeItem {
 static_assert(sizeof(MergeItem) == 16);
 
 // The base-2 log-sum-exp of a row's share of the keys, high + low. Two floats: weights are taken
-// from differences, and one float of an LSE near 2^24 has no bits left for them. No key kept: 0 and
+// from differences, and one float of an LSE near 2^24 has no bits left for them. No key: 0 and
 // -inf.
 struct alignas(8) PartialLse {
   float high = 0.0f;
@@ -103,7 +103,7 @@ struct SegmentLayout {
   Offset<MergeItem> merges;  // [num_merges]
   Offset<float> partial_o;   // [num_partial_rows, head_dim_vo], each normalised by its own sum
   Offset<PartialLse> partial_lse;  // [num_partial_rows]
-  // With a custom mask, where the kernel goes by classes of its tiles (mask_classes.h).
+  // With a custom mask, where the kernel reads its tile classes (mask_classes.h).
   Offset<std::int64_t> class_begin;    // [requests + 1]: each request's first word
   Offset<std::uint32_t> mask_classes;  // [num_class_words], which the device writes
 

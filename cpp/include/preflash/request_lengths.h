@@ -12,8 +12,8 @@ PREFLASH_HD constexpr std::int64_t clamped(std::int64_t value, std::int64_t low,
   return value < low ? low : value > high ? high : value;
 }
 
-// Sets what depends on lengths in request i; its chunks and its mask stay the plan's. NOTE: nothing
-// may reach beyond the tensors, whatever the arrays hold.
+// Sets what depends on lengths in request i; its chunks and its mask remain the plan's. The
+// lengths are clamped to the tensors, whatever the arrays hold.
 PREFLASH_HD constexpr void set_length(const RequestLengths& lengths, int i, RequestInfo& request) {
   const std::int64_t qo_begin = clamped(lengths.qo_indptr[i], 0, lengths.qo_tokens);
   const std::int64_t qo_end = clamped(lengths.qo_indptr[i + 1], qo_begin, lengths.qo_tokens);

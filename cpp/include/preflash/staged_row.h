@@ -1,4 +1,4 @@
-// Where a row that is staged comes from, where it goes and by what it turns: the one place that
+// Source, target and rotation of a row that the pre-pass copies: the one place that
 // follows requests and the page table for it, on the GPU and on the CPU alike.
 #pragma once
 

@@ -63,7 +63,7 @@ __device__ __forceinline__ float warp_sum(float value) {
 // The row's log-sum-exp is base + log2(sum), and chunk i's share is 2^(lse[i] - base) / sum.
 struct RowSum {
   PartialLse base;  // the largest term; 0 where all are -inf, so that no difference is NaN
-  float sum;        // 0: nothing was kept anywhere, and there is no logit beside the keys'
+  float sum;        // 0: no key in any chunk, and no logit beside the keys'
 
   __device__ float weight(const PartialLse& lse) const { return exp2f(difference(lse, base)); }
   __device__ float lse() const {
@@ -78,7 +78,7 @@ __device__ __forceinline__ RowSum sum_chunks(const PartialRow& row, float keyles
   for (int chunk = lane; chunk < row.num_chunks; chunk += kWarpSize) {
     largest = larger(largest, row.lse[chunk * row.stride_lse]);
   }
-  // NOTE: every lane adds it to the warp's results, so that it counts once.
+  // Every lane adds it to the warp's results, so that it counts once.
   const PartialLse keyless_lse{.high = 0.0f, .low = keyless};
   largest = larger(warp_max(largest), keyless_lse);
   RowSum total{.base = largest.low == -INFINITY ? PartialLse{} : largest, .sum = 0.0f};

@@ -123,7 +123,7 @@ struct LaunchParams {
     return made;
   }
 
-  // NOTE: with one segment the index is a constant, and so is the place of every parameter.
+  // With one segment the index is a constant, and so is the place of every parameter.
   __device__ __forceinline__ const Segment& segment(int index) const {
     return segments[kSegments == 1 ? 0 : index];
   }

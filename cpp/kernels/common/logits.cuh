@@ -23,7 +23,7 @@ inline constexpr float kTanhRange = 0.4375f;
 struct LogitsParams {
   float scale_log2 = 1.0f;  // > 0, so that the row maximum may be taken before scaling
   float cap_scale = 1.0f;   // soft cap only: sm_scale / c in units of kTanhRange / 2
-  // NOTE: a maximum over unscaled logits is the scaled one's only for sm_scale > 0, and -inf * 0 is
+  // A maximum over unscaled logits is the scaled one's only for sm_scale > 0, and -inf * 0 is
   // NaN. Q itself is multiplied by this sign, exact in every dtype: -1 or 0 for such scales.
   float q_factor = 1.0f;
 

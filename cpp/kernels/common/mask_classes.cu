@@ -29,8 +29,8 @@ __device__ __forceinline__ int find_request(const MaskClassParams& params, std::
 
 // What a thread has seen of its keys.
 struct Seen {
-  std::uint32_t some = 0;     // kept by a token
-  std::uint32_t missing = 0;  // not kept by a token
+  std::uint32_t some = 0;     // a token sees the key
+  std::uint32_t missing = 0;  // a token does not see the key
 
   __device__ __forceinline__ Seen of_half(int half) const {
     const std::uint32_t keys = 0xffffu << half * kHalfKeys;

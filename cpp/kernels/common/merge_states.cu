@@ -74,7 +74,7 @@ __device__ __forceinline__ Pack<T, kWidth> merge_elements(const RowStates<T>& st
     for (int i = 0; i < kBatch; ++i) {
       const int state = first_state + i;
       weight[i] = state < states.count ? exp2f(states.s(state) - total.base) : 0.0f;
-      // NOTE: values of weight 0 are not touched: an empty state may hold anything, NaN too.
+      // Values of weight 0 are not read: an empty state may contain anything, also NaN.
       if (weight[i] != 0.0f) {
         value[i] = *reinterpret_cast<const Pack<T, kWidth>*>(states.v(state) + column);
       }

@@ -21,12 +21,12 @@ namespace preflash {
 
 // What a row comes to.
 struct RowResult {
-  float factor;    // normalises O; 0 where nothing was kept
+  float factor;    // normalises O; 0 where there was no key
   PartialLse lse;  // base 2
-  bool empty;      // no key was kept
+  bool empty;      // the row has no key
 };
 
-// The row with one more logit, in base 2, whose key has no value. A row that kept no key keeps its
+// The row with one more logit, in base 2, whose key has no value. A row without keys keeps its
 // factor and stays empty.
 __device__ __forceinline__ RowResult add_logit(RowResult result, float logit) {
   if (result.empty) {
@@ -64,7 +64,7 @@ __device__ __forceinline__ void store_row_lse(const LseTensor& tensor, float* pl
 
 template <int kRowsPerThread>
 struct OnlineSoftmax {
-  float reference[kRowsPerThread];  // in units of x, before scale_log2; -inf: nothing kept yet
+  float reference[kRowsPerThread];  // in units of x, before scale_log2; -inf: no key yet
   float sum[kRowsPerThread];        // this thread's share of the row
 
   __device__ __forceinline__ OnlineSoftmax() {
@@ -89,8 +89,9 @@ struct OnlineSoftmax {
   }
   // total: the row's sum, counted from 2^origin.
   __device__ static __forceinline__ RowResult result_of(float total, float origin) {
-    // NOTE: 0 only for a row that kept nothing, since P is about 1 at the reference or larger. So
-    // the approximate logarithm and reciprocal meet no small number, and have its last bit.
+    // The total is 0 only for a row without keys, because P is about 1 at the reference or larger.
+    // So the approximate logarithm and reciprocal get no small number, and are accurate to the last
+    // bit.
     RowResult result;
     result.empty = total == 0.0f;
     result.factor = result.empty ? 0.0f : reciprocal_approx(total);
@@ -105,7 +106,7 @@ struct OnlineSoftmax {
     lse.low += shrunk_rest(reference[r], scale_log2, lse.high);
   }
 
-  // The origin of a row that is not huge: 0 while the row has kept nothing.
+  // The origin of a row that is not huge: 0 while the row has no key.
   __device__ static __forceinline__ float scaled_reference(float reference, float scale_log2) {
     return reference == -INFINITY ? 0.0f : __fmul_rn(reference, scale_log2);
   }

@@ -30,7 +30,7 @@ struct RotaryFrequencies {
     for (int d = 0; d < head_dim / 2; ++d) {
       double turns = std::pow(rope.theta, -2.0 * d / head_dim) / rope.scale / kRadiansPerTurn;
       double fraction = turns - std::floor(turns);
-      // NOTE: a tiny negative number's fraction rounds to a whole turn, which no integer holds.
+      // A tiny negative number's fraction rounds to a whole turn, which no integer holds.
       frequencies.of_pair[d] =
           fraction < 1.0 ? static_cast<std::uint64_t>(std::ldexp(fraction, 64)) : 0;
     }

@@ -1,4 +1,4 @@
-// Tiles of keys without weight: those whose logits all lie so far below the maximum that their row
+// Skipped tiles: those whose logits all lie so far below the maximum that their row
 // has had so far that AttentionOptions::skip_factor leaves them out. They are neither
 // exponentiated nor multiplied by V.
 //
@@ -24,7 +24,7 @@ struct RunningMaxima {
                                                      const RequestInfo& request,
                                                      const Exists& exists) {
     RunningMaxima maxima;
-    // NOTE: a factor of kv_len or more would leave out what raises the maximum; it stays.
+    // A factor of kv_len or more would skip tiles that raise the maximum, so it is limited.
     float bits = log2_approx(segment.skip_factor / static_cast<float>(request.kv_len));
     maxima.margin = fminf(bits, 0.0f) * reciprocal_approx(segment.logits.scale_log2);
 #pragma unroll

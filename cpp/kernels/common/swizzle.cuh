@@ -5,14 +5,14 @@
 namespace preflash {
 
 // The byte of an element in a tile of kRows rows.
-// NOTE: unsigned, because a remainder of what may be negative takes three instructions.
+// Unsigned, because the remainder of a signed number takes three instructions.
 template <unsigned kRows>
 __device__ __forceinline__ unsigned swizzled(unsigned row, unsigned column) {
   unsigned piece = (column % 64 / 8) ^ (row % 8);
   return (column / 64 * kRows + row) * 128 + piece * 16 + column % 8 * 2;
 }
 
-// A column of such a tile, in the rows first_row + offset. NOTE: the swizzle of a row follows from
+// A column of such a tile, in the rows first_row + offset. The swizzle of a row follows from
 // that of the first one where no bit below 8 is set in both first_row and an offset.
 template <unsigned kRows>
 struct SwizzledColumn {

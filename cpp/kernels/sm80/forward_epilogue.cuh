@@ -30,7 +30,7 @@ struct ForwardEpilogue {
       float factor = result.factor * out_scale();
       CUTE_UNROLL
       for (int c = 0; c < size<1>(rows_of_o); ++c) {
-        // NOTE: a row that kept nothing is 0 even where 0 * V was not.
+        // A row without keys is 0 even where 0 * V is not (inf, NaN).
         rows_of_o(r, c) = result.empty ? 0.0f : rows_of_o(r, c) * factor;
       }
       if (peers.first() && thread % 4 == 0) store_lse(at, r, result.lse);

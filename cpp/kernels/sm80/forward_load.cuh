@@ -13,7 +13,7 @@ namespace preflash::sm80 {
 // kWhole: every row and column of the tile exists. kPartial: some do not.
 enum class TileFill { kWhole, kPartial };
 
-// Elements in global memory: as wide as the tile's, or 8 bits, which OperandTransform widens.
+// Elements in global memory: as wide as the tile's, or 8 bits, which OperandTransform dequantises.
 enum class Stored { kAsInTile, k8Bits };
 
 template <class Traits>
@@ -44,8 +44,8 @@ struct TileCopy {
   // two of them meet no bank twice.
   __device__ __forceinline__ int narrow_offset() const { return first_row % 2 * kChunkElements; }
 
-  // One row of 8-bit elements; as below. NOTE: 8 bytes a copy, which is all the alignment that rows
-  // of an odd multiple of 8 elements have.
+  // One row of 8-bit elements; as below. A copy has 8 bytes, because rows of an odd multiple of 8
+  // elements are aligned to 8 bytes only.
   template <int kTileRows, int kHeadDim>
   __device__ __forceinline__ void copy_narrow_row(const char* row, bool row_valid, int head_dim,
                                                   int pass, std::uint32_t smem) const {
@@ -73,7 +73,7 @@ struct TileCopy {
         asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], %2;" ::"r"(target),
                      "l"(source), "n"(kChunkBytes));
       } else {
-        // NOTE: with 0 source bytes nothing is read; the address need not be mapped.
+        // With 0 source bytes nothing is read; the address need not be mapped.
         int bytes = row_valid && block * kBlockColumns + column < head_dim ? kChunkBytes : 0;
         asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], %2, %3;" ::"r"(target),
                      "l"(source), "n"(kChunkBytes), "r"(bytes));

@@ -7,8 +7,8 @@
 //   offsets(t')
 //            row maxima, wait V(t) | fetch K(t')            | softmax, O += P V(t)
 // The barrier behind each wait also tells that nobody reads the buffer which the next fetch
-// overwrites, and that the offsets it uses have been stored. Operands that are transformed are so
-// between wait and barrier.
+// overwrites, and that the offsets it uses have been stored. Operands that are converted on load
+// are so between wait and barrier.
 #pragma once
 
 #include "kernels/common/convert.cuh"
@@ -185,7 +185,7 @@ struct ForwardMainloop {
 
   // tSrS += Q K^T. K and V fragments are loaded where they are used: prefetching them by one, two
   // or three blocks costs registers, which ptxas takes back with spills and later loads
-  // (docs/dev/experiments.md).
+  // (docs/dev/experiments/fa2.md).
   __device__ __forceinline__ void multiply_qk(AccumulatorS& tSrS, QFragments& q, int stage) const {
     TileK tile_k = sK;
     tile_k.base += stage * static_cast<int>(sizeof(smem.k[0]));

@@ -53,7 +53,7 @@ struct RowCoordinates {
   __device__ __forceinline__ bool exists(int r) const {
     return row(r) < request.qo_len * params.group_size;
   }
-  // NOTE: past the request's end there is no such token, but the head is one.
+  // Past the request's end the token does not exist, but the head does.
   __device__ __forceinline__ Query query(int r) const {
     PackedRow packed = unpack_row(params, row(r));
     return {packed.token, item.kv_head * params.group_size + packed.head_in_group};
@@ -109,7 +109,7 @@ struct CustomMask {
     for (int c = 0; c < size(scores); ++c) {
       int word_column = c / kElementsPerWord * kColumnsPerWord;
       if (c % kElementsPerWord == 0) {
-        // NOTE: a word that begins past the row's end may begin past the buffer's.
+        // A word that begins past the row's end may begin past the buffer's.
         word = word_column < num_bits ? load_mask_word(bits, row_bit + word_column) : 0u;
       }
       if (!((word >> (at.tile_column(c) - word_column)) & 1u)) scores(c) = -INFINITY;

@@ -17,7 +17,7 @@ namespace preflash::sm80 {
 
 using namespace cute;
 
-// What a kernel takes whose operands are transformed.
+// What a kernel takes that converts on load.
 struct TransformSegment : KernelSegment {
   RotaryFrequencies rotary;
 };
@@ -39,7 +39,7 @@ struct ForwardTraits {
   static constexpr Variant kVariant = V::kVariant;
   static constexpr TileShape kTile = V::kTile;
 
-  // Whether operands may arrive in another form than the products take.
+  // Whether operands in memory may have another form than the products take.
   static constexpr bool kTransforms = kVariant.arrival == Arrival::kTransformed;
   // Whether the kernel branches around the options that a launch goes without.
   static constexpr bool kOptionsAtRunTime = options_at_run_time(kVariant);
@@ -48,8 +48,8 @@ struct ForwardTraits {
   static constexpr int kSegments = kVariant.segments == Segments::kTwo ? 2 : 1;
   using Params = LaunchParams<Segment, kSegments>;
 
-  // Operands as they lie in shared memory, and in global memory unless they are transformed; P
-  // lives in registers.
+  // Operands as they lie in shared memory, and in global memory unless they are converted on load;
+  // P lives in registers.
   using ElementQ = Element<kVariant.q_dtype>;
   using ElementKv = Element<kVariant.kv_dtype>;
   using ElementP = ElementQ;
@@ -86,7 +86,7 @@ struct ForwardTraits {
   // Fragments of Q (4 * kMmaM registers for each 16 columns) stay in registers as far as O, S and
   // the loop's own kLoopRegisters leave room; the rest is read again for every tile. Shared memory
   // is what binds at head_dim 256, and Q is a ninth of its traffic there, a fifth at 64
-  // (docs/dev/experiments.md).
+  // (docs/dev/experiments/fa2.md).
   static constexpr int kRegisters = std::min(255, 65536 / (kThreads * kTile.ctas_per_sm) / 8 * 8);
   // Above head_dim 256 P comes back whole.
   static constexpr int kLoopRegisters = (kTransforms ? 96 : 79) + (kColumnWarps == 1 ? 0 : 24);

@@ -1,11 +1,12 @@
-// What happens to operands in shared memory, between their arrival and the products: Q's sign where
-// sm_scale is not positive; and in kernels that transform operands, 8-bit elements are widened, and
-// Q and K rotated (RoPE), once for all warps and in the place of the tile where they are wanted.
+// What happens to operands in shared memory, between load and products: Q's sign where
+// sm_scale is not positive; and in kernels that convert on load, 8-bit elements are dequantised,
+// and Q and K rotated (RoPE), once for all warps and in the place of the tile where they are
+// wanted.
 //
 // Whatever the width, a thread fetches the elements of whole 16-byte chunks of a tile, and the
-// chunks of a row are fetched by neighbours of one warp. So each thread widens its own chunks and
-// each warp rotates its own rows, behind its own wait and before the barrier that tells of the tile
-// anyway. Which warps multiply a row, one or two (row_peers.cuh), is of no account.
+// chunks of a row are fetched by neighbours of one warp. So each thread dequantises its own chunks
+// and each warp rotates its own rows, behind its own wait and before the barrier that tells of the
+// tile anyway. Which warps multiply a row, one or two (row_peers.cuh), is of no account.
 #pragma once
 
 #include <bit>
@@ -117,7 +118,7 @@ __device__ __forceinline__ void fill_rotary_tables(const TransformSegment& param
   }
 }
 
-// Turns the warp's own rows of a tile of K or Q. Its lanes have seen the rows arrive.
+// Turns the warp's own rows of a tile of K or Q. Its lanes have waited for the rows.
 template <class Traits, int kTileRows>
 struct RowRotation {
   using Lanes = RotaryLanes<Traits>;
@@ -207,7 +208,7 @@ struct RowRotation {
   }
 };
 
-// Of one item; nothing, in kernels whose operands arrive as they are wanted.
+// Of one item; nothing, in kernels that convert nothing on load.
 template <class Traits, bool kTransforms = Traits::kTransforms>
 struct OperandTransform {
   using Storage = SharedStorage<Traits>;
@@ -238,7 +239,8 @@ struct OperandTransform<Traits, true> {
   Storage& smem;
   int thread;
 
-  // Of the tile of keys that has arrived in a stage; every thread for what it has fetched itself.
+  // Of the tile of keys that has been loaded into a stage; every thread for what it has fetched
+  // itself.
   __device__ __forceinline__ void keys(int tile, int stage) const {
     widen<kTileN, Traits::kHeadQk>(smem.k[stage], params.kv_dtype);
     if (rotates()) {
@@ -291,7 +293,7 @@ struct OperandTransform<Traits, true> {
   }
 };
 
-// What happens to Q where it lies, between its arrival and the first product. Each warp changes the
+// What happens to Q in shared memory, between load and the first product. Each warp changes the
 // rows that it has copied itself, so its own wait is enough before and the next barrier after.
 template <class Traits>
 struct QPrologue {

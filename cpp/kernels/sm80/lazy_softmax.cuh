@@ -63,7 +63,7 @@ struct LazySoftmax : OnlineSoftmax<kRowsPerThread> {
     }
     CUTE_UNROLL
     for (int r = 0; r < kRowsPerThread; ++r) {
-      // True also for the first kept key of a row: x - (-inf) is +inf. -inf - (-inf) is NaN: false.
+      // True also for a row's first key: x - (-inf) is +inf. -inf - (-inf) is NaN: false.
       bool moves = (tile_max[r] - reference[r]) * scale_log2 > params.lazy_bits;
       next[r] = moves ? tile_max[r] : reference[r];
       offset[r] = Base::scaled_reference(next[r], scale_log2);
@@ -88,7 +88,7 @@ struct LazySoftmax : OnlineSoftmax<kRowsPerThread> {
     }
   }
 
-  // NOTE: beside the maximum itself a sum is that of the weights alone.
+  // Where the maximum is returned too, the sum is that of the weights alone.
   __device__ __forceinline__ RowResult finish(int r, float scale_log2, LseForm form) const {
     RowResult result = Base::finish(r, scale_log2);
     if (form == LseForm::kLogSum) Base::finish_huge(r, scale_log2, result.lse);
@@ -110,7 +110,7 @@ struct LazySoftmax : OnlineSoftmax<kRowsPerThread> {
     any_huge = __any_sync(0xffffffffu, any_huge);
     CUTE_UNROLL
     for (int r = 0; r < kRowsPerThread; ++r) {
-      // NOTE: rounded as the last tile's was: an FMA here would tear the two apart.
+      // Rounded as in the last tile: an FMA here would round differently.
       float scaled = __fmul_rn(reference[r], scale_log2);
       float factor = exp2_approx(scaled - offset[r]);
       if (any_huge) factor = Base::change_of_origin(reference[r], next[r], scale_log2);

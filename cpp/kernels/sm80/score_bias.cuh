@@ -102,7 +102,7 @@ struct AlibiBias {
       return;
     }
     float rest = __fmul_rn(slope_log2, static_cast<float>(rows.key_origin - at.query(r).token));
-    // NOTE: what high rounds off goes to low (Knuth's sum): chunks are told apart by the difference
+    // The rounding error of high goes to low (Knuth's sum): the weights of chunks are differences
     // of two large numbers.
     float sum = lse.high + rest;
     float high = sum - rest;

@@ -1,6 +1,6 @@
-// Which KV tiles of an item a custom mask leaves, as the classes of its tiles tell
-// (preflash/mask_classes.h), for the producer warp that announces them. Without classes, in a
-// launch without a mask, all are left.
+// The full and partial KV tiles of an item under a custom mask, as its tile classes say
+// (preflash/mask_classes.h), for the producer warp that announces them. In a launch without a mask
+// there are no classes, and all tiles are full.
 #pragma once
 
 #include "kernels/sm90/forward_params.cuh"
@@ -10,12 +10,12 @@
 namespace preflash::sm90 {
 
 // Goes through an item's row of classes from the last tile on. The lanes of the warp hold a word
-// each, so that one load and one ballot pass over 512 tiles that keep nothing.
+// each, so that one load and one ballot pass over 512 empty tiles.
 struct ClassedTiles {
   static constexpr int kWarpTiles = 32 * MaskClasses::kWordTiles;
 
-  const std::uint32_t* row;  // of classes; null: all keys of all tiles are kept
-  TileRange tiles;           // that the bounds leave, and those of which they keep everything
+  const std::uint32_t* row;  // of classes; null: all tiles are full
+  TileRange tiles;           // within the bounds, and those that the bounds do not cut
   int first = 0;             // the first tile of lane 0's word; tiles from here on have been read
   std::uint32_t word = 0;    // this lane's, without tiles before tiles.begin
 
@@ -24,7 +24,7 @@ struct ClassedTiles {
                                                     const WorkItem& item,
                                                     const RequestInfo& request,
                                                     const TileRange& tiles) {
-    // NOTE: a run may bring a mask that its plan does not use.
+    // A run may bring a mask that its plan does not use.
     const bool has_mask = params.mask == Mask::kCustom;
     ClassedTiles classed{has_mask ? params.extras.mask_classes : nullptr, tiles};
     if (classed.row != nullptr) {
@@ -36,7 +36,7 @@ struct ClassedTiles {
     return classed;
   }
 
-  // The last tile before `end` of which a key may be kept; tiles.begin - 1: there is none.
+  // The last tile before `end` that is not empty; tiles.begin - 1: there is none.
   __device__ __forceinline__ int last_kept_before(int end) {
     for (;;) {
       const std::uint32_t kept =

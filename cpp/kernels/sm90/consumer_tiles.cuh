@@ -11,7 +11,7 @@
 
 namespace preflash::sm90 {
 
-// All tiles in which a row of the warpgroup may keep a key, by length, causal and window.
+// All tiles in which a row of the warpgroup may see a key, by length, causal and window.
 template <class Traits>
 struct DenseTiles {
   using Mask = TileMask<Traits>;
@@ -63,8 +63,8 @@ struct DenseTiles {
   }
 };
 
-// Those of them that a custom mask leaves, as they are announced (kept_tiles.cuh). They are read a
-// tile ahead, so that the bits of one that is kept in part have a step's time to arrive.
+// The full and partial tiles of a custom mask, as they are announced (kept_tiles.cuh). An
+// announcement is read a tile ahead, so that loading the bits of a partial tile has a step's time.
 template <class Traits>
 struct KeptTilesInTurn {
   using Mask = TileMask<Traits>;
@@ -88,7 +88,7 @@ struct KeptTilesInTurn {
   template <class Item, class At>
   __device__ __forceinline__ void meanwhile(const Item& item, const At& at) {
     if (!tile.is_whole()) {
-      // NOTE: the mask is more than bits only where the bounds keep a part of the tile.
+      // The bounds are a part of the mask only where they cut the tile.
       tile_mask = item.own.needs_mask(tile.index())
                       ? Mask::of_bits_and_bounds(at(tile.index()), ahead_bits)
                       : Mask::of_bits(ahead_bits);
@@ -104,7 +104,7 @@ struct KeptTilesInTurn {
   __device__ __forceinline__ bool is_last(const Item&, int) const {
     return tile.is_last();
   }
-  // NOTE: the item that follows is announced only behind an item's last tile.
+  // The next item is announced only behind an item's last tile.
   template <class Item>
   __device__ __forceinline__ bool prepares_in_first_step(const Item&) const {
     return tile.is_last();

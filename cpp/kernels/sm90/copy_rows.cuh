@@ -1,4 +1,4 @@
-// What loads by cp.async have in common, of rows as they are and of those that are transformed.
+// What loads by cp.async have in common, of rows as they are and of rows that are converted.
 #pragma once
 
 #include <cutlass/arch/barrier.h>
@@ -37,14 +37,14 @@ __device__ __forceinline__ void copy_piece(std::uint32_t target, const void* sou
                : "memory");
 }
 // The first `bytes`; the others become zeros.
-// NOTE: with 0 source bytes nothing is read; the address need not be mapped.
+// With 0 source bytes nothing is read; the address need not be mapped.
 __device__ __forceinline__ void copy_piece(std::uint32_t target, const void* source, int bytes) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(target), "l"(source),
                "r"(bytes)
                : "memory");
 }
-// A piece of a key's row, from which on head_dim leaves `bytes_left`. What is no kept key's, or
-// past head_dim, becomes zeros.
+// A piece of a key's row, with `bytes_left` up to head_dim. Rows of no key, and columns past
+// head_dim, become zeros.
 template <Rows kRows>
 __device__ __forceinline__ void copy_piece_of(const ItemKeys& item, int key, int bytes_left,
                                               std::uint32_t target, const void* source) {

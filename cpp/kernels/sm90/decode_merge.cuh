@@ -31,7 +31,7 @@ struct DecodeMerge {
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
       if (r * Traits::kMergedRows >= state.num_rows) break;
-      // NOTE: a row that kept no key is 0 even where 0 * V is not (inf, NaN).
+      // A row without keys is 0 even where 0 * V is not (inf, NaN).
       write_part(products, r, ready.empty[r] ? 0.0f : part[r] * ready.factor[r], ready.empty[r]);
       __syncthreads();
       store_rows(r);
@@ -68,7 +68,7 @@ struct DecodeMerge {
         total += rows[w].sum * SpeculativeSoftmax::change_of_reference(
                                    rows[w].reference, whole.reference[r], scale_log2);
       }
-      // NOTE: finish() adds up a quad's sums.
+      // finish() adds up a quad's sums.
       whole.sum[r] = lane_id() % 4 == 0 ? total : 0.0f;
       part[r] = SpeculativeSoftmax::change_of_reference(softmax.reference[r], whole.reference[r],
                                                         scale_log2);

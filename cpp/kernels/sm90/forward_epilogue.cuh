@@ -95,7 +95,7 @@ struct ForwardEpilogue {
     }
     ready.o = target.o;
     // A quad of lanes q holds rows q and q + 8; lane l < 16 stores row l.
-    // NOTE: no branch around the shuffles: it would cost registers on the way to the next item.
+    // No branch around the shuffles: it would cost registers on the way to the next item.
     PartialLse value{.high = of_row(result[0].lse.high, result[1].lse.high),
                      .low = of_row(result[0].lse.low, result[1].lse.low)};
     if (lane_id() < kWarpRows) store_lse(target, value);
@@ -113,7 +113,7 @@ struct ForwardEpilogue {
       for (int c = 0; c < size<1>(rows_of_o); ++c) rows_of_o(r, c) *= ready.factor[r];
     }
     if (__any_sync(0xffffffffu, ready.empty[0] || ready.empty[1])) {
-      // NOTE: a row that kept no key is 0 even where 0 * V is not (inf, NaN).
+      // A row without keys is 0 even where 0 * V is not (inf, NaN).
       CUTE_UNROLL
       for (int r = 0; r < size<0>(rows_of_o); ++r) {
         CUTE_UNROLL
@@ -175,7 +175,7 @@ struct ForwardEpilogue {
     return of_v == nullptr ? params.out_scale : params.out_scale * __ldg(of_v + item.kv_head);
   }
 
-  // NOTE: a split row gets its own where its partials are merged.
+  // A split row gets its extra logit where its partials are merged.
   __device__ __forceinline__ bool adds_keyless() const {
     return has_keyless(params.extras) && is_final();
   }

@@ -84,7 +84,7 @@ __global__ void __launch_bounds__(ForwardTraits<V>::kThreads, V::kTile.ctas_per_
 
   // The first item needs the tensor maps and its range of the work list: both are requested before
   // the barriers are initialized.
-  // NOTE: all segments are gathered, or none (launch_forward()).
+  // All segments are gathered, or none (launch_forward()).
   bool gather = Traits::kConverts || params.segments[0].box.kv_rows == 0;
   if (!Traits::kConverts && threadIdx.x == 0) {
     CUTE_UNROLL

@@ -34,7 +34,7 @@ const char* make_segment(const ForwardSegment& from, Segment& to) {
 }
 
 // Operands that arrive by TMA, or are gathered. Returns nullptr, or why that cannot be.
-// NOTE: a launch gathers the keys of all segments or of none: the roles of the producer warps and
+// A launch gathers the keys of all segments or of none: the roles of the producer warps and
 // the arrivals at its barriers are the same for every item. A gathered segment may have any pages.
 template <class Traits>
 const char* make_maps(const ForwardParams& params, ParamsOf<Traits>& hopper) {

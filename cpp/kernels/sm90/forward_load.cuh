@@ -38,8 +38,8 @@ struct AnnouncesNothing {
 
 // ... or, where all warps load, the leader everything, between its copies: an item while the one
 // before it is still to be loaded, a tile that a custom mask leaves right before it is taken.
-// NOTE: with a custom mask an item is announced only once the one before it has been loaded,
-// because all of that one's tiles come first.
+// With a custom mask an item is announced only once the item before it has been loaded, because all
+// tiles of that item are announced first.
 // NOTE: a consumer takes its next tile's announcement while it holds buffers for which the leader
 // may wait. It finds the announcement there: a tile is loaded, or transformed, after the next one
 // has been announced, and published then or with the load that follows. Behind an item's last tile
@@ -66,7 +66,7 @@ __device__ __forceinline__ void load_items(SharedStorage<Traits>& smem, Announce
                                            Loader&& loader, const LoadQ& load_q) {
   ItemReader<Traits> items{smem};
   TileStream<Traits, Announces> tiles(smem, announces);
-  // NOTE: announce_item() is a large function, which is to be inlined once.
+  // announce_item() is a large function, which is to be inlined once.
   for (bool runs_ahead = announces.kRunsAhead;; runs_ahead = false) {
     announces.announce_item();
     if (runs_ahead) continue;

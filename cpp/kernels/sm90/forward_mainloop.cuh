@@ -253,7 +253,7 @@ struct ForwardMainloop {
     release_k(item, tile);
     scores.finish(segment(item), operands.rows_of_s());
     tiles.mask(item, tile, at(item), operands.rows_of_s());
-    // NOTE: an item's last tile is computed: the transition to the next item has its P V.
+    // An item's last tile is never skipped: the transition to the next item has its P V.
     weightless.look_at(operands.rows_of_s(), tiles.is_last(item, tile), warpgroup);
   }
   // Also sets the rows' first references, which does not need O.

@@ -51,7 +51,7 @@ struct ScoreCoordinates {
   __device__ __forceinline__ static constexpr int column_step(int c) { return c / 2 * 8 + c % 2; }
   __device__ __forceinline__ static int column(int c) { return first_column() + column_step(c); }
 
-  // Keys of the request. NOTE: columns [edge, edge + shift) hold zeros, which are no key's.
+  // Keys of the request. Columns [edge, edge + shift) hold zeros and belong to no key.
   __device__ __forceinline__ int first_key() const { return tile * Traits::kTileN; }
   __device__ __forceinline__ int key(int c, const Tail& tail) const {
     return first_key() + column(c) - (tail.holds(column(c)) ? tail.shift : 0);
@@ -174,7 +174,7 @@ struct TileMask {
       return {0xffffffffu, 0xffffffffu, 0};
     }
     const std::uint8_t* bits = coordinates.params.extras.mask_bits + request.mask_begin;
-    // NOTE: neither rows past the item's end nor keys past the request's have bits.
+    // Rows past the item's end and keys past the request's end have no bits.
     std::int64_t token = min(coordinates.token(r), request.qo_len - 1);
     return load_mask_words(bits, token * request.kv_len + min(key, request.kv_len - 1));
   }

@@ -38,12 +38,12 @@ using ParamsOf = LaunchParams<SegmentOf<Traits>, Traits::kSegments>;
 template <int kSegments>
 struct ItemOf {
   int segment = 0;
-  bool rests = false;  // none of the item's rows are this warpgroup's
+  bool rests = false;  // idle: the warpgroup has no row of the item
 };
 template <>
 struct ItemOf<1> {
   static constexpr int segment = 0;
-  // NOTE: in a decode batch alone memory is the limit, with both warpgroups at work.
+  // A decode batch alone is bound by memory, with one warpgroup or two.
   static constexpr bool rests = false;
 };
 

@@ -152,14 +152,14 @@ struct ForwardTraits {
   static constexpr int kQStages =
       !kConverts && 2 * kBytesQ + kBytesBesideQ <= kMaxSharedBytes ? 2 : 1;
 
-  // The step of an item in which a warpgroup prepares the transition to the next: its last, or its
-  // first (measured: docs/dev/experiments.md). NOTE: the item that follows is announced only behind
-  // the last tile that a custom mask keeps of this one.
+  // The step of an item in which a warpgroup prepares the transition to the next item: its last
+  // step, or its first one (measured: docs/dev/experiments/fa3-main-loop.md). With a custom mask
+  // the next item is announced only behind the last tile of this one.
   static constexpr bool kPreparesInLastStep = !kSkipsTiles && !kSliced;
 
   // Whether an item's first P is computed before O of the item before is stored: the next products
   // wait for P, but for no store. At head_dim 256 that costs more than it gains (measured:
-  // docs/dev/experiments.md).
+  // docs/dev/experiments/fa3-main-loop.md).
   static constexpr bool kMakesPFirst = kPartVo <= 128;
 
   // The launch bounds divide the 65536 registers evenly, in multiples of 8; setmaxnreg then moves

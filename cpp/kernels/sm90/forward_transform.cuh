@@ -1,7 +1,7 @@
 // What becomes of operands that lie in memory in another form than they are multiplied in: elements
-// of 8 bits are widened to the kernel's 16, exactly, and rows of Q and K rotated by their positions
-// (RoPE). The tensors' dtypes and the position encoding are run-time values: a kernel branches once
-// for each tile.
+// of 8 bits are dequantised to the kernel's 16, exactly, and rows of Q and K rotated by their
+// positions (RoPE). The tensors' dtypes and the position encoding are run-time values: a kernel
+// branches once for each tile.
 //
 // Of Q and K a lane takes four pairs of dimensions (lane_angles.cuh): twice 8 bytes in 16 bits, 4
 // in 8 bits, and aligned to that whatever the head_dim.
@@ -34,9 +34,8 @@ __device__ __forceinline__ void fill_rotary_tables(const RotaryFrequencies& freq
   }
 }
 
-// One warp's rows of a tile of K or V, from the raw ring to the tile. NOTE: the compiler keeps
-// every load behind the stores before it, so that each method reads what it can hold before it
-// writes.
+// One warp's rows of a tile of K or V, from the raw ring to the tile. The compiler does not move a
+// load before an earlier store, so each method reads as much as it can hold before it writes.
 template <class Traits>
 struct RowTransform {
   static constexpr DType kTo = Traits::kVariant.kv_dtype;

@@ -1,6 +1,6 @@
-// The pipeline of the KV tiles that a custom mask leaves. One producer warp announces each item's
-// tiles, the last one first, as classed_tiles.cuh tells them; tiles of which no row keeps a key do
-// not appear, so they are neither loaded nor multiplied.
+// The pipeline of the full and partial KV tiles of a custom mask. One producer warp announces each
+// item's tiles, the last one first (classed_tiles.cuh). Empty tiles, in which no row sees a key,
+// are not announced, so they are neither loaded nor multiplied.
 //
 // Loading warps and consumers read the announcements, each at its own pace.
 #pragma once
@@ -10,8 +10,8 @@
 
 namespace preflash::sm90 {
 
-// One warp announces items and the tiles that are kept of them: all tiles of an item before the
-// next item. It writes the output of items that keep no key itself.
+// One warp announces items and their full and partial tiles: all tiles of an item before the next
+// item. The warp itself writes the output of items without keys.
 template <class Traits>
 struct KeptTileProducer : ItemProducer<Traits> {
   ProducerPipelineState<Traits::kTileSlots> tile_write = {};

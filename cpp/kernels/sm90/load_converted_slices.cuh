@@ -1,5 +1,5 @@
-// Slices of K and V that are transformed on their way, whatever the layout: 8 bits are widened as
-// whole tiles are (load_widened.cuh); keys to rotate go through registers; V of 16 bits goes to the
+// Slices of K and V that are converted on load, whatever the layout: 8 bits are dequantised as in
+// whole tiles (load_widened.cuh); keys to rotate go through registers; V of 16 bits goes to the
 // ring at once.
 #pragma once
 

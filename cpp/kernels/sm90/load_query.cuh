@@ -18,7 +18,7 @@ __device__ __forceinline__ std::int64_t query_offset(const HopperSegment& params
          query_head(params, state.item, packed) * params.q.stride_head;
 }
 
-// The warpgroup reads them from memory, widens and rotates them.
+// The warpgroup reads them from memory, dequantises and rotates them.
 template <class Traits>
 struct QueryLoader {
   static constexpr DType kTo = Traits::kVariant.q_dtype;
@@ -125,7 +125,7 @@ struct QueryLoader {
       LaneAngles::at<fast_rotation_by>(position, smem.frequency + unit * kLanePairs)
           .rotate(low, high);
     }
-    // NOTE: sm_scale <= 0 is applied through Q's sign (LogitsParams).
+    // sm_scale <= 0 is applied through Q's sign (LogitsParams).
     low.multiply(params.logits.q_factor);
     high.multiply(params.logits.q_factor);
   }
@@ -166,7 +166,7 @@ struct ArrivingQuery {
   }
 
  private:
-  // NOTE: sm_scale <= 0 is applied through Q's sign (LogitsParams).
+  // sm_scale <= 0 is applied through Q's sign (LogitsParams).
   __device__ __forceinline__ void multiply(const float& factor, int stage) const {
     if (factor == 1.0f) return;
     using Element = typename Traits::ElementQ;

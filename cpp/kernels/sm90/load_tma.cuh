@@ -108,14 +108,14 @@ struct TmaLoader {
   __device__ __forceinline__ const HopperSegment& segment() const {
     return params.segment(item.segment);
   }
-  // NOTE: the keys of a decode batch, which one query tile reads once, would drive what is read
-  // again out of the L2: those of a prefill beside it, the page table, what the next kernel needs.
+  // The keys of a decode batch are read once. Without the hint they would evict from the L2 what is
+  // read again: the prefill's keys, the page table, the next kernel's inputs.
   __device__ __forceinline__ TMA::CacheHintSm90 cache_hint(const ItemState& state) const {
     bool once = state.request.qo_len * segment().group_size <= segment().rows_per_tile;
     return once ? TMA::CacheHintSm90::EVICT_FIRST : TMA::CacheHintSm90::EVICT_LAST;
   }
 
-  // NOTE: elect_one_sync() tells the compiler that a single lane issues; `lane == 0` would not.
+  // elect_one_sync() tells the compiler that a single lane issues; `lane == 0` would not.
   __device__ __forceinline__ void fetch(const TmaCoordinates& coordinates) const {
     TransactionBarrier& full = write.full();
     Element* tile = write.tile();

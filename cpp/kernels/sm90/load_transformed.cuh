@@ -1,6 +1,6 @@
-// Loads of K and V that are transformed on arrival: cp.async gathers rows as they are stored into
+// Loads of K and V that are converted on load: cp.async gathers rows as they are stored into
 // the raw ring, whatever the layout, and the warps that copied them write them to their tiles,
-// widened and rotated (forward_transform.cuh). V of 16 bits goes to its tile at once.
+// dequantised and rotated (forward_transform.cuh). V of 16 bits goes to its tile at once.
 #pragma once
 
 #include "kernels/sm90/copy_rows.cuh"
@@ -10,8 +10,8 @@
 
 namespace preflash::sm90 {
 
-// All producer warps copy and transform the tiles of both operands. A warp has its share of the
-// rows for itself, so it waits for nobody's copies but its own.
+// All producer warps copy and convert the tiles of both operands. A warp has its share of the rows
+// for itself, so it waits only for its own copies.
 template <class Traits>
 struct TransformLoader {
   static constexpr int kWarpKeys = Traits::kTileN / Traits::kProducerWarps;
@@ -72,7 +72,7 @@ struct TransformLoader {
     return Traits::kWidens && size_of(params.kv_dtype) == 1;
   }
   __device__ __forceinline__ unsigned char* raw_k() const { return smem.raw; }
-  // NOTE: in 16 bits K takes the ring for itself.
+  // In 16 bits K takes the ring for itself.
   __device__ __forceinline__ unsigned char* raw_v() const {
     return smem.raw + Traits::kTileN * Traits::kHeadQk;
   }

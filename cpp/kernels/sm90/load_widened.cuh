@@ -1,7 +1,7 @@
 // Loads of K and V whose elements have 8 bits, where RoPE has nothing to do. A warp has its rows of
 // a tile for itself, in two parts, and a lane has its pieces of them: it copies them from memory
-// into the raw ring, reads them from there, and writes them to the tile, widened. So a warp waits
-// for nothing but the buffer of the tile, and a part is on its way while the other one is widened.
+// into the raw ring, reads them from there, dequantises them and writes them to the tile. So a warp
+// waits only for the buffer of the tile, and one part is in flight while the other is dequantised.
 #pragma once
 
 #include "kernels/common/swizzle.cuh"

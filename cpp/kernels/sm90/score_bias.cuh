@@ -42,7 +42,7 @@ struct AlibiBias {
     int head = query_head(params, coordinates.state.item, packed);
     float slope = alibi_slope(head, params.num_qo_heads) * params.x_per_logit;
     if (Traits::kOptionsAtRunTime && params.position != Position::kAlibi) slope = 0.0f;
-    // NOTE: what a custom mask leaves usually ends at the diagonal, too.
+    // The keys of a custom mask usually end at the diagonal too.
     MaskBounds bounds = coordinates.bounds();
     bounds.causal |= params.mask == Mask::kCustom;
     int last_key = bounds.end_key(packed.token) - 1;

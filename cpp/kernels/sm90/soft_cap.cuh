@@ -3,7 +3,8 @@
 //
 // tanh.approx.f32 takes one operation of the unit that the exponentials use, and its relative error
 // is 2^-11. PREFLASH_SOFT_CAP=exact, and launches that return the row maxima themselves, take
-// float32's accuracy for up to three times the time (docs/dev/experiments.md).
+// float32's accuracy for up to three times the time
+// (docs/dev/experiments/fa3-softmax-and-options.md).
 #pragma once
 
 #include <cmath>

@@ -74,7 +74,7 @@ struct SpeculativeSoftmax : OnlineSoftmax<2> {
 
   // |reference| * scale_log2 where rounding it may shift the exponents of a row by 2^3: P <= 2^8
   // from there still, and beyond that soon an overflow. An exact origin, as on sm80, would keep
-  // such rows right and cost 1 % of short rows (docs/dev/experiments.md).
+  // such rows right and cost 1 % of short rows (docs/dev/experiments/fa3-softmax-and-options.md).
   // Of e4m3 the sum of the origin and exponent_of() is rounded, too: below 2^26 P <= 2^8 again.
   static constexpr float max_origin_of(DType p_dtype) {
     return size_of(p_dtype) == 1 ? 0x1p26f : 0x1p27f;
@@ -145,7 +145,7 @@ struct SpeculativeSoftmax : OnlineSoftmax<2> {
     return result;
   }
 
-  // NOTE: the lanes of a row may have different shifts, so they come before the quad's maximum.
+  // The lanes of a row may have different shifts, so they come before the quad's maximum.
   template <class Scores, class Shift>
   __device__ __forceinline__ static void maxima(const Scores& scores, const Shift& shift,
                                                 float (&result)[kRows]) {

@@ -1,5 +1,5 @@
 // The KV tiles of one item as every loading warp takes them, the last one first: TileStream is a
-// dense range, or what a custom mask leaves of it (kept_tiles.cuh).
+// dense range, or the full and partial tiles of a custom mask (kept_tiles.cuh).
 #pragma once
 
 #include "kernels/sm90/kept_tiles.cuh"

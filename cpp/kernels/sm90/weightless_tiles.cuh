@@ -1,10 +1,9 @@
-// Tiles that a warpgroup leaves out because they have no weight in any of its rows, where the
-// caller asks for that (running_maxima.cuh). Their scores are computed, since nothing else tells,
-// but neither P nor O += P V. All threads of a warpgroup decide together, because its warps share
-// its products.
+// Tiles that a warpgroup skips because all weights in its rows are small, where the caller asks for
+// that (running_maxima.cuh). The scores of a skipped tile are computed; P and O += P V are not. All
+// threads of a warpgroup decide together, because its warps share its products.
 //
-// K and V still arrive, and a tile that is left out still takes its turn in the order barrier: the
-// producers and the other warpgroups go on as if it were computed.
+// K and V of a skipped tile are still loaded, and the tile still takes its turn in the order
+// barrier: the producers and the other warpgroups work as if the tile were computed.
 #pragma once
 
 #include "kernels/common/running_maxima.cuh"

@@ -53,7 +53,7 @@ struct Accumulators {
                            make_coord(warpgroup, 0, 0));  // (64, d, q stages)
     return MmaQk{}.get_slice(thread).partition_fragment_A(sQ)(_, _, _, q_read.index());
   }
-  // NOTE: q_read advances later, when the warpgroup has come to the item's end.
+  // q_read advances later, when the warpgroup has come to the item's end.
   __device__ __forceinline__ void release_q() { release(smem.barriers.q_empty[q_read.index()]); }
 
   // O is complete, but for an item's last P V.

@@ -50,8 +50,8 @@ __device__ __forceinline__ TileRange tiles_of_warpgroup(const HopperSegment& par
   return {last, last, last, last + 1};
 }
 
-// One warp prepares the items and announces them. It writes the output of items that keep no key
-// itself, so no other warp sees an item without tiles.
+// One warp prepares the items and announces them. The warp itself writes the output of items
+// without keys, so no other warp sees an item without tiles.
 template <class Traits>
 struct ItemProducer {
   const ParamsOf<Traits>& params;
@@ -71,8 +71,8 @@ struct ItemProducer {
   __device__ __forceinline__ bool done() const { return index > end; }
 
  protected:
-  // With mask bits, kept(item, request, tiles) returns the tiles, which the bounds leave, or none
-  // if the bits leave nothing of them.
+  // With mask bits, kept(item, request, tiles) returns the tiles within the bounds, or none if all
+  // of them are empty.
   template <class Kept>
   __device__ __forceinline__ void announce(Kept&& kept) {
     WorkItem item;

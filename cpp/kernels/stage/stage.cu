@@ -1,8 +1,8 @@
-// One pass over the rows of K, V and Q that a staged plan copies: gathered through the page table,
-// widened to the kernel's 16 bits, rotated. Memory is the limit: a thread has one position and 8
-// dimensions of two heads, whose angles it makes once. (More heads to a thread, with more or fewer
-// loads in flight, gain nothing.) The CTAs of all operands are one launch, one operand's behind the
-// other's.
+// The pre-pass over the rows of K, V and Q that a plan copies: gathered through the page table,
+// dequantised to the kernel's 16 bits, rotated. Memory is the limit: a thread has one position and
+// 8 dimensions of two heads, whose angles it makes once. (More heads to a thread, with more or
+// fewer loads in flight, gain nothing.) The CTAs of all operands are one launch, one operand's
+// behind the other's.
 #include <cstdint>
 
 #include "kernels/common/rotary.cuh"
@@ -190,7 +190,7 @@ __device__ __forceinline__ void stage_rows(const StageParams& params, const Stag
 template <DType kTo>
 __global__ void __launch_bounds__(kThreads, kCtasPerSm)
     stage_kernel(const __grid_constant__ StageLaunch launch) {
-  // NOTE: not from the parameters, which a warp reads one address at a time.
+  // In shared memory, because a warp reads parameters one address at a time.
   __shared__ std::uint64_t frequency[kMaxRotaryPairs];
   const StageParams& params = launch.params;
   if (params.k.position == Position::kRope) {

@@ -1,4 +1,4 @@
-// Copies of what a kernel would otherwise transform again for every query tile.
+// The pre-pass: copies of what a kernel would otherwise convert again for every query tile.
 #pragma once
 
 #include <cuda_runtime_api.h>
