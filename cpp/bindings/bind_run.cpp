@@ -103,6 +103,7 @@ bool tensors_may_overlap(const Strided& a, const Strided& b) {
 
 void bind_run(py::module_& m) {
   py::class_<KnownTensors, std::shared_ptr<KnownTensors>>(m, "KnownTensors").def(py::init());
+  m.def("last_variant", &BoundRun::last_variant);
   m.def("may_overlap", &tensors_may_overlap, py::arg("a"), py::arg("b"));
   py::class_<RunFunctions, std::shared_ptr<RunFunctions>>(m, "RunFunctions")
       .def(py::init([](py::object check, py::object refuse, py::object stream,

@@ -18,6 +18,8 @@ namespace {
 
 constexpr std::size_t kLaunchesKept = 64;
 
+thread_local std::string last_id;
+
 // What is bound of one segment, as Python tells it. Strides are those of [token, head]; of q with
 // the number of tokens, of lse with the values of a row (LseTensor::values()). Of k and v they are
 // those of [page, token, head], with the numbers of pages and of tokens in one.
@@ -253,6 +255,7 @@ py::object BoundRun::run(PyObject* const* arguments, Py_ssize_t count) {
   // One float workspace is for all segments.
   const RunMemory* const memory = call.segment(0).given.memory;
   const py::object& partials = (memory == nullptr ? memory_[0] : *memory).partials;
+  last_id = plan_->id();
   if (launch(call.bound, launched, partials))
     place_->note_capture(call.bound->checked->tensors, partials);
   for (int s = 0; s < num_segments_; ++s) {
@@ -262,6 +265,8 @@ py::object BoundRun::run(PyObject* const* arguments, Py_ssize_t count) {
   }
   return num_segments_ == 1 ? results[0] : py::make_tuple(results[0], results[1]);
 }
+
+const std::string& BoundRun::last_variant() { return last_id; }
 
 void BoundRun::check(PyObject* const* arguments, Py_ssize_t count) { checked(arguments, count); }
 

@@ -75,6 +75,9 @@ class BoundRun : public std::enable_shared_from_this<BoundRun> {
   // The checks of it alone.
   void check(PyObject* const* arguments, Py_ssize_t count);
 
+  // Of the plan that this thread ran last; "" before the first run.
+  static const std::string& last_variant();
+
  private:
   // A launch for tensors that look like these.
   struct Bound {

@@ -88,7 +88,9 @@ bool prefers_staging(const SegmentProblem& problem, const ForwardKernel& transfo
   if (problem.split.disable || problem.split.fixed_split_size > 0) return false;
   // No copies either if they are rounded to fewer bits than the kernel keeps.
   if (rounds_more(problem)) return false;
-  return transforming.traits.operands == Operands::kComputed && pays(problem, transforming);
+  if (transforming.traits.operands != Operands::kComputed) return false;
+  // Nor where it multiplies what it reads.
+  return transforming.variant.arrival == Arrival::kTransformed && pays(problem, transforming);
 }
 
 bool has_staged_rows(const SegmentProblem& problem) {

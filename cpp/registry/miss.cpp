@@ -101,8 +101,12 @@ bool serves(const Variant& compiled, const Variant& wanted) {
   if (compiled.tile_class == TileClass::kCompact && form.tile_class != TileClass::kCompact) {
     return false;
   }
-  return std::all_of(axes.begin(), axes.end(),
-                     [&](const Axis& axis) { return axis.serves(compiled, form); });
+  const auto serves_as = [&](const Variant& asked) {
+    return std::all_of(axes.begin(), axes.end(),
+                       [&](const Axis& axis) { return axis.serves(compiled, asked); });
+  };
+  // Kernels that multiply 8 bits as they are stored have the dtypes of the tensors.
+  return serves_as(form) || serves_as(wanted);
 }
 
 bool serves_better(const Variant& a, const Variant& b, const Variant& wanted) {
@@ -111,6 +115,7 @@ bool serves_better(const Variant& a, const Variant& b, const Variant& wanted) {
   if (size_a != size_b) return size_a < size_b;
   const TileClass tile_class = compiled_form(wanted).tile_class;
   if (a.tile_class != b.tile_class) return a.tile_class == tile_class;
+  if (a.arrival != b.arrival) return a.arrival == Arrival::kDirect;
   return num_options(a) < num_options(b);
 }
 

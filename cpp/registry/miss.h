@@ -13,7 +13,8 @@ namespace preflash {
 // short tiles are kernels of their own, which compute less.
 bool serves(const Variant& compiled, const Variant& wanted);
 
-// Of two that serve `wanted`: less padding first, then the tile class, then fewer options.
+// Of two that serve `wanted`: less padding first, then the tile class, then products of what is
+// stored, then fewer options.
 bool serves_better(const Variant& a, const Variant& b, const Variant& wanted);
 
 // What a build of every variant would run for it, or nullptr.

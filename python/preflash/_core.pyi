@@ -469,6 +469,9 @@ def bound_run(
 def check_run(run: Callable[..., Any], /, *arguments: Any) -> None:
     """The checks of a bound run alone."""
 
+def last_variant() -> str:
+    """The id of what this thread ran last, as a wrapper's `variant` has it; "" before a run."""
+
 # Address, (stride, count) of the dimensions before the last, bytes of a row; strides in bytes.
 _Strided = tuple[int, Sequence[tuple[int, int]], int]
 

@@ -344,7 +344,8 @@ def test_a_miss_is_told_in_the_dtypes_of_the_tensors(family, changes, names):
 CAP, ALIBI, CUSTOM = {"logits": "softcap"}, {"position": "alibi"}, {"mask": "custom"}
 DECODE = {"tile_class": "decode"}
 E4M3 = {"kv_dtype": "float8_e4m3fn"}
-D256, D512 = ({"head_dim_qk": d, "head_dim_vo": d} for d in (256, 512))
+ALL_E4M3 = E4M3 | {"q_dtype": "float8_e4m3fn"}
+D64, D96, D256, D512 = ({"head_dim_qk": d, "head_dim_vo": d} for d in (64, 96, 256, 512))
 
 
 @pytest.mark.parametrize(
@@ -390,6 +391,16 @@ def test_two_options_are_served_at_run_time(family, changes, kernel):
             "sm90_f16_d128_softcap_alibi_custom_transformed",
         ),
         ({"family": "sm90"} | E4M3 | DECODE, "sm90_f16_d128_decode_transformed"),
+        # Queries of 8 bits: products of 8 bits in the plain case up to head_dim 128.
+        ({"family": "sm90"} | ALL_E4M3, "sm90_e4m3_d128"),
+        ({"family": "sm90"} | ALL_E4M3 | D96, "sm90_e4m3_d128"),
+        ({"family": "sm90"} | ALL_E4M3 | D64, "sm90_e4m3_d64"),
+        ({"family": "sm90"} | ALL_E4M3 | D256, "sm90_f16_d256_transformed"),
+        ({"family": "sm90"} | ALL_E4M3 | DECODE, "sm90_f16_d128_decode_transformed"),
+        ({"family": "sm90"} | ALL_E4M3 | CAP, "sm90_f16_d128_softcap_alibi_transformed"),
+        ({"family": "sm90"} | ALL_E4M3 | CUSTOM, "sm90_f16_d128_softcap_alibi_custom_transformed"),
+        ({"family": "sm90", "position": "rope"} | ALL_E4M3, "sm90_f16_d128_transformed"),
+        (ALL_E4M3, "sm80_f16_d128_softcap_alibi_custom_transformed"),
         (
             {"family": "sm90"} | E4M3 | DECODE | ALIBI,
             "sm90_f16_d128_decode_softcap_alibi_transformed",

@@ -72,6 +72,7 @@ class CudnnInputs:
         self._bring_outputs()
         self.stats_at = self._placed_stats(rng) if call.stats else None
         self.arguments = self._arguments()
+        self.variant = ""  # of the kernel that ran last
 
     def expected(self) -> Expected:
         pipeline = self.problem.pipeline
@@ -300,8 +301,11 @@ class _Trial:
         """What one call says of the rows of requests, on the CPU as the oracle has them, and what
         is wrong beside the numbers."""
         made, call = self._made, self._made.problem.call
-        out, lse = preflash.cudnn_batch_prefill_with_kv_cache(
-            **made.arguments, workspace_buffer=self._workspace.view, backend=self._backend
+        out, lse = runner.noting_variant(
+            made,
+            lambda: preflash.cudnn_batch_prefill_with_kv_cache(
+                **made.arguments, workspace_buffer=self._workspace.view, backend=self._backend
+            ),
         )
         if made.device.type == "cuda":
             torch.cuda.synchronize(made.device)

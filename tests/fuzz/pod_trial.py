@@ -153,6 +153,7 @@ class _Trial:
 
     def results(self) -> list[Result]:
         returned = self.run()
+        runner.note_sides(self.wrapper, *(side.inputs for side in self._sides))
         if self._sides[0].inputs.q.is_cuda:
             torch.cuda.synchronize(self._sides[0].inputs.q.device)
         self.last = [side.settle(one) for side, one in zip(self._sides, returned, strict=True)]

@@ -18,6 +18,10 @@ template <>
 struct ElementOf<DType::kBFloat16> {
   using type = cutlass::bfloat16_t;
 };
+template <>
+struct ElementOf<DType::kFloat8E4M3> {
+  using type = cutlass::float_e4m3_t;
+};
 
 template <DType kDType>
 using Element = typename ElementOf<kDType>::type;

@@ -9,6 +9,7 @@
 #include <cute/arch/copy_sm75.hpp>
 #include <cute/arch/mma_sm80.hpp>
 
+#include "kernels/common/matrices.cuh"
 #include "preflash/types.h"
 
 namespace preflash::sm80 {
@@ -24,12 +25,6 @@ enum class MatrixOrder {
   kChunksFirst,  // chunk 0, 1, then the next 8 rows: B operands stored (n, k)
   kFourChunks    // chunks 0 to 3 of 8 rows: two such operands
 };
-
-__device__ __forceinline__ void load_matrices(std::uint32_t (&r)[4], std::uint32_t address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(address));
-}
 
 // One operand's [rows, columns] tile in shared memory, as seen by one lane.
 template <class Element, int kTileRows, MatrixOrder kOrder>
@@ -67,9 +62,7 @@ struct OperandTile {
   }
   __device__ __forceinline__ void load_transposed(std::uint32_t (&r)[4], int row,
                                                   int column) const {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(address(row, column)));
+    preflash::load_transposed(r, address(row, column));
   }
 };
 

@@ -9,6 +9,7 @@
 #include <cute/arch/copy_sm90.hpp>
 
 #include "kernels/common/convert.cuh"
+#include "kernels/common/matrices.cuh"
 #include "kernels/common/swizzle.cuh"
 #include "kernels/sm90/forward_mask.cuh"
 #include "kernels/sm90/score_bias.cuh"
@@ -79,7 +80,8 @@ struct ForwardEpilogue {
     auto missing = bias.missing(coordinates);
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
-      result[r] = softmax.finish(r, missing, params.logits.scale_log2, params.lse.form);
+      result[r] = softmax.template finish<Traits::kVariant.q_dtype>(
+          r, missing, params.logits.scale_log2, params.lse.form);
     }
     if (adds_keyless()) {
       CUTE_UNROLL
@@ -258,10 +260,7 @@ struct ForwardEpilogue {
         int column = 16 * i + lane_id() / 16 * 8;
         std::uint32_t address = base + swizzled<kWarpRows>(lane_id() % 16, column);
         const auto* r = &quads(0) + (block * (kColumns / 16) + i) * 4;
-        asm volatile(
-            "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
-            "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
-            : "memory");
+        store_matrices(address, r[0], r[1], r[2], r[3]);
       }
       __syncwarp();
       uint128_t values[kPasses];

@@ -17,7 +17,7 @@ __device__ __forceinline__ int arrivals_of_tile(const HopperSegment& segment, bo
   if constexpr (Traits::kConverts) {
     return only_widens<Traits>(segment) ? kWarpgroupWarps : Traits::kProducerWarps;
   }
-  return gather ? Traits::kProducerThreads : 1;
+  return gather ? kWarpgroupThreads : 1;
 }
 
 template <class Traits>
@@ -25,7 +25,9 @@ __device__ __forceinline__ void init_barriers(const HopperSegment& segment,
                                               SharedStorage<Traits>& smem, bool gather) {
   auto& barriers = smem.barriers;
   int producers = arrivals_of_tile<Traits>(segment, gather);
-  int loading_warps = gather ? Traits::kProducerWarps : Traits::kSliced ? kSliceLoaders : 2;
+  int transposers = Traits::kTransposesV ? kWarpgroupWarps : 0;
+  int loading_warps =
+      gather ? Traits::kProducerWarps : (Traits::kSliced ? kSliceLoaders : 2) + transposers;
   for (int stage = 0; stage < Traits::kQStages; ++stage) {
     barriers.q_full[stage].init(1);
     barriers.q_empty[stage].init(Traits::kConsumerWarps);
@@ -33,8 +35,12 @@ __device__ __forceinline__ void init_barriers(const HopperSegment& segment,
   for (int stage = 0; stage < Traits::kStages; ++stage) {
     barriers.k_full[stage].init(producers);
     barriers.k_empty[stage].init(Traits::kConsumerWarps);
-    barriers.v_full[stage].init(producers);
+    barriers.v_full[stage].init(Traits::kTransposesV ? transposers : producers);
     barriers.v_empty[stage].init(Traits::kConsumerWarps);
+    if constexpr (Traits::kTransposesV) {
+      smem.raw_full[stage].init(producers);
+      smem.raw_empty[stage].init(transposers);
+    }
   }
   if constexpr (Traits::kSliced) {
     for (int slot = 0; slot < Traits::kSliceSlots; ++slot) {
@@ -101,6 +107,9 @@ __global__ void __launch_bounds__(ForwardTraits<V>::kThreads, V::kTile.ctas_per_
   int warpgroup = cutlass::canonical_warp_group_idx();
   if (warpgroup < Traits::kProducers) {
     cutlass::arch::warpgroup_reg_dealloc<Traits::kProducerRegisters>();
+    if constexpr (Traits::kTransposesV) {
+      if (warpgroup == 1) return transpose_values(smem);
+    }
     if constexpr (Traits::kConverts) {
       produce_transformed(params, smem, begin, end);
     } else if (gather) {

@@ -7,6 +7,7 @@
 //     both K and V; each lane looks up the page of one or two rows, two tiles ahead.
 //   produce_transformed: where operands are transformed, cp.async gathers every tensor as it is
 //     stored. All four warps copy and transform their rows of both K and V.
+//   transpose_values: a second warpgroup beside either of the first two, for products of 8 bits.
 //
 // With a custom mask the tiles are the full and partial ones (kept_tiles.cuh). The warp that
 // prepares the items also announces these tiles.
@@ -18,6 +19,7 @@
 #include "kernels/sm90/load_transformed.cuh"
 #include "kernels/sm90/load_widened.cuh"
 #include "kernels/sm90/tile_stream.cuh"
+#include "kernels/sm90/transpose_values.cuh"
 
 namespace preflash::sm90 {
 

@@ -4,9 +4,10 @@
 // last PV product of the item before it. step() is the schedule; the rest is how items begin, meet
 // and end.
 //
-// Kernels differ in policies: operands (whole_operands.cuh, sliced_operands.cuh), how Q arrives
-// (load_query.cuh), which tiles there are (consumer_tiles.cuh), what is done to scores
-// (scores.cuh), which tiles are skipped (skipped_tiles.cuh).
+// Kernels differ in policies: operands (whole_operands.cuh, sliced_operands.cuh,
+// eight_bit_operands.cuh), how Q arrives (load_query.cuh), which tiles there are
+// (consumer_tiles.cuh), what is done to scores (scores.cuh), which tiles are skipped
+// (skipped_tiles.cuh).
 //
 // A warpgroup skips the tiles that none of its rows touches. After an item whose last tiles it
 // skips (as under a window), the item's last O and the next item's first S run by themselves.
@@ -14,17 +15,13 @@
 
 #include "kernels/sm90/capped_softmax.cuh"
 #include "kernels/sm90/consumer_tiles.cuh"
+#include "kernels/sm90/eight_bit_operands.cuh"
 #include "kernels/sm90/forward_epilogue.cuh"
 #include "kernels/sm90/load_query.cuh"
 #include "kernels/sm90/scores.cuh"
 #include "kernels/sm90/skipped_tiles.cuh"
-#include "kernels/sm90/sliced_operands.cuh"
-#include "kernels/sm90/whole_operands.cuh"
 
 namespace preflash::sm90 {
-
-template <class Traits>
-using OperandsOf = conditional_t<Traits::kSliced, SlicedOperands<Traits>, WholeOperands<Traits>>;
 
 template <class Traits>
 struct ForwardMainloop {
@@ -132,7 +129,7 @@ struct ForwardMainloop {
       softmax.before_o(operands.rows_of_s(), scores.bias.shift(tile), segment(item));
       operands.wait_for_o();
       operands.release_v();
-      operands.first_pv = GMMA::ScaleOut::One;
+      operands.add_up(softmax, segment(item));
     }
     if (!skipped.this_tile) make_p(item, tile);
   }
@@ -282,13 +279,15 @@ struct ForwardMainloop {
                        segment(item));
   }
 
-  __device__ __forceinline__ typename Epilogue::Prepared prepare_o(
-      const Item& item, const Transition& transition) const {
+  __device__ __forceinline__ typename Epilogue::Prepared prepare_o(const Item& item,
+                                                                   const Transition& transition) {
+    operands.prepare_o(softmax, segment(item));
     return epilogue(item).prepare(softmax, scores.bias, at(item)(item.own.begin),
                                   transition.target);
   }
   __device__ __forceinline__ void store_o(const Item& item,
                                           const typename Epilogue::Prepared& ready) {
+    operands.finish_o();
     epilogue(item).store(ready, operands.tOrO, smem.o[warp()]);
     // The first warpgroup's rows always exist.
     if (warpgroup == 0 && thread == 0) timer.stop(params, smem.items[item.slot]);

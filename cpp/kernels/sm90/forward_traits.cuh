@@ -35,8 +35,11 @@ struct ForwardTraits {
   // the caller chooses the output's dtype.
   static constexpr bool kConverts = kVariant.arrival == Arrival::kTransformed;
   static constexpr bool kConsumersLoadQ = kConverts;
-  static constexpr bool kHasFactors = kConverts;
-  static constexpr bool kChoosesOutput = kConverts;
+  // Whether 8 bits are multiplied as they are stored. wgmma then takes V with its keys contiguous,
+  // so a producer warpgroup transposes it (transpose_values.cuh).
+  static constexpr bool kTransposesV = size_of(kVariant.q_dtype) == 1;
+  static constexpr bool kHasFactors = kConverts || kTransposesV;
+  static constexpr bool kChoosesOutput = kConverts || kTransposesV;
 
   static constexpr bool kCaps = kVariant.logits == Logits::kSoftCap;
   // Whether soft cap, bias and mask bits are options of the launch.
@@ -64,11 +67,11 @@ struct ForwardTraits {
   using ElementQ = Element<kVariant.q_dtype>;
   using ElementKv = Element<kVariant.kv_dtype>;  // as K and V are multiplied
   using ElementP = ElementQ;                     // what the softmax rounds P to
-  using ElementO = ElementQ;
+  using ElementO = conditional_t<kTransposesV, half_t, ElementQ>;
   // NOTE: wgmma multiplies operands of one type, and takes V one row per key in 16 bits alone.
   static_assert(is_same_v<ElementQ, ElementKv> && is_same_v<ElementP, ElementKv>,
                 "fa3 multiplies in one dtype");
-  static_assert(sizeof(ElementKv) == 2 && sizeof(ElementO) == 2);
+  static_assert(sizeof(ElementO) == 2 && !(kConverts && kTransposesV));
 
   static constexpr int kTileM = kTile.m;
   static constexpr int kTileN = kTile.n;
@@ -92,8 +95,8 @@ struct ForwardTraits {
   static_assert(!kSliced || (kSlicesK * kSliceColumns == kHeadQk &&
                              kSlicesV * kSliceColumns == kPartVo && kSlicesV < kSliceSlots));
 
-  // The first warpgroup is the producer, or two are, where they transform what they load; each
-  // consumer warpgroup computes 64 rows of the tile.
+  // The first warpgroup is the producer, or two are, where they transform what they load or the
+  // second transposes V; each consumer warpgroup computes 64 rows of the tile.
   static constexpr int kConsumers = kTileM / kWarpgroupRows;
   static constexpr int kConsumerWarps = kConsumers * kWarpgroupWarps;
   static constexpr int kConsumerThreads = kConsumers * kWarpgroupThreads;
@@ -102,15 +105,17 @@ struct ForwardTraits {
   static constexpr int kProducerThreads = kProducers * kWarpgroupThreads;
   static constexpr int kThreads = kConsumerThreads + kProducerThreads;
   static_assert(kTileM % kWarpgroupRows == 0 && kTile.warps * 32 == kThreads);
-  static_assert(kProducers == 1 || (kConverts && kProducers == 2));
+  static_assert(kTransposesV ? kProducers == 2 : kProducers == 1 || (kConverts && kProducers == 2));
   static_assert(kConsumers == 2 || kConsumers == kMaxConsumers);
-  static constexpr int kBlocksQ = kHeadQk / kBlockColumns<ElementQ>;
-  static constexpr int kBlocksK = kHeadQk / kBlockColumns<ElementKv>;
-  static constexpr int kBlocksV = kHeadVo / kBlockColumns<ElementKv>;
+  // Rows arrive in whole blocks: 64 columns of 8 bits and 64 zeros.
+  static constexpr int kRowQk = std::max(kHeadQk, kBlockColumns<ElementKv>);
+  static constexpr int kRowVo = std::max(kHeadVo, kBlockColumns<ElementKv>);
+  static constexpr int kBlocksQ = kRowQk / kBlockColumns<ElementQ>;
+  static constexpr int kBlocksK = kRowQk / kBlockColumns<ElementKv>;
+  static constexpr int kBlocksV = kRowVo / kBlockColumns<ElementKv>;
   static constexpr int kBlocksO = kPartVo / kBlockColumns<ElementO>;
-  static_assert(kBlocksQ * kBlockColumns<ElementQ> == kHeadQk);
-  static_assert(kBlocksK * kBlockColumns<ElementKv> == kHeadQk);
-  static_assert(kBlocksV * kBlockColumns<ElementKv> == kHeadVo);
+  static_assert(kBlocksK * kBlockColumns<ElementKv> == kRowQk);
+  static_assert(kBlocksV * kBlockColumns<ElementKv> == kRowVo);
   static_assert(kBlocksO * kBlockColumns<ElementO> == kPartVo);
   static_assert(kTileN % 16 == 0 && kTileN <= 256);
   static constexpr int kMaxBoxes = kTileN / 8;  // of a K or V tile: a box has at least 8 rows
@@ -138,12 +143,15 @@ struct ForwardTraits {
 
   // With two buffers the next item's Q is loaded during this item's last tiles, with one buffer
   // only during its very last. Where Q is converted each warpgroup loads its own rows.
-  static constexpr int kBytesQ = kTileM * kHeadQk * sizeof(ElementQ);
-  static constexpr int kBytesKv = kTileN * (kHeadQk + kHeadVo) * sizeof(ElementKv);
+  static constexpr int kBytesQ = kTileM * kRowQk * sizeof(ElementQ);
+  static constexpr int kBytesKv = kTileN * (kRowQk + kHeadVo) * sizeof(ElementKv);
   static constexpr int kBytesO = kConsumerWarps * kWarpRows * kBlockRowBytes;
+  // V as it arrives, and O's sums of float32.
+  static constexpr int kBytesV =
+      kTransposesV ? kStages * kTileN * kRowVo + kTileM * kPartVo * 4 : 0;
+  static constexpr int kBytesBesideQ = kStages * kBytesKv + kBytesV + kBytesO + kOtherBytes;
   static constexpr int kQStages =
-      !kConverts && 2 * kBytesQ + kStages * kBytesKv + kBytesO + kOtherBytes <= kMaxSharedBytes ? 2
-                                                                                                : 1;
+      !kConverts && 2 * kBytesQ + kBytesBesideQ <= kMaxSharedBytes ? 2 : 1;
 
   // The step of an item in which a warpgroup prepares the transition to the next item: its last
   // step, or its first one (measured: docs/dev/experiments/fa3-main-loop.md). With a custom mask
@@ -158,8 +166,9 @@ struct ForwardTraits {
   // The launch bounds divide the 65536 registers evenly, in multiples of 8; setmaxnreg then moves
   // the producers' share to the consumers.
   static constexpr int kLaunchRegisters = 65536 / (kThreads * kTile.ctas_per_sm) / 8 * 8;
-  // Warpgroups that convert take more registers, from the consumers.
-  static constexpr int kTakenRegisters = !kConverts                     ? 0
+  // Warpgroups that convert or transpose take more registers, from the consumers.
+  static constexpr int kTakenRegisters = kTransposesV                   ? 8
+                                         : !kConverts                   ? 0
                                          : kSliced && kOptionsAtRunTime ? 8
                                          : kSliced || kProducers == 2   ? 24
                                          : kHeadVo <= 128               ? 8
@@ -173,14 +182,18 @@ struct ForwardTraits {
       kProducers / 8 * 8;
   static_assert(kProducerRegisters >= 32);
 
-  // S = Q K^T reads both operands from shared memory; O += P V reads P from registers and V as it
-  // is stored, one row per key.
+  // S = Q K^T reads K from shared memory, and Q too, unless it has 8 bits: a tile's products then
+  // take half of the time, for which shared memory has too much to deliver. O += P V reads P from
+  // registers and V as it is stored, one row per key, or transposed.
+  static constexpr bool kHoldsQ = kTransposesV;
+  using ShapeQk = Shape<_64, Int<kTileN>, Int<kHeadQk>>;
   using MmaQk = decltype(make_tiled_mma(
-      GMMA::ss_op_selector<ElementQ, ElementKv, float, Shape<_64, Int<kTileN>, Int<kHeadQk>>>()));
+      conditional_t<kHoldsQ, decltype(GMMA::rs_op_selector<ElementQ, ElementKv, float, ShapeQk>()),
+                    decltype(GMMA::ss_op_selector<ElementQ, ElementKv, float, ShapeQk>())>{}));
   static constexpr int kMmaColumnsPv = kSliced ? kSliceColumns : kHeadVo;
   using MmaPv = decltype(make_tiled_mma(
       GMMA::rs_op_selector<ElementP, ElementKv, float, Shape<_64, Int<kMmaColumnsPv>, Int<kTileN>>,
-                           GMMA::Major::K, GMMA::Major::MN>()));
+                           GMMA::Major::K, kTransposesV ? GMMA::Major::K : GMMA::Major::MN>()));
 
   // Whether ALiBi's bias is one more step of S = Q K^T (AlibiProduct), in bfloat16 for its range.
   // Wider products leave time for an FMA a score; a soft cap or factors come before the bias.
@@ -195,17 +208,18 @@ struct ForwardTraits {
   // Blocks of kBlockColumns, each with all rows of the tile: the layout that TMA boxes write.
   using AtomQ = GMMA::Layout_K_SW128_Atom<ElementQ>;
   using AtomK = GMMA::Layout_K_SW128_Atom<ElementKv>;
-  using AtomV = GMMA::Layout_MN_SW128_Atom<ElementKv>;
+  using AtomV = conditional_t<kTransposesV, GMMA::Layout_K_SW128_Atom<ElementKv>,
+                              GMMA::Layout_MN_SW128_Atom<ElementKv>>;
+  using StepV = conditional_t<kTransposesV, Step<_1, _2, _3>, Step<_2, _1, _3>>;
   using LayoutQ =
-      decltype(tile_to_shape(AtomQ{}, Shape<Int<kTileM>, Int<kHeadQk>, Int<kQStages>>{}));
-  using LayoutK =
-      decltype(tile_to_shape(AtomK{}, Shape<Int<kTileN>, Int<kHeadQk>, Int<kStages>>{}));
+      decltype(tile_to_shape(AtomQ{}, Shape<Int<kTileM>, Int<kRowQk>, Int<kQStages>>{}));
+  using LayoutK = decltype(tile_to_shape(AtomK{}, Shape<Int<kTileN>, Int<kRowQk>, Int<kStages>>{}));
   using LayoutV = decltype(tile_to_shape(AtomV{}, Shape<Int<kHeadVo>, Int<kTileN>, Int<kStages>>{},
-                                         Step<_2, _1, _3>{}));  // V^T: (d_vo, tile_n, stages)
+                                         StepV{}));  // V^T: (d_vo, tile_n, stages)
   using LayoutSliceK =
       decltype(tile_to_shape(AtomK{}, Shape<Int<kTileN>, Int<kSliceColumns>, Int<kSliceSlots>>{}));
   using LayoutSliceV = decltype(tile_to_shape(
-      AtomV{}, Shape<Int<kSliceColumns>, Int<kTileN>, Int<kSliceSlots>>{}, Step<_2, _1, _3>{}));
+      AtomV{}, Shape<Int<kSliceColumns>, Int<kTileN>, Int<kSliceSlots>>{}, StepV{}));
 };
 
 // The columns of O that this CTA makes.

@@ -16,7 +16,7 @@ __device__ __forceinline__ void fetch_q(const HopperSegment& params, const ItemS
                                         SharedStorage<Traits>& smem, int stage) {
   constexpr int kColumns = kBlockColumns<typename Traits::ElementQ>;
   TransactionBarrier& full = smem.barriers.q_full[stage];
-  auto* q = smem.q + stage * (Traits::kTileM * Traits::kHeadQk);
+  auto* q = smem.q + stage * (Traits::kTileM * Traits::kRowQk);
   const BoxShape& box = params.box;
   int box_rows = box.q_heads * box.q_tokens;
   int num_boxes = params.group_size <= Traits::kTileM ? 1 : state.num_rows;

@@ -17,10 +17,12 @@ struct HeadFactors {
   __device__ __forceinline__ static HeadFactors of(const Coordinates& coordinates,
                                                    const SharedStorage<Traits>& smem) {
     HeadFactors factors = of(coordinates);
-    if (!Traits::narrows_query(coordinates.params.q_dtype)) return factors;
-    CUTE_UNROLL
-    for (int r = 0; r < Coordinates::kRows; ++r) {
-      factors.row[r] *= smem.query_scale[coordinates.row(r)];
+    if constexpr (Traits::kConverts) {
+      if (!Traits::narrows_query(coordinates.params.q_dtype)) return factors;
+      CUTE_UNROLL
+      for (int r = 0; r < Coordinates::kRows; ++r) {
+        factors.row[r] *= smem.query_scale[coordinates.row(r)];
+      }
     }
     return factors;
   }

@@ -44,8 +44,10 @@ using TransactionBarrier = cutlass::arch::ClusterTransactionBarrier;
 inline constexpr int kItemSlots = 4;
 
 // Barriers are named by the event that they announce. Who arrives:
-//   *_full      one producer thread (and the bytes of its TMA); with gathered loads every producer
-//               thread arrives at k_full and v_full
+//   *_full      one producer thread (and the bytes of its TMA); with gathered loads every thread
+//               that loads arrives at k_full and v_full
+//   v_full      where V is transposed, one lane of each warp that does it; raw_full is what v_full
+//               is elsewhere, and raw_empty has one lane of these warps
 //   *_empty     one lane of each consumer warp: only the tensor core has read the buffer
 //   item_full   one thread
 //   item_empty  every thread that has read the item: the consumers and the loading warps
@@ -123,8 +125,20 @@ struct KvBuffers<Traits, true> {
   Barrier slice_empty[Traits::kSliceSlots];
 };
 
+// V as it arrives where it is transposed, one row per key, and the sums of O beside those in the
+// accumulators (eight_bit_operands.cuh), four of a thread at a time.
+template <class Traits, bool kTransposesV = Traits::kTransposesV>
+struct TransposeStorage {};
 template <class Traits>
-struct SharedStorage : KvBuffers<Traits>, TransformStorage<Traits> {
+struct TransposeStorage<Traits, true> {
+  alignas(1024) typename Traits::ElementKv raw[Traits::kStages * Traits::kTileN * Traits::kRowVo];
+  float4 sums[Traits::kConsumers][Traits::kPartVo / 8][kWarpgroupThreads];
+  TransactionBarrier raw_full[Traits::kStages];
+  Barrier raw_empty[Traits::kStages];
+};
+
+template <class Traits>
+struct SharedStorage : KvBuffers<Traits>, TransformStorage<Traits>, TransposeStorage<Traits> {
   using ElementO = typename Traits::ElementO;
   alignas(1024) typename Traits::ElementQ q[cosize_v<typename Traits::LayoutQ>];
   // Each warp stages its 16 rows of O here, one block of columns at a time.

@@ -50,11 +50,17 @@ struct NoShift {
 
 struct SpeculativeSoftmax : OnlineSoftmax<2> {
   static constexpr int kRows = 2;
+  // P of a row's reference is 2 to this. e4m3's numbers lie in [2^-9, 448], so later logits may
+  // exceed the reference by 4.8 bits, and weights below 2^-14 of the reference's are rounded to 0. A
+  // thread's 32 weights of a tile reach max_sum() only where a logit exceeds the reference so far,
+  // or where all of them are within 1.14 of the reference's weight: the maximum of such a row is
+  // found in every tile.
+  static constexpr int exponent_of(DType p_dtype) { return size_of(p_dtype) == 1 ? 4 : 0; }
   // P <= 2^15 stays below float16's largest number, 65504, and float32 sums millions of such terms.
   // bfloat16 has float32's range, so its P may be larger: references move only where logits vary by
-  // 2^32, and values of V up to 2^95 do not overflow.
+  // 2^32, and values of V up to 2^95 do not overflow. 448 is e4m3's largest number.
   static constexpr float max_sum_of(DType p_dtype) {
-    return p_dtype == DType::kBFloat16 ? 0x1p32f : 0x1p15f;
+    return size_of(p_dtype) == 1 ? 448.0f : p_dtype == DType::kBFloat16 ? 0x1p32f : 0x1p15f;
   }
   // With row maxima as output the reference must follow the maximum: a weight above 1 makes a sum
   // larger than 1, and that tile's maximum is found.
@@ -62,13 +68,17 @@ struct SpeculativeSoftmax : OnlineSoftmax<2> {
 
   // Above this sum of a thread's part of a row the row's true maximum is found.
   static constexpr float max_sum(LseForm form, DType p_dtype) {
-    return form == LseForm::kMaxAndSum ? kMaxSumOfMaximum : max_sum_of(p_dtype);
+    return form == LseForm::kMaxAndSum ? kMaxSumOfMaximum * (1 << exponent_of(p_dtype))
+                                       : max_sum_of(p_dtype);
   }
 
   // Above this |reference| * scale_log2 rounding may shift a row's exponents by more than 2^3, and
   // P soon overflows. An exact origin, as on sm80, would keep such rows right and cost 1 % of short
-  // rows (docs/dev/experiments/fa3-softmax-and-options.md).
-  static constexpr float kMaxOrigin = 0x1p27f;
+  // rows (docs/dev/experiments/fa3-softmax-and-options.md). With e4m3 the sum of the origin and
+  // exponent_of() is rounded too, so the bound is half of that.
+  static constexpr float max_origin_of(DType p_dtype) {
+    return size_of(p_dtype) == 1 ? 0x1p26f : 0x1p27f;
+  }
 
   bool settled = false;  // whether every row of the warp has a reference
 
@@ -89,8 +99,8 @@ struct SpeculativeSoftmax : OnlineSoftmax<2> {
   // What becomes of a later tile while O is still being made.
   template <class Scores, class Shift, class Segment>
   __device__ __forceinline__ static void before_o(Scores&&, const Shift&, const Segment&) {}
-  // scores: (row, column) view of a whole accumulator of x, without `shift`. p: 16-bit, in the
-  // scores' storage order. out: (row, column) view of O, without this tile.
+  // scores: (row, column) view of a whole accumulator of x, without `shift`. p: words of a row's
+  // next weights, of rows 0 and 1 in turn. out: (row, column) view of O, without this tile.
   template <class Scores, class Shift, class P, class Out, class Segment>
   __device__ __forceinline__ void update(const Scores& scores, const Shift& shift, P& p, Out& out,
                                          const Segment& segment) {
@@ -124,12 +134,13 @@ struct SpeculativeSoftmax : OnlineSoftmax<2> {
 
   // NaN where the origin is out of range, because the sum is meaningless there. shift: what all
   // scores of a row lack.
-  template <class Shift>
+  template <DType kP, class Shift>
   __device__ __forceinline__ RowResult finish(int r, const Shift& shift, float scale_log2,
                                               LseForm form) const {
     float origin = scaled_reference(reference[r], scale_log2);
     float total = quad_sum(sum[r]);
-    RowResult result = result_of(fabsf(origin) >= kMaxOrigin ? NAN : total, origin);
+    RowResult result = result_of(fabsf(origin) >= max_origin_of(kP) ? NAN : total, origin);
+    if (exponent_of(kP) != 0) result.lse.low -= exponent_of(kP);
     if (!result.empty) shift.add_to(r, result.lse, scale_log2, form);
     return result;
   }
@@ -183,25 +194,28 @@ struct SpeculativeSoftmax : OnlineSoftmax<2> {
                                                float (&tile_sum)[kRows], float scale_log2) const {
     using namespace cute;
     using Element = typename P::value_type;
-    Tensor pairs = recast<cutlass::Array<Element, 2>>(p);
-    cutlass::NumericArrayConverter<Element, float, 2> convert;
+    constexpr int kWord = 4 / sizeof(Element);
+    constexpr int kExponent = kWord == 4 ? exponent_of(DType::kFloat8E4M3) : 0;
+    Tensor words = recast<cutlass::Array<Element, kWord>>(p);
+    cutlass::NumericArrayConverter<Element, float, kWord> convert;
     float offset[kRows];
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
       offset[r] = shift.origin(r, scaled_reference(reference[r], scale_log2), scale_log2);
+      if (kExponent != 0) offset[r] -= kExponent;
       tile_sum[r] = 0.0f;
     }
     CUTE_UNROLL
-    for (int c = 0; c < size<1>(scores); c += 2) {
+    for (int c = 0; c < size<1>(scores); c += kWord) {
       CUTE_UNROLL
       for (int r = 0; r < kRows; ++r) {
-        cutlass::Array<float, 2> x;
+        cutlass::Array<float, kWord> x;
         CUTE_UNROLL
-        for (int i = 0; i < 2; ++i) {
+        for (int i = 0; i < kWord; ++i) {
           x[i] = exp2_approx(fmaf(scores(r, c + i), scale_log2, -offset[r]));
           tile_sum[r] += x[i];
         }
-        pairs(c / 2 * kRows + r) = convert(x);
+        words(c / kWord * kRows + r) = convert(x);
       }
     }
   }

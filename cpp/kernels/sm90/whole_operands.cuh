@@ -1,9 +1,11 @@
 // Q, K and V in whole tiles, as a consumer warpgroup waits for them, multiplies and releases them,
-// and its accumulators. SlicedOperands (sliced_operands.cuh) has the same hooks:
+// and its accumulators. SlicedOperands (sliced_operands.cuh) and EightBitOperands
+// (eight_bit_operands.cuh) have the same hooks:
 //
 //   begin_products(), end_products()   between them the products are issued
 //   issue_qk(), issue_pv()             S = Q K^T, O (+)= P V, when the operands are there
 //   wait_for_s(), wait_for_o()         the products that come before so many later ones
+//   add_up(), prepare_o(), finish_o()  where O is added up
 //   release_*()                        the operand's buffer may be filled again
 //   skip_k(), skip_v()                 of a tile that other warpgroups compute
 #pragma once
@@ -22,13 +24,13 @@ struct Accumulators {
   using AccumulatorS = decltype(partition_fragment_C(MmaQk{}, Shape<_64, Int<Traits::kTileN>>{}));
   using AccumulatorO = decltype(partition_fragment_C(MmaPv{}, Shape<_64, Int<Traits::kPartVo>>{}));
   using OperandP = decltype(make_tensor<typename Traits::ElementP>(
-      as_operand_a(typename AccumulatorS::layout_type{})));
+      partition_shape_A(MmaPv{}, Shape<_64, Int<Traits::kTileN>>{})));
 
   SharedStorage<Traits>& smem;
   int warpgroup;                                   // among consumers
   int thread;                                      // of the warpgroup
   AccumulatorS tSrS;                               // ((2, 2, N / 8), 1, 1)
-  OperandP tOrP;                                   // ((2, 2, 2), 1, N / 16)
+  OperandP tOrP;                                   // ((2, 2, 2), 1, N / 16); 8 bits: (4, ...)
   AccumulatorO tOrO;                               // ((2, 2, D / 8), 1, slices of V, or 1)
   GMMA::ScaleOut first_pv = GMMA::ScaleOut::Zero;  // what the next P V does with the old O
   ConsumerPipelineState<Traits::kQStages> q_read = {};
@@ -53,6 +55,16 @@ struct Accumulators {
   }
   // q_read advances later, when the warpgroup has come to the item's end.
   __device__ __forceinline__ void release_q() { release(smem.barriers.q_empty[q_read.index()]); }
+
+  // O is complete, but for an item's last P V.
+  template <class Softmax, class Segment>
+  __device__ __forceinline__ void add_up(const Softmax&, const Segment&) {
+    first_pv = GMMA::ScaleOut::One;
+  }
+  // Of an item: its last references are there; all of O is.
+  template <class Softmax, class Segment>
+  __device__ __forceinline__ static void prepare_o(const Softmax&, const Segment&) {}
+  __device__ __forceinline__ static void finish_o() {}
 };
 
 template <class Traits>

@@ -52,6 +52,7 @@ class Inputs:
     page_table: list[list[int]] | None = None
     sinks: torch.Tensor | None = None
     scales: HeadScales = dataclasses.field(default_factory=HeadScales)
+    variant: str = ""  # of the kernel that ran last (runner.run)
 
     @property
     def pipeline(self) -> Pipeline:

@@ -35,6 +35,10 @@ class Expected:
     # Like lse: |sm_scale| max_j sqrt(sum_d (q_id k_jd)^2); 0 without RoPE.
     logit_spread: torch.Tensor
     bias_bound: torch.Tensor  # like lse: the largest |bias| of a kept key
+    # Of queries of 8 bits, 0 elsewhere; what products of 8 bits lose (comparison.py).
+    # Like lse: |sm_scale| times the largest of the products q_d k_d and their sums over 32, 64, ...
+    product_bound: torch.Tensor
+    small: torch.Tensor  # like out: sum_j min(p_j, 2^-14 max_j p_j) |v_j|
     value_bound: float  # max |v|
     longest_kv: int
 
@@ -194,8 +198,13 @@ def attend(
     logit_spread = torch.zeros_like(logit_bound)
     if pipeline.rope is not None:
         logit_spread = scale * _most(q64.square() @ k64.square().transpose(-1, -2), 0.0).sqrt()
+    out = p @ v64
+    product_bound, small = torch.zeros_like(logit_bound), torch.zeros_like(out)
+    if q.dtype.itemsize == 1:
+        product_bound = scale * _largest_sum(q64, k64)
+        small = torch.minimum(p, 2.0**-14 * _most(p, 0.0)[..., None]) @ v64.abs()
     per_row = {
-        "out": p @ v64 * pipeline.out_scale,
+        "out": out * pipeline.out_scale,
         "lse": torch.where(empty, sink, torch.log(total) + anchor) * LOG2_E,
         "largest": largest,
         "total": torch.exp(x - _finite(largest)[..., None]).sum(-1),
@@ -204,6 +213,8 @@ def attend(
         "logit_bound": logit_bound,
         "logit_spread": logit_spread,
         "bias_bound": bias_bound,
+        "product_bound": product_bound,
+        "small": small * abs(pipeline.out_scale),
     }
     return Expected(
         **{name: value.movedim(2, 0).flatten(1, 2) for name, value in per_row.items()},
@@ -219,6 +230,18 @@ def _most(x: torch.Tensor, least: float) -> torch.Tensor:
 
 def _finite(x: torch.Tensor) -> torch.Tensor:
     return x.masked_fill(x == -math.inf, 0.0)
+
+
+def _largest_sum(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """Of each row of q [..., rows, D] with any of k [..., S, D]: the largest of |q_d k_d|, bounded
+    by the maxima of both, and of the |sums| over the first 32, 64, ... dimensions."""
+    products = q.abs() * _most(k.abs().transpose(-1, -2), 0.0)[..., None, :]
+    largest, total = products.amax(-1), 0.0
+    for first in range(0, q.shape[-1], 32):
+        steps = slice(first, first + 32)
+        total = total + q[..., steps] @ k[..., steps].transpose(-1, -2)
+        largest = largest.maximum(_most(total.abs(), 0.0))
+    return largest
 
 
 def concatenate(parts: Sequence[Expected]) -> Expected:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 
+from .. import _core
 from .._check.calls import PagedPlanArguments, RaggedPlanArguments, SingleArguments
 from .._plan import staging
 from . import comparison
@@ -15,6 +16,8 @@ from .comparison import Report, poison
 from .inputs import Inputs
 from .oracle import Expected, reference
 
+# What the ids of kernels begin with that multiply 8 bits as they are stored.
+PRODUCTS_OF_8_BITS = "sm90_e4m3_"
 WORKSPACE_BYTES = 32 * 1024 * 1024
 
 
@@ -87,9 +90,23 @@ def run(wrapper, inputs: Inputs, **options):
         options.setdefault("sinks", inputs.sinks)
     if case.head_scales:
         options = {**_scale_arguments(inputs), **options}
+    inputs.variant = wrapper.variant or ""
     if case.paged:
         return wrapper.run(inputs.q, inputs.cache, **options)
     return wrapper.run(inputs.q, inputs.k, inputs.v, **options)
+
+
+def noting_variant(inputs, call: Callable[[], object]):
+    """call(), whose kernel becomes inputs.variant."""
+    result = call()
+    inputs.variant = _core.last_variant()
+    return result
+
+
+def note_sides(wrapper, prefill: Inputs, decode: Inputs) -> None:
+    """Their variants, of a wrapper of prefill beside decode that has run in one launch or two."""
+    ids = wrapper.variant.split(", ")
+    prefill.variant, decode.variant = ids[0], ids[-1]
 
 
 def _scale_arguments(inputs: Inputs) -> dict:
@@ -116,11 +133,10 @@ def single(inputs: Inputs, *, backend: str, **options):
         "o_dtype": case.o_dtype,
         **_scale_arguments(inputs),
     }
-    return preflash.single_prefill_with_kv_cache(
-        inputs.q,
-        inputs.k.narrow(tokens, 0, kv_len),
-        inputs.v.narrow(tokens, 0, kv_len),
-        **{**arguments, **options},
+    tensors = (inputs.q, inputs.k.narrow(tokens, 0, kv_len), inputs.v.narrow(tokens, 0, kv_len))
+    return noting_variant(
+        inputs,
+        lambda: preflash.single_prefill_with_kv_cache(*tensors, **{**arguments, **options}),
     )
 
 
@@ -132,6 +148,8 @@ def compare(inputs: Inputs, out, lse, expected: Expected | None = None, **option
         # Products and sums are exact there: only the multiplications by scale and log2 e round.
         options.setdefault("logit_rounding", 4.0)
     options.setdefault("logit_rounding", comparison.logit_roundings(case.head_dim))
+    if inputs.variant.startswith(PRODUCTS_OF_8_BITS):
+        options.setdefault("p_dtype", torch.float8_e4m3fn)
     if out.dtype.itemsize == 1:
         # Probabilities of 8 bits would be seen at the output's roundoff.
         options.setdefault("p_dtype", torch.bfloat16)

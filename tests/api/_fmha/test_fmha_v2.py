@@ -17,6 +17,7 @@ from fuzz.fmha_problems import (
     compare_out,
     judge,
     random_case,
+    run,
 )
 from preflash._fmha import lengths as _lengths
 
@@ -29,7 +30,7 @@ def verify(case: FmhaCase, target, lengths="device"):
     """One call, checked; returns what it returned."""
     where = "cpu" if lengths == "host" else target.device
     inputs = build(case, target.device, where)
-    result = attention(**inputs.arguments, backend=target.backend)
+    result = run(inputs, target.backend)
     assert judge(inputs, result).failures == []
     return result
 

@@ -118,7 +118,9 @@ def run(wrapper, prefill, decode, **options):
         **prefill_options(prefill),
     }
     tensors = prefill_tensors(prefill)
-    return wrapper.run(*tensors, decode.q, decode.cache, **{**given, **options})
+    results = wrapper.run(*tensors, decode.q, decode.cache, **{**given, **options})
+    runner.note_sides(wrapper, prefill, decode)
+    return results
 
 
 def check_sides(both, results):

@@ -60,6 +60,7 @@ def test_fp8(target, q_dtype):
     runner.plan(wrapper, inputs)
     scales = {"scale_q": inputs.scales.q, "scale_k": inputs.scales.k, "scale_v": inputs.scales.v}
     out, lse = wrapper.run(inputs.q, inputs.cache, inputs.sinks, 0.2, return_lse=True, **scales)
+    inputs.variant = wrapper.variant
     pipeline = dataclasses.replace(inputs.pipeline, sm_scale=0.2)
     runner.compare(inputs, out, lse, reference(inputs, pipeline=pipeline)).check()
 

@@ -256,7 +256,8 @@ bool prefers(const py::kwargs& kwargs) {
   Case given;
   fill_case(kwargs, given);
   // One kernel stands for both: the facts that count of either are no facts of the other.
-  const ForwardKernel& kernel = given.segments[0].kernel;
+  ForwardKernel kernel = given.segments[0].kernel;
+  kernel.variant.arrival = Arrival::kTransformed;
   return prefers_staging(given.problem.segments[0], kernel);
 }
 

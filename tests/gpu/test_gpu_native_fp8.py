@@ -1,0 +1,230 @@
+"""e4m3 queries, keys and values by products of 8 bits on fa3."""
+
+import dataclasses
+import itertools
+import math
+
+import pytest
+import torch
+from preflash import _core
+from preflash.testing import Case, KvForm, MaskKind, Sinks, build, reference, runner
+from preflash.testing.case import Garbage
+from repetition import assert_twenty_runs_are_equal
+from require_variant import why_no_fa3
+
+pytestmark = pytest.mark.gpu
+
+E4M3 = torch.float8_e4m3fn
+CAUSAL, FULL = MaskKind.CAUSAL, MaskKind.NONE
+BASE = Case("native", (190, 0, 77, 3), (470, 9, 77, 0), 4, 2, 128, dtype=E4M3, mask=CAUSAL)
+
+
+@pytest.fixture(autouse=True)
+def fa3() -> str:
+    if why_no_fa3():
+        pytest.skip(why_no_fa3())
+    return "fa3"
+
+
+def planned(case, **overrides):
+    """By products of 8 bits: what another kernel computes proves nothing here."""
+    inputs = build(case, device="cuda")
+    wrapper = runner.make_wrapper(case, backend="fa3", device="cuda")
+    runner.plan(wrapper, inputs, **overrides)
+    native = f"sm90_e4m3_d{64 if case.head_dim <= 64 else 128}"
+    if native not in {kernel["id"] for kernel in _core.kernels()}:
+        raise NotImplementedError(f"{native} is not compiled")
+    assert wrapper.variant == native
+    return wrapper, inputs
+
+
+def check(case, **options):
+    wrapper, inputs = planned(case)
+    runner.compare(inputs, *runner.run(wrapper, inputs, **options)).check()
+
+
+def changed(**changes) -> Case:
+    return dataclasses.replace(BASE, **changes)
+
+
+# --- shapes, storage, masks -------------------------------------------------------
+
+
+@pytest.mark.sanitizer
+@pytest.mark.parametrize("head_dim", [16, 32, 64, 80, 96, 112, 128])
+@pytest.mark.parametrize("page_size", [0, 1, 3, 8, 16, 64, 128, 256])
+def test_storage(head_dim, page_size):
+    check(changed(head_dim=head_dim, page_size=page_size))
+
+
+@pytest.mark.parametrize(
+    "kv_len", [1, 2, 7, 8, 15, 16, 17, 31, 33, 63, 65, 127, 128, 129, 255, 257]
+)
+@pytest.mark.parametrize("page_size", [0, 5, 16])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_lengths_of_keys(kv_len, page_size, head_dim):
+    """Each place of a key in a tile, and what lies beside a request in memory."""
+    case = changed(qo_lens=(65, 1), kv_lens=(kv_len, 40), page_size=page_size, mask=FULL,
+                   head_dim=head_dim)  # fmt: skip
+    check(dataclasses.replace(case, garbage=Garbage.ANY))
+
+
+@pytest.mark.parametrize("qo_len", [17, 63, 64, 65, 127, 129, 300])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_lengths_of_queries(qo_len, head_dim):
+    check(changed(qo_lens=(qo_len, 1), kv_lens=(333, 50), head_dim=head_dim))
+
+
+@pytest.mark.parametrize("heads", [(1, 1), (8, 1), (7, 1), (6, 3), (160, 1)], ids=str)
+@pytest.mark.parametrize("mask", [CAUSAL, FULL], ids=lambda mask: mask.value)
+def test_groups(heads, mask):
+    check(changed(qo_lens=(40, 21), kv_lens=(300, 21), num_qo_heads=heads[0], num_kv_heads=heads[1],
+                  mask=mask))  # fmt: skip
+
+
+@pytest.mark.parametrize("window_left", [0, 1, 60, 127, 128, 300])
+@pytest.mark.parametrize("page_size", [0, 3, 16])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_windows(window_left, page_size, head_dim):
+    check(changed(window_left=window_left, page_size=page_size, qo_lens=(200, 90, 3, 1),
+                  kv_lens=(700, 90, 400, 5), head_dim=head_dim))  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("layout", "form", "page_size"),
+    [
+        *itertools.product(("NHD", "HND"), (KvForm.PADDED, KvForm.TRANSPOSED), (0, 16)),
+        *itertools.product(("NHD", "HND"), (KvForm.COMBINED,), (16, 5)),
+    ],
+    ids=str,
+)
+def test_layouts(layout, form, page_size):
+    check(changed(layout=layout, form=form, page_size=page_size))
+
+
+@pytest.mark.parametrize("split", [128, 256, 1024])
+@pytest.mark.parametrize("page_size", [0, 1, 16])
+def test_split_keys(split, page_size):
+    case = changed(qo_lens=(33, 40, 0, 18), kv_lens=(3000, 333, 5, 700), page_size=page_size)
+    runner.check(build(dataclasses.replace(case, fixed_split_size=split), device="cuda"),
+                 backend="fa3")  # fmt: skip
+
+
+@pytest.mark.parametrize("sinks", [s for s in Sinks if s is not Sinks.NONE], ids=lambda s: s.name)
+@pytest.mark.parametrize("split", [None, 128])
+def test_sinks(sinks, split):
+    check(changed(sinks=sinks, fixed_split_size=split))
+
+
+# --- outputs and scales ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("o_dtype", [torch.bfloat16, torch.float16, E4M3], ids=str)
+@pytest.mark.parametrize("head_scales", [False, True])
+@pytest.mark.parametrize("page_size", [0, 16])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_outputs(o_dtype, head_scales, page_size, head_dim):
+    check(changed(o_dtype=o_dtype, head_scales=head_scales, page_size=page_size,
+                  head_dim=head_dim))  # fmt: skip
+
+
+@pytest.mark.parametrize("as_tensors", [False, True])
+@pytest.mark.parametrize("factors", [(0.5, 3.0, -0.25), (-1.0, 1.0, 1.0), (0.0, 1.0, 2.0)], ids=str)
+def test_one_factor_for_a_tensor(factors, as_tensors):
+    wrapper, inputs = planned(BASE)
+    q, k, v = factors
+    given = {"q_scale": q, "k_scale": k, "v_scale": v}
+    if as_tensors:
+        given = {name: torch.tensor([x], device="cuda") for name, x in given.items()}
+    out, lse = runner.run(wrapper, inputs, **given)
+    pipeline = dataclasses.replace(inputs.pipeline, sm_scale=BASE.scale * q * k, out_scale=v)
+    runner.compare(inputs, out, lse, reference(inputs, pipeline=pipeline)).check()
+
+
+@pytest.mark.parametrize("sm_scale", [-0.1, 0.0, 1.0, 4.0])
+def test_scales_of_logits(sm_scale):
+    """With 4 a row has few weights, and later tiles exceed the first one's maximum by far."""
+    check(changed(sm_scale=sm_scale, kv_lens=(1470, 9, 77, 0)))
+
+
+# --- P's range, and the sums over many keys --------------------------------------
+
+
+@pytest.mark.parametrize("step", [0.5, 2.0, 8.0, 40.0])
+@pytest.mark.parametrize("rising", [True, False])
+def test_maxima_that_move(step, rising):
+    """Logits that rise or fall by `step` (base e) from tile to tile: P never saturates."""
+    case = changed(qo_lens=(130,), kv_lens=(1300,), mask=FULL, num_qo_heads=1, num_kv_heads=1,
+                   sm_scale=1.0)  # fmt: skip
+    wrapper, inputs = planned(case)
+    q = torch.zeros(inputs.q.shape)
+    q[..., 0] = 1.0
+    inputs.q.copy_(q)
+    tile = torch.arange(1300) // 128
+    tile = tile.max() - tile if rising else tile  # the last tile comes first
+    inputs.k[:1300, 0, 0].copy_(step * tile)
+    expected = reference(inputs)
+    # One product alone is exact.
+    expected.product_bound.zero_()
+    runner.compare(inputs, *runner.run(wrapper, inputs), expected).check()
+
+
+@pytest.mark.parametrize("kv_len", [500, 513, 2048, 9000])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_equal_logits(kv_len, head_dim):
+    """Every weight is equal, so that O is the mean of V: no weight may saturate or vanish."""
+    case = changed(qo_lens=(70,), kv_lens=(kv_len,), mask=FULL, head_dim=head_dim)
+    wrapper, inputs = planned(case)
+    inputs.q.copy_(torch.zeros(inputs.q.shape))
+    out, lse = runner.run(wrapper, inputs)
+    runner.compare(inputs, out, lse).check()
+    # float32 adds powers of 2 up: the LSE has none of the errors of P.
+    assert (lse - math.log2(kv_len)).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("kv_len", [1000, 8192, 40000])
+def test_outlier_channels(kv_len):
+    """Values of one sign: what the tensor core cuts off adds up. Without sums in float32 every
+    four tiles 40000 keys lose 40 % of them."""
+    case = changed(qo_lens=(64,), kv_lens=(kv_len,), mask=FULL, num_qo_heads=2, num_kv_heads=1)
+    wrapper, inputs = planned(case)
+    values = torch.randn(inputs.v[:kv_len].shape, device="cuda") * 0.3
+    values[..., ::7] += 6.0
+    inputs.v[:kv_len].copy_(values)
+    out, lse = runner.run(wrapper, inputs)
+    expected = reference(inputs)
+    runner.compare(inputs, out, lse, expected).check()
+    outliers = out.double()[..., ::7] / expected.out[..., ::7]
+    # bfloat16's roundoff, the bias of a sum, and weights that round alike.
+    assert (outliers - 1).abs().mean() < 2.0**-9 + 0.022
+
+
+# --- which kernel ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"head_dim": 192, "head_dim_vo": 128},
+        {"head_dim": 256},
+        {"soft_cap": 20.0},
+        {"mask": MaskKind.CUSTOM},
+        {"qo_lens": (1, 1, 1, 1)},
+    ],
+    ids=str,
+)
+def test_the_rest_is_converted(changes):
+    case = changed(**changes)
+    inputs = build(case, device="cuda")
+    wrapper = runner.make_wrapper(case, backend="fa3", device="cuda")
+    runner.plan(wrapper, inputs)
+    assert "e4m3" not in wrapper.variant
+    runner.compare(inputs, *runner.run(wrapper, inputs)).check()
+
+
+@pytest.mark.parametrize("page_size", [0, 1, 16])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_twenty_runs_are_equal(page_size, head_dim):
+    case = changed(page_size=page_size, qo_lens=(300, 5, 77, 3), head_dim=head_dim)
+    wrapper, inputs = planned(case)
+    assert_twenty_runs_are_equal(wrapper, inputs)
