@@ -185,7 +185,7 @@ def test_equal_logits(kv_len, head_dim):
 @pytest.mark.parametrize("kv_len", [1000, 8192, 40000])
 def test_outlier_channels(kv_len):
     """Values of one sign: what the tensor core cuts off adds up. Without sums in float32 every
-    four tiles 40000 keys lose 40 % of them."""
+    eight tiles 40000 keys lose 40 % of them."""
     case = changed(qo_lens=(64,), kv_lens=(kv_len,), mask=FULL, num_qo_heads=2, num_kv_heads=1)
     wrapper, inputs = planned(case)
     values = torch.randn(inputs.v[:kv_len].shape, device="cuda") * 0.3
@@ -196,7 +196,7 @@ def test_outlier_channels(kv_len):
     runner.compare(inputs, out, lse, expected).check()
     outliers = out.double()[..., ::7] / expected.out[..., ::7]
     # bfloat16's roundoff, the bias of a sum, and weights that round alike.
-    assert (outliers - 1).abs().mean() < 2.0**-9 + 0.022
+    assert (outliers - 1).abs().mean() < 2.0**-9 + 0.044
 
 
 # --- which kernel ---------------------------------------------------------------
