@@ -8,6 +8,7 @@ sizes are small and the figures mean nothing.
 """
 
 import argparse
+import inspect
 import statistics
 import time
 
@@ -32,7 +33,9 @@ def varlen(module, query, key, value, mask, scaling=None, **kwargs):
 
     (batch, heads, tokens, _), slots = query.shape, key.shape[2]
     q = query.transpose(1, 2).flatten(0, 1)
-    options = {"scale": scaling, "window_size": (-1, 0), "enable_gqa": heads != key.shape[1]}
+    options = {"scale": scaling, "window_size": (-1, 0)}
+    if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # older ones take GQA unasked
+        options["enable_gqa"] = heads != key.shape[1]
     ends = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * tokens
     if slots == tokens:
         k, v = (x.transpose(1, 2).flatten(0, 1) for x in (key, value))
