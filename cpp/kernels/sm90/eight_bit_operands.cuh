@@ -1,19 +1,18 @@
 // Operands of 8 bits, multiplied as they are stored, with the hooks of WholeOperands. V has been
-// transposed on its way (transpose_values.cuh), Q lies in registers, and O is added up in float32.
+// transposed on its way (transpose_values.cuh), and O is added up in float32.
 //
 // Hopper's tensor core keeps 13 bits behind the leading one of the largest of what it adds, and
 // cuts the rest off: each product of e4m3 loses half of 2^-13 of the sum so far, and from 2^13
 // equal ones on they vanish. So the accumulators hold kTilesAtOnce tiles at most, are added to sums
 // of float32 and begin anew. What that leaves is a bias towards 0 where all values have one sign
-// and all weights are equal: kTilesAtOnce * 128 * 0.7 * 2^-14 of the result at most, 4.4 %, and less
-// than half of that with the weights of random logits. Where signs vary the losses do, too. Half as
-// many tiles halve the bias and cost 6 to 13 % of the rate.
+// and all weights are equal: kTilesAtOnce * 128 * 0.7 * 2^-14 of the result at most, 4.4 %, and
+// less than half of that with the weights of random logits. Where signs vary the losses do, too.
+// Half as many tiles halve the bias and cost 6 to 13 % of the rate.
 //
-// The sums lie in shared memory, four of a thread's own at a time: beside S, P, O and Q the
-// registers have no room for them.
+// The sums lie in shared memory, four of a thread's own at a time: beside S, P and O the registers
+// have no room for them.
 #pragma once
 
-#include "kernels/common/matrices.cuh"
 #include "kernels/sm90/sliced_operands.cuh"
 #include "kernels/sm90/speculative_softmax.cuh"
 #include "kernels/sm90/whole_operands.cuh"
@@ -23,7 +22,6 @@ namespace preflash::sm90 {
 template <class Traits>
 struct EightBitOperands : WholeOperands<Traits> {
   using Base = WholeOperands<Traits>;
-  using typename Base::MmaQk;
 
   static constexpr int kTilesAtOnce = 8;
 
@@ -36,27 +34,6 @@ struct EightBitOperands : WholeOperands<Traits> {
                                               SharedStorage<Traits>& smem, int warpgroup,
                                               int thread)
       : Base(params, smem, warpgroup, thread) {}
-
-  // This warpgroup's rows of Q in registers, a lane's four words of 32 columns at a time: rows 0
-  // and 8 of its own on, and again 16 columns further.
-  // NOTE: those of an item of one tile come when the buffer may be filled again: nothing is made
-  // of them.
-  __device__ __forceinline__ auto q() const {
-    static_assert(Traits::kBlocksQ == 1);
-    auto tSrQ = make_tensor<typename Traits::ElementQ>(
-        partition_shape_A(MmaQk{}, Shape<_64, Int<Traits::kHeadQk>>{}));
-    Tensor words = recast<std::uint32_t>(tSrQ);
-    const int row =
-        this->warpgroup * kWarpgroupRows + this->thread / 32 * kWarpRows + lane_id() % kWarpRows;
-    const auto* rows = this->smem.q + this->q_read.index() * Traits::kTileM * Traits::kRowQk;
-    const std::uint32_t first =
-        cast_smem_ptr_to_uint(rows) + row * kBlockRowBytes + (lane_id() / kWarpRows ^ row % 8) * 16;
-    CUTE_UNROLL
-    for (int k = 0; k < size(words) / 4; ++k) {
-      load_matrices(reinterpret_cast<std::uint32_t (&)[4]>(words(4 * k)), first ^ k * 32);
-    }
-    return tSrQ;
-  }
 
   template <class Softmax, class Segment>
   __device__ __forceinline__ void add_up(const Softmax& softmax, const Segment& segment) {

@@ -182,14 +182,11 @@ struct ForwardTraits {
       kProducers / 8 * 8;
   static_assert(kProducerRegisters >= 32);
 
-  // S = Q K^T reads K from shared memory, and Q too, unless it has 8 bits: a tile's products then
-  // take half of the time, for which shared memory has too much to deliver. O += P V reads P from
-  // registers and V as it is stored, one row per key, or transposed.
-  static constexpr bool kHoldsQ = kTransposesV;
+  // S = Q K^T reads Q and K from shared memory. O += P V reads P from registers and V as it is
+  // stored, one row per key, or transposed.
   using ShapeQk = Shape<_64, Int<kTileN>, Int<kHeadQk>>;
-  using MmaQk = decltype(make_tiled_mma(
-      conditional_t<kHoldsQ, decltype(GMMA::rs_op_selector<ElementQ, ElementKv, float, ShapeQk>()),
-                    decltype(GMMA::ss_op_selector<ElementQ, ElementKv, float, ShapeQk>())>{}));
+  using MmaQk =
+      decltype(make_tiled_mma(GMMA::ss_op_selector<ElementQ, ElementKv, float, ShapeQk>()));
   static constexpr int kMmaColumnsPv = kSliced ? kSliceColumns : kHeadVo;
   using MmaPv = decltype(make_tiled_mma(
       GMMA::rs_op_selector<ElementP, ElementKv, float, Shape<_64, Int<kMmaColumnsPv>, Int<kTileN>>,
