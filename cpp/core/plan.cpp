@@ -129,8 +129,8 @@ std::shared_ptr<const StagedForm> stage(Family family, const PlanRequest& reques
   if (request.graph_max_rows > 0 || request.batch->are_bounds()) return nullptr;
   const std::optional<AttentionOptions> options = staged_options(segment);
   if (segment.staging == Staging::kNever || !options) return nullptr;
-  const FoundKernel transforming = find_kernel(family, segment, facts);
-  if (transforming.kernel == nullptr || !prefers_staging(segment, *transforming.kernel)) {
+  const FoundKernel converting = find_kernel(family, segment, facts);
+  if (converting.kernel == nullptr || !prefers_staging(segment, *converting.kernel)) {
     return nullptr;
   }
   SegmentProblem described = segment;

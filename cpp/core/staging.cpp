@@ -48,20 +48,20 @@ double keys_of_tiles(const SegmentProblem& problem, std::size_t request, std::in
 }
 
 // Whether copies take less time than they save.
-bool pays(const SegmentProblem& problem, const ForwardKernel& transforming) {
+bool pays(const SegmentProblem& problem, const ForwardKernel& converting) {
   const bool narrow = size_of(problem.kv_dtype) == 1;
   const double of_k = problem.head_dim_qk / kRowElements;
   const double of_v = problem.head_dim_vo / kRowElements;
   double tile_keys = 0.0, keys = 0.0, queries = 0.0;
   for (std::size_t i = 0; i + 1 < problem.qo_indptr.size(); ++i) {
-    tile_keys += keys_of_tiles(problem, i, transforming.tile.m);
+    tile_keys += keys_of_tiles(problem, i, converting.tile.m);
     keys += static_cast<double>(problem.kv_len(i));
     queries += static_cast<double>(problem.qo_len(i));
   }
   const double of_tile_key =
-      is_rotated(problem) ? kRotatedKey : widened_key(transforming.traits.widening);
-  const double saved = of_tile_key * tile_keys * problem.num_kv_heads * (of_k + of_v) / 2 *
-                       transforming.tile.m / 128;
+      is_rotated(problem) ? kRotatedKey : widened_key(converting.traits.widening);
+  const double saved =
+      of_tile_key * tile_keys * problem.num_kv_heads * (of_k + of_v) / 2 * converting.tile.m / 128;
   const double of_key = of_k + (narrow || problem.paged() ? of_v : 0.0);
   double cost = keys * problem.num_kv_heads * of_key * (narrow ? 0.75 : 1.0);
   if (is_rotated(problem)) cost += queries * problem.num_qo_heads * of_k;
@@ -82,15 +82,15 @@ std::optional<AttentionOptions> staged_options(AttentionOptions options) {
   return options;
 }
 
-bool prefers_staging(const SegmentProblem& problem, const ForwardKernel& transforming) {
+bool prefers_staging(const SegmentProblem& problem, const ForwardKernel& converting) {
   if (problem.staging != Staging::kAuto) return problem.staging == Staging::kAlways;
   // Copies change the last bits, and a fixed split promises the same bits in every batch.
   if (problem.split.disable || problem.split.fixed_split_size > 0) return false;
   // No copies either if they are rounded to fewer bits than the kernel keeps.
   if (rounds_more(problem)) return false;
-  if (transforming.traits.operands != Operands::kComputed) return false;
+  if (converting.traits.operands != Operands::kComputed) return false;
   // Nor where it multiplies what it reads.
-  return transforming.variant.arrival == Arrival::kTransformed && pays(problem, transforming);
+  return converting.variant.load == Load::kConverted && pays(problem, converting);
 }
 
 bool has_staged_rows(const SegmentProblem& problem) {

@@ -19,8 +19,8 @@ namespace preflash {
 // writes the output's dtype.
 std::optional<AttentionOptions> staged_options(AttentionOptions options);
 
-// Whether copies are faster than `transforming`, which converts on load.
-bool prefers_staging(const SegmentProblem& problem, const ForwardKernel& transforming);
+// Whether copies are faster than `converting`, which converts on load.
+bool prefers_staging(const SegmentProblem& problem, const ForwardKernel& converting);
 
 // Whether int32 counts the keys of the batch, as the rows of its copies are counted.
 bool has_staged_rows(const SegmentProblem& problem);

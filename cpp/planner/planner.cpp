@@ -28,8 +28,7 @@ std::int64_t slots_of(const DeviceFacts& facts, const SegmentKernels& kernels) {
 std::int64_t full_slots_of(const DeviceFacts& facts, const SegmentKernels& kernels) {
   const Variant& variant = kernels[0]->variant;
   const bool reads = kernels[0]->traits.short_tiles == ShortTiles::kOwn &&
-                     variant.tile_class == TileClass::kDecode &&
-                     variant.arrival == Arrival::kDirect;
+                     variant.tile_class == TileClass::kDecode && variant.load == Load::kDirect;
   const std::int64_t slots = slots_of(facts, kernels);
   return reads ? std::min<std::int64_t>(std::max(facts.num_sms, 1), slots) : slots;
 }

@@ -29,9 +29,9 @@ class Position:
     alibi: Position
     rope: Position
 
-class Arrival:
-    direct: Arrival
-    transformed: Arrival
+class Load:
+    direct: Load
+    converted: Load
 
 class Mask:
     bounds: Mask
@@ -62,7 +62,7 @@ class Variant:
         logits: Logits = ...,
         position: Position = ...,
         mask: Mask = ...,
-        arrival: Arrival = ...,
+        load: Load = ...,
         segments: Segments = ...,
         sparsity: Sparsity = ...,
     ) -> None: ...
@@ -217,7 +217,7 @@ def paged_batches(
     tensors on the CPU, of numbers that fit each other. page_size 0: ragged, without the pages."""
 
 class Staging(enum.Enum):
-    """Whether a pass of its own copies what a kernel would transform for every query tile."""
+    """Whether a pass of its own copies what a kernel would convert for every query tile."""
 
     auto = ...
     never = ...

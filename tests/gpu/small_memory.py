@@ -2,14 +2,14 @@
 shared memory, against the oracle, on fa2. Prints the kernels that ran."""
 
 import attention_cases
-import transformed_cases
+import converted_cases
 from preflash._plan import staging
 from preflash.testing import build, runner
 
 
 def main() -> None:
     ran = set()
-    cases = [*attention_cases.core(), *attention_cases.tiny(), *transformed_cases.CASES]
+    cases = [*attention_cases.core(), *attention_cases.tiny(), *converted_cases.CASES]
     for case in cases:
         if max(case.head_dim, case.head_dim_vo or 0) <= 192:
             continue

@@ -254,7 +254,7 @@ def test_streams_follow_each_other(backend):
 
 
 @on_every_backend
-def test_factors_of_heads_take_the_kernel_that_transforms(backend):
+def test_factors_of_heads_take_the_kernel_that_converts(backend):
     case = dataclasses.replace(BASE, kv_dtype=E4M3, head_scales=True)
     wrapper, inputs = staged(case, backend)
     runner.compare(inputs, *runner.run(wrapper, inputs)).check()
@@ -273,5 +273,5 @@ def test_the_name_of_a_plan_tells_of_its_copies(backend):
     with staging.forced("always"):
         runner.plan(wrapper, inputs)
     assert wrapper.variant.startswith(f"{family}_bf16_d512" if backend == "fa2" else family)
-    assert wrapper.variant.endswith("_transformed")
+    assert wrapper.variant.endswith("_converted")
     runner.compare(inputs, *runner.run(wrapper, inputs)).check()

@@ -1,4 +1,4 @@
-"""When a plan copies what its kernel would transform for every query tile."""
+"""When a plan copies what its kernel would convert for every query tile."""
 
 import pytest
 from planned import planner, ragged

@@ -28,11 +28,11 @@ constexpr Variant compiled_form(Variant wanted) {
       wanted.q_dtype == DType::kFloat8E4M3 && wanted.kv_dtype == wanted.q_dtype;
   if (queries_of_8_bits || (size_of(wanted.q_dtype) == 2 && size_of(wanted.kv_dtype) == 1)) {
     wanted.q_dtype = wanted.kv_dtype = product_dtype(wanted.family, wanted.q_dtype);
-    wanted.arrival = Arrival::kTransformed;
+    wanted.load = Load::kConverted;
   }
   if (wanted.position == Position::kRope) {
     wanted.position = Position::kNone;
-    wanted.arrival = Arrival::kTransformed;
+    wanted.load = Load::kConverted;
     if (traits_of(wanted.family).short_tiles == ShortTiles::kOwn) {
       wanted.tile_class = TileClass::kPrefill;
     }

@@ -23,12 +23,12 @@ struct HopperSegment : KernelSegment {
 };
 
 // Of kernels that convert their operands.
-struct TransformSegment : HopperSegment {
+struct ConversionSegment : HopperSegment {
   RotaryFrequencies rotary;  // all 0 without RoPE
 };
 
 template <class Traits>
-using SegmentOf = cute::conditional_t<Traits::kConverts, TransformSegment, HopperSegment>;
+using SegmentOf = cute::conditional_t<Traits::kConverts, ConversionSegment, HopperSegment>;
 
 template <class Traits>
 using ParamsOf = LaunchParams<SegmentOf<Traits>, Traits::kSegments>;

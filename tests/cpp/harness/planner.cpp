@@ -257,7 +257,7 @@ bool prefers(const py::kwargs& kwargs) {
   fill_case(kwargs, given);
   // One kernel stands for both: the facts that count of either are no facts of the other.
   ForwardKernel kernel = given.segments[0].kernel;
-  kernel.variant.arrival = Arrival::kTransformed;
+  kernel.variant.load = Load::kConverted;
   return prefers_staging(given.problem.segments[0], kernel);
 }
 

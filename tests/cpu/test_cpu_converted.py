@@ -1,8 +1,8 @@
-"""What the cpu backend makes of the cases of kernels that rotate and widen (transformed_cases)."""
+"""What the cpu backend makes of the cases of kernels that rotate and widen (converted_cases)."""
 
 import pytest
+from converted_cases import CASES
 from preflash.testing import build, runner
-from transformed_cases import CASES
 
 
 @pytest.mark.parametrize("case", CASES[::7], ids=lambda case: case.id)
