@@ -154,7 +154,7 @@ ForwardParams DevicePlan::params() const {
     ForwardSegment& segment = params.segments[s];
     static_cast<AttentionOptions&>(segment) = planned.kernel_options();
     segment.group_size = segment.gqa_ratio();
-    if (planned.staged == nullptr) {
+    if (planned.prepass == nullptr) {
       segment.page_indices = page_indices_[s];
       segment.page_size = std::max(planned.batch->page_size(), 1);
     }
@@ -164,11 +164,11 @@ ForwardParams DevicePlan::params() const {
   return params;
 }
 
-StageParams DevicePlan::stage_params() const {
+PrepassParams DevicePlan::prepass_params() const {
   const PlannedSegment& planned = plan_->segments()[0];
   const Batch& batch = *planned.batch;
-  const StagedForm& form = *planned.staged;
-  StageParams params;
+  const PrepassForm& form = *planned.prepass;
+  PrepassParams params;
   params.to_dtype = form.options().kv_dtype;
   params.rope = planned.options.rope;
   params.requests = plan_->layout().requests.in(memory_);

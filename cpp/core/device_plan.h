@@ -99,8 +99,8 @@ class DevicePlan {
 
   // Everything of ForwardParams that no tensor decides.
   ForwardParams params() const;
-  // The same of StageParams, for a plan with copies.
-  StageParams stage_params() const;
+  // The same of PrepassParams, for a plan with copies.
+  PrepassParams prepass_params() const;
   const MergeItem* merges(int segment) const {
     return plan_->layout().segments[segment].merges.in(memory_);
   }

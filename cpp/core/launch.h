@@ -78,8 +78,8 @@ class Launch {
   // that the run brings, or that may have changed, a launch makes them here.
   void class_mask(int index, ForwardSegment& segment, const LaunchTarget& target) const;
   // Makes the copies and points the kernel's segment at them.
-  void stage(const RunArguments& arguments, ForwardSegment& segment,
-             const LaunchTarget& target) const;
+  void run_prepass(const RunArguments& arguments, ForwardSegment& segment,
+                   const LaunchTarget& target) const;
   void combine(int index, const ForwardSegment& segment, const LaunchTarget& target) const;
 
   std::shared_ptr<const DevicePlan> place_;
@@ -88,7 +88,7 @@ class Launch {
   TensorSpans spans_[kMaxSegments];
   const DeviceServices* services_;
   ForwardParams forward_;
-  StageParams stage_;  // of a plan with copies
+  PrepassParams prepass_;  // of a plan with copies
   CombineParams combine_[kMaxSegments];
 };
 

@@ -19,7 +19,7 @@
 #include "kernels/common/merge_states.h"
 #include "kernels/common/pack_bits.h"
 #include "kernels/common/request_lengths.h"
-#include "kernels/stage/stage.h"
+#include "kernels/prepass/prepass.h"
 
 namespace preflash {
 namespace {
@@ -114,14 +114,14 @@ LaunchError combine(const CombineParams& params, const LaunchTarget& target) {
                        "launching combine");
 }
 
-LaunchError stage(const StageParams& params, const LaunchTarget& target) {
+LaunchError prepass(const PrepassParams& params, const LaunchTarget& target) {
   if (params.to_dtype != DType::kFloat16 && params.to_dtype != DType::kBFloat16) {
-    return usage_error("staging: copies have 16 bits, f16 or bf16");
+    return usage_error("pre-pass: copies have 16 bits, f16 or bf16");
   }
   if (params.num_requests <= 0) return nullptr;
   DeviceGuard guard(target.device);
   if (guard.error() != nullptr) return guard.error();
-  return runtime_error(launch_stage(params, stream_of(target)), "launching the staging pass");
+  return runtime_error(launch_prepass(params, stream_of(target)), "launching the pre-pass");
 }
 
 LaunchError merge_states(const MergeStatesParams& params, const LaunchTarget& target) {
@@ -208,7 +208,7 @@ preflash_device_services() {
       .pinned_is_free = &pinned_is_free,
       .launch_forward = &launch_forward,
       .is_capturing = &is_capturing,
-      .stage = &stage,
+      .prepass = &prepass,
       .combine = &combine,
       .merge_states = &merge_states,
       .set_lengths = &set_lengths,

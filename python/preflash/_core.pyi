@@ -216,7 +216,7 @@ def paged_batches(
     three, or for the largest page the page indices, are not all contiguous one-dimensional int32
     tensors on the CPU, of numbers that fit each other. page_size 0: ragged, without the pages."""
 
-class Staging(enum.Enum):
+class Prepass(enum.Enum):
     """Whether a pass of its own copies what a kernel would convert for every query tile."""
 
     auto = ...
@@ -242,7 +242,7 @@ class AttentionOptions:
         chunk_size: int = ...,
         mask: Mask = ...,
         position: Position = ...,
-        staging: Staging = ...,
+        prepass: Prepass = ...,
         rope_scale: float = ...,
         rope_theta: float = ...,
         soft_cap: float = ...,
@@ -275,7 +275,7 @@ class AttentionOptions:
     @property
     def position(self) -> Position: ...
     @property
-    def staging(self) -> Staging: ...
+    def prepass(self) -> Prepass: ...
     @property
     def rope_scale(self) -> float: ...
     @property
@@ -322,13 +322,13 @@ class Plan:
     def num_segments(self) -> int: ...
     @property
     def id(self) -> str:
-        """Of its kernels, behind "copies+" where it is staged."""
+        """Of its kernels, behind "copies+" where it has a pre-pass."""
     @property
     def int_bytes(self) -> int: ...
     @property
     def float_bytes(self) -> int: ...
     @property
-    def staged(self) -> bool:
+    def has_prepass(self) -> bool:
         """Whether a pass before the kernel makes copies of k, v and q."""
     @property
     def num_items(self) -> int: ...

@@ -5,7 +5,7 @@
 // Longer than other files, because it is one program: a check of each service of the library.
 //
 //   nvcc -std=c++20 -O3 -arch=sm_90 -Icpp/include -Icpp -o services_check
-//        tests/cpp/services_check.cu cpp/cuda/*.cpp cpp/kernels/{combine,common,stage}/*.cu
+//        tests/cpp/services_check.cu cpp/cuda/*.cpp cpp/kernels/{combine,common,prepass}/*.cu
 #include <cuda.h>
 
 #include <thread>

@@ -9,7 +9,7 @@ import preflash
 import pytest
 import torch
 from backends import on_every_backend
-from preflash._plan import staging
+from preflash._plan import prepass
 from preflash.testing import Case, MaskKind, Position, Sinks, build, runner
 from repetition import assert_twenty_runs_are_equal
 
@@ -195,7 +195,7 @@ def named(value: object) -> str:
 
 def check_without_copies(case: Case, shape, backend: str) -> None:
     inputs = shaped(case, shape)
-    with staging.forced("never"):
+    with prepass.forced("never"):
         runner.check(inputs, backend=backend)
 
 
@@ -265,7 +265,7 @@ def test_twenty_runs_over_converted_operands_are_equal(backend, load):
     case = Case("repeat", *LENS, 8, 2, 128, page_size=16, mask=MaskKind.CUSTOM, **load)
     inputs = shaped(case, ladder)
     wrapper = runner.make_wrapper(case, backend=backend, device="cuda")
-    with staging.forced("never"):
+    with prepass.forced("never"):
         runner.plan(wrapper, inputs)
     assert_twenty_runs_are_equal(wrapper, inputs)
 
@@ -279,7 +279,7 @@ def test_masks_need_no_room_for_copies(backend, load):
     buffer = runner.workspace("cuda", 8 << 20)
     wrapper = runner.make_wrapper(inputs.case, backend=backend, device="cuda", buffer=buffer)
     runner.plan(wrapper, inputs)
-    assert not wrapper._state.planned.primary.plan.staged
+    assert not wrapper._state.planned.primary.plan.has_prepass
     runner.compare(inputs, *runner.run(wrapper, inputs)).check()
 
 

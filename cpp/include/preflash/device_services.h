@@ -76,7 +76,7 @@ struct DeviceServices {
                                 const LaunchTarget&) = nullptr;
   // Whether the target's stream is being captured into a CUDA graph.
   bool (*is_capturing)(const LaunchTarget&) = nullptr;
-  LaunchError (*stage)(const StageParams&, const LaunchTarget&) = nullptr;
+  LaunchError (*prepass)(const PrepassParams&, const LaunchTarget&) = nullptr;
   LaunchError (*combine)(const CombineParams&, const LaunchTarget&) = nullptr;
   LaunchError (*merge_states)(const MergeStatesParams&, const LaunchTarget&) = nullptr;
   LaunchError (*set_lengths)(const RequestLengths&, const LaunchTarget&) = nullptr;

@@ -142,7 +142,7 @@ struct RequestLengths {
 };
 
 // Rows of one operand that are copied, dequantised or rotated, before the kernel reads them.
-struct StagedOperand {
+struct PrepassOperand {
   KvTensor from;  // q: one page
   DType from_dtype = DType::kFloat16;
   RowTensor to;  // data null: the operand stays where it is. May be `from` itself, row by row.
@@ -151,12 +151,12 @@ struct StagedOperand {
   Position position = Position::kNone;  // kRope: rotated
 };
 
-// The pre-pass of a plan with copies (core/staging.h). The copies of k and v are ragged
+// The pre-pass of a plan with copies (core/prepass.h). The copies of k and v are ragged
 // and begin with the first request's first key, as the requests say.
-struct StageParams {
-  StagedOperand q;
-  StagedOperand k;
-  StagedOperand v;
+struct PrepassParams {
+  PrepassOperand q;
+  PrepassOperand k;
+  PrepassOperand v;
   DType to_dtype = DType::kFloat16;
   RopeOptions rope;
 

@@ -24,12 +24,12 @@ from .._check.tensors import check_per_head
 from .._device import backends
 from .._device.stream import DeviceStream, device_stream_of
 from .._device.workspace import Workspace
-from .._plan import masks, pipeline, staging
+from .._plan import masks, pipeline, prepass
 from .._run.variant import PlannedVariant, run_memory
 from . import traced
 
 _PLANS_KEPT = 64
-# Enough to split the keys of one request over any machine, and for its copies (staging); allocated
+# Enough to split the keys of one request over any machine, and for its copies (pre-pass); allocated
 # only as far as a plan asks.
 _FLOAT_BYTES = 1024 * 1024 * 1024
 
@@ -94,7 +94,7 @@ def prefill(a: SingleArguments) -> Result:
 def _key(a: SingleArguments, per_head: PerHead, device_stream: DeviceStream) -> tuple:
     q, k, v = a.q, a.k, a.v
     return (q.shape, k.shape, v.shape, q.dtype, k.dtype, single_key(a), q.device,
-            device_stream.stream(), per_head.scaled, staging.policy())  # fmt: skip
+            device_stream.stream(), per_head.scaled, prepass.policy())  # fmt: skip
 
 
 def _plan(a: SingleArguments, per_head: PerHead, device_stream: DeviceStream) -> _Planned:
@@ -111,7 +111,7 @@ def _plan(a: SingleArguments, per_head: PerHead, device_stream: DeviceStream) ->
     request = request._replace(q_given=converted_from(a.q.dtype, options))
     if per_head.scaled:
         check_per_head(per_head, options, device_stream.device, request.q_given)
-        request = request._replace(options=staging.without(options))
+        request = request._replace(options=prepass.without(options))
     # One pair of pinned buffers per thread and device.
     device = device_stream.device
     workspace = _cache.workspaces.setdefault(

@@ -16,7 +16,7 @@
 
 #include "bindings/bindings.h"
 #include "core/device.h"
-#include "core/staging.h"
+#include "core/prepass.h"
 #include "cpu/forward.h"
 #include "cpu/merge.h"
 #include "harness/harness.h"
@@ -121,7 +121,7 @@ void fill_segment(Keywords& given, CaseSegment& out, SegmentProblem& problem) {
   problem.kv_dtype = given.take("kv_dtype", DType::kFloat16);
   problem.q_dtype = given.take("q_dtype", DType::kFloat16);
   problem.o_dtype = given.take("o_dtype", DType::kFloat16);
-  problem.staging = given.take("staging", Staging::kAuto);
+  problem.prepass = given.take("prepass", Prepass::kAuto);
   problem.split.fixed_split_size = given.take("fixed_split_size", 0);
   problem.split.disable = given.take("disable_split_kv", false);
   problem.graph_max_rows = given.take("graph_max_rows", 0);
@@ -258,7 +258,7 @@ bool prefers(const py::kwargs& kwargs) {
   // One kernel stands for both: the facts that count of either are no facts of the other.
   ForwardKernel kernel = given.segments[0].kernel;
   kernel.variant.load = Load::kConverted;
-  return prefers_staging(given.problem.segments[0], kernel);
+  return prefers_prepass(given.problem.segments[0], kernel);
 }
 
 void check(const py::kwargs& kwargs) {
@@ -388,7 +388,7 @@ void bind_planner(py::module_& module) {
   m.def("prefers_tall_tiles", &prefers_tall, py::arg("most_keys"));
   m.def("most_keys_of", &most_keys_of, py::arg("compiled"));
   m.def("validate", &check);
-  m.def("prefers_staging", &prefers);
+  m.def("prefers_prepass", &prefers);
   m.def("attend", &attend, py::arg("q"), py::arg("k"), py::arg("v"), py::arg("o"), py::arg("lse"));
   m.def("touched_tiles", &tiles_of);
   m.def("keeps", &keeps);
