@@ -176,8 +176,8 @@ void bind_plans(py::module_& m) {
       .def_property_readonly("num_merges",
                              [](const Plan& plan) { return plan.sizes().num_merges(); })
       .def_property_readonly(
-          "mask_class_words",
-          [](const Plan& plan) { return plan.sizes().segments[0].num_class_words; })
+          "mask_tile_words",
+          [](const Plan& plan) { return plan.sizes().segments[0].num_mask_tile_words; })
       .def_property_readonly("num_kv_tiles",
                              [](const Plan& plan) { return plan.sizes().num_kv_tiles; })
       .def_property_readonly("makespan_kv_tiles",

@@ -169,7 +169,7 @@ bool Launch::start(const RunArguments& arguments) const {
   const LaunchTarget target{
       .device = plan_->device(), .stream = arguments.stream, .num_threads = arguments.num_threads};
   for (int s = 0; s < arguments.segments.size(); ++s) {
-    if (place_->uses_classes(s)) class_mask(s, forward.segments[s], target);
+    if (place_->uses_mask_tiles(s)) find_mask_tiles(s, forward.segments[s], target);
   }
   if (plan_->has_prepass()) run_prepass(arguments, forward.segments[0], target);
   check_launch(services_->launch_forward(plan_->kernel(), forward, sizes.num_ctas, target),
@@ -182,15 +182,15 @@ bool Launch::start(const RunArguments& arguments) const {
   return captured;
 }
 
-void Launch::class_mask(int index, ForwardSegment& segment, const LaunchTarget& target) const {
+void Launch::find_mask_tiles(int index, ForwardSegment& segment, const LaunchTarget& target) const {
   RunExtras& extras = segment.extras;
-  const bool brought = extras.mask_classes != nullptr;
+  const bool brought = extras.mask_tiles != nullptr;
   if (extras.mask_bits == nullptr) {
     throw std::logic_error(std::string(plan_->kernel().id) + ": a run without the plan's mask");
   }
-  if (!brought) extras.mask_classes = place_->mask_classes(index);
-  if (!brought && place_->has_classes(index)) return;
-  place_->class_mask(index, extras, target);
+  if (!brought) extras.mask_tiles = place_->mask_tiles(index);
+  if (!brought && place_->has_mask_tiles(index)) return;
+  place_->find_mask_tiles(index, extras, target);
 }
 
 void Launch::run_prepass(const RunArguments& arguments, ForwardSegment& segment,

@@ -74,9 +74,9 @@ class Launch {
   void check_inputs(int index, const RunArguments& arguments) const;
   // Checks what a segment writes against what both segments read and write.
   void check_outputs(int index, int other_index, const RunArguments& arguments) const;
-  // Where the kernel reads the mask's tile classes: plan() made those of its own mask; for a mask
-  // that the run brings, or that may have changed, a launch makes them here.
-  void class_mask(int index, ForwardSegment& segment, const LaunchTarget& target) const;
+  // Where the kernel reads the mask's tiles: plan() found those of its own mask; for a mask that
+  // the run brings, or that may have changed, a launch finds them here.
+  void find_mask_tiles(int index, ForwardSegment& segment, const LaunchTarget& target) const;
   // Makes the copies and points the kernel's segment at them.
   void run_prepass(const RunArguments& arguments, ForwardSegment& segment,
                    const LaunchTarget& target) const;

@@ -337,8 +337,8 @@ class Plan:
     @property
     def num_merges(self) -> int: ...
     @property
-    def mask_class_words(self) -> int:
-        """Room for the classes of a custom mask's tiles; 0: the kernel does not go by them."""
+    def mask_tile_words(self) -> int:
+        """For the empty, full and partial tiles of a custom mask; 0: the kernel reads its bits."""
 
     @property
     def num_kv_tiles(self) -> int: ...
@@ -417,7 +417,7 @@ class HeldMemory:
 
 class RunMemory:
     """What a launch uses beside the work list and the tensors of a segment. partials: the float
-    workspace. tensors: mask_bits, mask_classes and those of preflash._check.arguments.PerHead, by
+    workspace. tensors: mask_bits, mask_tiles and those of preflash._check.arguments.PerHead, by
     their names; None is absent."""
 
     def __init__(self, torch: Torch, partials: Any | None, **tensors: Any | None) -> None: ...

@@ -1,5 +1,5 @@
-"""Plans with a pre-pass on the CPU backend, which has one only where it is told to: what a plan says of the
-copies, and how launches bind to them, is the same on every backend."""
+"""Plans with a pre-pass on the CPU backend, which has one only where it is told to: what a plan
+says of the copies, and how launches bind to them, is the same on every backend."""
 
 import dataclasses
 

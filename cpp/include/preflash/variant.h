@@ -78,9 +78,9 @@ using ForwardLaunch = LaunchError (*)(const ForwardParams& params, int num_ctas,
                                       const LaunchTarget& target);
 
 // How a kernel with mask bits knows which tiles they leave.
-enum class TileClasses : std::uint8_t {
+enum class MaskTileUse : std::uint8_t {
   kUnused,  // it looks at the bits of every tile
-  kUsed     // it is told the class of each (mask_classes.h)
+  kUsed     // it reads which are empty, full or partial (mask_tiles.h)
 };
 
 struct ForwardKernel {
@@ -92,7 +92,7 @@ struct ForwardKernel {
   FamilyTraits traits = traits_of(variant.family);  // what the planner goes by
   int ctas_per_item = 1;       // each reads the item's rows of q and makes a part of o's columns
   TileShape second_tile = {};  // of the second segment, where the kernel has two
-  TileClasses tile_classes = TileClasses::kUnused;
+  MaskTileUse mask_tile_use = MaskTileUse::kUnused;
   Tracing tracing = Tracing::kNone;
 
   // Of one of the launch's segments.

@@ -14,7 +14,7 @@ struct HopperSegment : KernelSegment {
   // Loads.
   TensorMaps maps;
   BoxShape box;
-  const std::int64_t* class_begin;
+  const std::int64_t* mask_tiles_begin;
 
   // Scores.
   float x_per_logit;  // 1 in units of x, which times scale_log2 is a base-2 exponent

@@ -141,8 +141,8 @@ def _run_planned(
         # Freed in stream order: what was launched may still use them.
         device = variant.expected.device
         partials = torch.empty(num_bytes, dtype=torch.uint8, device=device) if num_bytes else None
-        classes = None if mask is None else variant.mask_classes()
-        memory = run_memory(partials, mask, per_head, classes)
+        mask_tiles = None if mask is None else variant.mask_tiles()
+        memory = run_memory(partials, mask, per_head, mask_tiles)
     was_shared = variant.shared
     result = variant.attend_to(a.q, (a.k, a.v), scales, outputs, memory)
     if variant.shared and not was_shared:  # with a CUDA graph

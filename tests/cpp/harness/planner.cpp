@@ -126,7 +126,7 @@ void fill_segment(Keywords& given, CaseSegment& out, SegmentProblem& problem) {
   problem.split.disable = given.take("disable_split_kv", false);
   problem.graph_max_rows = given.take("graph_max_rows", 0);
   problem.graph_mask_bytes = given.take("graph_mask_bytes", std::int64_t{0});
-  if (given.take("classed", false)) out.kernel.tile_classes = TileClasses::kUsed;
+  if (given.take("mask_tiles", false)) out.kernel.mask_tile_use = MaskTileUse::kUsed;
   out.kernel.variant.position = problem.position;
   out.kernel.variant.mask = problem.mask;
   out.kernel.variant.head_dim_qk = problem.head_dim_qk;
@@ -169,8 +169,8 @@ py::dict layout_dict(const PlanLayout& layout, int num_segments) {
     out["merges"] = segment.merges.bytes;
     out["partial_o"] = segment.partial_o.bytes;
     out["partial_lse"] = segment.partial_lse.bytes;
-    out["class_begin"] = segment.class_begin.bytes;
-    out["mask_classes"] = segment.mask_classes.bytes;
+    out["mask_tiles_begin"] = segment.mask_tiles_begin.bytes;
+    out["mask_tiles"] = segment.mask_tiles.bytes;
     segments.append(out);
   }
   py::dict out;
@@ -190,7 +190,7 @@ py::dict sizes_dict(const PlanSizes& sizes, int num_segments) {
     py::dict out;
     out["num_merges"] = segment.num_merges;
     out["num_partial_rows"] = segment.num_partial_rows;
-    out["num_class_words"] = segment.num_class_words;
+    out["num_mask_tile_words"] = segment.num_mask_tile_words;
     segments.append(out);
     num_partial_rows += segment.num_partial_rows;
   }
