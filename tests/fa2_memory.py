@@ -19,7 +19,7 @@ def _of_segment(variant: spec.Variant, tile: spec.Tile, alibi: bool) -> int:
     total += tile.m * 8  # row_keys
     if alibi:
         total += tile.m * 4 + 4
-    if variant.values["arrival"] == "transformed":
+    if variant.values["load"] == "converted":
         total = _aligned(total, 16) + qk // 2 * (8 + 8 + 8) + tile.m * 4
     if vo > 256:  # warps in pairs
         total = _aligned(total, 16) + 2 * tile.m * 4 + tile.m * (tile.n + 8) * 2

@@ -39,7 +39,7 @@ MAX_KERNELS_PER_FILE = 6
 MAX_HOPPER_KERNELS_PER_FILE = 4
 _SPLITTING_AXES = (
     "segments",
-    "arrival",
+    "load",
     "tile_class",
     "position",
     "logits",

@@ -52,10 +52,10 @@ AttentionOptions replace(AttentionOptions options, const py::kwargs& changes) {
 }
 
 void bind_options(py::module_& m) {
-  py::enum_<Staging>(m, "Staging")
-      .value("auto", Staging::kAuto)
-      .value("never", Staging::kNever)
-      .value("always", Staging::kAlways);
+  py::enum_<Prepass>(m, "Prepass")
+      .value("auto", Prepass::kAuto)
+      .value("never", Prepass::kNever)
+      .value("always", Prepass::kAlways);
   py::class_<AttentionOptions> options(m, "AttentionOptions");
   for_each_option([&](const char* name, auto option) {
     options.def_property_readonly(name,
@@ -170,14 +170,14 @@ void bind_plans(py::module_& m) {
       .def_property_readonly("id", &Plan::id)
       .def_property_readonly("int_bytes", &Plan::int_bytes)
       .def_property_readonly("float_bytes", &Plan::float_bytes)
-      .def_property_readonly("staged", &Plan::staged)
+      .def_property_readonly("has_prepass", &Plan::has_prepass)
       .def_property_readonly("num_items", [](const Plan& plan) { return plan.sizes().num_items; })
       .def_property_readonly("num_ctas", [](const Plan& plan) { return plan.sizes().num_ctas; })
       .def_property_readonly("num_merges",
                              [](const Plan& plan) { return plan.sizes().num_merges(); })
       .def_property_readonly(
-          "mask_class_words",
-          [](const Plan& plan) { return plan.sizes().segments[0].num_class_words; })
+          "mask_tile_words",
+          [](const Plan& plan) { return plan.sizes().segments[0].num_mask_tile_words; })
       .def_property_readonly("num_kv_tiles",
                              [](const Plan& plan) { return plan.sizes().num_kv_tiles; })
       .def_property_readonly("makespan_kv_tiles",

@@ -116,8 +116,8 @@ RunMemory RunMemory::of(const Torch& torch, py::object partials, py::dict of_ext
     const Address address = tensor.is_none() ? 0 : torch.address_of(tensor.ptr());
     if (name == "mask_bits") {
       extras.mask_bits = pointer<const std::uint8_t>(address);
-    } else if (name == "mask_classes") {
-      extras.mask_classes = pointer<std::uint32_t>(address);
+    } else if (name == "mask_tiles") {
+      extras.mask_tiles = pointer<std::uint32_t>(address);
     } else {
       const auto* of_heads = std::ranges::find(kHeadTensors, name, &HeadTensor::name);
       if (of_heads == std::end(kHeadTensors)) {

@@ -79,45 +79,46 @@ void DevicePlan::write(std::shared_ptr<const Plan> plan, const Upload& upload) {
     page_indices_are_callers_[s] = upload.page_indices[s] != nullptr;
   }
   plan_ = std::move(plan);
-  class_masks(upload);
+  find_all_mask_tiles(upload);
 }
 
-void DevicePlan::class_masks(const Upload& upload) {
+void DevicePlan::find_all_mask_tiles(const Upload& upload) {
   const DeviceServices& services = services_of(device());
   const LaunchTarget target{.device = device(), .stream = upload.stream};
   bool any = false;
   for (int s = 0; s < plan_->segments().size(); ++s) {
-    has_classes_[s] = uses_classes(s) && upload.mask_bits[s] != nullptr;
-    any |= has_classes_[s];
+    has_mask_tiles_[s] = uses_mask_tiles(s) && upload.mask_bits[s] != nullptr;
+    any |= has_mask_tiles_[s];
   }
   if (!any) return;
   // NOTE: the mask may be an earlier plan's, which wrote it on another stream before its own copy.
   join(upload.stream);
   for (int s = 0; s < plan_->segments().size(); ++s) {
-    if (!has_classes_[s]) continue;
-    class_mask(s, {.mask_bits = upload.mask_bits[s], .mask_classes = mask_classes(s)}, target);
+    if (!has_mask_tiles_[s]) continue;
+    find_mask_tiles(s, {.mask_bits = upload.mask_bits[s], .mask_tiles = mask_tiles(s)}, target);
   }
   // A run on another stream comes behind them, too.
   check_launch(services.uploader_extend(uploader_->get(), upload.stream), "plan upload");
 }
 
-void DevicePlan::class_mask(int segment, const RunExtras& mask, const LaunchTarget& target) const {
+void DevicePlan::find_mask_tiles(int segment, const RunExtras& mask,
+                                 const LaunchTarget& target) const {
   const PlannedSegment& planned = plan_->segments()[segment];
   const TileShape& tile = planned.kernel->tile_of(segment);
   int first_request = 0;
   for (int s = 0; s < segment; ++s) first_request += plan_->segments()[s].batch->num_requests();
   const int group_size = planned.options.gqa_ratio();
-  const MaskClassParams params{
+  const MaskTilesParams params{
       .shape = {.rows_per_tile =
                     rows_per_tile(planned.kernel->traits.tile_rows, tile.m, group_size),
                 .tile_keys = tile.n,
                 .group_size = group_size},
       .requests = plan_->layout().requests.in(memory_) + first_request,
-      .class_begin = plan_->layout().segments[segment].class_begin.in(memory_),
+      .mask_tiles_begin = plan_->layout().segments[segment].mask_tiles_begin.in(memory_),
       .mask_bits = mask.mask_bits,
-      .classes = mask.mask_classes,
+      .words = mask.mask_tiles,
       .num_requests = planned.batch->num_requests()};
-  check_launch(services_of(device()).class_mask(params, target),
+  check_launch(services_of(device()).mask_tiles(params, target),
                "finding full and empty tiles of the mask");
 }
 
@@ -154,21 +155,21 @@ ForwardParams DevicePlan::params() const {
     ForwardSegment& segment = params.segments[s];
     static_cast<AttentionOptions&>(segment) = planned.kernel_options();
     segment.group_size = segment.gqa_ratio();
-    if (planned.staged == nullptr) {
+    if (planned.prepass == nullptr) {
       segment.page_indices = page_indices_[s];
       segment.page_size = std::max(planned.batch->page_size(), 1);
     }
-    segment.class_begin = plan_->layout().segments[s].class_begin.in(memory_);
+    segment.mask_tiles_begin = plan_->layout().segments[s].mask_tiles_begin.in(memory_);
     params.kernels[s] = planned.kernel;
   }
   return params;
 }
 
-StageParams DevicePlan::stage_params() const {
+PrepassParams DevicePlan::prepass_params() const {
   const PlannedSegment& planned = plan_->segments()[0];
   const Batch& batch = *planned.batch;
-  const StagedForm& form = *planned.staged;
-  StageParams params;
+  const PrepassForm& form = *planned.prepass;
+  PrepassParams params;
   params.to_dtype = form.options().kv_dtype;
   params.rope = planned.options.rope;
   params.requests = plan_->layout().requests.in(memory_);

@@ -77,30 +77,30 @@ class DevicePlan {
   void set_lengths(RequestLengths lengths, const LaunchTarget& target) const;
 
   // Writes the plan into pinned memory, starts its copy to the device, and behind the copy a launch
-  // that makes the tile classes of its masks, if the kernel reads them. If the plan exceeds the
-  // capacity, throws std::invalid_argument and changes nothing. After a CUDA graph has captured a
-  // graph_safe() plan here, later plans launch in the same way.
+  // that finds the full and empty tiles of its masks, if the kernel reads these. If the plan
+  // exceeds the capacity, throws std::invalid_argument and changes nothing. After a CUDA graph has
+  // captured a graph_safe() plan here, later plans launch in the same way.
   void write(std::shared_ptr<const Plan> plan, const Upload& upload);
   // Orders later launches on a stream other than the upload's behind the upload.
   void arrive_before(void* stream) const;
 
   // Finds the full and the empty tiles of a segment's mask, for the launches that follow on the
   // stream.
-  void class_mask(int segment, const RunExtras& mask, const LaunchTarget& target) const;
-  // Of a segment: whether the launch's kernel reads tile classes; the classes that write() made, or
-  // null.
-  bool uses_classes(int segment) const {
-    return plan_->layout().segments[segment].class_begin.present();
+  void find_mask_tiles(int segment, const RunExtras& mask, const LaunchTarget& target) const;
+  // Of a segment: whether the launch's kernel reads the tiles of its mask; those that write()
+  // found, or null.
+  bool uses_mask_tiles(int segment) const {
+    return plan_->layout().segments[segment].mask_tiles_begin.present();
   }
-  std::uint32_t* mask_classes(int segment) const {
-    return plan_->layout().segments[segment].mask_classes.in(memory_);
+  std::uint32_t* mask_tiles(int segment) const {
+    return plan_->layout().segments[segment].mask_tiles.in(memory_);
   }
-  bool has_classes(int segment) const { return has_classes_[segment]; }
+  bool has_mask_tiles(int segment) const { return has_mask_tiles_[segment]; }
 
   // Everything of ForwardParams that no tensor decides.
   ForwardParams params() const;
-  // The same of StageParams, for a plan with copies.
-  StageParams stage_params() const;
+  // The same of PrepassParams, for a plan with copies.
+  PrepassParams prepass_params() const;
   const MergeItem* merges(int segment) const {
     return plan_->layout().segments[segment].merges.in(memory_);
   }
@@ -113,14 +113,14 @@ class DevicePlan {
   bool page_indices_are_callers(int segment) const { return page_indices_are_callers_[segment]; }
 
  private:
-  void class_masks(const Upload& upload);
+  void find_all_mask_tiles(const Upload& upload);
   void join(void* stream) const;
 
   std::shared_ptr<const Uploader> uploader_;
   void* memory_;
   std::int64_t capacity_;
   std::shared_ptr<const Plan> plan_;
-  bool has_classes_[kMaxSegments] = {};           // those of the mask that write() was given
+  bool has_mask_tiles_[kMaxSegments] = {};        // those of the mask that write() was given
   PerSegment<const std::int32_t*> page_indices_;  // null: ragged
   bool page_indices_are_callers_[kMaxSegments] = {};
   MemoryClaim claim_;

@@ -53,46 +53,46 @@ void Launch::bind() {
   }
   forward_ = place_->params();
   for (int s = 0; s < tensors_.size(); ++s) bind_segment(s);
-  if (plan_->staged()) bind_copies();
+  if (plan_->has_prepass()) bind_copies();
 }
 
 void Launch::bind_copies() {
   const PlannedSegment& planned = plan_->segments()[0];
   const AttentionOptions& options = planned.options;
-  const StagedForm& form = *planned.staged;
+  const PrepassForm& form = *planned.prepass;
   ForwardSegment& segment = forward_.segments[0];
-  stage_ = place_->stage_params();
+  prepass_ = place_->prepass_params();
 
   const KvTensor k = copy_of(form.num_keys(), options.num_kv_heads, options.head_dim_qk);
   const KvTensor v = copy_of(form.num_keys(), options.num_kv_heads, options.head_dim_vo);
-  stage_.k = {.from = segment.k,
-              .from_dtype = options.kv_dtype,
-              .to = rows_of(k),
-              .num_heads = options.num_kv_heads,
-              .head_dim = options.head_dim_qk,
-              .position = options.position};
-  stage_.v = {.from = segment.v,
-              .from_dtype = options.kv_dtype,
-              .to = rows_of(v),
-              .num_heads = options.num_kv_heads,
-              .head_dim = options.head_dim_vo};
+  prepass_.k = {.from = segment.k,
+                .from_dtype = options.kv_dtype,
+                .to = rows_of(k),
+                .num_heads = options.num_kv_heads,
+                .head_dim = options.head_dim_qk,
+                .position = options.position};
+  prepass_.v = {.from = segment.v,
+                .from_dtype = options.kv_dtype,
+                .to = rows_of(v),
+                .num_heads = options.num_kv_heads,
+                .head_dim = options.head_dim_vo};
   segment.k = k;
-  if (form.v() == StagedPlace::kWorkspace) {
+  if (form.v() == PrepassPlace::kWorkspace) {
     segment.v = v;
   } else {
-    segment.v.num_tokens -= stage_.kv_begin;
+    segment.v.num_tokens -= prepass_.kv_begin;
   }
-  if (form.q() == StagedPlace::kCaller) return;
+  if (form.q() == PrepassPlace::kCaller) return;
   RowTensor q = segment.o;
-  if (form.q() == StagedPlace::kWorkspace) {
+  if (form.q() == PrepassPlace::kWorkspace) {
     q = rows_of(copy_of(planned.batch->qo_end(), options.num_qo_heads, options.head_dim_qk));
   }
-  stage_.q = {.from = page_of(segment.q),
-              .from_dtype = options.q_dtype,
-              .to = q,
-              .num_heads = options.num_qo_heads,
-              .head_dim = options.head_dim_qk,
-              .position = options.position};
+  prepass_.q = {.from = page_of(segment.q),
+                .from_dtype = options.q_dtype,
+                .to = q,
+                .num_heads = options.num_qo_heads,
+                .head_dim = options.head_dim_qk,
+                .position = options.position};
   segment.q = q;
 }
 
@@ -169,9 +169,9 @@ bool Launch::start(const RunArguments& arguments) const {
   const LaunchTarget target{
       .device = plan_->device(), .stream = arguments.stream, .num_threads = arguments.num_threads};
   for (int s = 0; s < arguments.segments.size(); ++s) {
-    if (place_->uses_classes(s)) class_mask(s, forward.segments[s], target);
+    if (place_->uses_mask_tiles(s)) find_mask_tiles(s, forward.segments[s], target);
   }
-  if (plan_->staged()) stage(arguments, forward.segments[0], target);
+  if (plan_->has_prepass()) run_prepass(arguments, forward.segments[0], target);
   check_launch(services_->launch_forward(plan_->kernel(), forward, sizes.num_ctas, target),
                plan_->kernel().id);
   const bool captured = services_->is_capturing(target);
@@ -182,47 +182,47 @@ bool Launch::start(const RunArguments& arguments) const {
   return captured;
 }
 
-void Launch::class_mask(int index, ForwardSegment& segment, const LaunchTarget& target) const {
+void Launch::find_mask_tiles(int index, ForwardSegment& segment, const LaunchTarget& target) const {
   RunExtras& extras = segment.extras;
-  const bool brought = extras.mask_classes != nullptr;
+  const bool brought = extras.mask_tiles != nullptr;
   if (extras.mask_bits == nullptr) {
     throw std::logic_error(std::string(plan_->kernel().id) + ": a run without the plan's mask");
   }
-  if (!brought) extras.mask_classes = place_->mask_classes(index);
-  if (!brought && place_->has_classes(index)) return;
-  place_->class_mask(index, extras, target);
+  if (!brought) extras.mask_tiles = place_->mask_tiles(index);
+  if (!brought && place_->has_mask_tiles(index)) return;
+  place_->find_mask_tiles(index, extras, target);
 }
 
-void Launch::stage(const RunArguments& arguments, ForwardSegment& segment,
-                   const LaunchTarget& target) const {
+void Launch::run_prepass(const RunArguments& arguments, ForwardSegment& segment,
+                         const LaunchTarget& target) const {
   const SegmentArguments& given = arguments.segments[0];
   const RunExtras& extras = given.extras;
   if (extras.scale_q != nullptr || extras.scale_k != nullptr || extras.scale_v != nullptr) {
     throw std::logic_error(
-        "factors of heads are for kernels that convert on load: plan with Staging::kNever");
+        "factors of heads are for kernels that convert on load: plan with Prepass::kNever");
   }
   const PlannedSegment& planned = plan_->segments()[0];
-  const StagedForm& form = *planned.staged;
+  const PrepassForm& form = *planned.prepass;
   auto* copies = static_cast<std::byte*>(arguments.float_workspace) + planned.copies_offset;
-  StageParams params = stage_;
+  PrepassParams params = prepass_;
   params.k.from.data = given.k;
   params.k.to.data = copies;
   segment.k.data = copies;
   params.v.from.data = given.v;
-  if (form.v() == StagedPlace::kWorkspace) {
+  if (form.v() == PrepassPlace::kWorkspace) {
     params.v.to.data = copies + form.v_offset();
     segment.v.data = params.v.to.data;
   } else {
     segment.v.data = static_cast<const std::byte*>(given.v) +
                      params.kv_begin * segment.v.stride_token * size_of(planned.options.kv_dtype);
   }
-  if (form.q() != StagedPlace::kCaller) {
+  if (form.q() != PrepassPlace::kCaller) {
     params.q.from.data = given.q;
     params.q.to.data =
-        form.q() == StagedPlace::kOut ? given.o : static_cast<void*>(copies + form.q_offset());
+        form.q() == PrepassPlace::kOut ? given.o : static_cast<void*>(copies + form.q_offset());
     segment.q.data = params.q.to.data;
   }
-  check_launch(services_->stage(params, target), "staging");
+  check_launch(services_->prepass(params, target), "the pre-pass");
 }
 
 void Launch::combine(int index, const ForwardSegment& segment, const LaunchTarget& target) const {

@@ -74,12 +74,12 @@ class Launch {
   void check_inputs(int index, const RunArguments& arguments) const;
   // Checks what a segment writes against what both segments read and write.
   void check_outputs(int index, int other_index, const RunArguments& arguments) const;
-  // Where the kernel reads the mask's tile classes: plan() made those of its own mask; for a mask
-  // that the run brings, or that may have changed, a launch makes them here.
-  void class_mask(int index, ForwardSegment& segment, const LaunchTarget& target) const;
+  // Where the kernel reads the mask's tiles: plan() found those of its own mask; for a mask that
+  // the run brings, or that may have changed, a launch finds them here.
+  void find_mask_tiles(int index, ForwardSegment& segment, const LaunchTarget& target) const;
   // Makes the copies and points the kernel's segment at them.
-  void stage(const RunArguments& arguments, ForwardSegment& segment,
-             const LaunchTarget& target) const;
+  void run_prepass(const RunArguments& arguments, ForwardSegment& segment,
+                   const LaunchTarget& target) const;
   void combine(int index, const ForwardSegment& segment, const LaunchTarget& target) const;
 
   std::shared_ptr<const DevicePlan> place_;
@@ -88,7 +88,7 @@ class Launch {
   TensorSpans spans_[kMaxSegments];
   const DeviceServices* services_;
   ForwardParams forward_;
-  StageParams stage_;  // of a plan with copies
+  PrepassParams prepass_;  // of a plan with copies
   CombineParams combine_[kMaxSegments];
 };
 

@@ -122,22 +122,22 @@ ForwardKernel joint_kernel(const SegmentKernels& kernels, const char* id) {
 
 // The copies for the only segment, if they pay and fit; null: its kernel reads the caller's
 // tensors.
-std::shared_ptr<const StagedForm> stage(Family family, const PlanRequest& request,
-                                        const Problem& problem, const DeviceFacts& facts) {
+std::shared_ptr<const PrepassForm> plan_prepass(Family family, const PlanRequest& request,
+                                                const Problem& problem, const DeviceFacts& facts) {
   const SegmentProblem& segment = problem.segments[0];
   // Copies are laid out by plan()'s lengths, and a graph's launches outlive these.
   if (request.graph_max_rows > 0 || request.batch->are_bounds()) return nullptr;
-  const std::optional<AttentionOptions> options = staged_options(segment);
-  if (segment.staging == Staging::kNever || !options) return nullptr;
-  const FoundKernel transforming = find_kernel(family, segment, facts);
-  if (transforming.kernel == nullptr || !prefers_staging(segment, *transforming.kernel)) {
+  const std::optional<AttentionOptions> options = prepass_options(segment);
+  if (segment.prepass == Prepass::kNever || !options) return nullptr;
+  const FoundKernel converting = find_kernel(family, segment, facts);
+  if (converting.kernel == nullptr || !prefers_prepass(segment, *converting.kernel)) {
     return nullptr;
   }
   SegmentProblem described = segment;
   static_cast<AttentionOptions&>(described) = *options;
   const FoundKernel ordinary = find_kernel(family, described, facts);
-  if (ordinary.kernel == nullptr || !has_staged_rows(segment)) return nullptr;
-  auto form = std::make_shared<const StagedForm>(segment, *options, *ordinary.kernel);
+  if (ordinary.kernel == nullptr || !has_prepass_rows(segment)) return nullptr;
+  auto form = std::make_shared<const PrepassForm>(segment, *options, *ordinary.kernel);
   return form->bytes() <= problem.float_workspace_bytes ? form : nullptr;
 }
 
@@ -160,18 +160,19 @@ Problem describe(const PerSegment<PlanRequest>& requests, std::int64_t float_wor
 Plan::Choice Plan::choose(Family family, int device, const PerSegment<PlanRequest>& requests,
                           std::int64_t float_workspace_bytes) {
   const DeviceFacts& facts = facts_of(device);
-  Choice choice{.kernels = {}, .problem = describe(requests, float_workspace_bytes), .staged = {}};
+  Choice choice{.kernels = {}, .problem = describe(requests, float_workspace_bytes), .prepass = {}};
   Problem& problem = choice.problem;
   validate(problem);
   check_architecture(family, facts);
-  if (problem.segments.size() == 1) choice.staged = stage(family, requests[0], problem, facts);
-  if (choice.staged == nullptr) {
+  if (problem.segments.size() == 1)
+    choice.prepass = plan_prepass(family, requests[0], problem, facts);
+  if (choice.prepass == nullptr) {
     choice.kernels = find_kernels(family, problem, facts);
     return choice;
   }
-  choice.kernels = SegmentKernels(&choice.staged->kernel());
-  problem.segments = choice.staged->problem_of_kernel(problem.segments[0]);
-  const std::int64_t room = float_workspace_bytes - choice.staged->bytes();
+  choice.kernels = SegmentKernels(&choice.prepass->kernel());
+  problem.segments = choice.prepass->problem_of_kernel(problem.segments[0]);
+  const std::int64_t room = float_workspace_bytes - choice.prepass->bytes();
   problem.float_workspace_bytes = room / kCopyAlignment * kCopyAlignment;  // copies lie behind it
   return choice;
 }
@@ -183,7 +184,7 @@ Plan::Plan(Family family, int device, const PerSegment<PlanRequest>& requests,
 Plan::Plan(int device, const PerSegment<PlanRequest>& requests, const Choice& choice)
     : device_(device),
       kernels_(choice.kernels),
-      id_((choice.staged != nullptr ? "copies+" : "") + joint_id(kernels_)),
+      id_((choice.prepass != nullptr ? "copies+" : "") + joint_id(kernels_)),
       kernel_(joint_kernel(kernels_, id_.c_str())),
       planner_(choice.problem, facts_of(device), kernels_),
       graph_safe_(choice.problem.segments[0].graph_max_rows > 0),
@@ -194,18 +195,18 @@ Plan::Plan(int device, const PerSegment<PlanRequest>& requests, const Choice& ch
     segments_.add(
         {.options = requests[s].options, .batch = requests[s].batch, .kernel = kernels_[s]});
   }
-  if (choice.staged != nullptr) place_copies(choice.staged);
+  if (choice.prepass != nullptr) place_copies(choice.prepass);
   place_page_indices();
 }
 
-void Plan::place_copies(const std::shared_ptr<const StagedForm>& staged) {
+void Plan::place_copies(const std::shared_ptr<const PrepassForm>& prepass) {
   PlannedSegment& segment = segments_[0];
-  segment.staged = staged;
+  segment.prepass = prepass;
   segment.copies_offset = round_up(float_bytes_, kCopyAlignment);
-  float_bytes_ = segment.copies_offset + staged->bytes();
+  float_bytes_ = segment.copies_offset + prepass->bytes();
   if (segment.batch->page_size() == 0) return;
   segment.page_begin_offset = round_up(int_bytes_);
-  int_bytes_ = segment.page_begin_offset + staged->num_requests() * std::int64_t{4};
+  int_bytes_ = segment.page_begin_offset + prepass->num_requests() * std::int64_t{4};
 }
 
 // The pages that write() copies first, then those with an upload of their own. The bytes of both
@@ -252,9 +253,9 @@ void Plan::write(void* image) const {
     if (segment.batch->pinned_page_indices() == nullptr) {
       copy(segment.page_indices_offset, segment.batch->page_indices());
     }
-    if (segment.staged == nullptr || segment.batch->page_size() == 0) continue;
+    if (segment.prepass == nullptr || segment.batch->page_size() == 0) continue;
     copy(segment.page_begin_offset,
-         segment.batch->kv_indptr().first(segment.staged->num_requests()));
+         segment.batch->kv_indptr().first(segment.prepass->num_requests()));
   }
 }
 

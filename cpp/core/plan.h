@@ -8,7 +8,7 @@
 
 #include "core/batch.h"
 #include "core/device.h"
-#include "core/staging.h"
+#include "core/prepass.h"
 #include "planner/planner.h"
 
 namespace preflash {
@@ -28,11 +28,11 @@ struct PlannedSegment {
   const ForwardKernel* kernel = nullptr;
   std::int64_t page_indices_offset = 0;  // in the plan's image, of those that are on the host
   // Null: the kernel reads the caller's tensors.
-  std::shared_ptr<const StagedForm> staged = {};
-  std::int64_t page_begin_offset = 0;  // in the plan's image: StageParams::page_begin
+  std::shared_ptr<const PrepassForm> prepass = {};
+  std::int64_t page_begin_offset = 0;  // in the plan's image: PrepassParams::page_begin
   std::int64_t copies_offset = 0;      // in the float workspace
 
-  const AttentionOptions& kernel_options() const { return staged ? staged->options() : options; }
+  const AttentionOptions& kernel_options() const { return prepass ? prepass->options() : options; }
 };
 
 class Plan {
@@ -59,7 +59,7 @@ class Plan {
   std::int64_t image_bytes() const { return image_bytes_; }
   // The partials and, behind them, the copies of a segment that has some.
   std::int64_t float_bytes() const { return float_bytes_; }
-  bool staged() const { return segments_[0].staged != nullptr; }
+  bool has_prepass() const { return segments_[0].prepass != nullptr; }
 
   // Whether every plan for a batch of this size has these sizes: a CUDA graph may then hold a
   // launch of it while other plans are written into the place.
@@ -76,13 +76,13 @@ class Plan {
   struct Choice {
     SegmentKernels kernels;
     Problem problem;
-    std::shared_ptr<const StagedForm> staged;  // of the only segment
+    std::shared_ptr<const PrepassForm> prepass;  // of the only segment
   };
 
   Plan(int device, const PerSegment<PlanRequest>& requests, const Choice& choice);
   static Choice choose(Family family, int device, const PerSegment<PlanRequest>& requests,
                        std::int64_t float_workspace_bytes);
-  void place_copies(const std::shared_ptr<const StagedForm>& staged);
+  void place_copies(const std::shared_ptr<const PrepassForm>& prepass);
   void place_page_indices();
 
   int device_;

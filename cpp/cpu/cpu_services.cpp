@@ -11,7 +11,7 @@
 #include "cpu/isa.h"
 #include "cpu/merge.h"
 #include "cpu/pack_bits.h"
-#include "cpu/stage.h"
+#include "cpu/prepass.h"
 #include "preflash/request_lengths.h"
 
 namespace preflash {
@@ -123,7 +123,7 @@ constexpr DeviceServices kServices{
     .pinned_is_free = pinned_is_free,
     .launch_forward = launch_forward,
     .is_capturing = is_capturing,
-    .stage = call<StageParams, cpu::stage>,
+    .prepass = call<PrepassParams, cpu::prepass>,
     .combine = call<CombineParams, cpu::combine>,
     .merge_states = call<MergeStatesParams, cpu::merge_states>,
     .set_lengths = set_lengths,

@@ -15,11 +15,11 @@
 #include "cuda/plan_uploader.h"
 #include "kernels/combine/combine.h"
 #include "kernels/common/append_paged_kv.h"
-#include "kernels/common/mask_classes.h"
+#include "kernels/common/mask_tiles.h"
 #include "kernels/common/merge_states.h"
 #include "kernels/common/pack_bits.h"
 #include "kernels/common/request_lengths.h"
-#include "kernels/stage/stage.h"
+#include "kernels/prepass/prepass.h"
 
 namespace preflash {
 namespace {
@@ -114,14 +114,14 @@ LaunchError combine(const CombineParams& params, const LaunchTarget& target) {
                        "launching combine");
 }
 
-LaunchError stage(const StageParams& params, const LaunchTarget& target) {
+LaunchError prepass(const PrepassParams& params, const LaunchTarget& target) {
   if (params.to_dtype != DType::kFloat16 && params.to_dtype != DType::kBFloat16) {
-    return usage_error("staging: copies have 16 bits, f16 or bf16");
+    return usage_error("pre-pass: copies have 16 bits, f16 or bf16");
   }
   if (params.num_requests <= 0) return nullptr;
   DeviceGuard guard(target.device);
   if (guard.error() != nullptr) return guard.error();
-  return runtime_error(launch_stage(params, stream_of(target)), "launching the staging pass");
+  return runtime_error(launch_prepass(params, stream_of(target)), "launching the pre-pass");
 }
 
 LaunchError merge_states(const MergeStatesParams& params, const LaunchTarget& target) {
@@ -139,13 +139,13 @@ LaunchError set_lengths(const RequestLengths& lengths, const LaunchTarget& targe
   return runtime_error(launch_set_lengths(lengths, stream_of(target)), "setting lengths");
 }
 
-LaunchError class_mask(const MaskClassParams& params, const LaunchTarget& target) {
+LaunchError mask_tiles(const MaskTilesParams& params, const LaunchTarget& target) {
   constexpr int kMaxTileKeys = 512;  // threads of a CTA, 32 of a word's keys each
-  const MaskClassShape& shape = params.shape;
+  const MaskTilesShape& shape = params.shape;
   if (shape.tile_keys <= 0 || shape.tile_keys % 16 != 0 || shape.tile_keys > kMaxTileKeys ||
       shape.rows_per_tile <= 0 || shape.group_size <= 0) {
     return usage_error(
-        "class_mask: tile_keys %d must be a multiple of 16 up to %d, rows_per_tile %d and "
+        "mask_tiles: tile_keys %d must be a multiple of 16 up to %d, rows_per_tile %d and "
         "group_size %d positive",
         shape.tile_keys, kMaxTileKeys, shape.rows_per_tile, shape.group_size);
   }
@@ -154,8 +154,8 @@ LaunchError class_mask(const MaskClassParams& params, const LaunchTarget& target
   if (LaunchError error = query_device(target.device, &facts)) return error;
   DeviceGuard guard(target.device);
   if (guard.error() != nullptr) return guard.error();
-  return runtime_error(launch_mask_classes(params, facts.num_sms, stream_of(target)),
-                       "launching class_mask");
+  return runtime_error(launch_mask_tiles(params, facts.num_sms, stream_of(target)),
+                       "launching mask_tiles");
 }
 
 LaunchError pack_bits(const PackBitsParams& params, const LaunchTarget& target) {
@@ -208,11 +208,11 @@ preflash_device_services() {
       .pinned_is_free = &pinned_is_free,
       .launch_forward = &launch_forward,
       .is_capturing = &is_capturing,
-      .stage = &stage,
+      .prepass = &prepass,
       .combine = &combine,
       .merge_states = &merge_states,
       .set_lengths = &set_lengths,
-      .class_mask = &class_mask,
+      .mask_tiles = &mask_tiles,
       .pack_bits = &pack_bits,
       .append_paged_kv = &append_paged_kv,
   };

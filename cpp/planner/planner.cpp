@@ -5,7 +5,7 @@
 
 #include "planner/limits.h"
 #include "planner/message.h"
-#include "preflash/mask_classes.h"
+#include "preflash/mask_tiles.h"
 
 namespace preflash {
 namespace {
@@ -28,8 +28,7 @@ std::int64_t slots_of(const DeviceFacts& facts, const SegmentKernels& kernels) {
 std::int64_t full_slots_of(const DeviceFacts& facts, const SegmentKernels& kernels) {
   const Variant& variant = kernels[0]->variant;
   const bool reads = kernels[0]->traits.short_tiles == ShortTiles::kOwn &&
-                     variant.tile_class == TileClass::kDecode &&
-                     variant.arrival == Arrival::kDirect;
+                     variant.tile_class == TileClass::kDecode && variant.load == Load::kDirect;
   const std::int64_t slots = slots_of(facts, kernels);
   return reads ? std::min<std::int64_t>(std::max(facts.num_sms, 1), slots) : slots;
 }
@@ -87,25 +86,25 @@ void Planner::read_segment(const SegmentProblem& problem, const ForwardKernel& k
     if (problem.mask == Mask::kCustom) info.mask_begin = problem.mask_indptr[i];
     info.segment = index;
   }
-  if (problem.mask == Mask::kCustom && kernel.tile_classes == TileClasses::kUsed) {
-    count_classes(problem, segment);
+  if (problem.mask == Mask::kCustom && kernel.mask_tile_use == MaskTileUse::kUsed) {
+    count_mask_tiles(problem, segment);
   }
 }
 
-void Planner::count_classes(const SegmentProblem& problem, Segment& segment) const {
-  const MaskClassShape shape{.rows_per_tile = segment.tile.rows,
+void Planner::count_mask_tiles(const SegmentProblem& problem, Segment& segment) const {
+  const MaskTilesShape shape{.rows_per_tile = segment.tile.rows,
                              .tile_keys = segment.tile.keys,
                              .group_size = segment.group_size};
-  segment.class_begin.assign(1, 0);
+  segment.mask_tiles_begin.assign(1, 0);
   for (std::int32_t i = 0; i < segment.num_requests; ++i) {
     const RequestInfo& info = requests_[segment.first_request + i];
-    segment.class_begin.push_back(segment.class_begin.back() + shape.words(info));
+    segment.mask_tiles_begin.push_back(segment.mask_tiles_begin.back() + shape.words(info));
   }
-  segment.class_capacity = segment.class_begin.back();
+  segment.mask_tiles_capacity = segment.mask_tiles_begin.back();
   if (problem.graph_max_rows > 0) {
     const std::int64_t most =
         shape.most_words(segment.num_requests, problem.graph_max_rows, problem.graph_mask_bytes);
-    segment.class_capacity = std::max(segment.class_capacity, most);
+    segment.mask_tiles_capacity = std::max(segment.mask_tiles_capacity, most);
   }
 }
 
@@ -223,7 +222,7 @@ void Planner::count() {
     const SegmentLimits& capacity = segments_[s].capacity;
     sizes_.segments[s] = {.num_merges = static_cast<int>(capacity.merges),
                           .num_partial_rows = static_cast<int>(capacity.rows),
-                          .num_class_words = segments_[s].class_capacity};
+                          .num_mask_tile_words = segments_[s].mask_tiles_capacity};
   }
   sizes_.num_kv_tiles = work_.num_kv_tiles;
   Arena ints;
@@ -261,11 +260,11 @@ void Planner::lay_out(Arena& ints, Arena& floats, PlanLayout& layout) const {
       place.partial_o = floats.take<float>(segment.capacity.rows * segment.head_dim_vo);
       place.partial_lse = floats.take<PartialLse>(segment.capacity.rows);
     }
-    if (!segment.class_begin.empty()) {
-      place.class_begin = ints.take<std::int64_t>(
-          std::ssize(segment.class_begin),
-          [&](std::int64_t* begin) { std::ranges::copy(segment.class_begin, begin); });
-      place.mask_classes = ints.take<std::uint32_t>(segment.class_capacity);
+    if (!segment.mask_tiles_begin.empty()) {
+      place.mask_tiles_begin = ints.take<std::int64_t>(
+          std::ssize(segment.mask_tiles_begin),
+          [&](std::int64_t* begin) { std::ranges::copy(segment.mask_tiles_begin, begin); });
+      place.mask_tiles = ints.take<std::uint32_t>(segment.mask_tiles_capacity);
     }
   }
   layout.int_bytes = ints.bytes();

@@ -89,12 +89,12 @@ class Planner {
     Mask mask = Mask::kBounds;
     TileExtent tile;
     SegmentLimits capacity = {};  // room: what is used, or the most that a CUDA graph may use
-    std::vector<std::int64_t> class_begin = {};  // [num_requests + 1]; empty: no classes
-    std::int64_t class_capacity = 0;
+    std::vector<std::int64_t> mask_tiles_begin = {};  // [num_requests + 1]; empty: not read
+    std::int64_t mask_tiles_capacity = 0;
   };
 
   void read_segment(const SegmentProblem& problem, const ForwardKernel& kernel);
-  void count_classes(const SegmentProblem& problem, Segment& segment) const;
+  void count_mask_tiles(const SegmentProblem& problem, Segment& segment) const;
   void split(const Problem& problem, CtaSlots slots, const SegmentKernels& kernels);
   void cut_into_chunks(const Problem& problem, std::span<const SegmentPlan> plans,
                        const SplitProblem& decision);

@@ -28,7 +28,7 @@ void add_once(std::vector<std::string>& values, std::string value) {
 
 // In the dtypes and position of the tensors, which the caller knows.
 std::string asked(Variant wanted) {
-  wanted.arrival = compiled_form(wanted).arrival;
+  wanted.load = compiled_form(wanted).load;
   std::vector<std::string> parts;
   for (const Axis& axis : reported_axes()) {
     parts.push_back(std::string(axis.name) + " " + axis.value(wanted));
@@ -115,7 +115,7 @@ bool serves_better(const Variant& a, const Variant& b, const Variant& wanted) {
   if (size_a != size_b) return size_a < size_b;
   const TileClass tile_class = compiled_form(wanted).tile_class;
   if (a.tile_class != b.tile_class) return a.tile_class == tile_class;
-  if (a.arrival != b.arrival) return a.arrival == Arrival::kDirect;
+  if (a.load != b.load) return a.load == Load::kDirect;
   return num_options(a) < num_options(b);
 }
 

@@ -29,9 +29,9 @@ class Position:
     alibi: Position
     rope: Position
 
-class Arrival:
-    direct: Arrival
-    transformed: Arrival
+class Load:
+    direct: Load
+    converted: Load
 
 class Mask:
     bounds: Mask
@@ -62,7 +62,7 @@ class Variant:
         logits: Logits = ...,
         position: Position = ...,
         mask: Mask = ...,
-        arrival: Arrival = ...,
+        load: Load = ...,
         segments: Segments = ...,
         sparsity: Sparsity = ...,
     ) -> None: ...
@@ -216,8 +216,8 @@ def paged_batches(
     three, or for the largest page the page indices, are not all contiguous one-dimensional int32
     tensors on the CPU, of numbers that fit each other. page_size 0: ragged, without the pages."""
 
-class Staging(enum.Enum):
-    """Whether a pass of its own copies what a kernel would transform for every query tile."""
+class Prepass(enum.Enum):
+    """Whether a pass of its own copies what a kernel would convert for every query tile."""
 
     auto = ...
     never = ...
@@ -242,7 +242,7 @@ class AttentionOptions:
         chunk_size: int = ...,
         mask: Mask = ...,
         position: Position = ...,
-        staging: Staging = ...,
+        prepass: Prepass = ...,
         rope_scale: float = ...,
         rope_theta: float = ...,
         soft_cap: float = ...,
@@ -275,7 +275,7 @@ class AttentionOptions:
     @property
     def position(self) -> Position: ...
     @property
-    def staging(self) -> Staging: ...
+    def prepass(self) -> Prepass: ...
     @property
     def rope_scale(self) -> float: ...
     @property
@@ -322,13 +322,13 @@ class Plan:
     def num_segments(self) -> int: ...
     @property
     def id(self) -> str:
-        """Of its kernels, behind "copies+" where it is staged."""
+        """Of its kernels, behind "copies+" where it has a pre-pass."""
     @property
     def int_bytes(self) -> int: ...
     @property
     def float_bytes(self) -> int: ...
     @property
-    def staged(self) -> bool:
+    def has_prepass(self) -> bool:
         """Whether a pass before the kernel makes copies of k, v and q."""
     @property
     def num_items(self) -> int: ...
@@ -337,8 +337,8 @@ class Plan:
     @property
     def num_merges(self) -> int: ...
     @property
-    def mask_class_words(self) -> int:
-        """Room for the classes of a custom mask's tiles; 0: the kernel does not go by them."""
+    def mask_tile_words(self) -> int:
+        """For the empty, full and partial tiles of a custom mask; 0: the kernel reads its bits."""
 
     @property
     def num_kv_tiles(self) -> int: ...
@@ -417,7 +417,7 @@ class HeldMemory:
 
 class RunMemory:
     """What a launch uses beside the work list and the tensors of a segment. partials: the float
-    workspace. tensors: mask_bits, mask_classes and those of preflash._check.arguments.PerHead, by
+    workspace. tensors: mask_bits, mask_tiles and those of preflash._check.arguments.PerHead, by
     their names; None is absent."""
 
     def __init__(self, torch: Torch, partials: Any | None, **tensors: Any | None) -> None: ...

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 from preflash import cli
-from preflash._plan import staging
+from preflash._plan import prepass
 from preflash.cli.machine import choose_places
 
 PYTHON = f"{sys.executable} -m preflash"
@@ -77,10 +77,10 @@ def refused(capsys, command: str, *parts: str) -> None:
 
 
 @pytest.mark.parametrize("command", ["check --quick", "bench --quick", "demo"])
-@pytest.mark.parametrize("name", ["PREFLASH_BACKEND", "PREFLASH_STAGING"])
+@pytest.mark.parametrize("name", ["PREFLASH_BACKEND", "PREFLASH_PREPASS"])
 def test_an_environment_that_says_nonsense(monkeypatch, capsys, name, command):
     monkeypatch.setenv(name, "bogus")
-    monkeypatch.setattr(staging, "_given", os.environ.get("PREFLASH_STAGING") or "auto")
+    monkeypatch.setattr(prepass, "_given", os.environ.get("PREFLASH_PREPASS") or "auto")
     refused(capsys, command, f"{name}='bogus' in the environment")
 
 

@@ -30,12 +30,12 @@ _IN_MASK = (
     "half of them where a tile is masked; the slopes and distances of ALiBi on top of both"
 )
 _IN_GATHER = "words of the gathering producers' item loop; their row loops hold no LDL or STL"
-_IN_TRANSFORM = (
-    "addresses and counters of the producers between the tiles that they transform; consumers "
+_IN_CONVERSION = (
+    "addresses and counters of the producers between the tiles that they convert; consumers "
     "reload words that are the same for all tiles, at d256 and with a soft cap"
 )
 _IN_BRANCHES = (
-    "addresses that each branch of the transform reloads, two or three in 300 instructions, where "
+    "addresses that each branch of the conversion reloads, two or three in 300 instructions, where "
     "all options are run-time values; on sm_80 some 13 words a tile more, around the exponentials"
 )
 _IN_SCAN = (
@@ -73,7 +73,7 @@ ALLOWED_SPILLS = [
     ),
     AllowedSpill({"family": "sm80", "head_dim": "256", "tile_class": "decode"}, 48, _OUTSIDE),
     AllowedSpill({"family": "sm80", "head_dim": "512", "tile_class": "compact"}, 32, _OUTSIDE),
-    AllowedSpill({"family": "sm80", "arrival": "transformed"}, 904, _IN_BRANCHES, 35),
+    AllowedSpill({"family": "sm80", "load": "converted"}, 904, _IN_BRANCHES, 35),
     AllowedSpill({"family": "sm80", "segments": "two", "mask": "bounds"}, 364, _OF_BOTH, 9),
     AllowedSpill({"family": "sm80", "segments": "two", "mask": "custom"}, 690, _OF_BOTH, 59),
     AllowedSpill({"family": "sm90", "head_dim": "64"}, 32, _IN_GATHER),
@@ -85,17 +85,17 @@ ALLOWED_SPILLS = [
     AllowedSpill({"family": "sm90", "head_dim": "256"}, 320, _BETWEEN_ITEMS),
     AllowedSpill({"family": "sm90", "head_dim": "256", "segments": "two"}, 480, _BETWEEN_ITEMS),
     AllowedSpill({"family": "sm90", "head_dim": "64", "sparsity": "skipping"}, 96, _BETWEEN_ITEMS),
-    AllowedSpill({"family": "sm90", "arrival": "transformed"}, 1600, _IN_TRANSFORM, 6),
+    AllowedSpill({"family": "sm90", "load": "converted"}, 1600, _IN_CONVERSION, 6),
     AllowedSpill(
-        {"family": "sm90", "head_dim": "256", "arrival": "transformed"}, 2300, _IN_TRANSFORM, 17
+        {"family": "sm90", "head_dim": "256", "load": "converted"}, 2300, _IN_CONVERSION, 17
     ),
     AllowedSpill(
-        {"family": "sm90", "head_dim": "512", "arrival": "transformed"}, 2700, _IN_TRANSFORM, 24
+        {"family": "sm90", "head_dim": "512", "load": "converted"}, 2700, _IN_CONVERSION, 24
     ),
     AllowedSpill(
-        {"family": "sm90", "head_dim": "128", "mask": "custom", "arrival": "transformed"},
+        {"family": "sm90", "head_dim": "128", "mask": "custom", "load": "converted"},
         2000,
-        _IN_TRANSFORM + "; a tile reads nine words of its own, most before its products' turn",
+        _IN_CONVERSION + "; a tile reads nine words of its own, most before its products' turn",
         9,
     ),
     AllowedSpill({"family": "sm90", "mask": "custom"}, 320, _IN_SCAN, 2),

@@ -34,7 +34,7 @@ def test_ids_are_unique_and_spell_their_variant(matrix):
             "logits": "plain",
             "position": "none",
             "mask": "bounds",
-            "arrival": "direct",
+            "load": "direct",
             "segments": "one",
             "sparsity": "dense",
         }
@@ -169,7 +169,7 @@ def test_hopper_kernels_cover_every_head_dim_dtype_and_option(matrix):
     full = matrix.select("full", ["sm90"])
     tall = [v for v in full if v.tile_class == "prefill"]
     one = [v for v in tall if v.segments == "one" and v.sparsity == "dense"]
-    found = [(v.q_dtype, v.head_dim, v.logits, v.position, v.mask, v.arrival) for v in one]
+    found = [(v.q_dtype, v.head_dim, v.logits, v.position, v.mask, v.load) for v in one]
     heads = ("64", "128", "192x128", "256", "512")
     direct = [
         ("plain", "none", "bounds"),
@@ -178,13 +178,13 @@ def test_hopper_kernels_cover_every_head_dim_dtype_and_option(matrix):
         ("plain", "none", "custom"),
         ("softcap", "alibi", "custom"),
     ]
-    transformed = [
+    converted = [
         ("plain", "none", "bounds"),
         ("softcap", "alibi", "bounds"),
         ("softcap", "alibi", "custom"),
     ]
     kinds = [(*options, "direct") for options in direct]
-    kinds += [(*options, "transformed") for options in transformed]
+    kinds += [(*options, "converted") for options in converted]
     expected = [
         (*row, *kind) for row in itertools.product(("f16", "bf16"), heads) for kind in kinds
     ]
@@ -195,21 +195,21 @@ def test_hopper_kernels_cover_every_head_dim_dtype_and_option(matrix):
         itertools.product(("bf16", "f16"), ("128", "256", "64"), ["bounds"])
     )
     for variant in tall:
-        # A consumer warpgroup for each 64 rows, and a producer warpgroup, or two that transform, or
+        # A consumer warpgroup for each 64 rows, and a producer warpgroup, or two that convert, or
         # one beside it that transposes V.
         producers = variant.tile.warps - 4 * (variant.tile.m // 64)
         expected = (8,) if variant.q_dtype == "e4m3" else (4,)
-        assert producers in ((4, 8) if variant.arrival == "transformed" else expected), variant.id
+        assert producers in ((4, 8) if variant.load == "converted" else expected), variant.id
         assert variant.tile.m % 64 == 0
         assert variant.tile.n % 16 == 0
 
 
 def test_short_hopper_kernels_widen_with_options_and_are_plain_over_16_bits(matrix):
     short = [v for v in matrix.select("full", ["sm90"]) if v.tile_class == "decode"]
-    found = [(v.arrival, v.q_dtype, v.head_dim, (v.logits, v.position)) for v in short]
+    found = [(v.load, v.q_dtype, v.head_dim, (v.logits, v.position)) for v in short]
     heads = ("64", "128", "192x128", "256")
     none, every = ("plain", "none"), ("softcap", "alibi")
-    widening = itertools.product(["transformed"], ["f16"], heads, [none, every])
+    widening = itertools.product(["converted"], ["f16"], heads, [none, every])
     direct = itertools.product(["direct"], ("f16", "bf16"), ("64", "128"), [none])
     assert sorted(found) == sorted([*widening, *direct])
     for v in short:
@@ -226,7 +226,7 @@ def test_kernels_that_leave_tiles_out_are_the_plain_ones(matrix, family):
         itertools.product(("f16", "bf16"), heads)
     )
     for v in found:
-        rest = (v.tile_class, v.logits, v.position, v.mask, v.arrival)
+        rest = (v.tile_class, v.logits, v.position, v.mask, v.load)
         assert rest == ("prefill", "plain", "none", "bounds", "direct")
 
 
@@ -262,7 +262,7 @@ def test_small_presets_cover_every_head_dim_and_dtype(matrix, preset):
     for family in matrix.families:
         everything = matrix.select("full", [family])
         chosen = matrix.select(preset, [family])
-        for axis in ("q_dtype", "kv_dtype", "head_dim", "tile_class", "arrival"):
+        for axis in ("q_dtype", "kv_dtype", "head_dim", "tile_class", "load"):
             missing = {getattr(v, axis) for v in everything} - {getattr(v, axis) for v in chosen}
             assert not missing, f"{preset}: {family} lacks {axis} {missing}"
 
@@ -270,7 +270,7 @@ def test_small_presets_cover_every_head_dim_and_dtype(matrix, preset):
 def test_ci_covers_every_axis_value_of_every_family(matrix):
     for family in matrix.families:
         everything, chosen = matrix.select("full", [family]), matrix.select("ci", [family])
-        for axis in ("logits", "mask", "arrival", "sparsity"):
+        for axis in ("logits", "mask", "load", "sparsity"):
             assert {getattr(v, axis) for v in chosen} == {getattr(v, axis) for v in everything}
 
 
@@ -363,8 +363,8 @@ BAD_EDITS = [
     ("forward.toml", 'options = "run_time"', "", "0 rows of .*options"),
     ("forward.toml", 'beside = ["none", "single"]', 'beside = ["none", "pair"]', "pair"),
     ("forward.toml", 'beside = ["none", "single"]', "", "beside"),
-    ("forward.toml", '["logits", "position"]', '["logits", "arrival"]', "list of axes"),
-    ("forward.toml", 'arrival = "direct"\nbeside', "beside", "2 rows of .*options"),
+    ("forward.toml", '["logits", "position"]', '["logits", "load"]', "list of axes"),
+    ("forward.toml", 'load = "direct"\nbeside', "beside", "2 rows of .*options"),
     ("forward.toml", '[[options]]\nfamily = "sm80"', '[[options]]\nfamily = "cpu"', "rows of"),
     ("forward.toml", 'default = "plain"\n', "", "needs a default"),
     ("forward.toml", 'schedule = "persistent"', 'schedule = "forever"', "forever"),
@@ -420,21 +420,21 @@ SINGLE = {("softcap", *PLAIN[1:]), ("plain", "alibi", *PLAIN[2:]), SINGLE_MASK, 
 def test_options_together_are_at_run_time(matrix):
     """Of each kind of kernel one has them all; beside it stand those that a row of [[options]]
     says."""
-    tall = kinds_of(matrix, "sm80", segments="one", tile_class="prefill", arrival="direct")
+    tall = kinds_of(matrix, "sm80", segments="one", tile_class="prefill", load="direct")
     for kind, options in tall.items():
         singles = {"64": {SINGLE_MASK, SKIPPING}, "512": SINGLE - {SKIPPING}}
         head_dim = next(value for value in kind if value[0].isdigit())
         assert options == {PLAIN, EVERY, *singles.get(head_dim, SINGLE)}, kind
-    short = kinds_of(matrix, "sm80", tile_class="decode", arrival="direct")
+    short = kinds_of(matrix, "sm80", tile_class="decode", load="direct")
     assert short
     assert all(options == {PLAIN, EVERY} for options in short.values())
-    transformed = kinds_of(matrix, "sm80", arrival="transformed")
-    assert transformed
-    assert all(options == {EVERY} for options in transformed.values())
-    hopper = kinds_of(matrix, "sm90", arrival="transformed", tile_class="prefill")
+    converted = kinds_of(matrix, "sm80", load="converted")
+    assert converted
+    assert all(options == {EVERY} for options in converted.values())
+    hopper = kinds_of(matrix, "sm90", load="converted", tile_class="prefill")
     assert hopper
     assert all(options == {PLAIN, NO_MASK, EVERY} for options in hopper.values())
-    hopper = kinds_of(matrix, "sm90", arrival="transformed", tile_class="decode")
+    hopper = kinds_of(matrix, "sm90", load="converted", tile_class="decode")
     assert hopper
     assert all(options == {PLAIN, NO_MASK} for options in hopper.values())
     assert all(options == {PLAIN} for options in kinds_of(matrix, "cpu").values())
@@ -447,7 +447,7 @@ def test_options_together_are_at_run_time(matrix):
 def test_an_exclusion_takes_out_exactly_what_it_matches(tmp_path, matrix):
     row = (
         '[[exclude]]\nfamily = "sm80"\nhead_dim = ["256", "128"]\nq_dtype = "f16"\n'
-        'logits = "softcap"\narrival = "direct"\nreason = "a test leaves this out"\n\n'
+        'logits = "softcap"\nload = "direct"\nreason = "a test leaves this out"\n\n'
     )
     shrunk = edited_matrix(
         tmp_path, "forward.toml", "[[exclude]]\nfamily", f"{row}[[exclude]]\nfamily"

@@ -18,7 +18,7 @@ BASE = {
     "logits": "plain",
     "position": "none",
     "mask": "bounds",
-    "arrival": "direct",
+    "load": "direct",
     "segments": "one",
     "sparsity": "dense",
 }
@@ -30,7 +30,7 @@ ENUMS = {
     "logits": _core.Logits,
     "position": _core.Position,
     "mask": _core.Mask,
-    "arrival": _core.Arrival,
+    "load": _core.Load,
     "segments": _core.Segments,
     "sparsity": _core.Sparsity,
 }
@@ -287,7 +287,7 @@ def test_sm90_has_short_tiles_for_keys_that_widen(q_dtype):
     if not compiled_ids("sm90"):
         pytest.skip("built without sm90 kernels")
     wanted = variant(**SHORT_ON_SM90, q_dtype=q_dtype)
-    assert _core.find_id(wanted) == "sm90_f16_d128_decode_transformed"
+    assert _core.find_id(wanted) == "sm90_f16_d128_decode_converted"
 
 
 @pytest.mark.parametrize("kv_dtype", ["float8_e4m3fn", "float16"])
@@ -295,7 +295,7 @@ def test_sm90_has_no_short_tiles_for_keys_that_rope_rotates(kv_dtype):
     if not compiled_ids("sm90"):
         pytest.skip("built without sm90 kernels")
     wanted = variant(**SHORT_ON_SM90 | {"kv_dtype": kv_dtype}, q_dtype="float16", position="rope")
-    assert _core.find_id(wanted) == "sm90_f16_d128_transformed"
+    assert _core.find_id(wanted) == "sm90_f16_d128_converted"
 
 
 def test_sm90_has_custom_masks():
@@ -322,16 +322,16 @@ def test_an_absent_family_says_which_library_is_missing():
 @pytest.mark.parametrize(
     ("changes", "names"),
     [
-        ({}, ["kv dtype float16", "position none", "arrival direct"]),
-        ({"position": "rope"}, ["position rope", "arrival transformed"]),
-        ({"kv_dtype": "float8_e5m2"}, ["kv dtype float8_e5m2", "arrival transformed"]),
+        ({}, ["kv dtype float16", "position none", "load direct"]),
+        ({"position": "rope"}, ["position rope", "load converted"]),
+        ({"kv_dtype": "float8_e5m2"}, ["kv dtype float8_e5m2", "load converted"]),
         (
             {"q_dtype": "float8_e4m3fn", "kv_dtype": "float8_e4m3fn", "position": "alibi"},
-            ["q dtype float8_e4m3fn", "position alibi", "arrival transformed"],
+            ["q dtype float8_e4m3fn", "position alibi", "load converted"],
         ),
         # Nothing makes one dtype of these.
-        ({"kv_dtype": "bfloat16"}, ["kv dtype bfloat16", "arrival direct"]),
-        ({"q_dtype": "float8_e4m3fn"}, ["q dtype float8_e4m3fn", "arrival direct"]),
+        ({"kv_dtype": "bfloat16"}, ["kv dtype bfloat16", "load direct"]),
+        ({"q_dtype": "float8_e4m3fn"}, ["q dtype float8_e4m3fn", "load direct"]),
     ],
 )
 def test_a_miss_is_told_in_the_dtypes_of_the_tensors(family, changes, names):
@@ -381,33 +381,33 @@ def test_two_options_are_served_at_run_time(family, changes, kernel):
         # No short tiles there: the tall ones have each option alone.
         (DECODE | CAP | D512, "sm80_f16_d512_softcap"),
         (DECODE | CAP | ALIBI | D512, "sm80_f16_d512_softcap_alibi_custom"),
-        (E4M3, "sm80_f16_d128_softcap_alibi_custom_transformed"),
-        ({"family": "sm90"} | E4M3, "sm90_f16_d128_transformed"),
-        ({"family": "sm90"} | E4M3 | CAP, "sm90_f16_d128_softcap_alibi_transformed"),
-        ({"family": "sm90"} | E4M3 | ALIBI | D256, "sm90_f16_d256_softcap_alibi_transformed"),
-        ({"family": "sm90"} | E4M3 | CUSTOM, "sm90_f16_d128_softcap_alibi_custom_transformed"),
+        (E4M3, "sm80_f16_d128_softcap_alibi_custom_converted"),
+        ({"family": "sm90"} | E4M3, "sm90_f16_d128_converted"),
+        ({"family": "sm90"} | E4M3 | CAP, "sm90_f16_d128_softcap_alibi_converted"),
+        ({"family": "sm90"} | E4M3 | ALIBI | D256, "sm90_f16_d256_softcap_alibi_converted"),
+        ({"family": "sm90"} | E4M3 | CUSTOM, "sm90_f16_d128_softcap_alibi_custom_converted"),
         (
             {"family": "sm90", "position": "rope"} | CUSTOM | DECODE,
-            "sm90_f16_d128_softcap_alibi_custom_transformed",
+            "sm90_f16_d128_softcap_alibi_custom_converted",
         ),
-        ({"family": "sm90"} | E4M3 | DECODE, "sm90_f16_d128_decode_transformed"),
+        ({"family": "sm90"} | E4M3 | DECODE, "sm90_f16_d128_decode_converted"),
         # Queries of 8 bits: products of 8 bits in the plain case up to head_dim 128.
         ({"family": "sm90"} | ALL_E4M3, "sm90_e4m3_d128"),
         ({"family": "sm90"} | ALL_E4M3 | D96, "sm90_e4m3_d128"),
         ({"family": "sm90"} | ALL_E4M3 | D64, "sm90_e4m3_d64"),
-        ({"family": "sm90"} | ALL_E4M3 | D256, "sm90_f16_d256_transformed"),
-        ({"family": "sm90"} | ALL_E4M3 | DECODE, "sm90_f16_d128_decode_transformed"),
-        ({"family": "sm90"} | ALL_E4M3 | CAP, "sm90_f16_d128_softcap_alibi_transformed"),
-        ({"family": "sm90"} | ALL_E4M3 | CUSTOM, "sm90_f16_d128_softcap_alibi_custom_transformed"),
-        ({"family": "sm90", "position": "rope"} | ALL_E4M3, "sm90_f16_d128_transformed"),
-        (ALL_E4M3, "sm80_f16_d128_softcap_alibi_custom_transformed"),
+        ({"family": "sm90"} | ALL_E4M3 | D256, "sm90_f16_d256_converted"),
+        ({"family": "sm90"} | ALL_E4M3 | DECODE, "sm90_f16_d128_decode_converted"),
+        ({"family": "sm90"} | ALL_E4M3 | CAP, "sm90_f16_d128_softcap_alibi_converted"),
+        ({"family": "sm90"} | ALL_E4M3 | CUSTOM, "sm90_f16_d128_softcap_alibi_custom_converted"),
+        ({"family": "sm90", "position": "rope"} | ALL_E4M3, "sm90_f16_d128_converted"),
+        (ALL_E4M3, "sm80_f16_d128_softcap_alibi_custom_converted"),
         (
             {"family": "sm90"} | E4M3 | DECODE | ALIBI,
-            "sm90_f16_d128_decode_softcap_alibi_transformed",
+            "sm90_f16_d128_decode_softcap_alibi_converted",
         ),
         ({"family": "sm90"} | DECODE | CAP, "sm90_f16_d128_softcap"),
         ({"family": "sm90"} | DECODE | CAP | ALIBI, "sm90_f16_d128_softcap_alibi_custom"),
-        ({"family": "sm90", "position": "rope"} | CAP, "sm90_f16_d128_softcap_alibi_transformed"),
+        ({"family": "sm90", "position": "rope"} | CAP, "sm90_f16_d128_softcap_alibi_converted"),
         ({"family": "cpu"} | CAP | ALIBI | CUSTOM, "cpu_f16_d512"),
         ({"family": "cpu", "position": "rope", "sparsity": "skipping"}, "cpu_f16_d512"),
     ],
@@ -430,14 +430,14 @@ def test_which_kernel_has_options_at_run_time(changes, kernel):
     ],
     ids=str,
 )
-def test_one_sm80_kernel_transforms_with_whatever_options(sm80_ids, changes, tile_class):
+def test_one_sm80_kernel_converts_with_whatever_options(sm80_ids, changes, tile_class):
     wanted = variant(
         **{**BASE, "family": "sm80", "q_dtype": "bfloat16", "kv_dtype": "bfloat16"}
         | {"tile_class": tile_class}
         | changes
     )
     decode = "" if tile_class == "prefill" else "_decode"
-    kernel = f"sm80_bf16_d128{decode}_softcap_alibi_custom_transformed"
+    kernel = f"sm80_bf16_d128{decode}_softcap_alibi_custom_converted"
     if kernel not in sm80_ids:
         pytest.skip(f"{kernel} is not compiled in this build")
     assert _core.find_id(wanted) == kernel
@@ -445,7 +445,7 @@ def test_one_sm80_kernel_transforms_with_whatever_options(sm80_ids, changes, til
 
 def test_sm80_makes_float16_of_8_bit_queries(sm80_ids):
     eight = {"q_dtype": "float8_e4m3fn", "kv_dtype": "float8_e4m3fn"}
-    kernel = "sm80_f16_d128_softcap_alibi_custom_transformed"
+    kernel = "sm80_f16_d128_softcap_alibi_custom_converted"
     if kernel not in sm80_ids:
         pytest.skip(f"{kernel} is not compiled in this build")
     assert _core.find_id(variant(family="sm80", **eight)) == kernel
@@ -455,13 +455,13 @@ def test_sm80_makes_float16_of_8_bit_queries(sm80_ids):
 @pytest.mark.parametrize("q_dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("position", ["none", "rope"])
 def test_sm90_makes_float16_of_8_bit_keys_whatever_the_queries(q_dtype, kv_dtype, position):
-    if "sm90_f16_d128_transformed" not in compiled_ids("sm90"):
-        pytest.skip("sm90_f16_d128_transformed is not compiled in this build")
+    if "sm90_f16_d128_converted" not in compiled_ids("sm90"):
+        pytest.skip("sm90_f16_d128_converted is not compiled in this build")
     wanted = variant(family="sm90", q_dtype=q_dtype, kv_dtype=kv_dtype, position=position)
-    assert _core.find_id(wanted) == "sm90_f16_d128_transformed"
+    assert _core.find_id(wanted) == "sm90_f16_d128_converted"
 
 
-def test_what_arrives_as_it_is_multiplied_is_not_transformed(sm80_ids):
+def test_what_is_multiplied_as_stored_is_not_converted(sm80_ids):
     """A kernel with every option serves no launch that one without serves as well."""
     direct = variant(family="sm80", q_dtype="bfloat16", kv_dtype="bfloat16")
     assert _core.find_id(direct) == "sm80_bf16_d128"

@@ -5,7 +5,7 @@
 // Longer than other files, because it is one program: a check of each service of the library.
 //
 //   nvcc -std=c++20 -O3 -arch=sm_90 -Icpp/include -Icpp -o services_check
-//        tests/cpp/services_check.cu cpp/cuda/*.cpp cpp/kernels/{combine,common,stage}/*.cu
+//        tests/cpp/services_check.cu cpp/cuda/*.cpp cpp/kernels/{combine,common,prepass}/*.cu
 #include <cuda.h>
 
 #include <thread>
@@ -169,14 +169,14 @@ void check_pack_bits(const std::vector<int>& lengths, int first_element, bool li
   expect(packed.host() == expected, "pack_bits: " + std::to_string(lengths.size()) + " segments");
 }
 
-// One mask whose requests have tiles of every class.
-struct ClassCase {
-  MaskClassShape shape;
+// One mask whose requests have tiles of every kind.
+struct MaskCase {
+  MaskTilesShape shape;
   std::vector<std::pair<int, int>> lengths;  // of queries and keys
 };
 
-void check_class_mask(const ClassCase& c) {
-  const MaskClassShape& shape = c.shape;
+void check_mask_tiles(const MaskCase& c) {
+  const MaskTilesShape& shape = c.shape;
   std::vector<RequestInfo> requests;
   std::vector<int64_t> begin{0};
   int64_t bytes = 3;  // the first one begins in the middle of a word
@@ -185,7 +185,7 @@ void check_class_mask(const ClassCase& c) {
     bytes += (int64_t{queries} * keys + 7) / 8;
     begin.push_back(begin.back() + shape.words(requests.back()));
   }
-  std::vector<uint8_t> bits(bytes + 8, 0xff);  // what nobody owns would make other classes
+  std::vector<uint8_t> bits(bytes + 8, 0xff);  // what nobody owns would make other words
   std::vector<uint32_t> expected(begin.back() + 1, 0);
   std::memset(&expected.back(), kPoison, sizeof(uint32_t));
   for (std::size_t r = 0; r < requests.size(); ++r) {
@@ -222,21 +222,21 @@ void check_class_mask(const ClassCase& c) {
   DeviceArray<RequestInfo> device_requests(requests);
   DeviceArray<int64_t> device_begin(begin);
   DeviceArray<uint8_t> device_bits(bits);
-  DeviceArray<uint32_t> classes(expected.size());
-  accept(services.class_mask({.shape = shape,
+  DeviceArray<uint32_t> words(expected.size());
+  accept(services.mask_tiles({.shape = shape,
                               .requests = device_requests.data(),
-                              .class_begin = device_begin.data(),
+                              .mask_tiles_begin = device_begin.data(),
                               .mask_bits = device_bits.data(),
-                              .classes = classes.data(),
+                              .words = words.data(),
                               .num_requests = static_cast<int32_t>(requests.size())},
                              {.device = 0}));
   require(cudaDeviceSynchronize());
-  expect(classes.host() == expected, "class_mask: tiles of " + std::to_string(shape.rows_per_tile) +
-                                         " rows and " + std::to_string(shape.tile_keys) + " keys");
+  expect(words.host() == expected, "mask_tiles: tiles of " + std::to_string(shape.rows_per_tile) +
+                                       " rows and " + std::to_string(shape.tile_keys) + " keys");
   int64_t tokens = 0;
   for (auto [queries, keys] : c.lengths) tokens += queries;
   expect(begin.back() <= shape.most_words(std::ssize(c.lengths), tokens, bytes),
-         "class_mask: more words than a CUDA graph's plan reserves");
+         "mask_tiles: more words than a CUDA graph's plan reserves");
 }
 
 // Tokens of two requests into pages of 3 tokens, heads apart by more than their bytes; one token is
@@ -511,14 +511,14 @@ int main() {
   for (int group : {1, 3, 4, 8, 300}) {
     const int rows = group > 128 ? 128 : 128 / group * group;
     for (int keys : {16, 48, 64, 96, 128}) {
-      check_class_mask({{rows, keys, group}, {{300, 700}, {0, 5}, {1, 1}, {9, 0}, {33, 4096}}});
-      check_class_mask({{rows, keys, group}, {{5, 70001}, {130, 2049}, {2, 31}}});
+      check_mask_tiles({{rows, keys, group}, {{300, 700}, {0, 5}, {1, 1}, {9, 0}, {33, 4096}}});
+      check_mask_tiles({{rows, keys, group}, {{5, 70001}, {130, 2049}, {2, 31}}});
     }
   }
-  MaskClassParams unaligned{.shape = {.rows_per_tile = 64, .tile_keys = 24}, .num_requests = 1};
-  expect(says(services.class_mask(unaligned, {.device = 0}), "tile_keys 24"),
-         "class_mask: 24 keys");
-  std::printf("class_mask: done\n");
+  MaskTilesParams unaligned{.shape = {.rows_per_tile = 64, .tile_keys = 24}, .num_requests = 1};
+  expect(says(services.mask_tiles(unaligned, {.device = 0}), "tile_keys 24"),
+         "mask_tiles: 24 keys");
+  std::printf("mask_tiles: done\n");
   for (int row_bytes : {1, 11, 27, 128, 1000}) check_append(row_bytes);
   std::printf("append_paged_kv: done\n");
   check_dtype<__half>();

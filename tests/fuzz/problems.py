@@ -44,7 +44,7 @@ class Scratch(enum.Enum):
 
 
 class Copies(enum.Enum):
-    """Whether RoPE and fp8 run on copies: what PREFLASH_STAGING may say."""
+    """Whether RoPE and fp8 run on copies: what PREFLASH_PREPASS may say."""
 
     AUTO = "auto"
     ALWAYS = "always"
@@ -80,7 +80,7 @@ class Call:
     scratch: Scratch = Scratch.WHOLE
     index_on_device: bool = False
     threads: int = 1  # of the cpu backend
-    copies: Copies = Copies.AUTO  # of a case with a staged form
+    copies: Copies = Copies.AUTO  # of a case with a pre-pass
     padding: int = 0  # rows of q, and pages, that no request has, before and behind theirs
     graph: bool = False  # use_cuda_graph=True, with buffers
     hints: bool = False  # plan() is told the lengths and pages in its other forms, too

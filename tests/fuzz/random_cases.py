@@ -164,14 +164,14 @@ def random_cases(count: int, *, seed: int, longest: int = 300, work: float = 2e9
     return [random_case(rng, f"fuzz{index}", limits) for index in range(count)]
 
 
-def random_staged_cases(count: int, *, seed: int) -> list[Case]:
-    """`count` cases that have a staged form: RoPE or fp8, and an output of 16 bits in the dtype of
+def random_prepass_cases(count: int, *, seed: int) -> list[Case]:
+    """`count` cases that have a pre-pass: RoPE or fp8, and an output of 16 bits in the dtype of
     the products."""
     rng = random.Random(seed)
     limits = Limits(300, 2e9, dtypes=(torch.float16, torch.bfloat16))
     found: list[Case] = []
     while len(found) < count:
         case = random_case(rng, f"fuzz{len(found)}", limits)
-        if case.has_staged_form and not case.head_scales:
+        if case.has_prepass_form and not case.head_scales:
             found.append(case)
     return found

@@ -2,19 +2,19 @@
 shared memory, against the oracle, on fa2. Prints the kernels that ran."""
 
 import attention_cases
-import transformed_cases
-from preflash._plan import staging
+import converted_cases
+from preflash._plan import prepass
 from preflash.testing import build, runner
 
 
 def main() -> None:
     ran = set()
-    cases = [*attention_cases.core(), *attention_cases.tiny(), *transformed_cases.CASES]
+    cases = [*attention_cases.core(), *attention_cases.tiny(), *converted_cases.CASES]
     for case in cases:
         if max(case.head_dim, case.head_dim_vo or 0) <= 192:
             continue
         inputs = build(case, device="cuda")
-        with staging.forced("never"):  # on load, where a copy would spare the kernel
+        with prepass.forced("never"):  # on load, where a copy would spare the kernel
             wrapper = runner.planned(inputs, backend="fa2")
         runner.compare(inputs, *runner.run(wrapper, inputs)).check()
         ran.add(wrapper.variant)

@@ -9,7 +9,7 @@ import preflash
 import pytest
 import torch
 from backends import on_every_backend
-from preflash._plan import staging
+from preflash._plan import prepass
 from preflash.testing import Case, MaskKind, Position, Sinks, build, runner
 from repetition import assert_twenty_runs_are_equal
 
@@ -171,7 +171,7 @@ def test_more_tiles_than_slots(backend, dims, page_size):
 # --- operands that are converted on load -----------------------------------------
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-ARRIVALS = {
+LOADS = {
     "rope": {"position": Position.ROPE},
     "e4m3": {"kv_dtype": E4M3},
     "e5m2": {"kv_dtype": E5M2, "dtype": torch.float16},
@@ -179,12 +179,12 @@ ARRIVALS = {
     "e4m3_queries": {"dtype": E4M3},
 }
 
-on_every_arrival = pytest.mark.parametrize("arrival", ARRIVALS.values(), ids=ARRIVALS)
+on_every_load = pytest.mark.parametrize("load", LOADS.values(), ids=LOADS)
 
 
 def drawn(count: int, seed: int, **axes):
-    """`count` of all combinations of shapes, arrivals and `axes`: thousands together."""
-    axes = {"shape": SHAPES, "arrival": list(ARRIVALS), **axes}
+    """`count` of all combinations of shapes, loads and `axes`: thousands together."""
+    axes = {"shape": SHAPES, "load": list(LOADS), **axes}
     every = list(itertools.product(*axes.values()))
     return pytest.mark.parametrize(tuple(axes), random.Random(seed).sample(every, count), ids=named)
 
@@ -195,50 +195,50 @@ def named(value: object) -> str:
 
 def check_without_copies(case: Case, shape, backend: str) -> None:
     inputs = shaped(case, shape)
-    with staging.forced("never"):
+    with prepass.forced("never"):
         runner.check(inputs, backend=backend)
 
 
 @on_every_backend
 @drawn(150, 1, page_size=[0, 1, 16], dims=DIMS)
-def test_shapes_over_transformed_operands(backend, dims, page_size, arrival, shape):
-    how = {"page_size": page_size, "mask": MaskKind.CUSTOM, **ARRIVALS[arrival]}
+def test_shapes_over_converted_operands(backend, dims, page_size, load, shape):
+    how = {"page_size": page_size, "mask": MaskKind.CUSTOM, **LOADS[load]}
     check_without_copies(Case("shape", *LENS, 6, 2, *dims, **how), shape, backend)
 
 
 @on_every_backend
 @drawn(60, 2, dims=[(80, 48), (128, 128), (256, 256), (512, 512)])
-def test_split_keys_over_transformed_operands(backend, dims, arrival, shape):
+def test_split_keys_over_converted_operands(backend, dims, load, shape):
     """Chunks of which a mask leaves nothing; (80, 48) is padded."""
-    how = {"mask": MaskKind.CUSTOM, "page_size": 5, "fixed_split_size": 256, **ARRIVALS[arrival]}
+    how = {"mask": MaskKind.CUSTOM, "page_size": 5, "fixed_split_size": 256, **LOADS[load]}
     check_without_copies(Case("split", *LENS, 6, 2, *dims, **how), shape, backend)
 
 
 @on_every_backend
 @drawn(60, 3, dims=DIMS)
-def test_few_rows_over_transformed_operands(backend, dims, arrival, shape):
+def test_few_rows_over_converted_operands(backend, dims, load, shape):
     """Decode, and drafts: short tiles know no mask."""
     lens = (1, 1, 4, 1, 0, 7), (1700, 1, 513, 40, 90, 3001)
-    how = {"mask": MaskKind.CUSTOM, "page_size": 16, **ARRIVALS[arrival]}
+    how = {"mask": MaskKind.CUSTOM, "page_size": 16, **LOADS[load]}
     check_without_copies(Case("few", *lens, 8, 1, *dims, **how), shape, backend)
 
 
 @on_every_backend
 @drawn(40, 4, window_left=[0, 100])
-def test_windows_over_transformed_operands(backend, window_left, arrival, shape):
+def test_windows_over_converted_operands(backend, window_left, load, shape):
     how = {
         "mask": MaskKind.CUSTOM,
         "window_left": window_left,
         "page_size": 16,
-        **ARRIVALS[arrival],
+        **LOADS[load],
     }
     check_without_copies(Case("window", *LENS, 6, 2, 128, **how), shape, backend)
 
 
 @on_every_backend
 @drawn(80, 5, head_dim=[64, 128, 256, 512], soft_cap=[None, 20.0])
-def test_logits_over_transformed_operands(backend, soft_cap, head_dim, arrival, shape):
-    what = ARRIVALS[arrival]
+def test_logits_over_converted_operands(backend, soft_cap, head_dim, load, shape):
+    what = LOADS[load]
     how = {"soft_cap": soft_cap, "sinks": Sinks.MIXED, "mask": MaskKind.CUSTOM, **what}
     narrow = "kv_dtype" in what or what.get("dtype") is E4M3
     if "position" not in what:
@@ -248,38 +248,38 @@ def test_logits_over_transformed_operands(backend, soft_cap, head_dim, arrival, 
 
 
 @on_every_backend
-@on_every_arrival
+@on_every_load
 @pytest.mark.sanitizer
 @pytest.mark.parametrize("shape", [sparse, every_other_tile], ids=lambda shape: shape.__name__)
 @pytest.mark.parametrize("dims", DIMS, ids=str)
-def test_more_tiles_than_slots_over_transformed_operands(backend, dims, shape, arrival):
+def test_more_tiles_than_slots_over_converted_operands(backend, dims, shape, load):
     """Each CTA's pipelines of items and tiles go round, in items of one tile, too."""
     lens = (3, 1, 2, 1, 5, 4), (300, 1, 150, 37, 1260, 97)
-    how = {"mask": MaskKind.CUSTOM, "page_size": 1, **arrival}
+    how = {"mask": MaskKind.CUSTOM, "page_size": 1, **load}
     check_without_copies(Case("items", *lens, 64, 64, *dims, **how), shape, backend)
 
 
 @on_every_backend
-@on_every_arrival
-def test_twenty_runs_over_transformed_operands_are_equal(backend, arrival):
-    case = Case("repeat", *LENS, 8, 2, 128, page_size=16, mask=MaskKind.CUSTOM, **arrival)
+@on_every_load
+def test_twenty_runs_over_converted_operands_are_equal(backend, load):
+    case = Case("repeat", *LENS, 8, 2, 128, page_size=16, mask=MaskKind.CUSTOM, **load)
     inputs = shaped(case, ladder)
     wrapper = runner.make_wrapper(case, backend=backend, device="cuda")
-    with staging.forced("never"):
+    with prepass.forced("never"):
         runner.plan(wrapper, inputs)
     assert_twenty_runs_are_equal(wrapper, inputs)
 
 
 @on_every_backend
-@on_every_arrival
-def test_masks_need_no_room_for_copies(backend, arrival):
+@on_every_load
+def test_masks_need_no_room_for_copies(backend, load):
     """A prefill that copies would make faster, with a workspace that does not hold them."""
-    how = {"mask": MaskKind.CUSTOM, "page_size": 16, **arrival}
+    how = {"mask": MaskKind.CUSTOM, "page_size": 16, **load}
     inputs = shaped(Case("room", (3000,), (6133,), 8, 8, 128, **how), causal)
     buffer = runner.workspace("cuda", 8 << 20)
     wrapper = runner.make_wrapper(inputs.case, backend=backend, device="cuda", buffer=buffer)
     runner.plan(wrapper, inputs)
-    assert not wrapper._state.planned.primary.plan.staged
+    assert not wrapper._state.planned.primary.plan.has_prepass
     runner.compare(inputs, *runner.run(wrapper, inputs)).check()
 
 
@@ -332,12 +332,12 @@ def test_single(backend, shape):
 
 
 @on_every_backend
-@pytest.mark.parametrize("arrival", ["direct", *ARRIVALS])
-def test_masks_of_a_graph(backend, arrival):
+@pytest.mark.parametrize("load", ["direct", *LOADS])
+def test_masks_of_a_graph(backend, load):
     """Between replays the mask changes by a plan, and by the caller in its buffer."""
     batch, pages, page_size = 4, 128, 16
     case = Case("graph", (70, 1, 0, 40), (300, 77, 9, 700), 6, 2, 128, mask=MaskKind.CUSTOM)
-    case = dataclasses.replace(case, page_size=page_size, **ARRIVALS.get(arrival, {}))
+    case = dataclasses.replace(case, page_size=page_size, **LOADS.get(load, {}))
     mask_buffer = torch.zeros(16384, dtype=torch.uint8, device="cuda")
 
     def ints(count: int) -> torch.Tensor:

@@ -33,5 +33,5 @@ def test_every_wide_case(request):
     bytes_of = {kernel["id"]: kernel["smem_bytes"] for kernel in _core.kernels()}
     ran = done.stdout.split()
     assert max(bytes_of[name] for name in ran) <= LIMIT
-    for part in ("d512_compact", "d512_compact_softcap", "d256_decode", "_compact_", "transformed"):
+    for part in ("d512_compact", "d512_compact_softcap", "d256_decode", "_compact_", "converted"):
         assert any(part in name for name in ran), part

@@ -209,7 +209,7 @@ def test_two_streams_with_a_wrapper_each(backend):
 
 @on_every_backend
 def test_plans_back_to_back_do_not_overwrite_each_other(backend):
-    """Many plans are staged while the stream is still busy; each run gets its own plan."""
+    """Many plans are uploaded while the stream is still busy; each run gets its own plan."""
     cases = [
         dataclasses.replace(CASE, qo_lens=(10 + 7 * i, 3), kv_lens=(300 + 50 * i, 40 + i))
         for i in range(12)

@@ -41,8 +41,8 @@ def test_sizes_and_places_never_move(seed, split):
 
 @pytest.mark.parametrize("heads", [(1, 1), (8, 2), (7, 1), (300, 1)], ids=str)
 @pytest.mark.parametrize("seed", range(8))
-def test_classes_of_a_mask_never_move(seed, heads):
-    """The buffer of the mask bounds what its tiles' classes take, whatever the lengths."""
+def test_tiles_of_a_mask_never_move(seed, heads):
+    """The buffer of the mask bounds what the words of its tiles take, whatever the lengths."""
     rng = np.random.default_rng(seed)
     batch, max_rows = int(rng.integers(1, 7)), int(rng.integers(1, 200))
     options = {
@@ -53,7 +53,7 @@ def test_classes_of_a_mask_never_move(seed, heads):
         "tile_n": int(rng.choice([64, 128])),
         "graph_max_rows": max_rows,
         "disable_split_kv": True,
-        "classed": True,
+        "mask_tiles": True,
     }
     group = heads[0] // heads[1]
     tile_rows = 128 if group > 128 else 128 // group * group
@@ -71,15 +71,15 @@ def test_classes_of_a_mask_never_move(seed, heads):
     for qo_lens, kv_lens in batches:
         later = masked(qo_lens, kv_lens, room)
         assert later.layout == first.layout
-        words = later.sizes["segments"][0]["num_class_words"]
-        assert words == first.sizes["segments"][0]["num_class_words"]
-        begin = later.layout["class_begin"]
-        class_begin = np.frombuffer(later.image, "<i8", batch + 1, begin)
+        words = later.sizes["segments"][0]["num_mask_tile_words"]
+        assert words == first.sizes["segments"][0]["num_mask_tile_words"]
+        begin = later.layout["mask_tiles_begin"]
+        mask_tiles_begin = np.frombuffer(later.image, "<i8", batch + 1, begin)
         rows = -(-qo_lens * group // tile_rows)
         row_words = -(kv_lens // -options["tile_n"] // 16)
-        assert class_begin.tolist() == indptr(rows * row_words)
-        assert class_begin[-1] <= words
-        assert later.layout["mask_classes"] + 4 * words <= later.layout["int_bytes"]
+        assert mask_tiles_begin.tolist() == indptr(rows * row_words)
+        assert mask_tiles_begin[-1] <= words
+        assert later.layout["mask_tiles"] + 4 * words <= later.layout["int_bytes"]
 
 
 def test_the_worst_batch_fits():

@@ -21,7 +21,7 @@ def id_of(q_dtype, kv_dtype, dims, tile_class, position=POSITION.none):
 def test_short_tiles_of_fa3(q_dtype, dims):
     for kv_dtype in (DTYPE.float8_e4m3fn, DTYPE.float8_e5m2):
         short = id_of(q_dtype, kv_dtype, dims, _core.TileClass.decode)
-        assert short.endswith("_decode_transformed")
+        assert short.endswith("_decode_converted")
         assert "_decode" not in id_of(q_dtype, kv_dtype, dims, _core.TileClass.prefill)
     short = id_of(q_dtype, q_dtype, dims, _core.TileClass.decode)
     assert short.endswith("_decode") == (dims[0] <= 128)
@@ -33,7 +33,7 @@ def test_short_tiles_of_fa3(q_dtype, dims):
 def test_rotated_keys_have_tall_tiles(q_dtype, dims):
     for kv_dtype in (q_dtype, DTYPE.float8_e4m3fn, DTYPE.float8_e5m2):
         found = id_of(q_dtype, kv_dtype, dims, _core.TileClass.decode, POSITION.rope)
-        assert found.endswith("_transformed")
+        assert found.endswith("_converted")
         assert "_decode" not in found
 
 

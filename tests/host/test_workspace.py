@@ -9,7 +9,7 @@ import support_table
 import torch
 from planned import indptr, planner, ragged
 from preflash import _core
-from preflash._plan import staging
+from preflash._plan import prepass
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "cmake" / "codegen"))
 
@@ -128,7 +128,7 @@ def test_copies_are_no_condition(options, policy, lengths, use_cuda_graph):
         torch.empty(ROOM, dtype=torch.uint8), "NHD", use_cuda_graph, backend="cpu", **buffers
     )
     arguments = (*arrays.values(), 32, 8, 512, 16)
-    with staging.forced(policy):
+    with prepass.forced(policy):
         wrapper.plan(*arguments, **options)
         assert wrapper.variant.startswith("cpu_")
         assert "copies+" not in repr(wrapper)

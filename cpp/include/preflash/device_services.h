@@ -6,7 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "preflash/mask_classes.h"
+#include "preflash/mask_tiles.h"
 #include "preflash/params.h"
 #include "preflash/per_segment.h"
 #include "preflash/variant.h"
@@ -76,11 +76,11 @@ struct DeviceServices {
                                 const LaunchTarget&) = nullptr;
   // Whether the target's stream is being captured into a CUDA graph.
   bool (*is_capturing)(const LaunchTarget&) = nullptr;
-  LaunchError (*stage)(const StageParams&, const LaunchTarget&) = nullptr;
+  LaunchError (*prepass)(const PrepassParams&, const LaunchTarget&) = nullptr;
   LaunchError (*combine)(const CombineParams&, const LaunchTarget&) = nullptr;
   LaunchError (*merge_states)(const MergeStatesParams&, const LaunchTarget&) = nullptr;
   LaunchError (*set_lengths)(const RequestLengths&, const LaunchTarget&) = nullptr;
-  LaunchError (*class_mask)(const MaskClassParams&, const LaunchTarget&) = nullptr;
+  LaunchError (*mask_tiles)(const MaskTilesParams&, const LaunchTarget&) = nullptr;
   LaunchError (*pack_bits)(const PackBitsParams&, const LaunchTarget&) = nullptr;
   LaunchError (*append_paged_kv)(const AppendParams&, const LaunchTarget&) = nullptr;
 };

@@ -13,7 +13,7 @@ enum class TileRows : std::uint8_t { kFull, kTokenAligned };
 // What the dtypes of a kernel's variant are.
 enum class Operands : std::uint8_t {
   kStored,    // those of its tensors
-  kComputed,  // that of its matrix products; Arrival tells whether the tensors may have others
+  kComputed,  // that of its matrix products; Load tells whether the tensors may have others
 };
 
 // Where something is chosen.

@@ -28,8 +28,8 @@ struct RopeOptions {
 };
 
 // Whether a launch may first make copies of what its kernel would convert again for every query
-// tile (core/staging.h).
-enum class Staging : std::uint8_t {
+// tile (core/prepass.h).
+enum class Prepass : std::uint8_t {
   kAuto,    // where it is faster, as far as the workspace reaches
   kNever,   // results do not depend on the batch, or heads have factors
   kAlways,  // wherever the options have such a form and the workspace has room
@@ -49,7 +49,7 @@ struct AttentionOptions {
   std::int32_t chunk_size = 0;  // MaskBounds::chunk_size
   Mask mask = Mask::kBounds;
   Position position = Position::kNone;
-  Staging staging = Staging::kAuto;
+  Prepass prepass = Prepass::kAuto;
   RopeOptions rope;       // with Position::kRope
   float soft_cap = 0.0f;  // c: logit = c * tanh(sm_scale * qk / c); 0: off
 

@@ -56,9 +56,9 @@ struct RunExtras {
   // Packed custom mask, little bit order. 4-byte aligned, since kernels read words, and at least 8
   // readable bytes follow the last request's bits.
   const std::uint8_t* mask_bits = nullptr;
-  // Their classes (mask_classes.h), where the kernel reads them. A run that brings its mask
+  // Their tiles (mask_tiles.h), where the kernel reads them. A run that brings its mask
   // brings memory for them, which the launch fills; null: those of the plan.
-  std::uint32_t* mask_classes = nullptr;
+  std::uint32_t* mask_tiles = nullptr;
   // [num_qo_heads], natural logarithms: one more logit of every row of a head, not scaled, whose
   // key has no value. It counts once, however the keys are split, and in the LSE.
   const float* sinks = nullptr;
@@ -100,7 +100,7 @@ struct ForwardSegment : AttentionOptions {
   std::int32_t page_size = 1;
 
   RunExtras extras;
-  const std::int64_t* class_begin = nullptr;  // [requests]: each one's first word of mask_classes
+  const std::int64_t* mask_tiles_begin = nullptr;  // [requests]: each one's first word
   // What this segment's items with a partial_row write.
   float* partial_o = nullptr;         // [partial rows, head_dim_vo]
   PartialLse* partial_lse = nullptr;  // [partial rows]
@@ -142,7 +142,7 @@ struct RequestLengths {
 };
 
 // Rows of one operand that are copied, dequantised or rotated, before the kernel reads them.
-struct StagedOperand {
+struct PrepassOperand {
   KvTensor from;  // q: one page
   DType from_dtype = DType::kFloat16;
   RowTensor to;  // data null: the operand stays where it is. May be `from` itself, row by row.
@@ -151,12 +151,12 @@ struct StagedOperand {
   Position position = Position::kNone;  // kRope: rotated
 };
 
-// The pre-pass of a plan with copies (core/staging.h). The copies of k and v are ragged
+// The pre-pass of a plan with copies (core/prepass.h). The copies of k and v are ragged
 // and begin with the first request's first key, as the requests say.
-struct StageParams {
-  StagedOperand q;
-  StagedOperand k;
-  StagedOperand v;
+struct PrepassParams {
+  PrepassOperand q;
+  PrepassOperand k;
+  PrepassOperand v;
   DType to_dtype = DType::kFloat16;
   RopeOptions rope;
 

@@ -103,9 +103,9 @@ struct SegmentLayout {
   Offset<MergeItem> merges;  // [num_merges]
   Offset<float> partial_o;   // [num_partial_rows, head_dim_vo], each normalised by its own sum
   Offset<PartialLse> partial_lse;  // [num_partial_rows]
-  // With a custom mask, where the kernel reads its tile classes (mask_classes.h).
-  Offset<std::int64_t> class_begin;    // [requests + 1]: each request's first word
-  Offset<std::uint32_t> mask_classes;  // [num_class_words], which the device writes
+  // With a custom mask, where the kernel reads its tiles (mask_tiles.h).
+  Offset<std::int64_t> mask_tiles_begin;  // [requests + 1]: each request's first word
+  Offset<std::uint32_t> mask_tiles;       // [num_mask_tile_words], which the device writes
 
   friend bool operator==(const SegmentLayout&, const SegmentLayout&) = default;
 };
@@ -125,7 +125,8 @@ struct PlanLayout {
 struct SegmentSizes {
   int num_merges = 0;
   int num_partial_rows = 0;
-  std::int64_t num_class_words = 0;  // room: what is used, or the most that a CUDA graph may use
+  // Room: what is used, or the most that a CUDA graph may use.
+  std::int64_t num_mask_tile_words = 0;
 };
 
 struct PlanSizes {

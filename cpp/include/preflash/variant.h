@@ -28,11 +28,11 @@ constexpr Variant compiled_form(Variant wanted) {
       wanted.q_dtype == DType::kFloat8E4M3 && wanted.kv_dtype == wanted.q_dtype;
   if (queries_of_8_bits || (size_of(wanted.q_dtype) == 2 && size_of(wanted.kv_dtype) == 1)) {
     wanted.q_dtype = wanted.kv_dtype = product_dtype(wanted.family, wanted.q_dtype);
-    wanted.arrival = Arrival::kTransformed;
+    wanted.load = Load::kConverted;
   }
   if (wanted.position == Position::kRope) {
     wanted.position = Position::kNone;
-    wanted.arrival = Arrival::kTransformed;
+    wanted.load = Load::kConverted;
     if (traits_of(wanted.family).short_tiles == ShortTiles::kOwn) {
       wanted.tile_class = TileClass::kPrefill;
     }
@@ -78,9 +78,9 @@ using ForwardLaunch = LaunchError (*)(const ForwardParams& params, int num_ctas,
                                       const LaunchTarget& target);
 
 // How a kernel with mask bits knows which tiles they leave.
-enum class TileClasses : std::uint8_t {
+enum class MaskTileUse : std::uint8_t {
   kUnused,  // it looks at the bits of every tile
-  kUsed     // it is told the class of each (mask_classes.h)
+  kUsed     // it reads which are empty, full or partial (mask_tiles.h)
 };
 
 struct ForwardKernel {
@@ -92,7 +92,7 @@ struct ForwardKernel {
   FamilyTraits traits = traits_of(variant.family);  // what the planner goes by
   int ctas_per_item = 1;       // each reads the item's rows of q and makes a part of o's columns
   TileShape second_tile = {};  // of the second segment, where the kernel has two
-  TileClasses tile_classes = TileClasses::kUnused;
+  MaskTileUse mask_tile_use = MaskTileUse::kUnused;
   Tracing tracing = Tracing::kNone;
 
   // Of one of the launch's segments.

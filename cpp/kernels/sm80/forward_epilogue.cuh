@@ -37,7 +37,7 @@ struct ForwardEpilogue {
     }
     if (!final()) {
       store_partial(rows_of_o, at);
-    } else if (!Traits::kTransforms || params.o_dtype == Traits::kVariant.q_dtype) {
+    } else if (!Traits::kConverts || params.o_dtype == Traits::kVariant.q_dtype) {
       store_final<ElementO>(tOrO);
     } else {
       store_other(tOrO, rows_of_o, at);
@@ -48,7 +48,7 @@ struct ForwardEpilogue {
   __device__ __forceinline__ bool final() const { return item.partial_row == WorkItem::kFinal; }
 
   __device__ __forceinline__ float out_scale() const {
-    const float* of_v = Traits::kTransforms ? params.extras.scale_v : nullptr;
+    const float* of_v = Traits::kConverts ? params.extras.scale_v : nullptr;
     return of_v == nullptr ? params.out_scale : params.out_scale * of_v[item.kv_head];
   }
 

@@ -48,9 +48,9 @@ __global__ void __launch_bounds__(ForwardTraits<V>::kThreads, V::kTile.ctas_per_
   // Through asm, so that it stays in a register: a re-read of %tid costs 30 clocks a tile.
   int thread;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-  if constexpr (Traits::kTransforms) {
+  if constexpr (Traits::kConverts) {
     if (params.segments[0].position == Position::kRope) {
-      fill_rotary_tables(params.segments[0], smem.transform, thread);
+      fill_rotary_tables(params.segments[0], smem.conversion, thread);
     }
   }
   let_next_kernel_begin();

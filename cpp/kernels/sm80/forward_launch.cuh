@@ -22,7 +22,7 @@ template <class V>
 typename ForwardTraits<V>::Segment make_segment(const ForwardSegment& segment) {
   typename ForwardTraits<V>::Segment made{};
   static_cast<KernelSegment&>(made) = KernelSegment::make(segment);
-  if constexpr (ForwardTraits<V>::kTransforms) {
+  if constexpr (ForwardTraits<V>::kConverts) {
     if (segment.position == Position::kRope) {
       made.rotary = rotary_frequencies(segment.rope, segment.head_dim_qk);
     }

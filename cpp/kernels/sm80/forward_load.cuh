@@ -13,13 +13,13 @@ namespace preflash::sm80 {
 // kWhole: every row and column of the tile exists. kPartial: some do not.
 enum class TileFill { kWhole, kPartial };
 
-// Elements in global memory: as wide as the tile's, or 8 bits, which OperandTransform dequantises.
+// Elements in global memory: as wide as the tile's, or 8 bits, which OperandConversion dequantises.
 enum class Stored { kAsInTile, k8Bits };
 
 template <class Traits>
 __device__ __forceinline__ Stored stored(DType dtype) {
   bool narrow = dtype == DType::kFloat8E4M3 || dtype == DType::kFloat8E5M2;
-  return Traits::kTransforms && narrow ? Stored::k8Bits : Stored::kAsInTile;
+  return Traits::kConverts && narrow ? Stored::k8Bits : Stored::kAsInTile;
 }
 template <class Element>
 __device__ __forceinline__ int bytes_of(Stored stored) {
@@ -271,8 +271,8 @@ __device__ __forceinline__ void fetch_q(const KernelSegment& params, const Reque
     int head = item.kv_head * params.group_size + packed.head_in_group;
     bool last = row == min(item.row_begin + Traits::kTileM, num_rows) - 1;
     ScoreBias<Traits>::note_row(smem.bias_rows, {r, token, head, last}, params, bounds);
-    if constexpr (Traits::kTransforms) {
-      smem.transform.row_factor[r] = head_factor(params, {head, item.kv_head}, row < num_rows);
+    if constexpr (Traits::kConverts) {
+      smem.conversion.row_factor[r] = head_factor(params, {head, item.kv_head}, row < num_rows);
     }
   }
 }

@@ -12,9 +12,9 @@
 #pragma once
 
 #include "kernels/common/convert.cuh"
+#include "kernels/sm80/forward_convert.cuh"
 #include "kernels/sm80/forward_load.cuh"
 #include "kernels/sm80/forward_mask.cuh"
-#include "kernels/sm80/forward_transform.cuh"
 #include "kernels/sm80/lazy_softmax.cuh"
 #include "kernels/sm80/row_peers.cuh"
 
@@ -68,8 +68,8 @@ struct ForwardMainloop {
     prologue(tiles, loader);
     auto rows_of_o = make_tensor(tOrO.data(), as_rows_and_columns(tOrO.layout()));
 
-    OperandTransform<Traits> transform{params, request, item, smem, thread};
-    QPrologue<Traits> q_prologue{transform};
+    OperandConversion<Traits> conversion{params, request, item, smem, thread};
+    QPrologue<Traits> q_prologue{conversion};
     if (q_prologue.wanted()) {
       cp_async_wait<0>();
       __syncthreads();
@@ -90,7 +90,7 @@ struct ForwardMainloop {
     }
 
     auto step = [&](int tile, int stage) {
-      wait_half_tile([&] { transform.keys(tile, stage); });  // V(tile - 1) has been read
+      wait_half_tile([&] { conversion.keys(tile, stage); });  // V(tile - 1) has been read
       if (tile + kStages - 1 < tiles.end) {
         int next = tile + kStages - 1;
         loader.fetch_v(next, stage == 0 ? kStages - 1 : stage - 1, fill_of(tiles, next));
@@ -105,7 +105,7 @@ struct ForwardMainloop {
       auto rows_of_s = make_tensor(tSrS.data(), as_rows_and_columns(tSrS.layout()));
       ScoreCoordinates<Traits> at({params, request, item, thread}, tile);
       if (changes_scores<Traits>(params)) {
-        transform.scores(rows_of_s, at);
+        conversion.scores(rows_of_s, at);
         if (has_soft_cap<Traits>(params)) {
           transform_logits<Traits::kVariant.logits>(tSrS, params.logits);
         }
@@ -116,7 +116,7 @@ struct ForwardMainloop {
       bool weighs = has_rows &&
                     softmax.refer(rows_of_s, rows_of_o, Softmax::params_of(params), peers, offset);
       // Behind the maxima, because few warps then wait for one that is late with its products.
-      wait_half_tile([&] { transform.values(stage); });  // K(tile) has been read
+      wait_half_tile([&] { conversion.values(stage); });  // K(tile) has been read
       if (fetch_next) loader.fetch_k(tile + kStages, stage, fill_of(tiles, tile + kStages));
       cp_async_fence();
       if (!weighs) return;
@@ -144,11 +144,11 @@ struct ForwardMainloop {
     return thread / 32 / Traits::kRowWarps;
   }
 
-  // For a half tile to be here; `transform` changes this thread's part of it.
-  template <class Transform>
-  __device__ __forceinline__ static void wait_half_tile(Transform transform) {
+  // For a half tile to be here; `convert` changes this thread's part of it.
+  template <class Convert>
+  __device__ __forceinline__ static void wait_half_tile(Convert convert) {
     cp_async_wait<2 * Traits::kStages - 2>();
-    transform();
+    convert();
     __syncthreads();
   }
 

@@ -18,7 +18,7 @@ namespace preflash::sm80 {
 using namespace cute;
 
 // What a kernel takes that converts on load.
-struct TransformSegment : KernelSegment {
+struct ConversionSegment : KernelSegment {
   RotaryFrequencies rotary;
 };
 
@@ -40,11 +40,11 @@ struct ForwardTraits {
   static constexpr TileShape kTile = V::kTile;
 
   // Whether operands in memory may have another form than the products take.
-  static constexpr bool kTransforms = kVariant.arrival == Arrival::kTransformed;
+  static constexpr bool kConverts = kVariant.load == Load::kConverted;
   // Whether the kernel branches where a launch lacks one of its options.
   static constexpr bool kOptionsAtRunTime = options_at_run_time(kVariant);
-  static_assert(!kTransforms || kOptionsAtRunTime);
-  using Segment = std::conditional_t<kTransforms, TransformSegment, KernelSegment>;
+  static_assert(!kConverts || kOptionsAtRunTime);
+  using Segment = std::conditional_t<kConverts, ConversionSegment, KernelSegment>;
   static constexpr int kSegments = kVariant.segments == Segments::kTwo ? 2 : 1;
   using Params = LaunchParams<Segment, kSegments>;
 
@@ -99,7 +99,7 @@ struct ForwardTraits {
   static constexpr int kRegisters = std::min(255, 65536 / (kThreads * kTile.ctas_per_sm) / 8 * 8);
   // Above head_dim 256 P comes back whole.
   static constexpr int kLoopRegisters =
-      (kTransforms ? 96 : 79) + (kColumnWarps == 1 ? 0 : 24) + (kNarrowKeys ? 32 : 0);
+      (kConverts ? 96 : 79) + (kColumnWarps == 1 ? 0 : 24) + (kNarrowKeys ? 32 : 0);
   // Beside decode items: warps without rows do nothing, so other items have the tensor core.
   static constexpr bool kIdleWarps = kSegments == 2 && kVariant.tile_class == TileClass::kDecode;
   static_assert(!kIdleWarps || (kColumnWarps == 1 && kTileM == kMmaRows));
@@ -139,7 +139,7 @@ __device__ __forceinline__ bool has_soft_cap(const KernelSegment& params) {
 }
 template <class Traits>
 __device__ __forceinline__ bool has_head_factors(const KernelSegment& params) {
-  return Traits::kTransforms &&
+  return Traits::kConverts &&
          (params.extras.scale_q != nullptr || params.extras.scale_k != nullptr);
 }
 // Most launches need one branch to know that nothing is between the product and the mask.
@@ -184,10 +184,10 @@ struct KeyOffsets {
 // RoPE's frequencies and what a lane's rotations turn by on its way through a tile, for each pair
 // of dimensions; and what the logits of a row are multiplied by, the scales of its heads' fp8
 // operands.
-template <class Traits, bool kTransforms = Traits::kTransforms>
-struct TransformTables {};
+template <class Traits, bool kConverts = Traits::kConverts>
+struct ConversionTables {};
 template <class Traits>
-struct TransformTables<Traits, true> {
+struct ConversionTables<Traits, true> {
   static constexpr int kPairs = Traits::kHeadQk / 2;
   alignas(16) std::uint64_t frequency[kPairs];
   alignas(16) Rotation row_step[kPairs];   // RotaryLanes::kRowsAtOnce rows
@@ -211,7 +211,7 @@ struct SharedStorage {
   alignas(128) ElementKv v[Traits::kStages][cosize_v<typename Traits::LayoutV>];
   RowKeys row_keys[Traits::kTileM];
   [[no_unique_address]] typename ScoreBias<Traits>::Rows bias_rows;
-  [[no_unique_address]] TransformTables<Traits> transform;
+  [[no_unique_address]] ConversionTables<Traits> conversion;
   [[no_unique_address]] PeerStorage<Traits> peers;
   // Two: one tile's are written while a warp may still read the last one's.
   KeyOffsets<Traits> key_offsets[2];

@@ -15,7 +15,7 @@ struct DecodeTraits {
   static constexpr TileShape kTile = V::kTile;
   static constexpr DType kProducts = kVariant.q_dtype;
 
-  static constexpr bool kConverts = kVariant.arrival == Arrival::kTransformed;
+  static constexpr bool kConverts = kVariant.load == Load::kConverted;
   static constexpr bool kHasFactors = kConverts;
   static constexpr bool kChoosesOutput = kConverts;
   static_assert(!kConverts || kProducts == DType::kFloat16, "8 bits widen to float16");

@@ -10,7 +10,7 @@
 
 namespace preflash::sm90 {
 
-// Arrivals that announce a tile of K or V. Where operands are transformed, one lane of each warp
+// Arrivals that announce a tile of K or V. Where operands are converted, one lane of each warp
 // that writes the tile arrives.
 template <class Traits>
 __device__ __forceinline__ int arrivals_of_tile(const HopperSegment& segment, bool gather) {
@@ -111,7 +111,7 @@ __global__ void __launch_bounds__(ForwardTraits<V>::kThreads, V::kTile.ctas_per_
       if (warpgroup == 1) return transpose_values(smem);
     }
     if constexpr (Traits::kConverts) {
-      produce_transformed(params, smem, begin, end);
+      produce_converted(params, smem, begin, end);
     } else if (gather) {
       produce_gather(params, smem, begin, end);
     } else {

@@ -19,7 +19,7 @@ const char* make_segment(const ForwardSegment& from, Segment& to) {
   static_cast<KernelSegment&>(to) = KernelSegment::make(from);
   to.rows_per_tile =
       rows_per_tile(traits_of(kVariant.family).tile_rows, Traits::kTileM, from.group_size);
-  to.class_begin = from.class_begin;
+  to.mask_tiles_begin = from.mask_tiles_begin;
   to.x_per_logit = kLog2E / to.logits.scale_log2;
   to.max_sum = SpeculativeSoftmax::max_sum(from.lse.form, kVariant.q_dtype);
   if constexpr (requires { to.rotary; }) {
@@ -109,7 +109,7 @@ ForwardKernel forward_kernel_entry() {
                       .launch = &launch_forward<V>,
                       .ctas_per_item = ForwardTraits<V>::kColumnParts,
                       .tracing = kTracing};
-  if constexpr (ForwardTraits<V>::kHasMaskBits) entry.tile_classes = TileClasses::kUsed;
+  if constexpr (ForwardTraits<V>::kHasMaskBits) entry.mask_tile_use = MaskTileUse::kUsed;
   if constexpr (ForwardTraits<V>::kSegments == 2) entry.second_tile = V::kSecondTile;
   return entry;
 }

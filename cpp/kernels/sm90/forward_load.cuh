@@ -5,18 +5,18 @@
 //     up the page of one box, a tile ahead, and one lane issues all boxes.
 //   produce_gather: cp.async loads every other page size, above all 1. All four warps copy rows of
 //     both K and V; each lane looks up the page of one or two rows, two tiles ahead.
-//   produce_transformed: where operands are transformed, cp.async gathers every tensor as it is
-//     stored. All four warps copy and transform their rows of both K and V.
+//   produce_converted: where operands are converted, cp.async gathers every tensor as it is
+//     stored. All four warps copy and convert their rows of both K and V.
 //   transpose_values: a second warpgroup beside either of the first two, for products of 8 bits.
 //
 // With a custom mask the tiles are the full and partial ones (kept_tiles.cuh). The warp that
 // prepares the items also announces these tiles.
 #pragma once
 
+#include "kernels/sm90/load_converted.cuh"
 #include "kernels/sm90/load_converted_slices.cuh"
 #include "kernels/sm90/load_gather.cuh"
 #include "kernels/sm90/load_tma.cuh"
-#include "kernels/sm90/load_transformed.cuh"
 #include "kernels/sm90/load_widened.cuh"
 #include "kernels/sm90/tile_stream.cuh"
 #include "kernels/sm90/transpose_values.cuh"
@@ -125,9 +125,8 @@ __device__ __forceinline__ void produce_gather(const ParamsOf<Traits>& params,
 
 // Warp 0 also prepares the items. The consumers load Q themselves (load_query.cuh).
 template <class Traits>
-__device__ __forceinline__ void produce_transformed(const ParamsOf<Traits>& params,
-                                                    SharedStorage<Traits>& smem, int begin,
-                                                    int end) {
+__device__ __forceinline__ void produce_converted(const ParamsOf<Traits>& params,
+                                                  SharedStorage<Traits>& smem, int begin, int end) {
   const HopperSegment& segment = params.segments[0];
   const bool is_leader = cutlass::canonical_warp_idx_sync() == 0;
   auto no_q = [](const ItemState&) {};
@@ -144,7 +143,7 @@ __device__ __forceinline__ void produce_transformed(const ParamsOf<Traits>& para
     }
   }
   using Loader =
-      conditional_t<Traits::kSliced, SliceTransformLoader<Traits>, TransformLoader<Traits>>;
+      conditional_t<Traits::kSliced, ConvertedSliceLoader<Traits>, ConvertedLoader<Traits>>;
   load_items(smem, announces, Loader(params, smem), no_q);
 }
 

@@ -14,7 +14,7 @@ struct HopperSegment : KernelSegment {
   // Loads.
   TensorMaps maps;
   BoxShape box;
-  const std::int64_t* class_begin;
+  const std::int64_t* mask_tiles_begin;
 
   // Scores.
   float x_per_logit;  // 1 in units of x, which times scale_log2 is a base-2 exponent
@@ -23,12 +23,12 @@ struct HopperSegment : KernelSegment {
 };
 
 // Of kernels that convert their operands.
-struct TransformSegment : HopperSegment {
+struct ConversionSegment : HopperSegment {
   RotaryFrequencies rotary;  // all 0 without RoPE
 };
 
 template <class Traits>
-using SegmentOf = cute::conditional_t<Traits::kConverts, TransformSegment, HopperSegment>;
+using SegmentOf = cute::conditional_t<Traits::kConverts, ConversionSegment, HopperSegment>;
 
 template <class Traits>
 using ParamsOf = LaunchParams<SegmentOf<Traits>, Traits::kSegments>;

@@ -30,10 +30,10 @@ struct ForwardTraits {
   static constexpr Variant kVariant = V::kVariant;
   static constexpr TileShape kTile = V::kTile;
 
-  // Q, K and V may lie in memory with 8 bits or before rotation (forward_transform.cuh). Producers
+  // Q, K and V may lie in memory with 8 bits or before rotation (forward_convert.cuh). Producers
   // gather and convert K and V, consumers load Q, scores and outputs may have factors of heads, and
   // the caller chooses the output's dtype.
-  static constexpr bool kConverts = kVariant.arrival == Arrival::kTransformed;
+  static constexpr bool kConverts = kVariant.load == Load::kConverted;
   static constexpr bool kConsumersLoadQ = kConverts;
   // Whether 8 bits are multiplied as they are stored. wgmma then takes V with its keys contiguous,
   // so a producer warpgroup transposes it (transpose_values.cuh).
@@ -95,7 +95,7 @@ struct ForwardTraits {
   static_assert(!kSliced || (kSlicesK * kSliceColumns == kHeadQk &&
                              kSlicesV * kSliceColumns == kPartVo && kSlicesV < kSliceSlots));
 
-  // The first warpgroup is the producer, or two are, where they transform what they load or the
+  // The first warpgroup is the producer, or two are, where they convert what they load or the
   // second transposes V; each consumer warpgroup computes 64 rows of the tile.
   static constexpr int kConsumers = kTileM / kWarpgroupRows;
   static constexpr int kConsumerWarps = kConsumers * kWarpgroupWarps;

@@ -1,11 +1,11 @@
 // The pipeline of the full and partial KV tiles of a custom mask. One producer warp announces each
-// item's tiles, the last one first (classed_tiles.cuh). Empty tiles, in which no row sees a key,
+// item's tiles, the last one first (mask_tile_reader.cuh). Empty tiles, in which no row sees a key,
 // are not announced, so they are neither loaded nor multiplied.
 //
 // Loading warps and consumers read the announcements, each at its own pace.
 #pragma once
 
-#include "kernels/sm90/classed_tiles.cuh"
+#include "kernels/sm90/mask_tile_reader.cuh"
 #include "kernels/sm90/work_items.cuh"
 
 namespace preflash::sm90 {
@@ -15,24 +15,24 @@ namespace preflash::sm90 {
 template <class Traits>
 struct KeptTileProducer : ItemProducer<Traits> {
   ProducerPipelineState<Traits::kTileSlots> tile_write = {};
-  ClassedTiles classed = {};  // of the item announced last
-  int next = -1;  // its tile to announce next; before classed.tiles.begin: there is none
+  MaskTileReader reader = {};  // of the item announced last
+  int next = -1;  // its tile to announce next; before reader.tiles.begin: there is none
 
   __device__ __forceinline__ void announce_item() {
     this->announce([&](const WorkItem& item, const RequestInfo& request, const TileRange& tiles) {
       if (tiles.count() == 0) return tiles;
-      classed = ClassedTiles::of<Traits>(this->params.segment_of(request), item, request, tiles);
-      next = classed.last_kept_before(tiles.end);
+      reader = MaskTileReader::of<Traits>(this->params.segment_of(request), item, request, tiles);
+      next = reader.last_kept_before(tiles.end);
       return has_tile() ? tiles : TileRange{};
     });
   }
 
-  __device__ __forceinline__ bool has_tile() const { return next >= classed.tiles.begin; }
+  __device__ __forceinline__ bool has_tile() const { return next >= reader.tiles.begin; }
 
   __device__ __forceinline__ void announce_tile() {
     auto& kept = this->smem.kept;
-    int word = next * 4 | (classed.is_whole(next) ? KeptTile::kWhole : 0);
-    next = classed.last_kept_before(next);
+    int word = next * 4 | (reader.is_whole(next) ? KeptTile::kWhole : 0);
+    next = reader.last_kept_before(next);
     if (!has_tile()) word |= KeptTile::kLast;
     int slot = tile_write.index();
     kept.tile_empty[slot].wait(tile_write.phase() ^ 1);

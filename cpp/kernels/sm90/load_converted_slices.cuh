@@ -3,7 +3,7 @@
 // ring at once.
 #pragma once
 
-#include "kernels/sm90/forward_transform.cuh"
+#include "kernels/sm90/forward_convert.cuh"
 #include "kernels/sm90/load_slices.cuh"
 #include "kernels/sm90/load_widened.cuh"
 
@@ -161,6 +161,6 @@ struct ConvertedSlices : SliceRows<Traits> {
 };
 
 template <class Traits>
-using SliceTransformLoader = KvSliceLoader<Traits, ConvertedSlices<Traits>>;
+using ConvertedSliceLoader = KvSliceLoader<Traits, ConvertedSlices<Traits>>;
 
 }  // namespace preflash::sm90

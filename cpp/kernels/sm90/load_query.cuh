@@ -4,7 +4,7 @@
 
 #include <bit>
 
-#include "kernels/sm90/forward_transform.cuh"
+#include "kernels/sm90/forward_convert.cuh"
 
 namespace preflash::sm90 {
 

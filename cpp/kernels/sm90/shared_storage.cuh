@@ -100,11 +100,11 @@ struct alignas(16) TmaCoordinates {
   int r;
 };
 
-// What the transform of operands needs beside them.
+// What the conversion of operands needs beside them.
 template <class Traits, bool kConverts = Traits::kConverts>
-struct TransformStorage {};
+struct ConversionStorage {};
 template <class Traits>
-struct TransformStorage<Traits, true> {
+struct ConversionStorage<Traits, true> {
   alignas(128) unsigned char raw[Traits::kRawBytes];
   std::uint64_t frequency[Traits::kPairs];  // RotaryFrequencies
   Rotation row_step[Traits::kPairs];        // from a key to the next that the same lane rotates
@@ -138,7 +138,7 @@ struct TransposeStorage<Traits, true> {
 };
 
 template <class Traits>
-struct SharedStorage : KvBuffers<Traits>, TransformStorage<Traits>, TransposeStorage<Traits> {
+struct SharedStorage : KvBuffers<Traits>, ConversionStorage<Traits>, TransposeStorage<Traits> {
   using ElementO = typename Traits::ElementO;
   alignas(1024) typename Traits::ElementQ q[cosize_v<typename Traits::LayoutQ>];
   // Each warp stages its 16 rows of O here, one block of columns at a time.

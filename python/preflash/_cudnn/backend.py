@@ -32,7 +32,7 @@ class CudnnPlan(NamedTuple):
     id: str
 
     int_bytes = 0
-    staged = False
+    has_prepass = False
 
     @property
     def float_bytes(self) -> int:

@@ -17,7 +17,7 @@ from .._check.tensors import kv_of, refuse_shared
 from .._device import backends
 from .._device.stream import DeviceStream, device_stream_of
 from .._device.workspace import Workspace
-from .._plan import pipeline, staging
+from .._plan import pipeline, prepass
 from .._run.variant import PlannedVariant, run_memory
 from . import lengths as fmha_lengths
 from .arguments import FmhaCall
@@ -105,7 +105,7 @@ def _run_within_bounds(call: FmhaCall, lengths: FmhaLengths, device_stream: Devi
     # Chunks of the keys would be those of the longest requests, and empty in most others.
     options = call.options.replace(disable_split=True)
     if options.kv_dtype != options.q_dtype:  # copies would be of keys that the plan knows of
-        options = staging.without(options)
+        options = prepass.without(options)
     key = (
         options, lengths.batch_size, lengths.max_q_len, lengths.max_kv_len, lengths.page_size,
         operands.q.shape[0], operands.kv_extent, operands.kv_layout, call.backend,

@@ -4,5 +4,5 @@ pipeline    request -> draft -> place -> upload; workspace_size
 masks       custom masks: packed, owned, classified by tile
 items       masks that calls describe in fewer numbers
 pages       page tables as lists of pages
-staging     which plans rotate or dequantise in a pre-pass
+prepass     which plans rotate or dequantise in a pre-pass
 """

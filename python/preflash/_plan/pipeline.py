@@ -23,7 +23,7 @@ from .._device import backends
 from .._device.workspace import Workspace
 from .._run.kernels import KernelBackend, backend_of
 from .._run.variant import PlannedVariant
-from . import staging
+from . import prepass
 
 for _family in _core.families():
     backends.register(backend_of(_family), _family)
@@ -41,7 +41,7 @@ def make_request(
     """masked: whether the options' mask is a custom one."""
     if masked:
         lengths.batch.use_mask()
-    options = staging.applied_to(options)
+    options = prepass.applied_to(options)
     return Request(options, lengths, kv_layout, None, graph_rows, graph_mask_bytes)
 
 
@@ -96,8 +96,8 @@ def _with_and_without_prepass(
     """The plan and, if it has a pre-pass, the plan without it: for a smaller float workspace, some
     CUDA graphs, and runs with factors of heads."""
     plans = [plan(room, backend_name, request).plan]
-    if plans[0].staged:
-        direct = request._replace(options=staging.without(request.options))
+    if plans[0].has_prepass:
+        direct = request._replace(options=prepass.without(request.options))
         with contextlib.suppress(NotImplementedError):  # no kernel fits this device without them
             plans.append(plan(room, backend_name, direct).plan)
     return plans

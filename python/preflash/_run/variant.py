@@ -147,11 +147,11 @@ class PlannedVariant:
 
     def memory_with_mask(self, mask: torch.Tensor) -> _core.RunMemory:
         """The plan's own, and the mask of one run."""
-        return run_memory(self.float_workspace, mask, classes=self.mask_classes())
+        return run_memory(self.float_workspace, mask, mask_tiles=self.mask_tiles())
 
-    def mask_classes(self) -> torch.Tensor | None:
+    def mask_tiles(self) -> torch.Tensor | None:
         """Memory for which tiles of a run's mask are full or empty, where kernels ask."""
-        words = self.plan.mask_class_words
+        words = self.plan.mask_tile_words
         if words == 0:
             return None
         return torch.empty(words, dtype=torch.int32, device=self.device_stream.device)
@@ -179,15 +179,15 @@ def run_memory(
     partials: torch.Tensor | None,
     mask: torch.Tensor | None = None,
     per_head: PerHead = _NO_HEADS,
-    classes: torch.Tensor | None = None,
+    mask_tiles: torch.Tensor | None = None,
 ) -> _core.RunMemory:
     """What a launch uses beside the work list and the tensors of a segment.
 
     partials: memory for those of split KV; a wrapper's outputs keep out of it under every plan.
-    mask: packed. classes: of a mask of one run, which that run fills.
+    mask: packed. mask_tiles: of a mask of one run, which that run fills.
     """
     return _core.RunMemory(
-        check.TORCH, partials, mask_bits=mask, mask_classes=classes, **per_head._asdict()
+        check.TORCH, partials, mask_bits=mask, mask_tiles=mask_tiles, **per_head._asdict()
     )
 
 

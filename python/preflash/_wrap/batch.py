@@ -35,7 +35,7 @@ from .._compat.cudnn_offsets import in_tokens
 from .._compat.engine_attributes import EngineAttributes
 from .._device import backends
 from .._device.workspace import Workspace, check_apart, check_buffer
-from .._plan import items, masks, pipeline, staging
+from .._plan import items, masks, pipeline, prepass
 from .._plan.masks import MaskSource
 from .._plan.pipeline import Draft
 from .._run.variant import PlannedVariant
@@ -355,9 +355,9 @@ class BatchPrefillWrapper(EngineAttributes):
         variant = planned.usual
         if variant is None or a.window_left is not None:
             variant = self._select(planned, options)
-        if a.per_head.scaled and variant.plan.staged:
+        if a.per_head.scaled and variant.plan.has_prepass:
             check_per_head(a.per_head, options, self.device, planned.asked.request.q_given)
-            variant = self._select(planned, staging.without(options))
+            variant = self._select(planned, prepass.without(options))
         sm_scale = planned.scales.logits
         if a.sm_scale is not None:
             sm_scale = softmax_scale(a.sm_scale, options)

@@ -24,12 +24,12 @@ from .._check.tensors import check_per_head
 from .._device import backends
 from .._device.stream import DeviceStream, device_stream_of
 from .._device.workspace import Workspace
-from .._plan import masks, pipeline, staging
+from .._plan import masks, pipeline, prepass
 from .._run.variant import PlannedVariant, run_memory
 from . import traced
 
 _PLANS_KEPT = 64
-# Enough to split the keys of one request over any machine, and for its copies (staging); allocated
+# Enough to split the keys of one request over any machine, and for its copies (pre-pass); allocated
 # only as far as a plan asks.
 _FLOAT_BYTES = 1024 * 1024 * 1024
 
@@ -94,7 +94,7 @@ def prefill(a: SingleArguments) -> Result:
 def _key(a: SingleArguments, per_head: PerHead, device_stream: DeviceStream) -> tuple:
     q, k, v = a.q, a.k, a.v
     return (q.shape, k.shape, v.shape, q.dtype, k.dtype, single_key(a), q.device,
-            device_stream.stream(), per_head.scaled, staging.policy())  # fmt: skip
+            device_stream.stream(), per_head.scaled, prepass.policy())  # fmt: skip
 
 
 def _plan(a: SingleArguments, per_head: PerHead, device_stream: DeviceStream) -> _Planned:
@@ -111,7 +111,7 @@ def _plan(a: SingleArguments, per_head: PerHead, device_stream: DeviceStream) ->
     request = request._replace(q_given=converted_from(a.q.dtype, options))
     if per_head.scaled:
         check_per_head(per_head, options, device_stream.device, request.q_given)
-        request = request._replace(options=staging.without(options))
+        request = request._replace(options=prepass.without(options))
     # One pair of pinned buffers per thread and device.
     device = device_stream.device
     workspace = _cache.workspaces.setdefault(
@@ -141,8 +141,8 @@ def _run_planned(
         # Freed in stream order: what was launched may still use them.
         device = variant.expected.device
         partials = torch.empty(num_bytes, dtype=torch.uint8, device=device) if num_bytes else None
-        classes = None if mask is None else variant.mask_classes()
-        memory = run_memory(partials, mask, per_head, classes)
+        mask_tiles = None if mask is None else variant.mask_tiles()
+        memory = run_memory(partials, mask, per_head, mask_tiles)
     was_shared = variant.shared
     result = variant.attend_to(a.q, (a.k, a.v), scales, outputs, memory)
     if variant.shared and not was_shared:  # with a CUDA graph

@@ -9,7 +9,7 @@ import torch
 
 from .. import _core
 from .._device import backends
-from .._plan import staging
+from .._plan import prepass
 from . import CommandError
 
 _DTYPES = {
@@ -89,7 +89,7 @@ def places() -> list[Place]:
 def _override() -> str | None:
     """The backend that the environment puts in the place of every other one."""
     try:
-        staging.check_environment()
+        prepass.check_environment()
         name = backends.requested("auto").name
     except ValueError as error:
         raise CommandError(str(error)) from None

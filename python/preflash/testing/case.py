@@ -156,7 +156,7 @@ class Case:
         return self.mask in (MaskKind.CUSTOM, MaskKind.CUSTOM_UINT8, MaskKind.PACKED)
 
     @property
-    def has_staged_form(self) -> bool:
+    def has_prepass_form(self) -> bool:
         """Whether a pre-pass may copy k, v and q: RoPE or fp8, in the dtype of the output."""
         products = self.dtype_o if self.dtype.itemsize == 1 else self.dtype
         changes = self.position is Position.ROPE or self.dtype_kv.itemsize == 1

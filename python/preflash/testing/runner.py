@@ -9,7 +9,7 @@ import torch
 
 from .. import _core
 from .._check.calls import PagedPlanArguments, RaggedPlanArguments, SingleArguments
-from .._plan import staging
+from .._plan import prepass
 from . import comparison
 from .case import Case, Magnitude, Position
 from .comparison import Report, poison
@@ -153,7 +153,7 @@ def compare(inputs: Inputs, out, lse, expected: Expected | None = None, **option
     if out.dtype.itemsize == 1:
         # Probabilities of 8 bits would be seen at the output's roundoff.
         options.setdefault("p_dtype", torch.bfloat16)
-    copied = staging.policy() == "always" and case.has_staged_form
+    copied = prepass.policy() == "always" and case.has_prepass_form
     if case.position is Position.ROPE and (out.is_cuda or copied):
         # Tensor cores and copies have 16 bits, the CPU float32. 8-bit queries are float16 by then,
         # in copies of the output's dtype.

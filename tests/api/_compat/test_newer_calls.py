@@ -486,7 +486,7 @@ def test_lengths_cannot_be_written(target, write):
 
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
 def test_a_mask_cannot_be_written(target, write):
-    """Neither its bits nor, on a GPU, the classes of its tiles would be what was planned."""
+    """Neither its bits nor, on a GPU, its full and empty tiles would be what was planned."""
     inputs, wrapper = made(dataclasses.replace(PAGED, mask=MaskKind.CUSTOM), target)
     runner.plan(wrapper, inputs)
     with pytest.raises(NotImplementedError, match=r"plan\(\)"):

@@ -145,7 +145,7 @@ def test_planned_by_name(target):
     inputs = build(case, device=target.device)
     wrapper = runner.make_wrapper(case, backend=target.backend, device=target.device)
     runner.plan(wrapper, inputs, q_data_type="float16", kv_data_type="float8_e4m3fn")
-    name = "_kve4m3_" if target.device == "cpu" else "_transformed"
+    name = "_kve4m3_" if target.device == "cpu" else "_converted"
     assert name in wrapper.variant
     runner.compare(inputs, *runner.run(wrapper, inputs)).check()
 

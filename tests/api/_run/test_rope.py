@@ -159,7 +159,7 @@ def test_planned_again(target, page_size):
             options = {"rope_scale": rope.scale, "rope_theta": rope.theta}
         runner.plan(wrapper, inputs, **options)
         if target.backend != "cpu":  # whose one kernel rotates where it is asked to
-            assert ("transformed" in wrapper.variant) == (rope is not None)
+            assert ("converted" in wrapper.variant) == (rope is not None)
         pipeline = dataclasses.replace(inputs.pipeline, rope=rope)
         expected = reference(inputs, pipeline=pipeline)
         runner.compare(inputs, *runner.run(wrapper, inputs), expected).check()

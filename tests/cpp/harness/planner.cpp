@@ -16,7 +16,7 @@
 
 #include "bindings/bindings.h"
 #include "core/device.h"
-#include "core/staging.h"
+#include "core/prepass.h"
 #include "cpu/forward.h"
 #include "cpu/merge.h"
 #include "harness/harness.h"
@@ -121,12 +121,12 @@ void fill_segment(Keywords& given, CaseSegment& out, SegmentProblem& problem) {
   problem.kv_dtype = given.take("kv_dtype", DType::kFloat16);
   problem.q_dtype = given.take("q_dtype", DType::kFloat16);
   problem.o_dtype = given.take("o_dtype", DType::kFloat16);
-  problem.staging = given.take("staging", Staging::kAuto);
+  problem.prepass = given.take("prepass", Prepass::kAuto);
   problem.split.fixed_split_size = given.take("fixed_split_size", 0);
   problem.split.disable = given.take("disable_split_kv", false);
   problem.graph_max_rows = given.take("graph_max_rows", 0);
   problem.graph_mask_bytes = given.take("graph_mask_bytes", std::int64_t{0});
-  if (given.take("classed", false)) out.kernel.tile_classes = TileClasses::kUsed;
+  if (given.take("mask_tiles", false)) out.kernel.mask_tile_use = MaskTileUse::kUsed;
   out.kernel.variant.position = problem.position;
   out.kernel.variant.mask = problem.mask;
   out.kernel.variant.head_dim_qk = problem.head_dim_qk;
@@ -169,8 +169,8 @@ py::dict layout_dict(const PlanLayout& layout, int num_segments) {
     out["merges"] = segment.merges.bytes;
     out["partial_o"] = segment.partial_o.bytes;
     out["partial_lse"] = segment.partial_lse.bytes;
-    out["class_begin"] = segment.class_begin.bytes;
-    out["mask_classes"] = segment.mask_classes.bytes;
+    out["mask_tiles_begin"] = segment.mask_tiles_begin.bytes;
+    out["mask_tiles"] = segment.mask_tiles.bytes;
     segments.append(out);
   }
   py::dict out;
@@ -190,7 +190,7 @@ py::dict sizes_dict(const PlanSizes& sizes, int num_segments) {
     py::dict out;
     out["num_merges"] = segment.num_merges;
     out["num_partial_rows"] = segment.num_partial_rows;
-    out["num_class_words"] = segment.num_class_words;
+    out["num_mask_tile_words"] = segment.num_mask_tile_words;
     segments.append(out);
     num_partial_rows += segment.num_partial_rows;
   }
@@ -257,8 +257,8 @@ bool prefers(const py::kwargs& kwargs) {
   fill_case(kwargs, given);
   // One kernel stands for both: the facts that count of either are no facts of the other.
   ForwardKernel kernel = given.segments[0].kernel;
-  kernel.variant.arrival = Arrival::kTransformed;
-  return prefers_staging(given.problem.segments[0], kernel);
+  kernel.variant.load = Load::kConverted;
+  return prefers_prepass(given.problem.segments[0], kernel);
 }
 
 void check(const py::kwargs& kwargs) {
@@ -388,7 +388,7 @@ void bind_planner(py::module_& module) {
   m.def("prefers_tall_tiles", &prefers_tall, py::arg("most_keys"));
   m.def("most_keys_of", &most_keys_of, py::arg("compiled"));
   m.def("validate", &check);
-  m.def("prefers_staging", &prefers);
+  m.def("prefers_prepass", &prefers);
   m.def("attend", &attend, py::arg("q"), py::arg("k"), py::arg("v"), py::arg("o"), py::arg("lse"));
   m.def("touched_tiles", &tiles_of);
   m.def("keeps", &keeps);

@@ -1,4 +1,4 @@
-"""When a plan copies what its kernel would transform for every query tile."""
+"""When a plan copies what its kernel would convert for every query tile."""
 
 import pytest
 from planned import planner, ragged
@@ -10,13 +10,13 @@ HEADS = {"num_qo_heads": 16, "num_kv_heads": 16, "tile_m": 128}
 
 
 def prefers(qo_lens, kv_lens, **options) -> bool:
-    return planner.prefers_staging(**ragged(qo_lens, kv_lens, **(HEADS | options)))
+    return planner.prefers_prepass(**ragged(qo_lens, kv_lens, **(HEADS | options)))
 
 
 @pytest.mark.parametrize("family", ["sm80", "sm90"])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("what", [ROPE, FP8, ROPE | FP8], ids=["rope", "fp8", "both"])
-def test_long_prefill_is_staged(what, causal, family):
+def test_long_prefill_has_a_prepass(what, causal, family):
     assert prefers([16384], [16384], causal=causal, family=family, **what)
     assert prefers([4096] * 4, [4096] * 4, causal=causal, family=family, **what)
 
@@ -56,7 +56,7 @@ def test_copies_with_fewer_bits_than_a_kernel_would_leave_are_not_made(what, out
 
 
 @pytest.mark.parametrize("split", [{"fixed_split_size": 2048}, {"disable_split_kv": True}])
-def test_results_that_no_batch_changes_are_not_staged(split):
+def test_results_that_no_batch_changes_have_no_prepass(split):
     assert not prefers([16384], [16384], **ROPE, **split)
 
 
@@ -65,6 +65,6 @@ def test_the_cpu_rotates_what_it_loads():
 
 
 def test_the_policy_comes_first():
-    never, always = _core.Staging.never, _core.Staging.always
-    assert not prefers([16384], [16384], staging=never, **ROPE)
-    assert prefers([1], [1], staging=always, disable_split_kv=True, **ROPE)
+    never, always = _core.Prepass.never, _core.Prepass.always
+    assert not prefers([16384], [16384], prepass=never, **ROPE)
+    assert prefers([1], [1], prepass=always, disable_split_kv=True, **ROPE)

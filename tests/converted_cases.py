@@ -1,4 +1,4 @@
-"""Cases whose operands are rotated or widened as they arrive, without copies: every form of them
+"""Cases whose operands are rotated or widened on load, without copies: every form of them
 with every option, at the head dims that have loops of their own."""
 
 import dataclasses

@@ -1,10 +1,10 @@
 // Loads of K and V that are converted on load. For every layout cp.async gathers rows as stored
 // into the raw ring; the warps that copied them dequantise and rotate them into their tiles
-// (forward_transform.cuh). V of 16 bits goes to its tile at once.
+// (forward_convert.cuh). V of 16 bits goes to its tile at once.
 #pragma once
 
 #include "kernels/sm90/copy_rows.cuh"
-#include "kernels/sm90/forward_transform.cuh"
+#include "kernels/sm90/forward_convert.cuh"
 #include "kernels/sm90/tile_ring.cuh"
 #include "kernels/sm90/tile_stream.cuh"
 
@@ -13,7 +13,7 @@ namespace preflash::sm90 {
 // All producer warps copy and convert the tiles of both operands. A warp has its share of the rows
 // for itself, so it waits only for its own copies.
 template <class Traits>
-struct TransformLoader {
+struct ConvertedLoader {
   static constexpr int kWarpKeys = Traits::kTileN / Traits::kProducerWarps;
   static_assert(kWarpKeys <= 32, "a lane looks up the page of one row");
 
@@ -23,7 +23,7 @@ struct TransformLoader {
   TileWriter<Traits, Operand::kV> v;
   ItemKeys item;
 
-  __device__ __forceinline__ TransformLoader(const ParamsOf<Traits>& params,
+  __device__ __forceinline__ ConvertedLoader(const ParamsOf<Traits>& params,
                                              SharedStorage<Traits>& smem)
       : params(params.segments[0]), smem(smem), k{smem}, v{smem} {}
 
@@ -107,7 +107,7 @@ struct TransformLoader {
   template <class CopyNext>
   __device__ __forceinline__ void publish_k(int tile, const CopyNext& copy_next) {
     await_rows();
-    RowTransform<Traits> rows{raw_k(), first_row()};
+    RowConversion<Traits> rows{raw_k(), first_row()};
     const bool rotates = !stored_in_8_bits() || params.position == Position::kRope;
     if (rotates) {
       k.wait();
@@ -118,7 +118,7 @@ struct TransformLoader {
     publish_rows(k);
     if (rotates) copy_next();
   }
-  __device__ __forceinline__ void rotate_rows(const RowTransform<Traits>& rows,
+  __device__ __forceinline__ void rotate_rows(const RowConversion<Traits>& rows,
                                               int first_key) const {
     auto rotate = [&](auto from) {
       rows.template rotate<from>(smem, first_key, params.head_dim_qk, k.bytes());
@@ -137,13 +137,13 @@ struct TransformLoader {
       copy_next();
       return;
     }
-    RowTransform<Traits> rows{raw_v(), first_row()};
+    RowConversion<Traits> rows{raw_v(), first_row()};
     widen_rows(rows, v, copy_next);
     publish_rows(v);
   }
 
   template <class Writer, class CopyNext>
-  __device__ __forceinline__ void widen_rows(const RowTransform<Traits>& rows, const Writer& write,
+  __device__ __forceinline__ void widen_rows(const RowConversion<Traits>& rows, const Writer& write,
                                              const CopyNext& copy_next) const {
     constexpr int kHead = Writer::kHead;
     auto narrow = rows.template read<kHead>();

@@ -1,4 +1,4 @@
-"""Staged plans: RoPE and fp8 on copies that a pass before the kernel makes."""
+"""Plans with a pre-pass: RoPE and fp8 on copies that it makes before the kernel."""
 
 import dataclasses
 import itertools
@@ -7,15 +7,15 @@ import random
 import pytest
 import torch
 from backends import on_every_backend
-from fuzz.random_cases import random_staged_cases
-from preflash._plan import staging
+from fuzz.random_cases import random_prepass_cases
+from preflash._plan import prepass
 from preflash.testing import Case, KvForm, MaskKind, Sinks, build, runner
 from preflash.testing.case import Position
 
 pytestmark = pytest.mark.gpu
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-BASE = Case("staged", (190, 0, 77, 3), (470, 9, 77, 0), 4, 2, 128, mask=MaskKind.CAUSAL)
+BASE = Case("prepass", (190, 0, 77, 3), (470, 9, 77, 0), 4, 2, 128, mask=MaskKind.CAUSAL)
 WHAT = {
     "rope": {"position": Position.ROPE},
     "e4m3": {"kv_dtype": E4M3},
@@ -34,7 +34,7 @@ MASKS = (
 HEAD_DIMS = ((64, None), (128, None), (192, 128), (256, None), (512, None), (80, None))
 
 
-def options_of_staged() -> list[dict]:
+def options_of_prepass() -> list[dict]:
     """All of them would be thousands: each value meets most of the others."""
     rng = random.Random(3)
     every = list(
@@ -62,21 +62,21 @@ def options_of_staged() -> list[dict]:
     return options
 
 
-def staged(case: Case, backend: str, size: int = 64 << 20):
+def with_prepass(case: Case, backend: str, size: int = 64 << 20):
     """A planned wrapper whose workspace is full of NaN."""
     inputs = build(case, device="cuda")
     buffer = runner.workspace("cuda", size).fill_(0xFF)
     wrapper = runner.make_wrapper(case, backend=backend, device="cuda", buffer=buffer)
-    with staging.forced("always"):
+    with prepass.forced("always"):
         runner.plan(wrapper, inputs)
-    assert wrapper._state.planned.primary.plan.staged
+    assert wrapper._state.planned.primary.plan.has_prepass
     return wrapper, inputs
 
 
 @on_every_backend
-@pytest.mark.parametrize("change", options_of_staged(), ids=lambda change: cases_id(change))
+@pytest.mark.parametrize("change", options_of_prepass(), ids=lambda change: cases_id(change))
 def test_numbers(backend, change):
-    wrapper, inputs = staged(dataclasses.replace(BASE, **change), backend)
+    wrapper, inputs = with_prepass(dataclasses.replace(BASE, **change), backend)
     runner.compare(inputs, *runner.run(wrapper, inputs)).check()
 
 
@@ -85,23 +85,23 @@ def cases_id(change: dict) -> str:
 
 
 @on_every_backend
-@pytest.mark.parametrize("case", random_staged_cases(60, seed=3), ids=lambda case: case.id)
+@pytest.mark.parametrize("case", random_prepass_cases(60, seed=3), ids=lambda case: case.id)
 def test_random_cases(backend, case):
     """Strides, offsets, lengths and garbage of every kind."""
-    wrapper, inputs = staged(case, backend, 512 << 20)
-    with staging.forced("always"):  # copies, whose rounding the bounds are told
+    wrapper, inputs = with_prepass(case, backend, 512 << 20)
+    with prepass.forced("always"):  # copies, whose rounding the bounds are told
         runner.compare(inputs, *runner.run(wrapper, inputs)).check()
 
 
 @on_every_backend
 @pytest.mark.parametrize("what", WHAT.values(), ids=WHAT)
-def test_long_prefill_is_staged_without_being_told(backend, what):
+def test_long_prefill_has_a_prepass_without_being_told(backend, what):
     case = Case("long", (3000,), (6133,), 8, 8, 128, mask=MaskKind.CAUSAL, page_size=16, **what)
     inputs = build(case, device="cuda")
     buffer = runner.workspace("cuda", 128 << 20)
     wrapper = runner.make_wrapper(case, backend=backend, device="cuda", buffer=buffer)
     runner.plan(wrapper, inputs)
-    assert wrapper._state.planned.primary.plan.staged
+    assert wrapper._state.planned.primary.plan.has_prepass
     runner.compare(inputs, *runner.run(wrapper, inputs)).check()
 
 
@@ -113,7 +113,7 @@ def test_masks_over_slices(backend, what, page_size):
     case = dataclasses.replace(
         BASE, head_dim=512, mask=MaskKind.CUSTOM, page_size=page_size, **what
     )
-    wrapper, inputs = staged(case, backend)
+    wrapper, inputs = with_prepass(case, backend)
     runner.compare(inputs, *runner.run(wrapper, inputs)).check()
 
 
@@ -124,8 +124,8 @@ def test_masks_under_rotated_queries_of_8_bits(backend, head_dim, o_dtype):
     """Copies have the dtype of the output."""
     case = dataclasses.replace(BASE, dtype=E4M3, o_dtype=o_dtype, position=Position.ROPE,
                                head_dim=head_dim, mask=MaskKind.CUSTOM)  # fmt: skip
-    wrapper, inputs = staged(case, backend)
-    with staging.forced("always"):
+    wrapper, inputs = with_prepass(case, backend)
+    with prepass.forced("always"):
         runner.compare(inputs, *runner.run(wrapper, inputs)).check()
 
 
@@ -141,7 +141,7 @@ def test_long_prefill_of_rotated_8_bits_keeps_the_bits_of_float16(backend, posit
     wrapper = runner.make_wrapper(case, backend=backend, device="cuda", buffer=buffer)
     runner.plan(wrapper, inputs)
     copied = backend == "fa2" and position is Position.NONE
-    assert wrapper._state.planned.primary.plan.staged == copied
+    assert wrapper._state.planned.primary.plan.has_prepass == copied
     runner.compare(inputs, *runner.run(wrapper, inputs)).check()
 
 
@@ -149,7 +149,7 @@ def test_long_prefill_of_rotated_8_bits_keeps_the_bits_of_float16(backend, posit
 def test_positions_beyond_2_17(backend):
     case = dataclasses.replace(BASE, qo_lens=(200,), kv_lens=(140001,), position=Position.ROPE,
                                num_qo_heads=1, num_kv_heads=1, page_size=16)  # fmt: skip
-    wrapper, inputs = staged(case, backend, 256 << 20)
+    wrapper, inputs = with_prepass(case, backend, 256 << 20)
     runner.compare(inputs, *runner.run(wrapper, inputs)).check()
 
 
@@ -163,7 +163,7 @@ def test_queries_of_groups(backend, heads, head_dim, dtype):
     """Copies of queries lie where their results will be."""
     case = dataclasses.replace(BASE, num_qo_heads=heads[0], num_kv_heads=heads[1], dtype=dtype,
                                head_dim=head_dim, position=Position.ROPE)  # fmt: skip
-    wrapper, inputs = staged(case, backend)
+    wrapper, inputs = with_prepass(case, backend)
     out, lse = runner.run(wrapper, inputs)
     runner.compare(inputs, out, lse).check()
     again, _ = runner.run(wrapper, inputs)
@@ -178,7 +178,9 @@ def test_queries_of_groups(backend, heads, head_dim, dtype):
                          ids=str)  # fmt: skip
 def test_rotated_queries(backend, change):
     """Signs of the scale that Q takes, other angles, and items that share rows of Q."""
-    wrapper, inputs = staged(dataclasses.replace(BASE, position=Position.ROPE, **change), backend)
+    wrapper, inputs = with_prepass(
+        dataclasses.replace(BASE, position=Position.ROPE, **change), backend
+    )
     runner.compare(inputs, *runner.run(wrapper, inputs)).check()
 
 
@@ -193,10 +195,10 @@ def test_many_rotated_queries(backend, heads):
         case, backend=backend, device="cuda", buffer=runner.workspace("cuda", 64 << 20)
     )
     runner.plan(wrapper, inputs)
-    assert wrapper._state.planned.primary.plan.staged
+    assert wrapper._state.planned.primary.plan.has_prepass
     out, lse = runner.run(wrapper, inputs)
     runner.compare(inputs, out, lse).check()
-    told, _ = staged(case, backend)
+    told, _ = with_prepass(case, backend)
     assert torch.equal(runner.run(told, inputs)[0], out)
 
 
@@ -205,7 +207,7 @@ def test_many_rotated_queries(backend, heads):
 def test_single(backend, what):
     case = dataclasses.replace(BASE, qo_lens=(190,), kv_lens=(470,), **what)
     inputs = build(case, device="cuda")
-    with staging.forced("always"):
+    with prepass.forced("always"):
         runner.compare(inputs, *runner.single(inputs, backend=backend)).check()
     wide = dataclasses.replace(case, head_dim=512, mask=MaskKind.CUSTOM)
     inputs = build(wide, device="cuda")
@@ -215,7 +217,7 @@ def test_single(backend, what):
 @on_every_backend
 def test_queries_in_place(backend):
     case = dataclasses.replace(BASE, position=Position.ROPE)
-    wrapper, inputs = staged(case, backend)
+    wrapper, inputs = with_prepass(case, backend)
     out, _ = runner.run(wrapper, inputs)
     q = inputs.q.clone()
     wrapper.run(q, inputs.k, inputs.v, out=q)
@@ -226,7 +228,7 @@ def test_queries_in_place(backend):
 @on_every_backend
 def test_runs_captured_into_a_graph(backend):
     case = dataclasses.replace(BASE, position=Position.ROPE, kv_dtype=E4M3, page_size=16)
-    wrapper, inputs = staged(case, backend)
+    wrapper, inputs = with_prepass(case, backend)
     expected, _ = runner.run(wrapper, inputs)
     q, out = torch.zeros_like(inputs.q), torch.empty_like(expected)
     graph = torch.cuda.CUDAGraph()
@@ -243,7 +245,7 @@ def test_streams_follow_each_other(backend):
     """The copies of a run are read before the next run on the stream writes its own."""
     case = Case("stream", (700, 900), (3000, 900), 8, 8, 128, position=Position.ROPE,
                 mask=MaskKind.CAUSAL)  # fmt: skip
-    wrapper, inputs = staged(case, backend)
+    wrapper, inputs = with_prepass(case, backend)
     other = build(case, device="cuda", seed=9)
     with torch.cuda.stream(torch.cuda.Stream()):
         torch.cuda._sleep(10_000_000)
@@ -254,9 +256,9 @@ def test_streams_follow_each_other(backend):
 
 
 @on_every_backend
-def test_factors_of_heads_take_the_kernel_that_transforms(backend):
+def test_factors_of_heads_take_the_kernel_that_converts(backend):
     case = dataclasses.replace(BASE, kv_dtype=E4M3, head_scales=True)
-    wrapper, inputs = staged(case, backend)
+    wrapper, inputs = with_prepass(case, backend)
     runner.compare(inputs, *runner.run(wrapper, inputs)).check()
 
 
@@ -264,14 +266,14 @@ def test_factors_of_heads_take_the_kernel_that_transforms(backend):
 def test_the_name_of_a_plan_tells_of_its_copies(backend):
     """Of the kernel that computes on them, or of the one that does without."""
     case = dataclasses.replace(BASE, head_dim=512, kv_dtype=E4M3)
-    wrapper, inputs = staged(case, backend)
+    wrapper, inputs = with_prepass(case, backend)
     family = {"fa2": "sm80", "fa3": "sm90"}[backend]
     assert wrapper.variant == f"copies+{family}_bf16_d512"
     assert wrapper.variant in repr(wrapper)
     small = runner.workspace("cuda", 1 << 20)
     wrapper = runner.make_wrapper(case, backend=backend, device="cuda", buffer=small)
-    with staging.forced("always"):
+    with prepass.forced("always"):
         runner.plan(wrapper, inputs)
     assert wrapper.variant.startswith(f"{family}_bf16_d512" if backend == "fa2" else family)
-    assert wrapper.variant.endswith("_transformed")
+    assert wrapper.variant.endswith("_converted")
     runner.compare(inputs, *runner.run(wrapper, inputs)).check()

@@ -5,6 +5,6 @@
 
 namespace preflash::cpu {
 
-void stage(const StageParams& params, int num_threads);
+void prepass(const PrepassParams& params, int num_threads);
 
 }  // namespace preflash::cpu

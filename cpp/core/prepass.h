@@ -1,4 +1,4 @@
-// Staging is the pre-pass: right before the attention kernel, on the same stream, it makes copies
+// The pre-pass: right before the attention kernel, on the same stream, it makes copies
 // of what the kernel would otherwise convert again for every query tile: K rotated (RoPE) and
 // dequantised (fp8), V dequantised, Q rotated or dequantised, paged K and V in contiguous rows. An
 // ordinary kernel then computes on the copies. plan() makes copies where they pay and where the
@@ -17,37 +17,37 @@ namespace preflash {
 
 // The options of the kernel that reads copies; none if there is nothing to copy, or if no kernel
 // writes the output's dtype.
-std::optional<AttentionOptions> staged_options(AttentionOptions options);
+std::optional<AttentionOptions> prepass_options(AttentionOptions options);
 
-// Whether copies are faster than `transforming`, which converts on load.
-bool prefers_staging(const SegmentProblem& problem, const ForwardKernel& transforming);
+// Whether copies are faster than `converting`, which converts on load.
+bool prefers_prepass(const SegmentProblem& problem, const ForwardKernel& converting);
 
 // Whether int32 counts the keys of the batch, as the rows of its copies are counted.
-bool has_staged_rows(const SegmentProblem& problem);
+bool has_prepass_rows(const SegmentProblem& problem);
 
 inline constexpr std::int64_t kCopyAlignment = 128;  // bytes: sectors and TMA's boxes begin there
 
 // Where the kernel finds an operand's rows. K's copy is always in the workspace.
-enum class StagedPlace : std::uint8_t {
+enum class PrepassPlace : std::uint8_t {
   kCaller,     // in the caller's tensor: they need no change
   kWorkspace,  // a copy
   kOut,        // in the rows of the output that their own results replace
 };
 
 // A batch whose keys and values are contiguous copies, one request behind the other.
-class StagedForm {
+class PrepassForm {
  public:
-  // options: staged_options() of the problem's, which has_staged_rows(). kernel: the ordinary one
+  // options: prepass_options() of the problem's, which has_prepass_rows(). kernel: the ordinary one
   // that serves them.
-  StagedForm(const SegmentProblem& problem, const AttentionOptions& options,
-             const ForwardKernel& kernel);
+  PrepassForm(const SegmentProblem& problem, const AttentionOptions& options,
+              const ForwardKernel& kernel);
 
   const AttentionOptions& options() const { return options_; }
   const ForwardKernel& kernel() const { return *kernel_; }
   std::int32_t num_requests() const { return static_cast<std::int32_t>(kv_indptr_.size()) - 1; }
   std::int32_t num_keys() const { return kv_indptr_.back(); }
-  StagedPlace q() const { return q_; }
-  StagedPlace v() const { return v_; }
+  PrepassPlace q() const { return q_; }
+  PrepassPlace v() const { return v_; }
 
   // Of the copies of k, v and q, one behind the other in the float workspace.
   std::int64_t bytes() const { return q_offset() + q_bytes_; }
@@ -61,8 +61,8 @@ class StagedForm {
   AttentionOptions options_;
   const ForwardKernel* kernel_;
   std::vector<std::int32_t> kv_indptr_;  // [num_requests + 1], from 0
-  StagedPlace q_ = StagedPlace::kCaller;
-  StagedPlace v_ = StagedPlace::kCaller;
+  PrepassPlace q_ = PrepassPlace::kCaller;
+  PrepassPlace v_ = PrepassPlace::kCaller;
   std::int64_t k_bytes_ = 0;
   std::int64_t v_bytes_ = 0;
   std::int64_t q_bytes_ = 0;

@@ -1,8 +1,8 @@
-// One CTA makes one word of classes at a time: it looks through the bits of a tile's tokens at the
-// keys of sixteen tiles. A thread has 32 of these keys, of some of the tokens. Tiles have multiples
-// of 16 keys, so each half of them is one tile's.
+// One CTA makes one word, of sixteen tiles, at a time: it looks through the bits of a tile's tokens
+// at the keys of sixteen tiles. A thread has 32 of these keys, of some of the tokens. Tiles have
+// multiples of 16 keys, so each half of them is one tile's.
 #include "kernels/common/mask.cuh"
-#include "kernels/common/mask_classes.h"
+#include "kernels/common/mask_tiles.h"
 
 namespace preflash {
 namespace {
@@ -12,13 +12,13 @@ constexpr int kUnroll = 8;
 constexpr int kWordKeys = 32;
 constexpr int kHalfKeys = kWordKeys / 2;
 
-// The request whose classes word `word` is one of: the last that begins at or before it.
-__device__ __forceinline__ int find_request(const MaskClassParams& params, std::int64_t word) {
+// The request that word `word` belongs to: the last that begins at or before it.
+__device__ __forceinline__ int find_request(const MaskTilesParams& params, std::int64_t word) {
   int low = 0;
   int high = params.num_requests;
   while (high - low > 1) {
     const int middle = low + (high - low) / 2;
-    if (params.class_begin[middle] <= word) {
+    if (params.mask_tiles_begin[middle] <= word) {
       low = middle;
     } else {
       high = middle;
@@ -38,7 +38,7 @@ struct Seen {
   }
 };
 
-__device__ __forceinline__ Seen look(const MaskClassParams& params, const RequestInfo& request,
+__device__ __forceinline__ Seen look(const MaskTilesParams& params, const RequestInfo& request,
                                      RowSpan tokens, int first_key, int step) {
   Seen seen;
   const int keys = min(request.kv_len - first_key, kWordKeys);
@@ -61,24 +61,24 @@ __device__ __forceinline__ Seen look(const MaskClassParams& params, const Reques
   return {seen.some & owned, seen.missing & owned};
 }
 
-__global__ void __launch_bounds__(kThreads) mask_classes_kernel(const MaskClassParams params) {
+__global__ void __launch_bounds__(kThreads) mask_tiles_kernel(const MaskTilesParams params) {
   __shared__ std::uint32_t some;
   __shared__ std::uint32_t missing;
   const int tile_keys = params.shape.tile_keys;
-  const int columns = MaskClasses::kWordTiles * tile_keys / kWordKeys;
+  const int columns = MaskTiles::kWordTiles * tile_keys / kWordKeys;
   const int step = kThreads / columns;  // threads that share a column
   const int column = threadIdx.x % columns;
   const int share = threadIdx.x / columns;
-  const std::int64_t end = params.class_begin[params.num_requests];
+  const std::int64_t end = params.mask_tiles_begin[params.num_requests];
   for (std::int64_t word = blockIdx.x; word < end; word += gridDim.x) {
     if (threadIdx.x == 0) some = missing = 0;
     __syncthreads();
     const int index = find_request(params, word);
     const RequestInfo request = params.requests[index];
-    const std::int64_t in_request = word - params.class_begin[index];
+    const std::int64_t in_request = word - params.mask_tiles_begin[index];
     const std::int64_t row_words = params.shape.row_words(request);
     RowSpan tokens = params.shape.tokens(request, in_request / row_words);
-    const int first_tile = static_cast<int>(in_request % row_words) * MaskClasses::kWordTiles;
+    const int first_tile = static_cast<int>(in_request % row_words) * MaskTiles::kWordTiles;
     tokens.first += share;
     if (share < step) {
       const Seen seen =
@@ -86,25 +86,25 @@ __global__ void __launch_bounds__(kThreads) mask_classes_kernel(const MaskClassP
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int tile = (column * kWordKeys + half * kHalfKeys) / tile_keys;
-        const std::uint32_t tile_bit = 1u << tile * MaskClasses::kBits;
+        const std::uint32_t tile_bit = 1u << tile * MaskTiles::kBits;
         if (seen.of_half(half).some != 0) atomicOr(&some, tile_bit);
         if (seen.of_half(half).missing != 0) atomicOr(&missing, tile_bit);
       }
     }
     __syncthreads();
-    if (threadIdx.x == 0) params.classes[word] = MaskClasses::word_of(some, missing);
+    if (threadIdx.x == 0) params.words[word] = MaskTiles::word_of(some, missing);
   }
 }
 
 }  // namespace
 
-cudaError_t launch_mask_classes(const MaskClassParams& params, int num_sms, cudaStream_t stream) {
+cudaError_t launch_mask_tiles(const MaskTilesParams& params, int num_sms, cudaStream_t stream) {
   constexpr int kCtasPerSm = 8;
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(num_sms * kCtasPerSm);
   config.blockDim = dim3(kThreads);
   config.stream = stream;
-  return cudaLaunchKernelEx(&config, mask_classes_kernel, params);
+  return cudaLaunchKernelEx(&config, mask_tiles_kernel, params);
 }
 
 }  // namespace preflash

@@ -108,8 +108,8 @@ struct RotaryLanes {
 };
 
 template <class Traits>
-__device__ __forceinline__ void fill_rotary_tables(const TransformSegment& params,
-                                                   TransformTables<Traits>& tables, int thread) {
+__device__ __forceinline__ void fill_rotary_tables(const ConversionSegment& params,
+                                                   ConversionTables<Traits>& tables, int thread) {
   for (int pair = thread; pair < params.head_dim_qk / 2; pair += Traits::kThreads) {
     std::uint64_t frequency = params.rotary.of_pair[pair];
     tables.frequency[pair] = frequency;
@@ -127,7 +127,7 @@ struct RowRotation {
   static constexpr DType kDType = Traits::kVariant.q_dtype;
 
   Rows rows;
-  const TransformTables<Traits>& tables;
+  const ConversionTables<Traits>& tables;
   int half;  // of the head: pair d is elements d and d + half
 
   // Row r is at position first_position + r. Only a tile's first angles are computed: the others
@@ -209,8 +209,8 @@ struct RowRotation {
 };
 
 // Of one item; nothing, in kernels that convert nothing on load.
-template <class Traits, bool kTransforms = Traits::kTransforms>
-struct OperandTransform {
+template <class Traits, bool kConverts = Traits::kConverts>
+struct OperandConversion {
   using Storage = SharedStorage<Traits>;
 
   const KernelSegment& params;
@@ -228,7 +228,7 @@ struct OperandTransform {
 };
 
 template <class Traits>
-struct OperandTransform<Traits, true> {
+struct OperandConversion<Traits, true> {
   using Storage = SharedStorage<Traits>;
   static constexpr int kTileM = Traits::kTileM;
   static constexpr int kTileN = Traits::kTileN;
@@ -273,7 +273,7 @@ struct OperandTransform<Traits, true> {
     if (!has_head_factors<Traits>(params)) return;
     CUTE_UNROLL
     for (int r = 0; r < size<0>(scores); ++r) {
-      float factor = smem.transform.row_factor[at.tile_row(r)];
+      float factor = smem.conversion.row_factor[at.tile_row(r)];
       CUTE_UNROLL
       for (int c = 0; c < size<1>(scores); ++c) scores(r, c) = __fmul_rn(scores(r, c), factor);
     }
@@ -289,7 +289,7 @@ struct OperandTransform<Traits, true> {
   }
   template <int kTileRows, class Element>
   __device__ __forceinline__ RowRotation<Traits, kTileRows> rotation(Element* tile) const {
-    return {{tile, thread}, smem.transform, params.head_dim_qk / 2};
+    return {{tile, thread}, smem.conversion, params.head_dim_qk / 2};
   }
 };
 
@@ -299,23 +299,23 @@ template <class Traits>
 struct QPrologue {
   using ElementQ = typename Traits::ElementQ;
 
-  const OperandTransform<Traits>& transform;
+  const OperandConversion<Traits>& conversion;
 
   __device__ __forceinline__ bool wanted() const {
-    return transform.params.logits.q_factor != 1.0f || transform.wanted_by_queries();
+    return conversion.params.logits.q_factor != 1.0f || conversion.wanted_by_queries();
   }
 
   __device__ __forceinline__ void run() const {
-    transform.queries();
-    float factor = transform.params.logits.q_factor;
-    if (!Traits::kTransforms || factor != 1.0f) scale(factor);
+    conversion.queries();
+    float factor = conversion.params.logits.q_factor;
+    if (!Traits::kConverts || factor != 1.0f) scale(factor);
   }
 
  private:
   // Rare: sm_scale <= 0.
   __device__ __forceinline__ void scale(float factor) const {
-    TileCopy<Traits, ElementQ> copy(transform.thread);
-    ElementQ* own = transform.smem.q + typename Traits::LayoutQ{}(copy.first_row, copy.column);
+    TileCopy<Traits, ElementQ> copy(conversion.thread);
+    ElementQ* own = conversion.smem.q + typename Traits::LayoutQ{}(copy.first_row, copy.column);
 #pragma unroll 1
     for (int pass = 0; pass < Traits::kTileM / Traits::kRowsPerPass; ++pass) {
 #pragma unroll 1

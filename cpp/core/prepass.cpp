@@ -1,4 +1,4 @@
-#include "core/staging.h"
+#include "core/prepass.h"
 
 #include <algorithm>
 #include <cmath>
@@ -48,20 +48,20 @@ double keys_of_tiles(const SegmentProblem& problem, std::size_t request, std::in
 }
 
 // Whether copies take less time than they save.
-bool pays(const SegmentProblem& problem, const ForwardKernel& transforming) {
+bool pays(const SegmentProblem& problem, const ForwardKernel& converting) {
   const bool narrow = size_of(problem.kv_dtype) == 1;
   const double of_k = problem.head_dim_qk / kRowElements;
   const double of_v = problem.head_dim_vo / kRowElements;
   double tile_keys = 0.0, keys = 0.0, queries = 0.0;
   for (std::size_t i = 0; i + 1 < problem.qo_indptr.size(); ++i) {
-    tile_keys += keys_of_tiles(problem, i, transforming.tile.m);
+    tile_keys += keys_of_tiles(problem, i, converting.tile.m);
     keys += static_cast<double>(problem.kv_len(i));
     queries += static_cast<double>(problem.qo_len(i));
   }
   const double of_tile_key =
-      is_rotated(problem) ? kRotatedKey : widened_key(transforming.traits.widening);
-  const double saved = of_tile_key * tile_keys * problem.num_kv_heads * (of_k + of_v) / 2 *
-                       transforming.tile.m / 128;
+      is_rotated(problem) ? kRotatedKey : widened_key(converting.traits.widening);
+  const double saved =
+      of_tile_key * tile_keys * problem.num_kv_heads * (of_k + of_v) / 2 * converting.tile.m / 128;
   const double of_key = of_k + (narrow || problem.paged() ? of_v : 0.0);
   double cost = keys * problem.num_kv_heads * of_key * (narrow ? 0.75 : 1.0);
   if (is_rotated(problem)) cost += queries * problem.num_qo_heads * of_k;
@@ -70,7 +70,7 @@ bool pays(const SegmentProblem& problem, const ForwardKernel& transforming) {
 
 }  // namespace
 
-std::optional<AttentionOptions> staged_options(AttentionOptions options) {
+std::optional<AttentionOptions> prepass_options(AttentionOptions options) {
   if (size_of(options.kv_dtype) > 1 && !is_rotated(options)) return std::nullopt;
   // 8 bits are exact in both 16-bit dtypes. Rotated rows are rounded to the output's dtype, as
   // queries of that dtype are.
@@ -82,25 +82,25 @@ std::optional<AttentionOptions> staged_options(AttentionOptions options) {
   return options;
 }
 
-bool prefers_staging(const SegmentProblem& problem, const ForwardKernel& transforming) {
-  if (problem.staging != Staging::kAuto) return problem.staging == Staging::kAlways;
+bool prefers_prepass(const SegmentProblem& problem, const ForwardKernel& converting) {
+  if (problem.prepass != Prepass::kAuto) return problem.prepass == Prepass::kAlways;
   // Copies change the last bits, and a fixed split promises the same bits in every batch.
   if (problem.split.disable || problem.split.fixed_split_size > 0) return false;
   // No copies either if they are rounded to fewer bits than the kernel keeps.
   if (rounds_more(problem)) return false;
-  if (transforming.traits.operands != Operands::kComputed) return false;
+  if (converting.traits.operands != Operands::kComputed) return false;
   // Nor where it multiplies what it reads.
-  return transforming.variant.arrival == Arrival::kTransformed && pays(problem, transforming);
+  return converting.variant.load == Load::kConverted && pays(problem, converting);
 }
 
-bool has_staged_rows(const SegmentProblem& problem) {
+bool has_prepass_rows(const SegmentProblem& problem) {
   std::int64_t keys = 0;
   for (std::size_t i = 0; i + 1 < problem.qo_indptr.size(); ++i) keys += problem.kv_len(i);
   return keys <= std::numeric_limits<std::int32_t>::max();
 }
 
-StagedForm::StagedForm(const SegmentProblem& problem, const AttentionOptions& options,
-                       const ForwardKernel& kernel)
+PrepassForm::PrepassForm(const SegmentProblem& problem, const AttentionOptions& options,
+                         const ForwardKernel& kernel)
     : options_(options), kernel_(&kernel), kv_indptr_(1, 0) {
   std::int64_t keys = 0;
   for (std::size_t i = 0; i + 1 < problem.qo_indptr.size(); ++i) {
@@ -109,18 +109,18 @@ StagedForm::StagedForm(const SegmentProblem& problem, const AttentionOptions& op
   }
   k_bytes_ = copy_bytes(keys, problem.num_kv_heads, problem.head_dim_qk);
   if (problem.kv_dtype != options.kv_dtype || problem.paged()) {
-    v_ = StagedPlace::kWorkspace;
+    v_ = PrepassPlace::kWorkspace;
     v_bytes_ = copy_bytes(keys, problem.num_kv_heads, problem.head_dim_vo);
   }
   if (!is_rotated(problem) && problem.q_dtype == options.q_dtype) return;
   // An item that has its rows to itself reads them before it writes as many in their place.
   const bool own_rows = kernel.ctas_per_item == 1 && problem.head_dim_qk == problem.head_dim_vo;
-  q_ = own_rows ? StagedPlace::kOut : StagedPlace::kWorkspace;
+  q_ = own_rows ? PrepassPlace::kOut : PrepassPlace::kWorkspace;
   if (own_rows) return;
   q_bytes_ = copy_bytes(problem.qo_indptr.back(), problem.num_qo_heads, problem.head_dim_qk);
 }
 
-SegmentProblem StagedForm::problem_of_kernel(SegmentProblem problem) const {
+SegmentProblem PrepassForm::problem_of_kernel(SegmentProblem problem) const {
   static_cast<AttentionOptions&>(problem) = options_;
   problem.kv_indptr = kv_indptr_;
   problem.last_page_len = {};

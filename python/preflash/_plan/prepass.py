@@ -9,11 +9,11 @@ from collections.abc import Iterator
 
 from .. import _core
 
-SWITCH = "PREFLASH_STAGING"
+SWITCH = "PREFLASH_PREPASS"
 _POLICIES = {
-    "auto": _core.Staging.auto,  # where they pay and fit
-    "never": _core.Staging.never,
-    "always": _core.Staging.always,
+    "auto": _core.Prepass.auto,  # where they pay and fit
+    "never": _core.Prepass.never,
+    "always": _core.Prepass.always,
 }
 _given = os.environ.get(SWITCH) or "auto"
 
@@ -37,12 +37,12 @@ def applied_to(options: _core.AttentionOptions) -> _core.AttentionOptions:
     if _given == "auto":
         return options
     check_environment()
-    return options.replace(staging=_POLICIES[_given])
+    return options.replace(prepass=_POLICIES[_given])
 
 
 def without(options: _core.AttentionOptions) -> _core.AttentionOptions:
     """For runs with factors of heads, which are applied where operands are dequantised on load."""
-    return options.replace(staging=_core.Staging.never)
+    return options.replace(prepass=_core.Prepass.never)
 
 
 @contextlib.contextmanager

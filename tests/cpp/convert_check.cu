@@ -1,9 +1,9 @@
-// Checks the conversions and rotations of operands that arrive in another form than products take,
+// Checks the conversions and rotations of operands stored in another form than products take,
 // against double and against every byte's definition: on the host, then on a GPU. Exits with 0,
 // with 1 on a mismatch, with 77 where there is no GPU and the host's part is right.
 //
 //   nvcc -std=c++20 -O3 -arch=sm_90 --expt-relaxed-constexpr -Icpp/include -Icpp -I$GENERATED
-//        -o transform_check tests/cpp/transform_check.cu
+//        -o convert_check tests/cpp/convert_check.cu
 #include <cuda_runtime_api.h>
 
 #include <cmath>

@@ -1,4 +1,4 @@
-"""Kernels that rotate and widen what arrives, where nothing is copied: by the policy, for want of
+"""Kernels that rotate and widen on load, where nothing is copied: by the policy, for want of
 room, and in CUDA graphs."""
 
 import dataclasses
@@ -7,9 +7,9 @@ import pytest
 import torch
 import wrapper_options
 from backends import backends_and_cases, on_every_backend
-from preflash._plan import staging
+from converted_cases import CASES, E4M3, ROPE, WHAT, large_prefill
+from preflash._plan import prepass
 from preflash.testing import Case, MaskKind, build, runner
-from transformed_cases import CASES, E4M3, ROPE, WHAT, large_prefill
 
 pytestmark = pytest.mark.gpu
 
@@ -19,9 +19,9 @@ def planned(case: Case, backend: str, size: int = 32 << 20, policy: str = "never
     inputs = build(case, device="cuda")
     buffer = runner.workspace("cuda", size).fill_(0xFF)
     wrapper = runner.make_wrapper(case, backend=backend, device="cuda", buffer=buffer, **options)
-    with staging.forced(policy):
+    with prepass.forced(policy):
         runner.plan(wrapper, inputs)
-    assert not wrapper._state.planned.primary.plan.staged
+    assert not wrapper._state.planned.primary.plan.has_prepass
     return wrapper, inputs
 
 
@@ -42,7 +42,7 @@ def test_a_workspace_without_room_for_copies(backend, what, head_dim, mask):
     native = backend == "fa3" and plain and case.dtype == E4M3
     for policy in ("auto", "always"):
         wrapper, inputs = planned(case, backend, 1 << 20, policy)
-        assert wrapper.variant.endswith("e4m3_d128" if native else "_transformed")
+        assert wrapper.variant.endswith("e4m3_d128" if native else "_converted")
         runner.compare(inputs, *runner.run(wrapper, inputs)).check()
 
 

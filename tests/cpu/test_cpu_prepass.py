@@ -1,17 +1,17 @@
-"""Staged plans on the CPU backend, which stages only where it is told to: what a plan says of the
-copies, and how launches bind to them, is the same on every backend."""
+"""Plans with a pre-pass on the CPU backend, which has one only where it is told to: what a plan
+says of the copies, and how launches bind to them, is the same on every backend."""
 
 import dataclasses
 
 import pytest
 import torch
-from fuzz.random_cases import random_staged_cases
-from preflash._plan import staging
+from fuzz.random_cases import random_prepass_cases
+from preflash._plan import prepass
 from preflash.testing import Case, KvForm, MaskKind, Sinks, build, runner
 from preflash.testing.case import Position
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-BASE = Case("staged", (40, 0, 130, 3), (170, 9, 130, 0), 4, 2, 64, mask=MaskKind.CAUSAL)
+BASE = Case("prepass", (40, 0, 130, 3), (170, 9, 130, 0), 4, 2, 64, mask=MaskKind.CAUSAL)
 
 
 def variations():
@@ -43,8 +43,8 @@ def variations():
 
 
 @pytest.fixture(autouse=True)
-def staged():
-    with staging.forced("always"):
+def always_prepass():
+    with prepass.forced("always"):
         yield
 
 
@@ -55,17 +55,17 @@ def test_numbers(change):
     wrapper = runner.make_wrapper(case, backend="cpu")
     wrapper._float_workspace_buffer.fill_(0xFF)  # NaN
     runner.plan(wrapper, inputs)
-    assert wrapper._state.planned.primary.plan.staged
+    assert wrapper._state.planned.primary.plan.has_prepass
     out, lse = runner.run(wrapper, inputs)
     runner.compare(inputs, out, lse).check()
 
 
-@pytest.mark.parametrize("case", random_staged_cases(40, seed=77), ids=lambda case: case.id)
+@pytest.mark.parametrize("case", random_prepass_cases(40, seed=77), ids=lambda case: case.id)
 def test_random_cases(case):
     inputs = build(case)
     wrapper = runner.make_wrapper(case, backend="cpu", buffer=runner.workspace("cpu", 1 << 28))
     runner.plan(wrapper, inputs)
-    assert wrapper._state.planned.primary.plan.staged
+    assert wrapper._state.planned.primary.plan.has_prepass
     runner.compare(inputs, *runner.run(wrapper, inputs)).check()
 
 
@@ -89,16 +89,16 @@ def test_queries_in_place():
     assert torch.equal(q[: sum(case.qo_lens)], out[: sum(case.qo_lens)])
 
 
-def test_the_workspace_is_large_enough_or_nothing_is_staged():
+def test_the_workspace_is_large_enough_or_nothing_is_copied():
     case = dataclasses.replace(BASE, kv_dtype=E4M3)
     inputs = build(case)
     copies = 2 * sum(case.kv_lens) * case.num_kv_heads * case.head_dim * 2
-    for size, staged in ((copies - 128, False), (32 << 20, True)):
+    for size, copied in ((copies - 128, False), (32 << 20, True)):
         buffer = runner.workspace("cpu", size)
         wrapper = runner.make_wrapper(case, backend="cpu", buffer=buffer)
         runner.plan(wrapper, inputs)
-        assert wrapper._state.planned.primary.plan.staged is staged
-        assert wrapper.variant.startswith("copies+cpu_bf16_d512" if staged else "cpu_bf16_kve4m3")
+        assert wrapper._state.planned.primary.plan.has_prepass is copied
+        assert wrapper.variant.startswith("copies+cpu_bf16_d512" if copied else "cpu_bf16_kve4m3")
         assert wrapper.variant in repr(wrapper)
         runner.compare(inputs, *runner.run(wrapper, inputs)).check()
 
@@ -110,10 +110,10 @@ def test_workspace_size_counts_the_copies():
     positional, options = runner.plan_arguments(inputs)
     needed, _ = wrapper.workspace_size(*positional, **options)
     assert needed >= 2 * sum(case.kv_lens) * case.num_kv_heads * case.head_dim * 2
-    for size, staged in ((needed, True), (needed - 128, False)):
+    for size, copied in ((needed, True), (needed - 128, False)):
         wrapper = runner.make_wrapper(case, backend="cpu", buffer=runner.workspace("cpu", size))
         runner.plan(wrapper, inputs)
-        assert wrapper._state.planned.primary.plan.staged is staged
+        assert wrapper._state.planned.primary.plan.has_prepass is copied
 
 
 def test_factors_of_heads_are_applied_without_copies():
@@ -121,7 +121,7 @@ def test_factors_of_heads_are_applied_without_copies():
     inputs = build(case)
     wrapper = runner.make_wrapper(case, backend="cpu")
     runner.plan(wrapper, inputs)
-    assert wrapper._state.planned.primary.plan.staged
+    assert wrapper._state.planned.primary.plan.has_prepass
     runner.compare(inputs, *runner.run(wrapper, inputs)).check()
     single = build(dataclasses.replace(case, qo_lens=(40,), kv_lens=(170,)))
     runner.compare(single, *runner.single(single, backend="cpu")).check()
@@ -138,11 +138,11 @@ def test_a_wrapper_of_cuda_graphs_copies_nothing():
         kv_indptr_buf=torch.empty(5, dtype=torch.int32), backend="cpu",
     )  # fmt: skip
     runner.plan(wrapper, inputs)
-    assert not wrapper._state.planned.primary.plan.staged
+    assert not wrapper._state.planned.primary.plan.has_prepass
     runner.compare(inputs, *runner.run(wrapper, inputs)).check()
 
 
 def test_another_word_in_the_environment_is_refused():
     wrapper = runner.make_wrapper(BASE, backend="cpu")
-    with staging.forced("sometimes"), pytest.raises(ValueError, match="PREFLASH_STAGING"):
+    with prepass.forced("sometimes"), pytest.raises(ValueError, match="PREFLASH_PREPASS"):
         runner.plan(wrapper, build(BASE))

@@ -36,7 +36,7 @@ __device__ __forceinline__ void fill_rotary_tables(const RotaryFrequencies& freq
 // One warp's rows of a tile of K or V, from the raw ring to the tile. The compiler does not move a
 // load before an earlier store, so each method reads as much as it can hold before it writes.
 template <class Traits>
-struct RowTransform {
+struct RowConversion {
   static constexpr DType kTo = Traits::kVariant.kv_dtype;
   static constexpr int kWarpKeys = Traits::kTileN / Traits::kProducerWarps;
 

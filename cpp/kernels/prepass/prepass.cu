@@ -7,8 +7,8 @@
 
 #include "kernels/common/rotary.cuh"
 #include "kernels/common/widen.cuh"
-#include "kernels/stage/stage.h"
-#include "preflash/staged_row.h"
+#include "kernels/prepass/prepass.h"
+#include "preflash/prepass_row.h"
 
 namespace preflash {
 namespace {
@@ -27,7 +27,7 @@ struct Share {
   int cta_rows = 1;
   int ctas = 0;
 
-  static Share of(const StagedOperand& operand, std::int64_t rows) {
+  static Share of(const PrepassOperand& operand, std::int64_t rows) {
     if (operand.to.data == nullptr) return {};
     Share share;
     share.units = operand.head_dim / kUnit;
@@ -38,8 +38,8 @@ struct Share {
   }
 };
 
-struct StageLaunch {
-  StageParams params;
+struct PrepassLaunch {
+  PrepassParams params;
   Share of_k, of_v, of_q;
   RotaryFrequencies frequencies;  // all 0 without RoPE
 };
@@ -83,7 +83,7 @@ __device__ __forceinline__ Stored<kTo, kPairs> from_floats(const float (&x)[kPai
 
 // One task: some heads of a row.
 struct Task {
-  StagedRow row;
+  PrepassRow row;
   int unit;
   int first_head;
   int num_heads;  // at most kHeads
@@ -91,7 +91,7 @@ struct Task {
 
 // Copies of 16 bytes.
 template <DType kFrom, DType kTo>
-__device__ __forceinline__ void copy(const StagedOperand& operand, const Task& task) {
+__device__ __forceinline__ void copy(const PrepassOperand& operand, const Task& task) {
   const auto* from = static_cast<const unsigned char*>(operand.from.data) +
                      (task.row.from + task.unit * kUnit) * size_of(kFrom);
   auto* to = static_cast<unsigned char*>(operand.to.data) +
@@ -114,7 +114,7 @@ __device__ __forceinline__ void copy(const StagedOperand& operand, const Task& t
 
 // Four pairs: dimensions low ... low + 3 turn with those half a head_dim further on.
 template <DType kFrom, DType kTo>
-__device__ __forceinline__ void rotate_heads(const StagedOperand& operand, const Task& task,
+__device__ __forceinline__ void rotate_heads(const PrepassOperand& operand, const Task& task,
                                              const std::uint64_t* frequency) {
   using From = Stored<kFrom, kPairs>;
   using To = Stored<kTo, kPairs>;
@@ -151,7 +151,7 @@ __device__ __forceinline__ void rotate_heads(const StagedOperand& operand, const
 }
 
 template <DType kFrom, DType kTo>
-__device__ __forceinline__ void run(const StagedOperand& operand, const Task& task,
+__device__ __forceinline__ void run(const PrepassOperand& operand, const Task& task,
                                     const std::uint64_t* frequency) {
   if (operand.position == Position::kRope) {
     rotate_heads<kFrom, kTo>(operand, task, frequency);
@@ -163,9 +163,9 @@ __device__ __forceinline__ void run(const StagedOperand& operand, const Task& ta
 enum class RowsOf { kKeys, kQueries };
 
 template <DType kTo, RowsOf kRows>
-__device__ __forceinline__ void stage_rows(const StageParams& params, const StagedOperand& operand,
-                                           const Share& share, int cta,
-                                           const std::uint64_t* frequency) {
+__device__ __forceinline__ void prepass_rows(const PrepassParams& params,
+                                             const PrepassOperand& operand, const Share& share,
+                                             int cta, const std::uint64_t* frequency) {
   const std::int64_t num_rows = kRows == RowsOf::kKeys ? params.num_keys : params.num_queries;
   const std::int64_t first_row = std::int64_t{cta} * share.cta_rows;
   const int rows = static_cast<int>(min(num_rows - first_row, std::int64_t{share.cta_rows}));
@@ -174,8 +174,8 @@ __device__ __forceinline__ void stage_rows(const StageParams& params, const Stag
     const int in_row = i - row * share.row_tasks;
     const int group = in_row / share.units;
     const auto index = static_cast<std::int32_t>(first_row + row);
-    const Task task{.row = kRows == RowsOf::kKeys ? staged_key(params, operand, index)
-                                                  : staged_query(params, operand, index),
+    const Task task{.row = kRows == RowsOf::kKeys ? prepass_key(params, operand, index)
+                                                  : prepass_query(params, operand, index),
                     .unit = in_row - group * share.units,
                     .first_head = group * kHeads,
                     .num_heads = min(operand.num_heads - group * kHeads, kHeads)};
@@ -189,10 +189,10 @@ __device__ __forceinline__ void stage_rows(const StageParams& params, const Stag
 
 template <DType kTo>
 __global__ void __launch_bounds__(kThreads, kCtasPerSm)
-    stage_kernel(const __grid_constant__ StageLaunch launch) {
+    prepass_kernel(const __grid_constant__ PrepassLaunch launch) {
   // In shared memory, because a warp reads parameters one address at a time.
   __shared__ std::uint64_t frequency[kMaxRotaryPairs];
-  const StageParams& params = launch.params;
+  const PrepassParams& params = launch.params;
   if (params.k.position == Position::kRope) {
     for (int i = threadIdx.x; i < params.k.head_dim / 2; i += kThreads) {
       frequency[i] = launch.frequencies.of_pair[i];
@@ -201,26 +201,26 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
   }
   int cta = blockIdx.x;
   if (cta < launch.of_k.ctas) {
-    stage_rows<kTo, RowsOf::kKeys>(params, params.k, launch.of_k, cta, frequency);
+    prepass_rows<kTo, RowsOf::kKeys>(params, params.k, launch.of_k, cta, frequency);
     return;
   }
   cta -= launch.of_k.ctas;
   if (cta < launch.of_v.ctas) {
-    stage_rows<kTo, RowsOf::kKeys>(params, params.v, launch.of_v, cta, frequency);
+    prepass_rows<kTo, RowsOf::kKeys>(params, params.v, launch.of_v, cta, frequency);
     return;
   }
   cta -= launch.of_v.ctas;
-  stage_rows<kTo, RowsOf::kQueries>(params, params.q, launch.of_q, cta, frequency);
+  prepass_rows<kTo, RowsOf::kQueries>(params, params.q, launch.of_q, cta, frequency);
 }
 
 }  // namespace
 
-cudaError_t launch_stage(const StageParams& params, cudaStream_t stream) {
-  StageLaunch launch{.params = params,
-                     .of_k = Share::of(params.k, params.num_keys),
-                     .of_v = Share::of(params.v, params.num_keys),
-                     .of_q = Share::of(params.q, params.num_queries),
-                     .frequencies = {}};
+cudaError_t launch_prepass(const PrepassParams& params, cudaStream_t stream) {
+  PrepassLaunch launch{.params = params,
+                       .of_k = Share::of(params.k, params.num_keys),
+                       .of_v = Share::of(params.v, params.num_keys),
+                       .of_q = Share::of(params.q, params.num_queries),
+                       .frequencies = {}};
   if (params.k.position == Position::kRope) {
     launch.frequencies = rotary_frequencies(params.rope, params.k.head_dim);
   }
@@ -231,8 +231,8 @@ cudaError_t launch_stage(const StageParams& params, cudaStream_t stream) {
   config.blockDim = dim3(kThreads);
   config.stream = stream;
   return params.to_dtype == DType::kFloat16
-             ? cudaLaunchKernelEx(&config, stage_kernel<DType::kFloat16>, launch)
-             : cudaLaunchKernelEx(&config, stage_kernel<DType::kBFloat16>, launch);
+             ? cudaLaunchKernelEx(&config, prepass_kernel<DType::kFloat16>, launch)
+             : cudaLaunchKernelEx(&config, prepass_kernel<DType::kBFloat16>, launch);
 }
 
 }  // namespace preflash

@@ -1,8 +1,9 @@
-// What a kernel is told of a custom mask beside its bits: the class of each tile, which is empty,
-// full or partial. A class is a property of the bits alone; bounds are the kernel's own.
+// The block-sparse form of a custom mask, which a kernel reads beside the bits: each tile is empty,
+// full or partial. That is a property of the bits alone; bounds are the kernel's own.
 //
-// A request has a row of classes for each of its tiles of packed rows, the same for every KV head,
-// and a row has whole words. The rows of a request follow each other, request after request.
+// A request has a row of KV tiles, two bits each, for each of its tiles of packed rows, the same
+// for every KV head, and a row has whole words. The rows of a request follow each other, request
+// after request.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +12,7 @@
 
 namespace preflash {
 
-struct MaskClasses {
+struct MaskTiles {
   static constexpr int kBits = 2;  // of a tile
   static constexpr int kWordTiles = 32 / kBits;
   // The lower bits of all tiles: a token keeps a key. The upper bit: all tokens keep all keys.
@@ -30,13 +31,13 @@ struct MaskClasses {
 };
 
 // Of the requests of one segment.
-struct MaskClassShape {
+struct MaskTilesShape {
   std::int32_t rows_per_tile = 0;
   std::int32_t tile_keys = 0;
   std::int32_t group_size = 1;
 
   PREFLASH_HD constexpr std::int64_t row_words(const RequestInfo& request) const {
-    return ceil_div(ceil_div(request.kv_len, tile_keys), MaskClasses::kWordTiles);
+    return ceil_div(ceil_div(request.kv_len, tile_keys), MaskTiles::kWordTiles);
   }
   PREFLASH_HD constexpr std::int64_t num_rows(const RequestInfo& request) const {
     return ceil_div(request.qo_len * group_size, rows_per_tile);
@@ -59,20 +60,20 @@ struct MaskClassShape {
   constexpr std::int64_t most_words(std::int64_t requests, std::int64_t tokens,
                                     std::int64_t mask_bytes) const {
     const std::int64_t rows_of_tile = rows_per_tile;
-    const std::int64_t keys_of_word = std::int64_t{tile_keys} * MaskClasses::kWordTiles;
+    const std::int64_t keys_of_word = std::int64_t{tile_keys} * MaskTiles::kWordTiles;
     const std::int64_t keys = ceil_div(mask_bytes * 8, keys_of_word);
     return ceil_div(keys * group_size, rows_of_tile) + ceil_div(tokens * group_size, rows_of_tile) +
            keys + requests;
   }
 };
 
-// Classes of the mask of one segment, made by a launch.
-struct MaskClassParams {
-  MaskClassShape shape;
-  const RequestInfo* requests = nullptr;      // [num_requests]
-  const std::int64_t* class_begin = nullptr;  // [num_requests + 1]: each one's first word
-  const std::uint8_t* mask_bits = nullptr;    // RunExtras::mask_bits
-  std::uint32_t* classes = nullptr;           // [class_begin[num_requests]]
+// Finds the tiles of the mask of one segment, in a launch.
+struct MaskTilesParams {
+  MaskTilesShape shape;
+  const RequestInfo* requests = nullptr;           // [num_requests]
+  const std::int64_t* mask_tiles_begin = nullptr;  // [num_requests + 1]: each one's first word
+  const std::uint8_t* mask_bits = nullptr;         // RunExtras::mask_bits
+  std::uint32_t* words = nullptr;                  // [mask_tiles_begin[num_requests]]
   std::int32_t num_requests = 0;
 };
 

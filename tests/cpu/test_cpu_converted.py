@@ -1,8 +1,8 @@
-"""What the cpu backend makes of the cases of kernels that rotate and widen (transformed_cases)."""
+"""What the cpu backend makes of the cases of kernels that rotate and widen (converted_cases)."""
 
 import pytest
+from converted_cases import CASES
 from preflash.testing import build, runner
-from transformed_cases import CASES
 
 
 @pytest.mark.parametrize("case", CASES[::7], ids=lambda case: case.id)
@@ -11,5 +11,5 @@ def test_numbers(case):
     buffer = runner.workspace("cpu", 256 << 20)  # a fixed split is kept whatever it takes
     wrapper = runner.make_wrapper(case, backend="cpu", buffer=buffer)
     runner.plan(wrapper, inputs)
-    assert not wrapper._state.planned.primary.plan.staged
+    assert not wrapper._state.planned.primary.plan.has_prepass
     runner.compare(inputs, *runner.run(wrapper, inputs)).check()

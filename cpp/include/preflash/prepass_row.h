@@ -9,7 +9,7 @@
 
 namespace preflash {
 
-struct StagedRow {
+struct PrepassRow {
   std::int64_t from = 0;  // elements from the operand's first one, of head 0
   std::int64_t to = 0;
   std::int32_t position = 0;  // of RoPE
@@ -34,29 +34,29 @@ PREFLASH_HD inline std::int32_t request_of_row(std::int32_t num_requests, std::i
 }
 
 // row: of num_keys.
-PREFLASH_HD inline StagedRow staged_key(const StageParams& params, const StagedOperand& operand,
-                                        std::int32_t row) {
+PREFLASH_HD inline PrepassRow prepass_key(const PrepassParams& params,
+                                          const PrepassOperand& operand, std::int32_t row) {
   const RequestInfo* requests = params.requests;
   const std::int32_t request = request_of_row(params.num_requests, row,
                                               [=](std::int32_t i) { return requests[i].kv_begin; });
-  StagedRow staged;
-  staged.to = row * operand.to.stride_token;
-  staged.position = row - requests[request].kv_begin;
+  PrepassRow copy;
+  copy.to = row * operand.to.stride_token;
+  copy.position = row - requests[request].kv_begin;
   const KvTensor& from = operand.from;
   if (params.page_indices == nullptr) {
-    staged.from = (params.kv_begin + row) * from.stride_token;
-    return staged;
+    copy.from = (params.kv_begin + row) * from.stride_token;
+    return copy;
   }
-  const std::int32_t nth = staged.position / params.page_size;
-  const std::int32_t slot = staged.position - nth * params.page_size;
+  const std::int32_t nth = copy.position / params.page_size;
+  const std::int32_t slot = copy.position - nth * params.page_size;
   const std::int64_t page = params.page_indices[params.page_begin[request] + nth];
-  staged.from = page * from.stride_page + slot * from.stride_token;
-  return staged;
+  copy.from = page * from.stride_page + slot * from.stride_token;
+  return copy;
 }
 
 // row: of num_queries, counted from the first request's first one.
-PREFLASH_HD inline StagedRow staged_query(const StageParams& params, const StagedOperand& operand,
-                                          std::int32_t row) {
+PREFLASH_HD inline PrepassRow prepass_query(const PrepassParams& params,
+                                            const PrepassOperand& operand, std::int32_t row) {
   const RequestInfo* requests = params.requests;
   const std::int32_t token = params.qo_begin + row;
   const std::int32_t index = request_of_row(params.num_requests, token,

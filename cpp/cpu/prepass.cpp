@@ -1,4 +1,4 @@
-#include "cpu/stage.h"
+#include "cpu/prepass.h"
 
 #include <algorithm>
 #include <cstddef>
@@ -8,19 +8,19 @@
 #include "cpu/isa.h"
 #include "cpu/rotary.h"
 #include "cpu/thread_pool.h"
-#include "preflash/staged_row.h"
+#include "preflash/prepass_row.h"
 
 namespace preflash::cpu {
 namespace {
 
 constexpr int kMaxHeadDim = 512;
 
-struct Stage {
-  const StageParams& params;
+struct RowCopies {
+  const PrepassParams& params;
   std::optional<RotaryTable> rotary = {};
 
   // All heads of one row.
-  void row(const StagedOperand& operand, const StagedRow& row) const {
+  void row(const PrepassOperand& operand, const PrepassRow& row) const {
     alignas(kCacheLine) float wide[kMaxHeadDim];
     alignas(kCacheLine) float angles[kMaxHeadDim];
     Angles angle;
@@ -42,7 +42,7 @@ struct Stage {
   }
 
   template <class Find>
-  void rows(const StagedOperand& operand, std::int64_t count, int num_threads,
+  void rows(const PrepassOperand& operand, std::int64_t count, int num_threads,
             const Find& find) const {
     if (operand.to.data == nullptr) return;
     const std::int64_t elements = std::int64_t{operand.num_heads} * operand.head_dim;
@@ -58,14 +58,14 @@ struct Stage {
 
 }  // namespace
 
-void stage(const StageParams& params, int num_threads) {
-  Stage stage{.params = params};
+void prepass(const PrepassParams& params, int num_threads) {
+  RowCopies copies{.params = params};
   if (params.k.position == Position::kRope) {
-    stage.rotary.emplace(params.rope, params.k.head_dim, 1);
+    copies.rotary.emplace(params.rope, params.k.head_dim, 1);
   }
-  stage.rows(params.k, params.num_keys, num_threads, staged_key);
-  stage.rows(params.v, params.num_keys, num_threads, staged_key);
-  stage.rows(params.q, params.num_queries, num_threads, staged_query);
+  copies.rows(params.k, params.num_keys, num_threads, prepass_key);
+  copies.rows(params.v, params.num_keys, num_threads, prepass_key);
+  copies.rows(params.q, params.num_queries, num_threads, prepass_query);
 }
 
 }  // namespace preflash::cpu

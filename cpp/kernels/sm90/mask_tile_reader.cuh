@@ -1,0 +1,73 @@
+// The full and partial KV tiles of an item under a custom mask (preflash/mask_tiles.h), for the
+// producer warp that announces them. In a launch without a mask all tiles are full.
+#pragma once
+
+#include "kernels/sm90/forward_params.cuh"
+#include "kernels/sm90/shared_storage.cuh"
+#include "preflash/mask_tiles.h"
+
+namespace preflash::sm90 {
+
+// Goes through an item's row of tiles from the last one on. The lanes of the warp hold a word
+// each, so that one load and one ballot pass over 512 empty tiles.
+struct MaskTileReader {
+  static constexpr int kWarpTiles = 32 * MaskTiles::kWordTiles;
+
+  const std::uint32_t* row;  // of words; null: all tiles are full
+  TileRange tiles;           // within the bounds, and those that the bounds do not cut
+  int first = 0;             // the first tile of lane 0's word; tiles from here on have been read
+  std::uint32_t word = 0;    // this lane's, without tiles before tiles.begin
+
+  template <class Traits>
+  __device__ __forceinline__ static MaskTileReader of(const HopperSegment& params,
+                                                      const WorkItem& item,
+                                                      const RequestInfo& request,
+                                                      const TileRange& tiles) {
+    // A run may bring a mask that its plan does not use.
+    const bool has_mask = params.mask == Mask::kCustom;
+    MaskTileReader reader{has_mask ? params.extras.mask_tiles : nullptr, tiles};
+    if (reader.row != nullptr) {
+      const MaskTilesShape shape{params.rows_per_tile, Traits::kTileN, params.group_size};
+      const std::int64_t index = item.row_begin / params.rows_per_tile * shape.row_words(request);
+      reader.row += __ldg(params.mask_tiles_begin + item.request) + index;
+    }
+    reader.read((tiles.end - 1) / kWarpTiles * kWarpTiles);
+    return reader;
+  }
+
+  // The last tile before `end` that is not empty; tiles.begin - 1 if there is none.
+  __device__ __forceinline__ int last_kept_before(int end) {
+    for (;;) {
+      const std::uint32_t kept = word & MaskTiles::kSome & MaskTiles::before(end - first_of_lane());
+      const std::uint32_t lanes = __ballot_sync(0xffffffffu, kept != 0);
+      if (lanes != 0) {
+        const int lane = 31 - __clz(lanes);
+        const std::uint32_t last = __shfl_sync(0xffffffffu, kept, lane);
+        return first + lane * MaskTiles::kWordTiles + (31 - __clz(last)) / MaskTiles::kBits;
+      }
+      if (first <= tiles.begin) return tiles.begin - 1;
+      read(first - kWarpTiles);
+    }
+  }
+  // Whether the tile found last is full.
+  __device__ __forceinline__ bool is_whole(int tile) const {
+    const int lane = (tile - first) / MaskTiles::kWordTiles;
+    const std::uint32_t of_lane = __shfl_sync(0xffffffffu, word, lane);
+    const int bit = tile % MaskTiles::kWordTiles * MaskTiles::kBits + 1;
+    return (of_lane >> bit & 1u) != 0 && !tiles.needs_mask(tile);
+  }
+
+ private:
+  __device__ __forceinline__ int first_of_lane() const {
+    return first + lane_id() * MaskTiles::kWordTiles;
+  }
+  __device__ __forceinline__ void read(int first_tile) {
+    first = first_tile;
+    const int tile = first_of_lane();
+    const bool in_range = tile < tiles.end && tile + MaskTiles::kWordTiles > tiles.begin;
+    word = !in_range ? 0u : row == nullptr ? ~0u : __ldg(row + tile / MaskTiles::kWordTiles);
+    word &= ~MaskTiles::before(tiles.begin - tile);
+  }
+};
+
+}  // namespace preflash::sm90
