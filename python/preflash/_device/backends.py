@@ -34,7 +34,7 @@ class Plan(Protocol):
     id: str
     int_bytes: int  # of the work list; 0: there is none
     float_bytes: int
-    has_prepass: bool  # it has a pre-pass, which copies K or V
+    has_prepass: bool  # which copies K or V
 
 
 class Run(Protocol):

@@ -250,7 +250,7 @@ def _compare_out(
     error, report.worst_ratio = elements(report, "out", out, wanted, bound)
     report.max_abs_error = float(error.abs().max())
     variance = (u_out * size).square() + (r * size).square() + (r * n).square()
-    variance = variance + torch.as_tensor(lost.typical).square()
+    variance = variance + lost.typical**2
     allowed = typical * float(variance.nan_to_num().sum().sqrt()) + tiny * math.sqrt(error.numel())
     norm = float(expected.out.nan_to_num(posinf=0.0, neginf=0.0).norm())
     total = float(error.norm())
