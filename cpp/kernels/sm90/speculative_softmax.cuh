@@ -51,10 +51,10 @@ struct NoShift {
 struct SpeculativeSoftmax : OnlineSoftmax<2> {
   static constexpr int kRows = 2;
   // P of a row's reference is 2 to this. e4m3's numbers lie in [2^-9, 448], so later logits may
-  // exceed the reference by 4.8 bits, and weights below 2^-14 of the reference's are rounded to 0. A
-  // thread's 32 weights of a tile reach max_sum() only where a logit exceeds the reference so far,
-  // or where all of them are within 1.14 of the reference's weight: the maximum of such a row is
-  // found in every tile.
+  // exceed the reference by 4.8 bits, and weights below 2^-14 of the reference's are rounded to 0.
+  // A thread's 32 weights of a tile reach max_sum() only where a logit exceeds the reference so
+  // far, or where all of them are within 1.14 of the reference's weight: the maximum of such a row
+  // is found in every tile.
   static constexpr int exponent_of(DType p_dtype) { return size_of(p_dtype) == 1 ? 4 : 0; }
   // P <= 2^15 stays below float16's largest number, 65504, and float32 sums millions of such terms.
   // bfloat16 has float32's range, so its P may be larger: references move only where logits vary by
