@@ -64,7 +64,8 @@ def test_storage(head_dim, page_size):
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_lengths_of_keys(kv_len, page_size, head_dim):
     """Each place of a key in a tile, and what lies beside a request in memory."""
-    case = changed(qo_lens=(65, 1), kv_lens=(kv_len, 40), page_size=page_size, mask=FULL,
+    # The last request is why the tiles are those of prefill.
+    case = changed(qo_lens=(65, 1, 70), kv_lens=(kv_len, 40, 150), page_size=page_size, mask=FULL,
                    head_dim=head_dim)  # fmt: skip
     check(dataclasses.replace(case, garbage=Garbage.ANY))
 
