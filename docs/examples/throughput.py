@@ -4,10 +4,11 @@
 
 Prefill is 8 requests of 8192 tokens (eager: one at a time, since the logits of all would fill the
 GPU). Decode is 64 requests of 4096 tokens in a static cache. Weights are random. Without a GPU the
-sizes are small and the figures mean nothing.
+sizes are small and the figures mean nothing. FlashInfer is measured on a GPU where it is installed.
 """
 
 import argparse
+import importlib.util
 import inspect
 import statistics
 import time
@@ -48,6 +49,39 @@ def varlen(module, query, key, value, mask, scaling=None, **kwargs):
     return out.view(batch, tokens, heads, -1), None
 
 
+class FlashInfer:
+    """FlashInfer's wrappers, planned in the first layer of a step as engines do; a static cache is
+    one page for each request."""
+
+    def __init__(self):
+        import flashinfer
+
+        space = torch.empty(384 << 20, dtype=torch.uint8, device=DEVICE)
+        self.prefill = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(space, "NHD")
+        self.decode = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+            space, "HND", use_tensor_cores=True
+        )
+
+    def __call__(self, module, query, key, value, mask, scaling=None, **kwargs):
+        (batch, heads, tokens, dim), slots = query.shape, key.shape[2]
+        q = query.transpose(1, 2).flatten(0, 1)
+        shape, types = (heads, key.shape[1], dim), {"sm_scale": scaling, "q_data_type": q.dtype}
+        starts = torch.arange(batch + 1, dtype=torch.int32, device=q.device)
+        if slots == tokens:
+            k, v = (x.transpose(1, 2).flatten(0, 1) for x in (key, value))
+            if module.layer_idx == 0:
+                ends = starts * tokens
+                self.prefill.plan(ends, ends, *shape, causal=True, kv_data_type=k.dtype, **types)
+            out = self.prefill.run(q, k, v)
+        else:
+            if module.layer_idx == 0:
+                self.decode.plan(
+                    starts, starts[:-1], so_far, *shape, slots, kv_data_type=key.dtype, **types
+                )
+            out = self.decode.run(q, (key, value))
+        return out.view(batch, tokens, heads, -1), None
+
+
 def seconds(call):
     if GPU:
         torch.cuda.synchronize()
@@ -83,6 +117,11 @@ def main():
     register()
     ALL_ATTENTION_FUNCTIONS.register("torch varlen", varlen)
     ALL_MASK_ATTENTION_FUNCTIONS.register("torch varlen", lambda *args, **kwargs: None)
+    others = []
+    if GPU and importlib.util.find_spec("flashinfer"):
+        ALL_ATTENTION_FUNCTIONS.register("FlashInfer", FlashInfer())
+        ALL_MASK_ATTENTION_FUNCTIONS.register("FlashInfer", lambda *args, **kwargs: None)
+        others = ["FlashInfer"]
     config = transformers.LlamaConfig(
         hidden_size=HIDDEN, intermediate_size=WIDE, num_attention_heads=HEADS, vocab_size=1024,
         num_key_value_heads=HEADS // 4, num_hidden_layers=args.layers,
@@ -105,7 +144,7 @@ def main():
         for _ in range(STEPS):
             extend(prompts[:1, :1].expand(DECODES, 1))
 
-    names = ["preflash", "torch varlen", "sdpa", "eager"]
+    names = ["preflash", *others, "torch varlen", "sdpa", "eager"]
     model.set_attn_implementation("sdpa")
     with torch.inference_mode():
         extend(prompts[:1, :CONTEXT].expand(DECODES, CONTEXT))
