@@ -174,25 +174,11 @@ class BlockSparseAttentionWrapper(_BlockSparse):
                 at,
                 blocks,
                 torch.full((count,), width, dtype=torch.int32, device="cpu"),
-                num_qo_heads,
-                num_kv_heads,
-                head_dim,
-                width,
-                mask,
-                packed_mask,
-                causal,
-                pos_encoding_mode,
-                use_fp16_qk_reduction,
-                sm_scale,
-                -1,
-                logits_soft_cap,
-                rope_scale,
-                rope_theta,
-                q_dtype,
-                kv_data_type,
-                non_blocking,
+                num_qo_heads, num_kv_heads, head_dim, width, mask, packed_mask, causal,
+                pos_encoding_mode, use_fp16_qk_reduction, sm_scale, -1, logits_soft_cap, rope_scale,
+                rope_theta, q_dtype, kv_data_type, non_blocking,
                 o_data_type=None if converts else o_dtype,
-            )
+            )  # fmt: skip
         self._rows, self._keys, self._width = rows, keys, width
         self._causal, self._o_dtype = causal, o_dtype if converts else None
 
@@ -360,24 +346,10 @@ class VariableBlockSparseAttentionWrapper(_BlockSparse):
             _indptr((kept * counts[:, None]).sum(-1).flatten()),
             pages.to(torch.int32),
             torch.full((requests,), page, dtype=torch.int32, device="cpu"),
-            group,
-            1,
-            head_dim,
-            page,
-            None,
-            None,
-            causal,
-            pos_encoding_mode,
-            use_fp16_qk_reduction,
-            sm_scale,
-            -1,
-            logits_soft_cap,
-            rope_scale,
-            rope_theta,
-            q_data_type,
-            kv_data_type,
+            group, 1, head_dim, page, None, None, causal, pos_encoding_mode, use_fp16_qk_reduction,
+            sm_scale, -1, logits_soft_cap, rope_scale, rope_theta, q_data_type, kv_data_type,
             non_blocking,
-        )
+        )  # fmt: skip
         self._heads, self._group, self._causal = heads, group, causal
         self._rows, self._keys, self._page = rows, keys, page
 
