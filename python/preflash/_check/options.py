@@ -31,8 +31,8 @@ _given_to: dict[type, Callable[[Any], tuple]] = {
 _CONSTANT = frozenset((int, float, bool, str, type(None), torch.dtype))
 
 
-def batch_options(a: BatchArguments) -> _core.AttentionOptions:
-    """The options in the arguments of a wrapper's plan()."""
+def batch_options(a: BatchArguments) -> tuple[_core.AttentionOptions, bool]:
+    """The options in the arguments of a wrapper's plan(), and whether it has a custom mask."""
     global _last
     check.not_traced()
     masked = has_mask(a)
@@ -40,13 +40,13 @@ def batch_options(a: BatchArguments) -> _core.AttentionOptions:
     given = (kind, masked, *_given_to[kind](a))
     last, options = _last
     if _core.same_objects(given, last):
-        return options
+        return options, masked
     try:
         options = _remembered(*given)
     except TypeError:  # not to be remembered, or wrong: the checks say so
-        return _checked(*given)
+        return _checked(*given), masked
     _last = (given, options)
-    return options
+    return options, masked
 
 
 # What _remembered() was asked last, and its answer: the same objects cost no hash.

@@ -52,12 +52,12 @@ class CudnnBackend:
         device: torch.device,
         options: _core.AttentionOptions,
         batch: _core.Batch,
-        room: backends.PlanRoom,
+        *room: int,
     ) -> CudnnPlan:
         _check_options(device, options, batch.page_size)
         # The planner checks the batch.
         host = torch.device("cpu")
-        backends.choose("cpu", host, options).plan(host, options, batch, backends.PlanRoom(1 << 40))
+        backends.choose("cpu", host, options).plan(host, options, batch, 1 << 40)
         dims = f"d{options.head_dim_qk}"
         if options.head_dim_vo != options.head_dim_qk:
             dims += f"_{options.head_dim_vo}"

@@ -20,14 +20,6 @@ from .buffers import Buffer
 from .workspace import Workspace
 
 
-class PlanRoom(NamedTuple):
-    """What a plan may take."""
-
-    float_bytes: int
-    graph_rows: int = 0  # query rows that later plans of a CUDA graph may have; 0: none will come
-    graph_mask_bytes: int = 0  # the same of the packed mask
-
-
 class Plan(Protocol):
     """What a backend has decided for a batch, before it has memory."""
 
@@ -77,9 +69,13 @@ class Backend(Protocol):
         device: torch.device,
         options: _core.AttentionOptions,
         batch: _core.Batch,
-        room: PlanRoom,
+        float_bytes: int,
+        graph_rows: int = 0,
+        graph_mask_bytes: int = 0,
     ) -> Plan:
-        """A plan that is counted and not uploaded.
+        """A plan that is counted and not uploaded, of a float workspace of so many bytes.
+        graph_rows: the query rows that later plans of a CUDA graph may have, 0: none will come;
+        graph_mask_bytes: the same of the packed mask.
 
         Raises ValueError for a device that is not the backend's and for a batch that is not well
         formed, NotImplementedError for options that it does not serve.

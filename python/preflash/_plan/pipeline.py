@@ -57,14 +57,14 @@ def plan(workspace: Workspace, backend_name: str, request: Request) -> Draft:
     device, options = workspace.device_stream.device, request.options
     batch, room = request.lengths.batch, workspace.int_room
     backend = backends.choose(backend_name, device, options)
-    limits = backends.PlanRoom(workspace.float_bytes, request.graph_rows, request.graph_mask_bytes)
-    counted = backend.plan(device, options, batch, limits)
+    limits = (workspace.float_bytes, request.graph_rows, request.graph_mask_bytes)
+    counted = backend.plan(device, options, batch, *limits)
     if room is None or counted.int_bytes <= room:
         return Draft(backend, counted)
     if not options.fixed_split_size:
         # Without a split the work list is shorter.
         unsplit = options.replace(disable_split=True)
-        counted = backend.plan(device, unsplit, batch, limits)
+        counted = backend.plan(device, unsplit, batch, *limits)
     _check_room(workspace, counted)
     return Draft(backend, counted)
 

@@ -56,7 +56,9 @@ class KernelBackend:
         device: torch.device,
         options: _core.AttentionOptions,
         batch: _core.Batch,
-        room: backends.PlanRoom,
+        float_bytes: int,
+        graph_rows: int = 0,
+        graph_mask_bytes: int = 0,
     ) -> _core.Plan:
         refusal = self.refusal(device)
         if refusal is not None:
@@ -66,7 +68,10 @@ class KernelBackend:
             if one and (missing := _core.find_error(self._family, options)) is not None:
                 raise NotImplementedError(f"backend={self.name!r}: {missing}")
             raise ValueError(refusal)
-        return _core.plan(self._family, ordinal_of(device), options, batch, *room)
+        return _core.plan(
+            self._family, ordinal_of(device), options, batch, float_bytes, graph_rows,
+            graph_mask_bytes,
+        )  # fmt: skip
 
     def place(
         self,

@@ -26,7 +26,7 @@ from .._check.arguments import (
     taken_by_position,
 )
 from .._check.calls import BatchArguments, ForwardArguments
-from .._check.options import batch_options, converted_from, has_mask
+from .._check.options import batch_options, converted_from
 from .._check.outputs import Outputs, run_outputs
 from .._check.request import Request
 from .._check.scales import Scales, folded_scales, softmax_scale
@@ -131,7 +131,7 @@ class BatchPrefillWrapper(EngineAttributes):
 
     def _asked(self, a: BatchArguments) -> Asked:
         """Checks everything but hints, the mask, and the values of indptr (the planner does)."""
-        options = batch_options(a)
+        options, masked = batch_options(a)
         kv_layout = self._kv_layout
         if self._written_for_cudnn:
             a, kv_layout = in_tokens(a, options, kv_layout, self.device)
@@ -150,7 +150,7 @@ class BatchPrefillWrapper(EngineAttributes):
         if self._announced:
             check_announced(self._announced, told_before(a, options))
         request = pipeline.make_request(
-            options, lengths, kv_layout, has_mask(a), graph_rows, graph_mask_bytes
+            options, lengths, kv_layout, masked, graph_rows, graph_mask_bytes
         )
         q_given = converted_from(a.q_data_type, options)
         return Asked(

@@ -117,9 +117,7 @@ def _plan(a: SingleArguments, per_head: PerHead, device_stream: DeviceStream) ->
     workspace = _cache.workspaces.setdefault(
         device, Workspace(device, None, float_bytes=_FLOAT_BYTES)
     )
-    draft = pipeline.plan(workspace, backends.requested(a.backend).name, request)
-    variant = pipeline.place(workspace, draft, request)
-    pipeline.upload(workspace, (variant,), request)
+    variant = pipeline.made(workspace, backends.requested(a.backend).name, request)
     return _Planned(request, variant, Scales(softmax_scale(None, options), 1.0))
 
 
