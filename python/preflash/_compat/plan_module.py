@@ -96,7 +96,7 @@ class PlanModule:
             pos_encoding_mode=MODE_OF[options.position],
             sm_scale=planned.scales.logits,
             window_left=window_left,
-            logits_soft_cap=planned.asked.logits_soft_cap,
+            logits_soft_cap=planned.asked.given.logits_soft_cap,
             rope_scale=options.rope_scale,
             rope_theta=options.rope_theta,
             q_data_type=wrapper._cached_q_data_type,

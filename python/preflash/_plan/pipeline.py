@@ -37,12 +37,13 @@ def make_request(
     masked: bool,
     graph_rows: int = 0,
     graph_mask_bytes: int = 0,
+    q_given: torch.dtype | None = None,
 ) -> Request:
     """masked: whether the options' mask is a custom one."""
     if masked:
         lengths.batch.use_mask()
     options = prepass.applied_to(options)
-    return Request(options, lengths, kv_layout, None, graph_rows, graph_mask_bytes)
+    return Request(options, lengths, kv_layout, None, graph_rows, graph_mask_bytes, q_given)
 
 
 class Draft(NamedTuple):
