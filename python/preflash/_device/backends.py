@@ -15,7 +15,6 @@ from .._check.arguments import KvCache, PerHead, Result
 from .._check.outputs import Outputs
 from .._check.request import Request
 from .._check.scales import Scales
-from .._check.tensors import Expected
 from .buffers import Buffer
 from .workspace import Workspace
 
@@ -34,7 +33,7 @@ class Run(Protocol):
 
     plan: Plan
     backend: Backend
-    expected: Expected
+    request: Request
     place: _core.Place | None  # what upload() fills; None: nothing
     shared: bool  # whether anybody else may still run it: a CUDA graph, a copied wrapper
 

@@ -94,7 +94,9 @@ def _run_exact(call: FmhaCall, lengths: FmhaLengths, device_stream: DeviceStream
 
 
 def _planned(call: FmhaCall, lengths: Lengths, workspace: Workspace) -> PlannedVariant:
-    request = pipeline.make_request(call.options, lengths, call.operands.kv_layout, masked=False)
+    request = pipeline.make_request(
+        call.options, workspace.device_stream.device, lengths, call.operands.kv_layout, masked=False
+    )
     return pipeline.made(workspace, call.backend, request)
 
 
@@ -170,7 +172,7 @@ def _workspace(device_stream: DeviceStream) -> Workspace:
 def _attend(call: FmhaCall, lengths: FmhaLengths, variant: PlannedVariant) -> Result:
     operands = call.operands
     q = operands.q
-    kernel_writes = variant.expected.options.o_dtype
+    kernel_writes = variant.request.options.o_dtype
     converts = check.CORE_DTYPES[call.out_dtype] != kernel_writes
     stats = None
     outputs = Outputs(out=None if converts else call.out, lse=call.lse, return_lse=call.return_lse)

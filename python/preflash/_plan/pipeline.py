@@ -32,6 +32,7 @@ backends.register(CudnnBackend())
 
 def make_request(
     options: _core.AttentionOptions,
+    device: torch.device,
     lengths: Lengths,
     kv_layout: str,
     masked: bool,
@@ -43,7 +44,7 @@ def make_request(
     if masked:
         lengths.batch.use_mask()
     options = prepass.applied_to(options)
-    return Request(options, lengths, kv_layout, None, graph_rows, graph_mask_bytes, q_given)
+    return Request(options, device, lengths, kv_layout, None, graph_rows, graph_mask_bytes, q_given)
 
 
 class Draft(NamedTuple):

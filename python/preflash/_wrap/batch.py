@@ -151,8 +151,9 @@ class BatchPrefillWrapper(EngineAttributes):
         if self._announced:
             check_announced(self._announced, told_before(a, options))
         request = pipeline.make_request(
-            options, lengths, kv_layout, given.masked, graph_rows, graph_mask_bytes, given.q_given
-        )
+            options, device, lengths, kv_layout, given.masked, graph_rows, graph_mask_bytes,
+            given.q_given,
+        )  # fmt: skip
         scales = given.scales
         if a.sm_scale is not None:
             scales = Scales(softmax_scale(a.sm_scale, options), 1.0)

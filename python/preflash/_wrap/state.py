@@ -90,7 +90,7 @@ class State(NamedTuple):
 
     def captured_so_far(self) -> Mapping[_core.AttentionOptions, _core.Place]:
         variants = () if self.planned is None else self.planned.variants()
-        new = {v.expected.options: v.place for v in variants if _is_captured(v)}
+        new = {v.request.options: v.place for v in variants if _is_captured(v)}
         return {**self.captured, **new} if new else self.captured
 
 
