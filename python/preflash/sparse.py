@@ -62,8 +62,7 @@ class _BlockSparse:
         """run() with return_lse=True."""
         return self.run(q, k, v, return_lse=True, **options)
 
-    def end_forward(self) -> None:
-        """Does nothing; kept for callers of older releases."""
+    end_forward = BatchPrefillWithPagedKVCacheWrapper.end_forward
 
 
 class _Pages(BatchPrefillWithPagedKVCacheWrapper):

@@ -125,15 +125,12 @@ def _run_within_bounds(call: FmhaCall, lengths: FmhaLengths, device_stream: Devi
     if kept.pages is not None:
         kept.pages.copy_(lengths.pages, non_blocking=True)
     pages_each = lengths.pages_each if paged else 0
+    extent = pages_each * operands.page_size if paged else operands.kv_extent
+    kv_begin = 0 if paged else lengths.kv_indptr.data_ptr()
     variant.place.set_lengths(
-        lengths.qo_indptr.data_ptr(),
-        0 if paged else lengths.kv_indptr.data_ptr(),
-        lengths.kv_lens.data_ptr(),
-        pages_each,
-        operands.q.shape[0],
-        pages_each * operands.page_size if paged else operands.kv_extent,
-        device_stream.stream(),
-    )
+        lengths.qo_indptr.data_ptr(), kv_begin, lengths.kv_lens.data_ptr(), pages_each,
+        operands.q.shape[0], extent, device_stream.stream(),
+    )  # fmt: skip
     was_shared = variant.shared
     result = _attend(call, lengths, variant)
     if variant.shared and not was_shared:  # with a CUDA graph
@@ -142,12 +139,7 @@ def _run_within_bounds(call: FmhaCall, lengths: FmhaLengths, device_stream: Devi
 
 
 def _plan_within_bounds(call: FmhaCall, lengths: FmhaLengths, device_stream: DeviceStream) -> _Kept:
-    if device_stream.is_capturing():
-        raise RuntimeError(
-            "this call needs a plan, which cannot be made while its stream is being captured into "
-            "a CUDA graph: call it once before, with the same shapes and options on the stream "
-            "of the capture (torch.cuda.graph(graph, stream=...))"
-        )
+    pipeline.refuse_capture(device_stream)
     operands = call.operands
     paged = operands.page_size > 0
     batch = fmha_lengths.bounds_batch(

@@ -20,13 +20,15 @@ from .._check.lengths import Lengths
 from .._check.request import Request
 from .._cudnn.backend import CudnnBackend
 from .._device import backends
+from .._device.stream import DeviceStream
 from .._device.workspace import Workspace
-from .._run.kernels import KernelBackend, backend_of
+from .._run.kernels import CpuBackend, CudaBackend, KernelBackend
 from .._run.variant import PlannedVariant
 from . import prepass
 
 for _family in _core.families():
-    backends.register(backend_of(_family), _family)
+    _kind = CpuBackend if _core.traits_of(_family).on_cpu else CudaBackend
+    backends.register(_kind(_family), _family)
 backends.register(CudnnBackend())
 
 
@@ -45,6 +47,16 @@ def make_request(
         lengths.batch.use_mask()
     options = prepass.applied_to(options)
     return Request(options, device, lengths, kv_layout, None, graph_rows, graph_mask_bytes, q_given)
+
+
+def refuse_capture(device_stream: DeviceStream) -> None:
+    """Of calls that plan by themselves."""
+    if device_stream.is_capturing():
+        raise RuntimeError(
+            "this call needs a plan, which cannot be made while its stream is being captured into "
+            "a CUDA graph: call it once before, with the same shapes and options on the stream "
+            "of the capture (torch.cuda.graph(graph, stream=...))"
+        )
 
 
 class Draft(NamedTuple):

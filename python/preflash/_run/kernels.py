@@ -98,16 +98,6 @@ class KernelBackend:
         return f"<preflash backend {self.name!r}>"
 
 
-@functools.cache
-def _why_no_isa() -> str | None:
-    """What is wrong with PREFLASH_CPU_ISA, which is read once."""
-    try:
-        _core.cpu_isa()
-    except ValueError as error:
-        return str(error)
-    return None
-
-
 class CpuBackend(KernelBackend):
     num_threads = staticmethod(torch.get_num_threads)
 
@@ -115,7 +105,11 @@ class CpuBackend(KernelBackend):
     def refusal(self, device: torch.device) -> str | None:
         if device.type != "cpu":
             return f"backend='cpu' computes on CPU tensors; the workspace is on {device}"
-        return _why_no_isa()
+        try:
+            _core.cpu_isa()
+        except ValueError as error:  # PREFLASH_CPU_ISA, which is read once
+            return str(error)
+        return None
 
 
 class CudaBackend(KernelBackend):
@@ -133,8 +127,3 @@ class CudaBackend(KernelBackend):
                 f"{capability}: use backend='auto'"
             )
         return None
-
-
-def backend_of(family: _core.Family) -> KernelBackend:
-    on_cpu = _core.traits_of(family).on_cpu
-    return CpuBackend(family) if on_cpu else CudaBackend(family)

@@ -100,12 +100,7 @@ def _key(a: SingleArguments, per_head: PerHead, device_stream: DeviceStream) -> 
 def _plan(a: SingleArguments, per_head: PerHead, device_stream: DeviceStream) -> _Planned:
     options = single_options(a)
     check.not_traced()
-    if device_stream.is_capturing():
-        raise RuntimeError(
-            "this call needs a plan, which cannot be made while its stream is being captured into "
-            "a CUDA graph: call it once before, with the same shapes and options on the stream "
-            "of the capture (torch.cuda.graph(graph, stream=...))"
-        )
+    pipeline.refuse_capture(device_stream)
     lengths = single_lengths(a.q.shape[0], a.k.shape[0 if a.kv_layout == "NHD" else 1])
     request = pipeline.make_request(
         options, device_stream.device, lengths, a.kv_layout, has_mask(a),
@@ -160,9 +155,4 @@ def _mask(planned: _Planned, a: SingleArguments, outputs: Outputs) -> torch.Tens
     mask = masks.check_mask(a.custom_mask, a.packed_custom_mask, batch)
     masks.check_mask_device(mask, request.device)
     variant.check_run(a.q, (a.k, a.v), planned.usual_scales, outputs, None)
-    if variant.device_stream.is_capturing() and not (packed and mask.is_cuda):
-        raise RuntimeError(
-            "a dense mask, or one on the CPU, cannot be packed while the stream is being captured "
-            "into a CUDA graph: pass packed_custom_mask (packbits) on the GPU"
-        )
-    return masks.owned_mask(mask, packed, batch, variant.device_stream)
+    return masks.mask_of_run(mask, packed, batch, variant.device_stream)
