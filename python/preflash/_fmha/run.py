@@ -86,7 +86,7 @@ def _run_exact(call: FmhaCall, lengths: FmhaLengths, device_stream: DeviceStream
             "cum_seq_lens_kv on the GPU"
         )
     workspace = _workspace(device_stream)
-    workspace.float_bytes = call.workspace.nbytes
+    workspace.float_bytes = call.given.workspace_buffer.nbytes
     variant = _planned(call, fmha_lengths.exact(lengths), workspace)
     result = _attend(call, lengths, variant)
     workspace.give_back(variant.int_buffer, variant)
@@ -167,17 +167,19 @@ def _attend(call: FmhaCall, lengths: FmhaLengths, variant: PlannedVariant) -> Re
     kernel_writes = variant.request.options.o_dtype
     converts = check.CORE_DTYPES[call.out_dtype] != kernel_writes
     stats = None
-    outputs = Outputs(out=None if converts else call.out, lse=call.lse, return_lse=call.return_lse)
+    outputs = Outputs(
+        out=None if converts else call.out, lse=call.given.lse, return_lse=call.return_lse
+    )
     if converts and call.out is not None:
         k, v = kv_of(operands.kv)
-        for name, value in (("k", k), ("v", v), ("lse", call.lse)):
+        for name, value in (("k", k), ("v", v), ("lse", call.given.lse)):
             if value is not None:
                 refuse_shared("out", call.out, name, value)
     if call.stats_scale is not None:
         stats = torch.empty((*q.shape[:2], 2), dtype=torch.float32, device=q.device)
         outputs = outputs._replace(lse=stats, lse_layout="STATS", lse_base=call.stats_scale)
-    partials = call.workspace if variant.plan.float_bytes > 0 else None
-    memory = run_memory(partials, per_head=call.per_head)
+    partials = call.given.workspace_buffer if variant.plan.float_bytes > 0 else None
+    memory = run_memory(partials, per_head=call.given.per_head)
     # bmm2_scale may take a result out of the range of q's dtype, and the conversion back.
     scales = call.scales._replace(output=1.0) if converts else call.scales
     result = variant.attend_to(q, operands.kv, scales, outputs, memory)
