@@ -80,13 +80,9 @@ class BatchPrefillWrapper(EngineAttributes):
     def __copy__(self) -> BatchPrefillWrapper:
         """Another wrapper with the same plan and float workspace; each plans for itself."""
         workspace = self._state.workspace
-        where = (
-            None
-            if workspace.int_room is None
-            else "int_workspace_buffer of reset_workspace_buffer()"
-        )
-        if self._graph_enabled:
-            where = "buffers of its constructor"
+        where = "buffers of its constructor" if self._graph_enabled else None
+        if where is None and workspace.int_room is not None:
+            where = "int_workspace_buffer of reset_workspace_buffer()"
         if where is not None:
             raise TypeError(
                 f"{type(self).__name__} plans into the {where}, which a copy would overwrite; "
