@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -112,9 +112,3 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
         given = run_options(self, (args, k_scale, v_scale, sinks), options)
         outputs = Outputs(out, lse, return_lse, lse_base, lse_layout)
         return super()._run_given(q, paged_kv_cache, given, outputs, sm_scale)
-
-    def run_return_lse(
-        self, q: torch.Tensor, paged_kv_cache: KvCache, *args: Any, **options: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """run() with return_lse=True."""
-        return self.run(q, paged_kv_cache, *args, return_lse=True, **options)

@@ -256,9 +256,9 @@ class MultiLevelCascadeAttentionWrapper:
     def is_cuda_graph_enabled(self) -> bool:
         return self._levels[0].is_cuda_graph_enabled
 
-    def prewarm_paged_kv_stride_variant(self, variant: str = "independent") -> None:
-        """Does nothing; see BatchPrefillWithPagedKVCacheWrapper."""
-        check.one_of("variant", variant, ("independent",))
+    prewarm_paged_kv_stride_variant = (
+        BatchPrefillWithPagedKVCacheWrapper.prewarm_paged_kv_stride_variant
+    )
 
     def reset_workspace_buffer(
         self, float_workspace_buffer: torch.Tensor, int_workspace_buffers: Sequence[torch.Tensor]
@@ -329,8 +329,7 @@ class MultiLevelCascadeAttentionWrapper:
 
     forward = run
 
-    def end_forward(self) -> None:
-        """Does nothing; kept for callers of older releases."""
+    end_forward = BatchPrefillWithPagedKVCacheWrapper.end_forward
 
 
 class _SharedPrefixWrapper:
@@ -348,8 +347,7 @@ class _SharedPrefixWrapper:
         """As in BatchPrefillWithPagedKVCacheWrapper."""
         self._own.reset_workspace_buffer(float_workspace_buffer, int_workspace_buffer)
 
-    def end_forward(self) -> None:
-        """Does nothing; kept for callers of older releases."""
+    end_forward = BatchPrefillWithPagedKVCacheWrapper.end_forward
 
     def _with_prefix(
         self,
@@ -436,9 +434,9 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(_SharedPrefixWrapper):
 
     _kind = BatchPrefillWithPagedKVCacheWrapper
 
-    def prewarm_paged_kv_stride_variant(self, variant: str = "independent") -> None:
-        """Does nothing; see BatchPrefillWithPagedKVCacheWrapper."""
-        self._own.prewarm_paged_kv_stride_variant(variant)
+    prewarm_paged_kv_stride_variant = (
+        BatchPrefillWithPagedKVCacheWrapper.prewarm_paged_kv_stride_variant
+    )
 
     @tells_nearest
     def begin_forward(

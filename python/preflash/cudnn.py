@@ -186,6 +186,7 @@ def cudnn_batch_decode_with_kv_cache(
         NotImplementedError: no compiled kernel serves it.
         RuntimeError: the call needs a plan while its stream is being captured.
     """
+    given = dict(locals())
     check.absent(batch_offsets_k=batch_offsets_k, batch_offsets_v=batch_offsets_v)
     check.flag("is_cuda_graph_compatible", is_cuda_graph_compatible)
     lengths = direct.lengths_of("actual_seq_lens_kv", actual_seq_lens_kv)
@@ -215,9 +216,10 @@ def cudnn_batch_decode_with_kv_cache(
             "max_kv_len": "max_sequence_kv",
             "bmm1_scale": "scale",
         },
+        given,
+        causal=True,
         qkv=(q, cache),
         input_layout=layout,
-        workspace_buffer=workspace_buffer,
         seq_lens=lengths,
         max_q_len=each,
         max_kv_len=max_sequence_kv,
@@ -225,12 +227,5 @@ def cudnn_batch_decode_with_kv_cache(
         bmm2_scale=1.0,
         batch_size=lengths.numel(),
         cum_seq_lens_q=begins,
-        block_tables=block_tables,
-        out=out,
-        causal=True,
-        window_left=window_left,
-        sinks=sinks,
         backend="auto" if backend is None else backend,
-        lse=lse,
-        return_lse=return_lse,
     )

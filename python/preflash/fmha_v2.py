@@ -181,6 +181,7 @@ def fmha_varlen(
         NotImplementedError: no compiled kernel serves it, or one of the options above.
         RuntimeError: the call needs a plan while its stream is being captured.
     """
+    given = dict(locals())
     check.absent(plan_info=plan_info)
     check.neutral("o_scale", o_scale, 1.0)
     for name, value in (("q", q), ("k", k), ("v", v)):
@@ -216,6 +217,8 @@ def fmha_varlen(
             "bmm1_scale": "sm_scale",
             "bmm2_scale": "v_scale",
         },
+        given,
+        causal=check.flag("causal", causal),
         qkv=(q, k, v),
         input_layout="SEPARATE_Q_K_V",
         workspace_buffer=torch.empty(_VARLEN_BYTES, dtype=torch.uint8, device=q.device),
@@ -227,11 +230,6 @@ def fmha_varlen(
         batch_size=offsets[0].numel() - 1,
         cum_seq_lens_q=offsets[0],
         cum_seq_lens_kv=offsets[1],
-        out=out,
         out_dtype=wide,
-        causal=check.flag("causal", causal),
-        backend=backend,
-        lse=lse,
-        return_lse=return_lse,
     )
     return result if isinstance(result, tuple) else (result, lse)

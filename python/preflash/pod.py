@@ -293,12 +293,9 @@ class PODWithPagedKVCacheWrapper(PodWrapper):
         layout = given.kv_layout
         tokens = q.shape[0]
         lengths = single_lengths(tokens, k.shape[0 if layout == "NHD" else 1])
+        graph_rows = max(tokens, 1) if self.is_cuda_graph_enabled else 0
         return pipeline.make_request(
-            options,
-            lengths,
-            layout,
-            masked=has_mask(given),
-            graph_rows=max(tokens, 1) if self.is_cuda_graph_enabled else 0,
+            options, self.device, lengths, layout, has_mask(given), graph_rows
         )
 
     def run_return_lse(self, *args: Any, **kwargs: Any) -> tuple[Result, Result]:

@@ -62,8 +62,7 @@ class _BlockSparse:
         """run() with return_lse=True."""
         return self.run(q, k, v, return_lse=True, **options)
 
-    def end_forward(self) -> None:
-        """Does nothing; kept for callers of older releases."""
+    end_forward = BatchPrefillWithPagedKVCacheWrapper.end_forward
 
 
 class _Pages(BatchPrefillWithPagedKVCacheWrapper):
@@ -174,25 +173,11 @@ class BlockSparseAttentionWrapper(_BlockSparse):
                 at,
                 blocks,
                 torch.full((count,), width, dtype=torch.int32, device="cpu"),
-                num_qo_heads,
-                num_kv_heads,
-                head_dim,
-                width,
-                mask,
-                packed_mask,
-                causal,
-                pos_encoding_mode,
-                use_fp16_qk_reduction,
-                sm_scale,
-                -1,
-                logits_soft_cap,
-                rope_scale,
-                rope_theta,
-                q_dtype,
-                kv_data_type,
-                non_blocking,
+                num_qo_heads, num_kv_heads, head_dim, width, mask, packed_mask, causal,
+                pos_encoding_mode, use_fp16_qk_reduction, sm_scale, -1, logits_soft_cap, rope_scale,
+                rope_theta, q_dtype, kv_data_type, non_blocking,
                 o_data_type=None if converts else o_dtype,
-            )
+            )  # fmt: skip
         self._rows, self._keys, self._width = rows, keys, width
         self._causal, self._o_dtype = causal, o_dtype if converts else None
 
@@ -360,24 +345,10 @@ class VariableBlockSparseAttentionWrapper(_BlockSparse):
             _indptr((kept * counts[:, None]).sum(-1).flatten()),
             pages.to(torch.int32),
             torch.full((requests,), page, dtype=torch.int32, device="cpu"),
-            group,
-            1,
-            head_dim,
-            page,
-            None,
-            None,
-            causal,
-            pos_encoding_mode,
-            use_fp16_qk_reduction,
-            sm_scale,
-            -1,
-            logits_soft_cap,
-            rope_scale,
-            rope_theta,
-            q_data_type,
-            kv_data_type,
+            group, 1, head_dim, page, None, None, causal, pos_encoding_mode, use_fp16_qk_reduction,
+            sm_scale, -1, logits_soft_cap, rope_scale, rope_theta, q_data_type, kv_data_type,
             non_blocking,
-        )
+        )  # fmt: skip
         self._heads, self._group, self._causal = heads, group, causal
         self._rows, self._keys, self._page = rows, keys, page
 

@@ -88,6 +88,7 @@ def trtllm_batch_context_with_kv_cache(
         NotImplementedError: no compiled kernel serves it, or one of the options above.
         RuntimeError: the call needs a plan while its stream is being captured.
     """
+    given = dict(locals())
     _check_unserved(enable_pdl, kv_cache_sf, multi_ctas_kv_counter_buffer)
     check.absent(o_sf_scale=o_sf_scale, o_sf_vec_size=o_sf_vec_size)
     if cum_seq_lens_kv is not None:
@@ -105,28 +106,9 @@ def trtllm_batch_context_with_kv_cache(
         "kv_cache", kv_cache, kv_layout, block_tables, lengths, uses_shared_paged_kv_idx
     )
     return direct.attend(
-        _NAMES,
-        qkv=(query, cache),
-        input_layout=layout,
-        workspace_buffer=workspace_buffer,
-        seq_lens=lengths,
-        max_q_len=max_q_len,
-        max_kv_len=max_kv_len,
-        bmm1_scale=bmm1_scale,
-        bmm2_scale=bmm2_scale,
-        batch_size=batch_size,
-        cum_seq_lens_q=cum_seq_lens_q,
-        block_tables=block_tables,
-        out=out,
-        out_dtype=out_dtype,
-        causal=causal,
-        window_left=window_left,
-        sinks=sinks,
-        skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
-        backend=backend,
-        lse=lse,
-        return_lse=return_lse,
-    )
+        _NAMES, given, causal=causal, qkv=(query, cache), input_layout=layout, seq_lens=lengths,
+        block_tables=block_tables, cum_seq_lens_kv=None,
+    )  # fmt: skip
 
 
 @check.eager
@@ -202,6 +184,7 @@ def trtllm_batch_decode_with_kv_cache(
         NotImplementedError: no compiled kernel serves it, or one of the options above.
         RuntimeError: the call needs a plan while its stream is being captured.
     """
+    given = dict(locals())
     _check_unserved(enable_pdl, kv_cache_sf, multi_ctas_kv_counter_buffer)
     check.absent(
         o_sf_scale=o_sf_scale, o_sf_vec_size=o_sf_vec_size,
@@ -238,28 +221,11 @@ def trtllm_batch_decode_with_kv_cache(
         "kv_cache", kv_cache, kv_layout, block_tables, lengths, uses_shared_paged_kv_idx
     )
     return direct.attend(
-        {**_NAMES, "max_kv_len": "max_seq_len"},
-        qkv=(query, cache),
-        input_layout=layout,
-        workspace_buffer=workspace_buffer,
-        seq_lens=lengths,
-        max_q_len=max_q_len,
-        max_kv_len=max_seq_len,
-        bmm1_scale=bmm1_scale,
-        bmm2_scale=bmm2_scale,
-        batch_size=batch_size,
-        cum_seq_lens_q=cum_seq_lens_q,
+        {**_NAMES, "max_kv_len": "max_seq_len"}, given, causal=True, qkv=(query, cache),
+        input_layout=layout, seq_lens=lengths, max_q_len=max_q_len, max_kv_len=max_seq_len,
+        bmm1_scale=bmm1_scale, batch_size=batch_size, cum_seq_lens_q=cum_seq_lens_q,
         block_tables=block_tables,
-        out=out,
-        out_dtype=out_dtype,
-        causal=True,
-        window_left=window_left,
-        sinks=sinks,
-        skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
-        backend=backend,
-        lse=lse,
-        return_lse=return_lse,
-    )
+    )  # fmt: skip
 
 
 def _check_unserved(enable_pdl: Any, kv_cache_sf: Any, counters: Any) -> None:

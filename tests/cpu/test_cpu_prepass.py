@@ -3,10 +3,10 @@ says of the copies, and how launches bind to them, is the same on every backend.
 
 import dataclasses
 
+import prepass_policy
 import pytest
 import torch
 from fuzz.random_cases import random_prepass_cases
-from preflash._plan import prepass
 from preflash.testing import Case, KvForm, MaskKind, Sinks, build, runner
 from preflash.testing.case import Position
 
@@ -44,7 +44,7 @@ def variations():
 
 @pytest.fixture(autouse=True)
 def always_prepass():
-    with prepass.forced("always"):
+    with prepass_policy.forced("always"):
         yield
 
 
@@ -144,5 +144,5 @@ def test_a_wrapper_of_cuda_graphs_copies_nothing():
 
 def test_another_word_in_the_environment_is_refused():
     wrapper = runner.make_wrapper(BASE, backend="cpu")
-    with prepass.forced("sometimes"), pytest.raises(ValueError, match="PREFLASH_PREPASS"):
+    with prepass_policy.forced("sometimes"), pytest.raises(ValueError, match="PREFLASH_PREPASS"):
         runner.plan(wrapper, build(BASE))

@@ -13,9 +13,9 @@ import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+import prepass_policy
 import torch
 import wrapper_options
-from preflash._plan import prepass
 from preflash.testing import runner
 from preflash.testing.case import MaskKind
 from preflash.testing.inputs import Inputs, build
@@ -41,7 +41,7 @@ class Verdict:
 
 def examine(problem: Problem, *, backend: str, device: torch.device | str = "cpu") -> Verdict:
     """Computes the problem."""
-    with prepass.forced(problem.call.copies.value):
+    with prepass_policy.forced(problem.call.copies.value):
         return verdict_of(lambda: examine_with(Trial, problem, backend, device), backend)
 
 

@@ -3,7 +3,7 @@ shared memory, against the oracle, on fa2. Prints the kernels that ran."""
 
 import attention_cases
 import converted_cases
-from preflash._plan import prepass
+import prepass_policy
 from preflash.testing import build, runner
 
 
@@ -14,7 +14,7 @@ def main() -> None:
         if max(case.head_dim, case.head_dim_vo or 0) <= 192:
             continue
         inputs = build(case, device="cuda")
-        with prepass.forced("never"):  # on load, where a copy would spare the kernel
+        with prepass_policy.forced("never"):  # on load, where a copy would spare the kernel
             wrapper = runner.planned(inputs, backend="fa2")
         runner.compare(inputs, *runner.run(wrapper, inputs)).check()
         ran.add(wrapper.variant)

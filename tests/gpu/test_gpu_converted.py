@@ -3,12 +3,12 @@ room, and in CUDA graphs."""
 
 import dataclasses
 
+import prepass_policy
 import pytest
 import torch
 import wrapper_options
 from backends import backends_and_cases, on_every_backend
 from converted_cases import CASES, E4M3, ROPE, WHAT, large_prefill
-from preflash._plan import prepass
 from preflash.testing import Case, MaskKind, build, runner
 
 pytestmark = pytest.mark.gpu
@@ -19,7 +19,7 @@ def planned(case: Case, backend: str, size: int = 32 << 20, policy: str = "never
     inputs = build(case, device="cuda")
     buffer = runner.workspace("cuda", size).fill_(0xFF)
     wrapper = runner.make_wrapper(case, backend=backend, device="cuda", buffer=buffer, **options)
-    with prepass.forced(policy):
+    with prepass_policy.forced(policy):
         runner.plan(wrapper, inputs)
     assert not wrapper._state.planned.primary.plan.has_prepass
     return wrapper, inputs

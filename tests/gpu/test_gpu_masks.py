@@ -6,10 +6,10 @@ import itertools
 import random
 
 import preflash
+import prepass_policy
 import pytest
 import torch
 from backends import on_every_backend
-from preflash._plan import prepass
 from preflash.testing import Case, MaskKind, Position, Sinks, build, runner
 from repetition import assert_twenty_runs_are_equal
 
@@ -195,7 +195,7 @@ def named(value: object) -> str:
 
 def check_without_copies(case: Case, shape, backend: str) -> None:
     inputs = shaped(case, shape)
-    with prepass.forced("never"):
+    with prepass_policy.forced("never"):
         runner.check(inputs, backend=backend)
 
 
@@ -265,7 +265,7 @@ def test_twenty_runs_over_converted_operands_are_equal(backend, load):
     case = Case("repeat", *LENS, 8, 2, 128, page_size=16, mask=MaskKind.CUSTOM, **load)
     inputs = shaped(case, ladder)
     wrapper = runner.make_wrapper(case, backend=backend, device="cuda")
-    with prepass.forced("never"):
+    with prepass_policy.forced("never"):
         runner.plan(wrapper, inputs)
     assert_twenty_runs_are_equal(wrapper, inputs)
 

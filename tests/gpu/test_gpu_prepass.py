@@ -4,11 +4,11 @@ import dataclasses
 import itertools
 import random
 
+import prepass_policy
 import pytest
 import torch
 from backends import on_every_backend
 from fuzz.random_cases import random_prepass_cases
-from preflash._plan import prepass
 from preflash.testing import Case, KvForm, MaskKind, Sinks, build, runner
 from preflash.testing.case import Position
 
@@ -67,7 +67,7 @@ def with_prepass(case: Case, backend: str, size: int = 64 << 20):
     inputs = build(case, device="cuda")
     buffer = runner.workspace("cuda", size).fill_(0xFF)
     wrapper = runner.make_wrapper(case, backend=backend, device="cuda", buffer=buffer)
-    with prepass.forced("always"):
+    with prepass_policy.forced("always"):
         runner.plan(wrapper, inputs)
     assert wrapper._state.planned.primary.plan.has_prepass
     return wrapper, inputs
@@ -89,7 +89,7 @@ def cases_id(change: dict) -> str:
 def test_random_cases(backend, case):
     """Strides, offsets, lengths and garbage of every kind."""
     wrapper, inputs = with_prepass(case, backend, 512 << 20)
-    with prepass.forced("always"):  # copies, whose rounding the bounds are told
+    with prepass_policy.forced("always"):  # copies, whose rounding the bounds are told
         runner.compare(inputs, *runner.run(wrapper, inputs)).check()
 
 
@@ -125,7 +125,7 @@ def test_masks_under_rotated_queries_of_8_bits(backend, head_dim, o_dtype):
     case = dataclasses.replace(BASE, dtype=E4M3, o_dtype=o_dtype, position=Position.ROPE,
                                head_dim=head_dim, mask=MaskKind.CUSTOM)  # fmt: skip
     wrapper, inputs = with_prepass(case, backend)
-    with prepass.forced("always"):
+    with prepass_policy.forced("always"):
         runner.compare(inputs, *runner.run(wrapper, inputs)).check()
 
 
@@ -207,7 +207,7 @@ def test_many_rotated_queries(backend, heads):
 def test_single(backend, what):
     case = dataclasses.replace(BASE, qo_lens=(190,), kv_lens=(470,), **what)
     inputs = build(case, device="cuda")
-    with prepass.forced("always"):
+    with prepass_policy.forced("always"):
         runner.compare(inputs, *runner.single(inputs, backend=backend)).check()
     wide = dataclasses.replace(case, head_dim=512, mask=MaskKind.CUSTOM)
     inputs = build(wide, device="cuda")
@@ -272,7 +272,7 @@ def test_the_name_of_a_plan_tells_of_its_copies(backend):
     assert wrapper.variant in repr(wrapper)
     small = runner.workspace("cuda", 1 << 20)
     wrapper = runner.make_wrapper(case, backend=backend, device="cuda", buffer=small)
-    with prepass.forced("always"):
+    with prepass_policy.forced("always"):
         runner.plan(wrapper, inputs)
     assert wrapper.variant.startswith(f"{family}_bf16_d512" if backend == "fa2" else family)
     assert wrapper.variant.endswith("_converted")

@@ -4,12 +4,12 @@ import sys
 from pathlib import Path
 
 import preflash
+import prepass_policy
 import pytest
 import support_table
 import torch
 from planned import indptr, planner, ragged
 from preflash import _core
-from preflash._plan import prepass
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "cmake" / "codegen"))
 
@@ -128,7 +128,7 @@ def test_copies_are_no_condition(options, policy, lengths, use_cuda_graph):
         torch.empty(ROOM, dtype=torch.uint8), "NHD", use_cuda_graph, backend="cpu", **buffers
     )
     arguments = (*arrays.values(), 32, 8, 512, 16)
-    with prepass.forced(policy):
+    with prepass_policy.forced(policy):
         wrapper.plan(*arguments, **options)
         assert wrapper.variant.startswith("cpu_")
         assert "copies+" not in repr(wrapper)

@@ -9,6 +9,6 @@ lengths     index arrays -> the lengths of a batch and its pages
 scales      softmax scale and calibration scales -> two factors
 outputs     out, lse and their layout
 pages       the arguments of append_paged_kv_cache and its like
-tensors     the tensors of run() against what was planned
-request     all of these together: what a plan is made for
+request     what a plan is made for: checked options, lengths and mask
+tensors     the tensors of run() against the request
 """

@@ -22,6 +22,7 @@ from .calls import (
     RaggedPlanArguments,
     SingleArguments,
 )
+from .scales import Scales, softmax_scale
 
 # The options of a call, as a tuple.
 _given_to: dict[type, Callable[[Any], tuple]] = {
@@ -31,48 +32,67 @@ _given_to: dict[type, Callable[[Any], tuple]] = {
 _CONSTANT = frozenset((int, float, bool, str, type(None), torch.dtype))
 
 
-def batch_options(a: BatchArguments) -> _core.AttentionOptions:
+class BatchOptions(NamedTuple):
+    """What the options of a wrapper's plan() come to."""
+
+    options: _core.AttentionOptions
+    masked: bool  # whether there is a custom mask
+    causal: bool  # as given: the options have none beside a custom mask
+    logits_soft_cap: float  # as given: the options have it in float32
+    q_given: torch.dtype | None  # of queries that every run converts; None: of none
+    scales: Scales  # where plan() is given no sm_scale
+
+
+def batch_options(a: BatchArguments) -> BatchOptions:
     """The options in the arguments of a wrapper's plan()."""
     global _last
     check.not_traced()
     masked = has_mask(a)
     kind = type(a)
     given = (kind, masked, *_given_to[kind](a))
-    last, options = _last
+    last, found = _last
     if _core.same_objects(given, last):
-        return options
+        return found
     try:
-        options = _remembered(*given)
+        found = _remembered(*given)
     except TypeError:  # not to be remembered, or wrong: the checks say so
         return _checked(*given)
-    _last = (given, options)
-    return options
+    _last = (given, found)
+    return found
 
 
 # What _remembered() was asked last, and its answer: the same objects cost no hash.
-_last: tuple[tuple, _core.AttentionOptions | None] = ((), None)
+_last: tuple[tuple, BatchOptions | None] = ((), None)
 
 
 # Steps of an engine differ in lengths, not in options, whose checks would be a tenth of plan().
 # Keys have types too, because 1, 1.0 and True are equal, but not all of them are accepted.
 @functools.lru_cache(maxsize=256, typed=True)
-def _remembered(kind: type, masked: bool, *given: Any) -> _core.AttentionOptions:
+def _remembered(kind: type, masked: bool, *given: Any) -> BatchOptions:
     if not _CONSTANT.issuperset(map(type, given)):
         raise TypeError("what is equal by identity, as tensors are, may hold another value by then")
     return _checked(kind, masked, *given)
 
 
-def _checked(kind: type, masked: bool, *given: Any) -> _core.AttentionOptions:
+def _checked(kind: type, masked: bool, *given: Any) -> BatchOptions:
     options = _in_one_spelling(dict(zip(kind.OPTIONS, given, strict=True)))
     head_dim = check.positive("head_dim", check.required("head_dim", options["head_dim"]))
     head_dim_vo = options["head_dim_vo"]
-    return _attention_options(
+    checked = _attention_options(
         options,
         masked,
         _Asked("q_data_type", options["q_data_type"]),
         _Asked("kv_data_type", options["kv_data_type"]),
         head_dim_qk=head_dim,
         head_dim_vo=head_dim if head_dim_vo is None else check.positive("head_dim_vo", head_dim_vo),
+    )
+    return BatchOptions(
+        checked,
+        masked,
+        check.flag("causal", options["causal"]),
+        check.soft_cap("logits_soft_cap", options["logits_soft_cap"]),
+        converted_from(options["q_data_type"], checked),
+        Scales(softmax_scale(None, checked), 1.0),
     )
 
 

@@ -8,13 +8,13 @@ import torch
 
 from .. import _core
 from .lengths import Lengths
-from .tensors import Expected
 
 
 class Request(NamedTuple):
     """What a plan is made for, checked as far as Python can see."""
 
     options: _core.AttentionOptions
+    device: torch.device
     lengths: Lengths
     kv_layout: str
     mask: torch.Tensor | None  # owned and packed; None: absent, or brought by every run
@@ -30,9 +30,25 @@ class Request(NamedTuple):
         change on the device after plan()."""
         return 0 if self.mask is None or self.graph_rows else self.mask.data_ptr()
 
+    @property
+    def qo_tokens(self) -> int:
+        """At least; the q of a run may have more."""
+        batch = self.lengths.batch
+        return 0 if batch.are_bounds else batch.qo_end
 
-def expected_of(request: Request, device: torch.device) -> Expected:
-    """What run() may find."""
-    batch, pages = request.lengths
-    largest_page = None if pages is None else pages.largest
-    return Expected(request.options, device, request.kv_layout, batch, largest_page)
+    @property
+    def kv_tokens(self) -> int:
+        """Ragged: the tokens in use."""
+        batch = self.lengths.batch
+        return 0 if batch.are_bounds else batch.kv_end
+
+    @property
+    def page_size(self) -> int:
+        """0: ragged."""
+        return self.lengths.batch.page_size
+
+    @property
+    def largest_page(self) -> int | None:
+        """None: not known, or ragged."""
+        pages = self.lengths.pages
+        return None if pages is None else pages.largest

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -11,35 +11,11 @@ from .. import _core
 from . import values as check
 from .arguments import PER_HEAD, KvCache, PerHead
 from .outputs import Outputs
+from .request import Request
 
 # K or V as the kernels see it: strides of page, token and head in elements, then how many pages
 # there are and tokens in one of them. Ragged: one page that holds all.
 KvNumbers = tuple[int, int, int, int, int]
-
-
-class Expected(NamedTuple):
-    """What plan() said about the tensors of run()."""
-
-    options: _core.AttentionOptions
-    device: torch.device
-    kv_layout: str
-    batch: _core.Batch
-    largest_page: int | None
-
-    @property
-    def qo_tokens(self) -> int:
-        """At least; q may have more."""
-        return 0 if self.batch.are_bounds else self.batch.qo_end
-
-    @property
-    def kv_tokens(self) -> int:
-        """Ragged: the tokens in use."""
-        return 0 if self.batch.are_bounds else self.batch.kv_end
-
-    @property
-    def page_size(self) -> int:
-        """0: ragged."""
-        return self.batch.page_size
 
 
 def effective_strides(value: torch.Tensor) -> tuple[int, ...]:
@@ -48,81 +24,81 @@ def effective_strides(value: torch.Tensor) -> tuple[int, ...]:
 
 
 def bind(
-    q: Any, kv: KvCache, outputs: Outputs, expected: Expected
+    q: Any, kv: KvCache, outputs: Outputs, request: Request
 ) -> tuple[tuple[tuple[int, ...], ...], int]:
     """Every check of one run's tensors. Tells what a launch is bound to: the strides and extents of
     q, k, v, out and lse, as _core.RunFunctions.check does, and where V begins in bytes."""
-    options = expected.options
-    q_strides = check_q(q, expected)
+    options = request.options
+    q_strides = check_q(q, request)
     v_offset = 0
-    if expected.page_size > 0:
-        k, v, v_offset = _check_paged(kv, expected)
+    if request.page_size > 0:
+        k, v, v_offset = _check_paged(kv, request)
     else:
-        k = _check_ragged("k", kv[0], options.head_dim_qk, expected)
-        v = _check_ragged("v", kv[1], options.head_dim_vo, expected)
+        k = _check_ragged("k", kv[0], options.head_dim_qk, request)
+        v = _check_ragged("v", kv[1], options.head_dim_vo, request)
     tokens, heads, head_dim_vo = q.shape[0], options.num_qo_heads, options.head_dim_vo
     out_strides = (heads * head_dim_vo, head_dim_vo)
     if outputs.out is not None:
         shape, meaning = (tokens, heads, head_dim_vo), "[rows of q, num_qo_heads, head_dim_vo]"
         dtype = check.TORCH_DTYPES[options.o_dtype]
-        check.output(outputs.out, shape, f"{meaning} as planned", dtype, expected.device)
+        check.output(outputs.out, shape, f"{meaning} as planned", dtype, request.device)
         out_strides = effective_strides(outputs.out)
     of_lse = (0, 0, 1)
     if outputs.lse is not None:
-        of_lse = _check_lse(outputs.lse, outputs.lse_layout, tokens, expected)
+        of_lse = _check_lse(outputs.lse, outputs.lse_layout, tokens, request)
     elif outputs.return_lse:
         of_lse = (heads, 1, 1) if outputs.lse_layout == "NH" else (1, tokens, 1)
     return ((*q_strides, tokens), k, v, out_strides, of_lse), v_offset
 
 
-def check_q(q: Any, expected: Expected) -> tuple[int, int]:
+def check_q(q: Any, request: Request) -> tuple[int, int]:
     """The strides of q [tokens, num_qo_heads, head_dim_qk]."""
-    options = expected.options
+    options = request.options
     check.tensor("q", q)
     # Rows behind the last request are padding, which is neither read nor written.
-    rows = max(q.shape[0], expected.qo_tokens) if q.dim() > 0 else expected.qo_tokens
+    rows = max(q.shape[0], request.qo_tokens) if q.dim() > 0 else request.qo_tokens
     wanted = (rows, options.num_qo_heads, options.head_dim_qk)
     meaning = "[at least qo_indptr[-1], num_qo_heads, head_dim] as planned"
     check.has_shape("q", q, wanted, meaning)
     q_dtype = check.TORCH_DTYPES[options.q_dtype]
     check.has_dtype("q", q, q_dtype, "q_data_type of plan, float16 unless given")
-    check.on_device("q", q, expected.device)
+    check.on_device("q", q, request.device)
     check.rows("q", q)
     return effective_strides(q)
 
 
-def _check_ragged(name: str, value: Any, head_dim: int, expected: Expected) -> KvNumbers:
+def _check_ragged(name: str, value: Any, head_dim: int, request: Request) -> KvNumbers:
     """k or v: [tokens, num_kv_heads, head_dim], or [num_kv_heads, tokens, head_dim] with HND."""
     check.tensor(name, value)
-    _check_dtype_and_device(name, value, expected)
-    heads = expected.options.num_kv_heads
-    nhd = expected.kv_layout == "NHD"
+    _check_dtype_and_device(name, value, request)
+    heads = request.options.num_kv_heads
+    nhd = request.kv_layout == "NHD"
     order = "[tokens, num_kv_heads, head_dim]" if nhd else "[num_kv_heads, tokens, head_dim]"
     check.has_dims(name, value, 3, order)
     tokens = value.shape[0 if nhd else 1]
     wanted = (tokens, heads, head_dim) if nhd else (heads, tokens, head_dim)
-    check.has_shape(name, value, wanted, f"{order} as planned, kv_layout={expected.kv_layout}")
-    if tokens < expected.kv_tokens:
+    check.has_shape(name, value, wanted, f"{order} as planned, kv_layout={request.kv_layout}")
+    if tokens < request.kv_tokens:
         raise ValueError(
-            f"{name} has {tokens} tokens; the plan uses kv_indptr[-1] = {expected.kv_tokens}"
+            f"{name} has {tokens} tokens; the plan uses kv_indptr[-1] = {request.kv_tokens}"
         )
     check.rows(name, value)
-    return (0, *_token_first(effective_strides(value), expected), 1, tokens)
+    return (0, *_token_first(effective_strides(value), request), 1, tokens)
 
 
-def _check_paged(cache: Any, expected: Expected) -> tuple[KvNumbers, KvNumbers, int]:
+def _check_paged(cache: Any, request: Request) -> tuple[KvNumbers, KvNumbers, int]:
     """A 5-D cache that holds both, or a pair of 4-D caches; one dimension fewer at page_size 1.
     Tells of K, of V, and where V begins in bytes."""
-    options = expected.options
+    options = request.options
     names, apart = ("k_cache", "v_cache"), 0
     if isinstance(cache, torch.Tensor):
-        _check_dtype_and_device("paged_kv_cache", cache, expected)
-        short = expected.page_size == 1 and cache.dim() == 4
+        _check_dtype_and_device("paged_kv_cache", cache, request)
+        short = request.page_size == 1 and cache.dim() == 4
         if (not short and cache.dim() != 5) or cache.shape[1] != 2:
             raise ValueError(
                 f"paged_kv_cache has shape {tuple(cache.shape)}; must be "
-                f"{_cache_shape(expected, 2)}, "
-                f"or a tuple (k_cache, v_cache) of {_cache_shape(expected, 1)}"
+                f"{_cache_shape(request, 2)}, "
+                f"or a tuple (k_cache, v_cache) of {_cache_shape(request, 1)}"
             )
         names = ("paged_kv_cache[:, 0]", "paged_kv_cache[:, 1]")
         apart = cache.stride(1) * cache.element_size()
@@ -132,8 +108,8 @@ def _check_paged(cache: Any, expected: Expected) -> tuple[KvNumbers, KvNumbers, 
             f"{type(cache).__name__}"
         )
     k, v = kv_of(cache)
-    of_k = _check_pages(names[0], k, options.head_dim_qk, expected)
-    of_v = _check_pages(names[1], v, options.head_dim_vo, expected)
+    of_k = _check_pages(names[0], k, options.head_dim_qk, request)
+    of_v = _check_pages(names[1], v, options.head_dim_vo, request)
     # An index that is in range for the one must be for the other, also where it lies on the GPU.
     if k.shape[0] != v.shape[0]:
         raise ValueError(
@@ -143,52 +119,52 @@ def _check_paged(cache: Any, expected: Expected) -> tuple[KvNumbers, KvNumbers, 
     return of_k, of_v, apart
 
 
-def _check_pages(name: str, value: Any, head_dim: int, expected: Expected) -> KvNumbers:
+def _check_pages(name: str, value: Any, head_dim: int, request: Request) -> KvNumbers:
     check.tensor(name, value)
-    _check_dtype_and_device(name, value, expected)
-    nhd = expected.kv_layout == "NHD"
-    if expected.page_size == 1 and value.dim() == 3:
+    _check_dtype_and_device(name, value, request)
+    nhd = request.kv_layout == "NHD"
+    if request.page_size == 1 and value.dim() == 3:
         value = value.unsqueeze(1 if nhd else 2)
-    heads, page_size = expected.options.num_kv_heads, expected.page_size
+    heads, page_size = request.options.num_kv_heads, request.page_size
     pages = value.shape[0] if value.dim() > 0 else 0
     wanted = (page_size, heads, head_dim) if nhd else (heads, page_size, head_dim)
-    meaning = f"{_cache_shape(expected, 1)} as planned, {expected.kv_layout}"
+    meaning = f"{_cache_shape(request, 1)} as planned, {request.kv_layout}"
     check.has_shape(name, value, (pages, *wanted), meaning)
-    if expected.largest_page is not None and expected.largest_page >= pages:
+    if request.largest_page is not None and request.largest_page >= pages:
         raise ValueError(
-            f"paged_kv_indices holds {expected.largest_page}; {name} has {pages} pages, so an "
+            f"paged_kv_indices holds {request.largest_page}; {name} has {pages} pages, so an "
             f"index must be less than {pages}"
         )
     check.rows(name, value)
     page, *inner = effective_strides(value)
-    return (page, *_token_first(inner, expected), pages, page_size)
+    return (page, *_token_first(inner, request), pages, page_size)
 
 
-def _token_first(strides: Sequence[int], expected: Expected) -> Sequence[int]:
+def _token_first(strides: Sequence[int], request: Request) -> Sequence[int]:
     """[token, head] of those of two dimensions that the layout orders."""
-    return strides if expected.kv_layout == "NHD" else strides[::-1]
+    return strides if request.kv_layout == "NHD" else strides[::-1]
 
 
-def _cache_shape(expected: Expected, planes: int) -> str:
-    inner = "page_size, num_kv_heads" if expected.kv_layout == "NHD" else "num_kv_heads, page_size"
+def _cache_shape(request: Request, planes: int) -> str:
+    inner = "page_size, num_kv_heads" if request.kv_layout == "NHD" else "num_kv_heads, page_size"
     return f"[max_num_pages, {'2, ' if planes == 2 else ''}{inner}, head_dim]"
 
 
-def _check_dtype_and_device(name: str, value: torch.Tensor, expected: Expected) -> None:
-    kv_dtype = check.TORCH_DTYPES[expected.options.kv_dtype]
+def _check_dtype_and_device(name: str, value: torch.Tensor, request: Request) -> None:
+    kv_dtype = check.TORCH_DTYPES[request.options.kv_dtype]
     check.has_dtype(name, value, kv_dtype, "kv_data_type, which is q's dtype unless given")
-    check.on_device(name, value, expected.device)
+    check.on_device(name, value, request.device)
 
 
 def _check_lse(
-    lse: torch.Tensor, layout: str, tokens: int, expected: Expected
+    lse: torch.Tensor, layout: str, tokens: int, request: Request
 ) -> tuple[int, int, int]:
     """The strides of [token, head] in lse, which is float32, and the values of each."""
     check.tensor("lse", lse)
-    shape, order = lse_shape(layout, tokens, expected), _LSE_ORDERS[layout]
+    shape, order = lse_shape(layout, tokens, request), _LSE_ORDERS[layout]
     check.has_shape("lse", lse, shape, f"{order} for lse_layout={layout!r}")
     check.has_dtype("lse", lse, torch.float32, check.WHY_FLOAT32)
-    check.on_device("lse", lse, expected.device)
+    check.on_device("lse", lse, request.device)
     check.not_overlapping("lse", lse)
     first, second = lse.stride()[:2]
     if layout == "HN":
@@ -233,8 +209,8 @@ _LSE_ORDERS = {
 }
 
 
-def lse_shape(layout: str, tokens: int, expected: Expected) -> tuple[int, ...]:
-    shape = (tokens, expected.options.num_qo_heads)
+def lse_shape(layout: str, tokens: int, request: Request) -> tuple[int, ...]:
+    shape = (tokens, request.options.num_qo_heads)
     if layout == "STATS":
         return (*shape, 2)
     return shape if layout == "NH" else shape[::-1]

@@ -243,9 +243,9 @@ class EngineAttributes:
         planned = self._state.planned
         return self._requested_backend.name if planned is None else planned.primary.backend.name
 
-    _causal = told(of_plan("asked.causal", False))
+    _causal = told(of_plan("asked.given.causal", False))
     _window_left = told(of_plan(f"{_OPTIONS}.window_left", -1))
-    _logits_soft_cap = told(of_plan("asked.logits_soft_cap", 0.0))
+    _logits_soft_cap = told(of_plan("asked.given.logits_soft_cap", 0.0))
     _sm_scale = told(of_plan("scales.logits"))
 
     @repeated

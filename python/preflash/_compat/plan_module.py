@@ -83,20 +83,14 @@ class PlanModule:
             check.neutral("num_colocated_ctas", value, 0)
         masked = options.mask == _core.Mask.custom
         arguments = PagedPlanArguments(
-            qo_indptr,
-            kv_indptr,
-            buffers.indices,
-            _last_page_len(kv_indptr, kv_lens, page_size),
-            num_qo_heads,
-            num_kv_heads,
-            head_dim_qk,
-            page_size,
+            qo_indptr, kv_indptr, buffers.indices, _last_page_len(kv_indptr, kv_lens, page_size),
+            num_qo_heads, num_kv_heads, head_dim_qk, page_size,
             packed_custom_mask=buffers.mask if masked else None,
             causal=causal,
             pos_encoding_mode=MODE_OF[options.position],
             sm_scale=planned.scales.logits,
             window_left=window_left,
-            logits_soft_cap=planned.asked.logits_soft_cap,
+            logits_soft_cap=planned.asked.given.logits_soft_cap,
             rope_scale=options.rope_scale,
             rope_theta=options.rope_theta,
             q_data_type=wrapper._cached_q_data_type,
@@ -105,7 +99,7 @@ class PlanModule:
             head_dim_vo=head_dim_vo,
             fixed_split_size=fixed_split_size,
             disable_split_kv=disable_split_kv,
-        )
+        )  # fmt: skip
         wrapper._begin_forward(arguments)
         return wrapper._plan_info
 

@@ -9,24 +9,16 @@ from typing import Any
 import torch
 
 from .._check import values as check
-from .._check.arguments import (
-    GivenScales,
-    KvCache,
-    PerHead,
-    Result,
-    RunArguments,
-    RunOptions,
-    Scale,
-)
+from .._check.arguments import KvCache, Result, RunOptions, Scale
 from .._check.names import with_nearest
 from .._check.options import check_unserved
-from .._check.outputs import run_outputs
+from .._check.outputs import Outputs
 
 # Names and types of the variant's tensors and scalars, in the order of jit_args.
 _TAKES = [["sink"], ["float"], ["sm_scale"], ["double"]]
 _POSITION_MODES = ("NONE", "ROPE_LLAMA", "ALIBI")  # by number in jit_kwargs
 _KWARGS = ("use_sliding_window", "use_fp16_qk_reduction", "use_logits_soft_cap")
-_OUTPUTS = {"out": None, "lse": None, "return_lse": False, "lse_base": "log2", "lse_layout": "NH"}
+_OUTPUTS = Outputs()._asdict()
 
 
 def announced(jit_args: Any, jit_kwargs: Any) -> dict[str, Any] | None:
@@ -127,11 +119,8 @@ def _run(
         raise TypeError(
             "run() missing sink: the wrapper was constructed with jit_args of 'AttentionSink'"
         )
-    scales = GivenScales(given.q_scale, given.k_scale, given.v_scale)
-    per_head = PerHead(sink, given.scale_q, given.scale_k, given.scale_v)
-    outputs = run_outputs(*(options.pop(name, default) for name, default in _OUTPUTS.items()))
+    outputs = Outputs(*(options.pop(name, default) for name, default in _OUTPUTS.items()))
     if options:
         says = f"run() got an unexpected keyword argument {min(options)!r}"
         raise TypeError(with_nearest(says, (*names, *_OUTPUTS)))
-    a = RunArguments(scales, given.window_left, per_head, sm_scale)
-    return wrapper._run_with(q, kv, a, outputs)
+    return wrapper._run_given(q, kv, given._replace(sinks=sink), outputs, sm_scale)

@@ -13,7 +13,7 @@ from .._check import values as check
 from .._check.arguments import KvCache, PerHead, Result
 from .._check.lengths import Lengths
 from .._check.outputs import DEFAULT_OUTPUTS, Outputs
-from .._check.request import Request, expected_of
+from .._check.request import Request
 from .._check.scales import Scales
 from .._device import backends
 from .._device.buffers import Buffer
@@ -52,12 +52,12 @@ class CudnnBackend:
         device: torch.device,
         options: _core.AttentionOptions,
         batch: _core.Batch,
-        room: backends.PlanRoom,
+        *room: int,
     ) -> CudnnPlan:
         _check_options(device, options, batch.page_size)
         # The planner checks the batch.
         host = torch.device("cpu")
-        backends.choose("cpu", host, options).plan(host, options, batch, backends.PlanRoom(1 << 40))
+        backends.choose("cpu", host, options).plan(host, options, batch, 1 << 40)
         dims = f"d{options.head_dim_qk}"
         if options.head_dim_vo != options.head_dim_qk:
             dims += f"_{options.head_dim_vo}"
@@ -107,7 +107,7 @@ class CudnnRun:
         device_stream = workspace.device_stream
         self.plan = plan
         self.backend = backend
-        self.expected = expected_of(request, device_stream.device)
+        self.request = request
         self.shared = False  # whether a CUDA graph or a copied wrapper reads the arrays
         self._device_stream = device_stream
         self._workspace = workspace.float_buffer.tensor
@@ -125,7 +125,7 @@ class CudnnRun:
         return self.buffers[0]
 
     def memory_with(self, per_head: PerHead) -> None:
-        _tensors.check_per_head(per_head, self.expected.options, self.expected.device)
+        _tensors.check_per_head(per_head, self.request.options, self.request.device)
         names = [name for name, value in per_head._asdict().items() if value is not None]
         raise NotImplementedError(f"backend='cudnn' does not serve {names[0]}; {_WAY_OUT}")
 
@@ -139,16 +139,16 @@ class CudnnRun:
         memory: None = None,
     ) -> Result:
         check.forward_only(q=q)
-        _tensors.bind(q, kv, outputs, self.expected)
+        _tensors.bind(q, kv, outputs, self.request)
         keys = kv if isinstance(kv, (tuple, list)) else (kv,)
         check.forward_only(*keys, out=outputs.out, lse=outputs.lse)
         if scales.output != 1.0:
             raise NotImplementedError(f"backend='cudnn' does not serve v_scale; {_WAY_OUT}")
         self._follow_stream()
         self.shared = self.shared or self._device_stream.is_capturing()
-        options, heads_first = self.expected.options, outputs.lse_layout == "HN"
+        options, heads_first = self.request.options, outputs.lse_layout == "HN"
         lse = outputs.lse
-        k, v = _keys(kv, self.expected)
+        k, v = _keys(kv, self.request)
         call = Call(
             q=q,
             k=k,
@@ -229,12 +229,12 @@ def _page_table(lengths: Lengths, device: torch.device) -> torch.Tensor | None:
     return given[sent(at, device)]
 
 
-def _keys(kv: KvCache, expected: _tensors.Expected) -> tuple[torch.Tensor, torch.Tensor]:
+def _keys(kv: KvCache, request: Request) -> tuple[torch.Tensor, torch.Tensor]:
     """[tokens, heads, head_dim], or [pages, heads, page_size, head_dim]."""
     k, v = _tensors.kv_of(kv)
-    nhd = expected.kv_layout == "NHD"
-    if expected.page_size == 0:
+    nhd = request.kv_layout == "NHD"
+    if request.page_size == 0:
         return (k, v) if nhd else (k.transpose(0, 1), v.transpose(0, 1))
-    if expected.page_size == 1 and k.dim() == 3:
+    if request.page_size == 1 and k.dim() == 3:
         k, v = (pool.unsqueeze(1 if nhd else 2) for pool in (k, v))
     return (k.transpose(1, 2), v.transpose(1, 2)) if nhd else (k, v)

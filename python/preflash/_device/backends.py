@@ -15,17 +15,8 @@ from .._check.arguments import KvCache, PerHead, Result
 from .._check.outputs import Outputs
 from .._check.request import Request
 from .._check.scales import Scales
-from .._check.tensors import Expected
 from .buffers import Buffer
 from .workspace import Workspace
-
-
-class PlanRoom(NamedTuple):
-    """What a plan may take."""
-
-    float_bytes: int
-    graph_rows: int = 0  # query rows that later plans of a CUDA graph may have; 0: none will come
-    graph_mask_bytes: int = 0  # the same of the packed mask
 
 
 class Plan(Protocol):
@@ -42,7 +33,7 @@ class Run(Protocol):
 
     plan: Plan
     backend: Backend
-    expected: Expected
+    request: Request
     place: _core.Place | None  # what upload() fills; None: nothing
     shared: bool  # whether anybody else may still run it: a CUDA graph, a copied wrapper
 
@@ -77,9 +68,13 @@ class Backend(Protocol):
         device: torch.device,
         options: _core.AttentionOptions,
         batch: _core.Batch,
-        room: PlanRoom,
+        float_bytes: int,
+        graph_rows: int = 0,
+        graph_mask_bytes: int = 0,
     ) -> Plan:
-        """A plan that is counted and not uploaded.
+        """A plan that is counted and not uploaded, of a float workspace of so many bytes.
+        graph_rows: the query rows that later plans of a CUDA graph may have, 0: none will come;
+        graph_mask_bytes: the same of the packed mask.
 
         Raises ValueError for a device that is not the backend's and for a batch that is not well
         formed, NotImplementedError for options that it does not serve.

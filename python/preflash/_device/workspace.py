@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import weakref
 from collections import deque
@@ -116,17 +115,16 @@ class Workspace:
         """Memory for a work list that nothing else uses."""
         if self._given is not None:
             return self._given
-        with contextlib.suppress(IndexError):  # none, or another thread was faster
+        try:
             spare, find_user = self._spare.pop()
-            if (
-                spare.num_bytes >= num_bytes
-                and find_user() is None
-                and spare.is_free_on(self.device_stream.stream())
-            ):
+        except IndexError:  # none, or another thread was faster
+            pass
+        else:
+            free = find_user() is None and spare.is_free_on(self.device_stream.stream())
+            if free and spare.num_bytes >= num_bytes:
                 return spare
-        return Buffer.allocate(
-            max(num_bytes + num_bytes // 4, _SMALLEST_INT_BUFFER), self.device_stream
-        )
+        room = max(num_bytes + num_bytes // 4, _SMALLEST_INT_BUFFER)
+        return Buffer.allocate(room, self.device_stream)
 
     def give_back(self, int_buffer: Buffer, variant: object) -> None:
         """Takes back the memory of a planned variant that no later run uses. NOTE: a run may be

@@ -58,15 +58,13 @@ class FmhaCall(NamedTuple):
     operands: Operands
     options: _core.AttentionOptions
     scales: Scales
-    per_head: PerHead
-    workspace: torch.Tensor
+    given: FmhaArguments
     out: torch.Tensor | None
     out_dtype: torch.dtype
     wants_stats: bool
     stats_scale: float | None  # of the maxima in base 2; None: the kernels tell no statistics
     backend: str
-    lse: torch.Tensor | None = None
-    return_lse: bool = False
+    return_lse: bool
 
 
 def checked(a: FmhaArguments) -> FmhaCall:
@@ -101,14 +99,12 @@ def checked(a: FmhaArguments) -> FmhaCall:
         operands=operands,
         options=options,
         scales=Scales(bmm1, bmm2),
-        per_head=a.per_head,
-        workspace=workspace,
+        given=a,
         out=out,
         out_dtype=out_dtype,
         wants_stats=wants_stats,
         stats_scale=stats_scale,
         backend=backends.requested(a.backend).name,
-        lse=a.lse,
         return_lse=check.flag("return_lse", a.return_lse),
     )
 

@@ -17,32 +17,29 @@ from .operands import one_tensor
 
 
 def attend(
-    names: Mapping[str, str],
-    *,
-    causal: bool,
-    window_left: Any = -1,
-    sinks: Any = None,
-    skip_softmax_threshold_scale_factor: Any = None,
-    **a: Any,
+    names: Mapping[str, str], given: Mapping[str, Any], *, causal: bool, **changed: Any
 ) -> Result:
-    """names: what the caller calls the arguments of FmhaArguments, which errors name."""
+    """given: the caller's arguments by name, of which those of FmhaArguments count; changed: those
+    that it has converted or calls otherwise. names: what it calls them, which errors name."""
     check.not_traced()
+    given = {**given, **changed}
+    if given.get("skip_softmax_threshold_scale_factor", 0.0) is None:
+        del given["skip_softmax_threshold_scale_factor"]
+    known = FmhaArguments._fields
+    a = FmhaArguments(**{name: value for name, value in given.items() if name in known})
     with renamed(names):
-        if window_left is None or check.window_left("window_left", window_left) < 0:
-            mode = "causal" if causal else "padding"
-        else:
+        window_left = -1 if a.window_left is None else a.window_left
+        mode = "causal" if causal else "padding"
+        if check.window_left("window_left", window_left) >= 0:
             mode = "sliding_window"
-        if skip_softmax_threshold_scale_factor is not None:
-            a["skip_softmax_threshold_scale_factor"] = skip_softmax_threshold_scale_factor
-        given = FmhaArguments(
-            **a,
-            per_head=PerHead(sinks=one_tensor("sinks", sinks)),
+        a = a._replace(
+            per_head=PerHead(sinks=one_tensor("sinks", given.get("sinks"))),
             mask_mode=mode,
-            window_left=-1 if window_left is None else window_left,
+            window_left=window_left,
             mixed=True,
         )
-        call = arguments.checked(given)
-        return run.run(call, _lengths.checked(given, call))
+        call = arguments.checked(a)
+        return run.run(call, _lengths.checked(a, call))
 
 
 def paged(name: str, kv_cache: Any, kv_layout: Any) -> tuple[Any, str]:

@@ -86,7 +86,7 @@ def _run_exact(call: FmhaCall, lengths: FmhaLengths, device_stream: DeviceStream
             "cum_seq_lens_kv on the GPU"
         )
     workspace = _workspace(device_stream)
-    workspace.float_bytes = call.workspace.nbytes
+    workspace.float_bytes = call.given.workspace_buffer.nbytes
     variant = _planned(call, fmha_lengths.exact(lengths), workspace)
     result = _attend(call, lengths, variant)
     workspace.give_back(variant.int_buffer, variant)
@@ -94,7 +94,9 @@ def _run_exact(call: FmhaCall, lengths: FmhaLengths, device_stream: DeviceStream
 
 
 def _planned(call: FmhaCall, lengths: Lengths, workspace: Workspace) -> PlannedVariant:
-    request = pipeline.make_request(call.options, lengths, call.operands.kv_layout, masked=False)
+    request = pipeline.make_request(
+        call.options, workspace.device_stream.device, lengths, call.operands.kv_layout, masked=False
+    )
     return pipeline.made(workspace, call.backend, request)
 
 
@@ -123,15 +125,12 @@ def _run_within_bounds(call: FmhaCall, lengths: FmhaLengths, device_stream: Devi
     if kept.pages is not None:
         kept.pages.copy_(lengths.pages, non_blocking=True)
     pages_each = lengths.pages_each if paged else 0
+    extent = pages_each * operands.page_size if paged else operands.kv_extent
+    kv_begin = 0 if paged else lengths.kv_indptr.data_ptr()
     variant.place.set_lengths(
-        lengths.qo_indptr.data_ptr(),
-        0 if paged else lengths.kv_indptr.data_ptr(),
-        lengths.kv_lens.data_ptr(),
-        pages_each,
-        operands.q.shape[0],
-        pages_each * operands.page_size if paged else operands.kv_extent,
-        device_stream.stream(),
-    )
+        lengths.qo_indptr.data_ptr(), kv_begin, lengths.kv_lens.data_ptr(), pages_each,
+        operands.q.shape[0], extent, device_stream.stream(),
+    )  # fmt: skip
     was_shared = variant.shared
     result = _attend(call, lengths, variant)
     if variant.shared and not was_shared:  # with a CUDA graph
@@ -140,12 +139,7 @@ def _run_within_bounds(call: FmhaCall, lengths: FmhaLengths, device_stream: Devi
 
 
 def _plan_within_bounds(call: FmhaCall, lengths: FmhaLengths, device_stream: DeviceStream) -> _Kept:
-    if device_stream.is_capturing():
-        raise RuntimeError(
-            "this call needs a plan, which cannot be made while its stream is being captured into "
-            "a CUDA graph: call it once before, with the same shapes and options on the stream "
-            "of the capture (torch.cuda.graph(graph, stream=...))"
-        )
+    pipeline.refuse_capture(device_stream)
     operands = call.operands
     paged = operands.page_size > 0
     batch = fmha_lengths.bounds_batch(
@@ -170,20 +164,22 @@ def _workspace(device_stream: DeviceStream) -> Workspace:
 def _attend(call: FmhaCall, lengths: FmhaLengths, variant: PlannedVariant) -> Result:
     operands = call.operands
     q = operands.q
-    kernel_writes = variant.expected.options.o_dtype
+    kernel_writes = variant.request.options.o_dtype
     converts = check.CORE_DTYPES[call.out_dtype] != kernel_writes
     stats = None
-    outputs = Outputs(out=None if converts else call.out, lse=call.lse, return_lse=call.return_lse)
+    outputs = Outputs(
+        out=None if converts else call.out, lse=call.given.lse, return_lse=call.return_lse
+    )
     if converts and call.out is not None:
         k, v = kv_of(operands.kv)
-        for name, value in (("k", k), ("v", v), ("lse", call.lse)):
+        for name, value in (("k", k), ("v", v), ("lse", call.given.lse)):
             if value is not None:
                 refuse_shared("out", call.out, name, value)
     if call.stats_scale is not None:
         stats = torch.empty((*q.shape[:2], 2), dtype=torch.float32, device=q.device)
         outputs = outputs._replace(lse=stats, lse_layout="STATS", lse_base=call.stats_scale)
-    partials = call.workspace if variant.plan.float_bytes > 0 else None
-    memory = run_memory(partials, per_head=call.per_head)
+    partials = call.given.workspace_buffer if variant.plan.float_bytes > 0 else None
+    memory = run_memory(partials, per_head=call.given.per_head)
     # bmm2_scale may take a result out of the range of q's dtype, and the conversion back.
     scales = call.scales._replace(output=1.0) if converts else call.scales
     result = variant.attend_to(q, operands.kv, scales, outputs, memory)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -48,19 +49,24 @@ def written_out(batch: _core.Batch, device: torch.device, keeps: Keeps) -> torch
     return mask
 
 
+_ALONE = Items._fields[1:]
+_alone = operator.attrgetter(*_ALONE)
+
+
+def _refuse_alone(a: Any) -> None:
+    for name in _ALONE:
+        value = getattr(a, name)
+        if name == "token_pos_in_items_len" and value is not None:
+            value = check.integer(name, value, at_least=0) or None
+        if value is not None:
+            raise ValueError(f"{name} is given without prefix_len_ptr, which it goes with")
+
+
 def mask_of(a: Any, batch: _core.Batch, device: torch.device) -> torch.Tensor | None:
     """The mask of multi-item scoring; None: plan() was not given any."""
     if a.prefix_len_ptr is None:
-        for name, neutral in (
-            ("token_pos_in_items_ptr", None),
-            ("token_pos_in_items_len", 0),
-            ("max_item_len_ptr", None),
-        ):
-            value = getattr(a, name)
-            if value is not None and not (
-                neutral == 0 and check.integer(name, value, at_least=0) == 0
-            ):
-                raise ValueError(f"{name} is given without prefix_len_ptr, which it goes with")
+        if not _core.same_objects(_alone(a), (None, 0, None)):
+            _refuse_alone(a)
         return None
     for name in ("custom_mask", "packed_custom_mask"):
         if getattr(a, name) is not None:

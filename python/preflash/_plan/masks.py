@@ -107,6 +107,22 @@ def owned_mask(
     return buffer
 
 
+def mask_of_run(
+    mask: torch.Tensor,
+    packed: bool,
+    batch: _core.Batch,
+    device_stream: DeviceStream,
+    side: str = "",
+) -> torch.Tensor:
+    """owned_mask() of one run, which a CUDA graph may capture. side: behind the argument's name."""
+    if device_stream.is_capturing() and not (packed and mask.is_cuda):
+        raise RuntimeError(
+            "a dense mask, or one on the CPU, cannot be packed while the stream is being captured "
+            f"into a CUDA graph: pass packed_custom_mask{side} (packbits) on the GPU"
+        )
+    return owned_mask(mask, packed, batch, device_stream)
+
+
 def pack_segments(
     x: torch.Tensor,
     packed: torch.Tensor,

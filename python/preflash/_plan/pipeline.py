@@ -20,29 +20,43 @@ from .._check.lengths import Lengths
 from .._check.request import Request
 from .._cudnn.backend import CudnnBackend
 from .._device import backends
+from .._device.stream import DeviceStream
 from .._device.workspace import Workspace
-from .._run.kernels import KernelBackend, backend_of
+from .._run.kernels import CpuBackend, CudaBackend, KernelBackend
 from .._run.variant import PlannedVariant
 from . import prepass
 
 for _family in _core.families():
-    backends.register(backend_of(_family), _family)
+    _kind = CpuBackend if _core.traits_of(_family).on_cpu else CudaBackend
+    backends.register(_kind(_family), _family)
 backends.register(CudnnBackend())
 
 
 def make_request(
     options: _core.AttentionOptions,
+    device: torch.device,
     lengths: Lengths,
     kv_layout: str,
     masked: bool,
     graph_rows: int = 0,
     graph_mask_bytes: int = 0,
+    q_given: torch.dtype | None = None,
 ) -> Request:
     """masked: whether the options' mask is a custom one."""
     if masked:
         lengths.batch.use_mask()
     options = prepass.applied_to(options)
-    return Request(options, lengths, kv_layout, None, graph_rows, graph_mask_bytes)
+    return Request(options, device, lengths, kv_layout, None, graph_rows, graph_mask_bytes, q_given)
+
+
+def refuse_capture(device_stream: DeviceStream) -> None:
+    """Of calls that plan by themselves."""
+    if device_stream.is_capturing():
+        raise RuntimeError(
+            "this call needs a plan, which cannot be made while its stream is being captured into "
+            "a CUDA graph: call it once before, with the same shapes and options on the stream "
+            "of the capture (torch.cuda.graph(graph, stream=...))"
+        )
 
 
 class Draft(NamedTuple):
@@ -57,14 +71,14 @@ def plan(workspace: Workspace, backend_name: str, request: Request) -> Draft:
     device, options = workspace.device_stream.device, request.options
     batch, room = request.lengths.batch, workspace.int_room
     backend = backends.choose(backend_name, device, options)
-    limits = backends.PlanRoom(workspace.float_bytes, request.graph_rows, request.graph_mask_bytes)
-    counted = backend.plan(device, options, batch, limits)
+    limits = (workspace.float_bytes, request.graph_rows, request.graph_mask_bytes)
+    counted = backend.plan(device, options, batch, *limits)
     if room is None or counted.int_bytes <= room:
         return Draft(backend, counted)
     if not options.fixed_split_size:
         # Without a split the work list is shorter.
         unsplit = options.replace(disable_split=True)
-        counted = backend.plan(device, unsplit, batch, limits)
+        counted = backend.plan(device, unsplit, batch, *limits)
     _check_room(workspace, counted)
     return Draft(backend, counted)
 

@@ -3,9 +3,7 @@ rotate or dequantise on load, for every query tile."""
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Iterator
 
 from .. import _core
 
@@ -43,14 +41,3 @@ def applied_to(options: _core.AttentionOptions) -> _core.AttentionOptions:
 def without(options: _core.AttentionOptions) -> _core.AttentionOptions:
     """For runs with factors of heads, which are applied where operands are dequantised on load."""
     return options.replace(prepass=_core.Prepass.never)
-
-
-@contextlib.contextmanager
-def forced(name: str) -> Iterator[None]:
-    """Other plans inside, for tests: "auto", "never" or "always"."""
-    global _given
-    before, _given = _given, name
-    try:
-        yield
-    finally:
-        _given = before

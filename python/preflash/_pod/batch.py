@@ -120,17 +120,14 @@ class BatchPODWithPagedKVCacheWrapper(PodWrapper):
             converted(
                 a,
                 PagedPlanArguments,
-                qo_indptr=qo_indptr,
-                paged_kv_indptr=kv_indptr,
-                paged_kv_indices=kv_indices,
-                paged_kv_last_page_len=last_page_len,
                 q_data_type=q_data_type,
                 kv_data_type=kv_data_type,
+                qo_indptr=getattr(a, f"qo_indptr_{side}"),
+                paged_kv_indptr=getattr(a, f"kv_indptr_{side}"),
+                paged_kv_indices=getattr(a, f"kv_indices_{side}"),
+                paged_kv_last_page_len=getattr(a, f"last_page_len_{side}"),
             )
-            for qo_indptr, kv_indptr, kv_indices, last_page_len in (
-                (a.qo_indptr_p, a.kv_indptr_p, a.kv_indices_p, a.last_page_len_p),
-                (a.qo_indptr_d, a.kv_indptr_d, a.kv_indices_d, a.last_page_len_d),
-            )
+            for side in "pd"
         )
         self._plan(prefill, decode)
 

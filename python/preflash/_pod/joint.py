@@ -76,7 +76,7 @@ class InSequence:
         """Outputs that were given need memory of their own, on both sides together."""
         written, read = [], []
         for run, variant, side in zip(runs, self._variants, SIDES, strict=True):
-            rows = variant.expected.qo_tokens  # those behind are padding
+            rows = variant.request.qo_tokens  # those behind are padding
             for name, value in _given_outputs(run, rows).items():
                 written.append((side, name, value))
             k, v = kv_of(run.kv)

@@ -36,13 +36,9 @@ class RepeatedOptions(NamedTuple):
         """
         options = planned.asked.request.options
         told = RepeatedOptions(
-            kv_layout,
-            MODE_OF[options.position],
-            planned.scales.logits,
-            options.window_left,
-            options.rope_scale,
-            options.rope_theta,
-        )
+            kv_layout, MODE_OF[options.position], planned.scales.logits, options.window_left,
+            options.rope_scale, options.rope_theta,
+        )  # fmt: skip
         for name, value, default, now in zip(self._fields, self, _NOTHING, told, strict=True):
             if value is default:
                 continue

@@ -33,8 +33,7 @@ class PodWrapper:
             "construct another wrapper and plan it"
         )
 
-    def end_forward(self) -> None:
-        """Does nothing; kept for callers of older releases."""
+    end_forward = BatchPrefillWithPagedKVCacheWrapper.end_forward
 
     @property
     def device(self) -> torch.device:
@@ -86,12 +85,7 @@ class PodWrapper:
         with of_side(SIDES[0]):
             mask = masks.check_mask(dense, packed, batch)
             masks.check_mask_device(mask, self.device)
-            if device_stream.is_capturing() and not (given_packed and mask.is_cuda):
-                raise RuntimeError(
-                    "a dense mask, or one on the CPU, cannot be packed while the stream is being "
-                    "captured into a CUDA graph: pass packed_custom_mask_p (packbits) on the GPU"
-                )
-            return masks.owned_mask(mask, given_packed, batch, device_stream)
+            return masks.mask_of_run(mask, given_packed, batch, device_stream, side="_p")
 
     def _check_not_recorded(self) -> None:
         if check.traced():

@@ -56,7 +56,9 @@ class KernelBackend:
         device: torch.device,
         options: _core.AttentionOptions,
         batch: _core.Batch,
-        room: backends.PlanRoom,
+        float_bytes: int,
+        graph_rows: int = 0,
+        graph_mask_bytes: int = 0,
     ) -> _core.Plan:
         refusal = self.refusal(device)
         if refusal is not None:
@@ -66,7 +68,10 @@ class KernelBackend:
             if one and (missing := _core.find_error(self._family, options)) is not None:
                 raise NotImplementedError(f"backend={self.name!r}: {missing}")
             raise ValueError(refusal)
-        return _core.plan(self._family, ordinal_of(device), options, batch, *room)
+        return _core.plan(
+            self._family, ordinal_of(device), options, batch, float_bytes, graph_rows,
+            graph_mask_bytes,
+        )  # fmt: skip
 
     def place(
         self,
@@ -93,16 +98,6 @@ class KernelBackend:
         return f"<preflash backend {self.name!r}>"
 
 
-@functools.cache
-def _why_no_isa() -> str | None:
-    """What is wrong with PREFLASH_CPU_ISA, which is read once."""
-    try:
-        _core.cpu_isa()
-    except ValueError as error:
-        return str(error)
-    return None
-
-
 class CpuBackend(KernelBackend):
     num_threads = staticmethod(torch.get_num_threads)
 
@@ -110,7 +105,11 @@ class CpuBackend(KernelBackend):
     def refusal(self, device: torch.device) -> str | None:
         if device.type != "cpu":
             return f"backend='cpu' computes on CPU tensors; the workspace is on {device}"
-        return _why_no_isa()
+        try:
+            _core.cpu_isa()
+        except ValueError as error:  # PREFLASH_CPU_ISA, which is read once
+            return str(error)
+        return None
 
 
 class CudaBackend(KernelBackend):
@@ -128,8 +127,3 @@ class CudaBackend(KernelBackend):
                 f"{capability}: use backend='auto'"
             )
         return None
-
-
-def backend_of(family: _core.Family) -> KernelBackend:
-    on_cpu = _core.traits_of(family).on_cpu
-    return CpuBackend(family) if on_cpu else CudaBackend(family)

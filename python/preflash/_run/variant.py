@@ -14,7 +14,7 @@ from .._check import tensors as _tensors
 from .._check import values as check
 from .._check.arguments import KvCache, PerHead
 from .._check.outputs import DEFAULT_OUTPUTS, Outputs
-from .._check.request import Request, expected_of
+from .._check.request import Request
 from .._check.scales import Scales
 from .._device.backends import Backend
 from .._device.buffers import Buffer
@@ -82,7 +82,7 @@ class PlannedVariant:
         largest_pages = []
         held = []  # what the plan leaves in tensors that callers hold, too
         alike = []
-        for options, (batch, pages), kv_layout, mask, graph_rows, *_ in requests:
+        for options, _, (batch, pages), kv_layout, mask, graph_rows, *_ in requests:
             masks.append(mask)
             alike.append((options, kv_layout, batch.page_size))
             indices = largest_page = None
@@ -110,9 +110,8 @@ class PlannedVariant:
 
     def check_run(self, *arguments: Any) -> None:
         """The checks of attend_to() alone."""
-        request = self._requests[0]
-        if request.q_given is not None:
-            arguments = (converted_query(arguments[0], request), *arguments[1:])
+        if self.request.q_given is not None:
+            arguments = (converted_query(arguments[0], self.request), *arguments[1:])
         _core.check_run(self._bound, *arguments)
 
     @property
@@ -120,9 +119,9 @@ class PlannedVariant:
         return self.plan.id
 
     @property
-    def expected(self) -> _tensors.Expected:
-        """Of the tensors of the first segment."""
-        return expected_of(self._requests[0], self.device_stream.device)
+    def request(self) -> Request:
+        """That of the first segment."""
+        return self._requests[0]
 
     @property
     def int_buffer(self) -> Buffer:
@@ -140,9 +139,8 @@ class PlannedVariant:
 
     def memory_with(self, per_head: PerHead) -> _core.RunMemory:
         """The plan's own, and what one run brings."""
-        request = self._requests[0]
-        device = self.device_stream.device
-        _tensors.check_per_head(per_head, request.options, device, request.q_given)
+        request = self.request
+        _tensors.check_per_head(per_head, request.options, request.device, request.q_given)
         return run_memory(self.float_workspace, request.mask, per_head)
 
     def memory_with_mask(self, mask: torch.Tensor) -> _core.RunMemory:
@@ -221,20 +219,19 @@ def _segments(names: Sequence[str], given: tuple) -> Iterator[tuple[str, Segment
 def _bound_to(context: _Context, *given: Any) -> list[tuple]:
     """Every check of a run's tensors, and what launches for others like them are bound to: strides
     and extents, where V begins, and what makes out and lse of q, for each segment."""
-    requests, names, _, device_stream = context
+    requests, names, *_ = context
     found = []
     for request, (name, run) in zip(requests, _segments(names, given), strict=True):
-        one = expected_of(request, device_stream.device)
-        q, outputs = run.q, run.outputs
+        q, outputs, options = run.q, run.outputs, request.options
         with of_side(name):
             check.forward_only(q=q)  # before anything is remembered of a traced tensor
-            strides, v_offset = _tensors.bind(q, run.kv, outputs, one)
-        out_shape = (q.shape[0], one.options.num_qo_heads, one.options.head_dim_vo)
-        out_dtype = check.TORCH_DTYPES[one.options.o_dtype]
+            strides, v_offset = _tensors.bind(q, run.kv, outputs, request)
+        out_shape = (q.shape[0], options.num_qo_heads, options.head_dim_vo)
+        out_dtype = check.TORCH_DTYPES[options.o_dtype]
         make_out = torch.empty_like
         if not (q.is_contiguous() and tuple(q.shape) == out_shape and q.dtype == out_dtype):
             make_out = _maker(out_shape, out_dtype)
-        lse_shape = _tensors.lse_shape(outputs.lse_layout, q.shape[0], one)
+        lse_shape = _tensors.lse_shape(outputs.lse_layout, q.shape[0], request)
         make_lse = _maker(lse_shape, torch.float32)
         found.append((strides, v_offset, make_out, make_lse))
     return found

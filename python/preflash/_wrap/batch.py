@@ -26,7 +26,7 @@ from .._check.arguments import (
     taken_by_position,
 )
 from .._check.calls import BatchArguments, ForwardArguments
-from .._check.options import batch_options, converted_from, has_mask
+from .._check.options import batch_options
 from .._check.outputs import Outputs, run_outputs
 from .._check.request import Request
 from .._check.scales import Scales, folded_scales, softmax_scale
@@ -80,13 +80,9 @@ class BatchPrefillWrapper(EngineAttributes):
     def __copy__(self) -> BatchPrefillWrapper:
         """Another wrapper with the same plan and float workspace; each plans for itself."""
         workspace = self._state.workspace
-        where = (
-            None
-            if workspace.int_room is None
-            else "int_workspace_buffer of reset_workspace_buffer()"
-        )
-        if self._graph_enabled:
-            where = "buffers of its constructor"
+        where = "buffers of its constructor" if self._graph_enabled else None
+        if where is None and workspace.int_room is not None:
+            where = "int_workspace_buffer of reset_workspace_buffer()"
         if where is not None:
             raise TypeError(
                 f"{type(self).__name__} plans into the {where}, which a copy would overwrite; "
@@ -131,7 +127,8 @@ class BatchPrefillWrapper(EngineAttributes):
 
     def _asked(self, a: BatchArguments) -> Asked:
         """Checks everything but hints, the mask, and the values of indptr (the planner does)."""
-        options = batch_options(a)
+        given = batch_options(a)
+        options = given.options
         kv_layout = self._kv_layout
         if self._written_for_cudnn:
             a, kv_layout = in_tokens(a, options, kv_layout, self.device)
@@ -150,16 +147,14 @@ class BatchPrefillWrapper(EngineAttributes):
         if self._announced:
             check_announced(self._announced, told_before(a, options))
         request = pipeline.make_request(
-            options, lengths, kv_layout, has_mask(a), graph_rows, graph_mask_bytes
-        )
-        q_given = converted_from(a.q_data_type, options)
-        return Asked(
-            request if q_given is None else request._replace(q_given=q_given),
-            Scales(softmax_scale(a.sm_scale, options), 1.0),
-            check.flag("causal", a.causal),
-            check.soft_cap("logits_soft_cap", a.logits_soft_cap),
-            items.NO_ITEMS if a.prefix_len_ptr is None else items.items_of(a),
-        )
+            options, device, lengths, kv_layout, given.masked, graph_rows, graph_mask_bytes,
+            given.q_given,
+        )  # fmt: skip
+        scales = given.scales
+        if a.sm_scale is not None:
+            scales = Scales(softmax_scale(a.sm_scale, options), 1.0)
+        of_items = items.NO_ITEMS if a.prefix_len_ptr is None else items.items_of(a)
+        return Asked(request, scales, given, of_items)
 
     @check.eager
     def _plan(self, a: BatchArguments) -> None:

@@ -258,10 +258,6 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
             q_scale=q_scale, out=out, lse=lse, enable_pdl=enable_pdl, kv_cache_sf=kv_cache_sf,
         )  # fmt: skip
 
-    def run_return_lse(self, *args: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """run() with return_lse=True."""
-        return self.run(*args, return_lse=True, **options)
-
     @_called_like(run, without=("out", "lse", "return_lse"))
     def forward(self, **given: Any) -> torch.Tensor:
         """run(), whose options it has."""

@@ -100,15 +100,12 @@ def _key(a: SingleArguments, per_head: PerHead, device_stream: DeviceStream) -> 
 def _plan(a: SingleArguments, per_head: PerHead, device_stream: DeviceStream) -> _Planned:
     options = single_options(a)
     check.not_traced()
-    if device_stream.is_capturing():
-        raise RuntimeError(
-            "this call needs a plan, which cannot be made while its stream is being captured into "
-            "a CUDA graph: call it once before, with the same shapes and options on the stream "
-            "of the capture (torch.cuda.graph(graph, stream=...))"
-        )
+    pipeline.refuse_capture(device_stream)
     lengths = single_lengths(a.q.shape[0], a.k.shape[0 if a.kv_layout == "NHD" else 1])
-    request = pipeline.make_request(options, lengths, a.kv_layout, masked=has_mask(a))
-    request = request._replace(q_given=converted_from(a.q.dtype, options))
+    request = pipeline.make_request(
+        options, device_stream.device, lengths, a.kv_layout, has_mask(a),
+        q_given=converted_from(a.q.dtype, options),
+    )  # fmt: skip
     if per_head.scaled:
         check_per_head(per_head, options, device_stream.device, request.q_given)
         request = request._replace(options=prepass.without(options))
@@ -117,9 +114,7 @@ def _plan(a: SingleArguments, per_head: PerHead, device_stream: DeviceStream) ->
     workspace = _cache.workspaces.setdefault(
         device, Workspace(device, None, float_bytes=_FLOAT_BYTES)
     )
-    draft = pipeline.plan(workspace, backends.requested(a.backend).name, request)
-    variant = pipeline.place(workspace, draft, request)
-    pipeline.upload(workspace, (variant,), request)
+    variant = pipeline.made(workspace, backends.requested(a.backend).name, request)
     return _Planned(request, variant, Scales(softmax_scale(None, options), 1.0))
 
 
@@ -139,7 +134,7 @@ def _run_planned(
     memory = None
     if mask is not None or num_bytes > 0 or per_head_given:
         # Freed in stream order: what was launched may still use them.
-        device = variant.expected.device
+        device = request.device
         partials = torch.empty(num_bytes, dtype=torch.uint8, device=device) if num_bytes else None
         mask_tiles = None if mask is None else variant.mask_tiles()
         memory = run_memory(partials, mask, per_head, mask_tiles)
@@ -153,16 +148,11 @@ def _run_planned(
 def _mask(planned: _Planned, a: SingleArguments, outputs: Outputs) -> torch.Tensor:
     """The call's mask, checked and packed; after the other checks, because packing is a launch."""
     batch, variant = planned.request.lengths.batch, planned.variant
-    expected = variant.expected
+    request = planned.request
     packed = a.packed_custom_mask is not None
     if not packed:
-        masks.check_rows(a.custom_mask, (expected.qo_tokens, expected.kv_tokens))
+        masks.check_rows(a.custom_mask, (request.qo_tokens, request.kv_tokens))
     mask = masks.check_mask(a.custom_mask, a.packed_custom_mask, batch)
-    masks.check_mask_device(mask, expected.device)
+    masks.check_mask_device(mask, request.device)
     variant.check_run(a.q, (a.k, a.v), planned.usual_scales, outputs, None)
-    if variant.device_stream.is_capturing() and not (packed and mask.is_cuda):
-        raise RuntimeError(
-            "a dense mask, or one on the CPU, cannot be packed while the stream is being captured "
-            "into a CUDA graph: pass packed_custom_mask (packbits) on the GPU"
-        )
-    return masks.owned_mask(mask, packed, batch, variant.device_stream)
+    return masks.mask_of_run(mask, packed, batch, variant.device_stream)

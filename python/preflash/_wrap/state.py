@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from .. import _core
+from .._check.options import BatchOptions
 from .._check.request import Request
 from .._check.scales import Scales
 from .._device.workspace import Workspace
@@ -22,8 +23,7 @@ class Asked(NamedTuple):
 
     request: Request
     scales: Scales
-    causal: bool  # as given: the options have none beside a custom mask
-    logits_soft_cap: float  # as given: the options have it in float32
+    given: BatchOptions
     items: Items = NO_ITEMS
 
 
@@ -90,7 +90,7 @@ class State(NamedTuple):
 
     def captured_so_far(self) -> Mapping[_core.AttentionOptions, _core.Place]:
         variants = () if self.planned is None else self.planned.variants()
-        new = {v.expected.options: v.place for v in variants if _is_captured(v)}
+        new = {v.request.options: v.place for v in variants if _is_captured(v)}
         return {**self.captured, **new} if new else self.captured
 
 

@@ -13,24 +13,7 @@ from .inputs import Inputs, build
 from .oracle import Expected, attend, reference
 
 __all__ = [
-    "Case",
-    "Expected",
-    "Garbage",
-    "Inputs",
-    "KvForm",
-    "Magnitude",
-    "MaskKind",
-    "Position",
-    "Report",
-    "Sinks",
-    "attend",
-    "build",
-    "compare",
-    "comparison",
-    "inputs",
-    "oracle",
-    "poison",
-    "reference",
-    "runner",
-    "timing",
-]
+    "Case", "Expected", "Garbage", "Inputs", "KvForm", "Magnitude", "MaskKind", "Position",
+    "Report", "Sinks", "attend", "build", "compare", "comparison", "inputs", "oracle", "poison",
+    "reference", "runner", "timing",
+]  # fmt: skip
