@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
+from .. import _core
 from .stream import DeviceStream
 
 
@@ -28,22 +31,6 @@ class Buffer:
         """Whether all earlier uses end before the next operation of this stream."""
         return self._streams is None or self._streams == {stream}
 
-    def order_behind_users(self, device_stream: DeviceStream) -> None:
-        """Orders the current stream behind all earlier uses of the memory."""
-        if self._streams is None:
-            return
-        device, current = device_stream.device, device_stream.stream()
-        for stream in self._streams - {None, current}:
-            if stream == 0:
-                # NOTE: ExternalStream(0) is another stream, out of torch's pool. No capture has it.
-                user, busy = torch.cuda.default_stream(device), False
-            else:
-                user = torch.cuda.ExternalStream(stream, device)
-                with torch.cuda.stream(user):
-                    busy = torch.cuda.is_current_stream_capturing()
-            if not busy:  # or this stream would become part of the capture
-                torch.cuda.current_stream(device).wait_stream(user)
-
     def used_on_current_stream(self, device_stream: DeviceStream) -> None:
         """Tells the allocator, the first time that a stream comes by."""
         if self._streams is None:  # on the CPU
@@ -52,3 +39,12 @@ class Buffer:
         if stream not in self._streams:
             self.tensor.record_stream(device_stream.owner_stream())
             self._streams.add(stream)
+
+
+def order_behind_users(buffers: Iterable[Buffer], device_stream: DeviceStream) -> None:
+    """Orders the current stream behind all earlier uses of their memory. NOTE: not behind a stream
+    that is being captured: the current one would become part of the capture."""
+    streams: set[int | None] = set().union(*(buffer._streams or () for buffer in buffers))
+    for stream in streams - {None, device_stream.stream()}:
+        if not _core.is_capturing(device_stream.ordinal, stream):
+            device_stream.wait_for(stream)

@@ -59,6 +59,18 @@ class DeviceStream:
             self._owner = owner = torch.cuda.current_stream(self.device)
         return owner
 
+    def wait_for(self, stream: int) -> None:
+        """Orders the current stream behind another one of the device, by its address."""
+        self.owner_stream().wait_stream(_stream_at(stream, self.device))
+
+
+@functools.lru_cache(maxsize=64)
+def _stream_at(address: int, device: torch.device) -> torch.cuda.Stream:
+    # NOTE: ExternalStream(0) is another stream, out of torch's pool.
+    if address == 0:
+        return torch.cuda.default_stream(device)
+    return torch.cuda.ExternalStream(address, device)
+
 
 @functools.cache
 def device_stream_of(device: torch.device) -> DeviceStream:

@@ -20,6 +20,7 @@ from .._check.arguments import Result
 from .._check.request import Request
 from .._check.tensors import kv_of, refuse_shared
 from .._device import backends
+from .._device.buffers import order_behind_users
 from .._device.workspace import Workspace
 from .._plan import pipeline
 from .._run.variant import PlannedVariant, SegmentRun, of_side
@@ -193,8 +194,7 @@ class Joints:
     def order_behind_runs(self) -> None:
         """What the current stream does from now on comes after the runs of other streams."""
         for _, joint in self.joined():
-            for buffer in joint.launch.buffers:
-                buffer.order_behind_users(joint.launch.device_stream)
+            order_behind_users(joint.launch.buffers, joint.launch.device_stream)
 
     def write(
         self, drafts: list[tuple[Hashable, Joint, pipeline.Draft]], of: object, decode: Request

@@ -19,7 +19,7 @@ from .._check import values as check
 from .._check.calls import BatchArguments, PagedPlanArguments
 from .._check.lengths import Lengths
 from .._check.request import Request
-from .._device.buffers import Buffer
+from .._device.buffers import Buffer, order_behind_users
 from .._device.stream import DeviceStream
 from .._device.workspace import Workspace, check_apart
 from .._plan import pipeline
@@ -205,8 +205,8 @@ class GraphMode:
         # Page indices and mask bits are read where the caller's buffers are: each variant knows the
         # streams of its own runs.
         buffers = [buffer for variant in ran for buffer in variant.buffers]
-        for buffer in (*buffers, *(place.buffer for place in captured)):
-            buffer.order_behind_users(self._device_stream)
+        buffers += [place.buffer for place in captured]
+        order_behind_users(buffers, self._device_stream)
 
     def copy_in(self, a: BatchArguments, batch: _core.Batch, mask: MaskSource | None) -> None:
         """plan()'s arrays into the buffers; one that is its buffer already costs nothing."""

@@ -8,7 +8,6 @@ import preflash
 import pytest
 import torch
 from graph_stage import Limits, Stage, capture, recorder  # noqa: F401
-from preflash._device import buffers as _buffers
 from preflash._wrap import graph as _graph
 from preflash.testing import Case, MaskKind, build, compare, reference, runner
 from preflash.testing.oracle import Pipeline
@@ -122,9 +121,7 @@ def test_a_plan_comes_after_what_reads_the_buffers(target, monkeypatch):
     stage = staged(PAGED, target)
     waited_for = []
     monkeypatch.setattr(
-        _buffers.Buffer,
-        "order_behind_users",
-        lambda self, device_stream: waited_for.append(self),
+        _graph, "order_behind_users", lambda buffers, device_stream: waited_for.extend(buffers)
     )
     stage.plan(stage.make(*FIRST))
     stage.run()
