@@ -149,13 +149,10 @@ py::object batch_of(const HostArrays& torch, PyObject* const* given) {
   return py::make_tuple(std::move(batch), std::move(largest));
 }
 
-PyObject* paged_batch(PyObject* self, PyObject* const* given, Py_ssize_t count) {
-  if (count != kArguments) {
-    return PyErr_Format(PyExc_TypeError, "a paged batch takes %zd arguments, not %zd", kArguments,
-                        count);
-  }
+template <class Answer>
+PyObject* none_if_unusual(const Answer& answer) {
   try {
-    return batch_of(state_of<HostArrays>(self), given).release().ptr();
+    return answer().release().ptr();
   } catch (py::error_already_set& error) {
     if (error.matches(PyExc_RuntimeError) || error.matches(PyExc_ValueError)) {
       Py_RETURN_NONE;  // no ordinary tensor
@@ -167,8 +164,50 @@ PyObject* paged_batch(PyObject* self, PyObject* const* given, Py_ssize_t count) 
   }
 }
 
+PyObject* paged_batch(PyObject* self, PyObject* const* given, Py_ssize_t count) {
+  if (count != kArguments) {
+    return PyErr_Format(PyExc_TypeError, "a paged batch takes %zd arguments, not %zd", kArguments,
+                        count);
+  }
+  return none_if_unusual([&] { return batch_of(state_of<HostArrays>(self), given); });
+}
+
 PyMethodDef paged_batch_definition = fast_definition(
     "paged_batch", &paged_batch, "(Batch, its largest page or None) of usual arrays, or None.");
+
+// (kv_indptr, last_page_len, page_size): a list of the requests' lengths, or None where an array is
+// unusual or a value wrong.
+py::object lengths_of(const HostArrays& torch, PyObject* const* given) {
+  const std::int64_t page_size = PyLong_AsLongLong(given[2]);
+  if (page_size < 1) {  // more than 64 bits have
+    PyErr_Clear();
+    return py::none();
+  }
+  const std::optional<Indices> indptr = elements(torch, given[0]);
+  const std::optional<Indices> last_page_len = elements(torch, given[1]);
+  if (!indptr || !last_page_len || last_page_len->size() + 1 != indptr->size()) return py::none();
+  py::list lengths(last_page_len->size());
+  for (std::size_t i = 0; i < last_page_len->size(); ++i) {
+    const std::int64_t begin = (*indptr)[i], pages = (*indptr)[i + 1] - begin;
+    const std::int64_t last = (*last_page_len)[i];
+    const bool right = begin >= 0 && pages >= 0 &&
+                       pages <= std::numeric_limits<std::int32_t>::max() / page_size &&
+                       (pages == 0 || (last >= 1 && last <= page_size));
+    if (!right) return py::none();
+    lengths[i] = pages == 0 ? 0 : (pages - 1) * page_size + last;
+  }
+  return lengths;
+}
+
+PyObject* page_lengths(PyObject* self, PyObject* const* given, Py_ssize_t count) {
+  if (count != 3) {
+    return PyErr_Format(PyExc_TypeError, "page lengths take 3 arguments, not %zd", count);
+  }
+  return none_if_unusual([&] { return lengths_of(state_of<HostArrays>(self), given); });
+}
+
+PyMethodDef page_lengths_definition = fast_definition(
+    "page_lengths", &page_lengths, "A list of the lengths of a usual, right page table, or None.");
 
 }  // namespace
 
@@ -178,6 +217,14 @@ void bind_host_arrays(py::module_& m) {
       [](std::shared_ptr<const Torch> torch, const py::object& tensor_type,
          const py::object& int32) {
         return fast_callable(paged_batch_definition,
+                             HostArrays(std::move(torch), tensor_type, int32));
+      },
+      py::arg("torch"), py::arg("tensor_type"), py::arg("int32"));
+  m.def(
+      "page_lengths_of",
+      [](std::shared_ptr<const Torch> torch, const py::object& tensor_type,
+         const py::object& int32) {
+        return fast_callable(page_lengths_definition,
                              HostArrays(std::move(torch), tensor_type, int32));
       },
       py::arg("torch"), py::arg("tensor_type"), py::arg("int32"));

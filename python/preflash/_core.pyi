@@ -219,6 +219,12 @@ def paged_batches(
     three, or for the largest page the page indices, are not all contiguous one-dimensional int32
     tensors on the CPU, of numbers that fit each other. page_size 0: ragged, without the pages."""
 
+def page_lengths_of(
+    torch: Torch, tensor_type: type, int32: object
+) -> Callable[[Any, Any, int], list[int] | None]:
+    """The function (kv_indptr, last_page_len, page_size) that tells the lengths of requests. None:
+    not both are contiguous one-dimensional int32 tensors on the CPU, or a value is wrong."""
+
 class Prepass(enum.Enum):
     """Whether a pass of its own copies what a kernel would convert for every query tile."""
 

@@ -18,6 +18,9 @@ from ._wrap.traced import pools_of
 
 __all__ = ["append_paged_kv_cache", "get_batch_indices_positions", "get_seq_lens"]
 
+# A serving engine asks in every step.
+_lengths_of_usual = _core.page_lengths_of(check.TORCH, torch.Tensor, torch.int32)
+
 
 def get_seq_lens(
     kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor, page_size: int
@@ -38,9 +41,12 @@ def get_seq_lens(
     """
     if check.traced():
         return torch.ops.preflash.get_seq_lens(kv_indptr, kv_last_page_len, page_size)
+    page_size = check.integer("page_size", page_size, at_least=1)
+    on_host = _lengths_of_usual(kv_indptr, kv_last_page_len, page_size)
+    if on_host is not None:
+        return torch.tensor(on_host, dtype=torch.int32, device="cpu")
     checks.index_array("kv_indptr", kv_indptr)
     checks.index_array("kv_last_page_len", kv_last_page_len)
-    page_size = check.integer("page_size", page_size, at_least=1)
     checks.one_per_request("kv_last_page_len", kv_last_page_len, "kv_indptr", kv_indptr)
     if checks.may_be_read(kv_indptr):
         checks.page_table(kv_indptr, kv_last_page_len, page_size)
