@@ -200,6 +200,31 @@ def test_outlier_channels(kv_len):
     assert (outliers - 1).abs().mean() < 2.0**-9 + 0.044
 
 
+@pytest.mark.parametrize("key", [-100, -300, -5000, 0])
+@pytest.mark.parametrize("logit", [6.0, 10.0, 12.0, 14.0])
+@pytest.mark.parametrize("kv_len", [1500, 20000, 131072])
+def test_one_large_logit(kv_len, logit, key):
+    """Weights far below the largest one count: together they may outweigh it. References that did
+    not follow them down lost half of the output at 131072 keys."""
+    case = changed(qo_lens=(40,), kv_lens=(kv_len,), mask=FULL, num_qo_heads=1, num_kv_heads=1,
+                   sm_scale=1.0)  # fmt: skip
+    wrapper, inputs = planned(case)
+    q = torch.zeros(inputs.q.shape)
+    q[..., 0] = 1.0
+    inputs.q.copy_(q)
+    logits = torch.randn(kv_len)
+    logits[max(key, -kv_len)] = logit
+    inputs.k[:kv_len].copy_(torch.zeros(inputs.k[:kv_len].shape))
+    inputs.k[:kv_len, 0, 0].copy_(logits)
+    inputs.v[:kv_len].copy_(torch.randn(inputs.v[:kv_len].shape) * 0.3 + 3.0)
+    out, lse = runner.run(wrapper, inputs)
+    expected = reference(inputs)
+    runner.compare(inputs, out, lse, expected).check()
+    errors = out.double() / expected.out.to(out.device) - 1
+    # bfloat16's roundoff and the bias of a sum, as of equal weights.
+    assert errors.abs().max() < 2.0**-8 + 0.044
+
+
 # --- which kernel ---------------------------------------------------------------
 
 

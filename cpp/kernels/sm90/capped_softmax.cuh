@@ -7,6 +7,7 @@
 #pragma once
 
 #include "kernels/common/convert.cuh"
+#include "kernels/sm90/eight_bit_softmax.cuh"
 #include "kernels/sm90/soft_cap.cuh"
 #include "kernels/sm90/speculative_softmax.cuh"
 
@@ -87,6 +88,8 @@ struct CappedSoftmax : SpeculativeSoftmax {
 };
 
 template <class Traits>
-using SoftmaxOf = conditional_t<Traits::kCapsAlone, CappedSoftmax, SpeculativeSoftmax>;
+using SoftmaxOf =
+    conditional_t<Traits::kCapsAlone, CappedSoftmax,
+                  conditional_t<Traits::kTransposesV, EightBitSoftmax, SpeculativeSoftmax>>;
 
 }  // namespace preflash::sm90

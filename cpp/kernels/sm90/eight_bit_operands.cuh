@@ -4,10 +4,11 @@
 // Hopper's tensor core keeps 13 bits behind the leading one of the largest of what it adds, and
 // cuts the rest off: each product of e4m3 loses half of 2^-13 of the sum so far, and from 2^13
 // equal ones on they vanish. So the accumulators hold kTilesAtOnce tiles at most, are added to sums
-// of float32 and begin anew. What that leaves is a bias towards 0 where all values have one sign
-// and all weights are equal: kTilesAtOnce * 128 * 0.7 * 2^-14 of the result at most, 4.4 %, and
-// less than half of that with the weights of random logits. Where signs vary the losses do, too.
-// Half as many tiles halve the bias and cost 6 to 13 % of the rate.
+// of float32 and begin anew; an item's first tile does by itself, so that a large logit in it cuts
+// off no later tile's products (eight_bit_softmax.cuh). What that leaves is a bias towards 0 where
+// all values have one sign and all weights are equal: kTilesAtOnce * 128 * 0.7 * 2^-14 of the
+// result at most, 4.4 %, and less than half of that with the weights of random logits. Where signs
+// vary the losses do, too. Half as many tiles halve the bias and cost 6 to 13 % of the rate.
 //
 // The sums lie in shared memory, four of a thread's own at a time: beside S, P and O the registers
 // have no room for them.
@@ -27,7 +28,8 @@ struct EightBitOperands : WholeOperands<Traits> {
 
   // Of the sums; from prepare_o() on, what brings them to the item's last references.
   float reference[2];
-  int tiles = 0;  // that the accumulators hold
+  // That the accumulators hold, counted so that an item's first tile moves by itself.
+  int tiles = kTilesAtOnce - 1;
   bool has_sums = false;
 
   __device__ __forceinline__ EightBitOperands(const HopperSegment& params,
@@ -36,7 +38,7 @@ struct EightBitOperands : WholeOperands<Traits> {
       : Base(params, smem, warpgroup, thread) {}
 
   template <class Softmax, class Segment>
-  __device__ __forceinline__ void add_up(const Softmax& softmax, const Segment& segment) {
+  __device__ __forceinline__ void add_up(Softmax& softmax, const Segment& segment) {
     this->first_pv = GMMA::ScaleOut::One;
     if (++tiles < kTilesAtOnce) return;
     prepare_o(softmax, segment);
@@ -53,6 +55,7 @@ struct EightBitOperands : WholeOperands<Traits> {
     this->first_pv = GMMA::ScaleOut::Zero;
     tiles = 0;
     has_sums = true;
+    softmax.follow(segment);
   }
   template <class Softmax, class Segment>
   __device__ __forceinline__ void prepare_o(const Softmax& softmax, const Segment& segment) {
@@ -68,7 +71,7 @@ struct EightBitOperands : WholeOperands<Traits> {
       CUTE_UNROLL
       for (int i = 0; i < size(parts); ++i) parts(i) = added(i, parts(i));
     }
-    tiles = 0;
+    tiles = kTilesAtOnce - 1;
     has_sums = false;
   }
 

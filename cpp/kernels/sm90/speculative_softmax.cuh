@@ -50,11 +50,8 @@ struct NoShift {
 
 struct SpeculativeSoftmax : OnlineSoftmax<2> {
   static constexpr int kRows = 2;
-  // P of a row's reference is 2 to this. e4m3's numbers lie in [2^-9, 448], so later logits may
-  // exceed the reference by 4.8 bits, and weights below 2^-14 of the reference's are rounded to 0.
-  // A thread's 32 weights of a tile reach max_sum() only where a logit exceeds the reference so
-  // far, or where all of them are within 1.14 of the reference's weight: the maximum of such a row
-  // is found in every tile.
+  // P of a row's first reference is 2 to this. e4m3's numbers lie in [2^-9, 448]: what becomes of
+  // its references, eight_bit_softmax.cuh says.
   static constexpr int exponent_of(DType p_dtype) { return size_of(p_dtype) == 1 ? 4 : 0; }
   // P <= 2^15 stays below float16's largest number, 65504, and float32 sums millions of such terms.
   // bfloat16 has float32's range, so its P may be larger: references move only where logits vary by
@@ -75,9 +72,9 @@ struct SpeculativeSoftmax : OnlineSoftmax<2> {
   // Above this |reference| * scale_log2 rounding may shift a row's exponents by more than 2^3, and
   // P soon overflows. An exact origin, as on sm80, would keep such rows right and cost 1 % of short
   // rows (docs/dev/experiments/fa3-softmax-and-options.md). With e4m3 the sum of the origin and
-  // exponent_of() is rounded too, so the bound is half of that.
+  // exponent_of() is rounded too, and P has 4 bits to spare.
   static constexpr float max_origin_of(DType p_dtype) {
-    return size_of(p_dtype) == 1 ? 0x1p26f : 0x1p27f;
+    return size_of(p_dtype) == 1 ? 0x1p24f : 0x1p27f;
   }
 
   bool settled = false;  // whether every row of the warp has a reference
@@ -104,25 +101,13 @@ struct SpeculativeSoftmax : OnlineSoftmax<2> {
   template <class Scores, class Shift, class P, class Out, class Segment>
   __device__ __forceinline__ void update(const Scores& scores, const Shift& shift, P& p, Out& out,
                                          const Segment& segment) {
-    const float scale_log2 = segment.logits.scale_log2;
-    const float max_sum = segment.max_sum;
-    float tile_max[kRows];
     if (!settled) {
+      float tile_max[kRows];
       maxima(scores, shift, tile_max);
       settle(tile_max);
     }
     float tile_sum[kRows];
-    exponentiate(scores, shift, p, tile_sum, scale_log2);
-    bool moves[kRows];
-    CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r) moves[r] = tile_sum[r] > max_sum;
-    if (__any_sync(0xffffffffu, moves[0] || moves[1])) {
-      maxima(scores, shift, tile_max);
-      bool moved = move(tile_max, out, moves, scale_log2);
-      if (moved) exponentiate(scores, shift, p, tile_sum, scale_log2);
-    }
-    CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r) sum[r] += tile_sum[r];
+    speculate(scores, shift, p, tile_sum, out, segment);
   }
 
   // The factor that converts a sum relative to `from` into one relative to a larger `to`.
@@ -154,7 +139,26 @@ struct SpeculativeSoftmax : OnlineSoftmax<2> {
     for (int r = 0; r < kRows; ++r) result[r] = quad_max(shift.add_to(r, result[r]));
   }
 
- private:
+ protected:
+  template <class Scores, class Shift, class P, class Out, class Segment>
+  __device__ __forceinline__ void speculate(const Scores& scores, const Shift& shift, P& p,
+                                            float (&tile_sum)[kRows], Out& out,
+                                            const Segment& segment) {
+    const float scale_log2 = segment.logits.scale_log2;
+    const float max_sum = segment.max_sum;
+    exponentiate(scores, shift, p, tile_sum, scale_log2);
+    bool moves[kRows];
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) moves[r] = tile_sum[r] > max_sum;
+    if (__any_sync(0xffffffffu, moves[0] || moves[1])) {
+      float tile_max[kRows];
+      maxima(scores, shift, tile_max);
+      bool moved = move(tile_max, out, moves, scale_log2);
+      if (moved) exponentiate(scores, shift, p, tile_sum, scale_log2);
+    }
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) sum[r] += tile_sum[r];
+  }
   // Sets the reference of rows that have none: they have kept no key, and their sums and O are 0.
   __device__ __forceinline__ void settle(const float (&tile_max)[kRows]) {
     bool missing = false;
@@ -166,6 +170,7 @@ struct SpeculativeSoftmax : OnlineSoftmax<2> {
     settled = !__any_sync(0xffffffffu, missing);
   }
 
+ private:
   // Whether a reference of the warp has moved.
   template <class Out>
   __device__ __forceinline__ bool move(const float (&tile_max)[kRows], Out& out,

@@ -1,0 +1,86 @@
+// The speculative softmax of weights that are rounded to e4m3, whose numbers lie in [2^-9, 448].
+//
+// Whenever O has moved to its sums (EightBitOperands), the reference of each row follows the
+// weights since the last move, up or down, which costs nothing but a factor of the sums. Upwards
+// it spares failures of the speculation: where logits vary much, later tiles exceed the first one's
+// row max. Downwards it keeps weights: after a large logit, such as a query's with its own key, the
+// weights of all other keys would be rounded to 0, and together they may outweigh it
+// (docs/dev/experiments/fp8-products.md).
+#pragma once
+
+#include "kernels/sm90/speculative_softmax.cuh"
+
+namespace preflash::sm90 {
+
+// Has the hooks of SpeculativeSoftmax.
+struct EightBitSoftmax : SpeculativeSoftmax {
+  // Between 2 to these a reference leaves a row's weights: the largest sum of a thread and a tile
+  // since the last move, or the second tile's largest.
+  static constexpr float kLeastExponent = -1;
+  static constexpr float kMostExponent = 2;
+  static constexpr float kExponent = exponent_of(DType::kFloat8E4M3);
+  // A row's sum, and with it O, is at most 2 to this: no further do references follow down.
+  static constexpr float kMaxSumExponent = 30;
+
+  bool at_second = true;             // whether the next tile is the second one
+  float since_move[kRows] = {0, 0};  // this thread's largest sum of a tile
+
+  template <class Scores, class Shift, class Segment>
+  __device__ __forceinline__ void begin(const Scores& scores, const Shift& shift, const Segment&) {
+    *this = {};
+    maxima(scores, shift, reference);
+  }
+  // O is in its sums.
+  template <class Segment>
+  __device__ __forceinline__ void follow(const Segment& segment) {
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      follow(r, log2_approx(quad_max(since_move[r])), segment);
+      since_move[r] = 0.0f;
+    }
+  }
+  // O has moved before the second tile, whose row max is found as the first one's is.
+  template <class Scores, class Shift, class P, class Out, class Segment>
+  __device__ __forceinline__ void update(const Scores& scores, const Shift& shift, P& p, Out& out,
+                                         const Segment& segment) {
+    // NOTE: what a vote made, the compiler knows to be the same in all lanes.
+    if (!settled) {
+      const float scale_log2 = segment.logits.scale_log2;
+      float tile_max[kRows];
+      maxima(scores, shift, tile_max);
+      CUTE_UNROLL
+      for (int r = 0; r < kRows; ++r) {
+        const float origin = scaled_reference(reference[r], scale_log2);
+        const float found = fmaf(tile_max[r], scale_log2, kExponent - origin);
+        follow(r, at_second ? found : -INFINITY, segment);
+      }
+      settle(tile_max);
+      at_second = false;
+    }
+    float tile_sum[kRows];
+    speculate(scores, shift, p, tile_sum, out, segment);
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) since_move[r] = fmaxf(since_move[r], tile_sum[r]);
+  }
+
+ private:
+  // found: log2 of a weight. -inf, or a row without a reference: there is none. With row maxima as
+  // output references are those.
+  template <class Segment>
+  __device__ __forceinline__ void follow(int r, float found, const Segment& segment) {
+    const bool follows = segment.max_sum > max_sum(LseForm::kMaxAndSum, DType::kFloat8E4M3) &&
+                         fabsf(found) < INFINITY && reference[r] != -INFINITY;
+    const float room = log2_approx(quad_max(sum[r])) - kMaxSumExponent;
+    const float down = fminf(fmaxf(found - kLeastExponent, room), 0.0f);
+    const float change = follows ? fmaxf(found - kMostExponent, down) : 0.0f;
+    if (__any_sync(0xffffffffu, change != 0.0f)) {
+      const float scale_log2 = segment.logits.scale_log2;
+      const float x_per_bit = segment.x_per_logit * (1.0f / kLog2E);
+      const float next = change == 0.0f ? reference[r] : fmaf(change, x_per_bit, reference[r]);
+      if (reference[r] != -INFINITY) sum[r] *= change_of_reference(reference[r], next, scale_log2);
+      reference[r] = next;
+    }
+  }
+};
+
+}  // namespace preflash::sm90
