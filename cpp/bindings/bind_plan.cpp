@@ -7,6 +7,7 @@
 #include <iterator>
 #include <memory>
 #include <string>
+#include <tuple>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -138,7 +139,7 @@ using Placement = std::pair<std::shared_ptr<Place>, std::shared_ptr<Plan>>;
 // list has arrived in memory that the old state may still own and before the new state describes
 // it. So `then` must not run Python bytecode, between which handlers run.
 void write(const std::vector<Placement>& placements, const py::sequence& page_indices,
-           Address mask_bits, Address stream, const py::object& then) {
+           Address mask_bits, Address stream, const py::object& then, const py::list& copies) {
   Upload upload{.page_indices = per_segment<const std::int32_t*>(
                     page_indices,
                     [](const py::handle& given) {
@@ -146,10 +147,17 @@ void write(const std::vector<Placement>& placements, const py::sequence& page_in
                     }),
                 .stream = pointer<void>(stream)};
   if (mask_bits != 0) upload.mask_bits = pointer<const std::uint8_t>(mask_bits);
+  for (const py::handle& copy : copies) {
+    const auto [to, from, bytes] = copy.cast<std::tuple<Address, Address, std::size_t>>();
+    upload.copies.push_back({pointer<const void>(from), pointer<void>(to), bytes});
+  }
   {
     // Staging may be busy with an earlier copy.
     py::gil_scoped_release release;
-    for (const auto& [place, plan] : placements) place->write(plan, upload);
+    for (const auto& [place, plan] : placements) {
+      place->write(plan, upload);
+      upload.copies.clear();
+    }
   }
   if (!then.is_none()) then();
 }
@@ -235,7 +243,7 @@ void bind_plan(py::module_& m) {
   bind_places(m);
   add_functions(m, {&plan_definition, &place_definition, &same_definition});
   m.def("write_plans", &write, py::arg("placements"), py::arg("page_indices"), py::arg("mask_bits"),
-        py::arg("stream"), py::arg("then"));
+        py::arg("stream"), py::arg("then"), py::arg("copies"));
 }
 
 }  // namespace preflash

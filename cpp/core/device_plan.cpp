@@ -1,6 +1,7 @@
 #include "core/device_plan.h"
 
 #include <algorithm>
+#include <cstring>
 #include <stdexcept>
 #include <string>
 
@@ -68,11 +69,21 @@ void DevicePlan::write(std::shared_ptr<const Plan> plan, const Upload& upload) {
   const auto lock = uploader_->lock();
   void* staging = nullptr;
   const std::int64_t image_bytes = plan->image_bytes();
-  check_launch(services.uploader_acquire(uploader_->get(), image_bytes, &staging), "plan staging");
+  std::vector<StagedCopy> parts = {{.to = memory_, .bytes = static_cast<std::size_t>(image_bytes)}};
+  for (const HostCopy& copy : upload.copies) {
+    const std::size_t begin = parts.back().begin + parts.back().bytes;
+    parts.push_back({.begin = begin, .to = copy.to, .bytes = copy.bytes});
+  }
+  const std::size_t staged = parts.back().begin + parts.back().bytes;
+  check_launch(services.uploader_acquire(uploader_->get(), staged, &staging), "plan staging");
   plan->write(staging);
+  for (std::size_t i = 0; i < upload.copies.size(); ++i) {
+    std::memcpy(static_cast<std::byte*>(staging) + parts[i + 1].begin, upload.copies[i].from,
+                parts[i + 1].bytes);
+  }
   claim_.take(memory_, bytes);
-  check_launch(services.uploader_submit(uploader_->get(), memory_, image_bytes,
-                                        pinned_arrays_of(*plan, memory_), upload.stream),
+  check_launch(services.uploader_submit(uploader_->get(), parts, pinned_arrays_of(*plan, memory_),
+                                        upload.stream),
                "plan upload");
   page_indices_ = page_indices;
   for (int s = 0; s < page_indices_.size(); ++s) {

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <vector>
 
 #include "core/memory_claim.h"
 #include "core/plan.h"
@@ -53,12 +54,21 @@ class Uploader {
   mutable std::mutex mutex_;
 };
 
+// Of the caller's host memory, to memory of the device.
+struct HostCopy {
+  const void* from = nullptr;
+  void* to = nullptr;
+  std::size_t bytes = 0;
+};
+
 // How a plan reaches its place.
 struct Upload {
   // Of each segment, on the device; null: those of the batch are uploaded.
   PerSegment<const std::int32_t*> page_indices = {};
   // Of each segment, packed and on the device; null: every run brings a mask, or may change it.
   PerSegment<const std::uint8_t*> mask_bits = {};
+  // What goes to the device with it; read before write() returns.
+  std::vector<HostCopy> copies = {};
   void* stream = nullptr;
 };
 

@@ -67,11 +67,15 @@ LaunchError uploader_acquire(PlanUploader* uploader, std::size_t bytes, void** h
   return nullptr;
 }
 
-LaunchError uploader_submit(PlanUploader* uploader, void* device_memory, std::size_t bytes,
+LaunchError uploader_submit(PlanUploader* uploader, std::span<const StagedCopy> parts,
                             const PerSegment<ArrayCopy>& arrays, void* /*stream*/) {
   const HostStaging& staging = *staging_of(uploader);
-  if (bytes > staging.bytes) return "the plan is larger than the staging memory acquired for it";
-  if (bytes > 0) std::memcpy(device_memory, staging.memory.get(), bytes);
+  for (const StagedCopy& part : parts) {
+    if (part.begin + part.bytes > staging.bytes) {
+      return "the plan is larger than the staging memory acquired for it";
+    }
+    if (part.bytes > 0) std::memcpy(part.to, staging.memory.get() + part.begin, part.bytes);
+  }
   for (const ArrayCopy& array : arrays) {
     if (array.bytes > 0) std::memcpy(array.to, array_of(array.from)->memory.get(), array.bytes);
   }

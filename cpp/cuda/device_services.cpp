@@ -33,10 +33,10 @@ LaunchError acquire(PlanUploader* uploader, std::size_t bytes, void** host) {
   return uploader->acquire(bytes, host);
 }
 
-LaunchError submit(PlanUploader* uploader, void* device_memory, std::size_t bytes,
+LaunchError submit(PlanUploader* uploader, std::span<const StagedCopy> parts,
                    const PerSegment<ArrayCopy>& arrays, void* stream) {
   if (uploader == nullptr) return usage_error("plan upload: no uploader (out of host memory?)");
-  return uploader->submit(device_memory, bytes, arrays, static_cast<cudaStream_t>(stream));
+  return uploader->submit(parts, arrays, static_cast<cudaStream_t>(stream));
 }
 
 LaunchError extend(PlanUploader* uploader, void* stream) {

@@ -48,14 +48,16 @@ bool PinnedMemory::is_free() {
   return !in_flight_;
 }
 
-LaunchError PinnedMemory::copy_to(void* device_memory, std::size_t bytes, cudaStream_t stream) {
+LaunchError PinnedMemory::copy_to(std::span<const StagedCopy> parts, cudaStream_t stream) {
   cudaError_t status = cudaSuccess;
   if (in_flight_) {
     status = cudaStreamWaitEvent(stream, copied_, 0);
     if (status != cudaSuccess) return runtime_error(status, "plan upload: ordering two copies");
   }
-  if (bytes > 0) {
-    status = cudaMemcpyAsync(device_memory, host_, bytes, cudaMemcpyHostToDevice, stream);
+  for (const StagedCopy& part : parts) {
+    if (part.bytes == 0) continue;
+    const std::byte* from = static_cast<const std::byte*>(host_) + part.begin;
+    status = cudaMemcpyAsync(part.to, from, part.bytes, cudaMemcpyHostToDevice, stream);
     if (status != cudaSuccess) return runtime_error(status, "plan upload: copying to the device");
   }
   return extend(stream);
@@ -101,7 +103,8 @@ bool PinnedArray::is_free() {
 
 LaunchError PinnedArray::copy_to(void* device_memory, std::size_t bytes, cudaStream_t stream) {
   const std::lock_guard lock(mutex_);
-  return memory_.copy_to(device_memory, bytes, stream);
+  const StagedCopy whole{.to = device_memory, .bytes = bytes};
+  return memory_.copy_to({&whole, 1}, stream);
 }
 
 }  // namespace preflash

@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <mutex>
+#include <span>
 
 #include "cuda/device_guard.h"
 #include "preflash/device_services.h"
@@ -47,8 +48,8 @@ class PinnedMemory {
   LaunchError wait_for_copy();
   // Whether there is nothing to wait for.
   bool is_free();
-  // Starts a copy of the first bytes, whose event stands for all earlier ones as well.
-  LaunchError copy_to(void* device_memory, std::size_t bytes, cudaStream_t stream);
+  // Starts copies of these parts, whose event stands for all earlier ones as well.
+  LaunchError copy_to(std::span<const StagedCopy> parts, cudaStream_t stream);
   // What `stream` has been given so far counts as a part of its copy.
   LaunchError extend(cudaStream_t stream);
 

@@ -39,10 +39,12 @@ LaunchError PlanUploader::acquire(std::size_t bytes, void** host) {
   return nullptr;
 }
 
-LaunchError PlanUploader::submit(void* device_memory, std::size_t bytes,
+LaunchError PlanUploader::submit(std::span<const StagedCopy> parts,
                                  const PerSegment<ArrayCopy>& arrays, cudaStream_t stream) {
-  if (acquired_bytes_ < std::max<std::size_t>(bytes, 1)) {
-    return usage_error("plan upload: submit of %zu bytes after an acquire of %zu", bytes,
+  std::size_t end = 1;
+  for (const StagedCopy& part : parts) end = std::max(end, part.begin + part.bytes);
+  if (acquired_bytes_ < end) {
+    return usage_error("plan upload: submit of %zu bytes after an acquire of %zu", end,
                        acquired_bytes_);
   }
   DeviceGuard guard(device_);
@@ -56,7 +58,7 @@ LaunchError PlanUploader::submit(void* device_memory, std::size_t bytes,
   PinnedMemory& staging = stagings_[next_];
   next_ = 1 - next_;
   acquired_bytes_ = 0;
-  return staging.copy_to(device_memory, bytes, stream);
+  return staging.copy_to(parts, stream);
 }
 
 LaunchError PlanUploader::extend(cudaStream_t stream) {

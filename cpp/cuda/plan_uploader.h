@@ -11,6 +11,7 @@
 
 #include <array>
 #include <cstddef>
+#include <span>
 
 #include "cuda/pinned_memory.h"
 #include "preflash/device_services.h"
@@ -26,7 +27,7 @@ struct PlanUploader {
   PlanUploader& operator=(const PlanUploader&) = delete;
 
   LaunchError acquire(std::size_t bytes, void** host);
-  LaunchError submit(void* device_memory, std::size_t bytes, const PerSegment<ArrayCopy>& arrays,
+  LaunchError submit(std::span<const StagedCopy> parts, const PerSegment<ArrayCopy>& arrays,
                      cudaStream_t stream);
   // The last submit's copy is not over before what `stream`, which is that copy's, has been given
   // since.

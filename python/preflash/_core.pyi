@@ -404,8 +404,10 @@ def write_plans(
     mask_bits: int,
     stream: int,
     then: Callable[[], object] | None,
+    copies: list[tuple[int, int, int]],
 ) -> None:
-    """Starts the copy of each plan to its place. page_indices: of each segment. mask_bits: of the
+    """Starts the copy of each plan to its place, and `copies`, (to, from, bytes) by address: to the
+    device, from host memory, which is read before this returns. page_indices: of each segment. mask_bits: of the
     one segment, packed, where every run has the same; 0: there are none. then: called once all of
     them have been started; no signal handler comes between where it runs no bytecode."""
 

@@ -294,6 +294,12 @@ __global__ void spin(long long cycles) {
   }
 }
 
+LaunchError submit_whole(PlanUploader* uploader, void* to, std::size_t bytes, cudaStream_t stream,
+                         const PerSegment<ArrayCopy>& arrays = {}) {
+  const StagedCopy whole{.to = to, .bytes = bytes};
+  return services.uploader_submit(uploader, {&whole, 1}, arrays, stream);
+}
+
 // Eight plans in a row while the stream is busy: each must arrive as it was when it was submitted.
 void check_uploader() {
   PlanUploader* uploader = services.uploader_create(0);
@@ -302,14 +308,17 @@ void check_uploader() {
   constexpr std::size_t kSizes[] = {1, 16, 70000, 64, 300001, 300001, 5, 1 << 20};
   DeviceArray<uint8_t> target(8 << 20);
   void* host = nullptr;
-  expect(says(services.uploader_submit(uploader, target.data(), 16, {}, stream), "acquire"),
+  expect(says(submit_whole(uploader, target.data(), 16, stream), "acquire"),
          "uploader: submit without acquire");
   spin<<<1, 1, 0, stream>>>(20'000'000);
   for (int plan = 0; plan < 8; ++plan) {
     accept(services.uploader_acquire(uploader, kSizes[plan], &host));
     std::memset(host, plan + 1, kSizes[plan]);
-    accept(
-        services.uploader_submit(uploader, target.data() + (plan << 20), kSizes[plan], {}, stream));
+    const std::size_t half = kSizes[plan] / 2;
+    uint8_t* to = target.data() + (plan << 20);
+    const StagedCopy parts[] = {{.to = to, .bytes = half},
+                                {.begin = half, .to = to + half, .bytes = kSizes[plan] - half}};
+    accept(services.uploader_submit(uploader, parts, {}, stream));
   }
   // Another stream waits for the copies on the device, the host for none of them.
   cudaStream_t other;
@@ -317,7 +326,7 @@ void check_uploader() {
   spin<<<1, 1, 0, stream>>>(20'000'000);
   accept(services.uploader_acquire(uploader, 16, &host));
   std::memset(host, 9, 16);
-  accept(services.uploader_submit(uploader, target.data(), 16, {}, stream));
+  accept(submit_whole(uploader, target.data(), 16, stream));
   accept(services.uploader_join(uploader, other));
   expect(cudaStreamQuery(other) == cudaErrorNotReady, "uploader: join does not order the stream");
   require(cudaStreamSynchronize(other));
@@ -334,7 +343,7 @@ void check_uploader() {
   cudaGraph_t graph = nullptr;
   require(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
   accept(services.uploader_acquire(uploader, 4 << 20, &host));
-  expect(says(services.uploader_submit(uploader, target.data(), 4 << 20, {}, stream), "captured"),
+  expect(says(submit_whole(uploader, target.data(), 4 << 20, stream), "captured"),
          "uploader: submit under capture");
   services.uploader_destroy(uploader);
   expect(cudaStreamEndCapture(stream, &graph) == cudaSuccess, "uploader: broke the capture");
@@ -368,7 +377,7 @@ void check_pinned_arrays() {
       copies.add(
           {.from = arrays[i], .to = lists.data() + ((2 * plan + i) << 20), .bytes = kBytes - plan});
     }
-    accept(services.uploader_submit(uploader, plans.data() + (plan << 20), 64, copies, stream));
+    accept(submit_whole(uploader, plans.data() + (plan << 20), 64, stream, copies));
   };
   spin<<<1, 1, 0, streams[0]>>>(40'000'000);
   submit(0, streams[0]);

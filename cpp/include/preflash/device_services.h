@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <span>
 
 #include "preflash/mask_tiles.h"
 #include "preflash/params.h"
@@ -33,6 +34,13 @@ struct PlanUploader;
 // event, too. Uploads of several threads may copy one.
 struct PinnedArray;
 
+// A part of an uploader's acquired buffer, and where it goes.
+struct StagedCopy {
+  std::size_t begin = 0;  // in bytes
+  void* to = nullptr;
+  std::size_t bytes = 0;
+};
+
 struct ArrayCopy {
   PinnedArray* from = nullptr;
   void* to = nullptr;
@@ -41,7 +49,7 @@ struct ArrayCopy {
 
 // Rises with the kernels' ABI, whose params the services take, and by itself where this table alone
 // changes: the forward kernels then need not be compiled again.
-inline constexpr int kServicesAbiVersion = 100 * kKernelAbiVersion + 1;
+inline constexpr int kServicesAbiVersion = 100 * kKernelAbiVersion + 2;
 
 struct DeviceServices {
   int abi_version = kServicesAbiVersion;
@@ -54,8 +62,8 @@ struct DeviceServices {
   void (*uploader_destroy)(PlanUploader*) = nullptr;
   // Host memory of at least `bytes`, free to write: waits until the copy that last read it is done.
   LaunchError (*uploader_acquire)(PlanUploader*, std::size_t bytes, void** host) = nullptr;
-  // Starts copying the acquired buffer to device memory on `stream`, and arrays to theirs.
-  LaunchError (*uploader_submit)(PlanUploader*, void* device_memory, std::size_t bytes,
+  // Starts copying parts of the acquired buffer to device memory on `stream`, and arrays to theirs.
+  LaunchError (*uploader_submit)(PlanUploader*, std::span<const StagedCopy> parts,
                                  const PerSegment<ArrayCopy>& arrays, void* stream) = nullptr;
   // What `stream` has been given since the last submit counts as a part of its copy.
   LaunchError (*uploader_extend)(PlanUploader*, void* stream) = nullptr;

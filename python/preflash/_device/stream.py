@@ -28,7 +28,7 @@ class DeviceStream:
     """Where a launch runs: a device and its current stream, which is 0 on the CPU."""
 
     # stream() returns the address of the stream that is current when it is called.
-    __slots__ = ("_owner", "device", "ordinal", "stream")
+    __slots__ = ("_events", "_owner", "device", "ordinal", "stream")
 
     def __init__(self, device: torch.device) -> None:
         if device.type not in ("cpu", "cuda"):
@@ -37,6 +37,7 @@ class DeviceStream:
         self.stream: Callable[[], int]
         self.ordinal = ordinal_of(device)
         self._owner: torch.cuda.Stream | None = None  # the last one of owner_stream()
+        self._events: dict[int, torch.cuda.Event] = {}  # of wait_for(), by stream
         if self.ordinal < 0:
             self.stream = int  # 0
         else:
@@ -61,7 +62,11 @@ class DeviceStream:
 
     def wait_for(self, stream: int) -> None:
         """Orders the current stream behind another one of the device, by its address."""
-        self.owner_stream().wait_stream(_stream_at(stream, self.device))
+        event = self._events.get(stream)
+        if event is None:
+            event = self._events[stream] = torch.cuda.Event()
+        event.record(_stream_at(stream, self.device))
+        self.owner_stream().wait_event(event)
 
 
 @functools.lru_cache(maxsize=64)

@@ -59,6 +59,13 @@ def refuse_capture(device_stream: DeviceStream) -> None:
         )
 
 
+class HostCopy(NamedTuple):
+    """A contiguous array on the CPU, and the memory of the device whose beginning gets it."""
+
+    to: torch.Tensor
+    values: torch.Tensor
+
+
 class Draft(NamedTuple):
     """A plan that is counted and fits its workspace, where it has no place yet."""
 
@@ -140,6 +147,7 @@ def upload(
     runs: Iterable[backends.Run],
     *requests: Request,
     then: Callable[[], None] | None = None,
+    copies: Sequence[HostCopy] = (),
 ) -> None:
     """Starts the copies of placed plans' work lists to the device. Nobody waits for them: the
     staging memory is the uploader's own, and a run on another stream is ordered behind it.
@@ -147,7 +155,7 @@ def upload(
     then: called right after the last copy has started, before a signal handler can raise. So an
     interrupted plan() leaves the old state with its work list or the new state with its own. NOTE:
     it must run no bytecode, because handlers run between bytecodes; a partial of setattr() runs
-    none.
+    none. copies: of the plan's arrays, which go the same way.
     """
     addresses = []
     for request in requests:
@@ -161,6 +169,7 @@ def upload(
         requests[0].mask_bits if len(requests) == 1 else 0,
         workspace.device_stream.stream(),
         then,
+        [(copy.to.data_ptr(), copy.values.data_ptr(), copy.values.nbytes) for copy in copies],
     )
 
 

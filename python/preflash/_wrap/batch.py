@@ -250,6 +250,7 @@ class BatchPrefillWrapper(EngineAttributes):
         shared = before.shared_so_far() if self._graph is None else before.shared
         # before._replace() takes a microsecond.
         after = State(workspace, planned, shared, request.graph_rows, captured, before.last_forward)
+        copies = ()
         if self._graph is not None:
             # From here on the old plan has lost its buffers: an interrupted call leaves no plan.
             self._state = before._replace(planned=None, captured=captured)
@@ -257,9 +258,10 @@ class BatchPrefillWrapper(EngineAttributes):
             self._graph.order_behind_runs(ran, captured.values())
             self._graph.reserve(draft.plan.int_bytes)
             if copy_in is not None:
-                copy_in()
+                copies = copy_in()
         then = functools.partial(setattr, self, "_state", after)
-        pipeline.upload(workspace, (primary, *others.values()), request, then=then)
+        runs = (primary, *others.values())
+        pipeline.upload(workspace, runs, request, then=then, copies=copies)
         if before.planned is not None:
             replaced = before.planned.primary
             if not replaced.shared:

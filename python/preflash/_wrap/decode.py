@@ -127,7 +127,9 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
         check_neutral(options_of(a))
         q_data_type, kv_data_type = data_types(a.q_data_type, a.kv_data_type, a.data_type)
         q_len = 1 if a.q_len_per_req is None else check.positive("q_len_per_req", a.q_len_per_req)
-        qo_indptr = _one_query_each(a.last_page_len) * q_len
+        qo_indptr = _one_query_each(a.last_page_len)
+        if q_len > 1:
+            qo_indptr *= q_len
         # Here, where the two have the names that the caller knows.
         if check.is_tensor("indptr", a.indptr).numel() != qo_indptr.numel():
             raise ValueError(

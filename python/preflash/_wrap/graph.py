@@ -8,7 +8,6 @@ is refused.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -24,7 +23,7 @@ from .._device.stream import DeviceStream
 from .._device.workspace import Workspace, check_apart
 from .._plan import pipeline
 from .._plan.masks import OVERREAD, MaskSource
-from .._plan.pipeline import Draft
+from .._plan.pipeline import Draft, HostCopy
 from .._run.variant import PlannedVariant, place_in
 
 # Work lists that options first asked for during a capture may take; memory that is allocated then
@@ -208,8 +207,11 @@ class GraphMode:
         buffers += [place.buffer for place in captured]
         order_behind_users(buffers, self._device_stream)
 
-    def copy_in(self, a: BatchArguments, batch: _core.Batch, mask: MaskSource | None) -> None:
-        """plan()'s arrays into the buffers; one that is its buffer already costs nothing."""
+    def copy_in(
+        self, a: BatchArguments, batch: _core.Batch, mask: MaskSource | None
+    ) -> list[HostCopy]:
+        """plan()'s arrays into the buffers; one that is its buffer already costs nothing. Returns
+        those on the CPU, which go with the upload."""
         buffers = self.buffers
         pairs = [(buffers.qo_indptr, a.qo_indptr)]
         if isinstance(a, PagedPlanArguments):
@@ -226,7 +228,15 @@ class GraphMode:
             if not (mask.packed and _is_start_of(buffers.mask, mask.values)):
                 mask = mask._replace(values=_apart_from(buffers.mask, mask.values))
                 mask.write(buffers.mask, batch, self._device_stream)
-        _copy([pair for pair in pairs if not _is_start_of(*pair)])
+        on_host = []
+        for buffer, source in pairs:
+            if _is_start_of(buffer, source):
+                continue
+            if source.is_cpu:
+                on_host.append(HostCopy(buffer, source.contiguous()))
+            else:
+                buffer[: source.numel()].copy_(_apart_from(buffer, source))
+        return on_host
 
     def reserve(self, num_bytes: int) -> None:
         """Memory for work lists of about this size. NOTE: call it before the plan's own upload, so
@@ -328,31 +338,6 @@ def _is_start_of(buffer: torch.Tensor, source: torch.Tensor) -> bool:
         and source.dtype == buffer.dtype
         and source.is_contiguous()
     )
-
-
-def _copy(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """int32 sources to the beginning of their buffers. The host does not wait."""
-    uploads = [(buffer, source) for buffer, source in pairs if source.is_cpu and not buffer.is_cpu]
-    if uploads:
-        # torch keeps the pinned copy until the stream has read it.
-        sizes = [source.numel() for _, source in uploads]
-        pinned = torch.empty(sum(sizes), dtype=torch.int32, device="cpu", pin_memory=True)
-        for (buffer, source), piece in zip(uploads, pinned.split(sizes), strict=True):
-            _copy_on_host(piece, source)
-            buffer[: piece.numel()].copy_(piece, non_blocking=True)
-    for buffer, source in pairs:
-        if source.is_cpu:
-            if buffer.is_cpu:
-                _copy_on_host(buffer, source)
-            continue
-        buffer[: source.numel()].copy_(_apart_from(buffer, source))
-
-
-def _copy_on_host(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copies to the beginning of a contiguous target. copy_() would use all threads of torch for
-    some thousand elements, and on a loaded machine wait milliseconds for them."""
-    source = source.contiguous()
-    ctypes.memmove(target.data_ptr(), source.data_ptr(), source.numel() * source.element_size())
 
 
 def _apart_from(buffer: torch.Tensor, source: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ from .._check.request import Request
 from .._check.scales import Scales
 from .._device.workspace import Workspace
 from .._plan.items import NO_ITEMS, Items
-from .._plan.pipeline import Draft
+from .._plan.pipeline import Draft, HostCopy
 from .._run.variant import PlannedVariant
 
 _VARIANTS_KEPT = 8
@@ -108,4 +108,4 @@ class Drafted(NamedTuple):
     # With use_cuda_graph=True: what else has to be planned again for graphs that captured it, and
     # what fills the buffers.
     refreshed: Mapping[_core.AttentionOptions, Draft] = MappingProxyType({})
-    copy_in: Callable[[], None] | None = None
+    copy_in: Callable[[], list[HostCopy]] | None = None
