@@ -407,9 +407,10 @@ def write_plans(
     copies: list[tuple[int, int, int]],
 ) -> None:
     """Starts the copy of each plan to its place, and `copies`, (to, from, bytes) by address: to the
-    device, from host memory, which is read before this returns. page_indices: of each segment. mask_bits: of the
-    one segment, packed, where every run has the same; 0: there are none. then: called once all of
-    them have been started; no signal handler comes between where it runs no bytecode."""
+    device, from host memory, which is read before this returns. page_indices: of each segment.
+    mask_bits: of the one segment, packed, where every run has the same; 0: there are none. then:
+    called once all of them have been started; no signal handler comes between where it runs no
+    bytecode."""
 
 def bytes_of(torch: Torch, name: str, tensor: Any, /) -> int:
     """The bytes behind a contiguous tensor now, which its storage may have fewer of than its shape
