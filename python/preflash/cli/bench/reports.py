@@ -52,7 +52,7 @@ def draw(document: dict[str, Any], path: pathlib.Path) -> None:
     calls = sorted({n for row in timed for n in row["speed"]} - {"base"}, key=lambda n: n != OURS)
     colour = {name: f"C{i}" for i, name in enumerate(calls)}
     masks, dims = (list(dict.fromkeys(key[i] for key in dense)) for i in range(2))
-    columns = max(len(dims), 1)
+    columns = max(len(dims), 2 if decode else 1)
     height = len(masks) + bool(decode)
     figure = Figure(figsize=(4.2 * columns, 3.2 * max(height, 1)), layout="constrained")
     grid = figure.add_gridspec(max(height, 1), columns)
@@ -71,11 +71,13 @@ def draw(document: dict[str, Any], path: pathlib.Path) -> None:
             shown = [name for name in calls if name in row["speed"]]
             for i, name in enumerate(shown):
                 width = 0.8 / len(shown)
-                axes.bar(place + i * width, row["speed"][name], width, color=colour[name])
-        axes.set_xticks(range(len(decode)), [f"{row['name']} {row['dtype']}" for row in decode])
+                axes.bar(place + (i + 0.5) * width, row["speed"][name], width, color=colour[name])
+        names = [f"{row['name'].removeprefix('decode ')}\n{row['dtype']}" for row in decode]
+        axes.set_xticks([place + 0.4 for place in range(len(decode))], names)
         axes.set(title="decode", ylabel="GB/s")
-        handles = [axes.bar(0, 0, color=colour[name], label=name) for name in calls]
-        axes.legend(handles=handles, fontsize="x-small")
+        handles = [axes.bar(0.4, 0, color=colour[name], label=name) for name in calls]
+        axes.margins(y=0.2)
+        axes.legend(handles=handles, fontsize="x-small", loc="upper center", ncols=len(calls))
     machine = document["machine"]
     figure.suptitle(f"preflash {machine['preflash']} {machine['backend']}, {machine['name']}")
     figure.savefig(path, dpi=120)

@@ -143,7 +143,8 @@ def gpu_rows() -> list[Row]:
     chunk = _grouped("chunk 2k on 64k", (2048,), (65536,), 8)
     rows += _with_pages(chunk, 16)
     rows += _cudnn_rows()
-    decodes = [_decode("decode 64x4k", 64, 4096, 8), _decode("decode 4x32k", 4, 32768, 8)]
+    lengths = {"256x1k": (256, 1024), "64x4k": (64, 4096), "4x32k": (4, 32768)}
+    decodes = [_decode(f"decode {name}", *shape, 8) for name, shape in lengths.items()]
     small = _paged(_grouped("small 16 on 2k x32", (16,) * 32, (2048,) * 32, 8), 16)
     small = dataclasses.replace(small, relative_to=None)
     paged = [_paged(row, 16) for row in (mixed, append, chunk)]
