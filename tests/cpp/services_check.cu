@@ -8,6 +8,7 @@
 //        tests/cpp/services_check.cu cpp/cuda/*.cpp cpp/kernels/{combine,common,prepass}/*.cu
 #include <cuda.h>
 
+#include <array>
 #include <thread>
 
 #include "check_support.h"
@@ -316,8 +317,9 @@ void check_uploader() {
     std::memset(host, plan + 1, kSizes[plan]);
     const std::size_t half = kSizes[plan] / 2;
     uint8_t* to = target.data() + (plan << 20);
-    const StagedCopy parts[] = {{.to = to, .bytes = half},
-                                {.begin = half, .to = to + half, .bytes = kSizes[plan] - half}};
+    const std::array<StagedCopy, 2> parts = {
+        {{.to = to, .bytes = half},
+         {.begin = half, .to = to + half, .bytes = kSizes[plan] - half}}};
     accept(services.uploader_submit(uploader, parts, {}, stream));
   }
   // Another stream waits for the copies on the device, the host for none of them.
