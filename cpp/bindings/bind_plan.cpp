@@ -147,6 +147,9 @@ void write(const std::vector<Placement>& placements, const py::sequence& page_in
                     }),
                 .stream = pointer<void>(stream)};
   if (mask_bits != 0) upload.mask_bits = pointer<const std::uint8_t>(mask_bits);
+  if (placements.empty() && !copies.empty()) {
+    throw std::logic_error("no plan is uploaded that the copies could go with");
+  }
   for (const py::handle& copy : copies) {
     const auto [to, from, bytes] = copy.cast<std::tuple<Address, Address, std::size_t>>();
     upload.copies.push_back({pointer<const void>(from), pointer<void>(to), bytes});
@@ -156,7 +159,7 @@ void write(const std::vector<Placement>& placements, const py::sequence& page_in
     py::gil_scoped_release release;
     for (const auto& [place, plan] : placements) {
       place->write(plan, upload);
-      upload.copies.clear();
+      upload.copies.clear();  // they went with the first plan
     }
   }
   if (!then.is_none()) then();

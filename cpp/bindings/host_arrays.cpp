@@ -179,7 +179,7 @@ PyMethodDef paged_batch_definition = fast_definition(
 // unusual or a value wrong.
 py::object lengths_of(const HostArrays& torch, PyObject* const* given) {
   const std::int64_t page_size = PyLong_AsLongLong(given[2]);
-  if (page_size < 1) {  // more than 64 bits have
+  if (page_size < 1) {  // page.py has checked it: more than 64 bits have
     PyErr_Clear();
     return py::none();
   }

@@ -78,8 +78,9 @@ void DevicePlan::write(std::shared_ptr<const Plan> plan, const Upload& upload) {
   check_launch(services.uploader_acquire(uploader_->get(), staged, &staging), "plan staging");
   plan->write(staging);
   for (std::size_t i = 0; i < upload.copies.size(); ++i) {
-    std::memcpy(static_cast<std::byte*>(staging) + parts[i + 1].begin, upload.copies[i].from,
-                parts[i + 1].bytes);
+    const StagedCopy& part = parts[i + 1];
+    if (part.bytes == 0) continue;
+    std::memcpy(static_cast<std::byte*>(staging) + part.begin, upload.copies[i].from, part.bytes);
   }
   claim_.take(memory_, bytes);
   check_launch(services.uploader_submit(uploader_->get(), parts, pinned_arrays_of(*plan, memory_),

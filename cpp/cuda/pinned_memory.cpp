@@ -58,7 +58,10 @@ LaunchError PinnedMemory::copy_to(std::span<const StagedCopy> parts, cudaStream_
     if (part.bytes == 0) continue;
     const std::byte* from = static_cast<const std::byte*>(host_) + part.begin;
     status = cudaMemcpyAsync(part.to, from, part.bytes, cudaMemcpyHostToDevice, stream);
-    if (status != cudaSuccess) return runtime_error(status, "plan upload: copying to the device");
+    if (status != cudaSuccess) {
+      extend(stream);  // earlier parts may be on their way
+      return runtime_error(status, "plan upload: copying to the device");
+    }
   }
   return extend(stream);
 }

@@ -1,7 +1,7 @@
 """Page tables: lengths, positions, and appending to a paged KV cache.
 
 Everything here runs on the tensors' own device, without a wait for it: the append is a kernel, the
-rest a handful of torch operations.
+lengths of arrays on the CPU one call, the rest a handful of torch operations.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ def get_seq_lens(
     if check.traced():
         return torch.ops.preflash.get_seq_lens(kv_indptr, kv_last_page_len, page_size)
     page_size = check.integer("page_size", page_size, at_least=1)
-    on_host = _lengths_of_usual(kv_indptr, kv_last_page_len, page_size)
+    on_host = None
+    if not torch.jit.is_tracing():
+        on_host = _lengths_of_usual(kv_indptr, kv_last_page_len, page_size)
     if on_host is not None:
         return torch.tensor(on_host, dtype=torch.int32, device="cpu")
     checks.index_array("kv_indptr", kv_indptr)

@@ -110,7 +110,7 @@ struct SpeculativeSoftmax : OnlineSoftmax<2> {
     speculate(scores, shift, p, tile_sum, out, segment);
   }
 
-  // The factor that converts a sum relative to `from` into one relative to a larger `to`.
+  // The factor that converts a sum relative to `from` into one relative to `to`.
   __device__ __forceinline__ static float change_of_reference(float from, float to,
                                                               float scale_log2) {
     if (from == -INFINITY) return 0.0f;
