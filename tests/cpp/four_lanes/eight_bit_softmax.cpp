@@ -1,0 +1,152 @@
+// EightBitSoftmax on the host, in the steps of the main loop with EightBitOperands: prints, for
+// rows with one large logit, the largest relative error of O where all values are 1.
+//
+//   g++ -std=c++20 -O2 -pthread -Itests/cpp/four_lanes -Icpp eight_bit_softmax.cpp
+//
+// out: "tiles deviation logit error" a line; error is NaN where any is.
+#include "kernels/sm90/eight_bit_softmax.cuh"
+
+#include <cstdio>
+#include <random>
+#include <thread>
+#include <vector>
+
+namespace {
+
+using namespace preflash;
+using namespace preflash::sm90;
+
+constexpr int kKeys = 128;  // of a tile
+constexpr int kTilesAtOnce = 8;
+using Row = std::vector<std::vector<float>>;  // logits, by tile in the order of the loop
+
+struct Segment {
+  struct {
+    float scale_log2 = kLog2E;
+  } logits;
+  float max_sum = 448.0f;
+  float x_per_logit = 1.0f;
+};
+
+int lane_of(int key) { return key / 2 % kLanes; }
+
+float weights[2][kKeys];
+
+// What the tensor core adds: 13 bits behind the leading one of the largest term.
+double product(double sum, const float* p, int count) {
+  double largest = sum;
+  for (int i = 0; i < count; ++i) largest = std::max<double>(largest, p[i]);
+  if (largest == 0.0) return 0.0;
+  const double unit = std::ldexp(1.0, std::ilogb(largest) - 13);
+  double result = std::floor(sum / unit) * unit;
+  for (int i = 0; i < count; ++i) result += std::floor(p[i] / unit) * unit;
+  return result;
+}
+
+void run_lane(int this_lane, const Row (&rows)[2], double (&o)[2], float (&row_sum)[2]) {
+  lane = this_lane;
+  const Segment segment;
+  const float scale = segment.logits.scale_log2;
+  EightBitSoftmax softmax;
+  LaneTile scores, p;
+  double out[2] = {}, sums[2] = {};
+  float reference[2];
+  bool has_sums = false;
+  int tiles = kTilesAtOnce - 1;
+  auto load = [&](int tile) {
+    for (int r = 0; r < 2; ++r) {
+      for (int key = 0, c = 0; key < kKeys; ++key) {
+        if (lane_of(key) == lane) scores.row[r][c++] = rows[r][tile][key];
+      }
+    }
+  };
+  auto multiply = [&] {
+    for (int r = 0; r < 2; ++r) {
+      for (int key = 0, c = 0; key < kKeys; ++key) {
+        if (lane_of(key) == lane) weights[r][key] = p.row[r][c++];
+      }
+    }
+    lanes_meet.arrive_and_wait();
+    for (int r = 0; r < 2; ++r) {
+      for (int k = 0; k < kKeys; k += 32) out[r] = product(out[r], weights[r] + k, 32);
+    }
+    lanes_meet.arrive_and_wait();
+  };
+  auto total = [&](int r) {
+    if (!has_sums) return out[r];
+    return out[r] +
+           sums[r] * softmax.change_of_reference(reference[r], softmax.reference[r], scale);
+  };
+  load(0);
+  softmax.begin(scores, NoShift{}, segment);
+  softmax.make_first(scores, NoShift{}, p, segment);
+  for (int tile = 1; tile < static_cast<int>(rows[0].size()); ++tile) {
+    multiply();
+    if (++tiles == kTilesAtOnce) {
+      for (int r = 0; r < 2; ++r) {
+        sums[r] = total(r);
+        reference[r] = softmax.reference[r];
+        out[r] = 0.0;
+      }
+      has_sums = true;
+      tiles = 0;
+      softmax.follow(segment);
+    }
+    load(tile);
+    softmax.update(scores, NoShift{}, p, out, segment);
+  }
+  multiply();
+  for (int r = 0; r < 2; ++r) {
+    o[r] = total(r);
+    row_sum[r] = softmax.sum[r];
+  }
+}
+
+double largest_error(const Row (&rows)[2]) {
+  double o[kLanes][2];
+  float sums[kLanes][2];
+  std::vector<std::thread> lanes;
+  for (int l = 0; l < kLanes; ++l) {
+    lanes.emplace_back([&, l] { run_lane(l, rows, o[l], sums[l]); });
+  }
+  for (std::thread& one : lanes) one.join();
+  double largest = 0.0;
+  for (int r = 0; r < 2; ++r) {
+    double sum = 0.0;
+    for (const auto& part : sums) sum += part[r];
+    const double error = std::fabs(o[0][r] / sum - 1.0);
+    if (!(error <= largest)) largest = error;
+  }
+  return largest;
+}
+
+}  // namespace
+
+int main() {
+  std::mt19937 random(5);
+  for (int tiles : {2, 9, 18, 160}) {
+    for (float deviation : {0.3f, 1.0f, 3.0f}) {
+      for (float logit : {6.0f, 8.0f, 10.0f, 12.0f}) {
+        double largest = 0.0;
+        for (int place : {0, 1, 3, 8}) {
+          if (place >= tiles || (tiles > 18 && place > 0)) continue;
+          std::normal_distribution<float> normal(0.0f, deviation);
+          Row rows[2];
+          for (Row& row : rows) {
+            row.assign(tiles, std::vector<float>(kKeys));
+            for (auto& tile : row) {
+              for (float& x : tile) x = normal(random);
+            }
+          }
+          rows[0][place][37] = logit + (deviation > 1.0f ? 2.0f * deviation : 0.0f);
+          // The second row has no key in its first tile, or few.
+          const int kept = place == 1 ? 0 : 5;
+          std::fill(rows[1][0].begin() + kept, rows[1][0].end(), -INFINITY);
+          const double error = largest_error(rows);
+          if (!(error <= largest)) largest = error;
+        }
+        std::printf("%d %g %g %.4f\n", tiles, deviation, logit, largest);
+      }
+    }
+  }
+}

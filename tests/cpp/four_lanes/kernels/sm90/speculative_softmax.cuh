@@ -1,0 +1,125 @@
+// Stands in for the header of this name where eight_bit_softmax.cuh is compiled for the host: the
+// four lanes of a row are threads, and these are two rows.
+#pragma once
+
+#include <algorithm>
+#include <barrier>
+#include <cmath>
+#include <limits>
+
+#define CUTE_UNROLL
+#define __device__
+#define __forceinline__ inline
+
+inline constexpr int kLanes = 4;
+inline thread_local int lane;
+inline std::barrier<> lanes_meet(kLanes);
+inline float of_lanes[kLanes];
+
+inline float max_of_lanes(float x) {
+  of_lanes[lane] = x;
+  lanes_meet.arrive_and_wait();
+  const float found = *std::max_element(of_lanes, of_lanes + kLanes);
+  lanes_meet.arrive_and_wait();
+  return found;
+}
+inline bool __any_sync(unsigned, bool any) { return max_of_lanes(any) > 0.0f; }
+
+namespace preflash {
+
+inline constexpr float kLog2E = 1.4426950408889634f;
+enum class DType { kFloat8E4M3 };
+enum class LseForm { kLogSumExp, kMaxAndSum };
+inline float exp2_approx(float x) { return std::exp2(x); }
+inline float log2_approx(float x) { return std::log2(x); }
+
+inline float rounded_to_e4m3(float x) {
+  if (!(x > 0.0f)) return 0.0f;
+  const float unit = std::ldexp(1.0f, std::max(std::ilogb(x), -6) - 3);
+  return std::min(std::nearbyint(x / unit) * unit, 448.0f);
+}
+
+namespace sm90 {
+
+struct NoShift {};
+inline constexpr int kLaneKeys = 32;  // of a lane's 128 keys a tile
+struct LaneTile {
+  float row[2][kLaneKeys];
+};
+
+struct SpeculativeSoftmax {
+  static constexpr int kRows = 2;
+  static constexpr int exponent_of(DType) { return 4; }
+  static constexpr float max_sum(LseForm form, DType) {
+    return form == LseForm::kMaxAndSum ? 16.0f : 448.0f;
+  }
+  static float quad_max(float x) { return max_of_lanes(x); }
+  static float scaled_reference(float reference, float scale) {
+    return reference == -INFINITY ? 0.0f : reference * scale;
+  }
+  static float change_of_reference(float from, float to, float scale) {
+    if (from == -INFINITY) return 0.0f;
+    return exp2_approx(scaled_reference(from, scale) - scaled_reference(to, scale));
+  }
+  static void maxima(const LaneTile& scores, NoShift, float (&result)[kRows]) {
+    for (int r = 0; r < kRows; ++r) {
+      result[r] = quad_max(*std::max_element(scores.row[r], scores.row[r] + kLaneKeys));
+    }
+  }
+
+  float reference[kRows] = {-INFINITY, -INFINITY};
+  float sum[kRows] = {};
+  bool settled = false;
+
+  template <class Segment>
+  void make_first(const LaneTile& scores, NoShift, LaneTile& p, const Segment& segment) {
+    exponentiate(scores, p, sum, segment.logits.scale_log2);
+  }
+
+ protected:
+  template <class Out, class Segment>
+  void speculate(const LaneTile& scores, NoShift shift, LaneTile& p, float (&tile_sum)[kRows],
+                 Out& out, const Segment& segment) {
+    const float scale = segment.logits.scale_log2;
+    exponentiate(scores, p, tile_sum, scale);
+    float tile_max[kRows];
+    maxima(scores, shift, tile_max);
+    bool moved = false;
+    for (int r = 0; r < kRows; ++r) {
+      if (!__any_sync(~0u, tile_sum[r] > segment.max_sum)) continue;
+      const float next = std::max(reference[r], tile_max[r]);
+      const float factor = change_of_reference(reference[r], next, scale);
+      moved |= next != reference[r];
+      reference[r] = next;
+      sum[r] *= factor;
+      out[r] *= factor;
+    }
+    if (moved) exponentiate(scores, p, tile_sum, scale);
+    for (int r = 0; r < kRows; ++r) sum[r] += tile_sum[r];
+  }
+  void settle(const float (&tile_max)[kRows]) {
+    bool missing = false;
+    for (int r = 0; r < kRows; ++r) {
+      if (reference[r] == -INFINITY) reference[r] = tile_max[r];
+      missing |= reference[r] == -INFINITY;
+    }
+    settled = !missing;  // the rows are those of all lanes
+  }
+
+ private:
+  void exponentiate(const LaneTile& scores, LaneTile& p, float (&tile_sum)[kRows],
+                    float scale) const {
+    for (int r = 0; r < kRows; ++r) {
+      const float offset = scaled_reference(reference[r], scale) - 4;
+      tile_sum[r] = 0.0f;
+      for (int c = 0; c < kLaneKeys; ++c) {
+        const float weight = exp2_approx(std::fma(scores.row[r][c], scale, -offset));
+        tile_sum[r] += weight;
+        p.row[r][c] = rounded_to_e4m3(weight);
+      }
+    }
+  }
+};
+
+}  // namespace sm90
+}  // namespace preflash
