@@ -152,7 +152,8 @@ void write(const std::vector<Placement>& placements, const py::sequence& page_in
   }
   for (const py::handle& copy : copies) {
     const auto [to, from, bytes] = copy.cast<std::tuple<Address, Address, std::size_t>>();
-    upload.copies.push_back({pointer<const void>(from), pointer<void>(to), bytes});
+    upload.copies.push_back(
+        {.to = pointer<void>(to), .from = pointer<const void>(from), .bytes = bytes});
   }
   {
     // Staging may be busy with an earlier copy.

@@ -212,22 +212,17 @@ PyMethodDef page_lengths_definition = fast_definition(
 }  // namespace
 
 void bind_host_arrays(py::module_& m) {
-  m.def(
-      "paged_batches",
-      [](std::shared_ptr<const Torch> torch, const py::object& tensor_type,
-         const py::object& int32) {
-        return fast_callable(paged_batch_definition,
-                             HostArrays(std::move(torch), tensor_type, int32));
-      },
-      py::arg("torch"), py::arg("tensor_type"), py::arg("int32"));
-  m.def(
-      "page_lengths_of",
-      [](std::shared_ptr<const Torch> torch, const py::object& tensor_type,
-         const py::object& int32) {
-        return fast_callable(page_lengths_definition,
-                             HostArrays(std::move(torch), tensor_type, int32));
-      },
-      py::arg("torch"), py::arg("tensor_type"), py::arg("int32"));
+  auto bind = [&](const char* name, PyMethodDef& definition) {
+    m.def(
+        name,
+        [&definition](std::shared_ptr<const Torch> torch, const py::object& tensor_type,
+                      const py::object& int32) {
+          return fast_callable(definition, HostArrays(std::move(torch), tensor_type, int32));
+        },
+        py::arg("torch"), py::arg("tensor_type"), py::arg("int32"));
+  };
+  bind("paged_batches", paged_batch_definition);
+  bind("page_lengths_of", page_lengths_definition);
 }
 
 }  // namespace preflash

@@ -56,8 +56,8 @@ class Uploader {
 
 // Of the caller's host memory, to memory of the device.
 struct HostCopy {
-  const void* from = nullptr;
   void* to = nullptr;
+  const void* from = nullptr;
   std::size_t bytes = 0;
 };
 

@@ -14,12 +14,12 @@ namespace preflash::sm90 {
 
 // Has the hooks of SpeculativeSoftmax.
 struct EightBitSoftmax : SpeculativeSoftmax {
+  static constexpr float kExponent = exponent_of(DType::kFloat8E4M3);
   // Between these lies log2 of the largest sum that a thread of the row had in a tile, or before
   // the second tile log2 of that tile's largest weight, once the reference has followed. More than
   // a first reference gives would be lost from the range below a row's largest weight.
   static constexpr float kLeastExponent = 2;  // 32 equal weights are 2^-3 each
-  static constexpr float kMostExponent = exponent_of(DType::kFloat8E4M3);
-  static constexpr float kExponent = exponent_of(DType::kFloat8E4M3);
+  static constexpr float kMostExponent = kExponent;
   // No reference follows further down than until a thread's share of the row sum is 2 to this, so
   // that neither it nor O overflows.
   static constexpr float kMaxSumExponent = 30;

@@ -72,7 +72,7 @@ struct SpeculativeSoftmax : OnlineSoftmax<2> {
   // Above this |reference| * scale_log2 rounding may shift a row's exponents by more than 2^3, and
   // P soon overflows. An exact origin, as on sm80, would keep such rows right and cost 1 % of short
   // rows (docs/dev/experiments/fa3-softmax-and-options.md). With e4m3 the sum of the origin and
-  // exponent_of() is rounded too, and P has 4 bits to spare.
+  // exponent_of() is rounded too: below 2^24 each by half a bit, of the 4.8 that P has to spare.
   static constexpr float max_origin_of(DType p_dtype) {
     return size_of(p_dtype) == 1 ? 0x1p24f : 0x1p27f;
   }
