@@ -26,6 +26,8 @@ struct EightBitOperands : WholeOperands<Traits> {
 
   static constexpr int kTilesAtOnce = 8;
 
+  // Where this thread's first sums lie. The compiler would take a pointer for a generic one.
+  std::uint32_t sums;
   // Of the sums; from prepare_o() on, what brings them to the item's last references.
   float reference[2];
   // That the accumulators hold, counted so that an item's first tile moves by itself.
@@ -35,19 +37,20 @@ struct EightBitOperands : WholeOperands<Traits> {
   __device__ __forceinline__ EightBitOperands(const HopperSegment& params,
                                               SharedStorage<Traits>& smem, int warpgroup,
                                               int thread)
-      : Base(params, smem, warpgroup, thread) {}
+      : Base(params, smem, warpgroup, thread),
+        sums(cast_smem_ptr_to_uint(&smem.sums[warpgroup][0][thread])) {}
 
   template <class Softmax, class Segment>
   __device__ __forceinline__ void add_up(Softmax& softmax, const Segment& segment) {
     this->first_pv = GMMA::ScaleOut::One;
     if (++tiles < kTilesAtOnce) return;
     prepare_o(softmax, segment);
+    take_sums();
     Tensor parts = recast<float4>(this->tOrO);
     CUTE_UNROLL
     for (int i = 0; i < size(parts); ++i) {
-      const float4 next = has_sums ? added(i, parts(i)) : parts(i);
-      asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(place_of(i)), "f"(next.x),
-                   "f"(next.y), "f"(next.z), "f"(next.w)
+      asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(place_of(i)), "f"(parts(i).x),
+                   "f"(parts(i).y), "f"(parts(i).z), "f"(parts(i).w)
                    : "memory");
     }
     CUTE_UNROLL
@@ -66,29 +69,50 @@ struct EightBitOperands : WholeOperands<Traits> {
     }
   }
   __device__ __forceinline__ void finish_o() {
-    Tensor parts = recast<float4>(this->tOrO);
-    if (has_sums) {
-      CUTE_UNROLL
-      for (int i = 0; i < size(parts); ++i) parts(i) = added(i, parts(i));
-    }
+    take_sums();
     tiles = kTilesAtOnce - 1;
     has_sums = false;
   }
 
  private:
-  // NOTE: the compiler would take these addresses for generic ones.
-  __device__ __forceinline__ std::uint32_t place_of(int i) const {
-    return cast_smem_ptr_to_uint(&this->smem.sums[this->warpgroup][i][this->thread]);
+  static constexpr int kPartBytes = kWarpgroupThreads * sizeof(float4);  // of a warpgroup
+
+  // A part of O is two columns of row 0 and of row 1.
+  __device__ __forceinline__ std::uint32_t place_of(int part) const {
+    return sums + part * kPartBytes;
   }
-  // part: of O, two columns of row 0 and of row 1.
-  __device__ __forceinline__ float4 added(int i, const float4& part) const {
+  __device__ __forceinline__ float4 sum_of(int part) const {
     float4 sum;
     asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
                  : "=f"(sum.x), "=f"(sum.y), "=f"(sum.z), "=f"(sum.w)
-                 : "r"(place_of(i))
+                 : "r"(place_of(part))
                  : "memory");
-    return {fmaf(sum.x, reference[0], part.x), fmaf(sum.y, reference[0], part.y),
-            fmaf(sum.z, reference[1], part.z), fmaf(sum.w, reference[1], part.w)};
+    return sum;
+  }
+  // Adds the sums to O. Four are read while the four before are added.
+  __device__ __forceinline__ void take_sums() {
+    if (!__any_sync(0xffffffffu, has_sums)) return;
+    constexpr int kGroup = 4;
+    Tensor parts = recast<float4>(this->tOrO);
+    float4 read[2][kGroup];
+    CUTE_UNROLL
+    for (int i = 0; i < kGroup; ++i) read[0][i] = sum_of(i);
+    CUTE_UNROLL
+    for (int first = 0; first < size(parts); first += kGroup) {
+      const auto& now = read[first / kGroup % 2];
+      auto& next = read[(first / kGroup + 1) % 2];
+      CUTE_UNROLL
+      for (int i = 0; i < kGroup; ++i) {
+        if (first + kGroup < size(parts)) next[i] = sum_of(first + kGroup + i);
+      }
+      CUTE_UNROLL
+      for (int i = 0; i < kGroup; ++i) {
+        const float4 part = parts(first + i);
+        parts(first + i) =
+            float4{fmaf(now[i].x, reference[0], part.x), fmaf(now[i].y, reference[0], part.y),
+                   fmaf(now[i].z, reference[1], part.z), fmaf(now[i].w, reference[1], part.w)};
+      }
+    }
   }
 };
 

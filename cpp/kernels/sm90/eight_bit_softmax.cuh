@@ -1,10 +1,14 @@
-// The speculative softmax of weights that are rounded to e4m3, whose numbers lie in [2^-9, 448].
+// The online softmax of weights that are rounded to e4m3, whose numbers lie in [2^-9, 448].
 //
-// Whenever O has been added to its sums (EightBitOperands), the reference of each row follows the
-// weights since the last time, up or down, which costs nothing but a factor of the sums. Upwards it
-// spares failures of the speculation: where logits vary much, later tiles exceed the first one's
-// row max. Downwards it keeps weights: after a large logit, such as a query's with its own key, the
-// weights of all other keys would be rounded to 0, and together they may outweigh it
+// A tile's row maxima are found beside the products of O: where the speculation of 16-bit kernels
+// fails, all warps of a warpgroup wait for the one that computes its exponentials again, and the
+// range of e4m3 makes it fail in most tiles of logits as models have them. A row's reference moves
+// when a weight would exceed the range.
+//
+// Whenever O has been added to its sums (EightBitOperands), the reference of each row becomes the
+// row max since the last time, up or down, which costs nothing but a factor of the sums. Upwards it
+// spares moves. Downwards it keeps weights: after a large logit, such as a query's with its own
+// key, the weights of all other keys would be rounded to 0, and together they may outweigh it
 // (docs/dev/experiments/fp8-products.md). Those of up to eight tiles right behind it still are.
 #pragma once
 
@@ -14,82 +18,101 @@ namespace preflash::sm90 {
 
 // Has the hooks of SpeculativeSoftmax.
 struct EightBitSoftmax : SpeculativeSoftmax {
-  static constexpr float kExponent = exponent_of(DType::kFloat8E4M3);
-  // Between these lies log2 of the largest sum that a thread of the row had in a tile, or before
-  // the second tile log2 of that tile's largest weight, once the reference has followed. More than
-  // a first reference gives would be lost from the range below a row's largest weight.
-  static constexpr float kLeastExponent = 2;  // 32 equal weights are 2^-3 each
-  static constexpr float kMostExponent = kExponent;
+  // A logit that exceeds the reference by more moves it: the weight would be 2^8.7.
+  static constexpr float kRoom = 4.7f / kLog2E;
+  // A reference that has followed exceeds the row max by no more: a weight of 2^2.
+  static constexpr float kSlack = 2.0f / kLog2E;
   // No reference follows further down than until a thread's share of the row sum is 2 to this, so
   // that neither it nor O overflows.
   static constexpr float kMaxSumExponent = 30;
 
-  bool at_second = true;  // whether the next tile is the second one
-  // This thread's largest sum of a tile since O was added up, relative to the present reference.
-  float largest_sum[kRows] = {0, 0};
+  // Of this thread's scores since O was added up.
+  float largest[kRows] = {-INFINITY, -INFINITY};
+  bool moved = false;   // whether a reference of the warp did, for the present tile
+  float factor[kRows];  // what that makes of O, where moved
 
   template <class Scores, class Shift, class Segment>
   __device__ __forceinline__ void begin(const Scores& scores, const Shift& shift, const Segment&) {
     *this = {};
     maxima(scores, shift, reference);
   }
+  // NOTE: without the branch ptxas would move the wait for O to before the comparisons.
+  template <class Scores, class Shift, class Segment>
+  __device__ __forceinline__ void before_o(const Scores& scores, const Shift& shift,
+                                           const Segment& segment) {
+    const float room = returns_maxima(segment) ? 0.0f : kRoom * segment.x_per_logit;
+    float tile_max[kRows];
+    thread_maxima(scores, tile_max);
+    bool exceeds = false;
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      tile_max[r] = shift.add_to(r, tile_max[r]);
+      largest[r] = fmaxf(largest[r], tile_max[r]);
+      exceeds |= tile_max[r] > reference[r] + room;
+    }
+    moved = __any_sync(0xffffffffu, exceeds);
+    if (moved) {
+      CUTE_UNROLL
+      for (int r = 0; r < kRows; ++r) {
+        const float row_max = quad_max(tile_max[r]);
+        const float next = row_max > reference[r] + room ? row_max : reference[r];
+        factor[r] = change_to(r, next, segment);
+        sum[r] *= factor[r];
+        reference[r] = next;
+      }
+    }
+  }
+  // O is complete, without this tile.
+  template <class Out>
+  __device__ __forceinline__ void after_o(Out&& out) const {
+    using namespace cute;
+    if (!moved) return;
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      CUTE_UNROLL
+      for (int c = 0; c < size<1>(out); ++c) out(r, c) *= factor[r];
+    }
+  }
   // O has been added to its sums.
   template <class Segment>
   __device__ __forceinline__ void follow(const Segment& segment) {
+    const float x_per_bit = segment.x_per_logit * (1.0f / kLog2E);
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
-      shift_reference(r, log2_approx(quad_max(largest_sum[r])), segment);
-      largest_sum[r] = 0.0f;
+      const float row_max = quad_max(largest[r]);
+      const float highest = fmaf(kSlack, segment.x_per_logit, row_max);
+      const float room = kMaxSumExponent - log2_approx(quad_max(sum[r]));
+      const float lowest = fmaxf(row_max, fmaf(-room, x_per_bit, reference[r]));
+      const float next = fmaxf(fminf(reference[r], highest), lowest);
+      if (next != reference[r] && row_max != -INFINITY && !returns_maxima(segment)) {
+        sum[r] *= change_to(r, next, segment);
+        reference[r] = next;
+      }
+      largest[r] = -INFINITY;
     }
   }
-  // O has been added up before the second tile, whose row max is found as the first one's is.
   template <class Scores, class Shift, class P, class Out, class Segment>
-  __device__ __forceinline__ void update(const Scores& scores, const Shift& shift, P& p, Out& out,
+  __device__ __forceinline__ void update(const Scores& scores, const Shift& shift, P& p, Out&,
                                          const Segment& segment) {
-    // NOTE: `settled` comes from a vote, so the compiler knows that all lanes take this branch
-    // together. It would not know so of `at_second`.
-    if (!settled) {
-      const float scale_log2 = segment.logits.scale_log2;
-      float tile_max[kRows];
-      maxima(scores, shift, tile_max);
-      CUTE_UNROLL
-      for (int r = 0; r < kRows; ++r) {
-        const float origin = scaled_reference(reference[r], scale_log2);
-        const float found = fmaf(tile_max[r], scale_log2, kExponent - origin);
-        shift_reference(r, at_second ? found : -INFINITY, segment);
-      }
-      settle(tile_max);
-      at_second = false;
-    }
-    const float before[kRows] = {reference[0], reference[1]};
     float tile_sum[kRows];
-    speculate(scores, shift, p, tile_sum, out, segment);
+    exponentiate(scores, shift, p, tile_sum, segment.logits.scale_log2);
     CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r) {
-      // Where the speculation failed, all earlier sums of the row are smaller than the one that
-      // did.
-      const bool moved = reference[r] != before[r];
-      largest_sum[r] = moved ? tile_sum[r] : fmaxf(largest_sum[r], tile_sum[r]);
-    }
+    for (int r = 0; r < kRows; ++r) sum[r] += tile_sum[r];
   }
 
  private:
-  // found: log2 of a weight or a sum of some. -inf, or a row without a reference: there is none.
   // With row maxima as output references are those.
   template <class Segment>
-  __device__ __forceinline__ void shift_reference(int r, float found, const Segment& segment) {
-    const bool follows = segment.max_sum > max_sum(LseForm::kMaxAndSum, DType::kFloat8E4M3) &&
-                         fabsf(found) < INFINITY && reference[r] != -INFINITY;
-    const float room = log2_approx(quad_max(sum[r])) - kMaxSumExponent;
-    const float down = fminf(fmaxf(found - kLeastExponent, room), 0.0f);
-    const float change = follows ? fmaxf(found - kMostExponent, down) : 0.0f;
-    if (__any_sync(0xffffffffu, change != 0.0f)) {
-      const float scale_log2 = segment.logits.scale_log2;
-      const float x_per_bit = segment.x_per_logit * (1.0f / kLog2E);
-      const float next = change == 0.0f ? reference[r] : fmaf(change, x_per_bit, reference[r]);
-      if (reference[r] != -INFINITY) sum[r] *= change_of_reference(reference[r], next, scale_log2);
-      reference[r] = next;
-    }
+  __device__ __forceinline__ static bool returns_maxima(const Segment& segment) {
+    return segment.max_sum <= max_sum(LseForm::kMaxAndSum, DType::kFloat8E4M3);
+  }
+  // What becomes of sums when a reference does. No branch, unlike change_of_reference(): from a
+  // row without keys the product is -inf, and what it has summed up is 0.
+  template <class Segment>
+  __device__ __forceinline__ float change_to(int r, float next, const Segment& segment) const {
+    const float scale_log2 = segment.logits.scale_log2;
+    const float bits = __fmul_rn(reference[r], scale_log2) - __fmul_rn(next, scale_log2);
+    return next == reference[r] ? 1.0f : exp2_approx(bits);
   }
 };
 

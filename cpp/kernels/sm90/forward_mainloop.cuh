@@ -129,6 +129,7 @@ struct ForwardMainloop {
       softmax.before_o(operands.rows_of_s(), scores.bias.shift(tile), segment(item));
       operands.wait_for_o();
       operands.release_v();
+      softmax.after_o(operands.rows_of_o());
       operands.add_up(softmax, segment(item));
     }
     if (!skipped.this_tile) make_p(item, tile);

@@ -96,6 +96,9 @@ struct SpeculativeSoftmax : OnlineSoftmax<2> {
   // What becomes of a later tile while O is still being made.
   template <class Scores, class Shift, class Segment>
   __device__ __forceinline__ static void before_o(Scores&&, const Shift&, const Segment&) {}
+  // O is complete, without this tile.
+  template <class Out>
+  __device__ __forceinline__ static void after_o(Out&&) {}
   // scores: (row, column) view of a whole accumulator of x, without `shift`. p: words of a row's
   // next weights, of rows 0 and 1 in turn. out: (row, column) view of O, without this tile.
   template <class Scores, class Shift, class P, class Out, class Segment>
@@ -140,6 +143,38 @@ struct SpeculativeSoftmax : OnlineSoftmax<2> {
   }
 
  protected:
+  template <class Scores, class Shift, class P>
+  __device__ __forceinline__ void exponentiate(const Scores& scores, const Shift& shift, P& p,
+                                               float (&tile_sum)[kRows], float scale_log2) const {
+    using namespace cute;
+    using Element = typename P::value_type;
+    constexpr int kWord = 4 / sizeof(Element);
+    constexpr int kExponent = kWord == 4 ? exponent_of(DType::kFloat8E4M3) : 0;
+    Tensor words = recast<cutlass::Array<Element, kWord>>(p);
+    cutlass::NumericArrayConverter<Element, float, kWord> convert;
+    float offset[kRows];
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      offset[r] = shift.origin(r, scaled_reference(reference[r], scale_log2), scale_log2);
+      if (kExponent != 0) offset[r] -= kExponent;
+      tile_sum[r] = 0.0f;
+    }
+    CUTE_UNROLL
+    for (int c = 0; c < size<1>(scores); c += kWord) {
+      CUTE_UNROLL
+      for (int r = 0; r < kRows; ++r) {
+        cutlass::Array<float, kWord> x;
+        CUTE_UNROLL
+        for (int i = 0; i < kWord; ++i) {
+          x[i] = exp2_approx(fmaf(scores(r, c + i), scale_log2, -offset[r]));
+          tile_sum[r] += x[i];
+        }
+        words(c / kWord * kRows + r) = convert(x);
+      }
+    }
+  }
+
+ private:
   template <class Scores, class Shift, class P, class Out, class Segment>
   __device__ __forceinline__ void speculate(const Scores& scores, const Shift& shift, P& p,
                                             float (&tile_sum)[kRows], Out& out,
@@ -170,7 +205,6 @@ struct SpeculativeSoftmax : OnlineSoftmax<2> {
     settled = !__any_sync(0xffffffffu, missing);
   }
 
- private:
   // Whether a reference of the warp has moved.
   template <class Out>
   __device__ __forceinline__ bool move(const float (&tile_max)[kRows], Out& out,
@@ -192,37 +226,6 @@ struct SpeculativeSoftmax : OnlineSoftmax<2> {
       for (int c = 0; c < size<1>(out); ++c) out(r, c) *= factor;
     }
     return __any_sync(0xffffffffu, moved);
-  }
-
-  template <class Scores, class Shift, class P>
-  __device__ __forceinline__ void exponentiate(const Scores& scores, const Shift& shift, P& p,
-                                               float (&tile_sum)[kRows], float scale_log2) const {
-    using namespace cute;
-    using Element = typename P::value_type;
-    constexpr int kWord = 4 / sizeof(Element);
-    constexpr int kExponent = kWord == 4 ? exponent_of(DType::kFloat8E4M3) : 0;
-    Tensor words = recast<cutlass::Array<Element, kWord>>(p);
-    cutlass::NumericArrayConverter<Element, float, kWord> convert;
-    float offset[kRows];
-    CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r) {
-      offset[r] = shift.origin(r, scaled_reference(reference[r], scale_log2), scale_log2);
-      if (kExponent != 0) offset[r] -= kExponent;
-      tile_sum[r] = 0.0f;
-    }
-    CUTE_UNROLL
-    for (int c = 0; c < size<1>(scores); c += kWord) {
-      CUTE_UNROLL
-      for (int r = 0; r < kRows; ++r) {
-        cutlass::Array<float, kWord> x;
-        CUTE_UNROLL
-        for (int i = 0; i < kWord; ++i) {
-          x[i] = exp2_approx(fmaf(scores(r, c + i), scale_log2, -offset[r]));
-          tile_sum[r] += x[i];
-        }
-        words(c / kWord * kRows + r) = convert(x);
-      }
-    }
   }
 };
 

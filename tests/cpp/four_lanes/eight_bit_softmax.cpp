@@ -49,7 +49,8 @@ void run_lane(int this_lane, const Row (&rows)[2], double (&o)[2], float (&row_s
   const float scale = segment.logits.scale_log2;
   EightBitSoftmax softmax;
   LaneTile scores, p;
-  double out[2] = {}, sums[2] = {};
+  LaneOut out;
+  double sums[2] = {};
   float reference[2];
   bool has_sums = false;
   int tiles = kTilesAtOnce - 1;
@@ -68,13 +69,13 @@ void run_lane(int this_lane, const Row (&rows)[2], double (&o)[2], float (&row_s
     }
     lanes_meet.arrive_and_wait();
     for (int r = 0; r < 2; ++r) {
-      for (int k = 0; k < kKeys; k += 32) out[r] = product(out[r], weights[r] + k, 32);
+      for (int k = 0; k < kKeys; k += 32) out(r, 0) = product(out(r, 0), weights[r] + k, 32);
     }
     lanes_meet.arrive_and_wait();
   };
   auto total = [&](int r) {
-    if (!has_sums) return out[r];
-    return out[r] +
+    if (!has_sums) return out(r, 0);
+    return out(r, 0) +
            sums[r] * softmax.change_of_reference(reference[r], softmax.reference[r], scale);
   };
   load(0);
@@ -82,17 +83,19 @@ void run_lane(int this_lane, const Row (&rows)[2], double (&o)[2], float (&row_s
   softmax.make_first(scores, NoShift{}, p, segment);
   for (int tile = 1; tile < static_cast<int>(rows[0].size()); ++tile) {
     multiply();
+    load(tile);
+    softmax.before_o(scores, NoShift{}, segment);
+    softmax.after_o(out);
     if (++tiles == kTilesAtOnce) {
       for (int r = 0; r < 2; ++r) {
         sums[r] = total(r);
         reference[r] = softmax.reference[r];
-        out[r] = 0.0;
+        out(r, 0) = 0.0;
       }
       has_sums = true;
       tiles = 0;
       softmax.follow(segment);
     }
-    load(tile);
     softmax.update(scores, NoShift{}, p, out, segment);
   }
   multiply();

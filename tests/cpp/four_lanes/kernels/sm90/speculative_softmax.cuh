@@ -41,11 +41,32 @@ inline float rounded_to_e4m3(float x) {
 
 namespace sm90 {
 
-struct NoShift {};
+struct NoShift {
+  static float add_to(int, float x) { return x; }
+};
 inline constexpr int kLaneKeys = 32;  // of a lane's 128 keys a tile
 struct LaneTile {
   float row[2][kLaneKeys];
 };
+
+// A row's O, as one number.
+struct LaneOut {
+  double row[2] = {};
+  double& operator()(int r, int) { return row[r]; }
+};
+
+}  // namespace sm90
+}  // namespace preflash
+
+namespace cute {
+template <int>
+constexpr int size(const preflash::sm90::LaneOut&) {
+  return 1;
+}
+}  // namespace cute
+
+namespace preflash {
+namespace sm90 {
 
 struct SpeculativeSoftmax {
   static constexpr int kRows = 2;
@@ -61,53 +82,26 @@ struct SpeculativeSoftmax {
     if (from == -INFINITY) return 0.0f;
     return exp2_approx(scaled_reference(from, scale) - scaled_reference(to, scale));
   }
-  static void maxima(const LaneTile& scores, NoShift, float (&result)[kRows]) {
+  static void thread_maxima(const LaneTile& scores, float (&result)[kRows]) {
     for (int r = 0; r < kRows; ++r) {
-      result[r] = quad_max(*std::max_element(scores.row[r], scores.row[r] + kLaneKeys));
+      result[r] = *std::max_element(scores.row[r], scores.row[r] + kLaneKeys);
     }
+  }
+  static void maxima(const LaneTile& scores, NoShift, float (&result)[kRows]) {
+    thread_maxima(scores, result);
+    for (float& of_row : result) of_row = quad_max(of_row);
   }
 
   float reference[kRows] = {-INFINITY, -INFINITY};
   float sum[kRows] = {};
-  bool settled = false;
 
   template <class Segment>
-  void make_first(const LaneTile& scores, NoShift, LaneTile& p, const Segment& segment) {
-    exponentiate(scores, p, sum, segment.logits.scale_log2);
+  void make_first(const LaneTile& scores, NoShift shift, LaneTile& p, const Segment& segment) {
+    exponentiate(scores, shift, p, sum, segment.logits.scale_log2);
   }
 
  protected:
-  template <class Out, class Segment>
-  void speculate(const LaneTile& scores, NoShift shift, LaneTile& p, float (&tile_sum)[kRows],
-                 Out& out, const Segment& segment) {
-    const float scale = segment.logits.scale_log2;
-    exponentiate(scores, p, tile_sum, scale);
-    float tile_max[kRows];
-    maxima(scores, shift, tile_max);
-    bool moved = false;
-    for (int r = 0; r < kRows; ++r) {
-      if (!__any_sync(~0u, tile_sum[r] > segment.max_sum)) continue;
-      const float next = std::max(reference[r], tile_max[r]);
-      const float factor = change_of_reference(reference[r], next, scale);
-      moved |= next != reference[r];
-      reference[r] = next;
-      sum[r] *= factor;
-      out[r] *= factor;
-    }
-    if (moved) exponentiate(scores, p, tile_sum, scale);
-    for (int r = 0; r < kRows; ++r) sum[r] += tile_sum[r];
-  }
-  void settle(const float (&tile_max)[kRows]) {
-    bool missing = false;
-    for (int r = 0; r < kRows; ++r) {
-      if (reference[r] == -INFINITY) reference[r] = tile_max[r];
-      missing |= reference[r] == -INFINITY;
-    }
-    settled = !missing;  // the rows are those of all lanes
-  }
-
- private:
-  void exponentiate(const LaneTile& scores, LaneTile& p, float (&tile_sum)[kRows],
+  void exponentiate(const LaneTile& scores, NoShift, LaneTile& p, float (&tile_sum)[kRows],
                     float scale) const {
     for (int r = 0; r < kRows; ++r) {
       const float offset = scaled_reference(reference[r], scale) - 4;
