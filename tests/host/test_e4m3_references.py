@@ -14,8 +14,8 @@ SOURCE = ROOT / "tests" / "cpp" / "four_lanes" / "eight_bit_softmax.cpp"
 
 
 def test_one_large_logit_does_not_cost_the_other_weights(tmp_path):
-    """Without references that follow the weights the largest of these errors is 0.28, and 0.20 if
-    they follow sums that are relative to another reference."""
+    """Without references that follow the weights the largest of these errors is 0.29; where they
+    follow the largest weight of an item, not of its last eight tiles, 0.055."""
     compiler = shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         pytest.skip("no C++ compiler")
@@ -27,6 +27,6 @@ def test_one_large_logit_does_not_cost_the_other_weights(tmp_path):
     )
     done = subprocess.run([program], check=True, capture_output=True, text=True, timeout=300)
     rows = [tuple(map(float, line.split())) for line in done.stdout.splitlines()]
-    assert len(rows) == 4 * 3 * 4
+    assert len(rows) == 4 * 4 * 4
     # Up to eight tiles right behind the large one still lose some.
-    assert [row for row in rows if not row[-1] < 0.06] == []
+    assert [row for row in rows if not row[-1] < 0.054] == []

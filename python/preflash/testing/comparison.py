@@ -20,9 +20,9 @@ rounded once. With unit roundoffs u_o (output format), u_p (format of p in P @ V
 * Numbers under the float16 normal range have an absolute error of 2^-25 instead, outputs under that
   of e4m3 one of 2^-10; an e4m3 output beyond 448 is 448.
 
-Products of 8 bits (P in e4m3, Hopper) lose more. P is 16 for the row's reference, which is its
-largest weight or a smaller one, and numbers of e4m3 under 2^-6 have an absolute error of 2^-10,
-under that all of it: D = sum_j min(p_j, 2^-14 max p) |v_j| in the output. The tensor core aligns 32
+Products of 8 bits (P in e4m3, Hopper) lose more. P of a row's largest weight is 4 at least, and
+numbers of e4m3 under 2^-6 have an absolute error of 2^-10, under that all of it:
+D = sum_j min(p_j, 2^-12 max p) |v_j| in the output. The tensor core aligns 32
 products and the sum so far to the largest of them and cuts off what lies 13 bits below its leading
 one:
 * a logit has D/32 such steps of 33 terms, each of them off by less than g = 2^-13 B, B =

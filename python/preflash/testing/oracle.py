@@ -38,7 +38,7 @@ class Expected:
     # Of queries of 8 bits, 0 elsewhere; what products of 8 bits lose (comparison.py).
     # Like lse: |sm_scale| times the largest of the products q_d k_d and their sums over 32, 64, ...
     product_bound: torch.Tensor
-    small: torch.Tensor  # like out: sum_j min(p_j, 2^-14 max_j p_j) |v_j|
+    small: torch.Tensor  # like out: sum_j min(p_j, 2^-12 max_j p_j) |v_j|
     value_bound: float  # max |v|
     longest_kv: int
 
@@ -202,7 +202,7 @@ def attend(
     product_bound, small = torch.zeros_like(logit_bound), torch.zeros_like(out)
     if q.dtype.itemsize == 1:
         product_bound = scale * _largest_sum(q64, k64)
-        small = torch.minimum(p, 2.0**-14 * _most(p, 0.0)[..., None]) @ v64.abs()
+        small = torch.minimum(p, 2.0**-12 * _most(p, 0.0)[..., None]) @ v64.abs()
     per_row = {
         "out": out * pipeline.out_scale,
         "lse": torch.where(empty, sink, torch.log(total) + anchor) * LOG2_E,

@@ -128,7 +128,7 @@ double largest_error(const Row (&rows)[2]) {
 int main() {
   std::mt19937 random(5);
   for (int tiles : {2, 9, 18, 160}) {
-    for (float deviation : {0.3f, 1.0f, 3.0f}) {
+    for (float deviation : {0.3f, 1.0f, 3.0f, 8.0f}) {
       for (float logit : {6.0f, 8.0f, 10.0f, 12.0f}) {
         double largest = 0.0;
         for (int place : {0, 1, 3, 8}) {

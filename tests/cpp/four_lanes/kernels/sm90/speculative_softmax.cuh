@@ -23,6 +23,7 @@ inline float max_of_lanes(float x) {
   lanes_meet.arrive_and_wait();
   return found;
 }
+inline float __fmul_rn(float x, float y) { return x * y; }
 inline bool __any_sync(unsigned, bool any) { return max_of_lanes(any) > 0.0f; }
 
 namespace preflash {
