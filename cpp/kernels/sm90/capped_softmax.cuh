@@ -1,95 +1,84 @@
-// The softmax of scores under a soft cap. It makes a tile's exponentials in place before O is
-// complete, so the tensor core and the special-function unit, which has two operations for each
-// score here, work at the same time.
+// The softmax of scores under a soft cap. A score takes two operations of the special-function unit
+// here, which is then as busy as the tensor core. So that neither waits for the other, half of a
+// tile is capped beside O += P V, and the other half in one block of code with all exponentials:
+// behind O, while the other warpgroup multiplies.
+//
 // In bfloat16, where P has float32's range, the reference of every row is a constant
-// (SoftCap::reference): a capped row needs no maximum. Elsewhere the reference is the row max so
-// far.
+// (SoftCap::reference): a capped row needs no maximum. Elsewhere references are those of the
+// speculative softmax.
 #pragma once
 
-#include "kernels/common/convert.cuh"
 #include "kernels/sm90/eight_bit_softmax.cuh"
 #include "kernels/sm90/soft_cap.cuh"
 #include "kernels/sm90/speculative_softmax.cuh"
 
 namespace preflash::sm90 {
 
-// Has the hooks of SpeculativeSoftmax.
-struct CappedSoftmax : SpeculativeSoftmax {
-  float change[kRows];  // of O, from the last tile's references to this one's
+// 2^x without the special-function unit, for -126 <= x < 127: relative error 7.5e-5.
+__device__ __forceinline__ float exp2_polynomial(float x) {
+  constexpr float kShift = 0x1.8p23f + 127.0f;  // leaves the biased exponent in the low bits
+  const float shifted = x + kShift;
+  const float fraction = x - (shifted - kShift);
+  float y = fmaf(fraction, 0.05517167f, 0.24261113f);
+  y = fmaf(y, fraction, 0.69326099f);
+  y = fmaf(y, fraction, 0.99992807f);
+  return y * __uint_as_float(__float_as_uint(shifted) << 23);
+}
 
-  template <class Scores, class Shift, class Segment>
-  __device__ __forceinline__ void begin(const Scores& scores, const Shift& shift,
+// Has the hooks of SpeculativeSoftmax. kFour: of four warpgroups some always use the
+// special-function unit. So all of a tile is capped behind O, and every fourth exponential is a
+// polynomial.
+template <bool kFour>
+struct CappedSoftmax : SpeculativeSoftmax {
+  // A mask would come between the second half and the exponentials.
+  static constexpr bool kMasks = true;
+
+  template <class Scores, class Segment>
+  __device__ __forceinline__ void begin(const Scores& scores, const NoShift& shift,
                                         const Segment& segment) {
+    if (!segment.cap.is_bounded()) return SpeculativeSoftmax::begin(scores, shift, segment);
     *this = {};
-    set_references(scores, shift, segment);
+    CUTE_UNROLL
+    for (float& of_row : reference) of_row = segment.cap.reference;
   }
-  template <class Scores, class Shift, class P, class Segment>
-  __device__ __forceinline__ void make_first(Scores&& scores, const Shift& shift, P& p,
-                                             const Segment& segment) {
-    exponentiate(scores, shift, segment.logits.scale_log2);
-    round_to(scores, p);
+  template <class Scores, class Segment>
+  __device__ __forceinline__ static void before_o(Scores&& scores, const NoShift&,
+                                                  const Segment& segment) {
+    if (segment.cap.form != CapForm::kHardware) return segment.cap.apply(scores, segment.logits);
+    if (!kFour) segment.cap.template apply_to_half<0>(scores);
   }
-  template <class Scores, class Shift, class Segment>
-  __device__ __forceinline__ void before_o(Scores&& scores, const Shift& shift,
-                                           const Segment& segment) {
-    set_references(scores, shift, segment);
-    exponentiate(scores, shift, segment.logits.scale_log2);
-  }
-  template <class Scores, class Shift, class P, class Out, class Segment>
-  __device__ __forceinline__ void update(const Scores& scores, const Shift&, P& p, Out& out,
-                                         const Segment& segment) {
-    if (!segment.cap.is_bounded() &&
-        __any_sync(0xffffffffu, change[0] < 1.0f || change[1] < 1.0f)) {
-      CUTE_UNROLL
-      for (int r = 0; r < kRows; ++r) {
-        CUTE_UNROLL
-        for (int c = 0; c < cute::size<1>(out); ++c) out(r, c) *= change[r];
-      }
+  // mask(): masks the tile, and tells whether any of it was masked.
+  template <class Scores, class P, class Out, class Segment, class MaskTile>
+  __device__ __forceinline__ void update(Scores&& scores, const NoShift& shift, P& p, Out& out,
+                                         const Segment& segment, const MaskTile& mask) {
+    if (!segment.cap.is_bounded()) {
+      if (segment.cap.form == CapForm::kHardware) apply_rest(scores, segment.cap);
+      mask();
+      return SpeculativeSoftmax::update(scores, shift, p, out, segment, mask);
     }
-    round_to(scores, p);
+    const float scale_log2 = segment.logits.scale_log2;
+    float tile_sum[kRows];
+    apply_rest(scores, segment.cap);
+    exponentiate(scores, shift, p, tile_sum, scale_log2, [](int column, float x) {
+      return kFour && column % 4 == 1 ? exp2_polynomial(x) : exp2_approx(x);
+    });
+    // Few tiles are masked: they are computed again.
+    if (mask()) SpeculativeSoftmax::exponentiate(scores, shift, p, tile_sum, scale_log2);
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) sum[r] += tile_sum[r];
   }
 
  private:
-  template <class Scores, class Shift, class Segment>
-  __device__ __forceinline__ void set_references(const Scores& scores, const Shift& shift,
-                                                 const Segment& segment) {
-    if (segment.cap.is_bounded()) {
-      CUTE_UNROLL
-      for (float& of_row : reference) of_row = segment.cap.reference;
-      return;
-    }
-    float tile_max[kRows];
-    maxima(scores, shift, tile_max);
-    CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r) {
-      const float next = fmaxf(reference[r], tile_max[r]);
-      change[r] = change_of_reference(reference[r], next, segment.logits.scale_log2);
-      sum[r] *= change[r];
-      reference[r] = next;
-    }
-  }
-  template <class Scores, class Shift>
-  __device__ __forceinline__ void exponentiate(Scores&& scores, const Shift& shift,
-                                               float scale_log2) {
-    float offset[kRows];
-    CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r) {
-      offset[r] = shift.origin(r, scaled_reference(reference[r], scale_log2), scale_log2);
-    }
-    CUTE_UNROLL
-    for (int c = 0; c < cute::size<1>(scores); ++c) {
-      CUTE_UNROLL
-      for (int r = 0; r < kRows; ++r) {
-        scores(r, c) = exp2_approx(fmaf(scores(r, c), scale_log2, -offset[r]));
-        sum[r] += scores(r, c);
-      }
-    }
+  template <class Scores>
+  __device__ __forceinline__ static void apply_rest(Scores&& scores, const SoftCap& cap) {
+    if (kFour) cap.template apply_to_half<0>(scores);
+    cap.template apply_to_half<1>(scores);
   }
 };
 
 template <class Traits>
 using SoftmaxOf =
-    conditional_t<Traits::kCapsAlone, CappedSoftmax,
+    conditional_t<Traits::kCapsInSoftmax, CappedSoftmax<(Traits::kConsumers > 2)>,
                   conditional_t<Traits::kTransposesV, EightBitSoftmax, SpeculativeSoftmax>>;
 
 }  // namespace preflash::sm90

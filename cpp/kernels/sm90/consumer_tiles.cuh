@@ -56,10 +56,13 @@ struct DenseTiles {
                                                     Scores&& scores) {
     if (item.own.needs_mask(first(item))) ahead.mask.apply(scores);
   }
+  // Whether the tile is masked.
   template <class Item, class At, class Scores>
-  __device__ __forceinline__ static void mask(const Item& item, int tile, const At& at,
+  __device__ __forceinline__ static bool mask(const Item& item, int tile, const At& at,
                                               Scores&& scores) {
-    if (item.own.needs_mask(tile)) Mask::of_bounds(at(tile)).apply(scores);
+    const bool needed = item.own.needs_mask(tile);
+    if (needed) Mask::of_bounds(at(tile)).apply(scores);
+    return needed;
   }
 };
 

@@ -91,9 +91,9 @@ struct EightBitSoftmax : SpeculativeSoftmax {
       largest[r] = -INFINITY;
     }
   }
-  template <class Scores, class Shift, class P, class Out, class Segment>
+  template <class Scores, class Shift, class P, class Out, class Segment, class MaskTile>
   __device__ __forceinline__ void update(const Scores& scores, const Shift& shift, P& p, Out&,
-                                         const Segment& segment) {
+                                         const Segment& segment, const MaskTile&) {
     float tile_sum[kRows];
     exponentiate(scores, shift, p, tile_sum, segment.logits.scale_log2);
     CUTE_UNROLL

@@ -254,7 +254,7 @@ struct ForwardMainloop {
   __device__ __forceinline__ void finish_scores(const Item& item, int tile) {
     release_k(item, tile);
     scores.finish(segment(item), operands.rows_of_s());
-    tiles.mask(item, tile, at(item), operands.rows_of_s());
+    if constexpr (!softmax.kMasks) tiles.mask(item, tile, at(item), operands.rows_of_s());
     // An item's last tile is never skipped: the transition to the next item contains its P V.
     skipped.look_at(operands.rows_of_s(), tiles.is_last(item, tile), warpgroup);
   }
@@ -272,8 +272,9 @@ struct ForwardMainloop {
 
   __device__ __forceinline__ void make_p(const Item& item, int tile) {
     auto rows_of_o = operands.rows_of_o();
+    auto mask = [&] { return tiles.mask(item, tile, at(item), operands.rows_of_s()); };
     softmax.update(operands.rows_of_s(), scores.bias.shift(tile), operands.tOrP, rows_of_o,
-                   segment(item));
+                   segment(item), mask);
   }
   __device__ __forceinline__ void make_first_p(const Item& item) {
     softmax.make_first(operands.rows_of_s(), scores.bias.shift(tiles.first(item)), operands.tOrP,

@@ -44,7 +44,9 @@ struct ForwardTraits {
   static constexpr bool kCaps = kVariant.logits == Logits::kSoftCap;
   // Whether soft cap, bias and mask bits are options of the launch.
   static constexpr bool kOptionsAtRunTime = options_at_run_time(kVariant);
-  static constexpr bool kCapsAlone = kCaps && !kOptionsAtRunTime;
+  // Whether the softmax caps scores (capped_softmax.cuh). With more columns of O the tensor core is
+  // busier than the special-function unit, and scores are capped whole beside O += P V.
+  static constexpr bool kCapsInSoftmax = kCaps && !kOptionsAtRunTime && kVariant.head_dim_vo <= 128;
 
   // Of a launch. With two segments an item may be of either.
   static constexpr int kSegments = kVariant.segments == Segments::kTwo ? 2 : 1;

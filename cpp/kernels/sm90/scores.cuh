@@ -83,7 +83,9 @@ struct Scores {
   template <class Rows>
   __device__ __forceinline__ void finish(const HopperSegment& segment, Rows&& scores) const {
     factors.apply(scores);
-    if constexpr (Traits::kCaps) segment.cap.apply(scores, segment.logits);
+    if constexpr (Traits::kCaps && !Traits::kCapsInSoftmax) {
+      segment.cap.apply(scores, segment.logits);
+    }
     bias.add_to(scores);
   }
   // Of an item's first tile.
@@ -91,6 +93,7 @@ struct Scores {
   __device__ __forceinline__ void finish_first(const HopperSegment& segment,
                                                const Coordinates& coordinates,
                                                Rows&& scores) const {
+    if constexpr (Traits::kCapsInSoftmax) segment.cap.apply(scores, segment.logits);
     finish(segment, scores);
     bias.add_to_first(coordinates, scores);
   }

@@ -50,10 +50,19 @@ struct SoftCap {
   template <class Scores>
   __device__ __forceinline__ void apply(Scores&& scores, const LogitsParams& logits) const {
     if (form == CapForm::kHardware) {
-      CUTE_UNROLL
-      for (int i = 0; i < cute::size(scores); ++i) scores(i) = tanh_approx(scores(i) * y_per_s);
+      apply_to_half<0>(scores);
+      apply_to_half<1>(scores);
     } else if (form == CapForm::kExact) {
       transform_logits<Logits::kSoftCap>(scores, logits);
+    }
+  }
+  // The hardware's form, of the first or the second half of the columns.
+  template <int kHalf, class Scores>
+  __device__ __forceinline__ void apply_to_half(Scores&& scores) const {
+    constexpr int kScores = decltype(cute::size(scores))::value / 2;
+    CUTE_UNROLL
+    for (int i = kHalf * kScores; i < (kHalf + 1) * kScores; ++i) {
+      scores(i) = tanh_approx(scores(i) * y_per_s);
     }
   }
 };

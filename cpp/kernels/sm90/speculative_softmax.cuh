@@ -50,6 +50,8 @@ struct NoShift {
 
 struct SpeculativeSoftmax : OnlineSoftmax<2> {
   static constexpr int kRows = 2;
+  // Whether update() masks the tile, rather than finding it masked.
+  static constexpr bool kMasks = false;
   // P of a row's first reference is 2 to this. e4m3's numbers lie in [2^-9, 448]: what becomes of
   // its references, eight_bit_softmax.cuh says.
   static constexpr int exponent_of(DType p_dtype) { return size_of(p_dtype) == 1 ? 4 : 0; }
@@ -101,9 +103,10 @@ struct SpeculativeSoftmax : OnlineSoftmax<2> {
   __device__ __forceinline__ static void after_o(Out&&) {}
   // scores: (row, column) view of a whole accumulator of x, without `shift`. p: words of a row's
   // next weights, of rows 0 and 1 in turn. out: (row, column) view of O, without this tile.
-  template <class Scores, class Shift, class P, class Out, class Segment>
+  // mask: masks the tile, where kMasks.
+  template <class Scores, class Shift, class P, class Out, class Segment, class MaskTile>
   __device__ __forceinline__ void update(const Scores& scores, const Shift& shift, P& p, Out& out,
-                                         const Segment& segment) {
+                                         const Segment& segment, const MaskTile&) {
     if (!settled) {
       float tile_max[kRows];
       maxima(scores, shift, tile_max);
@@ -143,9 +146,11 @@ struct SpeculativeSoftmax : OnlineSoftmax<2> {
   }
 
  protected:
-  template <class Scores, class Shift, class P>
+  // exp2_of(c, x): 2^x, of a score of column c.
+  template <class Exp2, class Scores, class Shift, class P>
   __device__ __forceinline__ void exponentiate(const Scores& scores, const Shift& shift, P& p,
-                                               float (&tile_sum)[kRows], float scale_log2) const {
+                                               float (&tile_sum)[kRows], float scale_log2,
+                                               const Exp2& exp2_of) const {
     using namespace cute;
     using Element = typename P::value_type;
     constexpr int kWord = 4 / sizeof(Element);
@@ -166,12 +171,18 @@ struct SpeculativeSoftmax : OnlineSoftmax<2> {
         cutlass::Array<float, kWord> x;
         CUTE_UNROLL
         for (int i = 0; i < kWord; ++i) {
-          x[i] = exp2_approx(fmaf(scores(r, c + i), scale_log2, -offset[r]));
+          x[i] = exp2_of(c + i, fmaf(scores(r, c + i), scale_log2, -offset[r]));
           tile_sum[r] += x[i];
         }
         words(c / kWord * kRows + r) = convert(x);
       }
     }
+  }
+  template <class Scores, class Shift, class P>
+  __device__ __forceinline__ void exponentiate(const Scores& scores, const Shift& shift, P& p,
+                                               float (&tile_sum)[kRows], float scale_log2) const {
+    exponentiate(scores, shift, p, tile_sum, scale_log2,
+                 [](int, float x) { return exp2_approx(x); });
   }
 
  private:

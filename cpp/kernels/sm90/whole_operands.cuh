@@ -77,10 +77,12 @@ struct WholeOperands : Accumulators<Traits> {
   using typename Base::MmaQk;
 
   // A turn at the tensor core ends when the products are issued. Under a soft cap, where scores
-  // take as long as products, it ends when the products are complete, so the two warpgroups
-  // alternate.
-  static constexpr bool kTurnEndsWithO =
-      Traits::kCapsAlone && Traits::kConsumers == 2 && Traits::kPartVo <= 128;
+  // take as long as products, it ends when the products are complete, so two warpgroups alternate.
+  // Four take no turns where more than products keeps them busy (measured:
+  // docs/dev/experiments/fa3-softmax-and-options.md).
+  static constexpr bool kTurnEndsWithO = Traits::kCapsInSoftmax && Traits::kConsumers == 2;
+  static constexpr bool kTakesTurns =
+      Traits::kConsumers == 2 || !(Traits::kCapsInSoftmax || Traits::kBiasByProduct);
 
   bool in_turn = false;
   ConsumerPipelineState<Traits::kStages> k_read = {};
@@ -96,13 +98,16 @@ struct WholeOperands : Accumulators<Traits> {
   __device__ __forceinline__ void begin_products() {
     in_turn = true;
     smem.barriers.k_full[k_read.index()].wait(k_read.phase());
-    cutlass::arch::NamedBarrier::sync(2 * kWarpgroupThreads, NamedBarriers::kOrder + warpgroup);
+    if constexpr (kTakesTurns) {
+      cutlass::arch::NamedBarrier::sync(2 * kWarpgroupThreads, NamedBarriers::kOrder + warpgroup);
+    }
   }
   __device__ __forceinline__ void end_products() {
     if (!kTurnEndsWithO) end_turn();
   }
   __device__ __forceinline__ void end_turn() {
     in_turn = false;
+    if constexpr (!kTakesTurns) return;
     int next = warpgroup + 1 == Traits::kConsumers ? 0 : warpgroup + 1;
     cutlass::arch::NamedBarrier::arrive(2 * kWarpgroupThreads, NamedBarriers::kOrder + next);
   }
