@@ -32,27 +32,20 @@ __device__ __forceinline__ void copy_tile(const ItemKeys& item, int first_key, b
 
 inline constexpr int kCopyBytes = 16;
 
-__device__ __forceinline__ void copy_piece(std::uint32_t target, const void* source) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(target), "l"(source)
-               : "memory");
-}
-// Copies the first `bytes` bytes and writes zeros behind them. With 0 bytes nothing is read, so the
-// address need not be mapped.
-__device__ __forceinline__ void copy_piece(std::uint32_t target, const void* source, int bytes) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(target), "l"(source),
-               "r"(bytes)
-               : "memory");
-}
-// A piece of a key's row, with `bytes_left` up to head_dim. Rows of no key, and columns past
-// head_dim, become zeros.
+// Copies a piece of a key's row, with `bytes_left` up to head_dim. Rows of no key, and columns past
+// head_dim, become zeros: with 0 bytes nothing is read, so the address need not be mapped.
 template <Rows kRows>
-__device__ __forceinline__ void copy_piece_of(const ItemKeys& item, int key, int bytes_left,
-                                              std::uint32_t target, const void* source) {
+__device__ __forceinline__ void copy_piece(const ItemKeys& item, int key, int bytes_left,
+                                           std::uint32_t target, const void* source) {
   if constexpr (kRows == Rows::kWhole) {
-    copy_piece(target, source);
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(target), "l"(source)
+                 : "memory");
   } else {
     const bool kept = key >= item.keys.begin && key < item.keys.end;
-    copy_piece(target, source, kept ? min(max(bytes_left, 0), kCopyBytes) : 0);
+    const int bytes = kept ? min(max(bytes_left, 0), kCopyBytes) : 0;
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(target),
+                 "l"(source), "r"(bytes)
+                 : "memory");
   }
 }
 
@@ -63,7 +56,7 @@ template <class Writer>
 __device__ __forceinline__ void publish_rows(Writer& write) {
   cutlass::arch::fence_view_async_shared();
   __syncwarp();
-  if (lane_id() == 0) write.full().arrive();
+  release(write.full());
   write.next.advance();
 }
 

@@ -137,8 +137,8 @@ struct SliceLoader {
       if constexpr (kRows == Rows::kWhole && Traits::kReadsOnce) {
         copy_once(target + place, source);
       } else {
-        copy_piece_of<kRows>(item, slice * kTileN + row, head_dim * kBytes - piece * kCopyBytes,
-                             target + place, source);
+        copy_piece<kRows>(item, slice * kTileN + row, head_dim * kBytes - piece * kCopyBytes,
+                          target + place, source);
       }
     }
   }

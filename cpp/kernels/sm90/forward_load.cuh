@@ -1,24 +1,10 @@
-// The producer warpgroup loads Q and the K/V tiles of each work item, the last tile first.
-//
-//   produce_tma: TMA loads ragged tensors, and pages whose size is a multiple of 8 rows. One warp
-//     prepares the work items, one loads Q and K, one loads V. In the loading warps each lane looks
-//     up the page of one box, a tile ahead, and one lane issues all boxes.
-//   produce_gather: cp.async loads every other page size, above all 1. All four warps copy rows of
-//     both K and V; each lane looks up the page of one or two rows, two tiles ahead.
-//   produce_converted: where operands are converted, cp.async gathers every tensor as it is
-//     stored. All four warps copy and convert their rows of both K and V.
-//   transpose_values: a second warpgroup beside either of the first two, for products of 8 bits.
-//
-// With a custom mask the tiles are the full and partial ones (kept_tiles.cuh). The warp that
-// prepares the items also announces these tiles.
+// The roles of the producer warps, which load Q and the K/V tiles of each work item, the last tile
+// first: by TMA, gathered, or converted on load. Products of 8 bits have a second warpgroup beside
+// the first two forms (transpose_values.cuh).
 #pragma once
 
 #include "kernels/sm90/load_converted.cuh"
 #include "kernels/sm90/load_converted_slices.cuh"
-#include "kernels/sm90/load_gather.cuh"
-#include "kernels/sm90/load_tma.cuh"
-#include "kernels/sm90/load_widened.cuh"
-#include "kernels/sm90/tile_stream.cuh"
 #include "kernels/sm90/transpose_values.cuh"
 
 namespace preflash::sm90 {
@@ -28,7 +14,7 @@ template <class Traits>
 using Announcer =
     conditional_t<Traits::kHasMaskBits, KeptTileProducer<Traits>, ItemProducer<Traits>>;
 
-// What a loading warp announces: nothing, where another warp announces everything ...
+// What a loading warp announces: nothing, where another warp does ...
 struct AnnouncesNothing {
   static constexpr bool kRunsAhead = false;
 
@@ -36,15 +22,13 @@ struct AnnouncesNothing {
   __device__ __forceinline__ void announce_tile() const {}
 };
 
-// ... or everything, where all warps load: the leader announces between its copies. It announces an
-// item while the item before is still to be loaded, and a tile of a custom mask right before it
-// loads that tile. With a custom mask it announces an item only after it has loaded the item
-// before, because all tiles of an item are announced before the next item.
+// ... or everything, where all warps load: the leader announces an item while the item before is
+// still to be loaded, or, as all tiles of an item are announced before the next item, behind that
+// item's loads with a custom mask, and a tile of the mask right before its load.
 // NOTE: a consumer waits for the announcement of its next tile while it holds buffers that the
 // leader may wait for. The announcement is there in time: a tile is published only after the next
 // tile has been announced. At an item's end the next item's first tile is announced before any of
 // its loads, and the last tiles' loads need no buffer of the last step.
-// none of the last step's buffers.
 template <class Traits>
 struct LeaderAnnounces {
   static constexpr bool kRunsAhead = !Traits::kHasMaskBits;
@@ -78,8 +62,7 @@ __device__ __forceinline__ void load_items(SharedStorage<Traits>& smem, Announce
   if constexpr (requires { loader.drain(); }) loader.drain();
 }
 
-// One warp announces a CTA's items, and others load them: two warps, or for slices three that take
-// turns.
+// One warp announces a CTA's items; two load them, or three that take turns at slices.
 template <class Traits>
 __device__ __forceinline__ void produce_tma(const ParamsOf<Traits>& params,
                                             SharedStorage<Traits>& smem, int begin, int end) {
@@ -106,24 +89,20 @@ __device__ __forceinline__ void produce_tma(const ParamsOf<Traits>& params,
   }
 }
 
-// Gathers the rows of tiles, or of their slices.
-template <class Traits>
-using RowGatherer = conditional_t<Traits::kSliced, SliceGatherLoader<Traits>, GatherLoader<Traits>>;
-
-// The whole warpgroup loads one CTA's share: every warp copies rows, warp 0 also prepares the items
-// and loads Q.
+// Every warp copies rows; warp 0 also announces the items and loads Q.
 template <class Traits>
 __device__ __forceinline__ void produce_gather(const ParamsOf<Traits>& params,
                                                SharedStorage<Traits>& smem, int begin, int end) {
+  using Loader = conditional_t<Traits::kSliced, SliceGatherLoader<Traits>, GatherLoader<Traits>>;
   const bool is_leader = cutlass::canonical_warp_idx_sync() == 0;
   QLoader<Traits> q{params, smem};
   LeaderAnnounces<Traits> announces{{params, smem, begin, end}, is_leader};
-  load_items(smem, announces, RowGatherer<Traits>(params, smem), [&](const ItemState& state) {
+  load_items(smem, announces, Loader(params, smem), [&](const ItemState& state) {
     if (is_leader) q.load(state);
   });
 }
 
-// Warp 0 also prepares the items. The consumers load Q themselves (load_query.cuh).
+// Warp 0 also announces the items. The consumers load Q themselves (load_query.cuh).
 template <class Traits>
 __device__ __forceinline__ void produce_converted(const ParamsOf<Traits>& params,
                                                   SharedStorage<Traits>& smem, int begin, int end) {
@@ -144,7 +123,7 @@ __device__ __forceinline__ void produce_converted(const ParamsOf<Traits>& params
   }
   using Loader =
       conditional_t<Traits::kSliced, ConvertedSliceLoader<Traits>, ConvertedLoader<Traits>>;
-  load_items(smem, announces, Loader(params, smem), no_q);
+  load_items(smem, announces, Loader{params, smem}, no_q);
 }
 
 }  // namespace preflash::sm90

@@ -33,8 +33,7 @@ using SegmentOf = cute::conditional_t<Traits::kConverts, ConversionSegment, Hopp
 template <class Traits>
 using ParamsOf = LaunchParams<SegmentOf<Traits>, Traits::kSegments>;
 
-// What a consumer warpgroup knows of a work item in a launch of this many segments. With one
-// segment these are constants.
+// What a consumer warpgroup knows of a work item in a launch of so many segments.
 template <int kSegments>
 struct ItemOf {
   int segment = 0;
@@ -43,8 +42,7 @@ struct ItemOf {
 template <>
 struct ItemOf<1> {
   static constexpr int segment = 0;
-  // Not with one segment: memory limits a decode batch alone, with one warpgroup or two.
-  static constexpr bool idle = false;
+  static constexpr bool idle = false;  // memory limits a decode batch alone either way
 };
 
 __device__ __forceinline__ int query_head(const HopperSegment& params, const WorkItem& item,

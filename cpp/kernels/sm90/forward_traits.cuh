@@ -1,6 +1,5 @@
-// The compile-time shape of one fa3 kernel: roles, tiles, registers, layouts. The one type
-// parameter is the variant's generated type, which carries kVariant and kTile. README.md beside
-// this file explains the whole kernel.
+// The compile-time shape of one fa3 kernel: roles, tiles, registers, layouts. Its one type
+// parameter is the variant's generated type. README.md beside this file explains the whole kernel.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -30,13 +29,11 @@ struct ForwardTraits {
   static constexpr Variant kVariant = V::kVariant;
   static constexpr TileShape kTile = V::kTile;
 
-  // Q, K and V may lie in memory with 8 bits or before rotation (forward_convert.cuh). Producers
-  // gather and convert K and V, consumers load Q, scores and outputs may have factors of heads, and
-  // the caller chooses the output's dtype.
+  // Whether operands may lie in memory with 8 bits or before rotation: producers gather and convert
+  // K and V, consumers load Q.
   static constexpr bool kConverts = kVariant.load == Load::kConverted;
   static constexpr bool kConsumersLoadQ = kConverts;
-  // Whether 8 bits are multiplied as they are stored. wgmma then takes V with its keys contiguous,
-  // so a producer warpgroup transposes it (transpose_values.cuh).
+  // Whether 8 bits are multiplied as they are stored (transpose_values.cuh).
   static constexpr bool kTransposesV = size_of(kVariant.q_dtype) == 1;
   static constexpr bool kHasFactors = kConverts || kTransposesV;
   static constexpr bool kChoosesOutput = kConverts || kTransposesV;
@@ -48,7 +45,6 @@ struct ForwardTraits {
   // busier than the special-function unit, and scores are capped whole beside O += P V.
   static constexpr bool kCapsInSoftmax = kCaps && !kOptionsAtRunTime && kVariant.head_dim_vo <= 128;
 
-  // Of a launch. With two segments an item may be of either.
   static constexpr int kSegments = kVariant.segments == Segments::kTwo ? 2 : 1;
   static_assert(kSegments == 1 || !kConverts, "rotary tables in shared memory are one segment's");
   static_assert(kSegments == 1 || kVariant.head_dim_vo <= 256,
@@ -60,8 +56,8 @@ struct ForwardTraits {
   static constexpr bool kWidens =
       kConverts && (kVariant.q_dtype == DType::kFloat16 ||
                     traits_of(kVariant.family).widening == Widening::kToQueries);
-  // Whether queries of q_dtype exceed the range of the products' dtype. A row that does not fit has
-  // a power of two of its own (load_query.cuh).
+  // Whether queries exceed the range of the products' dtype: a row that does not fit has a power of
+  // two of its own (load_query.cuh).
   __host__ __device__ static constexpr bool narrows_query(DType q_dtype) {
     return kConverts && kVariant.q_dtype == DType::kFloat16 && q_dtype == DType::kBFloat16;
   }
@@ -81,13 +77,13 @@ struct ForwardTraits {
   static constexpr int kHeadQk = kVariant.head_dim_qk;
   static constexpr int kHeadVo = kVariant.head_dim_vo;
 
-  // A warpgroup's registers hold 256 columns of O. Where there are more, so many CTAs share the
-  // items of one list, and each makes its part of the columns.
+  // A warpgroup's registers hold 256 columns of O. Of more, each of kColumnParts CTAs that share
+  // the items of one list makes its part.
   static constexpr int kPartVo = kHeadVo <= 256 ? kHeadVo : 256;
   static constexpr int kColumnParts = kHeadVo / kPartVo;
   static_assert(kColumnParts * kPartVo == kHeadVo);
-  // Shared memory then has no room for whole tiles of K and V beside Q: they arrive in slices of so
-  // many columns, all keys of the tile each, through one ring.
+  // Whole tiles of K and V then have no room beside Q: they arrive in slices, all keys of a tile
+  // each, through one ring.
   static constexpr bool kSliced = kColumnParts > 1;
   static constexpr int kSliceColumns = 128;
   static constexpr int kSliceSlots = kConverts ? 4 : 5;  // raw rows take the fifth's place
@@ -97,8 +93,8 @@ struct ForwardTraits {
   static_assert(!kSliced || (kSlicesK * kSliceColumns == kHeadQk &&
                              kSlicesV * kSliceColumns == kPartVo && kSlicesV < kSliceSlots));
 
-  // The first warpgroup is the producer, or two are, where they convert what they load or the
-  // second transposes V; each consumer warpgroup computes 64 rows of the tile.
+  // One producer warpgroup, or two, where they convert what they load or the second transposes V,
+  // in front of the consumers, each of which computes 64 rows of the tile.
   static constexpr int kConsumers = kTileM / kWarpgroupRows;
   static constexpr int kConsumerWarps = kConsumers * kWarpgroupWarps;
   static constexpr int kConsumerThreads = kConsumers * kWarpgroupThreads;
@@ -122,29 +118,26 @@ struct ForwardTraits {
   static_assert(kTileN % 16 == 0 && kTileN <= 256);
   static constexpr int kMaxBoxes = kTileN / 8;  // of a K or V tile: a box has at least 8 rows
 
-  // The tiles of a custom mask are known only after its bits have been read: a producer warp
-  // announces the full and partial ones (kept_tiles.cuh), a pipeline's depth before they are
-  // loaded.
+  // Whether a producer warp announces the full and partial tiles of a custom mask (kept_tiles.cuh).
   static constexpr bool kHasMaskBits = kVariant.mask == Mask::kCustom;
   static constexpr int kTileSlots = 4 * kStages;
 
-  // Whether a warpgroup skips the tiles that none of its rows touches (the upper rows of a causal
-  // item do not touch its last tiles). Only narrow tiles leave it such tiles, and slices allow no
-  // warpgroup to run ahead: their ring is shorter than a tile.
+  // Whether a warpgroup skips the tiles that none of its rows touches, as a causal item's last
+  // ones. Only narrow tiles leave it such tiles, and a ring of slices lets no warpgroup run ahead.
   // NOTE: a warpgroup that skips an item's first tiles still holds V of the item before, while the
   // other warpgroups need a buffer for each of those tiles: V must have that many more buffers.
   static constexpr bool kSkipsTiles = !kSliced && !kHasMaskBits && kTileN <= kWarpgroupRows &&
                                       (kConsumers - 1) * kWarpgroupRows <= (kStages - 1) * kTileN;
 
-  // Bytes of K and V as stored, where they are converted: a tile of both in 8 bits, or of K alone
-  // in 16 bits (V of 16 bits needs no conversion); or a slice in 8 bits.
+  // K and V as stored, where they are converted: a tile of both in 8 bits, or of K alone in 16 (V
+  // then needs no conversion); or a slice in 8 bits.
   static constexpr int kRawBytes = !kConverts ? 0
                                    : kSliced  ? kSliceElements
                                               : kTileN * std::max(kHeadQk + kHeadVo, 2 * kHeadQk);
   static constexpr int kPairs = kHeadQk / 2;  // of dimensions that RoPE rotates
 
-  // With two buffers the next item's Q is loaded during this item's last tiles, with one buffer
-  // only during its very last. Where Q is converted each warpgroup loads its own rows.
+  // With two buffers the next item's Q is loaded during this item's last tiles, with one only
+  // during its very last. Where Q is converted each warpgroup loads its own rows.
   static constexpr int kBytesQ = kTileM * kRowQk * sizeof(ElementQ);
   static constexpr int kBytesKv = kTileN * (kRowQk + kHeadVo) * sizeof(ElementKv);
   static constexpr int kBytesO = kConsumerWarps * kWarpRows * kBlockRowBytes;
@@ -155,18 +148,17 @@ struct ForwardTraits {
   static constexpr int kQStages =
       !kConverts && 2 * kBytesQ + kBytesBesideQ <= kMaxSharedBytes ? 2 : 1;
 
-  // The step of an item in which a warpgroup prepares the transition to the next item: its last
-  // step, or its first one (measured: docs/dev/experiments/fa3-main-loop.md). With a custom mask
-  // the next item is announced only behind the last tile of this one.
+  // Whether the transition to the next item is prepared in an item's last step, or in its first one
+  // (measured: docs/dev/experiments/fa3-main-loop.md). With a custom mask the next item is
+  // announced only behind the last tile of this one.
   static constexpr bool kPreparesInLastStep = !kSkipsTiles && !kSliced;
 
-  // Whether an item's first P is computed before O of the item before is stored: then no product
-  // waits for the store. At head_dim 256 that costs more than it gains (measured:
-  // docs/dev/experiments/fa3-main-loop.md).
+  // Whether an item's first P is computed before the last item's O is stored, so that no product
+  // waits for the store. At head_dim 256 that costs more than it gains (measured: there too).
   static constexpr bool kMakesPFirst = kPartVo <= 128;
 
-  // The launch bounds divide the 65536 registers evenly, in multiples of 8; setmaxnreg then moves
-  // the producers' share to the consumers.
+  // The launch bounds divide the 65536 registers evenly; setmaxnreg then moves the producers' share
+  // to the consumers.
   static constexpr int kLaunchRegisters = 65536 / (kThreads * kTile.ctas_per_sm) / 8 * 8;
   // Warpgroups that convert or transpose take more registers, from the consumers.
   static constexpr int kTakenRegisters = kTransposesV                   ? 8
@@ -184,8 +176,7 @@ struct ForwardTraits {
       kProducers / 8 * 8;
   static_assert(kProducerRegisters >= 32);
 
-  // S = Q K^T reads Q and K from shared memory. O += P V reads P from registers and V as it is
-  // stored, one row per key, or transposed.
+  // P comes from registers, Q, K and V from shared memory, V with one row per key or transposed.
   using ShapeQk = Shape<_64, Int<kTileN>, Int<kHeadQk>>;
   using MmaQk =
       decltype(make_tiled_mma(GMMA::ss_op_selector<ElementQ, ElementKv, float, ShapeQk>()));

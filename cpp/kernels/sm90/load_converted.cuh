@@ -19,13 +19,13 @@ struct ConvertedLoader {
 
   const HopperSegment& params;
   SharedStorage<Traits>& smem;
-  TileWriter<Traits, Operand::kK> k;
-  TileWriter<Traits, Operand::kV> v;
+  TileWriter<Traits, Operand::kK> k{smem};
+  TileWriter<Traits, Operand::kV> v{smem};
   ItemKeys item;
 
   __device__ __forceinline__ ConvertedLoader(const ParamsOf<Traits>& params,
                                              SharedStorage<Traits>& smem)
-      : params(params.segments[0]), smem(smem), k{smem}, v{smem} {}
+      : params(params.segments[0]), smem(smem) {}
 
   // Publishes K(last), then K(t - 1) and V(t) for each tile, in the order of the consumers. In each
   // operand copies run one tile ahead and page lookups two. Every copy is a group, an empty one
@@ -71,12 +71,6 @@ struct ConvertedLoader {
   __device__ __forceinline__ bool stored_in_8_bits() const {
     return Traits::kWidens && size_of(params.kv_dtype) == 1;
   }
-  __device__ __forceinline__ unsigned char* raw_k() const { return smem.raw; }
-  // With V of 16 bits K has the whole ring.
-  __device__ __forceinline__ unsigned char* raw_v() const {
-    return smem.raw + Traits::kTileN * Traits::kHeadQk;
-  }
-
   // Of row lane_id() of the warp's.
   __device__ __forceinline__ KeySlot find_slot_of_lane(int tile) const {
     return find_slot_within(params, item, tile * Traits::kTileN + first_row() + lane_id());
@@ -86,9 +80,9 @@ struct ConvertedLoader {
   __device__ __forceinline__ void copy(const Writer& write, KeySlot slot, int tile) const {
     if (tile != kNoTile) {
       if (stored_in_8_bits()) {
-        copy_rows<1, Place::kRaw>(write, slot, tile, Writer::kIsK ? raw_k() : raw_v());
+        copy_rows<1, Place::kRaw>(write, slot, tile, write.raw());
       } else if constexpr (Writer::kIsK) {
-        copy_rows<2, Place::kRaw>(write, slot, tile, raw_k());
+        copy_rows<2, Place::kRaw>(write, slot, tile, write.raw());
       } else {
         write.wait();
         copy_rows<2, Place::kTile>(write, slot, tile, write.bytes());
@@ -97,37 +91,19 @@ struct ConvertedLoader {
     cp_async_fence();
   }
 
-  // Waits until all of the warp's groups but the last one have arrived.
-  __device__ __forceinline__ static void await_rows() {
-    cp_async_wait<1>();
-    __syncwarp();
-  }
-
   // Publish a tile, and call copy_next() as soon as its part of the raw ring is free.
   template <class CopyNext>
   __device__ __forceinline__ void publish_k(int tile, const CopyNext& copy_next) {
     await_rows();
-    RowConversion<Traits> rows{raw_k(), first_row()};
     const bool rotates = !stored_in_8_bits() || params.position == Position::kRope;
     if (rotates) {
       k.wait();
-      rotate_rows(rows, tile * Traits::kTileN);
+      rotate_rows(tile * Traits::kTileN);
     } else {
-      widen_rows(rows, k, copy_next);
+      widen_rows(k, copy_next);
     }
     publish_rows(k);
     if (rotates) copy_next();
-  }
-  __device__ __forceinline__ void rotate_rows(const RowConversion<Traits>& rows,
-                                              int first_key) const {
-    auto rotate = [&](auto from) {
-      rows.template rotate<from>(smem, first_key, params.head_dim_qk, k.bytes());
-    };
-    if (stored_in_8_bits()) {
-      dispatch_8_bits(params.kv_dtype, rotate);
-    } else {
-      rotate(C<Traits::kVariant.kv_dtype>{});
-    }
   }
   template <class CopyNext>
   __device__ __forceinline__ void publish_v(const CopyNext& copy_next) {
@@ -137,15 +113,30 @@ struct ConvertedLoader {
       copy_next();
       return;
     }
-    RowConversion<Traits> rows{raw_v(), first_row()};
-    widen_rows(rows, v, copy_next);
+    widen_rows(v, copy_next);
     publish_rows(v);
   }
+  // Waits until all of the warp's groups but the last one have arrived.
+  __device__ __forceinline__ static void await_rows() {
+    cp_async_wait<1>();
+    __syncwarp();
+  }
 
+  __device__ __forceinline__ void rotate_rows(int first_key) const {
+    auto rotate = [&](auto from) {
+      RowConversion<Traits>{k.raw(), first_row()}.template rotate<from>(
+          smem, first_key, params.head_dim_qk, k.bytes());
+    };
+    if (stored_in_8_bits()) {
+      dispatch_8_bits(params.kv_dtype, rotate);
+    } else {
+      rotate(C<Traits::kVariant.kv_dtype>{});
+    }
+  }
   template <class Writer, class CopyNext>
-  __device__ __forceinline__ void widen_rows(const RowConversion<Traits>& rows, const Writer& write,
-                                             const CopyNext& copy_next) const {
+  __device__ __forceinline__ void widen_rows(const Writer& write, const CopyNext& copy_next) const {
     constexpr int kHead = Writer::kHead;
+    RowConversion<Traits> rows{write.raw(), first_row()};
     auto narrow = rows.template read<kHead>();
     __syncwarp();
     copy_next();
@@ -160,40 +151,34 @@ struct ConvertedLoader {
   template <int kElementBytes, Place kPlace, class Writer>
   __device__ __forceinline__ void copy_rows(const Writer&, KeySlot slot, int tile,
                                             unsigned char* target) const {
-    const KvTensor& tensor = Writer::tensor(params);
-    int head_dim = Writer::head_dim(params);
-    int first_key = tile * Traits::kTileN;
-    copy_tile<Traits>(item, first_key, head_dim == Writer::kHead, [&](auto rows) {
-      copy_rows<Writer::kHead, kElementBytes, kPlace, rows>(slot, first_key, tensor, head_dim,
-                                                            target);
-    });
-  }
-  template <int kHead, int kElementBytes, Place kPlace, Rows kRows>
-  __device__ __forceinline__ void copy_rows(KeySlot slot, int first_key, const KvTensor& tensor,
-                                            int head_dim, unsigned char* target) const {
-    constexpr int kRowBytes = kHead * kElementBytes;
+    constexpr int kRowBytes = Writer::kHead * kElementBytes;
     constexpr int kPieces = kRowBytes / kCopyBytes;
     constexpr int kLanes = kPieces % 8 == 0 ? 8 : 4;  // for one row
     constexpr int kRowsAtOnce = 32 / kLanes;
     static_assert(kPieces % kLanes == 0 && kWarpKeys % kRowsAtOnce == 0);
-    int lane_byte = lane_id() % kLanes * kCopyBytes;
-    const auto* head = static_cast<const unsigned char*>(tensor.data) +
-                       item.kv_head * tensor.stride_head * kElementBytes + lane_byte;
-    std::int64_t lane_offset = slot_offset(tensor, slot) * kElementBytes;
-    CUTE_UNROLL
-    for (int pass = 0; pass < kWarpKeys / kRowsAtOnce; ++pass) {
-      int warp_row = pass * kRowsAtOnce + lane_id() / kLanes;
-      const unsigned char* source = head + __shfl_sync(0xffffffffu, lane_offset, warp_row);
-      int row = first_row() + warp_row;
+    const KvTensor& tensor = Writer::tensor(params);
+    int head_dim = Writer::head_dim(params);
+    int first_key = tile * Traits::kTileN;
+    copy_tile<Traits>(item, first_key, head_dim == Writer::kHead, [&](auto rows) {
+      int lane_byte = lane_id() % kLanes * kCopyBytes;
+      const auto* head = static_cast<const unsigned char*>(tensor.data) +
+                         item.kv_head * tensor.stride_head * kElementBytes + lane_byte;
+      std::int64_t lane_offset = slot_offset(tensor, slot) * kElementBytes;
       CUTE_UNROLL
-      for (int i = 0; i < kPieces / kLanes; ++i) {
-        int byte = i * kLanes * kCopyBytes;
-        int place = kPlace == Place::kRaw ? row * kRowBytes + lane_byte + byte
-                                          : swizzled<Traits::kTileN>(row, (lane_byte + byte) / 2);
-        copy_piece_of<kRows>(item, first_key + row, head_dim * kElementBytes - lane_byte - byte,
-                             cast_smem_ptr_to_uint(target + place), source + byte);
+      for (int pass = 0; pass < kWarpKeys / kRowsAtOnce; ++pass) {
+        int warp_row = pass * kRowsAtOnce + lane_id() / kLanes;
+        const unsigned char* source = head + __shfl_sync(0xffffffffu, lane_offset, warp_row);
+        int row = first_row() + warp_row;
+        CUTE_UNROLL
+        for (int i = 0; i < kPieces / kLanes; ++i) {
+          int byte = i * kLanes * kCopyBytes;
+          int place = kPlace == Place::kRaw ? row * kRowBytes + lane_byte + byte
+                                            : swizzled<Traits::kTileN>(row, (lane_byte + byte) / 2);
+          copy_piece<rows>(item, first_key + row, head_dim * kElementBytes - lane_byte - byte,
+                           cast_smem_ptr_to_uint(target + place), source + byte);
+        }
       }
-    }
+    });
   }
 };
 

@@ -81,7 +81,8 @@ struct ConvertedSlices : SliceRows<Traits> {
     if (!in_flight) return;
     in_flight = false;
     this->write.wait();
-    narrow.write(this->segment().kv_dtype, this->write.bytes(), copy_next);
+    narrow.template write<0>(this->segment().kv_dtype, this->write.bytes(), copy_next);
+    narrow.template write<1>(this->segment().kv_dtype, this->write.bytes(), copy_next);
     publish_rows(this->write);
   }
 

@@ -1,5 +1,4 @@
-// Gathered loads: cp.async copies K and V row by row, for page sizes that TMA's swizzle cannot
-// serve (above all page size 1).
+// Gathered loads by cp.async, for page sizes that TMA's swizzle cannot serve (above all 1).
 #pragma once
 
 #include "kernels/sm90/copy_rows.cuh"
@@ -108,48 +107,40 @@ struct GatherLoader {
     unpublished = nullptr;
   }
 
+  // Copies the warp's rows of a tile, in kBlocks blocks of columns.
   template <int kBlocks>
-  __device__ __forceinline__ void fetch(const RowSlots& rows, int tile, const KvTensor& tensor,
-                                        int head_dim, Element* target) const {
+  __device__ __forceinline__ void fetch(const RowSlots& slots, int tile, const KvTensor& tensor,
+                                        int head_dim, Element* to) const {
     std::int64_t offsets[kOwned];
     CUTE_UNROLL
-    for (int i = 0; i < kOwned; ++i) offsets[i] = slot_offset(tensor, rows.slot[i]);
-    int key = tile * Traits::kTileN;
-    copy_tile<Traits>(item, key, head_dim >= kBlocks * kColumns, [&](auto rows) {
-      copy_rows<kBlocks, rows>(offsets, key, tensor, head_dim, target);
-    });
-  }
-
-  template <int kBlocks, Rows kRows>
-  __device__ __forceinline__ void copy_rows(const std::int64_t (&offsets)[kOwned], int tile_key,
-                                            const KvTensor& tensor, int head_dim,
-                                            Element* tile) const {
-    constexpr int kPassesPerOwned = 32 / kRowsPerPass;
-    int column = lane_id() % 8 * kElementsPerCopy;
-    int lane_row = lane_id() / 8;
-    auto* head =
-        static_cast<const Element*>(tensor.data) + item.kv_head * tensor.stride_head + column;
-    // The swizzle depends on the row modulo 8, and a pass covers 4 rows: even and odd passes
-    // differ.
-    int row = warp_row() + lane_row;
-    std::uint32_t rows = cast_smem_ptr_to_uint(tile) + row * kBlockRowBytes;
-    std::uint32_t targets[2] = {rows + (lane_id() % 8 ^ row % 8) * 16,
-                                rows + (lane_id() % 8 ^ (row + kRowsPerPass) % 8) * 16};
-    CUTE_UNROLL
-    for (int pass = 0; pass < kPasses; ++pass) {
-      std::int64_t offset = __shfl_sync(0xffffffffu, offsets[pass / kPassesPerOwned],
-                                        pass % kPassesPerOwned * kRowsPerPass + lane_row);
-      const Element* source = head + offset;
-      std::uint32_t target = targets[pass % 2] + pass * kRowsPerPass * kBlockRowBytes;
-      int key = tile_key + row + pass * kRowsPerPass;
+    for (int i = 0; i < kOwned; ++i) offsets[i] = slot_offset(tensor, slots.slot[i]);
+    int first_key = tile * Traits::kTileN;
+    copy_tile<Traits>(item, first_key, head_dim >= kBlocks * kColumns, [&](auto rows) {
+      constexpr int kPassesPerOwned = 32 / kRowsPerPass;
+      int column = lane_id() % 8 * kElementsPerCopy;
+      int lane_row = lane_id() / 8;
+      auto* head =
+          static_cast<const Element*>(tensor.data) + item.kv_head * tensor.stride_head + column;
+      // A pass covers 4 of the 8 rows that the swizzle tells apart: even and odd passes differ.
+      int row = warp_row() + lane_row;
+      std::uint32_t places = cast_smem_ptr_to_uint(to) + row * kBlockRowBytes;
+      std::uint32_t targets[2] = {places + (lane_id() % 8 ^ row % 8) * 16,
+                                  places + (lane_id() % 8 ^ (row + kRowsPerPass) % 8) * 16};
       CUTE_UNROLL
-      for (int block = 0; block < kBlocks; ++block) {
-        std::uint32_t block_target = target + block * Traits::kTileN * kBlockRowBytes;
-        const Element* block_source = source + block * kColumns;
-        int bytes_left = block * kColumns + column < head_dim ? kCopyBytes : 0;
-        copy_piece_of<kRows>(item, key, bytes_left, block_target, block_source);
+      for (int pass = 0; pass < kPasses; ++pass) {
+        const Element* source =
+            head + __shfl_sync(0xffffffffu, offsets[pass / kPassesPerOwned],
+                               pass % kPassesPerOwned * kRowsPerPass + lane_row);
+        std::uint32_t target = targets[pass % 2] + pass * kRowsPerPass * kBlockRowBytes;
+        int key = first_key + row + pass * kRowsPerPass;
+        CUTE_UNROLL
+        for (int block = 0; block < kBlocks; ++block) {
+          int bytes_left = block * kColumns + column < head_dim ? kCopyBytes : 0;
+          copy_piece<rows>(item, key, bytes_left, target + block * Traits::kTileN * kBlockRowBytes,
+                           source + block * kColumns);
+        }
       }
-    }
+    });
   }
 };
 

@@ -1,10 +1,10 @@
-// Loads for kernels to which K and V come in slices (slice_ring.cuh): the ring is filled in the
-// order of the consumers. V lags K by a tile, also from one item to the next.
+// Loads of K and V in slices: the ring is filled in the order of the consumers. V lags K by a tile,
+// also from one item to the next.
 #pragma once
 
 #include "kernels/sm90/load_gather.cuh"
 #include "kernels/sm90/load_tma.cuh"
-#include "kernels/sm90/slice_ring.cuh"
+#include "kernels/sm90/tile_ring.cuh"
 
 namespace preflash::sm90 {
 

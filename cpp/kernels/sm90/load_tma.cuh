@@ -9,8 +9,8 @@
 
 namespace preflash::sm90 {
 
-// Loads an item's Q. A tile of Q is token-aligned and takes one box per block of columns; where a
-// group has more heads than the tile has rows, every row is a box.
+// Loads an item's Q: token-aligned, one box per block of columns; where a group has more heads than
+// the tile has rows, every row is a box.
 template <class Traits>
 __device__ __forceinline__ void fetch_q(const HopperSegment& params, const ItemState& state,
                                         SharedStorage<Traits>& smem, int stage) {

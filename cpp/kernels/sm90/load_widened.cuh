@@ -1,7 +1,6 @@
-// Loads of 8-bit K and V without RoPE. A warp has its rows of a tile for itself, in two parts: each
-// lane copies its pieces from memory to the raw ring, reads them there, dequantises them and writes
-// them to the tile. So a warp waits only for the tile's buffer, and one part is in flight while the
-// other is dequantised.
+// Loads of 8-bit K and V without RoPE. A warp has its rows of a tile for itself, in two parts, and
+// a lane reads only the pieces that it has copied: so a warp waits only for the tile's buffer, and
+// one part is in flight while the other is dequantised.
 #pragma once
 
 #include "kernels/common/swizzle.cuh"
@@ -79,12 +78,16 @@ struct WideningRows {
     cp_async_fence();
   }
 
-  // Writes a tile, and calls copy_next(part) as soon as that part of the raw ring is free.
-  template <class CopyNext>
+  // Writes a part of a tile, and calls copy_next(part) as soon as its raw rows have been read.
+  template <int kPart, class CopyNext>
   __device__ __forceinline__ void write(DType from, unsigned char* tile,
                                         const CopyNext& copy_next) const {
-    write_part<0>(from, tile, copy_next);
-    write_part<1>(from, tile, copy_next);
+    cp_async_wait<kParts - 1>();
+    uint4 stored[kPasses];
+    CUTE_UNROLL
+    for (int pass = 0; pass < kPasses; ++pass) stored[pass] = raw[(kPart * kPasses + pass) * 32];
+    copy_next(Int<kPart>{});
+    dispatch_8_bits(from, [&](auto narrow) { write_rows<kPart, narrow>(stored, tile); });
   }
 
  private:
@@ -101,21 +104,11 @@ struct WideningRows {
       int row = kPart * kPartRows + pass * Lanes::kRowsAtOnce + Lanes::row();
       const unsigned char* address = source + __shfl_sync(0xffffffffu, lane_offset, row);
       int key = from.tile * Traits::kTileN + first_row() + row;
-      copy_piece_of<kRows>(from.item, key, from.head_dim - column,
-                           target + (kPart * kPasses + pass) * 32 * Lanes::kPiece, address);
+      copy_piece<kRows>(from.item, key, from.head_dim - column,
+                        target + (kPart * kPasses + pass) * 32 * Lanes::kPiece, address);
     }
   }
 
-  template <int kPart, class CopyNext>
-  __device__ __forceinline__ void write_part(DType from, unsigned char* tile,
-                                             const CopyNext& copy_next) const {
-    cp_async_wait<kParts - 1>();
-    uint4 stored[kPasses];
-    CUTE_UNROLL
-    for (int pass = 0; pass < kPasses; ++pass) stored[pass] = raw[(kPart * kPasses + pass) * 32];
-    copy_next(Int<kPart>{});
-    dispatch_8_bits(from, [&](auto narrow) { write_rows<kPart, narrow>(stored, tile); });
-  }
   template <int kPart, DType kFrom>
   __device__ __forceinline__ static void write_rows(const uint4 (&stored)[kPasses],
                                                     unsigned char* tile) {
@@ -145,13 +138,10 @@ struct WideningLoader {
 
   __device__ __forceinline__ WideningLoader(const HopperSegment& params,
                                             SharedStorage<Traits>& smem)
-      : params(params),
-        write{smem},
-        rows(smem.raw + (Writer::kIsK ? 0 : Traits::kTileN * Traits::kHeadQk)) {}
+      : params(params), write{smem}, rows(write.raw()) {}
 
-  // Requests a part of the next tile as soon as this tile's part has been read, and prefetches rows
-  // of the tile behind that into the L2. Calls after_first() once the first tile has been
-  // requested.
+  // Prefetches the rows of the tile after the next into the L2. Calls after_first() once the first
+  // tile has been requested.
   template <class Tiles, class AfterFirst>
   __device__ __forceinline__ void load_item(const ItemState& state, Tiles& tiles,
                                             const AfterFirst& after_first) {
@@ -168,8 +158,9 @@ struct WideningLoader {
       const int ahead = tiles.next();
       KeySlot ahead_slot = find_slot_of_lane(ahead);
       write.wait();
-      rows.write(params.kv_dtype, write.bytes(),
-                 [&](auto part) { rows.template copy<part>(source(next_slot, next)); });
+      auto copy_next = [&](auto part) { rows.template copy<part>(source(next_slot, next)); };
+      rows.template write<0>(params.kv_dtype, write.bytes(), copy_next);
+      rows.template write<1>(params.kv_dtype, write.bytes(), copy_next);
       publish_rows(write);
       prefetch(ahead_slot);
       tile = next;

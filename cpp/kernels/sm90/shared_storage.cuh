@@ -10,9 +10,8 @@
 
 namespace preflash::sm90 {
 
-// A work item in shared memory. One producer warp prepares it, items ahead; the other warps read it
-// when they need it, so that it costs no registers in their loops. An item without tiles ends the
-// CTA's work list.
+// A work item in shared memory, where it costs no registers in loops. One producer warp prepares
+// it, items ahead. An item without tiles ends the CTA's work list.
 struct ItemState {
   WorkItem item;
   RequestInfo request;
@@ -26,7 +25,7 @@ struct ItemState {
 #endif
 };
 
-// Where a loader finds an item's keys. It needs them for every tile, so they stay in registers.
+// Where a loader finds an item's keys, in registers, because every tile needs it.
 struct ItemKeys {
   int kv_begin;
   KeySpan keys;
@@ -44,8 +43,8 @@ using TransactionBarrier = cutlass::arch::ClusterTransactionBarrier;
 inline constexpr int kItemSlots = 4;
 
 // Barriers are named by the event that they announce. Who arrives:
-//   *_full      one producer thread (and the bytes of its TMA); with gathered loads every thread
-//               that loads arrives at k_full and v_full
+//   *_full      one producer thread (and the bytes of its TMA); at k_full and v_full every thread
+//               that gathers, or one lane of each warp that converts (arrivals_of_tile())
 //   v_full      where V is transposed, one lane of each warp that does it; raw_full is what v_full
 //               is elsewhere, and raw_empty has one lane of these warps
 //   *_empty     one lane of each consumer warp: only the tensor core has read the buffer
@@ -111,8 +110,8 @@ struct ConversionStorage<Traits, true> {
   float query_scale[Traits::kTileM];        // of each row's scores, where Q is narrowed
 };
 
-// K and V in shared memory: whole tiles of each, or slices of both in the order in which the
-// consumers use them, K(0), K(1), V(0), K(2), V(1), ... (tiles in the order of the loop).
+// K and V: whole tiles of each, or slices of both in the order of their use, K(0), K(1), V(0),
+// K(2), V(1), ... (tiles in the order of the loop).
 template <class Traits, bool kSliced = Traits::kSliced>
 struct KvBuffers {
   alignas(1024) typename Traits::ElementKv k[cosize_v<typename Traits::LayoutK>];
@@ -125,8 +124,8 @@ struct KvBuffers<Traits, true> {
   Barrier slice_empty[Traits::kSliceSlots];
 };
 
-// V as it arrives where it is transposed, one row per key, and the sums of O beside those in the
-// accumulators (eight_bit_operands.cuh), four of a thread at a time.
+// V as it arrives where it is transposed, one row per key, and O's sums of float32, four of a
+// thread at a time (eight_bit_operands.cuh).
 template <class Traits, bool kTransposesV = Traits::kTransposesV>
 struct TransposeStorage {};
 template <class Traits>
@@ -160,16 +159,15 @@ __device__ __forceinline__ void release(Barrier& empty) {
 // NOTE: CUTLASS does not tell the compiler that its barriers and fences order memory. This does.
 __device__ __forceinline__ void order_memory_accesses() { asm volatile("" ::: "memory"); }
 
-// Tells the compiler that all lanes hold the same value: loops and addresses that depend on it stay
-// in uniform registers.
+// Tells the compiler that all lanes hold the same value, which then stays in uniform registers.
 __device__ __forceinline__ int warp_uniform(int value) {
   return __shfl_sync(0xffffffffu, value, 0);
 }
 
-// The state of a pipeline of buffers: the stage to use next and its barrier's phase. A reader waits
-// for `phase`; a writer, which finds all buffers empty at first, waits for `phase ^ 1`. There are
-// two forms: consumer warps keep stage and phase apart, which makes their loop shorter; producer
-// warps have few registers and derive both from one counter.
+// The state of a pipeline: the stage to use next and its barrier's phase. A reader waits for
+// `phase`; a writer, which finds all buffers empty at first, for `phase ^ 1`. Consumer warps keep
+// stage and phase apart, which makes their loop shorter; producer warps have few registers and
+// derive both from one counter.
 template <int kSize>
 struct ConsumerPipelineState {
   int stage = 0;

@@ -1,9 +1,9 @@
-// K and V in slices of 128 columns (slice_ring.cuh), with the hooks of WholeOperands. All
-// warpgroups use a slice at about the same time: the ring is shorter than a tile, so there are no
-// turns and no skipped tiles. K's last slice is released when S is complete, V's slices when O is.
+// K and V in slices of 128 columns, with the hooks of WholeOperands. All warpgroups use a slice at
+// about the same time: the ring is shorter than a tile, so there are no turns and no skipped tiles.
+// K's last slice is released when S is complete, V's slices when O is.
 #pragma once
 
-#include "kernels/sm90/slice_ring.cuh"
+#include "kernels/sm90/tile_ring.cuh"
 #include "kernels/sm90/whole_operands.cuh"
 
 namespace preflash::sm90 {
@@ -16,28 +16,30 @@ struct SlicedOperands : Accumulators<Traits> {
   using typename Base::MmaPv;
   using typename Base::MmaQk;
 
-  SliceReader<Traits> slices;
+  int num_k;  // slices of a K tile
+  ConsumerPipelineState<Traits::kSliceSlots> next = {};
+  ConsumerPipelineState<Traits::kSliceSlots> held = {};  // the first that is not released
 
   __device__ __forceinline__ SlicedOperands(const HopperSegment& params,
                                             SharedStorage<Traits>& smem, int warpgroup, int thread)
-      : Base(smem, warpgroup, thread), slices(params, smem) {}
+      : Base(smem, warpgroup, thread), num_k(slices_of_k<Traits>(params)) {}
 
   __device__ __forceinline__ static void begin_products() {}
   __device__ __forceinline__ static void end_products() {}
 
   template <class Q>
   __device__ __forceinline__ void issue_qk(const Q& tSrQ) {
-    issue_qk_slice(tSrQ, 0, slices.wait());
+    issue_qk_slice(tSrQ, 0, wait_for_slice());
 #pragma unroll 1
-    for (int slice = 1; slice < slices.num_k; ++slice) {
-      issue_qk_slice(tSrQ, slice, slices.wait());
+    for (int slice = 1; slice < num_k; ++slice) {
+      issue_qk_slice(tSrQ, slice, wait_for_slice());
       warpgroup_wait<1>();
-      slices.release_one();
+      release_slice();
     }
   }
   __device__ __forceinline__ void issue_pv() {
     CUTE_UNROLL
-    for (int slice = 0; slice < Traits::kSlicesV; ++slice) issue_pv_slice(slice, slices.wait());
+    for (int slice = 0; slice < Traits::kSlicesV; ++slice) issue_pv_slice(slice, wait_for_slice());
   }
   template <bool kPvBehind>
   __device__ __forceinline__ void wait_for_s() {
@@ -45,15 +47,26 @@ struct SlicedOperands : Accumulators<Traits> {
   }
   __device__ __forceinline__ void wait_for_o() { wait_for_product<0>(this->tOrO); }
 
-  __device__ __forceinline__ void release_k() { slices.release_one(); }
+  __device__ __forceinline__ void release_k() { release_slice(); }
   __device__ __forceinline__ void release_v() {
     CUTE_UNROLL
-    for (int slice = 0; slice < Traits::kSlicesV; ++slice) slices.release_one();
+    for (int slice = 0; slice < Traits::kSlicesV; ++slice) release_slice();
   }
   __device__ __forceinline__ static void skip_k() {}
   __device__ __forceinline__ static void skip_v() {}
 
  private:
+  // Returns the slot of the next slice.
+  __device__ __forceinline__ int wait_for_slice() {
+    const int slot = next.index();
+    smem.slice_full[slot].wait(next.phase());
+    next.advance();
+    return slot;
+  }
+  __device__ __forceinline__ void release_slice() {
+    release(smem.slice_empty[held.index()]);
+    held.advance();
+  }
   // The slice's part of S = Q K^T
   template <class Q>
   __device__ __forceinline__ void issue_qk_slice(const Q& tSrQ, int slice, int slot) {

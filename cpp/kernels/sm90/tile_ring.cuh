@@ -1,4 +1,4 @@
-// The rings of whole tiles of K and of V, as a loader fills them. Slices: slice_ring.cuh.
+// The rings of K and V as producer warps fill them: whole tiles of each, or slices of both.
 #pragma once
 
 #include "kernels/sm90/forward_params.cuh"
@@ -8,7 +8,7 @@ namespace preflash::sm90 {
 
 enum class Operand { kK, kV };
 
-// Where a producer warp stands.
+// Where a producer warp stands in the ring of whole tiles of an operand.
 template <class Traits, Operand kOperand>
 struct TileWriter {
   static constexpr bool kIsK = kOperand == Operand::kK;
@@ -20,29 +20,25 @@ struct TileWriter {
   ProducerPipelineState<Traits::kStages> next = {};
 
   __device__ __forceinline__ void wait() const {
-    if constexpr (kIsRaw) {
-      smem.raw_empty[next.index()].wait(next.phase() ^ 1);
-    } else {
-      auto& empty = kIsK ? smem.barriers.k_empty : smem.barriers.v_empty;
-      empty[next.index()].wait(next.phase() ^ 1);
-    }
+    auto& barriers = smem.barriers;
+    if constexpr (kIsRaw) return smem.raw_empty[next.index()].wait(next.phase() ^ 1);
+    (kIsK ? barriers.k_empty : barriers.v_empty)[next.index()].wait(next.phase() ^ 1);
+  }
+  __device__ __forceinline__ TransactionBarrier& full() const {
+    if constexpr (kIsRaw) return smem.raw_full[next.index()];
+    return (kIsK ? smem.barriers.k_full : smem.barriers.v_full)[next.index()];
   }
   __device__ __forceinline__ auto* tile() const {
-    if constexpr (kIsRaw) {
-      return smem.raw + next.index() * (Traits::kTileN * kHead);
-    } else {
-      return (kIsK ? smem.k : smem.v) + next.index() * (Traits::kTileN * kHead);
-    }
+    const int first = next.index() * (Traits::kTileN * kHead);
+    if constexpr (kIsRaw) return smem.raw + first;
+    return (kIsK ? smem.k : smem.v) + first;
   }
   __device__ __forceinline__ unsigned char* bytes() const {
     return reinterpret_cast<unsigned char*>(tile());
   }
-  __device__ __forceinline__ TransactionBarrier& full() const {
-    if constexpr (kIsRaw) {
-      return smem.raw_full[next.index()];
-    } else {
-      return (kIsK ? smem.barriers.k_full : smem.barriers.v_full)[next.index()];
-    }
+  // The operand's raw ring, where tiles are converted. With V of 16 bits K has both.
+  __device__ __forceinline__ unsigned char* raw() const {
+    return smem.raw + (kIsK ? 0 : Traits::kTileN * Traits::kHeadQk);
   }
 
   // What a tile is loaded from.
@@ -53,5 +49,30 @@ struct TileWriter {
     return kIsK ? params.head_dim_qk : params.head_dim_vo;
   }
 };
+
+// Where a producer warp stands in the ring of slices (KvBuffers in shared_storage.cuh).
+template <class Traits>
+struct SliceWriter {
+  SharedStorage<Traits>& smem;
+  ConsumerPipelineState<Traits::kSliceSlots> next = {};
+
+  __device__ __forceinline__ void wait() const {
+    smem.slice_empty[next.index()].wait(next.phase() ^ 1);
+  }
+  __device__ __forceinline__ TransactionBarrier& full() const {
+    return smem.slice_full[next.index()];
+  }
+  __device__ __forceinline__ auto* slice() const { return smem.slices[next.index()]; }
+  __device__ __forceinline__ unsigned char* bytes() const {
+    return reinterpret_cast<unsigned char*>(slice());
+  }
+};
+
+// Slices of a K tile that hold columns of the head. NOTE: V always takes all kSlicesV: with a
+// branch around a product ptxas would wait for the products before it.
+template <class Traits>
+__device__ __forceinline__ int slices_of_k(const HopperSegment& params) {
+  return ceil_div(params.head_dim_qk, Traits::kSliceColumns);
+}
 
 }  // namespace preflash::sm90
