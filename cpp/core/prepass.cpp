@@ -7,17 +7,21 @@
 namespace preflash {
 namespace {
 
+constexpr double kRowElements = 128.0;
+
 // What a conversion on load adds to the time of one key in one query tile of 128 rows, in units
 // of what a row of 128 elements takes to be copied in 16 bits, 0.2 ns. Fitted to an H100
 // (docs/dev/experiments/fp8-and-rope.md). The pass's own launch counts nothing: it takes what the
 // first tiles of a kernel that converts on load wait longer.
-constexpr double kRotatedKey = 0.40;
-constexpr double widened_key(Widening widening) {
-  // Dequantising to float16 takes two instructions for four elements, in warps of its own.
-  return widening == Widening::kToFloat16 ? 0.19 : 0.46;
+double converted_key(const SegmentProblem& problem, const ForwardKernel& converting) {
+  const double rows = (problem.head_dim_qk + problem.head_dim_vo) / (2 * kRowElements);
+  if (problem.position == Position::kRope) return 0.40 * rows;
+  if (converting.traits.widening != Widening::kToFloat16) return 0.46 * rows;
+  // Dequantising to float16 takes two instructions for four elements, in warps of their own. TMA
+  // brings their rows, unless a page is no multiple of 8.
+  const bool boxes = !problem.paged() || problem.page_size % 8 == 0;
+  return boxes && problem.head_dim_qk <= 128 ? 0.10 : 0.19 * rows;
 }
-
-constexpr double kRowElements = 128.0;
 
 bool is_rotated(const AttentionOptions& options) { return options.position == Position::kRope; }
 
@@ -58,10 +62,8 @@ bool pays(const SegmentProblem& problem, const ForwardKernel& converting) {
     keys += static_cast<double>(problem.kv_len(i));
     queries += static_cast<double>(problem.qo_len(i));
   }
-  const double of_tile_key =
-      is_rotated(problem) ? kRotatedKey : widened_key(converting.traits.widening);
-  const double saved =
-      of_tile_key * tile_keys * problem.num_kv_heads * (of_k + of_v) / 2 * converting.tile.m / 128;
+  const double saved = converted_key(problem, converting) * tile_keys * problem.num_kv_heads *
+                       converting.tile.m / 128;
   const double of_key = of_k + (narrow || problem.paged() ? of_v : 0.0);
   double cost = keys * problem.num_kv_heads * of_key * (narrow ? 0.75 : 1.0);
   if (is_rotated(problem)) cost += queries * problem.num_qo_heads * of_k;

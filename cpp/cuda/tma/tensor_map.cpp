@@ -11,10 +11,15 @@ constexpr int kBoxRowBytes = 128;  // of the swizzle
 
 using Encode = decltype(&cuTensorMapEncodeTiled);
 
-Encode find_encode() {
-  Encode encode = nullptr;
-  find_driver_function("cuTensorMapEncodeTiled", &encode);
-  return encode;
+constexpr char kNoEncoder[] = "the CUDA driver has no cuTensorMapEncodeTiled: it is too old";
+
+Encode encoder() {
+  static const Encode found = [] {
+    Encode encode = nullptr;
+    find_driver_function("cuTensorMapEncodeTiled", &encode);
+    return encode;
+  }();
+  return found;
 }
 
 template <int kRank>
@@ -107,11 +112,16 @@ BoxShape box_shape(const ForwardSegment& params, int tile_m, int tile_n) {
 
 const char* encode_tensor_maps(const ForwardSegment& params, const BoxShape& box,
                                TensorMaps& maps) {
-  static const Encode function = find_encode();
-  if (function == nullptr) return "the CUDA driver has no cuTensorMapEncodeTiled: it is too old";
+  if (encoder() == nullptr) return kNoEncoder;
   if (params.q.num_tokens > 0) {
-    if (const char* error = encode_q(function, params, box, maps.q)) return error;
+    if (const char* error = encode_q(encoder(), params, box, maps.q)) return error;
   }
+  return encode_kv_maps(params, box, maps);
+}
+
+const char* encode_kv_maps(const ForwardSegment& params, const BoxShape& box, TensorMaps& maps) {
+  const Encode function = encoder();
+  if (function == nullptr) return kNoEncoder;
   // Without keys there is nothing to load, and TMA refuses an empty tensor.
   if (box.kv_rows == 0 || params.k.num_tokens == 0 || params.k.num_pages == 0) return nullptr;
   const char* error =

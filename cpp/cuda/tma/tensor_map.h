@@ -38,7 +38,8 @@ struct BoxShape {
 
 BoxShape box_shape(const ForwardSegment& params, int tile_m, int tile_n);
 
-// Returns nullptr, or a message if the driver refuses.
+// Return nullptr, or a message if the driver refuses.
 const char* encode_tensor_maps(const ForwardSegment& params, const BoxShape& box, TensorMaps& maps);
+const char* encode_kv_maps(const ForwardSegment& params, const BoxShape& box, TensorMaps& maps);
 
 }  // namespace preflash

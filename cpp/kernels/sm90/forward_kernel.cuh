@@ -28,6 +28,7 @@ __device__ __forceinline__ void init_barriers(const HopperSegment& segment,
   int transposers = Traits::kTransposesV ? kWarpgroupWarps : 0;
   int loading_warps =
       gather ? Traits::kProducerWarps : (Traits::kSliced ? kSliceLoaders : 2) + transposers;
+  if (widens_raw_tiles<Traits>(segment)) loading_warps = 2 + kWarpgroupWarps;
   for (int stage = 0; stage < Traits::kQStages; ++stage) {
     barriers.q_full[stage].init(1);
     barriers.q_empty[stage].init(Traits::kConsumerWarps);
@@ -40,6 +41,12 @@ __device__ __forceinline__ void init_barriers(const HopperSegment& segment,
     if constexpr (Traits::kTransposesV) {
       smem.raw_full[stage].init(producers);
       smem.raw_empty[stage].init(transposers);
+    }
+  }
+  if constexpr (Traits::kLoadsRawTiles) {
+    for (int operand = 0; operand < 2; ++operand) {
+      smem.raw_full[operand].init(1);
+      smem.raw_empty[operand].init(kWarpgroupWarps);
     }
   }
   if constexpr (Traits::kSliced) {
@@ -106,6 +113,16 @@ __global__ void __launch_bounds__(ForwardTraits<V>::kThreads, V::kTile.ctas_per_
 
   int warpgroup = cutlass::canonical_warp_group_idx();
   if (warpgroup < Traits::kProducers) {
+    if constexpr (Traits::kLoadsRawTiles) {
+      if (widens_raw_tiles<Traits>(params.segments[0])) {
+        if (warpgroup == 0) {
+          cutlass::arch::warpgroup_reg_dealloc<32>();
+          return produce_raw_tiles(params, smem, begin, end);
+        }
+        cutlass::arch::warpgroup_reg_dealloc<2 * Traits::kProducerRegisters - 32>();
+        return widen_raw_tiles(params.segments[0], smem);
+      }
+    }
     cutlass::arch::warpgroup_reg_dealloc<Traits::kProducerRegisters>();
     if constexpr (Traits::kTransposesV) {
       if (warpgroup == 1) return transpose_values(smem);

@@ -52,6 +52,14 @@ const char* make_maps(const ForwardParams& params, ParamsOf<Traits>& hopper) {
   return nullptr;
 }
 
+// Of operands that are dequantised alone. What TMA does not take is gathered, as with RoPE.
+template <class Traits>
+void make_raw_maps(const ForwardSegment& from, HopperSegment& segment) {
+  if (!only_widens<Traits>(segment)) return;
+  segment.box = box_shape(from, Traits::kTileM, Traits::kTileN);
+  if (encode_kv_maps(from, segment.box, segment.maps) != nullptr) segment.box.kv_rows = 0;
+}
+
 template <class V>
 LaunchError launch_forward(const ForwardParams& params, int num_ctas, const LaunchTarget& target) {
   using Traits = ForwardTraits<V>;
@@ -63,6 +71,8 @@ LaunchError launch_forward(const ForwardParams& params, int num_ctas, const Laun
   }
   if constexpr (!Traits::kConverts) {
     if (refusal == nullptr) refusal = make_maps<Traits>(params, hopper);
+  } else {
+    make_raw_maps<Traits>(params.segments[0], hopper.segments[0]);
   }
   if (refusal != nullptr) return refusal;
   // CTAs that share the columns of O come in whole groups.

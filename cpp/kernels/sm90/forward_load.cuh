@@ -5,6 +5,7 @@
 
 #include "kernels/sm90/load_converted.cuh"
 #include "kernels/sm90/load_converted_slices.cuh"
+#include "kernels/sm90/load_raw_tiles.cuh"
 #include "kernels/sm90/transpose_values.cuh"
 
 namespace preflash::sm90 {
@@ -13,6 +14,14 @@ namespace preflash::sm90 {
 template <class Traits>
 using Announcer =
     conditional_t<Traits::kHasMaskBits, KeptTileProducer<Traits>, ItemProducer<Traits>>;
+
+template <class Announcer>
+__device__ __forceinline__ void announce_all(Announcer&& announcer) {
+  while (!announcer.done()) {
+    announcer.announce_item();
+    while (announcer.has_tile()) announcer.announce_tile();
+  }
+}
 
 // What a loading warp announces: nothing, where another warp does ...
 struct AnnouncesNothing {
@@ -74,11 +83,7 @@ __device__ __forceinline__ void produce_tma(const ParamsOf<Traits>& params,
     if (warp == 0) q.load(state);
   };
   if (warp == kLoaders) {
-    Announcer<Traits> announcer{params, smem, begin, end};
-    while (!announcer.done()) {
-      announcer.announce_item();
-      while (announcer.has_tile()) announcer.announce_tile();
-    }
+    announce_all(Announcer<Traits>{params, smem, begin, end});
   } else if constexpr (Traits::kSliced) {
     SliceTmaLoader<Traits> slices(params.segments[0], smem, warp);
     load_items(smem, AnnouncesNothing{}, slices, load_q);
@@ -100,6 +105,29 @@ __device__ __forceinline__ void produce_gather(const ParamsOf<Traits>& params,
   load_items(smem, announces, Loader(params, smem), [&](const ItemState& state) {
     if (is_leader) q.load(state);
   });
+}
+
+// One warp announces a CTA's items, and two load raw tiles. The consumers load Q themselves
+// (load_query.cuh).
+template <class Traits>
+__device__ __forceinline__ void produce_raw_tiles(const ParamsOf<Traits>& params,
+                                                  SharedStorage<Traits>& smem, int begin, int end) {
+  const int warp = cutlass::canonical_warp_idx_sync();
+  auto no_q = [](const ItemState&) {};
+  if (warp == 0) {
+    using RawK = RawTile<Traits, Operand::kK>;
+    load_items(smem, AnnouncesNothing{}, TmaLoader<Traits, Operand::kK, RawK>(params, smem), no_q);
+  } else if (warp == 1) {
+    using RawV = RawTile<Traits, Operand::kV>;
+    load_items(smem, AnnouncesNothing{}, TmaLoader<Traits, Operand::kV, RawV>(params, smem), no_q);
+  } else if (warp == 2) {
+    announce_all(Announcer<Traits>{params, smem, begin, end});
+  }
+}
+template <class Traits>
+__device__ __forceinline__ void widen_raw_tiles(const HopperSegment& segment,
+                                                SharedStorage<Traits>& smem) {
+  load_items(smem, AnnouncesNothing{}, TileWidener<Traits>(segment, smem), [](const ItemState&) {});
 }
 
 // Warp 0 also announces the items. The consumers load Q themselves (load_query.cuh).

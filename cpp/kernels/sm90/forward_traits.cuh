@@ -131,9 +131,12 @@ struct ForwardTraits {
 
   // K and V as stored, where they are converted: a tile of both in 8 bits, or of K alone in 16 (V
   // then needs no conversion); or a slice in 8 bits.
+  static constexpr bool kLoadsRawTiles = kConverts && kProducers == 2;
   static constexpr int kRawBytes = !kConverts ? 0
                                    : kSliced  ? kSliceElements
-                                              : kTileN * std::max(kHeadQk + kHeadVo, 2 * kHeadQk);
+                                   : kLoadsRawTiles
+                                       ? kTileN * 2 * kBlockRowBytes
+                                       : kTileN * std::max(kHeadQk + kHeadVo, 2 * kHeadQk);
   static constexpr int kPairs = kHeadQk / 2;  // of dimensions that RoPE rotates
 
   // With two buffers the next item's Q is loaded during this item's last tiles, with one only

@@ -72,10 +72,9 @@ __device__ __forceinline__ TmaCoordinates box_coordinates(const HopperSegment& p
 }
 
 // One warp loads the tiles of one operand as TMA boxes.
-template <class Traits, Operand kOperand>
+template <class Traits, Operand kOperand, class Writer = TileWriter<Traits, kOperand>>
 struct TmaLoader {
-  using Element = typename Traits::ElementKv;
-  using Writer = TileWriter<Traits, kOperand>;
+  using Element = typename Writer::Element;
   static constexpr int kColumns = kBlockColumns<Element>;
   static constexpr int kTileBytes = Traits::kTileN * Writer::kHead * sizeof(Element);
   static_assert(Traits::kMaxBoxes <= 32, "each lane finds the coordinates of one box");
@@ -88,12 +87,15 @@ struct TmaLoader {
   __device__ __forceinline__ TmaLoader(const ParamsOf<Traits>& params, SharedStorage<Traits>& smem)
       : params(params), write{smem} {}
 
+  __device__ __forceinline__ void begin(const ItemState& state) {
+    item = ItemKeys::of(state);
+    hint = cache_hint(state);
+  }
   // Calls after_first() once the first tile has been issued.
   template <class Tiles, class AfterFirst>
   __device__ __forceinline__ void load_item(const ItemState& state, Tiles& tiles,
                                             const AfterFirst& after_first) {
-    item = ItemKeys::of(state);
-    hint = cache_hint(state);
+    begin(state);
     auto look_up = [&](int tile) { return box_coordinates<Traits>(segment(), item, tile); };
     for_each_tile(tiles, state, look_up, [&](const TmaCoordinates& boxes, bool is_first) {
       write.wait();
@@ -101,17 +103,6 @@ struct TmaLoader {
       write.next.advance();
       if (is_first) after_first();
     });
-  }
-
- private:
-  __device__ __forceinline__ const HopperSegment& segment() const {
-    return params.segment(item.segment);
-  }
-  // The keys of a decode batch are read once. Without the hint they would evict data from the L2
-  // that is read again: the prefill's keys, the page table, the next kernel's inputs.
-  __device__ __forceinline__ TMA::CacheHintSm90 cache_hint(const ItemState& state) const {
-    bool once = state.request.qo_len * segment().group_size <= segment().rows_per_tile;
-    return once ? TMA::CacheHintSm90::EVICT_FIRST : TMA::CacheHintSm90::EVICT_LAST;
   }
 
   // elect_one_sync() tells the compiler that a single lane issues; `lane == 0` would not.
@@ -149,6 +140,17 @@ struct TmaLoader {
       }
     }
     __syncwarp();
+  }
+
+ private:
+  __device__ __forceinline__ const HopperSegment& segment() const {
+    return params.segment(item.segment);
+  }
+  // The keys of a decode batch are read once. Without the hint they would evict data from the L2
+  // that is read again: the prefill's keys, the page table, the next kernel's inputs.
+  __device__ __forceinline__ TMA::CacheHintSm90 cache_hint(const ItemState& state) const {
+    bool once = state.request.qo_len * segment().group_size <= segment().rows_per_tile;
+    return once ? TMA::CacheHintSm90::EVICT_FIRST : TMA::CacheHintSm90::EVICT_LAST;
   }
 
   __device__ __forceinline__ void issue(const TmaCoordinates& coordinates, Element* target,

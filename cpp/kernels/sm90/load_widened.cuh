@@ -13,9 +13,15 @@ namespace preflash::sm90 {
 
 // Whether the launch loads tiles in this way, by its run-time options.
 template <class Traits>
-__device__ __forceinline__ bool only_widens(const HopperSegment& params) {
+__host__ __device__ __forceinline__ bool only_widens(const HopperSegment& params) {
   return Traits::kWidens && Traits::kProducers == 2 && size_of(params.kv_dtype) == 1 &&
          params.position != Position::kRope;
+}
+
+// Whether TMA brings the tiles as they are stored (load_raw_tiles.cuh).
+template <class Traits>
+__device__ __forceinline__ bool widens_raw_tiles(const HopperSegment& params) {
+  return Traits::kLoadsRawTiles && only_widens<Traits>(params) && params.box.kv_rows != 0;
 }
 
 // How the lanes of a warp share the rows of a tile: each takes pieces of 16 elements. Eight lanes

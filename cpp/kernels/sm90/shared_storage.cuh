@@ -104,7 +104,9 @@ template <class Traits, bool kConverts = Traits::kConverts>
 struct ConversionStorage {};
 template <class Traits>
 struct ConversionStorage<Traits, true> {
-  alignas(128) unsigned char raw[Traits::kRawBytes];
+  alignas(1024) unsigned char raw[Traits::kRawBytes];
+  TransactionBarrier raw_full[2];           // of K and of V, where TMA loads their raw tiles
+  Barrier raw_empty[2];                     // one lane of each warp that reads them
   std::uint64_t frequency[Traits::kPairs];  // RotaryFrequencies
   Rotation row_step[Traits::kPairs];        // from a key to the next that the same lane rotates
   float query_scale[Traits::kTileM];        // of each row's scores, where Q is narrowed

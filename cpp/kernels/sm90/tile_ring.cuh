@@ -11,6 +11,7 @@ enum class Operand { kK, kV };
 // Where a producer warp stands in the ring of whole tiles of an operand.
 template <class Traits, Operand kOperand>
 struct TileWriter {
+  using Element = typename Traits::ElementKv;
   static constexpr bool kIsK = kOperand == Operand::kK;
   static constexpr bool kIsRaw = !kIsK && Traits::kTransposesV;
   static constexpr int kHead = kIsK ? Traits::kRowQk : Traits::kRowVo;  // columns of a row

@@ -1,0 +1,129 @@
+// Loads of 8-bit K and V without RoPE where TMA can: ragged tensors, and pages whose size is a
+// multiple of 8 rows. Boxes bring a tile as it is stored into the operand's raw tile; a warpgroup
+// dequantises it from there. No thread copies, so the fence behind a tile waits for none of the
+// next tile's rows.
+#pragma once
+
+#include "kernels/common/swizzle.cuh"
+#include "kernels/common/widen.cuh"
+#include "kernels/sm90/copy_rows.cuh"
+#include "kernels/sm90/load_tma.cuh"
+
+namespace preflash::sm90 {
+
+// The raw tile of an operand: a ring of one, rows of 128 bytes. Has what TmaLoader needs of a
+// TileWriter.
+template <class Traits, Operand kOperand>
+struct RawTile {
+  using Element = std::uint8_t;
+  static constexpr bool kIsK = kOperand == Operand::kK;
+  static constexpr int kHead = kBlockRowBytes;
+  static constexpr int kBlocks = 1;
+
+  SharedStorage<Traits>& smem;
+  ProducerPipelineState<1> next = {};
+
+  __device__ __forceinline__ void wait() const { empty().wait(next.phase() ^ 1); }
+  __device__ __forceinline__ Barrier& empty() const { return smem.raw_empty[!kIsK]; }
+  __device__ __forceinline__ TransactionBarrier& full() const { return smem.raw_full[!kIsK]; }
+  __device__ __forceinline__ Element* tile() const {
+    return smem.raw + (kIsK ? 0 : Traits::kTileN * kBlockRowBytes);
+  }
+};
+
+// How the lanes of a warp share its rows of a raw tile: each takes pieces of 16 elements. Eight
+// lanes read, or store, together: four pieces of row r and four of row r ^ 5. Bit 2 of 5 spreads
+// what they read over all banks, bit 0 what they store.
+template <class Traits>
+struct RawTileRows {
+  static constexpr DType kTo = Traits::kVariant.kv_dtype;
+  static constexpr int kPiece = 16;
+  static constexpr int kBlocks = Traits::kHeadQk / 64;  // of 16-bit elements
+  static constexpr int kWarpKeys = Traits::kTileN / kWarpgroupWarps;
+  static constexpr int kPasses = kWarpKeys * kBlocks / 8;  // pieces of a lane
+  static_assert(Traits::kHeadQk == Traits::kHeadVo && (kBlocks == 1 || kBlocks == 2));
+
+  unsigned source;  // of the lane's first piece, from the raw tile's begin on
+  unsigned low;     // of its first 8 elements, from the tile's begin on
+
+  __device__ __forceinline__ RawTileRows() {
+    const unsigned pair = lane_id() / 8;
+    const unsigned block = pair % kBlocks;
+    const unsigned row = threadIdx.x / 32 % kWarpgroupWarps * kWarpKeys +
+                         (pair / kBlocks ^ (lane_id() / 4 % 2 == 0 ? 0 : 5));
+    const unsigned piece = lane_id() % 4;
+    source = row * kBlockRowBytes + (block * 4 + piece ^ row % 8) * kPiece;
+    low = swizzled<Traits::kTileN>(row, block * 64 + piece * kPiece);
+  }
+
+  __device__ __forceinline__ void read(const std::uint8_t* tile, uint4 (&stored)[kPasses]) const {
+    CUTE_UNROLL
+    for (int pass = 0; pass < kPasses; ++pass) {
+      stored[pass] = *reinterpret_cast<const uint4*>(tile + of_pass(source, pass));
+    }
+  }
+  template <DType kFrom>
+  __device__ __forceinline__ void write(const uint4 (&stored)[kPasses], unsigned char* tile) const {
+    CUTE_UNROLL
+    for (int pass = 0; pass < kPasses; ++pass) {
+      const uint4& piece = stored[pass];
+      *reinterpret_cast<uint4*>(tile + of_pass(low, pass)) =
+          widen<kFrom, kTo>(make_uint2(piece.x, piece.y));
+      *reinterpret_cast<uint4*>(tile + of_pass(low ^ kPiece, pass)) =
+          widen<kFrom, kTo>(make_uint2(piece.z, piece.w));
+    }
+  }
+
+ private:
+  // Rows of a pass: no bit below 8 of theirs is set in the lane's first row.
+  __device__ __forceinline__ static unsigned of_pass(unsigned first, int pass) {
+    const int row = kBlocks == 1 ? pass * 8 : pass / 2 * 8 + pass % 2 * 2;
+    return (first ^ row % 8 * kPiece) + row * kBlockRowBytes;
+  }
+};
+
+// A warpgroup dequantises the tiles that others load.
+template <class Traits>
+struct TileWidener {
+  template <Operand kOperand>
+  struct Stage {
+    RawTile<Traits, kOperand> raw;
+    TileWriter<Traits, kOperand> tile;
+  };
+
+  DType stored_as;
+  RawTileRows<Traits> rows;
+  Stage<Operand::kK> k;
+  Stage<Operand::kV> v;
+
+  __device__ __forceinline__ TileWidener(const HopperSegment& segment, SharedStorage<Traits>& smem)
+      : stored_as(segment.kv_dtype), k{{smem}, {smem}}, v{{smem}, {smem}} {}
+
+  template <class Tiles, class AfterFirst>
+  __device__ __forceinline__ void load_item(const ItemState& state, Tiles& tiles,
+                                            const AfterFirst&) {
+    for (int tile = tiles.first(state); tile != kNoTile; tile = tiles.next()) {
+      widen_tile(k);
+      widen_tile(v);
+    }
+  }
+
+ private:
+  template <class Stage>
+  __device__ __forceinline__ void widen_tile(Stage& stage) const {
+    auto& [raw, tile] = stage;
+    uint4 stored[RawTileRows<Traits>::kPasses];
+    raw.full().wait(raw.next.phase());
+    rows.read(raw.tile(), stored);
+    __syncwarp();
+    release(raw.empty());
+    raw.next.advance();
+    tile.wait();
+    dispatch_8_bits(stored_as, [&, &tile = tile](auto from) {
+      rows.template write<from>(stored, tile.bytes());
+    });
+    publish_rows(tile);
+  }
+};
+
+}  // namespace preflash::sm90
