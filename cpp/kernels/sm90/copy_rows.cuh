@@ -52,8 +52,7 @@ __device__ __forceinline__ void copy_piece(const ItemKeys& item, int key, int by
 // Announces the warp's part of a tile or slice, and goes on to the next.
 // NOTE: the warp writes through the generic proxy and wgmma reads through the async one. No lane's
 // next copy may overwrite what another lane still reads.
-template <class Writer>
-__device__ __forceinline__ void publish_rows(Writer& write) {
+__device__ __forceinline__ void publish_rows(auto& write) {
   cutlass::arch::fence_view_async_shared();
   __syncwarp();
   release(write.full());

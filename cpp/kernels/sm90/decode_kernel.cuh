@@ -55,9 +55,6 @@ struct DecodeWarp {
   __device__ __forceinline__ const HopperSegment& segment() const { return params.segments[0]; }
 
   // Whether this launch has what its kernel is compiled for.
-  __device__ __forceinline__ bool has_soft_cap() const {
-    return !Traits::kOptionsAtRunTime || segment().soft_cap > 0.0f;
-  }
   __device__ __forceinline__ bool has_bias() const {
     return !Traits::kOptionsAtRunTime || segment().position == Position::kAlibi;
   }
@@ -67,9 +64,7 @@ struct DecodeWarp {
     for (int slice = state.tiles.end - 1 - warp; slice >= state.tiles.begin;
          slice -= Traits::kWarps) {
       cute::cp_async_wait<Traits::kStages - 2>();
-      // All lanes' copies have arrived, and all lanes have read the slice before, so its place is
-      // free.
-      __syncwarp();
+      __syncwarp();  // all lanes have this slice, and have read the one before: its place is free
       loader.request();
       if constexpr (Traits::kConverts) {
         dispatch_8_bits(segment().kv_dtype, [&](auto from) { run_slice<from>(state, slice); });
@@ -100,7 +95,9 @@ struct DecodeWarp {
     products.template multiply_qk<kFrom>(query, k);
     auto rows_of_s = products.rows_of_s();
     factors.apply(rows_of_s);
-    if (has_soft_cap()) transform_logits<Traits::kVariant.logits>(rows_of_s, segment().logits);
+    if (!Traits::kOptionsAtRunTime || segment().soft_cap > 0.0f) {
+      transform_logits<Traits::kVariant.logits>(rows_of_s, segment().logits);
+    }
     if (has_bias()) bias.add_to(rows_of_s);
     if (state.tiles.needs_mask(slice)) {
       TileMask<Traits>::of_bounds(Coordinates{segment(), state, 0, slice}).apply(rows_of_s);

@@ -1,5 +1,5 @@
-// How a warp of a decode kernel walks and loads its slices of keys: cp.async into a ring of its
-// own, some slices ahead. No other warp reads the ring, so a warp waits only for its own copies.
+// How a warp of a decode kernel walks and loads its slices of keys: by cp.async, some slices ahead,
+// into a ring that no other warp reads.
 #pragma once
 
 #include "kernels/sm90/copy_rows.cuh"
@@ -24,16 +24,14 @@ __device__ __forceinline__ ItemState read_decode_item(const Params& params, int 
   return state;
 }
 
-// Where a byte of a slice stands. Each warp-wide access takes every bank once for 8 lanes: of K, 4
-// pieces of 16 bytes in 2 neighbouring rows, of V, 2 pieces (or half ones) in every other of 8
-// rows.
+// Where a byte of a slice stands. 8 lanes take every bank once: of K, 4 pieces of 16 bytes in 2
+// neighbouring rows, of V, 2 pieces (or half ones) in every other of 8 rows.
 template <int kRowBytes>
 struct SlicePlaces {
   static constexpr int kPieces = kRowBytes / 16;
 
   __device__ __forceinline__ static int of_k(int row, int piece) {
-    constexpr bool kWholeLines = kPieces % 8 == 0;
-    return at(row, piece, kWholeLines ? row % 2 * 4 : 0);
+    return at(row, piece, kPieces % 8 == 0 ? row % 2 * 4 : 0);  // in whole lines
   }
   __device__ __forceinline__ static int of_v(int row, int piece) {
     return at(row, piece, row / 2 % 4 * 2);

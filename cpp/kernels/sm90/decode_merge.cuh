@@ -1,5 +1,4 @@
-// The end of a decode item: each warp has parts of all rows, over keys of its own. Here they are
-// added up and stored.
+// The end of a decode item: adds up and stores the warps' parts of all rows.
 #pragma once
 
 #include "kernels/sm90/decode_products.cuh"
@@ -9,9 +8,7 @@ namespace preflash::sm90 {
 
 template <class Traits>
 struct DecodeMerge {
-  using Epilogue = ForwardEpilogue<Traits>;
   using Products = DecodeProducts<Traits>;
-  using Coordinates = ScoreCoordinates<Traits>;
   static constexpr int kRows = 2;                     // of one lane
   static constexpr int kQuads = Traits::kHeadVo / 4;  // neighbouring columns of a row
 
@@ -27,7 +24,10 @@ struct DecodeMerge {
     __syncthreads();
     float part[kRows];
     SpeculativeSoftmax whole = merged(softmax, part);
-    auto ready = prepare(whole, bias);
+    RowTarget target;  // one warp writes the LSE
+    if (warp == 0) target = epilogue().target_of(lane_id() % kWarpRows);
+    ScoreCoordinates<Traits> of_item{params, state, 0, state.tiles.begin};
+    auto ready = epilogue().prepare(whole, bias, of_item, target);
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
       if (r * Traits::kMergedRows >= state.num_rows) break;
@@ -75,18 +75,8 @@ struct DecodeMerge {
     }
     return whole;
   }
-  // The factors of the rows; one warp writes their LSE.
-  __device__ __forceinline__ typename Epilogue::Prepared prepare(
-      const SpeculativeSoftmax& whole, const ScoreBias<Traits>& bias) const {
-    RowTarget target;
-    if (warp == 0) target = epilogue().target_of(lane_id() % kWarpRows);
-    return epilogue().prepare(whole, bias, coordinates(), target);
-  }
-  __device__ __forceinline__ Epilogue epilogue() const {
+  __device__ __forceinline__ ForwardEpilogue<Traits> epilogue() const {
     return {params, state.item, state.request, state.num_rows};
-  }
-  __device__ __forceinline__ Coordinates coordinates() const {
-    return {params, state, 0, state.tiles.begin};
   }
 
   // Four columns of a row. The turn spreads the lanes of a quad, whose columns lie 32 apart, over

@@ -1,13 +1,6 @@
 // The operands and products of one warp of a decode kernel, by mma.sync: 16 rows of Q, which stay
-// in registers, and a slice of keys. K and V go from shared memory to registers, where those of 8
-// bits become 16, and from there to the tensor core.
-//
-// An operand's order is free where both sides of a product share it:
-// * S = Q K^T adds up over the dimensions in any order. A lane of a quad has 16 neighbouring bytes
-//   of a key, its part of four steps (8 bits) or two (16 bits).
-// * A column of O may be any dimension. A lane has 16 neighbouring bytes of two keys; a permutation
-//   of bytes makes pairs of keys from them. So V needs no transpose, and a lane ends with
-//   neighbouring columns of O.
+// in registers, and a slice of keys, which 8 bits leave in registers. An operand's order is free
+// where both sides of a product share it: README.md tells what lanes read.
 #pragma once
 
 #include <cute/arch/mma_sm80.hpp>
@@ -20,7 +13,7 @@
 
 namespace preflash::sm90 {
 
-// The item's rows of Q as operands: scaled by its sign, and over 8 bits widened or narrowed to
+// The item's rows of Q as operands: with their sign, and over 8 bits widened or narrowed to
 // float16.
 template <class Traits>
 struct DecodeQuery {
@@ -171,7 +164,7 @@ struct DecodeProducts {
     }
   }
 
-  // The first of the neighbouring columns of O that a lane has in load `load` and column c of 2.
+  // The first of the neighbouring columns of O that a lane has in a load, of c = 0 or 1.
   __device__ __forceinline__ static int first_column(int load, int c) {
     return load * 8 * kPieceV + (lane_id() % 4 * 2 + c) * kPieceV;
   }

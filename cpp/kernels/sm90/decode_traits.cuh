@@ -7,8 +7,7 @@
 
 namespace preflash::sm90 {
 
-// Names that other kernels' code reads are the same as in forward_traits.cuh. A tile of keys is
-// here what one warp takes at a time: a slice.
+// Names are those of forward_traits.cuh. A tile of keys is what one warp takes at a time: a slice.
 template <class V>
 struct DecodeTraits {
   static constexpr Variant kVariant = V::kVariant;
@@ -19,7 +18,6 @@ struct DecodeTraits {
   static constexpr bool kHasFactors = kConverts;
   static constexpr bool kChoosesOutput = kConverts;
   static_assert(!kConverts || kProducts == DType::kFloat16, "8 bits widen to float16");
-  // Whether the kernel branches where a launch lacks one of its options.
   static constexpr bool kOptionsAtRunTime = options_at_run_time(kVariant);
   static constexpr bool kHasMaskBits = false;
   static constexpr bool kCaps = false;  // by SoftCap
@@ -56,8 +54,7 @@ struct DecodeTraits {
   // (choose_tile_class()).
   static constexpr bool kReadsOnce = !kConverts;
 
-  // The warps' parts of O are added up 8 rows at a time, those of one row of a lane.
-  static constexpr int kMergedRows = kWarpRows / 2;
+  static constexpr int kMergedRows = kWarpRows / 2;  // whose parts are added up at a time
   static constexpr int kMergedStride = kHeadVo + 4;  // floats: no bank conflicts between rows
 };
 

@@ -1,9 +1,6 @@
 // Converts operands on load: 8 bits are dequantised exactly to the kernel's 16, and rows of Q and K
-// are rotated by their positions (RoPE). The tensors' dtypes and the position encoding are run-time
-// values: a kernel branches once for each tile.
-//
-// A lane takes four pairs of dimensions of Q and K (lane_angles.cuh): two pieces of 8 bytes in 16
-// bits, of 4 bytes in 8 bits. Pieces are aligned to their size whatever the head_dim.
+// are rotated by their positions (RoPE). A lane takes four pairs of dimensions (lane_angles.cuh):
+// two pieces of 8 bytes in 16 bits, of 4 in 8 bits, which are aligned whatever the head_dim.
 #pragma once
 
 #include "kernels/common/lane_angles.cuh"
@@ -33,8 +30,8 @@ __device__ __forceinline__ void fill_rotary_tables(const RotaryFrequencies& freq
   }
 }
 
-// One warp's rows of a tile of K or V, from the raw ring to the tile. The compiler does not move a
-// load before an earlier store, so each method reads as much as it can hold before it writes.
+// One warp's rows of a tile of K or V, from the raw ring to the tile. As the compiler moves no load
+// before an earlier store, a method reads as much as it can hold before it writes.
 template <class Traits>
 struct RowConversion {
   static constexpr DType kTo = Traits::kVariant.kv_dtype;

@@ -1,6 +1,5 @@
 // The epilogue writes the accumulators to o and lse, or to split-KV partials. Each warp stores its
-// own 16 rows through its own shared memory. It needs no barrier beyond the warp, and the producers
-// load the next item's Q, K and V at the same time.
+// 16 rows through shared memory of its own, so it needs no barrier beyond the warp.
 #pragma once
 
 #include <cuda_fp8.h>
@@ -70,10 +69,8 @@ struct ForwardEpilogue {
     void* o;          // target of the warp's row lane_id() % 16
   };
 
-  // Computes and stores everything but O, while the item's last product runs. `target` belongs to
-  // the warp's row lane_id() % 16.
-  template <class Bias>
-  __device__ __forceinline__ Prepared prepare(const Softmax& softmax, const Bias& bias,
+  // Computes and stores all but O, while the item's last product runs. target: as Prepared::o.
+  __device__ __forceinline__ Prepared prepare(const Softmax& softmax, const auto& bias,
                                               const ScoreCoordinates<Traits>& coordinates,
                                               const RowTarget& target) const {
     RowResult result[2];
@@ -94,7 +91,6 @@ struct ForwardEpilogue {
       ready.empty[r] = result[r].empty;
     }
     ready.o = target.o;
-    // A quad of lanes q holds rows q and q + 8; lane l < 16 stores row l.
     // No branch around the shuffles: it would cost registers on the way to the next item.
     PartialLse value{.high = of_row(result[0].lse.high, result[1].lse.high),
                      .low = of_row(result[0].lse.low, result[1].lse.low)};
@@ -103,24 +99,21 @@ struct ForwardEpilogue {
   }
 
   // tOrO: ((2, 2, D / 8), 1, 1), the sum over the item's keys. staging: this warp's [16, kColumns]
-  template <class AccumulatorO>
-  __device__ __forceinline__ void store(const Prepared& ready, AccumulatorO& tOrO,
-                                        Element* staging) const {
+  __device__ __forceinline__ void store(const Prepared& ready, auto& tOrO, Element* staging) const {
     auto rows_of_o = make_tensor(tOrO.data(), as_rows_and_columns(tOrO.layout()));
-    CUTE_UNROLL
-    for (int r = 0; r < size<0>(rows_of_o); ++r) {
-      CUTE_UNROLL
-      for (int c = 0; c < size<1>(rows_of_o); ++c) rows_of_o(r, c) *= ready.factor[r];
-    }
-    if (__any_sync(0xffffffffu, ready.empty[0] || ready.empty[1])) {
-      // A row without keys is 0, also where 0 * V is inf or NaN.
+    auto for_each = [&](const auto& change) {
       CUTE_UNROLL
       for (int r = 0; r < size<0>(rows_of_o); ++r) {
         CUTE_UNROLL
-        for (int c = 0; c < size<1>(rows_of_o); ++c) {
-          if (ready.empty[r]) rows_of_o(r, c) = 0.0f;
-        }
+        for (int c = 0; c < size<1>(rows_of_o); ++c) change(r, rows_of_o(r, c));
       }
+    };
+    for_each([&](int r, float& x) { x *= ready.factor[r]; });
+    // A row without keys is 0, also where 0 * V is inf or NaN.
+    if (__any_sync(0xffffffffu, ready.empty[0] || ready.empty[1])) {
+      for_each([&](int r, float& x) {
+        if (ready.empty[r]) x = 0.0f;
+      });
     }
     if (!is_final()) {
       store_pairs<float>(ready, rows_of_o,
@@ -180,7 +173,7 @@ struct ForwardEpilogue {
     return has_keyless(params.extras) && is_final();
   }
 
-  // The value of row lane_id() % 16; a quad holds those of its two rows.
+  // The value of row lane_id() % 16; quad q holds those of rows q and q + 8.
   __device__ __forceinline__ static float of_row(float upper, float lower) {
     int quad = lane_id() % 8 * 4;
     upper = __shfl_sync(0xffffffffu, upper, quad);
@@ -222,8 +215,7 @@ struct ForwardEpilogue {
   }
 
   // O has 16 bits; if the output has another dtype, Element only gives the size.
-  template <class AccumulatorO>
-  __device__ __forceinline__ auto rounded(const AccumulatorO& tOrO) const {
+  __device__ __forceinline__ auto rounded(const auto& tOrO) const {
     Tensor tOrO_out = convert_fragment<Element>(tOrO);
     if constexpr (Traits::kChoosesOutput && is_same_v<Element, cutlass::half_t>) {
       if (params.o_dtype == DType::kBFloat16) {
@@ -234,10 +226,8 @@ struct ForwardEpilogue {
     return tOrO_out;
   }
 
-  // Stores a block of columns at a time: 16 rows of 128 bytes, whose 16-byte pieces are swizzled by
-  // the row.
-  template <class AccumulatorO>
-  __device__ __forceinline__ void store_final(const Prepared& ready, const AccumulatorO& tOrO,
+  // Stores a block of columns at a time: 16 rows of 128 bytes, swizzled.
+  __device__ __forceinline__ void store_final(const Prepared& ready, const auto& tOrO,
                                               Element* staging) const {
     constexpr int kRowsPerPass = 4;  // 8 lanes a row
     constexpr int kPasses = kWarpRows / kRowsPerPass;
@@ -266,10 +256,9 @@ struct ForwardEpilogue {
       uint128_t values[kPasses];
       CUTE_UNROLL
       for (int pass = 0; pass < kPasses; ++pass) {
-        int row = pass * kRowsPerPass + lane_id() / 8;
-        const auto* bytes = reinterpret_cast<const char*>(staging);
-        values[pass] =
-            *reinterpret_cast<const uint128_t*>(bytes + swizzled<kWarpRows>(row, column));
+        const auto* row = reinterpret_cast<const char*>(staging) +
+                          swizzled<kWarpRows>(pass * kRowsPerPass + lane_id() / 8, column);
+        values[pass] = *reinterpret_cast<const uint128_t*>(row);
       }
       bool in_head = block * kColumns + column < num_columns();
       CUTE_UNROLL

@@ -14,10 +14,8 @@ namespace preflash::sm90 {
 // that writes the tile arrives.
 template <class Traits>
 __device__ __forceinline__ int arrivals_of_tile(const HopperSegment& segment, bool gather) {
-  if constexpr (Traits::kConverts) {
-    return only_widens<Traits>(segment) ? kWarpgroupWarps : Traits::kProducerWarps;
-  }
-  return gather ? kWarpgroupThreads : 1;
+  if constexpr (!Traits::kConverts) return gather ? kWarpgroupThreads : 1;
+  return only_widens<Traits>(segment) ? kWarpgroupWarps : Traits::kProducerWarps;
 }
 
 template <class Traits>
@@ -28,34 +26,34 @@ __device__ __forceinline__ void init_barriers(const HopperSegment& segment,
   int transposers = Traits::kTransposesV ? kWarpgroupWarps : 0;
   int loading_warps =
       gather ? Traits::kProducerWarps : (Traits::kSliced ? kSliceLoaders : 2) + transposers;
-  for (int stage = 0; stage < Traits::kQStages; ++stage) {
-    barriers.q_full[stage].init(1);
-    barriers.q_empty[stage].init(Traits::kConsumerWarps);
+  auto init = [](auto& full, int announce, auto& empty, int release) {
+    full.init(announce);
+    empty.init(release);
+  };
+  constexpr int kConsumers = Traits::kConsumerWarps;
+  for (int i = 0; i < Traits::kQStages; ++i) {
+    init(barriers.q_full[i], 1, barriers.q_empty[i], kConsumers);
   }
-  for (int stage = 0; stage < Traits::kStages; ++stage) {
-    barriers.k_full[stage].init(producers);
-    barriers.k_empty[stage].init(Traits::kConsumerWarps);
-    barriers.v_full[stage].init(Traits::kTransposesV ? transposers : producers);
-    barriers.v_empty[stage].init(Traits::kConsumerWarps);
+  for (int i = 0; i < Traits::kStages; ++i) {
+    init(barriers.k_full[i], producers, barriers.k_empty[i], kConsumers);
+    int announce_v = Traits::kTransposesV ? transposers : producers;
+    init(barriers.v_full[i], announce_v, barriers.v_empty[i], kConsumers);
     if constexpr (Traits::kTransposesV) {
-      smem.raw_full[stage].init(producers);
-      smem.raw_empty[stage].init(transposers);
+      init(smem.raw_full[i], producers, smem.raw_empty[i], transposers);
     }
   }
   if constexpr (Traits::kSliced) {
-    for (int slot = 0; slot < Traits::kSliceSlots; ++slot) {
-      smem.slice_full[slot].init(producers);
-      smem.slice_empty[slot].init(Traits::kConsumerWarps);
+    for (int i = 0; i < Traits::kSliceSlots; ++i) {
+      init(smem.slice_full[i], producers, smem.slice_empty[i], kConsumers);
     }
   }
-  for (int slot = 0; slot < kItemSlots; ++slot) {
-    barriers.item_full[slot].init(1);
-    barriers.item_empty[slot].init(Traits::kConsumerThreads + loading_warps * 32);
+  for (int i = 0; i < kItemSlots; ++i) {
+    init(barriers.item_full[i], 1, barriers.item_empty[i],
+         Traits::kConsumerThreads + loading_warps * 32);
   }
   if constexpr (Traits::kHasMaskBits) {
-    for (int slot = 0; slot < Traits::kTileSlots; ++slot) {
-      smem.kept.tile_full[slot].init(1);
-      smem.kept.tile_empty[slot].init(Traits::kConsumerWarps + loading_warps);
+    for (int i = 0; i < Traits::kTileSlots; ++i) {
+      init(smem.kept.tile_full[i], 1, smem.kept.tile_empty[i], kConsumers + loading_warps);
     }
   }
   cutlass::arch::fence_barrier_init();
@@ -83,8 +81,7 @@ __global__ void __launch_bounds__(ForwardTraits<V>::kThreads, V::kTile.ctas_per_
   auto& smem = *reinterpret_cast<SharedStorage<Traits>*>(smem_bytes);
 
   // The first item needs the tensor maps and its range of the work list: both are requested before
-  // the barriers are initialized.
-  // All segments are gathered, or none (launch_forward()).
+  // the barriers are initialized. All segments are gathered, or none (make_maps()).
   bool gather = Traits::kConverts || params.segments[0].box.kv_rows == 0;
   if (!Traits::kConverts && threadIdx.x == 0) {
     CUTE_UNROLL

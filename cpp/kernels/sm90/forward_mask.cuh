@@ -1,6 +1,5 @@
-// Where the scores of a consumer warpgroup's tile stand, and which of them are kept. Whatever
-// depends on a score's place is a policy on ScoreCoordinates: masks here, factors of heads and
-// biases in scores.cuh.
+// Where the scores of a consumer warpgroup's tile stand, and the policies on their place: masks
+// here, factors of heads and biases in scores.cuh.
 #pragma once
 
 #include "kernels/common/mask.cuh"
@@ -59,8 +58,8 @@ struct ScoreCoordinates {
   __device__ __forceinline__ MaskBounds bounds() const { return bounds_of(params, state.request); }
 };
 
-// The columns of a tile that this thread's two rows keep. One word covers the 32 columns that the
-// thread holds of 128: bit i is column_step(i) after the thread's first one.
+// The columns of a tile that this thread's two rows keep. A word has the 32 columns that the thread
+// holds of 128: bit i is column_step(i) after its first one.
 template <class Traits>
 struct TileMask {
   static constexpr int kWordColumns = 128;
@@ -93,8 +92,8 @@ struct TileMask {
     return mask;
   }
 
-  // A custom mask's bits before the exchange: 32 columns of both rows in each lane of a quad. They
-  // stay in registers through a softmax, so both shifts share one.
+  // A custom mask's bits before the exchange: 32 columns of both rows in each lane of a quad. Both
+  // shifts share a register, because all of it stays through a softmax.
   struct RawBits {
     std::uint32_t low[Coordinates::kRows];
     std::uint32_t high[Coordinates::kRows];
@@ -143,8 +142,7 @@ struct TileMask {
     return mask;
   }
 
-  template <class Scores>
-  __device__ __forceinline__ void apply(Scores&& scores) const {
+  __device__ __forceinline__ void apply(auto&& scores) const {
     CUTE_UNROLL
     for (int r = 0; r < size<0>(scores); ++r) {
       CUTE_UNROLL
@@ -179,9 +177,8 @@ struct TileMask {
     return load_mask_words(bits, token * request.kv_len + min(key, request.kv_len - 1));
   }
   // columns: right up to the tail's edge. Behind the edge keys stand further right.
-  template <class Tail>
   __device__ __forceinline__ static std::uint32_t with_tail(const Coordinates& coordinates, int r,
-                                                            const Tail& tail,
+                                                            const auto& tail,
                                                             std::uint32_t columns) {
     int column = lane_column();
     if (column + 32 <= tail.edge) return columns;
@@ -191,8 +188,8 @@ struct TileMask {
     std::uint32_t behind = words_at(coordinates, r, max(key, 0)).bits() << max(-key, 0);
     return columns & before | behind & ~before;
   }
-  // Bits 8 i + 2 q + {0, 1} belong to lane q of the quad: they become bits 8 q + 2 i + {0, 1}. A
-  // transpose of pairs, by two swaps of a bit of i with one of q.
+  // Bits 8 i + 2 q + {0, 1}, which belong to lane q of the quad, become bits 8 q + 2 i + {0, 1}, by
+  // two swaps of a bit of i with one of q.
   __device__ __forceinline__ static std::uint32_t group_columns(std::uint32_t bits) {
     std::uint32_t differ = (bits >> 6 ^ bits) & 0x00cc00ccu;
     bits ^= differ ^ differ << 6;

@@ -1,8 +1,6 @@
 // The pipeline of the full and partial KV tiles of a custom mask. One producer warp announces each
-// item's tiles, the last one first (mask_tile_reader.cuh). Empty tiles, in which no row sees a key,
-// are not announced, so they are neither loaded nor multiplied.
-//
-// Loading warps and consumers read the announcements, each at its own pace.
+// item's tiles, the last one first (mask_tile_reader.cuh), but not the empty ones. Loading warps
+// and consumers read the announcements, each at its own pace.
 #pragma once
 
 #include "kernels/sm90/mask_tile_reader.cuh"
@@ -10,8 +8,7 @@
 
 namespace preflash::sm90 {
 
-// One warp announces items and their full and partial tiles: all tiles of an item before the next
-// item. The warp itself writes the output of items without keys.
+// One warp announces items and their tiles: all tiles of an item before the next item.
 template <class Traits>
 struct KeptTileProducer : ItemProducer<Traits> {
   ProducerPipelineState<Traits::kTileSlots> tile_write = {};

@@ -31,9 +31,8 @@ struct ConvertedLoader {
   // operand copies run one tile ahead and page lookups two. Every copy is a group, an empty one
   // where there is no tile, so one group is always in flight. Calls after_first() once K(last) has
   // been requested.
-  template <class Tiles, class AfterFirst>
-  __device__ __forceinline__ void load_item(const ItemState& state, Tiles& tiles,
-                                            const AfterFirst& after_first) {
+  __device__ __forceinline__ void load_item(const ItemState& state, auto& tiles,
+                                            const auto& after_first) {
     item = ItemKeys::of(state);
     int tile = tiles.first(state);
     KeySlot slot = find_slot_of_lane(tile);
@@ -92,8 +91,7 @@ struct ConvertedLoader {
   }
 
   // Publish a tile, and call copy_next() as soon as its part of the raw ring is free.
-  template <class CopyNext>
-  __device__ __forceinline__ void publish_k(int tile, const CopyNext& copy_next) {
+  __device__ __forceinline__ void publish_k(int tile, const auto& copy_next) {
     await_rows();
     const bool rotates = !stored_in_8_bits() || params.position == Position::kRope;
     if (rotates) {
@@ -105,8 +103,7 @@ struct ConvertedLoader {
     publish_rows(k);
     if (rotates) copy_next();
   }
-  template <class CopyNext>
-  __device__ __forceinline__ void publish_v(const CopyNext& copy_next) {
+  __device__ __forceinline__ void publish_v(const auto& copy_next) {
     await_rows();
     if (!stored_in_8_bits()) {
       publish_rows(v);
@@ -133,8 +130,8 @@ struct ConvertedLoader {
       rotate(C<Traits::kVariant.kv_dtype>{});
     }
   }
-  template <class Writer, class CopyNext>
-  __device__ __forceinline__ void widen_rows(const Writer& write, const CopyNext& copy_next) const {
+  template <class Writer>
+  __device__ __forceinline__ void widen_rows(const Writer& write, const auto& copy_next) const {
     constexpr int kHead = Writer::kHead;
     RowConversion<Traits> rows{write.raw(), first_row()};
     auto narrow = rows.template read<kHead>();

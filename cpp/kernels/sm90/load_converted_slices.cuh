@@ -76,8 +76,7 @@ struct ConvertedSlices : SliceRows<Traits> {
 
  private:
   // Writes the slice that is in flight, and requests the next one.
-  template <class CopyNext>
-  __device__ __forceinline__ void write_narrow(const CopyNext& copy_next) {
+  __device__ __forceinline__ void write_narrow(const auto& copy_next) {
     if (!in_flight) return;
     in_flight = false;
     this->write.wait();

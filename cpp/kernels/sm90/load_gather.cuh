@@ -39,9 +39,8 @@ struct GatherLoader {
   // Loads K(last), then K(t - 1) and V(t) for each tile: the consumers compute S(t - 1) = Q K^T
   // before O += P V(t). The page lookup runs two tiles ahead of V. Calls after_first() once K(last)
   // has been issued.
-  template <class Tiles, class AfterFirst>
-  __device__ __forceinline__ void load_item(const ItemState& state, Tiles& tiles,
-                                            const AfterFirst& after_first) {
+  __device__ __forceinline__ void load_item(const ItemState& state, auto& tiles,
+                                            const auto& after_first) {
     item = ItemKeys::of(state);
     int tile = tiles.first(state);
     RowSlots rows = find_rows(tile);

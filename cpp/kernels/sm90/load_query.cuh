@@ -1,5 +1,5 @@
 // How the 64 rows of an item's Q reach a consumer warpgroup: policies, of which QueryOf is the
-// variant's. prefetch() requests the rows ahead of time. After arrive() the products may read them.
+// variant's. prefetch() requests the rows, and after arrive() the products may read them.
 #pragma once
 
 #include <bit>
@@ -45,8 +45,7 @@ struct QueryLoader {
     }
   }
 
-  template <class Read>
-  __device__ __forceinline__ void arrive(const Read&) const {
+  __device__ __forceinline__ void arrive(const auto&) const {
     // Every warp has completed its products with the last item's rows.
     sync();
     if (Traits::kWidens && params.q_dtype == DType::kFloat8E4M3) {
@@ -80,8 +79,7 @@ struct QueryLoader {
     }
   }
 
-  // Units first_unit + i * kLanes of one row, four pairs of dimensions each. All lanes of a row
-  // come here, whether it exists or not.
+  // Units first_unit + i * kLanes of a row, four pairs of dimensions each.
   template <DType kFrom>
   __device__ __forceinline__ void load_row(int row, int first_unit) const {
     FourFloats low[kTurns], high[kTurns];
@@ -93,7 +91,11 @@ struct QueryLoader {
     }
     float factor = 1.0f;
     if constexpr (kFrom == DType::kBFloat16 && kTo == DType::kFloat16) {
-      factor = narrowing_factor(row_maximum(maximum));
+      CUTE_UNROLL
+      for (int lanes = kLanes / 2; lanes > 0; lanes /= 2) {
+        maximum = fmaxf(maximum, __shfl_xor_sync(0xffffffffu, maximum, lanes));
+      }
+      factor = narrowing_factor(maximum);
       if (first_unit == 0) smem.query_scale[row] = 1.0f / factor;
     }
     if (row >= state.num_rows) return;
@@ -129,13 +131,6 @@ struct QueryLoader {
     high.multiply(params.logits.q_factor);
   }
 
-  __device__ __forceinline__ static float row_maximum(float x) {
-    CUTE_UNROLL
-    for (int lanes = kLanes / 2; lanes > 0; lanes /= 2) {
-      x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, lanes));
-    }
-    return x;
-  }
   template <DType kFrom>
   __device__ __forceinline__ static FourFloats load(const unsigned char* source) {
     return FourFloats::of<kFrom>(__ldg(reinterpret_cast<const FourStored<kFrom>*>(source)));
@@ -157,8 +152,7 @@ struct ArrivingQuery {
 
   __device__ __forceinline__ static void prefetch() {}
 
-  template <class Read>
-  __device__ __forceinline__ void arrive(const Read& q_read) const {
+  __device__ __forceinline__ void arrive(const auto& q_read) const {
     smem.barriers.q_full[q_read.index()].wait(q_read.phase());
     order_memory_accesses();
     multiply(params.logits.q_factor, q_read.index());

@@ -22,9 +22,8 @@ struct KvSliceLoader : Copies {
   bool any_before = false;
 
   // Calls after_first() once K of the first tile has been issued.
-  template <class Tiles, class AfterFirst>
-  __device__ __forceinline__ void load_item(const ItemState& state, Tiles& tiles,
-                                            const AfterFirst& after_first) {
+  __device__ __forceinline__ void load_item(const ItemState& state, auto& tiles,
+                                            const auto& after_first) {
     const ItemKeys item = ItemKeys::of(state);
     auto look_up = [&](int tile) { return this->find(item, tile); };
     for_each_tile(tiles, state, look_up, [&](const Tile& tile, bool is_first) {

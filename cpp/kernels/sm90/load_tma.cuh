@@ -9,30 +9,6 @@
 
 namespace preflash::sm90 {
 
-// Loads an item's Q: token-aligned, one box per block of columns; where a group has more heads than
-// the tile has rows, every row is a box.
-template <class Traits>
-__device__ __forceinline__ void fetch_q(const HopperSegment& params, const ItemState& state,
-                                        SharedStorage<Traits>& smem, int stage) {
-  constexpr int kColumns = kBlockColumns<typename Traits::ElementQ>;
-  TransactionBarrier& full = smem.barriers.q_full[stage];
-  auto* q = smem.q + stage * (Traits::kTileM * Traits::kRowQk);
-  const BoxShape& box = params.box;
-  int box_rows = box.q_heads * box.q_tokens;
-  int num_boxes = params.group_size <= Traits::kTileM ? 1 : state.num_rows;
-  full.arrive_and_expect_tx(num_boxes * box_rows * kBlockRowBytes * Traits::kBlocksQ);
-  for (int i = 0; i < num_boxes; ++i) {
-    PackedRow row = unpack_row(params, state.item.row_begin + i);
-    for (int block = 0; block < Traits::kBlocksQ; ++block) {
-      SM90_TMA_LOAD_4D::copy(&params.maps.q, reinterpret_cast<std::uint64_t*>(&full),
-                             static_cast<std::uint64_t>(TMA::CacheHintSm90::EVICT_FIRST),
-                             q + (block * Traits::kTileM + i) * kColumns, block * kColumns,
-                             row.head_in_group, state.request.qo_begin + row.token,
-                             state.item.kv_head);
-    }
-  }
-}
-
 // One warp loads Q.
 template <class Traits>
 struct QLoader {
@@ -42,11 +18,31 @@ struct QLoader {
 
   __device__ __forceinline__ void load(const ItemState& state) {
     smem.barriers.q_empty[write.index()].wait(write.phase() ^ 1);
-    if (elect_one_sync()) {
-      fetch_q(params.segment_of(state.request), state, smem, write.index());
-    }
+    if (elect_one_sync()) fetch(params.segment_of(state.request), state);
     __syncwarp();
     write.advance();
+  }
+
+ private:
+  // Token-aligned rows take one box per block of columns; where a group has more heads than the
+  // tile has rows, every row is a box.
+  __device__ __forceinline__ void fetch(const HopperSegment& segment, const ItemState& state) {
+    constexpr int kColumns = kBlockColumns<typename Traits::ElementQ>;
+    TransactionBarrier& full = smem.barriers.q_full[write.index()];
+    auto* q = smem.q + write.index() * (Traits::kTileM * Traits::kRowQk);
+    int box_rows = segment.box.q_heads * segment.box.q_tokens;
+    int num_boxes = segment.group_size <= Traits::kTileM ? 1 : state.num_rows;
+    full.arrive_and_expect_tx(num_boxes * box_rows * kBlockRowBytes * Traits::kBlocksQ);
+    for (int i = 0; i < num_boxes; ++i) {
+      PackedRow row = unpack_row(segment, state.item.row_begin + i);
+      for (int block = 0; block < Traits::kBlocksQ; ++block) {
+        SM90_TMA_LOAD_4D::copy(&segment.maps.q, reinterpret_cast<std::uint64_t*>(&full),
+                               static_cast<std::uint64_t>(TMA::CacheHintSm90::EVICT_FIRST),
+                               q + (block * Traits::kTileM + i) * kColumns, block * kColumns,
+                               row.head_in_group, state.request.qo_begin + row.token,
+                               state.item.kv_head);
+      }
+    }
   }
 };
 
@@ -89,9 +85,8 @@ struct TmaLoader {
       : params(params), write{smem} {}
 
   // Calls after_first() once the first tile has been issued.
-  template <class Tiles, class AfterFirst>
-  __device__ __forceinline__ void load_item(const ItemState& state, Tiles& tiles,
-                                            const AfterFirst& after_first) {
+  __device__ __forceinline__ void load_item(const ItemState& state, auto& tiles,
+                                            const auto& after_first) {
     item = ItemKeys::of(state);
     hint = cache_hint(state);
     auto look_up = [&](int tile) { return box_coordinates<Traits>(segment(), item, tile); };

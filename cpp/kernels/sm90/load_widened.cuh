@@ -18,34 +18,22 @@ __device__ __forceinline__ bool only_widens(const HopperSegment& params) {
          params.position != Position::kRope;
 }
 
-// How the lanes of a warp share the rows of a tile: each takes pieces of 16 elements. Eight lanes
-// store together, 16 bytes each: four pieces of two neighbouring rows, which the swizzle spreads
-// over all banks.
-template <int kHead>
-struct WideningLanes {
-  static constexpr int kPiece = 16;
-  static constexpr int kBlocks = kHead / 64;
-  static constexpr int kRowsAtOnce = 8 / kBlocks;
-  static_assert(kBlocks == 1 || kBlocks == 2);
-
-  __device__ __forceinline__ static int row() {
-    return lane_id() / (8 * kBlocks) * 2 + lane_id() / 4 % 2;
-  }
-  __device__ __forceinline__ static int block() { return lane_id() / 8 % kBlocks; }
-  __device__ __forceinline__ static int column() { return lane_id() % 4 * kPiece; }  // of a block
-};
-
-// A warp's rows of kColumns columns, on their way from memory to a tile.
+// A warp's rows of kColumns columns, on their way from memory to a tile. A lane takes pieces of 16
+// elements. Eight lanes store together, 16 bytes each: four pieces of two neighbouring rows, which
+// the swizzle spreads over all banks.
 template <class Traits, int kColumns>
 struct WideningRows {
   static constexpr DType kTo = Traits::kVariant.kv_dtype;
   static constexpr int kWarpKeys = Traits::kTileN / kWarpgroupWarps;
-  using Lanes = WideningLanes<kColumns>;
+  static constexpr int kPiece = 16;
+  static constexpr int kBlocks = kColumns / 64;
+  static constexpr int kRowsAtOnce = 8 / kBlocks;
   static constexpr int kParts = 2;
   static constexpr int kPartRows = kWarpKeys / kParts;
-  static constexpr int kPasses = kPartRows / Lanes::kRowsAtOnce;  // of a part: pieces of a lane
+  static constexpr int kPasses = kPartRows / kRowsAtOnce;  // of a part: pieces of a lane
+  static_assert(kBlocks == 1 || kBlocks == 2);
   static_assert(kWarpKeys <= 32, "a lane looks up the page of one row");
-  static_assert(kPartRows % 8 == 0 && kPasses * Lanes::kRowsAtOnce == kPartRows);
+  static_assert(kPartRows % 8 == 0 && kPasses * kRowsAtOnce == kPartRows);
 
   uint4* raw;  // [part, pass, lane] of the warp's pieces, from this lane's first one on
 
@@ -79,9 +67,9 @@ struct WideningRows {
   }
 
   // Writes a part of a tile, and calls copy_next(part) as soon as its raw rows have been read.
-  template <int kPart, class CopyNext>
+  template <int kPart>
   __device__ __forceinline__ void write(DType from, unsigned char* tile,
-                                        const CopyNext& copy_next) const {
+                                        const auto& copy_next) const {
     cp_async_wait<kParts - 1>();
     uint4 stored[kPasses];
     CUTE_UNROLL
@@ -91,33 +79,40 @@ struct WideningRows {
   }
 
  private:
+  __device__ __forceinline__ static int lane_row() {
+    return lane_id() / (8 * kBlocks) * 2 + lane_id() / 4 % 2;
+  }
+  __device__ __forceinline__ static int lane_column() {
+    return lane_id() / 8 % kBlocks * 64 + lane_id() % 4 * kPiece;
+  }
+
   template <int kPart, Rows kRows>
   __device__ __forceinline__ void copy_rows(const Source& from) const {
     const KvTensor& tensor = from.tensor;
-    int column = from.column + Lanes::block() * 64 + Lanes::column();
+    int column = from.column + lane_column();
     const unsigned char* source = static_cast<const unsigned char*>(tensor.data) +
                                   from.item.kv_head * tensor.stride_head + column;
     std::int64_t lane_offset = slot_offset(tensor, from.slot);
     std::uint32_t target = cast_smem_ptr_to_uint(raw);
     CUTE_UNROLL
     for (int pass = 0; pass < kPasses; ++pass) {
-      int row = kPart * kPartRows + pass * Lanes::kRowsAtOnce + Lanes::row();
+      int row = kPart * kPartRows + pass * kRowsAtOnce + lane_row();
       const unsigned char* address = source + __shfl_sync(0xffffffffu, lane_offset, row);
       int key = from.tile * Traits::kTileN + first_row() + row;
       copy_piece<kRows>(from.item, key, from.head_dim - column,
-                        target + (kPart * kPasses + pass) * 32 * Lanes::kPiece, address);
+                        target + (kPart * kPasses + pass) * 32 * kPiece, address);
     }
   }
 
   template <int kPart, DType kFrom>
   __device__ __forceinline__ static void write_rows(const uint4 (&stored)[kPasses],
                                                     unsigned char* tile) {
-    const int row = first_row() + Lanes::row();
-    const int column = Lanes::block() * 64 + Lanes::column();
+    const int row = first_row() + lane_row();
+    const int column = lane_column();
     SwizzledColumn<Traits::kTileN> low(tile, row, column), high(tile, row, column + 8);
     CUTE_UNROLL
     for (int pass = 0; pass < kPasses; ++pass) {
-      const int offset = kPart * kPartRows + pass * Lanes::kRowsAtOnce;
+      const int offset = kPart * kPartRows + pass * kRowsAtOnce;
       const uint4& piece = stored[pass];
       *reinterpret_cast<uint4*>(low.at(offset)) = widen<kFrom, kTo>(make_uint2(piece.x, piece.y));
       *reinterpret_cast<uint4*>(high.at(offset)) = widen<kFrom, kTo>(make_uint2(piece.z, piece.w));
@@ -142,9 +137,8 @@ struct WideningLoader {
 
   // Prefetches the rows of the tile after the next into the L2. Calls after_first() once the first
   // tile has been requested.
-  template <class Tiles, class AfterFirst>
-  __device__ __forceinline__ void load_item(const ItemState& state, Tiles& tiles,
-                                            const AfterFirst& after_first) {
+  __device__ __forceinline__ void load_item(const ItemState& state, auto& tiles,
+                                            const auto& after_first) {
     item = ItemKeys::of(state);
     int tile = tiles.first(state);
     KeySlot slot = find_slot_of_lane(tile);

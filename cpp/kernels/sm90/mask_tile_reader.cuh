@@ -1,5 +1,5 @@
 // The full and partial KV tiles of an item under a custom mask (preflash/mask_tiles.h), for the
-// producer warp that announces them. In a launch without a mask all tiles are full.
+// producer warp that announces them.
 #pragma once
 
 #include "kernels/sm90/forward_params.cuh"

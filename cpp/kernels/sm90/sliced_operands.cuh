@@ -27,8 +27,7 @@ struct SlicedOperands : Accumulators<Traits> {
   __device__ __forceinline__ static void begin_products() {}
   __device__ __forceinline__ static void end_products() {}
 
-  template <class Q>
-  __device__ __forceinline__ void issue_qk(const Q& tSrQ) {
+  __device__ __forceinline__ void issue_qk(const auto& tSrQ) {
     issue_qk_slice(tSrQ, 0, wait_for_slice());
 #pragma unroll 1
     for (int slice = 1; slice < num_k; ++slice) {
@@ -68,8 +67,7 @@ struct SlicedOperands : Accumulators<Traits> {
     held.advance();
   }
   // The slice's part of S = Q K^T
-  template <class Q>
-  __device__ __forceinline__ void issue_qk_slice(const Q& tSrQ, int slice, int slot) {
+  __device__ __forceinline__ void issue_qk_slice(const auto& tSrQ, int slice, int slot) {
     constexpr int kDepth = Traits::kSliceColumns / 16;
     MmaQk mma;
     Tensor sK = make_tensor(make_smem_ptr(&smem.slices[0][0]),

@@ -53,9 +53,8 @@ using TileStream = conditional_t<Traits::kHasMaskBits, KeptTileStream<Traits, An
 
 // Calls load(look_up(tile), is_first) for each tile of an item. The lookup runs a tile ahead,
 // because a page index comes from the L2.
-template <class Tiles, class LookUp, class Load>
-__device__ __forceinline__ void for_each_tile(Tiles& tiles, const ItemState& state,
-                                              const LookUp& look_up, const Load& load) {
+__device__ __forceinline__ void for_each_tile(auto& tiles, const ItemState& state,
+                                              const auto& look_up, const auto& load) {
   int tile = tiles.first(state);
   auto found = look_up(tile);
   for (bool is_first = true; tile != kNoTile; is_first = false) {

@@ -29,8 +29,7 @@ __device__ __forceinline__ void multiply_async(Mma& mma, const A& a, int first_k
 }
 
 // The same with all columns of a.
-template <class Mma, class A, class B, class C>
-__device__ __forceinline__ void multiply_async(Mma& mma, const A& a, const B& b, C& c,
+__device__ __forceinline__ void multiply_async(auto& mma, const auto& a, const auto& b, auto& c,
                                                GMMA::ScaleOut first) {
   multiply_async<decltype(size<2>(a))::value>(mma, a, 0, b, c, first);
 }
@@ -43,16 +42,14 @@ __device__ __forceinline__ void wait_for_product(C& c) {
 }
 
 // ((2, 2, N / 8), MMA_M, MMA_N) accumulator -> (rows of this thread, columns of this thread)
-template <class L>
-__device__ constexpr auto as_rows_and_columns(L layout) {
+__device__ constexpr auto as_rows_and_columns(auto layout) {
   return make_layout(make_layout(get<0, 1>(layout), get<1>(layout)),
                      make_layout(get<0, 0>(layout), get<0, 2>(layout), get<2>(layout)));
 }
 
 // ((2, 2, N / 8), MMA_M, MMA_N) accumulator of one product -> ((2, 2, 2), MMA_M, (N / 16, MMA_N)),
 // the A operand of the next.
-template <class L>
-__device__ constexpr auto as_operand_a(L layout) {
+__device__ constexpr auto as_operand_a(auto layout) {
   auto pairs = logical_divide(get<0, 2>(layout), Tile<Layout<_2>>{});  // ((2, N / 16))
   return make_layout(make_layout(get<0, 0>(layout), get<0, 1>(layout), get<0>(get<0>(pairs))),
                      get<1>(layout), make_layout(get<1>(get<0>(pairs)), get<2>(layout)));

@@ -34,8 +34,8 @@ __device__ __forceinline__ TileRange tiles_of_rows(const HopperSegment& params,
   return touched_tiles(bounds, rows, chunk, Traits::kTileN, Mask::kBounds);
 }
 
-// The KV tiles that the rows of one consumer warpgroup touch. If they touch none, the warpgroup
-// computes the last tile, which is masked as a whole and gives zeros.
+// The KV tiles that the rows of one consumer warpgroup touch: if none, the last one, which is
+// masked as a whole and gives zeros.
 template <class Traits>
 __device__ __forceinline__ TileRange tiles_of_warpgroup(const HopperSegment& params,
                                                         const ItemState& state, int warpgroup) {
@@ -50,8 +50,7 @@ __device__ __forceinline__ TileRange tiles_of_warpgroup(const HopperSegment& par
   return {last, last, last, last + 1};
 }
 
-// One warp prepares and announces the items. It writes the output of items without keys itself, so
-// other warps see only items with tiles.
+// One warp prepares and announces the items. It writes the output of items without keys itself.
 template <class Traits>
 struct ItemProducer {
   const ParamsOf<Traits>& params;
@@ -73,8 +72,7 @@ struct ItemProducer {
  protected:
   // With mask bits, kept(item, request, tiles) returns the tiles within the bounds, or none if all
   // of them are empty.
-  template <class Kept>
-  __device__ __forceinline__ void announce(Kept&& kept) {
+  __device__ __forceinline__ void announce(auto&& kept) {
     WorkItem item;
     RequestInfo request;
     TileRange tiles = {};
