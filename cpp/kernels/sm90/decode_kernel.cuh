@@ -26,14 +26,14 @@ struct DecodeWarp {
   int stage = 0;  // of the slice to be computed next
   ItemTimer timer;
 
-  __device__ __forceinline__ DecodeWarp(const Params& params, DecodeStorage<Traits>& smem, int warp,
-                                        int begin, int end)
+  CUTE_DEVICE DecodeWarp(const Params& params, DecodeStorage<Traits>& smem, int warp, int begin,
+                         int end)
       : params(params),
         smem(smem),
         warp(warp),
         loader(params, smem.ring[warp][0], warp, begin, end) {}
 
-  __device__ __forceinline__ void run(int begin, int end) {
+  CUTE_DEVICE void run(int begin, int end) {
     CUTE_UNROLL
     for (int i = 0; i < Traits::kStages - 1; ++i) loader.request();
     for (int index = begin; index < end; ++index) {
@@ -52,14 +52,14 @@ struct DecodeWarp {
  private:
   using Epilogue = ForwardEpilogue<Traits>;
 
-  __device__ __forceinline__ const HopperSegment& segment() const { return params.segments[0]; }
+  CUTE_DEVICE const HopperSegment& segment() const { return params.segments[0]; }
 
-  // Whether this launch has what its kernel is compiled for.
-  __device__ __forceinline__ bool has_bias() const {
+  // Whether this launch has the bias that its kernel is compiled for.
+  CUTE_DEVICE bool has_bias() const {
     return !Traits::kOptionsAtRunTime || segment().position == Position::kAlibi;
   }
 
-  __device__ __forceinline__ void run_item(const ItemState& state) {
+  CUTE_DEVICE void run_item(const ItemState& state) {
     begin_item(state);
     for (int slice = state.tiles.end - 1 - warp; slice >= state.tiles.begin;
          slice -= Traits::kWarps) {
@@ -76,7 +76,7 @@ struct DecodeWarp {
     DecodeMerge<Traits>{smem, segment(), state, warp}.run(softmax, bias, products);
   }
 
-  __device__ __forceinline__ void begin_item(const ItemState& state) {
+  CUTE_DEVICE void begin_item(const ItemState& state) {
     Coordinates of_item{segment(), state, 0, state.tiles.begin};
     query.load(segment(), state);
     bias = has_bias() ? ScoreBias<Traits>::of(of_item) : ScoreBias<Traits>{};
@@ -90,7 +90,7 @@ struct DecodeWarp {
   }
 
   template <DType kFrom>
-  __device__ __forceinline__ void run_slice(const ItemState& state, int slice) {
+  CUTE_DEVICE void run_slice(const ItemState& state, int slice) {
     const unsigned char* k = smem.ring[warp][stage];
     products.template multiply_qk<kFrom>(query, k);
     auto rows_of_s = products.rows_of_s();

@@ -47,8 +47,7 @@ struct DecodeTraits {
 
   static constexpr int kStoredBytes = kConverts ? 1 : 2;  // of an element of K or V
   static constexpr int kSliceBytesK = kTileN * kHeadQk * kStoredBytes;
-  static constexpr int kSliceBytesV = kTileN * kHeadVo * kStoredBytes;
-  static constexpr int kSliceBytes = kSliceBytesK + kSliceBytesV;
+  static constexpr int kSliceBytes = kSliceBytesK + kTileN * kHeadVo * kStoredBytes;
 
   // Over 16 bits the planner takes these kernels for batches whose requests are one query tile each
   // (choose_tile_class()).

@@ -21,8 +21,8 @@ struct RotaryLanes {
 
 // All threads of the CTA write the tables; whoever reads them waits for the CTA first.
 template <class Traits>
-__device__ __forceinline__ void fill_rotary_tables(const RotaryFrequencies& frequencies,
-                                                   SharedStorage<Traits>& smem) {
+CUTE_DEVICE void fill_rotary_tables(const RotaryFrequencies& frequencies,
+                                    SharedStorage<Traits>& smem) {
   for (int pair = threadIdx.x; pair < Traits::kPairs; pair += Traits::kThreads) {
     std::uint64_t frequency = frequencies.of_pair[pair];
     smem.frequency[pair] = frequency;
@@ -52,7 +52,7 @@ struct RowConversion {
   };
 
   template <int kHead>
-  __device__ __forceinline__ Narrow<kHead> read() const {
+  CUTE_DEVICE Narrow<kHead> read() const {
     using Rows = Narrow<kHead>;
     Rows rows;
     const unsigned char* lane = raw + (first_row + lane_id() / 8) * kHead + lane_id() % 8 * 8;
@@ -67,7 +67,7 @@ struct RowConversion {
     return rows;
   }
   template <DType kFrom, int kHead>
-  __device__ __forceinline__ void write(const Narrow<kHead>& rows, unsigned char* tile) const {
+  CUTE_DEVICE void write(const Narrow<kHead>& rows, unsigned char* tile) const {
     using Rows = Narrow<kHead>;
     CUTE_UNROLL
     for (int pass = 0; pass < Rows::kPasses; ++pass) {
@@ -83,8 +83,8 @@ struct RowConversion {
 
   // first_key: of the tile. A lane's angles at its first row come from the position.
   template <DType kFrom>
-  __device__ __forceinline__ void rotate(const SharedStorage<Traits>& smem, int first_key,
-                                         int head_dim, unsigned char* tile) const {
+  CUTE_DEVICE void rotate(const SharedStorage<Traits>& smem, int first_key, int head_dim,
+                          unsigned char* tile) const {
     using Lanes = RotaryLanes<Traits>;
     constexpr int kPasses = kWarpKeys / Lanes::kRowsAtOnce;
     constexpr int kBatch = kPasses % 4 == 0 ? 4 : 3;  // rows of a lane in flight

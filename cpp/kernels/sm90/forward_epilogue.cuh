@@ -25,7 +25,7 @@ struct RowTarget {
 };
 
 // Values beyond 448 become 448.
-__device__ __forceinline__ void store_e4m3(std::uint8_t* target, float2 x) {
+CUTE_DEVICE void store_e4m3(std::uint8_t* target, float2 x) {
   *reinterpret_cast<__nv_fp8x2_storage_t*>(target) =
       __nv_cvt_float2_to_fp8x2(x, __NV_SATFINITE, __NV_E4M3);
 }
@@ -41,7 +41,7 @@ struct ForwardEpilogue {
   const RequestInfo& request;
   int num_rows;
 
-  __device__ __forceinline__ RowTarget target_of(int row) const {
+  CUTE_DEVICE RowTarget target_of(int row) const {
     if (row >= num_rows) return {};
     if (!is_final()) {
       std::int64_t partial = std::int64_t{item.partial_row} + row;
@@ -70,9 +70,9 @@ struct ForwardEpilogue {
   };
 
   // Computes and stores all but O, while the item's last product runs. target: as Prepared::o.
-  __device__ __forceinline__ Prepared prepare(const Softmax& softmax, const auto& bias,
-                                              const ScoreCoordinates<Traits>& coordinates,
-                                              const RowTarget& target) const {
+  CUTE_DEVICE Prepared prepare(const Softmax& softmax, const auto& bias,
+                               const ScoreCoordinates<Traits>& coordinates,
+                               const RowTarget& target) const {
     RowResult result[2];
     auto missing = bias.missing(coordinates);
     CUTE_UNROLL
@@ -99,7 +99,7 @@ struct ForwardEpilogue {
   }
 
   // tOrO: ((2, 2, D / 8), 1, 1), the sum over the item's keys. staging: this warp's [16, kColumns]
-  __device__ __forceinline__ void store(const Prepared& ready, auto& tOrO, Element* staging) const {
+  CUTE_DEVICE void store(const Prepared& ready, auto& tOrO, Element* staging) const {
     auto rows_of_o = make_tensor(tOrO.data(), as_rows_and_columns(tOrO.layout()));
     auto for_each = [&](const auto& change) {
       CUTE_UNROLL
@@ -126,7 +126,7 @@ struct ForwardEpilogue {
   }
 
   // Writes an item whose rows keep no key; any single warp may run it.
-  __device__ __forceinline__ void run_empty() const {
+  CUTE_DEVICE void run_empty() const {
     for (int row = 0; row < num_rows; ++row) {
       RowTarget target = target_of(row);
       float lse = -INFINITY;
@@ -149,38 +149,34 @@ struct ForwardEpilogue {
 
  private:
   // The columns of O that this CTA makes: at most kPartVo of them.
-  __device__ __forceinline__ int first_column() const {
-    return sm90::first_column<Traits>(params.head_dim_vo);
-  }
-  __device__ __forceinline__ int num_columns() const {
+  CUTE_DEVICE int first_column() const { return sm90::first_column<Traits>(params.head_dim_vo); }
+  CUTE_DEVICE int num_columns() const {
     return min(params.head_dim_vo - first_column(), Traits::kPartVo);
   }
 
-  __device__ __forceinline__ bool is_final() const { return item.partial_row == WorkItem::kFinal; }
+  CUTE_DEVICE bool is_final() const { return item.partial_row == WorkItem::kFinal; }
 
   // An element of o: the products' dtype, or with 8-bit queries the caller's.
-  __device__ __forceinline__ int output_bytes() const {
+  CUTE_DEVICE int output_bytes() const {
     return Traits::kChoosesOutput ? size_of(params.o_dtype) : sizeof(Element);
   }
-  __device__ __forceinline__ float out_scale() const {
+  CUTE_DEVICE float out_scale() const {
     if constexpr (!Traits::kHasFactors) return params.out_scale;
     const float* of_v = params.extras.scale_v;
     return of_v == nullptr ? params.out_scale : params.out_scale * __ldg(of_v + item.kv_head);
   }
 
   // A split row gets its sink where the partials are merged.
-  __device__ __forceinline__ bool adds_keyless() const {
-    return has_keyless(params.extras) && is_final();
-  }
+  CUTE_DEVICE bool adds_keyless() const { return has_keyless(params.extras) && is_final(); }
 
   // The value of row lane_id() % 16; quad q holds those of rows q and q + 8.
-  __device__ __forceinline__ static float of_row(float upper, float lower) {
+  CUTE_DEVICE static float of_row(float upper, float lower) {
     int quad = lane_id() % 8 * 4;
     upper = __shfl_sync(0xffffffffu, upper, quad);
     lower = __shfl_sync(0xffffffffu, lower, quad);
     return lane_id() < 8 ? upper : lower;
   }
-  __device__ __forceinline__ void store_lse(const RowTarget& target, const PartialLse& lse) const {
+  CUTE_DEVICE void store_lse(const RowTarget& target, const PartialLse& lse) const {
     if (target.lse == nullptr) return;
     if (is_final()) {
       store_row_lse(params.lse, static_cast<float*>(target.lse), lse);
@@ -191,15 +187,15 @@ struct ForwardEpilogue {
 
   // The target of one of the warp's 16 rows; all lanes call this together.
   template <class T>
-  __device__ __forceinline__ static T* target_row(const Prepared& ready, int row) {
+  CUTE_DEVICE static T* target_row(const Prepared& ready, int row) {
     auto address = reinterpret_cast<unsigned long long>(ready.o);
     return reinterpret_cast<T*>(__shfl_sync(0xffffffffu, address, row));
   }
 
   // Calls store(target, pair) for the pairs of neighbouring elements of O that exist.
   template <class T, class Rows, class Store>
-  __device__ __forceinline__ void store_pairs(const Prepared& ready, const Rows& rows_of_o,
-                                              const Store& store) const {
+  CUTE_DEVICE void store_pairs(const Prepared& ready, const Rows& rows_of_o,
+                               const Store& store) const {
     CUTE_UNROLL
     for (int r = 0; r < size<0>(rows_of_o); ++r) {
       T* target = target_row<T>(ready, lane_id() / 4 + r * 8);
@@ -215,7 +211,7 @@ struct ForwardEpilogue {
   }
 
   // O has 16 bits; if the output has another dtype, Element only gives the size.
-  __device__ __forceinline__ auto rounded(const auto& tOrO) const {
+  CUTE_DEVICE auto rounded(const auto& tOrO) const {
     Tensor tOrO_out = convert_fragment<Element>(tOrO);
     if constexpr (Traits::kChoosesOutput && is_same_v<Element, cutlass::half_t>) {
       if (params.o_dtype == DType::kBFloat16) {
@@ -227,8 +223,7 @@ struct ForwardEpilogue {
   }
 
   // Stores a block of columns at a time: 16 rows of 128 bytes, swizzled.
-  __device__ __forceinline__ void store_final(const Prepared& ready, const auto& tOrO,
-                                              Element* staging) const {
+  CUTE_DEVICE void store_final(const Prepared& ready, const auto& tOrO, Element* staging) const {
     constexpr int kRowsPerPass = 4;  // 8 lanes a row
     constexpr int kPasses = kWarpRows / kRowsPerPass;
     Element* targets[kPasses];  // null if the row does not exist

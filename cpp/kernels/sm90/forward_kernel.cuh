@@ -13,14 +13,14 @@ namespace preflash::sm90 {
 // Arrivals that announce a tile of K or V. Where operands are converted, one lane of each warp
 // that writes the tile arrives.
 template <class Traits>
-__device__ __forceinline__ int arrivals_of_tile(const HopperSegment& segment, bool gather) {
+CUTE_DEVICE int arrivals_of_tile(const HopperSegment& segment, bool gather) {
   if constexpr (!Traits::kConverts) return gather ? kWarpgroupThreads : 1;
   return only_widens<Traits>(segment) ? kWarpgroupWarps : Traits::kProducerWarps;
 }
 
 template <class Traits>
-__device__ __forceinline__ void init_barriers(const HopperSegment& segment,
-                                              SharedStorage<Traits>& smem, bool gather) {
+CUTE_DEVICE void init_barriers(const HopperSegment& segment, SharedStorage<Traits>& smem,
+                               bool gather) {
   auto& barriers = smem.barriers;
   int producers = arrivals_of_tile<Traits>(segment, gather);
   int transposers = Traits::kTransposesV ? kWarpgroupWarps : 0;
@@ -65,7 +65,7 @@ struct ItemSpan {
   int end;
 };
 template <class Traits>
-__device__ __forceinline__ ItemSpan items_of_cta(const ParamsOf<Traits>& params) {
+CUTE_DEVICE ItemSpan items_of_cta(const ParamsOf<Traits>& params) {
   int parts = column_parts<Traits>(params.segments[0].head_dim_vo);
   int first = static_cast<int>(blockIdx.x) / parts * parts;
   int last = min(first + parts, params.num_lists);

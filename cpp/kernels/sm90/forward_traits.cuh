@@ -32,7 +32,6 @@ struct ForwardTraits {
   // Whether operands may lie in memory with 8 bits or before rotation: producers gather and convert
   // K and V, consumers load Q.
   static constexpr bool kConverts = kVariant.load == Load::kConverted;
-  static constexpr bool kConsumersLoadQ = kConverts;
   // Whether 8 bits are multiplied as they are stored (transpose_values.cuh).
   static constexpr bool kTransposesV = size_of(kVariant.q_dtype) == 1;
   static constexpr bool kHasFactors = kConverts || kTransposesV;
@@ -44,11 +43,9 @@ struct ForwardTraits {
   static constexpr bool kCapsAlone = kCaps && !kOptionsAtRunTime;
 
   static constexpr int kSegments = kVariant.segments == Segments::kTwo ? 2 : 1;
-  static_assert(kSegments == 1 || !kConverts, "rotary tables in shared memory are one segment's");
-  static_assert(kSegments == 1 || kVariant.head_dim_vo <= 256,
-                "the readers of slices know one segment");
-  static_assert(kSegments == 1 || kVariant.mask == Mask::kBounds,
-                "a segment without mask bits has none to announce tiles by");
+  // Rotary tables and readers of slices are one segment's, and both announce tiles, or neither.
+  static_assert(kSegments == 1 ||
+                (!kConverts && kVariant.head_dim_vo <= 256 && kVariant.mask == Mask::kBounds));
 
   // Whether 8 bits are dequantised to this kernel's dtype.
   static constexpr bool kWidens =
@@ -79,7 +76,7 @@ struct ForwardTraits {
   // the items of one list makes its part.
   static constexpr int kPartVo = kHeadVo <= 256 ? kHeadVo : 256;
   static constexpr int kColumnParts = kHeadVo / kPartVo;
-  static_assert(kColumnParts * kPartVo == kHeadVo);
+  static_assert(kHeadVo % kPartVo == 0);
   // Whole tiles of K and V then have no room beside Q: they arrive in slices, all keys of a tile
   // each, through one ring.
   static constexpr bool kSliced = kColumnParts > 1;
@@ -88,8 +85,7 @@ struct ForwardTraits {
   static constexpr int kSlicesK = kHeadQk / kSliceColumns;
   static constexpr int kSlicesV = kPartVo / kSliceColumns;
   static constexpr int kSliceElements = kTileN * kSliceColumns;
-  static_assert(!kSliced || (kSlicesK * kSliceColumns == kHeadQk &&
-                             kSlicesV * kSliceColumns == kPartVo && kSlicesV < kSliceSlots));
+  static_assert(!kSliced || (kHeadQk % kSliceColumns == 0 && kSlicesV < kSliceSlots));
 
   // One producer warpgroup, or two, where they convert what they load or the second transposes V,
   // in front of the consumers, each of which computes 64 rows of the tile.
@@ -110,9 +106,8 @@ struct ForwardTraits {
   static constexpr int kBlocksK = kRowQk / kBlockColumns<ElementKv>;
   static constexpr int kBlocksV = kRowVo / kBlockColumns<ElementKv>;
   static constexpr int kBlocksO = kPartVo / kBlockColumns<ElementO>;
-  static_assert(kBlocksK * kBlockColumns<ElementKv> == kRowQk);
-  static_assert(kBlocksV * kBlockColumns<ElementKv> == kRowVo);
-  static_assert(kBlocksO * kBlockColumns<ElementO> == kPartVo);
+  static_assert(kRowQk % kBlockColumns<ElementKv> == 0 && kRowVo % kBlockColumns<ElementKv> == 0);
+  static_assert(kPartVo % kBlockColumns<ElementO> == 0);
   static_assert(kTileN % 16 == 0 && kTileN <= 256);
   static constexpr int kMaxBoxes = kTileN / 8;  // of a K or V tile: a box has at least 8 rows
 
@@ -165,10 +160,8 @@ struct ForwardTraits {
                                          : kSliced || kProducers == 2   ? 24
                                          : kHeadVo <= 128               ? 8
                                                                         : 16;
-  static constexpr int kConsumerRegisters = (kConsumers == 4  ? 112
-                                             : kHeadVo <= 128 ? 224
-                                                              : 232) -
-                                            kTakenRegisters;
+  static constexpr int kMostRegisters = kConsumers == 4 ? 112 : kHeadVo <= 128 ? 224 : 232;
+  static constexpr int kConsumerRegisters = kMostRegisters - kTakenRegisters;
   static constexpr int kProducerRegisters =
       (kLaunchRegisters * (kConsumers + kProducers) - kConsumers * kConsumerRegisters) /
       kProducers / 8 * 8;
@@ -212,11 +205,11 @@ struct ForwardTraits {
 
 // The columns of O that this CTA makes.
 template <class Traits>
-__device__ __forceinline__ int column_parts(int head_dim_vo) {
+CUTE_DEVICE int column_parts(int head_dim_vo) {
   return Traits::kColumnParts == 1 ? 1 : ceil_div(head_dim_vo, Traits::kPartVo);
 }
 template <class Traits>
-__device__ __forceinline__ int first_column(int head_dim_vo) {
+CUTE_DEVICE int first_column(int head_dim_vo) {
   if constexpr (Traits::kColumnParts == 1) return 0;
   return static_cast<int>(blockIdx.x) % column_parts<Traits>(head_dim_vo) * Traits::kPartVo;
 }

@@ -15,7 +15,7 @@ struct KeptTileProducer : ItemProducer<Traits> {
   MaskTileReader reader = {};  // of the item announced last
   int next = -1;  // its tile to announce next; before reader.tiles.begin: there is none
 
-  __device__ __forceinline__ void announce_item() {
+  CUTE_DEVICE void announce_item() {
     this->announce([&](const WorkItem& item, const RequestInfo& request, const TileRange& tiles) {
       if (tiles.count() == 0) return tiles;
       reader = MaskTileReader::of<Traits>(this->params.segment_of(request), item, request, tiles);
@@ -24,9 +24,9 @@ struct KeptTileProducer : ItemProducer<Traits> {
     });
   }
 
-  __device__ __forceinline__ bool has_tile() const { return next >= reader.tiles.begin; }
+  CUTE_DEVICE bool has_tile() const { return next >= reader.tiles.begin; }
 
-  __device__ __forceinline__ void announce_tile() {
+  CUTE_DEVICE void announce_tile() {
     auto& kept = this->smem.kept;
     int word = next * 4 | (reader.is_whole(next) ? KeptTile::kWhole : 0);
     next = reader.last_kept_before(next);
@@ -43,14 +43,13 @@ struct KeptTileProducer : ItemProducer<Traits> {
   }
 };
 
-// How a warp follows.
 template <class PipelineState>
 struct KeptTileReader {
   PipelineState read = {};
 
   // Waits for the next tile.
   template <class Traits>
-  __device__ __forceinline__ KeptTile take(SharedStorage<Traits>& smem) {
+  CUTE_DEVICE KeptTile take(SharedStorage<Traits>& smem) {
     int slot = read.index();
     smem.kept.tile_full[slot].wait(read.phase());
     order_memory_accesses();

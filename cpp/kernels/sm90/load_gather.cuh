@@ -32,15 +32,12 @@ struct GatherLoader {
   ItemKeys item;
   TransactionBarrier* unpublished = nullptr;  // the rows that it announces are in flight
 
-  __device__ __forceinline__ GatherLoader(const ParamsOf<Traits>& params,
-                                          SharedStorage<Traits>& smem)
+  CUTE_DEVICE GatherLoader(const ParamsOf<Traits>& params, SharedStorage<Traits>& smem)
       : params(params), k{smem}, v{smem} {}
 
   // Loads K(last), then K(t - 1) and V(t) for each tile: the consumers compute S(t - 1) = Q K^T
-  // before O += P V(t). The page lookup runs two tiles ahead of V. Calls after_first() once K(last)
-  // has been issued.
-  __device__ __forceinline__ void load_item(const ItemState& state, auto& tiles,
-                                            const auto& after_first) {
+  // before O += P V(t). The page lookup runs two tiles ahead of V.
+  CUTE_DEVICE void load_item(const ItemState& state, auto& tiles, const auto& after_first) {
     item = ItemKeys::of(state);
     int tile = tiles.first(state);
     RowSlots rows = find_rows(tile);
@@ -61,18 +58,16 @@ struct GatherLoader {
     load(v, rows, tile);
   }
 
-  __device__ __forceinline__ void drain() {
+  CUTE_DEVICE void drain() {
     cp_async_wait<0>();
     publish();
   }
 
  protected:
-  __device__ __forceinline__ const HopperSegment& segment() const {
-    return params.segment(item.segment);
-  }
-  __device__ __forceinline__ static int warp_row() { return threadIdx.x / 32 * kWarpKeys; }
+  CUTE_DEVICE const HopperSegment& segment() const { return params.segment(item.segment); }
+  CUTE_DEVICE static int warp_row() { return threadIdx.x / 32 * kWarpKeys; }
 
-  __device__ __forceinline__ RowSlots find_rows(int tile) const {
+  CUTE_DEVICE RowSlots find_rows(int tile) const {
     RowSlots rows;
     CUTE_UNROLL
     for (int i = 0; i < kOwned; ++i) {
@@ -83,7 +78,7 @@ struct GatherLoader {
   }
 
   template <class Writer>
-  __device__ __forceinline__ void load(Writer& write, const RowSlots& rows, int tile) {
+  CUTE_DEVICE void load(Writer& write, const RowSlots& rows, int tile) {
     write.wait();
     fetch<Writer::kBlocks>(rows, tile, Writer::tensor(segment()), Writer::head_dim(segment()),
                            write.tile());
@@ -92,14 +87,14 @@ struct GatherLoader {
   }
 
   // Announces the tile before; the current tile stays in flight.
-  __device__ __forceinline__ void publish_before(TransactionBarrier& full) {
+  CUTE_DEVICE void publish_before(TransactionBarrier& full) {
     cp_async_fence();
     cp_async_wait<1>();
     publish();
     unpublished = &full;
   }
   // NOTE: cp.async writes through the generic proxy and wgmma reads through the async one.
-  __device__ __forceinline__ void publish() {
+  CUTE_DEVICE void publish() {
     if (unpublished == nullptr) return;
     cutlass::arch::fence_view_async_shared();
     unpublished->arrive();
@@ -108,8 +103,8 @@ struct GatherLoader {
 
   // Copies the warp's rows of a tile, in kBlocks blocks of columns.
   template <int kBlocks>
-  __device__ __forceinline__ void fetch(const RowSlots& slots, int tile, const KvTensor& tensor,
-                                        int head_dim, Element* to) const {
+  CUTE_DEVICE void fetch(const RowSlots& slots, int tile, const KvTensor& tensor, int head_dim,
+                         Element* to) const {
     std::int64_t offsets[kOwned];
     CUTE_UNROLL
     for (int i = 0; i < kOwned; ++i) offsets[i] = slot_offset(tensor, slots.slot[i]);

@@ -9,8 +9,8 @@
 namespace preflash::sm90 {
 
 // The first element of a row of an item's Q.
-__device__ __forceinline__ std::int64_t query_offset(const HopperSegment& params,
-                                                     const ItemState& state, int row) {
+CUTE_DEVICE std::int64_t query_offset(const HopperSegment& params, const ItemState& state,
+                                      int row) {
   PackedRow packed = unpack_row(params, state.item.row_begin + row);
   std::int64_t token = std::int64_t{state.request.qo_begin} + packed.token;
   return token * params.q.stride_token +
@@ -32,7 +32,7 @@ struct QueryLoader {
   int thread;     // of the warpgroup
 
   // arrive() then finds the rows in the L2.
-  __device__ __forceinline__ void prefetch() const {
+  CUTE_DEVICE void prefetch() const {
     constexpr int kLineBytes = 128;
     constexpr int kThreadsPerRow = kWarpgroupThreads / kWarpgroupRows;
     int row = warpgroup * kWarpgroupRows + thread / kThreadsPerRow;
@@ -45,7 +45,7 @@ struct QueryLoader {
     }
   }
 
-  __device__ __forceinline__ void arrive(const auto&) const {
+  CUTE_DEVICE void arrive(const auto&) const {
     // Every warp has completed its products with the last item's rows.
     sync();
     if (Traits::kWidens && params.q_dtype == DType::kFloat8E4M3) {
@@ -61,16 +61,16 @@ struct QueryLoader {
   }
 
  private:
-  __device__ __forceinline__ void sync() const {
+  CUTE_DEVICE void sync() const {
     cutlass::arch::NamedBarrier::sync(kWarpgroupThreads, NamedBarriers::kWarpgroup + warpgroup);
   }
-  __device__ __forceinline__ const unsigned char* row_of(int row) const {
+  CUTE_DEVICE const unsigned char* row_of(int row) const {
     return static_cast<const unsigned char*>(params.q.data) +
            query_offset(params, state, row) * size_of(params.q_dtype);
   }
 
   template <DType kFrom>
-  __device__ __forceinline__ void load_rows() const {
+  CUTE_DEVICE void load_rows() const {
     constexpr int kRowsAtOnce = kWarpgroupThreads / kLanes;
     static_assert(kWarpgroupRows % kRowsAtOnce == 0);
 #pragma unroll(kTurns == 1 ? 2 : 1)
@@ -81,7 +81,7 @@ struct QueryLoader {
 
   // Units first_unit + i * kLanes of a row, four pairs of dimensions each.
   template <DType kFrom>
-  __device__ __forceinline__ void load_row(int row, int first_unit) const {
+  CUTE_DEVICE void load_row(int row, int first_unit) const {
     FourFloats low[kTurns], high[kTurns];
     float maximum = 0.0f;
     CUTE_UNROLL
@@ -111,8 +111,7 @@ struct QueryLoader {
     }
   }
   template <DType kFrom>
-  __device__ __forceinline__ void load_unit(int row, int unit, FourFloats& low,
-                                            FourFloats& high) const {
+  CUTE_DEVICE void load_unit(int row, int unit, FourFloats& low, FourFloats& high) const {
     const PairColumns columns = PairColumns::of(unit, params.head_dim_qk);
     low = high = {};
     if (row < state.num_rows && columns.low < params.head_dim_qk) {
@@ -132,10 +131,10 @@ struct QueryLoader {
   }
 
   template <DType kFrom>
-  __device__ __forceinline__ static FourFloats load(const unsigned char* source) {
+  CUTE_DEVICE static FourFloats load(const unsigned char* source) {
     return FourFloats::of<kFrom>(__ldg(reinterpret_cast<const FourStored<kFrom>*>(source)));
   }
-  __device__ __forceinline__ void store(const FourFloats& four, int row, int column) const {
+  CUTE_DEVICE void store(const FourFloats& four, int row, int column) const {
     auto* q = reinterpret_cast<unsigned char*>(smem.q);
     four.store<kTo>(q + swizzled<Traits::kTileM>(row, column));
   }
@@ -150,9 +149,9 @@ struct ArrivingQuery {
   int warpgroup;  // among consumers
   int thread;     // of the warpgroup
 
-  __device__ __forceinline__ static void prefetch() {}
+  CUTE_DEVICE static void prefetch() {}
 
-  __device__ __forceinline__ void arrive(const auto& q_read) const {
+  CUTE_DEVICE void arrive(const auto& q_read) const {
     smem.barriers.q_full[q_read.index()].wait(q_read.phase());
     order_memory_accesses();
     multiply(params.logits.q_factor, q_read.index());
@@ -160,7 +159,7 @@ struct ArrivingQuery {
 
  private:
   // sm_scale <= 0 is applied through Q's sign (LogitsParams).
-  __device__ __forceinline__ void multiply(const float& factor, int stage) const {
+  CUTE_DEVICE void multiply(const float& factor, int stage) const {
     if (factor == 1.0f) return;
     using Element = typename Traits::ElementQ;
     Tensor sQ = make_tensor(make_smem_ptr(smem.q), typename Traits::LayoutQ{});
@@ -175,6 +174,6 @@ struct ArrivingQuery {
 };
 
 template <class Traits>
-using QueryOf = conditional_t<Traits::kConsumersLoadQ, QueryLoader<Traits>, ArrivingQuery<Traits>>;
+using QueryOf = conditional_t<Traits::kConverts, QueryLoader<Traits>, ArrivingQuery<Traits>>;
 
 }  // namespace preflash::sm90

@@ -4,7 +4,6 @@
 
 #include "kernels/sm90/load_gather.cuh"
 #include "kernels/sm90/load_tma.cuh"
-#include "kernels/sm90/tile_ring.cuh"
 
 namespace preflash::sm90 {
 
@@ -12,7 +11,7 @@ namespace preflash::sm90 {
 // slow for one warp where pages are small.
 inline constexpr int kSliceLoaders = 3;
 
-// Copies: one of the two forms of copying below.
+// Copies: a form of copying, SliceBoxes, SliceRows or ConvertedSlices.
 template <class Traits, class Copies>
 struct KvSliceLoader : Copies {
   using Tile = typename Copies::Tile;
@@ -21,9 +20,7 @@ struct KvSliceLoader : Copies {
   Tile before = {};  // whose V is still to be loaded
   bool any_before = false;
 
-  // Calls after_first() once K of the first tile has been issued.
-  __device__ __forceinline__ void load_item(const ItemState& state, auto& tiles,
-                                            const auto& after_first) {
+  CUTE_DEVICE void load_item(const ItemState& state, auto& tiles, const auto& after_first) {
     const ItemKeys item = ItemKeys::of(state);
     auto look_up = [&](int tile) { return this->find(item, tile); };
     for_each_tile(tiles, state, look_up, [&](const Tile& tile, bool is_first) {
@@ -34,13 +31,13 @@ struct KvSliceLoader : Copies {
       any_before = true;
     });
   }
-  __device__ __forceinline__ void drain() {
+  CUTE_DEVICE void drain() {
     copy_v_before();
     this->finish();
   }
 
  private:
-  __device__ __forceinline__ void copy_v_before() {
+  CUTE_DEVICE void copy_v_before() {
     if (!any_before) return;
     const int column = first_column<Traits>(this->segment().head_dim_vo);
     Copies::template copy<Operand::kV>(before, column, Traits::kSlicesV);
@@ -64,20 +61,18 @@ struct SliceBoxes {
   SliceWriter<Traits> write;
   int turns;  // of other loaders until it is this one's
 
-  // loader: of kSliceLoaders
-  __device__ __forceinline__ SliceBoxes(const HopperSegment& params, SharedStorage<Traits>& smem,
-                                        int loader)
+  CUTE_DEVICE SliceBoxes(const HopperSegment& params, SharedStorage<Traits>& smem, int loader)
       : params(params), write{smem}, turns(loader) {}
 
  protected:
-  __device__ __forceinline__ const HopperSegment& segment() const { return params; }
-  __device__ __forceinline__ Tile find(const ItemKeys& item, int tile) const {
+  CUTE_DEVICE const HopperSegment& segment() const { return params; }
+  CUTE_DEVICE Tile find(const ItemKeys& item, int tile) const {
     return {box_coordinates<Traits>(params, item, tile), item.kv_head};
   }
-  __device__ __forceinline__ static void finish() {}
+  CUTE_DEVICE static void finish() {}
 
   template <Operand kOperand>
-  __device__ __forceinline__ void copy(const Tile& tile, int column, int num_slices) {
+  CUTE_DEVICE void copy(const Tile& tile, int column, int num_slices) {
     const TensorMaps& maps = params.maps;
 #pragma unroll 1
     for (int slice = 0; slice < num_slices; ++slice) {
@@ -93,8 +88,7 @@ struct SliceBoxes {
   }
 
  private:
-  __device__ __forceinline__ void issue(const CUtensorMap* map, const Tile& tile,
-                                        int column) const {
+  CUTE_DEVICE void issue(const CUtensorMap* map, const Tile& tile, int column) const {
     Element* target = write.slice();
     TransactionBarrier& full = write.full();
     const int box_rows = params.box.kv_rows;
@@ -136,18 +130,18 @@ struct SliceRows : GatherLoader<Traits> {
 
   SliceWriter<Traits> write;
 
-  __device__ __forceinline__ SliceRows(const ParamsOf<Traits>& params, SharedStorage<Traits>& smem)
+  CUTE_DEVICE SliceRows(const ParamsOf<Traits>& params, SharedStorage<Traits>& smem)
       : Base(params, smem), write{smem} {}
 
  protected:
-  __device__ __forceinline__ Tile find(const ItemKeys& item, int tile) {
+  CUTE_DEVICE Tile find(const ItemKeys& item, int tile) {
     this->item = item;
     return {item, this->find_rows(tile), tile};
   }
-  __device__ __forceinline__ void finish() { Base::drain(); }
+  CUTE_DEVICE void finish() { Base::drain(); }
 
   template <Operand kOperand>
-  __device__ __forceinline__ void copy(const Tile& tile, int column, int num_slices) {
+  CUTE_DEVICE void copy(const Tile& tile, int column, int num_slices) {
     using Writer = TileWriter<Traits, kOperand>;
     this->item = tile.item;
     const HopperSegment& segment = this->segment();
@@ -164,10 +158,5 @@ struct SliceRows : GatherLoader<Traits> {
     }
   }
 };
-
-template <class Traits>
-using SliceTmaLoader = KvSliceLoader<Traits, SliceBoxes<Traits>>;
-template <class Traits>
-using SliceGatherLoader = KvSliceLoader<Traits, SliceRows<Traits>>;
 
 }  // namespace preflash::sm90

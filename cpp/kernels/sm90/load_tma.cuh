@@ -16,7 +16,7 @@ struct QLoader {
   SharedStorage<Traits>& smem;
   ProducerPipelineState<Traits::kQStages> write = {};
 
-  __device__ __forceinline__ void load(const ItemState& state) {
+  CUTE_DEVICE void load(const ItemState& state) {
     smem.barriers.q_empty[write.index()].wait(write.phase() ^ 1);
     if (elect_one_sync()) fetch(params.segment_of(state.request), state);
     __syncwarp();
@@ -26,7 +26,7 @@ struct QLoader {
  private:
   // Token-aligned rows take one box per block of columns; where a group has more heads than the
   // tile has rows, every row is a box.
-  __device__ __forceinline__ void fetch(const HopperSegment& segment, const ItemState& state) {
+  CUTE_DEVICE void fetch(const HopperSegment& segment, const ItemState& state) {
     constexpr int kColumns = kBlockColumns<typename Traits::ElementQ>;
     TransactionBarrier& full = smem.barriers.q_full[write.index()];
     auto* q = smem.q + write.index() * (Traits::kTileM * Traits::kRowQk);
@@ -49,8 +49,8 @@ struct QLoader {
 // The coordinates of box lane_id() of a K/V tile. Only rows of keys in range are fetched: pages
 // below a window may have been recycled, and rows past the request's end may be another request's.
 template <class Traits>
-__device__ __forceinline__ TmaCoordinates box_coordinates(const HopperSegment& params,
-                                                          const ItemKeys& item, int tile) {
+CUTE_DEVICE TmaCoordinates box_coordinates(const HopperSegment& params, const ItemKeys& item,
+                                           int tile) {
   int box_rows = params.box.kv_rows;
   int box_key = tile * Traits::kTileN + lane_id() * box_rows;
   int first = max(item.keys.begin, box_key);
@@ -81,12 +81,10 @@ struct TmaLoader {
   ItemKeys item;
   TMA::CacheHintSm90 hint = TMA::CacheHintSm90::EVICT_LAST;  // other query tiles read them, too
 
-  __device__ __forceinline__ TmaLoader(const ParamsOf<Traits>& params, SharedStorage<Traits>& smem)
+  CUTE_DEVICE TmaLoader(const ParamsOf<Traits>& params, SharedStorage<Traits>& smem)
       : params(params), write{smem} {}
 
-  // Calls after_first() once the first tile has been issued.
-  __device__ __forceinline__ void load_item(const ItemState& state, auto& tiles,
-                                            const auto& after_first) {
+  CUTE_DEVICE void load_item(const ItemState& state, auto& tiles, const auto& after_first) {
     item = ItemKeys::of(state);
     hint = cache_hint(state);
     auto look_up = [&](int tile) { return box_coordinates<Traits>(segment(), item, tile); };
@@ -99,18 +97,16 @@ struct TmaLoader {
   }
 
  private:
-  __device__ __forceinline__ const HopperSegment& segment() const {
-    return params.segment(item.segment);
-  }
+  CUTE_DEVICE const HopperSegment& segment() const { return params.segment(item.segment); }
   // The keys of a decode batch are read once. Without the hint they would evict data from the L2
   // that is read again: the prefill's keys, the page table, the next kernel's inputs.
-  __device__ __forceinline__ TMA::CacheHintSm90 cache_hint(const ItemState& state) const {
+  CUTE_DEVICE TMA::CacheHintSm90 cache_hint(const ItemState& state) const {
     bool once = state.request.qo_len * segment().group_size <= segment().rows_per_tile;
     return once ? TMA::CacheHintSm90::EVICT_FIRST : TMA::CacheHintSm90::EVICT_LAST;
   }
 
   // elect_one_sync() tells the compiler that a single lane issues; `lane == 0` would not.
-  __device__ __forceinline__ void fetch(const TmaCoordinates& coordinates) const {
+  CUTE_DEVICE void fetch(const TmaCoordinates& coordinates) const {
     TransactionBarrier& full = write.full();
     Element* tile = write.tile();
     const int box_rows = segment().box.kv_rows;
@@ -146,8 +142,8 @@ struct TmaLoader {
     __syncwarp();
   }
 
-  __device__ __forceinline__ void issue(const TmaCoordinates& coordinates, Element* target,
-                                        TransactionBarrier& full) const {
+  CUTE_DEVICE void issue(const TmaCoordinates& coordinates, Element* target,
+                         TransactionBarrier& full) const {
     const TensorMaps& maps = segment().maps;
     const CUtensorMap* map = Writer::kIsK ? &maps.k : &maps.v;
     CUTE_UNROLL

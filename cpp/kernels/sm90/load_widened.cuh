@@ -13,7 +13,7 @@ namespace preflash::sm90 {
 
 // Whether the launch loads tiles in this way, by its run-time options.
 template <class Traits>
-__device__ __forceinline__ bool only_widens(const HopperSegment& params) {
+CUTE_DEVICE bool only_widens(const HopperSegment& params) {
   return Traits::kWidens && Traits::kProducers == 2 && size_of(params.kv_dtype) == 1 &&
          params.position != Position::kRope;
 }
@@ -38,12 +38,10 @@ struct WideningRows {
   uint4* raw;  // [part, pass, lane] of the warp's pieces, from this lane's first one on
 
   // ring: [tile n, kColumns] of all warps
-  __device__ __forceinline__ explicit WideningRows(unsigned char* ring)
+  CUTE_DEVICE explicit WideningRows(unsigned char* ring)
       : raw(reinterpret_cast<uint4*>(ring + first_row() * kColumns) + lane_id()) {}
 
-  __device__ __forceinline__ static int first_row() {
-    return threadIdx.x / 32 % kWarpgroupWarps * kWarpKeys;
-  }
+  CUTE_DEVICE static int first_row() { return threadIdx.x / 32 % kWarpgroupWarps * kWarpKeys; }
 
   // Rows of a tile in memory, from `column` of the head on.
   struct Source {
@@ -57,7 +55,7 @@ struct WideningRows {
 
   // Requests a part of a tile: a group, an empty one where there is no such tile.
   template <int kPart>
-  __device__ __forceinline__ void copy(const Source& from) const {
+  CUTE_DEVICE void copy(const Source& from) const {
     if (from.tile != kNoTile) {
       const bool all_columns = from.column + kColumns <= from.head_dim;
       copy_tile<Traits>(from.item, from.tile * Traits::kTileN, all_columns,
@@ -68,8 +66,7 @@ struct WideningRows {
 
   // Writes a part of a tile, and calls copy_next(part) as soon as its raw rows have been read.
   template <int kPart>
-  __device__ __forceinline__ void write(DType from, unsigned char* tile,
-                                        const auto& copy_next) const {
+  CUTE_DEVICE void write(DType from, unsigned char* tile, const auto& copy_next) const {
     cp_async_wait<kParts - 1>();
     uint4 stored[kPasses];
     CUTE_UNROLL
@@ -79,15 +76,13 @@ struct WideningRows {
   }
 
  private:
-  __device__ __forceinline__ static int lane_row() {
-    return lane_id() / (8 * kBlocks) * 2 + lane_id() / 4 % 2;
-  }
-  __device__ __forceinline__ static int lane_column() {
+  CUTE_DEVICE static int lane_row() { return lane_id() / (8 * kBlocks) * 2 + lane_id() / 4 % 2; }
+  CUTE_DEVICE static int lane_column() {
     return lane_id() / 8 % kBlocks * 64 + lane_id() % 4 * kPiece;
   }
 
   template <int kPart, Rows kRows>
-  __device__ __forceinline__ void copy_rows(const Source& from) const {
+  CUTE_DEVICE void copy_rows(const Source& from) const {
     const KvTensor& tensor = from.tensor;
     int column = from.column + lane_column();
     const unsigned char* source = static_cast<const unsigned char*>(tensor.data) +
@@ -105,8 +100,7 @@ struct WideningRows {
   }
 
   template <int kPart, DType kFrom>
-  __device__ __forceinline__ static void write_rows(const uint4 (&stored)[kPasses],
-                                                    unsigned char* tile) {
+  CUTE_DEVICE static void write_rows(const uint4 (&stored)[kPasses], unsigned char* tile) {
     const int row = first_row() + lane_row();
     const int column = lane_column();
     SwizzledColumn<Traits::kTileN> low(tile, row, column), high(tile, row, column + 8);
@@ -131,14 +125,11 @@ struct WideningLoader {
   Rows rows;
   ItemKeys item;
 
-  __device__ __forceinline__ WideningLoader(const HopperSegment& params,
-                                            SharedStorage<Traits>& smem)
+  CUTE_DEVICE WideningLoader(const HopperSegment& params, SharedStorage<Traits>& smem)
       : params(params), write{smem}, rows(write.raw()) {}
 
-  // Prefetches the rows of the tile after the next into the L2. Calls after_first() once the first
-  // tile has been requested.
-  __device__ __forceinline__ void load_item(const ItemState& state, auto& tiles,
-                                            const auto& after_first) {
+  // Prefetches the rows of the tile after the next into the L2.
+  CUTE_DEVICE void load_item(const ItemState& state, auto& tiles, const auto& after_first) {
     item = ItemKeys::of(state);
     int tile = tiles.first(state);
     KeySlot slot = find_slot_of_lane(tile);
@@ -164,15 +155,14 @@ struct WideningLoader {
   }
 
  private:
-  __device__ __forceinline__ const KvTensor& tensor() const { return Writer::tensor(params); }
-  __device__ __forceinline__ typename Rows::Source source(KeySlot slot, int tile) const {
+  CUTE_DEVICE const KvTensor& tensor() const { return Writer::tensor(params); }
+  CUTE_DEVICE typename Rows::Source source(KeySlot slot, int tile) const {
     return {tensor(), Writer::head_dim(params), 0, item, slot, tile};
   }
-  // Of row lane_id() of the warp.
-  __device__ __forceinline__ KeySlot find_slot_of_lane(int tile) const {
+  CUTE_DEVICE KeySlot find_slot_of_lane(int tile) const {
     return find_slot_within(params, item, tile * Traits::kTileN + Rows::first_row() + lane_id());
   }
-  __device__ __forceinline__ void prefetch(KeySlot slot) const {
+  CUTE_DEVICE void prefetch(KeySlot slot) const {
     const auto* head =
         static_cast<const unsigned char*>(tensor().data) + item.kv_head * tensor().stride_head;
     asm volatile("prefetch.global.L2 [%0];" ::"l"(head + slot_offset(tensor(), slot)));

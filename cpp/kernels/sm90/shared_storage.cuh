@@ -32,7 +32,7 @@ struct ItemKeys {
   int kv_head;
   int segment;
 
-  __device__ __forceinline__ static ItemKeys of(const ItemState& state) {
+  CUTE_DEVICE static ItemKeys of(const ItemState& state) {
     return {state.request.kv_begin, state.keys, state.item.kv_head, state.request.segment};
   }
 };
@@ -77,12 +77,11 @@ struct KeptTile {
 
   int word = 0;
 
-  __device__ __forceinline__ int index() const { return word / 4; }
-  __device__ __forceinline__ bool is_last() const { return word & kLast; }    // of its item
-  __device__ __forceinline__ bool is_whole() const { return word & kWhole; }  // all rows keep all
+  CUTE_DEVICE int index() const { return word / 4; }
+  CUTE_DEVICE bool is_last() const { return word & kLast; }    // of its item
+  CUTE_DEVICE bool is_whole() const { return word & kWhole; }  // all rows keep all
 };
 
-// The pipeline of kept tiles.
 template <class Traits>
 struct KeptTiles {
   KeptTile tiles[Traits::kTileSlots];
@@ -99,7 +98,6 @@ struct alignas(16) TmaCoordinates {
   int r;
 };
 
-// What the conversion of operands needs beside them.
 template <class Traits, bool kConverts = Traits::kConverts>
 struct ConversionStorage {};
 template <class Traits>
@@ -150,19 +148,17 @@ struct SharedStorage : KvBuffers<Traits>, ConversionStorage<Traits>, TransposeSt
   conditional_t<Traits::kBiasByProduct, typename Traits::BiasSteps, Nothing> bias_steps;
 };
 
-__device__ __forceinline__ int lane_id() { return threadIdx.x % 32; }
+CUTE_DEVICE int lane_id() { return threadIdx.x % 32; }
 
-__device__ __forceinline__ void release(Barrier& empty) {
+CUTE_DEVICE void release(Barrier& empty) {
   if (lane_id() == 0) empty.arrive();
 }
 
 // NOTE: CUTLASS does not tell the compiler that its barriers and fences order memory. This does.
-__device__ __forceinline__ void order_memory_accesses() { asm volatile("" ::: "memory"); }
+CUTE_DEVICE void order_memory_accesses() { asm volatile("" ::: "memory"); }
 
 // Tells the compiler that all lanes hold the same value, which then stays in uniform registers.
-__device__ __forceinline__ int warp_uniform(int value) {
-  return __shfl_sync(0xffffffffu, value, 0);
-}
+CUTE_DEVICE int warp_uniform(int value) { return __shfl_sync(0xffffffffu, value, 0); }
 
 // The state of a pipeline: the stage to use next and its barrier's phase. A reader waits for
 // `phase`; a writer, which finds all buffers empty at first, for `phase ^ 1`. Consumer warps keep
@@ -173,9 +169,9 @@ struct ConsumerPipelineState {
   int stage = 0;
   std::uint32_t parity = 0;
 
-  __device__ __forceinline__ int index() const { return stage; }
-  __device__ __forceinline__ std::uint32_t phase() const { return parity; }
-  __device__ __forceinline__ void advance() {
+  CUTE_DEVICE int index() const { return stage; }
+  CUTE_DEVICE std::uint32_t phase() const { return parity; }
+  CUTE_DEVICE void advance() {
     if (++stage == kSize) {
       stage = 0;
       parity ^= 1;
@@ -188,9 +184,9 @@ struct ProducerPipelineState {
   static_assert((kSize & (kSize - 1)) == 0);
   std::uint32_t count = 0;
 
-  __device__ __forceinline__ int index() const { return count % kSize; }
-  __device__ __forceinline__ std::uint32_t phase() const { return count / kSize % 2; }
-  __device__ __forceinline__ void advance() { ++count; }
+  CUTE_DEVICE int index() const { return count % kSize; }
+  CUTE_DEVICE std::uint32_t phase() const { return count / kSize % 2; }
+  CUTE_DEVICE void advance() { ++count; }
 };
 
 }  // namespace preflash::sm90

@@ -11,7 +11,7 @@
 namespace preflash::sm90 {
 
 // Whether `mine` holds for any thread of the warpgroup.
-__device__ __forceinline__ bool any_of_warpgroup(bool mine, int warpgroup) {
+CUTE_DEVICE bool any_of_warpgroup(bool mine, int warpgroup) {
   int barrier = NamedBarriers::kReserved + NamedBarriers::kWarpgroup + warpgroup;
   int any;
   asm volatile(
@@ -33,7 +33,7 @@ struct SkippedTiles {
   bool this_tile = false;  // whether the tile that was looked at last is skipped
 
   // An item's first tile is computed.
-  __device__ __forceinline__ void begin(const ScoreCoordinates<Traits>& at, const auto& scores) {
+  CUTE_DEVICE void begin(const ScoreCoordinates<Traits>& at, const auto& scores) {
     maxima = RunningMaxima<2>::of(at.params, at.state.request,
                                   [&](int r) { return at.row(r) < at.state.num_rows; });
     float tile_max[2];
@@ -42,7 +42,7 @@ struct SkippedTiles {
     this_tile = false;
   }
   // scores: masked. stays: whether the tile is computed in any case.
-  __device__ __forceinline__ void look_at(const auto& scores, bool stays, int warpgroup) {
+  CUTE_DEVICE void look_at(const auto& scores, bool stays, int warpgroup) {
     float tile_max[2];
     SpeculativeSoftmax::maxima(scores, NoShift{}, tile_max);
     this_tile = !any_of_warpgroup(maxima.take(tile_max) || stays, warpgroup);
@@ -54,8 +54,8 @@ template <class Traits>
 struct EveryTile {
   static constexpr bool this_tile = false;
 
-  __device__ __forceinline__ static void begin(const ScoreCoordinates<Traits>&, const auto&) {}
-  __device__ __forceinline__ static void look_at(const auto&, bool, int) {}
+  CUTE_DEVICE static void begin(const ScoreCoordinates<Traits>&, const auto&) {}
+  CUTE_DEVICE static void look_at(const auto&, bool, int) {}
 };
 
 template <class Traits>

@@ -12,8 +12,8 @@ using namespace cute;
 // b: (MMA, MMA_N, MMA_K) descriptors, c: (MMA, MMA_M, MMA_N). `first` says whether c's old value
 // counts.
 template <int kDepth, class Mma, class A, class B, class C>
-__device__ __forceinline__ void multiply_async(Mma& mma, const A& a, int first_k, const B& b, C& c,
-                                               GMMA::ScaleOut first) {
+CUTE_DEVICE void multiply_async(Mma& mma, const A& a, int first_k, const B& b, C& c,
+                                GMMA::ScaleOut first) {
   constexpr bool kFromRegisters =
       !cute::is_base_of<GMMA::DescriptorIterator, typename Mma::FrgTypeA>::value;
   if constexpr (kFromRegisters) warpgroup_fence_operand(const_cast<A&>(a));
@@ -29,14 +29,14 @@ __device__ __forceinline__ void multiply_async(Mma& mma, const A& a, int first_k
 }
 
 // The same with all columns of a.
-__device__ __forceinline__ void multiply_async(auto& mma, const auto& a, const auto& b, auto& c,
-                                               GMMA::ScaleOut first) {
+CUTE_DEVICE void multiply_async(auto& mma, const auto& a, const auto& b, auto& c,
+                                GMMA::ScaleOut first) {
   multiply_async<decltype(size<2>(a))::value>(mma, a, 0, b, c, first);
 }
 
 // Waits until at most kPending later groups are in flight: c is complete then.
 template <int kPending, class C>
-__device__ __forceinline__ void wait_for_product(C& c) {
+CUTE_DEVICE void wait_for_product(C& c) {
   warpgroup_wait<kPending>();
   warpgroup_fence_operand(c);
 }
