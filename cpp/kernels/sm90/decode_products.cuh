@@ -1,6 +1,6 @@
 // The operands and products of one warp of a decode kernel, by mma.sync: 16 rows of Q, which stay
-// in registers, and a slice of keys, which 8 bits leave in registers. An operand's order is free
-// where both sides of a product share it: README.md tells what lanes read.
+// in registers, and a slice of keys. Their order is free where both sides of a product share it
+// (README.md): so a lane reads neighbouring bytes, and V needs no transpose.
 #pragma once
 
 #include <cute/arch/mma_sm80.hpp>

@@ -1,5 +1,4 @@
-// The compile-time shape of a decode kernel: up to 16 packed rows of queries over keys and values
-// of 8 or 16 bits. README.md beside this file explains it.
+// The compile-time shape of a decode kernel, which README.md beside this file explains.
 #pragma once
 
 #include "kernels/sm90/forward_params.cuh"
@@ -49,8 +48,7 @@ struct DecodeTraits {
   static constexpr int kSliceBytesK = kTileN * kHeadQk * kStoredBytes;
   static constexpr int kSliceBytes = kSliceBytesK + kTileN * kHeadVo * kStoredBytes;
 
-  // Over 16 bits the planner takes these kernels for batches whose requests are one query tile each
-  // (choose_tile_class()).
+  // Over 16 bits the requests of a batch are one query tile each (choose_tile_class()).
   static constexpr bool kReadsOnce = !kConverts;
 
   static constexpr int kMergedRows = kWarpRows / 2;  // whose parts are added up at a time

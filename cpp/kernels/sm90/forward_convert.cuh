@@ -1,6 +1,5 @@
-// Converts operands on load: 8 bits are dequantised exactly to the kernel's 16, and rows of Q and K
-// are rotated by their positions (RoPE). A lane takes four pairs of dimensions (lane_angles.cuh):
-// two pieces of 8 bytes in 16 bits, of 4 in 8 bits, which are aligned whatever the head_dim.
+// Converts operands on load: 8 bits are dequantised exactly to 16, and rows of Q and K are rotated
+// (RoPE). A lane takes four pairs of dimensions (lane_angles.cuh), aligned whatever the head_dim.
 #pragma once
 
 #include "kernels/common/lane_angles.cuh"

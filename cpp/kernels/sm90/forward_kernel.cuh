@@ -10,8 +10,7 @@
 
 namespace preflash::sm90 {
 
-// Arrivals that announce a tile of K or V. Where operands are converted, one lane of each warp
-// that writes the tile arrives.
+// Arrivals that announce a tile of K or V: on conversion one lane of each warp that writes it.
 template <class Traits>
 CUTE_DEVICE int arrivals_of_tile(const HopperSegment& segment, bool gather) {
   if constexpr (!Traits::kConverts) return gather ? kWarpgroupThreads : 1;

@@ -11,8 +11,7 @@ namespace preflash::sm90 {
 template <class V>
 inline constexpr int kSmemBytes = sizeof(SharedStorage<ForwardTraits<V>>);
 
-// Fills what a kernel reads of a segment, except tensor maps and boxes. Returns nullptr, or why it
-// cannot.
+// Fills what a kernel reads of a segment but for maps and boxes. Returns nullptr, or why it cannot.
 template <class Traits, class Segment>
 const char* make_segment(const ForwardSegment& from, Segment& to) {
   constexpr Variant kVariant = Traits::kVariant;

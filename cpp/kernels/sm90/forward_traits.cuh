@@ -72,13 +72,11 @@ struct ForwardTraits {
   static constexpr int kHeadQk = kVariant.head_dim_qk;
   static constexpr int kHeadVo = kVariant.head_dim_vo;
 
-  // A warpgroup's registers hold 256 columns of O. Of more, each of kColumnParts CTAs that share
-  // the items of one list makes its part.
+  // A warpgroup's registers hold 256 columns of O: of more, each of so many CTAs makes a part.
   static constexpr int kPartVo = kHeadVo <= 256 ? kHeadVo : 256;
   static constexpr int kColumnParts = kHeadVo / kPartVo;
   static_assert(kHeadVo % kPartVo == 0);
-  // Whole tiles of K and V then have no room beside Q: they arrive in slices, all keys of a tile
-  // each, through one ring.
+  // Whole tiles of K and V then have no room beside Q: they arrive in slices, through one ring.
   static constexpr bool kSliced = kColumnParts > 1;
   static constexpr int kSliceColumns = 128;
   static constexpr int kSliceSlots = kConverts ? 4 : 5;  // raw rows take the fifth's place
@@ -87,8 +85,7 @@ struct ForwardTraits {
   static constexpr int kSliceElements = kTileN * kSliceColumns;
   static_assert(!kSliced || (kHeadQk % kSliceColumns == 0 && kSlicesV < kSliceSlots));
 
-  // One producer warpgroup, or two, where they convert what they load or the second transposes V,
-  // in front of the consumers, each of which computes 64 rows of the tile.
+  // The second producer warpgroup converts too, or transposes V; each consumer has 64 rows.
   static constexpr int kConsumers = kTileM / kWarpgroupRows;
   static constexpr int kConsumerWarps = kConsumers * kWarpgroupWarps;
   static constexpr int kConsumerThreads = kConsumers * kWarpgroupThreads;
@@ -142,16 +139,14 @@ struct ForwardTraits {
       !kConverts && 2 * kBytesQ + kBytesBesideQ <= kMaxSharedBytes ? 2 : 1;
 
   // Whether the transition to the next item is prepared in an item's last step, or in its first one
-  // (measured: docs/dev/experiments/fa3-main-loop.md). With a custom mask the next item is
-  // announced only behind the last tile of this one.
+  // (measured: docs/dev/experiments/fa3-main-loop.md). A custom mask allows the last one alone.
   static constexpr bool kPreparesInLastStep = !kSkipsTiles && !kSliced;
 
   // Whether an item's first P is computed before the last item's O is stored, so that no product
   // waits for the store. At head_dim 256 that costs more than it gains (measured: there too).
   static constexpr bool kMakesPFirst = kPartVo <= 128;
 
-  // The launch bounds divide the 65536 registers evenly; setmaxnreg then moves the producers' share
-  // to the consumers.
+  // The launch bounds divide the registers evenly; setmaxnreg moves the producers' to consumers.
   static constexpr int kLaunchRegisters = 65536 / (kThreads * kTile.ctas_per_sm) / 8 * 8;
   // Warpgroups that convert or transpose take more registers, from the consumers.
   static constexpr int kTakenRegisters = kTransposesV                   ? 8

@@ -1,6 +1,5 @@
-// The pipeline of the full and partial KV tiles of a custom mask. One producer warp announces each
-// item's tiles, the last one first (mask_tile_reader.cuh), but not the empty ones. Loading warps
-// and consumers read the announcements, each at its own pace.
+// The pipeline of the full and partial KV tiles of a custom mask. One producer warp announces them,
+// an item's last one first; loading warps and consumers read that, each at its own pace.
 #pragma once
 
 #include "kernels/sm90/mask_tile_reader.cuh"

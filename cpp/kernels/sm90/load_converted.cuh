@@ -1,6 +1,5 @@
-// Loads of K and V that are converted on load. For every layout cp.async gathers rows as stored
-// into the raw ring; the warps that copied them dequantise and rotate them into their tiles
-// (forward_convert.cuh). V of 16 bits goes to its tile at once.
+// Loads of K and V that are converted on load: rows as stored go to the raw ring, from there by way
+// of forward_convert.cuh to their tiles. V of 16 bits goes to its tile at once.
 #pragma once
 
 #include "kernels/sm90/copy_rows.cuh"
@@ -10,8 +9,7 @@
 
 namespace preflash::sm90 {
 
-// All producer warps copy and convert the tiles of both operands. A warp has its share of the rows
-// for itself, so it waits only for its own copies.
+// Each producer warp has a share of the rows of both operands, and waits only for its own copies.
 template <class Traits>
 struct ConvertedLoader {
   static constexpr int kWarpKeys = Traits::kTileN / Traits::kProducerWarps;

@@ -1,6 +1,5 @@
-// Slices of K and V that are converted on load, whatever the layout: 8 bits are dequantised as in
-// whole tiles (load_widened.cuh); keys to rotate go through registers; V of 16 bits goes to the
-// ring at once.
+// Slices of K and V that are converted on load: 8 bits are dequantised as in load_widened.cuh, keys
+// to rotate go through registers, V of 16 bits goes to the ring at once.
 #pragma once
 
 #include "kernels/sm90/forward_convert.cuh"

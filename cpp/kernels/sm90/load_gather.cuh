@@ -7,8 +7,7 @@
 
 namespace preflash::sm90 {
 
-// The whole producer warpgroup copies the tiles of both operands. Each warp copies a quarter of the
-// rows; eight lanes copy the 128 bytes that one row has in a block of columns.
+// Each producer warp copies a quarter of the rows of both operands, eight lanes 128 bytes of a row.
 template <class Traits>
 struct GatherLoader {
   using Element = typename Traits::ElementKv;
@@ -20,8 +19,7 @@ struct GatherLoader {
   static_assert(kWarpKeys % kRowsPerPass == 0);
   static constexpr int kElementsPerCopy = kCopyBytes / sizeof(Element);
 
-  // Rows i * 32 + lane_id() of the warp's quarter. The lookup runs ahead of the copies, because the
-  // page index comes from L2.
+  // Rows i * 32 + lane_id() of the warp's quarter, looked up ahead: page indices come from the L2.
   struct RowSlots {
     KeySlot slot[kOwned];
   };

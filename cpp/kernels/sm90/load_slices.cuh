@@ -7,8 +7,8 @@
 
 namespace preflash::sm90 {
 
-// Warps that load slices as TMA boxes, in turns. A warp takes about 70 clocks to issue a box: too
-// slow for one warp where pages are small.
+// Warps that issue slices in turns: a box takes one about 70 clocks, too long where pages are
+// small.
 inline constexpr int kSliceLoaders = 3;
 
 // Copies: a form of copying, SliceBoxes, SliceRows or ConvertedSlices.
@@ -112,8 +112,7 @@ struct SliceBoxes {
   }
 };
 
-// The whole producer warpgroup gathers the rows of slices. One slice is in flight while the next is
-// copied.
+// The producer warpgroup gathers the rows of slices: one is in flight while the next is copied.
 // NOTE: consumers may wait for the slice in flight, so the next slot must come free without it. The
 // slots of V and of K's last slice come free with V's second slice, at most two slots behind.
 template <class Traits>

@@ -108,8 +108,7 @@ struct ConversionStorage<Traits, true> {
   float query_scale[Traits::kTileM];        // of each row's scores, where Q is narrowed
 };
 
-// K and V: whole tiles of each, or slices of both in the order of their use, K(0), K(1), V(0),
-// K(2), V(1), ... (tiles in the order of the loop).
+// K and V: whole tiles of each, or slices of both in the order of use, K(0), K(1), V(0), K(2), ...
 template <class Traits, bool kSliced = Traits::kSliced>
 struct KvBuffers {
   alignas(1024) typename Traits::ElementKv k[cosize_v<typename Traits::LayoutK>];
@@ -122,8 +121,7 @@ struct KvBuffers<Traits, true> {
   Barrier slice_empty[Traits::kSliceSlots];
 };
 
-// V as it arrives where it is transposed, one row per key, and O's sums of float32, four of a
-// thread at a time (eight_bit_operands.cuh).
+// V as it arrives where it is transposed, and O's sums of float32 (eight_bit_operands.cuh).
 template <class Traits, bool kTransposesV = Traits::kTransposesV>
 struct TransposeStorage {};
 template <class Traits>

@@ -1,7 +1,6 @@
 // Skipped tiles: where the caller asks for it, a warpgroup computes the scores of a tile but not P
-// and O += P V if all weights in its rows are small (running_maxima.cuh). All threads of a
-// warpgroup decide together, because its warps share products. Producers and other warpgroups work
-// as if the tile were computed.
+// and O += P V if all weights in its rows are small (running_maxima.cuh). All its threads decide
+// together, because they share products; for all others the tile is like any.
 #pragma once
 
 #include "kernels/common/running_maxima.cuh"

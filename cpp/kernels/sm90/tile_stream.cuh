@@ -51,8 +51,7 @@ template <class Traits, class Announces>
 using TileStream = conditional_t<Traits::kHasMaskBits, KeptTileStream<Traits, Announces>,
                                  DenseTileStream<Traits, Announces>>;
 
-// Calls load(look_up(tile), is_first) for each tile of an item. The lookup runs a tile ahead,
-// because a page index comes from the L2.
+// Calls load(look_up(tile), is_first) for each tile of an item. The lookup runs a tile ahead.
 CUTE_DEVICE void for_each_tile(auto& tiles, const ItemState& state, const auto& look_up,
                                const auto& load) {
   int tile = tiles.first(state);

@@ -8,8 +8,7 @@
 
 namespace preflash::sm90 {
 
-// The rows of an item's tile in use: 0 or less where the plan was made for longer requests
-// (RequestLengths).
+// The rows of an item's tile in use: 0 or less where the plan was made for longer requests.
 CUTE_DEVICE int rows_in_use(const HopperSegment& params, const WorkItem& item,
                             const RequestInfo& request) {
   return min(request.qo_len * params.group_size - item.row_begin, params.rows_per_tile);
@@ -68,8 +67,7 @@ struct ItemProducer {
   CUTE_DEVICE bool done() const { return index > end; }
 
  protected:
-  // With mask bits, kept(item, request, tiles) returns the tiles within the bounds, or none if all
-  // of them are empty.
+  // With mask bits, kept(item, request, tiles) returns `tiles`, or none if all of them are empty.
   CUTE_DEVICE void announce(auto&& kept) {
     WorkItem item;
     RequestInfo request;
