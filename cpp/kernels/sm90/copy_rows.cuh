@@ -1,8 +1,6 @@
 // What all cp.async loads share, with and without conversion.
 #pragma once
 
-#include <cutlass/arch/barrier.h>
-
 #include <cute/arch/copy_sm80.hpp>
 
 #include "kernels/sm90/forward_params.cuh"

@@ -1,5 +1,4 @@
-// The decode kernel: every warp of a CTA computes its share of the keys of the CTA's items. Warps
-// meet only at the end of an item, to add up their parts.
+// The decode kernel: the warps of a CTA share an item's keys, and meet only to add up their parts.
 #pragma once
 
 #include "kernels/common/dependent_launch.cuh"

@@ -6,10 +6,7 @@
 #include <cute/arch/mma_sm80.hpp>
 
 #include "kernels/sm90/decode_load.cuh"
-#include "kernels/sm90/forward_convert.cuh"
 #include "kernels/sm90/load_query.cuh"
-#include "kernels/sm90/speculative_softmax.cuh"
-#include "kernels/sm90/warpgroup_mma.cuh"
 
 namespace preflash::sm90 {
 

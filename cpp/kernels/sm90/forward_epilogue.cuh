@@ -10,10 +10,7 @@
 #include "kernels/common/convert.cuh"
 #include "kernels/common/matrices.cuh"
 #include "kernels/common/swizzle.cuh"
-#include "kernels/sm90/forward_mask.cuh"
 #include "kernels/sm90/score_bias.cuh"
-#include "kernels/sm90/speculative_softmax.cuh"
-#include "kernels/sm90/warpgroup_mma.cuh"
 
 namespace preflash::sm90 {
 

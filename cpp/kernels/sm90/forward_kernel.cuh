@@ -1,5 +1,4 @@
-// The fa3 kernel: a CTA initializes its barriers, then its warpgroups take their roles and work
-// through the CTA's share of the planner's work list.
+// The fa3 kernel: a CTA initializes its barriers, and its warpgroups take their roles.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>

@@ -1,5 +1,4 @@
-// Where the scores of a consumer warpgroup's tile stand, and the policies on their place: masks
-// here, factors of heads and biases in scores.cuh.
+// The place of a warpgroup's scores, and the policies on it: masks here, others in scores.cuh.
 #pragma once
 
 #include "kernels/common/mask.cuh"

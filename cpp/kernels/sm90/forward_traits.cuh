@@ -91,9 +91,8 @@ struct ForwardTraits {
   static constexpr int kConsumerThreads = kConsumers * kWarpgroupThreads;
   static constexpr int kProducerWarps = kTile.warps - kConsumerWarps;
   static constexpr int kProducers = kProducerWarps / kWarpgroupWarps;
-  static constexpr int kProducerThreads = kProducers * kWarpgroupThreads;
-  static constexpr int kThreads = kConsumerThreads + kProducerThreads;
-  static_assert(kTileM % kWarpgroupRows == 0 && kTile.warps * 32 == kThreads);
+  static constexpr int kThreads = kTile.warps * 32;
+  static_assert(kTileM % kWarpgroupRows == 0 && kProducerWarps % kWarpgroupWarps == 0);
   static_assert(kTransposesV ? kProducers == 2 : kProducers == 1 || (kConverts && kProducers == 2));
   static_assert(kConsumers == 2 || kConsumers == kMaxConsumers);
   // Rows arrive in whole blocks: 64 columns of 8 bits and 64 zeros.

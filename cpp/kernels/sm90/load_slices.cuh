@@ -1,5 +1,4 @@
-// Loads of K and V in slices: the ring is filled in the order of the consumers. V lags K by a tile,
-// also from one item to the next.
+// Loads of K and V in slices, in the order of the consumers: V lags K by a tile, across items too.
 #pragma once
 
 #include "kernels/sm90/load_gather.cuh"

@@ -1,6 +1,5 @@
-// Loads of 8-bit K and V without RoPE. A warp has its rows of a tile for itself, in two parts, and
-// a lane reads only the pieces that it has copied: so a warp waits only for the tile's buffer, and
-// one part is in flight while the other is dequantised.
+// Loads of 8-bit K and V without RoPE. A warp has rows of its own, in two parts, of which a lane
+// reads only what it has copied: one part is in flight while the other is dequantised.
 #pragma once
 
 #include "kernels/common/swizzle.cuh"

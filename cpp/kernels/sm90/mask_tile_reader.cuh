@@ -1,5 +1,4 @@
-// The full and partial KV tiles of an item under a custom mask (preflash/mask_tiles.h), for the
-// producer warp that announces them.
+// The full and partial KV tiles of an item under a custom mask (preflash/mask_tiles.h).
 #pragma once
 
 #include "kernels/sm90/forward_params.cuh"

@@ -48,8 +48,7 @@ inline constexpr int kItemSlots = 4;
 //   v_full      where V is transposed, one lane of each warp that does it; raw_full is what v_full
 //               is elsewhere, and raw_empty has one lane of these warps
 //   *_empty     one lane of each consumer warp: only the tensor core has read the buffer
-//   item_full   one thread
-//   item_empty  every thread that has read the item: the consumers and the loading warps
+//   item_full   one thread; item_empty every thread of the consumers and the loading warps
 //   tile_full   one thread; tile_empty one lane of each warp that consumes or loads tiles
 template <int kQStages, int kStages>
 struct Barriers {
