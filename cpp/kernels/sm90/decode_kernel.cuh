@@ -1,5 +1,4 @@
-// The decode kernel: every warp of a CTA computes its share of the keys of the CTA's items. Warps
-// meet only at the end of an item, to add up their parts.
+// The decode kernel: the warps of a CTA share an item's keys, and meet only to add up their parts.
 #pragma once
 
 #include "kernels/common/dependent_launch.cuh"
@@ -26,14 +25,14 @@ struct DecodeWarp {
   int stage = 0;  // of the slice to be computed next
   ItemTimer timer;
 
-  __device__ __forceinline__ DecodeWarp(const Params& params, DecodeStorage<Traits>& smem, int warp,
-                                        int begin, int end)
+  CUTE_DEVICE DecodeWarp(const Params& params, DecodeStorage<Traits>& smem, int warp, int begin,
+                         int end)
       : params(params),
         smem(smem),
         warp(warp),
         loader(params, smem.ring[warp][0], warp, begin, end) {}
 
-  __device__ __forceinline__ void run(int begin, int end) {
+  CUTE_DEVICE void run(int begin, int end) {
     CUTE_UNROLL
     for (int i = 0; i < Traits::kStages - 1; ++i) loader.request();
     for (int index = begin; index < end; ++index) {
@@ -52,24 +51,19 @@ struct DecodeWarp {
  private:
   using Epilogue = ForwardEpilogue<Traits>;
 
-  __device__ __forceinline__ const HopperSegment& segment() const { return params.segments[0]; }
+  CUTE_DEVICE const HopperSegment& segment() const { return params.segments[0]; }
 
-  // Whether this launch has what its kernel is compiled for.
-  __device__ __forceinline__ bool has_soft_cap() const {
-    return !Traits::kOptionsAtRunTime || segment().soft_cap > 0.0f;
-  }
-  __device__ __forceinline__ bool has_bias() const {
+  // Whether this launch has the bias that its kernel is compiled for.
+  CUTE_DEVICE bool has_bias() const {
     return !Traits::kOptionsAtRunTime || segment().position == Position::kAlibi;
   }
 
-  __device__ __forceinline__ void run_item(const ItemState& state) {
+  CUTE_DEVICE void run_item(const ItemState& state) {
     begin_item(state);
     for (int slice = state.tiles.end - 1 - warp; slice >= state.tiles.begin;
          slice -= Traits::kWarps) {
       cute::cp_async_wait<Traits::kStages - 2>();
-      // All lanes' copies have arrived, and all lanes have read the slice before, so its place is
-      // free.
-      __syncwarp();
+      __syncwarp();  // all lanes have this slice, and have read the one before: its place is free
       loader.request();
       if constexpr (Traits::kConverts) {
         dispatch_8_bits(segment().kv_dtype, [&](auto from) { run_slice<from>(state, slice); });
@@ -81,7 +75,7 @@ struct DecodeWarp {
     DecodeMerge<Traits>{smem, segment(), state, warp}.run(softmax, bias, products);
   }
 
-  __device__ __forceinline__ void begin_item(const ItemState& state) {
+  CUTE_DEVICE void begin_item(const ItemState& state) {
     Coordinates of_item{segment(), state, 0, state.tiles.begin};
     query.load(segment(), state);
     bias = has_bias() ? ScoreBias<Traits>::of(of_item) : ScoreBias<Traits>{};
@@ -95,12 +89,14 @@ struct DecodeWarp {
   }
 
   template <DType kFrom>
-  __device__ __forceinline__ void run_slice(const ItemState& state, int slice) {
+  CUTE_DEVICE void run_slice(const ItemState& state, int slice) {
     const unsigned char* k = smem.ring[warp][stage];
     products.template multiply_qk<kFrom>(query, k);
     auto rows_of_s = products.rows_of_s();
     factors.apply(rows_of_s);
-    if (has_soft_cap()) transform_logits<Traits::kVariant.logits>(rows_of_s, segment().logits);
+    if (!Traits::kOptionsAtRunTime || segment().soft_cap > 0.0f) {
+      transform_logits<Traits::kVariant.logits>(rows_of_s, segment().logits);
+    }
     if (has_bias()) bias.add_to(rows_of_s);
     if (state.tiles.needs_mask(slice)) {
       TileMask<Traits>::of_bounds(Coordinates{segment(), state, 0, slice}).apply(rows_of_s);

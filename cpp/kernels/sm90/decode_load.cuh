@@ -1,5 +1,5 @@
-// How a warp of a decode kernel walks and loads its slices of keys: cp.async into a ring of its
-// own, some slices ahead. No other warp reads the ring, so a warp waits only for its own copies.
+// How a warp of a decode kernel walks and loads its slices of keys: by cp.async, some slices ahead,
+// into a ring that no other warp reads.
 #pragma once
 
 #include "kernels/sm90/copy_rows.cuh"
@@ -11,7 +11,7 @@ namespace preflash::sm90 {
 
 // Item `index` of the launch, with its tiles counted in slices.
 template <class Traits, class Params>
-__device__ __forceinline__ ItemState read_decode_item(const Params& params, int index) {
+CUTE_DEVICE ItemState read_decode_item(const Params& params, int index) {
   const HopperSegment& segment = params.segments[0];
   ItemState state;
   state.item = params.items[index];
@@ -24,23 +24,19 @@ __device__ __forceinline__ ItemState read_decode_item(const Params& params, int 
   return state;
 }
 
-// Where a byte of a slice stands. Each warp-wide access takes every bank once for 8 lanes: of K, 4
-// pieces of 16 bytes in 2 neighbouring rows, of V, 2 pieces (or half ones) in every other of 8
-// rows.
+// Where a byte of a slice stands. 8 lanes take every bank once: of K, 4 pieces of 16 bytes in 2
+// neighbouring rows, of V, 2 pieces (or half ones) in every other of 8 rows.
 template <int kRowBytes>
 struct SlicePlaces {
   static constexpr int kPieces = kRowBytes / 16;
 
-  __device__ __forceinline__ static int of_k(int row, int piece) {
-    constexpr bool kWholeLines = kPieces % 8 == 0;
-    return at(row, piece, kWholeLines ? row % 2 * 4 : 0);
+  CUTE_DEVICE static int of_k(int row, int piece) {
+    return at(row, piece, kPieces % 8 == 0 ? row % 2 * 4 : 0);  // in whole lines
   }
-  __device__ __forceinline__ static int of_v(int row, int piece) {
-    return at(row, piece, row / 2 % 4 * 2);
-  }
+  CUTE_DEVICE static int of_v(int row, int piece) { return at(row, piece, row / 2 % 4 * 2); }
 
  private:
-  __device__ __forceinline__ static int at(int row, int piece, int turn) {
+  CUTE_DEVICE static int at(int row, int piece, int turn) {
     return ((row * kPieces + piece) ^ turn) * 16;
   }
 };
@@ -62,8 +58,7 @@ struct SliceLoader {
   bool any = true;    // whether there is such a slice
   KeySlot slot = {};  // of row lane_id() of it
 
-  __device__ __forceinline__ SliceLoader(const Params& params, unsigned char* ring, int warp,
-                                         int begin, int end)
+  CUTE_DEVICE SliceLoader(const Params& params, unsigned char* ring, int warp, int begin, int end)
       : params(params),
         ring(cute::cast_smem_ptr_to_uint(ring) + lane_difference()),
         warp(warp),
@@ -73,11 +68,16 @@ struct SliceLoader {
   }
 
   // Requests the next slice: a group of copies, an empty one where there is none.
-  __device__ __forceinline__ void request() {
+  CUTE_DEVICE void request() {
     if (any) {
       bool all_columns =
           segment().head_dim_qk == Traits::kHeadQk && segment().head_dim_vo == Traits::kHeadVo;
-      copy_tile<Traits>(item, slice * kTileN, all_columns, [&](auto rows) { copy<rows>(); });
+      copy_tile<Traits>(item, slice * kTileN, all_columns, [&](auto rows) {
+        std::uint32_t target = ring + stage * Traits::kSliceBytes;
+        copy_rows<Operand::kK, Traits::kHeadQk, rows>(segment().k, segment().head_dim_qk, target);
+        copy_rows<Operand::kV, Traits::kHeadVo, rows>(segment().v, segment().head_dim_vo,
+                                                      target + Traits::kSliceBytesK);
+      });
       slice -= Traits::kWarps;
       find_slice();
     }
@@ -86,18 +86,18 @@ struct SliceLoader {
   }
 
  private:
-  __device__ __forceinline__ const HopperSegment& segment() const { return params.segments[0]; }
+  CUTE_DEVICE const HopperSegment& segment() const { return params.segments[0]; }
 
   // 0, as a number of each lane's own. NOTE: if an address is the same in all lanes but for an
   // offset, ptxas 13.0 encodes a copy with a cache policy wrongly (illegal instruction).
-  __device__ __forceinline__ static std::uint32_t lane_difference() {
+  CUTE_DEVICE static std::uint32_t lane_difference() {
     std::uint32_t lane;
     asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
     return lane - lane_id();
   }
 
   // Goes on to the items that follow until one has a slice for this warp.
-  __device__ __forceinline__ void find_slice() {
+  CUTE_DEVICE void find_slice() {
     while (slice < first) {
       if (index >= end) {
         any = false;
@@ -111,16 +111,8 @@ struct SliceLoader {
     slot = find_slot_within(segment(), item, slice * kTileN + lane_id() % kTileN);
   }
 
-  template <Rows kRows>
-  __device__ __forceinline__ void copy() const {
-    std::uint32_t target = ring + stage * Traits::kSliceBytes;
-    copy_rows<Operand::kK, Traits::kHeadQk, kRows>(segment().k, segment().head_dim_qk, target);
-    copy_rows<Operand::kV, Traits::kHeadVo, kRows>(segment().v, segment().head_dim_vo,
-                                                   target + Traits::kSliceBytesK);
-  }
   template <Operand kOperand, int kHead, Rows kRows>
-  __device__ __forceinline__ void copy_rows(const KvTensor& tensor, int head_dim,
-                                            std::uint32_t target) const {
+  CUTE_DEVICE void copy_rows(const KvTensor& tensor, int head_dim, std::uint32_t target) const {
     constexpr int kBytes = Traits::kStoredBytes;
     using Places = SlicePlaces<kHead * kBytes>;
     const auto* head =
@@ -143,8 +135,7 @@ struct SliceLoader {
     }
   }
   // Keys that one query tile reads would drive the page table and the plan out of the L2.
-  __device__ __forceinline__ static void copy_once(std::uint32_t target,
-                                                   const unsigned char* source) {
+  CUTE_DEVICE static void copy_once(std::uint32_t target, const unsigned char* source) {
     std::uint64_t policy;
     asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
     asm volatile(

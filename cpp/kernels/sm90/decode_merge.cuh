@@ -1,5 +1,4 @@
-// The end of a decode item: each warp has parts of all rows, over keys of its own. Here they are
-// added up and stored.
+// The end of a decode item: adds up and stores the warps' parts of all rows.
 #pragma once
 
 #include "kernels/sm90/decode_products.cuh"
@@ -9,9 +8,7 @@ namespace preflash::sm90 {
 
 template <class Traits>
 struct DecodeMerge {
-  using Epilogue = ForwardEpilogue<Traits>;
   using Products = DecodeProducts<Traits>;
-  using Coordinates = ScoreCoordinates<Traits>;
   static constexpr int kRows = 2;                     // of one lane
   static constexpr int kQuads = Traits::kHeadVo / 4;  // neighbouring columns of a row
 
@@ -21,13 +18,16 @@ struct DecodeMerge {
   int warp;
 
   // All warps come here with their sums over the item's keys.
-  __device__ __forceinline__ void run(const SpeculativeSoftmax& softmax,
-                                      const ScoreBias<Traits>& bias, Products& products) const {
+  CUTE_DEVICE void run(const SpeculativeSoftmax& softmax, const ScoreBias<Traits>& bias,
+                       Products& products) const {
     share(softmax);
     __syncthreads();
     float part[kRows];
     SpeculativeSoftmax whole = merged(softmax, part);
-    auto ready = prepare(whole, bias);
+    RowTarget target;  // one warp writes the LSE
+    if (warp == 0) target = epilogue().target_of(lane_id() % kWarpRows);
+    ScoreCoordinates<Traits> of_item{params, state, 0, state.tiles.begin};
+    auto ready = epilogue().prepare(whole, bias, of_item, target);
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
       if (r * Traits::kMergedRows >= state.num_rows) break;
@@ -40,9 +40,9 @@ struct DecodeMerge {
   }
 
  private:
-  __device__ __forceinline__ static int row_of(int r) { return lane_id() / 4 + r * 8; }
+  CUTE_DEVICE static int row_of(int r) { return lane_id() / 4 + r * 8; }
 
-  __device__ __forceinline__ void share(const SpeculativeSoftmax& softmax) const {
+  CUTE_DEVICE void share(const SpeculativeSoftmax& softmax) const {
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
       float total = SpeculativeSoftmax::quad_sum(softmax.sum[r]);
@@ -50,8 +50,8 @@ struct DecodeMerge {
     }
   }
   // The softmax over the keys of all warps. part: the factors of this warp's part of O.
-  __device__ __forceinline__ SpeculativeSoftmax merged(const SpeculativeSoftmax& softmax,
-                                                       float (&part)[kRows]) const {
+  CUTE_DEVICE SpeculativeSoftmax merged(const SpeculativeSoftmax& softmax,
+                                        float (&part)[kRows]) const {
     const float scale_log2 = params.logits.scale_log2;
     SpeculativeSoftmax whole;
     CUTE_UNROLL
@@ -75,28 +75,17 @@ struct DecodeMerge {
     }
     return whole;
   }
-  // The factors of the rows; one warp writes their LSE.
-  __device__ __forceinline__ typename Epilogue::Prepared prepare(
-      const SpeculativeSoftmax& whole, const ScoreBias<Traits>& bias) const {
-    RowTarget target;
-    if (warp == 0) target = epilogue().target_of(lane_id() % kWarpRows);
-    return epilogue().prepare(whole, bias, coordinates(), target);
-  }
-  __device__ __forceinline__ Epilogue epilogue() const {
+  CUTE_DEVICE ForwardEpilogue<Traits> epilogue() const {
     return {params, state.item, state.request, state.num_rows};
-  }
-  __device__ __forceinline__ Coordinates coordinates() const {
-    return {params, state, 0, state.tiles.begin};
   }
 
   // Four columns of a row. The turn spreads the lanes of a quad, whose columns lie 32 apart, over
   // the banks.
-  __device__ __forceinline__ float4& place(int writer, int row, int quad) const {
+  CUTE_DEVICE float4& place(int writer, int row, int quad) const {
     int turned = quad ^ quad / 8 % 4 * 2;
     return reinterpret_cast<float4*>(smem.merged[writer][row])[turned];
   }
-  __device__ __forceinline__ void write_part(Products& products, int r, float factor,
-                                             bool empty) const {
+  CUTE_DEVICE void write_part(Products& products, int r, float factor, bool empty) const {
     if (row_of(r) >= state.num_rows) return;
     auto rows_of_o = products.rows_of_o();  // columns: (2, blocks)
     constexpr int kPiece = Products::kPieceV;
@@ -118,7 +107,7 @@ struct DecodeMerge {
   }
 
   // Adds up the parts of the rows r * 8 ... and stores them, four columns to a thread.
-  __device__ __forceinline__ void store_rows(int r) const {
+  CUTE_DEVICE void store_rows(int r) const {
     int num_rows = min(state.num_rows - r * Traits::kMergedRows, Traits::kMergedRows);
     for (int i = threadIdx.x; i < num_rows * kQuads; i += Traits::kThreads) {
       int row = i / kQuads;
@@ -133,22 +122,19 @@ struct DecodeMerge {
       store(epilogue().target_of(r * Traits::kMergedRows + row).o, quad * 4, sum);
     }
   }
-  __device__ __forceinline__ void store(void* row, int column, const float4& x) const {
+  CUTE_DEVICE void store(void* row, int column, const float4& x) const {
+    const FourFloats four{{{x.x, x.y}, {x.z, x.w}}};
     if (state.item.partial_row != WorkItem::kFinal) {
       *reinterpret_cast<float4*>(static_cast<float*>(row) + column) = x;
     } else if (params.o_dtype == DType::kFloat16) {
-      store_pairs<DType::kFloat16>(row, column, x);
+      four.store<DType::kFloat16>(static_cast<char*>(row) + column * 2);
     } else if (params.o_dtype == DType::kBFloat16) {
-      store_pairs<DType::kBFloat16>(row, column, x);
+      four.store<DType::kBFloat16>(static_cast<char*>(row) + column * 2);
     } else {
       auto* target = static_cast<std::uint8_t*>(row) + column;
       store_e4m3(target, {x.x, x.y});
       store_e4m3(target + 2, {x.z, x.w});
     }
-  }
-  template <DType kTo>
-  __device__ __forceinline__ static void store_pairs(void* row, int column, const float4& x) {
-    FourFloats{{{x.x, x.y}, {x.z, x.w}}}.store<kTo>(static_cast<char*>(row) + column * 2);
   }
 };
 

@@ -1,27 +1,16 @@
 // The operands and products of one warp of a decode kernel, by mma.sync: 16 rows of Q, which stay
-// in registers, and a slice of keys. K and V go from shared memory to registers, where those of 8
-// bits become 16, and from there to the tensor core.
-//
-// An operand's order is free where both sides of a product share it:
-// * S = Q K^T adds up over the dimensions in any order. A lane of a quad has 16 neighbouring bytes
-//   of a key, its part of four steps (8 bits) or two (16 bits).
-// * A column of O may be any dimension. A lane has 16 neighbouring bytes of two keys; a permutation
-//   of bytes makes pairs of keys from them. So V needs no transpose, and a lane ends with
-//   neighbouring columns of O.
+// in registers, and a slice of keys. Their order is free where both sides of a product share it
+// (README.md): so a lane reads neighbouring bytes, and V needs no transpose.
 #pragma once
 
 #include <cute/arch/mma_sm80.hpp>
 
 #include "kernels/sm90/decode_load.cuh"
-#include "kernels/sm90/forward_convert.cuh"
 #include "kernels/sm90/load_query.cuh"
-#include "kernels/sm90/speculative_softmax.cuh"
-#include "kernels/sm90/warpgroup_mma.cuh"
 
 namespace preflash::sm90 {
 
-// The item's rows of Q as operands: scaled by its sign, and over 8 bits widened or narrowed to
-// float16.
+// The item's rows of Q as operands: with their sign, over 8 bits widened or narrowed to float16.
 template <class Traits>
 struct DecodeQuery {
   static constexpr int kRows = 2;                      // of one lane
@@ -32,12 +21,12 @@ struct DecodeQuery {
   float factor[kRows];  // of a row's scores, where Q is narrowed
 
   // The dimensions of the lane's elements of a step: four neighbouring ones.
-  __device__ __forceinline__ static int dimension(int step) {
+  CUTE_DEVICE static int dimension(int step) {
     int piece = step / kStepsOfPiece * 4 + lane_id() % 4;
     return (piece * kStepsOfPiece + step % kStepsOfPiece) * 4;
   }
 
-  __device__ __forceinline__ void load(const HopperSegment& params, const ItemState& state) {
+  CUTE_DEVICE void load(const HopperSegment& params, const ItemState& state) {
     auto load_rows = [&](auto from) {
       CUTE_UNROLL
       for (int r = 0; r < kRows; ++r) load_row<from>(params, state, r);
@@ -53,8 +42,7 @@ struct DecodeQuery {
 
  private:
   template <DType kFrom>
-  __device__ __forceinline__ void load_row(const HopperSegment& params, const ItemState& state,
-                                           int r) {
+  CUTE_DEVICE void load_row(const HopperSegment& params, const ItemState& state, int r) {
     int row = lane_id() / 4 + r * 8;
     const auto* source = static_cast<const unsigned char*>(params.q.data) +
                          query_offset(params, state, row) * size_of(kFrom);
@@ -111,17 +99,16 @@ struct DecodeProducts {
   AccumulatorO out;
 
   // (rows, columns) of this lane
-  __device__ __forceinline__ auto rows_of_s() {
+  CUTE_DEVICE auto rows_of_s() {
     return make_tensor(scores.data(), as_rows_and_columns(scores.layout()));
   }
-  __device__ __forceinline__ auto rows_of_o() {
+  CUTE_DEVICE auto rows_of_o() {
     return make_tensor(out.data(), as_rows_and_columns(out.layout()));
   }
 
   // S = Q K^T. k: the slice
   template <DType kFrom>
-  __device__ __forceinline__ void multiply_qk(const DecodeQuery<Traits>& q,
-                                              const unsigned char* k) {
+  CUTE_DEVICE void multiply_qk(const DecodeQuery<Traits>& q, const unsigned char* k) {
     using Places = SlicePlaces<Traits::kHeadQk * kBytes>;
     clear(scores);
     CUTE_UNROLL
@@ -146,7 +133,7 @@ struct DecodeProducts {
 
   // O += P V. v: the slice
   template <DType kFrom>
-  __device__ __forceinline__ void multiply_pv(const unsigned char* v) {
+  CUTE_DEVICE void multiply_pv(const unsigned char* v) {
     using Places = SlicePlaces<Traits::kHeadVo * kBytes>;
     Tensor p = recast<std::uint32_t>(weights);
     CUTE_UNROLL
@@ -171,16 +158,16 @@ struct DecodeProducts {
     }
   }
 
-  // The first of the neighbouring columns of O that a lane has in load `load` and column c of 2.
-  __device__ __forceinline__ static int first_column(int load, int c) {
+  // The first of the neighbouring columns of O that a lane has in a load, of c = 0 or 1.
+  CUTE_DEVICE static int first_column(int load, int c) {
     return load * 8 * kPieceV + (lane_id() % 4 * 2 + c) * kPieceV;
   }
 
  private:
   using PieceV = conditional_t<kPieceV * kBytes == 16, uint4, uint2>;
 
-  __device__ __forceinline__ static void multiply(float* c, const std::uint32_t* a,
-                                                  std::uint32_t b0, std::uint32_t b1) {
+  CUTE_DEVICE static void multiply(float* c, const std::uint32_t* a, std::uint32_t b0,
+                                   std::uint32_t b1) {
     using Instruction = conditional_t<Traits::kProducts == DType::kFloat16,
                                       SM80_16x8x16_F32F16F16F32_TN, SM80_16x8x16_F32BF16BF16F32_TN>;
     Instruction::fma(c[0], c[1], c[2], c[3], a[0], a[1], a[2], a[3], b0, b1, c[0], c[1], c[2],
@@ -188,7 +175,7 @@ struct DecodeProducts {
   }
   // Four neighbouring elements from these words on.
   template <DType kFrom>
-  __device__ __forceinline__ static FourElements elements(const std::uint32_t* words) {
+  CUTE_DEVICE static FourElements elements(const std::uint32_t* words) {
     if constexpr (kBytes == 1) {
       return widen<kFrom, DType::kFloat16>(words[0]);
     } else {
@@ -197,9 +184,9 @@ struct DecodeProducts {
   }
   // The columns of a word, four or two, of 16 keys: of keys 2 q, 2 q + 1, and those 8 after them.
   template <DType kFrom>
-  __device__ __forceinline__ static void multiply_columns(float* c, const std::uint32_t* a,
-                                                          std::uint32_t key0, std::uint32_t key1,
-                                                          std::uint32_t key8, std::uint32_t key9) {
+  CUTE_DEVICE static void multiply_columns(float* c, const std::uint32_t* a, std::uint32_t key0,
+                                           std::uint32_t key1, std::uint32_t key8,
+                                           std::uint32_t key9) {
     if constexpr (kBytes == 2) {
       multiply(c, a, __byte_perm(key0, key1, 0x5410), __byte_perm(key8, key9, 0x5410));
       multiply(c + 4, a, __byte_perm(key0, key1, 0x7632), __byte_perm(key8, key9, 0x7632));

@@ -1,5 +1,4 @@
-// The compile-time shape of a decode kernel: up to 16 packed rows of queries over keys and values
-// of 8 or 16 bits. README.md beside this file explains it.
+// The compile-time shape of a decode kernel, which README.md beside this file explains.
 #pragma once
 
 #include "kernels/sm90/forward_params.cuh"
@@ -7,8 +6,7 @@
 
 namespace preflash::sm90 {
 
-// Names that other kernels' code reads are the same as in forward_traits.cuh. A tile of keys is
-// here what one warp takes at a time: a slice.
+// Names are those of forward_traits.cuh. A tile of keys is what one warp takes at a time: a slice.
 template <class V>
 struct DecodeTraits {
   static constexpr Variant kVariant = V::kVariant;
@@ -19,7 +17,6 @@ struct DecodeTraits {
   static constexpr bool kHasFactors = kConverts;
   static constexpr bool kChoosesOutput = kConverts;
   static_assert(!kConverts || kProducts == DType::kFloat16, "8 bits widen to float16");
-  // Whether the kernel branches where a launch lacks one of its options.
   static constexpr bool kOptionsAtRunTime = options_at_run_time(kVariant);
   static constexpr bool kHasMaskBits = false;
   static constexpr bool kCaps = false;  // by SoftCap
@@ -49,15 +46,12 @@ struct DecodeTraits {
 
   static constexpr int kStoredBytes = kConverts ? 1 : 2;  // of an element of K or V
   static constexpr int kSliceBytesK = kTileN * kHeadQk * kStoredBytes;
-  static constexpr int kSliceBytesV = kTileN * kHeadVo * kStoredBytes;
-  static constexpr int kSliceBytes = kSliceBytesK + kSliceBytesV;
+  static constexpr int kSliceBytes = kSliceBytesK + kTileN * kHeadVo * kStoredBytes;
 
-  // Over 16 bits the planner takes these kernels for batches whose requests are one query tile each
-  // (choose_tile_class()).
+  // Over 16 bits the requests of a batch are one query tile each (choose_tile_class()).
   static constexpr bool kReadsOnce = !kConverts;
 
-  // The warps' parts of O are added up 8 rows at a time, those of one row of a lane.
-  static constexpr int kMergedRows = kWarpRows / 2;
+  static constexpr int kMergedRows = kWarpRows / 2;  // whose parts are added up at a time
   static constexpr int kMergedStride = kHeadVo + 4;  // floats: no bank conflicts between rows
 };
 

@@ -1,9 +1,5 @@
-// Converts operands on load: 8 bits are dequantised exactly to the kernel's 16, and rows of Q and K
-// are rotated by their positions (RoPE). The tensors' dtypes and the position encoding are run-time
-// values: a kernel branches once for each tile.
-//
-// A lane takes four pairs of dimensions of Q and K (lane_angles.cuh): two pieces of 8 bytes in 16
-// bits, of 4 bytes in 8 bits. Pieces are aligned to their size whatever the head_dim.
+// Converts operands on load: 8 bits are dequantised exactly to 16, and rows of Q and K are rotated
+// (RoPE). A lane takes four pairs of dimensions (lane_angles.cuh), aligned whatever the head_dim.
 #pragma once
 
 #include "kernels/common/lane_angles.cuh"
@@ -24,8 +20,8 @@ struct RotaryLanes {
 
 // All threads of the CTA write the tables; whoever reads them waits for the CTA first.
 template <class Traits>
-__device__ __forceinline__ void fill_rotary_tables(const RotaryFrequencies& frequencies,
-                                                   SharedStorage<Traits>& smem) {
+CUTE_DEVICE void fill_rotary_tables(const RotaryFrequencies& frequencies,
+                                    SharedStorage<Traits>& smem) {
   for (int pair = threadIdx.x; pair < Traits::kPairs; pair += Traits::kThreads) {
     std::uint64_t frequency = frequencies.of_pair[pair];
     smem.frequency[pair] = frequency;
@@ -33,8 +29,8 @@ __device__ __forceinline__ void fill_rotary_tables(const RotaryFrequencies& freq
   }
 }
 
-// One warp's rows of a tile of K or V, from the raw ring to the tile. The compiler does not move a
-// load before an earlier store, so each method reads as much as it can hold before it writes.
+// One warp's rows of a tile of K or V, from the raw ring to the tile. As the compiler moves no load
+// before an earlier store, a method reads as much as it can hold before it writes.
 template <class Traits>
 struct RowConversion {
   static constexpr DType kTo = Traits::kVariant.kv_dtype;
@@ -55,7 +51,7 @@ struct RowConversion {
   };
 
   template <int kHead>
-  __device__ __forceinline__ Narrow<kHead> read() const {
+  CUTE_DEVICE Narrow<kHead> read() const {
     using Rows = Narrow<kHead>;
     Rows rows;
     const unsigned char* lane = raw + (first_row + lane_id() / 8) * kHead + lane_id() % 8 * 8;
@@ -70,7 +66,7 @@ struct RowConversion {
     return rows;
   }
   template <DType kFrom, int kHead>
-  __device__ __forceinline__ void write(const Narrow<kHead>& rows, unsigned char* tile) const {
+  CUTE_DEVICE void write(const Narrow<kHead>& rows, unsigned char* tile) const {
     using Rows = Narrow<kHead>;
     CUTE_UNROLL
     for (int pass = 0; pass < Rows::kPasses; ++pass) {
@@ -86,8 +82,8 @@ struct RowConversion {
 
   // first_key: of the tile. A lane's angles at its first row come from the position.
   template <DType kFrom>
-  __device__ __forceinline__ void rotate(const SharedStorage<Traits>& smem, int first_key,
-                                         int head_dim, unsigned char* tile) const {
+  CUTE_DEVICE void rotate(const SharedStorage<Traits>& smem, int first_key, int head_dim,
+                          unsigned char* tile) const {
     using Lanes = RotaryLanes<Traits>;
     constexpr int kPasses = kWarpKeys / Lanes::kRowsAtOnce;
     constexpr int kBatch = kPasses % 4 == 0 ? 4 : 3;  // rows of a lane in flight

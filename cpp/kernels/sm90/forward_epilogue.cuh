@@ -1,6 +1,5 @@
 // The epilogue writes the accumulators to o and lse, or to split-KV partials. Each warp stores its
-// own 16 rows through its own shared memory. It needs no barrier beyond the warp, and the producers
-// load the next item's Q, K and V at the same time.
+// 16 rows through shared memory of its own, so it needs no barrier beyond the warp.
 #pragma once
 
 #include <cuda_fp8.h>
@@ -11,10 +10,7 @@
 #include "kernels/common/convert.cuh"
 #include "kernels/common/matrices.cuh"
 #include "kernels/common/swizzle.cuh"
-#include "kernels/sm90/forward_mask.cuh"
 #include "kernels/sm90/score_bias.cuh"
-#include "kernels/sm90/speculative_softmax.cuh"
-#include "kernels/sm90/warpgroup_mma.cuh"
 
 namespace preflash::sm90 {
 
@@ -26,7 +22,7 @@ struct RowTarget {
 };
 
 // Values beyond 448 become 448.
-__device__ __forceinline__ void store_e4m3(std::uint8_t* target, float2 x) {
+CUTE_DEVICE void store_e4m3(std::uint8_t* target, float2 x) {
   *reinterpret_cast<__nv_fp8x2_storage_t*>(target) =
       __nv_cvt_float2_to_fp8x2(x, __NV_SATFINITE, __NV_E4M3);
 }
@@ -42,7 +38,7 @@ struct ForwardEpilogue {
   const RequestInfo& request;
   int num_rows;
 
-  __device__ __forceinline__ RowTarget target_of(int row) const {
+  CUTE_DEVICE RowTarget target_of(int row) const {
     if (row >= num_rows) return {};
     if (!is_final()) {
       std::int64_t partial = std::int64_t{item.partial_row} + row;
@@ -70,12 +66,10 @@ struct ForwardEpilogue {
     void* o;          // target of the warp's row lane_id() % 16
   };
 
-  // Computes and stores everything but O, while the item's last product runs. `target` belongs to
-  // the warp's row lane_id() % 16.
-  template <class Bias>
-  __device__ __forceinline__ Prepared prepare(const Softmax& softmax, const Bias& bias,
-                                              const ScoreCoordinates<Traits>& coordinates,
-                                              const RowTarget& target) const {
+  // Computes and stores all but O, while the item's last product runs. target: as Prepared::o.
+  CUTE_DEVICE Prepared prepare(const Softmax& softmax, const auto& bias,
+                               const ScoreCoordinates<Traits>& coordinates,
+                               const RowTarget& target) const {
     RowResult result[2];
     auto missing = bias.missing(coordinates);
     CUTE_UNROLL
@@ -94,7 +88,6 @@ struct ForwardEpilogue {
       ready.empty[r] = result[r].empty;
     }
     ready.o = target.o;
-    // A quad of lanes q holds rows q and q + 8; lane l < 16 stores row l.
     // No branch around the shuffles: it would cost registers on the way to the next item.
     PartialLse value{.high = of_row(result[0].lse.high, result[1].lse.high),
                      .low = of_row(result[0].lse.low, result[1].lse.low)};
@@ -103,24 +96,21 @@ struct ForwardEpilogue {
   }
 
   // tOrO: ((2, 2, D / 8), 1, 1), the sum over the item's keys. staging: this warp's [16, kColumns]
-  template <class AccumulatorO>
-  __device__ __forceinline__ void store(const Prepared& ready, AccumulatorO& tOrO,
-                                        Element* staging) const {
+  CUTE_DEVICE void store(const Prepared& ready, auto& tOrO, Element* staging) const {
     auto rows_of_o = make_tensor(tOrO.data(), as_rows_and_columns(tOrO.layout()));
-    CUTE_UNROLL
-    for (int r = 0; r < size<0>(rows_of_o); ++r) {
-      CUTE_UNROLL
-      for (int c = 0; c < size<1>(rows_of_o); ++c) rows_of_o(r, c) *= ready.factor[r];
-    }
-    if (__any_sync(0xffffffffu, ready.empty[0] || ready.empty[1])) {
-      // A row without keys is 0, also where 0 * V is inf or NaN.
+    auto for_each = [&](const auto& change) {
       CUTE_UNROLL
       for (int r = 0; r < size<0>(rows_of_o); ++r) {
         CUTE_UNROLL
-        for (int c = 0; c < size<1>(rows_of_o); ++c) {
-          if (ready.empty[r]) rows_of_o(r, c) = 0.0f;
-        }
+        for (int c = 0; c < size<1>(rows_of_o); ++c) change(r, rows_of_o(r, c));
       }
+    };
+    for_each([&](int r, float& x) { x *= ready.factor[r]; });
+    // A row without keys is 0, also where 0 * V is inf or NaN.
+    if (__any_sync(0xffffffffu, ready.empty[0] || ready.empty[1])) {
+      for_each([&](int r, float& x) {
+        if (ready.empty[r]) x = 0.0f;
+      });
     }
     if (!is_final()) {
       store_pairs<float>(ready, rows_of_o,
@@ -133,7 +123,7 @@ struct ForwardEpilogue {
   }
 
   // Writes an item whose rows keep no key; any single warp may run it.
-  __device__ __forceinline__ void run_empty() const {
+  CUTE_DEVICE void run_empty() const {
     for (int row = 0; row < num_rows; ++row) {
       RowTarget target = target_of(row);
       float lse = -INFINITY;
@@ -156,38 +146,34 @@ struct ForwardEpilogue {
 
  private:
   // The columns of O that this CTA makes: at most kPartVo of them.
-  __device__ __forceinline__ int first_column() const {
-    return sm90::first_column<Traits>(params.head_dim_vo);
-  }
-  __device__ __forceinline__ int num_columns() const {
+  CUTE_DEVICE int first_column() const { return sm90::first_column<Traits>(params.head_dim_vo); }
+  CUTE_DEVICE int num_columns() const {
     return min(params.head_dim_vo - first_column(), Traits::kPartVo);
   }
 
-  __device__ __forceinline__ bool is_final() const { return item.partial_row == WorkItem::kFinal; }
+  CUTE_DEVICE bool is_final() const { return item.partial_row == WorkItem::kFinal; }
 
   // An element of o: the products' dtype, or with 8-bit queries the caller's.
-  __device__ __forceinline__ int output_bytes() const {
+  CUTE_DEVICE int output_bytes() const {
     return Traits::kChoosesOutput ? size_of(params.o_dtype) : sizeof(Element);
   }
-  __device__ __forceinline__ float out_scale() const {
+  CUTE_DEVICE float out_scale() const {
     if constexpr (!Traits::kHasFactors) return params.out_scale;
     const float* of_v = params.extras.scale_v;
     return of_v == nullptr ? params.out_scale : params.out_scale * __ldg(of_v + item.kv_head);
   }
 
   // A split row gets its sink where the partials are merged.
-  __device__ __forceinline__ bool adds_keyless() const {
-    return has_keyless(params.extras) && is_final();
-  }
+  CUTE_DEVICE bool adds_keyless() const { return has_keyless(params.extras) && is_final(); }
 
-  // The value of row lane_id() % 16; a quad holds those of its two rows.
-  __device__ __forceinline__ static float of_row(float upper, float lower) {
+  // The value of row lane_id() % 16; quad q holds those of rows q and q + 8.
+  CUTE_DEVICE static float of_row(float upper, float lower) {
     int quad = lane_id() % 8 * 4;
     upper = __shfl_sync(0xffffffffu, upper, quad);
     lower = __shfl_sync(0xffffffffu, lower, quad);
     return lane_id() < 8 ? upper : lower;
   }
-  __device__ __forceinline__ void store_lse(const RowTarget& target, const PartialLse& lse) const {
+  CUTE_DEVICE void store_lse(const RowTarget& target, const PartialLse& lse) const {
     if (target.lse == nullptr) return;
     if (is_final()) {
       store_row_lse(params.lse, static_cast<float*>(target.lse), lse);
@@ -198,15 +184,15 @@ struct ForwardEpilogue {
 
   // The target of one of the warp's 16 rows; all lanes call this together.
   template <class T>
-  __device__ __forceinline__ static T* target_row(const Prepared& ready, int row) {
+  CUTE_DEVICE static T* target_row(const Prepared& ready, int row) {
     auto address = reinterpret_cast<unsigned long long>(ready.o);
     return reinterpret_cast<T*>(__shfl_sync(0xffffffffu, address, row));
   }
 
   // Calls store(target, pair) for the pairs of neighbouring elements of O that exist.
   template <class T, class Rows, class Store>
-  __device__ __forceinline__ void store_pairs(const Prepared& ready, const Rows& rows_of_o,
-                                              const Store& store) const {
+  CUTE_DEVICE void store_pairs(const Prepared& ready, const Rows& rows_of_o,
+                               const Store& store) const {
     CUTE_UNROLL
     for (int r = 0; r < size<0>(rows_of_o); ++r) {
       T* target = target_row<T>(ready, lane_id() / 4 + r * 8);
@@ -222,8 +208,7 @@ struct ForwardEpilogue {
   }
 
   // O has 16 bits; if the output has another dtype, Element only gives the size.
-  template <class AccumulatorO>
-  __device__ __forceinline__ auto rounded(const AccumulatorO& tOrO) const {
+  CUTE_DEVICE auto rounded(const auto& tOrO) const {
     Tensor tOrO_out = convert_fragment<Element>(tOrO);
     if constexpr (Traits::kChoosesOutput && is_same_v<Element, cutlass::half_t>) {
       if (params.o_dtype == DType::kBFloat16) {
@@ -234,11 +219,8 @@ struct ForwardEpilogue {
     return tOrO_out;
   }
 
-  // Stores a block of columns at a time: 16 rows of 128 bytes, whose 16-byte pieces are swizzled by
-  // the row.
-  template <class AccumulatorO>
-  __device__ __forceinline__ void store_final(const Prepared& ready, const AccumulatorO& tOrO,
-                                              Element* staging) const {
+  // Stores a block of columns at a time: 16 rows of 128 bytes, swizzled.
+  CUTE_DEVICE void store_final(const Prepared& ready, const auto& tOrO, Element* staging) const {
     constexpr int kRowsPerPass = 4;  // 8 lanes a row
     constexpr int kPasses = kWarpRows / kRowsPerPass;
     Element* targets[kPasses];  // null if the row does not exist
@@ -266,10 +248,9 @@ struct ForwardEpilogue {
       uint128_t values[kPasses];
       CUTE_UNROLL
       for (int pass = 0; pass < kPasses; ++pass) {
-        int row = pass * kRowsPerPass + lane_id() / 8;
-        const auto* bytes = reinterpret_cast<const char*>(staging);
-        values[pass] =
-            *reinterpret_cast<const uint128_t*>(bytes + swizzled<kWarpRows>(row, column));
+        const auto* row = reinterpret_cast<const char*>(staging) +
+                          swizzled<kWarpRows>(pass * kRowsPerPass + lane_id() / 8, column);
+        values[pass] = *reinterpret_cast<const uint128_t*>(row);
       }
       bool in_head = block * kColumns + column < num_columns();
       CUTE_UNROLL

@@ -1,5 +1,4 @@
-// The fa3 kernel: a CTA initializes its barriers, then its warpgroups take their roles and work
-// through the CTA's share of the planner's work list.
+// The fa3 kernel: a CTA initializes its barriers, and its warpgroups take their roles.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -10,59 +9,53 @@
 
 namespace preflash::sm90 {
 
-// Arrivals that announce a tile of K or V. Where operands are converted, one lane of each warp
-// that writes the tile arrives.
+// Arrivals that announce a tile of K or V: on conversion one lane of each warp that writes it.
 template <class Traits>
-__device__ __forceinline__ int arrivals_of_tile(const HopperSegment& segment, bool gather) {
-  if constexpr (Traits::kConverts) {
-    return only_widens<Traits>(segment) ? kWarpgroupWarps : Traits::kProducerWarps;
-  }
-  return gather ? kWarpgroupThreads : 1;
+CUTE_DEVICE int arrivals_of_tile(const HopperSegment& segment, bool gather) {
+  if constexpr (!Traits::kConverts) return gather ? kWarpgroupThreads : 1;
+  return only_widens<Traits>(segment) ? kWarpgroupWarps : Traits::kProducerWarps;
 }
 
 template <class Traits>
-__device__ __forceinline__ void init_barriers(const HopperSegment& segment,
-                                              SharedStorage<Traits>& smem, bool gather) {
+CUTE_DEVICE void init_barriers(const HopperSegment& segment, SharedStorage<Traits>& smem,
+                               bool gather) {
   auto& barriers = smem.barriers;
   int producers = arrivals_of_tile<Traits>(segment, gather);
   int transposers = Traits::kTransposesV ? kWarpgroupWarps : 0;
   int loading_warps =
       gather ? Traits::kProducerWarps : (Traits::kSliced ? kSliceLoaders : 2) + transposers;
   if (widens_raw_tiles<Traits>(segment)) loading_warps = 2 + kWarpgroupWarps;
-  for (int stage = 0; stage < Traits::kQStages; ++stage) {
-    barriers.q_full[stage].init(1);
-    barriers.q_empty[stage].init(Traits::kConsumerWarps);
+  auto init = [](auto& full, int announce, auto& empty, int release) {
+    full.init(announce);
+    empty.init(release);
+  };
+  constexpr int kConsumers = Traits::kConsumerWarps;
+  for (int i = 0; i < Traits::kQStages; ++i) {
+    init(barriers.q_full[i], 1, barriers.q_empty[i], kConsumers);
   }
-  for (int stage = 0; stage < Traits::kStages; ++stage) {
-    barriers.k_full[stage].init(producers);
-    barriers.k_empty[stage].init(Traits::kConsumerWarps);
-    barriers.v_full[stage].init(Traits::kTransposesV ? transposers : producers);
-    barriers.v_empty[stage].init(Traits::kConsumerWarps);
+  for (int i = 0; i < Traits::kStages; ++i) {
+    init(barriers.k_full[i], producers, barriers.k_empty[i], kConsumers);
+    int announce_v = Traits::kTransposesV ? transposers : producers;
+    init(barriers.v_full[i], announce_v, barriers.v_empty[i], kConsumers);
     if constexpr (Traits::kTransposesV) {
-      smem.raw_full[stage].init(producers);
-      smem.raw_empty[stage].init(transposers);
+      init(smem.raw_full[i], producers, smem.raw_empty[i], transposers);
     }
   }
-  if constexpr (Traits::kLoadsRawTiles) {
-    for (int operand = 0; operand < 2; ++operand) {
-      smem.raw_full[operand].init(1);
-      smem.raw_empty[operand].init(kWarpgroupWarps);
-    }
+  if constexpr (Traits::kConverts) {
+    for (int i = 0; i < 2; ++i) init(smem.raw_full[i], 1, smem.raw_empty[i], kWarpgroupWarps);
   }
   if constexpr (Traits::kSliced) {
-    for (int slot = 0; slot < Traits::kSliceSlots; ++slot) {
-      smem.slice_full[slot].init(producers);
-      smem.slice_empty[slot].init(Traits::kConsumerWarps);
+    for (int i = 0; i < Traits::kSliceSlots; ++i) {
+      init(smem.slice_full[i], producers, smem.slice_empty[i], kConsumers);
     }
   }
-  for (int slot = 0; slot < kItemSlots; ++slot) {
-    barriers.item_full[slot].init(1);
-    barriers.item_empty[slot].init(Traits::kConsumerThreads + loading_warps * 32);
+  for (int i = 0; i < kItemSlots; ++i) {
+    init(barriers.item_full[i], 1, barriers.item_empty[i],
+         Traits::kConsumerThreads + loading_warps * 32);
   }
   if constexpr (Traits::kHasMaskBits) {
-    for (int slot = 0; slot < Traits::kTileSlots; ++slot) {
-      smem.kept.tile_full[slot].init(1);
-      smem.kept.tile_empty[slot].init(Traits::kConsumerWarps + loading_warps);
+    for (int i = 0; i < Traits::kTileSlots; ++i) {
+      init(smem.kept.tile_full[i], 1, smem.kept.tile_empty[i], kConsumers + loading_warps);
     }
   }
   cutlass::arch::fence_barrier_init();
@@ -74,7 +67,7 @@ struct ItemSpan {
   int end;
 };
 template <class Traits>
-__device__ __forceinline__ ItemSpan items_of_cta(const ParamsOf<Traits>& params) {
+CUTE_DEVICE ItemSpan items_of_cta(const ParamsOf<Traits>& params) {
   int parts = column_parts<Traits>(params.segments[0].head_dim_vo);
   int first = static_cast<int>(blockIdx.x) / parts * parts;
   int last = min(first + parts, params.num_lists);
@@ -90,8 +83,7 @@ __global__ void __launch_bounds__(ForwardTraits<V>::kThreads, V::kTile.ctas_per_
   auto& smem = *reinterpret_cast<SharedStorage<Traits>*>(smem_bytes);
 
   // The first item needs the tensor maps and its range of the work list: both are requested before
-  // the barriers are initialized.
-  // All segments are gathered, or none (launch_forward()).
+  // the barriers are initialized. All segments are gathered, or none (make_maps()).
   bool gather = Traits::kConverts || params.segments[0].box.kv_rows == 0;
   if (!Traits::kConverts && threadIdx.x == 0) {
     CUTE_UNROLL
@@ -115,11 +107,12 @@ __global__ void __launch_bounds__(ForwardTraits<V>::kThreads, V::kTile.ctas_per_
   if (warpgroup < Traits::kProducers) {
     if constexpr (Traits::kLoadsRawTiles) {
       if (widens_raw_tiles<Traits>(params.segments[0])) {
+        constexpr int kLoaderRegisters = 32;
         if (warpgroup == 0) {
-          cutlass::arch::warpgroup_reg_dealloc<32>();
+          cutlass::arch::warpgroup_reg_dealloc<kLoaderRegisters>();
           return produce_raw_tiles(params, smem, begin, end);
         }
-        cutlass::arch::warpgroup_reg_dealloc<2 * Traits::kProducerRegisters - 32>();
+        cutlass::arch::warpgroup_reg_dealloc<2 * Traits::kProducerRegisters - kLoaderRegisters>();
         return widen_raw_tiles(params.segments[0], smem);
       }
     }

@@ -11,8 +11,7 @@ namespace preflash::sm90 {
 template <class V>
 inline constexpr int kSmemBytes = sizeof(SharedStorage<ForwardTraits<V>>);
 
-// Fills what a kernel reads of a segment, except tensor maps and boxes. Returns nullptr, or why it
-// cannot.
+// Fills what a kernel reads of a segment but for maps and boxes. Returns nullptr, or why it cannot.
 template <class Traits, class Segment>
 const char* make_segment(const ForwardSegment& from, Segment& to) {
   constexpr Variant kVariant = Traits::kVariant;
@@ -34,8 +33,8 @@ const char* make_segment(const ForwardSegment& from, Segment& to) {
 }
 
 // Operands that arrive by TMA, or are gathered. Returns nullptr, or why it cannot. All segments of
-// a launch are gathered, or none: the producers' roles and the arrivals at barriers are the same
-// for every item. A gathered segment may have any page size.
+// a launch are gathered, or none, because roles and arrivals at barriers are the same for every
+// item.
 template <class Traits>
 const char* make_maps(const ForwardParams& params, ParamsOf<Traits>& hopper) {
   bool gather = false;
@@ -83,7 +82,6 @@ LaunchError launch_forward(const ForwardParams& params, int num_ctas, const Laun
 }
 
 template <class V>
-  requires(V::kVariant.tile_class == TileClass::kDecode)
 LaunchError launch_decode(const ForwardParams& params, int num_ctas, const LaunchTarget& target) {
   using Traits = DecodeTraits<V>;
   constexpr int kBytes = sizeof(DecodeStorage<Traits>);
@@ -100,27 +98,19 @@ LaunchError launch_decode(const ForwardParams& params, int num_ctas, const Launc
 }
 
 template <class V>
-  requires(V::kVariant.tile_class == TileClass::kDecode)
 ForwardKernel forward_kernel_entry() {
-  return {.id = V::kId,
-          .variant = V::kVariant,
-          .tile = V::kTile,
-          .smem_bytes = sizeof(DecodeStorage<DecodeTraits<V>>),
-          .launch = &launch_decode<V>,
-          .tracing = kTracing};
-}
-
-template <class V>
-ForwardKernel forward_kernel_entry() {
-  ForwardKernel entry{.id = V::kId,
-                      .variant = V::kVariant,
-                      .tile = V::kTile,
-                      .smem_bytes = kSmemBytes<V>,
-                      .launch = &launch_forward<V>,
-                      .ctas_per_item = ForwardTraits<V>::kColumnParts,
-                      .tracing = kTracing};
-  if constexpr (ForwardTraits<V>::kHasMaskBits) entry.mask_tile_use = MaskTileUse::kUsed;
-  if constexpr (ForwardTraits<V>::kSegments == 2) entry.second_tile = V::kSecondTile;
+  ForwardKernel entry{.id = V::kId, .variant = V::kVariant, .tile = V::kTile, .tracing = kTracing};
+  if constexpr (V::kVariant.tile_class == TileClass::kDecode) {
+    entry.smem_bytes = sizeof(DecodeStorage<DecodeTraits<V>>);
+    entry.launch = &launch_decode<V>;
+  } else {
+    using Traits = ForwardTraits<V>;
+    entry.smem_bytes = kSmemBytes<V>;
+    entry.launch = &launch_forward<V>;
+    entry.ctas_per_item = Traits::kColumnParts;
+    if constexpr (Traits::kHasMaskBits) entry.mask_tile_use = MaskTileUse::kUsed;
+    if constexpr (Traits::kSegments == 2) entry.second_tile = V::kSecondTile;
+  }
   return entry;
 }
 

@@ -27,8 +27,8 @@ __device__ __forceinline__ void announce_all(Announcer&& announcer) {
 struct AnnouncesNothing {
   static constexpr bool kRunsAhead = false;
 
-  __device__ __forceinline__ void announce_item() const {}
-  __device__ __forceinline__ void announce_tile() const {}
+  CUTE_DEVICE void announce_item() const {}
+  CUTE_DEVICE void announce_tile() const {}
 };
 
 // ... or everything, where all warps load: the leader announces an item while the item before is
@@ -45,18 +45,19 @@ struct LeaderAnnounces {
   Announcer<Traits> announcer;
   bool is_leader;
 
-  __device__ __forceinline__ void announce_item() {
+  CUTE_DEVICE void announce_item() {
     if (is_leader && !announcer.done()) announcer.announce_item();
   }
-  __device__ __forceinline__ void announce_tile() {
+  CUTE_DEVICE void announce_tile() {
     if (is_leader) announcer.announce_tile();
   }
 };
 
-// How a loading warp goes through a CTA's items. load_q(item) follows the load of the first tile.
+// How a loading warp goes through a CTA's items. A loader's load_item() calls its third argument,
+// which loads Q, once the first tile (of K) has been requested.
 template <class Traits, class Announces, class Loader, class LoadQ>
-__device__ __forceinline__ void load_items(SharedStorage<Traits>& smem, Announces&& announces,
-                                           Loader&& loader, const LoadQ& load_q) {
+CUTE_DEVICE void load_items(SharedStorage<Traits>& smem, Announces&& announces, Loader&& loader,
+                            const LoadQ& load_q) {
   ItemReader<Traits> items{smem};
   TileStream<Traits, Announces> tiles(smem, announces);
   // announce_item() is large, so it is inlined once.
@@ -73,8 +74,8 @@ __device__ __forceinline__ void load_items(SharedStorage<Traits>& smem, Announce
 
 // One warp announces a CTA's items; two load them, or three that take turns at slices.
 template <class Traits>
-__device__ __forceinline__ void produce_tma(const ParamsOf<Traits>& params,
-                                            SharedStorage<Traits>& smem, int begin, int end) {
+CUTE_DEVICE void produce_tma(const ParamsOf<Traits>& params, SharedStorage<Traits>& smem, int begin,
+                             int end) {
   constexpr int kLoaders = Traits::kSliced ? kSliceLoaders : 2;
   static_assert(kLoaders < kWarpgroupWarps);
   const int warp = cutlass::canonical_warp_idx_sync();
@@ -85,7 +86,7 @@ __device__ __forceinline__ void produce_tma(const ParamsOf<Traits>& params,
   if (warp == kLoaders) {
     announce_all(Announcer<Traits>{params, smem, begin, end});
   } else if constexpr (Traits::kSliced) {
-    SliceTmaLoader<Traits> slices(params.segments[0], smem, warp);
+    KvSliceLoader<Traits, SliceBoxes<Traits>> slices(params.segments[0], smem, warp);
     load_items(smem, AnnouncesNothing{}, slices, load_q);
   } else if (warp == 0) {
     load_items(smem, AnnouncesNothing{}, TmaLoader<Traits, Operand::kK>(params, smem), load_q);
@@ -96,9 +97,10 @@ __device__ __forceinline__ void produce_tma(const ParamsOf<Traits>& params,
 
 // Every warp copies rows; warp 0 also announces the items and loads Q.
 template <class Traits>
-__device__ __forceinline__ void produce_gather(const ParamsOf<Traits>& params,
-                                               SharedStorage<Traits>& smem, int begin, int end) {
-  using Loader = conditional_t<Traits::kSliced, SliceGatherLoader<Traits>, GatherLoader<Traits>>;
+CUTE_DEVICE void produce_gather(const ParamsOf<Traits>& params, SharedStorage<Traits>& smem,
+                                int begin, int end) {
+  using Loader = conditional_t<Traits::kSliced, KvSliceLoader<Traits, SliceRows<Traits>>,
+                               GatherLoader<Traits>>;
   const bool is_leader = cutlass::canonical_warp_idx_sync() == 0;
   QLoader<Traits> q{params, smem};
   LeaderAnnounces<Traits> announces{{params, smem, begin, end}, is_leader};
@@ -110,35 +112,36 @@ __device__ __forceinline__ void produce_gather(const ParamsOf<Traits>& params,
 // One warp announces a CTA's items, and two load raw tiles. The consumers load Q themselves
 // (load_query.cuh).
 template <class Traits>
-__device__ __forceinline__ void produce_raw_tiles(const ParamsOf<Traits>& params,
-                                                  SharedStorage<Traits>& smem, int begin, int end) {
+CUTE_DEVICE void produce_raw_tiles(const ParamsOf<Traits>& params, SharedStorage<Traits>& smem,
+                                   int begin, int end) {
   const int warp = cutlass::canonical_warp_idx_sync();
   auto no_q = [](const ItemState&) {};
   if (warp == 0) {
-    using RawK = RawTile<Traits, Operand::kK>;
-    load_items(smem, AnnouncesNothing{}, TmaLoader<Traits, Operand::kK, RawK>(params, smem), no_q);
+    TmaLoader<Traits, Operand::kK, RawTile<Traits, Operand::kK>> k(params, smem);
+    load_items(smem, AnnouncesNothing{}, k, no_q);
   } else if (warp == 1) {
-    using RawV = RawTile<Traits, Operand::kV>;
-    load_items(smem, AnnouncesNothing{}, TmaLoader<Traits, Operand::kV, RawV>(params, smem), no_q);
+    TmaLoader<Traits, Operand::kV, RawTile<Traits, Operand::kV>> v(params, smem);
+    load_items(smem, AnnouncesNothing{}, v, no_q);
   } else if (warp == 2) {
     announce_all(Announcer<Traits>{params, smem, begin, end});
   }
 }
+// The second warpgroup beside it.
 template <class Traits>
-__device__ __forceinline__ void widen_raw_tiles(const HopperSegment& segment,
-                                                SharedStorage<Traits>& smem) {
-  load_items(smem, AnnouncesNothing{}, TileWidener<Traits>(segment, smem), [](const ItemState&) {});
+CUTE_DEVICE void widen_raw_tiles(const HopperSegment& segment, SharedStorage<Traits>& smem) {
+  TileWidener<Traits> widener(segment, smem);
+  load_items(smem, AnnouncesNothing{}, widener, [](const ItemState&) {});
 }
 
 // Warp 0 also announces the items. The consumers load Q themselves (load_query.cuh).
 template <class Traits>
-__device__ __forceinline__ void produce_converted(const ParamsOf<Traits>& params,
-                                                  SharedStorage<Traits>& smem, int begin, int end) {
+CUTE_DEVICE void produce_converted(const ParamsOf<Traits>& params, SharedStorage<Traits>& smem,
+                                   int begin, int end) {
   const HopperSegment& segment = params.segments[0];
   const bool is_leader = cutlass::canonical_warp_idx_sync() == 0;
   auto no_q = [](const ItemState&) {};
   LeaderAnnounces<Traits> announces{{params, smem, begin, end}, is_leader};
-  if constexpr (!Traits::kSliced && Traits::kWidens && Traits::kProducers == 2) {
+  if constexpr (Traits::kLoadsRawTiles) {
     if (only_widens<Traits>(segment)) {
       if (threadIdx.x < kWarpgroupThreads) {
         load_items(smem, announces, WideningLoader<Traits, Operand::kK>(segment, smem), no_q);
@@ -149,8 +152,8 @@ __device__ __forceinline__ void produce_converted(const ParamsOf<Traits>& params
       return;
     }
   }
-  using Loader =
-      conditional_t<Traits::kSliced, ConvertedSliceLoader<Traits>, ConvertedLoader<Traits>>;
+  using Loader = conditional_t<Traits::kSliced, KvSliceLoader<Traits, ConvertedSlices<Traits>>,
+                               ConvertedLoader<Traits>>;
   load_items(smem, announces, Loader{params, smem}, no_q);
 }
 

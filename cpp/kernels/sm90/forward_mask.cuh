@@ -1,6 +1,4 @@
-// Where the scores of a consumer warpgroup's tile stand, and which of them are kept. Whatever
-// depends on a score's place is a policy on ScoreCoordinates: masks here, factors of heads and
-// biases in scores.cuh.
+// The place of a warpgroup's scores, and the policies on it: masks here, others in scores.cuh.
 #pragma once
 
 #include "kernels/common/mask.cuh"
@@ -26,9 +24,9 @@ struct ScoreCoordinates {
     int edge;
     int shift;
 
-    __device__ __forceinline__ bool holds(int column) const { return column >= edge; }
+    CUTE_DEVICE bool holds(int column) const { return column >= edge; }
   };
-  __device__ __forceinline__ Tail tail() const {
+  CUTE_DEVICE Tail tail() const {
     int box_rows = params.box.kv_rows;
     int last = state.request.kv_len - first_key();
     if (box_rows == 0 || last >= Traits::kTileN) return {Traits::kTileN, 0};
@@ -37,30 +35,28 @@ struct ScoreCoordinates {
   }
 
   // Rows: of the item's tile, and what they are in the request.
-  __device__ __forceinline__ int row(int r) const { return warp_row + lane_id() / 4 + r * 8; }
-  __device__ __forceinline__ PackedRow packed(int row) const {
+  CUTE_DEVICE int row(int r) const { return warp_row + lane_id() / 4 + r * 8; }
+  CUTE_DEVICE PackedRow packed(int row) const {
     return unpack_row(params, state.item.row_begin + row);
   }
-  __device__ __forceinline__ int token(int r) const { return packed(row(r)).token; }
-  __device__ __forceinline__ int head(int r) const {
-    return query_head(params, state.item, packed(row(r)));
-  }
+  CUTE_DEVICE int token(int r) const { return packed(row(r)).token; }
+  CUTE_DEVICE int head(int r) const { return query_head(params, state.item, packed(row(r))); }
 
   // Columns: a thread's first one, and how far from there the others lie.
-  __device__ __forceinline__ static int first_column() { return lane_id() % 4 * 2; }
-  __device__ __forceinline__ static constexpr int column_step(int c) { return c / 2 * 8 + c % 2; }
-  __device__ __forceinline__ static int column(int c) { return first_column() + column_step(c); }
+  CUTE_DEVICE static int first_column() { return lane_id() % 4 * 2; }
+  CUTE_DEVICE static constexpr int column_step(int c) { return c / 2 * 8 + c % 2; }
+  CUTE_DEVICE static int column(int c) { return first_column() + column_step(c); }
 
   // Keys of the request. Columns [edge, edge + shift) hold zeros and belong to no key.
-  __device__ __forceinline__ int first_key() const { return tile * Traits::kTileN; }
-  __device__ __forceinline__ int key(int c, const Tail& tail) const {
+  CUTE_DEVICE int first_key() const { return tile * Traits::kTileN; }
+  CUTE_DEVICE int key(int c, const Tail& tail) const {
     return first_key() + column(c) - (tail.holds(column(c)) ? tail.shift : 0);
   }
-  __device__ __forceinline__ MaskBounds bounds() const { return bounds_of(params, state.request); }
+  CUTE_DEVICE MaskBounds bounds() const { return bounds_of(params, state.request); }
 };
 
-// The columns of a tile that this thread's two rows keep. One word covers the 32 columns that the
-// thread holds of 128: bit i is column_step(i) after the thread's first one.
+// The columns of a tile that this thread's two rows keep. A word has the 32 columns that the thread
+// holds of 128: bit i is column_step(i) after its first one.
 template <class Traits>
 struct TileMask {
   static constexpr int kWordColumns = 128;
@@ -70,7 +66,7 @@ struct TileMask {
   std::uint32_t bits[Coordinates::kRows][kWords];
 
   // Length, causal and window.
-  __device__ __forceinline__ static TileMask of_bounds(const Coordinates& coordinates) {
+  CUTE_DEVICE static TileMask of_bounds(const Coordinates& coordinates) {
     MaskBounds bounds = coordinates.bounds();
     auto tail = coordinates.tail();
     int first_key = coordinates.first_key();
@@ -93,18 +89,18 @@ struct TileMask {
     return mask;
   }
 
-  // A custom mask's bits before the exchange: 32 columns of both rows in each lane of a quad. They
-  // stay in registers through a softmax, so both shifts share one.
+  // A custom mask's bits before the exchange: 32 columns of both rows in each lane of a quad. Both
+  // shifts share a register, because all of it stays through a softmax.
   struct RawBits {
     std::uint32_t low[Coordinates::kRows];
     std::uint32_t high[Coordinates::kRows];
     unsigned shifts = 0;
 
-    __device__ __forceinline__ std::uint32_t columns(int r) const {
+    CUTE_DEVICE std::uint32_t columns(int r) const {
       return MaskWords{low[r], high[r], shifts >> r * 8}.bits();
     }
   };
-  __device__ __forceinline__ static RawBits read_bits(const Coordinates& coordinates) {
+  CUTE_DEVICE static RawBits read_bits(const Coordinates& coordinates) {
     RawBits raw;
     CUTE_UNROLL
     for (int r = 0; r < Coordinates::kRows; ++r) {
@@ -116,7 +112,7 @@ struct TileMask {
     return raw;
   }
   // For a tile that the bounds keep whole.
-  __device__ __forceinline__ static TileMask of_bits(const RawBits& raw) {
+  CUTE_DEVICE static TileMask of_bits(const RawBits& raw) {
     static_assert(kWords == 1);
     TileMask mask;
     CUTE_UNROLL
@@ -126,8 +122,7 @@ struct TileMask {
     return mask;
   }
   // For any other tile: the bounds apply, and the request's tail may be in it.
-  __device__ __forceinline__ static TileMask of_bits_and_bounds(const Coordinates& coordinates,
-                                                                RawBits raw) {
+  CUTE_DEVICE static TileMask of_bits_and_bounds(const Coordinates& coordinates, RawBits raw) {
     auto tail = coordinates.tail();
     if (tail.shift > 0) {
       CUTE_UNROLL
@@ -143,8 +138,7 @@ struct TileMask {
     return mask;
   }
 
-  template <class Scores>
-  __device__ __forceinline__ void apply(Scores&& scores) const {
+  CUTE_DEVICE void apply(auto&& scores) const {
     CUTE_UNROLL
     for (int r = 0; r < size<0>(scores); ++r) {
       CUTE_UNROLL
@@ -156,19 +150,18 @@ struct TileMask {
 
  private:
   // The mask bits of the columns before `column`.
-  __device__ __forceinline__ static std::uint32_t columns_before(int column) {
+  CUTE_DEVICE static std::uint32_t columns_before(int column) {
     int count = min(max(column / 8 * 2 + min(column % 8, 2), 0), 32);
     return count == 0 ? 0u : 0xffffffffu >> (32 - count);
   }
-  __device__ __forceinline__ static std::uint32_t columns_in(int begin, int end) {
+  CUTE_DEVICE static std::uint32_t columns_in(int begin, int end) {
     return columns_before(max(end, 0)) & ~columns_before(max(begin, 0));
   }
 
   // The first of the 32 columns whose bits this lane reads.
-  __device__ __forceinline__ static int lane_column() { return lane_id() % 4 * 32; }
+  CUTE_DEVICE static int lane_column() { return lane_id() % 4 * 32; }
   // The bits of row r from `key` on, which is 0 or more.
-  __device__ __forceinline__ static MaskWords words_at(const Coordinates& coordinates, int r,
-                                                       int key) {
+  CUTE_DEVICE static MaskWords words_at(const Coordinates& coordinates, int r, int key) {
     const RequestInfo& request = coordinates.state.request;
     if (Traits::kOptionsAtRunTime && coordinates.params.mask != Mask::kCustom) {
       return {0xffffffffu, 0xffffffffu, 0};
@@ -179,10 +172,8 @@ struct TileMask {
     return load_mask_words(bits, token * request.kv_len + min(key, request.kv_len - 1));
   }
   // columns: right up to the tail's edge. Behind the edge keys stand further right.
-  template <class Tail>
-  __device__ __forceinline__ static std::uint32_t with_tail(const Coordinates& coordinates, int r,
-                                                            const Tail& tail,
-                                                            std::uint32_t columns) {
+  CUTE_DEVICE static std::uint32_t with_tail(const Coordinates& coordinates, int r,
+                                             const auto& tail, std::uint32_t columns) {
     int column = lane_column();
     if (column + 32 <= tail.edge) return columns;
     std::uint32_t before = tail.edge > column ? (1u << (tail.edge - column)) - 1 : 0u;
@@ -191,16 +182,16 @@ struct TileMask {
     std::uint32_t behind = words_at(coordinates, r, max(key, 0)).bits() << max(-key, 0);
     return columns & before | behind & ~before;
   }
-  // Bits 8 i + 2 q + {0, 1} belong to lane q of the quad: they become bits 8 q + 2 i + {0, 1}. A
-  // transpose of pairs, by two swaps of a bit of i with one of q.
-  __device__ __forceinline__ static std::uint32_t group_columns(std::uint32_t bits) {
+  // Bits 8 i + 2 q + {0, 1}, which belong to lane q of the quad, become bits 8 q + 2 i + {0, 1}, by
+  // two swaps of a bit of i with one of q.
+  CUTE_DEVICE static std::uint32_t group_columns(std::uint32_t bits) {
     std::uint32_t differ = (bits >> 6 ^ bits) & 0x00cc00ccu;
     bits ^= differ ^ differ << 6;
     differ = (bits >> 12 ^ bits) & 0x0000f0f0u;
     return bits ^ differ ^ differ << 12;
   }
   // Byte q of lane i becomes byte i of lane q.
-  __device__ __forceinline__ static std::uint32_t exchange_columns(std::uint32_t bytes) {
+  CUTE_DEVICE static std::uint32_t exchange_columns(std::uint32_t bytes) {
     std::uint32_t other = __shfl_xor_sync(0xffffffffu, bytes, 1);
     bytes = __byte_perm(bytes, other, lane_id() % 2 == 0 ? 0x6240 : 0x3715);
     other = __shfl_xor_sync(0xffffffffu, bytes, 2);

@@ -45,8 +45,8 @@ struct ItemOf<1> {
   static constexpr bool idle = false;  // memory limits a decode batch alone either way
 };
 
-__device__ __forceinline__ int query_head(const HopperSegment& params, const WorkItem& item,
-                                          const PackedRow& packed) {
+CUTE_DEVICE int query_head(const HopperSegment& params, const WorkItem& item,
+                           const PackedRow& packed) {
   return item.kv_head * params.group_size + packed.head_in_group;
 }
 

@@ -32,7 +32,6 @@ struct ForwardTraits {
   // Whether operands may lie in memory with 8 bits or before rotation: producers gather and convert
   // K and V, consumers load Q.
   static constexpr bool kConverts = kVariant.load == Load::kConverted;
-  static constexpr bool kConsumersLoadQ = kConverts;
   // Whether 8 bits are multiplied as they are stored (transpose_values.cuh).
   static constexpr bool kTransposesV = size_of(kVariant.q_dtype) == 1;
   static constexpr bool kHasFactors = kConverts || kTransposesV;
@@ -46,11 +45,9 @@ struct ForwardTraits {
   static constexpr bool kCapsInSoftmax = kCaps && !kOptionsAtRunTime && kVariant.head_dim_vo <= 128;
 
   static constexpr int kSegments = kVariant.segments == Segments::kTwo ? 2 : 1;
-  static_assert(kSegments == 1 || !kConverts, "rotary tables in shared memory are one segment's");
-  static_assert(kSegments == 1 || kVariant.head_dim_vo <= 256,
-                "the readers of slices know one segment");
-  static_assert(kSegments == 1 || kVariant.mask == Mask::kBounds,
-                "a segment without mask bits has none to announce tiles by");
+  // Rotary tables and readers of slices are one segment's, and both announce tiles, or neither.
+  static_assert(kSegments == 1 ||
+                (!kConverts && kVariant.head_dim_vo <= 256 && kVariant.mask == Mask::kBounds));
 
   // Whether 8 bits are dequantised to this kernel's dtype.
   static constexpr bool kWidens =
@@ -77,32 +74,27 @@ struct ForwardTraits {
   static constexpr int kHeadQk = kVariant.head_dim_qk;
   static constexpr int kHeadVo = kVariant.head_dim_vo;
 
-  // A warpgroup's registers hold 256 columns of O. Of more, each of kColumnParts CTAs that share
-  // the items of one list makes its part.
+  // A warpgroup's registers hold 256 columns of O: of more, each of so many CTAs makes a part.
   static constexpr int kPartVo = kHeadVo <= 256 ? kHeadVo : 256;
   static constexpr int kColumnParts = kHeadVo / kPartVo;
-  static_assert(kColumnParts * kPartVo == kHeadVo);
-  // Whole tiles of K and V then have no room beside Q: they arrive in slices, all keys of a tile
-  // each, through one ring.
+  static_assert(kHeadVo % kPartVo == 0);
+  // Whole tiles of K and V then have no room beside Q: they arrive in slices, through one ring.
   static constexpr bool kSliced = kColumnParts > 1;
   static constexpr int kSliceColumns = 128;
   static constexpr int kSliceSlots = kConverts ? 4 : 5;  // raw rows take the fifth's place
   static constexpr int kSlicesK = kHeadQk / kSliceColumns;
   static constexpr int kSlicesV = kPartVo / kSliceColumns;
   static constexpr int kSliceElements = kTileN * kSliceColumns;
-  static_assert(!kSliced || (kSlicesK * kSliceColumns == kHeadQk &&
-                             kSlicesV * kSliceColumns == kPartVo && kSlicesV < kSliceSlots));
+  static_assert(!kSliced || (kHeadQk % kSliceColumns == 0 && kSlicesV < kSliceSlots));
 
-  // One producer warpgroup, or two, where they convert what they load or the second transposes V,
-  // in front of the consumers, each of which computes 64 rows of the tile.
+  // The second producer warpgroup converts too, or transposes V; each consumer has 64 rows.
   static constexpr int kConsumers = kTileM / kWarpgroupRows;
   static constexpr int kConsumerWarps = kConsumers * kWarpgroupWarps;
   static constexpr int kConsumerThreads = kConsumers * kWarpgroupThreads;
   static constexpr int kProducerWarps = kTile.warps - kConsumerWarps;
   static constexpr int kProducers = kProducerWarps / kWarpgroupWarps;
-  static constexpr int kProducerThreads = kProducers * kWarpgroupThreads;
-  static constexpr int kThreads = kConsumerThreads + kProducerThreads;
-  static_assert(kTileM % kWarpgroupRows == 0 && kTile.warps * 32 == kThreads);
+  static constexpr int kThreads = kTile.warps * 32;
+  static_assert(kTileM % kWarpgroupRows == 0 && kProducerWarps % kWarpgroupWarps == 0);
   static_assert(kTransposesV ? kProducers == 2 : kProducers == 1 || (kConverts && kProducers == 2));
   static_assert(kConsumers == 2 || kConsumers == kMaxConsumers);
   // Rows arrive in whole blocks: 64 columns of 8 bits and 64 zeros.
@@ -112,9 +104,8 @@ struct ForwardTraits {
   static constexpr int kBlocksK = kRowQk / kBlockColumns<ElementKv>;
   static constexpr int kBlocksV = kRowVo / kBlockColumns<ElementKv>;
   static constexpr int kBlocksO = kPartVo / kBlockColumns<ElementO>;
-  static_assert(kBlocksK * kBlockColumns<ElementKv> == kRowQk);
-  static_assert(kBlocksV * kBlockColumns<ElementKv> == kRowVo);
-  static_assert(kBlocksO * kBlockColumns<ElementO> == kPartVo);
+  static_assert(kRowQk % kBlockColumns<ElementKv> == 0 && kRowVo % kBlockColumns<ElementKv> == 0);
+  static_assert(kPartVo % kBlockColumns<ElementO> == 0);
   static_assert(kTileN % 16 == 0 && kTileN <= 256);
   static constexpr int kMaxBoxes = kTileN / 8;  // of a K or V tile: a box has at least 8 rows
 
@@ -131,12 +122,12 @@ struct ForwardTraits {
 
   // K and V as stored, where they are converted: a tile of both in 8 bits, or of K alone in 16 (V
   // then needs no conversion); or a slice in 8 bits.
-  static constexpr bool kLoadsRawTiles = kConverts && kProducers == 2;
-  static constexpr int kRawBytes = !kConverts ? 0
-                                   : kSliced  ? kSliceElements
-                                   : kLoadsRawTiles
-                                       ? kTileN * 2 * kBlockRowBytes
-                                       : kTileN * std::max(kHeadQk + kHeadVo, 2 * kHeadQk);
+  static constexpr int kRawBytes =
+      !kConverts ? 0
+      : kSliced  ? kSliceElements
+                 : kTileN * std::max({kHeadQk + kHeadVo, 2 * kHeadQk, 2 * kBlockRowBytes});
+  // Whether TMA may load raw tiles of 8 bits, and a warpgroup dequantise them (load_raw_tiles.cuh).
+  static constexpr bool kLoadsRawTiles = kWidens && kProducers == 2;
   static constexpr int kPairs = kHeadQk / 2;  // of dimensions that RoPE rotates
 
   // With two buffers the next item's Q is loaded during this item's last tiles, with one only
@@ -152,16 +143,14 @@ struct ForwardTraits {
       !kConverts && 2 * kBytesQ + kBytesBesideQ <= kMaxSharedBytes ? 2 : 1;
 
   // Whether the transition to the next item is prepared in an item's last step, or in its first one
-  // (measured: docs/dev/experiments/fa3-main-loop.md). With a custom mask the next item is
-  // announced only behind the last tile of this one.
+  // (measured: docs/dev/experiments/fa3-main-loop.md). A custom mask allows the last one alone.
   static constexpr bool kPreparesInLastStep = !kSkipsTiles && !kSliced;
 
   // Whether an item's first P is computed before the last item's O is stored, so that no product
   // waits for the store. At head_dim 256 that costs more than it gains (measured: there too).
   static constexpr bool kMakesPFirst = kPartVo <= 128;
 
-  // The launch bounds divide the 65536 registers evenly; setmaxnreg then moves the producers' share
-  // to the consumers.
+  // The launch bounds divide the registers evenly; setmaxnreg moves the producers' to consumers.
   static constexpr int kLaunchRegisters = 65536 / (kThreads * kTile.ctas_per_sm) / 8 * 8;
   // Warpgroups that convert or transpose take more registers, from the consumers.
   static constexpr int kTakenRegisters = kTransposesV                   ? 8
@@ -170,10 +159,8 @@ struct ForwardTraits {
                                          : kSliced || kProducers == 2   ? 24
                                          : kHeadVo <= 128               ? 8
                                                                         : 16;
-  static constexpr int kConsumerRegisters = (kConsumers == 4  ? 112
-                                             : kHeadVo <= 128 ? 224
-                                                              : 232) -
-                                            kTakenRegisters;
+  static constexpr int kMostRegisters = kConsumers == 4 ? 112 : kHeadVo <= 128 ? 224 : 232;
+  static constexpr int kConsumerRegisters = kMostRegisters - kTakenRegisters;
   static constexpr int kProducerRegisters =
       (kLaunchRegisters * (kConsumers + kProducers) - kConsumers * kConsumerRegisters) /
       kProducers / 8 * 8;
@@ -217,11 +204,11 @@ struct ForwardTraits {
 
 // The columns of O that this CTA makes.
 template <class Traits>
-__device__ __forceinline__ int column_parts(int head_dim_vo) {
+CUTE_DEVICE int column_parts(int head_dim_vo) {
   return Traits::kColumnParts == 1 ? 1 : ceil_div(head_dim_vo, Traits::kPartVo);
 }
 template <class Traits>
-__device__ __forceinline__ int first_column(int head_dim_vo) {
+CUTE_DEVICE int first_column(int head_dim_vo) {
   if constexpr (Traits::kColumnParts == 1) return 0;
   return static_cast<int>(blockIdx.x) % column_parts<Traits>(head_dim_vo) * Traits::kPartVo;
 }

@@ -1,8 +1,5 @@
-// The pipeline of the full and partial KV tiles of a custom mask. One producer warp announces each
-// item's tiles, the last one first (mask_tile_reader.cuh). Empty tiles, in which no row sees a key,
-// are not announced, so they are neither loaded nor multiplied.
-//
-// Loading warps and consumers read the announcements, each at its own pace.
+// The pipeline of the full and partial KV tiles of a custom mask. One producer warp announces them,
+// an item's last one first; loading warps and consumers read that, each at its own pace.
 #pragma once
 
 #include "kernels/sm90/mask_tile_reader.cuh"
@@ -10,15 +7,14 @@
 
 namespace preflash::sm90 {
 
-// One warp announces items and their full and partial tiles: all tiles of an item before the next
-// item. The warp itself writes the output of items without keys.
+// One warp announces items and their tiles: all tiles of an item before the next item.
 template <class Traits>
 struct KeptTileProducer : ItemProducer<Traits> {
   ProducerPipelineState<Traits::kTileSlots> tile_write = {};
   MaskTileReader reader = {};  // of the item announced last
   int next = -1;  // its tile to announce next; before reader.tiles.begin: there is none
 
-  __device__ __forceinline__ void announce_item() {
+  CUTE_DEVICE void announce_item() {
     this->announce([&](const WorkItem& item, const RequestInfo& request, const TileRange& tiles) {
       if (tiles.count() == 0) return tiles;
       reader = MaskTileReader::of<Traits>(this->params.segment_of(request), item, request, tiles);
@@ -27,9 +23,9 @@ struct KeptTileProducer : ItemProducer<Traits> {
     });
   }
 
-  __device__ __forceinline__ bool has_tile() const { return next >= reader.tiles.begin; }
+  CUTE_DEVICE bool has_tile() const { return next >= reader.tiles.begin; }
 
-  __device__ __forceinline__ void announce_tile() {
+  CUTE_DEVICE void announce_tile() {
     auto& kept = this->smem.kept;
     int word = next * 4 | (reader.is_whole(next) ? KeptTile::kWhole : 0);
     next = reader.last_kept_before(next);
@@ -46,14 +42,13 @@ struct KeptTileProducer : ItemProducer<Traits> {
   }
 };
 
-// How a warp follows.
 template <class PipelineState>
 struct KeptTileReader {
   PipelineState read = {};
 
   // Waits for the next tile.
   template <class Traits>
-  __device__ __forceinline__ KeptTile take(SharedStorage<Traits>& smem) {
+  CUTE_DEVICE KeptTile take(SharedStorage<Traits>& smem) {
     int slot = read.index();
     smem.kept.tile_full[slot].wait(read.phase());
     order_memory_accesses();

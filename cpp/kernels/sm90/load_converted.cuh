@@ -1,6 +1,5 @@
-// Loads of K and V that are converted on load. For every layout cp.async gathers rows as stored
-// into the raw ring; the warps that copied them dequantise and rotate them into their tiles
-// (forward_convert.cuh). V of 16 bits goes to its tile at once.
+// Loads of K and V that are converted on load: rows as stored go to the raw ring, from there by way
+// of forward_convert.cuh to their tiles. V of 16 bits goes to its tile at once.
 #pragma once
 
 #include "kernels/sm90/copy_rows.cuh"
@@ -10,8 +9,7 @@
 
 namespace preflash::sm90 {
 
-// All producer warps copy and convert the tiles of both operands. A warp has its share of the rows
-// for itself, so it waits only for its own copies.
+// Each producer warp has a share of the rows of both operands, and waits only for its own copies.
 template <class Traits>
 struct ConvertedLoader {
   static constexpr int kWarpKeys = Traits::kTileN / Traits::kProducerWarps;
@@ -23,17 +21,13 @@ struct ConvertedLoader {
   TileWriter<Traits, Operand::kV> v{smem};
   ItemKeys item;
 
-  __device__ __forceinline__ ConvertedLoader(const ParamsOf<Traits>& params,
-                                             SharedStorage<Traits>& smem)
+  CUTE_DEVICE ConvertedLoader(const ParamsOf<Traits>& params, SharedStorage<Traits>& smem)
       : params(params.segments[0]), smem(smem) {}
 
   // Publishes K(last), then K(t - 1) and V(t) for each tile, in the order of the consumers. In each
   // operand copies run one tile ahead and page lookups two. Every copy is a group, an empty one
-  // where there is no tile, so one group is always in flight. Calls after_first() once K(last) has
-  // been requested.
-  template <class Tiles, class AfterFirst>
-  __device__ __forceinline__ void load_item(const ItemState& state, Tiles& tiles,
-                                            const AfterFirst& after_first) {
+  // where there is no tile, so one group is always in flight.
+  CUTE_DEVICE void load_item(const ItemState& state, auto& tiles, const auto& after_first) {
     item = ItemKeys::of(state);
     int tile = tiles.first(state);
     KeySlot slot = find_slot_of_lane(tile);
@@ -67,17 +61,16 @@ struct ConvertedLoader {
   }
 
  private:
-  __device__ __forceinline__ static int first_row() { return threadIdx.x / 32 * kWarpKeys; }
-  __device__ __forceinline__ bool stored_in_8_bits() const {
+  CUTE_DEVICE static int first_row() { return threadIdx.x / 32 * kWarpKeys; }
+  CUTE_DEVICE bool stored_in_8_bits() const {
     return Traits::kWidens && size_of(params.kv_dtype) == 1;
   }
-  // Of row lane_id() of the warp's.
-  __device__ __forceinline__ KeySlot find_slot_of_lane(int tile) const {
+  CUTE_DEVICE KeySlot find_slot_of_lane(int tile) const {
     return find_slot_within(params, item, tile * Traits::kTileN + first_row() + lane_id());
   }
 
   template <class Writer>
-  __device__ __forceinline__ void copy(const Writer& write, KeySlot slot, int tile) const {
+  CUTE_DEVICE void copy(const Writer& write, KeySlot slot, int tile) const {
     if (tile != kNoTile) {
       if (stored_in_8_bits()) {
         copy_rows<1, Place::kRaw>(write, slot, tile, write.raw());
@@ -92,8 +85,7 @@ struct ConvertedLoader {
   }
 
   // Publish a tile, and call copy_next() as soon as its part of the raw ring is free.
-  template <class CopyNext>
-  __device__ __forceinline__ void publish_k(int tile, const CopyNext& copy_next) {
+  CUTE_DEVICE void publish_k(int tile, const auto& copy_next) {
     await_rows();
     const bool rotates = !stored_in_8_bits() || params.position == Position::kRope;
     if (rotates) {
@@ -105,8 +97,7 @@ struct ConvertedLoader {
     publish_rows(k);
     if (rotates) copy_next();
   }
-  template <class CopyNext>
-  __device__ __forceinline__ void publish_v(const CopyNext& copy_next) {
+  CUTE_DEVICE void publish_v(const auto& copy_next) {
     await_rows();
     if (!stored_in_8_bits()) {
       publish_rows(v);
@@ -117,12 +108,12 @@ struct ConvertedLoader {
     publish_rows(v);
   }
   // Waits until all of the warp's groups but the last one have arrived.
-  __device__ __forceinline__ static void await_rows() {
+  CUTE_DEVICE static void await_rows() {
     cp_async_wait<1>();
     __syncwarp();
   }
 
-  __device__ __forceinline__ void rotate_rows(int first_key) const {
+  CUTE_DEVICE void rotate_rows(int first_key) const {
     auto rotate = [&](auto from) {
       RowConversion<Traits>{k.raw(), first_row()}.template rotate<from>(
           smem, first_key, params.head_dim_qk, k.bytes());
@@ -133,8 +124,8 @@ struct ConvertedLoader {
       rotate(C<Traits::kVariant.kv_dtype>{});
     }
   }
-  template <class Writer, class CopyNext>
-  __device__ __forceinline__ void widen_rows(const Writer& write, const CopyNext& copy_next) const {
+  template <class Writer>
+  CUTE_DEVICE void widen_rows(const Writer& write, const auto& copy_next) const {
     constexpr int kHead = Writer::kHead;
     RowConversion<Traits> rows{write.raw(), first_row()};
     auto narrow = rows.template read<kHead>();
@@ -149,8 +140,7 @@ struct ConvertedLoader {
 
   // Copies the warp's rows of a tile.
   template <int kElementBytes, Place kPlace, class Writer>
-  __device__ __forceinline__ void copy_rows(const Writer&, KeySlot slot, int tile,
-                                            unsigned char* target) const {
+  CUTE_DEVICE void copy_rows(const Writer&, KeySlot slot, int tile, unsigned char* target) const {
     constexpr int kRowBytes = Writer::kHead * kElementBytes;
     constexpr int kPieces = kRowBytes / kCopyBytes;
     constexpr int kLanes = kPieces % 8 == 0 ? 8 : 4;  // for one row

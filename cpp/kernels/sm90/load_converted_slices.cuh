@@ -1,6 +1,5 @@
-// Slices of K and V that are converted on load, whatever the layout: 8 bits are dequantised as in
-// whole tiles (load_widened.cuh); keys to rotate go through registers; V of 16 bits goes to the
-// ring at once.
+// Slices of K and V that are converted on load: 8 bits are dequantised as in load_widened.cuh, keys
+// to rotate go through registers, V of 16 bits goes to the ring at once.
 #pragma once
 
 #include "kernels/sm90/forward_convert.cuh"
@@ -9,7 +8,7 @@
 
 namespace preflash::sm90 {
 
-// A form of copying for KvSliceLoader. A slice of 8 bits is in flight while the one before it is
+// A slice of 8 bits is in flight while the one before it is
 // written, as in SliceRows; others follow each other.
 template <class Traits>
 struct ConvertedSlices : SliceRows<Traits> {
@@ -22,17 +21,16 @@ struct ConvertedSlices : SliceRows<Traits> {
   Narrow narrow;
   bool in_flight = false;
 
-  __device__ __forceinline__ ConvertedSlices(const ParamsOf<Traits>& params,
-                                             SharedStorage<Traits>& smem)
+  CUTE_DEVICE ConvertedSlices(const ParamsOf<Traits>& params, SharedStorage<Traits>& smem)
       : Base(params, smem), narrow(smem.raw) {}
 
  protected:
-  __device__ __forceinline__ void finish() {
+  CUTE_DEVICE void finish() {
     write_narrow([](auto) { cp_async_fence(); });
   }
 
   template <Operand kOperand>
-  __device__ __forceinline__ void copy(const Tile& tile, int column, int num_slices) {
+  CUTE_DEVICE void copy(const Tile& tile, int column, int num_slices) {
     using Writer = TileWriter<Traits, kOperand>;
     this->item = tile.item;
     const HopperSegment& segment = this->segment();
@@ -76,8 +74,7 @@ struct ConvertedSlices : SliceRows<Traits> {
 
  private:
   // Writes the slice that is in flight, and requests the next one.
-  template <class CopyNext>
-  __device__ __forceinline__ void write_narrow(const CopyNext& copy_next) {
+  CUTE_DEVICE void write_narrow(const auto& copy_next) {
     if (!in_flight) return;
     in_flight = false;
     this->write.wait();
@@ -87,7 +84,7 @@ struct ConvertedSlices : SliceRows<Traits> {
   }
 
   // V of 16 bits: all slices at once.
-  __device__ __forceinline__ void copy_wide(const Tile& tile, int column) {
+  CUTE_DEVICE void copy_wide(const Tile& tile, int column) {
     const HopperSegment& segment = this->segment();
     KvTensor columns = segment.v;
     auto first = this->write.next;
@@ -109,8 +106,9 @@ struct ConvertedSlices : SliceRows<Traits> {
   // A slice of K. A lane takes four neighbouring columns of every row of the warp, and the columns
   // half a head_dim away, because slices are written one by one.
   template <DType kFrom>
-  __device__ __forceinline__ void rotate(const Tile& tile, int column) {
+  CUTE_DEVICE void rotate(const Tile& tile, int column) {
     using Stored = FourStored<kFrom>;
+    constexpr int kBytes = size_of(kFrom);
     constexpr int kSpan = 8;  // rows until angles are exact again
     const HopperSegment& segment = this->segment();
     const int half = segment.head_dim_qk / 2;
@@ -119,8 +117,7 @@ struct ConvertedSlices : SliceRows<Traits> {
     const bool is_high = own_column >= half;
     const bool exists = own_column < 2 * half;
     const int pair = !exists ? 0 : is_high ? own_column - half : own_column;
-    const int to_other = (is_high ? -half : half);
-    constexpr int kBytes = size_of(kFrom);
+    const int to_other = is_high ? -half : half;
     const KvTensor& k = segment.k;
     const std::int64_t lane_row =
         tile.item.kv_head * k.stride_head + slot_offset(k, tile.rows.slot[0]) + column;
@@ -160,8 +157,5 @@ struct ConvertedSlices : SliceRows<Traits> {
     publish_rows(this->write);
   }
 };
-
-template <class Traits>
-using ConvertedSliceLoader = KvSliceLoader<Traits, ConvertedSlices<Traits>>;
 
 }  // namespace preflash::sm90

@@ -7,8 +7,7 @@
 
 namespace preflash::sm90 {
 
-// The whole producer warpgroup copies the tiles of both operands. Each warp copies a quarter of the
-// rows; eight lanes copy the 128 bytes that one row has in a block of columns.
+// Each producer warp copies a quarter of the rows of both operands, eight lanes 128 bytes of a row.
 template <class Traits>
 struct GatherLoader {
   using Element = typename Traits::ElementKv;
@@ -20,8 +19,7 @@ struct GatherLoader {
   static_assert(kWarpKeys % kRowsPerPass == 0);
   static constexpr int kElementsPerCopy = kCopyBytes / sizeof(Element);
 
-  // Rows i * 32 + lane_id() of the warp's quarter. The lookup runs ahead of the copies, because the
-  // page index comes from L2.
+  // Rows i * 32 + lane_id() of the warp's quarter, looked up ahead: page indices come from the L2.
   struct RowSlots {
     KeySlot slot[kOwned];
   };
@@ -32,16 +30,12 @@ struct GatherLoader {
   ItemKeys item;
   TransactionBarrier* unpublished = nullptr;  // the rows that it announces are in flight
 
-  __device__ __forceinline__ GatherLoader(const ParamsOf<Traits>& params,
-                                          SharedStorage<Traits>& smem)
+  CUTE_DEVICE GatherLoader(const ParamsOf<Traits>& params, SharedStorage<Traits>& smem)
       : params(params), k{smem}, v{smem} {}
 
   // Loads K(last), then K(t - 1) and V(t) for each tile: the consumers compute S(t - 1) = Q K^T
-  // before O += P V(t). The page lookup runs two tiles ahead of V. Calls after_first() once K(last)
-  // has been issued.
-  template <class Tiles, class AfterFirst>
-  __device__ __forceinline__ void load_item(const ItemState& state, Tiles& tiles,
-                                            const AfterFirst& after_first) {
+  // before O += P V(t). The page lookup runs two tiles ahead of V.
+  CUTE_DEVICE void load_item(const ItemState& state, auto& tiles, const auto& after_first) {
     item = ItemKeys::of(state);
     int tile = tiles.first(state);
     RowSlots rows = find_rows(tile);
@@ -62,18 +56,16 @@ struct GatherLoader {
     load(v, rows, tile);
   }
 
-  __device__ __forceinline__ void drain() {
+  CUTE_DEVICE void drain() {
     cp_async_wait<0>();
     publish();
   }
 
  protected:
-  __device__ __forceinline__ const HopperSegment& segment() const {
-    return params.segment(item.segment);
-  }
-  __device__ __forceinline__ static int warp_row() { return threadIdx.x / 32 * kWarpKeys; }
+  CUTE_DEVICE const HopperSegment& segment() const { return params.segment(item.segment); }
+  CUTE_DEVICE static int warp_row() { return threadIdx.x / 32 * kWarpKeys; }
 
-  __device__ __forceinline__ RowSlots find_rows(int tile) const {
+  CUTE_DEVICE RowSlots find_rows(int tile) const {
     RowSlots rows;
     CUTE_UNROLL
     for (int i = 0; i < kOwned; ++i) {
@@ -84,7 +76,7 @@ struct GatherLoader {
   }
 
   template <class Writer>
-  __device__ __forceinline__ void load(Writer& write, const RowSlots& rows, int tile) {
+  CUTE_DEVICE void load(Writer& write, const RowSlots& rows, int tile) {
     write.wait();
     fetch<Writer::kBlocks>(rows, tile, Writer::tensor(segment()), Writer::head_dim(segment()),
                            write.tile());
@@ -93,14 +85,14 @@ struct GatherLoader {
   }
 
   // Announces the tile before; the current tile stays in flight.
-  __device__ __forceinline__ void publish_before(TransactionBarrier& full) {
+  CUTE_DEVICE void publish_before(TransactionBarrier& full) {
     cp_async_fence();
     cp_async_wait<1>();
     publish();
     unpublished = &full;
   }
   // NOTE: cp.async writes through the generic proxy and wgmma reads through the async one.
-  __device__ __forceinline__ void publish() {
+  CUTE_DEVICE void publish() {
     if (unpublished == nullptr) return;
     cutlass::arch::fence_view_async_shared();
     unpublished->arrive();
@@ -109,8 +101,8 @@ struct GatherLoader {
 
   // Copies the warp's rows of a tile, in kBlocks blocks of columns.
   template <int kBlocks>
-  __device__ __forceinline__ void fetch(const RowSlots& slots, int tile, const KvTensor& tensor,
-                                        int head_dim, Element* to) const {
+  CUTE_DEVICE void fetch(const RowSlots& slots, int tile, const KvTensor& tensor, int head_dim,
+                         Element* to) const {
     std::int64_t offsets[kOwned];
     CUTE_UNROLL
     for (int i = 0; i < kOwned; ++i) offsets[i] = slot_offset(tensor, slots.slot[i]);

@@ -1,5 +1,5 @@
 // How the 64 rows of an item's Q reach a consumer warpgroup: policies, of which QueryOf is the
-// variant's. prefetch() requests the rows ahead of time. After arrive() the products may read them.
+// variant's. prefetch() requests the rows, and after arrive() the products may read them.
 #pragma once
 
 #include <bit>
@@ -9,8 +9,8 @@
 namespace preflash::sm90 {
 
 // The first element of a row of an item's Q.
-__device__ __forceinline__ std::int64_t query_offset(const HopperSegment& params,
-                                                     const ItemState& state, int row) {
+CUTE_DEVICE std::int64_t query_offset(const HopperSegment& params, const ItemState& state,
+                                      int row) {
   PackedRow packed = unpack_row(params, state.item.row_begin + row);
   std::int64_t token = std::int64_t{state.request.qo_begin} + packed.token;
   return token * params.q.stride_token +
@@ -32,7 +32,7 @@ struct QueryLoader {
   int thread;     // of the warpgroup
 
   // arrive() then finds the rows in the L2.
-  __device__ __forceinline__ void prefetch() const {
+  CUTE_DEVICE void prefetch() const {
     constexpr int kLineBytes = 128;
     constexpr int kThreadsPerRow = kWarpgroupThreads / kWarpgroupRows;
     int row = warpgroup * kWarpgroupRows + thread / kThreadsPerRow;
@@ -45,8 +45,7 @@ struct QueryLoader {
     }
   }
 
-  template <class Read>
-  __device__ __forceinline__ void arrive(const Read&) const {
+  CUTE_DEVICE void arrive(const auto&) const {
     // Every warp has completed its products with the last item's rows.
     sync();
     if (Traits::kWidens && params.q_dtype == DType::kFloat8E4M3) {
@@ -62,16 +61,16 @@ struct QueryLoader {
   }
 
  private:
-  __device__ __forceinline__ void sync() const {
+  CUTE_DEVICE void sync() const {
     cutlass::arch::NamedBarrier::sync(kWarpgroupThreads, NamedBarriers::kWarpgroup + warpgroup);
   }
-  __device__ __forceinline__ const unsigned char* row_of(int row) const {
+  CUTE_DEVICE const unsigned char* row_of(int row) const {
     return static_cast<const unsigned char*>(params.q.data) +
            query_offset(params, state, row) * size_of(params.q_dtype);
   }
 
   template <DType kFrom>
-  __device__ __forceinline__ void load_rows() const {
+  CUTE_DEVICE void load_rows() const {
     constexpr int kRowsAtOnce = kWarpgroupThreads / kLanes;
     static_assert(kWarpgroupRows % kRowsAtOnce == 0);
 #pragma unroll(kTurns == 1 ? 2 : 1)
@@ -80,10 +79,9 @@ struct QueryLoader {
     }
   }
 
-  // Units first_unit + i * kLanes of one row, four pairs of dimensions each. All lanes of a row
-  // come here, whether it exists or not.
+  // Units first_unit + i * kLanes of a row, four pairs of dimensions each.
   template <DType kFrom>
-  __device__ __forceinline__ void load_row(int row, int first_unit) const {
+  CUTE_DEVICE void load_row(int row, int first_unit) const {
     FourFloats low[kTurns], high[kTurns];
     float maximum = 0.0f;
     CUTE_UNROLL
@@ -93,7 +91,11 @@ struct QueryLoader {
     }
     float factor = 1.0f;
     if constexpr (kFrom == DType::kBFloat16 && kTo == DType::kFloat16) {
-      factor = narrowing_factor(row_maximum(maximum));
+      CUTE_UNROLL
+      for (int lanes = kLanes / 2; lanes > 0; lanes /= 2) {
+        maximum = fmaxf(maximum, __shfl_xor_sync(0xffffffffu, maximum, lanes));
+      }
+      factor = narrowing_factor(maximum);
       if (first_unit == 0) smem.query_scale[row] = 1.0f / factor;
     }
     if (row >= state.num_rows) return;
@@ -109,8 +111,7 @@ struct QueryLoader {
     }
   }
   template <DType kFrom>
-  __device__ __forceinline__ void load_unit(int row, int unit, FourFloats& low,
-                                            FourFloats& high) const {
+  CUTE_DEVICE void load_unit(int row, int unit, FourFloats& low, FourFloats& high) const {
     const PairColumns columns = PairColumns::of(unit, params.head_dim_qk);
     low = high = {};
     if (row < state.num_rows && columns.low < params.head_dim_qk) {
@@ -129,18 +130,11 @@ struct QueryLoader {
     high.multiply(params.logits.q_factor);
   }
 
-  __device__ __forceinline__ static float row_maximum(float x) {
-    CUTE_UNROLL
-    for (int lanes = kLanes / 2; lanes > 0; lanes /= 2) {
-      x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, lanes));
-    }
-    return x;
-  }
   template <DType kFrom>
-  __device__ __forceinline__ static FourFloats load(const unsigned char* source) {
+  CUTE_DEVICE static FourFloats load(const unsigned char* source) {
     return FourFloats::of<kFrom>(__ldg(reinterpret_cast<const FourStored<kFrom>*>(source)));
   }
-  __device__ __forceinline__ void store(const FourFloats& four, int row, int column) const {
+  CUTE_DEVICE void store(const FourFloats& four, int row, int column) const {
     auto* q = reinterpret_cast<unsigned char*>(smem.q);
     four.store<kTo>(q + swizzled<Traits::kTileM>(row, column));
   }
@@ -155,10 +149,9 @@ struct ArrivingQuery {
   int warpgroup;  // among consumers
   int thread;     // of the warpgroup
 
-  __device__ __forceinline__ static void prefetch() {}
+  CUTE_DEVICE static void prefetch() {}
 
-  template <class Read>
-  __device__ __forceinline__ void arrive(const Read& q_read) const {
+  CUTE_DEVICE void arrive(const auto& q_read) const {
     smem.barriers.q_full[q_read.index()].wait(q_read.phase());
     order_memory_accesses();
     multiply(params.logits.q_factor, q_read.index());
@@ -166,7 +159,7 @@ struct ArrivingQuery {
 
  private:
   // sm_scale <= 0 is applied through Q's sign (LogitsParams).
-  __device__ __forceinline__ void multiply(const float& factor, int stage) const {
+  CUTE_DEVICE void multiply(const float& factor, int stage) const {
     if (factor == 1.0f) return;
     using Element = typename Traits::ElementQ;
     Tensor sQ = make_tensor(make_smem_ptr(smem.q), typename Traits::LayoutQ{});
@@ -181,6 +174,6 @@ struct ArrivingQuery {
 };
 
 template <class Traits>
-using QueryOf = conditional_t<Traits::kConsumersLoadQ, QueryLoader<Traits>, ArrivingQuery<Traits>>;
+using QueryOf = conditional_t<Traits::kConverts, QueryLoader<Traits>, ArrivingQuery<Traits>>;
 
 }  // namespace preflash::sm90

@@ -23,10 +23,10 @@ struct RawTile {
   SharedStorage<Traits>& smem;
   ProducerPipelineState<1> next = {};
 
-  __device__ __forceinline__ void wait() const { empty().wait(next.phase() ^ 1); }
-  __device__ __forceinline__ Barrier& empty() const { return smem.raw_empty[!kIsK]; }
-  __device__ __forceinline__ TransactionBarrier& full() const { return smem.raw_full[!kIsK]; }
-  __device__ __forceinline__ Element* tile() const {
+  CUTE_DEVICE void wait() const { empty().wait(next.phase() ^ 1); }
+  CUTE_DEVICE Barrier& empty() const { return smem.raw_empty[!kIsK]; }
+  CUTE_DEVICE TransactionBarrier& full() const { return smem.raw_full[!kIsK]; }
+  CUTE_DEVICE Element* tile() const {
     return smem.raw + (kIsK ? 0 : Traits::kTileN * kBlockRowBytes);
   }
 };
@@ -46,7 +46,7 @@ struct RawTileRows {
   unsigned source;  // of the lane's first piece, from the raw tile's begin on
   unsigned low;     // of its first 8 elements, from the tile's begin on
 
-  __device__ __forceinline__ RawTileRows() {
+  CUTE_DEVICE RawTileRows() {
     const unsigned pair = lane_id() / 8;
     const unsigned block = pair % kBlocks;
     const unsigned row = threadIdx.x / 32 % kWarpgroupWarps * kWarpKeys +
@@ -56,14 +56,14 @@ struct RawTileRows {
     low = swizzled<Traits::kTileN>(row, block * 64 + piece * kPiece);
   }
 
-  __device__ __forceinline__ void read(const std::uint8_t* tile, uint4 (&stored)[kPasses]) const {
+  CUTE_DEVICE void read(const std::uint8_t* tile, uint4 (&stored)[kPasses]) const {
     CUTE_UNROLL
     for (int pass = 0; pass < kPasses; ++pass) {
       stored[pass] = *reinterpret_cast<const uint4*>(tile + of_pass(source, pass));
     }
   }
   template <DType kFrom>
-  __device__ __forceinline__ void write(const uint4 (&stored)[kPasses], unsigned char* tile) const {
+  CUTE_DEVICE void write(const uint4 (&stored)[kPasses], unsigned char* tile) const {
     CUTE_UNROLL
     for (int pass = 0; pass < kPasses; ++pass) {
       const uint4& piece = stored[pass];
@@ -76,7 +76,7 @@ struct RawTileRows {
 
  private:
   // Rows of a pass: no bit below 8 of theirs is set in the lane's first row.
-  __device__ __forceinline__ static unsigned of_pass(unsigned first, int pass) {
+  CUTE_DEVICE static unsigned of_pass(unsigned first, int pass) {
     const int row = kBlocks == 1 ? pass * 8 : pass / 2 * 8 + pass % 2 * 2;
     return (first ^ row % 8 * kPiece) + row * kBlockRowBytes;
   }
@@ -96,12 +96,10 @@ struct TileWidener {
   Stage<Operand::kK> k;
   Stage<Operand::kV> v;
 
-  __device__ __forceinline__ TileWidener(const HopperSegment& segment, SharedStorage<Traits>& smem)
+  CUTE_DEVICE TileWidener(const HopperSegment& segment, SharedStorage<Traits>& smem)
       : stored_as(segment.kv_dtype), k{{smem}, {smem}}, v{{smem}, {smem}} {}
 
-  template <class Tiles, class AfterFirst>
-  __device__ __forceinline__ void load_item(const ItemState& state, Tiles& tiles,
-                                            const AfterFirst&) {
+  CUTE_DEVICE void load_item(const ItemState& state, auto& tiles, const auto&) {
     for (int tile = tiles.first(state); tile != kNoTile; tile = tiles.next()) {
       widen_tile(k);
       widen_tile(v);
@@ -110,7 +108,7 @@ struct TileWidener {
 
  private:
   template <class Stage>
-  __device__ __forceinline__ void widen_tile(Stage& stage) const {
+  CUTE_DEVICE void widen_tile(Stage& stage) const {
     auto& [raw, tile] = stage;
     uint4 stored[RawTileRows<Traits>::kPasses];
     raw.full().wait(raw.next.phase());

@@ -1,18 +1,16 @@
-// Loads of K and V in slices: the ring is filled in the order of the consumers. V lags K by a tile,
-// also from one item to the next.
+// Loads of K and V in slices, in the order of the consumers: V lags K by a tile, across items too.
 #pragma once
 
 #include "kernels/sm90/load_gather.cuh"
 #include "kernels/sm90/load_tma.cuh"
-#include "kernels/sm90/tile_ring.cuh"
 
 namespace preflash::sm90 {
 
-// Warps that load slices as TMA boxes, in turns. A warp takes about 70 clocks to issue a box: too
-// slow for one warp where pages are small.
+// Warps that issue slices in turns: a box takes one about 70 clocks, too long where pages are
+// small.
 inline constexpr int kSliceLoaders = 3;
 
-// Copies: one of the two forms of copying below.
+// Copies: a form of copying, SliceBoxes, SliceRows or ConvertedSlices.
 template <class Traits, class Copies>
 struct KvSliceLoader : Copies {
   using Tile = typename Copies::Tile;
@@ -21,10 +19,7 @@ struct KvSliceLoader : Copies {
   Tile before = {};  // whose V is still to be loaded
   bool any_before = false;
 
-  // Calls after_first() once K of the first tile has been issued.
-  template <class Tiles, class AfterFirst>
-  __device__ __forceinline__ void load_item(const ItemState& state, Tiles& tiles,
-                                            const AfterFirst& after_first) {
+  CUTE_DEVICE void load_item(const ItemState& state, auto& tiles, const auto& after_first) {
     const ItemKeys item = ItemKeys::of(state);
     auto look_up = [&](int tile) { return this->find(item, tile); };
     for_each_tile(tiles, state, look_up, [&](const Tile& tile, bool is_first) {
@@ -35,13 +30,13 @@ struct KvSliceLoader : Copies {
       any_before = true;
     });
   }
-  __device__ __forceinline__ void drain() {
+  CUTE_DEVICE void drain() {
     copy_v_before();
     this->finish();
   }
 
  private:
-  __device__ __forceinline__ void copy_v_before() {
+  CUTE_DEVICE void copy_v_before() {
     if (!any_before) return;
     const int column = first_column<Traits>(this->segment().head_dim_vo);
     Copies::template copy<Operand::kV>(before, column, Traits::kSlicesV);
@@ -65,20 +60,18 @@ struct SliceBoxes {
   SliceWriter<Traits> write;
   int turns;  // of other loaders until it is this one's
 
-  // loader: of kSliceLoaders
-  __device__ __forceinline__ SliceBoxes(const HopperSegment& params, SharedStorage<Traits>& smem,
-                                        int loader)
+  CUTE_DEVICE SliceBoxes(const HopperSegment& params, SharedStorage<Traits>& smem, int loader)
       : params(params), write{smem}, turns(loader) {}
 
  protected:
-  __device__ __forceinline__ const HopperSegment& segment() const { return params; }
-  __device__ __forceinline__ Tile find(const ItemKeys& item, int tile) const {
+  CUTE_DEVICE const HopperSegment& segment() const { return params; }
+  CUTE_DEVICE Tile find(const ItemKeys& item, int tile) const {
     return {box_coordinates<Traits>(params, item, tile), item.kv_head};
   }
-  __device__ __forceinline__ static void finish() {}
+  CUTE_DEVICE static void finish() {}
 
   template <Operand kOperand>
-  __device__ __forceinline__ void copy(const Tile& tile, int column, int num_slices) {
+  CUTE_DEVICE void copy(const Tile& tile, int column, int num_slices) {
     const TensorMaps& maps = params.maps;
 #pragma unroll 1
     for (int slice = 0; slice < num_slices; ++slice) {
@@ -94,8 +87,7 @@ struct SliceBoxes {
   }
 
  private:
-  __device__ __forceinline__ void issue(const CUtensorMap* map, const Tile& tile,
-                                        int column) const {
+  CUTE_DEVICE void issue(const CUtensorMap* map, const Tile& tile, int column) const {
     Element* target = write.slice();
     TransactionBarrier& full = write.full();
     const int box_rows = params.box.kv_rows;
@@ -119,8 +111,7 @@ struct SliceBoxes {
   }
 };
 
-// The whole producer warpgroup gathers the rows of slices. One slice is in flight while the next is
-// copied.
+// The producer warpgroup gathers the rows of slices: one is in flight while the next is copied.
 // NOTE: consumers may wait for the slice in flight, so the next slot must come free without it. The
 // slots of V and of K's last slice come free with V's second slice, at most two slots behind.
 template <class Traits>
@@ -137,18 +128,18 @@ struct SliceRows : GatherLoader<Traits> {
 
   SliceWriter<Traits> write;
 
-  __device__ __forceinline__ SliceRows(const ParamsOf<Traits>& params, SharedStorage<Traits>& smem)
+  CUTE_DEVICE SliceRows(const ParamsOf<Traits>& params, SharedStorage<Traits>& smem)
       : Base(params, smem), write{smem} {}
 
  protected:
-  __device__ __forceinline__ Tile find(const ItemKeys& item, int tile) {
+  CUTE_DEVICE Tile find(const ItemKeys& item, int tile) {
     this->item = item;
     return {item, this->find_rows(tile), tile};
   }
-  __device__ __forceinline__ void finish() { Base::drain(); }
+  CUTE_DEVICE void finish() { Base::drain(); }
 
   template <Operand kOperand>
-  __device__ __forceinline__ void copy(const Tile& tile, int column, int num_slices) {
+  CUTE_DEVICE void copy(const Tile& tile, int column, int num_slices) {
     using Writer = TileWriter<Traits, kOperand>;
     this->item = tile.item;
     const HopperSegment& segment = this->segment();
@@ -165,10 +156,5 @@ struct SliceRows : GatherLoader<Traits> {
     }
   }
 };
-
-template <class Traits>
-using SliceTmaLoader = KvSliceLoader<Traits, SliceBoxes<Traits>>;
-template <class Traits>
-using SliceGatherLoader = KvSliceLoader<Traits, SliceRows<Traits>>;
 
 }  // namespace preflash::sm90

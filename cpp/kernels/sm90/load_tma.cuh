@@ -9,30 +9,6 @@
 
 namespace preflash::sm90 {
 
-// Loads an item's Q: token-aligned, one box per block of columns; where a group has more heads than
-// the tile has rows, every row is a box.
-template <class Traits>
-__device__ __forceinline__ void fetch_q(const HopperSegment& params, const ItemState& state,
-                                        SharedStorage<Traits>& smem, int stage) {
-  constexpr int kColumns = kBlockColumns<typename Traits::ElementQ>;
-  TransactionBarrier& full = smem.barriers.q_full[stage];
-  auto* q = smem.q + stage * (Traits::kTileM * Traits::kRowQk);
-  const BoxShape& box = params.box;
-  int box_rows = box.q_heads * box.q_tokens;
-  int num_boxes = params.group_size <= Traits::kTileM ? 1 : state.num_rows;
-  full.arrive_and_expect_tx(num_boxes * box_rows * kBlockRowBytes * Traits::kBlocksQ);
-  for (int i = 0; i < num_boxes; ++i) {
-    PackedRow row = unpack_row(params, state.item.row_begin + i);
-    for (int block = 0; block < Traits::kBlocksQ; ++block) {
-      SM90_TMA_LOAD_4D::copy(&params.maps.q, reinterpret_cast<std::uint64_t*>(&full),
-                             static_cast<std::uint64_t>(TMA::CacheHintSm90::EVICT_FIRST),
-                             q + (block * Traits::kTileM + i) * kColumns, block * kColumns,
-                             row.head_in_group, state.request.qo_begin + row.token,
-                             state.item.kv_head);
-    }
-  }
-}
-
 // One warp loads Q.
 template <class Traits>
 struct QLoader {
@@ -40,21 +16,41 @@ struct QLoader {
   SharedStorage<Traits>& smem;
   ProducerPipelineState<Traits::kQStages> write = {};
 
-  __device__ __forceinline__ void load(const ItemState& state) {
+  CUTE_DEVICE void load(const ItemState& state) {
     smem.barriers.q_empty[write.index()].wait(write.phase() ^ 1);
-    if (elect_one_sync()) {
-      fetch_q(params.segment_of(state.request), state, smem, write.index());
-    }
+    if (elect_one_sync()) fetch(params.segment_of(state.request), state);
     __syncwarp();
     write.advance();
+  }
+
+ private:
+  // Token-aligned rows take one box per block of columns; where a group has more heads than the
+  // tile has rows, every row is a box.
+  CUTE_DEVICE void fetch(const HopperSegment& segment, const ItemState& state) {
+    constexpr int kColumns = kBlockColumns<typename Traits::ElementQ>;
+    TransactionBarrier& full = smem.barriers.q_full[write.index()];
+    auto* q = smem.q + write.index() * (Traits::kTileM * Traits::kRowQk);
+    int box_rows = segment.box.q_heads * segment.box.q_tokens;
+    int num_boxes = segment.group_size <= Traits::kTileM ? 1 : state.num_rows;
+    full.arrive_and_expect_tx(num_boxes * box_rows * kBlockRowBytes * Traits::kBlocksQ);
+    for (int i = 0; i < num_boxes; ++i) {
+      PackedRow row = unpack_row(segment, state.item.row_begin + i);
+      for (int block = 0; block < Traits::kBlocksQ; ++block) {
+        SM90_TMA_LOAD_4D::copy(&segment.maps.q, reinterpret_cast<std::uint64_t*>(&full),
+                               static_cast<std::uint64_t>(TMA::CacheHintSm90::EVICT_FIRST),
+                               q + (block * Traits::kTileM + i) * kColumns, block * kColumns,
+                               row.head_in_group, state.request.qo_begin + row.token,
+                               state.item.kv_head);
+      }
+    }
   }
 };
 
 // The coordinates of box lane_id() of a K/V tile. Only rows of keys in range are fetched: pages
 // below a window may have been recycled, and rows past the request's end may be another request's.
 template <class Traits>
-__device__ __forceinline__ TmaCoordinates box_coordinates(const HopperSegment& params,
-                                                          const ItemKeys& item, int tile) {
+CUTE_DEVICE TmaCoordinates box_coordinates(const HopperSegment& params, const ItemKeys& item,
+                                           int tile) {
   int box_rows = params.box.kv_rows;
   int box_key = tile * Traits::kTileN + lane_id() * box_rows;
   int first = max(item.keys.begin, box_key);
@@ -84,18 +80,12 @@ struct TmaLoader {
   ItemKeys item;
   TMA::CacheHintSm90 hint = TMA::CacheHintSm90::EVICT_LAST;  // other query tiles read them, too
 
-  __device__ __forceinline__ TmaLoader(const ParamsOf<Traits>& params, SharedStorage<Traits>& smem)
+  CUTE_DEVICE TmaLoader(const ParamsOf<Traits>& params, SharedStorage<Traits>& smem)
       : params(params), write{smem} {}
 
-  __device__ __forceinline__ void begin(const ItemState& state) {
+  CUTE_DEVICE void load_item(const ItemState& state, auto& tiles, const auto& after_first) {
     item = ItemKeys::of(state);
     hint = cache_hint(state);
-  }
-  // Calls after_first() once the first tile has been issued.
-  template <class Tiles, class AfterFirst>
-  __device__ __forceinline__ void load_item(const ItemState& state, Tiles& tiles,
-                                            const AfterFirst& after_first) {
-    begin(state);
     auto look_up = [&](int tile) { return box_coordinates<Traits>(segment(), item, tile); };
     for_each_tile(tiles, state, look_up, [&](const TmaCoordinates& boxes, bool is_first) {
       write.wait();
@@ -105,8 +95,17 @@ struct TmaLoader {
     });
   }
 
+ private:
+  CUTE_DEVICE const HopperSegment& segment() const { return params.segment(item.segment); }
+  // The keys of a decode batch are read once. Without the hint they would evict data from the L2
+  // that is read again: the prefill's keys, the page table, the next kernel's inputs.
+  CUTE_DEVICE TMA::CacheHintSm90 cache_hint(const ItemState& state) const {
+    bool once = state.request.qo_len * segment().group_size <= segment().rows_per_tile;
+    return once ? TMA::CacheHintSm90::EVICT_FIRST : TMA::CacheHintSm90::EVICT_LAST;
+  }
+
   // elect_one_sync() tells the compiler that a single lane issues; `lane == 0` would not.
-  __device__ __forceinline__ void fetch(const TmaCoordinates& coordinates) const {
+  CUTE_DEVICE void fetch(const TmaCoordinates& coordinates) const {
     TransactionBarrier& full = write.full();
     Element* tile = write.tile();
     const int box_rows = segment().box.kv_rows;
@@ -142,19 +141,8 @@ struct TmaLoader {
     __syncwarp();
   }
 
- private:
-  __device__ __forceinline__ const HopperSegment& segment() const {
-    return params.segment(item.segment);
-  }
-  // The keys of a decode batch are read once. Without the hint they would evict data from the L2
-  // that is read again: the prefill's keys, the page table, the next kernel's inputs.
-  __device__ __forceinline__ TMA::CacheHintSm90 cache_hint(const ItemState& state) const {
-    bool once = state.request.qo_len * segment().group_size <= segment().rows_per_tile;
-    return once ? TMA::CacheHintSm90::EVICT_FIRST : TMA::CacheHintSm90::EVICT_LAST;
-  }
-
-  __device__ __forceinline__ void issue(const TmaCoordinates& coordinates, Element* target,
-                                        TransactionBarrier& full) const {
+  CUTE_DEVICE void issue(const TmaCoordinates& coordinates, Element* target,
+                         TransactionBarrier& full) const {
     const TensorMaps& maps = segment().maps;
     const CUtensorMap* map = Writer::kIsK ? &maps.k : &maps.v;
     CUTE_UNROLL

@@ -1,6 +1,5 @@
-// Loads of 8-bit K and V without RoPE. A warp has its rows of a tile for itself, in two parts, and
-// a lane reads only the pieces that it has copied: so a warp waits only for the tile's buffer, and
-// one part is in flight while the other is dequantised.
+// Loads of 8-bit K and V without RoPE. A warp has rows of its own, in two parts, of which a lane
+// reads only what it has copied: one part is in flight while the other is dequantised.
 #pragma once
 
 #include "kernels/common/swizzle.cuh"
@@ -13,55 +12,40 @@ namespace preflash::sm90 {
 
 // Whether the launch loads tiles in this way, by its run-time options.
 template <class Traits>
-__host__ __device__ __forceinline__ bool only_widens(const HopperSegment& params) {
-  return Traits::kWidens && Traits::kProducers == 2 && size_of(params.kv_dtype) == 1 &&
+CUTE_HOST_DEVICE bool only_widens(const HopperSegment& params) {
+  return Traits::kLoadsRawTiles && size_of(params.kv_dtype) == 1 &&
          params.position != Position::kRope;
 }
-
 // Whether TMA brings the tiles as they are stored (load_raw_tiles.cuh).
 template <class Traits>
-__device__ __forceinline__ bool widens_raw_tiles(const HopperSegment& params) {
-  return Traits::kLoadsRawTiles && only_widens<Traits>(params) && params.box.kv_rows != 0;
+CUTE_DEVICE bool widens_raw_tiles(const HopperSegment& params) {
+  return only_widens<Traits>(params) && params.box.kv_rows != 0;
 }
 
-// How the lanes of a warp share the rows of a tile: each takes pieces of 16 elements. Eight lanes
-// store together, 16 bytes each: four pieces of two neighbouring rows, which the swizzle spreads
-// over all banks.
-template <int kHead>
-struct WideningLanes {
-  static constexpr int kPiece = 16;
-  static constexpr int kBlocks = kHead / 64;
-  static constexpr int kRowsAtOnce = 8 / kBlocks;
-  static_assert(kBlocks == 1 || kBlocks == 2);
-
-  __device__ __forceinline__ static int row() {
-    return lane_id() / (8 * kBlocks) * 2 + lane_id() / 4 % 2;
-  }
-  __device__ __forceinline__ static int block() { return lane_id() / 8 % kBlocks; }
-  __device__ __forceinline__ static int column() { return lane_id() % 4 * kPiece; }  // of a block
-};
-
-// A warp's rows of kColumns columns, on their way from memory to a tile.
+// A warp's rows of kColumns columns, on their way from memory to a tile. A lane takes pieces of 16
+// elements. Eight lanes store together, 16 bytes each: four pieces of two neighbouring rows, which
+// the swizzle spreads over all banks.
 template <class Traits, int kColumns>
 struct WideningRows {
   static constexpr DType kTo = Traits::kVariant.kv_dtype;
   static constexpr int kWarpKeys = Traits::kTileN / kWarpgroupWarps;
-  using Lanes = WideningLanes<kColumns>;
+  static constexpr int kPiece = 16;
+  static constexpr int kBlocks = kColumns / 64;
+  static constexpr int kRowsAtOnce = 8 / kBlocks;
   static constexpr int kParts = 2;
   static constexpr int kPartRows = kWarpKeys / kParts;
-  static constexpr int kPasses = kPartRows / Lanes::kRowsAtOnce;  // of a part: pieces of a lane
+  static constexpr int kPasses = kPartRows / kRowsAtOnce;  // of a part: pieces of a lane
+  static_assert(kBlocks == 1 || kBlocks == 2);
   static_assert(kWarpKeys <= 32, "a lane looks up the page of one row");
-  static_assert(kPartRows % 8 == 0 && kPasses * Lanes::kRowsAtOnce == kPartRows);
+  static_assert(kPartRows % 8 == 0 && kPasses * kRowsAtOnce == kPartRows);
 
   uint4* raw;  // [part, pass, lane] of the warp's pieces, from this lane's first one on
 
   // ring: [tile n, kColumns] of all warps
-  __device__ __forceinline__ explicit WideningRows(unsigned char* ring)
+  CUTE_DEVICE explicit WideningRows(unsigned char* ring)
       : raw(reinterpret_cast<uint4*>(ring + first_row() * kColumns) + lane_id()) {}
 
-  __device__ __forceinline__ static int first_row() {
-    return threadIdx.x / 32 % kWarpgroupWarps * kWarpKeys;
-  }
+  CUTE_DEVICE static int first_row() { return threadIdx.x / 32 % kWarpgroupWarps * kWarpKeys; }
 
   // Rows of a tile in memory, from `column` of the head on.
   struct Source {
@@ -75,7 +59,7 @@ struct WideningRows {
 
   // Requests a part of a tile: a group, an empty one where there is no such tile.
   template <int kPart>
-  __device__ __forceinline__ void copy(const Source& from) const {
+  CUTE_DEVICE void copy(const Source& from) const {
     if (from.tile != kNoTile) {
       const bool all_columns = from.column + kColumns <= from.head_dim;
       copy_tile<Traits>(from.item, from.tile * Traits::kTileN, all_columns,
@@ -85,9 +69,8 @@ struct WideningRows {
   }
 
   // Writes a part of a tile, and calls copy_next(part) as soon as its raw rows have been read.
-  template <int kPart, class CopyNext>
-  __device__ __forceinline__ void write(DType from, unsigned char* tile,
-                                        const CopyNext& copy_next) const {
+  template <int kPart>
+  CUTE_DEVICE void write(DType from, unsigned char* tile, const auto& copy_next) const {
     cp_async_wait<kParts - 1>();
     uint4 stored[kPasses];
     CUTE_UNROLL
@@ -97,33 +80,37 @@ struct WideningRows {
   }
 
  private:
+  CUTE_DEVICE static int lane_row() { return lane_id() / (8 * kBlocks) * 2 + lane_id() / 4 % 2; }
+  CUTE_DEVICE static int lane_column() {
+    return lane_id() / 8 % kBlocks * 64 + lane_id() % 4 * kPiece;
+  }
+
   template <int kPart, Rows kRows>
-  __device__ __forceinline__ void copy_rows(const Source& from) const {
+  CUTE_DEVICE void copy_rows(const Source& from) const {
     const KvTensor& tensor = from.tensor;
-    int column = from.column + Lanes::block() * 64 + Lanes::column();
+    int column = from.column + lane_column();
     const unsigned char* source = static_cast<const unsigned char*>(tensor.data) +
                                   from.item.kv_head * tensor.stride_head + column;
     std::int64_t lane_offset = slot_offset(tensor, from.slot);
     std::uint32_t target = cast_smem_ptr_to_uint(raw);
     CUTE_UNROLL
     for (int pass = 0; pass < kPasses; ++pass) {
-      int row = kPart * kPartRows + pass * Lanes::kRowsAtOnce + Lanes::row();
+      int row = kPart * kPartRows + pass * kRowsAtOnce + lane_row();
       const unsigned char* address = source + __shfl_sync(0xffffffffu, lane_offset, row);
       int key = from.tile * Traits::kTileN + first_row() + row;
       copy_piece<kRows>(from.item, key, from.head_dim - column,
-                        target + (kPart * kPasses + pass) * 32 * Lanes::kPiece, address);
+                        target + (kPart * kPasses + pass) * 32 * kPiece, address);
     }
   }
 
   template <int kPart, DType kFrom>
-  __device__ __forceinline__ static void write_rows(const uint4 (&stored)[kPasses],
-                                                    unsigned char* tile) {
-    const int row = first_row() + Lanes::row();
-    const int column = Lanes::block() * 64 + Lanes::column();
+  CUTE_DEVICE static void write_rows(const uint4 (&stored)[kPasses], unsigned char* tile) {
+    const int row = first_row() + lane_row();
+    const int column = lane_column();
     SwizzledColumn<Traits::kTileN> low(tile, row, column), high(tile, row, column + 8);
     CUTE_UNROLL
     for (int pass = 0; pass < kPasses; ++pass) {
-      const int offset = kPart * kPartRows + pass * Lanes::kRowsAtOnce;
+      const int offset = kPart * kPartRows + pass * kRowsAtOnce;
       const uint4& piece = stored[pass];
       *reinterpret_cast<uint4*>(low.at(offset)) = widen<kFrom, kTo>(make_uint2(piece.x, piece.y));
       *reinterpret_cast<uint4*>(high.at(offset)) = widen<kFrom, kTo>(make_uint2(piece.z, piece.w));
@@ -142,15 +129,11 @@ struct WideningLoader {
   Rows rows;
   ItemKeys item;
 
-  __device__ __forceinline__ WideningLoader(const HopperSegment& params,
-                                            SharedStorage<Traits>& smem)
+  CUTE_DEVICE WideningLoader(const HopperSegment& params, SharedStorage<Traits>& smem)
       : params(params), write{smem}, rows(write.raw()) {}
 
-  // Prefetches the rows of the tile after the next into the L2. Calls after_first() once the first
-  // tile has been requested.
-  template <class Tiles, class AfterFirst>
-  __device__ __forceinline__ void load_item(const ItemState& state, Tiles& tiles,
-                                            const AfterFirst& after_first) {
+  // Prefetches the rows of the tile after the next into the L2.
+  CUTE_DEVICE void load_item(const ItemState& state, auto& tiles, const auto& after_first) {
     item = ItemKeys::of(state);
     int tile = tiles.first(state);
     KeySlot slot = find_slot_of_lane(tile);
@@ -176,15 +159,14 @@ struct WideningLoader {
   }
 
  private:
-  __device__ __forceinline__ const KvTensor& tensor() const { return Writer::tensor(params); }
-  __device__ __forceinline__ typename Rows::Source source(KeySlot slot, int tile) const {
+  CUTE_DEVICE const KvTensor& tensor() const { return Writer::tensor(params); }
+  CUTE_DEVICE typename Rows::Source source(KeySlot slot, int tile) const {
     return {tensor(), Writer::head_dim(params), 0, item, slot, tile};
   }
-  // Of row lane_id() of the warp.
-  __device__ __forceinline__ KeySlot find_slot_of_lane(int tile) const {
+  CUTE_DEVICE KeySlot find_slot_of_lane(int tile) const {
     return find_slot_within(params, item, tile * Traits::kTileN + Rows::first_row() + lane_id());
   }
-  __device__ __forceinline__ void prefetch(KeySlot slot) const {
+  CUTE_DEVICE void prefetch(KeySlot slot) const {
     const auto* head =
         static_cast<const unsigned char*>(tensor().data) + item.kv_head * tensor().stride_head;
     asm volatile("prefetch.global.L2 [%0];" ::"l"(head + slot_offset(tensor(), slot)));

@@ -1,5 +1,4 @@
-// The full and partial KV tiles of an item under a custom mask (preflash/mask_tiles.h), for the
-// producer warp that announces them. In a launch without a mask all tiles are full.
+// The full and partial KV tiles of an item under a custom mask (preflash/mask_tiles.h).
 #pragma once
 
 #include "kernels/sm90/forward_params.cuh"
@@ -19,10 +18,8 @@ struct MaskTileReader {
   std::uint32_t word = 0;    // this lane's, without tiles before tiles.begin
 
   template <class Traits>
-  __device__ __forceinline__ static MaskTileReader of(const HopperSegment& params,
-                                                      const WorkItem& item,
-                                                      const RequestInfo& request,
-                                                      const TileRange& tiles) {
+  CUTE_DEVICE static MaskTileReader of(const HopperSegment& params, const WorkItem& item,
+                                       const RequestInfo& request, const TileRange& tiles) {
     // A run may bring a mask that its plan does not use.
     const bool has_mask = params.mask == Mask::kCustom;
     MaskTileReader reader{has_mask ? params.extras.mask_tiles : nullptr, tiles};
@@ -36,7 +33,7 @@ struct MaskTileReader {
   }
 
   // The last tile before `end` that is not empty; tiles.begin - 1 if there is none.
-  __device__ __forceinline__ int last_kept_before(int end) {
+  CUTE_DEVICE int last_kept_before(int end) {
     for (;;) {
       const std::uint32_t kept = word & MaskTiles::kSome & MaskTiles::before(end - first_of_lane());
       const std::uint32_t lanes = __ballot_sync(0xffffffffu, kept != 0);
@@ -50,7 +47,7 @@ struct MaskTileReader {
     }
   }
   // Whether the tile found last is full.
-  __device__ __forceinline__ bool is_whole(int tile) const {
+  CUTE_DEVICE bool is_whole(int tile) const {
     const int lane = (tile - first) / MaskTiles::kWordTiles;
     const std::uint32_t of_lane = __shfl_sync(0xffffffffu, word, lane);
     const int bit = tile % MaskTiles::kWordTiles * MaskTiles::kBits + 1;
@@ -58,10 +55,8 @@ struct MaskTileReader {
   }
 
  private:
-  __device__ __forceinline__ int first_of_lane() const {
-    return first + lane_id() * MaskTiles::kWordTiles;
-  }
-  __device__ __forceinline__ void read(int first_tile) {
+  CUTE_DEVICE int first_of_lane() const { return first + lane_id() * MaskTiles::kWordTiles; }
+  CUTE_DEVICE void read(int first_tile) {
     first = first_tile;
     const int tile = first_of_lane();
     const bool in_range = tile < tiles.end && tile + MaskTiles::kWordTiles > tiles.begin;

@@ -32,7 +32,7 @@ struct ItemKeys {
   int kv_head;
   int segment;
 
-  __device__ __forceinline__ static ItemKeys of(const ItemState& state) {
+  CUTE_DEVICE static ItemKeys of(const ItemState& state) {
     return {state.request.kv_begin, state.keys, state.item.kv_head, state.request.segment};
   }
 };
@@ -48,8 +48,7 @@ inline constexpr int kItemSlots = 4;
 //   v_full      where V is transposed, one lane of each warp that does it; raw_full is what v_full
 //               is elsewhere, and raw_empty has one lane of these warps
 //   *_empty     one lane of each consumer warp: only the tensor core has read the buffer
-//   item_full   one thread
-//   item_empty  every thread that has read the item: the consumers and the loading warps
+//   item_full   one thread; item_empty every thread of the consumers and the loading warps
 //   tile_full   one thread; tile_empty one lane of each warp that consumes or loads tiles
 template <int kQStages, int kStages>
 struct Barriers {
@@ -77,12 +76,11 @@ struct KeptTile {
 
   int word = 0;
 
-  __device__ __forceinline__ int index() const { return word / 4; }
-  __device__ __forceinline__ bool is_last() const { return word & kLast; }    // of its item
-  __device__ __forceinline__ bool is_whole() const { return word & kWhole; }  // all rows keep all
+  CUTE_DEVICE int index() const { return word / 4; }
+  CUTE_DEVICE bool is_last() const { return word & kLast; }    // of its item
+  CUTE_DEVICE bool is_whole() const { return word & kWhole; }  // all rows keep all
 };
 
-// The pipeline of kept tiles.
 template <class Traits>
 struct KeptTiles {
   KeptTile tiles[Traits::kTileSlots];
@@ -99,7 +97,6 @@ struct alignas(16) TmaCoordinates {
   int r;
 };
 
-// What the conversion of operands needs beside them.
 template <class Traits, bool kConverts = Traits::kConverts>
 struct ConversionStorage {};
 template <class Traits>
@@ -112,8 +109,7 @@ struct ConversionStorage<Traits, true> {
   float query_scale[Traits::kTileM];        // of each row's scores, where Q is narrowed
 };
 
-// K and V: whole tiles of each, or slices of both in the order of their use, K(0), K(1), V(0),
-// K(2), V(1), ... (tiles in the order of the loop).
+// K and V: whole tiles of each, or slices of both in the order of use, K(0), K(1), V(0), K(2), ...
 template <class Traits, bool kSliced = Traits::kSliced>
 struct KvBuffers {
   alignas(1024) typename Traits::ElementKv k[cosize_v<typename Traits::LayoutK>];
@@ -126,8 +122,7 @@ struct KvBuffers<Traits, true> {
   Barrier slice_empty[Traits::kSliceSlots];
 };
 
-// V as it arrives where it is transposed, one row per key, and O's sums of float32, four of a
-// thread at a time (eight_bit_operands.cuh).
+// V as it arrives where it is transposed, and O's sums of float32 (eight_bit_operands.cuh).
 template <class Traits, bool kTransposesV = Traits::kTransposesV>
 struct TransposeStorage {};
 template <class Traits>
@@ -152,19 +147,17 @@ struct SharedStorage : KvBuffers<Traits>, ConversionStorage<Traits>, TransposeSt
   conditional_t<Traits::kBiasByProduct, typename Traits::BiasSteps, Nothing> bias_steps;
 };
 
-__device__ __forceinline__ int lane_id() { return threadIdx.x % 32; }
+CUTE_DEVICE int lane_id() { return threadIdx.x % 32; }
 
-__device__ __forceinline__ void release(Barrier& empty) {
+CUTE_DEVICE void release(Barrier& empty) {
   if (lane_id() == 0) empty.arrive();
 }
 
 // NOTE: CUTLASS does not tell the compiler that its barriers and fences order memory. This does.
-__device__ __forceinline__ void order_memory_accesses() { asm volatile("" ::: "memory"); }
+CUTE_DEVICE void order_memory_accesses() { asm volatile("" ::: "memory"); }
 
 // Tells the compiler that all lanes hold the same value, which then stays in uniform registers.
-__device__ __forceinline__ int warp_uniform(int value) {
-  return __shfl_sync(0xffffffffu, value, 0);
-}
+CUTE_DEVICE int warp_uniform(int value) { return __shfl_sync(0xffffffffu, value, 0); }
 
 // The state of a pipeline: the stage to use next and its barrier's phase. A reader waits for
 // `phase`; a writer, which finds all buffers empty at first, for `phase ^ 1`. Consumer warps keep
@@ -175,9 +168,9 @@ struct ConsumerPipelineState {
   int stage = 0;
   std::uint32_t parity = 0;
 
-  __device__ __forceinline__ int index() const { return stage; }
-  __device__ __forceinline__ std::uint32_t phase() const { return parity; }
-  __device__ __forceinline__ void advance() {
+  CUTE_DEVICE int index() const { return stage; }
+  CUTE_DEVICE std::uint32_t phase() const { return parity; }
+  CUTE_DEVICE void advance() {
     if (++stage == kSize) {
       stage = 0;
       parity ^= 1;
@@ -190,9 +183,9 @@ struct ProducerPipelineState {
   static_assert((kSize & (kSize - 1)) == 0);
   std::uint32_t count = 0;
 
-  __device__ __forceinline__ int index() const { return count % kSize; }
-  __device__ __forceinline__ std::uint32_t phase() const { return count / kSize % 2; }
-  __device__ __forceinline__ void advance() { ++count; }
+  CUTE_DEVICE int index() const { return count % kSize; }
+  CUTE_DEVICE std::uint32_t phase() const { return count / kSize % 2; }
+  CUTE_DEVICE void advance() { ++count; }
 };
 
 }  // namespace preflash::sm90

@@ -1,9 +1,6 @@
 // Skipped tiles: where the caller asks for it, a warpgroup computes the scores of a tile but not P
-// and O += P V if all weights in its rows are small (running_maxima.cuh). All threads of a
-// warpgroup decide together, because its warps share products.
-//
-// K and V of a skipped tile are still loaded, and the tile still takes its turn in the order
-// barrier: the producers and the other warpgroups work as if the tile were computed.
+// and O += P V if all weights in its rows are small (running_maxima.cuh). All its threads decide
+// together, because they share products; for all others the tile is like any.
 #pragma once
 
 #include "kernels/common/running_maxima.cuh"
@@ -13,7 +10,7 @@
 namespace preflash::sm90 {
 
 // Whether `mine` holds for any thread of the warpgroup.
-__device__ __forceinline__ bool any_of_warpgroup(bool mine, int warpgroup) {
+CUTE_DEVICE bool any_of_warpgroup(bool mine, int warpgroup) {
   int barrier = NamedBarriers::kReserved + NamedBarriers::kWarpgroup + warpgroup;
   int any;
   asm volatile(
@@ -35,8 +32,7 @@ struct SkippedTiles {
   bool this_tile = false;  // whether the tile that was looked at last is skipped
 
   // An item's first tile is computed.
-  template <class Scores>
-  __device__ __forceinline__ void begin(const ScoreCoordinates<Traits>& at, const Scores& scores) {
+  CUTE_DEVICE void begin(const ScoreCoordinates<Traits>& at, const auto& scores) {
     maxima = RunningMaxima<2>::of(at.params, at.state.request,
                                   [&](int r) { return at.row(r) < at.state.num_rows; });
     float tile_max[2];
@@ -45,8 +41,7 @@ struct SkippedTiles {
     this_tile = false;
   }
   // scores: masked. stays: whether the tile is computed in any case.
-  template <class Scores>
-  __device__ __forceinline__ void look_at(const Scores& scores, bool stays, int warpgroup) {
+  CUTE_DEVICE void look_at(const auto& scores, bool stays, int warpgroup) {
     float tile_max[2];
     SpeculativeSoftmax::maxima(scores, NoShift{}, tile_max);
     this_tile = !any_of_warpgroup(maxima.take(tile_max) || stays, warpgroup);
@@ -58,10 +53,8 @@ template <class Traits>
 struct EveryTile {
   static constexpr bool this_tile = false;
 
-  template <class Scores>
-  __device__ __forceinline__ static void begin(const ScoreCoordinates<Traits>&, const Scores&) {}
-  template <class Scores>
-  __device__ __forceinline__ static void look_at(const Scores&, bool, int) {}
+  CUTE_DEVICE static void begin(const ScoreCoordinates<Traits>&, const auto&) {}
+  CUTE_DEVICE static void look_at(const auto&, bool, int) {}
 };
 
 template <class Traits>

@@ -20,15 +20,14 @@ struct SlicedOperands : Accumulators<Traits> {
   ConsumerPipelineState<Traits::kSliceSlots> next = {};
   ConsumerPipelineState<Traits::kSliceSlots> held = {};  // the first that is not released
 
-  __device__ __forceinline__ SlicedOperands(const HopperSegment& params,
-                                            SharedStorage<Traits>& smem, int warpgroup, int thread)
+  CUTE_DEVICE SlicedOperands(const HopperSegment& params, SharedStorage<Traits>& smem,
+                             int warpgroup, int thread)
       : Base(smem, warpgroup, thread), num_k(slices_of_k<Traits>(params)) {}
 
-  __device__ __forceinline__ static void begin_products() {}
-  __device__ __forceinline__ static void end_products() {}
+  CUTE_DEVICE static void begin_products() {}
+  CUTE_DEVICE static void end_products() {}
 
-  template <class Q>
-  __device__ __forceinline__ void issue_qk(const Q& tSrQ) {
+  CUTE_DEVICE void issue_qk(const auto& tSrQ) {
     issue_qk_slice(tSrQ, 0, wait_for_slice());
 #pragma unroll 1
     for (int slice = 1; slice < num_k; ++slice) {
@@ -37,39 +36,37 @@ struct SlicedOperands : Accumulators<Traits> {
       release_slice();
     }
   }
-  __device__ __forceinline__ void issue_pv() {
+  CUTE_DEVICE void issue_pv() {
     CUTE_UNROLL
     for (int slice = 0; slice < Traits::kSlicesV; ++slice) issue_pv_slice(slice, wait_for_slice());
   }
   template <bool kPvBehind>
-  __device__ __forceinline__ void wait_for_s() {
+  CUTE_DEVICE void wait_for_s() {
     wait_for_product<kPvBehind ? Traits::kSlicesV : 0>(this->tSrS);
   }
-  __device__ __forceinline__ void wait_for_o() { wait_for_product<0>(this->tOrO); }
+  CUTE_DEVICE void wait_for_o() { wait_for_product<0>(this->tOrO); }
 
-  __device__ __forceinline__ void release_k() { release_slice(); }
-  __device__ __forceinline__ void release_v() {
+  CUTE_DEVICE void release_k() { release_slice(); }
+  CUTE_DEVICE void release_v() {
     CUTE_UNROLL
     for (int slice = 0; slice < Traits::kSlicesV; ++slice) release_slice();
   }
-  __device__ __forceinline__ static void skip_k() {}
-  __device__ __forceinline__ static void skip_v() {}
+  CUTE_DEVICE static void skip_k() {}
+  CUTE_DEVICE static void skip_v() {}
 
  private:
   // Returns the slot of the next slice.
-  __device__ __forceinline__ int wait_for_slice() {
+  CUTE_DEVICE int wait_for_slice() {
     const int slot = next.index();
     smem.slice_full[slot].wait(next.phase());
     next.advance();
     return slot;
   }
-  __device__ __forceinline__ void release_slice() {
+  CUTE_DEVICE void release_slice() {
     release(smem.slice_empty[held.index()]);
     held.advance();
   }
-  // The slice's part of S = Q K^T
-  template <class Q>
-  __device__ __forceinline__ void issue_qk_slice(const Q& tSrQ, int slice, int slot) {
+  CUTE_DEVICE void issue_qk_slice(const auto& tSrQ, int slice, int slot) {
     constexpr int kDepth = Traits::kSliceColumns / 16;
     MmaQk mma;
     Tensor sK = make_tensor(make_smem_ptr(&smem.slices[0][0]),
@@ -78,8 +75,7 @@ struct SlicedOperands : Accumulators<Traits> {
     multiply_async<kDepth>(mma, tSrQ, slice * kDepth, tSrK(_, _, _, slot), this->tSrS,
                            slice == 0 ? GMMA::ScaleOut::Zero : GMMA::ScaleOut::One);
   }
-  // The slice's columns of O += P V
-  __device__ __forceinline__ void issue_pv_slice(int slice, int slot) {
+  CUTE_DEVICE void issue_pv_slice(int slice, int slot) {
     using Part = decltype(partition_fragment_C(MmaPv{}, Shape<_64, Int<Traits::kMmaColumnsPv>>{}));
     MmaPv mma;
     Tensor sV = make_tensor(make_smem_ptr(&smem.slices[0][0]),

@@ -20,33 +20,31 @@ struct TileWriter {
   SharedStorage<Traits>& smem;
   ProducerPipelineState<Traits::kStages> next = {};
 
-  __device__ __forceinline__ void wait() const {
+  CUTE_DEVICE void wait() const {
     auto& barriers = smem.barriers;
     if constexpr (kIsRaw) return smem.raw_empty[next.index()].wait(next.phase() ^ 1);
     (kIsK ? barriers.k_empty : barriers.v_empty)[next.index()].wait(next.phase() ^ 1);
   }
-  __device__ __forceinline__ TransactionBarrier& full() const {
+  CUTE_DEVICE TransactionBarrier& full() const {
     if constexpr (kIsRaw) return smem.raw_full[next.index()];
     return (kIsK ? smem.barriers.k_full : smem.barriers.v_full)[next.index()];
   }
-  __device__ __forceinline__ auto* tile() const {
+  CUTE_DEVICE auto* tile() const {
     const int first = next.index() * (Traits::kTileN * kHead);
     if constexpr (kIsRaw) return smem.raw + first;
     return (kIsK ? smem.k : smem.v) + first;
   }
-  __device__ __forceinline__ unsigned char* bytes() const {
-    return reinterpret_cast<unsigned char*>(tile());
-  }
+  CUTE_DEVICE unsigned char* bytes() const { return reinterpret_cast<unsigned char*>(tile()); }
   // The operand's raw ring, where tiles are converted. With V of 16 bits K has both.
-  __device__ __forceinline__ unsigned char* raw() const {
+  CUTE_DEVICE unsigned char* raw() const {
     return smem.raw + (kIsK ? 0 : Traits::kTileN * Traits::kHeadQk);
   }
 
   // What a tile is loaded from.
-  __device__ __forceinline__ static const KvTensor& tensor(const HopperSegment& params) {
+  CUTE_DEVICE static const KvTensor& tensor(const HopperSegment& params) {
     return kIsK ? params.k : params.v;
   }
-  __device__ __forceinline__ static int head_dim(const HopperSegment& params) {
+  CUTE_DEVICE static int head_dim(const HopperSegment& params) {
     return kIsK ? params.head_dim_qk : params.head_dim_vo;
   }
 };
@@ -57,22 +55,16 @@ struct SliceWriter {
   SharedStorage<Traits>& smem;
   ConsumerPipelineState<Traits::kSliceSlots> next = {};
 
-  __device__ __forceinline__ void wait() const {
-    smem.slice_empty[next.index()].wait(next.phase() ^ 1);
-  }
-  __device__ __forceinline__ TransactionBarrier& full() const {
-    return smem.slice_full[next.index()];
-  }
-  __device__ __forceinline__ auto* slice() const { return smem.slices[next.index()]; }
-  __device__ __forceinline__ unsigned char* bytes() const {
-    return reinterpret_cast<unsigned char*>(slice());
-  }
+  CUTE_DEVICE void wait() const { smem.slice_empty[next.index()].wait(next.phase() ^ 1); }
+  CUTE_DEVICE TransactionBarrier& full() const { return smem.slice_full[next.index()]; }
+  CUTE_DEVICE auto* slice() const { return smem.slices[next.index()]; }
+  CUTE_DEVICE unsigned char* bytes() const { return reinterpret_cast<unsigned char*>(slice()); }
 };
 
 // Slices of a K tile that hold columns of the head. NOTE: V always takes all kSlicesV: with a
 // branch around a product ptxas would wait for the products before it.
 template <class Traits>
-__device__ __forceinline__ int slices_of_k(const HopperSegment& params) {
+CUTE_DEVICE int slices_of_k(const HopperSegment& params) {
   return ceil_div(params.head_dim_qk, Traits::kSliceColumns);
 }
 

@@ -15,13 +15,13 @@ struct DenseTileStream {
   int begin;
   int tile;
 
-  __device__ __forceinline__ DenseTileStream(SharedStorage<Traits>&, Announces&) {}
+  CUTE_DEVICE DenseTileStream(SharedStorage<Traits>&, Announces&) {}
 
-  __device__ __forceinline__ int first(const ItemState& state) {
+  CUTE_DEVICE int first(const ItemState& state) {
     begin = warp_uniform(state.tiles.begin);
     return tile = warp_uniform(state.tiles.end) - 1;
   }
-  __device__ __forceinline__ int next() { return tile = tile > begin ? tile - 1 : kNoTile; }
+  CUTE_DEVICE int next() { return tile = tile > begin ? tile - 1 : kNoTile; }
 };
 
 // The tiles that are announced. Announces: what this warp itself announces (forward_load.cuh).
@@ -32,14 +32,14 @@ struct KeptTileStream {
   KeptTileReader<ProducerPipelineState<Traits::kTileSlots>> reader = {};
   bool is_last;  // the tile taken last
 
-  __device__ __forceinline__ KeptTileStream(SharedStorage<Traits>& smem, Announces& announces)
+  CUTE_DEVICE KeptTileStream(SharedStorage<Traits>& smem, Announces& announces)
       : smem(smem), announces(announces) {}
 
-  __device__ __forceinline__ int first(const ItemState&) { return take(); }
-  __device__ __forceinline__ int next() { return is_last ? kNoTile : take(); }
+  CUTE_DEVICE int first(const ItemState&) { return take(); }
+  CUTE_DEVICE int next() { return is_last ? kNoTile : take(); }
 
  private:
-  __device__ __forceinline__ int take() {
+  CUTE_DEVICE int take() {
     announces.announce_tile();
     KeptTile tile = reader.take(smem);
     is_last = tile.is_last();
@@ -51,11 +51,9 @@ template <class Traits, class Announces>
 using TileStream = conditional_t<Traits::kHasMaskBits, KeptTileStream<Traits, Announces>,
                                  DenseTileStream<Traits, Announces>>;
 
-// Calls load(look_up(tile), is_first) for each tile of an item. The lookup runs a tile ahead,
-// because a page index comes from the L2.
-template <class Tiles, class LookUp, class Load>
-__device__ __forceinline__ void for_each_tile(Tiles& tiles, const ItemState& state,
-                                              const LookUp& look_up, const Load& load) {
+// Calls load(look_up(tile), is_first) for each tile of an item. The lookup runs a tile ahead.
+CUTE_DEVICE void for_each_tile(auto& tiles, const ItemState& state, const auto& look_up,
+                               const auto& load) {
   int tile = tiles.first(state);
   auto found = look_up(tile);
   for (bool is_first = true; tile != kNoTile; is_first = false) {

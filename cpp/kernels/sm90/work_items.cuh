@@ -8,25 +8,22 @@
 
 namespace preflash::sm90 {
 
-// The rows of an item's tile in use: 0 or less where the plan was made for longer requests
-// (RequestLengths).
-__device__ __forceinline__ int rows_in_use(const HopperSegment& params, const WorkItem& item,
-                                           const RequestInfo& request) {
+// The rows of an item's tile in use: 0 or less where the plan was made for longer requests.
+CUTE_DEVICE int rows_in_use(const HopperSegment& params, const WorkItem& item,
+                            const RequestInfo& request) {
   return min(request.qo_len * params.group_size - item.row_begin, params.rows_per_tile);
 }
 
-// ItemState::keys
-__device__ __forceinline__ KeySpan keys_of_item(const HopperSegment& params, const WorkItem& item,
-                                                const RequestInfo& request) {
+CUTE_DEVICE KeySpan keys_of_item(const HopperSegment& params, const WorkItem& item,
+                                 const RequestInfo& request) {
   int first_token = unpack_row(params, item.row_begin).token;
   return {bounds_of(params, request).first_key(first_token), request.kv_len};
 }
 
 // The KV tiles that rows [first, end) of an item touch.
 template <class Traits>
-__device__ __forceinline__ TileRange tiles_of_rows(const HopperSegment& params,
-                                                   const WorkItem& item, const RequestInfo& request,
-                                                   int first, int end) {
+CUTE_DEVICE TileRange tiles_of_rows(const HopperSegment& params, const WorkItem& item,
+                                    const RequestInfo& request, int first, int end) {
   MaskBounds bounds = bounds_of(params, request);
   RowSpan rows{unpack_row(params, item.row_begin + first).token,
                unpack_row(params, item.row_begin + end - 1).token};
@@ -34,11 +31,11 @@ __device__ __forceinline__ TileRange tiles_of_rows(const HopperSegment& params,
   return touched_tiles(bounds, rows, chunk, Traits::kTileN, Mask::kBounds);
 }
 
-// The KV tiles that the rows of one consumer warpgroup touch. If they touch none, the warpgroup
-// computes the last tile, which is masked as a whole and gives zeros.
+// The KV tiles that the rows of one consumer warpgroup touch: if none, the last one, which is
+// masked as a whole and gives zeros.
 template <class Traits>
-__device__ __forceinline__ TileRange tiles_of_warpgroup(const HopperSegment& params,
-                                                        const ItemState& state, int warpgroup) {
+CUTE_DEVICE TileRange tiles_of_warpgroup(const HopperSegment& params, const ItemState& state,
+                                         int warpgroup) {
   if constexpr (!Traits::kSkipsTiles) return state.tiles;
   int first = warpgroup * kWarpgroupRows;
   int end = min(first + kWarpgroupRows, state.num_rows);
@@ -50,8 +47,7 @@ __device__ __forceinline__ TileRange tiles_of_warpgroup(const HopperSegment& par
   return {last, last, last, last + 1};
 }
 
-// One warp prepares and announces the items. It writes the output of items without keys itself, so
-// other warps see only items with tiles.
+// One warp prepares and announces the items. It writes the output of items without keys itself.
 template <class Traits>
 struct ItemProducer {
   const ParamsOf<Traits>& params;
@@ -61,20 +57,18 @@ struct ItemProducer {
   ProducerPipelineState<kItemSlots> write = {};
 
   // Announces the next item, or an item without tiles at the end of the work list.
-  __device__ __forceinline__ void announce_item() {
+  CUTE_DEVICE void announce_item() {
     announce([](const WorkItem&, const RequestInfo&, const TileRange& tiles) { return tiles; });
   }
   // Only with mask bits are tiles announced (KeptTileProducer).
-  __device__ __forceinline__ static constexpr bool has_tile() { return false; }
-  __device__ __forceinline__ static constexpr void announce_tile() {}
+  CUTE_DEVICE static constexpr bool has_tile() { return false; }
+  CUTE_DEVICE static constexpr void announce_tile() {}
 
-  __device__ __forceinline__ bool done() const { return index > end; }
+  CUTE_DEVICE bool done() const { return index > end; }
 
  protected:
-  // With mask bits, kept(item, request, tiles) returns the tiles within the bounds, or none if all
-  // of them are empty.
-  template <class Kept>
-  __device__ __forceinline__ void announce(Kept&& kept) {
+  // With mask bits, kept(item, request, tiles) returns `tiles`, or none if all of them are empty.
+  CUTE_DEVICE void announce(auto&& kept) {
     WorkItem item;
     RequestInfo request;
     TileRange tiles = {};
@@ -96,7 +90,6 @@ struct ItemProducer {
     ++index;
     smem.barriers.item_empty[write.index()].wait(write.phase() ^ 1);
     ItemState& state = smem.items[write.index()];
-    // One thread writes the item and announces it.
     if (elect_one_sync()) {
       const HopperSegment& segment = params.segment_of(request);
       state.item = item;
@@ -118,7 +111,7 @@ struct ItemProducer {
 
  private:
   // Of the item at `index`: each CTA that shares it has its own.
-  __device__ __forceinline__ int record() const {
+  CUTE_DEVICE int record() const {
     const int parts = column_parts<Traits>(params.segments[0].head_dim_vo);
     return index * parts + static_cast<int>(blockIdx.x) % parts;
   }
@@ -131,13 +124,13 @@ struct ItemReader {
   ProducerPipelineState<kItemSlots> read = {};
 
   // Waits for the next item; null at the end of the work list.
-  __device__ __forceinline__ const ItemState* wait() const {
+  CUTE_DEVICE const ItemState* wait() const {
     smem.barriers.item_full[read.index()].wait(read.phase());
     order_memory_accesses();
     const ItemState& state = smem.items[read.index()];
     return warp_uniform(state.tiles.count()) > 0 ? &state : nullptr;
   }
-  __device__ __forceinline__ void release() {
+  CUTE_DEVICE void release() {
     order_memory_accesses();
     smem.barriers.item_empty[read.index()].arrive();
     read.advance();
