@@ -8,7 +8,7 @@ import pytest
 import torch
 import wrapper_options
 from backends import backends_and_cases, on_every_backend
-from converted_cases import CASES, E4M3, ROPE, WHAT, large_prefill
+from converted_cases import CASES, E4M3, E5M2, OPTIONS, ROPE, WHAT, large_prefill
 from preflash.testing import Case, MaskKind, build, runner
 
 pytestmark = pytest.mark.gpu
@@ -28,6 +28,21 @@ def planned(case: Case, backend: str, size: int = 32 << 20, policy: str = "never
 @pytest.mark.parametrize(("backend", "case"), backends_and_cases(CASES))
 def test_numbers(backend, case):
     wrapper, inputs = planned(case, backend, 256 << 20)  # a fixed split is kept whatever it takes
+    runner.compare(inputs, *runner.run(wrapper, inputs)).check()
+
+
+@on_every_backend
+@pytest.mark.parametrize("page_size", [0, 5, 8, 24, 64, 256])
+@pytest.mark.parametrize("head_dim", [128, 80, 64, 48])
+@pytest.mark.parametrize("option", ["causal", "window", "custom", "alibi_custom", "fixed_split"])
+def test_8_bits_in_pages_of_every_size(backend, option, head_dim, page_size):
+    """By TMA on fa3 where pages are multiples of 8 rows. Garbage lies behind every request."""
+    options = {"mask": MaskKind.CAUSAL} | OPTIONS[option]
+    kv_dtype = E4M3 if page_size % 3 else E5M2
+    lengths = (190, 0, 77, 3, 1), (470, 9, 77, 0, 1031)
+    case = Case("pages", *lengths, 6, 2, head_dim, dtype=torch.bfloat16, kv_dtype=kv_dtype,
+                page_size=page_size, **options)  # fmt: skip
+    wrapper, inputs = planned(case, backend, 256 << 20)
     runner.compare(inputs, *runner.run(wrapper, inputs)).check()
 
 

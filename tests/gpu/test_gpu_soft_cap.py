@@ -68,12 +68,35 @@ LENGTHS = {"qo_lens": (130, 1, 0, 257), "kv_lens": (700, 300, 5, 1111)}
 @pytest.mark.parametrize("cap", [5.0, 30.0, 50.0])
 @pytest.mark.parametrize(
     ("head_dim", "dtype"),
-    [(64, torch.float16), (128, torch.bfloat16), (256, torch.bfloat16), (512, torch.float16)],
+    [
+        (64, torch.float16),
+        (64, torch.bfloat16),
+        (128, torch.float16),
+        (128, torch.bfloat16),
+        (256, torch.bfloat16),
+        (512, torch.float16),
+    ],
 )
 def test_outputs(head_dim, dtype, cap, scale):
     case = Case("cap", *LENGTHS.values(), 8, 2, head_dim, dtype=dtype, mask=MaskKind.CAUSAL,
                 soft_cap=cap, sm_scale=scale / math.sqrt(head_dim))  # fmt: skip
     runner.check(build(case, device="cuda"), **FA3)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_nan_of_a_key(head_dim):
+    """Reaches every row that sees the key and no other, whichever way its exponential is made."""
+    tokens, tile = 300, 16
+    q, k, v = torch.randn(3, tokens, 2, head_dim, device="cuda").bfloat16().unbind(0)
+    wrapper = preflash.BatchPrefillWithRaggedKVCacheWrapper(runner.workspace("cuda"), **FA3)
+    indptr = torch.tensor([0, tokens], dtype=torch.int32)
+    wrapper.plan(indptr, indptr, 2, 2, head_dim, causal=True, logits_soft_cap=30.0)
+    for key in range(64, 64 + tile):
+        poisoned = k.clone()
+        poisoned[key] = math.nan
+        out, lse = wrapper.run(q, poisoned, v, return_lse=True)
+        assert torch.cat([out[:key].flatten(), lse[:key].flatten()]).isfinite().all()
+        assert torch.cat([out[key:].flatten(), lse[key:].flatten()]).isnan().all()
 
 
 @pytest.mark.parametrize(
