@@ -81,14 +81,13 @@ struct WideningRows {
 
  private:
   CUTE_DEVICE static int lane_row() { return lane_id() / (8 * kBlocks) * 2 + lane_id() / 4 % 2; }
-  CUTE_DEVICE static int lane_column() {
-    return lane_id() / 8 % kBlocks * 64 + lane_id() % 4 * kPiece;
-  }
+  CUTE_DEVICE static int lane_block() { return lane_id() / 8 % kBlocks; }
+  CUTE_DEVICE static int lane_column() { return lane_id() % 4 * kPiece; }  // of the block
 
   template <int kPart, Rows kRows>
   CUTE_DEVICE void copy_rows(const Source& from) const {
     const KvTensor& tensor = from.tensor;
-    int column = from.column + lane_column();
+    int column = from.column + lane_block() * 64 + lane_column();
     const unsigned char* source = static_cast<const unsigned char*>(tensor.data) +
                                   from.item.kv_head * tensor.stride_head + column;
     std::int64_t lane_offset = slot_offset(tensor, from.slot);
@@ -106,7 +105,7 @@ struct WideningRows {
   template <int kPart, DType kFrom>
   CUTE_DEVICE static void write_rows(const uint4 (&stored)[kPasses], unsigned char* tile) {
     const int row = first_row() + lane_row();
-    const int column = lane_column();
+    const int column = lane_block() * 64 + lane_column();
     SwizzledColumn<Traits::kTileN> low(tile, row, column), high(tile, row, column + 8);
     CUTE_UNROLL
     for (int pass = 0; pass < kPasses; ++pass) {
