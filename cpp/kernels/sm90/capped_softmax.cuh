@@ -15,7 +15,7 @@
 namespace preflash::sm90 {
 
 // 2^x without the special-function unit, for -126 <= x < 127: relative error 7.5e-5.
-__device__ __forceinline__ float exp2_polynomial(float x) {
+CUTE_DEVICE float exp2_polynomial(float x) {
   constexpr float kShift = 0x1.8p23f + 127.0f;  // leaves the biased exponent in the low bits
   const float shifted = x + kShift;
   const float fraction = x - (shifted - kShift);
@@ -33,24 +33,19 @@ struct CappedSoftmax : SpeculativeSoftmax {
   // A mask would come between the second half and the exponentials.
   static constexpr bool kMasks = true;
 
-  template <class Scores, class Segment>
-  __device__ __forceinline__ void begin(const Scores& scores, const NoShift& shift,
-                                        const Segment& segment) {
+  CUTE_DEVICE void begin(const auto& scores, const NoShift& shift, const auto& segment) {
     if (!segment.cap.is_bounded()) return SpeculativeSoftmax::begin(scores, shift, segment);
     *this = {};
     CUTE_UNROLL
     for (float& of_row : reference) of_row = segment.cap.reference;
   }
-  template <class Scores, class Segment>
-  __device__ __forceinline__ static void before_o(Scores&& scores, const NoShift&,
-                                                  const Segment& segment) {
+  CUTE_DEVICE static void before_o(auto&& scores, const NoShift&, const auto& segment) {
     if (segment.cap.form != CapForm::kHardware) return segment.cap.apply(scores, segment.logits);
     if (!kFour) segment.cap.template apply_to_half<0>(scores);
   }
   // mask(): masks the tile, and tells whether any of it was masked.
-  template <class Scores, class P, class Out, class Segment, class MaskTile>
-  __device__ __forceinline__ void update(Scores&& scores, const NoShift& shift, P& p, Out& out,
-                                         const Segment& segment, const MaskTile& mask) {
+  CUTE_DEVICE void update(auto&& scores, const NoShift& shift, auto& p, auto& out,
+                          const auto& segment, const auto& mask) {
     if (!segment.cap.is_bounded()) {
       if (segment.cap.form == CapForm::kHardware) apply_rest(scores, segment.cap);
       mask();
@@ -69,8 +64,7 @@ struct CappedSoftmax : SpeculativeSoftmax {
   }
 
  private:
-  template <class Scores>
-  __device__ __forceinline__ static void apply_rest(Scores&& scores, const SoftCap& cap) {
+  CUTE_DEVICE static void apply_rest(auto&& scores, const SoftCap& cap) {
     if (kFour) cap.template apply_to_half<0>(scores);
     cap.template apply_to_half<1>(scores);
   }

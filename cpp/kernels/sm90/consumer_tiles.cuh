@@ -21,45 +21,31 @@ struct DenseTiles {
     Mask mask = {};
   };
 
-  template <class Item, class At>
-  __device__ __forceinline__ static First look_ahead(const Item& item, const At& at) {
+  CUTE_DEVICE static First look_ahead(const auto& item, const auto& at) {
     if (!item.any() || !item.own.needs_mask(first(item))) return {};
     return {Mask::of_bounds(at(first(item)))};
   }
-  __device__ __forceinline__ static void begin_step() {}
-  template <class Item, class At>
-  __device__ __forceinline__ static void meanwhile(const Item&, const At&) {}
+  CUTE_DEVICE static void begin_step() {}
+  CUTE_DEVICE static void meanwhile(const auto&, const auto&) {}
 
-  template <class Item>
-  __device__ __forceinline__ static int first(const Item& item) {
-    return item.own.end - 1;
-  }
-  template <class Item>
-  __device__ __forceinline__ static bool is_last(const Item& item, int tile) {
-    return tile == item.own.begin;
-  }
+  CUTE_DEVICE static int first(const auto& item) { return item.own.end - 1; }
+  CUTE_DEVICE static bool is_last(const auto& item, int tile) { return tile == item.own.begin; }
   // Whether an item's first step prepares the transition to the next item.
-  template <class Item>
-  __device__ __forceinline__ static bool prepares_in_first_step(const Item& item) {
+  CUTE_DEVICE static bool prepares_in_first_step(const auto& item) {
     return !Traits::kPreparesInLastStep || item.own.count() == 1;
   }
-  template <class Item, class At, class Step, class Prepare>
-  __device__ __forceinline__ static void for_others(const Item& item, const At&, const Step& step,
-                                                    const Prepare& prepare) {
+  CUTE_DEVICE static void for_others(const auto& item, const auto&, const auto& step,
+                                     const auto& prepare) {
     int tile = first(item) - 1;
     for (; tile >= item.own.begin + Traits::kPreparesInLastStep; --tile) step(tile, [] {});
     if (Traits::kPreparesInLastStep && tile >= item.own.begin) step(tile, prepare);
   }
 
-  template <class Item, class Scores>
-  __device__ __forceinline__ static void mask_first(const Item& item, const First& ahead,
-                                                    Scores&& scores) {
+  CUTE_DEVICE static void mask_first(const auto& item, const First& ahead, auto&& scores) {
     if (item.own.needs_mask(first(item))) ahead.mask.apply(scores);
   }
   // Whether the tile is masked.
-  template <class Item, class At, class Scores>
-  __device__ __forceinline__ static bool mask(const Item& item, int tile, const At& at,
-                                              Scores&& scores) {
+  CUTE_DEVICE static bool mask(const auto& item, int tile, const auto& at, auto&& scores) {
     const bool needed = item.own.needs_mask(tile);
     if (needed) Mask::of_bounds(at(tile)).apply(scores);
     return needed;
@@ -80,16 +66,14 @@ struct KeptTilesInTurn {
 
   struct First {};
 
-  template <class Item, class At>
-  __device__ __forceinline__ First look_ahead(const Item& item, const At& at) {
+  CUTE_DEVICE First look_ahead(const auto& item, const auto& at) {
     if (!item.any()) return {};
     ahead = reader.take(at.smem());
     if (!ahead.is_whole()) ahead_bits = Mask::read_bits(at(ahead.index()));
     return {};
   }
-  __device__ __forceinline__ void begin_step() { tile = ahead; }
-  template <class Item, class At>
-  __device__ __forceinline__ void meanwhile(const Item& item, const At& at) {
+  CUTE_DEVICE void begin_step() { tile = ahead; }
+  CUTE_DEVICE void meanwhile(const auto& item, const auto& at) {
     if (!tile.is_whole()) {
       // The bounds apply only where they cut the tile.
       tile_mask = item.own.needs_mask(tile.index())
@@ -99,22 +83,12 @@ struct KeptTilesInTurn {
     if (!tile.is_last()) look_ahead(item, at);
   }
 
-  template <class Item>
-  __device__ __forceinline__ int first(const Item&) const {
-    return tile.index();
-  }
-  template <class Item>
-  __device__ __forceinline__ bool is_last(const Item&, int) const {
-    return tile.is_last();
-  }
+  CUTE_DEVICE int first(const auto&) const { return tile.index(); }
+  CUTE_DEVICE bool is_last(const auto&, int) const { return tile.is_last(); }
   // The next item is announced only behind an item's last tile.
-  template <class Item>
-  __device__ __forceinline__ bool prepares_in_first_step(const Item&) const {
-    return tile.is_last();
-  }
-  template <class Item, class At, class Step, class Prepare>
-  __device__ __forceinline__ void for_others(const Item& item, const At& at, const Step& step,
-                                             const Prepare& prepare) {
+  CUTE_DEVICE bool prepares_in_first_step(const auto&) const { return tile.is_last(); }
+  CUTE_DEVICE void for_others(const auto& item, const auto& at, const auto& step,
+                              const auto& prepare) {
     if (tile.is_last()) return;
     for (begin_step(); !tile.is_last(); begin_step()) {
       step(tile.index(), [&] { meanwhile(item, at); });
@@ -125,12 +99,10 @@ struct KeptTilesInTurn {
     });
   }
 
-  template <class Item, class Scores>
-  __device__ __forceinline__ void mask_first(const Item&, const First&, Scores&& scores) const {
+  CUTE_DEVICE void mask_first(const auto&, const First&, auto&& scores) const {
     if (!tile.is_whole()) tile_mask.apply(scores);
   }
-  template <class Item, class At, class Scores>
-  __device__ __forceinline__ void mask(const Item& item, int, const At&, Scores&& scores) const {
+  CUTE_DEVICE void mask(const auto& item, int, const auto&, auto&& scores) const {
     mask_first(item, {}, scores);
   }
 };

@@ -34,14 +34,12 @@ struct EightBitOperands : WholeOperands<Traits> {
   int tiles = kTilesAtOnce - 1;
   bool has_sums = false;
 
-  __device__ __forceinline__ EightBitOperands(const HopperSegment& params,
-                                              SharedStorage<Traits>& smem, int warpgroup,
-                                              int thread)
+  CUTE_DEVICE EightBitOperands(const HopperSegment& params, SharedStorage<Traits>& smem,
+                               int warpgroup, int thread)
       : Base(params, smem, warpgroup, thread),
         sums(cast_smem_ptr_to_uint(&smem.sums[warpgroup][0][thread])) {}
 
-  template <class Softmax, class Segment>
-  __device__ __forceinline__ void add_up(Softmax& softmax, const Segment& segment) {
+  CUTE_DEVICE void add_up(auto& softmax, const auto& segment) {
     this->first_pv = GMMA::ScaleOut::One;
     if (++tiles < kTilesAtOnce) return;
     prepare_o(softmax, segment);
@@ -61,14 +59,14 @@ struct EightBitOperands : WholeOperands<Traits> {
     softmax.follow(segment);
   }
   template <class Softmax, class Segment>
-  __device__ __forceinline__ void prepare_o(const Softmax& softmax, const Segment& segment) {
+  CUTE_DEVICE void prepare_o(const Softmax& softmax, const Segment& segment) {
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
       reference[r] = Softmax::change_of_reference(reference[r], softmax.reference[r],
                                                   segment.logits.scale_log2);
     }
   }
-  __device__ __forceinline__ void finish_o() {
+  CUTE_DEVICE void finish_o() {
     take_sums();
     tiles = kTilesAtOnce - 1;
     has_sums = false;
@@ -78,10 +76,8 @@ struct EightBitOperands : WholeOperands<Traits> {
   static constexpr int kPartBytes = kWarpgroupThreads * sizeof(float4);  // of a warpgroup
 
   // A part of O is two columns of row 0 and of row 1.
-  __device__ __forceinline__ std::uint32_t place_of(int part) const {
-    return sums + part * kPartBytes;
-  }
-  __device__ __forceinline__ float4 sum_of(int part) const {
+  CUTE_DEVICE std::uint32_t place_of(int part) const { return sums + part * kPartBytes; }
+  CUTE_DEVICE float4 sum_of(int part) const {
     float4 sum;
     asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
                  : "=f"(sum.x), "=f"(sum.y), "=f"(sum.z), "=f"(sum.w)
@@ -90,7 +86,7 @@ struct EightBitOperands : WholeOperands<Traits> {
     return sum;
   }
   // Adds the sums to O. Four are read while the four before are added.
-  __device__ __forceinline__ void take_sums() {
+  CUTE_DEVICE void take_sums() {
     if (!__any_sync(0xffffffffu, has_sums)) return;
     constexpr int kGroup = 4;
     Tensor parts = recast<float4>(this->tOrO);

@@ -31,15 +31,12 @@ struct EightBitSoftmax : SpeculativeSoftmax {
   bool moved = false;   // whether a reference of the warp did, for the present tile
   float factor[kRows];  // what that makes of O, where moved
 
-  template <class Scores, class Shift, class Segment>
-  __device__ __forceinline__ void begin(const Scores& scores, const Shift& shift, const Segment&) {
+  CUTE_DEVICE void begin(const auto& scores, const auto& shift, const auto&) {
     *this = {};
     maxima(scores, shift, reference);
   }
   // NOTE: without the branch ptxas would move the wait for O to before the comparisons.
-  template <class Scores, class Shift, class Segment>
-  __device__ __forceinline__ void before_o(const Scores& scores, const Shift& shift,
-                                           const Segment& segment) {
+  CUTE_DEVICE void before_o(const auto& scores, const auto& shift, const auto& segment) {
     const float room = returns_maxima(segment) ? 0.0f : kRoom * segment.x_per_logit;
     float tile_max[kRows];
     thread_maxima(scores, tile_max);
@@ -63,8 +60,7 @@ struct EightBitSoftmax : SpeculativeSoftmax {
     }
   }
   // O is complete, without this tile.
-  template <class Out>
-  __device__ __forceinline__ void after_o(Out&& out) const {
+  CUTE_DEVICE void after_o(auto&& out) const {
     using namespace cute;
     if (!moved) return;
     CUTE_UNROLL
@@ -74,8 +70,7 @@ struct EightBitSoftmax : SpeculativeSoftmax {
     }
   }
   // O has been added to its sums.
-  template <class Segment>
-  __device__ __forceinline__ void follow(const Segment& segment) {
+  CUTE_DEVICE void follow(const auto& segment) {
     const float x_per_bit = segment.x_per_logit * (1.0f / kLog2E);
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
@@ -91,9 +86,8 @@ struct EightBitSoftmax : SpeculativeSoftmax {
       largest[r] = -INFINITY;
     }
   }
-  template <class Scores, class Shift, class P, class Out, class Segment, class MaskTile>
-  __device__ __forceinline__ void update(const Scores& scores, const Shift& shift, P& p, Out&,
-                                         const Segment& segment, const MaskTile&) {
+  CUTE_DEVICE void update(const auto& scores, const auto& shift, auto& p, auto&,
+                          const auto& segment, const auto&) {
     float tile_sum[kRows];
     exponentiate(scores, shift, p, tile_sum, segment.logits.scale_log2);
     CUTE_UNROLL
@@ -102,14 +96,12 @@ struct EightBitSoftmax : SpeculativeSoftmax {
 
  private:
   // With row maxima as output references are those.
-  template <class Segment>
-  __device__ __forceinline__ static bool returns_maxima(const Segment& segment) {
+  CUTE_DEVICE static bool returns_maxima(const auto& segment) {
     return segment.max_sum <= max_sum(LseForm::kMaxAndSum, DType::kFloat8E4M3);
   }
   // What becomes of sums when a reference does. No branch, unlike change_of_reference(): from a
   // row without keys the product is -inf, and what it has summed up is 0.
-  template <class Segment>
-  __device__ __forceinline__ float change_to(int r, float next, const Segment& segment) const {
+  CUTE_DEVICE float change_to(int r, float next, const auto& segment) const {
     const float scale_log2 = segment.logits.scale_log2;
     const float bits = __fmul_rn(reference[r], scale_log2) - __fmul_rn(next, scale_log2);
     return next == reference[r] ? 1.0f : exp2_approx(bits);

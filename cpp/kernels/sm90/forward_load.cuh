@@ -15,8 +15,7 @@ template <class Traits>
 using Announcer =
     conditional_t<Traits::kHasMaskBits, KeptTileProducer<Traits>, ItemProducer<Traits>>;
 
-template <class Announcer>
-__device__ __forceinline__ void announce_all(Announcer&& announcer) {
+CUTE_DEVICE void announce_all(auto&& announcer) {
   while (!announcer.done()) {
     announcer.announce_item();
     while (announcer.has_tile()) announcer.announce_tile();

@@ -37,15 +37,15 @@ struct ForwardMainloop {
   std::uint32_t item_phase = 0;
   ItemTimer timer;
 
-  __device__ __forceinline__ ForwardMainloop(const ParamsOf<Traits>& params,
-                                             SharedStorage<Traits>& smem, int warpgroup, int thread)
+  CUTE_DEVICE ForwardMainloop(const ParamsOf<Traits>& params, SharedStorage<Traits>& smem,
+                              int warpgroup, int thread)
       : params(params),
         smem(smem),
         warpgroup(warpgroup),
         thread(thread),
         operands(params.segments[0], smem, warpgroup, thread) {}
 
-  __device__ __forceinline__ void run() {
+  CUTE_DEVICE void run() {
     Item item = read_item(0);
     FirstTile first = tiles.look_ahead(item, at(item));
     while (item.any()) {
@@ -84,7 +84,7 @@ struct ForwardMainloop {
     int skipped_first = 0;  // tiles before them, in the order of the loop: last tile first
     int skipped_last = 0;   // tiles after them
 
-    __device__ __forceinline__ bool any() const { return own.count() > 0; }
+    CUTE_DEVICE bool any() const { return own.count() > 0; }
   };
 
   // What the step from an item to the next needs. An earlier step prepares it while products run:
@@ -101,19 +101,17 @@ struct ForwardMainloop {
     const ForwardMainloop& loop;
     const Item& item;
 
-    __device__ __forceinline__ Coordinates operator()(int tile) const {
+    CUTE_DEVICE Coordinates operator()(int tile) const {
       return {loop.segment(item), loop.smem.items[item.slot], loop.warp() * kWarpRows, tile};
     }
-    __device__ __forceinline__ SharedStorage<Traits>& smem() const { return loop.smem; }
+    CUTE_DEVICE SharedStorage<Traits>& smem() const { return loop.smem; }
   };
-  __device__ __forceinline__ CoordinatesOf at(const Item& item) const { return {*this, item}; }
+  CUTE_DEVICE CoordinatesOf at(const Item& item) const { return {*this, item}; }
 
   // S(t) and O += P V(t - 1) of one item: t is `tile`, t - 1 the tile computed before. Between two
   // turns of this warpgroup the other warpgroups' products run. meanwhile() prepares the item's
   // end.
-  template <class Q, class Meanwhile>
-  __device__ __forceinline__ void step(const Q& tSrQ, const Item& item, int tile,
-                                       const Meanwhile& meanwhile) {
+  CUTE_DEVICE void step(const auto& tSrQ, const Item& item, int tile, const auto& meanwhile) {
     // NOTE: no product is in flight where the branches part or meet: wgmma would be serialized.
     if (skipped.this_tile) {
       scores_without_pv(tSrQ, item, tile, meanwhile);
@@ -135,9 +133,8 @@ struct ForwardMainloop {
     if (!skipped.this_tile) make_p(item, tile);
   }
   // Tile t - 1 was skipped: there is no P V.
-  template <class Q, class Meanwhile>
-  __device__ __forceinline__ void scores_without_pv(const Q& tSrQ, const Item& item, int tile,
-                                                    const Meanwhile& meanwhile) {
+  CUTE_DEVICE void scores_without_pv(const auto& tSrQ, const Item& item, int tile,
+                                     const auto& meanwhile) {
     operands.begin_products();
     operands.issue_qk(tSrQ);
     scores.bias.issue(smem, operands.tSrS);
@@ -148,7 +145,7 @@ struct ForwardMainloop {
     finish_scores(item, tile);
   }
   // The steps of an item after its first one.
-  __device__ __forceinline__ void run_steps(const Item& item, Transition& transition) {
+  CUTE_DEVICE void run_steps(const Item& item, Transition& transition) {
     Tensor tSrQ = operands.q();
     tiles.for_others(
         item, at(item),
@@ -158,7 +155,7 @@ struct ForwardMainloop {
   }
 
   // An item's first S and P, if no item came right before.
-  __device__ __forceinline__ Transition begin(const Item& item, const FirstTile& first) {
+  CUTE_DEVICE Transition begin(const Item& item, const FirstTile& first) {
     timer.start();
     for (int i = 0; i < item.skipped_first; ++i) {
       operands.skip_k();
@@ -181,7 +178,7 @@ struct ForwardMainloop {
 
   // The step from one item to the next: S belongs to `next`, O to `last`. Its LSE and factors are
   // computed beside the products. Returns the transition after this one.
-  __device__ __forceinline__ Transition pass_over(const Item& last, const Transition& transition) {
+  CUTE_DEVICE Transition pass_over(const Item& last, const Transition& transition) {
     const Item& next = transition.next;
     for (int i = 0; i < next.skipped_first; ++i) operands.skip_k();
     tiles.begin_step();
@@ -208,7 +205,7 @@ struct ForwardMainloop {
   }
 
   // An item's last PV product and its O, if no item comes right behind.
-  __device__ __forceinline__ void end(const Item& item, const Transition& transition) {
+  CUTE_DEVICE void end(const Item& item, const Transition& transition) {
     operands.issue_pv();
     auto ready = prepare_o(item, transition);
     operands.wait_for_o();
@@ -222,7 +219,7 @@ struct ForwardMainloop {
 
   // An item in which this warpgroup has no rows: releases the buffers as early as possible, and
   // returns the next item.
-  __device__ __forceinline__ Item stay_idle(const Item& item) {
+  CUTE_DEVICE Item stay_idle(const Item& item) {
     // NOTE: Q must have arrived: until then its buffer may still count for the item before.
     smem.barriers.q_full[operands.q_read.index()].wait(operands.q_read.phase());
     __syncwarp();
@@ -237,7 +234,7 @@ struct ForwardMainloop {
     return read_item(next_slot(item));
   }
 
-  __device__ __forceinline__ Transition prepare_transition(const Item& item) {
+  CUTE_DEVICE Transition prepare_transition(const Item& item) {
     Transition transition;
     transition.target = epilogue(item).target_of(warp() * kWarpRows + lane_id() % kWarpRows);
     transition.next = read_item(next_slot(item));
@@ -247,11 +244,11 @@ struct ForwardMainloop {
   }
 
   // S is complete: K(t) is free, and Q after the item's last tile.
-  __device__ __forceinline__ void release_k(const Item& item, int tile) {
+  CUTE_DEVICE void release_k(const Item& item, int tile) {
     operands.release_k();
     if (tiles.is_last(item, tile)) operands.release_q();
   }
-  __device__ __forceinline__ void finish_scores(const Item& item, int tile) {
+  CUTE_DEVICE void finish_scores(const Item& item, int tile) {
     release_k(item, tile);
     scores.finish(segment(item), operands.rows_of_s());
     if constexpr (!softmax.kMasks) tiles.mask(item, tile, at(item), operands.rows_of_s());
@@ -259,7 +256,7 @@ struct ForwardMainloop {
     skipped.look_at(operands.rows_of_s(), tiles.is_last(item, tile), warpgroup);
   }
   // Also sets the rows' first references, which does not need O.
-  __device__ __forceinline__ void finish_first_scores(const Item& item, const FirstTile& first) {
+  CUTE_DEVICE void finish_first_scores(const Item& item, const FirstTile& first) {
     int tile = tiles.first(item);
     Coordinates coordinates = at(item)(tile);
     release_k(item, tile);
@@ -270,25 +267,24 @@ struct ForwardMainloop {
     operands.first_pv = GMMA::ScaleOut::Zero;
   }
 
-  __device__ __forceinline__ void make_p(const Item& item, int tile) {
+  CUTE_DEVICE void make_p(const Item& item, int tile) {
     auto rows_of_o = operands.rows_of_o();
     auto mask = [&] { return tiles.mask(item, tile, at(item), operands.rows_of_s()); };
     softmax.update(operands.rows_of_s(), scores.bias.shift(tile), operands.tOrP, rows_of_o,
                    segment(item), mask);
   }
-  __device__ __forceinline__ void make_first_p(const Item& item) {
+  CUTE_DEVICE void make_first_p(const Item& item) {
     softmax.make_first(operands.rows_of_s(), scores.bias.shift(tiles.first(item)), operands.tOrP,
                        segment(item));
   }
 
-  __device__ __forceinline__ typename Epilogue::Prepared prepare_o(const Item& item,
-                                                                   const Transition& transition) {
+  CUTE_DEVICE typename Epilogue::Prepared prepare_o(const Item& item,
+                                                    const Transition& transition) {
     operands.prepare_o(softmax, segment(item));
     return epilogue(item).prepare(softmax, scores.bias, at(item)(item.own.begin),
                                   transition.target);
   }
-  __device__ __forceinline__ void store_o(const Item& item,
-                                          const typename Epilogue::Prepared& ready) {
+  CUTE_DEVICE void store_o(const Item& item, const typename Epilogue::Prepared& ready) {
     operands.finish_o();
     epilogue(item).store(ready, operands.tOrO, smem.o[warp()]);
     // The first warpgroup's rows always exist.
@@ -296,11 +292,11 @@ struct ForwardMainloop {
     release_item(item);
   }
 
-  __device__ __forceinline__ static int next_slot(const Item& item) {
+  CUTE_DEVICE static int next_slot(const Item& item) {
     return item.slot + 1 == kItemSlots ? 0 : item.slot + 1;
   }
   // Waits for the item in `slot`. An item without tiles ends the work list.
-  __device__ __forceinline__ Item read_item(int slot) {
+  CUTE_DEVICE Item read_item(int slot) {
     smem.barriers.item_full[slot].wait(item_phase);
     order_memory_accesses();
     if (slot == kItemSlots - 1) item_phase ^= 1;
@@ -327,22 +323,20 @@ struct ForwardMainloop {
     }
     return item;
   }
-  __device__ __forceinline__ void release_item(const Item& item) {
+  CUTE_DEVICE void release_item(const Item& item) {
     order_memory_accesses();
     smem.barriers.item_empty[item.slot].arrive();
   }
 
-  __device__ __forceinline__ const auto& segment(const Item& item) const {
-    return params.segment(item.segment);
-  }
-  __device__ __forceinline__ QueryOf<Traits> query(const Item& item) const {
+  CUTE_DEVICE const auto& segment(const Item& item) const { return params.segment(item.segment); }
+  CUTE_DEVICE QueryOf<Traits> query(const Item& item) const {
     return {segment(item), smem, smem.items[item.slot], warpgroup, thread};
   }
-  __device__ __forceinline__ Epilogue epilogue(const Item& item) const {
+  CUTE_DEVICE Epilogue epilogue(const Item& item) const {
     const ItemState& state = smem.items[item.slot];
     return {segment(item), state.item, state.request, state.num_rows};
   }
-  __device__ __forceinline__ int warp() const { return warpgroup * kWarpgroupWarps + thread / 32; }
+  CUTE_DEVICE int warp() const { return warpgroup * kWarpgroupWarps + thread / 32; }
 };
 
 }  // namespace preflash::sm90

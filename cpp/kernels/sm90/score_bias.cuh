@@ -36,7 +36,7 @@ struct AlibiBias {
   int distance[Coordinates::kRows];  // of the thread's first column of tile 0, from the last key
 
   // Each lane computes one of the warp's rows; a quad reads its two from there.
-  __device__ __forceinline__ static AlibiBias of(const Coordinates& coordinates) {
+  CUTE_DEVICE static AlibiBias of(const Coordinates& coordinates) {
     const HopperSegment& params = coordinates.params;
     PackedRow packed = coordinates.packed(coordinates.warp_row + lane_id() % kWarpRows);
     int head = query_head(params, coordinates.state.item, packed);
@@ -56,11 +56,9 @@ struct AlibiBias {
     return bias;
   }
 
-  template <class S>
-  __device__ __forceinline__ static void issue(SharedStorage<Traits>&, S&) {}
+  CUTE_DEVICE static void issue(SharedStorage<Traits>&, auto&) {}
   // Adds what differs among a thread's scores of a row: nothing to its first column.
-  template <class Scores>
-  __device__ __forceinline__ void add_to(Scores&& scores) const {
+  CUTE_DEVICE void add_to(auto&& scores) const {
     CUTE_UNROLL
     for (int c = 1; c < size<1>(scores); ++c) {
       CUTE_UNROLL
@@ -71,9 +69,7 @@ struct AlibiBias {
     }
   }
   // An item's first tile may hold the request's tail, whose keys stand further right.
-  template <class Scores>
-  __device__ __forceinline__ void add_to_first(const Coordinates& coordinates,
-                                               Scores&& scores) const {
+  CUTE_DEVICE void add_to_first(const Coordinates& coordinates, auto&& scores) const {
     auto tail = coordinates.tail();
     if (tail.shift == 0) return;
     CUTE_UNROLL
@@ -87,7 +83,7 @@ struct AlibiBias {
   }
 
   // What is left out of a tile's scores: the bias of the thread's first column.
-  __device__ __forceinline__ RowShift shift(int tile) const {
+  CUTE_DEVICE RowShift shift(int tile) const {
     RowShift shift;
     CUTE_UNROLL
     for (int r = 0; r < Coordinates::kRows; ++r) {
@@ -97,7 +93,7 @@ struct AlibiBias {
   }
   // What all of a row's logits lack: the bias of its last key, from the row's token, or from key 0
   // beside a maximum.
-  __device__ __forceinline__ RowShift missing(const Coordinates& coordinates) const {
+  CUTE_DEVICE RowShift missing(const Coordinates& coordinates) const {
     RowShift shift;
     CUTE_UNROLL
     for (int r = 0; r < Coordinates::kRows; ++r) {
@@ -122,7 +118,7 @@ struct AlibiProduct : AlibiBias<Traits> {
 
   std::uint32_t parts[Coordinates::kRows];  // two columns of the A operand
 
-  __device__ __forceinline__ static AlibiProduct of(const Coordinates& coordinates) {
+  CUTE_DEVICE static AlibiProduct of(const Coordinates& coordinates) {
     AlibiProduct bias{Base::of(coordinates), {}};
     CUTE_UNROLL
     for (int r = 0; r < Coordinates::kRows; ++r) {
@@ -137,7 +133,7 @@ struct AlibiProduct : AlibiBias<Traits> {
     }
     return bias;
   }
-  __device__ __forceinline__ static void fill_steps(SharedStorage<Traits>& smem) {
+  CUTE_DEVICE static void fill_steps(SharedStorage<Traits>& smem) {
     for (int i = threadIdx.x; i < Traits::kTileN * 16; i += Traits::kThreads) {
       int column = i % Traits::kTileN;
       steps(smem)(column, i / Traits::kTileN) = bfloat16_t(column / 8 * 8 + column % 2);
@@ -146,8 +142,7 @@ struct AlibiProduct : AlibiBias<Traits> {
   }
 
   // tSrS: the accumulator of Q K^T, which may be in flight.
-  template <class S>
-  __device__ __forceinline__ void issue(SharedStorage<Traits>& smem, S& tSrS) const {
+  CUTE_DEVICE void issue(SharedStorage<Traits>& smem, auto& tSrS) const {
     typename Traits::MmaBias mma;
     Tensor a = make_tensor<bfloat16_t>(Shape<Shape<_2, _2, _2>, _1, _1>{});  // (MMA, MMA_M, MMA_K)
     Tensor words = recast<std::uint32_t>(a);
@@ -156,18 +151,15 @@ struct AlibiProduct : AlibiBias<Traits> {
     Tensor b = mma.get_slice(0).partition_fragment_B(steps(smem));
     multiply_async(mma, a, b, tSrS, GMMA::ScaleOut::One);
   }
-  template <class Scores>
-  __device__ __forceinline__ static void add_to(Scores&&) {}
-  template <class Scores>
-  __device__ __forceinline__ void add_to_first(const Coordinates& coordinates,
-                                               Scores&& scores) const {
+  CUTE_DEVICE static void add_to(auto&&) {}
+  CUTE_DEVICE void add_to_first(const Coordinates& coordinates, auto&& scores) const {
     Base::add_to(scores);
     Base::add_to_first(coordinates, scores);
   }
 
  private:
   // (n, 16)
-  __device__ __forceinline__ static auto steps(SharedStorage<Traits>& smem) {
+  CUTE_DEVICE static auto steps(SharedStorage<Traits>& smem) {
     return make_tensor(make_smem_ptr(smem.bias_steps.data()), typename Traits::LayoutSteps{});
   }
 };
@@ -176,15 +168,12 @@ template <class Traits>
 struct NoBias {
   using Coordinates = ScoreCoordinates<Traits>;
 
-  __device__ __forceinline__ static NoBias of(const Coordinates&) { return {}; }
-  template <class S>
-  __device__ __forceinline__ static void issue(SharedStorage<Traits>&, S&) {}
-  template <class Scores>
-  __device__ __forceinline__ static void add_to(Scores&&) {}
-  template <class Scores>
-  __device__ __forceinline__ static void add_to_first(const Coordinates&, Scores&&) {}
-  __device__ __forceinline__ static NoShift shift(int) { return {}; }
-  __device__ __forceinline__ static NoShift missing(const Coordinates&) { return {}; }
+  CUTE_DEVICE static NoBias of(const Coordinates&) { return {}; }
+  CUTE_DEVICE static void issue(SharedStorage<Traits>&, auto&) {}
+  CUTE_DEVICE static void add_to(auto&&) {}
+  CUTE_DEVICE static void add_to_first(const Coordinates&, auto&&) {}
+  CUTE_DEVICE static NoShift shift(int) { return {}; }
+  CUTE_DEVICE static NoShift missing(const Coordinates&) { return {}; }
 };
 
 template <class Traits>

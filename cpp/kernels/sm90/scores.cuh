@@ -14,8 +14,8 @@ struct HeadFactors {
 
   float row[Coordinates::kRows];
 
-  __device__ __forceinline__ static HeadFactors of(const Coordinates& coordinates,
-                                                   const SharedStorage<Traits>& smem) {
+  CUTE_DEVICE static HeadFactors of(const Coordinates& coordinates,
+                                    const SharedStorage<Traits>& smem) {
     HeadFactors factors = of(coordinates);
     if constexpr (Traits::kConverts) {
       if (!Traits::narrows_query(coordinates.params.q_dtype)) return factors;
@@ -27,7 +27,7 @@ struct HeadFactors {
     return factors;
   }
   // Of the heads alone.
-  __device__ __forceinline__ static HeadFactors of(const Coordinates& coordinates) {
+  CUTE_DEVICE static HeadFactors of(const Coordinates& coordinates) {
     const RunExtras& extras = coordinates.params.extras;
     float of_k = 1.0f;
     if (extras.scale_k != nullptr) of_k = __ldg(extras.scale_k + coordinates.state.item.kv_head);
@@ -42,8 +42,7 @@ struct HeadFactors {
     return factors;
   }
 
-  template <class Rows>
-  __device__ __forceinline__ void apply(Rows&& scores) const {
+  CUTE_DEVICE void apply(auto&& scores) const {
     if (!__any_sync(0xffffffffu, row[0] != 1.0f || row[1] != 1.0f)) return;
     CUTE_UNROLL
     for (int c = 0; c < size<1>(scores); ++c) {
@@ -55,12 +54,11 @@ struct HeadFactors {
 
 template <class Traits>
 struct NoHeadFactors {
-  __device__ __forceinline__ static NoHeadFactors of(const ScoreCoordinates<Traits>&,
-                                                     const SharedStorage<Traits>&) {
+  CUTE_DEVICE static NoHeadFactors of(const ScoreCoordinates<Traits>&,
+                                      const SharedStorage<Traits>&) {
     return {};
   }
-  template <class Rows>
-  __device__ __forceinline__ static void apply(Rows&&) {}
+  CUTE_DEVICE static void apply(auto&&) {}
 };
 
 template <class Traits>
@@ -74,14 +72,12 @@ struct Scores {
   ScoreBias<Traits> bias;
   ScoreFactors<Traits> factors;
 
-  __device__ __forceinline__ static Scores of(const Coordinates& of_item,
-                                              const SharedStorage<Traits>& smem) {
+  CUTE_DEVICE static Scores of(const Coordinates& of_item, const SharedStorage<Traits>& smem) {
     return {ScoreBias<Traits>::of(of_item), ScoreFactors<Traits>::of(of_item, smem)};
   }
 
   // scores: (row, column) view of a whole accumulator.
-  template <class Rows>
-  __device__ __forceinline__ void finish(const HopperSegment& segment, Rows&& scores) const {
+  CUTE_DEVICE void finish(const HopperSegment& segment, auto&& scores) const {
     factors.apply(scores);
     if constexpr (Traits::kCaps && !Traits::kCapsInSoftmax) {
       segment.cap.apply(scores, segment.logits);
@@ -89,10 +85,8 @@ struct Scores {
     bias.add_to(scores);
   }
   // Of an item's first tile.
-  template <class Rows>
-  __device__ __forceinline__ void finish_first(const HopperSegment& segment,
-                                               const Coordinates& coordinates,
-                                               Rows&& scores) const {
+  CUTE_DEVICE void finish_first(const HopperSegment& segment, const Coordinates& coordinates,
+                                auto&& scores) const {
     if constexpr (Traits::kCapsInSoftmax) segment.cap.apply(scores, segment.logits);
     finish(segment, scores);
     bias.add_to_first(coordinates, scores);

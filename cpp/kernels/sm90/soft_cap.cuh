@@ -47,8 +47,7 @@ struct SoftCap {
     return nullptr;
   }
   // Of a whole tile, in place.
-  template <class Scores>
-  __device__ __forceinline__ void apply(Scores&& scores, const LogitsParams& logits) const {
+  CUTE_DEVICE void apply(auto&& scores, const LogitsParams& logits) const {
     if (form == CapForm::kHardware) {
       apply_to_half<0>(scores);
       apply_to_half<1>(scores);
@@ -58,7 +57,7 @@ struct SoftCap {
   }
   // The hardware's form, of the first or the second half of the columns.
   template <int kHalf, class Scores>
-  __device__ __forceinline__ void apply_to_half(Scores&& scores) const {
+  CUTE_DEVICE void apply_to_half(Scores&& scores) const {
     constexpr int kScores = decltype(cute::size(scores))::value / 2;
     CUTE_UNROLL
     for (int i = kHalf * kScores; i < (kHalf + 1) * kScores; ++i) {

@@ -23,14 +23,13 @@ namespace preflash::sm90 {
 struct RowShift {
   float row[2];
 
-  __device__ __forceinline__ float add_to(int r, float x) const { return x + row[r]; }
-  __device__ __forceinline__ float origin(int r, float origin, float scale_log2) const {
+  CUTE_DEVICE float add_to(int r, float x) const { return x + row[r]; }
+  CUTE_DEVICE float origin(int r, float origin, float scale_log2) const {
     return fmaf(-row[r], scale_log2, origin);
   }
   // Adds it to the row's lse, and what rounding takes from the sum to its low part, unless that is
   // to be the logarithm of the weights alone.
-  __device__ __forceinline__ void add_to(int r, PartialLse& lse, float scale_log2,
-                                         LseForm form) const {
+  CUTE_DEVICE void add_to(int r, PartialLse& lse, float scale_log2, LseForm form) const {
     float shift = __fmul_rn(row[r], scale_log2);
     float high = lse.high + shift;
     if (form == LseForm::kMaxAndSum) {
@@ -43,9 +42,9 @@ struct RowShift {
   }
 };
 struct NoShift {
-  __device__ __forceinline__ static float add_to(int, float x) { return x; }
-  __device__ __forceinline__ static float origin(int, float origin, float) { return origin; }
-  __device__ __forceinline__ static void add_to(int, PartialLse&, float, LseForm) {}
+  CUTE_DEVICE static float add_to(int, float x) { return x; }
+  CUTE_DEVICE static float origin(int, float origin, float) { return origin; }
+  CUTE_DEVICE static void add_to(int, PartialLse&, float, LseForm) {}
 };
 
 struct SpeculativeSoftmax : OnlineSoftmax<2> {
@@ -82,31 +81,25 @@ struct SpeculativeSoftmax : OnlineSoftmax<2> {
   bool settled = false;  // whether every row of the warp has a reference
 
   // A row's first tile: its row max becomes the reference, so the speculation cannot fail.
-  template <class Scores, class Shift, class Segment>
-  __device__ __forceinline__ void begin(const Scores& scores, const Shift& shift, const Segment&) {
+  CUTE_DEVICE void begin(const auto& scores, const auto& shift, const auto&) {
     *this = {};
     float tile_max[kRows];
     maxima(scores, shift, tile_max);
     settle(tile_max);
   }
-  template <class Scores, class Shift, class P, class Segment>
-  __device__ __forceinline__ void make_first(const Scores& scores, const Shift& shift, P& p,
-                                             const Segment& segment) {
+  CUTE_DEVICE void make_first(const auto& scores, const auto& shift, auto& p, const auto& segment) {
     exponentiate(scores, shift, p, sum, segment.logits.scale_log2);
   }
 
   // What becomes of a later tile while O is still being made.
-  template <class Scores, class Shift, class Segment>
-  __device__ __forceinline__ static void before_o(Scores&&, const Shift&, const Segment&) {}
+  CUTE_DEVICE static void before_o(auto&&, const auto&, const auto&) {}
   // O is complete, without this tile.
-  template <class Out>
-  __device__ __forceinline__ static void after_o(Out&&) {}
+  CUTE_DEVICE static void after_o(auto&&) {}
   // scores: (row, column) view of a whole accumulator of x, without `shift`. p: words of a row's
   // next weights, of rows 0 and 1 in turn. out: (row, column) view of O, without this tile.
   // mask: masks the tile, where kMasks.
-  template <class Scores, class Shift, class P, class Out, class Segment, class MaskTile>
-  __device__ __forceinline__ void update(const Scores& scores, const Shift& shift, P& p, Out& out,
-                                         const Segment& segment, const MaskTile&) {
+  CUTE_DEVICE void update(const auto& scores, const auto& shift, auto& p, auto& out,
+                          const auto& segment, const auto&) {
     if (!settled) {
       float tile_max[kRows];
       maxima(scores, shift, tile_max);
@@ -117,8 +110,7 @@ struct SpeculativeSoftmax : OnlineSoftmax<2> {
   }
 
   // The factor that converts a sum relative to `from` into one relative to `to`.
-  __device__ __forceinline__ static float change_of_reference(float from, float to,
-                                                              float scale_log2) {
+  CUTE_DEVICE static float change_of_reference(float from, float to, float scale_log2) {
     if (from == -INFINITY) return 0.0f;
     return exp2_approx(scaled_reference(from, scale_log2) - scaled_reference(to, scale_log2));
   }
@@ -126,8 +118,7 @@ struct SpeculativeSoftmax : OnlineSoftmax<2> {
   // NaN where the origin is out of range, because the sum is meaningless there. shift: what all
   // scores of a row lack.
   template <DType kP, class Shift>
-  __device__ __forceinline__ RowResult finish(int r, const Shift& shift, float scale_log2,
-                                              LseForm form) const {
+  CUTE_DEVICE RowResult finish(int r, const Shift& shift, float scale_log2, LseForm form) const {
     float origin = scaled_reference(reference[r], scale_log2);
     float total = quad_sum(sum[r]);
     RowResult result = result_of(fabsf(origin) >= max_origin_of(kP) ? NAN : total, origin);
@@ -137,9 +128,7 @@ struct SpeculativeSoftmax : OnlineSoftmax<2> {
   }
 
   // The lanes of a row may have different shifts, so they come before the quad's maximum.
-  template <class Scores, class Shift>
-  __device__ __forceinline__ static void maxima(const Scores& scores, const Shift& shift,
-                                                float (&result)[kRows]) {
+  CUTE_DEVICE static void maxima(const auto& scores, const auto& shift, float (&result)[kRows]) {
     thread_maxima(scores, result);
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) result[r] = quad_max(shift.add_to(r, result[r]));
@@ -148,9 +137,9 @@ struct SpeculativeSoftmax : OnlineSoftmax<2> {
  protected:
   // exp2_of(c, x): 2^x, of a score of column c.
   template <class Exp2, class Scores, class Shift, class P>
-  __device__ __forceinline__ void exponentiate(const Scores& scores, const Shift& shift, P& p,
-                                               float (&tile_sum)[kRows], float scale_log2,
-                                               const Exp2& exp2_of) const {
+  CUTE_DEVICE void exponentiate(const Scores& scores, const Shift& shift, P& p,
+                                float (&tile_sum)[kRows], float scale_log2,
+                                const Exp2& exp2_of) const {
     using namespace cute;
     using Element = typename P::value_type;
     constexpr int kWord = 4 / sizeof(Element);
@@ -178,18 +167,15 @@ struct SpeculativeSoftmax : OnlineSoftmax<2> {
       }
     }
   }
-  template <class Scores, class Shift, class P>
-  __device__ __forceinline__ void exponentiate(const Scores& scores, const Shift& shift, P& p,
-                                               float (&tile_sum)[kRows], float scale_log2) const {
+  CUTE_DEVICE void exponentiate(const auto& scores, const auto& shift, auto& p,
+                                float (&tile_sum)[kRows], float scale_log2) const {
     exponentiate(scores, shift, p, tile_sum, scale_log2,
                  [](int, float x) { return exp2_approx(x); });
   }
 
  private:
-  template <class Scores, class Shift, class P, class Out, class Segment>
-  __device__ __forceinline__ void speculate(const Scores& scores, const Shift& shift, P& p,
-                                            float (&tile_sum)[kRows], Out& out,
-                                            const Segment& segment) {
+  CUTE_DEVICE void speculate(const auto& scores, const auto& shift, auto& p,
+                             float (&tile_sum)[kRows], auto& out, const auto& segment) {
     const float scale_log2 = segment.logits.scale_log2;
     const float max_sum = segment.max_sum;
     exponentiate(scores, shift, p, tile_sum, scale_log2);
@@ -206,7 +192,7 @@ struct SpeculativeSoftmax : OnlineSoftmax<2> {
     for (int r = 0; r < kRows; ++r) sum[r] += tile_sum[r];
   }
   // Sets the reference of rows that have none: they have kept no key, and their sums and O are 0.
-  __device__ __forceinline__ void settle(const float (&tile_max)[kRows]) {
+  CUTE_DEVICE void settle(const float (&tile_max)[kRows]) {
     bool missing = false;
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
@@ -217,9 +203,8 @@ struct SpeculativeSoftmax : OnlineSoftmax<2> {
   }
 
   // Whether a reference of the warp has moved.
-  template <class Out>
-  __device__ __forceinline__ bool move(const float (&tile_max)[kRows], Out& out,
-                                       const bool (&moves)[kRows], float scale_log2) {
+  CUTE_DEVICE bool move(const float (&tile_max)[kRows], auto& out, const bool (&moves)[kRows],
+                        float scale_log2) {
     using namespace cute;
     bool moved = false;
     CUTE_UNROLL

@@ -33,7 +33,7 @@ struct ValueTurner {
   std::uint32_t target;         // of this lane's row of V^T, from the tile's begin on, its piece
   std::uint32_t first, second;  // byte selectors
 
-  __device__ __forceinline__ ValueTurner(int warp, int lane) {
+  CUTE_DEVICE ValueTurner(int warp, int lane) {
     const int matrix = lane / 8, c = lane % 8;
     const int row = 2 * c + ((c >= 4) != (matrix % 2 == 1));  // dimension of 16
     const int piece = 2 * warp + matrix / 2;                  // of 16 keys
@@ -44,9 +44,7 @@ struct ValueTurner {
   }
 
   // Calls read() when nothing is to be read any more.
-  template <class Read>
-  __device__ __forceinline__ void turn(std::uint32_t from, std::uint32_t to,
-                                       const Read& read) const {
+  CUTE_DEVICE void turn(std::uint32_t from, std::uint32_t to, const auto& read) const {
     CUTE_UNROLL
     for (int piece = 0; piece < kPieces; piece += kAtOnce) {
       std::uint32_t r[kAtOnce][4];
@@ -67,7 +65,7 @@ struct ValueTurner {
 
 // One warpgroup transposes all tiles of a CTA's items.
 template <class Traits>
-__device__ __forceinline__ void transpose_values(SharedStorage<Traits>& smem) {
+CUTE_DEVICE void transpose_values(SharedStorage<Traits>& smem) {
   const ValueTurner<Traits> turner(threadIdx.x % kWarpgroupThreads / 32, lane_id());
   ItemReader<Traits> items{smem};
   ProducerPipelineState<Traits::kStages> next;  // of both rings

@@ -35,36 +35,32 @@ struct Accumulators {
   GMMA::ScaleOut first_pv = GMMA::ScaleOut::Zero;  // what the next P V does with the old O
   ConsumerPipelineState<Traits::kQStages> q_read = {};
 
-  __device__ __forceinline__ Accumulators(SharedStorage<Traits>& smem, int warpgroup, int thread)
+  CUTE_DEVICE Accumulators(SharedStorage<Traits>& smem, int warpgroup, int thread)
       : smem(smem), warpgroup(warpgroup), thread(thread) {}
 
   // (rows, columns) of this thread
-  __device__ __forceinline__ auto rows_of_s() {
+  CUTE_DEVICE auto rows_of_s() {
     return make_tensor(tSrS.data(), as_rows_and_columns(tSrS.layout()));
   }
-  __device__ __forceinline__ auto rows_of_o() {
+  CUTE_DEVICE auto rows_of_o() {
     return make_tensor(tOrO.data(), as_rows_and_columns(tOrO.layout()));
   }
 
   // This warpgroup's rows of the Q buffer: (MMA, MMA_M, MMA_K)
-  __device__ __forceinline__ auto q() const {
+  CUTE_DEVICE auto q() const {
     Tensor sQ = local_tile(make_tensor(make_smem_ptr(smem.q), typename Traits::LayoutQ{}),
                            Shape<_64, Int<Traits::kHeadQk>, Int<Traits::kQStages>>{},
                            make_coord(warpgroup, 0, 0));  // (64, d, q stages)
     return MmaQk{}.get_slice(thread).partition_fragment_A(sQ)(_, _, _, q_read.index());
   }
   // q_read advances later, when the warpgroup has come to the item's end.
-  __device__ __forceinline__ void release_q() { release(smem.barriers.q_empty[q_read.index()]); }
+  CUTE_DEVICE void release_q() { release(smem.barriers.q_empty[q_read.index()]); }
 
   // O is complete, but for an item's last P V.
-  template <class Softmax, class Segment>
-  __device__ __forceinline__ void add_up(const Softmax&, const Segment&) {
-    first_pv = GMMA::ScaleOut::One;
-  }
+  CUTE_DEVICE void add_up(const auto&, const auto&) { first_pv = GMMA::ScaleOut::One; }
   // Of an item: its last references are there; all of O is.
-  template <class Softmax, class Segment>
-  __device__ __forceinline__ static void prepare_o(const Softmax&, const Segment&) {}
-  __device__ __forceinline__ static void finish_o() {}
+  CUTE_DEVICE static void prepare_o(const auto&, const auto&) {}
+  CUTE_DEVICE static void finish_o() {}
 };
 
 template <class Traits>
@@ -90,36 +86,35 @@ struct WholeOperands : Accumulators<Traits> {
 
   // One warpgroup at a time issues its products: 0, 1, ... and 0 again. At the start the last
   // warpgroup ends its turn for warpgroup 0.
-  __device__ __forceinline__ WholeOperands(const HopperSegment&, SharedStorage<Traits>& smem,
-                                           int warpgroup, int thread)
+  CUTE_DEVICE WholeOperands(const HopperSegment&, SharedStorage<Traits>& smem, int warpgroup,
+                            int thread)
       : Base(smem, warpgroup, thread) {
     if (warpgroup == Traits::kConsumers - 1) end_turn();
   }
-  __device__ __forceinline__ void begin_products() {
+  CUTE_DEVICE void begin_products() {
     in_turn = true;
     smem.barriers.k_full[k_read.index()].wait(k_read.phase());
     if constexpr (kTakesTurns) {
       cutlass::arch::NamedBarrier::sync(2 * kWarpgroupThreads, NamedBarriers::kOrder + warpgroup);
     }
   }
-  __device__ __forceinline__ void end_products() {
+  CUTE_DEVICE void end_products() {
     if (!kTurnEndsWithO) end_turn();
   }
-  __device__ __forceinline__ void end_turn() {
+  CUTE_DEVICE void end_turn() {
     in_turn = false;
     if constexpr (!kTakesTurns) return;
     int next = warpgroup + 1 == Traits::kConsumers ? 0 : warpgroup + 1;
     cutlass::arch::NamedBarrier::arrive(2 * kWarpgroupThreads, NamedBarriers::kOrder + next);
   }
 
-  template <class Q>
-  __device__ __forceinline__ void issue_qk(const Q& tSrQ) {
+  CUTE_DEVICE void issue_qk(const auto& tSrQ) {
     MmaQk mma;
     Tensor sK = make_tensor(make_smem_ptr(smem.k), typename Traits::LayoutK{});  // (n, d, stages)
     Tensor tSrK = mma.get_slice(thread).partition_fragment_B(sK);  // (MMA, MMA_N, MMA_K, stages)
     multiply_async(mma, tSrQ, tSrK(_, _, _, k_read.index()), this->tSrS, GMMA::ScaleOut::Zero);
   }
-  __device__ __forceinline__ void issue_pv() {
+  CUTE_DEVICE void issue_pv() {
     smem.barriers.v_full[v_read.index()].wait(v_read.phase());
     MmaPv mma;
     Tensor sV = make_tensor(make_smem_ptr(smem.v), typename Traits::LayoutV{});  // (d, n, stages)
@@ -128,29 +123,29 @@ struct WholeOperands : Accumulators<Traits> {
   }
   // kPvBehind: whether O += P V has been issued behind.
   template <bool kPvBehind>
-  __device__ __forceinline__ void wait_for_s() {
+  CUTE_DEVICE void wait_for_s() {
     wait_for_product<kPvBehind>(this->tSrS);
     if (!kPvBehind && in_turn) end_turn();
   }
-  __device__ __forceinline__ void wait_for_o() {
+  CUTE_DEVICE void wait_for_o() {
     wait_for_product<0>(this->tOrO);
     if (in_turn) end_turn();
   }
 
-  __device__ __forceinline__ void release_k() {
+  CUTE_DEVICE void release_k() {
     release(smem.barriers.k_empty[k_read.index()]);
     k_read.advance();
   }
-  __device__ __forceinline__ void release_v() {
+  CUTE_DEVICE void release_v() {
     release(smem.barriers.v_empty[v_read.index()]);
     v_read.advance();
   }
-  __device__ __forceinline__ void skip_k() {
+  CUTE_DEVICE void skip_k() {
     begin_products();
     end_turn();
     release_k();
   }
-  __device__ __forceinline__ void skip_v() {
+  CUTE_DEVICE void skip_v() {
     smem.barriers.v_full[v_read.index()].wait(v_read.phase());
     __syncwarp();  // no lane may still wait for this phase when the buffer is filled again
     release_v();

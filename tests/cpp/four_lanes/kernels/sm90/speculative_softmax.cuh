@@ -10,6 +10,7 @@
 #define CUTE_UNROLL
 #define __device__
 #define __forceinline__ inline
+#define CUTE_DEVICE inline
 
 inline constexpr int kLanes = 4;
 inline thread_local int lane;
