@@ -102,7 +102,7 @@ struct DecodeWarp {
       TileMask<Traits>::of_bounds(Coordinates{segment(), state, 0, slice}).apply(rows_of_s);
     }
     auto rows_of_o = products.rows_of_o();
-    softmax.update(rows_of_s, bias.shift(slice), products.weights, rows_of_o, segment());
+    softmax.update(rows_of_s, bias.shift(slice), products.weights, rows_of_o, segment(), [] {});
     products.template multiply_pv<kFrom>(k + Traits::kSliceBytesK);
   }
 };
