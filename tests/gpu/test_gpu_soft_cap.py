@@ -90,7 +90,9 @@ def test_nan_of_a_key(head_dim):
     q, k, v = torch.randn(3, tokens, 2, head_dim, device="cuda").bfloat16().unbind(0)
     wrapper = preflash.BatchPrefillWithRaggedKVCacheWrapper(runner.workspace("cuda"), **FA3)
     indptr = torch.tensor([0, tokens], dtype=torch.int32)
-    wrapper.plan(indptr, indptr, 2, 2, head_dim, causal=True, logits_soft_cap=30.0)
+    wrapper.plan(
+        indptr, indptr, 2, 2, head_dim, causal=True, logits_soft_cap=30.0, q_data_type=q.dtype
+    )
     for key in range(64, 64 + tile):
         poisoned = k.clone()
         poisoned[key] = math.nan
