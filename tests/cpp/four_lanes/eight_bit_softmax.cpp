@@ -96,7 +96,7 @@ void run_lane(int this_lane, const Row (&rows)[2], double (&o)[2], float (&row_s
       tiles = 0;
       softmax.follow(segment);
     }
-    softmax.update(scores, NoShift{}, p, out, segment);
+    softmax.update(scores, NoShift{}, p, out, segment, [] {});
   }
   multiply();
   for (int r = 0; r < 2; ++r) {
