@@ -1,7 +1,6 @@
 // Loads of 8-bit K and V without RoPE where TMA can: ragged tensors, and pages whose size is a
 // multiple of 8 rows. Boxes bring a tile as it is stored into the operand's raw tile; a warpgroup
-// dequantises it from there. No thread copies, so the fence behind a tile waits for none of the
-// next tile's rows.
+// that issues nothing dequantises it from there.
 #pragma once
 
 #include "kernels/common/swizzle.cuh"
