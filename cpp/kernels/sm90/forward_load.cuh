@@ -32,7 +32,9 @@ struct AnnouncesNothing {
 
 // ... or everything, where all warps load. The leader announces an item while the item before is
 // still to be loaded. With a custom mask it announces an item behind the loads of the item before,
-// because all tiles of an item are announced before the next item, and a tile right before its load.
+// because all tiles of an item are announced before the next item. A tile is announced right before
+// its load.
+//
 // NOTE: a consumer waits for the announcement of its next tile while it holds buffers that the
 // leader may wait for. The announcement is there in time: a tile is published only after the next
 // tile has been announced. At an item's end the next item's first tile is announced before any of
