@@ -24,8 +24,9 @@ CUTE_DEVICE void fill_rotary_tables(const RotaryFrequencies& frequencies,
                                     SharedStorage<Traits>& smem) {
   for (int pair = threadIdx.x; pair < Traits::kPairs; pair += Traits::kThreads) {
     std::uint64_t frequency = frequencies.of_pair[pair];
-    smem.frequency[pair] = frequency;
-    smem.row_step[pair] = rotation_by(turns_at(RotaryLanes<Traits>::kRowsAtOnce, frequency));
+    smem.rotary().frequency[pair] = frequency;
+    smem.rotary().row_step[pair] =
+        rotation_by(turns_at(RotaryLanes<Traits>::kRowsAtOnce, frequency));
   }
 }
 
@@ -82,7 +83,7 @@ struct RowConversion {
 
   // first_key: of the tile. A lane's angles at its first row come from the position.
   template <DType kFrom>
-  CUTE_DEVICE void rotate(const SharedStorage<Traits>& smem, int first_key, int head_dim,
+  CUTE_DEVICE void rotate(SharedStorage<Traits>& smem, int first_key, int head_dim,
                           unsigned char* tile) const {
     using Lanes = RotaryLanes<Traits>;
     constexpr int kPasses = kWarpKeys / Lanes::kRowsAtOnce;
@@ -101,9 +102,9 @@ struct RowConversion {
       const unsigned char* high_source = source + columns.high * size_of(kFrom);
       SwizzledColumn<Traits::kTileN> low_target(tile, lane_row, columns.low);
       SwizzledColumn<Traits::kTileN> high_target(tile, lane_row, columns.high);
-      SteppedAngles angles(LaneAngles::at<fast_rotation_by>(first_key + lane_row,
-                                                            smem.frequency + unit * kLanePairs),
-                           smem.row_step + unit * kLanePairs);
+      SteppedAngles angles(LaneAngles::at<fast_rotation_by>(
+                               first_key + lane_row, smem.rotary().frequency + unit * kLanePairs),
+                           smem.rotary().row_step + unit * kLanePairs);
       CUTE_UNROLL
       for (int batch = 0; batch < kPasses; batch += kBatch) {
         Stored low[kBatch], high[kBatch];

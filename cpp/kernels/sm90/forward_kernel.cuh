@@ -9,22 +9,25 @@
 
 namespace preflash::sm90 {
 
-// Arrivals that announce a tile of K or V: on conversion one lane of each warp that writes it.
+// Warps that convert K and V, if any do.
 template <class Traits>
-CUTE_DEVICE int arrivals_of_tile(const HopperSegment& segment, bool gather) {
-  if constexpr (!Traits::kConverts) return gather ? kWarpgroupThreads : 1;
-  return only_widens<Traits>(segment) ? kWarpgroupWarps : Traits::kProducerWarps;
+CUTE_DEVICE int converting_warps(const HopperSegment& segment) {
+  return Traits::kSliced || only_widens<Traits>(segment) ? kWarpgroupWarps : Traits::kProducerWarps;
 }
 
 template <class Traits>
 CUTE_DEVICE void init_barriers(const HopperSegment& segment, SharedStorage<Traits>& smem,
                                bool gather) {
   auto& barriers = smem.barriers;
-  int producers = arrivals_of_tile<Traits>(segment, gather);
-  int transposers = Traits::kTransposesV ? kWarpgroupWarps : 0;
-  int loading_warps =
-      gather ? Traits::kProducerWarps : (Traits::kSliced ? kSliceLoaders : 2) + transposers;
-  if (widens_raw_tiles<Traits>(segment)) loading_warps = 2 + kWarpgroupWarps;
+  // Arrivals that announce what is loaded, and what is converted: one lane of each warp.
+  const int loads = gather ? kWarpgroupThreads : 1;
+  const int producers = Traits::kConverts ? converting_warps<Traits>(segment) : loads;
+  const int transposers = Traits::kTransposesV ? kWarpgroupWarps : 0;
+  const bool two_steps = Traits::kTransposesV || only_widens<Traits>(segment);
+  const int first_warps = gather ? kWarpgroupWarps : kLoaders<Traits>;
+  int loading_warps = two_steps           ? first_warps + kWarpgroupWarps
+                      : Traits::kConverts ? producers
+                                          : first_warps;
   auto init = [](auto& full, int announce, auto& empty, int release) {
     full.init(announce);
     empty.init(release);
@@ -42,11 +45,11 @@ CUTE_DEVICE void init_barriers(const HopperSegment& segment, SharedStorage<Trait
     }
   }
   if constexpr (Traits::kConverts) {
-    for (int i = 0; i < 2; ++i) init(smem.raw_full[i], 1, smem.raw_empty[i], kWarpgroupWarps);
+    for (int i = 0; i < 2; ++i) init(smem.raw_full[i], loads, smem.raw_empty[i], kWarpgroupWarps);
   }
   if constexpr (Traits::kSliced) {
     for (int i = 0; i < Traits::kSliceSlots; ++i) {
-      init(smem.slice_full[i], producers, smem.slice_empty[i], kConsumers);
+      init(smem.slice.full[i], producers, smem.slice.empty[i], kConsumers);
     }
   }
   for (int i = 0; i < kItemSlots; ++i) {
@@ -84,7 +87,7 @@ __global__ void __launch_bounds__(ForwardTraits<V>::kThreads, V::kTile.ctas_per_
 
   // The first item needs the tensor maps and its range of the work list: both are requested before
   // the barriers are initialized. All segments are gathered, or none (make_maps()).
-  bool gather = Traits::kConverts || params.segments[0].box.kv_rows == 0;
+  bool gather = params.segments[0].box.kv_rows == 0;
   if (!Traits::kConverts && threadIdx.x == 0) {
     CUTE_UNROLL
     for (int s = 0; s < Traits::kSegments; ++s) {
@@ -98,7 +101,10 @@ __global__ void __launch_bounds__(ForwardTraits<V>::kThreads, V::kTile.ctas_per_
   }
   auto [begin, end] = items_of_cta<Traits>(params);
   if (threadIdx.x == kWarpgroupThreads) init_barriers(params.segments[0], smem, gather);
-  if constexpr (Traits::kConverts) fill_rotary_tables(params.segments[0].rotary, smem);
+  if constexpr (Traits::kConverts) {
+    const auto& segment = params.segments[0];
+    if (segment.position == Position::kRope) fill_rotary_tables(segment.rotary, smem);
+  }
   if constexpr (Traits::kBiasByProduct) ScoreBias<Traits>::fill_steps(smem);
   let_next_kernel_begin();
   __syncthreads();
@@ -106,11 +112,11 @@ __global__ void __launch_bounds__(ForwardTraits<V>::kThreads, V::kTile.ctas_per_
   int warpgroup = cutlass::canonical_warp_group_idx();
   if (warpgroup < Traits::kProducers) {
     if constexpr (Traits::kLoadsRawTiles) {
-      if (widens_raw_tiles<Traits>(params.segments[0])) {
-        constexpr int kLoaderRegisters = 32;
+      if (only_widens<Traits>(params.segments[0])) {
+        constexpr int kLoaderRegisters = Traits::kProducerRegisters == 32 ? 24 : 32;
         if (warpgroup == 0) {
           cutlass::arch::warpgroup_reg_dealloc<kLoaderRegisters>();
-          return produce_raw_tiles(params, smem, begin, end);
+          return produce(params, smem, begin, end, gather);
         }
         cutlass::arch::warpgroup_reg_dealloc<2 * Traits::kProducerRegisters - kLoaderRegisters>();
         return widen_raw_tiles(params.segments[0], smem);
@@ -121,11 +127,11 @@ __global__ void __launch_bounds__(ForwardTraits<V>::kThreads, V::kTile.ctas_per_
       if (warpgroup == 1) return transpose_values(smem);
     }
     if constexpr (Traits::kConverts) {
-      produce_converted(params, smem, begin, end);
-    } else if (gather) {
-      produce_gather(params, smem, begin, end);
+      if (warpgroup < converting_warps<Traits>(params.segments[0]) / kWarpgroupWarps) {
+        produce_converted(params, smem, begin, end);
+      }
     } else {
-      produce_tma(params, smem, begin, end);
+      produce(params, smem, begin, end, gather);
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<Traits::kConsumerRegisters>();

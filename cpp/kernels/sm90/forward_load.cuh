@@ -73,26 +73,42 @@ CUTE_DEVICE void load_items(SharedStorage<Traits>& smem, Announces&& announces, 
   if constexpr (requires { loader.drain(); }) loader.drain();
 }
 
-// One warp announces a CTA's items; two load them, or three that take turns at slices.
+// What tiles and slices are loaded to: where the products read them, or raw ones.
+template <class Traits, Operand kOperand>
+using LoadedTile =
+    conditional_t<Traits::kLoadsRawTiles, RawTile<Traits, kOperand>, TileWriter<Traits, kOperand>>;
+template <class Traits>
+using LoadedSlice = conditional_t<Traits::kLoadsRawTiles, RawSlice<Traits>, SliceWriter<Traits>>;
+
+// Warps that load by TMA: one for each operand, or some that take turns at slices.
+template <class Traits>
+inline constexpr int kLoaders = Traits::kSliced ? LoadedSlice<Traits>::kLoaders : 2;
+
+// One warp announces a CTA's items; others load them. The first one loads Q, unless the consumers
+// do (load_query.cuh).
 template <class Traits>
 CUTE_DEVICE void produce_tma(const ParamsOf<Traits>& params, SharedStorage<Traits>& smem, int begin,
                              int end) {
-  constexpr int kLoaders = Traits::kSliced ? kSliceLoaders : 2;
-  static_assert(kLoaders < kWarpgroupWarps);
+  static_assert(kLoaders<Traits> < kWarpgroupWarps);
   const int warp = cutlass::canonical_warp_idx_sync();
   QLoader<Traits> q{params, smem};
   auto load_q = [&](const ItemState& state) {
-    if (warp == 0) q.load(state);
+    if constexpr (!Traits::kConverts) {
+      if (warp == 0) q.load(state);
+    }
   };
-  if (warp == kLoaders) {
+  if (warp == kLoaders<Traits>) {
     announce_all(Announcer<Traits>{params, smem, begin, end});
   } else if constexpr (Traits::kSliced) {
-    KvSliceLoader<Traits, SliceBoxes<Traits>> slices(params.segments[0], smem, warp);
-    load_items(smem, AnnouncesNothing{}, slices, load_q);
+    using Slices = SliceBoxes<Traits, LoadedSlice<Traits>>;
+    KvSliceLoader<Traits, Slices> slices(params.segments[0], smem, warp);
+    if (warp < kLoaders<Traits>) load_items(smem, AnnouncesNothing{}, slices, load_q);
   } else if (warp == 0) {
-    load_items(smem, AnnouncesNothing{}, TmaLoader<Traits, Operand::kK>(params, smem), load_q);
+    TmaLoader<Traits, Operand::kK, LoadedTile<Traits, Operand::kK>> k(params, smem);
+    load_items(smem, AnnouncesNothing{}, k, load_q);
   } else if (warp == 1) {
-    load_items(smem, AnnouncesNothing{}, TmaLoader<Traits, Operand::kV>(params, smem), load_q);
+    TmaLoader<Traits, Operand::kV, LoadedTile<Traits, Operand::kV>> v(params, smem);
+    load_items(smem, AnnouncesNothing{}, v, load_q);
   }
 }
 
@@ -100,62 +116,46 @@ CUTE_DEVICE void produce_tma(const ParamsOf<Traits>& params, SharedStorage<Trait
 template <class Traits>
 CUTE_DEVICE void produce_gather(const ParamsOf<Traits>& params, SharedStorage<Traits>& smem,
                                 int begin, int end) {
-  using Loader = conditional_t<Traits::kSliced, KvSliceLoader<Traits, SliceRows<Traits>>,
-                               GatherLoader<Traits>>;
+  using Slices = SliceRows<Traits, LoadedSlice<Traits>>;
+  using Loader = conditional_t<Traits::kSliced, KvSliceLoader<Traits, Slices>,
+                               GatherLoader<Traits, LoadedTile>>;
   const bool is_leader = cutlass::canonical_warp_idx_sync() == 0;
   QLoader<Traits> q{params, smem};
   LeaderAnnounces<Traits> announces{{params, smem, begin, end}, is_leader};
   load_items(smem, announces, Loader(params, smem), [&](const ItemState& state) {
-    if (is_leader) q.load(state);
+    if constexpr (!Traits::kConverts) {
+      if (is_leader) q.load(state);
+    }
   });
 }
 
-// One warp announces a CTA's items, and two load raw tiles. The consumers load Q themselves
-// (load_query.cuh).
 template <class Traits>
-CUTE_DEVICE void produce_raw_tiles(const ParamsOf<Traits>& params, SharedStorage<Traits>& smem,
-                                   int begin, int end) {
-  const int warp = cutlass::canonical_warp_idx_sync();
-  auto no_q = [](const ItemState&) {};
-  if (warp == 0) {
-    TmaLoader<Traits, Operand::kK, RawTile<Traits, Operand::kK>> k(params, smem);
-    load_items(smem, AnnouncesNothing{}, k, no_q);
-  } else if (warp == 1) {
-    TmaLoader<Traits, Operand::kV, RawTile<Traits, Operand::kV>> v(params, smem);
-    load_items(smem, AnnouncesNothing{}, v, no_q);
-  } else if (warp == 2) {
-    announce_all(Announcer<Traits>{params, smem, begin, end});
+CUTE_DEVICE void produce(const ParamsOf<Traits>& params, SharedStorage<Traits>& smem, int begin,
+                         int end, bool gather) {
+  if (gather) {
+    produce_gather(params, smem, begin, end);
+  } else {
+    produce_tma(params, smem, begin, end);
   }
 }
-// The second warpgroup beside it.
+
+// A second warpgroup dequantises what the first one loads.
 template <class Traits>
 CUTE_DEVICE void widen_raw_tiles(const HopperSegment& segment, SharedStorage<Traits>& smem) {
-  TileWidener<Traits> widener(segment, smem);
-  load_items(smem, AnnouncesNothing{}, widener, [](const ItemState&) {});
+  using Widener = conditional_t<Traits::kSliced, KvSliceLoader<Traits, SliceWidener<Traits>>,
+                                TileWidener<Traits>>;
+  load_items(smem, AnnouncesNothing{}, Widener(segment, smem), [](const ItemState&) {});
 }
 
 // Warp 0 also announces the items. The consumers load Q themselves (load_query.cuh).
 template <class Traits>
 CUTE_DEVICE void produce_converted(const ParamsOf<Traits>& params, SharedStorage<Traits>& smem,
                                    int begin, int end) {
-  const HopperSegment& segment = params.segments[0];
   const bool is_leader = cutlass::canonical_warp_idx_sync() == 0;
-  auto no_q = [](const ItemState&) {};
   LeaderAnnounces<Traits> announces{{params, smem, begin, end}, is_leader};
-  if constexpr (Traits::kLoadsRawTiles) {
-    if (only_widens<Traits>(segment)) {
-      if (threadIdx.x < kWarpgroupThreads) {
-        load_items(smem, announces, WideningLoader<Traits, Operand::kK>(segment, smem), no_q);
-      } else {
-        WideningLoader<Traits, Operand::kV> v(segment, smem);
-        load_items(smem, AnnouncesNothing{}, v, no_q);
-      }
-      return;
-    }
-  }
   using Loader = conditional_t<Traits::kSliced, KvSliceLoader<Traits, ConvertedSlices<Traits>>,
                                ConvertedLoader<Traits>>;
-  load_items(smem, announces, Loader{params, smem}, no_q);
+  load_items(smem, announces, Loader{params, smem}, [](const ItemState&) {});
 }
 
 }  // namespace preflash::sm90

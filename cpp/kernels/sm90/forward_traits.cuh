@@ -121,12 +121,14 @@ struct ForwardTraits {
                                       (kConsumers - 1) * kWarpgroupRows <= (kStages - 1) * kTileN;
 
   // K and V as stored, where they are converted: a tile of both in 8 bits, or of K alone in 16 (V
-  // then needs no conversion); or a slice in 8 bits.
+  // then needs no conversion); or slices in 8 bits.
+  static constexpr int kRawSlices = 2;
   static constexpr int kRawBytes =
       !kConverts ? 0
-      : kSliced  ? kSliceElements
+      : kSliced  ? kRawSlices * kSliceElements
                  : kTileN * std::max({kHeadQk + kHeadVo, 2 * kHeadQk, 2 * kBlockRowBytes});
-  // Whether TMA may load raw tiles of 8 bits, and a warpgroup dequantise them (load_raw_tiles.cuh).
+  // Whether one warpgroup loads raw tiles of 8 bits, and another one dequantises them
+  // (load_raw_tiles.cuh).
   static constexpr bool kLoadsRawTiles = kWidens && kProducers == 2;
   static constexpr int kPairs = kHeadQk / 2;  // of dimensions that RoPE rotates
 
@@ -156,7 +158,7 @@ struct ForwardTraits {
   static constexpr int kTakenRegisters = kTransposesV                   ? 8
                                          : !kConverts                   ? 0
                                          : kSliced && kOptionsAtRunTime ? 8
-                                         : kSliced || kProducers == 2   ? 24
+                                         : kProducers == 2              ? 24
                                          : kHeadVo <= 128               ? 8
                                                                         : 16;
   static constexpr int kMostRegisters = kConsumers == 4 ? 112 : kHeadVo <= 128 ? 224 : 232;

@@ -8,16 +8,13 @@
 namespace preflash::sm90 {
 
 // Each producer warp copies a quarter of the rows of both operands, eight lanes 128 bytes of a row.
-template <class Traits>
+template <class Traits, template <class, Operand> class Writer = TileWriter>
 struct GatherLoader {
-  using Element = typename Traits::ElementKv;
-  static constexpr int kColumns = kBlockColumns<Element>;
   static constexpr int kWarpKeys = Traits::kTileN / kWarpgroupWarps;
   static constexpr int kOwned = ceil_div(kWarpKeys, 32);  // rows whose page a lane looks up
   static constexpr int kRowsPerPass = 4;
   static constexpr int kPasses = kWarpKeys / kRowsPerPass;
   static_assert(kWarpKeys % kRowsPerPass == 0);
-  static constexpr int kElementsPerCopy = kCopyBytes / sizeof(Element);
 
   // Rows i * 32 + lane_id() of the warp's quarter, looked up ahead: page indices come from the L2.
   struct RowSlots {
@@ -25,8 +22,8 @@ struct GatherLoader {
   };
 
   const ParamsOf<Traits>& params;
-  TileWriter<Traits, Operand::kK> k;
-  TileWriter<Traits, Operand::kV> v;
+  Writer<Traits, Operand::kK> k;
+  Writer<Traits, Operand::kV> v;
   ItemKeys item;
   TransactionBarrier* unpublished = nullptr;  // the rows that it announces are in flight
 
@@ -75,12 +72,23 @@ struct GatherLoader {
     return rows;
   }
 
-  template <class Writer>
-  CUTE_DEVICE void load(Writer& write, const RowSlots& rows, int tile) {
+  template <class Target>
+  CUTE_DEVICE void load(Target& write, const RowSlots& rows, int tile) {
     write.wait();
-    fetch<Writer::kBlocks>(rows, tile, Writer::tensor(segment()), Writer::head_dim(segment()),
+    fetch<Target::kBlocks>(rows, tile, Target::tensor(segment()), Target::head_dim(segment()),
                            write.tile());
-    publish_before(write.full());
+    announce(write);
+  }
+
+  // What the warp has copied to `write`, which goes on to its next tile or slice.
+  template <class Target>
+  CUTE_DEVICE void announce(Target& write) {
+    if constexpr (Target::kIsRaw) {
+      // No tensor core reads it.
+      cutlass::arch::cpasync_barrier_arrive_noinc(reinterpret_cast<std::uint64_t*>(&write.full()));
+    } else {
+      publish_before(write.full());
+    }
     write.next.advance();
   }
 
@@ -100,16 +108,17 @@ struct GatherLoader {
   }
 
   // Copies the warp's rows of a tile, in kBlocks blocks of columns.
-  template <int kBlocks>
+  template <int kBlocks, class Element>
   CUTE_DEVICE void fetch(const RowSlots& slots, int tile, const KvTensor& tensor, int head_dim,
                          Element* to) const {
+    constexpr int kColumns = kBlockColumns<Element>;
     std::int64_t offsets[kOwned];
     CUTE_UNROLL
     for (int i = 0; i < kOwned; ++i) offsets[i] = slot_offset(tensor, slots.slot[i]);
     int first_key = tile * Traits::kTileN;
     copy_tile<Traits>(item, first_key, head_dim >= kBlocks * kColumns, [&](auto rows) {
       constexpr int kPassesPerOwned = 32 / kRowsPerPass;
-      int column = lane_id() % 8 * kElementsPerCopy;
+      int column = lane_id() % 8 * (kCopyBytes / sizeof(Element));
       int lane_row = lane_id() / 8;
       auto* head =
           static_cast<const Element*>(tensor.data) + item.kv_head * tensor.stride_head + column;
@@ -127,7 +136,7 @@ struct GatherLoader {
         int key = first_key + row + pass * kRowsPerPass;
         CUTE_UNROLL
         for (int block = 0; block < kBlocks; ++block) {
-          int bytes_left = block * kColumns + column < head_dim ? kCopyBytes : 0;
+          int bytes_left = (head_dim - block * kColumns - column) * int(sizeof(Element));
           copy_piece<rows>(item, key, bytes_left, target + block * Traits::kTileN * kBlockRowBytes,
                            source + block * kColumns);
         }

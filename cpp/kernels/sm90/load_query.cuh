@@ -122,7 +122,7 @@ struct QueryLoader {
     if (params.position == Position::kRope && unit < kUnits) {
       int token = unpack_row(params, state.item.row_begin + row).token;
       int position = state.request.kv_len - state.request.qo_len + token;
-      LaneAngles::at<fast_rotation_by>(position, smem.frequency + unit * kLanePairs)
+      LaneAngles::at<fast_rotation_by>(position, smem.rotary().frequency + unit * kLanePairs)
           .rotate(low, high);
     }
     // sm_scale <= 0 is applied through Q's sign (LogitsParams).

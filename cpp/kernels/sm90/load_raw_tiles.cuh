@@ -1,26 +1,39 @@
-// Loads of 8-bit K and V without RoPE where TMA can: ragged tensors, and pages whose size is a
-// multiple of 8 rows. Boxes bring a tile as it is stored into the operand's raw tile; a warpgroup
-// that issues nothing dequantises it from there.
+// Loads of 8-bit K and V without RoPE. A warpgroup brings tiles as they are stored into the raw
+// tile of each operand, or slices of both into a ring of raw slices, by TMA or gathered; another
+// warpgroup dequantises them from there.
 #pragma once
 
 #include "kernels/common/swizzle.cuh"
 #include "kernels/common/widen.cuh"
-#include "kernels/sm90/copy_rows.cuh"
-#include "kernels/sm90/load_tma.cuh"
+#include "kernels/sm90/load_slices.cuh"
 
 namespace preflash::sm90 {
 
-// The raw tile of an operand: a ring of one, rows of 128 bytes. Has what TmaLoader needs of a
-// TileWriter.
+// Whether a launch arrives as raw tiles or slices, by its run-time options.
+template <class Traits>
+CUTE_HOST_DEVICE bool only_widens(const HopperSegment& params) {
+  return Traits::kLoadsRawTiles && size_of(params.kv_dtype) == 1 &&
+         params.position != Position::kRope;
+}
+
+// The raw tile of an operand: a ring of one, rows of 128 bytes. Has what TmaLoader and GatherLoader
+// need of a TileWriter.
 template <class Traits, Operand kOperand>
 struct RawTile {
   using Element = std::uint8_t;
-  static constexpr bool kIsK = kOperand == Operand::kK;
+  using Tile = TileWriter<Traits, kOperand>;
+  static constexpr bool kIsK = Tile::kIsK;
   static constexpr int kHead = kBlockRowBytes;
   static constexpr int kBlocks = 1;
+  static constexpr bool kIsRaw = true;
 
   SharedStorage<Traits>& smem;
   ProducerPipelineState<1> next = {};
+
+  CUTE_DEVICE static const KvTensor& tensor(const HopperSegment& params) {
+    return Tile::tensor(params);
+  }
+  CUTE_DEVICE static int head_dim(const HopperSegment& params) { return Tile::head_dim(params); }
 
   CUTE_DEVICE void wait() const { empty().wait(next.phase() ^ 1); }
   CUTE_DEVICE Barrier& empty() const { return smem.raw_empty[!kIsK]; }
@@ -30,22 +43,39 @@ struct RawTile {
   }
 };
 
-// How the lanes of a warp share its rows of a raw tile: each takes pieces of 16 elements. Eight
-// lanes read, or store, together: four pieces of row r and four of row r ^ 5. Bit 2 of 5 spreads
-// what they read over all banks, bit 0 what they store.
+// The ring of raw slices. Has what SliceBoxes and SliceRows need of a SliceWriter.
 template <class Traits>
-struct RawTileRows {
+struct RawSlice {
+  using Element = std::uint8_t;
+  static constexpr bool kIsRaw = true;
+  static constexpr int kLoaders = Traits::kRawSlices;
+
+  SharedStorage<Traits>& smem;
+  ProducerPipelineState<Traits::kRawSlices> next = {};
+
+  CUTE_DEVICE void wait() const { empty().wait(next.phase() ^ 1); }
+  CUTE_DEVICE Barrier& empty() const { return smem.raw_empty[next.index()]; }
+  CUTE_DEVICE TransactionBarrier& full() const { return smem.raw_full[next.index()]; }
+  CUTE_DEVICE Element* slice() const { return smem.raw + next.index() * Traits::kSliceElements; }
+  CUTE_DEVICE Element* tile() const { return slice(); }
+};
+
+// How the lanes of a warp share its rows of a raw tile or slice of kColumns: each takes pieces of
+// 16 elements. Eight lanes read, or store, together: four pieces of row r and four of row r ^ 5.
+// Bit 2 of 5 spreads what they read over all banks, bit 0 what they store.
+template <class Traits, int kColumns>
+struct RawRows {
   static constexpr DType kTo = Traits::kVariant.kv_dtype;
   static constexpr int kPiece = 16;
-  static constexpr int kBlocks = Traits::kHeadQk / 64;  // of 16-bit elements
+  static constexpr int kBlocks = kColumns / 64;  // of 16-bit elements
   static constexpr int kWarpKeys = Traits::kTileN / kWarpgroupWarps;
   static constexpr int kPasses = kWarpKeys * kBlocks / 8;  // pieces of a lane
-  static_assert(Traits::kHeadQk == Traits::kHeadVo && (kBlocks == 1 || kBlocks == 2));
+  static_assert(kBlocks == 1 || kBlocks == 2);
 
   unsigned source;  // of the lane's first piece, from the raw tile's begin on
   unsigned low;     // of its first 8 elements, from the tile's begin on
 
-  CUTE_DEVICE RawTileRows() {
+  CUTE_DEVICE RawRows() {
     const unsigned pair = lane_id() / 8;
     const unsigned block = pair % kBlocks;
     const unsigned row = threadIdx.x / 32 % kWarpgroupWarps * kWarpKeys +
@@ -81,45 +111,75 @@ struct RawTileRows {
   }
 };
 
-// A warpgroup dequantises the tiles that others load.
-template <class Traits>
-struct TileWidener {
-  template <Operand kOperand>
-  struct Stage {
-    RawTile<Traits, kOperand> raw;
-    TileWriter<Traits, kOperand> tile;
-  };
+// A warp's rows of one raw tile or slice after another, to the ring that the products read.
+template <class Raw, class Writer, class Rows>
+struct RowWidener {
+  Raw raw;
+  Writer write;
+  Rows rows;
 
-  DType stored_as;
-  RawTileRows<Traits> rows;
-  Stage<Operand::kK> k;
-  Stage<Operand::kV> v;
-
-  CUTE_DEVICE TileWidener(const HopperSegment& segment, SharedStorage<Traits>& smem)
-      : stored_as(segment.kv_dtype), k{{smem}, {smem}}, v{{smem}, {smem}} {}
-
-  CUTE_DEVICE void load_item(const ItemState& state, auto& tiles, const auto&) {
-    for (int tile = tiles.first(state); tile != kNoTile; tile = tiles.next()) {
-      widen_tile(k);
-      widen_tile(v);
-    }
-  }
-
- private:
-  template <class Stage>
-  CUTE_DEVICE void widen_tile(Stage& stage) const {
-    auto& [raw, tile] = stage;
-    uint4 stored[RawTileRows<Traits>::kPasses];
+  CUTE_DEVICE void widen(DType stored_as) {
+    uint4 stored[Rows::kPasses];
     raw.full().wait(raw.next.phase());
     rows.read(raw.tile(), stored);
     __syncwarp();
     release(raw.empty());
     raw.next.advance();
-    tile.wait();
-    dispatch_8_bits(stored_as, [&, &tile = tile](auto from) {
-      rows.template write<from>(stored, tile.bytes());
-    });
-    publish_rows(tile);
+    write.wait();
+    dispatch_8_bits(stored_as,
+                    [&](auto from) { rows.template write<from>(stored, write.bytes()); });
+    publish_rows(write);
+  }
+};
+
+// A warpgroup dequantises the tiles that others load, in the order of GatherLoader ...
+template <class Traits>
+struct TileWidener {
+  template <Operand kOperand>
+  using Widener = RowWidener<RawTile<Traits, kOperand>, TileWriter<Traits, kOperand>,
+                             RawRows<Traits, Traits::kHeadQk>>;
+  static_assert(Traits::kSliced || Traits::kHeadQk == Traits::kHeadVo);
+
+  DType stored_as;
+  Widener<Operand::kK> k;
+  Widener<Operand::kV> v;
+
+  CUTE_DEVICE TileWidener(const HopperSegment& segment, SharedStorage<Traits>& smem)
+      : stored_as(segment.kv_dtype), k{{smem}, {smem}}, v{{smem}, {smem}} {}
+
+  CUTE_DEVICE void load_item(const ItemState& state, auto& tiles, const auto&) {
+    int tile = tiles.first(state);
+    for (bool is_first = true, is_last = false; !is_last; is_first = false) {
+      is_last = tile == kNoTile;
+      if (!is_last) {
+        k.widen(stored_as);
+        tile = tiles.next();
+      }
+      if (!is_first) v.widen(stored_as);
+    }
+  }
+};
+
+// ... or their slices.
+template <class Traits>
+struct SliceWidener {
+  struct Tile {};
+
+  const HopperSegment& params;
+  RowWidener<RawSlice<Traits>, SliceWriter<Traits>, RawRows<Traits, Traits::kSliceColumns>> slices;
+
+  CUTE_DEVICE SliceWidener(const HopperSegment& params, SharedStorage<Traits>& smem)
+      : params(params), slices{{smem}, {smem}} {}
+
+ protected:
+  CUTE_DEVICE const HopperSegment& segment() const { return params; }
+  CUTE_DEVICE static Tile find(const ItemKeys&, int) { return {}; }
+  CUTE_DEVICE static void finish() {}
+
+  template <Operand kOperand>
+  CUTE_DEVICE void copy(Tile, int, int num_slices) {
+#pragma unroll 1
+    for (int slice = 0; slice < num_slices; ++slice) slices.widen(params.kv_dtype);
   }
 };
 

@@ -6,10 +6,6 @@
 
 namespace preflash::sm90 {
 
-// Warps that issue slices in turns: a box takes one about 70 clocks, too long where pages are
-// small.
-inline constexpr int kSliceLoaders = 3;
-
 // Copies: a form of copying, SliceBoxes, SliceRows or ConvertedSlices.
 template <class Traits, class Copies>
 struct KvSliceLoader : Copies {
@@ -44,9 +40,9 @@ struct KvSliceLoader : Copies {
 };
 
 // Slices as TMA boxes.
-template <class Traits>
+template <class Traits, class Writer = SliceWriter<Traits>>
 struct SliceBoxes {
-  using Element = typename Traits::ElementKv;
+  using Element = typename Writer::Element;
   static constexpr int kColumns = kBlockColumns<Element>;
   static constexpr int kSliceBytes = Traits::kSliceElements * sizeof(Element);
 
@@ -57,7 +53,7 @@ struct SliceBoxes {
   };
 
   const HopperSegment& params;
-  SliceWriter<Traits> write;
+  Writer write;
   int turns;  // of other loaders until it is this one's
 
   CUTE_DEVICE SliceBoxes(const HopperSegment& params, SharedStorage<Traits>& smem, int loader)
@@ -79,7 +75,7 @@ struct SliceBoxes {
         write.wait();
         issue(kOperand == Operand::kK ? &maps.k : &maps.v, tile,
               column + slice * Traits::kSliceColumns);
-        turns = kSliceLoaders;
+        turns = Writer::kLoaders;
       }
       --turns;
       write.next.advance();
@@ -114,11 +110,11 @@ struct SliceBoxes {
 // The producer warpgroup gathers the rows of slices: one is in flight while the next is copied.
 // NOTE: consumers may wait for the slice in flight, so the next slot must come free without it. The
 // slots of V and of K's last slice come free with V's second slice, at most two slots behind.
-template <class Traits>
+template <class Traits, class Writer = SliceWriter<Traits>>
 struct SliceRows : GatherLoader<Traits> {
   using Base = GatherLoader<Traits>;
-  using typename Base::Element;
-  static constexpr int kBlocks = Traits::kSliceColumns / Base::kColumns;
+  using Element = typename Writer::Element;
+  static constexpr int kBlocks = Traits::kSliceColumns / kBlockColumns<Element>;
 
   struct Tile {
     ItemKeys item;
@@ -126,7 +122,7 @@ struct SliceRows : GatherLoader<Traits> {
     int index;
   };
 
-  SliceWriter<Traits> write;
+  Writer write;
 
   CUTE_DEVICE SliceRows(const ParamsOf<Traits>& params, SharedStorage<Traits>& smem)
       : Base(params, smem), write{smem} {}
@@ -140,19 +136,18 @@ struct SliceRows : GatherLoader<Traits> {
 
   template <Operand kOperand>
   CUTE_DEVICE void copy(const Tile& tile, int column, int num_slices) {
-    using Writer = TileWriter<Traits, kOperand>;
+    using Whole = TileWriter<Traits, kOperand>;
     this->item = tile.item;
     const HopperSegment& segment = this->segment();
-    const KvTensor& tensor = Writer::tensor(segment);
+    const KvTensor& tensor = Whole::tensor(segment);
     KvTensor columns = tensor;
 #pragma unroll 1
     for (int slice = 0; slice < num_slices; ++slice, column += Traits::kSliceColumns) {
       columns.data = static_cast<const Element*>(tensor.data) + column;
       write.wait();
       Base::template fetch<kBlocks>(tile.rows, tile.index, columns,
-                                    Writer::head_dim(segment) - column, write.slice());
-      this->publish_before(write.full());
-      write.next.advance();
+                                    Whole::head_dim(segment) - column, write.slice());
+      this->announce(write);
     }
   }
 };

@@ -97,16 +97,33 @@ struct alignas(16) TmaCoordinates {
   int r;
 };
 
+// Of launches with RoPE.
+template <class Traits>
+struct RotaryTables {
+  std::uint64_t frequency[Traits::kPairs];  // RotaryFrequencies
+  Rotation row_step[Traits::kPairs];        // from a key to the next that the same lane rotates
+};
+
 template <class Traits, bool kConverts = Traits::kConverts>
 struct ConversionStorage {};
 template <class Traits>
 struct ConversionStorage<Traits, true> {
   alignas(1024) unsigned char raw[Traits::kRawBytes];
-  TransactionBarrier raw_full[2];           // of K and of V, where TMA loads their raw tiles
-  Barrier raw_empty[2];                     // one lane of each warp that reads them
-  std::uint64_t frequency[Traits::kPairs];  // RotaryFrequencies
-  Rotation row_step[Traits::kPairs];        // from a key to the next that the same lane rotates
-  float query_scale[Traits::kTileM];        // of each row's scores, where Q is narrowed
+  // Of raw tiles of K and of V, or of raw slices (load_raw_tiles.cuh).
+  TransactionBarrier raw_full[2];
+  Barrier raw_empty[2];               // one lane of each warp that reads them
+  float query_scale[Traits::kTileM];  // of each row's scores, where Q is narrowed
+  conditional_t<Traits::kSliced, Nothing, RotaryTables<Traits>> tables;
+
+  // In place of raw slices, which launches with RoPE have not.
+  CUTE_DEVICE RotaryTables<Traits>& rotary() {
+    if constexpr (Traits::kSliced) {
+      static_assert(sizeof(RotaryTables<Traits>) <= Traits::kRawBytes);
+      return *reinterpret_cast<RotaryTables<Traits>*>(raw);
+    } else {
+      return tables;
+    }
+  }
 };
 
 // K and V: whole tiles of each, or slices of both in the order of use, K(0), K(1), V(0), K(2), ...
@@ -118,8 +135,12 @@ struct KvBuffers {
 template <class Traits>
 struct KvBuffers<Traits, true> {
   alignas(1024) typename Traits::ElementKv slices[Traits::kSliceSlots][Traits::kSliceElements];
-  TransactionBarrier slice_full[Traits::kSliceSlots];  // arrivals as for k_full and k_empty
-  Barrier slice_empty[Traits::kSliceSlots];
+};
+// Arrivals as for k_full and k_empty.
+template <int kSlots>
+struct SliceBarriers {
+  TransactionBarrier full[kSlots];
+  Barrier empty[kSlots];
 };
 
 // V as it arrives where it is transposed, and O's sums of float32 (eight_bit_operands.cuh).
@@ -143,6 +164,7 @@ struct SharedStorage : KvBuffers<Traits>, ConversionStorage<Traits>, TransposeSt
   TmaCoordinates k_coordinates[Traits::kMaxBoxes];  // of the tile whose boxes are being issued
   TmaCoordinates v_coordinates[Traits::kMaxBoxes];
   Barriers<Traits::kQStages, Traits::kStages> barriers;
+  conditional_t<Traits::kSliced, SliceBarriers<Traits::kSliceSlots>, Nothing> slice;
   conditional_t<Traits::kHasMaskBits, KeptTiles<Traits>, Nothing> kept;
   conditional_t<Traits::kBiasByProduct, typename Traits::BiasSteps, Nothing> bias_steps;
 };

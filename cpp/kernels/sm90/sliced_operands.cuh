@@ -58,12 +58,12 @@ struct SlicedOperands : Accumulators<Traits> {
   // Returns the slot of the next slice.
   CUTE_DEVICE int wait_for_slice() {
     const int slot = next.index();
-    smem.slice_full[slot].wait(next.phase());
+    smem.slice.full[slot].wait(next.phase());
     next.advance();
     return slot;
   }
   CUTE_DEVICE void release_slice() {
-    release(smem.slice_empty[held.index()]);
+    release(smem.slice.empty[held.index()]);
     held.advance();
   }
   CUTE_DEVICE void issue_qk_slice(const auto& tSrQ, int slice, int slot) {

@@ -13,7 +13,8 @@ template <class Traits, Operand kOperand>
 struct TileWriter {
   using Element = typename Traits::ElementKv;
   static constexpr bool kIsK = kOperand == Operand::kK;
-  static constexpr bool kIsRaw = !kIsK && Traits::kTransposesV;
+  static constexpr bool kIsRaw = false;  // RawTile is
+  static constexpr bool kIsTurned = !kIsK && Traits::kTransposesV;
   static constexpr int kHead = kIsK ? Traits::kRowQk : Traits::kRowVo;  // columns of a row
   static constexpr int kBlocks = kIsK ? Traits::kBlocksK : Traits::kBlocksV;
 
@@ -22,16 +23,16 @@ struct TileWriter {
 
   CUTE_DEVICE void wait() const {
     auto& barriers = smem.barriers;
-    if constexpr (kIsRaw) return smem.raw_empty[next.index()].wait(next.phase() ^ 1);
+    if constexpr (kIsTurned) return smem.raw_empty[next.index()].wait(next.phase() ^ 1);
     (kIsK ? barriers.k_empty : barriers.v_empty)[next.index()].wait(next.phase() ^ 1);
   }
   CUTE_DEVICE TransactionBarrier& full() const {
-    if constexpr (kIsRaw) return smem.raw_full[next.index()];
+    if constexpr (kIsTurned) return smem.raw_full[next.index()];
     return (kIsK ? smem.barriers.k_full : smem.barriers.v_full)[next.index()];
   }
   CUTE_DEVICE auto* tile() const {
     const int first = next.index() * (Traits::kTileN * kHead);
-    if constexpr (kIsRaw) return smem.raw + first;
+    if constexpr (kIsTurned) return smem.raw + first;
     return (kIsK ? smem.k : smem.v) + first;
   }
   CUTE_DEVICE unsigned char* bytes() const { return reinterpret_cast<unsigned char*>(tile()); }
@@ -52,11 +53,17 @@ struct TileWriter {
 // Where a producer warp stands in the ring of slices (KvBuffers in shared_storage.cuh).
 template <class Traits>
 struct SliceWriter {
+  using Element = typename Traits::ElementKv;
+  static constexpr bool kIsRaw = false;
+  // Warps that issue slices in turns: a box takes one about 70 clocks, too long where pages are
+  // small. NOTE: no more than there are slots, or a warp would mistake a slot's phase for the next.
+  static constexpr int kLoaders = 3;
+
   SharedStorage<Traits>& smem;
   ConsumerPipelineState<Traits::kSliceSlots> next = {};
 
-  CUTE_DEVICE void wait() const { smem.slice_empty[next.index()].wait(next.phase() ^ 1); }
-  CUTE_DEVICE TransactionBarrier& full() const { return smem.slice_full[next.index()]; }
+  CUTE_DEVICE void wait() const { smem.slice.empty[next.index()].wait(next.phase() ^ 1); }
+  CUTE_DEVICE TransactionBarrier& full() const { return smem.slice.full[next.index()]; }
   CUTE_DEVICE auto* slice() const { return smem.slices[next.index()]; }
   CUTE_DEVICE unsigned char* bytes() const { return reinterpret_cast<unsigned char*>(slice()); }
 };
