@@ -17,10 +17,11 @@ double converted_key(const SegmentProblem& problem, const ForwardKernel& convert
   const double rows = (problem.head_dim_qk + problem.head_dim_vo) / (2 * kRowElements);
   if (problem.position == Position::kRope) return 0.40 * rows;
   if (converting.traits.widening != Widening::kToFloat16) return 0.46 * rows;
-  // Dequantising to float16 takes two instructions for four elements, in warps of their own. TMA
-  // brings their rows, unless a page is no multiple of 8.
-  const bool boxes = !problem.paged() || problem.page_size % 8 == 0;
-  return boxes && problem.head_dim_qk <= 128 ? 0.10 : 0.19 * rows;
+  // Dequantising to float16 takes two instructions for four elements, in warps of their own up to
+  // head_dim 128 and above 256. TMA brings their rows, unless a page is no multiple of 8.
+  if (problem.head_dim_qk > 256) return 0.33 * rows;
+  if (problem.head_dim_qk > 128) return 0.19 * rows;
+  return !problem.paged() || problem.page_size % 8 == 0 ? 0.10 : 0.13;
 }
 
 bool is_rotated(const AttentionOptions& options) { return options.position == Position::kRope; }
