@@ -111,7 +111,7 @@ struct ForwardMainloop {
         }
         if (Bias::present(params)) Bias::add_to(rows_of_s, at, smem.bias_rows);
       }
-      if (tiles.needs_mask(tile)) mask_tile(rows_of_s, at, smem);
+      if (tiles.needs_mask(tile)) mask_tile(rows_of_s, at, smem, thread % 32);
       float offset[Traits::kRowsPerThread];
       bool weighs = has_rows &&
                     softmax.refer(rows_of_s, rows_of_o, Softmax::params_of(params), peers, offset);
