@@ -85,8 +85,8 @@ struct ForwardMainloop {
     const bool has_rows = !Traits::kIdleWarps || this->has_rows();
     if constexpr (Traits::kVariant.sparsity == Sparsity::kSkipping) {
       RowCoordinates<Traits> rows(params, request, item, thread);
-      softmax.maxima_so_far = RunningMaxima<Traits::kRowsPerThread>::of(
-          params, request, [&](int r) { return rows.exists(r); });
+      softmax.maxima_so_far = RunningMaxima<1>::of(
+          params, request, [&](int) { return rows.exists(Softmax::kept_row(thread)); });
     }
 
     auto step = [&](int tile, int stage) {
