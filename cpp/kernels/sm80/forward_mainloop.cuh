@@ -85,8 +85,8 @@ struct ForwardMainloop {
     const bool has_rows = !Traits::kIdleWarps || this->has_rows();
     if constexpr (Traits::kVariant.sparsity == Sparsity::kSkipping) {
       RowCoordinates<Traits> rows(params, request, item, thread);
-      softmax.maxima_so_far = RunningMaxima<Traits::kRowsPerThread>::of(
-          params, request, [&](int r) { return rows.exists(r); });
+      softmax.maxima_so_far = RunningMaxima<1>::of(
+          params, request, [&](int) { return rows.exists(Softmax::kept_row(thread)); });
     }
 
     auto step = [&](int tile, int stage) {
@@ -111,7 +111,7 @@ struct ForwardMainloop {
         }
         if (Bias::present(params)) Bias::add_to(rows_of_s, at, smem.bias_rows);
       }
-      if (tiles.needs_mask(tile)) mask_tile(rows_of_s, at, smem);
+      if (tiles.needs_mask(tile)) mask_tile(rows_of_s, at, smem, thread % 32);
       float offset[Traits::kRowsPerThread];
       bool weighs = has_rows &&
                     softmax.refer(rows_of_s, rows_of_o, Softmax::params_of(params), peers, offset);

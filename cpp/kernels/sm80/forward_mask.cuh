@@ -74,62 +74,86 @@ struct ScoreCoordinates : RowCoordinates<Traits> {
   __device__ __forceinline__ int key(int c) const { return first_key + tile_column(c); }
 };
 
-// A mask is a policy: apply() makes -inf of what row r does not keep. `scores` are the row's
-// columns, `keys` the interval that the bounds leave of it.
+// A mask is a policy: apply() makes -inf of the scores, (rows, columns) of this thread, that it
+// does not keep. `row_keys` are the intervals that the bounds leave of the tile's rows.
 
 // Length, causal and window: an interval of keys.
 template <class Traits>
 struct BoundsMask {
   template <class Scores>
-  __device__ static __forceinline__ void apply(Scores&& scores, const ScoreCoordinates<Traits>& at,
-                                               RowKeys keys) {
+  __device__ static __forceinline__ void apply(Scores& scores, const ScoreCoordinates<Traits>& at,
+                                               const RowKeys* row_keys) {
     CUTE_UNROLL
-    for (int c = 0; c < size(scores); ++c) {
-      int key = at.key(c);
-      if (key < keys.first || key >= keys.end) scores(c) = -INFINITY;
+    for (int r = 0; r < size<0>(scores); ++r) {
+      RowKeys keys = row_keys[at.tile_row(r)];
+      CUTE_UNROLL
+      for (int c = 0; c < size<1>(scores); ++c) {
+        int key = at.key(c);
+        if (key < keys.first || key >= keys.end) scores(r, c) = -INFINITY;
+      }
     }
   }
 };
 
-// A bit for each key. What lies past the interval's end is left to the bounds.
+// A bit for each key within the bounds. The four lanes that share rows share their words, too: each
+// makes a part of them, all rows of the first word, then those of the next.
 template <class Traits>
 struct CustomMask {
-  static constexpr int kColumnsPerWord = 32;
+  static constexpr int kWordColumns = 32;
   // A thread's columns lie in groups of 8, two in each: four groups share one word, or two where
   // warps share rows.
-  static constexpr int kElementsPerWord = kColumnsPerWord / 8 * 2 / Traits::kColumnWarps;
+  static constexpr int kElementsPerWord = kWordColumns / 8 * 2 / Traits::kColumnWarps;
+  static constexpr int kRows = Traits::kRowsPerThread;
+  static constexpr int kWords = ceil_div(Traits::kTileN, kWordColumns) * kRows;
 
   template <class Scores>
-  __device__ static __forceinline__ void apply(Scores&& scores, const ScoreCoordinates<Traits>& at,
-                                               int r, RowKeys keys) {
-    const std::uint8_t* bits = at.params.extras.mask_bits + at.request.mask_begin;
-    std::int64_t row_bit =
-        static_cast<std::int64_t>(at.query(r).token) * at.request.kv_len + at.first_key;
-    int num_bits = keys.end - at.first_key;  // from the tile's first column on: 0 or less, none
-    std::uint32_t word = 0;
+  __device__ static __forceinline__ void apply(Scores& scores, const ScoreCoordinates<Traits>& at,
+                                               const RowKeys* row_keys, int lane) {
+    std::uint32_t own[ceil_div(kWords, 4)];
     CUTE_UNROLL
-    for (int c = 0; c < size(scores); ++c) {
-      int word_column = c / kElementsPerWord * kColumnsPerWord;
-      if (c % kElementsPerWord == 0) {
-        // A word that begins past the row's end may begin past the buffer's.
-        word = word_column < num_bits ? load_mask_word(bits, row_bit + word_column) : 0u;
-      }
-      if (!((word >> (at.tile_column(c) - word_column)) & 1u)) scores(c) = -INFINITY;
+    for (int i = 0; i < ceil_div(kWords, 4); ++i) {
+      int word = i * 4 + lane % 4;
+      own[i] = make_word(at, row_keys, word % kRows, word / kRows * kWordColumns);
     }
+    CUTE_UNROLL
+    for (int word = 0; word < kWords; ++word) {
+      std::uint32_t bits = __shfl_sync(0xffffffffu, own[word / 4], word % 4, 4);
+      bits >>= at.tile_column(0);
+      int begin = word / kRows * kElementsPerWord;
+      CUTE_UNROLL
+      for (int c = begin; c < min(begin + kElementsPerWord, int{size<1>(scores)}); ++c) {
+        int bit = at.tile_column(c) - at.tile_column(0) - word / kRows * kWordColumns;
+        if (!((bits >> bit) & 1u)) scores(word % kRows, c) = -INFINITY;
+      }
+    }
+  }
+
+ private:
+  // Row r, from a column of the tile on.
+  __device__ static __forceinline__ std::uint32_t make_word(const ScoreCoordinates<Traits>& at,
+                                                            const RowKeys* row_keys, int r,
+                                                            int column) {
+    RowKeys keys = row_keys[at.tile_row(r)];
+    int key = at.first_key + column;
+    int skipped = max(keys.first - key, 0);
+    int end = min(keys.end - key, kWordColumns);
+    // A word that begins past the row's end may begin past the buffer's.
+    if (skipped >= end) return 0u;
+    std::uint32_t kept = ~0u >> (kWordColumns - end) & ~0u << skipped;
+    if (mask_of<Traits>(at.params) != Mask::kCustom) return kept;
+    std::int64_t bit = static_cast<std::int64_t>(at.query(r).token) * at.request.kv_len + key;
+    return kept & load_mask_word(at.params.extras.mask_bits + at.request.mask_begin, bit);
   }
 };
 
 // Makes -inf of what the variant's masks take out. `scores`: (rows, columns) of this thread.
 template <class Traits, class Scores>
 __device__ __forceinline__ void mask_tile(Scores& scores, const ScoreCoordinates<Traits>& at,
-                                          const SharedStorage<Traits>& smem) {
-  CUTE_UNROLL
-  for (int r = 0; r < size<0>(scores); ++r) {
-    RowKeys keys = smem.row_keys[at.tile_row(r)];
-    if (mask_of<Traits>(at.params) == Mask::kCustom) {
-      CustomMask<Traits>::apply(scores(r, _), at, r, keys);
-    }
-    BoundsMask<Traits>::apply(scores(r, _), at, keys);
+                                          const SharedStorage<Traits>& smem, int lane) {
+  if constexpr (Traits::kVariant.mask == Mask::kCustom) {
+    CustomMask<Traits>::apply(scores, at, smem.row_keys, lane);
+  } else {
+    BoundsMask<Traits>::apply(scores, at, smem.row_keys);
   }
 }
 

@@ -27,10 +27,13 @@ struct LazySoftmax : OnlineSoftmax<kRowsPerThread> {
   using Base::reference;
   using Base::sum;
 
-  // Of the item.
-  std::conditional_t<kSparsity == Sparsity::kSkipping, RunningMaxima<kRowsPerThread>,
-                     NoRunningMaxima>
+  // Of the item. The four lanes that share rows keep one row's maximum each.
+  std::conditional_t<kSparsity == Sparsity::kSkipping, RunningMaxima<1>, NoRunningMaxima>
       maxima_so_far;
+  static_assert(kSparsity == Sparsity::kDense || kRowsPerThread <= 4);
+
+  // The row that a lane keeps the maximum of.
+  __device__ __forceinline__ static int kept_row(int thread) { return thread % kRowsPerThread; }
 
   __device__ __forceinline__ static LazyParams params_of(const KernelSegment& segment) {
     bool exact = segment.lse.form == LseForm::kMaxAndSum;
@@ -59,7 +62,13 @@ struct LazySoftmax : OnlineSoftmax<kRowsPerThread> {
     }
     peers.max(tile_max);
     if constexpr (kSparsity == Sparsity::kSkipping) {
-      if (!__any_sync(0xffffffffu, maxima_so_far.take(tile_max))) return false;
+      float own[1] = {tile_max[0]};
+      CUTE_UNROLL
+      for (int r = 1; r < kRowsPerThread; ++r) {
+        float of_row = tile_max[r];
+        own[0] = r == kept_row(threadIdx.x) ? of_row : own[0];
+      }
+      if (!__any_sync(0xffffffffu, maxima_so_far.take(own))) return false;
     }
     CUTE_UNROLL
     for (int r = 0; r < kRowsPerThread; ++r) {
