@@ -53,7 +53,7 @@ struct TileCopy {
     for (int block = 0; block < kHeadDim / kBlockColumns; ++block) {
       std::uint32_t target = smem + narrow_offset() + pass * Traits::kRowsPerPass * kBlockRowBytes +
                              block * kTileRows * kBlockRowBytes;
-      int bytes = row_valid && column < head_dim - block * kBlockColumns ? kChunkElements : 0;
+      int bytes = row_valid && block * kBlockColumns + column < head_dim ? kChunkElements : 0;
       asm volatile("cp.async.ca.shared.global.L2::128B [%0], [%1], %2, %3;" ::"r"(target),
                    "l"(row + block * kBlockColumns), "n"(kChunkElements), "r"(bytes));
     }
@@ -74,7 +74,7 @@ struct TileCopy {
                      "l"(source), "n"(kChunkBytes));
       } else {
         // With 0 source bytes nothing is read; the address need not be mapped.
-        int bytes = row_valid && column < head_dim - block * kBlockColumns ? kChunkBytes : 0;
+        int bytes = row_valid && block * kBlockColumns + column < head_dim ? kChunkBytes : 0;
         asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], %2, %3;" ::"r"(target),
                      "l"(source), "n"(kChunkBytes), "r"(bytes));
       }
