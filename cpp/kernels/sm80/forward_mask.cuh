@@ -74,8 +74,8 @@ struct ScoreCoordinates : RowCoordinates<Traits> {
   __device__ __forceinline__ int key(int c) const { return first_key + tile_column(c); }
 };
 
-// A mask is a policy: apply() makes -inf of the scores, (rows, columns) of this thread, that it does
-// not keep. `row_keys` are the intervals that the bounds leave of the tile's rows.
+// A mask is a policy: apply() makes -inf of the scores, (rows, columns) of this thread, that it
+// does not keep. `row_keys` are the intervals that the bounds leave of the tile's rows.
 
 // Length, causal and window: an interval of keys.
 template <class Traits>
