@@ -15,12 +15,13 @@ constexpr double kRowElements = 128.0;
 // first tiles of a kernel that converts on load wait longer.
 double converted_key(const SegmentProblem& problem, const ForwardKernel& converting) {
   const double rows = (problem.head_dim_qk + problem.head_dim_vo) / (2 * kRowElements);
-  if (problem.position == Position::kRope) return 0.40 * rows;
+  const int head_dim = std::max(problem.head_dim_qk, problem.head_dim_vo);
+  if (problem.position == Position::kRope) return (head_dim > 256 ? 2.0 : 0.40) * rows;
   if (converting.traits.widening != Widening::kToFloat16) return 0.46 * rows;
   // Dequantising to float16 takes two instructions for four elements, in warps of their own up to
   // head_dim 128 and above 256. TMA brings their rows, unless a page is no multiple of 8.
-  if (problem.head_dim_qk > 256) return 0.33 * rows;
-  if (problem.head_dim_qk > 128) return 0.19 * rows;
+  if (head_dim > 256) return 0.33 * rows;
+  if (head_dim > 128) return 0.19 * rows;
   return !problem.paged() || problem.page_size % 8 == 0 ? 0.10 : 0.13;
 }
 

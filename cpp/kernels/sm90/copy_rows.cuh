@@ -50,6 +50,7 @@ CUTE_DEVICE void copy_piece(const ItemKeys& item, int key, int bytes_left, std::
 // NOTE: the warp writes through the generic proxy and wgmma reads through the async one. No lane's
 // next copy may overwrite what another lane still reads.
 CUTE_DEVICE void publish_rows(auto& write) {
+  order_memory_accesses();
   cutlass::arch::fence_view_async_shared();
   __syncwarp();
   release(write.full());

@@ -122,14 +122,19 @@ __global__ void __launch_bounds__(ForwardTraits<V>::kThreads, V::kTile.ctas_per_
         return widen_raw_tiles(params.segments[0], smem);
       }
     }
-    cutlass::arch::warpgroup_reg_dealloc<Traits::kProducerRegisters>();
+    if constexpr (Traits::kConverts && Traits::kSliced) {
+      // With RoPE one warpgroup converts, and the other one leaves its registers to it.
+      constexpr int kIdleRegisters = 24;
+      if (warpgroup > 0) return cutlass::arch::warpgroup_reg_dealloc<kIdleRegisters>();
+      cutlass::arch::warpgroup_reg_dealloc<2 * Traits::kProducerRegisters - kIdleRegisters>();
+    } else {
+      cutlass::arch::warpgroup_reg_dealloc<Traits::kProducerRegisters>();
+    }
     if constexpr (Traits::kTransposesV) {
       if (warpgroup == 1) return transpose_values(smem);
     }
     if constexpr (Traits::kConverts) {
-      if (warpgroup < converting_warps<Traits>(params.segments[0]) / kWarpgroupWarps) {
-        produce_converted(params, smem, begin, end);
-      }
+      produce_converted(params, smem, begin, end);
     } else {
       produce(params, smem, begin, end, gather);
     }

@@ -1,6 +1,6 @@
 // The roles of the producer warps, which load Q and the K/V tiles of each work item, the last tile
-// first: by TMA, gathered, or converted on load. Products of 8 bits have a second warpgroup beside
-// the first two forms (transpose_values.cuh).
+// first: by TMA, gathered, or converted on load. 8 bits have a second warpgroup beside the first
+// two forms, which transposes V (transpose_values.cuh) or dequantises both (load_raw_tiles.cuh).
 #pragma once
 
 #include "kernels/sm90/load_converted.cuh"

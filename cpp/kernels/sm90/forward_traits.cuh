@@ -29,8 +29,8 @@ struct ForwardTraits {
   static constexpr Variant kVariant = V::kVariant;
   static constexpr TileShape kTile = V::kTile;
 
-  // Whether operands may lie in memory with 8 bits or before rotation: producers gather and convert
-  // K and V, consumers load Q.
+  // Whether operands may lie in memory with 8 bits or before rotation: producers load and convert K
+  // and V, consumers Q.
   static constexpr bool kConverts = kVariant.load == Load::kConverted;
   // Whether 8 bits are multiplied as they are stored (transpose_values.cuh).
   static constexpr bool kTransposesV = size_of(kVariant.q_dtype) == 1;
@@ -87,7 +87,7 @@ struct ForwardTraits {
   static constexpr int kSliceElements = kTileN * kSliceColumns;
   static_assert(!kSliced || (kHeadQk % kSliceColumns == 0 && kSlicesV < kSliceSlots));
 
-  // The second producer warpgroup converts too, or transposes V; each consumer has 64 rows.
+  // The second producer warpgroup converts, or transposes V; each consumer has 64 rows.
   static constexpr int kConsumers = kTileM / kWarpgroupRows;
   static constexpr int kConsumerWarps = kConsumers * kWarpgroupWarps;
   static constexpr int kConsumerThreads = kConsumers * kWarpgroupThreads;

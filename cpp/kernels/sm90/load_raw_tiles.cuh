@@ -121,11 +121,13 @@ struct RowWidener {
   CUTE_DEVICE void widen(DType stored_as) {
     uint4 stored[Rows::kPasses];
     raw.full().wait(raw.next.phase());
+    order_memory_accesses();
     rows.read(raw.tile(), stored);
     __syncwarp();
     release(raw.empty());
     raw.next.advance();
     write.wait();
+    order_memory_accesses();
     dispatch_8_bits(stored_as,
                     [&](auto from) { rows.template write<from>(stored, write.bytes()); });
     publish_rows(write);
@@ -138,7 +140,7 @@ struct TileWidener {
   template <Operand kOperand>
   using Widener = RowWidener<RawTile<Traits, kOperand>, TileWriter<Traits, kOperand>,
                              RawRows<Traits, Traits::kHeadQk>>;
-  static_assert(Traits::kSliced || Traits::kHeadQk == Traits::kHeadVo);
+  static_assert(Traits::kHeadQk == Traits::kHeadVo);
 
   DType stored_as;
   Widener<Operand::kK> k;

@@ -107,7 +107,8 @@ struct SliceBoxes {
   }
 };
 
-// The producer warpgroup gathers the rows of slices: one is in flight while the next is copied.
+// The producer warpgroup gathers the rows of slices: one is in flight while the next is copied. Raw
+// ones announce themselves.
 // NOTE: consumers may wait for the slice in flight, so the next slot must come free without it. The
 // slots of V and of K's last slice come free with V's second slice, at most two slots behind.
 template <class Traits, class Writer = SliceWriter<Traits>>

@@ -43,8 +43,9 @@ using TransactionBarrier = cutlass::arch::ClusterTransactionBarrier;
 inline constexpr int kItemSlots = 4;
 
 // Barriers are named by the event that they announce. Who arrives:
-//   *_full      one producer thread (and the bytes of its TMA); at k_full and v_full every thread
-//               that gathers, or one lane of each warp that converts (arrivals_of_tile())
+//   *_full      one producer thread (and the bytes of its TMA), or every thread that gathers; where
+//               operands are converted one lane of each warp that does it, and raw_full is what
+//               k_full and v_full are elsewhere
 //   v_full      where V is transposed, one lane of each warp that does it; raw_full is what v_full
 //               is elsewhere, and raw_empty has one lane of these warps
 //   *_empty     one lane of each consumer warp: only the tensor core has read the buffer
