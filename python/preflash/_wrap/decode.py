@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -42,6 +42,28 @@ def data_types(q_data_type: Any, kv_data_type: Any, data_type: Any) -> tuple[Any
     return "float16" if q_data_type is None else q_data_type, kv_data_type
 
 
+class MadeFrom(NamedTuple):
+    """A call of plan() that run(q_len_per_req=...) may repeat."""
+
+    arguments: DecodePlanArguments
+    versions: tuple[int, ...] | None  # of its arrays; None: torch counts no changes of theirs
+
+    @classmethod
+    def of(cls, a: DecodePlanArguments) -> MadeFrom:
+        return cls(a, _versions(a))
+
+    @property
+    def unchanged(self) -> bool:
+        return self.versions is not None and _versions(self.arguments) == self.versions
+
+
+def _versions(a: DecodePlanArguments) -> tuple[int, ...] | None:
+    arrays = (a.indptr, a.indices, a.last_page_len)
+    if any(array.is_inference() for array in arrays):
+        return None
+    return tuple(array._version for array in arrays)
+
+
 class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
     """Attention of one query per request over a paged KV cache: plan() once, run() for every layer.
 
@@ -59,6 +81,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
 
     _serves_cudnn = False
     _had_several = False  # whether any plan() asked for several queries per request
+    _made_from: MadeFrom | None = None  # None: no plan(), or begin_forward() came after it
 
     @tells_nearest
     def __init__(
@@ -110,12 +133,17 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
             BatchPrefillWithPagedKVCacheWrapper.plan().
         """
         super()._plan(self._as_prefill(a))
+        self._made_from = MadeFrom.of(a)
 
     @takes(DecodePlanArguments)
     def begin_forward(self, a: DecodePlanArguments) -> None:
         """plan(), but made for what forward() last asked for, as in
         BatchPrefillWithPagedKVCacheWrapper.begin_forward()."""
-        super()._begin_forward(self._as_prefill(a))
+        self._begin_forward(self._as_prefill(a))
+
+    def _begin_forward(self, a: PagedPlanArguments) -> None:
+        super()._begin_forward(a)
+        self._made_from = None
 
     @takes(DecodePlanArguments)
     def workspace_size(self, a: DecodePlanArguments) -> tuple[int, int]:
@@ -189,9 +217,11 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
 
         Args:
             q: [at least batch_size, num_qo_heads, head_dim]; rows behind the last request are
-                neither read nor written. With q_len_per_req in plan(), exactly
-                batch_size * q_len_per_req rows.
-            q_len_per_req: None, or that of plan().
+                neither read nor written. With q_len_per_req, exactly batch_size * q_len_per_req
+                rows.
+            q_len_per_req: None: that of plan(). Another one, as callers of FlashInfer's trtllm-gen
+                give it here alone, plans the batch again, which needs the arrays of plan()
+                unchanged, and no CUDA graph.
             The others, all of them, the result and the errors are those of
             BatchPrefillWithPagedKVCacheWrapper.run().
         """
@@ -205,16 +235,25 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
         )  # fmt: skip
 
     def _check_queries(self, q: torch.Tensor, q_len_per_req: int | None) -> None:
-        planned = self._q_len_per_req or 1
-        if q_len_per_req is not None and q_len_per_req != planned:
+        planned, made_from = self._q_len_per_req or 1, self._made_from
+        if q_len_per_req is None:
+            asked = planned if made_from is None else made_from.arguments.q_len_per_req or 1
+        else:
+            asked = check.positive("q_len_per_req", q_len_per_req)
+        changes = asked != planned
+        if changes and (self._graph is not None or made_from is None or not made_from.unchanged):
             raise ValueError(
-                f"q_len_per_req={q_len_per_req} in run(), and plan() had {planned}: plan again"
+                f"q_len_per_req={asked} in run(), and plan() had {planned}: plan again"
             )
-        if planned > 1 and q.dim() > 0 and q.shape[0] != self._batch.qo_end:
+        rows = 0 if self._batch is None else self._batch.num_requests * asked
+        if asked > 1 and q.dim() > 0 and q.shape[0] != rows:
             raise ValueError(
-                f"q has {q.shape[0]} rows; must be batch_size * q_len_per_req = "
-                f"{self._batch.qo_end} as planned: plan again with another q_len_per_req"
+                f"q has {q.shape[0]} rows; must be batch_size * q_len_per_req = {rows} as planned: "
+                "plan again with another q_len_per_req"
             )
+        if changes:
+            again = converted(made_from.arguments, DecodePlanArguments, q_len_per_req=asked)
+            self._plan(self._as_prefill(again))
 
     @property
     def resolved_backend(self) -> str:

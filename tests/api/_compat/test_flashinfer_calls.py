@@ -406,12 +406,43 @@ def test_wrong_queries_per_request(target):
     wrapper.plan(*table, q_data_type=HALF, q_len_per_req=2)
     with pytest.raises(ValueError, match="q_len_per_req"):
         wrapper.run(torch.cat([inputs.q, inputs.q[:4]]), inputs.cache)
-    with pytest.raises(ValueError, match="q_len_per_req=3"):
+    with pytest.raises(ValueError, match="q_len_per_req = 12"):
         wrapper.run(inputs.q, inputs.cache, q_len_per_req=3)
-    with pytest.raises(ValueError, match="empty KV range"):
-        wrapper.plan(*table, q_data_type=HALF, q_len_per_req=3)
+    more = torch.cat([inputs.q, inputs.q[:4]])
+    for refused in (lambda: wrapper.run(more, inputs.cache, q_len_per_req=3),
+                    lambda: wrapper.plan(*table, q_data_type=HALF, q_len_per_req=3)):  # fmt: skip
+        with pytest.raises(ValueError, match="empty KV range"):
+            refused()
     out, lse = wrapper.run(inputs.q, inputs.cache, return_lse=True)
     runner.compare(inputs, out, lse).check()
+
+
+def test_queries_per_request_of_run_alone(target):
+    """As FlashInfer's trtllm-gen takes them: run() plans again, and None is plan()'s number."""
+    inputs, wrapper, table = verification(target, 3)
+    one = torch.ones_like(inputs.q[:4])
+    wrapper.plan(*table, q_data_type=HALF)
+    alone = wrapper.run(one, inputs.cache)
+    for _ in range(2):
+        out, lse = wrapper.run(inputs.q, inputs.cache, return_lse=True, q_len_per_req=3)
+        runner.compare(inputs, out, lse).check()
+        assert wrapper._q_len_per_req == 3
+        assert torch.equal(wrapper.run(one, inputs.cache), alone)
+
+
+@pytest.mark.parametrize("changed", ["indptr", "indices", "last_page_len", "inference", "begin"])
+def test_run_plans_again_from_what_plan_saw_alone(target, changed):
+    inputs, wrapper, table = verification(target, 3)
+    if changed == "inference":
+        with torch.inference_mode():
+            table = (*(array.clone() for array in table[:3]), *table[3:])
+    wrapper.plan(*table, q_data_type=HALF)
+    if changed == "begin":
+        wrapper.begin_forward(*table, q_data_type=HALF)
+    elif changed != "inference":
+        table[("indptr", "indices", "last_page_len").index(changed)].mul_(1)
+    with pytest.raises(ValueError, match=r"q_len_per_req=3 in run.*plan again"):
+        wrapper.run(inputs.q, inputs.cache, q_len_per_req=3)
 
 
 # --- backend="cudnn" with offsets in elements ------------------------------------

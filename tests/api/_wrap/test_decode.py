@@ -236,8 +236,8 @@ def test_refusals(target):
     with pytest.raises(TypeError, match=r"^indptr must be a torch.Tensor"):
         wrapper.plan(None, *arrays(inputs)[1:], q_data_type=CASE.dtype)
     wrapper.plan(*arrays(inputs), q_data_type=CASE.dtype)
-    with pytest.raises(ValueError, match="q_len_per_req=2 in run"):
-        wrapper.run(inputs.q, inputs.cache, q_len_per_req=2)
+    with pytest.raises(ValueError, match="q_len_per_req=0"):
+        wrapper.run(inputs.q, inputs.cache, q_len_per_req=0)
     with pytest.raises(TypeError, match=r"run\(\) got"):
         wrapper.run(inputs.q, inputs.cache, 0.5)
     for name in ("foo", "k", "args"):
