@@ -12,7 +12,8 @@ constexpr double kRowElements = 128.0;
 // What a conversion on load adds to the time of one key in one query tile of 128 rows, in units
 // of what a row of 128 elements takes to be copied in 16 bits, 0.2 ns. Fitted to an H100
 // (docs/dev/experiments/fp8-and-rope.md). The pass's own launch counts nothing: it takes what the
-// first tiles of a kernel that converts on load wait longer.
+// first tiles of a kernel that converts on load wait longer. RoPE above head_dim 256: out of the
+// kernel's time, not fitted.
 double converted_key(const SegmentProblem& problem, const ForwardKernel& converting) {
   const double rows = (problem.head_dim_qk + problem.head_dim_vo) / (2 * kRowElements);
   const int head_dim = std::max(problem.head_dim_qk, problem.head_dim_vo);

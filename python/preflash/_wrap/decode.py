@@ -221,7 +221,8 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
                 rows.
             q_len_per_req: None: that of plan(). Another one, as callers of FlashInfer's trtllm-gen
                 give it here alone, plans the batch again, which needs the arrays of plan()
-                unchanged, and no CUDA graph.
+                unchanged, and no CUDA graph. NOTE: changes that torch does not count, through
+                numpy or a kernel of the caller's, are not seen, and are planned.
             The others, all of them, the result and the errors are those of
             BatchPrefillWithPagedKVCacheWrapper.run().
         """
