@@ -112,11 +112,14 @@ BoxShape box_shape(const ForwardSegment& params, int tile_m, int tile_n) {
 
 const char* encode_tensor_maps(const ForwardSegment& params, const BoxShape& box,
                                TensorMaps& maps) {
+  const char* error = encode_q_map(params, box, maps);
+  return error != nullptr ? error : encode_kv_maps(params, box, maps);
+}
+
+const char* encode_q_map(const ForwardSegment& params, const BoxShape& box, TensorMaps& maps) {
   if (encoder() == nullptr) return kNoEncoder;
-  if (params.q.num_tokens > 0) {
-    if (const char* error = encode_q(encoder(), params, box, maps.q)) return error;
-  }
-  return encode_kv_maps(params, box, maps);
+  if (params.q.num_tokens == 0) return nullptr;
+  return encode_q(encoder(), params, box, maps.q);
 }
 
 const char* encode_kv_maps(const ForwardSegment& params, const BoxShape& box, TensorMaps& maps) {

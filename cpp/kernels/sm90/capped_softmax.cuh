@@ -5,7 +5,9 @@
 //
 // In bfloat16, where P has float32's range, the reference of every row is a constant
 // (SoftCap::reference): a capped row needs no maximum. Elsewhere references are those of the
-// speculative softmax.
+// speculative softmax, but for an item's second tile: there each becomes the row max so far. The
+// first tile of a causal item leaves some rows few keys, and a cap bounds what later tiles can add
+// to the maximum of a whole one.
 #pragma once
 
 #include "kernels/sm90/eight_bit_softmax.cuh"
@@ -33,9 +35,11 @@ struct CappedSoftmax : SpeculativeSoftmax {
   // A mask would come between the second half and the exponentials.
   static constexpr bool kMasks = true;
 
+  bool is_second = true;  // whether the tile of the next update() is an item's second one
+
   CUTE_DEVICE void begin(const auto& scores, const NoShift& shift, const auto& segment) {
-    if (!segment.cap.is_bounded()) return SpeculativeSoftmax::begin(scores, shift, segment);
     *this = {};
+    if (!segment.cap.is_bounded()) return SpeculativeSoftmax::begin(scores, shift, segment);
     CUTE_UNROLL
     for (float& of_row : reference) of_row = segment.cap.reference;
   }
@@ -49,6 +53,7 @@ struct CappedSoftmax : SpeculativeSoftmax {
     if (!segment.cap.is_bounded()) {
       if (segment.cap.form == CapForm::kHardware) apply_rest(scores, segment.cap);
       mask();
+      if (is_second) raise(scores, shift, out, segment.logits.scale_log2);
       return SpeculativeSoftmax::update(scores, shift, p, out, segment, mask);
     }
     const float scale_log2 = segment.logits.scale_log2;
@@ -64,6 +69,13 @@ struct CappedSoftmax : SpeculativeSoftmax {
   }
 
  private:
+  CUTE_DEVICE void raise(const auto& scores, const auto& shift, auto& out, float scale_log2) {
+    is_second = false;
+    float tile_max[kRows];
+    maxima(scores, shift, tile_max);
+    const bool has_reference[kRows] = {reference[0] != -INFINITY, reference[1] != -INFINITY};
+    move(tile_max, out, has_reference, scale_log2);
+  }
   CUTE_DEVICE static void apply_rest(auto&& scores, const SoftCap& cap) {
     if (kFour) cap.template apply_to_half<0>(scores);
     cap.template apply_to_half<1>(scores);

@@ -6,7 +6,7 @@
 #include <cute/arch/mma_sm80.hpp>
 
 #include "kernels/sm90/decode_load.cuh"
-#include "kernels/sm90/load_query.cuh"
+#include "kernels/sm90/forward_convert.cuh"
 
 namespace preflash::sm90 {
 
@@ -44,8 +44,11 @@ struct DecodeQuery {
   template <DType kFrom>
   CUTE_DEVICE void load_row(const HopperSegment& params, const ItemState& state, int r) {
     int row = lane_id() / 4 + r * 8;
-    const auto* source = static_cast<const unsigned char*>(params.q.data) +
-                         query_offset(params, state, row) * size_of(kFrom);
+    const PackedRow packed = unpack_row(params, state.item.row_begin + row);
+    const std::int64_t token = std::int64_t{state.request.qo_begin} + packed.token;
+    const std::int64_t offset = token * params.q.stride_token +
+                                query_head(params, state.item, packed) * params.q.stride_head;
+    const auto* source = static_cast<const unsigned char*>(params.q.data) + offset * size_of(kFrom);
     FourStored<kFrom> stored[kSteps];
     CUTE_UNROLL
     for (int step = 0; step < kSteps; ++step) {

@@ -51,12 +51,14 @@ const char* make_maps(const ForwardParams& params, ParamsOf<Traits>& hopper) {
   return nullptr;
 }
 
-// Of operands that are dequantised alone. What TMA does not take is gathered, as with RoPE.
+// Of operands that are converted. Keys that TMA does not take are gathered, as with RoPE.
 template <class Traits>
-void make_raw_maps(const ForwardSegment& from, HopperSegment& segment) {
-  if (!only_widens<Traits>(segment)) return;
+const char* make_stored_maps(const ForwardSegment& from, HopperSegment& segment) {
   segment.box = box_shape(from, Traits::kTileM, Traits::kTileN);
-  if (encode_kv_maps(from, segment.box, segment.maps) != nullptr) segment.box.kv_rows = 0;
+  const bool gather = !only_widens<Traits>(segment) ||
+                      encode_kv_maps(from, segment.box, segment.maps) != nullptr;
+  if (gather) segment.box.kv_rows = 0;
+  return encode_q_map(from, segment.box, segment.maps);
 }
 
 template <class V>
@@ -68,10 +70,11 @@ LaunchError launch_forward(const ForwardParams& params, int num_ctas, const Laun
   for (int s = 0; s < Traits::kSegments && refusal == nullptr; ++s) {
     refusal = make_segment<Traits>(params.segments[s], hopper.segments[s]);
   }
-  if constexpr (!Traits::kConverts) {
-    if (refusal == nullptr) refusal = make_maps<Traits>(params, hopper);
+  if (refusal != nullptr) return refusal;
+  if constexpr (Traits::kConverts) {
+    refusal = make_stored_maps<Traits>(params.segments[0], hopper.segments[0]);
   } else {
-    make_raw_maps<Traits>(params.segments[0], hopper.segments[0]);
+    refusal = make_maps<Traits>(params, hopper);
   }
   if (refusal != nullptr) return refusal;
   // CTAs that share the columns of O come in whole groups.

@@ -84,8 +84,7 @@ using LoadedSlice = conditional_t<Traits::kLoadsRawTiles, RawSlice<Traits>, Slic
 template <class Traits>
 inline constexpr int kLoaders = Traits::kSliced ? LoadedSlice<Traits>::kLoaders : 2;
 
-// One warp announces a CTA's items; others load them. The first one loads Q, unless the consumers
-// do (load_query.cuh).
+// One warp announces a CTA's items; others load them. The first one loads Q.
 template <class Traits>
 CUTE_DEVICE void produce_tma(const ParamsOf<Traits>& params, SharedStorage<Traits>& smem, int begin,
                              int end) {
@@ -93,9 +92,7 @@ CUTE_DEVICE void produce_tma(const ParamsOf<Traits>& params, SharedStorage<Trait
   const int warp = cutlass::canonical_warp_idx_sync();
   QLoader<Traits> q{params, smem};
   auto load_q = [&](const ItemState& state) {
-    if constexpr (!Traits::kConverts) {
-      if (warp == 0) q.load(state);
-    }
+    if (warp == 0) q.load(state);
   };
   if (warp == kLoaders<Traits>) {
     announce_all(Announcer<Traits>{params, smem, begin, end});
@@ -123,9 +120,7 @@ CUTE_DEVICE void produce_gather(const ParamsOf<Traits>& params, SharedStorage<Tr
   QLoader<Traits> q{params, smem};
   LeaderAnnounces<Traits> announces{{params, smem, begin, end}, is_leader};
   load_items(smem, announces, Loader(params, smem), [&](const ItemState& state) {
-    if constexpr (!Traits::kConverts) {
-      if (is_leader) q.load(state);
-    }
+    if (is_leader) q.load(state);
   });
 }
 
@@ -147,7 +142,7 @@ CUTE_DEVICE void widen_raw_tiles(const HopperSegment& segment, SharedStorage<Tra
   load_items(smem, AnnouncesNothing{}, Widener(segment, smem), [](const ItemState&) {});
 }
 
-// Warp 0 also announces the items. The consumers load Q themselves (load_query.cuh).
+// Warp 0 also announces the items and loads Q.
 template <class Traits>
 CUTE_DEVICE void produce_converted(const ParamsOf<Traits>& params, SharedStorage<Traits>& smem,
                                    int begin, int end) {
@@ -155,7 +150,10 @@ CUTE_DEVICE void produce_converted(const ParamsOf<Traits>& params, SharedStorage
   LeaderAnnounces<Traits> announces{{params, smem, begin, end}, is_leader};
   using Loader = conditional_t<Traits::kSliced, KvSliceLoader<Traits, ConvertedSlices<Traits>>,
                                ConvertedLoader<Traits>>;
-  load_items(smem, announces, Loader{params, smem}, [](const ItemState&) {});
+  QLoader<Traits> q{params, smem};
+  load_items(smem, announces, Loader{params, smem}, [&](const ItemState& state) {
+    if (is_leader) q.load(state);
+  });
 }
 
 }  // namespace preflash::sm90

@@ -238,7 +238,6 @@ struct ForwardMainloop {
     Transition transition;
     transition.target = epilogue(item).target_of(warp() * kWarpRows + lane_id() % kWarpRows);
     transition.next = read_item(next_slot(item));
-    if (transition.next.any()) query(transition.next).prefetch();
     transition.next_first = tiles.look_ahead(transition.next, at(transition.next));
     return transition;
   }

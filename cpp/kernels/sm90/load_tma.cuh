@@ -25,22 +25,25 @@ struct QLoader {
 
  private:
   // Token-aligned rows take one box per block of columns; where a group has more heads than the
-  // tile has rows, every row is a box.
+  // tile has rows, every row is a box. Rows that are to be converted arrive as they are stored.
   CUTE_DEVICE void fetch(const HopperSegment& segment, const ItemState& state) {
-    constexpr int kColumns = kBlockColumns<typename Traits::ElementQ>;
+    using Element = typename Traits::ElementQ;
+    const bool narrow = Traits::kConverts && size_of(segment.q_dtype) == 1;
+    const int columns = narrow ? kBlockRowBytes : kBlockColumns<Element>;
+    const int blocks = narrow ? ceil_div(Traits::kHeadQk, kBlockRowBytes) : Traits::kBlocksQ;
     TransactionBarrier& full = smem.barriers.q_full[write.index()];
     auto* q = smem.q + write.index() * (Traits::kTileM * Traits::kRowQk);
     int box_rows = segment.box.q_heads * segment.box.q_tokens;
     int num_boxes = segment.group_size <= Traits::kTileM ? 1 : state.num_rows;
-    full.arrive_and_expect_tx(num_boxes * box_rows * kBlockRowBytes * Traits::kBlocksQ);
+    full.arrive_and_expect_tx(num_boxes * box_rows * kBlockRowBytes * blocks);
     for (int i = 0; i < num_boxes; ++i) {
       PackedRow row = unpack_row(segment, state.item.row_begin + i);
-      for (int block = 0; block < Traits::kBlocksQ; ++block) {
+      for (int block = 0; block < blocks; ++block) {
         SM90_TMA_LOAD_4D::copy(&segment.maps.q, reinterpret_cast<std::uint64_t*>(&full),
                                static_cast<std::uint64_t>(TMA::CacheHintSm90::EVICT_FIRST),
-                               q + (block * Traits::kTileM + i) * kColumns, block * kColumns,
-                               row.head_in_group, state.request.qo_begin + row.token,
-                               state.item.kv_head);
+                               q + (block * Traits::kTileM + i) * kBlockColumns<Element>,
+                               block * columns, row.head_in_group,
+                               state.request.qo_begin + row.token, state.item.kv_head);
       }
     }
   }

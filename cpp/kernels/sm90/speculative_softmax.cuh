@@ -173,6 +173,28 @@ struct SpeculativeSoftmax : OnlineSoftmax<2> {
                  [](int, float x) { return exp2_approx(x); });
   }
 
+  // Whether a reference of the warp has moved.
+  CUTE_DEVICE bool move(const float (&tile_max)[kRows], auto& out, const bool (&moves)[kRows],
+                        float scale_log2) {
+    using namespace cute;
+    bool moved = false;
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      unsigned quad = __ballot_sync(0xffffffffu, moves[r]) >> (threadIdx.x % 32 & ~3u) & 0xfu;
+      if (quad == 0) continue;
+      // A part of kMaxSumOfMaximum may be that of many small weights.
+      float next = fmaxf(reference[r], tile_max[r]);
+      float factor = exp2_approx(scaled_reference(reference[r], scale_log2) -
+                                 scaled_reference(next, scale_log2));
+      moved |= next != reference[r];
+      reference[r] = next;
+      sum[r] *= factor;
+      CUTE_UNROLL
+      for (int c = 0; c < size<1>(out); ++c) out(r, c) *= factor;
+    }
+    return __any_sync(0xffffffffu, moved);
+  }
+
  private:
   CUTE_DEVICE void speculate(const auto& scores, const auto& shift, auto& p,
                              float (&tile_sum)[kRows], auto& out, const auto& segment) {
@@ -200,28 +222,6 @@ struct SpeculativeSoftmax : OnlineSoftmax<2> {
       missing |= reference[r] == -INFINITY;
     }
     settled = !__any_sync(0xffffffffu, missing);
-  }
-
-  // Whether a reference of the warp has moved.
-  CUTE_DEVICE bool move(const float (&tile_max)[kRows], auto& out, const bool (&moves)[kRows],
-                        float scale_log2) {
-    using namespace cute;
-    bool moved = false;
-    CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r) {
-      unsigned quad = __ballot_sync(0xffffffffu, moves[r]) >> (threadIdx.x % 32 & ~3u) & 0xfu;
-      if (quad == 0) continue;
-      // A part of kMaxSumOfMaximum may be that of many small weights.
-      float next = fmaxf(reference[r], tile_max[r]);
-      float factor = exp2_approx(scaled_reference(reference[r], scale_log2) -
-                                 scaled_reference(next, scale_log2));
-      moved |= next != reference[r];
-      reference[r] = next;
-      sum[r] *= factor;
-      CUTE_UNROLL
-      for (int c = 0; c < size<1>(out); ++c) out(r, c) *= factor;
-    }
-    return __any_sync(0xffffffffu, moved);
   }
 };
 
