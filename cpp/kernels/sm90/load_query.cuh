@@ -90,7 +90,17 @@ struct ConvertedQuery : ArrivingQuery<Traits> {
 
   template <DType kFrom>
   CUTE_DEVICE void convert() const {
+    if (rotates()) {
+      convert<kFrom, true>();
+    } else {
+      convert<kFrom, false>();
+    }
+  }
+  // The rows of a group are independent: one alone would wait for each step of its own.
+  template <DType kFrom, bool kRotates>
+  CUTE_DEVICE void convert() const {
     using Stored = FourStored<kFrom>;
+    constexpr int kGroup = kRotates ? 1 : kBatch / 2;
     auto* q = reinterpret_cast<unsigned char*>(smem.q);
     const int lane = this->thread % kLanes;
 #pragma unroll 1
@@ -112,15 +122,35 @@ struct ConvertedQuery : ArrivingQuery<Traits> {
       });
       __syncwarp();
       CUTE_UNROLL
-      for (int i = 0; i < kBatch; ++i) {
-        const int row = first_row + i * kRowsAtOnce;
-        Unit<FourFloats> units[kTurns];
-        const float factor = prepare<kFrom>(stored[i], row, lane, units);
+      for (int group = 0; group < kBatch; group += kGroup) {
+        Unit<FourFloats> units[kGroup][kTurns];
+        for_each_unit(lane, [&](int turn, int unit, const PairColumns&) {
+          CUTE_UNROLL
+          for (int i = 0; i < kGroup; ++i) {
+            auto& [low, high] = units[i][turn];
+            low = FourFloats::of<kFrom>(stored[group + i][turn].low);
+            high = FourFloats::of<kFrom>(stored[group + i][turn].high);
+            if (kRotates) angles_of(first_row + group * kRowsAtOnce, unit).rotate(low, high);
+          }
+        });
+        // sm_scale <= 0 is applied through Q's sign (LogitsParams).
+        float factors[kGroup];
+        CUTE_UNROLL
+        for (float& factor : factors) factor = params.logits.q_factor;
+        if constexpr (kFrom == DType::kBFloat16 && kTo == DType::kFloat16) {
+          narrow(units, first_row + group * kRowsAtOnce, lane, factors);
+        }
         for_each_unit(lane, [&](int turn, int, const PairColumns& columns) {
-          units[turn].low.multiply(factor);
-          units[turn].high.multiply(factor);
-          units[turn].low.template store<kTo>(place(columns.low).at(i * kRowsAtOnce));
-          units[turn].high.template store<kTo>(place(columns.high).at(i * kRowsAtOnce));
+          const auto low = place(columns.low);
+          const auto high = place(columns.high);
+          CUTE_UNROLL
+          for (int i = 0; i < kGroup; ++i) {
+            const int offset = (group + i) * kRowsAtOnce;
+            units[i][turn].low.multiply(factors[i]);
+            units[i][turn].high.multiply(factors[i]);
+            units[i][turn].low.template store<kTo>(low.at(offset));
+            units[i][turn].high.template store<kTo>(high.at(offset));
+          }
         });
       }
     }
@@ -133,29 +163,32 @@ struct ConvertedQuery : ArrivingQuery<Traits> {
       if (unit < kUnits) visit(turn, unit, PairColumns::of(unit, params.head_dim_qk));
     }
   }
-  // Returns what the row is to be multiplied by, and leaves its inverse for the scores.
-  template <DType kFrom>
-  CUTE_DEVICE float prepare(const Unit<FourStored<kFrom>> (&stored)[kTurns], int row, int lane,
-                            Unit<FourFloats> (&units)[kTurns]) const {
-    float maximum = 0.0f;
-    for_each_unit(lane, [&](int turn, int unit, const PairColumns&) {
-      FourFloats low = FourFloats::of<kFrom>(stored[turn].low);
-      FourFloats high = FourFloats::of<kFrom>(stored[turn].high);
-      if (rotates()) angles_of(row, unit).rotate(low, high);
-      maximum = fmaxf(maximum, fmaxf(low.maximum(), high.maximum()));
-      units[turn] = {low, high};
-    });
-    // sm_scale <= 0 is applied through Q's sign (LogitsParams).
-    if constexpr (kFrom == DType::kBFloat16 && kTo == DType::kFloat16) {
+  // Brings rows into the range of float16, and leaves the inverses of their factors for the scores.
+  template <int kGroup>
+  CUTE_DEVICE void narrow(const Unit<FourFloats> (&units)[kGroup][kTurns], int first_row, int lane,
+                          float (&factors)[kGroup]) const {
+    float maxima[kGroup] = {};
+    CUTE_UNROLL
+    for (int i = 0; i < kGroup; ++i) {
+      for_each_unit(lane, [&](int turn, int, const PairColumns&) {
+        const auto& [low, high] = units[i][turn];
+        maxima[i] = fmaxf(maxima[i], fmaxf(low.maximum(), high.maximum()));
+      });
+    }
+    CUTE_UNROLL
+    for (int lanes = kLanes / 2; lanes > 0; lanes /= 2) {
       CUTE_UNROLL
-      for (int lanes = kLanes / 2; lanes > 0; lanes /= 2) {
+      for (float& maximum : maxima) {
         maximum = fmaxf(maximum, __shfl_xor_sync(0xffffffffu, maximum, lanes));
       }
-      const float factor = narrowing_factor(maximum);
-      if (lane == 0) smem.query_scale[row] = 1.0f / factor;
-      return factor * params.logits.q_factor;
-    } else {
-      return params.logits.q_factor;
+    }
+    CUTE_UNROLL
+    for (int i = 0; i < kGroup; ++i) {
+      const float factor = narrowing_factor(maxima[i]);
+      // Exact, of a power of two.
+      const float inverse = __uint_as_float(0x7f000000u - __float_as_uint(factor));
+      if (lane == 0) smem.query_scale[first_row + i * kRowsAtOnce] = inverse;
+      factors[i] *= factor;
     }
   }
   CUTE_DEVICE LaneAngles angles_of(int row, int unit) const {
