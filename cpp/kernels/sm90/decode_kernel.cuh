@@ -80,9 +80,7 @@ struct DecodeWarp {
     query.load(segment(), state);
     bias = has_bias() ? ScoreBias<Traits>::of(of_item) : ScoreBias<Traits>{};
     if constexpr (Traits::kConverts) {
-      factors = HeadFactors<Traits>::of(of_item);
-      CUTE_UNROLL
-      for (int r = 0; r < 2; ++r) factors.row[r] *= query.factor[r];
+      factors = HeadFactors<Traits>::of(of_item, [&](int r) { return query.factor[r]; });
     }
     softmax = {};
     clear(products.out);

@@ -55,8 +55,8 @@ const char* make_maps(const ForwardParams& params, ParamsOf<Traits>& hopper) {
 template <class Traits>
 const char* make_stored_maps(const ForwardSegment& from, HopperSegment& segment) {
   segment.box = box_shape(from, Traits::kTileM, Traits::kTileN);
-  const bool gather = !only_widens<Traits>(segment) ||
-                      encode_kv_maps(from, segment.box, segment.maps) != nullptr;
+  const bool gather =
+      !only_widens<Traits>(segment) || encode_kv_maps(from, segment.box, segment.maps) != nullptr;
   if (gather) segment.box.kv_rows = 0;
   return encode_q_map(from, segment.box, segment.maps);
 }

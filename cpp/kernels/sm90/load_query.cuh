@@ -107,9 +107,7 @@ struct ConvertedQuery : ArrivingQuery<Traits> {
     for (int first = this->thread / kLanes; first < kWarpgroupRows; first += kRowsAtOnce * kBatch) {
       const int first_row = this->warpgroup * kWarpgroupRows + first;
       // Of a row's columns in 16-bit elements, as they are stored or to be.
-      auto place = [&](int column) {
-        return SwizzledColumn<Traits::kTileM>(q, first_row, column);
-      };
+      auto place = [&](int column) { return SwizzledColumn<Traits::kTileM>(q, first_row, column); };
       Unit<Stored> stored[kBatch][kTurns];
       for_each_unit(lane, [&](int turn, int, const PairColumns& columns) {
         const auto low = place(columns.low * size_of(kFrom) / 2);
@@ -195,13 +193,11 @@ struct ConvertedQuery : ArrivingQuery<Traits> {
     const ItemState& state = this->state;
     int token = unpack_row(params, state.item.row_begin + row).token;
     int position = state.request.kv_len - state.request.qo_len + token;
-    return LaneAngles::at<fast_rotation_by>(position,
-                                            smem.rotary().frequency + unit * kLanePairs);
+    return LaneAngles::at<fast_rotation_by>(position, smem.rotary().frequency + unit * kLanePairs);
   }
 };
 
 template <class Traits>
-using QueryOf =
-    conditional_t<Traits::kConverts, ConvertedQuery<Traits>, ArrivingQuery<Traits>>;
+using QueryOf = conditional_t<Traits::kConverts, ConvertedQuery<Traits>, ArrivingQuery<Traits>>;
 
 }  // namespace preflash::sm90

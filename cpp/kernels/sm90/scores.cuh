@@ -13,37 +13,27 @@ struct HeadFactors {
   using Coordinates = ScoreCoordinates<Traits>;
 
   float row[Coordinates::kRows];
+  bool any;  // whether one of the warp is not 1
 
-  CUTE_DEVICE static HeadFactors of(const Coordinates& coordinates,
-                                    const SharedStorage<Traits>& smem) {
-    HeadFactors factors = of(coordinates);
-    if constexpr (Traits::kConverts) {
-      if (!Traits::narrows_query(coordinates.params.q_dtype)) return factors;
-      CUTE_UNROLL
-      for (int r = 0; r < Coordinates::kRows; ++r) {
-        factors.row[r] *= smem.query_scale[coordinates.row(r)];
-      }
-    }
-    return factors;
-  }
-  // Of the heads alone.
-  CUTE_DEVICE static HeadFactors of(const Coordinates& coordinates) {
+  // of_query(r): of row r of Q.
+  CUTE_DEVICE static HeadFactors of(const Coordinates& coordinates, const auto& of_query) {
     const RunExtras& extras = coordinates.params.extras;
     float of_k = 1.0f;
     if (extras.scale_k != nullptr) of_k = __ldg(extras.scale_k + coordinates.state.item.kv_head);
     HeadFactors factors;
     CUTE_UNROLL
     for (int r = 0; r < Coordinates::kRows; ++r) {
-      factors.row[r] = of_k;
+      factors.row[r] = of_k * of_query(r);
       if (extras.scale_q != nullptr) {
         factors.row[r] *= __ldg(extras.scale_q + coordinates.head(r));
       }
     }
+    factors.any = __any_sync(0xffffffffu, factors.row[0] != 1.0f || factors.row[1] != 1.0f);
     return factors;
   }
 
   CUTE_DEVICE void apply(auto&& scores) const {
-    if (!__any_sync(0xffffffffu, row[0] != 1.0f || row[1] != 1.0f)) return;
+    if (!any) return;
     CUTE_UNROLL
     for (int c = 0; c < size<1>(scores); ++c) {
       CUTE_UNROLL
@@ -54,10 +44,7 @@ struct HeadFactors {
 
 template <class Traits>
 struct NoHeadFactors {
-  CUTE_DEVICE static NoHeadFactors of(const ScoreCoordinates<Traits>&,
-                                      const SharedStorage<Traits>&) {
-    return {};
-  }
+  CUTE_DEVICE static NoHeadFactors of(const ScoreCoordinates<Traits>&, const auto&) { return {}; }
   CUTE_DEVICE static void apply(auto&&) {}
 };
 
@@ -73,7 +60,13 @@ struct Scores {
   ScoreFactors<Traits> factors;
 
   CUTE_DEVICE static Scores of(const Coordinates& of_item, const SharedStorage<Traits>& smem) {
-    return {ScoreBias<Traits>::of(of_item), ScoreFactors<Traits>::of(of_item, smem)};
+    auto of_query = [&](int r) {
+      if constexpr (Traits::kConverts) {
+        if (Traits::narrows_query(of_item.params.q_dtype)) return smem.query_scale[of_item.row(r)];
+      }
+      return 1.0f;
+    };
+    return {ScoreBias<Traits>::of(of_item), ScoreFactors<Traits>::of(of_item, of_query)};
   }
 
   // scores: (row, column) view of a whole accumulator.
