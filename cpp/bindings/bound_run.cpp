@@ -240,16 +240,17 @@ py::object BoundRun::run(PyObject* const* arguments, Py_ssize_t count) {
       throw;
     }
     const auto& [given, seen] = call.segment(s);
-    launched.segments.add(
-        {.q = pointer<const void>(seen.q),
-         .k = pointer<const void>(seen.k),
-         .v = pointer<const void>(seen.v + bound.v_offset),
-         .o = pointer<void>(seen.out),
-         .lse = pointer<float>(seen.lse),
-         .extras = given.memory == nullptr ? memory_[s].extras : given.memory->extras,
-         .sm_scale = given.sm_scale,
-         .out_scale = given.out_scale,
-         .lse_scale = given.lse_scale});
+    const RunMemory& memory = given.memory == nullptr ? memory_[s] : *given.memory;
+    launched.segments.add({.q = pointer<const void>(seen.q),
+                           .k = pointer<const void>(seen.k),
+                           .v = pointer<const void>(seen.v + bound.v_offset),
+                           .o = pointer<void>(seen.out),
+                           .lse = pointer<float>(seen.lse),
+                           .extras = memory.extras,
+                           .skip_factor = memory.skip_factor,
+                           .sm_scale = given.sm_scale,
+                           .out_scale = given.out_scale,
+                           .lse_scale = given.lse_scale});
   }
   launched.stream = follow_stream();
   // One float workspace is for all segments.

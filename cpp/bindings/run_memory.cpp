@@ -161,10 +161,13 @@ void HeldMemory::refuse(const Held& held) const {
 
 void bind_run_memory(py::module_& m) {
   py::class_<RunMemory>(m, "RunMemory")
-      .def(py::init([](const Torch& torch, py::object partials, const py::kwargs& of_extras) {
-             return RunMemory::of(torch, std::move(partials), of_extras);
+      .def(py::init([](const Torch& torch, py::object partials, float skip_factor,
+                       const py::kwargs& of_extras) {
+             RunMemory memory = RunMemory::of(torch, std::move(partials), of_extras);
+             memory.skip_factor = skip_factor;
+             return memory;
            }),
-           py::arg("torch"), py::arg("partials"));
+           py::arg("torch"), py::arg("partials"), py::arg("skip_factor") = 0.0f);
   add_functions(m, {&bytes_definition});
   py::class_<HeldMemory, std::shared_ptr<HeldMemory>>(m, "HeldMemory")
       .def(py::init<std::shared_ptr<const Torch>, std::string, std::string>(), py::arg("torch"),

@@ -31,7 +31,8 @@ TensorMemory reach_of(const Torch& torch, std::string_view name, pybind11::handl
 struct RunMemory {
   pybind11::object partials = pybind11::none();  // a tensor, or None: the plan has none
   RunExtras extras;
-  pybind11::object owners;  // of what extras points at
+  float skip_factor = 0.0f;  // of this run, for a plan that skips; 0: the plan's
+  pybind11::object owners;   // of what extras points at
 
   static RunMemory of_plan(const Torch& torch, pybind11::object partials, pybind11::handle mask);
   // of_extras: tensors or None, by the names of their fields in RunExtras. Throws pybind11's

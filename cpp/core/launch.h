@@ -28,6 +28,7 @@ struct SegmentArguments {
   void* o = nullptr;
   float* lse = nullptr;
   RunExtras extras;
+  float skip_factor = 0.0f;  // instead of the plan's; 0: the plan's
   float sm_scale = 1.0f;
   float out_scale = 1.0f;
   float lse_scale = 1.0f;

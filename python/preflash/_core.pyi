@@ -429,10 +429,16 @@ class HeldMemory:
 
 class RunMemory:
     """What a launch uses beside the work list and the tensors of a segment. partials: the float
-    workspace. tensors: mask_bits, mask_tiles and those of preflash._check.arguments.PerHead, by
-    their names; None is absent."""
+    workspace. skip_factor: instead of that of a plan with one; 0: the plan's. tensors: mask_bits,
+    mask_tiles and those of preflash._check.arguments.PerHead, by their names; None is absent."""
 
-    def __init__(self, torch: Torch, partials: Any | None, **tensors: Any | None) -> None: ...
+    def __init__(
+        self,
+        torch: Torch,
+        partials: Any | None,
+        skip_factor: float = ...,
+        **tensors: Any | None,
+    ) -> None: ...
 
 class RunFunctions:
     """What runs ask of Python where they are no ordinary ones. Each is given a run's context first;

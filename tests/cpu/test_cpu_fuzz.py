@@ -40,7 +40,10 @@ def test_backends_differ_in_what_they_serve_alone():
         case = dataclasses.replace(
             other.case, **{name: getattr(problem.case, name) for name in own}
         )
-        call = dataclasses.replace(other.call, graph=problem.call.graph)  # not of RoPE, nor of fp8
+        own_of_call = ("graph", "skip_factor")  # not of RoPE, nor of fp8
+        call = dataclasses.replace(
+            other.call, **{name: getattr(problem.call, name) for name in own_of_call}
+        )
         assert (case, call) == (problem.case, problem.call)
 
 

@@ -13,7 +13,7 @@ import types
 import typing
 
 import torch
-from preflash.testing.case import DTYPE_NAMES, Case, KvForm, MaskKind, Sinks
+from preflash.testing.case import DTYPE_NAMES, Case, KvForm, MaskKind, Position, Sinks
 
 from . import problem_limits as limits
 from .random_cases import Limits, random_case
@@ -77,6 +77,7 @@ class Call:
     v_scale: float | None = None
     scales_in_tensors: bool = False
     window_at_run: bool = False  # window_left is given to run(), and plan() gets none
+    skip_factor: float = 0.0  # given to run()
     scratch: Scratch = Scratch.WHOLE
     index_on_device: bool = False
     threads: int = 1  # of the cpu backend
@@ -123,6 +124,7 @@ class Problem:
         _must(not call.other_mask or case.mask is MaskKind.PACKED, "beside a packed mask")
         _must(not call.long_mask or case.has_custom_mask, "there is no mask")
         _must(not call.window_at_run or entry is Entry.BATCH, "an option of run()")
+        _must(call.skip_factor == 0.0 or entry is Entry.BATCH, "an option of run()")
         _must(
             call.scratch is Scratch.WHOLE or (entry is not Entry.SINGLE and not splits),
             "a part of the workspace is for a split that the planner chooses",
@@ -234,6 +236,7 @@ def _planned_call(rng: random.Random, case: Case, call: Call) -> Call:
     """The call with what only plan() takes."""
     padding = rng.choice([0, 0, 2])
     graph, hints, other_mask, long_mask = (rng.random() < share for share in (0.2, 0.3, 0.5, 0.3))
+    skips = rng.random() < 0.4 and call.entry is Entry.BATCH and _may_skip(case)
     if call.entry is Entry.SINGLE:
         return call
     return dataclasses.replace(
@@ -243,7 +246,15 @@ def _planned_call(rng: random.Random, case: Case, call: Call) -> Call:
         hints=hints,
         other_mask=other_mask and case.mask is MaskKind.PACKED,
         long_mask=long_mask and case.has_custom_mask,
+        skip_factor=1e-8 if skips else 0.0,  # what it leaves out is nothing beside the rest
     )
+
+
+def _may_skip(case: Case) -> bool:
+    """Whether every backend has kernels that skip tiles of it."""
+    plain = case.position is Position.NONE and not case.soft_cap and not case.has_custom_mask
+    wide = case.dtype.itemsize == case.dtype_kv.itemsize == 2
+    return plain and wide and max(case.head_dim, case.dim_vo) <= 256
 
 
 def _adapted(case: Case, entry: Entry) -> Case:

@@ -286,6 +286,8 @@ class Trial:
         }
         if call.window_at_run:
             options["window_left"] = inputs.case.window_left
+        if call.skip_factor:
+            options["skip_softmax_threshold_scale_factor"] = call.skip_factor
         options.update(overrides)
         if call.entry is Entry.SINGLE:
             return runner.single(inputs, backend=self.backend, **options)

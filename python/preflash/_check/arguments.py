@@ -114,6 +114,7 @@ class RunArguments(NamedTuple):
     window_left: int | None = None
     per_head: PerHead = PerHead()
     sm_scale: Scale = None  # None: that of the plan
+    skip_factor: float = 0.0  # checked
 
 
 class RunKeywords(TypedDict, total=False):
@@ -124,11 +125,11 @@ class RunKeywords(TypedDict, total=False):
     scale_k: torch.Tensor | None
     scale_v: torch.Tensor | None
     window_left: int | None
+    skip_softmax_threshold_scale_factor: float | None
     # Of these this build serves the neutral values alone.
     enable_pdl: bool | None
     kv_cache_sf: torch.Tensor | None
     o_scale: float | None
-    skip_softmax_threshold_scale_factor: float | None
     use_fp16_softmax: bool | None
     uses_spcompress: bool | None
 

@@ -172,7 +172,6 @@ def check_unserved(a: RunOptions) -> None:
     check.permission("enable_pdl", a.enable_pdl)
     check.absent(kv_cache_sf=a.kv_cache_sf)
     check.neutral("o_scale", a.o_scale, 1.0)
-    check.neutral("skip_softmax_threshold_scale_factor", a.skip_softmax_threshold_scale_factor, 0.0)
     check.neutral("use_fp16_softmax", a.use_fp16_softmax, False)
     check.neutral("uses_spcompress", a.uses_spcompress, False)
 

@@ -301,6 +301,15 @@ def _rope_option(name: str, value: Any) -> float:
     return value
 
 
+def skip_factor(value: Any) -> float:
+    """0.0 is off."""
+    name = "skip_softmax_threshold_scale_factor"
+    factor = 0.0 if value is None else real(name, value)
+    if factor < 0.0:
+        raise ValueError(f"{name}={factor}: must be positive, or 0 for off")
+    return factor
+
+
 def permission(name: str, value: Any) -> None:
     """enable_pdl and allow_fp16_qk_reduction permit something that the kernels may leave undone."""
     if value is not None:

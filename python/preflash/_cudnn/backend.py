@@ -89,6 +89,7 @@ def _check_options(device: torch.device, o: _core.AttentionOptions, page_size: i
         ("window_left", o.window_left >= 0),
         ("fixed_split_size", o.fixed_split_size > 0),
         ("disable_split_kv", o.disable_split),
+        ("skip_softmax_threshold_scale_factor", o.skip_factor > 0.0),
     ):
         if given:
             raise _refused(f"it does not serve {name}")
@@ -124,7 +125,7 @@ class CudnnRun:
     def int_buffer(self) -> Buffer:
         return self.buffers[0]
 
-    def memory_with(self, per_head: PerHead) -> None:
+    def memory_with(self, per_head: PerHead, skip_factor: float) -> None:
         _tensors.check_per_head(per_head, self.request.options, self.request.device)
         names = [name for name, value in per_head._asdict().items() if value is not None]
         raise NotImplementedError(f"backend='cudnn' does not serve {names[0]}; {_WAY_OUT}")

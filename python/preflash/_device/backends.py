@@ -53,7 +53,7 @@ class Run(Protocol):
         memory: of this call alone, from memory_with(); None: the plan's.
         """
 
-    def memory_with(self, per_head: PerHead) -> Any:
+    def memory_with(self, per_head: PerHead, skip_factor: float) -> Any:
         """The plan's own, and what one run brings."""
 
 

@@ -169,14 +169,12 @@ def _soft_cap(value: Any) -> float:
 
 
 def _skip_factor(a: FmhaArguments) -> float:
-    name = "skip_softmax_threshold_scale_factor"
-    factor = check.real(name, a.skip_softmax_threshold_scale_factor)
-    if factor < 0.0:
-        raise ValueError(f"{name}={factor}: must be positive, or 0 for off")
+    factor = check.skip_factor(a.skip_softmax_threshold_scale_factor)
     if factor > 0.0 and a.save_softmax_stats:
         raise ValueError(
-            f"{name}={factor} with save_softmax_stats=True: the sum of a row whose tiles are left "
-            "out is not the sum of its weights; ask for one of the two"
+            f"skip_softmax_threshold_scale_factor={factor} with save_softmax_stats=True: the sum "
+            "of a row whose tiles are left out is not the sum of its weights; ask for one of the "
+            "two"
         )
     return factor
 

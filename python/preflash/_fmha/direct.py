@@ -23,8 +23,6 @@ def attend(
     that it has converted or calls otherwise. names: what it calls them, which errors name."""
     check.not_traced()
     given = {**given, **changed}
-    if given.get("skip_softmax_threshold_scale_factor", 0.0) is None:
-        del given["skip_softmax_threshold_scale_factor"]
     known = FmhaArguments._fields
     a = FmhaArguments(**{name: value for name, value in given.items() if name in known})
     with renamed(names):

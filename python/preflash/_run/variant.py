@@ -137,11 +137,11 @@ class PlannedVariant:
     def shared(self, value: bool) -> None:
         self.place.shared = value
 
-    def memory_with(self, per_head: PerHead) -> _core.RunMemory:
+    def memory_with(self, per_head: PerHead, skip_factor: float) -> _core.RunMemory:
         """The plan's own, and what one run brings."""
         request = self.request
         _tensors.check_per_head(per_head, request.options, request.device, request.q_given)
-        return run_memory(self.float_workspace, request.mask, per_head)
+        return run_memory(self.float_workspace, request.mask, per_head, skip_factor=skip_factor)
 
     def memory_with_mask(self, mask: torch.Tensor) -> _core.RunMemory:
         """The plan's own, and the mask of one run."""
@@ -178,15 +178,18 @@ def run_memory(
     mask: torch.Tensor | None = None,
     per_head: PerHead = _NO_HEADS,
     mask_tiles: torch.Tensor | None = None,
+    skip_factor: float = 0.0,
 ) -> _core.RunMemory:
     """What a launch uses beside the work list and the tensors of a segment.
 
     partials: memory for those of split KV; a wrapper's outputs keep out of it under every plan.
-    mask: packed. mask_tiles: of a mask of one run, which that run fills.
+    mask: packed. mask_tiles: of a mask of one run, which that run fills. skip_factor: instead of
+    that of a plan which skips tiles; 0: the plan's.
     """
     return _core.RunMemory(
-        check.TORCH, partials, mask_bits=mask, mask_tiles=mask_tiles, **per_head._asdict()
-    )
+        check.TORCH, partials, skip_factor, mask_bits=mask, mask_tiles=mask_tiles,
+        **per_head._asdict(),
+    )  # fmt: skip
 
 
 @contextlib.contextmanager

@@ -140,7 +140,8 @@ def _run(wrapper: Any, q: torch.Tensor, kv: KvCache, options: dict, outputs: Out
     scales, per_head = (
         kind(*(given[name] for name in kind._fields)) for kind in (GivenScales, PerHead)
     )
-    arguments = RunArguments(scales, given.get("window_left"), per_head, given["sm_scale"])
+    window_left, skip_factor = given.get("window_left"), given.get("skip_factor", 0.0)
+    arguments = RunArguments(scales, window_left, per_head, given["sm_scale"], skip_factor)
     return wrapper._run_with(q, kv, arguments, outputs)
 
 
@@ -188,7 +189,7 @@ def _refuse_blind_capture(q: torch.Tensor) -> None:
 _QKV = "Tensor q, Tensor k, Tensor? v"
 _RUN = ", ".join(
     (f"str wrapper, {_QKV}, *, ScalarType? o_dtype=None, SymInt? window_left=None",
-     *(SingleArguments.OPERATOR[name] for name in _OF_RUN))
+     "float skip_factor=0.0", *(SingleArguments.OPERATOR[name] for name in _OF_RUN))
 )  # fmt: skip
 _FORWARD = ", ".join(
     (f"str wrapper, {_QKV}, *, ScalarType? o_dtype=None", *ForwardArguments.OPERATOR.values())

@@ -45,6 +45,9 @@ from .graph import GraphMode
 from .options import check_announced, told_before, with_forward
 from .state import Asked, Drafted, Planned, State
 
+# Of a plan whose runs skip tiles. Each brings its own, which counts unless float32 makes it 0.
+_ANY_FACTOR = 2.0**-126
+
 
 class BatchPrefillWrapper(EngineAttributes):
     """Base of the public wrappers. Subclasses turn arguments into a batch and a (k, v) pair."""
@@ -337,7 +340,8 @@ class BatchPrefillWrapper(EngineAttributes):
         outputs = run_outputs(*outputs)
         per_head = PerHead(given.sinks, given.scale_q, given.scale_k, given.scale_v)
         scales = GivenScales(given.q_scale, given.k_scale, given.v_scale)
-        a = RunArguments(scales, given.window_left, per_head, sm_scale)
+        skip_factor = check.skip_factor(given.skip_softmax_threshold_scale_factor)
+        a = RunArguments(scales, given.window_left, per_head, sm_scale, skip_factor)
         return self._run_with(q, kv, a, outputs)
 
     def _run_with(self, q: torch.Tensor, kv: KvCache, a: RunArguments, outputs: Outputs) -> Result:
@@ -345,12 +349,14 @@ class BatchPrefillWrapper(EngineAttributes):
         if check.traced():
             return traced.run(self._recorded_name, q, kv, a, outputs)
         planned = self._planned()
-        options = planned.asked.request.options
+        options = asked = planned.asked.request.options
         if a.window_left is not None:
             window_left = check.window_left("window_left", a.window_left)
             options = options.replace(window_left=window_left)
+        if a.skip_factor > 0.0:
+            options = options.replace(skip_factor=_ANY_FACTOR)
         variant = planned.usual
-        if variant is None or a.window_left is not None:
+        if variant is None or options is not asked:
             variant = self._select(planned, options)
         if a.per_head.scaled and variant.plan.has_prepass:
             check_per_head(a.per_head, options, self.device, planned.asked.request.q_given)
@@ -359,9 +365,11 @@ class BatchPrefillWrapper(EngineAttributes):
         if a.sm_scale is not None:
             sm_scale = softmax_scale(a.sm_scale, options)
         scales = folded_scales(sm_scale, a.scales, options)
-        memory = variant.memory_with(a.per_head) if a.per_head.given else None
+        memory = None
+        if a.per_head.given or a.skip_factor > 0.0:
+            memory = variant.memory_with(a.per_head, a.skip_factor)
         result = variant.attend_to(q, kv, scales, outputs, memory)
-        if planned.usual is None and a.window_left is None and self._state.planned is planned:
+        if planned.usual is None and options is asked and self._state.planned is planned:
             # The caller uses run(): begin_forward() is plan() again.
             planned = planned._replace(usual=variant)
             self._state = self._state._replace(planned=planned, last_forward=None)

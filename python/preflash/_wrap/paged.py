@@ -193,8 +193,10 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillWrapper, PagedEngineAttrib
             scale_q, scale_k, scale_v, sinks, kv_cache_sf: as in single_prefill_with_kv_cache.
                 The three scales may also follow the cache by position; a float is then that of all
                 heads, q_scale, k_scale or v_scale.
-            o_scale, skip_softmax_threshold_scale_factor, use_fp16_softmax, uses_spcompress: None,
-            or 1.0, 0.0, False and False, only.
+            skip_softmax_threshold_scale_factor: as in trtllm_fmha_v2_prefill; planned when first
+                asked for, for every factor at once. lse is that of the tiles that count. None or
+                0: none is left out.
+            o_scale, use_fp16_softmax, uses_spcompress: None, or 1.0, False and False, only.
 
         Returns:
             out [rows of q, num_qo_heads, head_dim_vo], or (out, lse) with return_lse. Rows that

@@ -38,7 +38,7 @@ class Planned(NamedTuple):
     # The variant that plan() or begin_forward() made, for these options.
     primary: PlannedVariant
     options: _core.AttentionOptions
-    # What run(window_left=...) and forward() asked for.
+    # What runs with a window_left or skipped tiles and forward() asked for.
     others: dict[_core.AttentionOptions, PlannedVariant]
 
     def variants(self) -> set[PlannedVariant]:

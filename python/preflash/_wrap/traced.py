@@ -69,6 +69,8 @@ def run(name: str, q: torch.Tensor, kv: KvCache, a: RunArguments, outputs: Outpu
     options = _by_type(**a.scales._asdict(), sm_scale=a.sm_scale, **a.per_head._asdict())
     if a.window_left is not None:
         options["window_left"] = a.window_left
+    if a.skip_factor > 0.0:
+        options["skip_factor"] = a.skip_factor
     o_dtype = None
     if q.dtype not in check.WIDE_DTYPES and outputs.out is None:
         options["o_dtype"] = o_dtype = planned_o_dtype(name)

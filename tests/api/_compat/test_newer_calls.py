@@ -165,7 +165,6 @@ def test_constructor_arguments_of_run_time_compilers(wrapper):
 
 NEUTRAL = {
     "o_scale": (1.0, 0.5),
-    "skip_softmax_threshold_scale_factor": (0.0, 10.0),
     "use_fp16_softmax": (False, True),
     "uses_spcompress": (False, True),
 }

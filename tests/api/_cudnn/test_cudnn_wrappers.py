@@ -138,6 +138,8 @@ def test_what_a_run_does_not_serve(fake, case):
         wrapper.run(inputs.q, *keys, sinks=torch.zeros(6))
     with pytest.raises(NotImplementedError, match=r"backend='cudnn'.*window_left"):
         wrapper.run(inputs.q, *keys, window_left=4)
+    with pytest.raises(NotImplementedError, match=r"backend='cudnn'.*skip_softmax.*'auto'"):
+        wrapper.run(inputs.q, *keys, skip_softmax_threshold_scale_factor=1.0)
     with pytest.raises(NotImplementedError, match=r"backend='cudnn'.*apart in memory"):
         wrapper.run(inputs.q, *keys, out=inputs.q)
     with pytest.raises(ValueError, match="q has shape"):

@@ -225,6 +225,9 @@ MISTAKES = [
     Mistake("soft cap tiny", SEPARATE, put(logits_soft_cap_scale=1e-30), "logits_soft_cap_scale"),
     Mistake("factor negative", SEPARATE, put(**{FACTOR: -1.0}), f"{FACTOR}=-1.0"),
     Mistake("factor infinite", SEPARATE, put(**{FACTOR: math.inf}), FACTOR),
+    Mistake("factor NaN", SEPARATE, put(**{FACTOR: math.nan}), FACTOR),
+    Mistake("factor a bool", SEPARATE, put(**{FACTOR: True}), FACTOR, TypeError),
+    Mistake("factor a tensor", SEPARATE, put(**{FACTOR: torch.ones(1)}), FACTOR, TypeError),
     Mistake(
         "statistics of skipped tiles", SEPARATE, put(**{FACTOR: 5.0}), f"{FACTOR}=5.0 with save"
     ),
