@@ -72,7 +72,7 @@ ALLOWED_SPILLS = [
     AllowedSpill({"family": "sm80", "segments": "two", "mask": "bounds"}, 364, _OF_BOTH, 7),
     AllowedSpill({"family": "sm80", "segments": "two", "mask": "custom"}, 490, _OF_BOTH, 14),
     AllowedSpill({"family": "sm90", "head_dim": "64"}, 32, _IN_GATHER),
-    AllowedSpill({"family": "sm90", "head_dim": "64", "logits": "softcap"}, 40, _BETWEEN_ITEMS),
+    AllowedSpill({"family": "sm90", "head_dim": "64", "logits": "softcap"}, 72, _BETWEEN_ITEMS),
     AllowedSpill(
         {"family": "sm90", "head_dim": "64", "position": "alibi"},
         192,
