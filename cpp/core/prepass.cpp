@@ -17,13 +17,13 @@ constexpr double kRowElements = 128.0;
 double converted_key(const SegmentProblem& problem, const ForwardKernel& converting) {
   const double rows = (problem.head_dim_qk + problem.head_dim_vo) / (2 * kRowElements);
   const int head_dim = std::max(problem.head_dim_qk, problem.head_dim_vo);
-  if (problem.position == Position::kRope) return (head_dim > 256 ? 2.0 : 0.40) * rows;
+  if (problem.position == Position::kRope) return (head_dim > 256 ? 2.0 : 0.30) * rows;
   if (converting.traits.widening != Widening::kToFloat16) return 0.46 * rows;
   // Dequantising to float16 takes two instructions for four elements, in warps of their own up to
   // head_dim 128 and above 256. TMA brings their rows, unless a page is no multiple of 8.
-  if (head_dim > 256) return 0.33 * rows;
+  if (head_dim > 256) return 0.29 * rows;
   if (head_dim > 128) return 0.19 * rows;
-  return !problem.paged() || problem.page_size % 8 == 0 ? 0.10 : 0.13;
+  return !problem.paged() || problem.page_size % 8 == 0 ? 0.08 : 0.12;
 }
 
 bool is_rotated(const AttentionOptions& options) { return options.position == Position::kRope; }
