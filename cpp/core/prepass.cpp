@@ -9,21 +9,31 @@ namespace {
 
 constexpr double kRowElements = 128.0;
 
-// What a conversion on load adds to the time of one key in one query tile of 128 rows, in units
-// of what a row of 128 elements takes to be copied in 16 bits, 0.2 ns. Fitted to an H100
-// (docs/dev/experiments/fp8-and-rope.md). The pass's own launch counts nothing: it takes what the
-// first tiles of a kernel that converts on load wait longer. RoPE above head_dim 256: out of the
-// kernel's time, not fitted.
-double converted_key(const SegmentProblem& problem, const ForwardKernel& converting) {
+// What a conversion on load adds to a query tile of 128 rows: for each of its keys, in units of
+// what a row of 128 elements takes to be copied in 16 bits, 0.2 ns; and for its queries, in keys.
+// Fitted to an H100 (docs/dev/experiments/fp8-and-rope.md). The pass's own launch counts nothing:
+// it takes what the first tiles of a kernel that converts on load wait longer. RoPE above head_dim
+// 256: out of the kernel's time, not fitted.
+struct Conversion {
+  double key;
+  double queries = 0.0;
+};
+
+Conversion conversion(const SegmentProblem& problem, const ForwardKernel& converting) {
   const double rows = (problem.head_dim_qk + problem.head_dim_vo) / (2 * kRowElements);
   const int head_dim = std::max(problem.head_dim_qk, problem.head_dim_vo);
-  if (problem.position == Position::kRope) return (head_dim > 256 ? 2.0 : 0.30) * rows;
-  if (converting.traits.widening != Widening::kToFloat16) return 0.46 * rows;
-  // Dequantising to float16 takes two instructions for four elements, in warps of their own up to
-  // head_dim 128 and above 256. TMA brings their rows, unless a page is no multiple of 8.
-  if (head_dim > 256) return 0.29 * rows;
-  if (head_dim > 128) return 0.19 * rows;
-  return !problem.paged() || problem.page_size % 8 == 0 ? 0.08 : 0.12;
+  const bool on_sm90 = converting.traits.widening == Widening::kToFloat16;
+  if (problem.position == Position::kRope) {
+    if (!on_sm90) return {0.40 * rows};
+    return {(head_dim > 256 ? 2.0 : 0.25) * rows, 700};
+  }
+  if (!on_sm90) return {0.46 * rows};
+  // Up to head_dim 128 and above 256 dequantising to float16 is the work of warps of their own. TMA
+  // brings their rows, unless a page is no multiple of 8.
+  if (head_dim > 256) return {0.30 * rows, 600};
+  if (head_dim > 128) return {0.60 * rows};
+  if (head_dim <= 64) return {0.065, 1500};
+  return {!problem.paged() || problem.page_size % 8 == 0 ? 0.045 : 0.080, 2500};
 }
 
 bool is_rotated(const AttentionOptions& options) { return options.position == Position::kRope; }
@@ -40,8 +50,10 @@ std::int64_t copy_bytes(std::int64_t rows, std::int64_t heads, std::int64_t head
   return ceil_div(bytes, kCopyAlignment) * kCopyAlignment;
 }
 
-// Keys that the query tiles of a request go through, all together, for one KV head.
-double keys_of_tiles(const SegmentProblem& problem, std::size_t request, std::int32_t tile_rows) {
+// Keys that the query tiles of a request go through, all together, for one KV head; of_queries:
+// what the queries of a tile count.
+double keys_of_tiles(const SegmentProblem& problem, std::size_t request, std::int32_t tile_rows,
+                     double of_queries) {
   const auto queries = static_cast<double>(problem.qo_len(request));
   const auto keys = static_cast<double>(problem.kv_len(request));
   const double group = problem.gqa_ratio();
@@ -51,7 +63,7 @@ double keys_of_tiles(const SegmentProblem& problem, std::size_t request, std::in
   if (problem.causal) of_tile = std::max(keys - queries / 2, keys / 2);
   if (problem.window_left >= 0) of_tile = std::min(of_tile, problem.window_left + tile_tokens);
   if (problem.chunk_size > 0) of_tile = std::min(of_tile, problem.chunk_size + tile_tokens);
-  return tiles * of_tile;
+  return tiles * (of_tile + of_queries);
 }
 
 // Whether copies take less time than they save.
@@ -59,14 +71,14 @@ bool pays(const SegmentProblem& problem, const ForwardKernel& converting) {
   const bool narrow = size_of(problem.kv_dtype) == 1;
   const double of_k = problem.head_dim_qk / kRowElements;
   const double of_v = problem.head_dim_vo / kRowElements;
+  const Conversion added = conversion(problem, converting);
   double tile_keys = 0.0, keys = 0.0, queries = 0.0;
   for (std::size_t i = 0; i + 1 < problem.qo_indptr.size(); ++i) {
-    tile_keys += keys_of_tiles(problem, i, converting.tile.m);
+    tile_keys += keys_of_tiles(problem, i, converting.tile.m, added.queries);
     keys += static_cast<double>(problem.kv_len(i));
     queries += static_cast<double>(problem.qo_len(i));
   }
-  const double saved = converted_key(problem, converting) * tile_keys * problem.num_kv_heads *
-                       converting.tile.m / 128;
+  const double saved = added.key * tile_keys * problem.num_kv_heads * converting.tile.m / 128;
   const double of_key = of_k + (narrow || problem.paged() ? of_v : 0.0);
   double cost = keys * problem.num_kv_heads * of_key * (narrow ? 0.75 : 1.0);
   if (is_rotated(problem)) cost += queries * problem.num_qo_heads * of_k;

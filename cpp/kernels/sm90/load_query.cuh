@@ -3,8 +3,6 @@
 // the products may read them.
 #pragma once
 
-#include <bit>
-
 #include "kernels/sm90/forward_convert.cuh"
 
 namespace preflash::sm90 {
@@ -48,8 +46,8 @@ struct ArrivingQuery {
   }
 };
 
-// The warpgroup dequantises and rotates the rows where they lie. A row of 8 bits lies in the first
-// blocks of the row that it becomes, and one warp reads all of it before it writes any.
+// Each warp dequantises and rotates its rows where they lie. A row of 8 bits lies in the first
+// blocks of the row that it becomes, and is read as a whole before any of it is written.
 template <class Traits>
 struct ConvertedQuery : ArrivingQuery<Traits> {
   using Base = ArrivingQuery<Traits>;
@@ -57,12 +55,12 @@ struct ConvertedQuery : ArrivingQuery<Traits> {
   using Base::smem;
 
   static constexpr DType kTo = Traits::kVariant.q_dtype;
-  static constexpr int kUnits = Traits::kPairs / kLanePairs;  // of one row
-  static constexpr int kLanes = std::min(32, static_cast<int>(std::bit_ceil(unsigned{kUnits})));
-  static constexpr int kTurns = ceil_div(kUnits, kLanes);  // units of a lane, in one row
-  static constexpr int kRowsAtOnce = kWarpgroupThreads / kLanes;
-  static constexpr int kBatch = std::min(8 / kTurns, kWarpgroupRows / kRowsAtOnce);  // of a lane
-  static_assert(Traits::kQStages == 1 && kWarpgroupRows % (kRowsAtOnce * kBatch) == 0);
+  static constexpr int kUnits = Traits::kPairs / kLanePairs;     // of one row
+  static constexpr int kLanes = std::min(32, kUnits & -kUnits);  // for one row
+  static constexpr int kTurns = kUnits / kLanes;
+  static constexpr int kRowsAtOnce = 32 / kLanes;
+  static constexpr int kBatch = std::min(8 / kTurns, kWarpRows / kRowsAtOnce);  // rows of a lane
+  static_assert(Traits::kQStages == 1 && kWarpRows % (kRowsAtOnce * kBatch) == 0);
 
   CUTE_DEVICE void arrive(const auto& q_read) const {
     this->await(q_read);
@@ -102,10 +100,11 @@ struct ConvertedQuery : ArrivingQuery<Traits> {
     using Stored = FourStored<kFrom>;
     constexpr int kGroup = kRotates ? 1 : kBatch / 2;
     auto* q = reinterpret_cast<unsigned char*>(smem.q);
-    const int lane = this->thread % kLanes;
+    const int lane = lane_id() % kLanes;
+    const int warp_row = this->warpgroup * kWarpgroupRows + this->thread / 32 * kWarpRows;
 #pragma unroll 1
-    for (int first = this->thread / kLanes; first < kWarpgroupRows; first += kRowsAtOnce * kBatch) {
-      const int first_row = this->warpgroup * kWarpgroupRows + first;
+    for (int first = lane_id() / kLanes; first < kWarpRows; first += kRowsAtOnce * kBatch) {
+      const int first_row = warp_row + first;
       // Of a row's columns in 16-bit elements, as they are stored or to be.
       auto place = [&](int column) { return SwizzledColumn<Traits::kTileM>(q, first_row, column); };
       Unit<Stored> stored[kBatch][kTurns];
@@ -158,7 +157,7 @@ struct ConvertedQuery : ArrivingQuery<Traits> {
     CUTE_UNROLL
     for (int turn = 0; turn < kTurns; ++turn) {
       const int unit = lane + turn * kLanes;
-      if (unit < kUnits) visit(turn, unit, PairColumns::of(unit, params.head_dim_qk));
+      visit(turn, unit, PairColumns::of(unit, params.head_dim_qk));
     }
   }
   // Brings rows into the range of float16, and leaves the inverses of their factors for the scores.
