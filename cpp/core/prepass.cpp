@@ -8,12 +8,12 @@ namespace preflash {
 namespace {
 
 constexpr double kRowElements = 128.0;
+constexpr double kPassLaunch = 15000.0;  // in units of Conversion: 3 us
 
 // What a conversion on load adds to a query tile of 128 rows: for each of its keys, in units of
 // what a row of 128 elements takes to be copied in 16 bits, 0.2 ns; and for its queries, in keys.
-// Fitted to an H100 (docs/dev/experiments/fp8-and-rope.md). The pass's own launch counts nothing:
-// it takes what the first tiles of a kernel that converts on load wait longer. RoPE above head_dim
-// 256: out of the kernel's time, not fitted.
+// Fitted to an H100 (docs/dev/experiments/fp8-and-rope.md); RoPE above head_dim 256: out of the
+// kernel's time, not fitted.
 struct Conversion {
   double key;
   double queries = 0.0;
@@ -80,7 +80,7 @@ bool pays(const SegmentProblem& problem, const ForwardKernel& converting) {
   }
   const double saved = added.key * tile_keys * problem.num_kv_heads * converting.tile.m / 128;
   const double of_key = of_k + (narrow || problem.paged() ? of_v : 0.0);
-  double cost = keys * problem.num_kv_heads * of_key * (narrow ? 0.75 : 1.0);
+  double cost = kPassLaunch + keys * problem.num_kv_heads * of_key * (narrow ? 0.75 : 1.0);
   if (is_rotated(problem)) cost += queries * problem.num_qo_heads * of_k;
   return saved > cost;
 }

@@ -81,18 +81,15 @@ ALLOWED_SPILLS = [
     AllowedSpill({"family": "sm90", "head_dim": "256"}, 320, _BETWEEN_ITEMS),
     AllowedSpill({"family": "sm90", "head_dim": "256", "segments": "two"}, 480, _BETWEEN_ITEMS),
     AllowedSpill({"family": "sm90", "head_dim": "64", "sparsity": "skipping"}, 96, _BETWEEN_ITEMS),
-    AllowedSpill({"family": "sm90", "load": "converted"}, 1600, _IN_CONVERSION, 6),
+    AllowedSpill({"family": "sm90", "load": "converted"}, 700, _IN_CONVERSION, 5),
     AllowedSpill(
-        {"family": "sm90", "head_dim": "256", "load": "converted"}, 2300, _IN_CONVERSION, 18
+        {"family": "sm90", "head_dim": "192x128", "load": "converted"}, 600, _IN_CONVERSION, 14
     ),
     AllowedSpill(
-        {"family": "sm90", "head_dim": "512", "load": "converted"}, 2700, _IN_CONVERSION, 24
+        {"family": "sm90", "head_dim": "256", "load": "converted"}, 1100, _IN_CONVERSION, 20
     ),
     AllowedSpill(
-        {"family": "sm90", "head_dim": "128", "mask": "custom", "load": "converted"},
-        2000,
-        _IN_CONVERSION + "; a tile reads nine words of its own, most before its products' turn",
-        9,
+        {"family": "sm90", "head_dim": "512", "load": "converted"}, 1800, _IN_CONVERSION, 8
     ),
     AllowedSpill({"family": "sm90", "mask": "custom"}, 320, _IN_SCAN, 2),
     AllowedSpill({"family": "sm90", "head_dim": "512"}, 320, _BETWEEN_ITEMS),

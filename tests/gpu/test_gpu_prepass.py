@@ -96,7 +96,7 @@ def test_random_cases(backend, case):
 @on_every_backend
 @pytest.mark.parametrize("what", WHAT.values(), ids=WHAT)
 def test_long_prefill_has_a_prepass_without_being_told(backend, what):
-    case = Case("long", (3000,), (6133,), 8, 8, 128, mask=MaskKind.CAUSAL, page_size=16, **what)
+    case = Case("long", (6000,), (7013,), 8, 8, 128, mask=MaskKind.CAUSAL, page_size=16, **what)
     inputs = build(case, device="cuda")
     buffer = runner.workspace("cuda", 128 << 20)
     wrapper = runner.make_wrapper(case, backend=backend, device="cuda", buffer=buffer)

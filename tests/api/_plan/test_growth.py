@@ -130,4 +130,4 @@ def test_a_leak_is_noticed():
         kept.append(bytearray(16))
 
     with pytest.raises(AssertionError):
-        check_steady(step, 500)
+        check_steady(step, 2000)
