@@ -5,9 +5,9 @@
 //
 // In bfloat16, where P has float32's range, the reference of every row is a constant
 // (SoftCap::reference): a capped row needs no maximum. Elsewhere references are those of the
-// speculative softmax, but for an item's second tile: there each becomes the row max so far. The
-// first tile of a causal item leaves some rows few keys, and a cap bounds what later tiles can add
-// to the maximum of a whole one.
+// speculative softmax. In float16 each becomes the row max so far in an item's second tile, too:
+// the first tile of a causal item leaves some rows few keys, and a cap bounds what later tiles can
+// add to the maximum of a whole one.
 #pragma once
 
 #include "kernels/sm90/eight_bit_softmax.cuh"
@@ -29,8 +29,8 @@ CUTE_DEVICE float exp2_polynomial(float x) {
 
 // Has the hooks of SpeculativeSoftmax. kFour: of four warpgroups some always use the
 // special-function unit. So all of a tile is capped behind O, and every fourth exponential is a
-// polynomial.
-template <bool kFour>
+// polynomial. kRaises: in float16.
+template <bool kFour, bool kRaises>
 struct CappedSoftmax : SpeculativeSoftmax {
   // A mask would come between the second half and the exponentials.
   static constexpr bool kMasks = true;
@@ -53,7 +53,7 @@ struct CappedSoftmax : SpeculativeSoftmax {
     if (!segment.cap.is_bounded()) {
       if (segment.cap.form == CapForm::kHardware) apply_rest(scores, segment.cap);
       mask();
-      if (is_second) raise(scores, shift, out, segment.logits.scale_log2);
+      if (kRaises && is_second) raise(scores, shift, out, segment.logits.scale_log2);
       return SpeculativeSoftmax::update(scores, shift, p, out, segment, mask);
     }
     const float scale_log2 = segment.logits.scale_log2;
@@ -83,8 +83,9 @@ struct CappedSoftmax : SpeculativeSoftmax {
 };
 
 template <class Traits>
-using SoftmaxOf =
-    conditional_t<Traits::kCapsInSoftmax, CappedSoftmax<(Traits::kConsumers > 2)>,
-                  conditional_t<Traits::kTransposesV, EightBitSoftmax, SpeculativeSoftmax>>;
+using SoftmaxOf = conditional_t<
+    Traits::kCapsInSoftmax,
+    CappedSoftmax<(Traits::kConsumers > 2), Traits::kVariant.q_dtype == DType::kFloat16>,
+    conditional_t<Traits::kTransposesV, EightBitSoftmax, SpeculativeSoftmax>>;
 
 }  // namespace preflash::sm90
