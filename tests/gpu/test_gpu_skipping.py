@@ -51,7 +51,9 @@ def test_long_prompts(backend, head_dim):
         v[begin + 2560 : begin + 5632] = math.nan
     skipped = wrapper.run(q, k, v, return_lse=True, **{FACTOR: 1.0})
     for one, other in zip(skipped, dense, strict=True):
-        torch.testing.assert_close(one.float(), other.float(), rtol=2e-2, atol=2e-3)
+        # Two roundings to bfloat16, of P and of the output.
+        difference = (one.float() - other.float()).norm()
+        assert difference <= 2.0**-7 * other.float().norm()
     for _ in range(19):
         again = wrapper.run(q, k, v, return_lse=True, **{FACTOR: 1.0})
         assert all(map(torch.equal, again, skipped))

@@ -26,6 +26,8 @@ def test_keys_that_few_tiles_read_are_not(what):
     assert not prefers([1] * 64, [4096] * 64, **what)  # decode
     assert not prefers([128], [65536], **what)  # one tile
     assert not prefers([100], [100], **what)  # little of anything
+    small = {"num_qo_heads": 4, "num_kv_heads": 2, "head_dim_qk": 64, "head_dim_vo": 64}
+    assert not prefers([9, 3], [30, 5], family="sm90", **what, **small)
     assert not prefers([0, 0], [5000, 0], **what)
     assert not prefers([], [], **what)
 

@@ -107,6 +107,11 @@ def made(kind, target, dtype=torch.float16, head_dim=128, wrapper=None, **option
     return Decaying(wrapper, q, k, v, qo_lens, kind != "ragged", kind != "decode")
 
 
+def near(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """But for two roundings to float16, of P and of the output."""
+    return bool((one.double() - other.double()).norm() <= 2.0**-9 * other.double().norm())
+
+
 KINDS = pytest.mark.parametrize("kind", ["paged", "ragged", "decode"])
 
 
@@ -152,7 +157,7 @@ def test_as_in_the_function(target, kind, head_dim):
         if cpu:
             assert torch.equal(out, function), factor
         elif factor <= 1.0:
-            torch.testing.assert_close(out, function, rtol=1e-2, atol=1e-3)
+            assert near(out, function), factor
     assert cpu is False or not torch.equal(out, batch.run())
 
 
@@ -287,7 +292,7 @@ def test_where_a_gpu_has_no_kernel(target, options):
     batch = made("paged", target, head_dim=head_dim, **options)
     before = batch.run()
     if target.backend == "cpu":
-        torch.testing.assert_close(batch.run(1e-9), before, rtol=1e-2, atol=1e-3)
+        assert near(batch.run(1e-9), before)
         return
     with pytest.raises(NotImplementedError, match="sparsity skipping"):
         batch.run(1.0)
