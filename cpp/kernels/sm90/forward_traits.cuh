@@ -133,7 +133,7 @@ struct ForwardTraits {
   static constexpr int kPairs = kHeadQk / 2;  // of dimensions that RoPE rotates
 
   // With two buffers the next item's Q is loaded during this item's last tiles, with one only
-  // during its very last. Where Q is converted each warpgroup loads its own rows.
+  // during its very last. Where Q is converted there is one.
   static constexpr int kBytesQ = kTileM * kRowQk * sizeof(ElementQ);
   static constexpr int kBytesKv = kTileN * (kRowQk + kHeadVo) * sizeof(ElementKv);
   static constexpr int kBytesO = kConsumerWarps * kWarpRows * kBlockRowBytes;

@@ -13,7 +13,7 @@ struct HeadFactors {
   using Coordinates = ScoreCoordinates<Traits>;
 
   float row[Coordinates::kRows];
-  bool any;  // whether one of the warp is not 1
+  bool any;  // whether a factor of the warp is not 1
 
   // of_query(r): of row r of Q.
   CUTE_DEVICE static HeadFactors of(const Coordinates& coordinates, const auto& of_query) {
