@@ -47,7 +47,8 @@ struct ArrivingQuery {
 };
 
 // Each warp dequantises and rotates its rows where they lie. A row of 8 bits lies in the first
-// blocks of the row that it becomes, and is read as a whole before any of it is written.
+// blocks of the row that it becomes, and is read as a whole before any of it is written. Rows of no
+// token become zeros: what the item before left there would be converted again.
 template <class Traits>
 struct ConvertedQuery : ArrivingQuery<Traits> {
   using Base = ArrivingQuery<Traits>;
@@ -113,6 +114,8 @@ struct ConvertedQuery : ArrivingQuery<Traits> {
         const auto high = place(columns.high * size_of(kFrom) / 2);
         CUTE_UNROLL
         for (int i = 0; i < kBatch; ++i) {
+          stored[i][turn] = {};
+          if (first_row + i * kRowsAtOnce >= this->state.num_rows) continue;
           stored[i][turn] = {*reinterpret_cast<const Stored*>(low.at(i * kRowsAtOnce)),
                              *reinterpret_cast<const Stored*>(high.at(i * kRowsAtOnce))};
         }
