@@ -66,8 +66,8 @@ def merge_state(
     if check.traced():
         return torch.ops.preflash.merge_state(v_a, s_a, v_b, s_b)
     check.forward_only(v_a, s_a, v_b, s_b)
-    a = _checked(("v_a", v_a), ("s_a", s_a), dims=3)
-    b = _checked(("v_b", v_b), ("s_b", s_b), dims=3)
+    a = _checked("v_a", v_a, "s_a", s_a)
+    b = _checked("v_b", v_b, "s_b", s_b)
     _check_same("v_b", v_b, "v_a", v_a)
     merged = _State(v_a.new_empty(v_a.shape), torch.empty_like(a.s))
     _merge(a, b, merged, None)
@@ -98,13 +98,12 @@ def merge_state_in_place(
         torch.ops.preflash.merge_state_in_place(v, s, v_other, s_other, mask)
         return
     check.forward_only(v, s, v_other, s_other)
-    own = _checked(("v", v), ("s", s), dims=3)
+    own = _checked("v", v, "s", s)
     check.has_dtype("s", s, torch.float32, "it is written in place")
-    other = _checked(("v_other", v_other), ("s_other", s_other), dims=3)
+    other = _checked("v_other", v_other, "s_other", s_other)
     _check_same("v_other", v_other, "v", v)
-    for name, value in (("v", v), ("s", s)):
-        if not value.is_contiguous():
-            raise ValueError(f"{name} has strides {tuple(value.stride())}; must be contiguous")
+    check.contiguous("v", v)
+    check.contiguous("s", s)
     if mask is not None:
         check.tensor("mask", mask)
         if mask.dtype not in (torch.bool, torch.uint8):
@@ -132,7 +131,7 @@ def merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.
     if check.traced():
         return torch.ops.preflash.merge_states(v, s)
     check.forward_only(v, s)
-    states = _checked(("v", v), ("s", s), dims=4)
+    states = _checked("v", v, "s", s, dims=4)
     tokens, count, heads, head_dim = v.shape
     if count == 0:
         raise ValueError(f"v has shape {tuple(v.shape)}; must hold at least one state")
@@ -144,24 +143,22 @@ def merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.
     return merged.v, merged.s
 
 
-def _checked(v: tuple[str, torch.Tensor], s: tuple[str, torch.Tensor], *, dims: int) -> _State:
+def _checked(
+    v_name: str, v: torch.Tensor, s_name: str, s: torch.Tensor, *, dims: int = 3
+) -> _State:
     """A state as contiguous tensors."""
-    v_name, value = v
-    s_name, logsumexp = s
-    check.tensor(v_name, value)
-    check.tensor(s_name, logsumexp)
-    if value.dtype not in check.WIDE_DTYPES:
-        raise TypeError(f"{v_name} is {value.dtype}; must be float16, bfloat16 or float32")
-    if value.dim() != dims or value.shape[-1] == 0:
+    check.tensor(v_name, v)
+    check.tensor(s_name, s)
+    if v.dtype not in check.WIDE_DTYPES:
+        raise TypeError(f"{v_name} is {v.dtype}; must be float16, bfloat16 or float32")
+    if v.dim() != dims or v.shape[-1] == 0:
         shape = f"[seq_len, {'num_states, ' if dims == 4 else ''}num_heads, head_dim of 1 or more]"
-        raise ValueError(f"{v_name} has shape {tuple(value.shape)}; must be {shape}")
-    check.has_shape(
-        s_name, logsumexp, tuple(value.shape[:-1]), f"that of {v_name} without head_dim"
-    )
-    if not logsumexp.dtype.is_floating_point:
-        raise TypeError(f"{s_name} is {logsumexp.dtype}; must be float32 or another float dtype")
-    check.on_device(s_name, logsumexp, value.device)
-    return _State(value.contiguous(), logsumexp.to(torch.float32).contiguous())
+        raise ValueError(f"{v_name} has shape {tuple(v.shape)}; must be {shape}")
+    check.has_shape(s_name, s, tuple(v.shape[:-1]), f"that of {v_name} without head_dim")
+    if not s.dtype.is_floating_point:
+        raise TypeError(f"{s_name} is {s.dtype}; must be float32 or another float dtype")
+    check.on_device(s_name, s, v.device)
+    return _State(v.contiguous(), s.to(torch.float32).contiguous())
 
 
 def _check_same(name: str, value: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
@@ -266,13 +263,13 @@ class MultiLevelCascadeAttentionWrapper:
         """Replaces the float workspace, and every level's int workspace, as in
         BatchPrefillWithPagedKVCacheWrapper.reset_workspace_buffer()."""
         buffers = _per_level("int_workspace_buffers", int_workspace_buffers, len(self._levels))
-        drafted = [
+        resets = [
             level._drafted_reset(float_workspace_buffer, int_buffer)
             for level, int_buffer in zip(self._levels, buffers, strict=True)
         ]
         check_levels_apart("int_workspace_buffers", buffers)
-        for level, draft in zip(self._levels, drafted, strict=True):
-            level._reset(draft)
+        for reset in resets:
+            reset()
 
     @takes(CascadePlanArguments)
     @check.eager
@@ -291,7 +288,6 @@ class MultiLevelCascadeAttentionWrapper:
         """
         count = len(self._levels)
         arrays = [_per_level(name, getattr(a, name), count) for name in _TABLES.values()]
-        check.flag("causal", a.causal)
         if count > 1:
             _check_free_of_distances(a.window_left, a.pos_encoding_mode)
         drafted = []

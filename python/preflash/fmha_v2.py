@@ -13,7 +13,6 @@ import torch
 from ._check import values as check
 from ._check.arguments import PerHead
 from ._fmha import arguments, direct, run
-from ._fmha import lengths as _lengths
 from ._fmha.arguments import FmhaArguments
 from ._fmha.operands import Qkv, one_tensor
 
@@ -125,9 +124,7 @@ def trtllm_fmha_v2_prefill(
         skip_softmax_threshold_scale_factor, backend,
     )  # fmt: skip
     check.not_traced()
-    call = arguments.checked(a)
-    lengths = _lengths.checked(a, call)
-    return run.run(call, lengths)
+    return run.run(arguments.checked(a))
 
 
 @check.eager
@@ -186,19 +183,15 @@ def fmha_varlen(
     check.neutral("o_scale", o_scale, 1.0)
     for name, value in (("q", q), ("k", k), ("v", v)):
         check.has_dims(name, check.is_tensor(name, value), 3, "[tokens, heads, head_dim]")
-    offsets = [
-        check.index_array(name, value, q.device)
-        for name, value in (
-            ("qo_segment_offsets", qo_segment_offsets),
-            ("kv_segment_offsets", kv_segment_offsets),
-        )
-    ]
-    for name, value in zip(("qo", "kv"), offsets, strict=True):
-        if value.numel() < 1 or value.numel() != offsets[0].numel():
-            raise ValueError(
-                f"{name}_segment_offsets has {value.numel()} elements; both must have batch_size "
-                "+ 1"
-            )
+    offsets: list[torch.Tensor] = []
+    for name, value in (
+        ("qo_segment_offsets", qo_segment_offsets),
+        ("kv_segment_offsets", kv_segment_offsets),
+    ):
+        array = check.index_array(name, value, q.device)
+        offsets.append(array)
+        if array.numel() < 1 or array.numel() != offsets[0].numel():
+            raise ValueError(f"{name} has {array.numel()} elements; both must have batch_size + 1")
     if max_qo_len is None:
         offsets = [value.cpu() for value in offsets]
         max_qo_len = max([0, *offsets[0].diff().tolist()])

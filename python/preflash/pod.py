@@ -123,20 +123,6 @@ class PODWithPagedKVCacheWrapper(PodWrapper):
         planned = decode._planned()
         joints.write(graph_drafts, planned, planned.asked.request)
 
-    def reset_workspace_buffer(
-        self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor
-    ) -> None:
-        """Replaces the float workspace, and the int workspace of the decode side alone, as in
-        BatchPrefillWithPagedKVCacheWrapper.reset_workspace_buffer(). Work lists of both sides lie
-        in memory of the wrapper's own."""
-        if self.is_cuda_graph_enabled and any(True for _ in self._joints.joined()):
-            raise ValueError(
-                "reset_workspace_buffer(): a CUDA graph has captured a run(), which holds on to "
-                "the workspaces; construct another wrapper"
-            )
-        self._decode.reset_workspace_buffer(float_workspace_buffer, int_workspace_buffer)
-        self._joints.forget(self._decode._state.workspace)
-
     def run(
         self,
         q_p: torch.Tensor,

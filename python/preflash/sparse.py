@@ -15,7 +15,7 @@ from ._check import values as check
 from ._check.arguments import Result
 from ._check.names import renamed, tells_nearest
 from ._check.tensors import refuse_shared
-from .prefill import BatchPrefillWithPagedKVCacheWrapper
+from ._wrap.paged import OverPages, Pages
 
 __all__ = ["BlockSparseAttentionWrapper", "VariableBlockSparseAttentionWrapper"]
 
@@ -29,26 +29,13 @@ _NAMES = {
 }
 
 
-class _BlockSparse:
+class _BlockSparse(OverPages):
     """What both wrappers share: a paged wrapper whose pages are blocks of keys."""
 
     @tells_nearest
     def __init__(self, float_workspace_buffer: torch.Tensor, backend: str = "auto") -> None:
-        self._pages = _Pages(float_workspace_buffer, backend=backend)
+        self._pages = Pages(float_workspace_buffer, backend=backend)
         self._causal = False
-
-    @property
-    def device(self) -> torch.device:
-        """Where the workspace and every tensor of run() are."""
-        return self._pages.device
-
-    @property
-    def variant(self) -> str | None:
-        """The id of the kernel that plan() chose; None before."""
-        return self._pages.variant
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._pages!r})"
 
     def reset_workspace_buffer(
         self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor
@@ -62,11 +49,7 @@ class _BlockSparse:
         """run() with return_lse=True."""
         return self.run(q, k, v, return_lse=True, **options)
 
-    end_forward = BatchPrefillWithPagedKVCacheWrapper.end_forward
-
-
-class _Pages(BatchPrefillWithPagedKVCacheWrapper):
-    _serves_cudnn = False
+    end_forward = Pages.end_forward
 
 
 class BlockSparseAttentionWrapper(_BlockSparse):
@@ -160,8 +143,6 @@ class BlockSparseAttentionWrapper(_BlockSparse):
         if mask is not None and packed_mask is None:
             mask = _by_rows(mask, at, (height, width), rows)
         q_dtype = check.dtype("q_data_type", q_data_type)
-        if q_dtype != check.CONVERTED_QUERY:
-            check.query_dtype("q_data_type", q_dtype)
         o_dtype = check.dtype("o_data_type", o_data_type)
         converts = o_dtype != q_dtype and q_dtype not in check.FP8_DTYPES
         if converts and o_dtype not in check.WIDE_DTYPES:
@@ -178,7 +159,7 @@ class BlockSparseAttentionWrapper(_BlockSparse):
                 rope_theta, q_dtype, kv_data_type, non_blocking,
                 o_data_type=None if converts else o_dtype,
             )  # fmt: skip
-        self._rows, self._keys, self._width = rows, keys, width
+        self._keys, self._width = keys, width
         self._causal, self._o_dtype = causal, o_dtype if converts else None
 
     begin_forward = plan
@@ -499,11 +480,10 @@ def _by_rows(
     """The [blocks, R, C] of every row of blocks as [its rows, blocks, C], flat."""
     mask = check.tensor("mask", mask)
     check.has_shape("mask", mask, (int(at[-1]), *block), "[number of blocks, R, C]")
-    height = block[0]
-    begins = at.tolist()
+    height, _ = block
     pieces = [
         mask[begin:end].transpose(0, 1)[: rows - i * height].reshape(-1)
-        for i, (begin, end) in enumerate(pairwise(begins))
+        for i, (begin, end) in enumerate(pairwise(at.tolist()))
         if end > begin
     ]
     return torch.cat(pieces) if pieces else mask.reshape(-1)

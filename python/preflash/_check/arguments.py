@@ -170,11 +170,3 @@ def taken_by_position(
             raise TypeError(f"run() got multiple values for argument {name!r}")
     return_lse = found.pop("return_lse", return_lse)
     return given._replace(extra=args[len(names) :], **found), return_lse
-
-
-class Qkv(NamedTuple):
-    """The tensors of one request."""
-
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor

@@ -63,7 +63,7 @@ def _ragged(a: RaggedPlanArguments, device: torch.device) -> Lengths:
         return Lengths(found[0], None)
     qo_indptr = _index_array("qo_indptr", a.qo_indptr, device)
     kv_indptr = _index_array("kv_indptr", a.kv_indptr, device)
-    return Lengths(_make_batch(qo_indptr, kv_indptr, None, 0, kv_name="kv_indptr"), None)
+    return Lengths(_make_batch(qo_indptr, kv_indptr, None, 0), None)
 
 
 def _paged(
@@ -89,8 +89,7 @@ def _paged(
         if alone and page_size == 1 and not debugging():
             # A page of one token holds one: no wait to hear it from the GPU.
             last_page_len = torch.ones(last_page_len.numel(), dtype=torch.int32, device="cpu")
-        name = "paged_kv_indptr"
-        batch = _make_batch(qo_indptr, kv_indptr, last_page_len, page_size, kv_name=name)
+        batch = _make_batch(qo_indptr, kv_indptr, last_page_len, page_size)
     return Lengths(batch, _attach_page_indices(batch, indices, indices_buf, uploader))
 
 
@@ -124,8 +123,6 @@ def _make_batch(
     kv_indptr: torch.Tensor,
     last_page_len: torch.Tensor | None,
     page_size: int,
-    *,
-    kv_name: str,
 ) -> _core.Batch:
     """The batch of checked index arrays; page_size 0 is ragged. The planner checks values."""
     elements = qo_indptr.numel()
@@ -133,18 +130,17 @@ def _make_batch(
         raise ValueError("qo_indptr is empty; must have batch_size + 1 elements")
     if kv_indptr.numel() != elements:
         raise ValueError(
-            f"{kv_name} has {kv_indptr.numel()} elements and qo_indptr {elements}; "
-            "both must have batch_size + 1"
+            f"{'paged_' if page_size else ''}kv_indptr has {kv_indptr.numel()} elements and "
+            f"qo_indptr {elements}; both must have batch_size + 1"
         )
-    num_requests = elements - 1
-    arrays = (qo_indptr, kv_indptr)
+    arrays = [qo_indptr, kv_indptr]
     if last_page_len is not None:
-        if last_page_len.numel() != num_requests:
+        if last_page_len.numel() != elements - 1:
             raise ValueError(
                 f"paged_kv_last_page_len has {last_page_len.numel()} elements; must have "
-                f"batch_size = {num_requests}"
+                f"batch_size = {elements - 1}"
             )
-        arrays = (qo_indptr, kv_indptr, last_page_len)
+        arrays.append(last_page_len)
     return batch_of(*_on_host(*arrays), page_size=page_size)
 
 
@@ -256,11 +252,9 @@ def _check_lengths(name: str, value: Any, batch: _core.Batch, device: torch.devi
         raise ValueError(
             f"{name} has {value.numel()} elements; must have batch_size = {batch.num_requests}"
         )
-    if not value.is_cpu:
-        if not debugging():
-            return
-        value = value.cpu()
-    value = value.reshape(-1).to(torch.int64).contiguous()
+    if not value.is_cpu and not debugging():
+        return
+    value = value.cpu().reshape(-1).to(torch.int64).contiguous()
     queries = name == "seq_lens_q"
     first_other = batch.first_qo_len_other_than if queries else batch.first_kv_len_other_than
     other = first_other(check.address(value))
@@ -291,8 +285,7 @@ def _check_block_tables(block_tables: Any, lengths: Lengths, device: torch.devic
     batch, pages = lengths
     shape = (batch.num_requests, -(-batch.max_kv_len // batch.page_size))
     table = check.page_table("block_tables", block_tables, shape, device)
-    on_host = table.is_cpu and pages.given.is_cpu
-    if not on_host and not debugging():
+    if not (table.is_cpu and pages.given.is_cpu) and not debugging():
         return
     table = table.cpu().contiguous()
     indices = pages.given.cpu()

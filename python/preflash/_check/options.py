@@ -76,13 +76,15 @@ def _remembered(kind: type, masked: bool, *given: Any) -> BatchOptions:
 
 def _checked(kind: type, masked: bool, *given: Any) -> BatchOptions:
     options = _in_one_spelling(dict(zip(kind.OPTIONS, given, strict=True)))
-    head_dim = check.positive("head_dim", check.required("head_dim", options["head_dim"]))
-    head_dim_vo = options["head_dim_vo"]
+    head_dim, head_dim_vo = options["head_dim"], options["head_dim_vo"]
+    if head_dim is None:
+        raise TypeError("missing required argument: head_dim")
+    head_dim = check.positive("head_dim", head_dim)
     checked = _attention_options(
         options,
         masked,
-        _Asked("q_data_type", options["q_data_type"]),
-        _Asked("kv_data_type", options["kv_data_type"]),
+        ("q_data_type", options["q_data_type"]),
+        ("kv_data_type", options["kv_data_type"]),
         head_dim_qk=head_dim,
         head_dim_vo=head_dim if head_dim_vo is None else check.positive("head_dim_vo", head_dim_vo),
     )
@@ -118,8 +120,8 @@ def single_options(a: SingleArguments) -> _core.AttentionOptions:
     return _attention_options(
         options,
         has_mask(a),
-        _Asked("q", q.dtype),
-        _Asked("k", k.dtype),
+        ("q", q.dtype),
+        ("k", k.dtype),
         num_qo_heads=q.shape[1],
         num_kv_heads=k.shape[heads],
         head_dim_qk=q.shape[2],
@@ -176,13 +178,6 @@ def check_unserved(a: RunOptions) -> None:
     check.neutral("uses_spcompress", a.uses_spcompress, False)
 
 
-class _Asked(NamedTuple):
-    """A dtype as it was given, and by which argument."""
-
-    name: str
-    value: Any
-
-
 def _in_one_spelling(options: dict[str, Any]) -> dict[str, Any]:
     """Where an option has two names, by the first."""
     for alias, name in ALIASES.items():
@@ -192,9 +187,10 @@ def _in_one_spelling(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _attention_options(
-    options: dict[str, Any], masked: bool, q: _Asked, kv: _Asked, **known: int
+    options: dict[str, Any], masked: bool, q: tuple[str, Any], kv: tuple[str, Any], **known: int
 ) -> _core.AttentionOptions:
-    """known: fields that no option of the call says."""
+    """q, kv: an argument that gives a dtype, and the dtype. known: fields that no option of the
+    call says."""
     check_neutral(options)
     encoding = check.position_encoding(
         options["pos_encoding_mode"], options["rope_scale"], options["rope_theta"]
@@ -204,13 +200,16 @@ def _attention_options(
             value = check_alone(name, options.get(name, default))
             if field:
                 known[field] = value
-    q_dtype = check.dtype(q.name, q.value)
+    q_dtype = kv_dtype = check.dtype(*q)
+    _, kv_given = kv
     if q_dtype == check.CONVERTED_QUERY:
-        kv_dtype = q_dtype if kv.value is None else check.dtype(kv.name, kv.value)
+        if kv_given is not None:
+            kv_dtype = check.dtype(*kv)
         q_dtype = check.converted_query_dtype("o_data_type", options["o_data_type"], kv_dtype)
     else:
-        q_dtype = check.query_dtype(q.name, q.value)
-        kv_dtype = q_dtype if kv.value is None else check.kv_dtype(kv.name, kv.value, q_dtype)
+        check.query_dtype(*q)
+        if kv_given is not None:
+            kv_dtype = check.kv_dtype(*kv, q_dtype)
     o_dtype = check.output_dtype("o_data_type", options["o_data_type"], q_dtype)
     return _core.AttentionOptions(
         q_dtype=check.CORE_DTYPES[q_dtype],

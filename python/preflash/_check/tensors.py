@@ -97,8 +97,8 @@ def _check_paged(cache: Any, request: Request) -> tuple[KvNumbers, KvNumbers, in
         if (not short and cache.dim() != 5) or cache.shape[1] != 2:
             raise ValueError(
                 f"paged_kv_cache has shape {tuple(cache.shape)}; must be "
-                f"{_cache_shape(request, 2)}, "
-                f"or a tuple (k_cache, v_cache) of {_cache_shape(request, 1)}"
+                f"{_cache_shape(request, 2)}, or a tuple (k_cache, v_cache) of "
+                f"{_cache_shape(request, 1)}"
             )
         names = ("paged_kv_cache[:, 0]", "paged_kv_cache[:, 1]")
         apart = cache.stride(1) * cache.element_size()
@@ -184,9 +184,9 @@ def check_per_head(
         if value is None:
             continue
         if tensor.of is not None:
-            dtype = check.TORCH_DTYPES[options.q_dtype if tensor.of == "q" else options.kv_dtype]
-            if tensor.of == "q" and q_given is not None:
-                dtype = q_given
+            dtype = check.TORCH_DTYPES[options.kv_dtype]
+            if tensor.of == "q":
+                dtype = q_given or check.TORCH_DTYPES[options.q_dtype]
             if dtype not in check.FP8_DTYPES:
                 raise ValueError(
                     f"{name}: only an fp8 tensor has a factor for each head, and {tensor.of} is "
@@ -198,8 +198,7 @@ def check_per_head(
         shape = (getattr(options, tensor.heads),)
         check.has_shape(name, value, shape, f"[{tensor.heads}], {tensor.element}")
         check.on_device(name, value, device)
-        if not value.is_contiguous():
-            check.contiguous(name, value)
+        check.contiguous(name, value)
 
 
 _LSE_ORDERS = {

@@ -271,19 +271,18 @@ class PositionEncoding(NamedTuple):
 
 def position_encoding(mode: Any, rope_scale: Any, rope_theta: Any) -> PositionEncoding:
     """pos_encoding_mode, rope_scale and rope_theta; None is the default of the last two."""
-    encoding = PositionEncoding(POSITIONS[one_of("pos_encoding_mode", mode, tuple(POSITIONS))])
-    if rope_scale is not None:
-        encoding = encoding._replace(rope_scale=_rope_option("rope_scale", rope_scale))
-    if rope_theta is not None:
-        encoding = encoding._replace(rope_theta=_rope_option("rope_theta", rope_theta))
+    encoding = PositionEncoding(
+        POSITIONS[one_of("pos_encoding_mode", mode, ENCODING_MODES)],
+        ROPE_SCALE if rope_scale is None else _rope_option("rope_scale", rope_scale),
+        ROPE_THETA if rope_theta is None else _rope_option("rope_theta", rope_theta),
+    )
     if encoding.position != _core.Position.rope:
-        neutral = PositionEncoding(encoding.position)
-        if encoding != neutral:
+        if encoding != PositionEncoding(encoding.position):
             raise ValueError(
                 f"rope_scale={rope_scale!r}, rope_theta={rope_theta!r}: only "
                 f"pos_encoding_mode='ROPE_LLAMA' has them, and it is {mode!r}; leave them None"
             )
-        return neutral
+        return encoding
     radians = max(1.0, 1.0 / encoding.rope_theta) / encoding.rope_scale
     if radians > MOST_RADIANS:
         raise ValueError(
@@ -365,9 +364,3 @@ def _equal(value: Any, other: Any) -> bool:
         return bool(value == other)
     except (RuntimeError, ValueError):  # arrays, of which neither has one truth
         return value is other
-
-
-def required(name: str, value: Any) -> Any:
-    if value is None:
-        raise TypeError(f"missing required argument: {name}")
-    return value

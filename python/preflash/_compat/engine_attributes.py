@@ -34,21 +34,6 @@ class told(property):  # noqa: N801, used like property
         )
 
 
-class repeated(told):  # noqa: N801, used like property
-    """A told property that engines set to what it is, or to None, when they plan between replays of
-    a graph."""
-
-    def __set__(self, instance: object, value: Any) -> None:
-        if not instance.is_cuda_graph_enabled:
-            super().__set__(instance, value)
-        now = self.__get__(instance)
-        if value is not None and value is not now and value != now:
-            raise AttributeError(
-                f"{type(instance).__name__}.{self.name} is {now!r} and cannot become "
-                f"{value!r}: {_REPLAN}"
-            )
-
-
 class announced(told):  # noqa: N801, used like property
     """A told property that engines set, between replays of a graph, to what the plan that they are
     about to make will tell."""
@@ -56,6 +41,19 @@ class announced(told):  # noqa: N801, used like property
     def __set__(self, instance: object, value: Any) -> None:
         if not instance.is_cuda_graph_enabled:
             super().__set__(instance, value)
+
+
+class repeated(announced):  # noqa: N801, used like property
+    """An announced property that must stay as it is: engines set it to that, or to None."""
+
+    def __set__(self, instance: object, value: Any) -> None:
+        super().__set__(instance, value)
+        now = self.__get__(instance)
+        if value is not None and value is not now and value != now:
+            raise AttributeError(
+                f"{type(instance).__name__}.{self.name} is {now!r} and cannot become "
+                f"{value!r}: {_REPLAN}"
+            )
 
 
 class graph_buffer(told):  # noqa: N801, used like property

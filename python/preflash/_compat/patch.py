@@ -6,6 +6,7 @@ in flashinfer alone would not reach it: every imported module is searched for th
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib
 import inspect
@@ -121,13 +122,12 @@ def patch_flashinfer(names: Iterable[str] | None = None) -> FlashInferPatch:
         return FlashInferPatch("flashinfer", [], unserved)
     try:
         root = importlib.import_module("flashinfer")
-    except ModuleNotFoundError as error:
-        if error.name == "flashinfer":
-            return FlashInferPatch("flashinfer", [], "flashinfer is not installed")
-        return _broken(error)
     except Exception as error:
         # What it raises is for whoever uses flashinfer; here there is no name to replace.
-        return _broken(error)
+        reason = f"it does not import: {type(error).__name__}: {error}"
+        if isinstance(error, ModuleNotFoundError) and error.name == "flashinfer":
+            reason = "flashinfer is not installed"
+        return FlashInferPatch("flashinfer", [], reason)
     target = f"flashinfer {getattr(root, '__version__', 'of unknown version')}"
     if _names(root).get("patch_flashinfer") is patch_flashinfer:
         return FlashInferPatch(target, [], "flashinfer is preflash under that name")
@@ -175,11 +175,6 @@ def _checked_names(names: Iterable[str] | None) -> frozenset[str]:
     return wanted
 
 
-def _broken(error: Exception) -> FlashInferPatch:
-    reason = f"it does not import: {type(error).__name__}: {error}"
-    return FlashInferPatch("flashinfer", [], reason)
-
-
 def _pairs(root: ModuleType, wanted: frozenset[str]) -> tuple[dict[int, tuple[Any, Any]], bool]:
     """Which objects of flashinfer stand for which of ours, wherever it keeps them, by the id of
     flashinfer's; and whether some name is ours already."""
@@ -188,12 +183,9 @@ def _pairs(root: ModuleType, wanted: frozenset[str]) -> tuple[dict[int, tuple[An
     for module_name in _MODULES:
         module = importlib.import_module(f"{_PACKAGE}.{module_name}")
         homes = [root]
-        try:
-            home = importlib.import_module(f"flashinfer.{module_name}")
-        except Exception:
-            pass  # a release without this module, or one that no engine can import either
-        else:
-            homes.append(home)
+        # Not of a release without this module, or with one that no engine can import either.
+        with contextlib.suppress(Exception):
+            homes.append(importlib.import_module(f"flashinfer.{module_name}"))
         for name in module.__all__:
             if name not in wanted:
                 continue

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections import OrderedDict
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
@@ -137,40 +136,27 @@ class BuiltGraph(NamedTuple):
             self.graph.execute(addresses, workspace.data_ptr(), handle=handle)
 
 
-# The graphs used last, or why cuDNN refuses them.
-_graphs: OrderedDict[Graph, BuiltGraph | str] = OrderedDict()
-_lock = threading.Lock()
-
-
 def built(description: Graph) -> BuiltGraph:
     """The graph, built when it is asked for the first time, which takes up to a second.
 
     Raises:
         RefusedError: cuDNN has no kernel for it, or is not there.
     """
-    with _lock:
-        found = _graphs.get(description)
-        if found is not None:
-            _graphs.move_to_end(description)
-    if found is None:
-        if description.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                "this call needs a graph of cuDNN's, which cannot be built while its stream is "
-                "being captured into a CUDA graph: call it once before, with the same shapes, "
-                "maxima and scale"
-            )
-        found = _build(description)
-        with _lock:
-            _graphs[description] = found
-            while len(_graphs) > _GRAPHS_KEPT:
-                _graphs.popitem(last=False)
+    found = _kept(description)
     if isinstance(found, str):
         raise RefusedError(f"cuDNN has no kernel for it ({found})")
     return found
 
 
-def _build(description: Graph) -> BuiltGraph | str:
-    """The graph, or why cuDNN refuses it."""
+@functools.lru_cache(_GRAPHS_KEPT)
+def _kept(description: Graph) -> BuiltGraph | str:
+    """The graph, or why cuDNN refuses it. An error that is raised is not kept."""
+    if description.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "this call needs a graph of cuDNN's, which cannot be built while its stream is "
+            "being captured into a CUDA graph: call it once before, with the same shapes, "
+            "maxima and scale"
+        )
     cudnn, missing = _load()
     if cudnn is None:
         return missing

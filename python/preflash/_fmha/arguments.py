@@ -72,7 +72,8 @@ def checked(a: FmhaArguments) -> FmhaCall:
     q = operands.q
     device = q.device
     workspace = check_buffer("workspace_buffer", a.workspace_buffer, device)
-    options = _options(a, operands)
+    out_dtype = out_dtype_of(a.out, a.out_dtype, q.dtype)
+    options = _options(a, operands, out_dtype)
     bmm1 = check.scale("bmm1_scale", a.bmm1_scale)
     check.logits_scale("bmm1_scale", bmm1, options)
     bmm2 = check.scale("bmm2_scale", a.bmm2_scale)
@@ -88,10 +89,9 @@ def checked(a: FmhaArguments) -> FmhaCall:
     if stats_scale is not None:
         # The maximum of a row is that of one pass over its keys.
         options = options.replace(disable_split=True)
-    out_dtype = out_dtype_of(a.out, a.out_dtype, q.dtype)
-    out = _checked_out(a.out, out_dtype, operands)
-    if out is not None:
-        refuse_shared("out", out, "workspace_buffer", workspace)
+    if a.out is not None:
+        _check_out(a.out, out_dtype, operands)
+        refuse_shared("out", a.out, "workspace_buffer", workspace)
     if a.lse is not None:
         check.tensor("lse", a.lse)
         refuse_shared("lse", a.lse, "workspace_buffer", workspace)
@@ -100,7 +100,7 @@ def checked(a: FmhaArguments) -> FmhaCall:
         options=options,
         scales=Scales(bmm1, bmm2),
         given=a,
-        out=out,
+        out=a.out,
         out_dtype=out_dtype,
         wants_stats=wants_stats,
         stats_scale=stats_scale,
@@ -112,7 +112,9 @@ def checked(a: FmhaArguments) -> FmhaCall:
 # --- options -------------------------------------------------------------------
 
 
-def _options(a: FmhaArguments, operands: Operands) -> _core.AttentionOptions:
+def _options(
+    a: FmhaArguments, operands: Operands, out_dtype: torch.dtype
+) -> _core.AttentionOptions:
     q = operands.q
     mode = a.mask_mode.lower() if isinstance(a.mask_mode, str) else a.mask_mode
     check.one_of("mask_mode", mode, MASK_MODES)
@@ -124,9 +126,7 @@ def _options(a: FmhaArguments, operands: Operands) -> _core.AttentionOptions:
         head_dim_vo=operands.head_dim_vo,
         q_dtype=check.CORE_DTYPES[q.dtype],
         kv_dtype=check.CORE_DTYPES[operands.kv_dtype],
-        o_dtype=check.CORE_DTYPES[
-            _kernel_dtype(out_dtype_of(a.out, a.out_dtype, q.dtype), q.dtype)
-        ],
+        o_dtype=check.CORE_DTYPES[_kernel_dtype(out_dtype, q.dtype)],
         causal=mode != "padding",
         window_left=window if mode == "sliding_window" else -1,
         chunk_size=_chunk_size(a.chunked_attention_size, mode == "chunked"),
@@ -220,11 +220,7 @@ def _kernel_dtype(wanted: torch.dtype, q_dtype: torch.dtype) -> torch.dtype:
     return wanted if q_dtype == check.FP8_QUERY else q_dtype
 
 
-def _checked_out(
-    out: torch.Tensor | None, dtype: torch.dtype, operands: Operands
-) -> torch.Tensor | None:
-    if out is None:
-        return None
+def _check_out(out: torch.Tensor, dtype: torch.dtype, operands: Operands) -> None:
     check.forward_only(out=out)  # rows that are converted do not go through a run
     q = operands.q
     wanted = (q.shape[0], q.shape[1], operands.head_dim_vo)
@@ -234,4 +230,3 @@ def _checked_out(
     if dtype == _kernel_dtype(dtype, q.dtype):
         check.rows("out", out)
     check.not_overlapping("out", out)
-    return out

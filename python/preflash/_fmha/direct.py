@@ -10,8 +10,8 @@ import torch
 from .._check import values as check
 from .._check.arguments import PerHead, Result
 from .._check.names import renamed
+from .._check.pages import may_be_read
 from . import arguments, run
-from . import lengths as _lengths
 from .arguments import FmhaArguments
 from .operands import one_tensor
 
@@ -36,8 +36,7 @@ def attend(
             window_left=window_left,
             mixed=True,
         )
-        call = arguments.checked(a)
-        return run.run(call, _lengths.checked(a, call))
+        return run.run(arguments.checked(a))
 
 
 def paged(name: str, kv_cache: Any, kv_layout: Any) -> tuple[Any, str]:
@@ -104,7 +103,7 @@ def lengths_of(name: str, value: Any) -> torch.Tensor:
     if value.dim() == 0 or value.numel() != value.shape[0]:
         raise ValueError(f"{name} has shape {tuple(value.shape)}; must be [batch_size]")
     value = value.reshape(-1)
-    if value.dtype == getattr(torch, "uint32", None):
+    if value.dtype == torch.uint32:
         return value.view(torch.int32)
     if value.dtype == torch.int64:  # what int32 does not hold is refused, or cut off, as any other
         return value.clamp(-1, 2**31 - 1).to(torch.int32)
@@ -125,7 +124,7 @@ def check_one_after_the_other(name: str, offsets: Any, begins: torch.Tensor, of_
     count = begins.numel() - 1
     if offsets.numel() not in (count, count + 1):
         raise ValueError(f"{name} has {offsets.numel()} elements; must have {count} or {count + 1}")
-    if not offsets.is_cpu and not _lengths.debugging():
+    if not may_be_read(offsets):
         return
     wanted = begins.cpu().to(torch.int64)[: offsets.numel()] * of_row
     if not torch.equal(offsets.cpu().to(torch.int64), wanted):

@@ -11,9 +11,10 @@ import torch
 from .. import _core
 from .._check import values as check
 from .._check.lengths import Lengths, PageList, batch_of, debugging
+from .._check.pages import may_be_read
 from .._device.stream import sent
 from .._plan.pages import listed
-from .arguments import FmhaArguments, FmhaCall
+from .arguments import FmhaCall
 from .operands import Operands
 
 _INT32_MAX = 2**31 - 1
@@ -41,8 +42,8 @@ class FmhaLengths(NamedTuple):
         return -(-self.max_kv_len // self.page_size)
 
 
-def checked(a: FmhaArguments, call: FmhaCall) -> FmhaLengths:
-    operands = call.operands
+def checked(call: FmhaCall) -> FmhaLengths:
+    a, operands = call.given, call.operands
     device = operands.q.device
     batch_size = check.integer("batch_size", a.batch_size, at_least=0)
     max_q_len = check.integer("max_q_len", a.max_q_len, at_least=0, at_most=2**30)
@@ -72,10 +73,8 @@ def checked(a: FmhaArguments, call: FmhaCall) -> FmhaLengths:
         _check_values(lengths, call)
     if paged:  # callers round max_kv_len up, or give the longest that their model has
         room = lengths.pages.shape[1] * lengths.page_size
-        lengths = lengths._replace(max_kv_len=min(max_kv_len, room))
-    if not seen:
-        lengths = _on_device(lengths, device)
-    return lengths if kv_indptr is None or not paged else lengths._replace(kv_indptr=None)
+        lengths = lengths._replace(kv_indptr=None, max_kv_len=min(max_kv_len, room))
+    return lengths if seen else _on_device(lengths, device)
 
 
 def _array(name: str, value: Any, numel: int, meaning: str, device: torch.device) -> torch.Tensor:
@@ -165,7 +164,7 @@ def _check_values(lengths: FmhaLengths, call: FmhaCall) -> None:
             f"block_tables has {lengths.pages.shape[1]} pages of {lengths.page_size} keys for each "
             f"request; request {keys.index(longest)} has {longest} keys"
         )
-    if lengths.pages.is_cpu or debugging():
+    if may_be_read(lengths.pages):
         _check_page_numbers(lengths, keys, operands.kv_extent)
 
 
@@ -225,7 +224,6 @@ def bounds_batch(lengths: FmhaLengths, qo_tokens: int, kv_tokens: int | None) ->
     qo_indptr, kv_indptr = steps * each_qo, steps * units
     last = None
     if kv_tokens is None:
-        last = torch.ones(lengths.batch_size, dtype=torch.int32, device="cpu")
-        if units > 0:
-            last.fill_(each_kv - (units - 1) * lengths.page_size)
+        in_last = each_kv - (units - 1) * lengths.page_size if units > 0 else 1
+        last = torch.full((lengths.batch_size,), in_last, dtype=torch.int32, device="cpu")
     return batch_of(qo_indptr, kv_indptr, last, page_size=lengths.page_size, are_bounds=True)

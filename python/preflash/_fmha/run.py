@@ -4,7 +4,6 @@ stream: their work lists are on the device, and each call changes the lengths in
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
 from typing import NamedTuple
 
 import torch
@@ -36,7 +35,7 @@ class _Kept(NamedTuple):
 
 class _Cache(threading.local):
     def __init__(self) -> None:
-        self.plans: OrderedDict[tuple, _Kept] = OrderedDict()
+        self.plans: dict[tuple, _Kept] = {}  # the one used last is the last
         self.workspaces: dict[torch.device, Workspace] = {}
 
 
@@ -44,7 +43,8 @@ _cache = _Cache()
 _captured: list[_Kept] = []  # what CUDA graphs replay; nobody tells when they are gone
 
 
-def run(call: FmhaCall, lengths: FmhaLengths) -> Result:
+def run(call: FmhaCall) -> Result:
+    lengths = fmha_lengths.checked(call)
     device_stream = device_stream_of(call.operands.q.device)
     if call.options.skip_factor > 0.0 and call.operands.q.dtype == check.FP8_QUERY:
         backend = backends.choose(call.backend, device_stream.device, call.options)
@@ -113,14 +113,12 @@ def _run_within_bounds(call: FmhaCall, lengths: FmhaLengths, device_stream: Devi
         operands.q.shape[0], operands.kv_extent, operands.kv_layout, call.backend,
         device_stream.device, device_stream.stream(),
     )  # fmt: skip
-    kept = _cache.plans.get(key)
+    kept = _cache.plans.pop(key, None)
     if kept is None:
         kept = _plan_within_bounds(call._replace(options=options), lengths, device_stream)
-        _cache.plans[key] = kept
-        if len(_cache.plans) > _PLANS_KEPT:
-            _cache.plans.popitem(last=False)
-    else:
-        _cache.plans.move_to_end(key)
+    _cache.plans[key] = kept
+    if len(_cache.plans) > _PLANS_KEPT:
+        del _cache.plans[next(iter(_cache.plans))]
     variant = kept.variant
     if kept.pages is not None:
         kept.pages.copy_(lengths.pages, non_blocking=True)

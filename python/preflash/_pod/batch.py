@@ -21,6 +21,7 @@ from .._device import backends
 from .._run.variant import SegmentRun, of_side
 from .._wrap.decode import data_types
 from .._wrap.paged import BatchPrefillWithPagedKVCacheWrapper
+from .._wrap.state import Asked, Planned
 from .joint import SIDES, Joint, Joints
 from .wrapper import PodWrapper
 
@@ -39,8 +40,8 @@ def _prefill_array(tell: Callable[[Lengths, torch.device], torch.Tensor]) -> tol
 class _BothPlanned(NamedTuple):
     """What plan() of a wrapper of batches leaves behind."""
 
-    prefill: Any  # _wrapper_state.Asked, without causal and mask: those are of run()
-    decode: Any  # _wrapper_state.Planned
+    prefill: Asked  # without causal and mask: those are of run()
+    decode: Planned
 
 
 @forwards(
@@ -85,7 +86,8 @@ class BatchPODWithPagedKVCacheWrapper(PodWrapper):
         ]
         self._prefill, self._decode = both
         self._joints = Joints(self._decode._requested_backend)
-        self._prefill_asked: Any = None  # of the plan that the decode side has, or gets next
+        # Of the plan that the decode side has, or gets next.
+        self._prefill_asked: Asked | None = None
         self._both: _BothPlanned | None = None
 
     # Attributes that callers read, of the prefills and of the decode requests.
@@ -145,8 +147,8 @@ class BatchPODWithPagedKVCacheWrapper(PodWrapper):
         self._joints.forget(self._decode._state.workspace)
 
     def _settle(self) -> None:
-        """The prefill side of what is planned is the one that goes with the next decode side, too,
-        unless a plan() replaces it."""
+        """The prefill side of what is planned goes with the next decode side, too, unless a plan()
+        replaces it."""
         if self._decode._state.planned is not None:
             self._prefill_asked = self._planned().prefill
 
@@ -157,14 +159,6 @@ class BatchPODWithPagedKVCacheWrapper(PodWrapper):
         if self._both is None or self._both.decode is not decode:
             self._both = _BothPlanned(self._prefill_asked, decode)
         return self._both
-
-    def reset_workspace_buffer(
-        self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor
-    ) -> None:
-        """As in PODWithPagedKVCacheWrapper."""
-        self._settle()
-        self._decode.reset_workspace_buffer(float_workspace_buffer, int_workspace_buffer)
-        self._joints.forget(self._decode._state.workspace)
 
     def run(
         self,

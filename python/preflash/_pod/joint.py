@@ -78,11 +78,13 @@ class InSequence:
         written, read = [], []
         for run, variant, side in zip(runs, self._variants, SIDES, strict=True):
             rows = variant.request.qo_tokens  # those behind are padding
-            for name, value in _given_outputs(run, rows).items():
-                written.append((side, name, value))
+            out, lse, *_, lse_layout = run.outputs
+            if out is not None:
+                written.append((side, "out", out[:rows]))
+            if lse is not None:
+                written.append((side, "lse", lse[:rows] if lse_layout == "NH" else lse[:, :rows]))
             k, v = kv_of(run.kv)
-            for name, value in (("q", run.q[:rows]), ("k", k), ("v", v)):
-                read.append((side, name, value))
+            read += [(side, "q", run.q[:rows]), (side, "k", k), (side, "v", v)]
         scratch = self._variants[1].float_workspace  # of both
         for i, (side, name, value) in enumerate(written):
             if scratch is not None:
@@ -92,14 +94,6 @@ class InSequence:
                 if side != other_side or (name, other_name) != ("out", "q"):
                     mine, others = f"{side}'s {name}", f"{other_side}'s {other_name}"
                     refuse_shared(mine, value, others, other)
-
-
-def _given_outputs(run: SegmentRun, rows: int) -> dict[str, torch.Tensor]:
-    out, lse = run.outputs.out, run.outputs.lse
-    found = {} if out is None else {"out": out[:rows]}
-    if lse is not None:
-        found["lse"] = lse[:rows] if run.outputs.lse_layout == "NH" else lse[:, :rows]
-    return found
 
 
 class Joint(NamedTuple):

@@ -43,10 +43,8 @@ class RepeatedOptions(NamedTuple):
             if value is default:
                 continue
             value = _READ[name](f"{name}_d", value)
-            same = value == now
-            if not same and name == "sm_scale":
-                same = math.isclose(value, now, rel_tol=1e-6)
-            if not same and value != default:
+            close = name == "sm_scale" and math.isclose(value, now, rel_tol=1e-6)
+            if not close and value not in (now, default):
                 raise ValueError(
                     f"{name}_d={value!r}: the decode side was planned with {now!r}; leave it out, "
                     f"or call plan() with {name}={value!r}"

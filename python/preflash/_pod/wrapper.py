@@ -35,6 +35,24 @@ class PodWrapper:
 
     end_forward = BatchPrefillWithPagedKVCacheWrapper.end_forward
 
+    def reset_workspace_buffer(
+        self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor
+    ) -> None:
+        """Replaces the float workspace, and the int workspace of the decode side alone, as in
+        BatchPrefillWithPagedKVCacheWrapper.reset_workspace_buffer(). Work lists of both sides lie
+        in memory of the wrapper's own."""
+        if self.is_cuda_graph_enabled and any(True for _ in self._joints.joined()):
+            raise ValueError(
+                "reset_workspace_buffer(): a CUDA graph has captured a run(), which holds on to "
+                "the workspaces; construct another wrapper"
+            )
+        self._settle()
+        self._decode.reset_workspace_buffer(float_workspace_buffer, int_workspace_buffer)
+        self._joints.forget(self._decode._state.workspace)
+
+    def _settle(self) -> None:
+        """Called before the plan of the decode side alone is made again."""
+
     @property
     def device(self) -> torch.device:
         """Where the workspace and every tensor of run() are."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -14,7 +14,6 @@ from .. import _core
 from .._check import lengths as _lengths
 from .._check import values as check
 from .._check.arguments import (
-    GivenScales,
     KvCache,
     PerHead,
     Result,
@@ -338,10 +337,10 @@ class BatchPrefillWrapper(EngineAttributes):
         if given.extra:
             check.nothing_more("run", given.extra)
         outputs = run_outputs(*outputs)
+        # By name: torch.compile cannot look into the attrgetter of per_head_of().
         per_head = PerHead(given.sinks, given.scale_q, given.scale_k, given.scale_v)
-        scales = GivenScales(given.q_scale, given.k_scale, given.v_scale)
         skip_factor = check.skip_factor(given.skip_softmax_threshold_scale_factor)
-        a = RunArguments(scales, given.window_left, per_head, sm_scale, skip_factor)
+        a = RunArguments(scales_of(given), given.window_left, per_head, sm_scale, skip_factor)
         return self._run_with(q, kv, a, outputs)
 
     def _run_with(self, q: torch.Tensor, kv: KvCache, a: RunArguments, outputs: Outputs) -> Result:
@@ -425,13 +424,13 @@ class BatchPrefillWrapper(EngineAttributes):
             for what is planned; the wrapper then keeps its buffers.
             TypeError: not tensors.
         """
-        self._reset(self._drafted_reset(float_workspace_buffer, int_workspace_buffer))
+        self._drafted_reset(float_workspace_buffer, int_workspace_buffer)()
 
     def _drafted_reset(
         self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor
-    ) -> Workspace | Drafted:
-        """The new workspace, with what is planned drafted for it. Raises all that a reset raises,
-        and changes nothing."""
+    ) -> Callable[[], None]:
+        """Drafts what is planned for the new workspace and returns what replaces both. Raises all
+        that a reset raises, and changes nothing."""
         float_buffer = check_buffer("float_workspace_buffer", float_workspace_buffer, self.device)
         int_buffer = check_buffer("int_workspace_buffer", int_workspace_buffer, self.device)
         check_apart(float_workspace_buffer=float_buffer, int_workspace_buffer=int_buffer)
@@ -441,18 +440,13 @@ class BatchPrefillWrapper(EngineAttributes):
                 "reset_workspace_buffer(): a CUDA graph has captured a run(), which holds on to "
                 "the workspaces; construct another wrapper"
             )
-        planned = self._state.planned
+        state, planned = self._state, self._state.planned
         if planned is None:
-            return workspace
+            return functools.partial(setattr, self, "_state", state._replace(workspace=workspace))
         request = planned.asked.request
         draft = self._draft(workspace, request)
-        return Drafted(workspace, draft, planned.asked, request.options)
-
-    def _reset(self, drafted: Workspace | Drafted) -> None:
-        if isinstance(drafted, Workspace):
-            self._state = self._state._replace(workspace=drafted)
-        else:
-            self._install(drafted)
+        drafted = Drafted(workspace, draft, planned.asked, request.options)
+        return functools.partial(self._install, drafted)
 
     # What callers read.
 

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .. import _core
 from .._check import values as check
 from .._check.arguments import KvCache, Result, Scale, converted
 from .._check.calls import DecodeForwardArguments, DecodePlanArguments, PagedPlanArguments
@@ -30,11 +29,8 @@ def data_types(q_data_type: Any, kv_data_type: Any, data_type: Any) -> tuple[Any
         if q_data_type is None or (q_data_type == "float16" and not eight_bits):
             q_data_type = data_type
         kv_data_type = data_type if kv_data_type is None else kv_data_type
-        used = (
-            check.dtype("q_data_type", q_data_type),
-            check.dtype("kv_data_type", kv_data_type),
-        )
-        if checked not in used:
+        q_dtype = check.dtype("q_data_type", q_data_type)
+        if checked not in (q_dtype, check.dtype("kv_data_type", kv_data_type)):
             raise ValueError(
                 f"data_type={data_type}: deprecated, and neither q_data_type={q_data_type} "
                 f"nor kv_data_type={kv_data_type}; leave it None"
@@ -47,10 +43,6 @@ class MadeFrom(NamedTuple):
 
     arguments: DecodePlanArguments
     versions: tuple[int, ...] | None  # of its arrays; None: torch counts no changes of theirs
-
-    @classmethod
-    def of(cls, a: DecodePlanArguments) -> MadeFrom:
-        return cls(a, _versions(a))
 
     @property
     def unchanged(self) -> bool:
@@ -133,7 +125,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
             BatchPrefillWithPagedKVCacheWrapper.plan().
         """
         super()._plan(self._as_prefill(a))
-        self._made_from = MadeFrom.of(a)
+        self._made_from = MadeFrom(a, _versions(a))
 
     @takes(DecodePlanArguments)
     def begin_forward(self, a: DecodePlanArguments) -> None:
@@ -174,11 +166,8 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
         asked = super()._asked(a)
         batch = asked.request.lengths.batch
         q_len = batch.max_qo_len
-        if q_len > 1:
-            self._check_q_len(q_len, batch)
-        return asked
-
-    def _check_q_len(self, q_len: int, batch: _core.Batch) -> None:
+        if q_len <= 1:
+            return asked
         self._had_several = True
         shortest = min(batch.kv_len(i) for i in range(batch.num_requests))
         if shortest < q_len:
@@ -192,6 +181,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
                 f"q_len_per_req={q_len}: with use_cuda_graph=True it is frozen, and the first "
                 f"plan() had {before.max_qo_len}; use another wrapper"
             )
+        return asked
 
     @property
     def _q_len_per_req(self) -> int | None:

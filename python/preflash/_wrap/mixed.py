@@ -8,16 +8,12 @@ from .._check import values as check
 from .._check.arguments import KvCache, Scale
 from .._check.names import renamed, tells_nearest
 from .._plan.pages import picked
-from .paged import BatchPrefillWithPagedKVCacheWrapper
+from .paged import OverPages, Pages
 
 _FLOAT_BYTES = 128 * 1024 * 1024
 
 
-class _Paged(BatchPrefillWithPagedKVCacheWrapper):
-    _serves_cudnn = False
-
-
-class BatchAttention:
+class BatchAttention(OverPages):
     """Attention of a batch of requests, each with any number of queries, over a paged KV cache in
     one launch: every kernel of this package takes such batches, and this is another way to ask.
 
@@ -40,30 +36,17 @@ class BatchAttention:
     ) -> None:
         check.one_of("kv_layout", kv_layout, check.KV_LAYOUTS)
         buffer = torch.empty(_FLOAT_BYTES, dtype=torch.uint8, device=device)
-        self._paged = _Paged(buffer, kv_layout, backend=backend)
+        self._pages = Pages(buffer, kv_layout, backend=backend)
         self._logits_soft_cap = 0.0
 
     @property
     def float_workspace_buffer(self) -> torch.Tensor:
         """What split keys are merged in."""
-        return self._paged._float_workspace_buffer
-
-    @property
-    def device(self) -> torch.device:
-        """Where the workspace and every tensor of run() are."""
-        return self._paged.device
-
-    @property
-    def variant(self) -> str | None:
-        """The id of the kernel that plan() chose; None before."""
-        return self._paged.variant
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._paged!r})"
+        return self._pages._float_workspace_buffer
 
     def prewarm_paged_kv_stride_variant(self, variant: str = "independent") -> None:
         """Does nothing; see BatchPrefillWithPagedKVCacheWrapper."""
-        self._paged.prewarm_paged_kv_stride_variant(variant)
+        self._pages.prewarm_paged_kv_stride_variant(variant)
 
     def plan(
         self,
@@ -127,7 +110,7 @@ class BatchAttention:
         last = torch.where(needed > 0, lengths - (needed - 1) * page, 1).to(torch.int32)
         cap = check.soft_cap("logits_soft_cap", logits_soft_cap)
         with renamed({"paged_kv_indptr": "kv_indptr", "paged_kv_indices": "kv_indices"}):
-            self._paged.plan(
+            self._pages.plan(
                 qo_indptr, at, kv_indices, last, num_qo_heads, num_kv_heads, head_dim_qk, page,
                 causal=causal, sm_scale=sm_scale, logits_soft_cap=cap, q_data_type=q_data_type,
                 kv_data_type=kv_data_type, head_dim_vo=head_dim_vo, non_blocking=True,
@@ -167,6 +150,6 @@ class BatchAttention:
                 f"logits_soft_cap={cap} in run() and {self._logits_soft_cap} in plan(); must be "
                 "the same, or 0 in run()"
             )
-        return self._paged.run(
+        return self._pages.run(
             q, kv_cache, k_scale=k_scale, v_scale=v_scale, return_lse=True, out=out, lse=lse
         )

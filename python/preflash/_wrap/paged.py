@@ -244,3 +244,28 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillWrapper, PagedEngineAttrib
     def forward_return_lse(self, a: PagedForwardArguments) -> tuple[torch.Tensor, torch.Tensor]:
         """Deprecated: forward() that returns (out, lse), lse base 2 and [tokens, num_qo_heads]."""
         return super()._forward(a.q, a.paged_kv_cache, a, Outputs(return_lse=True))
+
+
+class Pages(BatchPrefillWithPagedKVCacheWrapper):
+    """The paged wrapper inside of another one, which has no cuDNN."""
+
+    _serves_cudnn = False
+
+
+class OverPages:
+    """What a wrapper tells of itself that plans and runs through a paged one."""
+
+    _pages: Pages
+
+    @property
+    def device(self) -> torch.device:
+        """Where the workspace and every tensor of run() are."""
+        return self._pages.device
+
+    @property
+    def variant(self) -> str | None:
+        """The id of the kernel that plan() chose; None before."""
+        return self._pages.variant
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._pages!r})"

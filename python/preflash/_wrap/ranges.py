@@ -245,10 +245,7 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
             "bidirectional_ranges", ranges, (check.is_tensor("q", q).shape[0], 2), "[rows of q, 2]"
         )
         check.on_device("bidirectional_ranges", ranges, q.device)
-        if not ranges.is_contiguous():
-            raise ValueError(
-                f"bidirectional_ranges has strides {tuple(ranges.stride())}; must be contiguous"
-            )
+        check.contiguous("bidirectional_ranges", ranges)
         windows = (
             max(check.integer("causal_window_left", causal_window_left, at_least=-(2**31)), -1),
             max(check.integer("range_window_left", range_window_left, at_least=-(2**31)), 0),

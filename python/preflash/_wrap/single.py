@@ -64,7 +64,6 @@ def attention_of_one(a: SingleArguments) -> Result:
 
 @check.eager
 def prefill(a: SingleArguments) -> Result:
-    """Attention of one request."""
     outputs, per_head = outputs_of(a), per_head_of(a)
     q, k, v = a.q, a.k, a.v
     try:
@@ -99,7 +98,6 @@ def _key(a: SingleArguments, per_head: PerHead, device_stream: DeviceStream) -> 
 
 def _plan(a: SingleArguments, per_head: PerHead, device_stream: DeviceStream) -> _Planned:
     options = single_options(a)
-    check.not_traced()
     pipeline.refuse_capture(device_stream)
     lengths = single_lengths(a.q.shape[0], a.k.shape[0 if a.kv_layout == "NHD" else 1])
     request = pipeline.make_request(
@@ -147,12 +145,11 @@ def _run_planned(
 
 def _mask(planned: _Planned, a: SingleArguments, outputs: Outputs) -> torch.Tensor:
     """The call's mask, checked and packed; after the other checks, because packing is a launch."""
-    batch, variant = planned.request.lengths.batch, planned.variant
-    request = planned.request
-    packed = a.packed_custom_mask is not None
+    request, variant, usual_scales = planned
+    batch, packed = request.lengths.batch, a.packed_custom_mask is not None
     if not packed:
         masks.check_rows(a.custom_mask, (request.qo_tokens, request.kv_tokens))
     mask = masks.check_mask(a.custom_mask, a.packed_custom_mask, batch)
     masks.check_mask_device(mask, request.device)
-    variant.check_run(a.q, (a.k, a.v), planned.usual_scales, outputs, None)
+    variant.check_run(a.q, (a.k, a.v), usual_scales, outputs, None)
     return masks.mask_of_run(mask, packed, batch, variant.device_stream)

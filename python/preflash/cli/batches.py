@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import torch
 
-from ..testing import Case, Expected, Garbage, Inputs, reference
-from ..testing.inputs import build_by, indptr, page_table
+from ..testing import Case, Expected, Garbage, Inputs, build, reference
+from ..testing.inputs import indptr, page_table
 
 
 class BatchMaker:
@@ -30,7 +30,8 @@ class BatchMaker:
     def make(self) -> Inputs:
         """A new set: normal random q, k and v; ragged k and v of as many rows as there are keys."""
         case = self._case
-        inputs = build_by(self._random, case, self._device, "cpu", self._table)
+        placed = {"device": self._device, "index_device": "cpu"}
+        inputs = build(case, **placed, generator=self._random, table=self._table)
         if case.paged:
             inputs.indices = inputs.indices.to(self._device)
         else:

@@ -72,8 +72,7 @@ class Demo:
     """What the parts of the demo share, and the tables that they fill."""
 
     def __init__(self, place: Place, backend: str, scale: Scale, step: Callable[[str], None]):
-        self.place, self.scale, self.step = place, scale, step
-        self._backend = backend
+        self.place, self.backend, self.scale, self.step = place, backend, scale, step
         sizes = dict.fromkeys(["layers", "tokens", "keys"], "d")
         times = {"plan us": ".0f", "run ms/layer": ".3g", "TFLOP/s": ".3g"}
         self.ran = Table({"batch": "", **sizes, **times, "variant": ""})
@@ -85,25 +84,17 @@ class Demo:
         self.verified.add(what, amount, worst, "FAILED" if failures else "ok")
         self.failures += failures
 
-    def wrapper(self) -> flashinfer.BatchPrefillWithPagedKVCacheWrapper:
-        buffer = runner.workspace(self.place.device, _WORKSPACE_BYTES)
-        return flashinfer.BatchPrefillWithPagedKVCacheWrapper(buffer, "NHD", backend=self._backend)
-
     def timed(self, call: Callable[[], object]) -> tuple[object, float]:
         """The call's result and its wall time, the device's work included."""
-        self._settle()
+        self.place.synchronize()
         start = time.perf_counter()
         result = call()
-        self._settle()
+        self.place.synchronize()
         return result, time.perf_counter() - start
 
     def timed_plan(self, plan: Callable[[], object]) -> float:
         """Median wall time in microseconds; planning again replaces a plan by its equal."""
         return 1e6 * statistics.median(self.timed(plan)[1] for _ in range(_PLAN_REPEATS))
-
-    def _settle(self) -> None:
-        if self.place.device.type == "cuda":
-            torch.cuda.synchronize(self.place.device)
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -182,11 +173,13 @@ def _part(
     demo: Demo, name: str, case: Case, num_layers: int
 ) -> tuple[flashinfer.BatchPrefillWithPagedKVCacheWrapper, list[Inputs], list[Result]]:
     """Makes the layers of a batch, plans it once, runs and compares them all."""
-    maker, layers = BatchMaker(case, demo.place.device), []
+    device = demo.place.device
+    maker, layers = BatchMaker(case, device), []
     for _ in range(num_layers):
         layers.append(maker.make())
         demo.step(f"{name}: inputs")
-    wrapper = demo.wrapper()
+    buffer = runner.workspace(device, _WORKSPACE_BYTES)
+    wrapper = runner.make_wrapper(case, backend=demo.backend, buffer=buffer)
     plan_us = demo.timed_plan(lambda: runner.plan(wrapper, layers[0]))
     outputs = _run_layers(demo, wrapper, layers, case.name, plan_us)
     _compare_rows(demo, name, layers, outputs)

@@ -12,15 +12,8 @@ from .._device import backends
 from .._plan import prepass
 from . import CommandError
 
-_DTYPES = {
-    "cpu": (torch.bfloat16, torch.float16, torch.float32),
-    "fa2": (torch.bfloat16, torch.float16),
-    "fa3": (torch.bfloat16, torch.float16),
-}
-_BACKENDS = tuple(_DTYPES)
-
-
-NO_GPU_KERNELS = (
+_BACKENDS = ("cpu", "fa2", "fa3")
+_NO_GPU_KERNELS = (
     "this installation has the CPU backend alone, without GPU kernels; pip install with nvcc on "
     "PATH compiles them"
 )
@@ -40,7 +33,13 @@ class Place:
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
-        return _DTYPES[self.backend]
+        on_cpu = (torch.float32,) if self.backend == "cpu" else ()
+        return (torch.bfloat16, torch.float16, *on_cpu)
+
+    def synchronize(self) -> None:
+        """Waits for the device; the CPU has nothing to wait for."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
 
 def has_gpu_kernels() -> bool:
@@ -50,7 +49,7 @@ def has_gpu_kernels() -> bool:
 
 def gpu_kernels_absent() -> str:
     """Why no GPU kernels are loaded; empty where they are."""
-    return _core.cuda_error() if has_gpu_kernels() else NO_GPU_KERNELS
+    return _core.cuda_error() if has_gpu_kernels() else _NO_GPU_KERNELS
 
 
 def gpu_absent() -> str:
@@ -67,8 +66,7 @@ def gpu_absent() -> str:
 def cpu_refusal() -> str:
     """Why the CPU backend cannot be used; empty where it can."""
     device = torch.device("cpu")
-    refusals = [backend.refusal(device) for backend in backends.candidates("auto", device)]
-    return refusals[0] or ""
+    return backends.candidates("auto", device)[0].refusal(device) or ""
 
 
 def places() -> list[Place]:
@@ -86,20 +84,15 @@ def places() -> list[Place]:
     return found
 
 
-def _override() -> str | None:
-    """The backend that the environment puts in the place of every other one."""
-    try:
-        prepass.check_environment()
-        name = backends.requested("auto").name
-    except ValueError as error:
-        raise CommandError(str(error)) from None
-    return None if name == "auto" else name
-
-
 def choose_places(backend: str | None) -> list[Place]:
     """All places, or those of one backend. Raises CommandError where it cannot run."""
-    override, asked = _override(), f"--backend {backend}"
-    if override is not None:
+    try:
+        prepass.check_environment()
+        override = backends.requested("auto").name
+    except ValueError as error:
+        raise CommandError(str(error)) from None
+    asked = f"--backend {backend}"
+    if override != "auto":  # it replaces every other one
         by_environment = f"{backends.OVERRIDE}={override} in the environment"
         if backend not in (None, override):
             raise CommandError(f"{asked}: {by_environment} replaces it; unset one of them")

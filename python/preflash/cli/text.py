@@ -43,9 +43,9 @@ def execute(args: argparse.Namespace) -> int:
     table = Table({**text, "tokens/s": ",.0f", "worst cosine to eager": ".7f"})
     worst, found, repeats = 1.0, None, 1 if args.quick else 3
     devices = dict.fromkeys(place.device for place in places)
-    runs = [(one, [None, *(p for p in places if p.device == one)]) for one in devices]
-    with progress((len(places) + len(devices)) * len(batches) * repeats, "embed") as step:
-        for device, place in ((device, place) for device, there in runs for place in there):
+    runs = [(d, place) for d in devices for place in (None, *(p for p in places if p.device == d))]
+    with progress(len(runs) * len(batches) * repeats, "embed") as step:
+        for device, place in runs:
             model = _model(folder, device, place)
             vectors, rate = _embed(model, batches, device, tokens, repeats, step)
             if place is None:

@@ -26,7 +26,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def execute(args: argparse.Namespace) -> int:
     kernels = sorted(_core.kernels(), key=lambda kernel: kernel["id"])
     serving = None if args.head_dim is None else _ids_that_serve(args.head_dim, kernels)
-    chosen = [kernel for kernel in kernels if _matches(kernel, args, serving)]
+    chosen = [
+        kernel
+        for kernel in kernels
+        if args.family in (None, kernel["family"], kernel["backend"])
+        and args.dtype in (None, kernel["q_dtype"])
+        and (serving is None or kernel["id"] in serving)
+    ]
     if not chosen:
         raise CommandError(_nothing_left(kernels, args))
     if args.json:
@@ -66,14 +72,6 @@ def _ids_that_serve(size: str, kernels: list[dict]) -> set[str]:
             if kernel["head_dim_qk"] >= sizes[0] and kernel["head_dim_vo"] >= sizes[1]:
                 smallest.setdefault((options, sizes), kernel)
     return {kernel["id"] for kernel in smallest.values()}
-
-
-def _matches(kernel: dict, args: argparse.Namespace, serving: set[str] | None) -> bool:
-    return (
-        args.family in (None, kernel["family"], kernel["backend"])
-        and args.dtype in (None, kernel["q_dtype"])
-        and (serving is None or kernel["id"] in serving)
-    )
 
 
 def _nothing_left(kernels: list[dict], args: argparse.Namespace) -> str:

@@ -83,9 +83,9 @@ class Inputs:
         if self.page_table is None:
             kv_begin = sum(case.kv_lens[:i])
             k, v = (as_nhd(t, case.layout)[kv_begin : kv_begin + kv_len] for t in (self.k, self.v))
-            return Request(q, k, v, mask)
-        pages = torch.tensor(self.page_table[i], dtype=torch.long, device=q.device)
-        k, v = (pages_of(t, case)[pages].flatten(0, 1)[:kv_len] for t in (self.k, self.v))
+        else:
+            pages = torch.tensor(self.page_table[i], dtype=torch.long, device=q.device)
+            k, v = (pages_of(t, case)[pages].flatten(0, 1)[:kv_len] for t in (self.k, self.v))
         return Request(q, k, v, mask)
 
 
@@ -259,21 +259,15 @@ def build(
     device: torch.device | str = "cpu",
     index_device: torch.device | str | None = None,
     seed: int = 0,
-) -> Inputs:
-    """Makes the tensors of a case on `device`; indptr, indices and lengths on `index_device`."""
-    generator = torch.Generator().manual_seed(seed)
-    return build_by(generator, case, device, index_device)
-
-
-def build_by(
-    generator: torch.Generator,
-    case: Case,
-    device: torch.device | str,
-    index_device: torch.device | str | None = None,
+    generator: torch.Generator | None = None,
     table: list[list[int]] | None = None,
 ) -> Inputs:
-    """build() with numbers that the generator draws, on its own device, and a given page table. One
-    on a GPU takes cases whose garbage is NaN, without a custom mask, sinks and factors of heads."""
+    """Makes the tensors of a case on `device`; indptr, indices and lengths on `index_device`.
+
+    A generator in the place of `seed` draws on its own device. One on a GPU takes cases whose
+    garbage is NaN, without a custom mask, sinks and factors of heads. `table`: a page table of the
+    case, else a random one."""
+    generator = torch.Generator().manual_seed(seed) if generator is None else generator
     index_device = device if index_device is None else index_device
     q = _query(case, generator, device)
     contents = []
@@ -313,12 +307,12 @@ def _fill_paged(inputs: Inputs, contents, table, generator, index_device) -> Non
     inputs.k, inputs.v, both = storage(case, leading, generator, device)
     inputs.cache = (inputs.k, inputs.v) if both is None else both
     inputs.page_table = table
-    for pages, (k, v) in zip(table, contents, strict=True):
-        for pool, rows in ((inputs.k, k), (inputs.v, v)):
-            slots = torch.arange(rows.shape[0], device=device)
-            page = torch.tensor(pages, dtype=torch.long, device=device)
-            view = pages_of(pool, case)
-            view[page[slots // case.page_size], slots % case.page_size] = rows
+    pools = [pages_of(pool, case) for pool in (inputs.k, inputs.v)]
+    for pages, both_rows in zip(table, contents, strict=True):
+        slots = torch.arange(both_rows[0].shape[0], device=device)
+        page = torch.tensor(pages, dtype=torch.long, device=device)
+        for pool, rows in zip(pools, both_rows, strict=True):
+            pool[page[slots // case.page_size], slots % case.page_size] = rows
     flat = [page for pages in table for page in pages]
     inputs.indices = torch.tensor(flat, dtype=torch.int32, device=index_device)
     inputs.kv_indptr = indptr([len(pages) for pages in table], index_device)

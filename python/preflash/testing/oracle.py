@@ -260,13 +260,11 @@ def reference(
     """The expected result of `Inputs`; `rows[i]` picks local rows of request i (None: all)."""
     pipeline = inputs.pipeline if pipeline is None else pipeline
     rows = [None] * inputs.case.batch_size if rows is None else rows
-    requests = [inputs.request(i) for i in range(inputs.case.batch_size)]
-    return concatenate(
-        [
-            attend(one.q, one.k, one.v, pipeline, custom=one.mask, rows=picked)
-            for one, picked in zip(requests, rows, strict=True)
-        ]
-    )
+    parts = []
+    for i, picked in zip(range(inputs.case.batch_size), rows, strict=True):
+        one = inputs.request(i)
+        parts.append(attend(one.q, one.k, one.v, pipeline, custom=one.mask, rows=picked))
+    return concatenate(parts)
 
 
 def merge(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

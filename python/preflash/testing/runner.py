@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 import torch
 
+import preflash
+
 from .. import _core
 from .._check.calls import PagedPlanArguments, RaggedPlanArguments, SingleArguments
 from .._plan import prepass
@@ -29,8 +31,6 @@ def make_wrapper(
     case: Case, *, backend: str, device: torch.device | str = "cpu", buffer=None, **options
 ):
     """A paged or ragged wrapper for the case, not planned."""
-    import preflash
-
     buffer = workspace(device) if buffer is None else buffer
     kind = preflash.BatchPrefillWithRaggedKVCacheWrapper
     if case.paged:
@@ -110,14 +110,11 @@ def note_sides(wrapper, prefill: Inputs, decode: Inputs) -> None:
 
 
 def _scale_arguments(inputs: Inputs) -> dict:
-    scales = inputs.scales
-    return {"scale_q": scales.q, "scale_k": scales.k, "scale_v": scales.v}
+    return {f"scale_{name}": scale for name, scale in vars(inputs.scales).items()}
 
 
 def single(inputs: Inputs, *, backend: str, **options):
     """single_prefill_with_kv_cache on a ragged case of one request; returns (out, lse)."""
-    import preflash
-
     case = inputs.case
     if case.batch_size != 1 or case.paged:
         raise ValueError(f"{case.id} is not a single ragged request")

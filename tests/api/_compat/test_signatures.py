@@ -5,8 +5,8 @@ import inspect
 import preflash
 import pytest
 from preflash._check import calls as _calls
+from preflash._wrap import decode
 from preflash._wrap.batch import BatchPrefillWrapper
-from preflash._wrap.decode import MadeFrom
 
 REQUIRED = inspect.Parameter.empty
 NONE = None
@@ -286,7 +286,7 @@ def test_every_argument_of_plan_is_handed_on(wrapper, arguments, monkeypatch):
     received = []
     monkeypatch.setattr(wrapper, "_as_prefill", lambda self, a: a, raising=False)
     monkeypatch.setattr(BatchPrefillWrapper, "_plan", lambda self, a: received.append(a))
-    monkeypatch.setattr(MadeFrom, "of", lambda a: None)
+    monkeypatch.setattr(decode, "_versions", lambda a: None)
     wrapper.plan(object.__new__(wrapper), **{name: f"that of {name}" for name in names[1:]})
     (got,) = received
     assert type(got) is arguments

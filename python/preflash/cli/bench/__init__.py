@@ -4,10 +4,8 @@ prefill beside decode, and of trtllm_fmha_v2_prefill; everything in one run."""
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import pathlib
-from collections.abc import Callable
 
 import torch
 
@@ -18,29 +16,19 @@ from .. import CommandError, check_writable
 from ..console import progress
 from ..machine import Place, choose_places, torch_dtype
 from .fmha import fmha_calls, fmha_rows_for, fmha_table
-from .measure import Calls, Result, measured, row_calls, row_table
+from .measure import Result, measured, row_calls, row_table
 from .pod import pod_calls, pod_rows_for, pod_table
 from .reports import compare, draw, roof
 from .rows import BenchRow, Row, rows_for
 from .timeline import PICTURES, why_no_picture
 from .trace import trace
 
-
-@dataclasses.dataclass(frozen=True)
-class _Kind:
-    """Rows of one kind: a table, and a list in the report."""
-
-    key: str
-    rows_for: Callable[[str, bool], list[BenchRow]]
-    calls_of: Callable[[Result, Place, int], Calls]
-    table: Callable[[list[Result]], str]
-
-
-_KINDS = (
-    _Kind("rows", rows_for, row_calls, row_table),
-    _Kind("pod", pod_rows_for, pod_calls, pod_table),
-    _Kind("fmha", fmha_rows_for, fmha_calls, fmha_table),
-)
+# Rows of one kind are a table, and a list in the report: which there are, their calls, the table.
+_KINDS = {
+    "rows": (rows_for, row_calls, row_table),
+    "pod": (pod_rows_for, pod_calls, pod_table),
+    "fmha": (fmha_rows_for, fmha_calls, fmha_table),
+}
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -85,22 +73,23 @@ def execute(args: argparse.Namespace) -> int:
         return 0
     place = choose_places(args.backend)[0]
     _check_report(args)
-    rows, pods, fmhas = chosen = _chosen_rows(args, place)
+    chosen = _chosen_rows(args, place)
+    rows, pods = chosen["rows"], chosen["pod"]
     if args.trace is not None:
         trace(args.trace, place, (rows if args.rows else []) or [*pods, *rows])
         return 0
     repeats = args.repeats or (3 if args.quick else 11 if place.device.type == "cuda" else 5)
     print(_headline(place, repeats))
     tables: dict[str, list[Result]] = {}
-    with progress(len(rows) + len(pods) + len(fmhas), "bench") as step:
-        for kind, of_kind in zip(_KINDS, chosen, strict=True):
-            results = tables[kind.key] = []
-            for row in of_kind:
-                results.append(measured(kind.calls_of, row, place, repeats))
+    with progress(sum(map(len, chosen.values())), "bench") as step:
+        for key, (_, calls_of, _) in _KINDS.items():
+            results = tables[key] = []
+            for row in chosen[key]:
+                results.append(measured(calls_of, row, place, repeats))
                 step(row.name)
-    for kind in _KINDS:
-        if tables[kind.key]:
-            print(f"\n{kind.table(tables[kind.key])}")
+    for key, (_, _, table) in _KINDS.items():
+        if tables[key]:
+            print(f"\n{table(tables[key])}")
     document = {key: [_as_json(one) for one in results] for key, results in tables.items()}
     document = {"machine": _machine(place, repeats), **document}
     if args.json is not None:
@@ -131,19 +120,22 @@ def _check_report(args: argparse.Namespace) -> None:
         check_writable(option, path)
 
 
-def _chosen_rows(args: argparse.Namespace, place: Place) -> list[list[BenchRow]]:
-    """Of each kind."""
+def _chosen_rows(args: argparse.Namespace, place: Place) -> dict[str, list[BenchRow]]:
+    """By kind."""
     default = "bf16" if place.device.type == "cuda" or args.quick else "f32,bf16,f16"
     dtypes = [torch_dtype(name) for name in (args.dtype or default).split(",")]
     if unfit := [dtype for dtype in dtypes if dtype not in place.dtypes]:
         raise CommandError(f"--dtype {args.dtype}: {place.backend} does not take {unfit[0]}")
-    every = [kind.rows_for(place.device.type, args.quick) for kind in _KINDS]
-    wanted = args.rows.split(",")
-    named = [[row for row in rows if any(part in row.name for part in wanted)] for rows in every]
-    if not any(named):
-        names = ", ".join(row.name for rows in every for row in rows)
-        raise CommandError(f"--rows {args.rows!r} names no row; there are: {names}")
-    return [[row.with_dtype(dtype) for dtype in dtypes for row in rows] for rows in named]
+    chosen, names = {}, []
+    for key, (rows_for_device, _, _) in _KINDS.items():
+        rows = rows_for_device(place.device.type, args.quick)
+        names += [row.name for row in rows]
+        rows = [row for row in rows if any(part in row.name for part in args.rows.split(","))]
+        chosen[key] = [row.with_dtype(dtype) for dtype in dtypes for row in rows]
+    if not any(chosen.values()):
+        there = ", ".join(names)
+        raise CommandError(f"--rows {args.rows!r} names no row; there are: {there}")
+    return chosen
 
 
 def _headline(place: Place, repeats: int) -> str:

@@ -22,7 +22,7 @@ from .rows import Baseline, Row
 Call = Callable[[], torch.Tensor]
 Prepare = Callable[[Inputs], Call]
 
-_WORKSPACE_BYTES = 256 * 1024 * 1024
+WORKSPACE_BYTES = 256 * 1024 * 1024
 _GPU_BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -53,7 +53,9 @@ def baselines_of(row: Row, device: torch.device) -> list[BaselineCall]:
         if Baseline.VARLEN in wanted:
             found["varlen"] = _torch_varlen
         if Baseline.FRONTEND in wanted and graph.why_missing() is None:
-            found["cudnn frontend"] = _planned_once(_cudnn)
+            found["cudnn frontend"] = _planned_once(
+                functools.partial(runner.planned, backend="cudnn", size=WORKSPACE_BYTES // 2)
+            )
         found |= others_of(row)
     calls = [BaselineCall(*one) for one in found.items()]
     if Baseline.READ in wanted and gpu:
@@ -136,10 +138,6 @@ def _planned_once(planned: Callable[[Inputs], Any]) -> Prepare:
     return prepare
 
 
-def _cudnn(inputs: Inputs) -> Any:
-    return runner.planned(inputs, backend="cudnn", size=_WORKSPACE_BYTES // 2)
-
-
 def _flashinfer(module: ModuleType, inputs: Inputs) -> Any:
     """Its wrapper, of which preflash has the API."""
     case, positional = inputs.case, runner.plan_arguments(inputs)[0]
@@ -148,7 +146,7 @@ def _flashinfer(module: ModuleType, inputs: Inputs) -> Any:
     backend = "fa2" if max(case.qo_lens) == 1 and inputs.q.is_cuda else "auto"
     dtypes = {"q_data_type": case.dtype, "kv_data_type": case.dtype}
     try:
-        buffer = runner.workspace(inputs.q.device, _WORKSPACE_BYTES)
+        buffer = runner.workspace(inputs.q.device, WORKSPACE_BYTES)
         wrapper = getattr(module, kind)(buffer, case.layout, backend=backend)
         wrapper.plan(*positional, causal=case.mask is MaskKind.CAUSAL, **dtypes)
     except Exception as error:  # a compiler that is missing, a package that does not fit

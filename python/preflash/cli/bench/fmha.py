@@ -17,7 +17,8 @@ from ...testing.oracle import Pipeline, attend, kept_pairs
 from ..batches import BatchMaker
 from ..console import Table
 from ..machine import Place
-from .measure import Call, Calls, Result, WrongResultError
+from .baselines import Call
+from .measure import Calls, Result, WrongResultError
 from .rows import BenchRow
 
 _HEAD_DIM = 128

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -14,16 +15,14 @@ from ...testing.case import Case, flops
 from ..batches import BatchMaker, Sample
 from ..console import Table
 from ..machine import Place
-from .baselines import baselines_of
-from .rows import BenchRow, Metric, Row
+from .baselines import WORKSPACE_BYTES, Call, baselines_of
+from .rows import BenchRow, Metric
 
-Call = Callable[[], torch.Tensor]
 Calls = dict[str, Sequence[Call]]  # by name; each has one for every set of inputs
 
 OURS = "preflash"
 BASE = "base"  # ours, on the case that the row is relative to
 
-WORKSPACE_BYTES = 256 * 1024 * 1024
 # The calls rotate over sets of inputs that together exceed every last-level cache.
 _ROTATION_BYTES = 192 * 1024 * 1024
 _MAX_SETS = 16
@@ -67,13 +66,20 @@ def measured(
     """Times what `calls_of` has checked: the medians of interleaved kernel times on a GPU, of wall
     times on the CPU."""
     result = Result(row)
-    try:
+    with _noted(result):
         _time(result, place, repeats, calls_of(result, place, repeats))
+    return result
+
+
+@contextmanager
+def _noted(result: Result) -> Iterator[None]:
+    """What ours fails with is part of the result: the baselines and other rows still count."""
+    try:
+        yield
     except NotImplementedError as error:
         result.absent[OURS] = str(error)
-    except (RuntimeError, WrongResultError) as error:  # the rows that follow still count
+    except (RuntimeError, WrongResultError) as error:
         result.failure = str(error)
-    return result
 
 
 def _time(result: Result, place: Place, repeats: int, calls: Mapping[str, Sequence[Call]]) -> None:
@@ -138,17 +144,13 @@ def row_calls(result: Result, place: Place, repeats: int) -> Calls:
     row, calls = result.row, {}
     num_sets = min(_MAX_SETS, -(-_ROTATION_BYTES // row.bytes()))
     trial = Trial.of(row.case, place, num_sets)
-    try:
+    with _noted(result):
         wrapper = trial.planned(result)
         calls[OURS] = trial.launchers(wrapper)
         _time_the_cpu(result, wrapper, trial, repeats)
         if row.relative_to is not None:
             base = Trial.of(row.relative_to, place, num_sets)
             calls[BASE] = base.launchers(base.planned(Result(row)))
-    except NotImplementedError as error:
-        result.absent[OURS] = str(error)
-    except (RuntimeError, WrongResultError) as error:
-        result.failure = str(error)
     for baseline in baselines_of(row, place.device):
         result.baselines.append(baseline.name)
         try:
@@ -170,12 +172,6 @@ def _time_the_cpu(result: Result, wrapper, trial: Trial, repeats: int) -> None:
     if device == "cuda":
         run = runner.launcher(wrapper, first)
         result.run_cpu_us = timing.cpu_call_time(run, calls=20, samples=repeats)
-
-
-def checked_call(row: Row, place: Place) -> Call:
-    """Our run of the row, planned; its first result is right."""
-    trial = Trial.of(row.case, place)
-    return trial.launchers(trial.planned(Result(row)))[0]
 
 
 def row_table(results: list[Result]) -> str:

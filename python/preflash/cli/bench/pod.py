@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import preflash
 
@@ -10,7 +11,8 @@ from ...testing import runner, timing
 from ...testing.case import Case, KvForm, MaskKind
 from ..console import Table
 from ..machine import Place
-from .measure import WORKSPACE_BYTES, Call, Calls, Result, Trial
+from .baselines import WORKSPACE_BYTES, Call
+from .measure import Calls, Result, Trial
 from .rows import BenchRow
 
 
@@ -55,8 +57,8 @@ BOTH, PREFILL, DECODE = "both", "prefill alone", "decode alone"
 def pod_calls(result: Result, place: Place, repeats: int) -> Calls:
     """Both sides in one call, and each alone by its own wrapper with backend="auto" on a GPU, which
     takes the fastest."""
-    sides = _sides(result.row, place)
-    calls = {BOTH: [_checked(result, sides)]}
+    sides = [Trial.of(case, place) for case in (result.row.case, result.row.decode)]
+    calls = {BOTH: [checked_call(result, sides)]}
     backend = place.backend if place.device.type == "cpu" else "auto"
     for name, trial in zip((PREFILL, DECODE), sides, strict=True):
         wrapper = runner.planned(trial.sets[0], backend=backend, size=WORKSPACE_BYTES)
@@ -66,27 +68,15 @@ def pod_calls(result: Result, place: Place, repeats: int) -> Calls:
     return calls
 
 
-def checked_call(row: PodRow, place: Place) -> Call:
+def checked_call(result: Result, sides: list[Trial]) -> Call:
     """A run of both sides, planned; its first result is right."""
-    return _checked(Result(row), _sides(row, place))
-
-
-def _sides(row: PodRow, place: Place) -> list[Trial]:
-    return [Trial.of(case, place) for case in (row.case, row.decode)]
-
-
-def _checked(result: Result, sides: list[Trial]) -> Call:
     case, place = result.row.case, sides[0].place
     inputs = [trial.sets[0] for trial in sides]
     buffer = runner.workspace(place.device, WORKSPACE_BYTES)
     wrapper = preflash.BatchPODWithPagedKVCacheWrapper(buffer, backend=place.backend)
-    heads = (case.num_qo_heads, case.num_kv_heads, case.head_dim, case.page_size)
-    names = ("qo_indptr", "kv_indptr", "indices", "last_page_len")
-    tables = [getattr(one, name) for one in inputs for name in names]
-
-    def plan() -> None:
-        wrapper.plan(*tables, *heads, q_data_type=case.dtype)
-
+    prefill, decode = (runner.plan_arguments(one)[0] for one in inputs)
+    # Four tables of each side, then the heads and the page size, which are the same.
+    plan = functools.partial(wrapper.plan, *prefill[:4], *decode, q_data_type=case.dtype)
     plan()
     tensors = [tensor for one in inputs for tensor in (one.q, one.cache)]
     results = wrapper.run(*tensors, causal_p=True, return_lse=True)

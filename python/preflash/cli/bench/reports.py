@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import pathlib
 import re
@@ -14,8 +15,8 @@ from ...testing import timing
 from .. import CommandError
 from ..console import Table
 from ..machine import Place
+from .measure import OURS
 
-OURS = "preflash"
 _KINDS = ("rows", "pod", "fmha")
 _DENSE = re.compile(r"dense (d\d+) s(\d+) (\w+)")
 
@@ -24,11 +25,7 @@ def roof(place: Place, dtype: torch.dtype) -> float:
     """TFLOP/s of a large matrix product, which no attention exceeds."""
     size = 8192 if place.device.type == "cuda" else 1024
     a, b = (torch.randn(size, size, device=place.device).to(dtype) for _ in range(2))
-    out = torch.empty_like(a)
-
-    def product() -> None:
-        torch.mm(a, b, out=out)
-
+    product = functools.partial(torch.mm, a, b, out=torch.empty_like(a))
     if place.device.type == "cuda":
         us = timing.interleaved({"roof": timing.GraphReplay(product, 10)}, 5)["roof"]
     else:

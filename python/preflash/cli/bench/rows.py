@@ -67,9 +67,8 @@ class Row(BenchRow):
     def bytes(self) -> int:
         """Bytes that have to move: K and V once, q and o once."""
         case = self.case
-        per_key = case.num_kv_heads * (case.head_dim + case.dim_vo)
-        per_token = case.num_qo_heads * (case.head_dim + case.dim_vo)
-        return case.dtype.itemsize * (per_key * sum(case.kv_lens) + per_token * sum(case.qo_lens))
+        rows = case.num_kv_heads * sum(case.kv_lens) + case.num_qo_heads * sum(case.qo_lens)
+        return case.dtype.itemsize * rows * (case.head_dim + case.dim_vo)
 
 
 # Sixteen mixed requests, 64 to 4096 tokens.

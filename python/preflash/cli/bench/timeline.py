@@ -86,22 +86,18 @@ class Launch:
 def read_spans(records: torch.Tensor, launches: Sequence[Launch]) -> tuple[Span, ...]:
     """records: int64 [n, 4] on the CPU, ItemRecord of cpp/include/preflash/item_record.h."""
     spans: list[Span] = []
-    for number, launch in enumerate(launches):
-        rows = records[launch.first : launch.first + launch.count]
-        rows = rows[rows[:, 1] > 0]  # the others did not run
+    ran = [records[launch.first : launch.first + launch.count] for launch in launches]
+    ran = [rows[rows[:, 1] > 0] for rows in ran]  # the others did not run
+    first = min((int(rows[:, 0].min()) for rows in ran if len(rows)), default=0)
+    for number, (launch, rows) in enumerate(zip(launches, ran, strict=True)):
         words, halves = rows.view(torch.int32), rows.view(torch.int16)
         columns = (rows[:, 0], rows[:, 1], words[:, 4], words[:, 5], words[:, 6])
         columns = [column.tolist() for column in (*columns, halves[:, 14], halves[:, 15])]
         for begin, end, processor, cta, request, kv_head, chunk in zip(*columns, strict=True):
             kind = Kind.DECODE if launch.qo_lens[request] == 1 else Kind.PREFILL
-            spans.append(Span(begin, end, processor, number, kind, cta, request, kv_head, chunk))
-    first = min((span.begin_us for span in spans), default=0)
-    spans.sort(key=lambda span: (span.begin_us, span.end_us))
-    since = ((span, span.begin_us - first, span.end_us - first) for span in spans)
-    return tuple(
-        dataclasses.replace(span, begin_us=begin / 1e3, end_us=end / 1e3)
-        for span, begin, end in since
-    )
+            times = ((begin - first) / 1e3, (end - first) / 1e3)
+            spans.append(Span(*times, processor, number, kind, cta, request, kv_head, chunk))
+    return tuple(sorted(spans, key=lambda span: (span.begin_us, span.end_us)))
 
 
 def lanes(spans: Iterable[Span]) -> list[list[Span]]:

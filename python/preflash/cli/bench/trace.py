@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import pathlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch
 
 from ... import _core
 from .. import CommandError, check_writable
 from ..machine import Place
-from . import measure, pod
-from .pod import PodRow
+from .measure import Result, Trial, WrongResultError
+from .pod import PodRow, checked_call
 from .rows import BenchRow
 from .timeline import PICTURES, Launch, Timeline, chrome_trace, draw, read_spans, why_no_picture
 
@@ -59,23 +58,38 @@ def _paths(name: str) -> list[pathlib.Path]:
 def _record(row: BenchRow, place: Place) -> Timeline:
     """The second run of the row: the first has been checked and has warmed the machine up."""
     # A launch has the requests of one side of the row, or of all of them.
-    sides = [row.case.qo_lens]
-    if isinstance(row, PodRow):
-        sides.append(row.decode.qo_lens)
+    cases = [row.case, row.decode] if isinstance(row, PodRow) else [row.case]
+    sides, result = [case.qo_lens for case in cases], Result(row)
     try:
-        call = (pod if isinstance(row, PodRow) else measure).checked_call(row, place)
-    except (NotImplementedError, measure.WrongResultError) as error:
+        trials = [Trial.of(case, place) for case in cases]
+        if isinstance(row, PodRow):
+            call = checked_call(result, trials)
+        else:
+            [call] = trials[0].launchers(trials[0].planned(result))
+    except (NotImplementedError, WrongResultError) as error:
         raise CommandError(f"--trace, {row.name}: {error}") from error
     call()
-    with _recording(place) as (records, found):
+    if _core.item_record_bytes != _RECORD_WORDS * 8:
+        raise AssertionError("ItemRecord has changed: change read_spans with it")
+    records = torch.zeros(_MAX_ITEMS, _RECORD_WORDS, dtype=torch.int64, device=place.device)
+    on_gpu = place.device.type == "cuda"
+    recorder = _core.Trace(records.data_ptr(), _MAX_ITEMS, place.device.index if on_gpu else -1)
+    place.synchronize()  # the zeros are there before any record
+    recorder.start()
+    try:
         call()
-        _synchronize(place)
+        place.synchronize()
+        found = recorder.launches
+    except ValueError as error:
+        raise CommandError(f"--trace: {error}") from error
+    finally:
+        recorder.stop()
     qo_lens = sides if len(found) == len(sides) else [sum(sides, ())] * len(found)
     launches = [Launch(*launch, lens) for launch, lens in zip(found, qo_lens, strict=True)]
     spans = read_spans(records.cpu(), launches)
     ids = tuple(launch.kernel_id for launch in launches)
     processors = {span.processor for span in spans}
-    if on_gpu := place.device.type == "cuda":
+    if on_gpu:
         processors |= set(range(_core.device_facts(place.device.index)["num_sms"]))
     return Timeline(
         title=f"{row.name}, {row.dtype_name}: {' then '.join(ids)}, {place.device_name}",
@@ -84,28 +98,3 @@ def _record(row: BenchRow, place: Place) -> Timeline:
         launches=ids,
         spans=spans,
     )
-
-
-@contextmanager
-def _recording(place: Place) -> Iterator[tuple[torch.Tensor, list]]:
-    """int64 records [_MAX_ITEMS, _RECORD_WORDS], and a list of the launches, filled at the end."""
-    if _core.item_record_bytes != _RECORD_WORDS * 8:
-        raise AssertionError("ItemRecord has changed: change read_spans with it")
-    records = torch.zeros(_MAX_ITEMS, _RECORD_WORDS, dtype=torch.int64, device=place.device)
-    device = place.device.index if place.device.type == "cuda" else -1
-    recorder = _core.Trace(records.data_ptr(), _MAX_ITEMS, device)
-    launches: list = []
-    _synchronize(place)  # the zeros are there before any record
-    recorder.start()
-    try:
-        yield records, launches
-        launches += recorder.launches
-    except ValueError as error:
-        raise CommandError(f"--trace: {error}") from error
-    finally:
-        recorder.stop()
-
-
-def _synchronize(place: Place) -> None:
-    if place.device.type == "cuda":
-        torch.cuda.synchronize(place.device)
