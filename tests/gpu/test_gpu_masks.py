@@ -317,6 +317,7 @@ def test_later_options_have_the_same_mask(backend):
     wrapper = runner.make_wrapper(case, backend=backend, device="cuda")
     runner.plan(wrapper, inputs)
     inputs.case = dataclasses.replace(case, window_left=50)
+    torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):
         out, lse = runner.run(wrapper, inputs, window_left=50)
     torch.cuda.synchronize()

@@ -247,6 +247,7 @@ def test_streams_follow_each_other(backend):
                 mask=MaskKind.CAUSAL)  # fmt: skip
     wrapper, inputs = with_prepass(case, backend)
     other = build(case, device="cuda", seed=9)
+    torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):
         torch.cuda._sleep(10_000_000)
         results = [runner.run(wrapper, one) for one in (inputs, other, inputs, other)]

@@ -354,6 +354,8 @@ def test_run_on_another_stream_waits_for_the_upload(backend, case, non_blocking)
     expected = reference(inputs)
     wrapper = runner.make_wrapper(case, backend=backend, device="cuda")
     planning, running = torch.cuda.Stream(), torch.cuda.Stream()
+    # The workspace may be memory that the oracle has freed and is still writing to.
+    torch.cuda.synchronize()
     # The first launch of a kernel loads it, and the first plans allocate: both may wait.
     with torch.cuda.stream(planning):
         for _ in range(3):
