@@ -78,11 +78,12 @@ class InSequence:
         written, read = [], []
         for run, variant, side in zip(runs, self._variants, SIDES, strict=True):
             rows = variant.request.qo_tokens  # those behind are padding
-            out, lse, *_, lse_layout = run.outputs
+            out, lse = run.outputs.out, run.outputs.lse
             if out is not None:
                 written.append((side, "out", out[:rows]))
             if lse is not None:
-                written.append((side, "lse", lse[:rows] if lse_layout == "NH" else lse[:, :rows]))
+                by_token = run.outputs.lse_layout == "NH"
+                written.append((side, "lse", lse[:rows] if by_token else lse[:, :rows]))
             k, v = kv_of(run.kv)
             read += [(side, "q", run.q[:rows]), (side, "k", k), (side, "v", v)]
         scratch = self._variants[1].float_workspace  # of both

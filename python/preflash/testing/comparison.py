@@ -194,7 +194,7 @@ def compare(
     if soft_cap > 0 and hardware_cap:
         d = d + HARDWARE_TANH_ERROR * expected.logit_bound.clamp(max=soft_cap)
     p_dtype = p_dtype or out.dtype
-    lost = (0.0, 0.0)
+    lost = _Lost()
     if p_dtype.itemsize == 1:
         d = d + PRODUCT_ERRORS * PRODUCT_GRID * expected.product_bound
         lost = _lost_by_products(expected)
@@ -211,14 +211,21 @@ def compare(
     return report
 
 
-def _lost_by_products(expected: Expected) -> tuple[torch.Tensor, torch.Tensor]:
-    """What products of 8 bits add to the bound of an element, D + A + 0.044 |o| of the module's
-    formulas, and to the errors over a tensor, where A is seven deviations."""
+@dataclasses.dataclass
+class _Lost:
+    """What products of 8 bits add to the errors of an output."""
+
+    bound: torch.Tensor | float = 0.0  # of an element
+    typical: torch.Tensor | float = 0.0  # over a tensor
+
+
+def _lost_by_products(expected: Expected) -> _Lost:
+    """D + A + 0.044 |o| of the module's formulas, where A is seven deviations."""
     size, n = expected.out.abs(), expected.spread
     terms = 33 * math.ceil(max(expected.longest_kv, 1) / 32)
     added = 4 * math.sqrt(terms) * PRODUCT_GRID * (size + 4 * n)
     systematic = expected.small + PRODUCT_BIAS * size
-    return systematic + added, systematic + added / 7
+    return _Lost(systematic + added, systematic + added / 7)
 
 
 def _compare_out(
@@ -227,7 +234,7 @@ def _compare_out(
     expected: Expected,
     r: torch.Tensor,
     typical: float,
-    lost: tuple[torch.Tensor | float, torch.Tensor | float],
+    lost: _Lost,
 ) -> None:
     """typical: rounding errors over a tensor as a part of the largest."""
     u_out = unit_roundoff(out.dtype)
@@ -237,13 +244,13 @@ def _compare_out(
         limits = torch.finfo(out.dtype)
         wanted, out = wanted.clamp(limits.min, limits.max), out.double()
         tiny += limits.smallest_normal * limits.eps / 2
-    bound = (u_out + r) * size + 3 * r * n + tiny + lost[0]
+    bound = (u_out + r) * size + 3 * r * n + tiny + lost.bound
     if bool((out[expected.empty] != 0).any()):
         report.failures.append("out: a row that keeps no key is not exactly zero")
     error, report.worst_ratio = elements(report, "out", out, wanted, bound)
     report.max_abs_error = float(error.abs().max())
     variance = (u_out * size).square() + (r * size).square() + (r * n).square()
-    variance = variance + lost[1] ** 2
+    variance = variance + lost.typical**2
     allowed = typical * float(variance.nan_to_num().sum().sqrt()) + tiny * math.sqrt(error.numel())
     norm = float(expected.out.nan_to_num(posinf=0.0, neginf=0.0).norm())
     total = float(error.norm())
