@@ -110,12 +110,6 @@ BoxShape box_shape(const ForwardSegment& params, int tile_m, int tile_n) {
   return box;
 }
 
-const char* encode_tensor_maps(const ForwardSegment& params, const BoxShape& box,
-                               TensorMaps& maps) {
-  const char* error = encode_q_map(params, box, maps);
-  return error != nullptr ? error : encode_kv_maps(params, box, maps);
-}
-
 const char* encode_q_map(const ForwardSegment& params, const BoxShape& box, TensorMaps& maps) {
   if (encoder() == nullptr) return kNoEncoder;
   if (params.q.num_tokens == 0) return nullptr;

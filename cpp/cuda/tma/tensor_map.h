@@ -39,7 +39,6 @@ struct BoxShape {
 BoxShape box_shape(const ForwardSegment& params, int tile_m, int tile_n);
 
 // Return nullptr, or a message if the driver refuses.
-const char* encode_tensor_maps(const ForwardSegment& params, const BoxShape& box, TensorMaps& maps);
 const char* encode_q_map(const ForwardSegment& params, const BoxShape& box, TensorMaps& maps);
 const char* encode_kv_maps(const ForwardSegment& params, const BoxShape& box, TensorMaps& maps);
 

@@ -14,27 +14,15 @@ CUTE_DEVICE KeySlot find_slot_within(const HopperSegment& params, const ItemKeys
   return find_slot(params, item.kv_begin, max(min(key, item.keys.end - 1), item.keys.begin));
 }
 
-enum class Rows { kWhole, kPartial };  // all rows and columns of the tile exist
-
-// Calls copy(rows) with a constant that says which rows those of a tile are.
-template <class Traits, class Copy>
-CUTE_DEVICE void copy_tile(const ItemKeys& item, int first_key, bool all_columns,
-                           const Copy& copy) {
-  if (first_key >= item.keys.begin && first_key + Traits::kTileN <= item.keys.end && all_columns) {
-    copy(C<Rows::kWhole>{});
-  } else {
-    copy(C<Rows::kPartial>{});
-  }
-}
-
 inline constexpr int kCopyBytes = 16;
 
 // Copies a piece of a key's row, with `bytes_left` up to head_dim. Rows of no key, and columns past
 // head_dim, become zeros: with 0 bytes nothing is read, so the address need not be mapped.
-template <Rows kRows>
+// kWhole: all rows and columns of the tile exist.
+template <bool kWhole>
 CUTE_DEVICE void copy_piece(const ItemKeys& item, int key, int bytes_left, std::uint32_t target,
                             const void* source) {
-  if constexpr (kRows == Rows::kWhole) {
+  if constexpr (kWhole) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(target), "l"(source)
                  : "memory");
   } else {
@@ -45,6 +33,70 @@ CUTE_DEVICE void copy_piece(const ItemKeys& item, int key, int bytes_left, std::
                  : "memory");
   }
 }
+
+// How a warp copies kRows rows of a tile from `first_row` on: kLanes of its lanes share a row, and
+// have kPieces pieces of it each. slots: lane i has those of rows i, i + 32, ... head_dim: columns
+// that exist. place(pass, piece): where this lane's piece goes.
+template <class Traits, int kRows, int kRowBytes, int kLanes>
+struct RowCopies {
+  static constexpr int kRowsAtOnce = 32 / kLanes;
+  static constexpr int kPasses = kRows / kRowsAtOnce;
+  static constexpr int kPieces = kRowBytes / (kLanes * kCopyBytes);
+  static_assert(kRows % kRowsAtOnce == 0 && kRowBytes % (kLanes * kCopyBytes) == 0);
+
+  CUTE_DEVICE static int lane_row() { return lane_id() / kLanes; }
+  CUTE_DEVICE static int lane_byte() { return lane_id() % kLanes * kCopyBytes; }
+
+  template <int kElementBytes>
+  CUTE_DEVICE static void copy(const ItemKeys& item, int first_key, int first_row,
+                               const KvTensor& tensor, int head_dim, const KeySlot* slots,
+                               const auto& place) {
+    constexpr int kSlots = ceil_div(kRows, 32);
+    const int row_bytes = head_dim * kElementBytes;
+    std::int64_t offsets[kSlots];
+    CUTE_UNROLL
+    for (int i = 0; i < kSlots; ++i) offsets[i] = slot_offset(tensor, slots[i]) * kElementBytes;
+    auto copy_all = [&](auto whole) {
+      const auto* head = static_cast<const unsigned char*>(tensor.data) +
+                         item.kv_head * tensor.stride_head * kElementBytes + lane_byte();
+      CUTE_UNROLL
+      for (int pass = 0; pass < kPasses; ++pass) {
+        const int row = pass * kRowsAtOnce + lane_row();
+        const unsigned char* source =
+            head + __shfl_sync(0xffffffffu, offsets[pass * kRowsAtOnce / 32], row % 32);
+        CUTE_UNROLL
+        for (int piece = 0; piece < kPieces; ++piece) {
+          const int byte = piece * kLanes * kCopyBytes;
+          copy_piece<whole>(item, first_key + first_row + row, row_bytes - lane_byte() - byte,
+                            place(pass, piece), source + byte);
+        }
+      }
+    };
+    if (first_key >= item.keys.begin && first_key + Traits::kTileN <= item.keys.end &&
+        row_bytes >= kRowBytes) {
+      copy_all(C<true>{});
+    } else {
+      copy_all(C<false>{});
+    }
+  }
+};
+
+// The places of rows in a swizzled tile, where 8 lanes share a row. A pass covers 4 of the 8 rows
+// that the swizzle tells apart: even and odd passes differ.
+template <int kTileRows>
+struct TilePlaces {
+  std::uint32_t of_parity[2];
+
+  CUTE_DEVICE TilePlaces(const void* tile, int first_row) {
+    const int row = first_row + lane_id() / 8;
+    const std::uint32_t begin = cute::cast_smem_ptr_to_uint(tile) + row * kBlockRowBytes;
+    of_parity[0] = begin + (lane_id() % 8 ^ row % 8) * kCopyBytes;
+    of_parity[1] = begin + (lane_id() % 8 ^ (row + 4) % 8) * kCopyBytes;
+  }
+  CUTE_DEVICE std::uint32_t operator()(int pass, int block) const {
+    return of_parity[pass % 2] + (pass * 4 + block * kTileRows) * kBlockRowBytes;
+  }
+};
 
 // Announces the warp's part of a tile or slice, and goes on to the next.
 // NOTE: the warp writes through the generic proxy and wgmma reads through the async one. No lane's

@@ -21,7 +21,7 @@ struct DecodeWarp {
   SpeculativeSoftmax softmax = {};
   DecodeQuery<Traits> query;
   ScoreBias<Traits> bias;
-  ScoreFactors<Traits> factors;
+  HeadFactors<Traits> factors;
   int stage = 0;  // of the slice to be computed next
   ItemTimer timer;
 
@@ -53,11 +53,6 @@ struct DecodeWarp {
 
   CUTE_DEVICE const HopperSegment& segment() const { return params.segments[0]; }
 
-  // Whether this launch has the bias that its kernel is compiled for.
-  CUTE_DEVICE bool has_bias() const {
-    return !Traits::kOptionsAtRunTime || segment().position == Position::kAlibi;
-  }
-
   CUTE_DEVICE void run_item(const ItemState& state) {
     begin_item(state);
     for (int slice = state.tiles.end - 1 - warp; slice >= state.tiles.begin;
@@ -78,10 +73,8 @@ struct DecodeWarp {
   CUTE_DEVICE void begin_item(const ItemState& state) {
     Coordinates of_item{segment(), state, 0, state.tiles.begin};
     query.load(segment(), state);
-    bias = has_bias() ? ScoreBias<Traits>::of(of_item) : ScoreBias<Traits>{};
-    if constexpr (Traits::kConverts) {
-      factors = HeadFactors<Traits>::of(of_item, [&](int r) { return query.factor[r]; });
-    }
+    bias = ScoreBias<Traits>::of(of_item);
+    factors = HeadFactors<Traits>::of(of_item, [&](int r) { return query.factor[r]; });
     softmax = {};
     clear(products.out);
   }
@@ -95,7 +88,7 @@ struct DecodeWarp {
     if (!Traits::kOptionsAtRunTime || segment().soft_cap > 0.0f) {
       transform_logits<Traits::kVariant.logits>(rows_of_s, segment().logits);
     }
-    if (has_bias()) bias.add_to(rows_of_s);
+    bias.add_to(rows_of_s);
     if (state.tiles.needs_mask(slice)) {
       TileMask<Traits>::of_bounds(Coordinates{segment(), state, 0, slice}).apply(rows_of_s);
     }
@@ -112,11 +105,7 @@ __global__ void __launch_bounds__(DecodeTraits<V>::kThreads, V::kTile.ctas_per_s
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
   auto& smem = *reinterpret_cast<DecodeStorage<Traits>*>(smem_bytes);
   let_next_kernel_begin();
-  int begin = blockIdx.x, end = begin + 1;
-  if (params.cta_begin != nullptr) {
-    begin = __ldg(params.cta_begin + blockIdx.x);
-    end = __ldg(params.cta_begin + blockIdx.x + 1);
-  }
+  auto [begin, end] = items_of_cta<Traits>(params);
   int warp = cutlass::canonical_warp_idx_sync();
   DecodeWarp<Traits>(params, smem, warp, begin, end).run(begin, end);
 }

@@ -60,7 +60,7 @@ struct SliceLoader {
 
   CUTE_DEVICE SliceLoader(const Params& params, unsigned char* ring, int warp, int begin, int end)
       : params(params),
-        ring(cute::cast_smem_ptr_to_uint(ring) + lane_difference()),
+        ring(cute::cast_smem_ptr_to_uint(ring)),
         warp(warp),
         index(begin),
         end(end) {
@@ -70,14 +70,10 @@ struct SliceLoader {
   // Requests the next slice: a group of copies, an empty one where there is none.
   CUTE_DEVICE void request() {
     if (any) {
-      bool all_columns =
-          segment().head_dim_qk == Traits::kHeadQk && segment().head_dim_vo == Traits::kHeadVo;
-      copy_tile<Traits>(item, slice * kTileN, all_columns, [&](auto rows) {
-        std::uint32_t target = ring + stage * Traits::kSliceBytes;
-        copy_rows<Operand::kK, Traits::kHeadQk, rows>(segment().k, segment().head_dim_qk, target);
-        copy_rows<Operand::kV, Traits::kHeadVo, rows>(segment().v, segment().head_dim_vo,
-                                                      target + Traits::kSliceBytesK);
-      });
+      const std::uint32_t target = ring + stage * Traits::kSliceBytes;
+      copy<Operand::kK, Traits::kHeadQk>(segment().k, segment().head_dim_qk, target);
+      copy<Operand::kV, Traits::kHeadVo>(segment().v, segment().head_dim_vo,
+                                         target + Traits::kSliceBytesK);
       slice -= Traits::kWarps;
       find_slice();
     }
@@ -87,14 +83,6 @@ struct SliceLoader {
 
  private:
   CUTE_DEVICE const HopperSegment& segment() const { return params.segments[0]; }
-
-  // 0, as a number of each lane's own. NOTE: if an address is the same in all lanes but for an
-  // offset, ptxas 13.0 encodes a copy with a cache policy wrongly (illegal instruction).
-  CUTE_DEVICE static std::uint32_t lane_difference() {
-    std::uint32_t lane;
-    asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
-    return lane - lane_id();
-  }
 
   // Goes on to the items that follow until one has a slice for this warp.
   CUTE_DEVICE void find_slice() {
@@ -111,37 +99,19 @@ struct SliceLoader {
     slot = find_slot_within(segment(), item, slice * kTileN + lane_id() % kTileN);
   }
 
-  template <Operand kOperand, int kHead, Rows kRows>
-  CUTE_DEVICE void copy_rows(const KvTensor& tensor, int head_dim, std::uint32_t target) const {
-    constexpr int kBytes = Traits::kStoredBytes;
-    using Places = SlicePlaces<kHead * kBytes>;
-    const auto* head =
-        static_cast<const unsigned char*>(tensor.data) + item.kv_head * tensor.stride_head * kBytes;
-    std::int64_t lane_offset = slot_offset(tensor, slot) * kBytes;
-    constexpr int kPasses = kTileN * Places::kPieces / 32;
-    static_assert(kPasses * 32 == kTileN * Places::kPieces);
-    CUTE_UNROLL
-    for (int pass = 0; pass < kPasses; ++pass) {
-      int row = (pass * 32 + lane_id()) / Places::kPieces;
-      int piece = (pass * 32 + lane_id()) % Places::kPieces;
-      const unsigned char* source = head + __shfl_sync(0xffffffffu, lane_offset, row) + piece * 16;
-      int place = kOperand == Operand::kK ? Places::of_k(row, piece) : Places::of_v(row, piece);
-      if constexpr (kRows == Rows::kWhole && Traits::kReadsOnce) {
-        copy_once(target + place, source);
-      } else {
-        copy_piece<kRows>(item, slice * kTileN + row, head_dim * kBytes - piece * kCopyBytes,
-                          target + place, source);
-      }
-    }
-  }
-  // Keys that one query tile reads would drive the page table and the plan out of the L2.
-  CUTE_DEVICE static void copy_once(std::uint32_t target, const unsigned char* source) {
-    std::uint64_t policy;
-    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-    asm volatile(
-        "cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2;" ::"r"(target),
-        "l"(source), "l"(policy)
-        : "memory");
+  template <Operand kOperand, int kHead>
+  CUTE_DEVICE void copy(const KvTensor& tensor, int head_dim, std::uint32_t target) const {
+    constexpr int kRowBytes = kHead * Traits::kStoredBytes;
+    using Places = SlicePlaces<kRowBytes>;
+    constexpr int kLanes = std::min(32, Places::kPieces & -Places::kPieces);
+    using Copies = RowCopies<Traits, kTileN, kRowBytes, kLanes>;
+    Copies::template copy<Traits::kStoredBytes>(
+        item, slice * kTileN, 0, tensor, head_dim, &slot, [&](int pass, int i) {
+          const int row = pass * Copies::kRowsAtOnce + Copies::lane_row();
+          const int piece = i * kLanes + lane_id() % kLanes;
+          return target +
+                 (kOperand == Operand::kK ? Places::of_k(row, piece) : Places::of_v(row, piece));
+        });
   }
 };
 

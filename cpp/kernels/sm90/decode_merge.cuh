@@ -119,21 +119,7 @@ struct DecodeMerge {
         float4 other = place(w, row, quad);
         sum = {sum.x + other.x, sum.y + other.y, sum.z + other.z, sum.w + other.w};
       }
-      store(epilogue().target_of(r * Traits::kMergedRows + row).o, quad * 4, sum);
-    }
-  }
-  CUTE_DEVICE void store(void* row, int column, const float4& x) const {
-    const FourFloats four{{{x.x, x.y}, {x.z, x.w}}};
-    if (state.item.partial_row != WorkItem::kFinal) {
-      *reinterpret_cast<float4*>(static_cast<float*>(row) + column) = x;
-    } else if (params.o_dtype == DType::kFloat16) {
-      four.store<DType::kFloat16>(static_cast<char*>(row) + column * 2);
-    } else if (params.o_dtype == DType::kBFloat16) {
-      four.store<DType::kBFloat16>(static_cast<char*>(row) + column * 2);
-    } else {
-      auto* target = static_cast<std::uint8_t*>(row) + column;
-      store_e4m3(target, {x.x, x.y});
-      store_e4m3(target + 2, {x.z, x.w});
+      epilogue().store_four(epilogue().target_of(r * Traits::kMergedRows + row).o, quad * 4, sum);
     }
   }
 };

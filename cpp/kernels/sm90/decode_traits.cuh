@@ -48,9 +48,6 @@ struct DecodeTraits {
   static constexpr int kSliceBytesK = kTileN * kHeadQk * kStoredBytes;
   static constexpr int kSliceBytes = kSliceBytesK + kTileN * kHeadVo * kStoredBytes;
 
-  // Over 16 bits the requests of a batch are one query tile each (choose_tile_class()).
-  static constexpr bool kReadsOnce = !kConverts;
-
   static constexpr int kMergedRows = kWarpRows / 2;  // whose parts are added up at a time
   static constexpr int kMergedStride = kHeadVo + 4;  // floats: no bank conflicts between rows
 };

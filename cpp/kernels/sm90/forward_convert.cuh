@@ -41,42 +41,34 @@ struct RowConversion {
   int first_row;             // of the warp
 
   // A lane's share of rows of 8 bits: 8 neighbouring elements a unit, 8 lanes a block of columns.
+  static constexpr int kUnitRows = 4;
+  static constexpr int kPasses = kWarpKeys / kUnitRows;
+  static_assert(kWarpKeys % kUnitRows == 0);
   template <int kHead>
-  struct Narrow {
-    static constexpr int kBlocks = kHead / 64;
-    static constexpr int kRowsAtOnce = 4;
-    static constexpr int kPasses = kWarpKeys / kRowsAtOnce;
-    static_assert(kWarpKeys % kRowsAtOnce == 0);
-
-    uint2 unit[kPasses][kBlocks];
-  };
+  using Units = uint2[kPasses][kHead / 64];
 
   template <int kHead>
-  CUTE_DEVICE Narrow<kHead> read() const {
-    using Rows = Narrow<kHead>;
-    Rows rows;
+  CUTE_DEVICE void read(Units<kHead>& units) const {
     const unsigned char* lane = raw + (first_row + lane_id() / 8) * kHead + lane_id() % 8 * 8;
     CUTE_UNROLL
-    for (int pass = 0; pass < Rows::kPasses; ++pass) {
+    for (int pass = 0; pass < kPasses; ++pass) {
       CUTE_UNROLL
-      for (int block = 0; block < Rows::kBlocks; ++block) {
-        rows.unit[pass][block] =
-            *reinterpret_cast<const uint2*>(lane + pass * Rows::kRowsAtOnce * kHead + block * 64);
+      for (int block = 0; block < kHead / 64; ++block) {
+        units[pass][block] =
+            *reinterpret_cast<const uint2*>(lane + pass * kUnitRows * kHead + block * 64);
       }
     }
-    return rows;
   }
   template <DType kFrom, int kHead>
-  CUTE_DEVICE void write(const Narrow<kHead>& rows, unsigned char* tile) const {
-    using Rows = Narrow<kHead>;
+  CUTE_DEVICE void write(const Units<kHead>& units, unsigned char* tile) const {
     CUTE_UNROLL
-    for (int pass = 0; pass < Rows::kPasses; ++pass) {
-      int row = first_row + pass * Rows::kRowsAtOnce + lane_id() / 8;
+    for (int pass = 0; pass < kPasses; ++pass) {
+      int row = first_row + pass * kUnitRows + lane_id() / 8;
       unsigned char* target = tile + swizzled<Traits::kTileN>(row, lane_id() % 8 * 8);
       CUTE_UNROLL
-      for (int block = 0; block < Rows::kBlocks; ++block) {
+      for (int block = 0; block < kHead / 64; ++block) {
         *reinterpret_cast<uint4*>(target + block * Traits::kTileN * kBlockRowBytes) =
-            widen<kFrom, kTo>(rows.unit[pass][block]);
+            widen<kFrom, kTo>(units[pass][block]);
       }
     }
   }

@@ -8,6 +8,7 @@
 #include <cute/arch/copy_sm90.hpp>
 
 #include "kernels/common/convert.cuh"
+#include "kernels/common/four_floats.cuh"
 #include "kernels/common/matrices.cuh"
 #include "kernels/common/swizzle.cuh"
 #include "kernels/sm90/score_bias.cuh"
@@ -122,6 +123,22 @@ struct ForwardEpilogue {
     }
   }
 
+  // Four neighbouring columns of a row whose target is `row`.
+  CUTE_DEVICE void store_four(void* row, int column, const float4& x) const {
+    const FourFloats four{{{x.x, x.y}, {x.z, x.w}}};
+    if (!is_final()) {
+      *reinterpret_cast<float4*>(static_cast<float*>(row) + column) = x;
+    } else if (params.o_dtype == DType::kFloat16) {
+      four.store<DType::kFloat16>(static_cast<char*>(row) + column * 2);
+    } else if (params.o_dtype == DType::kBFloat16) {
+      four.store<DType::kBFloat16>(static_cast<char*>(row) + column * 2);
+    } else {
+      auto* target = static_cast<std::uint8_t*>(row) + column;
+      store_e4m3(target, {x.x, x.y});
+      store_e4m3(target + 2, {x.z, x.w});
+    }
+  }
+
   // Writes an item whose rows keep no key; any single warp may run it.
   CUTE_DEVICE void run_empty() const {
     for (int row = 0; row < num_rows; ++row) {
@@ -132,14 +149,8 @@ struct ForwardEpilogue {
         lse = keyless_logit(params.extras, head);
       }
       if (lane_id() == 0) store_lse(target, {.high = 0.0f, .low = lse});
-      for (int column = lane_id(); column < num_columns(); column += 32) {
-        if (!is_final()) {
-          static_cast<float*>(target.o)[column] = 0.0f;
-        } else if (output_bytes() == 1) {
-          static_cast<std::uint8_t*>(target.o)[column] = 0;
-        } else {
-          static_cast<Element*>(target.o)[column] = Element(0.0f);
-        }
+      for (int column = lane_id() * 4; column < num_columns(); column += 128) {
+        store_four(target.o, column, {0.0f, 0.0f, 0.0f, 0.0f});
       }
     }
   }

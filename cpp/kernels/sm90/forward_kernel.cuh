@@ -64,20 +64,6 @@ CUTE_DEVICE void init_barriers(const HopperSegment& segment, SharedStorage<Trait
   cutlass::arch::fence_barrier_init();
 }
 
-// A CTA's items. CTAs that make parts of the columns of the same items share their lists.
-struct ItemSpan {
-  int begin;
-  int end;
-};
-template <class Traits>
-CUTE_DEVICE ItemSpan items_of_cta(const ParamsOf<Traits>& params) {
-  int parts = column_parts<Traits>(params.segments[0].head_dim_vo);
-  int first = static_cast<int>(blockIdx.x) / parts * parts;
-  int last = min(first + parts, params.num_lists);
-  if (params.cta_begin == nullptr) return {first, last};
-  return {__ldg(params.cta_begin + first), __ldg(params.cta_begin + last)};
-}
-
 template <class V>
 __global__ void __launch_bounds__(ForwardTraits<V>::kThreads, V::kTile.ctas_per_sm)
     forward_kernel(const __grid_constant__ ParamsOf<ForwardTraits<V>> params) {

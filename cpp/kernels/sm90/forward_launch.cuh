@@ -32,33 +32,28 @@ const char* make_segment(const ForwardSegment& from, Segment& to) {
   return nullptr;
 }
 
-// Operands that arrive by TMA, or are gathered. Returns nullptr, or why it cannot. All segments of
-// a launch are gathered, or none, because roles and arrivals at barriers are the same for every
-// item.
+// Fills maps and boxes. Returns nullptr, or why it cannot. Operands arrive by TMA, or are gathered:
+// those of all segments of a launch, or none, because roles and arrivals at barriers are the same
+// for every item.
 template <class Traits>
 const char* make_maps(const ForwardParams& params, ParamsOf<Traits>& hopper) {
   bool gather = false;
   for (int s = 0; s < Traits::kSegments; ++s) {
-    hopper.segments[s].box = box_shape(params.segments[s], Traits::kTileM, Traits::kTileN);
-    gather |= hopper.segments[s].box.kv_rows == 0;
+    HopperSegment& segment = hopper.segments[s];
+    segment.box = box_shape(params.segments[s], Traits::kTileM, Traits::kTileN);
+    gather |= segment.box.kv_rows == 0;
+    // What is rotated does not arrive by TMA, nor do stored rows that TMA refuses.
+    if constexpr (Traits::kConverts) gather |= !only_widens<Traits>(segment);
   }
   for (int s = 0; s < Traits::kSegments; ++s) {
     HopperSegment& segment = hopper.segments[s];
-    if (gather) segment.box.kv_rows = 0;
-    const char* refusal = encode_tensor_maps(params.segments[s], segment.box, segment.maps);
+    const char* refusal = encode_q_map(params.segments[s], segment.box, segment.maps);
     if (refusal != nullptr) return refusal;
+    if (!gather) refusal = encode_kv_maps(params.segments[s], segment.box, segment.maps);
+    if (refusal != nullptr && !Traits::kConverts) return refusal;
+    if (gather || refusal != nullptr) segment.box.kv_rows = 0;
   }
   return nullptr;
-}
-
-// Of operands that are converted. Keys that TMA does not take are gathered, as with RoPE.
-template <class Traits>
-const char* make_stored_maps(const ForwardSegment& from, HopperSegment& segment) {
-  segment.box = box_shape(from, Traits::kTileM, Traits::kTileN);
-  const bool gather =
-      !only_widens<Traits>(segment) || encode_kv_maps(from, segment.box, segment.maps) != nullptr;
-  if (gather) segment.box.kv_rows = 0;
-  return encode_q_map(from, segment.box, segment.maps);
 }
 
 template <class V>
@@ -70,12 +65,7 @@ LaunchError launch_forward(const ForwardParams& params, int num_ctas, const Laun
   for (int s = 0; s < Traits::kSegments && refusal == nullptr; ++s) {
     refusal = make_segment<Traits>(params.segments[s], hopper.segments[s]);
   }
-  if (refusal != nullptr) return refusal;
-  if constexpr (Traits::kConverts) {
-    refusal = make_stored_maps<Traits>(params.segments[0], hopper.segments[0]);
-  } else {
-    refusal = make_maps<Traits>(params, hopper);
-  }
+  if (refusal == nullptr) refusal = make_maps<Traits>(params, hopper);
   if (refusal != nullptr) return refusal;
   // CTAs that share the columns of O come in whole groups.
   const int parts = ceil_div(params.segments[0].head_dim_vo, Traits::kPartVo);

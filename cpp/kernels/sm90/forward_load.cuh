@@ -109,13 +109,10 @@ CUTE_DEVICE void produce_tma(const ParamsOf<Traits>& params, SharedStorage<Trait
   }
 }
 
-// Every warp copies rows; warp 0 also announces the items and loads Q.
-template <class Traits>
-CUTE_DEVICE void produce_gather(const ParamsOf<Traits>& params, SharedStorage<Traits>& smem,
-                                int begin, int end) {
-  using Slices = SliceRows<Traits, LoadedSlice<Traits>>;
-  using Loader = conditional_t<Traits::kSliced, KvSliceLoader<Traits, Slices>,
-                               GatherLoader<Traits, LoadedTile>>;
+// Every warp loads a share of each tile or slice; warp 0 also announces the items and loads Q.
+template <class Traits, class Loader>
+CUTE_DEVICE void produce_together(const ParamsOf<Traits>& params, SharedStorage<Traits>& smem,
+                                  int begin, int end) {
   const bool is_leader = cutlass::canonical_warp_idx_sync() == 0;
   QLoader<Traits> q{params, smem};
   LeaderAnnounces<Traits> announces{{params, smem, begin, end}, is_leader};
@@ -127,8 +124,11 @@ CUTE_DEVICE void produce_gather(const ParamsOf<Traits>& params, SharedStorage<Tr
 template <class Traits>
 CUTE_DEVICE void produce(const ParamsOf<Traits>& params, SharedStorage<Traits>& smem, int begin,
                          int end, bool gather) {
+  using Slices = SliceRows<Traits, LoadedSlice<Traits>>;
+  using Gather = conditional_t<Traits::kSliced, KvSliceLoader<Traits, Slices>,
+                               GatherLoader<Traits, LoadedTile>>;
   if (gather) {
-    produce_gather(params, smem, begin, end);
+    produce_together<Traits, Gather>(params, smem, begin, end);
   } else {
     produce_tma(params, smem, begin, end);
   }
@@ -142,18 +142,12 @@ CUTE_DEVICE void widen_raw_tiles(const HopperSegment& segment, SharedStorage<Tra
   load_items(smem, AnnouncesNothing{}, Widener(segment, smem), [](const ItemState&) {});
 }
 
-// Warp 0 also announces the items and loads Q.
 template <class Traits>
 CUTE_DEVICE void produce_converted(const ParamsOf<Traits>& params, SharedStorage<Traits>& smem,
                                    int begin, int end) {
-  const bool is_leader = cutlass::canonical_warp_idx_sync() == 0;
-  LeaderAnnounces<Traits> announces{{params, smem, begin, end}, is_leader};
   using Loader = conditional_t<Traits::kSliced, KvSliceLoader<Traits, ConvertedSlices<Traits>>,
                                ConvertedLoader<Traits>>;
-  QLoader<Traits> q{params, smem};
-  load_items(smem, announces, Loader{params, smem}, [&](const ItemState& state) {
-    if (is_leader) q.load(state);
-  });
+  produce_together<Traits, Loader>(params, smem, begin, end);
 }
 
 }  // namespace preflash::sm90

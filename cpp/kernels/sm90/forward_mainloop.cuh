@@ -33,7 +33,7 @@ struct ForwardMainloop {
   TilesOf<Traits> tiles;  // of the item whose scores come next, as are its scores
   Scores<Traits> scores;
   SoftmaxOf<Traits> softmax = {};
-  SkippedTilesOf<Traits> skipped;
+  SkippedTiles<Traits> skipped;
   std::uint32_t item_phase = 0;
   ItemTimer timer;
 
@@ -113,7 +113,7 @@ struct ForwardMainloop {
   // end.
   CUTE_DEVICE void step(const auto& tSrQ, const Item& item, int tile, const auto& meanwhile) {
     // NOTE: no product is in flight where the branches part or meet: wgmma would be serialized.
-    if (skipped.this_tile) {
+    if (skipped.this_tile()) {
       scores_without_pv(tSrQ, item, tile, meanwhile);
     } else {
       operands.begin_products();  // K(t) is there, and it is this warpgroup's turn
@@ -130,7 +130,7 @@ struct ForwardMainloop {
       softmax.after_o(operands.rows_of_o());
       operands.add_up(softmax, segment(item));
     }
-    if (!skipped.this_tile) make_p(item, tile);
+    if (!skipped.this_tile()) make_p(item, tile);
   }
   // Tile t - 1 was skipped: there is no P V.
   CUTE_DEVICE void scores_without_pv(const auto& tSrQ, const Item& item, int tile,

@@ -45,13 +45,13 @@ struct ConvertedLoader {
       if (is_last) {
         cp_async_fence();
       } else {
-        publish_k(tile, [&] { copy(k, next_slot, next); });
+        publish(k, tile, [&] { copy(k, next_slot, next); });
       }
       auto copy_next = [&] { copy(v, slot, tile); };
       if (is_first) {
         copy_next();
       } else {
-        publish_v(copy_next);
+        publish(v, tile, copy_next);
       }
       tile = next;
       slot = next_slot;
@@ -73,39 +73,31 @@ struct ConvertedLoader {
   CUTE_DEVICE void copy(const Writer& write, KeySlot slot, int tile) const {
     if (tile != kNoTile) {
       if (stored_in_8_bits()) {
-        copy_rows<1, Place::kRaw>(write, slot, tile, write.raw());
+        copy_raw<1>(write, slot, tile);
       } else if constexpr (Writer::kIsK) {
-        copy_rows<2, Place::kRaw>(write, slot, tile, write.raw());
+        copy_raw<2>(write, slot, tile);
       } else {
         write.wait();
-        copy_rows<2, Place::kTile>(write, slot, tile, write.bytes());
+        copy_rows<2, 8>(write, slot, tile, TilePlaces<Traits::kTileN>(write.bytes(), first_row()));
       }
     }
     cp_async_fence();
   }
 
-  // Publish a tile, and call copy_next() as soon as its part of the raw ring is free.
-  CUTE_DEVICE void publish_k(int tile, const auto& copy_next) {
+  // Publishes a tile, and calls copy_next() as soon as its part of the raw ring is free.
+  template <class Writer>
+  CUTE_DEVICE void publish(Writer& write, int tile, const auto& copy_next) {
     await_rows();
-    const bool rotates = !stored_in_8_bits() || params.position == Position::kRope;
-    if (rotates) {
-      k.wait();
+    const bool rotates = Writer::kIsK && params.position == Position::kRope;
+    const bool widens = stored_in_8_bits() && !rotates;
+    if (widens) {
+      widen_rows(write, copy_next);
+    } else if (Writer::kIsK) {
+      write.wait();
       rotate_rows(tile * Traits::kTileN);
-    } else {
-      widen_rows(k, copy_next);
     }
-    publish_rows(k);
-    if (rotates) copy_next();
-  }
-  CUTE_DEVICE void publish_v(const auto& copy_next) {
-    await_rows();
-    if (!stored_in_8_bits()) {
-      publish_rows(v);
-      copy_next();
-      return;
-    }
-    widen_rows(v, copy_next);
-    publish_rows(v);
+    publish_rows(write);
+    if (!widens) copy_next();
   }
   // Waits until all of the warp's groups but the last one have arrived.
   CUTE_DEVICE static void await_rows() {
@@ -128,47 +120,32 @@ struct ConvertedLoader {
   CUTE_DEVICE void widen_rows(const Writer& write, const auto& copy_next) const {
     constexpr int kHead = Writer::kHead;
     RowConversion<Traits> rows{write.raw(), first_row()};
-    auto narrow = rows.template read<kHead>();
+    typename RowConversion<Traits>::template Units<kHead> units;
+    rows.template read<kHead>(units);
     __syncwarp();
     copy_next();
     write.wait();
     dispatch_8_bits(params.kv_dtype,
-                    [&](auto from) { rows.template write<from, kHead>(narrow, write.bytes()); });
+                    [&](auto from) { rows.template write<from, kHead>(units, write.bytes()); });
   }
 
-  enum class Place { kRaw, kTile };
-
-  // Copies the warp's rows of a tile.
-  template <int kElementBytes, Place kPlace, class Writer>
-  CUTE_DEVICE void copy_rows(const Writer&, KeySlot slot, int tile, unsigned char* target) const {
-    constexpr int kRowBytes = Writer::kHead * kElementBytes;
-    constexpr int kPieces = kRowBytes / kCopyBytes;
-    constexpr int kLanes = kPieces % 8 == 0 ? 8 : 4;  // for one row
-    constexpr int kRowsAtOnce = 32 / kLanes;
-    static_assert(kPieces % kLanes == 0 && kWarpKeys % kRowsAtOnce == 0);
-    const KvTensor& tensor = Writer::tensor(params);
-    int head_dim = Writer::head_dim(params);
-    int first_key = tile * Traits::kTileN;
-    copy_tile<Traits>(item, first_key, head_dim == Writer::kHead, [&](auto rows) {
-      int lane_byte = lane_id() % kLanes * kCopyBytes;
-      const auto* head = static_cast<const unsigned char*>(tensor.data) +
-                         item.kv_head * tensor.stride_head * kElementBytes + lane_byte;
-      std::int64_t lane_offset = slot_offset(tensor, slot) * kElementBytes;
-      CUTE_UNROLL
-      for (int pass = 0; pass < kWarpKeys / kRowsAtOnce; ++pass) {
-        int warp_row = pass * kRowsAtOnce + lane_id() / kLanes;
-        const unsigned char* source = head + __shfl_sync(0xffffffffu, lane_offset, warp_row);
-        int row = first_row() + warp_row;
-        CUTE_UNROLL
-        for (int i = 0; i < kPieces / kLanes; ++i) {
-          int byte = i * kLanes * kCopyBytes;
-          int place = kPlace == Place::kRaw ? row * kRowBytes + lane_byte + byte
-                                            : swizzled<Traits::kTileN>(row, (lane_byte + byte) / 2);
-          copy_piece<rows>(item, first_key + row, head_dim * kElementBytes - lane_byte - byte,
-                           cast_smem_ptr_to_uint(target + place), source + byte);
-        }
-      }
+  // Copies the warp's rows of a tile to the raw ring.
+  template <int kBytes, class Writer>
+  CUTE_DEVICE void copy_raw(const Writer& write, KeySlot slot, int tile) const {
+    constexpr int kRowBytes = Writer::kHead * kBytes;
+    constexpr int kLanes = kRowBytes % kBlockRowBytes == 0 ? 8 : 4;
+    const std::uint32_t target = cast_smem_ptr_to_uint(write.raw()) +
+                                 (first_row() + lane_id() / kLanes) * kRowBytes +
+                                 lane_id() % kLanes * kCopyBytes;
+    copy_rows<kBytes, kLanes>(write, slot, tile, [=](int pass, int piece) {
+      return target + pass * (32 / kLanes) * kRowBytes + piece * kLanes * kCopyBytes;
     });
+  }
+  template <int kBytes, int kLanes, class Writer>
+  CUTE_DEVICE void copy_rows(const Writer&, KeySlot slot, int tile, const auto& place) const {
+    RowCopies<Traits, kWarpKeys, Writer::kHead * kBytes, kLanes>::template copy<kBytes>(
+        item, tile * Traits::kTileN, first_row(), Writer::Source::tensor(params),
+        Writer::Source::head_dim(params), &slot, place);
   }
 };
 

@@ -16,55 +16,28 @@ struct ConvertedSlices : SliceRows<Traits> {
   static constexpr int kWarpKeys = Base::kWarpKeys;
 
  protected:
-  CUTE_DEVICE static void finish() {}
-
   template <Operand kOperand>
   CUTE_DEVICE void copy(const Tile& tile, int column, int num_slices) {
     this->item = tile.item;
-    const DType stored_as = this->segment().kv_dtype;
-    if (Traits::kWidens && size_of(stored_as) == 1) {
-      dispatch_8_bits(stored_as,
-                      [&](auto from) { convert<kOperand, from>(tile, column, num_slices); });
-    } else if constexpr (kOperand == Operand::kK) {
-      convert<kOperand, kTo>(tile, column, num_slices);
+    auto convert = [&](auto from) {
+#pragma unroll 1
+      for (int slice = 0; slice < num_slices; ++slice, column += Traits::kSliceColumns) {
+        convert_slice<kOperand, from>(tile, column);
+      }
+    };
+    if (Traits::kWidens && size_of(this->segment().kv_dtype) == 1) {
+      dispatch_8_bits(this->segment().kv_dtype, convert);
     } else {
-      copy_wide(tile, column);
+      convert(C<kTo>{});
     }
   }
 
  private:
-  // V of 16 bits: all slices at once.
-  CUTE_DEVICE void copy_wide(const Tile& tile, int column) {
-    const HopperSegment& segment = this->segment();
-    KvTensor columns = segment.v;
-    auto first = this->write.next;
-    CUTE_UNROLL
-    for (int slice = 0; slice < Traits::kSlicesV; ++slice, column += Traits::kSliceColumns) {
-      columns.data = static_cast<const typename Base::Element*>(segment.v.data) + column;
-      this->write.wait();
-      Base::template fetch<Base::kBlocks>(tile.rows, tile.index, columns,
-                                          segment.head_dim_vo - column, this->write.slice());
-      this->write.next.advance();
-    }
-    cp_async_fence();
-    cp_async_wait<0>();
-    this->write.next = first;
-    CUTE_UNROLL
-    for (int slice = 0; slice < Traits::kSlicesV; ++slice) publish_rows(this->write);
-  }
-
-  template <Operand kOperand, DType kFrom>
-  CUTE_DEVICE void convert(const Tile& tile, int column, int num_slices) {
-#pragma unroll 1
-    for (int slice = 0; slice < num_slices; ++slice, column += Traits::kSliceColumns) {
-      convert_slice<kOperand, kFrom>(tile, column);
-    }
-  }
   // A lane takes four neighbouring columns of every row of the warp, and, of K, the columns half a
   // head_dim away, because slices are written one by one.
   template <Operand kOperand, DType kFrom>
   CUTE_DEVICE void convert_slice(const Tile& tile, int column) {
-    using Whole = TileWriter<Traits, kOperand>;
+    using Source = SourceOf<kOperand>;
     using Stored = FourStored<kFrom>;
     constexpr bool kRotates = kOperand == Operand::kK;
     constexpr int kBytes = size_of(kFrom);
@@ -74,13 +47,13 @@ struct ConvertedSlices : SliceRows<Traits> {
     const int lane_column = lane_id() * kLanePairs;
     const int own_column = column + lane_column;
     const bool is_high = own_column >= half;
-    const bool exists = own_column < Whole::head_dim(segment);
+    const bool exists = own_column < Source::head_dim(segment);
     const int pair = !exists ? 0 : is_high ? own_column - half : own_column;
     const int to_other = is_high ? -half : half;
-    const KvTensor& tensor = Whole::tensor(segment);
+    const KvTensor& tensor = Source::tensor(segment);
     const std::int64_t lane_row =
         tile.item.kv_head * tensor.stride_head + slot_offset(tensor, tile.rows.slot[0]) + column;
-    const int first_key = tile.index * Traits::kTileN + this->warp_row();
+    const int first_key = tile.rows.tile * Traits::kTileN + this->warp_row();
     auto& tables = this->write.smem.rotary();
     this->write.wait();
     unsigned char* slice = this->write.bytes();

@@ -11,14 +11,12 @@ namespace preflash::sm90 {
 template <class Traits, template <class, Operand> class Writer = TileWriter>
 struct GatherLoader {
   static constexpr int kWarpKeys = Traits::kTileN / kWarpgroupWarps;
-  static constexpr int kOwned = ceil_div(kWarpKeys, 32);  // rows whose page a lane looks up
-  static constexpr int kRowsPerPass = 4;
-  static constexpr int kPasses = kWarpKeys / kRowsPerPass;
-  static_assert(kWarpKeys % kRowsPerPass == 0);
 
-  // Rows i * 32 + lane_id() of the warp's quarter, looked up ahead: page indices come from the L2.
+  // Of a tile, looked up ahead, because page indices come from the L2: those of rows lane_id(),
+  // lane_id() + 32, ... of the warp's quarter.
   struct RowSlots {
-    KeySlot slot[kOwned];
+    int tile;
+    KeySlot slot[ceil_div(kWarpKeys, 32)];
   };
 
   const ParamsOf<Traits>& params;
@@ -31,26 +29,21 @@ struct GatherLoader {
       : params(params), k{smem}, v{smem} {}
 
   // Loads K(last), then K(t - 1) and V(t) for each tile: the consumers compute S(t - 1) = Q K^T
-  // before O += P V(t). The page lookup runs two tiles ahead of V.
+  // before O += P V(t).
   CUTE_DEVICE void load_item(const ItemState& state, auto& tiles, const auto& after_first) {
     item = ItemKeys::of(state);
-    int tile = tiles.first(state);
-    RowSlots rows = find_rows(tile);
-    int next = tiles.next();
-    RowSlots next_rows = find_rows(next);
-    load(k, rows, tile);
-    after_first();
-    while (next != kNoTile) {
-      const int ahead = tiles.next();
-      RowSlots ahead_rows = find_rows(ahead);
-      load(k, next_rows, next);
-      load(v, rows, tile);
-      tile = next;
-      rows = next_rows;
-      next = ahead;
-      next_rows = ahead_rows;
-    }
-    load(v, rows, tile);
+    RowSlots before;
+    auto look_up = [&](int tile) { return find_rows(tile); };
+    for_each_tile(tiles, state, look_up, [&](const RowSlots& rows, bool is_first) {
+      load(k, rows);
+      if (is_first) {
+        after_first();
+      } else {
+        load(v, before);
+      }
+      before = rows;
+    });
+    load(v, before);
   }
 
   CUTE_DEVICE void drain() {
@@ -63,9 +56,9 @@ struct GatherLoader {
   CUTE_DEVICE static int warp_row() { return threadIdx.x / 32 * kWarpKeys; }
 
   CUTE_DEVICE RowSlots find_rows(int tile) const {
-    RowSlots rows;
+    RowSlots rows{tile};
     CUTE_UNROLL
-    for (int i = 0; i < kOwned; ++i) {
+    for (int i = 0; i < ceil_div(kWarpKeys, 32); ++i) {
       int key = tile * Traits::kTileN + warp_row() + i * 32 + lane_id();
       rows.slot[i] = find_slot_within(segment(), item, key);
     }
@@ -73,10 +66,10 @@ struct GatherLoader {
   }
 
   template <class Target>
-  CUTE_DEVICE void load(Target& write, const RowSlots& rows, int tile) {
+  CUTE_DEVICE void load(Target& write, const RowSlots& rows) {
     write.wait();
-    fetch<Target::kBlocks>(rows, tile, Target::tensor(segment()), Target::head_dim(segment()),
-                           write.tile());
+    fetch<Target::kBlocks>(rows, Target::Source::tensor(segment()),
+                           Target::Source::head_dim(segment()), write.tile());
     announce(write);
   }
 
@@ -109,39 +102,11 @@ struct GatherLoader {
 
   // Copies the warp's rows of a tile, in kBlocks blocks of columns.
   template <int kBlocks, class Element>
-  CUTE_DEVICE void fetch(const RowSlots& slots, int tile, const KvTensor& tensor, int head_dim,
+  CUTE_DEVICE void fetch(const RowSlots& rows, const KvTensor& tensor, int head_dim,
                          Element* to) const {
-    constexpr int kColumns = kBlockColumns<Element>;
-    std::int64_t offsets[kOwned];
-    CUTE_UNROLL
-    for (int i = 0; i < kOwned; ++i) offsets[i] = slot_offset(tensor, slots.slot[i]);
-    int first_key = tile * Traits::kTileN;
-    copy_tile<Traits>(item, first_key, head_dim >= kBlocks * kColumns, [&](auto rows) {
-      constexpr int kPassesPerOwned = 32 / kRowsPerPass;
-      int column = lane_id() % 8 * (kCopyBytes / sizeof(Element));
-      int lane_row = lane_id() / 8;
-      auto* head =
-          static_cast<const Element*>(tensor.data) + item.kv_head * tensor.stride_head + column;
-      // A pass covers 4 of the 8 rows that the swizzle tells apart: even and odd passes differ.
-      int row = warp_row() + lane_row;
-      std::uint32_t places = cast_smem_ptr_to_uint(to) + row * kBlockRowBytes;
-      std::uint32_t targets[2] = {places + (lane_id() % 8 ^ row % 8) * 16,
-                                  places + (lane_id() % 8 ^ (row + kRowsPerPass) % 8) * 16};
-      CUTE_UNROLL
-      for (int pass = 0; pass < kPasses; ++pass) {
-        const Element* source =
-            head + __shfl_sync(0xffffffffu, offsets[pass / kPassesPerOwned],
-                               pass % kPassesPerOwned * kRowsPerPass + lane_row);
-        std::uint32_t target = targets[pass % 2] + pass * kRowsPerPass * kBlockRowBytes;
-        int key = first_key + row + pass * kRowsPerPass;
-        CUTE_UNROLL
-        for (int block = 0; block < kBlocks; ++block) {
-          int bytes_left = (head_dim - block * kColumns - column) * int(sizeof(Element));
-          copy_piece<rows>(item, key, bytes_left, target + block * Traits::kTileN * kBlockRowBytes,
-                           source + block * kColumns);
-        }
-      }
-    });
+    RowCopies<Traits, kWarpKeys, kBlocks * kBlockRowBytes, 8>::template copy<sizeof(Element)>(
+        item, rows.tile * Traits::kTileN, warp_row(), tensor, head_dim, rows.slot,
+        TilePlaces<Traits::kTileN>(to, warp_row()));
   }
 };
 

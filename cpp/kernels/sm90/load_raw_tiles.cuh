@@ -21,19 +21,14 @@ CUTE_HOST_DEVICE bool only_widens(const HopperSegment& params) {
 template <class Traits, Operand kOperand>
 struct RawTile {
   using Element = std::uint8_t;
-  using Tile = TileWriter<Traits, kOperand>;
-  static constexpr bool kIsK = Tile::kIsK;
+  using Source = SourceOf<kOperand>;
+  static constexpr bool kIsK = Source::kIsK;
   static constexpr int kHead = kBlockRowBytes;
   static constexpr int kBlocks = 1;
   static constexpr bool kIsRaw = true;
 
   SharedStorage<Traits>& smem;
   ProducerPipelineState<1> next = {};
-
-  CUTE_DEVICE static const KvTensor& tensor(const HopperSegment& params) {
-    return Tile::tensor(params);
-  }
-  CUTE_DEVICE static int head_dim(const HopperSegment& params) { return Tile::head_dim(params); }
 
   CUTE_DEVICE void wait() const { empty().wait(next.phase() ^ 1); }
   CUTE_DEVICE Barrier& empty() const { return smem.raw_empty[!kIsK]; }
@@ -56,8 +51,7 @@ struct RawSlice {
   CUTE_DEVICE void wait() const { empty().wait(next.phase() ^ 1); }
   CUTE_DEVICE Barrier& empty() const { return smem.raw_empty[next.index()]; }
   CUTE_DEVICE TransactionBarrier& full() const { return smem.raw_full[next.index()]; }
-  CUTE_DEVICE Element* slice() const { return smem.raw + next.index() * Traits::kSliceElements; }
-  CUTE_DEVICE Element* tile() const { return slice(); }
+  CUTE_DEVICE Element* tile() const { return smem.raw + next.index() * Traits::kSliceElements; }
 };
 
 // How the lanes of a warp share its rows of a raw tile or slice of kColumns: each takes pieces of
@@ -150,15 +144,12 @@ struct TileWidener {
       : stored_as(segment.kv_dtype), k{{smem}, {smem}}, v{{smem}, {smem}} {}
 
   CUTE_DEVICE void load_item(const ItemState& state, auto& tiles, const auto&) {
-    int tile = tiles.first(state);
-    for (bool is_first = true, is_last = false; !is_last; is_first = false) {
-      is_last = tile == kNoTile;
-      if (!is_last) {
-        k.widen(stored_as);
-        tile = tiles.next();
-      }
+    auto any = [](int tile) { return tile; };
+    for_each_tile(tiles, state, any, [&](int, bool is_first) {
+      k.widen(stored_as);
       if (!is_first) v.widen(stored_as);
-    }
+    });
+    v.widen(stored_as);
   }
 };
 
@@ -176,7 +167,6 @@ struct SliceWidener {
  protected:
   CUTE_DEVICE const HopperSegment& segment() const { return params; }
   CUTE_DEVICE static Tile find(const ItemKeys&, int) { return {}; }
-  CUTE_DEVICE static void finish() {}
 
   template <Operand kOperand>
   CUTE_DEVICE void copy(Tile, int, int num_slices) {

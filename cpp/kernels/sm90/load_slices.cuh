@@ -28,7 +28,7 @@ struct KvSliceLoader : Copies {
   }
   CUTE_DEVICE void drain() {
     copy_v_before();
-    this->finish();
+    if constexpr (requires { Copies::drain(); }) Copies::drain();
   }
 
  private:
@@ -42,9 +42,7 @@ struct KvSliceLoader : Copies {
 // Slices as TMA boxes.
 template <class Traits, class Writer = SliceWriter<Traits>>
 struct SliceBoxes {
-  using Element = typename Writer::Element;
-  static constexpr int kColumns = kBlockColumns<Element>;
-  static constexpr int kSliceBytes = Traits::kSliceElements * sizeof(Element);
+  static constexpr int kBlocks = Traits::kSliceColumns / kBlockColumns<typename Writer::Element>;
 
   // A tile as its loads need it: box lane_id() of each lane.
   struct Tile {
@@ -54,55 +52,31 @@ struct SliceBoxes {
 
   const HopperSegment& params;
   Writer write;
+  int loader;
   int turns;  // of other loaders until it is this one's
 
   CUTE_DEVICE SliceBoxes(const HopperSegment& params, SharedStorage<Traits>& smem, int loader)
-      : params(params), write{smem}, turns(loader) {}
+      : params(params), write{smem}, loader(loader), turns(loader) {}
 
  protected:
   CUTE_DEVICE const HopperSegment& segment() const { return params; }
   CUTE_DEVICE Tile find(const ItemKeys& item, int tile) const {
     return {box_coordinates<Traits>(params, item, tile), item.kv_head};
   }
-  CUTE_DEVICE static void finish() {}
 
   template <Operand kOperand>
   CUTE_DEVICE void copy(const Tile& tile, int column, int num_slices) {
-    const TensorMaps& maps = params.maps;
+    const CUtensorMap& map = kOperand == Operand::kK ? params.maps.k : params.maps.v;
 #pragma unroll 1
-    for (int slice = 0; slice < num_slices; ++slice) {
+    for (int slice = 0; slice < num_slices; ++slice, column += Traits::kSliceColumns) {
       if (turns == 0) {
         write.wait();
-        issue(kOperand == Operand::kK ? &maps.k : &maps.v, tile,
-              column + slice * Traits::kSliceColumns);
+        load_boxes<Traits, kBlocks>(map, TMA::CacheHintSm90::EVICT_LAST, params.box.kv_rows,
+                                    tile.box, tile.kv_head, column, write, loader);
         turns = Writer::kLoaders;
       }
       --turns;
       write.next.advance();
-    }
-  }
-
- private:
-  CUTE_DEVICE void issue(const CUtensorMap* map, const Tile& tile, int column) const {
-    Element* target = write.slice();
-    TransactionBarrier& full = write.full();
-    const int box_rows = params.box.kv_rows;
-    if (elect_one_sync()) full.arrive_and_expect_tx(kSliceBytes);
-    __syncwarp();
-    for (int box = 0; box * box_rows < Traits::kTileN; ++box) {
-      TmaCoordinates at{__shfl_sync(0xffffffffu, tile.box.page, box),
-                        __shfl_sync(0xffffffffu, tile.box.x, box),
-                        __shfl_sync(0xffffffffu, tile.box.r, box)};
-      if (elect_one_sync()) {
-        CUTE_UNROLL
-        for (int block = 0; block < Traits::kSliceColumns / kColumns; ++block) {
-          SM90_TMA_LOAD_5D::copy(map, reinterpret_cast<std::uint64_t*>(&full),
-                                 static_cast<std::uint64_t>(TMA::CacheHintSm90::EVICT_LAST),
-                                 target + (block * Traits::kTileN + box * box_rows) * kColumns,
-                                 column + block * kColumns, at.r, at.x, tile.kv_head, at.page);
-        }
-      }
-      __syncwarp();
     }
   }
 };
@@ -120,7 +94,6 @@ struct SliceRows : GatherLoader<Traits> {
   struct Tile {
     ItemKeys item;
     typename Base::RowSlots rows;
-    int index;
   };
 
   Writer write;
@@ -131,23 +104,22 @@ struct SliceRows : GatherLoader<Traits> {
  protected:
   CUTE_DEVICE Tile find(const ItemKeys& item, int tile) {
     this->item = item;
-    return {item, this->find_rows(tile), tile};
+    return {item, this->find_rows(tile)};
   }
-  CUTE_DEVICE void finish() { Base::drain(); }
 
   template <Operand kOperand>
   CUTE_DEVICE void copy(const Tile& tile, int column, int num_slices) {
-    using Whole = TileWriter<Traits, kOperand>;
+    using Source = SourceOf<kOperand>;
     this->item = tile.item;
     const HopperSegment& segment = this->segment();
-    const KvTensor& tensor = Whole::tensor(segment);
+    const KvTensor& tensor = Source::tensor(segment);
     KvTensor columns = tensor;
 #pragma unroll 1
     for (int slice = 0; slice < num_slices; ++slice, column += Traits::kSliceColumns) {
       columns.data = static_cast<const Element*>(tensor.data) + column;
       write.wait();
-      Base::template fetch<kBlocks>(tile.rows, tile.index, columns,
-                                    Whole::head_dim(segment) - column, write.slice());
+      Base::template fetch<kBlocks>(tile.rows, columns, Source::head_dim(segment) - column,
+                                    write.tile());
       this->announce(write);
     }
   }

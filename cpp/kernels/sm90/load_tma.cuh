@@ -70,91 +70,79 @@ CUTE_DEVICE TmaCoordinates box_coordinates(const HopperSegment& params, const It
   return coordinates;
 }
 
+// Loads the boxes of a tile or slice: kBlocks blocks of columns, from `column` on. of_lane: the
+// coordinates of box lane_id(). write: TileWriter or the like. loader: of the loading warps.
+// elect_one_sync() tells the compiler that a single lane issues; `lane == 0` would not.
+template <class Traits, int kBlocks>
+CUTE_DEVICE void load_boxes(const CUtensorMap& map, TMA::CacheHintSm90 hint, int box_rows,
+                            const TmaCoordinates& of_lane, int kv_head, int column,
+                            const auto& write, int loader) {
+  constexpr int kTileN = Traits::kTileN;
+  auto* tile = write.tile();
+  constexpr int kColumns = kBlockRowBytes / sizeof(*tile);
+  TransactionBarrier& full = write.full();
+  auto load = [&](const TmaCoordinates& at, int row) {
+    CUTE_UNROLL
+    for (int block = 0; block < kBlocks; ++block) {
+      SM90_TMA_LOAD_5D::copy(&map, reinterpret_cast<std::uint64_t*>(&full),
+                             static_cast<std::uint64_t>(hint),
+                             tile + (block * kTileN + row) * kColumns, column + block * kColumns,
+                             at.r, at.x, kv_head, at.page);
+    }
+  };
+  auto* shared = write.smem.boxes[loader];
+  const bool is_one = box_rows == kTileN;
+  const TmaCoordinates only{warp_uniform(of_lane.page), warp_uniform(of_lane.x),
+                            warp_uniform(of_lane.r)};
+  if (!is_one && lane_id() < Traits::kMaxBoxes) shared[lane_id()] = of_lane;
+  __syncwarp();
+  if (elect_one_sync()) {
+    full.arrive_and_expect_tx(kTileN * kBlocks * kBlockRowBytes);
+    if (is_one) load(only, 0);
+    // In groups: moving one box's coordinates to uniform registers overlaps with the next box's.
+    constexpr int kGroup = Traits::kMaxBoxes % 4 == 0 ? 4 : 2;
+    static_assert(Traits::kMaxBoxes % kGroup == 0);
+    for (int box = 0; !is_one && box * box_rows < kTileN; box += kGroup) {
+      TmaCoordinates group[kGroup];
+      CUTE_UNROLL
+      for (int i = 0; i < kGroup; ++i) group[i] = shared[box + i];
+      CUTE_UNROLL
+      for (int i = 0; i < kGroup; ++i) {
+        const int row = (box + i) * box_rows;
+        if (row < kTileN) load(group[i], row);
+      }
+    }
+  }
+  __syncwarp();
+}
+
 // One warp loads the tiles of one operand as TMA boxes.
 template <class Traits, Operand kOperand, class Writer = TileWriter<Traits, kOperand>>
 struct TmaLoader {
-  using Element = typename Writer::Element;
-  static constexpr int kColumns = kBlockColumns<Element>;
-  static constexpr int kTileBytes = Traits::kTileN * Writer::kHead * sizeof(Element);
   static_assert(Traits::kMaxBoxes <= 32, "each lane finds the coordinates of one box");
 
   const ParamsOf<Traits>& params;
   Writer write;
-  ItemKeys item;
-  TMA::CacheHintSm90 hint = TMA::CacheHintSm90::EVICT_LAST;  // other query tiles read them, too
 
   CUTE_DEVICE TmaLoader(const ParamsOf<Traits>& params, SharedStorage<Traits>& smem)
       : params(params), write{smem} {}
 
   CUTE_DEVICE void load_item(const ItemState& state, auto& tiles, const auto& after_first) {
-    item = ItemKeys::of(state);
-    hint = cache_hint(state);
-    auto look_up = [&](int tile) { return box_coordinates<Traits>(segment(), item, tile); };
+    const ItemKeys item = ItemKeys::of(state);
+    const HopperSegment& segment = params.segment(item.segment);
+    const CUtensorMap& map = Writer::kIsK ? segment.maps.k : segment.maps.v;
+    // The keys of a decode batch are read once. Without the hint they would evict data from the L2
+    // that is read again: the prefill's keys, the page table, the next kernel's inputs.
+    const bool once = state.request.qo_len * segment.group_size <= segment.rows_per_tile;
+    const auto hint = once ? TMA::CacheHintSm90::EVICT_FIRST : TMA::CacheHintSm90::EVICT_LAST;
+    auto look_up = [&](int tile) { return box_coordinates<Traits>(segment, item, tile); };
     for_each_tile(tiles, state, look_up, [&](const TmaCoordinates& boxes, bool is_first) {
       write.wait();
-      fetch(boxes);
+      load_boxes<Traits, Writer::kBlocks>(map, hint, segment.box.kv_rows, boxes, item.kv_head, 0,
+                                          write, !Writer::kIsK);
       write.next.advance();
       if (is_first) after_first();
     });
-  }
-
- private:
-  CUTE_DEVICE const HopperSegment& segment() const { return params.segment(item.segment); }
-  // The keys of a decode batch are read once. Without the hint they would evict data from the L2
-  // that is read again: the prefill's keys, the page table, the next kernel's inputs.
-  CUTE_DEVICE TMA::CacheHintSm90 cache_hint(const ItemState& state) const {
-    bool once = state.request.qo_len * segment().group_size <= segment().rows_per_tile;
-    return once ? TMA::CacheHintSm90::EVICT_FIRST : TMA::CacheHintSm90::EVICT_LAST;
-  }
-
-  // elect_one_sync() tells the compiler that a single lane issues; `lane == 0` would not.
-  CUTE_DEVICE void fetch(const TmaCoordinates& coordinates) const {
-    TransactionBarrier& full = write.full();
-    Element* tile = write.tile();
-    const int box_rows = segment().box.kv_rows;
-    if (box_rows == Traits::kTileN) {
-      TmaCoordinates only{warp_uniform(coordinates.page), warp_uniform(coordinates.x),
-                          warp_uniform(coordinates.r)};
-      if (elect_one_sync()) {
-        full.arrive_and_expect_tx(kTileBytes);
-        issue(only, tile, full);
-      }
-      __syncwarp();
-      return;
-    }
-    auto* shared = Writer::kIsK ? write.smem.k_coordinates : write.smem.v_coordinates;
-    if (lane_id() < Traits::kMaxBoxes) shared[lane_id()] = coordinates;
-    __syncwarp();
-    if (elect_one_sync()) {
-      full.arrive_and_expect_tx(kTileBytes);
-      // In groups: moving one box's coordinates to uniform registers overlaps with the next box's.
-      constexpr int kGroup = 4;
-      static_assert(Traits::kMaxBoxes % kGroup == 0);
-      for (int box = 0; box * box_rows < Traits::kTileN; box += kGroup) {
-        TmaCoordinates group[kGroup];
-        CUTE_UNROLL
-        for (int i = 0; i < kGroup; ++i) group[i] = shared[box + i];
-        CUTE_UNROLL
-        for (int i = 0; i < kGroup; ++i) {
-          int row = (box + i) * box_rows;
-          if (row < Traits::kTileN) issue(group[i], tile + row * kColumns, full);
-        }
-      }
-    }
-    __syncwarp();
-  }
-
-  CUTE_DEVICE void issue(const TmaCoordinates& coordinates, Element* target,
-                         TransactionBarrier& full) const {
-    const TensorMaps& maps = segment().maps;
-    const CUtensorMap* map = Writer::kIsK ? &maps.k : &maps.v;
-    CUTE_UNROLL
-    for (int block = 0; block < Writer::kBlocks; ++block) {
-      SM90_TMA_LOAD_5D::copy(map, reinterpret_cast<std::uint64_t*>(&full),
-                             static_cast<std::uint64_t>(hint),
-                             target + block * (Traits::kTileN * kColumns), block * kColumns,
-                             coordinates.r, coordinates.x, item.kv_head, coordinates.page);
-    }
   }
 };
 

@@ -17,39 +17,34 @@ struct HeadFactors {
 
   // of_query(r): of row r of Q.
   CUTE_DEVICE static HeadFactors of(const Coordinates& coordinates, const auto& of_query) {
-    const RunExtras& extras = coordinates.params.extras;
-    float of_k = 1.0f;
-    if (extras.scale_k != nullptr) of_k = __ldg(extras.scale_k + coordinates.state.item.kv_head);
-    HeadFactors factors;
-    CUTE_UNROLL
-    for (int r = 0; r < Coordinates::kRows; ++r) {
-      factors.row[r] = of_k * of_query(r);
-      if (extras.scale_q != nullptr) {
-        factors.row[r] *= __ldg(extras.scale_q + coordinates.head(r));
+    HeadFactors factors{};
+    if constexpr (Traits::kHasFactors) {
+      const RunExtras& extras = coordinates.params.extras;
+      float of_k = 1.0f;
+      if (extras.scale_k != nullptr) of_k = __ldg(extras.scale_k + coordinates.state.item.kv_head);
+      CUTE_UNROLL
+      for (int r = 0; r < Coordinates::kRows; ++r) {
+        factors.row[r] = of_k * of_query(r);
+        if (extras.scale_q != nullptr) {
+          factors.row[r] *= __ldg(extras.scale_q + coordinates.head(r));
+        }
       }
+      factors.any = __any_sync(0xffffffffu, factors.row[0] != 1.0f || factors.row[1] != 1.0f);
     }
-    factors.any = __any_sync(0xffffffffu, factors.row[0] != 1.0f || factors.row[1] != 1.0f);
     return factors;
   }
 
   CUTE_DEVICE void apply(auto&& scores) const {
-    if (!any) return;
-    CUTE_UNROLL
-    for (int c = 0; c < size<1>(scores); ++c) {
+    if constexpr (Traits::kHasFactors) {
+      if (!any) return;
       CUTE_UNROLL
-      for (int r = 0; r < size<0>(scores); ++r) scores(r, c) *= row[r];
+      for (int c = 0; c < size<1>(scores); ++c) {
+        CUTE_UNROLL
+        for (int r = 0; r < size<0>(scores); ++r) scores(r, c) *= row[r];
+      }
     }
   }
 };
-
-template <class Traits>
-struct NoHeadFactors {
-  CUTE_DEVICE static NoHeadFactors of(const ScoreCoordinates<Traits>&, const auto&) { return {}; }
-  CUTE_DEVICE static void apply(auto&&) {}
-};
-
-template <class Traits>
-using ScoreFactors = conditional_t<Traits::kHasFactors, HeadFactors<Traits>, NoHeadFactors<Traits>>;
 
 // Of one item's rows, in a thread's registers.
 template <class Traits>
@@ -57,7 +52,7 @@ struct Scores {
   using Coordinates = ScoreCoordinates<Traits>;
 
   ScoreBias<Traits> bias;
-  ScoreFactors<Traits> factors;
+  HeadFactors<Traits> factors;
 
   CUTE_DEVICE static Scores of(const Coordinates& of_item, const SharedStorage<Traits>& smem) {
     auto of_query = [&](int r) {
@@ -66,7 +61,7 @@ struct Scores {
       }
       return 1.0f;
     };
-    return {ScoreBias<Traits>::of(of_item), ScoreFactors<Traits>::of(of_item, of_query)};
+    return {ScoreBias<Traits>::of(of_item), HeadFactors<Traits>::of(of_item, of_query)};
   }
 
   // scores: (row, column) view of a whole accumulator.

@@ -162,8 +162,7 @@ struct SharedStorage : KvBuffers<Traits>, ConversionStorage<Traits>, TransposeSt
   // Each warp stages its 16 rows of O here, one block of columns at a time.
   alignas(1024) ElementO o[Traits::kConsumerWarps][kWarpRows * kBlockColumns<ElementO>];
   ItemState items[kItemSlots];
-  TmaCoordinates k_coordinates[Traits::kMaxBoxes];  // of the tile whose boxes are being issued
-  TmaCoordinates v_coordinates[Traits::kMaxBoxes];
+  TmaCoordinates boxes[3][Traits::kMaxBoxes];  // of what each loading warp is issuing
   Barriers<Traits::kQStages, Traits::kStages> barriers;
   conditional_t<Traits::kSliced, SliceBarriers<Traits::kSliceSlots>, Nothing> slice;
   conditional_t<Traits::kHasMaskBits, KeptTiles<Traits>, Nothing> kept;

@@ -28,37 +28,34 @@ CUTE_DEVICE bool any_of_warpgroup(bool mine, int warpgroup) {
 
 template <class Traits>
 struct SkippedTiles {
-  RunningMaxima<2> maxima;
-  bool this_tile = false;  // whether the tile that was looked at last is skipped
+  static constexpr bool kSkips = Traits::kVariant.sparsity == Sparsity::kSkipping;
 
+  RunningMaxima<2> maxima;
+  bool skips = false;
+
+  // Whether the tile that was looked at last is skipped.
+  CUTE_DEVICE bool this_tile() const { return kSkips && skips; }
   // An item's first tile is computed.
   CUTE_DEVICE void begin(const ScoreCoordinates<Traits>& at, const auto& scores) {
-    maxima = RunningMaxima<2>::of(at.params, at.state.request,
-                                  [&](int r) { return at.row(r) < at.state.num_rows; });
-    float tile_max[2];
-    SpeculativeSoftmax::maxima(scores, NoShift{}, tile_max);
-    maxima.take(tile_max);
-    this_tile = false;
+    if constexpr (kSkips) {
+      maxima = RunningMaxima<2>::of(at.params, at.state.request,
+                                    [&](int r) { return at.row(r) < at.state.num_rows; });
+      has_weight(scores);
+      skips = false;
+    }
   }
   // scores: masked. stays: whether the tile is computed in any case.
   CUTE_DEVICE void look_at(const auto& scores, bool stays, int warpgroup) {
+    if constexpr (kSkips) skips = !any_of_warpgroup(has_weight(scores) || stays, warpgroup);
+  }
+
+ private:
+  // In this thread's rows.
+  CUTE_DEVICE bool has_weight(const auto& scores) {
     float tile_max[2];
     SpeculativeSoftmax::maxima(scores, NoShift{}, tile_max);
-    this_tile = !any_of_warpgroup(maxima.take(tile_max) || stays, warpgroup);
+    return maxima.take(tile_max);
   }
 };
-
-// Of kernels that compute every tile.
-template <class Traits>
-struct EveryTile {
-  static constexpr bool this_tile = false;
-
-  CUTE_DEVICE static void begin(const ScoreCoordinates<Traits>&, const auto&) {}
-  CUTE_DEVICE static void look_at(const auto&, bool, int) {}
-};
-
-template <class Traits>
-using SkippedTilesOf = conditional_t<Traits::kVariant.sparsity == Sparsity::kSkipping,
-                                     SkippedTiles<Traits>, EveryTile<Traits>>;
 
 }  // namespace preflash::sm90

@@ -8,11 +8,25 @@ namespace preflash::sm90 {
 
 enum class Operand { kK, kV };
 
+// What tiles of an operand are loaded from.
+template <Operand kOperand>
+struct SourceOf {
+  static constexpr bool kIsK = kOperand == Operand::kK;
+
+  CUTE_DEVICE static const KvTensor& tensor(const HopperSegment& params) {
+    return kIsK ? params.k : params.v;
+  }
+  CUTE_DEVICE static int head_dim(const HopperSegment& params) {
+    return kIsK ? params.head_dim_qk : params.head_dim_vo;
+  }
+};
+
 // Where a producer warp stands in the ring of whole tiles of an operand.
 template <class Traits, Operand kOperand>
 struct TileWriter {
   using Element = typename Traits::ElementKv;
-  static constexpr bool kIsK = kOperand == Operand::kK;
+  using Source = SourceOf<kOperand>;
+  static constexpr bool kIsK = Source::kIsK;
   static constexpr bool kIsRaw = false;  // RawTile is
   static constexpr bool kIsTurned = !kIsK && Traits::kTransposesV;
   static constexpr int kHead = kIsK ? Traits::kRowQk : Traits::kRowVo;  // columns of a row
@@ -40,14 +54,6 @@ struct TileWriter {
   CUTE_DEVICE unsigned char* raw() const {
     return smem.raw + (kIsK ? 0 : Traits::kTileN * Traits::kHeadQk);
   }
-
-  // What a tile is loaded from.
-  CUTE_DEVICE static const KvTensor& tensor(const HopperSegment& params) {
-    return kIsK ? params.k : params.v;
-  }
-  CUTE_DEVICE static int head_dim(const HopperSegment& params) {
-    return kIsK ? params.head_dim_qk : params.head_dim_vo;
-  }
 };
 
 // Where a producer warp stands in the ring of slices (KvBuffers in shared_storage.cuh).
@@ -64,8 +70,8 @@ struct SliceWriter {
 
   CUTE_DEVICE void wait() const { smem.slice.empty[next.index()].wait(next.phase() ^ 1); }
   CUTE_DEVICE TransactionBarrier& full() const { return smem.slice.full[next.index()]; }
-  CUTE_DEVICE auto* slice() const { return smem.slices[next.index()]; }
-  CUTE_DEVICE unsigned char* bytes() const { return reinterpret_cast<unsigned char*>(slice()); }
+  CUTE_DEVICE auto* tile() const { return smem.slices[next.index()]; }
+  CUTE_DEVICE unsigned char* bytes() const { return reinterpret_cast<unsigned char*>(tile()); }
 };
 
 // Slices of a K tile that hold columns of the head. NOTE: V always takes all kSlicesV: with a

@@ -8,6 +8,20 @@
 
 namespace preflash::sm90 {
 
+// A CTA's items. CTAs that make parts of the columns of the same items share their lists.
+struct ItemSpan {
+  int begin;
+  int end;
+};
+template <class Traits>
+CUTE_DEVICE ItemSpan items_of_cta(const auto& params) {
+  int parts = column_parts<Traits>(params.segments[0].head_dim_vo);
+  int first = static_cast<int>(blockIdx.x) / parts * parts;
+  int last = min(first + parts, params.num_lists);
+  if (params.cta_begin == nullptr) return {first, last};
+  return {__ldg(params.cta_begin + first), __ldg(params.cta_begin + last)};
+}
+
 // The rows of an item's tile in use: 0 or less where the plan was made for longer requests.
 CUTE_DEVICE int rows_in_use(const HopperSegment& params, const WorkItem& item,
                             const RequestInfo& request) {
