@@ -18,11 +18,19 @@ inline constexpr int kCopyBytes = 16;
 
 // Copies a piece of a key's row, with `bytes_left` up to head_dim. Rows of no key, and columns past
 // head_dim, become zeros: with 0 bytes nothing is read, so the address need not be mapped.
-// kWhole: all rows and columns of the tile exist.
-template <bool kWhole>
+// kWhole: all rows and columns of the tile exist. kOnce: nothing else reads these keys. They are
+// evicted first, or they would drive the page table and the plan out of the L2.
+template <bool kWhole, bool kOnce>
 CUTE_DEVICE void copy_piece(const ItemKeys& item, int key, int bytes_left, std::uint32_t target,
                             const void* source) {
-  if constexpr (kWhole) {
+  if constexpr (kWhole && kOnce) {
+    std::uint64_t policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    asm volatile(
+        "cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2;" ::"r"(target),
+        "l"(source), "l"(policy)
+        : "memory");
+  } else if constexpr (kWhole) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(target), "l"(source)
                  : "memory");
   } else {
@@ -37,7 +45,7 @@ CUTE_DEVICE void copy_piece(const ItemKeys& item, int key, int bytes_left, std::
 // How a warp copies kRows rows of a tile from `first_row` on: kLanes of its lanes share a row, and
 // have kPieces pieces of it each. slots: lane i has those of rows i, i + 32, ... head_dim: columns
 // that exist. place(pass, piece): where this lane's piece goes.
-template <class Traits, int kRows, int kRowBytes, int kLanes>
+template <class Traits, int kRows, int kRowBytes, int kLanes, bool kOnce = false>
 struct RowCopies {
   static constexpr int kRowsAtOnce = 32 / kLanes;
   static constexpr int kPasses = kRows / kRowsAtOnce;
@@ -67,8 +75,9 @@ struct RowCopies {
         CUTE_UNROLL
         for (int piece = 0; piece < kPieces; ++piece) {
           const int byte = piece * kLanes * kCopyBytes;
-          copy_piece<whole>(item, first_key + first_row + row, row_bytes - lane_byte() - byte,
-                            place(pass, piece), source + byte);
+          copy_piece<whole, kOnce>(item, first_key + first_row + row,
+                                   row_bytes - lane_byte() - byte, place(pass, piece),
+                                   source + byte);
         }
       }
     };

@@ -47,7 +47,9 @@ struct SliceLoader {
   using Params = LaunchParams<HopperSegment>;
 
   const Params& params;
-  std::uint32_t ring;  // of the warp: [stage, slice]
+  // Of the warp: [stage, slice]. NOTE: if all lanes had the same address but for an offset, ptxas
+  // 13.0 would encode a copy with a cache policy wrongly (illegal instruction). Hence the shuffle.
+  std::uint32_t ring;
   int warp;
   int index;  // of the item after the one at hand
   int end;
@@ -60,7 +62,7 @@ struct SliceLoader {
 
   CUTE_DEVICE SliceLoader(const Params& params, unsigned char* ring, int warp, int begin, int end)
       : params(params),
-        ring(cute::cast_smem_ptr_to_uint(ring)),
+        ring(__shfl_sync(0xffffffffu, cute::cast_smem_ptr_to_uint(ring), lane_id())),
         warp(warp),
         index(begin),
         end(end) {
@@ -104,7 +106,8 @@ struct SliceLoader {
     constexpr int kRowBytes = kHead * Traits::kStoredBytes;
     using Places = SlicePlaces<kRowBytes>;
     constexpr int kLanes = std::min(32, Places::kPieces & -Places::kPieces);
-    using Copies = RowCopies<Traits, kTileN, kRowBytes, kLanes>;
+    // Over 16 bits the requests of a batch are one query tile each (choose_tile_class()).
+    using Copies = RowCopies<Traits, kTileN, kRowBytes, kLanes, !Traits::kConverts>;
     Copies::template copy<Traits::kStoredBytes>(
         item, slice * kTileN, 0, tensor, head_dim, &slot, [&](int pass, int i) {
           const int row = pass * Copies::kRowsAtOnce + Copies::lane_row();

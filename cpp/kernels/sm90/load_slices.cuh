@@ -28,7 +28,7 @@ struct KvSliceLoader : Copies {
   }
   CUTE_DEVICE void drain() {
     copy_v_before();
-    if constexpr (requires { Copies::drain(); }) Copies::drain();
+    if constexpr (requires(Copies copies) { copies.drain(); }) Copies::drain();
   }
 
  private:
