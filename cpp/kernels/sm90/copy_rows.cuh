@@ -48,7 +48,6 @@ CUTE_DEVICE void copy_piece(const ItemKeys& item, int key, int bytes_left, std::
 template <class Traits, int kRows, int kRowBytes, int kLanes, bool kOnce = false>
 struct RowCopies {
   static constexpr int kRowsAtOnce = 32 / kLanes;
-  static constexpr int kPasses = kRows / kRowsAtOnce;
   static constexpr int kPieces = kRowBytes / (kLanes * kCopyBytes);
   static_assert(kRows % kRowsAtOnce == 0 && kRowBytes % (kLanes * kCopyBytes) == 0);
 
@@ -68,7 +67,7 @@ struct RowCopies {
       const auto* head = static_cast<const unsigned char*>(tensor.data) +
                          item.kv_head * tensor.stride_head * kElementBytes + lane_byte();
       CUTE_UNROLL
-      for (int pass = 0; pass < kPasses; ++pass) {
+      for (int pass = 0; pass < kRows / kRowsAtOnce; ++pass) {
         const int row = pass * kRowsAtOnce + lane_row();
         const unsigned char* source =
             head + __shfl_sync(0xffffffffu, offsets[pass * kRowsAtOnce / 32], row % 32);

@@ -2,6 +2,8 @@
 // into a ring that no other warp reads.
 #pragma once
 
+#include <cutlass/arch/arch.h>
+
 #include "kernels/sm90/copy_rows.cuh"
 #include "kernels/sm90/decode_traits.cuh"
 #include "kernels/sm90/tile_ring.cuh"
@@ -47,8 +49,9 @@ struct SliceLoader {
   using Params = LaunchParams<HopperSegment>;
 
   const Params& params;
-  // Of the warp: [stage, slice]. NOTE: if all lanes had the same address but for an offset, ptxas
-  // 13.0 would encode a copy with a cache policy wrongly (illegal instruction). Hence the shuffle.
+  // Of the warp: [stage, slice]. NOTE: with a uniform register in the address ptxas 13.0 encodes a
+  // copy with a cache policy wrongly (illegal instruction). So 0 is added, as each lane's own
+  // number.
   std::uint32_t ring;
   int warp;
   int index;  // of the item after the one at hand
@@ -62,7 +65,7 @@ struct SliceLoader {
 
   CUTE_DEVICE SliceLoader(const Params& params, unsigned char* ring, int warp, int begin, int end)
       : params(params),
-        ring(__shfl_sync(0xffffffffu, cute::cast_smem_ptr_to_uint(ring), lane_id())),
+        ring(cute::cast_smem_ptr_to_uint(ring) + cutlass::arch::LaneId() - lane_id()),
         warp(warp),
         index(begin),
         end(end) {

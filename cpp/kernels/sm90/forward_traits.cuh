@@ -107,7 +107,8 @@ struct ForwardTraits {
   static_assert(kRowQk % kBlockColumns<ElementKv> == 0 && kRowVo % kBlockColumns<ElementKv> == 0);
   static_assert(kPartVo % kBlockColumns<ElementO> == 0);
   static_assert(kTileN % 16 == 0 && kTileN <= 256);
-  static constexpr int kMaxBoxes = kTileN / 8;  // of a K or V tile: a box has at least 8 rows
+  // Of a K or V tile: a box has at least 8 rows. Each lane of a warp finds one's coordinates.
+  static constexpr int kMaxBoxes = kTileN / 8;
 
   // Whether a producer warp announces the full and partial tiles of a custom mask (kept_tiles.cuh).
   static constexpr bool kHasMaskBits = kVariant.mask == Mask::kCustom;

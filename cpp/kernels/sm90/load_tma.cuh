@@ -101,7 +101,6 @@ CUTE_DEVICE void load_boxes(const CUtensorMap& map, TMA::CacheHintSm90 hint, int
     if (is_one) load(only, 0);
     // In groups: moving one box's coordinates to uniform registers overlaps with the next box's.
     constexpr int kGroup = Traits::kMaxBoxes % 4 == 0 ? 4 : 2;
-    static_assert(Traits::kMaxBoxes % kGroup == 0);
     for (int box = 0; !is_one && box * box_rows < kTileN; box += kGroup) {
       TmaCoordinates group[kGroup];
       CUTE_UNROLL
@@ -119,8 +118,6 @@ CUTE_DEVICE void load_boxes(const CUtensorMap& map, TMA::CacheHintSm90 hint, int
 // One warp loads the tiles of one operand as TMA boxes.
 template <class Traits, Operand kOperand, class Writer = TileWriter<Traits, kOperand>>
 struct TmaLoader {
-  static_assert(Traits::kMaxBoxes <= 32, "each lane finds the coordinates of one box");
-
   const ParamsOf<Traits>& params;
   Writer write;
 
