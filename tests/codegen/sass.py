@@ -25,6 +25,7 @@ INSTRUCTION = re.compile(
     r"\s*(?P<operands>.*?)\s*;"
 )
 TARGET = re.compile(r"(0x[0-9a-f]+)\s*$")
+COPY_TO_TWO = re.compile(r"\[R\d+\+UR")
 JUMPS = {"BRA", "JMP"}
 ENDS = {"EXIT", "RET", "BRX", "JMX", "KILL"}
 BREAKS_BLOCK = JUMPS | ENDS | {"CALL", "BSYNC", "BREAK"}
@@ -228,6 +229,11 @@ class Flow:
             if self.count(PRODUCT, body) and self.count(EXPONENTIAL, body)
         ]
         return [body for body in found if not any(other < body for other in found)]
+
+
+def has_two_addresses(instruction: Instruction) -> bool:
+    """Whether a copy to shared memory adds a uniform register to its target's address."""
+    return instruction.opcode == "LDGSTS" and bool(COPY_TO_TWO.match(instruction.operands))
 
 
 def local_accesses_of_main_loops(code: list[Instruction]) -> int:
