@@ -109,7 +109,6 @@ struct SliceLoader {
     constexpr int kRowBytes = kHead * Traits::kStoredBytes;
     using Places = SlicePlaces<kRowBytes>;
     constexpr int kLanes = std::min(32, Places::kPieces & -Places::kPieces);
-    // Over 16 bits the requests of a batch are one query tile each (choose_tile_class()).
     using Copies = RowCopies<Traits, kTileN, kRowBytes, kLanes, !Traits::kConverts>;
     Copies::template copy<Traits::kStoredBytes>(
         item, slice * kTileN, 0, tensor, head_dim, &slot, [&](int pass, int i) {

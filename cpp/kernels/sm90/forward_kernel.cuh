@@ -20,7 +20,7 @@ CUTE_DEVICE void init_barriers(const HopperSegment& segment, SharedStorage<Trait
                                bool gather) {
   auto& barriers = smem.barriers;
   // Arrivals that announce what is loaded, and what is converted: one lane of each warp.
-  const int loads = gather ? kWarpgroupThreads : 1;
+  const int loads = gather ? kWarpgroupWarps : 1;
   const int producers = Traits::kConverts ? converting_warps<Traits>(segment) : loads;
   const int transposers = Traits::kTransposesV ? kWarpgroupWarps : 0;
   const bool two_steps = Traits::kTransposesV || only_widens<Traits>(segment);
@@ -45,7 +45,9 @@ CUTE_DEVICE void init_barriers(const HopperSegment& segment, SharedStorage<Trait
     }
   }
   if constexpr (Traits::kConverts) {
-    for (int i = 0; i < 2; ++i) init(smem.raw_full[i], loads, smem.raw_empty[i], kWarpgroupWarps);
+    for (int i = 0; i < 2; ++i) {
+      init(smem.raw_full[i], gather ? kWarpgroupThreads : 1, smem.raw_empty[i], kWarpgroupWarps);
+    }
   }
   if constexpr (Traits::kSliced) {
     for (int i = 0; i < Traits::kSliceSlots; ++i) {
@@ -120,7 +122,7 @@ __global__ void __launch_bounds__(ForwardTraits<V>::kThreads, V::kTile.ctas_per_
       if (warpgroup == 1) return transpose_values(smem);
     }
     if constexpr (Traits::kConverts) {
-      produce_converted(params, smem, begin, end);
+      produce_together<Traits, ConvertingLoader<Traits>>(params, smem, begin, end);
     } else {
       produce(params, smem, begin, end, gather);
     }

@@ -81,8 +81,7 @@ LaunchError launch_decode(const ForwardParams& params, int num_ctas, const Launc
   static_assert(kBytes <= kMaxSharedBytes);
   const ForwardSegment& segment = params.segments[0];
   if (size_of(segment.kv_dtype) != Traits::kStoredBytes || segment.position == Position::kRope) {
-    return "the short tiles of fa3 take keys of the size that they were compiled for, and rotate "
-           "none";
+    return "short tiles of fa3 take keys of the size they are compiled for, and rotate none";
   }
   auto decode = LaunchParams<HopperSegment>::make(params, num_ctas);
   if (const char* refusal = make_segment<Traits>(segment, decode.segments[0])) return refusal;

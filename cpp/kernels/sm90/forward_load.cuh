@@ -143,11 +143,8 @@ CUTE_DEVICE void widen_raw_tiles(const HopperSegment& segment, SharedStorage<Tra
 }
 
 template <class Traits>
-CUTE_DEVICE void produce_converted(const ParamsOf<Traits>& params, SharedStorage<Traits>& smem,
-                                   int begin, int end) {
-  using Loader = conditional_t<Traits::kSliced, KvSliceLoader<Traits, ConvertedSlices<Traits>>,
-                               ConvertedLoader<Traits>>;
-  produce_together<Traits, Loader>(params, smem, begin, end);
-}
+using ConvertingLoader =
+    conditional_t<Traits::kSliced, KvSliceLoader<Traits, ConvertedSlices<Traits>>,
+                  ConvertedLoader<Traits>>;
 
 }  // namespace preflash::sm90

@@ -27,8 +27,11 @@ struct ConvertedSlices : SliceRows<Traits> {
     };
     if (Traits::kWidens && size_of(this->segment().kv_dtype) == 1) {
       dispatch_8_bits(this->segment().kv_dtype, convert);
-    } else {
+    } else if constexpr (kOperand == Operand::kK) {
       convert(C<kTo>{});
+    } else {
+      Base::template copy<kOperand>(tile, column, num_slices);
+      Base::drain();
     }
   }
 

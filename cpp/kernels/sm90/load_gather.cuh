@@ -12,8 +12,7 @@ template <class Traits, template <class, Operand> class Writer = TileWriter>
 struct GatherLoader {
   static constexpr int kWarpKeys = Traits::kTileN / kWarpgroupWarps;
 
-  // Of a tile, looked up ahead, because page indices come from the L2: those of rows lane_id(),
-  // lane_id() + 32, ... of the warp's quarter.
+  // Of rows lane_id(), lane_id() + 32, ... of the warp's quarter: page indices come from the L2.
   struct RowSlots {
     int tile;
     KeySlot slot[ceil_div(kWarpKeys, 32)];
@@ -96,7 +95,8 @@ struct GatherLoader {
   CUTE_DEVICE void publish() {
     if (unpublished == nullptr) return;
     cutlass::arch::fence_view_async_shared();
-    unpublished->arrive();
+    __syncwarp();
+    release(*unpublished);
     unpublished = nullptr;
   }
 

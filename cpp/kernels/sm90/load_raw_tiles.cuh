@@ -144,8 +144,7 @@ struct TileWidener {
       : stored_as(segment.kv_dtype), k{{smem}, {smem}}, v{{smem}, {smem}} {}
 
   CUTE_DEVICE void load_item(const ItemState& state, auto& tiles, const auto&) {
-    auto any = [](int tile) { return tile; };
-    for_each_tile(tiles, state, any, [&](int, bool is_first) {
+    for_each_tile(tiles, state, std::identity{}, [&](int, bool is_first) {
       k.widen(stored_as);
       if (!is_first) v.widen(stored_as);
     });

@@ -90,18 +90,25 @@ CUTE_DEVICE void load_boxes(const CUtensorMap& map, TMA::CacheHintSm90 hint, int
                              at.r, at.x, kv_head, at.page);
     }
   };
+  auto issue = [&](const auto& loads) {
+    if (elect_one_sync()) {
+      full.arrive_and_expect_tx(kTileN * kBlocks * kBlockRowBytes);
+      loads();
+    }
+    __syncwarp();
+  };
+  if (box_rows == kTileN) {
+    const TmaCoordinates only{warp_uniform(of_lane.page), warp_uniform(of_lane.x),
+                              warp_uniform(of_lane.r)};
+    return issue([&] { load(only, 0); });
+  }
   auto* shared = write.smem.boxes[loader];
-  const bool is_one = box_rows == kTileN;
-  const TmaCoordinates only{warp_uniform(of_lane.page), warp_uniform(of_lane.x),
-                            warp_uniform(of_lane.r)};
-  if (!is_one && lane_id() < Traits::kMaxBoxes) shared[lane_id()] = of_lane;
+  if (lane_id() < Traits::kMaxBoxes) shared[lane_id()] = of_lane;
   __syncwarp();
-  if (elect_one_sync()) {
-    full.arrive_and_expect_tx(kTileN * kBlocks * kBlockRowBytes);
-    if (is_one) load(only, 0);
-    // In groups: moving one box's coordinates to uniform registers overlaps with the next box's.
-    constexpr int kGroup = Traits::kMaxBoxes % 4 == 0 ? 4 : 2;
-    for (int box = 0; !is_one && box * box_rows < kTileN; box += kGroup) {
+  // In groups: moving one box's coordinates to uniform registers overlaps with the next box's.
+  constexpr int kGroup = Traits::kMaxBoxes % 4 == 0 ? 4 : 2;
+  issue([&] {
+    for (int box = 0; box * box_rows < kTileN; box += kGroup) {
       TmaCoordinates group[kGroup];
       CUTE_UNROLL
       for (int i = 0; i < kGroup; ++i) group[i] = shared[box + i];
@@ -111,8 +118,7 @@ CUTE_DEVICE void load_boxes(const CUtensorMap& map, TMA::CacheHintSm90 hint, int
         if (row < kTileN) load(group[i], row);
       }
     }
-  }
-  __syncwarp();
+  });
 }
 
 // One warp loads the tiles of one operand as TMA boxes.

@@ -43,12 +43,11 @@ using TransactionBarrier = cutlass::arch::ClusterTransactionBarrier;
 inline constexpr int kItemSlots = 4;
 
 // Barriers are named by the event that they announce. Who arrives:
-//   *_full      one producer thread (and the bytes of its TMA), or every thread that gathers; where
-//               operands are converted one lane of each warp that does it, and raw_full is what
-//               k_full and v_full are elsewhere
-//   v_full      where V is transposed, one lane of each warp that does it; raw_full is what v_full
-//               is elsewhere, and raw_empty has one lane of these warps
-//   *_empty     one lane of each consumer warp: only the tensor core has read the buffer
+//   *_full      one producer thread (and the bytes of its TMA), or one lane of each warp that
+//   gathers,
+//               converts, or transposes V; raw_full in front of these the same, or of rows that are
+//               copied as they are stored every thread
+//   *_empty     one lane of each warp that has read the buffer
 //   item_full   one thread; item_empty every thread of the consumers and the loading warps
 //   tile_full   one thread; tile_empty one lane of each warp that consumes or loads tiles
 template <int kQStages, int kStages>

@@ -9,12 +9,8 @@
 namespace preflash::sm90 {
 
 // A CTA's items. CTAs that make parts of the columns of the same items share their lists.
-struct ItemSpan {
-  int begin;
-  int end;
-};
 template <class Traits>
-CUTE_DEVICE ItemSpan items_of_cta(const auto& params) {
+CUTE_DEVICE int2 items_of_cta(const auto& params) {
   int parts = column_parts<Traits>(params.segments[0].head_dim_vo);
   int first = static_cast<int>(blockIdx.x) / parts * parts;
   int last = min(first + parts, params.num_lists);
