@@ -14,6 +14,7 @@ struct LaunchShape {
   int ctas = 0;
   int threads = 0;
   int smem_bytes = 0;
+  int cluster = 1;  // CTAs of a cluster
 };
 
 // Raises the kernel's shared-memory limit, once per device.
@@ -39,6 +40,10 @@ LaunchError launch_kernel(const Params& params, const LaunchShape& shape, void* 
     config.blockDim = dim3(shape.threads);
     config.dynamicSmemBytes = shape.smem_bytes;
     config.stream = static_cast<cudaStream_t>(stream);
+    cudaLaunchAttribute cluster{.id = cudaLaunchAttributeClusterDimension};
+    cluster.val.clusterDim = {static_cast<unsigned>(shape.cluster), 1, 1};
+    config.attrs = &cluster;
+    config.numAttrs = shape.cluster > 1 ? 1 : 0;
     error = cudaLaunchKernelEx(&config, kKernel, params);
   }
   if (error == cudaSuccess) return nullptr;

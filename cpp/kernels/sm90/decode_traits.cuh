@@ -22,7 +22,7 @@ struct DecodeTraits {
   static constexpr bool kCaps = false;  // by SoftCap
   static constexpr bool kBiasByProduct = false;
   static constexpr int kSegments = 1;
-  static constexpr int kColumnParts = 1;
+  static constexpr int kParts = 1;
   static_assert(kVariant.mask == Mask::kBounds && kVariant.segments == Segments::kOne);
   __host__ __device__ static constexpr bool narrows_query(DType q_dtype) {
     return kConverts && q_dtype == DType::kBFloat16;

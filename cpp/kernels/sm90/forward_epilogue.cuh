@@ -157,7 +157,7 @@ struct ForwardEpilogue {
 
  private:
   // The columns of O that this CTA makes: at most kPartVo of them.
-  CUTE_DEVICE int first_column() const { return sm90::first_column<Traits>(params.head_dim_vo); }
+  CUTE_DEVICE static int first_column() { return sm90::first_column<Traits>(); }
   CUTE_DEVICE int num_columns() const {
     return min(params.head_dim_vo - first_column(), Traits::kPartVo);
   }

@@ -53,6 +53,7 @@ CUTE_DEVICE void init_barriers(const HopperSegment& segment, SharedStorage<Trait
     for (int i = 0; i < Traits::kSliceSlots; ++i) {
       init(smem.slice.full[i], producers, smem.slice.empty[i], kConsumers);
     }
+    for (int i = 0; i < kConsumers; ++i) init(smem.slice.p_full[i], 1, smem.slice.p_empty[i], 1);
   }
   for (int i = 0; i < kItemSlots; ++i) {
     init(barriers.item_full[i], 1, barriers.item_empty[i],
@@ -95,7 +96,11 @@ __global__ void __launch_bounds__(ForwardTraits<V>::kThreads, V::kTile.ctas_per_
   }
   if constexpr (Traits::kBiasByProduct) ScoreBias<Traits>::fill_steps(smem);
   let_next_kernel_begin();
-  __syncthreads();
+  if constexpr (Traits::kParts > 1) {
+    cute::cluster_sync();
+  } else {
+    __syncthreads();
+  }
 
   int warpgroup = cutlass::canonical_warp_group_idx();
   if (warpgroup < Traits::kProducers) {
@@ -130,6 +135,8 @@ __global__ void __launch_bounds__(ForwardTraits<V>::kThreads, V::kTile.ctas_per_
     cutlass::arch::warpgroup_reg_alloc<Traits::kConsumerRegisters>();
     int thread = threadIdx.x % kWarpgroupThreads;
     ForwardMainloop<Traits>(params, smem, warpgroup - Traits::kProducers, thread).run();
+    // The other CTA may still write to this one's memory.
+    if constexpr (Traits::kParts > 1) cute::cluster_sync();
   }
 }
 

@@ -67,10 +67,8 @@ LaunchError launch_forward(const ForwardParams& params, int num_ctas, const Laun
   }
   if (refusal == nullptr) refusal = make_maps<Traits>(params, hopper);
   if (refusal != nullptr) return refusal;
-  // CTAs that share the columns of O come in whole groups.
-  const int parts = ceil_div(params.segments[0].head_dim_vo, Traits::kPartVo);
-  const int ctas = ceil_div(num_ctas, parts) * parts;
-  LaunchShape shape{ctas, Traits::kThreads, kSmemBytes<V>};
+  const int ctas = ceil_div(num_ctas, Traits::kParts) * Traits::kParts;
+  LaunchShape shape{ctas, Traits::kThreads, kSmemBytes<V>, Traits::kParts};
   return launch_kernel<&forward_kernel<V>>(hopper, shape, target.stream);
 }
 
@@ -99,7 +97,7 @@ ForwardKernel forward_kernel_entry() {
     using Traits = ForwardTraits<V>;
     entry.smem_bytes = kSmemBytes<V>;
     entry.launch = &launch_forward<V>;
-    entry.ctas_per_item = Traits::kColumnParts;
+    entry.ctas_per_item = Traits::kParts;
     if constexpr (Traits::kHasMaskBits) entry.mask_tile_use = MaskTileUse::kUsed;
     if constexpr (Traits::kSegments == 2) entry.second_tile = V::kSecondTile;
   }

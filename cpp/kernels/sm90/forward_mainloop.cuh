@@ -102,7 +102,8 @@ struct ForwardMainloop {
     const Item& item;
 
     CUTE_DEVICE Coordinates operator()(int tile) const {
-      return {loop.segment(item), loop.smem.items[item.slot], loop.warp() * kWarpRows, tile};
+      return {loop.segment(item), loop.smem.items[item.slot], loop.warp() * kWarpRows,
+              own_tile<Traits>(tile)};
     }
     CUTE_DEVICE SharedStorage<Traits>& smem() const { return loop.smem; }
   };
@@ -120,6 +121,7 @@ struct ForwardMainloop {
       operands.issue_qk(tSrQ);
       scores.bias.issue(smem, operands.tSrS);
       operands.issue_pv();  // V(t - 1) is there
+      operands.release_inbox();
       operands.end_products();
       meanwhile();
       operands.template wait_for_s<true>();
@@ -271,10 +273,12 @@ struct ForwardMainloop {
     auto mask = [&] { return tiles.mask(item, tile, at(item), operands.rows_of_s()); };
     softmax.update(operands.rows_of_s(), scores.bias.shift(tile), operands.tOrP, rows_of_o,
                    segment(item), mask);
+    operands.share_p(softmax, segment(item), tiles.is_last(item, tile));
   }
   CUTE_DEVICE void make_first_p(const Item& item) {
-    softmax.make_first(operands.rows_of_s(), scores.bias.shift(tiles.first(item)), operands.tOrP,
-                       segment(item));
+    const int tile = tiles.first(item);
+    softmax.make_first(operands.rows_of_s(), scores.bias.shift(tile), operands.tOrP, segment(item));
+    operands.share_p(softmax, segment(item), tiles.is_last(item, tile));
   }
 
   CUTE_DEVICE typename Epilogue::Prepared prepare_o(const Item& item,
@@ -286,6 +290,7 @@ struct ForwardMainloop {
   CUTE_DEVICE void store_o(const Item& item, const typename Epilogue::Prepared& ready) {
     operands.finish_o();
     epilogue(item).store(ready, operands.tOrO, smem.o[warp()]);
+    operands.release_inbox();
     // The first warpgroup's rows always exist.
     if (warpgroup == 0 && thread == 0) timer.stop(params, smem.items[item.slot]);
     release_item(item);

@@ -68,24 +68,28 @@ struct ForwardTraits {
                 "fa3 multiplies in one dtype");
   static_assert(sizeof(ElementO) == 2 && !(kConverts && kTransposesV));
 
-  static constexpr int kTileM = kTile.m;
-  static constexpr int kTileN = kTile.n;
-  static constexpr int kStages = kTile.stages;
   static constexpr int kHeadQk = kVariant.head_dim_qk;
   static constexpr int kHeadVo = kVariant.head_dim_vo;
 
-  // A warpgroup's registers hold 256 columns of O: of more, each of so many CTAs makes a part.
+  // A warpgroup's registers hold 256 columns of O: of more, each CTA of a cluster makes a part. It
+  // makes a part of S, too: of the keys of a tile.
   static constexpr int kPartVo = kHeadVo <= 256 ? kHeadVo : 256;
-  static constexpr int kColumnParts = kHeadVo / kPartVo;
-  static_assert(kHeadVo % kPartVo == 0);
+  static constexpr int kParts = kHeadVo / kPartVo;
+  static_assert(kHeadVo % kPartVo == 0 && kParts <= 2);
+
+  static constexpr int kTileM = kTile.m;
+  static constexpr int kItemTileN = kTile.n;       // keys of an item's tile
+  static constexpr int kTileN = kTile.n / kParts;  // of a CTA's part of S, and of buffers
+  static constexpr int kStages = kTile.stages;
+
   // Whole tiles of K and V then have no room beside Q: they arrive in slices, through one ring.
-  static constexpr bool kSliced = kColumnParts > 1;
+  static constexpr bool kSliced = kParts > 1;
   static constexpr int kSliceColumns = 128;
   static constexpr int kSliceSlots = kConverts ? 4 : 5;  // raw rows take the fifth's place
   static constexpr int kSlicesK = kHeadQk / kSliceColumns;
   static constexpr int kSlicesV = kPartVo / kSliceColumns;
   static constexpr int kSliceElements = kTileN * kSliceColumns;
-  static_assert(!kSliced || (kHeadQk % kSliceColumns == 0 && kSlicesV < kSliceSlots));
+  static_assert(!kSliced || (kHeadQk % kSliceColumns == 0 && kSlicesV == 2));
 
   // The second producer warpgroup converts, or transposes V; each consumer has 64 rows.
   static constexpr int kConsumers = kTileM / kWarpgroupRows;
@@ -205,15 +209,19 @@ struct ForwardTraits {
       AtomV{}, Shape<Int<kSliceColumns>, Int<kTileN>, Int<kSliceSlots>>{}, StepV{}));
 };
 
-// The columns of O that this CTA makes.
+// What this CTA makes of an item: the columns of O from here on, and S of which keys of a tile, in
+// units of kTileN keys.
 template <class Traits>
-CUTE_DEVICE int column_parts(int head_dim_vo) {
-  return Traits::kColumnParts == 1 ? 1 : ceil_div(head_dim_vo, Traits::kPartVo);
+CUTE_DEVICE int own_part() {
+  return Traits::kParts == 1 ? 0 : static_cast<int>(blockIdx.x) % Traits::kParts;
 }
 template <class Traits>
-CUTE_DEVICE int first_column(int head_dim_vo) {
-  if constexpr (Traits::kColumnParts == 1) return 0;
-  return static_cast<int>(blockIdx.x) % column_parts<Traits>(head_dim_vo) * Traits::kPartVo;
+CUTE_DEVICE int first_column() {
+  return own_part<Traits>() * Traits::kPartVo;
+}
+template <class Traits>
+CUTE_DEVICE int own_tile(int tile) {
+  return tile * Traits::kParts + own_part<Traits>();
 }
 
 }  // namespace preflash::sm90

@@ -17,12 +17,13 @@ struct ConvertedSlices : SliceRows<Traits> {
 
  protected:
   template <Operand kOperand>
-  CUTE_DEVICE void copy(const Tile& tile, int column, int num_slices) {
+  CUTE_DEVICE void copy(const Tile& tile, int part, int column, int num_slices) {
     this->item = tile.item;
+    const auto rows = this->rows_of_part(tile.rows, part);
     auto convert = [&](auto from) {
 #pragma unroll 1
       for (int slice = 0; slice < num_slices; ++slice, column += Traits::kSliceColumns) {
-        convert_slice<kOperand, from>(tile, column);
+        convert_slice<kOperand, from>(tile.item, rows, column);
       }
     };
     if (Traits::kWidens && size_of(this->segment().kv_dtype) == 1) {
@@ -30,7 +31,7 @@ struct ConvertedSlices : SliceRows<Traits> {
     } else if constexpr (kOperand == Operand::kK) {
       convert(C<kTo>{});
     } else {
-      Base::template copy<kOperand>(tile, column, num_slices);
+      Base::template copy<kOperand>(tile, part, column, num_slices);
       Base::drain();
     }
   }
@@ -39,7 +40,7 @@ struct ConvertedSlices : SliceRows<Traits> {
   // A lane takes four neighbouring columns of every row of the warp, and, of K, the columns half a
   // head_dim away, because slices are written one by one.
   template <Operand kOperand, DType kFrom>
-  CUTE_DEVICE void convert_slice(const Tile& tile, int column) {
+  CUTE_DEVICE void convert_slice(const ItemKeys& item, const auto& rows, int column) {
     using Source = SourceOf<kOperand>;
     using Stored = FourStored<kFrom>;
     constexpr bool kRotates = kOperand == Operand::kK;
@@ -55,8 +56,8 @@ struct ConvertedSlices : SliceRows<Traits> {
     const int to_other = is_high ? -half : half;
     const KvTensor& tensor = Source::tensor(segment);
     const std::int64_t lane_row =
-        tile.item.kv_head * tensor.stride_head + slot_offset(tensor, tile.rows.slot[0]) + column;
-    const int first_key = tile.rows.tile * Traits::kTileN + this->warp_row();
+        item.kv_head * tensor.stride_head + slot_offset(tensor, rows.slot[0]) + column;
+    const int first_key = rows.tile * Traits::kTileN + this->warp_row();
     auto& tables = this->write.smem.rotary();
     this->write.wait();
     unsigned char* slice = this->write.bytes();
@@ -70,7 +71,7 @@ struct ConvertedSlices : SliceRows<Traits> {
                                    lane_column * kBytes;
         const int key = first_key + span + i;
         own[i] = other[i] = Stored{};
-        if (exists && key >= tile.item.keys.begin && key < tile.item.keys.end) {
+        if (exists && key >= item.keys.begin && key < item.keys.end) {
           own[i] = __ldg(reinterpret_cast<const Stored*>(row));
           if (kRotates) other[i] = __ldg(reinterpret_cast<const Stored*>(row + to_other * kBytes));
         }

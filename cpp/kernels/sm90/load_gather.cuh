@@ -12,7 +12,8 @@ template <class Traits, template <class, Operand> class Writer = TileWriter>
 struct GatherLoader {
   static constexpr int kWarpKeys = Traits::kTileN / kWarpgroupWarps;
 
-  // Of rows lane_id(), lane_id() + 32, ... of the warp's quarter: page indices come from the L2.
+  // Of rows lane_id(), lane_id() + 32, ... of the warp's quarter: page indices come from the L2. Of
+  // two parts of a tile half of the lanes have one's, and half the other's.
   struct RowSlots {
     int tile;
     KeySlot slot[ceil_div(kWarpKeys, 32)];
@@ -58,10 +59,20 @@ struct GatherLoader {
     RowSlots rows{tile};
     CUTE_UNROLL
     for (int i = 0; i < ceil_div(kWarpKeys, 32); ++i) {
-      int key = tile * Traits::kTileN + warp_row() + i * 32 + lane_id();
+      int row = i * 32 + lane_id();
+      if (Traits::kParts > 1) row += row / kWarpKeys * (Traits::kTileN - kWarpKeys);
+      int key = tile * Traits::kItemTileN + warp_row() + row;
       rows.slot[i] = find_slot_within(segment(), item, key);
     }
     return rows;
+  }
+  // Of a part of a tile, in units of kTileN keys.
+  CUTE_DEVICE static RowSlots rows_of_part(const RowSlots& rows, int part) {
+    static_assert(Traits::kParts * kWarpKeys == 32);
+    const int lane = lane_id() + part * kWarpKeys;
+    return {rows.tile * Traits::kParts + part,
+            {{__shfl_sync(0xffffffffu, rows.slot[0].page, lane),
+              __shfl_sync(0xffffffffu, rows.slot[0].token, lane)}}};
   }
 
   template <class Target>

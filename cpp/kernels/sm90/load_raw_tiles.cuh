@@ -168,7 +168,7 @@ struct SliceWidener {
   CUTE_DEVICE static Tile find(const ItemKeys&, int) { return {}; }
 
   template <Operand kOperand>
-  CUTE_DEVICE void copy(Tile, int, int num_slices) {
+  CUTE_DEVICE void copy(Tile, int, int, int num_slices) {
 #pragma unroll 1
     for (int slice = 0; slice < num_slices; ++slice) slices.widen(params.kv_dtype);
   }

@@ -6,7 +6,8 @@
 
 namespace preflash::sm90 {
 
-// Copies: a form of copying, SliceBoxes, SliceRows or ConvertedSlices.
+// Copies: a form of copying, SliceBoxes, SliceRows or ConvertedSlices. It looks up all keys of a
+// tile, and copies one part of them, all of K's columns or this CTA's of V, slice by slice.
 template <class Traits, class Copies>
 struct KvSliceLoader : Copies {
   using Tile = typename Copies::Tile;
@@ -19,7 +20,8 @@ struct KvSliceLoader : Copies {
     const ItemKeys item = ItemKeys::of(state);
     auto look_up = [&](int tile) { return this->find(item, tile); };
     for_each_tile(tiles, state, look_up, [&](const Tile& tile, bool is_first) {
-      Copies::template copy<Operand::kK>(tile, 0, slices_of_k<Traits>(this->segment()));
+      const int num_slices = slices_of_k<Traits>(this->segment());
+      Copies::template copy<Operand::kK>(tile, own_part<Traits>(), 0, num_slices);
       if (is_first) after_first();
       copy_v_before();
       before = tile;
@@ -34,8 +36,11 @@ struct KvSliceLoader : Copies {
  private:
   CUTE_DEVICE void copy_v_before() {
     if (!any_before) return;
-    const int column = first_column<Traits>(this->segment().head_dim_vo);
-    Copies::template copy<Operand::kV>(before, column, Traits::kSlicesV);
+#pragma unroll 1
+    for (int i = 0; i < Traits::kParts; ++i) {
+      const int part = own_part<Traits>() ^ i;
+      Copies::template copy<Operand::kV>(before, part, first_column<Traits>(), Traits::kSlicesV);
+    }
   }
 };
 
@@ -65,14 +70,18 @@ struct SliceBoxes {
   }
 
   template <Operand kOperand>
-  CUTE_DEVICE void copy(const Tile& tile, int column, int num_slices) {
+  CUTE_DEVICE void copy(const Tile& tile, int part, int column, int num_slices) {
+    const int lane = lane_id() + part * (Traits::kTileN / params.box.kv_rows);
+    const TmaCoordinates box{__shfl_sync(0xffffffffu, tile.box.page, lane),
+                             __shfl_sync(0xffffffffu, tile.box.x, lane),
+                             __shfl_sync(0xffffffffu, tile.box.r, lane)};
     const CUtensorMap& map = kOperand == Operand::kK ? params.maps.k : params.maps.v;
 #pragma unroll 1
     for (int slice = 0; slice < num_slices; ++slice, column += Traits::kSliceColumns) {
       if (turns == 0) {
         write.wait();
-        load_boxes<Traits, kBlocks>(map, TMA::CacheHintSm90::EVICT_LAST, params.box.kv_rows,
-                                    tile.box, tile.kv_head, column, write, loader);
+        load_boxes<Traits, kBlocks>(map, TMA::CacheHintSm90::EVICT_LAST, params.box.kv_rows, box,
+                                    tile.kv_head, column, write, loader);
         turns = Writer::kLoaders;
       }
       --turns;
@@ -84,7 +93,7 @@ struct SliceBoxes {
 // The producer warpgroup gathers the rows of slices: one is in flight while the next is copied. Raw
 // ones announce themselves.
 // NOTE: consumers may wait for the slice in flight, so the next slot must come free without it. The
-// slots of V and of K's last slice come free with V's second slice, at most two slots behind.
+// slots of a tile's last slice of K and of V come free, at the latest, two slices behind.
 template <class Traits, class Writer = SliceWriter<Traits>>
 struct SliceRows : GatherLoader<Traits> {
   using Base = GatherLoader<Traits>;
@@ -108,8 +117,9 @@ struct SliceRows : GatherLoader<Traits> {
   }
 
   template <Operand kOperand>
-  CUTE_DEVICE void copy(const Tile& tile, int column, int num_slices) {
+  CUTE_DEVICE void copy(const Tile& tile, int part, int column, int num_slices) {
     using Source = SourceOf<kOperand>;
+    const auto rows = this->rows_of_part(tile.rows, part);
     this->item = tile.item;
     const HopperSegment& segment = this->segment();
     const KvTensor& tensor = Source::tensor(segment);
@@ -118,7 +128,7 @@ struct SliceRows : GatherLoader<Traits> {
     for (int slice = 0; slice < num_slices; ++slice, column += Traits::kSliceColumns) {
       columns.data = static_cast<const Element*>(tensor.data) + column;
       write.wait();
-      Base::template fetch<kBlocks>(tile.rows, columns, Source::head_dim(segment) - column,
+      Base::template fetch<kBlocks>(rows, columns, Source::head_dim(segment) - column,
                                     write.tile());
       this->announce(write);
     }

@@ -49,17 +49,18 @@ struct QLoader {
   }
 };
 
-// The coordinates of box lane_id() of a K/V tile. Only rows of keys in range are fetched: pages
-// below a window may have been recycled, and rows past the request's end may be another request's.
+// The coordinates of box lane_id() of an item's tile of K or V. Only rows of keys in range are
+// fetched: pages below a window may have been recycled, and rows past the request's end may be
+// another request's.
 template <class Traits>
 CUTE_DEVICE TmaCoordinates box_coordinates(const HopperSegment& params, const ItemKeys& item,
                                            int tile) {
   int box_rows = params.box.kv_rows;
-  int box_key = tile * Traits::kTileN + lane_id() * box_rows;
+  int box_key = tile * Traits::kItemTileN + lane_id() * box_rows;
   int first = max(item.keys.begin, box_key);
   int num_rows = max(min(item.keys.end, box_key + box_rows) - first, 0);
   TmaCoordinates coordinates{0, 0, num_rows - box_rows};
-  if (num_rows == 0 || lane_id() * box_rows >= Traits::kTileN) return coordinates;
+  if (num_rows == 0 || lane_id() * box_rows >= Traits::kItemTileN) return coordinates;
   if (params.page_indices == nullptr) {
     coordinates.x = item.kv_begin + first;
   } else {

@@ -24,7 +24,7 @@ struct MaskTileReader {
     const bool has_mask = params.mask == Mask::kCustom;
     MaskTileReader reader{has_mask ? params.extras.mask_tiles : nullptr, tiles};
     if (reader.row != nullptr) {
-      const MaskTilesShape shape{params.rows_per_tile, Traits::kTileN, params.group_size};
+      const MaskTilesShape shape{params.rows_per_tile, Traits::kItemTileN, params.group_size};
       const std::int64_t index = item.row_begin / params.rows_per_tile * shape.row_words(request);
       reader.row += __ldg(params.mask_tiles_begin + item.request) + index;
     }

@@ -87,7 +87,8 @@ struct AlibiBias {
     RowShift shift;
     CUTE_UNROLL
     for (int r = 0; r < Coordinates::kRows; ++r) {
-      shift.row[r] = coefficient[r] * static_cast<float>(tile * Traits::kTileN + distance[r]);
+      int first_key = own_tile<Traits>(tile) * Traits::kTileN;
+      shift.row[r] = coefficient[r] * static_cast<float>(first_key + distance[r]);
     }
     return shift;
   }

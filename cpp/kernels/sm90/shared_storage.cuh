@@ -136,11 +136,15 @@ template <class Traits>
 struct KvBuffers<Traits, true> {
   alignas(1024) typename Traits::ElementKv slices[Traits::kSliceSlots][Traits::kSliceElements];
 };
-// Arrivals as for k_full and k_empty.
-template <int kSlots>
+// Arrivals as for k_full and k_empty. A warp's inbox, in which it also stages O, takes P of the
+// other CTA's keys (sliced_operands.cuh).
+template <int kSlots, int kWarps>
 struct SliceBarriers {
   TransactionBarrier full[kSlots];
   Barrier empty[kSlots];
+  TransactionBarrier p_full[kWarps];  // one lane of the warp, and the bytes of the message
+  Barrier p_empty[kWarps];            // one lane of the warp that received the message
+  float4 rows[kWarps][8];             // references and sums of each quad's two rows
 };
 
 // V as it arrives where it is transposed, and O's sums of float32 (eight_bit_operands.cuh).
@@ -155,15 +159,24 @@ struct TransposeStorage<Traits, true> {
 };
 
 template <class Traits>
-struct SharedStorage : KvBuffers<Traits>, ConversionStorage<Traits>, TransposeStorage<Traits> {
+struct QoBuffers {
   using ElementO = typename Traits::ElementO;
   alignas(1024) typename Traits::ElementQ q[cosize_v<typename Traits::LayoutQ>];
   // Each warp stages its 16 rows of O here, one block of columns at a time.
   alignas(1024) ElementO o[Traits::kConsumerWarps][kWarpRows * kBlockColumns<ElementO>];
+};
+
+template <class Traits>
+struct SharedStorage : KvBuffers<Traits>,
+                       QoBuffers<Traits>,
+                       ConversionStorage<Traits>,
+                       TransposeStorage<Traits> {
   ItemState items[kItemSlots];
   TmaCoordinates boxes[3][Traits::kMaxBoxes];  // of what each loading warp is issuing
   Barriers<Traits::kQStages, Traits::kStages> barriers;
-  conditional_t<Traits::kSliced, SliceBarriers<Traits::kSliceSlots>, Nothing> slice;
+  conditional_t<Traits::kSliced, SliceBarriers<Traits::kSliceSlots, Traits::kConsumerWarps>,
+                Nothing>
+      slice;
   conditional_t<Traits::kHasMaskBits, KeptTiles<Traits>, Nothing> kept;
   conditional_t<Traits::kBiasByProduct, typename Traits::BiasSteps, Nothing> bias_steps;
 };

@@ -1,6 +1,11 @@
 // K and V in slices of 128 columns, with the hooks of WholeOperands. All warpgroups use a slice at
 // about the same time: the ring is shorter than a tile, so there are no turns and no skipped tiles.
-// K's last slice is released when S is complete, V's slices when O is.
+// A slice is released when its product is complete, two slices behind at the latest.
+//
+// Two CTAs of a cluster compute an item: each makes S, and so P, of half of a tile's keys, and half
+// of O's columns of all keys. So each warp sends its P to the warp of the same rows in the other
+// CTA, with what its rows' P and sums are relative to. Both then take the larger reference of the
+// two, so that one softmax, whose speculation may fail in either half, is that of all keys.
 #pragma once
 
 #include "kernels/sm90/tile_ring.cuh"
@@ -16,7 +21,14 @@ struct SlicedOperands : Accumulators<Traits> {
   using typename Base::MmaPv;
   using typename Base::MmaQk;
 
-  int num_k;  // slices of a K tile
+  using typename Base::OperandP;
+  static constexpr int kPieces = sizeof(OperandP) / 16;                        // of a lane's P
+  static constexpr int kMessage = 32 * sizeof(OperandP) + 8 * sizeof(float4);  // bytes of a warp's
+
+  int num_k;             // slices of a K tile
+  bool holds_k = false;  // the last slice of K, which S is made of
+  float other_sum[2];    // of this thread's rows, over the other CTA's keys
+  std::uint32_t message_phase = 0;
   ConsumerPipelineState<Traits::kSliceSlots> next = {};
   ConsumerPipelineState<Traits::kSliceSlots> held = {};  // the first that is not released
 
@@ -35,24 +47,64 @@ struct SlicedOperands : Accumulators<Traits> {
       warpgroup_wait<1>();
       release_slice();
     }
+    holds_k = true;
   }
   CUTE_DEVICE void issue_pv() {
-    CUTE_UNROLL
-    for (int slice = 0; slice < Traits::kSlicesV; ++slice) issue_pv_slice(slice, wait_for_slice());
+    issue_pv_slice(0, this->first_pv);
+    issue_pv_slice(1, this->first_pv);
+    warpgroup_wait<2>();
+    release_k();
+    warpgroup_wait<1>();
+    release_slice();
+    warpgroup_wait<0>();
+    release_slice();
+    read_inbox(this->tOrP);
+    issue_pv_slice(0, GMMA::ScaleOut::One);
+    issue_pv_slice(1, GMMA::ScaleOut::One);
   }
   template <bool kPvBehind>
   CUTE_DEVICE void wait_for_s() {
-    wait_for_product<kPvBehind ? Traits::kSlicesV : 0>(this->tSrS);
+    wait_for_product<kPvBehind ? 2 : 0>(this->tSrS);
   }
   CUTE_DEVICE void wait_for_o() { wait_for_product<0>(this->tOrO); }
 
-  CUTE_DEVICE void release_k() { release_slice(); }
+  CUTE_DEVICE void release_k() {
+    if (holds_k) release_slice();
+    holds_k = false;
+  }
   CUTE_DEVICE void release_v() {
-    CUTE_UNROLL
-    for (int slice = 0; slice < Traits::kSlicesV; ++slice) release_slice();
+    release_slice();
+    release_slice();
   }
   CUTE_DEVICE static void skip_k() {}
   CUTE_DEVICE static void skip_v() {}
+
+  // is_last: of the item.
+  CUTE_DEVICE void share_p(auto& softmax, const auto& segment, bool is_last) {
+    send_p(softmax, is_last);
+    auto& full = smem.slice.p_full[warp()];
+    if (lane_id() == 0) full.arrive_and_expect_tx(kMessage);
+    full.wait(message_phase);
+    message_phase ^= 1;
+    order_memory_accesses();
+    const float4 rows = smem.slice.rows[warp()][lane_id() / 4];
+    other_sum[0] = rows.z;
+    other_sum[1] = rows.w;
+    const float references[2] = {rows.x, rows.y};
+    if (__any_sync(0xffffffffu, rows.x != softmax.reference[0] || rows.y != softmax.reference[1])) {
+      agree(softmax, references, segment.logits.scale_log2);
+    }
+  }
+  CUTE_DEVICE void release_inbox() {
+    order_memory_accesses();
+    __syncwarp();
+    smem.slice.p_empty[warp()].arrive(other_cta(), lane_id() == 0);
+  }
+  // The other CTA's sums belong to one thread of each quad, which sums up its own.
+  CUTE_DEVICE void prepare_o(auto& softmax, const auto&) const {
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) softmax.sum[r] += lane_id() % 4 == 0 ? other_sum[r] : 0.0f;
+  }
 
  private:
   // Returns the slot of the next slice.
@@ -75,14 +127,92 @@ struct SlicedOperands : Accumulators<Traits> {
     multiply_async<kDepth>(mma, tSrQ, slice * kDepth, tSrK(_, _, _, slot), this->tSrS,
                            slice == 0 ? GMMA::ScaleOut::Zero : GMMA::ScaleOut::One);
   }
-  CUTE_DEVICE void issue_pv_slice(int slice, int slot) {
+  // slice: of the columns of O. first: whether those have old values.
+  CUTE_DEVICE void issue_pv_slice(int slice, GMMA::ScaleOut first) {
+    const int slot = wait_for_slice();
     using Part = decltype(partition_fragment_C(MmaPv{}, Shape<_64, Int<Traits::kMmaColumnsPv>>{}));
     MmaPv mma;
     Tensor sV = make_tensor(make_smem_ptr(&smem.slices[0][0]),
                             typename Traits::LayoutSliceV{});      // (columns, n, slots)
     Tensor tOrV = mma.get_slice(thread).partition_fragment_B(sV);  // (MMA, MMA_N, MMA_K, slots)
     Tensor part = make_tensor(&this->tOrO(0) + slice * size(Part{}), typename Part::layout_type{});
-    multiply_async(mma, this->tOrP, tOrV(_, _, _, slot), part, this->first_pv);
+    multiply_async(mma, this->tOrP, tOrV(_, _, _, slot), part, first);
+  }
+
+  CUTE_DEVICE int warp() const { return this->warpgroup * kWarpgroupWarps + thread / 32; }
+  CUTE_DEVICE static unsigned other_cta() { return own_part<Traits>() ^ 1; }
+  // This lane's pieces of P, 32 apart.
+  CUTE_DEVICE uint128_t* inbox() const {
+    return reinterpret_cast<uint128_t*>(smem.o[warp()]) + lane_id();
+  }
+  CUTE_DEVICE void read_inbox(OperandP& p) const {
+    Tensor pieces = recast<uint128_t>(p);
+    CUTE_UNROLL
+    for (int i = 0; i < kPieces; ++i) pieces(i) = inbox()[i * 32];
+  }
+
+  // The sums count at an item's end alone.
+  CUTE_DEVICE void send_p(const auto& softmax, bool is_last) {
+    auto& slice = smem.slice;
+    slice.p_empty[warp()].wait(message_phase ^ 1);
+    auto in_other = [&](const void* place) {
+      return cute::set_block_rank(cute::cast_smem_ptr_to_uint(place), other_cta());
+    };
+    const std::uint32_t full = in_other(&slice.p_full[warp()]);
+    auto store = [&](std::uint32_t place, std::uint32_t x, std::uint32_t y, std::uint32_t z,
+                     std::uint32_t w) {
+      asm volatile(
+          "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, "
+          "[%5];" ::"r"(place),
+          "r"(x), "r"(y), "r"(z), "r"(w), "r"(full)
+          : "memory");
+    };
+    const std::uint32_t place = in_other(inbox());
+    Tensor words = recast<std::uint32_t>(this->tOrP);
+    CUTE_UNROLL
+    for (int i = 0; i < kPieces; ++i) {
+      store(place + i * 512, words(i * 4), words(i * 4 + 1), words(i * 4 + 2), words(i * 4 + 3));
+    }
+    float sums[2] = {};
+    if (is_last) {
+      sums[0] = softmax.quad_sum(softmax.sum[0]);
+      sums[1] = softmax.quad_sum(softmax.sum[1]);
+    }
+    if (lane_id() % 4 == 0) {
+      store(in_other(&slice.rows[warp()][lane_id() / 4]), __float_as_uint(softmax.reference[0]),
+            __float_as_uint(softmax.reference[1]), __float_as_uint(sums[0]),
+            __float_as_uint(sums[1]));
+    }
+  }
+  // Makes O, both parts of P, and their sums relative to the larger reference of each row.
+  CUTE_DEVICE void agree(auto& softmax, const float (&others)[2], float scale_log2) {
+    auto rows_of_o = this->rows_of_o();
+    OperandP other;
+    read_inbox(other);
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      const float before = softmax.reference[r];
+      const float next = fmaxf(before, others[r]);
+      const float own_factor = softmax.change_of_reference(before, next, scale_log2);
+      const float other_factor = softmax.change_of_reference(others[r], next, scale_log2);
+      softmax.reference[r] = next;
+      softmax.sum[r] *= own_factor;
+      other_sum[r] *= other_factor;
+      CUTE_UNROLL
+      for (int c = 0; c < size<1>(rows_of_o); ++c) rows_of_o(r, c) *= own_factor;
+      // Of four elements the first two are row 0's.
+      auto scale = [&](OperandP& p, float factor) {
+        CUTE_UNROLL
+        for (int i = r * 2; i < size(p); i += i % 2 == 0 ? 1 : 3) {
+          p(i) = typename Traits::ElementP(static_cast<float>(p(i)) * factor);
+        }
+      };
+      scale(this->tOrP, own_factor);
+      scale(other, other_factor);
+    }
+    Tensor pieces = recast<uint128_t>(other);
+    CUTE_UNROLL
+    for (int i = 0; i < kPieces; ++i) inbox()[i * 32] = pieces(i);
   }
 };
 

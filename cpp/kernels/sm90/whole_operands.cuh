@@ -6,6 +6,7 @@
 //   issue_qk(), issue_pv()             S = Q K^T, O (+)= P V, when the operands are there
 //   wait_for_s(), wait_for_o()         the products that come before so many later ones
 //   add_up(), prepare_o(), finish_o()  where O is added up
+//   share_p(), release_inbox()         P is made; nothing reads the other CTA's P, nor staged O
 //   release_*()                        the operand's buffer may be filled again
 //   skip_k(), skip_v()                 of a tile that other warpgroups compute
 #pragma once
@@ -61,6 +62,8 @@ struct Accumulators {
   // Of an item: its last references are there; all of O is.
   CUTE_DEVICE static void prepare_o(const auto&, const auto&) {}
   CUTE_DEVICE static void finish_o() {}
+  CUTE_DEVICE static void share_p(const auto&, const auto&, bool) {}
+  CUTE_DEVICE static void release_inbox() {}
 };
 
 template <class Traits>

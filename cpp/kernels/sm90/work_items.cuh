@@ -8,12 +8,11 @@
 
 namespace preflash::sm90 {
 
-// A CTA's items. CTAs that make parts of the columns of the same items share their lists.
+// A CTA's items. The CTAs of a cluster share their lists.
 template <class Traits>
 CUTE_DEVICE int2 items_of_cta(const auto& params) {
-  int parts = column_parts<Traits>(params.segments[0].head_dim_vo);
-  int first = static_cast<int>(blockIdx.x) / parts * parts;
-  int last = min(first + parts, params.num_lists);
+  int first = static_cast<int>(blockIdx.x) - own_part<Traits>();
+  int last = min(first + Traits::kParts, params.num_lists);
   if (params.cta_begin == nullptr) return {first, last};
   return {__ldg(params.cta_begin + first), __ldg(params.cta_begin + last)};
 }
@@ -38,7 +37,7 @@ CUTE_DEVICE TileRange tiles_of_rows(const HopperSegment& params, const WorkItem&
   RowSpan rows{unpack_row(params, item.row_begin + first).token,
                unpack_row(params, item.row_begin + end - 1).token};
   KeySpan chunk = chunk_of(item, request);
-  return touched_tiles(bounds, rows, chunk, Traits::kTileN, Mask::kBounds);
+  return touched_tiles(bounds, rows, chunk, Traits::kItemTileN, Mask::kBounds);
 }
 
 // The KV tiles that the rows of one consumer warpgroup touch: if none, the last one, which is
@@ -107,7 +106,7 @@ struct ItemProducer {
       state.tiles = tiles;
       state.keys = keys_of_item(segment, item, request);
       state.num_rows = num_rows;
-      note_record(state, record() - column_parts<Traits>(segment.head_dim_vo));
+      note_record(state, record() - Traits::kParts);
 #pragma unroll 1
       for (int w = 0; w < Traits::kConsumers; ++w) {
         state.warpgroup_tiles[w] = tiles_of_warpgroup<Traits>(segment, state, w);
@@ -121,10 +120,7 @@ struct ItemProducer {
 
  private:
   // Of the item at `index`: each CTA that shares it has its own.
-  CUTE_DEVICE int record() const {
-    const int parts = column_parts<Traits>(params.segments[0].head_dim_vo);
-    return index * parts + static_cast<int>(blockIdx.x) % parts;
-  }
+  CUTE_DEVICE int record() const { return index * Traits::kParts + own_part<Traits>(); }
 };
 
 // A loading warp reads the CTA's items through this.
