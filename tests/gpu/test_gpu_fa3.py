@@ -285,6 +285,7 @@ JUMPS = {
     "late": lambda place: torch.where(place > 0.75, 60.0, 1.0),
     "rising": lambda place: 1 + 59 * place,
     "falling": lambda place: 60 - 59 * place,
+    "striped": lambda place: torch.where((place * 16).long() % 2 == 0, 60.0, 1.0),
 }
 
 jumping = pytest.mark.parametrize(

@@ -41,6 +41,7 @@ struct DecodeTraits {
   static constexpr int kWarps = kTile.warps;
   static constexpr int kThreads = kWarps * 32;
   static constexpr int kTileN = kTile.n / kWarps;
+  static constexpr int kItemTileN = kTileN;
   static constexpr int kStages = kTile.stages;
   static_assert(kTileN * kWarps == kTile.n && (kTileN == 16 || kTileN == 32));
 

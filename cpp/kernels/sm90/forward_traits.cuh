@@ -163,6 +163,7 @@ struct ForwardTraits {
   static constexpr int kTakenRegisters = kTransposesV                   ? 8
                                          : !kConverts                   ? 0
                                          : kSliced && kOptionsAtRunTime ? 8
+                                         : kSliced && kWidens           ? 16
                                          : kProducers == 2              ? 24
                                          : kHeadVo <= 128               ? 8
                                                                         : 16;

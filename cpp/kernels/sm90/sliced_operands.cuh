@@ -22,7 +22,6 @@ struct SlicedOperands : Accumulators<Traits> {
   using typename Base::MmaQk;
 
   using typename Base::OperandP;
-  static constexpr int kPieces = sizeof(OperandP) / 16;                        // of a lane's P
   static constexpr int kMessage = 32 * sizeof(OperandP) + 8 * sizeof(float4);  // bytes of a warp's
 
   int num_k;             // slices of a K tile
@@ -142,47 +141,37 @@ struct SlicedOperands : Accumulators<Traits> {
   CUTE_DEVICE int warp() const { return this->warpgroup * kWarpgroupWarps + thread / 32; }
   CUTE_DEVICE static unsigned other_cta() { return own_part<Traits>() ^ 1; }
   // This lane's pieces of P, 32 apart.
-  CUTE_DEVICE uint128_t* inbox() const {
-    return reinterpret_cast<uint128_t*>(smem.o[warp()]) + lane_id();
-  }
+  CUTE_DEVICE uint4* inbox() const { return reinterpret_cast<uint4*>(smem.o[warp()]) + lane_id(); }
   CUTE_DEVICE void read_inbox(OperandP& p) const {
-    Tensor pieces = recast<uint128_t>(p);
+    Tensor pieces = recast<uint4>(p);
     CUTE_UNROLL
-    for (int i = 0; i < kPieces; ++i) pieces(i) = inbox()[i * 32];
+    for (int i = 0; i < size(pieces); ++i) pieces(i) = inbox()[i * 32];
   }
 
   // The sums count at an item's end alone.
   CUTE_DEVICE void send_p(const auto& softmax, bool is_last) {
     auto& slice = smem.slice;
     slice.p_empty[warp()].wait(message_phase ^ 1);
-    auto in_other = [&](const void* place) {
+    auto in_other = [](const void* place) {
       return cute::set_block_rank(cute::cast_smem_ptr_to_uint(place), other_cta());
     };
-    const std::uint32_t full = in_other(&slice.p_full[warp()]);
-    auto store = [&](std::uint32_t place, std::uint32_t x, std::uint32_t y, std::uint32_t z,
-                     std::uint32_t w) {
+    auto send = [&](const void* place, const uint4& piece) {
       asm volatile(
           "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, "
-          "[%5];" ::"r"(place),
-          "r"(x), "r"(y), "r"(z), "r"(w), "r"(full)
+          "[%5];" ::"r"(in_other(place)),
+          "r"(piece.x), "r"(piece.y), "r"(piece.z), "r"(piece.w),
+          "r"(in_other(&slice.p_full[warp()]))
           : "memory");
     };
-    const std::uint32_t place = in_other(inbox());
-    Tensor words = recast<std::uint32_t>(this->tOrP);
+    Tensor pieces = recast<uint4>(this->tOrP);
     CUTE_UNROLL
-    for (int i = 0; i < kPieces; ++i) {
-      store(place + i * 512, words(i * 4), words(i * 4 + 1), words(i * 4 + 2), words(i * 4 + 3));
-    }
-    float sums[2] = {};
-    if (is_last) {
-      sums[0] = softmax.quad_sum(softmax.sum[0]);
-      sums[1] = softmax.quad_sum(softmax.sum[1]);
-    }
-    if (lane_id() % 4 == 0) {
-      store(in_other(&slice.rows[warp()][lane_id() / 4]), __float_as_uint(softmax.reference[0]),
-            __float_as_uint(softmax.reference[1]), __float_as_uint(sums[0]),
-            __float_as_uint(sums[1]));
-    }
+    for (int i = 0; i < size(pieces); ++i) send(inbox() + i * 32, pieces(i));
+    auto sum = [&](int r) {
+      return __float_as_uint(is_last ? softmax.quad_sum(softmax.sum[r]) : 0.0f);
+    };
+    const uint4 rows{__float_as_uint(softmax.reference[0]), __float_as_uint(softmax.reference[1]),
+                     sum(0), sum(1)};
+    if (lane_id() % 4 == 0) send(&slice.rows[warp()][lane_id() / 4], rows);
   }
   // Makes O, both parts of P, and their sums relative to the larger reference of each row.
   CUTE_DEVICE void agree(auto& softmax, const float (&others)[2], float scale_log2) {
@@ -210,9 +199,9 @@ struct SlicedOperands : Accumulators<Traits> {
       scale(this->tOrP, own_factor);
       scale(other, other_factor);
     }
-    Tensor pieces = recast<uint128_t>(other);
+    Tensor pieces = recast<uint4>(other);
     CUTE_UNROLL
-    for (int i = 0; i < kPieces; ++i) inbox()[i * 32] = pieces(i);
+    for (int i = 0; i < size(pieces); ++i) inbox()[i * 32] = pieces(i);
   }
 };
 

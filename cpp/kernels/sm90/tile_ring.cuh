@@ -61,8 +61,8 @@ template <class Traits>
 struct SliceWriter {
   using Element = typename Traits::ElementKv;
   static constexpr bool kIsRaw = false;
-  // Warps that issue slices in turns: a box takes one about 70 clocks, too long where pages are
-  // small. NOTE: no more than there are slots, or a warp would mistake a slot's phase for the next.
+  // Warps that issue slices in turns, because small pages have many boxes. NOTE: no more than there
+  // are slots, or a warp would mistake a slot's phase for the next.
   static constexpr int kLoaders = 3;
 
   SharedStorage<Traits>& smem;
