@@ -46,7 +46,8 @@ CUTE_DEVICE void init_barriers(const HopperSegment& segment, SharedStorage<Trait
   }
   if constexpr (Traits::kConverts) {
     for (int i = 0; i < 2; ++i) {
-      init(smem.raw_full[i], gather ? kWarpgroupThreads : 1, smem.raw_empty[i], kWarpgroupWarps);
+      auto& raw = conversion_of(smem);
+      init(raw.raw_full[i], gather ? kWarpgroupThreads : 1, raw.raw_empty[i], kWarpgroupWarps);
     }
   }
   if constexpr (Traits::kSliced) {

@@ -187,7 +187,7 @@ struct ConvertedQuery : ArrivingQuery<Traits> {
       const float factor = narrowing_factor(maxima[i]);
       // Exact, of a power of two.
       const float inverse = __uint_as_float(0x7f000000u - __float_as_uint(factor));
-      if (lane == 0) smem.query_scale[first_row + i * kRowsAtOnce] = inverse;
+      if (lane == 0) conversion_of(smem).query_scale[first_row + i * kRowsAtOnce] = inverse;
       factors[i] *= factor;
     }
   }

@@ -54,10 +54,11 @@ struct Scores {
   ScoreBias<Traits> bias;
   HeadFactors<Traits> factors;
 
-  CUTE_DEVICE static Scores of(const Coordinates& of_item, const SharedStorage<Traits>& smem) {
+  CUTE_DEVICE static Scores of(const Coordinates& of_item, SharedStorage<Traits>& smem) {
     auto of_query = [&](int r) {
       if constexpr (Traits::kConverts) {
-        if (Traits::narrows_query(of_item.params.q_dtype)) return smem.query_scale[of_item.row(r)];
+        if (Traits::narrows_query(of_item.params.q_dtype))
+          return conversion_of(smem).query_scale[of_item.row(r)];
       }
       return 1.0f;
     };

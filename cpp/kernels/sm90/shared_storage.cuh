@@ -104,25 +104,33 @@ struct RotaryTables {
   Rotation row_step[Traits::kPairs];        // from a key to the next that the same lane rotates
 };
 
-template <class Traits, bool kConverts = Traits::kConverts>
-struct ConversionStorage {};
+// Beside raw tiles or slices (load_raw_tiles.cuh).
 template <class Traits>
-struct ConversionStorage<Traits, true> {
-  alignas(1024) unsigned char raw[Traits::kRawBytes];
-  // Of raw tiles of K and of V, or of raw slices (load_raw_tiles.cuh).
-  TransactionBarrier raw_full[2];
+struct ConversionState {
+  TransactionBarrier raw_full[2];     // of raw tiles of K and of V, or of raw slices
   Barrier raw_empty[2];               // one lane of each warp that reads them
   float query_scale[Traits::kTileM];  // of each row's scores, where Q is narrowed
-  conditional_t<Traits::kSliced, Nothing, RotaryTables<Traits>> tables;
+};
+
+template <class Traits, bool kConverts = Traits::kConverts, bool kSliced = Traits::kSliced>
+struct ConversionStorage {};
+template <class Traits>
+struct ConversionStorage<Traits, true, false> {
+  alignas(1024) unsigned char raw[Traits::kRawBytes];
+  ConversionState<Traits> conversion;
+  RotaryTables<Traits> tables;
+
+  CUTE_DEVICE RotaryTables<Traits>& rotary() { return tables; }
+};
+// The state is elsewhere (SliceState): behind the raw slices it would take 1 KiB.
+template <class Traits>
+struct ConversionStorage<Traits, true, true> {
+  alignas(1024) unsigned char raw[Traits::kRawBytes];
 
   // In place of raw slices, which launches with RoPE have not.
   CUTE_DEVICE RotaryTables<Traits>& rotary() {
-    if constexpr (Traits::kSliced) {
-      static_assert(sizeof(RotaryTables<Traits>) <= Traits::kRawBytes);
-      return *reinterpret_cast<RotaryTables<Traits>*>(raw);
-    } else {
-      return tables;
-    }
+    static_assert(sizeof(RotaryTables<Traits>) <= Traits::kRawBytes);
+    return *reinterpret_cast<RotaryTables<Traits>*>(raw);
   }
 };
 
@@ -138,13 +146,14 @@ struct KvBuffers<Traits, true> {
 };
 // Arrivals as for k_full and k_empty. A warp's inbox, in which it also stages O, takes P of the
 // other CTA's keys (sliced_operands.cuh).
-template <int kSlots, int kWarps>
-struct SliceBarriers {
-  TransactionBarrier full[kSlots];
-  Barrier empty[kSlots];
-  TransactionBarrier p_full[kWarps];  // one lane of the warp, and the bytes of the message
-  Barrier p_empty[kWarps];            // one lane of the warp that received the message
-  float4 rows[kWarps][8];             // references and sums of each quad's two rows
+template <class Traits>
+struct SliceState {
+  TransactionBarrier full[Traits::kSliceSlots];
+  Barrier empty[Traits::kSliceSlots];
+  TransactionBarrier p_full[Traits::kConsumerWarps];  // a lane of the warp, and the message's bytes
+  Barrier p_empty[Traits::kConsumerWarps];            // one lane of the warp that received it
+  float4 rows[Traits::kConsumerWarps][8];             // references and sums of each quad's two rows
+  conditional_t<Traits::kConverts, ConversionState<Traits>, Nothing> conversion;
 };
 
 // V as it arrives where it is transposed, and O's sums of float32 (eight_bit_operands.cuh).
@@ -159,27 +168,27 @@ struct TransposeStorage<Traits, true> {
 };
 
 template <class Traits>
-struct QoBuffers {
+struct SharedStorage : KvBuffers<Traits>, ConversionStorage<Traits>, TransposeStorage<Traits> {
   using ElementO = typename Traits::ElementO;
   alignas(1024) typename Traits::ElementQ q[cosize_v<typename Traits::LayoutQ>];
   // Each warp stages its 16 rows of O here, one block of columns at a time.
   alignas(1024) ElementO o[Traits::kConsumerWarps][kWarpRows * kBlockColumns<ElementO>];
-};
-
-template <class Traits>
-struct SharedStorage : KvBuffers<Traits>,
-                       QoBuffers<Traits>,
-                       ConversionStorage<Traits>,
-                       TransposeStorage<Traits> {
   ItemState items[kItemSlots];
   TmaCoordinates boxes[3][Traits::kMaxBoxes];  // of what each loading warp is issuing
   Barriers<Traits::kQStages, Traits::kStages> barriers;
-  conditional_t<Traits::kSliced, SliceBarriers<Traits::kSliceSlots, Traits::kConsumerWarps>,
-                Nothing>
-      slice;
+  conditional_t<Traits::kSliced, SliceState<Traits>, Nothing> slice;
   conditional_t<Traits::kHasMaskBits, KeptTiles<Traits>, Nothing> kept;
   conditional_t<Traits::kBiasByProduct, typename Traits::BiasSteps, Nothing> bias_steps;
 };
+
+template <class Traits>
+CUTE_DEVICE auto& conversion_of(SharedStorage<Traits>& smem) {
+  if constexpr (Traits::kSliced) {
+    return smem.slice.conversion;
+  } else {
+    return smem.conversion;
+  }
+}
 
 CUTE_DEVICE int lane_id() { return threadIdx.x % 32; }
 

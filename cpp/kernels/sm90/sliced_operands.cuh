@@ -23,6 +23,8 @@ struct SlicedOperands : Accumulators<Traits> {
 
   using typename Base::OperandP;
   static constexpr int kMessage = 32 * sizeof(OperandP) + 8 * sizeof(float4);  // bytes of a warp's
+  static_assert(32 * sizeof(OperandP) == sizeof(smem.o[0]), "an inbox holds the rows of a warp");
+  static_assert(Traits::kSliceSlots >= 4 && Traits::kVariant.sparsity == Sparsity::kDense);
 
   int num_k;             // slices of a K tile
   bool holds_k = false;  // the last slice of K, which S is made of
@@ -155,23 +157,24 @@ struct SlicedOperands : Accumulators<Traits> {
     auto in_other = [](const void* place) {
       return cute::set_block_rank(cute::cast_smem_ptr_to_uint(place), other_cta());
     };
-    auto send = [&](const void* place, const uint4& piece) {
+    const std::uint32_t full = in_other(&slice.p_full[warp()]);
+    auto send = [&](std::uint32_t place, const uint4& piece) {
       asm volatile(
           "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, "
-          "[%5];" ::"r"(in_other(place)),
-          "r"(piece.x), "r"(piece.y), "r"(piece.z), "r"(piece.w),
-          "r"(in_other(&slice.p_full[warp()]))
+          "[%5];" ::"r"(place),
+          "r"(piece.x), "r"(piece.y), "r"(piece.z), "r"(piece.w), "r"(full)
           : "memory");
     };
+    const std::uint32_t place = in_other(inbox());
     Tensor pieces = recast<uint4>(this->tOrP);
     CUTE_UNROLL
-    for (int i = 0; i < size(pieces); ++i) send(inbox() + i * 32, pieces(i));
+    for (int i = 0; i < size(pieces); ++i) send(place + i * 32 * sizeof(uint4), pieces(i));
     auto sum = [&](int r) {
       return __float_as_uint(is_last ? softmax.quad_sum(softmax.sum[r]) : 0.0f);
     };
     const uint4 rows{__float_as_uint(softmax.reference[0]), __float_as_uint(softmax.reference[1]),
                      sum(0), sum(1)};
-    if (lane_id() % 4 == 0) send(&slice.rows[warp()][lane_id() / 4], rows);
+    if (lane_id() % 4 == 0) send(in_other(&slice.rows[warp()][lane_id() / 4]), rows);
   }
   // Makes O, both parts of P, and their sums relative to the larger reference of each row.
   CUTE_DEVICE void agree(auto& softmax, const float (&others)[2], float scale_log2) {
