@@ -16,7 +16,7 @@ struct ScoreCoordinates {
   const HopperSegment& params;
   const ItemState& state;
   int warp_row;  // the first row of this warp, of the item's tile of rows
-  int tile;
+  int tile;      // own_tile(): in units of kTileN keys
 
   // In the tile with the request's last key the columns from `edge` on lie `shift` further right,
   // because TMA puts the rows of a partial box at its end (cuda/tma/tensor_map.h).

@@ -1,5 +1,5 @@
 // K and V in slices of 128 columns, with the hooks of WholeOperands. All warpgroups use a slice at
-// about the same time: the ring is shorter than a tile, so there are no turns and no skipped tiles.
+// about the same time: the ring is shorter than a step, so there are no turns and no skipped tiles.
 // A slice is released when its product is complete, two slices behind at the latest.
 //
 // Two CTAs of a cluster compute an item: each makes S, and so P, of half of a tile's keys, and half
