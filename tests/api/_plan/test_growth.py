@@ -100,7 +100,7 @@ def growth(step, steps: int) -> tuple[int, int]:
 
 def check_steady(step, steps: int) -> None:
     """Less than a block in four steps, and 8 bytes a step: not what any object takes that is left.
-    A fourth of it is noise of the interpreter's and torch's own caches in so few steps."""
+    Caches of the interpreter and of torch add up to 260 blocks once, however many the steps are."""
     blocks, allocated = growth(step, steps)
     assert blocks < steps / 4
     assert allocated < steps * 8
@@ -111,7 +111,7 @@ def test_no_growth(target, way):
     server = Server(target.device, target.backend)
     if target.device == "cpu":
         torch.set_num_threads(1)
-    check_steady(getattr(server, way), STEPS if way == "step" else STEPS // 4)
+    check_steady(getattr(server, way), STEPS if way == "step" else STEPS // 2)
     if target.device == "cuda":
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
