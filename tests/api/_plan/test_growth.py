@@ -100,7 +100,7 @@ def growth(step, steps: int) -> tuple[int, int]:
 
 def check_steady(step, steps: int) -> None:
     """Less than a block in four steps, and 8 bytes a step: not what any object takes that is left.
-    Caches of the interpreter and of torch add up to 260 blocks once, however many the steps are."""
+    Caches of the interpreter and of torch add some 250 blocks once, however many the steps are."""
     blocks, allocated = growth(step, steps)
     assert blocks < steps / 4
     assert allocated < steps * 8
