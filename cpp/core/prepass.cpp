@@ -12,8 +12,8 @@ constexpr double kPassLaunch = 15000.0;  // in units of Conversion: 3 us
 
 // What a conversion on load adds to a query tile of 128 rows: for each of its keys, in units of
 // what a row of 128 elements takes to be copied in 16 bits, 0.2 ns; and for its queries, in keys.
-// Fitted to an H100 (docs/dev/experiments/fp8-and-rope.md); RoPE above head_dim 256: out of the
-// kernel's time, not fitted.
+// Fitted to an H100 (docs/dev/experiments/fp8-and-rope.md), above head_dim 256 to an H200
+// (head-dim-512.md).
 struct Conversion {
   double key;
   double queries = 0.0;
@@ -25,15 +25,16 @@ Conversion conversion(const SegmentProblem& problem, const ForwardKernel& conver
   const bool on_sm90 = converting.traits.widening == Widening::kToFloat16;
   if (problem.position == Position::kRope) {
     if (!on_sm90) return {0.40 * rows};
-    return {(head_dim > 256 ? 2.0 : 0.25) * rows, 700};
+    return {(head_dim > 256 ? 1.25 : 0.25) * rows, 700};
   }
   if (!on_sm90) return {0.46 * rows};
   // Up to head_dim 128 and above 256 dequantising to float16 is the work of warps of their own. TMA
   // brings their rows, unless a page is no multiple of 8.
-  if (head_dim > 256) return {0.30 * rows, 600};
+  const bool gathered = problem.paged() && problem.page_size % 8 != 0;
+  if (head_dim > 256) return {(gathered ? 0.25 : 0.18) * rows, 460};
   if (head_dim > 128) return {0.60 * rows};
   if (head_dim <= 64) return {0.065, 1500};
-  return {!problem.paged() || problem.page_size % 8 == 0 ? 0.045 : 0.080, 2500};
+  return {gathered ? 0.080 : 0.045, 2500};
 }
 
 bool is_rotated(const AttentionOptions& options) { return options.position == Position::kRope; }

@@ -10,8 +10,9 @@
 namespace preflash {
 namespace {
 
-// CTAs that the machine holds at once: what the launch bounds promise, as far as shared memory
-// reaches (1 KiB of it a CTA is the system's). A CTA runs items of every segment.
+// CTAs, or clusters of CTAs that share an item, that the machine holds at once: what the launch
+// bounds promise, as far as shared memory reaches (1 KiB of it a CTA is the system's). Each runs
+// items of every segment.
 std::int64_t slots_of(const DeviceFacts& facts, const SegmentKernels& kernels) {
   std::int64_t per_sm = kernels[0]->tile.ctas_per_sm;
   for (const ForwardKernel* kernel : kernels) {
@@ -20,7 +21,7 @@ std::int64_t slots_of(const DeviceFacts& facts, const SegmentKernels& kernels) {
       per_sm = std::min<std::int64_t>(per_sm, facts.smem_per_sm / (kernel->smem_bytes + 1024));
     }
   }
-  return std::max<std::int64_t>(facts.num_sms * per_sm, 1);
+  return std::max<std::int64_t>(facts.num_sms * per_sm / kernels[0]->ctas_per_item, 1);
 }
 
 // CTAs beyond which more of them gain nothing where all are equally long. Those of short tiles that

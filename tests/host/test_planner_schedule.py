@@ -50,6 +50,25 @@ def test_persistent_lists_are_longest_first_and_even(seed):
     assert loads.max() <= bound + costs.min() or loads.max() <= 4 / 3 * bound + 1
 
 
+def test_ctas_that_share_items_have_one_list():
+    """Two CTAs an item on 132 SMs: 66 lists, each of one item as long as there are no more items."""
+    options = {"family": "sm90", "ctas_per_sm": 1, "ctas_per_item": 2, "disable_split_kv": True}
+    for batch, lists in ((8, 64), (9, 66)):
+        made = plan(**ragged([1] * batch, [300] * batch, **GQA, **options))
+        check(made)
+        assert made.sizes["num_ctas"] == lists
+    assert max(np.diff(made.cta_begin)) == 2
+
+
+@pytest.mark.parametrize("lengths", [[8192] * 4, [4096, 700, 50]])
+def test_splits_fill_the_slots_of_shared_items(lengths):
+    """Decode is cut for 66 slots, not for 132: as much as on 66 SMs with a CTA an item."""
+    case = ragged([1] * len(lengths), lengths, **GQA, family="sm90", ctas_per_sm=1)
+    pairs, single = plan(**case, ctas_per_item=2), plan(**case | {"num_sms": 66})
+    check(pairs)
+    assert pairs.image == single.image
+
+
 @pytest.mark.parametrize(("batch", "num_sms"), [(3, 4), (11, 4), (12, 4), (40, 9), (7, 60)])
 def test_equal_items_go_to_ctas_in_turns(batch, num_sms):
     """Back and forth, as the least loaded CTA of which the last one is first."""

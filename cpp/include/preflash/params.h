@@ -115,7 +115,7 @@ struct ForwardParams {
   // The plan, resolved to addresses.
   const RequestInfo* requests = nullptr;  // of all segments; a request names its own
   const WorkItem* items = nullptr;
-  const std::int32_t* cta_begin = nullptr;  // null: CTA i runs item i
+  const std::int32_t* cta_begin = nullptr;  // null: CTA or cluster i runs item i
   std::int32_t num_items = 0;
 
   std::int32_t num_segments = 1;

@@ -113,7 +113,8 @@ struct SegmentLayout {
 struct PlanLayout {
   Offset<RequestInfo> requests;  // [num_requests], segment by segment
   Offset<WorkItem> items;        // [num_items]
-  // [num_ctas + 1]: CTA c runs the items [cta_begin[c], cta_begin[c + 1]); absent: one CTA per item
+  // [num_ctas + 1]: CTA c, or a cluster of ctas_per_item CTAs, runs the items [cta_begin[c],
+  // cta_begin[c + 1]); absent: one per item
   Offset<std::int32_t> cta_begin;
   SegmentLayout segments[kMaxSegments];
   std::int64_t int_bytes = 0;

@@ -74,6 +74,7 @@ struct LaunchTarget {
   int num_threads = 1;
 };
 
+// num_ctas: as planned, in units of ctas_per_item.
 using ForwardLaunch = LaunchError (*)(const ForwardParams& params, int num_ctas,
                                       const LaunchTarget& target);
 

@@ -105,18 +105,16 @@ struct LaunchParams {
   const RequestInfo* requests;
   const WorkItem* items;
   const std::int32_t* cta_begin;
-  std::int32_t num_lists;  // of items: CTAs as planned
 #ifdef PREFLASH_TRACE
   ItemRecord* records;  // ForwardParams::records
 #endif
 
   // All but the segments.
-  static LaunchParams make(const ForwardParams& params, int num_lists) {
+  static LaunchParams make(const ForwardParams& params) {
     LaunchParams made{};
     made.requests = params.requests;
     made.items = params.items;
     made.cta_begin = params.cta_begin;
-    made.num_lists = num_lists;
 #ifdef PREFLASH_TRACE
     made.records = params.records;
 #endif

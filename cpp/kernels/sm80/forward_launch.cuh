@@ -33,7 +33,7 @@ typename ForwardTraits<V>::Segment make_segment(const ForwardSegment& segment) {
 template <class V>
 LaunchError launch_forward(const ForwardParams& params, int num_ctas, const LaunchTarget& target) {
   LaunchShape shape{num_ctas, ForwardTraits<V>::kThreads, kSmemBytes<V>};
-  auto kernel = ForwardTraits<V>::Params::make(params, num_ctas);
+  auto kernel = ForwardTraits<V>::Params::make(params);
   for (int s = 0; s < ForwardTraits<V>::kSegments; ++s) {
     kernel.segments[s] = make_segment<V>(params.segments[s]);
   }

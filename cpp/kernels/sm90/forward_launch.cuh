@@ -60,15 +60,14 @@ template <class V>
 LaunchError launch_forward(const ForwardParams& params, int num_ctas, const LaunchTarget& target) {
   using Traits = ForwardTraits<V>;
   static_assert(kSmemBytes<V> <= kMaxSharedBytes);
-  auto hopper = ParamsOf<Traits>::make(params, num_ctas);
+  auto hopper = ParamsOf<Traits>::make(params);
   const char* refusal = nullptr;
   for (int s = 0; s < Traits::kSegments && refusal == nullptr; ++s) {
     refusal = make_segment<Traits>(params.segments[s], hopper.segments[s]);
   }
   if (refusal == nullptr) refusal = make_maps<Traits>(params, hopper);
   if (refusal != nullptr) return refusal;
-  const int ctas = ceil_div(num_ctas, Traits::kParts) * Traits::kParts;
-  LaunchShape shape{ctas, Traits::kThreads, kSmemBytes<V>, Traits::kParts};
+  LaunchShape shape{num_ctas * Traits::kParts, Traits::kThreads, kSmemBytes<V>, Traits::kParts};
   return launch_kernel<&forward_kernel<V>>(hopper, shape, target.stream);
 }
 
@@ -81,7 +80,7 @@ LaunchError launch_decode(const ForwardParams& params, int num_ctas, const Launc
   if (size_of(segment.kv_dtype) != Traits::kStoredBytes || segment.position == Position::kRope) {
     return "short tiles of fa3 take keys of the size they are compiled for, and rotate none";
   }
-  auto decode = LaunchParams<HopperSegment>::make(params, num_ctas);
+  auto decode = LaunchParams<HopperSegment>::make(params);
   if (const char* refusal = make_segment<Traits>(segment, decode.segments[0])) return refusal;
   LaunchShape shape{num_ctas, Traits::kThreads, kBytes};
   return launch_kernel<&decode_kernel<V>>(decode, shape, target.stream);

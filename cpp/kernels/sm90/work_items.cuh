@@ -8,13 +8,12 @@
 
 namespace preflash::sm90 {
 
-// A CTA's items. The CTAs of a cluster share their lists.
+// A CTA's items. The CTAs of a cluster share a list.
 template <class Traits>
 CUTE_DEVICE int2 items_of_cta(const auto& params) {
-  int first = static_cast<int>(blockIdx.x) - own_part<Traits>();
-  int last = min(first + Traits::kParts, params.num_lists);
-  if (params.cta_begin == nullptr) return {first, last};
-  return {__ldg(params.cta_begin + first), __ldg(params.cta_begin + last)};
+  int list = static_cast<int>(blockIdx.x) / Traits::kParts;
+  if (params.cta_begin == nullptr) return {list, list + 1};
+  return {__ldg(params.cta_begin + list), __ldg(params.cta_begin + list + 1)};
 }
 
 // The rows of an item's tile in use: 0 or less where the plan was made for longer requests.

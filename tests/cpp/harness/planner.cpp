@@ -134,6 +134,7 @@ void fill_segment(Keywords& given, CaseSegment& out, SegmentProblem& problem) {
   out.kernel.tile.m = given.take("tile_m", 128);
   out.kernel.tile.n = given.take("tile_n", 64);
   out.kernel.tile.ctas_per_sm = given.take("ctas_per_sm", 2);
+  out.kernel.ctas_per_item = given.take("ctas_per_item", 1);
 }
 
 // Fills `out` in place: its problem points into it. Two segments are given as a list of two dicts,
