@@ -26,18 +26,13 @@ struct EightBitOperands : WholeOperands<Traits> {
 
   static constexpr int kTilesAtOnce = 8;
 
-  // Where this thread's first sums lie. The compiler would take a pointer for a generic one.
-  std::uint32_t sums;
   // Of the sums; from prepare_o() on, what brings them to the item's last references.
   float reference[2];
   // That the accumulators hold, counted so that an item's first tile moves by itself.
   int tiles = kTilesAtOnce - 1;
   bool has_sums = false;
 
-  CUTE_DEVICE EightBitOperands(const HopperSegment& params, SharedStorage<Traits>& smem,
-                               int warpgroup, int thread)
-      : Base(params, smem, warpgroup, thread),
-        sums(cast_smem_ptr_to_uint(&smem.sums[warpgroup][0][thread])) {}
+  using Base::Base;
 
   CUTE_DEVICE void add_up(auto& softmax, const auto& segment) {
     this->first_pv = GMMA::ScaleOut::One;
@@ -46,11 +41,7 @@ struct EightBitOperands : WholeOperands<Traits> {
     take_sums();
     Tensor parts = recast<float4>(this->tOrO);
     CUTE_UNROLL
-    for (int i = 0; i < size(parts); ++i) {
-      asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(place_of(i)), "f"(parts(i).x),
-                   "f"(parts(i).y), "f"(parts(i).z), "f"(parts(i).w)
-                   : "memory");
-    }
+    for (int i = 0; i < size(parts); ++i) sum_of(i) = parts(i);
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) reference[r] = softmax.reference[r];
     this->first_pv = GMMA::ScaleOut::Zero;
@@ -73,17 +64,9 @@ struct EightBitOperands : WholeOperands<Traits> {
   }
 
  private:
-  static constexpr int kPartBytes = kWarpgroupThreads * sizeof(float4);  // of a warpgroup
-
   // A part of O is two columns of row 0 and of row 1.
-  CUTE_DEVICE std::uint32_t place_of(int part) const { return sums + part * kPartBytes; }
-  CUTE_DEVICE float4 sum_of(int part) const {
-    float4 sum;
-    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(sum.x), "=f"(sum.y), "=f"(sum.z), "=f"(sum.w)
-                 : "r"(place_of(part))
-                 : "memory");
-    return sum;
+  CUTE_DEVICE float4& sum_of(int part) const {
+    return this->smem.sums[this->warpgroup][part][this->thread];
   }
   // Adds the sums to O. Four are read while the four before are added.
   CUTE_DEVICE void take_sums() {

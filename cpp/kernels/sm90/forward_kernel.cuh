@@ -28,43 +28,20 @@ CUTE_DEVICE void init_barriers(const HopperSegment& segment, SharedStorage<Trait
   int loading_warps = two_steps           ? first_warps + kWarpgroupWarps
                       : Traits::kConverts ? producers
                                           : first_warps;
-  auto init = [](auto& full, int announce, auto& empty, int release) {
-    full.init(announce);
-    empty.init(release);
-  };
   constexpr int kConsumers = Traits::kConsumerWarps;
-  for (int i = 0; i < Traits::kQStages; ++i) {
-    init(barriers.q_full[i], 1, barriers.q_empty[i], kConsumers);
-  }
-  for (int i = 0; i < Traits::kStages; ++i) {
-    init(barriers.k_full[i], producers, barriers.k_empty[i], kConsumers);
-    int announce_v = Traits::kTransposesV ? transposers : producers;
-    init(barriers.v_full[i], announce_v, barriers.v_empty[i], kConsumers);
-    if constexpr (Traits::kTransposesV) {
-      init(smem.raw_full[i], producers, smem.raw_empty[i], transposers);
-    }
-  }
+  barriers.q.init(1, kConsumers);
+  barriers.k.init(producers, kConsumers);
+  barriers.v.init(Traits::kTransposesV ? transposers : producers, kConsumers);
+  barriers.item.init(1, Traits::kConsumerThreads + loading_warps * 32);
+  if constexpr (Traits::kTransposesV) smem.raw_ring.init(producers, transposers);
   if constexpr (Traits::kConverts) {
-    for (int i = 0; i < 2; ++i) {
-      auto& raw = conversion_of(smem);
-      init(raw.raw_full[i], gather ? kWarpgroupThreads : 1, raw.raw_empty[i], kWarpgroupWarps);
-    }
+    conversion_of(smem).ring.init(gather ? kWarpgroupThreads : 1, kWarpgroupWarps);
   }
   if constexpr (Traits::kSliced) {
-    for (int i = 0; i < Traits::kSliceSlots; ++i) {
-      init(smem.slice.full[i], producers, smem.slice.empty[i], kConsumers);
-    }
-    for (int i = 0; i < kConsumers; ++i) init(smem.slice.p_full[i], 1, smem.slice.p_empty[i], 1);
+    smem.slice.ring.init(producers, kConsumers);
+    smem.slice.p.init(1, 1);
   }
-  for (int i = 0; i < kItemSlots; ++i) {
-    init(barriers.item_full[i], 1, barriers.item_empty[i],
-         Traits::kConsumerThreads + loading_warps * 32);
-  }
-  if constexpr (Traits::kHasMaskBits) {
-    for (int i = 0; i < Traits::kTileSlots; ++i) {
-      init(smem.kept.tile_full[i], 1, smem.kept.tile_empty[i], kConsumers + loading_warps);
-    }
-  }
+  if constexpr (Traits::kHasMaskBits) smem.kept.ring.init(1, kConsumers + loading_warps);
   cutlass::arch::fence_barrier_init();
 }
 

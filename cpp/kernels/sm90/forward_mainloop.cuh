@@ -223,7 +223,7 @@ struct ForwardMainloop {
   // returns the next item.
   CUTE_DEVICE Item stay_idle(const Item& item) {
     // NOTE: Q must have arrived: until then its buffer may still count for the item before.
-    smem.barriers.q_full[operands.q_read.index()].wait(operands.q_read.phase());
+    smem.barriers.q.full[operands.q_read.index()].wait(operands.q_read.phase());
     __syncwarp();
     operands.release_q();
     operands.q_read.advance();
@@ -301,7 +301,7 @@ struct ForwardMainloop {
   }
   // Waits for the item in `slot`. An item without tiles ends the work list.
   CUTE_DEVICE Item read_item(int slot) {
-    smem.barriers.item_full[slot].wait(item_phase);
+    smem.barriers.item.full[slot].wait(item_phase);
     order_memory_accesses();
     if (slot == kItemSlots - 1) item_phase ^= 1;
     const ItemState& state = smem.items[slot];
@@ -329,7 +329,7 @@ struct ForwardMainloop {
   }
   CUTE_DEVICE void release_item(const Item& item) {
     order_memory_accesses();
-    smem.barriers.item_empty[item.slot].arrive();
+    smem.barriers.item.empty[item.slot].arrive();
   }
 
   CUTE_DEVICE const auto& segment(const Item& item) const { return params.segment(item.segment); }

@@ -31,11 +31,11 @@ struct KeptTileProducer : ItemProducer<Traits> {
     next = reader.last_kept_before(next);
     if (!has_tile()) word |= KeptTile::kLast;
     int slot = tile_write.index();
-    kept.tile_empty[slot].wait(tile_write.phase() ^ 1);
+    kept.ring.empty[slot].wait(tile_write.phase() ^ 1);
     if (elect_one_sync()) {
       kept.tiles[slot] = {word};
       order_memory_accesses();
-      kept.tile_full[slot].arrive();
+      kept.ring.full[slot].arrive();
     }
     __syncwarp();
     tile_write.advance();
@@ -50,13 +50,13 @@ struct KeptTileReader {
   template <class Traits>
   CUTE_DEVICE KeptTile take(SharedStorage<Traits>& smem) {
     int slot = read.index();
-    smem.kept.tile_full[slot].wait(read.phase());
+    smem.kept.ring.full[slot].wait(read.phase());
     order_memory_accesses();
     KeptTile kept{warp_uniform(smem.kept.tiles[slot].word)};
     // NOTE: lane 0 releases the slot after every lane's read: a shuffle orders no memory accesses,
     // __syncwarp() does.
     __syncwarp();
-    release(smem.kept.tile_empty[slot]);
+    release(smem.kept.ring.empty[slot]);
     read.advance();
     return kept;
   }

@@ -22,7 +22,7 @@ struct ArrivingQuery {
 
  protected:
   CUTE_DEVICE void await(const auto& q_read) const {
-    smem.barriers.q_full[q_read.index()].wait(q_read.phase());
+    smem.barriers.q.full[q_read.index()].wait(q_read.phase());
     order_memory_accesses();
   }
   // The warpgroup has written its rows.

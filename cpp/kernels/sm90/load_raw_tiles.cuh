@@ -31,8 +31,8 @@ struct RawTile {
   ProducerPipelineState<1> next = {};
 
   CUTE_DEVICE void wait() const { empty().wait(next.phase() ^ 1); }
-  CUTE_DEVICE Barrier& empty() const { return conversion_of(smem).raw_empty[!kIsK]; }
-  CUTE_DEVICE TransactionBarrier& full() const { return conversion_of(smem).raw_full[!kIsK]; }
+  CUTE_DEVICE Barrier& empty() const { return conversion_of(smem).ring.empty[!kIsK]; }
+  CUTE_DEVICE TransactionBarrier& full() const { return conversion_of(smem).ring.full[!kIsK]; }
   CUTE_DEVICE Element* tile() const {
     return smem.raw + (kIsK ? 0 : Traits::kTileN * kBlockRowBytes);
   }
@@ -49,9 +49,9 @@ struct RawSlice {
   ProducerPipelineState<Traits::kRawSlices> next = {};
 
   CUTE_DEVICE void wait() const { empty().wait(next.phase() ^ 1); }
-  CUTE_DEVICE Barrier& empty() const { return conversion_of(smem).raw_empty[next.index()]; }
+  CUTE_DEVICE Barrier& empty() const { return conversion_of(smem).ring.empty[next.index()]; }
   CUTE_DEVICE TransactionBarrier& full() const {
-    return conversion_of(smem).raw_full[next.index()];
+    return conversion_of(smem).ring.full[next.index()];
   }
   CUTE_DEVICE Element* tile() const { return smem.raw + next.index() * Traits::kSliceElements; }
 };

@@ -17,7 +17,7 @@ struct QLoader {
   ProducerPipelineState<Traits::kQStages> write = {};
 
   CUTE_DEVICE void load(const ItemState& state) {
-    smem.barriers.q_empty[write.index()].wait(write.phase() ^ 1);
+    smem.barriers.q.empty[write.index()].wait(write.phase() ^ 1);
     if (elect_one_sync()) fetch(params.segment_of(state.request), state);
     __syncwarp();
     write.advance();
@@ -31,7 +31,7 @@ struct QLoader {
     const bool narrow = Traits::kConverts && size_of(segment.q_dtype) == 1;
     const int columns = narrow ? kBlockRowBytes : kBlockColumns<Element>;
     const int blocks = narrow ? ceil_div(Traits::kHeadQk, kBlockRowBytes) : Traits::kBlocksQ;
-    TransactionBarrier& full = smem.barriers.q_full[write.index()];
+    TransactionBarrier& full = smem.barriers.q.full[write.index()];
     auto* q = smem.q + write.index() * (Traits::kTileM * Traits::kRowQk);
     int box_rows = segment.box.q_heads * segment.box.q_tokens;
     int num_boxes = segment.group_size <= Traits::kTileM ? 1 : state.num_rows;

@@ -42,24 +42,31 @@ using TransactionBarrier = cutlass::arch::ClusterTransactionBarrier;
 
 inline constexpr int kItemSlots = 4;
 
-// Barriers are named by the event that they announce. Who arrives:
-//   *_full      one producer thread (and the bytes of its TMA), or one lane of each warp that
-//   gathers,
-//               converts, or transposes V; raw_full in front of these the same, or of rows that are
-//               copied as they are stored every thread
-//   *_empty     one lane of each warp that has read the buffer
-//   item_full   one thread; item_empty every thread of the consumers and the loading warps
-//   tile_full   one thread; tile_empty one lane of each warp that consumes or loads tiles
+// The barriers of a ring of buffers, named by the event that they announce. Who arrives:
+//   full    one producer thread (and the bytes of its TMA), or one lane of each warp that gathers,
+//           converts, or transposes V; at a raw ring in front of these the same, or of rows that
+//           are copied as they are stored every thread; of items and announced tiles one thread
+//   empty   one lane of each warp that has read the buffer; of items every such thread
+template <int kSlots, class Full = TransactionBarrier>
+struct Ring {
+  Full full[kSlots];
+  Barrier empty[kSlots];
+
+  // With so many arrivals.
+  CUTE_DEVICE void init(int announce, int release) {
+    for (int i = 0; i < kSlots; ++i) {
+      full[i].init(announce);
+      empty[i].init(release);
+    }
+  }
+};
+
 template <int kQStages, int kStages>
 struct Barriers {
-  TransactionBarrier q_full[kQStages];
-  Barrier q_empty[kQStages];
-  TransactionBarrier k_full[kStages];
-  Barrier k_empty[kStages];
-  TransactionBarrier v_full[kStages];
-  Barrier v_empty[kStages];
-  Barrier item_full[kItemSlots];
-  Barrier item_empty[kItemSlots];
+  Ring<kQStages> q;
+  Ring<kStages> k;
+  Ring<kStages> v;
+  Ring<kItemSlots, Barrier> item;
 };
 
 // Hardware barriers among the consumer warpgroups w.
@@ -84,8 +91,7 @@ struct KeptTile {
 template <class Traits>
 struct KeptTiles {
   KeptTile tiles[Traits::kTileSlots];
-  Barrier tile_full[Traits::kTileSlots];
-  Barrier tile_empty[Traits::kTileSlots];
+  Ring<Traits::kTileSlots, Barrier> ring;
 };
 
 struct Nothing {};
@@ -107,8 +113,7 @@ struct RotaryTables {
 // Beside raw tiles or slices (load_raw_tiles.cuh).
 template <class Traits>
 struct ConversionState {
-  TransactionBarrier raw_full[2];     // of raw tiles of K and of V, or of raw slices
-  Barrier raw_empty[2];               // one lane of each warp that reads them
+  Ring<2> ring;                       // of the raw tiles of K and of V, or of raw slices
   float query_scale[Traits::kTileM];  // of each row's scores, where Q is narrowed
 };
 
@@ -144,15 +149,13 @@ template <class Traits>
 struct KvBuffers<Traits, true> {
   alignas(1024) typename Traits::ElementKv slices[Traits::kSliceSlots][Traits::kSliceElements];
 };
-// Arrivals as for k_full and k_empty. A warp's inbox, in which it also stages O, takes P of the
-// other CTA's keys (sliced_operands.cuh).
+// A warp's inbox, in which it also stages O, takes P of the other CTA's keys (sliced_operands.cuh).
 template <class Traits>
 struct SliceState {
-  TransactionBarrier full[Traits::kSliceSlots];
-  Barrier empty[Traits::kSliceSlots];
-  TransactionBarrier p_full[Traits::kConsumerWarps];  // a lane of the warp, and the message's bytes
-  Barrier p_empty[Traits::kConsumerWarps];            // one lane of the warp that received it
-  float4 rows[Traits::kConsumerWarps][8];             // references and sums of each quad's two rows
+  Ring<Traits::kSliceSlots> ring;
+  // A lane of the warp and the message's bytes; one lane of the warp that received it.
+  Ring<Traits::kConsumerWarps> p;
+  float4 rows[Traits::kConsumerWarps][8];  // references and sums of each quad's two rows
   conditional_t<Traits::kConverts, ConversionState<Traits>, Nothing> conversion;
 };
 
@@ -163,8 +166,7 @@ template <class Traits>
 struct TransposeStorage<Traits, true> {
   alignas(1024) typename Traits::ElementKv raw[Traits::kStages * Traits::kTileN * Traits::kRowVo];
   float4 sums[Traits::kConsumers][Traits::kPartVo / 8][kWarpgroupThreads];
-  TransactionBarrier raw_full[Traits::kStages];
-  Barrier raw_empty[Traits::kStages];
+  Ring<Traits::kStages> raw_ring;
 };
 
 template <class Traits>

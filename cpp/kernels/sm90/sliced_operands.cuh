@@ -83,7 +83,7 @@ struct SlicedOperands : Accumulators<Traits> {
   // is_last: of the item.
   CUTE_DEVICE void share_p(auto& softmax, const auto& segment, bool is_last) {
     send_p(softmax, is_last);
-    auto& full = smem.slice.p_full[warp()];
+    auto& full = smem.slice.p.full[warp()];
     if (lane_id() == 0) full.arrive_and_expect_tx(kMessage);
     full.wait(message_phase);
     message_phase ^= 1;
@@ -99,7 +99,7 @@ struct SlicedOperands : Accumulators<Traits> {
   CUTE_DEVICE void release_inbox() {
     order_memory_accesses();
     __syncwarp();
-    smem.slice.p_empty[warp()].arrive(other_cta(), lane_id() == 0);
+    smem.slice.p.empty[warp()].arrive(other_cta(), lane_id() == 0);
   }
   // The other CTA's sums belong to one thread of each quad, which sums up its own.
   CUTE_DEVICE void prepare_o(auto& softmax, const auto&) const {
@@ -111,12 +111,12 @@ struct SlicedOperands : Accumulators<Traits> {
   // Returns the slot of the next slice.
   CUTE_DEVICE int wait_for_slice() {
     const int slot = next.index();
-    smem.slice.full[slot].wait(next.phase());
+    smem.slice.ring.full[slot].wait(next.phase());
     next.advance();
     return slot;
   }
   CUTE_DEVICE void release_slice() {
-    release(smem.slice.empty[held.index()]);
+    release(smem.slice.ring.empty[held.index()]);
     held.advance();
   }
   CUTE_DEVICE void issue_qk_slice(const auto& tSrQ, int slice, int slot) {
@@ -153,11 +153,11 @@ struct SlicedOperands : Accumulators<Traits> {
   // The sums count at an item's end alone.
   CUTE_DEVICE void send_p(const auto& softmax, bool is_last) {
     auto& slice = smem.slice;
-    slice.p_empty[warp()].wait(message_phase ^ 1);
+    slice.p.empty[warp()].wait(message_phase ^ 1);
     auto in_other = [](const void* place) {
       return cute::set_block_rank(cute::cast_smem_ptr_to_uint(place), other_cta());
     };
-    const std::uint32_t full = in_other(&slice.p_full[warp()]);
+    const std::uint32_t full = in_other(&slice.p.full[warp()]);
     auto send = [&](std::uint32_t place, const uint4& piece) {
       asm volatile(
           "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, "
@@ -192,11 +192,11 @@ struct SlicedOperands : Accumulators<Traits> {
       other_sum[r] *= other_factor;
       CUTE_UNROLL
       for (int c = 0; c < size<1>(rows_of_o); ++c) rows_of_o(r, c) *= own_factor;
-      // Of four elements the first two are row 0's.
       auto scale = [&](OperandP& p, float factor) {
+        auto rows_of_p = make_tensor(p.data(), as_rows_and_columns(p.layout()));
         CUTE_UNROLL
-        for (int i = r * 2; i < size(p); i += i % 2 == 0 ? 1 : 3) {
-          p(i) = typename Traits::ElementP(static_cast<float>(p(i)) * factor);
+        for (int c = 0; c < size<1>(rows_of_p); ++c) {
+          rows_of_p(r, c) = typename Traits::ElementP(static_cast<float>(rows_of_p(r, c)) * factor);
         }
       };
       scale(this->tOrP, own_factor);

@@ -35,15 +35,12 @@ struct TileWriter {
   SharedStorage<Traits>& smem;
   ProducerPipelineState<Traits::kStages> next = {};
 
-  CUTE_DEVICE void wait() const {
-    auto& barriers = smem.barriers;
-    if constexpr (kIsTurned) return smem.raw_empty[next.index()].wait(next.phase() ^ 1);
-    (kIsK ? barriers.k_empty : barriers.v_empty)[next.index()].wait(next.phase() ^ 1);
+  CUTE_DEVICE auto& ring() const {
+    if constexpr (kIsTurned) return smem.raw_ring;
+    return kIsK ? smem.barriers.k : smem.barriers.v;
   }
-  CUTE_DEVICE TransactionBarrier& full() const {
-    if constexpr (kIsTurned) return smem.raw_full[next.index()];
-    return (kIsK ? smem.barriers.k_full : smem.barriers.v_full)[next.index()];
-  }
+  CUTE_DEVICE void wait() const { ring().empty[next.index()].wait(next.phase() ^ 1); }
+  CUTE_DEVICE TransactionBarrier& full() const { return ring().full[next.index()]; }
   CUTE_DEVICE auto* tile() const {
     const int first = next.index() * (Traits::kTileN * kHead);
     if constexpr (kIsTurned) return smem.raw + first;
@@ -68,8 +65,8 @@ struct SliceWriter {
   SharedStorage<Traits>& smem;
   ConsumerPipelineState<Traits::kSliceSlots> next = {};
 
-  CUTE_DEVICE void wait() const { smem.slice.empty[next.index()].wait(next.phase() ^ 1); }
-  CUTE_DEVICE TransactionBarrier& full() const { return smem.slice.full[next.index()]; }
+  CUTE_DEVICE void wait() const { smem.slice.ring.empty[next.index()].wait(next.phase() ^ 1); }
+  CUTE_DEVICE TransactionBarrier& full() const { return smem.slice.ring.full[next.index()]; }
   CUTE_DEVICE auto* tile() const { return smem.slices[next.index()]; }
   CUTE_DEVICE unsigned char* bytes() const { return reinterpret_cast<unsigned char*>(tile()); }
 };

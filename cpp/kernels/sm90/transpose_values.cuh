@@ -75,17 +75,17 @@ CUTE_DEVICE void transpose_values(SharedStorage<Traits>& smem) {
 #pragma unroll 1
     for (int i = 0; i < tiles; ++i) {
       const int stage = next.index();
-      smem.raw_full[stage].wait(next.phase());
-      smem.barriers.v_empty[stage].wait(next.phase() ^ 1);
+      smem.raw_ring.full[stage].wait(next.phase());
+      smem.barriers.v.empty[stage].wait(next.phase() ^ 1);
       turner.turn(cast_smem_ptr_to_uint(smem.raw + stage * Traits::kTileN * Traits::kRowVo),
                   cast_smem_ptr_to_uint(smem.v + stage * Traits::kTileN * Traits::kHeadVo), [&] {
                     __syncwarp();
-                    release(smem.raw_empty[stage]);
+                    release(smem.raw_ring.empty[stage]);
                   });
       // NOTE: stmatrix writes through the generic proxy and wgmma reads through the async one.
       cutlass::arch::fence_view_async_shared();
       __syncwarp();
-      release(smem.barriers.v_full[stage]);
+      release(smem.barriers.v.full[stage]);
       next.advance();
     }
   }

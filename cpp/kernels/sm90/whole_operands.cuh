@@ -55,7 +55,7 @@ struct Accumulators {
     return MmaQk{}.get_slice(thread).partition_fragment_A(sQ)(_, _, _, q_read.index());
   }
   // q_read advances later, when the warpgroup has come to the item's end.
-  CUTE_DEVICE void release_q() { release(smem.barriers.q_empty[q_read.index()]); }
+  CUTE_DEVICE void release_q() { release(smem.barriers.q.empty[q_read.index()]); }
 
   // O is complete, but for an item's last P V.
   CUTE_DEVICE void add_up(const auto&, const auto&) { first_pv = GMMA::ScaleOut::One; }
@@ -96,7 +96,7 @@ struct WholeOperands : Accumulators<Traits> {
   }
   CUTE_DEVICE void begin_products() {
     in_turn = true;
-    smem.barriers.k_full[k_read.index()].wait(k_read.phase());
+    smem.barriers.k.full[k_read.index()].wait(k_read.phase());
     if constexpr (kTakesTurns) {
       cutlass::arch::NamedBarrier::sync(2 * kWarpgroupThreads, NamedBarriers::kOrder + warpgroup);
     }
@@ -118,7 +118,7 @@ struct WholeOperands : Accumulators<Traits> {
     multiply_async(mma, tSrQ, tSrK(_, _, _, k_read.index()), this->tSrS, GMMA::ScaleOut::Zero);
   }
   CUTE_DEVICE void issue_pv() {
-    smem.barriers.v_full[v_read.index()].wait(v_read.phase());
+    smem.barriers.v.full[v_read.index()].wait(v_read.phase());
     MmaPv mma;
     Tensor sV = make_tensor(make_smem_ptr(smem.v), typename Traits::LayoutV{});  // (d, n, stages)
     Tensor tOrV = mma.get_slice(thread).partition_fragment_B(sV);  // (MMA, MMA_N, MMA_K, stages)
@@ -136,11 +136,11 @@ struct WholeOperands : Accumulators<Traits> {
   }
 
   CUTE_DEVICE void release_k() {
-    release(smem.barriers.k_empty[k_read.index()]);
+    release(smem.barriers.k.empty[k_read.index()]);
     k_read.advance();
   }
   CUTE_DEVICE void release_v() {
-    release(smem.barriers.v_empty[v_read.index()]);
+    release(smem.barriers.v.empty[v_read.index()]);
     v_read.advance();
   }
   CUTE_DEVICE void skip_k() {
@@ -149,7 +149,7 @@ struct WholeOperands : Accumulators<Traits> {
     release_k();
   }
   CUTE_DEVICE void skip_v() {
-    smem.barriers.v_full[v_read.index()].wait(v_read.phase());
+    smem.barriers.v.full[v_read.index()].wait(v_read.phase());
     __syncwarp();  // no lane may still wait for this phase when the buffer is filled again
     release_v();
   }

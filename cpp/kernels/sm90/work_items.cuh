@@ -96,7 +96,7 @@ struct ItemProducer {
       if (lane_id() == 0) timer.stop(params, record(), item);
     }
     ++index;
-    smem.barriers.item_empty[write.index()].wait(write.phase() ^ 1);
+    smem.barriers.item.empty[write.index()].wait(write.phase() ^ 1);
     ItemState& state = smem.items[write.index()];
     if (elect_one_sync()) {
       const HopperSegment& segment = params.segment_of(request);
@@ -111,7 +111,7 @@ struct ItemProducer {
         state.warpgroup_tiles[w] = tiles_of_warpgroup<Traits>(segment, state, w);
       }
       order_memory_accesses();
-      smem.barriers.item_full[write.index()].arrive();
+      smem.barriers.item.full[write.index()].arrive();
     }
     __syncwarp();
     write.advance();
@@ -130,14 +130,14 @@ struct ItemReader {
 
   // Waits for the next item; null at the end of the work list.
   CUTE_DEVICE const ItemState* wait() const {
-    smem.barriers.item_full[read.index()].wait(read.phase());
+    smem.barriers.item.full[read.index()].wait(read.phase());
     order_memory_accesses();
     const ItemState& state = smem.items[read.index()];
     return warp_uniform(state.tiles.count()) > 0 ? &state : nullptr;
   }
   CUTE_DEVICE void release() {
     order_memory_accesses();
-    smem.barriers.item_empty[read.index()].arrive();
+    smem.barriers.item.empty[read.index()].arrive();
     read.advance();
   }
 };
