@@ -7,6 +7,7 @@ and what they cannot serve they refuse when they run, in the words of the ordina
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -34,28 +35,35 @@ _UNSAFE_TAGS = _TAGS if _CUDAGRAPH_UNSAFE is None else (*_TAGS, _CUDAGRAPH_UNSAF
 
 
 def _define(
-    schema: str, real: Callable, fake: Callable, tags: tuple[torch.Tag, ...] = _TAGS
+    schema: str,
+    real: Callable,
+    fake: Callable | None = None,
+    tags: tuple[torch.Tag, ...] = _TAGS,
 ) -> None:
+    """fake: None for an operator that returns nothing: it writes into its arguments."""
     name = schema.partition("(")[0]
 
     @check.eager
     def implementation(*args: Any, **kwargs: Any) -> Any:
-        return real(*args, **kwargs)
+        result = real(*args, **kwargs)
+        return result if fake else None
 
     def fake_implementation(*args: Any, **kwargs: Any) -> Any:
         check.not_differentiated(*(a for a in (*args, *kwargs.values()) if torch.is_tensor(a)))
-        return fake(*args, **kwargs)
+        return fake(*args, **kwargs) if fake else None
 
     _library.define(schema, tags=tags)
     _library.impl(name, implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(f"preflash::{name}", fake_implementation, lib=_library)
 
 
+def _cache(k: torch.Tensor, v: torch.Tensor | None) -> KvCache:
+    """k alone is a cache that holds both."""
+    return k if v is None else (k, v)
+
+
 # Attention: each in three forms, because an operator returns always the same and either makes its
 # results or writes into given ones.
-
-_OF_RUN = (*GivenScales._fields, "sm_scale", *PerHead._fields)
-_LSE = "str lse_base='log2', str lse_layout='NH'"
 
 
 def _define_attention(
@@ -64,37 +72,26 @@ def _define_attention(
     """attend(outputs, *arguments) is the call; its arguments are q, k and v, or a wrapper's name
     before them, and options. into: it also has the form that writes into given tensors."""
 
-    def run(*args: Any, **options: Any) -> torch.Tensor:
-        return attend(Outputs(), *args, **options)
-
-    def run_return_lse(
-        *args: Any, lse_base: str = "log2", lse_layout: str = "NH", **options: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return attend(Outputs(None, None, True, lse_base, lse_layout), *args, **options)
-
-    _define(f"{name}({arguments}) -> Tensor", run, _fake_out, _UNSAFE_TAGS)
-    _define(
-        f"{name}_return_lse({arguments}, {_LSE}) -> (Tensor, Tensor)",
-        run_return_lse,
-        _fake_out_and_lse,
-        _UNSAFE_TAGS,
-    )
-    if not into:
-        return
-
     # NOTE: of an argument called `out`, dynamo demands that it is contiguous.
-    def run_into(
+    def real(
         *args: Any,
-        output: torch.Tensor,
+        output: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
+        return_lse: bool = False,
         lse_base: str = "log2",
         lse_layout: str = "NH",
         **options: Any,
-    ) -> None:
-        attend(Outputs(output, lse, False, lse_base, lse_layout), *args, **options)
+    ) -> Result:
+        return attend(Outputs(output, lse, return_lse, lse_base, lse_layout), *args, **options)
 
-    schema = f"{name}_into({arguments}, Tensor(a!) output, Tensor(b!)? lse=None, {_LSE}) -> ()"
-    _define(schema, run_into, _fake_nothing, _UNSAFE_TAGS)
+    of_lse = "str lse_base='log2', str lse_layout='NH'"
+    both = functools.partial(real, return_lse=True)
+    schema = f"{name}_return_lse({arguments}, {of_lse}) -> (Tensor, Tensor)"
+    _define(f"{name}({arguments}) -> Tensor", real, _fake_out, _UNSAFE_TAGS)
+    _define(schema, both, _fake_out_and_lse, _UNSAFE_TAGS)
+    if into:
+        written = "Tensor(a!) output, Tensor(b!)? lse=None"
+        _define(f"{name}_into({arguments}, {written}, {of_lse}) -> ()", real, tags=_UNSAFE_TAGS)
 
 
 def _fake_out(*args: Any, o_dtype: torch.dtype | None = None, **options: Any) -> torch.Tensor:
@@ -111,43 +108,35 @@ def _fake_out_and_lse(
     return _fake_out(*args, **options), lse
 
 
-def _fake_nothing(*args: Any, **options: Any) -> None:
-    """Of an operator that writes into its arguments."""
-
-
-def _on_wrapper(attend: Callable[..., Result]) -> Callable[..., Result]:
-    """attend(wrapper, q, kv, options, outputs), of a wrapper's name, q, k and v."""
-
-    def found(
-        outputs: Outputs,
-        name: str,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor | None,
-        *,
-        o_dtype: torch.dtype | None = None,
-        **options: Any,
-    ) -> Result:
-        kv = k if v is None else (k, v)
-        return attend(_found(name, q, o_dtype), q, kv, _by_name(options), outputs)
-
-    return found
-
-
-@_on_wrapper
-def _run(wrapper: Any, q: torch.Tensor, kv: KvCache, options: dict, outputs: Outputs) -> Result:
-    given = {**dict.fromkeys(_OF_RUN), **options}
-    scales, per_head = (
-        kind(*(given[name] for name in kind._fields)) for kind in (GivenScales, PerHead)
+def _run(
+    outputs: Outputs,
+    name: str,
+    q: torch.Tensor,
+    *kv: torch.Tensor | None,
+    o_dtype: torch.dtype | None = None,
+    **options: Any,
+) -> Result:
+    wrapper, given = _found(name, q, o_dtype), _by_name(options)
+    arguments = RunArguments(
+        GivenScales(*map(given.get, GivenScales._fields)),
+        given.get("window_left"),
+        PerHead(*map(given.get, PerHead._fields)),
+        given.get("sm_scale"),
+        given.get("skip_factor", 0.0),
     )
-    window_left, skip_factor = given.get("window_left"), given.get("skip_factor", 0.0)
-    arguments = RunArguments(scales, window_left, per_head, given["sm_scale"], skip_factor)
-    return wrapper._run_with(q, kv, arguments, outputs)
+    return wrapper._run_with(q, _cache(*kv), arguments, outputs)
 
 
-@_on_wrapper
-def _forward(wrapper: Any, q: torch.Tensor, kv: KvCache, options: dict, outputs: Outputs) -> Result:
-    return wrapper._forward(q, kv, ForwardArguments(**options), outputs)
+def _forward(
+    outputs: Outputs,
+    name: str,
+    q: torch.Tensor,
+    *kv: torch.Tensor | None,
+    o_dtype: torch.dtype | None = None,
+    **options: Any,
+) -> Result:
+    wrapper, given = _found(name, q, o_dtype), ForwardArguments(**_by_name(options))
+    return wrapper._forward(q, _cache(*kv), given, outputs)
 
 
 def _single_prefill(
@@ -186,14 +175,13 @@ def _refuse_blind_capture(q: torch.Tensor) -> None:
         )
 
 
-_QKV = "Tensor q, Tensor k, Tensor? v"
+_ON_WRAPPER = "str wrapper, Tensor q, Tensor k, Tensor? v, *, ScalarType? o_dtype=None"
+_OF_RUN = (*GivenScales._fields, "sm_scale", *PerHead._fields)
 _RUN = ", ".join(
-    (f"str wrapper, {_QKV}, *, ScalarType? o_dtype=None, SymInt? window_left=None",
-     "float skip_factor=0.0", *(SingleArguments.OPERATOR[name] for name in _OF_RUN))
+    (_ON_WRAPPER, "SymInt? window_left=None", "float skip_factor=0.0",
+     *(SingleArguments.OPERATOR[name] for name in _OF_RUN))
 )  # fmt: skip
-_FORWARD = ", ".join(
-    (f"str wrapper, {_QKV}, *, ScalarType? o_dtype=None", *ForwardArguments.OPERATOR.values())
-)
+_FORWARD = ", ".join((_ON_WRAPPER, *ForwardArguments.OPERATOR.values()))
 _SINGLE = ", ".join(
     ("Tensor q, Tensor k, Tensor v, *, ScalarType? o_dtype=None",
      *SingleArguments.OPERATOR.values())
@@ -217,7 +205,6 @@ _define(
     "merge_state_in_place(Tensor(a!) v, Tensor(b!) s, Tensor v_other, Tensor s_other, "
     "Tensor? mask=None) -> ()",
     cascade.merge_state_in_place,
-    _fake_nothing,
 )
 _define(
     "merge_states(Tensor v, Tensor s) -> (Tensor, Tensor)",
@@ -251,23 +238,9 @@ _define(
 # Page tables.
 
 
-def _append(
-    append_key: torch.Tensor,
-    append_value: torch.Tensor,
-    batch_indices: torch.Tensor,
-    positions: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor | None,
-    *page_table: Any,
-) -> None:
-    cache = k_cache if v_cache is None else (k_cache, v_cache)
-    page.append_paged_kv_cache(
-        append_key, append_value, batch_indices, positions, cache, *page_table
-    )
-
-
-def _indices_into(*given: Any) -> None:
-    page.get_batch_indices_positions(*given)
+def _append(*given: Any) -> None:
+    *new, k_cache, v_cache = given[:6]
+    page.append_paged_kv_cache(*new, _cache(k_cache, v_cache), *given[6:])
 
 
 _define(
@@ -275,13 +248,11 @@ _define(
     "Tensor positions, Tensor(a!) k_cache, Tensor(b!)? v_cache, Tensor kv_indices, "
     "Tensor kv_indptr, Tensor kv_last_page_len, str kv_layout) -> ()",
     _append,
-    _fake_nothing,
 )
 _define(
     "get_batch_indices_positions(Tensor append_indptr, Tensor seq_lens, SymInt nnz, "
     "Tensor(a!) batch_indices, Tensor(b!) positions) -> ()",
-    _indices_into,
-    _fake_nothing,
+    page.get_batch_indices_positions,
 )
 _define(
     "get_seq_lens(Tensor kv_indptr, Tensor kv_last_page_len, SymInt page_size) -> Tensor",
