@@ -42,9 +42,8 @@ def get_seq_lens(
     if check.traced():
         return torch.ops.preflash.get_seq_lens(kv_indptr, kv_last_page_len, page_size)
     page_size = check.integer("page_size", page_size, at_least=1)
-    on_host = None
-    if not torch.jit.is_tracing():
-        on_host = _lengths_of_usual(kv_indptr, kv_last_page_len, page_size)
+    jit_traces = torch.jit.is_tracing()
+    on_host = None if jit_traces else _lengths_of_usual(kv_indptr, kv_last_page_len, page_size)
     if on_host is not None:
         return torch.tensor(on_host, dtype=torch.int32, device="cpu")
     checks.index_array("kv_indptr", kv_indptr)
@@ -180,34 +179,26 @@ def append_paged_kv_cache(
     if tokens == 0 or 0 in (kv_indices.numel(), kv_last_page_len.numel(), k_cache.numel()):
         return
     if checks.may_be_read(kv_indptr):
-        places = (batch_indices, positions)
-        checks.pages(_pages(*places, kv_indices, kv_indptr, k_cache.shape[1]), k_cache.shape[0])
-    append_key, append_value = _apart_from_pools(append_key, append_value, k_cache, v_cache)
+        owned = batch_indices >= 0
+        request, position = batch_indices[owned].long(), positions[owned].long()
+        used = kv_indices[kv_indptr[request].long() + position // k_cache.shape[1]]
+        checks.pages(used, k_cache.shape[0])
+    one_pool = k_cache.data_ptr() == v_cache.data_ptr()
+    if one_pool and append_key.data_ptr() != append_value.data_ptr():
+        raise ValueError("v_cache lies where k_cache does, and their rows differ; must be apart")
+    # Tokens may be moved within a cache: their rows are read before any is written.
+    key, value = (
+        rows.clone() if reaches_into(rows, k_cache) or reaches_into(rows, v_cache) else rows
+        for rows in (append_key, append_value)
+    )
     params = _core.AppendParams(tokens, *k_cache.shape[:2])
-    params.set_k(*_row_numbers(append_key, k_cache))
-    params.set_v(*_row_numbers(append_value, v_cache))
+    params.set_k(*_row_numbers(key, k_cache))
+    params.set_v(*_row_numbers(value, v_cache))
     params.set_places(_index_numbers(batch_indices), _index_numbers(positions))
     params.set_page_table(_index_numbers(kv_indices), _index_numbers(kv_indptr))
-    device_stream = DeviceStream(device)
-    params.launch(
-        device=device_stream.ordinal,
-        stream=device_stream.stream(),
-        num_threads=device_stream.num_threads(),
-    )
+    on = DeviceStream(device)
+    params.launch(device=on.ordinal, stream=on.stream(), num_threads=on.num_threads())
     check.written(k_cache, v_cache)
-
-
-def _apart_from_pools(
-    key: torch.Tensor, value: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The rows, where they are read before any is written: tokens may be moved within a cache."""
-    if k_cache.data_ptr() == v_cache.data_ptr() and key.data_ptr() != value.data_ptr():
-        raise ValueError("v_cache lies where k_cache does, and their rows differ; must be apart")
-    rows = [
-        one.clone() if reaches_into(one, k_cache) or reaches_into(one, v_cache) else one
-        for one in (key, value)
-    ]
-    return rows[0], rows[1]
 
 
 def _index_numbers(array: torch.Tensor) -> tuple[int, int, int, int]:
@@ -217,30 +208,15 @@ def _index_numbers(array: torch.Tensor) -> tuple[int, int, int, int]:
 
 def _row_numbers(
     rows: torch.Tensor, pool: torch.Tensor
-) -> tuple[tuple[int, int, int], tuple[int, int, int, int], int, int]:
+) -> tuple[tuple[int, ...], tuple[int, ...], int, int]:
     """New rows and the pool that they go into, as addresses and strides in bytes; heads, and the
     bytes of a row."""
     item = rows.element_size()
-    strides = [[item * stride for stride in effective_strides(value)] for value in (rows, pool)]
-    return (
-        (check.address(rows), *strides[0]),
-        (check.address(pool), *strides[1]),
-        rows.shape[1],
-        rows.shape[2] * item,
+    of_rows, of_pool = (
+        (check.address(x), *(item * stride for stride in effective_strides(x)))
+        for x in (rows, pool)
     )
-
-
-def _pages(
-    batch_indices: torch.Tensor,
-    positions: torch.Tensor,
-    indices: torch.Tensor,
-    indptr: torch.Tensor,
-    page_size: int,
-) -> torch.Tensor:
-    """Those that tokens go into."""
-    owned = batch_indices >= 0
-    request, position = batch_indices[owned].long(), positions[owned].long()
-    return indices[indptr[request].long() + position // page_size]
+    return of_rows, of_pool, rows.shape[1], rows.shape[2] * item
 
 
 def _pools(cache: KvCache, layout: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -264,15 +240,15 @@ def _pools(cache: KvCache, layout: str) -> tuple[torch.Tensor, torch.Tensor]:
     pools = []
     for name, pool in zip(("k_cache", "v_cache"), pair, strict=True):
         check.tensor(name, pool)
-        if pool.dim() == 3:  # page_size 1
-            pool = pool.unsqueeze(1)
-        elif pool.dim() == 4:
-            pool = pool if layout == "NHD" else pool.transpose(1, 2)
-        else:
+        if pool.dim() not in (3, 4):
             raise ValueError(
                 f"{name} has shape {tuple(pool.shape)}; must be four-dimensional, {layout} (three "
                 "at page_size 1)"
             )
+        if pool.dim() == 3:
+            pool = pool.unsqueeze(1)
+        elif layout == "HND":
+            pool = pool.transpose(1, 2)
         check.not_overlapping(name, pool)
         pools.append(pool)
     k, v = pools
