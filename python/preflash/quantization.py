@@ -63,8 +63,7 @@ def segment_packbits(
         raise TypeError(f"indptr is {indptr.dtype}; must be torch.int32 or torch.int64")
     if indptr.dim() != 1 or indptr.numel() == 0:
         raise ValueError(f"indptr has shape {tuple(indptr.shape)}; must be [num_segments + 1]")
-    if indptr.device.type != "cpu" and indptr.device != x.device:
-        raise ValueError(f"indptr is on {indptr.device}; must be on the CPU or on {x.device}")
+    check.on_cpu_or("indptr", indptr, x.device)
     begin = indptr.cpu().to(torch.int64)
     lengths = begin.diff()
     if bool((lengths < 0).any()) or int(begin[0]) < 0 or int(begin[-1]) > x.numel():
@@ -73,8 +72,7 @@ def segment_packbits(
             f"{int(lengths.min()) if lengths.numel() else 0}; must rise from 0 or more to at most "
             f"{x.numel()}, the elements of x"
         )
-    packed_begin = torch.zeros_like(begin)
-    torch.cumsum((lengths + 7) // 8, 0, out=packed_begin[1:])
+    packed_begin = torch.nn.functional.pad(((lengths + 7) // 8).cumsum(0), (1, 0))
     packed = _pack(x, torch.cat([begin, packed_begin]), little)
     return packed, packed_begin.to(torch.int32).to(indptr.device)
 
