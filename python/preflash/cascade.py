@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -22,7 +22,7 @@ from ._compat.signatures import takes
 from ._device.stream import DeviceStream
 from ._device.workspace import check_levels_apart
 from .decode import BatchDecodeWithPagedKVCacheWrapper
-from .prefill import BatchPrefillWithPagedKVCacheWrapper, single_prefill_with_kv_cache
+from .prefill import BatchPrefillWithPagedKVCacheWrapper, single_prefill_with_kv_cache_return_lse
 
 __all__ = [
     "BatchDecodeWithSharedPrefixPagedKVCacheWrapper",
@@ -33,6 +33,8 @@ __all__ = [
     "merge_states",
 ]
 
+_State = tuple[torch.Tensor, torch.Tensor]  # v and s
+
 # What plan() of one level takes, and what plan() of the cascade calls one for each level.
 _TABLES = {
     "qo_indptr": "qo_indptr_arr",
@@ -40,11 +42,6 @@ _TABLES = {
     "paged_kv_indices": "paged_kv_indices_arr",
     "paged_kv_last_page_len": "paged_kv_last_page_len",
 }
-
-
-class _State(NamedTuple):
-    v: torch.Tensor
-    s: torch.Tensor
 
 
 def merge_state(
@@ -69,9 +66,7 @@ def merge_state(
     a = _checked("v_a", v_a, "s_a", s_a)
     b = _checked("v_b", v_b, "s_b", s_b)
     _check_same("v_b", v_b, "v_a", v_a)
-    merged = _State(v_a.new_empty(v_a.shape), torch.empty_like(a.s))
-    _merge(a, b, merged, None)
-    return merged.v, merged.s
+    return _merge(a, b)
 
 
 def merge_state_in_place(
@@ -98,7 +93,7 @@ def merge_state_in_place(
         torch.ops.preflash.merge_state_in_place(v, s, v_other, s_other, mask)
         return
     check.forward_only(v, s, v_other, s_other)
-    own = _checked("v", v, "s", s)
+    _checked("v", v, "s", s)
     check.has_dtype("s", s, torch.float32, "it is written in place")
     other = _checked("v_other", v_other, "s_other", s_other)
     _check_same("v_other", v_other, "v", v)
@@ -111,11 +106,11 @@ def merge_state_in_place(
         check.has_shape("mask", mask, (v.shape[0],), "[seq_len]")
         check.on_device("mask", mask, v.device)
         mask = mask.contiguous()
-    # As the kernel sees them: what was not contiguous is a copy by now. A state may be merged with
-    # itself: rows are read before they are written.
-    read = [("v_other", other.v), ("s_other", other.s)]
-    check.apart([("v", own.v), ("s", own.s)], read if mask is None else [*read, ("mask", mask)])
-    _merge(own, other, own, mask)
+    # What was not contiguous is a copy by now. A state may be merged with itself: rows are read
+    # before they are written.
+    read = [("v_other", other[0]), ("s_other", other[1])]
+    check.apart([("v", v), ("s", s)], read if mask is None else [*read, ("mask", mask)])
+    _merge((v, s), other, (v, s), mask)
     check.written(v, s)
 
 
@@ -132,15 +127,9 @@ def merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.
         return torch.ops.preflash.merge_states(v, s)
     check.forward_only(v, s)
     states = _checked("v", v, "s", s, dims=4)
-    tokens, count, heads, head_dim = v.shape
-    if count == 0:
+    if v.shape[1] == 0:
         raise ValueError(f"v has shape {tuple(v.shape)}; must hold at least one state")
-    merged = _State(
-        torch.empty((tokens, heads, head_dim), dtype=v.dtype, device=v.device),
-        torch.empty((tokens, heads), dtype=torch.float32, device=v.device),
-    )
-    _merge(states, None, merged, None)
-    return merged.v, merged.s
+    return _merge(states)
 
 
 def _checked(
@@ -158,7 +147,7 @@ def _checked(
     if not s.dtype.is_floating_point:
         raise TypeError(f"{s_name} is {s.dtype}; must be float32 or another float dtype")
     check.on_device(s_name, s, v.device)
-    return _State(v.contiguous(), s.to(torch.float32).contiguous())
+    return v.contiguous(), s.to(torch.float32).contiguous()
 
 
 def _check_same(name: str, value: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
@@ -167,21 +156,32 @@ def _check_same(name: str, value: torch.Tensor, other_name: str, other: torch.Te
     check.on_device(name, value, other.device)
 
 
-def _merge(a: _State, b: _State | None, into: _State, mask: torch.Tensor | None) -> None:
-    if into.v.numel() == 0:
-        return
-    on = DeviceStream(a.v.device)
+def _merge(
+    states: _State,
+    other: _State | None = None,
+    into: _State | None = None,
+    mask: torch.Tensor | None = None,
+) -> _State:
+    """One state of every token and another, or those of every token; into a new one by default."""
+    v, s = states
+    tokens, heads, head_dim = v.shape[0], v.shape[-2], v.shape[-1]
+    if into is None:
+        into = v.new_empty((tokens, heads, head_dim)), s.new_empty((tokens, heads))
+    if into[0].numel() == 0:
+        return into
+    on = DeviceStream(v.device)
     params = _core.MergeStatesParams(
-        dtype=check.CORE_DTYPES[a.v.dtype],
-        num_tokens=a.v.shape[0],
-        num_states=2 if b is not None else a.v.shape[1],
-        num_heads=a.v.shape[-2],
-        head_dim=a.v.shape[-1],
+        dtype=check.CORE_DTYPES[v.dtype],
+        num_tokens=tokens,
+        num_states=v.shape[1] if other is None else 2,
+        num_heads=heads,
+        head_dim=head_dim,
     )
-    others = (0, 0) if b is None else map(check.address, b)
-    params.set_inputs(*map(check.address, a), *others)
+    others = (0, 0) if other is None else map(check.address, other)
+    params.set_inputs(*map(check.address, states), *others)
     params.set_outputs(*map(check.address, into), 0 if mask is None else check.address(mask))
     params.launch(device=on.ordinal, stream=on.stream(), num_threads=on.num_threads())
+    return into
 
 
 class MultiLevelCascadeAttentionWrapper:
@@ -198,8 +198,7 @@ class MultiLevelCascadeAttentionWrapper:
         use_cuda_graph: as in BatchPrefillWithPagedKVCacheWrapper, with one buffer of each kind per
             level. Without it the lists of buffers have no effect.
 
-    Raises:
-        TypeError, ValueError: an argument is wrong.
+    Raises: TypeError, ValueError: an argument is wrong.
     """
 
     @tells_nearest
@@ -224,6 +223,7 @@ class MultiLevelCascadeAttentionWrapper:
                 ("paged_kv_last_page_len_buf_arr", paged_kv_last_page_len_buf_arr),
             )
         ]
+        self._num_levels = num_levels
         self._levels = [
             BatchPrefillWithPagedKVCacheWrapper(
                 float_workspace_buffer, kv_layout, use_cuda_graph, *buffers
@@ -242,12 +242,8 @@ class MultiLevelCascadeAttentionWrapper:
 
     @property
     def _batch_prefill_wrappers(self) -> list[BatchPrefillWithPagedKVCacheWrapper]:
-        """The wrapper of each level, for callers that look into it."""
+        """The wrapper of each level, for callers that look into it, as they do at _num_levels."""
         return list(self._levels)
-
-    @property
-    def _num_levels(self) -> int:
-        return len(self._levels)
 
     @property
     def is_cuda_graph_enabled(self) -> bool:
@@ -262,7 +258,7 @@ class MultiLevelCascadeAttentionWrapper:
     ) -> None:
         """Replaces the float workspace, and every level's int workspace, as in
         BatchPrefillWithPagedKVCacheWrapper.reset_workspace_buffer()."""
-        buffers = _per_level("int_workspace_buffers", int_workspace_buffers, len(self._levels))
+        buffers = _per_level("int_workspace_buffers", int_workspace_buffers, self._num_levels)
         resets = [
             level._drafted_reset(float_workspace_buffer, int_buffer)
             for level, int_buffer in zip(self._levels, buffers, strict=True)
@@ -286,7 +282,7 @@ class MultiLevelCascadeAttentionWrapper:
             The others, and the errors, are those of BatchPrefillWithPagedKVCacheWrapper.plan();
             the wrapper keeps the plans it had.
         """
-        count = len(self._levels)
+        count = self._num_levels
         arrays = [_per_level(name, getattr(a, name), count) for name in _TABLES.values()]
         if count > 1:
             _check_free_of_distances(a.window_left, a.pos_encoding_mode)
@@ -295,7 +291,14 @@ class MultiLevelCascadeAttentionWrapper:
             table = dict(zip(_TABLES, of_level, strict=True))
             table["causal"] = a.causal if level is self._levels[-1] else False
             drafted.append(level._drafted(converted(a, PagedPlanArguments, **table)))
-        _check_same_queries([d.asked.request.lengths.batch for d in drafted])
+        first, *others = (draft.asked.request.lengths.batch for draft in drafted)
+        for i, batch in enumerate(others, start=1):
+            if (batch.qo_begin, batch.qo_end) != (first.qo_begin, first.qo_end):
+                raise ValueError(
+                    f"qo_indptr_arr[{i}] goes from {batch.qo_begin} to {batch.qo_end} and "
+                    f"qo_indptr_arr[0] from {first.qo_begin} to {first.qo_end}; every level must "
+                    "have the same queries"
+                )
         # Nothing is refused from here on, but an interrupt may leave levels with the batch before.
         self._in_step = False
         for level, draft in zip(self._levels, drafted, strict=True):
@@ -305,17 +308,8 @@ class MultiLevelCascadeAttentionWrapper:
     begin_forward = plan
 
     def run(self, q: torch.Tensor, paged_kv_cache: KvCache) -> torch.Tensor:
-        """Attention over the keys of all levels.
-
-        Args:
-            q, paged_kv_cache: as in BatchPrefillWithPagedKVCacheWrapper.run().
-
-        Returns:
-            out [rows of q, num_qo_heads, head_dim].
-
-        Raises:
-            TypeError, ValueError: not planned, or a tensor is not what was planned.
-        """
+        """Attention over the keys of all levels: out [rows of q, num_qo_heads, head_dim]. Arguments
+        and errors are those of BatchPrefillWithPagedKVCacheWrapper.run()."""
         if not self._in_step:
             raise ValueError("run() after a plan() that did not come to its end: call plan() again")
         out, lse = self._levels[-1].run(q, paged_kv_cache, return_lse=True)
@@ -355,10 +349,9 @@ class _SharedPrefixWrapper:
     ) -> torch.Tensor:
         """The requests' own attention, merged in place with that over the prefix."""
         out, lse = own
-        prefix = single_prefill_with_kv_cache(
-            q, k, v, kv_layout=self._own._kv_layout, sm_scale=sm_scale, o_dtype=out.dtype,
-            return_lse=True,
-        )  # fmt: skip
+        prefix = single_prefill_with_kv_cache_return_lse(
+            q, k, v, kv_layout=self._own._kv_layout, sm_scale=sm_scale, o_dtype=out.dtype
+        )
         merge_state_in_place(out, lse, *prefix)
         return out
 
@@ -369,11 +362,8 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper(_SharedPrefixWrapper):
     MultiLevelCascadeAttentionWrapper does the same with the prefix in pages, too.
 
     Args:
-        float_workspace_buffer, kv_layout: as in BatchPrefillWithPagedKVCacheWrapper; kv_layout is
-            that of the prefix, too.
-
-    Raises:
-        TypeError, ValueError: an argument is wrong.
+        float_workspace_buffer, kv_layout: as in BatchPrefillWithPagedKVCacheWrapper, errors too;
+            kv_layout is that of the prefix, too.
     """
 
     _kind = BatchDecodeWithPagedKVCacheWrapper
@@ -416,9 +406,7 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper(_SharedPrefixWrapper):
         Returns:
             out [batch_size, num_qo_heads, head_dim].
 
-        Raises:
-            TypeError, ValueError: not planned, or a tensor is not what was planned.
-            NotImplementedError: no compiled kernel serves it.
+        Raises as BatchPrefillWithPagedKVCacheWrapper.run() and single_prefill_with_kv_cache.
         """
         own = self._own.run(q, unique_kv_cache, return_lse=True)
         return self._with_prefix(own, q, k_shared, v_shared)
@@ -508,14 +496,3 @@ def _check_free_of_distances(window_left: int, pos_encoding_mode: str) -> None:
         raise NotImplementedError(
             f"pos_encoding_mode={pos_encoding_mode!r}: {why} positions; use 'NONE', or one level"
         )
-
-
-def _check_same_queries(batches: list[_core.Batch]) -> None:
-    first = batches[0]
-    for i, batch in enumerate(batches):
-        if (batch.qo_begin, batch.qo_end) != (first.qo_begin, first.qo_end):
-            raise ValueError(
-                f"qo_indptr_arr[{i}] goes from {batch.qo_begin} to {batch.qo_end} and "
-                f"qo_indptr_arr[0] from {first.qo_begin} to {first.qo_end}; every level must have "
-                "the same queries"
-            )
