@@ -58,8 +58,7 @@ class BlockSparseAttentionWrapper(_BlockSparse):
     Args:
         float_workspace_buffer, backend: as in BatchPrefillWithPagedKVCacheWrapper, without "cudnn".
 
-    Raises:
-        TypeError, ValueError: an argument is wrong.
+    Raises: TypeError, ValueError: an argument is wrong.
     """
 
     def plan(
@@ -189,23 +188,21 @@ class BlockSparseAttentionWrapper(_BlockSparse):
         Returns:
             out, or (out, lse) with return_lse, lse base 2 and [M, num_qo_heads].
 
-        Raises:
-            TypeError, ValueError: not planned, or a tensor is not what was planned.
+        Raises as BatchPrefillWithPagedKVCacheWrapper.run().
         """
-        cache = self._in_blocks(k, v)
+        cache, into = self._in_blocks(k, v), out
         if self._o_dtype is not None:
-            shape = tuple(check.is_tensor("q", q).shape)
+            into, shape = None, tuple(check.is_tensor("q", q).shape)
             _check_copied_into(
                 {"k": k, "v": v},
                 lse=(lse, torch.float32, [shape[:-1]]),
                 out=(out, self._o_dtype, [shape]),
             )
         result = self._pages.run(
-            q, cache, scale_q=scale_q, scale_k=scale_k, scale_v=scale_v,
-            out=out if self._o_dtype is None else None, lse=lse, return_lse=return_lse,
-            enable_pdl=enable_pdl,
+            q, cache, scale_q=scale_q, scale_k=scale_k, scale_v=scale_v, out=into, lse=lse,
+            return_lse=return_lse, enable_pdl=enable_pdl,
         )  # fmt: skip
-        return result if self._o_dtype is None else self._converted(result, out)
+        return self._converted(result, out)
 
     def forward(
         self,
@@ -229,7 +226,7 @@ class BlockSparseAttentionWrapper(_BlockSparse):
             q, self._in_blocks(k, v), self._causal, pos_encoding_mode, use_fp16_qk_reduction,
             None, None, -1, logits_soft_cap, sm_scale, rope_scale, rope_theta,
         )  # fmt: skip
-        return result if self._o_dtype is None else self._converted(result, None)
+        return self._converted(result, None)
 
     def _in_blocks(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if self._pages.variant is None:
@@ -245,6 +242,9 @@ class BlockSparseAttentionWrapper(_BlockSparse):
         return k.unflatten(0, blocks), v.unflatten(0, blocks)
 
     def _converted(self, result: Result, out: torch.Tensor | None) -> Result:
+        """As o_data_type, where the kernels write another dtype."""
+        if self._o_dtype is None:
+            return result
         computed = result[0] if isinstance(result, tuple) else result
         converted = computed.to(self._o_dtype) if out is None else out.copy_(computed)
         return (converted, result[1]) if isinstance(result, tuple) else converted
@@ -256,8 +256,7 @@ class VariableBlockSparseAttentionWrapper(_BlockSparse):
     Args:
         float_workspace_buffer, backend: as in BatchPrefillWithPagedKVCacheWrapper, without "cudnn".
 
-    Raises:
-        TypeError, ValueError: an argument is wrong.
+    Raises: TypeError, ValueError: an argument is wrong.
     """
 
     def plan(
@@ -292,11 +291,7 @@ class VariableBlockSparseAttentionWrapper(_BlockSparse):
             block_col_sz: [num_kv_heads, column blocks] integers, keys of each, the same sum for
                 each head.
             causal, pos_encoding_mode: as in BlockSparseAttentionWrapper.plan().
-            The others are those of BatchPrefillWithPagedKVCacheWrapper.plan().
-
-        Raises:
-            TypeError, ValueError: an argument is wrong, or a workspace too small.
-            NotImplementedError: no compiled kernel serves it.
+            The others, and the errors, are those of BatchPrefillWithPagedKVCacheWrapper.plan().
         """
         heads = check.positive("num_kv_heads", num_kv_heads)
         group, rest = divmod(check.positive("num_qo_heads", num_qo_heads), heads)
@@ -359,8 +354,7 @@ class VariableBlockSparseAttentionWrapper(_BlockSparse):
             out [num_qo_heads, rows, head_dim], or (out, lse) with return_lse, lse base 2 and
             [num_qo_heads, rows].
 
-        Raises:
-            TypeError, ValueError: not planned, or a tensor is not what was planned.
+        Raises as BatchPrefillWithPagedKVCacheWrapper.run().
         """
         by_head = tuple(check.is_tensor("q", q).shape)
         q, cache = self._by_head(q, k, v)
@@ -372,12 +366,10 @@ class VariableBlockSparseAttentionWrapper(_BlockSparse):
         )
         wants_lse = return_lse or lse is not None
         result = self._pages.run(q, cache, return_lse=wants_lse, enable_pdl=enable_pdl)
-        computed, sums = result if wants_lse else (result, None)
-        computed = self._placed(computed, out)
         if not wants_lse:
-            return computed
-        sums = self._placed(sums, lse)
-        return (computed, sums) if return_lse else computed
+            return self._placed(result, out)
+        placed = self._placed(result[0], out), self._placed(result[1], lse)
+        return placed if return_lse else placed[0]
 
     def forward(
         self,
@@ -501,7 +493,4 @@ def _same_sum(name: str, sizes: torch.Tensor, heads: int) -> int:
 
 
 def _indptr(lengths: torch.Tensor) -> torch.Tensor:
-    """int32, on the CPU."""
-    indptr = torch.zeros(lengths.numel() + 1, dtype=torch.int32, device="cpu")
-    indptr[1:] = lengths.cumsum(0)
-    return indptr
+    return torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
