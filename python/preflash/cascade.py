@@ -15,7 +15,7 @@ import torch
 
 from . import _core
 from ._check import values as check
-from ._check.arguments import KvCache, converted
+from ._check.arguments import KvCache, Scale, converted
 from ._check.calls import CascadePlanArguments, PagedPlanArguments
 from ._check.names import tells_nearest
 from ._compat.signatures import takes
@@ -339,18 +339,11 @@ class _SharedPrefixWrapper:
 
     end_forward = BatchPrefillWithPagedKVCacheWrapper.end_forward
 
-    def _with_prefix(
-        self,
-        own: tuple[torch.Tensor, torch.Tensor],
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        sm_scale: float | torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def _with_prefix(self, own: _State, *qkv: torch.Tensor, sm_scale: Scale = None) -> torch.Tensor:
         """The requests' own attention, merged in place with that over the prefix."""
         out, lse = own
         prefix = single_prefill_with_kv_cache_return_lse(
-            q, k, v, kv_layout=self._own._kv_layout, sm_scale=sm_scale, o_dtype=out.dtype
+            *qkv, kv_layout=self._own._kv_layout, sm_scale=sm_scale, o_dtype=out.dtype
         )
         merge_state_in_place(out, lse, *prefix)
         return out
@@ -473,7 +466,7 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(_SharedPrefixWrapper):
             q, unique_kv_cache, causal, use_fp16_qk_reduction=use_fp16_qk_reduction,
             sm_scale=sm_scale, rope_scale=rope_scale, rope_theta=rope_theta,
         )  # fmt: skip
-        return self._with_prefix(own, q, k_shared, v_shared, sm_scale)
+        return self._with_prefix(own, q, k_shared, v_shared, sm_scale=sm_scale)
 
 
 def _per_level(name: str, arrays: Any, num_levels: int) -> Sequence[torch.Tensor]:

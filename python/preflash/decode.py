@@ -40,14 +40,10 @@ def single_decode_with_kv_cache(a: SingleDecodeArguments) -> Result:
     Args:
         q: [num_qo_heads, head_dim].
         use_tensor_cores: a permission; one kernel serves both.
-        The others are those of single_prefill_with_kv_cache.
+        The others, and the errors, are those of single_prefill_with_kv_cache.
 
     Returns:
         out [num_qo_heads, head_dim of v], or (out, lse) with lse [num_qo_heads].
-
-    Raises:
-        TypeError, ValueError: an argument is wrong; nothing was launched.
-        NotImplementedError: no compiled kernel serves it, or an option of a later release.
     """
     check.permission("use_tensor_cores", a.use_tensor_cores)
     q = a.q
@@ -69,8 +65,7 @@ class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWra
         workspace_buffer: the float workspace.
         indptr_buffer, indices_buffer, last_page_len_buffer: where plan() keeps its arrays.
 
-    Raises:
-        TypeError, ValueError: an argument is wrong.
+    Raises: TypeError, ValueError: an argument is wrong.
     """
 
     @tells_nearest

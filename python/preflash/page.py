@@ -116,9 +116,8 @@ def get_batch_indices_positions(
     owned = (request < batch_size) & (tokens >= append_indptr[0])
     request = request.clamp(max=batch_size - 1)
     position = seq_lens[request] - (ends[request] - tokens)
-    outputs[0].copy_(torch.where(owned, request, -1))
-    outputs[1].copy_(torch.where(owned, position, 0))
-    return outputs[0], outputs[1]
+    owners, places = torch.where(owned, request, -1), torch.where(owned, position, 0)
+    return outputs[0].copy_(owners), outputs[1].copy_(places)
 
 
 def append_paged_kv_cache(

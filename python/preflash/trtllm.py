@@ -174,15 +174,7 @@ def trtllm_batch_decode_with_kv_cache(
         enable_block_sparse_attention, cp_world, cp_rank, causal_seqlens_kv_global, request_order,
         request_order_plan: their defaults only.
         bf16q_fp8kv_transform_mode: None, "k_only" or "separate_kv", without effect.
-        The others are those of trtllm_batch_context_with_kv_cache.
-
-    Returns:
-        out, or (out, lse) with return_lse.
-
-    Raises:
-        TypeError, ValueError: an argument is wrong; nothing was launched.
-        NotImplementedError: no compiled kernel serves it, or one of the options above.
-        RuntimeError: the call needs a plan while its stream is being captured.
+        The others, the result and the errors are those of trtllm_batch_context_with_kv_cache.
     """
     given = dict(locals())
     _check_unserved(enable_pdl, kv_cache_sf, multi_ctas_kv_counter_buffer)

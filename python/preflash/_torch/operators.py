@@ -109,14 +109,9 @@ def _fake_out_and_lse(
 
 
 def _run(
-    outputs: Outputs,
-    name: str,
-    q: torch.Tensor,
-    *kv: torch.Tensor | None,
-    o_dtype: torch.dtype | None = None,
-    **options: Any,
+    outputs: Outputs, name: str, q: torch.Tensor, *kv: torch.Tensor | None, **options: Any
 ) -> Result:
-    wrapper, given = _found(name, q, o_dtype), _by_name(options)
+    wrapper, given = _found(name, q, **options)
     arguments = RunArguments(
         GivenScales(*map(given.get, GivenScales._fields)),
         given.get("window_left"),
@@ -128,15 +123,10 @@ def _run(
 
 
 def _forward(
-    outputs: Outputs,
-    name: str,
-    q: torch.Tensor,
-    *kv: torch.Tensor | None,
-    o_dtype: torch.dtype | None = None,
-    **options: Any,
+    outputs: Outputs, name: str, q: torch.Tensor, *kv: torch.Tensor | None, **options: Any
 ) -> Result:
-    wrapper, given = _found(name, q, o_dtype), ForwardArguments(**_by_name(options))
-    return wrapper._forward(q, _cache(*kv), given, outputs)
+    wrapper, given = _found(name, q, **options)
+    return wrapper._forward(q, _cache(*kv), ForwardArguments(**given), outputs)
 
 
 def _single_prefill(
@@ -151,8 +141,11 @@ def _by_name(options: dict[str, Any]) -> dict[str, Any]:
     return {name.removesuffix("_tensor"): value for name, value in options.items()}
 
 
-def _found(name: str, q: torch.Tensor, o_dtype: torch.dtype | None) -> Any:
-    """The wrapper of this name, if it plans for the dtype that the graph was made for."""
+def _found(
+    name: str, q: torch.Tensor, *, o_dtype: torch.dtype | None = None, **options: Any
+) -> tuple[Any, dict[str, Any]]:
+    """The wrapper of this name, if it plans for the dtype that the graph was made for, and the
+    other options."""
     _refuse_blind_capture(q)
     wrapper = find_wrapper(name)
     if o_dtype is not None:
@@ -162,7 +155,7 @@ def _found(name: str, q: torch.Tensor, o_dtype: torch.dtype | None) -> Any:
                 f"o_data_type={planned} in plan(); the compiled graph expects {o_dtype}, which "
                 "was planned when it was made: plan that, or torch.compiler.reset()"
             )
-    return wrapper
+    return wrapper, _by_name(options)
 
 
 def _refuse_blind_capture(q: torch.Tensor) -> None:

@@ -57,12 +57,13 @@ def even(batch: int, qo_len: int, kv_len: int) -> Requests:
     return Requests((qo_len,) * batch, tuple((i, 0, kv_len) for i in range(batch)))
 
 
-def of_lengths(qo_indptr: list[int], kv_indptr: list[int], rows: int) -> Requests:
+def of_lengths(qo_indptr: torch.Tensor, kv_indptr: torch.Tensor, rows: int) -> Requests:
     """Packed sequences, and rows of padding behind them."""
-    qo_lens = [end - begin for begin, end in itertools.pairwise(qo_indptr)]
-    spans = [(0, begin, end) for begin, end in itertools.pairwise(kv_indptr)]
-    if rows > qo_indptr[-1]:
-        qo_lens.append(rows - qo_indptr[-1])
+    qo_ends, kv_ends = torch.stack((qo_indptr, kv_indptr)).tolist()  # one wait for both
+    qo_lens = [end - begin for begin, end in itertools.pairwise(qo_ends)]
+    spans = [(0, begin, end) for begin, end in itertools.pairwise(kv_ends)]
+    if rows > qo_ends[-1]:
+        qo_lens.append(rows - qo_ends[-1])
         spans.append((0, 0, 0))
     return Requests(tuple(qo_lens), tuple(spans))
 

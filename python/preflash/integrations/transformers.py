@@ -226,7 +226,7 @@ def attention(
     qo_indptr, kv_indptr = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")
     if qo_indptr is not None and (attention_mask is None or attention_mask.dim() == 2):
         ends = (qo_indptr, qo_indptr if kv_indptr is None else kv_indptr)
-        requests = _read_once(module, ends, _of_ends, batch * qo_len)
+        requests = _read_once(module, ends, _requests.of_lengths, batch * qo_len)
     elif attention_mask is None:
         requests = _requests.even(batch, qo_len, key.shape[2])
     elif requests is None:
@@ -265,10 +265,6 @@ def _read_once(
         requests = read(*tensors, *args)
     tensors[-1]._preflash = ((state, args), tensors[:-1], layer, requests)
     return requests
-
-
-def _of_ends(qo_indptr: torch.Tensor, kv_indptr: torch.Tensor, rows: int) -> Requests:
-    return _requests.of_lengths(*torch.stack((qo_indptr, kv_indptr)).tolist(), rows)
 
 
 def _of_mask(mask: torch.Tensor, batch: int, qo_len: int, causal: bool) -> Requests:
@@ -315,7 +311,7 @@ class _Forms(threading.local):
             raise ValueError(f"attention_mask has {requests.slots} slots for {k.shape[2]} keys")
         if requests.kv_indptr is not None:
             kind, operands, table = "ragged", (k[0].transpose(0, 1), v[0].transpose(0, 1)), None
-        elif requests.at_first_slot:
+        elif requests.at_first_slot:  # a page for each
             kind, operands, table = "sequences", ((k, v),), (k.shape[2], 1)
         else:
             pages, step = _slots_as_pages(k, v)
@@ -326,12 +322,15 @@ class _Forms(threading.local):
             if place not in self._workspaces:
                 memory = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=q.device)
                 self._workspaces[place] = memory
-            wrapper = _WRAPPERS[kind](
-                self._workspaces[place], "HND" if table else "NHD", backend=_backend
-            )
+            make = BatchPrefillWithPagedKVCacheWrapper
+            if table is None:
+                make = BatchPrefillWithRaggedKVCacheWrapper
+            wrapper = make(self._workspaces[place], "HND" if table else "NHD", backend=_backend)
         if planned != [table, requests]:
             self.plans += 1
-            _plan(wrapper, requests, table, heads, options)
+            sizes = heads if table is None else (*heads, table[0])
+            arrays = _arrays(requests, table)
+            wrapper.plan(*arrays, *sizes, **options, custom_mask=requests.mask)
         self._planned[form] = (wrapper, table, requests)
         if len(self._planned) > _MOST_FORMS:
             del self._planned[next(iter(self._planned))]
@@ -339,35 +338,22 @@ class _Forms(threading.local):
 
 
 _forms = _Forms()
-_WRAPPERS = {
-    "ragged": BatchPrefillWithRaggedKVCacheWrapper,
-    "sequences": BatchPrefillWithPagedKVCacheWrapper,  # a page for each
-    "slots": BatchPrefillWithPagedKVCacheWrapper,  # a page for each
-}
 
 
-def _plan(
-    wrapper: Any,
-    requests: Requests,
-    table: tuple[int, int] | None,
-    heads: tuple[int, int, int],
-    options: dict[str, Any],
-) -> None:
-    """table: the page size, and the pages from one sequence to the next; None without pages."""
-    sizes, arrays = heads, [_indptr(requests.qo_lens)]
+def _arrays(requests: Requests, table: tuple[int, int] | None) -> list[torch.Tensor]:
+    """Of plan(). table: the page size, and the pages from one sequence to the next; None without
+    pages."""
+    qo_indptr = _indptr(requests.qo_lens)
     if table is None:
-        arrays.append(torch.tensor(requests.kv_indptr).int())
-    else:
-        page_size, step = table
-        sizes = (*heads, page_size)
-        begins = [i * step + begin // page_size for i, begin, _ in requests.spans]
-        lengths = torch.tensor([end - begin for _, begin, end in requests.spans])
-        counts = (lengths + page_size - 1) // page_size
-        indptr = _indptr(counts.tolist())
-        shifts = (torch.tensor(begins) - indptr[:-1]).repeat_interleave(counts)
-        last = torch.where(lengths > 0, (lengths - 1) % page_size + 1, 0)
-        arrays += [indptr, (torch.arange(len(shifts)) + shifts).int(), last.int()]
-    wrapper.plan(*arrays, *sizes, **options, custom_mask=requests.mask)
+        return [qo_indptr, torch.tensor(requests.kv_indptr).int()]
+    page_size, step = table
+    begins = [i * step + begin // page_size for i, begin, _ in requests.spans]
+    lengths = torch.tensor([end - begin for _, begin, end in requests.spans])
+    counts = (lengths + page_size - 1) // page_size
+    indptr = _indptr(counts.tolist())
+    shifts = (torch.tensor(begins) - indptr[:-1]).repeat_interleave(counts)
+    last = torch.where(lengths > 0, (lengths - 1) % page_size + 1, 0)
+    return [qo_indptr, indptr, (torch.arange(len(shifts)) + shifts).int(), last.int()]
 
 
 def _indptr(lengths: Iterable[int]) -> torch.Tensor:
