@@ -9,32 +9,20 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from . import _core
+from . import _core, attention, cascade, cudnn, decode, page, pod, prefill, quantization, sparse
+from ._compat.patch import patch_flashinfer
+from ._device import cuda_versions as _cuda_versions
+from ._torch import operators  # noqa: F401
+from .attention import *  # noqa: F403
+from .cascade import *  # noqa: F403
+from .decode import *  # noqa: F403
+from .page import *  # noqa: F403
+from .pod import *  # noqa: F403
+from .prefill import *  # noqa: F403
+from .quantization import *  # noqa: F403
+from .sparse import *  # noqa: F403
 
 _core.set_library_dir(str(Path(__file__).parent / "lib"))
-
-from . import (  # noqa: E402
-    attention,
-    cascade,
-    cudnn,
-    decode,
-    page,
-    pod,
-    prefill,
-    quantization,
-    sparse,
-)
-from ._compat.patch import patch_flashinfer  # noqa: E402
-from ._device import cuda_versions as _cuda_versions  # noqa: E402
-from ._torch import operators  # noqa: E402, F401
-from .attention import *  # noqa: E402, F403
-from .cascade import *  # noqa: E402, F403
-from .decode import *  # noqa: E402, F403
-from .page import *  # noqa: E402, F403
-from .pod import *  # noqa: E402, F403
-from .prefill import *  # noqa: E402, F403
-from .quantization import *  # noqa: E402, F403
-from .sparse import *  # noqa: E402, F403
 
 __version__: str = _core.__version__
 _cuda_versions.warn(__version__)

@@ -85,9 +85,7 @@ def merge_state_in_place(
             except that v_other may be v and s_other may be s. s_other may be of any float dtype.
         mask: [seq_len] bool or uint8; tokens where it is 0 stay as they are.
 
-    Raises:
-        TypeError, ValueError: an argument is wrong; nothing was written.
-        NotImplementedError: a gradient is wanted, or torch.jit.trace is recording.
+    Raises as merge_state(); nothing was written then.
     """
     if check.traced():
         torch.ops.preflash.merge_state_in_place(v, s, v_other, s_other, mask)

@@ -189,10 +189,7 @@ _define_attention("single", _SINGLE, _single_prefill)
 _define(
     "merge_state(Tensor v_a, Tensor s_a, Tensor v_b, Tensor s_b) -> (Tensor, Tensor)",
     cascade.merge_state,
-    lambda v_a, s_a, v_b, s_b: (
-        v_a.new_empty(v_a.shape),
-        v_a.new_empty(s_a.shape, dtype=torch.float32),
-    ),
+    lambda v, s, *_: (v.new_empty(v.shape), v.new_empty(s.shape, dtype=torch.float32)),
 )
 _define(
     "merge_state_in_place(Tensor(a!) v, Tensor(b!) s, Tensor v_other, Tensor s_other, "
@@ -250,7 +247,5 @@ _define(
 _define(
     "get_seq_lens(Tensor kv_indptr, Tensor kv_last_page_len, SymInt page_size) -> Tensor",
     page.get_seq_lens,
-    lambda kv_indptr, kv_last_page_len, page_size: kv_last_page_len.new_empty(
-        kv_last_page_len.shape, dtype=torch.int32
-    ),
+    lambda indptr, last, page_size: last.new_empty(last.shape, dtype=torch.int32),
 )
