@@ -1,4 +1,1 @@
-"""torch.ops.preflash.*: the operators that torch.compile, make_fx and torch.export record.
-
-operators   their schemas, implementations and fake implementations
-"""
+"""torch.ops.preflash.*: the operators that torch.compile, make_fx and torch.export record."""
