@@ -115,9 +115,7 @@ class BlockSparseAttentionWrapper(_BlockSparse):
             o_data_type: of the output. One that q_data_type does not give is converted to.
             The others: None only; they are for kernels of SM100 and SM120.
 
-        Raises:
-            TypeError, ValueError: an argument is wrong, or a workspace too small.
-            NotImplementedError: no compiled kernel serves it, or an argument that is for others.
+        Raises as BatchPrefillWithPagedKVCacheWrapper.plan().
         """
         check.absent(
             block_mask=block_mask, kv_block_lens=kv_block_lens, q2k_indices=q2k_indices,
@@ -251,13 +249,8 @@ class BlockSparseAttentionWrapper(_BlockSparse):
 
 
 class VariableBlockSparseAttentionWrapper(_BlockSparse):
-    """Attention under a mask of blocks of any sizes, another one for each KV head.
-
-    Args:
-        float_workspace_buffer, backend: as in BatchPrefillWithPagedKVCacheWrapper, without "cudnn".
-
-    Raises: TypeError, ValueError: an argument is wrong.
-    """
+    """Attention under a mask of blocks of any sizes, another one for each KV head. The constructor
+    is that of BlockSparseAttentionWrapper."""
 
     def plan(
         self,

@@ -83,10 +83,7 @@ def trtllm_batch_context_with_kv_cache(
     Returns:
         out, or (out, lse) with return_lse. Rows that no request has are not written.
 
-    Raises:
-        TypeError, ValueError: an argument is wrong; nothing was launched.
-        NotImplementedError: no compiled kernel serves it, or one of the options above.
-        RuntimeError: the call needs a plan while its stream is being captured.
+    Raises as trtllm_fmha_v2_prefill, and NotImplementedError for options of other kernels.
     """
     given = dict(locals())
     _check_unserved(enable_pdl, kv_cache_sf, multi_ctas_kv_counter_buffer)
