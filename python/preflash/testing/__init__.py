@@ -1,10 +1,6 @@
-"""What the self-test, the benchmarks and the tests share: inputs built from a case, and a float64
-oracle.
-
-Everything here needs torch alone. A `case` says what to compute, `inputs` makes the tensors
-(poisoned wherever no request owns them), `oracle` computes the answer in float64, `comparison`
-compares a result with it, `runner` drives the public wrappers, `timing` measures.
-"""
+"""What the self-test, the benchmarks and the tests share, with torch alone: a `case` says what to
+compute, `inputs` makes the tensors, `oracle` computes the answer in float64, `comparison` compares
+a result with it, `runner` drives the public wrappers, `timing` measures."""
 
 from . import comparison, inputs, oracle, runner, timing
 from .case import Case, Garbage, KvForm, Magnitude, MaskKind, Position, Sinks

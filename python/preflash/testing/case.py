@@ -1,8 +1,4 @@
-"""Attention problems, shared by the tests and the benchmark.
-
-A `Case` says everything about a problem but the numbers: lengths, heads, dimensions, storage,
-mask, logits pipeline, position encoding, sinks and KV split.
-"""
+"""A `Case` says everything about an attention problem but the numbers."""
 
 from __future__ import annotations
 
@@ -112,9 +108,8 @@ class Case:
 
     def __post_init__(self) -> None:
         if len(self.qo_lens) != len(self.kv_lens):
-            raise ValueError(
-                f"{self.name}: {len(self.qo_lens)} qo_lens, {len(self.kv_lens)} kv_lens"
-            )
+            lengths = f"{len(self.qo_lens)} qo_lens, {len(self.kv_lens)} kv_lens"
+            raise ValueError(f"{self.name}: {lengths}")
         if self.num_kv_heads < 1 or self.num_qo_heads % self.num_kv_heads:
             raise ValueError(f"{self.name}: {self.num_qo_heads} heads over {self.num_kv_heads}")
         if self.form is KvForm.FLAT and self.page_size != 1:

@@ -194,7 +194,7 @@ def compare(
     if soft_cap > 0 and hardware_cap:
         d = d + HARDWARE_TANH_ERROR * expected.logit_bound.clamp(max=soft_cap)
     p_dtype = p_dtype or out.dtype
-    lost = _Lost()
+    lost = (0.0, 0.0)
     if p_dtype.itemsize == 1:
         d = d + PRODUCT_ERRORS * PRODUCT_GRID * expected.product_bound
         lost = _lost_by_products(expected)
@@ -211,46 +211,33 @@ def compare(
     return report
 
 
-@dataclasses.dataclass
-class _Lost:
-    """What products of 8 bits add to the errors of an output."""
-
-    bound: torch.Tensor | float = 0.0  # of an element
-    typical: torch.Tensor | float = 0.0  # over a tensor
-
-
-def _lost_by_products(expected: Expected) -> _Lost:
-    """D + A + 0.044 |o| of the module's formulas, where A is seven deviations."""
+def _lost_by_products(expected: Expected) -> tuple[torch.Tensor, torch.Tensor]:
+    """D + A + 0.044 |o| of the module's formulas, of an element, where A is seven deviations, and
+    over a tensor."""
     size, n = expected.out.abs(), expected.spread
     terms = 33 * math.ceil(max(expected.longest_kv, 1) / 32)
     added = 4 * math.sqrt(terms) * PRODUCT_GRID * (size + 4 * n)
     systematic = expected.small + PRODUCT_BIAS * size
-    return _Lost(systematic + added, systematic + added / 7)
+    return systematic + added, systematic + added / 7
 
 
 def _compare_out(
-    report: Report,
-    out: torch.Tensor,
-    expected: Expected,
-    r: torch.Tensor,
-    typical: float,
-    lost: _Lost,
+    report: Report, out: torch.Tensor, expected: Expected, r: torch.Tensor, typical: float, lost
 ) -> None:
-    """typical: rounding errors over a tensor as a part of the largest."""
-    u_out = unit_roundoff(out.dtype)
+    """typical: rounding errors over a tensor as a part of the largest; lost: by products."""
+    u_out, (lost_most, lost_typical) = unit_roundoff(out.dtype), lost
     wanted, size, n, r = expected.out, expected.out.abs(), expected.spread, r[..., None]
     tiny = 2.0**-25 * (1 + math.sqrt(max(expected.longest_kv, 1)) * expected.value_bound)
     if out.dtype.itemsize == 1:
         limits = torch.finfo(out.dtype)
         wanted, out = wanted.clamp(limits.min, limits.max), out.double()
         tiny += limits.smallest_normal * limits.eps / 2
-    bound = (u_out + r) * size + 3 * r * n + tiny + lost.bound
+    bound = (u_out + r) * size + 3 * r * n + tiny + lost_most
     if bool((out[expected.empty] != 0).any()):
         report.failures.append("out: a row that keeps no key is not exactly zero")
     error, report.worst_ratio = elements(report, "out", out, wanted, bound)
     report.max_abs_error = float(error.abs().max())
-    variance = (u_out * size).square() + (r * size).square() + (r * n).square()
-    variance = variance + lost.typical**2
+    variance = (u_out * size).square() + (r * size).square() + (r * n).square() + lost_typical**2
     allowed = typical * float(variance.nan_to_num().sum().sqrt()) + tiny * math.sqrt(error.numel())
     norm = float(expected.out.nan_to_num(posinf=0.0, neginf=0.0).norm())
     total = float(error.norm())

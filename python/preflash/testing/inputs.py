@@ -1,9 +1,6 @@
-"""Tensors for a `Case`, poisoned wherever no request owns them.
-
-Every page slot and tensor row that belongs to no request, and every padding column, holds garbage,
-NaN and infinities unless the case says otherwise: a kernel that lets one of them touch a result
-(0 * NaN is NaN) is found out. The page table is a random permutation of a pool that is larger than
-needed.
+"""Tensors for a `Case`. Every page slot and row that belongs to no request, and every padding
+column, holds garbage, NaN and infinities unless the case says otherwise: a kernel that lets one of
+them touch a result (0 * NaN is NaN) is found out. Pages are a random permutation of a larger pool.
 """
 
 from __future__ import annotations
@@ -59,34 +56,30 @@ class Inputs:
         case = self.case
         steps = {field.name for field in dataclasses.fields(Pipeline)}
         same = {name: value for name, value in vars(case).items() if name in steps}
+        # None stands for the defaults of the interface, not for those of the oracle.
+        rope = Rope(case.rope_scale or 1.0, case.rope_theta or 1e4)
         changes = {
             "sm_scale": case.scale,
             "causal": case.mask is MaskKind.CAUSAL,
             "soft_cap": case.soft_cap or 0.0,
+            "slopes": alibi_slopes(case.num_qo_heads) if case.position is Position.ALIBI else None,
+            "rope": rope if case.position is Position.ROPE else None,
             "sinks": self.sinks,
             "scales": self.scales,
         }
-        if case.position is Position.ALIBI:
-            changes["slopes"] = alibi_slopes(case.num_qo_heads)
-        if case.position is Position.ROPE:
-            # None stands for the defaults of the interface, not for those of the oracle.
-            changes["rope"] = Rope(case.rope_scale or 1.0, case.rope_theta or 1e4)
         return Pipeline(**{**same, **changes})
 
     def request(self, i: int) -> Request:
         """Gathers request i out of the storage, following the page table."""
         case = self.case
-        qo_begin = sum(case.qo_lens[:i])
-        q = self.q[qo_begin : qo_begin + case.qo_lens[i]]
-        mask = None if self.masks is None else self.masks[i]
-        kv_len = case.kv_lens[i]
+        q = self.q.narrow(0, sum(case.qo_lens[:i]), case.qo_lens[i])
+        begin, kv_len = sum(case.kv_lens[:i]), case.kv_lens[i]
         if self.page_table is None:
-            kv_begin = sum(case.kv_lens[:i])
-            k, v = (as_nhd(t, case.layout)[kv_begin : kv_begin + kv_len] for t in (self.k, self.v))
+            k, v = (as_nhd(t, case.layout).narrow(0, begin, kv_len) for t in (self.k, self.v))
         else:
             pages = torch.tensor(self.page_table[i], dtype=torch.long, device=q.device)
             k, v = (pages_of(t, case)[pages].flatten(0, 1)[:kv_len] for t in (self.k, self.v))
-        return Request(q, k, v, mask)
+        return Request(q, k, v, None if self.masks is None else self.masks[i])
 
 
 def as_nhd(t: torch.Tensor, layout: str) -> torch.Tensor:
@@ -121,10 +114,8 @@ def fill_poison(
 def storage(
     case: Case, leading: Sequence[int], generator: torch.Generator, device: torch.device | str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Poisoned K and V of shape [*leading, head, dim] in the layout, and the 5-D tensor if any.
-
-    `leading` is (pages, page_size) or (tokens,).
-    """
+    """Poisoned K and V of shape [*leading, head, dim] in the layout, and the 5-D tensor if any;
+    `leading` is (pages, page_size) or (tokens,)."""
     *outer, tokens = leading
     heads, form = case.num_kv_heads, case.form
     hnd = (case.layout == "HND") != (form is KvForm.TRANSPOSED)
@@ -182,8 +173,7 @@ def page_table(case: Case, generator: torch.Generator) -> list[list[int]]:
 
 def _masks(case: Case, generator: torch.Generator) -> list[torch.Tensor]:
     """Random masks; some rows keep nothing, some everything, and whole blocks are uniform."""
-    masks = []
-    host = {"generator": generator, "dtype": torch.float32, "device": "cpu"}
+    masks, host = [], {"generator": generator, "dtype": torch.float32, "device": "cpu"}
     for qo_len, kv_len in zip(case.qo_lens, case.kv_lens, strict=True):
         mask = torch.rand(qo_len, kv_len, **host) < 0.6
         draw = torch.rand(qo_len, 1, **host)
@@ -197,10 +187,8 @@ def _masks(case: Case, generator: torch.Generator) -> list[torch.Tensor]:
 
 def pack_little(mask: torch.Tensor) -> torch.Tensor:
     """Bits of one flattened request: bit b of byte t is element 8 t + b, padded with zeros."""
-    flat = mask.flatten().to(torch.uint8)
-    padded = torch.nn.functional.pad(flat, (0, -flat.numel() % 8)).view(-1, 8)
-    weights = torch.tensor([1 << b for b in range(8)], dtype=torch.int32, device=mask.device)
-    return (padded.int() * weights).sum(1).to(torch.uint8)
+    padded = torch.nn.functional.pad(mask.flatten().int(), (0, -mask.numel() % 8)).view(-1, 8)
+    return (padded << torch.arange(8, dtype=torch.int32, device=mask.device)).sum(1).byte()
 
 
 def indptr(lengths: Sequence[int], device: torch.device | str = "cpu") -> torch.Tensor:
@@ -210,17 +198,14 @@ def indptr(lengths: Sequence[int], device: torch.device | str = "cpu") -> torch.
 
 
 def _query(case: Case, generator: torch.Generator, device: torch.device | str) -> torch.Tensor:
-    shape = (sum(case.qo_lens), case.num_qo_heads, case.head_dim)
-    q = torch.cat(
-        [values(case, "q", n, *shape[1:], generator) for n in case.qo_lens]
-        or [torch.zeros(0, *shape[1:], device=device)]
-    ).to(case.dtype)
+    heads, dim = case.num_qo_heads, case.head_dim
+    parts = [values(case, "q", n, heads, dim, generator) for n in case.qo_lens]
+    q = torch.cat(parts or [torch.zeros(0, heads, dim, device=device)]).to(case.dtype)
     if case.form is not KvForm.PADDED:
         return q.to(device)
-    wide = torch.empty(*shape[:2], shape[2] + PAD_COLUMNS, dtype=case.dtype, device="cpu")
-    fill_poison(wide, generator, case.garbage)
-    wide[..., : shape[2]] = q
-    return wide.to(device)[..., : shape[2]]
+    wide = torch.empty(*q.shape[:2], dim + PAD_COLUMNS, dtype=case.dtype, device="cpu")
+    fill_poison(wide, generator, case.garbage)[..., :dim] = q
+    return wide.to(device)[..., :dim]
 
 
 def _sinks(case: Case, generator: torch.Generator) -> torch.Tensor | None:
@@ -240,7 +225,6 @@ def _sinks(case: Case, generator: torch.Generator) -> torch.Tensor | None:
 
 def _head_scales(case: Case, generator: torch.Generator, device) -> HeadScales:
     """Positive and negative factors of the fp8 tensors, none near zero."""
-
     host = {"generator": generator, "device": "cpu"}
 
     def draw(heads: int) -> torch.Tensor:
@@ -293,8 +277,7 @@ def build(
 
 
 def _fill_ragged(inputs: Inputs, contents, generator, device) -> None:
-    case = inputs.case
-    total = sum(case.kv_lens)
+    case, total = inputs.case, sum(inputs.case.kv_lens)
     inputs.k, inputs.v, _ = storage(case, (total + SPARE_ROWS,), generator, device)
     for pool, rows in zip((inputs.k, inputs.v), zip(*contents, strict=True), strict=False):
         as_nhd(pool, case.layout)[:total] = torch.cat(rows)
@@ -324,8 +307,5 @@ def attach_masks(inputs: Inputs, masks: list[torch.Tensor], device) -> None:
     flat = torch.cat([mask.flatten() for mask in masks])
     if inputs.case.mask is MaskKind.PACKED:
         inputs.packed_custom_mask = torch.cat([pack_little(mask) for mask in masks]).to(device)
-    elif inputs.case.mask is MaskKind.CUSTOM_UINT8:
-        # Any non-zero value keeps.
-        inputs.custom_mask = flat.to(torch.uint8) * 3
-    else:
-        inputs.custom_mask = flat
+    else:  # of integers any that is not zero keeps
+        inputs.custom_mask = flat.byte() * 3 if inputs.case.mask is MaskKind.CUSTOM_UINT8 else flat

@@ -113,32 +113,32 @@ def kept(
     device: torch.device | str = "cpu",
 ) -> torch.Tensor:
     """The mask [rows, kv_len] as bool; `custom` is [qo_len, kv_len], True or non-zero keeps."""
-    if rows is None:
-        rows = torch.arange(qo_len, device=device)
-    diagonal = rows.to(device)[:, None] + (kv_len - qo_len)
-    keys = torch.arange(kv_len, device=device)[None, :]
-    keep = torch.ones(diagonal.shape[0], kv_len, dtype=torch.bool, device=device)
+    rows = torch.arange(qo_len, device=device) if rows is None else rows.to(device)
+    diagonal = rows[:, None] + (kv_len - qo_len)
+    keys = torch.arange(kv_len, device=device)
+    keep = keys >= _first_keys(pipeline, diagonal)
     if custom is not None:
-        keep &= custom.to(device)[rows.to(device)].bool()
+        keep &= custom.to(device)[rows].bool()
     elif pipeline.causal:
         keep &= keys <= diagonal
-    if pipeline.window_left >= 0:
-        keep &= keys >= diagonal - pipeline.window_left
-    if pipeline.chunk_size > 0:
-        keep &= keys >= diagonal // pipeline.chunk_size * pipeline.chunk_size
     return keep
+
+
+def _first_keys(pipeline: Pipeline, diagonal: torch.Tensor) -> torch.Tensor:
+    """Of rows whose last causal keys are `diagonal`: the first key by window and chunk."""
+    first = torch.zeros_like(diagonal)
+    if pipeline.window_left >= 0:
+        first = first.maximum(diagonal - pipeline.window_left)
+    if pipeline.chunk_size > 0:
+        first = first.maximum(diagonal // pipeline.chunk_size * pipeline.chunk_size)
+    return first
 
 
 def kept_pairs(pipeline: Pipeline, qo_len: int, kv_len: int) -> int:
     """How many pairs of a query and a key kept() keeps without a custom mask."""
     diagonal = torch.arange(kv_len - qo_len, kv_len, device="cpu")
     last = diagonal if pipeline.causal else torch.full_like(diagonal, kv_len - 1)
-    first = torch.zeros_like(diagonal)
-    if pipeline.window_left >= 0:
-        first = first.maximum(diagonal - pipeline.window_left)
-    if pipeline.chunk_size > 0:
-        first = first.maximum(diagonal // pipeline.chunk_size * pipeline.chunk_size)
-    return int((last - first + 1).clamp(min=0).sum())
+    return int((last - _first_keys(pipeline, diagonal) + 1).clamp(min=0).sum())
 
 
 def attend(
@@ -155,15 +155,12 @@ def attend(
     `rows` selects query rows (indices into [0, L)); the answer then has only those. Inputs are
     upcast exactly; NaN and Inf in them propagate.
     """
-    qo_len, kv_len, device = q.shape[0], k.shape[0], q.device
-    num_kv_heads = k.shape[1]
-    group = q.shape[1] // num_kv_heads
+    (kv_len, num_kv_heads), qo_len, device = k.shape[:2], q.shape[0], q.device
     keep = kept(pipeline, qo_len, kv_len, custom, rows, device)
     rows = torch.arange(qo_len, device=device) if rows is None else rows.to(device)
-    q = q[rows]
     # [Hkv, G, rows, D] against [Hkv, 1, S, D]: query head h reads KV head h // G.
     scales = pipeline.scales
-    q64 = _scaled(q, scales.q).unflatten(1, (num_kv_heads, group)).permute(1, 2, 0, 3)
+    q64 = _scaled(q[rows], scales.q).unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3)
     k64 = _scaled(k, scales.k).permute(1, 0, 2)[:, None]
     v64 = _scaled(v, scales.v).permute(1, 0, 2)[:, None]
 
@@ -176,7 +173,7 @@ def attend(
         x = pipeline.soft_cap * torch.tanh(x / pipeline.soft_cap)
     bias_bound = x.new_zeros(x.shape[:-1])
     if pipeline.slopes is not None:
-        slopes = pipeline.slopes.to(device).view(num_kv_heads, group, 1, 1)
+        slopes = pipeline.slopes.to(device).view(num_kv_heads, -1, 1, 1)
         origin = 0 * rows if pipeline.bias_from_key_0 else rows
         bias = slopes * (torch.arange(kv_len, device=device) - origin[:, None])
         x += bias
@@ -187,7 +184,7 @@ def attend(
     largest = _most(x, -math.inf)
     sink = torch.full_like(largest, -math.inf)
     if pipeline.sinks is not None:
-        sink.copy_(pipeline.sinks.view(num_kv_heads, group, 1))
+        sink.copy_(pipeline.sinks.view(num_kv_heads, -1, 1))
     anchor = _finite(torch.maximum(largest, sink))
     weights = torch.exp(x - anchor[..., None])
     total = weights.sum(-1) + torch.exp(sink - anchor)
@@ -247,11 +244,11 @@ def _largest_sum(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
 def concatenate(parts: Sequence[Expected]) -> Expected:
     """The rows of several requests one after the other, as the batch wrappers return them."""
 
-    def joined(values: list) -> torch.Tensor | float:
+    def joined(name: str) -> torch.Tensor | float:
+        values = [getattr(part, name) for part in parts]
         return torch.cat(values) if isinstance(values[0], torch.Tensor) else max(values)
 
-    names = [field.name for field in dataclasses.fields(Expected)]
-    return Expected(**{name: joined([getattr(part, name) for part in parts]) for name in names})
+    return Expected(**{field.name: joined(field.name) for field in dataclasses.fields(Expected)})
 
 
 def reference(
@@ -260,11 +257,13 @@ def reference(
     """The expected result of `Inputs`; `rows[i]` picks local rows of request i (None: all)."""
     pipeline = inputs.pipeline if pipeline is None else pipeline
     rows = [None] * inputs.case.batch_size if rows is None else rows
-    parts = []
-    for i, picked in zip(range(inputs.case.batch_size), rows, strict=True):
-        one = inputs.request(i)
-        parts.append(attend(one.q, one.k, one.v, pipeline, custom=one.mask, rows=picked))
-    return concatenate(parts)
+    requests = map(inputs.request, range(inputs.case.batch_size))
+    return concatenate(
+        [
+            attend(one.q, one.k, one.v, pipeline, custom=one.mask, rows=picked)
+            for one, picked in zip(requests, rows, strict=True)
+        ]
+    )
 
 
 def merge(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import torch
@@ -31,11 +32,9 @@ def make_wrapper(
     case: Case, *, backend: str, device: torch.device | str = "cpu", buffer=None, **options
 ):
     """A paged or ragged wrapper for the case, not planned."""
+    kind = f"BatchPrefillWith{'Paged' if case.paged else 'Ragged'}KVCacheWrapper"
     buffer = workspace(device) if buffer is None else buffer
-    kind = preflash.BatchPrefillWithRaggedKVCacheWrapper
-    if case.paged:
-        kind = preflash.BatchPrefillWithPagedKVCacheWrapper
-    return kind(buffer, case.layout, backend=backend, **options)
+    return getattr(preflash, kind)(buffer, case.layout, backend=backend, **options)
 
 
 def plan_arguments(inputs: Inputs) -> tuple[tuple, dict]:
@@ -91,9 +90,12 @@ def run(wrapper, inputs: Inputs, **options):
     if case.head_scales:
         options = {**_scale_arguments(inputs), **options}
     inputs.variant = wrapper.variant or ""
-    if case.paged:
-        return wrapper.run(inputs.q, inputs.cache, **options)
-    return wrapper.run(inputs.q, inputs.k, inputs.v, **options)
+    return wrapper.run(*_tensors(inputs), **options)
+
+
+def _tensors(inputs: Inputs) -> tuple:
+    """What run() takes first."""
+    return (inputs.q, inputs.cache) if inputs.case.paged else (inputs.q, inputs.k, inputs.v)
 
 
 def noting_variant(inputs, call: Callable[[], object]):
@@ -178,8 +180,7 @@ def planned(inputs: Inputs, *, backend: str, size: int = WORKSPACE_BYTES, **plan
 def launcher(wrapper, inputs: Inputs) -> Callable[[], torch.Tensor]:
     """A call of run() on the inputs with an output of its own, for timing."""
     out = inputs.q.new_empty(*inputs.q.shape[:2], inputs.case.dim_vo, dtype=inputs.case.dtype_o)
-    tensors = (inputs.q, inputs.cache) if inputs.case.paged else (inputs.q, inputs.k, inputs.v)
-    return lambda: wrapper.run(*tensors, out=out)
+    return functools.partial(wrapper.run, *_tensors(inputs), out=out)
 
 
 def check(
