@@ -8,7 +8,7 @@ import pytest
 import torch
 from preflash import _core
 from preflash.cli import main
-from preflash.cli.bench.timeline import (
+from preflash.cli.bench.trace import (
     Kind,
     Launch,
     Span,

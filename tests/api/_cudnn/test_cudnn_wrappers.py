@@ -251,9 +251,9 @@ def test_the_frontend_is_a_column(fake):
     for page_size, form in ((0, KvForm.SEPARATE), (16, KvForm.COMBINED)):
         one = dataclasses.replace(case, page_size=page_size, form=form)
         row = Row(one, baselines=(Baseline.FRONTEND,))
-        (column,) = baselines.baselines_of(row, torch.device("cuda"))
+        (prepare,) = baselines.baselines_of(row, torch.device("cuda")).values()
         maker = BatchMaker(one, torch.device("cpu"))
         sets = [maker.make() for _ in range(2)]
-        calls = [column.prepare(inputs) for inputs in sets]
+        calls = [prepare(inputs) for inputs in sets]
         for inputs, call in zip(sets, calls, strict=True):
             runner.compare(inputs, call(), None).check()

@@ -20,8 +20,7 @@ from .measure import Result, measured, row_calls, row_table
 from .pod import pod_calls, pod_rows_for, pod_table
 from .reports import compare, draw, roof
 from .rows import BenchRow, Row, rows_for
-from .timeline import PICTURES, why_no_picture
-from .trace import trace
+from .trace import PICTURES, trace, why_no_picture
 
 # Rows of one kind are a table, and a list in the report: which there are, their calls, the table.
 _KINDS = {

@@ -6,7 +6,6 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -23,6 +22,7 @@ Call = Callable[[], torch.Tensor]
 Prepare = Callable[[Inputs], Call]
 
 WORKSPACE_BYTES = 256 * 1024 * 1024
+READ = "read"  # the one that is no attention: its output is not compared
 _GPU_BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -32,42 +32,31 @@ _GPU_BACKENDS = {
 _CPU_BACKENDS = {"sdpa": SDPBackend.FLASH_ATTENTION}
 
 
-@dataclass(frozen=True)
-class BaselineCall:
-    """A column of the table. `prepare` makes the call for one set of inputs; `checked` says whether
-    the call returns attention, which is compared with the oracle."""
-
-    name: str
-    prepare: Prepare
-    checked: bool = True
-
-
-def baselines_of(row: Row, device: torch.device) -> list[BaselineCall]:
-    """The baselines of a row on this kind of device; trying one shows whether it takes the row."""
+def baselines_of(row: Row, device: torch.device) -> dict[str, Prepare]:
+    """The baselines of a row on this kind of device, by column: what makes the call for one set of
+    inputs. Trying one shows whether it takes the row."""
     gpu, wanted = device.type == "cuda", row.baselines
     found: dict[str, Prepare] = {}
     if Baseline.SDPA in wanted:
         backends = _GPU_BACKENDS if gpu else _CPU_BACKENDS
         found |= {name: functools.partial(_sdpa, one) for name, one in backends.items()}
-    if gpu:
-        if Baseline.VARLEN in wanted:
-            found["varlen"] = _torch_varlen
-        if Baseline.FRONTEND in wanted and graph.why_missing() is None:
-            found["cudnn frontend"] = _planned_once(
-                functools.partial(runner.planned, backend="cudnn", size=WORKSPACE_BYTES // 2)
-            )
-        found |= others_of(row)
-    calls = [BaselineCall(*one) for one in found.items()]
-    if Baseline.READ in wanted and gpu:
-        calls.append(BaselineCall("read", functools.partial(_plain_read, row), checked=False))
-    return calls
+    if gpu and Baseline.VARLEN in wanted:
+        found["varlen"] = _torch_varlen
+    if gpu and Baseline.FRONTEND in wanted and graph.why_missing() is None:
+        found["cudnn frontend"] = _planned_once(
+            functools.partial(runner.planned, backend="cudnn", size=WORKSPACE_BYTES // 2)
+        )
+    found |= others_of(row) if gpu else {}
+    if gpu and Baseline.READ in wanted:
+        found[READ] = functools.partial(_plain_read, row)
+    return found
 
 
 def others_of(row: Row) -> dict[str, Prepare]:
     """Those of other packages, where they import."""
-    if row.case.fixed_split_size is not None or row.case.disable_split_kv:
-        return {}
     found: dict[str, Prepare] = {}
+    if row.case.fixed_split_size is not None or row.case.disable_split_kv:
+        return found
     if (flashinfer := _imported("flashinfer")) is not None:
         found["flashinfer"] = _planned_once(functools.partial(_flashinfer, flashinfer))
     fa3 = _imported("flash_attn_interface", "flash_attn_3.flash_attn_interface")

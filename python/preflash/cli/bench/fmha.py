@@ -9,11 +9,9 @@ import torch
 
 import preflash
 
-from ...testing import Inputs, runner
-from ...testing.case import Case, MaskKind
-from ...testing.comparison import compare, logit_roundings
+from ...testing import Case, Inputs, MaskKind, reference, runner
 from ...testing.inputs import indptr
-from ...testing.oracle import Pipeline, attend, kept_pairs
+from ...testing.oracle import Pipeline, kept_pairs
 from ..batches import BatchMaker
 from ..console import Table
 from ..machine import Place
@@ -41,16 +39,6 @@ class Mode:
         if self.chunk:
             return f"chunks of {self.chunk}"
         return f"skip {self.factor:g}" if self.factor else "causal"
-
-    @property
-    def options(self) -> dict[str, object]:
-        bounded = "sliding_window" if self.window_left >= 0 else "causal"
-        return {
-            "mask_mode": "chunked" if self.chunk else bounded,
-            "window_left": self.window_left,
-            "chunked_attention_size": self.chunk,
-            "skip_softmax_threshold_scale_factor": self.factor,
-        }
 
     @property
     def pipeline(self) -> Pipeline:
@@ -139,7 +127,15 @@ def _call(inputs: Inputs, mode: Mode, place: Place) -> Call:
     offsets = indptr([tokens], place.device)  # lengths on a GPU, where a graph finds them
     further = (offsets[1:], tokens, tokens, _HEAD_DIM**-0.5, 1.0, 1, offsets, offsets)
     workspace = runner.workspace(place.device, _WORKSPACE_BYTES)
-    options = {"out": torch.empty_like(inputs.q), "backend": place.backend, **mode.options}
+    bounded = "sliding_window" if mode.window_left >= 0 else "causal"
+    options = {
+        "mask_mode": "chunked" if mode.chunk else bounded,
+        "window_left": mode.window_left,
+        "chunked_attention_size": mode.chunk,
+        "skip_softmax_threshold_scale_factor": mode.factor,
+        "out": torch.empty_like(inputs.q),
+        "backend": place.backend,
+    }
     return lambda: preflash.trtllm_fmha_v2_prefill(
         tensors, "SEPARATE_Q_K_V", workspace, *further, **options
     )
@@ -149,11 +145,10 @@ def _check(inputs: Inputs, mode: Mode, out: torch.Tensor) -> None:
     """Of some rows, beside the oracle; those at the ends are where masks go wrong."""
     last = inputs.q.shape[0] - 1
     rows = torch.linspace(0, last, _ROWS, dtype=torch.float64, device="cpu").long()
-    expected = attend(inputs.q, inputs.k, inputs.v, mode.pipeline, rows=rows)
-    rounding = logit_roundings(_HEAD_DIM)
-    failures = compare(out[rows.to(out.device)], None, expected, logit_rounding=rounding).failures
-    if failures:
-        raise WrongResultError(f"{mode.name}: {failures[0]}")
+    expected = reference(inputs, pipeline=mode.pipeline, rows=[rows])
+    report = runner.compare(inputs, out[rows.to(out.device)], None, expected)
+    if not report.ok:
+        raise WrongResultError(f"{mode.name}: {report.failures[0]}")
 
 
 def fmha_table(results: list[Result]) -> str:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -15,7 +15,7 @@ from ...testing.case import Case, flops
 from ..batches import BatchMaker, Sample
 from ..console import Table
 from ..machine import Place
-from .baselines import WORKSPACE_BYTES, Call, baselines_of
+from .baselines import READ, WORKSPACE_BYTES, Call, baselines_of
 from .rows import BenchRow, Metric
 
 Calls = dict[str, Sequence[Call]]  # by name; each has one for every set of inputs
@@ -56,7 +56,7 @@ class Result:
         return flops(self.row.case) / seconds / 1e12
 
 
-class WrongResultError(Exception):
+class WrongResultError(RuntimeError):
     """A call computed something else than attention."""
 
 
@@ -71,18 +71,18 @@ def measured(
     return result
 
 
-@contextmanager
+@contextlib.contextmanager
 def _noted(result: Result) -> Iterator[None]:
     """What ours fails with is part of the result: the baselines and other rows still count."""
     try:
         yield
     except NotImplementedError as error:
         result.absent[OURS] = str(error)
-    except (RuntimeError, WrongResultError) as error:
+    except RuntimeError as error:
         result.failure = str(error)
 
 
-def _time(result: Result, place: Place, repeats: int, calls: Mapping[str, Sequence[Call]]) -> None:
+def _time(result: Result, place: Place, repeats: int, calls: Calls) -> None:
     replays = {}
     for name, rotated in calls.items():
         turns = itertools.cycle(rotated)
@@ -147,36 +147,32 @@ def row_calls(result: Result, place: Place, repeats: int) -> Calls:
     with _noted(result):
         wrapper = trial.planned(result)
         calls[OURS] = trial.launchers(wrapper)
-        _time_the_cpu(result, wrapper, trial, repeats)
+        plan = functools.partial(runner.plan, wrapper, trial.sets[0], non_blocking=True)
+        device = place.device.type
+        result.plan_us = timing.cpu_call_time(plan, calls=5, samples=repeats, device=device)
+        if device == "cuda":
+            run = runner.launcher(wrapper, trial.sets[0])
+            result.run_cpu_us = timing.cpu_call_time(run, calls=20, samples=repeats)
         if row.relative_to is not None:
             base = Trial.of(row.relative_to, place, num_sets)
             calls[BASE] = base.launchers(base.planned(Result(row)))
-    for baseline in baselines_of(row, place.device):
-        result.baselines.append(baseline.name)
+    for name, prepare in baselines_of(row, place.device).items():
+        result.baselines.append(name)
         try:
-            calls[baseline.name] = [baseline.prepare(inputs) for inputs in trial.sets]
-            out = calls[baseline.name][0]()
-            report = trial.report(out) if baseline.checked else Report()
+            calls[name] = [prepare(inputs) for inputs in trial.sets]
+            out = calls[name][0]()
+            report = Report() if name == READ else trial.report(out)
             if not bool(out.isfinite().all()) or report.worst_ratio > _BASELINE_SLACK:
                 raise WrongResultError(f"differs from the oracle: {report}")
-        except (RuntimeError, WrongResultError) as error:
-            calls.pop(baseline.name, None)
-            result.absent[baseline.name] = str(error).splitlines()[0]
+        except RuntimeError as error:
+            calls.pop(name, None)
+            result.absent[name] = str(error).splitlines()[0]
     return calls
 
 
-def _time_the_cpu(result: Result, wrapper, trial: Trial, repeats: int) -> None:
-    first, device = trial.sets[0], trial.place.device.type
-    plan = functools.partial(runner.plan, wrapper, first, non_blocking=True)
-    result.plan_us = timing.cpu_call_time(plan, calls=5, samples=repeats, device=device)
-    if device == "cuda":
-        run = runner.launcher(wrapper, first)
-        result.run_cpu_us = timing.cpu_call_time(run, calls=20, samples=repeats)
-
-
 def row_table(results: list[Result]) -> str:
-    names = [name for result in results for name in result.baselines]
-    baselines = list(dict.fromkeys(names))  # in the order in which they first appear
+    # In the order in which they first appear.
+    baselines = list(dict.fromkeys(name for result in results for name in result.baselines))
     text = dict.fromkeys(["row", "dtype", "unit"], "")
     speeds = dict.fromkeys([OURS, *baselines], ".4g")
     times = {"of base": ".2f", "us": ".1f", "plan us": ".0f", "run CPU us": ".1f"}
@@ -184,19 +180,14 @@ def row_table(results: list[Result]) -> str:
     for result in results:
         us, row = result.us.get(OURS), result.row
         of_base = result.us[BASE] / us if us and BASE in result.us else None
-        speeds = (_our_cell(result), *(_baseline_cell(result, name) for name in baselines))
+        ours = "WRONG" if result.failure else result.speed(OURS) if us else "not compiled"
+        speeds = (ours, *(_baseline_cell(result, name) for name in baselines))
         about = (row.name, row.dtype_name, row.metric.value)
         times = (of_base, us, result.plan_us, result.run_cpu_us)
         table.add(*about, *speeds, *times, result.error_ratio)
     reasons = {f"{name}: {reason}" for result in results for name, reason in result.absent.items()}
     notes = [f"not timed: {reason}" for reason in sorted(reasons)]
     return "\n".join([f"{table}\n", _LEGEND, *notes])
-
-
-def _our_cell(result: Result) -> str | float:
-    if result.failure:
-        return "WRONG"
-    return result.speed(OURS) if OURS in result.us else "not compiled"
 
 
 def _baseline_cell(result: Result, name: str) -> str | None:

@@ -12,6 +12,7 @@ import torch
 from ...testing.case import Case, KvForm, MaskKind
 
 AnyRow = TypeVar("AnyRow", bound="BenchRow")
+Lengths = tuple[int, ...]
 
 
 class Metric(enum.Enum):
@@ -82,25 +83,21 @@ def _dense(head_dim: int, length: int, tokens: int, num_heads: int, mask: MaskKi
     return Row(case, baselines=(Baseline.SDPA,))
 
 
-def _grouped(name: str, qo_lens: tuple[int, ...], kv_lens: tuple[int, ...], kv_heads: int) -> Row:
+def _grouped(
+    name: str, qo_lens: Lengths, kv_lens: Lengths, kv_heads: int, page_sizes=(), beside=()
+) -> list[Row]:
+    """GQA 4: a row without pages, and one of each page size. `beside`: baselines of all of them."""
     case = Case(name, qo_lens, kv_lens, 4 * kv_heads, kv_heads, 128, mask=MaskKind.CAUSAL)
-    return Row(case, baselines=(Baseline.VARLEN,))
-
-
-def _paged(row: Row, page_size: int) -> Row:
-    name = f"{row.name} page {page_size}"
-    case = dataclasses.replace(row.case, name=name, page_size=page_size, form=KvForm.COMBINED)
-    baselines = tuple(one for one in row.baselines if one is Baseline.FRONTEND)
-    return Row(case, baselines=baselines, relative_to=row.case)
-
-
-def _with_pages(row: Row, *page_sizes: int) -> list[Row]:
-    return [row, *(_paged(row, page_size) for page_size in page_sizes)]
+    rows = [Row(case, baselines=(Baseline.VARLEN, *beside))]
+    for size in page_sizes:
+        changes = {"name": f"{name} page {size}", "page_size": size, "form": KvForm.COMBINED}
+        rows.append(Row(dataclasses.replace(case, **changes), Metric.TFLOPS, beside, case))
+    return rows
 
 
 def _decode(name: str, batch: int, kv_len: int, kv_heads: int) -> Row:
-    row = _paged(_grouped(name, (1,) * batch, (kv_len,) * batch, kv_heads), 16)
-    return Row(row.case, Metric.GBPS, (Baseline.READ,))
+    _, paged = _grouped(name, (1,) * batch, (kv_len,) * batch, kv_heads, [16])
+    return Row(paged.case, Metric.GBPS, (Baseline.READ,))
 
 
 def _batch_invariant(row: Row) -> list[Row]:
@@ -113,20 +110,6 @@ def _batch_invariant(row: Row) -> list[Row]:
     return rows
 
 
-def _beside_cudnn(row: Row) -> Row:
-    return dataclasses.replace(row, baselines=(*row.baselines, Baseline.FRONTEND))
-
-
-def _cudnn_rows() -> list[Row]:
-    """What both cuDNN and the kernels of this package take."""
-    rows = []
-    for name, lengths in (("4x2048", (2048,) * 4), ("1x8192", (8192,))):
-        rows += _with_pages(_beside_cudnn(_grouped(f"cudnn {name}", lengths, lengths, 8)), 16, 64)
-    lengths = (2048,) * 4
-    wide = Case("cudnn 4x2048 d192x128", lengths, lengths, 16, 16, 192, 128, mask=MaskKind.CAUSAL)
-    return [*rows, Row(wide, baselines=(Baseline.FRONTEND,))]
-
-
 def gpu_rows() -> list[Row]:
     """16k tokens in all, heads * head_dim = 2048 for the dense rows; GQA 32/8 for the others."""
     rows = [
@@ -135,19 +118,23 @@ def gpu_rows() -> list[Row]:
         for length in (1024, 4096, 16384)
         for mask in (MaskKind.NONE, MaskKind.CAUSAL)
     ]
-    mixed = _grouped("mixed", _MIXED, _MIXED, 8)
-    rows += _with_pages(_beside_cudnn(mixed), 1, 16, 64)
-    append = _beside_cudnn(_grouped("append 512 on 8k x8", (512,) * 8, (8192,) * 8, 8))
-    rows += _with_pages(append, 1, 16, 64, 128, 256)
-    chunk = _grouped("chunk 2k on 64k", (2048,), (65536,), 8)
-    rows += _with_pages(chunk, 16)
-    rows += _cudnn_rows()
+    cudnn = (Baseline.FRONTEND,)
+    mixed = _grouped("mixed", _MIXED, _MIXED, 8, [1, 16, 64], cudnn)
+    append = ("append 512 on 8k x8", (512,) * 8, (8192,) * 8)
+    append = _grouped(*append, 8, [1, 16, 64, 128, 256], cudnn)
+    chunk = _grouped("chunk 2k on 64k", (2048,), (65536,), 8, [16])
+    rows += [*mixed, *append, *chunk]
+    # What both cuDNN and the kernels of this package take.
+    four, one = (2048,) * 4, (8192,)
+    rows += _grouped("cudnn 4x2048", four, four, 8, [16, 64], cudnn)
+    rows += _grouped("cudnn 1x8192", one, one, 8, [16, 64], cudnn)
+    wide = Case("cudnn 4x2048 d192x128", four, four, 16, 16, 192, 128, mask=MaskKind.CAUSAL)
+    rows.append(Row(wide, baselines=cudnn))
     lengths = {"256x1k": (256, 1024), "64x4k": (64, 4096), "4x32k": (4, 32768)}
     decodes = [_decode(f"decode {name}", *shape, 8) for name, shape in lengths.items()]
-    small = _paged(_grouped("small 16 on 2k x32", (16,) * 32, (2048,) * 32, 8), 16)
+    small = _grouped("small 16 on 2k x32", (16,) * 32, (2048,) * 32, 8, [16])[1]
     small = dataclasses.replace(small, relative_to=None)
-    paged = [_paged(row, 16) for row in (mixed, append, chunk)]
-    invariant = [_batch_invariant(row) for row in (*paged, small, *decodes)]
+    invariant = map(_batch_invariant, (mixed[2], append[2], chunk[1], small, *decodes))
     return [*rows, small, *decodes, *itertools.chain(*invariant)]
 
 
@@ -159,8 +146,8 @@ def cpu_rows() -> list[Row]:
         for mask in (MaskKind.NONE, MaskKind.CAUSAL)
     ]
     mixed = tuple(length // 8 for length in _MIXED)
-    rows += _with_pages(_grouped("mixed", mixed, mixed, 2), 1, 16, 64)
-    append = _with_pages(_grouped("append 64 on 1k x4", (64,) * 4, (1024,) * 4, 2), 16)
+    rows += _grouped("mixed", mixed, mixed, 2, [1, 16, 64])
+    append = _grouped("append 64 on 1k x4", (64,) * 4, (1024,) * 4, 2, [16])
     decode = _decode("decode 8x1k", 8, 1024, 2)
     return [*rows, *append, decode, *_batch_invariant(append[1])]
 
@@ -171,7 +158,7 @@ def quick_rows() -> list[Row]:
     return [
         _dense(128, 512, 512, 4, MaskKind.CAUSAL),
         _dense(64, 512, 512, 4, MaskKind.NONE),
-        *_with_pages(_grouped("mixed", lengths, lengths, 2), 16),
+        *_grouped("mixed", lengths, lengths, 2, [16]),
         _decode("decode 4x512", 4, 512, 2),
     ]
 

@@ -1,10 +1,14 @@
-"""`bench --trace FILE`: one launch of one row, work item by work item."""
+"""`bench --trace FILE`: when and where each work item of one launch ran, read from the records that
+the launch wrote, as a picture, and as a trace that ui.perfetto.dev opens."""
 
 from __future__ import annotations
 
+import dataclasses
+import enum
+import importlib.util
 import json
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -14,10 +18,190 @@ from ..machine import Place
 from .measure import Result, Trial, WrongResultError
 from .pod import PodRow, checked_call
 from .rows import BenchRow
-from .timeline import PICTURES, Launch, Timeline, chrome_trace, draw, read_spans, why_no_picture
 
+
+class Kind(enum.Enum):
+    PREFILL = "prefill"
+    DECODE = "decode"  # of a request with one token
+
+
+PICTURES = (".png", ".svg", ".pdf")
 _MAX_ITEMS = 1 << 20
 _RECORD_WORDS = 4
+# Told apart by every kind of eye, and in grey.
+_COLOURS = {Kind.PREFILL: "#1f6fb4", Kind.DECODE: "#f5a623"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """One work item as it ran; microseconds from the start of the first one."""
+
+    begin_us: float
+    end_us: float
+    processor: int  # the SM; on the CPU the thread
+    launch: int
+    kind: Kind
+    cta: int
+    request: int  # of the launch
+    kv_head: int
+    chunk: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Timeline:
+    title: str
+    processor_name: str  # "SM", "thread"
+    processors: tuple[int, ...]  # also those that ran nothing
+    launches: tuple[str, ...]  # ids of their kernels
+    spans: tuple[Span, ...]
+
+    @property
+    def end_us(self) -> float:
+        return max((span.end_us for span in self.spans), default=0.0)
+
+    def of_processors(self) -> list[list[Span]]:
+        """The spans of each processor."""
+        return [[span for span in self.spans if span.processor == one] for one in self.processors]
+
+    def lanes(self) -> dict[int, list[list[Span]]]:
+        """By processor."""
+        return dict(zip(self.processors, map(lanes, self.of_processors()), strict=True))
+
+    def summary(self) -> str:
+        """How the time of the processors was spent."""
+        if not self.spans:
+            return "no work item ran"
+        room = self.end_us * len(self.processors)
+        by_processor, name = self.of_processors(), self.processor_name
+
+        def share(*kinds: Kind) -> float:
+            busy = sum(_covered(s for s in spans if s.kind in kinds) for spans in by_processor)
+            return 100.0 * busy / room if room else 0.0
+
+        shares = [f"{kind.value} {share(kind):.1f} %" for kind in Kind]
+        ends = sorted(max((span.end_us for span in spans), default=0.0) for spans in by_processor)
+        return (
+            f"{len(self.spans)} items in {self.end_us:.1f} us on {len(ends)} {name}s: "
+            f"{', '.join(shares)}, idle {100.0 - share(*Kind):.1f} %; the first {name} is done at "
+            f"{ends[0]:.1f} us, half of them at {ends[len(ends) // 2]:.1f} us"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """Where a launch put its records, and the tokens of each of its requests."""
+
+    kernel_id: str
+    first: int
+    count: int
+    qo_lens: tuple[int, ...]
+
+
+def read_spans(records: torch.Tensor, launches: Sequence[Launch]) -> tuple[Span, ...]:
+    """records: int64 [n, 4] on the CPU, ItemRecord of cpp/include/preflash/item_record.h."""
+    spans: list[Span] = []
+    ran = [records[launch.first : launch.first + launch.count] for launch in launches]
+    ran = [rows[rows[:, 1] > 0] for rows in ran]  # the others did not run
+    first = min((int(rows[:, 0].min()) for rows in ran if len(rows)), default=0)
+    for number, (launch, rows) in enumerate(zip(launches, ran, strict=True)):
+        words, halves = rows.view(torch.int32), rows.view(torch.int16)
+        columns = (rows[:, 0], rows[:, 1], words[:, 4], words[:, 5], words[:, 6])
+        columns = [column.tolist() for column in (*columns, halves[:, 14], halves[:, 15])]
+        for begin, end, processor, cta, request, kv_head, chunk in zip(*columns, strict=True):
+            kind = Kind.DECODE if launch.qo_lens[request] == 1 else Kind.PREFILL
+            times = ((begin - first) / 1e3, (end - first) / 1e3)
+            spans.append(Span(*times, processor, number, kind, cta, request, kv_head, chunk))
+    return tuple(sorted(spans, key=lambda span: (span.begin_us, span.end_us)))
+
+
+def lanes(spans: Iterable[Span]) -> list[list[Span]]:
+    """The spans of one processor, so that those of a lane follow one another: an SM may hold more
+    than one CTA."""
+    taken: list[list[Span]] = []
+    for span in sorted(spans, key=lambda span: span.begin_us):
+        free = next((lane for lane in taken if lane[-1].end_us <= span.begin_us), None)
+        if free is None:
+            taken.append([span])
+        else:
+            free.append(span)
+    return taken
+
+
+def _covered(spans: Iterable[Span]) -> float:
+    """The time that at least one of them covers."""
+    covered, until = 0.0, 0.0
+    for begin, end in sorted((span.begin_us, span.end_us) for span in spans):
+        covered += max(end - max(begin, until), 0.0)
+        until = max(until, end)
+    return covered
+
+
+def chrome_trace(timeline: Timeline) -> dict:
+    """The Chrome trace event format: one thread for each processor, and further ones where it holds
+    several CTAs. Times are in microseconds, as the format wants them."""
+    events = [_metadata("process_name", 0, name=timeline.title)]
+    threads = [
+        (f"{timeline.processor_name} {processor:03}", number, len(held), lane)
+        for processor, held in timeline.lanes().items()
+        for number, lane in enumerate(held or [[]])
+    ]
+    for thread, (name, number, count, lane) in enumerate(threads):
+        name += f" CTA {number}" if count > 1 else ""
+        events.append(_metadata("thread_name", thread, name=name))
+        events.append(_metadata("thread_sort_index", thread, sort_index=thread))
+        for span in lane:
+            places = ("launch", "cta", "request", "kv_head", "chunk")
+            args = {name: getattr(span, name) for name in places}
+            args["kernel"] = timeline.launches[span.launch]
+            event = {"ph": "X", "pid": 1, "tid": thread, "args": args}
+            times = {"ts": round(span.begin_us, 3), "dur": round(span.end_us - span.begin_us, 3)}
+            events.append({**event, **times, "name": span.kind.value, "cat": span.kind.value})
+    return {
+        "traceEvents": events,
+        "displayTimeUnit": "ns",
+        "otherData": {"title": timeline.title, "summary": timeline.summary()},
+    }
+
+
+def _metadata(what: str, thread: int, **args: object) -> dict:
+    return {"ph": "M", "name": what, "pid": 1, "tid": thread, "args": args}
+
+
+def why_no_picture() -> str:
+    """Empty where one can be drawn."""
+    if importlib.util.find_spec("matplotlib") is None:
+        return "a picture takes matplotlib, which is not installed: pip install 'preflash[trace]'"
+    return ""
+
+
+def draw(timeline: Timeline, path: pathlib.Path) -> None:
+    """One row for each processor, in the format that the file's name ends with."""
+    from matplotlib.figure import Figure  # an extra, and slow to import
+    from matplotlib.patches import Patch
+
+    rows = len(timeline.processors)
+    figure = Figure(figsize=(12.0, min(max(1.6 + 0.055 * rows, 3.0), 12.0)), layout="constrained")
+    axes = figure.subplots()
+    for row, held in enumerate(timeline.lanes().values()):
+        height = 0.9 / max(len(held), 1)
+        for number, lane in enumerate(held):
+            for kind, colour in _COLOURS.items():
+                bars = [(s.begin_us, s.end_us - s.begin_us) for s in lane if s.kind is kind]
+                place = (row - 0.45 + number * height, height)
+                axes.broken_barh(bars, place, facecolor=colour, edgecolor="white", linewidth=0.25)
+    kinds = {span.kind for span in timeline.spans}
+    handles = [Patch(color=_COLOURS[kind], label=kind.value) for kind in Kind if kind in kinds]
+    above = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0)}
+    axes.legend(handles=handles, ncols=2, frameon=False, **above)
+    axes.set_xlim(0.0, timeline.end_us or 1.0)
+    axes.set_ylim(rows - 0.5, -0.5)
+    ticks = range(0, rows, max(rows // 12, 1))
+    axes.set_yticks(list(ticks), [str(timeline.processors[tick]) for tick in ticks])
+    axes.set_ylabel(timeline.processor_name)
+    axes.set_xlabel("microseconds since the first work item began")
+    axes.set_title(timeline.title, fontsize=10, loc="left")
+    axes.margins(0)
+    figure.savefig(path, dpi=100)
 
 
 def trace(name: str, place: Place, rows: Sequence[BenchRow]) -> None:
@@ -57,9 +241,8 @@ def _paths(name: str) -> list[pathlib.Path]:
 
 def _record(row: BenchRow, place: Place) -> Timeline:
     """The second run of the row: the first has been checked and has warmed the machine up."""
-    # A launch has the requests of one side of the row, or of all of them.
     cases = [row.case, row.decode] if isinstance(row, PodRow) else [row.case]
-    sides, result = [case.qo_lens for case in cases], Result(row)
+    result = Result(row)
     try:
         trials = [Trial.of(case, place) for case in cases]
         if isinstance(row, PodRow):
@@ -84,7 +267,10 @@ def _record(row: BenchRow, place: Place) -> Timeline:
         raise CommandError(f"--trace: {error}") from error
     finally:
         recorder.stop()
-    qo_lens = sides if len(found) == len(sides) else [sum(sides, ())] * len(found)
+    # A launch has the requests of one side of the row, or of all of them.
+    qo_lens = [case.qo_lens for case in cases]
+    if len(found) != len(cases):
+        qo_lens = [sum(qo_lens, ())] * len(found)
     launches = [Launch(*launch, lens) for launch, lens in zip(found, qo_lens, strict=True)]
     spans = read_spans(records.cpu(), launches)
     ids = tuple(launch.kernel_id for launch in launches)
