@@ -22,6 +22,12 @@ from .pod_problems import Kind, PodProblem
 from .wrapper_trial import Verdict, verdict_of
 
 
+def note_variants(wrapper, prefill: Inputs, decode: Inputs) -> None:
+    """Of both sides, whose wrapper has run in one launch or two."""
+    ids = wrapper.variant.split(", ")
+    prefill.variant, decode.variant = ids[0], ids[-1]
+
+
 def examine(problem: PodProblem, *, backend: str, device: torch.device | str = "cpu") -> Verdict:
     """Plans and runs the wrapper. What a broken backend raises is a failure like any other."""
     with mock.patch.object(joint, "_forced_apart", problem.call.two_launches):
@@ -153,7 +159,7 @@ class _Trial:
 
     def results(self) -> list[Result]:
         returned = self.run()
-        runner.note_sides(self.wrapper, *(side.inputs for side in self._sides))
+        note_variants(self.wrapper, *(side.inputs for side in self._sides))
         if self._sides[0].inputs.q.is_cuda:
             torch.cuda.synchronize(self._sides[0].inputs.q.device)
         self.last = [side.settle(one) for side, one in zip(self._sides, returned, strict=True)]

@@ -29,24 +29,22 @@ def workspace(device: torch.device | str = "cpu", size: int = WORKSPACE_BYTES) -
 
 
 def make_wrapper(
-    case: Case, *, backend: str, device: torch.device | str = "cpu", buffer=None, **options
+    case: Case, *, backend: str, device="cpu", buffer=None, package=preflash, **options
 ):
-    """A paged or ragged wrapper for the case, not planned."""
+    """A paged or ragged wrapper for the case, not planned; package: one that has the API."""
     kind = f"BatchPrefillWith{'Paged' if case.paged else 'Ragged'}KVCacheWrapper"
     buffer = workspace(device) if buffer is None else buffer
-    return getattr(preflash, kind)(buffer, case.layout, backend=backend, **options)
+    return getattr(package, kind)(buffer, case.layout, backend=backend, **options)
 
 
 def plan_arguments(inputs: Inputs) -> tuple[tuple, dict]:
     """Positional and keyword arguments of plan()."""
     case = inputs.case
     heads = (case.num_qo_heads, case.num_kv_heads, case.head_dim)
+    kind, positional = RaggedPlanArguments, (inputs.qo_indptr, inputs.kv_indptr, *heads)
     if case.paged:
         table = (inputs.qo_indptr, inputs.kv_indptr, inputs.indices, inputs.last_page_len)
-        positional = (*table, *heads, case.page_size)
-    else:
-        positional = (inputs.qo_indptr, inputs.kv_indptr, *heads)
-    kind = PagedPlanArguments if case.paged else RaggedPlanArguments
+        kind, positional = PagedPlanArguments, (*table, *heads, case.page_size)
     options = {
         **_options_of(inputs, kind),
         "custom_mask": inputs.custom_mask,
@@ -98,19 +96,6 @@ def _tensors(inputs: Inputs) -> tuple:
     return (inputs.q, inputs.cache) if inputs.case.paged else (inputs.q, inputs.k, inputs.v)
 
 
-def noting_variant(inputs, call: Callable[[], object]):
-    """call(), whose kernel becomes inputs.variant."""
-    result = call()
-    inputs.variant = _core.last_variant()
-    return result
-
-
-def note_sides(wrapper, prefill: Inputs, decode: Inputs) -> None:
-    """Their variants, of a wrapper of prefill beside decode that has run in one launch or two."""
-    ids = wrapper.variant.split(", ")
-    prefill.variant, decode.variant = ids[0], ids[-1]
-
-
 def _scale_arguments(inputs: Inputs) -> dict:
     return {f"scale_{name}": scale for name, scale in vars(inputs.scales).items()}
 
@@ -133,10 +118,9 @@ def single(inputs: Inputs, *, backend: str, **options):
         **_scale_arguments(inputs),
     }
     tensors = (inputs.q, inputs.k.narrow(tokens, 0, kv_len), inputs.v.narrow(tokens, 0, kv_len))
-    return noting_variant(
-        inputs,
-        lambda: preflash.single_prefill_with_kv_cache(*tensors, **{**arguments, **options}),
-    )
+    result = preflash.single_prefill_with_kv_cache(*tensors, **{**arguments, **options})
+    inputs.variant = _core.last_variant()
+    return result
 
 
 def compare(inputs: Inputs, out, lse, expected: Expected | None = None, **options) -> Report:
@@ -183,12 +167,7 @@ def launcher(wrapper, inputs: Inputs) -> Callable[[], torch.Tensor]:
     return functools.partial(wrapper.run, *_tensors(inputs), out=out)
 
 
-def check(
-    inputs: Inputs, *, backend: str, expected: Expected | None = None, **plan_overrides
-) -> Report:
+def check(inputs: Inputs, *, expected: Expected | None = None, **planned_with) -> None:
     """Plans and runs a fresh wrapper and raises unless output and LSE are right."""
-    wrapper = planned(inputs, backend=backend, **plan_overrides)
-    out, lse = run(wrapper, inputs)
-    report = compare(inputs, out, lse, expected)
-    report.check()
-    return report
+    out, lse = run(planned(inputs, **planned_with), inputs)
+    compare(inputs, out, lse, expected).check()

@@ -10,7 +10,7 @@ from unittest import mock
 import preflash
 import pytest
 import torch
-from fuzz.pod_trial import plan_decode
+from fuzz.pod_trial import note_variants, plan_decode
 from graph_stage import capture, recorder  # noqa: F401
 from preflash._pod import joint
 from preflash._run import kernels
@@ -119,7 +119,7 @@ def run(wrapper, prefill, decode, **options):
     }
     tensors = prefill_tensors(prefill)
     results = wrapper.run(*tensors, decode.q, decode.cache, **{**given, **options})
-    runner.note_sides(wrapper, prefill, decode)
+    note_variants(wrapper, prefill, decode)
     return results
 
 
