@@ -113,18 +113,17 @@ def _attention(place: Place, case: Case, outcome: Outcome) -> None:
     inputs = build(case, device=place.device, index_device="cpu")
     wrapper = runner.planned(inputs, backend=place.backend)
     outcome.variants.add(wrapper.variant)
-    out, lse = runner.run(wrapper, inputs)
-    _settle(runner.compare(inputs, out, lse), case.id, outcome)
+    _settle(runner.compare(inputs, *runner.run(wrapper, inputs)), case.id, outcome)
 
 
 def _single(place: Place, dtype: torch.dtype, outcome: Outcome) -> None:
     case = Case("single", (65,), (200,), 8, 2, 128, dtype=dtype, mask=_CAUSAL)
     inputs = build(case, device=place.device)
-    out, lse = runner.single(inputs, backend=place.backend)
-    _settle(runner.compare(inputs, out, lse), case.id, outcome)
+    result = runner.single(inputs, backend=place.backend)
+    _settle(runner.compare(inputs, *result), case.id, outcome)
 
 
-def _settle(report, name: str, outcome: Outcome) -> None:
+def _settle(report: Report, name: str, outcome: Outcome) -> None:
     outcome.worst = max(outcome.worst, report.worst)
     if not report.ok:
         raise AssertionError(f"{name}: {report}")
@@ -175,14 +174,15 @@ def _bytes_of(bits: torch.Tensor, bitorder: str) -> list[int]:
 def _report(outcomes: dict[tuple[str, str], Outcome]) -> int:
     counted = {"passed": "d", "not compiled": "d", "error / allowed": ".2f", "seconds": ".2f"}
     table = Table({"where": "", "what": "", "result": "", **counted})
-    for (label, area), outcome in outcomes.items():
-        counts = (outcome.passed, outcome.not_compiled or None)
-        worst = outcome.worst or None
-        table.add(label, area, outcome.verdict, *counts, worst, outcome.seconds)
+    variants: set[str] = set()
+    failures: list[str] = []
+    for place, outcome in outcomes.items():
+        counts = (outcome.passed, outcome.not_compiled or None, outcome.worst or None)
+        table.add(*place, outcome.verdict, *counts, outcome.seconds)
+        variants |= outcome.variants
+        failures += outcome.failures
     print(table)
-    variants = sorted(set().union(*(outcome.variants for outcome in outcomes.values())))
-    print("\n  ".join([f"\n{len(variants)} variants ran:", *variants]))
-    failures = [failure for outcome in outcomes.values() for failure in outcome.failures]
+    print("\n  ".join([f"\n{len(variants)} variants ran:", *sorted(variants)]))
     for failure in failures:
         print(f"FAILED {failure}")
     print("\nFAILED" if failures else "\nall good")

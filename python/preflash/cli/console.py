@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import sys
 from collections.abc import Callable, Iterator, Mapping
 
@@ -70,11 +71,10 @@ def progress(total: int, title: str) -> Iterator[Callable[[str], None]]:
 
 
 def _lines(total: int, title: str) -> Callable[[str], None]:
-    done = 0
+    steps = itertools.count(1)
 
     def step(_: str) -> None:
-        nonlocal done
-        done += 1
+        done = next(steps)
         if 4 * done // total > 4 * (done - 1) // total:
             with contextlib.suppress(OSError):  # a line nobody can see ends no work
                 print(f"{title}: {done}/{total}", file=sys.stderr, flush=True)

@@ -71,17 +71,17 @@ def cpu_refusal() -> str:
 
 def places() -> list[Place]:
     """Every backend that can run here, the fastest first. Of several GPUs the current one."""
-    found = []
+    devices = {torch.device("cpu"): "CPU"}
     if not gpu_absent():
-        device = torch.device("cuda", torch.cuda.current_device())
-        compiled = {kernel["backend"] for kernel in _core.kernels()}
-        name = torch.cuda.get_device_name(device)
-        for backend in backends.candidates("auto", device):
-            if backend.name in compiled and backend.refusal(device) is None:
-                found.append(Place(backend.name, device, name))
-    if not cpu_refusal():
-        found.append(Place("cpu", torch.device("cpu"), "CPU"))
-    return found
+        gpu = torch.device("cuda", torch.cuda.current_device())
+        devices = {gpu: torch.cuda.get_device_name(gpu), **devices}
+    compiled = {kernel["backend"] for kernel in _core.kernels()}
+    return [
+        Place(backend.name, device, name)
+        for device, name in devices.items()
+        for backend in backends.candidates("auto", device)
+        if backend.name in compiled and backend.refusal(device) is None
+    ]
 
 
 def choose_places(backend: str | None) -> list[Place]:
@@ -98,24 +98,14 @@ def choose_places(backend: str | None) -> list[Place]:
             raise CommandError(f"{asked}: {by_environment} replaces it; unset one of them")
         backend, asked = override, by_environment
     found = places()
-    if backend is None:
-        if cpu_refusal():
-            raise CommandError(cpu_refusal())
-        return found
-    if backend not in _BACKENDS:
+    if backend is None and cpu_refusal():
+        raise CommandError(cpu_refusal())
+    if backend not in (None, *_BACKENDS):
         raise CommandError(f"{asked}: must be one of {', '.join(_BACKENDS)}")
-    chosen = [place for place in found if place.backend == backend]
+    chosen = [place for place in found if backend in (None, place.backend)]
     if not chosen:
         here = ", ".join(place.backend for place in found) or "none"
         absent = cpu_refusal() if backend == "cpu" else gpu_absent()
         reason = f" ({absent})" if absent else ""
         raise CommandError(f"{asked} cannot run here{reason}; there is: {here}")
     return chosen
-
-
-def torch_dtype(name: str) -> torch.dtype:
-    """bf16, f16 or f32 as a torch dtype. Raises CommandError for another name."""
-    names = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
-    if name not in names:
-        raise CommandError(f"--dtype {name}: there are {', '.join(names)}")
-    return names[name]

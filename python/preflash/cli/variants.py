@@ -75,11 +75,8 @@ def _ids_that_serve(size: str, kernels: list[dict]) -> set[str]:
 
 
 def _nothing_left(kernels: list[dict], args: argparse.Namespace) -> str:
-    asked = ", ".join(
-        f"--{name.replace('_', '-')} {value}"
-        for name in ("family", "dtype", "head_dim")
-        if (value := getattr(args, name)) is not None
-    )
+    given = {"--family": args.family, "--dtype": args.dtype, "--head-dim": args.head_dim}
+    asked = ", ".join(f"{name} {value}" for name, value in given.items() if value is not None)
     have = {
         "families": {kernel["family"] for kernel in kernels},
         "dtypes": {kernel["q_dtype"] for kernel in kernels},

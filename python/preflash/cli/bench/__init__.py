@@ -1,5 +1,5 @@
-"""`bench`: speed tables, of the wrappers beside torch's scaled_dot_product_attention and cuDNN, of
-prefill beside decode, and of trtllm_fmha_v2_prefill; everything in one run."""
+"""`bench`: speed tables of the wrappers beside torch and cuDNN, of prefill beside decode, and of
+trtllm_fmha_v2_prefill; everything in one run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import preflash
 from ...testing.case import flops
 from .. import CommandError, check_writable
 from ..console import progress
-from ..machine import Place, choose_places, torch_dtype
+from ..machine import Place, choose_places
 from .fmha import fmha_calls, fmha_rows_for, fmha_table
 from .measure import Result, measured, row_calls, row_table
 from .pod import pod_calls, pod_rows_for, pod_table
@@ -28,6 +28,7 @@ _KINDS = {
     "pod": (pod_rows_for, pod_calls, pod_table),
     "fmha": (fmha_rows_for, fmha_calls, fmha_table),
 }
+_DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -79,18 +80,17 @@ def execute(args: argparse.Namespace) -> int:
         return 0
     repeats = args.repeats or (3 if args.quick else 11 if place.device.type == "cuda" else 5)
     print(_headline(place, repeats))
-    tables: dict[str, list[Result]] = {}
+    tables: dict[str, list[Result]] = {key: [] for key in _KINDS}
     with progress(sum(map(len, chosen.values())), "bench") as step:
         for key, (_, calls_of, _) in _KINDS.items():
-            results = tables[key] = []
             for row in chosen[key]:
-                results.append(measured(calls_of, row, place, repeats))
+                tables[key].append(measured(calls_of, row, place, repeats))
                 step(row.name)
+    document = {"machine": _machine(place, repeats)}
     for key, (_, _, table) in _KINDS.items():
         if tables[key]:
             print(f"\n{table(tables[key])}")
-    document = {key: [_as_json(one) for one in results] for key, results in tables.items()}
-    document = {"machine": _machine(place, repeats), **document}
+        document[key] = [_as_json(one) for one in tables[key]]
     if args.json is not None:
         args.json.write_text(json.dumps(document, indent=2) + "\n")
     if args.plot is not None:
@@ -122,7 +122,10 @@ def _check_report(args: argparse.Namespace) -> None:
 def _chosen_rows(args: argparse.Namespace, place: Place) -> dict[str, list[BenchRow]]:
     """By kind."""
     default = "bf16" if place.device.type == "cuda" or args.quick else "f32,bf16,f16"
-    dtypes = [torch_dtype(name) for name in (args.dtype or default).split(",")]
+    asked = (args.dtype or default).split(",")
+    if unknown := [name for name in asked if name not in _DTYPES]:
+        raise CommandError(f"--dtype {unknown[0]}: there are {', '.join(_DTYPES)}")
+    dtypes = [_DTYPES[name] for name in asked]
     if unfit := [dtype for dtype in dtypes if dtype not in place.dtypes]:
         raise CommandError(f"--dtype {args.dtype}: {place.backend} does not take {unfit[0]}")
     chosen, names = {}, []

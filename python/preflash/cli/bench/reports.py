@@ -17,7 +17,6 @@ from ..console import Table
 from ..machine import Place
 from .measure import OURS
 
-_KINDS = ("rows", "pod", "fmha")
 _DENSE = re.compile(r"dense (d\d+) s(\d+) (\w+)")
 
 
@@ -49,10 +48,9 @@ def draw(document: dict[str, Any], path: pathlib.Path) -> None:
     calls = sorted({n for row in timed for n in row["speed"]} - {"base"}, key=lambda n: n != OURS)
     colour = {name: f"C{i}" for i, name in enumerate(calls)}
     masks, dims = (list(dict.fromkeys(key[i] for key in dense)) for i in range(2))
-    columns = max(len(dims), 2 if decode else 1)
-    height = len(masks) + bool(decode)
-    figure = Figure(figsize=(4.2 * columns, 3.2 * max(height, 1)), layout="constrained")
-    grid = figure.add_gridspec(max(height, 1), columns)
+    columns, height = max(len(dims), 2 if decode else 1), max(len(masks) + bool(decode), 1)
+    figure = Figure(figsize=(4.2 * columns, 3.2 * height), layout="constrained")
+    grid = figure.add_gridspec(height, columns)
     for (mask, dim), lines in dense.items():
         axes = figure.add_subplot(grid[masks.index(mask), dims.index(dim)])
         for name in (name for name in calls if name in lines):
@@ -85,16 +83,15 @@ def compare(paths: list[pathlib.Path]) -> str:
     documents = [_read(path) for path in paths]
     table = Table({"row": "", "dtype": "", "A us": ".1f", "B us": ".1f", "B is": ".3f"})
     ratios = []
-    for kind in _KINDS:
-        a, b = (_by_key(document.get(kind, [])) for document in documents)
-        for key in (key for key in a if key in b):
-            us = [row[key]["us"] for row in (a, b)]
-            # preflash where a row has baselines, else every call of the row.
-            for name in (n for n in us[0] if n in us[1] and (n == OURS or OURS not in us[0])):
-                times = [one[name] for one in us]
-                ratios.append(times[0] / times[1])
-                title = key[0] if name == OURS else f"{key[0]}: {name}"
-                table.add(title, key[1], *times, f"{ratios[-1]:.3f}x")
+    a, b = (_times_by_row(document) for document in documents)
+    for title, dtype in (key for key in a if key in b):
+        us = a[title, dtype], b[title, dtype]
+        # preflash where a row has baselines, else every call of the row.
+        for name in (n for n in us[0] if n in us[1] and (n == OURS or OURS not in us[0])):
+            times = [one[name] for one in us]
+            ratios.append(times[0] / times[1])
+            about = title if name == OURS else f"{title}: {name}"
+            table.add(about, dtype, *times, f"{ratios[-1]:.3f}x")
     if not ratios:
         raise CommandError("--compare: the two reports have no row in common")
     lines = []
@@ -117,5 +114,6 @@ def _read(path: pathlib.Path) -> dict[str, Any]:
     return document
 
 
-def _by_key(rows: list[dict[str, Any]]) -> dict[tuple[str, str], dict[str, Any]]:
-    return {(row["name"], row["dtype"]): row for row in rows}
+def _times_by_row(document: dict[str, Any]) -> dict[tuple[str, str], dict[str, float]]:
+    rows = (row for kind in ("rows", "pod", "fmha") for row in document.get(kind, []))
+    return {(row["name"], row["dtype"]): row["us"] for row in rows}
