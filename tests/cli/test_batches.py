@@ -1,10 +1,11 @@
 """Benchmark inputs hold what they say, and torch computes the oracle's answer on them."""
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
-from preflash.cli.batches import BatchMaker, Sample
+from preflash.cli.batches import Sample, batches
 from preflash.cli.bench import rows as bench_rows
 from preflash.cli.bench.baselines import baselines_of
 from preflash.testing import Case, KvForm, MaskKind, build, reference, runner
@@ -24,8 +25,7 @@ PAGED = Case(
 
 
 def test_paged_sets_differ_and_share_their_page_table():
-    maker = BatchMaker(PAGED, CPU, seed=3)
-    first, second = maker.make(), maker.make()
+    first, second = itertools.islice(batches(PAGED, CPU, seed=3), 2)
     assert first.page_table == second.page_table
     assert not torch.equal(first.q, second.q)
     assert first.kv_indptr.tolist() == [0, 3, 4, 5, 8]
@@ -34,7 +34,7 @@ def test_paged_sets_differ_and_share_their_page_table():
 
 
 def test_owned_slots_are_finite_and_the_others_nan():
-    inputs = BatchMaker(PAGED, CPU, seed=3).make()
+    inputs = next(batches(PAGED, CPU, seed=3))
     owned = 0
     for index, kv_len in enumerate(PAGED.kv_lens):
         request = inputs.request(index)
@@ -49,7 +49,7 @@ def test_owned_slots_are_finite_and_the_others_nan():
 
 def test_a_custom_mask_is_refused():
     with pytest.raises(ValueError, match="has a custom mask"):
-        BatchMaker(dataclasses.replace(PAGED, mask=MaskKind.CUSTOM), CPU)
+        next(batches(dataclasses.replace(PAGED, mask=MaskKind.CUSTOM), CPU))
 
 
 def test_a_sample_is_those_rows_of_the_whole_answer():
@@ -70,7 +70,7 @@ def test_torch_agrees_with_the_oracle(dtype):
     for row in bench_rows.quick_rows():
         case = row.case.with_dtype(dtype)
         row = dataclasses.replace(row, case=case)
-        inputs = BatchMaker(case, CPU).make()
+        inputs = next(batches(case, CPU))
         for prepare in baselines_of(row, CPU).values():
             out = prepare(inputs)()
             report = runner.compare(inputs, out, None)

@@ -17,7 +17,7 @@ import time
 import preflash
 import torch
 from preflash._run import kernels
-from preflash.cli.batches import BatchMaker
+from preflash.cli.batches import batches
 from preflash.testing import runner, timing
 from preflash.testing.case import Case, KvForm, MaskKind
 
@@ -104,7 +104,7 @@ def main() -> None:
     results = []
     while len(results) < args.count and time.monotonic() < until:
         cases = draw(rng)
-        sides = [BatchMaker(case, torch.device("cuda")).make() for case in cases]
+        sides = [next(batches(case, torch.device("cuda"))) for case in cases]
         us = measure(sides, args.backend, lambda: [torch.mm(a, a) for _ in range(4)])
         if not us:
             continue

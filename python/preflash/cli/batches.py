@@ -1,10 +1,9 @@
-"""Batches of the benchmark and of the demo: many sets of inputs on one page table, and samples of
-their rows to compare with the oracle."""
+"""Batches of the benchmark and of the demo, and samples of their rows for the oracle."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -12,32 +11,24 @@ from ..testing import Case, Expected, Garbage, Inputs, build, reference
 from ..testing.inputs import indptr, page_table
 
 
-class BatchMaker:
-    """Makes `Inputs` of a case again and again, on the device itself, because batches are large:
-    case without a custom mask, sinks and factors of heads. Page slots that no request owns hold
-    NaN, which no result may ever show. Index arrays are on the CPU except the page indices."""
-
-    def __init__(self, case: Case, device: torch.device, seed: int = 0) -> None:
-        if case.has_custom_mask:
-            raise ValueError(f"{case.id}: has a custom mask")
-        self._case = dataclasses.replace(case, garbage=Garbage.NAN)
-        self._device = device
-        self._random = torch.Generator(device).manual_seed(seed)
-        self._table = None
+def batches(case: Case, device: torch.device, seed: int = 0) -> Iterator[Inputs]:
+    """`Inputs` of a case without end: normal random q, k and v, made on the device itself, because
+    batches are large: case without a custom mask, sinks and factors of heads. All share a page
+    table; page slots that no request owns hold NaN, which no result may ever show. Ragged k and v
+    have as many rows as there are keys. Index arrays are on the CPU except the page indices."""
+    if case.has_custom_mask:
+        raise ValueError(f"{case.id}: has a custom mask")
+    case = dataclasses.replace(case, garbage=Garbage.NAN)
+    random = torch.Generator(device).manual_seed(seed)
+    table = page_table(case, torch.Generator().manual_seed(seed)) if case.paged else None
+    while True:
+        inputs = build(case, device=device, index_device="cpu", generator=random, table=table)
         if case.paged:
-            self._table = page_table(case, torch.Generator().manual_seed(seed))
-
-    def make(self) -> Inputs:
-        """A new set: normal random q, k and v; ragged k and v of as many rows as there are keys."""
-        case = self._case
-        placed = {"device": self._device, "index_device": "cpu"}
-        inputs = build(case, **placed, generator=self._random, table=self._table)
-        if case.paged:
-            inputs.indices = inputs.indices.to(self._device)
+            inputs.indices = inputs.indices.to(device)
         else:
             tokens, count = 0 if case.layout == "NHD" else 1, sum(case.kv_lens)
             inputs.k, inputs.v = (t.narrow(tokens, 0, count) for t in (inputs.k, inputs.v))
-        return inputs
+        yield inputs
 
 
 class Sample:
@@ -47,10 +38,9 @@ class Sample:
     def __init__(self, qo_lens: Sequence[int], per_request: int, seed: int = 0) -> None:
         random = torch.Generator().manual_seed(seed)
         self.rows = [_pick(qo_len, per_request, random) for qo_len in qo_lens]
-        begins = indptr(qo_lens).tolist()
-        self._tokens = torch.cat(
-            [rows + begin for rows, begin in zip(self.rows, begins, strict=False)]
-        )
+        begins = indptr(qo_lens)[:-1].tolist()
+        tokens = [rows + begin for rows, begin in zip(self.rows, begins, strict=True)]
+        self._tokens = torch.cat(tokens)
 
     def __len__(self) -> int:
         return len(self._tokens)
@@ -65,6 +55,6 @@ class Sample:
 
 
 def _pick(qo_len: int, count: int, random: torch.Generator) -> torch.Tensor:
-    ends = torch.tensor([0, qo_len - 1][: min(qo_len, 2)], dtype=torch.long, device="cpu")
+    ends = torch.tensor([0, qo_len - 1][:qo_len], dtype=torch.long, device="cpu")
     between = torch.randint(0, max(qo_len, 1), (count,), generator=random, device="cpu")
     return torch.cat([ends, between[: max(qo_len - 2, 0)]])[:count].unique()

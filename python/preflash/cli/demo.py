@@ -1,13 +1,13 @@
-"""`demo`: batch prefill over a paged KV cache, planned once and run for many layers, and verified.
-
-Two parts: the example of FlashInfer's documentation with its custom-mask half, and a batch as a
-serving engine forms it. Sampled rows of every layer are compared with a float64 oracle.
-"""
+"""`demo`: batch prefill over a paged KV cache, planned once, run for many layers, and verified: the
+example of FlashInfer's documentation with its custom-mask half, and a batch as a serving engine
+forms it. Sampled rows of every layer are compared with a float64 oracle."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
+import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -19,7 +19,7 @@ import preflash as flashinfer
 from ..testing import Case, Inputs, KvForm, MaskKind, oracle, runner
 from ..testing.case import flops
 from . import CommandError, text
-from .batches import BatchMaker, Sample
+from .batches import Sample, batches
 from .console import Table, progress
 from .machine import Place, choose_places
 
@@ -35,29 +35,18 @@ _SERVING_LAYER_BYTES = 400 * 1024 * 1024
 class Scale:
     """How much of the demo a machine does; said in its output."""
 
-    example_layers: int
-    serving_layers: int
-    serving_divisor: int  # lengths of the serving batch are divided by it
+    example_layers: int = _LAYERS
+    serving_layers: int = _LAYERS
+    serving_divisor: int = 1  # lengths of the serving batch are divided by it
 
     @classmethod
     def of(cls, device: torch.device, quick: bool) -> Scale:
         if quick:
             return cls(2, 2, 32)
         if device.type == "cpu":
-            return cls(_LAYERS, 8, 4)
+            return cls(serving_layers=8, serving_divisor=4)
         free, _ = torch.cuda.mem_get_info(device)
-        return cls(_LAYERS, min(_LAYERS, max(2, free // _SERVING_LAYER_BYTES)), 1)
-
-    @property
-    def full(self) -> bool:
-        return self == Scale(_LAYERS, _LAYERS, 1)
-
-    def __str__(self) -> str:
-        lengths = f"1/{self.serving_divisor} of the" if self.serving_divisor > 1 else "the"
-        return (
-            f"{self.example_layers} of {_LAYERS} example layers, {self.serving_layers} of "
-            f"{_LAYERS} serving layers with {lengths} full lengths"
-        )
+        return cls(serving_layers=min(_LAYERS, max(2, free // _SERVING_LAYER_BYTES)))
 
 
 # (new tokens, keys) of 16 requests: fresh prompts, chunks appended to long contexts, decoding ones.
@@ -92,19 +81,13 @@ class Demo:
         self.place.synchronize()
         return result, time.perf_counter() - start
 
-    def timed_plan(self, plan: Callable[[], object]) -> float:
-        """Median wall time in microseconds; planning again replaces a plan by its equal."""
-        return 1e6 * statistics.median(self.timed(plan)[1] for _ in range(_PLAN_REPEATS))
-
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--backend", help="cpu, fa2 or fa3; by default auto, which picks one for each batch"
-    )
+    auto = "by default auto, which picks one for each batch"
+    parser.add_argument("--backend", help=f"cpu, fa2 or fa3; {auto}")
     parser.add_argument("--quick", action="store_true", help="two layers, short requests")
-    parser.add_argument(
-        "--text", metavar="FILE", help="embed and search the lines of a text instead, real weights"
-    )
+    embed = "embed and search the lines of a text instead, real weights"
+    parser.add_argument("--text", metavar="FILE", help=embed)
     parser.add_argument("--find", metavar="WORDS", help="what to search for; the first line")
 
 
@@ -141,14 +124,20 @@ def _example(demo: Demo) -> None:
     masks = [oracle.kept(layers[0].pipeline, n, s, device=layers[0].q.device) for n, s in pairs]
     options = {"custom_mask": torch.cat([mask.flatten() for mask in masks]), "causal": False}
     try:
-        plan_us = demo.timed_plan(lambda: runner.plan(wrapper, layers[0], **options))
+        masked = _run_layers(demo, wrapper, layers, "the same, custom mask", **options)
     except NotImplementedError as error:  # a build without that kernel
         demo.left_out.append(f"example, custom mask: {error}")
         for _ in layers:
             demo.step("example: left out")
         return
-    masked = _run_layers(demo, wrapper, layers, "the same, custom mask", plan_us)
-    _compare_outputs(demo, "example, custom mask = causal", masked, outputs)
+    # Every value, with the tolerance of the documented example.
+    worst, failures = 0.0, []
+    for index, ((out, _), (other, _)) in enumerate(zip(masked, outputs, strict=True)):
+        worst = max(worst, float((out.float() - other.float()).abs().max()))
+        if not torch.allclose(out, other, rtol=1e-3, atol=1e-3):
+            failures.append(f"layer {index}: outputs differ by {worst:.3g}")
+    what = "example, custom mask = causal"
+    demo.verify(what, _millions(masked), f"{worst:.1e} apart", failures)
 
 
 def _serving(demo: Demo) -> None:
@@ -169,32 +158,36 @@ def _serving(demo: Demo) -> None:
     demo.verify(what, _millions(outputs[:1]), worst, failures)
 
 
+def _millions(outputs: list[Result]) -> str:
+    return f"{sum(out.numel() for out, _ in outputs) / 1e6:.1f}M values"
+
+
 def _part(
     demo: Demo, name: str, case: Case, num_layers: int
 ) -> tuple[flashinfer.BatchPrefillWithPagedKVCacheWrapper, list[Inputs], list[Result]]:
     """Makes the layers of a batch, plans it once, runs and compares them all."""
-    device = demo.place.device
-    maker, layers = BatchMaker(case, device), []
-    for _ in range(num_layers):
-        layers.append(maker.make())
+    layers = []
+    for layer in itertools.islice(batches(case, demo.place.device), num_layers):
+        layers.append(layer)
         demo.step(f"{name}: inputs")
-    buffer = runner.workspace(device, _WORKSPACE_BYTES)
+    buffer = runner.workspace(demo.place.device, _WORKSPACE_BYTES)
     wrapper = runner.make_wrapper(case, backend=demo.backend, buffer=buffer)
-    plan_us = demo.timed_plan(lambda: runner.plan(wrapper, layers[0]))
-    outputs = _run_layers(demo, wrapper, layers, case.name, plan_us)
+    outputs = _run_layers(demo, wrapper, layers, case.name)
     _compare_rows(demo, name, layers, outputs)
     return wrapper, layers, outputs
 
 
 def _run_layers(
-    demo: Demo, wrapper, layers: list[Inputs], name: str, plan_us: float
+    demo: Demo, wrapper, layers: list[Inputs], name: str, **plan_options
 ) -> list[Result]:
-    """(output, LSE) of every layer; adds a line to the table of what ran."""
+    """Plans, again and again, which replaces a plan by its equal. Then (output, LSE) of every
+    layer. Adds a line with the median times to the table of what ran."""
+    plan = functools.partial(runner.plan, wrapper, layers[0], **plan_options)
+    plan_us = 1e6 * statistics.median(demo.timed(plan)[1] for _ in range(_PLAN_REPEATS))
     outputs, seconds = [], []
     for index, layer in enumerate(layers):
-        result, taken = demo.timed(
-            lambda layer=layer: wrapper.run(layer.q, layer.cache, return_lse=True)
-        )
+        run = functools.partial(wrapper.run, layer.q, layer.cache, return_lse=True)
+        result, taken = demo.timed(run)
         outputs.append(result)
         seconds.append(taken)
         demo.step(f"{name}: layer {index}")
@@ -222,26 +215,16 @@ def _compare_rows(demo: Demo, name: str, layers: list[Inputs], outputs: list[Res
     demo.verify(what, amount, f"{worst:.2f} of the bound", failures)
 
 
-def _millions(outputs: list[Result]) -> str:
-    return f"{sum(out.numel() for out, _ in outputs) / 1e6:.1f}M values"
-
-
-def _compare_outputs(demo: Demo, name: str, got: list[Result], expected: list[Result]) -> None:
-    """Every value, with the tolerance of the documented example."""
-    worst, failures = 0.0, []
-    for index, ((out, _), (other, _)) in enumerate(zip(got, expected, strict=True)):
-        worst = max(worst, float((out.float() - other.float()).abs().max()))
-        if not torch.allclose(out, other, rtol=1e-3, atol=1e-3):
-            failures.append(f"layer {index}: outputs differ by {worst:.3g}")
-    demo.verify(name, _millions(got), f"{worst:.1e} apart", failures)
-
-
 def _report(demo: Demo, seconds: float) -> int:
     print(f"\n{demo.ran}\n\n{demo.verified}\n")
     for sentence in demo.left_out:
         print(f"left out: {sentence}")
-    if not demo.scale.full:
-        print(f"Scaled down: {demo.scale}.")
+    if (scale := demo.scale) != Scale():
+        part = f"1/{scale.serving_divisor} of the" if scale.serving_divisor > 1 else "the"
+        print(
+            f"Scaled down: {scale.example_layers} of {_LAYERS} example layers, "
+            f"{scale.serving_layers} of {_LAYERS} serving layers with {part} full lengths."
+        )
     for failure in demo.failures:
         print(f"FAILED {failure}")
     print(f"{'FAILED' if demo.failures else 'all verified'} in {seconds:.1f} s")

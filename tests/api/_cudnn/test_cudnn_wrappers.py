@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import itertools
 import math
 
 import preflash
@@ -9,7 +10,7 @@ import pytest
 import torch
 from fake_cudnn import FakeCudnn, install
 from preflash._cudnn import graph as _graph
-from preflash.cli.batches import BatchMaker
+from preflash.cli.batches import batches
 from preflash.cli.bench import baselines
 from preflash.cli.bench.rows import Baseline, Row, quick_rows
 from preflash.testing import Case, KvForm, MaskKind, build, poison, runner
@@ -252,8 +253,7 @@ def test_the_frontend_is_a_column(fake):
         one = dataclasses.replace(case, page_size=page_size, form=form)
         row = Row(one, baselines=(Baseline.FRONTEND,))
         (prepare,) = baselines.baselines_of(row, torch.device("cuda")).values()
-        maker = BatchMaker(one, torch.device("cpu"))
-        sets = [maker.make() for _ in range(2)]
+        sets = list(itertools.islice(batches(one, torch.device("cpu")), 2))
         calls = [prepare(inputs) for inputs in sets]
         for inputs, call in zip(sets, calls, strict=True):
             runner.compare(inputs, call(), None).check()

@@ -10,7 +10,7 @@ import preflash
 import pytest
 import torch
 from preflash.cli import check as self_test
-from preflash.cli.batches import BatchMaker, Sample
+from preflash.cli.batches import Sample, batches
 from preflash.cli.machine import Place
 from preflash.testing import Case, KvForm, MaskKind, build, oracle, runner
 
@@ -155,7 +155,7 @@ def test_self_test(surroundings):
 def test_benchmark_inputs(surroundings, page_size):
     form = KvForm.COMBINED if page_size else KvForm.SEPARATE
     case = Case("bench", (33, 5), (40, 90), 4, 2, 64, page_size=page_size, form=form)
-    inputs = BatchMaker(case, torch.device("cpu")).make()
+    inputs = next(batches(case, torch.device("cpu")))
     wrapper = runner.make_wrapper(case, backend="cpu")
     runner.plan(wrapper, inputs)
     out, lse = runner.run(wrapper, inputs)

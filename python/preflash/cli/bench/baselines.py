@@ -3,6 +3,7 @@ cuDNN through the wrappers, and flashinfer and FlashAttention-3 where they impor
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 from collections.abc import Callable
@@ -69,10 +70,8 @@ def others_of(row: Row) -> dict[str, Prepare]:
 def _imported(*names: str) -> ModuleType | None:
     """The first module that imports. A package that is broken is as good as none."""
     for name in names:
-        try:
+        with contextlib.suppress(Exception):  # whatever a broken package raises
             return importlib.import_module(name)
-        except Exception:  # whatever a broken package raises
-            continue
     return None
 
 
@@ -130,13 +129,12 @@ def _planned_once(planned: Callable[[Inputs], Any]) -> Prepare:
 def _flashinfer(module: ModuleType, inputs: Inputs) -> Any:
     """Its wrapper, of which preflash has the API."""
     case, positional = inputs.case, runner.plan_arguments(inputs)[0]
-    kind = f"BatchPrefillWith{'Paged' if case.paged else 'Ragged'}KVCacheWrapper"
     # For decode its fa3 takes a whole tile of queries, and three times as long as its fa2.
     backend = "fa2" if max(case.qo_lens) == 1 and inputs.q.is_cuda else "auto"
     dtypes = {"q_data_type": case.dtype, "kv_data_type": case.dtype}
     try:
         buffer = runner.workspace(inputs.q.device, WORKSPACE_BYTES)
-        wrapper = getattr(module, kind)(buffer, case.layout, backend=backend)
+        wrapper = runner.make_wrapper(case, backend=backend, buffer=buffer, package=module)
         wrapper.plan(*positional, causal=case.mask is MaskKind.CAUSAL, **dtypes)
     except Exception as error:  # a compiler that is missing, a package that does not fit
         raise RuntimeError(f"{type(error).__name__}: {error}") from error

@@ -4,6 +4,7 @@ attention on the same tensors, and what skipping costs in accuracy."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import torch
 
@@ -12,7 +13,7 @@ import preflash
 from ...testing import Case, Inputs, MaskKind, reference, runner
 from ...testing.inputs import indptr
 from ...testing.oracle import Pipeline, kept_pairs
-from ..batches import BatchMaker
+from ..batches import batches
 from ..console import Table
 from ..machine import Place
 from .baselines import Call
@@ -42,9 +43,8 @@ class Mode:
 
     @property
     def pipeline(self) -> Pipeline:
-        return Pipeline(
-            _HEAD_DIM**-0.5, causal=True, window_left=self.window_left, chunk_size=self.chunk
-        )
+        bounds = {"window_left": self.window_left, "chunk_size": self.chunk}
+        return Pipeline(_HEAD_DIM**-0.5, causal=True, **bounds)
 
     def pairs(self, tokens: int) -> int:
         """Of a query and a key that it keeps, tiles that are skipped included."""
@@ -95,7 +95,7 @@ def fmha_rows_for(device_type: str, quick: bool) -> list[FmhaRow]:
 def fmha_calls(result: Result, place: Place, repeats: int) -> Calls:
     """A call for each mode; those that skip nothing are right, the others' distance is known."""
     row = result.row
-    inputs = BatchMaker(row.case, place.device).make()
+    inputs = next(batches(row.case, place.device))
     if row.peaked:
         _add_peaks(inputs)
     calls, outs = {}, {}
@@ -123,21 +123,21 @@ def _add_peaks(inputs: Inputs) -> None:
 
 
 def _call(inputs: Inputs, mode: Mode, place: Place) -> Call:
-    tensors, tokens = (inputs.q, inputs.k, inputs.v), inputs.q.shape[0]
+    tokens = inputs.q.shape[0]
     offsets = indptr([tokens], place.device)  # lengths on a GPU, where a graph finds them
-    further = (offsets[1:], tokens, tokens, _HEAD_DIM**-0.5, 1.0, 1, offsets, offsets)
-    workspace = runner.workspace(place.device, _WORKSPACE_BYTES)
     bounded = "sliding_window" if mode.window_left >= 0 else "causal"
-    options = {
-        "mask_mode": "chunked" if mode.chunk else bounded,
-        "window_left": mode.window_left,
-        "chunked_attention_size": mode.chunk,
-        "skip_softmax_threshold_scale_factor": mode.factor,
-        "out": torch.empty_like(inputs.q),
-        "backend": place.backend,
-    }
-    return lambda: preflash.trtllm_fmha_v2_prefill(
-        tensors, "SEPARATE_Q_K_V", workspace, *further, **options
+    return functools.partial(
+        preflash.trtllm_fmha_v2_prefill,
+        (inputs.q, inputs.k, inputs.v),
+        "SEPARATE_Q_K_V",
+        runner.workspace(place.device, _WORKSPACE_BYTES),
+        *(offsets[1:], tokens, tokens, _HEAD_DIM**-0.5, 1.0, 1, offsets, offsets),
+        mask_mode="chunked" if mode.chunk else bounded,
+        window_left=mode.window_left,
+        chunked_attention_size=mode.chunk,
+        skip_softmax_threshold_scale_factor=mode.factor,
+        out=torch.empty_like(inputs.q),
+        backend=place.backend,
     )
 
 
@@ -160,11 +160,9 @@ def fmha_table(results: list[Result]) -> str:
             name, us, pairs = mode.name, result.us.get(mode.name), mode.pairs(row.tokens)
             flops = 4.0 * _HEAD_DIM * row.case.num_qo_heads * pairs
             times = (us, flops / us / 1e6, us / result.us[CAUSAL.name]) if us else (None,) * 3
-            if result.failure:
-                name += ": WRONG"
-            elif name in result.absent:
-                name += ": not compiled"
-            of_pairs = pairs / CAUSAL.pairs(row.tokens)
-            table.add(row.name, name, *times, of_pairs, result.distance.get(mode.name))
+            absent = ": not compiled" if name in result.absent else ""
+            verdict = ": WRONG" if result.failure else absent
+            numbers = (*times, pairs / CAUSAL.pairs(row.tokens), result.distance.get(name))
+            table.add(row.name, name + verdict, *numbers)
     note = "pairs: of a query and a key that the mask keeps. distance: to causal's output."
     return f"{table}\n\n{note}"

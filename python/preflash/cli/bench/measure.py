@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ...testing import Expected, Inputs, Report, runner, timing
+from ...testing import Report, runner, timing
 from ...testing.case import Case, flops
-from ..batches import BatchMaker, Sample
+from ..batches import Sample, batches
 from ..console import Table
 from ..machine import Place
 from .baselines import READ, WORKSPACE_BYTES, Call, baselines_of
@@ -93,33 +93,26 @@ def _time(result: Result, place: Place, repeats: int, calls: Calls) -> None:
         try:
             replays[name] = timing.GraphReplay(call, max(result.row.calls_per_graph, len(rotated)))
         except RuntimeError as error:
-            if name not in result.baselines:
-                result.failure = str(error)
-            else:
+            if name in result.baselines:
                 result.absent[name] = str(error).splitlines()[0]
+            else:
+                result.failure = str(error)
     result.us |= timing.interleaved(replays, repeats)
 
 
-@dataclass(frozen=True)
 class Trial:
     """Sets of inputs of one case, and the oracle's answer for sampled rows of the first one."""
 
-    place: Place
-    sets: list[Inputs]
-    sample: Sample
-    expected: Expected
-
-    @classmethod
-    def of(cls, case: Case, place: Place, num_sets: int = 1) -> Trial:
-        maker = BatchMaker(case, place.device)
-        sets = [maker.make() for _ in range(num_sets)]
-        sample = Sample(case.qo_lens, _ROWS_PER_REQUEST)
-        return cls(place, sets, sample, sample.expected(sets[0]))
+    def __init__(self, case: Case, place: Place, num_sets: int = 1) -> None:
+        self.place = place
+        self.sets = list(itertools.islice(batches(case, place.device), num_sets))
+        self._sample = Sample(case.qo_lens, _ROWS_PER_REQUEST)
+        self._expected = self._sample.expected(self.sets[0])
 
     def report(self, out: torch.Tensor, lse: torch.Tensor | None = None) -> Report:
         """Of a result of the first set."""
-        lse = None if lse is None else self.sample.of(lse)
-        return runner.compare(self.sets[0], self.sample.of(out), lse, self.expected)
+        lse = None if lse is None else self._sample.of(lse)
+        return runner.compare(self.sets[0], self._sample.of(out), lse, self._expected)
 
     def check(self, out: torch.Tensor, lse: torch.Tensor) -> float:
         """The largest error divided by its bound."""
@@ -143,7 +136,7 @@ def row_calls(result: Result, place: Place, repeats: int) -> Calls:
     """preflash and every baseline on the same inputs. Where ours fails, baselines count."""
     row, calls = result.row, {}
     num_sets = min(_MAX_SETS, -(-_ROTATION_BYTES // row.bytes()))
-    trial = Trial.of(row.case, place, num_sets)
+    trial = Trial(row.case, place, num_sets)
     with _noted(result):
         wrapper = trial.planned(result)
         calls[OURS] = trial.launchers(wrapper)
@@ -154,7 +147,7 @@ def row_calls(result: Result, place: Place, repeats: int) -> Calls:
             run = runner.launcher(wrapper, trial.sets[0])
             result.run_cpu_us = timing.cpu_call_time(run, calls=20, samples=repeats)
         if row.relative_to is not None:
-            base = Trial.of(row.relative_to, place, num_sets)
+            base = Trial(row.relative_to, place, num_sets)
             calls[BASE] = base.launchers(base.planned(Result(row)))
     for name, prepare in baselines_of(row, place.device).items():
         result.baselines.append(name)
@@ -185,9 +178,8 @@ def row_table(results: list[Result]) -> str:
         about = (row.name, row.dtype_name, row.metric.value)
         times = (of_base, us, result.plan_us, result.run_cpu_us)
         table.add(*about, *speeds, *times, result.error_ratio)
-    reasons = {f"{name}: {reason}" for result in results for name, reason in result.absent.items()}
-    notes = [f"not timed: {reason}" for reason in sorted(reasons)]
-    return "\n".join([f"{table}\n", _LEGEND, *notes])
+    notes = {f"not timed: {name}: {why}" for one in results for name, why in one.absent.items()}
+    return "\n".join([f"{table}\n", _LEGEND, *sorted(notes)])
 
 
 def _baseline_cell(result: Result, name: str) -> str | None:

@@ -57,7 +57,7 @@ BOTH, PREFILL, DECODE = "both", "prefill alone", "decode alone"
 def pod_calls(result: Result, place: Place, repeats: int) -> Calls:
     """Both sides in one call, and each alone by its own wrapper with backend="auto" on a GPU, which
     takes the fastest."""
-    sides = [Trial.of(case, place) for case in (result.row.case, result.row.decode)]
+    sides = [Trial(case, place) for case in (result.row.case, result.row.decode)]
     calls = {BOTH: [checked_call(result, sides)]}
     backend = place.backend if place.device.type == "cpu" else "auto"
     for name, trial in zip((PREFILL, DECODE), sides, strict=True):
@@ -70,22 +70,23 @@ def pod_calls(result: Result, place: Place, repeats: int) -> Calls:
 
 def checked_call(result: Result, sides: list[Trial]) -> Call:
     """A run of both sides, planned; its first result is right."""
-    case, place = result.row.case, sides[0].place
-    inputs = [trial.sets[0] for trial in sides]
+    place, inputs = sides[0].place, [trial.sets[0] for trial in sides]
     buffer = runner.workspace(place.device, WORKSPACE_BYTES)
     wrapper = preflash.BatchPODWithPagedKVCacheWrapper(buffer, backend=place.backend)
     prefill, decode = (runner.plan_arguments(one)[0] for one in inputs)
     # Four tables of each side, then the heads and the page size, which are the same.
-    plan = functools.partial(wrapper.plan, *prefill[:4], *decode, q_data_type=case.dtype)
+    dtype = result.row.case.dtype
+    plan = functools.partial(wrapper.plan, *prefill[:4], *decode, q_data_type=dtype)
     plan()
     tensors = [tensor for one in inputs for tensor in (one.q, one.cache)]
-    results = wrapper.run(*tensors, causal_p=True, return_lse=True)
+    run = functools.partial(wrapper.run, *tensors, causal_p=True)
+    results = run(return_lse=True)
     result.variant, result.launches = wrapper.variant, wrapper.launches
     for trial, (out, lse) in zip(sides, results, strict=True):
         trial.check(out, lse)
     result.plan_us = timing.cpu_call_time(plan, calls=3, samples=3, device=place.device.type)
-    outputs = {name: out for name, (out, _) in zip(("out_p", "out_d"), results, strict=True)}
-    return lambda: wrapper.run(*tensors, causal_p=True, **outputs)
+    (out_p, _), (out_d, _) = results
+    return functools.partial(run, out_p=out_p, out_d=out_d)
 
 
 def pod_table(results: list[Result]) -> str:
@@ -95,8 +96,8 @@ def pod_table(results: list[Result]) -> str:
     for result in results:
         cells: list[float | None] = [None] * 5
         if result.us:
-            both, prefill, decode = (result.us[name] for name in (BOTH, PREFILL, DECODE))
-            cells = [both, prefill, decode, both / (prefill + decode), both / max(prefill, decode)]
+            both, *alone = (result.us[name] for name in (BOTH, PREFILL, DECODE))
+            cells = [both, *alone, both / sum(alone), both / max(alone)]
         verdict = "WRONG" if result.failure else result.variant or "not compiled"
         about = (result.row.name, verdict, result.launches or None)
         table.add(*about, *cells, result.plan_us, result.run_cpu_us)

@@ -59,27 +59,26 @@ class Timeline:
     def end_us(self) -> float:
         return max((span.end_us for span in self.spans), default=0.0)
 
-    def of_processors(self) -> list[list[Span]]:
-        """The spans of each processor."""
-        return [[span for span in self.spans if span.processor == one] for one in self.processors]
-
-    def lanes(self) -> dict[int, list[list[Span]]]:
-        """By processor."""
-        return dict(zip(self.processors, map(lanes, self.of_processors()), strict=True))
+    def lanes(self) -> list[list[list[Span]]]:
+        """Of each processor, its lanes."""
+        held: dict[int, list[Span]] = {processor: [] for processor in self.processors}
+        for span in self.spans:
+            held[span.processor].append(span)
+        return [lanes(spans) for spans in held.values()]
 
     def summary(self) -> str:
         """How the time of the processors was spent."""
         if not self.spans:
             return "no work item ran"
-        room = self.end_us * len(self.processors)
-        by_processor, name = self.of_processors(), self.processor_name
+        by_processor = [[span for lane in held for span in lane] for held in self.lanes()]
+        ends = sorted(max((span.end_us for span in spans), default=0.0) for spans in by_processor)
+        room, name = self.end_us * len(ends), self.processor_name
 
         def share(*kinds: Kind) -> float:
             busy = sum(_covered(s for s in spans if s.kind in kinds) for spans in by_processor)
             return 100.0 * busy / room if room else 0.0
 
         shares = [f"{kind.value} {share(kind):.1f} %" for kind in Kind]
-        ends = sorted(max((span.end_us for span in spans), default=0.0) for spans in by_processor)
         return (
             f"{len(self.spans)} items in {self.end_us:.1f} us on {len(ends)} {name}s: "
             f"{', '.join(shares)}, idle {100.0 - share(*Kind):.1f} %; the first {name} is done at "
@@ -104,12 +103,11 @@ def read_spans(records: torch.Tensor, launches: Sequence[Launch]) -> tuple[Span,
     ran = [rows[rows[:, 1] > 0] for rows in ran]  # the others did not run
     first = min((int(rows[:, 0].min()) for rows in ran if len(rows)), default=0)
     for number, (launch, rows) in enumerate(zip(launches, ran, strict=True)):
-        words, halves = rows.view(torch.int32), rows.view(torch.int16)
-        columns = (rows[:, 0], rows[:, 1], words[:, 4], words[:, 5], words[:, 6])
-        columns = [column.tolist() for column in (*columns, halves[:, 14], halves[:, 15])]
-        for begin, end, processor, cta, request, kv_head, chunk in zip(*columns, strict=True):
+        words, halves = rows.view(torch.int32)[:, 4:7], rows.view(torch.int16)[:, 14:]
+        columns = zip(rows[:, :2].tolist(), words.tolist(), halves.tolist(), strict=True)
+        for times, (processor, cta, request), (kv_head, chunk) in columns:
             kind = Kind.DECODE if launch.qo_lens[request] == 1 else Kind.PREFILL
-            times = ((begin - first) / 1e3, (end - first) / 1e3)
+            times = [(time - first) / 1e3 for time in times]
             spans.append(Span(*times, processor, number, kind, cta, request, kv_head, chunk))
     return tuple(sorted(spans, key=lambda span: (span.begin_us, span.end_us)))
 
@@ -140,18 +138,20 @@ def chrome_trace(timeline: Timeline) -> dict:
     """The Chrome trace event format: one thread for each processor, and further ones where it holds
     several CTAs. Times are in microseconds, as the format wants them."""
     events = [_metadata("process_name", 0, name=timeline.title)]
-    threads = [
-        (f"{timeline.processor_name} {processor:03}", number, len(held), lane)
-        for processor, held in timeline.lanes().items()
-        for number, lane in enumerate(held or [[]])
-    ]
-    for thread, (name, number, count, lane) in enumerate(threads):
-        name += f" CTA {number}" if count > 1 else ""
+    threads: list[tuple[str, list[Span]]] = []
+    for processor, held in zip(timeline.processors, timeline.lanes(), strict=True):
+        name = f"{timeline.processor_name} {processor:03}"
+        several = len(held) > 1
+        threads += [
+            (f"{name} CTA {number}" if several else name, lane)
+            for number, lane in enumerate(held or [[]])
+        ]
+    for thread, (name, lane) in enumerate(threads):
         events.append(_metadata("thread_name", thread, name=name))
         events.append(_metadata("thread_sort_index", thread, sort_index=thread))
         for span in lane:
             places = ("launch", "cta", "request", "kv_head", "chunk")
-            args = {name: getattr(span, name) for name in places}
+            args = {place: getattr(span, place) for place in places}
             args["kernel"] = timeline.launches[span.launch]
             event = {"ph": "X", "pid": 1, "tid": thread, "args": args}
             times = {"ts": round(span.begin_us, 3), "dur": round(span.end_us - span.begin_us, 3)}
@@ -182,9 +182,9 @@ def draw(timeline: Timeline, path: pathlib.Path) -> None:
     rows = len(timeline.processors)
     figure = Figure(figsize=(12.0, min(max(1.6 + 0.055 * rows, 3.0), 12.0)), layout="constrained")
     axes = figure.subplots()
-    for row, held in enumerate(timeline.lanes().values()):
-        height = 0.9 / max(len(held), 1)
+    for row, held in enumerate(timeline.lanes()):
         for number, lane in enumerate(held):
+            height = 0.9 / len(held)
             for kind, colour in _COLOURS.items():
                 bars = [(s.begin_us, s.end_us - s.begin_us) for s in lane if s.kind is kind]
                 place = (row - 0.45 + number * height, height)
@@ -193,12 +193,11 @@ def draw(timeline: Timeline, path: pathlib.Path) -> None:
     handles = [Patch(color=_COLOURS[kind], label=kind.value) for kind in Kind if kind in kinds]
     above = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0)}
     axes.legend(handles=handles, ncols=2, frameon=False, **above)
-    axes.set_xlim(0.0, timeline.end_us or 1.0)
-    axes.set_ylim(rows - 0.5, -0.5)
-    ticks = range(0, rows, max(rows // 12, 1))
-    axes.set_yticks(list(ticks), [str(timeline.processors[tick]) for tick in ticks])
-    axes.set_ylabel(timeline.processor_name)
-    axes.set_xlabel("microseconds since the first work item began")
+    ticks = list(range(0, rows, max(rows // 12, 1)))
+    axes.set_yticks(ticks, [str(timeline.processors[tick]) for tick in ticks])
+    below = "microseconds since the first work item began"
+    axes.set(xlabel=below, ylabel=timeline.processor_name)
+    axes.set(xlim=(0.0, timeline.end_us or 1.0), ylim=(rows - 0.5, -0.5))
     axes.set_title(timeline.title, fontsize=10, loc="left")
     axes.margins(0)
     figure.savefig(path, dpi=100)
@@ -241,22 +240,22 @@ def _paths(name: str) -> list[pathlib.Path]:
 
 def _record(row: BenchRow, place: Place) -> Timeline:
     """The second run of the row: the first has been checked and has warmed the machine up."""
-    cases = [row.case, row.decode] if isinstance(row, PodRow) else [row.case]
+    if _core.item_record_bytes != _RECORD_WORDS * 8:
+        raise AssertionError("ItemRecord has changed: change read_spans with it")
     result = Result(row)
     try:
-        trials = [Trial.of(case, place) for case in cases]
         if isinstance(row, PodRow):
+            trials = [Trial(case, place) for case in (row.case, row.decode)]
             call = checked_call(result, trials)
         else:
+            trials = [Trial(row.case, place)]
             [call] = trials[0].launchers(trials[0].planned(result))
     except (NotImplementedError, WrongResultError) as error:
         raise CommandError(f"--trace, {row.name}: {error}") from error
     call()
-    if _core.item_record_bytes != _RECORD_WORDS * 8:
-        raise AssertionError("ItemRecord has changed: change read_spans with it")
     records = torch.zeros(_MAX_ITEMS, _RECORD_WORDS, dtype=torch.int64, device=place.device)
-    on_gpu = place.device.type == "cuda"
-    recorder = _core.Trace(records.data_ptr(), _MAX_ITEMS, place.device.index if on_gpu else -1)
+    device = place.device.index if place.device.type == "cuda" else -1
+    recorder = _core.Trace(records.data_ptr(), _MAX_ITEMS, device)
     place.synchronize()  # the zeros are there before any record
     recorder.start()
     try:
@@ -268,19 +267,14 @@ def _record(row: BenchRow, place: Place) -> Timeline:
     finally:
         recorder.stop()
     # A launch has the requests of one side of the row, or of all of them.
-    qo_lens = [case.qo_lens for case in cases]
-    if len(found) != len(cases):
+    qo_lens = [trial.sets[0].case.qo_lens for trial in trials]
+    if len(found) != len(qo_lens):
         qo_lens = [sum(qo_lens, ())] * len(found)
     launches = [Launch(*launch, lens) for launch, lens in zip(found, qo_lens, strict=True)]
     spans = read_spans(records.cpu(), launches)
     ids = tuple(launch.kernel_id for launch in launches)
     processors = {span.processor for span in spans}
-    if on_gpu:
-        processors |= set(range(_core.device_facts(place.device.index)["num_sms"]))
-    return Timeline(
-        title=f"{row.name}, {row.dtype_name}: {' then '.join(ids)}, {place.device_name}",
-        processor_name="SM" if on_gpu else "thread",
-        processors=tuple(sorted(processors)),
-        launches=ids,
-        spans=spans,
-    )
+    if device >= 0:
+        processors |= set(range(_core.device_facts(device)["num_sms"]))
+    title = f"{row.name}, {row.dtype_name}: {' then '.join(ids)}, {place.device_name}"
+    return Timeline(title, "SM" if device >= 0 else "thread", tuple(sorted(processors)), ids, spans)
