@@ -208,7 +208,7 @@ def _query(case: Case, generator: torch.Generator, device: torch.device | str) -
     return wide.to(device)[..., :dim]
 
 
-def _sinks(case: Case, generator: torch.Generator) -> torch.Tensor | None:
+def _sinks(case: Case, generator: torch.Generator, device) -> torch.Tensor | None:
     """float32 [num_qo_heads]. No logit of a case is larger than 3e5."""
     if case.sinks is Sinks.NONE:
         return None
@@ -217,10 +217,9 @@ def _sinks(case: Case, generator: torch.Generator) -> torch.Tensor | None:
     off = torch.full_like(ordinary, -math.inf)
     kinds = (Sinks.ORDINARY, Sinks.ABOVE, Sinks.BELOW, Sinks.OFF)
     choices = torch.stack([ordinary, ordinary + 1e6, ordinary - 1e6, off])
-    if case.sinks is not Sinks.MIXED:
-        return choices[kinds.index(case.sinks)]
     heads = torch.arange(case.num_qo_heads, device="cpu")
-    return choices[heads % len(kinds), heads]
+    chosen = heads % len(kinds) if case.sinks is Sinks.MIXED else kinds.index(case.sinks)
+    return choices[chosen, heads].to(device)
 
 
 def _head_scales(case: Case, generator: torch.Generator, device) -> HeadScales:
@@ -267,20 +266,15 @@ def build(
         table = page_table(case, generator) if table is None else table
         _fill_paged(inputs, contents, table, generator, index_device)
     else:
-        _fill_ragged(inputs, contents, generator, device)
+        total = sum(case.kv_lens)
+        inputs.k, inputs.v, _ = storage(case, (total + SPARE_ROWS,), generator, device)
+        for pool, rows in zip((inputs.k, inputs.v), zip(*contents, strict=True), strict=False):
+            as_nhd(pool, case.layout)[:total] = torch.cat(rows)
     if masks is not None:
         attach_masks(inputs, masks, device)
-    sinks = _sinks(case, generator)
-    inputs.sinks = None if sinks is None else sinks.to(device)
+    inputs.sinks = _sinks(case, generator, device)
     inputs.scales = _head_scales(case, generator, device)
     return inputs
-
-
-def _fill_ragged(inputs: Inputs, contents, generator, device) -> None:
-    case, total = inputs.case, sum(inputs.case.kv_lens)
-    inputs.k, inputs.v, _ = storage(case, (total + SPARE_ROWS,), generator, device)
-    for pool, rows in zip((inputs.k, inputs.v), zip(*contents, strict=True), strict=False):
-        as_nhd(pool, case.layout)[:total] = torch.cat(rows)
 
 
 def _fill_paged(inputs: Inputs, contents, table, generator, index_device) -> None:

@@ -79,14 +79,15 @@ def execute(args: argparse.Namespace) -> int:
         trace(args.trace, place, (rows if args.rows else []) or [*pods, *rows])
         return 0
     repeats = args.repeats or (3 if args.quick else 11 if place.device.type == "cuda" else 5)
-    print(_headline(place, repeats))
+    machine = _machine(place, repeats)
+    print(_headline(place, machine))
     tables: dict[str, list[Result]] = {key: [] for key in _KINDS}
     with progress(sum(map(len, chosen.values())), "bench") as step:
         for key, (_, calls_of, _) in _KINDS.items():
             for row in chosen[key]:
                 tables[key].append(measured(calls_of, row, place, repeats))
                 step(row.name)
-    document = {"machine": _machine(place, repeats)}
+    document = {"machine": machine}
     for key, (_, _, table) in _KINDS.items():
         if tables[key]:
             print(f"\n{table(tables[key])}")
@@ -95,7 +96,7 @@ def execute(args: argparse.Namespace) -> int:
         args.json.write_text(json.dumps(document, indent=2) + "\n")
     if args.plot is not None:
         dtype = rows[0].case.dtype if rows else torch.bfloat16
-        document["machine"]["roof"] = roof(place, dtype)
+        machine["roof"] = roof(place, dtype)
         draw(document, args.plot)
     failures = [one for results in tables.values() for one in results if one.failure]
     for result in failures:
@@ -140,16 +141,6 @@ def _chosen_rows(args: argparse.Namespace, place: Place) -> dict[str, list[Bench
     return chosen
 
 
-def _headline(place: Place, repeats: int) -> str:
-    about, clock = f"{torch.get_num_threads()} threads", "wall time"
-    if place.device.type == "cuda":
-        about = f"CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}"
-        clock = "interleaved kernel times by graph replay"
-    where = f"{place.label}, {place.device_name}"
-    versions = f"preflash {preflash.__version__}, {where}, torch {torch.__version__}"
-    return f"{versions}, {about}; {clock}, median of {repeats}"
-
-
 def _machine(place: Place, repeats: int) -> dict:
     return {
         "device": str(place.device),
@@ -162,6 +153,14 @@ def _machine(place: Place, repeats: int) -> dict:
         "threads": torch.get_num_threads(),
         "repeats": repeats,
     }
+
+
+def _headline(place: Place, machine: dict) -> str:
+    about = "{threads} threads; wall time"
+    if place.device.type == "cuda":
+        about = "CUDA {cuda}, cuDNN {cudnn}; interleaved kernel times by graph replay"
+    where = "preflash {preflash}, {backend} on {device}, {name}, torch {torch}"
+    return ", ".join([where, about, "median of {repeats}"]).format_map(machine)
 
 
 def _as_json(result: Result) -> dict:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import dataclasses
 import enum
 import itertools
-from typing import TypeVar
 
 import torch
 
 from ...testing.case import Case, KvForm, MaskKind
 
-AnyRow = TypeVar("AnyRow", bound="BenchRow")
 Lengths = tuple[int, ...]
 
 
@@ -50,7 +48,7 @@ class BenchRow:
         """How often a CUDA graph holds the call that is timed."""
         return 10
 
-    def with_dtype(self: AnyRow, dtype: torch.dtype) -> AnyRow:
+    def with_dtype(self, dtype: torch.dtype) -> BenchRow:
         cases = {name: case for name, case in vars(self).items() if isinstance(case, Case)}
         changed = {name: case.with_dtype(dtype) for name, case in cases.items()}
         return dataclasses.replace(self, **changed)
