@@ -2,7 +2,7 @@
 
 import enum
 from collections.abc import Callable, Sequence
-from typing import Any, overload
+from typing import Any, Final, overload
 
 __version__: str
 abi_version: int
@@ -73,16 +73,11 @@ class Variant:
 # End of what forward.toml says.
 
 class FamilyTraits:
-    @property
-    def backend(self) -> str: ...
-    @property
-    def item_keys(self) -> int: ...
-    @property
-    def token_aligned(self) -> bool: ...
-    @property
-    def on_cpu(self) -> bool: ...
-    @property
-    def one_architecture(self) -> bool: ...
+    backend: Final[str]
+    item_keys: Final[int]
+    token_aligned: Final[bool]
+    on_cpu: Final[bool]
+    one_architecture: Final[bool]
     def runs_on(self, compute_capability: int) -> bool: ...
 
 def traits_of(family: Family) -> FamilyTraits: ...
@@ -161,36 +156,21 @@ class Batch:
         page_size: int,
         are_bounds: bool = False,
     ) -> None: ...
-    @property
-    def are_bounds(self) -> bool: ...
-    @property
-    def num_requests(self) -> int: ...
-    @property
-    def page_size(self) -> int: ...
-    @property
-    def qo_begin(self) -> int: ...
-    @property
-    def kv_begin(self) -> int: ...
-    @property
-    def qo_end(self) -> int: ...
-    @property
-    def kv_end(self) -> int: ...
-    @property
-    def qo_indptr(self) -> list[int]: ...
-    @property
-    def kv_indptr(self) -> list[int]: ...
-    @property
-    def last_page_len(self) -> list[int]: ...
-    @property
-    def mask_indptr(self) -> list[int]: ...
-    @property
-    def max_qo_len(self) -> int: ...
-    @property
-    def max_kv_len(self) -> int: ...
-    @property
-    def mask_elements(self) -> int: ...
-    @property
-    def mask_bytes(self) -> int: ...
+    are_bounds: Final[bool]
+    num_requests: Final[int]
+    page_size: Final[int]
+    qo_begin: Final[int]
+    kv_begin: Final[int]
+    qo_end: Final[int]
+    kv_end: Final[int]
+    qo_indptr: Final[list[int]]
+    kv_indptr: Final[list[int]]
+    last_page_len: Final[list[int]]
+    mask_indptr: Final[list[int]]
+    max_qo_len: Final[int]
+    max_kv_len: Final[int]
+    mask_elements: Final[int]
+    mask_bytes: Final[int]
     def qo_len(self, request: int) -> int: ...
     def kv_len(self, request: int) -> int: ...
     def with_mask(self) -> Batch:
@@ -304,20 +284,9 @@ class AttentionOptions:
 
 class Uploader:
     def __init__(self, device: int) -> None: ...
-    @property
-    def device(self) -> int: ...
+    device: Final[int]
 
 class Plan:
-    def __init__(
-        self,
-        family: Family,
-        device: int,
-        options: AttentionOptions,
-        batch: Batch,
-        float_workspace_bytes: int,
-        graph_max_rows: int,
-        graph_mask_bytes: int = 0,
-    ) -> None: ...
     @staticmethod
     def of_segments(
         family: Family,
@@ -327,48 +296,47 @@ class Plan:
     ) -> Plan:
         """One launch of one or two segments: options, batch, graph_max_rows of each."""
 
-    @property
-    def num_segments(self) -> int: ...
+    num_segments: Final[int]
     @property
     def id(self) -> str:
         """Of its kernels, behind "copies+" where it has a pre-pass."""
-    @property
-    def int_bytes(self) -> int: ...
-    @property
-    def float_bytes(self) -> int: ...
+    int_bytes: Final[int]
+    float_bytes: Final[int]
     @property
     def has_prepass(self) -> bool:
         """Whether a pass before the kernel makes copies of k, v and q."""
-    @property
-    def num_items(self) -> int: ...
-    @property
-    def num_ctas(self) -> int: ...
-    @property
-    def num_merges(self) -> int: ...
+    num_items: Final[int]
+    num_ctas: Final[int]
+    num_merges: Final[int]
     @property
     def mask_tile_words(self) -> int:
         """For the empty, full and partial tiles of a custom mask; 0: the kernel reads its bits."""
 
-    @property
-    def num_kv_tiles(self) -> int: ...
-    @property
-    def makespan_kv_tiles(self) -> int: ...
+    num_kv_tiles: Final[int]
+    makespan_kv_tiles: Final[int]
+
+def plan(
+    family: Family,
+    device: int,
+    options: AttentionOptions,
+    batch: Batch,
+    float_workspace_bytes: int,
+    graph_max_rows: int,
+    graph_mask_bytes: int,
+    /,
+) -> Plan: ...
 
 class Captured:
     """What CUDA graphs hold of the tensors of one segment of their runs, the largest of each."""
 
-    q_tokens: int
-    kv_extent: int  # pages, or tokens where there are none
-    page_size: int  # 0: ragged
+    q_tokens: Final[int]
+    kv_extent: Final[int]  # pages, or tokens where there are none
+    page_size: Final[int]  # 0: ragged
 
 class Place:
-    """Memory for a work list, where one plan at a time is: `capacity` bytes of a device tensor.
-    buffer: whatever owns the tensor."""
+    """Memory for a work list, where one plan at a time is."""
 
-    def __init__(
-        self, uploader: Uploader, torch: Torch, buffer: Any, tensor: Any, capacity: int
-    ) -> None: ...
-    buffer: Any
+    buffer: Final[Any]
     # Whether anybody else may still run what is here: a CUDA graph that captured it, a copied
     # wrapper.
     shared: bool
@@ -398,6 +366,9 @@ class Place:
         unless the stream is being captured into a CUDA graph, which cannot wait for what is not
         in it."""
 
+def place(uploader: Uploader, torch: Torch, buffer: Any, tensor: Any, capacity: int, /) -> Place:
+    """`capacity` bytes of a device tensor. buffer: whatever owns the tensor."""
+
 def write_plans(
     placements: list[tuple[Place, Plan]],
     page_indices: Sequence[int],
@@ -411,6 +382,9 @@ def write_plans(
     mask_bits: of the one segment, packed, where every run has the same; 0: there are none. then:
     called once all of them have been started; no signal handler comes between where it runs no
     bytecode."""
+
+def same_objects(a: tuple, b: tuple, /) -> bool:
+    """By identity: 1 is not True."""
 
 def bytes_of(torch: Torch, name: str, tensor: Any, /) -> int:
     """The bytes behind a contiguous tensor now, which its storage may have fewer of than its shape
@@ -461,12 +435,17 @@ class RunFunctions:
         stream_changed: Callable[[Any], None],
     ) -> None: ...
 
+class KnownTensors:
+    """What runs of plans with the same options and layouts have checked."""
+
 def bound_run(
     place: Place,
     plan: Plan,
     partials: Any | None,
     masks: Sequence[Any | None],
+    largest_pages: Sequence[int],
     held: Sequence[tuple[str, Any, int]],
+    known: KnownTensors,
     functions: RunFunctions,
     context: Any,
     num_threads: Callable[[], int] | None,
@@ -478,10 +457,11 @@ def bound_run(
     both, or a pair. scales: of the logits and of the output. outputs: out or None, lse or None,
     return_lse, lse_base, lse_layout. memory: a RunMemory of this run alone; None: the plan's.
 
-    partials, masks: the plan's own tensors or None; a mask for each segment. held: name, tensor and
-    bytes of what the plan left elsewhere, which every run looks for where it is now. context: must
-    not hold what holds the run. num_threads: asked for every launch; None: not on the CPU.
-    launched_by: called with each launch instead of starting it; None: they are started.
+    partials, masks: the plan's own tensors or None; a mask for each segment. largest_pages: of each
+    segment; -1: not known, or ragged. held: name, tensor and bytes of what the plan left elsewhere,
+    which every run looks for where it is now. context: must not hold what holds the run.
+    num_threads: asked for every launch; None: not on the CPU. launched_by: called with each launch
+    instead of starting it; None: they are started.
     """
 
 def check_run(run: Callable[..., Any], /, *arguments: Any) -> None:
@@ -517,28 +497,16 @@ class MergeStatesParams:
     def set_outputs(self, v: int, s: int, token_mask: int) -> None: ...
     def launch(self, device: int, stream: int, num_threads: int) -> None: ...
 
+_Rows = tuple[int, int, int]  # address, strides of token and head in bytes
+_Pool = tuple[int, int, int, int]  # address, strides of page, token and head in bytes
+_Array = tuple[int, int, int, int]  # address, count, stride in elements, bytes of an element
+
 class AppendParams:
     def __init__(self, num_tokens: int, num_pages: int, page_size: int) -> None: ...
-    def set_k(
-        self,
-        rows: tuple[int, int, int],
-        pool: tuple[int, int, int, int],
-        num_heads: int,
-        row_bytes: int,
-    ) -> None: ...
-    def set_v(
-        self,
-        rows: tuple[int, int, int],
-        pool: tuple[int, int, int, int],
-        num_heads: int,
-        row_bytes: int,
-    ) -> None: ...
-    def set_places(
-        self, batch_indices: tuple[int, int, int, int], positions: tuple[int, int, int, int]
-    ) -> None: ...
-    def set_page_table(
-        self, indices: tuple[int, int, int, int], indptr: tuple[int, int, int, int]
-    ) -> None: ...
+    def set_k(self, rows: _Rows, pool: _Pool, num_heads: int, row_bytes: int) -> None: ...
+    def set_v(self, rows: _Rows, pool: _Pool, num_heads: int, row_bytes: int) -> None: ...
+    def set_places(self, batch_indices: _Array, positions: _Array) -> None: ...
+    def set_page_table(self, indices: _Array, indptr: _Array) -> None: ...
     def launch(self, device: int, stream: int, num_threads: int) -> None: ...
 
 def pack_bits(
