@@ -2,8 +2,7 @@
 
 calls       the arguments of each call, generated from cpp/variants/options.toml
 arguments   what calls have in common; the arguments of run()
-values      checks of numbers, names, dtypes and tensors; tensor_checks, recording and spelling are
-            its parts
+values      checks of numbers, names, dtypes and tensors; tensor_checks and recording are its parts
 options     arguments -> AttentionOptions, which decide a kernel and a work list
 lengths     index arrays -> the lengths of a batch and its pages
 scales      softmax scale and calibration scales -> two factors

@@ -1,4 +1,5 @@
-"""Checks of one tensor: memory behind it, where it is, how it looks, what it shares."""
+"""Checks of one tensor: memory behind it, where it is, how it looks, what it shares. And values as
+errors spell them."""
 
 from __future__ import annotations
 
@@ -9,12 +10,36 @@ import torch
 from torch import Tensor
 
 from .recording import eager
-from .spelling import kind_of
 
 ALIGNMENT = 16
 WHY_FLOAT32 = "the log-sum-exp is always float32"
 _INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
 _INTEGERS += tuple(getattr(torch, name) for name in ("uint16", "uint32") if hasattr(torch, name))
+
+
+def kind_of(value: Any) -> str:
+    return f"{type(value).__name__} {start_of(value)}".rstrip()
+
+
+def start_of(value: Any) -> str:
+    """repr, but of a tensor what it is: its numbers may lie in freed memory, or be waited for."""
+    try:
+        if isinstance(value, torch.Tensor):
+            return f"{tuple(value.shape)} {value.dtype}"
+        if isinstance(value, (list, tuple)) and any(isinstance(v, torch.Tensor) for v in value):
+            return f"of {len(value)}"
+        return f"{value!r:.60}"
+    except Exception:
+        return ""
+
+
+def digits_of(value: Any) -> str:
+    """repr, but not the hundreds of digits that a number may have."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python's own limit
+        return f"(a very long {type(value).__name__})"
+    return text if len(text) <= 40 else f"{text[:20]}... ({len(text)} characters)"
 
 
 def is_tensor(name: str, value: Any) -> torch.Tensor:

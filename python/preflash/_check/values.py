@@ -17,9 +17,8 @@ from torch import Tensor
 from .. import _core
 from .recording import *  # noqa: F403, all checks go by one name
 from .recording import not_differentiated
-from .spelling import digits_of, kind_of, start_of
 from .tensor_checks import *  # noqa: F403
-from .tensor_checks import tensor
+from .tensor_checks import digits_of, kind_of, start_of, tensor
 
 CORE_DTYPES = {
     torch.float16: _core.DType.float16,
