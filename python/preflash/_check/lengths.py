@@ -11,7 +11,7 @@ import torch
 
 from .. import _core
 from . import values as check
-from .calls import BatchArguments, PagedPlanArguments, RaggedPlanArguments
+from .calls import BatchArguments, PagedPlanArguments
 
 # The batch of usual arrays on the CPU; None: look at them one by one.
 _batch_of_usual = _core.paged_batches(check.TORCH, torch.Tensor, torch.int32)
@@ -54,16 +54,11 @@ def batch_lengths(
     """
     if isinstance(a, PagedPlanArguments):
         return _paged(a, device, indices_buf, uploader)
-    return _ragged(a, device)
-
-
-def _ragged(a: RaggedPlanArguments, device: torch.device) -> Lengths:
     found = _batch_of_usual(a.qo_indptr, a.kv_indptr, None, None, 0, None)
     if found is not None:
         return Lengths(found[0], None)
-    qo_indptr = _index_array("qo_indptr", a.qo_indptr, device)
-    kv_indptr = _index_array("kv_indptr", a.kv_indptr, device)
-    return Lengths(_make_batch(qo_indptr, kv_indptr, None, 0), None)
+    arrays = {"qo_indptr": a.qo_indptr, "kv_indptr": a.kv_indptr}
+    return Lengths(_checked_batch(arrays, 0, device), None)
 
 
 def _paged(
@@ -80,16 +75,10 @@ def _paged(
     batch, largest = found or (None, None)
     if largest is not None:
         return Lengths(batch, PageList(to_upload, None, largest))
-    indices = _index_array("paged_kv_indices", a.paged_kv_indices, device)
+    indices = check.index_array("paged_kv_indices", a.paged_kv_indices, device)
     if batch is None:
-        qo_indptr = _index_array("qo_indptr", a.qo_indptr, device)
-        kv_indptr = _index_array("paged_kv_indptr", a.paged_kv_indptr, device)
-        last_page_len = _index_array("paged_kv_last_page_len", a.paged_kv_last_page_len, device)
-        alone = not last_page_len.is_cpu and qo_indptr.is_cpu and kv_indptr.is_cpu
-        if alone and page_size == 1 and not debugging():
-            # A page of one token holds one: no wait to hear it from the GPU.
-            last_page_len = torch.ones(last_page_len.numel(), dtype=torch.int32, device="cpu")
-        batch = _make_batch(qo_indptr, kv_indptr, last_page_len, page_size)
+        names = ("qo_indptr", "paged_kv_indptr", "paged_kv_last_page_len")
+        batch = _checked_batch({name: getattr(a, name) for name in names}, page_size, device)
     return Lengths(batch, _attach_page_indices(batch, indices, indices_buf, uploader))
 
 
@@ -102,29 +91,11 @@ def single_lengths(qo_len: int, kv_len: int) -> Lengths:
     return Lengths(_core.Batch(begin, begin + 2 * indptr.element_size(), 0, 1, 0), None)
 
 
-def _index_array(name: str, value: Any, device: torch.device) -> torch.Tensor:
-    """An indptr, a list of pages or of last page lengths: 1-D int32, on the CPU or on `device`.
-    Those on the CPU come back contiguous."""
-    value = check.index_array(name, value, device)
-    return value.contiguous() if value.is_cpu else value
-
-
-def _on_host(*arrays: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Contiguous CPU copies. Those on the GPU come over together: one copy, one wait."""
-    remote = [array for array in arrays if not array.is_cpu]
-    if not remote:
-        return arrays
-    pieces = iter(torch.cat(remote).cpu().split([array.numel() for array in remote]))
-    return [array if array.is_cpu else next(pieces) for array in arrays]
-
-
-def _make_batch(
-    qo_indptr: torch.Tensor,
-    kv_indptr: torch.Tensor,
-    last_page_len: torch.Tensor | None,
-    page_size: int,
-) -> _core.Batch:
-    """The batch of checked index arrays; page_size 0 is ragged. The planner checks values."""
+def _checked_batch(named: dict[str, Any], page_size: int, device: torch.device) -> _core.Batch:
+    """The batch of the index arrays of plan(), by name: of queries, of keys and, unless page_size
+    is 0, of last pages. The planner checks their values."""
+    arrays = [check.index_array(name, value, device) for name, value in named.items()]
+    qo_indptr, kv_indptr, *last_page_len = arrays
     elements = qo_indptr.numel()
     if elements == 0:
         raise ValueError("qo_indptr is empty; must have batch_size + 1 elements")
@@ -133,15 +104,24 @@ def _make_batch(
             f"{'paged_' if page_size else ''}kv_indptr has {kv_indptr.numel()} elements and "
             f"qo_indptr {elements}; both must have batch_size + 1"
         )
-    arrays = [qo_indptr, kv_indptr]
-    if last_page_len is not None:
-        if last_page_len.numel() != elements - 1:
+    for last in last_page_len:
+        if last.numel() != elements - 1:
             raise ValueError(
-                f"paged_kv_last_page_len has {last_page_len.numel()} elements; must have "
+                f"paged_kv_last_page_len has {last.numel()} elements; must have "
                 f"batch_size = {elements - 1}"
             )
-        arrays.append(last_page_len)
-    return batch_of(*_on_host(*arrays), page_size=page_size)
+        alone = not last.is_cpu and qo_indptr.is_cpu and kv_indptr.is_cpu
+        if alone and page_size == 1 and not debugging():
+            # A page of one token holds one: no wait to hear it from the GPU.
+            arrays[2] = torch.ones(last.numel(), dtype=torch.int32, device="cpu")
+    return batch_of(*_on_host(arrays), page_size=page_size)
+
+
+def _on_host(arrays: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Contiguous, on the CPU. Those on the GPU come over together: one copy, one wait."""
+    remote = [array for array in arrays if not array.is_cpu]
+    pieces = iter(torch.cat(remote).cpu().split([x.numel() for x in remote]) if remote else ())
+    return [array.contiguous() if array.is_cpu else next(pieces) for array in arrays]
 
 
 def batch_of(
@@ -179,9 +159,9 @@ def _attach_page_indices(
             )
         used = max(used, 0)
         indices = indices[:used]
+    indices = indices.contiguous()
     if indices_buf is None and indices.is_cpu:
         return PageList(indices, None, batch.set_page_indices(indices.data_ptr(), used, uploader))
-    indices = indices.contiguous()
     if indices_buf is not None and used > indices_buf.numel():
         raise ValueError(
             f"paged_kv_indptr[-1] = {used} pages are in use; paged_kv_indices_buf has room "
