@@ -23,15 +23,13 @@ def in_tokens(
     cudnn_batch_prefill_with_kv_cache.
     """
     per_query = options.num_qo_heads * options.head_dim_qk
-    qo_indptr = _tokens("qo_indptr", a.qo_indptr, a.seq_lens_q, per_query, device)
-    if isinstance(a, PagedPlanArguments):
-        if qo_indptr is None:
-            return a, kv_layout
-        return converted(a, type(a), qo_indptr=qo_indptr), "HND"
-    per_key = options.num_kv_heads * options.head_dim_qk
-    kv_indptr = _tokens("kv_indptr", a.kv_indptr, a.seq_lens, per_key, device)
-    given = {"qo_indptr": qo_indptr, "kv_indptr": kv_indptr}
-    given = {name: value for name, value in given.items() if value is not None}
+    found = {"qo_indptr": _tokens("qo_indptr", a.qo_indptr, a.seq_lens_q, per_query, device)}
+    if not isinstance(a, PagedPlanArguments):
+        per_key = options.num_kv_heads * options.head_dim_qk
+        found["kv_indptr"] = _tokens("kv_indptr", a.kv_indptr, a.seq_lens, per_key, device)
+    elif found["qo_indptr"] is not None:
+        kv_layout = "HND"
+    given = {name: value for name, value in found.items() if value is not None}
     return (converted(a, type(a), **given) if given else a), kv_layout
 
 
