@@ -43,7 +43,8 @@ POSITIONS = {
 # Angles are computed in float64. At 1024 radians a position an angle is off by 2^-25 at position
 # 2^17, as much as the rounding of its sine to float32.
 MOST_RADIANS = 1024.0
-ENCODING_MODES = tuple(POSITIONS)
+ENCODING_MODES = tuple(POSITIONS)  # as FlashInfer numbers them
+MODE_OF = {position: mode for mode, position in POSITIONS.items()}
 KV_LAYOUTS = ("NHD", "HND")
 # What rope_scale=None and rope_theta=None stand for; callers pass them without RoPE, too.
 ROPE_SCALE = 1.0

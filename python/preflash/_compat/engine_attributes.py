@@ -1,4 +1,4 @@
-"""Attributes of wrappers with an underscore that serving engines read.
+"""Attributes of wrappers with an underscore that serving engines read, and what they call there.
 
 They show what is planned. Writing raises where the kernels would not see it.
 """
@@ -11,10 +11,12 @@ from typing import Any, NoReturn
 
 import torch
 
+from .. import _core
 from .._check import values as check
+from .._check.calls import PagedPlanArguments
 from .._check.lengths import Lengths
+from .._check.request import Request
 from .._plan.items import NO_ITEMS
-from .plan_module import MODE_OF, PlanModule
 
 _REPLAN = "call plan() with what should change, or construct another wrapper"
 
@@ -27,11 +29,11 @@ class told(property):  # noqa: N801, used like property
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
 
-    def __set__(self, instance: object, value: Any) -> NoReturn:
-        raise AttributeError(
-            f"{type(instance).__name__}.{self.name} tells what is planned and cannot be set: "
-            f"{_REPLAN}"
-        )
+    def __set__(self, instance: object, value: Any) -> None:
+        self.refuse(instance, "tells what is planned and cannot be set")
+
+    def refuse(self, instance: object, why: str) -> NoReturn:
+        raise AttributeError(f"{type(instance).__name__}.{self.name} {why}: {_REPLAN}")
 
 
 class announced(told):  # noqa: N801, used like property
@@ -50,10 +52,7 @@ class repeated(announced):  # noqa: N801, used like property
         super().__set__(instance, value)
         now = self.__get__(instance)
         if value is not None and value is not now and value != now:
-            raise AttributeError(
-                f"{type(instance).__name__}.{self.name} is {now!r} and cannot become "
-                f"{value!r}: {_REPLAN}"
-            )
+            self.refuse(instance, f"is {now!r} and cannot become {value!r}")
 
 
 class graph_buffer(told):  # noqa: N801, used like property
@@ -72,31 +71,32 @@ class graph_buffer(told):  # noqa: N801, used like property
                 return getattr(wrapper._graph.buffers, part)
             if wrapper._state.planned is None:
                 given = wrapper._given_buffers if wrapper._awaits_buffers else {}
-                return given.get(self._argument, absent)
+                return given.get(self.name.removeprefix("_"), absent)
             if planned is not None:
                 return planned(wrapper)
             return planned_array(getattr(wrapper._batch, part), wrapper.device)
 
         super().__init__(tell)
 
-    @property
-    def _argument(self) -> str:
-        return self.name.removeprefix("_")
-
     def __set__(self, instance: object, value: Any) -> None:
         if not instance._awaits_buffers:
             super().__set__(instance, value)
-        instance._given_buffers = {**instance._given_buffers, self._argument: value}
+        argument = self.name.removeprefix("_")
+        instance._given_buffers = {**instance._given_buffers, argument: value}
 
 
-def of_plan(path: str, before: Any = None) -> Callable[[Any], Any]:
+def of_plan(
+    path: str, before: Any = None, as_told: Callable[[Any], Any] | None = None
+) -> Callable[[Any], Any]:
     """What a wrapper tells of its _wrap.state.Planned, by the attributes that lead there; before:
-    until the first plan()."""
+    until the first plan(). as_told: what is told of what is there."""
     find = operator.attrgetter(path)
 
     def tell(wrapper: Any) -> Any:
         planned = wrapper._state.planned
-        return before if planned is None else find(planned)
+        if planned is None:
+            return before
+        return find(planned) if as_told is None else as_told(find(planned))
 
     return tell
 
@@ -122,30 +122,24 @@ def _forwarded(part: str, name: str) -> property:
 
 def only(neutral: Any, why: str) -> property:
     """An attribute that may be set to one value: engines do, whether or not they use it."""
+    return _settled(lambda instance: neutral, f": {why}")
+
+
+def _of_items(name: str) -> property:
+    """An array of multi-item scoring, as plan() was given it."""
+    why = ": multi-item scoring is planned by plan(prefix_len_ptr=...); leave this as it is"
+    return _settled(of_plan(f"asked.items.{name}", getattr(NO_ITEMS, name)), why)
+
+
+def _settled(tell: Callable[[Any], Any], why: str) -> property:
+    """An attribute that may be set to what it is. why: behind the wrapper's class."""
 
     def refuse_others(instance: object, value: Any) -> None:
-        if value is not neutral and value != neutral:
-            raise NotImplementedError(f"{type(instance).__name__}: {why}")
-
-    return property(lambda instance: neutral, refuse_others)
-
-
-def of_items(name: str) -> property:
-    """An array of multi-item scoring, as plan() was given it. It may be set to what it is."""
-
-    def planned(instance: object) -> Any:
-        planned = instance._state.planned
-        return getattr(NO_ITEMS if planned is None else planned.asked.items, name)
-
-    def refuse_others(instance: object, value: Any) -> None:
-        now = planned(instance)
+        now = tell(instance)
         if value is not now and (isinstance(value, torch.Tensor) or now is None or value != now):
-            raise NotImplementedError(
-                f"{type(instance).__name__}: multi-item scoring is planned by "
-                "plan(prefix_len_ptr=...); leave this as it is"
-            )
+            raise NotImplementedError(f"{type(instance).__name__}{why}")
 
-    return property(planned, refuse_others)
+    return property(tell, refuse_others)
 
 
 class PlannedValues(torch.Tensor):
@@ -195,20 +189,115 @@ def planned_pages(lengths: Lengths, device: torch.device) -> torch.Tensor:
     return planned_array(batch.page_indices, device)
 
 
+class PlanModule:
+    """wrapper._cached_module, where a module compiled at run time would be. SGLang calls its plan()
+    in plan()'s place between graph replays."""
+
+    def __init__(self, wrapper: Any) -> None:
+        self._wrapper = wrapper
+
+    def plan(self, *arguments: Any) -> _core.Plan:
+        """begin_forward() for lengths on the host, where the caller has filled the wrapper's
+        buffers. What these arguments do not say is as in the plan before.
+
+        Raises:
+            NotImplementedError: without use_cuda_graph=True, or before the first plan().
+            ValueError: another wrapper's workspace, other heads, another size of head or page.
+        """
+        wrapper = self._wrapper
+        graph = wrapper._graph
+        if graph is None or graph.buffers.indices is None or wrapper._state.planned is None:
+            raise NotImplementedError(
+                "_cached_module.plan() is served after a first plan() of a paged wrapper with "
+                "use_cuda_graph=True alone; call the wrapper's plan()"
+            )
+        return self._plan(*arguments)
+
+    def _plan(
+        self,
+        float_workspace_buffer: torch.Tensor,
+        int_workspace_buffer: torch.Tensor,
+        pin_memory_int_workspace_buffer: Any,
+        qo_indptr: torch.Tensor,
+        kv_indptr: torch.Tensor,
+        kv_lens: torch.Tensor,
+        total_num_rows: int,
+        batch_size: int,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        page_size: int,
+        enable_cuda_graph: bool,
+        head_dim_qk: int,
+        head_dim_vo: int,
+        causal: bool,
+        window_left: int,
+        fixed_split_size: int = -1,
+        disable_split_kv: bool = False,
+        *more: int,
+    ) -> _core.Plan:
+        wrapper = self._wrapper
+        planned, buffers = wrapper._state.planned, wrapper._graph.buffers
+        if planned.asked.items.prefix_len_ptr is not None:
+            raise NotImplementedError(
+                "_cached_module.plan() does not write the mask of multi-item scoring; call plan()"
+            )
+        options = planned.asked.request.options
+        same = (options.num_qo_heads, options.num_kv_heads, wrapper._batch.page_size)
+        if (num_qo_heads, num_kv_heads, page_size) != same:
+            raise ValueError(
+                f"num_qo_heads, num_kv_heads, page_size = {num_qo_heads}, {num_kv_heads}, "
+                f"{page_size}: this wrapper was planned with {same}; call its plan()"
+            )
+        if (head_dim_qk, head_dim_vo) != (options.head_dim_qk, options.head_dim_vo):
+            raise ValueError(
+                f"head_dim_qk, head_dim_vo = {head_dim_qk}, {head_dim_vo}: this wrapper was "
+                f"planned with {options.head_dim_qk}, {options.head_dim_vo}; call its plan()"
+            )
+        if float_workspace_buffer is not wrapper._float_workspace_buffer:
+            raise ValueError("float_workspace_buffer is not this wrapper's")
+        for value in more:
+            check.neutral("num_colocated_ctas", value, 0)
+        masked = options.mask == _core.Mask.custom
+        arguments = PagedPlanArguments(
+            qo_indptr, kv_indptr, buffers.indices, _last_page_len(kv_indptr, kv_lens, page_size),
+            num_qo_heads, num_kv_heads, head_dim_qk, page_size,
+            packed_custom_mask=buffers.mask if masked else None,
+            causal=causal,
+            pos_encoding_mode=check.MODE_OF[options.position],
+            sm_scale=planned.scales.logits,
+            window_left=window_left,
+            logits_soft_cap=planned.asked.given.logits_soft_cap,
+            rope_scale=options.rope_scale,
+            rope_theta=options.rope_theta,
+            q_data_type=wrapper._cached_q_data_type,
+            kv_data_type=check.TORCH_DTYPES[options.kv_dtype],
+            o_data_type=check.TORCH_DTYPES[options.o_dtype],
+            head_dim_vo=head_dim_vo,
+            fixed_split_size=fixed_split_size,
+            disable_split_kv=disable_split_kv,
+        )  # fmt: skip
+        wrapper._begin_forward(arguments)
+        return wrapper._plan_info
+
+
+def _last_page_len(kv_indptr: torch.Tensor, kv_lens: torch.Tensor, page_size: int) -> torch.Tensor:
+    """int32 on the host."""
+    for name, value in (("kv_indptr", kv_indptr), ("kv_lens", kv_lens)):
+        check.is_tensor(name, value)
+        if not value.is_cpu:
+            raise ValueError(f"{name} is on {value.device}; must be on the CPU")
+    pages = kv_indptr[1:] - kv_indptr[:-1]
+    last = kv_lens - (pages - 1) * page_size
+    return last.where(pages > 0, torch.zeros_like(last)).to(torch.int32)
+
+
 _BATCH = "asked.request.lengths.batch"
 _OPTIONS = "asked.request.options"
+_torch_dtype = check.TORCH_DTYPES.get
 
 
-def _planned_dtype(name: str) -> repeated:
-    def tell(wrapper: Any) -> torch.dtype | None:
-        planned = wrapper._state.planned
-        if planned is None:
-            return None
-        request = planned.asked.request
-        given = request.q_given if name == "q_dtype" else None
-        return given or check.TORCH_DTYPES[getattr(request.options, name)]
-
-    return repeated(tell)
+def _q_dtype(request: Request) -> torch.dtype:
+    return request.q_given or check.TORCH_DTYPES[request.options.q_dtype]
 
 
 def _mask(wrapper: Any) -> torch.Tensor | None:
@@ -246,11 +335,7 @@ class EngineAttributes:
     _logits_soft_cap = told(of_plan("asked.given.logits_soft_cap", 0.0))
     _sm_scale = told(of_plan("scales.logits"))
 
-    @repeated
-    def _pos_encoding_mode(self) -> str | None:
-        planned = self._state.planned
-        return None if planned is None else MODE_OF[planned.asked.request.options.position]
-
+    _pos_encoding_mode = repeated(of_plan(f"{_OPTIONS}.position", as_told=check.MODE_OF.get))
     # flashinfer's BatchDecodeWithSharedPrefixPagedKVCacheWrapper gives these two to the attention
     # over its prefix.
     _rope_scale = repeated(of_plan(f"{_OPTIONS}.rope_scale"))
@@ -258,9 +343,9 @@ class EngineAttributes:
     _num_qo_heads = repeated(of_plan(f"{_OPTIONS}.num_qo_heads"))
     _num_kv_heads = repeated(of_plan(f"{_OPTIONS}.num_kv_heads"))
     _batch_size = repeated(of_plan(f"{_BATCH}.num_requests"))
-    _cached_q_data_type = _planned_dtype("q_dtype")
-    _cached_kv_data_type = _planned_dtype("kv_dtype")
-    _cached_o_data_type = _planned_dtype("o_dtype")
+    _cached_q_data_type = repeated(of_plan("asked.request", as_told=_q_dtype))
+    _cached_kv_data_type = repeated(of_plan(f"{_OPTIONS}.kv_dtype", as_told=_torch_dtype))
+    _cached_o_data_type = repeated(of_plan(f"{_OPTIONS}.o_dtype", as_told=_torch_dtype))
     _plan_info = repeated(of_plan("primary.plan"))
     _qo_indptr_last = announced(of_plan(f"{_BATCH}.qo_end"))
 
@@ -293,24 +378,14 @@ class EngineAttributes:
         first plan."""
         return self._state.graph_rows or None
 
-    @property
-    def _sinks(self) -> None:
-        """None. NOTE: engines put sinks here for run() to find; they must not be lost."""
-        return None
-
-    @_sinks.setter
-    def _sinks(self, value: torch.Tensor | None) -> None:
-        if value is not None:
-            raise NotImplementedError(
-                f"{type(self).__name__}._sinks: run() does not look there; give it sinks="
-            )
-
+    # NOTE: engines put sinks here for run() to find; they must not be lost.
+    _sinks = _settled(lambda self: None, "._sinks: run() does not look there; give it sinks=")
     _cached_module = told(PlanModule)
     _jit_module = only(None, "nothing is compiled at run time; _jit_module stays None")
-    _prefix_len_ptr = of_items("prefix_len_ptr")
-    _token_pos_in_items_ptr = of_items("token_pos_in_items_ptr")
-    _token_pos_in_items_len = of_items("token_pos_in_items_len")
-    _max_item_len_ptr = of_items("max_item_len_ptr")
+    _prefix_len_ptr = _of_items("prefix_len_ptr")
+    _token_pos_in_items_ptr = _of_items("token_pos_in_items_ptr")
+    _token_pos_in_items_len = _of_items("token_pos_in_items_len")
+    _max_item_len_ptr = _of_items("max_item_len_ptr")
     _block_tables = only(None, "block tables are plan()'s to check, and not used")
 
     _float_workspace_buffer = told(operator.attrgetter("_state.workspace.float_buffer.tensor"))

@@ -16,7 +16,6 @@ from .._check.outputs import Outputs
 
 # Names and types of the variant's tensors and scalars, in the order of jit_args.
 _TAKES = [["sink"], ["float"], ["sm_scale"], ["double"]]
-_POSITION_MODES = ("NONE", "ROPE_LLAMA", "ALIBI")  # by number in jit_kwargs
 _KWARGS = ("use_sliding_window", "use_fp16_qk_reduction", "use_logits_soft_cap")
 _OUTPUTS = Outputs()._asdict()
 
@@ -52,7 +51,7 @@ def announced(jit_args: Any, jit_kwargs: Any) -> dict[str, Any] | None:
             f"{', '.join(_KWARGS)} and pos_encoding_mode"
         )
     return {
-        "pos_encoding_mode": _POSITION_MODES[mode],
+        "pos_encoding_mode": check.ENCODING_MODES[mode],
         "q_data_type": check.dtype("jit_args[1]", given[1]),
         "kv_data_type": check.dtype("jit_args[2]", given[2]),
         "o_data_type": check.dtype("jit_args[3]", given[3]),

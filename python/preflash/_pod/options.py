@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from .._check import values as check
 from .._check.arguments import Scale
-from .._compat.plan_module import MODE_OF
+from .._check.values import MODE_OF
 from .._wrap.state import Planned
 
 
