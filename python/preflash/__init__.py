@@ -11,7 +11,7 @@ from pathlib import Path
 
 from . import _core, attention, cascade, cudnn, decode, page, pod, prefill, quantization, sparse
 from ._compat.patch import patch_flashinfer
-from ._device import cuda_versions as _cuda_versions
+from ._device import gpus as _gpus
 from ._torch import operators  # noqa: F401
 from .attention import *  # noqa: F403
 from .cascade import *  # noqa: F403
@@ -25,7 +25,7 @@ from .sparse import *  # noqa: F403
 _core.set_library_dir(str(Path(__file__).parent / "lib"))
 
 __version__: str = _core.__version__
-_cuda_versions.warn(__version__)
+_gpus.warn_of_versions(__version__)
 
 __all__ = ["__version__", "patch_flashinfer"]
 __all__ += ["attention", "cascade", "cudnn", "decode", "page", "pod", "prefill", "quantization"]

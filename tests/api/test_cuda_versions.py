@@ -4,7 +4,7 @@ import warnings
 
 import pytest
 import torch
-from preflash._device import cuda_versions
+from preflash._device import gpus
 from test_import import python
 
 
@@ -26,21 +26,21 @@ from test_import import python
 )
 def test_complaint(monkeypatch, version, torch_cuda, driver, expected):
     monkeypatch.setattr(torch.version, "cuda", torch_cuda)
-    monkeypatch.setattr(cuda_versions, "_driver", lambda: driver)
+    monkeypatch.setattr(gpus, "_driver", lambda: driver)
     if expected is None:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            cuda_versions.warn(version)
+            gpus.warn_of_versions(version)
         return
     with pytest.warns(RuntimeWarning, match=expected) as caught:
-        cuda_versions.warn(version)
+        gpus.warn_of_versions(version)
     assert len(caught) == 1
 
 
 def test_a_torch_without_cuda_needs_no_driver(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", None)
-    monkeypatch.setattr(cuda_versions, "_driver", lambda: pytest.fail("asked for the driver"))
-    cuda_versions.warn("0.1.0+cu130")
+    monkeypatch.setattr(gpus, "_driver", lambda: pytest.fail("asked for the driver"))
+    gpus.warn_of_versions("0.1.0+cu130")
 
 
 def test_the_import_says_it_and_the_cpu_computes():

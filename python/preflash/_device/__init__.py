@@ -4,6 +4,6 @@ stream      the current stream of a device
 buffers     memory that several streams may use
 workspace   the float and int workspaces of a wrapper
 backends    "auto", "fa2", "fa3", "cpu": which one serves which device
-gpus        whether this build has kernels for the GPUs of the machine
-cuda_versions   whether wheel, torch and driver go together
+gpus        whether this build has kernels for the GPUs of the machine, and wheel, torch and driver
+            go together
 """

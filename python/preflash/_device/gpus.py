@@ -1,43 +1,83 @@
-"""Whether this build serves the GPUs of the machine, asked without a CUDA context: a process that
-has one cannot fork workers that use CUDA."""
+"""Whether this installation serves the GPUs of the machine, asked without a CUDA context: a process
+that has one cannot fork workers that use CUDA."""
 
 from __future__ import annotations
 
 import ctypes
+import re
+import warnings
 
 import torch
 
 from .. import _core
 
 _SUCCESS = 0
+# The first driver of each major CUDA version.
+_DRIVERS = {12: "525", 13: "580"}
+
+
+def warn_of_versions(version: str) -> None:
+    """Warns where wheel, torch and driver do not go together, so that GPU kernels would fail;
+    version: preflash.__version__, "0.1.0+cu130" for a wheel; without "+cu" it was built on its
+    machine."""
+    if torch.version.cuda is None:
+        return
+    if sentence := _complaint(version, torch.version.cuda, _driver()):
+        warnings.warn(sentence, RuntimeWarning, stacklevel=3)
+
+
+def _complaint(version: str, torch_cuda: str, driver: int | None) -> str:
+    """What does not go together, and the way out; empty where all does. driver: the newest CUDA
+    version that it serves, 13000 for 13.0; None: no driver."""
+    found = re.search(r"\+cu(\d+)(\d)$", version)
+    if found is None:
+        return ""
+    major = int(found[1])
+    torch_major = int(torch_cuda.split(".")[0])
+    wheel = f"preflash {version} is built for CUDA {major}.{found[2]}"
+    if driver is not None and driver // 1000 < major:
+        serves = f"{driver // 1000}.{driver % 1000 // 10}"
+        needed = f"driver {_DRIVERS[major]} or later" if major in _DRIVERS else "a newer driver"
+        return (
+            f"{wheel}; the NVIDIA driver serves CUDA {serves} at most, so no GPU can be used. "
+            f"Install {needed}, or a wheel of preflash for CUDA {driver // 1000}"
+        )
+    if torch_major != major:
+        return (
+            f"{wheel}, torch {torch.__version__} for CUDA {torch_cuda}. "
+            f"Install a wheel of preflash for CUDA {torch_major}, or a torch for CUDA {major}"
+        )
+    return ""
+
+
+def _driver() -> int | None:
+    version = ctypes.c_int()
+    library = _library("libcuda.so.1")
+    if library is None or library.cuDriverGetVersion(ctypes.byref(version)) != _SUCCESS:
+        return None
+    return version.value
 
 
 def unserved() -> str | None:
     """Why no kernel of this build serves the GPUs that torch uses; None where one does, and where
     torch uses no GPU."""
-    if torch.version.cuda is None:
-        return None
-    found = capabilities()
+    found = [] if torch.version.cuda is None else capabilities()
     if not found:
         return None
     gpus = ", ".join(f"sm {capability}" for capability in sorted(set(found)))
-    compiled = {
-        family: architectures
+    compiled = [
+        (traits, architectures)
         for family in _core.families()
-        if not _core.traits_of(family).on_cpu and (architectures := _core.architectures(family))
-    }
+        if not (traits := _core.traits_of(family)).on_cpu
+        and (architectures := _core.architectures(family))
+    ]
     if not compiled:
         why = _core.cuda_error() or "it has CPU kernels alone"
         return f"this build of preflash has no kernel for a GPU ({gpus}): {why}"
-    for family, architectures in compiled.items():
-        for capability in found:
-            if _core.traits_of(family).runs_on(capability) and _core.compiled_for(
-                architectures, capability
-            ):
-                return None
-    built = "; ".join(
-        f"{_core.traits_of(family).backend} for sm {list_}" for family, list_ in compiled.items()
-    )
+    for traits, architectures in compiled:
+        if any(traits.runs_on(gpu) and _core.compiled_for(architectures, gpu) for gpu in found):
+            return None
+    built = "; ".join(f"{traits.backend} for sm {list_}" for traits, list_ in compiled)
     return f"no kernel of this build of preflash serves a GPU here ({gpus}): it has {built}"
 
 
@@ -47,13 +87,9 @@ def capabilities() -> list[int]:
     if torch.cuda.is_initialized():
         major, minor = torch.cuda.get_device_capability()
         return [10 * major + minor]
-    if not torch.cuda.device_count():  # knows CUDA_VISIBLE_DEVICES, makes no context either
-        return []
-    try:
-        nvml = ctypes.CDLL("libnvidia-ml.so.1")
-    except OSError:
-        return []
-    if nvml.nvmlInit_v2() != _SUCCESS:
+    # device_count() knows CUDA_VISIBLE_DEVICES, and makes no context either.
+    nvml = _library("libnvidia-ml.so.1") if torch.cuda.device_count() else None
+    if nvml is None or nvml.nvmlInit_v2() != _SUCCESS:
         return []
     try:
         return _listed(nvml)
@@ -68,12 +104,16 @@ def _listed(nvml: ctypes.CDLL) -> list[int]:
     found = []
     for index in range(count.value):
         device = ctypes.c_void_p()
-        if (
-            nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(device)) == _SUCCESS
-            and nvml.nvmlDeviceGetCudaComputeCapability(
-                device, ctypes.byref(major), ctypes.byref(minor)
-            )
-            == _SUCCESS
-        ):
+        if nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(device)) != _SUCCESS:
+            continue
+        numbers = (ctypes.byref(major), ctypes.byref(minor))
+        if nvml.nvmlDeviceGetCudaComputeCapability(device, *numbers) == _SUCCESS:
             found.append(10 * major.value + minor.value)
     return found
+
+
+def _library(name: str) -> ctypes.CDLL | None:
+    try:
+        return ctypes.CDLL(name)
+    except OSError:
+        return None
