@@ -36,14 +36,8 @@ class Run(Protocol):
     request: Request
     place: _core.Place | None  # what upload() fills; None: nothing
     shared: bool  # whether anybody else may still run it: a CUDA graph, a copied wrapper
-
-    @property
-    def int_buffer(self) -> Buffer:
-        """What give_back() hands to the next plan."""
-
-    @property
-    def buffers(self) -> Sequence[Buffer]:
-        """All memory of ours, or of the plan's arguments, that its runs read."""
+    int_buffer: Buffer  # what give_back() hands to the next plan
+    buffers: Sequence[Buffer]  # all memory of ours, or of the plan's arguments, that its runs read
 
     def attend_to(
         self, q: torch.Tensor, kv: KvCache, scales: Scales, outputs: Outputs, memory: Any

@@ -34,14 +34,12 @@ class DeviceStream:
         if device.type not in ("cpu", "cuda"):
             raise ValueError(f"tensors are on {device}; must be on the CPU or on a CUDA device")
         self.device = device
-        self.stream: Callable[[], int]
         self.ordinal = ordinal_of(device)
+        self.stream: Callable[[], int] = int  # 0
+        if self.ordinal >= 0:
+            self.stream = functools.partial(torch._C._cuda_getCurrentRawStream, self.ordinal)
         self._owner: torch.cuda.Stream | None = None  # the last one of owner_stream()
         self._events: dict[int, torch.cuda.Event] = {}  # of wait_for(), by stream
-        if self.ordinal < 0:
-            self.stream = int  # 0
-        else:
-            self.stream = functools.partial(torch._C._cuda_getCurrentRawStream, self.ordinal)
 
     def is_capturing(self) -> bool:
         """Whether the current stream is being captured into a CUDA graph."""
@@ -77,7 +75,5 @@ def _stream_at(address: int, device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.ExternalStream(address, device)
 
 
-@functools.cache
-def device_stream_of(device: torch.device) -> DeviceStream:
-    """The one of a device, where many calls ask for it."""
-    return DeviceStream(device)
+# The one of a device, where many calls ask for it.
+device_stream_of = functools.cache(DeviceStream)

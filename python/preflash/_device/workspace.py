@@ -72,7 +72,8 @@ class Workspace:
         self._given = None if int_buffer is None else Buffer(int_buffer)
         # Memory of a plan that was replaced, and what may still be running it.
         self._spare: deque[tuple[Buffer, Callable[[], object | None]]] = deque(maxlen=1)
-        self._uploader: _core.Uploader | None = None
+        # None before the first plan: there may be no kernel library.
+        self.known_uploader: _core.Uploader | None = None
         self._known: tuple[Any, _core.KnownTensors | None] = (None, None)
 
     def known_tensors(self, alike: Any) -> _core.KnownTensors:
@@ -108,7 +109,7 @@ class Workspace:
             return self
         other = Workspace(self.device_stream.device, None, float_bytes=self._float_bytes)
         other.float_buffer = self.float_buffer
-        other._uploader = self.uploader()
+        other.known_uploader = self.uploader()
         return other
 
     def int_buffer(self, num_bytes: int) -> Buffer:
@@ -132,12 +133,7 @@ class Workspace:
         if self._given is None:
             self._spare.append((int_buffer, weakref.ref(variant)))
 
-    @property
-    def known_uploader(self) -> _core.Uploader | None:
-        """None before the first plan: there may be no kernel library."""
-        return self._uploader
-
     def uploader(self) -> _core.Uploader:
-        if self._uploader is None:
-            self._uploader = _core.Uploader(self.device_stream.ordinal)
-        return self._uploader
+        if self.known_uploader is None:
+            self.known_uploader = _core.Uploader(self.device_stream.ordinal)
+        return self.known_uploader
