@@ -98,13 +98,8 @@ def traced() -> bool:
     """Whether torch records this call instead of making it (_wrap.traced): torch.compile, make_fx,
     torch.export, FakeTensorMode. The first of them takes the first term for True."""
     return is_dynamo_compiling() or (
-        (function_mode_is_active() or num_dispatch_modes() > 0) and _is_recorded()
+        (function_mode_is_active() or num_dispatch_modes() > 0) and _recorder() is not None
     )
-
-
-@eager
-def _is_recorded() -> bool:
-    return _proxy_mode() is not None or _dispatch_mode("FAKE") is not None
 
 
 @eager
@@ -118,9 +113,10 @@ def not_traced() -> None:
     if not function_mode_is_active() and not num_dispatch_modes():
         return
     # Before dispatch, as torch.export traces, no dispatch mode shows; a function mode always does.
-    if _proxy_mode() is not None:
+    recorder = _recorder()
+    if recorder == "PROXY":
         raise _not_traceable("make_fx or torch.export")
-    if _dispatch_mode("FAKE") is not None:
+    if recorder == "FAKE":
         raise ValueError(
             "a FakeTensorMode is active: a tensor that is made has no memory behind it; call "
             "preflash outside of it"
@@ -136,15 +132,13 @@ def _not_traceable(tracer: str) -> NotImplementedError:
 
 
 @eager
-def _proxy_mode() -> Any:
+def _recorder() -> str | None:
+    """Of torch's own modes, the kind of the one that records operations."""
     from torch.fx.experimental import proxy_tensor
 
-    find = getattr(proxy_tensor, "get_proxy_mode", None)
-    return _dispatch_mode("PROXY") if find is None else find()
-
-
-@eager
-def _dispatch_mode(key: str) -> Any:
-    """The active mode of one of torch's own kinds."""
-    keys = getattr(torch._C, "_TorchDispatchModeKey", None)
-    return None if keys is None else torch._C._get_dispatch_mode(getattr(keys, key))
+    active, keys = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey
+    # Also tells modes that record before dispatch.
+    find = getattr(proxy_tensor, "get_proxy_mode", lambda: active(keys.PROXY))
+    if find() is not None:
+        return "PROXY"
+    return None if active(keys.FAKE) is None else "FAKE"
