@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -38,17 +38,11 @@ class Run(Protocol):
     shared: bool  # whether anybody else may still run it: a CUDA graph, a copied wrapper
     int_buffer: Buffer  # what give_back() hands to the next plan
     buffers: Sequence[Buffer]  # all memory of ours, or of the plan's arguments, that its runs read
-
-    def attend_to(
-        self, q: torch.Tensor, kv: KvCache, scales: Scales, outputs: Outputs, memory: Any
-    ) -> Result:
-        """One run. kv is (k, v), or one paged cache that holds both.
-
-        memory: of this call alone, from memory_with(); None: the plan's.
-        """
-
-    def memory_with(self, per_head: PerHead, skip_factor: float) -> Any:
-        """The plan's own, and what one run brings."""
+    # One run: q, kv, scales, outputs, memory. kv is (k, v), or one paged cache that holds both;
+    # memory is of this call alone, from memory_with(); None: the plan's.
+    attend_to: Callable[[torch.Tensor, KvCache, Scales, Outputs, Any], Result]
+    # The plan's own memory, and what one run brings: its tensors of heads, its skip_factor.
+    memory_with: Callable[[PerHead, float], Any]
 
 
 class Backend(Protocol):
@@ -89,7 +83,6 @@ def compute_capability(device: torch.device) -> int:
     return _core.device_facts(device.index)["compute_capability"]
 
 
-_OF_FAMILY: dict[_core.Family, Backend] = {}
 _EXPLICIT: dict[str, Backend] = {}
 NAMES = ("auto", *(_core.traits_of(family).backend for family in _core.families()))
 CUDNN = "cudnn"  # no family of kernels of this package
@@ -98,11 +91,9 @@ OVERRIDE = "PREFLASH_BACKEND"
 FOREIGN = ("cute-dsl", "cutlass", "trtllm-gen", "xqa")
 
 
-def register(backend: Backend, family: _core.Family | None = None) -> None:
-    """Makes a backend the one of its name, and of a family of kernels."""
+def register(backend: Backend) -> None:
+    """Makes a backend the one of its name, which the traits of a family of kernels tell."""
     _EXPLICIT[backend.name] = backend
-    if family is not None:
-        _OF_FAMILY[family] = backend
 
 
 class Requested(NamedTuple):
@@ -166,7 +157,7 @@ def _preferred(device: torch.device) -> tuple[Backend, ...]:
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"no backend computes on {device}; use CPU or CUDA tensors")
     families = _core.families_for(compute_capability(device))
-    return tuple(_OF_FAMILY[family] for family in families)
+    return tuple(_EXPLICIT[_core.traits_of(family).backend] for family in families)
 
 
 def choose(name: str, device: torch.device, *options: _core.AttentionOptions) -> Backend:

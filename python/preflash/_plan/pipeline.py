@@ -28,7 +28,7 @@ from . import prepass
 
 for _family in _core.families():
     _kind = CpuBackend if _core.traits_of(_family).on_cpu else CudaBackend
-    backends.register(_kind(_family), _family)
+    backends.register(_kind(_family))
 backends.register(CudnnBackend())
 
 
