@@ -29,7 +29,7 @@ def converted(a: Any, kind: type[Arguments], **given: Any) -> Arguments:
     """A call converted to another kind: the given values, the arguments that both have, defaults
     for the rest."""
     pair = (type(a), kind)
-    both = _in_both.get(pair)
+    both = _in_both.get(pair)  # NOTE: torch.compile warns of functools.cache
     if both is None:
         both = _in_both[pair] = tuple(name for name in pair[0].__slots__ if name in kind.__slots__)
     return kind(**{**{name: getattr(a, name) for name in both}, **given})
@@ -92,18 +92,14 @@ class HeadTensor(NamedTuple):
     of: str | None  # the fp8 operand that it is for; None: it goes with every run
 
 
-_OF_QUERY_HEADS = HeadTensor("num_qo_heads", "one factor per head", "factors of the heads", "q")
-_OF_KV_HEADS = _OF_QUERY_HEADS._replace(heads="num_kv_heads")
-_LOGITS = HeadTensor(
-    "num_qo_heads", "one logit per query head", "natural logarithms, like logits", of=None
-)
-
+_LOGITS = ("one logit per query head", "natural logarithms, like logits")
+_FACTORS = ("one factor per head", "factors of the heads")
 # NOTE: kHeadTensors in params.h is the C++ side.
 PER_HEAD = PerHead(
-    sinks=_LOGITS,
-    scale_q=_OF_QUERY_HEADS,
-    scale_k=_OF_KV_HEADS._replace(of="k"),
-    scale_v=_OF_KV_HEADS._replace(of="v"),
+    sinks=HeadTensor("num_qo_heads", *_LOGITS, of=None),
+    scale_q=HeadTensor("num_qo_heads", *_FACTORS, of="q"),
+    scale_k=HeadTensor("num_kv_heads", *_FACTORS, of="k"),
+    scale_v=HeadTensor("num_kv_heads", *_FACTORS, of="v"),
 )
 
 

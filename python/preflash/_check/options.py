@@ -218,8 +218,6 @@ def _attention_options(
         # causal is ignored when a custom mask is given; a window is not.
         causal=check.flag("causal", options["causal"]) and not masked,
         mask=_core.Mask.custom if masked else _core.Mask.bounds,
-        position=encoding.position,
-        rope_scale=encoding.rope_scale,
-        rope_theta=encoding.rope_theta,
+        **encoding._asdict(),
         **known,
     )

@@ -13,8 +13,8 @@ from .recording import eager
 
 ALIGNMENT = 16
 WHY_FLOAT32 = "the log-sum-exp is always float32"
-_INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
-_INTEGERS += tuple(getattr(torch, name) for name in ("uint16", "uint32") if hasattr(torch, name))
+_SIGNED = (torch.int32, torch.int64, torch.int16, torch.int8)
+_INTEGERS = (*_SIGNED, torch.uint8, torch.uint16, torch.uint32)
 
 
 def kind_of(value: Any) -> str:

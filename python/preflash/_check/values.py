@@ -20,13 +20,7 @@ from .recording import not_differentiated
 from .tensor_checks import *  # noqa: F403
 from .tensor_checks import digits_of, kind_of, start_of, tensor
 
-CORE_DTYPES = {
-    torch.float16: _core.DType.float16,
-    torch.bfloat16: _core.DType.bfloat16,
-    torch.float32: _core.DType.float32,
-    torch.float8_e4m3fn: _core.DType.float8_e4m3fn,
-    torch.float8_e5m2: _core.DType.float8_e5m2,
-}
+CORE_DTYPES = {getattr(torch, name): core for name, core in _core.DType.__members__.items()}
 TORCH_DTYPES = {core: dtype for dtype, core in CORE_DTYPES.items()}
 WIDE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -46,9 +40,6 @@ MOST_RADIANS = 1024.0
 ENCODING_MODES = tuple(POSITIONS)  # as FlashInfer numbers them
 MODE_OF = {position: mode for mode, position in POSITIONS.items()}
 KV_LAYOUTS = ("NHD", "HND")
-# What rope_scale=None and rope_theta=None stand for; callers pass them without RoPE, too.
-ROPE_SCALE = 1.0
-ROPE_THETA = 1e4
 FLOAT32_MAX = torch.finfo(torch.float32).max
 # The kernels multiply by log2(e), in float32, what they exponentiate: FLOAT32_MAX / log2(e) is
 # 2.3586e38, and beyond it infinity times a zero is NaN.
@@ -264,17 +255,19 @@ def output_dtype(name: str, value: Any, q: torch.dtype) -> torch.dtype:
 
 
 class PositionEncoding(NamedTuple):
+    """Of AttentionOptions. The defaults are what None stands for, which callers pass without RoPE,
+    too."""
+
     position: _core.Position
-    rope_scale: float = ROPE_SCALE
-    rope_theta: float = ROPE_THETA
+    rope_scale: float = 1.0
+    rope_theta: float = 1e4
 
 
 def position_encoding(mode: Any, rope_scale: Any, rope_theta: Any) -> PositionEncoding:
-    """pos_encoding_mode, rope_scale and rope_theta; None is the default of the last two."""
     encoding = PositionEncoding(
         POSITIONS[one_of("pos_encoding_mode", mode, ENCODING_MODES)],
-        ROPE_SCALE if rope_scale is None else _rope_option("rope_scale", rope_scale),
-        ROPE_THETA if rope_theta is None else _rope_option("rope_theta", rope_theta),
+        _rope_option("rope_scale", rope_scale),
+        _rope_option("rope_theta", rope_theta),
     )
     if encoding.position != _core.Position.rope:
         if encoding != PositionEncoding(encoding.position):
@@ -294,6 +287,8 @@ def position_encoding(mode: Any, rope_scale: Any, rope_theta: Any) -> PositionEn
 
 
 def _rope_option(name: str, value: Any) -> float:
+    if value is None:
+        return PositionEncoding._field_defaults[name]
     value = real(name, value)
     if value <= 0.0:
         raise ValueError(f"{name}={value}: must be positive, or None for the default")
