@@ -83,7 +83,6 @@ def _paged(
 
 
 def single_lengths(qo_len: int, kv_len: int) -> Lengths:
-    """A batch of one."""
     qo_len = check.integer("qo_len", qo_len, at_least=0)
     kv_len = check.integer("kv_len", kv_len, at_least=0)
     indptr = torch.tensor([0, qo_len, 0, kv_len], dtype=torch.int32, device="cpu")

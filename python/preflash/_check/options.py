@@ -11,23 +11,15 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import _core
+from . import calls
 from . import values as check
 from .arguments import RunOptions
-from .calls import (
-    ALIASES,
-    CHECKED_ALONE,
-    NEUTRAL,
-    BatchArguments,
-    PagedPlanArguments,
-    RaggedPlanArguments,
-    SingleArguments,
-)
 from .scales import Scales, softmax_scale
 
 # The options of a call, as a tuple.
 _given_to: dict[type, Callable[[Any], tuple]] = {
     kind: operator.attrgetter(*kind.OPTIONS)
-    for kind in (PagedPlanArguments, RaggedPlanArguments, SingleArguments)
+    for kind in (calls.PagedPlanArguments, calls.RaggedPlanArguments, calls.SingleArguments)
 }
 _CONSTANT = frozenset((int, float, bool, str, type(None), torch.dtype))
 
@@ -43,8 +35,7 @@ class BatchOptions(NamedTuple):
     scales: Scales  # where plan() is given no sm_scale
 
 
-def batch_options(a: BatchArguments) -> BatchOptions:
-    """The options in the arguments of a wrapper's plan()."""
+def batch_options(a: calls.BatchArguments) -> BatchOptions:
     global _last
     check.not_traced()
     masked = has_mask(a)
@@ -106,7 +97,7 @@ def converted_from(given: Any, options: _core.AttentionOptions) -> torch.dtype |
     return check.CONVERTED_QUERY if same else None
 
 
-def single_options(a: SingleArguments) -> _core.AttentionOptions:
+def single_options(a: calls.SingleArguments) -> _core.AttentionOptions:
     """The options in the arguments of a single request. Of its tensors only what decides the
     variant is looked at: binding checks the rest."""
     q, k, v = a.q, a.k, a.v
@@ -129,14 +120,14 @@ def single_options(a: SingleArguments) -> _core.AttentionOptions:
     )
 
 
-def single_key(a: SingleArguments) -> tuple:
+def single_key(a: calls.SingleArguments) -> tuple:
     """The options of a single request as a key: with types, because 1, 1.0 and True are equal, but
     not all of them are accepted; by value, because a tensor or numpy array may hold another number
     at the next call."""
-    values = _given_to[SingleArguments](a)
+    values = _given_to[calls.SingleArguments](a)
     types = tuple(map(type, values))
     if not _CONSTANT.issuperset(types):
-        given = dict(zip(SingleArguments.OPTIONS, map(check.plain, values), strict=True))
+        given = dict(zip(calls.SingleArguments.OPTIONS, map(check.plain, values), strict=True))
         window = given["window_left"]
         if isinstance(window, torch.Tensor) and window.dtype != torch.bool:
             given["window_left"] = operator.index(check.tensor("window_left", window))
@@ -155,8 +146,7 @@ def has_mask(a: Any) -> bool:
 
 
 def check_neutral(options: dict[str, Any]) -> None:
-    """Refuses options that are not served, by name."""
-    for name, value in NEUTRAL.items():
+    for name, value in calls.NEUTRAL.items():
         given = options.get(name, value)
         if given is not value:
             if value is None:
@@ -180,7 +170,7 @@ def check_unserved(a: RunOptions) -> None:
 
 def _in_one_spelling(options: dict[str, Any]) -> dict[str, Any]:
     """Where an option has two names, by the first."""
-    for alias, name in ALIASES.items():
+    for alias, name in calls.ALIASES.items():
         if alias in options:
             options[name] = check.alias(name, options[name], alias, options.pop(alias))
     return options
@@ -195,7 +185,7 @@ def _attention_options(
     encoding = check.position_encoding(
         options["pos_encoding_mode"], options["rope_scale"], options["rope_theta"]
     )
-    for name, check_alone, field, default in CHECKED_ALONE:
+    for name, check_alone, field, default in calls.CHECKED_ALONE:
         if field not in known:
             value = check_alone(name, options.get(name, default))
             if field:

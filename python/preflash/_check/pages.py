@@ -16,7 +16,6 @@ def may_be_read(array: torch.Tensor) -> bool:
 
 
 def _first(wrong: torch.Tensor) -> int | None:
-    """Where a mask is first true."""
     return int(wrong.to(torch.uint8).argmax()) if bool(wrong.any()) else None
 
 

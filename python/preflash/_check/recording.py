@@ -64,7 +64,6 @@ def forward_only(*tensors: torch.Tensor, **named: torch.Tensor | None) -> None:
 
 
 def not_differentiated(*tensors: torch.Tensor, what: str = "an input") -> None:
-    """Refuses a call whose gradient would miss it."""
     try:
         if is_grad_enabled():
             for value in tensors:

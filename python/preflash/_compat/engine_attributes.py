@@ -149,9 +149,7 @@ class PlannedValues(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if (_writes(func.__name__) and isinstance(args[0], cls)) or isinstance(
-            kwargs.get("out"), cls
-        ):
+        if isinstance(args[0] if _writes(func.__name__) else kwargs.get("out"), cls):
             raise NotImplementedError(
                 f"{func.__name__}: these are values of a plan, which a write does not reach: "
                 f"{_REPLAN}"

@@ -18,6 +18,8 @@ Arguments = TypeVar("Arguments")
 Self = TypeVar("Self")
 Result = TypeVar("Result")
 
+_signature = functools.cache(inspect.signature)
+
 
 def _is_integer(value: Any) -> bool:
     return hasattr(value, "__index__") and not isinstance(value, (bool, torch.Tensor))
@@ -65,7 +67,7 @@ class _Orders:
     """Both orders of one call's positional parameters."""
 
     def __init__(self, kind: type) -> None:
-        parameters = _parameters(kind)
+        parameters = _signature(kind).parameters.values()
         self._types = {parameter.name: parameter.annotation for parameter in parameters}
         self._documented = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
         self._newer = getattr(kind, "NEWER", self._documented)
@@ -94,7 +96,6 @@ class _Orders:
         return args, kwargs
 
     def _fit(self, order: Sequence[str], values: Sequence[Any]) -> bool:
-        """Whether all values may stand where they are."""
         return len(values) <= len(order) and all(map(self._fits, order, values))
 
     def _fits(self, name: str, value: Any) -> bool:
@@ -114,7 +115,6 @@ def takes(
     def decorate(method: Callable) -> Callable:
         collect = _collector(kind, method, {})
 
-        @functools.wraps(method)
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
             return method(self, collect(args, kwargs))
 
@@ -131,7 +131,6 @@ def function_takes(
     def decorate(function: Callable) -> Callable:
         collect = _collector(kind, function, defaults)
 
-        @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
             return function(collect(args, kwargs))
 
@@ -156,7 +155,6 @@ def by_position(*names: str) -> Callable[[Callable[P, Result]], Callable[P, Resu
 
 
 def _collector(kind: type, function: Callable, defaults: dict[str, Any]) -> Callable:
-    """What makes the arguments of one call."""
     orders = _Orders(kind)
     num_same, head_dim_at = orders.num_same, orders.head_dim_at
 
@@ -174,29 +172,26 @@ def _collector(kind: type, function: Callable, defaults: dict[str, Any]) -> Call
     return collect
 
 
-@functools.cache
-def _parameters(kind: type) -> tuple[inspect.Parameter, ...]:
-    return tuple(inspect.signature(kind).parameters.values())
-
-
 def _refuse(kind: type, function: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
     """Says what is missing, unknown or too much, in the name of the function that was called."""
     try:
-        inspect.signature(kind).bind(*args, **kwargs)
+        _signature(kind).bind(*args, **kwargs)
     except TypeError as error:
-        says = with_nearest(str(error), [parameter.name for parameter in _parameters(kind)])
+        says = with_nearest(str(error), _signature(kind).parameters)
         raise TypeError(f"{function.__qualname__}(): {says}") from None
 
 
 def _with_signature(
     call: Callable, function: Callable, kind: type, defaults: dict[str, Any]
 ) -> Callable:
-    """call, with the parameters that function has before its arguments, and those of kind."""
+    """call in the place of function, with the parameters that this has before its arguments, and
+    those of kind."""
+    functools.update_wrapper(call, function)
     own = inspect.signature(function)
     first = list(own.parameters.values())[:-1]
     of_call = [
         parameter.replace(default=defaults.get(parameter.name, parameter.default))
-        for parameter in _parameters(kind)
+        for parameter in _signature(kind).parameters.values()
     ]
     call.__signature__ = own.replace(parameters=[*first, *of_call])
     named = {p.name: p.annotation for p in (*first, *of_call) if p.annotation is not p.empty}

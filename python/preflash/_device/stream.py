@@ -42,7 +42,6 @@ class DeviceStream:
         self._events: dict[int, torch.cuda.Event] = {}  # of wait_for(), by stream
 
     def is_capturing(self) -> bool:
-        """Whether the current stream is being captured into a CUDA graph."""
         return self.ordinal >= 0 and torch.cuda.is_current_stream_capturing()
 
     def num_threads(self) -> int:
