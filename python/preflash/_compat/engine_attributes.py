@@ -15,7 +15,6 @@ from .. import _core
 from .._check import values as check
 from .._check.calls import PagedPlanArguments
 from .._check.lengths import Lengths
-from .._check.request import Request
 from .._plan.items import NO_ITEMS
 
 _REPLAN = "call plan() with what should change, or construct another wrapper"
@@ -156,9 +155,11 @@ class PlannedValues(torch.Tensor):
             )
         result = super().__torch_function__(func, types, args, kwargs)
         source = next((a for a in args if isinstance(a, cls)), None)
-        if isinstance(result, cls) and source is not None and not _same_memory(result, source):
-            return result.as_subclass(torch.Tensor)
-        return result
+        if not isinstance(result, cls) or source is None:
+            return result
+        with torch._C.DisableTorchFunctionSubclass():
+            same = result.untyped_storage().data_ptr() == source.untyped_storage().data_ptr()
+        return result if same else result.as_subclass(torch.Tensor)
 
 
 def _writes(name: str) -> bool:
@@ -166,11 +167,6 @@ def _writes(name: str) -> bool:
         augmented = name.startswith("__i") and name not in ("__index__", "__int__", "__invert__")
         return augmented or name in ("__setitem__", "__set__")
     return name.endswith("_")
-
-
-def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    with torch._C.DisableTorchFunctionSubclass():
-        return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
 def planned_array(values: list[int], device: torch.device) -> torch.Tensor:
@@ -294,10 +290,6 @@ _OPTIONS = "asked.request.options"
 _torch_dtype = check.TORCH_DTYPES.get
 
 
-def _q_dtype(request: Request) -> torch.dtype:
-    return request.q_given or check.TORCH_DTYPES[request.options.q_dtype]
-
-
 def _mask(wrapper: Any) -> torch.Tensor | None:
     """A copy: plan() knows the full tiles of its own."""
     mask = wrapper._state.planned.asked.request.mask
@@ -341,7 +333,9 @@ class EngineAttributes:
     _num_qo_heads = repeated(of_plan(f"{_OPTIONS}.num_qo_heads"))
     _num_kv_heads = repeated(of_plan(f"{_OPTIONS}.num_kv_heads"))
     _batch_size = repeated(of_plan(f"{_BATCH}.num_requests"))
-    _cached_q_data_type = repeated(of_plan("asked.request", as_told=_q_dtype))
+    _cached_q_data_type = repeated(
+        of_plan("asked.request", as_told=lambda r: r.q_given or _torch_dtype(r.options.q_dtype))
+    )
     _cached_kv_data_type = repeated(of_plan(f"{_OPTIONS}.kv_dtype", as_told=_torch_dtype))
     _cached_o_data_type = repeated(of_plan(f"{_OPTIONS}.o_dtype", as_told=_torch_dtype))
     _plan_info = repeated(of_plan("primary.plan"))

@@ -120,27 +120,22 @@ def requested(name: object, *, with_cudnn: bool = False) -> Requested:
     with_cudnn: "cudnn" is a choice, too.
     """
     names = (*NAMES, CUDNN) if with_cudnn else NAMES
-    override = os.environ.get(OVERRIDE)
-    if not override:
-        return Requested(_checked_name(name, names))
-    if not isinstance(name, str):
-        check.one_of("backend", name, names)
-    if override not in NAMES:
-        raise ValueError(
-            f"{OVERRIDE}={override!r} in the environment: must be unset, or one of "
-            f"{', '.join(NAMES)}"
-        )
-    return Requested(override, None if override == name else name)
-
-
-def _checked_name(name: object, names: tuple[str, ...]) -> str:
-    if name == CUDNN and CUDNN not in names:
+    if override := os.environ.get(OVERRIDE):
+        if not isinstance(name, str):
+            check.one_of("backend", name, names)
+        if override not in NAMES:
+            raise ValueError(
+                f"{OVERRIDE}={override!r} in the environment: must be unset, or one of "
+                f"{', '.join(NAMES)}"
+            )
+        return Requested(override, None if override == name else name)
+    if name == CUDNN and not with_cudnn:
         raise NotImplementedError(
             "backend='cudnn' is served by cudnn_batch_prefill_with_kv_cache and by the paged and "
             f"the ragged batch wrapper; use one of {', '.join(NAMES)}"
         )
     try:
-        return check.one_of("backend", name, names)
+        return Requested(check.one_of("backend", name, names))
     except ValueError as error:
         if name not in FOREIGN:
             raise
