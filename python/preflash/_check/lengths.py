@@ -11,7 +11,7 @@ import torch
 
 from .. import _core
 from . import values as check
-from .calls import BatchArguments, PagedPlanArguments
+from .calls import BatchArguments, PagedPlanArguments, RaggedPlanArguments
 
 # The batch of usual arrays on the CPU; None: look at them one by one.
 _batch_of_usual = _core.paged_batches(check.TORCH, torch.Tensor, torch.int32)
@@ -52,21 +52,12 @@ def batch_lengths(
     indices_buf: where plan() will put the page indices, for CUDA graphs. uploader: what will bring
     them to the device otherwise, if that is known.
     """
-    if isinstance(a, PagedPlanArguments):
-        return _paged(a, device, indices_buf, uploader)
-    found = _batch_of_usual(a.qo_indptr, a.kv_indptr, None, None, 0, None)
-    if found is not None:
-        return Lengths(found[0], None)
-    arrays = {"qo_indptr": a.qo_indptr, "kv_indptr": a.kv_indptr}
-    return Lengths(_checked_batch(arrays, 0, device), None)
-
-
-def _paged(
-    a: PagedPlanArguments,
-    device: torch.device,
-    indices_buf: torch.Tensor | None,
-    uploader: _core.Uploader | None,
-) -> Lengths:
+    if isinstance(a, RaggedPlanArguments):
+        found = _batch_of_usual(a.qo_indptr, a.kv_indptr, None, None, 0, None)
+        if found is not None:
+            return Lengths(found[0], None)
+        arrays = {"qo_indptr": a.qo_indptr, "kv_indptr": a.kv_indptr}
+        return Lengths(_checked_batch(arrays, 0, device), None)
     page_size = check.integer("page_size", a.page_size, at_least=1)
     to_upload = a.paged_kv_indices if indices_buf is None else None
     found = _batch_of_usual(
