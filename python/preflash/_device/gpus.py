@@ -17,40 +17,37 @@ _DRIVERS = {12: "525", 13: "580"}
 
 
 def warn_of_versions(version: str) -> None:
-    """Warns where wheel, torch and driver do not go together, so that GPU kernels would fail;
+    """Warns where wheel, torch and driver do not go together, so that GPU kernels would fail.
+
     version: preflash.__version__, "0.1.0+cu130" for a wheel; without "+cu" it was built on its
-    machine."""
-    if torch.version.cuda is None:
-        return
-    if sentence := _complaint(version, torch.version.cuda, _driver()):
-        warnings.warn(sentence, RuntimeWarning, stacklevel=3)
-
-
-def _complaint(version: str, torch_cuda: str, driver: int | None) -> str:
-    """What does not go together, and the way out; empty where all does. driver: the newest CUDA
-    version that it serves, 13000 for 13.0; None: no driver."""
+    machine.
+    """
     found = re.search(r"\+cu(\d+)(\d)$", version)
-    if found is None:
-        return ""
+    if torch.version.cuda is None or found is None:
+        return
     major = int(found[1])
-    torch_major = int(torch_cuda.split(".")[0])
+    torch_major = int(torch.version.cuda.split(".")[0])
+    driver = _driver()
     wheel = f"preflash {version} is built for CUDA {major}.{found[2]}"
     if driver is not None and driver // 1000 < major:
         serves = f"{driver // 1000}.{driver % 1000 // 10}"
         needed = f"driver {_DRIVERS[major]} or later" if major in _DRIVERS else "a newer driver"
-        return (
+        sentence = (
             f"{wheel}; the NVIDIA driver serves CUDA {serves} at most, so no GPU can be used. "
             f"Install {needed}, or a wheel of preflash for CUDA {driver // 1000}"
         )
-    if torch_major != major:
-        return (
-            f"{wheel}, torch {torch.__version__} for CUDA {torch_cuda}. "
+    elif torch_major != major:
+        sentence = (
+            f"{wheel}, torch {torch.__version__} for CUDA {torch.version.cuda}. "
             f"Install a wheel of preflash for CUDA {torch_major}, or a torch for CUDA {major}"
         )
-    return ""
+    else:
+        return
+    warnings.warn(sentence, RuntimeWarning, stacklevel=3)
 
 
 def _driver() -> int | None:
+    """The newest CUDA version that the driver serves, 13000 for 13.0; None: no driver."""
     version = ctypes.c_int()
     library = _library("libcuda.so.1")
     if library is None or library.cuDriverGetVersion(ctypes.byref(version)) != _SUCCESS:
