@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import torch
 
 from ._check import values as check
-from ._check.arguments import PerHead
 from ._fmha import arguments, direct, run
-from ._fmha.arguments import FmhaArguments
-from ._fmha.operands import Qkv, one_tensor
+from ._fmha.operands import Qkv
 
 __all__ = ["fmha_varlen", "trtllm_fmha_v2_prefill"]
 
@@ -116,13 +115,7 @@ def trtllm_fmha_v2_prefill(
         NotImplementedError: no compiled kernel serves it.
         RuntimeError: the call needs a plan while its stream is being captured.
     """
-    a = FmhaArguments(
-        qkv, input_layout, workspace_buffer, seq_lens, max_q_len, max_kv_len, bmm1_scale,
-        bmm2_scale, batch_size, cum_seq_lens_q, cum_seq_lens_kv, block_tables, out, out_dtype,
-        PerHead(sinks=one_tensor("sinks", sinks)), pos_encoding_mode, logits_soft_cap_scale,
-        mask_mode, window_left, chunked_attention_size, save_softmax_stats,
-        skip_softmax_threshold_scale_factor, backend,
-    )  # fmt: skip
+    a = SimpleNamespace(**locals(), lse=None, return_lse=False, mixed=False)
     check.not_traced()
     return run.run(arguments.checked(a))
 

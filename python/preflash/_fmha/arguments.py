@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -14,42 +16,12 @@ from .._check.scales import Scales
 from .._check.tensors import check_per_head, refuse_shared
 from .._device import backends
 from .._device.workspace import check_buffer
-from .operands import Operands, operands_of
+from .operands import Operands, one_tensor, operands_of
 
-MASK_MODES = ("causal", "sliding_window", "chunked", "padding")
+_MASK_MODES = ("causal", "sliding_window", "chunked", "padding")
+_POSITIONS = {"none": _core.Position.none, "alibi": _core.Position.alibi}
 _OUT_DTYPES = (torch.float16, torch.bfloat16, torch.float8_e4m3fn)
 _SHORT_NAMES = {"fp8": _OUT_DTYPES[2], "fp16": _OUT_DTYPES[0], "bf16": _OUT_DTYPES[1]}
-
-
-class FmhaArguments(NamedTuple):
-    """As the caller gave them, the tensors of heads apart."""
-
-    qkv: Any
-    input_layout: Any
-    workspace_buffer: Any
-    seq_lens: Any
-    max_q_len: Any
-    max_kv_len: Any
-    bmm1_scale: Any
-    bmm2_scale: Any
-    batch_size: Any
-    cum_seq_lens_q: Any
-    cum_seq_lens_kv: Any = None
-    block_tables: Any = None
-    out: Any = None
-    out_dtype: Any = None
-    per_head: PerHead = PerHead()
-    pos_encoding_mode: Any = None
-    logits_soft_cap_scale: Any = None
-    mask_mode: Any = "causal"
-    window_left: Any = -1
-    chunked_attention_size: Any = 0
-    save_softmax_stats: Any = False
-    skip_softmax_threshold_scale_factor: Any = 0.0
-    backend: Any = "auto"
-    lse: Any = None
-    return_lse: Any = False
-    mixed: bool = False  # whether k and v may have a dtype of their own
 
 
 class FmhaCall(NamedTuple):
@@ -58,7 +30,8 @@ class FmhaCall(NamedTuple):
     operands: Operands
     options: _core.AttentionOptions
     scales: Scales
-    given: FmhaArguments
+    per_head: PerHead
+    given: SimpleNamespace  # the arguments of checked()
     out: torch.Tensor | None
     out_dtype: torch.dtype
     wants_stats: bool
@@ -67,22 +40,24 @@ class FmhaCall(NamedTuple):
     return_lse: bool
 
 
-def checked(a: FmhaArguments) -> FmhaCall:
+def checked(a: SimpleNamespace) -> FmhaCall:
+    """a: the arguments by name; beside them lse, return_lse and mixed: whether k and v may have a
+    dtype of their own."""
+    per_head = PerHead(sinks=one_tensor("sinks", a.sinks))
     operands = operands_of(a.qkv, a.input_layout, mixed=a.mixed)
-    q = operands.q
-    device = q.device
+    device = operands.q.device
     workspace = check_buffer("workspace_buffer", a.workspace_buffer, device)
-    out_dtype = out_dtype_of(a.out, a.out_dtype, q.dtype)
+    out_dtype = out_dtype_of(a.out, a.out_dtype, operands.q.dtype)
     options = _options(a, operands, out_dtype)
     bmm1 = check.scale("bmm1_scale", a.bmm1_scale)
     check.logits_scale("bmm1_scale", bmm1, options)
     bmm2 = check.scale("bmm2_scale", a.bmm2_scale)
-    check_per_head(a.per_head, options, device)
+    check_per_head(per_head, options, device)
     wants_stats = check.flag("save_softmax_stats", a.save_softmax_stats)
     stats_scale = None
     if wants_stats:
         stats_scale = _stats_scale(bmm1, options)
-    elif a.per_head.given and options.position != _core.Position.none:
+    elif per_head.given and options.position != _core.Position.none:
         # Beside a logit of no key it matters where biases count from, and with statistics that is
         # key 0.
         stats_scale = 1.0
@@ -99,6 +74,7 @@ def checked(a: FmhaArguments) -> FmhaCall:
         operands=operands,
         options=options,
         scales=Scales(bmm1, bmm2),
+        per_head=per_head,
         given=a,
         out=a.out,
         out_dtype=out_dtype,
@@ -113,11 +89,11 @@ def checked(a: FmhaArguments) -> FmhaCall:
 
 
 def _options(
-    a: FmhaArguments, operands: Operands, out_dtype: torch.dtype
+    a: SimpleNamespace, operands: Operands, out_dtype: torch.dtype
 ) -> _core.AttentionOptions:
     q = operands.q
-    mode = a.mask_mode.lower() if isinstance(a.mask_mode, str) else a.mask_mode
-    check.one_of("mask_mode", mode, MASK_MODES)
+    mode = _mode("mask_mode", a.mask_mode, _MASK_MODES)
+    position = "none" if a.pos_encoding_mode is None else a.pos_encoding_mode
     window = check.window_left("window_left", a.window_left)
     return _core.AttentionOptions(
         num_qo_heads=q.shape[1],
@@ -130,7 +106,7 @@ def _options(
         causal=mode != "padding",
         window_left=window if mode == "sliding_window" else -1,
         chunk_size=_chunk_size(a.chunked_attention_size, mode == "chunked"),
-        position=_position(a.pos_encoding_mode),
+        position=_POSITIONS[_mode("pos_encoding_mode", position, _POSITIONS)],
         soft_cap=_soft_cap(a.logits_soft_cap_scale),
         skip_factor=_skip_factor(a),
     )
@@ -148,12 +124,9 @@ def _chunk_size(value: Any, effective: bool) -> int:
     return size if effective else 0
 
 
-def _position(mode: Any) -> _core.Position:
-    if mode is None:
-        return _core.Position.none
-    known = {"none": _core.Position.none, "alibi": _core.Position.alibi}
-    name = mode.lower() if isinstance(mode, str) else mode
-    return known[check.one_of("pos_encoding_mode", name, tuple(known))]
+def _mode(name: str, value: Any, allowed: Collection[str]) -> str:
+    """In letters of either case."""
+    return check.one_of(name, value.lower() if isinstance(value, str) else value, allowed)
 
 
 def _soft_cap(value: Any) -> float:
@@ -168,7 +141,7 @@ def _soft_cap(value: Any) -> float:
     return cap
 
 
-def _skip_factor(a: FmhaArguments) -> float:
+def _skip_factor(a: SimpleNamespace) -> float:
     factor = check.skip_factor(a.skip_softmax_threshold_scale_factor)
     if factor > 0.0 and a.save_softmax_stats:
         raise ValueError(

@@ -3,39 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from .._check import values as check
-from .._check.arguments import PerHead, Result
+from .._check.arguments import Result
 from .._check.names import renamed
 from .._check.pages import may_be_read
 from . import arguments, run
-from .arguments import FmhaArguments
-from .operands import one_tensor
+
+# What calls say that lack a parameter of trtllm_fmha_v2_prefill.
+_UNSAID = {
+    "window_left": -1,
+    "chunked_attention_size": 0,
+    "save_softmax_stats": False,
+    **dict.fromkeys(("cum_seq_lens_kv", "block_tables", "out_dtype", "sinks")),
+    **dict.fromkeys(("pos_encoding_mode", "logits_soft_cap_scale")),
+    "skip_softmax_threshold_scale_factor": None,
+}
 
 
 def attend(
     names: Mapping[str, str], given: Mapping[str, Any], *, causal: bool, **changed: Any
 ) -> Result:
-    """given: the caller's arguments by name, of which those of FmhaArguments count; changed: those
-    that it has converted or calls otherwise. names: what it calls them, which errors name."""
+    """given: the caller's arguments by name, of which those count that trtllm_fmha_v2_prefill has,
+    lse and return_lse; changed: those that it has converted or calls otherwise. names: what it
+    calls them, which errors name."""
     check.not_traced()
-    given = {**given, **changed}
-    known = FmhaArguments._fields
-    a = FmhaArguments(**{name: value for name, value in given.items() if name in known})
+    a = SimpleNamespace(**{**_UNSAID, **given, **changed, "mixed": True})
+    a.window_left = -1 if a.window_left is None else a.window_left
     with renamed(names):
-        window_left = -1 if a.window_left is None else a.window_left
-        mode = "causal" if causal else "padding"
-        if check.window_left("window_left", window_left) >= 0:
-            mode = "sliding_window"
-        a = a._replace(
-            per_head=PerHead(sinks=one_tensor("sinks", given.get("sinks"))),
-            mask_mode=mode,
-            window_left=window_left,
-            mixed=True,
-        )
+        windowed = check.window_left("window_left", a.window_left) >= 0
+        a.mask_mode = "sliding_window" if windowed else "causal" if causal else "padding"
         return run.run(arguments.checked(a))
 
 

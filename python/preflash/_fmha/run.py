@@ -177,7 +177,7 @@ def _attend(call: FmhaCall, lengths: FmhaLengths, variant: PlannedVariant) -> Re
         stats = torch.empty((*q.shape[:2], 2), dtype=torch.float32, device=q.device)
         outputs = outputs._replace(lse=stats, lse_layout="STATS", lse_base=call.stats_scale)
     partials = call.given.workspace_buffer if variant.plan.float_bytes > 0 else None
-    memory = run_memory(partials, per_head=call.given.per_head)
+    memory = run_memory(partials, per_head=call.per_head)
     # bmm2_scale may take a result out of the range of q's dtype, and the conversion back.
     scales = call.scales._replace(output=1.0) if converts else call.scales
     result = variant.attend_to(q, operands.kv, scales, outputs, memory)
