@@ -44,14 +44,13 @@ class FmhaLengths(NamedTuple):
 
 def checked(call: FmhaCall) -> FmhaLengths:
     a, operands = call.given, call.operands
-    device = operands.q.device
+    device, paged = operands.q.device, operands.page_size > 0
     batch_size = check.integer("batch_size", a.batch_size, at_least=0)
     max_q_len = check.integer("max_q_len", a.max_q_len, at_least=0, at_most=2**30)
     max_kv_len = check.integer("max_kv_len", a.max_kv_len, at_least=0, at_most=2**30)
     kv_lens = _array("seq_lens", a.seq_lens, batch_size, "batch_size", device)
     qo_indptr = _array("cum_seq_lens_q", a.cum_seq_lens_q, batch_size + 1, "batch_size + 1", device)
     kv_indptr = a.cum_seq_lens_kv
-    paged = operands.page_size > 0
     if kv_indptr is not None or not paged:
         kv_indptr = _array("cum_seq_lens_kv", kv_indptr, batch_size + 1, "batch_size + 1", device)
     lengths = FmhaLengths(
@@ -164,8 +163,14 @@ def _check_values(lengths: FmhaLengths, call: FmhaCall) -> None:
             f"block_tables has {lengths.pages.shape[1]} pages of {lengths.page_size} keys for each "
             f"request; request {keys.index(longest)} has {longest} keys"
         )
-    if may_be_read(lengths.pages):
-        _check_page_numbers(lengths, keys, operands.kv_extent)
+    if not may_be_read(lengths.pages):
+        return
+    for i, (row, length) in enumerate(zip(lengths.pages.tolist(), keys, strict=True)):
+        for page in row[: -(-length // lengths.page_size)]:
+            if not 0 <= page < operands.kv_extent:
+                raise ValueError(
+                    f"block_tables[{i}] holds {page}; must be in [0, {operands.kv_extent})"
+                )
 
 
 def _check_offsets(name: str, indptr: torch.Tensor, extent: int, of: str) -> list[int]:
@@ -187,13 +192,6 @@ def _check_longest(name: str, limit: int, found: list[int], of: str) -> None:
         raise ValueError(f"{name}={limit}: request {found.index(longest)} has {longest} {of}")
 
 
-def _check_page_numbers(lengths: FmhaLengths, keys: list[int], num_pages: int) -> None:
-    for i, (row, length) in enumerate(zip(lengths.pages.tolist(), keys, strict=True)):
-        for page in row[: -(-length // lengths.page_size)]:
-            if not 0 <= page < num_pages:
-                raise ValueError(f"block_tables[{i}] holds {page}; must be in [0, {num_pages})")
-
-
 # --- batches -------------------------------------------------------------------
 
 
@@ -209,11 +207,11 @@ def exact(lengths: FmhaLengths) -> Lengths:
     return Lengths(batch, PageList(indices, None, largest))
 
 
-def bounds_batch(lengths: FmhaLengths, qo_tokens: int, kv_tokens: int | None) -> _core.Batch:
-    """A batch in which every request is as long as one may be. kv_tokens: None where paged."""
-    each_qo = min(lengths.max_q_len, qo_tokens)
-    each_kv = lengths.max_kv_len if kv_tokens is None else min(lengths.max_kv_len, kv_tokens)
-    units = each_kv if kv_tokens is not None else lengths.pages_each
+def bounds_batch(lengths: FmhaLengths, operands: Operands) -> _core.Batch:
+    """A batch in which every request is as long as one may be."""
+    paged = lengths.pages is not None
+    each_qo = min(lengths.max_q_len, operands.q.shape[0])
+    units = lengths.pages_each if paged else min(lengths.max_kv_len, operands.kv_extent)
     for name, each in (("max_q_len", each_qo), ("max_kv_len", units)):
         if each * lengths.batch_size > _INT32_MAX:
             raise ValueError(
@@ -223,7 +221,7 @@ def bounds_batch(lengths: FmhaLengths, qo_tokens: int, kv_tokens: int | None) ->
     steps = torch.arange(lengths.batch_size + 1, dtype=torch.int32, device="cpu")
     qo_indptr, kv_indptr = steps * each_qo, steps * units
     last = None
-    if kv_tokens is None:
-        in_last = each_kv - (units - 1) * lengths.page_size if units > 0 else 1
+    if paged:
+        in_last = lengths.max_kv_len - (units - 1) * lengths.page_size if units > 0 else 1
         last = torch.full((lengths.batch_size,), in_last, dtype=torch.int32, device="cpu")
     return batch_of(qo_indptr, kv_indptr, last, page_size=lengths.page_size, are_bounds=True)

@@ -3,8 +3,8 @@ stream: their work lists are on the device, and each call changes the lengths in
 
 from __future__ import annotations
 
+import functools
 import threading
-from typing import NamedTuple
 
 import torch
 
@@ -26,21 +26,15 @@ _PLANS_KEPT = 64
 _E4M3_MAX = torch.finfo(torch.float8_e4m3fn).max
 
 
-class _Kept(NamedTuple):
-    """A plan for any lengths up to some."""
-
-    variant: PlannedVariant
-    pages: torch.Tensor | None  # [batch_size, pages], where the plan finds the page table
-
-
 class _Cache(threading.local):
     def __init__(self) -> None:
-        self.plans: dict[tuple, _Kept] = {}  # the one used last is the last
-        self.workspaces: dict[torch.device, Workspace] = {}
+        # For any lengths up to some; the one used last is the last.
+        self.plans: dict[tuple, PlannedVariant] = {}
+        self.workspace = functools.cache(lambda device: Workspace(device, None, float_bytes=0))
 
 
 _cache = _Cache()
-_captured: list[_Kept] = []  # what CUDA graphs replay; nobody tells when they are gone
+_captured: list[PlannedVariant] = []  # what CUDA graphs replay; nobody tells when they are gone
 
 
 def run(call: FmhaCall) -> Result:
@@ -85,7 +79,7 @@ def _run_exact(call: FmhaCall, lengths: FmhaLengths, device_stream: DeviceStream
             "its stream is being captured into a CUDA graph: pass seq_lens, cum_seq_lens_q and "
             "cum_seq_lens_kv on the GPU"
         )
-    workspace = _workspace(device_stream)
+    workspace = _cache.workspace(device_stream.device)
     workspace.float_bytes = call.given.workspace_buffer.nbytes
     variant = _planned(call, fmha_lengths.exact(lengths), workspace)
     result = _attend(call, lengths, variant)
@@ -103,7 +97,6 @@ def _planned(call: FmhaCall, lengths: Lengths, workspace: Workspace) -> PlannedV
 def _run_within_bounds(call: FmhaCall, lengths: FmhaLengths, device_stream: DeviceStream) -> Result:
     """Lengths on the GPU: a plan for the longest requests, with the lengths put into it there."""
     operands = call.operands
-    paged = operands.page_size > 0
     # Chunks of the keys would be those of the longest requests, and empty in most others.
     options = call.options.replace(disable_split=True)
     if options.kv_dtype != options.q_dtype:  # copies would be of keys that the plan knows of
@@ -113,18 +106,19 @@ def _run_within_bounds(call: FmhaCall, lengths: FmhaLengths, device_stream: Devi
         operands.q.shape[0], operands.kv_extent, operands.kv_layout, call.backend,
         device_stream.device, device_stream.stream(),
     )  # fmt: skip
-    kept = _cache.plans.pop(key, None)
-    if kept is None:
-        kept = _plan_within_bounds(call._replace(options=options), lengths, device_stream)
-    _cache.plans[key] = kept
+    variant = _cache.plans.pop(key, None)
+    if variant is None:
+        variant = _plan_within_bounds(call._replace(options=options), lengths, device_stream)
+    _cache.plans[key] = variant
     if len(_cache.plans) > _PLANS_KEPT:
         del _cache.plans[next(iter(_cache.plans))]
-    variant = kept.variant
-    if kept.pages is not None:
-        kept.pages.copy_(lengths.pages, non_blocking=True)
-    pages_each = lengths.pages_each if paged else 0
-    extent = pages_each * operands.page_size if paged else operands.kv_extent
-    kv_begin = 0 if paged else lengths.kv_indptr.data_ptr()
+    pages_each = kv_begin = 0
+    if lengths.pages is None:
+        extent, kv_begin = operands.kv_extent, lengths.kv_indptr.data_ptr()
+    else:
+        variant.request.lengths.pages.given.copy_(lengths.pages, non_blocking=True)
+        pages_each = lengths.pages_each
+        extent = pages_each * operands.page_size
     variant.place.set_lengths(
         lengths.qo_indptr.data_ptr(), kv_begin, lengths.kv_lens.data_ptr(), pages_each,
         operands.q.shape[0], extent, device_stream.stream(),
@@ -132,31 +126,19 @@ def _run_within_bounds(call: FmhaCall, lengths: FmhaLengths, device_stream: Devi
     was_shared = variant.shared
     result = _attend(call, lengths, variant)
     if variant.shared and not was_shared:  # with a CUDA graph
-        _captured.append(kept)
+        _captured.append(variant)
     return result
 
 
-def _plan_within_bounds(call: FmhaCall, lengths: FmhaLengths, device_stream: DeviceStream) -> _Kept:
+def _plan_within_bounds(
+    call: FmhaCall, lengths: FmhaLengths, device_stream: DeviceStream
+) -> PlannedVariant:
     pipeline.refuse_capture(device_stream)
-    operands = call.operands
-    paged = operands.page_size > 0
-    batch = fmha_lengths.bounds_batch(
-        lengths, operands.q.shape[0], None if paged else operands.kv_extent
-    )
-    pages = listed = None
-    if paged:
+    batch, listed = fmha_lengths.bounds_batch(lengths, call.operands), None
+    if lengths.pages is not None:
         pages = torch.empty(lengths.pages.shape, dtype=torch.int32, device=device_stream.device)
         listed = PageList(pages, on_device=pages, largest=None)
-    variant = _planned(call, Lengths(batch, listed), _workspace(device_stream))
-    return _Kept(variant, pages)
-
-
-def _workspace(device_stream: DeviceStream) -> Workspace:
-    device = device_stream.device
-    found = _cache.workspaces.get(device)
-    if found is None:
-        found = _cache.workspaces[device] = Workspace(device, None, float_bytes=0)
-    return found
+    return _planned(call, Lengths(batch, listed), _cache.workspace(device_stream.device))
 
 
 def _attend(call: FmhaCall, lengths: FmhaLengths, variant: PlannedVariant) -> Result:
