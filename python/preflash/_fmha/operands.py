@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -45,17 +44,58 @@ class Operands(NamedTuple):
 
 def operands_of(qkv: Any, layout: Any, *, mixed: bool) -> Operands:
     """mixed: whether k and v may have a dtype of their own."""
-    operands = _operands_of(qkv, layout)
-    return _of_one_kind(operands, *kv_of(operands.kv), mixed=mixed)
+    q, kv = _q_and_kv(qkv, layout)
+    k, v = kv_of(kv)
+    paged = "PAGED" in layout
+    kv_layout = "HND" if layout.endswith("HND") else "NHD"
+    tokens, heads = (-3, -2) if kv_layout == "NHD" else (-2, -3)
+    num_kv_heads = k.shape[heads]
+    if k.shape[:-1] != v.shape[:-1]:
+        raise ValueError(
+            f"qkv: v has shape {tuple(v.shape)} and k {tuple(k.shape)}; must have as many "
+            f"{'pages, ' if paged else ''}tokens and heads"
+        )
+    if paged and k.shape[tokens] < 1:
+        raise ValueError(f"qkv: pages of {k.shape[tokens]} tokens; must hold at least 1")
+    check.query_dtype("qkv", q.dtype)
+    if mixed:
+        check.kv_dtype("qkv", k.dtype, q.dtype)
+        check.has_dtype("qkv: v", v, k.dtype, "k's")
+    for name, part in (("k", k), ("v", v)):
+        if part.dtype != q.dtype and not mixed:
+            raise TypeError(f"qkv: {name} is {part.dtype} and q {q.dtype}; must be of one dtype")
+        if part.device != q.device:
+            raise ValueError(f"qkv: {name} is on {part.device} and q on {q.device}")
+    if k.shape[-1] != q.shape[2]:
+        raise ValueError(
+            f"qkv: k has head_dim {k.shape[-1]} and q {q.shape[2]}; must be equal, or another "
+            "input_layout was meant"
+        )
+    if num_kv_heads < 1 or q.shape[1] % num_kv_heads:
+        raise ValueError(
+            f"qkv: q has {q.shape[1]} heads and k {num_kv_heads}; must be a multiple, or another "
+            "input_layout was meant"
+        )
+    return Operands(
+        q=q,
+        kv=kv,
+        kv_layout=kv_layout,
+        page_size=k.shape[tokens] if paged else 0,
+        num_kv_heads=num_kv_heads,
+        head_dim_vo=v.shape[-1],
+        kv_extent=k.shape[0],
+        kv_dtype=k.dtype,
+        packed=layout == "PACKED_QKV",
+    )
 
 
-def _operands_of(qkv: Any, layout: Any) -> Operands:
+def _q_and_kv(qkv: Any, layout: Any) -> tuple[torch.Tensor, KvCache]:
     check.one_of("input_layout", layout, LAYOUTS)
     if layout == "PACKED_QKV":
         packed = check.tensor("qkv", qkv) if isinstance(qkv, torch.Tensor) else _wrong(layout, qkv)
         _shaped("qkv", packed, 4, "[tokens, 3, num_heads, head_dim]", layout, planes=3)
         q, k, v = packed.unbind(1)
-        return _ragged(q, k, v, packed=True)
+        return q, (k, v)
     parts = qkv if isinstance(qkv, (tuple, list)) else _wrong(layout, qkv)
     for part in parts:
         if not isinstance(part, (tuple, list)):
@@ -64,14 +104,26 @@ def _operands_of(qkv: Any, layout: Any) -> Operands:
         q, kv = parts if len(parts) == 2 else _wrong(layout, qkv)
         check.is_tensor("qkv[1]", kv)
         _shaped("qkv[1]", kv, 4, "[kv tokens, 2, num_kv_heads, head_dim]", layout, planes=2)
-        return _ragged(_query(q), *kv.unbind(1), packed=False)
+        return _query(q), kv.unbind(1)
     if layout == "SEPARATE_Q_K_V":
         q, k, v = parts if len(parts) == 3 else _wrong(layout, qkv)
         for name, part in (("qkv[1]", k), ("qkv[2]", v)):
             check.is_tensor(name, part)
             check.has_dims(name, part, 3, f"[kv tokens, num_kv_heads, head_dim] in {layout}")
-        return _ragged(_query(q), k, v, packed=False)
-    return _paged(parts, layout)
+        return _query(q), (k, v)
+    if len(parts) == 3:
+        parts = (parts[0], tuple(parts[1:]))
+    q, kv = parts if len(parts) == 2 else _wrong(layout, parts)
+    _query(q)
+    inner = "page_size, num_kv_heads" if layout.endswith("NHD") else "num_kv_heads, page_size"
+    if not isinstance(kv, (tuple, list)):
+        _shaped("qkv[1]", kv, 5, f"[pages, 2, {inner}, head_dim]", layout, planes=2)
+        return q, kv
+    k, v = kv if len(kv) == 2 else _wrong(layout, parts)
+    for name, pool in (("k", k), ("v", v)):
+        check.tensor(name, pool)
+        _shaped(f"qkv: {name}", pool, 4, f"[pages, {inner}, head_dim]", layout)
+    return q, (k, v)
 
 
 def one_tensor(name: str, value: Any) -> Any:
@@ -104,65 +156,3 @@ def _query(q: Any) -> torch.Tensor:
     check.is_tensor("qkv[0]", q)
     check.has_dims("qkv[0]", q, 3, "[tokens, num_heads, head_dim]")
     return q
-
-
-def _ragged(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, packed: bool) -> Operands:
-    if k.shape[:2] != v.shape[:2]:
-        raise ValueError(
-            f"qkv: v has shape {tuple(v.shape)} and k {tuple(k.shape)}; must have as many tokens "
-            "and heads"
-        )
-    return Operands(q, (k, v), "NHD", 0, k.shape[1], v.shape[2], k.shape[0], k.dtype, packed)
-
-
-def _paged(parts: Sequence[Any], layout: str) -> Operands:
-    kv_layout = layout.rpartition("_")[2]
-    if len(parts) == 3:
-        parts = (parts[0], tuple(parts[1:]))
-    q, kv = parts if len(parts) == 2 else _wrong(layout, parts)
-    q = _query(q)
-    order = "page_size, num_kv_heads" if kv_layout == "NHD" else "num_kv_heads, page_size"
-    if isinstance(kv, (tuple, list)):
-        k, v = kv if len(kv) == 2 else _wrong(layout, parts)
-        for name, pool in (("k", k), ("v", v)):
-            check.tensor(name, pool)
-            _shaped(f"qkv: {name}", pool, 4, f"[pages, {order}, head_dim]", layout)
-        cache: KvCache = (k, v)
-    else:
-        _shaped("qkv[1]", kv, 5, f"[pages, 2, {order}, head_dim]", layout, planes=2)
-        k, v, cache = kv[:, 0], kv[:, 1], kv
-    tokens, heads = (1, 2) if kv_layout == "NHD" else (2, 1)
-    if k.shape[:3] != v.shape[:3]:
-        raise ValueError(
-            f"qkv: v has shape {tuple(v.shape)} and k {tuple(k.shape)}; must have as many pages, "
-            "tokens and heads"
-        )
-    if k.shape[tokens] < 1:
-        raise ValueError(f"qkv: pages of {k.shape[tokens]} tokens; must hold at least 1")
-    return Operands(
-        q, cache, kv_layout, k.shape[tokens], k.shape[heads], v.shape[3], k.shape[0], k.dtype, False
-    )
-
-
-def _of_one_kind(operands: Operands, k: torch.Tensor, v: torch.Tensor, *, mixed: bool) -> Operands:
-    q = operands.q
-    check.query_dtype("qkv", q.dtype)
-    if mixed:
-        check.kv_dtype("qkv", k.dtype, q.dtype)
-        check.has_dtype("qkv: v", v, k.dtype, "k's")
-    for name, part in (("k", k), ("v", v)):
-        if part.dtype != q.dtype and not mixed:
-            raise TypeError(f"qkv: {name} is {part.dtype} and q {q.dtype}; must be of one dtype")
-        if part.device != q.device:
-            raise ValueError(f"qkv: {name} is on {part.device} and q on {q.device}")
-    if k.shape[-1] != q.shape[2]:
-        raise ValueError(
-            f"qkv: k has head_dim {k.shape[-1]} and q {q.shape[2]}; must be equal, or another "
-            "input_layout was meant"
-        )
-    if operands.num_kv_heads < 1 or q.shape[1] % operands.num_kv_heads:
-        raise ValueError(
-            f"qkv: q has {q.shape[1]} heads and k {operands.num_kv_heads}; must be a multiple, or "
-            "another input_layout was meant"
-        )
-    return operands
