@@ -11,7 +11,7 @@ import torch
 
 from ._check import values as check
 from ._cudnn import execution
-from ._cudnn.checks import checked
+from ._cudnn.call import checked
 from ._cudnn.graph import RefusedError
 from ._device import backends
 from ._fmha import direct
@@ -159,13 +159,8 @@ def cudnn_batch_decode_with_kv_cache(
     Args:
         q: [batch_size * q_len_per_req, num_qo_heads, head_dim], the rows of a request one after the
             other.
-        k_cache, v_cache: [pages, num_kv_heads, page_size, head_dim], any strides but the last.
-        scale: factor of the logits.
-        workspace_buffer: scratch memory on q's device, any dtype.
-        max_sequence_kv: no request has more keys.
-        actual_seq_lens_kv: int32 or int64 [batch_size] or [batch_size, 1, 1, 1], keys of each
-            request.
-        block_tables: [batch_size, pages] int32.
+        k_cache, v_cache, scale, workspace_buffer, max_sequence_kv, actual_seq_lens_kv,
+        block_tables: as in cudnn_batch_prefill_with_kv_cache, in pages.
         is_cuda_graph_compatible: either value promises the same.
         batch_offsets_q, batch_offsets_o: where each request begins in q and out, in elements: one
             after the other. Those on the GPU are compared only with PREFLASH_DEBUG=1 in the
@@ -182,9 +177,7 @@ def cudnn_batch_decode_with_kv_cache(
         out, or (out, lse) with return_lse.
 
     Raises:
-        TypeError, ValueError: an argument is wrong; nothing was launched.
-        NotImplementedError: no compiled kernel serves it.
-        RuntimeError: the call needs a plan while its stream is being captured.
+        What trtllm_fmha_v2_prefill raises.
     """
     given = dict(locals())
     check.absent(batch_offsets_k=batch_offsets_k, batch_offsets_v=batch_offsets_v)

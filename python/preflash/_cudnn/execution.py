@@ -14,8 +14,7 @@ from .._check.scales import folded_scales
 from .._check.tensors import reaches_into
 from .._device.stream import device_stream_of, sent
 from . import graph as _graph
-from .call import Call
-from .checks import refuse_host_arrays
+from .call import Call, refuse_host_arrays
 from .graph import Described, Graph, RefusedError
 
 HEAD_DIMS = ((128, 128), (192, 128))  # of q and k, of v
