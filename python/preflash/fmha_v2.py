@@ -167,9 +167,7 @@ def fmha_varlen(
         give bfloat16 where out does not say otherwise.
 
     Raises:
-        TypeError, ValueError: an argument is wrong; nothing was launched.
-        NotImplementedError: no compiled kernel serves it, or one of the options above.
-        RuntimeError: the call needs a plan while its stream is being captured.
+        What trtllm_fmha_v2_prefill raises; NotImplementedError also for one of the options above.
     """
     given = dict(locals())
     check.absent(plan_info=plan_info)
@@ -177,22 +175,18 @@ def fmha_varlen(
     for name, value in (("q", q), ("k", k), ("v", v)):
         check.has_dims(name, check.is_tensor(name, value), 3, "[tokens, heads, head_dim]")
     offsets: list[torch.Tensor] = []
-    for name, value in (
-        ("qo_segment_offsets", qo_segment_offsets),
-        ("kv_segment_offsets", kv_segment_offsets),
-    ):
-        array = check.index_array(name, value, q.device)
-        offsets.append(array)
-        if array.numel() < 1 or array.numel() != offsets[0].numel():
-            raise ValueError(f"{name} has {array.numel()} elements; both must have batch_size + 1")
+    for name in ("qo_segment_offsets", "kv_segment_offsets"):
+        offsets.append(check.index_array(name, given[name], q.device))
+        count = offsets[-1].numel()
+        if count < 1 or count != offsets[0].numel():
+            raise ValueError(f"{name} has {count} elements; both must have batch_size + 1")
     if max_qo_len is None:
         offsets = [value.cpu() for value in offsets]
         max_qo_len = max([0, *offsets[0].diff().tolist()])
-    softmax = 1.0 / math.sqrt(max(q.shape[2], 1))
-    logits = softmax if sm_scale is None else check.scale("sm_scale", sm_scale)
-    for name, value in (("q_scale", q_scale), ("k_scale", k_scale)):
-        logits *= 1.0 if value is None else check.scale(name, value)
-    wide = torch.bfloat16 if q.dtype.itemsize == 1 and out is None else None
+    logits = 1.0 / math.sqrt(max(q.shape[2], 1)) if sm_scale is None else 1.0
+    for name in ("sm_scale", "q_scale", "k_scale"):
+        if given[name] is not None:
+            logits *= check.scale(name, given[name])
     result = direct.attend(
         {
             "qkv": "q, k, v",
@@ -216,6 +210,6 @@ def fmha_varlen(
         batch_size=offsets[0].numel() - 1,
         cum_seq_lens_q=offsets[0],
         cum_seq_lens_kv=offsets[1],
-        out_dtype=wide,
+        out_dtype=torch.bfloat16 if q.dtype.itemsize == 1 and out is None else None,
     )
     return result if isinstance(result, tuple) else (result, lse)
